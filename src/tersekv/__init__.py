@@ -1,0 +1,79 @@
+"""tersekv: the KV cache of large language models in few bits, in pages.
+
+The names below are imported at first use, so that `import tersekv` loads neither a backend nor Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "append": "ops.append",
+    "rope_append": "ops.append",
+    "decode": "ops.decode",
+    "mla_append": "ops.mla",
+    "mla_decode": "ops.mla",
+    "mla_prefill": "ops.mla",
+    "mla_prefill_plan": "ops.mla",
+    "MLAPrefillPlan": "ops.mla",
+    "merge_states": "ops.merge",
+    "PagedKVCache": "cache",
+    "PagedKVLayer": "cache",
+    "PagedLatentCache": "cache",
+    "PagedLatentLayer": "cache",
+    "PagePool": "pages",
+    "KV_FORMATS": "formats",
+    "LATENT_FORMATS": "formats",
+    "kv_bytes_per_token": "formats",
+    "latent_bytes_per_token": "formats",
+    "UnsupportedError": "errors",
+    "OutOfPagesError": "errors",
+}
+
+if TYPE_CHECKING:
+    from .cache import PagedKVCache, PagedKVLayer, PagedLatentCache, PagedLatentLayer
+    from .errors import OutOfPagesError, UnsupportedError
+    from .formats import KV_FORMATS, LATENT_FORMATS, kv_bytes_per_token, latent_bytes_per_token
+    from .ops.append import append, rope_append
+    from .ops.decode import decode
+    from .ops.merge import merge_states
+    from .ops.mla import MLAPrefillPlan, mla_append, mla_decode, mla_prefill, mla_prefill_plan
+    from .pages import PagePool
+
+__all__ = [
+    "KV_FORMATS",
+    "LATENT_FORMATS",
+    "MLAPrefillPlan",
+    "OutOfPagesError",
+    "PagePool",
+    "PagedKVCache",
+    "PagedKVLayer",
+    "PagedLatentCache",
+    "PagedLatentLayer",
+    "UnsupportedError",
+    "append",
+    "decode",
+    "kv_bytes_per_token",
+    "latent_bytes_per_token",
+    "merge_states",
+    "mla_append",
+    "mla_decode",
+    "mla_prefill",
+    "mla_prefill_plan",
+    "rope_append",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

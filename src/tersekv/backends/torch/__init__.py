@@ -1,0 +1,1 @@
+"""The oracle: eager PyTorch in fp32, on any device, written to be read and believed."""

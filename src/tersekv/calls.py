@@ -1,0 +1,198 @@
+"""One record per operation: everything that a backend's `run` gets, flat, in the order of the registered operator.
+
+The public functions in `ops/` fill these; `torch.library` schemas are derived from them; facts are taken from them.
+A pair `x_scale: float, x_scale_t: Tensor | None` is one scale: the tensor wins where it is given, so that a scale
+on the device never has to be read by the host.
+
+Quantising scales of the appends multiply: code = cast(x * scale). The float is already the multiplier; a tensor is
+one only if `scales_quantize`, else it dequantises and the kernel multiplies by its (correctly rounded) reciprocal.
+
+Where a token goes is given either by `slot_mapping` [T] (page * S + offset; negative: skip), or, FlashInfer-style, by
+`batch_indices` [T] (negative: skip), `kv_positions` [T], `kv_indptr` [B + 1] and `kv_indices`:
+page = kv_indices[kv_indptr[b] + pos // S]. A place outside the cache is dropped, never written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class AppendCall(NamedTuple):
+    k: Tensor  # [T, H, D] bf16 | fp16 | fp32
+    v: Tensor  # [T, H, Dv]
+    k_cache: Tensor  # [P, S, H, D] written; any strides
+    v_cache: Tensor  # [P, S, H, Dv] written
+    k_scale_cache: Tensor | None  # written; per-token-head [P, S, H] fp32, nvfp4 [P, S, H, D/16] e4m3
+    v_scale_cache: Tensor | None  # written
+    slot_mapping: Tensor | None
+    batch_indices: Tensor | None
+    kv_positions: Tensor | None
+    kv_indptr: Tensor | None
+    kv_indices: Tensor | None
+    format: str
+    k_scale: float
+    k_scale_t: Tensor | None  # [1] or [H] fp32
+    v_scale: float
+    v_scale_t: Tensor | None
+    scales_quantize: bool
+
+
+class RopeAppendCall(NamedTuple):
+    q_rope: Tensor | None  # [T, Hq, R]; None: no query to rotate
+    q_nope: Tensor | None  # [T, Hq, N]
+    k_rope: Tensor  # [T, H, R]
+    k_nope: Tensor | None  # [T, H, N]; the cached K row is [rope | nope]
+    v: Tensor  # [T, H, Dv]
+    cos_sin_cache: Tensor  # [max_pos, R] fp32, [cos(R/2) | sin(R/2)]
+    positions: Tensor  # [T] RoPE positions
+    q_rope_out: Tensor | None  # [T, Hq, R] written; 16-bit, e4m3 or e5m2
+    q_nope_out: Tensor | None  # [T, Hq, N] written
+    k_cache: Tensor  # [P, S, H, R + N] written
+    v_cache: Tensor  # written
+    k_scale_cache: Tensor | None  # written
+    v_scale_cache: Tensor | None  # written
+    slot_mapping: Tensor | None
+    batch_indices: Tensor | None
+    kv_positions: Tensor | None
+    kv_indptr: Tensor | None
+    kv_indices: Tensor | None
+    format: str
+    interleaved: bool
+    q_scale: float  # multiplies the query before the cast
+    q_scale_t: Tensor | None
+    k_scale: float
+    k_scale_t: Tensor | None
+    v_scale: float
+    v_scale_t: Tensor | None
+    scales_quantize: bool
+    zero_padding: bool  # q_out rows of tokens that are skipped (negative index) are written as 0
+
+
+class MLAAppendCall(NamedTuple):
+    q_rope: Tensor | None  # [T, Hq, R]
+    q_nope: Tensor | None  # [T, Hq, Nq]
+    kv_c: Tensor  # [T, L]
+    k_pe: Tensor  # [T, R]
+    cos_sin_cache: Tensor | None  # [max_pos, R] fp32; None: k_pe is stored as it is
+    positions: Tensor | None  # [T]
+    q_rope_out: Tensor | None  # written
+    q_nope_out: Tensor | None  # written
+    ckv: Tensor  # [P, S, L] written
+    kpe: Tensor  # [P, S, R] written
+    ckv_scale_cache: Tensor | None  # [P, S, L/128] fp32 written (fp8_ds_mla)
+    slot_mapping: Tensor | None
+    batch_indices: Tensor | None
+    kv_positions: Tensor | None
+    kv_indptr: Tensor | None
+    kv_indices: Tensor | None
+    format: str
+    interleaved: bool
+    q_scale: float
+    q_scale_t: Tensor | None
+    kv_scale: float
+    kv_scale_t: Tensor | None
+    scales_quantize: bool
+    zero_padding: bool
+
+
+class DecodeCall(NamedTuple):
+    q: Tensor  # [T, Hq, D] bf16 | fp16 | fp32 | e4m3 | e5m2
+    k_cache: Tensor  # [P, S, H, D]
+    v_cache: Tensor  # [P, S, H, Dv]
+    k_scale_cache: Tensor | None
+    v_scale_cache: Tensor | None
+    page_table: Tensor  # [B, max_pages]
+    seq_lens: Tensor  # [B] drafts included
+    cu_seqlens_q: Tensor | None  # [B + 1]; None: T / B query rows for every request
+    mask: Tensor | None  # [T, W] uint16 words, bit j of row i: draft i sees draft j; None: causal
+    sinks: Tensor | None  # [Hq] fp32
+    out: Tensor  # [T, Hq, Dv] written; 16-bit, fp32, e4m3 or e5m2
+    lse: Tensor | None  # [T, Hq] fp32 written, natural log
+    format: str
+    max_q_len: int  # largest number of query rows of a request
+    window: int  # keys seen by a query, its own included; 0: all
+    softcap: float  # 0: none
+    softmax_scale: float
+    softmax_scale_t: Tensor | None
+    k_scale: float  # dequantises
+    k_scale_t: Tensor | None  # [1] or [H]
+    v_scale: float
+    v_scale_t: Tensor | None
+    out_scale: float  # multiplies the output
+    out_scale_t: Tensor | None
+    precision: str  # "exact" | "fast"
+
+
+class MLADecodeCall(NamedTuple):
+    q_nope: Tensor  # [T, H, L] absorbed query; bf16 | fp16 | fp32 | e4m3 | e5m2
+    q_pe: Tensor  # [T, H, R]
+    ckv: Tensor  # [P, S, L]
+    kpe: Tensor  # [P, S, R]
+    ckv_scale_cache: Tensor | None  # [P, S, L/128] fp32
+    page_table: Tensor  # [B, max_pages]
+    seq_lens: Tensor  # [B] query tokens included
+    cu_seqlens_q: Tensor | None  # [B + 1]
+    out: Tensor  # [T, H, L] written
+    lse: Tensor | None  # [T, H] fp32 written
+    format: str
+    max_q_len: int
+    softmax_scale: float
+    softmax_scale_t: Tensor | None
+    kv_scale: float
+    kv_scale_t: Tensor | None
+    out_scale: float
+    out_scale_t: Tensor | None
+    precision: str
+
+
+class MLAPrefillCall(NamedTuple):
+    q: Tensor  # [T, H, Dn + R]; the rotary part is rotated in place
+    kv_c: Tensor | None  # [T, L] raw latents of the new tokens; None: they are in the cache already (16-bit caches)
+    k_pe: Tensor | None  # [T, R]
+    ckv: Tensor  # [P, S, L] the new tokens' rows are written
+    kpe: Tensor  # [P, S, R] written
+    ckv_scale_cache: Tensor | None  # written
+    page_table: Tensor  # [B, max_pages]
+    cache_lens: Tensor  # [B] tokens cached before this step
+    cu_seqlens_q: Tensor  # [B + 1]
+    freqs_cis: Tensor  # [max_pos, R] interleaved cos, sin; its dtype is the rotation's
+    kv_norm_gamma: Tensor  # [L]
+    kv_b_proj: Tensor  # [H * (Dn + Dv), L] e4m3 | bf16 | fp16
+    kv_b_proj_scale: Tensor | None  # [H * (Dn + Dv) / 128, L / 128] fp32, with e4m3
+    buffer_row_offsets: Tensor  # [C, B + 1] row of each request in chunk c's buffer
+    cache_offsets: Tensor  # [C, B] or [C, B + 1] first cached token of each request in chunk c
+    out: Tensor  # [T, H, Dv] written
+    lse: Tensor | None  # [T, H] fp32 written
+    buffer_lengths: list[int]  # [C] rows of each chunk
+    format: str
+    max_q_len: int
+    softmax_scale: float
+    epsilon: float
+    kv_scale: float  # dequantises
+    kv_scale_t: Tensor | None
+    precision: str
+
+
+class MergeCall(NamedTuple):
+    outs: Tensor  # [n, T, H, D]
+    lses: Tensor  # [n, T, H] fp32, natural log
+    out: Tensor  # [T, H, D] written
+    lse: Tensor | None  # [T, H] fp32 written
+
+
+_CACHES = ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache")
+_LATENT = ("ckv", "kpe", "ckv_scale_cache")
+_Q_OUT = ("q_rope_out", "q_nope_out")
+
+# Operator name -> (record, the fields that are written in place).
+CALLS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "append": (AppendCall, _CACHES),
+    "rope_append": (RopeAppendCall, _Q_OUT + _CACHES),
+    "mla_append": (MLAAppendCall, _Q_OUT + _LATENT),
+    "decode": (DecodeCall, ("out", "lse")),
+    "mla_decode": (MLADecodeCall, ("out", "lse")),
+    "mla_prefill": (MLAPrefillCall, ("q", *_LATENT, "out", "lse")),
+    "merge_states": (MergeCall, ("out", "lse")),
+}

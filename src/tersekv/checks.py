@@ -1,0 +1,416 @@
+"""Checks of a call. Every message names the argument, says what was wanted and what came.
+
+`types` and `facts` look at no tensor value and run once per distinct set of facts. `values` reads the index tensors
+(it synchronises with the device) and runs only in checked mode (TERSEKV_CHECKED=1).
+"""
+
+from __future__ import annotations
+
+import types as _types
+import typing
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .formats import KVFormat, kv_format, latent_format, rope_dtype
+
+INDEX = (torch.int32, torch.int64, torch.uint32)
+F32 = (torch.float32,)
+HALF = (torch.bfloat16, torch.float16)
+FLOAT = (*HALF, torch.float32)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def types(record: type, call: tuple) -> None:
+    """Every field has the type that the record declares."""
+    hints = _hints(record)
+    for name, x in zip(record._fields, call, strict=True):  # type: ignore[attr-defined]
+        want = hints[name]
+        if want is list:
+            want = (list, tuple)
+        if want is float and isinstance(x, (int, float)) and not isinstance(x, bool):
+            continue
+        if not isinstance(x, want):
+            names = " | ".join(w.__name__ for w in (want if isinstance(want, tuple) else (want,)))
+            raise TypeError(f"{name}: want {names}, got {type(x).__name__}")
+
+
+def _hints(record: type) -> dict[str, Any]:
+    out = {}
+    for name, hint in typing.get_type_hints(record).items():
+        args = typing.get_args(hint)
+        if isinstance(hint, _types.UnionType):
+            out[name] = tuple(args)
+        else:
+            out[name] = typing.get_origin(hint) or hint
+    return out
+
+
+class Shapes:
+    """Binds dimension letters at first sight and compares at every later one."""
+
+    def __init__(self, f: SimpleNamespace, **known: int) -> None:
+        self.f, self.dims = f, dict(known)
+
+    def see(self, name: str, pattern: str, dtypes: Iterable[torch.dtype], *, last_dim_dense: bool = True) -> bool:
+        """Check tensor `name` (None passes: returns False) against a pattern such as "P S H D".
+
+        A token of the pattern is a letter (bound or to be bound), a number, or a letter with "/n" or "+n".
+        """
+        fact = getattr(self.f, name)
+        if fact is None:
+            return False
+        tokens = pattern.split()
+        wanted = [self._size(t) for t in tokens]
+        dtypes = tuple(dtypes)
+        fits = len(fact.shape) == len(tokens) and all(
+            w is None or w == got for w, got in zip(wanted, fact.shape, strict=False)
+        )
+        if not fits or fact.dtype not in dtypes:
+            dims = ", ".join(t if w is None else (str(w) if t.isdigit() else f"{t}={w}") for t, w in zip(tokens, wanted, strict=True))
+            raise ValueError(
+                f"{name}: want [{dims}] {' | '.join(map(dtype_name, dtypes))}, "
+                f"got {list(fact.shape)} {dtype_name(fact.dtype)}"
+            )
+        if last_dim_dense and fact.shape and fact.shape[-1] > 1 and fact.stride[-1] != 1:
+            raise ValueError(f"{name}: want stride 1 in the last dimension, got strides {list(fact.stride)}")
+        if fact.device != self.f.device:
+            raise ValueError(f"{name}: want device {self.f.device}, got {fact.device}")
+        for token, got in zip(tokens, fact.shape, strict=True):
+            if token.isidentifier():
+                self.dims.setdefault(token, got)
+        return True
+
+    def _size(self, token: str) -> int | None:
+        if token.isdigit():
+            return int(token)
+        for sep, op in (("/", int.__floordiv__), ("+", int.__add__)):
+            if sep in token:
+                letter, n = token.split(sep)
+                size = self._size(letter)
+                other = self._size(n)
+                return None if size is None or other is None else op(size, other)
+        return self.dims.get(token)
+
+    def __getitem__(self, letter: str) -> int:
+        return self.dims[letter]
+
+
+def dtype_name(d: torch.dtype) -> str:
+    return str(d).removeprefix("torch.")
+
+
+def facts(f: SimpleNamespace) -> None:
+    """Raise ValueError unless the facts fit together."""
+    _CHECKS[f.op](f)
+
+
+def require(ok: bool, name: str, want: str, got: Any) -> None:
+    if not ok:
+        raise ValueError(f"{name}: want {want}, got {got}")
+
+
+def _append(f: SimpleNamespace) -> None:
+    s = Shapes(f)
+    s.see("k", "T H D", FLOAT)
+    s.see("v", "T H Dv", [f.k.dtype])
+    _kv_caches(f, s, s["D"], s["Dv"])
+    _place(f, s)
+
+
+def _rope_append(f: SimpleNamespace) -> None:
+    s = Shapes(f)
+    s.see("k_rope", "T H R", HALF + F32)
+    dtype = [f.k_rope.dtype]
+    s.see("k_nope", "T H N", dtype)
+    s.dims.setdefault("N", 0)
+    s.see("v", "T H Dv", dtype)
+    _queries(f, s, dtype)
+    _rotary(f, s)
+    _kv_caches(f, s, s["R"] + s["N"], s["Dv"])
+    _place(f, s)
+
+
+def _mla_append(f: SimpleNamespace) -> None:
+    s = Shapes(f)
+    s.see("kv_c", "T L", FLOAT)
+    dtype = [f.kv_c.dtype]
+    s.see("k_pe", "T R", dtype)
+    _queries(f, s, dtype)
+    if f.cos_sin_cache is not None:
+        require(f.positions is not None, "positions", "a tensor [T] beside cos_sin_cache", None)
+        _rotary(f, s)
+    else:
+        require(f.q_rope is None, "cos_sin_cache", "a tensor when a query is given", None)
+    _latent_cache(f, s)
+    _place(f, s)
+
+
+def _decode(f: SimpleNamespace) -> None:
+    s = Shapes(f)
+    s.see("q", "T Hq D", FLOAT + FP8)
+    fmt = kv_format(f.format)
+    require(s["D"] % 8 == 0 and 0 < s["D"] <= 512, "q", "head_dim a multiple of 8 up to 512", s["D"])
+    dv = f.v_cache.shape[-1] * fmt.values_per_element
+    require(dv % 8 == 0 and 0 < dv <= 512, "v_cache", "head_dim_v a multiple of 8 up to 512", dv)
+    _kv_caches(f, s, s["D"], dv)
+    heads = s["H"]
+    require(heads > 0 and s["Hq"] % heads == 0, "q", f"num_q_heads a multiple of num_kv_heads={heads}", s["Hq"])
+    _requests(f, s)
+    if s.see("mask", "T W", [torch.uint16]):
+        words = 2 * -(-f.max_q_len // 32)
+        require(s["W"] >= words, "mask", f"at least {words} uint16 words a row for {f.max_q_len} drafts", s["W"])
+    s.see("sinks", "Hq", F32)
+    s.see("out", "T Hq Dv", FLOAT + FP8)
+    s.see("lse", "T Hq", F32, last_dim_dense=False)
+    require(f.window >= 0, "window", "a positive number of keys (own included), or None", f.window)
+    require(f.softcap >= 0, "softcap", "0 (none) or a positive number", f.softcap)
+    _precision(f)
+    _scalar(f, s, "softmax_scale_t", "out_scale_t")
+
+
+def _mla_decode(f: SimpleNamespace) -> None:
+    s = Shapes(f)
+    s.see("q_nope", "T H L", FLOAT + FP8)
+    s.see("q_pe", "T H R", [f.q_nope.dtype])
+    _latent_cache(f, s)
+    _requests(f, s)
+    s.see("out", "T H L", FLOAT + FP8)
+    s.see("lse", "T H", F32, last_dim_dense=False)
+    _precision(f)
+    _scalar(f, s, "softmax_scale_t", "out_scale_t")
+
+
+def _mla_prefill(f: SimpleNamespace) -> None:
+    s = Shapes(f)
+    s.see("q", "T H Dq", HALF)
+    half = [f.q.dtype]
+    require((f.kv_c is None) == (f.k_pe is None), "k_pe", "given together with kv_c", "one of them")
+    s.see("kv_c", "T L", half)
+    s.see("k_pe", "T R", half)
+    fmt = latent_format(f.format)
+    if f.kv_c is None:
+        require(fmt.scale == "none", "kv_c", f"the raw latents for a {f.format} cache (it holds no raw rows)", None)
+    _latent_cache(f, s)
+    nope = s["Dq"] - s["R"]
+    require(nope > 0, "q", f"rows longer than the rotary part R={s['R']}", s["Dq"])
+    require(s["R"] % 2 == 0, "kpe", "an even rotary part", s["R"])
+    s.see("page_table", "B max_pages", INDEX)
+    s.see("cache_lens", "B", INDEX)
+    s.see("cu_seqlens_q", "B+1", INDEX)
+    s.see("freqs_cis", "max_pos R", FLOAT)
+    s.see("kv_norm_gamma", "L", FLOAT)
+    s.see("out", "T H Dv", half)
+    rows = s["H"] * (nope + s["Dv"])
+    s.dims["N"] = rows
+    if f.kv_b_proj.dtype == torch.float8_e4m3fn:
+        require(f.kv_b_proj_scale is not None, "kv_b_proj_scale", "a tensor beside an e4m3 kv_b_proj", None)
+        s.see("kv_b_proj", "N L", [torch.float8_e4m3fn])
+        require(s["L"] % 128 == 0 and rows % 128 == 0, "kv_b_proj", "both sizes multiples of 128", [rows, s["L"]])
+        s.see("kv_b_proj_scale", "N/128 L/128", F32)
+    else:
+        s.see("kv_b_proj", "N L", half)
+        require(f.kv_b_proj_scale is None, "kv_b_proj_scale", "None beside a 16-bit kv_b_proj", "a tensor")
+    s.see("buffer_row_offsets", "C B+1", INDEX)
+    extra = 1 if len(f.cache_offsets.shape) == 2 and f.cache_offsets.shape[1] == s["B"] + 1 else 0
+    s.see("cache_offsets", "C B+1" if extra else "C B", INDEX)
+    require(len(f.buffer_lengths) == s["C"], "buffer_lengths", f"C={s['C']} numbers", len(f.buffer_lengths))
+    require(all(n >= 0 for n in f.buffer_lengths), "buffer_lengths", "no negative number", list(f.buffer_lengths))
+    s.see("lse", "T H", F32, last_dim_dense=False)
+    _precision(f)
+
+
+def _merge_states(f: SimpleNamespace) -> None:
+    s = Shapes(f)
+    s.see("outs", "n T H D", FLOAT)
+    s.see("lses", "n T H", F32, last_dim_dense=False)
+    s.see("out", "T H D", FLOAT)
+    s.see("lse", "T H", F32, last_dim_dense=False)
+
+
+_CHECKS = {
+    "append": _append,
+    "rope_append": _rope_append,
+    "mla_append": _mla_append,
+    "decode": _decode,
+    "mla_decode": _mla_decode,
+    "mla_prefill": _mla_prefill,
+    "merge_states": _merge_states,
+}
+
+
+def _kv_caches(f: SimpleNamespace, s: Shapes, d: int, dv: int) -> None:
+    fmt = kv_format(f.format)
+    _head_dim(fmt, "head_dim", d)
+    _head_dim(fmt, "head_dim_v", dv)
+    for side, dim in (("k", d), ("v", dv)):
+        letter = "D" if side == "k" else "Dv"
+        s.dims[letter] = fmt.elements(dim)
+        s.see(f"{side}_cache", f"P S H {letter}", [fmt.storage])
+        s.dims[letter] = dim
+        _stored_scales(f, s, f"{side}_scale_cache", fmt, dim)
+        _scale_tensor(f, s, f"{side}_scale", fmt)
+    require(s["S"] > 0, "k_cache", "at least one slot a page", s["S"])
+
+
+def _head_dim(fmt: KVFormat, name: str, d: int) -> None:
+    step = fmt.scale_block or fmt.values_per_element
+    require(d > 0 and d % step == 0, name, f"a positive multiple of {step} for {fmt.name}", d)
+
+
+def _stored_scales(f: SimpleNamespace, s: Shapes, name: str, fmt: KVFormat, dim: int) -> None:
+    if fmt.scale_dtype is None:
+        require(getattr(f, name) is None, name, f"None for {fmt.name}", "a tensor")
+        return
+    require(getattr(f, name) is not None, name, f"the stored {dtype_name(fmt.scale_dtype)} scales of {fmt.name}", None)
+    if fmt.scale_block is None:
+        s.see(name, "P S H", [fmt.scale_dtype], last_dim_dense=False)
+    else:
+        s.see(name, f"P S H {fmt.scales(dim)}", [fmt.scale_dtype])
+
+
+def _scale_tensor(f: SimpleNamespace, s: Shapes, name: str, fmt: KVFormat) -> None:
+    given = getattr(f, f"{name}_t")
+    plain = given is None and getattr(f, name) == 1.0
+    if fmt.scale not in ("tensor", "block"):
+        require(plain, name, f"1.0 for {fmt.name}, which has no scale of the tensor", "another" if given is None else "a tensor")
+    if given is not None:
+        sizes = (1, s["H"]) if fmt.scale == "tensor" else (1,)
+        require(
+            given.dtype == torch.float32 and len(given.shape) == 1 and given.shape[0] in sizes and given.device == f.device,
+            name,
+            f"float32 with {' or '.join(str(n) for n in dict.fromkeys(sizes))} elements on {f.device}",
+            f"{list(given.shape)} {dtype_name(given.dtype)} on {given.device}",
+        )
+
+
+def _latent_cache(f: SimpleNamespace, s: Shapes) -> None:
+    fmt = latent_format(f.format)
+    s.see("ckv", "P S L", [fmt.storage])
+    s.see("kpe", "P S R", [rope_dtype(fmt)])
+    step = fmt.scale_block or 1
+    require(s["L"] % step == 0, "ckv", f"a latent rank that is a multiple of {step} for {f.format}", s["L"])
+    if fmt.scale_dtype is None:
+        require(f.ckv_scale_cache is None, "ckv_scale_cache", f"None for {f.format}", "a tensor")
+    else:
+        require(f.ckv_scale_cache is not None, "ckv_scale_cache", f"the stored scales of {f.format}", None)
+        s.see("ckv_scale_cache", f"P S {fmt.scales(s['L'])}", [fmt.scale_dtype])
+    plain = f.kv_scale_t is None and f.kv_scale == 1.0
+    require(fmt.scale == "tensor" or plain, "kv_scale", f"1.0 for {f.format}", "another")
+    _scalar(f, s, "kv_scale_t")
+
+
+def _queries(f: SimpleNamespace, s: Shapes, dtype: list) -> None:
+    require((f.q_rope is None) == (f.q_rope_out is None), "q_rope_out", "given together with q_rope", "one of them")
+    require((f.q_nope is None) == (f.q_nope_out is None), "q_nope_out", "given together with q_nope", "one of them")
+    s.see("q_rope", "T Hq R", dtype)
+    s.see("q_nope", "T Hq Nq", dtype)
+    s.see("q_rope_out", "T Hq R", HALF + FP8)
+    if f.q_nope is not None:
+        s.see("q_nope_out", "T Hq Nq", [f.q_rope_out.dtype] if f.q_rope_out is not None else HALF + FP8)
+    _scalar(f, s, "q_scale_t")
+
+
+def _rotary(f: SimpleNamespace, s: Shapes) -> None:
+    require(s["R"] % 2 == 0 and s["R"] > 0, "rotary_dim", "a positive even number", s["R"])
+    s.see("cos_sin_cache", "max_pos R", F32)
+    s.see("positions", "T", INDEX)
+
+
+def _place(f: SimpleNamespace, s: Shapes) -> None:
+    ragged = (f.batch_indices, f.kv_positions, f.kv_indptr, f.kv_indices)
+    if f.slot_mapping is not None:
+        require(all(x is None for x in ragged), "slot_mapping", "either slot_mapping or kv_indices, not both", "both")
+        s.see("slot_mapping", "T", INDEX)
+        return
+    require(all(x is not None for x in ragged), "slot_mapping", "a tensor [T] of page * S + offset", None)
+    s.see("batch_indices", "T", INDEX)
+    s.see("kv_positions", "T", INDEX)
+    s.see("kv_indptr", "B1", INDEX)
+    s.see("kv_indices", "num_indices", INDEX)
+
+
+def _requests(f: SimpleNamespace, s: Shapes) -> None:
+    s.see("seq_lens", "B", INDEX)
+    s.see("page_table", "B max_pages", INDEX)
+    t, b = s["T"], s["B"]
+    if f.cu_seqlens_q is not None:
+        s.see("cu_seqlens_q", "B+1", INDEX)
+        require(f.max_q_len >= 0, "max_q_len", "the largest number of query rows of a request", f.max_q_len)
+    else:
+        require(
+            t == b * f.max_q_len, "q", f"T a multiple of B={b} (or cu_seqlens_q for ragged drafts)", f"T={t}"
+        )
+
+
+def _scalar(f: SimpleNamespace, s: Shapes, *names: str) -> None:
+    for name in names:
+        if getattr(f, name) is not None:
+            s.see(name, "1", F32)
+
+
+def _precision(f: SimpleNamespace) -> None:
+    require(f.precision in ("exact", "fast"), "precision", "'exact' or 'fast'", repr(f.precision))
+
+
+def values(op: str, call: Any) -> None:
+    """Checked mode: raise ValueError for an index that points outside its tensor. Synchronises with the device."""
+    cache = getattr(call, "k_cache", None)
+    if cache is None:
+        cache = getattr(call, "ckv", None)
+    if cache is None:
+        return
+    pages, size = cache.shape[:2]
+    if getattr(call, "slot_mapping", None) is not None:
+        _range("slot_mapping", call.slot_mapping, None, pages * size)
+    if getattr(call, "positions", None) is not None:
+        _range("positions", call.positions, 0, call.cos_sin_cache.shape[0])
+    if getattr(call, "kv_indices", None) is not None:
+        _kv_indices(call, pages, size)
+    if getattr(call, "page_table", None) is not None:
+        lens = call.seq_lens if hasattr(call, "seq_lens") else call.cache_lens + call.cu_seqlens_q.diff()
+        _pages("page_table", call.page_table, lens, pages, size)
+    if hasattr(call, "freqs_cis") and lens.numel():
+        _range("cache_lens", lens.to(torch.int64) - 1, None, call.freqs_cis.shape[0])
+
+
+def _range(name: str, x: Tensor, low: int | None, high: int) -> None:
+    x = x.to(torch.int64)
+    bad = x >= high if low is None else (x < low) | (x >= high)
+    if bad.any():
+        i = int(bad.nonzero()[0, 0])
+        wanted = f"below {high}" if low is None else f"in [{low}, {high})"
+        raise ValueError(f"{name}: want every entry {wanted}, got {int(x[i])} at {i}")
+
+
+def _kv_indices(call: Any, pages: int, size: int) -> None:
+    b, pos = call.batch_indices.to(torch.int64), call.kv_positions.to(torch.int64)
+    live = b >= 0
+    _range("batch_indices", b, None, call.kv_indptr.shape[0] - 1)
+    b, pos = b[live], pos[live]
+    ptr = call.kv_indptr.to(torch.int64)
+    room = (ptr[b + 1] - ptr[b]) * size
+    bad = (pos < 0) | (pos >= room)
+    if bad.any():
+        i = int(bad.nonzero()[0, 0])
+        raise ValueError(f"positions: want in [0, {int(room[i])}) for request {int(b[i])}, got {int(pos[i])}")
+    _range("kv_indices", call.kv_indices[ptr[b] + pos // size], 0, pages)
+
+
+def _pages(name: str, table: Tensor, lens: Tensor, pages: int, size: int) -> None:
+    lens = lens.to(torch.int64)
+    used = -(-lens // size)
+    if (used > table.shape[1]).any():
+        i = int((used > table.shape[1]).nonzero()[0, 0])
+        raise ValueError(f"seq_lens: want at most {table.shape[1] * size} (max_pages * S), got {int(lens[i])} at {i}")
+    live = torch.arange(table.shape[1], device=table.device) < used[:, None]
+    ids = table.to(torch.int64)
+    bad = live & ((ids < 0) | (ids >= pages))
+    if bad.any():
+        b, j = (int(n) for n in bad.nonzero()[0])
+        raise ValueError(f"{name}: want page ids in [0, {pages}), got {int(ids[b, j])} at [{b}, {j}]")
+
+

@@ -1,0 +1,1 @@
+"""The command line: tersekv demo | eval | bench | verify | doctor."""

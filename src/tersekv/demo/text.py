@@ -1,0 +1,70 @@
+"""Bytes as tokens: the shipped held-out text, a model's loss on a text, greedy generation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HELDOUT_PATH = Path(__file__).with_name("heldout.txt")
+
+
+def encode(text: str, device: torch.device | str = "cpu") -> Tensor:
+    """[N] int64, one token a UTF-8 byte."""
+    return torch.tensor(list(text.encode("utf-8")), dtype=torch.int64, device=device)
+
+
+def decode(tokens: Tensor) -> str:
+    """Text of byte tokens [N]; bytes that are no UTF-8 become U+FFFD."""
+    return bytes(tokens.tolist()).decode("utf-8", errors="replace")
+
+
+def heldout_text() -> str:
+    """Python documentation that no demo model has seen (see NOTICE.txt)."""
+    return HELDOUT_PATH.read_text("utf-8")
+
+
+@torch.inference_mode()
+def bits_per_byte(model: nn.Module, tokens: Tensor, context: int | None = None, batch: int = 4) -> float:
+    """Dense loss over tokens [N] in windows of `context` that share no prediction; each starts without a past.
+
+    The tail that fills no window is left out.
+    """
+    context = context or model.config.train_context
+    windows = tokens.unfold(0, context + 1, context)  # [W, context + 1], neighbours share one token
+    nats = 0.0
+    for chunk in windows.split(batch):
+        logits = model(chunk[:, :-1]).float()
+        nats += F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten(), reduction="sum").item()
+    return nats / (windows.shape[0] * context * math.log(2))
+
+
+@torch.inference_mode()
+def generate(
+    model: nn.Module,
+    prompt: Tensor,
+    num_tokens: int,
+    step: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Greedy continuation [num_tokens] of prompt [T].
+
+    step(new_tokens [t]) -> logits [t, vocab] may keep a cache: it sees the prompt, then one token a call. Without it
+    the model is run densely over all tokens each time.
+    """
+    if step is None:
+        seen = prompt[:0]
+
+        def step(new: Tensor) -> Tensor:
+            nonlocal seen
+            seen = torch.cat((seen, new))
+            return model(seen)
+
+    new, out = prompt, []
+    for _ in range(num_tokens):
+        new = step(new)[-1].argmax(-1, keepdim=True)
+        out.append(new)
+    return torch.cat(out) if out else prompt[:0]

@@ -1,0 +1,114 @@
+"""The cache formats: what one row stores, and how many bytes it takes. The only home of 448, 127 and 16.
+
+`x ≈ code × scale` in every format: scales always dequantise. The exact codes that an append stores are
+described in docs/formats.md; the arithmetic is in each backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# What the scale belongs to.
+NONE = "none"  # 16-bit formats
+TENSOR = "tensor"  # one per tensor or one per head, given by the caller
+TOKEN_HEAD = "token_head"  # one fp32 per (token, head), stored beside the codes
+BLOCK = "block"  # one e4m3 per block of 16 values, times a per-tensor global scale
+GROUP = "group"  # one fp32 per group of 128 latent values, stored in the row
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """One cache format. `max_value` is the largest magnitude of a code; saturation happens there."""
+
+    name: str
+    storage: torch.dtype  # dtype of the tensor that holds the codes
+    max_value: float
+    scale: str
+    scale_dtype: torch.dtype | None = None  # of the stored scales, if any are stored
+    scale_block: int | None = None  # values that share a stored scale; None: the whole row
+    values_per_element: int = 1  # values in one element of storage
+    rope_storage: torch.dtype | None = None  # rotary part of a latent row, where it differs
+
+    def elements(self, dim: int) -> int:
+        """Storage elements of a row of `dim` values."""
+        return dim // self.values_per_element
+
+    def scales(self, dim: int) -> int:
+        """Stored scales of a row of `dim` values."""
+        if self.scale_dtype is None:
+            return 0
+        return 1 if self.scale_block is None else dim // self.scale_block
+
+    def code_bytes(self, dim: int) -> int:
+        return self.elements(dim) * self.storage.itemsize
+
+    def scale_bytes(self, dim: int) -> int:
+        return self.scales(dim) * (self.scale_dtype.itemsize if self.scale_dtype else 0)
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of one row of `dim` values, its stored scales included."""
+        return self.code_bytes(dim) + self.scale_bytes(dim)
+
+
+E4M3_MAX = 448.0
+E5M2_MAX = 57344.0
+E2M1_MAX = 6.0
+INT8_MAX = 127.0
+NVFP4_BLOCK = 16
+LATENT_GROUP = 128
+MIN_TOKEN_HEAD_SCALE = 1e-6  # floor of a per-token-head scale
+MIN_LATENT_GROUP_SCALE = 1e-4  # floor of a group scale of fp8_ds_mla before it is rounded up to a power of two
+MAX_LATENT_AMAX = 1200.0  # cap on a group's amax when MLA prefill quantises gathered latents
+
+_BF16_MAX, _FP16_MAX = torch.finfo(torch.bfloat16).max, torch.finfo(torch.float16).max
+
+BF16 = KVFormat("bf16", torch.bfloat16, _BF16_MAX, NONE)
+FP16 = KVFormat("fp16", torch.float16, _FP16_MAX, NONE)
+FP8_E4M3 = KVFormat("fp8_e4m3", torch.float8_e4m3fn, E4M3_MAX, TENSOR)
+FP8_E5M2 = KVFormat("fp8_e5m2", torch.float8_e5m2, E5M2_MAX, TENSOR)
+FP8_PER_TOKEN_HEAD = KVFormat("fp8_per_token_head", torch.float8_e4m3fn, E4M3_MAX, TOKEN_HEAD, torch.float32)
+INT8_PER_TOKEN_HEAD = KVFormat("int8_per_token_head", torch.int8, INT8_MAX, TOKEN_HEAD, torch.float32)
+NVFP4 = KVFormat("nvfp4", torch.uint8, E2M1_MAX, BLOCK, torch.float8_e4m3fn, NVFP4_BLOCK, 2)
+FP8_DS_MLA = KVFormat(
+    "fp8_ds_mla", torch.float8_e4m3fn, E4M3_MAX, GROUP, torch.float32, LATENT_GROUP, 1, torch.bfloat16
+)
+
+KV_FORMATS = {
+    f.name: f for f in (BF16, FP16, FP8_E4M3, FP8_E5M2, FP8_PER_TOKEN_HEAD, INT8_PER_TOKEN_HEAD, NVFP4)
+}
+LATENT_FORMATS = {f.name: f for f in (BF16, FP16, FP8_E4M3, FP8_DS_MLA)}
+
+
+def kv_format(name: str) -> KVFormat:
+    """The K/V format of that name. Raises ValueError that lists the names."""
+    return _lookup(name, KV_FORMATS, "K/V caches")
+
+
+def latent_format(name: str) -> KVFormat:
+    """The latent (MLA) format of that name. Raises ValueError that lists the names."""
+    return _lookup(name, LATENT_FORMATS, "latent caches")
+
+
+def _lookup(name: str, table: dict[str, KVFormat], what: str) -> KVFormat:
+    if name not in table:
+        raise ValueError(f"format: want one of {', '.join(table)} for {what}, got {name!r}")
+    return table[name]
+
+
+def kv_bytes_per_token(format: str, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None) -> int:
+    """Bytes that one token takes in one layer of a K/V cache, stored scales included."""
+    f = kv_format(format)
+    return num_kv_heads * (f.row_bytes(head_dim) + f.row_bytes(head_dim if head_dim_v is None else head_dim_v))
+
+
+def latent_bytes_per_token(format: str, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -> int:
+    """Bytes that one token takes in one layer of a latent cache, stored scales included."""
+    f = latent_format(format)
+    return f.row_bytes(kv_lora_rank) + qk_rope_head_dim * rope_dtype(f).itemsize
+
+
+def rope_dtype(f: KVFormat) -> torch.dtype:
+    """Storage dtype of the rotary part of a latent row."""
+    return f.rope_storage or f.storage

@@ -1,0 +1,1 @@
+"""tersekv inside other libraries."""

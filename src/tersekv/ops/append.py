@@ -1,0 +1,103 @@
+"""Write into a K/V cache: `append` and `rope_append`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..cache import PagedKVLayer
+from ..calls import AppendCall, RopeAppendCall
+from .registry import submit
+from .scales import multiplier
+
+KVLike = PagedKVLayer | Tensor | Sequence[Tensor]
+
+
+def append(k: Tensor, v: Tensor, cache: KVLike, slot_mapping: Tensor, *, backend: str | None = None) -> None:
+    """Quantise new rows and write them into the paged cache, in place.
+
+        k, v:          [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32, any strides with a dense last dimension
+        cache:         PagedKVLayer, or bare tensors as `PagedKVLayer.of` reads them
+        slot_mapping:  [T]  int32 | int64 | uint32; page * S + offset; negative skips the row; slots beyond the cache
+                       are dropped (in checked mode they raise)
+
+    Codes and scales are those of docs/formats.md on every backend, to the bit. Two tokens with the same slot
+    leave one of them. Raises ValueError or TypeError for arguments that do not fit together.
+    """
+    c = PagedKVLayer.of(cache)
+    k_scale, k_scale_t = multiplier(c.k_scale)
+    v_scale, v_scale_t = multiplier(c.v_scale)
+    call = AppendCall(
+        k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, slot_mapping, None, None, None, None,
+        c.format, k_scale, k_scale_t, v_scale, v_scale_t, False,
+    )  # fmt: skip
+    submit("append", call, backend)
+
+
+def rope_append(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    cache: KVLike,
+    slot_mapping: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    *,
+    interleaved: bool = False,
+    q_out: Tensor | None = None,
+    q_dtype: torch.dtype | None = None,
+    q_scale: float | Tensor = 1.0,
+    backend: str | None = None,
+) -> Tensor | None:
+    """Rotate q and k, quantise, and write k and v into the paged cache, in one pass. Returns the rotated q.
+
+        q:              [T, Hq, D] or None
+        k, v:           [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32
+        cache:          PagedKVLayer, or bare tensors as `PagedKVLayer.of` reads them; written in place
+        slot_mapping:   [T]  page * S + offset; negative skips the row (its q is still rotated)
+        cos_sin_cache:  [max_pos, R] fp32, [cos(R/2) | sin(R/2)]; R <= D rotates the first R dimensions only
+        positions:      [T]  rows of cos_sin_cache; out of range: the token is dropped and its q row is 0
+                        (in checked mode it raises)
+        interleaved:    pairs (2i, 2i + 1) instead of NeoX's (i, i + R/2)
+        q_out, q_dtype: where and in what q is returned: bf16, fp16, e4m3 or e5m2; default: q's own dtype
+        q_scale:        dequantising scale of an 8-bit q_out (q ≈ code × q_scale)
+
+    RoPE and the scale are computed in fp32, with no 16-bit rounding before the cast. Raises ValueError or
+    TypeError for arguments that do not fit together.
+    """
+    c = PagedKVLayer.of(cache)
+    if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[1] > k.shape[-1]:
+        raise ValueError(
+            f"cos_sin_cache: want [max_pos, R] with R <= head_dim={k.shape[-1]}, got {list(cos_sin_cache.shape)}"
+        )
+    q_out = like_query(q, q_out, q_dtype)
+    r = cos_sin_cache.shape[1]
+    q_parts, out_parts = halves(q, r), halves(q_out, r)
+    k_rope, k_nope = halves(k, r)
+    assert k_rope is not None
+    k_scale, k_scale_t = multiplier(c.k_scale)
+    v_scale, v_scale_t = multiplier(c.v_scale)
+    q_mul, q_scale_t = multiplier(q_scale)
+    call = RopeAppendCall(
+        *q_parts, k_rope, k_nope, v, cos_sin_cache, positions, *out_parts,
+        c.k, c.v, c.k_scale_cache, c.v_scale_cache, slot_mapping, None, None, None, None,
+        c.format, interleaved, q_mul, q_scale_t, k_scale, k_scale_t, v_scale, v_scale_t, False, False,
+    )  # fmt: skip
+    submit("rope_append", call, backend)
+    return q_out
+
+
+def like_query(q: Tensor | None, out: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """The tensor that receives the query: `out`, or a new one."""
+    if q is None or out is not None:
+        return out
+    return torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
+
+
+def halves(x: Tensor | None, r: int) -> tuple[Tensor | None, Tensor | None]:
+    """The first r columns and the rest (None where there is none)."""
+    if x is None:
+        return None, None
+    return x[..., :r], (x[..., r:] if x.shape[-1] > r else None)

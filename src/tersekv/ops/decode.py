@@ -1,0 +1,100 @@
+"""Attend to a K/V cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cache import PagedKVLayer
+from ..calls import DecodeCall
+from .append import KVLike
+from .registry import submit
+from .scales import split
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def decode(
+    q: Tensor,
+    cache: KVLike,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    softmax_scale: float | Tensor | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    mask: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_q_len: int | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_scale: float | Tensor = 1.0,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    precision: str = "exact",
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Paged attention of a few new tokens per request: MHA, GQA or MQA, any cache format.
+
+        q:              [T, Hq, D]  bf16 | fp16 | fp32 | e4m3 | e5m2; T = B × drafts, or ragged by cu_seqlens_q
+        cache:          PagedKVLayer, or bare tensors as `PagedKVLayer.of` reads them; Hq a multiple of its heads
+        page_table:     [B, max_pages]  int32 | int64 | uint32; entries past ceil(seq_len / S) are never read
+        seq_lens:       [B]  tokens in the cache, the new ones included; 0: output 0, lse −inf
+        softmax_scale:  float or fp32 tensor [1]; default 1 / sqrt(D)
+        window:         keys that a query sees, its own included; None: all before it
+        sinks:          [Hq] fp32; one more score per head (scaled-logit units, natural log) with a zero value
+        softcap:        c > 0: scores become c × tanh(score / c), before masking
+        mask:           [T, W] or [B, drafts, W] uint16, W = 2 × ceil(drafts / 32): bit j of row i (LSB first):
+                        draft i sees draft j; the prefix is always seen. None: causal
+        cu_seqlens_q:   [B + 1]  first query row of each request; None: T / B rows each
+        max_q_len:      host bound on the rows of a request, for ragged drafts (default T)
+        out:            [T, Hq, Dv] to write into; out_dtype: bf16 | fp16 | fp32 | e4m3 | e5m2 (saturating);
+                        default: q's dtype, bf16 for an 8-bit q
+        out_scale:      multiplies the output before its cast: float or fp32 tensor [1]
+        lse:            [T, Hq] fp32 to write into; return_lse returns it too; natural log, sinks included
+        precision:      "exact"; "fast" allows 8-bit probabilities where arithmetic is the bound
+
+    Returns out, or (out, lse) with `return_lse`. No host synchronisation; safe under CUDA graphs when lengths and
+    tables change between replays. Raises ValueError or TypeError for arguments that do not fit together.
+    """
+    c = PagedKVLayer.of(cache)
+    if q.dim() != 3:
+        raise ValueError(f"q: want [T, Hq, D], got {list(q.shape)}")
+    t, heads, d = q.shape
+    dv = c.v.shape[-1] * (2 if c.format == "nvfp4" else 1)
+    out = output(q, (t, heads, dv), out, out_dtype)
+    if lse is None and return_lse:
+        lse = torch.empty(t, heads, dtype=torch.float32, device=q.device)
+    if mask is not None and mask.dim() == 3:
+        mask = mask.flatten(0, 1)
+    if window is not None and window <= 0:
+        raise ValueError(f"window: want a positive number of keys (own included) or None, got {window}")
+    call = DecodeCall(
+        q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, lse,
+        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), window or 0, float(softcap),
+        *split(d**-0.5 if softmax_scale is None else softmax_scale),
+        *split(c.k_scale), *split(c.v_scale), *split(out_scale), precision,
+    )  # fmt: skip
+    submit("decode", call, backend)
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out
+
+
+def query_rows(t: int, seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_q_len: int | None) -> int:
+    """Bound on the query rows of a request."""
+    if cu_seqlens_q is not None:
+        return t if max_q_len is None else max_q_len
+    b = seq_lens.shape[0]
+    return t // b if b else 0
+
+
+def output(q: Tensor, shape: tuple[int, ...], out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """The tensor that receives an attention's output: `out`, or a new one."""
+    if out is not None:
+        if dtype is not None and dtype != out.dtype:
+            raise ValueError(f"out_dtype: want out's own {out.dtype} or None, got {dtype}")
+        return out
+    return torch.empty(shape, dtype=dtype or (torch.bfloat16 if q.dtype in _FP8 else q.dtype), device=q.device)

@@ -1,0 +1,39 @@
+"""Merge partial attention results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..calls import MergeCall
+from .registry import submit
+
+
+def merge_states(
+    outs: Tensor | Sequence[Tensor],
+    lses: Tensor | Sequence[Tensor],
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Merge attention results over disjoint sets of keys: lse = logsumexp(lses), out = Σ exp(lse_i − lse) · out_i.
+
+        outs:  [n, T, H, D] bf16 | fp16 | fp32, or a list of n tensors [T, H, D]
+        lses:  [n, T, H] fp32, natural log, or a list; a part with −inf weighs nothing, whatever its values
+        out:   [T, H, D] to write into; default: a new tensor in outs' dtype; lse: [T, H] fp32 likewise
+
+    Computed in fp32. All parts empty: out 0, lse −inf. Returns (out, lse). Raises ValueError for shapes that differ.
+    """
+    outs = outs if isinstance(outs, Tensor) else torch.stack(list(outs))
+    lses = lses if isinstance(lses, Tensor) else torch.stack(list(lses))
+    if outs.dim() != 4:
+        raise ValueError(f"outs: want [n, T, H, D], got {list(outs.shape)}")
+    if out is None:
+        out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+    if lse is None:
+        lse = torch.empty(outs.shape[1:3], dtype=torch.float32, device=outs.device)
+    submit("merge_states", MergeCall(outs, lses, out, lse), backend)
+    return out, lse

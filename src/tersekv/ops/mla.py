@@ -1,0 +1,236 @@
+"""Multi-head latent attention: `mla_append`, `mla_decode`, `mla_prefill` and its planner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cache import PagedLatentLayer
+from ..calls import MLAAppendCall, MLADecodeCall, MLAPrefillCall
+from .append import like_query
+from .decode import output, query_rows
+from .registry import submit
+from .scales import multiplier, split
+
+LatentLike = PagedLatentLayer | Tensor | Sequence[Tensor]
+
+
+def mla_append(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    cache: LatentLike,
+    slot_mapping: Tensor,
+    *,
+    cos_sin_cache: Tensor | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = True,
+    q_nope: Tensor | None = None,
+    q_pe: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    q_pe_out: Tensor | None = None,
+    q_dtype: torch.dtype | None = None,
+    q_scale: float | Tensor = 1.0,
+    backend: str | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Quantise latent rows and write them into the paged cache, in place; with `cos_sin_cache`, rotate first.
+
+        kv_c, k_pe:      [T, L], [T, R]  bf16 | fp16 | fp32; kv_c is normed already
+        cache:           PagedLatentLayer, or bare tensors as `PagedLatentLayer.of` reads them
+        slot_mapping:    [T]  page * S + offset; negative skips the row; beyond the cache: dropped
+        cos_sin_cache:   [max_pos, R] fp32, [cos(R/2) | sin(R/2)]; None: k_pe is stored as it is
+        positions:       [T]  rows of cos_sin_cache
+        interleaved:     pairs (2i, 2i + 1), DeepSeek's; False: (i, i + R/2)
+        q_nope, q_pe:    [T, H, Nq], [T, H, R]; with cos_sin_cache also rotate q_pe and cast both to q_dtype
+        q_scale:         dequantising scale of an 8-bit q
+
+    Returns (q_nope_out, q_pe_out), None where no query was given. Raises ValueError or TypeError for arguments
+    that do not fit together.
+    """
+    c = PagedLatentLayer.of(cache)
+    q_pe_out, q_nope_out = like_query(q_pe, q_pe_out, q_dtype), like_query(q_nope, q_nope_out, q_dtype)
+    call = MLAAppendCall(
+        q_pe, q_nope, kv_c, k_pe, cos_sin_cache, positions, q_pe_out, q_nope_out, c.ckv, c.kpe, c.ckv_scale_cache,
+        slot_mapping, None, None, None, None, c.format, interleaved,
+        *multiplier(q_scale), *multiplier(c.kv_scale), False, False,
+    )  # fmt: skip
+    submit("mla_append", call, backend)
+    return q_nope_out, q_pe_out
+
+
+def mla_decode(
+    q: Tensor | tuple[Tensor, Tensor],
+    cache: LatentLike,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    softmax_scale: float | Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    max_q_len: int | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_scale: float | Tensor = 1.0,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    precision: str = "exact",
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Absorbed MLA attention over a paged latent cache: one latent row is key and value of every head.
+
+        q:              [T, H, L + R], or (q_nope [T, H, L], q_pe [T, H, R]); bf16 | fp16 | fp32 | e4m3 | e5m2
+        cache:          PagedLatentLayer, or bare tensors as `PagedLatentLayer.of` reads them
+        page_table:     [B, max_pages]; entries past ceil(seq_len / S) are never read
+        seq_lens:       [B]  tokens in the cache, the new ones included; 0: output 0, lse −inf
+        softmax_scale:  float or fp32 tensor [1]; there is no default, since L + R is not the model's head size
+        cu_seqlens_q:   [B + 1] ragged query rows; None: T / B rows each; several rows are causal
+        out:            [T, H, L]; out_dtype default q's, bf16 for an 8-bit q; out_scale multiplies it
+        lse:            [T, H] fp32, natural log
+
+    Returns out, or (out, lse) with `return_lse`. Raises ValueError or TypeError for arguments that do not fit.
+    """
+    c = PagedLatentLayer.of(cache)
+    if isinstance(q, Tensor):
+        rank = c.ckv.shape[-1]
+        if q.dim() != 3 or q.shape[-1] != rank + c.kpe.shape[-1]:
+            raise ValueError(f"q: want [T, H, {rank} + {c.kpe.shape[-1]}], got {list(q.shape)}")
+        q_nope, q_pe = q[..., :rank], q[..., rank:]
+    else:
+        q_nope, q_pe = q
+    t, heads = q_nope.shape[:2]
+    out = output(q_nope, tuple(q_nope.shape), out, out_dtype)
+    if lse is None and return_lse:
+        lse = torch.empty(t, heads, dtype=torch.float32, device=q_nope.device)
+    call = MLADecodeCall(
+        q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
+        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len),
+        *split(softmax_scale), *split(c.kv_scale), *split(out_scale), precision,
+    )  # fmt: skip
+    submit("mla_decode", call, backend)
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out
+
+
+class MLAPrefillPlan(NamedTuple):
+    """Which cached tokens go into the up-projection buffer, chunk by chunk (C chunks, B requests).
+
+    buffer_row_offsets:  [C, B + 1] int32; rows of request b in chunk c: from [c, b] to [c, b + 1]
+    cache_offsets:       [C, B] int32; cached position of the first of them
+    buffer_lengths:      C host numbers; rows of each chunk
+    max_q_len:           most new tokens of one request
+    """
+
+    buffer_row_offsets: Tensor
+    cache_offsets: Tensor
+    buffer_lengths: list[int]
+    max_q_len: int
+
+    def to(self, device: torch.device | str) -> MLAPrefillPlan:
+        rows, starts = (t.to(device, non_blocking=True) for t in self[:2])
+        return MLAPrefillPlan(rows, starts, self.buffer_lengths, self.max_q_len)
+
+
+def mla_prefill_plan(
+    seq_lens: Sequence[int], q_lens: Sequence[int], buffer_tokens: int | None = None, *, device=None
+) -> MLAPrefillPlan:
+    """Plan an `mla_prefill` on the host. Requests fill a buffer of `buffer_tokens` rows in order.
+
+        seq_lens:       B host numbers: tokens of each request in the cache, the new ones included
+        q_lens:         B host numbers: the new ones
+        buffer_tokens:  rows of the up-projection buffer; None: one chunk that holds everything
+
+    Lengths [10, 30] with a buffer of 32 give row offsets [[0, 10, 32], [0, 0, 8]], cache offsets [[0, 0], [10, 22]]
+    and lengths [32, 8]. Raises ValueError for lengths that contradict each other or a buffer of 0.
+    """
+    seq_lens, q_lens = [int(n) for n in seq_lens], [int(n) for n in q_lens]
+    if len(seq_lens) != len(q_lens) or any(not 0 <= n <= s for s, n in zip(seq_lens, q_lens, strict=False)):
+        raise ValueError(f"q_lens: want one number in [0, seq_len] for each of {seq_lens}, got {q_lens}")
+    total = sum(seq_lens)
+    buffer_tokens = total if buffer_tokens is None else buffer_tokens
+    if buffer_tokens <= 0 < total:
+        raise ValueError(f"buffer_tokens: want a positive number, got {buffer_tokens}")
+    rows: list[list[int]] = []
+    starts: list[list[int]] = []
+    lengths: list[int] = []
+    done = [0] * len(seq_lens)
+    while done != seq_lens or not lengths:
+        offsets, room = [0], buffer_tokens
+        starts.append(list(done))
+        for b, n in enumerate(seq_lens):
+            take = min(n - done[b], room)
+            done[b] += take
+            room -= take
+            offsets.append(offsets[-1] + take)
+        rows.append(offsets)
+        lengths.append(offsets[-1])
+    offsets_t, starts_t = (torch.tensor(x, dtype=torch.int32).view(len(lengths), -1).to(device) for x in (rows, starts))
+    return MLAPrefillPlan(offsets_t, starts_t, lengths, max(q_lens, default=0))
+
+
+def mla_prefill(
+    q: Tensor,
+    cache: LatentLike,
+    page_table: Tensor,
+    cache_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    freqs_cis: Tensor,
+    kv_norm_gamma: Tensor,
+    kv_b_proj: Tensor,
+    plan: MLAPrefillPlan,
+    *,
+    softmax_scale: float,
+    kv_b_proj_scale: Tensor | None = None,
+    kv_c: Tensor | None = None,
+    k_pe: Tensor | None = None,
+    epsilon: float = 1e-6,
+    head_dim_v: int | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    precision: str = "exact",
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Fused MLA prefill from the paged latent cache: rope, norm, append, gather, quantise, up-project, attend.
+
+        q:                [T, H, Dn + R]  bf16 | fp16, unrotated; its rotary part is rotated in place
+        cache:            PagedLatentLayer, or bare tensors; the new tokens' rows are written: normed latent,
+                          rotated k_pe (interleaved pairs)
+        page_table:       [B, max_pages]; entries past the request's tokens are never read
+        cache_lens:       [B]  tokens cached before this step; new token i of request b stands at cache_lens[b] + i
+        cu_seqlens_q:     [B + 1]  first new token of each request
+        freqs_cis:        [max_pos, R]  cos0, sin0, cos1, sin1, …; the rotation is computed in its dtype
+        kv_norm_gamma:    [L]  RMSNorm weight; epsilon its constant
+        kv_b_proj:        [H * (Dn + Dv), L], per head [nope | v]; e4m3 with kv_b_proj_scale [N/128, L/128] fp32
+                          (blockwise product with the latents quantised per token and 128 columns), or q's dtype
+        plan:             from `mla_prefill_plan`; several chunks are merged through their LSE
+        kv_c, k_pe:       [T, L], [T, R]  raw latents of the new tokens; None: they lie in the cache already, raw
+                          (16-bit caches only; the op is then not idempotent)
+        head_dim_v:       Dv; default: rows of kv_b_proj / H − Dn
+        out:              [T, H, Dv] in q's dtype; lse [T, H] fp32, natural log
+
+    Query i of request b sees key j iff j <= cache_lens[b] + i. Returns out, or (out, lse) with `return_lse`.
+    Raises ValueError or TypeError for arguments that do not fit together.
+    """
+    c = PagedLatentLayer.of(cache)
+    if q.dim() != 3 or kv_b_proj.dim() != 2:
+        raise ValueError(f"q, kv_b_proj: want 3-D and 2-D, got {list(q.shape)} and {list(kv_b_proj.shape)}")
+    t, heads, dq = q.shape
+    if head_dim_v is None:
+        head_dim_v = kv_b_proj.shape[0] // max(heads, 1) - (dq - c.kpe.shape[-1])
+    out = output(q, (t, heads, head_dim_v), out, None)
+    if lse is None and return_lse:
+        lse = torch.empty(t, heads, dtype=torch.float32, device=q.device)
+    call = MLAPrefillCall(
+        q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis,
+        kv_norm_gamma, kv_b_proj, kv_b_proj_scale, plan.buffer_row_offsets, plan.cache_offsets, out, lse,
+        list(plan.buffer_lengths), c.format, plan.max_q_len, float(softmax_scale), float(epsilon),
+        *split(c.kv_scale), precision,
+    )  # fmt: skip
+    submit("mla_prefill", call, backend)
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out

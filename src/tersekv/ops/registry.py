@@ -1,0 +1,62 @@
+"""Every operation as a registered `torch.library` operator: tersekv::append, tersekv::decode, …
+
+Eager calls go straight to the dispatcher of `plan`; under torch.compile and torch.export the call becomes the
+registered operator, which does the same. All operators write into arguments and return nothing, so the fake
+implementation has nothing to do.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..calls import CALLS
+from ..plan import dispatch
+
+_SCHEMA_NAMES = {Tensor: "Tensor", str: "str", int: "SymInt", float: "float", bool: "bool"}
+
+
+def schema(op: str) -> str:
+    """The operator's schema, from the annotations of its call record."""
+    record, written = CALLS[op]
+    args = []
+    for i, (name, hint) in enumerate(typing.get_type_hints(record).items()):
+        optional = isinstance(hint, types.UnionType)
+        base = typing.get_args(hint)[0] if optional else hint
+        kind = "SymInt[]" if typing.get_origin(base) is list else _SCHEMA_NAMES[base]
+        if name in written:
+            kind += f"(a{i}!)"
+        args.append(f"{kind}{'?' if optional else ''} {name}")
+    return f"{op}({', '.join([*args, 'str? backend'])}) -> ()"
+
+
+def _implementation(op: str) -> Callable[..., None]:
+    record, _ = CALLS[op]
+
+    def run(*flat: object) -> None:
+        dispatch(op, record(*flat[:-1]), typing.cast("str | None", flat[-1]))
+
+    return run
+
+
+def _fake(*flat: object) -> None:
+    """Outputs are arguments; there is nothing to shape."""
+
+
+_library = torch.library.Library("tersekv", "DEF")
+for _op in CALLS:
+    _library.define(schema(_op))
+    _library.impl(_op, _implementation(_op), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tersekv::{_op}", _fake, lib=_library)
+
+
+def submit(op: str, call: tuple, backend: str | None) -> None:
+    """Run a call: eagerly, or as the registered operator where torch is tracing."""
+    if torch.compiler.is_compiling():
+        getattr(torch.ops.tersekv, op)(*call, backend)
+    else:
+        dispatch(op, call, backend)

@@ -1,0 +1,26 @@
+"""Scales as callers give them: a Python float, or a 1-element (or per-head) fp32 tensor on the device."""
+
+from __future__ import annotations
+
+import struct
+
+from torch import Tensor
+
+
+def split(scale: float | Tensor) -> tuple[float, Tensor | None]:
+    """(float, tensor) of a scale for a call record; the tensor wins where there is one."""
+    if isinstance(scale, Tensor):
+        return 1.0, scale.reshape(1) if scale.dim() == 0 else scale
+    return float(scale), None
+
+
+def multiplier(scale: float | Tensor) -> tuple[float, Tensor | None]:
+    """As `split`, with a float turned into its fp32 reciprocal: what an append multiplies with."""
+    value, tensor = split(scale)
+    if tensor is None and not value > 0:
+        raise ValueError(f"scale: want a positive number, got {value}")
+    return (1.0 if tensor is not None else _f32(1.0 / _f32(value))), tensor
+
+
+def _f32(x: float) -> float:
+    return struct.unpack("f", struct.pack("f", x))[0]
