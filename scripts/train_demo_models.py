@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Train the demo models from scratch on Python's own documentation; write their weights and report held-out bits per byte.
+"""Train the demo models from scratch on Python's own documentation and report held-out bits per byte.
 
-    python scripts/train_demo_models.py                      # both models, a few CPU minutes each
-    python scripts/train_demo_models.py --models llama --steps 200 --out /tmp/weights
+Without arguments it trains both, some minutes each on two idle cores, and replaces the package's weights.
+A short trial: `--models llama --steps 200 --out trial`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tersekv.demo import corpus, models, text
 
-TOKENS_PER_STEP = 4096
+TOKENS_PER_STEP = 2048
 SHORT_CONTEXT = 256
 # Short windows teach spelling and grammar cheaply; the rest of the run learns to use the whole context.
 SHORT_SHARE = 0.6
@@ -28,6 +28,8 @@ TOPIC_SHARE = 0.4
 WARMUP_STEPS = 40
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
+ADAM_PROJECTIONS = ("q_proj.weight", "k_proj.weight")
+STEPS = {"llama": 1500, "deepseek": 1800}
 
 
 class Batches:
@@ -55,16 +57,25 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    """AdamW with decay on matrices alone; the embedding and the norms keep their scale."""
-    decayed = [p for name, p in model.named_parameters() if p.dim() >= 2 and "embed" not in name]
-    kept = [p for name, p in model.named_parameters() if p.dim() < 2 or "embed" in name]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": kept, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-9, fused=True)
+def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW for the rest and for the query and key projections.
+
+    Muon buys the minutes: after 400 steps of 1024 bytes llama stands at 2.2 bits/byte, with AdamW at 3.0.
+    But Muon moves all directions of a matrix alike. The few large key channels of common models, which a
+    cache format has to survive, come with AdamW: |k| up to 22 after 300 steps, with Muon everywhere up to 10.
+    """
+    muon, adam = [], []
+    for name, weight in model.named_parameters():
+        in_block = weight.dim() == 2 and name.startswith("layers.")
+        (muon if in_block and not name.endswith(ADAM_PROJECTIONS) else adam).append(weight)
+    return [
+        torch.optim.Muon(muon, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(adam, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+    ]
 
 
 def train(model: nn.Module, batches: Batches, heldout: Tensor, steps: int, peak: float) -> None:
-    optimizer, attend, start = make_optimizer(model), model.dense_attention(), time.perf_counter()
+    optimizers, attend, start = make_optimizers(model), model.dense_attention(), time.perf_counter()
     mean_nats = None
     for step in range(steps):
         context = SHORT_CONTEXT if step < SHORT_SHARE * steps else model.config.train_context
@@ -74,15 +85,16 @@ def train(model: nn.Module, batches: Batches, heldout: Tensor, steps: int, peak:
         loss = F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, peak)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps, peak)
+            optimizer.step()
+            optimizer.zero_grad()
         mean_nats = loss.item() if mean_nats is None else 0.95 * mean_nats + 0.05 * loss.item()
-        if (step + 1) % 50 == 0 or step + 1 == steps:
+        if (step + 1) % 100 == 0 or step + 1 == steps:
             print(
                 f"step {step + 1:5d}/{steps}  context {context:4d}  train {mean_nats / math.log(2):.3f}"
-                f"  held-out {text.bits_per_byte(model, heldout[:8193]):.3f} bits/byte"
+                f"  held-out {text.bits_per_byte(model, heldout[:8193], context):.3f} bits/byte"
                 f"  {time.perf_counter() - start:5.0f} s",
                 flush=True,
             )
@@ -90,7 +102,7 @@ def train(model: nn.Module, batches: Batches, heldout: Tensor, steps: int, peak:
 
 @torch.inference_mode()
 def cache_ranges(model: nn.Module, tokens: Tensor) -> list[str]:
-    """One line a layer: largest magnitude and root mean square of what a cache would hold, before the rotation."""
+    """One line a layer: the magnitudes of what a cache is given, before rotation and latent norm."""
     dense, lines = model.dense_attention(), []
     names = ("k", "v") if isinstance(model, models.LlamaLM) else ("kv_c", "k_pe")
 
@@ -114,12 +126,12 @@ def cache_ranges(model: nn.Module, tokens: Tensor) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=sorted(models.MODELS), default=sorted(models.MODELS))
-    parser.add_argument("--steps", type=int, help="default: 900 for llama, 1200 for deepseek")
-    parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default: %(default)s)")
+    parser.add_argument("--steps", type=int, help=f"default: {STEPS}")
+    parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, default=models.WEIGHTS_DIR, help="folder of the weights (default: the package)")
-    parser.add_argument("--rebuild-heldout", action="store_true", help="take heldout.txt from the running Python")
+    parser.add_argument("--out", type=Path, default=models.WEIGHTS_DIR, help="default: the package's weights")
+    parser.add_argument("--rebuild-heldout", action="store_true", help="write heldout.txt from this Python")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -128,13 +140,13 @@ def main() -> None:
     heldout = text.heldout_text()
     topics, docstrings = corpus.training_topics(heldout), corpus.training_docstrings(heldout)
     digest = hashlib.sha256((topics + docstrings).encode()).hexdigest()[:16]
-    print(f"training text: {len(topics)} + {len(docstrings)} characters, sha256 {digest}; held out: {len(heldout)}")
+    print(f"training text: {len(topics)} + {len(docstrings)} characters, sha256 {digest}")
 
     for name in args.models:
         torch.manual_seed(args.seed)
         _, model_class = models.MODELS[name]
         model = model_class()
-        steps = args.steps or {"llama": 900, "deepseek": 1200}[name]
+        steps = args.steps or STEPS[name]
         print(f"{name}: {sum(p.numel() for p in model.parameters())} parameters, {steps} steps")
         batches = Batches(text.encode(topics), text.encode(docstrings), args.seed)
         start = time.perf_counter()

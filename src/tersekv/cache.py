@@ -27,6 +27,7 @@ _LATENT_OF_DTYPE = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
     torch.uint8: "fp8_ds_mla",
 }
 
@@ -76,7 +77,9 @@ class PagedKVLayer:
         if format is None:
             format = _format_of(k.dtype, _KV_OF_DTYPE, "kv_cache")
         block_scales = kv_format(format).scale_block is not None
-        ks, vs = (None, None) if scale_cache is None else _split_pair("scale_cache", scale_cache, 5 if block_scales else 4)
+        ks, vs = (
+            (None, None) if scale_cache is None else _split_pair("scale_cache", scale_cache, 5 if block_scales else 4)
+        )
         if layout == "HND":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             ks, vs = (None if s is None else s.transpose(1, 2) for s in (ks, vs))
@@ -96,7 +99,7 @@ class PagedLatentLayer:
     """One layer of an MLA latent cache.
 
     ckv, kpe:         [P, S, L], [P, S, R]: latent and rotary part; views of one buffer, or two tensors
-    kv_scale:         dequantising scale of fp8_e4m3 (both parts): float or fp32 tensor [1]
+    kv_scale:         dequantising scale of fp8 (both parts): float or fp32 tensor [1]
     ckv_scale_cache:  fp8_ds_mla: fp32 [P, S, L/128]
     """
 
@@ -123,6 +126,8 @@ class PagedLatentLayer:
         if isinstance(rows, PagedLatentLayer):
             return rows
         if not isinstance(rows, Tensor):
+            if not isinstance(rows, (tuple, list)) or len(rows) != 2:
+                raise TypeError(f"latent cache: want Tensor or (ckv, kpe), got {type(rows).__name__}")
             ckv, kpe = (_drop_head(t, "latent cache") for t in rows)
             return PagedLatentLayer(ckv, kpe, format or _format_of(ckv.dtype, _LATENT_OF_DTYPE, "ckv"), kv_scale)
         rows = _drop_head(rows, "latent cache")
@@ -198,7 +203,11 @@ class PagedKVCache:
             pair = []
             both = _rows(f, (num_pages, 2, *inner), head_dim, inline_scales, device) if packed else None
             for i, d in enumerate((head_dim, dv)):
-                parts = [None if p is None else p[:, i] for p in both] if both else _rows(f, (num_pages, *inner), d, inline_scales, device)
+                parts = (
+                    [None if p is None else p[:, i] for p in both]
+                    if both
+                    else _rows(f, (num_pages, *inner), d, inline_scales, device)
+                )
                 pair.append([p if p is None or layout == "NHD" else p.transpose(1, 2) for p in parts])
             (k, ks), (v, vs) = pair
             assert k is not None and v is not None  # codes always exist; only stored scales may not
@@ -362,8 +371,15 @@ def _split_pair(name: str, pair, rank: int) -> tuple[Tensor, Tensor]:
         if pair.dim() != rank or pair.shape[1] not in (1, 2):
             raise ValueError(f"{name}: want (k, v) or one {rank}-D tensor [P, 2, ...], got {list(pair.shape)}")
         return pair[:, 0], pair[:, -1]
+    if not isinstance(pair, (tuple, list)):
+        raise TypeError(f"{name}: want (k, v) or one {rank}-D tensor, got {type(pair).__name__}")
     if len(pair) != 2:
         raise ValueError(f"{name}: want (k, v), got {len(pair)} entries")
+    for t in pair:
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: want (k, v), each a Tensor, got {type(t).__name__}")
+        if t.dim() != rank - 1:
+            raise ValueError(f"{name}: want (k, v), each {rank - 1}-D, got {list(t.shape)}")
     return pair[0], pair[1]
 
 
@@ -374,6 +390,8 @@ def _format_of(dtype: torch.dtype, table: dict, name: str) -> str:
 
 
 def _drop_head(t: Tensor, name: str) -> Tensor:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: want Tensor, got {type(t).__name__}")
     if t.dim() == 4 and t.shape[2] == 1:
         return t[:, :, 0]
     if t.dim() != 3:

@@ -6,6 +6,12 @@ on the device never has to be read by the host.
 
 Quantising scales of the appends multiply: code = cast(x * scale). The float is already the multiplier; a tensor is
 one only if `scales_quantize`, else it dequantises and the kernel multiplies by its (correctly rounded) reciprocal.
+nvfp4 needs both directions: m multiplies amax / 6, and its global scale g is the tensor where that dequantises, else
+the correctly rounded 1 / m.
+
+What is not finite: amax ignores NaN; a NaN (also inf × 0, in a row whose scale is inf) becomes 0x7F in fp8 and code 0
+in int8 and e2m1. The sign of an e2m1 code is the sign bit of x × (1 / scale), so −0 is code 8; a block whose scale is
+0 is all code 0.
 
 Where a token goes is given either by `slot_mapping` [T] (page * S + offset; negative: skip), or, FlashInfer-style, by
 `batch_indices` [T] (negative: skip), `kv_positions` [T], `kv_indptr` [B + 1] and `kv_indices`:
@@ -47,7 +53,7 @@ class RopeAppendCall(NamedTuple):
     v: Tensor  # [T, H, Dv]
     cos_sin_cache: Tensor  # [max_pos, R] fp32, [cos(R/2) | sin(R/2)]
     positions: Tensor  # [T] RoPE positions
-    q_rope_out: Tensor | None  # [T, Hq, R] written; 16-bit, e4m3 or e5m2
+    q_rope_out: Tensor | None  # [T, Hq, R] written; 16-bit, fp32, e4m3 or e5m2
     q_nope_out: Tensor | None  # [T, Hq, N] written
     k_cache: Tensor  # [P, S, H, R + N] written
     v_cache: Tensor  # written

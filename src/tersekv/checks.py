@@ -70,12 +70,15 @@ class Shapes:
             w is None or w == got for w, got in zip(wanted, fact.shape, strict=False)
         )
         if not fits or fact.dtype not in dtypes:
-            dims = ", ".join(t if w is None else (str(w) if t.isdigit() else f"{t}={w}") for t, w in zip(tokens, wanted, strict=True))
+            dims = ", ".join(
+                t if w is None else (str(w) if t.isdigit() else f"{t}={w}") for t, w in zip(tokens, wanted, strict=True)
+            )
             raise ValueError(
                 f"{name}: want [{dims}] {' | '.join(map(dtype_name, dtypes))}, "
                 f"got {list(fact.shape)} {dtype_name(fact.dtype)}"
             )
-        if last_dim_dense and fact.shape and fact.shape[-1] > 1 and fact.stride[-1] != 1:
+        # Strides of an empty tensor mean nothing.
+        if last_dim_dense and fact.shape and fact.shape[-1] > 1 and 0 not in fact.shape and fact.stride[-1] != 1:
             raise ValueError(f"{name}: want stride 1 in the last dimension, got strides {list(fact.stride)}")
         if fact.device != self.f.device:
             raise ValueError(f"{name}: want device {self.f.device}, got {fact.device}")
@@ -97,6 +100,15 @@ class Shapes:
 
     def __getitem__(self, letter: str) -> int:
         return self.dims[letter]
+
+
+def tensor(name: str, x: Any, pattern: str) -> None:
+    """Raise unless x is a tensor with a dimension for each word of the pattern: for what an op itself takes apart."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: want Tensor, got {type(x).__name__}")
+    words = pattern.split()
+    if x.dim() != len(words):
+        raise ValueError(f"{name}: want [{', '.join(words)}], got {list(x.shape)}")
 
 
 def dtype_name(d: torch.dtype) -> str:
@@ -153,7 +165,8 @@ def _decode(f: SimpleNamespace) -> None:
     s = Shapes(f)
     s.see("q", "T Hq D", FLOAT + FP8)
     fmt = kv_format(f.format)
-    require(s["D"] % 8 == 0 and 0 < s["D"] <= 512, "q", "head_dim a multiple of 8 up to 512", s["D"])
+    # 576 for joined latent rows whose values lie in a tensor of their own; a backend may stop at 512.
+    require(s["D"] % 8 == 0 and 0 < s["D"] <= 576, "q", "head_dim a multiple of 8 up to 576", s["D"])
     dv = f.v_cache.shape[-1] * fmt.values_per_element
     require(dv % 8 == 0 and 0 < dv <= 512, "v_cache", "head_dim_v a multiple of 8 up to 512", dv)
     _kv_caches(f, s, s["D"], dv)
@@ -276,11 +289,19 @@ def _scale_tensor(f: SimpleNamespace, s: Shapes, name: str, fmt: KVFormat) -> No
     given = getattr(f, f"{name}_t")
     plain = given is None and getattr(f, name) == 1.0
     if fmt.scale not in ("tensor", "block"):
-        require(plain, name, f"1.0 for {fmt.name}, which has no scale of the tensor", "another" if given is None else "a tensor")
+        require(
+            plain,
+            name,
+            f"1.0 for {fmt.name}, which has no scale of the tensor",
+            "another" if given is None else "a tensor",
+        )
     if given is not None:
         sizes = (1, s["H"]) if fmt.scale == "tensor" else (1,)
         require(
-            given.dtype == torch.float32 and len(given.shape) == 1 and given.shape[0] in sizes and given.device == f.device,
+            given.dtype == torch.float32
+            and len(given.shape) == 1
+            and given.shape[0] in sizes
+            and given.device == f.device,
             name,
             f"float32 with {' or '.join(str(n) for n in dict.fromkeys(sizes))} elements on {f.device}",
             f"{list(given.shape)} {dtype_name(given.dtype)} on {given.device}",
@@ -308,9 +329,9 @@ def _queries(f: SimpleNamespace, s: Shapes, dtype: list) -> None:
     require((f.q_nope is None) == (f.q_nope_out is None), "q_nope_out", "given together with q_nope", "one of them")
     s.see("q_rope", "T Hq R", dtype)
     s.see("q_nope", "T Hq Nq", dtype)
-    s.see("q_rope_out", "T Hq R", HALF + FP8)
+    s.see("q_rope_out", "T Hq R", FLOAT + FP8)
     if f.q_nope is not None:
-        s.see("q_nope_out", "T Hq Nq", [f.q_rope_out.dtype] if f.q_rope_out is not None else HALF + FP8)
+        s.see("q_nope_out", "T Hq Nq", [f.q_rope_out.dtype] if f.q_rope_out is not None else FLOAT + FP8)
     _scalar(f, s, "q_scale_t")
 
 
@@ -341,9 +362,7 @@ def _requests(f: SimpleNamespace, s: Shapes) -> None:
         s.see("cu_seqlens_q", "B+1", INDEX)
         require(f.max_q_len >= 0, "max_q_len", "the largest number of query rows of a request", f.max_q_len)
     else:
-        require(
-            t == b * f.max_q_len, "q", f"T a multiple of B={b} (or cu_seqlens_q for ragged drafts)", f"T={t}"
-        )
+        require(t == b * f.max_q_len, "q", f"T a multiple of B={b} (or cu_seqlens_q for ragged drafts)", f"T={t}")
 
 
 def _scalar(f: SimpleNamespace, s: Shapes, *names: str) -> None:
@@ -371,10 +390,26 @@ def values(op: str, call: Any) -> None:
     if getattr(call, "kv_indices", None) is not None:
         _kv_indices(call, pages, size)
     if getattr(call, "page_table", None) is not None:
-        lens = call.seq_lens if hasattr(call, "seq_lens") else call.cache_lens + call.cu_seqlens_q.diff()
+        new = None if hasattr(call, "seq_lens") else call.cu_seqlens_q.to(torch.int64).diff()
+        lens = call.seq_lens if new is None else call.cache_lens.to(torch.int64) + new
         _pages("page_table", call.page_table, lens, pages, size)
-    if hasattr(call, "freqs_cis") and lens.numel():
-        _range("cache_lens", lens.to(torch.int64) - 1, None, call.freqs_cis.shape[0])
+        if new is not None:
+            _range("cache_lens", (lens - 1)[new > 0], None, call.freqs_cis.shape[0])
+            _chunks(call, lens)
+
+
+def _chunks(call: Any, lens: Tensor) -> None:
+    if not any(call.buffer_lengths):
+        return  # nothing to attend to: the call appends only
+    rows, starts = (x.to(torch.int64) for x in (call.buffer_row_offsets, call.cache_offsets[:, : len(lens)]))
+    order = starts.argsort(0)
+    first, counts = starts.gather(0, order), rows.diff().gather(0, order)
+    whole = (counts >= 0).all() and (first == counts.cumsum(0) - counts)[counts > 0].all()
+    if not whole or (counts.sum(0) != lens).any() or rows[:, -1].tolist() != list(call.buffer_lengths):
+        raise ValueError(
+            f"buffer_row_offsets: want every cached token in exactly one chunk, lengths {lens.tolist()}, "
+            f"got rows {rows.tolist()} from {starts.tolist()}, buffer_lengths {list(call.buffer_lengths)}"
+        )
 
 
 def _range(name: str, x: Tensor, low: int | None, high: int) -> None:
@@ -396,7 +431,7 @@ def _kv_indices(call: Any, pages: int, size: int) -> None:
     bad = (pos < 0) | (pos >= room)
     if bad.any():
         i = int(bad.nonzero()[0, 0])
-        raise ValueError(f"positions: want in [0, {int(room[i])}) for request {int(b[i])}, got {int(pos[i])}")
+        raise ValueError(f"kv_positions: want in [0, {int(room[i])}) for request {int(b[i])}, got {int(pos[i])}")
     _range("kv_indices", call.kv_indices[ptr[b] + pos // size], 0, pages)
 
 
@@ -412,5 +447,3 @@ def _pages(name: str, table: Tensor, lens: Tensor, pages: int, size: int) -> Non
     if bad.any():
         b, j = (int(n) for n in bad.nonzero()[0])
         raise ValueError(f"{name}: want page ids in [0, {pages}), got {int(ids[b, j])} at [{b}, {j}]")
-
-

@@ -16,3 +16,8 @@ def backend() -> str | None:
 
 def checked() -> bool:
     return os.environ.get("TERSEKV_CHECKED", "0") not in ("", "0")
+
+
+def values() -> dict[str, str | None]:
+    """Every variable and its value, None where it is unset."""
+    return {name: os.environ.get(name) for name in VARIABLES}

@@ -75,10 +75,8 @@ FP8_DS_MLA = KVFormat(
     "fp8_ds_mla", torch.float8_e4m3fn, E4M3_MAX, GROUP, torch.float32, LATENT_GROUP, 1, torch.bfloat16
 )
 
-KV_FORMATS = {
-    f.name: f for f in (BF16, FP16, FP8_E4M3, FP8_E5M2, FP8_PER_TOKEN_HEAD, INT8_PER_TOKEN_HEAD, NVFP4)
-}
-LATENT_FORMATS = {f.name: f for f in (BF16, FP16, FP8_E4M3, FP8_DS_MLA)}
+KV_FORMATS = {f.name: f for f in (BF16, FP16, FP8_E4M3, FP8_E5M2, FP8_PER_TOKEN_HEAD, INT8_PER_TOKEN_HEAD, NVFP4)}
+LATENT_FORMATS = {f.name: f for f in (BF16, FP16, FP8_E4M3, FP8_E5M2, FP8_DS_MLA)}
 
 
 def kv_format(name: str) -> KVFormat:

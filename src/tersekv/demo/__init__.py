@@ -1,1 +1,1 @@
-"""Two small byte-level language models, trained on Python's documentation, to see what a cache format costs."""
+"""Two small byte-level language models, trained on Python's documentation, to show what a format costs."""

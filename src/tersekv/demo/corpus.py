@@ -15,7 +15,9 @@ from pydoc_data import topics as pydoc_topics
 # Whole topics that no other topic repeats, of three kinds: a command reference, a type's methods, prose.
 HELDOUT_TOPICS = ("typesmapping", "debugger", "objects")
 # Tests and vendored tools say little in English, and `pydoc_data` is read on its own.
-SKIPPED_FOLDERS = {"test", "tests", "site-packages", "idlelib", "lib2to3", "pydoc_data", "turtledemo", "ensurepip"}
+SKIPPED_FOLDERS = frozenset(
+    ("test", "tests", "site-packages", "idlelib", "lib2to3", "pydoc_data", "turtledemo", "ensurepip")
+)
 SHINGLE_WORDS = 8
 SHORTEST_DOCSTRING = 100
 # Short paragraphs ("For example:") may recur; longer ones are kept once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ class DeepseekConfig:
     qk_rope_head_dim: int = 64
     head_dim_v: int = 64
     kv_lora_rank: int = 512
-    mlp_dim: int = 512
+    mlp_dim: int = 384
     rope_theta: float = 10000.0
     max_pos: int = 4096
     train_context: int = 1024
@@ -51,8 +52,8 @@ class DenseLatentAttention:
         self.table = freqs_cis(model.config, model.embed.weight.device)
 
     def __call__(self, layer_idx: int, q: Tensor, kv_c: Tensor, k_pe: Tensor) -> Tensor:
-        """q [..., T, H, Dn + Dr], kv_c [..., T, L] un-normed, k_pe [..., T, Dr]; unrotated -> [..., T, H, Dv]."""
-        c, layer = self.config, self.layers[layer_idx]
+        """q [..., T, H, Dn + Dr], kv_c [..., T, L], k_pe [..., T, Dr] -> [..., T, H, Dv]; all as projected."""
+        c, layer = self.config, cast(DeepseekLayer, self.layers[layer_idx])
         table = self.table[: q.shape[-3]]
         q_nope, q_pe = q.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
         latent = rms_norm(kv_c, layer.kv_norm_gamma, c.norm_eps)
@@ -70,8 +71,8 @@ class DenseLatentAttention:
 
 
 class DeepseekLayer(nn.Module):
-    """`kv_norm_gamma` [L] and `kv_b_proj` [H * (Dn + Dv), L] (per head [nope | v]) belong to the cache's side:
-    this layer holds them and `attend` applies them."""
+    """One block. It holds `kv_norm_gamma` [L] and `kv_b_proj` [H * (Dn + Dv), L] (per head [nope | v]), but
+    `attend` applies them: norm and up-projection lie on the cache's side."""
 
     def __init__(self, config: DeepseekConfig):
         super().__init__()
@@ -80,9 +81,8 @@ class DeepseekLayer(nn.Module):
         self.q_proj = nn.Linear(c.dim, c.num_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), bias=False)
         self.kv_a_proj = nn.Linear(c.dim, c.kv_lora_rank + c.qk_rope_head_dim, bias=False)
         self.kv_norm_gamma = nn.Parameter(torch.ones(c.kv_lora_rank))
-        self.kv_b_proj = nn.Parameter(
-            torch.empty(c.num_heads * (c.qk_nope_head_dim + c.head_dim_v), c.kv_lora_rank)
-        )
+        kv_b_rows = c.num_heads * (c.qk_nope_head_dim + c.head_dim_v)
+        self.kv_b_proj = nn.Parameter(torch.empty(kv_b_rows, c.kv_lora_rank))
         self.o_proj = nn.Linear(c.num_heads * c.head_dim_v, c.dim, bias=False)
         self.mlp_norm = RMSNorm(c.dim, c.norm_eps)
         self.mlp = SwiGLU(c.dim, c.mlp_dim)
@@ -113,7 +113,7 @@ class DeepseekLM(nn.Module):
         return DenseLatentAttention(self)
 
     def forward(self, tokens: Tensor, attend: LatentAttend | None = None) -> Tensor:
-        """tokens [T] or [B, T] integer -> logits [..., T, vocab]; without `attend`: dense, positions from 0."""
+        """tokens [T] or [B, T] integer -> logits [..., T, vocab]; `attend`: dense unless given."""
         attend = attend or self.dense_attention()
         x = self.embed(tokens)
         for layer_idx, layer in enumerate(self.layers):

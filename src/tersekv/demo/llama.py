@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from .parts import RMSNorm, SwiGLU, half_split_table, init_weights, rotate_half_split
 
-# attend(layer_idx, q [..., T, Hq, D], k [..., T, H, D], v [..., T, H, D]) -> [..., T, Hq, D]; q and k arrive unrotated.
+# attend(layer_idx, q [..., T, Hq, D], k [..., T, H, D], v [..., T, H, D]) -> [..., T, Hq, D];
+# q and k arrive unrotated.
 LlamaAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -23,7 +24,7 @@ class LlamaConfig:
     num_q_heads: int = 8
     num_kv_heads: int = 2
     head_dim: int = 64
-    mlp_dim: int = 320
+    mlp_dim: int = 256
     rope_theta: float = 10000.0
     max_pos: int = 4096
     train_context: int = 1024
@@ -40,7 +41,7 @@ def cos_sin_cache(config: LlamaConfig, device: torch.device | str = "cpu") -> Te
 
 
 class DenseAttention:
-    """Causal attention over the tokens of this call alone, positions from 0: nothing is kept between calls."""
+    """Causal attention over the tokens of this call alone, positions from 0; nothing is kept."""
 
     def __init__(self, config: LlamaConfig, device: torch.device | str = "cpu"):
         self.config = config
@@ -72,9 +73,8 @@ class LlamaLayer(nn.Module):
     def forward(self, x: Tensor, layer_idx: int, attend: LlamaAttend) -> Tensor:
         """x [..., T, dim] -> [..., T, dim]."""
         h = self.attn_norm(x)
-        q, k, v = (
-            proj(h).unflatten(-1, (-1, self.config.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (proj(h).unflatten(-1, (-1, self.config.head_dim)) for proj in projections)
         x = x + self.o_proj(attend(layer_idx, q, k, v).flatten(-2))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -95,7 +95,7 @@ class LlamaLM(nn.Module):
         return DenseAttention(self.config, self.embed.weight.device)
 
     def forward(self, tokens: Tensor, attend: LlamaAttend | None = None) -> Tensor:
-        """tokens [T] or [B, T] integer -> logits [..., T, vocab]; without `attend`: dense, positions from 0."""
+        """tokens [T] or [B, T] integer -> logits [..., T, vocab]; `attend`: dense unless given."""
         attend = attend or self.dense_attention()
         x = self.embed(tokens)
         for layer_idx, layer in enumerate(self.layers):

@@ -17,6 +17,7 @@ __all__ = [
     "MODELS",
     "DeepseekConfig",
     "DeepseekLM",
+    "DemoModel",
     "DenseAttention",
     "DenseLatentAttention",
     "LlamaConfig",
@@ -28,6 +29,7 @@ __all__ = [
     "weights_path",
 ]
 
+DemoModel = LlamaLM | DeepseekLM
 WEIGHTS_DIR = Path(__file__).with_name("weights")
 MODELS = {"llama": (LlamaConfig, LlamaLM), "deepseek": (DeepseekConfig, DeepseekLM)}
 
@@ -41,7 +43,7 @@ def load(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     path: Path | None = None,
-) -> LlamaLM | DeepseekLM:
+) -> DemoModel:
     """The trained model `name` ("llama" | "deepseek"), in eval mode and without gradients."""
     if name not in MODELS:
         raise ValueError(f"demo model: want one of {sorted(MODELS)}, got {name!r}")
@@ -49,14 +51,14 @@ def load(
     with safe_open(path or weights_path(name), framework="pt") as file:
         config = config_class(**json.loads(file.metadata()["config"]))
         state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-    # Every weight comes from the file: building on "meta" leaves out the initialisation and the caller's random state.
+    # Built on "meta": every weight comes from the file, and the caller's random state stays as it is.
     with torch.device("meta"):
         model = model_class(config)
     model.load_state_dict({key: x.to(device, dtype) for key, x in state.items()}, assign=True)
     return model.eval().requires_grad_(False)
 
 
-def save(name: str, model: LlamaLM | DeepseekLM, path: Path | None = None) -> Path:
+def save(name: str, model: DemoModel, path: Path | None = None) -> Path:
     """Write the weights as bf16, the config as JSON in the header."""
     path = path or weights_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,7 @@ class SwiGLU(nn.Module):
 
 
 def _angles(max_pos: int, rotary_dim: int, theta: float) -> Tensor:
-    """Angle of every (position, pair), [max_pos, rotary_dim/2] fp64: a large position times a fp32 frequency loses digits."""
+    """Angle of every (position, pair), [max_pos, rotary_dim/2] fp64: at large positions fp32 loses digits."""
     inverse = theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     return torch.outer(torch.arange(max_pos, dtype=torch.float64), inverse)
 

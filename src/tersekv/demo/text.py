@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+from .models import DemoModel
 
 HELDOUT_PATH = Path(__file__).with_name("heldout.txt")
 
@@ -29,10 +31,10 @@ def heldout_text() -> str:
 
 
 @torch.inference_mode()
-def bits_per_byte(model: nn.Module, tokens: Tensor, context: int | None = None, batch: int = 4) -> float:
-    """Dense loss over tokens [N] in windows of `context` that share no prediction; each starts without a past.
+def bits_per_byte(model: DemoModel, tokens: Tensor, context: int | None = None, batch: int = 4) -> float:
+    """Dense loss over tokens [N], cut into windows of `context` (default: the trained one) without a past.
 
-    The tail that fills no window is left out.
+    Every byte is predicted once at most; the tail that fills no window is left out.
     """
     context = context or model.config.train_context
     windows = tokens.unfold(0, context + 1, context)  # [W, context + 1], neighbours share one token
@@ -45,15 +47,15 @@ def bits_per_byte(model: nn.Module, tokens: Tensor, context: int | None = None, 
 
 @torch.inference_mode()
 def generate(
-    model: nn.Module,
+    model: DemoModel,
     prompt: Tensor,
     num_tokens: int,
     step: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Greedy continuation [num_tokens] of prompt [T].
 
-    step(new_tokens [t]) -> logits [t, vocab] may keep a cache: it sees the prompt, then one token a call. Without it
-    the model is run densely over all tokens each time.
+    step(new_tokens [t]) -> logits [t, vocab] may keep a cache: it sees the prompt, then one token a call.
+    Without it the model runs densely over all tokens each time.
     """
     if step is None:
         seen = prompt[:0]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..cache import PagedKVLayer
 from ..calls import AppendCall, RopeAppendCall
+from ..checks import tensor
 from .registry import submit
 from .scales import multiplier
 
@@ -61,14 +62,18 @@ def rope_append(
         positions:      [T]  rows of cos_sin_cache; out of range: the token is dropped and its q row is 0
                         (in checked mode it raises)
         interleaved:    pairs (2i, 2i + 1) instead of NeoX's (i, i + R/2)
-        q_out, q_dtype: where and in what q is returned: bf16, fp16, e4m3 or e5m2; default: q's own dtype
+        q_out, q_dtype: where and in what q is returned: bf16, fp16, fp32, e4m3 or e5m2; default: q's own
         q_scale:        dequantising scale of an 8-bit q_out (q ≈ code × q_scale)
 
     RoPE and the scale are computed in fp32, with no 16-bit rounding before the cast. Raises ValueError or
     TypeError for arguments that do not fit together.
     """
     c = PagedKVLayer.of(cache)
-    if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[1] > k.shape[-1]:
+    for name, x in (("q", q), ("k", k), ("q_out", q_out)):
+        if x is not None or name == "k":
+            tensor(name, x, "T H D")
+    tensor("cos_sin_cache", cos_sin_cache, "max_pos R")
+    if cos_sin_cache.shape[1] > k.shape[-1]:
         raise ValueError(
             f"cos_sin_cache: want [max_pos, R] with R <= head_dim={k.shape[-1]}, got {list(cos_sin_cache.shape)}"
         )
@@ -91,7 +96,7 @@ def rope_append(
 
 def like_query(q: Tensor | None, out: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     """The tensor that receives the query: `out`, or a new one."""
-    if q is None or out is not None:
+    if not isinstance(q, Tensor) or out is not None:
         return out
     return torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
 

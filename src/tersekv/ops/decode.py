@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..cache import PagedKVLayer
 from ..calls import DecodeCall
+from ..checks import tensor
 from .append import KVLike
 from .registry import submit
 from .scales import split
@@ -59,14 +60,13 @@ def decode(
     tables change between replays. Raises ValueError or TypeError for arguments that do not fit together.
     """
     c = PagedKVLayer.of(cache)
-    if q.dim() != 3:
-        raise ValueError(f"q: want [T, Hq, D], got {list(q.shape)}")
+    tensor("q", q, "T Hq D")
     t, heads, d = q.shape
     dv = c.v.shape[-1] * (2 if c.format == "nvfp4" else 1)
     out = output(q, (t, heads, dv), out, out_dtype)
     if lse is None and return_lse:
         lse = torch.empty(t, heads, dtype=torch.float32, device=q.device)
-    if mask is not None and mask.dim() == 3:
+    if isinstance(mask, Tensor) and mask.dim() == 3:
         mask = mask.flatten(0, 1)
     if window is not None and window <= 0:
         raise ValueError(f"window: want a positive number of keys (own included) or None, got {window}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..calls import MergeCall
+from ..checks import tensor
 from .registry import submit
 
 
@@ -27,13 +28,26 @@ def merge_states(
 
     Computed in fp32. All parts empty: out 0, lse −inf. Returns (out, lse). Raises ValueError for shapes that differ.
     """
-    outs = outs if isinstance(outs, Tensor) else torch.stack(list(outs))
-    lses = lses if isinstance(lses, Tensor) else torch.stack(list(lses))
-    if outs.dim() != 4:
-        raise ValueError(f"outs: want [n, T, H, D], got {list(outs.shape)}")
+    outs, lses = _stacked("outs", outs, "n T H D"), _stacked("lses", lses, "n T H")
     if out is None:
         out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     if lse is None:
         lse = torch.empty(outs.shape[1:3], dtype=torch.float32, device=outs.device)
     submit("merge_states", MergeCall(outs, lses, out, lse), backend)
     return out, lse
+
+
+def _stacked(name: str, parts: Tensor | Sequence[Tensor], pattern: str) -> Tensor:
+    """Parts as one tensor with the shape of `pattern`."""
+    if isinstance(parts, (tuple, list)):
+        if not parts:
+            raise ValueError(f"{name}: want at least one part, got none")
+        for part in parts:
+            tensor(name, part, pattern.removeprefix("n "))
+            if (part.shape, part.dtype, part.device) != (parts[0].shape, parts[0].dtype, parts[0].device):
+                kinds = [f"{list(p.shape)} {p.dtype} on {p.device}" for p in (parts[0], part)]
+                raise ValueError(f"{name}: want parts alike, got {kinds[0]} and {kinds[1]}")
+        parts = torch.stack(list(parts))
+    tensor(name, parts, pattern)
+    assert isinstance(parts, Tensor)
+    return parts

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..cache import PagedLatentLayer
 from ..calls import MLAAppendCall, MLADecodeCall, MLAPrefillCall
+from ..checks import tensor
 from .append import like_query
 from .decode import output, query_rows
 from .registry import submit
@@ -96,8 +97,11 @@ def mla_decode(
         if q.dim() != 3 or q.shape[-1] != rank + c.kpe.shape[-1]:
             raise ValueError(f"q: want [T, H, {rank} + {c.kpe.shape[-1]}], got {list(q.shape)}")
         q_nope, q_pe = q[..., :rank], q[..., rank:]
-    else:
+    elif isinstance(q, (tuple, list)) and len(q) == 2:
         q_nope, q_pe = q
+        tensor("q_nope", q_nope, "T H L")
+    else:
+        raise TypeError(f"q: want Tensor or (q_nope, q_pe), got {type(q).__name__}")
     t, heads = q_nope.shape[:2]
     out = output(q_nope, tuple(q_nope.shape), out, out_dtype)
     if lse is None and return_lse:
@@ -205,7 +209,8 @@ def mla_prefill(
         kv_norm_gamma:    [L]  RMSNorm weight; epsilon its constant
         kv_b_proj:        [H * (Dn + Dv), L], per head [nope | v]; e4m3 with kv_b_proj_scale [N/128, L/128] fp32
                           (blockwise product with the latents quantised per token and 128 columns), or q's dtype
-        plan:             from `mla_prefill_plan`; several chunks are merged through their LSE
+        plan:             from `mla_prefill_plan`; several chunks are merged through their LSE; buffer_lengths all 0:
+                          rotate, norm and append only (out 0, lse −inf)
         kv_c, k_pe:       [T, L], [T, R]  raw latents of the new tokens; None: they lie in the cache already, raw
                           (16-bit caches only; the op is then not idempotent)
         head_dim_v:       Dv; default: rows of kv_b_proj / H − Dn
@@ -215,11 +220,16 @@ def mla_prefill(
     Raises ValueError or TypeError for arguments that do not fit together.
     """
     c = PagedLatentLayer.of(cache)
-    if q.dim() != 3 or kv_b_proj.dim() != 2:
-        raise ValueError(f"q, kv_b_proj: want 3-D and 2-D, got {list(q.shape)} and {list(kv_b_proj.shape)}")
+    tensor("q", q, "T H Dq")
+    tensor("kv_b_proj", kv_b_proj, "N L")
     t, heads, dq = q.shape
     if head_dim_v is None:
         head_dim_v = kv_b_proj.shape[0] // max(heads, 1) - (dq - c.kpe.shape[-1])
+    elif out is not None and out.shape[-1:] != (head_dim_v,):
+        raise ValueError(f"out: want rows of head_dim_v={head_dim_v}, got {list(out.shape)}")
+    if head_dim_v <= 0:
+        nope_rows = heads * (dq - c.kpe.shape[-1])
+        raise ValueError(f"kv_b_proj: want more than H * Dn = {nope_rows} rows, got {len(kv_b_proj)}")
     out = output(q, (t, heads, head_dim_v), out, None)
     if lse is None and return_lse:
         lse = torch.empty(t, heads, dtype=torch.float32, device=q.device)

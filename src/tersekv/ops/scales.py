@@ -11,6 +11,8 @@ def split(scale: float | Tensor) -> tuple[float, Tensor | None]:
     """(float, tensor) of a scale for a call record; the tensor wins where there is one."""
     if isinstance(scale, Tensor):
         return 1.0, scale.reshape(1) if scale.dim() == 0 else scale
+    if not isinstance(scale, (int, float)):
+        raise TypeError(f"scale: want a number or a Tensor, got {type(scale).__name__}")
     return float(scale), None
 
 

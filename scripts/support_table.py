@@ -1,0 +1,152 @@
+"""Writes the tables of README.md and docs/formats.md that must not go stale: which backend runs what where, asked of
+the plans themselves, and what each format stores.
+
+    python scripts/support_table.py            check: exit code 1 if a file is out of date
+    python scripts/support_table.py --write    bring the files up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from tersekv import formats, plan
+from tersekv.testing.cases import OPS, Case, cases
+from tersekv.testing.make import make
+
+ROOT = Path(__file__).parent.parent
+FILES = {"README.md": ("support",), "docs/formats.md": ("formats", "support")}
+GPU = ("gluon", "triton")  # in the order in which a plan tries them
+
+# Column -> (backends tried, compute capability × 10 or None, seen as a GPU)
+DEVICES: dict[str, tuple[tuple[str, ...], int | None, bool]] = {
+    "CPU": (("torch",), None, False),
+    "sm_80": (GPU, 80, True),
+    "sm_90": (GPU, 90, True),
+    "sm_100": (GPU, 100, True),
+    "AMD": (GPU, None, True),
+}
+
+
+def support() -> str:
+    """Markdown: operation × formats × device, and why some calls are refused."""
+    notes: dict[str, int] = {}
+    rows = []
+    for op in OPS:
+        groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        for name in dict.fromkeys(c.format for c in cases((op,))):
+            mine = [(c, make(c)) for c in cases((op,), (name,))]
+            groups[tuple(_cell(mine, *device, notes) for device in DEVICES.values())].append(name)
+        everything = len(groups) == 1
+        rows += [(f"`{op}`", "all" if everything else ", ".join(names), *cells) for cells, names in groups.items()]
+    text = _markdown(("operation", "formats", *DEVICES), rows)
+    return text + "".join(f"\n<sup>{number}</sup> {reason}\n" for reason, number in notes.items())
+
+
+def format_table() -> str:
+    """Markdown: what a row stores in each format."""
+    rows = []
+    for name in dict.fromkeys([*formats.KV_FORMATS, *formats.LATENT_FORMATS]):
+        kv, latent = formats.KV_FORMATS.get(name), formats.LATENT_FORMATS.get(name)
+        f = kv or latent
+        assert f is not None
+        rows.append((
+            f"`{name}`", str(f.storage).removeprefix("torch.") + (" (2 codes)" if f.values_per_element > 1 else ""),
+            f"{f.max_value:g}", _SCALES[f.scale],
+            str(formats.kv_bytes_per_token(name, 1, 128)) if kv else "-",
+            str(formats.latent_bytes_per_token(name)) if latent else "-",
+        ))  # fmt: skip
+    head = (
+        "format",
+        "storage",
+        "largest code",
+        "scale",
+        "bytes: K + V of a head, D = 128",
+        "bytes: latent row 512 + 64",
+    )
+    return _markdown(head, rows)
+
+
+_SCALES = {
+    formats.NONE: "none",
+    formats.TENSOR: "given: one per tensor or head",
+    formats.TOKEN_HEAD: "stored: fp32 per token and head",
+    formats.BLOCK: "stored: e4m3 per 16 values, × one given",
+    formats.GROUP: "stored: fp32 per 128 values",
+}
+TABLES: dict[str, Callable[[], str]] = {"support": support, "formats": format_table}
+
+
+def _cell(
+    mine: list[tuple[Case, tuple]], doors: tuple[str, ...], arch: int | None, gpu: bool, notes: dict[str, int]
+) -> str:
+    """The backends that the cases of one operation × format get, with notes for those that get none."""
+    used: dict[str, None] = {}
+    numbers = set()
+    for case, call in mine:
+        f = _facts(case.op, call, arch, gpu)
+        reasons = {name: plan.why_not(f, name) for name in doors}
+        fit = next((name for name in doors if reasons[name] is None), None)
+        if fit:
+            used[fit] = None
+        else:
+            numbers.add(notes.setdefault(_told(reasons), len(notes) + 1))
+    names = ", ".join(name for name in doors if name in used) or "-"
+    marks = ", ".join(str(n) for n in sorted(numbers))
+    return f"{names} <sup>{marks}</sup>" if marks else names
+
+
+def _told(reasons: dict[str, str | None]) -> str:
+    """The reasons of the backends that have the operation, or that there is none."""
+    own = {name: reason for name, reason in reasons.items() if reason and not reason.startswith("has no ")}
+    return "; ".join(f"{name}: {reason}" for name, reason in own.items()) or "no kernel yet"
+
+
+def _facts(op: str, call: tuple, arch: int | None, gpu: bool) -> SimpleNamespace:
+    f = plan.facts(op, call, arch)
+    if gpu:
+        f.device = torch.device("cuda", 0)
+    return f
+
+
+def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def renewed(text: str, names: tuple[str, ...]) -> str:
+    """`text` with the tables between their markers written anew."""
+    for name in names:
+        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+        before, rest = text.split(begin)
+        text = before + begin + TABLES[name]() + end + rest.split(end)[1]
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Tables of README.md and docs/formats.md.")
+    parser.add_argument("--write", action="store_true", help="bring the files up to date")
+    args = parser.parse_args()
+    stale = []
+    for name, tables in FILES.items():
+        path = ROOT / name
+        old = path.read_text()
+        new = renewed(old, tables)
+        if new != old:
+            stale.append(name)
+            if args.write:
+                path.write_text(new)
+    if stale and not args.write:
+        print(f"out of date: {', '.join(stale)}; run python scripts/support_table.py --write")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

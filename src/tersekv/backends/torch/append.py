@@ -1,0 +1,46 @@
+"""append: quantise new rows and write them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.formats import kv_format
+
+from .place import Places, place, write
+from .quantize import encode
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return None
+
+
+def configure(f: SimpleNamespace) -> None:
+    return None
+
+
+@torch.no_grad()
+def run(call: Any, config: None) -> None:
+    if call.k.shape[0] == 0:
+        return
+    num_pages, page_size = call.k_cache.shape[:2]
+    places = place(call, num_pages, page_size)
+    if places is not None:
+        write_kv(call, call.k.to(torch.float32), call.v.to(torch.float32), places)
+
+
+def write_kv(call: Any, k: Tensor, v: Tensor, places: Places) -> None:
+    """Quantise k [T, H, D] and v [T, H, Dv], both fp32, and write codes and scales to the caches of `call`."""
+    f = kv_format(call.format)
+    sides = (
+        (k, call.k_cache, call.k_scale_cache, call.k_scale, call.k_scale_t),
+        (v, call.v_cache, call.v_scale_cache, call.v_scale, call.v_scale_t),
+    )
+    for x, cache, scale_cache, scale, scale_t in sides:
+        codes, scales = encode(x, f, scale, scale_t, call.scales_quantize)
+        write(cache, codes, places)
+        if scales is not None:
+            write(scale_cache, scales, places)

@@ -1,0 +1,171 @@
+"""Attention over paged keys, chunk by chunk with a running softmax, in fp32. Shared by decode and MLA decode.
+
+Rows are B * H groups of M = drafts × query heads of a KV head, so that a chunk's keys are read once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .codes import Scratch, may_read
+from .gather import Places
+from .requests import Batch, Rules, visible
+
+# Elements of a chunk's keys in fp32. On a CPU they should fit its caches.
+_ELEMENTS_CPU, _ELEMENTS = 1 << 20, 1 << 26
+_MIN_CHUNK = 64
+_LOG2E = 1.0 / math.log(2.0)  # a CPU's exp2 is twice as fast as its exp, and 30 times where exp underflows
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Source(Protocol):
+    """A paged cache. What `keys` and `values` return lies in scratch memory and is valid until the next of them."""
+
+    num_pages: int
+    page_size: int
+    heads: int
+    widest: int  # columns of the longest row
+
+    def keys(self, places: Places) -> tuple[list[Tensor], Tensor | None]:
+        """Parts [B * H, C, D_i] of the keys, and the factor of each key's scores [B * H, C]."""
+
+    def values(self, places: Places) -> tuple[Tensor, Tensor | None]:
+        """[B * H, C, Dv] and the factor of each value [B * H, C]; after `keys` of the same places."""
+
+
+class State(NamedTuple):
+    """Running softmax of rows [B * H, M]: maximum and sum [..., 1], weighted values [..., Dv]."""
+
+    top: Tensor
+    total: Tensor
+    acc: Tensor
+
+
+class Results:
+    """Outputs of all query rows in fp32: 0 and −inf until written. Row T takes what belongs to no row."""
+
+    def __init__(self, rows: int, heads: int, head_dim_v: int, device: torch.device) -> None:
+        self.out = torch.zeros(rows + 1, heads, head_dim_v, device=device)
+        self.lse = torch.full((rows + 1, heads), -torch.inf, device=device)
+
+    def put(self, batch: Batch, out: Tensor, lse: Tensor) -> None:
+        """out [B * H, Q * G, Dv], lse [B * H, Q * G]."""
+        b, q = batch.rows.shape
+        t = batch.rows.flatten()
+        self.out.index_copy_(0, t, _by_row(out, b, q))
+        self.lse.index_copy_(0, t, _by_row(lse[..., None], b, q)[..., 0])
+
+    def write(self, call: Any, factor: float | Tensor) -> None:
+        """Multiply, cast to the dtype of call.out (fp8 saturates, NaN stays NaN) and write."""
+        x = self.out[:-1] * factor
+        if call.out.dtype in _FP8:
+            largest = torch.finfo(call.out.dtype).max
+            x = x.clamp_(-largest, largest)
+        call.out.copy_(x)
+        if call.lse is not None:
+            call.lse.copy_(self.lse[:-1])
+
+
+def by_head(x: Tensor, batch: Batch, heads: int) -> Tensor:
+    """Rows [T, H * G, D] of a batch as [B * H, Q * G, D]."""
+    b, q = batch.rows.shape
+    x = x[batch.rows.clamp(max=x.shape[0] - 1)]
+    return x.view(b, q, heads, -1, x.shape[-1]).transpose(1, 2).reshape(b * heads, -1, x.shape[-1])
+
+
+def _by_row(x: Tensor, b: int, q: int) -> Tensor:
+    """[B * H, Q * G, D] as [B * Q, H * G, D]."""
+    d = x.shape[-1]
+    return x.view(b, -1, q, x.shape[1] // q, d).transpose(1, 2).reshape(b * q, -1, d)
+
+
+def attend(q: list[Tensor], source: Source, batch: Batch, rules: Rules, scratch: Scratch) -> State | None:
+    """Scores are the sum over parts of q [B * H, M, D_i] times the source's keys. None: there are no keys at all."""
+    groups, m, _ = q[0].shape
+    one_by_one = may_read(q[0])
+    elements = _ELEMENTS_CPU if one_by_one else _ELEMENTS
+    chunk = max(_MIN_CHUNK, elements // (groups * max(source.widest, m)))
+    state = None
+    for begin in range(batch.start, batch.stop, chunk):
+        end = min(begin + chunk, batch.stop)
+        places = Places(batch.table, source.page_size, begin, end, None if one_by_one else batch.seq_lens)
+        seen = None
+        if not one_by_one or begin < batch.plain[0] or end > batch.plain[1]:
+            seen = visible(batch, begin, end, rules)
+        state = _step(q, source, places, seen, rules.softcap, state, scratch)
+    return state
+
+
+def _step(
+    q: list[Tensor],
+    source: Source,
+    places: Places,
+    seen: Tensor | None,
+    softcap: float,
+    state: State | None,
+    scratch: Scratch,
+) -> State:
+    keys, factor = source.keys(places)
+    s = scratch.take("scores", (*q[0].shape[:2], keys[0].shape[1]))
+    torch.bmm(q[0], keys[0].transpose(1, 2), out=s)
+    for q_part, k_part in zip(q[1:], keys[1:], strict=True):
+        s.baddbmm_(q_part, k_part.transpose(1, 2))
+    if factor is not None:
+        s.mul_(factor[:, None])
+    if softcap:
+        s.div_(softcap).tanh_().mul_(softcap)
+    if seen is not None:
+        _hide(s, seen, source.heads, -torch.inf)
+
+    top = s.amax(-1, keepdim=True)
+    if state is not None:
+        top = torch.maximum(state.top, top)
+    base = top.masked_fill(top == -torch.inf, 0.0)  # nothing seen yet: exp(−inf − 0) is 0, exp(−inf + inf) is not
+    p = s.sub_(base).mul_(_LOG2E).exp2_()
+    total = p.sum(-1, keepdim=True)
+    values, factor = source.values(places)
+    if factor is not None:
+        p.mul_(factor[:, None])
+        if seen is not None:
+            _hide(p, seen, source.heads, 0.0)  # a stale factor may be NaN
+    acc = weigh(p, values, seen, source.heads)
+    if state is None:
+        return State(top, total, acc)
+    old = (state.top - base).exp_()
+    return State(top, total.addcmul_(state.total, old), acc.addcmul_(state.acc, old))
+
+
+def _hide(x: Tensor, seen: Tensor, heads: int, value: float) -> None:
+    """Fill the entries [B * H, Q * G, C] that are not seen [B, Q, C]."""
+    b, q, c = seen.shape
+    x.view(b, heads, q, -1, c).masked_fill_(~seen[:, None, :, None], value)
+
+
+def weigh(p: Tensor, values: Tensor, seen: Tensor | None, heads: int) -> Tensor:
+    """p [B * H, Q * G, C] × values [B * H, C, Dv], in which a value that is not seen weighs nothing, even if NaN."""
+    if seen is None or (may_read(values) and values.sum().isfinite()):
+        return torch.bmm(p, values)
+    b, drafts, c = seen.shape
+    p, values = p.view(b, heads, drafts, -1, c), values.view(b, heads, c, -1)
+    rows = [p[:, :, i] @ values.masked_fill(~seen[:, None, i, :, None], 0.0) for i in range(drafts)]
+    return torch.stack(rows, 2).flatten(0, 1).flatten(1, 2)
+
+
+def finish(state: State, sinks: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
+    """Output [B * H, M, Dv] and LSE [B * H, M]. A sink [H * G] is one more score, with a zero value."""
+    top, total, acc = state
+    seen = total != 0  # NaN counts as seen
+    if sinks is not None:
+        groups, m, _ = top.shape
+        sink = sinks.view(1, heads, 1, -1).expand(groups // heads, heads, m // (len(sinks) // heads), -1)
+        sink = sink.reshape(groups, m, 1)
+        base = top.masked_fill(~seen, 0.0)
+        top = torch.maximum(base, sink)
+        old = (base - top).exp()
+        total, acc = total * old + (sink - top).exp(), acc * old
+    out = torch.where(seen, acc / total, 0.0)
+    return out, torch.where(seen, top + total.log(), -torch.inf)[..., 0]

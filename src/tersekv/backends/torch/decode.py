@@ -1,0 +1,81 @@
+"""Paged decode in fp32 over the exact codes; see `attention` for the softmax and `codes` for the conversions."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.formats import BLOCK, TOKEN_HEAD, kv_format
+
+from .attention import Results, attend, by_head, finish
+from .codes import Scratch, unit
+from .gather import PagedRows, Places, load_blocks
+from .requests import Rules, batches
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return None
+
+
+def configure(f: SimpleNamespace) -> None:
+    return None
+
+
+@torch.no_grad()
+def run(call: Any, config: None) -> None:
+    scratch = Scratch(call.out.device)
+    source = KVSource(call, scratch)
+    rules = Rules(call.window, call.mask, call.softcap)
+    t, q_heads, head_dim_v = call.out.shape
+    results = Results(t, q_heads, head_dim_v, call.out.device)
+    q = call.q.to(torch.float32)
+    k_factor = source.k_unit * _given(call.softmax_scale, call.softmax_scale_t)
+    k_factor = k_factor * _per_head(_given(call.k_scale, call.k_scale_t), q_heads)
+    for batch in batches(call, rules, source.num_pages, source.page_size):
+        state = attend([by_head(q * k_factor, batch, source.heads)], source, batch, rules, scratch)
+        if state is not None:
+            results.put(batch, *finish(state, call.sinks, source.heads))
+    v_factor = source.v_unit * _per_head(_given(call.v_scale, call.v_scale_t), q_heads)
+    results.write(call, v_factor * _given(call.out_scale, call.out_scale_t))
+
+
+class KVSource:
+    """A K/V cache as attention reads it; the units and the scales of the tensor are left to the caller."""
+
+    def __init__(self, call: Any, scratch: Scratch) -> None:
+        f = kv_format(call.format)
+        self._scratch = scratch
+        self._k, self._v = PagedRows(call.k_cache), PagedRows(call.v_cache)
+        self._ks, self._vs = (None if x is None else PagedRows(x) for x in (call.k_scale_cache, call.v_scale_cache))
+        self._blocks, self._token_scales = f.scale == BLOCK, f.scale == TOKEN_HEAD
+        self.num_pages, self.page_size, self.heads = call.k_cache.shape[:3]
+        self.widest = max(call.q.shape[2], call.out.shape[2])
+        self.k_unit = self.v_unit = unit(f.storage) * (unit(f.scale_dtype) if f.scale_dtype else 1.0)
+
+    def keys(self, places: Places) -> tuple[list[Tensor], Tensor | None]:
+        x, factor = self._load(self._k, self._ks, places)
+        return [x], factor
+
+    def values(self, places: Places) -> tuple[Tensor, Tensor | None]:
+        return self._load(self._v, self._vs, places)
+
+    def _load(self, codes: PagedRows, scales: PagedRows | None, places: Places) -> tuple[Tensor, Tensor | None]:
+        if scales is None:
+            return codes.load(places, self._scratch), None
+        if self._blocks:
+            return load_blocks(codes, scales, places, self._scratch), None
+        return codes.load(places, self._scratch), scales.load_scalars(places, self._scratch)
+
+
+def _given(value: float, tensor: Tensor | None) -> float | Tensor:
+    return value if tensor is None else tensor
+
+
+def _per_head(scale: float | Tensor, q_heads: int) -> float | Tensor:
+    """A scale [1] or [H] as it multiplies rows [T, Hq, D]."""
+    if not isinstance(scale, Tensor) or len(scale) == 1:
+        return scale
+    return scale.repeat_interleave(q_heads // len(scale))[:, None]

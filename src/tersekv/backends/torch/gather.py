@@ -1,0 +1,81 @@
+"""Rows of paged tensors, whatever their strides, gathered by token and laid out head by head."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .codes import Scratch, to_float
+
+Steps = tuple[int, int, int]
+
+
+class Places:
+    """Where the keys [begin, end) of B requests lie. Pages [B, C], slots [C]."""
+
+    def __init__(self, table: Tensor, page_size: int, begin: int, end: int, seq_lens: Tensor | None) -> None:
+        """table: [B, max_pages] int64. With `seq_lens` [B], entries past a request become page 0 and are not followed."""
+        token = torch.arange(begin, end, device=table.device)
+        column = token // page_size
+        self.slots = token - column * page_size
+        self.pages = table.index_select(1, column)
+        if seq_lens is not None:
+            self.pages = torch.where(token < seq_lens[:, None], self.pages, 0)
+        self._rows: dict[tuple[Steps, int], Tensor] = {}
+
+    @property
+    def shape(self) -> torch.Size:
+        """[B, C]"""
+        return self.pages.shape
+
+    def rows(self, steps: Steps, heads: int) -> Tensor:
+        """Row numbers [B * C * H] of a tensor with these steps."""
+        key = steps, heads
+        if key not in self._rows:
+            row = self.pages * steps[0] + self.slots * steps[1]
+            if heads > 1:
+                row = row[..., None] + torch.arange(heads, device=row.device) * steps[2]
+            self._rows[key] = row.flatten()
+        return self._rows[key]
+
+
+class PagedRows:
+    """A paged tensor [P, S, H, W] (or scalars [P, S, H]) seen as rows: page, slot and head have a step each."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.storage = x.dtype
+        if x.element_size() == 1:
+            x = x.view(torch.uint8)  # some devices index no fp8
+        self.heads = x.shape[2]
+        strides = [stride if n > 1 else 0 for n, stride in zip(x.shape[:3], x.stride(), strict=False)]
+        unit = math.gcd(*strides) or 1
+        s_page, s_slot, s_head = (stride // unit for stride in strides)
+        self.steps: Steps = (s_page, s_slot, s_head)
+        rows = 1 + sum((n - 1) * step for n, step in zip(x.shape[:3], self.steps, strict=False)) if x.numel() else 0
+        # Rows may overlap where the greatest common stride is shorter than a row; they are only read.
+        self.table = x.as_strided((rows, *x.shape[3:]), (unit, *x.stride()[3:]), x.storage_offset())
+
+    def gather(self, places: Places, scratch: Scratch) -> Tensor:
+        """[B, H, C, W] (scalars: [B, H, C]) as stored, with other strides: tokens are read one after the other."""
+        index = places.rows(self.steps, self.heads)
+        out = scratch.take("gathered", (len(index), *self.table.shape[1:]), self.table.dtype)
+        torch.index_select(self.table, 0, index, out=out)
+        return out.view(*places.shape, self.heads, *self.table.shape[1:]).transpose(1, 2)
+
+    def load(self, places: Places, scratch: Scratch, name: str = "values") -> Tensor:
+        """Codes [B * H, C, W] in fp32, divided by `unit(self.storage)`; in `scratch` under `name`."""
+        return to_float(self.gather(places, scratch), self.storage, scratch, name).flatten(0, 1)
+
+    def load_scalars(self, places: Places, scratch: Scratch) -> Tensor:
+        """fp32 [B * H, C]."""
+        return self.gather(places, scratch).flatten(0, 1)
+
+
+def load_blocks(codes: PagedRows, scales: PagedRows, places: Places, scratch: Scratch) -> Tensor:
+    """Codes times the stored scale of their block, fp32 [B * H, C, D], divided by both storages' units."""
+    x = codes.load(places, scratch)
+    s = scales.load(places, scratch, "block_scales")
+    x.view(*s.shape, -1).mul_(s[..., None])
+    return x

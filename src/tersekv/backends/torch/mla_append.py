@@ -1,0 +1,47 @@
+"""mla_append: rotate queries and rotary keys, quantise latents, and write latent rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tersekv.formats import TENSOR, latent_format, rope_dtype
+
+from .place import place, write
+from .quantize import cast, encode, multiplier
+from .rope import lookup, rotate
+from .rope_append import write_queries
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return None
+
+
+def configure(f: SimpleNamespace) -> None:
+    return None
+
+
+@torch.no_grad()
+def run(call: Any, config: None) -> None:
+    if call.kv_c.shape[0] == 0:
+        return
+    k_pe, cos, sin, known = call.k_pe.to(torch.float32), None, None, None
+    if call.cos_sin_cache is not None:
+        cos, sin, known = lookup(call.cos_sin_cache, call.positions)
+        k_pe = rotate(k_pe, cos, sin, call.interleaved)
+    write_queries(call, cos, sin, known)
+    num_pages, page_size = call.ckv.shape[:2]
+    places = place(call, num_pages, page_size, known)
+    if places is None:
+        return
+    f = latent_format(call.format)
+    codes, scales = encode(call.kv_c.to(torch.float32), f, call.kv_scale, call.kv_scale_t, call.scales_quantize)
+    write(call.ckv, codes, places)
+    if scales is not None:
+        write(call.ckv_scale_cache, scales, places)
+    # Only a scale of the tensor covers the rotary part; group scales are the latent's alone.
+    if f.scale == TENSOR:
+        k_pe = k_pe * multiplier(call.kv_scale, call.kv_scale_t, call.scales_quantize)
+    write(call.kpe, cast(k_pe, rope_dtype(f)), places)

@@ -1,0 +1,68 @@
+"""Absorbed MLA decode in fp32 over the exact codes: one latent row is key and value of every head."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.formats import latent_format
+
+from .attention import Results, attend, by_head, finish
+from .codes import Scratch, unit
+from .gather import PagedRows, Places, load_blocks
+from .requests import Rules, batches
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return None
+
+
+def configure(f: SimpleNamespace) -> None:
+    return None
+
+
+@torch.no_grad()
+def run(call: Any, config: None) -> None:
+    scratch = Scratch(call.out.device)
+    source = LatentSource(call, scratch)
+    t, heads, rank = call.out.shape
+    results = Results(t, heads, rank, call.out.device)
+    kv_scale = call.kv_scale if call.kv_scale_t is None else call.kv_scale_t
+    factor = kv_scale * (call.softmax_scale if call.softmax_scale_t is None else call.softmax_scale_t)
+    q = [x.to(torch.float32) * (factor * u) for x, u in zip((call.q_nope, call.q_pe), source.units, strict=True)]
+    for batch in batches(call, Rules(), source.num_pages, source.page_size):
+        state = attend([by_head(x, batch, 1) for x in q], source, batch, Rules(), scratch)
+        if state is not None:
+            results.put(batch, *finish(state, None, 1))
+    results.write(call, kv_scale * source.units[0] * (call.out_scale if call.out_scale_t is None else call.out_scale_t))
+
+
+class LatentSource:
+    """A latent cache as attention reads it, with one head; the units and the scale of the tensor are the caller's."""
+
+    heads = 1
+
+    def __init__(self, call: Any, scratch: Scratch) -> None:
+        f = latent_format(call.format)
+        self._scratch = scratch
+        self._ckv, self._kpe = (PagedRows(x.unsqueeze(2)) for x in (call.ckv, call.kpe))
+        self._scales = None if call.ckv_scale_cache is None else PagedRows(call.ckv_scale_cache.unsqueeze(2))
+        self.num_pages, self.page_size = call.ckv.shape[:2]
+        self.widest = call.ckv.shape[2]
+        scale_unit = unit(f.scale_dtype) if f.scale_dtype else 1.0
+        self.units = unit(f.storage) * scale_unit, unit(call.kpe.dtype)
+        self._latents: Tensor | None = None
+
+    def keys(self, places: Places) -> tuple[list[Tensor], Tensor | None]:
+        if self._scales is None:
+            self._latents = self._ckv.load(places, self._scratch)
+        else:
+            self._latents = load_blocks(self._ckv, self._scales, places, self._scratch)
+        return [self._latents, self._kpe.load(places, self._scratch, "rotary")], None
+
+    def values(self, places: Places) -> tuple[Tensor, Tensor | None]:
+        assert self._latents is not None
+        return self._latents, None

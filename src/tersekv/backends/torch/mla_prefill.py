@@ -1,0 +1,177 @@
+"""MLA prefill from a paged latent cache, step by step: append, then for each chunk gather, up-project, attend, merge.
+
+Attention is computed in fp32 from inputs in q's dtype. Heads and queries are taken in blocks, so that no intermediate
+grows beyond `_BLOCK` elements except what one head of one chunk, or one query of one request, needs. Lengths are read
+on the host, and a token outside the page table, the cache or freqs_cis raises before anything is written for it.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.formats import LATENT_GROUP, latent_format
+
+from .mla_latents import load, place, quantise_latents, rms_norm, store
+from .rope import rotate
+
+_BLOCK = 1 << 24  # elements of an intermediate (64 MiB in fp32)
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return None
+
+
+def configure(f: SimpleNamespace) -> None:
+    return None
+
+
+@torch.no_grad()
+def run(call: Any, config: None) -> None:
+    starts = call.cu_seqlens_q.tolist()
+    append(call, starts)
+    out = torch.zeros(call.out.shape, dtype=torch.float32, device=call.out.device)
+    lse = torch.full(out.shape[:2], -torch.inf, device=out.device)
+    for chunk, length in enumerate(call.buffer_lengths):
+        if length:
+            _attend_chunk(call, chunk, length, starts, out, lse)
+    call.out.copy_(out)
+    if call.lse is not None:
+        call.lse.copy_(lse)
+
+
+def append(call: Any, starts: list[int]) -> None:
+    """Rotate q in place, and store the new tokens' rotated k_pe and normed latents. Not idempotent."""
+    if starts != sorted(starts) or starts[0] < 0 or starts[-1] > call.q.shape[0]:
+        raise ValueError(f"cu_seqlens_q: want rows in [0, {call.q.shape[0]}] that never fall, got {starts}")
+    request, index = _spread(starts, call.q.device)
+    position = call.cache_lens.to(torch.int64)[request] + index
+    at = place(call.page_table, request, position, call.ckv)
+    if (position >= call.freqs_cis.shape[0]).any():
+        raise ValueError(f"freqs_cis: want at least {int(position.max()) + 1} rows, got {call.freqs_cis.shape[0]}")
+    cos, sin = call.freqs_cis[position].unflatten(-1, (-1, 2)).unbind(-1)
+    new = slice(starts[0], starts[-1])
+    kv_c, k_pe = (call.ckv[at], call.kpe[at]) if call.kv_c is None else (call.kv_c[new], call.k_pe[new])
+    q_pe = call.q[new, :, call.q.shape[2] - call.kpe.shape[2] :]
+    q_pe.copy_(rotate(q_pe.to(cos.dtype), cos, sin, interleaved=True))
+    store(
+        rms_norm(kv_c, call.kv_norm_gamma, call.epsilon), rotate(k_pe.to(cos.dtype), cos, sin, interleaved=True),
+        call.ckv, call.kpe, call.ckv_scale_cache, at, latent_format(call.format), _kv_scale(call),
+    )  # fmt: skip
+
+
+def gather(call: Any, chunk: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Dequantised latents [M, L] and rotary parts [M, R] of a chunk's rows, and the requests' first rows [B + 1]."""
+    rows = [min(row, length) for row in call.buffer_row_offsets[chunk].tolist()]
+    request, index = _spread(rows, call.q.device)
+    position = call.cache_offsets[chunk].to(torch.int64)[request] + index
+    at = place(call.page_table, request, position, call.ckv)
+    f = latent_format(call.format)
+    return *load(call.ckv, call.kpe, call.ckv_scale_cache, at, f, _kv_scale(call)), rows
+
+
+def up_project(codes: Tensor, scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None) -> Tensor:
+    """[M, L] x [N, L] -> [M, N] fp32. With scales (codes' [M, L/128], weight's one per row and 128 columns [N, L/128])
+    the partial sums of 128 columns are scaled before they are added.
+    """
+    codes, weight = codes.to(torch.float32), weight.to(torch.float32)
+    if scales is None or weight_scales is None:
+        return codes @ weight.T
+    out = torch.zeros(codes.shape[0], weight.shape[0], device=codes.device)
+    for group in range(scales.shape[1]):
+        columns = slice(group * LATENT_GROUP, (group + 1) * LATENT_GROUP)
+        partial = codes[:, columns] @ weight[:, columns].T
+        out += partial * (scales[:, group, None] * weight_scales[:, group])
+    return out
+
+
+def attend(q: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, ahead: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of queries i to keys j <= i + ahead: out [h, m, Dv] and lse [h, m], fp32; no key: 0 and -inf.
+
+    q: [h, m, Dn + R]; k: [h, n, Dn]; k_pe: [n, R], shared by the heads; v: [h, n, Dv]
+    """
+    m, n, dn = q.shape[1], k.shape[1], k.shape[2]
+    seen = torch.arange(m, device=q.device) + ahead
+    hidden = torch.arange(n, device=q.device) > seen[:, None]
+    scores = (q[..., :dn] @ k.transpose(1, 2) + q[..., dn:] @ k_pe.T) * scale
+    scores = scores.masked_fill(hidden, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    p = torch.exp(scores - top.masked_fill(top == -torch.inf, 0.0))
+    total = p.sum(-1)
+    if v.isfinite().all():
+        out = p @ v
+    else:
+        # A weight of 0 does not hide an infinite or NaN value: give every query its own keys only.
+        counts = (seen + 1).clamp(0, n).tolist()
+        out = torch.stack([(p[:, i : i + 1, :c] @ v[:, :c])[:, 0] for i, c in enumerate(counts)], 1)
+    none = total == 0
+    out = (out / total.masked_fill(none, 1.0)[..., None]).masked_fill(none[..., None], 0.0)
+    return out, (top[..., 0] + total.log()).masked_fill(none, -torch.inf)
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a partial result over other keys to (out [..., Dv], lse), in place."""
+    total = torch.logaddexp(lse, part_lse)
+    base = total.masked_fill(total == -torch.inf, 0.0)
+    out.mul_((lse - base).exp()[..., None]).add_((part_lse - base).exp()[..., None] * part)
+    lse.copy_(total)
+
+
+def _attend_chunk(call: Any, chunk: int, length: int, starts: list[int], out: Tensor, lse: Tensor) -> None:
+    """Merge the attention to one chunk's rows into (out, lse)."""
+    dtype, heads, dim_v = call.q.dtype, call.q.shape[1], call.out.shape[2]
+    dim = call.q.shape[2] - call.kpe.shape[2] + dim_v
+    latent, k_pe, rows = gather(call, chunk, length)
+    scales = weight_scales = None
+    if call.kv_b_proj_scale is None:
+        latent = latent.to(dtype)
+    else:
+        latent, scales = quantise_latents(latent)
+        weight_scales = call.kv_b_proj_scale.repeat_interleave(LATENT_GROUP, 0)
+    k_pe = k_pe.to(dtype).to(torch.float32)
+    cached, first = call.cache_lens.tolist(), call.cache_offsets[chunk].tolist()
+    step = max(1, _BLOCK // max(1, rows[-1] * dim))
+    for head in range(0, heads, step):
+        some = slice(head, head + step)
+        w = slice(some.start * dim, min(some.stop, heads) * dim)
+        kv = up_project(latent, scales, call.kv_b_proj[w], None if weight_scales is None else weight_scales[w])
+        kv = kv.to(dtype).to(torch.float32).unflatten(1, (-1, dim)).transpose(0, 1)  # [h, M, Dn + Dv]
+        for b in range(len(cached)):
+            keys = slice(rows[b], rows[b + 1])
+            _attend_request(
+                call, slice(starts[b], starts[b + 1]), some, kv[:, keys, :-dim_v], k_pe[keys], kv[:, keys, -dim_v:],
+                cached[b] - first[b], out, lse,
+            )  # fmt: skip
+
+
+def _attend_request(
+    call: Any, tokens: slice, heads: slice, k: Tensor, k_pe: Tensor, v: Tensor, ahead: int, out: Tensor, lse: Tensor
+) -> None:
+    """One request, some heads, in blocks of queries; query i sees key j of k where j <= i + ahead."""
+    step = max(1, _BLOCK // max(1, k.shape[0] * k.shape[1]))
+    for t in range(tokens.start, tokens.stop, step):
+        block = slice(t, min(t + step, tokens.stop))
+        shift = ahead + t - tokens.start
+        n = min(k.shape[1], shift + block.stop - t)  # keys that the last of these queries sees
+        if n <= 0:
+            continue
+        q = call.q[block, heads].transpose(0, 1).to(torch.float32)
+        part, part_lse = attend(q, k[:, :n], k_pe[:n], v[:, :n], shift, call.softmax_scale)
+        merge(out[block, heads], lse[block, heads], part.transpose(0, 1), part_lse.transpose(0, 1))
+
+
+def _spread(starts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Request, and place within it, of rows starts[0] … starts[-1]."""
+    bounds = torch.tensor(starts, device=device)
+    request = torch.repeat_interleave(torch.arange(len(starts) - 1, device=device), bounds.diff())
+    return request, torch.arange(starts[0], starts[-1], device=device) - bounds[request]
+
+
+def _kv_scale(call: Any) -> Tensor:
+    """The dequantising scale of a fp8_e4m3 cache, fp32 [1]."""
+    if call.kv_scale_t is not None:
+        return call.kv_scale_t
+    return torch.tensor([call.kv_scale], dtype=torch.float32, device=call.ckv.device)

@@ -1,0 +1,150 @@
+"""Codes and scales of every format, exactly: fp32 rows → what is stored, and back.
+
+Every step is one correctly rounded fp32 operation, so that any backend can give the same bytes. A quotient by a
+constant divides by a tensor: by a Python number, PyTorch on CUDA multiplies with a rounded reciprocal instead.
+
+NaN and inf: an amax ignores NaN; a NaN becomes 0x7F in fp8, and code 0 in int8 and e2m1, which have none. An inf
+saturates where the scale is given; where it makes the row's own fp32 scale, that is inf and the row reads back as NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tersekv.formats import BLOCK, GROUP, MIN_LATENT_GROUP_SCALE, MIN_TOKEN_HEAD_SCALE, NONE, TENSOR, KVFormat
+
+Scale = float | Tensor
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF  # of fp32
+
+
+def encode(
+    x: Tensor, f: KVFormat, value: float, tensor: Tensor | None, quantizes: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`encode_rows` with the scale as a call carries it: a multiplying float, or a tensor [1] or [H] that dequantises
+    unless `quantizes`. x: [T, H, D], or [T, L] with a tensor [1]."""
+    global_scale = None if tensor is None or quantizes else tensor[:, None]
+    return encode_rows(x, f, multiplier(value, tensor, quantizes), global_scale)
+
+
+def encode_rows(
+    x: Tensor, f: KVFormat, multiplier: Scale = 1.0, global_scale: Scale | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Quantise rows. Returns (codes, scales; None where the format stores none).
+
+        x:             [..., D] fp32
+        multiplier:    what x is multiplied with in a format whose scale the caller gives: float, or fp32 that
+                       broadcasts against x; for nvfp4 the reciprocal of the global scale
+        global_scale:  nvfp4: the global scale itself; None: the correctly rounded 1 / multiplier
+
+    codes [..., D] in f.storage (nvfp4 [..., D/2] uint8); scales fp32 [...] per token and head, e4m3 [..., D/16] for
+    nvfp4, fp32 [..., D/128] for fp8_ds_mla.
+    """
+    if f.scale == NONE:
+        return x.to(f.storage), None
+    if f.scale == TENSOR:
+        return cast_fp8(x * multiplier, f.storage), None
+    if f.scale == BLOCK:
+        return _encode_blocks(x, f, multiplier, global_scale)
+    if f.scale == GROUP:
+        return _encode_groups(x, f)
+    scales = _divide(amax(x), f.max_value).clamp(min=MIN_TOKEN_HEAD_SCALE)
+    y = x * reciprocal(scales)[..., None]
+    return (round_int8(y) if f.storage == torch.int8 else cast_fp8(y, f.storage)), scales
+
+
+def dequantize(codes: Tensor, scales: Tensor | None, f: KVFormat, scale: Scale = 1.0) -> Tensor:
+    """Stored rows → fp32 [..., D]: code × stored scale × `scale`, left to right.
+
+    codes, scales:  as `encode_rows` returns them
+    scale:          the caller's dequantising scale: float, or fp32 that broadcasts against the rows ([H, 1])
+    """
+    x = unpack_e2m1(codes) if f.scale == BLOCK else codes.to(torch.float32)
+    if scales is not None:
+        s = scales.to(torch.float32)
+        x = x * (s[..., None] if f.scale_block is None else s.repeat_interleave(f.scale_block, -1))
+    return x * scale
+
+
+def multiplier(value: float, tensor: Tensor | None, quantizes: bool) -> Scale:
+    """What rows are multiplied with: the float, or the tensor ([n] → [n, 1]), as its reciprocal unless it quantises."""
+    if tensor is None:
+        return value
+    return (tensor if quantizes else reciprocal(tensor))[:, None]
+
+
+def amax(x: Tensor) -> Tensor:
+    """Largest magnitude of each row, NaN ignored: [..., D] → [...]."""
+    return torch.where(x.isnan(), 0.0, x.abs()).amax(-1)
+
+
+def reciprocal(x: Tensor) -> Tensor:
+    """Correctly rounded 1 / x."""
+    return x.new_ones(()) / x
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 → the dtype of a query or an output, to nearest even; saturating for fp8."""
+    return cast_fp8(x, dtype) if dtype in _FP8 else x.to(dtype)
+
+
+def cast_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 → e4m3 or e5m2: to nearest even, saturating; NaN becomes 0x7F whatever its sign, as on GPUs."""
+    limit = torch.finfo(dtype).max
+    return torch.where(x.isnan(), math.nan, x.clamp(-limit, limit)).to(dtype)
+
+
+def round_int8(x: Tensor) -> Tensor:
+    """fp32 → int8: to nearest, half away from zero, saturating; NaN becomes 0."""
+    # x − trunc(x) is exact; adding 0.5 to 0.49999997 would carry it up to 1.
+    whole = x.nan_to_num(nan=0.0).trunc()
+    away = torch.where((x - whole).abs() >= 0.5, x.sign(), 0.0)
+    return (whole + away).clamp(-128, 127).to(torch.int8)
+
+
+def encode_e2m1(x: Tensor) -> Tensor:
+    """fp32 → codes 0 to 15 as uint8: to nearest, ties to the even code, saturating; bit 3 the sign; NaN: 0."""
+    a = x.abs()
+    code = x.signbit().to(torch.uint8) << 3
+    for i in range(1, len(_E2M1_VALUES)):
+        middle = (_E2M1_VALUES[i - 1] + _E2M1_VALUES[i]) / 2
+        code += (a >= middle) if i % 2 == 0 else (a > middle)
+    return code.masked_fill(x.isnan(), 0)
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """[..., D/2] bytes → [..., D] fp32; the low nibble is the even element."""
+    code = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    m = (code & 7).to(torch.float32)
+    value = torch.where(m < 4, m * 0.5, torch.where(m < 6, m - 2, m * 2 - 8))
+    return torch.where(code > 7, -value, value)
+
+
+def ceil_power_of_two(x: Tensor) -> Tensor:
+    """The smallest power of two that is not below x, from the bits of x (fp32, positive and normal, or inf)."""
+    return ((x.view(torch.int32) + _MANTISSA) & _EXPONENT).view(torch.float32)
+
+
+def _encode_blocks(x: Tensor, f: KVFormat, multiplier: Scale, global_scale: Scale | None) -> tuple[Tensor, Tensor]:
+    if global_scale is None:
+        global_scale = reciprocal(torch.as_tensor(multiplier, dtype=torch.float32))
+    blocks = x.unflatten(-1, (-1, f.scale_block))
+    scales = cast_fp8(_divide(amax(blocks), f.max_value) * multiplier, torch.float8_e4m3fn)
+    s = scales.to(torch.float32)
+    codes = encode_e2m1(blocks * reciprocal(s * global_scale)[..., None])
+    codes = codes.masked_fill((s == 0)[..., None], 0).flatten(-2)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+
+
+def _encode_groups(x: Tensor, f: KVFormat) -> tuple[Tensor, Tensor]:
+    groups = x.unflatten(-1, (-1, f.scale_block))
+    scales = ceil_power_of_two(_divide(amax(groups), f.max_value).clamp(min=MIN_LATENT_GROUP_SCALE))
+    return cast_fp8(groups * reciprocal(scales)[..., None], f.storage).flatten(-2), scales
+
+
+def _divide(x: Tensor, by: float) -> Tensor:
+    return x / x.new_full((), by)

@@ -1,0 +1,111 @@
+"""The requests of a call, and which keys their query rows see.
+
+On a CPU the requests are taken one by one, with their lengths read on the host, so that only keys that somebody sees
+are loaded. On other devices all go at once, nothing is read on the host, and what a request does not have is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .codes import may_read
+
+
+class Batch(NamedTuple):
+    """Requests that are attended together."""
+
+    table: Tensor  # [B, max_pages] int64
+    seq_lens: Tensor  # [B] int64
+    q_lens: Tensor  # [B] int64
+    rows: Tensor  # [B, Q] int64: query row of each draft; T where a request has fewer
+    start: int  # keys [start, stop) are looked at
+    stop: int
+    plain: tuple[int, int]  # keys [lo, hi) of them are seen by every row
+
+
+class Rules(NamedTuple):
+    """Who sees what, and how scores bend."""
+
+    window: int = 0
+    mask: Tensor | None = None  # [T, W]
+    softcap: float = 0.0
+
+
+def batches(call: Any, rules: Rules, num_pages: int, page_size: int) -> Iterator[Batch]:
+    """The requests of a call, one by one on a CPU (those with nothing to do left out), together elsewhere."""
+    t, count = call.out.shape[0], call.seq_lens.shape[0]
+    if t == 0 or count == 0 or call.max_q_len == 0 or num_pages == 0:
+        return
+    if not may_read(call.seq_lens):
+        yield _together(call, page_size)
+        return
+    q_len = call.max_q_len
+    starts = [q_len * b for b in range(count + 1)] if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
+    for b, n in enumerate(call.seq_lens.tolist()):
+        if n > 0 and starts[b + 1] > starts[b]:
+            batch = _one(call, b, n, starts[b], starts[b + 1], rules, page_size)
+            _check_pages(batch.table[:, batch.start // page_size :], b, num_pages)
+            yield batch
+
+
+def _one(call: Any, b: int, n: int, t0: int, t1: int, rules: Rules, page_size: int) -> Batch:
+    """Request b with n keys and query rows [t0, t1)."""
+    used, room = -(-n // page_size), call.page_table.shape[1]
+    if used > room:
+        raise ValueError(f"seq_lens: want at most {room * page_size} (max_pages * S), got {n} at {b}")
+    if not 0 <= t0 < t1 <= call.out.shape[0]:
+        raise ValueError(f"cu_seqlens_q: want rows in [0, {call.out.shape[0]}], got [{t0}, {t1}) at {b}")
+    if t1 - t0 > call.max_q_len:
+        raise ValueError(f"max_q_len: want at least {t1 - t0}, the rows of request {b}, got {call.max_q_len}")
+    first = n - (t1 - t0)  # position of the first draft
+    start = max(0, first - rules.window + 1) if rules.window else 0
+    plain = max(0, n - rules.window) if rules.window else 0, first if rules.mask is not None else first + 1
+    table = call.page_table[b : b + 1, :used].to(torch.int64)
+    lengths = torch.tensor([n, t1 - t0])
+    return Batch(table, lengths[:1], lengths[1:], torch.arange(t0, t1)[None], start, n, plain)
+
+
+def _check_pages(ids: Tensor, b: int, num_pages: int) -> None:
+    low, high = (int(x) for x in ids.aminmax())
+    if low < 0 or high >= num_pages:
+        bad = low if low < 0 else high
+        raise ValueError(f"page_table: want page ids in [0, {num_pages}), got {bad} at request {b}")
+
+
+def _together(call: Any, page_size: int) -> Batch:
+    t, count = call.out.shape[0], call.seq_lens.shape[0]
+    device = call.out.device
+    seq_lens = call.seq_lens.to(torch.int64)
+    if call.cu_seqlens_q is None:
+        rows = torch.arange(t, device=device).view(count, -1)
+        q_lens = torch.full_like(seq_lens, rows.shape[1])
+    else:
+        starts = call.cu_seqlens_q.to(torch.int64)
+        q_lens = starts.diff()
+        draft = torch.arange(call.max_q_len, device=device)
+        rows = torch.where(draft < q_lens[:, None], starts[:-1, None] + draft, t)
+    table = call.page_table.to(torch.int64)
+    return Batch(table, seq_lens, q_lens, rows, 0, table.shape[1] * page_size, (0, 0))
+
+
+def visible(batch: Batch, begin: int, end: int, rules: Rules) -> Tensor:
+    """Which keys of [begin, end) each draft sees: bool [B, Q, C]."""
+    b, q = batch.rows.shape
+    key = torch.arange(begin, end, device=batch.rows.device)
+    draft = torch.arange(q, device=batch.rows.device)[:, None]
+    n = batch.seq_lens[:, None, None]
+    first = n - batch.q_lens[:, None, None]
+    if rules.mask is None:
+        seen = key <= first + draft
+    else:
+        mask = rules.mask.to(torch.int32)[batch.rows.clamp(max=rules.mask.shape[0] - 1)]
+        j = key - first
+        word = mask.gather(2, (j >> 4).clamp(0, mask.shape[2] - 1).expand(b, q, -1))
+        seen = (j < 0) | ((word >> (j & 15)) & 1).to(torch.bool)
+    if rules.window:
+        seen = seen & (key > first + draft - rules.window)
+    return seen & (key < n) & (draft < batch.q_lens[:, None, None])

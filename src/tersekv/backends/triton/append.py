@@ -1,0 +1,96 @@
+"""append: quantise rows of k and v and write them, in one launch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from . import blocks, launch
+from .quant import store
+from .rows import cache_offsets, column, factors, find_angles, locate, offsets, read, token_and_head
+
+
+@triton.jit
+def append_rows(
+    block, tokens, p_x, strides, p_codes, strides_codes, p_scales, strides_scales, p_scale, scale, places, angles,
+    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
+    PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr, NATIVE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Quantise and write one block of rows [tokens, H, D]; with `angles`, tokens that have no position are dropped."""
+    token, head = token_and_head(block, tokens, H, ROWS)
+    x = read(p_x, offsets(token, head, strides, UNIT), D, C)
+    page, entry, written = locate(token, places, PAGE)
+    written = column(written)
+    if angles[0] is not None:
+        _, known = find_angles(angles, token)
+        written = written & known
+    multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
+    at = cache_offsets(page, entry, head, strides_codes, UNIT)
+    at_scales = cache_offsets(page, entry, head, strides_scales, 1)
+    store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FORMAT, NATIVE)
+
+
+@triton.jit(do_not_specialize=["tokens", "num_pages", "num_requests", "num_indices", "k_end"])
+def append_kernel(
+    p_k, p_v, p_k_codes, p_v_codes, p_k_scales, p_v_scales, p_k_scale, p_v_scale,
+    p_slots, p_batch, p_positions, p_indptr, p_indices,
+    k_scale, v_scale, strides_k, strides_v, strides_k_codes, strides_v_codes, strides_k_scales, strides_v_scales,
+    tokens, num_pages, num_requests, num_indices, k_end,
+    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr,
+    ROWS_K: tl.constexpr, ROWS_V: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
+    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr, NATIVE: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """Programs of k, then programs of v."""
+    block = tl.program_id(0)
+    places = (p_slots, p_batch, p_positions, p_indptr, p_indices, num_pages, num_requests, num_indices)
+    angles = (None, None, 0, 0)
+    if block < k_end:
+        append_rows(
+            block, tokens, p_k, strides_k, p_k_codes, strides_k_codes, p_k_scales, strides_k_scales, p_k_scale, k_scale,
+            places, angles, H, DK, CK, ROWS_K, PAGE, FORMAT, K_PER_HEAD, QUANTIZES, NATIVE, UNIT,
+        )  # fmt: skip
+    else:
+        append_rows(
+            block - k_end, tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales, p_v_scale,
+            v_scale, places, angles, H, DV, CV, ROWS_V, PAGE, FORMAT, V_PER_HEAD, QUANTIZES, NATIVE, UNIT,
+        )  # fmt: skip
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return launch.why_not(f)
+
+
+def configure(f: SimpleNamespace) -> launch.Launch | None:
+    tokens, heads, dk = f.k.shape
+    dv = f.v.shape[2]
+    ck, cv = blocks.columns(dk, f.format), blocks.columns(dv, f.format)
+    elements = blocks.program_elements(tokens * heads * (ck + cv))
+    k, v = blocks.Part(tokens, heads, ck, elements), blocks.Part(tokens, heads, cv, elements)
+    k_end, end = blocks.ends(k, v)
+    if end == 0:
+        return None
+    unit = blocks.unit(f.k, f.v, f.k_cache, f.v_cache)
+    scalars = (
+        f.k_scale, f.v_scale, *[blocks.strides(x, 2, unit) for x in (f.k, f.v)],
+        *[blocks.strides(x, 3, unit) for x in (f.k_cache, f.v_cache)],
+        *[blocks.scale_strides(x) for x in (f.k_scale_cache, f.v_scale_cache)],
+        tokens, *blocks.place_sizes(f, f.k_cache.shape[0]), k_end,
+    )  # fmt: skip
+    constants = (
+        heads, dk, dv, ck, cv, k.rows, v.rows, f.k_cache.shape[1], f.format,
+        blocks.per_head(f.k_scale_t), blocks.per_head(f.v_scale_t), f.scales_quantize, not launch.e4m3_by_hand(f), unit,
+    )  # fmt: skip
+    return launch.Launch(append_kernel, end, scalars, constants, **blocks.OPTIONS)
+
+
+def run(call: Any, config: launch.Launch | None) -> None:
+    if config is None:
+        return
+    config(
+        call.k, call.v, call.k_cache, call.v_cache, call.k_scale_cache, call.v_scale_cache, call.k_scale_t,
+        call.v_scale_t, call.slot_mapping, call.batch_indices, call.kv_positions, call.kv_indptr, call.kv_indices,
+    )  # fmt: skip

@@ -1,0 +1,250 @@
+"""Paged decode in Triton: two launches, the split pass and the merge of cut segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...formats import E4M3_MAX, E5M2_MAX, KVFormat, kv_format
+from . import launch
+from .decode_kernels import META_FIELDS, decode_kernel, merge_kernel
+from .decode_tune import Tiles, tiles
+
+_OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
+_CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8", torch.uint8: "nvfp4"}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the kernels are compiled for. The names are theirs."""
+
+    CODE: str
+    PARTS: int  # codes in a 16-bit word
+    TOKEN_SCALES: bool
+    BLOCK_SCALES: bool
+    BYTES: bool  # e4m3 block scales come as uint8 and are converted by hand
+    ASM: bool  # unpack by PTX
+    BF16: bool  # multiply in bf16; else fp16
+    HEADS: int
+    GROUP: int
+    D: int
+    DV: int
+    WORDS_K: int  # D / PARTS
+    WORDS_V: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    PAGE: int
+    TILE: int
+    ONE_PAGE: bool
+    TMA: bool
+    K_PITCH: int
+    V_PITCH: int
+    K_HEAD_ROWS: int
+    V_HEAD_ROWS: int
+    UNROLL: int
+    ROWS: int
+    BLOCK_B: int
+    MIN_TILES: int
+    MAX_Q: int
+    RAGGED: bool
+    WINDOW: int
+    HAS_MASK: bool
+    HAS_SINKS: bool
+    HAS_LSE: bool
+    SOFTCAP: bool
+    SOFTMAX_T: bool
+    K_T: bool
+    K_T_STRIDE: int
+    V_T: bool
+    V_T_STRIDE: int
+    OUT_T: bool
+    OUT_MAX: float
+    K_FACTOR: float
+    V_FACTOR: float
+    PART_COLUMNS: int
+    MERGE_PIECES: int
+    MERGE_COLUMNS: int
+
+
+class Config(NamedTuple):
+    constants: Constants
+    num_programs: int
+    merge_rows: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+    k_box: tuple[int, int, int] | None  # rows, row pitch and columns of the descriptor's tensor; None: pointers
+    v_box: tuple[int, int, int] | None
+    strides: tuple[int, ...]
+    empty: bool
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    reason = launch.why_not(f)
+    if reason:
+        return reason
+    for name in ("k_cache", "v_cache"):
+        if any(n * getattr(f, name).dtype.itemsize % 2 for n in getattr(f, name).stride[:3]):
+            return f"wants {name} with strides of whole 16-bit words, got {list(getattr(f, name).stride)}"
+    if f.q.dtype == torch.float32:
+        return "wants a 16-bit or 8-bit q, got float32"
+    if f.out.dtype == torch.float32 and f.q.dtype == torch.float32:
+        return "wants a 16-bit or 8-bit out, got float32"
+    return None
+
+
+def configure(f: SimpleNamespace) -> Config:
+    fmt = kv_format(f.format)
+    heads, group = f.k_cache.shape[2], f.q.shape[1] // max(f.k_cache.shape[2], 1)
+    parts = 2 * fmt.values_per_element // fmt.storage.itemsize
+    d, dv = f.q.shape[2], f.out.shape[2]
+    page, words = f.k_cache.shape[1], (d // parts, dv // parts)
+    t: Tiles = tiles(f, fmt)
+    by_tma = t.tma and page % t.tile == 0 and launch.has_tma(f)
+    k_box = _box(f.k_cache, words[0]) if by_tma else None
+    v_box = _box(f.v_cache, words[1]) if by_tma else None
+    by_tma = k_box is not None and v_box is not None
+    block_d, block_dv = (max(16, launch.next_power_of_2(n)) for n in words)
+    c = Constants(
+        CODE=_CODE.get(fmt.storage, "half"),
+        PARTS=parts,
+        TOKEN_SCALES=fmt.scale == "token_head",
+        BLOCK_SCALES=fmt.scale == "block",
+        BYTES=launch.e4m3_by_hand(f),
+        ASM=launch.has_ptx(f) and not (fmt.storage == torch.float8_e4m3fn and launch.e4m3_by_hand(f)),
+        BF16=fmt.storage == torch.bfloat16,
+        HEADS=heads,
+        GROUP=group,
+        D=d,
+        DV=dv,
+        WORDS_K=words[0],
+        WORDS_V=words[1],
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        PAGE=page,
+        TILE=t.tile,
+        ONE_PAGE=page % t.tile == 0,
+        TMA=by_tma,
+        K_PITCH=_pitch(f.k_cache) if by_tma else 0,
+        V_PITCH=_pitch(f.v_cache) if by_tma else 0,
+        K_HEAD_ROWS=_head_rows(f.k_cache) if by_tma else 0,
+        V_HEAD_ROWS=_head_rows(f.v_cache) if by_tma else 0,
+        UNROLL=t.unroll,
+        ROWS=t.rows,
+        BLOCK_B=min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
+        MIN_TILES=t.min_tiles,
+        MAX_Q=f.max_q_len,
+        RAGGED=f.cu_seqlens_q is not None,
+        WINDOW=f.window,
+        HAS_MASK=f.mask is not None,
+        HAS_SINKS=f.sinks is not None,
+        HAS_LSE=f.lse is not None,
+        SOFTCAP=f.softcap > 0,
+        SOFTMAX_T=f.softmax_scale_t is not None,
+        K_T=f.k_scale_t is not None,
+        K_T_STRIDE=_per_head(f.k_scale_t),
+        V_T=f.v_scale_t is not None,
+        V_T_STRIDE=_per_head(f.v_scale_t),
+        OUT_T=f.out_scale_t is not None,
+        OUT_MAX=_OUT_MAX.get(f.out.dtype, 0.0),
+        K_FACTOR=128.0 if fmt.scale == "block" else 1.0,  # what tiles.block_scales leaves over
+        V_FACTOR=128.0 if fmt.scale == "block" else 1.0,
+        PART_COLUMNS=parts * block_dv + 2,
+        MERGE_PIECES=16,
+        MERGE_COLUMNS=parts * block_dv,
+    )
+    zero = (0, 0, 0)
+    ks = (*f.k_scale_cache.stride, 0)[:3] if f.k_scale_cache is not None else zero
+    vs = (*f.v_scale_cache.stride, 0)[:3] if f.v_scale_cache is not None else zero
+    strides = (
+        *f.q.stride[:2], *_word_strides(f.k_cache), *_word_strides(f.v_cache), *ks, *vs, f.page_table.stride[0],
+        f.mask.stride[0] if f.mask is not None else 0, *f.out.stride[:2],
+        *(f.lse.stride if f.lse is not None else (0, 0)),
+    )  # fmt: skip
+    return Config(
+        c, max(launch.num_sms(f) * t.programs_per_sm // max(heads, 1), 1) * heads, min(t.rows, f.max_q_len * group), t.num_warps,
+        t.stages, t.max_registers,
+        k_box if by_tma else None, v_box if by_tma else None, strides, 0 in f.q.shape or f.seq_lens.shape[0] == 0,
+    )  # fmt: skip
+
+
+def run(call: Any, config: Config) -> None:
+    if config.empty:
+        call.out.zero_()
+        if call.lse is not None:
+            call.lse.fill_(float("-inf"))
+        return
+    c, n = config.constants, config.num_programs
+    device = call.q.device
+    part = torch.empty(2 * n, c.ROWS, c.PART_COLUMNS, dtype=torch.float32, device=device)
+    meta = torch.empty(n, META_FIELDS.value, dtype=torch.int32, device=device)
+    k, v, ks, vs = call.k_cache, call.v_cache, call.k_scale_cache, call.v_scale_cache
+    if c.PARTS > 1:
+        k, v = k.view(torch.int16), v.view(torch.int16)
+    if c.BYTES:
+        ks, vs = launch.as_bytes(ks), launch.as_bytes(vs)
+    if config.k_box is not None and config.v_box is not None:
+        k = _descriptor(k, config.k_box, c.TILE, c.BLOCK_D)
+        v = _descriptor(v, config.v_box, c.TILE, c.BLOCK_DV)
+    *_, so_t, so_h, sl_t, sl_h = config.strides
+    decode_kernel[(n,)](
+        call.q, k, v, ks, vs, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, call.out,
+        call.lse, part, meta, call.softmax_scale, call.softmax_scale_t, call.k_scale, call.k_scale_t, call.v_scale,
+        call.v_scale_t, call.out_scale, call.out_scale_t, call.softcap,
+        call.seq_lens.shape[0], call.q.shape[0], *config.strides, c, num_warps=config.num_warps,
+        num_stages=config.num_stages, maxnreg=config.max_registers,
+    )  # fmt: skip
+    merge_kernel[(n, config.merge_rows)](
+        call.sinks, call.out, call.lse, part, meta, call.v_scale, call.v_scale_t, call.out_scale, call.out_scale_t,
+        so_t, so_h, sl_t, sl_h, c, num_warps=4,
+    )  # fmt: skip
+
+
+def _per_head(t: Any) -> int:
+    return 1 if t is not None and t.shape[0] > 1 else 0
+
+
+def _word_strides(x: Any) -> tuple[int, ...]:
+    """Strides of page, slot and head in 16-bit words."""
+    return tuple(n * x.dtype.itemsize // 2 for n in x.stride[:3])
+
+
+def _pitch(x: Any) -> int:
+    """Rows of a descriptor per page."""
+    return x.stride[0] // x.stride[1]
+
+
+def _head_rows(x: Any) -> int:
+    """Rows of a descriptor per head (HND), or 0 where heads lie along the columns (NHD)."""
+    return x.stride[2] // x.stride[1] if x.stride[2] >= x.stride[1] else 0
+
+
+def _box(x: Any, words: int) -> tuple[int, int, int] | None:
+    """A cache as one matrix of slots, in words: (rows, row pitch, columns); None where its strides do not make one.
+
+    NHD puts heads along the columns, HND along the rows; K and V in one tensor only widen the pages.
+    """
+    pages, slots, heads, _ = x.shape
+    s_p, s_s, s_h = _word_strides(x)
+    if not x.aligned or words < 16 or words != launch.next_power_of_2(words) or s_s % 8 or s_s == 0 or s_p % s_s:
+        return None
+    if s_h >= s_s:  # HND
+        if s_h % s_s:
+            return None
+        width, last = words, (heads - 1) * (s_h // s_s) + slots
+    else:
+        if (heads > 1 and s_h < words) or s_h % 8:
+            return None
+        width, last = (heads - 1) * s_h + words, slots
+    rows = (pages - 1) * (s_p // s_s) + last
+    return (rows, s_s, width) if width <= s_s and rows < 2**31 else None
+
+
+def _descriptor(x: torch.Tensor, box: tuple[int, int, int], tile: int, block: int) -> TensorDescriptor:
+    rows, pitch, columns = box
+    return TensorDescriptor(x, [rows, columns], [pitch, 1], [tile, block])

@@ -1,0 +1,96 @@
+"""Host-side facts that every Triton backend file asks about. Pure functions of the facts, so that plans for chips
+that are not there can be tested."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BYTES_OF_E4M3 = (torch.float8_e4m3fn,)
+
+
+def interpreting() -> bool:
+    """Triton runs its kernels in the CPU interpreter (TRITON_INTERPRET=1 before the first import)."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    """What every Triton kernel needs; None: all of it is here."""
+    if f.arch is not None:
+        return None if f.arch >= 80 else f"needs sm_80 or newer, got sm_{f.arch}"
+    if interpreting() or f.device.type == "cuda":
+        return None
+    return f"needs a CUDA or HIP device, got {f.device.type}"
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def e4m3_by_hand(f: SimpleNamespace) -> bool:
+    """Triton has no e4m3 type below sm_89, nor on gfx942: there kernels take bytes and convert by bit arithmetic."""
+    return f.arch is None and not interpreting() or f.arch is not None and f.arch < 89
+
+
+def has_ptx(f: SimpleNamespace) -> bool:
+    """Inline PTX can be used."""
+    return f.arch is not None and not interpreting()
+
+
+def has_tma(f: SimpleNamespace) -> bool:
+    """Tensor-descriptor loads are worth using: Hopper and newer; in the interpreter, so that the path is tested."""
+    return interpreting() or (f.arch is not None and f.arch >= 90)
+
+
+def num_sms(f: SimpleNamespace) -> int:
+    """Multiprocessors of the call's device; 132 (Hopper's) for a plan without a device."""
+    if f.device.type == "cuda" and torch.cuda.is_available():
+        return _num_sms(f.device)
+    return 8 if interpreting() else 132
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def as_bytes(x: Tensor | None) -> Tensor | None:
+    """An e4m3 tensor as uint8; others as they are."""
+    return x.view(torch.uint8) if x is not None and x.dtype in _BYTES_OF_E4M3 else x
+
+
+class Launch:
+    """A kernel with its grid and all arguments but the tensors, for one set of facts.
+
+    The first call compiles. Equal facts have equal dtypes, alignment and integers, so later calls launch what was
+    compiled, without looking at the arguments again (about a third of the host time of `kernel[grid](...)`).
+
+    kernel:    its parameters are tensors, then `scalars`, then `constants`, in this order
+    scalars:   integers, floats and tuples of them
+    constants: values of the constexpr parameters
+    """
+
+    __slots__ = ("compiled", "grid", "kernel", "options", "rest")
+
+    def __init__(self, kernel: Any, grid: int, scalars: tuple, constants: tuple, **options: Any) -> None:
+        self.kernel, self.grid, self.rest, self.options = kernel, (grid, 1, 1), (*scalars, *constants), options
+        self.compiled: Any = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        if self.compiled is None:
+            self.compiled = self.kernel[self.grid](*map(pointer, tensors), *self.rest, **self.options)
+        else:
+            self.compiled[self.grid](*[None if t is None else t.data_ptr() for t in tensors], *self.rest)
+
+
+def pointer(t: Tensor | None) -> Any:
+    """What a kernel gets for a tensor: itself, or its bytes where it holds fp8 codes, whose type not every chip has."""
+    if t is not None and t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return triton.reinterpret(t, tl.uint8)
+    return t

@@ -1,0 +1,66 @@
+"""MLA prefill in stages: rotate, norm and store the new tokens; then for each chunk gather and quantise its latents,
+up-project them, attend. One chunk's scratch is used by all of them.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from . import launch
+from .gemm_blockwise import up_project
+from .mla_prefill_attention import attend, scratch_low
+from .mla_prefill_gather import gather, scratch
+from .mla_prefill_rope import prepare
+from .mla_prefill_tune import PrefillConfig, choose
+
+_MAX_HEAD_DIM, _MAX_ROPE, _MAX_RANK = 256, 128, 4096
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    reason = launch.why_not(f)
+    if reason is not None:
+        return reason
+    dim_v, rope, rank = f.out.shape[2], f.kpe.shape[-1], f.ckv.shape[-1]
+    nope = f.q.shape[2] - rope
+    if max(nope, dim_v) > _MAX_HEAD_DIM or min(nope, dim_v) < 1:
+        return f"needs heads of 1 to {_MAX_HEAD_DIM} nope and value dims, got {nope} and {dim_v}"
+    if rope > _MAX_ROPE:
+        return f"needs at most {_MAX_ROPE} rotary dims, got {rope}"
+    if rank > _MAX_RANK:
+        return f"needs a latent rank of at most {_MAX_RANK}, got {rank}"
+    if not f.softmax_scale > 0:
+        return f"needs softmax_scale > 0, got {f.softmax_scale}"
+    return None
+
+
+def configure(f: SimpleNamespace) -> PrefillConfig:
+    return choose(f)
+
+
+def run(call: Any, config: PrefillConfig) -> None:
+    tokens, heads = call.q.shape[:2]
+    if tokens == 0:
+        return
+    prepare(call, config.native_fp8)
+    chunks = [(c, rows) for c, rows in enumerate(call.buffer_lengths) if rows]
+    if heads == 0:
+        return
+    if not chunks:
+        call.out.zero_()
+        if call.lse is not None:
+            call.lse.fill_(-torch.inf)
+        return
+    most = max(rows for _, rows in chunks)
+    latents = scratch(call, most)
+    kv = torch.empty(most, call.kv_b_proj.shape[0], dtype=call.q.dtype, device=call.q.device)
+    low, lse = scratch_low(call, len(chunks))
+    for i, (chunk, rows) in enumerate(chunks):
+        gather(call, chunk, rows, latents, config.native_fp8)
+        up_project(
+            latents.rows, latents.scales, call.kv_b_proj, call.kv_b_proj_scale, kv, rows,
+            config.product, config.native_fp8,
+        )  # fmt: skip
+        attend(call, chunk, rows, kv, latents.k_pe, low, lse, i > 0, i + 1 < len(chunks), config.attention)

@@ -1,0 +1,175 @@
+"""First stage of MLA prefill: rotate the queries in place; rotate, norm and store the new tokens' latent rows.
+
+Codes and rotated values have the oracle's bits: RoPE is computed in the dtype of freqs_cis with every operation rounded
+on its own (the kernel is compiled without fused multiply-adds), divisions and the root are correctly rounded. The sum
+of squares of the norm is the one place where the order of additions, and with it the last bit of a row, may differ.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tersekv.formats import LATENT_GROUP
+
+from .launch import next_power_of_2
+from .quant import cast, reciprocal, store
+
+_BLOCK_H = 64  # heads that one program rotates
+# 8-bit rotary parts; the others are floats of the cache's dtype.
+ROPE_KINDS = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
+
+
+@triton.jit
+def request_of(STARTS, row, B):
+    """The request b in [0, B) with STARTS[b] <= row < STARTS[b + 1]; B where there is none after row."""
+    low = B * 0
+    high = B
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(STARTS + middle + 1).to(tl.int64) <= row:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def slot_of(TABLE, b, position, live, max_pages, P, S: tl.constexpr, stride_table):
+    """(page, entry, is there one) of a position of request b. Nothing outside the table or the cache is touched."""
+    live = live & (position >= 0) & (position < max_pages.to(tl.int64) * S)
+    position = tl.where(live, position, 0).to(tl.uint32)
+    page = tl.load(TABLE + b.to(tl.int64) * stride_table + position // S, mask=live, other=0).to(tl.int64)
+    live = live & (page >= 0) & (page < P)
+    return tl.where(live, page, 0), (position % S).to(tl.int64), live
+
+
+@triton.jit
+def rounded_product(a, b):
+    """a * b of one dtype, rounded to it; fp32 holds the product of two 16-bit values exactly."""
+    return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
+
+
+@triton.jit
+def rotate(x, cos, sin, ROWS: tl.constexpr, R_PAD: tl.constexpr):
+    """RoPE of interleaved pairs of x [ROWS, R_PAD] by cos, sin [R_PAD / 2], in their dtype."""
+    even, odd = tl.split(tl.reshape(x.to(cos.dtype), [ROWS, R_PAD // 2, 2]))
+    cos, sin = cos[None, :], sin[None, :]
+    a, b = rounded_product(even, cos).to(tl.float32), rounded_product(odd, sin).to(tl.float32)
+    c, d = rounded_product(even, sin).to(tl.float32), rounded_product(odd, cos).to(tl.float32)
+    y = tl.join((a - b).to(cos.dtype), (c + d).to(cos.dtype))
+    return tl.reshape(y, [ROWS, R_PAD])
+
+
+@triton.jit
+def prepare_row(
+    KV_C, K_PE, CKV, KPE, SCALES, GAMMA, KV_SCALE, kv_scale, epsilon, cos, sin,
+    L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr, R_PAD: tl.constexpr,
+    FORMAT: tl.constexpr, ROPE_KIND: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate one raw row (KV_C, K_PE), write it at (CKV, KPE, SCALES) in the cache's format."""
+    o_l, o_r = tl.arange(0, L_PAD)[None, :], tl.arange(0, R_PAD)[None, :]
+    x = tl.load(KV_C + o_l, mask=o_l < L, other=0.0).to(tl.float32)
+    k_pe = tl.load(K_PE + o_r, mask=o_r < R, other=0.0)
+    mean = tl.div_rn(tl.sum(x * x, 1), tl.full([1], L, tl.float32))
+    norm = tl.div_rn(tl.full([1], 1.0, tl.float32), tl.sqrt_rn(mean + epsilon))
+    gamma = tl.load(GAMMA + o_l, mask=o_l < L, other=0.0)
+    y = rounded_product((x * norm[:, None]).to(gamma.dtype), gamma).to(tl.float32)
+    multiplier = 1.0
+    if FORMAT == "fp8_e4m3" or FORMAT == "fp8_e5m2":
+        if KV_SCALE is not None:
+            kv_scale = tl.load(KV_SCALE)
+        multiplier = reciprocal(kv_scale)
+    store(y, CKV, SCALES, 0, 0, True, multiplier, 1.0, L, FORMAT, NATIVE)
+    k_pe = rotate(k_pe, cos, sin, 1, R_PAD).to(tl.float32)
+    if ROPE_KIND != "float":
+        k_pe = k_pe * multiplier
+    tl.store(KPE + o_r, cast(k_pe, KPE.dtype.element_ty, ROPE_KIND, NATIVE), mask=o_r < R)
+
+
+@triton.jit(do_not_specialize=["B", "max_pages"])
+def prepare_kernel(
+    Q, KV_C, K_PE, CKV, KPE, SCALES, OUT, LSE, TABLE, LENS, CU, FREQS, GAMMA, KV_SCALE, kv_scale, epsilon,
+    B, H, max_pages, P, max_pos, stride_qt, stride_qh, stride_c, stride_pe, stride_cp, stride_cs, stride_kp, stride_ks,
+    stride_sp, stride_ss, stride_ot, stride_oh, stride_lt, stride_lh, stride_table, stride_freqs,
+    S: tl.constexpr, DN: tl.constexpr, R: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr,
+    R_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, FORMAT: tl.constexpr,
+    ROPE_KIND: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Program (t, 0) stores the latent row of token t; program (t, 1 + i) rotates the i-th block of its heads."""
+    t = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1) - 1
+    b = request_of(CU, t, B)
+    live = (b < B) & (t >= tl.load(CU).to(tl.int64))
+    safe_b = tl.where(live, b, 0)
+    o_h = part * BLOCK_H + tl.arange(0, BLOCK_H)
+    if not live:
+        # Rows of no request have defined outputs.
+        if part >= 0:
+            o_v, m_h = tl.arange(0, DV_PAD), o_h < H
+            p_out = OUT + t * stride_ot + o_h.to(tl.int64)[:, None] * stride_oh + o_v[None, :]
+            zero = tl.zeros([BLOCK_H, DV_PAD], OUT.dtype.element_ty)
+            tl.store(p_out, zero, mask=m_h[:, None] & (o_v < DV)[None, :])
+            if LSE is not None:
+                p_lse = LSE + t * stride_lt + o_h.to(tl.int64) * stride_lh
+                tl.store(p_lse, tl.full([BLOCK_H], float("-inf"), tl.float32), mask=m_h)
+        return
+
+    position = tl.load(LENS + safe_b).to(tl.int64) + t - tl.load(CU + safe_b).to(tl.int64)
+    known = (position >= 0) & (position < max_pos)
+    o_f = tl.arange(0, R_PAD)
+    freqs = tl.load(FREQS + tl.where(known, position, 0) * stride_freqs + o_f, mask=known & (o_f < R), other=0.0)
+    cos, sin = tl.split(tl.reshape(freqs, [R_PAD // 2, 2]))
+    if part >= 0:
+        p_q = Q + t * stride_qt + o_h.to(tl.int64)[:, None] * stride_qh + DN + o_f[None, :]
+        m_q = (o_h < H)[:, None] & (o_f < R)[None, :]
+        x = tl.load(p_q, mask=m_q, other=0.0)
+        tl.store(p_q, rotate(x, cos, sin, BLOCK_H, R_PAD).to(Q.dtype.element_ty), mask=m_q)
+    else:
+        page, entry, placed = slot_of(TABLE, safe_b, position, known, max_pages, P, S, stride_table)
+        if placed:
+            p_c = CKV + page * stride_cp + entry * stride_cs
+            p_k = KPE + page * stride_kp + entry * stride_ks
+            p_s = SCALES
+            if SCALES is not None:
+                p_s = SCALES + page * stride_sp + entry * stride_ss
+            if KV_C is None:
+                prepare_row(
+                    p_c, p_k, p_c, p_k, p_s, GAMMA, KV_SCALE, kv_scale, epsilon, cos, sin,
+                    L, R, L_PAD, R_PAD, FORMAT, ROPE_KIND, NATIVE,
+                )  # fmt: skip
+            else:
+                prepare_row(
+                    KV_C + t * stride_c, K_PE + t * stride_pe, p_c, p_k, p_s, GAMMA, KV_SCALE, kv_scale, epsilon,
+                    cos, sin, L, R, L_PAD, R_PAD, FORMAT, ROPE_KIND, NATIVE,
+                )  # fmt: skip
+
+
+def prepare(call: Any, native_fp8: bool) -> None:
+    """Rotate q and store the new tokens' rows, in place; out 0 and LSE -inf for rows of q that belong to no request."""
+    tokens, heads = call.q.shape[:2]
+    rank, rope, dim_v = call.ckv.shape[-1], call.kpe.shape[-1], call.out.shape[2]
+    scales, lse = call.ckv_scale_cache, call.lse
+    ckv, kpe = as_codes(call.ckv), as_codes(call.kpe)
+    block_h = min(_BLOCK_H, next_power_of_2(max(heads, 1)))
+    raw = (call.kv_c.stride(0), call.k_pe.stride(0)) if call.kv_c is not None else (0, 0)
+    prepare_kernel[(tokens, 1 + triton.cdiv(heads, block_h))](
+        call.q, call.kv_c, call.k_pe, ckv, kpe, scales, call.out, lse, call.page_table, call.cache_lens,
+        call.cu_seqlens_q, call.freqs_cis, call.kv_norm_gamma, call.kv_scale_t, call.kv_scale, call.epsilon,
+        call.cache_lens.shape[0], heads, call.page_table.shape[1], ckv.shape[0], call.freqs_cis.shape[0],
+        *call.q.stride()[:2], *raw, *ckv.stride()[:2], *kpe.stride()[:2],
+        *(scales.stride()[:2] if scales is not None else (0, 0)), *call.out.stride()[:2],
+        *(lse.stride() if lse is not None else (0, 0)), call.page_table.stride(0), call.freqs_cis.stride(0),
+        ckv.shape[1], call.q.shape[2] - rope, rope, dim_v, rank, max(LATENT_GROUP, next_power_of_2(rank)),
+        max(2, next_power_of_2(rope)), next_power_of_2(max(dim_v, 1)), block_h,
+        call.format, ROPE_KINDS.get(call.format, "float"), native_fp8, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def as_codes(t: Tensor) -> Tensor:
+    """8-bit tensors as bytes: not every chip has their type."""
+    return t.view(torch.uint8) if t.element_size() == 1 else t

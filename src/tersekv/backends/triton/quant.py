@@ -1,0 +1,173 @@
+"""Codes and scales of every format, as the write side stores them: the only format branches of the appends.
+
+Bytes equal those of the torch oracle: every step is one correctly rounded fp32 operation. Kernels that use these helpers
+are launched with `enable_fp_fusion=False`, since a fused multiply-add rounds once where the oracle rounds twice.
+NATIVE: the chip has an instruction for fp32 → fp8 (sm_89 and newer); elsewhere bit arithmetic gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tersekv import formats
+
+E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
+E5M2_MAX = tl.constexpr(formats.E5M2_MAX)
+E2M1_MAX = tl.constexpr(formats.E2M1_MAX)
+INT8_MAX = tl.constexpr(formats.INT8_MAX)
+NVFP4_BLOCK = tl.constexpr(formats.NVFP4_BLOCK)
+LATENT_GROUP = tl.constexpr(formats.LATENT_GROUP)
+MIN_TOKEN_HEAD_SCALE = tl.constexpr(formats.MIN_TOKEN_HEAD_SCALE)
+MIN_LATENT_GROUP_SCALE = tl.constexpr(formats.MIN_LATENT_GROUP_SCALE)
+
+
+@triton.jit
+def reciprocal(x):
+    return tl.div_rn(x * 0 + 1.0, x)
+
+
+@triton.jit
+def divide(x, BY: tl.constexpr):
+    return tl.div_rn(x, x * 0 + BY)
+
+
+@triton.jit
+def largest(x):
+    """Largest magnitude along the last axis, NaN ignored."""
+    amax = tl.max(tl.abs(x), len(x.shape) - 1)
+    return tl.where(amax > 0, amax, 0.0)  # a row of NaN alone counts as 0
+
+
+@triton.jit
+def round_magnitude(y, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, MAX: tl.constexpr):
+    """|y| rounded to a float with MANTISSA bits whose normals begin at 2^LOWEST, ties to even, saturating at MAX.
+
+    Returns (code without sign, uint32; value, fp32). NaN gives anything.
+    """
+    size = tl.minimum(tl.abs(y), MAX)
+    # A size in [p, 2p) has steps of p / 2^MANTISSA. Adding p * 2^(23 - MANTISSA), of which these steps are the last
+    # bits, makes the adder round to them; below the normals the steps stay those of 2^LOWEST.
+    power = tl.maximum(size, 2.0**LOWEST).to(tl.uint32, bitcast=True) & 0x7F800000
+    magic = (power + ((23 - MANTISSA) << 23)).to(tl.float32, bitcast=True)
+    total = size + magic
+    bits = total.to(tl.uint32, bitcast=True)
+    steps = bits & ((4 << MANTISSA) - 1)
+    return steps + (bits >> (23 - MANTISSA)) - ((127 + 23 - MANTISSA + LOWEST) << MANTISSA), total - magic
+
+
+@triton.jit
+def encode_fp8(y, E5M2: tl.constexpr, NATIVE: tl.constexpr):
+    """fp32 → uint8 codes of e4m3 (or e5m2): to nearest even, saturating; NaN becomes 0x7F."""
+    if NATIVE:
+        # cvt.rn.satfinite saturates and makes NaN 0x7F by itself.
+        if E5M2:
+            return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        else:
+            return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        if E5M2:
+            code, _ = round_magnitude(y, 2, -14, E5M2_MAX)
+        else:
+            code, _ = round_magnitude(y, 3, -6, E4M3_MAX)
+        code = code | ((y.to(tl.uint32, bitcast=True) >> 24) & 0x80)
+        return tl.where(y != y, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def encode_int8(y):
+    """fp32 of magnitude below 127.5 → int8: to nearest, half away from zero."""
+    # The largest float below 0.5 carries exact halves up, and nothing else. NaN converts to 0.
+    half = ((y.to(tl.uint32, bitcast=True) & 0x80000000) | 0x3EFFFFFF).to(tl.float32, bitcast=True)
+    return (y + half).to(tl.int32).to(tl.int8)
+
+
+@triton.jit
+def encode_e2m1(y):
+    """fp32 → codes 0 to 15, uint32: to nearest, ties to the even code, saturating; bit 3 the sign; NaN: 0."""
+    code, _ = round_magnitude(y, 1, 0, E2M1_MAX)
+    code = code | ((y.to(tl.uint32, bitcast=True) >> 28) & 0x8)
+    return tl.where(y == y, code, 0)
+
+
+@triton.jit
+def encode_blocks(x, multiplier, global_scale):
+    """nvfp4 of rows x [ROWS, D] fp32: bytes [ROWS, D/2], low nibble first, and e4m3 scales as bytes [ROWS, D/16].
+
+    multiplier, global_scale:  the global scale's reciprocal and itself, scalars
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    blocks = tl.reshape(x, [ROWS, D // NVFP4_BLOCK, NVFP4_BLOCK])
+    scale_code, scale = round_magnitude(divide(largest(blocks), E2M1_MAX) * multiplier, 3, -6, E4M3_MAX)
+    # Where the scale rounds to 0, NaN makes all codes 0.
+    inverse = tl.where(scale > 0, reciprocal(scale * global_scale), float("nan"))
+    codes = encode_e2m1(blocks * inverse[:, :, None])
+    low, high = tl.split(tl.reshape(codes, [ROWS, D // 2, 2]))
+    return (low | (high << 4)).to(tl.uint8), scale_code.to(tl.uint8)
+
+
+@triton.jit
+def encode_groups(x, NATIVE: tl.constexpr):
+    """fp8_ds_mla of latents x [ROWS, L] fp32: e4m3 codes as bytes, and fp32 scales [ROWS, L/128], powers of two."""
+    ROWS: tl.constexpr = x.shape[0]
+    L: tl.constexpr = x.shape[1]
+    groups = tl.reshape(x, [ROWS, L // LATENT_GROUP, LATENT_GROUP])
+    scale = tl.maximum(divide(largest(groups), E4M3_MAX), MIN_LATENT_GROUP_SCALE)
+    # The next power of two, from the bits: any mantissa carries into the exponent; inf stays.
+    scale = ((scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    codes = encode_fp8(groups * reciprocal(scale)[:, :, None], False, NATIVE)
+    return tl.reshape(codes, [ROWS, L]), scale
+
+
+@triton.jit
+def encode_token_head(x, INT8: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes and fp32 scales [ROWS] of rows x [ROWS, D] fp32 that have a scale each."""
+    amax = largest(x)
+    # No code saturates: x / scale stays below the largest code, but for one rounding.
+    if INT8:
+        scale = tl.maximum(divide(amax, INT8_MAX), MIN_TOKEN_HEAD_SCALE)
+        return encode_int8(x * reciprocal(scale)[:, None]), scale
+    else:
+        scale = tl.maximum(divide(amax, E4M3_MAX), MIN_TOKEN_HEAD_SCALE)
+        return encode_fp8(x * reciprocal(scale)[:, None], False, NATIVE), scale
+
+
+@triton.jit
+def cast(y, element: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """fp32 → element, or for KIND "e4m3" | "e5m2" bytes: to nearest even; 8-bit kinds saturate."""
+    if KIND == "float":
+        return y.to(element)
+    else:
+        return encode_fp8(y, KIND == "e5m2", NATIVE)
+
+
+@triton.jit
+def store(
+    x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale,
+    D: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Quantise rows x [ROWS, C] fp32 and write codes at offsets `at`, stored scales at `at_scales`; all [ROWS, 1]."""
+    C: tl.constexpr = x.shape[1]
+    c = tl.arange(0, C)[None, :]
+    mask = written if D == C else written & (c < D)
+    if FORMAT == "nvfp4":
+        codes, scales = encode_blocks(x, multiplier, global_scale)
+        i = tl.arange(0, C // 2)[None, :]
+        tl.store(p_codes + at + i, codes, mask=written & (i < D // 2))
+        i = tl.arange(0, C // 16)[None, :]
+        tl.store(p_scales + at_scales + i, scales, mask=written & (i < D // 16))
+    elif FORMAT == "fp8_ds_mla":
+        codes, scales = encode_groups(x, NATIVE)
+        i = tl.arange(0, C // 128)[None, :]
+        tl.store(p_codes + at + c, codes, mask=mask)
+        tl.store(p_scales + at_scales + i, scales, mask=written & (i < D // 128))
+    elif FORMAT == "fp8_per_token_head" or FORMAT == "int8_per_token_head":
+        codes, scales = encode_token_head(x, FORMAT == "int8_per_token_head", NATIVE)
+        tl.store(p_codes + at + c, codes, mask=mask)
+        tl.store(p_scales + at_scales, scales[:, None], mask=written)
+    elif FORMAT == "fp8_e4m3" or FORMAT == "fp8_e5m2":
+        codes = cast(x * multiplier, tl.uint8, "e5m2" if FORMAT == "fp8_e5m2" else "e4m3", NATIVE)
+        tl.store(p_codes + at + c, codes, mask=mask)
+    else:
+        tl.store(p_codes + at + c, x.to(p_codes.dtype.element_ty), mask=mask)

@@ -1,0 +1,183 @@
+"""rope_append: rotate q and k, quantise, and write k and v into the cache, in one launch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from . import blocks, launch
+from .append import append_rows
+from .quant import cast, store
+from .rows import (
+    cache_offsets,
+    column,
+    factors,
+    find_angles,
+    join_pairs,
+    locate,
+    offsets,
+    read,
+    read_cos_sin,
+    read_rotated,
+    rotate,
+    skipped,
+    split_pairs,
+    token_and_head,
+    write,
+)
+
+
+@triton.jit
+def query_rows(
+    block, tokens, p_x, strides, p_out, strides_out, p_scale, scale, places, angles,
+    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr, KIND: tl.constexpr, ZERO_PADDING: tl.constexpr, QUANTIZES: tl.constexpr,
+    NATIVE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """One block of query rows: rotated if ROTARY, scaled, cast, written; 0 where the token has no position, and, with
+    ZERO_PADDING, where it is skipped."""
+    token, head = token_and_head(block, tokens, H, ROWS)
+    p_x += offsets(token, head, strides, UNIT)
+    p_out += offsets(token, head, strides_out, UNIT)
+    live = column(token) >= 0
+    if angles[0] is not None:
+        p_angles, live = find_angles(angles, token)
+    HALF: tl.constexpr = D // 2
+    if not ROTARY:
+        x = read(p_x, 0, D, C)
+        y = x
+    elif INTERLEAVED:
+        x, y = split_pairs(read(p_x, 0, D, C))
+    else:
+        x, y = read(p_x, 0, HALF, C // 2), read(p_x, HALF, HALF, C // 2)
+    if ROTARY:
+        cos, sin = read_cos_sin(p_angles, live, HALF, C // 2)
+        x, y = rotate(x, y, cos, sin)
+    if ZERO_PADDING:
+        live = live & (column(skipped(token, places)) == 0)
+    multiplier, _ = factors(p_scale, scale, head, False, QUANTIZES)
+    x = cast(tl.where(live, x * multiplier, 0.0), p_out.dtype.element_ty, KIND, NATIVE)
+    y = cast(tl.where(live, y * multiplier, 0.0), p_out.dtype.element_ty, KIND, NATIVE)
+    if not ROTARY:
+        write(p_out, x, D)
+    elif INTERLEAVED:
+        write(p_out, join_pairs(x, y), D)
+    else:
+        write(p_out, x, HALF)
+        write(p_out + HALF, y, HALF)
+
+
+@triton.jit
+def key_rows(
+    block, tokens, p_rope, strides_rope, p_nope, strides_nope, p_codes, strides_codes, p_scales, strides_scales,
+    p_scale, scale, places, angles,
+    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr,
+    NATIVE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """One block of key rows [rope | nope]: the first part rotated, all quantised and written; dropped where the token
+    has no position."""
+    token, head = token_and_head(block, tokens, H, ROWS)
+    p_angles, known = find_angles(angles, token)
+    at_rope, at_nope = offsets(token, head, strides_rope, UNIT), offsets(token, head, strides_nope, UNIT)
+    x = read_rotated(p_rope, at_rope, p_nope, at_nope, p_angles, known, R, D, C, INTERLEAVED)
+    page, entry, written = locate(token, places, PAGE)
+    multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
+    at = cache_offsets(page, entry, head, strides_codes, UNIT)
+    at_scales = cache_offsets(page, entry, head, strides_scales, 1)
+    written = column(written) & known
+    store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FORMAT, NATIVE)
+
+
+@triton.jit(
+    do_not_specialize=["max_pos", "tokens", "num_pages", "num_requests", "num_indices", "k_end", "v_end", "rope_end"]
+)
+def rope_append_kernel(
+    p_q_rope, p_q_nope, p_k_rope, p_k_nope, p_v, p_cos_sin, p_rope_positions, p_q_rope_out, p_q_nope_out,
+    p_k_codes, p_v_codes, p_k_scales, p_v_scales, p_q_scale, p_k_scale, p_v_scale,
+    p_slots, p_batch, p_positions, p_indptr, p_indices,
+    q_scale, k_scale, v_scale, strides_q_rope, strides_q_nope, strides_k_rope, strides_k_nope, strides_v,
+    strides_q_rope_out, strides_q_nope_out, strides_k_codes, strides_v_codes, strides_k_scales, strides_v_scales,
+    stride_cos_sin, max_pos, tokens, num_pages, num_requests, num_indices, k_end, v_end, rope_end,
+    HQ: tl.constexpr, H: tl.constexpr, R: tl.constexpr, NQ: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    CR: tl.constexpr, CN: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr,
+    ROWS_R: tl.constexpr, ROWS_N: tl.constexpr, ROWS_K: tl.constexpr, ROWS_V: tl.constexpr,
+    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr,
+    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, ZERO_PADDING: tl.constexpr, QUANTIZES: tl.constexpr,
+    NATIVE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Programs of k, of v, of the rotary part of q, of its other part. k comes first: its chain of loads is longest."""
+    block = tl.program_id(0)
+    places = (p_slots, p_batch, p_positions, p_indptr, p_indices, num_pages, num_requests, num_indices)
+    angles = (p_cos_sin, p_rope_positions, max_pos, stride_cos_sin)
+    if block < k_end:
+        key_rows(
+            block, tokens, p_k_rope, strides_k_rope, p_k_nope, strides_k_nope, p_k_codes, strides_k_codes,
+            p_k_scales, strides_k_scales, p_k_scale, k_scale, places, angles,
+            H, R, DK, CK, ROWS_K, PAGE, INTERLEAVED, FORMAT, K_PER_HEAD, QUANTIZES, NATIVE, UNIT,
+        )  # fmt: skip
+    elif block < v_end:
+        append_rows(
+            block - k_end, tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales, p_v_scale,
+            v_scale, places, angles, H, DV, CV, ROWS_V, PAGE, FORMAT, V_PER_HEAD, QUANTIZES, NATIVE, UNIT,
+        )  # fmt: skip
+    elif block < rope_end:
+        if p_q_rope is not None:
+            query_rows(
+                block - v_end, tokens, p_q_rope, strides_q_rope, p_q_rope_out, strides_q_rope_out, p_q_scale, q_scale,
+                places, angles, HQ, R, CR, ROWS_R, True, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
+            )  # fmt: skip
+    else:
+        if p_q_nope is not None:  # noqa: PLR5501
+            query_rows(
+                block - rope_end, tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale, q_scale,
+                places, angles, HQ, NQ, CN, ROWS_N, False, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
+            )  # fmt: skip
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return launch.why_not(f)
+
+
+def configure(f: SimpleNamespace) -> launch.Launch | None:
+    tokens, heads, r = f.k_rope.shape
+    dk, dv = r + (f.k_nope.shape[2] if f.k_nope else 0), f.v.shape[2]
+    q_heads, q_nope = blocks.query_sizes(f)
+    cr, cn = blocks.columns(r), blocks.columns(q_nope)
+    ck, cv = blocks.columns(dk, f.format), blocks.columns(dv, f.format)
+    elements = blocks.program_elements(tokens * (heads * (ck + cv) + q_heads * (r + q_nope)))
+    k, v = blocks.Part(tokens, heads, ck, elements), blocks.Part(tokens, heads, cv, elements)
+    rope = blocks.Part(tokens, q_heads if f.q_rope else 0, cr, elements)
+    nope = blocks.Part(tokens, q_heads if f.q_nope else 0, cn, elements)
+    *ends, end = blocks.ends(k, v, rope, nope)
+    if end == 0:
+        return None
+    rows = (f.q_rope, f.q_nope, f.k_rope, f.k_nope, f.v, f.q_rope_out, f.q_nope_out)
+    unit = blocks.unit(*rows, f.k_cache, f.v_cache)
+    scalars = (
+        f.q_scale, f.k_scale, f.v_scale, *[blocks.strides(x, 2, unit) for x in rows],
+        *[blocks.strides(x, 3, unit) for x in (f.k_cache, f.v_cache)],
+        *[blocks.scale_strides(x) for x in (f.k_scale_cache, f.v_scale_cache)],
+        f.cos_sin_cache.stride[0], f.cos_sin_cache.shape[0], tokens, *blocks.place_sizes(f, f.k_cache.shape[0]), *ends,
+    )  # fmt: skip
+    constants = (
+        q_heads, heads, r, q_nope, dk, dv, cr, cn, ck, cv, rope.rows, nope.rows, k.rows, v.rows,
+        f.k_cache.shape[1], f.interleaved, f.format, blocks.query_kind(f),
+        blocks.per_head(f.k_scale_t), blocks.per_head(f.v_scale_t), f.zero_padding, f.scales_quantize,
+        not launch.e4m3_by_hand(f), unit,
+    )  # fmt: skip
+    return launch.Launch(rope_append_kernel, end, scalars, constants, **blocks.OPTIONS)
+
+
+def run(call: Any, config: launch.Launch | None) -> None:
+    if config is None:
+        return
+    config(
+        call.q_rope, call.q_nope, call.k_rope, call.k_nope, call.v, call.cos_sin_cache, call.positions,
+        call.q_rope_out, call.q_nope_out, call.k_cache, call.v_cache, call.k_scale_cache, call.v_scale_cache,
+        call.q_scale_t, call.k_scale_t, call.v_scale_t,
+        call.slot_mapping, call.batch_indices, call.kv_positions, call.kv_indptr, call.kv_indices,
+    )  # fmt: skip

@@ -1,0 +1,43 @@
+"""`tersekv demo | eval | bench | verify | doctor`. Each command is a file here with `add_arguments` and `run`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+
+# Command -> what `tersekv --help` says. Its file is imported only when it runs.
+COMMANDS = {
+    "demo": "compare the cache formats on a small built-in model, side by side",
+    "eval": "perplexity of a built-in model, format by format",
+    "bench": "time the operations on this machine",
+    "verify": "run every operation x format on a device and judge the results",
+    "doctor": "what is installed, which backends can run here, and why not",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    about = "The KV cache of large language models in few bits, in pages."
+    parser = argparse.ArgumentParser(prog="tersekv", description=about)
+    parser.add_argument("--version", action="version", version=f"tersekv {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    wanted = next((a for a in argv if a in COMMANDS), None)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == wanted:
+            _module(name).add_arguments(command)
+    args = parser.parse_args(argv)
+    return _module(args.command).run(args)
+
+
+def _module(name: str):
+    return importlib.import_module(f"{__package__}.{name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

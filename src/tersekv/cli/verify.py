@@ -1,0 +1,135 @@
+"""`tersekv verify`: is what the kernels compute on this machine right?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .. import __version__
+from ..formats import KV_FORMATS, LATENT_FORMATS
+from ..plan import BACKENDS
+from ..testing.cases import OPS
+from ..testing.verify import FAILED, PASSED, UNSUPPORTED, Result, verify
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    formats = tuple(dict.fromkeys([*KV_FORMATS, *LATENT_FORMATS]))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--backend", choices=BACKENDS, help="default: the one that a call gets on this device")
+    parser.add_argument("--op", action="append", choices=OPS, help="only this operation; may be repeated")
+    parser.add_argument("--format", action="append", choices=formats, help="only this format; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="one or two cases per operation and format")
+    parser.add_argument("--json", metavar="FILE", help="write every result to FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a row per operation and format, then what failed. Returns 1 if anything did, or nothing ran."""
+    console = Console()
+    missing = unusable(args.device)
+    if missing:
+        Console(stderr=True).print(f"--device {args.device}: {missing}", markup=False)
+        return 2
+    results = []
+    ops, formats = (None if given is None else tuple(given) for given in (args.op, args.format))
+    with console.status("verifying") as status:
+        for r in verify(args.device, args.backend, ops=ops, formats=formats, quick=args.quick):
+            results.append(r)
+            status.update(f"{r.case.id}: {r.status}")
+    console.print(table(results, args.device))
+    for text in failures(results):
+        console.print(text, style="red", markup=False, highlight=False)
+    for text in refusals(results):
+        console.print(text, markup=False, highlight=False)
+    count = {status: sum(r.status == status for r in results) for status in (PASSED, FAILED, UNSUPPORTED)}
+    console.print(", ".join(f"{n} {status}" for status, n in count.items()), highlight=False)
+    if args.json:
+        with open(args.json, "w") as f:
+            json.dump({"environment": environment(args.device), "results": [r.as_dict() for r in results]}, f, indent=1)
+    return 1 if count[FAILED] or not count[PASSED] else 0
+
+
+@dataclass
+class Row:
+    """One operation × format."""
+
+    backends: set[str] = field(default_factory=set)
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    error: float = 0.0
+
+
+def table(results: Iterable[Result], device: str) -> Table:
+    rows: dict[tuple[str, str], Row] = defaultdict(Row)
+    for r in results:
+        row = rows[r.case.op, r.case.format]
+        row.counts[r.status] += 1
+        row.error = max(row.error, r.error or 0.0)
+        if r.backend and r.status != UNSUPPORTED:
+            row.backends.add(r.backend)
+    t = Table(title=f"tersekv {__version__} on {device_name(device)}", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("operation", "format", "backend"):
+        t.add_column(name, no_wrap=True)
+    for name in ("passed", "failed", "unsupported", "error"):
+        t.add_column(name, justify="right", no_wrap=True)
+    for (op, fmt), row in rows.items():
+        failed, unsupported = row.counts[FAILED], row.counts[UNSUPPORTED]
+        error = f"{row.error:.1e}" if row.error else "0"
+        t.add_row(
+            op, fmt, ", ".join(sorted(row.backends)) or "-", str(row.counts[PASSED]),
+            f"[red]{failed}[/red]" if failed else "0", str(unsupported), error if row.backends else "-",
+        )  # fmt: skip
+    return t
+
+
+def failures(results: Iterable[Result]) -> list[str]:
+    return [f"FAILED {r.case.id} on {r.backend}\n{_indented(r.message)}" for r in results if r.status == FAILED]
+
+
+def refusals(results: Iterable[Result]) -> list[str]:
+    """Why cases are unsupported: each reason once, with how many cases it stands for."""
+    cases: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    for r in results:
+        if r.status == UNSUPPORTED:
+            cases[r.case.op, r.message].append(r)
+    return [
+        f"unsupported: {op}, {len(them)} case{'s' * (len(them) > 1)} such as {them[0].case.id}\n{_indented(reason)}"
+        for (op, reason), them in cases.items()
+    ]
+
+
+def unusable(device: str) -> str | None:
+    """Why nothing can run on `device`; None: it can be used."""
+    try:
+        torch.empty(1, device=device).add(1)
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
+        return str(e).splitlines()[0]
+    return None
+
+
+def device_name(device: str) -> str:
+    d = torch.device(device)
+    return f"{device} ({torch.cuda.get_device_name(d)})" if d.type == "cuda" else device
+
+
+def environment(device: str) -> dict[str, str | None]:
+    """What a stored result was made with."""
+    return {
+        "tersekv": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "device": device_name(device),
+    }
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -1,0 +1,75 @@
+"""What the compat modules share: calls whose errors name the caller's arguments, and views instead of copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def renamed(names: Mapping[str, str], function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args); an error about one of tersekv's arguments names the caller's instead.
+
+    names:  tersekv's name -> the caller's, where they differ
+    """
+    try:
+        return function(*args)
+    except (TypeError, ValueError) as e:
+        field, colon, rest = str(e).partition(":")
+        if not colon or field not in names:
+            raise
+        raise type(e)(f"{names[field]}:{rest}") from None
+
+
+def joined(name: str, x: Tensor) -> Tensor:
+    """The first two dimensions as one, without copying."""
+    try:
+        return x.view(x.shape[0] * x.shape[1], *x.shape[2:])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: want strides that let the first two dimensions be viewed as one, "
+            f"got shape {list(x.shape)} with strides {list(x.stride())}"
+        ) from None
+
+
+def first_rows(name: str, x: Tensor, n: int, beside: str) -> Tensor:
+    """The first n rows of a padded tensor."""
+    if x.dim() == 0 or x.shape[0] < n:
+        raise ValueError(f"{name}: want at least {n} rows, one for each entry of {beside}, got {list(x.shape)}")
+    return x if x.shape[0] == n else x[:n]
+
+
+def tensor(name: str, x: object, shape: str = "") -> Tensor:
+    """x, which has to be a tensor (of the rank of `shape`, such as "T, H, D") before its sizes can be looked at."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: want Tensor, got {type(x).__name__}")
+    if shape and x.dim() != shape.count(",") + 1:
+        raise ValueError(f"{name}: want [{shape}], got {list(x.shape)}")
+    return x
+
+
+def whole(name: str, x: object) -> int:
+    """x, a Python integer; no tensor's value is looked at."""
+    if not isinstance(x, int):
+        raise TypeError(f"{name}: want int, got {type(x).__name__}")
+    return x
+
+
+def scalar(name: str, x: object, device: torch.device) -> float | Tensor:
+    """x, a number or an fp32 tensor of one element on the device; the value of a tensor is not looked at."""
+    if isinstance(x, Tensor):
+        if x.dtype != torch.float32 or x.numel() != 1 or x.dim() > 1 or x.device != device:
+            raise ValueError(
+                f"{name}: want a number or float32 with 1 element on {device}, "
+                f"got {list(x.shape)} {dtype_name(x.dtype)} on {x.device}"
+            )
+        return x
+    if not isinstance(x, (int, float)) or isinstance(x, bool):
+        raise TypeError(f"{name}: want a number or Tensor, got {type(x).__name__}")
+    return float(x)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

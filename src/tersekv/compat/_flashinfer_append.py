@@ -1,0 +1,283 @@
+"""FlashInfer's appends and their index helpers. Imported through `tersekv.compat.flashinfer`.
+
+FlashInfer places a token by `batch_indices` and `positions`: page = kv_indices[kv_indptr[b] + positions // S], entry =
+positions % S. That place is computed where the token is written; there is no slot mapping in between.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cache import PagedLatentLayer
+from ..calls import AppendCall, MLAAppendCall, RopeAppendCall
+from ..formats import NONE, TENSOR, kv_format
+from ..ops.registry import submit
+from ..ops.scales import split
+from ._adapt import dtype_name, renamed, scalar, tensor, whole
+from ._flashinfer_views import layer
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_ROPE_NAMES = {
+    "positions": "pos_ids",
+    "kv_positions": "positions",
+    "rotary_dim": "k_rope",
+    "k_cache": "paged_kv_cache[0]",
+    "v_cache": "paged_kv_cache[1]",
+    "ckv": "paged_kv_cache[0]",
+    "kpe": "paged_kv_cache[1]",
+    "kv_cache": "paged_kv_cache",
+    "layout": "kv_layout",
+    "kv_c": "k_nope",
+    "k_pe": "k_rope",
+    "q_scale_t": "quant_scale_q",
+    "k_scale": "quant_scale_kv",
+    "v_scale": "quant_scale_kv",
+    "kv_scale_t": "quant_scale_kv",
+}
+_APPEND_NAMES = {
+    "k": "append_key",
+    "v": "append_value",
+    "kv_c": "append_ckv",
+    "k_pe": "append_kpe",
+    "kv_positions": "positions",
+    "k_cache": "paged_kv_cache[0]",
+    "v_cache": "paged_kv_cache[1]",
+    "kv_cache": "paged_kv_cache",
+    "layout": "kv_layout",
+    "ckv": "ckv_cache",
+    "kpe": "kpe_cache",
+}
+
+
+def rope_quantize_fp8_append_paged_kv_cache(
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor | None,
+    k_nope: Tensor | None,
+    v: Tensor | None,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    paged_kv_cache: tuple[Tensor, Tensor],
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float | Tensor = 1.0,
+    quant_scale_kv: float | Tensor = 1.0,
+    page_size: int = 16,
+    kv_layout: str = "NHD",
+    q_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`flashinfer.rope.rope_quantize_fp8_append_paged_kv_cache`: rotate q and k, quantise, write k and v to the cache.
+
+        q_rope, q_nope:     [T, Hq, R], [T, Hq, N] or None  fp16 | bf16
+        k_rope, k_nope:     GQA/MHA [T, H, R], [T, H, N] or None; MLA [T, R], [T, L]
+        v:                  GQA/MHA [T, H, Dv]; MLA None
+        cos_sin_cache:      [max_pos, R] fp32, [cos | sin]; pos_ids [T] its rows
+        paged_kv_cache:     GQA/MHA (k, v) [P, S, H, D] (HND [P, H, S, D]), a K row is [rope | nope];
+                            MLA (ckv [P, S, L], kpe [P, S, R]), `kv_layout` is ignored; in `quantize_dtype`
+        batch_indices:      [T]  negative: padding: the cache is untouched and the q rows are 0
+        positions:          [T]  place in the request; outside its pages: dropped (in checked mode it raises)
+        quantize_dtype:     e4m3 | e5m2; None: that of q_rope_out, else of q_nope_out, else e4m3
+        quant_scale_q, _kv: what is multiplied before the cast: float, or fp32 tensor [1] on the device
+        enable_pdl:         accepted, without effect
+
+    NOTE: `quant_scale_kv` is the inverse of tersekv's `k_scale` and `v_scale`, which dequantise.
+    RoPE and scaling are fp32 with no 16-bit rounding before the saturating cast. Returns (q_rope_out, q_nope_out);
+    q_nope_out is [T, Hq, 0] where there is no q_nope. Raises ValueError or TypeError for a bad argument.
+    """
+    dtype = _quantize_dtype(quantize_dtype, q_rope_out, q_nope_out)
+    tensor("q_rope", q_rope, "T, Hq, R")
+    if tensor("k_rope", k_rope).dim() not in (2, 3):
+        raise ValueError(f"k_rope: want [T, H, R] for GQA/MHA or [T, R] for MLA, got {list(k_rope.shape)}")
+    q_rope_out = _receiver(q_rope, q_rope_out, dtype, "q_rope_out")
+    q_rest = q_rope[..., :0] if q_nope is None else tensor("q_nope", q_nope, "T, Hq, N")
+    q_nope_out = _receiver(q_rest, q_nope_out, dtype, "q_nope_out")
+    # What has no columns is not there: kernels see None.
+    has_rest = q_rest.shape[-1] > 0
+    q_parts = (q_rope, q_rest if has_rest else None)
+    out_parts = (q_rope_out, q_nope_out if has_rest else None)
+    place = _place(batch_indices, positions, kv_indptr, kv_indices)
+    mul_q = split(scalar("quant_scale_q", quant_scale_q, q_rope.device))
+    mul_kv = split(scalar("quant_scale_kv", quant_scale_kv, q_rope.device))
+    interleaved = not whole("is_neox", is_neox)
+    if k_rope.dim() == 2:
+        if v is not None:
+            raise ValueError("v: want None for MLA (a 2-D k_rope), got a tensor")
+        if k_nope is None:
+            raise ValueError("k_nope: want the latents [T, L] for MLA (a 2-D k_rope), got None")
+        tensor("k_nope", k_nope, "T, L")
+        _cache_fits(paged_kv_cache, 3, dtype, page_size, 1)
+        latent = PagedLatentLayer.of(paged_kv_cache)
+        call: tuple = MLAAppendCall(
+            *q_parts, k_nope, k_rope, cos_sin_cache, pos_ids, *out_parts, latent.ckv, latent.kpe, None, *place,
+            latent.format, interleaved, *mul_q, *mul_kv, True, True,
+        )  # fmt: skip
+        renamed(_ROPE_NAMES, submit, "mla_append", call, None)
+        return q_rope_out, q_nope_out
+    if v is None:
+        raise ValueError("v: want a tensor [T, H, Dv] for GQA/MHA (a 3-D k_rope), got None")
+    _cache_fits(paged_kv_cache, 4, dtype, page_size, 2 if kv_layout == "HND" else 1)
+    kv = renamed(_ROPE_NAMES, layer, paged_kv_cache, kv_layout, None)
+    if k_nope is not None and tensor("k_nope", k_nope, "T, H, N").shape[-1] == 0:
+        k_nope = None
+    call = RopeAppendCall(
+        *q_parts, k_rope, k_nope, v, cos_sin_cache, pos_ids, *out_parts, kv.k, kv.v, None, None, *place,
+        kv.format, interleaved, *mul_q, *mul_kv, *mul_kv, True, True,
+    )  # fmt: skip
+    renamed(_ROPE_NAMES, submit, "rope_append", call, None)
+    return q_rope_out, q_nope_out
+
+
+def append_paged_kv_cache(
+    append_key: Tensor,
+    append_value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """`flashinfer.append_paged_kv_cache`: write rows into a paged K/V cache, without a scale.
+
+        append_key, append_value:  [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32
+        batch_indices, positions:  [T]  as `get_batch_indices_positions` gives them; negative batch: skipped
+        paged_kv_cache:            (k, v) of 4-D tensors or one 5-D tensor [P, 2, ...]; bf16, fp16, e4m3 or e5m2
+        kv_last_page_len:          accepted, without effect: `positions` says it all
+
+    An fp8 cache gets the saturating cast of the rows. Raises ValueError or TypeError for a bad argument.
+    """
+    kv = renamed(_APPEND_NAMES, layer, paged_kv_cache, kv_layout, None)
+    if kv_format(kv.format).scale not in (NONE, TENSOR):
+        raise ValueError(
+            f"paged_kv_cache: want bfloat16, float16, float8_e4m3fn or float8_e5m2, got {dtype_name(kv.k.dtype)}"
+        )
+    call = AppendCall(
+        append_key, append_value, kv.k, kv.v, None, None, *_place(batch_indices, positions, kv_indptr, kv_indices),
+        kv.format, 1.0, None, 1.0, None, True,
+    )  # fmt: skip
+    renamed(_APPEND_NAMES, submit, "append", call, None)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: Tensor,
+    append_kpe: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+) -> None:
+    """`flashinfer.append_paged_mla_kv_cache`: write latent rows into a paged MLA cache, without a scale.
+
+        append_ckv, append_kpe:  [T, L], [T, R]  bf16 | fp16 | fp32; any L and R
+        ckv_cache, kpe_cache:    [P, S, L], [P, S, R]  bf16, fp16, e4m3 or e5m2; two tensors or views of one
+        kv_last_page_len:        accepted, without effect
+
+    Raises ValueError or TypeError for a bad argument.
+    """
+    latent = PagedLatentLayer.of((tensor("ckv_cache", ckv_cache, "P, S, L"), tensor("kpe_cache", kpe_cache, "P, S, R")))
+    call = MLAAppendCall(
+        None, None, append_ckv, append_kpe, None, None, None, None, latent.ckv, latent.kpe, None,
+        *_place(batch_indices, positions, kv_indptr, kv_indices), latent.format, False,
+        1.0, None, 1.0, None, True, False,
+    )  # fmt: skip
+    renamed(_APPEND_NAMES, submit, "mla_append", call, None)
+
+
+def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
+    """`flashinfer.get_seq_lens`: tokens of each request [B], from its pages and the entries of its last page."""
+    pages = _signed("kv_indptr", kv_indptr, "B + 1").diff()
+    last = _signed("kv_last_page_len", kv_last_page_len, "B")
+    return (pages - 1).clamp(min=0) * whole("page_size", page_size) + last
+
+
+def get_batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int) -> tuple[Tensor, Tensor]:
+    """`flashinfer.get_batch_indices_positions`: the request and the cache position of each of `nnz` ragged tokens.
+
+        append_indptr:  [B + 1]  first new token of each request
+        seq_lens:       [B]      tokens of each request in the cache, the new ones included
+
+    Returns int32 (batch_indices [nnz], positions [nnz]); tokens past append_indptr[-1] get -1 and 0.
+    """
+    ends, lens = _signed("append_indptr", append_indptr, "B + 1")[1:], _signed("seq_lens", seq_lens, "B")
+    if lens.shape != ends.shape or lens.device != ends.device:
+        raise ValueError(f"seq_lens: want [{ends.shape[0]}] on {ends.device}, got {list(lens.shape)} on {lens.device}")
+    token = torch.arange(whole("nnz", nnz), dtype=ends.dtype, device=ends.device)
+    if ends.numel() == 0:
+        return torch.full_like(token, -1, dtype=torch.int32), torch.zeros_like(token, dtype=torch.int32)
+    request = torch.searchsorted(ends, token, right=True)
+    known = request < ends.numel()
+    b = request.clamp(max=ends.numel() - 1)
+    position = lens[b] - ends[b] + token
+    return torch.where(known, request, -1).int(), torch.where(known, position, 0).int()
+
+
+def _quantize_dtype(asked: torch.dtype | None, q_rope_out: Tensor | None, q_nope_out: Tensor | None) -> torch.dtype:
+    dtype, name = asked, "quantize_dtype"
+    for out_name, out in (("q_rope_out", q_rope_out), ("q_nope_out", q_nope_out)):
+        if out is not None:
+            tensor(out_name, out)
+            if dtype is None:
+                dtype, name = out.dtype, out_name
+    if dtype is None:
+        return torch.float8_e4m3fn
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"quantize_dtype: want torch.dtype, got {type(dtype).__name__}")
+    if dtype not in _FP8:
+        raise ValueError(f"{name}: want float8_e4m3fn or float8_e5m2, got {dtype_name(dtype)}")
+    return dtype
+
+
+def _place(
+    batch_indices: Tensor, positions: Tensor, kv_indptr: Tensor, kv_indices: Tensor
+) -> tuple[None, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of a call record that say where tokens go."""
+    return (
+        None,
+        tensor("batch_indices", batch_indices),
+        tensor("positions", positions),
+        tensor("kv_indptr", kv_indptr),
+        tensor("kv_indices", kv_indices),
+    )
+
+
+def _receiver(x: Tensor, out: Tensor | None, dtype: torch.dtype, name: str) -> Tensor:
+    if out is None:
+        return torch.empty(x.shape, dtype=dtype, device=x.device)
+    if out.dtype != dtype or out.shape != x.shape:
+        raise ValueError(
+            f"{name}: want {list(x.shape)} {dtype_name(dtype)}, got {list(out.shape)} {dtype_name(out.dtype)}"
+        )
+    return out
+
+
+def _cache_fits(pair: tuple[Tensor, Tensor], rank: int, dtype: torch.dtype, page_size: int, page_dim: int) -> None:
+    """Raise unless the pair has the quantised dtype, the rank and the page size that the caller states."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        got = f"{len(pair)} entries" if isinstance(pair, (tuple, list)) else type(pair).__name__
+        raise TypeError(f"paged_kv_cache: want a tuple of two tensors, got {got}")
+    for i, t in enumerate(pair):
+        name = f"paged_kv_cache[{i}]"
+        if tensor(name, t).dim() != rank or t.dtype != dtype:
+            raise ValueError(
+                f"{name}: want {rank} dimensions in {dtype_name(dtype)}, got {list(t.shape)} {dtype_name(t.dtype)}"
+            )
+    if pair[0].shape[page_dim] != whole("page_size", page_size):
+        raise ValueError(f"page_size: want the cache's own {pair[0].shape[page_dim]}, got {page_size}")
+
+
+def _signed(name: str, x: Tensor, shape: str) -> Tensor:
+    """Indices that can be computed with: PyTorch has no arithmetic on uint32."""
+    if tensor(name, x, shape).dtype not in (torch.int32, torch.int64, torch.uint32):
+        raise ValueError(f"{name}: want int32, int64 or uint32, got {dtype_name(x.dtype)}")
+    return x.to(torch.int64) if x.dtype == torch.uint32 else x

@@ -1,0 +1,367 @@
+"""FlashInfer's signatures over tersekv's operations. They rename and convert units; nothing is computed here.
+
+    from tersekv.compat.flashinfer import xqa_batch_decode_with_kv_cache
+
+Units that differ from tersekv's own (docs/units.md): `quant_scale_*` multiply where tersekv's scales dequantise; LSE is
+base 2; `window_left` does not count the query's own token; `xqa` divides by sqrt(D) itself, the others do not.
+Workspaces, semaphores, `enable_pdl` and `sm_count` are accepted and have no effect: nothing needs to be zeroed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..cache import PagedKVLayer
+from ..calls import DecodeCall, MergeCall, MLADecodeCall
+from ..formats import BLOCK, TENSOR, kv_format, latent_format
+from ..ops.registry import submit
+from ..ops.scales import split
+from ._adapt import dtype_name, joined, renamed, scalar, tensor, whole
+from ._flashinfer_append import (
+    append_paged_kv_cache,
+    append_paged_mla_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+    rope_quantize_fp8_append_paged_kv_cache,
+)
+from ._flashinfer_views import beam_lens, beam_rows, draft_rows, head_rows, latent_layer, latent_rows, layer
+
+__all__ = [
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "merge_state",
+    "merge_states",
+    "rope_quantize_fp8_append_paged_kv_cache",
+    "xqa",
+    "xqa_batch_decode_with_kv_cache",
+    "xqa_mla",
+]
+
+Scale = float | Tensor
+_LN2 = math.log(2.0)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_DECODE_NAMES = {
+    "q": "query",
+    "page_table": "block_tables",
+    "cu_seqlens_q": "q_cu_seq_lens",
+    "k_cache": "kv_cache[0]",
+    "v_cache": "kv_cache[1]",
+    "layout": "kv_layout",
+    "scale_cache": "kv_cache_sf",
+    "k_scale_cache": "kv_cache_sf[0]",
+    "v_scale_cache": "kv_cache_sf[1]",
+    "softmax_scale_t": "bmm1_scale",
+    "k_scale": "bmm1_scale",
+    "v_scale": "bmm2_scale",
+    "out_scale_t": "bmm2_scale",
+}
+_XQA_NAMES = {
+    "out": "output",
+    "kv_cache": "k_cache",
+    "scale_cache": "k_sf_cache",
+    "cu_seqlens_q": "q_cu_seq_lens",
+    "layout": "kv_layout",
+    "k_scale_cache": "k_sf_cache",
+    "v_scale_cache": "v_sf_cache",
+    "softmax_scale_t": "q_scale",
+    "k_scale": "kv_scale",
+    "v_scale": "kv_scale",
+    "out_scale_t": "kv_scale",
+    "q_nope": "q",
+    "q_pe": "q",
+    "ckv": "k_cache",
+    "kpe": "k_cache",
+    "latent cache": "k_cache",
+    "kv_scale_t": "kv_scale",
+}
+
+
+def xqa_batch_decode_with_kv_cache(
+    query: Tensor,
+    kv_cache: Tensor | tuple[Tensor, Tensor],
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | Tensor = 1.0,
+    bmm2_scale: float | Tensor = 1.0,
+    window_left: int = -1,
+    out: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_layout: str = "NHD",
+    enable_pdl: bool | None = None,
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: Tensor | None = None,
+    kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
+    q_cu_seq_lens: Tensor | None = None,
+) -> Tensor:
+    """`flashinfer.decode.xqa_batch_decode_with_kv_cache`: out = softmax(bmm1_scale · q·k) · v · bmm2_scale.
+
+        query:            [B × q_len_per_req, Hq, D]  fp16 | bf16 | fp8
+        kv_cache:         (k, v) of 4-D tensors, or one 5-D tensor [P, 2, ...]; [P, 1, ...]: K is V. fp16, bf16, e4m3,
+                          e5m2, int8, or uint8 NVFP4 (two e2m1, low nibble first), of which the raw codes count
+        block_tables:     [B, max_pages]; entries past the request's pages are never read
+        seq_lens:         [B]  int32 | int64 | uint32, the drafts included
+        bmm1_scale:       all that multiplies q·k: q_scale × k_scale / sqrt(D), natural-log softmax
+        bmm2_scale:       all that multiplies the output, for every cache dtype
+        window_left:      keys seen before the query's own, for each draft row; -1: all. NOTE: tersekv's `window` counts
+                          the query's own too
+        out:              [B × q_len_per_req, Hq, Dv]; default: a new tensor in query's dtype
+        sinks:            [Hq] fp32, one more score in the softmax, with a zero value
+        o_scale:          multiplies a 16-bit output too; not an fp8 output, which holds real / o_scale where the caller
+                          puts 1 / o_scale into bmm2_scale
+        mask:             [B, q_len_per_req, 2 × ceil(q_len_per_req / 32)] uint16: bit j of row i: draft i sees draft j;
+                          None: causal
+        kv_cache_sf:      e4m3 block scales of NVFP4 (k, v), [..., D/16] in the layout of the cache
+        q_cu_seq_lens:    [B + 1] ragged drafts: query and mask rows are packed by it, q_len_per_req is the largest
+        max_seq_len, workspace_buffer, enable_pdl:  accepted, without effect
+
+    Scales are floats or 1-element fp32 tensors on the device. A tensor bmm2_scale with o_scale != 1 and a cache of
+    bf16, fp16 or int8 costs one more tiny kernel. Raises ValueError or TypeError for a bad argument.
+    """
+    tensor("query", query, "T, Hq, D")
+    kv = renamed(_DECODE_NAMES, layer, kv_cache, kv_layout, kv_cache_sf)
+    lens = beam_lens(seq_lens)
+    rows = draft_rows("query", "q_len_per_req", query.shape[0], lens.shape[0], q_len_per_req, q_cu_seq_lens)
+    if out is not None:
+        tensor("out", out, "T, Hq, Dv")
+    else:
+        dv = kv.v.shape[-1] * kv_format(kv.format).values_per_element
+        out = torch.empty(*query.shape[:2], dv, dtype=query.dtype, device=query.device)
+    logits: dict[str, Scale] = {"bmm1_scale": bmm1_scale}
+    outputs: dict[str, Scale] = {"bmm2_scale": bmm2_scale}
+    if o_scale is not None and out.dtype not in _FP8:
+        outputs["o_scale"] = o_scale
+    window = max(whole("window_left", window_left) + 1, 0)
+    call = _decode_call(query, kv, block_tables, lens, q_cu_seq_lens, mask, sinks, out, rows, window, logits, outputs)
+    renamed(_DECODE_NAMES, submit, "decode", call, None)
+    return out
+
+
+def xqa(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    output: Tensor,
+    workspace_buffer: Tensor,
+    semaphores: Tensor,
+    num_kv_heads: int,
+    page_size: int,
+    sinks: Tensor | None = None,
+    q_scale: float | Tensor = 1.0,
+    kv_scale: float | Tensor = 1.0,
+    sliding_win_size: int = 0,
+    kv_layout: str = "NHD",
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+    rcp_out_scale: float = 1.0,
+    q_seq_len: int = 1,
+    mask: Tensor | None = None,
+    *,
+    k_sf_cache: Tensor | None = None,
+    v_sf_cache: Tensor | None = None,
+    q_cu_seq_lens: Tensor | None = None,
+) -> None:
+    """`flashinfer.xqa.xqa`: output = softmax(q·k · q_scale · kv_scale / sqrt(D)) · v · kv_scale, in place.
+
+        q:                 [B, 1, Hq, D]; drafts [B, 1, q_seq_len, Hq, D]; ragged drafts [T, Hq, D] with q_cu_seq_lens
+        k_cache, v_cache:  [P, S, H, D] (HND [P, H, S, D]), or [P × S × H, D]
+        page_table:        [B, max_pages]; seq_lens [B, 1] or [B], the drafts included
+        output:            as q, with Dv columns; 16-bit or fp8, written in place
+        sinks:             [H, Hq / H] fp32
+        sliding_win_size:  keys that a query sees, its own included, as tersekv's `window`; 0: all
+        rcp_out_scale:     multiplies an fp8 output only
+        mask:              [B, q_seq_len, 2 × ceil(q_seq_len / 32)] uint16; None: causal (FlashInfer needs one)
+        k_sf_cache, v_sf_cache:  e4m3 or uint8 block scales of NVFP4, in the layout of the cache
+
+    NOTE: unlike `xqa_batch_decode_with_kv_cache` and `xqa_mla`, this one divides the scores by sqrt(D) itself.
+    FlashInfer ignores `kv_scale` beside a 16-bit cache; here the formula is the same for every dtype. Raises ValueError
+    or TypeError for a bad argument.
+    """
+    rows = q_seq_len if q_cu_seq_lens is None else None
+    query, result = beam_rows("q", q, rows), beam_rows("output", output, rows)
+    lens = beam_lens(seq_lens)
+    k, v = (
+        head_rows(n, t, num_kv_heads, page_size, kv_layout) for n, t in (("k_cache", k_cache), ("v_cache", v_cache))
+    )
+    sf = None
+    if k_sf_cache is not None or v_sf_cache is not None:
+        pair = (("k_sf_cache", k_sf_cache), ("v_sf_cache", v_sf_cache))
+        k_sf, v_sf = (head_rows(n, t, num_kv_heads, page_size, kv_layout) for n, t in pair)
+        sf = (k_sf, v_sf)
+    kv = renamed(_XQA_NAMES, layer, (k, v), "NHD", sf)
+    rows = draft_rows("q", "q_seq_len", query.shape[0], lens.shape[0], q_seq_len, q_cu_seq_lens)
+    if sinks is not None and tensor("sinks", sinks).dim() == 2:
+        sinks = joined("sinks", sinks)
+    logits: dict[str, Scale] = {"q_scale": q_scale, "kv_scale": kv_scale, "sqrt(D)": query.shape[-1] ** -0.5}
+    outputs: dict[str, Scale] = {"kv_scale": kv_scale}
+    window = max(whole("sliding_win_size", sliding_win_size), 0)
+    scalar("rcp_out_scale", rcp_out_scale, q.device)
+    if output.dtype in _FP8:
+        outputs["rcp_out_scale"] = rcp_out_scale
+    call = _decode_call(
+        query, kv, page_table, lens, q_cu_seq_lens, mask, sinks, result, rows, window,
+        logits, outputs,
+    )  # fmt: skip
+    renamed(_XQA_NAMES, submit, "decode", call, None)
+
+
+def xqa_mla(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    output: Tensor,
+    workspace_buffer: Tensor,
+    semaphores: Tensor,
+    page_size: int,
+    q_scale: float | Tensor = 1.0,
+    kv_scale: float | Tensor = 1.0,
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+) -> None:
+    """`flashinfer.xqa.xqa_mla`: output = softmax(q·k · q_scale · kv_scale) · v · kv_scale, in place; no 1 / sqrt(D).
+
+        q:           [B, 1, H, L + R]  e4m3 | e5m2 | bf16 | fp16; any H
+        k_cache:     rows of L + R: [tokens, L + R], [P, S, L + R] or [P, S, 1, L + R]; or uint8 rows of fp8_ds_mla
+        v_cache:     the same rows, or their first L columns: one latent row is key and value. Other memory is
+                     read as its own values, by the op for K/V caches
+        page_table:  [B, max_pages]; seq_lens [B, 1] or [B]
+        output:      [B, 1, H, L]  bf16 | fp16 | fp32 | fp8, written in place; it says what L is
+        page_size:   S, any that the backend takes
+
+    Raises ValueError or TypeError for a bad argument.
+    """
+    query, result = beam_rows("q", q, 1), beam_rows("output", output, 1)
+    lens = beam_lens(seq_lens)
+    rank = output.shape[-1]
+    k, v = latent_rows("k_cache", k_cache, page_size), latent_rows("v_cache", v_cache, page_size)
+    if k.dtype != v.dtype or v.shape[-1] < min(rank, k.shape[-1]) or v.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"v_cache: want the rows of k_cache {list(k.shape)} {dtype_name(k.dtype)}, or their first {rank} columns, "
+            f"got {list(v.shape)} {dtype_name(v.dtype)}"
+        )
+    if v is not k and (v.data_ptr() != k.data_ptr() or v.stride() != k.stride()):
+        kv = renamed(_XQA_NAMES, layer, (k[:, :, None], v[:, :, None, :rank]), "NHD", None)
+        factors: tuple[dict[str, Scale], ...] = {"q_scale": q_scale, "kv_scale": kv_scale}, {"kv_scale": kv_scale}
+        call: tuple = _decode_call(query, kv, page_table, lens, None, None, None, result, 1, 0, *factors)
+        renamed(_XQA_NAMES, submit, "decode", call, None)
+        return
+    latent = renamed(_XQA_NAMES, latent_layer, k, rank)
+    if query.shape[-1] != rank + latent.kpe.shape[-1]:
+        raise ValueError(f"q: want rows of {rank} + {latent.kpe.shape[-1]}, got {list(q.shape)}")
+    scalar("q_scale", q_scale, q.device), scalar("kv_scale", kv_scale, q.device)
+    scaled = latent_format(latent.format).scale == TENSOR
+    softmax_scale = q_scale if scaled else _times(q_scale, kv_scale)
+    call = MLADecodeCall(
+        query[..., :rank], query[..., rank:], latent.ckv, latent.kpe, latent.ckv_scale_cache, page_table, lens, None,
+        result, None, latent.format, 1, *split(softmax_scale),
+        *split(kv_scale if scaled else 1.0), *split(1.0 if scaled else kv_scale), "exact",
+    )  # fmt: skip
+    renamed(_XQA_NAMES, submit, "mla_decode", call, None)
+
+
+def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
+    """`flashinfer.merge_state`: merge two attention results over disjoint keys.
+
+        v_a, v_b:  [T, H, D]  bf16 | fp16 | fp32
+        s_a, s_b:  [T, H]     fp32 LSE, base 2
+
+    Returns (v [T, H, D], s [T, H]), s base 2. Raises ValueError for tensors that do not fit together.
+    """
+    for name, x, shape in (
+        ("v_a", v_a, "T, H, D"),
+        ("s_a", s_a, "T, H"),
+        ("v_b", v_b, "T, H, D"),
+        ("s_b", s_b, "T, H"),
+    ):
+        tensor(name, x, shape)
+    for name, a, b in (("v_b", v_a, v_b), ("s_b", s_a, s_b)):
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+            raise ValueError(
+                f"{name}: want {list(a.shape)} {dtype_name(a.dtype)} on {a.device}, "
+                f"got {list(b.shape)} {dtype_name(b.dtype)} on {b.device}"
+            )
+    names = {"outs": "v_a", "lses": "s_a"}
+    return _merge(names, torch.stack((v_a, v_b)), torch.stack((s_a, s_b)))
+
+
+def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """`flashinfer.merge_states`: merge any number of attention results over disjoint keys.
+
+        v:  [T, n, H, D]  bf16 | fp16 | fp32
+        s:  [T, n, H]     fp32 LSE, base 2
+
+    Returns (v [T, H, D], s [T, H]), s base 2. Raises ValueError for tensors that do not fit together.
+    """
+    tensor("v", v, "T, n, H, D"), tensor("s", s, "T, n, H")
+    return _merge({"outs": "v", "lses": "s"}, v.transpose(0, 1), s.transpose(0, 1))
+
+
+def _merge(names: dict[str, str], outs: Tensor, base2: Tensor) -> tuple[Tensor, Tensor]:
+    # NOTE: FlashInfer's LSE is base 2, tersekv's natural: two multiplications of a tensor as small as the LSE.
+    out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+    lse = torch.empty(outs.shape[1:3], dtype=torch.float32, device=outs.device)
+    renamed(names, submit, "merge_states", MergeCall(outs, base2 * _LN2, out, lse), None)
+    return out, lse.mul_(1 / _LN2)
+
+
+def _decode_call(
+    q: Tensor,
+    kv: PagedKVLayer,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor,
+    max_q_len: int,
+    window: int,
+    logit_factors: dict[str, Scale],
+    out_factors: dict[str, Scale],
+) -> DecodeCall:
+    scaled = kv_format(kv.format).scale in (TENSOR, BLOCK)
+    softmax_scale, k_scale = _spread(scaled, logit_factors, q.device)
+    out_scale, v_scale = _spread(scaled, out_factors, q.device)
+    if mask is not None and tensor("mask", mask).dim() == 3:
+        mask = joined("mask", mask)
+    return DecodeCall(
+        q, kv.k, kv.v, kv.k_scale_cache, kv.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, None,
+        kv.format, max_q_len, window, 0.0,
+        *split(softmax_scale), *split(k_scale), *split(v_scale), *split(out_scale), "exact",
+    )  # fmt: skip
+
+
+def _spread(scaled: bool, factors: dict[str, Scale], device: torch.device) -> tuple[Scale, Scale]:
+    """Two scales whose product is that of `factors`; the second is 1.0 unless the cache format has one (`scaled`).
+
+    Floats are multiplied here and a tensor takes a place of its own, so that the device multiplies only where there
+    are more factors than places.
+    """
+    number, parts = 1.0, []
+    for name, factor in factors.items():
+        if isinstance(scalar(name, factor, device), Tensor):
+            parts.append(factor)
+        else:
+            number *= float(factor)
+    if number != 1.0 or not parts:
+        parts.append(number)
+    while len(parts) > (2 if scaled else 1):
+        parts[-2:] = [_times(parts[-2], parts[-1])]
+    return parts[0], (parts[1] if len(parts) > 1 else 1.0)
+
+
+def _times(a: Scale, b: Scale) -> Scale:
+    """a × b, without a kernel where one of them is a plain 1."""
+    if not isinstance(a, Tensor) and a == 1.0:
+        return b
+    return a if not isinstance(b, Tensor) and b == 1.0 else a * b

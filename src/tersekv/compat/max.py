@@ -1,0 +1,195 @@
+"""MAX's fused MLA branches over tersekv's operations, in MAX's argument order.
+
+    from tersekv.compat.max import PagedKVCacheCollection, mla_prefill_branch_fp8
+
+MAX's type parameters are keywords: granularities 1, 128, 128, mask "causal", score mod "no_pos"; others raise. `ctx` is
+accepted and not used, and the device is that of the tensors. Every branch writes `output` in place.
+
+NOTE: no branch is idempotent. The new tokens' raw rows lie in the cache already, and are rotated and normed there; the
+prefill branches rotate q in place too. Newer MAX hands the raw rows over instead: `kv_input` [T, kv_lora_rank + rope]
+does that here, and with it the cache may be fp8.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ._adapt import tensor
+from ._max_branches import Step, check_granularity, check_variant, decode, prefill
+from ._max_cache import PagedKVCache, PagedKVCacheCollection, number, plan_into
+
+__all__ = [
+    "PagedKVCache",
+    "PagedKVCacheCollection",
+    "mla_decode_branch_bf16",
+    "mla_decode_branch_fp8",
+    "mla_prefill_branch_bf16",
+    "mla_prefill_branch_fp8",
+    "mla_prefill_decode_graph_bf16",
+    "mla_prefill_decode_graph_fp8",
+    "mla_prefill_plan",
+]
+
+
+def mla_prefill_branch_fp8(
+    output: Tensor, q: Tensor, input_row_offsets: Tensor, freqs_cis: Tensor, kv_norm_gamma: Tensor,
+    kv_collection: PagedKVCacheCollection, layer_idx: int, scale: float, epsilon: float, buffer_row_offsets: Tensor,
+    cache_offsets: Tensor, buffer_length: int, kv_b_proj: Tensor, kv_b_proj_scale: Tensor, ctx: object = None,
+    *, m_scale_granularity: int = 1, n_scale_granularity: int = 128, k_scale_granularity: int = 128,
+    mask_str: str = "causal", score_mod_str: str = "no_pos", kv_input: Tensor | None = None,
+    backend: str | None = None,
+) -> None:  # fmt: skip
+    """Rotate q and the new keys, norm the new latents, gather, quantise, up-project and attend, in one go.
+
+        output:              [T, H, v_head_dim]  written
+        q:                   [T, H, nope + rope]  bf16 | fp16; its rotary part is rotated in place
+        input_row_offsets:   [B + 1]  first new token of each request
+        freqs_cis:           [max_pos, rope]  cos0, sin0, cos1, sin1, …; the rotation is computed in its dtype
+        kv_norm_gamma:       [kv_lora_rank]; epsilon: RMSNorm's constant
+        kv_collection:       rows of the new tokens are rewritten in place; layer_idx: which layer
+        scale:               of the scores
+        buffer_row_offsets:  [B + 1]  rows of each request in the up-projection buffer
+        cache_offsets:       [B + 1]  first cached token of each request in the buffer; only B are read
+        buffer_length:       rows of the buffer; 0: nothing happens, `output` stays as it is
+        kv_b_proj:           [H * (nope + v_head_dim), kv_lora_rank]  e4m3, per head [nope | v]
+        kv_b_proj_scale:     [N/128, K/128]  fp32
+
+    One call handles one buffer. Raises ValueError if the requests hold more tokens than it, where the lengths lie on
+    the host (`tersekv.mla_prefill` runs in chunks), and ValueError or TypeError for arguments that do not fit.
+    """
+    check_granularity(m_scale_granularity, n_scale_granularity, k_scale_granularity)
+    check_variant(mask_str, score_mod_str)
+    step = Step(
+        output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
+        backend,
+    )  # fmt: skip
+    kv_b_proj_scale = tensor("kv_b_proj_scale", kv_b_proj_scale)
+    prefill(step, buffer_row_offsets, cache_offsets, buffer_length, kv_b_proj, kv_b_proj_scale)
+
+
+def mla_prefill_branch_bf16(
+    output: Tensor, q: Tensor, input_row_offsets: Tensor, freqs_cis: Tensor, kv_norm_gamma: Tensor,
+    kv_collection: PagedKVCacheCollection, layer_idx: int, scale: float, epsilon: float, buffer_row_offsets: Tensor,
+    cache_offsets: Tensor, buffer_length: int, kv_b_proj: Tensor, ctx: object = None,
+    *, mask_str: str = "causal", score_mod_str: str = "no_pos", kv_input: Tensor | None = None,
+    backend: str | None = None,
+) -> None:  # fmt: skip
+    """`mla_prefill_branch_fp8` with kv_b_proj in q's dtype; latents are not quantised."""
+    check_variant(mask_str, score_mod_str)
+    step = Step(
+        output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
+        backend,
+    )  # fmt: skip
+    prefill(step, buffer_row_offsets, cache_offsets, buffer_length, kv_b_proj, None)
+
+
+def mla_decode_branch_fp8(
+    output: Tensor, q: Tensor, input_row_offsets: Tensor, freqs_cis: Tensor, kv_norm_gamma: Tensor,
+    kv_collection: PagedKVCacheCollection, layer_idx: int, scale: float, epsilon: float, w_uk: Tensor,
+    w_uk_scale: Tensor, w_uv: Tensor, w_uv_scale: Tensor, ctx: object = None,
+    *, m_scale_granularity: int = 1, n_scale_granularity: int = 128, k_scale_granularity: int = 128,
+    mask_str: str = "causal", score_mod_str: str = "no_pos", kv_input: Tensor | None = None,
+    backend: str | None = None,
+) -> None:  # fmt: skip
+    """Rotate and norm as the prefill branch does, then q_nope · w_uk → absorbed attention → · w_uv.
+
+        output … epsilon:        as in `mla_prefill_branch_fp8`; q is not written
+        w_uk, w_uk_scale:        [H, kv_lora_rank, nope] e4m3, [H, kv_lora_rank/128, nope/128] fp32
+        w_uv, w_uv_scale:        [H, v_head_dim, kv_lora_rank] e4m3, [H, v_head_dim/128, kv_lora_rank/128] fp32
+
+    The input of each projection is quantised per token, head and 128 columns (amax capped at 1200), its result rounded
+    to q's dtype. The rotary part of q is rotated, rounded to q's dtype and not quantised. Zero tokens: nothing happens.
+    Raises ValueError or TypeError for arguments that do not fit.
+    """
+    check_granularity(m_scale_granularity, n_scale_granularity, k_scale_granularity)
+    check_variant(mask_str, score_mod_str)
+    step = Step(
+        output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
+        backend,
+    )  # fmt: skip
+    decode(step, w_uk, tensor("w_uk_scale", w_uk_scale), w_uv, tensor("w_uv_scale", w_uv_scale))
+
+
+def mla_decode_branch_bf16(
+    output: Tensor, q: Tensor, input_row_offsets: Tensor, freqs_cis: Tensor, kv_norm_gamma: Tensor,
+    kv_collection: PagedKVCacheCollection, layer_idx: int, scale: float, epsilon: float, w_uk: Tensor,
+    w_uv: Tensor, ctx: object = None,
+    *, mask_str: str = "causal", score_mod_str: str = "no_pos", kv_input: Tensor | None = None,
+    backend: str | None = None,
+) -> None:  # fmt: skip
+    """`mla_decode_branch_fp8` with w_uk and w_uv in q's dtype; nothing is quantised."""
+    check_variant(mask_str, score_mod_str)
+    step = Step(
+        output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
+        backend,
+    )  # fmt: skip
+    decode(step, w_uk, None, w_uv, None)
+
+
+def mla_prefill_decode_graph_fp8(
+    output: Tensor, q: Tensor, input_row_offsets: Tensor, freqs_cis: Tensor, kv_norm_gamma: Tensor,
+    kv_collection: PagedKVCacheCollection, layer_idx: int, scale: float, epsilon: float, buffer_row_offsets: Tensor,
+    cache_offsets: Tensor, buffer_length: int, max_seq_len: int, kv_b_proj: Tensor, kv_b_proj_scale: Tensor,
+    w_uk: Tensor, w_uk_scale: Tensor, w_uv: Tensor, w_uv_scale: Tensor, ctx: object = None,
+    *, m_scale_granularity: int = 1, n_scale_granularity: int = 128, k_scale_granularity: int = 128,
+    mask_str: str = "causal", score_mod_str: str = "no_pos", kv_input: Tensor | None = None,
+    backend: str | None = None,
+) -> None:  # fmt: skip
+    """The decode branch where max_seq_len (most new tokens of one request) is 1, else the prefill branch.
+
+    Arguments as in `mla_prefill_branch_fp8` and `mla_decode_branch_fp8`.
+    """
+    check_granularity(m_scale_granularity, n_scale_granularity, k_scale_granularity)
+    check_variant(mask_str, score_mod_str)
+    step = Step(
+        output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
+        backend,
+    )  # fmt: skip
+    if number("max_seq_len", max_seq_len) == 1:
+        decode(step, w_uk, tensor("w_uk_scale", w_uk_scale), w_uv, tensor("w_uv_scale", w_uv_scale))
+    else:
+        kv_b_proj_scale = tensor("kv_b_proj_scale", kv_b_proj_scale)
+        prefill(step, buffer_row_offsets, cache_offsets, buffer_length, kv_b_proj, kv_b_proj_scale)
+
+
+def mla_prefill_decode_graph_bf16(
+    output: Tensor, q: Tensor, input_row_offsets: Tensor, freqs_cis: Tensor, kv_norm_gamma: Tensor,
+    kv_collection: PagedKVCacheCollection, layer_idx: int, scale: float, epsilon: float, buffer_row_offsets: Tensor,
+    cache_offsets: Tensor, buffer_length: int, max_seq_len: int, kv_b_proj: Tensor, w_uk: Tensor, w_uv: Tensor,
+    ctx: object = None, *, mask_str: str = "causal", score_mod_str: str = "no_pos", kv_input: Tensor | None = None,
+    backend: str | None = None,
+) -> None:  # fmt: skip
+    """`mla_prefill_decode_graph_fp8` with every weight in q's dtype."""
+    check_variant(mask_str, score_mod_str)
+    step = Step(
+        output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
+        backend,
+    )  # fmt: skip
+    if number("max_seq_len", max_seq_len) == 1:
+        decode(step, w_uk, None, w_uv, None)
+    else:
+        prefill(step, buffer_row_offsets, cache_offsets, buffer_length, kv_b_proj, None)
+
+
+def mla_prefill_plan(
+    buffer_row_offsets: Tensor, cache_offsets: Tensor, buffer_lengths: Tensor, input_row_offsets: Tensor,
+    k_cache: PagedKVCache | PagedKVCacheCollection, buffer_token_size: int, ctx: object = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Plan the chunks of a prefill on the device. Writes its first three arguments, and returns them.
+
+        buffer_row_offsets:  [max_chunks, B + 1]  rows of each request in each chunk
+        cache_offsets:       [max_chunks, B + 1]  first cached token of each request; the last column is not written
+        buffer_lengths:      [max_chunks]  rows of each chunk; -1 behind the last (signed)
+        input_row_offsets:   [B + 1]  first new token of each request
+        k_cache:             of a layer, or the whole collection: its cache_lengths count
+        buffer_token_size:   rows of the buffer
+
+    Lengths [10, 30] and a buffer of 32 give row offsets [[0, 10, 32], [0, 0, 8]], cache offsets [[0, 0], [10, 22]] and
+    lengths [32, 8]. Raises ValueError for shapes that do not fit, and for tokens beyond max_chunks where the lengths
+    lie on the host. `tersekv.mla_prefill_plan` plans on the host.
+    """
+    size = number("buffer_token_size", buffer_token_size)
+    if size <= 0:
+        raise ValueError(f"buffer_token_size: want a positive number, got {size}")
+    plan_into(buffer_row_offsets, cache_offsets, buffer_lengths, input_row_offsets, k_cache.cache_lengths, size)
+    return buffer_row_offsets, cache_offsets, buffer_lengths

@@ -1,0 +1,204 @@
+"""vLLM's cache-writing signatures over tersekv's operations. They rename and convert units; nothing is computed here.
+
+    from tersekv.compat.vllm import triton_reshape_and_cache_flash_per_token_head_quant
+
+The length of `slot_mapping` is the number of tokens: key and value may be longer, as vLLM pads them and not the slots.
+Scales dequantise, as tersekv's do. vLLM hands out fp8 caches as uint8; `kv_cache_dtype` says what is in them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cache import PagedKVLayer, PagedLatentLayer
+from ..ops.append import append
+from ..ops.mla import mla_append
+from ._adapt import dtype_name, first_rows, renamed, tensor
+
+__all__ = [
+    "concat_and_cache_mla",
+    "reshape_and_cache_flash",
+    "triton_reshape_and_cache_flash_per_token_head_quant",
+]
+
+_PER_TOKEN_HEAD = {torch.int8: "int8_per_token_head", torch.float8_e4m3fn: "fp8_per_token_head"}
+_HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMED_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
+_NAMED_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_FP8_FORMAT = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+_NAMES = {"k": "key", "v": "value", "k_cache": "key_cache", "v_cache": "value_cache"}
+_MLA_NAMES = {
+    "ckv": "kv_cache",
+    "kpe": "kv_cache",
+    "ckv_scale_cache": "kv_cache",
+    "latent cache": "kv_cache",
+    "kv_scale": "scale",
+    "kv_scale_t": "scale",
+}
+
+
+def triton_reshape_and_cache_flash_per_token_head_quant(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    k_scale_cache: Tensor,
+    v_scale_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_quant_mode: object = None,
+) -> None:
+    """`vllm.v1.attention.ops.triton_reshape_and_cache_flash`'s function: quantise per token and head, and write.
+
+        key, value:                    [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32; longer than slot_mapping is padding
+        key_cache, value_cache:        [P, S, H, D], [P, S, H, Dv]  int8 | e4m3, in place; longer rows are allowed
+                                       (vLLM keeps the scales behind them)
+        k_scale_cache, v_scale_cache:  [P, S, H]  fp32, any strides, in place; scale = max(absmax / QMAX, 1e-6)
+        slot_mapping:                  [T]  page * S + offset; negative: neither codes nor scales are written
+        kv_quant_mode:                 newer vLLM's; the dtype of the cache decides, and int4 is refused
+
+    int8 codes round half away from zero. Raises ValueError that lists the supported cache dtypes, and ValueError or
+    TypeError for other bad arguments.
+    """
+    dtype = tensor("key_cache", key_cache).dtype
+    if dtype not in _PER_TOKEN_HEAD:
+        raise ValueError(
+            f"key_cache: want one of {', '.join(map(dtype_name, _PER_TOKEN_HEAD))} for scales per token and head, "
+            f"got {dtype_name(dtype)}"
+        )
+    mode = getattr(kv_quant_mode, "name", kv_quant_mode)
+    if isinstance(mode, str) and "int4" in mode.lower():
+        raise ValueError(f"kv_quant_mode: want int8 or fp8 per token and head, got {mode}")
+    key, value = _token_rows(key, value, slot_mapping)
+    layer = PagedKVLayer(
+        _row_heads("key_cache", key_cache, key.shape[2]),
+        _row_heads("value_cache", value_cache, value.shape[2]),
+        _PER_TOKEN_HEAD[dtype],
+        1.0,
+        1.0,
+        k_scale_cache,
+        v_scale_cache,
+    )
+    renamed(_NAMES, append, key, value, layer, slot_mapping)
+
+
+def reshape_and_cache_flash(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: float | Tensor,
+    v_scale: float | Tensor,
+) -> None:
+    """`vllm._custom_ops.reshape_and_cache_flash`: write rows into the paged cache, with a scale per tensor or head.
+
+        key, value:              [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32; longer than slot_mapping is padding
+        key_cache, value_cache:  [P, S, H, D], [P, S, H, Dv], any strides; longer rows are allowed
+        slot_mapping:            [T]  page * S + offset; negative: skipped
+        kv_cache_dtype:          "auto", "bfloat16", "float16", "half": a 16-bit cache, the scales are ignored;
+                                 "fp8", "fp8_e4m3", "fp8_e5m2": a cache of that dtype, or of uint8
+        k_scale, v_scale:        float, or fp32 tensor [], [1] or [H]; they dequantise
+
+    x is multiplied by the correctly rounded 1 / scale, where vLLM divides. Raises ValueError or TypeError for a bad
+    argument.
+    """
+    key, value = _token_rows(key, value, slot_mapping)
+    format, stored = _cache_format(kv_cache_dtype, "key_cache", tensor("key_cache", key_cache))
+    k_cache = _row_heads("key_cache", _seen_as("key_cache", key_cache, stored), key.shape[2])
+    v_cache = _row_heads("value_cache", _seen_as("value_cache", value_cache, stored), value.shape[2])
+    scales: tuple[float | Tensor, float | Tensor] = (1.0, 1.0)
+    if stored in _FP8_FORMAT:
+        scales = _scale("k_scale", k_scale), _scale("v_scale", v_scale)
+    renamed(_NAMES, append, key, value, PagedKVLayer(k_cache, v_cache, format, *scales), slot_mapping)
+
+
+def concat_and_cache_mla(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    scale: float | Tensor,
+) -> None:
+    """`vllm._custom_ops.concat_and_cache_mla`: write latent rows [kv_c | k_pe] into the paged MLA cache.
+
+        kv_c, k_pe:      [T, L], [T, R] or [T, 1, R]  bf16 | fp16 | fp32; longer than slot_mapping is padding
+        kv_cache:        [P, S, L + R]; "fp8_ds_mla": uint8 [P, S, 656] (L 512, R 64)
+        slot_mapping:    [T]  page * S + offset; negative: skipped
+        kv_cache_dtype:  as `reshape_and_cache_flash`, and "fp8_ds_mla"
+        scale:           float, or fp32 tensor [] or [1]; it dequantises; ignored by 16-bit and fp8_ds_mla caches
+
+    fp8_ds_mla group scales are rounded up to powers of two, which every reader of the format takes. Raises ValueError
+    or TypeError for a bad argument.
+    """
+    tokens = tensor("slot_mapping", slot_mapping, "T").shape[0]
+    kv_c = first_rows("kv_c", tensor("kv_c", kv_c), tokens, "slot_mapping")
+    k_pe = first_rows("k_pe", tensor("k_pe", k_pe), tokens, "slot_mapping")
+    k_pe = k_pe[:, 0] if k_pe.dim() == 3 and k_pe.shape[1] == 1 else k_pe
+    if kv_c.dim() != 2:
+        raise ValueError(f"kv_c: want [T, L], got {list(kv_c.shape)}")
+    if kv_cache_dtype == "fp8_ds_mla":
+        format, rows = "fp8_ds_mla", tensor("kv_cache", kv_cache)
+    else:
+        format, stored = _cache_format(kv_cache_dtype, "kv_cache", tensor("kv_cache", kv_cache), ", fp8_ds_mla")
+        rows = _seen_as("kv_cache", kv_cache, stored)
+    kv_scale = _scale("scale", scale) if format in _FP8_FORMAT.values() else 1.0
+    layer = renamed(_MLA_NAMES, _latent_layer, rows, format, kv_c.shape[1], kv_scale)
+    renamed(_MLA_NAMES, mla_append, kv_c, k_pe, layer, slot_mapping)
+
+
+def _cache_format(name: str, cache_name: str, cache: Tensor, more: str = "") -> tuple[str, torch.dtype]:
+    """tersekv's format and the stored dtype of a cache that vLLM calls `name`."""
+    if not isinstance(name, str):
+        raise TypeError(f"kv_cache_dtype: want str, got {type(name).__name__}")
+    if name == "auto" or name in _NAMED_HALF:
+        if cache.dtype not in _HALF or cache.dtype != _NAMED_HALF.get(name, cache.dtype):
+            want = "bfloat16 or float16" if name == "auto" else name
+            raise ValueError(f"{cache_name}: want {want} for kv_cache_dtype={name!r}, got {dtype_name(cache.dtype)}")
+        return _HALF[cache.dtype], cache.dtype
+    if name not in _NAMED_FP8:
+        known = ", ".join(("auto", *_NAMED_HALF, *_NAMED_FP8))
+        raise ValueError(
+            f"kv_cache_dtype: want one of {known}{more}, got {name!r} (scales per token and head: "
+            "triton_reshape_and_cache_flash_per_token_head_quant)"
+        )
+    return _FP8_FORMAT[_NAMED_FP8[name]], _NAMED_FP8[name]
+
+
+def _seen_as(name: str, cache: Tensor, stored: torch.dtype) -> Tensor:
+    """A view of the cache in its stored dtype; vLLM's fp8 caches come as uint8."""
+    if tensor(name, cache).dtype == stored:
+        return cache
+    if cache.dtype != torch.uint8 or stored not in _FP8_FORMAT:
+        or_bytes = " or uint8" if stored in _FP8_FORMAT else ""
+        raise ValueError(f"{name}: want {dtype_name(stored)}{or_bytes}, got {dtype_name(cache.dtype)}")
+    return cache.view(stored)
+
+
+def _token_rows(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+    n = tensor("slot_mapping", slot_mapping, "T").shape[0]
+    tensor("key", key, "T, H, D"), tensor("value", value, "T, H, Dv")
+    return first_rows("key", key, n, "slot_mapping"), first_rows("value", value, n, "slot_mapping")
+
+
+def _row_heads(name: str, cache: Tensor, dim: int) -> Tensor:
+    """The first `dim` columns of cache rows that hold more."""
+    if tensor(name, cache).dim() != 4 or cache.shape[3] < dim:
+        raise ValueError(f"{name}: want [P, S, heads, {dim} or more], got {list(cache.shape)}")
+    return cache if cache.shape[3] == dim else cache[..., :dim]
+
+
+def _scale(name: str, x: float | Tensor) -> float | Tensor:
+    if isinstance(x, Tensor):
+        return x
+    if not isinstance(x, (int, float)):
+        raise TypeError(f"{name}: want a number or Tensor, got {type(x).__name__}")
+    if not x > 0:
+        raise ValueError(f"{name}: want a positive number, got {x}")
+    return x
+
+
+def _latent_layer(rows: Tensor, format: str, rank: int, scale: float | Tensor) -> PagedLatentLayer:
+    return PagedLatentLayer.of(rows, format=format, kv_lora_rank=rank, kv_scale=scale)

@@ -1,0 +1,228 @@
+"""PagePool: which request owns which page of a cache. Plain host bookkeeping; tensors are made when asked for.
+
+Typical step: `copies += pool.extend(request, new_tokens)` for each request, `copy_pages(cache, copies)` before the
+next append, then `slot_mapping`, `page_table` and `seq_lens` for the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cache import PagedKVCache, PagedKVLayer, PagedLatentCache
+from .errors import OutOfPagesError
+
+Device = torch.device | str | None
+
+
+class PageCopy(NamedTuple):
+    """Page `dst` takes the place of the shared page `src`: its rows must be copied before the next append."""
+
+    src: int
+    dst: int
+
+
+class RaggedPages(NamedTuple):
+    """The pages of B requests in FlashInfer's form: all int32."""
+
+    kv_indptr: Tensor  # [B + 1] first page of each request in kv_indices
+    kv_indices: Tensor  # [total pages]
+    last_page_len: Tensor  # [B] tokens in the last page; 0 for a request without tokens
+
+
+class PagePool:
+    """Pages of one cache, shared out to requests.
+
+    Requests are named by any hashable id. Pages are shared between forks and counted; a page that is shared is never
+    written: whoever adds a token to a shared, partly filled page gets a copy of it first.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
+            if value <= 0:
+                raise ValueError(f"{name}: want a positive number, got {value}")
+        self.num_pages, self.page_size = num_pages, page_size
+        self._free = list(range(num_pages - 1, -1, -1))  # the last is taken first
+        self._owners = [0] * num_pages
+        self._pages: dict[Hashable, list[int]] = {}
+        self._tokens: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        """Requests in the pool."""
+        return len(self._pages)
+
+    def __contains__(self, request_id: Hashable) -> bool:
+        return request_id in self._pages
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def utilisation(self) -> float:
+        """Fraction of the pages that some request owns."""
+        return 1 - len(self._free) / self.num_pages
+
+    def pages(self, request_id: Hashable) -> tuple[int, ...]:
+        """The pages of a request, in the order of its tokens."""
+        return tuple(self._pages[self._known(request_id)])
+
+    def num_tokens(self, request_id: Hashable) -> int:
+        return self._tokens[self._known(request_id)]
+
+    def add(self, request_id: Hashable, num_tokens: int = 0) -> None:
+        """A new request with room for `num_tokens`. Raises OutOfPagesError and leaves the pool as it was."""
+        self._new(request_id)
+        _not_negative("num_tokens", num_tokens)
+        self._pages[request_id] = self._take(-(-num_tokens // self.page_size))
+        self._tokens[request_id] = num_tokens
+
+    def extend(self, request_id: Hashable, num_tokens: int = 1) -> list[PageCopy]:
+        """Room for `num_tokens` more. Returns the page to copy before they are written, if any (see `copy_pages`).
+
+        Raises OutOfPagesError and leaves the pool as it was.
+        """
+        pages, old = self._pages[self._known(request_id)], self._tokens[request_id]
+        _not_negative("num_tokens", num_tokens)
+        if num_tokens == 0:
+            return []
+        shared = old % self.page_size > 0 and self._owners[pages[-1]] > 1
+        fresh = self._take(-(-(old + num_tokens) // self.page_size) - len(pages) + shared)
+        copies = []
+        if shared:
+            copies.append(PageCopy(pages[-1], fresh[0]))
+            self._owners[pages.pop()] -= 1
+        pages += fresh
+        self._tokens[request_id] = old + num_tokens
+        return copies
+
+    def fork(self, source_id: Hashable, request_id: Hashable) -> None:
+        """A new request with the tokens of `source_id`, sharing its pages. Takes no page."""
+        pages = self._pages[self._known(source_id)]
+        self._new(request_id)
+        for page in pages:
+            self._owners[page] += 1
+        self._pages[request_id], self._tokens[request_id] = list(pages), self._tokens[source_id]
+
+    def truncate(self, request_id: Hashable, num_tokens: int) -> None:
+        """Keep the first `num_tokens` of a request, such as the drafts that were accepted; free the pages behind."""
+        pages, old = self._pages[self._known(request_id)], self._tokens[request_id]
+        if not 0 <= num_tokens <= old:
+            raise ValueError(f"num_tokens: want in [0, {old}], got {num_tokens}")
+        keep = -(-num_tokens // self.page_size)
+        self._release(pages[keep:])
+        del pages[keep:]
+        self._tokens[request_id] = num_tokens
+
+    def free(self, request_id: Hashable) -> None:
+        """Forget a request. Pages that no other request shares become free."""
+        self._release(self._pages.pop(self._known(request_id)))
+        del self._tokens[request_id]
+
+    def page_table(
+        self, request_ids: Sequence[Hashable], *, device: Device = None, max_pages: int | None = None
+    ) -> Tensor:
+        """[B, max_pages] int32, −1 behind a request's pages. max_pages: None takes the longest request's."""
+        rows = [self._pages[self._known(r)] for r in request_ids]
+        longest = max(map(len, rows), default=0)
+        width = longest if max_pages is None else max_pages
+        if width < longest:
+            raise ValueError(f"max_pages: want at least {longest}, got {max_pages}")
+        return _int32([row + [-1] * (width - len(row)) for row in rows], device).view(len(rows), width)
+
+    def seq_lens(self, request_ids: Sequence[Hashable], *, device: Device = None) -> Tensor:
+        """[B] int32: tokens of each request."""
+        return _int32([self.num_tokens(r) for r in request_ids], device)
+
+    def slot_mapping(
+        self, request_ids: Sequence[Hashable], new_tokens: Sequence[int], *, device: Device = None
+    ) -> Tensor:
+        """[sum(new_tokens)] int64: page * S + offset of the last `new_tokens[i]` tokens of each request, in order."""
+        slots = []
+        for request, position in self._newest(request_ids, new_tokens):
+            page, offset = divmod(position, self.page_size)
+            slots.append(self._pages[request][page] * self.page_size + offset)
+        return torch.tensor(slots, dtype=torch.int64, device=device)
+
+    def positions(self, request_ids: Sequence[Hashable], new_tokens: Sequence[int], *, device: Device = None) -> Tensor:
+        """[sum(new_tokens)] int64: position in its request of each token of `slot_mapping`; what RoPE needs."""
+        positions = [position for _, position in self._newest(request_ids, new_tokens)]
+        return torch.tensor(positions, dtype=torch.int64, device=device)
+
+    def ragged_pages(self, request_ids: Sequence[Hashable], *, device: Device = None) -> RaggedPages:
+        """kv_indptr, kv_indices and last_page_len of these requests."""
+        indptr, indices, last = [0], [], []
+        for request in request_ids:
+            n, pages = self.num_tokens(request), self._pages[request]
+            indices += pages
+            indptr.append(len(indices))
+            last.append((n - 1) % self.page_size + 1 if n else 0)
+        return RaggedPages(*(_int32(x, device) for x in (indptr, indices, last)))
+
+    def _newest(self, request_ids: Sequence[Hashable], new_tokens: Sequence[int]) -> list[tuple[Hashable, int]]:
+        if len(request_ids) != len(new_tokens):
+            raise ValueError(f"new_tokens: want {len(request_ids)} numbers, got {len(new_tokens)}")
+        out = []
+        for request, n in zip(request_ids, new_tokens, strict=True):
+            total = self.num_tokens(request)
+            if not 0 <= n <= total:
+                raise ValueError(f"new_tokens: want in [0, {total}] for request {request!r}, got {n}")
+            out += [(request, position) for position in range(total - n, total)]
+        return out
+
+    def _take(self, n: int) -> list[int]:
+        if n > len(self._free):
+            raise OutOfPagesError(f"want {n} free pages, got {len(self._free)} of {self.num_pages}")
+        taken = [self._free.pop() for _ in range(n)]
+        for page in taken:
+            self._owners[page] = 1
+        return taken
+
+    def _release(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                self._free.append(page)
+
+    def _known(self, request_id: Hashable) -> Hashable:
+        if request_id not in self._pages:
+            raise ValueError(f"request_id: want a request of this pool, got {request_id!r}")
+        return request_id
+
+    def _new(self, request_id: Hashable) -> None:
+        if request_id in self._pages:
+            raise ValueError(f"request_id: want a new one, got {request_id!r}, which is in the pool")
+
+
+@torch.no_grad()
+def copy_pages(cache: PagedKVCache | PagedLatentCache, copies: Sequence[tuple[int, int]]) -> None:
+    """Copy whole pages, scales included, in every layer of a cache: (src, dst) pairs, as if one after the other."""
+    if not copies:
+        return
+    first: dict[int, int] = {}  # page → the page whose present rows it will hold
+    for src, dst in copies:
+        first[dst] = first.get(src, src)
+    layer = cache[0]
+    device = (layer.k if isinstance(layer, PagedKVLayer) else layer.ckv).device
+    src_pages, dst_pages = torch.tensor([[*first.values()], [*first]], device=device)
+    for layer in cache.layers:
+        if isinstance(layer, PagedKVLayer):
+            tensors = [layer.k, layer.v, layer.k_scale_cache, layer.v_scale_cache]
+        else:
+            tensors = [layer.ckv, layer.kpe, layer.ckv_scale_cache]
+        for t in tensors:
+            if t is not None:
+                t = t.view(torch.uint8) if t.element_size() == 1 else t  # some devices index no fp8
+                t[dst_pages] = t[src_pages]
+
+
+def _not_negative(name: str, value: int) -> None:
+    if value < 0:
+        raise ValueError(f"{name}: want 0 or more, got {value}")
+
+
+def _int32(values: list, device: Device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)

@@ -1,0 +1,264 @@
+"""What `tersekv verify` runs: small frozen cases for every operation × format × variant.
+
+A case is a description; `make.py` turns it into tensors, poisoned wherever nothing may be read. Sizes are spread
+over the formats, so that a GPU compiles few distinct kernels and every size still meets some format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..formats import KV_FORMATS, LATENT_FORMATS, kv_format, latent_format
+
+Lens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call. Requests hold `lens` tokens, the last `q_lens` of them new (queries, or rows to append)."""
+
+    op: str
+    format: str
+    name: str
+    quick: bool = False
+    lens: Lens = (37, 1, 0, 130)
+    q_lens: Lens | None = None  # None: one each
+    page: int = 16
+    dtype: str = "bfloat16"  # of queries and new rows
+    index: str = "int32"
+    strided: bool = False  # rows are slices of wider buffers, outputs have gaps
+
+    # K/V caches
+    heads: int = 2
+    group: int = 4
+    dim: int = 64
+    dim_v: int = 0  # 0: dim
+    layout: str = "NHD"
+    packed: bool = False
+    inline: bool = False
+    spread: bool = False  # rows of very different size, so that stored scales differ widely
+
+    # latent caches
+    rank: int = 512
+    rope: int = 64
+    split: bool = False
+
+    # scales: "one"; "float"; "tensor" [1]; "head" [H]
+    scale: str = "one"
+
+    # appends
+    place: str = "slots"  # or "pages": batch_indices, positions, kv_indptr, kv_indices
+    skip: bool = False  # some rows are skipped, some point outside the cache
+    rotary: int = 0  # rotary dimensions; 0: the whole row
+    rotate: bool = True  # mla_append
+    interleaved: bool = False
+    query: bool = True
+    q_nope: int = 0  # mla_append
+    out_dtype: str = ""  # of queries and attention outputs; "": dtype
+    reciprocal: bool = False  # scale tensors quantise
+    zero_padding: bool = False
+    special: bool = False  # a row with NaN, −0 and inf
+
+    # attention
+    ragged: bool = False  # cu_seqlens_q
+    mask: bool = False
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    lse: bool = True
+    precision: str = "exact"
+
+    # mla_prefill
+    nope: int = 128
+    chunk: int = 0  # rows of the buffer; 0: all
+    weight: str = "float8_e4m3fn"
+    raw_in_cache: bool = False
+
+    # merge_states
+    parts: int = 2
+
+    @property
+    def id(self) -> str:
+        return f"{self.op}/{self.format}/{self.name}"
+
+
+def cases(
+    ops: tuple[str, ...] | None = None, formats: tuple[str, ...] | None = None, *, quick: bool = False
+) -> Iterator[Case]:
+    """The cases of the operations and formats named (None: all); `quick` keeps those that matter most."""
+    for op, (known, variants) in _VARIANTS.items():
+        if ops is not None and op not in ops:
+            continue
+        for i, name in enumerate(known):
+            if formats is not None and name not in formats:
+                continue
+            for case in variants(Case(op, name, "plain", quick=True), i):
+                if case.quick or not quick:
+                    yield case
+
+
+def _step(name: str, dim: int) -> int:
+    """`dim`, rounded up to what the format's rows can hold."""
+    step = kv_format(name).scale_block or 8
+    return -(-dim // step) * step
+
+
+def _append(base: Case, i: int) -> Iterator[Case]:
+    odd = _step(base.format, (40, 72, 80, 96, 104, 120, 80)[i])
+    base = replace(base, lens=(20, 3, 0, 40), q_lens=(5, 3, 0, 9), skip=True)
+    yield base
+    yield replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0))
+    yield replace(base, name="one token", lens=(7,), q_lens=(1,), skip=False, page=3, quick=False)
+    for case in (
+        replace(base, name="hnd packed inline strided", layout="HND", packed=True, inline=True, strided=True, page=64),
+        replace(base, name=f"inline D {odd} pages of 3", inline=True, dim=odd, dim_v=_step(base.format, 24), page=3),
+        replace(base, name="fp32 scales int64", dtype="float32", index="int64", scale="float", page=1),
+        replace(base, name="fp16 scale tensors uint32", dtype="float16", index="uint32", scale="tensor", skip=False),
+        replace(base, name="kv_indices quantising scales", place="pages", scale="tensor", reciprocal=True),
+        replace(base, name="D 256 Dv 512", dim=256, dim_v=512, heads=1, page=256),
+        replace(base, name="8 heads D 128", lens=(300, 40), q_lens=(300, 0), heads=8, dim=128, dtype="float16"),
+    ):
+        yield replace(case, quick=False)
+    if kv_format(base.format).scale == "tensor":
+        yield replace(base, name="a scale per head", scale="head", quick=False)
+    if kv_format(base.format).scale != "none":  # 16-bit NaNs differ in their bits
+        yield replace(base, name="nan and inf", special=True, quick=False)
+
+
+def _rope_append(base: Case, i: int) -> Iterator[Case]:
+    odd = _step(base.format, (40, 72, 80, 96, 104, 120, 80)[i])
+    base = replace(base, lens=(20, 3, 0, 40), q_lens=(5, 3, 0, 9), skip=True)
+    yield replace(base, name="neox e4m3 query", out_dtype="float8_e4m3fn")
+    for case in (
+        replace(base, name="partial interleaved", rotary=32, interleaved=True, dim=128, layout="HND", packed=True),
+        replace(base, name="no query", query=False, dtype="float16", index="int64", page=64),
+        replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0)),
+        replace(base, name="kv_indices zero padding", place="pages", zero_padding=True, index="uint32"),
+        replace(base, name=f"R 24 of {odd}", dim=odd, dim_v=_step(base.format, 56), rotary=24, group=5, page=3),
+        replace(base, name="e5m2 query scale tensors", out_dtype="float8_e5m2", scale="tensor", strided=True, page=1),
+        replace(base, name="fp32 D 256", dtype="float32", dim=256, heads=1, group=8, inline=True, scale="float"),
+        replace(base, name="quantising scales", place="pages", scale="tensor", reciprocal=True, rotary=16),
+    ):
+        yield replace(case, quick=False)
+
+
+def _mla_append(base: Case, i: int) -> Iterator[Case]:
+    base = replace(base, lens=(20, 3, 0, 40), q_lens=(5, 3, 0, 9), skip=True, group=4, interleaved=True, q_nope=512)
+    yield replace(base, name="with query", out_dtype="float8_e4m3fn")
+    for case in (
+        replace(base, name="rows only", rotate=False, query=False, index="int64", page=64),
+        replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0)),
+        replace(base, name="one token neox", lens=(9,), q_lens=(1,), skip=False, interleaved=False, dtype="float16"),
+        replace(base, name="kv_indices zero padding", place="pages", zero_padding=True, index="uint32"),
+        replace(base, name="scale tensors strided", scale="tensor", strided=True, page=1, out_dtype="float8_e5m2"),
+        replace(base, name="rank 256 rope 32", rank=256, rope=32, q_nope=128, dtype="float32", page=3, scale="float"),
+        replace(base, name="quantising scales", place="pages", scale="tensor", reciprocal=True, q_nope=128),
+    ):
+        yield replace(case, quick=False)
+    if base.format != "fp8_ds_mla":
+        yield replace(base, name="split", split=True, quick=False)
+    if latent_format(base.format).scale == "tensor":
+        yield replace(base, name="nan and inf", special=True, query=False, rotate=False, quick=False)
+
+
+def _decode(base: Case, i: int) -> Iterator[Case]:
+    odd = _step(base.format, (72, 40, 80, 96, 104, 120, 80)[i])
+    odd_v = _step(base.format, (72, 40, 24, 56, 32, 64, 32)[i])
+    base = replace(base, dim=128)
+    yield base
+    drafts = replace(base, lens=(37, 4, 0, 70), q_lens=(3, 3, 3, 3))
+    yield replace(drafts, name="drafts tree mask", mask=True, layout="HND", packed=True, inline=True)
+    ragged = replace(base, lens=(37, 4, 0, 70), q_lens=(2, 4, 0, 1), ragged=True)
+    for case in (
+        replace(base, name="G 1 fp16 window", group=1, heads=3, dtype="float16", window=20, index="int64", inline=True),
+        replace(base, name="G 16 sinks softcap", group=16, heads=1, sinks=True, softcap=20.0, page=64, scale="float"),
+        replace(ragged, name="ragged drafts window", window=5, index="uint32", page=1, dim=64),
+        replace(ragged, name="drafts fp16 sinks", dtype="float16", sinks=True, page=64, group=8),
+        replace(base, name=f"D {odd} Dv {odd_v} G 5 pages of 3", dim=odd, dim_v=odd_v, group=5, page=3),
+        replace(base, name="D 192 Dv 128 pages of 256", dim=192, dim_v=128, group=8, page=256, lens=(300, 511)),
+        replace(base, name="D 256", dim=256, group=8, page=64, lens=(65, 200)),
+        replace(base, name="D 512 G 8", dim=512, group=8, heads=1, lens=(65, 20), lse=False),
+        replace(base, name="D 32 long", dim=32, heads=1, lens=(5000, 3, 700), page=64),
+        replace(base, name="no requests", lens=(), q_lens=()),
+        replace(base, name="scale tensors e4m3 out", scale="tensor", out_dtype="float8_e4m3fn", page=64),
+        replace(base, name="e4m3 query e5m2 out", dtype="float8_e4m3fn", out_dtype="float8_e5m2"),
+        replace(base, name="strided spread fast", strided=True, spread=True, precision="fast", page=64),
+        replace(base, name="fp32 spread", dtype="float32", spread=True, lse=False),
+    ):
+        yield replace(case, quick=False)
+    if kv_format(base.format).scale == "tensor":
+        yield replace(base, name="a scale per head", scale="head", quick=False)
+
+
+def _mla_decode(base: Case, i: int) -> Iterator[Case]:
+    base = replace(base, heads=1, group=16, page=64)
+    yield base
+    drafts = replace(base, lens=(37, 4, 0, 70), q_lens=(2, 2, 2, 2))
+    for case in (
+        replace(base, name="H 1 pages of 16", group=1, page=16, lens=(37, 1, 0, 130, 16)),
+        replace(base, name="H 128", group=128, lens=(200, 77)),
+        replace(base, name="H 5 fp16 pages of 3", group=5, dtype="float16", page=3, index="int64"),
+        replace(drafts, name="drafts", index="uint32", page=32),
+        replace(drafts, name="ragged drafts", q_lens=(2, 4, 0, 1), ragged=True, page=1),
+        replace(base, name="e4m3 query", dtype="float8_e4m3fn", group=128, lens=(130, 64), scale="float"),
+        replace(base, name="long", lens=(3000, 5, 600), page=128),
+        replace(base, name="no requests", lens=(), q_lens=()),
+        replace(base, name="scale tensors e4m3 out", scale="tensor", out_dtype="float8_e4m3fn"),
+        replace(base, name="strided spread fast", strided=True, spread=True, precision="fast", group=64),
+        replace(base, name="rank 256 rope 32", rank=256, rope=32, group=8),
+        replace(base, name="fp32", dtype="float32", lse=False),
+    ):
+        yield replace(case, quick=False)
+    if base.format != "fp8_ds_mla":
+        yield replace(base, name="split", split=True, quick=False)
+
+
+def _mla_prefill(base: Case, i: int) -> Iterator[Case]:
+    base = replace(base, heads=1, group=4, lens=(37, 5, 0, 70), q_lens=(20, 5, 0, 33))
+    yield base
+    cases = [
+        replace(base, name="chunked", chunk=32, index="int64", page=3),
+        replace(base, name="one token", lens=(1,), q_lens=(1,)),
+        replace(base, name="no tokens", lens=(0,), q_lens=(0,)),
+        replace(base, name="16-bit weight fp16", dtype="float16", weight="", page=64),
+        replace(base, name="16-bit weight", weight="", dim_v=64, nope=64, index="uint32"),
+        replace(base, name="16 heads", group=16, lens=(150,), q_lens=(130,), page=128),
+        replace(base, name="scaled rows strided", scale="float", strided=True, spread=True, page=1),
+    ]
+    if base.format in ("bf16", "fp16"):
+        cases.append(replace(base, name="raw rows in the cache", raw_in_cache=True, page=64))
+    if base.format != "fp8_ds_mla":
+        cases.append(replace(base, name="split", split=True))
+    for case in cases:
+        yield replace(case, quick=False)
+
+
+def _merge(base: Case, i: int) -> Iterator[Case]:
+    yield replace(base, name="2 parts", lens=(7,), dim=128)
+    for case in (
+        replace(base, name="5 parts", parts=5, lens=(33,), dim=72, strided=True),
+        replace(base, name="1 part", parts=1, lens=(3,), dim=512),
+        replace(base, name="no tokens", lens=(0,)),
+        replace(base, name="many parts", parts=70, lens=(2,), heads=1, group=1, dim=32),
+    ):
+        yield replace(case, quick=False)
+
+
+_MERGE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def _merge_of(base: Case, i: int) -> Iterator[Case]:
+    return _merge(replace(base, dtype=_MERGE_DTYPES[base.format]), i)
+
+
+_VARIANTS = {
+    "append": (tuple(KV_FORMATS), _append),
+    "rope_append": (tuple(KV_FORMATS), _rope_append),
+    "decode": (tuple(KV_FORMATS), _decode),
+    "mla_append": (tuple(LATENT_FORMATS), _mla_append),
+    "mla_decode": (tuple(LATENT_FORMATS), _mla_decode),
+    "mla_prefill": (tuple(LATENT_FORMATS), _mla_prefill),
+    "merge_states": (tuple(_MERGE_DTYPES), _merge_of),
+}
+OPS = tuple(_VARIANTS)

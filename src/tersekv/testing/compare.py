@@ -1,0 +1,124 @@
+"""Is what an operation wrote what it should have written? Codes and scales by bytes, attention by a relative norm.
+
+Memory is compared whole: a byte written outside the rows of a view is found too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..calls import CALLS
+from .codes import decode
+from .memory import as_bytes, put, storage_bytes
+from .reference import Expected, latent_rows
+
+EXACT = 3e-3  # relative norm of a 16- or 32-bit output, against fp64
+FAST = 3e-2  # with precision="fast"
+ROUNDED = {torch.float8_e4m3fn: 4e-2, torch.float8_e5m2: 8e-2}  # an 8-bit output: mostly its own rounding
+STORED = 1e-2  # rows that an MLA prefill norms and stores: a code may differ by one where sums differ in order
+LSE = 2e-3  # absolute
+PER_TOKEN = 2.0  # one token may err so many times the limit of the whole
+
+
+class Report(NamedTuple):
+    """error: the largest relative norm, or the share of bytes that differ; message: None where all is well."""
+
+    error: float
+    message: str | None
+
+
+def compare(op: str, got: Any, want: Any, expected: Expected) -> Report:
+    """Compare the written fields of two call records on the CPU. Overwrites both.
+
+    got:       after the operation
+    want:      after `reference.run`, which returned `expected`
+    """
+    reports = []
+    precision = getattr(got, "precision", "exact")
+    for name, values in expected.values.items():
+        tensor = getattr(got, name)
+        limit = limit_of(name, tensor.dtype, precision)
+        reports.append(_lse(decode(tensor), values) if name == "lse" else _values(name, decode(tensor), values, limit))
+        for call in (got, want):  # what is left must be equal to the byte
+            getattr(call, name).zero_()
+    if expected.rows is not None:
+        rows = zip(latent_rows(got, *expected.rows), latent_rows(want, *expected.rows), strict=True)
+        reports += [_values(n, g, w, STORED) for n, (g, w) in zip(("ckv rows", "kpe rows"), rows, strict=True)]
+        for call in (got, want):
+            _clear_rows(call, *expected.rows)
+    for name in CALLS[op][1]:
+        if getattr(got, name) is not None:
+            reports.append(_bytes(name, getattr(got, name), getattr(want, name)))
+    messages = dict.fromkeys(r.message for r in reports if r.message)
+    return Report(max(r.error for r in reports), "\n".join(messages) or None)
+
+
+def limit_of(name: str, dtype: torch.dtype, precision: str) -> float:
+    """The largest relative error of a written field that is accepted."""
+    if dtype in ROUNDED:
+        return ROUNDED[dtype]
+    return FAST if precision == "fast" and name == "out" else EXACT
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """‖got − want‖ / ‖want‖; the plain norm of `got` where `want` is 0."""
+    norm = float(want.norm())
+    return float((got - want).norm()) / (norm or 1.0)
+
+
+def _values(name: str, got: Tensor, want: Tensor, limit: float) -> Report:
+    if not want.numel():
+        return Report(0.0, None)
+    wrong = ~got.isfinite()
+    if wrong.any():
+        i = _first(wrong)
+        return Report(torch.inf, f"{name}: want finite values, got {float(got[i])} at {list(i)}")
+    error = relative(got, want)
+    worst, token = max((relative(g, w), t) for t, (g, w) in enumerate(zip(got, want, strict=True)))
+    if error <= limit and worst <= PER_TOKEN * limit:
+        return Report(error, None)
+    i = _largest(got - want)
+    return Report(
+        error,
+        f"{name}: want relative error <= {limit:g} (one token: {PER_TOKEN * limit:g}), got {error:.2e} "
+        f"(token {token}: {worst:.2e}); at {list(i)} want {float(want[i]):.6g}, got {float(got[i]):.6g}",
+    )
+
+
+def _lse(got: Tensor, want: Tensor) -> Report:
+    """Absolute; −inf exactly where nothing is seen. An error in it is in the message, not in the relative norm."""
+    wrong = got.isnan() | ((got == -torch.inf) != (want == -torch.inf)) | (got == torch.inf)
+    difference = torch.where(want == -torch.inf, 0.0, got - want)
+    if not wrong.any() and (not want.numel() or float(difference.abs().max()) <= LSE):
+        return Report(0.0, None)
+    i = _first(wrong) if wrong.any() else _largest(difference)
+    return Report(0.0, f"lse: want {float(want[i]):.6g} (± {LSE:g}), got {float(got[i]):.6g} at {list(i)}")
+
+
+def _bytes(name: str, got: Tensor, want: Tensor) -> Report:
+    wrong = (as_bytes(got) != as_bytes(want)).any(-1)
+    if wrong.any():
+        i, n = _first(wrong), int(wrong.sum())
+        a, b = ("0x" + "".join(f"{n:02x}" for n in reversed(as_bytes(t)[i].tolist())) for t in (want, got))
+        return Report(
+            n / wrong.numel(), f"{name}: {n} of {wrong.numel()} elements differ; at {list(i)} want {a}, got {b}"
+        )
+    stray = int((storage_bytes(got) != storage_bytes(want)).sum())
+    return Report(0.0, f"{name}: {stray} bytes of its memory outside the view were overwritten" if stray else None)
+
+
+def _clear_rows(call: Any, pages: Tensor, slots: Tensor) -> None:
+    for t in (call.ckv, call.kpe, call.ckv_scale_cache):
+        if t is not None:
+            put(t, pages, slots, torch.zeros(len(pages), t.shape[-1], dtype=t.dtype))
+
+
+def _first(wrong: Tensor) -> tuple[int, ...]:
+    return tuple(int(n) for n in wrong.nonzero()[0])
+
+
+def _largest(x: Tensor) -> tuple[int, ...]:
+    return tuple(int(n) for n in torch.unravel_index(x.abs().argmax(), x.shape))

@@ -1,0 +1,289 @@
+"""Turns a case into the call record of its operation, poisoned wherever nothing may be read.
+
+Dead slots of a cache are 0xFF bytes (NaN), dead entries of a page table huge, outputs start as NaN, gaps between
+strided rows are NaN. A case always makes the same tensors; `make(case, "cuda")` holds what `make(case)` holds.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..cache import PagedKVCache, PagedKVLayer, PagedLatentCache, PagedLatentLayer
+from ..calls import AppendCall, DecodeCall, MergeCall, MLAAppendCall, MLADecodeCall, MLAPrefillCall, RopeAppendCall
+from ..formats import kv_format, latent_format
+from ..ops.mla import mla_prefill_plan
+from ..ops.scales import multiplier, split
+from .cases import Case
+from .codes import column, encode, write_rows
+from .memory import POISON, as_bytes, moved, poisoned, put, storage_bytes
+from .requests import Requests
+
+Scale = float | Tensor
+
+
+def make(case: Case, device: torch.device | str = "cpu") -> tuple:
+    """The call record of `case` on `device`."""
+    call = _MAKERS[case.op](_Maker(case))
+    return call if torch.device(device).type == "cpu" else moved(call, device)
+
+
+class _Maker:
+    """Random numbers and tensors of one case."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.random = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
+        self.requests = Requests(case, self.random)
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        self.out_dtype: torch.dtype = getattr(torch, case.out_dtype or case.dtype)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.random)
+
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self.random) * (high - low) + low
+
+    def view(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Poisoned memory; if the case is strided, a part of wider memory that starts off a 16-byte boundary."""
+        if not self.case.strided:
+            return poisoned(*shape, dtype=dtype)
+        wide = poisoned(shape[0], *[n + 1 for n in shape[1:-1]], shape[-1] + 8, dtype=dtype)
+        for dim in range(1, len(shape) - 1):
+            wide = wide.narrow(dim, 0, shape[dim])
+        return wide[..., 4 : 4 + shape[-1]]
+
+    def rows(self, *shape: int, spread: float = 0.0) -> Tensor:
+        """Rows of normal numbers in the case's dtype; `spread`: of sizes that differ by so many powers of ten."""
+        x = self.normal(*shape)
+        if spread:
+            x = x * 10.0 ** self.uniform(-spread, 0.5, *shape[:-1], 1)
+        return self.placed(encode(x, self.dtype))
+
+    def new_rows(self, *shape: int) -> Tensor:
+        """Rows to append: the first is zero, the third overflows every 8-bit format; `special`: the fifth holds what
+        is not finite."""
+        x = self.normal(*shape)
+        x[:1] = 0
+        x[2:3] *= 1e4
+        x = x.clamp(-6e4, 6e4)
+        if self.case.special:
+            x[4, ..., 0], x[4, ..., 1] = torch.nan, -0.0
+            x.flatten(1)[4, 2:4] = torch.tensor([torch.inf, -torch.inf])  # in the first head only
+        return self.placed(encode(x, self.dtype))
+
+    def placed(self, x: Tensor) -> Tensor:
+        out = self.view(*x.shape, dtype=x.dtype)
+        as_bytes(out).copy_(as_bytes(x))
+        return out
+
+    def scale(self, base: float, heads: int | None, kind: str) -> Scale:
+        """A scale as the case gives it. `kind` of the format: formats that have none get 1.
+
+        nvfp4 gets floats that are powers of two: only their reciprocal reaches an append.
+        """
+        how = self.case.scale
+        if kind not in ("tensor", "block") or how == "one":
+            return 1.0
+        if how == "float":
+            return 2.0 ** round(base) if kind == "block" else base
+        return torch.full((1,), base) if how == "tensor" or heads is None else torch.linspace(base, 2 * base, heads)
+
+    def kv_layer(self, page: int) -> PagedKVLayer:
+        c = self.case
+        layer = PagedKVCache.allocate(
+            1, self.requests.num_pages, page, c.heads, c.dim, head_dim_v=c.dim_v or c.dim, format=c.format,
+            layout=c.layout, packed=c.packed, inline_scales=c.inline,
+        )[0]  # fmt: skip
+        for t in (layer.k, layer.v, layer.k_scale_cache, layer.v_scale_cache):
+            if t is not None:
+                storage_bytes(t).fill_(POISON)
+        kind = kv_format(c.format).scale
+        scales = self.scale(0.7, c.heads, kind), self.scale(1.3, c.heads, kind)
+        return PagedKVLayer(layer.k, layer.v, c.format, *scales, layer.k_scale_cache, layer.v_scale_cache)
+
+    def latent_layer(self) -> PagedLatentLayer:
+        c = self.case
+        layer = PagedLatentCache.allocate(
+            1, self.requests.num_pages, c.page, format=c.format, kv_lora_rank=c.rank, qk_rope_head_dim=c.rope,
+            split=c.split,
+        )[0]  # fmt: skip
+        for t in (layer.ckv, layer.kpe):
+            storage_bytes(t).fill_(POISON)
+        scale = self.scale(0.7, None, latent_format(c.format).scale)
+        return PagedLatentLayer(layer.ckv, layer.kpe, c.format, scale, layer.ckv_scale_cache)
+
+    def output(self, *shape: int) -> Tensor:
+        return self.view(*shape, dtype=self.out_dtype)
+
+    def lse(self, tokens: int, heads: int) -> Tensor | None:
+        if not self.case.lse:
+            return None
+        shape = (heads, tokens) if self.case.strided else (tokens, heads)
+        lse = poisoned(*shape, dtype=torch.float32)
+        return lse.T if self.case.strided else lse
+
+    def quantising(self, scale: Scale) -> tuple[float, Tensor | None]:
+        """(float, tensor) of a scale for an append's record."""
+        value, tensor = multiplier(scale)
+        return value, (1.0 / tensor if tensor is not None and self.case.reciprocal else tensor)
+
+    def query_scale(self) -> tuple[float, Tensor | None]:
+        c = self.case
+        base = torch.full((1,), 0.3) if c.scale == "tensor" else 0.3 if c.scale == "float" else 1.0
+        return self.quantising(base)
+
+
+def _append(m: _Maker) -> AppendCall:
+    c, r = m.case, m.requests
+    k, v = m.new_rows(r.tokens, c.heads, c.dim), m.new_rows(r.tokens, c.heads, c.dim_v or c.dim)
+    a = m.kv_layer(c.page)
+    return AppendCall(
+        k, v, a.k, a.v, a.k_scale_cache, a.v_scale_cache, *r.place(),
+        c.format, *m.quantising(a.k_scale), *m.quantising(a.v_scale), c.reciprocal,
+    )  # fmt: skip
+
+
+def _rope_append(m: _Maker) -> RopeAppendCall:
+    c, r = m.case, m.requests
+    rotary = c.rotary or c.dim
+    k, v = m.new_rows(r.tokens, c.heads, c.dim), m.new_rows(r.tokens, c.heads, c.dim_v or c.dim)
+    q_parts = out_parts = (None, None)
+    if c.query:
+        heads = c.heads * c.group
+        q_parts = _halves(m.new_rows(r.tokens, heads, c.dim), rotary)
+        out_parts = _halves(m.output(r.tokens, heads, c.dim), rotary)
+    a = m.kv_layer(c.page)
+    return RopeAppendCall(
+        *q_parts, *_halves(k, rotary), v, r.cos_sin(rotary), r.positions(), *out_parts,
+        a.k, a.v, a.k_scale_cache, a.v_scale_cache, *r.place(), c.format, c.interleaved,
+        *m.query_scale(), *m.quantising(a.k_scale), *m.quantising(a.v_scale), c.reciprocal, c.zero_padding,
+    )  # fmt: skip
+
+
+def _mla_append(m: _Maker) -> MLAAppendCall:
+    c, r = m.case, m.requests
+    kv_c, k_pe = m.new_rows(r.tokens, c.rank), m.new_rows(r.tokens, c.rope)
+    q = (None, None, None, None)
+    if c.query:
+        shapes = (r.tokens, c.group, c.rope), (r.tokens, c.group, c.q_nope)
+        q = (*[m.new_rows(*s) for s in shapes], *[m.output(*s) for s in shapes])
+    a = m.latent_layer()
+    rope = (r.cos_sin(c.rope), r.positions()) if c.rotate else (None, None)
+    return MLAAppendCall(
+        q[0], q[1], kv_c, k_pe, *rope, q[2], q[3], a.ckv, a.kpe, a.ckv_scale_cache, *r.place(),
+        c.format, c.interleaved, *m.query_scale(), *m.quantising(a.kv_scale), c.reciprocal, c.zero_padding,
+    )  # fmt: skip
+
+
+def _decode(m: _Maker) -> DecodeCall:
+    c, r = m.case, m.requests
+    a, f, dv = m.kv_layer(c.page), kv_format(c.format), c.dim_v or c.dim
+    pages, slots = r.live()
+    for codes, stored, scale, dim, spread in (
+        (a.k, a.k_scale_cache, a.k_scale, c.dim, 2.0),
+        (a.v, a.v_scale_cache, a.v_scale, dv, 3.0),
+    ):
+        x = m.normal(len(pages), c.heads, dim)
+        if c.spread:
+            x = x * 10.0 ** m.uniform(-spread, 0.5, len(pages), c.heads, 1)
+        write_rows(codes, stored, pages, slots, x, f, column(scale))
+    heads = c.heads * c.group
+    mask = r.mask() if c.mask else None
+    sinks = m.normal(heads) + 1 if c.sinks else None
+    softmax_scale: Scale = c.dim**-0.5
+    out_scale: Scale = 1.0
+    if c.scale == "tensor":
+        softmax_scale, out_scale = torch.full((1,), c.dim**-0.5), torch.full((1,), 3.0)
+    return DecodeCall(
+        m.rows(r.tokens, heads, c.dim), a.k, a.v, a.k_scale_cache, a.v_scale_cache, r.page_table(), r.seq_lens(),
+        r.cu_seqlens() if c.ragged else None, mask, sinks, m.output(r.tokens, heads, dv), m.lse(r.tokens, heads),
+        c.format, r.max_q_len, c.window, c.softcap, *split(softmax_scale), *split(a.k_scale), *split(a.v_scale),
+        *split(out_scale), c.precision,
+    )  # fmt: skip
+
+
+def _mla_decode(m: _Maker) -> MLADecodeCall:
+    c, r = m.case, m.requests
+    a = m.latent_layer()
+    pages, slots = r.live()
+    _fill_latents(m, a, pages, slots)
+    heads = c.heads * c.group
+    q = m.rows(r.tokens, heads, c.rank + c.rope)
+    softmax_scale: Scale = 192**-0.5
+    out_scale: Scale = 1.0
+    if c.scale == "tensor":
+        softmax_scale, out_scale = torch.full((1,), 192**-0.5), torch.full((1,), 3.0)
+    return MLADecodeCall(
+        q[..., : c.rank], q[..., c.rank :], a.ckv, a.kpe, a.ckv_scale_cache, r.page_table(), r.seq_lens(),
+        r.cu_seqlens() if c.ragged else None, m.output(r.tokens, heads, c.rank), m.lse(r.tokens, heads),
+        c.format, r.max_q_len, *split(softmax_scale), *split(a.kv_scale), *split(out_scale), c.precision,
+    )  # fmt: skip
+
+
+def _mla_prefill(m: _Maker) -> MLAPrefillCall:
+    c, r = m.case, m.requests
+    heads, dv, dtype = c.heads * c.group, c.dim_v or 128, m.dtype
+    if c.format in ("bf16", "fp16") and c.raw_in_cache:
+        dtype = latent_format(c.format).storage
+        m.dtype = m.out_dtype = dtype
+    a = m.latent_layer()
+    _fill_latents(m, a, *r.live(new=c.raw_in_cache))
+    spread = 1.0 if c.spread else 0.0
+    raw = (None, None)
+    if not c.raw_in_cache:
+        raw = m.rows(r.tokens, c.rank, spread=spread), m.rows(r.tokens, c.rope)
+    weight, weight_scale = m.normal(heads * (c.nope + dv), c.rank) * c.rank**-0.5, None
+    if c.weight:
+        weight = encode(weight * 100, getattr(torch, c.weight))
+        weight_scale = m.uniform(0.005, 0.015, weight.shape[0] // 128, c.rank // 128)
+    plan = mla_prefill_plan(c.lens, r.q_lens, c.chunk or None)
+    starts = torch.nn.functional.pad(plan.cache_offsets, (0, 1), value=2**31 - 1)  # the last column is never read
+    return MLAPrefillCall(
+        m.rows(r.tokens, heads, c.nope + c.rope), *raw, a.ckv, a.kpe, a.ckv_scale_cache, r.page_table(),
+        r.index([n - q for n, q in zip(c.lens, r.q_lens, strict=True)]), r.cu_seqlens(),
+        r.freqs_cis(c.rope, torch.float32 if c.weight else dtype), (1 + 0.1 * m.normal(c.rank)).to(dtype),
+        weight if c.weight else weight.to(dtype), weight_scale, r.index(plan.buffer_row_offsets), r.index(starts),
+        m.output(r.tokens, heads, dv), m.lse(r.tokens, heads), plan.buffer_lengths, c.format, r.max_q_len,
+        (c.nope + c.rope) ** -0.5, 1e-6, *split(a.kv_scale), "exact",
+    )  # fmt: skip
+
+
+def _merge_states(m: _Maker) -> MergeCall:
+    """One request of lens[0] tokens. Some parts are empty, with NaN values; token 0 has only empty parts."""
+    c, tokens = m.case, m.case.lens[0]
+    heads = c.heads * c.group
+    lses = m.normal(c.parts, tokens, heads) * 3
+    lses[m.uniform(0, 1, c.parts, tokens, heads) < 0.2] = -torch.inf
+    lses[:, :1] = -torch.inf
+    outs = m.rows(c.parts, tokens, heads, c.dim)
+    outs[lses == -torch.inf] = torch.nan
+    return MergeCall(outs, lses, m.output(tokens, heads, c.dim), m.lse(tokens, heads))
+
+
+def _fill_latents(m: _Maker, a: PagedLatentLayer, pages: Tensor, slots: Tensor) -> None:
+    c, f = m.case, latent_format(m.case.format)
+    x, rope = m.normal(len(pages), c.rank), m.normal(len(pages), c.rope)
+    if c.spread:
+        x = x * 10.0 ** m.uniform(-2, 0.5, len(pages), c.rank // 128, 1).expand(-1, -1, 128).flatten(1)
+    scale = column(a.kv_scale)
+    write_rows(a.ckv, a.ckv_scale_cache, pages, slots, x, f, scale)
+    put(a.kpe, pages, slots, encode(rope / scale if f.scale == "tensor" else rope, a.kpe.dtype))
+
+
+def _halves(x: Tensor, r: int) -> tuple[Tensor, Tensor | None]:
+    return x[..., :r], (x[..., r:] if x.shape[-1] > r else None)
+
+
+_MAKERS: dict[str, Callable[[_Maker], tuple]] = {
+    "append": _append,
+    "rope_append": _rope_append,
+    "mla_append": _mla_append,
+    "decode": _decode,
+    "mla_decode": _mla_decode,
+    "mla_prefill": _mla_prefill,
+    "merge_states": _merge_states,
+}

@@ -1,0 +1,209 @@
+"""Dense fp64 references of the attention operations, and the one door to all references.
+
+Plain loops over requests; no code shared with a backend. `run` takes a call record on the CPU, writes what the
+operation stores exactly, and returns what it computes to a tolerance.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..calls import DecodeCall, MergeCall, MLADecodeCall, MLAPrefillCall
+from ..formats import kv_format, latent_format
+from . import reference_append
+from .codes import column, decode, encode, quantise_latents, read_rows, write_rows
+from .memory import put, take
+
+
+class Expected(NamedTuple):
+    """values: fp64, by name of a written field. rows: (pages, slots) of latent rows that are right to a tolerance."""
+
+    values: dict[str, Tensor]
+    rows: tuple[Tensor, Tensor] | None = None
+
+
+def run(op: str, call: Any) -> Expected:
+    """What `op` makes of a call record on the CPU; see the module."""
+    return _REFERENCES[op](call) or Expected({})
+
+
+def _decode(call: DecodeCall) -> Expected:
+    f, heads = kv_format(call.format), call.k_cache.shape[2]
+    group = call.q.shape[1] // heads
+    k_scale, v_scale = (column(_pick(call, n)) for n in ("k_scale", "v_scale"))
+    out, lse = _empty(call.out)
+    for b, (start, stop) in enumerate(_rows(call)):
+        n = int(call.seq_lens[b])
+        where = _places(call.page_table[b], n, call.k_cache.shape[1])
+        k = read_rows(call.k_cache, call.k_scale_cache, *where, f, k_scale)
+        v = read_rows(call.v_cache, call.v_scale_cache, *where, f, v_scale)
+        q = decode(call.q[start:stop])
+        scores = torch.einsum("rhgd,nhd->rhgn", q.unflatten(1, (heads, group)), k).flatten(1, 2)
+        scores = scores * float(_pick(call, "softmax_scale"))
+        if call.softcap:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        mask = None if call.mask is None else call.mask[start:stop]
+        visible = _visible(stop - start, n, mask, call.window)
+        p, lse[start:stop] = _softmax(scores, visible, call.sinks)
+        o = torch.einsum("rhgn,nhd->rhgd", p.unflatten(1, (heads, group)), v)
+        out[start:stop] = o.flatten(1, 2)
+    return _attention(call, out * float(_pick(call, "out_scale")), lse)
+
+
+def _mla_decode(call: MLADecodeCall) -> Expected:
+    out, lse = _empty(call.out)
+    for b, (start, stop) in enumerate(_rows(call)):
+        n = int(call.seq_lens[b])
+        ckv, kpe = latent_rows(call, *_places(call.page_table[b], n, call.ckv.shape[1]))
+        q_nope, q_pe = decode(call.q_nope[start:stop]), decode(call.q_pe[start:stop])
+        scores = q_nope @ ckv.T + q_pe @ kpe.T
+        scores = scores * float(_pick(call, "softmax_scale"))
+        p, lse[start:stop] = _softmax(scores, _visible(stop - start, n, None, 0), None)
+        out[start:stop] = p @ ckv
+    return _attention(call, out * float(_pick(call, "out_scale")), lse)
+
+
+def _mla_prefill(call: MLAPrefillCall) -> Expected:
+    rope, heads, dv = call.kpe.shape[-1], call.q.shape[1], call.out.shape[-1]
+    nope = call.q.shape[-1] - rope
+    out, lse = _empty(call.out)
+    q = decode(call.q).clone()
+    pages, slots = [], []
+    for b, (start, stop) in enumerate(_rows(call)):
+        old = int(call.cache_lens[b])
+        n = old + stop - start
+        where = _places(call.page_table[b], n, call.ckv.shape[1])
+        new = where[0][old:], where[1][old:]
+        pages.append(new[0])
+        slots.append(new[1])
+        freqs = call.freqs_cis[old:n]
+        q[start:stop, :, nope:] = _rotated(call.q[start:stop, :, nope:], freqs).to(call.q.dtype).double()
+        _store_new(call, start, stop, new, freqs)
+        ckv, kpe = latent_rows(call, *where)
+        k_nope, v = _up_project(call, ckv, heads, dv).split([nope, dv], -1)
+        kpe = kpe.to(call.q.dtype).double()
+        k = torch.cat([k_nope, kpe[:, None].expand(-1, heads, -1)], -1)
+        scores = torch.einsum("rhd,nhd->rhn", q[start:stop], k) * call.softmax_scale
+        p, lse[start:stop] = _softmax(scores, _visible(stop - start, n, None, 0), None)
+        out[start:stop] = torch.einsum("rhn,nhd->rhd", p, v)
+    rows = (torch.cat(pages), torch.cat(slots)) if pages else None
+    return Expected({**_attention(call, out, lse).values, "q": q}, rows)
+
+
+def _merge_states(call: MergeCall) -> Expected:
+    lses = call.lses.double()
+    lse = torch.logsumexp(lses, 0)
+    weight = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - lse))[..., None]
+    parts = torch.where(weight == 0, 0.0, call.outs.double())
+    return _attention(call, (weight * parts).sum(0), lse)
+
+
+_REFERENCES = {
+    "append": reference_append.append,
+    "rope_append": reference_append.rope_append,
+    "mla_append": reference_append.mla_append,
+    "decode": _decode,
+    "mla_decode": _mla_decode,
+    "mla_prefill": _mla_prefill,
+    "merge_states": _merge_states,
+}
+
+
+def _store_new(call: MLAPrefillCall, start: int, stop: int, new: tuple[Tensor, Tensor], freqs: Tensor) -> None:
+    """Norm and rotate the new tokens of one request, and store them."""
+    f, scale = latent_format(call.format), column(_pick(call, "kv_scale"))
+    if call.kv_c is None or call.k_pe is None:
+        raw, k_pe = take(call.ckv, *new), take(call.kpe, *new)
+    else:
+        raw, k_pe = call.kv_c[start:stop], call.k_pe[start:stop]
+    x = raw.double()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.epsilon)
+    gamma = call.kv_norm_gamma
+    normed = x.to(gamma.dtype) * gamma
+    write_rows(call.ckv, call.ckv_scale_cache, *new, normed.float(), f, scale)
+    k_pe = _rotated(k_pe[:, None], freqs)[:, 0].float()  # no rounding to 16 bits before that of the cache
+    put(call.kpe, *new, encode(k_pe * (1.0 / scale) if f.scale == "tensor" else k_pe, call.kpe.dtype))
+
+
+def _rotated(x: Tensor, freqs: Tensor) -> Tensor:
+    """RoPE of [T, H, R], interleaved pairs, in the dtype of freqs [T, R]."""
+    return reference_append.rotate(x.to(freqs.dtype), freqs[:, 0::2], freqs[:, 1::2], True)
+
+
+def _up_project(call: MLAPrefillCall, ckv: Tensor, heads: int, dv: int) -> Tensor:
+    """Latents [n, L] through kv_b_proj → [n, H, Dn + Dv]; operands of 16 bits and the result are in q's dtype."""
+    w = decode(call.kv_b_proj)
+    if call.kv_b_proj_scale is not None:
+        w = w * call.kv_b_proj_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        ckv = quantise_latents(ckv)
+    else:
+        ckv = ckv.to(call.q.dtype).double()
+    return (ckv @ w.T).to(call.q.dtype).double().unflatten(-1, (heads, -1))
+
+
+def latent_rows(call: Any, pages: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """fp64 latent and rotary parts of cached rows."""
+    f, scale = latent_format(call.format), column(_pick(call, "kv_scale"))
+    ckv = read_rows(call.ckv, call.ckv_scale_cache, pages, slots, f, scale)
+    kpe = decode(take(call.kpe, pages, slots))
+    return ckv, kpe * scale.double() if f.scale == "tensor" else kpe
+
+
+def _places(table: Tensor, n: int, size: int) -> tuple[Tensor, Tensor]:
+    """Page and slot of the first n tokens of a request."""
+    j = torch.arange(n)
+    return table[: -(-n // size)].to(torch.int64)[j // size], j % size
+
+
+def _rows(call: Any) -> list[tuple[int, int]]:
+    """First and last + 1 query row of each request."""
+    requests = call.page_table.shape[0]
+    if call.cu_seqlens_q is None:
+        return [(b * call.max_q_len, (b + 1) * call.max_q_len) for b in range(requests)]
+    cu = call.cu_seqlens_q.tolist()
+    return list(pairwise(cu))
+
+
+def _visible(rows: int, n: int, mask: Tensor | None, window: int) -> Tensor:
+    """Which of n keys each of the last `rows` tokens sees: [rows, n] bool."""
+    i, j = torch.arange(n - rows, n)[:, None], torch.arange(n)
+    if mask is None:
+        seen = j <= i
+    else:
+        bits = (mask.to(torch.int64)[..., None] >> torch.arange(16) & 1).flatten(1).bool()
+        draft = j - (n - rows)
+        seen = (draft < 0) | bits[:, draft.clamp(min=0)]
+        seen = seen & (i >= 0)
+    return seen & (j > i - window) if window else seen
+
+
+def _softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Probabilities [r, H, n] and lse [r, H]; a row that sees nothing: 0 and −inf."""
+    scores = torch.where(visible[:, None], scores, -torch.inf)
+    every = scores
+    if sinks is not None:
+        every = torch.cat([scores, sinks.double()[:, None].expand(len(scores), -1, 1)], -1)
+    lse = torch.where(visible.any(-1)[:, None], torch.logsumexp(every, -1), -torch.inf)
+    p = torch.exp(scores - lse[..., None])
+    return torch.where(visible[:, None], p, 0.0), lse
+
+
+def _attention(call: Any, out: Tensor, lse: Tensor) -> Expected:
+    values = {"out": out}
+    if call.out.dtype.itemsize == 1:
+        values["out"] = out.clamp(-torch.finfo(call.out.dtype).max, torch.finfo(call.out.dtype).max)
+    return Expected(values if call.lse is None else {**values, "lse": lse})
+
+
+def _empty(out: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.zeros(out.shape, dtype=torch.float64), torch.full(out.shape[:2], -torch.inf, dtype=torch.float64)
+
+
+def _pick(call: Any, name: str) -> float | Tensor:
+    """A scale of a call: the tensor wins."""
+    tensor = getattr(call, f"{name}_t")
+    return getattr(call, name) if tensor is None else tensor

@@ -1,0 +1,119 @@
+"""Where the tokens of a case lie: requests, their pages, and every index tensor that an operation may get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cases import Case
+
+_HUGE = {torch.int32: 2**31 - 1, torch.int64: 2**40, torch.uint32: 2**32 - 1}
+_SPARE_PAGES = 3
+_BEYOND_TABLE = 7  # added to the size of cos_sin_cache: a position outside it
+
+Placement = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Requests:
+    """Requests of a case over pages in random order."""
+
+    def __init__(self, case: Case, random: torch.Generator) -> None:
+        self.case, self.random = case, random
+        self.q_lens = case.q_lens if case.q_lens is not None else (1,) * len(case.lens)
+        self.tokens = sum(self.q_lens)
+        self.max_q_len = max(self.q_lens, default=0)
+        self.dtype: torch.dtype = getattr(torch, case.index)
+        used = [-(-n // case.page) for n in case.lens]
+        self.num_pages = sum(used) + _SPARE_PAGES
+        order = torch.randperm(self.num_pages, generator=random).tolist()
+        self.pages = [[order.pop() for _ in range(n)] for n in used]
+        self.max_pos = max(case.lens, default=0) + 2
+
+    def index(self, values: Any) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64).to(self.dtype)
+
+    def seq_lens(self) -> Tensor:
+        return self.index(self.case.lens)
+
+    def cu_seqlens(self) -> Tensor:
+        return self.index([sum(self.q_lens[:b]) for b in range(len(self.q_lens) + 1)])
+
+    def page_table(self) -> Tensor:
+        """[B, max_pages]; entries past a request's pages are huge."""
+        width = max((len(p) for p in self.pages), default=0) + 2
+        rows = [p + [_HUGE[self.dtype]] * (width - len(p)) for p in self.pages]
+        return self.index(rows).reshape(-1, width)
+
+    def live(self, *, new: bool = True) -> tuple[Tensor, Tensor]:
+        """Pages and slots of every token in the cache, without the new ones unless `new`."""
+        where = []
+        for b, n in enumerate(self.case.lens):
+            stop = n if new else n - self.q_lens[b]
+            where += [(self.pages[b][j // self.case.page], j % self.case.page) for j in range(stop)]
+        pages, slots = torch.tensor(where, dtype=torch.int64).reshape(-1, 2).T
+        return pages, slots
+
+    def new_tokens(self) -> list[tuple[int, int]]:
+        """(request, position) of every new token."""
+        lens = zip(self.case.lens, self.q_lens, strict=True)
+        return [(b, n - q + i) for b, (n, q) in enumerate(lens) for i in range(q)]
+
+    def place(self) -> Placement:
+        """slot_mapping, or batch_indices, kv_positions, kv_indptr and kv_indices.
+
+        With `skip`, token 1 is skipped, tokens 3 and 6 point outside the cache.
+        """
+        size, tokens = self.case.page, self.new_tokens()
+        signed = self.dtype != torch.uint32
+        outside = self.num_pages * size + 5
+        if self.case.place == "slots":
+            slots = [self.pages[b][pos // size] * size + pos % size for b, pos in tokens]
+            for i, wrong in ((1, -1 if signed else outside), (3, outside), (6, _HUGE[self.dtype])):
+                if self.case.skip and i < len(slots):
+                    slots[i] = wrong
+            return self.index(slots), None, None, None, None
+        batch, positions = [b for b, _ in tokens], [pos for _, pos in tokens]
+        if self.case.skip:
+            batch[1], positions[3] = -1, outside
+        indptr = [sum(len(p) for p in self.pages[:b]) for b in range(len(self.pages) + 1)]
+        indices = [page for p in self.pages for page in p] + [_HUGE[self.dtype]] * 2
+        signed_dtype = self.dtype if signed else torch.int32
+        return (
+            None,
+            torch.tensor(batch, dtype=signed_dtype),
+            *[self.index(x) for x in (positions, indptr, indices)],
+        )
+
+    def positions(self) -> Tensor:
+        """RoPE positions; with `skip`, that of token 5 lies outside the table."""
+        positions = [pos for _, pos in self.new_tokens()]
+        if self.case.skip and len(positions) > 5:
+            positions[5] = self.max_pos + _BEYOND_TABLE
+        return self.index(positions)
+
+    def _angles(self, rotary: int) -> Tensor:
+        steps = 10000.0 ** -(torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
+        return torch.arange(self.max_pos, dtype=torch.float64)[:, None] * steps
+
+    def cos_sin(self, rotary: int) -> Tensor:
+        a = self._angles(rotary)
+        return torch.cat([a.cos(), a.sin()], -1).float()
+
+    def freqs_cis(self, rotary: int, dtype: torch.dtype) -> Tensor:
+        a = self._angles(rotary)
+        return torch.stack([a.cos(), a.sin()], -1).flatten(1).to(dtype)
+
+    def mask(self) -> Tensor:
+        """[T, W] uint16 words of random trees; every draft sees itself, and bits past the drafts are set."""
+        words = 2 * -(-self.max_q_len // 32)
+        bits = torch.rand(self.tokens, words * 16, generator=self.random) < 0.5
+        row = 0
+        for n in self.q_lens:
+            for i in range(n):
+                bits[row, i:n] = torch.arange(i, n) == i
+                bits[row, n:] = True
+                row += 1
+        weights = 2 ** torch.arange(16)
+        return (bits.unflatten(-1, (words, 16)) * weights).sum(-1).to(torch.uint16)

@@ -1,0 +1,67 @@
+"""Runs every case on a device and judges what comes out against the references of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+
+from ..errors import UnsupportedError
+from ..plan import dispatch, plan
+from . import reference
+from .cases import Case, cases
+from .compare import compare
+from .make import make
+from .memory import moved
+
+PASSED, FAILED, UNSUPPORTED = "passed", "failed", "unsupported"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One case. error: relative norm of an attention, share of elements that differ of an append."""
+
+    case: Case
+    backend: str | None
+    status: str
+    error: float | None = None
+    message: str = ""
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "case": self.case.id}
+
+
+def verify(
+    device: torch.device | str = "cpu",
+    backend: str | None = None,
+    *,
+    ops: tuple[str, ...] | None = None,
+    formats: tuple[str, ...] | None = None,
+    quick: bool = False,
+) -> Iterator[Result]:
+    """Run the cases one by one. `backend` None: the one that a call without a name gets on this device."""
+    for case in cases(ops, formats, quick=quick):
+        yield run(case, device, backend)
+
+
+def run(case: Case, device: torch.device | str = "cpu", backend: str | None = None) -> Result:
+    """Run one case. An error that is no UnsupportedError is a failure, with the error as its message."""
+    want = make(case)
+    call = moved(want, device)
+    chosen = backend
+    try:
+        chosen = plan(case.op, call, backend).backend
+        dispatch(case.op, call, backend)
+        got = moved(call, "cpu")
+    except UnsupportedError as e:
+        return Result(case, chosen, UNSUPPORTED, message=_reason(e, backend))
+    except Exception as e:  # the other cases are to run
+        return Result(case, chosen, FAILED, message=f"{type(e).__name__}: {e}")
+    report = compare(case.op, got, want, reference.run(case.op, want))
+    return Result(case, chosen, FAILED if report.message else PASSED, report.error, report.message or "")
+
+
+def _reason(e: UnsupportedError, backend: str | None) -> str:
+    """The reasons without the headline, which names every shape."""
+    return "; ".join(line.strip() for line in str(e).splitlines()[1:])

@@ -1,0 +1,253 @@
+"""MLA prefill's Triton kernels in the interpreter: stages against the oracle to the bit, the whole against fp64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tersekv import mla_prefill_plan, plan
+from tersekv.backends.torch import mla_latents
+from tersekv.backends.torch import mla_prefill as oracle
+from tersekv.backends.triton import gemm_blockwise, mla_prefill
+from tersekv.backends.triton.mla_prefill_gather import gather, scratch
+from tersekv.backends.triton.mla_prefill_rope import prepare
+from tersekv.backends.triton.mla_prefill_tune import AttentionTile, PrefillConfig, ProductTile
+from tersekv.formats import LATENT_FORMATS
+from tersekv.testing import reference
+from tersekv.testing.cases import Case
+from tersekv.testing.compare import compare
+from tersekv.testing.make import make
+from tersekv.testing.memory import as_bytes, moved
+
+torch.set_num_threads(1)
+FORMATS = tuple(LATENT_FORMATS)
+SMALL = Case(
+    "mla_prefill", "bf16", "small", lens=(13, 1, 0, 2), q_lens=(6, 1, 0, 1), group=2, page=3, rank=128, rope=16,
+    nope=32, dim_v=32,
+)  # fmt: skip
+# Tiles so small (the interpreter takes any) that whole, masked and cut ones all occur.
+TILED = PrefillConfig(AttentionTile(4, 4, 4, 2, False), ProductTile(16, 64, 128, 4, 2, False), False)
+HALF = replace(TILED, product=ProductTile(16, 64, 32, 4, 2, False))
+TMA = PrefillConfig(AttentionTile(8, 4, 4, 2, True), ProductTile(16, 128, 64, 4, 2, True), True)
+RESIDENT = replace(TMA, product=ProductTile(16, 64, 128, 4, 2, True, True, 4))
+
+
+def check(case: Case, config: PrefillConfig) -> float:
+    """Run a case and judge everything that it writes. Returns the relative error."""
+    want = make(case)
+    got = moved(want, "cpu")
+    mla_prefill.run(got, config)
+    report = compare("mla_prefill", got, want, reference.run("mla_prefill", want))
+    assert report.message is None
+    return report.error
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_in_chunks(name):
+    check(replace(SMALL, format=name, chunk=7, scale="float", index="int64"), TILED)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"])
+def test_chips_with_fp8_and_descriptors(name):
+    check(replace(SMALL, format=name, scale="tensor", index="uint32", spread=True, chunk=12), TMA)
+
+
+@pytest.mark.parametrize("rank", [128, 384])
+def test_a_weight_that_stays_in_shared_memory(rank):
+    check(replace(SMALL, rank=rank, lens=(40,), q_lens=(3,)), RESIDENT)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("config", [HALF, replace(TMA, product=HALF.product)], ids=["pointers", "descriptors"])
+def test_a_16_bit_weight(config, dtype):
+    check(replace(SMALL, weight="", dtype=dtype, format="fp16", chunk=11, strided=config is HALF), config)
+
+
+def test_sizes_that_fill_no_tile():
+    case = replace(SMALL, weight="", rank=72, rope=6, nope=24, dim_v=40, group=3, page=5, chunk=12)
+    check(case, HALF)
+
+
+def test_raw_rows_in_the_cache_are_replaced():
+    check(replace(SMALL, raw_in_cache=True, split=True, scale="float"), TILED)
+
+
+def test_no_lse_is_wanted_of_several_chunks():
+    check(replace(SMALL, lse=False, chunk=8), TILED)
+
+
+def test_many_chunks_round_as_one_chunk_does():
+    # Without the residue that is carried on, twelve roundings of the output add up.
+    case = replace(SMALL, lens=(24,), q_lens=(2,), group=1, dim_v=96)
+    assert check(replace(case, chunk=2), TILED) < 1.2 * check(case, TILED)
+
+
+@pytest.mark.parametrize("q_lens", [(0, 0), ()])
+def test_no_tokens(q_lens):
+    check(replace(SMALL, lens=(5, 0)[: len(q_lens)], q_lens=q_lens), TILED)
+
+
+def test_rows_of_no_request_are_zero_and_not_rotated():
+    call = make(SMALL)
+    tail = 3
+    call.cu_seqlens_q.copy_(torch.tensor([0, 5, 5, 5, 5]))  # the last requests have no new tokens
+    call.cache_lens.copy_(torch.tensor([8, 0, 0, 1]))
+    before = call.q.clone()
+    mla_prefill.run(call, TILED)
+    assert (call.out[-tail:] == 0).all()
+    assert (call.lse[-tail:] == -math.inf).all()
+    assert call.out[:-tail].isfinite().all()
+    assert torch.equal(as_bytes(call.q[-tail:]), as_bytes(before[-tail:]))
+    assert not torch.equal(call.q[:-tail], before[:-tail])
+
+
+def test_a_chunk_without_rows_appends_and_gives_zero():
+    call = make(SMALL)
+    want = moved(call, "cpu")
+    call = call._replace(buffer_lengths=[0])
+    oracle.append(want, want.cu_seqlens_q.tolist())
+    mla_prefill.run(call, TILED)
+    assert (call.out == 0).all()
+    assert (call.lse == -math.inf).all()
+    assert torch.equal(call.q, want.q)
+
+
+@pytest.mark.parametrize("config", [TILED, TMA], ids=["pointers", "descriptors"])
+def test_a_nan_reaches_only_those_who_see_it(config):
+    clean, call = make(SMALL), make(SMALL)
+    bad = 2  # token of the first request, amid a tile
+    call.kv_c[bad] = math.nan
+    for c in (clean, call):
+        mla_prefill.run(c, config)
+    seen = torch.zeros(len(call.out), dtype=torch.bool)
+    seen[bad:6] = True
+    assert call.out[seen].isnan().all()
+    assert torch.equal(call.out[~seen], clean.out[~seen])
+    assert torch.equal(call.lse[~seen], clean.lse[~seen])
+
+
+@pytest.mark.parametrize(("column", "lost"), [(1, 0), (3, 3)], ids=["cached", "new"])
+@pytest.mark.parametrize("bad", [-1, SMALL.page * 100, 2**31 - 1])
+def test_a_page_outside_the_cache_is_never_followed(bad, column, lost):
+    call = make(SMALL)
+    call.page_table[0, column] = bad
+    before = as_bytes(call.ckv).clone()
+    prepare(call, False)
+    changed = (as_bytes(call.ckv) != before).flatten(2).any(-1).sum()
+    assert changed == sum(SMALL.q_lens) - lost
+    got = scratch(call, call.buffer_lengths[0])
+    gather(call, 0, call.buffer_lengths[0], got, False)
+    rows = slice(3 * column, 3 * column + 3)
+    assert not as_bytes(got.rows[rows]).any()
+    assert not got.scales[:, rows].any()
+
+
+@pytest.mark.parametrize("freqs", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_append_has_the_bits_of_the_oracle(name, freqs):
+    call = make(replace(SMALL, format=name, scale="tensor", spread=True, strided=True))
+    call = call._replace(freqs_cis=call.freqs_cis.to(freqs))
+    want = moved(call, "cpu")
+    oracle.append(want, want.cu_seqlens_q.tolist())
+    prepare(call, freqs == torch.float32)
+    assert torch.equal(call.q, want.q)
+    assert torch.equal(as_bytes(call.kpe), as_bytes(want.kpe))
+    # The sum of squares is added in another order: the norm, and with it a code, may differ by one step.
+    differs = (as_bytes(call.ckv) != as_bytes(want.ckv)).any(-1)
+    assert differs.float().mean() < 0.02
+    step = as_bytes(call.ckv).flatten(-2).view(torch.uint8 if call.ckv.element_size() == 1 else torch.int16)
+    other = as_bytes(want.ckv).flatten(-2).view(step.dtype)
+    assert ((step.int() - other.int()).abs() <= 1).all()
+
+
+def hard_latents() -> torch.Tensor:
+    """[9, 256] bf16: wide range, groups of zeros, a group beyond the cap, tiny ones, ties, −0, NaN."""
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(0)) * 10 ** torch.arange(-5.0, 4.0)[:, None]
+    x[3, 128:] = 0
+    x[4, 5] = 1e9
+    x[5, :128] = torch.arange(128) * 2.0**-9
+    x[5, 127] = 448
+    x[6, 0], x[6, 1] = -0.0, math.inf
+    x[7, 9] = math.nan
+    x[8, :128] = 1e-39
+    return x.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_gathered_codes_and_scales_have_the_bits_of_the_oracle(name, native):
+    case = replace(SMALL, format=name, lens=(9,), q_lens=(9,), rank=256, scale="float", index="uint32", group=4)
+    call = make(case)
+    x = hard_latents()
+    if name not in ("bf16", "fp16"):
+        x[7:] = 1.0
+    f = LATENT_FORMATS[name]
+    table = call.page_table.to(torch.int64)
+    at = table[0, torch.arange(9) // 3], torch.arange(9) % 3
+    rotary = torch.randn(9, 16)
+    scale = torch.tensor([call.kv_scale])
+    mla_latents.store(x, rotary, call.ckv, call.kpe, call.ckv_scale_cache, at, f, scale)
+    latent, k_pe, _ = oracle.gather(call, 0, 9)
+    codes, scales = mla_latents.quantise_latents(latent)
+    got = scratch(call, 11)
+    gather(call, 0, 9, got, native)
+    got_codes = got.rows[:9].view(torch.uint8)
+    got_codes[got_codes & 0x7F == 0x7F] = 0x7F  # the interpreter's cast keeps the sign of a NaN, a GPU does not
+    assert torch.equal(got_codes, codes.view(torch.uint8))
+    assert torch.equal(as_bytes(got.scales.T[:9]), as_bytes(scales))
+    assert torch.equal(as_bytes(got.k_pe[:9]), as_bytes(k_pe.to(call.q.dtype)))
+
+
+def test_rows_that_no_request_has_are_gathered_as_zero():
+    call = make(SMALL)
+    oracle.append(call, call.cu_seqlens_q.tolist())
+    rows = call.buffer_lengths[0] + 2
+    got = scratch(call, rows)
+    gather(call, 0, rows, got, False)
+    assert not as_bytes(got.rows[-2:]).any()
+    assert not got.scales[:, -2:].any()
+    assert not got.k_pe[-2:].any()
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [TILED.product, ProductTile(16, 256, 128, 4, 2, False), ProductTile(16, 128, 32, 4, 2, False), TMA.product],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [1, 37])
+def test_the_blockwise_product_adds_scaled_partial_sums_in_fp32(tile, rows):
+    n, rank, g = 384, 256, torch.Generator().manual_seed(1)
+    codes = [torch.randn(m, rank, generator=g).mul(100).to(torch.float8_e4m3fn) for m in (40, n)]
+    a_scale, w_scale = torch.rand(40, 2, generator=g) + 0.5, torch.rand(n // 128, 2, generator=g) + 0.5
+    out = torch.full((40, n), math.nan, dtype=torch.bfloat16)
+    scales = a_scale.T.contiguous()
+    scales[:, rows:] = math.nan
+    native = tile.tma
+    gemm_blockwise.up_project(codes[0], scales, codes[1], w_scale, out, rows, tile, native)
+    a, w = (c.float().double() for c in codes)
+    a = a * a_scale.double().repeat_interleave(128, 1)
+    w = w * w_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    want = (a @ w.T)[:rows]
+    assert out[rows:].isnan().all()
+    assert (out[:rows].double() - want).norm() < 2e-3 * want.norm()
+    torch.testing.assert_close(out[:rows].float(), want.float().to(torch.bfloat16).float(), atol=0.5, rtol=2**-7)
+
+
+def test_shares_of_rows_leave_no_row_and_few_processors_idle():
+    for blocks_m, blocks_n in ((64, 256), (1, 256), (3, 32), (64, 32), (200, 7)):
+        share = gemm_blockwise.share_of_rows(blocks_m, blocks_n, 132)
+        assert 1 <= share <= blocks_m
+    assert gemm_blockwise.share_of_rows(64, 256, 132) == 64  # 256 programs: 1.94 rounds
+    assert gemm_blockwise.share_of_rows(64, 32, 132) == 16  # 128 programs: one round
+
+
+def test_the_planner_s_chunks_run_through_the_public_door(monkeypatch):
+    monkeypatch.setenv("TERSEKV_CHECKED", "1")
+    call = make(replace(SMALL, chunk=16))
+    assert call.buffer_lengths == mla_prefill_plan(SMALL.lens, SMALL.q_lens, 16).buffer_lengths
+    want = moved(call, "cpu")
+    plan.dispatch("mla_prefill", call, "triton")
+    expected = reference.run("mla_prefill", want)
+    assert compare("mla_prefill", call, want, expected).message is None

@@ -1,0 +1,23 @@
+"""`tersekv verify` over the Triton backend, interpreted: the cases that a GPU runs, as far as a CPU has the time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tersekv.testing import verify
+from tersekv.testing.cases import cases
+
+APPENDS = list(cases(("append", "rope_append", "mla_append", "merge_states"), quick=True))
+DECODES = [
+    c
+    for op, formats in (("decode", ("bf16", "fp8_per_token_head", "nvfp4")), ("mla_decode", ("bf16", "fp8_ds_mla")))
+    for c in cases((op,), formats)
+    if c.name == "plain"
+]
+PREFILLS = [c for c in cases(("mla_prefill",), ("bf16", "fp8_ds_mla")) if c.name == "one token"]
+
+
+@pytest.mark.parametrize("case", [*APPENDS, *DECODES, *PREFILLS], ids=lambda c: c.id)
+def test_case(case):
+    result = verify.run(case, "cpu", "triton")
+    assert result.status == verify.PASSED, result.message

@@ -1,0 +1,299 @@
+"""Bad calls of every operation: the error's type, and its exact words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tersekv import (
+    MLAPrefillPlan,
+    PagedKVCache,
+    PagedKVLayer,
+    PagedLatentCache,
+    UnsupportedError,
+    append,
+    checks,
+    decode,
+    merge_states,
+    mla_append,
+    mla_decode,
+    mla_prefill,
+    mla_prefill_plan,
+    plan,
+    rope_append,
+)
+from tersekv.calls import CALLS, AppendCall
+from tersekv.ops import registry
+
+BF, F32, I32 = torch.bfloat16, torch.float32, torch.int32
+E4M3 = torch.float8_e4m3fn
+I8 = "int8_per_token_head"
+
+
+def i32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=I32)
+
+
+def bf(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=BF)
+
+
+def kv(format: str = "fp8_e4m3", d: int = 32, dv: int = 16, **options) -> PagedKVLayer:
+    return PagedKVCache.allocate(1, 4, 8, 2, d, format=format, head_dim_v=dv, **options)[0]
+
+
+def latent(format: str = "bf16", **options):
+    return PagedLatentCache.allocate(1, 4, 8, format=format, kv_lora_rank=128, qk_rope_head_dim=16, **options)[0]
+
+
+def good(op: str) -> dict:
+    """A call of each operation that passes every check, with every tensor given."""
+    rope = {"cos_sin_cache": torch.zeros(9, 16), "positions": i32(0, 1, 2), "q_scale": torch.ones(1)}
+    attend = {
+        "page_table": torch.zeros(2, 3, dtype=I32), "seq_lens": i32(3, 4), "softmax_scale": torch.ones(1),
+        "cu_seqlens_q": i32(0, 1, 2), "max_q_len": 1, "out_scale": torch.ones(1), "lse": torch.zeros(2, 4),
+    }  # fmt: skip
+    return {
+        "append": lambda: {"k": bf(3, 2, 32), "v": bf(3, 2, 16), "cache": kv(), "slot_mapping": i32(0, 1, 2)},
+        "rope_append": lambda: {
+            "q": bf(3, 4, 32), "k": bf(3, 2, 32), "v": bf(3, 2, 16), "cache": kv(), "slot_mapping": i32(0, 1, 2),
+            "q_out": bf(3, 4, 32), **rope,
+        },
+        "mla_append": lambda: {
+            "kv_c": bf(3, 128), "k_pe": bf(3, 16), "cache": latent(), "slot_mapping": i32(0, 1, 2),
+            "q_nope": bf(3, 4, 128), "q_pe": bf(3, 4, 16), "q_nope_out": bf(3, 4, 128), "q_pe_out": bf(3, 4, 16),
+            **rope,
+        },
+        "decode": lambda: {
+            "q": bf(2, 4, 32), "cache": kv(), "sinks": torch.zeros(4), "mask": torch.zeros(2, 2, dtype=torch.uint16),
+            "out": bf(2, 4, 16), **attend,
+        },
+        "mla_decode": lambda: {"q": bf(2, 4, 144), "cache": latent(), "out": bf(2, 4, 128), **attend},
+        "mla_prefill": lambda: {
+            "q": bf(3, 2, 48), "cache": latent(), "page_table": torch.zeros(2, 3, dtype=I32), "cache_lens": i32(3, 6),
+            "cu_seqlens_q": i32(0, 2, 3), "freqs_cis": torch.zeros(9, 16), "kv_norm_gamma": bf(128),
+            "kv_b_proj": torch.zeros(128, 128).to(E4M3), "kv_b_proj_scale": torch.ones(1, 1),
+            "plan": mla_prefill_plan([5, 7], [2, 1]), "softmax_scale": 0.1, "kv_c": bf(3, 128), "k_pe": bf(3, 16),
+            "out": bf(3, 2, 32), "lse": torch.zeros(3, 2),
+        },
+        "merge_states": lambda: {
+            "outs": bf(2, 3, 2, 8), "lses": torch.zeros(2, 3, 2), "out": bf(3, 2, 8), "lse": torch.zeros(3, 2),
+        },
+    }[op]()  # fmt: skip
+
+
+VERBS = {
+    "append": append, "rope_append": rope_append, "mla_append": mla_append, "decode": decode,
+    "mla_decode": mla_decode, "mla_prefill": mla_prefill, "merge_states": merge_states,
+}  # fmt: skip
+
+INDEX = "int32 | int64 | uint32"
+FLOAT = "bfloat16 | float16 | float32"
+BAD_VALUES = [
+    # operation, what is changed, the whole message
+    ("append", {"k": bf(3, 2)}, f"k: want [T, H, D] {FLOAT}, got [3, 2] bfloat16"),
+    ("append", {"k": bf(3, 2, 32).double()}, f"k: want [T, H, D] {FLOAT}, got [3, 2, 32] float64"),
+    ("append", {"v": bf(4, 2, 16)}, "v: want [T=3, H=2, Dv] bfloat16, got [4, 2, 16] bfloat16"),
+    ("append", {"v": bf(3, 2, 16).half()}, "v: want [T=3, H=2, Dv] bfloat16, got [3, 2, 16] float16"),
+    ("append", {"k": bf(3, 32, 2).mT}, "k: want stride 1 in the last dimension, got strides [64, 1, 2]"),
+    ("append", {"k": bf(3, 2, 24)}, "k_cache: want [P, S, H=2, D=24] float8_e4m3fn, got [4, 8, 2, 32] float8_e4m3fn"),
+    ("append", {"v": bf(3, 2, 32)},
+     "v_cache: want [P=4, S=8, H=2, Dv=32] float8_e4m3fn, got [4, 8, 2, 16] float8_e4m3fn"),
+    ("append", {"k": bf(3, 4, 32), "v": bf(3, 4, 16)},
+     "k_cache: want [P, S, H=4, D=32] float8_e4m3fn, got [4, 8, 2, 32] float8_e4m3fn"),
+    ("append", {"v": bf(3, 2, 16).to("meta")}, "v: want device cpu, got meta"),
+    ("append", {"slot_mapping": i32(0, 1)}, f"slot_mapping: want [T=3] {INDEX}, got [2] int32"),
+    ("append", {"slot_mapping": i32(0, 1, 2).to(torch.int16)}, f"slot_mapping: want [T=3] {INDEX}, got [3] int16"),
+    ("append", {"slot_mapping": i32(0, 1, 2).float()}, f"slot_mapping: want [T=3] {INDEX}, got [3] float32"),
+    ("append", {"cache": kv("bf16", k_scale=0.5)},
+     "k_scale: want 1.0 for bf16, which has no scale of the tensor, got another"),
+    ("append", {"cache": kv("int8_per_token_head", v_scale=torch.ones(1))},
+     "v_scale: want 1.0 for int8_per_token_head, which has no scale of the tensor, got a tensor"),
+    ("append", {"cache": kv(k_scale=torch.ones(3))},
+     "k_scale: want float32 with 1 or 2 elements on cpu, got [3] float32 on cpu"),
+    ("append", {"cache": kv(k_scale=torch.ones(1).double())},
+     "k_scale: want float32 with 1 or 2 elements on cpu, got [1] float64 on cpu"),
+    ("append", {"cache": kv("nvfp4", v_scale=torch.ones(2))},
+     "v_scale: want float32 with 1 elements on cpu, got [2] float32 on cpu"),
+    ("append", {"cache": kv(k_scale=0.0)}, "scale: want a positive number, got 0.0"),
+    ("append", {"cache": kv(k_scale=float("nan"))}, "scale: want a positive number, got nan"),
+    ("append", {"cache": PagedKVLayer(kv(I8).k, kv(I8).v, I8)},
+     "k_scale_cache: want the stored float32 scales of int8_per_token_head, got None"),
+    ("append", {"cache": PagedKVLayer(kv("nvfp4").k, kv("nvfp4").v, "nvfp4")},
+     "k_scale_cache: want the stored float8_e4m3fn scales of nvfp4, got None"),
+    ("append", {"cache": PagedKVLayer(kv().k, kv().v, "fp8_e4m3", k_scale_cache=torch.zeros(4, 8, 2))},
+     "k_scale_cache: want None for fp8_e4m3, got a tensor"),
+    ("append", {"cache": PagedKVLayer(kv().k, kv().v, "fp4")},
+     "format: want one of bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_per_token_head, int8_per_token_head, nvfp4 "
+     "for K/V caches, got 'fp4'"),
+    ("append", {"backend": "cuda"}, "backend: want one of gluon, triton, torch, got 'cuda'"),
+    ("rope_append", {"q": bf(3, 32)}, "q: want [T, H, D], got [3, 32]"),
+    ("rope_append", {"cos_sin_cache": torch.zeros(9, 34)},
+     "cos_sin_cache: want [max_pos, R] with R <= head_dim=32, got [9, 34]"),
+    ("rope_append", {"cos_sin_cache": torch.zeros(16)}, "cos_sin_cache: want [max_pos, R], got [16]"),
+    ("rope_append", {"cos_sin_cache": torch.zeros(9, 15)}, "rotary_dim: want a positive even number, got 15"),
+    ("rope_append", {"cos_sin_cache": bf(9, 16)}, "cos_sin_cache: want [max_pos, R=16] float32, got [9, 16] bfloat16"),
+    ("rope_append", {"positions": i32(0, 1)}, f"positions: want [T=3] {INDEX}, got [2] int32"),
+    ("rope_append", {"q": bf(3, 4, 32).half()}, "q_rope: want [T=3, Hq, R=16] bfloat16, got [3, 4, 16] float16"),
+    ("rope_append", {"q_out": bf(3, 4, 32).double()},
+     f"q_rope_out: want [T=3, Hq=4, R=16] {FLOAT} | float8_e4m3fn | float8_e5m2, got [3, 4, 16] float64"),
+    ("rope_append", {"q_out": None, "q_dtype": torch.int8},
+     f"q_rope_out: want [T=3, Hq=4, R=16] {FLOAT} | float8_e4m3fn | float8_e5m2, got [3, 4, 16] int8"),
+    ("rope_append", {"q": None}, "q_rope_out: want given together with q_rope, got one of them"),
+    ("rope_append", {"q_scale": torch.ones(2)}, "q_scale_t: want [1] float32, got [2] float32"),
+    ("mla_append", {"kv_c": bf(3, 130)}, "ckv: want [P, S, L=130] bfloat16, got [4, 8, 128] bfloat16"),
+    ("mla_append", {"k_pe": bf(3, 16).half()}, "k_pe: want [T=3, R] bfloat16, got [3, 16] float16"),
+    ("mla_append", {"positions": None}, "positions: want a tensor [T] beside cos_sin_cache, got None"),
+    ("mla_append", {"cos_sin_cache": None}, "cos_sin_cache: want a tensor when a query is given, got None"),
+    ("mla_append", {"q_pe": bf(3, 4, 8)}, "q_rope: want [T=3, Hq, R=16] bfloat16, got [3, 4, 8] bfloat16"),
+    ("mla_append", {"q_nope_out": bf(3, 4, 128).to(E4M3)},
+     "q_nope_out: want [T=3, Hq=4, Nq=128] bfloat16, got [3, 4, 128] float8_e4m3fn"),
+    ("mla_append", {"cache": latent(kv_scale=0.5)}, "kv_scale: want 1.0 for bf16, got another"),
+    ("mla_append", {"cache": latent("fp8_e4m3", kv_scale=torch.ones(2))},
+     "kv_scale_t: want [1] float32, got [2] float32"),
+    ("mla_append", {"slot_mapping": i32(1)}, f"slot_mapping: want [T=3] {INDEX}, got [1] int32"),
+    ("decode", {"q": bf(2, 32)}, "q: want [T, Hq, D], got [2, 32]"),
+    ("decode", {"q": bf(2, 3, 32), "sinks": None, "out": None, "lse": None},
+     "q: want num_q_heads a multiple of num_kv_heads=2, got 3"),
+    ("decode", {"q": bf(2, 4, 24)}, "k_cache: want [P, S, H, D=24] float8_e4m3fn, got [4, 8, 2, 32] float8_e4m3fn"),
+    ("decode", {"page_table": i32(0, 1)}, f"page_table: want [B=2, max_pages] {INDEX}, got [2] int32"),
+    ("decode", {"seq_lens": i32(1, 2, 3)}, f"page_table: want [B=3, max_pages] {INDEX}, got [2, 3] int32"),
+    ("decode", {"cu_seqlens_q": i32(0, 2)}, f"cu_seqlens_q: want [B+1=3] {INDEX}, got [2] int32"),
+    ("decode", {"cu_seqlens_q": None, "q": bf(3, 4, 32), "out": None, "mask": None, "lse": None},
+     "q: want T a multiple of B=2 (or cu_seqlens_q for ragged drafts), got T=3"),
+    ("decode", {"mask": torch.zeros(2, 1, dtype=torch.uint16)},
+     "mask: want at least 2 uint16 words a row for 1 drafts, got 1"),
+    ("decode", {"sinks": torch.zeros(2)}, "sinks: want [Hq=4] float32, got [2] float32"),
+    ("decode", {"out": bf(2, 4, 32)},
+     f"out: want [T=2, Hq=4, Dv=16] {FLOAT} | float8_e4m3fn | float8_e5m2, got [2, 4, 32] bfloat16"),
+    ("decode", {"out_dtype": F32}, "out_dtype: want out's own torch.bfloat16 or None, got torch.float32"),
+    ("decode", {"lse": bf(2, 4)}, "lse: want [T=2, Hq=4] float32, got [2, 4] bfloat16"),
+    ("decode", {"window": 0}, "window: want a positive number of keys (own included) or None, got 0"),
+    ("decode", {"softcap": -1.0}, "softcap: want 0 (none) or a positive number, got -1.0"),
+    ("decode", {"precision": "best"}, "precision: want 'exact' or 'fast', got 'best'"),
+    ("decode", {"softmax_scale": torch.ones(1).half()}, "softmax_scale_t: want [1] float32, got [1] float16"),
+    ("mla_decode", {"q": bf(2, 4, 128)}, "q: want [T, H, 128 + 16], got [2, 4, 128]"),
+    ("mla_decode", {"q": (bf(2, 4, 128), bf(2, 3, 16))}, "q_pe: want [T=2, H=4, R] bfloat16, got [2, 3, 16] bfloat16"),
+    ("mla_decode", {"q": (bf(2, 4, 130), bf(2, 4, 16)), "out": None},
+     "ckv: want [P, S, L=130] bfloat16, got [4, 8, 128] bfloat16"),
+    ("mla_decode", {"out": bf(2, 4, 144)},
+     f"out: want [T=2, H=4, L=128] {FLOAT} | float8_e4m3fn | float8_e5m2, got [2, 4, 144] bfloat16"),
+    ("mla_decode", {"lse": torch.zeros(4, 2)}, "lse: want [T=2, H=4] float32, got [4, 2] float32"),
+    ("mla_prefill", {"q": bf(3, 96)}, "q: want [T, H, Dq], got [3, 96]"),
+    ("mla_prefill", {"q": torch.zeros(3, 2, 48)},
+     "q: want [T, H, Dq] bfloat16 | float16, got [3, 2, 48] float32"),
+    ("mla_prefill", {"k_pe": None}, "k_pe: want given together with kv_c, got one of them"),
+    ("mla_prefill", {"kv_b_proj_scale": None}, "kv_b_proj_scale: want a tensor beside an e4m3 kv_b_proj, got None"),
+    ("mla_prefill", {"kv_b_proj": bf(128, 128)}, "kv_b_proj_scale: want None beside a 16-bit kv_b_proj, got a tensor"),
+    ("mla_prefill", {"kv_b_proj_scale": torch.ones(2, 1)},
+     "kv_b_proj_scale: want [N/128=1, L/128=1] float32, got [2, 1] float32"),
+    ("mla_prefill", {"freqs_cis": torch.zeros(9, 8)}, f"freqs_cis: want [max_pos, R=16] {FLOAT}, got [9, 8] float32"),
+    ("mla_prefill", {"cache_lens": i32(3)}, f"cache_lens: want [B=2] {INDEX}, got [1] int32"),
+    ("mla_prefill", {"cu_seqlens_q": i32(0, 3)}, f"cu_seqlens_q: want [B+1=3] {INDEX}, got [2] int32"),
+    ("mla_prefill", {"plan": MLAPrefillPlan(*mla_prefill_plan([5, 7], [2, 1])[:2], [12, 0], 2)},
+     "buffer_lengths: want C=1 numbers, got 2"),
+    ("mla_prefill", {"plan": MLAPrefillPlan(*mla_prefill_plan([5, 7], [2, 1])[:2], [-1], 2)},
+     "buffer_lengths: want no negative number, got [-1]"),
+    ("merge_states", {"outs": bf(3, 2, 8)}, "outs: want [n, T, H, D], got [3, 2, 8]"),
+    ("merge_states", {"outs": []}, "outs: want at least one part, got none"),
+    ("merge_states", {"outs": [bf(3, 2, 8), bf(3, 2, 4)]},
+     "outs: want parts alike, got [3, 2, 8] torch.bfloat16 on cpu and [3, 2, 4] torch.bfloat16 on cpu"),
+    ("merge_states", {"lses": torch.zeros(3, 3, 2)}, "lses: want [n=2, T=3, H=2] float32, got [3, 3, 2] float32"),
+    ("merge_states", {"lses": bf(2, 3, 2)}, "lses: want [n=2, T=3, H=2] float32, got [2, 3, 2] bfloat16"),
+    ("merge_states", {"out": bf(3, 2, 4)}, f"out: want [T=3, H=2, D=8] {FLOAT}, got [3, 2, 4] bfloat16"),
+]  # fmt: skip
+BAD_TYPES = [
+    ("append", {"k": 1.5}, "k: want Tensor, got float"),
+    ("append", {"slot_mapping": [0, 1, 2]}, "slot_mapping: want Tensor | NoneType, got list"),
+    ("append", {"cache": None}, "kv_cache: want (k, v) or one 5-D tensor, got NoneType"),
+    ("append", {"cache": latent()}, "kv_cache: want (k, v) or one 5-D tensor, got PagedLatentLayer"),
+    ("append", {"cache": kv(k_scale="1")}, "scale: want a number or a Tensor, got str"),
+    ("rope_append", {"cos_sin_cache": None}, "cos_sin_cache: want Tensor, got NoneType"),
+    ("rope_append", {"interleaved": 1}, "interleaved: want bool, got int"),
+    ("mla_append", {"cache": kv()}, "latent cache: want Tensor or (ckv, kpe), got PagedKVLayer"),
+    ("mla_append", {"q_pe": 3, "q_pe_out": None}, "q_rope: want Tensor | NoneType, got int"),
+    ("decode", {"q": None}, "q: want Tensor, got NoneType"),
+    ("decode", {"mask": "causal"}, "mask: want Tensor | NoneType, got str"),
+    ("decode", {"max_q_len": 1.0}, "max_q_len: want int, got float"),
+    ("mla_decode", {"q": None}, "q: want Tensor or (q_nope, q_pe), got NoneType"),
+    ("mla_prefill", {"kv_b_proj": None}, "kv_b_proj: want Tensor, got NoneType"),
+    ("merge_states", {"lses": 0.0}, "lses: want Tensor, got float"),
+]
+
+
+def names(rows):
+    return [f"{op}-{'-'.join(changed)}-{i}" for i, (op, changed, _) in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("op", "changed", "message"), BAD_VALUES, ids=names(BAD_VALUES))
+def test_a_bad_value_is_named_with_what_was_wanted_and_what_came(op, changed, message):
+    with pytest.raises(ValueError, match="want") as error:
+        VERBS[op](**{**good(op), **changed})
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(("op", "changed", "message"), BAD_TYPES, ids=names(BAD_TYPES))
+def test_a_bad_type_is_named_with_what_was_wanted_and_what_came(op, changed, message):
+    with pytest.raises(TypeError, match="want") as error:
+        VERBS[op](**{**good(op), **changed})
+    assert str(error.value) == message
+
+
+@pytest.fixture
+def only_checks(monkeypatch):
+    """Calls end after their checks: no backend runs."""
+
+    def check(op, call, backend):
+        checks.types(CALLS[op][0], call)
+        checks.facts(plan.facts(op, call))
+
+    monkeypatch.setattr(registry, "dispatch", check)
+
+
+@pytest.mark.usefixtures("only_checks")
+@pytest.mark.parametrize("op", CALLS)
+def test_the_good_calls_pass_every_check(op):
+    VERBS[op](**good(op))
+
+
+def disfigured(x: torch.Tensor):
+    """Things that no operation takes in place of x."""
+    yield from ("x", [1, 2], x.to(torch.float64), x.to(torch.bool), x.to(torch.complex64), x[None, None], x.to("meta"))
+    if x.numel() > 1:
+        yield from (torch.zeros((), dtype=x.dtype), torch.zeros([n + 1 for n in x.shape]).to(x.dtype))
+
+
+@pytest.mark.usefixtures("only_checks")
+@pytest.mark.parametrize("op", CALLS)
+def test_no_disfigured_tensor_passes_or_raises_anything_else(op):
+    for name, x in good(op).items():
+        for bad in disfigured(x) if isinstance(x, torch.Tensor) else ():
+            with pytest.raises((ValueError, TypeError), match=r"^[a-z_ ]+: want .*, got "):
+                VERBS[op](**{**good(op), name: bad})
+
+
+def test_places_are_given_in_one_way_only():
+    layer = kv()
+    place = dict.fromkeys(("batch_indices", "kv_positions", "kv_indptr", "kv_indices"), i32(0, 1, 2))
+    call = AppendCall(
+        bf(3, 2, 32), bf(3, 2, 16), layer.k, layer.v, None, None, i32(0, 1, 2), None, None, None, None,
+        "fp8_e4m3", 1.0, None, 1.0, None, False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^slot_mapping: want either slot_mapping or kv_indices, not both, got both$"):
+        plan.dispatch("append", call._replace(**place))
+    with pytest.raises(ValueError, match=r"^slot_mapping: want a tensor \[T\] of page \* S \+ offset, got None$"):
+        plan.dispatch("append", call._replace(slot_mapping=None, kv_indptr=i32(0, 1)))
+    with pytest.raises(ValueError, match=r"^batch_indices: want \[T=3\] int32 \| int64 \| uint32, got \[2\] int32$"):
+        plan.dispatch("append", call._replace(slot_mapping=None, **{**place, "batch_indices": i32(0, 1)}))
+
+
+def test_a_refusal_lists_every_door_that_was_tried():
+    call = AppendCall(
+        bf(3, 2, 32), bf(3, 2, 16), kv().k, kv().v, None, None, i32(0, 1, 2), None, None, None, None,
+        "fp8_e4m3", 1.0, None, 1.0, None, False,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError) as error:
+        plan.plan("append", call, "gluon", arch=80)
+    first, door = str(error.value).splitlines()
+    assert first == "append has no backend for k=[3, 2, 32] fp8_e4m3 on sm_80"
+    assert door.startswith("  gluon: ")

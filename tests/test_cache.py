@@ -1,0 +1,230 @@
+"""Caches: every layout is a view of the same geometry, and no byte is unaccounted for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tersekv import (
+    KV_FORMATS,
+    LATENT_FORMATS,
+    PagedKVCache,
+    PagedKVLayer,
+    PagedLatentCache,
+    PagedLatentLayer,
+    kv_bytes_per_token,
+    latent_bytes_per_token,
+)
+
+torch.set_num_threads(1)
+
+
+def parts(layer) -> list[torch.Tensor]:
+    values = (getattr(layer, name) for name in layer.__slots__)
+    return [x for x in values if isinstance(x, torch.Tensor)]
+
+
+def byte_offsets(t: torch.Tensor) -> set[int]:
+    """Every byte of its storage that t covers."""
+    offsets = torch.tensor([t.storage_offset()])
+    for size, stride in zip(t.shape, t.stride(), strict=True):
+        offsets = (offsets[:, None] + torch.arange(size) * stride).flatten()
+    base = t.untyped_storage().data_ptr()
+    return {base + o * t.element_size() + i for o in offsets.tolist() for i in range(t.element_size())}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    format=st.sampled_from(list(KV_FORMATS)),
+    layout=st.sampled_from(["NHD", "HND"]),
+    packed=st.booleans(),
+    inline=st.booleans(),
+    sizes=st.tuples(*[st.integers(1, 3)] * 4),
+)
+def test_all_layouts_have_one_geometry_and_use_every_byte_once(format, layout, packed, inline, sizes):
+    pages, size, heads, blocks = sizes
+    d, dv = 16 * blocks, 16 * (blocks if packed else 1)
+    cache = PagedKVCache.allocate(
+        2, pages, size, heads, d, format=format, head_dim_v=dv, layout=layout, packed=packed, inline_scales=inline
+    )
+    f = KV_FORMATS[format]
+    layer = cache[1]
+    assert layer.k.shape == (pages, size, heads, f.elements(d))
+    assert layer.v.shape == (pages, size, heads, f.elements(dv))
+    assert layer.k.dtype == f.storage
+    if f.scale_dtype is None:
+        assert layer.k_scale_cache is None
+    else:
+        tail = () if f.scale_block is None else (f.scales(d),)
+        assert layer.k_scale_cache.shape == (pages, size, heads, *tail)
+        assert layer.k_scale_cache.dtype == f.scale_dtype
+    seen = [byte_offsets(t) for t in parts(layer)]
+    covered = set().union(*seen)
+    assert len(covered) == sum(map(len, seen))
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts(layer)}
+    assert len(covered) == sum(storages.values()) == pages * size * kv_bytes_per_token(format, heads, d, dv)
+    assert cache.nbytes == 2 * len(covered)
+    assert cache.bytes_per_token * pages * size == cache.nbytes
+    assert (len(cache), cache.format, cache.page_size, cache.num_pages) == (2, format, size, pages)
+    assert not any(t.view(torch.uint8).any() for t in parts(layer) if t.stride(-1) == 1)
+
+
+@settings(deadline=None, max_examples=30)
+@given(format=st.sampled_from(list(LATENT_FORMATS)), split=st.booleans(), size=st.integers(1, 4))
+def test_latent_caches_use_every_byte_once(format, split, size):
+    split = split and format != "fp8_ds_mla"
+    cache = PagedLatentCache.allocate(3, 2, size, format=format, kv_lora_rank=128, qk_rope_head_dim=8, split=split)
+    layer = cache[2]
+    assert layer.ckv.shape == (2, size, 128)
+    assert layer.kpe.shape == (2, size, 8)
+    seen = [byte_offsets(t) for t in parts(layer)]
+    covered = set().union(*seen)
+    assert len(covered) == sum(map(len, seen)) == 2 * size * latent_bytes_per_token(format, 128, 8)
+    assert cache.nbytes == 3 * len(covered)
+    assert (len(cache), cache.format, cache.page_size, cache.num_pages) == (3, format, size, 2)
+    assert (layer.ckv_scale_cache is not None) == (format == "fp8_ds_mla")
+
+
+def test_a_row_of_fp8_ds_mla_is_codes_then_scales_then_rotary():
+    rows = torch.zeros(1, 2, 656, dtype=torch.uint8)
+    layer = PagedLatentLayer.of(rows)
+    assert layer.format == "fp8_ds_mla"
+    layer.ckv.view(torch.uint8)[0, 1] = 1
+    layer.ckv_scale_cache[0, 1] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    layer.kpe[0, 1] = 5
+    assert rows[0, 0].eq(0).all()
+    assert rows[0, 1, :512].eq(1).all()
+    assert rows[0, 1, 512:528].view(torch.float32).tolist() == [1, 2, 3, 4]
+    assert rows[0, 1, 528:].view(torch.bfloat16).eq(5).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 576), (3, 4, 1, 576)])
+def test_joined_latent_rows_are_512_latent_then_64_rotary(shape):
+    rows = torch.zeros(shape, dtype=torch.bfloat16)
+    layer = PagedLatentLayer.of(rows)
+    assert layer.ckv.data_ptr() == rows.data_ptr()
+    assert layer.kpe.data_ptr() == rows.data_ptr() + 2 * 512
+    assert (layer.page_size, layer.num_pages) == (4, 3)
+    pair = PagedLatentLayer.of((layer.ckv, layer.kpe), kv_scale=0.5)
+    assert pair.kv_scale == 0.5
+    assert PagedLatentLayer.of(pair) is pair
+
+
+def test_bare_tensors_are_read_without_copying():
+    k, v = torch.zeros(3, 2, 4, 8, dtype=torch.float8_e5m2), torch.zeros(3, 2, 4, 16, dtype=torch.float8_e5m2)
+    hnd = PagedKVLayer.of((k, v), layout="HND")
+    assert hnd.k.shape == (3, 4, 2, 8)
+    assert hnd.format == "fp8_e5m2"
+    assert hnd.v.data_ptr() == v.data_ptr()
+    both = torch.zeros(3, 2, 4, 5, 8, dtype=torch.int8)
+    scales = torch.zeros(3, 2, 4, 5)
+    packed = PagedKVLayer.of(both, scale_cache=scales)
+    assert packed.format == "int8_per_token_head"
+    assert packed.v.data_ptr() == both[:, 1].data_ptr()
+    assert packed.v_scale_cache.data_ptr() == scales[:, 1].data_ptr()
+    same = PagedKVLayer.of(both[:, :1], scale_cache=scales[:, :1])
+    assert same.k.data_ptr() == same.v.data_ptr()
+    assert PagedKVLayer.of(packed) is packed
+    fp4 = PagedKVLayer.of(
+        torch.zeros(3, 2, 5, 4, 8, dtype=torch.uint8),
+        scale_cache=torch.zeros(3, 2, 5, 4, 1, dtype=torch.float8_e4m3fn),
+        layout="HND",
+    )
+    assert fp4.format == "nvfp4"
+    assert fp4.k_scale_cache.shape == (3, 4, 5, 1)
+
+
+def test_a_cache_of_existing_tensors_is_a_cache():
+    tensors = [torch.zeros(3, 2, 4, 5, 8, dtype=torch.uint8) for _ in range(2)]
+    scales = [torch.zeros(3, 2, 4, 5, 1, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    cache = PagedKVCache.from_tensors(tensors, scale_caches=scales, k_scale=0.5)
+    assert (cache.head_dim, cache.head_dim_v, cache[1].k_scale) == (16, 16, 0.5)
+    assert cache.nbytes == sum(t.nbytes for t in tensors + scales)
+    latents = [torch.zeros(3, 4, 576, dtype=torch.float16) for _ in range(2)]
+    assert PagedLatentCache.from_tensors(latents).nbytes == sum(t.nbytes for t in latents)
+
+
+BF = torch.bfloat16
+WRONG = [
+    (lambda: PagedKVCache.allocate(1, 2, 0, 1, 16, format="bf16"), "page_size: want a positive number, got 0"),
+    (
+        lambda: PagedKVCache.allocate(1, 2, 4, 1, 12, format="bf16"),
+        "head_dim: want a positive multiple of 8 for bf16, got 12",
+    ),
+    (
+        lambda: PagedKVCache.allocate(1, 2, 4, 1, 16, format="nvfp4", head_dim_v=24),
+        "head_dim_v: want a positive multiple of 16 for nvfp4, got 24",
+    ),
+    (
+        lambda: PagedKVCache.allocate(1, 2, 4, 1, 8, format="bf16", layout="DHN"),
+        "layout: want 'NHD' or 'HND', got 'DHN'",
+    ),
+    (
+        lambda: PagedKVCache.allocate(1, 2, 4, 1, 8, format="bf16", head_dim_v=16, packed=True),
+        "packed: want head_dim_v == head_dim=8, got 16",
+    ),
+    (lambda: PagedKVCache([], 8, 8), "layers: want at least one, got none"),
+    (lambda: PagedLatentCache([]), "layers: want at least one, got none"),
+    (
+        lambda: PagedKVCache.from_tensors([torch.zeros(1, 2, 1, 1, 8, dtype=BF)], scale_caches=[]),
+        "scale_caches: want 1 layers, got 0",
+    ),
+    (
+        lambda: PagedKVLayer.of(torch.zeros(1, 3, 1, 1, 8, dtype=BF)),
+        "kv_cache: want (k, v) or one 5-D tensor [P, 2, ...], got [1, 3, 1, 1, 8]",
+    ),
+    (lambda: PagedKVLayer.of([torch.zeros(1)] * 3), "kv_cache: want (k, v), got 3 entries"),
+    (lambda: PagedKVLayer.of([torch.zeros(1)] * 2), "kv_cache: want (k, v), each 4-D, got [1]"),
+    (lambda: PagedKVLayer.of([torch.zeros(1, 1, 1, 8)] * 2, layout="X"), "layout: want 'NHD' or 'HND', got 'X'"),
+    (
+        lambda: PagedKVLayer.of([torch.zeros(1, 1, 1, 8)] * 2),
+        "kv_cache: want one of torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, "
+        "torch.uint8, got torch.float32",
+    ),
+    (
+        lambda: PagedLatentCache.allocate(1, 2, 4, format="fp8_ds_mla", split=True),
+        "split: fp8_ds_mla keeps latent, scales and rotary part in one row",
+    ),
+    (
+        lambda: PagedLatentCache.allocate(1, 2, 4, format="fp8_ds_mla", kv_lora_rank=500),
+        "kv_lora_rank: want a positive multiple of 128 for fp8_ds_mla, got 500",
+    ),
+    (
+        lambda: PagedLatentCache.allocate(1, 2, 4, format="bf16", qk_rope_head_dim=3),
+        "qk_rope_head_dim: want a positive even number, got 3",
+    ),
+    (
+        lambda: PagedLatentLayer.of(torch.zeros(1, 2, 512, dtype=BF)),
+        "latent cache: want rows longer than kv_lora_rank=512, got [1, 2, 512]",
+    ),
+    (
+        lambda: PagedLatentLayer.of(torch.zeros(1, 2, 3, 576, dtype=BF)),
+        "latent cache: want [P, S, dim] or [P, S, 1, dim], got [1, 2, 3, 576]",
+    ),
+    (
+        lambda: PagedLatentLayer.of(torch.zeros(1, 2, 528, dtype=torch.uint8)),
+        "latent cache: want uint8 rows of 528 bytes and a torch.bfloat16 rotary part for fp8_ds_mla, "
+        "got [1, 2, 528] torch.uint8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG, ids=[m[:40] for _, m in WRONG])
+def test_a_wrong_argument_is_named(make, message):
+    with pytest.raises(ValueError, match=r"want|keeps") as error:
+        make()
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: PagedKVLayer.of(None), "kv_cache: want (k, v) or one 5-D tensor, got NoneType"),
+    (lambda: PagedKVLayer.of((torch.zeros(1, 1, 1, 8), 3)), "kv_cache: want (k, v), each a Tensor, got int"),
+    (lambda: PagedLatentLayer.of(3.0), "latent cache: want Tensor or (ckv, kpe), got float"),
+    (lambda: PagedLatentLayer.of((torch.zeros(1, 1, 8), None)), "latent cache: want Tensor, got NoneType"),
+])  # fmt: skip
+def test_a_cache_that_is_no_tensor_is_a_type_error(make, message):
+    with pytest.raises(TypeError, match="want") as error:
+        make()
+    assert str(error.value) == message

@@ -1,0 +1,112 @@
+"""The command line: the dispatcher, verify and doctor."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tersekv import __version__, env
+from tersekv.cli import doctor, main
+from tersekv.cli import verify as command
+from tersekv.testing import verify as tool
+from tersekv.testing.cases import Case
+
+
+def run(*argv: str) -> int:
+    return main.main(argv)
+
+
+def test_help_names_every_command_and_imports_none():
+    code = (
+        "import sys\nfrom tersekv.cli import main\n"
+        "try:\n    main.main(['--help'])\nfinally:\n"
+        "    print('LOADED', [m for m in sys.modules if m in ('torch', 'rich') or m.startswith('tersekv.cli.v')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "LOADED []" in done.stdout
+    assert all(name in done.stdout for name in ("demo", "eval", "bench", "verify", "doctor"))
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("--version")
+    assert stop.value.code == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [(), ("nothing",), ("verify", "--op", "nothing"), ("verify", "--backend", "x")])
+def test_a_wrong_command_line_exits_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run(*argv)
+    assert stop.value.code == 2
+    assert "usage: tersekv" in capsys.readouterr().err
+
+
+def test_verify_prints_a_row_per_operation_and_format_and_writes_json(tmp_path, capsys):
+    path = tmp_path / "results.json"
+    argv = ("--op", "append", "--op", "decode", "--format", "bf16", "--format", "nvfp4", "--quick", "--json", str(path))
+    assert run("verify", "--device", "cpu", *argv) == 0
+    out = capsys.readouterr().out
+    rows = [line.split()[:3] for line in out.splitlines() if line.strip().startswith(("append", "decode"))]
+    assert rows == [[op, name, "torch"] for op in ("append", "decode") for name in ("bf16", "nvfp4")]
+    assert "8 passed, 0 failed, 0 unsupported" in out
+    stored = json.loads(path.read_text())
+    assert stored["environment"]["tersekv"] == __version__
+    assert {r["status"] for r in stored["results"]} == {"passed"}
+    assert stored["results"][0]["case"].startswith("append/bf16/")
+
+
+def fake(monkeypatch, *results):
+    monkeypatch.setattr(command, "verify", lambda *a, **k: iter(results))
+
+
+def test_verify_exits_with_1_on_red_and_says_what_failed(monkeypatch, capsys):
+    case = Case("decode", "bf16", "plain")
+    fake(
+        monkeypatch,
+        tool.Result(case, "torch", tool.PASSED, 1e-3),
+        tool.Result(case, "torch", tool.FAILED, 1.0, "out: want 1"),
+    )
+    assert run("verify", "--device", "cpu") == 1
+    out = capsys.readouterr().out
+    assert "FAILED decode/bf16/plain on torch\n  out: want 1" in out
+    assert "1 passed, 1 failed, 0 unsupported" in out
+
+
+def test_unsupported_is_counted_apart_with_its_reason(monkeypatch, capsys):
+    case = Case("decode", "bf16", "plain")
+    refusal = tool.Result(case, None, tool.UNSUPPORTED, None, "triton: needs a GPU")
+    fake(monkeypatch, tool.Result(case, "torch", tool.PASSED, 1e-3), refusal, refusal)
+    assert run("verify", "--device", "cpu") == 0
+    out = capsys.readouterr().out
+    assert "1 passed, 0 failed, 2 unsupported" in out
+    assert "unsupported: decode, 2 cases such as decode/bf16/plain\n  triton: needs a GPU" in out
+
+
+def test_verify_where_nothing_ran_is_no_success(monkeypatch):
+    fake(monkeypatch, tool.Result(Case("decode", "bf16", "plain"), None, tool.UNSUPPORTED, None, "no"))
+    assert run("verify", "--device", "cpu") == 1
+
+
+def test_verify_on_a_device_that_is_not_there_says_so(capsys):
+    assert run("verify", "--device", "cuda:99") == 2
+    assert "--device cuda:99:" in capsys.readouterr().err
+
+
+def test_doctor_tells_versions_backends_and_variables(capsys, monkeypatch):
+    monkeypatch.setenv("TERSEKV_CHECKED", "1")
+    assert run("doctor") == 0
+    out = capsys.readouterr().out
+    for word in ("torch", "triton", "C compiler", "backends on cpu", "mla_prefill", "runs", "hint:", *env.VARIABLES):
+        assert word in out
+    assert "TERSEKV_CHECKED   '1'" in out
+
+
+def test_doctor_tells_for_which_formats_a_backend_refuses():
+    assert doctor.told({"bf16": None, "nvfp4": None}) == "runs"
+    assert doctor.told({"bf16": "needs sm_90", "nvfp4": "needs sm_90"}) == "needs sm_90"
+    assert doctor.told({"bf16": None, "nvfp4": "no D [16]"}) == "runs, but not nvfp4: no D [16]"

@@ -1,0 +1,110 @@
+"""Every code of every storage becomes exactly its value, also through the matrix products that read them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense_reference import E2M1, TABLES, values
+
+import tersekv
+from tersekv.backends.torch import codes as C
+
+ALL = torch.arange(256, dtype=torch.int64).to(torch.uint8)
+STORAGES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]
+
+
+def convert(bytes_, storage):
+    return C.to_float(bytes_, storage, C.Scratch(bytes_.device)).double() * C.unit(storage)
+
+
+def expected(bytes_, storage):
+    return values(bytes_.view(storage), packed=storage == torch.uint8)
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize("flush", [False, True])
+def test_every_code_is_exact_with_and_without_flushing_subnormals(storage, flush):
+    torch.set_flush_denormal(flush)
+    try:
+        got = convert(ALL[:, None].expand(256, 5), storage)
+    finally:
+        torch.set_flush_denormal(False)
+    want = expected(ALL[:, None].expand(256, 5).contiguous(), storage)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(0), want.nan_to_num(0))
+    assert torch.equal(got.signbit()[~want.isnan()], want.signbit()[~want.isnan()])  # −0 stays −0
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 33, 8), (0, 8)])
+def test_any_shape_and_stride_converts(storage, shape):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(0, 256, shape, generator=generator).to(torch.uint8)
+    wanted = expected(x, storage)
+    torch.testing.assert_close(convert(x, storage), wanted, rtol=0, atol=0, equal_nan=True)
+    if len(shape) > 2:
+        turned = x.transpose(0, 1)
+        torch.testing.assert_close(convert(turned, storage), wanted.transpose(0, 1), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("nan_code", [0x7F, 0xFF])
+def test_one_nan_among_many_e4m3_codes_is_found(nan_code):
+    x = torch.full((40, 64), 0x7E, dtype=torch.uint8)
+    x[17, 3] = nan_code
+    got = convert(x, torch.float8_e4m3fn)
+    assert got.isnan().nonzero().tolist() == [[17, 3]]
+
+
+@pytest.mark.parametrize("nan_code", [0x7F, 0xFF])
+def test_nan_is_restored_where_no_value_may_be_read_on_the_host(nan_code, monkeypatch):
+    monkeypatch.setattr(C, "may_read", lambda x: False)
+    got = convert(torch.tensor([1, nan_code, 0x7E], dtype=torch.uint8), torch.float8_e4m3fn)
+    assert got.isnan().tolist() == [False, True, False]
+
+
+def test_the_low_nibble_of_a_byte_comes_first():
+    got = convert(torch.tensor([0x7A], dtype=torch.uint8), torch.uint8)
+    assert got.tolist() == [float(E2M1[0xA]), float(E2M1[0x7])]
+
+
+def test_scratch_gives_the_same_memory_again_and_grows():
+    scratch = C.Scratch(torch.device("cpu"))
+    a = scratch.take("x", (4, 4))
+    assert scratch.take("x", (2, 3)).data_ptr() == a.data_ptr()
+    assert scratch.take("x", (8, 8)).shape == (8, 8)
+    assert scratch.take("y", (4, 4)).data_ptr() != scratch.take("x", (4, 4)).data_ptr()
+
+
+FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8_per_token_head": torch.int8}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_value_code_leaves_decode_exactly(format):
+    """One token a request: its probability is 1, so the output is the value itself."""
+    storage = FORMATS[format]
+    cache = tersekv.PagedKVCache.allocate(1, 256, 1, 1, 8, format=format)[0]
+    cache.v.view(torch.uint8).copy_(ALL.view(256, 1, 1, 1).expand(256, 1, 1, 8))
+    if cache.v_scale_cache is not None:
+        cache.k_scale_cache.fill_(1.0)
+        cache.v_scale_cache.fill_(1.0)
+    table = torch.arange(256, dtype=torch.int32)[:, None]
+    out = tersekv.decode(torch.ones(256, 1, 8), cache, table, torch.ones(256, dtype=torch.int32), backend="torch")
+    want = expected(ALL, storage)[:, None].expand(256, 8)
+    torch.testing.assert_close(out[:, 0].double(), want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
+def test_every_key_code_reaches_its_score_exactly(format):
+    """One token a request, and a query that picks one column: the LSE is the score."""
+    table_values = TABLES[FORMATS[format]]
+    cache = tersekv.PagedKVCache.allocate(1, 256, 1, 1, 8, format=format)[0]
+    cache.k.view(torch.uint8)[:, 0, 0, 5] = ALL
+    q = torch.zeros(256, 1, 8)
+    q[:, 0, 5] = 1.0
+    table = torch.arange(256, dtype=torch.int32)[:, None]
+    _, lse = tersekv.decode(
+        q, cache, table, torch.ones(256, dtype=torch.int32), softmax_scale=1.0, return_lse=True, backend="torch"
+    )
+    finite = table_values.isfinite()
+    assert torch.equal(lse[finite, 0].double(), table_values[finite])
+    assert lse[table_values.isnan(), 0].isnan().all()

@@ -1,0 +1,186 @@
+"""The house rules of CONTRIBUTING.md, as tests."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tersekv import env
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "tersekv"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = [p for d in ("src", "tests", "scripts", "benchmarks", "examples") for p in sorted((ROOT / d).rglob("*.py"))]
+TEXTS = [p for d in ("docs", ".ci") for p in sorted((ROOT / d).rglob("*")) if p.suffix in (".md", ".txt", "")]
+
+FILE_LINES, FUNCTION_LINES, KERNEL_LINES, VARIABLES = 500, 60, 120, 4
+
+# Room -> the rooms that it may import. A room may always import itself. `plan` loads backends lazily, by name.
+BASE = {"formats", "errors", "env"}
+CORE = BASE | {"calls", "cache", "checks", "plan"}
+VERBS = CORE | {"ops", "pages"}
+MAY_IMPORT = {
+    "formats": set(),
+    "errors": set(),
+    "env": set(),
+    "calls": set(),
+    "cache": {"formats"},
+    "pages": BASE | {"cache"},
+    "checks": {"formats", "errors", "calls"},
+    "plan": {"formats", "errors", "env", "calls", "checks"},
+    "ops": CORE,
+    "compat": VERBS,
+    "integrations": VERBS | {"compat"},
+    "testing": VERBS | {"compat"},
+    "demo": VERBS | {"integrations", "testing"},
+    "cli": VERBS | {"testing", "demo", "integrations", "compat"},
+    "__init__": VERBS | {"compat", "integrations"},
+}
+
+
+def room(module: str) -> str:
+    """The room of a dotted module inside the package; each backend is a room of its own."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "backends" and len(parts) > 1 else parts[0] or "__init__"
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names, inside the package, of what a file imports from it."""
+    package = list(path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                if name.name.split(".")[0] == "tersekv":
+                    yield name.name.removeprefix("tersekv").lstrip(".") or "__init__"
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = package[: len(package) - node.level + 1]
+                target = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            elif (node.module or "").split(".")[0] == "tersekv":
+                target = (node.module or "").removeprefix("tersekv").lstrip(".")
+            else:
+                continue
+            for name in node.names:
+                yield f"{target}.{name.name}" if target else _top(name.name)
+
+
+def _top(name: str) -> str:
+    """`from tersekv import x`: a module, or a public name that the package itself looks up."""
+    return name if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name).is_dir() else "__init__"
+
+
+def allowed(importer: str, imported: str) -> bool:
+    if imported == importer or imported == "__init__":
+        return True
+    if importer.startswith("backends"):
+        return imported == "formats"
+    return imported in MAY_IMPORT[importer]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_nobody_imports_upward(path):
+    mine = room(dotted(path))
+    wrong = sorted({name for name in imports(path) if not allowed(mine, room(name))})
+    assert not wrong, f"{dotted(path)} (room {mine}) imports {', '.join(wrong)}"
+
+
+def test_the_import_rule_sees_an_upward_import(tmp_path, monkeypatch):
+    (tmp_path / "ops").mkdir()
+    bad = tmp_path / "ops" / "bad.py"
+    bad.write_text("def f():\n    from ..compat import vllm\n    from tersekv.backends.torch import rope\n")
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    assert [room(n) for n in imports(bad)] == ["compat", "backends.torch"]
+    assert not any(allowed("ops", room(n)) for n in imports(bad))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_small_rooms(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= FILE_LINES, f"{len(lines)} lines; at most {FILE_LINES}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_functions_are_short(path):
+    tree = ast.parse(path.read_text())
+    jitted = {id(n) for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and _jitted(n)}
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        limit = KERNEL_LINES if id(node) in jitted else FUNCTION_LINES
+        # A contract may be long: signature and docstring do not count.
+        body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+        length = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+        assert length <= limit, f"{node.name}: {length} lines; at most {limit}"
+
+
+def _jitted(node: ast.FunctionDef) -> bool:
+    return any(ast.unparse(d).split("(")[0].split(".")[-1] in ("jit", "aggregate") for d in node.decorator_list)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_the_environment_is_read_in_one_place(path):
+    reads = re.search(r"\bos\.(environ|getenv|putenv)\b|\bfrom os import\b", path.read_text())
+    assert path == PACKAGE / "env.py" or not reads, f"{dotted(path)} reads the environment; only env.py may"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_star_imports(path):
+    stars = [
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and any(name.name == "*" for name in node.names)
+    ]
+    assert not stars, f"star import on line {stars}"
+
+
+def test_few_environment_variables():
+    assert len(env.VARIABLES) <= VARIABLES
+    assert all(name.startswith("TERSEKV_") for name in env.VARIABLES)
+
+
+def test_importing_tersekv_loads_no_backend():
+    code = (
+        "import sys, tersekv; dir(tersekv); tersekv.PagedKVCache; tersekv.KV_FORMATS;"
+        "print([m for m in sys.modules if m.split('.')[0] == 'triton' or m.startswith('tersekv.backends')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_exists():
+    code = "import tersekv; print([n for n in tersekv.__all__ if not hasattr(tersekv, n)])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# Joined here, so that this file does not contain what it looks for.
+ABSOLUTE = re.compile(r"(?<![\w.}/-])/(?:" + "|".join(("work", "tmp", "home", "root", "Users", "mnt")) + r")/[\w.]")
+UNFINISHED = re.compile(r"\b(?:" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X")) + r")\b")
+
+
+def _texts() -> list[Path]:
+    root_files = [p for p in ROOT.iterdir() if p.suffix in (".md", ".toml") or p.name in ("Makefile", "NOTICE")]
+    return [p for p in (*SOURCES, *TEXTS, *root_files) if p.is_file()]
+
+
+@pytest.mark.parametrize("path", _texts(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_machine_paths_and_nothing_unfinished(path):
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        assert not ABSOLUTE.search(line), f"line {number} names a path of one machine: {line.strip()}"
+        assert not UNFINISHED.search(line), f"line {number} is unfinished: {line.strip()}"
+
+
+@pytest.mark.parametrize("line", ["see /" + "tmp/x", "'/" + "home/me'"])
+def test_the_path_rule_sees_a_path(line):
+    assert ABSOLUTE.search(line)

@@ -1,0 +1,167 @@
+"""The shipped test tools: every case passes on the oracle, and a fault in a backend turns a case red."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tersekv import UnsupportedError, plan
+from tersekv.testing import codes, memory, reference
+from tersekv.testing import verify as tool
+from tersekv.testing.cases import OPS, Case, cases
+from tersekv.testing.make import make
+
+FORMATS = {op: tuple(dict.fromkeys(c.format for c in cases((op,)))) for op in OPS}
+
+
+@pytest.mark.parametrize(("op", "format"), [(op, name) for op in OPS for name in FORMATS[op]])
+def test_the_oracle_passes_every_case(op, format):
+    results = list(tool.verify("cpu", "torch", ops=(op,), formats=(format,)))
+    assert [f"{r.case.id}: {r.message}" for r in results if r.status != tool.PASSED] == []
+    assert results
+
+
+def test_case_names_are_unique():
+    names = [c.id for c in cases()]
+    assert len(names) == len(set(names))
+    assert {c.op for c in cases(quick=True)} == set(OPS)
+
+
+def one(op: str, format: str = "bf16", name: str | None = None) -> Case:
+    return next(c for c in cases((op,), (format,)) if name in (None, c.name))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_case_always_makes_the_same_tensors(op):
+    first, second = make(one(op)), make(one(op))
+    for a, b in zip(first, second, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert torch.equal(memory.storage_bytes(a), memory.storage_bytes(b))
+            assert a.stride() == b.stride()
+        else:
+            assert a == b
+
+
+def test_a_moved_call_keeps_strides_gaps_and_shared_buffers():
+    call = make(one("append", "fp8_per_token_head", "hnd packed inline strided"))
+    copy = memory.moved(call, "cpu")
+    assert copy.k_cache.stride() == call.k_cache.stride()
+    assert copy.k_cache.data_ptr() != call.k_cache.data_ptr()
+    shared = {t.untyped_storage().data_ptr() for t in (copy.k_cache, copy.v_cache, copy.k_scale_cache)}
+    assert len(shared) == 1
+    assert torch.equal(memory.storage_bytes(copy.k), memory.storage_bytes(call.k))
+
+
+def test_what_must_not_be_read_is_poisoned():
+    call = make(one("decode", "fp8_e4m3"))
+    assert call.out.isnan().all()
+    assert call.lse.isnan().all()
+    live = -(-call.seq_lens // call.k_cache.shape[1])
+    dead = torch.arange(call.page_table.shape[1]) >= live[:, None]
+    assert (call.page_table[dead] == 2**31 - 1).all()
+    stored = call.k_cache.float().isfinite().all(-1).all(-1)  # [P, S]
+    assert int(stored.sum()) == int(call.seq_lens.sum())
+
+
+# A fault: what a wrong backend would do to a finished call, and what the report says about it.
+FAULTS = {
+    "a wrong code": ("append", "int8_per_token_head", lambda c: flip(c.k_cache, 0), "k_cache: 1 of"),
+    "a wrong scale": ("append", "fp8_per_token_head", lambda c: flip(c.v_scale_cache, 0), "v_scale_cache: 1 of"),
+    "a rotated query off by a bit": ("rope_append", "bf16", lambda c: flip(c.q_rope_out, 0), "q_rope_out: 1 of"),
+    "an output of NaN": ("decode", "bf16", lambda c: c.out[3, 1].fill_(torch.nan), "out: want finite"),
+    "an output that is not written": ("mla_decode", "bf16", lambda c: c.out[2].fill_(torch.nan), "out: want finite"),
+    "one token 1 % off": ("decode", "nvfp4", lambda c: c.out[3].mul_(1.02), "out: want relative error"),
+    "an lse in base 2": ("decode", "fp16", lambda c: c.lse.mul_(1.4427), "lse: want"),
+    "an lse of +inf for no keys": ("mla_decode", "fp16", lambda c: c.lse[2].fill_(torch.inf), "lse: want -inf"),
+    "an unrotated query": ("mla_prefill", "bf16", lambda c: c.q.mul_(1.02), "q: want relative error"),
+    "a latent row that is not normed": ("mla_prefill", "bf16", lambda c: c.ckv.mul_(2), "ckv rows: want"),
+    "a wrong group scale": ("mla_prefill", "fp8_ds_mla", lambda c: c.ckv_scale_cache.mul_(2), "ckv rows: want"),
+    "an empty part that weighs": ("merge_states", "fp32", lambda c: c.out[0].fill_(1e-2), "out: want"),
+}
+
+
+def flip(t: torch.Tensor, bit: int) -> None:
+    """Flip one bit of the first element that was written."""
+    b = memory.as_bytes(t)
+    written = (b != memory.POISON).any(-1).nonzero()[0]
+    b[(*written.tolist(), 0)] ^= 1 << bit
+
+
+def with_fault(monkeypatch, op: str, fault) -> None:
+    """Let the oracle run, then do `fault` to the call."""
+    real = plan.dispatch
+
+    def run(name, call, backend=None):
+        real(name, call, backend)
+        if name == op:
+            fault(call)
+
+    monkeypatch.setattr(tool, "dispatch", run)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault, monkeypatch):
+    op, format, do, message = FAULTS[fault]
+    with_fault(monkeypatch, op, do)
+    result = tool.run(one(op, format), "cpu", "torch")
+    assert result.status == tool.FAILED
+    assert message in result.message
+
+
+def test_a_write_beside_an_output_is_found(monkeypatch):
+    def stray(call):
+        memory.storage_bytes(call.out)[0] = 0
+
+    with_fault(monkeypatch, "decode", stray)
+    result = tool.run(one("decode", "bf16", "strided spread fast"), "cpu", "torch")
+    assert result.status == tool.FAILED
+    assert "outside the view" in result.message
+
+
+def test_a_write_to_a_dead_slot_is_found(monkeypatch):
+    def stray(call):
+        memory.as_bytes(call.k_cache)[0, 0, 0, 0, 0] ^= 1
+
+    with_fault(monkeypatch, "append", stray)
+    assert tool.run(one("append"), "cpu", "torch").status == tool.FAILED
+
+
+def test_an_unsupported_call_is_neither_passed_nor_failed(monkeypatch):
+    def refuse(*args):
+        raise UnsupportedError("decode has no backend\n  triton: needs a GPU")
+
+    monkeypatch.setattr(tool, "plan", refuse)
+    result = tool.run(one("decode"), "cpu", "triton")
+    assert (result.status, result.message, result.error) == (tool.UNSUPPORTED, "triton: needs a GPU", None)
+
+
+def test_a_crash_is_a_failure(monkeypatch):
+    def crash(*args):
+        raise ZeroDivisionError("in a kernel")
+
+    monkeypatch.setattr(tool, "dispatch", crash)
+    result = tool.run(one("decode"), "cpu", "torch")
+    assert (result.status, result.message) == (tool.FAILED, "ZeroDivisionError: in a kernel")
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)])
+def test_reference_codes_are_torchs_where_torch_is_right(dtype, largest):
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    x = x[~x.isnan()]
+    want = x.clamp(-largest, largest).to(dtype)
+    assert torch.equal(codes.encode(x, dtype).view(torch.uint8), want.view(torch.uint8))
+    finite = want[want.float().isfinite()]
+    assert torch.equal(codes.decode(finite), finite.double())
+
+
+def test_reference_decode_is_torchs_attention():
+    case = dataclasses.replace(one("decode", "bf16"), lens=(33,), dtype="float32")
+    call = make(case)
+    expected = reference.run("decode", call).values["out"]
+    where = call.page_table[0].long()[torch.arange(33) // 16], torch.arange(33) % 16
+    k, v = (c[where].double().transpose(0, 1)[None] for c in (call.k_cache, call.v_cache))
+    q = call.q.double()[:, :, None]
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(expected, want[:, :, 0], rtol=1e-9, atol=1e-9)
