@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +35,7 @@ DEVICES: dict[str, tuple[tuple[str, ...], int | None, bool]] = {
 }
 
 
+@cache
 def support() -> str:
     """Markdown: operation × formats × device, and why some calls are refused."""
     notes: dict[str, int] = {}

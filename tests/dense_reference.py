@@ -12,7 +12,7 @@ F64 = torch.float64
 
 
 def small_float(exponent_bits: int, mantissa_bits: int, bias: int, ieee: bool) -> torch.Tensor:
-    """Value of each code in fp64. With `ieee` the largest exponent means inf and NaN; else only the last code is NaN."""
+    """Value of each code in fp64. With `ieee` the largest exponent means inf and NaN."""
     values = []
     for code in range(2 ** (exponent_bits + mantissa_bits)):
         e, m = divmod(code, 2**mantissa_bits)

@@ -28,10 +28,10 @@ class Case:
 
 
 def places(seq_lens: list[int], size: int, spare: int = 2) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """An unsorted page table with poisoned tails, the live slots [P, S], and the number of pages."""
+    """An unsorted page table with poisoned tails, the live slots [P, S], and the number of pages. Page 0 is dead."""
     used = [-(-n // size) for n in seq_lens]
     pages = sum(used) + spare
-    order = torch.randperm(pages).tolist()
+    order = (torch.randperm(pages - 1) + 1).tolist()
     table = torch.full((len(seq_lens), max(used, default=0) + 1), HUGE, dtype=torch.int32)
     live = torch.zeros(pages, size, dtype=torch.bool)
     for b, n in enumerate(seq_lens):

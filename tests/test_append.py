@@ -154,6 +154,34 @@ def test_flashinfer_places_go_through_the_request_s_own_pages_and_nowhere_else(d
     memory.check()
 
 
+@pytest.mark.parametrize("page", [2**62, -(2**62), -1, 2])
+def test_a_wild_page_is_dropped_even_where_its_slot_would_overflow_into_the_cache(page):
+    layer = PagedKVCache.allocate(1, 2, 4, 1, 8, format="bf16")[0]
+    memory = memory_of(layer)
+    x, zero = torch.ones(1, 1, 8), torch.tensor([0])
+    place = (zero, zero, torch.tensor([0, 1]), torch.tensor([page]))
+    call = AppendCall(x, x, layer.k, layer.v, None, None, None, *place, "bf16", 1.0, None, 1.0, None, False)
+    dispatch("append", call, "torch")
+    memory.check()
+
+
+def test_codes_of_nvfp4_divide_by_the_global_scale_itself_not_by_its_reciprocal_s_reciprocal():
+    """The two differ by one bit for some scales; values on the ties of e2m1 tell."""
+    ties = torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0] * 2)
+    differ = 0
+    for i in range(60):
+        g = torch.tensor([1.4 + i / 101])
+        m = multiplier(g)
+        x = (ties * (g * (1 + i % 8 / 8))).view(1, 1, 16)
+        layer = PagedKVCache.allocate(1, 1, 1, 1, 16, format="nvfp4", k_scale=g, v_scale=g)[0]
+        memory = memory_of(layer)
+        slow.poke_kv(memory, layer, slow.fp32(x), slow.fp32(x), [0], k_scale=m, v_scale=m)
+        append(x, x, layer, torch.tensor([0]), backend="torch")
+        memory.check()
+        differ += (slow.rows(slow.fp32(x), "nvfp4", *m)[0] != slow.rows(slow.fp32(x), "nvfp4", m[0])[0]).any()
+    assert differ
+
+
 @pytest.mark.parametrize("format", SCALED)
 def test_a_tensor_may_quantise_instead(format):
     layer = PagedKVCache.allocate(1, 1, 4, 2, 16, format=format)[0]

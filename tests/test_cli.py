@@ -97,6 +97,12 @@ def test_verify_on_a_device_that_is_not_there_says_so(capsys):
     assert "--device cuda:99:" in capsys.readouterr().err
 
 
+def test_verify_in_checked_mode_says_why_not(monkeypatch, capsys):
+    monkeypatch.setenv("TERSEKV_CHECKED", "1")
+    assert run("verify", "--device", "cpu") == 2
+    assert "TERSEKV_CHECKED: want it unset" in capsys.readouterr().err
+
+
 def test_doctor_tells_versions_backends_and_variables(capsys, monkeypatch):
     monkeypatch.setenv("TERSEKV_CHECKED", "1")
     assert run("doctor") == 0

@@ -147,13 +147,20 @@ def test_pages_before_the_window_are_not_followed():
 
 
 @pytest.mark.parametrize("softcap", [0.0, 0.7])
-@pytest.mark.parametrize("sink", [None, 0.5, 90.0, -torch.inf])
+@pytest.mark.parametrize("sink", [None, 0.5, 30.0, -torch.inf])
 def test_sinks_and_softcap_with_window_mask_and_drafts(sink, softcap):
     case = kv_case("fp8_per_token_head", [5, 50], page_size=16)
     q = queries(10, 4, 32)
     sinks = None if sink is None else torch.randn(4) * 0.1 + sink
     for mask in (None, tree_mask([5, 5])):
         check(case, q, sinks=sinks, softcap=softcap, window=6, mask=mask)
+
+
+def test_a_sink_far_above_every_score_takes_all_the_weight():
+    case = kv_case("bf16", [30])
+    out, lse = run(case, queries(1, 2, 32), sinks=torch.full((2,), 300.0))
+    assert (out == 0).all()
+    assert (lse == 300).all()
 
 
 def test_a_request_without_keys_is_empty_in_spite_of_a_sink():
@@ -271,9 +278,12 @@ def test_scratch_does_not_grow_with_the_context(monkeypatch):
     monkeypatch.setattr(attention, "_ELEMENTS_CPU", 1 << 12)
     taken = []
     take = codes.Scratch.take
-    monkeypatch.setattr(
-        codes.Scratch, "take", lambda self, name, shape, *a: taken.append(torch.Size(shape).numel()) or take(self, name, shape, *a)
-    )  # fmt: skip
+
+    def counted(self, name, shape, *dtype):
+        taken.append(torch.Size(shape).numel())
+        return take(self, name, shape, *dtype)
+
+    monkeypatch.setattr(codes.Scratch, "take", counted)
     run(kv_case("fp8_e4m3", [2000]), queries(1, 4, 32))
     assert len(taken) > 60
     assert max(taken) <= 1 << 12

@@ -30,9 +30,10 @@ def test_tables_are_up_to_date():
 
 def test_the_support_table_follows_why_not(monkeypatch):
     tables = script()
-    refused = lambda f, backend: (
-        None if backend == "triton" and f.op == "append" and f.format != "nvfp4" else "not here"
-    )  # noqa: E731
+
+    def refused(f, backend):
+        return None if backend == "triton" and f.op == "append" and f.format != "nvfp4" else "not here"
+
     monkeypatch.setattr(tables.plan, "why_not", refused)
     lines = tables.support().splitlines()
     assert "| `append` | bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_per_token_head, int8_per_token_head |" in lines[2]

@@ -110,6 +110,48 @@ def test_a_fault_is_found(fault, monkeypatch):
     assert message in result.message
 
 
+# A backend that ignores or mistakes an option: the case that is there for that option must turn red.
+MISTAKES = {
+    "a window one key longer": ("decode", "bf16", "G 1 fp16 window", lambda c: {"window": c.window + 1}),
+    "no window": ("decode", "int8_per_token_head", "ragged drafts window", lambda c: {"window": 0}),
+    "no softcap": ("decode", "fp8_e4m3", "G 16 sinks softcap", lambda c: {"softcap": 0.0}),
+    "no sinks": ("decode", "nvfp4", "drafts fp16 sinks", lambda c: {"sinks": None}),
+    "no mask": ("decode", "fp16", "drafts tree mask", lambda c: {"mask": None}),
+    "a causal line one key early": ("mla_decode", "bf16", "ragged drafts", lambda c: {"seq_lens": c.seq_lens - 1}),
+    "one stale key": ("decode", "bf16", "plain", lambda c: {"seq_lens": c.seq_lens + (c.seq_lens % 16 > 0).int()}),
+    "no scale of K": ("decode", "fp8_e4m3", "scale tensors e4m3 out", lambda c: {"k_scale_t": None}),
+    "one scale for all heads": ("decode", "fp8_e5m2", "a scale per head", lambda c: {"v_scale_t": c.v_scale_t[:1]}),
+    "no output scale": ("mla_decode", "fp16", "scale tensors e4m3 out", lambda c: {"out_scale_t": None}),
+    "neox for interleaved": ("rope_append", "bf16", "partial interleaved", lambda c: {"interleaved": False}),
+    "no zero padding": ("rope_append", "fp16", "kv_indices zero padding", lambda c: {"zero_padding": False}),
+    "a scale the wrong way": (
+        "append",
+        "fp8_e4m3",
+        "kv_indices quantising scales",
+        lambda c: {"scales_quantize": False},
+    ),
+    "no scale of the query": ("mla_append", "fp8_e4m3", "scale tensors strided", lambda c: {"q_scale_t": None}),
+    "no scale of the latent": ("mla_append", "fp8_e4m3", "rank 256 rope 32", lambda c: {"kv_scale": 1.0}),
+    "another epsilon": ("mla_prefill", "bf16", "plain", lambda c: {"epsilon": 0.1}),
+    "a later place": (
+        "mla_prefill",
+        "bf16",
+        "plain",
+        lambda c: {"cache_lens": c.cache_lens - (c.cache_lens > 0).int()},
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistaken_option_is_found(mistake, monkeypatch):
+    op, format, name, change = MISTAKES[mistake]
+    real = plan.dispatch
+    monkeypatch.setattr(tool, "dispatch", lambda op, call, backend: real(op, call._replace(**change(call)), backend))
+    result = tool.run(one(op, format, name), "cpu", "torch")
+    assert result.status == tool.FAILED
+    assert ": want" in result.message or "differ" in result.message
+
+
 def test_a_write_beside_an_output_is_found(monkeypatch):
     def stray(call):
         memory.storage_bytes(call.out)[0] = 0

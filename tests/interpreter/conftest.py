@@ -11,9 +11,15 @@ such a process, so nothing is left out.
 
 from __future__ import annotations
 
-import triton
+import importlib.util
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+import pytest
+
+INTERPRETED = False
+if importlib.util.find_spec("triton") is not None:
+    import triton
+
+    INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 if INTERPRETED:
     from tersekv.testing import interpret
@@ -23,7 +29,11 @@ else:
     collect_ignore_glob = ["test_*.py"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # NumPy warns of what GPUs do without a word: 1 / 0, 0 * inf.
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
 def pytest_report_header() -> str:
-    return "tests/interpreter: " + (
-        "in this process" if INTERPRETED else "run by tests/triton/test_interpreter_suite.py"
-    )
+    where = "in this process" if INTERPRETED else "in processes of their own, by tests/triton"
+    return f"tests/interpreter: {where}"

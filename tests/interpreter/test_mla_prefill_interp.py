@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from tersekv import mla_prefill_plan, plan
 from tersekv.backends.torch import mla_latents
 from tersekv.backends.torch import mla_prefill as oracle
@@ -46,7 +47,7 @@ def check(case: Case, config: PrefillConfig) -> float:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_in_chunks(name):
-    check(replace(SMALL, format=name, chunk=7, scale="float", index="int64"), TILED)
+    check(replace(SMALL, format=name, chunk=11, scale="float", index="int64"), TILED)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"])
@@ -59,8 +60,11 @@ def test_a_weight_that_stays_in_shared_memory(rank):
     check(replace(SMALL, rank=rank, lens=(40,), q_lens=(3,)), RESIDENT)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("config", [HALF, replace(TMA, product=HALF.product)], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [(HALF, "bfloat16"), (replace(TMA, product=replace(HALF.product, tma=True)), "float16")],
+    ids=["pointers bf16", "descriptors fp16"],
+)
 def test_a_16_bit_weight(config, dtype):
     check(replace(SMALL, weight="", dtype=dtype, format="fp16", chunk=11, strided=config is HALF), config)
 
@@ -91,9 +95,9 @@ def test_no_tokens(q_lens):
 
 def test_rows_of_no_request_are_zero_and_not_rotated():
     call = make(SMALL)
-    tail = 3
-    call.cu_seqlens_q.copy_(torch.tensor([0, 5, 5, 5, 5]))  # the last requests have no new tokens
-    call.cache_lens.copy_(torch.tensor([8, 0, 0, 1]))
+    tail = 2
+    call.cu_seqlens_q.copy_(torch.tensor([0, 6, 6, 6, 6]))  # the last requests have no new tokens
+    call.cache_lens.copy_(torch.tensor([7, 0, 0, 1]))
     before = call.q.clone()
     mla_prefill.run(call, TILED)
     assert (call.out[-tail:] == 0).all()
@@ -114,13 +118,12 @@ def test_a_chunk_without_rows_appends_and_gives_zero():
     assert torch.equal(call.q, want.q)
 
 
-@pytest.mark.parametrize("config", [TILED, TMA], ids=["pointers", "descriptors"])
-def test_a_nan_reaches_only_those_who_see_it(config):
+def test_a_nan_reaches_only_those_who_see_it():
     clean, call = make(SMALL), make(SMALL)
     bad = 2  # token of the first request, amid a tile
     call.kv_c[bad] = math.nan
     for c in (clean, call):
-        mla_prefill.run(c, config)
+        mla_prefill.run(c, TILED)
     seen = torch.zeros(len(call.out), dtype=torch.bool)
     seen[bad:6] = True
     assert call.out[seen].isnan().all()

@@ -118,7 +118,10 @@ def driver() -> str | None:
     if tool is None:
         return None
     query = [tool, "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return "nvidia-smi does not answer"
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 

@@ -72,6 +72,7 @@ def convert(input: np.ndarray, input_dtype: tl.dtype, output_dtype: tl.dtype, ro
     if to.itemsize == 1:
         limit = torch.finfo(to).max
         x = x.to(torch.float64 if source == torch.float64 else torch.float32).clamp(-limit, limit)
+        x = x.where(~x.isnan(), torch.nan)  # the instruction gives one NaN, without a sign
     return x.to(to).view(_BITS_TORCH[to.itemsize]).numpy().view(f"uint{8 * to.itemsize}").reshape(input.shape)
 
 

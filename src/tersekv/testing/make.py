@@ -23,6 +23,7 @@ from .memory import POISON, as_bytes, moved, poisoned, put, storage_bytes
 from .requests import Requests
 
 Scale = float | Tensor
+NO_PARTS: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 def make(case: Case, device: torch.device | str = "cpu") -> tuple:
@@ -81,15 +82,12 @@ class _Maker:
         return out
 
     def scale(self, base: float, heads: int | None, kind: str) -> Scale:
-        """A scale as the case gives it. `kind` of the format: formats that have none get 1.
-
-        nvfp4 gets floats that are powers of two: only their reciprocal reaches an append.
-        """
+        """A scale as the case gives it; 1 where the format's `kind` of scale is not the caller's to give."""
         how = self.case.scale
         if kind not in ("tensor", "block") or how == "one":
             return 1.0
         if how == "float":
-            return 2.0 ** round(base) if kind == "block" else base
+            return base
         return torch.full((1,), base) if how == "tensor" or heads is None else torch.linspace(base, 2 * base, heads)
 
     def kv_layer(self, page: int) -> PagedKVLayer:
@@ -151,14 +149,14 @@ def _rope_append(m: _Maker) -> RopeAppendCall:
     c, r = m.case, m.requests
     rotary = c.rotary or c.dim
     k, v = m.new_rows(r.tokens, c.heads, c.dim), m.new_rows(r.tokens, c.heads, c.dim_v or c.dim)
-    q_parts = out_parts = (None, None)
+    q_parts = out_parts = NO_PARTS
     if c.query:
         heads = c.heads * c.group
         q_parts = _halves(m.new_rows(r.tokens, heads, c.dim), rotary)
         out_parts = _halves(m.output(r.tokens, heads, c.dim), rotary)
     a = m.kv_layer(c.page)
     return RopeAppendCall(
-        *q_parts, *_halves(k, rotary), v, r.cos_sin(rotary), r.positions(), *out_parts,
+        *q_parts, k[..., :rotary], _halves(k, rotary)[1], v, r.cos_sin(rotary), r.positions(), *out_parts,
         a.k, a.v, a.k_scale_cache, a.v_scale_cache, *r.place(), c.format, c.interleaved,
         *m.query_scale(), *m.quantising(a.k_scale), *m.quantising(a.v_scale), c.reciprocal, c.zero_padding,
     )  # fmt: skip
@@ -167,14 +165,14 @@ def _rope_append(m: _Maker) -> RopeAppendCall:
 def _mla_append(m: _Maker) -> MLAAppendCall:
     c, r = m.case, m.requests
     kv_c, k_pe = m.new_rows(r.tokens, c.rank), m.new_rows(r.tokens, c.rope)
-    q = (None, None, None, None)
+    q_rope = q_nope = q_rope_out = q_nope_out = None
     if c.query:
         shapes = (r.tokens, c.group, c.rope), (r.tokens, c.group, c.q_nope)
-        q = (*[m.new_rows(*s) for s in shapes], *[m.output(*s) for s in shapes])
+        (q_rope, q_nope), (q_rope_out, q_nope_out) = [m.new_rows(*s) for s in shapes], [m.output(*s) for s in shapes]
     a = m.latent_layer()
-    rope = (r.cos_sin(c.rope), r.positions()) if c.rotate else (None, None)
+    rope = (r.cos_sin(c.rope), r.positions()) if c.rotate else NO_PARTS
     return MLAAppendCall(
-        q[0], q[1], kv_c, k_pe, *rope, q[2], q[3], a.ckv, a.kpe, a.ckv_scale_cache, *r.place(),
+        q_rope, q_nope, kv_c, k_pe, *rope, q_rope_out, q_nope_out, a.ckv, a.kpe, a.ckv_scale_cache, *r.place(),
         c.format, c.interleaved, *m.query_scale(), *m.quantising(a.kv_scale), c.reciprocal, c.zero_padding,
     )  # fmt: skip
 
@@ -233,7 +231,7 @@ def _mla_prefill(m: _Maker) -> MLAPrefillCall:
     a = m.latent_layer()
     _fill_latents(m, a, *r.live(new=c.raw_in_cache))
     spread = 1.0 if c.spread else 0.0
-    raw = (None, None)
+    raw = NO_PARTS
     if not c.raw_in_cache:
         raw = m.rows(r.tokens, c.rank, spread=spread), m.rows(r.tokens, c.rope)
     weight, weight_scale = m.normal(heads * (c.nope + dv), c.rank) * c.rank**-0.5, None
@@ -274,7 +272,7 @@ def _fill_latents(m: _Maker, a: PagedLatentLayer, pages: Tensor, slots: Tensor) 
     put(a.kpe, pages, slots, encode(rope / scale if f.scale == "tensor" else rope, a.kpe.dtype))
 
 
-def _halves(x: Tensor, r: int) -> tuple[Tensor, Tensor | None]:
+def _halves(x: Tensor, r: int) -> tuple[Tensor | None, Tensor | None]:
     return x[..., :r], (x[..., r:] if x.shape[-1] > r else None)
 
 

@@ -6,6 +6,7 @@ operation stores exactly, and returns what it computes to a tolerance.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -102,7 +103,7 @@ def _merge_states(call: MergeCall) -> Expected:
     return _attention(call, (weight * parts).sum(0), lse)
 
 
-_REFERENCES = {
+_REFERENCES: dict[str, Callable[[Any], Expected | None]] = {
     "append": reference_append.append,
     "rope_append": reference_append.rope_append,
     "mla_append": reference_append.mla_append,

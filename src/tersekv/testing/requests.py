@@ -79,12 +79,8 @@ class Requests:
             batch[1], positions[3] = -1, outside
         indptr = [sum(len(p) for p in self.pages[:b]) for b in range(len(self.pages) + 1)]
         indices = [page for p in self.pages for page in p] + [_HUGE[self.dtype]] * 2
-        signed_dtype = self.dtype if signed else torch.int32
-        return (
-            None,
-            torch.tensor(batch, dtype=signed_dtype),
-            *[self.index(x) for x in (positions, indptr, indices)],
-        )
+        batch_indices = torch.tensor(batch, dtype=self.dtype if signed else torch.int32)
+        return None, batch_indices, self.index(positions), self.index(indptr), self.index(indices)
 
     def positions(self) -> Tensor:
         """RoPE positions; with `skip`, that of token 5 lies outside the table."""

@@ -16,7 +16,7 @@ class Places:
     """Where the keys [begin, end) of B requests lie. Pages [B, C], slots [C]."""
 
     def __init__(self, table: Tensor, page_size: int, begin: int, end: int, seq_lens: Tensor | None) -> None:
-        """table: [B, max_pages] int64. With `seq_lens` [B], entries past a request become page 0 and are not followed."""
+        """table: [B, max_pages] int64. With `seq_lens` [B], entries past a request become page 0."""
         token = torch.arange(begin, end, device=table.device)
         column = token // page_size
         self.slots = token - column * page_size
@@ -49,9 +49,8 @@ class PagedRows:
         if x.element_size() == 1:
             x = x.view(torch.uint8)  # some devices index no fp8
         self.heads = x.shape[2]
-        strides = [stride if n > 1 else 0 for n, stride in zip(x.shape[:3], x.stride(), strict=False)]
-        unit = math.gcd(*strides) or 1
-        s_page, s_slot, s_head = (stride // unit for stride in strides)
+        unit = math.gcd(*x.stride()[:3]) or 1
+        s_page, s_slot, s_head = (stride // unit for stride in x.stride()[:3])
         self.steps: Steps = (s_page, s_slot, s_head)
         rows = 1 + sum((n - 1) * step for n, step in zip(x.shape[:3], self.steps, strict=False)) if x.numel() else 0
         # Rows may overlap where the greatest common stride is shorter than a row; they are only read.

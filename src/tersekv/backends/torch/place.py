@@ -45,14 +45,14 @@ def slots(call: Any, num_pages: int, page_size: int) -> Tensor:
     if call.slot_mapping is not None:
         return call.slot_mapping.to(torch.int64)
     b, pos = call.batch_indices.to(torch.int64), call.kv_positions.to(torch.int64)
-    # Padding makes every clamped index valid, whatever is empty.
+    # Padding: an unknown request has no pages, an index beyond kv_indices page −1.
     start = F.pad(call.kv_indptr.to(torch.int64), (0, 2))
     pages = F.pad(call.kv_indices.to(torch.int64), (0, 1), value=-1)
     requests = call.kv_indptr.numel() - 1
-    live = (b >= 0) & (b < requests) & (pos >= 0)
+    live = (b >= 0) & (pos >= 0)
     b = b.clamp(0, max(requests, 0))
     index = start[b] + pos // page_size
-    live &= (index >= 0) & (index < start[b + 1]) & (index < pages.numel())
+    live &= (index >= 0) & (index < start[b + 1])
     page = pages[index.clamp(0, pages.numel() - 1)]
     live &= (page >= 0) & (page < num_pages)  # before the product, which could overflow into the cache
     return torch.where(live, page * page_size + pos % page_size, -1)

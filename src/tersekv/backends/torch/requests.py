@@ -108,4 +108,4 @@ def visible(batch: Batch, begin: int, end: int, rules: Rules) -> Tensor:
         seen = (j < 0) | ((word >> (j & 15)) & 1).to(torch.bool)
     if rules.window:
         seen = seen & (key > first + draft - rules.window)
-    return seen & (key < n) & (draft < batch.q_lens[:, None, None])
+    return seen & (key < n)

@@ -10,7 +10,7 @@ from torch import Tensor
 def lookup(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """cos and sin [T, R/2] of each position, and which positions [T] lie in the table.
 
-    cos_sin_cache [max_pos, R] fp32 is [cos | sin]; positions [T] int32 | int64 | uint32. Outside: cos and sin are 0.
+    cos_sin_cache [max_pos, R] fp32 is [cos | sin]; positions [T] int32 | int64 | uint32. Outside: another's.
     """
     position = positions.to(torch.int64)
     size, r = cos_sin_cache.shape
@@ -18,7 +18,7 @@ def lookup(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Te
     if size == 0:
         cos = sin = cos_sin_cache.new_zeros(position.numel(), r // 2)
         return cos, sin, known
-    rows = torch.where(known[:, None], cos_sin_cache[position.clamp(0, size - 1)], 0.0)
+    rows = cos_sin_cache[position.clamp(0, size - 1)]
     return rows[:, : r // 2], rows[:, r // 2 :], known
 
 

@@ -82,7 +82,7 @@ def configure(f: SimpleNamespace) -> launch.Launch | None:
     )  # fmt: skip
     constants = (
         heads, dk, dv, ck, cv, k.rows, v.rows, f.k_cache.shape[1], f.format,
-        blocks.per_head(f.k_scale_t), blocks.per_head(f.v_scale_t), f.scales_quantize, not launch.e4m3_by_hand(f), unit,
+        blocks.per_head(f.k_scale_t), blocks.per_head(f.v_scale_t), f.scales_quantize, launch.rounds_to_fp8(f), unit,
     )  # fmt: skip
     return launch.Launch(append_kernel, end, scalars, constants, **blocks.OPTIONS)
 

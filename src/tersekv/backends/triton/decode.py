@@ -42,6 +42,7 @@ class Constants:
     TILE: int
     ONE_PAGE: bool
     TMA: bool
+    FETCH: bool  # values are carried in registers from the step before, where Triton would not pipeline their loads
     K_PITCH: int
     V_PITCH: int
     K_HEAD_ROWS: int
@@ -130,6 +131,7 @@ def configure(f: SimpleNamespace) -> Config:
         TILE=t.tile,
         ONE_PAGE=page % t.tile == 0,
         TMA=by_tma,
+        FETCH=parts > 1 and not by_tma,
         K_PITCH=_pitch(f.k_cache) if by_tma else 0,
         V_PITCH=_pitch(f.v_cache) if by_tma else 0,
         K_HEAD_ROWS=_head_rows(f.k_cache) if by_tma else 0,

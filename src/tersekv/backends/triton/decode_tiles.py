@@ -57,6 +57,15 @@ def pages_of(table, t, n, UNROLL: tl.constexpr, c: tl.constexpr):
 
 
 @triton.jit
+def slots_of(t, c: tl.constexpr):
+    """Slot in its page of each key of tile t; the same in every tile where pages divide tiles."""
+    if c.TILE % c.PAGE == 0:
+        return tl.arange(0, c.TILE) % c.PAGE
+    else:
+        return (t * c.TILE + tl.arange(0, c.TILE)) % c.PAGE
+
+
+@triton.jit
 def load_tile(X, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: tl.constexpr, PITCH: tl.constexpr,
               HEAD_ROWS: tl.constexpr, MASKED: tl.constexpr, c: tl.constexpr):  # fmt: skip
     """Words [TILE, BLOCK] of tile t: a tensor-descriptor load of a piece of one page, or pointers.
@@ -70,9 +79,8 @@ def load_tile(X, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: tl.
         else:
             return X.load([(pages * PITCH).to(tl.int32) + slot, (h * s_h).to(tl.int32)])
     else:
-        o_n = t * c.TILE + tl.arange(0, c.TILE)
         o_d = tl.arange(0, BLOCK)
-        p_x = X + (pages * s_p + (o_n % c.PAGE) * s_s + h * s_h)[:, None] + o_d[None, :]
+        p_x = X + (pages * s_p + slots_of(t, c) * s_s + h * s_h)[:, None] + o_d[None, :]
         if MASKED:
             return tl.load(p_x, mask=m_n[:, None] & (o_d < SIZE)[None, :], other=0.0)
         elif BLOCK == SIZE:
@@ -84,8 +92,7 @@ def load_tile(X, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: tl.
 @triton.jit
 def load_scales(XS, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: tl.constexpr, c: tl.constexpr):
     """Stored scales of tile t: fp32 [TILE] per token, or e4m3 [TILE, blocks]; a block of 16 values is four words."""
-    o_n = t * c.TILE + tl.arange(0, c.TILE)
-    p_row = XS + (pages * s_p + (o_n % c.PAGE) * s_s + h * s_h)
+    p_row = XS + (pages * s_p + slots_of(t, c) * s_s + h * s_h)
     if c.TOKEN_SCALES:
         return tl.load(p_row, mask=m_n, other=0.0)
     else:
@@ -156,23 +163,31 @@ def scores(K, ks, MASK, q, scale, softcap, page, t, n, rows, r0, q0, h, sk_p, sk
 
 
 @triton.jit
-def add_values(acc, V, vs, probs, page, t, n, rows, h, sv_p, sv_s, sv_h, J: tl.constexpr, MASKED: tl.constexpr,
-               c: tl.constexpr):  # fmt: skip
-    """acc += values of tile t, transposed, times probs [TILE, ROWS]; acc: PARTS tiles [words, ROWS]."""
+def values_of(V, pages, t, n, h, sv_p, sv_s, sv_h, UNROLL: tl.constexpr, MASKED: tl.constexpr, c: tl.constexpr):
+    """Words of the values of tiles t … t + UNROLL − 1."""
+    v = ()
+    for j in tl.static_range(UNROLL):
+        m_n = (t + j) * c.TILE + tl.arange(0, c.TILE) < n
+        v = v + (load_tile(V, pages[j], t + j, m_n, sv_p, sv_s, sv_h, h, c.BLOCK_DV, c.WORDS_V, c.V_PITCH,
+                           c.V_HEAD_ROWS, MASKED, c),)  # fmt: skip
+    return v
+
+
+@triton.jit
+def add_values(acc, v, vs, probs, t, n, rows, J: tl.constexpr, MASKED: tl.constexpr, c: tl.constexpr):
+    """acc += values v of tile t, transposed, times probs [TILE, ROWS]; acc: PARTS tiles [words, ROWS]."""
     PARTS: tl.constexpr = c.PARTS
-    m_n = t * c.TILE + tl.arange(0, c.TILE) < n
-    v = load_tile(V, page, t, m_n, sv_p, sv_s, sv_h, h, c.BLOCK_DV, c.WORDS_V, c.V_PITCH, c.V_HEAD_ROWS, MASKED, c)
-    v = unpack(v, c)
+    v = unpack(tl.trans(v), c)
     out = ()
     if c.BLOCK_SCALES:
-        factor = block_scales(vs[J], c.TILE, c.BLOCK_DV // 4, 4, c)
+        factor = tl.trans(block_scales(vs[J], c.TILE, c.BLOCK_DV // 4, 4, c))
     for j in tl.static_range(PARTS):
         x = v[j]
         if c.BLOCK_SCALES:
             x = x * factor
         if MASKED:
-            x = tl.where(live_keys(t, n, rows, c)[:, None], x, 0.0)  # a stale slot may hold NaN, and 0 × NaN is NaN
-        out = out + (tl.dot(tl.trans(x), probs.to(x.dtype), acc=acc[j]),)
+            x = tl.where(live_keys(t, n, rows, c)[None, :], x, 0.0)  # a stale slot may hold NaN, and 0 × NaN is NaN
+        out = out + (tl.dot(x, probs.to(x.dtype), acc=acc[j]),)
     return out
 
 
@@ -206,9 +221,9 @@ def score_tiles(K, ks, vs, MASK, q, scale, softcap, pages, t, n, rows, r0, q0, h
 
 
 @triton.jit
-def take_values(V, vs, s, inverse, m, l, acc, pages, t, n, rows, h, sv_p, sv_s, sv_h,
-                UNROLL: tl.constexpr, MASKED: tl.constexpr, c: tl.constexpr):  # fmt: skip
-    """One step of the running softmax over the scores of UNROLL tiles, and their values."""
+def take_values(V, fetched, vs, s, inverse, m, l, acc, pages, t, n, rows, h, sv_p, sv_s, sv_h,
+                UNROLL: tl.constexpr, MASKED: tl.constexpr, FETCHED: tl.constexpr, c: tl.constexpr):  # fmt: skip
+    """One step of the running softmax over the scores of UNROLL tiles, and their values (FETCHED before, or here)."""
     PARTS: tl.constexpr = c.PARTS
     top = s[0]
     for j in tl.static_range(1, UNROLL):
@@ -226,7 +241,12 @@ def take_values(V, vs, s, inverse, m, l, acc, pages, t, n, rows, h, sv_p, sv_s, 
             l += probs * inverse[j][:, None]
         else:
             l += probs
-        scaled = add_values(scaled, V, vs, probs, pages[j], t + j, n, rows, h, sv_p, sv_s, sv_h, j, MASKED, c)
+        if FETCHED:
+            v = fetched[j]
+        else:
+            # Fetched from shared memory only now: earlier the words would hold registers through the softmax.
+            v = values_of(V, (pages[j],), t + j, n, h, sv_p, sv_s, sv_h, 1, MASKED, c)[0]
+        scaled = add_values(scaled, v, vs, probs, t + j, n, rows, j, MASKED, c)
     return m_new, l, scaled
 
 
@@ -254,6 +274,9 @@ def attend(K, V, KS, VS, table, MASK, q, scale, softcap, t0, t1, n, rows, r0, q0
     # where a value is handed on over two steps.
     pages = pages_of(table, u0, n, c.UNROLL, c)
     ks, vs = scales_of(KS, VS, pages, u0, n, h, sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, c.UNROLL, c)
+    v = ()
+    if c.FETCH:
+        v = values_of(V, pages, u0, n, h, sv_p, sv_s, sv_h, c.UNROLL, True, c)
     for t in tl.range(u0, u1, c.UNROLL):
         ahead = pages_of(table, t + c.UNROLL, n, c.UNROLL, c)
         s, inverse = score_tiles(K, ks, vs, MASK, q, scale, softcap, pages, t, n, rows, r0, q0, h, sk_p, sk_s, sk_h,
@@ -261,13 +284,18 @@ def attend(K, V, KS, VS, table, MASK, q, scale, softcap, t0, t1, n, rows, r0, q0
         ks_ahead, vs_ahead = scales_of(
             KS, VS, ahead, t + c.UNROLL, n, h, sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, c.UNROLL, c
         )
-        m, l, acc = take_values(V, vs, s, inverse, m, l, acc, pages, t, n, rows, h, sv_p, sv_s, sv_h, c.UNROLL, False, c)
-        pages, ks, vs = ahead, ks_ahead, vs_ahead
+        v_ahead = ()
+        if c.FETCH:
+            v_ahead = values_of(V, ahead, t + c.UNROLL, n, h, sv_p, sv_s, sv_h, c.UNROLL, True, c)
+        m, l, acc = take_values(V, v, vs, s, inverse, m, l, acc, pages, t, n, rows, h, sv_p, sv_s, sv_h,
+                                c.UNROLL, False, c.FETCH, c)  # fmt: skip
+        pages, ks, vs, v = ahead, ks_ahead, vs_ahead, v_ahead
     for i in tl.range(0, u0 - t0 + t1 - u1, num_stages=1):
         t = tl.where(i < u0 - t0, t0 + i, u1 + i - (u0 - t0))
         here = pages_of(table, t, n, 1, c)
         ks_here, vs_here = scales_of(KS, VS, here, t, n, h, sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, 1, c)
         s, inverse = score_tiles(K, ks_here, vs_here, MASK, q, scale, softcap, here, t, n, rows, r0, q0, h, sk_p, sk_s,
                                  sk_h, sm_t, 1, True, c)  # fmt: skip
-        m, l, acc = take_values(V, vs_here, s, inverse, m, l, acc, here, t, n, rows, h, sv_p, sv_s, sv_h, 1, True, c)
+        m, l, acc = take_values(V, (), vs_here, s, inverse, m, l, acc, here, t, n, rows, h, sv_p, sv_s, sv_h,
+                                1, True, False, c)  # fmt: skip
     return m, tl.sum(l, 0), acc

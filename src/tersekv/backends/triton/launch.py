@@ -35,7 +35,15 @@ def next_power_of_2(n: int) -> int:
 
 def e4m3_by_hand(f: SimpleNamespace) -> bool:
     """Triton has no e4m3 type below sm_89, nor on gfx942: there kernels take bytes and convert by bit arithmetic."""
-    return f.arch is None and not interpreting() or f.arch is not None and f.arch < 89
+    return (f.arch is None and not interpreting()) or (f.arch is not None and f.arch < 89)
+
+
+def rounds_to_fp8(f: SimpleNamespace) -> bool:
+    """Triton's cast fp32 → fp8 is one instruction that rounds to nearest even and saturates.
+
+    NOTE: on sm_89 Triton 3.6 goes through fp16, rounded toward zero, so the result is not the nearest code.
+    """
+    return interpreting() or (f.arch is not None and f.arch >= 90)
 
 
 def has_ptx(f: SimpleNamespace) -> bool:

@@ -57,12 +57,11 @@ def mla_append_kernel(
                 block - c_end, tokens, p_q_rope, strides_q_rope, p_q_rope_out, strides_q_rope_out, p_q_scale, q_scale,
                 places, angles, HQ, R, CR, ROWS_R, True, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
             )  # fmt: skip
-    else:
-        if p_q_nope is not None:  # noqa: PLR5501
-            query_rows(
-                block - rope_end, tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale, q_scale,
-                places, angles, HQ, NQ, CN, ROWS_N, False, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
-            )  # fmt: skip
+    elif p_q_nope is not None:
+        query_rows(
+            block - rope_end, tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale, q_scale,
+            places, angles, HQ, NQ, CN, ROWS_N, False, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
+        )  # fmt: skip
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -93,7 +92,7 @@ def configure(f: SimpleNamespace) -> launch.Launch | None:
     constants = (
         heads, rank, r, q_nope, cl, cr, cn, c.rows, pe.rows, rope.rows, nope.rows, f.ckv.shape[1],
         f.interleaved, f.format, pe_format, blocks.query_kind(f), f.zero_padding, f.scales_quantize,
-        not launch.e4m3_by_hand(f), unit,
+        launch.rounds_to_fp8(f), unit,
     )  # fmt: skip
     return launch.Launch(mla_append_kernel, end, scalars, constants, **blocks.OPTIONS)
 

@@ -1,8 +1,8 @@
 """Codes and scales of every format, as the write side stores them: the only format branches of the appends.
 
-Bytes equal those of the torch oracle: every step is one correctly rounded fp32 operation. Kernels that use these helpers
+Bytes equal those of the torch oracle: every step is one correctly rounded fp32 operation. Kernels that use this file
 are launched with `enable_fp_fusion=False`, since a fused multiply-add rounds once where the oracle rounds twice.
-NATIVE: the chip has an instruction for fp32 → fp8 (sm_89 and newer); elsewhere bit arithmetic gives the same bytes.
+NATIVE: fp32 → fp8 is one exact instruction (`launch.rounds_to_fp8`); elsewhere bit arithmetic gives the same bytes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MIN_LATENT_GROUP_SCALE = tl.constexpr(formats.MIN_LATENT_GROUP_SCALE)
 
 @triton.jit
 def reciprocal(x):
-    return tl.div_rn(x * 0 + 1.0, x)
+    return tl.div_rn(1.0, x)
 
 
 @triton.jit
 def divide(x, BY: tl.constexpr):
-    return tl.div_rn(x, x * 0 + BY)
+    return tl.div_rn(x, BY)
 
 
 @triton.jit

@@ -130,12 +130,11 @@ def rope_append_kernel(
                 block - v_end, tokens, p_q_rope, strides_q_rope, p_q_rope_out, strides_q_rope_out, p_q_scale, q_scale,
                 places, angles, HQ, R, CR, ROWS_R, True, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
             )  # fmt: skip
-    else:
-        if p_q_nope is not None:  # noqa: PLR5501
-            query_rows(
-                block - rope_end, tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale, q_scale,
-                places, angles, HQ, NQ, CN, ROWS_N, False, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
-            )  # fmt: skip
+    elif p_q_nope is not None:
+        query_rows(
+            block - rope_end, tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale, q_scale,
+            places, angles, HQ, NQ, CN, ROWS_N, False, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
+        )  # fmt: skip
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -167,7 +166,7 @@ def configure(f: SimpleNamespace) -> launch.Launch | None:
         q_heads, heads, r, q_nope, dk, dv, cr, cn, ck, cv, rope.rows, nope.rows, k.rows, v.rows,
         f.k_cache.shape[1], f.interleaved, f.format, blocks.query_kind(f),
         blocks.per_head(f.k_scale_t), blocks.per_head(f.v_scale_t), f.zero_padding, f.scales_quantize,
-        not launch.e4m3_by_hand(f), unit,
+        launch.rounds_to_fp8(f), unit,
     )  # fmt: skip
     return launch.Launch(rope_append_kernel, end, scalars, constants, **blocks.OPTIONS)
 

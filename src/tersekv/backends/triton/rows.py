@@ -36,7 +36,7 @@ def column(x):
 
 @triton.jit
 def offsets(token, head, strides, UNIT: tl.constexpr):
-    """int64 offsets [ROWS, 1] of rows [token, head, :]. Strides count UNIT elements: so vectors are known to be aligned."""
+    """int64 offsets [ROWS, 1] of rows [token, head, :]. Strides count UNIT elements: so vectors are known aligned."""
     at = token.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     return at[:, None] * UNIT
 

@@ -1,0 +1,221 @@
+"""Paged MLA decode in Triton: two launches, the split pass and decode's merge of cut segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...formats import E4M3_MAX, E5M2_MAX, LATENT_GROUP, latent_format
+from . import launch
+from .decode_kernels import META_FIELDS, merge_kernel
+from .mla_decode_kernels import mla_decode_kernel
+from .mla_decode_tune import Tiles, tiles
+
+MAX_RANK, MAX_ROPE = 512, 128
+_OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
+_CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the kernels are compiled for. The names are theirs and, for what they share, those of decode."""
+
+    CODE: str
+    PARTS: int  # codes in a 16-bit word of the latent part
+    PARTS_R: int  # of the rotary part
+    GROUP_SCALES: bool
+    ASM: bool  # unpack by PTX
+    BF16: bool  # multiply latents in bf16; else fp16
+    BF16_R: bool  # rotary parts
+    TWO_PE: bool  # an fp16 q_pe as two bf16 pieces
+    Q_SCALED: bool  # a power of two is taken out of each query row, which fp16 would not hold
+    Q_BYTES: bool  # the query is e4m3 and comes as bytes
+    HEADS: int  # blocks of query heads
+    GROUP: int  # query heads of a block
+    DV: int
+    WORDS_V: int
+    WORDS_R: int
+    BLOCK_DV: int
+    BLOCK_R: int
+    CHUNK: int  # words of the latent part that are loaded and multiplied as one tile
+    CHUNKS: int
+    PAGE: int
+    TILE: int
+    ONE_PAGE: bool
+    TMA: bool
+    C_PITCH: int  # rows of a descriptor per page
+    P_PITCH: int
+    ROWS: int
+    BLOCK_B: int
+    MIN_TILES: int
+    MAX_Q: int
+    RAGGED: bool
+    HAS_LSE: bool
+    SOFTMAX_T: bool
+    V_T: bool
+    OUT_T: bool
+    OUT_MAX: float
+    PART_COLUMNS: int
+    MERGE_COLUMNS: int
+    MERGE_PIECES: int = 16
+    WINDOW: int = 0
+    HAS_SINKS: bool = False
+    V_T_STRIDE: int = 0
+    V_FACTOR: float = 1.0
+
+
+class Config(NamedTuple):
+    constants: Constants
+    num_programs: int
+    merge_rows: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+    boxes: tuple[tuple[int, int, int], ...]  # of ckv and kpe: rows, row pitch and columns; empty: pointers
+    strides: tuple[int, ...]
+    empty: bool
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    reason = launch.why_not(f)
+    if reason:
+        return reason
+    rank, rope = f.ckv.shape[2], f.kpe.shape[2]
+    if rank % 16 or not 0 < rank <= MAX_RANK:
+        return f"wants a latent rank that is a multiple of 16 up to {MAX_RANK}, got {rank}"
+    if rope % 8 or not 0 < rope <= MAX_ROPE:
+        return f"wants a rotary part that is a multiple of 8 up to {MAX_ROPE}, got {rope}"
+    for name in ("ckv", "kpe"):
+        x = getattr(f, name)
+        if any(n * x.dtype.itemsize % 2 for n in x.stride[:2]):
+            return f"wants {name} with strides of whole 16-bit words, got {list(x.stride)}"
+    if f.q_nope.dtype == torch.float32:
+        return "wants a 16-bit or 8-bit q, got float32"
+    if f.out.dtype == torch.float8_e4m3fn and launch.e4m3_by_hand(f):
+        return "wants an out that is not float8_e4m3fn on a chip without that type"
+    return None
+
+
+def configure(f: SimpleNamespace) -> Config:
+    fmt = latent_format(f.format)
+    t: Tiles = tiles(f, fmt)
+    heads, rank, page = f.q_nope.shape[1], f.ckv.shape[2], f.ckv.shape[1]
+    parts, parts_r = 2 // fmt.storage.itemsize, 2 // f.kpe.dtype.itemsize
+    words, words_r = rank // parts, f.kpe.shape[2] // parts_r
+    block_dv = max(16, launch.next_power_of_2(words))
+    chunk = min(LATENT_GROUP // parts if fmt.scale == "group" else t.chunk, block_dv)
+    blocks = heads // t.rows if heads % t.rows == 0 and heads > 0 else 1
+    boxes = ()
+    if t.tma and page % t.tile == 0 and launch.has_tma(f):
+        found = _box(f.ckv, words), _box(f.kpe, words_r)
+        boxes = tuple(b for b in found if b is not None) if None not in found else ()
+    by_hand = launch.e4m3_by_hand(f)
+    bf16, bf16_r = (x.dtype == torch.bfloat16 for x in (f.ckv, f.kpe))
+    c = Constants(
+        CODE=_CODE.get(fmt.storage, "half"),
+        PARTS=parts,
+        PARTS_R=parts_r,
+        GROUP_SCALES=fmt.scale == "group",
+        ASM=launch.has_ptx(f) and not (fmt.storage == torch.float8_e4m3fn and by_hand),
+        BF16=bf16,
+        BF16_R=bf16_r,
+        TWO_PE=bf16_r and not bf16 and f.q_nope.dtype == torch.float16,
+        Q_SCALED=not bf16 and f.q_nope.dtype == torch.bfloat16,
+        Q_BYTES=by_hand and f.q_nope.dtype == torch.float8_e4m3fn,
+        HEADS=blocks,
+        GROUP=heads // blocks,
+        DV=rank,
+        WORDS_V=words,
+        WORDS_R=words_r,
+        BLOCK_DV=block_dv,
+        BLOCK_R=max(16, launch.next_power_of_2(words_r)),
+        CHUNK=chunk,
+        CHUNKS=-(-words // chunk),
+        PAGE=page,
+        TILE=t.tile,
+        ONE_PAGE=page % t.tile == 0,
+        TMA=bool(boxes),
+        C_PITCH=_pitch(f.ckv) if boxes else 0,
+        P_PITCH=_pitch(f.kpe) if boxes else 0,
+        ROWS=t.rows,
+        BLOCK_B=min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
+        MIN_TILES=t.min_tiles,
+        MAX_Q=f.max_q_len,
+        RAGGED=f.cu_seqlens_q is not None,
+        HAS_LSE=f.lse is not None,
+        SOFTMAX_T=f.softmax_scale_t is not None,
+        V_T=f.kv_scale_t is not None,
+        OUT_T=f.out_scale_t is not None,
+        OUT_MAX=_OUT_MAX.get(f.out.dtype, 0.0),
+        PART_COLUMNS=parts * block_dv + 2,
+        MERGE_COLUMNS=parts * block_dv,
+    )
+    strides = (
+        *f.q_nope.stride[:2], *f.q_pe.stride[:2], *_word_strides(f.ckv), *_word_strides(f.kpe),
+        *(f.ckv_scale_cache.stride[:2] if f.ckv_scale_cache is not None else (0, 0)), f.page_table.stride[0],
+        *f.out.stride[:2], *(f.lse.stride if f.lse is not None else (0, 0)),
+    )  # fmt: skip
+    programs = max(launch.num_sms(f) * t.programs_per_sm // blocks, 1) * blocks
+    empty = 0 in f.q_nope.shape or f.seq_lens.shape[0] == 0
+    return Config(
+        c, programs, min(t.rows, f.max_q_len * c.GROUP), t.num_warps, t.stages, t.max_registers, boxes, strides, empty
+    )
+
+
+def run(call: Any, config: Config) -> None:
+    if config.empty:
+        call.out.zero_()
+        if call.lse is not None:
+            call.lse.fill_(float("-inf"))
+        return
+    c, n = config.constants, config.num_programs
+    part = torch.empty(2 * n, c.ROWS, c.PART_COLUMNS, dtype=torch.float32, device=call.out.device)
+    meta = torch.empty(n, META_FIELDS.value, dtype=torch.int32, device=call.out.device)
+    ckv, kpe = (x.view(torch.int16) if x.element_size() == 1 else x for x in (call.ckv, call.kpe))
+    q_nope, q_pe = call.q_nope, call.q_pe
+    if c.Q_BYTES:
+        q_nope, q_pe = q_nope.view(torch.uint8), q_pe.view(torch.uint8)
+    if config.boxes:
+        ckv = _descriptor(ckv, config.boxes[0], c.TILE, c.CHUNK)
+        kpe = _descriptor(kpe, config.boxes[1], c.TILE, c.BLOCK_R)
+    *_, so_t, so_h, sl_t, sl_h = config.strides
+    mla_decode_kernel[(n,)](
+        q_nope, q_pe, ckv, kpe, call.ckv_scale_cache, call.page_table, call.seq_lens, call.cu_seqlens_q,
+        call.out, call.lse, part, meta, call.softmax_scale, call.softmax_scale_t, call.kv_scale, call.kv_scale_t,
+        call.out_scale, call.out_scale_t, call.seq_lens.shape[0], call.out.shape[0], *config.strides, c,
+        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
+    )  # fmt: skip
+    merge_kernel[(n, config.merge_rows)](
+        None, call.out, call.lse, part, meta, call.kv_scale, call.kv_scale_t, call.out_scale, call.out_scale_t,
+        so_t, so_h, sl_t, sl_h, c, num_warps=4,
+    )  # fmt: skip
+
+
+def _word_strides(x: Any) -> tuple[int, int]:
+    """Strides of page and slot in 16-bit words."""
+    return x.stride[0] * x.dtype.itemsize // 2, x.stride[1] * x.dtype.itemsize // 2
+
+
+def _pitch(x: Any) -> int:
+    """Rows of a descriptor per page."""
+    return x.stride[0] // x.stride[1]
+
+
+def _box(x: Any, words: int) -> tuple[int, int, int] | None:
+    """A part of a latent cache as one matrix of slots, in words: (rows, row pitch, columns); None where its strides do
+    not make one. A descriptor gives 0 behind the columns."""
+    pages, slots, _ = x.shape
+    s_p, s_s = _word_strides(x)
+    if not x.aligned or s_s % 8 or s_s < words or s_p % s_s or pages == 0:
+        return None
+    rows = (pages - 1) * (s_p // s_s) + slots
+    return (rows, s_s, words) if rows < 2**31 else None
+
+
+def _descriptor(x: torch.Tensor, box: tuple[int, int, int], tile: int, block: int) -> TensorDescriptor:
+    rows, pitch, columns = box
+    return TensorDescriptor(x, [rows, columns], [pitch, 1], [tile, block])

@@ -1,0 +1,10 @@
+"""`tersekv bench`: verify, then time every operation over the cells of a grid, beside other libraries.
+
+cases.py      Case: what is timed; grid() lists them
+data.py       random caches, page tables, and their values in fp64
+decode.py, append.py, prefill.py    Case → Problem: tensors, the calls to time, and the judge of what they wrote
+peers.py, flashinfer.py             the same work by other libraries
+measure.py    clocks: CUDA graphs, wall, host; what the chip copies and multiplies
+engine.py     judge → time → peers, one Result per case
+report.py     lines, means, JSON; plot.py: the picture
+"""

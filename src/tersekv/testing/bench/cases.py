@@ -1,0 +1,189 @@
+"""What `tersekv bench` times: frozen cases, and the grid of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+HEAD_DIM, RANK, ROPE, NOPE = 128, 512, 64, 128  # of a K/V head; of MLA's latent, rotary and non-rotary parts
+Q_HEADS, KV_HEADS = 32, 8
+DECODE_FORMATS = ("bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+APPEND_FORMATS = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+LATENT_FORMATS = ("bf16", "fp8_e4m3", "fp8_ds_mla")
+OPS = ("append", "rope_append", "mla_append", "decode", "mla_decode", "mla_prefill", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to time. A case without `requests` writes or prefills `tokens` new ones."""
+
+    op: str
+    format: str
+    requests: int
+    tokens: int  # cached tokens of a request; of appends and prefill: new tokens
+    heads: int = Q_HEADS
+    page: int = 64
+    uneven: bool = False  # lengths uniform in [1, 2 × tokens]
+    host: bool = False  # the host's time of an eager call
+    precision: str = "exact"
+
+    @property
+    def cell(self) -> str:
+        return f"{self.requests} x {self.tokens}" if self.requests else f"{self.tokens}"
+
+    @property
+    def id(self) -> str:
+        parts = [self.op, self.format, self.cell, f"H {self.heads}", f"page {self.page}"]
+        parts += ["uneven"] * self.uneven + ["host"] * self.host + ["fast"] * (self.precision == "fast")
+        return " / ".join(parts)
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The cells of a grid: (requests, tokens) of the attentions, new tokens of appends, (tokens, heads) of prefill."""
+
+    decode: tuple[tuple[int, int], ...]
+    extra: tuple[tuple[int, int], ...]  # decode cells that are also timed with pages of 16 and with unequal lengths
+    mla: tuple[tuple[int, int], ...]
+    mla_heads: tuple[int, ...]
+    append: tuple[int, ...]
+    prefill: tuple[tuple[int, int], ...]
+    host: tuple[int, int] | None  # (requests, tokens) of the eager calls; None: host and device are one
+
+
+_K = 1024
+GPU = Sizes(
+    decode=((1, 8 * _K), (1, 128 * _K), (16, 8 * _K), (16, 64 * _K), (64, _K), (64, 8 * _K), (256, _K), (256, 8 * _K)),
+    extra=((16, 8 * _K), (64, 8 * _K)),
+    mla=((1, 8 * _K), (16, 8 * _K), (64, 4 * _K), (128, 8 * _K)),
+    mla_heads=(16, 128),
+    append=(1, 32, 256, 2048, 16384),
+    prefill=((4096, 16), (4096, 128)),
+    host=(4, 256),
+)
+GPU_QUICK = Sizes(
+    decode=((1, 8 * _K), (64, 8 * _K)), extra=(), mla=((16, 8 * _K),), mla_heads=(16, 128), append=(32, 2048),
+    prefill=((4096, 128),), host=(4, 256),
+)  # fmt: skip
+CPU = Sizes(
+    decode=((1, 4 * _K), (4, _K)), extra=(), mla=((1, 2 * _K),), mla_heads=(16,), append=(32, 256),
+    prefill=((128, 4),), host=None,
+)  # fmt: skip
+CPU_QUICK = Sizes(
+    decode=((1, 512),), extra=(), mla=((1, 256),), mla_heads=(16,), append=(32,), prefill=((64, 1),), host=None
+)
+
+
+def sizes(device: str, quick: bool) -> Sizes:
+    """The default cells of a kind of device."""
+    if device == "cpu":
+        return CPU_QUICK if quick else CPU
+    return GPU_QUICK if quick else GPU
+
+
+def with_cells(s: Sizes, cells: Sequence[str]) -> Sizes:
+    """`s` with the cells named: "BxL" replaces those of the attentions, a plain number the new tokens of the others.
+
+    Raises ValueError for a cell of neither kind.
+    """
+    pairs, counts = [], []
+    for cell in cells:
+        numbers = cell.lower().split("x")
+        if len(numbers) > 2 or not all(n.strip().isdigit() and int(n) > 0 for n in numbers):
+            raise ValueError(f"cell: want requests x tokens such as 64x8192, or new tokens such as 2048, got {cell!r}")
+        if len(numbers) == 2:
+            pairs.append((int(numbers[0]), int(numbers[1])))
+        else:
+            counts.append(int(numbers[0]))
+    if pairs:
+        s = replace(s, decode=tuple(pairs), mla=tuple(pairs), extra=tuple(p for p in s.extra if p in pairs))
+    if counts:
+        heads = tuple(dict.fromkeys(h for _, h in s.prefill))
+        s = replace(s, append=tuple(counts), prefill=tuple((n, h) for n in counts for h in heads))
+    return s
+
+
+def grid(
+    s: Sizes,
+    ops: Iterable[str] = OPS,
+    formats: Iterable[str] | None = None,
+    *,
+    page: int | None = None,
+    uneven: bool = False,
+    precisions: Iterable[str] = ("exact",),
+) -> Iterator[Case]:
+    """The cases of the operations and formats named (None: all).
+
+    page:    the only page size; None: 64, and 16 too in the `extra` cells
+    uneven:  unequal lengths only, in every cell
+    """
+    every = [case for op in OPS if op in set(ops) for case in _GRIDS[op](s)]
+    if page is not None:
+        every = [replace(case, page=page) for case in every if case.page == 64]
+    if uneven:
+        every = [replace(case, uneven=True) for case in every if case.requests and not case.host]
+    wanted = None if formats is None else set(formats)
+    for case in dict.fromkeys(every):
+        if wanted is None or case.format in wanted:
+            yield case
+            if "fast" in set(precisions) and case.op == "mla_decode" and case.format != "bf16" and not case.host:
+                yield replace(case, precision="fast")
+
+
+def _append(s: Sizes) -> Iterator[Case]:
+    for name in APPEND_FORMATS:
+        yield from (Case("append", name, 0, n, heads=KV_HEADS) for n in s.append)
+
+
+def _rope_append(s: Sizes) -> Iterator[Case]:
+    for name in ("fp8_e4m3", "fp8_per_token_head"):
+        yield from (Case("rope_append", name, 0, n) for n in s.append)
+
+
+def _mla_append(s: Sizes) -> Iterator[Case]:
+    for name in ("fp8_e4m3", "fp8_ds_mla"):
+        yield from (Case("mla_append", name, 0, n, heads=max(s.mla_heads)) for n in s.append)
+
+
+def _decode(s: Sizes) -> Iterator[Case]:
+    for b, n in s.decode:
+        yield from (Case("decode", name, b, n) for name in DECODE_FORMATS)
+    for b, n in s.extra:
+        yield from (Case("decode", name, b, n, page=16) for name in DECODE_FORMATS)
+        yield from (Case("decode", name, b, n, uneven=True) for name in DECODE_FORMATS)
+
+
+def _mla_decode(s: Sizes) -> Iterator[Case]:
+    for heads in s.mla_heads:
+        for b, n in s.mla:
+            yield from (Case("mla_decode", name, b, n, heads=heads) for name in LATENT_FORMATS)
+
+
+def _mla_prefill(s: Sizes) -> Iterator[Case]:
+    yield from (Case("mla_prefill", "bf16", 0, n, heads=heads) for n, heads in s.prefill)
+
+
+def _host(s: Sizes) -> Iterator[Case]:
+    if s.host is None:
+        return
+    b, n = s.host
+    yield Case("append", "fp8_per_token_head", 0, b, heads=KV_HEADS, host=True)
+    yield Case("rope_append", "fp8_e4m3", 0, b, host=True)
+    yield Case("mla_append", "fp8_e4m3", 0, b, heads=16, host=True)
+    yield Case("decode", "fp8_e4m3", b, n, host=True)
+    yield Case("mla_decode", "fp8_e4m3", b, n, heads=16, host=True)
+    yield Case("mla_prefill", "bf16", 0, 64, heads=16, host=True)
+
+
+_GRIDS = {
+    "append": _append,
+    "rope_append": _rope_append,
+    "mla_append": _mla_append,
+    "decode": _decode,
+    "mla_decode": _mla_decode,
+    "mla_prefill": _mla_prefill,
+    "host": _host,
+}

@@ -1,0 +1,129 @@
+"""Random caches, page tables in random order, and the fp64 values of stored rows; all on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...formats import BLOCK, GROUP, TOKEN_HEAD, KVFormat
+from ..memory import as_bytes, storage_bytes, take
+from .cases import Case
+
+# Bytes to rotate over, so that no cache of the chip holds what is read.
+ROTATE = {"cuda": 400e6, "cpu": 128e6}
+_CHUNK = 1 << 26  # elements filled at a time
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Problem(Protocol):
+    """A case on a device. Each of `calls` does the same work on other memory; the first is the one that is judged."""
+
+    case: Case
+    calls: list
+    nbytes: int  # read and written by one call, at least
+    flops: int
+    limit: float  # largest `error` that is right
+    peer_limit: float  # the same for other libraries, which may round elsewhere
+
+    def poison(self) -> None:
+        """Overwrite what the first call writes."""
+
+    def error(self, result: Any) -> float:
+        """How wrong what the first call wrote, or returned, is."""
+
+
+def rotations(device: torch.device, nbytes: float, most: int = 64) -> int:
+    """Copies of `nbytes` that exceed the chip's caches."""
+    return min(most, max(1, math.ceil(ROTATE.get(device.type, ROTATE["cuda"]) / max(nbytes, 1))))
+
+
+def lengths(case: Case) -> Tensor:
+    """[B] tokens of each request, on the CPU; the same in every run."""
+    if not case.uneven:
+        return torch.full((case.requests,), case.tokens, dtype=torch.int32)
+    random = torch.Generator().manual_seed(case.requests)
+    return torch.randint(1, 2 * case.tokens + 1, (case.requests,), generator=random, dtype=torch.int32)
+
+
+def page_tables(used: Tensor, copies: int, device: torch.device) -> Tensor:
+    """[copies, B, max_pages] int32: distinct pages in random order; entries past a request's `used` [B] pages are 0."""
+    each = int(used.sum())
+    order = torch.randperm(copies * each, device=device).to(torch.int32).view(copies, each)
+    tables = torch.zeros(copies, len(used), int(used.max()), dtype=torch.int32, device=device)
+    tables[:, (torch.arange(tables.shape[2]) < used[:, None]).to(device)] = order
+    return tables
+
+
+def fill(codes: Tensor, scales: Tensor | None, f: KVFormat) -> None:
+    """Random codes, and stored scales that make values of about unit size."""
+    for x in _parts(codes):
+        if f.scale == BLOCK:
+            x.random_(0, 256)
+            continue
+        noise = torch.randn(x.shape, device=x.device)
+        spread = f.max_value / 4 if f.scale in (TOKEN_HEAD, GROUP) else 1.0
+        if spread != 1.0:
+            noise.mul_(spread).clamp_(-f.max_value, f.max_value)
+        x.copy_(noise.round_() if f.storage == torch.int8 else noise)
+    if scales is not None:
+        size = 4.0 / f.max_value if f.scale != BLOCK else 0.5
+        for x in _parts(scales):
+            x.copy_((torch.rand(x.shape, device=x.device) + 0.5) * size)
+
+
+def _parts(x: Tensor) -> Iterator[Tensor]:
+    step = max(1, _CHUNK // max(1, x[:1].numel()))
+    for start in range(0, len(x), step):
+        yield x[start : start + step]
+
+
+def places(table: Tensor, n: int, page: int) -> tuple[Tensor, Tensor]:
+    """Pages and slots of the first n tokens of a request."""
+    token = torch.arange(n, device=table.device)
+    return table.long()[token // page], token % page
+
+
+def values(codes: Tensor, scales: Tensor | None, f: KVFormat, where: tuple[Tensor, Tensor]) -> Tensor:
+    """fp64 rows at (pages, slots), stored scales applied."""
+    x = take(codes, *where)
+    if f.scale == BLOCK:
+        table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.float64, device=x.device)
+        y = table[torch.stack([x & 15, x >> 4], -1).long()].flatten(-2)
+    else:
+        y = x.float().double()
+    if scales is None:
+        return y
+    s = take(scales, *where).float().double()
+    if f.scale == TOKEN_HEAD:
+        return y * s[..., None]
+    return y * s.repeat_interleave(f.scale_block or 1, -1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """fp64 attention of one token: q [Hq, D], k [n, H, D], v [n, H, Dv] → [Hq, Dv]."""
+    groups = q.double().unflatten(0, (k.shape[1], -1))
+    p = (torch.einsum("hgd,nhd->hgn", groups, k) * scale).softmax(-1)
+    return torch.einsum("hgn,nhd->hgd", p, v).flatten(0, 1)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """‖got − want‖ / ‖want‖; inf where `got` is not finite."""
+    error = float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
+    return error if math.isfinite(error) else math.inf
+
+
+def differing(got: Tensor, want: Tensor) -> float:
+    """Share of elements whose bytes differ."""
+    return float((as_bytes(got) != as_bytes(want)).any(-1).double().mean()) if got.numel() else 0.0
+
+
+def poison(x: Tensor | None) -> None:
+    """Overwrite the memory of a tensor, neighbours included, with 0xFF: NaN in every float."""
+    if x is not None:
+        storage_bytes(x).fill_(0xFF)
+
+

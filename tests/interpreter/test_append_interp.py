@@ -1,0 +1,79 @@
+"""append in Triton writes the oracle's bytes, and no others, for every case: in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from against_oracle import assert_bytes_equal, check, one_program_a_tensor, write_cases
+
+from tersekv.backends.triton import launch
+from tersekv.cache import PagedKVCache
+from tersekv.calls import AppendCall
+from tersekv.formats import KV_FORMATS
+
+OP = "append"
+
+
+def call(k: torch.Tensor, fmt: str, place: tuple, pages: int = 6, size: int = 4) -> AppendCall:
+    """k is written as v, too."""
+    c = PagedKVCache.allocate(1, pages, size, k.shape[1], k.shape[2], format=fmt)[0]
+    return AppendCall(
+        k, k, c.k, c.v, c.k_scale_cache, c.v_scale_cache, *place, fmt, 1.0, None, 1.0, None, False
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", write_cases(OP), ids=lambda c: c.id)
+def test_bytes_are_the_oracles(case, monkeypatch):
+    one_program_a_tensor(monkeypatch)
+    check(case)
+
+
+@pytest.mark.parametrize("case", write_cases(OP, quick=True), ids=lambda c: c.id)
+def test_many_programs_write_what_one_writes(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", write_cases(OP, quick=True), ids=lambda c: c.id)
+def test_bit_arithmetic_gives_the_bytes_of_the_instruction(case, monkeypatch):
+    one_program_a_tensor(monkeypatch)
+    monkeypatch.setattr(launch, "rounds_to_fp8", lambda f: False)
+    check(case)
+
+
+@pytest.mark.parametrize("fmt", KV_FORMATS)
+def test_rows_of_strange_values(fmt):
+    k = torch.ones(12, 1, 32)
+    k[0] = torch.nan
+    k[1] = -torch.inf
+    k[2, :, ::3] = torch.nan
+    k[3] = -0.0
+    k[4] = -1e-12  # every stored scale is at its floor, or 0
+    k[5, :, :16] = 1e-12
+    k[6] = 1e-42  # subnormal
+    k[7] = -3e38
+    k[8, :, 7] = torch.inf
+    k[9] = torch.arange(32) - 15.5
+    k[10] = -torch.arange(32) * 1e-3
+    slots = torch.arange(12)
+    assert_bytes_equal(OP, call(k, fmt, (slots, None, None, None, None)))
+
+
+def test_a_position_past_a_requests_pages_is_dropped():
+    k = torch.randn(6, 2, 16)
+    batch = torch.tensor([0, 0, 1, 1, 2, -1], dtype=torch.int32)
+    positions = torch.tensor([0, 4, 8, 3, 0, 0], dtype=torch.int32)  # the second lies in the pages of the next request
+    indptr, indices = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([5, 2, 0, 1, 3], dtype=torch.int32)
+    a = call(k, "fp8_e4m3", (None, batch, positions, indptr, indices))
+    assert_bytes_equal(OP, a)
+    written = a.k_cache.view(torch.uint8).flatten(2).any(-1).nonzero().tolist()
+    assert written == [[2, 3], [5, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32], ids=str)
+def test_slots_outside_the_cache_are_dropped(dtype):
+    info = torch.iinfo(dtype)
+    slots = torch.tensor([info.min or info.max, 24, info.max, 23, 0, info.max - 1]).to(dtype)
+    a = call(torch.randn(6, 2, 16), "fp8_e4m3", (slots, None, None, None, None))
+    assert_bytes_equal(OP, a)
+    written = a.k_cache.view(torch.uint8).flatten(2).any(-1).nonzero().tolist()
+    assert written == [[0, 0], [5, 3]]

@@ -1,0 +1,28 @@
+"""rope_append in Triton writes the oracle's bytes, and no others, for every case: in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+from against_oracle import check, one_program_a_tensor, write_cases
+
+from tersekv.backends.triton import launch
+
+OP = "rope_append"
+
+
+@pytest.mark.parametrize("case", write_cases(OP), ids=lambda c: c.id)
+def test_bytes_are_the_oracles(case, monkeypatch):
+    one_program_a_tensor(monkeypatch)
+    check(case)
+
+
+@pytest.mark.parametrize("case", write_cases(OP, quick=True), ids=lambda c: c.id)
+def test_many_programs_write_what_one_writes(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", write_cases(OP, quick=True), ids=lambda c: c.id)
+def test_bit_arithmetic_gives_the_bytes_of_the_instruction(case, monkeypatch):
+    one_program_a_tensor(monkeypatch)
+    monkeypatch.setattr(launch, "rounds_to_fp8", lambda f: False)
+    check(case)

@@ -1,0 +1,178 @@
+"""MLA prefill compiled for chips that are not there: instructions, registers, shared memory; and its facts → config."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from compile_tools import compile_launch, record
+
+from tersekv import UnsupportedError, plan
+from tersekv.backends.triton import mla_prefill
+from tersekv.backends.triton.mla_prefill_tune import PrefillConfig, candidates
+from tersekv.cache import PagedLatentCache
+from tersekv.calls import MLAPrefillCall
+
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+MATRIX = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+
+
+def make(
+    tokens: int = 4096, heads: int = 16, nope: int = 128, rope: int = 64, dim_v: int = 128, rank: int = 512,
+    format: str = "bf16", dtype: torch.dtype = torch.bfloat16, fp8: bool = True, chunks: int = 1, scale: float = 0.07,
+) -> MLAPrefillCall:  # fmt: skip
+    """A call whose tensors are never read."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    c = PagedLatentCache.allocate(1, 2, 64, format=format, kv_lora_rank=rank, qk_rope_head_dim=rope)[0]
+    rows, f32, i32 = heads * (nope + dim_v), torch.float32, torch.int32
+    weight = empty(rows, rank, dtype=torch.float8_e4m3fn if fp8 else dtype)
+    return MLAPrefillCall(
+        empty(tokens, heads, nope + rope), empty(tokens, rank), empty(tokens, rope), c.ckv, c.kpe, c.ckv_scale_cache,
+        empty(1, 64, dtype=i32), empty(1, dtype=i32), empty(2, dtype=i32), empty(8192, rope, dtype=f32), empty(rank),
+        weight, empty(rows // 128, rank // 128, dtype=f32) if fp8 else None,
+        empty(chunks, 2, dtype=i32), empty(chunks, 1, dtype=i32), empty(tokens, heads, dim_v),
+        empty(tokens, heads, dtype=f32), [tokens] * chunks, format, tokens, scale, 1e-6, 1.0, None, "exact",
+    )  # fmt: skip
+
+
+def facts(call: MLAPrefillCall, arch: int | str) -> SimpleNamespace:
+    return plan.facts("mla_prefill", call, None if isinstance(arch, str) else arch)
+
+
+def compiled(
+    call: MLAPrefillCall, arch: int | str, config: PrefillConfig | None = None, only: str = ""
+) -> dict[str, Any]:
+    """What each distinct kernel of a call compiles to, by name."""
+    out = {}
+    for fn, _, args, kwargs in record(mla_prefill.run, call, config or mla_prefill.configure(facts(call, arch))):
+        if only in fn.fn.__name__:
+            result = compile_launch(fn, args, kwargs, arch)
+            out[result["name"]] = result
+    return out
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
+def test_products_use_the_matrix_units_and_tiles_fit(arch):
+    kernels = compiled(make(), arch)
+    assert set(kernels) == {
+        "prepare_kernel", "gather_kernel", "resident_kernel" if arch == 90 else "product_kernel", "attention_kernel",
+    }  # fmt: skip
+    for name, k in kernels.items():
+        assert k["shared"] <= SHARED[arch], name
+        # Descriptor kernels for sm_120 have 8 bytes of stack; more would be spills.
+        assert k["n_spills"] <= (0 if arch == 90 else 8), name
+        assert name in ("prepare_kernel", "gather_kernel") or MATRIX[arch] in k["ptx"], name
+    product = next(k for n, k in kernels.items() if "product" in n or "resident" in n)
+    assert (("e4m3" in product["ptx"]) or ("f8f6f4" in product["ptx"])) == (arch >= 89)
+
+
+def test_amd_compiles():
+    kernels = compiled(make(), "gfx942")
+    assert all(k["n_spills"] == 0 and k["shared"] <= 64 << 10 for k in kernels.values())
+
+
+def test_rotation_is_compiled_without_fused_multiply_adds():
+    ptx = compiled(make(), 90, only="prepare_kernel")["prepare_kernel"]["ptx"]
+    assert "fma.rn.f32" not in ptx
+    assert "sqrt.rn.f32" in ptx
+
+
+def test_fp8_products_on_hopper_start_every_128_columns_afresh_and_run_in_flight():
+    k = compiled(make(), 90, only="resident_kernel")["resident_kernel"]
+    sass = k["sass"]()
+    products = [line for line in sass.splitlines() if "QGMMA" in line]
+    assert len(products) == 16  # 4 groups of 128 columns, 32 a time
+    assert sum("RZ" in line for line in products) == 4
+    # One wait for each group: where ptxas serialises products, each of them has a wait of its own.
+    assert sass.count("WARPGROUP.DEPBAR") == 4
+    assert "UTMALDG" in sass
+    assert "UTMASTG" in sass
+
+
+def test_attention_on_hopper_loads_tiles_by_tma_and_keeps_products_in_flight():
+    sass = compiled(make(), 90, only="attention_kernel")["attention_kernel"]["sass"]()
+    loops = 2  # whole tiles, masked tiles
+    assert sass.count("HGMMA") == loops * (8 + 4 + 8)
+    assert sass.count("WARPGROUP.DEPBAR") <= loops * 3
+    assert sass.count("UTMALDG") == loops * 2 * 3  # k, rotary part, v: before the loop and in it
+
+
+def test_every_candidate_on_hopper_compiles_without_spills():
+    call = make()
+    attention, products = candidates(facts(call, 90))
+    assert 2 <= len(attention) <= 4
+    assert 2 <= len(products) <= 6
+    for tile in attention[1:]:
+        k = compiled(call, 90, PrefillConfig(tile, products[0], True), "attention")["attention_kernel"]
+        assert (k["n_spills"], k["shared"] <= SHARED[90]) == (0, True), tile
+    for tile in products[1:]:
+        name = "resident_kernel" if tile.resident else "product_kernel"
+        k = compiled(call, 90, PrefillConfig(attention[0], tile, True), name)[name]
+        assert (k["n_spills"], k["shared"] <= SHARED[90]) == (0, True), tile
+
+
+@pytest.mark.parametrize(
+    ("arch", "sizes"),
+    [
+        (80, {"nope": 256, "rope": 128, "dim_v": 256}),
+        (89, {"nope": 192, "dim_v": 256}),
+        (90, {"nope": 256, "rope": 128, "dim_v": 256, "chunks": 2}),
+        (90, {"nope": 96, "rope": 32, "dim_v": 80, "rank": 192, "fp8": False, "dtype": torch.float16}),
+    ],
+    ids=str,
+)
+def test_other_sizes_fit(arch, sizes):
+    for name, k in compiled(make(**sizes), arch).items():
+        assert k["shared"] <= SHARED[arch], name
+        assert k["n_spills"] <= (0 if arch == 90 else 8), name
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"])
+def test_every_format_compiles(arch, format):
+    call = make(format=format)
+    assert set(compiled(call, arch, only="prepare")) | set(compiled(call, arch, only="gather")) == {
+        "prepare_kernel", "gather_kernel",
+    }  # fmt: skip
+
+
+def test_several_chunks_launch_once_each_and_carry_their_state():
+    call = make(chunks=3)
+    launches = record(mla_prefill.run, call, mla_prefill.configure(facts(call, 90)))
+    names = [fn.fn.__name__ for fn, *_ in launches]
+    assert names == ["prepare_kernel", *["gather_kernel", "resident_kernel", "attention_kernel"] * 3]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"nope": 288}, "needs heads of 1 to 256 nope and value dims, got 288 and 128"),
+        ({"rope": 192}, "needs at most 128 rotary dims, got 192"),
+        ({"scale": -1.0}, "needs softmax_scale > 0, got -1.0"),
+        ({"rank": 8192, "heads": 1}, "needs a latent rank of at most 4096, got 8192"),
+    ],
+)
+def test_what_it_cannot_do_is_named(sizes, reason):
+    assert mla_prefill.why_not(facts(make(tokens=4, **{"heads": 2, **sizes}), 90)) == reason
+
+
+def test_old_chips_and_the_cpu_are_refused():
+    call = make(tokens=4, heads=2)
+    assert mla_prefill.why_not(facts(call, 75)) == "needs sm_80 or newer, got sm_75"
+    with pytest.raises(UnsupportedError, match="needs a CUDA or HIP device, got cpu"):
+        plan.plan("mla_prefill", call, "triton")
+
+
+def test_unaligned_weights_and_odd_heads_go_without_descriptors():
+    call = make(tokens=4, heads=2)
+    assert mla_prefill.configure(facts(call, 90)).product.resident
+    weight = torch.empty(call.kv_b_proj.numel() + 8, dtype=torch.float8_e4m3fn)[8:].view(call.kv_b_proj.shape)
+    off = mla_prefill.configure(facts(call._replace(kv_b_proj=weight), 90))
+    assert (off.product.tma, off.product.resident, off.attention.tma) == (False, False, True)
+    odd = mla_prefill.configure(facts(make(tokens=4, heads=2, nope=96, dim_v=96), 90))
+    assert (odd.product.tma, odd.attention.tma) == (True, False)

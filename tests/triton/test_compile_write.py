@@ -1,0 +1,150 @@
+"""The write kernels, compiled for chips that are not there: they fit, they do not spill, they round as written."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import pytest
+import torch
+from compile_tools import ARCHS, compile_launches
+
+from tersekv import checks
+from tersekv.cache import PagedKVCache, PagedLatentCache
+from tersekv.calls import AppendCall, MergeCall, MLAAppendCall, RopeAppendCall
+from tersekv.formats import KV_FORMATS
+from tersekv.plan import facts
+
+T = 2048
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def index(n: int = T) -> torch.Tensor:
+    return empty(n, dtype=torch.int64)
+
+
+def append_call(fmt: str) -> AppendCall:
+    c = PagedKVCache.allocate(1, 8, 16, 8, 128, format=fmt)[0]
+    return AppendCall(
+        empty(T, 8, 128), empty(T, 8, 128), c.k, c.v, c.k_scale_cache, c.v_scale_cache, index(),
+        None, None, None, None, fmt, 1.0, None, 1.0, None, False,
+    )  # fmt: skip
+
+
+def rope_call(fmt: str, *, tokens: int = T, interleaved: bool = False, paged: bool = False) -> RopeAppendCall:
+    c = PagedKVCache.allocate(1, 8, 16, 8, 128, format=fmt)[0]
+    q, k, v = empty(tokens, 48, 128).split([32, 8, 8], 1)
+    place = (None, *[index(tokens)] * 4) if paged else (index(tokens), None, None, None, None)
+    return RopeAppendCall(
+        q, None, k, None, v, empty(4096, 128, dtype=torch.float32), index(tokens), empty(tokens, 32, 128, dtype=E4M3),
+        None, c.k, c.v, c.k_scale_cache, c.v_scale_cache, *place, fmt, interleaved,
+        1.0, None, 1.0, None, 1.0, None, False, paged,
+    )  # fmt: skip
+
+
+def mla_call(fmt: str, *, heads: int = 128, interleaved: bool = True) -> MLAAppendCall:
+    c = PagedLatentCache.allocate(1, 8, 64, format=fmt)[0]
+    return MLAAppendCall(
+        empty(T, heads, 64), empty(T, heads, 512), empty(T, 512), empty(T, 64), empty(4096, 64, dtype=torch.float32),
+        index(), empty(T, heads, 64, dtype=E4M3), empty(T, heads, 512, dtype=E4M3), c.ckv, c.kpe, c.ckv_scale_cache,
+        index(), None, None, None, None, fmt, interleaved, 1.0, None, 1.0, None, False, False,
+    )  # fmt: skip
+
+
+def merge_call() -> MergeCall:
+    return MergeCall(empty(2, T, 32, 128), empty(2, T, 32, dtype=torch.float32), empty(T, 32, 128), None)
+
+
+def compiled(op: str, call: Any, arch: int | str) -> dict[str, Any]:
+    """The one kernel that the call launches."""
+    backend = importlib.import_module(f"tersekv.backends.triton.{op}")
+    f = facts(op, call, arch if isinstance(arch, int) else None)
+    checks.facts(f)
+    (kernel,) = compile_launches(backend.run, call, backend.configure(f), arch)
+    return kernel
+
+
+def assert_fits(kernel: dict[str, Any]) -> None:
+    assert kernel["n_spills"] == 0
+    assert kernel["n_regs"] <= 128  # 4 programs of 4 warps or more on every chip
+    assert kernel["shared"] <= 16384
+
+
+def assert_rounds_as_written(kernel: dict[str, Any]) -> None:
+    """No multiply-add is fused, no subnormal flushed."""
+    if "ptx" in kernel:
+        assert "f16.f32" not in kernel["ptx"]  # fp32 → fp16 → fp8 would round twice
+        assert not re.search(r"\bfma\.|\.ftz\b|\bdiv\.(full|approx)|\brcp\b", kernel["ptx"])
+    else:
+        assert not re.search(r"fast|contract|nnan|reassoc", _without_metadata(kernel["llir"]))
+
+
+def _without_metadata(llir: str) -> str:
+    return "\n".join(line for line in llir.splitlines() if re.search(r"= f(add|sub|mul|div)\b", line))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rope_append_compiles_for_every_chip(arch):
+    kernel = compiled("rope_append", rope_call("fp8_e4m3"), arch)
+    assert_fits(kernel)
+    assert_rounds_as_written(kernel)
+    if isinstance(arch, int):
+        native = len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", kernel["ptx"]))
+        assert (native > 0) == (arch >= 90)
+        # Every access to rows has 16 bytes, and no value changes threads.
+        assert "ld.global.v4.b32" in kernel["ptx"]
+        assert "st.global.v4.b32" in kernel["ptx"]
+        assert not re.search(r"(ld|st)\.global[.\w]*\.[bu](8|16)\b|shared|shfl", kernel["ptx"])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_mla_append_compiles_for_every_chip(arch):
+    kernel = compiled("mla_append", mla_call("fp8_ds_mla"), arch)
+    assert_fits(kernel)
+    assert_rounds_as_written(kernel)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_append_compiles_for_every_chip(arch):
+    kernel = compiled("append", append_call("fp8_per_token_head"), arch)
+    assert_fits(kernel)
+    assert_rounds_as_written(kernel)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_merge_states_compiles_for_every_chip(arch):
+    assert_fits(compiled("merge_states", merge_call(), arch))
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("fmt", KV_FORMATS)
+def test_append_compiles_for_every_format(fmt, arch):
+    kernel = compiled("append", append_call(fmt), arch)
+    assert_fits(kernel)
+    assert_rounds_as_written(kernel)
+    assert "ld.global.v4.b32" in kernel["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("rope_append", rope_call("nvfp4", interleaved=True, paged=True)),
+        ("rope_append", rope_call("int8_per_token_head", tokens=1)),
+        ("mla_append", mla_call("fp8_e4m3", heads=16)),
+    ],
+    ids=["nvfp4 interleaved paged", "int8 one token", "mla fp8 16 heads"],
+)
+def test_other_variants_compile(op, call):
+    kernel = compiled(op, call, 90)
+    assert_fits(kernel)
+    assert_rounds_as_written(kernel)
+
+
+def test_ptxas_fuses_nothing_either():
+    kernel = compiled("rope_append", rope_call("fp8_e4m3"), 90)
+    assert "FFMA" not in kernel["sass"]()
