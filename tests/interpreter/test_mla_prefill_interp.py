@@ -147,6 +147,29 @@ def test_a_page_outside_the_cache_is_never_followed(bad, column, lost):
     assert not got.scales[:, rows].any()
 
 
+def test_a_position_beyond_the_table_is_dropped():
+    call = make(SMALL)
+    call = call._replace(page_table=call.page_table[:, :4])  # four pages of three: position 12 has no page
+    before = as_bytes(call.ckv).clone()
+    prepare(call, False)
+    changed = (as_bytes(call.ckv) != before).flatten(2).any(-1).sum()
+    assert changed == sum(SMALL.q_lens) - 1
+
+
+def test_chunks_may_come_in_any_order():
+    call = make(replace(SMALL, chunk=10))  # the second chunk holds keys that early queries of its tiles do not see
+    want = moved(call, "cpu")
+    call = call._replace(
+        buffer_row_offsets=call.buffer_row_offsets.flip(0),
+        cache_offsets=call.cache_offsets.flip(0),
+        buffer_lengths=call.buffer_lengths[::-1],
+    )
+    mla_prefill.run(call, TILED)
+    mla_prefill.run(want, TILED)
+    assert (call.out.float() - want.out.float()).norm() < 4e-3 * want.out.float().norm()
+    torch.testing.assert_close(call.lse, want.lse, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("freqs", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_append_has_the_bits_of_the_oracle(name, freqs):

@@ -52,7 +52,7 @@ class DenseLatentAttention:
         self.table = freqs_cis(model.config, model.embed.weight.device)
 
     def __call__(self, layer_idx: int, q: Tensor, kv_c: Tensor, k_pe: Tensor) -> Tensor:
-        """q [..., T, H, Dn + Dr], kv_c [..., T, L], k_pe [..., T, Dr] -> [..., T, H, Dv]; all as projected."""
+        """q [..., T, H, Dn + Dr], kv_c [..., T, L], k_pe [..., T, Dr] -> [..., T, H, Dv]; see above."""
         c, layer = self.config, cast(DeepseekLayer, self.layers[layer_idx])
         table = self.table[: q.shape[-3]]
         q_nope, q_pe = q.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)

@@ -72,7 +72,9 @@ def _widened(codes: Tensor, factor: int, scratch: Scratch) -> Tensor:
 
 def _restore_nan(values: Tensor, codes: Tensor) -> Tensor:
     """NaN where e4m3 has one. On a CPU the largest byte tells whether there is any, at a tenth of a pass."""
-    if may_read(codes) and (codes.numel() == 0 or (int(codes.view(torch.int8).max()) < 0x7F and int(codes.max()) < 0xFF)):
+    if codes.numel() == 0:
+        return values
+    if may_read(codes) and int(codes.view(torch.int8).max()) < 0x7F and int(codes.max()) < 0xFF:
         return values
     return values.masked_fill_(values.abs() == _E4M3_NAN_BITS, math.nan)
 

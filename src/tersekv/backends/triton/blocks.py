@@ -32,10 +32,13 @@ class Part:
     """Rows [tokens, heads] of one tensor, cut into programs of `rows` rows, a power of two.
 
     Rows of one token share its position and place, so a divisor of `heads` is taken if it is not much smaller.
+    Rotated keys get half the elements: with pairs, cos and sin they take twice the registers, which all programs of the
+    launch would pay for.
     """
 
-    def __init__(self, tokens: int, heads: int, columns: int, elements: int) -> None:
+    def __init__(self, tokens: int, heads: int, columns: int, elements: int, *, rotated_keys: bool = False) -> None:
         total = tokens * heads
+        elements = elements // 2 if rotated_keys else elements
         rows = min(max(elements // columns, 1), launch.next_power_of_2(total))
         common = heads & -heads if heads else 1
         self.rows = common if rows // 2 <= common < rows else rows

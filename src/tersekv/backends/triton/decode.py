@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...formats import E4M3_MAX, E5M2_MAX, KVFormat, kv_format
+from ...formats import BLOCK, E4M3_MAX, E5M2_MAX, TOKEN_HEAD, KVFormat, kv_format
 from . import launch
 from .decode_kernels import META_FIELDS, decode_kernel, merge_kernel
 from .decode_tune import Tiles, tiles
@@ -76,9 +75,7 @@ class Config(NamedTuple):
     constants: Constants
     num_programs: int
     merge_rows: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None
+    options: dict[str, Any]  # of the split pass's launch
     k_box: tuple[int, int, int] | None  # rows, row pitch and columns of the descriptor's tensor; None: pointers
     v_box: tuple[int, int, int] | None
     strides: tuple[int, ...]
@@ -94,84 +91,104 @@ def why_not(f: SimpleNamespace) -> str | None:
             return f"wants {name} with strides of whole 16-bit words, got {list(getattr(f, name).stride)}"
     if f.q.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
-    if f.out.dtype == torch.float32 and f.q.dtype == torch.float32:
-        return "wants a 16-bit or 8-bit out, got float32"
     return None
 
 
 def configure(f: SimpleNamespace) -> Config:
     fmt = kv_format(f.format)
+    t = tiles(f, fmt)
     heads, group = f.k_cache.shape[2], f.q.shape[1] // max(f.k_cache.shape[2], 1)
     parts = 2 * fmt.values_per_element // fmt.storage.itemsize
-    d, dv = f.q.shape[2], f.out.shape[2]
-    page, words = f.k_cache.shape[1], (d // parts, dv // parts)
-    t: Tiles = tiles(f, fmt)
-    by_tma = t.tma and page % t.tile == 0 and launch.has_tma(f)
-    k_box = _box(f.k_cache, words[0]) if by_tma else None
-    v_box = _box(f.v_cache, words[1]) if by_tma else None
-    by_tma = k_box is not None and v_box is not None
-    block_d, block_dv = (max(16, launch.next_power_of_2(n)) for n in words)
-    c = Constants(
-        CODE=_CODE.get(fmt.storage, "half"),
-        PARTS=parts,
-        TOKEN_SCALES=fmt.scale == "token_head",
-        BLOCK_SCALES=fmt.scale == "block",
-        BYTES=launch.e4m3_by_hand(f),
-        ASM=launch.has_ptx(f) and not (fmt.storage == torch.float8_e4m3fn and launch.e4m3_by_hand(f)),
-        BF16=fmt.storage == torch.bfloat16,
-        HEADS=heads,
-        GROUP=group,
-        D=d,
-        DV=dv,
-        WORDS_K=words[0],
-        WORDS_V=words[1],
-        BLOCK_D=block_d,
-        BLOCK_DV=block_dv,
-        PAGE=page,
-        TILE=t.tile,
-        ONE_PAGE=page % t.tile == 0,
-        TMA=by_tma,
-        FETCH=parts > 1 and not by_tma,
-        K_PITCH=_pitch(f.k_cache) if by_tma else 0,
-        V_PITCH=_pitch(f.v_cache) if by_tma else 0,
-        K_HEAD_ROWS=_head_rows(f.k_cache) if by_tma else 0,
-        V_HEAD_ROWS=_head_rows(f.v_cache) if by_tma else 0,
-        UNROLL=t.unroll,
-        ROWS=t.rows,
-        BLOCK_B=min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
-        MIN_TILES=t.min_tiles,
-        MAX_Q=f.max_q_len,
-        RAGGED=f.cu_seqlens_q is not None,
-        WINDOW=f.window,
-        HAS_MASK=f.mask is not None,
-        HAS_SINKS=f.sinks is not None,
-        HAS_LSE=f.lse is not None,
-        SOFTCAP=f.softcap > 0,
-        SOFTMAX_T=f.softmax_scale_t is not None,
-        K_T=f.k_scale_t is not None,
-        K_T_STRIDE=_per_head(f.k_scale_t),
-        V_T=f.v_scale_t is not None,
-        V_T_STRIDE=_per_head(f.v_scale_t),
-        OUT_T=f.out_scale_t is not None,
-        OUT_MAX=_OUT_MAX.get(f.out.dtype, 0.0),
-        K_FACTOR=128.0 if fmt.scale == "block" else 1.0,  # what tiles.block_scales leaves over
-        V_FACTOR=128.0 if fmt.scale == "block" else 1.0,
-        PART_COLUMNS=parts * block_dv + 2,
-        MERGE_PIECES=16,
-        MERGE_COLUMNS=parts * block_dv,
+    boxes = (None, None)
+    if t.tma and f.k_cache.shape[1] % t.tile == 0 and launch.has_tma(f):
+        boxes = (_box(f.k_cache, f.q.shape[2] // parts), _box(f.v_cache, f.out.shape[2] // parts))
+    if None in boxes:
+        boxes = (None, None)
+    constants = Constants(
+        **_format(f, fmt, parts), **_geometry(f, t, heads, group, parts, boxes[0] is not None), **_features(f)
     )
-    zero = (0, 0, 0)
-    ks = (*f.k_scale_cache.stride, 0)[:3] if f.k_scale_cache is not None else zero
-    vs = (*f.v_scale_cache.stride, 0)[:3] if f.v_scale_cache is not None else zero
-    strides = (
+    options = {"num_warps": t.num_warps, "num_stages": t.stages}
+    if launch.has_ptx(f):
+        options["maxnreg"] = t.max_registers
+    num_programs = max(launch.num_sms(f) * t.programs_per_sm // max(heads, 1), 1) * heads
+    empty = 0 in f.q.shape or f.seq_lens.shape[0] == 0
+    merge_rows = min(t.rows, f.max_q_len * group)
+    return Config(constants, num_programs, merge_rows, options, *boxes, _strides(f), empty)
+
+
+def _format(f: SimpleNamespace, fmt: KVFormat, parts: int) -> dict[str, Any]:
+    by_hand = launch.e4m3_by_hand(f)
+    left_over = 128.0 if fmt.scale == BLOCK else 1.0  # by tiles.block_scales
+    return {
+        "CODE": _CODE.get(fmt.storage, "half"),
+        "PARTS": parts,
+        "TOKEN_SCALES": fmt.scale == TOKEN_HEAD,
+        "BLOCK_SCALES": fmt.scale == BLOCK,
+        "BYTES": by_hand,
+        "ASM": launch.has_ptx(f) and not (fmt.storage == torch.float8_e4m3fn and by_hand),
+        "BF16": fmt.storage == torch.bfloat16,
+        "K_FACTOR": left_over,
+        "V_FACTOR": left_over,
+    }
+
+
+def _geometry(f: SimpleNamespace, t: Tiles, heads: int, group: int, parts: int, tma: bool) -> dict[str, Any]:
+    d, dv, page = f.q.shape[2], f.out.shape[2], f.k_cache.shape[1]
+    block_d, block_dv = (max(16, launch.next_power_of_2(n // parts)) for n in (d, dv))
+    return {
+        "HEADS": heads,
+        "GROUP": group,
+        "D": d,
+        "DV": dv,
+        "WORDS_K": d // parts,
+        "WORDS_V": dv // parts,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "PAGE": page,
+        "TILE": t.tile,
+        "ONE_PAGE": page % t.tile == 0,
+        "TMA": tma,
+        "FETCH": parts > 1 and not tma,
+        "K_PITCH": _pitch(f.k_cache) if tma else 0,
+        "V_PITCH": _pitch(f.v_cache) if tma else 0,
+        "K_HEAD_ROWS": _head_rows(f.k_cache) if tma else 0,
+        "V_HEAD_ROWS": _head_rows(f.v_cache) if tma else 0,
+        "UNROLL": t.unroll,
+        "ROWS": t.rows,
+        "BLOCK_B": min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
+        "MIN_TILES": t.min_tiles,
+        "PART_COLUMNS": parts * block_dv + 2,
+        "MERGE_PIECES": 16,
+        "MERGE_COLUMNS": parts * block_dv,
+    }
+
+
+def _features(f: SimpleNamespace) -> dict[str, Any]:
+    return {
+        "MAX_Q": f.max_q_len,
+        "RAGGED": f.cu_seqlens_q is not None,
+        "WINDOW": f.window,
+        "HAS_MASK": f.mask is not None,
+        "HAS_SINKS": f.sinks is not None,
+        "HAS_LSE": f.lse is not None,
+        "SOFTCAP": f.softcap > 0,
+        "SOFTMAX_T": f.softmax_scale_t is not None,
+        "K_T": f.k_scale_t is not None,
+        "K_T_STRIDE": _per_head(f.k_scale_t),
+        "V_T": f.v_scale_t is not None,
+        "V_T_STRIDE": _per_head(f.v_scale_t),
+        "OUT_T": f.out_scale_t is not None,
+        "OUT_MAX": _OUT_MAX.get(f.out.dtype, 0.0),
+    }
+
+
+def _strides(f: SimpleNamespace) -> tuple[int, ...]:
+    """In the order of the kernel's arguments; caches in words."""
+    ks, vs = ((0, 0, 0) if x is None else x.stride[:3] for x in (f.k_scale_cache, f.v_scale_cache))
+    return (
         *f.q.stride[:2], *_word_strides(f.k_cache), *_word_strides(f.v_cache), *ks, *vs, f.page_table.stride[0],
         f.mask.stride[0] if f.mask is not None else 0, *f.out.stride[:2],
         *(f.lse.stride if f.lse is not None else (0, 0)),
-    )  # fmt: skip
-    return Config(
-        c, max(launch.num_sms(f) * t.programs_per_sm // max(heads, 1), 1) * heads, min(t.rows, f.max_q_len * group), t.num_warps,
-        t.stages, t.max_registers,
-        k_box if by_tma else None, v_box if by_tma else None, strides, 0 in f.q.shape or f.seq_lens.shape[0] == 0,
     )  # fmt: skip
 
 
@@ -198,8 +215,7 @@ def run(call: Any, config: Config) -> None:
         call.q, k, v, ks, vs, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, call.out,
         call.lse, part, meta, call.softmax_scale, call.softmax_scale_t, call.k_scale, call.k_scale_t, call.v_scale,
         call.v_scale_t, call.out_scale, call.out_scale_t, call.softcap,
-        call.seq_lens.shape[0], call.q.shape[0], *config.strides, c, num_warps=config.num_warps,
-        num_stages=config.num_stages, maxnreg=config.max_registers,
+        call.seq_lens.shape[0], call.q.shape[0], *config.strides, c, **config.options,
     )  # fmt: skip
     merge_kernel[(n, config.merge_rows)](
         call.sinks, call.out, call.lse, part, meta, call.v_scale, call.v_scale_t, call.out_scale, call.out_scale_t,

@@ -201,9 +201,7 @@ def zero_padding(OUT, LSE, t, T, p, num_programs, so_t, so_h, sl_t, sl_h, c: tl.
 
 
 @triton.jit
-def merge_kernel(
-    SINKS, OUT, LSE, PART, META, v_scale, V_T, out_scale, OUT_T, so_t, so_h, sl_t, sl_h, c: tl.constexpr
-):
+def merge_kernel(SINKS, OUT, LSE, PART, META, v_scale, V_T, out_scale, OUT_T, so_t, so_h, sl_t, sl_h, c: tl.constexpr):
     """Merge one row of the cut segment that begins in program p: slots 2p + 1, 2(p + HEADS), 2(p + 2 HEADS), …"""
     p, r = tl.program_id(0), tl.program_id(1)
     pieces = tl.load(META + p * META_FIELDS)
@@ -238,6 +236,8 @@ def merge_kernel(
             factor, lse = finish(m, l, h_scale * c.V_FACTOR, SINKS, head, True, c)
             word = o_d % c.BLOCK_DV
             value = saturate(acc * factor, c.OUT_MAX).to(OUT.dtype.element_ty)
-            tl.store(OUT + token * so_t + head * so_h + c.PARTS * word + o_d // c.BLOCK_DV, value, mask=word < c.WORDS_V)
+            tl.store(
+                OUT + token * so_t + head * so_h + c.PARTS * word + o_d // c.BLOCK_DV, value, mask=word < c.WORDS_V
+            )
             if c.HAS_LSE:
                 tl.store(LSE + token * sl_t + head * sl_h, lse)

@@ -269,9 +269,9 @@ def attend(K, V, KS, VS, table, MASK, q, scale, softcap, t0, t1, n, rows, r0, q0
     u1 = tl.maximum(tl.minimum(t1, tl.maximum(whole, 0) // c.TILE), u0)
     u1 = u0 + (u1 - u0) // c.UNROLL * c.UNROLL
     # Page ids are read a step ahead of the tiles, and stored scales in the middle of the step before, so that no load
-    # waits for its own address. NOTE: the depth of the pipeline is the launch's num_stages. Given to this range it would
-    # take in these loads too; since the next step needs them, Triton would then pipeline nothing at all, nor does it
-    # where a value is handed on over two steps.
+    # waits for its own address. NOTE: the depth of the pipeline is the launch's num_stages. Given to this range it
+    # would take in these loads too; since the next step needs them, Triton would then pipeline nothing at all, nor does
+    # it where a value is handed on over two steps.
     pages = pages_of(table, u0, n, c.UNROLL, c)
     ks, vs = scales_of(KS, VS, pages, u0, n, h, sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, c.UNROLL, c)
     v = ()

@@ -40,8 +40,10 @@ def tiles(f: SimpleNamespace, fmt: KVFormat) -> Tiles:
         t = _HALF
     elif fmt.scale == TOKEN_HEAD:
         t = _THREE if page % 64 == 0 else _TWO
+    elif fmt.values_per_element > 1:
+        t = _TWO
     elif page % 64:
-        t = _THREE if fmt.values_per_element == 1 else _TWO
+        t = _THREE
     else:
         t = _THREE if f.page_table.shape[1] * page <= _SHORT else _TWO
     t = t._replace(rows=rows)
@@ -49,4 +51,20 @@ def tiles(f: SimpleNamespace, fmt: KVFormat) -> Tiles:
         t = t._replace(unroll=1, max_registers=None, programs_per_sm=2 if rows * width <= 4096 else 1, stages=3)
     if width > 128:
         t = t._replace(tile=32, stages=2, num_warps=4 if rows <= 16 else 8)
+    return _fit(t, f, fmt)
+
+
+def _fit(t: Tiles, f: SimpleNamespace, fmt: KVFormat) -> Tiles:
+    """Fewer stages, then smaller tiles, until the buffers fit the shared memory of one block."""
+    row = fmt.code_bytes(f.q.shape[2]) + fmt.code_bytes(f.out.shape[2])
+    limit = launch.shared_memory(f) - 8192  # queries, probabilities and what the compiler adds
+    while t.stages * t.unroll * t.tile * row > limit:
+        if t.unroll > 1:
+            t = t._replace(unroll=1)
+        elif t.stages > 2:
+            t = t._replace(stages=t.stages - 1)
+        elif t.tile > 16:
+            t = t._replace(tile=t.tile // 2)
+        else:
+            return t._replace(stages=1)
     return t

@@ -159,11 +159,11 @@ def up_project(
         o = TensorDescriptor(out, [rows, n], [n, 1], [tile.block_m, tile.block_n])
     s, ws = (scales, weight_scale) if scaled_codes else (out, out)
     strides = (s.stride(0), ws.stride(0))
-    blocks_m, blocks_n = triton.cdiv(rows, tile.block_m), triton.cdiv(n, tile.block_n)
+    blocks_m, blocks_n = -(-rows // tile.block_m), -(-n // tile.block_n)
     launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     if tile.resident:
         share = share_of_rows(blocks_m, blocks_n, tile.programs)
-        resident_kernel[(blocks_n, triton.cdiv(blocks_m, share))](
+        resident_kernel[(blocks_n, -(-blocks_m // share))](
             a,
             w,
             s,

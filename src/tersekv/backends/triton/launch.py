@@ -102,3 +102,13 @@ def pointer(t: Tensor | None) -> Any:
     if t is not None and t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         return triton.reinterpret(t, tl.uint8)
     return t
+
+
+def shared_memory(f: SimpleNamespace) -> int:
+    """Bytes of shared memory that one block can have."""
+    if f.arch is None:
+        return 65536  # AMD's, and the interpreter does not mind
+    return _SHARED_MEMORY.get(f.arch, 101376)
+
+
+_SHARED_MEMORY = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448, 110: 232448}

@@ -179,13 +179,12 @@ def run(call: Any, config: Config) -> None:
     q_nope, q_pe = call.q_nope, call.q_pe
     if c.Q_BYTES:
         q_nope, q_pe = q_nope.view(torch.uint8), q_pe.view(torch.uint8)
-    if config.boxes:
-        ckv = _descriptor(ckv, config.boxes[0], c.TILE, c.CHUNK)
-        kpe = _descriptor(kpe, config.boxes[1], c.TILE, c.BLOCK_R)
+    box_c = _descriptor(ckv, config.boxes[0], c.TILE, c.CHUNK) if config.boxes else None
+    box_p = _descriptor(kpe, config.boxes[1], c.TILE, c.BLOCK_R) if config.boxes else None
     *_, so_t, so_h, sl_t, sl_h = config.strides
     mla_decode_kernel[(n,)](
-        q_nope, q_pe, ckv, kpe, call.ckv_scale_cache, call.page_table, call.seq_lens, call.cu_seqlens_q,
-        call.out, call.lse, part, meta, call.softmax_scale, call.softmax_scale_t, call.kv_scale, call.kv_scale_t,
+        q_nope, q_pe, ckv, kpe, box_c, box_p, call.ckv_scale_cache, call.page_table, call.seq_lens,
+        call.cu_seqlens_q, call.out, call.lse, part, meta, call.softmax_scale, call.softmax_scale_t, call.kv_scale, call.kv_scale_t,
         call.out_scale, call.out_scale_t, call.seq_lens.shape[0], call.out.shape[0], *config.strides, c,
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
     )  # fmt: skip

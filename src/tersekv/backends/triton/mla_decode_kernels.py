@@ -33,30 +33,36 @@ MIN_SCALE = tl.constexpr(1e-30)  # of a token's values: its reciprocal is finite
 
 @triton.jit
 def load_words(X, page, t, n, s_p, s_s, FIRST: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
-               PITCH: tl.constexpr, MASKED: tl.constexpr, c: tl.constexpr):  # fmt: skip
-    """Words [TILE, BLOCK] from word FIRST on of tile t's rows, of SIZE words; 0 behind them."""
-    if c.TMA:
-        return X.load([(page * PITCH).to(tl.int32) + (t % (c.PAGE // c.TILE)) * c.TILE, FIRST])
+               MASKED: tl.constexpr, c: tl.constexpr):  # fmt: skip
+    """Words [TILE, BLOCK] from word FIRST on of tile t's rows, of SIZE words, by pointers; 0 where there are none."""
+    o_w = FIRST + tl.arange(0, BLOCK)
+    p_x = X + (page * s_p + slots_of(t, c) * s_s)[:, None] + o_w[None, :]
+    if MASKED:
+        m_n = t * c.TILE + tl.arange(0, c.TILE) < n
+        return tl.load(p_x, mask=m_n[:, None] & (o_w < SIZE)[None, :], other=0)
+    elif FIRST + BLOCK <= SIZE:
+        return tl.load(p_x)
     else:
-        o_w = FIRST + tl.arange(0, BLOCK)
-        p_x = X + (page * s_p + slots_of(t, c) * s_s)[:, None] + o_w[None, :]
-        if MASKED:
-            m_n = t * c.TILE + tl.arange(0, c.TILE) < n
-            return tl.load(p_x, mask=m_n[:, None] & (o_w < SIZE)[None, :], other=0)
-        elif FIRST + BLOCK <= SIZE:
-            return tl.load(p_x)
-        else:
-            return tl.load(p_x, mask=(o_w < SIZE)[None, :], other=0)
+        return tl.load(p_x, mask=(o_w < SIZE)[None, :], other=0)
 
 
 @triton.jit
-def load_row(CKV, KPE, page, t, n, sc_p, sc_s, sp_p, sp_s, MASKED: tl.constexpr, c: tl.constexpr):
-    """(CHUNKS tiles of words [TILE, CHUNK], rotary tile [TILE, BLOCK_R]) of tile t."""
+def load_row(CKV, KPE, BOX_C, BOX_P, page, t, n, sc_p, sc_s, sp_p, sp_s, MASKED: tl.constexpr, c: tl.constexpr):
+    """(CHUNKS tiles of words [TILE, CHUNK], rotary tile [TILE, BLOCK_R]) of tile t.
+
+    NOTE: by descriptors the rows behind the last key are read too, and may hold NaN.
+    """
     CHUNKS: tl.constexpr = c.CHUNKS
     words = ()
-    for i in tl.static_range(CHUNKS):
-        words = words + (load_words(CKV, page, t, n, sc_p, sc_s, i * c.CHUNK, c.CHUNK, c.WORDS_V, c.C_PITCH, MASKED, c),)
-    return words, load_words(KPE, page, t, n, sp_p, sp_s, 0, c.BLOCK_R, c.WORDS_R, c.P_PITCH, MASKED, c)
+    if c.TMA:
+        slot = (t % (c.PAGE // c.TILE)) * c.TILE
+        for i in tl.static_range(CHUNKS):
+            words = words + (BOX_C.load([(page * c.C_PITCH).to(tl.int32) + slot, i * c.CHUNK]),)
+        return words, BOX_P.load([(page * c.P_PITCH).to(tl.int32) + slot, 0])
+    else:
+        for i in tl.static_range(CHUNKS):
+            words = words + (load_words(CKV, page, t, n, sc_p, sc_s, i * c.CHUNK, c.CHUNK, c.WORDS_V, MASKED, c),)
+        return words, load_words(KPE, page, t, n, sp_p, sp_s, 0, c.BLOCK_R, c.WORDS_R, MASKED, c)
 
 
 @triton.jit
@@ -162,22 +168,25 @@ def scores(words, pe, scales, q_nope, q_pe, scale, c: tl.constexpr):
 
 
 @triton.jit
-def add_values(acc, old, words, probs, ratios, t, n, MASKED: tl.constexpr, c: tl.constexpr):
-    """acc * old + the tile's values, transposed, times probs [TILE, ROWS]. ratios: of each chunk's scale, or none."""
+def add_values(acc, old, words, probs, ratios, CKV, page, t, n, sc_p, sc_s, MASKED: tl.constexpr, c: tl.constexpr):
+    """acc * old + the tile's values, transposed, times probs [TILE, ROWS]. ratios: of each chunk's scale, or none.
+
+    A masked tile's values are read once more, without stale rows (0 × NaN is NaN), each only when its turn comes: held
+    since they were keys, they would cost registers that all tiles would have to do without.
+    """
     CHUNKS: tl.constexpr = c.CHUNKS
     PARTS: tl.constexpr = c.PARTS
-    live = t * c.TILE + tl.arange(0, c.TILE) < n
     out = ()
     for i in tl.static_range(CHUNKS):
-        v = unpack(tl.trans(words[i]), c)
+        w = words[i]
+        if MASKED:
+            w = load_words(CKV, page, t, n, sc_p, sc_s, i * c.CHUNK, c.CHUNK, c.WORDS_V, True, c)
+        v = unpack(tl.trans(w), c)
         p = probs
         if c.GROUP_SCALES:
             p = probs * ratios[i][:, None]
         for j in tl.static_range(PARTS):
-            x = v[j]
-            if MASKED:
-                x = tl.where(live[None, :], x, 0.0)  # a stale slot may hold NaN, and 0 × NaN is NaN
-            out = out + (tl.dot(x, p.to(x.dtype), acc=acc[i * c.PARTS + j] * old[None, :]),)
+            out = out + (tl.dot(v[j], p.to(v[j].dtype), acc=acc[i * c.PARTS + j] * old[None, :]),)
     return out
 
 
@@ -196,7 +205,8 @@ def value_scale(scales, c: tl.constexpr):
 
 
 @triton.jit
-def step(words, pe, scales, q_nope, q_pe, scale, m, l, acc, t, n, rows, r0, MASKED: tl.constexpr, c: tl.constexpr):
+def step(words, pe, scales, q_nope, q_pe, scale, m, l, acc, CKV, page, t, n, rows, r0, sc_p, sc_s,
+         MASKED: tl.constexpr, c: tl.constexpr):  # fmt: skip
     """One tile's step of the running softmax."""
     s = scores(words, pe, scales, q_nope, q_pe, scale, c)
     if MASKED:
@@ -216,12 +226,12 @@ def step(words, pe, scales, q_nope, q_pe, scale, m, l, acc, t, n, rows, r0, MASK
         l = l * old[None, :] + probs * inverse[:, None]
     else:
         l = l * old[None, :] + probs
-    return m_new, l, add_values(acc, old, words, probs, ratios, t, n, MASKED, c)
+    return m_new, l, add_values(acc, old, words, probs, ratios, CKV, page, t, n, sc_p, sc_s, MASKED, c)
 
 
 @triton.jit
-def attend(CKV, KPE, SCALES, table, q_nope, q_pe, scale, t0, t1, n, rows, r0, sc_p, sc_s, sp_p, sp_s, ss_p, ss_s,
-           c: tl.constexpr):  # fmt: skip
+def attend(CKV, KPE, BOX_C, BOX_P, SCALES, table, q_nope, q_pe, scale, t0, t1, n, rows, r0, sc_p, sc_s, sp_p, sp_s,
+           ss_p, ss_s, c: tl.constexpr):  # fmt: skip
     """Attend tiles [t0, t1) of a segment: (running maximum, sum, CHUNKS * PARTS accumulators [CHUNK, ROWS])."""
     PIECES: tl.constexpr = c.CHUNKS * c.PARTS
     m = tl.full([c.ROWS], float("-inf"), tl.float32)
@@ -237,15 +247,16 @@ def attend(CKV, KPE, SCALES, table, q_nope, q_pe, scale, t0, t1, n, rows, r0, sc
     scales = load_scales(SCALES, page, t0, n, ss_p, ss_s, c)
     for t in tl.range(t0, u1):
         ahead = page_of(table, t + 1, n, c)
-        words, pe = load_row(CKV, KPE, page, t, n, sc_p, sc_s, sp_p, sp_s, False, c)
+        words, pe = load_row(CKV, KPE, BOX_C, BOX_P, page, t, n, sc_p, sc_s, sp_p, sp_s, False, c)
         scales_ahead = load_scales(SCALES, ahead, t + 1, n, ss_p, ss_s, c)
-        m, l, acc = step(words, pe, scales, q_nope, q_pe, scale, m, l, acc, t, n, rows, r0, False, c)
+        m, l, acc = step(words, pe, scales, q_nope, q_pe, scale, m, l, acc, CKV, page, t, n, rows, r0, sc_p, sc_s, False, c)
         page, scales = ahead, scales_ahead
     for t in tl.range(u1, t1, num_stages=1):
         here = page_of(table, t, n, c)
         scales_here = load_scales(SCALES, here, t, n, ss_p, ss_s, c)
-        words, pe = load_row(CKV, KPE, here, t, n, sc_p, sc_s, sp_p, sp_s, True, c)
-        m, l, acc = step(words, pe, scales_here, q_nope, q_pe, scale, m, l, acc, t, n, rows, r0, True, c)
+        words, pe = load_row(CKV, KPE, BOX_C, BOX_P, here, t, n, sc_p, sc_s, sp_p, sp_s, True, c)
+        m, l, acc = step(words, pe, scales_here, q_nope, q_pe, scale, m, l, acc, CKV, here, t, n, rows, r0, sc_p, sc_s,
+                         True, c)  # fmt: skip
     return m, tl.sum(l, 0), acc
 
 
@@ -280,7 +291,7 @@ def store_part(PART, slot, m, l, acc, m_row, c: tl.constexpr):
 
 @triton.jit
 def mla_decode_kernel(
-    QN, QP, CKV, KPE, SCALES, TABLE, LENS, CU, OUT, LSE, PART, META,
+    QN, QP, CKV, KPE, BOX_C, BOX_P, SCALES, TABLE, LENS, CU, OUT, LSE, PART, META,
     softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T,
     B, T, sn_t, sn_h, sr_t, sr_h, sc_p, sc_s, sp_p, sp_s, ss_p, ss_s, st_b, so_t, so_h, sl_t, sl_h,
     c: tl.constexpr,
@@ -310,8 +321,8 @@ def mla_decode_kernel(
             tokens, heads, m_row = row_places(segment, h, q0, rows, c)
             q_nope, q_pe, row_scale = load_query(QN, QP, tokens, heads, m_row, sn_t, sn_h, sr_t, sr_h, c)
             m, l, acc = attend(
-                CKV, KPE, SCALES, TABLE + b.to(tl.int64) * st_b, q_nope, q_pe, score_scale * row_scale, t0, t1, n, rows,
-                segment * c.ROWS, sc_p, sc_s, sp_p, sp_s, ss_p, ss_s, c,
+                CKV, KPE, BOX_C, BOX_P, SCALES, TABLE + b.to(tl.int64) * st_b, q_nope, q_pe, score_scale * row_scale, t0, t1,
+                n, rows, segment * c.ROWS, sc_p, sc_s, sp_p, sp_s, ss_p, ss_s, c,
             )  # fmt: skip
             if t1 - t0 == tiles:
                 factor, lse = finish(m, l, value_factor, None, heads, m_row, c)

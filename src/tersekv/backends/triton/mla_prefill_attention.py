@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .launch import next_power_of_2
 from .mla_prefill_tune import AttentionTile
 
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -169,10 +170,10 @@ def attend(
     """
     heads, dim_v, rope = call.q.shape[1], call.out.shape[2], call.kpe.shape[-1]
     nope = call.q.shape[2] - rope
-    requests, blocks = call.cache_lens.shape[0], triton.cdiv(call.max_q_len, tile.block_m)
+    requests, blocks = call.cache_lens.shape[0], -(-call.max_q_len // tile.block_m)
     if requests * blocks * heads == 0:
         return
-    pads = [max(16, triton.next_power_of_2(d)) for d in (nope, rope, dim_v)]
+    pads = [max(16, next_power_of_2(d)) for d in (nope, rope, dim_v)]
     k, v, r = kv, kv, k_pe
     if tile.tma:
         k, v = (TensorDescriptor(kv, [rows, kv.shape[1]], [kv.shape[1], 1], [tile.block_n, d]) for d in (nope, dim_v))

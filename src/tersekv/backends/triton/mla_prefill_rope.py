@@ -157,7 +157,7 @@ def prepare(call: Any, native_fp8: bool) -> None:
     ckv, kpe = as_codes(call.ckv), as_codes(call.kpe)
     block_h = min(_BLOCK_H, next_power_of_2(max(heads, 1)))
     raw = (call.kv_c.stride(0), call.k_pe.stride(0)) if call.kv_c is not None else (0, 0)
-    prepare_kernel[(tokens, 1 + triton.cdiv(heads, block_h))](
+    prepare_kernel[(tokens, 1 + -(-heads // block_h))](
         call.q, call.kv_c, call.k_pe, ckv, kpe, scales, call.out, lse, call.page_table, call.cache_lens,
         call.cu_seqlens_q, call.freqs_cis, call.kv_norm_gamma, call.kv_scale_t, call.kv_scale, call.epsilon,
         call.cache_lens.shape[0], heads, call.page_table.shape[1], ckv.shape[0], call.freqs_cis.shape[0],

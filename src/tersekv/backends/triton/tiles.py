@@ -119,7 +119,12 @@ def unpack(words, c: tl.constexpr):
         if c.PARTS == 2:
             return byte_values(w & 0xFF, c), byte_values(w >> 8, c)
         else:
-            return nibble_values(w & 15), nibble_values((w >> 4) & 15), nibble_values((w >> 8) & 15), nibble_values(w >> 12)
+            return (
+                nibble_values(w & 15),
+                nibble_values((w >> 4) & 15),
+                nibble_values((w >> 8) & 15),
+                nibble_values(w >> 12),
+            )
 
 
 @triton.jit

@@ -36,9 +36,10 @@ class Append:
         copies = data.rotations(device, self.nbytes, _MOST_COPIES)
         self.pages = -(-t // case.page)
         room = data.rotations(device, self.pages * case.page * self._row_bytes(), 1 << 16)
-        self.layer = self.allocate(max(copies, room) * self.pages)
-        order = torch.randperm(copies * self.pages, device=device).to(torch.int32)
-        self.tables = order.view(copies, self.pages)
+        num_pages = max(copies, room) * self.pages
+        self.layer = self.allocate(num_pages)
+        order = torch.randperm(num_pages, device=device)[: copies * self.pages]
+        self.tables = order.to(torch.int32).view(copies, self.pages)
         self.slots = [self._slots(table) for table in self.tables]
         self.inputs = [{n: torch.randn(t, *s, device=device).bfloat16() for n, s in shapes.items()} for _ in self.slots]
         self.outs = [
@@ -107,7 +108,9 @@ class Append:
         self._call(layer, slots, x, outs, self.positions[some], "torch")()
         there = self.slots[0][some].long()
         worst = [
-            data.differing(take(got, there // page, there % page), take(want, slots.long() // page, slots.long() % page))
+            data.differing(
+                take(got, there // page, there % page), take(want, slots.long() // page, slots.long() % page)
+            )
             for got, want in zip(self._stored(self.layer), self._stored(layer), strict=True)
         ]
         rows = some, torch.zeros_like(some)

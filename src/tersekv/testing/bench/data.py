@@ -125,5 +125,3 @@ def poison(x: Tensor | None) -> None:
     """Overwrite the memory of a tensor, neighbours included, with 0xFF: NaN in every float."""
     if x is not None:
         storage_bytes(x).fill_(0xFF)
-
-

@@ -1,0 +1,140 @@
+"""`tersekv bench`: how fast is it on this machine, against the memory's limit and against other libraries?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import ExitStack
+from typing import TextIO
+
+import torch
+
+from ..formats import KV_FORMATS, LATENT_FORMATS
+from ..plan import BACKENDS
+from ..testing.bench import peers
+from ..testing.bench.cases import OPS, Case, grid, sizes, with_cells
+from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench
+from ..testing.bench.report import environment, line, notes, record, speed, summary
+
+_PRECISIONS = ("exact", "fast")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    formats = tuple(dict.fromkeys([*KV_FORMATS, *LATENT_FORMATS]))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--ops", type=_names(OPS), default=OPS, help=f"comma-separated, of {', '.join(OPS)}")
+    parser.add_argument("--formats", type=_names(formats), help=f"comma-separated, of {', '.join(formats)}")
+    parser.add_argument(
+        "--cells", type=_words, default=(), metavar="CELLS",
+        help="comma-separated: requests x tokens of the attentions such as 1x8192, or new tokens of the others",
+    )  # fmt: skip
+    parser.add_argument("--page-size", type=_positive, help="default: 64, in some cells 16 too")
+    parser.add_argument("--uneven", action="store_true", help="lengths uniform in [1, 2 × tokens] in every cell")
+    parser.add_argument(
+        "--precision", type=_names(_PRECISIONS), default=("exact",), help="exact,fast also times 8-bit probabilities"
+    )
+    parser.add_argument("--backend", choices=BACKENDS, help="default: the one that a call gets on this device")
+    parser.add_argument(
+        "--peers", type=_names((*peers.LIBRARIES, "none")),
+        help=f"comma-separated, of {', '.join(peers.LIBRARIES)}, none; default: those that are installed",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="append every result to FILE, one JSON object a line")
+    parser.add_argument("--plot", metavar="FILE", help="draw time over bytes into FILE (.png, .svg, .pdf)")
+    parser.add_argument("--quick", action="store_true", help="few cells")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a line per case as it goes, then means and losses. Returns 1 if a result was wrong or nothing timed."""
+    try:
+        torch.empty(1, device=args.device).add(1)
+        cells = with_cells(sizes(torch.device(args.device).type, args.quick), args.cells)
+    except (RuntimeError, AssertionError, NotImplementedError, ValueError) as e:
+        print(f"tersekv bench: {str(e).splitlines()[0]}", file=sys.stderr)
+        return 2
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    cases = list(
+        grid(
+            cells, args.ops, args.formats, page=args.page_size, uneven=args.uneven, precisions=args.precision
+        )
+    )  # fmt: skip
+    if not cases:
+        print("tersekv bench: no case fits these options on this device", file=sys.stderr)
+        return 2
+    libraries = usable(args.peers, device)
+    where = environment(device, libraries)
+    limits = Limits.of(device)
+    told = ", ".join(f"{name} {where[name]}" for name in ("torch", "triton", "tersekv", "driver") if where[name])
+    print(f"{where['chip']}: {told}")
+    copy, matmul = speed(limits.copy / 1e6, "B/s"), speed(limits.matmul / 1e6, "FLOP/s")
+    print(f"limits: copy {copy}, bf16 product {matmul}", flush=True)
+    with ExitStack() as stack:
+        out = stack.enter_context(open(args.json, "a")) if args.json else None
+        results = timed(cases, device, libraries, args.backend, limits, where, out)
+    for text in summary(results, limits):
+        print(text)
+    if args.plot:
+        draw(results, limits, f"tersekv {where['tersekv']} on {where['chip']}, {where['date']}", args.plot)
+    bad = any(r.status in (RED, FAILED) for r in results)
+    return 1 if bad or not any(r.status == OK for r in results) else 0
+
+
+def usable(wanted: tuple[str, ...] | None, device: torch.device) -> list[str]:
+    """The libraries to compare with; says why one is left out."""
+    libraries = []
+    for name in wanted or peers.default(device):
+        missing = peers.LIBRARIES[name].missing() if name != "none" else ""
+        if missing is None:
+            libraries.append(name)
+        elif missing:
+            print(f"peer {name} is left out: {missing}")
+    return libraries
+
+
+def timed(
+    cases: list[Case], device: torch.device, libraries: list[str], backend: str | None, limits: Limits, where: dict,
+    out: TextIO | None,
+) -> list[Result]:  # fmt: skip
+    """Run, print and store the cases one by one, so that what is done is kept if the run is cut short."""
+    results = []
+    for r in bench(cases, device, libraries, backend):
+        results.append(r)
+        print(line(r, limits), *notes(r), sep="\n", flush=True)
+        if out is not None:
+            out.write(json.dumps({**record(r, limits, where), "backend": backend}) + "\n")
+            out.flush()
+    return results
+
+
+def draw(results: list[Result], limits: Limits, title: str, path: str) -> None:
+    from ..testing.bench.plot import plot
+
+    try:
+        plot(results, limits, title, path)
+    except ImportError:
+        print("no picture: it needs matplotlib (pip install 'tersekv[plot]')")
+    except ValueError as e:
+        print(f"no picture: {e}")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _names(known: tuple[str, ...]):
+    def parse(text: str) -> tuple[str, ...]:
+        words = _words(text)
+        unknown = [w for w in words if w not in known]
+        if unknown or not words:
+            raise argparse.ArgumentTypeError(f"want some of {', '.join(known)}, got {text!r}")
+        return words
+
+    return parse
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"want a positive number, got {text!r}")
+    return int(text)

@@ -1,0 +1,217 @@
+"""Decode over a cache whose tokens are dealt across the ranks of a process group.
+
+Every rank attends to its own tokens and gets an output and an LSE for all heads; one exchange merges them, and every
+rank ends with its share of the heads. See docs/context_parallel.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..cache import PagedKVLayer, PagedLatentLayer
+from ..checks import require, tensor
+from ..errors import UnsupportedError
+from .append import KVLike
+from .decode import decode, query_rows
+from .exchange import Exchange
+from .mla import LatentLike, mla_decode
+from .shards import (
+    Deal,
+    ExchangeCost,
+    HeadShard,
+    exchange_cost,
+    local_rows,
+    shard_heads,
+    shard_seq_lens,
+    shard_slot_mapping,
+    token_pages,
+)
+
+__all__ = [
+    "ContextParallel",
+    "ExchangeCost",
+    "HeadShard",
+    "exchange_cost",
+    "shard_heads",
+    "shard_seq_lens",
+    "shard_slot_mapping",
+]
+
+
+class ContextParallel:
+    """One rank's view of a group that shares caches. Hold one per group, and call it from every rank alike.
+
+    group:       process group; None: the default group, or a single rank where none is initialised
+    interleave:  tokens that lie together on a rank before the next rank's turn; the page size deals whole pages
+    exchange:    "all_to_all": output and LSE in one message, merged by the receiver;
+                 "reduce_scatter": LSE gathered, outputs weighted by their owner and summed on the way
+    sharded_q:   True: q holds this rank's heads (tensor parallelism), and is gathered; False: q holds all heads on
+                 every rank. The results are this rank's share of the heads either way, in order of rank
+    wire_dtype:  of outputs in an all_to_all: fp32, or fp16 | bf16 for half the bytes; sums travel in fp32
+    workspace:   uint8 tensor [workspace_bytes(...)] for the exchange, not used by two calls at a time; None: new
+                 buffers at each call
+
+    No call synchronises with the host, and calls may be captured in a CUDA graph. Lengths, positions and windows
+    count the tokens of all ranks; page tables are the rank's own. Raises ValueError for arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        interleave: int = 1,
+        exchange: str = "all_to_all",
+        sharded_q: bool = True,
+        wire_dtype: torch.dtype = torch.float32,
+        workspace: Tensor | None = None,
+    ) -> None:
+        alone = group is None and not (dist.is_available() and dist.is_initialized())
+        self.rank, self.world = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
+        self.deal = Deal(self.rank, self.world, interleave).checked()
+        self.exchange = Exchange(group, self.rank, self.world, exchange, sharded_q, wire_dtype, workspace)
+
+    def decode(
+        self,
+        q: Tensor,
+        cache: KVLike,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        *,
+        softmax_scale: float | Tensor | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        softcap: float = 0.0,
+        mask: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        max_q_len: int | None = None,
+        out: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        out_scale: float | Tensor = 1.0,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        precision: str = "exact",
+        backend: str | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`tersekv.decode` over the caches of all ranks. Arguments that differ from it:
+
+            q:           [T, Hq / world, D], or [T, Hq, D] without `sharded_q`
+            cache:       this rank's layer, with every KV head that the Hq heads need
+            page_table:  [B, max_pages]  pages of this rank; tokens that it does not own take no room
+            seq_lens:    [B]  tokens on all ranks, the new ones included; the same on every rank
+            window:      any; the fastest are multiples of interleave * world
+            sinks:       for the heads of q; each counts once, whatever the number of ranks
+            mask:        None: drafts are causal; a mask raises UnsupportedError unless there is one rank
+            out, lse:    [T, share, Dv] bf16 | fp16 | fp32, [T, share]; share: this rank's heads
+
+        Returns out, or (out, lse) with `return_lse`, for this rank's heads.
+        """
+        c = PagedKVLayer.of(cache)
+        local = partial(
+            decode, softmax_scale=softmax_scale, softcap=softcap, out_scale=out_scale, precision=precision,
+            backend=backend,
+        )  # fmt: skip
+        if self.world == 1:
+            return local(
+                q, c, page_table, seq_lens, window=window, sinks=sinks, mask=mask, cu_seqlens_q=cu_seqlens_q,
+                max_q_len=max_q_len, out=out, out_dtype=out_dtype, lse=lse, return_lse=return_lse,
+            )  # fmt: skip
+        if mask is not None:
+            raise UnsupportedError("mask: context parallelism takes causal drafts only, got a mask")
+        if window is not None:
+            require(window > 0, "window", "a positive number of keys (own included), or None", window)
+        tensor("q", q, "T Hq D")
+        limit = self._check_requests(q, page_table, seq_lens, cu_seqlens_q, max_q_len)
+        dv = c.v.shape[-1] * (2 if c.format == "nvfp4" else 1)
+
+        def attend(parts: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
+            by_token = window is not None and window % (self.deal.interleave * self.world) != 0
+            layer, step = token_pages(c) if by_token else (c, 1)
+            x = local_rows(
+                self.deal, len(q), page_table, seq_lens, cu_seqlens_q, limit,
+                window=window, page_size=c.page_size, pages_per_slot=step, masks=True,
+            )  # fmt: skip
+            local(
+                parts[0], layer, x.page_table, x.seq_lens, window=x.window, mask=x.mask,
+                cu_seqlens_q=x.cu_seqlens_q, max_q_len=x.max_q_len, out=out, lse=lse,
+            )  # fmt: skip
+
+        return self.exchange.run([q], dv, attend, sinks, out, out_dtype, lse, return_lse, backend)
+
+    def mla_decode(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        cache: LatentLike,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        *,
+        softmax_scale: float | Tensor,
+        cu_seqlens_q: Tensor | None = None,
+        max_q_len: int | None = None,
+        out: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        out_scale: float | Tensor = 1.0,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        precision: str = "exact",
+        backend: str | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`tersekv.mla_decode` over the caches of all ranks. Arguments that differ from it:
+
+            q:           [T, H / world, L + R] or (q_nope, q_pe), or all H heads without `sharded_q`
+            cache:       this rank's layer
+            page_table:  [B, max_pages]  pages of this rank
+            seq_lens:    [B]  tokens on all ranks, the new ones included; the same on every rank
+            out, lse:    [T, share, L] bf16 | fp16 | fp32, [T, share]; share: this rank's heads
+
+        Each draft row reads the rank's tokens by itself. Returns out, or (out, lse) with `return_lse`, for this
+        rank's heads.
+        """
+        c = PagedLatentLayer.of(cache)
+        local = partial(
+            mla_decode, softmax_scale=softmax_scale, out_scale=out_scale, precision=precision, backend=backend
+        )
+        if self.world == 1:
+            return local(
+                q, c, page_table, seq_lens, cu_seqlens_q=cu_seqlens_q, max_q_len=max_q_len, out=out,
+                out_dtype=out_dtype, lse=lse, return_lse=return_lse,
+            )  # fmt: skip
+        parts = [q] if isinstance(q, Tensor) else list(q)
+        for part in parts:
+            tensor("q", part, "T H D")
+        limit = self._check_requests(parts[0], page_table, seq_lens, cu_seqlens_q, max_q_len)
+
+        def attend(parts: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
+            x = local_rows(self.deal, len(parts[0]), page_table, seq_lens, cu_seqlens_q, limit)
+            all_q = parts[0] if len(parts) == 1 else (parts[0], parts[1])
+            local(all_q, c, x.page_table, x.seq_lens, out=out, lse=lse)
+
+        return self.exchange.run(parts, c.ckv.shape[-1], attend, None, out, out_dtype, lse, return_lse, backend)
+
+    def workspace_bytes(
+        self, max_rows: int, num_heads: int, head_dim: int, head_dim_v: int, q_dtype: torch.dtype = torch.bfloat16
+    ) -> int:
+        """Bytes of workspace that calls with up to `max_rows` query rows need.
+
+        num_heads: heads of q as it is given; MLA: head_dim L + R, head_dim_v L
+        """
+        return self.exchange.workspace_bytes(max_rows, num_heads, head_dim, head_dim_v, q_dtype)
+
+    def _check_requests(
+        self, q: Tensor, page_table: Tensor, seq_lens: Tensor, cu: Tensor | None, max_q_len: int | None
+    ) -> int:
+        """Raise unless the index tensors fit together. Returns the bound on the rows of a request."""
+        tensor("page_table", page_table, "B max_pages")
+        tensor("seq_lens", seq_lens, "B")
+        t, b = len(q), len(seq_lens)
+        require(len(page_table) == b, "page_table", f"[B={b}, max_pages]", list(page_table.shape))
+        if b == 0 or cu is None:
+            require(t % b == 0 if b else t == 0, "q", f"T a multiple of B={b} (or cu_seqlens_q)", f"T={t}")
+        if cu is not None:
+            tensor("cu_seqlens_q", cu, "B+1")
+            require(len(cu) == b + 1, "cu_seqlens_q", f"[B+1={b + 1}]", list(cu.shape))
+        return query_rows(t, seq_lens, cu, max_q_len)

@@ -1,0 +1,195 @@
+"""The exchange of a context-parallel decode: gather queries, attend, merge; each rank ends with its share of heads.
+
+Buffers have heads first, so that the share of a rank is one piece of memory: the attention writes its outputs where
+they are sent from, and nothing is packed by hand. Heads that fill up the last share are sent and never looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checks import FLOAT, require
+from ..errors import UnsupportedError
+from .decode import output
+from .merge import merge_states
+from .shards import ALIGNMENT, head_pitch
+
+EXCHANGES = ("all_to_all", "reduce_scatter")
+# (query parts [T, Hq, D_i], out [T, Hq, Dv], lse [T, Hq]) → out and lse are written
+Attend = Callable[[Sequence[Tensor], Tensor, Tensor], Any]
+# (out [T, padded heads, Dv], lse [T, padded heads]) → written
+Fill = Callable[[Tensor, Tensor], None]
+
+
+class Exchange:
+    """How the ranks of a group merge their parts. See `ContextParallel` for the arguments."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, rank: int, world: int, how: str, sharded_q: bool,
+        wire_dtype: torch.dtype, workspace: Tensor | None,
+    ) -> None:  # fmt: skip
+        require(how in EXCHANGES, "exchange", " or ".join(map(repr, EXCHANGES)), repr(how))
+        require(wire_dtype in FLOAT, "wire_dtype", "bf16, fp16 or fp32", wire_dtype)
+        if how == "reduce_scatter":
+            require(wire_dtype == torch.float32, "wire_dtype", "fp32 for a reduce_scatter, which adds", wire_dtype)
+        self.group, self.rank, self.world, self.how = group, rank, world, how
+        self.sharded_q, self.wire_dtype, self.workspace = sharded_q, wire_dtype, workspace
+
+    def workspace_bytes(self, rows: int, num_heads: int, head_dim: int, head_dim_v: int, q_dtype: torch.dtype) -> int:
+        if self.world == 1:
+            return 0
+        buffers = self._buffers(rows, num_heads, head_dim, head_dim_v, q_dtype)
+        return sum(_bytes(shape, dtype) for shape, dtype in buffers.values())
+
+    def run(
+        self, parts: Sequence[Tensor], dv: int, attend: Attend, sinks: Tensor | None, out: Tensor | None,
+        out_dtype: torch.dtype | None, lse: Tensor | None, return_lse: bool, backend: str | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """Attention of this rank's share of the heads; query parts [T, heads, D_i] as `ContextParallel` got them."""
+        t, given = parts[0].shape[:2]
+        heads, share = self._heads(given)
+        mine = min(share, max(heads - self.rank * share, 0))
+        shape = (t, mine, dv)
+        out = output(parts[0], shape, out, out_dtype)
+        require(tuple(out.shape) == shape, "out", f"[T, share, Dv] = {list(shape)}", list(out.shape))
+        if out.dtype not in FLOAT:
+            raise UnsupportedError(f"out: context parallelism writes bf16, fp16 or fp32, got {out.dtype}")
+        if lse is None:
+            lse = torch.empty(shape[:2], dtype=torch.float32, device=out.device)
+        require(tuple(lse.shape) == shape[:2], "lse", f"[T, share] = {list(shape[:2])}", list(lse.shape))
+        if sinks is not None:
+            fits = tuple(sinks.shape) == (given,) and sinks.dtype == torch.float32
+            require(fits, "sinks", f"[{given}] float32, one a head of q", f"{list(sinks.shape)} {sinks.dtype}")
+            first = 0 if self.sharded_q else self.rank * share
+            sinks = sinks[first : first + mine]
+        if t > 0 and heads > 0:
+            x = self._take(self._buffers(t, given, sum(p.shape[2] for p in parts), dv, parts[0].dtype), out.device)
+            if self.sharded_q:
+                parts = self._gather_queries(x, parts)
+            merge = self._all_to_all if self.how == "all_to_all" else self._reduce_scatter
+            merge(x, lambda o, s: attend(parts, o[:, :heads], s[:, :heads]), sinks, out, lse, backend)
+        return (out, lse) if return_lse else out
+
+    def _heads(self, given: int) -> tuple[int, int]:
+        """Heads of all ranks, and the share of a rank."""
+        heads = given * self.world if self.sharded_q else given
+        return heads, -(-heads // self.world)
+
+    def _buffers(
+        self, t: int, given: int, d: int, dv: int, q_dtype: torch.dtype
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every buffer."""
+        heads, share = self._heads(given)
+        padded, f32 = share * self.world, torch.float32
+        buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if self.sharded_q:
+            buffers |= {"q": ((given, t, d), q_dtype), "all_q": ((heads, t, d), q_dtype)}
+        if self.how == "all_to_all":
+            pitch = head_pitch(t, dv, self.wire_dtype.itemsize)
+            buffers |= {"send": ((padded, pitch), torch.uint8), "received": ((padded, pitch), torch.uint8)}
+            return buffers | {"merged": ((t, share, dv), f32)}
+        buffers |= {"partial": ((padded, t, dv), f32), "lse": ((padded, t), f32)}
+        return buffers | {"all_lse": ((self.world * padded, t), f32), "summed": ((share, t, dv), f32)}
+
+    def _take(self, buffers: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> SimpleNamespace:
+        """The buffers: in the workspace, or new."""
+        if self.workspace is None:
+            return SimpleNamespace(**{n: torch.empty(s, dtype=d, device=device) for n, (s, d) in buffers.items()})
+        need, raw = sum(_bytes(*b) for b in buffers.values()), self.workspace
+        fits = raw.dtype == torch.uint8 and raw.dim() == 1 and raw.is_contiguous() and len(raw) >= need
+        fits = fits and raw.device == device and raw.data_ptr() % ALIGNMENT == 0
+        got = f"{list(raw.shape)} {raw.dtype} on {raw.device}"
+        require(fits, "workspace", f"contiguous uint8 [{need}] on {device}, {ALIGNMENT}-byte aligned", got)
+        taken, start = SimpleNamespace(), 0
+        for name, (shape, dtype) in buffers.items():
+            stop = start + math.prod(shape) * dtype.itemsize
+            setattr(taken, name, raw[start:stop].view(dtype).view(shape))
+            start += _bytes(shape, dtype)
+        return taken
+
+    def _gather_queries(self, x: SimpleNamespace, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Our heads → all heads, [T, Hq, D_i] each."""
+        dims = [p.shape[2] for p in parts]
+        for target, part in zip(x.q.split(dims, -1), parts, strict=True):
+            target.copy_(part.transpose(0, 1))
+        self._all_gather(x.all_q, x.q)
+        return list(x.all_q.transpose(0, 1).split(dims, -1))
+
+    def _all_to_all(
+        self, x: SimpleNamespace, fill: Fill, sinks: Tensor | None, out: Tensor, lse: Tensor, backend: str | None
+    ) -> None:
+        """Each rank sends every other the part of its heads; the receiver merges."""
+        t, mine, dv = out.shape
+        fill(*_packed(x.send, t, dv, self.wire_dtype))
+        dist.all_to_all_single(x.received, x.send, group=self.group)
+        if mine == 0:
+            return
+        outs, lses = _packed(x.received.unflatten(0, (self.world, -1)), t, dv, self.wire_dtype)
+        merged = out if sinks is None else x.merged[:, :mine]
+        merge_states(outs[:, :, :mine], lses[:, :, :mine], out=merged, lse=lse, backend=backend)
+        if sinks is not None:
+            _add_sinks(merged, lse, sinks)
+            out.copy_(merged)
+
+    def _reduce_scatter(
+        self, x: SimpleNamespace, fill: Fill, sinks: Tensor | None, out: Tensor, lse: Tensor, backend: str | None
+    ) -> None:
+        """Each rank learns the LSE of all, and weighs its part; the sum is a plain one."""
+        mine = out.shape[1]
+        fill(x.partial.transpose(0, 1), x.lse.T)
+        self._all_gather(x.all_lse, x.lse)
+        total = torch.logsumexp(x.all_lse.unflatten(0, (self.world, -1)), 0)
+        # Where we hold nothing: −inf − −inf would be NaN where nobody does.
+        x.partial.mul_(torch.where(x.lse == -torch.inf, 0.0, torch.exp(x.lse - total))[..., None])
+        summed, first = self._sum_and_scatter(x), self.rank * len(x.summed)
+        merged = summed[:mine].transpose(0, 1)
+        lse.copy_(total[first : first + mine].T)
+        if sinks is not None:
+            _add_sinks(merged, lse, sinks)
+        out.copy_(merged)
+
+    def _sum_and_scatter(self, x: SimpleNamespace) -> Tensor:
+        """Sum over ranks of our share of x.partial."""
+        if f"{x.partial.device.type}:gloo" in dist.get_backend_config(self.group).split(","):
+            # Some versions of gloo have no reduce_scatter; everything else must do without this, which sends twice
+            # as much.
+            dist.all_reduce(x.partial, group=self.group)
+            return x.partial.unflatten(0, (self.world, -1))[self.rank]
+        _newest("reduce_scatter_single", "reduce_scatter_tensor")(x.summed, x.partial, group=self.group)
+        return x.summed
+
+    def _all_gather(self, everything: Tensor, ours: Tensor) -> None:
+        # As bytes: not every transport knows every dtype.
+        gather = _newest("all_gather_single", "all_gather_into_tensor")
+        gather(everything.view(torch.uint8), ours.view(torch.uint8), group=self.group)
+
+
+def _newest(name: str, older: str) -> Callable[..., Any]:
+    """A collective by the name that this torch prefers: 2.13 renamed two of them."""
+    return getattr(dist, name, None) or getattr(dist, older)
+
+
+def _packed(buffer: Tensor, t: int, dv: int, wire: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Outputs [..., T, heads, Dv] and LSE [..., T, heads] in bytes [..., heads, pitch]: a head's rows, then its LSE."""
+    values = buffer.view(wire)[..., : t * dv].unflatten(-1, (t, dv))
+    first = t * dv * wire.itemsize // torch.float32.itemsize
+    lses = buffer.view(torch.float32)[..., first : first + t]
+    return values.transpose(-3, -2), lses.transpose(-2, -1)
+
+
+def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """One more score a head, with a zero value, for rows that see a key. In place."""
+    total = torch.where(lse == -torch.inf, -torch.inf, torch.logaddexp(lse, sinks))
+    out.mul_(torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))[..., None])
+    lse.copy_(total)
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,150 @@
+"""Judge, then time, then the peers: one Result per case. Nothing is timed that is wrong."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ...errors import UnsupportedError
+from . import measure, peers
+from .append import Append
+from .cases import Case
+from .data import Problem
+from .decode import Decode, MLADecode
+from .prefill import Prefill
+
+OK, UNSUPPORTED, RED, FAILED = "ok", "unsupported", "red", "failed"
+PROBLEMS: dict[str, Callable[[Case, torch.device, str | None], Problem]] = {
+    "append": Append,
+    "rope_append": Append,
+    "mla_append": Append,
+    "decode": Decode,
+    "mla_decode": MLADecode,
+    "mla_prefill": Prefill,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the device does at best: bytes per second copied, FLOP per second of a bf16 product."""
+
+    copy: float
+    matmul: float
+
+    @staticmethod
+    def of(device: torch.device) -> Limits:
+        return Limits(measure.copy_rate(device), measure.matmul_rate(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another library on the same case. reason: why it has no time."""
+
+    name: str
+    us: float | None = None
+    error: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One case. peers_format: the format of the peers, where none of them has the case's own."""
+
+    case: Case
+    status: str
+    us: float | None = None
+    error: float | None = None
+    reason: str = ""
+    nbytes: int = 0
+    flops: int = 0
+    peers: tuple[Peer, ...] = field(default=())
+    peers_format: str | None = None
+
+    @property
+    def best_peer(self) -> Peer | None:
+        timed = [p for p in self.peers if p.us is not None]
+        return min(timed, key=lambda p: p.us or 0.0, default=None)
+
+    def bound(self, limits: Limits) -> str:
+        """What the case is bound by at best: "bytes" or "flops"."""
+        return "bytes" if self.nbytes / limits.copy >= self.flops / limits.matmul else "flops"
+
+    def share(self, limits: Limits) -> float | None:
+        """Share of the limit that is reached: the time that the bytes or the FLOP take at best, over the time."""
+        if self.us is None or self.case.host:
+            return None
+        return max(self.nbytes / limits.copy, self.flops / limits.matmul) * 1e6 / self.us
+
+
+def bench(
+    cases: Iterable[Case], device: torch.device, libraries: Sequence[str] = (), backend: str | None = None
+) -> Iterator[Result]:
+    """Run the cases one by one. Peers of fp8_e4m3 stand in where no peer has an 8-bit or smaller format."""
+    of_e4m3: dict[Case, tuple[Peer, ...]] = {}
+    for case in cases:
+        result = run(case, device, libraries, backend)
+        twin = replace(case, format="fp8_e4m3", precision="exact")
+        if case == twin and result.best_peer is not None:
+            of_e4m3[twin] = result.peers
+        if result.status == OK and result.best_peer is None and case.format != "bf16" and twin in of_e4m3:
+            result = replace(result, peers=of_e4m3[twin], peers_format="fp8_e4m3")
+        yield result
+
+
+def run(case: Case, device: torch.device, libraries: Sequence[str] = (), backend: str | None = None) -> Result:
+    """One case. An error that is no UnsupportedError is told in the result, and the other cases are to run."""
+    result = Result(case, FAILED)
+    try:
+        problem = PROBLEMS[case.op](case, device, backend)
+        result = replace(result, nbytes=problem.nbytes, flops=problem.flops)
+        problem.poison()
+        error = problem.error(problem.calls[0]())
+        result = replace(result, error=error)
+        if not error <= problem.limit:
+            wrong = f"want error <= {problem.limit:g} before anything is timed, got {error:.2e}"
+            return replace(result, status=RED, reason=wrong)
+        result = replace(result, status=OK, us=time_of(problem.calls, case, device))
+        return replace(result, peers=tuple(rivals(problem, device, libraries)))
+    except UnsupportedError as e:
+        return replace(result, status=UNSUPPORTED, reason="; ".join(line.strip() for line in str(e).splitlines()))
+    except Exception as e:
+        return replace(result, status=FAILED, us=None, reason=told(e))
+    finally:
+        problem = None  # type: ignore[assignment]
+        release(device)
+
+
+def time_of(calls: Sequence[measure.Call], case: Case, device: torch.device) -> float:
+    return measure.host_us(calls, device) if case.host else measure.device_us(calls, device)
+
+
+def rivals(problem: Problem, device: torch.device, libraries: Sequence[str]) -> Iterator[Peer]:
+    """Every peer that has the problem's case, judged before it is timed."""
+    for library in libraries:
+        for name, build in peers.LIBRARIES[library].peers(problem):
+            try:
+                calls = build()
+                problem.poison()
+                error = problem.error(calls[0]())
+                if error <= problem.peer_limit:
+                    yield Peer(name, time_of(calls, problem.case, device), error)
+                else:
+                    yield Peer(name, None, error, f"its result is wrong: error {error:.2e}")
+            except Exception as e:
+                yield Peer(name, reason=told(e))
+            calls = []
+            release(device)
+
+
+def told(e: Exception) -> str:
+    lines = [line for line in str(e).splitlines() if line.strip()]
+    return f"{type(e).__name__}: {lines[0].strip()[:300] if lines else ''}"
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

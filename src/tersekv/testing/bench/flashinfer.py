@@ -1,0 +1,112 @@
+"""FlashInfer on the problems' tensors, from its public functions. One wrapper is planned per rotating page table."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .append import Q_DTYPE, Append
+from .cases import HEAD_DIM, KV_HEADS, RANK, ROPE
+from .data import Problem
+from .decode import Decode, MLADecode
+
+_WORKSPACE = 256 << 20
+Build = Callable[[], list]
+
+
+def peers(problem: Problem) -> Iterator[tuple[str, Build]]:
+    """The functions that have the problem's case."""
+    case = problem.case
+    if isinstance(problem, Decode) and case.format in ("bf16", "fp8_e4m3"):
+        yield "flashinfer xqa", lambda: _xqa(problem)
+        yield "flashinfer fa2", lambda: _fa2(problem)
+    elif isinstance(problem, MLADecode) and case.format in ("bf16", "fp8_e4m3") and case.precision == "exact":
+        yield "flashinfer fa3", lambda: _mla(problem)
+    elif isinstance(problem, Append) and case.op != "append" and case.format == "fp8_e4m3":
+        yield "flashinfer", lambda: _rope_append(problem)
+
+
+def _xqa(p: Decode) -> list:
+    fn = importlib.import_module("flashinfer.decode").xqa_batch_decode_with_kv_cache
+    workspace = _workspace(p.q)
+    lens, longest, kv = p.lens.view(torch.uint32), int(p.host_lens.max()), (p.layer.k, p.layer.v)
+
+    def call(table: Tensor) -> Callable:
+        return lambda: fn(p.q, kv, workspace, table, lens, longest, bmm1_scale=p.scale, out=p.out)
+
+    return [call(table) for table in p.tables]
+
+
+def _fa2(p: Decode) -> list:
+    wrapper = importlib.import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
+    workspace, kv = _workspace(p.q), (p.layer.k, p.layer.v)
+    last = (p.host_lens - 1) % p.case.page + 1
+
+    def call(table: Tensor) -> Callable:
+        w = wrapper(workspace, "NHD", use_tensor_cores=True, backend="fa2")
+        indptr, indices = _csr(p, table)
+        w.plan(
+            indptr, indices, last.to(p.q.device), p.case.heads, KV_HEADS, HEAD_DIM, p.case.page,
+            q_data_type=p.q.dtype, kv_data_type=p.layer.k.dtype, sm_scale=p.scale,
+        )  # fmt: skip
+        return lambda: w.run(p.q, kv, out=p.out)
+
+    return [call(table) for table in p.tables]
+
+
+def _mla(p: MLADecode) -> list:
+    wrapper = importlib.import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper
+    workspace, device = _workspace(p.q), p.q.device
+    q_nope, q_pe = p.q[..., :RANK].contiguous(), p.q[..., RANK:].contiguous()
+    rows = torch.arange(p.case.requests + 1, dtype=torch.int32, device=device)
+    scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if p.case.format == "fp8_e4m3" else {}
+
+    def call(table: Tensor) -> Callable:
+        w = wrapper(workspace, backend="fa3")
+        indptr, indices = _csr(p, table)
+        w.plan(
+            rows, indptr, indices, p.lens, p.case.heads, RANK, ROPE, p.case.page, False, p.scale,
+            p.q.dtype, p.layer.ckv.dtype,
+        )  # fmt: skip
+        return lambda: w.run(q_nope, q_pe, p.layer.ckv, p.layer.kpe, out=p.out, **scales)
+
+    return [call(table) for table in p.tables]
+
+
+def _rope_append(p: Append) -> list:
+    """One request owns all new tokens; the problem's tables hold its pages."""
+    fn = importlib.import_module("flashinfer.rope").rope_quantize_fp8_append_paged_kv_cache
+    latent, a = p.latent, p.layer
+    cache: Any = (a.ckv, a.kpe) if latent else (a.k, a.v)  # type: ignore[union-attr]
+    indptr = torch.tensor([0, p.pages], dtype=torch.int32, device=p.device)
+    batch = torch.zeros_like(p.positions)
+
+    def call(x: dict, out: dict, table: Tensor) -> Callable:
+        if latent:
+            rows = (x["q_pe"], x["k_pe"], x["q_nope"], x["kv_c"], None)
+            outs = {"q_rope_out": out["q_pe"], "q_nope_out": out["q_nope"]}
+        else:
+            rows = (x["q"], x["k"], None, None, x["v"])
+            outs = {"q_rope_out": out["q"]}
+        return lambda: fn(
+            *rows, p.cos_sin, p.positions, cache, table, indptr, batch, p.positions,
+            is_neox=not latent, quantize_dtype=Q_DTYPE, page_size=p.case.page, **outs,
+        )  # fmt: skip
+
+    return [call(x, out, table) for x, out, table in zip(p.inputs, p.outs, p.tables, strict=True)]
+
+
+def _workspace(like: Tensor) -> Tensor:
+    return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=like.device)
+
+
+def _csr(p: Decode | MLADecode, table: Tensor) -> tuple[Tensor, Tensor]:
+    """(indptr [B + 1], indices) of a page table."""
+    used = -(-p.host_lens // p.case.page)
+    indptr = torch.nn.functional.pad(used.cumsum(0), (1, 0)).to(torch.int32)
+    live = torch.arange(table.shape[1]) < used[:, None]
+    return indptr.to(table.device), table[live.to(table.device)]

@@ -1,0 +1,130 @@
+"""Clocks, and what the chip itself can do: how fast it copies, and how fast it multiplies.
+
+A GPU is timed inside one CUDA graph of many calls over rotating memory, so that neither the host nor a warm cache
+counts; a CPU by the wall.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+Call = Callable[[], object]
+
+REPEATS = 7  # the median of so many counts
+MIN_LAUNCHES, MAX_LAUNCHES = 20, 1000
+_GRAPH_US = 2000.0  # a graph should run as long, so that its own launch does not count
+_CPU_SECONDS = 0.5  # aim of one case's measurement on a CPU
+_CPU_REPEATS = 3  # at least, where single calls take longer
+_HOST_CALLS = 100  # few enough that no launch queue fills
+
+
+def device_us(calls: Sequence[Call], device: torch.device) -> float:
+    """Microseconds of one call on the device."""
+    return _graph_us(calls) if device.type == "cuda" else _wall_us(calls)
+
+
+def host_us(calls: Sequence[Call], device: torch.device) -> float:
+    """Microseconds until an eager call returns to the caller, who does not wait for the device."""
+    for call in calls:
+        call()
+    times = []
+    for _ in range(REPEATS):
+        _synchronize(device)
+        start = time.perf_counter()
+        for i in range(_HOST_CALLS):
+            calls[i % len(calls)]()
+        times.append((time.perf_counter() - start) / _HOST_CALLS * 1e6)
+    _synchronize(device)
+    return statistics.median(times)
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second, read and written, of a copy that no cache holds."""
+    size = int(4e9) if device.type == "cuda" else int(256e6)
+    if device.type == "cuda":
+        size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
+    a = torch.ones(size, dtype=torch.uint8, device=device)
+    b = torch.empty_like(a)
+    return 2 * size / (_repeat_us(lambda: b.copy_(a), device) * 1e-6)
+
+
+def matmul_rate(device: torch.device) -> float:
+    """FLOP per second of a large bf16 product."""
+    n = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * n**3 / (_repeat_us(lambda: torch.mm(a, b, out=out), device) * 1e-6)
+
+
+def _graph_us(calls: Sequence[Call]) -> float:
+    for call in calls:  # nothing may be compiled or allocated for good during a capture, whatever the alignment
+        call()
+    torch.cuda.synchronize()
+    launches = _whole_rounds(MIN_LAUNCHES, len(calls))
+    us = _captured_us(calls, launches, 1)
+    if us * launches < _GRAPH_US / 2:
+        launches = _whole_rounds(min(MAX_LAUNCHES, math.ceil(_GRAPH_US / us)), len(calls))
+    return _captured_us(calls, launches, REPEATS)
+
+
+def _captured_us(calls: Sequence[Call], launches: int, repeats: int) -> float:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            calls[i % len(calls)]()
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        times.append(_event_us(graph.replay) / launches)
+    graph.reset()
+    return statistics.median(times)
+
+
+def _whole_rounds(launches: int, calls: int) -> int:
+    """`launches` rounded up, so that every call is made equally often."""
+    return math.ceil(launches / calls) * calls
+
+
+def _event_us(call: Call) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1e3
+
+
+def _wall_us(calls: Sequence[Call]) -> float:
+    start = time.perf_counter()
+    calls[0]()
+    once = time.perf_counter() - start
+    number = max(1, min(len(calls), int(_CPU_SECONDS / REPEATS / once)))
+    times = []
+    for repeat in range(REPEATS):
+        start = time.perf_counter()
+        for i in range(number):
+            calls[(repeat * number + i) % len(calls)]()
+        times.append((time.perf_counter() - start) / number * 1e6)
+        if repeat + 1 >= _CPU_REPEATS and sum(times) * number > _CPU_SECONDS * 1e6:
+            break
+    return statistics.median(times)
+
+
+def _repeat_us(call: Call, device: torch.device) -> float:
+    """Median of single calls."""
+    call()
+    _synchronize(device)
+    if device.type == "cuda":
+        return statistics.median(_event_us(call) for _ in range(REPEATS))
+    return _wall_us([call])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

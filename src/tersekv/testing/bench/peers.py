@@ -1,0 +1,103 @@
+"""Other libraries, where they are installed. Each yields (name, build); build() makes the calls to time.
+
+A call writes into the problem's own output, or returns its output. A build or a call that raises is told beside the
+case and ends nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+from ..memory import storage_bytes
+from . import flashinfer
+from .append import Append
+from .data import Problem, rotations
+from .decode import Decode
+
+Build = Callable[[], list]
+
+
+class Library(Protocol):
+    """`missing` None: it can be used; else why not."""
+
+    def missing(self) -> str | None: ...
+
+    def peers(self, problem: Problem) -> Iterator[tuple[str, Build]]: ...
+
+
+class FlashInfer:
+    def missing(self) -> str | None:
+        return not_importable("flashinfer")
+
+    def peers(self, problem: Problem) -> Iterator[tuple[str, Build]]:
+        return flashinfer.peers(problem)
+
+
+class VLLM:
+    """Its per-token-head append. Its decode kernel is called with the engine's metadata and is left out."""
+
+    def missing(self) -> str | None:
+        return not_importable("vllm")
+
+    def peers(self, problem: Problem) -> Iterator[tuple[str, Build]]:
+        case = problem.case
+        if isinstance(problem, Append) and case.op == "append" and case.format.endswith("per_token_head"):
+            yield "vllm", lambda: self._append(problem)
+
+    @staticmethod
+    def _append(problem: Append) -> list:
+        module = importlib.import_module("vllm.v1.attention.ops.triton_reshape_and_cache_flash")
+        fn, a = module.triton_reshape_and_cache_flash_per_token_head_quant, problem.layer
+        caches = [getattr(a, n) for n in ("k", "v", "k_scale_cache", "v_scale_cache")]
+
+        def call(x: dict, slots: torch.Tensor) -> Callable:
+            return lambda: fn(x["k"], x["v"], *caches, slots)
+
+        return [call(x, s.long()) for x, s in zip(problem.inputs, problem.slots, strict=True)]
+
+
+class SDPA:
+    """PyTorch's own attention over a contiguous bf16 copy of the same values, heads grouped. Equal lengths only."""
+
+    def missing(self) -> str | None:
+        return None
+
+    def peers(self, problem: Problem) -> Iterator[tuple[str, Build]]:
+        if isinstance(problem, Decode) and not problem.case.uneven:
+            yield "sdpa on bf16", lambda: self._decode(problem)
+
+    @staticmethod
+    def _decode(problem: Decode) -> list:
+        each = [problem.kv(b) for b in range(problem.case.requests)]
+        k, v = (torch.stack([kv[i].bfloat16().transpose(0, 1) for kv in each]).contiguous() for i in range(2))
+        copies = rotations(k.device, storage_bytes(k).nbytes * 2)
+        q = problem.q.unflatten(1, (k.shape[1], -1))
+
+        def call(k: torch.Tensor, v: torch.Tensor) -> Callable:
+            sdpa = torch.nn.functional.scaled_dot_product_attention
+            return lambda: sdpa(q, k, v, scale=problem.scale)
+
+        return [call(k.clone(), v.clone()) for _ in range(copies)]
+
+
+LIBRARIES: dict[str, Library] = {"flashinfer": FlashInfer(), "vllm": VLLM(), "sdpa": SDPA()}
+
+
+def default(device: torch.device) -> list[str]:
+    """The libraries that a device is compared with, where they are installed."""
+    return ["sdpa"] if device.type == "cpu" else ["flashinfer", "vllm"]
+
+
+def not_importable(package: str) -> str | None:
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    try:
+        importlib.import_module(package)
+    except Exception as e:  # an installed library may fail in its own imports in any way
+        return f"{package} cannot be imported: {type(e).__name__}: {e}"
+    return None

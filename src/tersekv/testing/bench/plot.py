@@ -1,0 +1,61 @@
+"""The picture: time over the bytes that a case must move, with the line of a copy; needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .engine import Limits, Result
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#882255")
+_MARKERS = {"append": "^", "rope_append": "v", "mla_append": "<", "decode": "o", "mla_decode": "s", "mla_prefill": "D"}
+
+
+def plot(results: Sequence[Result], limits: Limits, title: str, path: str) -> None:
+    """Write the picture: on the left what the bytes bound, on the right what arithmetic bounds. ImportError without
+    matplotlib; ValueError where nothing was timed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    timed = [r for r in results if r.us is not None and not r.case.host]
+    if not timed:
+        raise ValueError("results: want at least one timed case, got none")
+    panels = [(b, here) for b in ("bytes", "flops") if (here := [r for r in timed if r.bound(limits) == b])]
+    figure = Figure(figsize=(2 + 6 * len(panels), 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    formats = list(dict.fromkeys(r.case.format for r in timed))
+    for i, (bound, here) in enumerate(panels):
+        _panel(figure.add_subplot(1, len(panels), i + 1), bound, here, limits, formats)
+    handles = {}
+    for axes in figure.axes:
+        handles.update(dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)))
+    figure.legend(list(handles.values()), list(handles), loc="outside right upper", fontsize=9, frameon=False)
+    figure.suptitle(title, fontsize=12)
+    figure.savefig(path, dpi=150)
+
+
+def _panel(axes: Any, bound: str, here: Sequence[Result], limits: Limits, formats: Sequence[str]) -> None:
+    rate, unit = (limits.copy, "bytes") if bound == "bytes" else (limits.matmul, "FLOP")
+    work = [_work(r, bound) for r in here]
+    ends = min(work) / 1.5, max(work) * 1.5
+    what = f"copy, {rate / 1e12:.3g} TB/s" if bound == "bytes" else f"bf16 product, {rate / 1e12:.3g} TFLOP/s"
+    axes.plot(ends, [x / rate * 1e6 for x in ends], color="black", linewidth=1.2, label=what)
+    for r in here:
+        best = r.best_peer
+        if best is not None and best.us is not None and r.peers_format is None:
+            axes.plot(_work(r, bound), best.us, "x", color="0.45", markersize=7, zorder=2, label="best peer")
+        axes.plot(
+            _work(r, bound), r.us, _MARKERS[r.case.op], color=_COLOURS[formats.index(r.case.format) % len(_COLOURS)],
+            markersize=6, alpha=0.85, markeredgewidth=0, zorder=3, label=f"{r.case.op} {r.case.format}",
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel(f"{unit} of one call")
+    axes.set_ylabel("microseconds")
+    axes.set_title(f"bound by {'memory' if bound == 'bytes' else 'arithmetic'}", fontsize=11)
+    axes.grid(True, which="major", color="0.88", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _work(r: Result, bound: str) -> int:
+    return r.nbytes if bound == "bytes" else r.flops

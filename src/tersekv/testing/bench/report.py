@@ -1,0 +1,182 @@
+"""Results as lines, as means, and as JSON records."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from ... import __version__
+from .engine import FAILED, OK, RED, UNSUPPORTED, Limits, Result
+
+_WHERE = Path(__file__).parent
+
+
+def line(r: Result, limits: Limits) -> str:
+    """One case: time, rate, share of the limit, error, peers."""
+    c = r.case
+    shape = [f"{c.op:<11} {c.format:<19} {c.cell:>12}  H {c.heads:<3}  page {c.page:<2}"]
+    shape += ["uneven"] * c.uneven + ["fast"] * (c.precision == "fast") + ["host"] * c.host
+    head = "  ".join(shape)
+    if r.status == UNSUPPORTED:
+        return f"{head}  not run: {r.reason}"
+    if r.us is None:
+        return f"{head}  {r.status.upper()}: {r.reason}"
+    parts = [head, f"{r.us:>9.2f} us"]
+    share = r.share(limits)
+    if share is not None:
+        rate = speed(r.nbytes / r.us, "B/s") if r.bound(limits) == "bytes" else speed(r.flops / r.us, "FLOP/s")
+        parts.append(f"{rate:>12}  {share:4.0%} of limit")
+    parts.append(f"error {r.error:.1e}" if r.error else "error 0")
+    of = f" on {r.peers_format}" if r.peers_format else ""
+    parts += [f"{p.us / r.us:.3g}x {p.name}{of} ({p.us:.2f})" for p in r.peers if p.us is not None]
+    return "  ".join(parts)
+
+
+def notes(r: Result) -> Iterator[str]:
+    """Why a peer of the case has no time."""
+    if not r.peers_format:
+        for p in r.peers:
+            if p.us is None:
+                yield f"    {p.name}: {p.reason}"
+
+
+def speed(per_us: float, unit: str) -> str:
+    """Bytes or FLOP per microsecond, to read."""
+    return f"{per_us / 1e6:.3g} T{unit}" if per_us >= 1e5 else f"{per_us / 1e3:.3g} G{unit}"
+
+
+def tb_s(r: Result) -> float:
+    return r.nbytes / (r.us or math.inf) / 1e6
+
+
+def tflop_s(r: Result) -> float:
+    return r.flops / (r.us or math.inf) / 1e6
+
+
+def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
+    """Geometric means by operation and format, every case that a peer wins, and counts."""
+    groups: dict[tuple[str, ...], list[Result]] = defaultdict(list)
+    for r in results:
+        if r.us is not None:
+            key = (r.case.op, r.case.format, *(("host",) if r.case.host else ()))
+            groups[key].append(r)
+    if groups:
+        yield "geometric means"
+    for key, group in groups.items():
+        parts = [f"  {' '.join(key):<34} {len(group):>3} cases"]
+        shares = [s for r in group if (s := r.share(limits)) is not None]
+        if shares:
+            parts.append(f"{geometric_mean(shares):4.0%} of limit")
+        ratios = [best.us / r.us for r in group if (best := r.best_peer) and best.us and r.us]
+        if ratios:
+            parts.append(f"{geometric_mean(ratios):.3g}x the best peer ({len(ratios)} cases)")
+        yield "  ".join(parts)
+    lost = list(losses(results))
+    if lost:
+        yield "slower than a peer"
+    for r in lost:
+        best = r.best_peer
+        if best is not None and best.us and r.us:
+            yield f"  {r.case.id}: {r.us:.2f} us, {best.name} {best.us:.2f} us ({best.us / r.us:.3g}x)"
+    count = {s: sum(r.status == s for r in results) for s in (OK, UNSUPPORTED, RED, FAILED)}
+    yield f"{count[OK]} timed, {count[UNSUPPORTED]} not run, {count[RED]} red, {count[FAILED]} failed"
+
+
+def losses(results: Iterable[Result]) -> Iterator[Result]:
+    for r in results:
+        best = r.best_peer
+        if r.us is not None and best is not None and best.us is not None and best.us < r.us:
+            yield r
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(math.log(v) for v in values) / len(values))
+
+
+def record(r: Result, limits: Limits, where: dict) -> dict:
+    """One JSON line: the case, what came out, and the environment."""
+    share, timed = r.share(limits), r.us is not None and not r.case.host
+    return {
+        **r.case.as_dict(),
+        "status": r.status,
+        "reason": r.reason,
+        "us": r.us,
+        "bytes": r.nbytes,
+        "flops": r.flops,
+        "tb_s": tb_s(r) if timed else None,
+        "tflop_s": tflop_s(r) if timed and r.flops else None,
+        "bound": r.bound(limits),
+        "share_of_limit": share,
+        "error": r.error if r.error is None or math.isfinite(r.error) else str(r.error),
+        "peers": {
+            p.name: {"us": p.us, "ratio": p.us / r.us} if p.us and r.us else {"us": p.us, "reason": p.reason}
+            for p in r.peers
+        },
+        "peers_format": r.peers_format,
+        "copy_tb_s": limits.copy / 1e12,
+        "matmul_tflop_s": limits.matmul / 1e12,
+        **where,
+    }
+
+
+def environment(device: torch.device, libraries: Sequence[str]) -> dict:
+    """What a stored result was made with."""
+    return {
+        "chip": chip(device),
+        "driver": _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+        if device.type == "cuda"
+        else None,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "tersekv": __version__,
+        "versions": {name: v for name in libraries if (v := _version(name) or _version(f"{name}-python"))},
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "commit": commit(),
+    }
+
+
+def chip(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    names = cpuinfo.read_text().split("model name") if cpuinfo.exists() else []
+    name = names[1].splitlines()[0].strip(" \t:") if len(names) > 1 else platform.processor() or platform.machine()
+    return f"CPU {name}"
+
+
+def commit() -> str | None:
+    """The commit that this file is checked out from; "+" where files of the package differ from it."""
+    tracked = _command("git", "-C", str(_WHERE), "ls-files", "--error-unmatch", "report.py")
+    head = _command("git", "-C", str(_WHERE), "rev-parse", "--short", "HEAD") if tracked else None
+    if not head:
+        return None
+    package = str(_WHERE.parent.parent)
+    return head + ("+" if _command("git", "-C", package, "status", "--porcelain", "-uno", "--", ".") else "")
+
+
+def _command(*argv: str) -> str | None:
+    if shutil.which(argv[0]) is None:
+        return None
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
+    except (subprocess.TimeoutExpired, OSError):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,78 @@
+"""Paged decode, compiled for chips that are not there: the tuned configurations pipeline, and do not spill."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from compile_tools import compile_launches
+
+from tersekv import checks
+from tersekv.backends.triton import decode
+from tersekv.cache import PagedKVCache
+from tersekv.calls import DecodeCall
+from tersekv.plan import facts
+
+
+def call_of(fmt: str, *, page_size: int = 64, head_dim: int = 128, drafts: int = 1, max_pages: int = 128) -> DecodeCall:
+    c = PagedKVCache.allocate(1, 8, page_size, 8, head_dim, format=fmt)[0]
+    q = torch.empty(2 * drafts, 32, head_dim, dtype=torch.bfloat16)
+    table, lens = torch.empty(2, max_pages, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+    return DecodeCall(
+        q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, table, lens, None, None, None, torch.empty_like(q), None,
+        fmt, drafts, 0, 0.0, 0.1, None, 1.0, None, 1.0, None, 1.0, None, "exact",
+    )  # fmt: skip
+
+
+def compiled(call: DecodeCall, arch: int | str) -> list[dict]:
+    f = facts("decode", call, arch=arch if isinstance(arch, int) else None)
+    checks.facts(f)
+    return compile_launches(decode.run, call, decode.configure(f), arch)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "max_pages"),
+    [("fp8_e4m3", 128), ("fp8_e4m3", 16), ("fp8_per_token_head", 128), ("int8_per_token_head", 128), ("bf16", 128)],
+)
+def test_tuned_for_hopper(fmt, max_pages):
+    """No spills, warpgroup products, tensor copies that run ahead of the loop in at least two buffers."""
+    split, merge = compiled(call_of(fmt, max_pages=max_pages), 90)
+    assert split["n_spills"] == 0
+    assert merge["n_spills"] == 0
+    assert "wgmma.mma_async" in split["ptx"]
+    copies = re.findall(r"ttng\.async_tma_copy_global_to_local|scf\.for", split["ttgir"])
+    before_a_loop = [a for a, b in pairwise(copies) if b == "scf.for"]
+    assert "ttng.async_tma_copy_global_to_local" in before_a_loop, "nothing is copied ahead of any loop"
+    assert re.search(r"memdesc<[2-9]x64x\d+x(i16|bf16)", split["ttgir"])
+
+
+@pytest.mark.parametrize(
+    ("fmt", "arch", "page_size"),
+    [
+        ("fp8_e4m3", 80, 16),
+        ("nvfp4", 80, 64),
+        ("fp8_per_token_head", 89, 16),
+        ("nvfp4", 90, 64),
+        ("int8_per_token_head", 100, 64),
+        ("fp8_e4m3", 120, 64),
+        ("bf16", 89, 64),
+        ("fp8_e5m2", 90, 3),
+        ("fp8_e4m3", "gfx942", 16),
+        ("bf16", "gfx942", 64),
+    ],
+)
+def test_compiles_elsewhere(fmt, arch, page_size):
+    split, merge = compiled(call_of(fmt, page_size=page_size, drafts=2), arch)
+    assert merge["n_spills"] == 0
+    assert split["shared"] <= (65536 if arch == "gfx942" else 101376)
+
+
+def test_8_bit_codes_become_fp16_by_the_pair():
+    """One conversion instruction for two codes, and no transposition of single bytes through shared memory."""
+    split, _ = compiled(call_of("fp8_e4m3"), 90)
+    sass = split["sass"]()
+    assert "LDSM.16.MT88" in sass
+    assert "F2FP.F16.E4M3.UNPACK_B" in sass
+    assert "LDS.U8" not in sass
