@@ -10,7 +10,7 @@ import triton.language as tl
 
 from . import blocks, launch
 from .quant import store
-from .rows import cache_offsets, column, factors, find_angles, locate, offsets, read, token_and_head
+from .rows import cache_offsets, factors, find_angles, locate, offsets, read, token_and_head
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def append_rows(
     token, head = token_and_head(block, tokens, H, ROWS)
     x = read(p_x, offsets(token, head, strides, UNIT), D, C)
     page, entry, written = locate(token, places, PAGE)
-    written = column(written)
+    written = written[:, None]
     if angles[0] is not None:
         _, known = find_angles(angles, token)
         written = written & known

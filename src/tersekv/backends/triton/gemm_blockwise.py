@@ -148,7 +148,7 @@ def up_project(
     out:                   [M, N] 16-bit, dense
     """
     n, rank = weight.shape
-    scaled_codes = weight_scale is not None
+    scaled_codes = scales is not None and weight_scale is not None
     bytes_in = scaled_codes and not native_fp8
     if bytes_in:
         latents, weight = (t.view(torch.uint8) for t in (latents, weight))
@@ -157,29 +157,16 @@ def up_project(
         a = TensorDescriptor(latents, [rows, rank], [rank, 1], [tile.block_m, tile.block_k])
         w = TensorDescriptor(weight, [n, rank], [weight.stride(0), 1], [tile.block_n, tile.block_k])
         o = TensorDescriptor(out, [rows, n], [n, 1], [tile.block_m, tile.block_n])
-    s, ws = (scales, weight_scale) if scaled_codes else (out, out)
+    s, ws = out if scales is None else scales, out if weight_scale is None else weight_scale  # out: never read
     strides = (s.stride(0), ws.stride(0))
     blocks_m, blocks_n = -(-rows // tile.block_m), -(-n // tile.block_n)
     launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     if tile.resident:
         share = share_of_rows(blocks_m, blocks_n, tile.programs)
         resident_kernel[(blocks_n, -(-blocks_m // share))](
-            a,
-            w,
-            s,
-            ws,
-            o,
-            rows,
-            n,
-            share,
-            *strides,
-            rank,
-            tile.block_m,
-            tile.block_n,
-            tile.num_stages,
-            tile.ptx,
+            a, w, s, ws, o, rows, n, share, *strides, rank, tile.block_m, tile.block_n, tile.num_stages, tile.ptx,
             **launch,
-        )
+        )  # fmt: skip
         return
     product_kernel[(blocks_m * blocks_n,)](
         a, w, s, ws, o, rows, n, weight.stride(0), *strides, rank, scaled_codes, bytes_in, tile.tma,

@@ -31,7 +31,8 @@ class Constants:
     ASM: bool  # unpack by PTX
     BF16: bool  # multiply latents in bf16; else fp16
     BF16_R: bool  # rotary parts
-    TWO_PE: bool  # an fp16 q_pe as two bf16 pieces
+    TWO: bool  # an fp16 query meets bf16 latents as the sum of two bf16 tiles
+    TWO_R: bool
     Q_SCALED: bool  # a power of two is taken out of each query row, which fp16 would not hold
     Q_BYTES: bool  # the query is e4m3 and comes as bytes
     HEADS: int  # blocks of query heads
@@ -123,7 +124,8 @@ def configure(f: SimpleNamespace) -> Config:
         ASM=launch.has_ptx(f) and not (fmt.storage == torch.float8_e4m3fn and by_hand),
         BF16=bf16,
         BF16_R=bf16_r,
-        TWO_PE=bf16_r and not bf16 and f.q_nope.dtype == torch.float16,
+        TWO=bf16 and f.q_nope.dtype == torch.float16,
+        TWO_R=bf16_r and f.q_nope.dtype == torch.float16,
         Q_SCALED=not bf16 and f.q_nope.dtype == torch.bfloat16,
         Q_BYTES=by_hand and f.q_nope.dtype == torch.float8_e4m3fn,
         HEADS=blocks,

@@ -84,7 +84,7 @@ def query_piece(p_row, m_row, FIRST: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl
     """Columns PARTS * (FIRST + word) + J of the query rows, transposed: fp32 [BLOCK, ROWS]."""
     o_w = FIRST + tl.arange(0, BLOCK)
     p = p_row[None, :] + (PARTS * o_w + J)[:, None]
-    x = tl.load(p, mask=(o_w < SIZE)[:, None] & m_row[None, :], other=0)
+    x = tl.load(p, mask=(o_w < SIZE)[:, None] & m_row[None, :], other=0.0)
     if c.Q_BYTES:
         x = e4m3_bytes_to_fp16(x)
     return x.to(tl.float32)
@@ -108,11 +108,22 @@ def largest_query(p_nope, p_pe, m_row, c: tl.constexpr):
 
 
 @triton.jit
+def factors(x, BF16: tl.constexpr, TWO: tl.constexpr):
+    """What keys are multiplied with: x as one tile of 16 bits, or as two bf16 tiles whose sum holds all of fp16."""
+    if not BF16:
+        return (x.to(tl.float16),)
+    elif TWO:
+        high = x.to(tl.bfloat16)
+        return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+    else:
+        return (x.to(tl.bfloat16),)
+
+
+@triton.jit
 def load_query(QN, QP, tokens, heads, m_row, sn_t, sn_h, sp_t, sp_h, c: tl.constexpr):
     """(CHUNKS * PARTS pieces of q_nope [CHUNK, ROWS], pieces of q_pe, a factor of the scores [ROWS]).
 
-    fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back. Where rotary
-    parts are bf16, an fp16 q_pe is the sum of two bf16 pieces.
+    fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back.
     """
     CHUNKS: tl.constexpr = c.CHUNKS
     PARTS: tl.constexpr = c.PARTS
@@ -129,41 +140,39 @@ def load_query(QN, QP, tokens, heads, m_row, sn_t, sn_h, sp_t, sp_h, c: tl.const
     for i in tl.static_range(CHUNKS):
         for j in tl.static_range(PARTS):
             x = query_piece(p_nope, m_row, i * c.CHUNK, c.CHUNK, c.WORDS_V, PARTS, j, c) * inverse[None, :]
-            nope = nope + (x.to(tl.bfloat16 if c.BF16 else tl.float16),)
+            nope = nope + factors(x, c.BF16, c.TWO)
     for j in tl.static_range(PARTS_R):
         x = query_piece(p_pe, m_row, 0, c.BLOCK_R, c.WORDS_R, PARTS_R, j, c) * inverse[None, :]
-        high = x.to(tl.bfloat16 if c.BF16_R else tl.float16)
-        pe = pe + (high,)
-        if c.TWO_PE:
-            pe = pe + ((x - high.to(tl.float32)).to(tl.bfloat16),)
+        pe = pe + factors(x, c.BF16_R, c.TWO_R)
     return nope, pe, factor
+
+
+@triton.jit
+def product(words, q, FIRST: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr, s, HAS_S: tl.constexpr,
+            c: tl.constexpr):  # fmt: skip
+    """(s +) the products of a tile of keys and its query tiles, those from FIRST on: fp32 [TILE, ROWS]."""
+    k = (words,)
+    if PARTS > 1:
+        k = unpack(words, c)
+    EACH: tl.constexpr = 2 if TWO else 1
+    for j in tl.static_range(PARTS * EACH):
+        if HAS_S or j > 0:
+            s = tl.dot(k[j // EACH], q[FIRST * EACH + j], acc=s)
+        else:
+            s = tl.dot(k[0], q[FIRST * EACH])
+    return s
 
 
 @triton.jit
 def scores(words, pe, scales, q_nope, q_pe, scale, c: tl.constexpr):
     """Scores of a tile, unmasked, in units of log2: [TILE, ROWS]."""
     CHUNKS: tl.constexpr = c.CHUNKS
-    PARTS: tl.constexpr = c.PARTS
-    PARTS_R: tl.constexpr = c.PARTS_R
-    if c.PARTS_R == 1:
-        s = tl.dot(pe, q_pe[0])
-        if c.TWO_PE:
-            s = tl.dot(pe, q_pe[1], acc=s)
-    else:
-        k = unpack(pe, c)
-        s = tl.dot(k[0], q_pe[0])
-        for j in tl.static_range(1, PARTS_R):
-            s = tl.dot(k[j], q_pe[j], acc=s)
+    s = product(pe, q_pe, 0, c.TWO_R, c.PARTS_R, None, False, c)
     for i in tl.static_range(CHUNKS):
-        k = unpack(words[i], c)
         if c.GROUP_SCALES:
-            of_group = tl.dot(k[0], q_nope[i * c.PARTS])
-            for j in tl.static_range(1, PARTS):
-                of_group = tl.dot(k[j], q_nope[i * c.PARTS + j], acc=of_group)
-            s += of_group * scales[i][:, None]
+            s += product(words[i], q_nope, i * c.PARTS, c.TWO, c.PARTS, None, False, c) * scales[i][:, None]
         else:
-            for j in tl.static_range(PARTS):
-                s = tl.dot(k[j], q_nope[i * c.PARTS + j], acc=s)
+            s = product(words[i], q_nope, i * c.PARTS, c.TWO, c.PARTS, s, True, c)
     return s * scale[None, :]
 
 

@@ -5,7 +5,7 @@ b sees rows j of its own with cache_offsets[b] + j <= cache_lens[b] + i. Program
 first, and heads go in groups whose keys and values fit the L2 cache together.
 
 Several chunks: a program starts from the state that the chunk before left in (out, lse). `out` is 16-bit, so what its
-rounding lost is kept in `out_low`; the sum of both carries enough digits for any number of chunks.
+rounding lost is kept in `low`; the sum of both carries enough digits for any number of chunks.
 """
 
 from __future__ import annotations
@@ -128,9 +128,8 @@ def attention_kernel(
         m = tl.load(p_lse, mask=m_q, other=float("-inf")) * LOG2E
         seen = m != float("-inf")
         l = seen.to(tl.float32)
-        acc = tl.load(p_out, mask=m_out, other=0.0).to(tl.float32) + tl.load(p_low, mask=m_out, other=0.0).to(
-            tl.float32
-        )
+        acc = tl.load(p_out, mask=m_out, other=0.0).to(tl.float32)
+        acc += tl.load(p_low, mask=m_out, other=0.0).to(tl.float32)
     else:
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)

@@ -13,7 +13,6 @@ from .append import append_rows
 from .quant import cast, store
 from .rows import (
     cache_offsets,
-    column,
     factors,
     find_angles,
     join_pairs,
@@ -42,7 +41,7 @@ def query_rows(
     token, head = token_and_head(block, tokens, H, ROWS)
     p_x += offsets(token, head, strides, UNIT)
     p_out += offsets(token, head, strides_out, UNIT)
-    live = column(token) >= 0
+    live = token[:, None] >= 0
     if angles[0] is not None:
         p_angles, live = find_angles(angles, token)
     HALF: tl.constexpr = D // 2
@@ -57,7 +56,7 @@ def query_rows(
         cos, sin = read_cos_sin(p_angles, live, HALF, C // 2)
         x, y = rotate(x, y, cos, sin)
     if ZERO_PADDING:
-        live = live & (column(skipped(token, places)) == 0)
+        live = live & (skipped(token, places)[:, None] == 0)
     multiplier, _ = factors(p_scale, scale, head, False, QUANTIZES)
     x = cast(tl.where(live, x * multiplier, 0.0), p_out.dtype.element_ty, KIND, NATIVE)
     y = cast(tl.where(live, y * multiplier, 0.0), p_out.dtype.element_ty, KIND, NATIVE)
@@ -88,7 +87,7 @@ def key_rows(
     multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
     at = cache_offsets(page, entry, head, strides_codes, UNIT)
     at_scales = cache_offsets(page, entry, head, strides_scales, 1)
-    written = column(written) & known
+    written = written[:, None] & known
     store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FORMAT, NATIVE)
 
 

@@ -1,8 +1,8 @@
 """Rows of the write side: where a token goes, how a row is read and rotated.
 
 A program handles ROWS rows of one tensor; row r is head r % H of token r // H. Where ROWS divides H, a program's rows
-belong to one token, whose index is then a scalar: its place, position, cos and sin are read once. Past the last row the
-last one is repeated, so that rows need no mask; the repeated writes are equal.
+belong to one token: its place, position, cos and sin are read once. Past the last row the last one is repeated, so that
+rows need no mask; the repeated writes are equal.
 """
 
 from __future__ import annotations
@@ -15,23 +15,14 @@ from .quant import reciprocal
 
 @triton.jit
 def token_and_head(block, tokens, H: tl.constexpr, ROWS: tl.constexpr):
-    """Token (scalar where one has all rows, else [ROWS]) and head [ROWS] of each row of a block."""
+    """Token ([1] where one has all rows, else [ROWS]) and head [ROWS] of each row of a block."""
     first = block * ROWS
     i = tl.arange(0, ROWS)
     if H % ROWS == 0:
-        return first // H, first % H + i
+        return tl.full([1], first // H, tl.int32), first % H + i
     else:
         row = tl.minimum(first + i, tokens * H - 1)
         return row // H, row % H
-
-
-@triton.jit
-def column(x):
-    """[ROWS] → [ROWS, 1]; scalars stay."""
-    if len(x.shape) == 1:
-        return x[:, None]
-    else:
-        return x
 
 
 @triton.jit
@@ -198,11 +189,11 @@ def read_rotated(
 
 @triton.jit
 def find_angles(angles, token):
-    """(pointer to the token's row [cos(R/2) | sin(R/2)], is there one): scalars or [ROWS, 1].
+    """(pointer to the token's row [cos(R/2) | sin(R/2)], is there one): [1, 1] or [ROWS, 1].
 
     angles:  pointers cos_sin_cache and positions; then max_pos and the stride of a row
     """
     p_cos_sin, p_positions, max_pos, stride = angles
-    position = column(tl.load(p_positions + token).to(tl.int64))
+    position = tl.load(p_positions + token).to(tl.int64)[:, None]
     known = (position >= 0) & (position < max_pos)
     return p_cos_sin + tl.where(known, position, 0) * stride, known

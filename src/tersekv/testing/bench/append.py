@@ -69,7 +69,7 @@ class Append:
         heads = self.case.heads
         if self.latent:
             return {"q_pe": (heads, ROPE), "q_nope": (heads, RANK), "kv_c": (RANK,), "k_pe": (ROPE,)}
-        kv = {"k": (KV_HEADS, HEAD_DIM), "v": (KV_HEADS, HEAD_DIM)}
+        kv: dict[str, tuple[int, ...]] = {"k": (KV_HEADS, HEAD_DIM), "v": (KV_HEADS, HEAD_DIM)}
         return kv if self.case.op == "append" else {"q": (heads, HEAD_DIM), **kv}
 
     def _row_bytes(self) -> int:

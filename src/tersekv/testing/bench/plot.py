@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .engine import Limits, Result
+from .report import speed
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#882255")
 _MARKERS = {"append": "^", "rope_append": "v", "mla_append": "<", "decode": "o", "mla_decode": "s", "mla_prefill": "D"}
@@ -38,7 +39,7 @@ def _panel(axes: Any, bound: str, here: Sequence[Result], limits: Limits, format
     rate, unit = (limits.copy, "bytes") if bound == "bytes" else (limits.matmul, "FLOP")
     work = [_work(r, bound) for r in here]
     ends = min(work) / 1.5, max(work) * 1.5
-    what = f"copy, {rate / 1e12:.3g} TB/s" if bound == "bytes" else f"bf16 product, {rate / 1e12:.3g} TFLOP/s"
+    what = f"copy, {speed(rate / 1e6, 'B/s')}" if bound == "bytes" else f"bf16 product, {speed(rate / 1e6, 'FLOP/s')}"
     axes.plot(ends, [x / rate * 1e6 for x in ends], color="black", linewidth=1.2, label=what)
     for r in here:
         best = r.best_peer

@@ -1,0 +1,247 @@
+"""Writes the results of docs/performance.md from what `tersekv bench --json` stored in benchmarks/results/.
+
+    python scripts/performance_page.py            check: exit code 1 if the page is out of date
+    python scripts/performance_page.py --write    bring the page up to date
+
+Every line of every file counts; of two lines about the same case on the same chip the later date, then the later
+file name, then the later line wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- results:begin -->\n", "<!-- results:end -->"
+KEY = ("chip", "op", "format", "requests", "tokens", "heads", "page", "uneven", "host", "precision")
+OPS = ("decode", "mla_decode", "append", "rope_append", "mla_append", "mla_prefill")
+TITLES = {
+    "decode": "Paged decode: 32 query heads, 8 K/V heads, D 128",
+    "mla_decode": "MLA decode: latent 512 + 64",
+    "append": "append: 8 heads, D 128",
+    "rope_append": "rope_append: 32 query and 8 K/V heads, D 128, full rotary, e4m3 query",
+    "mla_append": "mla_append with its query (512 + 64 a head, e4m3)",
+    "mla_prefill": "MLA prefill, the whole operation, e4m3 up-projection",
+}
+Record = dict
+
+
+def load(folder: Path) -> list[Record]:
+    """The records that count, in the order in which they were stored."""
+    stored = []
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = path.read_text().splitlines()
+        stored += [(json.loads(text), path.name, i) for i, text in enumerate(lines) if text.strip()]
+    latest = {}
+    for r, *_ in sorted(stored, key=lambda s: (s[0]["date"], *s[1:])):
+        latest[tuple(r[k] for k in KEY)] = r
+    return list(latest.values())
+
+
+def results(records: Sequence[Record]) -> str:
+    """Markdown: a section per chip, GPUs first."""
+    if not records:
+        return "\nNo results are stored yet.\n\n"
+    chips: dict[str, list[Record]] = defaultdict(list)
+    for r in records:
+        chips[r["chip"]].append(r)
+    order = sorted(chips, key=lambda name: (name.startswith("CPU"), name))
+    return "\n" + "\n".join("\n".join(section(name, chips[name])) for name in order) + "\n"
+
+
+def section(chip: str, records: list[Record]) -> Iterator[str]:
+    timed = [r for r in records if r["us"] is not None]
+    yield f"## {chip}\n"
+    yield from versions(timed or records)
+    yield ""
+    for op in OPS:
+        mine = [r for r in timed if r["op"] == op and not r["host"]]
+        if mine:
+            yield f"### {TITLES[op]}\n"
+            yield from (grid if op in ("decode", "mla_decode") else rows)(mine)
+            yield ""
+    host = [r for r in timed if r["host"]]
+    if host:
+        yield "### Host time of an eager call\n"
+        yield from rows(host)
+        yield ""
+    yield from means(timed)
+    yield from losses(timed)
+    yield from missing(records)
+
+
+def versions(records: Iterable[Record]) -> Iterator[str]:
+    """What the numbers were measured with: one line per environment."""
+    seen: dict[str, int] = defaultdict(int)
+    for r in records:
+        names = ("tersekv", "torch", "triton", "driver", "commit")
+        parts = [r["date"], *(f"{n} {r[n]}" for n in names if r.get(n))]
+        parts += [f"{n} {v}" for n, v in r.get("versions", {}).items()]
+        parts += [f"{r['threads']} threads"] * bool(r.get("threads"))
+        seen[", ".join(parts)] += 1
+    for text, n in seen.items():
+        yield f"- {text}: {n} cases"
+    best = max(records, key=lambda r: r["copy_tb_s"])
+    copy, matmul = amount(best["copy_tb_s"], "B/s"), amount(best["matmul_tflop_s"], "FLOP/s")
+    yield f"- limits: copy {copy}, bf16 product {matmul}"
+
+
+def grid(records: list[Record]) -> Iterator[str]:
+    """Cells × formats, with the fastest peer of the 16-bit and of the e4m3 cache."""
+    formats = list(dict.fromkeys(r["format"] for r in records))
+    cells: dict[str, dict[str, Record]] = defaultdict(dict)
+    for r in records:
+        cells[cell(r)][r["format"]] = r
+    rivals = [f for f in ("bf16", "fp8_e4m3") if any(f in own and best_peer(own[f]) for own in cells.values())]
+    head = ["µs (rate)", *formats, *(f"best peer, {f}" for f in rivals)]
+    lines = []
+    for name, own in cells.items():
+        peers = [peer(best_peer(own[f])) if f in own else "-" for f in rivals]
+        lines.append([name, *(timing(own[f]) if f in own else "-" for f in formats), *peers])
+    yield from table(head, lines)
+
+
+def rows(records: list[Record]) -> Iterator[str]:
+    """A row per case."""
+    host = all(r["host"] for r in records)
+    head = ["case", "µs", *([] if host else ["rate", "of the limit"]), "best peer", "peer / tersekv"]
+    lines = []
+    for r in records:
+        best = best_peer(r)
+        name = f"{r['op']}, {r['format']}" if host else f"{r['format']}, {cell(r)}"
+        rate = [] if host else [speed(r), f"{r['share_of_limit']:.0%}"]
+        own = f" ({r['peers_format']})" if r.get("peers_format") else ""
+        lines.append([name, us(r["us"]), *rate, peer(best) + own, f"{best[1] / r['us']:.2f}" if best else "-"])
+    yield from table(head, lines)
+
+
+def means(timed: list[Record]) -> Iterator[str]:
+    """Geometric means by operation and format."""
+    groups: dict[tuple[str, str, bool], list[Record]] = defaultdict(list)
+    for r in timed:
+        groups[r["op"], r["format"], r["host"]].append(r)
+    lines = []
+    for (op, name, host), group in groups.items():
+        shares = [r["share_of_limit"] for r in group if r["share_of_limit"]]
+        ratios = [best[1] / r["us"] for r in group if (best := best_peer(r))]
+        of = {r["peers_format"] for r in group if r.get("peers_format")}
+        lines.append([
+            f"{op}{', host' * host}", name, str(len(group)), f"{geometric_mean(shares):.0%}" if shares else "-",
+            f"{geometric_mean(ratios):.2f} ({len(ratios)}{', on ' + ', '.join(of) if of else ''})" if ratios else "-",
+        ])  # fmt: skip
+    if lines:
+        yield "### Geometric means\n"
+        yield from table(["operation", "format", "cases", "of the limit", "best peer / tersekv (cases)"], lines)
+        yield ""
+
+
+def losses(timed: list[Record]) -> Iterator[str]:
+    lost = [(r, best) for r in timed if (best := best_peer(r)) and best[1] < r["us"]]
+    yield "### Slower than a peer\n"
+    if not any(best_peer(r) for r in timed):
+        yield "No peer was timed.\n"
+    elif not lost:
+        yield "None of the timed cases.\n"
+    for r, best in sorted(lost, key=lambda x: x[1][1] / x[0]["us"]):
+        of = f" on {r['peers_format']}" if r.get("peers_format") else ""
+        host = ", host time" * r["host"]
+        yield (
+            f"- {r['op']}, {r['format']}, {cell(r)}{host}: {us(r['us'])} µs, {best[0]}{of} {us(best[1])} µs "
+            f"({best[1] / r['us']:.2f})"
+        )
+    if lost:
+        yield ""
+
+
+def missing(records: list[Record]) -> Iterator[str]:
+    """Cases without a time, each reason once."""
+    reasons: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for r in records:
+        if r["us"] is None:
+            reasons[r["status"], r["reason"]].append(r)
+    if reasons:
+        yield "### Not timed\n"
+    for (status, reason), them in reasons.items():
+        first = them[0]
+        name = f"{first['op']}, {first['format']}, {cell(first)}"
+        yield f"- {status}, {len(them)} case{'s' * (len(them) > 1)} such as {name}: {reason.replace('|', '/')}"
+    if reasons:
+        yield ""
+
+
+def cell(r: Record) -> str:
+    name = f"{r['requests']} × {short(r['tokens'])}" if r["requests"] else f"{r['tokens']} tokens"
+    parts = [name, *([f"H {r['heads']}"] if r["op"].startswith("mla") else [])]
+    parts += [f"pages of {r['page']}"] * (r["page"] != 64) + ["uneven"] * r["uneven"]
+    return ", ".join(parts + ["fast"] * (r["precision"] == "fast"))
+
+
+def short(n: int) -> str:
+    return f"{n // 1024}K" if n % 1024 == 0 else str(n)
+
+
+def timing(r: Record) -> str:
+    return f"{us(r['us'])} ({speed(r)})"
+
+
+def speed(r: Record) -> str:
+    return amount(r["tb_s"], "B/s") if r["bound"] == "bytes" else amount(r["tflop_s"], "FLOP/s")
+
+
+def amount(tera: float, unit: str) -> str:
+    return f"{tera:.3g} T{unit}" if tera >= 0.1 else f"{tera * 1e3:.3g} G{unit}"
+
+
+def us(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def best_peer(r: Record) -> tuple[str, float] | None:
+    """(name, µs) of the fastest peer."""
+    timed = [(name, p["us"]) for name, p in r["peers"].items() if p["us"] is not None]
+    return min(timed, key=lambda p: p[1], default=None)
+
+
+def peer(best: tuple[str, float] | None) -> str:
+    return f"{us(best[1])} {best[0]}" if best else "-"
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(math.log(v) for v in values) / len(values))
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
+    for line in (head, ["---", *["---:"] * (len(head) - 1)], *lines):
+        yield f"| {' | '.join(line)} |"
+
+
+def renewed(text: str, folder: Path = RESULTS) -> str:
+    """The page with its results written anew."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + results(load(folder)) + END + rest.split(END)[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The results of docs/performance.md.")
+    parser.add_argument("--write", action="store_true", help="bring the page up to date")
+    args = parser.parse_args()
+    old = PAGE.read_text()
+    new = renewed(old)
+    if new == old:
+        return 0
+    if not args.write:
+        print("docs/performance.md is out of date; run python scripts/performance_page.py --write")
+        return 1
+    PAGE.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

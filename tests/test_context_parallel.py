@@ -1,0 +1,208 @@
+"""Caches dealt across ranks, against one process with the whole cache; gloo on CPUs. The ranks run tests/cp_worker.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+import cp_worker
+import tersekv
+from no_sync import NoHostReads
+from tersekv.ops import shards
+from tersekv.ops.context_parallel import (
+    ContextParallel,
+    exchange_cost,
+    shard_heads,
+    shard_seq_lens,
+    shard_slot_mapping,
+)
+
+ROOT = Path(__file__).parent.parent
+
+
+@cache
+def results(world: int) -> list[dict]:
+    """Of each rank, by case: None or an error. All cases share one start of the processes."""
+    with TemporaryDirectory() as folder:
+        mp.spawn(cp_worker.run_all, (world, folder), nprocs=world)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.mark.parametrize("name", cp_worker.NAMES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_agree_with_one_process(world, name):
+    for rank, found in enumerate(results(world)):
+        assert found.get(name, "did not run") is None, f"rank {rank}: {found.get(name, 'did not run')}"
+
+
+def test_a_dead_rank_is_an_error_in_bounded_time():
+    seconds, world = 6.0, 3
+    with TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        ranks = [context.Process(target=cp_worker.die_or_wait, args=(r, world, folder, seconds)) for r in range(world)]
+        for p in ranks:
+            p.start()
+        end = time.monotonic() + 60
+        for p in ranks:
+            p.join(max(end - time.monotonic(), 0))
+        hung = [r for r, p in enumerate(ranks) if p.is_alive()]
+        for r in hung:
+            ranks[r].kill()
+        assert not hung
+        for rank in range(world - 1):
+            took, error = json.loads(Path(folder, f"{rank}.json").read_text())
+            assert error != "none"
+            assert took < seconds + 5, error
+
+
+@pytest.mark.parametrize("kv", [True, False], ids=["kv", "mla"])
+def test_one_rank_needs_no_process_group(kv):
+    case = cp_worker.Case("alone", kv=kv, drafts=3, sinks=kv, kv_heads=2 if kv else 1, interleave=4)
+    p = cp_worker.Problem(case, 0, 1)
+    for x, want in zip(p.sharded(p.group()), p.whole(), strict=True):
+        assert torch.equal(x, want)
+    assert ContextParallel().workspace_bytes(64, 8, 128, 128) == 0
+
+
+def test_one_rank_takes_masks():
+    p = cp_worker.Problem(cp_worker.Case("mask", drafts=2, lens=(5, 9)), 0, 1)
+    layer, table = p.mine()
+    mask = torch.tensor([[1, 0], [2, 0]] * 2, dtype=torch.uint16)
+    out = ContextParallel().decode(p.q, layer, table, p.seq_lens, mask=mask)
+    assert torch.equal(out, tersekv.decode(p.q, layer, table, p.seq_lens, mask=mask))
+
+
+@pytest.mark.parametrize("interleave", [1, 3, 16])
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_every_token_has_one_owner(world, interleave):
+    lens = torch.arange(200)
+    owner = lens // interleave % world
+    for rank in range(world):
+        want = torch.tensor([int((owner[:n] == rank).sum()) for n in lens])
+        got = shard_seq_lens(lens, rank, world, interleave)
+        assert got.dtype == torch.int32
+        assert torch.equal(got.long(), want)
+
+
+@pytest.mark.parametrize("interleave", [1, 4, 8])
+def test_local_slots_are_dense_and_in_order(interleave):
+    world, size, tokens = 3, 8, 100
+    pool = tersekv.PagePool(9, size * world)
+    pool.add("other", 30)
+    pool.add("ours", tokens)
+    slots = pool.slot_mapping(["ours"], [tokens])
+    pages = torch.tensor(pool.pages("ours"))
+    for rank in range(world):
+        local = shard_slot_mapping(slots, rank, world, size, interleave)
+        mine = local[local >= 0]
+        assert len(mine) == int(shard_seq_lens(torch.tensor([tokens]), rank, world, interleave))
+        j = torch.arange(len(mine))
+        assert torch.equal(mine, pages[j // size] * size + j % size)
+
+
+def test_a_negative_slot_is_skipped_on_every_rank():
+    slots = torch.tensor([-1, 5, -(2**31), 40], dtype=torch.int64)
+    for rank in range(2):
+        assert (shard_slot_mapping(slots, rank, 2, 16, 16)[[0, 2]] == -1).all()
+
+
+def test_bad_deals_are_refused():
+    slots = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="page_size: want a multiple of 3"):
+        shard_slot_mapping(slots, 0, 2, 16, 3)
+    with pytest.raises(ValueError, match=r"rank: want a rank in \[0, 2\)"):
+        shard_seq_lens(slots, 2, 2)
+    with pytest.raises(ValueError, match="interleave: want a positive"):
+        ContextParallel(interleave=0)
+    with pytest.raises(ValueError, match="exchange: want 'all_to_all' or"):
+        ContextParallel(exchange="ring")
+    with pytest.raises(ValueError, match="wire_dtype: want fp32 for a reduce_scatter"):
+        ContextParallel(exchange="reduce_scatter", wire_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "world"), [(32, 8, 4), (32, 8, 8), (32, 2, 8), (128, 1, 8), (16, 4, 1)]
+)
+def test_head_shards_fit_their_kv_heads(q_heads, kv_heads, world):
+    group = q_heads // kv_heads
+    seen = []
+    for rank in range(world):
+        shard = shard_heads(q_heads, kv_heads, rank, world)
+        seen += range(shard.q.start, shard.q.stop)
+        needed = {h // group for h in range(shard.q.start, shard.q.stop)}
+        assert needed == set(range(shard.kv.start, shard.kv.stop))
+        same = [r for r in range(world) if shard_heads(q_heads, kv_heads, r, world).kv == shard.kv]
+        assert same == [r for r in range(world) if r // shard.replicas == rank // shard.replicas]
+    assert seen == list(range(q_heads))
+
+
+def test_uneven_heads_are_refused():
+    with pytest.raises(ValueError, match="num_q_heads: want a multiple of world=3"):
+        shard_heads(32, 8, 0, 3)
+    with pytest.raises(ValueError, match="num_kv_heads: want a divisor or a multiple of 4"):
+        shard_heads(24, 6, 0, 4)
+
+
+def test_windows_that_match_the_deal_use_the_cache_as_it_is():
+    deal, lens = shards.Deal(1, 4, 8), torch.tensor([100, 7])
+    table = torch.zeros(2, 5, dtype=torch.int32)
+    fits = shards.local_rows(deal, 2, table, lens, None, 1, window=64, page_size=8)
+    assert (fits.window, fits.by_token) == (16, False)
+    other = shards.local_rows(deal, 2, table, lens, None, 1, window=60, page_size=8)
+    assert (other.window, other.by_token) == (None, True)
+    assert other.page_table.shape[1] == deal.most_owned(60) == 16
+
+
+def test_tokens_as_pages_need_a_common_pitch():
+    layer = tersekv.PagedKVCache.allocate(1, 3, 8, 2, 32, format="bf16")[0]
+    wide = torch.zeros(3, 9, 2, 32, dtype=torch.bfloat16)[:, :8]
+    with pytest.raises(tersekv.UnsupportedError, match="window: want a multiple of interleave"):
+        shards.token_pages(tersekv.PagedKVLayer(layer.k, wide, "bf16"))
+
+
+def test_local_rows_read_nothing_on_the_host():
+    lens, table = torch.tensor([100, 7, 0]), torch.zeros(3, 5, dtype=torch.int32)
+    cu = torch.tensor([0, 1, 4, 6])
+    with NoHostReads():
+        for rows, starts, window, masks in ((3, None, None, True), (6, None, None, True), (6, cu, None, True),
+                                            (6, cu, None, False), (6, cu, 13, True), (6, None, 32, True)):  # fmt: skip
+            deal = shards.Deal(1, 4, 8)
+            shards.local_rows(deal, rows, table, lens, starts, 3, window=window, page_size=8, masks=masks)
+
+
+def test_the_example_runs_as_it_stands():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*command, ROOT / "examples" / "context_parallel.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("relative difference") == 1
+
+
+def cost_table() -> list[str]:
+    """The rows of the table in docs/context_parallel.md, from its stated numbers."""
+    latency, bandwidth, memory = 15e-6, 450e9, 4.8e12
+    rows, heads, length, row_bytes = 8, 128, 1_000_000, 576
+    lines = []
+    for world in (1, 2, 4, 8, 16, 32, 64, 72):
+        read = rows * length * row_bytes / world / memory
+        cells = [f"{read * 1e6:.0f}"]
+        for how, wire in (("all_to_all", 2), ("reduce_scatter", 4)):
+            cost = exchange_cost(how, world, rows, heads, 576, 512, wire_bytes=wire)
+            seconds = cost.seconds(latency, bandwidth)
+            cells += [f"{cost.bytes_sent / 1e6:.2f}", f"{seconds * 1e6:.0f}", f"{(read + seconds) * 1e6:.0f}"]
+        lines.append(f"| {world} | {' | '.join(cells)} |")
+    return lines
+
+
+def test_the_cost_table_of_the_docs_is_what_the_model_says():
+    text = (ROOT / "docs" / "context_parallel.md").read_text()
+    for line in cost_table():
+        assert line in text, line
