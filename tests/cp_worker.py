@@ -360,12 +360,14 @@ def run_all(rank: int, world: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def die_or_wait(rank: int, world: int, folder: str, seconds: float) -> None:
-    """The last rank dies; the others write how long their call took to fail, and with what."""
+def leave_or_wait(rank: int, world: int, folder: str, seconds: float, dies: bool) -> None:
+    """The last rank dies or hangs; the others write how long their call took to fail, and with what."""
     start(rank, world, folder, seconds)
-    p = Problem(Case("dead"), rank, world)
+    p = Problem(Case("left"), rank, world)
     p.sharded(p.group())
     if rank == world - 1:
+        if not dies:
+            time.sleep(2 * seconds)
         os._exit(1)
     began, error = time.monotonic(), "none"
     try:

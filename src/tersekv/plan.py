@@ -149,7 +149,7 @@ def _arch(device: torch.device) -> int | None:
 
 def _key(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return (x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.device)
+        return x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device()
     return tuple(x) if type(x) is list else x
 
 

@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import dense_reference as dense
-from paged_case import HUGE, latent_case, nan_like
+from paged_case import latent_case, nan_like
 
 import tersekv
 from tersekv import plan
@@ -66,7 +66,7 @@ def check(case, q, out_dtype=BF16, cu_seqlens_q=None, softmax_scale=SCALE, out_s
         dense.values(q), torch.cat([ckv, kpe], -1), ckv, *case.lists(), softmax_scale=float(softmax_scale),
         cu_seqlens_q=cu_seqlens_q,
     )  # fmt: skip
-    assert out.isfinite().all()
+    assert dense.values(out).isfinite().all()
     assert dense.relative(dense.values(out), want * float(out_scale)) < LIMIT.get(out_dtype, 3e-3)
     assert torch.equal(lse.isneginf(), want_lse.isneginf())
     torch.testing.assert_close(lse.double(), want_lse, rtol=2e-3, atol=2e-3)
@@ -102,7 +102,7 @@ def test_every_output_dtype(dtype):
 
 def test_an_8_bit_output_saturates_where_a_program_and_where_the_merge_writes_it():
     case = latent_case("fp8_e4m3", [5, 90], page_size=16, **SMALL)
-    out, _ = torch.empty(2, 2, 64, dtype=torch.float8_e4m3fn), None
+    out = nan_like(2, 2, 64, dtype=torch.float8_e4m3fn)
     tersekv.mla_decode(
         queries(2, 2, case), case.layer, case.page_table, case.seq_lens, softmax_scale=SCALE, out_scale=1e9, out=out,
         backend="triton",
@@ -213,7 +213,6 @@ def test_no_requests_and_no_rows():
     )  # fmt: skip
     assert (out == 0).all()
     assert (lse == -math.inf).all()
-    assert HUGE > len(case.layer.ckv)
 
 
 def test_what_it_does_not_take_is_said():

@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     device = torch.device(args.device)
     if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
     cases = list(
         grid(

@@ -72,7 +72,7 @@ class ContextParallel:
     ) -> None:
         alone = group is None and not (dist.is_available() and dist.is_initialized())
         self.rank, self.world = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
-        self.deal = Deal(self.rank, self.world, interleave).checked()
+        self.interleave, self.deal = interleave, Deal(self.rank, self.world, interleave).checked()
         self.exchange = Exchange(group, self.rank, self.world, exchange, sharded_q, wire_dtype, workspace)
 
     def decode(

@@ -15,6 +15,7 @@ from .decode_kernels import META_FIELDS, decode_kernel, merge_kernel
 from .decode_tune import Tiles, tiles
 
 _OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
+_MAX_DESCRIPTORS = 1024  # caches of a plan whose descriptors are kept: a model has some hundred layers
 _CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8", torch.uint8: "nvfp4"}
 
 
@@ -75,7 +76,9 @@ class Config(NamedTuple):
     constants: Constants
     num_programs: int
     merge_rows: int
-    options: dict[str, Any]  # of the split pass's launch
+    split: launch.Launch
+    merge: launch.Launch
+    descriptors: dict[tuple[int, int], tuple[TensorDescriptor, TensorDescriptor]]  # by the caches' addresses
     k_box: tuple[int, int, int] | None  # rows, row pitch and columns of the descriptor's tensor; None: pointers
     v_box: tuple[int, int, int] | None
     strides: tuple[int, ...]
@@ -107,13 +110,14 @@ def configure(f: SimpleNamespace) -> Config:
     constants = Constants(
         **_format(f, fmt, parts), **_geometry(f, t, heads, group, parts, boxes[0] is not None), **_features(f)
     )
-    options = {"num_warps": t.num_warps, "num_stages": t.stages}
+    options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.stages}
     if launch.has_ptx(f):
         options["maxnreg"] = t.max_registers
     num_programs = max(launch.num_sms(f) * t.programs_per_sm // max(heads, 1), 1) * heads
     empty = 0 in f.q.shape or f.seq_lens.shape[0] == 0
     merge_rows = min(t.rows, f.max_q_len * group)
-    return Config(constants, num_programs, merge_rows, options, *boxes, _strides(f), empty)
+    split, merge = launch.Launch(decode_kernel, **options), launch.Launch(merge_kernel, num_warps=4)
+    return Config(constants, num_programs, merge_rows, split, merge, {}, *boxes, _strides(f), empty)
 
 
 def _format(f: SimpleNamespace, fmt: KVFormat, parts: int) -> dict[str, Any]:
@@ -202,25 +206,39 @@ def run(call: Any, config: Config) -> None:
     device = call.q.device
     part = torch.empty(2 * n, c.ROWS, c.PART_COLUMNS, dtype=torch.float32, device=device)
     meta = torch.empty(n, META_FIELDS.value, dtype=torch.int32, device=device)
-    k, v, ks, vs = call.k_cache, call.v_cache, call.k_scale_cache, call.v_scale_cache
-    if c.PARTS > 1:
-        k, v = k.view(torch.int16), v.view(torch.int16)
+    k, v = _caches(call, config)
+    ks, vs = call.k_scale_cache, call.v_scale_cache
     if c.BYTES:
         ks, vs = launch.as_bytes(ks), launch.as_bytes(vs)
-    if config.k_box is not None and config.v_box is not None:
-        k = _descriptor(k, config.k_box, c.TILE, c.BLOCK_D)
-        v = _descriptor(v, config.v_box, c.TILE, c.BLOCK_DV)
     *_, so_t, so_h, sl_t, sl_h = config.strides
-    decode_kernel[(n,)](
-        call.q, k, v, ks, vs, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, call.out,
+    config.split(
+        (n,), call.q, k, v, ks, vs, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, call.out,
         call.lse, part, meta, call.softmax_scale, call.softmax_scale_t, call.k_scale, call.k_scale_t, call.v_scale,
         call.v_scale_t, call.out_scale, call.out_scale_t, call.softcap,
-        call.seq_lens.shape[0], call.q.shape[0], *config.strides, c, **config.options,
+        call.seq_lens.shape[0], call.q.shape[0], *config.strides, c,
     )  # fmt: skip
-    merge_kernel[(n, config.merge_rows)](
-        call.sinks, call.out, call.lse, part, meta, call.v_scale, call.v_scale_t, call.out_scale, call.out_scale_t,
-        so_t, so_h, sl_t, sl_h, c, num_warps=4,
+    config.merge(
+        (n, config.merge_rows), call.sinks, call.out, call.lse, part, meta, call.v_scale, call.v_scale_t,
+        call.out_scale, call.out_scale_t, so_t, so_h, sl_t, sl_h, c,
     )  # fmt: skip
+
+
+def _caches(call: Any, config: Config) -> tuple[Any, Any]:
+    """K and V as the kernel takes them: 16-bit words, as descriptors where there are boxes."""
+    c = config.constants
+    if config.k_box is None or config.v_box is None:
+        k, v = call.k_cache, call.v_cache
+        return (k.view(torch.int16), v.view(torch.int16)) if c.PARTS > 1 else (k, v)
+    key = (call.k_cache.data_ptr(), call.v_cache.data_ptr())
+    found = config.descriptors.get(key)
+    if found is None:
+        if len(config.descriptors) >= _MAX_DESCRIPTORS:
+            config.descriptors.clear()
+        found = config.descriptors[key] = (
+            _descriptor(call.k_cache, config.k_box, c.PARTS, c.TILE, c.BLOCK_D),
+            _descriptor(call.v_cache, config.v_box, c.PARTS, c.TILE, c.BLOCK_DV),
+        )
+    return found
 
 
 def _per_head(t: Any) -> int:
@@ -263,6 +281,8 @@ def _box(x: Any, words: int) -> tuple[int, int, int] | None:
     return (rows, s_s, width) if width <= s_s and rows < 2**31 else None
 
 
-def _descriptor(x: torch.Tensor, box: tuple[int, int, int], tile: int, block: int) -> TensorDescriptor:
+def _descriptor(x: torch.Tensor, box: tuple[int, int, int], parts: int, tile: int, block: int) -> TensorDescriptor:
     rows, pitch, columns = box
-    return TensorDescriptor(x, [rows, columns], [pitch, 1], [tile, block])
+    words = x.view(torch.int16) if parts > 1 else x
+    base = words if launch.interpreting() else launch.Address(words)
+    return TensorDescriptor(base, [rows, columns], [pitch, 1], [tile, block])

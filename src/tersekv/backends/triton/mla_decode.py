@@ -48,6 +48,7 @@ class Constants:
     TILE: int
     ONE_PAGE: bool
     TMA: bool
+    FETCH: bool  # rows are carried in registers from the step before, where Triton would not pipeline their loads
     C_PITCH: int  # rows of a descriptor per page
     P_PITCH: int
     ROWS: int
@@ -141,6 +142,7 @@ def configure(f: SimpleNamespace) -> Config:
         TILE=t.tile,
         ONE_PAGE=page % t.tile == 0,
         TMA=bool(boxes),
+        FETCH=parts > 1 and not boxes,
         C_PITCH=_pitch(f.ckv) if boxes else 0,
         P_PITCH=_pitch(f.kpe) if boxes else 0,
         ROWS=t.rows,

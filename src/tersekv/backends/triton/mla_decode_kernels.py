@@ -214,14 +214,16 @@ def value_scale(scales, c: tl.constexpr):
 
 
 @triton.jit
-def step(words, pe, scales, q_nope, q_pe, scale, m, l, acc, CKV, page, t, n, rows, r0, sc_p, sc_s,
-         MASKED: tl.constexpr, c: tl.constexpr):  # fmt: skip
-    """One tile's step of the running softmax."""
-    s = scores(words, pe, scales, q_nope, q_pe, scale, c)
-    if MASKED:
-        o_n = t * c.TILE + tl.arange(0, c.TILE)
-        position = n - rows + (r0 + tl.arange(0, c.ROWS)) // c.GROUP
-        s = tl.where((o_n < n)[:, None] & (o_n[:, None] <= position[None, :]), s, float("-inf"))
+def hide(s, t, n, rows, r0, c: tl.constexpr):
+    """Scores of tile t with −inf where a query row does not see a key."""
+    o_n = t * c.TILE + tl.arange(0, c.TILE)
+    position = n - rows + (r0 + tl.arange(0, c.ROWS)) // c.GROUP
+    return tl.where((o_n < n)[:, None] & (o_n[:, None] <= position[None, :]), s, float("-inf"))
+
+
+@triton.jit
+def take_values(s, words, scales, m, l, acc, CKV, page, t, n, sc_p, sc_s, MASKED: tl.constexpr, c: tl.constexpr):
+    """One step of the running softmax, over the scores of tile t."""
     ratios = ()
     if c.GROUP_SCALES:
         # The token's largest scale joins the exponent, so that the probabilities that meet the codes lie in [0, 1].
@@ -250,22 +252,33 @@ def attend(CKV, KPE, BOX_C, BOX_P, SCALES, table, q_nope, q_pe, scale, t0, t1, n
         acc = acc + (tl.full([c.CHUNK, c.ROWS], 0.0, tl.float32),)
     # Tiles [t0, u1) are seen whole by every row; the others need masks.
     u1 = tl.maximum(tl.minimum(t1, tl.maximum(n - rows + 1, 0) // c.TILE), t0)
-    # Page ids and scales are read one step ahead of their tiles, so that no load waits for its own address. The depth of
-    # the pipeline is the launch's num_stages; see decode_tiles.attend.
+    # Page ids are read one step ahead of their tiles, and stored scales in the middle of the step before, so that no load
+    # waits for its own address. The depth of the pipeline is the launch's num_stages; see decode_tiles.attend.
     page = page_of(table, t0, n, c)
     scales = load_scales(SCALES, page, t0, n, ss_p, ss_s, c)
+    words, pe = (), page
+    if c.FETCH:
+        words, pe = load_row(CKV, KPE, BOX_C, BOX_P, page, t0, n, sc_p, sc_s, sp_p, sp_s, True, c)
     for t in tl.range(t0, u1):
         ahead = page_of(table, t + 1, n, c)
-        words, pe = load_row(CKV, KPE, BOX_C, BOX_P, page, t, n, sc_p, sc_s, sp_p, sp_s, False, c)
-        scales_ahead = load_scales(SCALES, ahead, t + 1, n, ss_p, ss_s, c)
-        m, l, acc = step(words, pe, scales, q_nope, q_pe, scale, m, l, acc, CKV, page, t, n, rows, r0, sc_p, sc_s, False, c)
+        if c.FETCH:
+            s = scores(words, pe, scales, q_nope, q_pe, scale, c)
+            scales_ahead = load_scales(SCALES, ahead, t + 1, n, ss_p, ss_s, c)
+            fetched, pe = load_row(CKV, KPE, BOX_C, BOX_P, ahead, t + 1, n, sc_p, sc_s, sp_p, sp_s, True, c)
+            m, l, acc = take_values(s, words, scales, m, l, acc, CKV, page, t, n, sc_p, sc_s, False, c)
+            words = fetched
+        else:
+            row, rotary = load_row(CKV, KPE, BOX_C, BOX_P, page, t, n, sc_p, sc_s, sp_p, sp_s, False, c)
+            s = scores(row, rotary, scales, q_nope, q_pe, scale, c)
+            scales_ahead = load_scales(SCALES, ahead, t + 1, n, ss_p, ss_s, c)
+            m, l, acc = take_values(s, row, scales, m, l, acc, CKV, page, t, n, sc_p, sc_s, False, c)
         page, scales = ahead, scales_ahead
     for t in tl.range(u1, t1, num_stages=1):
         here = page_of(table, t, n, c)
         scales_here = load_scales(SCALES, here, t, n, ss_p, ss_s, c)
-        words, pe = load_row(CKV, KPE, BOX_C, BOX_P, here, t, n, sc_p, sc_s, sp_p, sp_s, True, c)
-        m, l, acc = step(words, pe, scales_here, q_nope, q_pe, scale, m, l, acc, CKV, here, t, n, rows, r0, sc_p, sc_s,
-                         True, c)  # fmt: skip
+        row, rotary = load_row(CKV, KPE, BOX_C, BOX_P, here, t, n, sc_p, sc_s, sp_p, sp_s, True, c)
+        s = hide(scores(row, rotary, scales_here, q_nope, q_pe, scale, c), t, n, rows, r0, c)
+        m, l, acc = take_values(s, row, scales_here, m, l, acc, CKV, here, t, n, sc_p, sc_s, True, c)
     return m, tl.sum(l, 0), acc
 
 

@@ -36,9 +36,9 @@ class Problem(Protocol):
         """How wrong what the first call wrote, or returned, is."""
 
 
-def rotations(device: torch.device, nbytes: float, most: int = 64) -> int:
+def rotations(device: torch.device, nbytes: float, most: int = 128) -> int:
     """Copies of `nbytes` that exceed the chip's caches."""
-    return min(most, max(1, math.ceil(ROTATE.get(device.type, ROTATE["cuda"]) / max(nbytes, 1))))
+    return min(most, max(1, math.ceil(ROTATE["cpu" if device.type == "cpu" else "cuda"] / max(nbytes, 1))))
 
 
 def lengths(case: Case) -> Tensor:

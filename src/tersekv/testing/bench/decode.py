@@ -75,10 +75,9 @@ class Decode(_Paged):
 
         self.calls = [call(table) for table in self.tables]
 
-    def kv(self, b: int, table: int = 0) -> tuple[Tensor, Tensor]:
+    def kv(self, b: int) -> tuple[Tensor, Tensor]:
         """fp64 keys and values [n, H, D] of request b."""
-        where = data.places(self.tables[table, b], int(self.host_lens[b]), self.case.page)
-        a, f = self.layer, self.format
+        where, a, f = self.where(b), self.layer, self.format
         return data.values(a.k, a.k_scale_cache, f, where), data.values(a.v, a.v_scale_cache, f, where)
 
     def expected(self, b: int) -> Tensor:

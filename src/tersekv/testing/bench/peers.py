@@ -73,8 +73,8 @@ class SDPA:
 
     @staticmethod
     def _decode(problem: Decode) -> list:
-        each = [problem.kv(b) for b in range(problem.case.requests)]
-        k, v = (torch.stack([kv[i].bfloat16().transpose(0, 1) for kv in each]).contiguous() for i in range(2))
+        each = [[x.bfloat16().transpose(0, 1) for x in problem.kv(b)] for b in range(problem.case.requests)]
+        k, v = (torch.stack([kv[i] for kv in each]) for i in range(2))
         copies = rotations(k.device, storage_bytes(k).nbytes * 2)
         q = problem.q.unflatten(1, (k.shape[1], -1))
 

@@ -1,0 +1,213 @@
+"""What a cache format costs and what it keeps: size, perplexity, distance to the 16-bit cache, speed, a sample."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from . import text
+from .attend import RUNNERS, PagedDeepseek, PagedLlama, Scales
+from .models import DemoModel, load
+
+REFERENCE = "bf16"
+Runner = PagedLlama | PagedDeepseek
+Tick = Callable[[str, float], None]  # (what is being done, work done since the last call)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure; the same for every format, so that the cache alone differs."""
+
+    device: str = "cpu"
+    page_size: int = 16
+    chunk: int = 128  # query rows of a request in one step of the scoring
+    batch: int = 4  # requests that share the pages
+    generate: int = 48
+    prompt: int = 160
+    calibrate: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations. The GPU kernels take no fp32 queries; fp16 rounds less than bf16."""
+        return torch.float32 if torch.device(self.device).type == "cpu" else torch.float16
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One format on one model. Numbers are None where `unsupported` says why."""
+
+    format: str
+    bytes_per_token: int | None = None  # all layers, stored scales included
+    times_smaller: float | None = None  # than the 16-bit cache
+    perplexity: float | None = None  # per byte
+    kl: float | None = None  # nats per byte, of the distribution from the reference's
+    top1: float | None = None  # share of bytes where both find the same byte the likeliest
+    tokens_per_s: float | None = None  # of the generation, one request
+    sample: str | None = None
+    same: int | None = None  # leading bytes of the sample that equal the reference's
+    unsupported: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    model: str
+    bytes_scored: int
+    context: int
+    prompt: str
+    formats: list[Measured]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one format gave, before it is compared."""
+
+    logits: Tensor  # [N, vocab] fp32 on the host
+    sample: Tensor  # [generate]
+    tokens_per_s: float
+    bytes_per_token: int
+    largest: list[tuple[float, ...]]  # of every layer's tensors
+
+
+def formats_of(model: str, wanted: Sequence[str] | None = None) -> list[str]:
+    """The formats of a model's cache among the wanted ones (None: all), the reference first."""
+    chosen = [f for f in RUNNERS[model].formats if f != REFERENCE and (wanted is None or f in wanted)]
+    return [REFERENCE, *chosen] if chosen or wanted is None or REFERENCE in wanted else []
+
+
+def windows(tokens: Tensor, context: int) -> list[Tensor]:
+    """Pieces of up to context + 1 tokens, neighbours sharing one: every token but the first is predicted once."""
+    return [tokens[i : i + context + 1] for i in range(0, len(tokens) - 1, context)]
+
+
+def measure(
+    name: str, tokens: Tensor, settings: Settings, formats: Sequence[str] | None = None, tick: Tick | None = None
+) -> ModelResult:
+    """Run a demo model on tokens [N >= 2] through the paged cache, once for each format."""
+    tick = tick or (lambda what, work: None)
+    model = load(name, settings.device, settings.dtype)
+    tokens = tokens.to(settings.device)
+    prompt = _prompt(tokens, settings.prompt)
+    reference, results, targets = None, [], tokens[1:].cpu()
+    for format in formats_of(name, formats):
+        scales = None
+        if settings.calibrate and reference is not None:
+            scale_of = RUNNERS[name].scale_of
+            scales = [tuple(scale_of(format, x) for x in layer) for layer in reference.largest]
+        try:
+            run = run_format(name, model, format, tokens, prompt, settings, scales, tick)
+        except UnsupportedError as e:
+            results.append(Measured(format, unsupported=str(e)))
+            if reference is None:
+                raise
+            continue
+        reference = reference or run
+        results.append(compare(format, run, reference, targets))
+    return ModelResult(name, len(targets), min(model.config.train_context, len(targets)), text.decode(prompt), results)
+
+
+def runner(
+    name: str, model: DemoModel, format: str, requests: int, longest: int, page_size: int, scales: Scales | None = None
+) -> Runner:
+    """The model over a new cache with room for `requests` of up to `longest` tokens."""
+    make: Any = RUNNERS[name]
+    return make(model, format, requests * -(-longest // page_size), page_size, scales)
+
+
+@torch.inference_mode()
+def run_format(
+    name: str, model: DemoModel, format: str, tokens: Tensor, prompt: Tensor, settings: Settings,
+    scales: Scales | None, tick: Tick,
+) -> Run:  # fmt: skip
+    pieces = windows(tokens, model.config.train_context)
+    longest = max(len(pieces[0]), len(prompt) + settings.generate)
+    paged = runner(name, model, format, settings.batch, longest, settings.page_size, scales)
+    label, logits, largest = f"{name} {format}", [], None
+    for i in range(0, len(pieces), settings.batch):
+        some = dict(enumerate(pieces[i : i + settings.batch]))
+        for step in score(paged, {r: piece[:-1] for r, piece in some.items()}, settings.chunk, logits):
+            tick(label, step)
+        if format == REFERENCE:
+            here = paged.largest()
+            largest = here if largest is None else [_wider(a, b) for a, b in zip(largest, here, strict=True)]
+    sample, rate = generate(paged, prompt, settings.generate)
+    tick(label, settings.generate)
+    return Run(torch.cat(logits), sample, rate, paged.bytes_per_token, largest or [])
+
+
+def score(paged: Runner, inputs: dict[Hashable, Tensor], chunk: int, logits: list[Tensor]) -> Iterator[int]:
+    """Prefill each request in chunks, through the cache, and append its logits [t, vocab] to the list.
+
+    Yields the number of tokens of each step. Every token attends to cached rows alone, its own row among them.
+    """
+    parts: dict[Hashable, list[Tensor]] = {r: [] for r in inputs}
+    for begin in range(0, max(len(x) for x in inputs.values()), chunk):
+        new = {r: x[begin : begin + chunk] for r, x in inputs.items() if begin < len(x)}
+        counts = [len(x) for x in new.values()]
+        for r, part in zip(new, paged.step(new).float().cpu().split(counts), strict=True):
+            parts[r].append(part)
+        yield sum(counts)
+    for r in inputs:
+        paged.pool.free(r)
+        logits.append(torch.cat(parts[r]))
+
+
+def generate(paged: Runner, prompt: Tensor, num_tokens: int) -> tuple[Tensor, float]:
+    """Greedy continuation [num_tokens], and tokens a second behind the prompt and the first token."""
+    calls, start = 0, 0.0
+
+    def step(new: Tensor) -> Tensor:
+        nonlocal calls, start
+        logits = paged.step({"sample": new})
+        calls += 1
+        if calls == 2:  # the first decode pays for compilation
+            _wait(paged.device)
+            start = time.perf_counter()
+        return logits
+
+    out = text.generate(paged.model, prompt, num_tokens, step)
+    _wait(paged.device)
+    seconds = time.perf_counter() - start
+    paged.pool.free("sample")
+    return out.cpu(), (num_tokens - 2) / seconds if num_tokens > 2 else math.nan
+
+
+def compare(format: str, run: Run, reference: Run, targets: Tensor) -> Measured:
+    """Judge a run against the reference's. In fp64: a 16-bit cache differs from another by 1e-6 nats."""
+    log_p = reference.logits.double().log_softmax(-1)
+    log_q = run.logits.double().log_softmax(-1)
+    same = (run.sample == reference.sample).long().cumprod(0).sum()
+    return Measured(
+        format,
+        run.bytes_per_token,
+        reference.bytes_per_token / run.bytes_per_token,
+        math.exp(F.nll_loss(log_q, targets).item()),
+        max(0.0, F.kl_div(log_q, log_p, reduction="batchmean", log_target=True).item()),
+        (log_p.argmax(-1) == log_q.argmax(-1)).double().mean().item(),
+        run.tokens_per_s,
+        text.decode(run.sample),
+        int(same),
+    )
+
+
+def _prompt(tokens: Tensor, most: int) -> Tensor:
+    """The text's beginning, up to a blank if there is one."""
+    head = tokens[:most]
+    blanks = (head == ord(" ")).nonzero().flatten()
+    return head[: int(blanks[-1]) + 1] if len(blanks) else head
+
+
+def _wider(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(max(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,520 @@
+"""`tersekv bench`: the grid, the judge that comes before the clock, peers, what is printed and stored, the page."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import types
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from tersekv import UnsupportedError
+from tersekv.cli import main
+from tersekv.testing.bench import append, cases, data, decode, engine, flashinfer, measure, peers, prefill, report
+from tersekv.testing.bench.cases import CPU_QUICK, GPU, Case, grid, with_cells
+from tersekv.testing.bench.engine import FAILED, OK, RED, UNSUPPORTED, Limits, Peer, Result
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+LIMITS = Limits(copy=4e12, matmul=600e12)
+SMALL = {
+    "append": Case("append", "int8_per_token_head", 0, 5, heads=8, page=16),
+    "rope_append": Case("rope_append", "fp8_e4m3", 0, 5, page=16),
+    "mla_append": Case("mla_append", "fp8_ds_mla", 0, 5, heads=2, page=16),
+    "decode": Case("decode", "nvfp4", 2, 40, page=16, uneven=True),
+    "mla_decode": Case("mla_decode", "fp8_e4m3", 2, 40, heads=4, page=16),
+    "mla_prefill": Case("mla_prefill", "bf16", 0, 24, heads=1, page=16),
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Little memory to rotate over, and short counts."""
+    monkeypatch.setattr(data, "ROTATE", {"cpu": 1e5})
+    monkeypatch.setattr(measure, "_CPU_SECONDS", 0.01)
+    monkeypatch.setattr(measure, "_HOST_CALLS", 2)
+
+
+def ids(*args, **options) -> list[str]:
+    return [c.id for c in grid(*args, **options)]
+
+
+# The grid
+
+
+def test_the_default_grid_holds_every_cell():
+    every = set(ids(GPU))
+    for b, n in [(1, 8192), (1, 131072), (16, 8192), (16, 65536), (64, 1024), (64, 8192), (256, 1024), (256, 8192)]:
+        for name in ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "bf16", "nvfp4"):
+            assert f"decode / {name} / {b} x {n} / H 32 / page 64" in every
+    for cell in ("16 x 8192", "64 x 8192"):
+        assert f"decode / fp8_e4m3 / {cell} / H 32 / page 16" in every
+        assert f"decode / fp8_e4m3 / {cell} / H 32 / page 64 / uneven" in every
+    for cell in ("1 x 8192", "16 x 8192", "64 x 4096", "128 x 8192"):
+        assert all(f"mla_decode / fp8_ds_mla / {cell} / H {h} / page 64" in every for h in (16, 128))
+    for n in (1, 32, 256, 2048, 16384):
+        assert f"mla_append / fp8_e4m3 / {n} / H 128 / page 64" in every
+    assert "mla_prefill / bf16 / 4096 / H 128 / page 64" in every
+    assert {c.op for c in grid(GPU) if c.host} == set(engine.PROBLEMS)
+
+
+def test_no_case_comes_twice():
+    assert len(ids(GPU)) == len(set(ids(GPU)))
+
+
+def test_cells_named_replace_those_of_their_kind():
+    s = with_cells(GPU, ["2x100", "7"])
+    assert {c.cell for c in grid(s, ("decode", "mla_decode"))} == {"2 x 100"}
+    assert {c.cell for c in grid(s, ("append", "mla_prefill"))} == {"7"}
+    assert {c.cell for c in grid(with_cells(GPU, ["7"]), ("mla_decode",))} == {
+        c.cell for c in grid(GPU, ("mla_decode",))
+    }
+
+
+@pytest.mark.parametrize("cell", ["x", "0x5", "1x2x3", "", "-4"])
+def test_a_cell_of_neither_kind_is_refused(cell):
+    with pytest.raises(ValueError, match="cell: want requests x tokens"):
+        with_cells(GPU, [cell])
+
+
+def test_options_of_the_grid():
+    assert {c.page for c in grid(GPU, page=32)} == {32}
+    assert all(c.uneven for c in grid(GPU, uneven=True))
+    assert {c.format for c in grid(GPU, formats=("nvfp4",))} == {"nvfp4"}
+    fast = [c for c in grid(GPU, ("mla_decode",), precisions=("exact", "fast")) if c.precision == "fast"]
+    assert {c.format for c in fast} == {"fp8_e4m3", "fp8_ds_mla"}
+
+
+def test_a_cpu_has_no_host_cases():
+    assert not list(grid(cases.CPU, ("host",)))
+
+
+# Problems
+
+
+def test_bytes_of_an_append_are_two_read_and_one_written_per_value():
+    p = append.Append(Case("mla_append", "fp8_e4m3", 0, 3, heads=2, page=16), CPU)
+    assert p.nbytes == 3 * 3 * (2 * (512 + 64) + 512 + 64)
+
+
+def test_bytes_of_a_decode_are_the_rows_of_the_live_tokens():
+    p = decode.Decode(Case("decode", "fp8_per_token_head", 3, 20, page=16, uneven=True), CPU)
+    assert p.nbytes == int(data.lengths(p.case).sum()) * 8 * 2 * (128 + 4)
+    assert p.flops == 4 * p.total * 32 * 128
+
+
+def test_flops_of_a_prefill_are_the_projection_and_the_causal_half():
+    p = prefill.Prefill(SMALL["mla_prefill"], CPU)
+    assert p.flops == 2 * 24 * 512 * 256 + 24 * 24 * 320
+
+
+def test_page_tables_hold_distinct_pages():
+    tables = data.page_tables(torch.tensor([3, 1, 2]), 4, CPU)
+    live = torch.arange(3) < torch.tensor([3, 1, 2])[:, None]
+    assert sorted(tables[:, live].flatten().tolist()) == list(range(24))
+    assert not tables[:, ~live].any()
+
+
+def test_calls_rotate_over_more_than_the_caches(monkeypatch):
+    monkeypatch.setattr(data, "ROTATE", {"cpu": 1e6})
+    p = decode.Decode(Case("decode", "fp8_e4m3", 2, 64), CPU)
+    assert len(p.calls) * p.nbytes >= 1e6
+    a = append.Append(Case("append", "fp8_e4m3", 0, 1, heads=8), CPU)
+    assert a.layer.k.nbytes * 2 >= 1e6
+    assert len({int(s) for s in a.slots}) == len(a.calls)
+
+
+# The judge
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_a_right_result_is_timed(op):
+    r = engine.run(SMALL[op], CPU)
+    assert (r.status, r.reason) == (OK, "")
+    assert r.us is not None
+    assert r.us > 0
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_a_result_that_is_not_written_is_red_and_not_timed(op, monkeypatch):
+    module, name = {"decode": (decode, "decode"), "mla_decode": (decode, "mla_decode")}.get(
+        op, (prefill, "mla_prefill") if op == "mla_prefill" else (append, op)
+    )
+    real = getattr(module, name)
+    judging = {"append", "rope_append", "mla_append"}  # their judge calls the operation itself, by backend
+    monkeypatch.setattr(
+        module, name, lambda *a, **k: real(*a, **k) if op in judging and k.get("backend") == "torch" else None
+    )
+    r = engine.run(SMALL[op], CPU)
+    assert r.status == RED
+    assert r.us is None
+    assert "want error <=" in r.reason
+
+
+def test_one_wrong_request_is_red(monkeypatch):
+    real = decode.decode
+
+    def wrong(*args, out, **options):
+        real(*args, out=out, **options)
+        out[-1, 0, :16] *= 1.5
+
+    monkeypatch.setattr(decode, "decode", wrong)
+    assert engine.run(SMALL["decode"], CPU).status == RED
+
+
+def test_one_wrong_code_is_red(monkeypatch):
+    real = append.append
+
+    def wrong(k, v, layer, slots, backend):
+        real(k, v, layer, slots, backend=backend)
+        if backend is None:
+            layer.k[int(slots[0]) // 16, int(slots[0]) % 16, 3, 5] ^= 1
+
+    monkeypatch.setattr(append, "append", wrong)
+    assert engine.run(SMALL["append"], CPU).status == RED
+
+
+def test_refusals_and_errors_are_told_and_end_nothing(monkeypatch):
+    def refuse(*args, **options):
+        raise UnsupportedError("decode has no backend\n  triton: needs sm_80")
+
+    def fail(*args, **options):
+        raise RuntimeError("out of memory\nmore")
+
+    monkeypatch.setattr(decode, "decode", refuse)
+    monkeypatch.setattr(decode, "mla_decode", fail)
+    got = list(engine.bench([SMALL["decode"], SMALL["mla_decode"], SMALL["append"]], CPU))
+    assert [r.status for r in got] == [UNSUPPORTED, FAILED, OK]
+    assert got[0].reason == "decode has no backend; triton: needs sm_80"
+    assert got[1].reason == "RuntimeError: out of memory"
+
+
+def test_host_time_is_of_eager_calls():
+    r = engine.run(replace(SMALL["decode"], host=True), CPU)
+    assert r.status == OK
+    assert r.share(LIMITS) is None
+
+
+def test_every_call_of_a_graph_is_made_equally_often():
+    assert [measure._whole_rounds(20, n) for n in (1, 3, 20, 24)] == [20, 21, 20, 24]
+
+
+class FakeCUDA:
+    """A clock that a graph's replay moves on by 5 us per captured call."""
+
+    def __init__(self):
+        self.now, self.captured, self.calls, self.capturing = 0.0, [], 0, False
+
+    def call(self):
+        self.calls += 1
+
+    def install(self, monkeypatch):
+        cuda = self
+
+        class Graph:
+            def replay(self):
+                cuda.now += 5.0 * cuda.captured[-1]
+
+            def reset(self):
+                pass
+
+        class Capture:
+            def __init__(self, graph):
+                pass
+
+            def __enter__(self):
+                cuda.before = cuda.calls
+
+            def __exit__(self, *error):
+                cuda.captured.append(cuda.calls - cuda.before)
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = cuda.now
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, other):
+                return (other.at - self.at) / 1e3
+
+        for name, fake in {"CUDAGraph": Graph, "graph": Capture, "Event": Event, "synchronize": lambda: None}.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+
+def test_a_graph_of_short_calls_is_made_long(monkeypatch):
+    cuda = FakeCUDA()
+    cuda.install(monkeypatch)
+    assert measure.device_us([cuda.call] * 3, torch.device("cuda", 0)) == pytest.approx(5.0)
+    assert cuda.captured == [21, 402]  # at least 20, then 2 ms; whole rounds of 3
+
+
+def test_what_the_chip_does_is_measured():
+    assert measure._repeat_us(lambda: None, CPU) > 0
+
+
+# Peers
+
+
+class Fake:
+    """A library with one right peer, one wrong and one that raises."""
+
+    def missing(self):
+        return None
+
+    def peers(self, problem):
+        def right():
+            return [lambda: problem.calls[0]()]
+
+        def raises():
+            raise ImportError("no nvcc\nmore")
+
+        if problem.case.format == "fp8_e4m3":
+            yield "right", right
+            yield "wrong", lambda: [lambda: None]
+            yield "absent", raises
+
+
+def test_peers_are_judged_and_told(monkeypatch):
+    monkeypatch.setitem(peers.LIBRARIES, "fake", Fake())
+    case = Case("decode", "fp8_e4m3", 1, 20)
+    own, other, half = engine.bench([case, replace(case, format="nvfp4"), replace(case, format="bf16")], CPU, ["fake"])
+    assert {p.name: p.us is not None for p in own.peers} == {"right": True, "wrong": False, "absent": False}
+    assert own.peers[1].reason.startswith("its result is wrong: error")
+    assert own.peers[2].reason == "ImportError: no nvcc"
+    assert own.peers_format is None
+    assert (other.peers_format, other.best_peer) == ("fp8_e4m3", own.best_peer)
+    assert half.peers == ()
+    assert list(report.notes(own)) == [
+        f"    wrong: {own.peers[1].reason}", "    absent: ImportError: no nvcc"
+    ]  # fmt: skip
+
+
+def test_sdpa_computes_the_same():
+    r = engine.run(Case("decode", "int8_per_token_head", 2, 20, page=16), CPU, ["sdpa"])
+    assert [p.name for p in r.peers] == ["sdpa on bf16"]
+    assert r.peers[0].us is not None, r.peers[0].reason
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "vllm"])
+def test_a_library_that_is_not_there_is_told(name, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    assert peers.LIBRARIES[name].missing() == f"{name} is not installed"
+
+
+def flashinfer_modules():
+    """FlashInfer's public signatures over tersekv, to see that layouts and arguments are right."""
+    from tersekv.compat.flashinfer import rope_quantize_fp8_append_paged_kv_cache as rope
+    from tersekv.compat.flashinfer import xqa_batch_decode_with_kv_cache as xqa
+    from tersekv.ops.decode import decode as native
+    from tersekv.ops.mla import mla_decode
+
+    def table(indptr, indices):
+        width = int(indptr.diff().max())
+        rows = [indices[a:b] for a, b in pairwise(indptr.tolist())]
+        return torch.stack([torch.nn.functional.pad(r, (0, width - len(r))) for r in rows])
+
+    class Decode:
+        def __init__(self, workspace, layout, *, use_tensor_cores, backend):
+            assert (layout, backend, use_tensor_cores) == ("NHD", "fa2", True)
+
+        def plan(self, indptr, indices, last, hq, hkv, d, page, *, q_data_type, kv_data_type, sm_scale):
+            assert (hq, hkv, d) == (32, 8, 128)
+            self.table, self.lens, self.scale = table(indptr, indices), (indptr.diff() - 1) * page + last, sm_scale
+
+        def run(self, q, kv, *, out):
+            return native(q, kv, self.table, self.lens.int(), softmax_scale=self.scale, out=out)
+
+    class MLA:
+        def __init__(self, workspace, *, backend):
+            assert backend == "fa3"
+
+        def plan(self, rows, indptr, indices, lens, heads, ckv, kpe, page, causal, scale, q_dtype, kv_dtype):
+            assert (rows.diff() == 1).all()
+            self.table, self.lens, self.scale = table(indptr, indices), lens, scale
+
+        def run(self, q_nope, q_pe, ckv, kpe, *, out, ckv_scale=None, kpe_scale=None):
+            assert (ckv_scale is None) == (ckv.dtype == torch.bfloat16)
+            return mla_decode((q_nope, q_pe), (ckv, kpe), self.table, self.lens, softmax_scale=self.scale, out=out)
+
+    parts = {
+        "flashinfer.decode": {"xqa_batch_decode_with_kv_cache": xqa, "BatchDecodeWithPagedKVCacheWrapper": Decode},
+        "flashinfer.mla": {"BatchMLAPagedAttentionWrapper": MLA},
+        "flashinfer.rope": {"rope_quantize_fp8_append_paged_kv_cache": rope},
+    }
+    return {"flashinfer": types.ModuleType("flashinfer")} | {
+        name: types.SimpleNamespace(**functions) for name, functions in parts.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        (Case("decode", "fp8_e4m3", 3, 40, page=16, uneven=True), ["flashinfer xqa", "flashinfer fa2"]),
+        (Case("decode", "bf16", 2, 40), ["flashinfer xqa", "flashinfer fa2"]),
+        (Case("decode", "nvfp4", 2, 40), []),
+        (Case("mla_decode", "fp8_e4m3", 3, 70, heads=4), ["flashinfer fa3"]),
+        (Case("mla_decode", "bf16", 2, 40, heads=4, uneven=True), ["flashinfer fa3"]),
+        (Case("rope_append", "fp8_e4m3", 0, 70), ["flashinfer"]),
+        (Case("mla_append", "fp8_e4m3", 0, 40, heads=2, page=16), ["flashinfer"]),
+        (Case("append", "fp8_e4m3", 0, 5, heads=8), []),
+    ],
+    ids=lambda x: x.id if isinstance(x, Case) else "",
+)
+def test_flashinfer_gets_the_same_work(case, names, monkeypatch):
+    monkeypatch.setattr(flashinfer, "_WORKSPACE", 16 << 20)
+    for name, module in flashinfer_modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    r = engine.run(case, CPU, ["flashinfer"])
+    assert (r.status, r.reason) == (OK, "")
+    assert [p.name for p in r.peers] == names
+    assert all(p.us is not None for p in r.peers), r.peers
+
+
+# What is told
+
+
+def results() -> list[Result]:
+    case = Case("decode", "fp8_e4m3", 64, 8192)
+    mla = Case("mla_decode", "fp8_e4m3", 128, 8192, heads=128)
+    won, lost = Peer("flashinfer xqa", 300.0, 1e-3), Peer("flashinfer xqa", 100.0, 1e-3)
+    return [
+        Result(
+            case, OK, 250.0, 1e-3, "", 1_000_000_000, 8_000_000_000, (won, Peer("flashinfer fa2", reason="no nvcc"))
+        ),
+        Result(replace(case, format="nvfp4"), OK, 200.0, 1e-3, "", 600_000_000, 0, (lost,), "fp8_e4m3"),
+        Result(mla, OK, 400.0, 1e-3, "", 600_000_000, 292_000_000_000, ()),
+        Result(replace(case, host=True), OK, 12.0, 1e-3, "", 1, 1, ()),
+        Result(replace(case, format="bf16"), UNSUPPORTED, reason="triton: no"),
+        Result(replace(case, format="fp8_per_token_head"), RED, error=float("inf"), reason="want error <= 0.003"),
+    ]
+
+
+def test_a_line_tells_time_rate_share_error_and_peers():
+    lines = [report.line(r, LIMITS) for r in results()]
+    for part in ("64 x 8192", "250.00 us", "4 TB/s", "100% of limit", "error 1.0e-03", "1.2x flashinfer xqa (300.00)"):
+        assert part in lines[0]
+    assert "0.5x flashinfer xqa on fp8_e4m3 (100.00)" in lines[1]
+    assert "730 TFLOP/s  122% of limit" in lines[2]
+    assert "of limit" not in lines[3]
+    assert lines[4].endswith("not run: triton: no")
+    assert lines[5].endswith("RED: want error <= 0.003")
+
+
+def test_the_summary_has_means_losses_and_counts():
+    text = "\n".join(report.summary(results(), LIMITS))
+    assert "1.2x the best peer (1 cases)" in text
+    assert "slower than a peer\n  decode / nvfp4 / 64 x 8192 / H 32 / page 64: 200.00 us, flashinfer xqa 100.00" in text
+    assert text.endswith("4 timed, 1 not run, 1 red, 0 failed")
+
+
+def test_geometric_mean():
+    assert report.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+
+
+def records() -> list[dict]:
+    where = {**report.environment(CPU, ()), "chip": "NVIDIA H200", "date": "2026-01-02", "driver": "1.2"}
+    return [json.loads(json.dumps(report.record(r, LIMITS, where), allow_nan=False)) for r in results()]
+
+
+def test_a_record_carries_the_case_the_result_and_the_environment():
+    r = records()[0]
+    for name in (
+        "chip",
+        "driver",
+        "torch",
+        "triton",
+        "tersekv",
+        "date",
+        "commit",
+        "op",
+        "format",
+        "bytes",
+        "copy_tb_s",
+    ):
+        assert name in r
+    assert (r["us"], r["tb_s"], r["share_of_limit"]) == (250.0, 4.0, 1.0)
+    assert r["peers"] == {
+        "flashinfer xqa": {"us": 300.0, "ratio": 1.2}, "flashinfer fa2": {"us": None, "reason": "no nvcc"}
+    }  # fmt: skip
+
+
+def test_the_command_prints_stores_and_draws(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Limits, "of", lambda device: LIMITS)
+    stored, picture = tmp_path / "r.jsonl", tmp_path / "r.png"
+    argv = ["bench", "--device", "cpu", "--quick", "--ops", "append,decode", "--formats", "fp8_e4m3,nvfp4"]
+    argv += ["--cells", "1x32,4", "--json", str(stored), "--plot", str(picture)]
+    assert main.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "limits: copy 4 TB/s" in out
+    assert "4 timed, 0 not run, 0 red, 0 failed" in out
+    assert "sdpa on bf16" in out
+    lines = [json.loads(text) for text in stored.read_text().splitlines()]
+    assert [(r["op"], r["format"]) for r in lines] == [
+        (o, f) for o in ("append", "decode") for f in ("fp8_e4m3", "nvfp4")
+    ]
+    assert picture.stat().st_size > 10_000
+
+
+def test_the_command_exits_with_1_on_red(monkeypatch, capsys):
+    monkeypatch.setattr(Limits, "of", lambda device: LIMITS)
+    monkeypatch.setattr(decode, "decode", lambda *a, **k: None)
+    assert main.main(["bench", "--device", "cpu", "--ops", "decode", "--formats", "bf16", "--cells", "1x32"]) == 1
+    assert "RED: want error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["--device", "cuda:99"], ["--cells", "z"], ["--ops", "host"]])
+def test_the_command_exits_with_2_where_there_is_nothing_to_do(argv, capsys):
+    assert main.main(["bench", "--device", "cpu", *argv]) == 2
+    assert "tersekv bench:" in capsys.readouterr().err
+
+
+# The page
+
+
+def page():
+    spec = importlib.util.spec_from_file_location("performance_page", ROOT / "scripts" / "performance_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date():
+    module = page()
+    text = module.PAGE.read_text()
+    assert module.renewed(text) == text, "run python scripts/performance_page.py --write"
+
+
+def test_the_page_shows_wins_losses_and_what_has_no_time(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records())))
+    text = page().results(page().load(tmp_path))
+    assert "## NVIDIA H200\n" in text
+    assert "| 64 × 8K | 250.0 (4 TB/s) | 200.0 (3 TB/s) | 300.0 flashinfer xqa |" in text
+    assert "| 128 × 8K, H 128 | 400.0 (730 TFLOP/s) |" in text
+    assert "- decode, nvfp4, 64 × 8K: 200.0 µs, flashinfer xqa on fp8_e4m3 100.0 µs (0.50)" in text
+    assert "- red, 1 case such as decode, fp8_per_token_head, 64 × 8K: want error <= 0.003" in text
+    assert "driver 1.2" in text
+
+
+def test_of_two_results_of_a_case_the_later_counts(tmp_path):
+    old, new = records()[0], {**records()[0], "date": "2026-01-03", "us": 240.0}
+    (tmp_path / "a.jsonl").write_text(json.dumps(new))
+    (tmp_path / "b.jsonl").write_text(json.dumps(old))
+    (r,) = page().load(tmp_path)
+    assert r["us"] == 240.0
+
+
+def test_a_page_without_results_says_so(tmp_path):
+    assert "No results are stored yet." in page().results(page().load(tmp_path))
+
+
+def test_quick_cells_are_few():
+    assert len(ids(CPU_QUICK)) < len(ids(cases.CPU)) < len(ids(GPU))
