@@ -1,4 +1,4 @@
-"""A cache dealt across ranks: python -m torch.distributed.run --standalone --nproc-per-node=2 examples/context_parallel.py"""
+"""A cache dealt across ranks: torchrun --standalone --nproc-per-node=2 examples/context_parallel.py"""
 
 import torch
 import torch.distributed as dist

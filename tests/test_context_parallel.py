@@ -1,4 +1,4 @@
-"""Caches dealt across ranks, against one process with the whole cache; gloo on CPUs. The ranks run tests/cp_worker.py."""
+"""Caches dealt across ranks, against one process with the whole cache; gloo on CPUs. The ranks run cp_worker.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import cp_worker
 import pytest
 import torch
 import torch.multiprocessing as mp
-
-import cp_worker
-import tersekv
 from no_sync import NoHostReads
+
+import tersekv
 from tersekv.ops import shards
 from tersekv.ops.context_parallel import (
     ContextParallel,

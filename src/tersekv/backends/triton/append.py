@@ -64,7 +64,7 @@ def why_not(f: SimpleNamespace) -> str | None:
     return launch.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> launch.Launch | None:
+def configure(f: SimpleNamespace) -> launch.Prepared | None:
     tokens, heads, dk = f.k.shape
     dv = f.v.shape[2]
     ck, cv = blocks.columns(dk, f.format), blocks.columns(dv, f.format)
@@ -84,10 +84,10 @@ def configure(f: SimpleNamespace) -> launch.Launch | None:
         heads, dk, dv, ck, cv, k.rows, v.rows, f.k_cache.shape[1], f.format,
         blocks.per_head(f.k_scale_t), blocks.per_head(f.v_scale_t), f.scales_quantize, launch.rounds_to_fp8(f), unit,
     )  # fmt: skip
-    return launch.Launch(append_kernel, end, scalars, constants, **blocks.OPTIONS)
+    return launch.Prepared(append_kernel, end, scalars, constants, **blocks.OPTIONS)
 
 
-def run(call: Any, config: launch.Launch | None) -> None:
+def run(call: Any, config: launch.Prepared | None) -> None:
     if config is None:
         return
     config(

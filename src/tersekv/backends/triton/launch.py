@@ -73,30 +73,6 @@ def as_bytes(x: Tensor | None) -> Tensor | None:
     return x.view(torch.uint8) if x is not None and x.dtype in _BYTES_OF_E4M3 else x
 
 
-class Launch:
-    """A kernel with its grid and all arguments but the tensors, for one set of facts.
-
-    The first call compiles. Equal facts have equal dtypes, alignment and integers, so later calls launch what was
-    compiled, without looking at the arguments again (about a third of the host time of `kernel[grid](...)`).
-
-    kernel:    its parameters are tensors, then `scalars`, then `constants`, in this order
-    scalars:   integers, floats and tuples of them
-    constants: values of the constexpr parameters
-    """
-
-    __slots__ = ("compiled", "grid", "kernel", "options", "rest")
-
-    def __init__(self, kernel: Any, grid: int, scalars: tuple, constants: tuple, **options: Any) -> None:
-        self.kernel, self.grid, self.rest, self.options = kernel, (grid, 1, 1), (*scalars, *constants), options
-        self.compiled: Any = None
-
-    def __call__(self, *tensors: Tensor | None) -> None:
-        if self.compiled is None:
-            self.compiled = self.kernel[self.grid](*map(pointer, tensors), *self.rest, **self.options)
-        else:
-            self.compiled[self.grid](*[None if t is None else t.data_ptr() for t in tensors], *self.rest)
-
-
 def pointer(t: Tensor | None) -> Any:
     """What a kernel gets for a tensor: itself, or its bytes where it holds fp8 codes, whose type not every chip has."""
     if t is not None and t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -136,6 +112,26 @@ class Launch:
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         k.run(x, y, z, stream, k.function, k.packed_metadata, None, None, None, *args)
+
+
+class Prepared:
+    """A `Launch` with its grid and all arguments but the tensors, for one set of facts.
+
+    fn:        its parameters are tensors, then `scalars`, then `constants`, in this order
+    scalars:   integers, floats and tuples of them
+    constants: values of the constexpr parameters
+    """
+
+    __slots__ = ("grid", "launch", "rest")
+
+    def __init__(self, fn: Any, grid: int, scalars: tuple, constants: tuple, **options: Any) -> None:
+        self.launch, self.grid, self.rest = Launch(fn, **options), (grid, 1, 1), (*scalars, *constants)
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        if self.launch.compiled is None:
+            self.launch(self.grid, *map(pointer, tensors), *self.rest)
+        else:
+            self.launch(self.grid, *[None if t is None else t.data_ptr() for t in tensors], *self.rest)
 
 
 class Address:

@@ -55,7 +55,7 @@ def why_not(f: SimpleNamespace) -> str | None:
     return launch.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> launch.Launch | None:
+def configure(f: SimpleNamespace) -> launch.Prepared | None:
     parts, tokens, heads, d = f.outs.shape
     if tokens * heads * d == 0:
         return None
@@ -66,9 +66,9 @@ def configure(f: SimpleNamespace) -> launch.Launch | None:
         (0, 0) if f.lse is None else f.lse.stride, tokens, parts,
     )  # fmt: skip
     constants = (heads, d, c, part.rows, parts if parts <= MAX_UNROLLED else 0, unit)
-    return launch.Launch(merge_kernel, part.programs, scalars, constants, num_warps=blocks.OPTIONS["num_warps"])
+    return launch.Prepared(merge_kernel, part.programs, scalars, constants, num_warps=blocks.OPTIONS["num_warps"])
 
 
-def run(call: Any, config: launch.Launch | None) -> None:
+def run(call: Any, config: launch.Prepared | None) -> None:
     if config is not None:
         config(call.outs, call.lses, call.out, call.lse)

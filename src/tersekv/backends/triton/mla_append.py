@@ -68,7 +68,7 @@ def why_not(f: SimpleNamespace) -> str | None:
     return launch.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> launch.Launch | None:
+def configure(f: SimpleNamespace) -> launch.Prepared | None:
     (tokens, rank), r = f.kv_c.shape, f.k_pe.shape[1]
     heads, q_nope = blocks.query_sizes(f)
     cl, cr, cn = blocks.columns(rank, f.format), blocks.columns(r), blocks.columns(q_nope)
@@ -95,10 +95,10 @@ def configure(f: SimpleNamespace) -> launch.Launch | None:
         f.interleaved, f.format, pe_format, blocks.query_kind(f), f.zero_padding, f.scales_quantize,
         launch.rounds_to_fp8(f), unit,
     )  # fmt: skip
-    return launch.Launch(mla_append_kernel, end, scalars, constants, **blocks.OPTIONS)
+    return launch.Prepared(mla_append_kernel, end, scalars, constants, **blocks.OPTIONS)
 
 
-def run(call: Any, config: launch.Launch | None) -> None:
+def run(call: Any, config: launch.Prepared | None) -> None:
     if config is None:
         return
     config(

@@ -47,22 +47,34 @@ def load_words(X, page, t, n, s_p, s_s, FIRST: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def load_row(CKV, KPE, BOX_C, BOX_P, page, t, n, sc_p, sc_s, sp_p, sp_s, MASKED: tl.constexpr, c: tl.constexpr):
-    """(CHUNKS tiles of words [TILE, CHUNK], rotary tile [TILE, BLOCK_R]) of tile t.
+def load_chunk(CKV, BOX_C, page, t, n, sc_p, sc_s, I: tl.constexpr, MASKED: tl.constexpr, c: tl.constexpr):
+    """Words [TILE, CHUNK] of chunk I of tile t.
 
     NOTE: by descriptors the rows behind the last key are read too, and may hold NaN.
     """
+    if c.TMA:
+        return BOX_C.load([(page * c.C_PITCH).to(tl.int32) + (t % (c.PAGE // c.TILE)) * c.TILE, I * c.CHUNK])
+    else:
+        return load_words(CKV, page, t, n, sc_p, sc_s, I * c.CHUNK, c.CHUNK, c.WORDS_V, MASKED, c)
+
+
+@triton.jit
+def load_rotary(KPE, BOX_P, page, t, n, sp_p, sp_s, MASKED: tl.constexpr, c: tl.constexpr):
+    """Rotary parts [TILE, BLOCK_R] of tile t, with the same NOTE."""
+    if c.TMA:
+        return BOX_P.load([(page * c.P_PITCH).to(tl.int32) + (t % (c.PAGE // c.TILE)) * c.TILE, 0])
+    else:
+        return load_words(KPE, page, t, n, sp_p, sp_s, 0, c.BLOCK_R, c.WORDS_R, MASKED, c)
+
+
+@triton.jit
+def load_row(CKV, KPE, page, t, n, sc_p, sc_s, sp_p, sp_s, c: tl.constexpr):
+    """(CHUNKS tiles of words [TILE, CHUNK], rotary tile [TILE, BLOCK_R]) of tile t, by pointers."""
     CHUNKS: tl.constexpr = c.CHUNKS
     words = ()
-    if c.TMA:
-        slot = (t % (c.PAGE // c.TILE)) * c.TILE
-        for i in tl.static_range(CHUNKS):
-            words = words + (BOX_C.load([(page * c.C_PITCH).to(tl.int32) + slot, i * c.CHUNK]),)
-        return words, BOX_P.load([(page * c.P_PITCH).to(tl.int32) + slot, 0])
-    else:
-        for i in tl.static_range(CHUNKS):
-            words = words + (load_words(CKV, page, t, n, sc_p, sc_s, i * c.CHUNK, c.CHUNK, c.WORDS_V, MASKED, c),)
-        return words, load_words(KPE, page, t, n, sp_p, sp_s, 0, c.BLOCK_R, c.WORDS_R, MASKED, c)
+    for i in tl.static_range(CHUNKS):
+        words = words + (load_words(CKV, page, t, n, sc_p, sc_s, i * c.CHUNK, c.CHUNK, c.WORDS_V, True, c),)
+    return words, load_words(KPE, page, t, n, sp_p, sp_s, 0, c.BLOCK_R, c.WORDS_R, True, c)
 
 
 @triton.jit
@@ -164,16 +176,29 @@ def product(words, q, FIRST: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexp
 
 
 @triton.jit
-def scores(words, pe, scales, q_nope, q_pe, scale, c: tl.constexpr):
-    """Scores of a tile, unmasked, in units of log2: [TILE, ROWS]."""
+def scores(fetched, rotary, scales, q_nope, q_pe, scale, CKV, KPE, BOX_C, BOX_P, page, t, n, sc_p, sc_s, sp_p, sp_s,
+           FETCHED: tl.constexpr, MASKED: tl.constexpr, c: tl.constexpr):  # fmt: skip
+    """(unmasked scores of tile t in units of log2 [TILE, ROWS], the tile's words), FETCHED before or loaded here.
+
+    Each chunk is loaded where it is multiplied: that is where its words move to registers.
+    """
     CHUNKS: tl.constexpr = c.CHUNKS
+    pe = rotary
+    if not FETCHED:
+        pe = load_rotary(KPE, BOX_P, page, t, n, sp_p, sp_s, MASKED, c)
     s = product(pe, q_pe, 0, c.TWO_R, c.PARTS_R, None, False, c)
+    words = ()
     for i in tl.static_range(CHUNKS):
-        if c.GROUP_SCALES:
-            s += product(words[i], q_nope, i * c.PARTS, c.TWO, c.PARTS, None, False, c) * scales[i][:, None]
+        if FETCHED:
+            w = fetched[i]
         else:
-            s = product(words[i], q_nope, i * c.PARTS, c.TWO, c.PARTS, s, True, c)
-    return s * scale[None, :]
+            w = load_chunk(CKV, BOX_C, page, t, n, sc_p, sc_s, i, MASKED, c)
+        words = words + (w,)
+        if c.GROUP_SCALES:
+            s += product(w, q_nope, i * c.PARTS, c.TWO, c.PARTS, None, False, c) * scales[i][:, None]
+        else:
+            s = product(w, q_nope, i * c.PARTS, c.TWO, c.PARTS, s, True, c)
+    return s * scale[None, :], words
 
 
 @triton.jit
@@ -256,29 +281,25 @@ def attend(CKV, KPE, BOX_C, BOX_P, SCALES, table, q_nope, q_pe, scale, t0, t1, n
     # waits for its own address. The depth of the pipeline is the launch's num_stages; see decode_tiles.attend.
     page = page_of(table, t0, n, c)
     scales = load_scales(SCALES, page, t0, n, ss_p, ss_s, c)
-    words, pe = (), page
+    fetched, pe = (), page
     if c.FETCH:
-        words, pe = load_row(CKV, KPE, BOX_C, BOX_P, page, t0, n, sc_p, sc_s, sp_p, sp_s, True, c)
+        fetched, pe = load_row(CKV, KPE, page, t0, n, sc_p, sc_s, sp_p, sp_s, c)
     for t in tl.range(t0, u1):
         ahead = page_of(table, t + 1, n, c)
+        s, words = scores(fetched, pe, scales, q_nope, q_pe, scale, CKV, KPE, BOX_C, BOX_P, page, t, n, sc_p, sc_s,
+                          sp_p, sp_s, c.FETCH, False, c)  # fmt: skip
+        scales_ahead = load_scales(SCALES, ahead, t + 1, n, ss_p, ss_s, c)
         if c.FETCH:
-            s = scores(words, pe, scales, q_nope, q_pe, scale, c)
-            scales_ahead = load_scales(SCALES, ahead, t + 1, n, ss_p, ss_s, c)
-            fetched, pe = load_row(CKV, KPE, BOX_C, BOX_P, ahead, t + 1, n, sc_p, sc_s, sp_p, sp_s, True, c)
-            m, l, acc = take_values(s, words, scales, m, l, acc, CKV, page, t, n, sc_p, sc_s, False, c)
-            words = fetched
-        else:
-            row, rotary = load_row(CKV, KPE, BOX_C, BOX_P, page, t, n, sc_p, sc_s, sp_p, sp_s, False, c)
-            s = scores(row, rotary, scales, q_nope, q_pe, scale, c)
-            scales_ahead = load_scales(SCALES, ahead, t + 1, n, ss_p, ss_s, c)
-            m, l, acc = take_values(s, row, scales, m, l, acc, CKV, page, t, n, sc_p, sc_s, False, c)
+            fetched, pe = load_row(CKV, KPE, ahead, t + 1, n, sc_p, sc_s, sp_p, sp_s, c)
+        m, l, acc = take_values(s, words, scales, m, l, acc, CKV, page, t, n, sc_p, sc_s, False, c)
         page, scales = ahead, scales_ahead
     for t in tl.range(u1, t1, num_stages=1):
         here = page_of(table, t, n, c)
         scales_here = load_scales(SCALES, here, t, n, ss_p, ss_s, c)
-        row, rotary = load_row(CKV, KPE, BOX_C, BOX_P, here, t, n, sc_p, sc_s, sp_p, sp_s, True, c)
-        s = hide(scores(row, rotary, scales_here, q_nope, q_pe, scale, c), t, n, rows, r0, c)
-        m, l, acc = take_values(s, row, scales_here, m, l, acc, CKV, here, t, n, sc_p, sc_s, True, c)
+        s, words = scores((), here, scales_here, q_nope, q_pe, scale, CKV, KPE, BOX_C, BOX_P, here, t, n, sc_p, sc_s,
+                          sp_p, sp_s, False, True, c)  # fmt: skip
+        s = hide(s, t, n, rows, r0, c)
+        m, l, acc = take_values(s, words, scales_here, m, l, acc, CKV, here, t, n, sc_p, sc_s, True, c)
     return m, tl.sum(l, 0), acc
 
 

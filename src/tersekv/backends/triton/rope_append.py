@@ -140,7 +140,7 @@ def why_not(f: SimpleNamespace) -> str | None:
     return launch.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> launch.Launch | None:
+def configure(f: SimpleNamespace) -> launch.Prepared | None:
     tokens, heads, r = f.k_rope.shape
     dk, dv = r + (f.k_nope.shape[2] if f.k_nope else 0), f.v.shape[2]
     q_heads, q_nope = blocks.query_sizes(f)
@@ -168,10 +168,10 @@ def configure(f: SimpleNamespace) -> launch.Launch | None:
         blocks.per_head(f.k_scale_t), blocks.per_head(f.v_scale_t), f.zero_padding, f.scales_quantize,
         launch.rounds_to_fp8(f), unit,
     )  # fmt: skip
-    return launch.Launch(rope_append_kernel, end, scalars, constants, **blocks.OPTIONS)
+    return launch.Prepared(rope_append_kernel, end, scalars, constants, **blocks.OPTIONS)
 
 
-def run(call: Any, config: launch.Launch | None) -> None:
+def run(call: Any, config: launch.Prepared | None) -> None:
     if config is None:
         return
     config(

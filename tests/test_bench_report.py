@@ -1,0 +1,123 @@
+"""What `tersekv bench` tells of its results, and the page that is written from them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tersekv.testing.bench import report
+from tersekv.testing.bench.cases import Case
+from tersekv.testing.bench.engine import OK, RED, UNSUPPORTED, Limits, Peer, Result
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+LIMITS = Limits(copy=4e12, matmul=600e12)
+
+
+def results() -> list[Result]:
+    case = Case("decode", "fp8_e4m3", 64, 8192)
+    mla = Case("mla_decode", "fp8_e4m3", 128, 8192, heads=128)
+    won, lost = Peer("flashinfer xqa", 300.0, 1e-3), Peer("flashinfer xqa", 100.0, 1e-3)
+    return [
+        Result(
+            case, OK, 250.0, 1e-3, "", 1_000_000_000, 8_000_000_000, (won, Peer("flashinfer fa2", reason="no nvcc"))
+        ),
+        Result(replace(case, format="nvfp4"), OK, 200.0, 1e-3, "", 600_000_000, 0, (lost,), "fp8_e4m3"),
+        Result(mla, OK, 400.0, 1e-3, "", 600_000_000, 292_000_000_000, ()),
+        Result(replace(case, host=True), OK, 12.0, 1e-3, "", 1, 1, ()),
+        Result(replace(case, format="bf16"), UNSUPPORTED, reason="triton: no"),
+        Result(replace(case, format="fp8_per_token_head"), RED, error=float("inf"), reason="want error <= 0.003"),
+    ]
+
+
+def test_a_line_tells_time_rate_share_error_and_peers():
+    lines = [report.line(r, LIMITS) for r in results()]
+    for part in ("64 x 8192", "250.00 us", "4 TB/s", "100% of limit", "error 1.0e-03", "1.2x flashinfer xqa (300.00)"):
+        assert part in lines[0]
+    assert "0.5x flashinfer xqa on fp8_e4m3 (100.00)" in lines[1]
+    assert "730 TFLOP/s  122% of limit" in lines[2]
+    assert "of limit" not in lines[3]
+    assert lines[4].endswith("not run: triton: no")
+    assert lines[5].endswith("RED: want error <= 0.003")
+
+
+def test_the_summary_has_means_losses_and_counts():
+    text = "\n".join(report.summary(results(), LIMITS))
+    assert "1.2x the best peer (1 cases)" in text
+    assert "slower than a peer\n  decode / nvfp4 / 64 x 8192 / H 32 / page 64: 200.00 us, flashinfer xqa 100.00" in text
+    assert text.endswith("4 timed, 1 not run, 1 red, 0 failed")
+
+
+def test_geometric_mean():
+    assert report.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+
+
+def records() -> list[dict]:
+    where = {**report.environment(CPU, ()), "chip": "NVIDIA H200", "date": "2026-01-02", "driver": "1.2"}
+    return [json.loads(json.dumps(report.record(r, LIMITS, where), allow_nan=False)) for r in results()]
+
+
+def test_a_record_carries_the_case_the_result_and_the_environment():
+    r = records()[0]
+    for name in (
+        "chip",
+        "driver",
+        "torch",
+        "triton",
+        "tersekv",
+        "date",
+        "commit",
+        "op",
+        "format",
+        "bytes",
+        "copy_tb_s",
+    ):
+        assert name in r
+    assert (r["us"], r["tb_s"], r["share_of_limit"]) == (250.0, 4.0, 1.0)
+    assert r["peers"] == {
+        "flashinfer xqa": {"us": 300.0, "ratio": 1.2}, "flashinfer fa2": {"us": None, "reason": "no nvcc"}
+    }  # fmt: skip
+
+
+# The page
+
+
+def page():
+    spec = importlib.util.spec_from_file_location("performance_page", ROOT / "scripts" / "performance_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date():
+    module = page()
+    text = module.PAGE.read_text()
+    assert module.renewed(text) == text, "run python scripts/performance_page.py --write"
+
+
+def test_the_page_shows_wins_losses_and_what_has_no_time(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records())))
+    text = page().results(page().load(tmp_path))
+    assert "## NVIDIA H200\n" in text
+    assert "| 64 × 8K | 250.0 (4 TB/s) | 200.0 (3 TB/s) | 300.0 flashinfer xqa |" in text
+    assert "| 128 × 8K, H 128 | 400.0 (730 TFLOP/s) |" in text
+    assert "- decode, nvfp4, 64 × 8K: 200.0 µs, flashinfer xqa on fp8_e4m3 100.0 µs (0.50)" in text
+    assert "- red, 1 case such as decode, fp8_per_token_head, 64 × 8K: want error <= 0.003" in text
+    assert "driver 1.2" in text
+
+
+def test_of_two_results_of_a_case_the_later_counts(tmp_path):
+    old, new = records()[0], {**records()[0], "date": "2026-01-03", "us": 240.0}
+    (tmp_path / "a.jsonl").write_text(json.dumps(new))
+    (tmp_path / "b.jsonl").write_text(json.dumps(old))
+    (r,) = page().load(tmp_path)
+    assert r["us"] == 240.0
+
+
+def test_a_page_without_results_says_so(tmp_path):
+    assert "No results are stored yet." in page().results(page().load(tmp_path))
