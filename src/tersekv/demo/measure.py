@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ class Settings:
 
     device: str = "cpu"
     page_size: int = 16
-    chunk: int = 128  # query rows of a request in one step of the scoring
+    chunk: int = 256  # query rows of a request in one step of the scoring
     batch: int = 4  # requests that share the pages
     generate: int = 48
     prompt: int = 160
@@ -160,23 +162,23 @@ def score(paged: Runner, inputs: dict[Hashable, Tensor], chunk: int, logits: lis
 
 
 def generate(paged: Runner, prompt: Tensor, num_tokens: int) -> tuple[Tensor, float]:
-    """Greedy continuation [num_tokens], and tokens a second behind the prompt and the first token."""
-    calls, start = 0, 0.0
+    """Greedy continuation [num_tokens], and tokens a second of its median decode step (NaN for fewer than two tokens).
+
+    The median passes over the first step, which may compile, and over what else the machine does.
+    """
+    times: list[float] = []
 
     def step(new: Tensor) -> Tensor:
-        nonlocal calls, start
         logits = paged.step({"sample": new})
-        calls += 1
-        if calls == 2:  # the first decode pays for compilation
-            _wait(paged.device)
-            start = time.perf_counter()
+        if paged.device.type == "cuda":
+            torch.cuda.synchronize(paged.device)
+        times.append(time.perf_counter())
         return logits
 
     out = text.generate(paged.model, prompt, num_tokens, step)
-    _wait(paged.device)
-    seconds = time.perf_counter() - start
     paged.pool.free("sample")
-    return out.cpu(), (num_tokens - 2) / seconds if num_tokens > 2 else math.nan
+    steps = [b - a for a, b in pairwise(times)]
+    return out.cpu(), 1 / median(steps) if steps else math.nan
 
 
 def compare(format: str, run: Run, reference: Run, targets: Tensor) -> Measured:
@@ -206,8 +208,3 @@ def _prompt(tokens: Tensor, most: int) -> Tensor:
 
 def _wider(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(max(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

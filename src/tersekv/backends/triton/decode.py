@@ -78,7 +78,7 @@ class Config(NamedTuple):
     merge_rows: int
     split: launch.Launch
     merge: launch.Launch
-    descriptors: dict[tuple[int, int], tuple[TensorDescriptor, TensorDescriptor]]  # by the caches' addresses
+    descriptors: dict[tuple[int, int], tuple]  # the kernel's arguments for K and V, by the caches' addresses
     k_box: tuple[int, int, int] | None  # rows, row pitch and columns of the descriptor's tensor; None: pointers
     v_box: tuple[int, int, int] | None
     strides: tuple[int, ...]
@@ -204,40 +204,41 @@ def run(call: Any, config: Config) -> None:
         return
     c, n = config.constants, config.num_programs
     device = call.q.device
-    part = torch.empty(2 * n, c.ROWS, c.PART_COLUMNS, dtype=torch.float32, device=device)
-    meta = torch.empty(n, META_FIELDS.value, dtype=torch.int32, device=device)
+    # One allocation: the cut segments' states, then META.
+    part = torch.empty(2 * n * c.ROWS * c.PART_COLUMNS + n * META_FIELDS.value, dtype=torch.float32, device=device)
     k, v = _caches(call, config)
     ks, vs = call.k_scale_cache, call.v_scale_cache
     if c.BYTES:
         ks, vs = launch.as_bytes(ks), launch.as_bytes(vs)
     *_, so_t, so_h, sl_t, sl_h = config.strides
     config.split(
-        (n,), call.q, k, v, ks, vs, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, call.out,
-        call.lse, part, meta, call.softmax_scale, call.softmax_scale_t, call.k_scale, call.k_scale_t, call.v_scale,
+        (n,), call.q, *k, *v, ks, vs, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, call.out,
+        call.lse, part, call.softmax_scale, call.softmax_scale_t, call.k_scale, call.k_scale_t, call.v_scale,
         call.v_scale_t, call.out_scale, call.out_scale_t, call.softcap,
         call.seq_lens.shape[0], call.q.shape[0], *config.strides, c,
     )  # fmt: skip
     config.merge(
-        (n, config.merge_rows), call.sinks, call.out, call.lse, part, meta, call.v_scale, call.v_scale_t,
+        (n, config.merge_rows), call.sinks, call.out, call.lse, part, None, call.v_scale, call.v_scale_t,
         call.out_scale, call.out_scale_t, so_t, so_h, sl_t, sl_h, c,
     )  # fmt: skip
 
 
-def _caches(call: Any, config: Config) -> tuple[Any, Any]:
-    """K and V as the kernel takes them: 16-bit words, as descriptors where there are boxes."""
+def _caches(call: Any, config: Config) -> tuple[tuple, tuple]:
+    """K and V as the kernel's arguments: 16-bit words, as descriptors where there are boxes."""
     c = config.constants
     if config.k_box is None or config.v_box is None:
         k, v = call.k_cache, call.v_cache
-        return (k.view(torch.int16), v.view(torch.int16)) if c.PARTS > 1 else (k, v)
+        return ((k.view(torch.int16),), (v.view(torch.int16),)) if c.PARTS > 1 else ((k,), (v,))
     key = (call.k_cache.data_ptr(), call.v_cache.data_ptr())
     found = config.descriptors.get(key)
     if found is None:
+        k = _descriptor(call.k_cache, config.k_box, c.PARTS, c.TILE, c.BLOCK_D)
+        v = _descriptor(call.v_cache, config.v_box, c.PARTS, c.TILE, c.BLOCK_DV)
+        if not config.split.compiled:
+            return (k,), (v,)
         if len(config.descriptors) >= _MAX_DESCRIPTORS:
             config.descriptors.clear()
-        found = config.descriptors[key] = (
-            _descriptor(call.k_cache, config.k_box, c.PARTS, c.TILE, c.BLOCK_D),
-            _descriptor(call.v_cache, config.v_box, c.PARTS, c.TILE, c.BLOCK_DV),
-        )
+        found = config.descriptors[key] = tuple(config.split.encoded(k, v))
     return found
 
 

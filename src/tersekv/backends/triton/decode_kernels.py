@@ -21,6 +21,12 @@ META_FIELDS = tl.constexpr(4)  # pieces, first query row of the request, rows of
 
 
 @triton.jit
+def meta_of(PART, num_programs, c: tl.constexpr):
+    """META [programs, META_FIELDS] int32, behind the states of cut segments in the same scratch."""
+    return (PART + 2 * num_programs * c.ROWS * c.PART_COLUMNS).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
 def request_tiles(LENS, CU, b, m_b, c: tl.constexpr):
     """(tiles of a segment, segments, first tile, keys, query rows, first query row) of request(s) b."""
     n = tl.load(LENS + b, mask=m_b, other=0).to(tl.int32)
@@ -121,7 +127,7 @@ def row_places(segment, h, q0, rows, c: tl.constexpr):
 
 @triton.jit
 def decode_kernel(
-    Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART, META,
+    Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
     B, T, sq_t, sq_h, sk_p, sk_s, sk_h, sv_p, sv_s, sv_h,
     sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, st_b, sm_t, so_t, so_h, sl_t, sl_h,
@@ -130,6 +136,7 @@ def decode_kernel(
     """Attend one share of all tiles. See the module's docstring."""
     p = tl.program_id(0)
     num_programs = tl.num_programs(0)
+    META = meta_of(PART, num_programs, c)
     tl.store(META + p * META_FIELDS, 0)
     if c.RAGGED:
         zero_padding(OUT, LSE, tl.load(CU + B).to(tl.int32), T, p, num_programs, so_t, so_h, sl_t, sl_h, c)
@@ -201,9 +208,13 @@ def zero_padding(OUT, LSE, t, T, p, num_programs, so_t, so_h, sl_t, sl_h, c: tl.
 
 
 @triton.jit
-def merge_kernel(SINKS, OUT, LSE, PART, META, v_scale, V_T, out_scale, OUT_T, so_t, so_h, sl_t, sl_h, c: tl.constexpr):
+def merge_kernel(
+    SINKS, OUT, LSE, PART, META, v_scale, V_T, out_scale, OUT_T, so_t, so_h, sl_t, sl_h, c: tl.constexpr
+):  # fmt: skip
     """Merge one row of the cut segment that begins in program p: slots 2p + 1, 2(p + HEADS), 2(p + 2 HEADS), …"""
     p, r = tl.program_id(0), tl.program_id(1)
+    if META is None:
+        META = meta_of(PART, tl.num_programs(0), c)
     pieces = tl.load(META + p * META_FIELDS)
     q0 = tl.load(META + p * META_FIELDS + 1)
     rows = tl.load(META + p * META_FIELDS + 2)

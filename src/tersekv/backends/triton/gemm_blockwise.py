@@ -3,15 +3,9 @@
 With an e4m3 weight both sides are codes with a scale per (row, 128 columns) and per 128 x 128 block. Partial sums of
 128 columns are scaled before they are added in fp32: the matrix unit's own accumulator never outlives 128 columns,
 since Hopper's keeps about 14 bits for fp8.
-
-Two kernels: `product_kernel`, a tile of the output per program; `resident_kernel` (TMA, native fp8), whose programs
-keep their rows of the weight, all of L, in shared memory and read latents only. L is short (512), so without that the
-traffic from the L2 cache is the bound.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import torch
 import triton
@@ -42,21 +36,6 @@ def load_block(
             return tl.load(p, mask=(o_r < rows)[:, None], other=0.0)
         else:
             return tl.load(p, mask=(o_r < rows)[:, None] & (o_k < L)[None, :], other=0.0)
-
-
-@triton.jit
-def add_scaled(acc, part, scale, ASM: tl.constexpr):
-    """acc + part * scale.
-
-    NOTE: in straight-line code LLVM moves these sums behind all later products, and their operands spill. As a PTX
-    statement with side effects each stays where it is written.
-    """
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", args=[part, scale, acc], dtype=tl.float32, is_pure=False, pack=1
-        )
-    else:
-        return acc + part * scale
 
 
 @triton.jit
@@ -113,30 +92,6 @@ def product_kernel(
     store_block(OUT, acc, row, rows, column, N, BLOCK_M, BLOCK_N, TMA)
 
 
-@triton.jit(do_not_specialize=["rows", "share"])
-def resident_kernel(
-    A, W, A_SCALE, W_SCALE, OUT, rows, N, share, stride_as, stride_ws,
-    L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N columns of the output, `share` blocks of rows. The weight's rows stay in shared memory."""
-    column = tl.program_id(0) * BLOCK_N
-    first = tl.program_id(1) * share
-    last = tl.minimum(first + share, tl.cdiv(rows, BLOCK_M))
-    weight = ()
-    w_scale = ()
-    for i in tl.static_range(L // GROUP):
-        weight = weight + (W.load([column, i * GROUP]),)
-        w_scale = w_scale + (weight_scale(W_SCALE, column, N, i, stride_ws, BLOCK_N),)
-    for block in tl.range(first, last, num_stages=NUM_STAGES):
-        row = block * BLOCK_M
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for i in tl.static_range(L // GROUP):
-            part = tl.dot(A.load([row, i * GROUP]), tl.trans(weight[i]))
-            scale = latent_scale(A_SCALE, row, rows, i, stride_as, BLOCK_M) * w_scale[i]
-            acc = add_scaled(acc, part, scale, ASM)
-        OUT.store([row, column], acc.to(OUT.dtype))
-
-
 def up_project(
     latents: Tensor, scales: Tensor | None, weight: Tensor, weight_scale: Tensor | None, out: Tensor, rows: int,
     tile: ProductTile, native_fp8: bool,
@@ -160,25 +115,7 @@ def up_project(
     s, ws = out if scales is None else scales, out if weight_scale is None else weight_scale  # out: never read
     strides = (s.stride(0), ws.stride(0))
     blocks_m, blocks_n = -(-rows // tile.block_m), -(-n // tile.block_n)
-    launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    if tile.resident:
-        share = share_of_rows(blocks_m, blocks_n, tile.programs)
-        resident_kernel[(blocks_n, -(-blocks_m // share))](
-            a, w, s, ws, o, rows, n, share, *strides, rank, tile.block_m, tile.block_n, tile.num_stages, tile.ptx,
-            **launch,
-        )  # fmt: skip
-        return
     product_kernel[(blocks_m * blocks_n,)](
         a, w, s, ws, o, rows, n, weight.stride(0), *strides, rank, scaled_codes, bytes_in, tile.tma,
-        tile.block_m, tile.block_n, tile.block_k, **launch,
+        tile.block_m, tile.block_n, tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def share_of_rows(blocks_m: int, blocks_n: int, programs: int) -> int:
-    """Blocks of rows per program of a resident product: the fewest rounds of work; loading the weight counts as one."""
-
-    def rounds(share: int) -> int:
-        return -(-blocks_n * -(-blocks_m // share) // programs) * (share + 1)
-
-    return min((-(-blocks_m // parts) for parts in (1, 2, 3, 4, 6, 8, 16, 32) if parts <= blocks_m), key=rounds)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _BYTES_OF_E4M3 = (torch.float8_e4m3fn,)
 
@@ -93,25 +94,59 @@ _SHARED_MEMORY = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448, 
 class Launch:
     """A kernel of one plan. Equal facts specialise it equally, so Triton's own lookup is needed only once.
 
-    It belongs in a backend's config, which lives as long as the plan. Launching by Triton takes 25–40 µs of host time
-    for the readers' 45 arguments, and this 5–10 (docs/measured.md).
+    It belongs in a backend's config, which lives as long as the plan.
     """
 
-    __slots__ = ("compiled", "fn", "options")
+    __slots__ = ("_compiled", "_head", "_raw", "fn", "options")
 
     def __init__(self, fn: Any, **options: Any) -> None:
         self.fn, self.options = fn, options
-        self.compiled: Any = None
+        self._compiled: Any = None
+        self._raw: Any = None
+        self._head: tuple = ()
+
+    @property
+    def compiled(self) -> bool:
+        return self._compiled is not None
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         """Launch with every argument of the kernel, constants included, in order."""
-        k = self.compiled
+        k = self._compiled
         if k is None:
-            self.compiled = self.fn[grid](*args, **self.options)
+            k = self._compiled = self.fn[grid](*args, **self.options)
+            if k is not None:  # None: interpreted
+                self._raw = _c_launcher(k)
+                self._head = (k.run.launch_cooperative_grid, k.run.launch_pdl, None, None) if self._raw else ()
             return
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        k.run(x, y, z, stream, k.function, k.packed_metadata, None, None, None, *args)
+        launch = self._raw or k.run
+        launch(x, y, z, stream, k.function, *self._head, k.packed_metadata, None, None, None, *args)
+
+    def encoded(self, *descriptors: TensorDescriptor) -> list[tuple]:
+        """Descriptors, all that the kernel takes, as its arguments from the second launch on.
+
+        Encoded once instead of at every launch, where Triton's launcher is known.
+        """
+        if self._raw is None:
+            return [(d,) for d in descriptors]
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        meta = self._compiled.metadata.tensordesc_meta
+        return [tuple(make_tensordesc_arg(d, m)) for d, m in zip(descriptors, meta, strict=True)]
+
+
+def _c_launcher(compiled: Any) -> Any:
+    """The launcher in C of a compiled kernel, without the Python around it; None where that is not known to be it."""
+    run = compiled.run
+    if not triton.__version__.startswith("3.6.") or type(run).__name__ != "CudaLauncher":
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    inner = getattr(run.launch, "__closure__", None)
+    if inner is None:
+        return run.launch
+    return dict(zip(run.launch.__code__.co_freevars, (c.cell_contents for c in inner), strict=True))["launcher"]
 
 
 class Prepared:
@@ -128,7 +163,7 @@ class Prepared:
         self.launch, self.grid, self.rest = Launch(fn, **options), (grid, 1, 1), (*scalars, *constants)
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        if self.launch.compiled is None:
+        if not self.launch.compiled:
             self.launch(self.grid, *map(pointer, tensors), *self.rest)
         else:
             self.launch(self.grid, *[None if t is None else t.data_ptr() for t in tensors], *self.rest)

@@ -1,4 +1,9 @@
-"""Tile choices of MLA decode, from facts."""
+"""Tile choices of MLA decode, from facts. Nothing is timed at run time.
+
+What the choices follow, as compiled for sm_90: tiles of 32 keys leave room for 64 query rows × 512 columns of fp32
+accumulators (128 registers a thread of 8 warps) without spills, where tiles of 64 keys spill; and two programs of 4
+warps fit a multiprocessor where few query rows leave decode bound by bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,13 @@ from typing import NamedTuple
 from ...formats import KVFormat
 from . import launch
 
+_SMALL_SHARED = (86, 87, 89)  # 99 KB of shared memory a block; sm_12x too
+
 
 class Tiles(NamedTuple):
     tile: int  # keys of a tile
     rows: int  # query rows of a segment
-    chunk: int  # words of the latent part that are multiplied as one tile (fp8_ds_mla: a scale group)
+    chunk: int  # words of the latent part that are loaded and multiplied as one tile (fp8_ds_mla: a scale group)
     stages: int
     num_warps: int
     max_registers: int | None  # None: the compiler's choice
@@ -22,5 +29,32 @@ class Tiles(NamedTuple):
 
 
 def tiles(f: SimpleNamespace, fmt: KVFormat) -> Tiles:
-    rows = max(16, min(64, launch.next_power_of_2(max(f.max_q_len * f.q_nope.shape[1], 1))))
-    return Tiles(64, rows, 256, 3, 8 if rows == 64 else 4, None, 1, 1, True)
+    codes = fmt.storage.itemsize == 1
+    small = f.arch is None or f.arch in _SMALL_SHARED or f.arch >= 120
+    rows = max(16, min(32 if small else 64, launch.next_power_of_2(max(f.max_q_len * f.q_nope.shape[1], 1))))
+    page = f.ckv.shape[1]
+    tile = 32 if codes or not small else 16
+    if 16 <= page < tile and launch.next_power_of_2(page) == page and launch.has_tma(f):
+        tile = page
+    stages = (4 if codes and not small else 3) if f.arch is not None else 1
+    few = rows == 16
+    return Tiles(tile, rows, 64 if codes else 128, stages, 4 if few else 8, None, 2 if few else 1, 1, True)
+
+
+def candidates(f: SimpleNamespace, fmt: KVFormat) -> list[Tiles]:
+    """What is worth timing on a chip, the choice first. All of them compile for sm_90 without spills in the loop."""
+    first = tiles(f, fmt)
+    others: list[dict] = [{"stages": first.stages + n} for n in (-1, 1)]
+    if fmt.storage.itemsize == 1:
+        others += [{"chunk": 128}]
+        if first.rows == 16:
+            others += [
+                {"tile": 64, "num_warps": 8, "programs_per_sm": 1},
+                {"num_warps": 8, "programs_per_sm": 1, "stages": 6},
+                {"programs_per_sm": 1, "stages": 6},
+            ]
+    else:
+        others += [{"chunk": 256}, {"chunk": 64}]
+    if first.rows > 16:
+        others += [{"rows": 32, "num_warps": 8}, {"rows": 16, "num_warps": 4, "programs_per_sm": 2}]
+    return [first, *(first._replace(**change) for change in others)]

@@ -44,7 +44,7 @@ def run(call: Any, config: PrefillConfig) -> None:
     tokens, heads = call.q.shape[:2]
     if tokens == 0:
         return
-    prepare(call, config.native_fp8)
+    prepare(call, config.native_casts)
     chunks = [(c, rows) for c, rows in enumerate(call.buffer_lengths) if rows]
     if heads == 0:
         return
@@ -58,7 +58,7 @@ def run(call: Any, config: PrefillConfig) -> None:
     kv = torch.empty(most, call.kv_b_proj.shape[0], dtype=call.q.dtype, device=call.q.device)
     low, lse = scratch_low(call, len(chunks))
     for i, (chunk, rows) in enumerate(chunks):
-        gather(call, chunk, rows, latents, config.native_fp8)
+        gather(call, chunk, rows, latents, config.native_casts)
         up_project(
             latents.rows, latents.scales, call.kv_b_proj, call.kv_b_proj_scale, kv, rows,
             config.product, config.native_fp8,

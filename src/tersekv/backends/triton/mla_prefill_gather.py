@@ -121,7 +121,7 @@ def scratch(call: Any, rows: int) -> Latents:
     )
 
 
-def gather(call: Any, chunk: int, rows: int, to: Latents, native_fp8: bool) -> None:
+def gather(call: Any, chunk: int, rows: int, to: Latents, native_casts: bool) -> None:
     """Fill the first `rows` rows of `to` with a chunk's latents."""
     rank, rope = call.ckv.shape[-1], call.kpe.shape[-1]
     ckv, kpe = as_codes(call.ckv), as_codes(call.kpe)
@@ -134,5 +134,5 @@ def gather(call: Any, chunk: int, rows: int, to: Latents, native_fp8: bool) -> N
         *(scales.stride()[:2] if scales is not None else (0, 0)), call.page_table.stride(0),
         to.scales.stride(0) if to.scales is not None else 0,
         ckv.shape[1], rank, rope, rank_pad, max(2, next_power_of_2(rope)),
-        ROPE_KINDS.get(call.format, "float"), native_fp8, num_warps=1, enable_fp_fusion=False,
+        ROPE_KINDS.get(call.format, "float"), native_casts, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip

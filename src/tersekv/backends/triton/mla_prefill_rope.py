@@ -149,7 +149,7 @@ def prepare_kernel(
                 )  # fmt: skip
 
 
-def prepare(call: Any, native_fp8: bool) -> None:
+def prepare(call: Any, native_casts: bool) -> None:
     """Rotate q and store the new tokens' rows, in place; out 0 and LSE -inf for rows of q that belong to no request."""
     tokens, heads = call.q.shape[:2]
     rank, rope, dim_v = call.ckv.shape[-1], call.kpe.shape[-1], call.out.shape[2]
@@ -166,7 +166,7 @@ def prepare(call: Any, native_fp8: bool) -> None:
         *(lse.stride() if lse is not None else (0, 0)), call.page_table.stride(0), call.freqs_cis.stride(0),
         ckv.shape[1], call.q.shape[2] - rope, rope, dim_v, rank, max(LATENT_GROUP, next_power_of_2(rank)),
         max(2, next_power_of_2(rope)), next_power_of_2(max(dim_v, 1)), block_h,
-        call.format, ROPE_KINDS.get(call.format, "float"), native_fp8, num_warps=4, enable_fp_fusion=False,
+        call.format, ROPE_KINDS.get(call.format, "float"), native_casts, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

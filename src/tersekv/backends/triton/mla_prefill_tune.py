@@ -1,7 +1,8 @@
 """Facts → frozen tile configuration of MLA prefill. Nothing is timed at run time.
 
-`candidates` lists what is worth measuring on a chip; `choose` picks one of them. No entry has been timed yet: the order
-follows registers, shared memory and instructions of the compiled kernels (sm_90: wgmma in every product, no spills).
+`candidates` lists what is worth measuring on a chip; `choose` picks the first. Entries of sm_90 for heads of up to 128
+dims and for fp8 are ordered by time on an H200; the others by registers, shared memory and instructions of the compiled
+kernels.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from .launch import e4m3_by_hand, has_ptx, next_power_of_2, num_sms
+from .launch import e4m3_by_hand, next_power_of_2, rounds_to_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,30 +24,27 @@ class AttentionTile:
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """`resident`: a program keeps its columns of the weight in shared memory and walks over the rows of latents."""
-
     block_m: int  # rows of latents
     block_n: int  # rows of the weight
     block_k: int
     num_warps: int
     num_stages: int
     tma: bool
-    resident: bool = False
-    programs: int = 0  # that a resident product aims at (multiprocessors)
-    ptx: bool = False  # inline PTX can be used
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
     attention: AttentionTile
     product: ProductTile
-    native_fp8: bool  # the chip has e4m3 conversions and matrix units (else: bytes, converted to fp16)
+    native_fp8: bool  # the chip multiplies e4m3 (else: bytes, converted to fp16)
+    native_casts: bool  # its casts to fp8 give the nearest code (else: bit arithmetic)
 
 
 # Candidates of each chip, best guess first; 0: chips that are not listed (AMD). Attention: (block_m, block_n, warps,
-# stages), for heads of up to 128 dims and of up to 256.
+# stages), for heads of up to 128 dims and of up to 256. An H200, 4096 tokens, 192 + 128 dims, 128 and 16 heads, µs:
+# (128, 64, 8, 3) 1559 and 223; (128, 128, 8, 2) 1594 and 249; (128, 64, 8, 2) 1841 and 293; (64, 128, 4, 2) 2068 and 271.
 _ATTENTION = {
-    90: ((128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 4, 2)),
+    90: ((128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 128, 4, 2)),
     80: ((128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 4, 2)),
     89: ((128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
     0: ((128, 64, 8, 1), (64, 32, 4, 1)),
@@ -57,10 +55,11 @@ _ATTENTION_WIDE = {
     89: ((64, 32, 8, 1), (32, 32, 4, 1)),
     0: ((64, 32, 8, 1),),
 }
-# Products: (block_m, block_n, block_k, warps, stages).
-_FP8_RESIDENT = ((64, 128, 128, 4, 3), (128, 128, 128, 8, 2), (64, 128, 128, 8, 3))
+# Products: (block_m, block_n, block_k, warps, stages). An H200, 4096 × 32768 × 512, µs: (64, 128, 128, 4, 3) 189,
+# (128, 128, 128, 8, 4) 268. Programs that keep their rows of the weight in shared memory and walk over the latents were
+# slower: 206 with blocks of 64 latents, 247 of 128; at 4096 × 4096 × 512 30.4, where the first entry takes 27.6.
 _FP8 = {
-    90: ((128, 128, 128, 8, 4), (128, 128, 128, 8, 3), (64, 128, 128, 4, 3)),
+    90: ((64, 128, 128, 4, 3), (128, 128, 128, 8, 4), (128, 128, 128, 8, 3)),
     80: ((128, 128, 32, 8, 3), (128, 128, 64, 8, 3)),
     89: ((128, 128, 64, 8, 3), (128, 128, 128, 8, 2)),
     0: ((64, 64, 64, 4, 1),),
@@ -92,16 +91,12 @@ def candidates(f: SimpleNamespace) -> tuple[list[AttentionTile], list[ProductTil
         and all(n * w.dtype.itemsize % 16 == 0 for n in (rank, w.stride[0]))
         and w.shape[0] % 8 == 0
     )
-    fp8 = w.dtype.itemsize == 1
-    products = [ProductTile(*t, tma) for t in (_FP8 if fp8 else _HALF)[chip]]
-    if fp8 and tma and arch == 90 and rank <= 512:
-        products = [ProductTile(*t, True, True, num_sms(f), has_ptx(f)) for t in _FP8_RESIDENT] + products
-    return attention, products
+    return attention, [ProductTile(*t, tma) for t in (_FP8 if w.dtype.itemsize == 1 else _HALF)[chip]]
 
 
 def choose(f: SimpleNamespace) -> PrefillConfig:
     attention, products = candidates(f)
-    return PrefillConfig(attention[0], products[0], not e4m3_by_hand(f))
+    return PrefillConfig(attention[0], products[0], not e4m3_by_hand(f), rounds_to_fp8(f))
 
 
 def _table_of(arch: int) -> int:

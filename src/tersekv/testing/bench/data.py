@@ -14,7 +14,7 @@ from ..memory import as_bytes, storage_bytes, take
 from .cases import Case
 
 # Bytes to rotate over, so that no cache of the chip holds what is read.
-ROTATE = {"cuda": 400e6, "cpu": 128e6}
+ROTATE = {"cuda": 400e6, "cpu": 64e6}
 _CHUNK = 1 << 26  # elements filled at a time
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -18,7 +18,7 @@ Call = Callable[[], object]
 REPEATS = 7  # the median of so many counts
 MIN_LAUNCHES, MAX_LAUNCHES = 20, 1000
 _GRAPH_US = 2000.0  # a graph should run as long, so that its own launch does not count
-_CPU_SECONDS = 0.5  # aim of one case's measurement on a CPU
+_CPU_SECONDS = 0.3  # aim of one case's measurement on a CPU
 _CPU_REPEATS = 3  # at least, where single calls take longer
 _HOST_CALLS = 100  # few enough that no launch queue fills
 
@@ -45,7 +45,7 @@ def host_us(calls: Sequence[Call], device: torch.device) -> float:
 
 def copy_rate(device: torch.device) -> float:
     """Bytes per second, read and written, of a copy that no cache holds."""
-    size = int(4e9) if device.type == "cuda" else int(256e6)
+    size = int(4e9) if device.type == "cuda" else int(128e6)
     if device.type == "cuda":
         size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
     a = torch.ones(size, dtype=torch.uint8, device=device)

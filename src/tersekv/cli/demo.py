@@ -1,0 +1,151 @@
+"""`tersekv demo`: two small models run on every cache format; what does each cost, and what does it keep?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from .. import __version__
+from ..demo import text
+from ..demo.attend import RUNNERS
+from ..demo.measure import ModelResult, Settings, formats_of, measure
+from ..demo.report import as_json, plot, samples, table
+from ..errors import UnsupportedError
+from ..formats import KV_FORMATS, LATENT_FORMATS
+from .verify import device_name, environment
+
+_FORMATS = tuple(dict.fromkeys([*KV_FORMATS, *LATENT_FORMATS]))
+_PICTURES = (".png", ".svg", ".pdf")
+NONE = "none"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common(parser, "tersekv-demo", 8192)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure both models on the shipped held-out text. Returns 2 for arguments that cannot work."""
+    return show(args, tuple(RUNNERS), text.encode(text.heldout_text()), "held-out Python documentation")
+
+
+def add_common(parser: argparse.ArgumentParser, stem: str, tokens: int) -> None:
+    """The arguments that `demo` and `eval` share."""
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--formats", type=_formats,
+        help=f"comma-separated, of {', '.join(_FORMATS)}; default: all; bf16 is always measured, as the reference",
+    )  # fmt: skip
+    parser.add_argument("--tokens", type=_positive, default=tokens, help="bytes to score; default: %(default)s")
+    parser.add_argument(
+        "--calibrate", action="store_true",
+        help="scales of fp8_e4m3, fp8_e5m2 and nvfp4 from the largest values in the bf16 cache; default: 1.0",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", default=f"{stem}.json", help="results; default: %(default)s")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=_picture, default=f"{stem}.png",
+        help=f"picture ({', '.join(_PICTURES)}), or {NONE}; default: %(default)s",
+    )  # fmt: skip
+
+
+def show(args: argparse.Namespace, models: tuple[str, ...], tokens: Tensor, source: str) -> int:
+    """Measure the models on the first bytes of a text; print, and write the JSON file and the picture."""
+    obstacle = _obstacle(args, models, tokens)
+    if obstacle:
+        Console(stderr=True).print(f"tersekv {args.command}: {obstacle}", markup=False, soft_wrap=True)
+        return 2
+    models = tuple(m for m in models if formats_of(m, args.formats))
+    settings = Settings(device=args.device, calibrate=args.calibrate)
+    console, start = Console(), time.perf_counter()
+    used = tokens[: args.tokens + 1]  # the first byte is only read
+    what = f"{len(used) - 1} of {len(tokens) - 1} bytes of {source}"
+    console.print(f"tersekv {__version__} on {device_name(args.device)}: {what}", highlight=False)
+    try:
+        results = _measured(models, used, settings, args.formats, console)
+    except UnsupportedError as e:
+        Console(stderr=True).print(f"tersekv {args.command}: {e}", markup=False, soft_wrap=True)
+        return 1
+    seconds = time.perf_counter() - start
+    for result in results:
+        console.print(table(result))
+        console.print(samples(result), highlight=False)
+        console.print()
+    options = {"tokens": len(used) - 1, "calibrate": args.calibrate, "page_size": settings.page_size}
+    stored = {
+        "command": args.command, "text": source, "options": {**options, "dtype": str(settings.dtype).split(".")[-1]},
+        "environment": environment(args.device), "seconds": round(seconds, 2), "models": as_json(results),
+    }  # fmt: skip
+    Path(args.json).write_text(json.dumps(stored, indent=1) + "\n")
+    written = [args.json]
+    if args.plot != NONE and _drawn(results, f"{what}, on {device_name(args.device)}", args.plot, console):
+        written.append(args.plot)
+    console.print(f"{seconds:.0f} s; wrote {', '.join(written)}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _measured(
+    models: tuple[str, ...], tokens: Tensor, settings: Settings, formats: list[str] | None, console: Console
+) -> list[ModelResult]:
+    runs = sum(len(formats_of(m, formats)) for m in models)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("loading", total=runs * (len(tokens) - 1 + settings.generate))
+
+        def tick(label: str, work: float) -> None:
+            progress.update(task, description=f"{label:28}", advance=work)
+
+        return [measure(m, tokens, settings, formats, tick) for m in models]
+
+
+def _drawn(results: list[ModelResult], title: str, path: str, console: Console) -> bool:
+    try:
+        plot(results, title, path)
+    except ImportError:
+        console.print("no picture: it needs matplotlib (pip install 'tersekv[plot]')", markup=False)
+        return False
+    return True
+
+
+def _obstacle(args: argparse.Namespace, models: tuple[str, ...], tokens: Tensor) -> str | None:
+    """Why these arguments cannot work; None: they can. Asked before minutes of work are spent."""
+    if len(tokens) < 2:
+        return f"text: want at least 2 bytes, got {len(tokens)}"
+    if not any(formats_of(m, args.formats) for m in models):
+        has = "; ".join(f"{m}: {', '.join(RUNNERS[m].formats)}" for m in models)
+        return f"--formats {','.join(args.formats)}: want a format of a model that runs ({has})"
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        folder = Path(path).resolve().parent
+        if path != NONE and (not folder.is_dir() or Path(path).is_dir()):
+            return f"{option} {path}: want a file in a folder that exists"
+    try:
+        torch.empty(1, device=args.device).add(1)
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
+        return f"--device {args.device}: {str(e).splitlines()[0]}"
+    return None
+
+
+def _formats(given: str) -> list[str]:
+    words = [word.strip() for word in given.split(",") if word.strip()]
+    unknown = [w for w in words if w not in _FORMATS]
+    if unknown or not words:
+        raise argparse.ArgumentTypeError(f"want some of {', '.join(_FORMATS)}, got {given!r}")
+    return words
+
+
+def _positive(given: str) -> Any:
+    if not given.isdigit() or int(given) == 0:
+        raise argparse.ArgumentTypeError(f"want a positive number, got {given!r}")
+    return int(given)
+
+
+def _picture(given: str) -> str:
+    if given != NONE and Path(given).suffix.lower() not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"want a name ending in {', '.join(_PICTURES)}, or {NONE}, got {given!r}")
+    return given

@@ -1,0 +1,144 @@
+"""The demo's results as tables, samples, JSON and a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .measure import REFERENCE, Measured, ModelResult
+
+TITLES = {"llama": "Llama-style model, K/V cache", "deepseek": "DeepSeek-style model, latent (MLA) cache"}
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#332288", "#882255", "#117733")
+_SPOTS = ((1, 0), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1), (1, 2), (1, -2), (-1, 2), (-1, -2))
+
+
+def table(result: ModelResult) -> Table:
+    """A row per format."""
+    title = f"{TITLES[result.model]}: {result.bytes_scored} bytes, up to {result.context} in the cache"
+    t = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    t.add_column("format", no_wrap=True)
+    for name in ("bytes/token", "smaller", "perplexity", "KL, nats/byte", "same top-1", "tokens/s"):
+        t.add_column(name, justify="right", no_wrap=True)
+    for m in result.formats:
+        t.add_row(m.format, *_cells(m))
+    return t
+
+
+def _cells(m: Measured) -> list[str]:
+    if m.unsupported is not None or m.perplexity is None or m.kl is None or m.top1 is None:
+        return ["unsupported", *["-"] * 5]
+    kl = "reference" if m.format == REFERENCE else f"{m.kl:.1e}"
+    speed = "-" if m.tokens_per_s is None else f"{m.tokens_per_s:.0f}"
+    return [str(m.bytes_per_token), f"{m.times_smaller:.2f}x", f"{m.perplexity:.4f}", kl, f"{m.top1:.2%}", speed]
+
+
+def samples(result: ModelResult) -> RenderableType:
+    """What each format writes after the prompt; formats that write the same share a line."""
+    writers: dict[str, list[Measured]] = {}
+    for m in result.formats:
+        if m.sample is not None:
+            writers.setdefault(m.sample, []).append(m)
+    lines = [Text.assemble(("prompt  ", "bold"), "… ", _one_line(result.prompt[-56:]))]
+    grid = Table.grid(padding=(0, 2))
+    for written, who in writers.items():
+        grid.add_row(Text(", ".join(m.format for m in who), style="bold"), _one_line(written))
+    refused = [
+        Text(f"{m.format} is unsupported here: {m.unsupported}", style="yellow")
+        for m in result.formats
+        if m.unsupported is not None
+    ]
+    return Group(*lines, grid, *refused)
+
+
+def _one_line(written: str) -> str:
+    return written.replace("\n", "↵").replace("\t", " ")
+
+
+def as_json(results: Sequence[ModelResult]) -> list[dict[str, Any]]:
+    """Plain data; a number that is not finite becomes null, since JSON has no name for it."""
+    models = []
+    for r in results:
+        data = asdict(r)
+        for m in data["formats"]:
+            for key, value in m.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    m[key] = None
+        models.append({**data, "reference": REFERENCE})
+    return models
+
+
+def plot(results: Sequence[ModelResult], title: str, path: str) -> None:
+    """Write the picture: distance to the 16-bit cache over bytes per token. ImportError without matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4 * len(results), 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    names = list(dict.fromkeys(m.format for r in results for m in r.formats))
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+    panels = [
+        (figure.add_subplot(1, len(results), i + 1), result) for i, result in enumerate(results)
+    ]  # all exist before labels are placed: the layout depends on every panel
+    points = [_panel(axes, result, colours) for axes, result in panels]
+    figure.suptitle(title, fontsize=11)
+    figure.draw_without_rendering()  # fixes the layout, in whose pixels the labels are placed
+    for (axes, _), here in zip(panels, points, strict=True):
+        _label(axes, here, colours)
+    figure.savefig(path, dpi=150)
+
+
+def _panel(axes: Any, result: ModelResult, colours: dict[str, str]) -> dict[str, tuple[float, float]]:
+    """Draw the points of a model; returns where the formats lie."""
+    known = [m for m in result.formats if m.kl is not None and m.bytes_per_token is not None]
+    # A KL of 0 has no place on a log axis: the reference, and whatever equals it, lies on the floor.
+    seen = [m.kl for m in known if m.kl]
+    floor = 10.0 ** math.floor(math.log10(min(seen, default=1e-6)) - 0.3)
+    top = 10.0 ** math.ceil(math.log10(max(seen, default=1e-3)) + 0.3)
+    points = {m.format: (float(m.bytes_per_token or 0), m.kl or floor) for m in known}
+    for name, (x, y) in points.items():
+        hollow = y == floor
+        axes.plot(
+            x, y, "o", color=colours[name], markersize=9, markerfacecolor="white" if hollow else colours[name],
+            markeredgewidth=2 if hollow else 0, clip_on=False, zorder=3,
+        )  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_ylim(floor, top)
+    axes.set_xlim(0, 1.25 * max((x for x, _ in points.values()), default=1.0))
+    axes.set_xlabel("bytes per token, all layers (less is smaller)")
+    axes.set_ylabel("KL divergence from the bf16 cache, nats per byte")
+    axes.set_title(TITLES[result.model], fontsize=11)
+    axes.grid(True, which="major", color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    return points
+
+
+def _label(axes: Any, points: dict[str, tuple[float, float]], colours: dict[str, str]) -> None:
+    """Name each point at the first spot around it where nothing lies yet."""
+    renderer = axes.figure.canvas.get_renderer()
+    dots = [axes.transData.transform(p) for p in points.values()]
+    frame, taken = axes.get_window_extent(renderer), []
+    for name, point in points.items():
+        label = f"{name} (reference)" if name == REFERENCE else name
+        text = None
+        for dx, dy in _SPOTS:
+            if text is not None:
+                text.remove()
+            text = axes.annotate(
+                label, point, (9 * dx, 11 * dy), textcoords="offset points", color=colours[name], fontsize=10,
+                ha={1: "left", 0: "center", -1: "right"}[dx], va={0: "center"}.get(dy, "bottom" if dy > 0 else "top"),
+            )  # fmt: skip
+            extent = text.get_window_extent(renderer)
+            near = extent.expanded(1.02, 1.1)
+            clear = not any(near.overlaps(other) for other in taken)
+            clear = clear and not any(near.contains(*dot) for dot in dots)
+            if clear and frame.x0 <= extent.x0 and extent.x1 <= frame.x1 and extent.y1 <= frame.y1:
+                break
+        if text is not None:
+            taken.append(text.get_window_extent(renderer))
