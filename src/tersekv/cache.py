@@ -210,7 +210,8 @@ class PagedKVCache:
                 )
                 pair.append([p if p is None or layout == "NHD" else p.transpose(1, 2) for p in parts])
             (k, ks), (v, vs) = pair
-            assert k is not None and v is not None  # codes always exist; only stored scales may not
+            assert k is not None  # codes always exist; only stored scales may not
+            assert v is not None
             layers.append(PagedKVLayer(k, v, format, k_scale, v_scale, ks, vs))
         return cls(layers, head_dim, dv)
 

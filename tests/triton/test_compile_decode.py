@@ -69,6 +69,20 @@ def test_compiles_elsewhere(fmt, arch, page_size):
     assert split["shared"] <= (65536 if arch == "gfx942" else 101376)
 
 
+@pytest.mark.parametrize("out", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3 out", "e5m2 out"])
+@pytest.mark.parametrize("arch", [80, 89, 90, "gfx942"])
+def test_fp8_queries_and_outputs(arch, out):
+    call = call_of("fp8_e4m3", drafts=2)
+    split, merge = compiled(call._replace(q=call.q.to(torch.float8_e4m3fn), out=call.out.to(out)), arch)
+    kind = "e4m3x2" if out == torch.float8_e4m3fn else "e5m2x2"
+    for k in (split, merge):
+        # Only sm_90 and newer have a cast that rounds fp32 to the nearest code; others compute it.
+        assert (f"cvt.rn.satfinite.{kind}.f32" in k.get("ptx", "")) == (arch == 90)
+        assert f"cvt.rn.satfinite.{kind}.f16x2" not in k.get("ptx", "")
+    if arch in (80, "gfx942"):
+        assert "f8E4M3FN" not in split["ttir"]
+
+
 def test_8_bit_codes_become_fp16_by_the_pair():
     """One conversion instruction for two codes, and no transposition of single bytes through shared memory."""
     split, _ = compiled(call_of("fp8_e4m3"), 90)

@@ -11,7 +11,7 @@ from compile_tools import compile_launch, record
 
 from tersekv import UnsupportedError, plan
 from tersekv.backends.triton import mla_prefill
-from tersekv.backends.triton.mla_prefill_tune import PrefillConfig, candidates
+from tersekv.backends.triton.mla_prefill_tune import AttentionTile, PrefillConfig, ProductTile, candidates
 from tersekv.cache import PagedLatentCache
 from tersekv.calls import MLAPrefillCall
 
@@ -59,16 +59,14 @@ def compiled(
 @pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
 def test_products_use_the_matrix_units_and_tiles_fit(arch):
     kernels = compiled(make(), arch)
-    assert set(kernels) == {
-        "prepare_kernel", "gather_kernel", "resident_kernel" if arch == 90 else "product_kernel", "attention_kernel",
-    }  # fmt: skip
+    assert set(kernels) == {"prepare_kernel", "gather_kernel", "product_kernel", "attention_kernel"}
     for name, k in kernels.items():
         assert k["shared"] <= SHARED[arch], name
         # Descriptor kernels for sm_120 have 8 bytes of stack; more would be spills.
         assert k["n_spills"] <= (0 if arch == 90 else 8), name
         assert name in ("prepare_kernel", "gather_kernel") or MATRIX[arch] in k["ptx"], name
-    product = next(k for n, k in kernels.items() if "product" in n or "resident" in n)
-    assert (("e4m3" in product["ptx"]) or ("f8f6f4" in product["ptx"])) == (arch >= 89)
+    product = kernels["product_kernel"]["ptx"]
+    assert ("e4m3" in product or "f8f6f4" in product) == (arch >= 89)
 
 
 def test_amd_compiles():
@@ -83,13 +81,12 @@ def test_rotation_is_compiled_without_fused_multiply_adds():
 
 
 def test_fp8_products_on_hopper_start_every_128_columns_afresh_and_run_in_flight():
-    k = compiled(make(), 90, only="resident_kernel")["resident_kernel"]
-    sass = k["sass"]()
+    sass = compiled(make(), 90, only="product_kernel")["product_kernel"]["sass"]()
     products = [line for line in sass.splitlines() if "QGMMA" in line]
-    assert len(products) == 16  # 4 groups of 128 columns, 32 a time
-    assert sum("RZ" in line for line in products) == 4
-    # One wait for each group: where ptxas serialises products, each of them has a wait of its own.
-    assert sass.count("WARPGROUP.DEPBAR") == 4
+    assert len(products) == 4  # a step of 128 columns, 32 a time
+    assert sum("RZ" in line for line in products) == 1
+    # One wait for each step: where ptxas serialises products, each of them has a wait of its own.
+    assert sass.count("WARPGROUP.DEPBAR") == 1
     assert "UTMALDG" in sass
     assert "UTMASTG" in sass
 
@@ -106,13 +103,12 @@ def test_every_candidate_on_hopper_compiles_without_spills():
     call = make()
     attention, products = candidates(facts(call, 90))
     assert 2 <= len(attention) <= 4
-    assert 2 <= len(products) <= 6
+    assert 2 <= len(products) <= 4
     for tile in attention[1:]:
-        k = compiled(call, 90, PrefillConfig(tile, products[0], True), "attention")["attention_kernel"]
+        k = compiled(call, 90, PrefillConfig(tile, products[0], True, True), "attention")["attention_kernel"]
         assert (k["n_spills"], k["shared"] <= SHARED[90]) == (0, True), tile
     for tile in products[1:]:
-        name = "resident_kernel" if tile.resident else "product_kernel"
-        k = compiled(call, 90, PrefillConfig(attention[0], tile, True), name)[name]
+        k = compiled(call, 90, PrefillConfig(attention[0], tile, True, True), "product")["product_kernel"]
         assert (k["n_spills"], k["shared"] <= SHARED[90]) == (0, True), tile
 
 
@@ -132,7 +128,23 @@ def test_other_sizes_fit(arch, sizes):
         assert k["n_spills"] <= (0 if arch == 90 else 8), name
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+def test_the_measured_choices_come_first_on_hopper():
+    config = mla_prefill.configure(facts(make(), 90))
+    assert config == PrefillConfig(
+        AttentionTile(128, 64, 8, 3, True), ProductTile(64, 128, 128, 4, 3, True), native_fp8=True, native_casts=True
+    )
+
+
+def test_sm_89_multiplies_e4m3_but_rounds_to_it_by_bit_arithmetic():
+    call = make(format="fp8_e4m3")
+    config = mla_prefill.configure(facts(call, 89))
+    assert (config.native_fp8, config.native_casts) == (True, False)
+    for name in ("prepare", "gather"):  # sm_89 converts through fp16, rounded toward zero
+        assert "cvt.rn.satfinite.e4m3x2" not in compiled(call, 89, only=name)[f"{name}_kernel"]["ptx"]
+    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled(call, 90, only="gather")["gather_kernel"]["ptx"]
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"])
 def test_every_format_compiles(arch, format):
     call = make(format=format)
@@ -145,7 +157,7 @@ def test_several_chunks_launch_once_each_and_carry_their_state():
     call = make(chunks=3)
     launches = record(mla_prefill.run, call, mla_prefill.configure(facts(call, 90)))
     names = [fn.fn.__name__ for fn, *_ in launches]
-    assert names == ["prepare_kernel", *["gather_kernel", "resident_kernel", "attention_kernel"] * 3]
+    assert names == ["prepare_kernel", *["gather_kernel", "product_kernel", "attention_kernel"] * 3]
 
 
 @pytest.mark.parametrize(
@@ -170,9 +182,9 @@ def test_old_chips_and_the_cpu_are_refused():
 
 def test_unaligned_weights_and_odd_heads_go_without_descriptors():
     call = make(tokens=4, heads=2)
-    assert mla_prefill.configure(facts(call, 90)).product.resident
+    assert mla_prefill.configure(facts(call, 90)).product.tma
     weight = torch.empty(call.kv_b_proj.numel() + 8, dtype=torch.float8_e4m3fn)[8:].view(call.kv_b_proj.shape)
     off = mla_prefill.configure(facts(call._replace(kv_b_proj=weight), 90))
-    assert (off.product.tma, off.product.resident, off.attention.tma) == (False, False, True)
+    assert (off.product.tma, off.attention.tma) == (False, True)
     odd = mla_prefill.configure(facts(make(tokens=4, heads=2, nope=96, dim_v=96), 90))
     assert (odd.product.tma, odd.attention.tma) == (True, False)

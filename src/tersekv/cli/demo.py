@@ -28,7 +28,7 @@ NONE = "none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, "tersekv-demo", 8192)
+    add_common(parser, "tersekv-demo", 4096)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,6 +47,10 @@ def add_common(parser: argparse.ArgumentParser, stem: str, tokens: int) -> None:
     parser.add_argument(
         "--calibrate", action="store_true",
         help="scales of fp8_e4m3, fp8_e5m2 and nvfp4 from the largest values in the bf16 cache; default: 1.0",
+    )  # fmt: skip
+    parser.add_argument(
+        "--threads", type=_positive, default=1,
+        help="CPU threads; default: 1, since threads that wait for each other make small models slow on a busy machine",
     )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", default=f"{stem}.json", help="results; default: %(default)s")
     parser.add_argument(
@@ -67,17 +71,26 @@ def show(args: argparse.Namespace, models: tuple[str, ...], tokens: Tensor, sour
     used = tokens[: args.tokens + 1]  # the first byte is only read
     what = f"{len(used) - 1} of {len(tokens) - 1} bytes of {source}"
     console.print(f"tersekv {__version__} on {device_name(args.device)}: {what}", highlight=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(args.threads)
     try:
         results = _measured(models, used, settings, args.formats, console)
     except UnsupportedError as e:
         Console(stderr=True).print(f"tersekv {args.command}: {e}", markup=False, soft_wrap=True)
         return 1
+    finally:
+        torch.set_num_threads(before)
     seconds = time.perf_counter() - start
     for result in results:
         console.print(table(result))
         console.print(samples(result), highlight=False)
         console.print()
-    options = {"tokens": len(used) - 1, "calibrate": args.calibrate, "page_size": settings.page_size}
+    options = {
+        "tokens": len(used) - 1,
+        "calibrate": args.calibrate,
+        "page_size": settings.page_size,
+        "threads": args.threads,
+    }
     stored = {
         "command": args.command, "text": source, "options": {**options, "dtype": str(settings.dtype).split(".")[-1]},
         "environment": environment(args.device), "seconds": round(seconds, 2), "models": as_json(results),

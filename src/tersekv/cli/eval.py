@@ -17,7 +17,7 @@ BOTH = "both"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", metavar="FILE", required=True, help="any file; each byte is a token")
     parser.add_argument("--model", choices=(*RUNNERS, BOTH), default=BOTH, help="default: %(default)s")
-    add_common(parser, "tersekv-eval", 8192)
+    add_common(parser, "tersekv-eval", 4096)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -131,7 +131,8 @@ def run_format(
     pieces = windows(tokens, model.config.train_context)
     longest = max(len(pieces[0]), len(prompt) + settings.generate)
     paged = runner(name, model, format, settings.batch, longest, settings.page_size, scales)
-    label, logits, largest = f"{name} {format}", [], None
+    label, largest = f"{name} {format}", None
+    logits: list[Tensor] = []
     for i in range(0, len(pieces), settings.batch):
         some = dict(enumerate(pieces[i : i + settings.batch]))
         for step in score(paged, {r: piece[:-1] for r, piece in some.items()}, settings.chunk, logits):

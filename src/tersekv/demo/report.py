@@ -21,11 +21,14 @@ _SPOTS = ((1, 0), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1), 
 
 def table(result: ModelResult) -> Table:
     """A row per format."""
-    title = f"{TITLES[result.model]}: {result.bytes_scored} bytes, up to {result.context} in the cache"
-    t = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    t.add_column("format", no_wrap=True)
-    for name in ("bytes/token", "smaller", "perplexity", "KL, nats/byte", "same top-1", "tokens/s"):
-        t.add_column(name, justify="right", no_wrap=True)
+    title = f"{TITLES[result.model]}: {result.bytes_scored} bytes, context {result.context}"
+    t = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
+    t.add_column("\nformat", no_wrap=True)
+    heads = ("bytes/\ntoken", "times\nsmaller", "per-\nplexity", "KL, nats\nper byte", "same\ntop-1", "tokens\nper s")
+    for head in heads:  # in two lines: the table fits into 80 columns
+        t.add_column(head, justify="right", no_wrap=True)
     for m in result.formats:
         t.add_row(m.format, *_cells(m))
     return t
@@ -33,8 +36,8 @@ def table(result: ModelResult) -> Table:
 
 def _cells(m: Measured) -> list[str]:
     if m.unsupported is not None or m.perplexity is None or m.kl is None or m.top1 is None:
-        return ["unsupported", *["-"] * 5]
-    kl = "reference" if m.format == REFERENCE else f"{m.kl:.1e}"
+        return ["refused", *["-"] * 5]
+    kl = "(ref.)" if m.format == REFERENCE else f"{m.kl:.1e}"
     speed = "-" if m.tokens_per_s is None else f"{m.tokens_per_s:.0f}"
     return [str(m.bytes_per_token), f"{m.times_smaller:.2f}x", f"{m.perplexity:.4f}", kl, f"{m.top1:.2%}", speed]
 
@@ -45,16 +48,14 @@ def samples(result: ModelResult) -> RenderableType:
     for m in result.formats:
         if m.sample is not None:
             writers.setdefault(m.sample, []).append(m)
-    lines = [Text.assemble(("prompt  ", "bold"), "… ", _one_line(result.prompt[-56:]))]
-    grid = Table.grid(padding=(0, 2))
+    lines = [Text.assemble("After “… ", _one_line(result.prompt[-40:].lstrip()), "” they write:")]
     for written, who in writers.items():
-        grid.add_row(Text(", ".join(m.format for m in who), style="bold"), _one_line(written))
-    refused = [
-        Text(f"{m.format} is unsupported here: {m.unsupported}", style="yellow")
-        for m in result.formats
-        if m.unsupported is not None
-    ]
-    return Group(*lines, grid, *refused)
+        lines.append(Text(f"  {_one_line(written)}", style="bold"))
+        lines.append(Text(f"      {', '.join(m.format for m in who)}"))
+    for m in result.formats:
+        if m.unsupported is not None:
+            lines.append(Text(f"{m.format} is refused: {m.unsupported}", style="yellow"))
+    return Group(*lines)
 
 
 def _one_line(written: str) -> str:
@@ -123,9 +124,10 @@ def _label(axes: Any, points: dict[str, tuple[float, float]], colours: dict[str,
     """Name each point at the first spot around it where nothing lies yet."""
     renderer = axes.figure.canvas.get_renderer()
     dots = [axes.transData.transform(p) for p in points.values()]
-    frame, taken = axes.get_window_extent(renderer), []
+    frame = axes.get_window_extent(renderer)
+    taken: list[Any] = []
     for name, point in points.items():
-        label = f"{name} (reference)" if name == REFERENCE else name
+        label = f"{name} (reference, KL = 0)" if name == REFERENCE else name
         text = None
         for dx, dy in _SPOTS:
             if text is not None:
@@ -138,7 +140,7 @@ def _label(axes: Any, points: dict[str, tuple[float, float]], colours: dict[str,
             near = extent.expanded(1.02, 1.1)
             clear = not any(near.overlaps(other) for other in taken)
             clear = clear and not any(near.contains(*dot) for dot in dots)
-            if clear and frame.x0 <= extent.x0 and extent.x1 <= frame.x1 and extent.y1 <= frame.y1:
+            if clear and frame.x0 <= extent.x0 and extent.x1 <= frame.x1 and frame.y0 < near.y0 and near.y1 < frame.y1:
                 break
         if text is not None:
             taken.append(text.get_window_extent(renderer))

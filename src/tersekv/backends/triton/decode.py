@@ -15,6 +15,7 @@ from .decode_kernels import META_FIELDS, decode_kernel, merge_kernel
 from .decode_tune import Tiles, tiles
 
 _OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
+_OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _MAX_DESCRIPTORS = 1024  # caches of a plan whose descriptors are kept: a model has some hundred layers
 _CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8", torch.uint8: "nvfp4"}
 
@@ -30,6 +31,7 @@ class Constants:
     BYTES: bool  # e4m3 block scales come as uint8 and are converted by hand
     ASM: bool  # unpack by PTX
     BF16: bool  # multiply in bf16; else fp16
+    Q_BYTES: bool  # the query is e4m3 and comes as bytes
     HEADS: int
     GROUP: int
     D: int
@@ -65,6 +67,7 @@ class Constants:
     V_T_STRIDE: int
     OUT_T: bool
     OUT_MAX: float
+    OUT_KIND: str  # "e4m3" or "e5m2": the output is written as bytes, by bit arithmetic; "float": by the chip's cast
     K_FACTOR: float
     V_FACTOR: float
     PART_COLUMNS: int
@@ -131,6 +134,7 @@ def _format(f: SimpleNamespace, fmt: KVFormat, parts: int) -> dict[str, Any]:
         "BYTES": by_hand,
         "ASM": launch.has_ptx(f) and not (fmt.storage == torch.float8_e4m3fn and by_hand),
         "BF16": fmt.storage == torch.bfloat16,
+        "Q_BYTES": by_hand and f.q.dtype == torch.float8_e4m3fn,
         "K_FACTOR": left_over,
         "V_FACTOR": left_over,
     }
@@ -183,6 +187,7 @@ def _features(f: SimpleNamespace) -> dict[str, Any]:
         "V_T_STRIDE": _per_head(f.v_scale_t),
         "OUT_T": f.out_scale_t is not None,
         "OUT_MAX": _OUT_MAX.get(f.out.dtype, 0.0),
+        "OUT_KIND": "float" if launch.rounds_to_fp8(f) else _OUT_KIND.get(f.out.dtype, "float"),
     }
 
 
@@ -210,15 +215,17 @@ def run(call: Any, config: Config) -> None:
     ks, vs = call.k_scale_cache, call.v_scale_cache
     if c.BYTES:
         ks, vs = launch.as_bytes(ks), launch.as_bytes(vs)
+    q = call.q.view(torch.uint8) if c.Q_BYTES else call.q
+    out = call.out if c.OUT_KIND == "float" else call.out.view(torch.uint8)
     *_, so_t, so_h, sl_t, sl_h = config.strides
     config.split(
-        (n,), call.q, *k, *v, ks, vs, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, call.out,
+        (n,), q, *k, *v, ks, vs, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, out,
         call.lse, part, call.softmax_scale, call.softmax_scale_t, call.k_scale, call.k_scale_t, call.v_scale,
         call.v_scale_t, call.out_scale, call.out_scale_t, call.softcap,
         call.seq_lens.shape[0], call.q.shape[0], *config.strides, c,
     )  # fmt: skip
     config.merge(
-        (n, config.merge_rows), call.sinks, call.out, call.lse, part, None, call.v_scale, call.v_scale_t,
+        (n, config.merge_rows), call.sinks, out, call.lse, part, None, call.v_scale, call.v_scale_t,
         call.out_scale, call.out_scale_t, so_t, so_h, sl_t, sl_h, c,
     )  # fmt: skip
 

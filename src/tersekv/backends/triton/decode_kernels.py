@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .decode_tiles import attend, load_query
+from .quant import cast
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -92,6 +93,13 @@ def saturate(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def output(x, OUT, c: tl.constexpr):
+    """fp32 → what OUT points to; fp8 saturates. Where the chip's casts do not give the nearest code, OUT is bytes."""
+    KIND: tl.constexpr = c.OUT_KIND
+    return cast(saturate(x, c.OUT_MAX), OUT.dtype.element_ty, KIND, False)
+
+
+@triton.jit
 def finish(m, l, h_scale, SINKS, heads, m_row, c: tl.constexpr):
     """(factor of the accumulator, LSE in natural log) of rows whose running base-2 maximum and sum are m, l."""
     seen = l != 0  # NaN counts as seen
@@ -112,9 +120,8 @@ def store_rows(OUT, acc, factor, tokens, heads, m_row, so_t, so_h, c: tl.constex
     o_d = tl.arange(0, c.BLOCK_DV)
     mask = (o_d < c.WORDS_V)[:, None] & m_row[None, :]
     for j in tl.static_range(PARTS):
-        value = saturate(acc[j] * factor[None, :], c.OUT_MAX)
         p_out = OUT + (tokens * so_t + heads * so_h)[None, :] + (c.PARTS * o_d + j)[:, None]
-        tl.store(p_out, value.to(OUT.dtype.element_ty), mask=mask)
+        tl.store(p_out, output(acc[j] * factor[None, :], OUT, c), mask=mask)
 
 
 @triton.jit
@@ -246,9 +253,7 @@ def merge_kernel(
             h_scale = scalar(v_scale, V_T, h * c.V_T_STRIDE, c.V_T) * scalar(out_scale, OUT_T, 0, c.OUT_T)
             factor, lse = finish(m, l, h_scale * c.V_FACTOR, SINKS, head, True, c)
             word = o_d % c.BLOCK_DV
-            value = saturate(acc * factor, c.OUT_MAX).to(OUT.dtype.element_ty)
-            tl.store(
-                OUT + token * so_t + head * so_h + c.PARTS * word + o_d // c.BLOCK_DV, value, mask=word < c.WORDS_V
-            )
+            p_out = OUT + token * so_t + head * so_h + c.PARTS * word + o_d // c.BLOCK_DV
+            tl.store(p_out, output(acc * factor, OUT, c), mask=word < c.WORDS_V)
             if c.HAS_LSE:
                 tl.store(LSE + token * sl_t + head * sl_h, lse)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import block_scales, unpack
+from .tiles import block_scales, e4m3_bytes_to_fp16, unpack
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -21,7 +21,10 @@ def load_query(Q, tokens, heads, m_row, sq_t, sq_h, c: tl.constexpr):
     parts = ()
     top = tl.full([c.ROWS], 0.0, tl.float32)
     for j in tl.static_range(PARTS):
-        x = tl.load(p_row[None, :] + (c.PARTS * o_d + j)[:, None], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(p_row[None, :] + (c.PARTS * o_d + j)[:, None], mask=mask, other=0.0)
+        if c.Q_BYTES:
+            x = e4m3_bytes_to_fp16(x)
+        x = x.to(tl.float32)
         top = tl.maximum(top, tl.max(tl.abs(x), 0))
         parts = parts + (x,)
     out = ()

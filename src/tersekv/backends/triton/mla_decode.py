@@ -17,6 +17,7 @@ from .mla_decode_tune import Tiles, tiles
 
 MAX_RANK, MAX_ROPE = 512, 128
 _OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
+_OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
 
@@ -61,6 +62,7 @@ class Constants:
     V_T: bool
     OUT_T: bool
     OUT_MAX: float
+    OUT_KIND: str  # "e4m3" or "e5m2": the output is written as bytes, by bit arithmetic; "float": by the chip's cast
     PART_COLUMNS: int
     MERGE_COLUMNS: int
     MERGE_PIECES: int = 16
@@ -97,8 +99,6 @@ def why_not(f: SimpleNamespace) -> str | None:
             return f"wants {name} with strides of whole 16-bit words, got {list(x.stride)}"
     if f.q_nope.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
-    if f.out.dtype == torch.float8_e4m3fn and launch.e4m3_by_hand(f):
-        return "wants an out that is not float8_e4m3fn on a chip without that type"
     return None
 
 
@@ -155,6 +155,7 @@ def configure(f: SimpleNamespace) -> Config:
         V_T=f.kv_scale_t is not None,
         OUT_T=f.out_scale_t is not None,
         OUT_MAX=_OUT_MAX.get(f.out.dtype, 0.0),
+        OUT_KIND="float" if launch.rounds_to_fp8(f) else _OUT_KIND.get(f.out.dtype, "float"),
         PART_COLUMNS=parts * block_dv + 2,
         MERGE_COLUMNS=parts * block_dv,
     )
@@ -185,15 +186,16 @@ def run(call: Any, config: Config) -> None:
         q_nope, q_pe = q_nope.view(torch.uint8), q_pe.view(torch.uint8)
     box_c = _descriptor(ckv, config.boxes[0], c.TILE, c.CHUNK) if config.boxes else None
     box_p = _descriptor(kpe, config.boxes[1], c.TILE, c.BLOCK_R) if config.boxes else None
+    out = call.out if c.OUT_KIND == "float" else call.out.view(torch.uint8)
     *_, so_t, so_h, sl_t, sl_h = config.strides
     mla_decode_kernel[(n,)](
         q_nope, q_pe, ckv, kpe, box_c, box_p, call.ckv_scale_cache, call.page_table, call.seq_lens,
-        call.cu_seqlens_q, call.out, call.lse, part, meta, call.softmax_scale, call.softmax_scale_t, call.kv_scale, call.kv_scale_t,
+        call.cu_seqlens_q, out, call.lse, part, meta, call.softmax_scale, call.softmax_scale_t, call.kv_scale, call.kv_scale_t,
         call.out_scale, call.out_scale_t, call.seq_lens.shape[0], call.out.shape[0], *config.strides, c,
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
     )  # fmt: skip
     merge_kernel[(n, config.merge_rows)](
-        None, call.out, call.lse, part, meta, call.kv_scale, call.kv_scale_t, call.out_scale, call.out_scale_t,
+        None, out, call.lse, part, meta, call.kv_scale, call.kv_scale_t, call.out_scale, call.out_scale_t,
         so_t, so_h, sl_t, sl_h, c, num_warps=4,
     )  # fmt: skip
 

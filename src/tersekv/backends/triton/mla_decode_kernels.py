@@ -17,9 +17,9 @@ from .decode_kernels import (
     META_FIELDS,
     finish,
     locate,
+    output,
     request_tiles,
     row_places,
-    saturate,
     scalar,
     share,
     zero_padding,
@@ -312,9 +312,8 @@ def store_rows(OUT, acc, factor, tokens, heads, m_row, so_t, so_h, c: tl.constex
         o_w = i * c.CHUNK + tl.arange(0, c.CHUNK)
         mask = (o_w < c.WORDS_V)[:, None] & m_row[None, :]
         for j in tl.static_range(PARTS):
-            value = saturate(acc[i * c.PARTS + j] * factor[None, :], c.OUT_MAX)
             p_out = OUT + (tokens * so_t + heads * so_h)[None, :] + (c.PARTS * o_w + j)[:, None]
-            tl.store(p_out, value.to(OUT.dtype.element_ty), mask=mask)
+            tl.store(p_out, output(acc[i * c.PARTS + j] * factor[None, :], OUT, c), mask=mask)
 
 
 @triton.jit

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from ...formats import KVFormat
 from . import launch
 
-_SMALL_SHARED = (86, 87, 89)  # 99 KB of shared memory a block; sm_12x too
 
 
 class Tiles(NamedTuple):
@@ -30,7 +29,8 @@ class Tiles(NamedTuple):
 
 def tiles(f: SimpleNamespace, fmt: KVFormat) -> Tiles:
     codes = fmt.storage.itemsize == 1
-    small = f.arch is None or f.arch in _SMALL_SHARED or f.arch >= 120
+    # Less shared memory (99 KB on sm_86, 89 and 120), and no wgmma, whose accumulators cost least.
+    small = f.arch is None or f.arch < 90 or f.arch >= 120
     rows = max(16, min(32 if small else 64, launch.next_power_of_2(max(f.max_q_len * f.q_nope.shape[1], 1))))
     page = f.ckv.shape[1]
     tile = 32 if codes or not small else 16

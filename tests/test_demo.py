@@ -1,0 +1,291 @@
+"""`tersekv demo` and `tersekv eval`: the demo models through the paged cache, and what is made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import pytest
+import torch
+
+from tersekv import KV_FORMATS, LATENT_FORMATS, UnsupportedError, kv_bytes_per_token, latent_bytes_per_token
+from tersekv.cli import main
+from tersekv.demo import measure as tool
+from tersekv.demo import report, text
+from tersekv.demo.attend import RUNNERS
+from tersekv.demo.measure import Measured, ModelResult, Settings, measure, runner, windows
+from tersekv.demo.models import load
+
+QUICK = Settings(chunk=96, batch=2, generate=5, prompt=40)
+NAMES = tuple(RUNNERS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def heldout():
+    return text.encode(text.heldout_text())
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(name):
+    return load(name)
+
+
+@pytest.fixture(scope="module")
+def measured(name, heldout):
+    return measure(name, heldout[:601], QUICK)
+
+
+@torch.inference_mode()
+def logits(paged, tokens, chunk):
+    return torch.cat([paged.step({"r": part}) for part in tokens.split(chunk)])
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 48, 200])
+def test_the_paged_path_equals_dense_attention_whatever_the_chunk(name, model, heldout, chunk):
+    tokens = heldout[:150]
+    paged = runner(name, model, "fp16", 1, len(tokens), page_size=16)
+    assert distance(logits(paged, tokens, chunk), model(tokens)) < 2e-3
+
+
+def test_requests_of_uneven_length_do_not_disturb_each_other(name, model, heldout):
+    long, short = heldout[:100], heldout[500:561]
+    paged = runner(name, model, "fp16", 2, 100, page_size=16)
+    with torch.inference_mode():
+        paged.step({"long": long[:40], "short": short[:33]})
+        both = paged.step({"long": long[40:], "short": short[33:]})
+    assert distance(both[:60], model(long)[40:]) < 2e-3
+    assert distance(both[60:], model(short)[33:]) < 2e-3
+
+
+def test_stale_rows_of_the_cache_reach_no_output(name, model, heldout):
+    tokens = heldout[:70]
+    paged = runner(name, model, "fp16", 2, len(tokens), page_size=16)
+    for layer in paged.cache.layers:
+        for rows in (layer.k, layer.v) if name == "llama" else (layer.ckv, layer.kpe):
+            rows.fill_(torch.nan)
+    assert logits(paged, tokens, 32).isfinite().all()
+
+
+def test_windows_score_every_byte_but_the_first_once():
+    for n in (2, 9, 10, 17):
+        pieces = windows(torch.arange(n), 8)
+        assert torch.cat([p[1:] for p in pieces]).tolist() == list(range(1, n))
+        assert all(2 <= len(p) <= 9 for p in pieces)
+
+
+def test_perplexity_is_the_dense_models(name, model, heldout, measured):
+    bits = text.bits_per_byte(model, heldout[:601], context=600)
+    assert measured.formats[0].perplexity == pytest.approx(2**bits, rel=2e-3)
+
+
+def test_every_format_gives_finite_numbers_and_the_finer_is_closer(name, measured):
+    found = {m.format: m for m in measured.formats}
+    assert set(found) == set(KV_FORMATS if name == "llama" else LATENT_FORMATS)
+    for m in found.values():
+        assert m.unsupported is None
+        assert torch.tensor([m.perplexity, m.kl, m.top1, m.tokens_per_s, m.times_smaller]).isfinite().all()
+        assert 0 <= m.kl < 0.1
+        assert 0.8 < m.top1 <= 1
+        assert len(m.sample) == QUICK.generate
+    assert (found["bf16"].kl, found["bf16"].top1, found["bf16"].same) == (0.0, 1.0, QUICK.generate)
+    assert 0 < found["fp16"].kl < 1e-4 < found["fp8_e4m3"].kl < found["fp8_e5m2"].kl
+    if name == "llama":
+        assert found["int8_per_token_head"].kl < found["fp8_per_token_head"].kl < found["nvfp4"].kl
+    else:
+        assert found["fp8_ds_mla"].kl < found["fp8_e4m3"].kl
+
+
+def test_sizes_are_those_of_the_formats(name, model, measured):
+    c = model.config
+    for m in measured.formats:
+        if name == "llama":
+            one = kv_bytes_per_token(m.format, c.num_kv_heads, c.head_dim)
+        else:
+            one = latent_bytes_per_token(m.format, c.kv_lora_rank, c.qk_rope_head_dim)
+        assert m.bytes_per_token == c.num_layers * one
+        assert m.times_smaller == measured.formats[0].bytes_per_token / m.bytes_per_token
+
+
+def test_the_reference_is_measured_even_if_not_asked_for(heldout):
+    result = measure("llama", heldout[:60], QUICK, ["nvfp4"])
+    assert [m.format for m in result.formats] == ["bf16", "nvfp4"]
+
+
+def test_calibration_sets_the_scales_so_that_the_largest_value_just_fits(name, heldout, monkeypatch):
+    seen = {}
+    original = tool.run_format
+
+    def spy(name, model, format, tokens, prompt, settings, scales, tick):
+        run = original(name, model, format, tokens, prompt, settings, scales, tick)
+        seen[format] = (scales, run.largest)
+        return run
+
+    monkeypatch.setattr(tool, "run_format", spy)
+    wanted = ["fp8_e4m3", "fp16", "nvfp4", "fp8_ds_mla"]
+    measure(name, heldout[:60], dataclasses.replace(QUICK, calibrate=True), wanted)
+    largest = seen["bf16"][1]
+    assert all(x > 0 for layer in largest for x in layer)
+    assert seen["bf16"][0] is None
+    assert seen["fp8_e4m3"][0] == [tuple(x / 448.0 for x in layer) for layer in largest]
+    assert all(x == 1.0 for layer in seen["fp16"][0] for x in layer)
+    if name == "llama":
+        assert seen["nvfp4"][0] == [tuple(x / (6 * 448.0) for x in layer) for layer in largest]
+
+
+def test_a_format_without_a_kernel_is_told_not_hidden(heldout, monkeypatch):
+    original = tool.run_format
+
+    def refuse(name, model, format, *rest):
+        if format == "nvfp4":
+            raise UnsupportedError("decode has no backend for nvfp4")
+        return original(name, model, format, *rest)
+
+    monkeypatch.setattr(tool, "run_format", refuse)
+    result = measure("llama", heldout[:40], QUICK, ["fp16", "nvfp4"])
+    assert result.formats[-1] == Measured("nvfp4", unsupported="decode has no backend for nvfp4")
+    assert "nvfp4 is refused: decode has no backend" in printed(report.samples(result))
+    assert "refused" in printed(report.table(result))
+
+
+def printed(what) -> str:
+    from rich.console import Console
+
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(what)
+    return capture.get()
+
+
+def test_the_table_fits_into_80_columns(measured):
+    out = printed(report.table(measured))
+    assert "…" not in out
+    assert all(m.format in out for m in measured.formats)
+
+
+def test_equal_samples_share_a_line():
+    rows = [Measured("bf16", sample="a\nb"), Measured("fp16", sample="a\nb"), Measured("nvfp4", sample="c")]
+    lines = printed(report.samples(ModelResult("llama", 9, 9, "p", rows))).splitlines()
+    assert [line.strip() for line in lines[1:]] == ["a↵b", "bf16, fp16", "c", "nvfp4"]
+
+
+def test_json_has_no_number_that_json_cannot_say():
+    row = Measured("bf16", tokens_per_s=float("nan"), kl=0.0)
+    [told] = report.as_json([ModelResult("llama", 9, 9, "p", [row])])
+    assert told["formats"][0]["tokens_per_s"] is None
+    assert told["formats"][0]["kl"] == 0.0
+    json.dumps(told, allow_nan=False)
+
+
+def test_labels_of_the_picture_do_not_overlap(tmp_path, measured):
+    from matplotlib.figure import Figure
+
+    figures = []
+    original = Figure.savefig
+    Figure.savefig = lambda self, *a, **k: (figures.append(self), original(self, *a, **k))
+    try:
+        report.plot([measured], "title", str(tmp_path / "p.png"))
+    finally:
+        Figure.savefig = original
+    [axes] = figures[0].axes
+    boxes = [t.get_window_extent() for t in axes.texts]
+    assert len(boxes) == len(measured.formats)
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+ROW_KEYS = {f.name for f in dataclasses.fields(Measured)}
+
+
+def test_demo_prints_tables_and_writes_json_and_picture(tmp_path, capsys):
+    stored, picture = tmp_path / "d.json", tmp_path / "d.png"
+    argv = ("--tokens", "80", "--formats", "fp8_e4m3,nvfp4", "--json", str(stored), "--plot", str(picture))
+    assert main.main(("demo", "--device", "cpu", *argv)) == 0
+    out = capsys.readouterr().out
+    assert "80 of " in out
+    assert "Llama-style" in out
+    assert "DeepSeek-style" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    data = json.loads(stored.read_text())
+    assert set(data) == {"command", "text", "options", "environment", "seconds", "models"}
+    assert data["command"] == "demo"
+    assert data["options"]["dtype"] == "float32"
+    assert [m["model"] for m in data["models"]] == list(NAMES)
+    assert [[f["format"] for f in m["formats"]] for m in data["models"]] == [
+        ["bf16", "fp8_e4m3", "nvfp4"],
+        ["bf16", "fp8_e4m3"],
+    ]
+    for m in data["models"]:
+        assert m["bytes_scored"] == 80
+        assert m["reference"] == "bf16"
+        assert all(set(f) == ROW_KEYS for f in m["formats"])
+
+
+def test_eval_measures_any_file_of_at_least_two_bytes(tmp_path, capsys):
+    file, stored = tmp_path / "x.bin", tmp_path / "x.json"
+    file.write_bytes(bytes([255, 0, 7]))
+    argv = ("--text", str(file), "--model", "llama", "--formats", "nvfp4", "--json", str(stored), "--plot", "none")
+    assert main.main(("eval", "--device", "cpu", *argv)) == 0
+    assert "2 of 2 bytes of x.bin" in capsys.readouterr().out
+    [told] = json.loads(stored.read_text())["models"]
+    assert told["bytes_scored"] == 2
+    assert list(tmp_path.glob("*.png")) == []
+
+
+def test_without_matplotlib_the_picture_is_left_out_and_that_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    file = tmp_path / "x.txt"
+    file.write_text("for key in d: print(key)")
+    argv = ("--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png"))
+    assert main.main(("eval", "--text", str(file), "--formats", "fp16", "--device", "cpu", *argv)) == 0
+    assert "no picture: it needs matplotlib" in capsys.readouterr().out
+    assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("demo", "--formats", "fp3"), "want some of bf16,"),
+        (("demo", "--tokens", "0"), "want a positive number, got '0'"),
+        (("demo", "--plot", "x.txt"), "want a name ending in .png"),
+        (("demo", "--json", "no/such/folder/x.json"), "--json no/such/folder/x.json: want a file in a folder"),
+        (("demo", "--device", "cuda:99"), "--device cuda:99:"),
+        (("eval",), "--text"),
+        (("eval", "--text", "no-such-file"), "--text no-such-file: No such file"),
+        (("eval", "--text", __file__, "--model", "gpt"), "invalid choice: 'gpt'"),
+        (("eval", "--text", __file__, "--model", "deepseek", "--formats", "nvfp4"), "want a format of a model"),
+    ],
+    ids=lambda x: " ".join(x[:3]) if isinstance(x, tuple) else None,
+)
+def test_bad_arguments_exit_with_2_and_say_why(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main.main(argv)
+    except SystemExit as stop:  # argparse's own way out
+        code = stop.code
+    assert code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_empty_text_exits_with_2_and_says_why(tmp_path, capsys):
+    file = tmp_path / "one"
+    file.write_bytes(b"x")
+    assert main.main(("eval", "--text", str(file), "--device", "cpu")) == 2
+    assert "want at least 2 bytes, got 1" in capsys.readouterr().err
