@@ -38,7 +38,7 @@ def test_version(capsys):
     assert __version__ in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [(), ("nothing",), ("verify", "--op", "nothing"), ("verify", "--backend", "x")])
+@pytest.mark.parametrize("argv", [(), ("nothing",), ("verify", "--ops", "nothing"), ("verify", "--backend", "x")])
 def test_a_wrong_command_line_exits_with_2(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         run(*argv)
@@ -48,7 +48,7 @@ def test_a_wrong_command_line_exits_with_2(argv, capsys):
 
 def test_verify_prints_a_row_per_operation_and_format_and_writes_json(tmp_path, capsys):
     path = tmp_path / "results.json"
-    argv = ("--op", "append", "--op", "decode", "--format", "bf16", "--format", "nvfp4", "--quick", "--json", str(path))
+    argv = ("--ops", "append,decode", "--formats", "bf16,nvfp4", "--quick", "--json", str(path))
     assert run("verify", "--device", "cpu", *argv) == 0
     out = capsys.readouterr().out
     rows = [line.split()[:3] for line in out.splitlines() if line.strip().startswith(("append", "decode"))]

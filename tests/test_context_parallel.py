@@ -50,7 +50,7 @@ def test_ranks_agree_with_one_process(world, name):
 
 @pytest.mark.parametrize("dies", [True, False], ids=["dies", "hangs"])
 def test_a_rank_that_leaves_is_an_error_in_bounded_time(dies):
-    seconds, world = 4.0, 2
+    seconds, world = 3.0, 2
     with TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         ranks = [

@@ -284,8 +284,16 @@ def test_bad_arguments_exit_with_2_and_say_why(argv, message, capsys, tmp_path, 
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_an_empty_text_exits_with_2_and_says_why(tmp_path, capsys):
-    file = tmp_path / "one"
-    file.write_bytes(b"x")
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_text_with_nothing_to_score_exits_with_2_and_says_why(tmp_path, capsys, monkeypatch, size):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "short"
+    file.write_bytes(b"x" * size)
     assert main.main(("eval", "--text", str(file), "--device", "cpu")) == 2
-    assert "want at least 2 bytes, got 1" in capsys.readouterr().err
+    assert f"want at least 2 bytes, got {size}" in capsys.readouterr().err
+
+
+def test_a_model_without_a_wanted_format_is_left_out_and_that_is_said(tmp_path, capsys):
+    argv = ("--formats", "nvfp4", "--tokens", "20", "--json", str(tmp_path / "x.json"), "--plot", "none")
+    assert main.main(("demo", "--device", "cpu", *argv)) == 0
+    assert "deepseek is left out: its cache has none of nvfp4" in capsys.readouterr().out

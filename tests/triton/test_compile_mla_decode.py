@@ -13,6 +13,7 @@ from tersekv import plan
 from tersekv.backends.triton import mla_decode, mla_decode_tune
 from tersekv.cache import PagedLatentCache
 from tersekv.calls import MLADecodeCall
+from tersekv.formats import latent_format
 
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 BF16 = torch.bfloat16
@@ -122,7 +123,7 @@ def test_query_heads_are_dealt_in_blocks_that_read_the_same_tiles(heads, drafts,
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "bf16", "fp8_ds_mla"])
 def test_whole_rows_are_loaded_by_descriptors_where_pages_hold_tiles(format):
-    assert configure(make(format), 90).boxes[0][2] == 512 // configure(make(format), 90).constants.PARTS
+    assert configure(make(format), 90).boxes[0].columns == 512 // configure(make(format), 90).constants.PARTS
     assert configure(make(format, page=16), 90).constants.TMA
     assert not configure(make(format, page=24), 90).constants.TMA
     assert not configure(make(format), 80).constants.TMA
@@ -133,8 +134,6 @@ def test_whole_rows_are_loaded_by_descriptors_where_pages_hold_tiles(format):
 def test_candidates_begin_with_the_choice_and_are_few(format, heads):
     call = make(format, heads)
     f = plan.facts("mla_decode", call, 90)
-    from tersekv.formats import latent_format
-
     listed = mla_decode_tune.candidates(f, latent_format(format))
     assert listed[0] == mla_decode_tune.tiles(f, latent_format(format))
     assert len(listed) == len(set(listed)) <= 8

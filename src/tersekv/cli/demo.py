@@ -65,12 +65,15 @@ def show(args: argparse.Namespace, models: tuple[str, ...], tokens: Tensor, sour
     if obstacle:
         Console(stderr=True).print(f"tersekv {args.command}: {obstacle}", markup=False, soft_wrap=True)
         return 2
-    models = tuple(m for m in models if formats_of(m, args.formats))
+    idle = [m for m in models if not formats_of(m, args.formats)]
+    models = tuple(m for m in models if m not in idle)
     settings = Settings(device=args.device, calibrate=args.calibrate)
     console, start = Console(), time.perf_counter()
     used = tokens[: args.tokens + 1]  # the first byte is only read
     what = f"{len(used) - 1} of {len(tokens) - 1} bytes of {source}"
     console.print(f"tersekv {__version__} on {device_name(args.device)}: {what}", highlight=False)
+    for m in idle:
+        console.print(f"{m} is left out: its cache has none of {', '.join(args.formats)}", highlight=False)
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
@@ -82,9 +85,11 @@ def show(args: argparse.Namespace, models: tuple[str, ...], tokens: Tensor, sour
         torch.set_num_threads(before)
     seconds = time.perf_counter() - start
     for result in results:
-        console.print(table(result))
-        console.print(samples(result), highlight=False)
         console.print()
+        console.print(table(result))
+        console.print()
+        console.print(samples(result), highlight=False)
+    console.print()
     options = {
         "tokens": len(used) - 1,
         "calibrate": args.calibrate,

@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
         reason = f"tersekv eval: --text {args.text}: {e.strerror or e}"
         Console(stderr=True).print(reason, markup=False, soft_wrap=True)
         return 2
-    tokens = torch.tensor(list(data), dtype=torch.int64)
+    none = torch.empty(0, dtype=torch.uint8)
+    tokens = (torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else none).to(torch.int64)
     models = tuple(RUNNERS) if args.model == BOTH else (args.model,)
     return show(args, models, tokens, Path(args.text).name)

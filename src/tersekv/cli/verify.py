@@ -15,18 +15,18 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__, env
-from ..formats import KV_FORMATS, LATENT_FORMATS
 from ..plan import BACKENDS
-from ..testing.cases import OPS
+from ..testing.cases import OPS, cases
 from ..testing.verify import FAILED, PASSED, UNSUPPORTED, Result, verify
+from .arguments import names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    formats = tuple(dict.fromkeys([*KV_FORMATS, *LATENT_FORMATS]))
+    formats = tuple(dict.fromkeys(c.format for c in cases()))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--backend", choices=BACKENDS, help="default: the one that a call gets on this device")
-    parser.add_argument("--op", action="append", choices=OPS, help="only this operation; may be repeated")
-    parser.add_argument("--format", action="append", choices=formats, help="only this format; may be repeated")
+    parser.add_argument("--ops", type=names(OPS), help=f"comma-separated, of {', '.join(OPS)}")
+    parser.add_argument("--formats", type=names(formats), help=f"comma-separated, of {', '.join(formats)}")
     parser.add_argument("--quick", action="store_true", help="one or two cases per operation and format")
     parser.add_argument("--json", metavar="FILE", help="write every result to FILE")
 
@@ -39,9 +39,8 @@ def run(args: argparse.Namespace) -> int:
         Console(stderr=True).print(obstacle, markup=False, soft_wrap=True)
         return 2
     results = []
-    ops, formats = (None if given is None else tuple(given) for given in (args.op, args.format))
     with console.status("verifying") as status:
-        for r in verify(args.device, args.backend, ops=ops, formats=formats, quick=args.quick):
+        for r in verify(args.device, args.backend, ops=args.ops, formats=args.formats, quick=args.quick):
             results.append(r)
             status.update(f"{r.case.id}: {r.status}")
     console.print(table(results, args.device))

@@ -107,6 +107,7 @@ class ContextParallel:
             sinks:       for the heads of q; each counts once, whatever the number of ranks
             mask:        None: drafts are causal; a mask raises UnsupportedError unless there is one rank
             out, lse:    [T, share, Dv] bf16 | fp16 | fp32, [T, share]; share: this rank's heads
+            backend:     of the attention; the merge is the oracle's for "torch", else the device's own
 
         Returns out, or (out, lse) with `return_lse`, for this rank's heads.
         """
@@ -167,6 +168,7 @@ class ContextParallel:
             page_table:  [B, max_pages]  pages of this rank
             seq_lens:    [B]  tokens on all ranks, the new ones included; the same on every rank
             out, lse:    [T, share, L] bf16 | fp16 | fp32, [T, share]; share: this rank's heads
+            backend:     of the attention; the merge is the oracle's for "torch", else the device's own
 
         Each draft row reads the rank's tokens by itself. Returns out, or (out, lse) with `return_lse`, for this
         rank's heads.

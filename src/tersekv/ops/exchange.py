@@ -73,6 +73,8 @@ class Exchange:
             x = self._take(self._buffers(t, given, sum(p.shape[2] for p in parts), dv, parts[0].dtype), out.device)
             if self.sharded_q:
                 parts = self._gather_queries(x, parts)
+            # `backend` names the attention's; not every one of them has a merge, but the oracle must run everywhere.
+            backend = "torch" if backend == "torch" else None
             merge = self._all_to_all if self.how == "all_to_all" else self._reduce_scatter
             merge(x, lambda o, s: attend(parts, o[:, :heads], s[:, :heads]), sinks, out, lse, backend)
         return (out, lse) if return_lse else out

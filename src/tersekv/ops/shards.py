@@ -163,7 +163,8 @@ def _rows(rows: int, n: Tensor, cu: Tensor | None) -> tuple[Tensor, Tensor, Tens
 def _prefix_bits(count: Tensor, drafts: int) -> Tensor:
     """Masks [T, W] uint16 whose first count[t] bits are set."""
     words = torch.arange(0, 32 * -(-drafts // 32), 16, device=count.device)
-    return ((1 << (count[:, None] - words).clamp(0, 16)) - 1).to(torch.uint16)
+    bits = (1 << (count[:, None] - words).clamp(0, 16)) - 1
+    return bits.to(torch.int16).view(torch.uint16)  # few devices convert to uint16; the low bits are the same
 
 
 def token_pages(layer: PagedKVLayer) -> tuple[PagedKVLayer, int]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...formats import E4M3_MAX, E5M2_MAX, LATENT_GROUP, latent_format
+from ...formats import E4M3_MAX, E5M2_MAX, GROUP, LATENT_GROUP, KVFormat, latent_format
 from . import launch
 from .decode_kernels import META_FIELDS, merge_kernel
 from .mla_decode_kernels import mla_decode_kernel
@@ -18,6 +18,7 @@ from .mla_decode_tune import Tiles, tiles
 MAX_RANK, MAX_ROPE = 512, 128
 _OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
 _OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_MAX_DESCRIPTORS = 1024  # caches of a plan whose descriptors are kept: a model has some hundred layers
 _CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
 
@@ -72,14 +73,22 @@ class Constants:
     V_FACTOR: float = 1.0
 
 
+class Box(NamedTuple):
+    """A matrix that a descriptor reads, in 16-bit words."""
+
+    rows: int
+    pitch: int
+    columns: int
+
+
 class Config(NamedTuple):
     constants: Constants
     num_programs: int
     merge_rows: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None
-    boxes: tuple[tuple[int, int, int], ...]  # of ckv and kpe: rows, row pitch and columns; empty: pointers
+    split: launch.Launch
+    merge: launch.Launch
+    descriptors: dict[tuple[int, int], tuple]  # the kernel's arguments for ckv and kpe, by their addresses
+    boxes: tuple[Box, ...]  # of ckv and kpe; empty: pointers
     strides: tuple[int, ...]
     empty: bool
 
@@ -104,71 +113,89 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> Config:
     fmt = latent_format(f.format)
-    t: Tiles = tiles(f, fmt)
-    heads, rank, page = f.q_nope.shape[1], f.ckv.shape[2], f.ckv.shape[1]
-    parts, parts_r = 2 // fmt.storage.itemsize, 2 // f.kpe.dtype.itemsize
-    words, words_r = rank // parts, f.kpe.shape[2] // parts_r
-    block_dv = max(16, launch.next_power_of_2(words))
-    chunk = min(LATENT_GROUP // parts if fmt.scale == "group" else t.chunk, block_dv)
-    blocks = heads // t.rows if heads % t.rows == 0 and heads > 0 else 1
-    boxes = ()
-    if t.tma and page % t.tile == 0 and launch.has_tma(f):
-        found = _box(f.ckv, words), _box(f.kpe, words_r)
-        boxes = tuple(b for b in found if b is not None) if None not in found else ()
-    by_hand = launch.e4m3_by_hand(f)
+    t = tiles(f, fmt)
+    heads = f.q_nope.shape[1]
+    # Blocks of heads read the same rows side by side; where heads do not fill blocks, rows are cut into segments.
+    blocks = heads // t.rows if heads and heads % t.rows == 0 else 1
+    boxes = _boxes(f, t)
+    c = Constants(**_format(f, fmt), **_geometry(f, fmt, t, blocks, bool(boxes)), **_features(f))
+    options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.stages}
+    if launch.has_ptx(f):
+        options["maxnreg"] = t.max_registers
+    num_programs = max(launch.num_sms(f) * t.programs_per_sm // blocks, 1) * blocks
+    empty = 0 in f.q_nope.shape or f.seq_lens.shape[0] == 0
+    split, merge = launch.Launch(mla_decode_kernel, **options), launch.Launch(merge_kernel, num_warps=4)
+    return Config(c, num_programs, min(t.rows, f.max_q_len * c.GROUP), split, merge, {}, boxes, _strides(f), empty)
+
+
+def _format(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
+    by_hand, q = launch.e4m3_by_hand(f), f.q_nope.dtype
     bf16, bf16_r = (x.dtype == torch.bfloat16 for x in (f.ckv, f.kpe))
-    c = Constants(
-        CODE=_CODE.get(fmt.storage, "half"),
-        PARTS=parts,
-        PARTS_R=parts_r,
-        GROUP_SCALES=fmt.scale == "group",
-        ASM=launch.has_ptx(f) and not (fmt.storage == torch.float8_e4m3fn and by_hand),
-        BF16=bf16,
-        BF16_R=bf16_r,
-        TWO=bf16 and f.q_nope.dtype == torch.float16,
-        TWO_R=bf16_r and f.q_nope.dtype == torch.float16,
-        Q_SCALED=not bf16 and f.q_nope.dtype == torch.bfloat16,
-        Q_BYTES=by_hand and f.q_nope.dtype == torch.float8_e4m3fn,
-        HEADS=blocks,
-        GROUP=heads // blocks,
-        DV=rank,
-        WORDS_V=words,
-        WORDS_R=words_r,
-        BLOCK_DV=block_dv,
-        BLOCK_R=max(16, launch.next_power_of_2(words_r)),
-        CHUNK=chunk,
-        CHUNKS=-(-words // chunk),
-        PAGE=page,
-        TILE=t.tile,
-        ONE_PAGE=page % t.tile == 0,
-        TMA=bool(boxes),
-        FETCH=parts > 1 and not boxes,
-        C_PITCH=_pitch(f.ckv) if boxes else 0,
-        P_PITCH=_pitch(f.kpe) if boxes else 0,
-        ROWS=t.rows,
-        BLOCK_B=min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
-        MIN_TILES=t.min_tiles,
-        MAX_Q=f.max_q_len,
-        RAGGED=f.cu_seqlens_q is not None,
-        HAS_LSE=f.lse is not None,
-        SOFTMAX_T=f.softmax_scale_t is not None,
-        V_T=f.kv_scale_t is not None,
-        OUT_T=f.out_scale_t is not None,
-        OUT_MAX=_OUT_MAX.get(f.out.dtype, 0.0),
-        OUT_KIND="float" if launch.rounds_to_fp8(f) else _OUT_KIND.get(f.out.dtype, "float"),
-        PART_COLUMNS=parts * block_dv + 2,
-        MERGE_COLUMNS=parts * block_dv,
-    )
-    strides = (
+    return {
+        "CODE": _CODE.get(fmt.storage, "half"),
+        "PARTS": 2 // fmt.storage.itemsize,
+        "PARTS_R": 2 // f.kpe.dtype.itemsize,
+        "GROUP_SCALES": fmt.scale == GROUP,
+        "ASM": launch.has_ptx(f) and not (fmt.storage == torch.float8_e4m3fn and by_hand),
+        "BF16": bf16,
+        "BF16_R": bf16_r,
+        "TWO": bf16 and q == torch.float16,
+        "TWO_R": bf16_r and q == torch.float16,
+        "Q_SCALED": not bf16 and q == torch.bfloat16,
+        "Q_BYTES": by_hand and q == torch.float8_e4m3fn,
+    }
+
+
+def _geometry(f: SimpleNamespace, fmt: KVFormat, t: Tiles, blocks: int, tma: bool) -> dict[str, Any]:
+    rank, page, parts = f.ckv.shape[2], f.ckv.shape[1], 2 // fmt.storage.itemsize
+    words, words_r = rank // parts, f.kpe.shape[2] * f.kpe.dtype.itemsize // 2
+    block_dv = max(16, launch.next_power_of_2(words))
+    chunk = min(LATENT_GROUP // parts if fmt.scale == GROUP else t.chunk, block_dv)
+    return {
+        "HEADS": blocks,
+        "GROUP": f.q_nope.shape[1] // blocks,
+        "DV": rank,
+        "WORDS_V": words,
+        "WORDS_R": words_r,
+        "BLOCK_DV": block_dv,
+        "BLOCK_R": max(16, launch.next_power_of_2(words_r)),
+        "CHUNK": chunk,
+        "CHUNKS": -(-words // chunk),
+        "PAGE": page,
+        "TILE": t.tile,
+        "ONE_PAGE": page % t.tile == 0,
+        "TMA": tma,
+        "FETCH": parts > 1 and not tma,
+        "C_PITCH": f.ckv.stride[0] // f.ckv.stride[1] if tma else 0,
+        "P_PITCH": f.kpe.stride[0] // f.kpe.stride[1] if tma else 0,
+        "ROWS": t.rows,
+        "BLOCK_B": min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
+        "MIN_TILES": t.min_tiles,
+        "PART_COLUMNS": parts * block_dv + 2,
+        "MERGE_COLUMNS": parts * block_dv,
+    }
+
+
+def _features(f: SimpleNamespace) -> dict[str, Any]:
+    return {
+        "MAX_Q": f.max_q_len,
+        "RAGGED": f.cu_seqlens_q is not None,
+        "HAS_LSE": f.lse is not None,
+        "SOFTMAX_T": f.softmax_scale_t is not None,
+        "V_T": f.kv_scale_t is not None,
+        "OUT_T": f.out_scale_t is not None,
+        "OUT_MAX": _OUT_MAX.get(f.out.dtype, 0.0),
+        "OUT_KIND": "float" if launch.rounds_to_fp8(f) else _OUT_KIND.get(f.out.dtype, "float"),
+    }
+
+
+def _strides(f: SimpleNamespace) -> tuple[int, ...]:
+    """In the order of the kernel's arguments; caches in words."""
+    return (
         *f.q_nope.stride[:2], *f.q_pe.stride[:2], *_word_strides(f.ckv), *_word_strides(f.kpe),
         *(f.ckv_scale_cache.stride[:2] if f.ckv_scale_cache is not None else (0, 0)), f.page_table.stride[0],
         *f.out.stride[:2], *(f.lse.stride if f.lse is not None else (0, 0)),
     )  # fmt: skip
-    programs = max(launch.num_sms(f) * t.programs_per_sm // blocks, 1) * blocks
-    empty = 0 in f.q_nope.shape or f.seq_lens.shape[0] == 0
-    return Config(
-        c, programs, min(t.rows, f.max_q_len * c.GROUP), t.num_warps, t.stages, t.max_registers, boxes, strides, empty
-    )
 
 
 def run(call: Any, config: Config) -> None:
@@ -178,26 +205,47 @@ def run(call: Any, config: Config) -> None:
             call.lse.fill_(float("-inf"))
         return
     c, n = config.constants, config.num_programs
-    part = torch.empty(2 * n, c.ROWS, c.PART_COLUMNS, dtype=torch.float32, device=call.out.device)
-    meta = torch.empty(n, META_FIELDS.value, dtype=torch.int32, device=call.out.device)
-    ckv, kpe = (x.view(torch.int16) if x.element_size() == 1 else x for x in (call.ckv, call.kpe))
+    # One allocation: the cut segments' states, then META.
+    size = 2 * n * c.ROWS * c.PART_COLUMNS + n * META_FIELDS.value
+    part = torch.empty(size, dtype=torch.float32, device=call.out.device)
+    ckv, kpe = _words(call.ckv), _words(call.kpe)
     q_nope, q_pe = call.q_nope, call.q_pe
     if c.Q_BYTES:
         q_nope, q_pe = q_nope.view(torch.uint8), q_pe.view(torch.uint8)
-    box_c = _descriptor(ckv, config.boxes[0], c.TILE, c.CHUNK) if config.boxes else None
-    box_p = _descriptor(kpe, config.boxes[1], c.TILE, c.BLOCK_R) if config.boxes else None
     out = call.out if c.OUT_KIND == "float" else call.out.view(torch.uint8)
     *_, so_t, so_h, sl_t, sl_h = config.strides
-    mla_decode_kernel[(n,)](
-        q_nope, q_pe, ckv, kpe, box_c, box_p, call.ckv_scale_cache, call.page_table, call.seq_lens,
-        call.cu_seqlens_q, out, call.lse, part, meta, call.softmax_scale, call.softmax_scale_t, call.kv_scale, call.kv_scale_t,
-        call.out_scale, call.out_scale_t, call.seq_lens.shape[0], call.out.shape[0], *config.strides, c,
-        num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers,
+    config.split(
+        (n,), q_nope, q_pe, ckv, kpe, *_descriptors(ckv, kpe, config), call.ckv_scale_cache, call.page_table,
+        call.seq_lens, call.cu_seqlens_q, out, call.lse, part, call.softmax_scale, call.softmax_scale_t, call.kv_scale,
+        call.kv_scale_t, call.out_scale, call.out_scale_t, call.seq_lens.shape[0], call.out.shape[0], *config.strides, c,
     )  # fmt: skip
-    merge_kernel[(n, config.merge_rows)](
-        None, out, call.lse, part, meta, call.kv_scale, call.kv_scale_t, call.out_scale, call.out_scale_t,
-        so_t, so_h, sl_t, sl_h, c, num_warps=4,
+    config.merge(
+        (n, config.merge_rows), None, out, call.lse, part, None, call.kv_scale, call.kv_scale_t, call.out_scale,
+        call.out_scale_t, so_t, so_h, sl_t, sl_h, c,
     )  # fmt: skip
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16) if x.element_size() == 1 else x
+
+
+def _descriptors(ckv: torch.Tensor, kpe: torch.Tensor, config: Config) -> tuple:
+    """Descriptors of both parts as the kernel's arguments; two times None where it goes by pointers."""
+    c = config.constants
+    if not config.boxes:
+        return None, None
+    key = (ckv.data_ptr(), kpe.data_ptr())
+    found = config.descriptors.get(key)
+    if found is None:
+        parts = zip((ckv, kpe), config.boxes, (c.CHUNK, c.BLOCK_R), strict=True)
+        made = tuple(_descriptor(x, box, c.TILE, block) for x, box, block in parts)
+        if not config.split.compiled:
+            return made
+        if len(config.descriptors) >= _MAX_DESCRIPTORS:
+            config.descriptors.clear()
+        encoded = config.split.encoded(*made)
+        found = config.descriptors[key] = tuple(argument for one in encoded for argument in one)
+    return found
 
 
 def _word_strides(x: Any) -> tuple[int, int]:
@@ -205,22 +253,25 @@ def _word_strides(x: Any) -> tuple[int, int]:
     return x.stride[0] * x.dtype.itemsize // 2, x.stride[1] * x.dtype.itemsize // 2
 
 
-def _pitch(x: Any) -> int:
-    """Rows of a descriptor per page."""
-    return x.stride[0] // x.stride[1]
+def _boxes(f: SimpleNamespace, t: Tiles) -> tuple[Box, ...]:
+    """Of ckv and kpe; none where tiles do not lie in one page or a part is no matrix."""
+    if not t.tma or f.ckv.shape[1] % t.tile or not launch.has_tma(f):
+        return ()
+    found = _box(f.ckv), _box(f.kpe)
+    return () if found[0] is None or found[1] is None else (found[0], found[1])
 
 
-def _box(x: Any, words: int) -> tuple[int, int, int] | None:
-    """A part of a latent cache as one matrix of slots, in words: (rows, row pitch, columns); None where its strides do
-    not make one. A descriptor gives 0 behind the columns."""
-    pages, slots, _ = x.shape
+def _box(x: Any) -> Box | None:
+    """A part of a latent cache as one matrix of slots, in words. A descriptor gives 0 behind its columns."""
+    pages, slots, columns = x.shape
     s_p, s_s = _word_strides(x)
+    words = columns * x.dtype.itemsize // 2
     if not x.aligned or s_s % 8 or s_s < words or s_p % s_s or pages == 0:
         return None
     rows = (pages - 1) * (s_p // s_s) + slots
-    return (rows, s_s, words) if rows < 2**31 else None
+    return Box(rows, s_s, words) if rows < 2**31 else None
 
 
-def _descriptor(x: torch.Tensor, box: tuple[int, int, int], tile: int, block: int) -> TensorDescriptor:
-    rows, pitch, columns = box
-    return TensorDescriptor(x, [rows, columns], [pitch, 1], [tile, block])
+def _descriptor(x: torch.Tensor, box: Box, tile: int, block: int) -> TensorDescriptor:
+    base = x if launch.interpreting() else launch.Address(x)
+    return TensorDescriptor(base, [box.rows, box.columns], [box.pitch, 1], [tile, block])

@@ -17,6 +17,7 @@ from .decode_kernels import (
     META_FIELDS,
     finish,
     locate,
+    meta_of,
     output,
     request_tiles,
     row_places,
@@ -333,7 +334,7 @@ def store_part(PART, slot, m, l, acc, m_row, c: tl.constexpr):
 
 @triton.jit
 def mla_decode_kernel(
-    QN, QP, CKV, KPE, BOX_C, BOX_P, SCALES, TABLE, LENS, CU, OUT, LSE, PART, META,
+    QN, QP, CKV, KPE, BOX_C, BOX_P, SCALES, TABLE, LENS, CU, OUT, LSE, PART,
     softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T,
     B, T, sn_t, sn_h, sr_t, sr_h, sc_p, sc_s, sp_p, sp_s, ss_p, ss_s, st_b, so_t, so_h, sl_t, sl_h,
     c: tl.constexpr,
@@ -341,6 +342,7 @@ def mla_decode_kernel(
     """Attend one share of all tiles for one block of heads. See the module's docstring and decode_kernels."""
     p = tl.program_id(0)
     num_programs = tl.num_programs(0)
+    META = meta_of(PART, num_programs, c)
     tl.store(META + p * META_FIELDS, 0)
     if c.RAGGED:
         zero_padding(OUT, LSE, tl.load(CU + B).to(tl.int32), T, p, num_programs, so_t, so_h, sl_t, sl_h, c)

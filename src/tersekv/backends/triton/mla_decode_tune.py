@@ -14,7 +14,6 @@ from ...formats import KVFormat
 from . import launch
 
 
-
 class Tiles(NamedTuple):
     tile: int  # keys of a tile
     rows: int  # query rows of a segment

@@ -15,7 +15,7 @@ from ..compare import limit_of
 from . import data
 from .cases import HEAD_DIM, KV_HEADS, RANK, ROPE, Case
 
-PEER_LIMIT = 3e-2  # a peer may keep probabilities in 8 bits
+PEER_LIMIT = 5e-2  # XQA multiplies 8-bit caches by 8-bit probabilities (3.7e-2): timed all the same
 
 
 class _Paged:
