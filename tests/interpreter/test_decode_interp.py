@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from tersekv import plan
+from tersekv.backends.triton import decode, launch
 from tersekv.testing import verify
 from tersekv.testing.cases import cases
+from tersekv.testing.make import make
+from tersekv.testing.memory import as_bytes, moved
 
 CASES = [c for c in cases(("decode",), ("fp8_per_token_head", "nvfp4")) if c.name != "fp32 spread"]
 CASES += [c for c in cases(("decode",), ("bf16", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head")) if c.name == "plain"]
@@ -23,3 +30,19 @@ def test_an_fp32_query_is_refused_with_the_reason():
     result = verify.run(case, "cpu", "triton")
     assert result.status == verify.UNSUPPORTED
     assert "wants a 16-bit or 8-bit q, got float32" in result.message
+
+
+@pytest.mark.parametrize("out", ["float8_e4m3fn", "float8_e5m2", "bfloat16"])
+def test_queries_and_outputs_as_bytes_give_the_same_bits(out, monkeypatch):
+    plain = next(c for c in cases(("decode",), ("fp8_e4m3",)) if c.name == "plain")
+    call = make(replace(plain, dtype="float8_e4m3fn", out_dtype=out))
+    other = moved(call, "cpu")
+    decode.run(call, decode.configure(plan.facts("decode", call)))
+    monkeypatch.setattr(launch, "e4m3_by_hand", lambda f: True)
+    monkeypatch.setattr(launch, "rounds_to_fp8", lambda f: False)
+    config = decode.configure(plan.facts("decode", other))
+    assert config.constants.Q_BYTES
+    assert (config.constants.OUT_KIND == "float") == (out == "bfloat16")
+    decode.run(other, config)
+    assert as_bytes(call.out).any()
+    assert torch.equal(as_bytes(call.out), as_bytes(other.out))

@@ -217,7 +217,8 @@ def run(call: Any, config: Config) -> None:
     config.split(
         (n,), q_nope, q_pe, ckv, kpe, *_descriptors(ckv, kpe, config), call.ckv_scale_cache, call.page_table,
         call.seq_lens, call.cu_seqlens_q, out, call.lse, part, call.softmax_scale, call.softmax_scale_t, call.kv_scale,
-        call.kv_scale_t, call.out_scale, call.out_scale_t, call.seq_lens.shape[0], call.out.shape[0], *config.strides, c,
+        call.kv_scale_t, call.out_scale, call.out_scale_t, call.seq_lens.shape[0], call.out.shape[0],
+        *config.strides, c,
     )  # fmt: skip
     config.merge(
         (n, config.merge_rows), None, out, call.lse, part, None, call.kv_scale, call.kv_scale_t, call.out_scale,

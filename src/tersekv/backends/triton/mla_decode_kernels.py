@@ -278,8 +278,8 @@ def attend(CKV, KPE, BOX_C, BOX_P, SCALES, table, q_nope, q_pe, scale, t0, t1, n
         acc = acc + (tl.full([c.CHUNK, c.ROWS], 0.0, tl.float32),)
     # Tiles [t0, u1) are seen whole by every row; the others need masks.
     u1 = tl.maximum(tl.minimum(t1, tl.maximum(n - rows + 1, 0) // c.TILE), t0)
-    # Page ids are read one step ahead of their tiles, and stored scales in the middle of the step before, so that no load
-    # waits for its own address. The depth of the pipeline is the launch's num_stages; see decode_tiles.attend.
+    # Page ids are read one step ahead of their tiles, and stored scales in the middle of the step before, so that no
+    # load waits for its own address. The depth of the pipeline is the launch's num_stages; see decode_tiles.attend.
     page = page_of(table, t0, n, c)
     scales = load_scales(SCALES, page, t0, n, ss_p, ss_s, c)
     fetched, pe = (), page
@@ -365,8 +365,8 @@ def mla_decode_kernel(
             tokens, heads, m_row = row_places(segment, h, q0, rows, c)
             q_nope, q_pe, row_scale = load_query(QN, QP, tokens, heads, m_row, sn_t, sn_h, sr_t, sr_h, c)
             m, l, acc = attend(
-                CKV, KPE, BOX_C, BOX_P, SCALES, TABLE + b.to(tl.int64) * st_b, q_nope, q_pe, score_scale * row_scale, t0, t1,
-                n, rows, segment * c.ROWS, sc_p, sc_s, sp_p, sp_s, ss_p, ss_s, c,
+                CKV, KPE, BOX_C, BOX_P, SCALES, TABLE + b.to(tl.int64) * st_b, q_nope, q_pe, score_scale * row_scale,
+                t0, t1, n, rows, segment * c.ROWS, sc_p, sc_s, sp_p, sp_s, ss_p, ss_s, c,
             )  # fmt: skip
             if t1 - t0 == tiles:
                 factor, lse = finish(m, l, value_factor, None, heads, m_row, c)

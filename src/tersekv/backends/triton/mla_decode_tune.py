@@ -41,7 +41,7 @@ def tiles(f: SimpleNamespace, fmt: KVFormat) -> Tiles:
 
 
 def candidates(f: SimpleNamespace, fmt: KVFormat) -> list[Tiles]:
-    """What is worth timing on a chip, the choice first. All of them compile for sm_90 without spills in the loop."""
+    """What is worth timing on a chip, the choice first."""
     first = tiles(f, fmt)
     others: list[dict] = [{"stages": first.stages + n} for n in (-1, 1)]
     if fmt.storage.itemsize == 1:

@@ -41,8 +41,8 @@ class PrefillConfig:
 
 
 # Candidates of each chip, best guess first; 0: chips that are not listed (AMD). Attention: (block_m, block_n, warps,
-# stages), for heads of up to 128 dims and of up to 256. An H200, 4096 tokens, 192 + 128 dims, 128 and 16 heads, µs:
-# (128, 64, 8, 3) 1559 and 223; (128, 128, 8, 2) 1594 and 249; (128, 64, 8, 2) 1841 and 293; (64, 128, 4, 2) 2068 and 271.
+# stages), for heads of up to 128 dims and of up to 256. An H200, 4096 tokens, 128 and 16 heads of 192 and 128 dims, µs:
+# 1559 and 223, 1594 and 249, 1841 and 293, 2068 and 271 in the order of the first row.
 _ATTENTION = {
     90: ((128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (64, 128, 4, 2)),
     80: ((128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 4, 2)),
