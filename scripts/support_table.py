@@ -23,7 +23,7 @@ from tersekv.testing.make import make
 
 ROOT = Path(__file__).parent.parent
 FILES = {"README.md": ("support",), "docs/formats.md": ("formats", "support")}
-GPU = ("gluon", "triton")  # in the order in which a plan tries them
+GPU = ("triton",)  # in the order in which a plan tries them
 
 # Column -> (backends tried, compute capability × 10 or None, seen as a GPU)
 DEVICES: dict[str, tuple[tuple[str, ...], int | None, bool]] = {

@@ -126,7 +126,7 @@ BAD_VALUES = [
     ("append", {"cache": PagedKVLayer(kv().k, kv().v, "fp4")},
      "format: want one of bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_per_token_head, int8_per_token_head, nvfp4 "
      "for K/V caches, got 'fp4'"),
-    ("append", {"backend": "cuda"}, "backend: want one of gluon, triton, torch, got 'cuda'"),
+    ("append", {"backend": "cuda"}, "backend: want one of triton, torch, got 'cuda'"),
     ("rope_append", {"q": bf(3, 32)}, "q: want [T, H, D], got [3, 32]"),
     ("rope_append", {"cos_sin_cache": torch.zeros(9, 34)},
      "cos_sin_cache: want [max_pos, R] with R <= head_dim=32, got [9, 34]"),
@@ -293,7 +293,8 @@ def test_a_refusal_lists_every_door_that_was_tried():
         "fp8_e4m3", 1.0, None, 1.0, None, False,
     )  # fmt: skip
     with pytest.raises(UnsupportedError) as error:
-        plan.plan("append", call, "gluon", arch=80)
-    first, door = str(error.value).splitlines()
-    assert first == "append has no backend for k=[3, 2, 32] fp8_e4m3 on sm_80"
-    assert door.startswith("  gluon: ")
+        plan.plan("append", call, arch=75)
+    first, door, hint = str(error.value).splitlines()
+    assert first == "append has no backend for k=[3, 2, 32] fp8_e4m3 on sm_75"
+    assert door == "  triton: needs sm_80 or newer, got sm_75"
+    assert hint.startswith("  torch: can be asked for by name")

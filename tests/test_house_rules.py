@@ -36,11 +36,10 @@ MAY_IMPORT = {
     "plan": {"formats", "errors", "env", "calls", "checks"},
     "ops": CORE,
     "compat": VERBS,
-    "integrations": VERBS | {"compat"},
     "testing": VERBS | {"compat"},
-    "demo": VERBS | {"integrations", "testing"},
-    "cli": VERBS | {"testing", "demo", "integrations", "compat"},
-    "__init__": VERBS | {"compat", "integrations"},
+    "demo": VERBS | {"testing"},
+    "cli": VERBS | {"testing", "demo", "compat"},
+    "__init__": VERBS | {"compat"},
 }
 
 

@@ -402,7 +402,7 @@ def test_the_torch_backend_can_be_asked_for_by_name():
     out, _ = Case(seed=22).run(backend="torch")
     assert torch.equal(out, Case(seed=22).run()[0])
     with pytest.raises(UnsupportedError):
-        Case(seed=22).run(backend="gluon")
+        Case(seed=22).run(backend="triton")
 
 
 def test_checked_mode_finds_a_plan_that_misses_a_token(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 VARIABLES = {
-    "TERSEKV_BACKEND": "backend for calls that name none: torch, triton, gluon; unset: the best that can run",
+    "TERSEKV_BACKEND": "backend for calls that name none: torch, triton; unset: the best that can run",
     "TERSEKV_CHECKED": "1: also check tensor values (page ids, slots, positions); synchronises with the device",
 }
 

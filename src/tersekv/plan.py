@@ -20,8 +20,8 @@ from .calls import CALLS
 from .errors import UnsupportedError
 
 # In the order in which they are tried. On a GPU the oracle is never chosen silently: ask for it by name.
-BACKENDS = ("gluon", "triton", "torch")
-_AUTO = {"cuda": ("gluon", "triton")}
+BACKENDS = ("triton", "torch")
+_AUTO = {"cuda": ("triton",)}
 _MAX_PLANS = 16384  # shapes change with the batch; beyond this the cache starts afresh
 
 

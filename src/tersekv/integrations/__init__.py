@@ -1,1 +1,0 @@
-"""tersekv inside other libraries."""
