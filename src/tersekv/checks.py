@@ -156,7 +156,9 @@ def _mla_append(f: SimpleNamespace) -> None:
         require(f.positions is not None, "positions", "a tensor [T] beside cos_sin_cache", None)
         _rotary(f, s)
     else:
-        require(f.q_rope is None, "cos_sin_cache", "a tensor when a query is given", None)
+        queries = f.q_rope is not None or f.q_nope is not None
+        require(not queries, "cos_sin_cache", "a tensor when a query is given", None)
+        require(f.positions is None, "positions", "None without cos_sin_cache", "a tensor")
     _latent_cache(f, s)
     _place(f, s)
 

@@ -61,7 +61,11 @@ def plan(op: str, call: tuple, backend: str | None = None, *, arch: int | None =
     arch:  compute capability times ten (90 for Hopper) to plan for; None: that of the call's device
     """
     key = (op, backend, arch, *[_key(x) for x in call])
-    found = _plans.get(key)
+    try:
+        found = _plans.get(key)
+    except TypeError:  # an argument that cannot be a key has the wrong type, and the check says which
+        checks.types(CALLS[op][0], call)
+        raise
     if found is None:
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
@@ -149,7 +153,8 @@ def _arch(device: torch.device) -> int | None:
 
 def _key(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device()
+        device = x.get_device() if x.is_cuda else x.device  # the number is cheaper, but only CUDA's tells devices apart
+        return x.dtype, x.shape, x.stride(), x.data_ptr() & 15, device
     return tuple(x) if type(x) is list else x
 
 
