@@ -90,3 +90,11 @@ def test_8_bit_codes_become_fp16_by_the_pair():
     assert "LDSM.16.MT88" in sass
     assert "F2FP.F16.E4M3.UNPACK_B" in sass
     assert "LDS.U8" not in sass
+
+
+def test_a_changing_bound_on_ragged_rows_compiles_nothing_new():
+    constants = set()
+    for bound in (5, 6, 8):
+        call = call_of("fp8_e4m3", drafts=4)._replace(cu_seqlens_q=torch.empty(3, dtype=torch.int32), max_q_len=bound)
+        constants.add(decode.configure(facts("decode", call, arch=90)).constants)
+    assert len(constants) == 1

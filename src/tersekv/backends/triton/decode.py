@@ -173,7 +173,8 @@ def _geometry(f: SimpleNamespace, t: Tiles, heads: int, group: int, parts: int, 
 
 def _features(f: SimpleNamespace) -> dict[str, Any]:
     return {
-        "MAX_Q": f.max_q_len,
+        # Ragged rows are read from cu_seqlens_q; a bound that changes with the batch must not compile anew.
+        "MAX_Q": 0 if f.cu_seqlens_q is not None else f.max_q_len,
         "RAGGED": f.cu_seqlens_q is not None,
         "WINDOW": f.window,
         "HAS_MASK": f.mask is not None,

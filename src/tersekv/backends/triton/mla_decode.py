@@ -178,7 +178,8 @@ def _geometry(f: SimpleNamespace, fmt: KVFormat, t: Tiles, blocks: int, tma: boo
 
 def _features(f: SimpleNamespace) -> dict[str, Any]:
     return {
-        "MAX_Q": f.max_q_len,
+        # Ragged rows are read from cu_seqlens_q; a bound that changes with the batch must not compile anew.
+        "MAX_Q": 0 if f.cu_seqlens_q is not None else f.max_q_len,
         "RAGGED": f.cu_seqlens_q is not None,
         "HAS_LSE": f.lse is not None,
         "SOFTMAX_T": f.softmax_scale_t is not None,
