@@ -4,18 +4,21 @@ PYTHON ?= python3
 # Pinned and installed in a step of its own: left to itself, pip may choose a build of several gigabytes.
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
+NEWEST_TRITON ?= triton
 WORKERS ?= 2
 
 BIN := .venv/bin
 READY := .venv/.tersekv-ready
 
-.PHONY: help setup demo test lint types tests verify table clean
+.PHONY: help setup demo test lint types tests newest verify table docs clean
 
 help:
 	@echo "make demo    compare the cache formats on a small built-in model"
 	@echo "make test    lint, types and all tests"
+	@echo "make newest  compile and interpret the kernels with the newest Triton that installs"
 	@echo "make verify  run every operation x format on this machine's device and judge the results"
-	@echo "make table   write the support tables of README.md and docs/formats.md anew"
+	@echo "make table   write tables and pictures of README.md and docs/ anew"
+	@echo "make docs    build the site into build/site; a link that leads nowhere is an error"
 
 setup: $(READY)
 
@@ -43,11 +46,25 @@ types: $(READY)
 tests: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
+# A second Triton beside the first, found before it on the path. Interpreting the attentions would take as long as the
+# rest: their cases in test_verify_cases stay.
+newest: $(READY)
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton "$(NEWEST_TRITON)"
+	PYTHONPATH=.venv/newest-triton $(BIN)/python -m pytest -n $(WORKERS) -p no:cacheprovider tests/triton \
+		-k "not test_decode_interp and not test_mla_decode_interp"
+
 verify: $(READY)
 	$(BIN)/tersekv verify
 
 table: $(READY)
 	$(BIN)/python scripts/support_table.py --write
+	$(BIN)/python scripts/format_tables.py --write
+	$(BIN)/python scripts/performance_page.py --write
+	$(BIN)/python scripts/drawings.py --write
+	$(BIN)/python scripts/troubleshooting.py --write
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

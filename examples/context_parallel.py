@@ -1,4 +1,9 @@
-"""A cache dealt across ranks: torchrun --standalone --nproc-per-node=2 examples/context_parallel.py"""
+"""A cache dealt across ranks: torchrun --standalone --nproc-per-node=2 examples/context_parallel.py
+
+Without torchrun it runs as one rank.
+"""
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -6,7 +11,8 @@ import torch.distributed as dist
 import tersekv
 from tersekv.ops.context_parallel import ContextParallel, shard_slot_mapping
 
-dist.init_process_group("gloo")
+if "RANK" in os.environ:  # torchrun sets it
+    dist.init_process_group("gloo")
 torch.manual_seed(0)  # the same problem on every rank
 cp = ContextParallel(interleave=16)  # pages of 16 tokens, dealt in turn
 pool = tersekv.PagePool(num_pages=8, page_size=16 * cp.world)  # one pool for all ranks, whose pages they share
@@ -27,4 +33,5 @@ error = float((out - want).norm() / want.norm())
 assert error < 1e-5
 if cp.rank == 0:
     print(f"{cp.world} ranks, {out.shape[1]} heads each, relative difference to one rank: {error:.1e}")
-dist.destroy_process_group()
+if dist.is_initialized():
+    dist.destroy_process_group()

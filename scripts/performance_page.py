@@ -1,7 +1,7 @@
-"""Writes the results of docs/performance.md from what `tersekv bench --json` stored in benchmarks/results/.
+"""Writes results and pictures of docs/performance.md from what `tersekv bench --json` stored in benchmarks/results/.
 
-    python scripts/performance_page.py            check: exit code 1 if the page is out of date
-    python scripts/performance_page.py --write    bring the page up to date
+    python scripts/performance_page.py            check: exit code 1 if the page or a picture is out of date
+    python scripts/performance_page.py --write    bring page and pictures up to date
 
 Every line of every file counts; of two lines about the same case on the same chip the later date, then the later
 file name, then the later line wins.
@@ -17,10 +17,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+from charts import charts
+
 ROOT = Path(__file__).parent.parent
+PICTURES = ROOT / "docs" / "pictures"
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results:begin -->\n", "<!-- results:end -->"
-KEY = ("chip", "op", "format", "requests", "tokens", "heads", "page", "uneven", "host", "precision")
+KEY = ("chip", "op", "format", "requests", "tokens", "heads", "page", "uneven", "host", "precision", "query")
 OPS = ("decode", "mla_decode", "append", "rope_append", "mla_append", "mla_prefill")
 TITLES = {
     "decode": "Paged decode: 32 query heads, 8 K/V heads, D 128",
@@ -30,6 +34,7 @@ TITLES = {
     "mla_append": "mla_append with its query (512 + 64 a head, e4m3)",
     "mla_prefill": "MLA prefill, the whole operation, e4m3 up-projection",
 }
+EVEN = 0.995  # a ratio to a peer from here on reads 1.00, and is no loss
 Record = dict
 
 
@@ -41,7 +46,7 @@ def load(folder: Path) -> list[Record]:
         stored += [(json.loads(text), path.name, i) for i, text in enumerate(lines) if text.strip()]
     latest = {}
     for r, *_ in sorted(stored, key=lambda s: (s[0]["date"], *s[1:])):
-        latest[tuple(r[k] for k in KEY)] = r
+        latest[tuple(r.get(k) for k in KEY)] = r
     return list(latest.values())
 
 
@@ -61,6 +66,8 @@ def section(chip: str, records: list[Record]) -> Iterator[str]:
     yield f"## {chip}\n"
     yield from versions(timed or records)
     yield ""
+    for name, (_, caption, _) in charts(records).items():
+        yield f"![{caption}](pictures/{name})\n"
     for op in OPS:
         mine = [r for r in timed if r["op"] == op and not r["host"]]
         if mine:
@@ -143,7 +150,7 @@ def means(timed: list[Record]) -> Iterator[str]:
 
 
 def losses(timed: list[Record]) -> Iterator[str]:
-    lost = [(r, best) for r in timed if (best := best_peer(r)) and best[1] < r["us"]]
+    lost = [(r, best) for r in timed if (best := best_peer(r)) and best[1] / r["us"] < EVEN]
     yield "### Slower than a peer\n"
     if not any(best_peer(r) for r in timed):
         yield "No peer was timed.\n"
@@ -180,6 +187,7 @@ def cell(r: Record) -> str:
     name = f"{r['requests']} × {short(r['tokens'])}" if r["requests"] else f"{r['tokens']} tokens"
     parts = [name, *([f"H {r['heads']}"] if r["op"].startswith("mla") else [])]
     parts += [f"pages of {r['page']}"] * (r["page"] != 64) + ["uneven"] * r["uneven"]
+    parts += ["q e4m3"] * (r.get("query") == "fp8_e4m3")  # the oldest records do not say
     return ", ".join(parts + ["fast"] * (r["precision"] == "fast"))
 
 
@@ -228,19 +236,23 @@ def renewed(text: str, folder: Path = RESULTS) -> str:
     return before + BEGIN + results(load(folder)) + END + rest.split(END)[1]
 
 
+def pictures(folder: Path = RESULTS) -> dict[Path, str]:
+    """Path → SVG of the page's pictures."""
+    return {PICTURES / name: svg for name, (_, _, svg) in charts(load(folder)).items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="The results of docs/performance.md.")
     parser.add_argument("--write", action="store_true", help="bring the page up to date")
     args = parser.parse_args()
-    old = PAGE.read_text()
-    new = renewed(old)
-    if new == old:
-        return 0
-    if not args.write:
-        print("docs/performance.md is out of date; run python scripts/performance_page.py --write")
-        return 1
-    PAGE.write_text(new)
-    return 0
+    wanted = {PAGE: renewed(PAGE.read_text()), **pictures()}
+    stale = {path: text for path, text in wanted.items() if not path.exists() or path.read_text() != text}
+    for path, text in stale.items():
+        if args.write:
+            path.write_text(text)
+        else:
+            print(f"{path.relative_to(ROOT)} is out of date; run python scripts/performance_page.py --write")
+    return 1 if stale and not args.write else 0
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tersekv.testing.make import make
 
 ROOT = Path(__file__).parent.parent
 FILES = {"README.md": ("support",), "docs/formats.md": ("formats", "support")}
-GPU = ("triton",)  # in the order in which a plan tries them
+GPU = ("gluon", "triton")  # in the order in which a plan tries them
 
 # Column -> (backends tried, compute capability × 10 or None, seen as a GPU)
 DEVICES: dict[str, tuple[tuple[str, ...], int | None, bool]] = {
@@ -92,6 +92,7 @@ def _cell(
     used: dict[str, None] = {}
     numbers = set()
     for case, call in mine:
+        doors = plan.doors_of(case.op, "cuda") if gpu else doors
         f = _facts(case.op, call, arch, gpu)
         reasons = {name: plan.why_not(f, name) for name in doors}
         fit = next((name for name in doors if reasons[name] is None), None)
@@ -105,8 +106,10 @@ def _cell(
 
 
 def _told(reasons: dict[str, str | None]) -> str:
-    """The reasons of the backends that have the operation, or that there is none."""
-    own = {name: reason for name, reason in reasons.items() if reason and not reason.startswith("has no ")}
+    """The reasons of the backends that have the operation on such a chip, or that there is none."""
+    own = {
+        name: reason for name, reason in reasons.items() if reason and not reason.startswith(("has no ", "needs sm_"))
+    }
     return "; ".join(f"{name}: {reason}" for name, reason in own.items()) or "no kernel yet"
 
 

@@ -58,6 +58,7 @@ class Case:
     layout: str = "NHD"
     packed: bool = False
     inline: bool = False
+    local: bool = False  # the rank's own lengths are given
     tolerance: float = 1e-5
 
 
@@ -73,6 +74,8 @@ CASES = [
     *[Case(f"{x}-workspace", exchange=x, workspace=True, given=True, sinks=True) for x in BOTH],
     *[Case(f"{x}-bf16", exchange=x, dtype=torch.bfloat16, tolerance=3e-3) for x in BOTH],
     *[Case(f"drafts-every-{i}", drafts=5, lens=(3, 37, 0, 150, 9), interleave=i) for i in (1, 4, SIZE)],
+    *[Case(f"{x}-lengths-given", exchange=x, local=True, sinks=True) for x in BOTH],
+    Case("mla-lengths-given", kv=False, local=True, kv_heads=1, interleave=4),
     Case("many-drafts", drafts=40, lens=(37, 150), interleave=4),
     Case("ragged-drafts", q_lens=(1, 4, 2, 0, 3, 9), padding=3, sinks=True),
     Case("ragged-drafts-int64", q_lens=(1, 4, 2, 0, 3, 9), index=torch.int64, interleave=1),
@@ -185,6 +188,8 @@ class Problem:
             share = heads.stop - heads.start
             options["out"] = nan_like(share, self.rows, self.dv + 8)[..., : self.dv].transpose(0, 1).to(c.dtype)
             options["lse"] = nan_like(share, self.rows).T
+        if c.local:
+            options["local_seq_lens"] = cp.local_seq_lens(self.seq_lens)
         op = cp.decode if c.kv else cp.mla_decode
         parts = (q[..., :LATENT], q[..., LATENT:]) if c.parts else q
         out, lse = op(parts, layer, table, self.seq_lens.to(c.index), **options)
@@ -290,6 +295,19 @@ def check_no_host_reads(how: str) -> None:
         context_parallel.decode, exchange.merge_states = real
 
 
+def check_rehearsal(how: str) -> None:
+    """One rank alone goes through a step; afterwards the ranks agree as ever."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for c in (Case("rehearsal", exchange=how, drafts=2), Case("rehearsal", exchange=how, local=True)):
+        p = Problem(c, rank, world)
+        cp = p.group()
+        if rank == world - 1:
+            with cp.rehearsal():
+                p.sharded(cp)
+        out, _ = p.sharded(cp)
+        torch.testing.assert_close(out, p.whole()[0][:, p.heads()], atol=1e-5, rtol=1e-5)
+
+
 def check_refusals() -> None:
     """Every rank refuses alike, before anything is sent."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -317,6 +335,7 @@ OTHERS = {
     "append": check_append,
     "refusals": check_refusals,
     **{f"bytes-{x}": (lambda x=x: check_bytes_on_the_wire(x)) for x in BOTH},
+    **{f"rehearsal-{x}": (lambda x=x: check_rehearsal(x)) for x in BOTH},
     **{f"no-host-reads-{x}": (lambda x=x: check_no_host_reads(x)) for x in BOTH},
 }
 NAMES = [*(c.name for c in CASES), *OTHERS]

@@ -58,7 +58,7 @@ def test_the_default_grid_holds_every_cell():
     for n in (1, 32, 256, 2048, 16384):
         assert f"mla_append / fp8_e4m3 / {n} / H 128 / page 64" in every
     assert "mla_prefill / bf16 / 4096 / H 128 / page 64" in every
-    assert {c.op for c in grid(GPU) if c.host} == set(engine.PROBLEMS)
+    assert {c.op for c in grid(GPU) if c.host} == set(engine.PROBLEMS) - {"shape"}
 
 
 def test_no_case_comes_twice():

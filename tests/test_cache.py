@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -136,6 +137,11 @@ def test_bare_tensors_are_read_without_copying():
     assert fp4.k_scale_cache.shape == (3, 4, 5, 1)
 
 
+def test_sizes_may_be_numpy_integers():
+    cache = PagedKVCache.allocate(np.int64(1), np.int64(2), np.int32(4), 1, np.int64(64), format="bf16")
+    assert cache[0].k.shape == (2, 4, 1, 64)
+
+
 def test_a_cache_of_existing_tensors_is_a_cache():
     tensors = [torch.zeros(3, 2, 4, 5, 8, dtype=torch.uint8) for _ in range(2)]
     scales = [torch.zeros(3, 2, 4, 5, 1, dtype=torch.float8_e4m3fn) for _ in range(2)]
@@ -147,6 +153,26 @@ def test_a_cache_of_existing_tensors_is_a_cache():
 
 
 BF = torch.bfloat16
+
+
+def ready() -> PagedKVLayer:
+    return PagedKVCache.allocate(1, 2, 4, 1, 16, format="fp8_e4m3")[0]
+
+
+def test_a_ready_layer_may_stand_beside_options_that_say_nothing():
+    layer = ready()
+    assert PagedKVLayer.of(layer, format=None, k_scale=float("1"), v_scale=1) is layer
+
+
+def test_a_cache_is_printed_in_one_line_without_values():
+    cache = PagedKVCache.allocate(2, 3, 4, 1, 16, format="nvfp4")
+    assert repr(cache[0]) == "PagedKVLayer('nvfp4', k=[3, 4, 1, 8], v=[3, 4, 1, 8], 'cpu')"
+    assert repr(cache) == f"PagedKVCache(2 layers, the first {cache[0]!r})"
+    latents = PagedLatentCache.allocate(1, 3, 4, format="bf16")
+    assert repr(latents[0]) == "PagedLatentLayer('bf16', ckv=[3, 4, 512], kpe=[3, 4, 64], 'cpu')"
+    assert repr(latents) == f"PagedLatentCache(1 layers, the first {latents[0]!r})"
+
+
 WRONG = [
     (lambda: PagedKVCache.allocate(1, 2, 0, 1, 16, format="bf16"), "page_size: want a positive number, got 0"),
     (
@@ -208,6 +234,37 @@ WRONG = [
         "latent cache: want uint8 rows of 528 bytes and a torch.bfloat16 rotary part for fp8_ds_mla, "
         "got [1, 2, 528] torch.uint8",
     ),
+    (
+        lambda: PagedKVCache.allocate(1, 2, 4, 1, 16, format="bf16", device="gpu"),
+        "device: want a device of torch such as 'cuda', 'cuda:1' or 'cpu', got 'gpu'",
+    ),
+    (
+        lambda: PagedLatentCache.allocate(1, 2, 4, format="bf16", device=2.5),
+        "device: want a device of torch such as 'cuda', 'cuda:1' or 'cpu', got 2.5",
+    ),
+    (
+        lambda: PagedKVLayer.of(ready(), k_scale=3.0, layout="HND", format="bf16"),
+        "kv_cache: want tensors beside format, k_scale, layout, got a layer, which has its own",
+    ),
+    (
+        lambda: PagedKVLayer.of(ready(), v_scale=torch.ones(2)),
+        "kv_cache: want tensors beside v_scale, got a layer, which has its own",
+    ),
+    (
+        lambda: PagedLatentLayer.of(PagedLatentCache.allocate(1, 2, 4, format="bf16")[0], kv_lora_rank=256),
+        "latent cache: want tensors beside kv_lora_rank, got a layer, which has its own",
+    ),
+    (lambda: kv_bytes_per_token("nvfp4", 8, 100), "head_dim: want a positive multiple of 16 for nvfp4, got 100"),
+    (lambda: kv_bytes_per_token("bf16", 8, 64, 0), "head_dim_v: want a positive multiple of 1 for bf16, got 0"),
+    (
+        lambda: latent_bytes_per_token("fp8_ds_mla", 500),
+        "kv_lora_rank: want a positive multiple of 128 for fp8_ds_mla, got 500",
+    ),
+    (lambda: PagedKVCache.from_tensors([]), "tensors: want at least one layer, got none"),
+    (
+        lambda: PagedLatentCache.allocate(1, 2, 4, format=["bf16"]),
+        "format: want one of bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_ds_mla for latent caches, got ['bf16']",
+    ),
 ]
 
 
@@ -222,9 +279,25 @@ def test_a_wrong_argument_is_named(make, message):
     (lambda: PagedKVLayer.of(None), "kv_cache: want (k, v) or one 5-D tensor, got NoneType"),
     (lambda: PagedKVLayer.of((torch.zeros(1, 1, 1, 8), 3)), "kv_cache: want (k, v), each a Tensor, got int"),
     (lambda: PagedLatentLayer.of(3.0), "latent cache: want Tensor or (ckv, kpe), got float"),
+    (lambda: PagedKVLayer.of(PagedKVCache.allocate(1, 1, 1, 1, 8, format="bf16")),
+     "kv_cache: want (k, v) or one 5-D tensor, got PagedKVCache, the cache of all layers (take one: cache[i])"),
+    (lambda: PagedLatentLayer.of(PagedLatentCache.allocate(1, 1, 1, format="bf16")),
+     "latent cache: want Tensor or (ckv, kpe), got PagedLatentCache, the cache of all layers (take one: cache[i])"),
     (lambda: PagedLatentLayer.of((torch.zeros(1, 1, 8), None)), "latent cache: want Tensor, got NoneType"),
+    (lambda: PagedKVLayer.of(np.zeros((1, 2, 1, 1, 8))), "kv_cache: want (k, v) or one 5-D tensor, got ndarray"),
+    (lambda: PagedKVLayer.of([np.zeros((1, 1, 1, 8))] * 2), "kv_cache: want (k, v), each a Tensor, got ndarray"),
+    (lambda: PagedLatentLayer.of(np.zeros((1, 1, 576))), "latent cache: want Tensor or (ckv, kpe), got ndarray"),
+    (lambda: PagedKVCache.allocate(1, 2, 4, 1, "64", format="bf16"), "head_dim: want int, got str '64'"),
+    (lambda: PagedKVCache.allocate(1, 2.0, 4, 1, 64, format="bf16"), "num_pages: want int, got float 2.0"),
+    (
+        lambda: PagedKVCache.allocate(1, 2, 4, 1, 64, format="bf16", head_dim_v=[8]),
+        "head_dim_v: want int, got list [8]",
+    ),
+    (lambda: PagedLatentCache.allocate(1, 2, None, format="bf16"), "page_size: want int, got NoneType None"),
+    (lambda: PagedLatentLayer.of(torch.zeros(1, 1, 576, dtype=BF), kv_lora_rank="512"),
+     "kv_lora_rank: want int, got str '512'"),
 ])  # fmt: skip
-def test_a_cache_that_is_no_tensor_is_a_type_error(make, message):
+def test_a_wrong_type_is_named(make, message):
     with pytest.raises(TypeError, match="want") as error:
         make()
     assert str(error.value) == message

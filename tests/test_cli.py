@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tersekv import __version__, env
+from tersekv import __version__, env, plan
 from tersekv.cli import doctor, main
 from tersekv.cli import verify as command
 from tersekv.testing import verify as tool
@@ -29,6 +29,22 @@ def test_help_names_every_command_and_imports_none():
     assert done.returncode == 0, done.stderr
     assert "LOADED []" in done.stdout
     assert all(name in done.stdout for name in ("demo", "eval", "bench", "verify", "doctor"))
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "tersekv", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, f"tersekv {__version__}"), done.stderr
+
+
+@pytest.mark.parametrize(("value", "on"), [
+    (None, False), ("", False), ("0", False), ("false", False), ("False", False), ("OFF", False), ("no", False),
+    ("1", True), ("true", True), ("on", True),
+])  # fmt: skip
+def test_what_turns_checked_mode_on(value, on, monkeypatch):
+    monkeypatch.delenv("TERSEKV_CHECKED", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TERSEKV_CHECKED", value)
+    assert env.checked() is on
 
 
 def test_version(capsys):
@@ -110,6 +126,13 @@ def test_doctor_tells_versions_backends_and_variables(capsys, monkeypatch):
     for word in ("torch", "triton", "C compiler", "backends on cpu", "mla_prefill", "runs", "hint:", *env.VARIABLES):
         assert word in out
     assert "TERSEKV_CHECKED   '1'" in out
+
+
+def test_doctor_warns_of_a_backend_that_is_not(capsys, monkeypatch):
+    monkeypatch.setenv("TERSEKV_BACKEND", "foo")
+    assert run("doctor") == 0
+    known = ", ".join(plan.BACKENDS)
+    assert f"hint: TERSEKV_BACKEND: want one of {known}, got 'foo'" in " ".join(capsys.readouterr().out.split())
 
 
 def test_doctor_tells_for_which_formats_a_backend_refuses():

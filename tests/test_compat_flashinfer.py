@@ -284,7 +284,12 @@ BAD_DECODES = {
     "cache": ({"kv_cache": None}, TypeError, "kv_cache: "),
     "three caches": ({"kv_cache": (torch.zeros(1),) * 3}, ValueError, "kv_cache: "),
     "cache rank": ({"kv_cache": torch.zeros(9, 3, 4, 2, 16, dtype=BF16)}, ValueError, "kv_cache: "),
-    "head dim": ({"query": torch.zeros(3, 4, 24, dtype=BF16)}, ValueError, "kv_cache[0]: "),
+    "head dim": (
+        {"query": torch.zeros(3, 4, 24, dtype=BF16)},
+        ValueError,
+        "query: want head_dim 16 as in kv_cache[0] ",
+    ),
+    "window": ({"window_left": -2}, ValueError, "window_left: want a number of keys, or -1 for all, got -2"),
     "value dtype": (
         {"kv_cache": (torch.zeros(9, 4, 2, 16, dtype=BF16), torch.zeros(9, 4, 2, 16, dtype=FP16))},
         ValueError,

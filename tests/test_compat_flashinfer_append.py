@@ -234,7 +234,7 @@ BAD_APPENDS = {
     "cache head": (
         {"paged_kv_cache": tuple(torch.zeros(8, 4, 2, 24, dtype=E4M3) for _ in range(2))},
         ValueError,
-        "paged_kv_cache[0]: ",
+        "k_rope, k_nope: want head_dim 24 as in paged_kv_cache[0] ",
     ),
     "pos_ids length": ({"pos_ids": torch.zeros(T + 1, dtype=torch.int32)}, ValueError, "pos_ids: "),
     "positions dtype": ({"positions": torch.zeros(T)}, ValueError, "positions: "),
@@ -350,7 +350,7 @@ def test_bad_plain_appends_name_the_callers_argument():
         fi.append_paged_kv_cache(rows, rows, batch, positions, cache.to(torch.int8), indices, indptr, None)
     with pytest.raises(TypeError, match=r"^paged_kv_cache: "):
         fi.append_paged_kv_cache(rows, rows, batch, positions, None, indices, indptr, None)
-    with pytest.raises(ValueError, match=r"^kpe_cache: "):
+    with pytest.raises(ValueError, match=r"^append_kpe: want a rotary size of 4 as in kpe_cache "):
         fi.append_paged_mla_kv_cache(
             rows[:, 0], rows[:, 0], batch, positions, cache[:, 0, :, 0], cache[:, 0, :, 0, :4], indices, indptr, None
         )

@@ -10,9 +10,9 @@ from mla_cases import DEAD, E4M3, Case, codes_rms, quantised, reference, relativ
 
 from tersekv import mla_prefill_plan
 from tersekv.backends.torch.mla_latents import quantise_latents
+from tersekv.backends.torch.mla_project import quantise
 from tersekv.compat import _max_branches
 from tersekv.compat import max as mx
-from tersekv.compat._max_project import quantise
 
 torch.set_num_threads(1)
 LAYER, LAYERS = 1, 3

@@ -332,7 +332,7 @@ def test_bad_latent_calls_name_the_callers_argument():
     kv_c, k_pe, cache = torch.zeros(T, 32), torch.zeros(T, 8), torch.zeros(P, S, 40, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"^kv_cache_dtype: want one of .*fp8_ds_mla, got 'nvfp4'"):
         vllm.concat_and_cache_mla(kv_c, k_pe, cache, slots(), "nvfp4", 1.0)
-    with pytest.raises(ValueError, match=r"^kv_cache: "):
+    with pytest.raises(ValueError, match=r"^k_pe: want a rotary size of 4 as in kv_cache "):
         vllm.concat_and_cache_mla(kv_c, k_pe, cache[..., :36], slots(), "fp8", 1.0)
     with pytest.raises(ValueError, match=r"^kv_cache: "):
         vllm.concat_and_cache_mla(kv_c, k_pe, cache, slots(), "auto", 1.0)

@@ -321,7 +321,7 @@ def test_the_path_without_host_reads_gives_the_same(format, monkeypatch):
 def test_the_path_without_host_reads_handles_plain_drafts_and_nothing(monkeypatch):
     device_path(monkeypatch)
     check(kv_case("fp8_per_token_head", [10, 0, 33]), queries(6, 4, 32))
-    check(kv_case("fp8_e4m3", [4, 9]), queries(2, 2, 32), cu_seqlens_q=torch.tensor([0, 0, 0]), max_q_len=0)
+    check(kv_case("fp8_e4m3", [4, 9]), queries(2, 2, 32), cu_seqlens_q=torch.tensor([0, 0, 0]), max_q_len=1)
 
 
 def test_lengths_page_ids_and_rows_that_do_not_fit_raise():

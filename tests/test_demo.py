@@ -14,8 +14,8 @@ from tersekv.cli import main
 from tersekv.demo import measure as tool
 from tersekv.demo import report, text
 from tersekv.demo.attend import RUNNERS
-from tersekv.demo.measure import Measured, ModelResult, Settings, measure, runner, windows
-from tersekv.demo.models import load
+from tersekv.demo.measure import Measured, ModelResult, Settings, windows
+from tersekv.demo.subject import BuiltIn
 
 QUICK = Settings(chunk=96, batch=2, generate=5, prompt=40)
 NAMES = tuple(RUNNERS)
@@ -41,12 +41,20 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def model(name):
-    return load(name)
+    return BuiltIn(name).model
 
 
 @pytest.fixture(scope="module")
 def measured(name, heldout):
     return measure(name, heldout[:601], QUICK)
+
+
+def measure(name, *rest):
+    return tool.measure(BuiltIn(name), *rest)
+
+
+def runner(name, format, requests, longest, page_size):
+    return BuiltIn(name).runner(format, requests, longest, page_size, None)
 
 
 @torch.inference_mode()
@@ -61,13 +69,13 @@ def distance(a, b):
 @pytest.mark.parametrize("chunk", [1, 7, 48, 200])
 def test_the_paged_path_equals_dense_attention_whatever_the_chunk(name, model, heldout, chunk):
     tokens = heldout[:150]
-    paged = runner(name, model, "fp16", 1, len(tokens), page_size=16)
+    paged = runner(name, "fp16", 1, len(tokens), page_size=16)
     assert distance(logits(paged, tokens, chunk), model(tokens)) < 2e-3
 
 
 def test_requests_of_uneven_length_do_not_disturb_each_other(name, model, heldout):
     long, short = heldout[:100], heldout[500:561]
-    paged = runner(name, model, "fp16", 2, 100, page_size=16)
+    paged = runner(name, "fp16", 2, 100, page_size=16)
     with torch.inference_mode():
         paged.step({"long": long[:40], "short": short[:33]})
         both = paged.step({"long": long[40:], "short": short[33:]})
@@ -77,7 +85,7 @@ def test_requests_of_uneven_length_do_not_disturb_each_other(name, model, heldou
 
 def test_stale_rows_of_the_cache_reach_no_output(name, model, heldout):
     tokens = heldout[:70]
-    paged = runner(name, model, "fp16", 2, len(tokens), page_size=16)
+    paged = runner(name, "fp16", 2, len(tokens), page_size=16)
     for layer in paged.cache.layers:
         for rows in (layer.k, layer.v) if name == "llama" else (layer.ckv, layer.kpe):
             rows.fill_(torch.nan)
@@ -133,8 +141,8 @@ def test_calibration_sets_the_scales_so_that_the_largest_value_just_fits(name, h
     seen = {}
     original = tool.run_format
 
-    def spy(name, model, format, tokens, prompt, settings, scales, tick):
-        run = original(name, model, format, tokens, prompt, settings, scales, tick)
+    def spy(subject, format, tokens, prompt, settings, scales, tick):
+        run = original(subject, format, tokens, prompt, settings, scales, tick)
         seen[format] = (scales, run.largest)
         return run
 
@@ -153,10 +161,10 @@ def test_calibration_sets_the_scales_so_that_the_largest_value_just_fits(name, h
 def test_a_format_without_a_kernel_is_told_not_hidden(heldout, monkeypatch):
     original = tool.run_format
 
-    def refuse(name, model, format, *rest):
+    def refuse(subject, format, *rest):
         if format == "nvfp4":
             raise UnsupportedError("decode has no backend for nvfp4")
-        return original(name, model, format, *rest)
+        return original(subject, format, *rest)
 
     monkeypatch.setattr(tool, "run_format", refuse)
     result = measure("llama", heldout[:40], QUICK, ["fp16", "nvfp4"])
@@ -269,7 +277,8 @@ def test_without_matplotlib_the_picture_is_left_out_and_that_is_said(tmp_path, c
         (("demo", "--device", "cuda:99"), "--device cuda:99:"),
         (("eval",), "--text"),
         (("eval", "--text", "no-such-file"), "--text no-such-file: No such file"),
-        (("eval", "--text", __file__, "--model", "gpt"), "invalid choice: 'gpt'"),
+        (("eval", "--text", __file__, "--model", "./no-such-folder"), "--model ./no-such-folder: "),
+        (("eval", "--text", __file__, "--context", "9"), "--context and --dtype are of Hugging Face models"),
         (("eval", "--text", __file__, "--model", "deepseek", "--formats", "nvfp4"), "want a format of a model"),
     ],
     ids=lambda x: " ".join(x[:3]) if isinstance(x, tuple) else None,

@@ -1,21 +1,46 @@
-"""What README and docs claim: tables from the code, examples that run, links that lead somewhere."""
+"""What README and docs claim: tables from the code, examples that run, commands that parse, links that lead on."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import importlib
 import importlib.util
+import inspect
+import io
+import logging
 import re
-import subprocess
-import sys
+import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+
+from tersekv.cli import main as cli
+from tersekv.compat import flashinfer, max, vllm
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+NOT_RUN = "# not run by the tests: "  # first line of a block that a CPU cannot run; the reason follows
+name_of = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 
 
-def script():
-    spec = importlib.util.spec_from_file_location("support_table", ROOT / "scripts" / "support_table.py")
+@pytest.fixture(autouse=True)
+def as_it_was():
+    """One thread; and what examples set for the whole process does not outlive them."""
+    threads, log, root = torch.get_num_threads(), logging.getLogger("tersekv"), logging.getLogger()
+    level, handlers = log.level, list(root.handlers)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    log.setLevel(level)
+    root.handlers[:] = handlers
+
+
+def script(name="support_table"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -42,17 +67,86 @@ def test_the_support_table_follows_why_not(monkeypatch):
     assert "<sup>1</sup> torch: not here" in lines
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [textwrap.dedent(code) for _, language, code in FENCE.findall(page.read_text()) if language in languages]
 
 
-def test_the_quick_start_prints_what_it_says():
-    code = "\n".join(blocks(ROOT / "README.md"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    wanted = [line.split("  # ")[1] for line in code.splitlines() if line.startswith("print(")]
-    assert done.stdout.splitlines() == wanted
-    assert len(wanted) == 2
+def printed(code: str) -> list[str]:
+    """What the comments behind top-level prints say that they print."""
+    return [m[1] for m in re.finditer(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)]
+
+
+@name_of
+def test_the_examples_of_a_page_run_and_print_what_they_say(page):
+    names: dict = {"__name__": "docs"}
+    for code in blocks(page, "python"):
+        program = compile(code, page.name, "exec")
+        if code.startswith(NOT_RUN):
+            assert code.splitlines()[0].removeprefix(NOT_RUN).strip(), "say why"
+            continue
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(program, names)
+        assert out.getvalue().splitlines() == printed(code), code
+
+
+def test_enough_examples_run():
+    pages = {p.stem: [c for c in blocks(p, "python") if not c.startswith(NOT_RUN)] for p in PAGES}
+    for stem in ("README", "index", "concepts", "operations", "scales", "context_parallel", "migration"):
+        assert pages[stem], stem
+    named = "\n".join(pages["operations"])
+    for op in ("append", "rope_append", "decode", "mla_append", "mla_decode", "mla_prefill", "merge_states"):
+        assert f"tersekv.{op}(" in named, op
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = "\n".join(blocks(page, "", "sh")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if re.match(r"(tersekv|python|torchrun) ", line)]
+
+
+@name_of
+def test_commands_parse_and_name_files_that_exist(page):
+    for words in commands(page):
+        if words[0] == "tersekv" and len(words) > 1:
+            parser = argparse.ArgumentParser(exit_on_error=False)
+            cli._module(words[1]).add_arguments(parser)
+            parser.parse_args(words[2:])
+        for word in words[1:]:
+            assert not re.fullmatch(r"(scripts|examples|benchmarks)/\S+\.py", word) or (ROOT / word).exists(), word
+
+
+@name_of
+def test_names_of_tersekv_that_a_page_mentions_exist(page):
+    for name in sorted(set(re.findall(r"`(tersekv(?:\.[A-Za-z_]\w*)+)", page.read_text()))):
+        path = name.split(".")
+        thing = importlib.import_module(path[0])
+        for i, part in enumerate(path[1:], 1):
+            if not hasattr(thing, part) and not importable(".".join(path[: i + 1])):
+                break
+            thing = getattr(thing, part)
+
+
+def importable(module: str) -> bool:
+    """False where another project's package is missing; what tersekv itself lacks raises."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if (e.name or "").startswith("tersekv"):
+            raise
+        return False
+    return True
+
+
+@pytest.mark.parametrize("module", [flashinfer, vllm, max], ids=lambda m: m.__name__.split(".")[-1])
+def test_the_migration_page_knows_every_function_and_argument(module):
+    text = (ROOT / "docs" / "migration.md").read_text()
+    words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]*)`", text))))
+    missing = []
+    for name in module.__all__:
+        thing = getattr(module, name)
+        parameters = inspect.signature(thing).parameters if inspect.isfunction(thing) else {}
+        missing += [word for word in (name, *parameters) if word not in words]
+    assert not missing
 
 
 @pytest.mark.parametrize("line", re.findall(r"`(from tersekv[^`]*)`", (ROOT / "README.md").read_text()))
@@ -60,7 +154,7 @@ def test_imports_that_the_readme_names_work(line):
     exec(line, {})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@name_of
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert target.startswith("http") or (page.parent / target).exists(), target
@@ -75,5 +169,21 @@ def test_the_map_knows_every_room():
 
 def test_make_targets_that_the_docs_name_exist():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {t for page in PAGES for t in re.findall(r"(?:^|`)make (\w+)", page.read_text(), re.MULTILINE)}
+    shell = {page: "\n".join(blocks(page, "", "sh")) for page in PAGES}
+    named = {t for page in PAGES for t in re.findall(r"^make (\w+)", shell[page], re.MULTILINE)}
+    named |= {t for page in PAGES for t in re.findall(r"`make (\w+)", page.read_text())}
     assert named <= targets
+
+
+def test_measured_accuracy_is_up_to_date():
+    tables = script("format_tables")
+    for name, kinds in tables.FILES.items():
+        text = (ROOT / name).read_text()
+        assert tables.alike(text, tables.renewed(text, kinds)), f"{name}: run `make table`"
+
+
+def test_alike_allows_other_rounding_and_no_other_number():
+    alike = script("format_tables").alike
+    assert alike("| 2.7% | 3.3410 |", "| 2.6% | 3.3412 |")
+    assert not alike("| 2.7% |", "| 2.4% |")
+    assert not alike("| 2.7% |", "| 2.7 |")

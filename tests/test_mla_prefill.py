@@ -413,6 +413,9 @@ def test_checked_mode_finds_a_plan_that_misses_a_token(monkeypatch):
     short = mla_prefill_plan([4, 12, 5], [4, 3, 1])
     with pytest.raises(ValueError, match="buffer_row_offsets: want every cached token in exactly one chunk"):
         case.run(plan=short)
+    stale = mla_prefill_plan(case.lens, [1] * len(case.lens))
+    with pytest.raises(ValueError, match="max_q_len: want at least 5 as in cu_seqlens_q, got 1"):
+        case.run(plan=stale)
 
 
 def test_the_operator_is_registered_with_what_it_writes():

@@ -236,3 +236,60 @@ def test_a_wrong_argument_is_named_and_changes_nothing(act, message):
     assert len(pool) == 1
     assert pool.pages("a") == (0, 1)
     assert pool.num_free_pages == 2
+
+
+@pytest.mark.parametrize(("act", "message"), [
+    (lambda p: p.add("b", 2.5), "num_tokens: want int, got float 2.5"),
+    (lambda p: p.extend("a", None), "num_tokens: want int, got NoneType None"),
+    (lambda p: p.truncate("a", 2.0), "num_tokens: want int, got float 2.0"),
+    (lambda p: PagePool("4", 4), "num_pages: want int, got str '4'"),
+])  # fmt: skip
+def test_a_number_of_another_type_is_named(act, message):
+    pool = PagePool(4, 4)
+    pool.add("a", 5)
+    with pytest.raises(TypeError) as error:
+        act(pool)
+    assert str(error.value) == message
+    assert pool.num_tokens("a") == 5
+
+
+def test_a_list_of_counts_is_wanted():
+    pool = PagePool(4, 4)
+    pool.add("a", 5)
+    with pytest.raises(TypeError, match=r"^new_tokens: want a number for each request, got int$"):
+        pool.slot_mapping(["a"], 1)
+
+
+@pytest.mark.parametrize("pair", [(0, -1), (5, 0), (0, 2)])
+def test_a_copy_outside_the_cache_is_refused_and_copies_nothing(pair):
+    cache = PagedLatentCache.allocate(1, 2, 4, format="bf16")
+    cache[0].ckv[0] = 1
+    with pytest.raises(ValueError, match=rf"^copies: want pages in \[0, 2\), got \({pair[0]}, {pair[1]}\)$"):
+        copy_pages(cache, [(0, 1), pair])
+    assert not cache[0].ckv[1].any()
+
+
+def test_a_pool_is_printed_in_one_line():
+    pool = PagePool(4, 8)
+    pool.add("a", 9)
+    assert repr(pool) == "PagePool(1 requests, 2 of 4 pages free, page_size=8)"
+
+
+def test_a_count_that_changes_later_does_not_change_the_pool():
+    pool, count = PagePool(4, 4), torch.tensor(5)
+    pool.add("a", count)
+    count.add_(3)
+    assert pool.num_tokens("a") == 5
+
+
+def test_a_pool_that_grows_keeps_its_requests():
+    pool = PagePool(2, 4)
+    pool.add("a", 8)
+    with pytest.raises(OutOfPagesError):
+        pool.add("b", 1)
+    pool.grow(4)
+    pool.add("b", 5)
+    assert (pool.num_pages, pool.num_free_pages) == (4, 0)
+    assert sorted(pool.pages("a") + pool.pages("b")) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="num_pages: want at least 4, got 3"):
+        pool.grow(3)

@@ -21,6 +21,7 @@ CHECKED = [
     ("decode", "int8_per_token_head", "plain"),
     ("mla_decode", "fp16", "ragged drafts"),
     ("mla_prefill", "bf16", "16-bit weight"),
+    ("mla_project", "bf16", "plain"),
     ("merge_states", "bf16", "2 parts"),
 ]
 

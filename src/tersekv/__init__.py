@@ -6,6 +6,7 @@ The names below are imported at first use, so that `import tersekv` loads neithe
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -18,8 +19,10 @@ _HOMES = {
     "mla_decode": "ops.mla",
     "mla_prefill": "ops.mla",
     "mla_prefill_plan": "ops.mla",
+    "mla_project": "ops.mla",
     "MLAPrefillPlan": "ops.mla",
     "merge_states": "ops.merge",
+    "warm_up": "ops.warm_up",
     "PagedKVCache": "cache",
     "PagedKVLayer": "cache",
     "PagedLatentCache": "cache",
@@ -40,8 +43,12 @@ if TYPE_CHECKING:
     from .ops.append import append, rope_append
     from .ops.decode import decode
     from .ops.merge import merge_states
-    from .ops.mla import MLAPrefillPlan, mla_append, mla_decode, mla_prefill, mla_prefill_plan
+    from .ops.mla import MLAPrefillPlan, mla_append, mla_decode, mla_prefill, mla_prefill_plan, mla_project
+    from .ops.warm_up import warm_up
     from .pages import PagePool
+
+# A library says nothing unless its caller asks: logging.getLogger("tersekv").setLevel(logging.DEBUG) and a handler.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "KV_FORMATS",
@@ -63,7 +70,9 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "mla_prefill_plan",
+    "mla_project",
     "rope_append",
+    "warm_up",
 ]
 
 

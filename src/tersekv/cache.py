@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from .formats import KVFormat, kv_bytes_per_token, kv_format, latent_bytes_per_token, latent_format, rope_dtype
 
 Scale = float | Tensor
+_ONE = 1.0  # the very object is the default of scales: no scale was given
 _KV_OF_DTYPE = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -49,14 +51,17 @@ class PagedKVLayer:
     k_scale_cache: Tensor | None = None
     v_scale_cache: Tensor | None = None
 
+    def __repr__(self) -> str:
+        return f"PagedKVLayer({self.format!r}, k={list(self.k.shape)}, v={list(self.v.shape)}, {str(self.k.device)!r})"
+
     @staticmethod
     def of(
         kv: PagedKVLayer | Tensor | Sequence[Tensor],
         *,
         format: str | None = None,
         layout: str = "NHD",
-        k_scale: Scale = 1.0,
-        v_scale: Scale = 1.0,
+        k_scale: Scale = _ONE,
+        v_scale: Scale = _ONE,
         scale_cache: Tensor | Sequence[Tensor] | None = None,
     ) -> PagedKVLayer:
         """A layer over existing tensors, without copying.
@@ -67,9 +72,13 @@ class PagedKVLayer:
         scale_cache:  (k, v) stored scales in the same layout without D (nvfp4: [..., D/16]), or one tensor with
                       the 2 in the same place
 
-        Raises ValueError for an unknown layout, rank or dtype.
+        A ready layer is returned as it is. Raises ValueError for an unknown layout, rank or dtype, and for an option
+        beside a ready layer.
         """
         if isinstance(kv, PagedKVLayer):
+            if format or layout != "NHD" or k_scale is not _ONE or v_scale is not _ONE or scale_cache is not None:
+                _no_options("kv_cache", format=format, k_scale=k_scale, v_scale=v_scale, scale_cache=scale_cache,
+                            layout=None if layout == "NHD" else layout)  # fmt: skip
             return kv
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
@@ -109,32 +118,40 @@ class PagedLatentLayer:
     kv_scale: Scale = 1.0
     ckv_scale_cache: Tensor | None = None
 
+    def __repr__(self) -> str:
+        shapes = f"ckv={list(self.ckv.shape)}, kpe={list(self.kpe.shape)}"
+        return f"PagedLatentLayer({self.format!r}, {shapes}, {str(self.ckv.device)!r})"
+
     @staticmethod
     def of(
         rows: PagedLatentLayer | Tensor | Sequence[Tensor],
         *,
         format: str | None = None,
         kv_lora_rank: int = 512,
-        kv_scale: Scale = 1.0,
+        kv_scale: Scale = _ONE,
     ) -> PagedLatentLayer:
         """A layer over existing tensors, without copying.
 
         rows:  joined rows [P, S, L + R] or [P, S, 1, L + R]; (ckv, kpe); or uint8 rows of fp8_ds_mla [P, S, 656]
 
-        Raises ValueError for an unknown rank, dtype or row length.
+        A ready layer is returned as it is. Raises ValueError for an unknown rank, dtype or row length, and for an
+        option beside a ready layer.
         """
         if isinstance(rows, PagedLatentLayer):
+            if format or kv_lora_rank != 512 or kv_scale is not _ONE:
+                _no_options("latent cache", format=format, kv_scale=kv_scale,
+                            kv_lora_rank=None if kv_lora_rank == rows.ckv.shape[-1] else kv_lora_rank)  # fmt: skip
             return rows
         if not isinstance(rows, Tensor):
             if not isinstance(rows, (tuple, list)) or len(rows) != 2:
-                raise TypeError(f"latent cache: want Tensor or (ckv, kpe), got {type(rows).__name__}")
+                raise TypeError(f"latent cache: want Tensor or (ckv, kpe), got {_kind(rows)}")
             ckv, kpe = (_drop_head(t, "latent cache") for t in rows)
             return PagedLatentLayer(ckv, kpe, format or _format_of(ckv.dtype, _LATENT_OF_DTYPE, "ckv"), kv_scale)
         rows = _drop_head(rows, "latent cache")
         format = format or _format_of(rows.dtype, _LATENT_OF_DTYPE, "latent cache")
         f = latent_format(format)
         if f.scale_dtype is None:
-            if rows.shape[-1] <= kv_lora_rank:
+            if rows.shape[-1] <= _whole("kv_lora_rank", kv_lora_rank):
                 raise ValueError(
                     f"latent cache: want rows longer than kv_lora_rank={kv_lora_rank}, got {list(rows.shape)}"
                 )
@@ -186,11 +203,11 @@ class PagedKVCache:
 
         Raises ValueError for sizes that the format cannot hold.
         """
-        f, dv = kv_format(format), head_dim if head_dim_v is None else head_dim_v
+        f, dv, device = kv_format(format), head_dim if head_dim_v is None else head_dim_v, _device(device)
         _positive(num_layers=num_layers, num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads)
         for name, d in (("head_dim", head_dim), ("head_dim_v", dv)):
             step = f.scale_block or 8
-            if d <= 0 or d % step:
+            if _whole(name, d) <= 0 or d % step:
                 raise ValueError(f"{name}: want a positive multiple of {step} for {format}, got {d}")
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
@@ -222,8 +239,13 @@ class PagedKVCache:
         if len(scales) != len(tensors):
             raise ValueError(f"scale_caches: want {len(tensors)} layers, got {len(scales)}")
         layers = [PagedKVLayer.of(t, scale_cache=s, **options) for t, s in zip(tensors, scales, strict=True)]
+        if not layers:
+            raise ValueError("tensors: want at least one layer, got none")
         per = kv_format(layers[0].format).values_per_element
         return cls(layers, layers[0].k.shape[-1] * per, layers[0].v.shape[-1] * per)
+
+    def __repr__(self) -> str:
+        return f"PagedKVCache({len(self)} layers, the first {self[0]!r})"
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -281,12 +303,12 @@ class PagedLatentCache:
 
         Raises ValueError for sizes that the format cannot hold, and for `split` with fp8_ds_mla.
         """
-        f = latent_format(format)
+        f, device = latent_format(format), _device(device)
         _positive(num_layers=num_layers, num_pages=num_pages, page_size=page_size)
         step = f.scale_block or 8
-        if kv_lora_rank <= 0 or kv_lora_rank % step:
+        if _whole("kv_lora_rank", kv_lora_rank) <= 0 or kv_lora_rank % step:
             raise ValueError(f"kv_lora_rank: want a positive multiple of {step} for {format}, got {kv_lora_rank}")
-        if qk_rope_head_dim <= 0 or qk_rope_head_dim % 2:
+        if _whole("qk_rope_head_dim", qk_rope_head_dim) <= 0 or qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim: want a positive even number, got {qk_rope_head_dim}")
         if split and f.scale_dtype is not None:
             raise ValueError(f"split: {format} keeps latent, scales and rotary part in one row")
@@ -308,6 +330,9 @@ class PagedLatentCache:
     def from_tensors(cls, tensors: Sequence, **options) -> PagedLatentCache:
         """A cache over existing tensors, one entry per layer, without copying; see `PagedLatentLayer.of`."""
         return cls([PagedLatentLayer.of(t, **options) for t in tensors])
+
+    def __repr__(self) -> str:
+        return f"PagedLatentCache({len(self)} layers, the first {self[0]!r})"
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -373,7 +398,7 @@ def _split_pair(name: str, pair, rank: int) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{name}: want (k, v) or one {rank}-D tensor [P, 2, ...], got {list(pair.shape)}")
         return pair[:, 0], pair[:, -1]
     if not isinstance(pair, (tuple, list)):
-        raise TypeError(f"{name}: want (k, v) or one {rank}-D tensor, got {type(pair).__name__}")
+        raise TypeError(f"{name}: want (k, v) or one {rank}-D tensor, got {_kind(pair)}")
     if len(pair) != 2:
         raise ValueError(f"{name}: want (k, v), got {len(pair)} entries")
     for t in pair:
@@ -382,6 +407,19 @@ def _split_pair(name: str, pair, rank: int) -> tuple[Tensor, Tensor]:
         if t.dim() != rank - 1:
             raise ValueError(f"{name}: want (k, v), each {rank - 1}-D, got {list(t.shape)}")
     return pair[0], pair[1]
+
+
+def _no_options(name: str, **options: object) -> None:
+    """Raise if an option says something beside a layer that is ready: it would be ignored."""
+    given = [n for n, x in options.items() if x is not None and not (isinstance(x, (int, float)) and x == _ONE)]
+    if given:
+        raise ValueError(f"{name}: want tensors beside {', '.join(given)}, got a layer, which has its own")
+
+
+def _kind(x: object) -> str:
+    """The type of what is no cache of a layer."""
+    whole = isinstance(x, (PagedKVCache, PagedLatentCache))
+    return type(x).__name__ + (", the cache of all layers (take one: cache[i])" if whole else "")
 
 
 def _format_of(dtype: torch.dtype, table: dict, name: str) -> str:
@@ -402,5 +440,20 @@ def _drop_head(t: Tensor, name: str) -> Tensor:
 
 def _positive(**sizes: int) -> None:
     for name, value in sizes.items():
-        if value <= 0:
+        if _whole(name, value) <= 0:
             raise ValueError(f"{name}: want a positive number, got {value}")
+
+
+def _whole(name: str, value: int) -> int:
+    """value, which has to be an integer of Python's or NumPy's."""
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{name}: want int, got {type(value).__name__} {value!r}") from None
+
+
+def _device(device: torch.device | str | int | None) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: want a device of torch such as 'cuda', 'cuda:1' or 'cpu', got {device!r}") from None

@@ -181,6 +181,13 @@ class MLAPrefillCall(NamedTuple):
     precision: str
 
 
+class MLAProjectCall(NamedTuple):
+    x: Tensor  # [T, H, K]
+    weight: Tensor  # [H, N, K] e4m3 | bf16 | fp16
+    weight_scale: Tensor | None  # [H, N/128, K/128] fp32, with e4m3
+    out: Tensor  # [T, H, N] written
+
+
 class MergeCall(NamedTuple):
     outs: Tensor  # [n, T, H, D]
     lses: Tensor  # [n, T, H] fp32, natural log
@@ -200,5 +207,6 @@ CALLS: dict[str, tuple[type, tuple[str, ...]]] = {
     "decode": (DecodeCall, ("out", "lse")),
     "mla_decode": (MLADecodeCall, ("out", "lse")),
     "mla_prefill": (MLAPrefillCall, ("q", *_LATENT, "out", "lse")),
+    "mla_project": (MLAProjectCall, ("out",)),
     "merge_states": (MergeCall, ("out", "lse")),
 }

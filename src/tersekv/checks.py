@@ -1,7 +1,6 @@
 """Checks of a call. Every message names the argument, says what was wanted and what came.
 
-`types` and `facts` look at no tensor value and run once per distinct set of facts. `values` reads the index tensors
-(it synchronises with the device) and runs only in checked mode (TERSEKV_CHECKED=1).
+They look at no tensor value and run once per distinct set of facts; values are for checked.py.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .calls import CALLS, MLAAppendCall
 from .formats import KVFormat, kv_format, latent_format, rope_dtype
 
 INDEX = (torch.int32, torch.int64, torch.uint32)
@@ -22,6 +22,13 @@ F32 = (torch.float32,)
 HALF = (torch.bfloat16, torch.float16)
 FLOAT = (*HALF, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Record → field → the argument of the public function, where the names differ.
+_ARGUMENTS: dict[type, dict[str, str]] = {MLAAppendCall: {"q_rope": "q_pe", "q_rope_out": "q_pe_out"}}
+
+
+def _argument(record: type, field: str) -> str:
+    """The argument that a field comes from. A scale's tensor goes by the name of the scale."""
+    return _ARGUMENTS.get(record, {}).get(field, field).removesuffix("_t")
 
 
 def types(record: type, call: tuple) -> None:
@@ -35,7 +42,7 @@ def types(record: type, call: tuple) -> None:
             continue
         if not isinstance(x, want):
             names = " | ".join(w.__name__ for w in (want if isinstance(want, tuple) else (want,)))
-            raise TypeError(f"{name}: want {names}, got {type(x).__name__}")
+            raise TypeError(f"{_argument(record, name)}: want {names}, got {type(x).__name__}")
 
 
 def _hints(record: type) -> dict[str, Any]:
@@ -54,6 +61,7 @@ class Shapes:
 
     def __init__(self, f: SimpleNamespace, **known: int) -> None:
         self.f, self.dims = f, dict(known)
+        self.seen_in: dict[str, str] = {}  # letter → the tensor that bound it
 
     def see(self, name: str, pattern: str, dtypes: Iterable[torch.dtype], *, last_dim_dense: bool = True) -> bool:
         """Check tensor `name` (None passes: returns False) against a pattern such as "P S H D".
@@ -63,6 +71,7 @@ class Shapes:
         fact = getattr(self.f, name)
         if fact is None:
             return False
+        name = _argument(CALLS[self.f.op][0], name)
         tokens = pattern.split()
         wanted = [self._size(t) for t in tokens]
         dtypes = tuple(dtypes)
@@ -75,7 +84,7 @@ class Shapes:
             )
             raise ValueError(
                 f"{name}: want [{dims}] {' | '.join(map(dtype_name, dtypes))}, "
-                f"got {list(fact.shape)} {dtype_name(fact.dtype)}"
+                f"got {list(fact.shape)} {dtype_name(fact.dtype)}{self._whose(tokens, wanted, fact.shape)}"
             )
         # Strides of an empty tensor mean nothing.
         if last_dim_dense and fact.shape and fact.shape[-1] > 1 and 0 not in fact.shape and fact.stride[-1] != 1:
@@ -85,7 +94,17 @@ class Shapes:
         for token, got in zip(tokens, fact.shape, strict=True):
             if token.isidentifier():
                 self.dims.setdefault(token, got)
+                self.seen_in.setdefault(token, name)
         return True
+
+    def _whose(self, tokens: list[str], wanted: list[int | None], got: tuple[int, ...]) -> str:
+        """Where the sizes come from that differ: the other tensor may be the odd one out."""
+        owners: dict[str, list[str]] = {}
+        for letter, w, g in zip(tokens, wanted, got, strict=False):
+            if w not in (None, g) and letter in self.seen_in and len(tokens) == len(got):
+                owners.setdefault(self.seen_in[letter], []).append(letter)
+        told = [f"{', '.join(letters)} as in {owner}" for owner, letters in owners.items()]
+        return f" ({'; '.join(told)})" if told else ""
 
     def _size(self, token: str) -> int | None:
         if token.isdigit():
@@ -106,9 +125,18 @@ def tensor(name: str, x: Any, pattern: str) -> None:
     """Raise unless x is a tensor with a dimension for each word of the pattern: for what an op itself takes apart."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: want Tensor, got {type(x).__name__}")
-    words = pattern.split()
-    if x.dim() != len(words):
-        raise ValueError(f"{name}: want [{', '.join(words)}], got {list(x.shape)}")
+    if x.dim() != pattern.count(" ") + 1:
+        raise ValueError(f"{name}: want [{pattern.replace(' ', ', ')}], got {list(x.shape)}")
+
+
+def dtype(name: str, d: Any, allowed: Iterable[torch.dtype], own: torch.dtype | None = None, of: str = "") -> None:
+    """Raise unless an argument that chooses a dtype is None or allowed; beside a tensor `of` it is the tensor's own."""
+    if d is None or (own is None and d in allowed) or d == own:
+        return
+    if not isinstance(d, torch.dtype):
+        raise TypeError(f"{name}: want a torch.dtype or None, got {d!r}")
+    want = " | ".join(map(dtype_name, allowed)) if own is None else f"{of}'s own {dtype_name(own)} or None"
+    raise ValueError(f"{name}: want {want}, got {dtype_name(d)}")
 
 
 def dtype_name(d: torch.dtype) -> str:
@@ -129,12 +157,23 @@ def _append(f: SimpleNamespace) -> None:
     s = Shapes(f)
     s.see("k", "T H D", FLOAT)
     s.see("v", "T H Dv", [f.k.dtype])
-    _kv_caches(f, s, s["D"], s["Dv"])
+    _kv_caches(f, s, s["D"], s["Dv"], "k", "v")
     _place(f, s)
 
 
 def _rope_append(f: SimpleNamespace) -> None:
+    own = f.slot_mapping is not None  # tersekv's own function takes q and k whole, FlashInfer's in parts
+    if own:
+        whole = {"k": (f.k_rope, f.k_nope), "q": (f.q_rope, f.q_nope), "q_out": (f.q_rope_out, f.q_nope_out)}
+        f = SimpleNamespace(**vars(f), **{name: _joined(*parts) for name, parts in whole.items()})
     s = Shapes(f)
+    if own:
+        require((f.q is None) == (f.q_out is None), "q_out", "given together with q", "one of them")
+        s.see("k", "T H D", FLOAT)
+        if s.see("q", "T Hq Dq", [f.k.dtype]):
+            r = f.k_rope.shape[-1]
+            require(s["Dq"] >= r, "q", f"rows of at least R={r} as in cos_sin_cache", s["Dq"])
+        s.see("q_out", "T Hq Dq", FLOAT + FP8)
     s.see("k_rope", "T H R", HALF + F32)
     dtype = [f.k_rope.dtype]
     s.see("k_nope", "T H N", dtype)
@@ -142,8 +181,15 @@ def _rope_append(f: SimpleNamespace) -> None:
     s.see("v", "T H Dv", dtype)
     _queries(f, s, dtype)
     _rotary(f, s)
-    _kv_caches(f, s, s["R"] + s["N"], s["Dv"])
+    _kv_caches(f, s, s["R"] + s["N"], s["Dv"], "k", "v")
     _place(f, s)
+
+
+def _joined(rope: Any, nope: Any) -> Any:
+    """The facts of the tensor that was cut into these."""
+    if nope is None:
+        return rope
+    return rope._replace(shape=(*rope.shape[:-1], rope.shape[-1] + nope.shape[-1]))
 
 
 def _mla_append(f: SimpleNamespace) -> None:
@@ -171,8 +217,9 @@ def _decode(f: SimpleNamespace) -> None:
     require(s["D"] % 8 == 0 and 0 < s["D"] <= 576, "q", "head_dim a multiple of 8 up to 576", s["D"])
     dv = f.v_cache.shape[-1] * fmt.values_per_element
     require(dv % 8 == 0 and 0 < dv <= 512, "v_cache", "head_dim_v a multiple of 8 up to 512", dv)
-    _kv_caches(f, s, s["D"], dv)
+    _kv_caches(f, s, s["D"], dv, "q")
     heads = s["H"]
+    require(s["Hq"] > 0, "q", "at least one head", s["Hq"])
     require(heads > 0 and s["Hq"] % heads == 0, "q", f"num_q_heads a multiple of num_kv_heads={heads}", s["Hq"])
     _requests(f, s)
     if s.see("mask", "T W", [torch.uint16]):
@@ -183,6 +230,7 @@ def _decode(f: SimpleNamespace) -> None:
     s.see("lse", "T Hq", F32, last_dim_dense=False)
     require(f.window >= 0, "window", "a positive number of keys (own included), or None", f.window)
     require(f.softcap >= 0, "softcap", "0 (none) or a positive number", f.softcap)
+    _softmax_scale(f)
     _precision(f)
     _scalar(f, s, "softmax_scale_t", "out_scale_t")
 
@@ -195,6 +243,7 @@ def _mla_decode(f: SimpleNamespace) -> None:
     _requests(f, s)
     s.see("out", "T H L", FLOAT + FP8)
     s.see("lse", "T H", F32, last_dim_dense=False)
+    _softmax_scale(f)
     _precision(f)
     _scalar(f, s, "softmax_scale_t", "out_scale_t")
 
@@ -235,12 +284,30 @@ def _mla_prefill(f: SimpleNamespace) -> None:
     require(len(f.buffer_lengths) == s["C"], "buffer_lengths", f"C={s['C']} numbers", len(f.buffer_lengths))
     require(all(n >= 0 for n in f.buffer_lengths), "buffer_lengths", "no negative number", list(f.buffer_lengths))
     s.see("lse", "T H", F32, last_dim_dense=False)
+    _softmax_scale(f)
+    require(f.epsilon >= 0, "epsilon", "a number, not negative", f.epsilon)
     _precision(f)
+
+
+def _mla_project(f: SimpleNamespace) -> None:
+    s, half = Shapes(f), [torch.bfloat16, torch.float16]
+    s.see("x", "T H K", half)
+    same = [f.x.dtype]
+    if f.weight.dtype == torch.float8_e4m3fn:
+        require(f.weight_scale is not None, "weight_scale", "a tensor beside an e4m3 weight", None)
+        s.see("weight", "H N K", [torch.float8_e4m3fn])
+        require(s["N"] % 128 == 0 and s["K"] % 128 == 0, "weight", "N and K multiples of 128", [s["N"], s["K"]])
+        s.see("weight_scale", "H N/128 K/128", F32)
+    else:
+        s.see("weight", "H N K", same)
+        require(f.weight_scale is None, "weight_scale", "None beside a 16-bit weight", "a tensor")
+    s.see("out", "T H N", same)
 
 
 def _merge_states(f: SimpleNamespace) -> None:
     s = Shapes(f)
     s.see("outs", "n T H D", FLOAT)
+    require(s["n"] > 0, "outs", "at least one part", "none")
     s.see("lses", "n T H", F32, last_dim_dense=False)
     s.see("out", "T H D", FLOAT)
     s.see("lse", "T H", F32, last_dim_dense=False)
@@ -253,12 +320,20 @@ _CHECKS = {
     "decode": _decode,
     "mla_decode": _mla_decode,
     "mla_prefill": _mla_prefill,
+    "mla_project": _mla_project,
     "merge_states": _merge_states,
 }
 
 
-def _kv_caches(f: SimpleNamespace, s: Shapes, d: int, dv: int) -> None:
+def _kv_caches(f: SimpleNamespace, s: Shapes, d: int, dv: int, k_rows: str, v_rows: str = "") -> None:
+    """k_rows, v_rows: arguments that bring rows of size d and dv, if any does."""
     fmt = kv_format(f.format)
+    if len(f.k_cache.shape) == 4 and "H" in s.dims:
+        _as_cache(k_rows, "num_kv_heads", s["H"], "k_cache", f.k_cache, f.k_cache.shape[2])
+    for rows, name, size, dim in ((k_rows, "k_cache", "head_dim", d), (v_rows, "v_cache", "head_dim_v", dv)):
+        cache = getattr(f, name)
+        if rows and len(cache.shape) == 4:
+            _as_cache(rows, size, dim, name, cache, cache.shape[-1] * fmt.values_per_element)
     _head_dim(fmt, "head_dim", d)
     _head_dim(fmt, "head_dim_v", dv)
     for side, dim in (("k", d), ("v", dv)):
@@ -269,6 +344,11 @@ def _kv_caches(f: SimpleNamespace, s: Shapes, d: int, dv: int) -> None:
         _stored_scales(f, s, f"{side}_scale_cache", fmt, dim)
         _scale_tensor(f, s, f"{side}_scale", fmt)
     require(s["S"] > 0, "k_cache", "at least one slot a page", s["S"])
+
+
+def _as_cache(rows: str, what: str, got: int, name: str, cache: Any, want: int) -> None:
+    """A size that rows and a cache share. The cache stands for longer, so it is the rows that are wrong."""
+    require(got == want, rows, f"{what} {want} as in {name} {list(cache.shape)}", got)
 
 
 def _head_dim(fmt: KVFormat, name: str, d: int) -> None:
@@ -289,29 +369,36 @@ def _stored_scales(f: SimpleNamespace, s: Shapes, name: str, fmt: KVFormat, dim:
 
 def _scale_tensor(f: SimpleNamespace, s: Shapes, name: str, fmt: KVFormat) -> None:
     given = getattr(f, f"{name}_t")
-    plain = given is None and getattr(f, name) == 1.0
     if fmt.scale not in ("tensor", "block"):
-        require(
-            plain,
-            name,
-            f"1.0 for {fmt.name}, which has no scale of the tensor",
-            "another" if given is None else "a tensor",
-        )
+        want = f"1.0 for {fmt.name}, which has no scale of the tensor"
+        require(given is None and getattr(f, name) == 1.0, name, want, _told(f, name))
+    _positive(f, name)
     if given is not None:
-        sizes = (1, s["H"]) if fmt.scale == "tensor" else (1,)
-        require(
-            given.dtype == torch.float32
-            and len(given.shape) == 1
-            and given.shape[0] in sizes
-            and given.device == f.device,
-            name,
-            f"float32 with {' or '.join(str(n) for n in dict.fromkeys(sizes))} elements on {f.device}",
-            f"{list(given.shape)} {dtype_name(given.dtype)} on {given.device}",
-        )
+        sizes = list(dict.fromkeys((1, s["H"]) if fmt.scale == "tensor" else (1,)))
+        want = f"float32 with {' or '.join(map(str, sizes))} elements on {f.device}"
+        fits = given.dtype == torch.float32 and given.shape in [(n,) for n in sizes] and given.device == f.device
+        require(fits, name, want, f"{list(given.shape)} {dtype_name(given.dtype)} on {given.device}")
+
+
+def _told(f: SimpleNamespace, name: str) -> str:
+    """A scale as the caller gave it; the records of appends may hold its reciprocal."""
+    if getattr(f, f"{name}_t") is not None:
+        return "a tensor"
+    value = getattr(f, name)
+    return f"{1 / value if value and getattr(f, 'scales_quantize', None) is False else value:.6g}"
+
+
+def _positive(f: SimpleNamespace, name: str) -> None:
+    fits = 0 < getattr(f, name) < float("inf")  # NaN fits nowhere
+    require(fits, name, "a positive, finite number", _told(f, name))
 
 
 def _latent_cache(f: SimpleNamespace, s: Shapes) -> None:
     fmt = latent_format(f.format)
+    for letter, what, name in (("L", "a latent rank of", "ckv"), ("R", "a rotary size of", "kpe")):
+        cache = getattr(f, name)
+        if letter in s.dims and len(cache.shape) == 3:
+            _as_cache(s.seen_in[letter], what, s[letter], name, cache, cache.shape[-1])
     s.see("ckv", "P S L", [fmt.storage])
     s.see("kpe", "P S R", [rope_dtype(fmt)])
     step = fmt.scale_block or 1
@@ -322,12 +409,15 @@ def _latent_cache(f: SimpleNamespace, s: Shapes) -> None:
         require(f.ckv_scale_cache is not None, "ckv_scale_cache", f"the stored scales of {f.format}", None)
         s.see("ckv_scale_cache", f"P S {fmt.scales(s['L'])}", [fmt.scale_dtype])
     plain = f.kv_scale_t is None and f.kv_scale == 1.0
-    require(fmt.scale == "tensor" or plain, "kv_scale", f"1.0 for {f.format}", "another")
+    want = f"1.0 for {f.format}, which has no scale of the tensor"
+    require(fmt.scale == "tensor" or plain, "kv_scale", want, _told(f, "kv_scale"))
+    _positive(f, "kv_scale")
     _scalar(f, s, "kv_scale_t")
 
 
 def _queries(f: SimpleNamespace, s: Shapes, dtype: list) -> None:
-    require((f.q_rope is None) == (f.q_rope_out is None), "q_rope_out", "given together with q_rope", "one of them")
+    q, out = (_argument(CALLS[f.op][0], name) for name in ("q_rope", "q_rope_out"))
+    require((f.q_rope is None) == (f.q_rope_out is None), out, f"given together with {q}", "one of them")
     require((f.q_nope is None) == (f.q_nope_out is None), "q_nope_out", "given together with q_nope", "one of them")
     s.see("q_rope", "T Hq R", dtype)
     s.see("q_nope", "T Hq Nq", dtype)
@@ -338,8 +428,8 @@ def _queries(f: SimpleNamespace, s: Shapes, dtype: list) -> None:
 
 
 def _rotary(f: SimpleNamespace, s: Shapes) -> None:
-    require(s["R"] % 2 == 0 and s["R"] > 0, "rotary_dim", "a positive even number", s["R"])
     s.see("cos_sin_cache", "max_pos R", F32)
+    require(s["R"] % 2 == 0 and s["R"] > 0, "cos_sin_cache", "[max_pos, R] with R positive and even", s["R"])
     s.see("positions", "T", INDEX)
 
 
@@ -367,6 +457,11 @@ def _requests(f: SimpleNamespace, s: Shapes) -> None:
         require(t == b * f.max_q_len, "q", f"T a multiple of B={b} (or cu_seqlens_q for ragged drafts)", f"T={t}")
 
 
+def _softmax_scale(f: SimpleNamespace) -> None:
+    fits = 0 <= f.softmax_scale < float("inf")  # NaN fits nowhere
+    require(fits, "softmax_scale", "a finite number, not negative", f.softmax_scale)
+
+
 def _scalar(f: SimpleNamespace, s: Shapes, *names: str) -> None:
     for name in names:
         if getattr(f, name) is not None:
@@ -375,77 +470,3 @@ def _scalar(f: SimpleNamespace, s: Shapes, *names: str) -> None:
 
 def _precision(f: SimpleNamespace) -> None:
     require(f.precision in ("exact", "fast"), "precision", "'exact' or 'fast'", repr(f.precision))
-
-
-def values(op: str, call: Any) -> None:
-    """Checked mode: raise ValueError for an index that points outside its tensor. Synchronises with the device."""
-    cache = getattr(call, "k_cache", None)
-    if cache is None:
-        cache = getattr(call, "ckv", None)
-    if cache is None:
-        return
-    pages, size = cache.shape[:2]
-    if getattr(call, "slot_mapping", None) is not None:
-        _range("slot_mapping", call.slot_mapping, None, pages * size)
-    if getattr(call, "positions", None) is not None:
-        _range("positions", call.positions, 0, call.cos_sin_cache.shape[0])
-    if getattr(call, "kv_indices", None) is not None:
-        _kv_indices(call, pages, size)
-    if getattr(call, "page_table", None) is not None:
-        new = None if hasattr(call, "seq_lens") else call.cu_seqlens_q.to(torch.int64).diff()
-        lens = call.seq_lens if new is None else call.cache_lens.to(torch.int64) + new
-        _pages("page_table", call.page_table, lens, pages, size)
-        if new is not None:
-            _range("cache_lens", (lens - 1)[new > 0], None, call.freqs_cis.shape[0])
-            _chunks(call, lens)
-
-
-def _chunks(call: Any, lens: Tensor) -> None:
-    if not any(call.buffer_lengths):
-        return  # nothing to attend to: the call appends only
-    rows, starts = (x.to(torch.int64) for x in (call.buffer_row_offsets, call.cache_offsets[:, : len(lens)]))
-    order = starts.argsort(0)
-    first, counts = starts.gather(0, order), rows.diff().gather(0, order)
-    whole = (counts >= 0).all() and (first == counts.cumsum(0) - counts)[counts > 0].all()
-    if not whole or (counts.sum(0) != lens).any() or rows[:, -1].tolist() != list(call.buffer_lengths):
-        raise ValueError(
-            f"buffer_row_offsets: want every cached token in exactly one chunk, lengths {lens.tolist()}, "
-            f"got rows {rows.tolist()} from {starts.tolist()}, buffer_lengths {list(call.buffer_lengths)}"
-        )
-
-
-def _range(name: str, x: Tensor, low: int | None, high: int) -> None:
-    x = x.to(torch.int64)
-    bad = x >= high if low is None else (x < low) | (x >= high)
-    if bad.any():
-        i = int(bad.nonzero()[0, 0])
-        wanted = f"below {high}" if low is None else f"in [{low}, {high})"
-        raise ValueError(f"{name}: want every entry {wanted}, got {int(x[i])} at {i}")
-
-
-def _kv_indices(call: Any, pages: int, size: int) -> None:
-    b, pos = call.batch_indices.to(torch.int64), call.kv_positions.to(torch.int64)
-    live = b >= 0
-    _range("batch_indices", b, None, call.kv_indptr.shape[0] - 1)
-    b, pos = b[live], pos[live]
-    ptr = call.kv_indptr.to(torch.int64)
-    room = (ptr[b + 1] - ptr[b]) * size
-    bad = (pos < 0) | (pos >= room)
-    if bad.any():
-        i = int(bad.nonzero()[0, 0])
-        raise ValueError(f"kv_positions: want in [0, {int(room[i])}) for request {int(b[i])}, got {int(pos[i])}")
-    _range("kv_indices", call.kv_indices[ptr[b] + pos // size], 0, pages)
-
-
-def _pages(name: str, table: Tensor, lens: Tensor, pages: int, size: int) -> None:
-    lens = lens.to(torch.int64)
-    used = -(-lens // size)
-    if (used > table.shape[1]).any():
-        i = int((used > table.shape[1]).nonzero()[0, 0])
-        raise ValueError(f"seq_lens: want at most {table.shape[1] * size} (max_pages * S), got {int(lens[i])} at {i}")
-    live = torch.arange(table.shape[1], device=table.device) < used[:, None]
-    ids = table.to(torch.int64)
-    bad = live & ((ids < 0) | (ids >= pages))
-    if bad.any():
-        b, j = (int(n) for n in bad.nonzero()[0])
-        raise ValueError(f"{name}: want page ids in [0, {pages}), got {int(ids[b, j])} at [{b}, {j}]")

@@ -5,9 +5,20 @@ from __future__ import annotations
 import os
 
 VARIABLES = {
-    "TERSEKV_BACKEND": "backend for calls that name none: torch, triton; unset: the best that can run",
-    "TERSEKV_CHECKED": "1: also check tensor values (page ids, slots, positions); synchronises with the device",
+    "TERSEKV_BACKEND": "backend for calls that name none: torch, triton, gluon; unset: the best that can run",
+    "TERSEKV_CHECKED": "1: also check tensor values (page ids, slots, positions); synchronises. 0, false, off, no: off",
 }
+# Every call asks for this one, and os.environ itself takes a microsecond to answer: it looks a name up as bytes, and
+# raises where there is none.
+_raw: dict = os.environ._data  # type: ignore[attr-defined]
+_CHECKED = os.environ.encodekey("TERSEKV_CHECKED")  # type: ignore[attr-defined]
+# "0" first: where the variable is unset the answer is that very object, which is found at once.
+_OFF = tuple(
+    os.environ.encodekey(spelt)  # type: ignore[attr-defined]
+    for word in ("0", "", "false", "off", "no")
+    for spelt in dict.fromkeys((word, word.title(), word.upper()))
+)
+_UNSET = _OFF[0]
 
 
 def backend() -> str | None:
@@ -15,7 +26,7 @@ def backend() -> str | None:
 
 
 def checked() -> bool:
-    return os.environ.get("TERSEKV_CHECKED", "0") not in ("", "0")
+    return _raw.get(_CHECKED, _UNSET) not in _OFF
 
 
 def values() -> dict[str, str | None]:

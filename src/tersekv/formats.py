@@ -51,6 +51,14 @@ class KVFormat:
         """Bytes of one row of `dim` values, its stored scales included."""
         return self.code_bytes(dim) + self.scale_bytes(dim)
 
+    def fitting_scale(self, largest: float) -> float:
+        """The scale that lets a largest magnitude just fit; 1 for formats without a scale of the tensor."""
+        if self.scale == TENSOR:
+            return largest / self.max_value or 1.0
+        if self.scale == BLOCK:  # the largest block scale and the largest code meet at the largest value
+            return largest / (self.max_value * E4M3_MAX) or 1.0
+        return 1.0
+
 
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
@@ -90,21 +98,35 @@ def latent_format(name: str) -> KVFormat:
 
 
 def _lookup(name: str, table: dict[str, KVFormat], what: str) -> KVFormat:
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise ValueError(f"format: want one of {', '.join(table)} for {what}, got {name!r}")
     return table[name]
 
 
+def _held(f: KVFormat, name: str, dim: int) -> int:
+    """dim, which has to be a row's size that the format can hold."""
+    step = f.scale_block or f.values_per_element
+    if dim <= 0 or dim % step:
+        raise ValueError(f"{name}: want a positive multiple of {step} for {f.name}, got {dim}")
+    return dim
+
+
 def kv_bytes_per_token(format: str, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None) -> int:
-    """Bytes that one token takes in one layer of a K/V cache, stored scales included."""
-    f = kv_format(format)
-    return num_kv_heads * (f.row_bytes(head_dim) + f.row_bytes(head_dim if head_dim_v is None else head_dim_v))
+    """Bytes that one token takes in one layer of a K/V cache, stored scales included.
+
+    Raises ValueError for sizes that the format cannot hold.
+    """
+    f, dv = kv_format(format), head_dim if head_dim_v is None else head_dim_v
+    return num_kv_heads * (f.row_bytes(_held(f, "head_dim", head_dim)) + f.row_bytes(_held(f, "head_dim_v", dv)))
 
 
 def latent_bytes_per_token(format: str, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -> int:
-    """Bytes that one token takes in one layer of a latent cache, stored scales included."""
+    """Bytes that one token takes in one layer of a latent cache, stored scales included.
+
+    Raises ValueError for a rank that the format cannot hold.
+    """
     f = latent_format(format)
-    return f.row_bytes(kv_lora_rank) + qk_rope_head_dim * rope_dtype(f).itemsize
+    return f.row_bytes(_held(f, "kv_lora_rank", kv_lora_rank)) + qk_rope_head_dim * rope_dtype(f).itemsize
 
 
 def rope_dtype(f: KVFormat) -> torch.dtype:

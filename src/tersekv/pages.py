@@ -7,6 +7,7 @@ next append, then `slot_mapping`, `page_table` and `seq_lens` for the kernels.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -42,13 +43,17 @@ class PagePool:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         for name, value in (("num_pages", num_pages), ("page_size", page_size)):
-            if value <= 0:
+            if _whole(name, value) <= 0:
                 raise ValueError(f"{name}: want a positive number, got {value}")
         self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages - 1, -1, -1))  # the last is taken first
         self._owners = [0] * num_pages
         self._pages: dict[Hashable, list[int]] = {}
         self._tokens: dict[Hashable, int] = {}
+
+    def __repr__(self) -> str:
+        free = f"{len(self._free)} of {self.num_pages} pages free"
+        return f"PagePool({len(self)} requests, {free}, page_size={self.page_size})"
 
     def __len__(self) -> int:
         """Requests in the pool."""
@@ -66,6 +71,14 @@ class PagePool:
         """Fraction of the pages that some request owns."""
         return 1 - len(self._free) / self.num_pages
 
+    def grow(self, num_pages: int) -> None:
+        """Make the pool larger: the cache's tensors have `num_pages` pages now. Pages keep their owners."""
+        if num_pages < self.num_pages:
+            raise ValueError(f"num_pages: want at least {self.num_pages}, got {num_pages}")
+        self._free = [*range(num_pages - 1, self.num_pages - 1, -1), *self._free]
+        self._owners += [0] * (num_pages - self.num_pages)
+        self.num_pages = num_pages
+
     def pages(self, request_id: Hashable) -> tuple[int, ...]:
         """The pages of a request, in the order of its tokens."""
         return tuple(self._pages[self._known(request_id)])
@@ -76,7 +89,7 @@ class PagePool:
     def add(self, request_id: Hashable, num_tokens: int = 0) -> None:
         """A new request with room for `num_tokens`. Raises OutOfPagesError and leaves the pool as it was."""
         self._new(request_id)
-        _not_negative("num_tokens", num_tokens)
+        num_tokens = _not_negative("num_tokens", num_tokens)
         self._pages[request_id] = self._take(-(-num_tokens // self.page_size))
         self._tokens[request_id] = num_tokens
 
@@ -86,7 +99,7 @@ class PagePool:
         Raises OutOfPagesError and leaves the pool as it was.
         """
         pages, old = self._pages[self._known(request_id)], self._tokens[request_id]
-        _not_negative("num_tokens", num_tokens)
+        num_tokens = _not_negative("num_tokens", num_tokens)
         if num_tokens == 0:
             return []
         shared = old % self.page_size > 0 and self._owners[pages[-1]] > 1
@@ -110,6 +123,7 @@ class PagePool:
     def truncate(self, request_id: Hashable, num_tokens: int) -> None:
         """Keep the first `num_tokens` of a request, such as the drafts that were accepted; free the pages behind."""
         pages, old = self._pages[self._known(request_id)], self._tokens[request_id]
+        num_tokens = _whole("num_tokens", num_tokens)
         if not 0 <= num_tokens <= old:
             raise ValueError(f"num_tokens: want in [0, {old}], got {num_tokens}")
         keep = -(-num_tokens // self.page_size)
@@ -163,6 +177,8 @@ class PagePool:
         return RaggedPages(*(_int32(x, device) for x in (indptr, indices, last)))
 
     def _newest(self, request_ids: Sequence[Hashable], new_tokens: Sequence[int]) -> list[tuple[Hashable, int]]:
+        if not isinstance(new_tokens, Sequence):
+            raise TypeError(f"new_tokens: want a number for each request, got {type(new_tokens).__name__}")
         if len(request_ids) != len(new_tokens):
             raise ValueError(f"new_tokens: want {len(request_ids)} numbers, got {len(new_tokens)}")
         out = []
@@ -199,11 +215,17 @@ class PagePool:
 
 @torch.no_grad()
 def copy_pages(cache: PagedKVCache | PagedLatentCache, copies: Sequence[tuple[int, int]]) -> None:
-    """Copy whole pages, scales included, in every layer of a cache: (src, dst) pairs, as if one after the other."""
+    """Copy whole pages, scales included, in every layer of a cache: (src, dst) pairs, as if one after the other.
+
+    Raises ValueError for a page outside the cache.
+    """
     if not copies:
         return
     first: dict[int, int] = {}  # page → the page whose present rows it will hold
     for src, dst in copies:
+        for page in (src, dst):
+            if not 0 <= _whole("copies", page) < cache.num_pages:
+                raise ValueError(f"copies: want pages in [0, {cache.num_pages}), got ({src}, {dst})")
         first[dst] = first.get(src, src)
     layer = cache[0]
     device = (layer.k if isinstance(layer, PagedKVLayer) else layer.ckv).device
@@ -219,9 +241,19 @@ def copy_pages(cache: PagedKVCache | PagedLatentCache, copies: Sequence[tuple[in
                 t[dst_pages] = t[src_pages]
 
 
-def _not_negative(name: str, value: int) -> None:
+def _whole(name: str, value: int) -> int:
+    """value as Python's own int: another kind, such as a tensor, could change behind the pool's back."""
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{name}: want int, got {type(value).__name__} {value!r}") from None
+
+
+def _not_negative(name: str, value: int) -> int:
+    value = _whole(name, value)
     if value < 0:
         raise ValueError(f"{name}: want 0 or more, got {value}")
+    return value
 
 
 def _int32(values: list, device: Device) -> Tensor:

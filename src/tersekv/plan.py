@@ -7,6 +7,7 @@ a kernel, and nothing below it looks at options. `plan(..., arch=90)` plans for 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType, SimpleNamespace
@@ -15,13 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks, env
+from . import checked, checks, env
 from .calls import CALLS
 from .errors import UnsupportedError
+from .keys import FIELDS, Seen, tensor_key
 
 # In the order in which they are tried. On a GPU the oracle is never chosen silently: ask for it by name.
-BACKENDS = ("triton", "torch")
-_AUTO = {"cuda": ("triton",)}
+BACKENDS = ("gluon", "triton", "torch")
+_AUTO = {"cuda": ("gluon", "triton")}
+# Operations whose Gluon kernels were proven on a GPU; others would run if asked for by name.
+_GLUON = ("decode", "mla_decode", "mla_prefill")
 _MAX_PLANS = 16384  # shapes change with the batch; beyond this the cache starts afresh
 
 
@@ -37,17 +41,24 @@ class Plan(NamedTuple):
     backend: str
     run: Callable[[Any, Any], None]
     config: Any
-    device_index: int | None  # CUDA device to be current during `run`
+    device_index: int | None  # CUDA device to be current during `run`; None: there is no choice
 
 
-_plans: dict[tuple, Plan] = {}
+class _Entry(NamedTuple):
+    plan: Plan
+    seen: Seen
+
+
+_plans: dict[tuple, _Entry] = {}
+_latest: dict[tuple, _Entry] = {}  # by the options alone: the next call mostly differs in nothing but values
+_log = logging.getLogger("tersekv")
 
 
 def dispatch(op: str, call: tuple, backend: str | None = None) -> None:
     """Run `call` on the backend that its facts select. Outputs are written in place."""
     p = plan(op, call, backend)
     if env.checked():
-        checks.values(op, call)
+        checked.values(op, call)
     if p.device_index is not None and p.device_index != torch.cuda.current_device():
         with torch.cuda.device(p.device_index):
             p.run(call, p.config)
@@ -60,17 +71,24 @@ def plan(op: str, call: tuple, backend: str | None = None, *, arch: int | None =
 
     arch:  compute capability times ten (90 for Hopper) to plan for; None: that of the call's device
     """
-    key = (op, backend, arch, *[_key(x) for x in call])
+    tensors_of, others_of = FIELDS[op]
     try:
+        tensors, options = tensors_of(call), (op, backend, arch, *others_of(call))
+        found = _latest.get(options)
+        if found is not None and found.seen.like(tensors):
+            return found.plan
+        key = (*options, *map(tensor_key, tensors))
         found = _plans.get(key)
-    except TypeError:  # an argument that cannot be a key has the wrong type, and the check says which
+    except (TypeError, AttributeError):  # an argument that cannot be a key has the wrong type, and the check says which
         checks.types(CALLS[op][0], call)
         raise
     if found is None:
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        found = _plans[key] = _make(op, call, backend, arch)
-    return found
+            _latest.clear()
+        found = _plans[key] = _Entry(_make(op, call, backend, arch), Seen(tensors))
+    _latest[options] = found
+    return found.plan
 
 
 def facts(op: str, call: tuple, arch: int | None = None) -> SimpleNamespace:
@@ -89,34 +107,46 @@ def why_not(f: SimpleNamespace, backend: str) -> str | None:
     return f"has no {f.op}" if module is None else module.why_not(f)
 
 
+def doors_of(op: str, kind: str) -> tuple[str, ...]:
+    """The backends that a call on a device of this kind tries if it names none, in order."""
+    return tuple(name for name in _AUTO.get(kind, ("torch",)) if name != "gluon" or op in _GLUON)
+
+
 def _make(op: str, call: tuple, backend: str | None, arch: int | None) -> Plan:
     checks.types(CALLS[op][0], call)
     f = facts(op, call, arch)
     checks.facts(f)
     wanted = backend or env.backend()
     if wanted is not None and wanted not in BACKENDS:
-        raise ValueError(f"backend: want one of {', '.join(BACKENDS)}, got {wanted!r}")
+        name = "backend" if backend else "TERSEKV_BACKEND"
+        raise ValueError(f"{name}: want one of {', '.join(BACKENDS)}, got {wanted!r}")
     kind = "cuda" if arch is not None else f.device.type
-    doors = (wanted,) if wanted else _AUTO.get(kind, ("torch",))
-    reasons = []
+    doors = (wanted,) if wanted else doors_of(op, kind)
+    reasons: list[str] = []
     for name in doors:
         reason = why_not(f, name)
         if reason is None:
             module = _module(name, op)
             assert module is not None
-            index = f.device.index if f.device.type == "cuda" else None
+            index = f.device.index if f.device.type == "cuda" and torch.cuda.device_count() > 1 else None
+            if _log.isEnabledFor(logging.DEBUG):
+                passed_over = "; ".join(["", *map(str.strip, reasons)])
+                _log.debug("%s %s on %s: %s%s", op, _describe(f), _where(f), name, passed_over)
             return Plan(name, module.run, module.configure(f), index)
         reasons.append(f"  {name}: {reason}")
-    where = f"sm_{f.arch}" if f.arch else f.device.type
     if not wanted and kind == "cuda":
         reasons.append("  torch: can be asked for by name (backend='torch'); it is the slow reference")
-    raise UnsupportedError("\n".join([f"{op} has no backend for {_describe(f)} on {where}", *reasons]))
+    raise UnsupportedError("\n".join([f"{op} has no backend for {_describe(f)} on {_where(f)}", *reasons]))
 
 
 def _describe(f: SimpleNamespace) -> str:
-    heads = {"q": "q", "k": "k", "q_nope": "q_nope", "kv_c": "kv_c", "outs": "outs"}
-    parts = [f"{n}={list(getattr(f, n).shape)}" for n in heads if getattr(f, n, None) is not None]
+    names = ("q", "k", "k_rope", "q_nope", "kv_c", "outs")
+    parts = [f"{n}={list(getattr(f, n).shape)}" for n in names if getattr(f, n, None) is not None]
     return " ".join([*parts, getattr(f, "format", "")]).strip()
+
+
+def _where(f: SimpleNamespace) -> str:
+    return f"sm_{f.arch}" if f.arch else f.device.type
 
 
 @cache
@@ -151,14 +181,18 @@ def _arch(device: torch.device) -> int | None:
     return major * 10 + minor
 
 
-def _key(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        device = x.get_device() if x.is_cuda else x.device  # the number is cheaper, but only CUDA's tells devices apart
-        return x.dtype, x.shape, x.stride(), x.data_ptr() & 15, device
-    return tuple(x) if type(x) is list else x
-
-
 def _fact(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return TensorFact(x.dtype, tuple(x.shape), x.stride(), x.data_ptr() & 15 == 0, x.device)
+        return TensorFact(x.dtype, tuple(x.shape), _stride(x), x.data_ptr() & 15 == 0, x.device)
     return x
+
+
+def _stride(x: Tensor) -> tuple[int, ...]:
+    """Strides; those that a contiguous tensor usually has, whatever it says of dimensions of one element."""
+    if not x.is_contiguous():
+        return x.stride()
+    strides, step = [], 1
+    for n in reversed(x.shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))

@@ -84,14 +84,16 @@ def test_mla_in_a_graph():
     assert (got[1] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "nvfp4", "fp8_per_token_head"])
-def test_every_bf16_value_gets_the_oracle_s_code(fmt):
-    """All 65536 bit patterns of bf16, NaN and infinities among them, cast by the hardware."""
-    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(512, 1, 128)
+def test_every_16_bit_value_gets_the_oracle_s_code(fmt, dtype):
+    """All 65536 bit patterns, NaN and infinities among them, cast by the hardware: neighbours in a row, then not."""
+    bits = torch.arange(65536, dtype=torch.int32)
+    x = torch.cat([bits, bits[torch.randperm(65536)]]).to(torch.int16).view(dtype).view(1024, 1, 128)
     codes = []
     for device, backend in (("cuda", "triton"), ("cpu", "torch")):
-        cache = PagedKVCache.allocate(1, 8, 64, 1, 128, format=fmt, device=device)[0]
-        tersekv.append(x.to(device), x.to(device), cache, torch.arange(512, device=device), backend=backend)
+        cache = PagedKVCache.allocate(1, 16, 64, 1, 128, format=fmt, device=device)[0]
+        tersekv.append(x.to(device), x.to(device), cache, torch.arange(1024, device=device), backend=backend)
         parts = [cache.k] if cache.k_scale_cache is None else [cache.k, cache.k_scale_cache]
         codes.append([p.cpu().contiguous().view(torch.uint8) for p in parts])
     for got, want in zip(*codes, strict=True):

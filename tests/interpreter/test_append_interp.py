@@ -40,8 +40,9 @@ def test_bit_arithmetic_gives_the_bytes_of_the_instruction(case, monkeypatch):
     check(case)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fmt", KV_FORMATS)
-def test_rows_of_strange_values(fmt):
+def test_rows_of_strange_values(fmt, dtype):
     k = torch.ones(12, 1, 32)
     k[0] = torch.nan
     k[1] = -torch.inf
@@ -55,7 +56,7 @@ def test_rows_of_strange_values(fmt):
     k[9] = torch.arange(32) - 15.5
     k[10] = -torch.arange(32) * 1e-3
     slots = torch.arange(12)
-    assert_bytes_equal(OP, call(k, fmt, (slots, None, None, None, None)))
+    assert_bytes_equal(OP, call(k.to(dtype), fmt, (slots, None, None, None, None)))
 
 
 def test_a_position_past_a_requests_pages_is_dropped():

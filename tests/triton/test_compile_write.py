@@ -78,8 +78,9 @@ def assert_fits(kernel: dict[str, Any]) -> None:
 def assert_rounds_as_written(kernel: dict[str, Any]) -> None:
     """No multiply-add is fused, no subnormal flushed."""
     if "ptx" in kernel:
-        assert "f16.f32" not in kernel["ptx"]  # fp32 → fp16 → fp8 would round twice
-        assert not re.search(r"\bfma\.|\.ftz\b|\bdiv\.(full|approx)|\brcp\b", kernel["ptx"])
+        compiled = re.sub(r"// begin inline asm.*?// end inline asm", "", kernel["ptx"], flags=re.DOTALL)
+        assert "f16.f32" not in compiled  # fp32 → fp16 → fp8 would round twice
+        assert not re.search(r"\bfma\.|\.ftz\b|\bdiv\.(full|approx)|\brcp\b", compiled)
     else:
         assert not re.search(r"fast|contract|nnan|reassoc", _without_metadata(kernel["llir"]))
 
@@ -94,6 +95,8 @@ def test_rope_append_compiles_for_every_chip(arch):
     assert_fits(kernel)
     assert_rounds_as_written(kernel)
     if isinstance(arch, int):
+        assert ("griddepcontrol.wait" in kernel["ptx"]) == (arch >= 90)
+        assert bool(kernel["metadata"].launch_pdl) == (arch >= 90)
         native = len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", kernel["ptx"]))
         assert (native > 0) == (arch >= 90)
         # Every access to rows has 16 bytes, and no value changes threads.
@@ -128,6 +131,15 @@ def test_append_compiles_for_every_format(fmt, arch):
     assert_fits(kernel)
     assert_rounds_as_written(kernel)
     assert "ld.global.v4.b32" in kernel["ptx"]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_thread_writes_the_nvfp4_blocks_that_it_reads(dtype):
+    call = append_call("nvfp4")
+    kernel = compiled("append", call._replace(k=call.k.to(dtype), v=call.v.to(dtype)), 90)
+    assert kernel["shared"] == 0
+    assert "shfl" not in kernel["ptx"]
+    assert "st.global.v2.b32" in kernel["ptx"]  # 16 values
 
 
 @pytest.mark.parametrize(

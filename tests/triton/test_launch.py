@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import triton
 
-from tersekv.backends.triton.launch import Launch, Prepared
+from tersekv.backends.triton.launch import TENSOR, Launch, Prepared, Template, scratch
 
 STREAM = 77
 
@@ -49,20 +51,89 @@ def test_the_second_call_runs_what_the_first_compiled():
     compiled = Compiled()
     jitted = Jitted(compiled)
     x, codes = torch.zeros(4), torch.zeros(4, dtype=torch.float8_e4m3fn)
-    prepared = Prepared(jitted, 7, ((1, 2), 3), ("fp8", True), num_warps=4)
+    template = Template(jitted, (7,), (TENSOR, TENSOR, (1, 2), TENSOR, 3, "fp8", True), num_warps=4)
     for _ in range(3):
-        prepared(x, None, codes)
+        template(x, None, codes)
     ((grid, args, options),) = jitted.launches
     assert grid == (7, 1, 1)
     assert options == {"num_warps": 4}
     assert args[0] is x
     assert args[1] is None
-    assert args[2].dtype == triton.language.uint8
-    assert args[2].data_ptr() == codes.data_ptr()
-    rest = args[3:]
-    assert rest == ((1, 2), 3, "fp8", True)
-    run = (7, 1, 1, STREAM + 3, "function", "metadata", None, None, None, x.data_ptr(), None, codes.data_ptr(), *rest)
+    assert args[2] == (1, 2)
+    assert args[3].dtype == triton.language.uint8
+    assert args[3].data_ptr() == codes.data_ptr()
+    assert args[4:] == (3, "fp8", True)
+    numbers = (x.data_ptr(), None, (1, 2), codes.data_ptr(), 3, "fp8", True)
+    run = (7, 1, 1, STREAM + 3, "function", "metadata", None, None, None, *numbers)
     assert compiled.runs == [run, run]
+
+
+def test_later_calls_launch_with_their_own_tensors():
+    compiled = Compiled()
+    template = Template(Jitted(compiled), (7,), (TENSOR, 3, TENSOR))
+    for x in (torch.zeros(4), torch.ones(4), torch.ones(4)):
+        template(None, x)
+        assert not compiled.runs or compiled.runs[-1][-3:] == (None, 3, x.data_ptr())
+    assert len(compiled.runs) == 2
+
+
+def test_prepared_tensors_come_first():
+    compiled, x = Compiled(), torch.zeros(4)
+    prepared = Prepared(Jitted(compiled), (7, 2), (1, 2), ("constant",))
+    for _ in range(2):
+        prepared(None, x)
+    numbers = (None, x.data_ptr(), 1, 2, "constant")
+    assert compiled.runs == [(7, 2, 1, STREAM + 3, "function", "metadata", None, None, None, *numbers)]
+
+
+def test_descriptors_go_where_the_kernel_wants_them():
+    compiled = Compiled()
+    jitted = Jitted(compiled)
+    template = Template(jitted, (7,), (TENSOR, 3, TENSOR), descriptors_at=1, fp8_as_bytes=False)
+    x, y = torch.zeros(4), torch.zeros(4, dtype=torch.float8_e4m3fn)
+    template(x, y, descriptors=("k", "v"))
+    assert jitted.launches[0][1] == (x, "k", "v", 3, y)
+    for _ in range(2):
+        template(x, y, descriptors=("box", "rows", "columns"))
+        assert compiled.runs[-1][-6:] == (x.data_ptr(), "box", "rows", "columns", 3, y.data_ptr())
+
+
+class OnCuda:
+    """Stands for a tensor on a CUDA device."""
+
+    is_cuda, device = True, torch.device("cpu")
+
+    @staticmethod
+    def get_device() -> int:
+        return 0
+
+
+def test_scratch_is_kept_by_stream_and_thread_and_a_capture_gets_its_own(monkeypatch):
+    state = {"stream": 5, "capturing": False}
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: state["stream"], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: state["capturing"], raising=False)
+    take = partial(scratch, like=OnCuda())
+    first = take(100)
+    assert take(60) is first
+    assert first.numel() >= 100
+    assert take(200).numel() >= 200
+    first = take(100)
+    state["stream"] = 6
+    assert take(100) is not first
+    state["stream"] = 5
+    assert take(100) is first
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(take, 100).result() is not first
+    state["capturing"] = True
+    assert take(100) is not first
+
+
+def test_a_launch_takes_tensors_by_their_addresses():
+    compiled, x = Compiled(), torch.zeros(4)
+    launch = Launch(Jitted(compiled))
+    for _ in range(3):
+        launch((2,), 1, x, None)
+    assert [r[-3:] for r in compiled.runs] == [(1, x.data_ptr(), None)] * 2
 
 
 def test_a_grid_of_each_call():

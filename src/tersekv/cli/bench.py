@@ -14,8 +14,12 @@ from ..formats import KV_FORMATS, LATENT_FORMATS
 from ..plan import BACKENDS
 from ..testing.bench import peers
 from ..testing.bench.cases import OPS, Case, grid, sizes, with_cells
+from ..testing.bench.cliffs import CLIFF, compared
+from ..testing.bench.cliffs import line as cliff_line
 from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench
+from ..testing.bench.engine import run as time_one
 from ..testing.bench.report import environment, line, notes, record, speed, summary
+from ..testing.bench.shapes import shapes
 
 _PRECISIONS = ("exact", "fast")
 
@@ -42,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="append every result to FILE, one JSON object a line")
     parser.add_argument("--plot", metavar="FILE", help="draw time over bytes into FILE (.png, .svg, .pdf)")
     parser.add_argument("--quick", action="store_true", help="few cells")
+    parser.add_argument(
+        "--preset", choices=("shapes",),
+        help="shapes: decode with other head sizes, groups, layouts, drafts, windows and lengths, each against the "
+        "plain case with as many bytes; takes --device, --formats (fp8_e4m3), --backend and --json",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
+    if args.preset:
+        return run_shapes(args, device)
     cases = list(
         grid(
             cells, args.ops, args.formats, page=args.page_size, uneven=args.uneven, precisions=args.precision
@@ -80,6 +91,26 @@ def run(args: argparse.Namespace) -> int:
         draw(results, limits, f"tersekv {where['tersekv']} on {where['chip']}, {where['date']}", args.plot)
     bad = any(r.status in (RED, FAILED) for r in results)
     return 1 if bad or not any(r.status == OK for r in results) else 0
+
+
+def run_shapes(args: argparse.Namespace, device: torch.device) -> int:
+    """Print a line per shape, and the worst. Returns 1 if a result was wrong."""
+    cases = [s for name in args.formats or ("fp8_e4m3",) for s in shapes(name, device.type)]
+    where, limits, ratios, bad = environment(device, ()), Limits.of(device), [], False
+    print(f"{where['chip']}: torch {where['torch']}, triton {where['triton']}, tersekv {where['tersekv']}", flush=True)
+    with ExitStack() as stack:
+        out = stack.enter_context(open(args.json, "a")) if args.json else None
+        for r, plain, ratio in compared(cases, lambda case: time_one(case, device, (), args.backend)):
+            print(cliff_line(r, plain, ratio), flush=True)
+            bad |= r.status in (RED, FAILED) or plain.status in (RED, FAILED)
+            if ratio is not None:
+                ratios.append(ratio)
+            if out is not None:
+                told = {**record(r, limits, where), "plain_us": plain.us, "plain_ratio": ratio, "backend": args.backend}
+                out.write(json.dumps(told) + "\n")
+    if ratios:
+        print(f"worst {min(ratios):.0%} of the plain rate; {sum(x < CLIFF for x in ratios)} under {CLIFF:.0%}")
+    return 1 if bad or not ratios else 0
 
 
 def usable(wanted: tuple[str, ...] | None, device: torch.device) -> list[str]:
@@ -115,7 +146,7 @@ def draw(results: list[Result], limits: Limits, title: str, path: str) -> None:
     try:
         plot(results, limits, title, path)
     except ImportError:
-        print("no picture: it needs matplotlib (pip install 'tersekv[plot]')")
+        print("no picture: it needs matplotlib (pip install matplotlib)")
     except ValueError as e:
         print(f"no picture: {e}")
 

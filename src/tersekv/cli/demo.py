@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from ..demo import text
 from ..demo.attend import RUNNERS
 from ..demo.measure import ModelResult, Settings, formats_of, measure
 from ..demo.report import as_json, plot, samples, table
+from ..demo.subject import BuiltIn, Subject
 from ..errors import UnsupportedError
 from ..formats import KV_FORMATS, LATENT_FORMATS
 from .verify import device_name, environment
@@ -33,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure both models on the shipped held-out text. Returns 2 for arguments that cannot work."""
-    return show(args, tuple(RUNNERS), text.encode(text.heldout_text()), "held-out Python documentation")
+    subjects = [BuiltIn(name, args.device) for name in RUNNERS]
+    return show(args, subjects, text.encode(text.heldout_text()), "held-out Python documentation")
 
 
 def add_common(parser: argparse.ArgumentParser, stem: str, tokens: int) -> None:
@@ -43,13 +47,15 @@ def add_common(parser: argparse.ArgumentParser, stem: str, tokens: int) -> None:
         "--formats", type=_formats,
         help=f"comma-separated, of {', '.join(_FORMATS)}; default: all; bf16 is always measured, as the reference",
     )  # fmt: skip
-    parser.add_argument("--tokens", type=_positive, default=tokens, help="bytes to score; default: %(default)s")
+    parser.add_argument(
+        "--tokens", type=positive, default=tokens, help="bytes (of other models: tokens) to score; default: %(default)s"
+    )
     parser.add_argument(
         "--calibrate", action="store_true",
         help="scales of fp8_e4m3, fp8_e5m2 and nvfp4 from the largest values in the bf16 cache; default: 1.0",
     )  # fmt: skip
     parser.add_argument(
-        "--threads", type=_positive, default=1,
+        "--threads", type=positive, default=1,
         help="CPU threads; default: 1, since threads that wait for each other make small models slow on a busy machine",
     )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", default=f"{stem}.json", help="results; default: %(default)s")
@@ -59,46 +65,42 @@ def add_common(parser: argparse.ArgumentParser, stem: str, tokens: int) -> None:
     )  # fmt: skip
 
 
-def show(args: argparse.Namespace, models: tuple[str, ...], tokens: Tensor, source: str) -> int:
-    """Measure the models on the first bytes of a text; print, and write the JSON file and the picture."""
-    obstacle = _obstacle(args, models, tokens)
+def show(
+    args: argparse.Namespace, subjects: Sequence[Subject], tokens: Tensor, source: str, settings: Settings | None = None
+) -> int:
+    """Measure the models on the first tokens of a text; print, and write the JSON file and the picture."""
+    obstacle = _obstacle(args, subjects, tokens)
     if obstacle:
-        Console(stderr=True).print(f"tersekv {args.command}: {obstacle}", markup=False, soft_wrap=True)
-        return 2
-    idle = [m for m in models if not formats_of(m, args.formats)]
-    models = tuple(m for m in models if m not in idle)
-    settings = Settings(device=args.device, calibrate=args.calibrate)
+        return complain(args, obstacle)
+    idle = [s for s in subjects if not formats_of(s, args.formats)]
+    subjects = [s for s in subjects if s not in idle]
+    settings = replace(settings or Settings(), calibrate=args.calibrate)
     console, start = Console(), time.perf_counter()
-    used = tokens[: args.tokens + 1]  # the first byte is only read
-    what = f"{len(used) - 1} of {len(tokens) - 1} bytes of {source}"
+    used = tokens[: args.tokens + 1]  # the first one is only read
+    what = f"{len(used) - 1} of {len(tokens) - 1} {subjects[0].unit}s of {source}"
     console.print(f"tersekv {__version__} on {device_name(args.device)}: {what}", highlight=False)
-    for m in idle:
-        console.print(f"{m} is left out: its cache has none of {', '.join(args.formats)}", highlight=False)
+    for s in idle:
+        console.print(f"{s.name} is left out: its cache has none of {', '.join(args.formats)}", highlight=False)
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
-        results = _measured(models, used, settings, args.formats, console)
+        results = _measured(subjects, used.to(args.device), settings, args.formats, console)
     except UnsupportedError as e:
-        Console(stderr=True).print(f"tersekv {args.command}: {e}", markup=False, soft_wrap=True)
-        return 1
+        return complain(args, str(e), 1)
     finally:
         torch.set_num_threads(before)
     seconds = time.perf_counter() - start
-    for result in results:
-        console.print()
-        console.print(table(result))
-        console.print()
-        console.print(samples(result), highlight=False)
-    console.print()
+    _print(results, console)
     options = {
         "tokens": len(used) - 1,
         "calibrate": args.calibrate,
         "page_size": settings.page_size,
         "threads": args.threads,
+        "dtype": str(subjects[0].dtype).split(".")[-1],
     }
     stored = {
-        "command": args.command, "text": source, "options": {**options, "dtype": str(settings.dtype).split(".")[-1]},
-        "environment": environment(args.device), "seconds": round(seconds, 2), "models": as_json(results),
+        "command": args.command, "text": source, "options": options, "environment": environment(args.device),
+        "seconds": round(seconds, 2), "models": as_json(results),
     }  # fmt: skip
     Path(args.json).write_text(json.dumps(stored, indent=1) + "\n")
     written = [args.json]
@@ -108,10 +110,25 @@ def show(args: argparse.Namespace, models: tuple[str, ...], tokens: Tensor, sour
     return 0
 
 
+def complain(args: argparse.Namespace, why: str, code: int = 2) -> int:
+    """Say on stderr why the command does not go on; returns the exit code."""
+    Console(stderr=True).print(f"tersekv {args.command}: {why}", markup=False, soft_wrap=True)
+    return code
+
+
+def _print(results: list[ModelResult], console: Console) -> None:
+    for result in results:
+        console.print()
+        console.print(table(result))
+        console.print()
+        console.print(samples(result), highlight=False)
+    console.print()
+
+
 def _measured(
-    models: tuple[str, ...], tokens: Tensor, settings: Settings, formats: list[str] | None, console: Console
+    subjects: Sequence[Subject], tokens: Tensor, settings: Settings, formats: list[str] | None, console: Console
 ) -> list[ModelResult]:
-    runs = sum(len(formats_of(m, formats)) for m in models)
+    runs = sum(len(formats_of(s, formats)) for s in subjects)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("loading", total=runs * (len(tokens) - 1 + settings.generate))
@@ -119,24 +136,24 @@ def _measured(
         def tick(label: str, work: float) -> None:
             progress.update(task, description=f"{label:28}", advance=work)
 
-        return [measure(m, tokens, settings, formats, tick) for m in models]
+        return [measure(s, tokens, settings, formats, tick) for s in subjects]
 
 
 def _drawn(results: list[ModelResult], title: str, path: str, console: Console) -> bool:
     try:
         plot(results, title, path)
     except ImportError:
-        console.print("no picture: it needs matplotlib (pip install 'tersekv[plot]')", markup=False)
+        console.print("no picture: it needs matplotlib (pip install matplotlib)", markup=False)
         return False
     return True
 
 
-def _obstacle(args: argparse.Namespace, models: tuple[str, ...], tokens: Tensor) -> str | None:
+def _obstacle(args: argparse.Namespace, subjects: Sequence[Subject], tokens: Tensor) -> str | None:
     """Why these arguments cannot work; None: they can. Asked before minutes of work are spent."""
     if len(tokens) < 2:
-        return f"text: want at least 2 bytes, got {len(tokens)}"
-    if not any(formats_of(m, args.formats) for m in models):
-        has = "; ".join(f"{m}: {', '.join(RUNNERS[m].formats)}" for m in models)
+        return f"text: want at least 2 {subjects[0].unit}s, got {len(tokens)}"
+    if not any(formats_of(s, args.formats) for s in subjects):
+        has = "; ".join(f"{s.name}: {', '.join(s.formats)}" for s in subjects)
         return f"--formats {','.join(args.formats)}: want a format of a model that runs ({has})"
     for option, path in (("--json", args.json), ("--plot", args.plot)):
         folder = Path(path).resolve().parent
@@ -157,7 +174,7 @@ def _formats(given: str) -> list[str]:
     return words
 
 
-def _positive(given: str) -> Any:
+def positive(given: str) -> Any:
     if not given.isdigit() or int(given) == 0:
         raise argparse.ArgumentTypeError(f"want a positive number, got {given!r}")
     return int(given)

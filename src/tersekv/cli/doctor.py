@@ -91,8 +91,12 @@ def environment() -> Iterator[tuple[str, str]]:
 
 
 def hints() -> Iterator[str]:
+    wanted = env.backend()
+    if wanted is not None and wanted not in plan.BACKENDS:
+        known = ", ".join(plan.BACKENDS)
+        yield f"TERSEKV_BACKEND: want one of {known}, got {wanted!r}; calls that name no backend raise ValueError"
     if installed("triton") is None and platform.system() == "Linux":
-        yield "GPU kernels need Triton: pip install 'tersekv[gpu]'"
+        yield "GPU kernels need Triton: pip install triton"
     elif torch.cuda.is_available() and compiler() is None:
         yield "Triton compiles a launcher for each kernel: install gcc or clang, or set CC"
     if not torch.cuda.is_available():

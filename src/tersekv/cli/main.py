@@ -12,7 +12,7 @@ from .. import __version__
 # Command -> what `tersekv --help` says. Its file is imported only when it runs.
 COMMANDS = {
     "demo": "two small built-in models with every cache format, side by side",
-    "eval": "the same on a text of your own",
+    "eval": "the same on a text, and in a model, of your own",
     "bench": "time the operations on this machine",
     "verify": "run every operation x format on a device and judge the results",
     "doctor": "what is installed, which backends can run here, and why not",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,9 +19,11 @@ def renamed(names: Mapping[str, str], function: Callable[..., Any], *args: Any) 
         return function(*args)
     except (TypeError, ValueError) as e:
         field, colon, rest = str(e).partition(":")
-        if not colon or field not in names:
+        rest = re.sub(r"\bas in (\w+)", lambda other: f"as in {names.get(other[1], other[1])}", rest)
+        told = f"{names.get(field, field)}:{rest}"
+        if not colon or told == str(e):
             raise
-        raise type(e)(f"{names[field]}:{rest}") from None
+        raise type(e)(told) from None
 
 
 def joined(name: str, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ROPE_NAMES = {
     "positions": "pos_ids",
     "kv_positions": "positions",
-    "rotary_dim": "k_rope",
+    "k": "k_rope, k_nope",
     "k_cache": "paged_kv_cache[0]",
     "v_cache": "paged_kv_cache[1]",
     "ckv": "paged_kv_cache[0]",
@@ -30,10 +30,12 @@ _ROPE_NAMES = {
     "layout": "kv_layout",
     "kv_c": "k_nope",
     "k_pe": "k_rope",
-    "q_scale_t": "quant_scale_q",
+    "q_pe": "q_rope",
+    "q_pe_out": "q_rope_out",
+    "q_scale": "quant_scale_q",
     "k_scale": "quant_scale_kv",
     "v_scale": "quant_scale_kv",
-    "kv_scale_t": "quant_scale_kv",
+    "kv_scale": "quant_scale_kv",
 }
 _APPEND_NAMES = {
     "k": "append_key",

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..cache import PagedLatentLayer
-from ..ops.mla import MLAPrefillPlan, mla_decode, mla_prefill
+from ..ops.mla import MLAPrefillPlan, mla_decode, mla_prefill, mla_project
 from ._adapt import renamed, tensor
 from ._max_cache import PagedKVCacheCollection, number
-from ._max_project import check_weight, project
+from ._max_project import check_weight
 
 _NAMES = {
     "out": "output",
@@ -74,18 +74,19 @@ def decode(step: Step, w_uk: Tensor, w_uk_scale: Tensor | None, w_uv: Tensor, w_
     check_weight("w_uv", (heads, dim_v, rank), w_uv, w_uv_scale, q.dtype)
     if q.shape[0] == 0:
         return
-    # A plan without rows makes mla_prefill rotate and append only; it looks at no value of the weight then.
-    empty = torch.zeros(1, kv.cache_lengths.shape[0] + 1, dtype=torch.int32, device=q.device)
-    weight = q.new_zeros(1, rank).expand(heads * (nope + dim_v), rank)
+    # A plan without rows makes mla_prefill rotate and append only; it looks at no value of its offsets and the weight.
+    nothing = step.input_row_offsets[None]
+    weight = q.new_empty(1, rank).expand(heads * (nope + dim_v), rank)
     rotated = q.clone()
-    _fused(step, rotated, layer, MLAPrefillPlan(empty, empty, [0], _max_q_len(step)), weight, None)
+    _fused(step, rotated, layer, MLAPrefillPlan(nothing, nothing, [0], _max_q_len(step)), weight, None)
     attend = partial(
         mla_decode, softmax_scale=float(step.scale), cu_seqlens_q=step.input_row_offsets, max_q_len=_max_q_len(step),
         backend=step.backend,
     )  # fmt: skip
-    queries = project(q[..., :nope], w_uk, w_uk_scale), rotated[..., nope:]
+    backend = step.backend
+    queries = mla_project(q[..., :nope], w_uk, weight_scale=w_uk_scale, backend=backend), rotated[..., nope:]
     latents = renamed(_NAMES, attend, queries, layer, kv.lookup_table, _lens(step))
-    output.copy_(project(latents, w_uv, w_uv_scale))
+    mla_project(latents, w_uv, weight_scale=w_uv_scale, out=output, backend=backend)
 
 
 def _fused(

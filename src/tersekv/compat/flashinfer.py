@@ -55,10 +55,10 @@ _DECODE_NAMES = {
     "scale_cache": "kv_cache_sf",
     "k_scale_cache": "kv_cache_sf[0]",
     "v_scale_cache": "kv_cache_sf[1]",
-    "softmax_scale_t": "bmm1_scale",
+    "softmax_scale": "bmm1_scale",
     "k_scale": "bmm1_scale",
     "v_scale": "bmm2_scale",
-    "out_scale_t": "bmm2_scale",
+    "out_scale": "bmm2_scale",
 }
 _XQA_NAMES = {
     "out": "output",
@@ -68,16 +68,16 @@ _XQA_NAMES = {
     "layout": "kv_layout",
     "k_scale_cache": "k_sf_cache",
     "v_scale_cache": "v_sf_cache",
-    "softmax_scale_t": "q_scale",
+    "softmax_scale": "q_scale",
     "k_scale": "kv_scale",
     "v_scale": "kv_scale",
-    "out_scale_t": "kv_scale",
+    "out_scale": "kv_scale",
     "q_nope": "q",
     "q_pe": "q",
     "ckv": "k_cache",
     "kpe": "k_cache",
     "latent cache": "k_cache",
-    "kv_scale_t": "kv_scale",
+    "kv_scale": "kv_scale",
 }
 
 
@@ -138,7 +138,9 @@ def xqa_batch_decode_with_kv_cache(
     outputs: dict[str, Scale] = {"bmm2_scale": bmm2_scale}
     if o_scale is not None and out.dtype not in _FP8:
         outputs["o_scale"] = o_scale
-    window = max(whole("window_left", window_left) + 1, 0)
+    if whole("window_left", window_left) < -1:
+        raise ValueError(f"window_left: want a number of keys, or -1 for all, got {window_left}")
+    window = window_left + 1
     call = _decode_call(query, kv, block_tables, lens, q_cu_seq_lens, mask, sinks, out, rows, window, logits, outputs)
     renamed(_DECODE_NAMES, submit, "decode", call, None)
     return out
@@ -203,7 +205,9 @@ def xqa(
         sinks = joined("sinks", sinks)
     logits: dict[str, Scale] = {"q_scale": q_scale, "kv_scale": kv_scale, "sqrt(D)": query.shape[-1] ** -0.5}
     outputs: dict[str, Scale] = {"kv_scale": kv_scale}
-    window = max(whole("sliding_win_size", sliding_win_size), 0)
+    window = whole("sliding_win_size", sliding_win_size)
+    if window < 0:
+        raise ValueError(f"sliding_win_size: want a number of keys, or 0 for all, got {window}")
     scalar("rcp_out_scale", rcp_out_scale, q.device)
     if output.dtype in _FP8:
         outputs["rcp_out_scale"] = rcp_out_scale

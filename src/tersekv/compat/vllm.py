@@ -34,7 +34,6 @@ _MLA_NAMES = {
     "ckv_scale_cache": "kv_cache",
     "latent cache": "kv_cache",
     "kv_scale": "scale",
-    "kv_scale_t": "scale",
 }
 
 

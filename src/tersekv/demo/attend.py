@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cache import PagedKVCache, PagedLatentCache
-from ..formats import KV_FORMATS, LATENT_FORMATS, kv_format, latent_format
+from ..formats import KV_FORMATS, LATENT_FORMATS
 from ..ops.append import rope_append
 from ..ops.decode import decode
 from ..ops.mla import MLAPrefillPlan, mla_append, mla_decode, mla_prefill, mla_prefill_plan
@@ -58,6 +58,10 @@ class Paged:
             self.pool.extend(request, n)
         self.now = self._place(requests, counts)
         return self.model(torch.cat(list(new.values())), self.attend)
+
+    def free(self, request: Hashable) -> None:
+        """Forget a request."""
+        self.pool.free(request)
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise NotImplementedError
@@ -111,16 +115,6 @@ class PagedLlama(Paged):
     def largest(self) -> list[tuple[float, ...]]:
         """Largest magnitude of K and of V in each layer of a 16-bit cache."""
         return [tuple(float(x.abs().max()) for x in (layer.k, layer.v)) for layer in self.cache.layers]
-
-    @staticmethod
-    def scale_of(format: str, largest: float) -> float:
-        """The scale that lets the largest value just fit; 1 for formats that store their scales alone."""
-        f = kv_format(format)
-        if f.scale == "tensor":
-            return largest / f.max_value or 1.0
-        if f.scale == "block":  # the largest block scale and the largest code meet at the largest value
-            return largest / (f.max_value * kv_format("fp8_e4m3").max_value) or 1.0
-        return 1.0
 
 
 class PagedDeepseek(Paged):
@@ -186,12 +180,6 @@ class PagedDeepseek(Paged):
     def largest(self) -> list[tuple[float, ...]]:
         """Largest magnitude in each layer of a 16-bit cache, latent and rotary part alike."""
         return [(max(float(x.abs().max()) for x in (layer.ckv, layer.kpe)),) for layer in self.cache.layers]
-
-    @staticmethod
-    def scale_of(format: str, largest: float) -> float:
-        """The scale that lets the largest value just fit; 1 for formats that store their scales alone."""
-        f = latent_format(format)
-        return (largest / f.max_value or 1.0) if f.scale == "tensor" else 1.0
 
 
 RUNNERS: dict[str, type[PagedLlama] | type[PagedDeepseek]] = {"llama": PagedLlama, "deepseek": PagedDeepseek}

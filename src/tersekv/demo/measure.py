@@ -8,19 +8,19 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..formats import KV_FORMATS, LATENT_FORMATS
 from . import text
-from .attend import RUNNERS, PagedDeepseek, PagedLlama, Scales
-from .models import DemoModel, load
+from .attend import Scales
+from .subject import Runner, Subject
 
 REFERENCE = "bf16"
-Runner = PagedLlama | PagedDeepseek
+_ROWS = 256  # rows of logits that are compared at once: in fp64 those of a large vocabulary take much memory
 Tick = Callable[[str, float], None]  # (what is being done, work done since the last call)
 
 
@@ -28,18 +28,12 @@ Tick = Callable[[str, float], None]  # (what is being done, work done since the 
 class Settings:
     """How to measure; the same for every format, so that the cache alone differs."""
 
-    device: str = "cpu"
     page_size: int = 16
     chunk: int = 256  # query rows of a request in one step of the scoring
     batch: int = 4  # requests that share the pages
     generate: int = 48
     prompt: int = 160
     calibrate: bool = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights and activations. The GPU kernels take no fp32 queries; fp16 rounds less than bf16."""
-        return torch.float32 if torch.device(self.device).type == "cpu" else torch.float16
 
 
 @dataclass(frozen=True)
@@ -49,12 +43,12 @@ class Measured:
     format: str
     bytes_per_token: int | None = None  # all layers, stored scales included
     times_smaller: float | None = None  # than the 16-bit cache
-    perplexity: float | None = None  # per byte
-    kl: float | None = None  # nats per byte, of the distribution from the reference's
-    top1: float | None = None  # share of bytes where both find the same byte the likeliest
+    perplexity: float | None = None  # per byte or token
+    kl: float | None = None  # nats per byte or token, of the distribution from the reference's
+    top1: float | None = None  # share of places where both find the same one the likeliest
     tokens_per_s: float | None = None  # of the generation, one request
     sample: str | None = None
-    same: int | None = None  # leading bytes of the sample that equal the reference's
+    same: int | None = None  # leading tokens of the sample that equal the reference's
     unsupported: str | None = None
 
 
@@ -65,6 +59,8 @@ class ModelResult:
     context: int
     prompt: str
     formats: list[Measured]
+    title: str | None = None
+    unit: str = "byte"
 
 
 @dataclass(frozen=True)
@@ -78,9 +74,9 @@ class Run:
     largest: list[tuple[float, ...]]  # of every layer's tensors
 
 
-def formats_of(model: str, wanted: Sequence[str] | None = None) -> list[str]:
+def formats_of(subject: Subject, wanted: Sequence[str] | None = None) -> list[str]:
     """The formats of a model's cache among the wanted ones (None: all), the reference first."""
-    chosen = [f for f in RUNNERS[model].formats if f != REFERENCE and (wanted is None or f in wanted)]
+    chosen = [f for f in subject.formats if f != REFERENCE and (wanted is None or f in wanted)]
     return [REFERENCE, *chosen] if chosen or wanted is None or REFERENCE in wanted else []
 
 
@@ -90,48 +86,40 @@ def windows(tokens: Tensor, context: int) -> list[Tensor]:
 
 
 def measure(
-    name: str, tokens: Tensor, settings: Settings, formats: Sequence[str] | None = None, tick: Tick | None = None
+    subject: Subject, tokens: Tensor, settings: Settings, formats: Sequence[str] | None = None, tick: Tick | None = None
 ) -> ModelResult:
-    """Run a demo model on tokens [N >= 2] through the paged cache, once for each format."""
+    """Run a model on tokens [N >= 2] of its device through the paged cache, once for each format."""
     tick = tick or (lambda what, work: None)
-    model = load(name, settings.device, settings.dtype)
-    tokens = tokens.to(settings.device)
-    prompt = _prompt(tokens, settings.prompt)
+    prompt = subject.prompt(tokens, settings.prompt)
     reference, results, targets = None, [], tokens[1:].cpu()
-    for format in formats_of(name, formats):
+    for format in formats_of(subject, formats):
         scales = None
         if settings.calibrate and reference is not None:
-            scale_of = RUNNERS[name].scale_of
-            scales = [tuple(scale_of(format, x) for x in layer) for layer in reference.largest]
+            f = KV_FORMATS[format] if format in KV_FORMATS else LATENT_FORMATS[format]
+            scales = [tuple(f.fitting_scale(x) for x in layer) for layer in reference.largest]
         try:
-            run = run_format(name, model, format, tokens, prompt, settings, scales, tick)
+            run = run_format(subject, format, tokens, prompt, settings, scales, tick)
         except UnsupportedError as e:
             results.append(Measured(format, unsupported=str(e)))
             if reference is None:
                 raise
             continue
         reference = reference or run
-        results.append(compare(format, run, reference, targets))
-    return ModelResult(name, len(targets), min(model.config.train_context, len(targets)), text.decode(prompt), results)
-
-
-def runner(
-    name: str, model: DemoModel, format: str, requests: int, longest: int, page_size: int, scales: Scales | None = None
-) -> Runner:
-    """The model over a new cache with room for `requests` of up to `longest` tokens."""
-    make: Any = RUNNERS[name]
-    return make(model, format, requests * -(-longest // page_size), page_size, scales)
+        results.append(compare(format, run, reference, targets, subject))
+    context = min(subject.context, len(targets))
+    return ModelResult(
+        subject.name, len(targets), context, subject.decode(prompt), results, subject.title, subject.unit
+    )  # fmt: skip
 
 
 @torch.inference_mode()
 def run_format(
-    name: str, model: DemoModel, format: str, tokens: Tensor, prompt: Tensor, settings: Settings,
-    scales: Scales | None, tick: Tick,
-) -> Run:  # fmt: skip
-    pieces = windows(tokens, model.config.train_context)
+    subject: Subject, format: str, tokens: Tensor, prompt: Tensor, settings: Settings, scales: Scales | None, tick: Tick
+) -> Run:
+    pieces = windows(tokens, subject.context)
     longest = max(len(pieces[0]), len(prompt) + settings.generate)
-    paged = runner(name, model, format, settings.batch, longest, settings.page_size, scales)
-    label, largest = f"{name} {format}", None
+    paged = subject.runner(format, settings.batch, longest, settings.page_size, scales)
+    label, largest = f"{subject.name} {format}", None
     logits: list[Tensor] = []
     for i in range(0, len(pieces), settings.batch):
         some = dict(enumerate(pieces[i : i + settings.batch]))
@@ -158,7 +146,7 @@ def score(paged: Runner, inputs: dict[Hashable, Tensor], chunk: int, logits: lis
             parts[r].append(part)
         yield sum(counts)
     for r in inputs:
-        paged.pool.free(r)
+        paged.free(r)
         logits.append(torch.cat(parts[r]))
 
 
@@ -176,35 +164,32 @@ def generate(paged: Runner, prompt: Tensor, num_tokens: int) -> tuple[Tensor, fl
         times.append(time.perf_counter())
         return logits
 
-    out = text.generate(paged.model, prompt, num_tokens, step)
-    paged.pool.free("sample")
+    out = text.continued(prompt, num_tokens, step)
+    paged.free("sample")
     steps = [b - a for a, b in pairwise(times)]
     return out.cpu(), 1 / median(steps) if steps else math.nan
 
 
-def compare(format: str, run: Run, reference: Run, targets: Tensor) -> Measured:
+def compare(format: str, run: Run, reference: Run, targets: Tensor, subject: Subject) -> Measured:
     """Judge a run against the reference's. In fp64: a 16-bit cache differs from another by 1e-6 nats."""
-    log_p = reference.logits.double().log_softmax(-1)
-    log_q = run.logits.double().log_softmax(-1)
+    nats = kl = top1 = 0.0
+    for begin in range(0, len(targets), _ROWS):
+        log_p, log_q = (x.logits[begin : begin + _ROWS].double().log_softmax(-1) for x in (reference, run))
+        nats += F.nll_loss(log_q, targets[begin : begin + _ROWS], reduction="sum").item()
+        kl += F.kl_div(log_q, log_p, reduction="sum", log_target=True).item()
+        top1 += (log_p.argmax(-1) == log_q.argmax(-1)).double().sum().item()
     same = (run.sample == reference.sample).long().cumprod(0).sum()
     return Measured(
         format,
         run.bytes_per_token,
         reference.bytes_per_token / run.bytes_per_token,
-        math.exp(F.nll_loss(log_q, targets).item()),
-        max(0.0, F.kl_div(log_q, log_p, reduction="batchmean", log_target=True).item()),
-        (log_p.argmax(-1) == log_q.argmax(-1)).double().mean().item(),
+        math.exp(nats / len(targets)),
+        max(0.0, kl / len(targets)),
+        top1 / len(targets),
         run.tokens_per_s,
-        text.decode(run.sample),
+        subject.decode(run.sample),
         int(same),
     )
-
-
-def _prompt(tokens: Tensor, most: int) -> Tensor:
-    """The text's beginning, up to a blank if there is one."""
-    head = tokens[:most]
-    blanks = (head == ord(" ")).nonzero().flatten()
-    return head[: int(blanks[-1]) + 1] if len(blanks) else head
 
 
 def _wider(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:

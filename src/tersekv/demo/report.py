@@ -13,20 +13,27 @@ from rich.table import Table
 from rich.text import Text
 
 from .measure import REFERENCE, Measured, ModelResult
+from .subject import TITLES
 
-TITLES = {"llama": "Llama-style model, K/V cache", "deepseek": "DeepSeek-style model, latent (MLA) cache"}
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#332288", "#882255", "#117733")
 _SPOTS = ((1, 0), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1), (1, 2), (1, -2), (-1, 2), (-1, -2))
 
 
 def table(result: ModelResult) -> Table:
     """A row per format."""
-    title = f"{TITLES[result.model]}: {result.bytes_scored} bytes, context {result.context}"
+    title = f"{_title(result)}: {result.bytes_scored} {result.unit}s, context {result.context}"
     t = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
     )
     t.add_column("\nformat", no_wrap=True)
-    heads = ("bytes/\ntoken", "times\nsmaller", "per-\nplexity", "KL, nats\nper byte", "same\ntop-1", "tokens\nper s")
+    heads = (
+        "bytes/\ntoken",
+        "times\nsmaller",
+        "per-\nplexity",
+        f"KL, nats\nper {result.unit}",
+        "same\ntop-1",
+        "tokens\nper s",
+    )
     for head in heads:  # in two lines: the table fits into 80 columns
         t.add_column(head, justify="right", no_wrap=True)
     for m in result.formats:
@@ -34,12 +41,17 @@ def table(result: ModelResult) -> Table:
     return t
 
 
+def _title(result: ModelResult) -> str:
+    return result.title or TITLES.get(result.model, result.model)
+
+
 def _cells(m: Measured) -> list[str]:
     if m.unsupported is not None or m.perplexity is None or m.kl is None or m.top1 is None:
         return ["refused", *["-"] * 5]
     kl = "(ref.)" if m.format == REFERENCE else f"{m.kl:.1e}"
     speed = "-" if m.tokens_per_s is None else f"{m.tokens_per_s:.0f}"
-    return [str(m.bytes_per_token), f"{m.times_smaller:.2f}x", f"{m.perplexity:.4f}", kl, f"{m.top1:.2%}", speed]
+    perplexity = f"{m.perplexity:.4f}" if m.perplexity < 1000 else f"{m.perplexity:.5g}"
+    return [str(m.bytes_per_token), f"{m.times_smaller:.2f}x", perplexity, kl, f"{m.top1:.2%}", speed]
 
 
 def samples(result: ModelResult) -> RenderableType:
@@ -113,8 +125,8 @@ def _panel(axes: Any, result: ModelResult, colours: dict[str, str]) -> dict[str,
     axes.set_ylim(floor, top)
     axes.set_xlim(0, 1.25 * max((x for x, _ in points.values()), default=1.0))
     axes.set_xlabel("bytes per token, all layers (less is smaller)")
-    axes.set_ylabel("KL divergence from the bf16 cache, nats per byte")
-    axes.set_title(TITLES[result.model], fontsize=11)
+    axes.set_ylabel(f"KL divergence from the bf16 cache, nats per {result.unit}")
+    axes.set_title(_title(result), fontsize=11)
     axes.grid(True, which="major", color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
     return points

@@ -65,6 +65,12 @@ def generate(
             seen = torch.cat((seen, new))
             return model(seen)
 
+    return continued(prompt, num_tokens, step)
+
+
+@torch.inference_mode()
+def continued(prompt: Tensor, num_tokens: int, step: Callable[[Tensor], Tensor]) -> Tensor:
+    """Greedy continuation [num_tokens] of prompt [T]; `step` as in `generate`."""
     new, out = prompt, []
     for _ in range(num_tokens):
         new = step(new)[-1].argmax(-1, keepdim=True)

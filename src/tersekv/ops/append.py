@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..cache import PagedKVLayer
 from ..calls import AppendCall, RopeAppendCall
-from ..checks import tensor
+from ..checks import FLOAT, FP8, dtype, tensor
 from .registry import submit
 from .scales import multiplier
 
@@ -27,9 +27,9 @@ def append(k: Tensor, v: Tensor, cache: KVLike, slot_mapping: Tensor, *, backend
     Codes and scales are those of docs/formats.md on every backend, to the bit. Two tokens with the same slot
     leave one of them. Raises ValueError or TypeError for arguments that do not fit together.
     """
-    c = PagedKVLayer.of(cache)
-    k_scale, k_scale_t = multiplier(c.k_scale)
-    v_scale, v_scale_t = multiplier(c.v_scale)
+    c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
+    k_scale, k_scale_t = multiplier(c.k_scale, "k_scale")
+    v_scale, v_scale_t = multiplier(c.v_scale, "v_scale")
     call = AppendCall(
         k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, slot_mapping, None, None, None, None,
         c.format, k_scale, k_scale_t, v_scale, v_scale_t, False,
@@ -68,7 +68,7 @@ def rope_append(
     RoPE and the scale are computed in fp32, with no 16-bit rounding before the cast. Raises ValueError or
     TypeError for arguments that do not fit together.
     """
-    c = PagedKVLayer.of(cache)
+    c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
     for name, x in (("q", q), ("k", k), ("q_out", q_out)):
         if x is not None or name == "k":
             tensor(name, x, "T H D")
@@ -82,9 +82,9 @@ def rope_append(
     q_parts, out_parts = halves(q, r), halves(q_out, r)
     k_rope, k_nope = halves(k, r)
     assert k_rope is not None
-    k_scale, k_scale_t = multiplier(c.k_scale)
-    v_scale, v_scale_t = multiplier(c.v_scale)
-    q_mul, q_scale_t = multiplier(q_scale)
+    k_scale, k_scale_t = multiplier(c.k_scale, "k_scale")
+    v_scale, v_scale_t = multiplier(c.v_scale, "v_scale")
+    q_mul, q_scale_t = multiplier(q_scale, "q_scale")
     call = RopeAppendCall(
         *q_parts, k_rope, k_nope, v, cos_sin_cache, positions, *out_parts,
         c.k, c.v, c.k_scale_cache, c.v_scale_cache, slot_mapping, None, None, None, None,
@@ -94,15 +94,21 @@ def rope_append(
     return q_out
 
 
-def like_query(q: Tensor | None, out: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+def like_query(q: Tensor | None, out: Tensor | None, q_dtype: torch.dtype | None) -> Tensor | None:
     """The tensor that receives the query: `out`, or a new one."""
+    if q_dtype is not None:
+        own = out.dtype if isinstance(out, Tensor) else None
+        dtype("q_dtype", q_dtype, FLOAT + FP8, own, "q_out")
     if not isinstance(q, Tensor) or out is not None:
         return out
-    return torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
+    if q_dtype is None and q.is_contiguous():
+        return torch.empty_like(q)  # half a microsecond less
+    return torch.empty(*q.shape, dtype=q_dtype or q.dtype, device=q.device)
 
 
 def halves(x: Tensor | None, r: int) -> tuple[Tensor | None, Tensor | None]:
     """The first r columns and the rest (None where there is none)."""
-    if x is None:
-        return None, None
-    return x[..., :r], (x[..., r:] if x.shape[-1] > r else None)
+    if x is None or x.shape[-1] <= r:
+        return x, None
+    rope, nope = x.split_with_sizes((r, x.shape[-1] - r), -1)
+    return rope, nope

@@ -6,7 +6,8 @@ rank ends with its share of the heads. See docs/context_parallel.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -18,12 +19,13 @@ from ..checks import require, tensor
 from ..errors import UnsupportedError
 from .append import KVLike
 from .decode import decode, query_rows
-from .exchange import Exchange
+from .exchange import Exchange, Parts
 from .mla import LatentLike, mla_decode
 from .shards import (
     Deal,
     ExchangeCost,
     HeadShard,
+    LocalRows,
     exchange_cost,
     local_rows,
     shard_heads,
@@ -96,6 +98,7 @@ class ContextParallel:
         return_lse: bool = False,
         precision: str = "exact",
         backend: str | None = None,
+        local_seq_lens: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`tersekv.decode` over the caches of all ranks. Arguments that differ from it:
 
@@ -108,6 +111,8 @@ class ContextParallel:
             mask:        None: drafts are causal; a mask raises UnsupportedError unless there is one rank
             out, lse:    [T, share, Dv] bf16 | fp16 | fp32, [T, share]; share: this rank's heads
             backend:     of the attention; the merge is the oracle's for "torch", else the device's own
+            local_seq_lens:  `local_seq_lens(seq_lens)`, made once for all layers of a step; None: made here. For
+                         one query row a request without a window
 
         Returns out, or (out, lse) with `return_lse`, for this rank's heads.
         """
@@ -127,21 +132,22 @@ class ContextParallel:
             require(window > 0, "window", "a positive number of keys (own included), or None", window)
         tensor("q", q, "T Hq D")
         limit = self._check_requests(q, page_table, seq_lens, cu_seqlens_q, max_q_len)
+        plain = self._plain(local_seq_lens, len(q), page_table, seq_lens, cu_seqlens_q, window)
         dv = c.v.shape[-1] * (2 if c.format == "nvfp4" else 1)
 
-        def attend(parts: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
+        def attend(parts: Parts, out: Tensor, lse: Tensor) -> None:
             by_token = window is not None and window % (self.deal.interleave * self.world) != 0
             layer, step = token_pages(c) if by_token else (c, 1)
-            x = local_rows(
+            x = plain or local_rows(
                 self.deal, len(q), page_table, seq_lens, cu_seqlens_q, limit,
                 window=window, page_size=c.page_size, pages_per_slot=step, masks=True,
             )  # fmt: skip
             local(
-                parts[0], layer, x.page_table, x.seq_lens, window=x.window, mask=x.mask,
+                parts()[0], layer, x.page_table, x.seq_lens, window=x.window, mask=x.mask,
                 cu_seqlens_q=x.cu_seqlens_q, max_q_len=x.max_q_len, out=out, lse=lse,
             )  # fmt: skip
 
-        return self.exchange.run([q], dv, attend, sinks, out, out_dtype, lse, return_lse, backend)
+        return self.exchange.run([q], dv, attend, sinks, out, out_dtype, lse, return_lse, backend, plain is None)
 
     def mla_decode(
         self,
@@ -160,6 +166,7 @@ class ContextParallel:
         return_lse: bool = False,
         precision: str = "exact",
         backend: str | None = None,
+        local_seq_lens: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`tersekv.mla_decode` over the caches of all ranks. Arguments that differ from it:
 
@@ -169,6 +176,8 @@ class ContextParallel:
             seq_lens:    [B]  tokens on all ranks, the new ones included; the same on every rank
             out, lse:    [T, share, L] bf16 | fp16 | fp32, [T, share]; share: this rank's heads
             backend:     of the attention; the merge is the oracle's for "torch", else the device's own
+            local_seq_lens:  `local_seq_lens(seq_lens)`, made once for all layers of a step; None: made here. For
+                         one query row a request
 
         Each draft row reads the rank's tokens by itself. Returns out, or (out, lse) with `return_lse`, for this
         rank's heads.
@@ -182,17 +191,37 @@ class ContextParallel:
                 q, c, page_table, seq_lens, cu_seqlens_q=cu_seqlens_q, max_q_len=max_q_len, out=out,
                 out_dtype=out_dtype, lse=lse, return_lse=return_lse,
             )  # fmt: skip
-        parts = [q] if isinstance(q, Tensor) else list(q)
-        for part in parts:
+        given = [q] if isinstance(q, Tensor) else list(q)
+        for part in given:
             tensor("q", part, "T H D")
-        limit = self._check_requests(parts[0], page_table, seq_lens, cu_seqlens_q, max_q_len)
+        rows, limit = len(given[0]), self._check_requests(given[0], page_table, seq_lens, cu_seqlens_q, max_q_len)
+        plain = self._plain(local_seq_lens, rows, page_table, seq_lens, cu_seqlens_q, None)
 
-        def attend(parts: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
-            x = local_rows(self.deal, len(parts[0]), page_table, seq_lens, cu_seqlens_q, limit)
-            all_q = parts[0] if len(parts) == 1 else (parts[0], parts[1])
-            local(all_q, c, x.page_table, x.seq_lens, out=out, lse=lse)
+        def attend(parts: Parts, out: Tensor, lse: Tensor) -> None:
+            x = plain or local_rows(self.deal, rows, page_table, seq_lens, cu_seqlens_q, limit)
+            all_q = parts()
+            local(all_q[0] if len(all_q) == 1 else (all_q[0], all_q[1]), c, x.page_table, x.seq_lens, out=out, lse=lse)
 
-        return self.exchange.run(parts, c.ckv.shape[-1], attend, None, out, out_dtype, lse, return_lse, backend)
+        return self.exchange.run(
+            given, c.ckv.shape[-1], attend, None, out, out_dtype, lse, return_lse, backend, plain is None
+        )
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Calls inside do all but the collectives; what they return is meaningless.
+
+        The first step of a process compiles kernels, for seconds on each rank. In a rehearsal no rank waits for another
+        meanwhile: do it once, synchronise the device, meet at a barrier, and only then run or capture steps.
+        """
+        self.exchange.silent = True
+        try:
+            yield
+        finally:
+            self.exchange.silent = False
+
+    def local_seq_lens(self, seq_lens: Tensor) -> Tensor:
+        """This rank's tokens of each request: `shard_seq_lens` for this group."""
+        return shard_seq_lens(seq_lens, self.rank, self.world, self.interleave)
 
     def workspace_bytes(
         self, max_rows: int, num_heads: int, head_dim: int, head_dim_v: int, q_dtype: torch.dtype = torch.bfloat16
@@ -202,6 +231,19 @@ class ContextParallel:
         num_heads: heads of q as it is given; MLA: head_dim L + R, head_dim_v L
         """
         return self.exchange.workspace_bytes(max_rows, num_heads, head_dim, head_dim_v, q_dtype)
+
+    def _plain(
+        self, lens: Tensor | None, rows: int, page_table: Tensor, seq_lens: Tensor, cu: Tensor | None,
+        window: int | None,
+    ) -> LocalRows | None:  # fmt: skip
+        """Our part of a decode whose lengths the caller has worked out; None: he has not."""
+        if lens is None:
+            return None
+        tensor("local_seq_lens", lens, "B")
+        require(len(lens) == len(seq_lens), "local_seq_lens", f"[B={len(seq_lens)}]", list(lens.shape))
+        if rows != len(seq_lens) or cu is not None or window is not None:
+            raise UnsupportedError("local_seq_lens: want one query row a request and no window, or None")
+        return LocalRows(page_table, lens, None, 1, None, None, False)
 
     def _check_requests(
         self, q: Tensor, page_table: Tensor, seq_lens: Tensor, cu: Tensor | None, max_q_len: int | None

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..cache import PagedKVLayer
 from ..calls import DecodeCall
-from ..checks import tensor
+from ..checks import FLOAT, FP8, tensor
+from ..checks import dtype as check_dtype
 from .append import KVLike
 from .registry import submit
 from .scales import split
@@ -24,7 +25,7 @@ def decode(
     softmax_scale: float | Tensor | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = None,
     mask: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_q_len: int | None = None,
@@ -45,7 +46,7 @@ def decode(
         softmax_scale:  float or fp32 tensor [1]; default 1 / sqrt(D)
         window:         keys that a query sees, its own included; None: all before it
         sinks:          [Hq] fp32; one more score per head (scaled-logit units, natural log) with a zero value
-        softcap:        c > 0: scores become c × tanh(score / c), before masking
+        softcap:        c > 0: scores become c × tanh(score / c), before masking; None or 0: they stay
         mask:           [T, W] or [B, drafts, W] uint16, W = 2 × ceil(drafts / 32): bit j of row i (LSB first):
                         draft i sees draft j; the prefix is always seen. None: causal
         cu_seqlens_q:   [B + 1]  first query row of each request; None: T / B rows each
@@ -54,12 +55,13 @@ def decode(
                         default: q's dtype, bf16 for an 8-bit q
         out_scale:      multiplies the output before its cast: float or fp32 tensor [1]
         lse:            [T, Hq] fp32 to write into; return_lse returns it too; natural log, sinks included
-        precision:      "exact"; "fast" allows 8-bit probabilities where arithmetic is the bound
+        precision:      "exact"; "fast" is a permission: a backend may then hold probabilities in 8 bits where
+                        arithmetic is the bound (about 2.5e-2 relative norm). Today every backend computes exactly
 
     Returns out, or (out, lse) with `return_lse`. No host synchronisation; safe under CUDA graphs when lengths and
     tables change between replays. Raises ValueError or TypeError for arguments that do not fit together.
     """
-    c = PagedKVLayer.of(cache)
+    c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
     tensor("q", q, "T Hq D")
     t, heads, d = q.shape
     dv = c.v.shape[-1] * (2 if c.format == "nvfp4" else 1)
@@ -68,13 +70,16 @@ def decode(
         lse = torch.empty(t, heads, dtype=torch.float32, device=q.device)
     if isinstance(mask, Tensor) and mask.dim() == 3:
         mask = mask.flatten(0, 1)
+    if window is not None and not isinstance(window, int):
+        raise TypeError(f"window: want int or None, got {type(window).__name__}")
     if window is not None and window <= 0:
         raise ValueError(f"window: want a positive number of keys (own included) or None, got {window}")
     call = DecodeCall(
         q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, lse,
-        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), window or 0, float(softcap),
-        *split(d**-0.5 if softmax_scale is None else softmax_scale),
-        *split(c.k_scale), *split(c.v_scale), *split(out_scale), precision,
+        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), window or 0,
+        softcap if type(softcap) is float else _softcap(softcap),
+        *split(d**-0.5 if softmax_scale is None else softmax_scale, "softmax_scale"),
+        *split(c.k_scale, "k_scale"), *split(c.v_scale, "v_scale"), *split(out_scale, "out_scale"), precision,
     )  # fmt: skip
     submit("decode", call, backend)
     if return_lse:
@@ -83,10 +88,23 @@ def decode(
     return out
 
 
+def _softcap(softcap: float | None) -> float:
+    if softcap is None:
+        return 0.0
+    if not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap: want a number or None, got {type(softcap).__name__}")
+    return float(softcap)
+
+
 def query_rows(t: int, seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_q_len: int | None) -> int:
     """Bound on the query rows of a request."""
     if cu_seqlens_q is not None:
-        return t if max_q_len is None else max_q_len
+        if max_q_len is None:
+            return t
+        if isinstance(max_q_len, int) and max_q_len <= 0 < t:
+            raise ValueError(f"max_q_len: want a positive bound on the rows of a request, got {max_q_len}")
+        return max_q_len
+    tensor("seq_lens", seq_lens, "B")
     b = seq_lens.shape[0]
     return t // b if b else 0
 
@@ -94,7 +112,8 @@ def query_rows(t: int, seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_q_len:
 def output(q: Tensor, shape: tuple[int, ...], out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """The tensor that receives an attention's output: `out`, or a new one."""
     if out is not None:
-        if dtype is not None and dtype != out.dtype:
-            raise ValueError(f"out_dtype: want out's own {out.dtype} or None, got {dtype}")
+        if dtype is not None and isinstance(out, Tensor):
+            check_dtype("out_dtype", dtype, (), out.dtype, "out")
         return out
-    return torch.empty(shape, dtype=dtype or (torch.bfloat16 if q.dtype in _FP8 else q.dtype), device=q.device)
+    check_dtype("out_dtype", dtype, FLOAT + FP8)
+    return torch.empty(*shape, dtype=dtype or (torch.bfloat16 if q.dtype in _FP8 else q.dtype), device=q.device)

@@ -22,8 +22,10 @@ from .merge import merge_states
 from .shards import ALIGNMENT, head_pitch
 
 EXCHANGES = ("all_to_all", "reduce_scatter")
-# (query parts [T, Hq, D_i], out [T, Hq, Dv], lse [T, Hq]) → out and lse are written
-Attend = Callable[[Sequence[Tensor], Tensor, Tensor], Any]
+# Waits for the query parts of all heads, [T, Hq, D_i]: what does not need them goes before.
+Parts = Callable[[], Sequence[Tensor]]
+# (parts, out [T, Hq, Dv], lse [T, Hq]) → out and lse are written
+Attend = Callable[[Parts, Tensor, Tensor], Any]
 # (out [T, padded heads, Dv], lse [T, padded heads]) → written
 Fill = Callable[[Tensor, Tensor], None]
 
@@ -41,6 +43,7 @@ class Exchange:
             require(wire_dtype == torch.float32, "wire_dtype", "fp32 for a reduce_scatter, which adds", wire_dtype)
         self.group, self.rank, self.world, self.how = group, rank, world, how
         self.sharded_q, self.wire_dtype, self.workspace = sharded_q, wire_dtype, workspace
+        self.silent = False  # nothing is sent or waited for
 
     def workspace_bytes(self, rows: int, num_heads: int, head_dim: int, head_dim_v: int, q_dtype: torch.dtype) -> int:
         if self.world == 1:
@@ -50,9 +53,12 @@ class Exchange:
 
     def run(
         self, parts: Sequence[Tensor], dv: int, attend: Attend, sinks: Tensor | None, out: Tensor | None,
-        out_dtype: torch.dtype | None, lse: Tensor | None, return_lse: bool, backend: str | None,
+        out_dtype: torch.dtype | None, lse: Tensor | None, return_lse: bool, backend: str | None, overlap: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """Attention of this rank's share of the heads; query parts [T, heads, D_i] as `ContextParallel` got them."""
+        """Attention of this rank's share of the heads; query parts [T, heads, D_i] as `ContextParallel` got them.
+
+        overlap: `attend` has work to do before it asks for the parts
+        """
         t, given = parts[0].shape[:2]
         heads, share = self._heads(given)
         mine = min(share, max(heads - self.rank * share, 0))
@@ -71,13 +77,28 @@ class Exchange:
             sinks = sinks[first : first + mine]
         if t > 0 and heads > 0:
             x = self._take(self._buffers(t, given, sum(p.shape[2] for p in parts), dv, parts[0].dtype), out.device)
-            if self.sharded_q:
-                parts = self._gather_queries(x, parts)
+            all_parts = self._gather_queries(x, parts, overlap) if self.sharded_q else lambda: parts
             # `backend` names the attention's; not every one of them has a merge, but the oracle must run everywhere.
             backend = "torch" if backend == "torch" else None
             merge = self._all_to_all if self.how == "all_to_all" else self._reduce_scatter
-            merge(x, lambda o, s: attend(parts, o[:, :heads], s[:, :heads]), sinks, out, lse, backend)
+            merge(x, lambda o, s: attend(all_parts, o[:, :heads], s[:, :heads]), sinks, out, lse, backend)
         return (out, lse) if return_lse else out
+
+    def collectives(
+        self, rows: int, num_heads: int, head_dim: int, head_dim_v: int, device: torch.device,
+        q_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        """The collectives of one `run` and nothing else: to connect the ranks before a capture, and to time them."""
+        if self.world == 1:
+            return
+        x = self._take(self._buffers(rows, num_heads, head_dim, head_dim_v, q_dtype), device)
+        if self.sharded_q:
+            self._all_gather(x.all_q, x.q)
+        if self.how == "all_to_all":
+            self._swap(x)
+        else:
+            self._all_gather(x.all_lse, x.lse)
+            self._sum_and_scatter(x)
 
     def _heads(self, given: int) -> tuple[int, int]:
         """Heads of all ranks, and the share of a rank."""
@@ -116,13 +137,21 @@ class Exchange:
             start += _bytes(shape, dtype)
         return taken
 
-    def _gather_queries(self, x: SimpleNamespace, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Our heads → all heads, [T, Hq, D_i] each."""
-        dims = [p.shape[2] for p in parts]
-        for target, part in zip(x.q.split(dims, -1), parts, strict=True):
-            target.copy_(part.transpose(0, 1))
-        self._all_gather(x.all_q, x.q)
-        return list(x.all_q.transpose(0, 1).split(dims, -1))
+    def _gather_queries(self, x: SimpleNamespace, parts: Sequence[Tensor], overlap: bool) -> Parts:
+        """Start our heads → all heads. A change of streams costs microseconds, so only to overlap."""
+        dims, ours = [p.shape[2] for p in parts], parts[0].transpose(0, 1)
+        if len(parts) > 1 or not ours.is_contiguous():
+            ours = x.q
+            for target, part in zip(ours.split(dims, -1), parts, strict=True):
+                target.copy_(part.transpose(0, 1))
+        work = self._all_gather(x.all_q, ours, async_op=overlap)
+
+        def wait() -> Sequence[Tensor]:
+            if work is not None:
+                work.wait()
+            return x.all_q.transpose(0, 1).split(dims, -1)
+
+        return wait
 
     def _all_to_all(
         self, x: SimpleNamespace, fill: Fill, sinks: Tensor | None, out: Tensor, lse: Tensor, backend: str | None
@@ -130,7 +159,7 @@ class Exchange:
         """Each rank sends every other the part of its heads; the receiver merges."""
         t, mine, dv = out.shape
         fill(*_packed(x.send, t, dv, self.wire_dtype))
-        dist.all_to_all_single(x.received, x.send, group=self.group)
+        self._swap(x)
         if mine == 0:
             return
         outs, lses = _packed(x.received.unflatten(0, (self.world, -1)), t, dv, self.wire_dtype)
@@ -157,8 +186,14 @@ class Exchange:
             _add_sinks(merged, lse, sinks)
         out.copy_(merged)
 
+    def _swap(self, x: SimpleNamespace) -> None:
+        if not self.silent:
+            dist.all_to_all_single(x.received, x.send, group=self.group)
+
     def _sum_and_scatter(self, x: SimpleNamespace) -> Tensor:
         """Sum over ranks of our share of x.partial."""
+        if self.silent:
+            return x.summed
         if f"{x.partial.device.type}:gloo" in dist.get_backend_config(self.group).split(","):
             # Some versions of gloo have no reduce_scatter; everything else must do without this, which sends twice
             # as much.
@@ -167,10 +202,12 @@ class Exchange:
         _newest("reduce_scatter_single", "reduce_scatter_tensor")(x.summed, x.partial, group=self.group)
         return x.summed
 
-    def _all_gather(self, everything: Tensor, ours: Tensor) -> None:
+    def _all_gather(self, everything: Tensor, ours: Tensor, async_op: bool = False) -> Any:
+        if self.silent:
+            return None
         # As bytes: not every transport knows every dtype.
         gather = _newest("all_gather_single", "all_gather_into_tensor")
-        gather(everything.view(torch.uint8), ours.view(torch.uint8), group=self.group)
+        return gather(everything.view(torch.uint8), ours.view(torch.uint8), group=self.group, async_op=async_op)
 
 
 def _newest(name: str, older: str) -> Callable[..., Any]:

@@ -29,10 +29,11 @@ def merge_states(
     Computed in fp32. All parts empty: out 0, lse −inf. Returns (out, lse). Raises ValueError for shapes that differ.
     """
     outs, lses = _stacked("outs", outs, "n T H D"), _stacked("lses", lses, "n T H")
+    _, t, heads, d = outs.shape
     if out is None:
-        out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+        out = torch.empty(t, heads, d, dtype=outs.dtype, device=outs.device)
     if lse is None:
-        lse = torch.empty(outs.shape[1:3], dtype=torch.float32, device=outs.device)
+        lse = torch.empty(t, heads, dtype=torch.float32, device=outs.device)
     submit("merge_states", MergeCall(outs, lses, out, lse), backend)
     return out, lse
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cache import PagedLatentLayer
-from ..calls import MLAAppendCall, MLADecodeCall, MLAPrefillCall
+from ..calls import MLAAppendCall, MLADecodeCall, MLAPrefillCall, MLAProjectCall
 from ..checks import tensor
 from .append import like_query
 from .decode import output, query_rows
@@ -50,12 +50,12 @@ def mla_append(
     Returns (q_nope_out, q_pe_out), None where no query was given. Raises ValueError or TypeError for arguments
     that do not fit together.
     """
-    c = PagedLatentLayer.of(cache)
+    c = cache if isinstance(cache, PagedLatentLayer) else PagedLatentLayer.of(cache)
     q_pe_out, q_nope_out = like_query(q_pe, q_pe_out, q_dtype), like_query(q_nope, q_nope_out, q_dtype)
     call = MLAAppendCall(
         q_pe, q_nope, kv_c, k_pe, cos_sin_cache, positions, q_pe_out, q_nope_out, c.ckv, c.kpe, c.ckv_scale_cache,
         slot_mapping, None, None, None, None, c.format, interleaved,
-        *multiplier(q_scale), *multiplier(c.kv_scale), False, False,
+        *multiplier(q_scale, "q_scale"), *multiplier(c.kv_scale, "kv_scale"), False, False,
     )  # fmt: skip
     submit("mla_append", call, backend)
     return q_nope_out, q_pe_out
@@ -88,33 +88,58 @@ def mla_decode(
         cu_seqlens_q:   [B + 1] ragged query rows; None: T / B rows each; several rows are causal
         out:            [T, H, L]; out_dtype default q's, bf16 for an 8-bit q; out_scale multiplies it
         lse:            [T, H] fp32, natural log
+        precision:      "exact"; "fast" is a permission to compute less exactly, as in `decode`; unused today
 
     Returns out, or (out, lse) with `return_lse`. Raises ValueError or TypeError for arguments that do not fit.
     """
-    c = PagedLatentLayer.of(cache)
+    c = cache if isinstance(cache, PagedLatentLayer) else PagedLatentLayer.of(cache)
     if isinstance(q, Tensor):
-        rank = c.ckv.shape[-1]
-        if q.dim() != 3 or q.shape[-1] != rank + c.kpe.shape[-1]:
-            raise ValueError(f"q: want [T, H, {rank} + {c.kpe.shape[-1]}], got {list(q.shape)}")
-        q_nope, q_pe = q[..., :rank], q[..., rank:]
+        rank, rope = c.ckv.shape[-1], c.kpe.shape[-1]
+        if q.dim() != 3 or q.shape[-1] != rank + rope:
+            raise ValueError(f"q: want [T, H, {rank} + {rope}], got {list(q.shape)}")
+        q_nope, q_pe = q.split_with_sizes((rank, rope), -1)
     elif isinstance(q, (tuple, list)) and len(q) == 2:
         q_nope, q_pe = q
         tensor("q_nope", q_nope, "T H L")
     else:
         raise TypeError(f"q: want Tensor or (q_nope, q_pe), got {type(q).__name__}")
-    t, heads = q_nope.shape[:2]
-    out = output(q_nope, tuple(q_nope.shape), out, out_dtype)
+    shape = t, heads, _ = q_nope.shape
+    out = output(q_nope, shape, out, out_dtype)
     if lse is None and return_lse:
         lse = torch.empty(t, heads, dtype=torch.float32, device=q_nope.device)
     call = MLADecodeCall(
         q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
-        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len),
-        *split(softmax_scale), *split(c.kv_scale), *split(out_scale), precision,
+        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), *split(softmax_scale, "softmax_scale"),
+        *split(c.kv_scale, "kv_scale"), *split(out_scale, "out_scale"), precision,
     )  # fmt: skip
     submit("mla_decode", call, backend)
     if return_lse:
         assert lse is not None
         return out, lse
+    return out
+
+
+def mla_project(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    weight_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Every head's rows through its own matrix: what stands before and behind an absorbed MLA decode.
+
+        x:             [T, H, K]  bf16 | fp16
+        weight:        [H, N, K]  x's dtype; or e4m3 with weight_scale [H, N/128, K/128] fp32: rows are then quantised
+                       per 128 columns as mla_prefill quantises latents, sums are fp32
+        out:           [T, H, N] in x's dtype
+
+    Returns out. Raises ValueError or TypeError for arguments that do not fit together.
+    """
+    tensor("x", x, "T H K")
+    tensor("weight", weight, "H N K")
+    out = output(x, (*x.shape[:2], weight.shape[1]), out, None)
+    submit("mla_project", MLAProjectCall(x, weight, weight_scale, out), backend)
     return out
 
 
@@ -210,18 +235,22 @@ def mla_prefill(
         kv_b_proj:        [H * (Dn + Dv), L], per head [nope | v]; e4m3 with kv_b_proj_scale [N/128, L/128] fp32
                           (blockwise product with the latents quantised per token and 128 columns), or q's dtype
         plan:             from `mla_prefill_plan`; several chunks are merged through their LSE; buffer_lengths all 0:
-                          rotate, norm and append only (out 0, lse −inf)
+                          rotate, norm and append only (out 0, lse −inf). A plan of another step, which contradicts
+                          cache_lens or cu_seqlens_q, gives wrong results; checked mode (TERSEKV_CHECKED=1) raises
         kv_c, k_pe:       [T, L], [T, R]  raw latents of the new tokens; None: they lie in the cache already, raw
                           (16-bit caches only; the op is then not idempotent)
         head_dim_v:       Dv; default: rows of kv_b_proj / H − Dn
         out:              [T, H, Dv] in q's dtype; lse [T, H] fp32, natural log
+        precision:        "exact"; "fast" is a permission to compute less exactly, as in `decode`; unused today
 
     Query i of request b sees key j iff j <= cache_lens[b] + i. Returns out, or (out, lse) with `return_lse`.
     Raises ValueError or TypeError for arguments that do not fit together.
     """
-    c = PagedLatentLayer.of(cache)
+    c = cache if isinstance(cache, PagedLatentLayer) else PagedLatentLayer.of(cache)
     tensor("q", q, "T H Dq")
     tensor("kv_b_proj", kv_b_proj, "N L")
+    if not isinstance(plan, MLAPrefillPlan):
+        raise TypeError(f"plan: want an MLAPrefillPlan, as mla_prefill_plan makes it, got {type(plan).__name__}")
     t, heads, dq = q.shape
     if head_dim_v is None:
         head_dim_v = kv_b_proj.shape[0] // max(heads, 1) - (dq - c.kpe.shape[-1])
@@ -237,7 +266,7 @@ def mla_prefill(
         q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis,
         kv_norm_gamma, kv_b_proj, kv_b_proj_scale, plan.buffer_row_offsets, plan.cache_offsets, out, lse,
         list(plan.buffer_lengths), c.format, plan.max_q_len, float(softmax_scale), float(epsilon),
-        *split(c.kv_scale), precision,
+        *split(c.kv_scale, "kv_scale"), precision,
     )  # fmt: skip
     submit("mla_prefill", call, backend)
     if return_lse:

@@ -7,21 +7,29 @@ import struct
 from torch import Tensor
 
 
-def split(scale: float | Tensor) -> tuple[float, Tensor | None]:
+def split(scale: float | Tensor, name: str = "scale") -> tuple[float, Tensor | None]:
     """(float, tensor) of a scale for a call record; the tensor wins where there is one."""
+    if type(scale) is float:
+        return scale, None
     if isinstance(scale, Tensor):
         return 1.0, scale.reshape(1) if scale.dim() == 0 else scale
     if not isinstance(scale, (int, float)):
-        raise TypeError(f"scale: want a number or a Tensor, got {type(scale).__name__}")
+        raise TypeError(f"{name}: want a number or a Tensor, got {type(scale).__name__}")
     return float(scale), None
 
 
-def multiplier(scale: float | Tensor) -> tuple[float, Tensor | None]:
+def multiplier(scale: float | Tensor, name: str = "scale") -> tuple[float, Tensor | None]:
     """As `split`, with a float turned into its fp32 reciprocal: what an append multiplies with."""
-    value, tensor = split(scale)
+    value, tensor = split(scale, name)
     if tensor is None and not value > 0:
-        raise ValueError(f"scale: want a positive number, got {value}")
-    return (1.0 if tensor is not None else _f32(1.0 / _f32(value))), tensor
+        raise ValueError(f"{name}: want a positive number, got {value}")
+    if tensor is not None or value == 1.0:
+        return 1.0, tensor
+    single = _f32(value)
+    inverse = _f32(1.0 / single) if single else 0.0
+    if not 0.0 < inverse < float("inf"):
+        raise ValueError(f"{name}: want a positive number that fp32 holds, and its reciprocal too, got {value}")
+    return inverse, None
 
 
 def _f32(x: float) -> float:

@@ -35,9 +35,12 @@ class Deal(NamedTuple):
 
     def owned(self, n: Tensor) -> Tensor:
         """How many of positions [0, n) are ours; 0 for n <= 0. n: int64."""
-        n = n.clamp(min=0)
-        rest = n % (self.interleave * self.world) - self.rank * self.interleave
-        return n // (self.interleave * self.world) * self.interleave + rest.clamp(0, self.interleave)
+        # Few operations, since each is a launch: of the positions from our first token on, the first `interleave` of
+        # every round are ours. Below our first token rounds are −1 and the rest is clamped to cancel it.
+        n = n.clamp(min=0) - self.rank * self.interleave
+        size = self.interleave * self.world
+        rest = (n % size).clamp_(max=self.interleave)
+        return rest.add_(n // size, alpha=self.interleave)
 
     def most_owned(self, window: int) -> int:
         """The most of ours among any `window` neighbours."""

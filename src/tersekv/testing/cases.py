@@ -232,7 +232,8 @@ def _mla_prefill(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="no tokens", lens=(0,), q_lens=(0,)),
         replace(base, name="16-bit weight fp16", dtype="float16", weight="", page=64),
         replace(base, name="16-bit weight", weight="", dim_v=64, nope=64, index="uint32"),
-        replace(base, name="16 heads", group=16, lens=(150,), q_lens=(130,), page=128),
+        replace(base, name="16 heads", group=16, lens=(150,), q_lens=(130,), page=128, dim_v=128),
+        replace(base, name="wide", group=2, lens=(150, 0, 70), q_lens=(140, 0, 3), chunk=100, dim_v=128),
         replace(base, name="scaled rows strided", scale="float", strided=True, spread=True, page=1),
     ]
     if base.format in ("bf16", "fp16"):
@@ -241,6 +242,19 @@ def _mla_prefill(base: Case, i: int) -> Iterator[Case]:
         cases.append(replace(base, name="split", split=True))
     for case in cases:
         yield replace(case, quick=False)
+
+
+def _mla_project(base: Case, i: int) -> Iterator[Case]:
+    base = replace(base, lens=(3,), heads=1, group=4, dim=128, dim_v=256)
+    yield base
+    for case in (
+        replace(base, name="many rows", lens=(70,), dim=512, dim_v=128, spread=True),
+        replace(base, name="strided", lens=(17,), strided=True),
+        replace(base, name="no tokens", lens=(0,)),
+    ):
+        yield replace(case, quick=False)
+    if base.format != "fp8_e4m3":
+        yield replace(base, name="odd sizes", dim=72, dim_v=40, quick=False)
 
 
 def _merge(base: Case, i: int) -> Iterator[Case]:
@@ -268,6 +282,7 @@ _VARIANTS = {
     "mla_append": (tuple(LATENT_FORMATS), _mla_append),
     "mla_decode": (tuple(LATENT_FORMATS), _mla_decode),
     "mla_prefill": (tuple(LATENT_FORMATS), _mla_prefill),
+    "mla_project": (("bf16", "fp16", "fp8_e4m3"), _mla_project),
     "merge_states": (tuple(_MERGE_DTYPES), _merge_of),
 }
 OPS = tuple(_VARIANTS)

@@ -36,6 +36,7 @@ def install() -> None:
     interpreter._convert_float = convert
     _index_scalars()
     _multiply_bf16()
+    _bool_masks()
 
 
 def _index_scalars() -> None:
@@ -58,6 +59,25 @@ def _multiply_bf16() -> None:
         return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
 
     interpreter.InterpreterBuilder.create_dot = exact
+
+
+def _bool_masks() -> None:
+    """Triton 3.9 loads with masks of NumPy bools only, but its own int1 arithmetic may leave integers."""
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def masked_load(self, ptrs, mask, *rest, **options):  # type: ignore[no-untyped-def]
+        return load(self, ptrs, _as_bool(mask), *rest, **options)
+
+    def masked_store(self, ptrs, value, mask, *rest, **options):  # type: ignore[no-untyped-def]
+        return store(self, ptrs, value, _as_bool(mask), *rest, **options)
+
+    builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
+
+
+def _as_bool(mask):  # type: ignore[no-untyped-def]
+    data = np.asarray(mask.data)  # descriptors give plain arrays, whose data are a memoryview
+    return mask if data.dtype == np.bool_ else interpreter.TensorHandle(data.astype(np.bool_), tl.int1)
 
 
 def _widen(x: interpreter.TensorHandle) -> interpreter.TensorHandle:

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from ..cache import PagedKVCache, PagedKVLayer, PagedLatentCache, PagedLatentLayer
-from ..calls import AppendCall, DecodeCall, MergeCall, MLAAppendCall, MLADecodeCall, MLAPrefillCall, RopeAppendCall
+from ..calls import (
+    AppendCall,
+    DecodeCall,
+    MergeCall,
+    MLAAppendCall,
+    MLADecodeCall,
+    MLAPrefillCall,
+    MLAProjectCall,
+    RopeAppendCall,
+)
 from ..formats import kv_format, latent_format
 from ..ops.mla import mla_prefill_plan
 from ..ops.scales import multiplier, split
@@ -250,6 +259,18 @@ def _mla_prefill(m: _Maker) -> MLAPrefillCall:
     )  # fmt: skip
 
 
+def _mla_project(m: _Maker) -> MLAProjectCall:
+    """lens[0] tokens through matrices of dim columns and dim_v rows; an e4m3 weight for its format, else x's dtype."""
+    c, tokens, heads = m.case, m.case.lens[0], m.case.heads * m.case.group
+    m.dtype = m.out_dtype = torch.float16 if c.format == "fp16" else torch.bfloat16
+    weight, scale = m.normal(heads, c.dim_v, c.dim) * c.dim**-0.5, None
+    if c.format == "fp8_e4m3":
+        weight = encode(weight * 100, torch.float8_e4m3fn)
+        scale = m.uniform(0.005, 0.015, heads, c.dim_v // 128, c.dim // 128)
+    x = m.rows(tokens, heads, c.dim, spread=1.0 if c.spread else 0.0)
+    return MLAProjectCall(x, weight.to(m.dtype) if scale is None else weight, scale, m.output(tokens, heads, c.dim_v))
+
+
 def _merge_states(m: _Maker) -> MergeCall:
     """One request of lens[0] tokens. Some parts are empty, with NaN values; token 0 has only empty parts."""
     c, tokens = m.case, m.case.lens[0]
@@ -283,5 +304,6 @@ _MAKERS: dict[str, Callable[[_Maker], tuple]] = {
     "decode": _decode,
     "mla_decode": _mla_decode,
     "mla_prefill": _mla_prefill,
+    "mla_project": _mla_project,
     "merge_states": _merge_states,
 }

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..calls import DecodeCall, MergeCall, MLADecodeCall, MLAPrefillCall
+from ..calls import DecodeCall, MergeCall, MLADecodeCall, MLAPrefillCall, MLAProjectCall
 from ..formats import kv_format, latent_format
 from . import reference_append
 from .codes import column, decode, encode, quantise_latents, read_rows, write_rows
@@ -95,6 +95,14 @@ def _mla_prefill(call: MLAPrefillCall) -> Expected:
     return Expected({**_attention(call, out, lse).values, "q": q}, rows)
 
 
+def _mla_project(call: MLAProjectCall) -> Expected:
+    x, weight = decode(call.x), decode(call.weight)
+    if call.weight_scale is not None:
+        weight = weight * call.weight_scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+        x = quantise_latents(x)
+    return Expected({"out": torch.einsum("thk,hnk->thn", x, weight)})
+
+
 def _merge_states(call: MergeCall) -> Expected:
     lses = call.lses.double()
     lse = torch.logsumexp(lses, 0)
@@ -110,6 +118,7 @@ _REFERENCES: dict[str, Callable[[Any], Expected | None]] = {
     "decode": _decode,
     "mla_decode": _mla_decode,
     "mla_prefill": _mla_prefill,
+    "mla_project": _mla_project,
     "merge_states": _merge_states,
 }
 

@@ -10,18 +10,23 @@ import triton.language as tl
 
 from . import blocks, launch
 from .quant import store
-from .rows import cache_offsets, factors, find_angles, locate, offsets, read, token_and_head
+from .rows import cache_offsets, factors, find_angles, locate, offsets, read, take_turn, token_and_head
+from .words import read_words, store_words
 
 
 @triton.jit
 def append_rows(
     block, tokens, p_x, strides, p_codes, strides_codes, p_scales, strides_scales, p_scale, scale, places, angles,
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
-    PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr, NATIVE: tl.constexpr, UNIT: tl.constexpr,
+    PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr, NATIVE: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Quantise and write one block of rows [tokens, H, D]; with `angles`, tokens that have no position are dropped."""
     token, head = token_and_head(block, tokens, H, ROWS)
-    x = read(p_x, offsets(token, head, strides, UNIT), D, C)
+    if WORDS:
+        x = read_words(p_x, offsets(token, head, strides, UNIT // 2), D, C)
+    else:
+        x = read(p_x, offsets(token, head, strides, UNIT), D, C)
     page, entry, written = locate(token, places, PAGE)
     written = written[:, None]
     if angles[0] is not None:
@@ -30,7 +35,11 @@ def append_rows(
     multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
     at = cache_offsets(page, entry, head, strides_codes, UNIT)
     at_scales = cache_offsets(page, entry, head, strides_scales, 1)
-    store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FORMAT, NATIVE)
+    if WORDS:
+        FP16: tl.constexpr = p_x.dtype.element_ty == tl.float16
+        store_words(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FP16, ASM)
+    else:
+        store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FORMAT, NATIVE)
 
 
 @triton.jit(do_not_specialize=["tokens", "num_pages", "num_requests", "num_indices", "k_end"])
@@ -42,9 +51,10 @@ def append_kernel(
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr,
     ROWS_K: tl.constexpr, ROWS_V: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
     K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr, NATIVE: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNIT: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Programs of k, then programs of v."""
+    take_turn(OVERLAPS)
     block = tl.program_id(0)
     places = (p_slots, p_batch, p_positions, p_indptr, p_indices, num_pages, num_requests, num_indices)
     angles = (None, None, 0, 0)
@@ -52,11 +62,13 @@ def append_kernel(
         append_rows(
             block, tokens, p_k, strides_k, p_k_codes, strides_k_codes, p_k_scales, strides_k_scales, p_k_scale, k_scale,
             places, angles, H, DK, CK, ROWS_K, PAGE, FORMAT, K_PER_HEAD, QUANTIZES, NATIVE, UNIT,
+            WORDS, ASM,
         )  # fmt: skip
     else:
         append_rows(
             block - k_end, tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales, p_v_scale,
             v_scale, places, angles, H, DV, CV, ROWS_V, PAGE, FORMAT, V_PER_HEAD, QUANTIZES, NATIVE, UNIT,
+            WORDS, ASM,
         )  # fmt: skip
 
 
@@ -68,7 +80,7 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
     tokens, heads, dk = f.k.shape
     dv = f.v.shape[2]
     ck, cv = blocks.columns(dk, f.format), blocks.columns(dv, f.format)
-    elements = blocks.program_elements(tokens * heads * (ck + cv))
+    elements = blocks.program_elements(tokens * heads * (ck + cv), blocks.MOST_ROWS.get(f.format, blocks.MOST))
     k, v = blocks.Part(tokens, heads, ck, elements), blocks.Part(tokens, heads, cv, elements)
     k_end, end = blocks.ends(k, v)
     if end == 0:
@@ -83,8 +95,9 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
     constants = (
         heads, dk, dv, ck, cv, k.rows, v.rows, f.k_cache.shape[1], f.format,
         blocks.per_head(f.k_scale_t), blocks.per_head(f.v_scale_t), f.scales_quantize, launch.rounds_to_fp8(f), unit,
+        blocks.in_words(f, unit, f.k, f.v), launch.has_ptx(f), blocks.overlaps(f),
     )  # fmt: skip
-    return launch.Prepared(append_kernel, end, scalars, constants, **blocks.OPTIONS)
+    return launch.Prepared(append_kernel, end, scalars, constants, **blocks.options(f))
 
 
 def run(call: Any, config: launch.Prepared | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
 from itertools import accumulate
 from math import gcd
 from types import SimpleNamespace
@@ -11,11 +13,50 @@ import torch
 
 from . import launch
 
-# Elements of one program of 4 warps. Large ones keep 64 bytes of loads in flight per thread, and are few enough for the
-# rate at which a chip starts programs (about one a nanosecond); small ones spread few tokens over the chip.
-LARGE, SMALL = 4096, 1024
-MIN_LARGE_PROGRAMS = 512  # with fewer, programs are small
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+# Elements of a program of 4 warps: the most that leave MIN_PROGRAMS programs, so that few tokens spread over the chip.
+# More of them keep more loads in flight per thread, and a chip starts only about one program a nanosecond; fewer take
+# fewer registers. NVIDIA H200, 2026-11-21, 8 heads (rotated: 32 query heads), D 128, 16384 tokens, of 2048 and of 4096:
+#   rows:     fp8 25.4, 25.5 us; per token and head 26.8, 25.8; nvfp4 26.8, 26.9 (2048 tokens: 4.5, 5.4)
+#   rotated:  fp8 75.9, 77.6; per token and head 88.2, 82.1; nvfp4 105.0, 91.7; bf16 89.1, 86.3
+# and of 1024 to 4096: 512 tokens of fp8 per token and head 2.27, 2.43, 2.83 us; 1024 tokens 3.95, 3.00, 3.25.
+SIZES, SMALL = (4096, 2048), 1024
+MOST = SIZES[0]
+MOST_ROWS = {"fp8_e4m3": 2048, "fp8_e5m2": 2048, "nvfp4": 2048}
+MOST_ROTATED = {"fp8_e4m3": 2048, "fp8_e5m2": 2048}
+MIN_PROGRAMS = 1024
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+_OVERLAPPING_GRAPHS = 12030  # the first CUDA driver whose graphs keep launches that overlap
+
+
+def options(f: SimpleNamespace) -> dict[str, Any]:
+    """Triton's options of a launch of the write side."""
+    return {**OPTIONS, "launch_pdl": True} if overlaps(f) else OPTIONS
+
+
+def overlaps(f: SimpleNamespace) -> bool:
+    """The launch may begin before the kernel ahead of it has ended (`rows.take_turn`): Hopper and newer.
+
+    NVIDIA H200, 2026-11-21, fp8 per token and head, in a graph: 1 token 1.37 -> 0.86 us, 256 tokens 2.45 -> 1.72.
+    """
+    if f.arch is None or f.arch < 90:
+        return False
+    return f.device.type != "cuda" or _driver_version() >= _OVERLAPPING_GRAPHS
+
+
+@cache
+def _driver_version() -> int:
+    """Of CUDA's driver, major × 1000 + minor × 10; 0 where it cannot be asked."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
+
+
+def in_words(f: SimpleNamespace, unit: int, *rows: Any) -> bool:
+    """Rows are read as words of two values (words.py): nvfp4 of dense 16-bit rows."""
+    return f.format == "nvfp4" and unit % 2 == 0 and all(x.dtype.itemsize == 2 and x.aligned for x in rows)
 
 
 def columns(dim: int, fmt: str = "") -> int:
@@ -23,25 +64,22 @@ def columns(dim: int, fmt: str = "") -> int:
     return max(launch.next_power_of_2(dim), {"nvfp4": 16, "fp8_ds_mla": 128}.get(fmt, 1))
 
 
-def program_elements(total: int) -> int:
+def program_elements(total: int, most: int = MOST) -> int:
     """Elements of a program, for `total` elements of all rows."""
-    return LARGE if total >= MIN_LARGE_PROGRAMS * LARGE else SMALL
+    return next((n for n in SIZES if n <= most and total >= MIN_PROGRAMS * n), SMALL)
+
+
+def most_keys(fmt: str, halves: bool) -> int:
+    """Most elements of a program of rotated keys, whose registers all programs of the launch pay for."""
+    return MOST if halves and fmt.endswith("per_token_head") else 2048
 
 
 class Part:
-    """Rows [tokens, heads] of one tensor, cut into programs of `rows` rows, a power of two.
+    """Rows [tokens, heads] of one tensor, cut into programs of `rows` rows, a power of two."""
 
-    Rows of one token share its position and place, so a divisor of `heads` is taken if it is not much smaller.
-    Rotated keys get half the elements: with pairs, cos and sin they take twice the registers, which all programs of the
-    launch would pay for.
-    """
-
-    def __init__(self, tokens: int, heads: int, columns: int, elements: int, *, rotated_keys: bool = False) -> None:
+    def __init__(self, tokens: int, heads: int, columns: int, elements: int) -> None:
         total = tokens * heads
-        elements = elements // 2 if rotated_keys else elements
-        rows = min(max(elements // columns, 1), launch.next_power_of_2(total))
-        common = heads & -heads if heads else 1
-        self.rows = common if rows // 2 <= common < rows else rows
+        self.rows = min(max(elements // columns, 1), launch.next_power_of_2(total))
         self.programs = -(-total // self.rows)
 
 

@@ -78,13 +78,12 @@ class Constants:
 class Config(NamedTuple):
     constants: Constants
     num_programs: int
-    merge_rows: int
-    split: launch.Launch
-    merge: launch.Launch
+    split: launch.Template
+    merge: launch.Template
+    scratch: int  # fp32 numbers: the cut segments' states, then META
     descriptors: dict[tuple[int, int], tuple]  # the kernel's arguments for K and V, by the caches' addresses
     k_box: tuple[int, int, int] | None  # rows, row pitch and columns of the descriptor's tensor; None: pointers
     v_box: tuple[int, int, int] | None
-    strides: tuple[int, ...]
     empty: bool
 
 
@@ -119,8 +118,20 @@ def configure(f: SimpleNamespace) -> Config:
     num_programs = max(launch.num_sms(f) * t.programs_per_sm // max(heads, 1), 1) * heads
     empty = 0 in f.q.shape or f.seq_lens.shape[0] == 0
     merge_rows = min(t.rows, f.max_q_len * group)
-    split, merge = launch.Launch(decode_kernel, **options), launch.Launch(merge_kernel, num_warps=4)
-    return Config(constants, num_programs, merge_rows, split, merge, {}, *boxes, _strides(f), empty)
+    strides, tensor = _strides(f), launch.TENSOR
+    split = launch.Template(
+        decode_kernel, (num_programs,), (
+            *[tensor] * 11, f.softmax_scale, tensor, f.k_scale, tensor, f.v_scale, tensor, f.out_scale, tensor,
+            f.softcap, f.seq_lens.shape[0], f.q.shape[0], *strides, constants,
+        ), descriptors_at=1, fp8_as_bytes=False, **options,
+    )  # fmt: skip
+    merge = launch.Template(
+        merge_kernel, (num_programs, merge_rows), (
+            *[tensor] * 4, None, f.v_scale, tensor, f.out_scale, tensor, *strides[-4:], constants,
+        ), fp8_as_bytes=False, num_warps=4,
+    )  # fmt: skip
+    scratch = num_programs * (2 * constants.ROWS * constants.PART_COLUMNS + META_FIELDS.value)
+    return Config(constants, num_programs, split, merge, scratch, {}, *boxes, empty)
 
 
 def _format(f: SimpleNamespace, fmt: KVFormat, parts: int) -> dict[str, Any]:
@@ -208,45 +219,38 @@ def run(call: Any, config: Config) -> None:
         if call.lse is not None:
             call.lse.fill_(float("-inf"))
         return
-    c, n = config.constants, config.num_programs
-    device = call.q.device
-    # One allocation: the cut segments' states, then META.
-    part = torch.empty(2 * n * c.ROWS * c.PART_COLUMNS + n * META_FIELDS.value, dtype=torch.float32, device=device)
-    k, v = _caches(call, config)
+    c = config.constants
+    part = launch.scratch(config.scratch, call.q)
     ks, vs = call.k_scale_cache, call.v_scale_cache
     if c.BYTES:
         ks, vs = launch.as_bytes(ks), launch.as_bytes(vs)
     q = call.q.view(torch.uint8) if c.Q_BYTES else call.q
     out = call.out if c.OUT_KIND == "float" else call.out.view(torch.uint8)
-    *_, so_t, so_h, sl_t, sl_h = config.strides
     config.split(
-        (n,), q, *k, *v, ks, vs, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, out,
-        call.lse, part, call.softmax_scale, call.softmax_scale_t, call.k_scale, call.k_scale_t, call.v_scale,
-        call.v_scale_t, call.out_scale, call.out_scale_t, call.softcap,
-        call.seq_lens.shape[0], call.q.shape[0], *config.strides, c,
+        q, ks, vs, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, out, call.lse, part,
+        call.softmax_scale_t, call.k_scale_t, call.v_scale_t, call.out_scale_t, descriptors=_caches(call, config),
     )  # fmt: skip
-    config.merge(
-        (n, config.merge_rows), call.sinks, out, call.lse, part, None, call.v_scale, call.v_scale_t,
-        call.out_scale, call.out_scale_t, so_t, so_h, sl_t, sl_h, c,
-    )  # fmt: skip
+    config.merge(call.sinks, out, call.lse, part, call.v_scale_t, call.out_scale_t)
 
 
-def _caches(call: Any, config: Config) -> tuple[tuple, tuple]:
+def _caches(call: Any, config: Config) -> tuple:
     """K and V as the kernel's arguments: 16-bit words, as descriptors where there are boxes."""
-    c = config.constants
     if config.k_box is None or config.v_box is None:
         k, v = call.k_cache, call.v_cache
-        return ((k.view(torch.int16),), (v.view(torch.int16),)) if c.PARTS > 1 else ((k,), (v,))
+        if config.split.launch.compiled:
+            return k.data_ptr(), v.data_ptr()
+        return (k.view(torch.int16), v.view(torch.int16)) if config.constants.PARTS > 1 else (k, v)
     key = (call.k_cache.data_ptr(), call.v_cache.data_ptr())
     found = config.descriptors.get(key)
     if found is None:
+        c = config.constants
         k = _descriptor(call.k_cache, config.k_box, c.PARTS, c.TILE, c.BLOCK_D)
         v = _descriptor(call.v_cache, config.v_box, c.PARTS, c.TILE, c.BLOCK_DV)
-        if not config.split.compiled:
-            return (k,), (v,)
+        if not config.split.launch.compiled:
+            return k, v
         if len(config.descriptors) >= _MAX_DESCRIPTORS:
             config.descriptors.clear()
-        found = config.descriptors[key] = tuple(config.split.encoded(k, v))
+        found = config.descriptors[key] = tuple(x for one in config.split.launch.encoded(k, v) for x in one)
     return found
 
 

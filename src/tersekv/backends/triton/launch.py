@@ -3,6 +3,10 @@ that are not there can be tested."""
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+_log = logging.getLogger("tersekv")
 _BYTES_OF_E4M3 = (torch.float8_e4m3fn,)
 
 
@@ -91,19 +96,25 @@ def shared_memory(f: SimpleNamespace) -> int:
 _SHARED_MEMORY = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448, 110: 232448}
 
 
+TENSOR = object()  # stands for a tensor among prepared arguments
+
+
 class Launch:
     """A kernel of one plan. Equal facts specialise it equally, so Triton's own lookup is needed only once.
 
     It belongs in a backend's config, which lives as long as the plan.
     """
 
-    __slots__ = ("_compiled", "_head", "_raw", "fn", "options")
+    __slots__ = ("_compiled", "_device", "_fixed", "_raw", "_run", "_tensors", "fn", "options")
 
     def __init__(self, fn: Any, **options: Any) -> None:
         self.fn, self.options = fn, options
         self._compiled: Any = None
         self._raw: Any = None
-        self._head: tuple = ()
+        self._run: Any = None
+        self._device = 0
+        self._fixed: tuple = ()
+        self._tensors: tuple[int, ...] | None = None
 
     @property
     def compiled(self) -> bool:
@@ -111,17 +122,39 @@ class Launch:
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         """Launch with every argument of the kernel, constants included, in order."""
-        k = self._compiled
-        if k is None:
-            k = self._compiled = self.fn[grid](*args, **self.options)
-            if k is not None:  # None: interpreted
-                self._raw = _c_launcher(k)
-                self._head = (k.run.launch_cooperative_grid, k.run.launch_pdl, None, None) if self._raw else ()
+        if self._compiled is None:
+            self._first(grid, args)
             return
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        launch = self._raw or k.run
-        launch(x, y, z, stream, k.function, *self._head, k.packed_metadata, None, None, None, *args)
+        if self._tensors is None:
+            self._tensors = tuple(i for i, x in enumerate(args) if isinstance(x, Tensor))
+        numbers = list(args)
+        for i in self._tensors:
+            numbers[i] = numbers[i].data_ptr()
+        self.again([*self.head((*grid, 1, 1)[:3]), *numbers])
+
+    def head(self, grid: tuple[int, ...]) -> list:
+        """What goes before the arguments of the compiled kernel."""
+        return [*grid, None, *self._fixed]
+
+    def again(self, args: list) -> None:
+        """Launch what is compiled: `head`, then the arguments, with addresses for tensors.
+
+        Triton's launcher asks the driver about every tensor; a number it believes.
+        """
+        args[3] = torch._C._cuda_getCurrentRawStream(self._device)
+        self._run(*args)
+
+    def _first(self, grid: tuple[int, ...], args: tuple) -> None:
+        """Compile and launch by Triton; keep what all later launches share."""
+        start = time.perf_counter()
+        k = self._compiled = self.fn[grid](*args, **self.options)
+        _log.debug("%s ready after %.3f s", getattr(self.fn, "__name__", self.fn), time.perf_counter() - start)
+        if k is None:  # interpreted
+            return
+        self._raw = _c_launcher(k)
+        self._run, self._device = self._raw or k.run, torch.cuda.current_device()
+        head = (k.run.launch_cooperative_grid, k.run.launch_pdl, None, None) if self._raw else ()
+        self._fixed = (k.function, *head, k.packed_metadata, None, None, None)
 
     def encoded(self, *descriptors: TensorDescriptor) -> list[tuple]:
         """Descriptors, all that the kernel takes, as its arguments from the second launch on.
@@ -149,24 +182,92 @@ def _c_launcher(compiled: Any) -> Any:
     return dict(zip(run.launch.__code__.co_freevars, (c.cell_contents for c in inner), strict=True))["launcher"]
 
 
-class Prepared:
+class Template:
     """A `Launch` with its grid and all arguments but the tensors, for one set of facts.
 
-    fn:        its parameters are tensors, then `scalars`, then `constants`, in this order
+    arguments:      values of the kernel's parameters in order, constants included; TENSOR where each call gives one
+    descriptors_at: where the arguments go that `encoded` gave, if each call gives some
+    fp8_as_bytes:   the kernel takes fp8 tensors as bytes
+    """
+
+    __slots__ = ("_again", "_live", "_template", "arguments", "descriptors_at", "fp8_as_bytes", "grid", "launch")
+
+    def __init__(
+        self, fn: Any, grid: tuple[int, ...], arguments: Sequence[Any], *, descriptors_at: int = 0,
+        fp8_as_bytes: bool = True, **options: Any,
+    ) -> None:  # fmt: skip
+        self.launch, self.grid, self.arguments = Launch(fn, **options), (*grid, 1, 1)[:3], tuple(arguments)
+        self.descriptors_at, self.fp8_as_bytes = descriptors_at, fp8_as_bytes
+        self._again: Any = None
+        self._template: list = []
+        self._live: list[tuple[int, int]] = []
+
+    def __call__(self, *tensors: Tensor | None, descriptors: Sequence[Any] = ()) -> None:
+        if self._again is None:
+            self._first(tensors, descriptors)
+            return
+        args = self._template.copy()
+        for place, i in self._live:
+            args[place] = tensors[i].data_ptr()  # type: ignore[union-attr]
+        if descriptors:
+            args[self.descriptors_at : self.descriptors_at] = descriptors
+        self._again(args)
+
+    def _first(self, tensors: tuple[Tensor | None, ...], descriptors: Sequence[Any]) -> None:
+        given = map(pointer, tensors) if self.fp8_as_bytes else iter(tensors)
+        args = [next(given) if x is TENSOR else x for x in self.arguments]
+        self.launch(self.grid, *args[: self.descriptors_at], *descriptors, *args[self.descriptors_at :])
+        if not self.launch.compiled:
+            return
+        # Equal facts: what is None stays None.
+        places = [place for place, x in enumerate(self.arguments) if x is TENSOR]
+        head = self.launch.head(self.grid)
+        self._live = [(len(head) + place, i) for i, place in enumerate(places) if tensors[i] is not None]
+        self._template = [*head, *(None if x is TENSOR else x for x in self.arguments)]
+        self.descriptors_at += len(head)
+        self._again = self.launch.again
+
+
+class Prepared(Template):
+    """A `Template` of a kernel whose tensors come first, then `scalars`, then `constants`; fp8 tensors as bytes.
+
     scalars:   integers, floats and tuples of them
     constants: values of the constexpr parameters
     """
 
-    __slots__ = ("grid", "launch", "rest")
+    __slots__ = ("_rest",)
 
-    def __init__(self, fn: Any, grid: int, scalars: tuple, constants: tuple, **options: Any) -> None:
-        self.launch, self.grid, self.rest = Launch(fn, **options), (grid, 1, 1), (*scalars, *constants)
+    def __init__(self, fn: Any, grid: int | tuple[int, ...], scalars: tuple, constants: tuple, **options: Any) -> None:
+        super().__init__(fn, (grid,) if isinstance(grid, int) else grid, (), **options)
+        self._rest = (*scalars, *constants)
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        if not self.launch.compiled:
-            self.launch(self.grid, *map(pointer, tensors), *self.rest)
-        else:
-            self.launch(self.grid, *[None if t is None else t.data_ptr() for t in tensors], *self.rest)
+    def _first(self, tensors: tuple[Tensor | None, ...], descriptors: Sequence[Any]) -> None:
+        self.arguments = (*[TENSOR] * len(tensors), *self._rest)
+        super()._first(tensors, descriptors)
+
+
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[int, int], Tensor] = {}
+
+
+_kept = _Kept()
+
+
+def scratch(n: int, like: Tensor) -> Tensor:
+    """At least n fp32 numbers for kernels that follow each other on the current stream, on the device of `like`.
+
+    Kept, since an allocation takes the host 2 µs: by thread and stream, on which calls come one after the other. What
+    is captured in a CUDA graph may be replayed beside them, so it gets memory of its own.
+    """
+    if not like.is_cuda or torch._C._cuda_isCurrentStreamCapturing():
+        return torch.empty(n, dtype=torch.float32, device=like.device)
+    index = like.get_device()
+    key, kept = (index, torch._C._cuda_getCurrentRawStream(index)), _kept.by_stream
+    found = kept.get(key)
+    if found is None or found.numel() < n:
+        found = kept[key] = torch.empty(n, dtype=torch.float32, device=like.device)
+    return found
 
 
 class Address:

@@ -13,6 +13,7 @@ from tersekv.formats import TENSOR, latent_format
 from . import blocks, launch
 from .append import append_rows
 from .rope_append import key_rows, query_rows
+from .rows import take_turn
 
 
 @triton.jit(
@@ -29,8 +30,10 @@ def mla_append_kernel(
     ROWS_C: tl.constexpr, ROWS_PE: tl.constexpr, ROWS_R: tl.constexpr, ROWS_N: tl.constexpr, PAGE: tl.constexpr,
     INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, PE_FORMAT: tl.constexpr, KIND: tl.constexpr,
     ZERO_PADDING: tl.constexpr, QUANTIZES: tl.constexpr, NATIVE: tl.constexpr, UNIT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Programs of the rotary key, of latents, of the rotary part of q, of its other part."""
+    take_turn(OVERLAPS)
     block = tl.program_id(0)
     places = (p_slots, p_batch, p_positions, p_indptr, p_indices, num_pages, num_requests, num_indices)
     angles = (p_cos_sin, p_rope_positions, max_pos, stride_cos_sin)
@@ -39,17 +42,17 @@ def mla_append_kernel(
             key_rows(
                 block, tokens, p_k_pe, strides_k_pe, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales, strides_scales,
                 p_kv_scale, kv_scale, places, angles,
-                1, R, R, CR, ROWS_PE, PAGE, INTERLEAVED, PE_FORMAT, False, QUANTIZES, NATIVE, UNIT,
+                1, R, R, CR, ROWS_PE, PAGE, INTERLEAVED, PE_FORMAT, False, QUANTIZES, NATIVE, UNIT, not INTERLEAVED,
             )  # fmt: skip
         else:
             append_rows(
                 block, tokens, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales, strides_scales, p_kv_scale, kv_scale,
-                places, angles, 1, R, CR, ROWS_PE, PAGE, PE_FORMAT, False, QUANTIZES, NATIVE, UNIT,
+                places, angles, 1, R, CR, ROWS_PE, PAGE, PE_FORMAT, False, QUANTIZES, NATIVE, UNIT, False, False,
             )  # fmt: skip
     elif block < c_end:
         append_rows(
             block - pe_end, tokens, p_kv_c, strides_kv_c, p_ckv, strides_ckv, p_scales, strides_scales, p_kv_scale,
-            kv_scale, places, angles, 1, L, CL, ROWS_C, PAGE, FORMAT, False, QUANTIZES, NATIVE, UNIT,
+            kv_scale, places, angles, 1, L, CL, ROWS_C, PAGE, FORMAT, False, QUANTIZES, NATIVE, UNIT, False, False,
         )  # fmt: skip
     elif block < rope_end:
         if p_q_rope is not None:
@@ -73,7 +76,7 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
     heads, q_nope = blocks.query_sizes(f)
     cl, cr, cn = blocks.columns(rank, f.format), blocks.columns(r), blocks.columns(q_nope)
     elements = blocks.program_elements(tokens * (cl + cr + heads * (r + q_nope)))
-    pe = blocks.Part(tokens, 1, cr, elements, rotated_keys=True)
+    pe = blocks.Part(tokens, 1, cr, min(elements, blocks.most_keys(f.format, not f.interleaved)))
     c = blocks.Part(tokens, 1, cl, elements)
     rope = blocks.Part(tokens, heads if f.q_rope else 0, cr, elements)
     nope = blocks.Part(tokens, heads if f.q_nope else 0, cn, elements)
@@ -93,9 +96,9 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
     constants = (
         heads, rank, r, q_nope, cl, cr, cn, c.rows, pe.rows, rope.rows, nope.rows, f.ckv.shape[1],
         f.interleaved, f.format, pe_format, blocks.query_kind(f), f.zero_padding, f.scales_quantize,
-        launch.rounds_to_fp8(f), unit,
+        launch.rounds_to_fp8(f), unit, blocks.overlaps(f),
     )  # fmt: skip
-    return launch.Prepared(mla_append_kernel, end, scalars, constants, **blocks.OPTIONS)
+    return launch.Prepared(mla_append_kernel, end, scalars, constants, **blocks.options(f))
 
 
 def run(call: Any, config: launch.Prepared | None) -> None:

@@ -85,11 +85,11 @@ class Config(NamedTuple):
     constants: Constants
     num_programs: int
     merge_rows: int
-    split: launch.Launch
-    merge: launch.Launch
+    split: launch.Template
+    merge: launch.Template
+    scratch: int  # fp32 numbers: the cut segments' states, then META
     descriptors: dict[tuple[int, int], tuple]  # the kernel's arguments for ckv and kpe, by their addresses
     boxes: tuple[Box, ...]  # of ckv and kpe; empty: pointers
-    strides: tuple[int, ...]
     empty: bool
 
 
@@ -124,8 +124,20 @@ def configure(f: SimpleNamespace) -> Config:
         options["maxnreg"] = t.max_registers
     num_programs = max(launch.num_sms(f) * t.programs_per_sm // blocks, 1) * blocks
     empty = 0 in f.q_nope.shape or f.seq_lens.shape[0] == 0
-    split, merge = launch.Launch(mla_decode_kernel, **options), launch.Launch(merge_kernel, num_warps=4)
-    return Config(c, num_programs, min(t.rows, f.max_q_len * c.GROUP), split, merge, {}, boxes, _strides(f), empty)
+    merge_rows, strides, tensor = min(t.rows, f.max_q_len * c.GROUP), _strides(f), launch.TENSOR
+    split = launch.Template(
+        mla_decode_kernel, (num_programs,), (
+            *[tensor] * 9, f.softmax_scale, tensor, f.kv_scale, tensor, f.out_scale, tensor,
+            f.seq_lens.shape[0], f.out.shape[0], *strides, c,
+        ), descriptors_at=2, fp8_as_bytes=False, **options,
+    )  # fmt: skip
+    merge = launch.Template(
+        merge_kernel, (num_programs, merge_rows), (
+            None, *[tensor] * 3, None, f.kv_scale, tensor, f.out_scale, tensor, *strides[-4:], c,
+        ), fp8_as_bytes=False, num_warps=4,
+    )  # fmt: skip
+    scratch = num_programs * (2 * c.ROWS * c.PART_COLUMNS + META_FIELDS.value)
+    return Config(c, num_programs, merge_rows, split, merge, scratch, {}, boxes, empty)
 
 
 def _format(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
@@ -205,48 +217,38 @@ def run(call: Any, config: Config) -> None:
         if call.lse is not None:
             call.lse.fill_(float("-inf"))
         return
-    c, n = config.constants, config.num_programs
-    # One allocation: the cut segments' states, then META.
-    size = 2 * n * c.ROWS * c.PART_COLUMNS + n * META_FIELDS.value
-    part = torch.empty(size, dtype=torch.float32, device=call.out.device)
-    ckv, kpe = _words(call.ckv), _words(call.kpe)
+    c = config.constants
+    part = launch.scratch(config.scratch, call.out)
     q_nope, q_pe = call.q_nope, call.q_pe
     if c.Q_BYTES:
         q_nope, q_pe = q_nope.view(torch.uint8), q_pe.view(torch.uint8)
     out = call.out if c.OUT_KIND == "float" else call.out.view(torch.uint8)
-    *_, so_t, so_h, sl_t, sl_h = config.strides
     config.split(
-        (n,), q_nope, q_pe, ckv, kpe, *_descriptors(ckv, kpe, config), call.ckv_scale_cache, call.page_table,
-        call.seq_lens, call.cu_seqlens_q, out, call.lse, part, call.softmax_scale, call.softmax_scale_t, call.kv_scale,
-        call.kv_scale_t, call.out_scale, call.out_scale_t, call.seq_lens.shape[0], call.out.shape[0],
-        *config.strides, c,
+        q_nope, q_pe, call.ckv_scale_cache, call.page_table, call.seq_lens, call.cu_seqlens_q, out, call.lse, part,
+        call.softmax_scale_t, call.kv_scale_t, call.out_scale_t, descriptors=_caches(call, config),
     )  # fmt: skip
-    config.merge(
-        (n, config.merge_rows), None, out, call.lse, part, None, call.kv_scale, call.kv_scale_t, call.out_scale,
-        call.out_scale_t, so_t, so_h, sl_t, sl_h, c,
-    )  # fmt: skip
+    config.merge(out, call.lse, part, call.kv_scale_t, call.out_scale_t)
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int16) if x.element_size() == 1 else x
 
 
-def _descriptors(ckv: torch.Tensor, kpe: torch.Tensor, config: Config) -> tuple:
-    """Descriptors of both parts as the kernel's arguments; two times None where it goes by pointers."""
-    c = config.constants
-    if not config.boxes:
-        return None, None
-    key = (ckv.data_ptr(), kpe.data_ptr())
+def _caches(call: Any, config: Config) -> tuple:
+    """Both parts as the kernel's arguments: 16-bit words, then descriptors, or two times None by pointers."""
+    c, compiled, key = config.constants, config.split.launch.compiled, (call.ckv.data_ptr(), call.kpe.data_ptr())
     found = config.descriptors.get(key)
-    if found is None:
-        parts = zip((ckv, kpe), config.boxes, (c.CHUNK, c.BLOCK_R), strict=True)
-        made = tuple(_descriptor(x, box, c.TILE, block) for x, box, block in parts)
-        if not config.split.compiled:
-            return made
-        if len(config.descriptors) >= _MAX_DESCRIPTORS:
-            config.descriptors.clear()
-        encoded = config.split.encoded(*made)
-        found = config.descriptors[key] = tuple(argument for one in encoded for argument in one)
+    if found is not None:
+        return found
+    parts = _words(call.ckv), _words(call.kpe)
+    blocks = zip(parts, config.boxes, (c.CHUNK, c.BLOCK_R), strict=False)  # no boxes, no descriptors
+    made = tuple(_descriptor(x, box, c.TILE, block) for x, box, block in blocks)
+    if not compiled:
+        return (*parts, *(made or (None, None)))
+    if len(config.descriptors) >= _MAX_DESCRIPTORS:
+        config.descriptors.clear()
+    encoded = config.split.launch.encoded(*made) if made else ((None,), (None,))
+    found = config.descriptors[key] = (*key, *(argument for one in encoded for argument in one))
     return found
 
 

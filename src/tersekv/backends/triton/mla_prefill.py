@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from . import launch
+from . import mla_prefill_gather as gather
+from . import mla_prefill_rope as rope
 from .gemm_blockwise import up_project
 from .mla_prefill_attention import attend, scratch_low
-from .mla_prefill_gather import gather, scratch
-from .mla_prefill_rope import prepare
+from .mla_prefill_gather import scratch
 from .mla_prefill_tune import PrefillConfig, choose
 
 _MAX_HEAD_DIM, _MAX_ROPE, _MAX_RANK = 256, 128, 4096
@@ -44,7 +45,10 @@ def run(call: Any, config: PrefillConfig) -> None:
     tokens, heads = call.q.shape[:2]
     if tokens == 0:
         return
-    prepare(call, config.native_casts)
+    launches = config.launches
+    if "prepare" not in launches:
+        launches["prepare"] = rope.prepared(call, config.native_casts)
+    launches["prepare"](*rope.tensors(call), None)
     chunks = [(c, rows) for c, rows in enumerate(call.buffer_lengths) if rows]
     if heads == 0:
         return
@@ -58,7 +62,9 @@ def run(call: Any, config: PrefillConfig) -> None:
     kv = torch.empty(most, call.kv_b_proj.shape[0], dtype=call.q.dtype, device=call.q.device)
     low, lse = scratch_low(call, len(chunks))
     for i, (chunk, rows) in enumerate(chunks):
-        gather(call, chunk, rows, latents, config.native_casts)
+        if chunk not in launches:
+            launches[chunk] = gather.prepared(call, rows, latents, config.native_casts)
+        launches[chunk](*gather.tensors(call, chunk, *latents), None, None, call.kv_scale_t)
         up_project(
             latents.rows, latents.scales, call.kv_b_proj, call.kv_b_proj_scale, kv, rows,
             config.product, config.native_fp8,

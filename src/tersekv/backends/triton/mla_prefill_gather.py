@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tersekv.formats import LATENT_GROUP, MAX_LATENT_AMAX
 
-from .launch import next_power_of_2
-from .mla_prefill_rope import ROPE_KINDS, as_codes, request_of, slot_of
+from .launch import TENSOR, Template, next_power_of_2
+from .mla_prefill_rope import ROPE_KINDS, request_of, slot_of
 from .quant import E4M3_MAX, divide, encode_fp8, largest, reciprocal
 from .tiles import e4m3_bytes_to_fp16
 
@@ -75,13 +75,15 @@ def quantise_groups(x, L_PAD: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "max_pages"])
 def gather_kernel(
-    CKV, KPE, SCALES, TABLE, ROWS, STARTS, OUT, OUT_SCALES, OUT_PE, KV_SCALE, kv_scale, B, max_pages, P,
+    CKV, KPE, SCALES, TABLE, ROWS, STARTS, OUT, OUT_SCALES, OUT_PE, COUNTER, DIRTY, KV_SCALE, kv_scale, B, max_pages, P,
     stride_cp, stride_cs, stride_kp, stride_ks, stride_sp, stride_ss, stride_table, stride_os,
     S: tl.constexpr, L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr, R_PAD: tl.constexpr,
     KIND: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One row of the chunk."""
+    """One row of the chunk. Where they are given, COUNTER becomes 0, and DIRTY 1 if rows may hold NaN."""
     row = tl.program_id(0).to(tl.int64)
+    if COUNTER is not None:
+        tl.store(COUNTER, 0, mask=row == 0)
     b = request_of(ROWS, row, B)
     start = tl.load(ROWS + tl.minimum(b, B)).to(tl.int64)
     live = (b < B) & (row >= start)
@@ -96,6 +98,12 @@ def gather_kernel(
     if SCALES is not None:
         p_s = SCALES + page * stride_sp + entry * stride_ss
     x = load_latent(CKV + page * stride_cp + entry * stride_cs, p_s, kv_scale, o_l, live, L, L_PAD, KIND, NATIVE)
+    if DIRTY is not None:
+        # Codes and scales are finite but for NaN, and bf16 holds every sum of them; other products may overflow.
+        if OUT_SCALES is None or OUT_PE.dtype.element_ty == tl.float16:
+            tl.store(DIRTY, 1, mask=row == 0)
+        else:
+            tl.store(DIRTY, 1, mask=tl.max((x != x).to(tl.int32), 0) > 0)
     if OUT_SCALES is not None:
         codes, scale = quantise_groups(x, L_PAD, NATIVE)
         o_g = tl.arange(0, L_PAD // GROUP)
@@ -123,16 +131,28 @@ def scratch(call: Any, rows: int) -> Latents:
 
 def gather(call: Any, chunk: int, rows: int, to: Latents, native_casts: bool) -> None:
     """Fill the first `rows` rows of `to` with a chunk's latents."""
-    rank, rope = call.ckv.shape[-1], call.kpe.shape[-1]
-    ckv, kpe = as_codes(call.ckv), as_codes(call.kpe)
-    scales = call.ckv_scale_cache
-    rank_pad = max(LATENT_GROUP, next_power_of_2(rank))
-    gather_kernel[(rows,)](
-        ckv, kpe, scales, call.page_table, call.buffer_row_offsets[chunk], call.cache_offsets[chunk],
-        as_codes(to.rows), to.scales, to.k_pe, call.kv_scale_t, call.kv_scale, call.cache_lens.shape[0],
-        call.page_table.shape[1], ckv.shape[0], *ckv.stride()[:2], *kpe.stride()[:2],
-        *(scales.stride()[:2] if scales is not None else (0, 0)), call.page_table.stride(0),
-        to.scales.stride(0) if to.scales is not None else 0,
-        ckv.shape[1], rank, rope, rank_pad, max(2, next_power_of_2(rope)),
-        ROPE_KINDS.get(call.format, "float"), native_casts, num_warps=1, enable_fp_fusion=False,
+    prepared(call, rows, to, native_casts)(*tensors(call, chunk, *to), None, None, call.kv_scale_t)
+
+
+def tensors(call: Any, chunk: int, *to: Any) -> tuple[Any, ...]:
+    """The tensors of a call in the order of the kernel's parameters, up to COUNTER. to: fields of `Latents`."""
+    rows, starts = call.buffer_row_offsets, call.cache_offsets
+    if chunk:
+        rows, starts = rows[chunk], starts[chunk]
+    return call.ckv, call.kpe, call.ckv_scale_cache, call.page_table, rows, starts, *to
+
+
+def prepared(call: Any, rows: int, to: Latents, native_casts: bool) -> Template:
+    """The launch for a chunk of `rows` rows and calls with the facts of this one."""
+    rank, rope, scales = call.ckv.shape[-1], call.kpe.shape[-1], call.ckv_scale_cache
+    scalars = (
+        call.kv_scale, call.cache_lens.shape[0], call.page_table.shape[1], call.ckv.shape[0],
+        *call.ckv.stride()[:2], *call.kpe.stride()[:2], *(scales.stride()[:2] if scales is not None else (0, 0)),
+        call.page_table.stride(0), to.scales.stride(0) if to.scales is not None else 0,
     )  # fmt: skip
+    constants = (
+        call.ckv.shape[1], rank, rope, max(LATENT_GROUP, next_power_of_2(rank)), max(2, next_power_of_2(rope)),
+        ROPE_KINDS.get(call.format, "float"), native_casts,
+    )  # fmt: skip
+    arguments = (*[TENSOR] * 12, *scalars, *constants)
+    return Template(gather_kernel, (rows,), arguments, num_warps=1, enable_fp_fusion=False)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tersekv.formats import LATENT_GROUP
 
-from .launch import next_power_of_2
+from .launch import TENSOR, Template, next_power_of_2
 from .quant import cast, reciprocal, store
 
 _BLOCK_H = 64  # heads that one program rotates
@@ -91,17 +90,37 @@ def prepare_row(
     tl.store(KPE + o_r, cast(k_pe, KPE.dtype.element_ty, ROPE_KIND, NATIVE), mask=o_r < R)
 
 
+@triton.jit
+def clear(
+    OUT, LSE, t, o_h, H, stride_ot, stride_oh, stride_lt, stride_lh, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Heads o_h of output row t: 0, LSE -inf."""
+    o_v, m_h = tl.arange(0, DV_PAD), o_h < H
+    p_out = OUT + t * stride_ot + o_h.to(tl.int64)[:, None] * stride_oh + o_v[None, :]
+    zero = tl.zeros([BLOCK_H, DV_PAD], OUT.dtype.element_ty)
+    tl.store(p_out, zero, mask=m_h[:, None] & (o_v < DV)[None, :])
+    if LSE is not None:
+        p_lse = LSE + t * stride_lt + o_h.to(tl.int64) * stride_lh
+        tl.store(p_lse, tl.full([BLOCK_H], float("-inf"), tl.float32), mask=m_h)
+
+
 @triton.jit(do_not_specialize=["B", "max_pages"])
 def prepare_kernel(
-    Q, KV_C, K_PE, CKV, KPE, SCALES, OUT, LSE, TABLE, LENS, CU, FREQS, GAMMA, KV_SCALE, kv_scale, epsilon,
+    Q, KV_C, K_PE, CKV, KPE, SCALES, OUT, LSE, TABLE, LENS, CU, FREQS, GAMMA, KV_SCALE, DIRTY, kv_scale, epsilon,
     B, H, max_pages, P, max_pos, stride_qt, stride_qh, stride_c, stride_pe, stride_cp, stride_cs, stride_kp, stride_ks,
     stride_sp, stride_ss, stride_ot, stride_oh, stride_lt, stride_lh, stride_table, stride_freqs,
     S: tl.constexpr, DN: tl.constexpr, R: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr,
     R_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, FORMAT: tl.constexpr,
-    ROPE_KIND: tl.constexpr, NATIVE: tl.constexpr,
+    ROPE_KIND: tl.constexpr, NATIVE: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, 0) stores the latent row of token t; program (t, 1 + i) rotates the i-th block of its heads."""
+    """Program (t, 0) stores the latent row of token t; program (t, 1 + i) rotates the i-th block of its heads.
+
+    Without QUERIES there are only the programs (t, 0), and somebody else rotates. DIRTY, if it is there, becomes 0.
+    """
     t = tl.program_id(0).to(tl.int64)
+    if DIRTY is not None:
+        tl.store(DIRTY, 0, mask=(t == 0) & (tl.program_id(1) == 0))
     part = tl.program_id(1) - 1
     b = request_of(CU, t, B)
     live = (b < B) & (t >= tl.load(CU).to(tl.int64))
@@ -110,13 +129,11 @@ def prepare_kernel(
     if not live:
         # Rows of no request have defined outputs.
         if part >= 0:
-            o_v, m_h = tl.arange(0, DV_PAD), o_h < H
-            p_out = OUT + t * stride_ot + o_h.to(tl.int64)[:, None] * stride_oh + o_v[None, :]
-            zero = tl.zeros([BLOCK_H, DV_PAD], OUT.dtype.element_ty)
-            tl.store(p_out, zero, mask=m_h[:, None] & (o_v < DV)[None, :])
-            if LSE is not None:
-                p_lse = LSE + t * stride_lt + o_h.to(tl.int64) * stride_lh
-                tl.store(p_lse, tl.full([BLOCK_H], float("-inf"), tl.float32), mask=m_h)
+            clear(OUT, LSE, t, o_h, H, stride_ot, stride_oh, stride_lt, stride_lh, DV, DV_PAD, BLOCK_H)
+        elif not QUERIES:
+            for h in range(0, H, BLOCK_H):
+                o_h = h + tl.arange(0, BLOCK_H)
+                clear(OUT, LSE, t, o_h, H, stride_ot, stride_oh, stride_lt, stride_lh, DV, DV_PAD, BLOCK_H)
         return
 
     position = tl.load(LENS + safe_b).to(tl.int64) + t - tl.load(CU + safe_b).to(tl.int64)
@@ -151,25 +168,35 @@ def prepare_kernel(
 
 def prepare(call: Any, native_casts: bool) -> None:
     """Rotate q and store the new tokens' rows, in place; out 0 and LSE -inf for rows of q that belong to no request."""
-    tokens, heads = call.q.shape[:2]
-    rank, rope, dim_v = call.ckv.shape[-1], call.kpe.shape[-1], call.out.shape[2]
-    scales, lse = call.ckv_scale_cache, call.lse
-    ckv, kpe = as_codes(call.ckv), as_codes(call.kpe)
-    block_h = min(_BLOCK_H, next_power_of_2(max(heads, 1)))
-    raw = (call.kv_c.stride(0), call.k_pe.stride(0)) if call.kv_c is not None else (0, 0)
-    prepare_kernel[(tokens, 1 + -(-heads // block_h))](
-        call.q, call.kv_c, call.k_pe, ckv, kpe, scales, call.out, lse, call.page_table, call.cache_lens,
-        call.cu_seqlens_q, call.freqs_cis, call.kv_norm_gamma, call.kv_scale_t, call.kv_scale, call.epsilon,
-        call.cache_lens.shape[0], heads, call.page_table.shape[1], ckv.shape[0], call.freqs_cis.shape[0],
-        *call.q.stride()[:2], *raw, *ckv.stride()[:2], *kpe.stride()[:2],
-        *(scales.stride()[:2] if scales is not None else (0, 0)), *call.out.stride()[:2],
-        *(lse.stride() if lse is not None else (0, 0)), call.page_table.stride(0), call.freqs_cis.stride(0),
-        ckv.shape[1], call.q.shape[2] - rope, rope, dim_v, rank, max(LATENT_GROUP, next_power_of_2(rank)),
-        max(2, next_power_of_2(rope)), next_power_of_2(max(dim_v, 1)), block_h,
-        call.format, ROPE_KINDS.get(call.format, "float"), native_casts, num_warps=4, enable_fp_fusion=False,
+    prepared(call, native_casts)(*tensors(call), None)
+
+
+def tensors(call: Any) -> tuple[Tensor | None, ...]:
+    """The tensors of a call in the order of the kernel's parameters, up to DIRTY."""
+    return (
+        call.q, call.kv_c, call.k_pe, call.ckv, call.kpe, call.ckv_scale_cache, call.out, call.lse, call.page_table,
+        call.cache_lens, call.cu_seqlens_q, call.freqs_cis, call.kv_norm_gamma, call.kv_scale_t,
     )  # fmt: skip
 
 
-def as_codes(t: Tensor) -> Tensor:
-    """8-bit tensors as bytes: not every chip has their type."""
-    return t.view(torch.uint8) if t.element_size() == 1 else t
+def prepared(call: Any, native_casts: bool, queries: bool = True) -> Template:
+    """The launch for calls with the facts of this one. queries: rotate q as well."""
+    tokens, heads = call.q.shape[:2]
+    rank, rope, dim_v = call.ckv.shape[-1], call.kpe.shape[-1], call.out.shape[2]
+    scales, lse = call.ckv_scale_cache, call.lse
+    block_h = min(_BLOCK_H, next_power_of_2(max(heads, 1)))
+    raw = (call.kv_c.stride(0), call.k_pe.stride(0)) if call.kv_c is not None else (0, 0)
+    scalars = (
+        call.kv_scale, call.epsilon, call.cache_lens.shape[0], heads, call.page_table.shape[1], call.ckv.shape[0],
+        call.freqs_cis.shape[0], *call.q.stride()[:2], *raw, *call.ckv.stride()[:2], *call.kpe.stride()[:2],
+        *(scales.stride()[:2] if scales is not None else (0, 0)), *call.out.stride()[:2],
+        *(lse.stride() if lse is not None else (0, 0)), call.page_table.stride(0), call.freqs_cis.stride(0),
+    )  # fmt: skip
+    constants = (
+        call.ckv.shape[1], call.q.shape[2] - rope, rope, dim_v, rank, max(LATENT_GROUP, next_power_of_2(rank)),
+        max(2, next_power_of_2(rope)), next_power_of_2(max(dim_v, 1)), block_h,
+        call.format, ROPE_KINDS.get(call.format, "float"), native_casts, queries,
+    )  # fmt: skip
+    grid = (tokens, 1 + -(-heads // block_h) if queries else 1)
+    arguments = (*[TENSOR] * 15, *scalars, *constants)
+    return Template(prepare_kernel, grid, arguments, num_warps=4, enable_fp_fusion=False)

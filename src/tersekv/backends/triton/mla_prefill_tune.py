@@ -7,10 +7,10 @@ kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from .launch import e4m3_by_hand, next_power_of_2, rounds_to_fp8
+from .launch import Template, e4m3_by_hand, next_power_of_2, rounds_to_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class PrefillConfig:
     product: ProductTile
     native_fp8: bool  # the chip multiplies e4m3 (else: bytes, converted to fp16)
     native_casts: bool  # its casts to fp8 give the nearest code (else: bit arithmetic)
+    launches: dict[str | int, Template] = field(default_factory=dict, compare=False)  # "prepare", gathers by chunk
 
 
 # Candidates of each chip, best guess first; 0: chips that are not listed (AMD). Attention: (block_m, block_n, warps,

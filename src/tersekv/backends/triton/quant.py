@@ -121,16 +121,25 @@ def encode_groups(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def encode_token_head(x, INT8: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes and fp32 scales [ROWS] of rows x [ROWS, D] fp32 that have a scale each."""
-    amax = largest(x)
+def token_head_scale(amax, INT8: tl.constexpr):
+    """fp32 scales of rows whose largest magnitudes are amax."""
     # No code saturates: x / scale stays below the largest code, but for one rounding.
+    return tl.maximum(divide(amax, INT8_MAX if INT8 else E4M3_MAX), MIN_TOKEN_HEAD_SCALE)
+
+
+@triton.jit
+def encode_scaled(y, INT8: tl.constexpr, NATIVE: tl.constexpr):
     if INT8:
-        scale = tl.maximum(divide(amax, INT8_MAX), MIN_TOKEN_HEAD_SCALE)
-        return encode_int8(x * reciprocal(scale)[:, None]), scale
+        return encode_int8(y)
     else:
-        scale = tl.maximum(divide(amax, E4M3_MAX), MIN_TOKEN_HEAD_SCALE)
-        return encode_fp8(x * reciprocal(scale)[:, None], False, NATIVE), scale
+        return encode_fp8(y, False, NATIVE)
+
+
+@triton.jit
+def write_codes(p, at, codes, written, D: tl.constexpr):
+    """Columns up to D of codes [ROWS, C] at p + at, where written."""
+    c = tl.arange(0, codes.shape[1])[None, :]
+    tl.store(p + at + c, codes, mask=written if codes.shape[1] == D else written & (c < D))
 
 
 @triton.jit
@@ -163,11 +172,36 @@ def store(
         tl.store(p_codes + at + c, codes, mask=mask)
         tl.store(p_scales + at_scales + i, scales, mask=written & (i < D // 128))
     elif FORMAT == "fp8_per_token_head" or FORMAT == "int8_per_token_head":
-        codes, scales = encode_token_head(x, FORMAT == "int8_per_token_head", NATIVE)
-        tl.store(p_codes + at + c, codes, mask=mask)
-        tl.store(p_scales + at_scales, scales[:, None], mask=written)
+        INT8: tl.constexpr = FORMAT == "int8_per_token_head"
+        scale = token_head_scale(largest(x), INT8)
+        write_codes(p_codes, at, encode_scaled(x * reciprocal(scale)[:, None], INT8, NATIVE), written, D)
+        tl.store(p_scales + at_scales, scale[:, None], mask=written)
     elif FORMAT == "fp8_e4m3" or FORMAT == "fp8_e5m2":
         codes = cast(x * multiplier, tl.uint8, "e5m2" if FORMAT == "fp8_e5m2" else "e4m3", NATIVE)
         tl.store(p_codes + at + c, codes, mask=mask)
     else:
         tl.store(p_codes + at + c, x.to(p_codes.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_halves(
+    x, y, p_codes, p_scales, at, at_scales, written, multiplier, global_scale,
+    HALF: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """As `store`, for rows that come as their first and their second HALF columns, [ROWS, C / 2] each."""
+    if FORMAT == "fp8_per_token_head" or FORMAT == "int8_per_token_head":
+        INT8: tl.constexpr = FORMAT == "int8_per_token_head"
+        scale = token_head_scale(tl.maximum(largest(x), largest(y)), INT8)
+        inverse = reciprocal(scale)[:, None]
+        write_codes(p_codes, at, encode_scaled(x * inverse, INT8, NATIVE), written, HALF)
+        write_codes(p_codes + HALF, at, encode_scaled(y * inverse, INT8, NATIVE), written, HALF)
+        tl.store(p_scales + at_scales, scale[:, None], mask=written)
+    elif FORMAT == "nvfp4":
+        store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, HALF, FORMAT, NATIVE)
+        store(
+            y, p_codes + HALF // 2, p_scales + HALF // 16, at, at_scales, written, multiplier, global_scale, HALF,
+            FORMAT, NATIVE,
+        )  # fmt: skip
+    else:
+        store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, HALF, FORMAT, NATIVE)
+        store(y, p_codes + HALF, p_scales, at, at_scales, written, multiplier, global_scale, HALF, FORMAT, NATIVE)

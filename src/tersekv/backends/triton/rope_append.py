@@ -10,7 +10,7 @@ import triton.language as tl
 
 from . import blocks, launch
 from .append import append_rows
-from .quant import cast, store
+from .quant import cast, store, store_halves
 from .rows import (
     cache_offsets,
     factors,
@@ -24,6 +24,7 @@ from .rows import (
     rotate,
     skipped,
     split_pairs,
+    take_turn,
     token_and_head,
     write,
 )
@@ -75,20 +76,29 @@ def key_rows(
     p_scale, scale, places, angles,
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
     INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr,
-    NATIVE: tl.constexpr, UNIT: tl.constexpr,
+    NATIVE: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """One block of key rows [rope | nope]: the first part rotated, all quantised and written; dropped where the token
     has no position."""
     token, head = token_and_head(block, tokens, H, ROWS)
     p_angles, known = find_angles(angles, token)
     at_rope, at_nope = offsets(token, head, strides_rope, UNIT), offsets(token, head, strides_nope, UNIT)
-    x = read_rotated(p_rope, at_rope, p_nope, at_nope, p_angles, known, R, D, C, INTERLEAVED)
+    HALF: tl.constexpr = D // 2
+    if HALVES:
+        a, b = read(p_rope, at_rope, HALF, C // 2), read(p_rope + HALF, at_rope, HALF, C // 2)
+        cos, sin = read_cos_sin(p_angles, known, HALF, C // 2)
+        a, b = rotate(a, b, cos, sin)
+    else:
+        x = read_rotated(p_rope, at_rope, p_nope, at_nope, p_angles, known, R, D, C, INTERLEAVED)
     page, entry, written = locate(token, places, PAGE)
     multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
     at = cache_offsets(page, entry, head, strides_codes, UNIT)
     at_scales = cache_offsets(page, entry, head, strides_scales, 1)
     written = written[:, None] & known
-    store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FORMAT, NATIVE)
+    if HALVES:
+        store_halves(a, b, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, HALF, FORMAT, NATIVE)
+    else:
+        store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FORMAT, NATIVE)
 
 
 @triton.jit(
@@ -106,9 +116,11 @@ def rope_append_kernel(
     ROWS_R: tl.constexpr, ROWS_N: tl.constexpr, ROWS_K: tl.constexpr, ROWS_V: tl.constexpr,
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr,
     K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, ZERO_PADDING: tl.constexpr, QUANTIZES: tl.constexpr,
-    NATIVE: tl.constexpr, UNIT: tl.constexpr,
+    NATIVE: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Programs of k, of v, of the rotary part of q, of its other part. k comes first: its chain of loads is longest."""
+    take_turn(OVERLAPS)
     block = tl.program_id(0)
     places = (p_slots, p_batch, p_positions, p_indptr, p_indices, num_pages, num_requests, num_indices)
     angles = (p_cos_sin, p_rope_positions, max_pos, stride_cos_sin)
@@ -116,12 +128,13 @@ def rope_append_kernel(
         key_rows(
             block, tokens, p_k_rope, strides_k_rope, p_k_nope, strides_k_nope, p_k_codes, strides_k_codes,
             p_k_scales, strides_k_scales, p_k_scale, k_scale, places, angles,
-            H, R, DK, CK, ROWS_K, PAGE, INTERLEAVED, FORMAT, K_PER_HEAD, QUANTIZES, NATIVE, UNIT,
+            H, R, DK, CK, ROWS_K, PAGE, INTERLEAVED, FORMAT, K_PER_HEAD, QUANTIZES, NATIVE, UNIT, HALVES,
         )  # fmt: skip
     elif block < v_end:
         append_rows(
             block - k_end, tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales, p_v_scale,
-            v_scale, places, angles, H, DV, CV, ROWS_V, PAGE, FORMAT, V_PER_HEAD, QUANTIZES, NATIVE, UNIT,
+            v_scale, places, angles, H, DV, CV, ROWS_V, PAGE, FORMAT, V_PER_HEAD, QUANTIZES, NATIVE, UNIT, WORDS,
+            ASM,
         )  # fmt: skip
     elif block < rope_end:
         if p_q_rope is not None:
@@ -146,8 +159,10 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
     q_heads, q_nope = blocks.query_sizes(f)
     cr, cn = blocks.columns(r), blocks.columns(q_nope)
     ck, cv = blocks.columns(dk, f.format), blocks.columns(dv, f.format)
-    elements = blocks.program_elements(tokens * (heads * (ck + cv) + q_heads * (r + q_nope)))
-    k = blocks.Part(tokens, heads, ck, elements, rotated_keys=True)
+    halves = not f.interleaved and r == dk and (f.format != "nvfp4" or r % 32 == 0)
+    most = blocks.MOST_ROTATED.get(f.format, blocks.MOST)
+    elements = blocks.program_elements(tokens * (heads * (ck + cv) + q_heads * (r + q_nope)), most)
+    k = blocks.Part(tokens, heads, ck, min(elements, blocks.most_keys(f.format, halves)))
     v = blocks.Part(tokens, heads, cv, elements)
     rope = blocks.Part(tokens, q_heads if f.q_rope else 0, cr, elements)
     nope = blocks.Part(tokens, q_heads if f.q_nope else 0, cn, elements)
@@ -166,9 +181,9 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
         q_heads, heads, r, q_nope, dk, dv, cr, cn, ck, cv, rope.rows, nope.rows, k.rows, v.rows,
         f.k_cache.shape[1], f.interleaved, f.format, blocks.query_kind(f),
         blocks.per_head(f.k_scale_t), blocks.per_head(f.v_scale_t), f.zero_padding, f.scales_quantize,
-        launch.rounds_to_fp8(f), unit,
+        launch.rounds_to_fp8(f), unit, halves, blocks.in_words(f, unit, f.v), launch.has_ptx(f), blocks.overlaps(f),
     )  # fmt: skip
-    return launch.Prepared(rope_append_kernel, end, scalars, constants, **blocks.OPTIONS)
+    return launch.Prepared(rope_append_kernel, end, scalars, constants, **blocks.options(f))
 
 
 def run(call: Any, config: launch.Prepared | None) -> None:

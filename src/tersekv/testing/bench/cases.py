@@ -26,6 +26,7 @@ class Case:
     uneven: bool = False  # lengths uniform in [1, 2 × tokens]
     host: bool = False  # the host's time of an eager call
     precision: str = "exact"
+    query: str = "bf16"  # type of the queries; of MLA decode also fp8_e4m3
 
     @property
     def cell(self) -> str:
@@ -35,6 +36,7 @@ class Case:
     def id(self) -> str:
         parts = [self.op, self.format, self.cell, f"H {self.heads}", f"page {self.page}"]
         parts += ["uneven"] * self.uneven + ["host"] * self.host + ["fast"] * (self.precision == "fast")
+        parts += [f"q {self.query}"] * (self.query != "bf16")
         return " / ".join(parts)
 
     def as_dict(self) -> dict:
@@ -160,6 +162,7 @@ def _mla_decode(s: Sizes) -> Iterator[Case]:
     for heads in s.mla_heads:
         for b, n in s.mla:
             yield from (Case("mla_decode", name, b, n, heads=heads) for name in LATENT_FORMATS)
+            yield Case("mla_decode", "fp8_e4m3", b, n, heads=heads, query="fp8_e4m3")
 
 
 def _mla_prefill(s: Sizes) -> Iterator[Case]:

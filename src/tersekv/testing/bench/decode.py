@@ -93,7 +93,7 @@ class MLADecode(_Paged):
         )[0]
         data.fill(layer.ckv, layer.ckv_scale_cache, self.format)
         layer.kpe.copy_(torch.randn(layer.kpe.shape, device=device))
-        self.q = torch.randn(case.requests, case.heads, RANK + ROPE, device=device).bfloat16()
+        self.q = torch.randn(case.requests, case.heads, RANK + ROPE, device=device).to(kv_format(case.query).storage)
         self.out = torch.empty(case.requests, case.heads, RANK, dtype=torch.bfloat16, device=device)
         self.flops = 2 * self.total * case.heads * (2 * RANK + ROPE)
 

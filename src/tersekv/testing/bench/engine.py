@@ -15,6 +15,7 @@ from .cases import Case
 from .data import Problem
 from .decode import Decode, MLADecode
 from .prefill import Prefill
+from .shapes import ShapeDecode
 
 OK, UNSUPPORTED, RED, FAILED = "ok", "unsupported", "red", "failed"
 PROBLEMS: dict[str, Callable[[Case, torch.device, str | None], Problem]] = {
@@ -24,6 +25,7 @@ PROBLEMS: dict[str, Callable[[Case, torch.device, str | None], Problem]] = {
     "decode": Decode,
     "mla_decode": MLADecode,
     "mla_prefill": Prefill,
+    "shape": ShapeDecode,  # type: ignore[dict-item]
 }
 
 
@@ -86,7 +88,7 @@ def bench(
     of_e4m3: dict[Case, tuple[Peer, ...]] = {}
     for case in cases:
         result = run(case, device, libraries, backend)
-        twin = replace(case, format="fp8_e4m3", precision="exact")
+        twin = replace(case, format="fp8_e4m3", precision="exact", query="bf16")
         if case == twin and result.best_peer is not None:
             of_e4m3[twin] = result.peers
         if result.status == OK and result.best_peer is None and case.format != "bf16" and twin in of_e4m3:

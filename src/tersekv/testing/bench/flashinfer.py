@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .append import Q_DTYPE, Append
-from .cases import HEAD_DIM, KV_HEADS, RANK, ROPE
+from .cases import HEAD_DIM, KV_HEADS, RANK, ROPE, Case
 from .data import Problem
 from .decode import Decode, MLADecode
 
@@ -24,10 +24,14 @@ def peers(problem: Problem) -> Iterator[tuple[str, Build]]:
     if isinstance(problem, Decode) and case.format in ("bf16", "fp8_e4m3"):
         yield "flashinfer xqa", lambda: _xqa(problem)
         yield "flashinfer fa2", lambda: _fa2(problem)
-    elif isinstance(problem, MLADecode) and case.format in ("bf16", "fp8_e4m3") and case.precision == "exact":
+    elif isinstance(problem, MLADecode) and case.format in ("bf16", "fp8_e4m3") and _plain(case):
         yield "flashinfer fa3", lambda: _mla(problem)
     elif isinstance(problem, Append) and case.op != "append" and case.format == "fp8_e4m3":
         yield "flashinfer", lambda: _rope_append(problem)
+
+
+def _plain(case: Case) -> bool:
+    return case.precision == "exact" and case.query == "bf16"
 
 
 def _xqa(p: Decode) -> list:

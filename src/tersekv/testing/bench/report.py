@@ -25,6 +25,7 @@ def line(r: Result, limits: Limits) -> str:
     c = r.case
     shape = [f"{c.op:<11} {c.format:<19} {c.cell:>12}  H {c.heads:<3}  page {c.page:<2}"]
     shape += ["uneven"] * c.uneven + ["fast"] * (c.precision == "fast") + ["host"] * c.host
+    shape += [f"q {c.query}"] * (c.query != "bf16")
     head = "  ".join(shape)
     if r.status == UNSUPPORTED:
         return f"{head}  not run: {r.reason}"

@@ -1,0 +1,215 @@
+"""Writes the messages that docs/troubleshooting.md quotes: each is provoked here, and taken as the library says it.
+
+    python scripts/troubleshooting.py            check: exit code 1 if the page is out of date
+    python scripts/troubleshooting.py --write    bring the page up to date
+
+A comment in the page names the messages of the block behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import tersekv
+from tersekv import plan
+from tersekv.compat import flashinfer, vllm
+from tersekv.ops.context_parallel import ContextParallel, shard_slot_mapping
+
+PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
+BLOCK = re.compile(r"<!-- says: (.*?) -->\n```text\n(.*?)\n```", re.DOTALL)
+BF16 = torch.bfloat16
+INT = torch.int32
+
+
+def layer(name="fp8_e4m3", heads=8, dim=128, pages=8, **options):
+    return tersekv.PagedKVCache.allocate(1, pages, 16, heads, dim, format=name, **options)[0]
+
+
+def rows(heads=8, dim=128, tokens=5, dtype=BF16):
+    return torch.zeros(tokens, heads, dim, dtype=dtype)
+
+
+def slots(*values):
+    return torch.tensor(values or range(5))
+
+
+def append(k=None, v=None, cache=None, at=None):
+    k = rows() if k is None else k
+    cache = layer() if cache is None else cache
+    tersekv.append(k, k if v is None else v, cache, slots() if at is None else at)
+
+
+def decode(q=None, cache=None, table=None, lens=None, **options):
+    q = torch.zeros(2, 32, 128, dtype=BF16) if q is None else q
+    table = torch.zeros(2, 4, dtype=INT) if table is None else table
+    lens = torch.ones(2, dtype=INT) if lens is None else lens
+    return tersekv.decode(q, layer() if cache is None else cache, table, lens, **options)
+
+
+def rope_append(table, positions=None):
+    tersekv.rope_append(None, rows(), rows(), layer(), slots(), table, slots() if positions is None else positions)
+
+
+def latent(name="fp8_e4m3"):
+    return tersekv.PagedLatentCache.allocate(1, 4, 16, format=name)[0]
+
+
+def mla_decode(q):
+    tersekv.mla_decode(q, latent(), torch.zeros(1, 4, dtype=INT), torch.ones(1, dtype=INT), softmax_scale=0.07)
+
+
+def mla_append_to(cache):
+    tersekv.mla_append(torch.zeros(5, 512), torch.zeros(5, 64), cache, slots())
+
+
+def mla_prefill(name, proj=torch.float8_e4m3fn, **options):
+    q, one = torch.zeros(3, 2, 192, dtype=BF16), torch.tensor([0, 3], dtype=INT)
+    tersekv.mla_prefill(
+        q, latent(name), torch.zeros(1, 4, dtype=INT), torch.zeros(1, dtype=INT), one, torch.zeros(64, 64),
+        torch.ones(512), torch.zeros(512, 512).to(proj), tersekv.mla_prefill_plan([3], [3]), softmax_scale=0.07,
+        **options,
+    )  # fmt: skip
+
+
+def pool(tokens=40):
+    p = tersekv.PagePool(num_pages=4, page_size=16)
+    p.add("a", tokens)
+    return p
+
+
+def on_sm_75():
+    q, lens = torch.zeros(2, 32, 128, dtype=BF16), torch.ones(2, dtype=INT)
+    c = layer()
+    call = plan.CALLS["decode"][0](
+        q, c.k, c.v, None, None, torch.zeros(2, 4, dtype=INT), lens, None, None, None, torch.zeros_like(q), None,
+        "fp8_e4m3", 1, 0, 0.0, 0.1, None, 1.0, None, 1.0, None, 1.0, None, "exact",
+    )  # fmt: skip
+    plan.plan("decode", call, arch=75)
+
+
+def two_ranks():
+    cp = ContextParallel()
+    cp.world = 2
+    return cp
+
+
+PLAIN: dict[str, Callable] = {
+    "heads": lambda: append(k=rows(heads=4)),
+    "head_dim": lambda: decode(q=torch.zeros(2, 32, 64, dtype=BF16)),
+    "cache dtype": lambda: append(cache=tersekv.PagedKVLayer(*torch.zeros(2, 8, 16, 8, 128), "fp8_e4m3")),
+    "k and v": lambda: append(v=rows(dtype=torch.float16)),
+    "q dtype": lambda: append(k=rows(dtype=torch.float64)),
+    "slots short": lambda: append(at=slots(0, 1, 2)),
+    "slots float": lambda: append(at=torch.zeros(5)),
+    "slots list": lambda: append(at=[0, 1, 2, 3, 4]),
+    "strides": lambda: append(k=torch.zeros(5, 128, 8, dtype=BF16).transpose(1, 2)),
+    "device": lambda: append(at=torch.zeros(5, dtype=INT, device="meta")),
+    "group": lambda: decode(q=torch.zeros(2, 30, 128, dtype=BF16)),
+    "drafts": lambda: decode(q=torch.zeros(3, 32, 128, dtype=BF16)),
+    "2-D q": lambda: decode(q=torch.zeros(2, 4096, dtype=BF16)),
+    "window": lambda: decode(window=0),
+    "mask dtype": lambda: decode(q=torch.zeros(8, 32, 128, dtype=BF16), mask=torch.ones(8, 4, dtype=torch.bool)),
+    "mask words": lambda: decode(q=torch.zeros(8, 32, 128, dtype=BF16), mask=torch.ones(8, 1, dtype=torch.uint16)),
+    "sinks": lambda: decode(sinks=torch.zeros(32, dtype=BF16)),
+    "out_dtype": lambda: decode(out=torch.zeros(2, 32, 128, dtype=BF16), out_dtype=torch.float16),
+    "backend": lambda: decode(backend="cuda"),
+    "precision": lambda: decode(precision="high"),
+    "format": lambda: layer("fp8"),
+    "latent format": lambda: latent("int8_per_token_head"),
+    "step": lambda: layer("nvfp4", dim=72),
+    "layout": lambda: layer(layout="BHND"),
+    "not a pair": lambda: append(cache=torch.zeros(8, 16, 8, 128, dtype=BF16)),
+    "no scales": lambda: append(cache=tersekv.PagedKVLayer.of((layer().k, layer().v), format="fp8_per_token_head")),
+    "scale of none": lambda: append(cache=layer("int8_per_token_head", k_scale=0.5)),
+    "scale zero": lambda: append(cache=layer(k_scale=0.0)),
+    "scale shape": lambda: append(cache=layer(k_scale=torch.ones(8, 1))),
+    "scale type": lambda: append(cache=layer(k_scale=None)),
+    "cos dtype": lambda: rope_append(torch.zeros(64, 128, dtype=BF16)),
+    "cos size": lambda: rope_append(torch.zeros(64, 256)),
+    "unabsorbed": lambda: mla_decode(torch.zeros(1, 16, 192, dtype=BF16)),
+    "latent rows": lambda: mla_append_to(torch.zeros(4, 16, 528, dtype=torch.uint8)),
+    "raw rows": lambda: mla_prefill("fp8_e4m3"),
+    "proj scale": lambda: mla_prefill("bf16"),
+    "q_lens": lambda: tersekv.mla_prefill_plan([10, 30], [12, 30]),
+    "out of pages": lambda: pool().extend("a", 40),
+    "unknown": lambda: pool().extend("b"),
+    "known": lambda: pool().add("a"),
+    "cp mask": lambda: two_ranks().decode(None, layer(), None, None, mask=torch.zeros(1)),
+    "cp page": lambda: shard_slot_mapping(slots(), 0, 2, page_size=16, interleave=6),
+    "named": lambda: decode(backend="triton"),
+    "sm_75": on_sm_75,
+    "vllm dtype": lambda: vllm.reshape_and_cache_flash(
+        rows(), rows(), layer().k, layer().v, slots(), "int4_per_token_head", 1.0, 1.0
+    ),
+    "flashinfer layout": lambda: flashinfer.xqa_batch_decode_with_kv_cache(
+        torch.zeros(2, 32, 128, dtype=BF16), (layer().k, layer().v), None, torch.zeros(2, 4, dtype=INT),
+        torch.ones(2, dtype=INT), 16, kv_layout="NDH",
+    ),
+}  # fmt: skip
+CHECKED: dict[str, Callable] = {
+    "slot": lambda: append(at=slots(0, 1, 2, 3, 128)),
+    "page": lambda: decode(table=torch.tensor([[0, 1], [8, 0]]), lens=torch.tensor([20, 3])),
+    "length": lambda: decode(table=torch.tensor([[0, 1], [2, 0]]), lens=torch.tensor([40, 3])),
+    "position": lambda: rope_append(torch.zeros(4, 128), positions=slots(0, 1, 2, 3, 4)),
+}
+
+
+def message(provoke: Callable) -> str:
+    try:
+        provoke()
+    except (ValueError, TypeError, tersekv.UnsupportedError, tersekv.OutOfPagesError) as e:
+        text = f"{type(e).__name__}: {e}".replace("meta", "cuda:0")
+    else:
+        raise AssertionError("nothing was raised")
+    # The page shows two backends, whatever others there are.
+    for name in set(plan.BACKENDS) - {"triton", "torch"}:
+        text = re.sub(rf"\n  {name}: [^\n]*", "", text).replace(f"{name}, ", "")
+    return text
+
+
+def messages() -> dict[str, str]:
+    """Name → message. The environment is as the caller left it afterwards."""
+    before = {name: os.environ.pop(name, None) for name in ("TERSEKV_BACKEND", "TERSEKV_CHECKED")}
+    try:
+        found = {name: message(provoke) for name, provoke in PLAIN.items()}
+        os.environ["TERSEKV_CHECKED"] = "1"
+        return found | {name: message(provoke) for name, provoke in CHECKED.items()}
+    finally:
+        os.environ.pop("TERSEKV_CHECKED", None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def renewed(text: str, said: dict[str, str]) -> str:
+    """The page with every quoted message as it is said now. Raises KeyError for a name that nothing provokes."""
+
+    def block(match: re.Match) -> str:
+        lines = "\n".join(said[name] for name in match[1].split(", "))
+        return f"<!-- says: {match[1]} -->\n```text\n{lines}\n```"
+
+    return BLOCK.sub(block, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The messages of docs/troubleshooting.md.")
+    parser.add_argument("--write", action="store_true", help="bring the page up to date")
+    args = parser.parse_args()
+    old = PAGE.read_text()
+    new = renewed(old, messages())
+    if new == old:
+        return 0
+    if not args.write:
+        print("docs/troubleshooting.md is out of date; run python scripts/troubleshooting.py --write")
+        return 1
+    PAGE.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Paged decode of 8-bit and 4-bit caches on Hopper: two launches, the split pass and the merge of cut segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ...formats import BLOCK, TOKEN_HEAD, kv_format
+from ..triton import decode as portable
+from ..triton import launch
+from .decode_boxes import Box, Side, boxes_of, code_box, descriptor, scale_box, side_of
+from .decode_kernels import decode_kernel
+from .decode_merge import merge_kernel
+from .decode_tune import Tiles, copy_keys, heads_of, merge_tile, query_rows, tiles
+
+_MAX_DESCRIPTORS = 1024  # caches of a plan whose descriptors are kept: a model has some hundred layers
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the split pass is compiled for, beyond the Triton kernels' constants. The names are the kernel's."""
+
+    HB: int  # KV heads of a program, one a warp
+    GROUPS: int  # programs that share a tile's keys
+    BOX: int  # keys of one step of the products
+    BOXES: int  # of a tile
+    COPY: int  # keys of one tensor copy: of one page
+    COPIES: int  # of a tile
+    STAGES: int
+    SCALES: bool
+    SCALE_ROWS_ARE_KEYS: bool
+    K: Side
+    V: Side
+    SEGMENTS: int  # of a request, at most
+    LIVE_ROWS: int  # of ROWS
+    MERGE_ROWS: int
+    MERGE_PIECES: int
+    MERGE_COLUMNS: int
+
+
+# 16-bit caches: the Triton kernel is at the memory's speed.
+FORMATS = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+
+
+class Config(NamedTuple):
+    constants: portable.Constants
+    shape: Shape
+    split: launch.Template
+    merge: launch.Template
+    scratch: int  # fp32 numbers: the cut segments' states, then META
+    descriptors: dict[tuple, tuple]  # the kernel's arguments for caches and stored scales, by their addresses
+    boxes: tuple[Box, ...]
+    empty: bool
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    if f.arch != 90:
+        return f"needs sm_90, got {'sm_' + str(f.arch) if f.arch else f.device.type}"
+    if launch.interpreting():
+        return "has no interpreter"
+    if not triton.__version__.startswith("3.6."):
+        return f"is written for Triton 3.6, got {triton.__version__}"
+    fmt = kv_format(f.format)
+    if f.format not in FORMATS:
+        return f"has no {f.format}"
+    d, dv = f.q.shape[2], f.out.shape[2]
+    dims = (64, 128, 256)
+    if d not in dims or dv not in dims:
+        return f"wants head sizes of {' or '.join(map(str, dims))}, got {d} and {dv}"
+    if f.k_cache.shape[1] % 16:
+        return f"wants pages of a multiple of 16, got {f.k_cache.shape[1]}"
+    if query_rows(f) > 16:
+        return f"wants at most 16 query rows of a KV head, got {query_rows(f)}"
+    if f.q.dtype == torch.float32:
+        return "wants a 16-bit or 8-bit q, got float32"
+    for name in ("k_cache", "v_cache"):
+        if code_box(getattr(f, name), 1, 16) is None:
+            return f"wants {name} with rows at equal distances that are multiples of 16 bytes"
+    if fmt.scale in (TOKEN_HEAD, BLOCK):
+        k, v = (scale_box(x, heads_of(f), 16, fmt.scale == BLOCK) for x in (f.k_scale_cache, f.v_scale_cache))
+        if k is None or v is None or k.rows_are_keys != v.rows_are_keys:
+            return "wants stored scales in tensors of their own, with heads or slots side by side"
+    return None
+
+
+def configure(f: SimpleNamespace) -> Config:
+    fmt, t = kv_format(f.format), tiles(f)
+    base = portable.configure(f)
+    heads, hb, requests = f.k_cache.shape[2], heads_of(f, t.heads), f.seq_lens.shape[0]
+    boxes = boxes_of(f, hb, copy_keys(f, t))
+    rows, groups = 8 if query_rows(f) <= 8 else 16, heads // hb
+    factor = 64.0 if fmt.scale == BLOCK else 1.0  # left over by decode_codes.scaled_e2m1
+    constants = replace(
+        base.constants, ROWS=rows, TILE=t.tile, MIN_TILES=t.min_tiles, K_PITCH=boxes[0].pitch, V_PITCH=boxes[1].pitch,
+        K_FACTOR=factor, V_FACTOR=factor,
+    )  # fmt: skip
+    shares = max(launch.num_sms(f) * t.programs_per_sm * max(4 // hb, 1) // groups, 1)
+    live = rows if f.cu_seqlens_q is not None else min(rows, query_rows(f))
+    segments = max(-(-query_rows(f) // rows), 1)
+    columns = constants.PARTS * constants.BLOCK_DV
+    merging = merge_tile(shares // max(requests, 1) + 2, hb * live, columns)
+    shape = _shape(f, t, boxes, hb, (segments, live, *merging))
+    grid = (
+        requests * segments * groups,
+        -(-hb * live // merging[0]) * (columns // merging[2]),
+    )
+    strides, tensor = _strides(f), launch.TENSOR
+    options = {} if t.max_registers is None else {"maxnreg": t.max_registers}
+    split = launch.Template(
+        decode_kernel, (shares * groups,), (
+            tensor, *[None] * (4 - len(boxes)), *[tensor] * 8, f.softmax_scale, tensor, f.k_scale, tensor,
+            f.v_scale, tensor, f.out_scale, tensor, f.softcap, requests, f.q.shape[0], *strides, constants, shape,
+        ), descriptors_at=1, fp8_as_bytes=False, num_warps=hb, launch_pdl=True, **options,
+    )  # fmt: skip
+    merge = launch.Template(
+        merge_kernel, grid, (
+            *[tensor] * 5, f.v_scale, tensor, f.out_scale, tensor, shares, *strides[-4:], constants, shape,
+        ), fp8_as_bytes=False, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    scratch = 2 * shares * heads * rows * constants.PART_COLUMNS + 2 * grid[0]
+    return Config(constants, shape, split, merge, scratch, {}, boxes, base.empty)
+
+
+def _shape(
+    f: SimpleNamespace,
+    t: Tiles,
+    boxes: tuple[Box, ...],
+    hb: int,
+    merge: tuple[int, ...],
+) -> Shape:
+    """The record of constants; merge: its last fields."""
+    copy, scales = boxes[0].block[0] * 16, boxes[2:]
+    k, v = (side_of(boxes[i], scales[i] if scales else None, hb, t.stages) for i in (0, 1))
+    return Shape(
+        hb, f.k_cache.shape[2] // hb, 16, t.tile // 16, copy, t.tile // copy, t.stages, bool(scales),
+        not scales or scales[0].rows_are_keys, k, v, *merge,
+    )  # fmt: skip
+
+
+def _strides(f: SimpleNamespace) -> tuple[int, ...]:
+    """In the order of the kernel's arguments."""
+    return (
+        *f.q.stride[:2], f.page_table.stride[0], f.mask.stride[0] if f.mask is not None else 0, *f.out.stride[:2],
+        *(f.lse.stride if f.lse is not None else (0, 0)),
+    )  # fmt: skip
+
+
+def run(call: Any, config: Config) -> None:
+    if config.empty:
+        call.out.zero_()
+        if call.lse is not None:
+            call.lse.fill_(float("-inf"))
+        return
+    part = launch.scratch(config.scratch, call.q)
+    config.split(
+        call.q, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, call.out, call.lse, part,
+        call.softmax_scale_t, call.k_scale_t, call.v_scale_t, call.out_scale_t, descriptors=_caches(call, config),
+    )  # fmt: skip
+    config.merge(
+        call.cu_seqlens_q, call.sinks, call.out, call.lse, part, call.v_scale_t, call.out_scale_t
+    )  # fmt: skip
+
+
+def _caches(call: Any, config: Config) -> tuple:
+    """Codes and stored scales as the kernel's arguments."""
+    tensors = [call.k_cache, call.v_cache, call.k_scale_cache, call.v_scale_cache]
+    key = tuple(0 if x is None else x.data_ptr() for x in tensors)
+    found = config.descriptors.get(key)
+    if found is None:
+        maps = [descriptor(x, b) for x, b in zip(tensors, config.boxes, strict=False)]
+        if not config.split.launch.compiled:
+            return tuple(maps)
+        if len(config.descriptors) >= _MAX_DESCRIPTORS:
+            config.descriptors.clear()
+        found = config.descriptors[key] = tuple(x for one in config.split.launch.encoded(*maps) for x in one)
+    return found

@@ -1,0 +1,172 @@
+"""Codes → fp16, by the register: the only format branches of Gluon's decode.
+
+A lane holds 16-bit units of codes, two in a register. Keys: units of one key, side by side in its row. Values: the same
+unit of two keys, as ldmatrix transposes them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# Each takes a register of codes and gives f16x2 registers. Of keys: one per pair of codes of a lane.
+_E4M3_K = gl.constexpr(
+    """{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }"""
+)
+_E5M2_K = gl.constexpr(
+    """{
+    prmt.b32 $0, $2, 0, 0x1404;
+    prmt.b32 $1, $2, 0, 0x3424;
+    }"""
+)
+# A byte permute puts a code, made unsigned, under the exponent of 1024; one subtraction frees it.
+_INT8_K = gl.constexpr(
+    """{
+    .reg .b32 x, bias;
+    mov.b32 bias, 0x64806480;
+    xor.b32 x, $2, 0x80808080;
+    prmt.b32 $0, x, 0x64646464, 0x4140;
+    prmt.b32 $1, x, 0x64646464, 0x4342;
+    sub.f16x2 $0, $0, bias;
+    sub.f16x2 $1, $1, bias;
+    }"""
+)
+# Of values: the register holds a 16-bit unit of two tokens; a pair is one column of both.
+_E4M3_V = gl.constexpr(
+    """{
+    .reg .b32 x;
+    .reg .b16 low, high;
+    prmt.b32 x, $2, 0, 0x3120;
+    mov.b32 {low, high}, x;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }"""
+)
+_E5M2_V = gl.constexpr(
+    """{
+    prmt.b32 $0, $2, 0, 0x2404;
+    prmt.b32 $1, $2, 0, 0x3414;
+    }"""
+)
+_INT8_V = gl.constexpr(
+    """{
+    .reg .b32 x, bias;
+    mov.b32 bias, 0x64806480;
+    xor.b32 x, $2, 0x80808080;
+    prmt.b32 $0, x, 0x64646464, 0x4240;
+    prmt.b32 $1, x, 0x64646464, 0x4341;
+    sub.f16x2 $0, $0, bias;
+    sub.f16x2 $1, $1, bias;
+    }"""
+)
+# By way of e4m3, whose fields are e2m1's six binades lower; then times the block's scale, exact in fp16: six
+# significant bits, multiples of 2^-16. Fewer instructions than shifting the fields to fp16's places (docs/measured.md).
+_E2M1_K = gl.constexpr(
+    """{
+    .reg .b32 a, m;
+    .reg .b16 low, high;
+    shl.b32 a, $4, 4;
+    shl.b32 m, $4, 2;
+    and.b32 m, m, 0x1C1C1C1C;
+    lop3.b32 a, a, 0x80808080, m, 0xEA;
+    mov.b32 {low, high}, a;
+    cvt.rn.f16x2.e4m3x2 a, low;
+    mul.f16x2 $0, a, $5;
+    cvt.rn.f16x2.e4m3x2 a, high;
+    mul.f16x2 $1, a, $5;
+    shr.b32 m, $4, 2;
+    and.b32 m, m, 0x1C1C1C1C;
+    lop3.b32 a, $4, 0x80808080, m, 0xEA;
+    mov.b32 {low, high}, a;
+    cvt.rn.f16x2.e4m3x2 a, low;
+    mul.f16x2 $2, a, $5;
+    cvt.rn.f16x2.e4m3x2 a, high;
+    mul.f16x2 $3, a, $5;
+    }"""
+)
+_E2M1_V = gl.constexpr(
+    """{
+    .reg .b32 x, a, m;
+    .reg .b16 low, high;
+    prmt.b32 x, $4, 0, 0x3120;
+    shl.b32 a, x, 4;
+    shl.b32 m, x, 2;
+    and.b32 m, m, 0x1C1C1C1C;
+    lop3.b32 a, a, 0x80808080, m, 0xEA;
+    mov.b32 {low, high}, a;
+    cvt.rn.f16x2.e4m3x2 a, low;
+    mul.f16x2 $0, a, $5;
+    cvt.rn.f16x2.e4m3x2 a, high;
+    mul.f16x2 $2, a, $5;
+    shr.b32 m, x, 2;
+    and.b32 m, m, 0x1C1C1C1C;
+    lop3.b32 a, x, 0x80808080, m, 0xEA;
+    mov.b32 {low, high}, a;
+    cvt.rn.f16x2.e4m3x2 a, low;
+    mul.f16x2 $1, a, $5;
+    cvt.rn.f16x2.e4m3x2 a, high;
+    mul.f16x2 $3, a, $5;
+    }"""
+)
+# A byte of e4m3 chosen by a selector out of a word, as fp16 twice; and the same byte of two words.
+SCALE_K = gl.constexpr(
+    """{
+    .reg .b32 x;
+    .reg .b16 low, high;
+    prmt.b32 x, $2, 0, $3;
+    mov.b32 {low, high}, x;
+    cvt.rn.f16x2.e4m3x2 x, low;
+    mov.b32 {$0, $1}, x;
+    }"""
+)
+SCALE_V = gl.constexpr(
+    """{
+    .reg .b32 x;
+    .reg .b16 low, high;
+    prmt.b32 x, $2, $3, $4;
+    mov.b32 {low, high}, x;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }"""
+)
+
+
+@gluon.jit
+def key_parts(words, c: gl.constexpr):
+    """Key units [HB, BOX, W] (layout key_words) → PARTS operands [HB, BOX, W] fp16."""
+    if c.CODE == "fp8_e4m3":
+        out = gl.inline_asm_elementwise(_E4M3_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
+    elif c.CODE == "fp8_e5m2":
+        out = gl.inline_asm_elementwise(_E5M2_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
+    else:
+        out = gl.inline_asm_elementwise(_INT8_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
+    return out
+
+
+@gluon.jit
+def value_parts(words, c: gl.constexpr):
+    """Value units [HB, W, BOX] in the left operand's layout → PARTS operands fp16."""
+    if c.CODE == "fp8_e4m3":
+        out = gl.inline_asm_elementwise(_E4M3_V, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
+    elif c.CODE == "fp8_e5m2":
+        out = gl.inline_asm_elementwise(_E5M2_V, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
+    else:
+        out = gl.inline_asm_elementwise(_INT8_V, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
+    return out
+
+
+@gluon.jit
+def scaled_e2m1(words, factor, KEYS: gl.constexpr):
+    """e2m1 codes, four a unit, times their block scales (fp16): four operands × 2^-6."""
+    PTX: gl.constexpr = _E2M1_K if KEYS else _E2M1_V
+    return gl.inline_asm_elementwise(
+        PTX,
+        "=&r,=&r,=&r,=&r,r,r",
+        [words, factor],
+        (gl.float16, gl.float16, gl.float16, gl.float16),
+        True,
+        2,
+    )

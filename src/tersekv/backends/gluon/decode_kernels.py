@@ -1,0 +1,227 @@
+"""The split pass of paged decode on Hopper; `decode_merge` merges what it cuts.
+
+A program has HB warps and attends HB KV heads, one a warp, over a share of the tiles (`decode_work`). Tiles come by
+tensor copies through a ring of stages (`pipeline`, `decode_fetch`), all heads of a tile at once, stored scales with
+them. Warps meet only where a stage is given back; products run on mma.sync, whose operands a warp has for itself
+(`decode_attend`, `decode_tiles`). The scratch of a share: two slots per head, for the cut segment it begins with (even)
+and for the one it ends with (odd); and META: of each segment, how many programs share it and which is the first.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .decode_attend import attend_tile, empty_state
+from .decode_fetch import advance, cursor_at, fetch, make_rings
+from .decode_tiles import mma_layout, query_columns
+from .decode_work import finish, locate, per_head, request_tiles, share
+from .pipeline import (
+    acquire,
+    launch_dependents,
+    make_barriers,
+    release,
+    wait_for_previous,
+)
+from .schedule import LOG2E, meta_of, output, scalar, zero_padding
+
+
+@gluon.jit
+def heads_of(h0, LAYOUT: gl.constexpr, g: gl.constexpr):
+    return h0 + gl.arange(0, g.HB, LAYOUT)
+
+
+@gluon.jit
+def load_query(Q, tokens, h, rows_at, m_row, sq_t, sq_h, c: gl.constexpr, g: gl.constexpr):
+    """Query rows as the right operand, in fp16, and a factor of their scores [HB, ROWS].
+
+    fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back.
+    """
+    B: gl.constexpr = gl.DotOperandLayout(1, mma_layout(g.HB), 2)
+    HN: gl.constexpr = gl.SliceLayout(1, B)
+    parts = ()
+    top = gl.full([g.HB, c.ROWS], 0, gl.float32, HN)
+    o_r = rows_at + gl.arange(0, c.ROWS, gl.SliceLayout(0, HN))
+    h = heads_of(h, gl.SliceLayout(1, HN), g)
+    p_row = Q + (tokens + o_r // c.GROUP).to(gl.int64)[None, :] * sq_t
+    p_row = p_row + (h[:, None] * c.GROUP + (o_r % c.GROUP)[None, :]).to(gl.int64) * sq_h
+    m_r = (o_r < m_row)[None, None, :]
+    for j in gl.static_range(gl.constexpr(c.PARTS)):
+        o_d = query_columns(j, gl.SliceLayout(0, gl.SliceLayout(2, B)), c)
+        x = gl.load(p_row[:, None, :] + o_d[None, :, None], mask=m_r, other=0.0).to(gl.float32)
+        top = gl.maximum(top, gl.max(gl.abs(x), 1))
+        parts = parts + (x,)
+    field = gl.maximum((top.to(gl.int32, bitcast=True) >> 23) & 0xFF, 1)  # exponent of the largest magnitude
+    inverse = (gl.maximum(254 - field, 1) << 23).to(gl.float32, bitcast=True)
+    out = ()
+    for j in gl.static_range(gl.constexpr(c.PARTS)):
+        out = out + ((parts[j] * inverse[:, None, :]).to(gl.float16),)
+    factor = (field << 23).to(gl.float32, bitcast=True) * c.K_FACTOR
+    return out, gl.convert_layout(factor, gl.SliceLayout(1, mma_layout(g.HB)))
+
+
+@gluon.jit
+def whole_tiles(n, rows, first, c: gl.constexpr):
+    """Tiles [u0, u1) that every row sees whole."""
+    u0 = first
+    if c.WINDOW > 0:
+        u0 = (gl.maximum(n - c.WINDOW, 0) + c.TILE - 1) // c.TILE
+    whole = n - rows if c.HAS_MASK else n - rows + 1
+    return u0, gl.maximum(whole, 0) // c.TILE
+
+
+@gluon.jit
+def store_state(PART, slot, m, l, acc, h0, rows_left, c: gl.constexpr, g: gl.constexpr):
+    """Write cut segments' states: slot + 2 h, [ROWS, PARTS × BLOCK_DV + 2] fp32, the last two columns m and l."""
+    MMA: gl.constexpr = mma_layout(g.HB)
+    HN: gl.constexpr = gl.SliceLayout(1, MMA)
+    o_r = gl.arange(0, c.ROWS, gl.SliceLayout(0, HN))
+    slots = slot + 2 * gl.arange(0, g.HB, gl.SliceLayout(1, HN)).to(gl.int64)
+    p_row = PART + (slots[:, None] * c.ROWS + o_r[None, :]) * c.PART_COLUMNS
+    m_row = (o_r < rows_left)[None, :] & (slots >= 0)[:, None]
+    o_d = gl.arange(0, c.WORDS_V, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
+    for j in gl.static_range(gl.constexpr(c.PARTS)):
+        gl.store(p_row[:, None, :] + j * c.BLOCK_DV + o_d, acc[j], mask=m_row[:, None, :])
+    gl.store(p_row + c.PART_COLUMNS - 2, m, mask=m_row)
+    gl.store(p_row + c.PART_COLUMNS - 1, l, mask=m_row)
+
+
+@gluon.jit
+def store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h0, tokens, r0, rows_left, so_t, so_h, sl_t, sl_h,
+               c: gl.constexpr, g: gl.constexpr):  # fmt: skip
+    """Write finished rows to `out`, and their LSE."""
+    MMA: gl.constexpr = mma_layout(g.HB)
+    HN: gl.constexpr = gl.SliceLayout(1, MMA)
+    o_r = r0 + gl.arange(0, c.ROWS, gl.SliceLayout(0, HN))
+    h = heads_of(h0, gl.SliceLayout(1, HN), g)
+    heads = (h[:, None] * c.GROUP + (o_r % c.GROUP)[None, :]).to(gl.int64)
+    at = (tokens + o_r // c.GROUP).to(gl.int64)[None, :]
+    m_row = (o_r < rows_left)[None, :] & (h >= 0)[:, None]
+    factor, lse = finish(m, l, h_scale[:, None] * c.V_FACTOR, SINKS, heads, m_row, c)
+    o_d = gl.arange(0, c.WORDS_V, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
+    p_out = (OUT + at * so_t + heads * so_h)[:, None, :] + c.PARTS * o_d
+    for j in gl.static_range(gl.constexpr(c.PARTS)):
+        gl.store(
+            p_out + j,
+            output(acc[j] * factor[:, None, :], OUT, c),
+            mask=m_row[:, None, :],
+        )
+    if c.HAS_LSE:
+        gl.store(LSE + at * sl_t + heads * sl_h, lse, mask=m_row)
+
+
+@gluon.jit
+def decode_kernel(
+    Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART,
+    softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
+    B, T, sq_t, sq_h, st_b, sm_t, so_t, so_h, sl_t, sl_h, c: gl.constexpr, g: gl.constexpr,
+):  # fmt: skip
+    """Attend one share of all tiles for HB heads. See the module's docstring."""
+    p = gl.program_id(0)
+    i_share, num_shares = p // g.GROUPS, gl.num_programs(0) // g.GROUPS
+    h0 = p % g.GROUPS * g.HB
+    META = meta_of(PART, num_shares * c.HEADS, c)
+    SETS: gl.constexpr = 4 if g.SCALES else 2
+    full = make_barriers(SETS, g.STAGES)
+    kbuf, ksbuf = make_rings(gl.int32 if c.BLOCK_SCALES else gl.float32, False, g)
+    vbuf, vsbuf = make_rings(gl.int32 if c.BLOCK_SCALES else gl.float32, True, g)
+    wait_for_previous()
+    if c.RAGGED:
+        zero_padding(
+            OUT,
+            LSE,
+            gl.load(CU + B).to(gl.int32),
+            T,
+            p,
+            gl.num_programs(0),
+            so_t,
+            so_h,
+            sl_t,
+            sl_h,
+            c,
+        )
+    x, end, per = share(LENS, CU, B, i_share, num_shares, c)
+    if x < end:
+        HN: gl.constexpr = gl.SliceLayout(1, mma_layout(g.HB))
+        b, base = locate(LENS, CU, B, x, c)
+        cursor = cursor_at(TABLE, LENS, CU, st_b, x, end, b, base, c, g)
+        for ahead in gl.static_range(gl.constexpr(g.STAGES - 1)):
+            fetch(
+                cursor,
+                ahead,
+                full,
+                K,
+                V,
+                KS,
+                VS,
+                kbuf,
+                vbuf,
+                ksbuf,
+                vsbuf,
+                h0,
+                end,
+                c,
+                g,
+            )
+            cursor = advance(cursor, TABLE, LENS, CU, st_b, end, c, g)
+        h = heads_of(h0, gl.SliceLayout(1, HN), g)
+        k_scales = (
+            scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E * per_head(k_scale, K_T, h, c.K_T, c.K_T_STRIDE)
+        )
+        h_scale = per_head(v_scale, V_T, h, c.V_T, c.V_T_STRIDE) * scalar(out_scale, OUT_T, c.OUT_T)
+        tiles, segments, first, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
+        turn = 0
+        while x < end:
+            while x - base >= tiles * segments:
+                base += tiles * segments
+                b += 1
+                tiles, segments, first, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
+            segment = (x - base) // tiles
+            t0 = (x - base) % tiles
+            t1 = gl.minimum(t0 + end - x, tiles)
+            r0 = segment * c.ROWS
+            q, factor = load_query(Q, q0, h0, r0, rows * c.GROUP, sq_t, sq_h, c, g)
+            scale = k_scales[:, None] * factor
+            u0, u1 = whole_tiles(n, rows, first, c)
+            state = empty_state(c, g)
+            for t in range(first + t0, first + t1):
+                acquire(full, turn, SETS, g.STAGES)
+                release()
+                fetch(
+                    cursor,
+                    turn + g.STAGES - 1,
+                    full,
+                    K,
+                    V,
+                    KS,
+                    VS,
+                    kbuf,
+                    vbuf,
+                    ksbuf,
+                    vsbuf,
+                    h0,
+                    end,
+                    c,
+                    g,
+                )
+                cursor = advance(cursor, TABLE, LENS, CU, st_b, end, c, g)
+                if (t >= u0) & (t < u1):
+                    state = attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, turn % g.STAGES, q, scale, softcap, t, n,
+                                        rows, r0, q0, MASK, sm_t, False, c, g)  # fmt: skip
+                else:
+                    state = attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, turn % g.STAGES, q, scale, softcap, t, n,
+                                        rows, r0, q0, MASK, sm_t, True, c, g)  # fmt: skip
+                turn += 1
+            m, l, acc = state
+            l = gl.sum(l, 1)
+            if t0 == 0:
+                pieces = (base + (segment + 1) * tiles - 1) // per - i_share + 1
+                p_meta = META + ((b * g.SEGMENTS + segment) * g.GROUPS + p % g.GROUPS) * 2
+                gl.store(p_meta, pieces)
+                gl.store(p_meta + 1, i_share)
+            if t1 - t0 == tiles:
+                store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h0, q0, r0, rows * c.GROUP, so_t, so_h, sl_t, sl_h,
+                           c, g)  # fmt: skip
+            else:
+                slot = 2 * (i_share * c.HEADS + h0) + gl.where(t0 == 0, 1, 0)
+                store_state(PART, slot, m, l, acc, h0, rows * c.GROUP - r0, c, g)
+            x += t1 - t0
+    launch_dependents()

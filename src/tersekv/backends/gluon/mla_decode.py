@@ -1,0 +1,188 @@
+"""Paged MLA decode on sm_90 in Gluon: two launches, the split pass and the merge of cut segments."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ...formats import latent_format
+from ..triton import launch
+from ..triton import mla_decode as portable
+from ..triton.mla_decode_tune import Tiles
+from .mla_decode_merge import merge_kernel
+
+TILE = 64  # keys
+CHUNK = 64  # 16-bit words of a latent row that are loaded as one box, of 128 bytes
+RANK, ROPE = 512, 64
+PAGES = (16, 32)  # and multiples of TILE
+_FORMATS = ("bf16", "fp8_e4m3", "fp8_ds_mla")  # what was run on a GPU
+_QUERIES = (torch.bfloat16, torch.float8_e4m3fn)
+
+
+class Choice(NamedTuple):
+    rows: int  # query rows of a segment
+    stages: int  # tiles in shared memory
+    programs_per_sm: int
+    blocks: int  # blocks of heads that share a CTA
+    min_tiles: int = 1  # least share of a program
+
+
+class Config(NamedTuple):
+    constants: portable.Constants
+    split: launch.Template
+    merge: launch.Template
+    scratch: int  # fp32 numbers: the cut segments' states, then META
+    boxes: tuple[portable.Box, ...]  # of ckv and kpe
+    descriptors: dict[tuple[int, int], tuple]  # the kernel's arguments for ckv and kpe, by their addresses
+    empty: bool
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    if f.arch != 90:
+        return f"needs sm_90, got {'sm_' + str(f.arch) if f.arch else f.device.type}"
+    if launch.interpreting():
+        return "cannot be interpreted"
+    if not triton.__version__.startswith("3.6."):
+        return f"is written for Triton 3.6, got {triton.__version__}"
+    if f.format not in _FORMATS:
+        return f"has no {f.format}"
+    if (f.ckv.shape[2], f.kpe.shape[2]) != (RANK, ROPE):
+        return f"wants latents of {RANK} + {ROPE}, got {f.ckv.shape[2]} + {f.kpe.shape[2]}"
+    page, q = f.ckv.shape[1], f.q_nope.dtype
+    if page % TILE and page not in PAGES:
+        return f"wants pages of {', '.join(map(str, PAGES))} or a multiple of {TILE}, got {page}"
+    if q not in _QUERIES:
+        return f"wants a bfloat16 or float8_e4m3fn q, got {str(q).removeprefix('torch.')}"
+    if None in _boxes(f):
+        return "wants a cache whose rows lie at equal distances, multiples of 16 bytes"
+    return None
+
+
+def choose(f: SimpleNamespace) -> Choice:
+    """What the choices follow, on an H200, 2026-11-21, 128 × 8K (docs/measured.md has more).
+
+    fp8_e4m3, 16 heads: two programs of 2 stages 162 µs, one of 4 stages 169. 128 heads: two blocks of 32 rows that
+    share the tiles of a CTA 693 µs, one block of 64 rows 1172, two CTAs of 32 rows 1371 (both spill).
+    """
+    if f.ckv.dtype.itemsize == 2:
+        return Choice(rows=64, stages=2, programs_per_sm=1, blocks=1)
+    heads = f.q_nope.shape[1]
+    if f.max_q_len * heads <= 16:
+        return Choice(rows=16, stages=2, programs_per_sm=2, blocks=1)
+    if heads % 32 == 0:
+        stages = 4 if f.ckv_scale_cache is None else 2
+        return Choice(rows=32 if heads % 64 == 0 else 16, stages=stages, programs_per_sm=1, blocks=2)
+    if f.ckv_scale_cache is not None:
+        return Choice(rows=32, stages=3, programs_per_sm=1, blocks=1)
+    return Choice(rows=32, stages=2, programs_per_sm=2, blocks=1)
+
+
+def configure(f: SimpleNamespace, chosen: Choice | None = None) -> Config:
+    k, half = chosen or choose(f), f.ckv.dtype.itemsize == 2
+    heads, requests = f.q_nope.shape[1], f.seq_lens.shape[0]
+    blocks = heads // k.rows if heads and heads % k.rows == 0 else 1
+    boxes = tuple(box for box in _boxes(f) if box is not None)
+    fmt, t = latent_format(f.format), Tiles(TILE, k.rows, CHUNK, k.stages, 4, None, 1, k.min_tiles, True)
+    parts = portable._format(f, fmt) | portable._geometry(f, fmt, t, blocks, True) | portable._features(f)
+    c = portable.Constants(**parts)
+    ctas = max(launch.num_sms(f) * k.programs_per_sm * k.blocks // blocks, 1) * blocks // k.blocks
+    programs, segments = ctas * k.blocks, -(-f.max_q_len * c.GROUP // k.rows)
+    # A producer warp comes with three idle ones; registers are dealt out by warpgroups.
+    warps = 4 * (3 if half or k.blocks == 2 else 2)
+    registers = 65536 // (32 * warps * k.programs_per_sm) // 8 * 8
+    tensor, strides = launch.TENSOR, _strides(f)
+    rows = max((box.rows for box in boxes), default=0)
+    split = launch.Template(
+        _kernel(half), (ctas,), (
+            tensor, tensor, *[None] * (len(boxes) < 3), *[tensor] * 6,
+            f.softmax_scale, tensor, f.kv_scale, tensor, f.out_scale, tensor, requests, f.out.shape[0],
+            rows, _pitch(f.ckv_scale_cache), segments, *strides, k.stages, k.blocks, c,
+        ), descriptors_at=2, fp8_as_bytes=False, num_warps=4, maxnreg=registers,
+    )  # fmt: skip
+    # Few rows are cut into many pieces: small programs read many at once. Many rows wait once for several of them.
+    live = min(k.rows, f.max_q_len * c.GROUP)
+    segments_in_all = max(requests, 1) * segments * blocks
+    few = segments_in_all * live <= 1024
+    merge_rows, pieces, columns = (1, 32, 64) if few else (4, 2, RANK)
+    merge = launch.Template(
+        merge_kernel, (segments_in_all, -(-live // merge_rows), RANK // columns), (
+            *[tensor] * 4, f.kv_scale, tensor, f.out_scale, tensor, programs, segments, *strides[-4:],
+            merge_rows, pieces, columns, c,
+        ), fp8_as_bytes=False, num_warps=2 if few else 4, launch_pdl=True,
+    )  # fmt: skip
+    scratch = 2 * programs * c.ROWS * c.PART_COLUMNS + 2 * requests * segments * blocks
+    return Config(c, split, merge, scratch, boxes, {}, 0 in f.q_nope.shape or requests == 0)
+
+
+def _kernel(half: bool) -> Any:
+    # Imported when `why_not` has seen the version: other versions of Triton have other names.
+    from .mla_decode_codes import mla_decode_codes_kernel
+    from .mla_decode_pair import mla_decode_pair_kernel
+
+    return mla_decode_pair_kernel if half else mla_decode_codes_kernel
+
+
+def _boxes(f: SimpleNamespace) -> list[portable.Box | None]:
+    """Of ckv, kpe and, where there is one, the scale cache."""
+    return [portable._box(x) for x in (f.ckv, f.kpe, f.ckv_scale_cache) if x is not None]
+
+
+def _pitch(x: Any) -> int:
+    """Rows of a cache's matrix from one page to the next."""
+    return 0 if x is None else x.stride[0] // x.stride[1]
+
+
+def _strides(f: SimpleNamespace) -> tuple[int, ...]:
+    """In the order of the kernels' arguments."""
+    return (
+        *f.q_nope.stride[:2], *f.q_pe.stride[:2], f.page_table.stride[0],
+        *f.out.stride[:2], *(f.lse.stride if f.lse is not None else (0, 0)),
+    )  # fmt: skip
+
+
+def run(call: Any, config: Config) -> None:
+    if config.empty:
+        call.out.zero_()
+        if call.lse is not None:
+            call.lse.fill_(float("-inf"))
+        return
+    part = launch.scratch(config.scratch, call.out)
+    config.split(
+        call.q_nope, call.q_pe, call.page_table, call.seq_lens, call.cu_seqlens_q, call.out, call.lse, part,
+        call.softmax_scale_t, call.kv_scale_t, call.out_scale_t, descriptors=_caches(call, config),
+    )  # fmt: skip
+    config.merge(call.cu_seqlens_q, call.out, call.lse, part, call.kv_scale_t, call.out_scale_t)
+
+
+def _caches(call: Any, config: Config) -> tuple:
+    """Descriptors of both parts of the cache as the kernel's arguments."""
+    key = call.ckv.data_ptr(), call.kpe.data_ptr()
+    found = config.descriptors.get(key)
+    if found is not None:
+        return found
+    caches = [x for x in (call.ckv, call.kpe, call.ckv_scale_cache) if x is not None]
+    rows = min(config.constants.PAGE, TILE)
+    made = tuple(_descriptor(x, box, rows) for x, box in zip(caches, config.boxes, strict=True))
+    if not config.split.launch.compiled:
+        return made
+    if len(config.descriptors) >= portable._MAX_DESCRIPTORS:
+        config.descriptors.clear()
+    encoded = config.split.launch.encoded(*made)
+    found = config.descriptors[key] = tuple(argument for one in encoded for argument in one)
+    return found
+
+
+def _descriptor(x: torch.Tensor, box: portable.Box, rows: int) -> Any:
+    """Boxes of `rows` slots by 128 bytes, or by the whole row where it is shorter."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    size = x.element_size()
+    columns = min(CHUNK, box.columns) * 2 // size
+    kinds = {torch.float8_e4m3fn: gl.float8e4nv, torch.float16: gl.float16, torch.float32: gl.float32}
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], kinds.get(x.dtype, gl.bfloat16))
+    shape, strides = [box.rows, box.columns * 2 // size], [box.pitch * 2 // size, 1]
+    return TensorDescriptor(launch.Address(x), shape, strides, [rows, columns], layout)

@@ -1,0 +1,61 @@
+"""The producer warp of MLA decode: copies the tiles of a share by TMA, as ring places become free."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .schedule import request_tiles
+
+
+@gluon.jit
+def box_of(ring, slot, i, STAGES: gl.constexpr):
+    """Where a tile's i-th box of columns lies: in a ring of boxes."""
+    return ring.index(slot * (ring.shape[0] // STAGES) + i)
+
+
+@gluon.jit
+def produce(boxes, TABLE, LENS, CU, bars, rings, work, STAGES: gl.constexpr, c: gl.constexpr):
+    """Copy every tile of the share [x, end). A row `nowhere` lies behind the cache and reads as 0."""
+    full, free = bars
+    ring_c, ring_p, ring_s = rings
+    BOX_C, BOX_P, BOX_S = boxes
+    x, end, b, base, nowhere, s_pitch, st_b = work
+    PIECE: gl.constexpr = BOX_C.block_shape[0]
+    PIECES: gl.constexpr = c.TILE // PIECE
+    WIDTH: gl.constexpr = BOX_C.block_shape[1]
+    BOXES: gl.constexpr = c.DV // WIDTH
+    ROTARY: gl.constexpr = BOX_P.block_shape[1] * BOX_P.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = c.TILE * (c.DV + ROTARY + (4 * c.CHUNKS if c.GROUP_SCALES else 0))
+    k = 0
+    tiles, segments, n, _, _ = request_tiles(LENS, CU, b, True, c)
+    while x < end:
+        while x - base >= tiles * segments:
+            base += tiles * segments
+            b += 1
+            tiles, segments, n, _, _ = request_tiles(LENS, CU, b, True, c)
+        table = TABLE + b.to(gl.int64) * st_b
+        t0 = (x - base) % tiles
+        t1 = gl.minimum(t0 + end - x, tiles)
+        for t in range(t0, t1):
+            slot = k % STAGES
+            rows_c, rows_p, rows_s = (), (), ()
+            for j in gl.static_range(PIECES):
+                o = t * c.TILE + j * PIECE
+                page = gl.load(table + o // c.PAGE, mask=o < n, other=-1).to(gl.int32)
+                rows_c = rows_c + (gl.where(page < 0, nowhere, page * c.C_PITCH + o % c.PAGE),)
+                rows_p = rows_p + (gl.where(page < 0, nowhere, page * c.P_PITCH + o % c.PAGE),)
+                rows_s = rows_s + (gl.where(page < 0, nowhere, page * s_pitch + o % c.PAGE),)
+            mbarrier.wait(free.index(slot), ((k // STAGES) & 1) ^ 1)
+            bar = full.index(slot)
+            mbarrier.expect(bar, BYTES)
+            for j in gl.static_range(PIECES):
+                place = ring_p.index(slot).slice(j * PIECE, PIECE)
+                tma.async_copy_global_to_shared(BOX_P, [rows_p[j], 0], bar, place)
+                if c.GROUP_SCALES:
+                    place = ring_s.index(slot).slice(j * PIECE, PIECE)
+                    tma.async_copy_global_to_shared(BOX_S, [rows_s[j], 0], bar, place)
+                for i in gl.static_range(BOXES):
+                    place = box_of(ring_c, slot, i, STAGES).slice(j * PIECE, PIECE)
+                    tma.async_copy_global_to_shared(BOX_C, [rows_c[j], i * WIDTH], bar, place)
+            k += 1
+        x += t1 - t0

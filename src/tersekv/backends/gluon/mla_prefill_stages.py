@@ -1,0 +1,139 @@
+"""The launches of one MLA prefill plan on Hopper, and its scratch."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.formats import LATENT_GROUP
+
+from ..triton import launch
+from ..triton import mla_prefill_gather as gather
+from ..triton import mla_prefill_rope as rope
+from . import gemm_blockwise
+from . import mla_prefill_attention as attention
+
+_ALIGNED = 256
+_MAX_PLACES = 64  # encoded descriptors are kept for so many places of the tensors
+
+
+class Chunk(NamedTuple):
+    index: int
+    rows: int
+    gather: launch.Template
+    product: launch.Template | None  # None: the Triton backend's
+    attention: launch.Template
+
+
+class Place(NamedTuple):
+    """Where a part of the scratch lies; enough of a tensor for a launch."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Scratch(NamedTuple):
+    """What lies in one allocation: tensors or places, None where not needed."""
+
+    codes: Any  # [M, L] e4m3, or q's dtype beside a 16-bit weight
+    scales: Any  # [L / 128, M] fp32
+    k_pe: Any  # [M, R] in q's dtype
+    kv: Any  # [M, N] in q's dtype
+    counter: Any  # [1] int32: items of attention that are taken
+    dirty: Any  # [1] int32: values may be NaN
+    low: Any  # [T, H, Dv] in q's dtype, with several chunks
+    lse: Any  # [T, H] fp32, where several chunks need it and the call has none
+
+
+class Stages:
+    def __init__(self, call: Any, config: Any) -> None:
+        chunks = [(c, rows) for c, rows in enumerate(call.buffer_lengths) if rows]
+        most, last = max(rows for _, rows in chunks), len(chunks) - 1
+        self.parts, self.size = _parts(call, most, last > 0)
+        native, own = config.portable.native_casts, config.own_product
+        self.prepare = rope.prepared(call, native, not own)
+        heads, rope_dims = call.q.shape[1], call.kpe.shape[-1]
+        self.dims = attention.Dims(heads, call.q.shape[2] - rope_dims, rope_dims, call.out.shape[2])
+        lse_strides = call.lse.stride() if call.lse is not None else (heads, 1) if last > 0 else None
+        latents = gather.Latents(*self.tensors(torch.empty(self.size, dtype=torch.uint8, device="meta"))[:3])
+        self.chunks = [
+            Chunk(
+                c, rows, gather.prepared(call, rows, latents, native),
+                gemm_blockwise.prepared(call, rows, most, config.sms, i == 0) if own else None,
+                attention.prepared(call, rows, self.dims, lse_strides, i > 0, i < last, config.sms),
+            )
+            for i, (c, rows) in enumerate(chunks)
+        ]  # fmt: skip
+        self.warm = False
+        self.encoded: dict[tuple, list[tuple]] = {}
+
+    def tensors(self, memory: Tensor) -> Scratch:
+        def view(at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return memory[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+        return Scratch(*(None if part is None else view(*part) for part in self.parts))
+
+    def places(self, memory: Tensor) -> Scratch:
+        base = memory.data_ptr()
+        return Scratch(*(None if part is None else Place(base + part[0], part[2]) for part in self.parts))
+
+    def descriptors(self, call: Any, s: Scratch) -> list[tuple]:
+        """Those of the product and of attention for every chunk; encoded, and kept for the next call, once warm."""
+        key = (call.q.data_ptr(), call.kv_b_proj.data_ptr(), s.codes.data_ptr())
+        found = self.encoded.get(key)
+        if found is None:
+            found = [self._descriptors(call, s, chunk) for chunk in self.chunks]
+            if not self.warm:
+                return found
+            if len(self.encoded) >= _MAX_PLACES:
+                self.encoded.clear()
+            found = self.encoded[key] = [
+                (_encoded(chunk.product, a), _encoded(chunk.attention, b))
+                for chunk, (a, b) in zip(self.chunks, found, strict=True)
+            ]
+        return found
+
+    def _descriptors(self, call: Any, s: Scratch, chunk: Chunk) -> tuple[tuple, tuple]:
+        q, w = launch.Address(call.q), launch.Address(call.kv_b_proj)
+        product: tuple = ()
+        if chunk.product is not None:
+            product = gemm_blockwise.descriptors(
+                s.codes, w, s.kv, chunk.rows, tuple(call.kv_b_proj.shape), call.kv_b_proj.stride(0)
+            )
+        strides = call.q.stride()[:2]
+        return product, attention.descriptors(q, s.kv, s.k_pe, chunk.rows, call.q.shape[0], strides, self.dims)
+
+
+def _encoded(template: launch.Template | None, descriptors: tuple) -> tuple:
+    if template is None:
+        return ()
+    return tuple(argument for one in template.launch.encoded(*descriptors) for argument in one)
+
+
+def _parts(call: Any, rows: int, several: bool) -> tuple[list, int]:
+    """(offset, shape, dtype) of the fields of `Scratch`, and the bytes of all."""
+    tokens, heads = call.q.shape[:2]
+    dtype, quantise = call.q.dtype, call.kv_b_proj_scale is not None
+    rank, rope_dims = call.ckv.shape[-1], call.kpe.shape[-1]
+    shapes = (
+        ((rows, rank), torch.float8_e4m3fn if quantise else dtype),
+        ((rank // LATENT_GROUP, rows), torch.float32) if quantise else None,
+        ((rows, rope_dims), dtype),
+        ((rows, call.kv_b_proj.shape[0]), dtype),
+        ((1,), torch.int32),
+        ((1,), torch.int32),
+        (tuple(call.out.shape), dtype) if several else None,
+        ((tokens, heads), torch.float32) if several and call.lse is None else None,
+    )
+    parts, at = [], 0
+    for x in shapes:
+        parts.append(None if x is None else (at, *x))
+        if x is not None:
+            at += -(-prod(x[0]) * x[1].itemsize // _ALIGNED) * _ALIGNED
+    return parts, at

@@ -1,0 +1,142 @@
+"""How decode kernels deal their work on the device: the scheme of the Triton decode kernels, in Gluon.
+
+Every (request, block of query rows) is a segment of tiles of TILE keys, and all tiles are dealt in equal, contiguous
+shares. Of the segments that a share cuts, at most two, the states go to scratch slots: 2p that of the first, if it
+began earlier, and 2p + 1 that of the last, if it goes on.
+"""
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LOG2E = gl.constexpr(math.log2(math.e))
+LN2 = gl.constexpr(math.log(2))
+
+
+@gluon.jit
+def meta_of(PART, num_programs, c: gl.constexpr):
+    """META [B, segments, HEADS, 2] int32, behind the states of cut segments in the same scratch.
+
+    Of each segment: its pieces (1: it is not cut), and the program in which it begins, which writes this.
+    """
+    return (PART + 2 * num_programs * c.ROWS * c.PART_COLUMNS).to(gl.pointer_type(gl.int32))
+
+
+@gluon.jit
+def request_tiles(LENS, CU, b, m_b, c: gl.constexpr):
+    """(tiles of a segment, segments, keys, query rows, first query row) of request(s) b."""
+    n = gl.load(LENS + b, mask=m_b, other=0).to(gl.int32)
+    if c.RAGGED:
+        q0 = gl.load(CU + b, mask=m_b, other=0).to(gl.int32)
+        rows = gl.load(CU + b + 1, mask=m_b, other=0).to(gl.int32) - q0
+    else:
+        q0 = b * c.MAX_Q
+        rows = gl.where(m_b, c.MAX_Q, 0)
+    # A request without keys still has outputs to write: one empty tile.
+    tiles = gl.maximum((n + c.TILE - 1) // c.TILE, 1)
+    segments = (rows * c.GROUP + c.ROWS - 1) // c.ROWS
+    return tiles, segments, n, rows, q0
+
+
+@gluon.jit
+def share(LENS, CU, B, i_share, num_shares, c: gl.constexpr):
+    """(first tile, end, tiles of a share) of a share, in the flat order of all tiles.
+
+    Shares grow by up to 5% where they then hold whole segments, or equal parts of one, if lengths are equal: what is
+    not cut needs no merge, and what is cut once needs one query.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    total, longest = 0, 1
+    for i in range(0, B, c.BLOCK_B):
+        o_b = i + gl.arange(0, c.BLOCK_B, LAYOUT)
+        tiles, segments, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
+        total += gl.sum(tiles * segments, 0)
+        longest = gl.maximum(longest, gl.max(tiles, 0))
+    per = gl.maximum((total + num_shares - 1) // num_shares, c.MIN_TILES)
+    whole = (per + longest - 1) // longest * longest
+    if per < longest:
+        parts = longest // per
+        whole = (longest + parts - 1) // parts
+    per = gl.where(20 * whole <= 21 * per, whole, per)
+    start = i_share * per
+    return start, gl.minimum(start + per, total), per
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def locate(LENS, CU, B, x, c: gl.constexpr):
+    """(request that holds flat tile x, flat index of the request's first tile)."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    b, base, before = 0, 0, 0
+    for i in range(0, B, c.BLOCK_B):
+        o_b = i + gl.arange(0, c.BLOCK_B, LAYOUT)
+        tiles, segments, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
+        ends = before + gl.associative_scan(tiles * segments, 0, add)
+        passed = (ends <= x) & (o_b < B)
+        b += gl.sum(passed.to(gl.int32), 0)
+        base = gl.maximum(base, gl.max(gl.where(passed, ends, 0), 0))
+        before += gl.sum(tiles * segments, 0)
+    return b, base
+
+
+@gluon.jit
+def note_pieces(META, b, segment, max_segments, p, pieces, c: gl.constexpr):
+    """Tell the merge of a segment that begins in program p."""
+    p_meta = META + 2 * ((b * max_segments + segment) * c.HEADS + p % c.HEADS)
+    gl.store(p_meta, pieces)
+    gl.store(p_meta + 1, p)
+
+
+@gluon.jit
+def scalar(x, T, HAS_T: gl.constexpr):
+    """A scale: the device's tensor where there is one, else the host's float."""
+    if HAS_T:
+        return gl.load(T)
+    else:
+        return x
+
+
+@gluon.jit
+def output(x, OUT, c: gl.constexpr):
+    """fp32 → what OUT points to; fp8 saturates, NaN stays NaN."""
+    if c.OUT_MAX > 0:
+        x = gl.where(x != x, x, gl.minimum(gl.maximum(x, -c.OUT_MAX), c.OUT_MAX))
+    return x.to(OUT.dtype.element_ty)
+
+
+@gluon.jit
+def finish(m, l, value_factor):
+    """(factor of the accumulator, LSE in natural log) of rows whose running base-2 maximum and sum are m, l."""
+    seen = l != 0  # NaN counts as seen
+    total = gl.where(seen, l, 1.0)
+    factor = gl.where(seen, value_factor / total, 0.0)
+    lse = gl.where(seen, (gl.where(seen, m, 0.0) + gl.log2(total)) * LN2, float("-inf"))
+    return factor, lse
+
+
+@gluon.jit
+def row_places(segment, h, q0, rows, LAYOUT: gl.constexpr, c: gl.constexpr):
+    """(tokens [ROWS], query heads [ROWS], row is real [ROWS]) of a block of query rows."""
+    o_r = segment * c.ROWS + gl.arange(0, c.ROWS, LAYOUT)
+    tokens = (q0 + o_r // c.GROUP).to(gl.int64)
+    return tokens, (h * c.GROUP + o_r % c.GROUP).to(gl.int64), o_r < rows * c.GROUP
+
+
+@gluon.jit
+def zero_padding(OUT, LSE, t, T, p, num_programs, so_t, so_h, sl_t, sl_h, c: gl.constexpr):
+    """Query rows behind the last request: output 0, LSE −inf."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    o_d = gl.arange(0, c.PARTS * c.BLOCK_DV, LAYOUT)
+    t += p
+    while t < T:
+        for head in range(c.HEADS * c.GROUP):
+            p_out = OUT + t.to(gl.int64) * so_t + head * so_h + o_d
+            gl.store(p_out, (o_d * 0).to(gl.float32).to(OUT.dtype.element_ty), mask=o_d < c.DV)
+            if c.HAS_LSE:
+                gl.store(LSE + t.to(gl.int64) * sl_t + head * sl_h, float("-inf"))
+        t += num_programs

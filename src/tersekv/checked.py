@@ -1,0 +1,84 @@
+"""Checked mode (TERSEKV_CHECKED=1): the values of index tensors, which only the device knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def values(op: str, call: Any) -> None:
+    """Checked mode: raise ValueError for an index that points outside its tensor. Synchronises with the device."""
+    cache = getattr(call, "k_cache", None)
+    if cache is None:
+        cache = getattr(call, "ckv", None)
+    if cache is None:
+        return
+    pages, size = cache.shape[:2]
+    if getattr(call, "slot_mapping", None) is not None:
+        _range("slot_mapping", call.slot_mapping, None, pages * size)
+    if getattr(call, "positions", None) is not None:
+        _range("positions", call.positions, 0, call.cos_sin_cache.shape[0])
+    if getattr(call, "kv_indices", None) is not None:
+        _kv_indices(call, pages, size)
+    if getattr(call, "page_table", None) is not None:
+        new = None if hasattr(call, "seq_lens") else call.cu_seqlens_q.to(torch.int64).diff()
+        lens = call.seq_lens if new is None else call.cache_lens.to(torch.int64) + new
+        _pages("page_table", call.page_table, lens, pages, size)
+        if new is not None:
+            _range("cache_lens", (lens - 1)[new > 0], None, call.freqs_cis.shape[0])
+            _chunks(call, lens)
+            if (new > call.max_q_len).any():
+                raise ValueError(f"max_q_len: want at least {int(new.max())} as in cu_seqlens_q, got {call.max_q_len}")
+
+
+def _chunks(call: Any, lens: Tensor) -> None:
+    if not any(call.buffer_lengths):
+        return  # nothing to attend to: the call appends only
+    rows, starts = (x.to(torch.int64) for x in (call.buffer_row_offsets, call.cache_offsets[:, : len(lens)]))
+    order = starts.argsort(0)
+    first, counts = starts.gather(0, order), rows.diff().gather(0, order)
+    whole = (counts >= 0).all() and (first == counts.cumsum(0) - counts)[counts > 0].all()
+    if not whole or (counts.sum(0) != lens).any() or rows[:, -1].tolist() != list(call.buffer_lengths):
+        raise ValueError(
+            f"buffer_row_offsets: want every cached token in exactly one chunk, lengths {lens.tolist()}, "
+            f"got rows {rows.tolist()} from {starts.tolist()}, buffer_lengths {list(call.buffer_lengths)}"
+        )
+
+
+def _range(name: str, x: Tensor, low: int | None, high: int) -> None:
+    x = x.to(torch.int64)
+    bad = x >= high if low is None else (x < low) | (x >= high)
+    if bad.any():
+        i = int(bad.nonzero()[0, 0])
+        wanted = f"below {high}" if low is None else f"in [{low}, {high})"
+        raise ValueError(f"{name}: want every entry {wanted}, got {int(x[i])} at {i}")
+
+
+def _kv_indices(call: Any, pages: int, size: int) -> None:
+    b, pos = call.batch_indices.to(torch.int64), call.kv_positions.to(torch.int64)
+    live = b >= 0
+    _range("batch_indices", b, None, call.kv_indptr.shape[0] - 1)
+    b, pos = b[live], pos[live]
+    ptr = call.kv_indptr.to(torch.int64)
+    room = (ptr[b + 1] - ptr[b]) * size
+    bad = (pos < 0) | (pos >= room)
+    if bad.any():
+        i = int(bad.nonzero()[0, 0])
+        raise ValueError(f"kv_positions: want in [0, {int(room[i])}) for request {int(b[i])}, got {int(pos[i])}")
+    _range("kv_indices", call.kv_indices[ptr[b] + pos // size], 0, pages)
+
+
+def _pages(name: str, table: Tensor, lens: Tensor, pages: int, size: int) -> None:
+    lens = lens.to(torch.int64)
+    used = -(-lens // size)
+    if (used > table.shape[1]).any():
+        i = int((used > table.shape[1]).nonzero()[0, 0])
+        raise ValueError(f"seq_lens: want at most {table.shape[1] * size} (max_pages * S), got {int(lens[i])} at {i}")
+    live = torch.arange(table.shape[1], device=table.device) < used[:, None]
+    ids = table.to(torch.int64)
+    bad = live & ((ids < 0) | (ids >= pages))
+    if bad.any():
+        b, j = (int(n) for n in bad.nonzero()[0])
+        raise ValueError(f"{name}: want page ids in [0, {pages}), got {int(ids[b, j])} at [{b}, {j}]")

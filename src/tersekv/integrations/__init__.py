@@ -1,0 +1,1 @@
+"""tersekv inside other frameworks. Each module needs its framework installed and is imported by its own name."""

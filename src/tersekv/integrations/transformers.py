@@ -1,0 +1,106 @@
+"""Hugging Face transformers over paged caches: importing this registers the attention function "tersekv".
+
+    import tersekv.integrations.transformers as tersekv_hf
+
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tersekv")
+    cache = tersekv_hf.TersekvCache(model.config, format="fp8_per_token_head")
+    model.generate(**inputs, past_key_values=cache)
+
+`TersekvCache` keeps the past; the attention function writes new tokens into its pages and attends to them with
+`tersekv.decode`, or `tersekv.mla_decode` where the model caches latents: a prompt in pieces of `chunk` tokens, later
+tokens one by one, drafts together. Whoever attends sees what the cache holds, in the prefill too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..errors import UnsupportedError
+from .transformers_cache import ATTENTION, TersekvCache, TersekvLayer, handover
+from .transformers_store import Rules
+
+__all__ = ["ATTENTION", "TersekvCache", "TersekvLayer", "attention", "padding"]
+
+# What a model may ask for that no paged kernel computes.
+_REFUSED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask")
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of `attn_implementation="tersekv"`; transformers calls it right after `Cache.update`.
+
+        query:           [B, Hq, T, D]
+        key, value:      the new tokens, as `TersekvLayer.update` got them; latents are taken from there
+        attention_mask:  [B, past + T] bool, False for padding, or None: what `padding` made
+        scaling:         softmax scale; None: 1 / sqrt(D)
+        sliding_window, softcap, s_aux:  of the layer; s_aux are gpt-oss's sinks [Hq]
+
+    Returns ([B, T, Hq, Dv], None). No gradient flows. Raises RuntimeError without a `TersekvCache`, and
+    UnsupportedError for what the kernels do not compute.
+    """
+    layer = handover.take(module, key)
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedError(
+            f"{type(module).__name__} is not causal, and a cache holds the past alone; where it is no part of the "
+            "language model, choose attn_implementation={'text_config': 'tersekv'}"
+        )
+    if layer is None:
+        raise RuntimeError(
+            "past_key_values: want a TersekvCache with attn_implementation='tersekv', got another cache or none; pass "
+            "past_key_values=TersekvCache(model.config, format=...), or call model.set_attn_implementation('sdpa')"
+        )
+    if dropout:
+        raise UnsupportedError(f"dropout: want 0, since a quantised cache is for inference, got {dropout}")
+    if module.training and query.requires_grad:
+        raise UnsupportedError(
+            "model.training: want model.eval() or torch.no_grad(), since no gradient flows through a quantised cache, "
+            "got a model in training"
+        )
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(f"{name}: want None with attn_implementation='tersekv', got a value")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise UnsupportedError(
+            f"attention_mask: want [B, tokens], 0 for padding, got {list(attention_mask.shape)}: masks of another "
+            "shape are not supported"
+        )
+    sinks = None if s_aux is None else s_aux.detach().to(torch.float32)
+    rules = Rules(scaling, sliding_window, float(softcap or 0.0), sinks)
+    return layer.attend(query, attention_mask, rules, module), None
+
+
+def padding(
+    *, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False, **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
+    """The mask function of `attn_implementation="tersekv"`: where there is padding, and nothing else.
+
+    The kernels know causality and windows themselves. Returns attention_mask [B, past + T] as it is. Raises
+    UnsupportedError for a mask that is neither: blocks of an image that see each other, packed sequences, a prefix.
+    """
+    if not allow_is_causal_skip or allow_is_bidirectional_skip:
+        raise UnsupportedError(
+            "attn_implementation='tersekv' masks what is causal, in a sliding window, or padding; this model asks for "
+            "another mask (bidirectional blocks, packed sequences)"
+        )
+    return attention_mask
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, padding)

@@ -1,0 +1,341 @@
+"""`TersekvCache`: a Hugging Face `Cache` whose layers keep their past in paged, quantised tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..errors import UnsupportedError
+from ..formats import KV_FORMATS, LATENT_FORMATS
+from .transformers_pages import Book, Capacity, Step
+from .transformers_store import KVStore, LatentStore, Rules, Store, copy
+
+ATTENTION = "tersekv"
+HALF = ("bf16", "fp16")
+
+
+class Handover(threading.local):
+    """From `update`, which knows the cache, to the attention function, which knows padding and queries.
+
+    transformers calls the one right before the other, and passes nothing along but the two tensors.
+    """
+
+    layer: TersekvLayer | None = None
+
+    def take(self, module: torch.nn.Module, key: Tensor) -> TersekvLayer | None:
+        """The layer whose `update` came last, if it is this module's and nobody took it yet."""
+        layer, self.layer = self.layer, None
+        if layer is None or getattr(module, "layer_idx", layer.index) != layer.index or not layer.brought(key):
+            return None
+        layer.waiting = False
+        return layer
+
+
+handover = Handover()
+
+
+class TersekvLayer(CacheLayerMixin):
+    """One layer of a `TersekvCache`. Its rows are written by the attention function, not by `update`."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: TersekvCache, index: int, window: int | None) -> None:
+        super().__init__()
+        self._cache, self.index, self.window = cache, index, window
+        self.is_sliding = window is not None
+        self.store: Store | None = None
+        self.columns = 0  # tokens of every row, padding included
+        self.waiting = False  # tokens came by `update`, and no attention function has taken them
+        self._new: tuple[Tensor, Tensor] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: pages are allocated when the first tokens are written."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hand the new tokens over to the attention function, which writes them and attends.
+
+            key_states, value_states:  [B, H, T, D], [B, H, T, Dv]; latents: [B, 1, T, L], [B, 1, T, R]
+
+        Returns them as they are; of latents only the last token, since all that the model does with them is to expand
+        them into heads that nobody reads. Raises RuntimeError if the last ones, of this layer or of the one before it,
+        were never taken.
+        """
+        last = handover.layer
+        if last is None or last._cache is not self._cache:
+            last = self
+        if self.waiting or last.waiting:
+            self.waiting = last.waiting = False
+            handover.layer = None
+            raise RuntimeError(
+                f"attn_implementation: want {ATTENTION!r} for a TersekvCache, got another, which attends to new tokens "
+                f"alone: load the model with attn_implementation={ATTENTION!r} or call "
+                f"model.set_attn_implementation({ATTENTION!r}), and reset() the cache (a model whose attention does "
+                "not go through transformers' AttentionInterface cannot run with it)"
+            )
+        self._new, self.waiting, handover.layer = (key_states, value_states), True, self
+        if self._cache.holds_latents(key_states, value_states):
+            return key_states[:, :, -1:], value_states[:, :, -1:]
+        return key_states, value_states
+
+    def brought(self, key: Tensor) -> bool:
+        """Whether the key that an attention function got is the one of the last `update`; latents are expanded."""
+        return self._new is not None and (key is self._new[0] or self._cache.holds_latents(*self._new))
+
+    def attend(self, query: Tensor, mask: Tensor | None, rules: Rules, module: torch.nn.Module) -> Tensor:
+        """Write the tokens of the last `update` and attend to all that every query sees.
+
+            query:  [B, Hq, T, D]; mask: [B, past + T] bool, False for padding, or None
+
+        Returns [B, T, Hq, Dv]; 0 in rows of padding. New tokens are written first, so that a query sees its own token
+        and those before it as the cache holds them, in the prefill as in every later step, unless `exact_prefill`.
+        """
+        assert self._new is not None
+        (key, value), self._new = self._new, None
+        batch, length = key.shape[0], key.shape[2]
+        if rules.window != self.window:
+            raise UnsupportedError(
+                f"sliding_window: want {self.window} in layer {self.index}, as the config says, got {rules.window} "
+                "from the model"
+            )
+        step = self._cache.book.step(self.window, self.columns, batch, length, mask, key.device)
+        store = seen = self._ready(key, value, step)
+        if self.columns == 0 and self._cache.exact_prefill:
+            seen = self._cache.exact_store(self.index, key, value, step.num_pages)
+        self.columns += length
+        q, k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        outs = []
+        for piece in step.pieces:
+            here = (q, k, v) if piece.rows is None else tuple(x.index_select(0, piece.rows) for x in (q, k, v))
+            store.append(here[1], here[2], piece.slots)
+            if seen is not store:
+                seen.append(here[1], here[2], piece.slots)
+            outs.append(seen.attend(here[0], piece, rules, module))
+        return _placed(outs, step, batch, length, query).unflatten(0, (batch, length))
+
+    def _ready(self, key: Tensor, value: Tensor, step: Step) -> Store:
+        """The store with all pages of a step."""
+        if self.store is None:
+            self.store = self._cache.make_store(self.index, key, value, step.num_pages)
+        if step.num_pages > self.store.cache.num_pages:
+            self.store.grow(step.num_pages)
+        copy(self.store, step.copies)
+        return self.store
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys, offset): every token counts, in layers with a window too."""
+        return self.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens of every row, padding included."""
+        return self.columns
+
+    def get_max_length(self) -> int:
+        """−1: no maximum."""
+        return -1
+
+    def forget(self) -> None:
+        """Start again; pages stay allocated."""
+        self.columns, self._new, self.waiting = 0, None, False
+
+    def reset(self) -> None:
+        """Refused: the pages belong to all layers."""
+        raise UnsupportedError("reset: call it on the TersekvCache; its layers share their pages")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Refused: the pages belong to all layers."""
+        raise UnsupportedError("reorder_cache: call it on the TersekvCache; its layers share their pages")
+
+    def offload(self) -> None:
+        """Refused."""
+        raise UnsupportedError("offload: a TersekvCache stays on its device")
+
+
+class TersekvCache(Cache):
+    """A paged cache in any format for `model.generate(..., past_key_values=cache)`.
+
+        config:      the model's config; tells layers with a sliding window from those without
+        format:      bf16 | fp16 | fp8_e4m3 | fp8_e5m2 for every model; fp8_per_token_head | int8_per_token_head |
+                     nvfp4 where K and V are cached; fp8_ds_mla where latents are (DeepSeek)
+        page_size:   tokens of a page
+        max_tokens:  tokens of a sequence that there is room for from the start; longer ones make the cache grow
+        num_pages:   a limit for each layer, beyond which OutOfPagesError is raised; None: grow as tokens come
+        chunk:       new tokens of a sequence that are written and attend together; bounds the prefill's memory and what
+                     a layer with a sliding window keeps (window + chunk tokens)
+        exact_prefill:  True: the first forward of a batch attends to its keys and values in 16 bits, in a second cache
+                     that is gone after each layer; False: to what is stored, as every later forward does
+        k_scale, v_scale, kv_scale:  dequantising scales of fp8_e4m3, fp8_e5m2 and nvfp4 (kv_scale: of latents): a
+                     number, or one for each layer
+
+    The model must run with attn_implementation="tersekv". Keys and values that a model caches before it expands them
+    into heads are kept as latents. Padding takes no room. Raises ValueError for arguments that cannot be, and
+    UnsupportedError for models with other than full and sliding-window attention.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        format: str = "fp8_e4m3",
+        *,
+        page_size: int = 64,
+        max_tokens: int | None = None,
+        num_pages: int | None = None,
+        chunk: int = 256,
+        exact_prefill: bool = False,
+        k_scale: float | Sequence[float] = 1.0,
+        v_scale: float | Sequence[float] = 1.0,
+        kv_scale: float | Sequence[float] = 1.0,
+    ) -> None:
+        names = tuple(dict.fromkeys([*KV_FORMATS, *LATENT_FORMATS]))
+        if format not in names:
+            raise ValueError(f"format: want one of {', '.join(names)}, got {format!r}")
+        for name, n in (
+            ("page_size", page_size), ("chunk", chunk), ("max_tokens", max_tokens), ("num_pages", num_pages)
+        ):  # fmt: skip
+            if n is not None and (not isinstance(n, int) or n <= 0):
+                raise ValueError(f"{name}: want a positive number, got {n!r}")
+        if not hasattr(config, "get_text_config"):
+            raise TypeError(f"config: want a transformers config such as model.config, got {type(config).__name__}")
+        config = config.get_text_config(decoder=True)
+        windows = layer_windows(config)
+        scales = {"k_scale": k_scale, "v_scale": v_scale, "kv_scale": kv_scale}
+        self._scales = {name: _each(name, s, len(windows)) for name, s in scales.items()}
+        self._latent_sizes = (getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None))
+        self.format, self.exact_prefill = format, exact_prefill and format not in HALF
+        self.book = Book(Capacity(page_size, chunk, max_tokens, num_pages))
+        self.paged = [TersekvLayer(self, i, w) for i, w in enumerate(windows)]
+        super().__init__(layers=list(self.paged))
+
+    def holds_latents(self, key: Tensor, value: Tensor) -> bool:
+        """Whether [B, H, T, D] and [B, H, T, Dv] are the latents and rotary keys of MLA."""
+        return key.shape[1] == 1 and (key.shape[-1], value.shape[-1]) == self._latent_sizes
+
+    def make_store(self, index: int, key: Tensor, value: Tensor, num_pages: int) -> Store:
+        """The store of a layer, made from its first keys and values."""
+        size = self.book.page_size
+        k_scale, v_scale, kv_scale = (self._scales[n][index] for n in ("k_scale", "v_scale", "kv_scale"))
+        latents = self.holds_latents(key, value)
+        for name, kind in (("k_scale", "K and V"), ("v_scale", "K and V"), ("kv_scale", "latents")):
+            if self._scales[name][index] != 1.0 and latents != (kind == "latents"):
+                raise ValueError(f"{name}: want 1.0 for a model that does not cache {kind}, got another scale")
+        if latents:
+            return LatentStore(key, value, self.format, num_pages, size, kv_scale)
+        return KVStore(key, value, self.format, num_pages, size, k_scale, v_scale)
+
+    def exact_store(self, index: int, key: Tensor, value: Tensor, num_pages: int) -> Store:
+        """A store of 16 bits with the same pages, for the layer's first forward."""
+        half, size = HALF[key.dtype == torch.float16], self.book.page_size
+        if self.holds_latents(key, value):
+            return LatentStore(key, value, half, num_pages, size, 1.0)
+        return KVStore(key, value, half, num_pages, size, 1.0, 1.0)
+
+    def reset(self) -> None:
+        """Forget all tokens, and the size of the batch. The pages stay allocated."""
+        self.book.reset()
+        for layer in self.paged:
+            layer.forget()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last −tokens_to_remove tokens of every row, such as drafts that were not accepted.
+
+        Raises ValueError for a positive number, and where a sliding window no longer holds what it would see.
+        """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 brings a tensor
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove: want 0 or a negative number, got {tokens_to_remove}")
+        self.book.crop(-tokens_to_remove)
+        for layer in self.paged:
+            layer.columns += tokens_to_remove if layer.columns else 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i goes on with the past of row beam_idx[i], as in beam search: pages are shared until one is written."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`, in their order; a row may be kept several times."""
+        if self.book.columns:
+            chosen = torch.arange(len(self.book.counts))[indices.to("cpu")]  # a mask will do, too
+            self._select(chosen.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, one after the other."""
+        if self.book.columns:
+            self._select([row for row in range(len(self.book.counts)) for _ in range(repeats)])
+
+    def _select(self, sources: list[int]) -> None:
+        copies = self.book.select(sources)
+        for layer in self.paged:
+            if layer.store is not None and layer.window in copies:
+                pages = self.book.num_pages(layer.window)
+                if pages > layer.store.cache.num_pages:
+                    layer.store.grow(pages)
+                copy(layer.store, copies[layer.window])
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; −1 before the first forward."""
+        return len(self.book.counts) or -1
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in all layers that have been written; a window keeps it for some time only."""
+        return sum(layer.store.cache.bytes_per_token for layer in self.paged if layer.store is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages that are allocated."""
+        return sum(layer.store.cache.nbytes for layer in self.paged if layer.store is not None)
+
+    def largest(self) -> list[tuple[float, ...]]:
+        """Of a 16-bit cache: the largest magnitude of K and of V (of latents: one) in each layer, to choose scales.
+
+        Raises ValueError for other formats, whose codes do not tell.
+        """
+        if self.format not in HALF:
+            raise ValueError(f"largest: want a cache in {' or '.join(HALF)}, got {self.format}")
+        return [layer.store.largest() for layer in self.paged if layer.store is not None]
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """The sliding window of each layer, None where there is none. Raises UnsupportedError for other kinds of layer."""
+    kinds = getattr(config, "layer_types", None) or []
+    if "chunked_attention" in kinds or (not kinds and getattr(config, "attention_chunk_size", None)):
+        raise UnsupportedError(f"config: {config.model_type} has chunked attention; want full or sliding-window layers")
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedError(f"config: {config.model_type} shares K and V between layers, which is not supported")
+    windows: list[int | None] = []
+    for i, layer in enumerate(DynamicCache(config=config).layers):
+        # By type, not by isinstance: layers with a state of their own are subclasses of these.
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise UnsupportedError(
+                f"config: want full or sliding-window attention in every layer of {config.model_type}, got "
+                f"{kinds[i] if kinds else type(layer).__name__} in layer {i}"
+            )
+        windows.append(getattr(layer, "sliding_window", None))
+    return windows
+
+
+def _each(name: str, scale: float | Sequence[float], layers: int) -> list[float]:
+    """One number for each layer."""
+    each = [scale] * layers if isinstance(scale, (int, float)) else list(scale)
+    if len(each) != layers or not all(isinstance(s, (int, float)) and s > 0 for s in each):
+        raise ValueError(f"{name}: want a positive number, or one for each of {layers} layers, got {scale!r}")
+    return each
+
+
+def _placed(outs: list[Tensor], step: Step, batch: int, length: int, query: Tensor) -> Tensor:
+    """The rows of all pieces [B * T, Hq, Dv]; rows of padding are 0."""
+    if len(outs) == 1 and step.pieces[0].rows is None:
+        return outs[0]
+    width = outs[0].shape[-1] if outs else query.shape[-1]
+    out = query.new_zeros(batch * length, query.shape[1], width)
+    for rows, part in zip((p.rows for p in step.pieces), outs, strict=True):
+        assert rows is not None  # only a piece that is alone takes all rows
+        out.index_copy_(0, rows, part)
+    return out

@@ -1,0 +1,336 @@
+"""Which token of a Hugging Face batch lies in which page: padding is skipped, windows reuse their pages.
+
+transformers counts a batch in columns: every row has the same number of tokens, padding among them. Here a row is a
+request that holds its real tokens alone, so that padding takes no room and no time. All of this is host bookkeeping;
+what the kernels need is made once per forward and shared by the layers that see the same keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import OutOfPagesError
+from ..pages import PageCopy, PagePool
+
+_TABLE_STEP = 8  # page tables grow in steps of so many columns, so that few shapes are ever planned for
+
+
+class Piece(NamedTuple):
+    """New tokens that are written and attend together: T tokens of B requests.
+
+    rows:          [T] int64, which of the B * length tokens of the forward; None: all of them, in order
+    slots:         [T] int64, where they go
+    page_table:    [B, max_pages] int32
+    seq_lens:      [B] int32, tokens of each request, those of this piece included
+    cu_seqlens_q:  [B + 1] int32; None: as many of every request
+    max_q_len:     most tokens of one request
+    """
+
+    rows: Tensor | None
+    slots: Tensor
+    page_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor | None
+    max_q_len: int
+
+
+class Step(NamedTuple):
+    """One forward as the layers of one window see it: pages to copy first, then piece by piece."""
+
+    copies: list[PageCopy]
+    num_pages: int
+    pieces: list[Piece]
+
+    def to(self, device: torch.device) -> Step:
+        """The same for layers on another device."""
+        pieces = []
+        for p in self.pieces:
+            tensors: dict[str, Any] = {n: x.to(device) for n, x in p._asdict().items() if isinstance(x, Tensor)}
+            pieces.append(p._replace(**tensors))
+        return self._replace(pieces=pieces)
+
+
+class Capacity(NamedTuple):
+    """How many pages a layer has.
+
+    page_size:   tokens of a page
+    chunk:       most new tokens of a request that are written and attend together
+    max_tokens:  tokens of a request that there is room for from the start; None: those of the first forward
+    num_pages:   a limit; None: grow as tokens come
+    """
+
+    page_size: int
+    chunk: int
+    max_tokens: int | None
+    num_pages: int | None
+
+
+class RequestPages:
+    """The pages of B requests, for all layers of one window.
+
+    Without a window a request holds a page for every `page_size` tokens. With one, it holds at most `ring` pages, and
+    token t lies in number t // page_size % ring of them: what it overwrites is before every window still to come.
+    """
+
+    def __init__(self, window: int | None, capacity: Capacity, counts: Sequence[int], first: int) -> None:
+        """counts: tokens of each request, all 0; first: tokens of the longest request in the first forward."""
+        size = capacity.page_size
+        self._capacity = capacity
+        self._window = window
+        self.ring = None if window is None else -(-(window - 1 + capacity.chunk) // size) + 1
+        each = -(-max(first, capacity.max_tokens or 0) // size) + 1
+        most = len(counts) * (each if self.ring is None else min(each, self.ring))
+        self.pool = PagePool(max(1, most if capacity.num_pages is None else capacity.num_pages), size)
+        self._ids = [(0, b) for b in range(len(counts))]
+        self._generation = 0
+        self._tables: dict[int, Tensor] = {}  # by width, as long as no page changes hands
+        self._intact = [0] * len(counts)  # first token of each request whose row has not been overwritten
+        for request in self._ids:
+            self.pool.add(request)
+
+    def extend(self, counts: Sequence[int]) -> list[PageCopy]:
+        """Room for `counts[b]` tokens in all of request b. Raises OutOfPagesError and leaves everything as it was."""
+        copies: list[PageCopy] = []
+        before, used = [self.pool.num_tokens(r) for r in self._ids], self._used
+        for b, request in enumerate(self._ids):
+            new = self._held(counts[b]) - before[b]
+            try:
+                copies += self._with_room(lambda r=request, n=new: self.pool.extend(r, n))
+            except OutOfPagesError:
+                for r, n in zip(self._ids[:b], before, strict=False):
+                    self.pool.truncate(r, n)
+                raise
+        if copies or self._used != used:
+            self._tables = {}
+        if self.ring is not None:
+            size = self.pool.page_size
+            for b, n in enumerate(counts):
+                self._intact[b] = max(self._intact[b], ((n - 1) // size - self.ring + 1) * size)
+        return copies
+
+    def table(self, most: int) -> Tensor:
+        """[B, max_pages] int64 on the host: the page of every token up to `most`; −1 where there is none."""
+        width = -(-most // self.pool.page_size)
+        width += -width % _TABLE_STEP
+        if width not in self._tables:
+            held = self.pool.page_table(self._ids, max_pages=width if self.ring is None else self.ring).to(torch.int64)
+            self._tables[width] = held if self.ring is None else held[:, torch.arange(width) % self.ring]
+        return self._tables[width]
+
+    def select(self, sources: Sequence[int]) -> list[PageCopy]:
+        """Request i becomes a copy of what request sources[i] was. Pages are shared; those of a window are copied."""
+        self._generation += 1
+        self._tables = {}
+        new = [(self._generation, b) for b in range(len(sources))]
+        copies: list[PageCopy] = []
+        heirs: dict[int, int] = {}  # of a window: the first request that goes on with a source's own pages
+        for b, source in enumerate(sources):
+            if self.ring is None or heirs.setdefault(source, b) == b:
+                self.pool.fork(self._ids[source], new[b])
+        for request in self._ids:
+            self.pool.free(request)
+        if self.ring is not None:
+            for b, source in enumerate(sources):
+                if heirs[source] != b:
+                    tokens = self.pool.num_tokens(new[heirs[source]])
+                    self._with_room(lambda r=new[b], n=tokens: self.pool.add(r, n))
+                    both = zip(self.pool.pages(new[heirs[source]]), self.pool.pages(new[b]), strict=True)
+                    copies += [PageCopy(*pair) for pair in both]
+        self._ids, self._intact = new, [self._intact[s] for s in sources]
+        return copies
+
+    def check_crop(self, counts: Sequence[int]) -> None:
+        """Raise unless every request can go back to `counts[b]` tokens."""
+        for b, n in enumerate(counts):
+            if self._window is not None and n > 0 and max(0, n - self._window + 1) < self._intact[b]:
+                want = self._intact[b] + self._window - 1
+                raise ValueError(
+                    f"crop: want at least {want} tokens kept in request {b}, since a window of {self._window} keeps "
+                    f"no older ones (a larger chunk keeps more), got {n}"
+                )
+
+    def crop(self, counts: Sequence[int]) -> None:
+        """Go back to `counts[b]` tokens of each request."""
+        for b, (request, n) in enumerate(zip(self._ids, counts, strict=True)):
+            self.pool.truncate(request, min(self._held(n), self.pool.num_tokens(request)))
+            self._intact[b] = self._intact[b] if n else 0
+
+    @property
+    def _used(self) -> int:
+        return self.pool.num_pages - self.pool.num_free_pages
+
+    def _held(self, tokens: int) -> int:
+        """Tokens that the pool is asked to keep of a request that has `tokens`."""
+        return tokens if self.ring is None else min(tokens, self.ring * self.pool.page_size)
+
+    def _with_room(self, take):
+        """Take pages; make the pool larger as long as it has too few and may grow."""
+        while True:
+            try:
+                return take()
+            except OutOfPagesError as e:
+                pages = self.pool.num_pages
+                if self._capacity.num_pages is not None:
+                    raise OutOfPagesError(
+                        f"num_pages: want more than {pages} pages of {self.pool.page_size} tokens a layer for these "
+                        f"{len(self._ids)} requests, got a limit of {pages} ({e})"
+                    ) from None
+                self.pool.grow(pages + max(len(self._ids), pages // 4))
+
+
+class Book:
+    """The tokens of one batch: how many columns there are, which of them are real, and where each lies."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the batch and its size."""
+        self.columns = 0  # tokens of every row, padding included
+        self.counts: list[int] = []  # real tokens of each request
+        self._history: list[tuple[int, Tensor | None]] = []  # of every forward: columns, and which are real
+        self._requests: dict[int | None, RequestPages] = {}
+        self._steps: dict[int | None, dict[torch.device, Step]] = {}
+        self._before: list[int] = []
+
+    def step(
+        self, window: int | None, start: int, batch: int, length: int, mask: Tensor | None, device: torch.device
+    ) -> Step:
+        """What the layers of a window do in the forward that brings columns [start, start + length) of B rows.
+
+        mask: [B, start + length] bool, False for padding; None: no padding
+        """
+        if start == self.columns:
+            self._begin(batch, length, mask)
+        elif start + length != self.columns or len(self.counts) != batch:
+            raise RuntimeError(
+                f"past_key_values: a layer is at token {start}, the cache at {self.columns}: the last forward did not "
+                "reach all layers; call reset() and start again"
+            )
+        if window not in self._steps:
+            self._steps[window] = {device: self._place(window, length, device)}
+        steps = self._steps[window]
+        if device not in steps:
+            steps[device] = next(iter(steps.values())).to(device)
+        return steps[device]
+
+    @property
+    def page_size(self) -> int:
+        return self._capacity.page_size
+
+    def num_pages(self, window: int | None) -> int:
+        """Pages that a layer of this window needs now."""
+        return self._requests[window].pool.num_pages
+
+    def select(self, sources: Sequence[int]) -> dict[int | None, list[PageCopy]]:
+        """Rows become copies of rows, as in beam search. Returns the pages to copy, for the layers of each window."""
+        wrong = [s for s in sources if not 0 <= s < len(self.counts)]
+        if wrong:
+            raise ValueError(f"beam_idx: want rows in [0, {len(self.counts)}), got {wrong[0]}")
+        self._steps = {}
+        self.counts = [self.counts[s] for s in sources]
+        index = torch.tensor(list(sources), dtype=torch.int64)
+        self._history = [(n, None if real is None else real[index]) for n, real in self._history]
+        return {window: pages.select(sources) for window, pages in self._requests.items()}
+
+    def crop(self, columns: int) -> None:
+        """Forget the last `columns` columns. Raises ValueError and changes nothing where that is not possible."""
+        if not 0 <= columns <= self.columns:
+            raise ValueError(f"crop: want at most {self.columns} tokens to remove, got {columns}")
+        history, counts, left = list(self._history), list(self.counts), columns
+        while left:
+            n, real = history.pop()
+            cut = min(n, left)
+            gone = [cut] * len(counts) if real is None else real[:, n - cut :].sum(1).tolist()
+            counts = [have - lost for have, lost in zip(counts, gone, strict=True)]
+            if cut < n:
+                history.append((n - cut, None if real is None else real[:, : n - cut]))
+            left -= cut
+        for pages in self._requests.values():
+            pages.check_crop(counts)
+        for pages in self._requests.values():
+            pages.crop(counts)
+        self._history, self.counts, self.columns, self._steps = history, counts, self.columns - columns, {}
+
+    def _begin(self, batch: int, length: int, mask: Tensor | None) -> None:
+        """Count a new forward."""
+        if not self.columns:
+            self.counts = [0] * batch
+        if len(self.counts) != batch:
+            raise ValueError(
+                f"input_ids: want a batch of {len(self.counts)}, which the cache holds, got {batch}; "
+                "call reset() for another batch"
+            )
+        real = None if mask is None else self._real(mask, batch, length)
+        self._before = list(self.counts)
+        new = [length] * batch if real is None else real.sum(1).tolist()
+        self.counts = [have + more for have, more in zip(self.counts, new, strict=True)]
+        self._history.append((length, real))
+        self.columns += length
+        self._steps = {}
+
+    def _real(self, mask: Tensor, batch: int, length: int) -> Tensor | None:
+        """Which new columns are real, bool [B, length] on the host; None: all."""
+        want = [batch, self.columns + length]
+        if list(mask.shape) != want:
+            raise ValueError(f"attention_mask: want {want}, past and new tokens, got {list(mask.shape)}")
+        past = mask[:, : self.columns].sum(1, keepdim=True)
+        told = torch.cat((past, mask[:, self.columns :]), dim=1).cpu()  # one copy from the device
+        if told[:, 0].tolist() != self.counts:
+            raise ValueError(
+                f"attention_mask: want the past as it was when it was written, {self.counts} real tokens, "
+                f"got {told[:, 0].tolist()}; no token of the past can be hidden or shown later (reset() starts anew)"
+            )
+        real = told[:, 1:].to(torch.bool)
+        return None if bool(real.all()) else real
+
+    def _place(self, window: int | None, length: int, device: torch.device) -> Step:
+        if window not in self._requests:
+            if any(self._before):
+                raise RuntimeError("past_key_values: a layer comes late; call reset() and start again")
+            self._requests[window] = RequestPages(window, self._capacity, self._before, max(self.counts))
+        pages = self._requests[window]
+        copies = pages.extend(self.counts)
+        table, real = pages.table(max(self.counts)), self._history[-1][1]
+        before, pieces = torch.tensor(self._before), []
+        for begin in range(0, length, self._capacity.chunk):
+            piece, before = _piece(begin, min(begin + self._capacity.chunk, length), length, real, before, table,
+                                   self._capacity.page_size, device)  # fmt: skip
+            if piece is not None:
+                pieces.append(piece)
+        return Step(copies, pages.pool.num_pages, pieces)
+
+
+def _piece(
+    begin: int, end: int, length: int, real: Tensor | None, before: Tensor, table: Tensor, page_size: int,
+    device: torch.device,
+) -> tuple[Piece | None, Tensor]:  # fmt: skip
+    """Columns [begin, end) of a forward of `length`; None where all are padding. Also the tokens after it."""
+    batch = len(before)
+    part = torch.ones(batch, end - begin, dtype=torch.bool) if real is None else real[:, begin:end]
+    new = part.sum(1)
+    most = int(new.max())
+    if most == 0:
+        return None, before
+    position = (before[:, None] + part.cumsum(1) - 1).clamp(min=0)
+    slots = table.gather(1, position // page_size) * page_size + position % page_size
+    whole = real is None and begin == 0 and end == length
+    rows = torch.arange(begin, end) + torch.arange(batch)[:, None] * length
+    uneven = bool((new != most).any())
+    cu = torch.cat((new[:1] * 0, new.cumsum(0)))
+    after = before + new
+    used = -(-int(after.max()) // page_size)
+    used = min(used + -used % _TABLE_STEP, table.shape[1])
+    return Piece(
+        None if whole else rows[part].to(device),
+        slots[part].to(device),
+        table[:, :used].to(device, torch.int32),
+        after.to(device, torch.int32),
+        cu.to(device, torch.int32) if uneven else None,
+        most,
+    ), after

@@ -1,0 +1,147 @@
+"""What one layer of a Hugging Face model keeps: K and V, or the latents of MLA, in a paged cache of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..cache import PagedKVCache, PagedKVLayer, PagedLatentCache, PagedLatentLayer
+from ..errors import UnsupportedError
+from ..ops.append import append
+from ..ops.decode import decode
+from ..ops.mla import mla_append, mla_decode
+from ..pages import PageCopy, copy_pages
+from .transformers_pages import Piece
+
+
+class Rules(NamedTuple):
+    """What an attention layer asks for beside its tensors."""
+
+    softmax_scale: float | None
+    window: int | None
+    softcap: float
+    sinks: Tensor | None
+
+
+class KVStore:
+    """K and V rows of one layer; H heads of D (V: Dv) numbers."""
+
+    def __init__(
+        self, key: Tensor, value: Tensor, format: str, num_pages: int, page_size: int, k_scale: float, v_scale: float
+    ) -> None:
+        """key, value: [B, H, T, D], [B, H, T, Dv] of the first forward: sizes and device."""
+        self._sizes: dict[str, Any] = {
+            "num_layers": 1, "page_size": page_size, "num_kv_heads": key.shape[1], "head_dim": key.shape[-1],
+            "head_dim_v": value.shape[-1], "format": format, "k_scale": k_scale, "v_scale": v_scale,
+            "device": key.device,
+        }  # fmt: skip
+        self.cache = PagedKVCache.allocate(num_pages=num_pages, **self._sizes)
+
+    def append(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """key, value: [T, H, D], [T, H, Dv]."""
+        append(key, value, self.cache[0], slots)
+
+    def attend(self, q: Tensor, piece: Piece, rules: Rules, module: torch.nn.Module) -> Tensor:
+        """q [T, Hq, D] → [T, Hq, Dv]."""
+        out = decode(
+            q, self.cache[0], piece.page_table, piece.seq_lens, softmax_scale=rules.softmax_scale,
+            window=rules.window, sinks=rules.sinks, softcap=rules.softcap, cu_seqlens_q=piece.cu_seqlens_q,
+            max_q_len=piece.max_q_len,
+        )  # fmt: skip
+        return cast(Tensor, out)
+
+    def grow(self, num_pages: int) -> None:
+        """The same rows in more pages."""
+        old, self.cache = self.cache[0], PagedKVCache.allocate(num_pages=num_pages, **self._sizes)
+        _refill(self.cache[0], old, ("k", "v", "k_scale_cache", "v_scale_cache"))
+
+    def largest(self) -> tuple[float, ...]:
+        """Largest magnitude of K and of V in a 16-bit cache."""
+        return tuple(float(x.abs().max()) for x in (self.cache[0].k, self.cache[0].v))
+
+
+class LatentStore:
+    """Latent rows of one MLA layer: L latent and R rotary numbers a token, shared by all heads."""
+
+    def __init__(
+        self, key: Tensor, value: Tensor, format: str, num_pages: int, page_size: int, kv_scale: float
+    ) -> None:
+        """key, value: [B, 1, T, L] normed latents and [B, 1, T, R] rotated keys of the first forward."""
+        self._sizes: dict[str, Any] = {
+            "num_layers": 1, "page_size": page_size, "kv_lora_rank": key.shape[-1],
+            "qk_rope_head_dim": value.shape[-1], "format": format, "kv_scale": kv_scale, "device": key.device,
+        }  # fmt: skip
+        self.cache = PagedLatentCache.allocate(num_pages=num_pages, **self._sizes)
+
+    def append(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """key, value: [T, 1, L], [T, 1, R]."""
+        mla_append(key[:, 0], value[:, 0], self.cache[0], slots)
+
+    def attend(self, q: Tensor, piece: Piece, rules: Rules, module: torch.nn.Module) -> Tensor:
+        """q [T, H, Dn + R] → [T, H, Dv]: absorbed, so that one latent row is key and value of every head."""
+        if rules.window is not None or rules.softcap or rules.sinks is not None:
+            raise UnsupportedError("latent caches have no sliding window, softcap or sinks")
+        if rules.softmax_scale is None:
+            raise ValueError("scaling: want a number for a latent cache, got None")
+        w_uk, w_uv = absorbed_weights(module, q)
+        q_nope, q_pe = q.split((w_uk.shape[1], q.shape[-1] - w_uk.shape[1]), dim=-1)
+        q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1).contiguous()
+        out = mla_decode(
+            (q_latent, q_pe.contiguous()), self.cache[0], piece.page_table, piece.seq_lens,
+            softmax_scale=rules.softmax_scale, cu_seqlens_q=piece.cu_seqlens_q, max_q_len=piece.max_q_len,
+        )  # fmt: skip
+        return torch.bmm(cast(Tensor, out).transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+
+    def grow(self, num_pages: int) -> None:
+        """The same rows in more pages."""
+        old, self.cache = self.cache[0], PagedLatentCache.allocate(num_pages=num_pages, **self._sizes)
+        _refill(self.cache[0], old, ("ckv", "kpe", "ckv_scale_cache"))
+
+    def largest(self) -> tuple[float, ...]:
+        """Largest magnitude in a 16-bit cache, latent and rotary part alike."""
+        return (max(float(x.abs().max()) for x in (self.cache[0].ckv, self.cache[0].kpe)),)
+
+
+Store = KVStore | LatentStore
+
+
+def absorbed_weights(module: Any, q: Tensor) -> tuple[Tensor, Tensor]:
+    """w_uk [H, Dn, L] and w_uv [H, Dv, L] of an MLA module in q's dtype: views of its `kv_b_proj`.
+
+    Raises UnsupportedError for a module without them, or whose weight is quantised or has a bias.
+    """
+    projection = getattr(module, "kv_b_proj", None)
+    weight = getattr(projection, "weight", None)
+    nope, dv = getattr(module, "qk_nope_head_dim", None), getattr(module, "v_head_dim", None)
+    if not isinstance(weight, Tensor) or nope is None or dv is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} caches latents, but has no kv_b_proj, qk_nope_head_dim and v_head_dim to absorb"
+        )
+    heads = q.shape[1]
+    if weight.dtype != q.dtype or weight.dim() != 2 or weight.shape[0] != heads * (nope + dv):
+        raise UnsupportedError(
+            f"kv_b_proj: want a weight [{heads} * ({nope} + {dv}), L] {q.dtype}, got {list(weight.shape)} "
+            f"{weight.dtype}"
+        )
+    if getattr(projection, "bias", None) is not None:
+        raise UnsupportedError("kv_b_proj: want no bias, which cannot be absorbed, got one")
+    w_uk, w_uv = weight.unflatten(0, (heads, -1)).split((nope, dv), dim=1)
+    return w_uk, w_uv
+
+
+def copy(store: Store, copies: list[PageCopy]) -> None:
+    """Copy whole pages of a store."""
+    copy_pages(store.cache, copies)
+
+
+def _refill(new: PagedKVLayer | PagedLatentLayer, old: PagedKVLayer | PagedLatentLayer, names: Sequence[str]) -> None:
+    """Copy the rows of every page of `old` into the first pages of `new`."""
+    for name in names:
+        rows = getattr(old, name)
+        if rows is not None:
+            # One byte wide as bytes: some devices copy no fp8.
+            dst, src = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (getattr(new, name), rows))
+            dst[: len(src)] = src

@@ -1,0 +1,149 @@
+"""Decode in shapes off the beaten track, and the plain case that reads as many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cache import PagedKVCache
+from ...formats import kv_bytes_per_token, kv_format
+from ...ops.decode import decode
+from ..compare import limit_of
+from . import data
+from .cases import HEAD_DIM, KV_HEADS, Case
+
+
+@dataclass(frozen=True, slots=True)
+class Shape(Case):
+    """A decode. `tokens` counts the drafts."""
+
+    name: str = "plain"
+    kv_heads: int = KV_HEADS
+    head_dim: int = HEAD_DIM
+    layout: str = "NHD"
+    drafts: int = 1
+    tree: bool = False  # the drafts are a tree, by a mask; else causal
+    window: int = 0
+    sinks: bool = False
+
+    @property
+    def bytes_per_token(self) -> int:
+        return kv_bytes_per_token(self.format, self.kv_heads, self.head_dim)
+
+    @property
+    def keys(self) -> int:
+        """Keys that some row of a request sees."""
+        return min(self.tokens, self.window + self.drafts - 1) if self.window else self.tokens
+
+    @property
+    def plain(self) -> Shape:
+        """The plain case with as many bytes, in the requests of the ordinary cell."""
+        requests = 64 if self.requests * self.tokens >= 1 << 16 else 4
+        total = self.requests * self.keys * self.bytes_per_token
+        tokens = max(1, round(total / requests / kv_bytes_per_token(self.format, KV_HEADS, HEAD_DIM)))
+        return Shape("shape", self.format, requests, tokens, page=self.page)
+
+
+def shapes(format: str, device: str) -> Iterator[Shape]:
+    """The shapes of a format; small ones on a CPU."""
+    b, n, long, many = (4, 512, (1, 4096), (64, 32)) if device == "cpu" else (64, 8192, (1, 1 << 20), (1024, 512))
+    base = Shape("shape", format, b, n)
+    for d in (64, 256):
+        yield replace(base, name=f"D {d}", head_dim=d)
+    for group in (1, 5, 8, 16):
+        yield replace(base, name=f"group {group}", heads=group * KV_HEADS)
+    yield replace(base, name="HND", layout="HND")
+    yield replace(base, name="8 drafts", drafts=8)
+    yield replace(base, name="8 drafts, tree", drafts=8, tree=True)
+    yield replace(base, name=f"window {n // 8}", window=n // 8)
+    yield replace(base, name="sinks", sinks=True)
+    for requests, tokens in (long, many):
+        yield replace(base, name=f"{requests} x {tokens}", requests=requests, tokens=tokens)
+
+
+class ShapeDecode:
+    """The problem of a shape, judged by dense fp64 attention of its first and last request."""
+
+    peer_limit = 0.0
+
+    def __init__(self, case: Shape, device: torch.device, backend: str | None = None) -> None:
+        self.case, c = case, case
+        lens = torch.full((c.requests,), c.tokens, dtype=torch.int32)
+        used = -(-lens // c.page)
+        copies = data.rotations(device, c.requests * c.keys * c.bytes_per_token)
+        self.tables = data.page_tables(used, copies, device)
+        self.layer = layer = PagedKVCache.allocate(
+            1, copies * int(used.sum()), c.page, c.kv_heads, c.head_dim, format=c.format, layout=c.layout,
+            device=device,
+        )[0]  # fmt: skip
+        for codes, scales in ((layer.k, layer.k_scale_cache), (layer.v, layer.v_scale_cache)):
+            data.fill(codes, scales, kv_format(c.format))
+        self.q = torch.randn(c.requests * c.drafts, c.heads, c.head_dim, device=device).bfloat16()
+        self.out = torch.empty_like(self.q)
+        self.sinks = torch.randn(c.heads, device=device) if c.sinks else None
+        self.nbytes = c.requests * c.keys * c.bytes_per_token
+        self.flops = 4 * c.requests * c.keys * c.drafts * c.heads * c.head_dim
+        self.limit = limit_of("out", torch.bfloat16, c.precision)
+        mask, lens = _tree_mask(c, device), lens.to(device)
+
+        def call(table: Tensor) -> Any:
+            return lambda: decode(
+                self.q, layer, table, lens, out=self.out, mask=mask, window=c.window or None, sinks=self.sinks,
+                backend=backend,
+            )  # fmt: skip
+
+        self.calls = [call(table) for table in self.tables]
+
+    def poison(self) -> None:
+        data.poison(self.out)
+
+    def error(self, result: Any) -> float:
+        rows = self.out.unflatten(0, (self.case.requests, -1))
+        return max(data.relative(rows[b], self.expected(b)) for b in {0, self.case.requests - 1})
+
+    def expected(self, b: int) -> Tensor:
+        """[drafts, Hq, D] fp64 of request b."""
+        c, a, f = self.case, self.layer, kv_format(self.case.format)
+        where = data.places(self.tables[0, b], c.tokens, c.page)
+        k, v = data.values(a.k, a.k_scale_cache, f, where), data.values(a.v, a.v_scale_cache, f, where)
+        q = self.q.unflatten(0, (c.requests, -1))[b].double().unflatten(1, (c.kv_heads, -1))
+        scores = torch.einsum("thgd,nhd->thgn", q, k) * c.head_dim**-0.5
+        scores.masked_fill_(~_seen(c, q.device)[:, None, None], -torch.inf)
+        if self.sinks is not None:
+            sink = self.sinks.double().view(1, c.kv_heads, -1, 1).expand(*scores.shape[:3], 1)
+            p = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        else:
+            p = scores.softmax(-1)
+        return torch.einsum("thgn,nhd->thgd", p, v).flatten(1, 2)
+
+
+def _ancestors(c: Shape) -> list[set[int]]:
+    """Drafts that each draft sees, itself included."""
+    if not c.tree:
+        return [set(range(i + 1)) for i in range(c.drafts)]
+    seen = [{0}]
+    for i in range(1, c.drafts):
+        seen.append({i} | seen[(i - 1) // 2])
+    return seen
+
+
+def _tree_mask(c: Shape, device: torch.device) -> Tensor | None:
+    if not c.tree:
+        return None
+    words = [[sum(1 << j for j in seen), 0] for seen in _ancestors(c)]
+    return torch.tensor(words * c.requests, dtype=torch.int32).to(torch.uint16).to(device)
+
+
+def _seen(c: Shape, device: torch.device) -> Tensor:
+    """[drafts, tokens] bool."""
+    prefix, key = c.tokens - c.drafts, torch.arange(c.tokens, device=device)
+    rows = []
+    for i, drafts in enumerate(_ancestors(c)):
+        row = key < prefix
+        row[[prefix + j for j in drafts]] = True
+        rows.append(row & (key > prefix + i - c.window) if c.window else row)
+    return torch.stack(rows)

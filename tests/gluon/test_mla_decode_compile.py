@@ -1,0 +1,147 @@
+"""MLA decode in Gluon compiled for sm_90: instructions, spills, shared memory; its facts → choice; what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from compile_tools import compile_launch, record
+
+from tersekv import plan
+from tersekv.backends.gluon import mla_decode
+from tersekv.cache import PagedLatentCache
+from tersekv.calls import MLADecodeCall
+
+SHARED = 227 << 10
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def make(format="fp8_e4m3", heads=16, page=64, q_dtype=BF16, drafts=1, rank=512, rope=64) -> MLADecodeCall:
+    """A call of four requests whose tensors are never read."""
+    c = PagedLatentCache.allocate(1, 4, page, format=format, kv_lora_rank=rank, qk_rope_head_dim=rope)[0]
+    rows = 4 * drafts
+    q = torch.empty(rows, heads, rank + rope, dtype=q_dtype)
+    return MLADecodeCall(
+        q[..., :rank], q[..., rank:], c.ckv, c.kpe, c.ckv_scale_cache, torch.empty(4, 64, dtype=torch.int32),
+        torch.empty(4, dtype=torch.int32), None, torch.empty(rows, heads, rank, dtype=BF16),
+        torch.empty(rows, heads), format, drafts, 0.1, None, 1.0, None, 1.0, None, "exact",
+    )  # fmt: skip
+
+
+def facts(call: MLADecodeCall, arch: int = 90):
+    return plan.facts("mla_decode", call, arch)
+
+
+def compiled(call: MLADecodeCall) -> dict[str, dict]:
+    config = mla_decode.configure(facts(call))
+    launches = record(mla_decode.run, call, config)
+    return {fn.fn.__name__: compile_launch(fn, args, kwargs, 90) for fn, _, args, kwargs in launches}
+
+
+def loop_of_tiles(sass: str) -> list[str]:
+    """Instructions of the smallest loop that both scores tiles and adds their values."""
+    code = [(int(a, 16), text) for a, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    loops = []
+    for address, text in code:
+        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < address:
+            body = [t for a, t in code if int(jump[1], 16) <= a <= address]
+            if sum("GMMA" in t for t in body) > 30:
+                loops.append(body)
+    return min(loops, key=len)
+
+
+def count(code: list[str], *names: str) -> int:
+    return sum(any(re.match(rf"(@!?U?P\w+ )?{n}\b", t) for n in names) for t in code)
+
+
+@pytest.mark.parametrize(
+    ("format", "heads", "q_dtype"),
+    [("fp8_e4m3", 16, BF16), ("fp8_e4m3", 128, E4M3), ("fp8_ds_mla", 16, BF16), ("bf16", 128, BF16)],
+)
+def test_the_loop_multiplies_on_the_matrix_unit_and_spills_nothing(format, heads, q_dtype):
+    kernels = compiled(make(format, heads, q_dtype=q_dtype))
+    assert all(k["shared"] <= SHARED for k in kernels.values())
+    split = next(k for name, k in kernels.items() if name != "merge_kernel")
+    loop = loop_of_tiles(split["sass"]())
+    assert count(loop, "STL", "LDL") == 0
+    if format == "bf16":
+        assert count(loop, "HGMMA") == 36 + 2 * 4  # scores of one tile, values of two
+    else:
+        # Scores straight from the codes: 128 columns at a time, and the rotary part, of 8 or 16 bits.
+        rotary = format == "fp8_e4m3"
+        assert count(loop, "QGMMA") == 4 * 4 + 2 * rotary
+        # Values: 8 tiles of 64 columns × 4 steps of 16 keys, each code converted once, two in one instruction.
+        assert count(loop, "HGMMA") == 8 * 4 + 4 * (not rotary)
+        assert 128 <= count(loop, "F2FP") < 150
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_ds_mla"])
+def test_two_programs_of_few_heads_fit_a_multiprocessor(format):
+    split = compiled(make(format))["mla_decode_codes_kernel"]
+    assert 2 * (split["shared"] + 1024) <= 228 << 10
+    assert 2 * split["n_regs"] * 256 <= 65536
+
+
+@pytest.mark.parametrize(
+    ("heads", "drafts", "rows", "blocks"),
+    [(1, 1, 16, 1), (16, 1, 16, 1), (16, 4, 32, 1), (32, 1, 16, 2), (64, 1, 32, 2), (128, 1, 32, 2), (24, 1, 32, 1),
+     (96, 2, 16, 2)],
+)  # fmt: skip
+def test_heads_are_dealt_in_blocks_that_fill_their_rows(heads, drafts, rows, blocks):
+    f = facts(make(heads=heads, drafts=drafts))
+    k, config = mla_decode.choose(f), mla_decode.configure(f)
+    c = config.constants
+    assert (k.rows, k.blocks) == (rows, blocks)
+    assert heads == c.HEADS * c.GROUP
+    assert c.HEADS % blocks == 0
+    assert config.split.grid[0] * blocks % c.HEADS == 0
+    segments = -(-drafts * c.GROUP // rows)
+    assert config.merge.grid[0] == 4 * segments * c.HEADS  # of four requests
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"format": "fp8_e5m2"}, "fp8_e5m2"),
+        ({"page": 3}, "pages"),
+        ({"page": 8}, "pages"),
+        ({"q_dtype": torch.float32}, "got float32"),
+        ({"q_dtype": torch.float16}, "got float16"),
+        ({"format": "fp16"}, "fp16"),
+        ({"rank": 256}, "latents of 512"),
+    ],
+)
+def test_what_it_refuses_it_says(changes, reason):
+    assert reason in mla_decode.why_not(facts(make(**changes)))
+
+
+def test_other_chips_are_refused():
+    assert "sm_90" in mla_decode.why_not(facts(make(), 100))
+    assert mla_decode.why_not(facts(make())) is None
+
+
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+def test_pages_of_many_sizes_are_taken(page):
+    f = facts(make(page=page))
+    assert mla_decode.why_not(f) is None
+    assert page == mla_decode.configure(f).constants.PAGE
+
+
+def test_few_requests_are_merged_by_many_small_programs():
+    call = make()
+    one = replace_requests(call, 1)
+    many = replace_requests(call, 512)
+    assert mla_decode.configure(facts(one)).merge.grid[2] > 1
+    assert mla_decode.configure(facts(many)).merge.grid[2] == 1
+
+
+def replace_requests(call: MLADecodeCall, n: int) -> MLADecodeCall:
+    heads = call.q_nope.shape[1]
+    q = torch.empty(n, heads, 576, dtype=BF16)
+    return call._replace(
+        q_nope=q[..., :512], q_pe=q[..., 512:], page_table=torch.empty(n, 64, dtype=torch.int32),
+        seq_lens=torch.empty(n, dtype=torch.int32), out=torch.empty(n, heads, 512, dtype=BF16),
+        lse=torch.empty(n, heads),
+    )  # fmt: skip

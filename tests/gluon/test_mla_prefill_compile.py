@@ -1,0 +1,172 @@
+"""MLA prefill's Gluon kernels, compiled for a GPU that is not there: what matters in the machine code, and who gets
+a plan."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from compile_tools import compile_launch, record
+
+from tersekv import plan
+from tersekv.backends.gluon import mla_prefill
+from tersekv.cache import PagedLatentCache
+from tersekv.calls import MLAPrefillCall
+
+SHARED = 227 << 10
+
+
+def call_of(
+    tokens: int = 4096, heads: int = 16, nope: int = 128, rope: int = 64, dim_v: int = 128, rank: int = 512,
+    fp8: bool = True, chunks: int = 1, dtype: torch.dtype = torch.bfloat16, lse: bool = False, gap: int = 0,
+) -> MLAPrefillCall:  # fmt: skip
+    """A call whose tensors are never read."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    c = PagedLatentCache.allocate(1, 2, 64, format="bf16", kv_lora_rank=rank, qk_rope_head_dim=rope)[0]
+    rows, f32, i32 = heads * (nope + dim_v), torch.float32, torch.int32
+    weight = empty(rows, rank, dtype=torch.float8_e4m3fn if fp8 else dtype)
+    q = empty(tokens, heads, nope + rope + gap)[..., : nope + rope]
+    return MLAPrefillCall(
+        q, empty(tokens, rank), empty(tokens, rope), c.ckv, c.kpe, c.ckv_scale_cache, empty(1, 64, dtype=i32),
+        empty(1, dtype=i32), empty(2, dtype=i32), empty(8192, rope, dtype=f32), empty(rank), weight,
+        empty(rows // 128, rank // 128, dtype=f32) if fp8 else None, empty(chunks, 2, dtype=i32),
+        empty(chunks, 1, dtype=i32), empty(tokens, heads, dim_v), empty(tokens, heads, dtype=f32) if lse else None,
+        [tokens] * chunks, "bf16", tokens, 0.07, 1e-6, 1.0, None, "exact",
+    )  # fmt: skip
+
+
+def facts(call: MLAPrefillCall, arch: int = 90) -> SimpleNamespace:
+    return plan.facts("mla_prefill", call, arch)
+
+
+@cache
+def compiled(**sizes: Any) -> dict[tuple[str, int], dict[str, Any]]:
+    """What each launch of a call compiles to, by name and number."""
+    call = call_of(**sizes)
+    assert mla_prefill.why_not(facts(call)) is None
+    launches = record(mla_prefill.run, call, mla_prefill.configure(facts(call)))
+    return {
+        (fn.fn.__name__, i): compile_launch(fn, args, kwargs, 90)
+        for i, (fn, _, args, kwargs) in enumerate(launches)
+        if fn.is_gluon()
+    }
+
+
+def loops(sass: str, *holding: str) -> list[list[str]]:
+    """Innermost loops that hold these instructions: from the target of a backward branch to the branch.
+
+    Waits spin behind the end of the program and branch back from there; those are none.
+    """
+    lines = [m for line in sass.splitlines() if (m := re.search(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", line))]
+    at = {int(m[1], 16): i for i, m in enumerate(lines)}
+    found: list[tuple[int, int]] = []
+    for i, m in enumerate(lines):
+        branch = re.search(r"\bBRA (?:`\()?0x([0-9a-f]+)", m[2])
+        start = at.get(int(branch[1], 16), i) if branch else i
+        if start < i and not any("EXIT" in m[2] for m in lines[start:i]):
+            found.append((start, i))
+    inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] and b[1] - b[0] > 8 for b in found)]
+    texts = [[m[2] for m in lines[a : b + 1]] for a, b in inner]
+    return [t for t in texts if all(any(h in line for line in t) for h in holding)]
+
+
+def count(lines: list[str], what: str) -> int:
+    return sum(what in line for line in lines)
+
+
+def test_every_kernel_fits_a_multiprocessor():
+    kernels = compiled()
+    assert [name for name, _ in kernels] == ["product_kernel", "attention_kernel"]
+    assert all(k["shared"] <= SHARED for k in kernels.values())
+
+
+def test_the_product_keeps_its_matrix_instructions_in_flight_and_never_spills():
+    k = compiled()["product_kernel", 2]
+    sass = k["sass"]()
+    assert k["n_spills"] == 0
+    steps = loops(sass, "QGMMA")
+    assert len(steps) == 2  # one for each warpgroup
+    for step in steps:
+        assert count(step, "QGMMA") == 4  # 128 columns, 32 a time
+        assert count(step, "WARPGROUP.DEPBAR") == 1  # where ptxas serialises them, each has a wait of its own
+        assert count(step, "FFMA") == 64
+    assert "UTMALDG" in sass
+    assert "UTMASTG" in sass
+
+
+def test_the_rotation_rides_in_the_product_without_fused_multiply_adds():
+    ptx = compiled()["product_kernel", 2]["ptx"]
+    fused = 2 * 64  # of the product's two warpgroups
+    assert ptx.count("fma.rn.f32") == fused
+    several = compiled(tokens=512, chunks=2)
+    warps = [several["product_kernel", i]["metadata"].num_warps for i in (2, 5)]
+    assert warps == [16, 12]  # q is rotated once
+
+
+def test_attention_hides_the_softmax_behind_the_products():
+    sass = compiled()["attention_kernel", 3]["sass"]()
+    steps = [step for step in loops(sass, "HGMMA") if count(step, "BAR.SYNC") < 8]  # whole tiles, without NaN checks
+    assert len(steps) == 2
+    for step in steps:
+        assert count(step, "HGMMA") == 8 + 4 + 8  # nope, rotary part, values
+        assert count(step, "LDL") + count(step, "STL") == 0
+        waits = [i for i, line in enumerate(step) if "WARPGROUP.DEPBAR" in line]
+        assert len(waits) == 2
+        between = step[waits[0] : waits[1]]
+        assert count(between, "MUFU.EX2") >= 64
+        released = next(i for i, line in enumerate(between) if "SYNCS.ARRIVE" in line)
+        assert count(between[:released], "MUFU.EX2") == 0  # keys are released before the exponentials
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"chunks": 3, "tokens": 512}, {"dtype": torch.float16, "fp8": False}, {"heads": 128, "rank": 256, "lse": True}],
+    ids=str,
+)
+def test_other_calls_fit(sizes):
+    for (name, _), k in compiled(**sizes).items():
+        assert k["shared"] <= SHARED, name
+        # Addresses that only an item's end needs may lie in local memory; the loops are looked at above.
+        assert k["n_spills"] <= (128 if name == "attention_kernel" else 0), name
+
+
+def test_a_later_call_only_fills_in_addresses():
+    call = call_of(tokens=512, chunks=2)
+    config = mla_prefill.configure(facts(call))
+    names = [fn.fn.__name__ for fn, *_ in record(mla_prefill.run, call, config)]
+    assert names == ["prepare_kernel", *["gather_kernel", "product_kernel", "attention_kernel"] * 2]
+    stages = config.stages[0]
+    assert len(config.stages) == 1
+    memory = torch.empty(stages.size, dtype=torch.uint8)
+    for tensor, place in zip(stages.tensors(memory), stages.places(memory), strict=True):
+        assert (tensor is None) == (place is None)
+        assert tensor is None or (tensor.data_ptr(), tensor.dtype) == (place.data_ptr(), place.dtype)
+
+
+def test_a_16_bit_weight_takes_the_portable_product():
+    call = call_of(fp8=False)
+    names = [fn.fn.__name__ for fn, *_ in record(mla_prefill.run, call, mla_prefill.configure(facts(call)))]
+    assert names == ["prepare_kernel", "gather_kernel", "product_kernel", "attention_kernel"]
+    assert not mla_prefill.configure(facts(call)).own_product
+
+
+@pytest.mark.parametrize(
+    ("sizes", "arch", "reason"),
+    [
+        ({}, 80, "needs sm_90, got sm_80"),
+        ({}, 100, "needs sm_90, got sm_100"),
+        ({"dim_v": 64}, 90, "needs heads of 128 nope, 64 rotary and 128 value dims, got 128, 64 and 64"),
+        ({"gap": 4}, 90, "needs q on a multiple of 16 bytes, tokens outermost, strides multiples of 8"),
+    ],
+)
+def test_what_it_cannot_do_is_named(sizes, arch, reason):
+    found = mla_prefill.why_not(facts(call_of(tokens=8, heads=2, **sizes), arch))
+    assert found is not None
+    assert found.startswith(reason)

@@ -1,0 +1,131 @@
+"""`tersekv eval --model FOLDER`: a small random model in a folder, with a tokenizer of bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers_models import tiny
+
+from tersekv import KV_FORMATS, LATENT_FORMATS, kv_bytes_per_token, latent_bytes_per_token
+from tersekv.cli import main
+from tersekv.integrations.transformers_eval import HuggingFaceModel, NotAModelError
+
+TEXT = "A cache keeps keys and values of the past; a format says in how many bits. " * 6
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "deepseek_v3"])
+def folder(request, tmp_path_factory):
+    """A saved model and a tokenizer that knows the printable characters."""
+    path = tmp_path_factory.mktemp(request.param)
+    tiny(request.param, vocab_size=257).save_pretrained(path)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(["<pad>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(path)
+    (path / "text.txt").write_text(TEXT)
+    return path
+
+
+def evaluate(folder, *argv):
+    stored = folder / "out.json"
+    files = ("--json", str(stored), "--plot", "none")
+    code = main.main(
+        ("eval", "--model", str(folder), "--text", str(folder / "text.txt"), "--device", "cpu", *files, *argv)
+    )
+    return code, json.loads(stored.read_text()) if code == 0 else None
+
+
+def test_every_format_of_the_models_cache_is_measured(folder, capsys):
+    code, told = evaluate(folder, "--tokens", "150", "--context", "80", "--plot", str(folder / "p.png"))
+    assert code == 0
+    out = capsys.readouterr().out
+    assert "150 of " in out
+    assert "tokens of text.txt" in out
+    assert f"{folder.name}, " in out
+    assert (folder / "p.png").read_bytes().startswith(b"\x89PNG")
+    [model] = told["models"]
+    assert (model["unit"], model["context"], model["bytes_scored"]) == ("token", 80, 150)
+    assert told["options"]["dtype"] == "float32"
+    latent = "deepseek" in folder.name
+    found = {f["format"]: f for f in model["formats"]}
+    assert set(found) == set(LATENT_FORMATS if latent else KV_FORMATS)
+    for name, f in found.items():
+        one = latent_bytes_per_token(name, 128, 16) if latent else kv_bytes_per_token(name, 2, 16)
+        assert f["bytes_per_token"] == 2 * one
+        assert 0 <= f["kl"] < 0.5
+        assert 0.5 < f["top1"] <= 1
+        assert f["tokens_per_s"] > 0
+    assert found["bf16"]["kl"] == 0
+    assert found["fp16"]["kl"] < found["fp8_e4m3"]["kl"] < found["fp8_e5m2"]["kl"]
+
+
+def test_perplexity_is_that_of_the_model_itself(folder):
+    code, told = evaluate(folder, "--tokens", "64", "--formats", "fp16")
+    assert code == 0
+    subject = HuggingFaceModel(str(folder))
+    ids = subject.encode(TEXT, 65)[:65][None]
+    subject.model.set_attn_implementation("eager")
+    loss = torch.nn.functional.cross_entropy(subject.model(ids).logits[0, :-1], ids[0, 1:])
+    assert told["models"][0]["formats"][1]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-2)
+    assert subject.decode(ids[0]) == TEXT[:65]
+
+
+def test_calibrated_scales_reach_the_layers(folder):
+    subject = HuggingFaceModel(str(folder))
+    latent = "deepseek" in folder.name
+    scales = [(0.5,), (0.25,)] if latent else [(0.5, 2.0), (0.25, 1.0)]
+    paged = subject.runner("fp8_e4m3", 1, 10, 8, scales)
+    paged.step({"r": torch.tensor([1, 2, 3])})
+    layers = [layer.store.cache[0] for layer in paged._caches["r"].layers]
+    assert [((x.kv_scale,) if latent else (x.k_scale, x.v_scale)) for x in layers] == scales
+    assert evaluate(folder, "--tokens", "40", "--calibrate", "--formats", "fp8_e4m3")[0] == 0
+
+
+def test_requests_do_not_disturb_each_other_and_pages_are_used_again(folder):
+    subject = HuggingFaceModel(str(folder))
+    paged = subject.runner("bf16", 2, 20, 8, None)
+    a, b = torch.tensor([1, 2, 3, 4]), torch.tensor([9, 8, 7])
+    both = torch.cat((paged.step({"a": a[:2], "b": b}), paged.step({"a": a[2:]})))
+    assert both.shape == (7, 257)
+    paged.free("a")
+    alone = paged.step({"c": b})
+    assert torch.allclose(alone, both[2:5], atol=1e-5)
+    assert len(paged._spare) == 0
+    assert len(paged.largest()) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--context", "4096"), "want a context of at most 512 tokens"),
+        (("--formats", "int8_per_token_head,fp8_ds_mla", "--tokens", "0"), "want a positive number, got '0'"),
+        (("--dtype", "int8"), "invalid choice: 'int8'"),
+    ],
+)
+def test_bad_arguments_exit_with_2_and_say_why(folder, capsys, argv, message):
+    try:
+        code, _ = evaluate(folder, *argv)
+    except SystemExit as stop:  # argparse's own way out
+        code = stop.code
+    assert code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_bytes_that_are_no_text_are_refused(folder, capsys):
+    (folder / "raw").write_bytes(b"ab\xff")
+    argv = ("eval", "--model", str(folder), "--text", str(folder / "raw"), "--device", "cpu")
+    assert main.main(argv) == 2
+    assert "want UTF-8 text for a tokenizer" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NotAModelError):
+        HuggingFaceModel(str(tmp_path))

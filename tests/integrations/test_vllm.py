@@ -1,0 +1,276 @@
+"""tersekv behind a stub of vLLM's v1 attention interface (vLLM itself is not installed): pages in every layout,
+prompts, chunks, decodes and drafts in one batch, padding, against dense attention over the dequantised pages."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+import sys
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm_stub as stub
+from dense_reference import dequantise
+
+import tersekv
+
+HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 32, 16, 24
+SCALE = 0.2
+MODES = {
+    "auto": (torch.bfloat16, stub.KVQuantMode.NONE),
+    "float16": (torch.float16, stub.KVQuantMode.NONE),
+    "fp8": (torch.uint8, stub.KVQuantMode.FP8_PER_TENSOR),
+    "fp8_e5m2": (torch.uint8, stub.KVQuantMode.FP8_PER_TENSOR),
+    "fp8_per_token_head": (torch.uint8, stub.KVQuantMode.FP8_PER_TOKEN_HEAD),
+    "int8_per_token_head": (torch.int8, stub.KVQuantMode.INT8_PER_TOKEN_HEAD),
+    "nvfp4": (torch.uint8, stub.KVQuantMode.NVFP4),
+}
+LAYOUTS = {"heads first": (0, 1, 2, 3), "tokens first": (0, 2, 1, 3), "heads outermost": (1, 0, 2, 3)}
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    for name, module in stub.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "tersekv.integrations.vllm_attention", raising=False)
+    yield importlib.import_module("tersekv.integrations.vllm_attention")
+    sys.modules.pop("tersekv.integrations.vllm_attention", None)
+
+
+def pages(backend, mode: str, layout: str = "heads first") -> torch.Tensor:
+    """One layer's pages as vLLM would make them, of another layer's bytes between them, all poisoned."""
+    dtype, quant = MODES[mode]
+    spec = stub.AttentionSpec(
+        block_size=PAGE, num_kv_heads=KV_HEADS, head_size=DIM, head_size_v=DIM, dtype=dtype, kv_quant_mode=quant
+    )
+    content = backend.TersekvBackend.customize_spec(spec).content_bytes
+    shape, order = (PAGES, KV_HEADS, PAGE, content), LAYOUTS[layout]
+    raw = torch.full([shape[i] for i in order], 0xFF, dtype=torch.uint8)
+    return raw.permute([order.index(i) for i in range(4)]).view(dtype)
+
+
+class Model:
+    """One attention layer and its requests: pages at random, lengths kept."""
+
+    def __init__(self, backend, mode: str, layout: str = "heads first", **options) -> None:
+        self.backend, self.mode = backend, mode
+        self.dtype = torch.float16 if mode == "float16" else torch.bfloat16
+        self.layer = SimpleNamespace(_k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.03))
+        self.cache = pages(backend, mode, layout)
+        cls = backend.TersekvBackend
+        self.impl = cls.get_impl_cls()(HEADS, DIM, SCALE, KV_HEADS, None, kv_cache_dtype=mode, **options)
+        self.builder = cls.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+        free = list(range(PAGES))
+        random.Random(1).shuffle(free)
+        self.free, self.tables, self.lens = free, {}, {}
+
+    def step(self, new: dict[str, int], pad: tuple[int, int] = (0, 0), bound: bool = True):
+        """new rows of each request → (query, key, value, metadata, output). pad: requests and rows of padding."""
+        torch.manual_seed(sum(new.values()))
+        slots = []
+        for name, n in new.items():
+            table, old = self.tables.setdefault(name, []), self.lens.get(name, 0)
+            while len(table) * PAGE < old + n:
+                table.append(self.free.pop())
+            slots += [table[i // PAGE] * PAGE + i % PAGE for i in range(old, old + n)]
+            self.lens[name] = old + n
+        counts, total, (empty, unused) = [*new.values()], sum(new.values()), pad
+        starts = torch.tensor([0, *counts, *[0] * empty]).cumsum(0).to(torch.int32)
+        table = torch.full((len(new) + empty, 8), 2**30, dtype=torch.int32)
+        for i, name in enumerate(new):
+            table[i, : len(self.tables[name])] = torch.tensor(self.tables[name])
+        lens = torch.tensor([*[self.lens[n] for n in new], *[0] * empty], dtype=torch.int32)
+        q, k, v = (torch.randn(total + unused, h, DIM, dtype=self.dtype) for h in (HEADS, KV_HEADS, KV_HEADS))
+        common = stub.CommonAttentionMetadata(
+            starts, starts.clone(), lens, len(new) + empty, total + unused, max(counts), max(lens.tolist()), table,
+            torch.tensor([*slots, *[-1] * unused]), True, lens.clone() if bound else None,
+        )  # fmt: skip
+        m = self.builder.build(0, common)
+        out = torch.full((total + unused, HEADS * DIM), math.nan, dtype=self.dtype)
+        self.impl.do_kv_cache_update(self.layer, k, v, self.cache, common.slot_mapping)
+        returned = self.impl.forward(self.layer, q, k, v, self.cache, m, out)
+        assert returned is out
+        return q, k, v, m, out.view(-1, HEADS, DIM)
+
+    def dense(self, q: torch.Tensor, new: dict[str, int], window=None, sinks=None, softcap=0.0) -> torch.Tensor:
+        """fp64 attention over what the pages hold."""
+        layer = self.backend.pages_of(self.cache, self.mode, DIM, self.layer._k_scale, self.layer._v_scale)
+        k_all, v_all = (x.flatten(0, 1) for x in dequantise(layer))
+        outs, start = [], 0
+        for name, n in new.items():
+            length = self.lens[name]
+            at = torch.tensor([self.tables[name][i // PAGE] * PAGE + i % PAGE for i in range(length)])
+            k, v = (x[at].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k_all, v_all))
+            rows = q[start : start + n].double()
+            s = torch.einsum("qhd,khd->hqk", rows, k) * SCALE
+            s = softcap * torch.tanh(s / softcap) if softcap else s
+            mine, key = torch.arange(length - n, length)[:, None], torch.arange(length)
+            seen = (key <= mine) & (key > mine - (window or length))
+            s = s.masked_fill(~seen, -math.inf)
+            if sinks is not None:
+                s = torch.cat([s, sinks.double()[:, None, None].expand(-1, n, 1)], -1)
+            outs.append(torch.einsum("hqk,khd->qhd", s.softmax(-1)[..., :length], v))
+            start += n
+        return torch.cat(outs)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 5e-3) -> bool:
+    return float((got.double() - want).norm() / want.norm()) < tolerance
+
+
+STEPS = ({"a": 20, "b": 3}, {"a": 1, "b": 1, "c": 30}, {"a": 1, "b": 1, "c": 1}, {"c": 4, "a": 4, "b": 4})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_format_in_every_layout(backend, mode, layout):
+    model = Model(backend, mode, layout)
+    for new in STEPS:
+        q, *_, out = model.step(new)
+        assert close(out, model.dense(q, new)), new
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_pages_hold_the_codes_of_append(backend, mode):
+    model = Model(backend, mode)
+    _, k, v, *_ = model.step({"a": 40})
+    layer = backend.pages_of(model.cache, mode, DIM, model.layer._k_scale, model.layer._v_scale)
+    plain = tersekv.PagedKVCache.allocate(
+        1, PAGES, PAGE, KV_HEADS, DIM, format=layer.format, k_scale=layer.k_scale, v_scale=layer.v_scale
+    )[0]
+    table = model.tables["a"]
+    slots = torch.tensor([table[i // PAGE] * PAGE + i % PAGE for i in range(40)])
+    tersekv.append(k, v, plain, slots)
+    for mine, want in zip(
+        (layer.k, layer.v, layer.k_scale_cache, layer.v_scale_cache),
+        (plain.k, plain.v, plain.k_scale_cache, plain.v_scale_cache),
+        strict=True,
+    ):
+        if want is not None:
+            mine, want = (x.flatten(0, 1)[slots].contiguous().view(torch.uint8) for x in (mine, want))
+            assert torch.equal(mine, want)
+
+
+@pytest.mark.parametrize("mode", ["auto", "fp8", "int8_per_token_head", "nvfp4"])
+def test_a_page_takes_the_bytes_of_its_format(backend, mode):
+    cache = pages(backend, mode)
+    format = backend.pages_of(cache, mode, DIM, torch.ones(()), torch.ones(())).format
+    want = tersekv.kv_bytes_per_token(format, KV_HEADS, DIM)
+    assert cache[0].numel() * cache.element_size() == PAGE * want
+    shape = backend.TersekvBackend.get_kv_cache_shape(PAGES, PAGE, KV_HEADS, DIM, mode)
+    assert shape == tuple(cache.shape), "releases that ask for a shape get the same pages"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sliding_window": 5}, {"sinks": torch.randn(HEADS, dtype=torch.bfloat16)}, {"logits_soft_cap": 3.0}],
+    ids=lambda o: next(iter(o)),
+)
+def test_window_sinks_and_softcap(backend, options):
+    model = Model(backend, "fp8", **options)
+    names = {"sliding_window": "window", "sinks": "sinks", "logits_soft_cap": "softcap"}
+    for new in ({"a": 100}, *STEPS[1:3]):  # the first would be a prompt for SDPA
+        q, *_, out = model.step(new)
+        assert close(out, model.dense(q, new, **{names[k]: v for k, v in options.items()}))
+
+
+def test_new_prompts_are_attended_to_over_their_own_keys(backend):
+    model = Model(backend, "nvfp4")
+    model.step({"old": 70}, bound=False)
+    new = {"first": 64, "old": 1, "second": 80, "short": 5}
+    q, k, v, m, out = model.step(new)
+    assert m.prompts == [(0, 64), (65, 145)]
+    want = model.dense(q, new)
+    others = [64, *range(145, 150)]
+    assert close(out[others], want[others])
+    for part in (slice(0, 64), slice(65, 145)):
+        a, b, c = (x[part].transpose(0, 1).double() for x in (q, k, v))
+        exact = torch.nn.functional.scaled_dot_product_attention(a, b, c, is_causal=True, scale=SCALE, enable_gqa=True)
+        assert close(out[part], exact.transpose(0, 1))
+        assert not close(out[part], want[part]), "the pages have lost digits"
+
+
+def test_a_prompt_with_a_cached_prefix_is_read_from_the_pages(backend):
+    model = Model(backend, "int8_per_token_head")
+    model.step({"a": 10})
+    q, _, _, m, out = model.step({"a": 90})
+    assert m.prompts == []
+    assert close(out, model.dense(q, {"a": 90}))
+
+
+def test_without_lengths_on_the_host_every_prompt_is_read_from_the_pages(backend):
+    model = Model(backend, "nvfp4")
+    q, _, _, m, out = model.step({"a": 90}, bound=False)
+    assert m.prompts == []
+    assert close(out, model.dense(q, {"a": 90}))
+
+
+@pytest.mark.parametrize(("rows", "pad", "uniform"), [(1, (1, 1), True), (3, (2, 6), True), (3, (1, 2), False)])
+def test_a_batch_that_is_padded_for_a_graph(backend, rows, pad, uniform):
+    model = Model(backend, "fp8")
+    model.step({"a": 20, "b": 7})
+    before = model.cache.clone()
+    new = {"a": rows, "b": rows}
+    q, _, _, m, out = model.step(new, pad=pad)
+    real = 2 * rows
+    assert close(out[:real], model.dense(q[:real], new))
+    changed = (model.cache.view(torch.uint8) != before.view(torch.uint8)).any(-1).any(1).sum()
+    assert changed == real, "padding writes nothing"
+    assert (m.rows == {}) == uniform
+
+
+def test_profiling_fills_the_output(backend):
+    impl, out = Model(backend, "fp8").impl, torch.full((3, HEADS, DIM), math.nan)
+    assert impl.forward(None, out, out, out, torch.empty(0), None, out) is out
+    assert not out.any()
+
+
+def test_what_is_refused(backend):
+    make = backend.TersekvImpl
+    with pytest.raises(NotImplementedError, match="alibi_slopes"):
+        make(HEADS, DIM, SCALE, KV_HEADS, [0.5] * HEADS)
+    with pytest.raises(NotImplementedError, match="chunk_lookback"):
+        make(HEADS, DIM, SCALE, KV_HEADS, chunk_lookback=2)
+    with pytest.raises(NotImplementedError, match="attn_type"):
+        make(HEADS, DIM, SCALE, KV_HEADS, attn_type="encoder_only")
+    with pytest.raises(ValueError, match="int4_per_token_head"):
+        make(HEADS, DIM, SCALE, KV_HEADS, kv_cache_dtype="int4_per_token_head")
+    with pytest.raises(ValueError, match=r"want \[blocks, heads, tokens, 72 bytes\]"):
+        backend.pages_of(torch.zeros(2, 2, 16, 64, dtype=torch.int8), "int8_per_token_head", DIM, None, None)
+    model = Model(backend, "fp8")
+    common = stub.CommonAttentionMetadata(*[None] * 9, causal=False)
+    with pytest.raises(NotImplementedError, match="causally"):
+        model.builder.build(0, common)
+    with pytest.raises(NotImplementedError, match="quantises no output"):
+        model.impl.forward(None, None, None, None, None, None, None, output_scale=torch.ones(1))
+
+
+def test_what_the_selector_is_told(backend):
+    cls = backend.TersekvBackend
+    assert all(cls.supports_kv_cache_dtype(mode) for mode in MODES)
+    assert not cls.supports_kv_cache_dtype("int4_per_token_head")
+    assert cls.supports_head_size(128)
+    assert not cls.supports_head_size(100)
+    assert cls.supports_sink()
+    assert cls.supports_attn_type("decoder")
+    assert not cls.supports_attn_type("encoder")
+    assert cls.supports_combination(40, torch.bfloat16, "nvfp4", 16) is not None
+    assert cls.get_builder_cls()._cudagraph_support is stub.AttentionCGSupport.UNIFORM_BATCH
+
+
+def test_the_entry_point_registers_the_backend(backend):
+    points = [e for e in metadata.entry_points(group="vllm.general_plugins") if e.name == "tersekv"]
+    assert [p.value for p in points] == ["tersekv.integrations.vllm:register"]
+    register = points[0].load()
+    register()
+    register()
+    assert stub.AttentionBackendEnum.CUSTOM.get_class() is backend.TersekvBackend
+
+
+def test_without_vllm_the_plugin_module_can_be_imported():
+    module = importlib.import_module("tersekv.integrations.vllm")
+    with pytest.raises(ModuleNotFoundError, match="vllm"):
+        module.register()

@@ -1,0 +1,82 @@
+"""Small random models of every family, and a cache that gives eager attention what the paged cache would hold."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from transformers import DynamicCache
+
+from tersekv.formats import kv_format, latent_format
+from tersekv.integrations.transformers import ATTENTION
+from tersekv.testing.codes import column, decode_row, encode_row
+
+VOCABULARY = 97
+WINDOW = 24
+_BASE = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+_LATENT = {
+    "kv_lora_rank": 128, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 32, "num_key_value_heads": 4,
+    "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, {}),
+    "qwen2": (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": (transformers.Qwen3Config, {}),
+    "mistral": (transformers.MistralConfig, {"sliding_window": WINDOW}),
+    "gemma2": (transformers.Gemma2Config, {"sliding_window": WINDOW, "attn_logit_softcapping": 3.0}),
+    "gemma3": (transformers.Gemma3TextConfig, {"sliding_window": WINDOW, "_sliding_window_pattern": 2}),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {
+            "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "deepseek_v2": (transformers.DeepseekV2Config, {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "deepseek_v3": (transformers.DeepseekV3Config, {**_LATENT, "q_lora_rank": 32, "n_group": 2, "topk_group": 1}),
+}  # fmt: skip
+LATENT = ("deepseek_v2", "deepseek_v3")
+
+
+def tiny(family, attention=ATTENTION, dtype=torch.float32, seed=0, **more):
+    """A model with weights whose logits differ, in eval mode."""
+    make, options = FAMILIES[family]
+    torch.manual_seed(seed)
+    config = make(**{**_BASE, **options, **more})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 or "sinks" in name:
+            torch.nn.init.normal_(weight, std=1.0 if "sinks" in name else 1.5 * weight.shape[-1] ** -0.5)
+    return model.to(dtype).requires_grad_(False)
+
+
+class SamePrecision(DynamicCache):
+    """transformers' own cache whose rows went through a format's codec, by the references of `tersekv.testing`."""
+
+    def __init__(self, config, format, k_scale=1.0, v_scale=1.0):
+        super().__init__(config=config)
+        self.format, self.scales = format, (k_scale, v_scale)
+        self.latent = getattr(config, "kv_lora_rank", None) is not None
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        f = latent_format(self.format) if self.latent else kv_format(self.format)
+        k, v = (_through(x, f, column(s)) for x, s in zip((key_states, value_states), self.scales, strict=True))
+        if f.name == "fp8_ds_mla":
+            v = value_states.to(torch.bfloat16).to(value_states.dtype)  # the rotary part is not quantised
+        return super().update(k, v, layer_idx, *args, **kwargs)
+
+
+def _through(x, f, scale):
+    if f.name == "fp8_ds_mla" and x.shape[-1] % 128:
+        return x
+    codes, stored = encode_row(x.float(), f, scale)
+    if f.scale == "block":  # the codes of the reference are packed
+        assert codes.dtype == torch.uint8
+    return decode_row(codes, stored, f, scale).to(x.dtype)
+
+
+def distance(got, want):
+    return ((got - want).norm() / want.norm()).item()

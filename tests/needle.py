@@ -1,0 +1,86 @@
+"""Needle in a haystack: one key of very many matches the query, and its value alone differs.
+
+The needle gets about half of the probability, all the other tokens share the rest in equal, tiny parts: sums that are
+kept in too few bits lose one or the other. Judged by plain attention in fp64 on the stored codes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+import tersekv
+from tersekv import PagedKVCache, PagedLatentCache
+from tersekv.formats import kv_format, latent_format
+from tersekv.testing.bench import data
+
+PAGE, HEADS, GROUP, D = 64, 2, 4, 128  # K/V heads, query heads of each
+LATENT_HEADS, RANK, ROPE = 16, 512, 64
+LIMIT = 3e-3  # relative norm, of a 16-bit output
+
+
+def errors(format: str, tokens: int, device: str) -> list[float]:
+    """Relative error of `decode` with the needle in the first, in a middle and in the last token."""
+    cache = PagedKVCache.allocate(1, -(-tokens // PAGE), PAGE, HEADS, D, format=format, device=device)[0]
+    table, slots = pages(tokens, device)
+    q = torch.randn(1, HEADS, 1, D, device=device).expand(1, HEADS, GROUP, D).flatten(1, 2).bfloat16()
+    v = torch.linspace(0.5, 1.5, D, device=device).expand(tokens, HEADS, D).bfloat16().contiguous()
+    scale = math.log(tokens) / float(q.double().square().sum(-1).mean())  # the needle is worth all the others
+    found = []
+    for place in (0, tokens // 2 + 3, tokens - 1):
+        k = 0.1 * torch.randn(tokens, HEADS, D, device=device).bfloat16()
+        k[place] = q[0, ::GROUP]
+        values = v.clone()
+        values[place] = -v[place].flip(-1)
+        tersekv.append(k, values, cache, slots)
+        got = tersekv.decode(q, cache, table, lengths(tokens, device), softmax_scale=scale)
+        f, where = kv_format(format), data.places(table[0], tokens, PAGE)
+        stored = (
+            data.values(c, s, f, where) for c, s in ((cache.k, cache.k_scale_cache), (cache.v, cache.v_scale_cache))
+        )
+        found.append(judged(got[0], data.attend(q[0], *stored, scale), v[0, 0]))
+    return found
+
+
+def latent_errors(format: str, tokens: int, device: str) -> list[float]:
+    """The same of `mla_decode`: the rotary part finds the needle, the latents are the values."""
+    cache = PagedLatentCache.allocate(1, -(-tokens // PAGE), PAGE, format=format, device=device)[0]
+    table, slots = pages(tokens, device)
+    q_pe = torch.randn(1, 1, ROPE, device=device).expand(1, LATENT_HEADS, ROPE)
+    q = torch.cat([0.02 * torch.randn(1, LATENT_HEADS, RANK, device=device), q_pe], -1).bfloat16()
+    latents = torch.linspace(0.5, 1.5, RANK, device=device).expand(tokens, RANK).bfloat16().contiguous()
+    scale = math.log(tokens) / float(q[..., RANK:].double().square().sum(-1).mean())
+    found = []
+    for place in (0, tokens // 2 + 3, tokens - 1):
+        k_pe = 0.1 * torch.randn(tokens, ROPE, device=device).bfloat16()
+        k_pe[place] = q[0, 0, RANK:]
+        rows = latents.clone()
+        rows[place] = latents[place].flip(-1)
+        tersekv.mla_append(rows, k_pe, cache, slots)
+        got = tersekv.mla_decode(q, cache, table, lengths(tokens, device), softmax_scale=scale)
+        where = data.places(table[0], tokens, PAGE)
+        ckv = data.values(cache.ckv, cache.ckv_scale_cache, latent_format(format), where)
+        keys = torch.cat([ckv, data.take(cache.kpe, *where).float().double()], -1)
+        found.append(judged(got[0], data.attend(q[0], keys[:, None], ckv[:, None], scale), latents[0]))
+    return found
+
+
+def pages(tokens: int, device: str) -> tuple[Tensor, Tensor]:
+    """A page table [1, pages] in random order, and the slot of each token."""
+    table = torch.randperm(-(-tokens // PAGE), device=device).int()[None]
+    token = torch.arange(tokens, device=device)
+    return table, table[0].long()[token // PAGE] * PAGE + token % PAGE
+
+
+def lengths(tokens: int, device: str) -> Tensor:
+    return torch.tensor([tokens], dtype=torch.int32, device=device)
+
+
+def judged(got: Tensor, want: Tensor, others: Tensor) -> float:
+    """The relative error, once it is sure that needle and hay both weigh in the answer."""
+    without = data.relative(others.double().expand_as(want), want)
+    assert without > 0.1, "the needle has no weight"
+    assert float(want.abs().max()) > 0.05
+    return data.relative(got, want)

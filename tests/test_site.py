@@ -1,0 +1,117 @@
+"""The site: it builds without a warning, asks nobody else for anything, and its pictures are those of the scripts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+import tersekv
+
+ROOT = Path(__file__).parent.parent
+PICTURES = ROOT / "docs" / "pictures"
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {path.stem: path.read_text() for path in folder.glob("*.html")}
+
+
+def test_every_page_is_built(site):
+    assert {p.stem for p in (ROOT / "docs").glob("*.md")} <= set(site)
+
+
+def test_pages_load_nothing_from_elsewhere(site):
+    for name, html in site.items():
+        loads = re.findall(r"<(?:script|img|iframe)[^>]*\bsrc=\"(\w+:)?//", html)
+        loads += re.findall(r"<link[^>]*\bhref=\"(?:\w+:)?//[^\"]*\"[^>]*>", html)
+        assert not loads, name
+
+
+def test_drawings_lie_in_their_pages_with_the_page_s_colours(site):
+    drawn = {page: len(re.findall(r'<figure class="drawing"', html)) for page, html in site.items()}
+    pages = {p.stem: len(re.findall(r"^!\[.*\]\(pictures/", p.read_text(), re.M)) for p in (ROOT / "docs").glob("*.md")}
+    assert {page: n for page, n in drawn.items() if page in pages} == pages
+    assert "var(--d-ink, " in site["concepts"]
+
+
+def test_the_api_page_has_every_public_name_and_argument(site):
+    text = site["api"]
+    for name in (*tersekv.__all__, "TersekvCache"):
+        assert f'id="{name.lower()}"' in text, name
+    for words in ("<code>slot_mapping</code>", "<code>softmax_scale</code>", "<code>buffer_tokens</code>"):
+        assert words in text
+    for argument, meaning in (("softcap", "c &gt; 0: scores become"), ("out_scale", "multiplies the output")):
+        assert re.search(rf"<td><code>{argument}</code></td>\s*<td>[^<]*{meaning}", text), argument
+
+
+def test_drawings_are_up_to_date_and_hold_what_they_draw():
+    drawings = script("drawings")
+    for name, draw in drawings.PICTURES.items():
+        picture = draw()
+        assert (PICTURES / f"{name}.svg").read_text() == picture.svg(), "run `make table`"
+        inside(picture)
+
+
+def test_charts_are_up_to_date():
+    page = script("performance_page")
+    for path, svg in page.pictures().items():
+        assert path.exists(), "run `make table`"
+        assert path.read_text() == svg, "run `make table`"
+
+
+def test_no_picture_is_left_over():
+    page, drawings = script("performance_page"), script("drawings")
+    known = {path.name for path in page.pictures()} | {f"{name}.svg" for name in drawings.PICTURES}
+    assert {path.name for path in PICTURES.iterdir()} == known
+
+
+def inside(picture):
+    """Nothing is drawn outside of the picture; letters are counted as 0.56 of their size, monospaced ones as 0.62."""
+    for node in ET.fromstring(picture.svg()).iter("{http://www.w3.org/2000/svg}text"):
+        style = node.get("style")
+        size = float(re.search(r"font-size:([\d.]+)px", style)[1])
+        width = len(node.text) * size * (0.62 if "monospace" in style else 0.56)
+        x = float(node.get("x")) - {"start": 0, "middle": width / 2, "end": width}[node.get("text-anchor")]
+        assert x >= -1, node.text
+        assert x + width <= picture.width + 1, node.text
+
+
+def test_a_ratio_that_reads_1_00_is_no_loss():
+    page = script("performance_page")
+    case = {"op": "decode", "format": "bf16", "requests": 1, "tokens": 8192, "heads": 32, "page": 64}
+    records = [
+        {
+            **case,
+            "uneven": False,
+            "host": False,
+            "precision": "exact",
+            "us": us,
+            "peers": {"a": {"us": 100.0}},
+            "peers_format": None,
+        }
+        for us in (100.4, 100.6, 200.0)
+    ]
+    lost = [line for line in page.losses(records) if line.startswith("- ")]
+    assert len(lost) == 2
+    assert lost[0].endswith("(0.50)")
+    assert lost[1].endswith("(0.99)")
