@@ -55,7 +55,7 @@ def two_processes(tmp_path_factory) -> list[dict[str, list[bool]]]:
     return found
 
 
-KERNELS = {"rope_append_kernel", "decode_kernel", "merge_kernel", "mla_append_kernel", "mla_decode_kernel"}
+KERNELS = {"rope_append_kernel", "decode_kernel", "merge_kernel", "mla_append_kernel", "mla_decode_codes_kernel"}
 
 
 def test_the_first_process_compiles_each_kernel_once_for_all_layers(two_processes):

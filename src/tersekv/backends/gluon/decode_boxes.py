@@ -69,7 +69,8 @@ def code_box(x: Any, hb: int, keys: int) -> Box | None:
     pages, slots, heads, width = x.shape
     size = x.dtype.itemsize
     s_p, s_s, s_h = x.stride[:3]
-    if not x.aligned or s_s == 0 or s_p % (16 * s_s) or s_s * size % 16 or s_h * size % 16:
+    # Heads that share memory would be a tensor map with a stride of 0.
+    if not x.aligned or 0 in (s_s, s_h) or s_p % (16 * s_s) or s_s * size % 16 or s_h * size % 16:
         return None
     rows = (pages - 1) * (s_p // s_s) + slots
     if not 16 <= rows < 2**31:

@@ -35,8 +35,8 @@ class Config(NamedTuple):
     split: launch.Template
     merge: launch.Template
     scratch: int  # fp32 numbers: the cut segments' states, then META
-    boxes: tuple[portable.Box, ...]  # of ckv and kpe
-    descriptors: dict[tuple[int, int], tuple]  # the kernel's arguments for ckv and kpe, by their addresses
+    boxes: tuple[portable.Box, ...]  # of ckv, kpe and stored scales
+    descriptors: dict[tuple[int, ...], tuple]  # the kernel's arguments for these, by their addresses
     empty: bool
 
 
@@ -56,7 +56,9 @@ def why_not(f: SimpleNamespace) -> str | None:
         return f"wants pages of {', '.join(map(str, PAGES))} or a multiple of {TILE}, got {page}"
     if q not in _QUERIES:
         return f"wants a bfloat16 or float8_e4m3fn q, got {str(q).removeprefix('torch.')}"
-    if None in _boxes(f):
+    caches = [x for x in (f.ckv, f.kpe, f.ckv_scale_cache) if x is not None]
+    # `_boxes` counts in 16-bit words, and would round.
+    if any(n * x.dtype.itemsize % 16 for x in caches for n in x.stride[:2]) or None in _boxes(f):
         return "wants a cache whose rows lie at equal distances, multiples of 16 bytes"
     return None
 
@@ -159,7 +161,8 @@ def run(call: Any, config: Config) -> None:
 
 def _caches(call: Any, config: Config) -> tuple:
     """Descriptors of both parts of the cache as the kernel's arguments."""
-    key = call.ckv.data_ptr(), call.kpe.data_ptr()
+    scales = call.ckv_scale_cache
+    key = call.ckv.data_ptr(), call.kpe.data_ptr(), 0 if scales is None else scales.data_ptr()
     found = config.descriptors.get(key)
     if found is not None:
         return found

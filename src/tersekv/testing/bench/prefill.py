@@ -105,7 +105,7 @@ class Prefill:
 def _quantised(latent: Tensor) -> Tensor:
     """What the blockwise product sees of the latents [T, L], in fp64."""
     groups = latent.float().unflatten(-1, (-1, LATENT_GROUP))
-    # NOTE: by a tensor, since on CUDA PyTorch divides by a number through its rounded reciprocal, and ties then flip codes.
+    # NOTE: by a tensor: on CUDA PyTorch divides by a number through its rounded reciprocal, and ties then flip codes.
     scale = groups.abs().amax(-1, keepdim=True).clamp(max=MAX_LATENT_AMAX) / groups.new_full((), E4M3_MAX)
     scaled = torch.where(scale == 0, 0.0, groups * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX)
     return (scaled.to(torch.float8_e4m3fn).float().double() * scale.double()).flatten(-2)
