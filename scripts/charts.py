@@ -77,7 +77,8 @@ def ratios(records: Sequence[Record], chip: str) -> Picture:
     for r in records:
         best = best_peer(r)
         if best and r["op"] in COMPARED:
-            rows.setdefault((r["op"], r["format"] + ("*" if r["peers_format"] else "")), []).append(best / r["us"])
+            name = r["format"] + ", q e4m3" * (r.get("query") == "fp8_e4m3") + "*" * bool(r["peers_format"])
+            rows.setdefault((r["op"], name), []).append(best / r["us"])
     p = Picture(860, 112 + 28 * len(rows), f"{chip}: time of the fastest peer over tersekv's, a dot a case")
     left, right, top = 250, 800, 74
     ends = min(min(v) for v in rows.values()), max(max(v) for v in rows.values())

@@ -378,6 +378,7 @@ def _scale_tensor(f: SimpleNamespace, s: Shapes, name: str, fmt: KVFormat) -> No
         want = f"float32 with {' or '.join(map(str, sizes))} elements on {f.device}"
         fits = given.dtype == torch.float32 and given.shape in [(n,) for n in sizes] and given.device == f.device
         require(fits, name, want, f"{list(given.shape)} {dtype_name(given.dtype)} on {given.device}")
+        require(given.shape[0] == 1 or given.stride == (1,), name, "stride 1", list(given.stride))
 
 
 def _told(f: SimpleNamespace, name: str) -> str:

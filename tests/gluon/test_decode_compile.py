@@ -128,6 +128,40 @@ def test_refuses_what_it_does_not_run(fmt, options, reason):
     assert reason in why_not(call_of(fmt, **options))
 
 
+def narrowed(x: torch.Tensor, width: int) -> torch.Tensor:
+    """A tensor like x whose rows take `width` elements."""
+    return torch.empty(*x.shape[:-1], width, dtype=x.dtype)[..., : x.shape[-1]]
+
+
+def test_refuses_what_a_tensor_map_cannot_hold():
+    call = call_of("fp8_e4m3")
+    k = call.k_cache
+    behind = torch.empty(k.numel() + 8, dtype=torch.uint8)[8:].view(k.dtype).view(k.shape)
+    for bad in (narrowed(k, 136), behind, k[:, :, :1].expand_as(k), k[:, :1].expand_as(k), k[:0]):
+        for changes in ({"k_cache": bad}, {"v_cache": bad}):
+            assert "rows at equal distances" in why_not(call._replace(**changes))
+    assert why_not(call._replace(k_cache=narrowed(k, 144))) is None
+
+
+def test_refuses_more_rows_than_fit_31_bits():
+    call = DecodeCall(*[x.to("meta") if isinstance(x, torch.Tensor) else x for x in call_of("fp8_e4m3")])
+    many, too_many = (torch.empty(n, 64, 8, 128, dtype=call.k_cache.dtype, device="meta") for n in (2**24, 2**25))
+    assert why_not(call._replace(k_cache=many, v_cache=many)) is None  # 2^40 elements
+    assert "rows at equal distances" in why_not(call._replace(k_cache=too_many, v_cache=too_many))
+
+
+def test_other_versions_of_triton_are_refused(monkeypatch):
+    monkeypatch.setattr(decode.triton, "__version__", "3.7.0")
+    assert why_not(call_of("fp8_e4m3")) == "is written for Triton 3.6, got 3.7.0"
+
+
+@pytest.mark.parametrize("side", ["k_scale", "v_scale"])
+def test_scales_of_heads_must_lie_side_by_side(side):
+    for bad in (torch.ones(16)[::2], torch.ones(1).expand(8)):
+        with pytest.raises(ValueError, match=f"{side}: want stride 1"):
+            checks.facts(facts("decode", call_of("fp8_e4m3", **{f"{side}_t": bad}), arch=90))
+
+
 def test_runs_on_hopper_only():
     assert why_not(call_of("fp8_e4m3"), arch=100) == "needs sm_90, got sm_100"
     assert why_not(call_of("fp8_e4m3")) is None

@@ -117,6 +117,41 @@ def test_what_it_refuses_it_says(changes, reason):
     assert reason in mla_decode.why_not(facts(make(**changes)))
 
 
+def pitched(x: torch.Tensor, pitch: int, first: int = 0) -> torch.Tensor:
+    """A tensor like x whose slots lie `pitch` elements apart, from byte `first` on."""
+    memory = torch.empty(x.shape[0] * x.shape[1] * pitch * x.itemsize + 64, dtype=torch.uint8)[first:]
+    memory = memory[: len(memory) // x.itemsize * x.itemsize].view(x.dtype)
+    return memory.as_strided(x.shape, (x.shape[1] * pitch, pitch, 1), memory.storage_offset())
+
+
+@pytest.mark.parametrize(
+    ("part", "pitch", "first"),
+    [("ckv", 577, 0), ("ckv", 520, 0), ("ckv", 576, 8), ("kpe", 65, 0), ("kpe", 72, 0), ("kpe", 64, 1)],
+)
+def test_rows_that_a_tensor_map_cannot_hold_are_refused(part, pitch, first):
+    call = make()
+    x = pitched(getattr(call, part), pitch, first)
+    assert "multiples of 16 bytes" in mla_decode.why_not(facts(call._replace(**{part: x})))
+    x = pitched(getattr(call, part), -(-pitch // 16) * 16)
+    assert mla_decode.why_not(facts(call._replace(**{part: x}))) is None
+
+
+def test_caches_that_share_memory_but_not_their_scales_have_descriptors_of_their_own(monkeypatch):
+    call = make("fp8_ds_mla")
+    first, second = (call._replace(ckv_scale_cache=torch.empty(4, 64, 4)) for _ in range(2))
+    config = mla_decode.configure(facts(first))
+    split = type("Split", (), {"compiled": True, "encoded": lambda self, *made: [(d.base.data_ptr(),) for d in made]})()
+    monkeypatch.setattr(config.split, "launch", split)
+    for c in (first, second, first):
+        found = mla_decode._caches(c, config)
+        assert found == (c.ckv.data_ptr(), c.kpe.data_ptr(), c.ckv_scale_cache.data_ptr())
+
+
+def test_other_versions_of_triton_are_refused(monkeypatch):
+    monkeypatch.setattr(mla_decode.triton, "__version__", "3.7.0")
+    assert mla_decode.why_not(facts(make())) == "is written for Triton 3.6, got 3.7.0"
+
+
 def test_other_chips_are_refused():
     assert "sm_90" in mla_decode.why_not(facts(make(), 100))
     assert mla_decode.why_not(facts(make())) is None

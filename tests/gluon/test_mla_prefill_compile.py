@@ -170,3 +170,21 @@ def test_what_it_cannot_do_is_named(sizes, arch, reason):
     found = mla_prefill.why_not(facts(call_of(tokens=8, heads=2, **sizes), arch))
     assert found is not None
     assert found.startswith(reason)
+
+
+def test_the_stride_of_a_single_token_means_nothing():
+    call = call_of(tokens=1)
+    odd = call._replace(q=torch.empty_strided((1, 16, 192), (5, 192, 1), dtype=torch.bfloat16))
+    assert facts(odd).q == facts(call).q
+    for c in (call, odd):
+        launches = record(mla_prefill.run, c, mla_prefill.configure(facts(c)))
+        maps = next(args for fn, _, args, _ in launches if fn.fn.__name__ == "attention_kernel")[:2]
+        assert [x.strides for x in maps] == [[16 * 192, 1]] * 2
+
+
+def test_a_weight_that_no_tensor_map_takes_goes_to_the_portable_product():
+    call = call_of(tokens=8)
+    w = call.kv_b_proj
+    wide = torch.empty(w.shape[0], 528, dtype=w.dtype)
+    for weight, own in ((wide[:, :512], True), (wide[:, 8:520], False), (w[:1].expand_as(w), False)):
+        assert mla_prefill.configure(facts(call._replace(kv_b_proj=weight))).own_product is own

@@ -53,7 +53,8 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> Config:
     w = f.kv_b_proj
-    own = w.dtype == torch.float8_e4m3fn and w.aligned and w.stride[0] % 16 == 0 and w.shape[1] in (128, 256, 384, 512)
+    rows = w.aligned and w.stride[0] % 16 == 0 and w.stride[0] >= w.shape[1]  # a tensor map takes them
+    own = w.dtype == torch.float8_e4m3fn and rows and w.shape[1] in (128, 256, 384, 512)
     return Config(portable.configure(f), launch.num_sms(f), own)
 
 

@@ -106,7 +106,8 @@ class Stages:
             product = gemm_blockwise.descriptors(
                 s.codes, w, s.kv, chunk.rows, tuple(call.kv_b_proj.shape), call.kv_b_proj.stride(0)
             )
-        strides = call.q.stride()[:2]
+        # Of a single token the stride may be anything, which facts do not tell and a tensor map does not take.
+        strides = call.q.stride()[:2] if call.q.shape[0] > 1 else (call.q[0].numel(), call.q.stride(1))
         return product, attention.descriptors(q, s.kv, s.k_pe, chunk.rows, call.q.shape[0], strides, self.dims)
 
 

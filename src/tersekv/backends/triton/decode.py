@@ -255,7 +255,7 @@ def _caches(call: Any, config: Config) -> tuple:
 
 
 def _per_head(t: Any) -> int:
-    return t.stride[0] if t is not None and t.shape[0] > 1 else 0
+    return 1 if t is not None and t.shape[0] > 1 else 0
 
 
 def _word_strides(x: Any) -> tuple[int, ...]:
