@@ -7,6 +7,8 @@ unit of two keys, as ldmatrix transposes them.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..triton.tiles import E4M3_PTX, INT8_PTX  # of values: a pair is one column of the two keys in a register
+
 # Each takes a register of codes and gives f16x2 registers. Of keys: one per pair of codes of a lane.
 _E4M3_K = gl.constexpr(
     """{
@@ -14,12 +16,6 @@ _E4M3_K = gl.constexpr(
     mov.b32 {low, high}, $2;
     cvt.rn.f16x2.e4m3x2 $0, low;
     cvt.rn.f16x2.e4m3x2 $1, high;
-    }"""
-)
-_E5M2_K = gl.constexpr(
-    """{
-    prmt.b32 $0, $2, 0, 0x1404;
-    prmt.b32 $1, $2, 0, 0x3424;
     }"""
 )
 # A byte permute puts a code, made unsigned, under the exponent of 1024; one subtraction frees it.
@@ -30,34 +26,6 @@ _INT8_K = gl.constexpr(
     xor.b32 x, $2, 0x80808080;
     prmt.b32 $0, x, 0x64646464, 0x4140;
     prmt.b32 $1, x, 0x64646464, 0x4342;
-    sub.f16x2 $0, $0, bias;
-    sub.f16x2 $1, $1, bias;
-    }"""
-)
-# Of values: the register holds a 16-bit unit of two tokens; a pair is one column of both.
-_E4M3_V = gl.constexpr(
-    """{
-    .reg .b32 x;
-    .reg .b16 low, high;
-    prmt.b32 x, $2, 0, 0x3120;
-    mov.b32 {low, high}, x;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-    }"""
-)
-_E5M2_V = gl.constexpr(
-    """{
-    prmt.b32 $0, $2, 0, 0x2404;
-    prmt.b32 $1, $2, 0, 0x3414;
-    }"""
-)
-_INT8_V = gl.constexpr(
-    """{
-    .reg .b32 x, bias;
-    mov.b32 bias, 0x64806480;
-    xor.b32 x, $2, 0x80808080;
-    prmt.b32 $0, x, 0x64646464, 0x4240;
-    prmt.b32 $1, x, 0x64646464, 0x4341;
     sub.f16x2 $0, $0, bias;
     sub.f16x2 $1, $1, bias;
     }"""
@@ -139,8 +107,6 @@ def key_parts(words, c: gl.constexpr):
     """Key units [HB, BOX, W] (layout key_words) → PARTS operands [HB, BOX, W] fp16."""
     if c.CODE == "fp8_e4m3":
         out = gl.inline_asm_elementwise(_E4M3_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
-    elif c.CODE == "fp8_e5m2":
-        out = gl.inline_asm_elementwise(_E5M2_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     else:
         out = gl.inline_asm_elementwise(_INT8_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     return out
@@ -150,11 +116,9 @@ def key_parts(words, c: gl.constexpr):
 def value_parts(words, c: gl.constexpr):
     """Value units [HB, W, BOX] in the left operand's layout → PARTS operands fp16."""
     if c.CODE == "fp8_e4m3":
-        out = gl.inline_asm_elementwise(_E4M3_V, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
-    elif c.CODE == "fp8_e5m2":
-        out = gl.inline_asm_elementwise(_E5M2_V, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
+        out = gl.inline_asm_elementwise(E4M3_PTX, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     else:
-        out = gl.inline_asm_elementwise(_INT8_V, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
+        out = gl.inline_asm_elementwise(INT8_PTX, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     return out
 
 

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..triton.tiles import E4M3_PTX
 from .mla_decode_produce import produce
 from .schedule import (
     LOG2E,
@@ -31,19 +32,6 @@ from .schedule import (
     zero_padding,
 )
 
-# Two words in one register become two f16x2 registers, one per part.
-_E4M3_PTX = gl.constexpr(
-    """{
-    .reg .b32 x;
-    .reg .b16 low, high;
-    prmt.b32 x, $2, 0, 0x3120;
-    mov.b32 {low, high}, x;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-    }"""
-)
-
-
 SLACK = gl.constexpr(8.0)  # probabilities are at most 2^SLACK before they are normalised, which fp16 holds
 MIN_SCALE = gl.constexpr(1e-30)  # of a key's chunks: its reciprocal is finite
 
@@ -51,7 +39,7 @@ MIN_SCALE = gl.constexpr(1e-30)  # of a key's chunks: its reciprocal is finite
 @gluon.jit
 def unpack(words):
     """16-bit words → two fp16 tiles of their codes."""
-    return gl.inline_asm_elementwise(_E4M3_PTX, "=r,=r,r", [words], [gl.float16, gl.float16], True, 2)
+    return gl.inline_asm_elementwise(E4M3_PTX, "=r,=r,r", [words], [gl.float16, gl.float16], True, 2)
 
 
 @gluon.jit

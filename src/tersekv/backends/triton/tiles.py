@@ -18,7 +18,7 @@ INT8 = tl.constexpr("int8")
 E2M1 = tl.constexpr("nvfp4")
 
 # Each takes two words in one register and gives f16x2 registers, one per part.
-_E4M3_PTX = tl.constexpr(
+E4M3_PTX = tl.constexpr(
     """{
     .reg .b32 x;
     .reg .b16 low, high;
@@ -37,7 +37,7 @@ _E5M2_PTX = tl.constexpr(
     }"""
 )
 # A byte permute puts a code, made unsigned, under the exponent of 1024; one subtraction frees it.
-_INT8_PTX = tl.constexpr(
+INT8_PTX = tl.constexpr(
     """{
     .reg .b32 x, bias;
     mov.b32 bias, 0x64806480;
@@ -105,11 +105,11 @@ def unpack(words, c: tl.constexpr):
         return (words,)
     elif c.ASM:
         if c.CODE == E4M3:
-            return tl.inline_asm_elementwise(_E4M3_PTX, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
+            return tl.inline_asm_elementwise(E4M3_PTX, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
         elif c.CODE == E5M2:
             return tl.inline_asm_elementwise(_E5M2_PTX, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
         elif c.CODE == INT8:
-            return tl.inline_asm_elementwise(_INT8_PTX, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
+            return tl.inline_asm_elementwise(INT8_PTX, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
         else:
             return tl.inline_asm_elementwise(
                 _E2M1_PTX, "=&r,=&r,=&r,=&r,r", [words], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
