@@ -15,7 +15,7 @@ from tersekv.cache import PagedKVCache
 from tersekv.calls import DecodeCall
 from tersekv.plan import facts
 
-FORMATS = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
 
 
 def call_of(
@@ -45,16 +45,15 @@ def compiled(call: DecodeCall) -> list[dict]:
 
 
 @cache
-def tuned(fmt: str) -> tuple[dict, dict]:
-    split, merge = compiled(call_of(fmt))
-    return split, merge
+def tuned(fmt: str) -> list[dict]:
+    return compiled(call_of(fmt))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_tuned_for_hopper(fmt):
     """No spills; tensor copies; operands of both products in registers; codes cross lanes only when loaded."""
-    split, merge = tuned(fmt)
-    assert (split["n_spills"], merge["n_spills"]) == (0, 0)
+    split, *merge = tuned(fmt)
+    assert [x["n_spills"] for x in (split, *merge)] == [0] * (1 + len(merge))
     assert split["shared"] <= 232448
     sass = split["sass"]()
     assert "UTMALDG.4D" in sass
@@ -62,7 +61,8 @@ def test_tuned_for_hopper(fmt):
     assert "LDS.128" in sass, "keys come by whole stretches of their rows"
     assert "LDSM.16.MT88.4" in sass, "values are transposed on their way"
     assert "MOVM.16.MT88" in sass, "probabilities are transposed in registers"
-    assert not re.search(r"LDS\.[US](8|16) ", sass)
+    # Where a warp copies, one byte says what the other warps of its four are to do.
+    assert len(re.findall(r"LDS\.[US](8|16) ", sass)) <= (fmt == "nvfp4")
 
 
 @pytest.mark.parametrize(("fmt", "limit"), [("fp8_e4m3", 210), ("fp8_per_token_head", 240), ("nvfp4", 350)])
@@ -73,13 +73,36 @@ def test_few_instructions_a_step(fmt, limit):
 
 def test_threads_meet_three_times_a_tile():
     """More barriers between the copies of a tile would say that they share a buffer or a barrier of arrival."""
-    lines = [x for x in tuned("nvfp4")[0]["sass"]().splitlines() if "UTMALDG" in x or "BAR.SYNC" in x]
-    copies = "".join("c" if "UTMALDG" in x else "|" for x in lines)
-    assert "cccc" in copies
+    assert "cccc" in copies_and_barriers(compiled(call_of("nvfp4", heads=2))[0]["sass"]())
+
+
+def test_a_warp_of_its_own_copies_four_bits():
+    """Where four warps attend; they wait once and meet twice a tile, and start no copies."""
+    split = tuned("nvfp4")[0]
+    assert split["name"] == "decode_nvfp4_kernel"
+    sass = split["sass"]()
+    assert copies_and_barriers(sass).count("c") == 4, "where the other kernel starts copies before and in its loop"
+    steps = [x for x in straight_runs(sass) if sum(op.startswith("HMMA") for op in x) >= 64]
+    assert len(steps) == 2, "whole tiles, and tiles at an edge"
+    assert not any(op.startswith(("UTMALDG", "MEMBAR")) for x in steps for op in x)
+    others = [{"heads": 2}, {"head_dim": 256}, {"group": 16}]
+    assert {compiled(call_of("nvfp4", **x))[0]["name"] for x in others} == {"decode_kernel"}
+
+
+def copies_and_barriers(sass: str) -> str:
+    """The order of tensor copies (c) and of barriers between threads (|)."""
+    lines = [x for x in sass.splitlines() if "UTMALDG" in x or "BAR.SYNC" in x]
+    return "".join("c" if "UTMALDG" in x else "|" for x in lines)
 
 
 def instructions_of_a_step(sass: str) -> float:
     """Instructions of the shortest straight run that holds whole products, per 16 keys (16 matrix instructions)."""
+    products = [(len(run), sum(x.startswith("HMMA") for x in run)) for run in straight_runs(sass)]
+    return min(16 * n / matrix for n, matrix in products if matrix >= 16)
+
+
+def straight_runs(sass: str) -> list[list[str]]:
+    """Instructions between one branch and the next."""
     runs, here = [], []
     for line in sass.splitlines():
         found = re.search(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9.]*)", line)
@@ -89,8 +112,7 @@ def instructions_of_a_step(sass: str) -> float:
         if found[1] in ("BRA", "EXIT"):
             runs.append(here)
             here = []
-    products = [(len(run), sum(x.startswith("HMMA") for x in run)) for run in runs]
-    return min(16 * n / matrix for n, matrix in products if matrix >= 16)
+    return runs
 
 
 @pytest.mark.parametrize(
@@ -101,15 +123,82 @@ def instructions_of_a_step(sass: str) -> float:
         ("nvfp4", {"head_dim": 256}),
         ("fp8_e4m3", {"group": 16, "window": 100, "softcap": 20.0}),
         ("fp8_per_token_head", {"head_dim": 256}),
+        ("fp8_e4m3", {"drafts": 8}),
+        ("nvfp4", {"drafts": 8}),
     ],
     ids=str,
 )
 def test_compiles_with(fmt, options):
-    split, merge = compiled(call_of(fmt, **options))
+    split, *merge = compiled(call_of(fmt, **options))
     assert split["shared"] <= 232448
     # Four copies a tile carry four page ids and as many addresses: some wait in local memory.
     assert split["n_spills"] <= (64 if options.get("page_size") == 16 else 0)
+    assert all(x["n_spills"] == 0 for x in merge)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "options", "launches"),
+    [
+        ("fp8_e4m3", {"requests": 1024}, 1),
+        ("fp8_per_token_head", {"requests": 22}, 1),
+        ("int8_per_token_head", {"drafts": 2}, 1),
+        ("fp8_e4m3", {"requests": 21}, 2),
+        ("fp8_e4m3", {"requests": 1}, 2),
+        ("fp8_e4m3", {"group": 16}, 2),
+        ("fp8_e4m3", {"heads": 2}, 2),
+        ("fp8_e4m3", {"page_size": 16}, 2),
+        ("nvfp4", {}, 2),
+    ],
+    ids=str,
+)
+def test_few_pieces_are_merged_where_they_arise(fmt, options, launches):
+    f = facts("decode", call_of(fmt, **options), arch=90)
+    assert 2 - (decode.configure(f).merge is None) == launches
+
+
+def test_whoever_arrives_last_sees_every_piece():
+    """Threads meet before one of them counts, which orders what they wrote; pieces are then read behind L1."""
+    ptx = tuned("fp8_e4m3")[0]["ptx"]
+    counts = re.findall(r"bar\.sync(?:(?!ld\.global|st\.global).)*?atom\.global\.gpu\.acq_rel\.add\.u64", ptx, re.S)
+    assert len(counts) == ptx.count("acq_rel.add.u64") == 2
+    last = ptx.index("acq_rel.add.u64")
+    assert "ld.global.cg.v4" in ptx[last:]
+    assert ptx.index("ld.relaxed.gpu.global.b64") < ptx.index("mma.sync") < last, "looked at before the tiles"
+
+
+@pytest.mark.parametrize(
+    ("fmt", "options"),
+    [
+        ("fp8_e4m3", {"group": 8}),
+        ("fp8_e4m3", {"group": 8, "page_size": 16, "head_dim": 64}),
+        ("fp8_per_token_head", {"group": 16, "heads": 2}),
+        ("int8_per_token_head", {"group": 8, "window": 100, "softcap": 20.0}),
+        ("nvfp4", {"group": 16}),
+        ("nvfp4", {"group": 8, "layout": "HND"}),
+        ("nvfp4", {"group": 8, "head_dim": 256}),
+    ],
+    ids=str,
+)
+def test_many_rows_share_what_is_converted(fmt, options):
+    """64 or 128 query rows of a KV head: warpgroups multiply, and nothing spills much."""
+    split, merge = compiled(call_of(fmt, drafts=8, **options))
+    assert split["shared"] <= 232448
+    assert split["n_spills"] <= 64
     assert merge["n_spills"] == 0
+    sass = split["sass"]()
+    assert "HGMMA.64x" in sass
+    assert "HMMA.16816" not in sass
+    assert not re.search(r"LDS\.[US]16 ", sass)
+
+
+def test_bounds_on_ragged_rows_share_their_kernels():
+    """A longer prompt in the batch compiles nothing new, up to a power of two."""
+    cu = torch.zeros(65, dtype=torch.int32)
+    shapes = [
+        decode.configure(facts("decode", call_of("fp8_e4m3", cu_seqlens_q=cu, max_q_len=n), arch=90)).shape
+        for n in (130, 200, 256)
+    ]
+    assert shapes[0] == shapes[1] == shapes[2]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +208,6 @@ def test_compiles_with(fmt, options):
         ("fp8_e4m3", {"head_dim": 96}, "head sizes"),
         ("nvfp4", {"head_dim": 32}, "head sizes"),
         ("fp8_e4m3", {"page_size": 8}, "pages of a multiple of 16"),
-        ("fp8_e4m3", {"drafts": 8}, "at most 16 query rows"),
         ("nvfp4", {"inline_scales": True}, "multiples of 16 bytes"),
         ("fp8_per_token_head", {"heads": 2}, "stored scales"),
     ],

@@ -50,7 +50,7 @@ def decode(
         mask:           [T, W] or [B, drafts, W] uint16, W = 2 × ceil(drafts / 32): bit j of row i (LSB first):
                         draft i sees draft j; the prefix is always seen. None: causal
         cu_seqlens_q:   [B + 1]  first query row of each request; None: T / B rows each
-        max_q_len:      host bound on the rows of a request, for ragged drafts (default T)
+        max_q_len:      host bound on the rows of a request, for ragged drafts (default T); others need none
         out:            [T, Hq, Dv] to write into; out_dtype: bf16 | fp16 | fp32 | e4m3 | e5m2 (saturating);
                         default: q's dtype, bf16 for an 8-bit q
         out_scale:      multiplies the output before its cast: float or fp32 tensor [1]
@@ -97,7 +97,7 @@ def _softcap(softcap: float | None) -> float:
 
 
 def query_rows(t: int, seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_q_len: int | None) -> int:
-    """Bound on the query rows of a request."""
+    """Bound on the query rows of a request; without `cu_seqlens_q` their number, which a bound may not contradict."""
     if cu_seqlens_q is not None:
         if max_q_len is None:
             return t
@@ -106,7 +106,10 @@ def query_rows(t: int, seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_q_len:
         return max_q_len
     tensor("seq_lens", seq_lens, "B")
     b = seq_lens.shape[0]
-    return t // b if b else 0
+    rows = t // b if b else 0
+    if max_q_len is not None and (not isinstance(max_q_len, int) or max_q_len < rows):
+        raise ValueError(f"max_q_len: want at least T / B = {rows}, or None without cu_seqlens_q, got {max_q_len!r}")
+    return rows
 
 
 def output(q: Tensor, shape: tuple[int, ...], out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
@@ -115,5 +118,7 @@ def output(q: Tensor, shape: tuple[int, ...], out: Tensor | None, dtype: torch.d
         if dtype is not None and isinstance(out, Tensor):
             check_dtype("out_dtype", dtype, (), out.dtype, "out")
         return out
+    if dtype is None and q.dtype not in _FP8 and q.is_contiguous() and q.shape == shape:
+        return torch.empty_like(q)  # half a microsecond less
     check_dtype("out_dtype", dtype, FLOAT + FP8)
     return torch.empty(*shape, dtype=dtype or (torch.bfloat16 if q.dtype in _FP8 else q.dtype), device=q.device)

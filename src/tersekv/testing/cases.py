@@ -170,7 +170,13 @@ def _decode(base: Case, i: int) -> Iterator[Case]:
     drafts = replace(base, lens=(37, 4, 0, 70), q_lens=(3, 3, 3, 3))
     yield replace(drafts, name="drafts tree mask", mask=True, layout="HND", packed=True, inline=True)
     ragged = replace(base, lens=(37, 4, 0, 70), q_lens=(2, 4, 0, 1), ragged=True)
+    eight = replace(base, lens=(70, 9, 0, 200), q_lens=(8, 8, 8, 8), mask=True, page=64)
     for case in (
+        replace(eight, name="8 drafts tree"),
+        replace(eight, name="8 drafts tree G 8 sinks", group=8, sinks=True, layout="HND"),
+        replace(
+            ragged, name="many ragged rows window", lens=(37, 40, 0, 70), q_lens=(20, 1, 0, 17), group=8, window=30
+        ),
         replace(base, name="G 1 fp16 window", group=1, heads=3, dtype="float16", window=20, index="int64", inline=True),
         replace(base, name="G 16 sinks softcap", group=16, heads=1, sinks=True, softcap=20.0, page=64, scale="float"),
         replace(ragged, name="ragged drafts window", window=5, index="uint32", page=1, dim=64),

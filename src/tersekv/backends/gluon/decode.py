@@ -1,4 +1,4 @@
-"""Paged decode of 8-bit and 4-bit caches on Hopper: two launches, the split pass and the merge of cut segments."""
+"""Paged decode of 8-bit and 4-bit caches on Hopper: a split pass, and a second launch if it does not join its cuts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,19 @@ from ..triton import launch
 from .decode_boxes import Box, Side, boxes_of, code_box, descriptor, scale_box, side_of
 from .decode_kernels import decode_kernel
 from .decode_merge import merge_kernel
-from .decode_tune import Tiles, copy_keys, heads_of, merge_tile, query_rows, tiles
+from .decode_nvfp4 import decode_nvfp4_kernel
+from .decode_tune import (
+    Tiles,
+    copy_keys,
+    heads_of,
+    join_tile,
+    joins,
+    many_rows,
+    merge_tile,
+    query_rows,
+    rows_at_once,
+    tiles,
+)
 
 _MAX_DESCRIPTORS = 1024  # caches of a plan whose descriptors are kept: a model has some hundred layers
 
@@ -24,7 +36,9 @@ _MAX_DESCRIPTORS = 1024  # caches of a plan whose descriptors are kept: a model 
 class Shape:
     """What the split pass is compiled for, beyond the Triton kernels' constants. The names are the kernel's."""
 
-    HB: int  # KV heads of a program, one a warp
+    HB: int  # KV heads of a program
+    RB: int  # warps of a head: they share its keys, and its query rows are dealt among them
+    WIDE: bool  # many rows: the kernel of decode_wide, one head a program and 64 rows in every four of RB warps
     GROUPS: int  # programs that share a tile's keys
     BOX: int  # keys of one step of the products
     BOXES: int  # of a tile
@@ -40,18 +54,21 @@ class Shape:
     MERGE_ROWS: int
     MERGE_PIECES: int
     MERGE_COLUMNS: int
+    JOIN_ROWS: int  # of a head, where the split pass joins what it cuts; 0: a second launch does
+    JOIN_PIECES: int  # at once
+    JOIN_COLUMNS: int  # at once
 
 
 # 16-bit caches: the Triton kernel is at the memory's speed.
-FORMATS = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
 
 
 class Config(NamedTuple):
     constants: portable.Constants
     shape: Shape
     split: launch.Template
-    merge: launch.Template
-    scratch: int  # fp32 numbers: the cut segments' states, then META
+    merge: launch.Template | None  # None: the split pass joins what it cuts
+    scratch: int  # fp32 numbers: the cut segments' states, then META or counters
     descriptors: dict[tuple, tuple]  # the kernel's arguments for caches and stored scales, by their addresses
     boxes: tuple[Box, ...]
     empty: bool
@@ -73,14 +90,12 @@ def why_not(f: SimpleNamespace) -> str | None:
         return f"wants head sizes of {' or '.join(map(str, dims))}, got {d} and {dv}"
     if f.k_cache.shape[1] % 16:
         return f"wants pages of a multiple of 16, got {f.k_cache.shape[1]}"
-    if query_rows(f) > 16:
-        return f"wants at most 16 query rows of a KV head, got {query_rows(f)}"
     if f.q.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
     for name in ("k_cache", "v_cache"):
         if code_box(getattr(f, name), 1, 16) is None:
             return f"wants {name} with rows at equal distances that are multiples of 16 bytes"
-    if fmt.scale in (TOKEN_HEAD, BLOCK):
+    if fmt.scale in (TOKEN_HEAD, BLOCK) and not many_rows(f):
         k, v = (scale_box(x, heads_of(f), 16, fmt.scale == BLOCK) for x in (f.k_scale_cache, f.v_scale_cache))
         if k is None or v is None or k.rows_are_keys != v.rows_are_keys:
             return "wants stored scales in tensors of their own, with heads or slots side by side"
@@ -91,37 +106,47 @@ def configure(f: SimpleNamespace) -> Config:
     fmt, t = kv_format(f.format), tiles(f)
     base = portable.configure(f)
     heads, hb, requests = f.k_cache.shape[2], heads_of(f, t.heads), f.seq_lens.shape[0]
-    boxes = boxes_of(f, hb, copy_keys(f, t))
-    rows, groups = 8 if query_rows(f) <= 8 else 16, heads // hb
+    boxes = boxes_of(f, hb, copy_keys(f, t), t.wide)
+    rows, groups = rows_at_once(f), heads // hb
     factor = 64.0 if fmt.scale == BLOCK else 1.0  # left over by decode_codes.scaled_e2m1
+    shares = max(launch.num_sms(f) * t.programs_per_sm * max(4 // (hb * t.row_warps), 1) // groups, 1)
+    live = rows if f.cu_seqlens_q is not None else min(rows, query_rows(f))
+    # A bound on ragged rows that changes with the batch must not compile anew every time.
+    segments = launch.next_power_of_2(-(-query_rows(f) // rows))
+    columns = base.constants.PARTS * base.constants.BLOCK_DV
+    # Four warps of four heads with block scales have a fifth that copies, and merge by a second launch.
+    copier = fmt.scale == BLOCK and hb == 4 and t.programs_per_sm == 3
+    joining = (0, 0, 0)
+    if not copier and joins(f, shares * groups, shares, hb * live * columns):
+        joining = join_tile(live, columns)
     constants = replace(
         base.constants, ROWS=rows, TILE=t.tile, MIN_TILES=t.min_tiles, K_PITCH=boxes[0].pitch, V_PITCH=boxes[1].pitch,
-        K_FACTOR=factor, V_FACTOR=factor,
+        K_FACTOR=factor, V_FACTOR=factor, PART_COLUMNS=columns + (4 if any(joining) else 2),
     )  # fmt: skip
-    shares = max(launch.num_sms(f) * t.programs_per_sm * max(4 // hb, 1) // groups, 1)
-    live = rows if f.cu_seqlens_q is not None else min(rows, query_rows(f))
-    segments = max(-(-query_rows(f) // rows), 1)
-    columns = constants.PARTS * constants.BLOCK_DV
     merging = merge_tile(shares // max(requests, 1) + 2, hb * live, columns)
-    shape = _shape(f, t, boxes, hb, (segments, live, *merging))
+    shape = _shape(f, t, boxes, hb, (segments, live, *merging, *joining))
     grid = (
         requests * segments * groups,
         -(-hb * live // merging[0]) * (columns // merging[2]),
     )
     strides, tensor = _strides(f), launch.TENSOR
     options = {} if t.max_registers is None else {"maxnreg": t.max_registers}
+    if copier:  # it comes with three idle warps; registers are dealt out by four
+        options = {"maxnreg": 65536 // (256 * t.programs_per_sm) // 8 * 8}
     split = launch.Template(
-        decode_kernel, (shares * groups,), (
-            tensor, *[None] * (4 - len(boxes)), *[tensor] * 8, f.softmax_scale, tensor, f.k_scale, tensor,
-            f.v_scale, tensor, f.out_scale, tensor, f.softcap, requests, f.q.shape[0], *strides, constants, shape,
-        ), descriptors_at=1, fp8_as_bytes=False, num_warps=hb, launch_pdl=True, **options,
+        decode_nvfp4_kernel if copier else decode_kernel, (shares * groups,), (
+            tensor, *[tensor if t.wide else None] * (4 - len(boxes)), *[tensor] * 8, f.softmax_scale, tensor,
+            f.k_scale, tensor, f.v_scale, tensor, f.out_scale, tensor, f.softcap, requests, f.q.shape[0],
+            *strides, constants, shape,
+        ), descriptors_at=1, fp8_as_bytes=False, num_warps=hb * t.row_warps, launch_pdl=True, **options,
     )  # fmt: skip
-    merge = launch.Template(
+    merge = None if any(joining) else launch.Template(
         merge_kernel, grid, (
             *[tensor] * 5, f.v_scale, tensor, f.out_scale, tensor, shares, *strides[-4:], constants, shape,
         ), fp8_as_bytes=False, num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    scratch = 2 * shares * heads * rows * constants.PART_COLUMNS + 2 * grid[0]
+    behind = 8 * shares * groups if any(joining) else 2 * grid[0]
+    scratch = 2 * shares * heads * rows * constants.PART_COLUMNS + behind
     return Config(constants, shape, split, merge, scratch, {}, boxes, base.empty)
 
 
@@ -135,9 +160,11 @@ def _shape(
     """The record of constants; merge: its last fields."""
     copy, scales = boxes[0].block[0] * 16, boxes[2:]
     k, v = (side_of(boxes[i], scales[i] if scales else None, hb, t.stages) for i in (0, 1))
+    if t.wide and f.k_scale_cache is not None:
+        k, v = (replace(x, SCALE_STRIDES=s.stride[:3]) for x, s in ((k, f.k_scale_cache), (v, f.v_scale_cache)))
     return Shape(
-        hb, f.k_cache.shape[2] // hb, 16, t.tile // 16, copy, t.tile // copy, t.stages, bool(scales),
-        not scales or scales[0].rows_are_keys, k, v, *merge,
+        hb, t.row_warps, t.wide, f.k_cache.shape[2] // hb, 16, t.tile // 16, copy, t.tile // copy, t.stages,
+        bool(scales), not scales or scales[0].rows_are_keys, k, v, *merge,
     )  # fmt: skip
 
 
@@ -156,21 +183,24 @@ def run(call: Any, config: Config) -> None:
             call.lse.fill_(float("-inf"))
         return
     part = launch.scratch(config.scratch, call.q)
+    wide = (call.k_scale_cache, call.v_scale_cache) if config.shape.WIDE else ()
     config.split(
-        call.q, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, call.out, call.lse, part,
-        call.softmax_scale_t, call.k_scale_t, call.v_scale_t, call.out_scale_t, descriptors=_caches(call, config),
+        call.q, *wide, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, call.out, call.lse,
+        part, call.softmax_scale_t, call.k_scale_t, call.v_scale_t, call.out_scale_t, descriptors=_caches(call, config),
     )  # fmt: skip
-    config.merge(
-        call.cu_seqlens_q, call.sinks, call.out, call.lse, part, call.v_scale_t, call.out_scale_t
-    )  # fmt: skip
+    if config.merge is not None:
+        config.merge(call.cu_seqlens_q, call.sinks, call.out, call.lse, part, call.v_scale_t, call.out_scale_t)
 
 
 def _caches(call: Any, config: Config) -> tuple:
     """Codes and stored scales as the kernel's arguments."""
-    tensors = [call.k_cache, call.v_cache, call.k_scale_cache, call.v_scale_cache]
-    key = tuple(0 if x is None else x.data_ptr() for x in tensors)
+    k, v, ks = call.k_cache, call.v_cache, call.k_scale_cache
+    key: tuple[int, ...] = (k.data_ptr(), v.data_ptr())
+    if ks is not None:
+        key = *key, ks.data_ptr(), call.v_scale_cache.data_ptr()
     found = config.descriptors.get(key)
     if found is None:
+        tensors = [k, v, ks, call.v_scale_cache]
         maps = [descriptor(x, b) for x, b in zip(tensors, config.boxes, strict=False)]
         if not config.split.launch.compiled:
             return tuple(maps)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from .decode_codes import key_parts, scaled_e2m1, value_parts
+from .decode_codes import key_parts, log2_and_inverse, scaled_e2m1, value_parts
 from .decode_tiles import (
     as_operand,
     key_factor,
@@ -19,7 +19,7 @@ from .schedule import LOG2E
 @gluon.jit
 def visible(key, n, rows, r0, q0, MASK, sm_t, c: gl.constexpr, g: gl.constexpr):
     """Which of a box's keys, from `key` on, each query row sees: [BOX, ROWS]."""
-    L: gl.constexpr = gl.SliceLayout(0, mma_layout(g.HB))
+    L: gl.constexpr = gl.SliceLayout(0, mma_layout(g.HB, g.RB))
     o_n = key + gl.arange(0, g.BOX, gl.SliceLayout(1, L))
     o_q = (r0 + gl.arange(0, c.ROWS, gl.SliceLayout(0, L))) // c.GROUP  # draft of a row
     prefix = n - rows
@@ -65,8 +65,8 @@ def scale_box(buffer, i, c: gl.constexpr, g: gl.constexpr):
 def scores(kbuf, ksbuf, i_box, q, scale, softcap, key, n, rows, r0, q0, MASK, sm_t,
            MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):  # fmt: skip
     """Scores of a box's keys in units of log2: [HB, BOX, ROWS]."""
-    MMA: gl.constexpr = mma_layout(g.HB)
-    words = kbuf.index(i_box).load(key_words(g.HB, g.BOX, c.WORDS_K))
+    MMA: gl.constexpr = mma_layout(g.HB, g.RB)
+    words = kbuf.index(i_box).load(key_words(g.HB, g.RB, g.BOX, c.WORDS_K))
     if c.BLOCK_SCALES:
         k = scaled_e2m1(words, key_factor(scale_box(ksbuf, i_box, c, g), c, g), True)
     else:
@@ -90,7 +90,7 @@ def scores(kbuf, ksbuf, i_box, q, scale, softcap, key, n, rows, r0, q0, MASK, sm
 def add_values(acc, vbuf, vsbuf, i_box, p, key, n, rows, MASKED: gl.constexpr,
                c: gl.constexpr, g: gl.constexpr):  # fmt: skip
     """acc += the values of a box's keys, transposed, times probabilities [HB, BOX, ROWS]."""
-    A: gl.constexpr = gl.DotOperandLayout(0, mma_layout(g.HB), 2)
+    A: gl.constexpr = gl.DotOperandLayout(0, mma_layout(g.HB, g.RB), 2)
     right = transposed(p.to(gl.float16), c, g)
     words = vbuf.index(i_box).permute([0, 2, 1]).load(A)
     if MASKED:  # a stale slot may hold NaN, and 0 × NaN is NaN
@@ -113,7 +113,7 @@ def add_values(acc, vbuf, vsbuf, i_box, p, key, n, rows, MASKED: gl.constexpr,
 def attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, stage, q, scale, softcap, t, n, rows, r0, q0, MASK, sm_t,
                 MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):  # fmt: skip
     """One step of the running softmax: state is (maximum, sum per key of a lane, PARTS accumulators)."""
-    MMA: gl.constexpr = mma_layout(g.HB)
+    MMA: gl.constexpr = mma_layout(g.HB, g.RB)
     PER_COPY: gl.constexpr = g.COPY // g.BOX
     m, l, acc = state
     s, inverse = (), ()
@@ -146,8 +146,9 @@ def attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, stage, q, scale, softcap, t, n,
             if MASKED:
                 live = live_keys(key, n, rows, gl.SliceLayout(0, gl.SliceLayout(2, MMA)), c, g)[None, :]
                 vs = gl.where(live, vs, 1.0)
-            x = x + gl.log2(vs)[:, :, None]
-            inverse = inverse + (1.0 / vs,)
+            log, over = log2_and_inverse(vs)
+            x = x + log[:, :, None]
+            inverse = inverse + (over,)
         s = s + (x,)
         if j == 0:
             top = x
@@ -185,7 +186,7 @@ def attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, stage, q, scale, softcap, t, n,
 
 @gluon.jit
 def empty_state(c: gl.constexpr, g: gl.constexpr):
-    MMA: gl.constexpr = mma_layout(g.HB)
+    MMA: gl.constexpr = mma_layout(g.HB, g.RB)
     m = gl.full([g.HB, c.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     l = gl.full([g.HB, g.BOX, c.ROWS], 0, gl.float32, MMA)
     acc = ()

@@ -27,6 +27,7 @@ class Side:
     SCALE_BYTES: int
     SCALE_WORDS: int  # 4-byte words of a head's stored scales
     SCALE_PITCH: int  # rows of the scales' matrix per page
+    SCALE_STRIDES: tuple[int, ...] = ()  # of pages, slots and heads, where scales are loaded one by one
 
 
 class Box(NamedTuple):
@@ -52,10 +53,10 @@ class Box(NamedTuple):
         return gl.NVMMASharedLayout(self.swizzle, 8 * self.view.itemsize, len(self.block) - 1)
 
 
-def boxes_of(f: SimpleNamespace, hb: int, keys: int) -> tuple[Box, ...]:
-    """K, V, and their stored scales if there are any; copies of `keys` keys of `hb` heads."""
+def boxes_of(f: SimpleNamespace, hb: int, keys: int, wide: bool) -> tuple[Box, ...]:
+    """K, V, and their stored scales if there are any and they are copied; copies of `keys` keys of `hb` heads."""
     boxes = [code_box(x, hb, keys) for x in (f.k_cache, f.v_cache)]
-    if f.k_scale_cache is not None:
+    if f.k_scale_cache is not None and not wide:
         blocks = kv_format(f.format).scale == BLOCK
         boxes += [scale_box(x, hb, keys, blocks) for x in (f.k_scale_cache, f.v_scale_cache)]
     return tuple(b for b in boxes if b is not None)

@@ -7,7 +7,7 @@ unit of two keys, as ldmatrix transposes them.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..triton.tiles import E4M3_PTX, INT8_PTX  # of values: a pair is one column of the two keys in a register
+from ..triton.tiles import E4M3_PTX, E5M2_PTX, INT8_PTX  # of values: a pair is one column of the two keys in a register
 
 # Each takes a register of codes and gives f16x2 registers. Of keys: one per pair of codes of a lane.
 _E4M3_K = gl.constexpr(
@@ -16,6 +16,13 @@ _E4M3_K = gl.constexpr(
     mov.b32 {low, high}, $2;
     cvt.rn.f16x2.e4m3x2 $0, low;
     cvt.rn.f16x2.e4m3x2 $1, high;
+    }"""
+)
+# fp16's upper bytes.
+_E5M2_K = gl.constexpr(
+    """{
+    prmt.b32 $0, $2, 0, 0x1404;
+    prmt.b32 $1, $2, 0, 0x3424;
     }"""
 )
 # A byte permute puts a code, made unsigned, under the exponent of 1024; one subtraction frees it.
@@ -100,6 +107,25 @@ SCALE_V = gl.constexpr(
     cvt.rn.f16x2.e4m3x2 $1, high;
     }"""
 )
+# A byte of e4m3 as fp16.
+SCALE_BYTE = gl.constexpr(
+    """{
+    .reg .b32 x;
+    .reg .b16 high;
+    cvt.rn.f16x2.e4m3x2 x, $1;
+    mov.b32 {$0, high}, x;
+    }"""
+)
+# Of normal numbers.
+_LOG2 = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
+_INVERSE = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+
+
+@gluon.jit
+def log2_and_inverse(x):
+    """log2(x) and 1 / x of normal positive numbers, to 2^-22; without the care that the rest would need."""
+    log = gl.inline_asm_elementwise(_LOG2, "=f,f", [x], gl.float32, True, 1)
+    return log, gl.inline_asm_elementwise(_INVERSE, "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit
@@ -107,6 +133,8 @@ def key_parts(words, c: gl.constexpr):
     """Key units [HB, BOX, W] (layout key_words) → PARTS operands [HB, BOX, W] fp16."""
     if c.CODE == "fp8_e4m3":
         out = gl.inline_asm_elementwise(_E4M3_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
+    elif c.CODE == "fp8_e5m2":
+        out = gl.inline_asm_elementwise(_E5M2_K, "=&r,=&r,r", [words], (gl.float16, gl.float16), True, 2)
     else:
         out = gl.inline_asm_elementwise(_INT8_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     return out
@@ -117,6 +145,8 @@ def value_parts(words, c: gl.constexpr):
     """Value units [HB, W, BOX] in the left operand's layout → PARTS operands fp16."""
     if c.CODE == "fp8_e4m3":
         out = gl.inline_asm_elementwise(E4M3_PTX, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
+    elif c.CODE == "fp8_e5m2":
+        out = gl.inline_asm_elementwise(E5M2_PTX, "=&r,=&r,r", [words], (gl.float16, gl.float16), True, 2)
     else:
         out = gl.inline_asm_elementwise(INT8_PTX, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     return out

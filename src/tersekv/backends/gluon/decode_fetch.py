@@ -60,7 +60,11 @@ def make_rings(dtype: gl.constexpr, VALUES: gl.constexpr, g: gl.constexpr):
         ring = gl.allocate_shared_memory(gl.int16, SIDE.RING, SIDE.LAYOUT)
         codes = codes + (ring,)
         if g.SCALES:
-            scales = scales + (gl.allocate_shared_memory(dtype, SIDE.SCALE_RING, SIDE.SCALE_LAYOUT),)
+            # A tensor copy goes to a multiple of 128 bytes, which a plain layout does not ask for.
+            ring = gl.allocate_shared_memory(
+                dtype, [(g.STAGES * SIDE.SCALE_BYTES + 127) // 128, 32], gl.NVMMASharedLayout(0, 32, 2)
+            )
+            scales = scales + (ring._reinterpret(dtype, SIDE.SCALE_RING, SIDE.SCALE_LAYOUT),)
         else:
             scales = scales + (ring,)  # never read
     return codes, scales

@@ -1,17 +1,20 @@
-"""The split pass of paged decode on Hopper; `decode_merge` merges what it cuts.
+"""The split pass of paged decode on Hopper; `decode_join` merges what it cuts, or `decode_merge` in a second launch.
 
-A program has HB warps and attends HB KV heads, one a warp, over a share of the tiles (`decode_work`). Tiles come by
-tensor copies through a ring of stages (`pipeline`, `decode_fetch`), all heads of a tile at once, stored scales with
+A program has HB × RB warps and attends HB KV heads, RB warps each, over a share of tiles (`decode_work`). Tiles come
+by tensor copies through a ring of stages (`pipeline`, `decode_fetch`), all heads of a tile at once, stored scales with
 them. Warps meet only where a stage is given back; products run on mma.sync, whose operands a warp has for itself
-(`decode_attend`, `decode_tiles`). The scratch of a share: two slots per head, for the cut segment it begins with (even)
-and for the one it ends with (odd); and META: of each segment, how many programs share it and which is the first.
+(`decode_attend`, `decode_tiles`). With many query rows a program has one head, whose rows share what is converted
+(`decode_wide`). The scratch of a share: two slots per head, for the cut segment it begins with (even) and for the one
+it ends with (odd); and META: of each segment, how many programs share it and which is the first.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from . import decode_wide as wide
 from .decode_attend import attend_tile, empty_state
 from .decode_fetch import advance, cursor_at, fetch, make_rings
+from .decode_join import join, look_at
 from .decode_tiles import mma_layout, query_columns
 from .decode_work import finish, locate, per_head, request_tiles, share
 from .pipeline import (
@@ -35,7 +38,7 @@ def load_query(Q, tokens, h, rows_at, m_row, sq_t, sq_h, c: gl.constexpr, g: gl.
 
     fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back.
     """
-    B: gl.constexpr = gl.DotOperandLayout(1, mma_layout(g.HB), 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, mma_layout(g.HB, g.RB), 2)
     HN: gl.constexpr = gl.SliceLayout(1, B)
     parts = ()
     top = gl.full([g.HB, c.ROWS], 0, gl.float32, HN)
@@ -55,7 +58,7 @@ def load_query(Q, tokens, h, rows_at, m_row, sq_t, sq_h, c: gl.constexpr, g: gl.
     for j in gl.static_range(gl.constexpr(c.PARTS)):
         out = out + ((parts[j] * inverse[:, None, :]).to(gl.float16),)
     factor = (field << 23).to(gl.float32, bitcast=True) * c.K_FACTOR
-    return out, gl.convert_layout(factor, gl.SliceLayout(1, mma_layout(g.HB)))
+    return out, gl.convert_layout(factor, gl.SliceLayout(1, mma_layout(g.HB, g.RB)))
 
 
 @gluon.jit
@@ -71,7 +74,7 @@ def whole_tiles(n, rows, first, c: gl.constexpr):
 @gluon.jit
 def store_state(PART, slot, m, l, acc, h0, rows_left, c: gl.constexpr, g: gl.constexpr):
     """Write cut segments' states: slot + 2 h, [ROWS, PARTS × BLOCK_DV + 2] fp32, the last two columns m and l."""
-    MMA: gl.constexpr = mma_layout(g.HB)
+    MMA: gl.constexpr = mma_layout(g.HB, g.RB)
     HN: gl.constexpr = gl.SliceLayout(1, MMA)
     o_r = gl.arange(0, c.ROWS, gl.SliceLayout(0, HN))
     slots = slot + 2 * gl.arange(0, g.HB, gl.SliceLayout(1, HN)).to(gl.int64)
@@ -88,7 +91,7 @@ def store_state(PART, slot, m, l, acc, h0, rows_left, c: gl.constexpr, g: gl.con
 def store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h0, tokens, r0, rows_left, so_t, so_h, sl_t, sl_h,
                c: gl.constexpr, g: gl.constexpr):  # fmt: skip
     """Write finished rows to `out`, and their LSE."""
-    MMA: gl.constexpr = mma_layout(g.HB)
+    MMA: gl.constexpr = mma_layout(g.HB, g.RB)
     HN: gl.constexpr = gl.SliceLayout(1, MMA)
     o_r = r0 + gl.arange(0, c.ROWS, gl.SliceLayout(0, HN))
     h = heads_of(h0, gl.SliceLayout(1, HN), g)
@@ -123,46 +126,28 @@ def decode_kernel(
     full = make_barriers(SETS, g.STAGES)
     kbuf, ksbuf = make_rings(gl.int32 if c.BLOCK_SCALES else gl.float32, False, g)
     vbuf, vsbuf = make_rings(gl.int32 if c.BLOCK_SCALES else gl.float32, True, g)
+    if g.WIDE:
+        buffers = wide.make_buffers(c, g)
     wait_for_previous()
+    if g.JOIN_ROWS > 0:
+        launch_dependents()
     if c.RAGGED:
         zero_padding(
-            OUT,
-            LSE,
-            gl.load(CU + B).to(gl.int32),
-            T,
-            p,
-            gl.num_programs(0),
-            so_t,
-            so_h,
-            sl_t,
-            sl_h,
-            c,
-        )
+            OUT, LSE, gl.load(CU + B).to(gl.int32), T, p, gl.num_programs(0), so_t, so_h, sl_t, sl_h, c,
+        )  # fmt: skip
     x, end, per = share(LENS, CU, B, i_share, num_shares, c)
     if x < end:
-        HN: gl.constexpr = gl.SliceLayout(1, mma_layout(g.HB))
         b, base = locate(LENS, CU, B, x, c)
         cursor = cursor_at(TABLE, LENS, CU, st_b, x, end, b, base, c, g)
-        for ahead in gl.static_range(gl.constexpr(g.STAGES - 1)):
+        for ahead in gl.static_range(gl.constexpr(g.STAGES if g.WIDE else g.STAGES - 1)):
             fetch(
-                cursor,
-                ahead,
-                full,
-                K,
-                V,
-                KS,
-                VS,
-                kbuf,
-                vbuf,
-                ksbuf,
-                vsbuf,
-                h0,
-                end,
-                c,
-                g,
-            )
+                cursor, ahead, full, K, V, KS, VS, kbuf, vbuf, ksbuf, vsbuf, h0, end, c, g,
+            )  # fmt: skip
             cursor = advance(cursor, TABLE, LENS, CU, st_b, end, c, g)
-        h = heads_of(h0, gl.SliceLayout(1, HN), g)
+        if g.WIDE:
+            h = h0
+        else:
+            h = heads_of(h0, gl.SliceLayout(1, gl.SliceLayout(1, mma_layout(g.HB, g.RB))), g)
         k_scales = (
             scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E * per_head(k_scale, K_T, h, c.K_T, c.K_T_STRIDE)
         )
@@ -178,50 +163,58 @@ def decode_kernel(
             t0 = (x - base) % tiles
             t1 = gl.minimum(t0 + end - x, tiles)
             r0 = segment * c.ROWS
-            q, factor = load_query(Q, q0, h0, r0, rows * c.GROUP, sq_t, sq_h, c, g)
-            scale = k_scales[:, None] * factor
             u0, u1 = whole_tiles(n, rows, first, c)
-            state = empty_state(c, g)
-            for t in range(first + t0, first + t1):
-                acquire(full, turn, SETS, g.STAGES)
-                release()
-                fetch(
-                    cursor,
-                    turn + g.STAGES - 1,
-                    full,
-                    K,
-                    V,
-                    KS,
-                    VS,
-                    kbuf,
-                    vbuf,
-                    ksbuf,
-                    vsbuf,
-                    h0,
-                    end,
-                    c,
-                    g,
-                )
-                cursor = advance(cursor, TABLE, LENS, CU, st_b, end, c, g)
-                if (t >= u0) & (t < u1):
-                    state = attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, turn % g.STAGES, q, scale, softcap, t, n,
-                                        rows, r0, q0, MASK, sm_t, False, c, g)  # fmt: skip
-                else:
-                    state = attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, turn % g.STAGES, q, scale, softcap, t, n,
-                                        rows, r0, q0, MASK, sm_t, True, c, g)  # fmt: skip
-                turn += 1
-            m, l, acc = state
-            l = gl.sum(l, 1)
-            if t0 == 0:
-                pieces = (base + (segment + 1) * tiles - 1) // per - i_share + 1
+            if g.JOIN_ROWS > 0:
+                first_share = (base + segment * tiles) // per
+                pieces = (base + (segment + 1) * tiles - 1) // per - first_share + 1
+                seen = look_at(PART, i_share, first_share, pieces, c, g)
+            if g.WIDE:
+                scale = k_scales * wide.load_query(Q, q0, h0, r0, rows * c.GROUP, sq_t, sq_h, buffers[0], c, g)
+                m, l, acc, cursor, turn = wide.attend_segment(
+                    scale, softcap, cursor, turn, full, (kbuf, vbuf), (K, V, KS, VS, TABLE, LENS, CU, MASK), buffers,
+                    b, h0, first + t0, first + t1, u0, u1, n, rows, r0, q0, end, st_b, sm_t, c, g,
+                )  # fmt: skip
+            else:
+                q, factor = load_query(Q, q0, h0, r0, rows * c.GROUP, sq_t, sq_h, c, g)
+                scale = k_scales[:, None] * factor
+                state = empty_state(c, g)
+                for t in range(first + t0, first + t1):
+                    acquire(full, turn, SETS, g.STAGES)
+                    release()
+                    fetch(
+                        cursor, turn + g.STAGES - 1, full, K, V, KS, VS, kbuf, vbuf, ksbuf, vsbuf, h0, end, c, g,
+                    )  # fmt: skip
+                    cursor = advance(cursor, TABLE, LENS, CU, st_b, end, c, g)
+                    if (t >= u0) & (t < u1):
+                        state = attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, turn % g.STAGES, q, scale, softcap, t, n,
+                                            rows, r0, q0, MASK, sm_t, False, c, g)  # fmt: skip
+                    else:
+                        state = attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, turn % g.STAGES, q, scale, softcap, t, n,
+                                            rows, r0, q0, MASK, sm_t, True, c, g)  # fmt: skip
+                    turn += 1
+                m, l, acc = state
+                l = gl.sum(l, 1)
+            if (g.JOIN_ROWS == 0) & (t0 == 0):
                 p_meta = META + ((b * g.SEGMENTS + segment) * g.GROUPS + p % g.GROUPS) * 2
-                gl.store(p_meta, pieces)
+                gl.store(p_meta, (base + (segment + 1) * tiles - 1) // per - i_share + 1)
                 gl.store(p_meta + 1, i_share)
-            if t1 - t0 == tiles:
+            slot = 2 * (i_share * c.HEADS + h0) + gl.where(t0 == 0, 1, 0)
+            if g.WIDE:
+                if t1 - t0 == tiles:
+                    wide.store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h0, q0, r0, rows * c.GROUP, so_t, so_h, sl_t,
+                                    sl_h, c, g)  # fmt: skip
+                else:
+                    wide.store_state(PART, slot, m, l, acc, rows * c.GROUP - r0, c, g)
+            elif t1 - t0 == tiles:
                 store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h0, q0, r0, rows * c.GROUP, so_t, so_h, sl_t, sl_h,
                            c, g)  # fmt: skip
             else:
-                slot = 2 * (i_share * c.HEADS + h0) + gl.where(t0 == 0, 1, 0)
                 store_state(PART, slot, m, l, acc, h0, rows * c.GROUP - r0, c, g)
+                if g.JOIN_ROWS > 0:
+                    join(
+                        OUT, LSE, SINKS, PART, v_scale, V_T, scalar(out_scale, OUT_T, c.OUT_T), i_share, first_share,
+                        pieces, seen, h0, q0, r0, rows * c.GROUP - r0, so_t, so_h, sl_t, sl_h, c, g,
+                    )  # fmt: skip
             x += t1 - t0
-    launch_dependents()
+    if g.JOIN_ROWS == 0:
+        launch_dependents()

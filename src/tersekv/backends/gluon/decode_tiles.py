@@ -1,9 +1,10 @@
 """How decode's tiles lie in registers. No word crosses from lane to lane: every conversion of a layout is trivial.
 
-A warp owns a KV head; its boxes are 16 keys. Both products run as m16n8k16 with keys (or value columns) on M and query
-rows on N, so a warp needs nothing of another. The order of the contracted dimension is free: a lane takes a stretch of
-a key's row as it lies, and the query is loaded in the order that results (`query_columns`). Values are transposed by
-ldmatrix in units of 16 bits; part j of PARTS holds the columns PARTS * i + j, as in the Triton kernels.
+A warp owns a KV head, or one in RB of its query rows; its boxes are 16 keys. Both products run as m16n8k16 with keys
+(or value columns) on M and query rows on N, so a warp needs nothing of another. The order of the contracted dimension
+is free: a lane takes a stretch of a key's row as it lies, and the query is loaded in the order that results
+(`query_columns`). Values are transposed by ldmatrix in units of 16 bits; part j of PARTS holds the columns
+PARTS * i + j, as in the Triton kernels.
 """
 
 from triton.experimental import gluon
@@ -15,9 +16,9 @@ _TRANSPOSE = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 
 
 @gluon.constexpr_function
-def _warps(HB, rank):
-    """Warp bases: a KV head each, heads in the first dimension."""
-    bases, h = [], 1
+def _warps(HB, RB, rank):
+    """Warp bases: RB warps with the same keys, then a KV head each, heads in the first dimension."""
+    bases, h = [[0] * rank] * (RB.bit_length() - 1), 1
     while h < HB:
         bases.append([h] + [0] * (rank - 1))
         h *= 2
@@ -41,17 +42,17 @@ def _units(W):
 
 
 @gluon.constexpr_function
-def key_words(HB, N, W):
+def key_words(HB, RB, N, W):
     """Layout of units [HB, N, W] of keys: lane l takes key l // 4 (and 8 more) and a stretch of its row."""
     stretch, parts = _units(W)
     regs = [[0, 0, 1 << i] for i in range(stretch.bit_length() - 1)]
     regs += [[0, 8, 0]] + [[0, 0, 64 << i] for i in range(parts.bit_length() - 1)] + _more(N, 3, 1)
     lanes = [[0, 0, stretch], [0, 0, 2 * stretch], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.DistributedLinearLayout(regs, lanes, _warps(HB, 3), [], [HB, N, W])
+    return gl.DistributedLinearLayout(regs, lanes, _warps(HB, RB, 3), [], [HB, N, W])
 
 
 @gluon.constexpr_function
-def key_scale_words(HB, N, W):
+def key_scale_words(HB, RB, N, W):
     """Layout [HB, N, words, pieces of a word] of the block scales of a key: lane l % 4 has the l-th share of them."""
     words = W // 16
     lanes = {
@@ -63,14 +64,14 @@ def key_scale_words(HB, N, W):
     return gl.DistributedLinearLayout(
         [[0, 8, 0, 0], *_more(N, 4, 1)],
         lanes,
-        _warps(HB, 4),
+        _warps(HB, RB, 4),
         [],
         [HB, N, words, 4 // words],
     )
 
 
 @gluon.constexpr_function
-def key_scale_units(HB, N, W):
+def key_scale_units(HB, RB, N, W):
     """key_words' layout with units as [blocks, 4]."""
     blocks = W // 16  # of a lane
     regs = [[0, 0, 0, 1], [0, 0, 0, 2]] + [[0, 0, 1 << i, 0] for i in range(blocks.bit_length() - 1)]
@@ -82,7 +83,7 @@ def key_scale_units(HB, N, W):
         [0, 2, 0, 0],
         [0, 4, 0, 0],
     ]
-    return gl.DistributedLinearLayout(regs, lanes, _warps(HB, 4), [], [HB, N, W // 4, 4])
+    return gl.DistributedLinearLayout(regs, lanes, _warps(HB, RB, 4), [], [HB, N, W // 4, 4])
 
 
 @gluon.constexpr_function
@@ -92,7 +93,7 @@ def _value_words(W, rank):
 
 
 @gluon.constexpr_function
-def value_scale_words(HB, N, W):
+def value_scale_words(HB, RB, N, W):
     """Layout [HB, words, 2 bytes of a half, 4 units, N keys]: where the matrix unit wants scales of values."""
     regs = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 8]] + _value_words(W, 5) + _more(N, 5, 4)
     lanes = [
@@ -102,20 +103,20 @@ def value_scale_words(HB, N, W):
         [0, 0, 0, 2, 0],
         [0, 0, 1, 0, 0],
     ]
-    return gl.DistributedLinearLayout(regs, lanes, _warps(HB, 5), [], [HB, W // 16, 2, 4, N])
+    return gl.DistributedLinearLayout(regs, lanes, _warps(HB, RB, 5), [], [HB, W // 16, 2, 4, N])
 
 
 @gluon.constexpr_function
-def value_scale_units(HB, N, W):
+def value_scale_units(HB, RB, N, W):
     """Layout [HB, blocks, 4 units, N keys]: the operand's, with units as [blocks, 4]."""
     regs = [[0, 0, 0, 1], [0, 0, 0, 8]] + [[0, 2 << i, 0, 0] for i in range((W // 8).bit_length() - 1)] + _more(N, 4, 3)
     lanes = [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0]]
-    return gl.DistributedLinearLayout(regs, lanes, _warps(HB, 4), [], [HB, W // 4, 4, N])
+    return gl.DistributedLinearLayout(regs, lanes, _warps(HB, RB, 4), [], [HB, W // 4, 4, N])
 
 
 @gluon.constexpr_function
-def mma_layout(HB):
-    return gl.NVMMADistributedLayout([2, 0], [HB, 1, 1], [1, 16, 8])
+def mma_layout(HB, RB):
+    return gl.NVMMADistributedLayout([2, 0], [HB, 1, RB], [1, 16, 8])
 
 
 @gluon.jit
@@ -139,7 +140,7 @@ def as_operand(x, c: gl.constexpr, g: gl.constexpr):
     STRETCH: gl.constexpr = min(c.WORDS_K, 64) // 4
     SHAPE: gl.constexpr = [g.HB, g.BOX, c.WORDS_K // (4 * STRETCH), 4, STRETCH // 2, 2]
     x = x.reshape(SHAPE).permute([0, 1, 2, 4, 3, 5]).reshape([g.HB, g.BOX, c.WORDS_K])
-    return gl.convert_layout(x, gl.DotOperandLayout(0, mma_layout(g.HB), 2), assert_trivial=True)
+    return gl.convert_layout(x, gl.DotOperandLayout(0, mma_layout(g.HB, g.RB), 2), assert_trivial=True)
 
 
 @gluon.jit
@@ -147,7 +148,7 @@ def key_factor(scales, c: gl.constexpr, g: gl.constexpr):
     """Block scales of a box in shared memory [HB, BOX, words] → fp16 [HB, BOX, W] in layout key_words."""
     WORDS: gl.constexpr = c.WORDS_K // 16
     PIECES: gl.constexpr = 4 // WORDS
-    L4: gl.constexpr = key_scale_words(g.HB, g.BOX, c.WORDS_K)
+    L4: gl.constexpr = key_scale_words(g.HB, g.RB, g.BOX, c.WORDS_K)
     words = scales.load(gl.SliceLayout(3, L4))[:, :, :, None]
     piece = gl.arange(0, PIECES, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L4))))[None, None, None, :]
     words, piece = gl.broadcast(words, piece + gl.full([g.HB, g.BOX, WORDS, PIECES], 0, gl.int32, L4))
@@ -175,14 +176,14 @@ def key_factor(scales, c: gl.constexpr, g: gl.constexpr):
         )
         factor = gl.join(gl.join(low, third), gl.join(high, fourth))
     factor = factor.reshape([g.HB, g.BOX, c.WORDS_K // 4])
-    L: gl.constexpr = key_scale_units(g.HB, g.BOX, c.WORDS_K)
+    L: gl.constexpr = key_scale_units(g.HB, g.RB, g.BOX, c.WORDS_K)
     factor = gl.convert_layout(factor, gl.SliceLayout(3, L), assert_trivial=True)
     factor, _ = gl.broadcast(
         factor[:, :, :, None], gl.full([g.HB, g.BOX, c.WORDS_K // 4, 4], 0, gl.float16, L)
     )  # fmt: skip
     return gl.convert_layout(
         factor.reshape([g.HB, g.BOX, c.WORDS_K]),
-        key_words(g.HB, g.BOX, c.WORDS_K),
+        key_words(g.HB, g.RB, g.BOX, c.WORDS_K),
         assert_trivial=True,
     )
 
@@ -191,7 +192,7 @@ def key_factor(scales, c: gl.constexpr, g: gl.constexpr):
 def value_factor(scales, c: gl.constexpr, g: gl.constexpr):
     """Block scales of a box's values in shared memory [HB, words, BOX] → fp16 [HB, W, BOX], the left operand's."""
     WORDS: gl.constexpr = c.WORDS_V // 16
-    L5: gl.constexpr = value_scale_words(g.HB, g.BOX, c.WORDS_V)
+    L5: gl.constexpr = value_scale_words(g.HB, g.RB, g.BOX, c.WORDS_V)
     L4: gl.constexpr = gl.SliceLayout(3, L5)
     words = scales.load(gl.SliceLayout(2, L4))[:, :, None, :]
     odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L4))))[None, None, :, None]
@@ -206,14 +207,14 @@ def value_factor(scales, c: gl.constexpr, g: gl.constexpr):
         2,
     )
     factor = gl.join(low, high).permute([0, 1, 4, 2, 3]).reshape([g.HB, c.WORDS_V // 4, g.BOX])
-    L: gl.constexpr = value_scale_units(g.HB, g.BOX, c.WORDS_V)
+    L: gl.constexpr = value_scale_units(g.HB, g.RB, g.BOX, c.WORDS_V)
     factor = gl.convert_layout(factor, gl.SliceLayout(2, L), assert_trivial=True)
     factor, _ = gl.broadcast(
         factor[:, :, None, :], gl.full([g.HB, c.WORDS_V // 4, 4, g.BOX], 0, gl.float16, L)
     )  # fmt: skip
     return gl.convert_layout(
         factor.reshape([g.HB, c.WORDS_V, g.BOX]),
-        gl.DotOperandLayout(0, mma_layout(g.HB), 2),
+        gl.DotOperandLayout(0, mma_layout(g.HB, g.RB), 2),
         assert_trivial=True,
     )
 
@@ -226,4 +227,4 @@ def transposed(p, c: gl.constexpr, g: gl.constexpr):
     """
     p = gl.inline_asm_elementwise(_TRANSPOSE, "=r,r", [p], gl.float16, False, 2)
     p = p.reshape([g.HB, g.BOX // 8, 8, c.ROWS // 8, 8]).permute([0, 1, 4, 3, 2]).reshape([g.HB, g.BOX, c.ROWS])
-    return gl.convert_layout(p, gl.DotOperandLayout(1, mma_layout(g.HB), 2), assert_trivial=True)
+    return gl.convert_layout(p, gl.DotOperandLayout(1, mma_layout(g.HB, g.RB), 2), assert_trivial=True)

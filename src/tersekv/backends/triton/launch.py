@@ -248,7 +248,7 @@ class Prepared(Template):
 
 class _Kept(threading.local):
     def __init__(self) -> None:
-        self.by_stream: dict[tuple[int, int], Tensor] = {}
+        self.by_stream: dict[tuple[int, int], tuple[int, Tensor]] = {}
 
 
 _kept = _Kept()
@@ -265,9 +265,9 @@ def scratch(n: int, like: Tensor) -> Tensor:
     index = like.get_device()
     key, kept = (index, torch._C._cuda_getCurrentRawStream(index)), _kept.by_stream
     found = kept.get(key)
-    if found is None or found.numel() < n:
-        found = kept[key] = torch.empty(n, dtype=torch.float32, device=like.device)
-    return found
+    if found is None or found[0] < n:
+        found = kept[key] = n, torch.empty(n, dtype=torch.float32, device=like.device)
+    return found[1]
 
 
 class Address:

@@ -28,7 +28,7 @@ E4M3_PTX = tl.constexpr(
     cvt.rn.f16x2.e4m3x2 $1, high;
     }"""
 )
-_E5M2_PTX = tl.constexpr(
+E5M2_PTX = tl.constexpr(
     """{
     .reg .b32 x;
     shl.b32 x, $2, 8;
@@ -107,7 +107,7 @@ def unpack(words, c: tl.constexpr):
         if c.CODE == E4M3:
             return tl.inline_asm_elementwise(E4M3_PTX, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
         elif c.CODE == E5M2:
-            return tl.inline_asm_elementwise(_E5M2_PTX, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
+            return tl.inline_asm_elementwise(E5M2_PTX, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
         elif c.CODE == INT8:
             return tl.inline_asm_elementwise(INT8_PTX, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
         else:

@@ -59,6 +59,8 @@ def shapes(format: str, device: str) -> Iterator[Shape]:
     yield replace(base, name="HND", layout="HND")
     yield replace(base, name="8 drafts", drafts=8)
     yield replace(base, name="8 drafts, tree", drafts=8, tree=True)
+    for group in (8, 16):
+        yield replace(base, name=f"8 drafts, G {group}", drafts=8, tree=True, heads=group * KV_HEADS)
     yield replace(base, name=f"window {n // 8}", window=n // 8)
     yield replace(base, name="sinks", sinks=True)
     for requests, tokens in (long, many):
