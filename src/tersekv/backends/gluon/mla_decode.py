@@ -28,6 +28,7 @@ class Choice(NamedTuple):
     programs_per_sm: int
     blocks: int  # blocks of heads that share a CTA
     min_tiles: int = 1  # least share of a program
+    trio: bool = False  # a warpgroup that scores, two that add values
 
 
 class Config(NamedTuple):
@@ -66,18 +67,21 @@ def why_not(f: SimpleNamespace) -> str | None:
 def choose(f: SimpleNamespace) -> Choice:
     """What the choices follow, on an H200, 2026-11-21, 128 × 8K (docs/measured.md has more).
 
-    fp8_e4m3, 16 heads: two programs of 2 stages 162 µs, one of 4 stages 169. 128 heads: two blocks of 32 rows that
-    share the tiles of a CTA 693 µs, one block of 64 rows 1172, two CTAs of 32 rows 1371 (both spill).
+    fp8_e4m3, 16 heads: two programs of 2 stages 162 µs, one of 4 stages 169. 128 heads: a trio of warpgroups 548 µs,
+    with an e4m3 query 353, two blocks of 32 rows that share the tiles of a CTA 693 and 594. 32 heads: 283 and 278.
     """
     if f.ckv.dtype.itemsize == 2:
         return Choice(rows=64, stages=2, programs_per_sm=1, blocks=1)
-    heads = f.q_nope.shape[1]
+    heads, grouped = f.q_nope.shape[1], f.ckv_scale_cache is not None
     if f.max_q_len * heads <= 16:
         return Choice(rows=16, stages=2, programs_per_sm=2, blocks=1)
-    if heads % 32 == 0:
-        stages = 4 if f.ckv_scale_cache is None else 2
-        return Choice(rows=32 if heads % 64 == 0 else 16, stages=stages, programs_per_sm=1, blocks=2)
-    if f.ckv_scale_cache is not None:
+    if f.max_q_len * heads > 32:
+        # As many tiles as fit: the query takes 36 KB, or 72 as two terms.
+        stages = 4 if f.q_nope.dtype == torch.float8_e4m3fn and not grouped else 3
+        return Choice(rows=64, stages=stages, programs_per_sm=1, blocks=1, trio=True)
+    if heads == 32:
+        return Choice(rows=16, stages=2 if grouped else 4, programs_per_sm=1, blocks=2)
+    if grouped:
         return Choice(rows=32, stages=3, programs_per_sm=1, blocks=1)
     return Choice(rows=32, stages=2, programs_per_sm=2, blocks=1)
 
@@ -89,41 +93,61 @@ def configure(f: SimpleNamespace, chosen: Choice | None = None) -> Config:
     boxes = tuple(box for box in _boxes(f) if box is not None)
     fmt, t = latent_format(f.format), Tiles(TILE, k.rows, CHUNK, k.stages, 4, None, 1, k.min_tiles, True)
     parts = portable._format(f, fmt) | portable._geometry(f, fmt, t, blocks, True) | portable._features(f)
+    # Rows of partial results start on sectors of 32 bytes: 5 µs less at 1 × 8K, 128 heads.
+    parts["PART_COLUMNS"] = RANK + 8
+    if half:  # one kernel for all small batches
+        parts["BLOCK_B"] = max(parts["BLOCK_B"], 128)
     c = portable.Constants(**parts)
     ctas = max(launch.num_sms(f) * k.programs_per_sm * k.blocks // blocks, 1) * blocks // k.blocks
     programs, segments = ctas * k.blocks, -(-f.max_q_len * c.GROUP // k.rows)
     # A producer warp comes with three idle ones; registers are dealt out by warpgroups.
-    warps = 4 * (3 if half or k.blocks == 2 else 2)
+    warps = 4 * (4 if k.trio else 3 if half or k.blocks == 2 else 2)
     registers = 65536 // (32 * warps * k.programs_per_sm) // 8 * 8
     tensor, strides = launch.TENSOR, _strides(f)
     rows = max((box.rows for box in boxes), default=0)
     split = launch.Template(
-        _kernel(half), (ctas,), (
+        _kernel(half, k.trio), (ctas,), (
             tensor, tensor, *[None] * (len(boxes) < 3), *[tensor] * 6,
             f.softmax_scale, tensor, f.kv_scale, tensor, f.out_scale, tensor, requests, f.out.shape[0],
             rows, _pitch(f.ckv_scale_cache), segments, *strides, k.stages, k.blocks, c,
         ), descriptors_at=2, fp8_as_bytes=False, num_warps=4, maxnreg=registers,
     )  # fmt: skip
-    # Few rows are cut into many pieces: small programs read many at once. Many rows wait once for several of them.
     live = min(k.rows, f.max_q_len * c.GROUP)
     segments_in_all = max(requests, 1) * segments * blocks
-    few = segments_in_all * live <= 1024
-    merge_rows, pieces, columns = (1, 32, 64) if few else (4, 2, RANK)
+    merge_rows, pieces, columns, merge_warps = _merge_tile(live, segments_in_all, programs)
     merge = launch.Template(
         merge_kernel, (segments_in_all, -(-live // merge_rows), RANK // columns), (
             *[tensor] * 4, f.kv_scale, tensor, f.out_scale, tensor, programs, segments, *strides[-4:],
             merge_rows, pieces, columns, c,
-        ), fp8_as_bytes=False, num_warps=2 if few else 4, launch_pdl=True,
+        ), fp8_as_bytes=False, num_warps=merge_warps, launch_pdl=True,
     )  # fmt: skip
     scratch = 2 * programs * c.ROWS * c.PART_COLUMNS + 2 * requests * segments * blocks
     return Config(c, split, merge, scratch, boxes, {}, 0 in f.q_nope.shape or requests == 0)
 
 
-def _kernel(half: bool) -> Any:
+def _merge_tile(rows: int, segments: int, programs: int) -> tuple[int, int, int, int]:
+    """(rows, pieces that are read at once, columns, warps) of a program of the merge.
+
+    Many rows wait once for several of them. Few rows are cut into many pieces: small programs read many at once, but
+    where there is about one round of pieces, fewer programs are ready sooner (bf16, 16 heads, 64 × 4K: 91 → 84 µs).
+    """
+    if segments * rows > 1024:
+        return 4, 2, RANK, 4
+    pieces = programs // max(segments, 1)  # of a segment, if lengths are equal
+    if pieces <= 12:
+        return 1, 8, RANK, 4
+    return (1, 32, 64, 2) if pieces < 96 else (1, 128, 32, 4)
+
+
+def _kernel(half: bool, trio: bool) -> Any:
     # Imported when `why_not` has seen the version: other versions of Triton have other names.
     from .mla_decode_codes import mla_decode_codes_kernel
     from .mla_decode_pair import mla_decode_pair_kernel
 
+    if trio:
+        from .mla_decode_trio import mla_decode_trio_kernel
+
+        return mla_decode_trio_kernel
     return mla_decode_pair_kernel if half else mla_decode_codes_kernel
 
 

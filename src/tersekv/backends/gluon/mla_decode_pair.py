@@ -3,7 +3,10 @@
 Tiles of 64 keys come in pairs. The left warpgroup scores the first tile of a pair and holds columns 0 … 255 of the
 output, the right one scores the second and holds the others; while one is busy with its softmax, the other multiplies.
 They hand each other the running maximum and their probabilities; the latter lie where the tile's rotary part lay,
-which is no longer wanted then. A producer warp copies tiles by TMA, in halves of 256 columns, as each becomes free.
+which is no longer wanted then. A producer copies tiles by TMA, in groups of 128 columns, as each becomes free.
+
+Loops over groups are not unrolled, and what is rare is branched around by each warp alone: the code of all warps
+together should fit the instruction cache, and no vote of a whole warpgroup should delay its probabilities.
 """
 
 from triton.experimental import gluon
@@ -13,43 +16,38 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
+from .mla_decode_pair_ends import load_query, store_output
 from .schedule import (
     LOG2E,
+    deal,
     finish,
+    load_tiles,
     locate,
     meta_of,
     note_pieces,
-    output,
     request_tiles,
-    row_places,
     scalar,
     share,
     zero_padding,
 )
 
 TILE = gl.constexpr(64)
-HALF = gl.constexpr(256)  # columns of the output that a warpgroup holds
+GROUPS = gl.constexpr(4)  # of columns of a tile
+COLUMNS = gl.constexpr(128)  # of a group
+MINE = gl.constexpr(2)  # groups of the output that a warpgroup holds: the left one the first, the right one the last
 BOX = gl.constexpr(64)  # columns of a TMA box
-SLACK = gl.constexpr(8.0)  # probabilities are at most 2^SLACK before they are normalised
-# Barriers, by name: of halves of the two tiles of a pair (0 … 7), and of what the warpgroups hand each other.
-FULL = gl.constexpr(0)  # + 2 * slot + half
-FREE = gl.constexpr(4)  # + 2 * slot + half
-P_LEFT = gl.constexpr(8)
-P_RIGHT = gl.constexpr(9)
-L_LEFT = gl.constexpr(10)
-L_RIGHT = gl.constexpr(11)
-QUERY = gl.constexpr(12)
-BARRIERS = gl.constexpr(13)
+SLACK = gl.constexpr(16.0)  # probabilities are at most 2^SLACK before they are normalised
 
 
 @gluon.jit
-def signal(bars, i):
+def signal(bar):
     """Arrive, once all warps of the partition are here."""
     gl.thread_barrier()
-    mbarrier.arrive(bars.index(i))
+    mbarrier.arrive(bar)
 
 
 @gluon.jit
@@ -66,32 +64,6 @@ def next_segment(LENS, CU, x, end, b, base, c: gl.constexpr):
 
 
 @gluon.jit
-def copy_half(BOX_C, ring_c, bars, slot: gl.constexpr, half: gl.constexpr, rows_c, k, EXTRA: gl.constexpr):
-    """Wait until a half of a tile is free, and start its copies. EXTRA: bytes that the caller adds."""
-    PIECE: gl.constexpr = BOX_C.block_shape[0]
-    PIECES: gl.constexpr = TILE // PIECE
-    BOXES: gl.constexpr = HALF // BOX
-    mbarrier.wait(bars.index(FREE + 2 * slot + half), (k & 1) ^ 1)
-    bar = bars.index(FULL + 2 * slot + half)
-    mbarrier.expect(bar, 2 * TILE * HALF + EXTRA)
-    boxes = ring_c.index(2 * slot + half)._reinterpret(BOX_C.dtype, [BOXES, TILE, BOX], BOX_C.layout)
-    for j in gl.static_range(PIECES):
-        for i in gl.static_range(BOXES):
-            place = boxes.index(i).slice(j * PIECE, PIECE)
-            tma.async_copy_global_to_shared(BOX_C, [rows_c[j], half * HALF + i * BOX], bar, place)
-
-
-@gluon.jit
-def copy_rotary(BOX_P, ring_p, bars, slot: gl.constexpr, half: gl.constexpr, rows_p):
-    """Copy a tile's rotary part; it counts for the half whose probabilities are read last."""
-    PIECE: gl.constexpr = BOX_P.block_shape[0]
-    PIECES: gl.constexpr = TILE // PIECE
-    for j in gl.static_range(PIECES):
-        place = ring_p.index(slot).slice(j * PIECE, PIECE)
-        tma.async_copy_global_to_shared(BOX_P, [rows_p[j], 0], bars.index(FULL + 2 * slot + half), place)
-
-
-@gluon.jit
 def rows_of(table, t, n, nowhere, PIECES: gl.constexpr, PIECE: gl.constexpr, c: gl.constexpr):
     """Rows of the pieces of tile t in both matrices; `nowhere` lies behind the cache and reads as 0."""
     rows_c, rows_p = (), ()
@@ -104,12 +76,35 @@ def rows_of(table, t, n, nowhere, PIECES: gl.constexpr, PIECE: gl.constexpr, c: 
 
 
 @gluon.jit
-def produce(BOX_C, BOX_P, TABLE, LENS, CU, rings, bars, x, end, b, base, nowhere, st_b, c: gl.constexpr):
-    """Copy every tile of the share [x, end)."""
+def copy_tile(BOX_C, BOX_P, rings, full, free, slot: gl.constexpr, rows_c, rows_p, k, c: gl.constexpr):
+    """Start the copies of a tile's groups, each when it is free; the rotary part comes last."""
     ring_c, ring_p = rings
     PIECE: gl.constexpr = BOX_C.block_shape[0]
     PIECES: gl.constexpr = TILE // PIECE
-    ROTARY: gl.constexpr = 2 * TILE * c.BLOCK_R
+    BOXES: gl.constexpr = COLUMNS // BOX
+    none = k >> 30  # 0, which the compiler does not know: it would unroll
+    for j in range(GROUPS + none):
+        g = (j + slot * MINE) % GROUPS  # in the order in which they become free
+        mbarrier.wait(free.index(GROUPS * slot + g), (k & 1) ^ 1)
+        bar = full.index(GROUPS * slot + g)
+        mbarrier.expect(bar, 2 * TILE * COLUMNS)
+        boxes = ring_c.index(GROUPS * slot + g)._reinterpret(BOX_C.dtype, [BOXES, TILE, BOX], BOX_C.layout)
+        for r in gl.static_range(PIECES):
+            for i in gl.static_range(BOXES):
+                place = boxes.index(i).slice(r * PIECE, PIECE)
+                tma.async_copy_global_to_shared(BOX_C, [rows_c[r], g * COLUMNS + i * BOX], bar, place)
+    bar = full.index(2 * GROUPS + slot)
+    mbarrier.expect(bar, 2 * TILE * c.BLOCK_R)
+    for r in gl.static_range(PIECES):
+        place = ring_p.index(slot).slice(r * PIECE, PIECE)
+        tma.async_copy_global_to_shared(BOX_P, [rows_p[r], 0], bar, place)
+
+
+@gluon.jit
+def produce(BOX_C, BOX_P, TABLE, LENS, CU, rings, full, free, x, end, b, base, nowhere, st_b, c: gl.constexpr):
+    """Copy every tile of the share [x, end)."""
+    PIECE: gl.constexpr = BOX_C.block_shape[0]
+    PIECES: gl.constexpr = TILE // PIECE
     k0, k1 = 0, 0
     while x < end:
         b, base, _, t0, t1, n, _, _, _ = next_segment(LENS, CU, x, end, b, base, c)
@@ -117,74 +112,47 @@ def produce(BOX_C, BOX_P, TABLE, LENS, CU, rings, bars, x, end, b, base, nowhere
         for t in range(t0, t1, 2):
             rows_c, rows_p = rows_of(table, t, n, nowhere, PIECES, PIECE, c)
             more_c, more_p = rows_of(table, t + 1, n, nowhere, PIECES, PIECE, c)
-            copy_half(BOX_C, ring_c, bars, 0, 0, rows_c, k0, 0)
-            copy_half(BOX_C, ring_c, bars, 0, 1, rows_c, k0, ROTARY)
-            copy_rotary(BOX_P, ring_p, bars, 0, 1, rows_p)
+            copy_tile(BOX_C, BOX_P, rings, full, free, 0, rows_c, rows_p, k0, c)
             k0 += 1
             if t + 1 < t1:
-                copy_half(BOX_C, ring_c, bars, 1, 0, more_c, k1, ROTARY)
-                copy_rotary(BOX_P, ring_p, bars, 1, 0, more_p)
-                copy_half(BOX_C, ring_c, bars, 1, 1, more_c, k1, 0)
+                copy_tile(BOX_C, BOX_P, rings, full, free, 1, more_c, more_p, k1, c)
                 k1 += 1
         x += t1 - t0
 
 
 @gluon.jit
-def load_query(QN, QP, q_c, q_p, segment, h, q0, rows, sn_t, sn_h, sr_t, sr_h, c: gl.constexpr):
-    """Put the query rows into shared memory."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    BOXES: gl.constexpr = q_c.shape[0]
-    tokens, heads, m_row = row_places(segment, h, q0, rows, gl.SliceLayout(1, L), c)
-    o_d = gl.arange(0, BOX, gl.SliceLayout(0, L))
-    p_c = (QN + tokens * sn_t + heads * sn_h)[:, None] + o_d[None, :]
-    p_p = (QP + tokens * sr_t + heads * sr_h)[:, None] + o_d[None, :]
-    # All loads are under way before the first is used.
-    rotary, pieces = gl.load(p_p, mask=m_row[:, None], other=0.0), ()
-    for i in gl.static_range(BOXES):
-        pieces = pieces + (gl.load(p_c + i * BOX, mask=m_row[:, None], other=0.0),)
-    for i in gl.static_range(BOXES):
-        q_c.index(i).store(pieces[i].to(gl.float32).to(q_c.dtype))
-    q_p.store(rotary.to(gl.float32).to(q_p.dtype))
-    fence_async_shared()
-
-
-@gluon.jit
-def drop_stale(boxes, keys):
+def drop_stale(ring_c, full, slot: gl.constexpr, k, keys):
     """Rows behind the tile's last key become 0: a probability of 0 does not hide a NaN."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     real = gl.arange(0, TILE, gl.SliceLayout(1, L)) < keys
-    for i in range(boxes.shape[0]):  # not unrolled: it is rare, and the loop around it should stay small
-        place = boxes.index(i)
+    for g in gl.static_range(GROUPS):
+        mbarrier.wait(full.index(GROUPS * slot + g), k & 1)
+    for i in range(GROUPS + (keys >> 30)):
+        place = ring_c.index(slot * GROUPS + i)
         x = place.load(L)
-        place.store(gl.where(real[:, None], x, gl.full([TILE, BOX], 0.0, x.dtype, L)))
+        place.store(gl.where(real[:, None], x, gl.full([TILE, COLUMNS], 0.0, x.dtype, L)))
     fence_async_shared()
 
 
 @gluon.jit
-def half_scores(s, q_c, tile, half: gl.constexpr, bar, k, t, n, FIRST: gl.constexpr):
-    """(s +) the products of half the columns of the query and of a tile of keys, when these have come."""
-    BOXES: gl.constexpr = HALF // BOX
-    mbarrier.wait(bar, k & 1)
-    boxes = tile._reinterpret(q_c.dtype, [BOXES, TILE, BOX], q_c.layout)
-    if (t + 1) * TILE > n:
-        drop_stale(boxes, n - t * TILE)
-    for i in gl.static_range(BOXES):
-        # NOTE: this is 0. A constant would make the compiler keep, and spill, the descriptors of all steps.
-        none = (t + (BOXES * half + i)) >> 30
-        x, y = q_c.index(none + (half * BOXES + i)), boxes.index(none + i).permute((1, 0))
-        s = warpgroup_mma(x, y, s, use_acc=not FIRST or i > 0, is_async=True)
-    return s
-
-
-@gluon.jit
-def start_scores(q, rings, bars, slot: gl.constexpr, k, t, n, S: gl.constexpr):
+def start_scores(q, rings, full, slot: gl.constexpr, k, t, n, S: gl.constexpr):
     """Start the products of the query and a tile of keys, fp32 [ROWS, TILE]. What is stale is cleaned first."""
     q_c, q_p = q
     ring_c, ring_p = rings
-    s = gl.full([q_c.shape[1], TILE], 0.0, gl.float32, S)
-    s = half_scores(s, q_c, ring_c.index(2 * slot), 0, bars.index(FULL + 2 * slot), k, t, n, True)
-    s = half_scores(s, q_c, ring_c.index(2 * slot + 1), 1, bars.index(FULL + 2 * slot + 1), k, t, n, False)
-    none = (t + 2 * BOX) >> 30
+    ROWS: gl.constexpr = q_p.shape[1]
+    BOXES: gl.constexpr = COLUMNS // BOX
+    if (t + 1) * TILE > n:
+        drop_stale(ring_c, full, slot, k, n - t * TILE)
+    s = warpgroup_mma_init(gl.full([ROWS, TILE], 0.0, gl.float32, S))
+    q_boxes = q_c._reinterpret(q_c.dtype, [GROUPS * BOXES, ROWS, BOX], q_p.layout)
+    none = t >> 30
+    for j in range(GROUPS + none):
+        g = (j + slot * MINE) % GROUPS
+        mbarrier.wait(full.index(GROUPS * slot + g), k & 1)
+        boxes = ring_c.index(GROUPS * slot + g)._reinterpret(q_c.dtype, [BOXES, TILE, BOX], q_c.layout)
+        for i in gl.static_range(BOXES):
+            s = warpgroup_mma(q_boxes.index(g * BOXES + i), boxes.index(none + i).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(full.index(2 * GROUPS + slot), k & 1)
     return warpgroup_mma(q_p.index(none), ring_p.index(none + slot).permute((1, 0)), s, is_async=True)
 
 
@@ -206,186 +174,200 @@ def power(x, top):
 
 
 @gluon.jit
-def scaled(acc, factor):
-    O: gl.constexpr = acc.type.layout
-    return acc * gl.convert_layout(factor, gl.SliceLayout(1, O))[:, None]
+def probabilities(s, m, scale, t, n, rows, r0, c: gl.constexpr):
+    """(powers of two of the scaled scores less a reference, references), which follow m when powers pass 2^SLACK."""
+    s = hide(s, t, n, rows, r0, c)
+    top = gl.max(s, 1) * scale
+    here = gl.where(top > m + SLACK, top, m)
+    return power(s * scale, here[:, None]), here
+
+
+def _multiply_where_needed(count: int) -> tuple[str, str]:
+    """PTX and its constraints: `count` numbers of a thread times factors, left out where the factors of a warp are 1.
+
+    Elements 0 and 2 of a thread lie in its two rows; all others lie in one of them.
+    """
+    lines = [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    test = [f"setp.neu.f32 {p}, ${2 * count + i}, 0f3F800000;" for p, i in (("p", 0), ("q", 2))]
+    text = ["{ .reg .pred p, q;", *test, "or.pred p, p, q;", "@!p bra NONE;", *lines, "NONE: }"]
+    return "\n".join(text), ",".join([*["=f"] * count, *map(str, range(count)), *["f"] * count])
+
+
+MULTIPLY, CONSTRAINTS = map(gl.constexpr, _multiply_where_needed(COLUMNS.value // 2))
 
 
 @gluon.jit
-def grows(top, m):
-    """Does a row's reference have to be raised, lest its powers pass 2^SLACK? One answer for all rows: rarely."""
-    return gl.max((top > m + SLACK).to(gl.int32), 0)
+def scaled(accs, factor):
+    """Accumulators of some groups times a factor of each row, which is mostly 1."""
+    O: gl.constexpr = accs[0].type.layout
+    out, factor = (), gl.convert_layout(factor, gl.SliceLayout(1, O))[:, None]
+    for i in gl.static_range(MINE):
+        f, acc = gl.broadcast(factor, accs[i])
+        acc = gl.inline_asm_elementwise(MULTIPLY, CONSTRAINTS, [acc, f], gl.float32, is_pure=True, pack=COLUMNS // 2)
+        out = out + (acc,)
+    return out
 
 
 @gluon.jit
-def note(notes, flags, i: gl.constexpr, here, grew):
-    """Leave the references of a tile to the other warpgroup, and whether they are new."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    notes.index(i).store(here)
-    flags.index(i).store(gl.full([1], grew, gl.int32, L))
+def start_values(p, ring_c, slot: gl.constexpr, FIRST: gl.constexpr, accs):
+    """Start to add the products of a tile's probabilities and MINE groups of its columns."""
+    out = ()
+    for i in gl.static_range(MINE):
+        out = out + (warpgroup_mma(p, ring_c.index(GROUPS * slot + FIRST + i), accs[i], is_async=True),)
+    return out
 
 
 @gluon.jit
-def raised(flags, i: gl.constexpr):
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(flags.index(i).load(L), 0)
+def end_values(accs, free, slot: gl.constexpr, FIRST: gl.constexpr):
+    """Wait for them, and free each group."""
+    out = ()
+    for i in gl.static_range(MINE):
+        out = out + (warpgroup_mma_wait(MINE - 1 - i, [accs[i]]),)
+        signal(free.index(GROUPS * slot + FIRST + i))
+    return out
 
 
 @gluon.jit
-def attend_left(q, rings, bars, notes, flags, scale, t0, t1, n, rows, r0, k0, k1, S: gl.constexpr, O: gl.constexpr,
+def nothing(S: gl.constexpr, O: gl.constexpr, c: gl.constexpr):
+    """(references, sums, accumulators) before the first tile."""
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    accs = ()
+    for _ in gl.static_range(MINE):
+        accs = accs + (gl.full([c.ROWS, COLUMNS], 0.0, gl.float32, O),)
+    return gl.full([c.ROWS], float("-inf"), gl.float32, ROW), gl.full([c.ROWS], 0.0, gl.float32, ROW), accs
+
+
+@gluon.jit
+def attend_left(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S: gl.constexpr, O: gl.constexpr,
                 c: gl.constexpr):  # fmt: skip
     """The left warpgroup's part of a segment: (references, its share of the sum, its columns, pairs, seconds)."""
     ring_c, ring_p = rings
-    ROW: gl.constexpr = gl.SliceLayout(1, S)
-    A: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    m = gl.full([c.ROWS], float("-inf"), gl.float32, ROW)
-    l = gl.full([c.ROWS], 0.0, gl.float32, ROW)
-    acc = gl.full([c.ROWS, HALF], 0.0, gl.float32, O)
+    full, free, p_left, p_right = bars
+    m, l, accs = nothing(S, O, c)
     for t in range(t0, t1, 2):
-        s = warpgroup_mma_wait(0, [start_scores(q, rings, bars, 0, k0, t, n, S)])
-        s = hide(s * scale, t, n, rows, r0, c)
-        top = gl.max(s, 1)
-        grew = grows(top, m)
-        if grew > 0:
-            here = gl.maximum(m, top)
-            old = power(m, here)
-            m, l, acc = here, l * old, scaled(acc, old)
-        p = power(s, m[:, None])
+        s = warpgroup_mma_wait(0, [start_scores(q, rings, full, 0, k0, t, n, S)])
+        p, here = probabilities(s, m, scale, t, n, rows, r0, c)
         x = p.to(ring_p.dtype)
-        note(notes, flags, 0, m, grew)
+        notes.index(0).store(here)
         ring_p.index(0).store(x)
         fence_async_shared()
-        signal(bars, P_LEFT)
-        acc = warpgroup_mma(gl.convert_layout(x, A), ring_c.index(0), acc, is_async=True)
-        l += gl.sum(p, 1)
-        acc = warpgroup_mma_wait(0, [acc])
-        signal(bars, FREE + 0)
+        signal(p_left.index(0))
+        old = power(m, here)
+        m, accs = here, scaled(accs, old)
+        accs = start_values(gl.convert_layout(x, gl.DotOperandLayout(0, O, 2)), ring_c, 0, 0, accs)
+        l = l * old + gl.sum(p, 1)
+        accs = end_values(accs, free, 0, 0)
         k0 += 1
         if t + 1 < t1:
-            mbarrier.wait(bars.index(P_RIGHT), k1 & 1)
-            if raised(flags, 1) > 0:
-                here = notes.index(1).load(ROW)
-                new = power(m, here)
-                m, l, acc = here, l * new, scaled(acc, new)
-            mbarrier.wait(bars.index(FULL + 2), k1 & 1)
-            acc = warpgroup_mma(ring_p.index(1), ring_c.index(2), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, [acc])
-            signal(bars, FREE + 2)
+            mbarrier.wait(p_right.index(0), k1 & 1)
+            here = notes.index(1).load(m.type.layout)
+            old = power(m, here)
+            m, l, accs = here, l * old, scaled(accs, old)
+            accs = start_values(ring_p.index(1), ring_c, 1, 0, accs)
+            accs = end_values(accs, free, 1, 0)
             k1 += 1
-    return m, l, acc, k0, k1
+    return m, l, accs, k0, k1
 
 
 @gluon.jit
-def take_first(acc, m, l, rings, bars, notes, flags, k0):
-    """Start the first tile's part of the right columns: (accumulator, references, sums)."""
+def take_first(m, l, accs, rings, p_left, notes, k0):
+    """Start the first tile's part of the right columns: (references, sums, accumulators)."""
     ring_c, ring_p = rings
-    mbarrier.wait(bars.index(P_LEFT), k0 & 1)
-    if raised(flags, 0) > 0:
-        here = notes.index(0).load(m.type.layout)
-        old = power(m, here)
-        m, l, acc = here, l * old, scaled(acc, old)
-    mbarrier.wait(bars.index(FULL + 1), k0 & 1)
-    return warpgroup_mma(ring_p.index(0), ring_c.index(1), acc, is_async=True), m, l
+    mbarrier.wait(p_left.index(0), k0 & 1)
+    here = notes.index(0).load(m.type.layout)
+    old = power(m, here)
+    return here, l * old, start_values(ring_p.index(0), ring_c, 0, MINE, scaled(accs, old))
 
 
 @gluon.jit
-def attend_right(q, rings, bars, notes, flags, scale, t0, t1, n, rows, r0, k0, k1, S: gl.constexpr, O: gl.constexpr,
+def attend_right(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S: gl.constexpr, O: gl.constexpr,
                  c: gl.constexpr):  # fmt: skip
     """The right warpgroup's part of a segment, likewise. The last pair may have no second tile."""
     ring_c, ring_p = rings
-    ROW: gl.constexpr = gl.SliceLayout(1, S)
-    A: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    m = gl.full([c.ROWS], float("-inf"), gl.float32, ROW)
-    l = gl.full([c.ROWS], 0.0, gl.float32, ROW)
-    acc = gl.full([c.ROWS, HALF], 0.0, gl.float32, O)
+    full, free, p_left, p_right = bars
+    m, l, accs = nothing(S, O, c)
     for t in range(t0, t1 - 1, 2):
-        s = start_scores(q, rings, bars, 1, k1, t + 1, n, S)
-        acc, m, l = take_first(acc, m, l, rings, bars, notes, flags, k0)
-        s = hide(warpgroup_mma_wait(1, [s]) * scale, t + 1, n, rows, r0, c)
-        top = gl.max(s, 1)
-        grew = grows(top, m)
-        here = gl.where(grew > 0, gl.maximum(m, top), m)
-        p = power(s, here[:, None])
+        s = start_scores(q, rings, full, 1, k1, t + 1, n, S)
+        m, l, accs = take_first(m, l, accs, rings, p_left, notes, k0)
+        s = warpgroup_mma_wait(MINE, [s])
+        p, here = probabilities(s, m, scale, t + 1, n, rows, r0, c)
         x = p.to(ring_p.dtype)
-        note(notes, flags, 1, here, grew)
+        notes.index(1).store(here)
         ring_p.index(1).store(x)
         fence_async_shared()
-        signal(bars, P_RIGHT)
-        acc = warpgroup_mma_wait(0, [acc])
-        signal(bars, FREE + 1)
-        if grew > 0:
-            new = power(m, here)
-            m, l, acc = here, l * new, scaled(acc, new)
-        l += gl.sum(p, 1)
-        acc = warpgroup_mma(gl.convert_layout(x, A), ring_c.index(3), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, [acc])
-        signal(bars, FREE + 3)
+        signal(p_right.index(0))
+        accs = end_values(accs, free, 0, MINE)
+        old = power(m, here)
+        m, accs = here, scaled(accs, old)
+        accs = start_values(gl.convert_layout(x, gl.DotOperandLayout(0, O, 2)), ring_c, 1, MINE, accs)
+        l = l * old + gl.sum(p, 1)
+        accs = end_values(accs, free, 1, MINE)
         k0 += 1
         k1 += 1
     if (t1 - t0) % 2 == 1:
-        acc, m, l = take_first(acc, m, l, rings, bars, notes, flags, k0)
-        acc = warpgroup_mma_wait(0, [acc])
-        signal(bars, FREE + 1)
+        m, l, accs = take_first(m, l, accs, rings, p_left, notes, k0)
+        accs = end_values(accs, free, 0, MINE)
         k0 += 1
-    return m, l, acc, k0, k1
+    return m, l, accs, k0, k1
 
 
 @gluon.jit
-def consume(tensors, q, rings, bars, notes, flags, score_scale, value_factor, place, strides, LEFT: gl.constexpr,
+def consume(tensors, q, rings, bars, ends, notes, score_scale, value_factor, place, strides, LEFT: gl.constexpr,
             c: gl.constexpr):  # fmt: skip
     """Attend the share [x, end) of all tiles, for one block of heads and half of the columns."""
     QN, QP, LENS, CU, OUT, LSE, PART, META = tensors
     max_segments, p, per, x, end, b, base = place
-    sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h = strides
+    q_ready, l_ready = ends
+    ME: gl.constexpr = 0 if LEFT else 1
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, O)
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     h = p % c.HEADS
     k0, k1, done = 0, 0, 0
-    o_d = gl.arange(0, HALF, gl.SliceLayout(0, O))
-    if not LEFT:
-        o_d += HALF
+    # The query takes the scale's sign, so that the largest score has the largest product.
+    sign = gl.where(score_scale < 0, -1.0, 1.0)
+    scale = gl.maximum(gl.abs(score_scale), 1e-30)
     while x < end:
         b, base, segment, t0, t1, n, rows, q0, tiles = next_segment(LENS, CU, x, end, b, base, c)
+        load_query(QN, QP, q, sign, segment, h, q0, rows, strides, ME, c)
+        signal(q_ready[ME].index(0))
+        mbarrier.wait(q_ready[1 - ME].index(0), done & 1)
+        r0 = segment * c.ROWS
         if LEFT:
-            load_query(QN, QP, q[0], q[1].index(0), segment, h, q0, rows, sn_t, sn_h, sr_t, sr_h, c)
-            signal(bars, QUERY)
-            m, l, acc, k0, k1 = attend_left(
-                q, rings, bars, notes, flags, score_scale, t0, t1, n, rows, segment * c.ROWS, k0, k1, S, O, c
-            )
-            notes.index(2).store(l)
-            signal(bars, L_LEFT)
-            mbarrier.wait(bars.index(L_RIGHT), done & 1)
-            l += notes.index(3).load(gl.SliceLayout(1, S))
+            m, l, accs, k0, k1 = attend_left(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S, O, c)
         else:
-            mbarrier.wait(bars.index(QUERY), done & 1)
-            m, l, acc, k0, k1 = attend_right(
-                q, rings, bars, notes, flags, score_scale, t0, t1, n, rows, segment * c.ROWS, k0, k1, S, O, c
-            )
-            notes.index(3).store(l)
-            signal(bars, L_RIGHT)
-            mbarrier.wait(bars.index(L_LEFT), done & 1)
-            l += notes.index(2).load(gl.SliceLayout(1, S))
+            m, l, accs, k0, k1 = attend_right(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S, O, c)
+        notes.index(2 + ME).store(l)
+        signal(l_ready[ME].index(0))
+        mbarrier.wait(l_ready[1 - ME].index(0), done & 1)
+        l += notes.index(3 - ME).load(gl.SliceLayout(1, S))
         done += 1
-        tokens, heads, m_row = row_places(segment, h, q0, rows, ROW, c)
-        m, l = gl.convert_layout(m, ROW), gl.convert_layout(l, ROW)
         if t0 == 0:  # of both warpgroups, which write the same
             pieces = (base + (segment + 1) * tiles - 1) // per - p // c.HEADS + 1
             note_pieces(META, b, segment, max_segments, p, pieces, c)
-        if t1 - t0 == tiles:
-            factor, lse = finish(m, l, value_factor)
-            p_out = (OUT + tokens * so_t + heads * so_h)[:, None] + o_d[None, :]
-            gl.store(p_out, output(acc * factor[:, None], OUT, c), mask=m_row[:, None])
-            if c.HAS_LSE and LEFT:
-                gl.store(LSE + tokens * sl_t + heads * sl_h, lse, mask=m_row)
-        else:
-            slot = 2 * p + (t0 == 0).to(gl.int32)
-            p_row = PART + (slot.to(gl.int64) * c.ROWS + gl.arange(0, c.ROWS, ROW)) * c.PART_COLUMNS
-            gl.store(p_row[:, None] + o_d[None, :], acc, mask=m_row[:, None])
-            if LEFT:
-                gl.store(p_row + c.PART_COLUMNS - 2, m, mask=m_row)
-                gl.store(p_row + c.PART_COLUMNS - 1, l, mask=m_row)
+        m, l = gl.convert_layout(m, gl.SliceLayout(1, O)), gl.convert_layout(l, gl.SliceLayout(1, O))
+        factor, lse = finish(m, l, value_factor)
+        state = (m, l, factor, lse)
+        slot = 2 * p + (t0 == 0).to(gl.int32)
+        whole = t1 - t0 == tiles
+        store_output(accs, state, q[0], OUT, LSE, PART, whole, slot, segment, h, q0, rows, strides, ME, c)
         x += t1 - t0
+
+
+@gluon.jit
+def barriers(N: gl.constexpr):
+    """In memory of their own: between an arrival and a wait that share it, the compiler lets all threads meet."""
+    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(bars.index(i), count=1)
+    return bars
+
+
+@gluon.jit
+def through_memory(box, i: gl.constexpr, x):
+    """x, from shared memory: then the compiler sees that it is the same in all threads, and so are loops over it."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    box.index(i).store(gl.full([1], x, gl.int32, L))
+    return gl.max(box.index(i).load(L), 0)
 
 
 @gluon.jit
@@ -401,32 +383,42 @@ def mla_decode_pair_kernel(
     META = meta_of(PART, num_programs, c)
     if c.RAGGED:
         zero_padding(OUT, LSE, gl.load(CU + B).to(gl.int32), T, p, num_programs, so_t, so_h, sl_t, sl_h, c)
-    x, end, per = share(LENS, CU, B, p // c.HEADS, num_programs // c.HEADS, c)
+    SMALL: gl.constexpr = c.BLOCK_B < 1024  # then BLOCK_B holds all requests
+    if SMALL:
+        loaded = load_tiles(LENS, CU, B, c)
     X: gl.constexpr = BOX_C.dtype
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    ring_c = gl.allocate_shared_memory(X, [4, TILE, HALF], WIDE)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ring_c = gl.allocate_shared_memory(X, [2 * GROUPS, TILE, COLUMNS], WIDE)
     ring_p = gl.allocate_shared_memory(X, [2, TILE, c.BLOCK_R], WIDE)
-    q_c = gl.allocate_shared_memory(X, [c.DV // BOX, c.ROWS, BOX], WIDE)
+    q_c = gl.allocate_shared_memory(X, [2, c.DV // BOX // 2 * c.ROWS, BOX], WIDE)
     q_p = gl.allocate_shared_memory(X, [1, c.ROWS, c.BLOCK_R], WIDE)
-    notes = gl.allocate_shared_memory(gl.float32, [4, c.ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    flags = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(BARRIERS):
-        mbarrier.init(bars.index(i), count=1)
+    notes = gl.allocate_shared_memory(gl.float32, [4, c.ROWS], FLAT)
+    bars = barriers(2 * GROUPS + 2), barriers(2 * GROUPS), barriers(1), barriers(1)
+    ends = (barriers(1), barriers(1)), (barriers(1), barriers(1))
     scale_kv = scalar(kv_scale, KV_T, c.V_T)
     score_scale = scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E * scale_kv
     value_factor = scale_kv * scalar(out_scale, OUT_T, c.OUT_T)
-    b, base = locate(LENS, CU, B, gl.minimum(x, end - 1), c)
+    i_share, num_shares = p // c.HEADS, num_programs // c.HEADS
+    if SMALL:
+        x, end, per, b, base = deal(loaded, i_share, num_shares, c)
+    else:
+        x, end, per = share(LENS, CU, B, i_share, num_shares, c)
+        b, base = locate(LENS, CU, B, gl.minimum(x, end - 1), c)
+    box = gl.allocate_shared_memory(gl.int32, [5, 1], FLAT)
+    x, end, per = through_memory(box, 0, x), through_memory(box, 1, end), through_memory(box, 2, per)
+    b, base = through_memory(box, 3, b), through_memory(box, 4, base)
     q, rings = (q_c, q_p), (ring_c, ring_p)
     tensors = (QN, QP, LENS, CU, OUT, LSE, PART, META)
     strides = (sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h)
     place = (max_segments, p, per, x, end, b, base)
+    # The producer is the default partition: it has four warps anyway.
     gl.warp_specialize(
         [
-            (consume, (tensors, q, rings, bars, notes, flags, score_scale, value_factor, place, strides, True, c)),
-            (consume, (tensors, q, rings, bars, notes, flags, score_scale, value_factor, place, strides, False, c)),
-            (produce, (BOX_C, BOX_P, TABLE, LENS, CU, rings, bars, x, end, b, base, nowhere, st_b, c)),
+            (produce, (BOX_C, BOX_P, TABLE, LENS, CU, rings, bars[0], bars[1], x, end, b, base, nowhere, st_b, c)),
+            (consume, (tensors, q, rings, bars, ends, notes, score_scale, value_factor, place, strides, True, c)),
+            (consume, (tensors, q, rings, bars, ends, notes, score_scale, value_factor, place, strides, False, c)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 4],
+        [240, 240],
     )

@@ -40,6 +40,19 @@ def request_tiles(LENS, CU, b, m_b, c: gl.constexpr):
 
 
 @gluon.jit
+def cut(total, longest, i_share, num_shares, c: gl.constexpr):
+    """(first tile, end, tiles of a share) of a share of `total` tiles."""
+    per = gl.maximum((total + num_shares - 1) // num_shares, c.MIN_TILES)
+    whole = (per + longest - 1) // longest * longest
+    if per < longest:
+        parts = longest // per
+        whole = (longest + parts - 1) // parts
+    per = gl.where(20 * whole <= 21 * per, whole, per)
+    start = i_share * per
+    return start, gl.minimum(start + per, total), per
+
+
+@gluon.jit
 def share(LENS, CU, B, i_share, num_shares, c: gl.constexpr):
     """(first tile, end, tiles of a share) of a share, in the flat order of all tiles.
 
@@ -53,14 +66,7 @@ def share(LENS, CU, B, i_share, num_shares, c: gl.constexpr):
         tiles, segments, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
         total += gl.sum(tiles * segments, 0)
         longest = gl.maximum(longest, gl.max(tiles, 0))
-    per = gl.maximum((total + num_shares - 1) // num_shares, c.MIN_TILES)
-    whole = (per + longest - 1) // longest * longest
-    if per < longest:
-        parts = longest // per
-        whole = (longest + parts - 1) // parts
-    per = gl.where(20 * whole <= 21 * per, whole, per)
-    start = i_share * per
-    return start, gl.minimum(start + per, total), per
+    return cut(total, longest, i_share, num_shares, c)
 
 
 @gluon.jit
@@ -82,6 +88,31 @@ def locate(LENS, CU, B, x, c: gl.constexpr):
         base = gl.maximum(base, gl.max(gl.where(passed, ends, 0), 0))
         before += gl.sum(tiles * segments, 0)
     return b, base
+
+
+@gluon.jit
+def sum_and_max(a, b, c, d):
+    return a + c, gl.maximum(b, d)
+
+
+@gluon.jit
+def load_tiles(LENS, CU, B, c: gl.constexpr):
+    """What `deal` needs of all requests: their loads are under way, other things can be done before."""
+    o_b = gl.arange(0, c.BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    tiles, segments, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
+    return gl.where(o_b < B, tiles, 0), segments
+
+
+@gluon.jit
+def deal(loaded, i_share, num_shares, c: gl.constexpr):
+    """`share` and `locate` of its first tile in one, for as many requests as BLOCK_B."""
+    tiles, segments = loaded
+    ends = gl.associative_scan(tiles * segments, 0, add)
+    total, longest = gl.reduce((tiles * segments, tiles), 0, sum_and_max)
+    start, end, per = cut(total, gl.maximum(longest, 1), i_share, num_shares, c)
+    passed = (ends <= gl.minimum(start, end - 1)) & (tiles > 0)
+    b, base = gl.reduce((passed.to(gl.int32), gl.where(passed, ends, 0)), 0, sum_and_max)
+    return start, end, per, b, base
 
 
 @gluon.jit
