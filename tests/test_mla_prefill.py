@@ -187,6 +187,22 @@ def test_a_plan_without_rows_appends_and_returns_zero():
         assert (got != row).float().mean() < 0.02
 
 
+def test_rotated_parts_and_lengths_go_where_they_are_wanted():
+    case, same = Case(seed=13), Case(seed=13)
+    plan = mla_prefill_plan(case.lens, [n for _, n in case.requests])
+    same.run(plan=plan._replace(buffer_row_offsets=plan.buffer_row_offsets * 0, buffer_lengths=[0]))
+    q = case.t["q"].clone()
+    rotated = torch.full_like(q[..., -case.layer().kpe.shape[-1] :], math.nan)
+    lens = torch.full((len(case.lens),), -1, dtype=torch.int32)
+    empty = plan._replace(buffer_row_offsets=plan.buffer_row_offsets * 0, buffer_lengths=[0])
+    case.run(plan=empty, q_pe_out=rotated, seq_lens_out=lens)
+    assert torch.equal(case.t["q"], q)
+    assert torch.equal(rotated, same.t["q"][..., -rotated.shape[-1] :])
+    assert lens.tolist() == list(case.lens)
+    with pytest.raises(ValueError, match="q_pe_out: want None with a plan that holds rows"):
+        case.run(plan=plan, q_pe_out=rotated)
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("fp8_weights", [True, False])
 def test_a_bad_later_token_never_reaches_an_earlier_query(poison, fp8_weights):

@@ -179,6 +179,8 @@ class MLAPrefillCall(NamedTuple):
     kv_scale: float  # dequantises
     kv_scale_t: Tensor | None
     precision: str
+    q_pe_out: Tensor | None = None  # [T, H, R] written instead of q's rotary part; only if buffer_lengths are all 0
+    seq_lens_out: Tensor | None = None  # [B] int32 written: cache_lens and the new tokens; only if they are all 0
 
 
 class MLAProjectCall(NamedTuple):
@@ -206,7 +208,7 @@ CALLS: dict[str, tuple[type, tuple[str, ...]]] = {
     "mla_append": (MLAAppendCall, _Q_OUT + _LATENT),
     "decode": (DecodeCall, ("out", "lse")),
     "mla_decode": (MLADecodeCall, ("out", "lse")),
-    "mla_prefill": (MLAPrefillCall, ("q", *_LATENT, "out", "lse")),
+    "mla_prefill": (MLAPrefillCall, ("q", *_LATENT, "out", "lse", "q_pe_out", "seq_lens_out")),
     "mla_project": (MLAProjectCall, ("out",)),
     "merge_states": (MergeCall, ("out", "lse")),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tersekv import mla_prefill_plan, plan
 from tersekv.backends.torch import mla_latents
 from tersekv.backends.torch import mla_prefill as oracle
 from tersekv.backends.triton import gemm_blockwise, mla_prefill
+from tersekv.backends.triton import mla_prefill_latents as one_pass
 from tersekv.backends.triton.mla_prefill_gather import gather, scratch
 from tersekv.backends.triton.mla_prefill_rope import prepare
 from tersekv.backends.triton.mla_prefill_tune import AttentionTile, PrefillConfig, ProductTile
@@ -121,6 +123,41 @@ def test_a_chunk_without_rows_appends_and_gives_zero():
     assert (call.out == 0).all()
     assert (call.lse == -math.inf).all()
     assert torch.equal(call.q, want.q)
+
+
+@pytest.mark.parametrize("index", ["int32", "uint32"])
+def test_rotated_parts_and_lengths_go_where_they_are_wanted(index):
+    call = make(replace(SMALL, index=index))
+    want, before = moved(call, "cpu"), call.q.clone()
+    lens = torch.full_like(call.cache_lens, 99, dtype=torch.int32)
+    call = call._replace(
+        buffer_lengths=[0], q_pe_out=torch.full_like(call.q[..., -SMALL.rope :], math.nan), seq_lens_out=lens
+    )
+    oracle.append(want, want.cu_seqlens_q.tolist())
+    run(call, TILED)
+    assert torch.equal(as_bytes(call.q), as_bytes(before))
+    assert torch.equal(call.q_pe_out, want.q[..., -SMALL.rope :])
+    assert lens.tolist() == list(SMALL.lens)
+    assert (call.out == 0).all()
+    run(call._replace(**{n: getattr(call, n)[:0] for n in ("q", "q_pe_out", "kv_c", "k_pe", "out", "lse")}), TILED)
+    assert lens.tolist() == call.cache_lens.tolist()  # no tokens
+
+
+@pytest.mark.parametrize("missing", ["requests", "new tokens"])
+def test_tokens_that_nobody_asks_for_have_defined_outputs(missing):
+    call = make(SMALL)
+    before = call.q.clone()
+    call.cu_seqlens_q.zero_()
+    if missing == "requests":
+        none = {n: getattr(call, n)[:0] for n in ("cache_lens", "page_table")}
+        call = call._replace(
+            **none, cu_seqlens_q=call.cu_seqlens_q[:1], cache_offsets=call.cache_offsets[:, :0],
+            buffer_row_offsets=call.buffer_row_offsets[:, :1],
+        )  # fmt: skip
+    run(call._replace(max_q_len=0), TILED)
+    assert (call.out == 0).all()
+    assert (call.lse == -math.inf).all()
+    assert torch.equal(as_bytes(call.q), as_bytes(before))
 
 
 def test_a_nan_reaches_only_those_who_see_it():
@@ -247,6 +284,36 @@ def test_gathered_codes_and_scales_have_the_bits_of_the_oracle(name, native):
     assert torch.equal(got.rows[:9].view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(as_bytes(got.scales.T[:9]), as_bytes(scales))
     assert torch.equal(as_bytes(got.k_pe[:9]), as_bytes(k_pe.to(call.q.dtype)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("change", [{}, {"chunk": 5, "index": "int64"}, {"raw_in_cache": True}], ids=str)
+def test_one_pass_over_the_latents_has_the_bits_of_two(name, change):
+    if change.get("raw_in_cache") and name not in ("bf16", "fp16"):
+        return  # no 8-bit cache holds raw rows
+    case = replace(SMALL, format=name, group=3, **change)
+    two, one = make(case), make(case)
+    for call in (two, one):
+        call.cu_seqlens_q[-1] -= 1  # a row of q that no request has, and a cached token that is not new
+    prepare(two, True)
+    chunks = [(i, n) for i, n in enumerate(two.buffer_lengths) if n]
+    for i, n in chunks:
+        a, b = scratch(two, n), scratch(one, n)
+        counter, dirty = torch.ones(1, dtype=torch.int32), torch.full((n,), 7, dtype=torch.int8)
+        launch = one_pass.prepared(one, n, b, True, i == chunks[0][0], i == chunks[0][0], False)
+        launch(*one_pass.tensors(one, i, SimpleNamespace(
+            codes=b.rows, scales=b.scales, k_pe=b.k_pe, counter=counter, dirty=dirty,
+        )))  # fmt: skip
+        gather(two, i, n, a, True)
+        for x, y in zip(a, b, strict=True):
+            assert torch.equal(as_bytes(x), as_bytes(y))
+        assert counter.tolist() == [0]
+        assert torch.equal(dirty != 0, oracle.gather(two, i, n)[0].isnan().any(1) | (two.q.dtype == torch.float16))
+    for field in ("q", "ckv", "kpe"):
+        assert torch.equal(as_bytes(getattr(two, field)), as_bytes(getattr(one, field))), field
+    assert (one.out[-1] == 0).all()
+    assert (one.lse[-1] == -math.inf).all()
+    assert one.out[:-1].isnan().all()  # the others are attention's
 
 
 def test_rows_that_no_request_has_are_gathered_as_zero():

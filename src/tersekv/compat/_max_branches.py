@@ -77,26 +77,29 @@ def decode(step: Step, w_uk: Tensor, w_uk_scale: Tensor | None, w_uv: Tensor, w_
     # A plan without rows makes mla_prefill rotate and append only; it looks at no value of its offsets and the weight.
     nothing = step.input_row_offsets[None]
     weight = q.new_empty(1, rank).expand(heads * (nope + dim_v), rank)
-    rotated = q.clone()
-    _fused(step, rotated, layer, MLAPrefillPlan(nothing, nothing, [0], _max_q_len(step)), weight, None)
+    q_pe = q.new_empty(q.shape[0], heads, rope)
+    lens = q.new_empty(len(kv.cache_lengths), dtype=torch.int32)
+    plan = MLAPrefillPlan(nothing, nothing, [0], _max_q_len(step))
+    _fused(step, q, layer, plan, weight, None, q_pe, lens)
     attend = partial(
         mla_decode, softmax_scale=float(step.scale), cu_seqlens_q=step.input_row_offsets, max_q_len=_max_q_len(step),
         backend=step.backend,
     )  # fmt: skip
     backend = step.backend
-    queries = mla_project(q[..., :nope], w_uk, weight_scale=w_uk_scale, backend=backend), rotated[..., nope:]
-    latents = renamed(_NAMES, attend, queries, layer, kv.lookup_table, _lens(step))
+    queries = mla_project(q[..., :nope], w_uk, weight_scale=w_uk_scale, backend=backend), q_pe
+    latents = renamed(_NAMES, attend, queries, layer, kv.lookup_table, lens)
     mla_project(latents, w_uv, weight_scale=w_uv_scale, out=output, backend=backend)
 
 
 def _fused(
-    step: Step, q: Tensor, layer: PagedLatentLayer, plan: MLAPrefillPlan, weight: Tensor, weight_scale: Tensor | None
-) -> None:
+    step: Step, q: Tensor, layer: PagedLatentLayer, plan: MLAPrefillPlan, weight: Tensor, weight_scale: Tensor | None,
+    q_pe_out: Tensor | None = None, seq_lens_out: Tensor | None = None,
+) -> None:  # fmt: skip
     kv, rank, raw = step.kv_collection, layer.ckv.shape[-1], step.kv_input
     kv_c, k_pe = (None, None) if raw is None else (raw[..., :rank], raw[..., rank:])
     call = partial(
         mla_prefill, softmax_scale=float(step.scale), epsilon=float(step.epsilon), kv_b_proj_scale=weight_scale,
-        kv_c=kv_c, k_pe=k_pe, out=step.output, backend=step.backend,
+        kv_c=kv_c, k_pe=k_pe, out=step.output, q_pe_out=q_pe_out, seq_lens_out=seq_lens_out, backend=step.backend,
     )  # fmt: skip
     renamed(
         _NAMES, call, q, layer, kv.lookup_table, kv.cache_lengths, step.input_row_offsets, step.freqs_cis,

@@ -219,6 +219,8 @@ def mla_prefill(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     return_lse: bool = False,
+    q_pe_out: Tensor | None = None,
+    seq_lens_out: Tensor | None = None,
     precision: str = "exact",
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -241,6 +243,8 @@ def mla_prefill(
                           (16-bit caches only; the op is then not idempotent)
         head_dim_v:       Dv; default: rows of kv_b_proj / H − Dn
         out:              [T, H, Dv] in q's dtype; lse [T, H] fp32, natural log
+        q_pe_out:         [T, H, R] in q's dtype; the rotated parts go here and q stays. With buffer_lengths all 0 only,
+                          as is seq_lens_out [B] int32: gets cache_lens and the new tokens, what `mla_decode` asks for
         precision:        "exact"; "fast" is a permission to compute less exactly, as in `decode`; unused today
 
     Query i of request b sees key j iff j <= cache_lens[b] + i. Returns out, or (out, lse) with `return_lse`.
@@ -266,7 +270,7 @@ def mla_prefill(
         q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis,
         kv_norm_gamma, kv_b_proj, kv_b_proj_scale, plan.buffer_row_offsets, plan.cache_offsets, out, lse,
         list(plan.buffer_lengths), c.format, plan.max_q_len, float(softmax_scale), float(epsilon),
-        *split(c.kv_scale, "kv_scale"), precision,
+        *split(c.kv_scale, "kv_scale"), precision, q_pe_out, seq_lens_out,
     )  # fmt: skip
     submit("mla_prefill", call, backend)
     if return_lse:

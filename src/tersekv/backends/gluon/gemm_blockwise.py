@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..triton.launch import TENSOR, Template, next_power_of_2
+from .pipeline import launch_dependents, wait_for_previous
 
 STAGES = 4
 
@@ -222,7 +223,7 @@ def rotate_queries(
 def product_kernel(
     A, W, OUT, A_SCALE, W_SCALE, Q, FREQS, CU, LENS, rows, N, stride_as, stride_ws, tokens, B, H, max_pos, stride_qt,
     stride_qh, stride_freqs, column,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr, R: gl.constexpr,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr, R: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
     """The product; with HEADS, four more warps rotate columns column … column + R of q meanwhile."""
     a_s = gl.allocate_shared_memory(A.dtype, [STAGES, TILE, TILE], A.layout)
@@ -239,6 +240,9 @@ def product_kernel(
         mbarrier.init(w_full.index(i), count=1)
         mbarrier.init(w_free.index(i), count=2)
     fence_async_shared()
+    if OVERLAPS:
+        launch_dependents()
+        wait_for_previous()
     buffers = (a_s, w_s, out_s)
     bars = (a_full, a_free, w_full, w_free)
     rows_of_tiles = gl.cdiv(rows, TILE)
@@ -279,7 +283,7 @@ def descriptors(codes: Any, weight: Any, out: Any, rows: int, shape: tuple[int, 
     )
 
 
-def prepared(call: Any, rows: int, scale_stride: int, sms: int, rotate: bool) -> Template:
+def prepared(call: Any, rows: int, scale_stride: int, sms: int, rotate: bool, overlaps: bool) -> Template:
     """The launch for a chunk of `rows` rows and calls with the facts of this one.
 
     Its tensors: scales [L/128, M], weight scales, q, freqs_cis, cu_seqlens_q, cache_lens. rotate: rotate q as well.
@@ -291,8 +295,11 @@ def prepared(call: Any, rows: int, scale_stride: int, sms: int, rotate: bool) ->
     arguments = (
         *[TENSOR] * 6, rows, n, scale_stride, call.kv_b_proj_scale.stride(0), tokens, call.cache_lens.shape[0], heads,
         call.freqs_cis.shape[0], *call.q.stride()[:2], call.freqs_cis.stride(0), call.q.shape[2] - rope,
-        rank // TILE.value, STAGES, min(TILE.value, next_power_of_2(heads)) if rotate else 0, rope,
+        rank // TILE.value, STAGES, min(TILE.value, next_power_of_2(heads)) if rotate else 0, rope, overlaps,
     )  # fmt: skip
     # Without fused multiply-adds the rotation has the oracle's bits; the product asks for its own by name.
     grid = min(sms, tiles) if not rotate else sms
-    return Template(product_kernel, (grid,), arguments, fp8_as_bytes=False, num_warps=4, enable_fp_fusion=False)
+    return Template(
+        product_kernel, (grid,), arguments, fp8_as_bytes=False, num_warps=4, enable_fp_fusion=False,
+        launch_pdl=overlaps,
+    )  # fmt: skip

@@ -1,7 +1,8 @@
-"""MLA prefill on Hopper: the stages of the Triton backend, with a blockwise product and an attention of its own.
+"""MLA prefill on Hopper: one pass over a chunk's latents, then a blockwise product and an attention of its own.
 
-All launches of a plan and their scalars are made at its first call; later ones only fill in addresses. The queries are
-rotated by idle warps of the first chunk's product, which leaves half of the memory's bandwidth unused.
+All launches of a plan and their scalars are made at its first call; later ones only fill in addresses. A launch may
+begin before the one ahead of it has ended. The queries are rotated by idle warps of the first chunk's product, which
+leaves half of the memory's bandwidth unused; where the product is the Triton backend's, beside the first latents.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import triton
 
 from ..triton import launch
 from ..triton import mla_prefill as portable
+from ..triton.blocks import overlaps
 from ..triton.gemm_blockwise import up_project
-from ..triton.mla_prefill_gather import tensors as of_gather
+from ..triton.mla_prefill_latents import tensors as of_latents
 from ..triton.mla_prefill_rope import prepared
 from ..triton.mla_prefill_rope import tensors as of_prepare
 from ..triton.mla_prefill_tune import PrefillConfig
@@ -27,6 +29,7 @@ class Config:
     portable: PrefillConfig  # of the stages that are the Triton backend's
     sms: int
     own_product: bool
+    overlaps: bool  # a launch may begin before the one ahead of it has ended
     # One, from the first call on: Stages, or the only launch where there is nothing to attend to.
     stages: list[Any] = field(default_factory=list, compare=False, repr=False)
 
@@ -55,14 +58,14 @@ def configure(f: SimpleNamespace) -> Config:
     w = f.kv_b_proj
     rows = w.aligned and w.stride[0] % 16 == 0 and w.stride[0] >= w.shape[1]  # a tensor map takes them
     own = w.dtype == torch.float8_e4m3fn and rows and w.shape[1] in (128, 256, 384, 512)
-    return Config(portable.configure(f), launch.num_sms(f), own)
+    return Config(portable.configure(f), launch.num_sms(f), own, overlaps(f))
 
 
 def run(call: Any, config: Config) -> None:
     if 0 in call.q.shape[:2]:
         portable.run(call, config.portable)
         return
-    if not any(call.buffer_lengths):
+    if not portable.attends(call):
         _append(call, config)
         return
     if not config.stages:
@@ -70,13 +73,14 @@ def run(call: Any, config: Config) -> None:
 
         config.stages.append(Stages(call, config))
     stages = config.stages[0]
-    memory = torch.empty(stages.size, dtype=torch.uint8, device=call.q.device)
-    s = stages.places(memory) if stages.warm else stages.tensors(memory)
-    lse = s.lse if call.lse is None else call.lse
-    stages.prepare(*of_prepare(call), s.dirty)
-    for chunk, (product, attention) in zip(stages.chunks, stages.descriptors(call, s), strict=True):
-        found = of_gather(call, chunk.index, s.codes, s.scales, s.k_pe)
-        chunk.gather(*found, s.counter, s.dirty, call.kv_scale_t)
+    memory = stages.memory(call)
+    s, descriptors = stages.at(call, memory)
+    out, cu, lens = call.out, call.cu_seqlens_q, call.cache_lens
+    low = out if s.low is None else s.low
+    lse = call.lse if call.lse is not None else out if s.lse is None else s.lse
+    for chunk, (product, attention) in zip(stages.chunks, descriptors, strict=True):
+        found = of_latents(call, chunk.index, s)
+        chunk.latents(*found)
         if chunk.product is None:
             t = stages.tensors(memory)
             up_project(
@@ -84,22 +88,13 @@ def run(call: Any, config: Config) -> None:
                 config.portable.native_fp8,
             )  # fmt: skip
         else:
-            chunk.product(
-                s.scales, call.kv_b_proj_scale, call.q, call.freqs_cis, call.cu_seqlens_q, call.cache_lens,
-                descriptors=product,
-            )  # fmt: skip
-        chunk.attention(
-            call.out, call.out if s.low is None else s.low, call.out if lse is None else lse, s.counter, s.dirty,
-            call.cu_seqlens_q, call.cache_lens, found[4], found[5], descriptors=attention,
-        )  # fmt: skip
+            chunk.product(s.scales, call.kv_b_proj_scale, call.q, call.freqs_cis, cu, lens, descriptors=product)
+        chunk.attention(out, low, lse, s.counter, s.dirty, cu, lens, found[11], found[12], descriptors=attention)
     stages.warm = True
 
 
 def _append(call: Any, config: Config) -> None:
     """Rotate, norm and store only."""
     if not config.stages:
-        config.stages.append(prepared(call, config.portable.native_casts))
-    config.stages[0](*of_prepare(call), None)
-    call.out.zero_()
-    if call.lse is not None:
-        call.lse.fill_(-torch.inf)
+        config.stages.append(prepared(call, config.portable.native_casts, ends=True))
+    config.stages[0](*of_prepare(call))

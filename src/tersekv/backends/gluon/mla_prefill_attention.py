@@ -24,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..triton.launch import TENSOR, Template
+from .mla_prefill_softmax import packed, shares_of_sum, unpacked, weigh
+from .pipeline import launch_dependents, wait_for_previous
 
 BLOCK_N, STAGES, REGISTERS = 128, 2, 240
 _L2_BYTES = 32 << 20  # keys and values that stay in the L2 cache for a while
@@ -143,21 +145,6 @@ def scores(q, q_pe, k, k_pe, S: gl.constexpr):
 
 
 @gluon.jit
-def weigh(s, m, last, qk_scale, MASKED: gl.constexpr):
-    """(p fp32, m, shrink) of a tile of scores. last: last key of the tile that a row sees."""
-    S: gl.constexpr = s.type.layout
-    if MASKED:
-        o_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, S))
-        s = gl.where(o_n[None, :] <= last[:, None], s, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
-    top = m_new
-    if MASKED:
-        top = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row may have seen nothing yet
-    p = gl.exp2(s * qk_scale - top[:, None])
-    return p, m_new, gl.exp2(m - top)
-
-
-@gluon.jit
 def drop_nan(v, keys):
     """Rows of no key and NaN become 0 in a tile of values: a weight of 0 does not hide NaN.
 
@@ -180,13 +167,14 @@ def step(
     HALF: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile `at`, while the values of the tile before are added; then its weights."""
-    acc, m, l, p = state
+    acc, m, l, words = state
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     _, _, k_s, kpe_s, v_s, _ = buffers
     _, q_free, k_full, k_free, v_full, v_free = bars
     stage, before = at % STAGES, (at - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (at // STAGES) & 1)
     s = scores(q, q_pe, k_s.index(stage), kpe_s.index(stage), S)
-    acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
+    acc = warpgroup_mma(unpacked(words, v_s.dtype, P), v_s.index(before), acc, is_async=True)
     s = warpgroup_mma_wait(1, [s])
     mbarrier.arrive(k_free.index(stage), count=1)
     mbarrier.arrive(q_free.index(HALF), count=1, pred=is_last)
@@ -194,8 +182,8 @@ def step(
     # the exponentials; the one below keeps them before the wait for the product that they are to hide behind.
     mbarrier.wait(v_full.index(before), ((at - 1) // STAGES) & 1)
     weight, m, shrink = weigh(s, m, last, qk_scale, MASKED)
-    l = l * shrink + gl.sum(weight, 1)
-    p = gl.convert_layout(weight.to(v_s.dtype), p.type.layout)
+    l = l * gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))[:, None] + shares_of_sum(weight)
+    words = packed(weight, v_s.dtype)
     mbarrier.wait(v_full.index(stage), (at // STAGES) & 1)
     if MASKED:  # noqa: SIM102 - known to the compiler, unlike the other
         if dirty:
@@ -203,25 +191,26 @@ def step(
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(v_free.index(before), count=1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, m, l, p
+    return acc, m, l, words
 
 
 @gluon.jit
-def begin(
-    OUT, LOW, LSE, H, facts, strides, HALF: gl.constexpr, S: gl.constexpr, O: gl.constexpr, DV: gl.constexpr,
-    HAS_PREVIOUS: gl.constexpr,
-):  # fmt: skip
-    """(acc, m, l) before an item's first tile: nothing, or what the chunk before left."""
-    if HAS_PREVIOUS:
-        p_out, p_low, p_lse, m_out, m_lse = places(OUT, LOW, LSE, H, facts, strides, HALF, S, O, DV)
-        m = gl.load(p_lse, mask=m_lse, other=float("-inf")) * LOG2E
-        acc = gl.load(p_out, mask=m_out, other=0.0).to(gl.float32)
-        acc += gl.load(p_low, mask=m_out, other=0.0).to(gl.float32)
-        return acc, m, gl.where(m == float("-inf"), 0.0, 1.0)
-    else:
-        rows: gl.constexpr = gl.SliceLayout(1, S)
-        m = gl.full([ROWS], float("-inf"), gl.float32, rows)
-        return gl.full([ROWS, DV], 0.0, gl.float32, O), m, gl.full([ROWS], 0.0, gl.float32, rows)
+def any_set(FLAGS, n):
+    """Whether one of n bytes is not 0."""
+    PART: gl.constexpr = 2048
+    L: gl.constexpr = gl.BlockedLayout([16], [32], [4], [0])
+    o = gl.arange(0, PART, L)
+    found = gl.full([PART], 0, gl.int8, L)
+    for i in range(0, n, PART):
+        found = found | gl.load(FLAGS + i + o, mask=i + o < n, other=0)
+    return gl.max(found.to(gl.int32), 0) != 0
+
+
+@gluon.jit
+def begin(S: gl.constexpr, O: gl.constexpr, DV: gl.constexpr):
+    """(acc, m) before an item's first tile."""
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    return gl.full([ROWS, DV], 0.0, gl.float32, O), m
 
 
 @gluon.jit
@@ -243,14 +232,29 @@ def places(OUT, LOW, LSE, H, facts, strides, HALF: gl.constexpr, S: gl.constexpr
 @gluon.jit
 def finish(
     OUT, LOW, LSE, H, facts, strides, acc, m, l, HALF: gl.constexpr, S: gl.constexpr,
-    HAS_NEXT: gl.constexpr, HAS_LSE: gl.constexpr,
+    HAS_PREVIOUS: gl.constexpr, HAS_NEXT: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Write an item's result."""
+    """Write an item's result, merged with what the chunk before left."""
     O: gl.constexpr = acc.type.layout
+    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     p_out, p_low, p_lse, m_out, m_lse = places(OUT, LOW, LSE, H, facts, strides, HALF, S, O, acc.shape[1])
+    if HAS_PREVIOUS:
+        # NOTE: an accumulator that begins as something else than 0 makes ptxas wait behind every product.
+        before = gl.load(p_lse, mask=m_lse, other=float("-inf")) * LOG2E
+        top = gl.maximum(m, before)
+        safe = gl.where(top == float("-inf"), 0.0, top)
+        new, old = gl.exp2(m - safe), gl.exp2(before - safe)
+        l = new * l + old
+        m = top
     nothing = l == 0
     l = gl.where(nothing, 1.0, l)
-    acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
+    if HAS_PREVIOUS:
+        acc = acc * gl.convert_layout(new / l, gl.SliceLayout(1, O))[:, None]
+        x = gl.load(p_out, mask=m_out, other=0.0).to(gl.float32)
+        x += gl.load(p_low, mask=m_out, other=0.0).to(gl.float32)
+        acc += x * gl.convert_layout(old / l, gl.SliceLayout(1, O))[:, None]
+    else:
+        acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
     out = acc.to(OUT.dtype.element_ty)
     gl.store(p_out, out, mask=m_out)
     if HAS_NEXT:
@@ -261,7 +265,7 @@ def finish(
 
 @gluon.jit
 def attend_rows(
-    OUT, LOW, LSE, DIRTY, H, qk_scale, strides, buffers, bars,
+    OUT, LOW, LSE, DIRTY, rows, H, qk_scale, strides, buffers, bars,
     HALF: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS: gl.constexpr,
     HAS_NEXT: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
@@ -276,7 +280,7 @@ def attend_rows(
     q, q_pe = q_s.index(HALF), qpe_s.index(HALF)
     o_m = gl.arange(0, ROWS, gl.SliceLayout(1, S)) + HALF * ROWS
 
-    dirty = gl.load(DIRTY) != 0
+    dirty = any_set(DIRTY, rows)
     at = 0  # tiles begun
     done = 0  # items begun
     mbarrier.wait(q_full.index(HALF), 0)
@@ -293,26 +297,24 @@ def attend_rows(
         s = warpgroup_mma_wait(0, [s])
         mbarrier.arrive(k_free.index(0), count=1)
         mbarrier.arrive(q_free.index(HALF), count=1, pred=tiles == 1)
-        acc, m, l = begin(OUT, LOW, LSE, H, (row, queries, head), strides, HALF, S, O, DV, HAS_PREVIOUS)
+        acc, m = begin(S, O, DV)
         last = gl.minimum(o_m + limit, keys - 1)  # last key that a row sees
-        weight, m, shrink = weigh(s, m, last - start, qk_scale, True)
-        l = l * shrink + gl.sum(weight, 1)
-        p = gl.convert_layout(weight.to(v_s.dtype), P)
-        if HAS_PREVIOUS:
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
+        weight, m, _ = weigh(s, m, last - start, qk_scale, True)
+        l = shares_of_sum(weight)
+        words = packed(weight, v_s.dtype)
         at += 1
         while tiles > 0:
             full = gl.maximum(gl.minimum(keys, limit + HALF * ROWS + 1), 0) // BLOCK_N  # tiles that all rows see
             for t in range(1, tiles - full):
                 start -= BLOCK_N
-                acc, m, l, p = step(
-                    (acc, m, l, p), at, t == tiles - 1, last - start, keys - start, dirty, buffers, bars, q, q_pe,
+                acc, m, l, words = step(
+                    (acc, m, l, words), at, t == tiles - 1, last - start, keys - start, dirty, buffers, bars, q, q_pe,
                     qk_scale, S, True, HALF, STAGES,
                 )  # fmt: skip
                 at += 1
             for t in range(gl.maximum(tiles - full, 1), tiles):
-                acc, m, l, p = step(
-                    (acc, m, l, p), at, t == tiles - 1, last, keys, dirty, buffers, bars, q, q_pe,
+                acc, m, l, words = step(
+                    (acc, m, l, words), at, t == tiles - 1, last, keys, dirty, buffers, bars, q, q_pe,
                     qk_scale, S, False, HALF, STAGES,
                 )  # fmt: skip
                 at += 1
@@ -330,19 +332,17 @@ def attend_rows(
             stage, before = at % STAGES, (at - 1) % STAGES
             mbarrier.wait(k_full.index(stage), (at // STAGES) & 1, pred=more)
             s = scores(q, q_pe, k_s.index(stage), kpe_s.index(stage), S)
-            acc = warpgroup_mma(p, v_s.index(before), acc, is_async=True)
+            acc = warpgroup_mma(unpacked(words, v_s.dtype, P), v_s.index(before), acc, is_async=True)
             s = warpgroup_mma_wait(1, [s])
             mbarrier.arrive(k_free.index(stage), count=1)
             mbarrier.arrive(q_free.index(HALF), count=1, pred=tiles == 1)
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(v_free.index(before), count=1)
-            finish(OUT, LOW, LSE, H, written, strides, acc, m, l, HALF, S, HAS_NEXT, HAS_LSE)
-            acc, m, l = begin(OUT, LOW, LSE, H, (row, queries, head), strides, HALF, S, O, DV, HAS_PREVIOUS)
-            weight, m, shrink = weigh(s, m, last - start, qk_scale, True)
-            l = l * shrink + gl.sum(weight, 1)
-            p = gl.convert_layout(weight.to(v_s.dtype), P)
-            if HAS_PREVIOUS:
-                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
+            finish(OUT, LOW, LSE, H, written, strides, acc, m, l, HALF, S, HAS_PREVIOUS, HAS_NEXT, HAS_LSE)
+            acc, m = begin(S, O, DV)
+            weight, m, _ = weigh(s, m, last - start, qk_scale, True)
+            l = shares_of_sum(weight)
+            words = packed(weight, v_s.dtype)
             mbarrier.wait(v_full.index(stage), (at // STAGES) & 1, pred=more)
             if dirty:
                 drop_nan(v_s.index(stage), keys - start)
@@ -354,7 +354,7 @@ def attention_kernel(
     Q, QPE, KV, KPE, OUT, LOW, LSE, COUNTER, DIRTY, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group, items,
     head_stride, qk_scale, stride_ot, stride_oh, stride_lt, stride_lh,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS: gl.constexpr, HAS_NEXT: gl.constexpr,
-    HAS_LSE: gl.constexpr, REGS: gl.constexpr,
+    HAS_LSE: gl.constexpr, REGS: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
     DN: gl.constexpr = KV.block_shape[1]
     R: gl.constexpr = KPE.block_shape[1]
@@ -380,17 +380,20 @@ def attention_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_free.index(i), count=2)
     fence_async_shared()
+    if OVERLAPS:
+        launch_dependents()
+        wait_for_previous()
     buffers = (q_s, qpe_s, k_s, kpe_s, v_s, facts_s)
     bars = (q_full, q_free, k_full, k_free, v_full, v_free)
     strides = (stride_ot, stride_oh, stride_lt, stride_lh)
     gl.warp_specialize(
         [
             (attend_rows, (
-                OUT, LOW, LSE, DIRTY, H, qk_scale, strides, buffers, bars,
+                OUT, LOW, LSE, DIRTY, rows, H, qk_scale, strides, buffers, bars,
                 0, BLOCK_N, STAGES, HAS_PREVIOUS, HAS_NEXT, HAS_LSE,
             )),
             (attend_rows, (
-                OUT, LOW, LSE, DIRTY, H, qk_scale, strides, buffers, bars,
+                OUT, LOW, LSE, DIRTY, rows, H, qk_scale, strides, buffers, bars,
                 1, BLOCK_N, STAGES, HAS_PREVIOUS, HAS_NEXT, HAS_LSE,
             )),
             (produce, (
@@ -417,8 +420,9 @@ def descriptors(q: Any, kv: Any, k_pe: Any, rows: int, tokens: int, q_strides: t
 
 
 def prepared(
-    call: Any, rows: int, dims: Dims, lse_strides: tuple[int, int] | None, has_previous: bool, has_next: bool, sms: int
-) -> Template:
+    call: Any, rows: int, dims: Dims, lse_strides: tuple[int, int] | None, has_previous: bool, has_next: bool, sms: int,
+    overlaps: bool,
+) -> Template:  # fmt: skip
     """The launch for a chunk of `rows` rows and calls with the facts of this one.
 
     Its tensors: out, low, lse, counter, dirty, cu_seqlens_q, cache_lens, row and cache offsets of the chunk, with
@@ -434,6 +438,6 @@ def prepared(
     arguments = (
         *[TENSOR] * 9, rows, blocks, dims.heads, group, items, call.q.stride(1), call.softmax_scale * math.log2(math.e),
         *call.out.stride()[:2], *(lse_strides or (0, 0)),
-        BLOCK_N, STAGES, has_previous, has_next, lse_strides is not None, REGISTERS,
+        BLOCK_N, STAGES, has_previous, has_next, lse_strides is not None, REGISTERS, overlaps,
     )  # fmt: skip
-    return Template(attention_kernel, (min(items, sms),), arguments, num_warps=4)
+    return Template(attention_kernel, (min(items, sms),), arguments, num_warps=4, launch_pdl=overlaps)

@@ -11,19 +11,20 @@ from torch import Tensor
 from tersekv.formats import LATENT_GROUP
 
 from ..triton import launch
-from ..triton import mla_prefill_gather as gather
-from ..triton import mla_prefill_rope as rope
+from ..triton import mla_prefill_latents as latents
+from ..triton.mla_prefill_gather import Latents
 from . import gemm_blockwise
 from . import mla_prefill_attention as attention
 
 _ALIGNED = 256
 _MAX_PLACES = 64  # encoded descriptors are kept for so many places of the tensors
+_KEPT_BYTES = 8 << 20  # a scratch of up to so many is kept for the next call: an allocation takes the host 2 µs
 
 
 class Chunk(NamedTuple):
     index: int
     rows: int
-    gather: launch.Template
+    latents: launch.Template
     product: launch.Template | None  # None: the Triton backend's
     attention: launch.Template
 
@@ -46,7 +47,7 @@ class Scratch(NamedTuple):
     k_pe: Any  # [M, R] in q's dtype
     kv: Any  # [M, N] in q's dtype
     counter: Any  # [1] int32: items of attention that are taken
-    dirty: Any  # [1] int32: values may be NaN
+    dirty: Any  # [M] int8: values of the row may be NaN
     low: Any  # [T, H, Dv] in q's dtype, with several chunks
     lse: Any  # [T, H] fp32, where several chunks need it and the call has none
 
@@ -56,47 +57,60 @@ class Stages:
         chunks = [(c, rows) for c, rows in enumerate(call.buffer_lengths) if rows]
         most, last = max(rows for _, rows in chunks), len(chunks) - 1
         self.parts, self.size = _parts(call, most, last > 0)
-        native, own = config.portable.native_casts, config.own_product
-        self.prepare = rope.prepared(call, native, not own)
+        native, own, overlaps = config.portable.native_casts, config.own_product, config.overlaps
         heads, rope_dims = call.q.shape[1], call.kpe.shape[-1]
         self.dims = attention.Dims(heads, call.q.shape[2] - rope_dims, rope_dims, call.out.shape[2])
         lse_strides = call.lse.stride() if call.lse is not None else (heads, 1) if last > 0 else None
-        latents = gather.Latents(*self.tensors(torch.empty(self.size, dtype=torch.uint8, device="meta"))[:3])
+        to = Latents(*self.tensors(torch.empty(self.size, dtype=torch.uint8, device="meta"))[:3])
         self.chunks = [
             Chunk(
-                c, rows, gather.prepared(call, rows, latents, native),
-                gemm_blockwise.prepared(call, rows, most, config.sms, i == 0) if own else None,
-                attention.prepared(call, rows, self.dims, lse_strides, i > 0, i < last, config.sms),
+                c, rows, latents.prepared(call, rows, to, native, i == 0, i == 0 and not own, overlaps),
+                gemm_blockwise.prepared(call, rows, most, config.sms, i == 0, overlaps) if own else None,
+                attention.prepared(call, rows, self.dims, lse_strides, i > 0, i < last, config.sms, overlaps),
             )
             for i, (c, rows) in enumerate(chunks)
         ]  # fmt: skip
         self.warm = False
-        self.encoded: dict[tuple, list[tuple]] = {}
+        self.found: dict[tuple, tuple[Scratch, list[tuple]]] = {}
+
+    def memory(self, call: Any) -> Tensor:
+        if self.size <= _KEPT_BYTES:
+            return launch.scratch(self.size // 4, call.q)
+        return torch.empty(self.size, dtype=torch.uint8, device=call.q.device)
 
     def tensors(self, memory: Tensor) -> Scratch:
+        memory = memory.view(torch.uint8)
+
         def view(at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return memory[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
         return Scratch(*(None if part is None else view(*part) for part in self.parts))
 
-    def places(self, memory: Tensor) -> Scratch:
-        base = memory.data_ptr()
+    def places(self, base: int) -> Scratch:
         return Scratch(*(None if part is None else Place(base + part[0], part[2]) for part in self.parts))
 
-    def descriptors(self, call: Any, s: Scratch) -> list[tuple]:
-        """Those of the product and of attention for every chunk; encoded, and kept for the next call, once warm."""
-        key = (call.q.data_ptr(), call.kv_b_proj.data_ptr(), s.codes.data_ptr())
-        found = self.encoded.get(key)
+    def at(self, call: Any, memory: Tensor) -> tuple[Scratch, list[tuple]]:
+        """Places in a scratch, and the descriptors of product and attention for every chunk.
+
+        Encoded, and kept for the next call, once all kernels are compiled; before that tensors and descriptors.
+        """
+        base = memory.data_ptr()
+        key = (call.q.data_ptr(), call.kv_b_proj.data_ptr(), base)
+        found = self.found.get(key)
         if found is None:
-            found = [self._descriptors(call, s, chunk) for chunk in self.chunks]
+            s = self.places(base) if self.warm else self.tensors(memory)
+            made = [self._descriptors(call, s, chunk) for chunk in self.chunks]
             if not self.warm:
-                return found
-            if len(self.encoded) >= _MAX_PLACES:
-                self.encoded.clear()
-            found = self.encoded[key] = [
-                (_encoded(chunk.product, a), _encoded(chunk.attention, b))
-                for chunk, (a, b) in zip(self.chunks, found, strict=True)
-            ]
+                return s, made
+            if len(self.found) >= _MAX_PLACES:
+                self.found.clear()
+            found = self.found[key] = (
+                s,
+                [
+                    (_encoded(chunk.product, a), _encoded(chunk.attention, b))
+                    for chunk, (a, b) in zip(self.chunks, made, strict=True)
+                ],
+            )
         return found
 
     def _descriptors(self, call: Any, s: Scratch, chunk: Chunk) -> tuple[tuple, tuple]:
@@ -128,7 +142,7 @@ def _parts(call: Any, rows: int, several: bool) -> tuple[list, int]:
         ((rows, rope_dims), dtype),
         ((rows, call.kv_b_proj.shape[0]), dtype),
         ((1,), torch.int32),
-        ((1,), torch.int32),
+        ((rows,), torch.int8),
         (tuple(call.out.shape), dtype) if several else None,
         ((tokens, heads), torch.float32) if several and call.lse is None else None,
     )

@@ -44,7 +44,7 @@ def run(call: Any, config: None) -> None:
 
 
 def append(call: Any, starts: list[int]) -> None:
-    """Rotate q in place, and store the new tokens' rotated k_pe and normed latents. Not idempotent."""
+    """Rotate q, and store the new tokens' rotated k_pe and normed latents. Not idempotent."""
     if starts != sorted(starts) or starts[0] < 0 or starts[-1] > call.q.shape[0]:
         raise ValueError(f"cu_seqlens_q: want rows in [0, {call.q.shape[0]}] that never fall, got {starts}")
     request, index = _spread(starts, call.q.device)
@@ -56,7 +56,10 @@ def append(call: Any, starts: list[int]) -> None:
     new = slice(starts[0], starts[-1])
     kv_c, k_pe = (call.ckv[at], call.kpe[at]) if call.kv_c is None else (call.kv_c[new], call.k_pe[new])
     q_pe = call.q[new, :, call.q.shape[2] - call.kpe.shape[2] :]
-    q_pe.copy_(rotate(q_pe.to(cos.dtype), cos, sin, interleaved=True))
+    to = q_pe if call.q_pe_out is None else call.q_pe_out[new]
+    to.copy_(rotate(q_pe.to(cos.dtype), cos, sin, interleaved=True))
+    if call.seq_lens_out is not None:
+        call.seq_lens_out.copy_(call.cache_lens.to(torch.int64) + call.cu_seqlens_q.to(torch.int64).diff())
     store(
         rms_norm(kv_c, call.kv_norm_gamma, call.epsilon), rotate(k_pe.to(cos.dtype), cos, sin, interleaved=True),
         call.ckv, call.kpe, call.ckv_scale_cache, at, latent_format(call.format), _kv_scale(call),

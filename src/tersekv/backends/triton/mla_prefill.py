@@ -41,22 +41,24 @@ def configure(f: SimpleNamespace) -> PrefillConfig:
     return choose(f)
 
 
+def attends(call: Any) -> bool:
+    """Whether there are both keys and queries; without, a call rotates, norms and stores, and its outputs are empty."""
+    return any(call.buffer_lengths) and call.max_q_len > 0 and call.cache_lens.shape[0] > 0
+
+
 def run(call: Any, config: PrefillConfig) -> None:
     tokens, heads = call.q.shape[:2]
     if tokens == 0:
+        if call.seq_lens_out is not None:
+            call.seq_lens_out.copy_(call.cache_lens)
         return
     launches = config.launches
     if "prepare" not in launches:
-        launches["prepare"] = rope.prepared(call, config.native_casts)
-    launches["prepare"](*rope.tensors(call), None)
+        launches["prepare"] = rope.prepared(call, config.native_casts, ends=not attends(call))
+    launches["prepare"](*rope.tensors(call))
+    if heads == 0 or not attends(call):
+        return
     chunks = [(c, rows) for c, rows in enumerate(call.buffer_lengths) if rows]
-    if heads == 0:
-        return
-    if not chunks:
-        call.out.zero_()
-        if call.lse is not None:
-            call.lse.fill_(-torch.inf)
-        return
     most = max(rows for _, rows in chunks)
     latents = scratch(call, most)
     kv = torch.empty(most, call.kv_b_proj.shape[0], dtype=call.q.dtype, device=call.q.device)
@@ -64,7 +66,7 @@ def run(call: Any, config: PrefillConfig) -> None:
     for i, (chunk, rows) in enumerate(chunks):
         if chunk not in launches:
             launches[chunk] = gather.prepared(call, rows, latents, config.native_casts)
-        launches[chunk](*gather.tensors(call, chunk, *latents), None, None, call.kv_scale_t)
+        launches[chunk](*gather.tensors(call, chunk, *latents), call.kv_scale_t)
         up_project(
             latents.rows, latents.scales, call.kv_b_proj, call.kv_b_proj_scale, kv, rows,
             config.product, config.native_fp8,

@@ -75,15 +75,13 @@ def quantise_groups(x, L_PAD: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "max_pages"])
 def gather_kernel(
-    CKV, KPE, SCALES, TABLE, ROWS, STARTS, OUT, OUT_SCALES, OUT_PE, COUNTER, DIRTY, KV_SCALE, kv_scale, B, max_pages, P,
+    CKV, KPE, SCALES, TABLE, ROWS, STARTS, OUT, OUT_SCALES, OUT_PE, KV_SCALE, kv_scale, B, max_pages, P,
     stride_cp, stride_cs, stride_kp, stride_ks, stride_sp, stride_ss, stride_table, stride_os,
     S: tl.constexpr, L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr, R_PAD: tl.constexpr,
     KIND: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One row of the chunk. Where they are given, COUNTER becomes 0, and DIRTY 1 if rows may hold NaN."""
+    """One row of the chunk."""
     row = tl.program_id(0).to(tl.int64)
-    if COUNTER is not None:
-        tl.store(COUNTER, 0, mask=row == 0)
     b = request_of(ROWS, row, B)
     start = tl.load(ROWS + tl.minimum(b, B)).to(tl.int64)
     live = (b < B) & (row >= start)
@@ -98,12 +96,6 @@ def gather_kernel(
     if SCALES is not None:
         p_s = SCALES + page * stride_sp + entry * stride_ss
     x = load_latent(CKV + page * stride_cp + entry * stride_cs, p_s, kv_scale, o_l, live, L, L_PAD, KIND, NATIVE)
-    if DIRTY is not None:
-        # Codes and scales are finite but for NaN, and bf16 holds every sum of them; other products may overflow.
-        if OUT_SCALES is None or OUT_PE.dtype.element_ty == tl.float16:
-            tl.store(DIRTY, 1, mask=row == 0)
-        else:
-            tl.store(DIRTY, 1, mask=tl.max((x != x).to(tl.int32), 0) > 0)
     if OUT_SCALES is not None:
         codes, scale = quantise_groups(x, L_PAD, NATIVE)
         o_g = tl.arange(0, L_PAD // GROUP)
@@ -131,11 +123,11 @@ def scratch(call: Any, rows: int) -> Latents:
 
 def gather(call: Any, chunk: int, rows: int, to: Latents, native_casts: bool) -> None:
     """Fill the first `rows` rows of `to` with a chunk's latents."""
-    prepared(call, rows, to, native_casts)(*tensors(call, chunk, *to), None, None, call.kv_scale_t)
+    prepared(call, rows, to, native_casts)(*tensors(call, chunk, *to), call.kv_scale_t)
 
 
 def tensors(call: Any, chunk: int, *to: Any) -> tuple[Any, ...]:
-    """The tensors of a call in the order of the kernel's parameters, up to COUNTER. to: fields of `Latents`."""
+    """The tensors of a call in the order of the kernel's parameters, up to KV_SCALE. to: fields of `Latents`."""
     rows, starts = call.buffer_row_offsets, call.cache_offsets
     if chunk:
         rows, starts = rows[chunk], starts[chunk]
@@ -154,5 +146,5 @@ def prepared(call: Any, rows: int, to: Latents, native_casts: bool) -> Template:
         call.ckv.shape[1], rank, rope, max(LATENT_GROUP, next_power_of_2(rank)), max(2, next_power_of_2(rope)),
         ROPE_KINDS.get(call.format, "float"), native_casts,
     )  # fmt: skip
-    arguments = (*[TENSOR] * 12, *scalars, *constants)
+    arguments = (*[TENSOR] * 10, *scalars, *constants)
     return Template(gather_kernel, (rows,), arguments, num_warps=1, enable_fp_fusion=False)

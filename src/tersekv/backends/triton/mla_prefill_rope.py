@@ -19,6 +19,7 @@ from .launch import TENSOR, Template, next_power_of_2
 from .quant import cast, reciprocal, store
 
 _BLOCK_H = 64  # heads that one program rotates
+_BLOCK_B = 128  # requests whose lengths are written at a time
 # 8-bit rotary parts; the others are floats of the cache's dtype.
 ROPE_KINDS = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 
@@ -105,22 +106,35 @@ def clear(
         tl.store(p_lse, tl.full([BLOCK_H], float("-inf"), tl.float32), mask=m_h)
 
 
+@triton.jit
+def write_lengths(SEQ_LENS, LENS, CU, B, BLOCK_B: tl.constexpr):
+    """Tokens of each request in the cache, the new ones included."""
+    for i in range(0, B, BLOCK_B):
+        o_b = i + tl.arange(0, BLOCK_B)
+        m = o_b < B
+        new = tl.load(CU + o_b + 1, mask=m, other=0).to(tl.int64) - tl.load(CU + o_b, mask=m, other=0).to(tl.int64)
+        tl.store(SEQ_LENS + o_b, (tl.load(LENS + o_b, mask=m, other=0).to(tl.int64) + new).to(tl.int32), mask=m)
+
+
 @triton.jit(do_not_specialize=["B", "max_pages"])
 def prepare_kernel(
-    Q, KV_C, K_PE, CKV, KPE, SCALES, OUT, LSE, TABLE, LENS, CU, FREQS, GAMMA, KV_SCALE, DIRTY, kv_scale, epsilon,
-    B, H, max_pages, P, max_pos, stride_qt, stride_qh, stride_c, stride_pe, stride_cp, stride_cs, stride_kp, stride_ks,
-    stride_sp, stride_ss, stride_ot, stride_oh, stride_lt, stride_lh, stride_table, stride_freqs,
+    Q, Q_PE, SEQ_LENS, KV_C, K_PE, CKV, KPE, SCALES, OUT, LSE, TABLE, LENS, CU, FREQS, GAMMA, KV_SCALE, kv_scale,
+    epsilon, B, H, max_pages, P, max_pos, stride_qt, stride_qh, stride_rt, stride_rh, stride_c, stride_pe, stride_cp,
+    stride_cs, stride_kp, stride_ks, stride_sp, stride_ss, stride_ot, stride_oh, stride_lt, stride_lh, stride_table,
+    stride_freqs,
     S: tl.constexpr, DN: tl.constexpr, R: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr,
     R_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, FORMAT: tl.constexpr,
-    ROPE_KIND: tl.constexpr, NATIVE: tl.constexpr, QUERIES: tl.constexpr,
+    ROPE_KIND: tl.constexpr, NATIVE: tl.constexpr, ENDS: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """Program (t, 0) stores the latent row of token t; program (t, 1 + i) rotates the i-th block of its heads.
 
-    Without QUERIES there are only the programs (t, 0), and somebody else rotates. DIRTY, if it is there, becomes 0.
+    ENDS: nothing is attended to, so that outputs are 0 and LSEs -inf. Q_PE, SEQ_LENS: where rotated parts and the
+    requests' lengths go, if not into q and nowhere.
     """
     t = tl.program_id(0).to(tl.int64)
-    if DIRTY is not None:
-        tl.store(DIRTY, 0, mask=(t == 0) & (tl.program_id(1) == 0))
+    if SEQ_LENS is not None:  # noqa: SIM102 - known to the compiler, unlike the other
+        if t + tl.program_id(1) == 0:
+            write_lengths(SEQ_LENS, LENS, CU, B, BLOCK_B)
     part = tl.program_id(1) - 1
     b = request_of(CU, t, B)
     live = (b < B) & (t >= tl.load(CU).to(tl.int64))
@@ -130,10 +144,6 @@ def prepare_kernel(
         # Rows of no request have defined outputs.
         if part >= 0:
             clear(OUT, LSE, t, o_h, H, stride_ot, stride_oh, stride_lt, stride_lh, DV, DV_PAD, BLOCK_H)
-        elif not QUERIES:
-            for h in range(0, H, BLOCK_H):
-                o_h = h + tl.arange(0, BLOCK_H)
-                clear(OUT, LSE, t, o_h, H, stride_ot, stride_oh, stride_lt, stride_lh, DV, DV_PAD, BLOCK_H)
         return
 
     position = tl.load(LENS + safe_b).to(tl.int64) + t - tl.load(CU + safe_b).to(tl.int64)
@@ -145,7 +155,12 @@ def prepare_kernel(
         p_q = Q + t * stride_qt + o_h.to(tl.int64)[:, None] * stride_qh + DN + o_f[None, :]
         m_q = (o_h < H)[:, None] & (o_f < R)[None, :]
         x = tl.load(p_q, mask=m_q, other=0.0)
-        tl.store(p_q, rotate(x, cos, sin, BLOCK_H, R_PAD).to(Q.dtype.element_ty), mask=m_q)
+        p_to = p_q
+        if Q_PE is not None:
+            p_to = Q_PE + t * stride_rt + o_h.to(tl.int64)[:, None] * stride_rh + o_f[None, :]
+        tl.store(p_to, rotate(x, cos, sin, BLOCK_H, R_PAD).to(Q.dtype.element_ty), mask=m_q)
+        if ENDS:
+            clear(OUT, LSE, t, o_h, H, stride_ot, stride_oh, stride_lt, stride_lh, DV, DV_PAD, BLOCK_H)
     else:
         page, entry, placed = slot_of(TABLE, safe_b, position, known, max_pages, P, S, stride_table)
         if placed:
@@ -168,35 +183,37 @@ def prepare_kernel(
 
 def prepare(call: Any, native_casts: bool) -> None:
     """Rotate q and store the new tokens' rows, in place; out 0 and LSE -inf for rows of q that belong to no request."""
-    prepared(call, native_casts)(*tensors(call), None)
+    prepared(call, native_casts)(*tensors(call))
 
 
 def tensors(call: Any) -> tuple[Tensor | None, ...]:
-    """The tensors of a call in the order of the kernel's parameters, up to DIRTY."""
+    """The tensors of a call in the order of the kernel's parameters."""
     return (
-        call.q, call.kv_c, call.k_pe, call.ckv, call.kpe, call.ckv_scale_cache, call.out, call.lse, call.page_table,
-        call.cache_lens, call.cu_seqlens_q, call.freqs_cis, call.kv_norm_gamma, call.kv_scale_t,
+        call.q, call.q_pe_out, call.seq_lens_out, call.kv_c, call.k_pe, call.ckv, call.kpe, call.ckv_scale_cache,
+        call.out, call.lse, call.page_table, call.cache_lens, call.cu_seqlens_q, call.freqs_cis, call.kv_norm_gamma,
+        call.kv_scale_t,
     )  # fmt: skip
 
 
-def prepared(call: Any, native_casts: bool, queries: bool = True) -> Template:
-    """The launch for calls with the facts of this one. queries: rotate q as well."""
+def prepared(call: Any, native_casts: bool, ends: bool = False) -> Template:
+    """The launch for calls with the facts of this one. ends: nothing is attended to."""
     tokens, heads = call.q.shape[:2]
     rank, rope, dim_v = call.ckv.shape[-1], call.kpe.shape[-1], call.out.shape[2]
-    scales, lse = call.ckv_scale_cache, call.lse
+    scales, lse, q_pe = call.ckv_scale_cache, call.lse, call.q_pe_out
     block_h = min(_BLOCK_H, next_power_of_2(max(heads, 1)))
     raw = (call.kv_c.stride(0), call.k_pe.stride(0)) if call.kv_c is not None else (0, 0)
+    rotated = q_pe.stride()[:2] if q_pe is not None else (0, 0)
     scalars = (
         call.kv_scale, call.epsilon, call.cache_lens.shape[0], heads, call.page_table.shape[1], call.ckv.shape[0],
-        call.freqs_cis.shape[0], *call.q.stride()[:2], *raw, *call.ckv.stride()[:2], *call.kpe.stride()[:2],
+        call.freqs_cis.shape[0], *call.q.stride()[:2], *rotated, *raw, *call.ckv.stride()[:2], *call.kpe.stride()[:2],
         *(scales.stride()[:2] if scales is not None else (0, 0)), *call.out.stride()[:2],
         *(lse.stride() if lse is not None else (0, 0)), call.page_table.stride(0), call.freqs_cis.stride(0),
     )  # fmt: skip
     constants = (
         call.ckv.shape[1], call.q.shape[2] - rope, rope, dim_v, rank, max(LATENT_GROUP, next_power_of_2(rank)),
         max(2, next_power_of_2(rope)), next_power_of_2(max(dim_v, 1)), block_h,
-        call.format, ROPE_KINDS.get(call.format, "float"), native_casts, queries,
+        call.format, ROPE_KINDS.get(call.format, "float"), native_casts, ends, _BLOCK_B,
     )  # fmt: skip
-    grid = (tokens, 1 + -(-heads // block_h) if queries else 1)
-    arguments = (*[TENSOR] * 15, *scalars, *constants)
+    grid = (tokens, 1 + -(-heads // block_h))
+    arguments = (*[TENSOR] * 16, *scalars, *constants)
     return Template(prepare_kernel, grid, arguments, num_warps=4, enable_fp_fusion=False)

@@ -15,7 +15,9 @@ import triton.language as tl
 from tersekv.formats import LATENT_GROUP
 
 from . import launch
+from .blocks import overlaps
 from .mla_prefill_gather import quantise_groups
+from .rows import take_turn
 from .tiles import e4m3_bytes_to_fp16
 
 GROUP = tl.constexpr(LATENT_GROUP)
@@ -26,6 +28,7 @@ class Config(NamedTuple):
     block_m: int
     native_fp8: bool  # the chip multiplies e4m3 (else: bytes, converted to fp16)
     native_casts: bool  # its casts to fp8 give the nearest code (else: bit arithmetic)
+    overlaps: bool  # the launch may begin before the one ahead of it has ended
     launches: list[launch.Template]  # one, from the first call on
 
 
@@ -35,16 +38,17 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> Config:
     rows = max(16, min(64, launch.next_power_of_2(f.x.shape[0])))
-    return Config(rows, not launch.e4m3_by_hand(f), launch.rounds_to_fp8(f), [])
+    return Config(rows, not launch.e4m3_by_hand(f), launch.rounds_to_fp8(f), overlaps(f), [])
 
 
 @triton.jit(do_not_specialize=["T"])
 def project_kernel(
     X, W, W_SCALE, OUT, T, stride_xt, stride_xh, stride_wh, stride_wn, stride_sh, stride_sn, stride_ot, stride_oh,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NATIVE: tl.constexpr,
-    NATIVE_CASTS: tl.constexpr,
+    NATIVE_CASTS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (h, i) makes columns i · BLOCK_N … of head h for BLOCK_M rows; the third coordinate counts those."""
+    take_turn(OVERLAPS)
     h, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N
     o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n, o_k = column + tl.arange(0, BLOCK_N), tl.arange(0, GROUP)
@@ -86,7 +90,8 @@ def _prepared(call: Any, config: Config) -> launch.Template:
     arguments = (
         *[launch.TENSOR] * 4, tokens, *call.x.stride()[:2], *call.weight.stride()[:2],
         *(scale.stride()[:2] if scale is not None else (0, 0)), *call.out.stride()[:2], columns, rank,
-        config.block_m, _BLOCK_N, config.native_fp8, config.native_casts,
+        config.block_m, _BLOCK_N, config.native_fp8, config.native_casts, config.overlaps,
     )  # fmt: skip
     grid = (heads, -(-columns // _BLOCK_N), -(-tokens // config.block_m))
-    return launch.Template(project_kernel, grid, arguments, num_warps=4, enable_fp_fusion=False)
+    options = {"launch_pdl": True} if config.overlaps else {}
+    return launch.Template(project_kernel, grid, arguments, num_warps=4, enable_fp_fusion=False, **options)
