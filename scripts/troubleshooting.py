@@ -168,9 +168,6 @@ def message(provoke: Callable) -> str:
         text = f"{type(e).__name__}: {e}".replace("meta", "cuda:0")
     else:
         raise AssertionError("nothing was raised")
-    # The page shows two backends, whatever others there are.
-    for name in set(plan.BACKENDS) - {"triton", "torch"}:
-        text = re.sub(rf"\n  {name}: [^\n]*", "", text).replace(f"{name}, ", "")
     return text
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import types as _types
 import typing
+from collections import Counter
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -90,7 +91,7 @@ class Shapes:
         if last_dim_dense and fact.shape and fact.shape[-1] > 1 and 0 not in fact.shape and fact.stride[-1] != 1:
             raise ValueError(f"{name}: want stride 1 in the last dimension, got strides {list(fact.stride)}")
         if fact.device != self.f.device:
-            raise ValueError(f"{name}: want device {self.f.device}, got {fact.device}")
+            raise ValueError(_odd_one_out(self.f))
         for token, got in zip(tokens, fact.shape, strict=True):
             if token.isidentifier():
                 self.dims.setdefault(token, got)
@@ -119,6 +120,16 @@ class Shapes:
 
     def __getitem__(self, letter: str) -> int:
         return self.dims[letter]
+
+
+def _odd_one_out(f: SimpleNamespace) -> str:
+    """Which tensor is not where most of them are."""
+    record = CALLS[f.op][0]
+    where = {name: x.device for name, x in vars(f).items() if hasattr(x, "aligned")}
+    most = Counter(where.values()).most_common(1)[0][0]
+    # Tensors that a check put together again come behind the record's own, and are what the caller knows.
+    name = min((n for n in where if where[n] != most), key=lambda n: n in record._fields)  # type: ignore[attr-defined]
+    return f"{_argument(record, name)}: want device {most}, got {where[name]}"
 
 
 def tensor(name: str, x: Any, pattern: str) -> None:
@@ -284,6 +295,10 @@ def _mla_prefill(f: SimpleNamespace) -> None:
     require(len(f.buffer_lengths) == s["C"], "buffer_lengths", f"C={s['C']} numbers", len(f.buffer_lengths))
     require(all(n >= 0 for n in f.buffer_lengths), "buffer_lengths", "no negative number", list(f.buffer_lengths))
     s.see("lse", "T H", F32, last_dim_dense=False)
+    for name, sizes, dtypes in (("q_pe_out", "T H R", half), ("seq_lens_out", "B", [torch.int32])):
+        attends = any(f.buffer_lengths) and getattr(f, name) is not None
+        require(not attends, name, "None with a plan that holds rows", "a tensor")
+        s.see(name, sizes, dtypes)
     _softmax_scale(f)
     require(f.epsilon >= 0, "epsilon", "a number, not negative", f.epsilon)
     _precision(f)

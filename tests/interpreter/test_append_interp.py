@@ -6,7 +6,7 @@ import pytest
 import torch
 from against_oracle import assert_bytes_equal, check, one_program_a_tensor, write_cases
 
-from tersekv.backends.triton import launch
+from tersekv.backends.triton import blocks, launch
 from tersekv.cache import PagedKVCache
 from tersekv.calls import AppendCall
 from tersekv.formats import KV_FORMATS
@@ -57,6 +57,15 @@ def test_rows_of_strange_values(fmt, dtype):
     k[10] = -torch.arange(32) * 1e-3
     slots = torch.arange(12)
     assert_bytes_equal(OP, call(k.to(dtype), fmt, (slots, None, None, None, None)))
+
+
+@pytest.mark.parametrize("head_dim", [32, 96, 128, 48, 16])
+def test_nvfp4_scales_in_pairs(head_dim, monkeypatch):
+    """As programs of many rows write them; scales of an odd number of blocks go one by one."""
+    monkeypatch.setattr(blocks, "MIN_PROGRAMS", 0)
+    k = (torch.randn(5, 2, head_dim) * torch.tensor([1e-3, 1, 30, 1e4, 0])[:, None, None]).bfloat16()
+    slots = torch.tensor([7, 0, -1, 22, 13])
+    assert_bytes_equal(OP, call(k, "nvfp4", (slots, None, None, None, None)))
 
 
 def test_a_position_past_a_requests_pages_is_dropped():

@@ -11,6 +11,7 @@ import torch
 from compile_tools import ARCHS, compile_launches
 
 from tersekv import checks
+from tersekv.backends.triton import blocks
 from tersekv.cache import PagedKVCache, PagedLatentCache
 from tersekv.calls import AppendCall, MergeCall, MLAAppendCall, RopeAppendCall
 from tersekv.formats import KV_FORMATS
@@ -142,6 +143,17 @@ def test_a_thread_writes_the_nvfp4_blocks_that_it_reads(dtype):
     assert "st.global.v2.b32" in kernel["ptx"]  # 16 values
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_many_nvfp4_rows_give_a_thread_two_blocks_of_a_row(dtype):
+    x = empty(16384, 8, 128, dtype=dtype)
+    kernel = compiled("append", append_call("nvfp4")._replace(k=x, v=x, slot_mapping=index(16384)), 90)
+    assert_fits(kernel)
+    assert kernel["shared"] == 0
+    assert "st.global.v4.b32" in kernel["ptx"]  # 32 values
+    assert "st.global.b16" in kernel["ptx"]  # and their two scales
+    assert "VIADD.16" not in kernel["sass"](), "ptxas gets the pair of scales wrong with 16-bit sums"
+
+
 @pytest.mark.parametrize(
     ("op", "call"),
     [
@@ -155,6 +167,38 @@ def test_other_variants_compile(op, call):
     kernel = compiled(op, call, 90)
     assert_fits(kernel)
     assert_rounds_as_written(kernel)
+
+
+@pytest.mark.parametrize(
+    ("op", "call", "parts"),
+    [
+        ("append", append_call("fp8_e4m3"), 2),
+        ("append", append_call("nvfp4"), 2),
+        ("rope_append", rope_call("fp8_e4m3", tokens=32), 3),
+        ("rope_append", rope_call("int8_per_token_head", tokens=32), 3),
+        ("mla_append", mla_call("fp8_e4m3"), 4),
+    ],
+    ids=["append", "append nvfp4", "rope", "rope int8", "mla"],
+)
+def test_overlapping_launches_wait_before_they_read(op, call, parts):
+    ptx = compiled(op, call, 90)["ptx"]
+    before, *after = re.split(r"griddepcontrol\.wait", ptx)
+    assert len(after) == parts
+    assert not re.search(r"(ld|st)\.global", before)
+    late = call.format in ("nvfp4", "int8_per_token_head")
+    for part in after:
+        assert re.search(r"ld\.global|griddepcontrol\.launch_dependents|bar\.warp\.sync", part)[0] == "ld.global"
+        assert not late or "griddepcontrol.launch_dependents" in part
+    assert ("griddepcontrol.launch_dependents" in before) == (not late)
+
+
+def test_rotated_rows_are_cut_by_how_many_there_are():
+    token = 48 * 128
+    fp8 = [blocks.rotated(n * token, "fp8_e4m3") for n in (1, 128, 256, 2048)]
+    assert fp8 == [(1024, 4), (1024, 4), (2048, 8), (2048, 4)]
+    per_head = [blocks.rotated(n * token, "fp8_per_token_head") for n in (1, 256, 512, 2048)]
+    assert per_head == [(1024, 4), (2048, 4), (2048, 4), (4096, 4)]
+    assert [blocks.ordered(n * token) for n in (1, 256, 2048, 16384)] == [True, True, False, True]
 
 
 def test_ptxas_fuses_nothing_either():

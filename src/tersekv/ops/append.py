@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,24 +70,18 @@ def rope_append(
     TypeError for arguments that do not fit together.
     """
     c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
-    for name, x in (("q", q), ("k", k), ("q_out", q_out)):
-        if x is not None or name == "k":
-            tensor(name, x, "T H D")
-    tensor("cos_sin_cache", cos_sin_cache, "max_pos R")
-    if cos_sin_cache.shape[1] > k.shape[-1]:
-        raise ValueError(
-            f"cos_sin_cache: want [max_pos, R] with R <= head_dim={k.shape[-1]}, got {list(cos_sin_cache.shape)}"
-        )
     q_out = like_query(q, q_out, q_dtype)
-    r = cos_sin_cache.shape[1]
-    q_parts, out_parts = halves(q, r), halves(q_out, r)
-    k_rope, k_nope = halves(k, r)
-    assert k_rope is not None
+    try:
+        whole = cos_sin_cache.shape[1] == k.shape[2]
+    except (AttributeError, IndexError):
+        whole = False  # what is wrong is found below
+    parts: Any = (q, None, k, None, q_out, None) if whole else in_parts(q, k, q_out, cos_sin_cache)
+    q_rope, q_nope, k_rope, k_nope, q_rope_out, q_nope_out = parts
     k_scale, k_scale_t = multiplier(c.k_scale, "k_scale")
     v_scale, v_scale_t = multiplier(c.v_scale, "v_scale")
     q_mul, q_scale_t = multiplier(q_scale, "q_scale")
     call = RopeAppendCall(
-        *q_parts, k_rope, k_nope, v, cos_sin_cache, positions, *out_parts,
+        q_rope, q_nope, k_rope, k_nope, v, cos_sin_cache, positions, q_rope_out, q_nope_out,
         c.k, c.v, c.k_scale_cache, c.v_scale_cache, slot_mapping, None, None, None, None,
         c.format, interleaved, q_mul, q_scale_t, k_scale, k_scale_t, v_scale, v_scale_t, False, False,
     )  # fmt: skip
@@ -106,9 +101,17 @@ def like_query(q: Tensor | None, out: Tensor | None, q_dtype: torch.dtype | None
     return torch.empty(*q.shape, dtype=q_dtype or q.dtype, device=q.device)
 
 
-def halves(x: Tensor | None, r: int) -> tuple[Tensor | None, Tensor | None]:
-    """The first r columns and the rest (None where there is none)."""
-    if x is None or x.shape[-1] <= r:
-        return x, None
-    rope, nope = x.split_with_sizes((r, x.shape[-1] - r), -1)
-    return rope, nope
+def in_parts(q: Tensor | None, k: Tensor, q_out: Tensor | None, cos_sin_cache: Tensor) -> tuple[Tensor | None, ...]:
+    """The first R columns and the rest (None where there is none) of q, of k, and of q_out."""
+    rows = {"q": q, "k": k, "q_out": q_out}
+    for name, x in rows.items():
+        if x is not None or name == "k":
+            tensor(name, x, "T H D")
+    tensor("cos_sin_cache", cos_sin_cache, "max_pos R")
+    r, d = cos_sin_cache.shape[1], k.shape[2]
+    if r > d:
+        raise ValueError(f"cos_sin_cache: want [max_pos, R] with R <= head_dim={d}, got {list(cos_sin_cache.shape)}")
+    parts: list[Tensor | None] = []
+    for x in rows.values():
+        parts += (x, None) if x is None or x.shape[-1] <= r else x.split_with_sizes((r, x.shape[-1] - r), -1)
+    return tuple(parts)

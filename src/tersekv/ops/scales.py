@@ -20,10 +20,12 @@ def split(scale: float | Tensor, name: str = "scale") -> tuple[float, Tensor | N
 
 def multiplier(scale: float | Tensor, name: str = "scale") -> tuple[float, Tensor | None]:
     """As `split`, with a float turned into its fp32 reciprocal: what an append multiplies with."""
+    if type(scale) is float and scale == 1.0:
+        return 1.0, None
     value, tensor = split(scale, name)
     if tensor is None and not value > 0:
         raise ValueError(f"{name}: want a positive number, got {value}")
-    if tensor is not None or value == 1.0:
+    if tensor is not None:
         return 1.0, tensor
     single = _f32(value)
     inverse = _f32(1.0 / single) if single else 0.0

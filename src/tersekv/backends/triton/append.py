@@ -10,7 +10,19 @@ import triton.language as tl
 
 from . import blocks, launch
 from .quant import store
-from .rows import cache_offsets, factors, find_angles, locate, offsets, read, take_turn, token_and_head
+from .rows import (
+    all_asked,
+    cache_offsets,
+    factors,
+    find_angles,
+    locate,
+    offsets,
+    read,
+    read_place,
+    read_position,
+    take_turn,
+    token_and_head,
+)
 from .words import read_words, store_words
 
 
@@ -19,25 +31,28 @@ def append_rows(
     block, tokens, p_x, strides, p_codes, strides_codes, p_scales, strides_scales, p_scale, scale, places, angles,
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
     PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr, NATIVE: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Quantise and write one block of rows [tokens, H, D]; with `angles`, tokens that have no position are dropped."""
     token, head = token_and_head(block, tokens, H, ROWS)
-    if WORDS:
-        x = read_words(p_x, offsets(token, head, strides, UNIT // 2), D, C)
-    else:
-        x = read(p_x, offsets(token, head, strides, UNIT), D, C)
-    page, entry, written = locate(token, places, PAGE)
+    at_x = offsets(token, head, strides, UNIT // 2 if WORDS else UNIT)
+    take_turn(OVERLAPS, LATE)
+    x = read_words(p_x, at_x, D, C) if WORDS else read(p_x, at_x, D, C)
+    place = read_place(token, places)
+    if angles[0] is not None:
+        position = read_position(token, angles)
+    all_asked(OVERLAPS, LATE, False)
+    page, entry, written = locate(place, places, PAGE)
     written = written[:, None]
     if angles[0] is not None:
-        _, known = find_angles(angles, token)
+        _, known = find_angles(position, angles)
         written = written & known
     multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
     at = cache_offsets(page, entry, head, strides_codes, UNIT)
     at_scales = cache_offsets(page, entry, head, strides_scales, 1)
     if WORDS:
         FP16: tl.constexpr = p_x.dtype.element_ty == tl.float16
-        store_words(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FP16, ASM)
+        store_words(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FP16, ASM, WORDS == 2)
     else:
         store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FORMAT, NATIVE)
 
@@ -51,10 +66,9 @@ def append_kernel(
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr,
     ROWS_K: tl.constexpr, ROWS_V: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
     K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr, NATIVE: tl.constexpr,
-    UNIT: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr, OVERLAPS: tl.constexpr,
+    UNIT: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Programs of k, then programs of v."""
-    take_turn(OVERLAPS)
     block = tl.program_id(0)
     places = (p_slots, p_batch, p_positions, p_indptr, p_indices, num_pages, num_requests, num_indices)
     angles = (None, None, 0, 0)
@@ -62,13 +76,13 @@ def append_kernel(
         append_rows(
             block, tokens, p_k, strides_k, p_k_codes, strides_k_codes, p_k_scales, strides_k_scales, p_k_scale, k_scale,
             places, angles, H, DK, CK, ROWS_K, PAGE, FORMAT, K_PER_HEAD, QUANTIZES, NATIVE, UNIT,
-            WORDS, ASM,
+            WORDS, ASM, OVERLAPS, LATE,
         )  # fmt: skip
     else:
         append_rows(
             block - k_end, tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales, p_v_scale,
             v_scale, places, angles, H, DV, CV, ROWS_V, PAGE, FORMAT, V_PER_HEAD, QUANTIZES, NATIVE, UNIT,
-            WORDS, ASM,
+            WORDS, ASM, OVERLAPS, LATE,
         )  # fmt: skip
 
 
@@ -80,12 +94,16 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
     tokens, heads, dk = f.k.shape
     dv = f.v.shape[2]
     ck, cv = blocks.columns(dk, f.format), blocks.columns(dv, f.format)
-    elements = blocks.program_elements(tokens * heads * (ck + cv), blocks.MOST_ROWS.get(f.format, blocks.MOST))
+    total = tokens * heads * (ck + cv)
+    elements = blocks.program_elements(total, blocks.most_rows(f.format, total))
     k, v = blocks.Part(tokens, heads, ck, elements), blocks.Part(tokens, heads, cv, elements)
     k_end, end = blocks.ends(k, v)
     if end == 0:
         return None
     unit = blocks.unit(f.k, f.v, f.k_cache, f.v_cache)
+    words = blocks.in_words(f, unit, f.k, f.v)
+    if elements < blocks.MOST:  # no thread has two blocks of a row
+        words = min(words, 1)
     scalars = (
         f.k_scale, f.v_scale, *[blocks.strides(x, 2, unit) for x in (f.k, f.v)],
         *[blocks.strides(x, 3, unit) for x in (f.k_cache, f.v_cache)],
@@ -95,7 +113,8 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
     constants = (
         heads, dk, dv, ck, cv, k.rows, v.rows, f.k_cache.shape[1], f.format,
         blocks.per_head(f.k_scale_t), blocks.per_head(f.v_scale_t), f.scales_quantize, launch.rounds_to_fp8(f), unit,
-        blocks.in_words(f, unit, f.k, f.v), launch.has_ptx(f), blocks.overlaps(f),
+        words, launch.has_ptx(f), blocks.overlaps(f),
+        blocks.late(f, elements, blocks.SMALL),
     )  # fmt: skip
     return launch.Prepared(append_kernel, end, scalars, constants, **blocks.options(f))
 

@@ -28,9 +28,9 @@ OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 _OVERLAPPING_GRAPHS = 12030  # the first CUDA driver whose graphs keep launches that overlap
 
 
-def options(f: SimpleNamespace) -> dict[str, Any]:
+def options(f: SimpleNamespace, warps: int = 4) -> dict[str, Any]:
     """Triton's options of a launch of the write side."""
-    return {**OPTIONS, "launch_pdl": True} if overlaps(f) else OPTIONS
+    return {**OPTIONS, "num_warps": warps, **({"launch_pdl": True} if overlaps(f) else {})}
 
 
 def overlaps(f: SimpleNamespace) -> bool:
@@ -54,9 +54,33 @@ def _driver_version() -> int:
     return version.value
 
 
-def in_words(f: SimpleNamespace, unit: int, *rows: Any) -> bool:
-    """Rows are read as words of two values (words.py): nvfp4 of dense 16-bit rows."""
-    return f.format == "nvfp4" and unit % 2 == 0 and all(x.dtype.itemsize == 2 and x.aligned for x in rows)
+def late(f: SimpleNamespace, elements: int, most: int) -> bool:
+    """LATE of `rows.take_turn`, for programs of so many elements.
+
+    Programs with much to work out share a multiprocessor badly with those of the next launch. NVIDIA H200, 2026-11-21,
+    late against early: 256 tokens of nvfp4 1.78, 2.14 us; 32 tokens per token and head 0.85, 1.03, rotated 1.08, 1.87;
+    but 2048 of them 4.47, 4.40 (rotated 11.5, 10.8), and 32 tokens of fp8 0.84, 0.68.
+    """
+    return f.format == "nvfp4" or (f.format.endswith("per_token_head") and elements <= most)
+
+
+def in_words(f: SimpleNamespace, unit: int, *rows: Any) -> int:
+    """Rows are read as words of two values (words.py): nvfp4 of dense 16-bit rows. 2: scales go in pairs."""
+    if f.format != "nvfp4" or unit % 2 or not all(x.dtype.itemsize == 2 and x.aligned for x in rows):
+        return 0
+    scales = (f.k_scale_cache, f.v_scale_cache)
+    return 2 if all(x.aligned and x.shape[-1] % 2 == 0 and not any(n % 2 for n in x.stride[:-1]) for x in scales) else 1
+
+
+def most_rows(fmt: str, total: int) -> int:
+    """Most elements of a program of rows that are not rotated, for `total` elements of all rows.
+
+    Of nvfp4 twice as many where they leave four times the programs: a thread then has two blocks of a row, and what it
+    works out for the row serves both. NVIDIA H200, 2026-11-21, 16384 tokens: 27.7 -> 24.8 us; 2048 tokens 4.4 -> 4.9.
+    """
+    if fmt == "nvfp4" and total >= 4 * MIN_PROGRAMS * MOST:
+        return MOST
+    return MOST_ROWS.get(fmt, MOST)
 
 
 def columns(dim: int, fmt: str = "") -> int:
@@ -67,6 +91,30 @@ def columns(dim: int, fmt: str = "") -> int:
 def program_elements(total: int, most: int = MOST) -> int:
     """Elements of a program, for `total` elements of all rows."""
     return next((n for n in SIZES if n <= most and total >= MIN_PROGRAMS * n), SMALL)
+
+
+def rotated(total: int, fmt: str) -> tuple[int, int]:
+    """(elements, warps) of a program of rotated rows.
+
+    NVIDIA H200, 2026-11-21, 256 tokens, 32 query and 8 K/V heads, programs of 1024 and of 2048 elements: fp8 2.87 and
+    (8 warps) 2.33 us, per token and head 2.88, 2.62; 128 tokens 1.93, 2.03 and 1.96, 2.09.
+    """
+    elements = program_elements(total, MOST_ROTATED.get(fmt, MOST))
+    if elements == SMALL and 2 * total >= MIN_PROGRAMS * SIZES[1]:
+        if fmt in MOST_ROTATED:
+            return SIZES[1], 8
+        if fmt.endswith("per_token_head"):
+            return SIZES[1], 4
+    return elements, 4
+
+
+def ordered(total: int) -> bool:
+    """ORDERED of `rows.all_asked` for rotated rows: unless the launch fills the chip a few times.
+
+    NVIDIA H200, 2026-11-21, with and without: fp8 32 tokens 0.96, 1.02 us, 2048 tokens 10.73, 10.64, 16384 tokens 72.0,
+    73.8; per token and head 2048 tokens 10.99, 10.82, 16384 tokens 75.7, 77.5.
+    """
+    return not MIN_PROGRAMS * SIZES[1] <= total < 1 << 25
 
 
 def most_keys(fmt: str, halves: bool) -> int:

@@ -13,7 +13,6 @@ from tersekv.formats import TENSOR, latent_format
 from . import blocks, launch
 from .append import append_rows
 from .rope_append import key_rows, query_rows
-from .rows import take_turn
 
 
 @triton.jit(
@@ -33,7 +32,6 @@ def mla_append_kernel(
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Programs of the rotary key, of latents, of the rotary part of q, of its other part."""
-    take_turn(OVERLAPS)
     block = tl.program_id(0)
     places = (p_slots, p_batch, p_positions, p_indptr, p_indices, num_pages, num_requests, num_indices)
     angles = (p_cos_sin, p_rope_positions, max_pos, stride_cos_sin)
@@ -43,27 +41,32 @@ def mla_append_kernel(
                 block, tokens, p_k_pe, strides_k_pe, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales, strides_scales,
                 p_kv_scale, kv_scale, places, angles,
                 1, R, R, CR, ROWS_PE, PAGE, INTERLEAVED, PE_FORMAT, False, QUANTIZES, NATIVE, UNIT, not INTERLEAVED,
+                OVERLAPS, False, True,
             )  # fmt: skip
         else:
             append_rows(
                 block, tokens, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales, strides_scales, p_kv_scale, kv_scale,
                 places, angles, 1, R, CR, ROWS_PE, PAGE, PE_FORMAT, False, QUANTIZES, NATIVE, UNIT, False, False,
+                OVERLAPS, False,
             )  # fmt: skip
     elif block < c_end:
         append_rows(
             block - pe_end, tokens, p_kv_c, strides_kv_c, p_ckv, strides_ckv, p_scales, strides_scales, p_kv_scale,
             kv_scale, places, angles, 1, L, CL, ROWS_C, PAGE, FORMAT, False, QUANTIZES, NATIVE, UNIT, False, False,
+            OVERLAPS, False,
         )  # fmt: skip
     elif block < rope_end:
         if p_q_rope is not None:
             query_rows(
                 block - c_end, tokens, p_q_rope, strides_q_rope, p_q_rope_out, strides_q_rope_out, p_q_scale, q_scale,
                 places, angles, HQ, R, CR, ROWS_R, True, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
+                OVERLAPS, False, True,
             )  # fmt: skip
     elif p_q_nope is not None:
         query_rows(
             block - rope_end, tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale, q_scale,
             places, angles, HQ, NQ, CN, ROWS_N, False, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
+            OVERLAPS, False, True,
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from . import blocks, launch
 from .append import append_rows
 from .quant import cast, store, store_halves
 from .rows import (
+    all_asked,
     cache_offsets,
     factors,
     find_angles,
@@ -20,9 +21,11 @@ from .rows import (
     offsets,
     read,
     read_cos_sin,
-    read_rotated,
+    read_place,
+    read_position,
+    read_rope_nope,
     rotate,
-    skipped,
+    rotate_rows,
     split_pairs,
     take_turn,
     token_and_head,
@@ -35,16 +38,14 @@ def query_rows(
     block, tokens, p_x, strides, p_out, strides_out, p_scale, scale, places, angles,
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr, KIND: tl.constexpr, ZERO_PADDING: tl.constexpr, QUANTIZES: tl.constexpr,
-    NATIVE: tl.constexpr, UNIT: tl.constexpr,
+    NATIVE: tl.constexpr, UNIT: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     """One block of query rows: rotated if ROTARY, scaled, cast, written; 0 where the token has no position, and, with
     ZERO_PADDING, where it is skipped."""
     token, head = token_and_head(block, tokens, H, ROWS)
     p_x += offsets(token, head, strides, UNIT)
     p_out += offsets(token, head, strides_out, UNIT)
-    live = token[:, None] >= 0
-    if angles[0] is not None:
-        p_angles, live = find_angles(angles, token)
+    take_turn(OVERLAPS, LATE)
     HALF: tl.constexpr = D // 2
     if not ROTARY:
         x = read(p_x, 0, D, C)
@@ -53,11 +54,19 @@ def query_rows(
         x, y = split_pairs(read(p_x, 0, D, C))
     else:
         x, y = read(p_x, 0, HALF, C // 2), read(p_x, HALF, HALF, C // 2)
+    if angles[0] is not None:
+        position = read_position(token, angles)
+    if ZERO_PADDING:
+        place, _ = read_place(token, places)
+    all_asked(OVERLAPS, LATE, ORDERED)
+    live = token[:, None] >= 0
+    if angles[0] is not None:
+        p_angles, live = find_angles(position, angles)
     if ROTARY:
         cos, sin = read_cos_sin(p_angles, live, HALF, C // 2)
         x, y = rotate(x, y, cos, sin)
     if ZERO_PADDING:
-        live = live & (skipped(token, places)[:, None] == 0)
+        live = live & (place >= 0)[:, None]  # negative: the caller skips the token
     multiplier, _ = factors(p_scale, scale, head, False, QUANTIZES)
     x = cast(tl.where(live, x * multiplier, 0.0), p_out.dtype.element_ty, KIND, NATIVE)
     y = cast(tl.where(live, y * multiplier, 0.0), p_out.dtype.element_ty, KIND, NATIVE)
@@ -76,21 +85,28 @@ def key_rows(
     p_scale, scale, places, angles,
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
     INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr,
-    NATIVE: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr,
+    NATIVE: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """One block of key rows [rope | nope]: the first part rotated, all quantised and written; dropped where the token
     has no position."""
     token, head = token_and_head(block, tokens, H, ROWS)
-    p_angles, known = find_angles(angles, token)
     at_rope, at_nope = offsets(token, head, strides_rope, UNIT), offsets(token, head, strides_nope, UNIT)
     HALF: tl.constexpr = D // 2
+    take_turn(OVERLAPS, LATE)
     if HALVES:
         a, b = read(p_rope, at_rope, HALF, C // 2), read(p_rope + HALF, at_rope, HALF, C // 2)
+    else:
+        x = read_rope_nope(p_rope, at_rope, p_nope, at_nope, R, D, C)
+    position, place = read_position(token, angles), read_place(token, places)
+    all_asked(OVERLAPS, LATE, ORDERED)
+    p_angles, known = find_angles(position, angles)
+    if HALVES:
         cos, sin = read_cos_sin(p_angles, known, HALF, C // 2)
         a, b = rotate(a, b, cos, sin)
     else:
-        x = read_rotated(p_rope, at_rope, p_nope, at_nope, p_angles, known, R, D, C, INTERLEAVED)
-    page, entry, written = locate(token, places, PAGE)
+        x = rotate_rows(x, p_rope, at_rope, p_angles, known, R, C, INTERLEAVED)
+    page, entry, written = locate(place, places, PAGE)
     multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
     at = cache_offsets(page, entry, head, strides_codes, UNIT)
     at_scales = cache_offsets(page, entry, head, strides_scales, 1)
@@ -117,10 +133,9 @@ def rope_append_kernel(
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr,
     K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, ZERO_PADDING: tl.constexpr, QUANTIZES: tl.constexpr,
     NATIVE: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    OVERLAPS: tl.constexpr, LATE: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     """Programs of k, of v, of the rotary part of q, of its other part. k comes first: its chain of loads is longest."""
-    take_turn(OVERLAPS)
     block = tl.program_id(0)
     places = (p_slots, p_batch, p_positions, p_indptr, p_indices, num_pages, num_requests, num_indices)
     angles = (p_cos_sin, p_rope_positions, max_pos, stride_cos_sin)
@@ -129,23 +144,26 @@ def rope_append_kernel(
             block, tokens, p_k_rope, strides_k_rope, p_k_nope, strides_k_nope, p_k_codes, strides_k_codes,
             p_k_scales, strides_k_scales, p_k_scale, k_scale, places, angles,
             H, R, DK, CK, ROWS_K, PAGE, INTERLEAVED, FORMAT, K_PER_HEAD, QUANTIZES, NATIVE, UNIT, HALVES,
+            OVERLAPS, LATE, ORDERED,
         )  # fmt: skip
     elif block < v_end:
         append_rows(
             block - k_end, tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales, p_v_scale,
             v_scale, places, angles, H, DV, CV, ROWS_V, PAGE, FORMAT, V_PER_HEAD, QUANTIZES, NATIVE, UNIT, WORDS,
-            ASM,
+            ASM, OVERLAPS, LATE,
         )  # fmt: skip
     elif block < rope_end:
         if p_q_rope is not None:
             query_rows(
                 block - v_end, tokens, p_q_rope, strides_q_rope, p_q_rope_out, strides_q_rope_out, p_q_scale, q_scale,
                 places, angles, HQ, R, CR, ROWS_R, True, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
+                OVERLAPS, LATE, ORDERED,
             )  # fmt: skip
     elif p_q_nope is not None:
         query_rows(
             block - rope_end, tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale, q_scale,
             places, angles, HQ, NQ, CN, ROWS_N, False, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
+            OVERLAPS, LATE, ORDERED,
         )  # fmt: skip
 
 
@@ -160,8 +178,8 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
     cr, cn = blocks.columns(r), blocks.columns(q_nope)
     ck, cv = blocks.columns(dk, f.format), blocks.columns(dv, f.format)
     halves = not f.interleaved and r == dk and (f.format != "nvfp4" or r % 32 == 0)
-    most = blocks.MOST_ROTATED.get(f.format, blocks.MOST)
-    elements = blocks.program_elements(tokens * (heads * (ck + cv) + q_heads * (r + q_nope)), most)
+    total = tokens * (heads * (ck + cv) + q_heads * (r + q_nope))
+    elements, warps = blocks.rotated(total, f.format)
     k = blocks.Part(tokens, heads, ck, min(elements, blocks.most_keys(f.format, halves)))
     v = blocks.Part(tokens, heads, cv, elements)
     rope = blocks.Part(tokens, q_heads if f.q_rope else 0, cr, elements)
@@ -181,9 +199,10 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
         q_heads, heads, r, q_nope, dk, dv, cr, cn, ck, cv, rope.rows, nope.rows, k.rows, v.rows,
         f.k_cache.shape[1], f.interleaved, f.format, blocks.query_kind(f),
         blocks.per_head(f.k_scale_t), blocks.per_head(f.v_scale_t), f.zero_padding, f.scales_quantize,
-        launch.rounds_to_fp8(f), unit, halves, blocks.in_words(f, unit, f.v), launch.has_ptx(f), blocks.overlaps(f),
+        launch.rounds_to_fp8(f), unit, halves, min(blocks.in_words(f, unit, f.v), 1), launch.has_ptx(f),
+        blocks.overlaps(f), blocks.late(f, elements, blocks.SIZES[1]), blocks.ordered(total),
     )  # fmt: skip
-    return launch.Prepared(rope_append_kernel, end, scalars, constants, **blocks.options(f))
+    return launch.Prepared(rope_append_kernel, end, scalars, constants, **blocks.options(f, warps))
 
 
 def run(call: Any, config: launch.Prepared | None) -> None:

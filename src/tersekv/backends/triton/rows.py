@@ -15,14 +15,30 @@ from .quant import reciprocal
 
 
 @triton.jit
-def take_turn(OVERLAPS: tl.constexpr):
+def take_turn(OVERLAPS: tl.constexpr, LATE: tl.constexpr = False):
     """Where launches overlap: lets the next kernel's programs start, and waits until the kernel before is done.
 
-    Nothing may be read or written above this line.
+    Nothing may be read or written above this line; what can be worked out above, addresses first, takes no time.
+    LATE: the next kernel's programs may start behind `all_asked` only
     """
     if OVERLAPS:
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def all_asked(OVERLAPS: tl.constexpr, LATE: tl.constexpr, ORDERED: tl.constexpr):
+    """Behind all reads that wait for no other, and before their values are used.
+
+    ORDERED: they are asked for here, though the assembler would save registers by asking for rows only when the
+             position has come
+    """
+    if OVERLAPS:
+        if LATE:
+            gdc_launch_dependents()
+        elif ORDERED:
+            tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], tl.int32, False, 1)
 
 
 @triton.jit
@@ -52,21 +68,33 @@ def cache_offsets(page, entry, head, strides, UNIT: tl.constexpr):
 
 
 @triton.jit
-def locate(token, places, PAGE: tl.constexpr):
-    """(page, entry, written) of tokens: int64, int64, bool. Places outside the cache or the request are not written.
+def read_place(token, places):
+    """What says where tokens go, two int64: the slot (twice), or the request and the position in it.
 
     places:  pointers slot_mapping, batch_indices, kv_positions, kv_indptr, kv_indices, the first or the others being
              None; then num_pages, num_requests, num_indices
     """
-    p_slots, p_batch, p_positions, p_indptr, p_indices, num_pages, num_requests, num_indices = places
+    if places[0] is not None:
+        slot = tl.load(places[0] + token).to(tl.int64)
+        return slot, slot
+    else:
+        return tl.load(places[1] + token).to(tl.int64), tl.load(places[2] + token).to(tl.int64)
+
+
+@triton.jit
+def locate(place, places, PAGE: tl.constexpr):
+    """(page, entry, written) of tokens: int64, int64, bool. Places outside the cache or the request are not written.
+
+    place:  what `read_place` read
+    """
+    p_slots, _, _, p_indptr, p_indices, num_pages, num_requests, num_indices = places
     if p_slots is not None:
-        slot = tl.load(p_slots + token).to(tl.int64)
+        slot, _ = place
         written = (slot >= 0) & (slot < num_pages.to(tl.int64) * PAGE)
         slot = tl.where(written, slot, 0).to(tl.uint64)
         return (slot // PAGE).to(tl.int64), (slot % PAGE).to(tl.int64), written
     else:
-        b = tl.load(p_batch + token).to(tl.int64)
-        position = tl.load(p_positions + token).to(tl.int64)
+        b, position = place
         written = (b >= 0) & (b < num_requests) & (position >= 0)
         b = tl.where(written, b, 0)
         position = tl.where(written, position, 0).to(tl.uint64)
@@ -77,15 +105,6 @@ def locate(token, places, PAGE: tl.constexpr):
         page = tl.load(p_indices + index, mask=written, other=-1).to(tl.int64)
         written = written & (page >= 0) & (page < num_pages)
         return tl.where(written, page, 0), (position % PAGE).to(tl.int64), written
-
-
-@triton.jit
-def skipped(token, places):
-    """The caller skips the token with a negative index."""
-    if places[0] is not None:
-        return tl.load(places[0] + token).to(tl.int64) < 0
-    else:
-        return tl.load(places[1] + token).to(tl.int64) < 0
 
 
 @triton.jit
@@ -129,11 +148,14 @@ def write(p, x, D: tl.constexpr):
 
 @triton.jit
 def read_cos_sin(p_angles, known, HALF: tl.constexpr, C: tl.constexpr):
-    """cos and sin [1 or ROWS, C]; 0 from column HALF on, and where the token has no position."""
+    """cos and sin [1 or ROWS, C]; 0 from column HALF on, and where the token has no position.
+
+    They stay in L2, which rows of q, k and v pass through: all heads, and all layers, read them again.
+    """
     i = tl.arange(0, C)[None, :]
     live = known & (i < HALF)
-    cos = tl.load(p_angles + i, mask=live, other=0.0)
-    return cos, tl.load(p_angles + (HALF + i), mask=live, other=0.0)
+    cos = tl.load(p_angles + i, mask=live, other=0.0, eviction_policy="evict_last")
+    return cos, tl.load(p_angles + (HALF + i), mask=live, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
@@ -167,15 +189,14 @@ def read_rope_nope(p_rope, at_rope, p_nope, at_nope, R: tl.constexpr, D: tl.cons
 
 
 @triton.jit
-def read_rotated(
-    p_rope, at_rope, p_nope, at_nope, p_angles, known,
-    R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, INTERLEAVED: tl.constexpr,
+def rotate_rows(
+    x, p_rope, at_rope, p_angles, known,
+    R: tl.constexpr, C: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rows [rope (R) | nope (D - R)], the first part rotated: [ROWS, C] fp32; columns from D on are 0.
+    """Rows x [ROWS, C] that `read_rope_nope` read, the first part rotated.
 
     p_angles, known:  as `find_angles` returns them
     """
-    x = read_rope_nope(p_rope, at_rope, p_nope, at_nope, R, D, C)
     HALF: tl.constexpr = R // 2
     if INTERLEAVED:
         cos, sin = read_cos_sin(p_angles, known, HALF, C // 2)
@@ -193,19 +214,24 @@ def read_rotated(
         # cos and sin for each row, though a token's rows share them: then they lie in registers as x does.
         i = tl.zeros_like(at_rope) + tl.where(c < HALF, c, c - HALF)
         live = known & (c < R)
-        cos = tl.load(p_angles + i, mask=live, other=0.0)
-        sin = tl.load(p_angles + (HALF + i), mask=live, other=0.0)
+        cos = tl.load(p_angles + i, mask=live, other=0.0, eviction_policy="evict_last")
+        sin = tl.load(p_angles + (HALF + i), mask=live, other=0.0, eviction_policy="evict_last")
         rotated = x * cos + partner * tl.where(c < HALF, -sin, sin)
         return rotated if R == C else tl.where(c < R, rotated, x)
 
 
 @triton.jit
-def find_angles(angles, token):
-    """(pointer to the token's row [cos(R/2) | sin(R/2)], is there one): [1, 1] or [ROWS, 1].
+def read_position(token, angles):
+    """The tokens' positions, int64 [1, 1] or [ROWS, 1].
 
     angles:  pointers cos_sin_cache and positions; then max_pos and the stride of a row
     """
-    p_cos_sin, p_positions, max_pos, stride = angles
-    position = tl.load(p_positions + token).to(tl.int64)[:, None]
+    return tl.load(angles[1] + token).to(tl.int64)[:, None]
+
+
+@triton.jit
+def find_angles(position, angles):
+    """(pointer to the position's row [cos(R/2) | sin(R/2)], is there one), of the position's shape."""
+    p_cos_sin, _, max_pos, stride = angles
     known = (position >= 0) & (position < max_pos)
     return p_cos_sin + tl.where(known, position, 0) * stride, known

@@ -15,14 +15,14 @@ BLOCK_WORDS = tl.constexpr(8)
 
 
 def _bytes_of_words(fp16: bool) -> str:
-    """PTX: four words $1 to $4 and a block's inverse scale $5 to $8 for each → four bytes $0.
+    """PTX: four words $1 to $4 and half of a block's inverse scale $5 to $8 for each → four bytes $0.
 
-    With h = |y| / 2, the magnitude's code is the sum of three parts that saturate, each rounded to nearest even by
-    adding it to 2^23: 4 sat(h) counts halves up to 2, then 2 sat(h - 1) ones up to 4, then sat(h - 2) twos up to 6.
-    The multipliers do it all, at twice the rate of comparisons. NaN saturates to 0, and a product that is NaN has a
+    With h = y / 2, the magnitude's code is the sum of three parts that saturate, each rounded to nearest even by
+    adding it to 2^23: 4 sat(|h|) counts halves up to 2, then 2 sat(|h| - 1) ones up to 4, then sat(|h| - 2) twos up to
+    6. The multipliers do it all, at twice the rate of comparisons. NaN saturates to 0, and a product that is NaN has a
     positive sign.
     """
-    lines = ["{", ".reg .f32 x, y<8>, h, a, b, c, r;", ".reg .b32 k<8>, even, odd, s, t;", ".reg .b16 low, high;"]
+    lines = ["{", ".reg .f32 x, h<8>, a, b, c, r;", ".reg .b32 k<8>, even, odd, s, t;", ".reg .b16 low, high;"]
     for i in range(8):
         word, inverse = f"${1 + i // 2}", f"${5 + i // 2}"
         if fp16:
@@ -30,12 +30,11 @@ def _bytes_of_words(fp16: bool) -> str:
         else:
             lines += [f"and.b32 t, {word}, 0xFFFF0000;" if i % 2 else f"shl.b32 t, {word}, 16;", "mov.b32 x, t;"]
         lines += [
-            f"mul.rn.f32 y{i}, x, {inverse};",
-            f"abs.f32 x, y{i};",
-            "mul.rn.f32 h, x, 0f3F000000;",
-            "mul.rn.sat.f32 a, x, 0f3F000000;",
-            "add.rn.sat.f32 b, h, 0fBF800000;",
-            "add.rn.sat.f32 c, h, 0fC0000000;",
+            f"mul.rn.f32 h{i}, x, {inverse};",
+            f"abs.f32 x, h{i};",
+            "add.rn.sat.f32 a, x, 0f80000000;",
+            "add.rn.sat.f32 b, x, 0fBF800000;",
+            "add.rn.sat.f32 c, x, 0fC0000000;",
             "fma.rn.f32 r, a, 0f40800000, 0f4B000000;",
             "fma.rn.f32 r, b, 0f40000000, r;",
             "add.rn.f32 r, r, c;",
@@ -48,8 +47,8 @@ def _bytes_of_words(fp16: bool) -> str:
     # A byte permute that repeats a byte's top bit gives the signs of even and of odd columns, a byte each.
     for first, name in ((0, "even"), (1, "odd")):
         lines += [
-            f"mov.b32 k0, y{first};", f"mov.b32 k1, y{first + 2};", "prmt.b32 s, k0, k1, 0x00FB;",
-            f"mov.b32 k0, y{first + 4};", f"mov.b32 k1, y{first + 6};", "prmt.b32 k0, k0, k1, 0x00FB;",
+            f"mov.b32 k0, h{first};", f"mov.b32 k1, h{first + 2};", "prmt.b32 s, k0, k1, 0x00FB;",
+            f"mov.b32 k0, h{first + 4};", f"mov.b32 k1, h{first + 6};", "prmt.b32 k0, k0, k1, 0x00FB;",
             f"prmt.b32 {name}, s, k0, 0x5410;",
         ]  # fmt: skip
     lines += ["and.b32 even, even, 0x08080808;", "and.b32 odd, odd, 0x80808080;", "or.b32 s, even, odd;"]
@@ -107,7 +106,7 @@ def largest_of_blocks(words, FP16: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def encode_words(words, multiplier, global_scale, FP16: tl.constexpr, ASM: tl.constexpr):
-    """nvfp4 of words [ROWS, W]: bytes [ROWS, W] and e4m3 scales as bytes [ROWS, W / 8]. As `encode_blocks`."""
+    """nvfp4 of words [ROWS, W]: bytes [ROWS, W] and e4m3 scales [ROWS, W / 8] as uint32. As `encode_blocks`."""
     ROWS: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     amax = largest_of_blocks(words, FP16, ASM)
@@ -116,23 +115,37 @@ def encode_words(words, multiplier, global_scale, FP16: tl.constexpr, ASM: tl.co
     inverse = tl.broadcast_to(inverse[:, :, None], [ROWS, W // BLOCK_WORDS, BLOCK_WORDS])
     inverse = tl.reshape(inverse, [ROWS, W])
     if ASM:
+        # Half of it is exact, but for global scales above 2^116, which no cache of finite values has.
+        inverse *= 0.5
         PTX: tl.constexpr = _PTX_FP16 if FP16 else _PTX_BF16
         codes = tl.inline_asm_elementwise(PTX, "=&r,r,r,r,r,f,f,f,f", [words, inverse], tl.uint8, True, 4)
     else:
         low, high = values(words, FP16)
         codes = (encode_e2m1(low * inverse) | (encode_e2m1(high * inverse) << 4)).to(tl.uint8)
-    return codes, scale_code.to(tl.uint8)
+    return codes, scale_code & 0xFF
 
 
 @triton.jit
 def store_words(
     words, p_codes, p_scales, at, at_scales, written, multiplier, global_scale,
-    D: tl.constexpr, FP16: tl.constexpr, ASM: tl.constexpr,
+    D: tl.constexpr, FP16: tl.constexpr, ASM: tl.constexpr, SCALE_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Quantise words [ROWS, C / 2] and write them, as `quant.store` does with rows."""
+    """Quantise words [ROWS, C / 2] and write them, as `quant.store` does with rows.
+
+    SCALE_PAIRS: scales can be written two at a time, as a thread has them
+    """
     codes, scales = encode_words(words, multiplier, global_scale, FP16, ASM)
     W: tl.constexpr = words.shape[1]
     i = tl.arange(0, W)[None, :]
     tl.store(p_codes + at + i, codes, mask=written if D == 2 * W else written & (i < D // 2))
-    i = tl.arange(0, W // BLOCK_WORDS)[None, :]
-    tl.store(p_scales + at_scales + i, scales, mask=written if D == 2 * W else written & (i < D // 16))
+    if SCALE_PAIRS:
+        ROWS: tl.constexpr = words.shape[0]
+        low, high = tl.split(tl.reshape(scales, [ROWS, W // (2 * BLOCK_WORDS), 2]))
+        # NOTE: as a sum of 16-bit numbers ptxas gets it wrong.
+        pairs = (low | (high << 8)).to(tl.uint16)
+        i = tl.arange(0, W // (2 * BLOCK_WORDS))[None, :]
+        p = (p_scales + at_scales).to(tl.pointer_type(tl.uint16))
+        tl.store(p + i, pairs, mask=written if D == 2 * W else written & (i < D // 32))
+    else:
+        i = tl.arange(0, W // BLOCK_WORDS)[None, :]
+        tl.store(p_scales + at_scales + i, scales.to(tl.uint8), mask=written if D == 2 * W else written & (i < D // 16))
