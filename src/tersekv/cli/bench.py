@@ -108,6 +108,7 @@ def run_shapes(args: argparse.Namespace, device: torch.device) -> int:
             if out is not None:
                 told = {**record(r, limits, where), "plain_us": plain.us, "plain_ratio": ratio, "backend": args.backend}
                 out.write(json.dumps(told) + "\n")
+                out.flush()
     if ratios:
         print(f"worst {min(ratios):.0%} of the plain rate; {sum(x < CLIFF for x in ratios)} under {CLIFF:.0%}")
     return 1 if bad or not ratios else 0
