@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .mla_decode_pair_ends import load_query, store_output
+from .pipeline import signal
 from .schedule import (
     LOG2E,
     deal,
@@ -28,8 +29,8 @@ from .schedule import (
     load_tiles,
     locate,
     meta_of,
+    next_segment,
     note_pieces,
-    request_tiles,
     scalar,
     share,
     zero_padding,
@@ -41,26 +42,6 @@ COLUMNS = gl.constexpr(128)  # of a group
 MINE = gl.constexpr(2)  # groups of the output that a warpgroup holds: the left one the first, the right one the last
 BOX = gl.constexpr(64)  # columns of a TMA box
 SLACK = gl.constexpr(16.0)  # probabilities are at most 2^SLACK before they are normalised
-
-
-@gluon.jit
-def signal(bar):
-    """Arrive, once all warps of the partition are here."""
-    gl.thread_barrier()
-    mbarrier.arrive(bar)
-
-
-@gluon.jit
-def next_segment(LENS, CU, x, end, b, base, c: gl.constexpr):
-    """(request, its first flat tile, segment, first and last tile, keys, query rows, first query row, tiles) at x."""
-    tiles, segments, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
-    while x - base >= tiles * segments:
-        base += tiles * segments
-        b += 1
-        tiles, segments, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
-    segment = (x - base) // tiles
-    t0 = (x - base) % tiles
-    return b, base, segment, t0, gl.minimum(t0 + end - x, tiles), n, rows, q0, tiles
 
 
 @gluon.jit

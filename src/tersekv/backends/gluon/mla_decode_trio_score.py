@@ -10,7 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .mla_decode_codes import query_piece
-from .schedule import finish, note_pieces, request_tiles
+from .pipeline import signal
+from .schedule import finish, next_segment, note_pieces
 
 TILE = gl.constexpr(64)  # keys
 ROWS = gl.constexpr(64)  # query rows of a segment
@@ -51,26 +52,6 @@ RAISE_PTX = gl.constexpr(
     DONE:
     }"""
 )
-
-
-@gluon.jit
-def signal(bar):
-    """Arrive, once all warps of the partition are here."""
-    gl.thread_barrier()
-    mbarrier.arrive(bar)
-
-
-@gluon.jit
-def next_segment(LENS, CU, x, end, b, base, c: gl.constexpr):
-    """(request, its first flat tile, segment, first and last tile, keys, query rows, first query row, tiles) at x."""
-    tiles, segments, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
-    while x - base >= tiles * segments:
-        base += tiles * segments
-        b += 1
-        tiles, segments, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
-    segment = (x - base) // tiles
-    t0 = (x - base) % tiles
-    return b, base, segment, t0, gl.minimum(t0 + end - x, tiles), n, rows, q0, tiles
 
 
 @gluon.jit

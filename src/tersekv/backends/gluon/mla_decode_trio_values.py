@@ -9,8 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .mla_decode_codes import as_words, unpack
-from .mla_decode_trio_score import LANES, PART_KEYS, PARTS, ROWS, TILE, TURNS, next_segment, places, signal
-from .schedule import output
+from .mla_decode_trio_score import LANES, PART_KEYS, PARTS, ROWS, TILE, TURNS, places
+from .pipeline import signal
+from .schedule import next_segment, output
 
 # Two words in one register and two ratios in another → f16x2 of the low codes, and of the high ones.
 SCALED_PTX = gl.constexpr(

@@ -58,3 +58,10 @@ def launch_dependents():
 def wait_for_previous():
     """This kernel may have been launched before the one in front of it has ended; from here on, it has."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def signal(bar):
+    """Arrive, once all warps of the partition are here."""
+    gl.thread_barrier()
+    mbarrier.arrive(bar)

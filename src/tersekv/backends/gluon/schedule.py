@@ -171,3 +171,16 @@ def zero_padding(OUT, LSE, t, T, p, num_programs, so_t, so_h, sl_t, sl_h, c: gl.
             if c.HAS_LSE:
                 gl.store(LSE + t.to(gl.int64) * sl_t + head * sl_h, float("-inf"))
         t += num_programs
+
+
+@gluon.jit
+def next_segment(LENS, CU, x, end, b, base, c: gl.constexpr):
+    """(request, its first flat tile, segment, first and last tile, keys, query rows, first query row, tiles) at x."""
+    tiles, segments, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
+    while x - base >= tiles * segments:
+        base += tiles * segments
+        b += 1
+        tiles, segments, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
+    segment = (x - base) // tiles
+    t0 = (x - base) % tiles
+    return b, base, segment, t0, gl.minimum(t0 + end - x, tiles), n, rows, q0, tiles
