@@ -264,6 +264,8 @@ BAD_TYPES = [
     ("append", {"cache": kv(k_scale="1")}, "k_scale: want a number or a Tensor, got str"),
     ("rope_append", {"cos_sin_cache": None}, "cos_sin_cache: want Tensor, got NoneType"),
     ("rope_append", {"interleaved": 1}, "interleaved: want bool, got int"),
+    ("rope_append", {"q": [1]}, "q: want Tensor, got list"),
+    ("rope_append", {"q_out": [1]}, "q_out: want Tensor, got list"),
     ("mla_append", {"cache": kv()}, "latent cache: want Tensor or (ckv, kpe), got PagedKVLayer"),
     ("mla_append", {"q_pe": 3, "q_pe_out": None}, "q_pe: want Tensor | NoneType, got int"),
     ("decode", {"q": None}, "q: want Tensor, got NoneType"),

@@ -201,6 +201,8 @@ def test_rotated_parts_and_lengths_go_where_they_are_wanted():
     assert lens.tolist() == list(case.lens)
     with pytest.raises(ValueError, match="q_pe_out: want None with a plan that holds rows"):
         case.run(plan=plan, q_pe_out=rotated)
+    with pytest.raises(ValueError, match="seq_lens_out: want a tensor of its own, got cache_lens"):
+        case.run(plan=empty, seq_lens_out=case.t["cache_lens"])
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])

@@ -147,6 +147,15 @@ def test_lengths_survive_and_scores_depend_on_distance_only(seed, interleaved, r
     assert torch.equal(a[..., r:], x[..., r:])
 
 
+def test_rows_of_q_may_be_longer_than_those_of_k_that_are_rotated_whole():
+    cache = PagedKVCache.allocate(1, 2, 4, 2, 16, format="bf16")[0]
+    q, k = torch.randn(3, 4, 24).bfloat16(), torch.randn(3, 2, 16).bfloat16()
+    at = torch.arange(3)
+    got = rope_append(q, k, k.clone(), cache, at, table(8, 16), at)
+    short = rope_append(q[..., :16].contiguous(), k, k.clone(), cache, at, table(8, 16), at)
+    assert torch.equal(got, torch.cat([short, q[..., 16:]], -1))
+
+
 def test_no_query_and_no_tokens():
     layer = PagedKVCache.allocate(1, 1, 4, 1, 16, format="nvfp4")[0]
     memory = memory_of(layer)

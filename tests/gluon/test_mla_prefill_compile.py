@@ -88,7 +88,7 @@ def test_every_kernel_fits_a_multiprocessor():
 
 
 def test_the_product_keeps_its_matrix_instructions_in_flight_and_never_spills():
-    k = compiled()["product_kernel", 1]
+    k = compiled()["product_kernel", 2]
     sass = k["sass"]()
     assert k["n_spills"] == 0
     steps = loops(sass, "QGMMA")
@@ -102,16 +102,16 @@ def test_the_product_keeps_its_matrix_instructions_in_flight_and_never_spills():
 
 
 def test_the_rotation_rides_in_the_product_without_fused_multiply_adds():
-    ptx = compiled()["product_kernel", 1]["ptx"]
+    ptx = compiled()["product_kernel", 2]["ptx"]
     fused = 2 * 64  # of the product's two warpgroups
     assert ptx.count("fma.rn.f32") == fused
     several = compiled(tokens=512, chunks=2)
-    warps = [several["product_kernel", i]["metadata"].num_warps for i in (1, 4)]
+    warps = [several["product_kernel", i]["metadata"].num_warps for i in (2, 5)]
     assert warps == [16, 12]  # q is rotated once
 
 
 def test_attention_hides_the_softmax_behind_the_products():
-    sass = compiled()["attention_kernel", 2]["sass"]()
+    sass = compiled()["attention_kernel", 3]["sass"]()
     steps = [step for step in loops(sass, "HGMMA") if count(step, "BAR.SYNC") < 8]  # whole tiles, without NaN checks
     assert len(steps) == 2
     for step in steps:
@@ -137,8 +137,11 @@ def test_a_launch_waits_for_the_one_ahead_of_it():
         (compile_launch(fn, args, kwargs, 90)["ptx"], kwargs)
         for fn, _, args, kwargs in record(mla_prefill.run, call, mla_prefill.configure(facts(call)))
     ]
-    assert len(kernels) == 3
-    for ptx, kwargs in kernels:
+    (stored, first), *others = kernels
+    assert "griddepcontrol" not in stored  # rows are stored when all before is done, and before anything is gathered
+    assert not first.get("launch_pdl")
+    assert len(others) == 3
+    for ptx, kwargs in others:
         assert kwargs["launch_pdl"]
         assert ptx.count("griddepcontrol.wait") == 1
 
@@ -159,7 +162,7 @@ def test_a_later_call_only_fills_in_addresses():
     call = call_of(tokens=512, chunks=2)
     config = mla_prefill.configure(facts(call))
     names = [fn.fn.__name__ for fn, *_ in record(mla_prefill.run, call, config)]
-    assert names == ["latents_kernel", "product_kernel", "attention_kernel"] * 2
+    assert names == ["prepare_kernel", *["latents_kernel", "product_kernel", "attention_kernel"] * 2]
     stages = config.stages[0]
     assert len(config.stages) == 1
     memory = torch.empty(stages.size, dtype=torch.uint8)
@@ -171,7 +174,7 @@ def test_a_later_call_only_fills_in_addresses():
 def test_a_16_bit_weight_takes_the_portable_product():
     call = call_of(fp8=False)
     names = [fn.fn.__name__ for fn, *_ in record(mla_prefill.run, call, mla_prefill.configure(facts(call)))]
-    assert names == ["latents_kernel", "product_kernel", "attention_kernel"]
+    assert names == ["prepare_kernel", "latents_kernel", "product_kernel", "attention_kernel"]
     assert not mla_prefill.configure(facts(call)).own_product
 
 

@@ -13,7 +13,8 @@ from tersekv import mla_prefill_plan, plan
 from tersekv.backends.torch import mla_latents
 from tersekv.backends.torch import mla_prefill as oracle
 from tersekv.backends.triton import gemm_blockwise, mla_prefill
-from tersekv.backends.triton import mla_prefill_latents as one_pass
+from tersekv.backends.triton import mla_prefill_latents as latents
+from tersekv.backends.triton import mla_prefill_rope as rope
 from tersekv.backends.triton.mla_prefill_gather import gather, scratch
 from tersekv.backends.triton.mla_prefill_rope import prepare
 from tersekv.backends.triton.mla_prefill_tune import AttentionTile, PrefillConfig, ProductTile
@@ -286,9 +287,19 @@ def test_gathered_codes_and_scales_have_the_bits_of_the_oracle(name, native):
     assert torch.equal(as_bytes(got.k_pe[:9]), as_bytes(k_pe.to(call.q.dtype)))
 
 
+def stored_and_gathered(call, chunk, rows, to, first):
+    """The launches of the Hopper backend for a chunk. Returns (counter, dirty)."""
+    if first:
+        rope.prepared(call, True, queries=False)(*rope.tensors(call))
+    counter, dirty = torch.ones(1, dtype=torch.int32), torch.full((rows,), 7, dtype=torch.int8)
+    s = SimpleNamespace(codes=to.rows, scales=to.scales, k_pe=to.k_pe, counter=counter, dirty=dirty)
+    latents.prepared(call, rows, to, True, first, first, False)(*latents.tensors(call, chunk, s))
+    return counter, dirty
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("change", [{}, {"chunk": 5, "index": "int64"}, {"raw_in_cache": True}], ids=str)
-def test_one_pass_over_the_latents_has_the_bits_of_two(name, change):
+def test_the_latents_of_the_hopper_backend_have_the_bits_of_the_portable_ones(name, change):
     if change.get("raw_in_cache") and name not in ("bf16", "fp16"):
         return  # no 8-bit cache holds raw rows
     case = replace(SMALL, format=name, group=3, **change)
@@ -299,11 +310,7 @@ def test_one_pass_over_the_latents_has_the_bits_of_two(name, change):
     chunks = [(i, n) for i, n in enumerate(two.buffer_lengths) if n]
     for i, n in chunks:
         a, b = scratch(two, n), scratch(one, n)
-        counter, dirty = torch.ones(1, dtype=torch.int32), torch.full((n,), 7, dtype=torch.int8)
-        launch = one_pass.prepared(one, n, b, True, i == chunks[0][0], i == chunks[0][0], False)
-        launch(*one_pass.tensors(one, i, SimpleNamespace(
-            codes=b.rows, scales=b.scales, k_pe=b.k_pe, counter=counter, dirty=dirty,
-        )))  # fmt: skip
+        counter, dirty = stored_and_gathered(one, i, n, b, i == chunks[0][0])
         gather(two, i, n, a, True)
         for x, y in zip(a, b, strict=True):
             assert torch.equal(as_bytes(x), as_bytes(y))
@@ -314,6 +321,21 @@ def test_one_pass_over_the_latents_has_the_bits_of_two(name, change):
     assert (one.out[-1] == 0).all()
     assert (one.lse[-1] == -math.inf).all()
     assert one.out[:-1].isnan().all()  # the others are attention's
+
+
+@pytest.mark.parametrize("child", [0, 1])
+def test_a_request_reads_as_cached_what_another_of_the_same_call_appends(child):
+    lens, q_lens = ((7, 6), (1, 6)) if child == 0 else ((6, 7), (6, 1))
+    two, one = (make(replace(SMALL, lens=lens, q_lens=q_lens)) for _ in range(2))
+    for call in (two, one):
+        call.page_table[child, :2] = call.page_table[1 - child, :2]
+    prepare(two, True)
+    n = two.buffer_lengths[0]
+    a, b = scratch(two, n), scratch(one, n)
+    gather(two, 0, n, a, True)
+    stored_and_gathered(one, 0, n, b, True)
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(as_bytes(x), as_bytes(y))
 
 
 def test_rows_that_no_request_has_are_gathered_as_zero():

@@ -72,7 +72,8 @@ def rope_append(
     c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
     q_out = like_query(q, q_out, q_dtype)
     try:
-        whole = cos_sin_cache.shape[1] == k.shape[2]
+        r = cos_sin_cache.shape[1]
+        whole = k.shape[2] == r and (q is None or q.shape[2] == r) and (q_out is None or q_out.shape[2] == r)
     except (AttributeError, IndexError):
         whole = False  # what is wrong is found below
     parts: Any = (q, None, k, None, q_out, None) if whole else in_parts(q, k, q_out, cos_sin_cache)

@@ -50,7 +50,8 @@ def decode(
         mask:           [T, W] or [B, drafts, W] uint16, W = 2 × ceil(drafts / 32): bit j of row i (LSB first):
                         draft i sees draft j; the prefix is always seen. None: causal
         cu_seqlens_q:   [B + 1]  first query row of each request; None: T / B rows each
-        max_q_len:      host bound on the rows of a request, for ragged drafts (default T); others need none
+        max_q_len:      host bound on the rows of a request, for ragged drafts: the closer the faster (default T);
+                        others need none
         out:            [T, Hq, Dv] to write into; out_dtype: bf16 | fp16 | fp32 | e4m3 | e5m2 (saturating);
                         default: q's dtype, bf16 for an 8-bit q
         out_scale:      multiplies the output before its cast: float or fp32 tensor [1]
@@ -103,7 +104,8 @@ def query_rows(t: int, seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_q_len:
             return t
         if isinstance(max_q_len, int) and max_q_len <= 0 < t:
             raise ValueError(f"max_q_len: want a positive bound on the rows of a request, got {max_q_len}")
-        return max_q_len
+        # A launch has programs for every row that the bound allows.
+        return min(max_q_len, t) if isinstance(max_q_len, int) and t > 0 else max_q_len
     tensor("seq_lens", seq_lens, "B")
     b = seq_lens.shape[0]
     rows = t // b if b else 0

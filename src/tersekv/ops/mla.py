@@ -244,7 +244,8 @@ def mla_prefill(
         head_dim_v:       Dv; default: rows of kv_b_proj / H − Dn
         out:              [T, H, Dv] in q's dtype; lse [T, H] fp32, natural log
         q_pe_out:         [T, H, R] in q's dtype; the rotated parts go here and q stays. With buffer_lengths all 0 only,
-                          as is seq_lens_out [B] int32: gets cache_lens and the new tokens, what `mla_decode` asks for
+                          as is seq_lens_out [B] int32: gets cache_lens and the new tokens, what `mla_decode` asks for;
+                          not cache_lens itself
         precision:        "exact"; "fast" is a permission to compute less exactly, as in `decode`; unused today
 
     Query i of request b sees key j iff j <= cache_lens[b] + i. Returns out, or (out, lse) with `return_lse`.
@@ -255,6 +256,8 @@ def mla_prefill(
     tensor("kv_b_proj", kv_b_proj, "N L")
     if not isinstance(plan, MLAPrefillPlan):
         raise TypeError(f"plan: want an MLAPrefillPlan, as mla_prefill_plan makes it, got {type(plan).__name__}")
+    if seq_lens_out is not None and seq_lens_out is cache_lens:
+        raise ValueError("seq_lens_out: want a tensor of its own, got cache_lens, which is read meanwhile")
     t, heads, dq = q.shape
     if head_dim_v is None:
         head_dim_v = kv_b_proj.shape[0] // max(heads, 1) - (dq - c.kpe.shape[-1])

@@ -4,6 +4,9 @@ A counter is an 8-byte word: MARK in its upper 48 bits says that the lower 16 ar
 memory held before, and counts as 0: whoever meets it puts MARK and 0 there (`look`, `arrive`). The last arriver puts
 the count back to 0, so a counter may serve the next launch, and its memory anything else between. Scratch in a CUDA
 graph thus needs no clearing at every replay; what lies there by chance looks like a count once in 2^48.
+
+All programs of a launch must expect the same number of arrivals, so lengths must not change while it runs: a count that
+is left over would stay, and later merges would come too early.
 """
 
 from triton.experimental import gluon

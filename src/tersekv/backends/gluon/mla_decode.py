@@ -67,8 +67,9 @@ def why_not(f: SimpleNamespace) -> str | None:
 def choose(f: SimpleNamespace) -> Choice:
     """What the choices follow, on an H200, 2026-11-21, 128 × 8K (docs/measured.md has more).
 
-    fp8_e4m3, 16 heads: two programs of 2 stages 162 µs, one of 4 stages 169. 128 heads: a trio of warpgroups 548 µs,
-    with an e4m3 query 353, two blocks of 32 rows that share the tiles of a CTA 693 and 594. 32 heads: 283 and 278.
+    fp8_e4m3, 16 heads: two programs of 2 stages 162 µs, one of 4 stages 169. 128 heads: a trio of warpgroups 522 µs,
+    with an e4m3 query 372, two blocks of 32 rows that share the tiles of a CTA 693 and 594. 32 heads: the trio 283, the
+    two blocks 278.
     """
     if f.ckv.dtype.itemsize == 2:
         return Choice(rows=64, stages=2, programs_per_sm=1, blocks=1)

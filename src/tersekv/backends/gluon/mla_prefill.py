@@ -1,4 +1,4 @@
-"""MLA prefill on Hopper: one pass over a chunk's latents, then a blockwise product and an attention of its own.
+"""MLA prefill on Hopper: new rows are stored, a chunk's latents gathered, multiplied blockwise and attended to.
 
 All launches of a plan and their scalars are made at its first call; later ones only fill in addresses. A launch may
 begin before the one ahead of it has ended. The queries are rotated by idle warps of the first chunk's product, which
@@ -78,6 +78,7 @@ def run(call: Any, config: Config) -> None:
     out, cu, lens = call.out, call.cu_seqlens_q, call.cache_lens
     low = out if s.low is None else s.low
     lse = call.lse if call.lse is not None else out if s.lse is None else s.lse
+    stages.store(*of_prepare(call))
     for chunk, (product, attention) in zip(stages.chunks, descriptors, strict=True):
         found = of_latents(call, chunk.index, s)
         chunk.latents(*found)
@@ -89,7 +90,7 @@ def run(call: Any, config: Config) -> None:
             )  # fmt: skip
         else:
             chunk.product(s.scales, call.kv_b_proj_scale, call.q, call.freqs_cis, cu, lens, descriptors=product)
-        chunk.attention(out, low, lse, s.counter, s.dirty, cu, lens, found[11], found[12], descriptors=attention)
+        chunk.attention(out, low, lse, s.counter, s.dirty, cu, lens, found[8], found[9], descriptors=attention)
     stages.warm = True
 
 

@@ -12,6 +12,7 @@ from tersekv.formats import LATENT_GROUP
 
 from ..triton import launch
 from ..triton import mla_prefill_latents as latents
+from ..triton import mla_prefill_rope as rope
 from ..triton.mla_prefill_gather import Latents
 from . import gemm_blockwise
 from . import mla_prefill_attention as attention
@@ -62,6 +63,7 @@ class Stages:
         self.dims = attention.Dims(heads, call.q.shape[2] - rope_dims, rope_dims, call.out.shape[2])
         lse_strides = call.lse.stride() if call.lse is not None else (heads, 1) if last > 0 else None
         to = Latents(*self.tensors(torch.empty(self.size, dtype=torch.uint8, device="meta"))[:3])
+        self.store = rope.prepared(call, native, queries=False)
         self.chunks = [
             Chunk(
                 c, rows, latents.prepared(call, rows, to, native, i == 0, i == 0 and not own, overlaps),

@@ -1,5 +1,8 @@
-"""A chunk's latent rows for MLA prefill in one pass: new tokens are normed, rotated and stored first, then every row is
-gathered and quantised. Does what `prepare_kernel` and `gather_kernel` of the Triton backend do, to the bit.
+"""A chunk's latent rows for MLA prefill on Hopper: gathered and quantised as `gather_kernel` does, to the bit.
+
+Its programs also see to what the launches behind them need: rotated queries, outputs of rows that belong to no request,
+a cleared counter, and which rows may hold a NaN. New rows are stored by a launch of their own before: what one request
+appends, another one of the same call may read as cached.
 """
 
 from __future__ import annotations
@@ -13,32 +16,10 @@ from tersekv.formats import LATENT_GROUP
 
 from .launch import TENSOR, Template, next_power_of_2
 from .mla_prefill_gather import GROUP, Latents, decode_fp8, load_latent, quantise_groups
-from .mla_prefill_rope import ROPE_KINDS, clear, prepare_row, request_of, rotate, slot_of
+from .mla_prefill_rope import ROPE_KINDS, clear, request_of, rotate, slot_of
 from .rows import take_turn
 
 _BLOCK_H = 64  # heads that are cleared at a time
-
-
-@triton.jit
-def append_row(
-    KV_C, K_PE, p_c, p_k, p_s, FREQS, GAMMA, KV_SCALE, t, position, kv_scale, epsilon, stride_c, stride_pe,
-    stride_freqs, L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr, R_PAD: tl.constexpr, FORMAT: tl.constexpr,
-    ROPE_KIND: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """Store new token t at (p_c, p_k, p_s)."""
-    o_f = tl.arange(0, R_PAD)
-    freqs = tl.load(FREQS + position * stride_freqs + o_f, mask=o_f < R, other=0.0)
-    cos, sin = tl.split(tl.reshape(freqs, [R_PAD // 2, 2]))
-    if KV_C is None:
-        prepare_row(
-            p_c, p_k, p_c, p_k, p_s, GAMMA, KV_SCALE, kv_scale, epsilon, cos, sin,
-            L, R, L_PAD, R_PAD, FORMAT, ROPE_KIND, NATIVE,
-        )  # fmt: skip
-    else:
-        prepare_row(
-            KV_C + t * stride_c, K_PE + t * stride_pe, p_c, p_k, p_s, GAMMA, KV_SCALE, kv_scale, epsilon,
-            cos, sin, L, R, L_PAD, R_PAD, FORMAT, ROPE_KIND, NATIVE,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -88,13 +69,12 @@ def see_to_queries(
 
 @triton.jit(do_not_specialize=["B", "max_pages", "tokens", "max_pos"])
 def latents_kernel(
-    Q, KV_C, K_PE, CKV, KPE, SCALES, GAMMA, FREQS, TABLE, LENS, CU, ROWS, STARTS, KV_SCALE, OUT, LSE,
-    CODES, CODE_SCALES, OUT_PE, COUNTER, DIRTY, kv_scale, epsilon, tokens, B, H, max_pages, P, max_pos,
-    stride_qt, stride_qh, stride_c, stride_pe, stride_cp, stride_cs, stride_kp, stride_ks, stride_sp, stride_ss,
-    stride_ot, stride_oh, stride_lt, stride_lh, stride_table, stride_freqs, stride_os,
+    Q, CKV, KPE, SCALES, FREQS, TABLE, LENS, CU, ROWS, STARTS, KV_SCALE, OUT, LSE, CODES, CODE_SCALES, OUT_PE, COUNTER,
+    DIRTY, kv_scale, tokens, B, H, max_pages, P, max_pos, stride_qt, stride_qh, stride_cp, stride_cs, stride_kp,
+    stride_ks, stride_sp, stride_ss, stride_ot, stride_oh, stride_lt, stride_lh, stride_table, stride_freqs, stride_os,
     S: tl.constexpr, DN: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr,
-    R_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr,
-    NATIVE: tl.constexpr, FIRST: tl.constexpr, ROTATES: tl.constexpr, OVERLAPS: tl.constexpr,
+    R_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
+    FIRST: tl.constexpr, ROTATES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One row of the chunk. COUNTER becomes 0; DIRTY [rows]: may the row hold a NaN. FIRST: of the call's chunks."""
     take_turn(OVERLAPS)
@@ -110,20 +90,12 @@ def latents_kernel(
     live = (b < B) & (row >= start)
     safe_b = tl.where(live, b, 0)
     position = tl.load(STARTS + safe_b, mask=live, other=0).to(tl.int64) + row - start
-    new = position - tl.load(LENS + safe_b).to(tl.int64)
-    t = tl.load(CU + safe_b).to(tl.int64) + new
     page, entry, live = slot_of(TABLE, safe_b, position, live, max_pages, P, S, stride_table)
     p_c = CKV + page * stride_cp + entry * stride_cs
     p_k = KPE + page * stride_kp + entry * stride_ks
     p_s = SCALES
     if SCALES is not None:
         p_s = SCALES + page * stride_sp + entry * stride_ss
-    if live & (new >= 0) & (t < tl.load(CU + safe_b + 1).to(tl.int64)) & (position < max_pos):
-        append_row(
-            KV_C, K_PE, p_c, p_k, p_s, FREQS, GAMMA, KV_SCALE, t, position, kv_scale, epsilon, stride_c, stride_pe,
-            stride_freqs, L, R, L_PAD, R_PAD, FORMAT, KIND, NATIVE,
-        )  # fmt: skip
-        tl.debug_barrier()  # what one thread has written another reads
     if KV_SCALE is not None:
         kv_scale = tl.load(KV_SCALE)
 
@@ -153,9 +125,9 @@ def tensors(call: Any, chunk: int, s: Any) -> tuple[Any, ...]:
     if chunk:
         rows, starts = rows[chunk], starts[chunk]
     return (
-        call.q, call.kv_c, call.k_pe, call.ckv, call.kpe, call.ckv_scale_cache, call.kv_norm_gamma, call.freqs_cis,
-        call.page_table, call.cache_lens, call.cu_seqlens_q, rows, starts, call.kv_scale_t, call.out, call.lse,
-        s.codes, s.scales, s.k_pe, s.counter, s.dirty,
+        call.q, call.ckv, call.kpe, call.ckv_scale_cache, call.freqs_cis, call.page_table, call.cache_lens,
+        call.cu_seqlens_q, rows, starts, call.kv_scale_t, call.out, call.lse, s.codes, s.scales, s.k_pe, s.counter,
+        s.dirty,
     )  # fmt: skip
 
 
@@ -166,10 +138,9 @@ def prepared(
     tokens, heads = call.q.shape[:2]
     rank, rope, dim_v = call.ckv.shape[-1], call.kpe.shape[-1], call.out.shape[2]
     scales, lse = call.ckv_scale_cache, call.lse
-    raw = (call.kv_c.stride(0), call.k_pe.stride(0)) if call.kv_c is not None else (0, 0)
     scalars = (
-        call.kv_scale, call.epsilon, tokens, call.cache_lens.shape[0], heads, call.page_table.shape[1],
-        call.ckv.shape[0], call.freqs_cis.shape[0], *call.q.stride()[:2], *raw,
+        call.kv_scale, tokens, call.cache_lens.shape[0], heads, call.page_table.shape[1],
+        call.ckv.shape[0], call.freqs_cis.shape[0], *call.q.stride()[:2],
         *call.ckv.stride()[:2], *call.kpe.stride()[:2],
         *(scales.stride()[:2] if scales is not None else (0, 0)), *call.out.stride()[:2],
         *(lse.stride() if lse is not None else (0, 0)), call.page_table.stride(0), call.freqs_cis.stride(0),
@@ -177,8 +148,8 @@ def prepared(
     )  # fmt: skip
     constants = (
         call.ckv.shape[1], call.q.shape[2] - rope, dim_v, rank, rope, max(LATENT_GROUP, next_power_of_2(rank)),
-        max(2, next_power_of_2(rope)), next_power_of_2(dim_v), min(_BLOCK_H, next_power_of_2(heads)), call.format,
+        max(2, next_power_of_2(rope)), next_power_of_2(dim_v), min(_BLOCK_H, next_power_of_2(heads)),
         ROPE_KINDS.get(call.format, "float"), native_casts, first, rotates, overlaps,
     )  # fmt: skip
-    arguments = (*[TENSOR] * 21, *scalars, *constants)
+    arguments = (*[TENSOR] * 18, *scalars, *constants)
     return Template(latents_kernel, (rows,), arguments, num_warps=4, enable_fp_fusion=False, launch_pdl=overlaps)

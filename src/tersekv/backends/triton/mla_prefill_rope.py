@@ -195,8 +195,11 @@ def tensors(call: Any) -> tuple[Tensor | None, ...]:
     )  # fmt: skip
 
 
-def prepared(call: Any, native_casts: bool, ends: bool = False) -> Template:
-    """The launch for calls with the facts of this one. ends: nothing is attended to."""
+def prepared(call: Any, native_casts: bool, ends: bool = False, queries: bool = True) -> Template:
+    """The launch for calls with the facts of this one.
+
+    ends: nothing is attended to. queries: rotate them; else rows are stored, and somebody else sees to the queries.
+    """
     tokens, heads = call.q.shape[:2]
     rank, rope, dim_v = call.ckv.shape[-1], call.kpe.shape[-1], call.out.shape[2]
     scales, lse, q_pe = call.ckv_scale_cache, call.lse, call.q_pe_out
@@ -214,6 +217,6 @@ def prepared(call: Any, native_casts: bool, ends: bool = False) -> Template:
         max(2, next_power_of_2(rope)), next_power_of_2(max(dim_v, 1)), block_h,
         call.format, ROPE_KINDS.get(call.format, "float"), native_casts, ends, _BLOCK_B,
     )  # fmt: skip
-    grid = (tokens, 1 + -(-heads // block_h))
+    grid = (tokens, 1 + -(-heads // block_h) if queries else 1)
     arguments = (*[TENSOR] * 16, *scalars, *constants)
     return Template(prepare_kernel, grid, arguments, num_warps=4, enable_fp_fusion=False)

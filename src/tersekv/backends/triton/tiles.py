@@ -15,7 +15,6 @@ import triton.language as tl
 E4M3 = tl.constexpr("fp8_e4m3")
 E5M2 = tl.constexpr("fp8_e5m2")
 INT8 = tl.constexpr("int8")
-E2M1 = tl.constexpr("nvfp4")
 
 # Each takes two words in one register and gives f16x2 registers, one per part.
 E4M3_PTX = tl.constexpr(
