@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .decode_work import request_tiles
+from .schedule import request_tiles
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from .decode_attend import attend_tile, empty_state
 from .decode_fetch import advance, cursor_at, fetch, make_rings
 from .decode_join import join, look_at
 from .decode_tiles import mma_layout, query_columns
-from .decode_work import finish, locate, per_head, request_tiles, share
+from .decode_work import finish, per_head, share
 from .pipeline import (
     acquire,
     launch_dependents,
@@ -24,7 +24,7 @@ from .pipeline import (
     release,
     wait_for_previous,
 )
-from .schedule import LOG2E, meta_of, output, scalar, zero_padding
+from .schedule import LOG2E, locate, meta_of, output, request_tiles, scalar, zero_padding
 
 
 @gluon.jit

@@ -12,9 +12,9 @@ from .decode_attend import attend_tile, empty_state
 from .decode_fetch import advance, copy_codes, copy_scales, cursor_at, make_rings
 from .decode_kernels import heads_of, load_query, store_rows, store_state, whole_tiles
 from .decode_tiles import mma_layout
-from .decode_work import locate, per_head, request_tiles, share
+from .decode_work import per_head, share
 from .pipeline import launch_dependents, wait_for_previous
-from .schedule import LOG2E, meta_of, scalar, zero_padding
+from .schedule import LOG2E, locate, meta_of, request_tiles, scalar, zero_padding
 
 
 @gluon.jit

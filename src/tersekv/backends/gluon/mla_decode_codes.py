@@ -327,12 +327,12 @@ def consume(tensors, q, rings, bars, probs, score_scale, value_factor, place, st
     ROW: gl.constexpr = gl.SliceLayout(0, O)
     h = p % c.HEADS
     k = 0
-    tiles, segments, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
+    tiles, segments, _, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
     while x < end:
         while x - base >= tiles * segments:
             base += tiles * segments
             b += 1
-            tiles, segments, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
+            tiles, segments, _, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
         segment = (x - base) // tiles
         t0 = (x - base) % tiles
         t1 = gl.minimum(t0 + end - x, tiles)

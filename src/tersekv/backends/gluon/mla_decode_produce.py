@@ -27,12 +27,12 @@ def produce(boxes, TABLE, LENS, CU, bars, rings, work, STAGES: gl.constexpr, c: 
     ROTARY: gl.constexpr = BOX_P.block_shape[1] * BOX_P.dtype.primitive_bitwidth // 8
     BYTES: gl.constexpr = c.TILE * (c.DV + ROTARY + (4 * c.CHUNKS if c.GROUP_SCALES else 0))
     k = 0
-    tiles, segments, n, _, _ = request_tiles(LENS, CU, b, True, c)
+    tiles, segments, _, n, _, _ = request_tiles(LENS, CU, b, True, c)
     while x < end:
         while x - base >= tiles * segments:
             base += tiles * segments
             b += 1
-            tiles, segments, n, _, _ = request_tiles(LENS, CU, b, True, c)
+            tiles, segments, _, n, _, _ = request_tiles(LENS, CU, b, True, c)
         table = TABLE + b.to(gl.int64) * st_b
         t0 = (x - base) % tiles
         t1 = gl.minimum(t0 + end - x, tiles)

@@ -24,8 +24,17 @@ def meta_of(PART, num_programs, c: gl.constexpr):
 
 
 @gluon.jit
+def first_tile(n, rows, c: gl.constexpr):
+    """First tile that some query row's window reaches."""
+    if c.WINDOW > 0:
+        return gl.maximum(n - rows - c.WINDOW + 1, 0) // c.TILE
+    else:
+        return n * 0
+
+
+@gluon.jit
 def request_tiles(LENS, CU, b, m_b, c: gl.constexpr):
-    """(tiles of a segment, segments, keys, query rows, first query row) of request(s) b."""
+    """(tiles of a segment, segments, first tile, keys, query rows, first query row) of request(s) b."""
     n = gl.load(LENS + b, mask=m_b, other=0).to(gl.int32)
     if c.RAGGED:
         q0 = gl.load(CU + b, mask=m_b, other=0).to(gl.int32)
@@ -33,10 +42,11 @@ def request_tiles(LENS, CU, b, m_b, c: gl.constexpr):
     else:
         q0 = b * c.MAX_Q
         rows = gl.where(m_b, c.MAX_Q, 0)
+    first = first_tile(n, rows, c)
     # A request without keys still has outputs to write: one empty tile.
-    tiles = gl.maximum((n + c.TILE - 1) // c.TILE, 1)
+    tiles = gl.maximum((n + c.TILE - 1) // c.TILE - first, 1)
     segments = (rows * c.GROUP + c.ROWS - 1) // c.ROWS
-    return tiles, segments, n, rows, q0
+    return tiles, segments, first, n, rows, q0
 
 
 @gluon.jit
@@ -63,7 +73,7 @@ def share(LENS, CU, B, i_share, num_shares, c: gl.constexpr):
     total, longest = 0, 1
     for i in range(0, B, c.BLOCK_B):
         o_b = i + gl.arange(0, c.BLOCK_B, LAYOUT)
-        tiles, segments, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
+        tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
         total += gl.sum(tiles * segments, 0)
         longest = gl.maximum(longest, gl.max(tiles, 0))
     return cut(total, longest, i_share, num_shares, c)
@@ -81,7 +91,7 @@ def locate(LENS, CU, B, x, c: gl.constexpr):
     b, base, before = 0, 0, 0
     for i in range(0, B, c.BLOCK_B):
         o_b = i + gl.arange(0, c.BLOCK_B, LAYOUT)
-        tiles, segments, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
+        tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
         ends = before + gl.associative_scan(tiles * segments, 0, add)
         passed = (ends <= x) & (o_b < B)
         b += gl.sum(passed.to(gl.int32), 0)
@@ -99,7 +109,7 @@ def sum_and_max(a, b, c, d):
 def load_tiles(LENS, CU, B, c: gl.constexpr):
     """What `deal` needs of all requests: their loads are under way, other things can be done before."""
     o_b = gl.arange(0, c.BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    tiles, segments, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
+    tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
     return gl.where(o_b < B, tiles, 0), segments
 
 
@@ -176,11 +186,11 @@ def zero_padding(OUT, LSE, t, T, p, num_programs, so_t, so_h, sl_t, sl_h, c: gl.
 @gluon.jit
 def next_segment(LENS, CU, x, end, b, base, c: gl.constexpr):
     """(request, its first flat tile, segment, first and last tile, keys, query rows, first query row, tiles) at x."""
-    tiles, segments, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
+    tiles, segments, _, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
     while x - base >= tiles * segments:
         base += tiles * segments
         b += 1
-        tiles, segments, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
+        tiles, segments, _, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
     segment = (x - base) // tiles
     t0 = (x - base) % tiles
     return b, base, segment, t0, gl.minimum(t0 + end - x, tiles), n, rows, q0, tiles
