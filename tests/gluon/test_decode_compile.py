@@ -15,7 +15,7 @@ from tersekv.cache import PagedKVCache
 from tersekv.calls import DecodeCall
 from tersekv.plan import facts
 
-FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
 
 
 def call_of(
@@ -65,7 +65,7 @@ def test_tuned_for_hopper(fmt):
     assert len(re.findall(r"LDS\.[US](8|16) ", sass)) <= (fmt == "nvfp4")
 
 
-@pytest.mark.parametrize(("fmt", "limit"), [("fp8_e4m3", 210), ("fp8_per_token_head", 240), ("nvfp4", 350)])
+@pytest.mark.parametrize(("fmt", "limit"), [("fp8_e4m3", 210), ("fp8_per_token_head", 240), ("nvfp4", 325)])
 def test_few_instructions_a_step(fmt, limit):
     """Two products, their conversions and their share of the softmax: instructions of a warp per 16 keys."""
     assert instructions_of_a_step(tuned(fmt)[0]["sass"]()) <= limit
@@ -85,8 +85,17 @@ def test_a_warp_of_its_own_copies_four_bits():
     steps = [x for x in straight_runs(sass) if sum(op.startswith("HMMA") for op in x) >= 64]
     assert len(steps) == 2, "whole tiles, and tiles at an edge"
     assert not any(op.startswith(("UTMALDG", "MEMBAR")) for x in steps for op in x)
-    others = [{"heads": 2}, {"head_dim": 256}, {"group": 16}]
-    assert {compiled(call_of("nvfp4", **x))[0]["name"] for x in others} == {"decode_kernel"}
+    assert compiled(call_of("nvfp4", heads=2))[0]["name"] == "decode_kernel"
+    for x in ({"head_dim": 256}, {"group": 16}):  # twice the accumulators
+        split = compiled(call_of("nvfp4", **x))[0]
+        assert (split["name"], split["n_spills"]) == ("decode_nvfp4_kernel", 0)
+
+
+def test_two_heads_of_four_bits_lie_in_a_row_of_128_bytes():
+    """Where they lie side by side in the cache."""
+    boxes = [decode.configure(facts("decode", call_of("nvfp4", layout=x), arch=90)).boxes[0] for x in ("NHD", "HND")]
+    assert [box.block for box in boxes] == [[4, 2, 16, 64], [4, 4, 16, 32]]
+    assert [box.swizzle for box in boxes] == [128, 64]
 
 
 def copies_and_barriers(sass: str) -> str:
@@ -144,6 +153,9 @@ def test_compiles_with(fmt, options):
         ("int8_per_token_head", {"drafts": 2}, 1),
         ("fp8_e4m3", {"requests": 21}, 2),
         ("fp8_e4m3", {"requests": 1}, 2),
+        ("fp8_e4m3", {"requests": 1, "max_pages": 4}, 1),  # there are no more than four
+        ("fp8_per_token_head", {"requests": 4, "max_pages": 4}, 1),
+        ("fp8_e4m3", {"requests": 4, "max_pages": 5}, 2),
         ("fp8_e4m3", {"group": 16}, 2),
         ("fp8_e4m3", {"heads": 2}, 2),
         ("fp8_e4m3", {"page_size": 16}, 2),
@@ -166,29 +178,63 @@ def test_whoever_arrives_last_sees_every_piece():
     assert ptx.index("ld.relaxed.gpu.global.b64") < ptx.index("mma.sync") < last, "looked at before the tiles"
 
 
+def rows_compiled(fmt: str, **options) -> tuple[dict, str]:
+    """(split pass, its machine code) for many query rows; what is common to its kernels is asserted."""
+    split, merge = compiled(call_of(fmt, drafts=8, **options))
+    assert split["shared"] <= 232448
+    assert merge["n_spills"] == 0
+    sass = split["sass"]()
+    assert "HGMMA.64x" in sass
+    assert "HMMA.16816" not in sass
+    return split, sass
+
+
 @pytest.mark.parametrize(
     ("fmt", "options"),
     [
         ("fp8_e4m3", {"group": 8}),
         ("fp8_e4m3", {"group": 8, "page_size": 16, "head_dim": 64}),
+        ("fp8_e5m2", {"group": 16}),
         ("fp8_per_token_head", {"group": 16, "heads": 2}),
         ("int8_per_token_head", {"group": 8, "window": 100, "softcap": 20.0}),
         ("nvfp4", {"group": 16}),
-        ("nvfp4", {"group": 8, "layout": "HND"}),
-        ("nvfp4", {"group": 8, "head_dim": 256}),
+        ("nvfp4", {"group": 4, "layout": "HND"}),
     ],
     ids=str,
 )
-def test_many_rows_share_what_is_converted(fmt, options):
-    """64 or 128 query rows of a KV head: warpgroups multiply, and nothing spills much."""
-    split, merge = compiled(call_of(fmt, drafts=8, **options))
-    assert split["shared"] <= 232448
+def test_many_rows_are_attended_while_codes_are_converted(fmt, options):
+    """Up to 128 query rows of a KV head: by warpgroups of their own, in one or two programs a multiprocessor."""
+    split, sass = rows_compiled(fmt, **options)
+    assert split["name"] == "decode_many_kernel"
     assert split["n_spills"] <= 64
-    assert merge["n_spills"] == 0
-    sass = split["sass"]()
-    assert "HGMMA.64x" in sass
-    assert "HMMA.16816" not in sass
+    programs = 1 if options["group"] == 16 else 2
+    assert programs * (split["shared"] + 1024) <= 233472
+    assert split["grid"][0] >= 128 * programs
+    # A wait between the instructions of a product would say that ptxas lets none run beside others.
+    waits, products = sass.count("WARPGROUP.DEPBAR"), len(re.findall(r"HGMMA\.64x64x16\.F32", sass))
+    assert products >= (4 if options.get("head_dim") == 64 else 8)
+    assert waits <= products // 2
+    assert "STS.128" in sass, "fp16 tiles are written by whole stretches of their rows"
+    assert not re.search(r"STS\.[US]?(8|16) ", sass)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "nvfp4"])
+def test_many_rows_of_large_heads_share_what_is_converted(fmt):
+    split, sass = rows_compiled(fmt, group=8, head_dim=256)
+    assert split["name"] == "decode_kernel"
+    assert split["n_spills"] <= 64
     assert not re.search(r"LDS\.[US]16 ", sass)
+
+
+def test_few_rows_of_four_bits_are_fewer():
+    """What 17 query rows of a KV head go by."""
+    names = {}
+    for fmt in ("fp8_e4m3", "nvfp4"):
+        for drafts, group in ((4, 4), (8, 4), (8, 8)):
+            f = facts("decode", call_of(fmt, drafts=drafts, group=group), arch=90)
+            names[fmt, drafts * group] = decode.configure(f).split.launch.fn.__name__
+    many = {k for k, v in names.items() if v == "decode_many_kernel"}
+    assert many == {("fp8_e4m3", 64), ("nvfp4", 32), ("nvfp4", 64)}
 
 
 def test_bounds_on_ragged_rows_share_their_kernels():
@@ -204,7 +250,7 @@ def test_bounds_on_ragged_rows_share_their_kernels():
 @pytest.mark.parametrize(
     ("fmt", "options", "reason"),
     [
-        ("bf16", {}, "has no bf16"),
+        ("bf16", {"drafts": 8}, "at most 16 query rows"),
         ("fp8_e4m3", {"head_dim": 96}, "head sizes"),
         ("nvfp4", {"head_dim": 32}, "head sizes"),
         ("fp8_e4m3", {"page_size": 8}, "pages of a multiple of 16"),
@@ -214,6 +260,27 @@ def test_bounds_on_ragged_rows_share_their_kernels():
 )
 def test_refuses_what_it_does_not_run(fmt, options, reason):
     assert reason in why_not(call_of(fmt, **options))
+
+
+def test_bf16_keys_leave_a_finer_query_to_triton():
+    call = call_of("bf16")
+    assert why_not(call) is None
+    assert "got float16" in why_not(call._replace(q=call.q.half()))
+
+
+def test_queries_come_ahead_where_they_can():
+    """With their tiles, in copies of 16 bytes; not with many rows, nor where the ring of tiles leaves no room."""
+
+    def ahead(fmt, q=None, **options):
+        call = call_of(fmt, **options)
+        return decode.configure(facts("decode", call if q is None else call._replace(q=q), arch=90)).shape.QUERIES
+
+    for fmt in FORMATS:
+        assert ahead(fmt) == (0 if fmt == "nvfp4" else 2)
+    assert ahead("fp8_e4m3", page_size=16) == 1
+    assert ahead("fp8_e4m3", group=16) == ahead("fp8_e4m3", drafts=8) == 0
+    assert ahead("fp8_e4m3", q=torch.empty(64, 32, 136, dtype=torch.bfloat16)[..., :128]) == 0
+    assert "LDGSTS.E.BYPASS.128" in tuned("fp8_e4m3")[0]["sass"]()
 
 
 def narrowed(x: torch.Tensor, width: int) -> torch.Tensor:

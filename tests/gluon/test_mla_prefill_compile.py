@@ -146,6 +146,17 @@ def test_a_launch_waits_for_the_one_ahead_of_it():
         assert ptx.count("griddepcontrol.wait") == 1
 
 
+def test_a_call_that_only_appends_takes_its_turn_before_it_reads():
+    call = call_of(tokens=1)._replace(buffer_lengths=[0])
+    ((fn, _, args, kwargs),) = record(mla_prefill.run, call, mla_prefill.configure(facts(call)))
+    assert fn.fn.__name__ == "prepare_kernel"
+    assert kwargs["launch_pdl"]
+    before, behind = compile_launch(fn, args, kwargs, 90)["ptx"].split("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in before
+    assert "ld.global" not in before
+    assert "ld.global" in behind
+
+
 @pytest.mark.parametrize(
     "sizes",
     [{"chunks": 3, "tokens": 512}, {"dtype": torch.float16, "fp8": False}, {"heads": 128, "rank": 256, "lse": True}],

@@ -10,7 +10,7 @@ import pytest
 from tersekv.testing.cases import Case
 from tersekv.testing.verify import PASSED, run
 
-FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
 LENS = (70, 9, 0, 400, 129)
 
 

@@ -1,4 +1,4 @@
-"""Paged decode of 8-bit and 4-bit caches on Hopper: a split pass, and a second launch if it does not join its cuts."""
+"""Paged decode on Hopper: a split pass, and a second launch if it does not join its cuts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import triton
 from ...formats import BLOCK, TOKEN_HEAD, kv_format
 from ..triton import decode as portable
 from ..triton import launch
-from .decode_boxes import Box, Side, boxes_of, code_box, descriptor, scale_box, side_of
+from ..triton.bind import Bound, Fields, Step, bound
+from .decode_boxes import Box, Side, boxes_of, code_box, descriptor, joined, scale_box, side_of
 from .decode_kernels import decode_kernel
+from .decode_many import decode_many_kernel
 from .decode_merge import merge_kernel
 from .decode_nvfp4 import decode_nvfp4_kernel
 from .decode_tune import (
+    MOST_ROWS_OF_16_BITS,
     Tiles,
     copy_keys,
     heads_of,
@@ -24,11 +27,15 @@ from .decode_tune import (
     joins,
     many_rows,
     merge_tile,
+    queries_ahead,
     query_rows,
     rows_at_once,
     tiles,
 )
 
+_SPLIT = "page_table seq_lens cu_seqlens_q mask sinks out lse part softmax_scale_t k_scale_t v_scale_t out_scale_t"
+_SPLITS = Fields(f"q {_SPLIT}"), Fields(f"q k_scale_cache v_scale_cache {_SPLIT}")  # the latter of decode_wide
+_MERGE = Fields("cu_seqlens_q sinks out lse part v_scale_t out_scale_t")
 _MAX_DESCRIPTORS = 1024  # caches of a plan whose descriptors are kept: a model has some hundred layers
 
 
@@ -38,13 +45,15 @@ class Shape:
 
     HB: int  # KV heads of a program
     RB: int  # warps of a head: they share its keys, and its query rows are dealt among them
-    WIDE: bool  # many rows: the kernel of decode_wide, one head a program and 64 rows in every four of RB warps
+    WIDE: bool  # many rows: decode_wide or decode_many, one head a program and 64 rows in every four of RB warps
     GROUPS: int  # programs that share a tile's keys
     BOX: int  # keys of one step of the products
     BOXES: int  # of a tile
     COPY: int  # keys of one tensor copy: of one page
     COPIES: int  # of a tile
     STAGES: int
+    QUERIES: int  # fetched ahead with their tiles; 0: a segment loads its query when it begins
+    SLOTS: int  # of decode_many: fp16 tiles of keys or values
     SCALES: bool
     SCALE_ROWS_ARE_KEYS: bool
     K: Side
@@ -59,8 +68,7 @@ class Shape:
     JOIN_COLUMNS: int  # at once
 
 
-# 16-bit caches: the Triton kernel is at the memory's speed.
-FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
 
 
 class Config(NamedTuple):
@@ -84,6 +92,10 @@ def why_not(f: SimpleNamespace) -> str | None:
     fmt = kv_format(f.format)
     if f.format not in FORMATS:
         return f"has no {f.format}"
+    if fmt.storage.itemsize == 2 and query_rows(f) > MOST_ROWS_OF_16_BITS:
+        return f"wants at most {MOST_ROWS_OF_16_BITS} query rows of a KV head with {f.format}, got {query_rows(f)}"
+    if f.format == "bf16" and f.q.dtype == torch.float16:  # Triton's multiplies it in two tiles
+        return "wants a bfloat16 or 8-bit q with bf16, got float16"
     d, dv = f.q.shape[2], f.out.shape[2]
     dims = (64, 128, 256)
     if d not in dims or dv not in dims:
@@ -107,17 +119,17 @@ def configure(f: SimpleNamespace) -> Config:
     base = portable.configure(f)
     heads, hb, requests = f.k_cache.shape[2], heads_of(f, t.heads), f.seq_lens.shape[0]
     boxes = boxes_of(f, hb, copy_keys(f, t), t.wide)
+    if t.copier:
+        boxes = (*map(joined, boxes[:2]), *boxes[2:])
     rows, groups = rows_at_once(f), heads // hb
-    factor = 64.0 if fmt.scale == BLOCK else 1.0  # left over by decode_codes.scaled_e2m1
+    factor = (64.0 if t.wide else 16384.0) if fmt.scale == BLOCK else 1.0  # left over by decode_codes.scaled_e2m1
     shares = max(launch.num_sms(f) * t.programs_per_sm * max(4 // (hb * t.row_warps), 1) // groups, 1)
     live = rows if f.cu_seqlens_q is not None else min(rows, query_rows(f))
     # A bound on ragged rows that changes with the batch must not compile anew every time.
     segments = launch.next_power_of_2(-(-query_rows(f) // rows))
     columns = base.constants.PARTS * base.constants.BLOCK_DV
-    # Four warps of four heads with block scales have a fifth that copies, and merge by a second launch.
-    copier = fmt.scale == BLOCK and hb == 4 and t.programs_per_sm == 3
     joining = (0, 0, 0)
-    if not copier and joins(f, shares * groups, shares, hb * live * columns):
+    if not t.copier and joins(f, t.tile, shares * groups, shares, hb * live * columns):
         joining = join_tile(live, columns)
     constants = replace(
         base.constants, ROWS=rows, TILE=t.tile, MIN_TILES=t.min_tiles, K_PITCH=boxes[0].pitch, V_PITCH=boxes[1].pitch,
@@ -131,14 +143,18 @@ def configure(f: SimpleNamespace) -> Config:
     )
     strides, tensor = _strides(f), launch.TENSOR
     options = {} if t.max_registers is None else {"maxnreg": t.max_registers}
-    if copier:  # it comes with three idle warps; registers are dealt out by four
-        options = {"maxnreg": 65536 // (256 * t.programs_per_sm) // 8 * 8}
+    kernel, warps = decode_kernel, hb * t.row_warps
+    if t.copier:  # it comes with three idle warps; registers are dealt out by four
+        kernel, options = decode_nvfp4_kernel, {"maxnreg": 65536 // (256 * t.programs_per_sm) // 8 * 8}
+    if t.many:
+        kernel, warps = decode_many_kernel, 4
+        options = {"maxnreg": 65536 // (32 * (4 + t.row_warps) * t.programs_per_sm) // 8 * 8}
     split = launch.Template(
-        decode_nvfp4_kernel if copier else decode_kernel, (shares * groups,), (
+        kernel, (shares * groups,), (
             tensor, *[tensor if t.wide else None] * (4 - len(boxes)), *[tensor] * 8, f.softmax_scale, tensor,
             f.k_scale, tensor, f.v_scale, tensor, f.out_scale, tensor, f.softcap, requests, f.q.shape[0],
             *strides, constants, shape,
-        ), descriptors_at=1, fp8_as_bytes=False, num_warps=hb * t.row_warps, launch_pdl=True, **options,
+        ), descriptors_at=1, fp8_as_bytes=False, num_warps=warps, launch_pdl=True, **options,
     )  # fmt: skip
     merge = None if any(joining) else launch.Template(
         merge_kernel, grid, (
@@ -164,6 +180,8 @@ def _shape(
         k, v = (replace(x, SCALE_STRIDES=s.stride[:3]) for x, s in ((k, f.k_scale_cache), (v, f.v_scale_cache)))
     return Shape(
         hb, t.row_warps, t.wide, f.k_cache.shape[2] // hb, 16, t.tile // 16, copy, t.tile // copy, t.stages,
+        queries_ahead(f, t, hb),
+        t.slots,
         bool(scales), not scales or scales[0].rows_are_keys, k, v, *merge,
     )  # fmt: skip
 
@@ -183,13 +201,19 @@ def run(call: Any, config: Config) -> None:
             call.lse.fill_(float("-inf"))
         return
     part = launch.scratch(config.scratch, call.q)
-    wide = (call.k_scale_cache, call.v_scale_cache) if config.shape.WIDE else ()
-    config.split(
-        call.q, *wide, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, call.out, call.lse,
-        part, call.softmax_scale_t, call.k_scale_t, call.v_scale_t, call.out_scale_t, descriptors=_caches(call, config),
-    )  # fmt: skip
+    config.split(*_SPLITS[config.shape.WIDE](call, part), descriptors=_caches(call, config))
     if config.merge is not None:
-        config.merge(call.cu_seqlens_q, call.sinks, call.out, call.lse, part, call.v_scale_t, call.out_scale_t)
+        config.merge(*_MERGE(call, part))
+
+
+def bind(config: Config, at: dict[str, int]) -> Bound | None:
+    if config.empty:
+        return None
+    described = [n for n in ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache") if n in at]
+    steps = [Step(config.split, _SPLITS[config.shape.WIDE], described, config.descriptors)]
+    if config.merge is not None:
+        steps.append(Step(config.merge, _MERGE))
+    return bound(steps, at, config.scratch)
 
 
 def _caches(call: Any, config: Config) -> tuple:

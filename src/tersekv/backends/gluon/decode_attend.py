@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from .decode_codes import key_parts, log2_and_inverse, scaled_e2m1, value_parts
+from .decode_codes import key_parts, log2_and_inverse, multiplied, scaled_e2m1, value_parts
 from .decode_tiles import (
     as_operand,
     key_factor,
@@ -50,6 +50,16 @@ def live_keys(key, n, rows, LAYOUT: gl.constexpr, c: gl.constexpr, g: gl.constex
 
 
 @gluon.jit
+def codes_of(buffer, i, W: gl.constexpr, g: gl.constexpr):
+    """Codes of box i of the ring: [HB, BOX, W]. A row of it may hold several heads (`decode_boxes.joined`)."""
+    box = buffer.index(i)
+    ROWS: gl.constexpr = box.shape[0]
+    if ROWS < g.HB:
+        box = box.reshape([ROWS, g.BOX, g.HB // ROWS, W]).permute([0, 2, 1, 3]).reshape([g.HB, g.BOX, W])
+    return box
+
+
+@gluon.jit
 def scale_box(buffer, i, c: gl.constexpr, g: gl.constexpr):
     """Stored scales of box i of the ring: [HB, BOX], or [HB, BOX, words]."""
     box = buffer.index(i)
@@ -66,9 +76,9 @@ def scores(kbuf, ksbuf, i_box, q, scale, softcap, key, n, rows, r0, q0, MASK, sm
            MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):  # fmt: skip
     """Scores of a box's keys in units of log2: [HB, BOX, ROWS]."""
     MMA: gl.constexpr = mma_layout(g.HB, g.RB)
-    words = kbuf.index(i_box).load(key_words(g.HB, g.RB, g.BOX, c.WORDS_K))
+    words = codes_of(kbuf, i_box, c.WORDS_K, g).load(key_words(g.HB, g.RB, g.BOX, c.WORDS_K))
     if c.BLOCK_SCALES:
-        k = scaled_e2m1(words, key_factor(scale_box(ksbuf, i_box, c, g), c, g), True)
+        k = scaled_e2m1(words, key_factor(scale_box(ksbuf, i_box, c, g), c, g), False)
     else:
         k = key_parts(words, c)
     s = gl.full([g.HB, g.BOX, c.ROWS], 0, gl.float32, MMA)
@@ -91,8 +101,8 @@ def add_values(acc, vbuf, vsbuf, i_box, p, key, n, rows, MASKED: gl.constexpr,
                c: gl.constexpr, g: gl.constexpr):  # fmt: skip
     """acc += the values of a box's keys, transposed, times probabilities [HB, BOX, ROWS]."""
     A: gl.constexpr = gl.DotOperandLayout(0, mma_layout(g.HB, g.RB), 2)
-    right = transposed(p.to(gl.float16), c, g)
-    words = vbuf.index(i_box).permute([0, 2, 1]).load(A)
+    right = transposed(p.to(multiplied(c)), c, g)
+    words = codes_of(vbuf, i_box, c.WORDS_V, g).permute([0, 2, 1]).load(A)
     if MASKED:  # a stale slot may hold NaN, and 0 × NaN is NaN
         live = live_keys(key, n, rows, gl.SliceLayout(0, gl.SliceLayout(1, A)), c, g)[None, None, :]
         words = gl.where(live, words, 0)

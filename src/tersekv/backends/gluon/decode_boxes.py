@@ -62,6 +62,16 @@ def boxes_of(f: SimpleNamespace, hb: int, keys: int, wide: bool) -> tuple[Box, .
     return tuple(b for b in boxes if b is not None)
 
 
+def joined(box: Box) -> Box:
+    """The same copy, with as many heads a row as fill 128 bytes where they lie side by side: fewer rows to ask for."""
+    groups, heads, keys, words = box.block
+    n = min(heads, 64 // words)
+    if n < 2 or box.strides[1] != words:
+        return box
+    shape, strides = [box.shape[0], box.shape[1] // n, keys, n * words], [box.strides[0], n * words, box.strides[2], 1]
+    return box._replace(shape=shape, strides=strides, block=[groups, heads // n, keys, n * words], swizzle=128)
+
+
 def code_box(x: Any, hb: int, keys: int) -> Box | None:
     """[rows / 16, heads, 16, words] of a cache; None where its rows do not lie at equal distances.
 

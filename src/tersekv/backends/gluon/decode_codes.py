@@ -37,9 +37,9 @@ _INT8_K = gl.constexpr(
     sub.f16x2 $1, $1, bias;
     }"""
 )
-# By way of e4m3, whose fields are e2m1's six binades lower; then times the block's scale, exact in fp16: six
-# significant bits, multiples of 2^-16. Fewer instructions than shifting the fields to fp16's places (docs/measured.md).
-_E2M1_K = gl.constexpr(
+# e2m1's are multiplied by the block's scale, exact in fp16: six significant bits, multiples of 2^-24.
+# In the order of a row, by way of e4m3, whose fields are e2m1's six binades lower.
+_E2M1_ROW = gl.constexpr(
     """{
     .reg .b32 a, m;
     .reg .b16 low, high;
@@ -62,28 +62,28 @@ _E2M1_K = gl.constexpr(
     mul.f16x2 $3, a, $5;
     }"""
 )
-_E2M1_V = gl.constexpr(
+# A field of four bits, sign s and magnitude e, becomes fp16's by one multiplication: the field itself at bit 12 puts s
+# where the sign goes, and a copy at bit 9 puts e where exponent and mantissa go; the bits between are masked. What is
+# multiplied is s and not(e), so that the sum of both carries into the sign for -0 alone, which becomes 0. So fewer
+# instructions than by way of e4m3, and half of them not on the pipe of logical operations (docs/measured.md).
+_E2M1 = gl.constexpr(
     """{
-    .reg .b32 x, a, m;
-    .reg .b16 low, high;
-    prmt.b32 x, $4, 0, 0x3120;
-    shl.b32 a, x, 4;
-    shl.b32 m, x, 2;
-    and.b32 m, m, 0x1C1C1C1C;
-    lop3.b32 a, a, 0x80808080, m, 0xEA;
-    mov.b32 {low, high}, a;
-    cvt.rn.f16x2.e4m3x2 a, low;
-    mul.f16x2 $0, a, $5;
-    cvt.rn.f16x2.e4m3x2 a, high;
-    mul.f16x2 $2, a, $5;
-    shr.b32 m, x, 2;
-    and.b32 m, m, 0x1C1C1C1C;
-    lop3.b32 a, x, 0x80808080, m, 0xEA;
-    mov.b32 {low, high}, a;
-    cvt.rn.f16x2.e4m3x2 a, low;
-    mul.f16x2 $1, a, $5;
-    cvt.rn.f16x2.e4m3x2 a, high;
-    mul.f16x2 $3, a, $5;
+    .reg .b32 x, y, r;
+    lop3.b32 x, $4, 0x0F0F0F0F, 0x07070707, 0x6A;
+    lop3.b32 y, $4, 0xF0F0F0F0, 0x70707070, 0x6A;
+    mul.lo.u32 r, x, 0x1200;
+    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
+    mul.f16x2 $0, r, $5;
+    mul.lo.u32 r, y, 0x120;
+    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
+    mul.f16x2 $1, r, $5;
+    mul.lo.u32 r, x, 0x12;
+    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
+    mul.f16x2 $2, r, $5;
+    shr.u32 r, y, 3;
+    add.u32 r, r, y;
+    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
+    mul.f16x2 $3, r, $5;
     }"""
 )
 # A byte of e4m3 chosen by a selector out of a word, as fp16 twice; and the same byte of two words.
@@ -128,10 +128,18 @@ def log2_and_inverse(x):
     return log, gl.inline_asm_elementwise(_INVERSE, "=f,f", [x], gl.float32, True, 1)
 
 
+@gluon.constexpr_function
+def multiplied(c):
+    """The dtype of both products' operands."""
+    return gl.bfloat16 if c.BF16 else gl.float16
+
+
 @gluon.jit
 def key_parts(words, c: gl.constexpr):
-    """Key units [HB, BOX, W] (layout key_words) → PARTS operands [HB, BOX, W] fp16."""
-    if c.CODE == "fp8_e4m3":
+    """Key units [HB, BOX, W] (layout key_words) → PARTS operands [HB, BOX, W] fp16; 16-bit caches: as they are."""
+    if c.CODE == "half":
+        out = (words.to(multiplied(c), bitcast=True),)
+    elif c.CODE == "fp8_e4m3":
         out = gl.inline_asm_elementwise(_E4M3_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     elif c.CODE == "fp8_e5m2":
         out = gl.inline_asm_elementwise(_E5M2_K, "=&r,=&r,r", [words], (gl.float16, gl.float16), True, 2)
@@ -142,8 +150,10 @@ def key_parts(words, c: gl.constexpr):
 
 @gluon.jit
 def value_parts(words, c: gl.constexpr):
-    """Value units [HB, W, BOX] in the left operand's layout → PARTS operands fp16."""
-    if c.CODE == "fp8_e4m3":
+    """Value units [HB, W, BOX] in the left operand's layout → PARTS operands, as of keys."""
+    if c.CODE == "half":
+        out = (words.to(multiplied(c), bitcast=True),)
+    elif c.CODE == "fp8_e4m3":
         out = gl.inline_asm_elementwise(E4M3_PTX, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     elif c.CODE == "fp8_e5m2":
         out = gl.inline_asm_elementwise(E5M2_PTX, "=&r,=&r,r", [words], (gl.float16, gl.float16), True, 2)
@@ -153,9 +163,13 @@ def value_parts(words, c: gl.constexpr):
 
 
 @gluon.jit
-def scaled_e2m1(words, factor, KEYS: gl.constexpr):
-    """e2m1 codes, four a unit, times their block scales (fp16): four operands × 2^-6."""
-    PTX: gl.constexpr = _E2M1_K if KEYS else _E2M1_V
+def scaled_e2m1(words, factor, IN_ROWS: gl.constexpr):
+    """e2m1 codes, four a unit, times their block scales (fp16): four operands.
+
+    IN_ROWS: × 2^-6; a lane's two units are neighbours in a row, and so are the operands' pairs: codes 0 and 2, 4 and 6,
+    1 and 3, 5 and 7 of the two. Else × 2^-14, and operand i is code i of each unit.
+    """
+    PTX: gl.constexpr = _E2M1_ROW if IN_ROWS else _E2M1
     return gl.inline_asm_elementwise(
         PTX,
         "=&r,=&r,=&r,=&r,r,r",

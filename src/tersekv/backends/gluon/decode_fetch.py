@@ -81,7 +81,8 @@ def copy_codes(X, buffer, bar, stage, page, h0, slot, wanted, PITCH: gl.constexp
         X.block_shape[3],
     ]
     into = buffer._reinterpret(buffer.dtype, SHAPE, X.layout).index(stage)
-    tma.async_copy_global_to_shared(X, [(page * PITCH + slot) // 16, h0, 0, 0], bar, into, wanted)
+    row = h0 // (g.HB // X.block_shape[1])  # of as many heads as a row holds
+    tma.async_copy_global_to_shared(X, [(page * PITCH + slot) // 16, row, 0, 0], bar, into, wanted)
 
 
 @gluon.jit

@@ -2,10 +2,11 @@
 
 A program has HB × RB warps and attends HB KV heads, RB warps each, over a share of tiles (`decode_work`). Tiles come
 by tensor copies through a ring of stages (`pipeline`, `decode_fetch`), all heads of a tile at once, stored scales with
-them. Warps meet only where a stage is given back; products run on mma.sync, whose operands a warp has for itself
-(`decode_attend`, `decode_tiles`). With many query rows a program has one head, whose rows share what is converted
-(`decode_wide`). The scratch of a share: two slots per head, for the cut segment it begins with (even) and for the one
-it ends with (odd); and META: of each segment, how many programs share it and which is the first.
+them; a query of few rows comes ahead with the first tile of its segment (`decode_query`). Warps meet only where a stage
+is given back; products run on mma.sync, whose operands a warp has for itself (`decode_attend`, `decode_tiles`). With
+many query rows a program has one head, whose rows share what is converted (`decode_wide`). The scratch of a share: two
+slots per head, for the cut segment it begins with (even) and for the one it ends with (odd); and META: of each segment,
+how many programs share it and which is the first.
 """
 
 from triton.experimental import gluon
@@ -13,10 +14,12 @@ from triton.experimental.gluon import language as gl
 
 from . import decode_wide as wide
 from .decode_attend import attend_tile, empty_state
+from .decode_codes import multiplied
 from .decode_fetch import advance, cursor_at, fetch, make_rings
 from .decode_join import join, look_at
+from .decode_query import arrived_query, fetch_query, make_queries
 from .decode_tiles import mma_layout, query_columns
-from .decode_work import finish, per_head, share
+from .decode_work import finish, per_head, share_and_place
 from .pipeline import (
     acquire,
     launch_dependents,
@@ -24,7 +27,7 @@ from .pipeline import (
     release,
     wait_for_previous,
 )
-from .schedule import LOG2E, locate, meta_of, output, request_tiles, scalar, zero_padding
+from .schedule import LOG2E, meta_of, output, request_tiles, scalar, zero_padding
 
 
 @gluon.jit
@@ -34,7 +37,7 @@ def heads_of(h0, LAYOUT: gl.constexpr, g: gl.constexpr):
 
 @gluon.jit
 def load_query(Q, tokens, h, rows_at, m_row, sq_t, sq_h, c: gl.constexpr, g: gl.constexpr):
-    """Query rows as the right operand, in fp16, and a factor of their scores [HB, ROWS].
+    """Query rows as the right operand, in fp16 (bf16 for caches of it), and a factor of their scores [HB, ROWS].
 
     fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back.
     """
@@ -56,7 +59,7 @@ def load_query(Q, tokens, h, rows_at, m_row, sq_t, sq_h, c: gl.constexpr, g: gl.
     inverse = (gl.maximum(254 - field, 1) << 23).to(gl.float32, bitcast=True)
     out = ()
     for j in gl.static_range(gl.constexpr(c.PARTS)):
-        out = out + ((parts[j] * inverse[:, None, :]).to(gl.float16),)
+        out = out + ((parts[j] * inverse[:, None, :]).to(multiplied(c)),)
     factor = (field << 23).to(gl.float32, bitcast=True) * c.K_FACTOR
     return out, gl.convert_layout(factor, gl.SliceLayout(1, mma_layout(g.HB, g.RB)))
 
@@ -126,6 +129,8 @@ def decode_kernel(
     full = make_barriers(SETS, g.STAGES)
     kbuf, ksbuf = make_rings(gl.int32 if c.BLOCK_SCALES else gl.float32, False, g)
     vbuf, vsbuf = make_rings(gl.int32 if c.BLOCK_SCALES else gl.float32, True, g)
+    if g.QUERIES > 0:
+        queries = make_queries(Q, c, g)
     if g.WIDE:
         buffers = wide.make_buffers(c, g)
     wait_for_previous()
@@ -135,11 +140,13 @@ def decode_kernel(
         zero_padding(
             OUT, LSE, gl.load(CU + B).to(gl.int32), T, p, gl.num_programs(0), so_t, so_h, sl_t, sl_h, c,
         )  # fmt: skip
-    x, end, per = share(LENS, CU, B, i_share, num_shares, c)
+    x, end, per, b, base = share_and_place(LENS, CU, B, i_share, num_shares, c)
     if x < end:
-        b, base = locate(LENS, CU, B, x, c)
         cursor = cursor_at(TABLE, LENS, CU, st_b, x, end, b, base, c, g)
+        asked, used = 0, 0
         for ahead in gl.static_range(gl.constexpr(g.STAGES if g.WIDE else g.STAGES - 1)):
+            if g.QUERIES > 0:
+                asked = fetch_query(Q, CU, queries, asked, cursor, end, h0, sq_t, sq_h, ahead == 0, c, g)
             fetch(
                 cursor, ahead, full, K, V, KS, VS, kbuf, vbuf, ksbuf, vsbuf, h0, end, c, g,
             )  # fmt: skip
@@ -175,12 +182,18 @@ def decode_kernel(
                     b, h0, first + t0, first + t1, u0, u1, n, rows, r0, q0, end, st_b, sm_t, c, g,
                 )  # fmt: skip
             else:
-                q, factor = load_query(Q, q0, h0, r0, rows * c.GROUP, sq_t, sq_h, c, g)
+                if g.QUERIES > 0:
+                    q, factor = arrived_query(queries, used, c, g)
+                    used += 1
+                else:
+                    q, factor = load_query(Q, q0, h0, r0, rows * c.GROUP, sq_t, sq_h, c, g)
                 scale = k_scales[:, None] * factor
                 state = empty_state(c, g)
                 for t in range(first + t0, first + t1):
                     acquire(full, turn, SETS, g.STAGES)
                     release()
+                    if g.QUERIES > 0:
+                        asked = fetch_query(Q, CU, queries, asked, cursor, end, h0, sq_t, sq_h, False, c, g)
                     fetch(
                         cursor, turn + g.STAGES - 1, full, K, V, KS, VS, kbuf, vbuf, ksbuf, vsbuf, h0, end, c, g,
                     )  # fmt: skip

@@ -12,9 +12,9 @@ from .decode_attend import attend_tile, empty_state
 from .decode_fetch import advance, copy_codes, copy_scales, cursor_at, make_rings
 from .decode_kernels import heads_of, load_query, store_rows, store_state, whole_tiles
 from .decode_tiles import mma_layout
-from .decode_work import per_head, share
+from .decode_work import even_share_and_place, per_head
 from .pipeline import launch_dependents, wait_for_previous
-from .schedule import LOG2E, locate, meta_of, request_tiles, scalar, zero_padding
+from .schedule import LOG2E, meta_of, request_tiles, scalar, zero_padding
 
 
 @gluon.jit
@@ -121,8 +121,7 @@ def decode_nvfp4_kernel(
     wait_for_previous()
     if c.RAGGED:
         zero_padding(OUT, LSE, gl.load(CU + B).to(gl.int32), T, p, gl.num_programs(0), so_t, so_h, sl_t, sl_h, c)
-    x, end, per = share(LENS, CU, B, i_share, num_shares, c)
-    b, base = locate(LENS, CU, B, gl.minimum(x, end - 1), c)
+    x, end, per, b, base = even_share_and_place(LENS, CU, B, i_share, num_shares, c)
     tensors = (Q, LENS, CU, MASK, SINKS, OUT, LSE, PART, META)
     numbers = (
         scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E, k_scale, K_T, v_scale, V_T,

@@ -52,6 +52,20 @@ def key_words(HB, RB, N, W):
 
 
 @gluon.constexpr_function
+def query_words(HB, RB, ROWS, W, PARTS):
+    """Layout of a query [HB, ROWS, W * PARTS columns]: lane l takes row l // 4 and the stretch of its keys."""
+    stretch, parts = _units(W)
+    columns = stretch * PARTS
+    rows = [[0, 8 << i, 0] for i in range((ROWS // 8).bit_length() - 1)]
+    heads = [[1 << i, 0, 0] for i in range(HB.bit_length() - 1)]
+    shared = RB.bit_length() - 1
+    regs = [[0, 0, 1 << i] for i in range(columns.bit_length() - 1)]
+    regs += [[0, 0, (4 * columns) << i] for i in range(parts.bit_length() - 1)] + rows[shared:]
+    lanes = [[0, 0, columns], [0, 0, 2 * columns], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(regs, lanes, rows[:shared] + heads, [], [HB, ROWS, W * PARTS])
+
+
+@gluon.constexpr_function
 def key_scale_words(HB, RB, N, W):
     """Layout [HB, N, words, pieces of a word] of the block scales of a key: lane l % 4 has the l-th share of them."""
     words = W // 16
@@ -128,10 +142,12 @@ def query_columns(j: gl.constexpr, LAYOUT: gl.constexpr, c: gl.constexpr):
     lane = i // 2 % 4
     word = i // 8 % (STRETCH // 2)
     unit = i // (4 * STRETCH) * (4 * STRETCH) + lane * STRETCH + 2 * word
-    if c.PARTS == 2:
+    if c.PARTS == 1:
+        return unit + e
+    elif c.PARTS == 2:
         return 2 * unit + 2 * j + e
     else:
-        return 4 * unit + 4 * (j % 2) + 2 * e + j // 2
+        return 4 * unit + 4 * e + j
 
 
 @gluon.jit
@@ -221,10 +237,10 @@ def value_factor(scales, c: gl.constexpr, g: gl.constexpr):
 
 @gluon.jit
 def transposed(p, c: gl.constexpr, g: gl.constexpr):
-    """Probabilities [HB, BOX, ROWS] fp16 as scores lie → the right operand of the second product.
+    """Probabilities [HB, BOX, ROWS] in 16 bits as scores lie → the right operand of the second product.
 
     movmatrix transposes 8 × 8 blocks: what it returns under a name [key, row] is the value of [row, key].
     """
-    p = gl.inline_asm_elementwise(_TRANSPOSE, "=r,r", [p], gl.float16, False, 2)
+    p = gl.inline_asm_elementwise(_TRANSPOSE, "=r,r", [p], p.dtype, False, 2)
     p = p.reshape([g.HB, g.BOX // 8, 8, c.ROWS // 8, 8]).permute([0, 1, 4, 3, 2]).reshape([g.HB, g.BOX, c.ROWS])
     return gl.convert_layout(p, gl.DotOperandLayout(1, mma_layout(g.HB, g.RB), 2), assert_trivial=True)

@@ -3,7 +3,7 @@
 A program has one KV head. Rows are on M, 64 a warpgroup, keys on N; both products run as wgmma. What `decode_attend`
 and `decode_tiles` are to few rows, this is to many; shares, copies and cut segments are the same. Threads meet twice a
 tile: values are converted beside the first product, the next tile's keys beside the second. Columns lie in shared
-memory where the conversions leave them (`column_of`).
+memory where the conversions leave them (`column_of`). Heads of at most 128 columns go by `decode_many`.
 """
 
 from triton.experimental import gluon

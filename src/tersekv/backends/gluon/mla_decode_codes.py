@@ -417,7 +417,7 @@ def mla_decode_codes_kernel(
         gl.warp_specialize(
             [
                 (consume, (tensors, q, rings, bars, probs, score_scale, value_factor, place, strides, STAGES, 0, c)),
-                (produce, (boxes, TABLE, LENS, CU, bars, rings, work, STAGES, c)),
+                (produce, (boxes, TABLE, LENS, CU, bars, rings, work, (), STAGES, c)),
             ],
             [1],
             [24],
@@ -428,7 +428,7 @@ def mla_decode_codes_kernel(
                 (consume, (tensors, q, rings, bars, probs, score_scale, value_factor, place, strides, STAGES, 0, c)),
                 (consume, (tensors, q, rings, bars, probs, score_scale, value_factor, next_place, strides, STAGES, 1,
                            c)),
-                (produce, (boxes, TABLE, LENS, CU, bars, rings, work, STAGES, c)),
+                (produce, (boxes, TABLE, LENS, CU, bars, rings, work, (), STAGES, c)),
             ],
             [4, 1],
             [240, 24],

@@ -6,7 +6,7 @@ before the split pass has ended, and waits for it.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..triton.decode_kernels import finish, meta_of, output, scalar
 
@@ -17,6 +17,7 @@ def merge_kernel(
     ROWS: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """One segment of a block of heads; its pieces lie in slots 2p + 1, 2(p + HEADS), 2(p + 2 HEADS), …"""
+    gdc_launch_dependents()
     gdc_wait()
     i, j = tl.program_id(0), tl.program_id(2)
     h, segment, b = i % c.HEADS, i // c.HEADS % max_segments, i // (c.HEADS * max_segments)
@@ -27,11 +28,10 @@ def merge_kernel(
         q0, rows = b * c.MAX_Q, c.MAX_Q
     o_r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     m_r = (o_r < c.ROWS) & (segment * c.ROWS + o_r < rows * c.GROUP)
-    pieces, p = 0, 0
-    if segment * c.ROWS < rows * c.GROUP:
-        META = meta_of(PART, num_programs, c) + 2 * i
-        pieces, p = tl.load(META), tl.load(META + 1)
-    if pieces > 1:
+    # Read whether there is such a segment or not, so that it need not wait for what says so.
+    META = meta_of(PART, num_programs, c) + 2 * i
+    pieces, p = tl.load(META), tl.load(META + 1)
+    if (pieces > 1) & (segment * c.ROWS < rows * c.GROUP):
         o_i, o_d = tl.arange(0, PIECES), j * COLUMNS + tl.arange(0, COLUMNS)
         m = tl.full([ROWS], float("-inf"), tl.float32)
         l = tl.full([ROWS], 0.0, tl.float32)

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .mla_decode_pair_ends import load_query, store_output
-from .pipeline import signal
+from .pipeline import signal, wait_for_previous
 from .schedule import (
     LOG2E,
     deal,
@@ -163,7 +163,7 @@ def probabilities(s, m, scale, t, n, rows, r0, c: gl.constexpr):
     return power(s * scale, here[:, None]), here
 
 
-def _multiply_where_needed(count: int) -> tuple[str, str]:
+def multiply_where_needed(count: int) -> tuple[str, str]:
     """PTX and its constraints: `count` numbers of a thread times factors, left out where the factors of a warp are 1.
 
     Elements 0 and 2 of a thread lie in its two rows; all others lie in one of them.
@@ -174,7 +174,7 @@ def _multiply_where_needed(count: int) -> tuple[str, str]:
     return "\n".join(text), ",".join([*["=f"] * count, *map(str, range(count)), *["f"] * count])
 
 
-MULTIPLY, CONSTRAINTS = map(gl.constexpr, _multiply_where_needed(COLUMNS.value // 2))
+MULTIPLY, CONSTRAINTS = map(gl.constexpr, multiply_where_needed(COLUMNS.value // 2))
 
 
 @gluon.jit
@@ -359,12 +359,13 @@ def mla_decode_pair_kernel(
     STAGES: gl.constexpr, BLOCKS: gl.constexpr, c: gl.constexpr,
 ):  # fmt: skip
     """Attend one share of all tiles for one block of heads."""
+    wait_for_previous()
     p = gl.program_id(0)
     num_programs = gl.num_programs(0)
     META = meta_of(PART, num_programs, c)
     if c.RAGGED:
-        zero_padding(OUT, LSE, gl.load(CU + B).to(gl.int32), T, p, num_programs, so_t, so_h, sl_t, sl_h, c)
-    SMALL: gl.constexpr = c.BLOCK_B < 1024  # then BLOCK_B holds all requests
+        padding = gl.load(CU + B).to(gl.int32)  # arrives with the lengths
+    SMALL: gl.constexpr = c.BLOCK_B < 1024 and not c.WHOLE  # then BLOCK_B holds all requests
     if SMALL:
         loaded = load_tiles(LENS, CU, B, c)
     X: gl.constexpr = BOX_C.dtype
@@ -403,3 +404,5 @@ def mla_decode_pair_kernel(
         [4, 4],
         [240, 240],
     )
+    if c.RAGGED:
+        zero_padding(OUT, LSE, padding, T, p, num_programs, so_t, so_h, sl_t, sl_h, c)

@@ -4,6 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .mla_decode_trio_scales import spread_scales
+from .pipeline import signal
 from .schedule import request_tiles
 
 
@@ -14,9 +16,14 @@ def box_of(ring, slot, i, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def produce(boxes, TABLE, LENS, CU, bars, rings, work, STAGES: gl.constexpr, c: gl.constexpr):
-    """Copy every tile of the share [x, end). A row `nowhere` lies behind the cache and reads as 0."""
+def produce(boxes, TABLE, LENS, CU, bars, rings, work, more, STAGES: gl.constexpr, c: gl.constexpr):
+    """Copy every tile of the share [x, end). A row `nowhere` lies behind the cache and reads as 0.
+
+    more: nothing, or (a barrier whose first phase ends when the first query is there, columns, ratios, the ring's
+          barriers of these): what the first products need comes first, and group scales are spread
+    """
     full, free = bars
+    MORE: gl.constexpr = len(more) == 4
     ring_c, ring_p, ring_s = rings
     BOX_C, BOX_P, BOX_S = boxes
     x, end, b, base, nowhere, s_pitch, st_b = work
@@ -46,6 +53,9 @@ def produce(boxes, TABLE, LENS, CU, bars, rings, work, STAGES: gl.constexpr, c: 
                 rows_p = rows_p + (gl.where(page < 0, nowhere, page * c.P_PITCH + o % c.PAGE),)
                 rows_s = rows_s + (gl.where(page < 0, nowhere, page * s_pitch + o % c.PAGE),)
             mbarrier.wait(free.index(slot), ((k // STAGES) & 1) ^ 1)
+            if MORE:  # noqa: SIM102 - known to the compiler, unlike the other
+                if k == 1:
+                    mbarrier.wait(more[0], 0)
             bar = full.index(slot)
             mbarrier.expect(bar, BYTES)
             for j in gl.static_range(PIECES):
@@ -57,5 +67,9 @@ def produce(boxes, TABLE, LENS, CU, bars, rings, work, STAGES: gl.constexpr, c: 
                 for i in gl.static_range(BOXES):
                     place = box_of(ring_c, slot, i, STAGES).slice(j * PIECE, PIECE)
                     tma.async_copy_global_to_shared(BOX_C, [rows_c[j], i * WIDTH], bar, place)
+            if c.GROUP_SCALES and MORE:
+                mbarrier.wait(bar, (k // STAGES) & 1)
+                spread_scales(ring_s.index(slot), more[1], more[2], slot, n - t * c.TILE)
+                signal(more[3].index(slot))
             k += 1
         x += t1 - t0

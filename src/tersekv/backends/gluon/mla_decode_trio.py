@@ -3,8 +3,9 @@
 A tile of 64 keys arrives by TMA, in a ring of STAGES tiles. The first warpgroup multiplies 64 query rows (M) by its
 keys (N), 8-bit products straight from the codes, and hands its probabilities on in a ring of two. The others hold half
 of the columns each, transposed: columns are M, query rows N. They read the same codes as 16-bit words, two codes a
-word, which become fp16 in registers; part j of a chunk of words holds the columns 2 * word + j. So the softmax of one
-tile and the conversions of another run beside products.
+word, which become fp16 in registers: of the columns 2 * word and 2 * word + 1. So the softmax of one tile and the
+conversions of another run beside products. They also bring each segment's query, and write its output through the
+query's memory. Group scales are made ready by the copying warps.
 
 A query of 8 significant bits is exactly the sum of two e4m3 terms. The matrix unit keeps about 14 bits in 8-bit
 products: every piece of 128 columns has an accumulator of its own, added in fp32; the second term, which is 2^-4 of
@@ -16,9 +17,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .mla_decode_produce import produce
-from .mla_decode_trio_score import LANES, PART_KEYS, PARTS, ROWS, TILE, TURNS, score
+from .mla_decode_trio_query import ROWS
+from .mla_decode_trio_scales import SCALES
+from .mla_decode_trio_score import LANES, PART_KEYS, PARTS, TILE, TURNS, score
 from .mla_decode_trio_values import add_values
-from .schedule import LOG2E, locate, meta_of, scalar, share, zero_padding
+from .pipeline import wait_for_previous
+from .schedule import LOG2E, deal, load_tiles, locate, meta_of, scalar, share, zero_padding
 
 REGISTERS = gl.constexpr(176)  # of a thread that adds values
 
@@ -31,12 +35,15 @@ def mla_decode_trio_kernel(
     STAGES: gl.constexpr, BLOCKS: gl.constexpr, c: gl.constexpr,
 ):  # fmt: skip
     """Attend one share of all tiles for one block of heads."""
+    wait_for_previous()
     p = gl.program_id(0)
     num_programs = gl.num_programs(0)
     META = meta_of(PART, num_programs, c)
     if c.RAGGED:
-        zero_padding(OUT, LSE, gl.load(CU + B).to(gl.int32), T, p, num_programs, so_t, so_h, sl_t, sl_h, c)
-    x, end, per = share(LENS, CU, B, p // c.HEADS, num_programs // c.HEADS, c)
+        padding = gl.load(CU + B).to(gl.int32)  # arrives with the lengths
+    SMALL: gl.constexpr = c.BLOCK_B < 1024 and not c.WHOLE  # then BLOCK_B holds all requests
+    if SMALL:
+        loaded = load_tiles(LENS, CU, B, c)
     E4M3: gl.constexpr = gl.float8e4nv
     WIDTH: gl.constexpr = 2 * c.CHUNK
     R: gl.constexpr = BOX_P.dtype
@@ -60,13 +67,21 @@ def mla_decode_trio_kernel(
     factors = gl.allocate_shared_memory(gl.float32, [ROWS], PLAIN)
     columns, ratios = notes, probs
     if c.GROUP_SCALES:
-        columns = gl.allocate_shared_memory(gl.float32, [6, TILE], PLAIN)
+        columns = gl.allocate_shared_memory(gl.float32, [SCALES * STAGES, TILE], PLAIN)
         ratios = gl.allocate_shared_memory(gl.float16, [STAGES * c.CHUNKS, TILE], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     given = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    stored = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    started = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=2)
+    mbarrier.init(started, count=2)
+    mbarrier.init(stored, count=2)
+    spread = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
+        mbarrier.init(spread.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=3)
     for i in gl.static_range(TURNS):
@@ -75,23 +90,33 @@ def mla_decode_trio_kernel(
     scale_kv = scalar(kv_scale, KV_T, c.V_T)
     score_scale = scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E * scale_kv
     value_factor = scale_kv * scalar(out_scale, OUT_T, c.OUT_T)
-    b, base = locate(LENS, CU, B, gl.minimum(x, end - 1), c)
-    rings, bars = (codes, rotary, scales), (full, free, given, taken)
+    if SMALL:
+        x, end, per, b, base = deal(loaded, p // c.HEADS, num_programs // c.HEADS, c)
+    else:
+        x, end, per = share(LENS, CU, B, p // c.HEADS, num_programs // c.HEADS, c)
+        b, base = locate(LENS, CU, B, gl.minimum(x, end - 1), c)
+    q = (q_c, q_r)
+    rings, bars = (codes, rotary, scales), (full, free, given, taken, ready, stored, started, spread)
     hand = (probs, notes, flags, factors, columns, ratios)
     tensors = (QN, QP, LENS, CU, OUT, LSE, PART, META)
     strides = (sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h)
     place = (max_segments, p, per, x, end, b, base)
     work = (x, end, b, base, nowhere, s_pitch, st_b)
+    # Of an 8-bit rotary part's tile half the products are of second terms: they run beside the softmax before.
+    AHEAD: gl.constexpr = TERMS == 2 and not c.GROUP_SCALES
     # NOTE: more than the compiler needs makes it wait for each product, and so does less.
-    SCORE_REGISTERS: gl.constexpr = 128 if TERMS == 1 and not c.GROUP_SCALES else 136
+    SCORE_REGISTERS: gl.constexpr = 136 if c.GROUP_SCALES else 128
     gl.warp_specialize(
         [
-            (produce, ((BOX_C, BOX_P, BOX_S), TABLE, LENS, CU, (full, free), rings, work, STAGES, c)),
-            (score, (tensors, (q_c, q_r), rings, bars, hand, score_scale, value_factor, place, strides, STAGES, TERMS,
-                     c)),
-            (add_values, (tensors, rings, bars, hand, place, strides, 0, STAGES, c)),
-            (add_values, (tensors, rings, bars, hand, place, strides, 1, STAGES, c)),
+            (produce, ((BOX_C, BOX_P, BOX_S), TABLE, LENS, CU, (full, free), rings, work,
+                       (started, columns, ratios, spread), STAGES, c)),
+            (score, (tensors, q, rings, bars, hand, score_scale, value_factor, place, strides, STAGES, AHEAD,
+                     TERMS, c)),
+            (add_values, (tensors, q, rings, bars, hand, score_scale, place, strides, 0, STAGES, TERMS, c)),
+            (add_values, (tensors, q, rings, bars, hand, score_scale, place, strides, 1, STAGES, TERMS, c)),
         ],
         [4, 4, 4],
         [SCORE_REGISTERS, REGISTERS, REGISTERS],
     )  # fmt: skip
+    if c.RAGGED:
+        zero_padding(OUT, LSE, padding, T, p, num_programs, so_t, so_h, sl_t, sl_h, c)

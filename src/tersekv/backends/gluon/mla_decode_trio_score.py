@@ -9,18 +9,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .mla_decode_codes import query_piece
+from .mla_decode_trio_query import ROWS, places, score_factors
+from .mla_decode_trio_scales import SCALES
 from .pipeline import signal
 from .schedule import finish, next_segment, note_pieces
 
 TILE = gl.constexpr(64)  # keys
-ROWS = gl.constexpr(64)  # query rows of a segment
 LANES = gl.constexpr(4)  # that share a row of scores
 PARTS = gl.constexpr(2)  # of a tile's keys: as many become fp16 at once
 PART_KEYS = gl.constexpr(TILE.value // PARTS.value)
 TURNS = gl.constexpr(2)  # tiles of probabilities in shared memory
 SLACK = gl.constexpr(8.0)  # probabilities are at most 2^SLACK before they are normalised, which fp16 holds
-MIN_SCALE = gl.constexpr(1e-30)  # of scores, and of a key's pieces: −inf times it is −inf, its reciprocal is finite
 # Of two rows: highest scores among the keys that a thread holds, references → references, and whether any of the warp's
 # are new. A reference is raised to the row's highest score only where powers would pass 2^SLACK: rarely.
 RAISE_PTX = gl.constexpr(
@@ -55,115 +54,6 @@ RAISE_PTX = gl.constexpr(
 
 
 @gluon.jit
-def places(o_r, segment, h, q0, rows, c: gl.constexpr):
-    """(tokens, query heads, row is real) of rows o_r of a block of query rows."""
-    o_r += segment * c.ROWS
-    return (q0 + o_r // c.GROUP).to(gl.int64), (h * c.GROUP + o_r % c.GROUP).to(gl.int64), o_r < rows * c.GROUP
-
-
-@gluon.jit
-def load_rows(QN, QP, segment, h, q0, rows, strides, FIRST: gl.constexpr, COUNT: gl.constexpr, WIDTH_R: gl.constexpr,
-              c: gl.constexpr):  # fmt: skip
-    """Start the loads of query rows FIRST …: their pieces of 128 columns, and last the rotary one."""
-    sn_t, sn_h, sr_t, sr_h = strides
-    CHUNKS: gl.constexpr = c.CHUNKS
-    WIDTH: gl.constexpr = 2 * c.CHUNK
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    o_r = FIRST + gl.arange(0, COUNT, gl.SliceLayout(1, L))
-    tokens, heads, m_row = places(o_r, segment, h, q0, rows, c)
-    p_c, p_r = QN + tokens * sn_t + heads * sn_h, QP + tokens * sr_t + heads * sr_h
-    pieces = ()
-    for i in gl.static_range(CHUNKS):
-        pieces = pieces + (query_piece(p_c, m_row, i * WIDTH, WIDTH, L),)
-    return pieces + (query_piece(p_r, m_row, 0, WIDTH_R, L),)
-
-
-@gluon.jit
-def store_terms(x, place, FIRST: gl.constexpr, TERMS: gl.constexpr):
-    """Put x into shared memory as e4m3, and behind all rows what that leaves of it."""
-    COUNT: gl.constexpr = x.shape[0]
-    high = x.to(gl.float8e4nv)
-    place.slice(FIRST, COUNT).store(high)
-    if TERMS == 2:
-        place.slice(ROWS + FIRST, COUNT).store((x - high.to(gl.float32)).to(gl.float8e4nv))
-
-
-@gluon.jit
-def store_rows(pieces, q, factors, sign, FIRST: gl.constexpr, TERMS: gl.constexpr, c: gl.constexpr):
-    """Put query rows FIRST … into shared memory, times sign, and a factor of their scores.
-
-    A power of two is taken out of each row so that its largest element lies in [128, 256): what is 2^-10 of that is
-    still exact in two e4m3 terms.
-    """
-    q_c, q_r = q
-    CHUNKS: gl.constexpr = c.CHUNKS
-    COUNT: gl.constexpr = pieces[0].shape[0]
-    ROW: gl.constexpr = gl.SliceLayout(1, pieces[0].type.layout)
-    factor = gl.full([COUNT], 1.0, gl.float32, ROW)
-    inverse = factor
-    if TERMS == 2:
-        top = gl.full([COUNT], 0.0, gl.float32, ROW)
-        for i in gl.static_range(CHUNKS + 1):
-            top = gl.maximum(top, gl.max(gl.abs(pieces[i].to(gl.float32)), 1))
-        field = gl.maximum((top.to(gl.int32, bitcast=True) >> 23) & 0xFF, 8)
-        inverse = ((261 - field) << 23).to(gl.float32, bitcast=True)
-        factor = gl.where(field == 255, float("nan"), ((field - 7) << 23).to(gl.float32, bitcast=True))
-    factors.slice(FIRST, COUNT).store(factor)
-    inverse *= sign
-    for i in gl.static_range(CHUNKS):
-        store_terms(pieces[i].to(gl.float32) * inverse[:, None], q_c.index(i), FIRST, TERMS)
-    x = pieces[CHUNKS].to(gl.float32) * inverse[:, None]
-    if q_r.dtype == gl.bfloat16:
-        q_r.slice(FIRST, COUNT).store(x.to(gl.bfloat16))
-    else:
-        store_terms(x, q_r, FIRST, TERMS)
-
-
-@gluon.jit
-def load_query(QN, QP, q, factors, segment, h, q0, rows, scale, strides, TERMS: gl.constexpr, LAYOUT: gl.constexpr,
-               c: gl.constexpr):  # fmt: skip
-    """Put the query rows into shared memory, and return a factor of their scores [ROWS], which is positive."""
-    COUNT: gl.constexpr = ROWS if TERMS == 1 else 16  # as many as registers hold twice
-    WIDTH_R: gl.constexpr = q[1].shape[1]
-    sign = gl.where(scale < 0, -1.0, 1.0)
-    after = load_rows(QN, QP, segment, h, q0, rows, strides, 0, COUNT, WIDTH_R, c)
-    for i in gl.static_range(ROWS // COUNT):
-        pieces = after
-        if (i + 1) * COUNT < ROWS:
-            after = load_rows(QN, QP, segment, h, q0, rows, strides, (i + 1) * COUNT, COUNT, WIDTH_R, c)
-        store_rows(pieces, q, factors, sign, i * COUNT, TERMS, c)
-    fence_async_shared()
-    gl.thread_barrier()
-    factor = factors.load(LAYOUT) * (scale * sign)
-    return gl.where(factor < MIN_SCALE, MIN_SCALE, factor)
-
-
-@gluon.jit
-def load_scales(place, columns, ratios, first, keys):
-    """Leave a tile's group scales where they are wanted; behind the last key they are 1.
-
-    columns: fp32 [6, TILE], for the scores: the four scales, the base-2 logarithm of the largest, its reciprocal
-    ratios:  fp16 [4 * STAGES, TILE], for the values, from `first` on: the four scales as parts of the largest
-    """
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
-    x = place.load(L)
-    real = gl.arange(0, TILE, gl.SliceLayout(1, L)) < keys
-    x = gl.where(real[:, None], x, 1.0)
-    top = gl.maximum(gl.max(gl.abs(x), 1), MIN_SCALE)
-    inverse = 1.0 / top
-    columns.index(4).store(gl.log2(top))
-    columns.index(5).store(inverse)
-    even, odd = gl.split(gl.reshape(x, [TILE, 2, 2]))
-    s0, s2 = gl.split(even)
-    s1, s3 = gl.split(odd)
-    of_groups = (s0, s1, s2, s3)
-    for i in gl.static_range(4):
-        column = of_groups[i]
-        columns.index(i).store(column)
-        ratios.index(first + i).store((column * gl.convert_layout(inverse, column.type.layout)).to(gl.float16))
-
-
-@gluon.jit
 def whole_piece(q_i, k_i, x, TERMS: gl.constexpr):
     """Start the products of a piece of the query's columns, of both terms, and of a tile's."""
     if TERMS == 2:
@@ -174,36 +64,53 @@ def whole_piece(q_i, k_i, x, TERMS: gl.constexpr):
 
 
 @gluon.jit
-def scores(rings, q, slot, here, TERMS: gl.constexpr, S: gl.constexpr, c: gl.constexpr):
-    """Products of the query rows and the tile's keys: fp32 [ROWS, TILE]."""
+def first_products(rings, q, slot, here, S: gl.constexpr, c: gl.constexpr):
+    """Start the products of the query's second terms, and the rotary ones, and a tile's keys.
+
+    The second terms are 2^-4 of the first: all of them fit into one accumulator.
+    """
     CHUNKS: gl.constexpr = c.CHUNKS
     codes, rotary, _ = rings
     q_c, q_r = q
+    x = gl.full([ROWS, TILE], 0.0, gl.float32, S)
     k_r = rotary.index(slot).permute((1, 0))
-    zero = gl.full([ROWS, TILE], 0.0, gl.float32, S)
-    if TERMS == 2:
-        # The second terms are 2^-4 of the first: all of them fit into the first piece's accumulator.
-        x = warpgroup_mma(q_r.index(here).slice(ROWS, ROWS), k_r, zero, use_acc=False, is_async=True)
-        for i in gl.static_range(CHUNKS):
-            k_i = codes.index(slot * CHUNKS + i).permute((1, 0))
-            x = warpgroup_mma(q_c.index(here + i).slice(ROWS, ROWS), k_i, x, is_async=True)
-        x = warpgroup_mma(q_r.index(here).slice(0, ROWS), k_r, x, is_async=True)
-    else:
-        x = warpgroup_mma(q_r.index(here), k_r, zero, use_acc=False, is_async=True)
-    s = zero
-    # One accumulator is in flight while the one before is added.
+    x = warpgroup_mma(q_r.index(here).slice(ROWS, ROWS), k_r, x, use_acc=False, is_async=True)
     for i in gl.static_range(CHUNKS):
         k_i = codes.index(slot * CHUNKS + i).permute((1, 0))
+        x = warpgroup_mma(q_c.index(here + i).slice(ROWS, ROWS), k_i, x, is_async=True)
+    return warpgroup_mma(q_r.index(here).slice(0, ROWS), k_r, x, is_async=True)
+
+
+@gluon.jit
+def scores(rings, q, begun, slot, here, TERMS: gl.constexpr, S: gl.constexpr, c: gl.constexpr):
+    """Products of the query rows and the tile's keys: fp32 [ROWS, TILE]; of two terms, the first are in `begun`."""
+    CHUNKS: gl.constexpr = c.CHUNKS
+    codes, rotary, _ = rings
+    q_c, q_r = q
+    zero = gl.full([ROWS, TILE], 0.0, gl.float32, S)
+    q_0, k_0 = q_c.index(here).slice(0, ROWS), codes.index(slot * CHUNKS).permute((1, 0))
+    x = warpgroup_mma(q_0, k_0, zero, use_acc=False, is_async=True)
+    s = begun
+    if TERMS == 1:
+        after = warpgroup_mma(q_r.index(here), rotary.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, [x])
+        x = after
+    # One accumulator is in flight while the one before is added.
+    for i in gl.static_range(1, CHUNKS):
+        k_i = codes.index(slot * CHUNKS + i).permute((1, 0))
         after = warpgroup_mma(q_c.index(here + i).slice(0, ROWS), k_i, zero, use_acc=False, is_async=True)
-        x = warpgroup_mma_wait(1, [x])
-        s = x if i == 0 else s + x
+        s += warpgroup_mma_wait(1, [x])
         x = after
     return s + warpgroup_mma_wait(0, [x])
 
 
 @gluon.jit
-def scaled_scores(rings, q, slot, here, columns, TERMS: gl.constexpr, S: gl.constexpr, c: gl.constexpr):
-    """The same where each piece of a key has a scale, and the rotary part is bf16."""
+def scaled_scores(rings, q, slot, here, columns, bar, phase, TERMS: gl.constexpr, S: gl.constexpr,
+                  c: gl.constexpr):  # fmt: skip
+    """The same where each piece of a key has a scale, and the rotary part is bf16.
+
+    The scales are in `columns` as `spread_scales` leaves them, once the barrier's phase is over.
+    """
     CHUNKS: gl.constexpr = c.CHUNKS
     codes, rotary, _ = rings
     q_c, q_r = q
@@ -213,12 +120,13 @@ def scaled_scores(rings, q, slot, here, columns, TERMS: gl.constexpr, S: gl.cons
     none = gl.full([ROWS, TILE], 0.0, gl.float32, S_R)
     r = warpgroup_mma(q_r.index(here), rotary.index(slot).permute((1, 0)), none, use_acc=False, is_async=True)
     x = whole_piece(q_c.index(here), codes.index(slot * CHUNKS).permute((1, 0)), zero, TERMS)
+    mbarrier.wait(bar, phase)
     s = gl.convert_layout(warpgroup_mma_wait(TERMS, [r]), S)
     for i in gl.static_range(1, CHUNKS):
         after = whole_piece(q_c.index(here + i), codes.index(slot * CHUNKS + i).permute((1, 0)), zero, TERMS)
-        s += warpgroup_mma_wait(TERMS, [x]) * columns.index(i - 1).load(ROW)[None, :]
+        s += warpgroup_mma_wait(TERMS, [x]) * columns.index(SCALES * slot + i - 1).load(ROW)[None, :]
         x = after
-    return s + warpgroup_mma_wait(0, [x]) * columns.index(CHUNKS - 1).load(ROW)[None, :]
+    return s + warpgroup_mma_wait(0, [x]) * columns.index(SCALES * slot + CHUNKS - 1).load(ROW)[None, :]
 
 
 @gluon.jit
@@ -278,42 +186,49 @@ def hand_over(p, probs, turn):
 
 @gluon.jit
 def score(tensors, q, rings, bars, hand, scale_in, value_factor, place, strides, STAGES: gl.constexpr,
-          TERMS: gl.constexpr, c: gl.constexpr):  # fmt: skip
+          AHEAD: gl.constexpr, TERMS: gl.constexpr, c: gl.constexpr):  # fmt: skip
     """The scoring warpgroup's part of the share [x, end).
 
     Of every tile it hands over probabilities and factors for what the others hold so far; at a segment's end it takes
     one more turn, for the factors of the result.
     """
-    QN, QP, LENS, CU, _, LSE, PART, META = tensors
+    _, _, LENS, CU, _, LSE, PART, META = tensors
     max_segments, p, per, x, end, b, base = place
-    sn_t, sn_h, sr_t, sr_h, _, _, sl_t, sl_h = strides
-    full, free, given, taken = bars
-    probs, notes, flags, factors, columns, ratios = hand
+    _, _, _, _, _, _, sl_t, sl_h = strides
+    full, free, given, taken, ready, _, _, spread = bars
+    probs, notes, flags, factors, columns, _ = hand
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     T: gl.constexpr = highest(gl.full([ROWS, TILE], 0.0, gl.float32, S)).type.layout
     h = p % c.HEADS
-    k, turn = 0, 0
+    k, turn, count = 0, 0, 0
     while x < end:
         b, base, segment, t0, t1, n, rows, q0, tiles = next_segment(LENS, CU, x, end, b, base, c)
-        scale = load_query(
-            QN, QP, (q[0], q[1].index(0)), factors, segment, h, q0, rows, scale_in, (sn_t, sn_h, sr_t, sr_h), TERMS,
-            ROW, c,
-        )  # fmt: skip
+        mbarrier.wait(ready, count & 1)
+        scale = score_factors(factors, scale_in, ROW)
         m = gl.full([ROWS, LANES], float("-inf"), gl.float32, T)
         l = gl.full([ROWS, LANES], 0.0, gl.float32, T)
+        begun = gl.full([ROWS, TILE], 0.0, gl.float32, S)
+        if AHEAD:
+            mbarrier.wait(full.index(k % STAGES), (k // STAGES) & 1)
+            begun = warpgroup_mma_wait(0, [first_products(rings, q, k % STAGES, t0 >> 30, S, c)])
         for t in range(t0, t1):
             slot = k % STAGES
-            mbarrier.wait(full.index(slot), (k // STAGES) & 1)
+            if not AHEAD:
+                mbarrier.wait(full.index(slot), (k // STAGES) & 1)
             # NOTE: t >> 30 is 0. A constant would make the compiler keep, and spill, descriptors of all pieces of q.
             if c.GROUP_SCALES:
-                load_scales(rings[2].index(slot), columns, ratios, slot * c.CHUNKS, n - t * TILE)
-                s = scaled_scores(rings, q, slot, t >> 30, columns, TERMS, S, c)
+                s = scaled_scores(rings, q, slot, t >> 30, columns, spread.index(slot), (k // STAGES) & 1, TERMS, S, c)
                 # The key's largest scale joins the exponent: the ratios that meet the codes lie in [−1, 1].
-                s = s * scale[:, None] + columns.index(4).load(gl.SliceLayout(0, S))[None, :]
+                s = s * scale[:, None] + columns.index(SCALES * slot + 4).load(gl.SliceLayout(0, S))[None, :]
             else:
-                s = scores(rings, q, slot, t >> 30, TERMS, S, c)
-            signal(free.index(slot))
+                s = scores(rings, q, begun, slot, t >> 30, TERMS, S, c)
+            if not c.GROUP_SCALES:
+                signal(free.index(slot))
+            if AHEAD:  # what follows runs beside the next tile's first products; after the last, they are of anything
+                next_slot = (k + 1) % STAGES
+                mbarrier.wait(full.index(next_slot), ((k + 1) // STAGES) & 1, pred=t + 1 < t1)
+                begun = first_products(rings, q, next_slot, t >> 30, S, c)
             s = hide(s, t, n, rows, segment * c.ROWS, c)
             top = highest(s)
             if not c.GROUP_SCALES:
@@ -326,7 +241,8 @@ def score(tensors, q, rings, bars, hand, scale_in, value_factor, place, strides,
             m = raised
             w = weigh(s, scale, base_m, c)
             if c.GROUP_SCALES:
-                l = l * old + folded(w * columns.index(5).load(gl.SliceLayout(0, S))[None, :])
+                l = l * old + folded(w * columns.index(SCALES * slot + 5).load(gl.SliceLayout(0, S))[None, :])
+                signal(free.index(slot))
             else:
                 l = l * old + folded(w)
             mbarrier.wait(taken.index(turn % TURNS), ((turn // TURNS) & 1) ^ 1)
@@ -335,6 +251,8 @@ def score(tensors, q, rings, bars, hand, scale_in, value_factor, place, strides,
             flags.index(turn % TURNS).store(gl.permute(gl.reshape(new.to(gl.int8), [4, 16, LANES]), (1, 2, 0)))
             fence_async_shared()
             signal(given.index(turn % TURNS))
+            if AHEAD:
+                begun = warpgroup_mma_wait(0, [begun])
             k += 1
             turn += 1
         m, l = gl.max(m, 1), gl.sum(l, 1)
@@ -343,6 +261,7 @@ def score(tensors, q, rings, bars, hand, scale_in, value_factor, place, strides,
         notes.index(turn % TURNS).store(factor[:, None] + gl.full([ROWS, LANES], 0.0, gl.float32, T))
         signal(given.index(turn % TURNS))
         turn += 1
+        count += 1
         o_r = gl.arange(0, ROWS, gl.SliceLayout(1, T))
         tokens, heads, m_row = places(o_r, segment, h, q0, rows, c)
         if t0 == 0:

@@ -1,4 +1,7 @@
-"""The warpgroups of MLA decode over 8-bit latents (mla_decode_trio.py) that add values: half of the columns each."""
+"""The warpgroups of MLA decode over 8-bit latents (mla_decode_trio.py) that add values: half of the columns each.
+
+They also bring the query, half of its rows each, and write the output.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,11 +11,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .mla_decode_codes import as_words, unpack
-from .mla_decode_trio_score import LANES, PART_KEYS, PARTS, ROWS, TILE, TURNS, places
+from .mla_decode_codes import unpack
+from .mla_decode_trio_query import ROWS, load_query, places
+from .mla_decode_trio_score import LANES, PART_KEYS, PARTS, TILE, TURNS
 from .pipeline import signal
 from .schedule import next_segment, output
 
+CHUNKS = gl.constexpr(2)  # of columns that a warpgroup holds
+WORDS = gl.constexpr(64)  # of a chunk
+STAGED = gl.constexpr(32)  # rows of the output in shared memory
+AT_ONCE = gl.constexpr(16)  # of them that are written at once
 # Two words in one register and two ratios in another → f16x2 of the low codes, and of the high ones.
 SCALED_PTX = gl.constexpr(
     """{
@@ -29,26 +37,25 @@ SCALED_PTX = gl.constexpr(
 
 
 @gluon.jit
-def drop_stale(codes, first, keys):
-    """Rows behind the tile's last key become 0 in a warpgroup's chunks: a probability of 0 does not hide a NaN."""
+def drop_stale(words, first, keys):
+    """Rows behind the tile's last key become 0: a probability of 0 does not hide a NaN."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     real = gl.arange(0, TILE, gl.SliceLayout(1, L)) < keys
-    for i in range(2):  # not unrolled: it is rare, and the loop around it should stay small
-        place = as_words(codes.index(first + i))
+    for i in range(CHUNKS):  # not unrolled: it is rare, and the loop around it should stay small
+        place = words.index(first + i)
         x = place.load(L)
         place.store(gl.where(real[:, None], x, 0))
 
 
 @gluon.jit
-def words_of(codes, chunk, part: gl.constexpr, O: gl.constexpr):
-    """Half the keys' values in a chunk, transposed, two codes a word: [words, PART_KEYS]."""
-    words = as_words(codes.index(chunk)).slice(part * PART_KEYS, PART_KEYS).permute((1, 0))
-    return words.load(gl.DotOperandLayout(0, O, 2))
+def words_of(words, chunk, part: gl.constexpr, O: gl.constexpr):
+    """Half the keys' values in a chunk, transposed, two codes a word: [WORDS, PART_KEYS]."""
+    return words.index(chunk).slice(part * PART_KEYS, PART_KEYS).permute((1, 0)).load(gl.DotOperandLayout(0, O, 2))
 
 
 @gluon.jit
 def values_of(w, ratios, part: gl.constexpr, c: gl.constexpr):
-    """Words → two fp16 tiles of values."""
+    """Words → two fp16 tiles of values; ratios: of the chunk's scales to each key's largest."""
     if c.GROUP_SCALES:
         ratio = ratios.slice(part * PART_KEYS, PART_KEYS).load(gl.SliceLayout(0, w.type.layout))
         _, ratio = gl.broadcast(w, ratio[None, :])
@@ -58,19 +65,13 @@ def values_of(w, ratios, part: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.jit
-def read_note(note, O: gl.constexpr):
-    """What the scoring warpgroup left for each row, LANES times the same."""
-    L: gl.constexpr = gl.BlockedLayout([1, LANES], [32, 1], [gl.num_warps(), 1], [1, 0])
-    return gl.convert_layout(gl.max(note.load(L), 1), gl.SliceLayout(0, O))
-
-
-@gluon.jit
 def rescaled(acc, note, flag, O: gl.constexpr):
     """The accumulators times what the note says, where any of that is not 1: rarely."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     words = flag._reinterpret(gl.int32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if gl.max(words.slice(0, 1).load(ONE), 0) != 0:
-        old = read_note(note, O)
+        L: gl.constexpr = gl.BlockedLayout([1, LANES], [32, 1], [gl.num_warps(), 1], [1, 0])
+        old = gl.convert_layout(gl.max(note.load(L), 1), gl.SliceLayout(0, O))
         out = ()
         for i in gl.static_range(4):
             out = out + (acc[i] * old[None, :],)
@@ -79,21 +80,21 @@ def rescaled(acc, note, flag, O: gl.constexpr):
 
 
 @gluon.jit
-def add_tile(acc, codes, first, hand, given, turn, O: gl.constexpr, c: gl.constexpr):
+def add_tile(acc, words, ratios, first, hand, given, turn, O: gl.constexpr, c: gl.constexpr):
     """acc + the tile's values times its probabilities, when these have come. Products are still under way."""
-    probs, notes, flags, _, _, ratios = hand
+    probs, notes, flags, _, _, _ = hand
     place = turn % TURNS
-    w = words_of(codes, first, 0, O)
+    w = words_of(words, first, 0, O)
     if not c.GROUP_SCALES:  # their ratios come with the probabilities
         v = values_of(w, ratios, 0, c)
     mbarrier.wait(given.index(place), (turn // TURNS) & 1)
     acc = rescaled(acc, notes.index(place), flags.index(place), O)
     if c.GROUP_SCALES:
         v = values_of(w, ratios.index(first), 0, c)
-    for i in gl.static_range(2):
+    for i in gl.static_range(CHUNKS):
         for part in gl.static_range(PARTS):
             if i + part > 0:
-                w = words_of(codes, first + i, part, O)
+                w = words_of(words, first + i, part, O)
                 acc = warpgroup_mma_wait(0, acc)
                 v = values_of(w, ratios.index(first + i), part, c)
             p = probs.index(PARTS * place + part).permute((1, 0))
@@ -107,59 +108,92 @@ def add_tile(acc, codes, first, hand, given, turn, O: gl.constexpr, c: gl.conste
 
 
 @gluon.jit
-def write_columns(OUT, x, first, segment, h, q0, rows, so_t, so_h, c: gl.constexpr):
-    """Write x [words, ROWS, parts of a word] to `out`, from column `first` on."""
-    L: gl.constexpr = x.type.layout
-    o_w = gl.arange(0, c.CHUNK, gl.SliceLayout(1, gl.SliceLayout(2, L)))
-    o_r = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))
-    o_j = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, L)))
-    tokens, heads, m_row = places(o_r, segment, h, q0, rows, c)
-    p_out = (OUT + tokens * so_t + heads * so_h)[None, :, None] + (first + 2 * o_w)[:, None, None] + o_j[None, None, :]
-    gl.store(p_out, output(x, OUT, c), mask=m_row[None, :, None] & (o_j >= 0)[None, None, :])
+def stage_rows(stage, low, high, half: gl.constexpr):
+    """Half the rows of a chunk's columns, which lie as words, to shared memory: [STAGED, 2 * WORDS]."""
+    SPLIT: gl.constexpr = [WORDS, 2, STAGED]
+    low = gl.split(gl.permute(gl.reshape(low, SPLIT), (0, 2, 1)))[half]
+    high = gl.split(gl.permute(gl.reshape(high, SPLIT), (0, 2, 1)))[half]
+    x = gl.permute(gl.join(low, high), (1, 0, 2))
+    stage.store(gl.reshape(x, [STAGED, 2 * WORDS]))
 
 
 @gluon.jit
-def add_values(tensors, rings, bars, hand, place, strides, which: gl.constexpr, STAGES: gl.constexpr,
-               c: gl.constexpr):  # fmt: skip
-    """The part of a warpgroup that adds values: chunks 2 * which and the next of the share [x, end)."""
-    _, _, LENS, CU, OUT, _, PART, _ = tensors
+def store_segment(tensors, q_c, acc, note, whole, slot, place, so_t, so_h, which: gl.constexpr, c: gl.constexpr):
+    """Write the output, or the state of a segment that is cut, through the query's memory, so that rows are whole."""
+    _, _, _, _, OUT, _, PART, _ = tensors
+    segment, h, q0, rows = place
+    W: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+    STAGE: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    PLACES: gl.constexpr = q_c.shape[0] * q_c.shape[1] * q_c.shape[2] // (4 * STAGED * 2 * WORDS)
+    STEPS: gl.constexpr = STAGED // AT_ONCE
+    stage = q_c._reinterpret(gl.float32, [PLACES, STAGED, 2 * WORDS], STAGE).index(which)
+    stages = q_c._reinterpret(gl.float32, [PLACES * STEPS, AT_ONCE, 2 * WORDS], STAGE)
+    notes = note._reinterpret(gl.float32, [ROWS // AT_ONCE, AT_ONCE, LANES], note.layout)
+    for i in range(4):  # not unrolled: code that runs once is slow
+        if i == 0:
+            stage_rows(stage, acc[0], acc[1], 0)
+        elif i == 1:
+            stage_rows(stage, acc[0], acc[1], 1)
+        elif i == 2:
+            stage_rows(stage, acc[2], acc[3], 0)
+        else:
+            stage_rows(stage, acc[2], acc[3], 1)
+        for j in range(STEPS):
+            x = stages.index(which * STEPS + j).load(W)
+            step = i % 2 * STEPS + j
+            o_r = step * AT_ONCE + gl.arange(0, AT_ONCE, gl.SliceLayout(1, W))
+            o_d = (CHUNKS * which + i // 2) * 2 * WORDS + gl.arange(0, 2 * WORDS, gl.SliceLayout(0, W))
+            tokens, heads, m_row = places(o_r, segment, h, q0, rows, c)
+            if whole:
+                x *= gl.max(notes.index(step).load(W), 1)[:, None]
+                p_out = (OUT + tokens * so_t + heads * so_h)[:, None] + o_d[None, :]
+                gl.store(p_out, output(x, OUT, c), mask=m_row[:, None])
+            else:
+                p_row = PART + (slot.to(gl.int64) * c.ROWS + o_r) * c.PART_COLUMNS
+                gl.store(p_row[:, None] + o_d[None, :], x, mask=m_row[:, None])
+
+
+@gluon.jit
+def add_values(tensors, q, rings, bars, hand, scale_in, place, strides, which: gl.constexpr, STAGES: gl.constexpr,
+               TERMS: gl.constexpr, c: gl.constexpr):  # fmt: skip
+    """The part of a warpgroup that adds values, of the share [x, end): chunks 2 * which and the next.
+
+    Of every segment it first brings half of the query's rows.
+    """
+    QN, QP, LENS, CU, _, _, _, _ = tensors
     _, p, _, x, end, b, base = place
     _, _, _, _, so_t, so_h, _, _ = strides
-    full, free, given, taken = bars
-    notes, codes = hand[1], rings[0]
+    full, free, given, taken, ready, stored, started, _ = bars
+    notes, factors, ratios = hand[1], hand[3], hand[5]
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    zero = gl.full([64, ROWS], 0.0, gl.float32, O)
-    h = p % c.HEADS
-    k, turn = 0, 0
+    zero = gl.full([WORDS, ROWS], 0.0, gl.float32, O)
+    words = rings[0]._reinterpret(gl.int16, [STAGES * c.CHUNKS, TILE, WORDS], gl.NVMMASharedLayout(128, 16))
+    k, count = 0, 0
     while x < end:
         b, base, segment, t0, t1, n, rows, q0, tiles = next_segment(LENS, CU, x, end, b, base, c)
+        here = (segment, p % c.HEADS, q0, rows)
+        mbarrier.wait(stored, (count & 1) ^ 1)  # both are done with the last query's memory
+        load_query(QN, QP, q, factors, here, scale_in, strides[:4], which, TERMS, c)
+        signal(ready)
+        mbarrier.arrive(started, pred=count == 0)
         acc = (zero, zero, zero, zero)
         for t in range(t0, t1):
             slot = k % STAGES
             mbarrier.wait(full.index(slot), (k // STAGES) & 1)
-            first = slot * c.CHUNKS + 2 * which
+            first = slot * c.CHUNKS + CHUNKS * which
             if (t + 1) * TILE > n:
-                drop_stale(codes, first, n - t * TILE)
-            acc = add_tile(acc, codes, first, hand, given, turn, O, c)
+                drop_stale(words, first, n - t * TILE)
+            turn = k + count
+            acc = add_tile(acc, words, ratios, first, hand, given, turn, O, c)
             signal(free.index(slot))
             acc = warpgroup_mma_wait(0, acc)
             signal(taken.index(turn % TURNS))
             k += 1
-            turn += 1
+        turn = k + count
         mbarrier.wait(given.index(turn % TURNS), (turn // TURNS) & 1)
-        factor = read_note(notes.index(turn % TURNS), O)
+        part = 2 * p + (t0 == 0).to(gl.int32)
+        store_segment(tensors, q[0], acc, notes.index(turn % TURNS), t1 - t0 == tiles, part, here, so_t, so_h, which, c)
         signal(taken.index(turn % TURNS))
-        turn += 1
-        o_r = gl.arange(0, ROWS, gl.SliceLayout(0, O))
-        m_row = places(o_r, segment, h, q0, rows, c)[2]
-        o_w = which * 2 * c.CHUNK + gl.arange(0, c.CHUNK, gl.SliceLayout(1, O))
-        if t1 - t0 == tiles:
-            for i in gl.static_range(2):
-                pair = gl.join(acc[2 * i] * factor[None, :], acc[2 * i + 1] * factor[None, :])
-                write_columns(OUT, pair, 2 * (2 * which + i) * c.CHUNK, segment, h, q0, rows, so_t, so_h, c)
-        else:
-            part = 2 * p + (t0 == 0).to(gl.int32)
-            p_part = (PART + (part.to(gl.int64) * c.ROWS + o_r) * c.PART_COLUMNS)[None, :] + o_w[:, None]
-            for i in gl.static_range(4):
-                gl.store(p_part + (i % 2 * c.BLOCK_DV + c.CHUNK * (i // 2)), acc[i], mask=m_row[None, :])
+        mbarrier.arrive(stored)
+        count += 1
         x += t1 - t0

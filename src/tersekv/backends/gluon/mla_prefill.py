@@ -16,9 +16,11 @@ import triton
 
 from ..triton import launch
 from ..triton import mla_prefill as portable
+from ..triton.bind import Bound, Step, bound
 from ..triton.blocks import overlaps
 from ..triton.gemm_blockwise import up_project
 from ..triton.mla_prefill_latents import tensors as of_latents
+from ..triton.mla_prefill_rope import TENSORS as rope_fields
 from ..triton.mla_prefill_rope import prepared
 from ..triton.mla_prefill_rope import tensors as of_prepare
 from ..triton.mla_prefill_tune import PrefillConfig
@@ -94,8 +96,16 @@ def run(call: Any, config: Config) -> None:
     stages.warm = True
 
 
+def bind(config: Config, at: dict[str, int]) -> Bound | None:
+    """Of calls with one chunk; None for others."""
+    if not config.stages:
+        return None
+    only = config.stages[0]
+    return bound([Step(only, rope_fields)], at) if isinstance(only, launch.Template) else only.bind(at)
+
+
 def _append(call: Any, config: Config) -> None:
     """Rotate, norm and store only."""
     if not config.stages:
-        config.stages.append(prepared(call, config.portable.native_casts, ends=True))
+        config.stages.append(prepared(call, config.portable.native_casts, ends=True, overlaps=config.overlaps))
     config.stages[0](*of_prepare(call))

@@ -285,6 +285,7 @@ def attend_rows(
     done = 0  # items begun
     mbarrier.wait(q_full.index(HALF), 0)
     facts = facts_s.index(HALF).load(whole)
+    gl.thread_barrier()  # one thread will say that they may be written anew
     row, queries, limit = field(facts, 0), field(facts, 1), field(facts, 2)
     keys, tiles, head = field(facts, 3), field(facts, 4), field(facts, 5)
     if tiles > 0:
@@ -324,6 +325,7 @@ def attend_rows(
             done += 1
             mbarrier.wait(q_full.index(HALF), done & 1)
             facts = facts_s.index(HALF).load(whole)
+            gl.thread_barrier()
             row, queries, limit = field(facts, 0), field(facts, 1), field(facts, 2)
             keys, tiles, head = field(facts, 3), field(facts, 4), field(facts, 5)
             more = tiles > 0

@@ -13,13 +13,27 @@ from tersekv.formats import LATENT_GROUP
 from ..triton import launch
 from ..triton import mla_prefill_latents as latents
 from ..triton import mla_prefill_rope as rope
+from ..triton.bind import PART, Bound, Fields, Step, bound
 from ..triton.mla_prefill_gather import Latents
 from . import gemm_blockwise
 from . import mla_prefill_attention as attention
 
 _ALIGNED = 256
-_MAX_PLACES = 64  # encoded descriptors are kept for so many places of the tensors
+_MAX_PLACES = 1024  # encoded descriptors are kept for so many places of the tensors: a model has some hundred layers
 _KEPT_BYTES = 8 << 20  # a scratch of up to so many is kept for the next call: an allocation takes the host 2 µs
+
+
+# By the names of `Scratch`, in capitals, what lies there.
+_PLACES = ("CODES", "SCALES", "K_PE", "KV", "COUNTER", "DIRTY", "LOW", "LSE")
+_LATENTS = Fields(
+    "q ckv kpe ckv_scale_cache freqs_cis page_table cache_lens cu_seqlens_q buffer_row_offsets cache_offsets "
+    "kv_scale_t out lse CODES SCALES K_PE COUNTER DIRTY"
+)
+_PRODUCT = Fields("SCALES kv_b_proj_scale q freqs_cis cu_seqlens_q cache_lens")
+_ATTENTION = [  # without and with an LSE; of one chunk nothing goes to where rounding's rest would go
+    Fields(f"out out {lse} COUNTER DIRTY cu_seqlens_q cache_lens buffer_row_offsets cache_offsets")
+    for lse in ("out", "lse")
+]
 
 
 class Chunk(NamedTuple):
@@ -74,6 +88,9 @@ class Stages:
         ]  # fmt: skip
         self.warm = False
         self.found: dict[tuple, tuple[Scratch, list[tuple]]] = {}
+        # What the launches of the first chunk take of it, for `bind`.
+        self.of_product: dict[tuple, tuple] = {}
+        self.of_attention: dict[tuple, tuple] = {}
 
     def memory(self, call: Any) -> Tensor:
         if self.size <= _KEPT_BYTES:
@@ -105,7 +122,8 @@ class Stages:
             if not self.warm:
                 return s, made
             if len(self.found) >= _MAX_PLACES:
-                self.found.clear()
+                for known in (self.found, self.of_product, self.of_attention):
+                    known.clear()
             found = self.found[key] = (
                 s,
                 [
@@ -113,7 +131,23 @@ class Stages:
                     for chunk, (a, b) in zip(self.chunks, made, strict=True)
                 ],
             )
+            self.of_product[key], self.of_attention[key] = found[1][0]
         return found
+
+    def bind(self, at: dict[str, int]) -> Bound | None:
+        """For calls with one chunk in a scratch that is kept: where there is more to do, the host is not waited for."""
+        (chunk, *more) = self.chunks
+        if more or chunk.index or chunk.product is None or self.size > _KEPT_BYTES:
+            return None
+        key = ("q", "kv_b_proj", PART)
+        steps = (
+            Step(self.store, rope.TENSORS),
+            Step(chunk.latents, _LATENTS),
+            Step(chunk.product, _PRODUCT, key, self.of_product),
+            Step(chunk.attention, _ATTENTION["lse" in at], key, self.of_attention),
+        )
+        places = {name: part[0] for name, part in zip(_PLACES, self.parts, strict=True) if part is not None}
+        return bound(steps, at, self.size // 4, {PART: 0, **places})
 
     def _descriptors(self, call: Any, s: Scratch, chunk: Chunk) -> tuple[tuple, tuple]:
         q, w = launch.Address(call.q), launch.Address(call.kv_b_proj)

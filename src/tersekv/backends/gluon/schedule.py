@@ -63,25 +63,65 @@ def cut(total, longest, i_share, num_shares, c: gl.constexpr):
 
 
 @gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def whole_segment(LENS, CU, B, i, c: gl.constexpr):
+    """(first tile, end, tiles of a share) of segment i as a share that is not cut, in the flat order of all tiles."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    before, start, tiles_of_it = 0, 0, 0
+    for j in range(0, B, c.BLOCK_B):
+        o_b = j + gl.arange(0, c.BLOCK_B, LAYOUT)
+        tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
+        ends = before + gl.associative_scan(segments, 0, add)
+        here = (ends > i) & (ends - segments <= i)
+        inside = gl.where(here, (i - ends + segments) * tiles, 0)
+        start += gl.sum(gl.where(ends <= i, tiles * segments, inside), 0)
+        tiles_of_it += gl.sum(gl.where(here, tiles, 0), 0)
+        before += gl.sum(segments, 0)
+    return start, start + tiles_of_it, gl.maximum(start + tiles_of_it, 1)
+
+
+@gluon.jit
+def better_whole(total, longest, count, num_shares, c: gl.constexpr):
+    """Whether a program should take a whole segment, though the longest one then takes longer than a share would.
+
+    Where lengths differ, nearly every share would be cut, and cuts cost as much time as many tiles. NVIDIA H200,
+    2026-11-21, lengths even between 0 and the most, 128 heads: 60 requests of up to 256, 512 and 1024 tokens 49.9, 57.7
+    and 76.0 → 23.0, 30.3 and 46.3 µs, bf16 37.4, 45.1, 60.5 → 20.0, 26.3, 41.3; 30 of up to 1024 51.2 → 41.5, bf16
+    40.4 → 36.5; 20 of up to 600 32.3 → 30.3, bf16 26.2 → 26.9: too few. 16 heads: 250 of up to 512 38.0 → 27.1, 100 of
+    up to 256 14.2 → 15.6: too few.
+    """
+    per = (total + num_shares - 1) // num_shares
+    MANY: gl.constexpr = c.GROUP >= 64
+    most = per + (15 if MANY else 4)
+    enough = (3 if MANY else 2) * count > num_shares
+    return (longest * count > total) & (count <= num_shares) & enough & (longest <= most)
+
+
+@gluon.jit
 def share(LENS, CU, B, i_share, num_shares, c: gl.constexpr):
     """(first tile, end, tiles of a share) of a share, in the flat order of all tiles.
 
     Shares grow by up to 5% where they then hold whole segments, or equal parts of one, if lengths are equal: what is
     not cut needs no merge, and what is cut once needs one query.
     """
+    if c.WHOLE:
+        return whole_segment(LENS, CU, B, i_share, c)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    total, longest = 0, 1
+    total, longest, count = 0, 1, 0
     for i in range(0, B, c.BLOCK_B):
         o_b = i + gl.arange(0, c.BLOCK_B, LAYOUT)
         tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
         total += gl.sum(tiles * segments, 0)
         longest = gl.maximum(longest, gl.max(tiles, 0))
-    return cut(total, longest, i_share, num_shares, c)
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
+        count += gl.sum(segments, 0)
+    start, end, per = cut(total, longest, i_share, num_shares, c)
+    if better_whole(total, longest, count, num_shares, c):
+        start, end, per = whole_segment(LENS, CU, B, i_share, c)
+    return start, end, per
 
 
 @gluon.jit
@@ -120,6 +160,13 @@ def deal(loaded, i_share, num_shares, c: gl.constexpr):
     ends = gl.associative_scan(tiles * segments, 0, add)
     total, longest = gl.reduce((tiles * segments, tiles), 0, sum_and_max)
     start, end, per = cut(total, gl.maximum(longest, 1), i_share, num_shares, c)
+    if better_whole(total, longest, gl.sum(segments, 0), num_shares, c):
+        starts = gl.associative_scan(segments, 0, add) - segments
+        here = (starts <= i_share) & (i_share < starts + segments)
+        inside = gl.where(here, (i_share - starts) * tiles, 0)
+        start = gl.sum(gl.where(starts + segments <= i_share, tiles * segments, inside), 0)
+        end = start + gl.sum(gl.where(here, tiles, 0), 0)
+        per = gl.maximum(end, 1)
     passed = (ends <= gl.minimum(start, end - 1)) & (tiles > 0)
     b, base = gl.reduce((passed.to(gl.int32), gl.where(passed, ends, 0)), 0, sum_and_max)
     return start, end, per, b, base

@@ -1,0 +1,71 @@
+"""Conversions that Gluon's decode writes in PTX, worked out here for every code."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tersekv.backends.gluon import decode_codes
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
+
+
+def products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """mul.f16x2; a product of two fp16 numbers is exact in fp32."""
+    x, y = (np.ascontiguousarray(v, np.uint32).view(np.float16).astype(np.float32) for v in (a, b))
+    return (x * y).astype(np.float16).view(np.uint32)
+
+
+def lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
+    terms = [
+        (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8) if table >> i & 1
+    ]  # fmt: skip
+    return np.bitwise_or.reduce(terms)
+
+
+def run(ptx: str, words: np.ndarray, factor: np.ndarray) -> list[np.ndarray]:
+    """The four results of straight PTX on registers of 32 bits, whose inputs are $4 and $5."""
+    registers = {"$4": words, "$5": factor}
+
+    def value(name: str) -> np.ndarray:
+        return registers[name] if name in registers else np.full_like(words, int(name, 0))
+
+    for line in ptx.splitlines():
+        op, _, rest = line.strip().rstrip(";").partition(" ")
+        if op in ("{", "}", ".reg"):
+            continue
+        to, *names = rest.split(", ")
+        match op:
+            case "lop3.b32":
+                out = lop3(*map(value, names[:3]), int(names[3], 0))
+            case "mul.lo.u32":
+                out = value(names[0]) * value(names[1])
+            case "add.u32":
+                out = value(names[0]) + value(names[1])
+            case "shr.u32":
+                out = value(names[0]) >> value(names[1])
+            case "mul.f16x2":
+                out = products(value(names[0]), value(names[1]))
+        registers[to] = out
+    return [registers[f"${i}"] for i in range(4)]
+
+
+def test_every_e2m1_code_beside_any_others_times_every_scale_is_exact():
+    scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).half()
+    scales = scales[scales.isfinite()].numpy()
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 2**32, (4096, 1), np.uint32)
+    # All codes in all places beside codes that would carry into them.
+    for place in range(8):
+        for others in (0, 0x77777777, 0x88888888, 0xFFFFFFFF):
+            field = 0xF << 4 * place
+            words = np.append(words, [[others & ~field | code << 4 * place] for code in range(16)], 0).astype(np.uint32)
+    factor = scales.view(np.uint16).astype(np.uint32) * 0x10001
+    words, factor = np.broadcast_arrays(words, factor[None, :])
+    out = run(decode_codes._E2M1.value, words.copy(), factor.copy())
+    for i in range(4):
+        for unit in range(2):
+            code = words >> (16 * unit + 4 * i) & 0xF
+            want = np.where(code & 8, -1, 1) * E2M1[code & 7] * scales.astype(np.float64) * 2.0**-14
+            got = (out[i] >> (16 * unit) & 0xFFFF).astype(np.uint16).view(np.float16)
+            assert np.array_equal(got.astype(np.float64), want), (i, unit)
