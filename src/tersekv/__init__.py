@@ -24,10 +24,11 @@ _HOMES = {
     "merge_states": "ops.merge",
     "warm_up": "ops.warm_up",
     "PagedKVCache": "cache",
-    "PagedKVLayer": "cache",
+    "PagedKVLayer": "layers",
     "PagedLatentCache": "cache",
-    "PagedLatentLayer": "cache",
+    "PagedLatentLayer": "layers",
     "PagePool": "pages",
+    "copy_pages": "pages",
     "KV_FORMATS": "formats",
     "LATENT_FORMATS": "formats",
     "kv_bytes_per_token": "formats",
@@ -37,15 +38,16 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from .cache import PagedKVCache, PagedKVLayer, PagedLatentCache, PagedLatentLayer
+    from .cache import PagedKVCache, PagedLatentCache
     from .errors import OutOfPagesError, UnsupportedError
     from .formats import KV_FORMATS, LATENT_FORMATS, kv_bytes_per_token, latent_bytes_per_token
+    from .layers import PagedKVLayer, PagedLatentLayer
     from .ops.append import append, rope_append
     from .ops.decode import decode
     from .ops.merge import merge_states
     from .ops.mla import MLAPrefillPlan, mla_append, mla_decode, mla_prefill, mla_prefill_plan, mla_project
     from .ops.warm_up import warm_up
-    from .pages import PagePool
+    from .pages import PagePool, copy_pages
 
 # A library says nothing unless its caller asks: logging.getLogger("tersekv").setLevel(logging.DEBUG) and a handler.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -62,6 +64,7 @@ __all__ = [
     "PagedLatentLayer",
     "UnsupportedError",
     "append",
+    "copy_pages",
     "decode",
     "kv_bytes_per_token",
     "latent_bytes_per_token",

@@ -23,14 +23,43 @@ def values(op: str, call: Any) -> None:
     if getattr(call, "kv_indices", None) is not None:
         _kv_indices(call, pages, size)
     if getattr(call, "page_table", None) is not None:
-        new = None if hasattr(call, "seq_lens") else call.cu_seqlens_q.to(torch.int64).diff()
-        lens = call.seq_lens if new is None else call.cache_lens.to(torch.int64) + new
-        _pages("page_table", call.page_table, lens, pages, size)
-        if new is not None:
-            _range("cache_lens", (lens - 1)[new > 0], None, call.freqs_cis.shape[0])
-            _chunks(call, lens)
-            if (new > call.max_q_len).any():
-                raise ValueError(f"max_q_len: want at least {int(new.max())} as in cu_seqlens_q, got {call.max_q_len}")
+        _requests(call, pages, size)
+
+
+def _requests(call: Any, pages: int, size: int) -> None:
+    """Rows, lengths and pages of the requests of an attention."""
+    new = _query_rows(call)
+    if hasattr(call, "seq_lens"):
+        lens, name, what = call.seq_lens.to(torch.int64), "seq_lens", "(max_pages * S)"
+        _at_least_0(name, lens)
+    else:
+        cached = call.cache_lens.to(torch.int64)
+        lens, name, what = cached + new, "cache_lens", "(max_pages * S, the new tokens included)"
+        _at_least_0(name, cached)
+        longest = int(lens[new > 0].max()) if (new > 0).any() else 0
+        if longest > call.freqs_cis.shape[0]:
+            raise ValueError(f"freqs_cis: want a row for each of {longest} tokens, got {call.freqs_cis.shape[0]}")
+    room = call.page_table.shape[1] * size
+    if (lens > room).any():
+        i = int((lens > room).nonzero()[0, 0])
+        raise ValueError(f"{name}: want at most {room} {what}, got {int(lens[i])} at {i}")
+    _pages("page_table", call.page_table, lens, pages, size)
+    if hasattr(call, "buffer_row_offsets"):
+        _chunks(call, lens)
+
+
+def _query_rows(call: Any) -> Tensor:
+    """[B] int64: the query rows of each request."""
+    total, count = call.out.shape[0], call.page_table.shape[0]
+    if call.cu_seqlens_q is None:
+        return torch.full((count,), total // max(count, 1), device=call.out.device)
+    starts = call.cu_seqlens_q.to(torch.int64)
+    new = starts.diff()
+    if starts[0] < 0 or (new < 0).any() or starts[-1] > total:
+        raise ValueError(f"cu_seqlens_q: want rows in [0, {total}] that never fall, got {starts.tolist()}")
+    if (new > call.max_q_len).any():
+        raise ValueError(f"max_q_len: want at least {int(new.max())} as in cu_seqlens_q, got {call.max_q_len}")
+    return new
 
 
 def _chunks(call: Any, lens: Tensor) -> None:
@@ -42,9 +71,15 @@ def _chunks(call: Any, lens: Tensor) -> None:
     whole = (counts >= 0).all() and (first == counts.cumsum(0) - counts)[counts > 0].all()
     if not whole or (counts.sum(0) != lens).any() or rows[:, -1].tolist() != list(call.buffer_lengths):
         raise ValueError(
-            f"buffer_row_offsets: want every cached token in exactly one chunk, lengths {lens.tolist()}, "
-            f"got rows {rows.tolist()} from {starts.tolist()}, buffer_lengths {list(call.buffer_lengths)}"
+            f"plan: want every cached token in exactly one chunk, lengths {lens.tolist()}, "
+            f"got buffer_row_offsets {rows.tolist()} from {starts.tolist()}, buffer_lengths {list(call.buffer_lengths)}"
         )
+
+
+def _at_least_0(name: str, x: Tensor) -> None:
+    if (x < 0).any():
+        i = int((x < 0).nonzero()[0, 0])
+        raise ValueError(f"{name}: want at least 0, got {int(x[i])} at {i}")
 
 
 def _range(name: str, x: Tensor, low: int | None, high: int) -> None:
@@ -71,11 +106,7 @@ def _kv_indices(call: Any, pages: int, size: int) -> None:
 
 
 def _pages(name: str, table: Tensor, lens: Tensor, pages: int, size: int) -> None:
-    lens = lens.to(torch.int64)
     used = -(-lens // size)
-    if (used > table.shape[1]).any():
-        i = int((used > table.shape[1]).nonzero()[0, 0])
-        raise ValueError(f"seq_lens: want at most {table.shape[1] * size} (max_pages * S), got {int(lens[i])} at {i}")
     live = torch.arange(table.shape[1], device=table.device) < used[:, None]
     ids = table.to(torch.int64)
     bad = live & ((ids < 0) | (ids >= pages))

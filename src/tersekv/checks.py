@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import types as _types
 import typing
-from collections import Counter
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -15,21 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import CALLS, MLAAppendCall
-from .formats import KVFormat, kv_format, latent_format, rope_dtype
+from .calls import CALLS
+from .formats import FP8, MAX_HEAD_DIM, MAX_HEAD_DIM_V, KVFormat, kv_format, latent_format, rope_dtype
+from .shapes import Shapes, argument, dtype_name
 
 INDEX = (torch.int32, torch.int64, torch.uint32)
 F32 = (torch.float32,)
 HALF = (torch.bfloat16, torch.float16)
 FLOAT = (*HALF, torch.float32)
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Record → field → the argument of the public function, where the names differ.
-_ARGUMENTS: dict[type, dict[str, str]] = {MLAAppendCall: {"q_rope": "q_pe", "q_rope_out": "q_pe_out"}}
-
-
-def _argument(record: type, field: str) -> str:
-    """The argument that a field comes from. A scale's tensor goes by the name of the scale."""
-    return _ARGUMENTS.get(record, {}).get(field, field).removesuffix("_t")
 
 
 def types(record: type, call: tuple) -> None:
@@ -43,7 +35,7 @@ def types(record: type, call: tuple) -> None:
             continue
         if not isinstance(x, want):
             names = " | ".join(w.__name__ for w in (want if isinstance(want, tuple) else (want,)))
-            raise TypeError(f"{_argument(record, name)}: want {names}, got {type(x).__name__}")
+            raise TypeError(f"{argument(record, name)}: want {names}, got {type(x).__name__}")
 
 
 def _hints(record: type) -> dict[str, Any]:
@@ -55,81 +47,6 @@ def _hints(record: type) -> dict[str, Any]:
         else:
             out[name] = typing.get_origin(hint) or hint
     return out
-
-
-class Shapes:
-    """Binds dimension letters at first sight and compares at every later one."""
-
-    def __init__(self, f: SimpleNamespace, **known: int) -> None:
-        self.f, self.dims = f, dict(known)
-        self.seen_in: dict[str, str] = {}  # letter → the tensor that bound it
-
-    def see(self, name: str, pattern: str, dtypes: Iterable[torch.dtype], *, last_dim_dense: bool = True) -> bool:
-        """Check tensor `name` (None passes: returns False) against a pattern such as "P S H D".
-
-        A token of the pattern is a letter (bound or to be bound), a number, or a letter with "/n" or "+n".
-        """
-        fact = getattr(self.f, name)
-        if fact is None:
-            return False
-        name = _argument(CALLS[self.f.op][0], name)
-        tokens = pattern.split()
-        wanted = [self._size(t) for t in tokens]
-        dtypes = tuple(dtypes)
-        fits = len(fact.shape) == len(tokens) and all(
-            w is None or w == got for w, got in zip(wanted, fact.shape, strict=False)
-        )
-        if not fits or fact.dtype not in dtypes:
-            dims = ", ".join(
-                t if w is None else (str(w) if t.isdigit() else f"{t}={w}") for t, w in zip(tokens, wanted, strict=True)
-            )
-            raise ValueError(
-                f"{name}: want [{dims}] {' | '.join(map(dtype_name, dtypes))}, "
-                f"got {list(fact.shape)} {dtype_name(fact.dtype)}{self._whose(tokens, wanted, fact.shape)}"
-            )
-        # Strides of an empty tensor mean nothing.
-        if last_dim_dense and fact.shape and fact.shape[-1] > 1 and 0 not in fact.shape and fact.stride[-1] != 1:
-            raise ValueError(f"{name}: want stride 1 in the last dimension, got strides {list(fact.stride)}")
-        if fact.device != self.f.device:
-            raise ValueError(_odd_one_out(self.f))
-        for token, got in zip(tokens, fact.shape, strict=True):
-            if token.isidentifier():
-                self.dims.setdefault(token, got)
-                self.seen_in.setdefault(token, name)
-        return True
-
-    def _whose(self, tokens: list[str], wanted: list[int | None], got: tuple[int, ...]) -> str:
-        """Where the sizes come from that differ: the other tensor may be the odd one out."""
-        owners: dict[str, list[str]] = {}
-        for letter, w, g in zip(tokens, wanted, got, strict=False):
-            if w not in (None, g) and letter in self.seen_in and len(tokens) == len(got):
-                owners.setdefault(self.seen_in[letter], []).append(letter)
-        told = [f"{', '.join(letters)} as in {owner}" for owner, letters in owners.items()]
-        return f" ({'; '.join(told)})" if told else ""
-
-    def _size(self, token: str) -> int | None:
-        if token.isdigit():
-            return int(token)
-        for sep, op in (("/", int.__floordiv__), ("+", int.__add__)):
-            if sep in token:
-                letter, n = token.split(sep)
-                size = self._size(letter)
-                other = self._size(n)
-                return None if size is None or other is None else op(size, other)
-        return self.dims.get(token)
-
-    def __getitem__(self, letter: str) -> int:
-        return self.dims[letter]
-
-
-def _odd_one_out(f: SimpleNamespace) -> str:
-    """Which tensor is not where most of them are."""
-    record = CALLS[f.op][0]
-    where = {name: x.device for name, x in vars(f).items() if hasattr(x, "aligned")}
-    most = Counter(where.values()).most_common(1)[0][0]
-    # Tensors that a check put together again come behind the record's own, and are what the caller knows.
-    name = min((n for n in where if where[n] != most), key=lambda n: n in record._fields)  # type: ignore[attr-defined]
-    return f"{_argument(record, name)}: want device {most}, got {where[name]}"
 
 
 def tensor(name: str, x: Any, pattern: str) -> None:
@@ -150,18 +67,25 @@ def dtype(name: str, d: Any, allowed: Iterable[torch.dtype], own: torch.dtype | 
     raise ValueError(f"{name}: want {want}, got {dtype_name(d)}")
 
 
-def dtype_name(d: torch.dtype) -> str:
-    return str(d).removeprefix("torch.")
-
-
 def facts(f: SimpleNamespace) -> None:
     """Raise ValueError unless the facts fit together."""
     _CHECKS[f.op](f)
+    record, written = CALLS[f.op]
+    for name in written:
+        x = getattr(f, name)
+        if x is not None and any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride, strict=True)):
+            raise ValueError(f"{argument(record, name)}: want memory for each element, got strides {list(x.stride)}")
 
 
 def require(ok: bool, name: str, want: str, got: Any) -> None:
     if not ok:
         raise ValueError(f"{name}: want {want}, got {got}")
+
+
+def _both(name: str, x: Any, other: str, y: Any) -> None:
+    """Raise unless two arguments are given, or neither."""
+    require(x is None or y is not None, name, f"None without {other}", "a tensor")
+    require(x is not None or y is None, name, f"a tensor beside {other}", None)
 
 
 def _append(f: SimpleNamespace) -> None:
@@ -179,7 +103,7 @@ def _rope_append(f: SimpleNamespace) -> None:
         f = SimpleNamespace(**vars(f), **{name: _joined(*parts) for name, parts in whole.items()})
     s = Shapes(f)
     if own:
-        require((f.q is None) == (f.q_out is None), "q_out", "given together with q", "one of them")
+        _both("q_out", f.q_out, "q", f.q)
         s.see("k", "T H D", FLOAT)
         if s.see("q", "T Hq Dq", [f.k.dtype]):
             r = f.k_rope.shape[-1]
@@ -225,9 +149,11 @@ def _decode(f: SimpleNamespace) -> None:
     s.see("q", "T Hq D", FLOAT + FP8)
     fmt = kv_format(f.format)
     # 576 for joined latent rows whose values lie in a tensor of their own; a backend may stop at 512.
-    require(s["D"] % 8 == 0 and 0 < s["D"] <= 576, "q", "head_dim a multiple of 8 up to 576", s["D"])
+    fits = s["D"] % 8 == 0 and 0 < s["D"] <= MAX_HEAD_DIM
+    require(fits, "q", f"head_dim a multiple of 8 up to {MAX_HEAD_DIM}", s["D"])
     dv = f.v_cache.shape[-1] * fmt.values_per_element
-    require(dv % 8 == 0 and 0 < dv <= 512, "v_cache", "head_dim_v a multiple of 8 up to 512", dv)
+    fits = dv % 8 == 0 and 0 < dv <= MAX_HEAD_DIM_V
+    require(fits, "v_cache", f"head_dim_v a multiple of 8 up to {MAX_HEAD_DIM_V}", dv)
     _kv_caches(f, s, s["D"], dv, "q")
     heads = s["H"]
     require(s["Hq"] > 0, "q", "at least one head", s["Hq"])
@@ -240,10 +166,8 @@ def _decode(f: SimpleNamespace) -> None:
     s.see("out", "T Hq Dv", FLOAT + FP8)
     s.see("lse", "T Hq", F32, last_dim_dense=False)
     require(f.window >= 0, "window", "a positive number of keys (own included), or None", f.window)
-    require(f.softcap >= 0, "softcap", "0 (none) or a positive number", f.softcap)
-    _softmax_scale(f)
-    _precision(f)
-    _scalar(f, s, "softmax_scale_t", "out_scale_t")
+    require(0 <= f.softcap < float("inf"), "softcap", "0 (none) or a positive, finite number", f.softcap)
+    _output_scales(f, s)
 
 
 def _mla_decode(f: SimpleNamespace) -> None:
@@ -254,16 +178,14 @@ def _mla_decode(f: SimpleNamespace) -> None:
     _requests(f, s)
     s.see("out", "T H L", FLOAT + FP8)
     s.see("lse", "T H", F32, last_dim_dense=False)
-    _softmax_scale(f)
-    _precision(f)
-    _scalar(f, s, "softmax_scale_t", "out_scale_t")
+    _output_scales(f, s)
 
 
 def _mla_prefill(f: SimpleNamespace) -> None:
     s = Shapes(f)
     s.see("q", "T H Dq", HALF)
     half = [f.q.dtype]
-    require((f.kv_c is None) == (f.k_pe is None), "k_pe", "given together with kv_c", "one of them")
+    _both("k_pe", f.k_pe, "kv_c", f.kv_c)
     s.see("kv_c", "T L", half)
     s.see("k_pe", "T R", half)
     fmt = latent_format(f.format)
@@ -292,8 +214,9 @@ def _mla_prefill(f: SimpleNamespace) -> None:
     s.see("buffer_row_offsets", "C B+1", INDEX)
     extra = 1 if len(f.cache_offsets.shape) == 2 and f.cache_offsets.shape[1] == s["B"] + 1 else 0
     s.see("cache_offsets", "C B+1" if extra else "C B", INDEX)
-    require(len(f.buffer_lengths) == s["C"], "buffer_lengths", f"C={s['C']} numbers", len(f.buffer_lengths))
-    require(all(n >= 0 for n in f.buffer_lengths), "buffer_lengths", "no negative number", list(f.buffer_lengths))
+    lengths, name = f.buffer_lengths, "plan.buffer_lengths"
+    require(len(lengths) == s["C"], name, f"C={s['C']} numbers", len(lengths))
+    require(all(n >= 0 for n in lengths), name, "no negative number", list(lengths))
     s.see("lse", "T H", F32, last_dim_dense=False)
     for name, sizes, dtypes in (("q_pe_out", "T H R", half), ("seq_lens_out", "B", [torch.int32])):
         attends = any(f.buffer_lengths) and getattr(f, name) is not None
@@ -432,14 +355,15 @@ def _latent_cache(f: SimpleNamespace, s: Shapes) -> None:
 
 
 def _queries(f: SimpleNamespace, s: Shapes, dtype: list) -> None:
-    q, out = (_argument(CALLS[f.op][0], name) for name in ("q_rope", "q_rope_out"))
-    require((f.q_rope is None) == (f.q_rope_out is None), out, f"given together with {q}", "one of them")
-    require((f.q_nope is None) == (f.q_nope_out is None), "q_nope_out", "given together with q_nope", "one of them")
+    q, out = (argument(CALLS[f.op][0], name) for name in ("q_rope", "q_rope_out"))
+    _both(out, f.q_rope_out, q, f.q_rope)
+    _both("q_nope_out", f.q_nope_out, "q_nope", f.q_nope)
     s.see("q_rope", "T Hq R", dtype)
     s.see("q_nope", "T Hq Nq", dtype)
     s.see("q_rope_out", "T Hq R", FLOAT + FP8)
     if f.q_nope is not None:
         s.see("q_nope_out", "T Hq Nq", [f.q_rope_out.dtype] if f.q_rope_out is not None else FLOAT + FP8)
+    _positive(f, "q_scale")
     _scalar(f, s, "q_scale_t")
 
 
@@ -471,6 +395,13 @@ def _requests(f: SimpleNamespace, s: Shapes) -> None:
         require(f.max_q_len >= 0, "max_q_len", "the largest number of query rows of a request", f.max_q_len)
     else:
         require(t == b * f.max_q_len, "q", f"T a multiple of B={b} (or cu_seqlens_q for ragged drafts)", f"T={t}")
+
+
+def _output_scales(f: SimpleNamespace, s: Shapes) -> None:
+    _softmax_scale(f)
+    require(abs(f.out_scale) < float("inf"), "out_scale", "a finite number", f.out_scale)
+    _precision(f)
+    _scalar(f, s, "softmax_scale_t", "out_scale_t")
 
 
 def _softmax_scale(f: SimpleNamespace) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .counts import positive, whole
+
 # What the scale belongs to.
 NONE = "none"  # 16-bit formats
 TENSOR = "tensor"  # one per tensor or one per head, given by the caller
@@ -66,6 +68,8 @@ E2M1_MAX = 6.0
 INT8_MAX = 127.0
 NVFP4_BLOCK = 16
 LATENT_GROUP = 128
+MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512  # that decode reads; 576: joined latent rows as keys
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MIN_TOKEN_HEAD_SCALE = 1e-6  # floor of a per-token-head scale
 MIN_LATENT_GROUP_SCALE = 1e-4  # floor of a group scale of fp8_ds_mla before it is rounded up to a power of two
 MAX_LATENT_AMAX = 1200.0  # cap on a group's amax when MLA prefill quantises gathered latents
@@ -105,7 +109,7 @@ def _lookup(name: str, table: dict[str, KVFormat], what: str) -> KVFormat:
 
 def _held(f: KVFormat, name: str, dim: int) -> int:
     """dim, which has to be a row's size that the format can hold."""
-    step = f.scale_block or f.values_per_element
+    step, dim = f.scale_block or f.values_per_element, whole(name, dim)
     if dim <= 0 or dim % step:
         raise ValueError(f"{name}: want a positive multiple of {step} for {f.name}, got {dim}")
     return dim
@@ -114,19 +118,20 @@ def _held(f: KVFormat, name: str, dim: int) -> int:
 def kv_bytes_per_token(format: str, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None) -> int:
     """Bytes that one token takes in one layer of a K/V cache, stored scales included.
 
-    Raises ValueError for sizes that the format cannot hold.
+    Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
     """
     f, dv = kv_format(format), head_dim if head_dim_v is None else head_dim_v
-    return num_kv_heads * (f.row_bytes(_held(f, "head_dim", head_dim)) + f.row_bytes(_held(f, "head_dim_v", dv)))
+    row = f.row_bytes(_held(f, "head_dim", head_dim)) + f.row_bytes(_held(f, "head_dim_v", dv))
+    return positive("num_kv_heads", num_kv_heads) * row
 
 
 def latent_bytes_per_token(format: str, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -> int:
     """Bytes that one token takes in one layer of a latent cache, stored scales included.
 
-    Raises ValueError for a rank that the format cannot hold.
+    Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
     """
-    f = latent_format(format)
-    return f.row_bytes(_held(f, "kv_lora_rank", kv_lora_rank)) + qk_rope_head_dim * rope_dtype(f).itemsize
+    f, rotary = latent_format(format), positive("qk_rope_head_dim", qk_rope_head_dim)
+    return f.row_bytes(_held(f, "kv_lora_rank", kv_lora_rank)) + rotary * rope_dtype(f).itemsize
 
 
 def rope_dtype(f: KVFormat) -> torch.dtype:

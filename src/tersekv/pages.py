@@ -7,14 +7,15 @@ next append, then `slot_mapping`, `page_table` and `seq_lens` for the kernels.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from operator import index
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .cache import PagedKVCache, PagedKVLayer, PagedLatentCache
+from .cache import PagedKVCache, PagedLatentCache
+from .counts import not_negative, positive, whole
 from .errors import OutOfPagesError
+from .layers import PagedKVLayer
 
 Device = torch.device | str | None
 
@@ -42,12 +43,9 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
-            if _whole(name, value) <= 0:
-                raise ValueError(f"{name}: want a positive number, got {value}")
-        self.num_pages, self.page_size = num_pages, page_size
-        self._free = list(range(num_pages - 1, -1, -1))  # the last is taken first
-        self._owners = [0] * num_pages
+        self.num_pages, self.page_size = positive("num_pages", num_pages), positive("page_size", page_size)
+        self._free = list(range(self.num_pages - 1, -1, -1))  # the last is taken first
+        self._owners = [0] * self.num_pages
         self._pages: dict[Hashable, list[int]] = {}
         self._tokens: dict[Hashable, int] = {}
 
@@ -73,6 +71,7 @@ class PagePool:
 
     def grow(self, num_pages: int) -> None:
         """Make the pool larger: the cache's tensors have `num_pages` pages now. Pages keep their owners."""
+        num_pages = whole("num_pages", num_pages)
         if num_pages < self.num_pages:
             raise ValueError(f"num_pages: want at least {self.num_pages}, got {num_pages}")
         self._free = [*range(num_pages - 1, self.num_pages - 1, -1), *self._free]
@@ -84,12 +83,13 @@ class PagePool:
         return tuple(self._pages[self._known(request_id)])
 
     def num_tokens(self, request_id: Hashable) -> int:
+        """Tokens of a request."""
         return self._tokens[self._known(request_id)]
 
     def add(self, request_id: Hashable, num_tokens: int = 0) -> None:
         """A new request with room for `num_tokens`. Raises OutOfPagesError and leaves the pool as it was."""
         self._new(request_id)
-        num_tokens = _not_negative("num_tokens", num_tokens)
+        num_tokens = not_negative("num_tokens", num_tokens)
         self._pages[request_id] = self._take(-(-num_tokens // self.page_size))
         self._tokens[request_id] = num_tokens
 
@@ -99,7 +99,7 @@ class PagePool:
         Raises OutOfPagesError and leaves the pool as it was.
         """
         pages, old = self._pages[self._known(request_id)], self._tokens[request_id]
-        num_tokens = _not_negative("num_tokens", num_tokens)
+        num_tokens = not_negative("num_tokens", num_tokens)
         if num_tokens == 0:
             return []
         shared = old % self.page_size > 0 and self._owners[pages[-1]] > 1
@@ -123,7 +123,7 @@ class PagePool:
     def truncate(self, request_id: Hashable, num_tokens: int) -> None:
         """Keep the first `num_tokens` of a request, such as the drafts that were accepted; free the pages behind."""
         pages, old = self._pages[self._known(request_id)], self._tokens[request_id]
-        num_tokens = _whole("num_tokens", num_tokens)
+        num_tokens = whole("num_tokens", num_tokens)
         if not 0 <= num_tokens <= old:
             raise ValueError(f"num_tokens: want in [0, {old}], got {num_tokens}")
         keep = -(-num_tokens // self.page_size)
@@ -142,7 +142,7 @@ class PagePool:
         """[B, max_pages] int32, −1 behind a request's pages. max_pages: None takes the longest request's."""
         rows = [self._pages[self._known(r)] for r in request_ids]
         longest = max(map(len, rows), default=0)
-        width = longest if max_pages is None else max_pages
+        width = longest if max_pages is None else whole("max_pages", max_pages)
         if width < longest:
             raise ValueError(f"max_pages: want at least {longest}, got {max_pages}")
         return _int32([row + [-1] * (width - len(row)) for row in rows], device).view(len(rows), width)
@@ -183,7 +183,7 @@ class PagePool:
             raise ValueError(f"new_tokens: want {len(request_ids)} numbers, got {len(new_tokens)}")
         out = []
         for request, n in zip(request_ids, new_tokens, strict=True):
-            total = self.num_tokens(request)
+            total, n = self.num_tokens(request), whole("new_tokens", n)
             if not 0 <= n <= total:
                 raise ValueError(f"new_tokens: want in [0, {total}] for request {request!r}, got {n}")
             out += [(request, position) for position in range(total - n, total)]
@@ -217,19 +217,23 @@ class PagePool:
 def copy_pages(cache: PagedKVCache | PagedLatentCache, copies: Sequence[tuple[int, int]]) -> None:
     """Copy whole pages, scales included, in every layer of a cache: (src, dst) pairs, as if one after the other.
 
-    Raises ValueError for a page outside the cache.
+    Raises ValueError for a page outside the cache, and TypeError for what is no cache or no list of pairs.
     """
-    if not copies:
-        return
+    if not isinstance(cache, (PagedKVCache, PagedLatentCache)):
+        raise TypeError(f"cache: want PagedKVCache or PagedLatentCache, got {type(cache).__name__}")
+    if not isinstance(copies, Sequence):
+        raise TypeError(f"copies: want a list of (src, dst), got {type(copies).__name__}")
     first: dict[int, int] = {}  # page → the page whose present rows it will hold
-    for src, dst in copies:
-        for page in (src, dst):
-            if not 0 <= _whole("copies", page) < cache.num_pages:
-                raise ValueError(f"copies: want pages in [0, {cache.num_pages}), got ({src}, {dst})")
+    for pair in copies:
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(f"copies: want (src, dst) pairs, got {pair!r}")
+        src, dst = (whole("copies", page) for page in pair)
+        if not (0 <= src < cache.num_pages and 0 <= dst < cache.num_pages):
+            raise ValueError(f"copies: want pages in [0, {cache.num_pages}), got ({src}, {dst})")
         first[dst] = first.get(src, src)
-    layer = cache[0]
-    device = (layer.k if isinstance(layer, PagedKVLayer) else layer.ckv).device
-    src_pages, dst_pages = torch.tensor([[*first.values()], [*first]], device=device)
+    if not first:
+        return
+    src_pages, dst_pages = torch.tensor([[*first.values()], [*first]], device=cache.device)
     for layer in cache.layers:
         if isinstance(layer, PagedKVLayer):
             tensors = [layer.k, layer.v, layer.k_scale_cache, layer.v_scale_cache]
@@ -239,21 +243,6 @@ def copy_pages(cache: PagedKVCache | PagedLatentCache, copies: Sequence[tuple[in
             if t is not None:
                 t = t.view(torch.uint8) if t.element_size() == 1 else t  # some devices index no fp8
                 t[dst_pages] = t[src_pages]
-
-
-def _whole(name: str, value: int) -> int:
-    """value as Python's own int: another kind, such as a tensor, could change behind the pool's back."""
-    try:
-        return index(value)
-    except TypeError:
-        raise TypeError(f"{name}: want int, got {type(value).__name__} {value!r}") from None
-
-
-def _not_negative(name: str, value: int) -> int:
-    value = _whole(name, value)
-    if value < 0:
-        raise ValueError(f"{name}: want 0 or more, got {value}")
-    return value
 
 
 def _int32(values: list, device: Device) -> Tensor:

@@ -42,6 +42,7 @@ class Plan(NamedTuple):
     run: Callable[[Any, Any], None]
     config: Any
     device_index: int | None  # CUDA device to be current during `run`; None: there is no choice
+    bind: Callable[[Any, dict[str, int]], Callable[[list[int]], bool] | None] | None = None  # see `recall`
 
 
 class _Entry(NamedTuple):
@@ -54,8 +55,8 @@ _latest: dict[tuple, _Entry] = {}  # by the options alone: the next call mostly 
 _log = logging.getLogger("tersekv")
 
 
-def dispatch(op: str, call: tuple, backend: str | None = None) -> None:
-    """Run `call` on the backend that its facts select. Outputs are written in place."""
+def dispatch(op: str, call: tuple, backend: str | None = None) -> Plan:
+    """Run `call` on the backend that its facts select. Outputs are written in place. Returns the plan."""
     p = plan(op, call, backend)
     if env.checked():
         checked.values(op, call)
@@ -64,6 +65,7 @@ def dispatch(op: str, call: tuple, backend: str | None = None) -> None:
             p.run(call, p.config)
     else:
         p.run(call, p.config)
+    return p
 
 
 def plan(op: str, call: tuple, backend: str | None = None, *, arch: int | None = None) -> Plan:
@@ -73,7 +75,8 @@ def plan(op: str, call: tuple, backend: str | None = None, *, arch: int | None =
     """
     tensors_of, others_of = FIELDS[op]
     try:
-        tensors, options = tensors_of(call), (op, backend, arch, *others_of(call))
+        tensors, others = tensors_of(call), others_of(call)
+        options = (op, backend, arch, *others, *map(type, others))  # 1.0 and True equal 1, and are checked apart
         found = _latest.get(options)
         if found is not None and found.seen.like(tensors):
             return found.plan
@@ -132,7 +135,7 @@ def _make(op: str, call: tuple, backend: str | None, arch: int | None) -> Plan:
             if _log.isEnabledFor(logging.DEBUG):
                 passed_over = "; ".join(["", *map(str.strip, reasons)])
                 _log.debug("%s %s on %s: %s%s", op, _describe(f), _where(f), name, passed_over)
-            return Plan(name, module.run, module.configure(f), index)
+            return Plan(name, module.run, module.configure(f), index, getattr(module, "bind", None))
         reasons.append(f"  {name}: {reason}")
     if not wanted and kind == "cuda":
         reasons.append("  torch: can be asked for by name (backend='torch'); it is the slow reference")

@@ -24,11 +24,37 @@ def config_of(call: MLAProjectCall, arch: int | str) -> mla_project.Config:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("fp8", [True, False], ids=["e4m3", "bf16"])
-def test_every_chip_compiles_one_kernel_without_spills(arch, fp8):
-    call = call_of(fp8=fp8)
+@pytest.mark.parametrize(
+    ("tokens", "columns", "rows"), [(64, 128, 512), (1, 128, 512), (16, 512, 128), (32, 512, 128), (64, 512, 128)]
+)
+def test_every_chip_compiles_one_kernel_without_spills(tokens, columns, rows, fp8, arch):
+    call = call_of(tokens, fp8, columns, rows)
     (kernel,) = compile_launches(mla_project.run, call, config_of(call, arch), arch)
     assert kernel["n_spills"] == 0
-    assert kernel["grid"] == (16, 8, 1)
+    assert kernel["shared"] <= {80: 163, 90: 227, 100: 227, "gfx942": 64}.get(arch, 99) << 10
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["e4m3", "bf16"])
+@pytest.mark.parametrize(("columns", "rows"), [(128, 512), (512, 128)])
+def test_weights_are_asked_for_before_the_wait_and_rows_behind_it(columns, rows, fp8):
+    call = call_of(1, fp8, columns, rows)
+    (kernel,) = compile_launches(mla_project.run, call, config_of(call, 90), 90)
+    before, behind = kernel["ptx"].split("griddepcontrol.wait")
+    tile = config_of(call, 90).tile
+    wanted = tile.block_n * columns * (1 if fp8 else 2) // (16 * 32 * tile.warps)  # 16 bytes a thread and load
+    assert before.count("ld.global.v4") == wanted
+    assert 0 < behind.count("ld.global") <= wanted
+    assert "griddepcontrol.launch_dependents" in before
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_programs_of_few_tokens_fit_beside_those_of_the_launch_in_front(tokens):
+    """Little shared memory, and half of the registers of a multiprocessor at 128 heads."""
+    call = call_of(tokens, columns=512, rows=128)
+    (kernel,) = compile_launches(mla_project.run, call, config_of(call, 90), 90)
+    assert kernel["shared"] <= 16 << 10
+    programs = kernel["grid"][1] * 128 / 132
+    assert kernel["n_regs"] * 32 * config_of(call, 90).tile.warps * programs <= 32768
 
 
 def test_codes_are_multiplied_as_they_are_where_the_chip_can():
@@ -39,7 +65,14 @@ def test_codes_are_multiplied_as_they_are_where_the_chip_can():
 
 
 def test_few_rows_take_small_tiles():
-    heights = [config_of(call_of(tokens), 90).block_m for tokens in (1, 17, 64, 500)]
+    heights = [config_of(call_of(tokens), 90).tile.block_m for tokens in (1, 17, 64, 500)]
     assert heights == [16, 32, 64, 64]
     call = call_of(500)
-    assert [grid for _, grid, _, _ in record(mla_project.run, call, config_of(call, 90))] == [(16, 8, 8)]
+    assert [grid for _, grid, _, _ in record(mla_project.run, call, config_of(call, 90))] == [(16, 4, 8)]
+
+
+def test_columns_beyond_those_asked_for_at_once_are_read_in_a_loop():
+    call = call_of(1, columns=1024, rows=128)
+    (kernel,) = compile_launches(mla_project.run, call, config_of(call, 90), 90)
+    assert kernel["n_spills"] == 0
+    assert "scf.for" in kernel["ttgir"]

@@ -3,4 +3,6 @@
 why_not(f) -> str | None      why a call with these facts cannot run here; its whole capability story
 configure(f) -> config        the frozen tile configuration for these facts (None where there is none)
 run(call, config) -> None     launch; decide nothing
+bind(config, at)              optional: a function that launches for the addresses in a list, given where the address of
+                              each tensor of the call stands in it, and says whether it did; None: not now
 """

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import PagedKVLayer
 from ..calls import AppendCall, RopeAppendCall
-from ..checks import FLOAT, FP8, dtype, tensor
+from ..checks import FLOAT, dtype, tensor
+from ..formats import FP8
+from ..layers import PagedKVLayer
+from ..recall import Way, again
 from .registry import submit
 from .scales import multiplier
 
@@ -31,11 +33,13 @@ def append(k: Tensor, v: Tensor, cache: KVLike, slot_mapping: Tensor, *, backend
     c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
     k_scale, k_scale_t = multiplier(c.k_scale, "k_scale")
     v_scale, v_scale_t = multiplier(c.v_scale, "v_scale")
-    call = AppendCall(
-        k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, slot_mapping, None, None, None, None,
-        c.format, k_scale, k_scale_t, v_scale, v_scale_t, False,
+    given = (
+        k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, slot_mapping, None, None, None, None, k_scale_t, v_scale_t,
     )  # fmt: skip
-    submit("append", call, backend)
+    options = (c.format, k_scale, v_scale, backend)
+    if again("append", options, given) is None:
+        call = AppendCall(*given[:11], c.format, k_scale, k_scale_t, v_scale, v_scale_t, False)
+        submit("append", call, backend, Way(options, given))
 
 
 def rope_append(
@@ -70,6 +74,18 @@ def rope_append(
     TypeError for arguments that do not fit together.
     """
     c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
+    k_scale, k_scale_t = multiplier(c.k_scale, "k_scale")
+    v_scale, v_scale_t = multiplier(c.v_scale, "v_scale")
+    q_mul, q_scale_t = multiplier(q_scale, "q_scale")
+    given = (
+        q, None, k, None, v, cos_sin_cache, positions, q_out, None, c.k, c.v, c.k_scale_cache, c.v_scale_cache,
+        slot_mapping, None, None, None, None, q_scale_t, k_scale_t, v_scale_t,
+    )  # fmt: skip
+    options = (c.format, interleaved, type(interleaved), q_mul, k_scale, v_scale, q_dtype, backend)  # 1 is no bool
+    done = again("rope_append", options, given)
+    if done is not None:
+        return done[0] if done else q_out
+
     q_out = like_query(q, q_out, q_dtype)
     try:
         r = cos_sin_cache.shape[1]
@@ -78,15 +94,14 @@ def rope_append(
         whole = False  # what is wrong is found below
     parts: Any = (q, None, k, None, q_out, None) if whole else in_parts(q, k, q_out, cos_sin_cache)
     q_rope, q_nope, k_rope, k_nope, q_rope_out, q_nope_out = parts
-    k_scale, k_scale_t = multiplier(c.k_scale, "k_scale")
-    v_scale, v_scale_t = multiplier(c.v_scale, "v_scale")
-    q_mul, q_scale_t = multiplier(q_scale, "q_scale")
     call = RopeAppendCall(
         q_rope, q_nope, k_rope, k_nope, v, cos_sin_cache, positions, q_rope_out, q_nope_out,
         c.k, c.v, c.k_scale_cache, c.v_scale_cache, slot_mapping, None, None, None, None,
         c.format, interleaved, q_mul, q_scale_t, k_scale, k_scale_t, v_scale, v_scale_t, False, False,
     )  # fmt: skip
-    submit("rope_append", call, backend)
+    made = {} if q_out is None else {"q_rope_out": q_out}
+    nope = {"q_nope": "q_rope", "k_nope": "k_rope", "q_nope_out": "q_rope_out"}
+    submit("rope_append", call, backend, Way(options, given, made, nope))
     return q_out
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..cache import PagedKVLayer, PagedLatentLayer
 from ..checks import require, tensor
 from ..errors import UnsupportedError
+from ..layers import PagedKVLayer, PagedLatentLayer
 from .append import KVLike
 from .decode import decode, query_rows
 from .exchange import Exchange, Parts
@@ -74,7 +74,8 @@ class ContextParallel:
     ) -> None:
         alone = group is None and not (dist.is_available() and dist.is_initialized())
         self.rank, self.world = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
-        self.interleave, self.deal = interleave, Deal(self.rank, self.world, interleave).checked()
+        self.deal = Deal(self.rank, self.world, interleave).checked()
+        self.interleave = self.deal.interleave
         self.exchange = Exchange(group, self.rank, self.world, exchange, sharded_q, wire_dtype, workspace)
 
     def decode(
@@ -87,7 +88,7 @@ class ContextParallel:
         softmax_scale: float | Tensor | None = None,
         window: int | None = None,
         sinks: Tensor | None = None,
-        softcap: float = 0.0,
+        softcap: float | None = None,
         mask: Tensor | None = None,
         cu_seqlens_q: Tensor | None = None,
         max_q_len: int | None = None,
@@ -121,19 +122,19 @@ class ContextParallel:
             decode, softmax_scale=softmax_scale, softcap=softcap, out_scale=out_scale, precision=precision,
             backend=backend,
         )  # fmt: skip
+        tensor("q", q, "T Hq D")
+        plain = self._plain(local_seq_lens, len(q), page_table, seq_lens, cu_seqlens_q, window)
         if self.world == 1:
             return local(
-                q, c, page_table, seq_lens, window=window, sinks=sinks, mask=mask, cu_seqlens_q=cu_seqlens_q,
-                max_q_len=max_q_len, out=out, out_dtype=out_dtype, lse=lse, return_lse=return_lse,
+                q, c, page_table, plain.seq_lens if plain else seq_lens, window=window, sinks=sinks, mask=mask,
+                cu_seqlens_q=cu_seqlens_q, max_q_len=max_q_len, out=out, out_dtype=out_dtype, lse=lse,
+                return_lse=return_lse,
             )  # fmt: skip
         if mask is not None:
             raise UnsupportedError("mask: context parallelism takes causal drafts only, got a mask")
         if window is not None:
             require(window > 0, "window", "a positive number of keys (own included), or None", window)
-        tensor("q", q, "T Hq D")
         limit = self._check_requests(q, page_table, seq_lens, cu_seqlens_q, max_q_len)
-        plain = self._plain(local_seq_lens, len(q), page_table, seq_lens, cu_seqlens_q, window)
-        dv = c.v.shape[-1] * (2 if c.format == "nvfp4" else 1)
 
         def attend(parts: Parts, out: Tensor, lse: Tensor) -> None:
             by_token = window is not None and window % (self.deal.interleave * self.world) != 0
@@ -147,7 +148,9 @@ class ContextParallel:
                 cu_seqlens_q=x.cu_seqlens_q, max_q_len=x.max_q_len, out=out, lse=lse,
             )  # fmt: skip
 
-        return self.exchange.run([q], dv, attend, sinks, out, out_dtype, lse, return_lse, backend, plain is None)
+        return self.exchange.run(
+            [q], c.head_dim_v, attend, sinks, out, out_dtype, lse, return_lse, backend, plain is None
+        )
 
     def mla_decode(
         self,
@@ -186,16 +189,18 @@ class ContextParallel:
         local = partial(
             mla_decode, softmax_scale=softmax_scale, out_scale=out_scale, precision=precision, backend=backend
         )
-        if self.world == 1:
-            return local(
-                q, c, page_table, seq_lens, cu_seqlens_q=cu_seqlens_q, max_q_len=max_q_len, out=out,
-                out_dtype=out_dtype, lse=lse, return_lse=return_lse,
-            )  # fmt: skip
+        if not isinstance(q, (Tensor, tuple, list)):
+            raise TypeError(f"q: want Tensor or (q_nope, q_pe), got {type(q).__name__}")
         given = [q] if isinstance(q, Tensor) else list(q)
         for part in given:
             tensor("q", part, "T H D")
+        plain = self._plain(local_seq_lens, len(given[0]), page_table, seq_lens, cu_seqlens_q, None)
+        if self.world == 1:
+            return local(
+                q, c, page_table, plain.seq_lens if plain else seq_lens, cu_seqlens_q=cu_seqlens_q,
+                max_q_len=max_q_len, out=out, out_dtype=out_dtype, lse=lse, return_lse=return_lse,
+            )  # fmt: skip
         rows, limit = len(given[0]), self._check_requests(given[0], page_table, seq_lens, cu_seqlens_q, max_q_len)
-        plain = self._plain(local_seq_lens, rows, page_table, seq_lens, cu_seqlens_q, None)
 
         def attend(parts: Parts, out: Tensor, lse: Tensor) -> None:
             x = plain or local_rows(self.deal, rows, page_table, seq_lens, cu_seqlens_q, limit)
@@ -240,6 +245,7 @@ class ContextParallel:
         if lens is None:
             return None
         tensor("local_seq_lens", lens, "B")
+        tensor("seq_lens", seq_lens, "B")
         require(len(lens) == len(seq_lens), "local_seq_lens", f"[B={len(seq_lens)}]", list(lens.shape))
         if rows != len(seq_lens) or cu is not None or window is not None:
             raise UnsupportedError("local_seq_lens: want one query row a request and no window, or None")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
-from ..cache import PagedKVLayer
 from ..calls import DecodeCall
-from ..checks import FLOAT, FP8, tensor
+from ..checks import FLOAT, tensor
 from ..checks import dtype as check_dtype
+from ..counts import whole
+from ..formats import FP8
+from ..layers import PagedKVLayer
+from ..recall import Way, again
 from .append import KVLike
 from .registry import submit
 from .scales import split
-
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def decode(
@@ -63,54 +66,83 @@ def decode(
     tables change between replays. Raises ValueError or TypeError for arguments that do not fit together.
     """
     c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
+    k_scale, k_scale_t = split(c.k_scale, "k_scale")
+    v_scale, v_scale_t = split(c.v_scale, "v_scale")
+    o_scale, o_scale_t = split(out_scale, "out_scale")
+    scale, scale_t = (None, None) if softmax_scale is None else split(softmax_scale, "softmax_scale")
+    softcap = softcap if type(softcap) is float else _softcap(softcap)
+    max_q_len = None if max_q_len is None else whole("max_q_len", max_q_len)
+    window = None if window is None else whole("window", window)
+    given = (
+        q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, lse,
+        scale_t, k_scale_t, v_scale_t, o_scale_t,
+    )  # fmt: skip
+    options = (
+        c.format, max_q_len, window, softcap, scale, k_scale, v_scale, o_scale, out_dtype, return_lse, precision,
+        backend,
+    )  # fmt: skip
+    done = again("decode", options, given)
+    if done is not None:
+        return outputs(done, out, lse, return_lse)
+
     tensor("q", q, "T Hq D")
     t, heads, d = q.shape
-    dv = c.v.shape[-1] * (2 if c.format == "nvfp4" else 1)
-    out = output(q, (t, heads, dv), out, out_dtype)
+    dv = c.head_dim_v
+    made: dict[str, Tensor] = {}
+    out = made["out"] = output(q, (t, heads, dv), out, out_dtype)
     if lse is None and return_lse:
-        lse = torch.empty(t, heads, dtype=torch.float32, device=q.device)
+        lse = made["lse"] = torch.empty(t, heads, dtype=torch.float32, device=q.device)
     if isinstance(mask, Tensor) and mask.dim() == 3:
         mask = mask.flatten(0, 1)
-    if window is not None and not isinstance(window, int):
-        raise TypeError(f"window: want int or None, got {type(window).__name__}")
     if window is not None and window <= 0:
         raise ValueError(f"window: want a positive number of keys (own included) or None, got {window}")
     call = DecodeCall(
         q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, lse,
-        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), window or 0,
-        softcap if type(softcap) is float else _softcap(softcap),
-        *split(d**-0.5 if softmax_scale is None else softmax_scale, "softmax_scale"),
-        *split(c.k_scale, "k_scale"), *split(c.v_scale, "v_scale"), *split(out_scale, "out_scale"), precision,
+        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), window or 0, softcap,
+        d**-0.5 if scale is None else scale, scale_t, k_scale, k_scale_t, v_scale, v_scale_t, o_scale, o_scale_t,
+        precision,
     )  # fmt: skip
-    submit("decode", call, backend)
+    submit("decode", call, backend, Way(options, given, made))
     if return_lse:
         assert lse is not None
         return out, lse
     return out
 
 
+def outputs(
+    made: list[Tensor], out: Tensor | None, lse: Tensor | None, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What an attention returns: the caller's tensors, or those of `made` where there are none."""
+    out = made[0] if out is None else out
+    if not return_lse:
+        return out
+    return out, made[-1] if lse is None else lse
+
+
 def _softcap(softcap: float | None) -> float:
     if softcap is None:
         return 0.0
-    if not isinstance(softcap, (int, float)):
+    if not isinstance(softcap, Real):
         raise TypeError(f"softcap: want a number or None, got {type(softcap).__name__}")
     return float(softcap)
 
 
 def query_rows(t: int, seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_q_len: int | None) -> int:
     """Bound on the query rows of a request; without `cu_seqlens_q` their number, which a bound may not contradict."""
+    if max_q_len is not None:
+        max_q_len = whole("max_q_len", max_q_len)
     if cu_seqlens_q is not None:
         if max_q_len is None:
             return t
-        if isinstance(max_q_len, int) and max_q_len <= 0 < t:
+        if max_q_len <= 0 < t:
             raise ValueError(f"max_q_len: want a positive bound on the rows of a request, got {max_q_len}")
         # A launch has programs for every row that the bound allows.
-        return min(max_q_len, t) if isinstance(max_q_len, int) and t > 0 else max_q_len
+        return min(max_q_len, t) if t > 0 else max_q_len
     tensor("seq_lens", seq_lens, "B")
     b = seq_lens.shape[0]
     rows = t // b if b else 0
-    if max_q_len is not None and (not isinstance(max_q_len, int) or max_q_len < rows):
-        raise ValueError(f"max_q_len: want at least T / B = {rows}, or None without cu_seqlens_q, got {max_q_len!r}")
+    if max_q_len is not None and max_q_len < rows:
+        raise ValueError(f"max_q_len: want at least T / B = {rows}, or None without cu_seqlens_q, got {max_q_len}")
     return rows
 
 
@@ -120,7 +152,7 @@ def output(q: Tensor, shape: tuple[int, ...], out: Tensor | None, dtype: torch.d
         if dtype is not None and isinstance(out, Tensor):
             check_dtype("out_dtype", dtype, (), out.dtype, "out")
         return out
-    if dtype is None and q.dtype not in _FP8 and q.is_contiguous() and q.shape == shape:
+    if dtype is None and q.dtype not in FP8 and q.is_contiguous() and q.shape == shape:
         return torch.empty_like(q)  # half a microsecond less
     check_dtype("out_dtype", dtype, FLOAT + FP8)
-    return torch.empty(*shape, dtype=dtype or (torch.bfloat16 if q.dtype in _FP8 else q.dtype), device=q.device)
+    return torch.empty(*shape, dtype=dtype or (torch.bfloat16 if q.dtype in FP8 else q.dtype), device=q.device)

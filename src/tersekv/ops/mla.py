@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..cache import PagedLatentLayer
+from ..cache import device_of
 from ..calls import MLAAppendCall, MLADecodeCall, MLAPrefillCall, MLAProjectCall
 from ..checks import tensor
+from ..counts import whole
+from ..layers import PagedLatentLayer
+from ..recall import Way, again
 from .append import like_query
-from .decode import output, query_rows
+from .decode import output, outputs, query_rows
 from .registry import submit
 from .scales import multiplier, split
+
+_JOINED = {"q_pe": "q_nope"}  # as one tensor
 
 LatentLike = PagedLatentLayer | Tensor | Sequence[Tensor]
 
@@ -51,13 +56,25 @@ def mla_append(
     that do not fit together.
     """
     c = cache if isinstance(cache, PagedLatentLayer) else PagedLatentLayer.of(cache)
+    (q_mul, q_scale_t), (kv_mul, kv_scale_t) = multiplier(q_scale, "q_scale"), multiplier(c.kv_scale, "kv_scale")
+    given = (
+        q_pe, q_nope, kv_c, k_pe, cos_sin_cache, positions, q_pe_out, q_nope_out, c.ckv, c.kpe, c.ckv_scale_cache,
+        slot_mapping, None, None, None, None, q_scale_t, kv_scale_t,
+    )  # fmt: skip
+    options = (c.format, interleaved, type(interleaved), q_mul, kv_mul, q_dtype, backend)  # 1 is no bool
+    done = again("mla_append", options, given)
+    if done is not None:
+        return done[-1] if q_nope is not None and q_nope_out is None else q_nope_out, (
+            done[0] if q_pe is not None and q_pe_out is None else q_pe_out
+        )
+
     q_pe_out, q_nope_out = like_query(q_pe, q_pe_out, q_dtype), like_query(q_nope, q_nope_out, q_dtype)
     call = MLAAppendCall(
         q_pe, q_nope, kv_c, k_pe, cos_sin_cache, positions, q_pe_out, q_nope_out, c.ckv, c.kpe, c.ckv_scale_cache,
-        slot_mapping, None, None, None, None, c.format, interleaved,
-        *multiplier(q_scale, "q_scale"), *multiplier(c.kv_scale, "kv_scale"), False, False,
+        slot_mapping, None, None, None, None, c.format, interleaved, q_mul, q_scale_t, kv_mul, kv_scale_t, False, False,
     )  # fmt: skip
-    submit("mla_append", call, backend)
+    made = {n: x for n, x in (("q_rope_out", q_pe_out), ("q_nope_out", q_nope_out)) if x is not None}
+    submit("mla_append", call, backend, Way(options, given, made))
     return q_nope_out, q_pe_out
 
 
@@ -93,6 +110,21 @@ def mla_decode(
     Returns out, or (out, lse) with `return_lse`. Raises ValueError or TypeError for arguments that do not fit.
     """
     c = cache if isinstance(cache, PagedLatentLayer) else PagedLatentLayer.of(cache)
+    kv_scale, kv_scale_t = split(c.kv_scale, "kv_scale")
+    o_scale, o_scale_t = split(out_scale, "out_scale")
+    scale, scale_t = split(softmax_scale, "softmax_scale")
+    max_q_len = None if max_q_len is None else whole("max_q_len", max_q_len)
+    joined = isinstance(q, Tensor)
+    q_nope, q_pe = q if isinstance(q, (tuple, list)) and len(q) == 2 else (q, None)
+    given = (
+        q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
+        scale_t, kv_scale_t, o_scale_t,
+    )  # fmt: skip
+    options = (c.format, joined, max_q_len, scale, kv_scale, o_scale, out_dtype, return_lse, precision, backend)
+    done = again("mla_decode", options, given)
+    if done is not None:
+        return outputs(done, out, lse, return_lse)
+
     if isinstance(q, Tensor):
         rank, rope = c.ckv.shape[-1], c.kpe.shape[-1]
         if q.dim() != 3 or q.shape[-1] != rank + rope:
@@ -104,15 +136,16 @@ def mla_decode(
     else:
         raise TypeError(f"q: want Tensor or (q_nope, q_pe), got {type(q).__name__}")
     shape = t, heads, _ = q_nope.shape
-    out = output(q_nope, shape, out, out_dtype)
+    made: dict[str, Tensor] = {}
+    out = made["out"] = output(q_nope, shape, out, out_dtype)
     if lse is None and return_lse:
-        lse = torch.empty(t, heads, dtype=torch.float32, device=q_nope.device)
+        lse = made["lse"] = torch.empty(t, heads, dtype=torch.float32, device=q_nope.device)
     call = MLADecodeCall(
         q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
-        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), *split(softmax_scale, "softmax_scale"),
-        *split(c.kv_scale, "kv_scale"), *split(out_scale, "out_scale"), precision,
+        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), scale, scale_t, kv_scale, kv_scale_t,
+        o_scale, o_scale_t, precision,
     )  # fmt: skip
-    submit("mla_decode", call, backend)
+    submit("mla_decode", call, backend, Way(options, given, made, _JOINED if joined else {}))
     if return_lse:
         assert lse is not None
         return out, lse
@@ -134,12 +167,19 @@ def mla_project(
                        per 128 columns as mla_prefill quantises latents, sums are fp32
         out:           [T, H, N] in x's dtype
 
+    NOTE: weight and weight_scale are for launches before the one in front of this to write: on Hopper they are read
+    while that one still runs, if it lets others begin.
+
     Returns out. Raises ValueError or TypeError for arguments that do not fit together.
     """
+    options, given = (backend,), (x, weight, weight_scale, out)
+    done = again("mla_project", options, given)
+    if done is not None:
+        return done[0] if out is None else out
     tensor("x", x, "T H K")
     tensor("weight", weight, "H N K")
     out = output(x, (*x.shape[:2], weight.shape[1]), out, None)
-    submit("mla_project", MLAProjectCall(x, weight, weight_scale, out), backend)
+    submit("mla_project", MLAProjectCall(x, weight, weight_scale, out), backend, Way(options, given, {"out": out}))
     return out
 
 
@@ -158,12 +198,17 @@ class MLAPrefillPlan(NamedTuple):
     max_q_len: int
 
     def to(self, device: torch.device | str) -> MLAPrefillPlan:
+        """The plan with its tensors on a device."""
         rows, starts = (t.to(device, non_blocking=True) for t in self[:2])
         return MLAPrefillPlan(rows, starts, self.buffer_lengths, self.max_q_len)
 
 
 def mla_prefill_plan(
-    seq_lens: Sequence[int], q_lens: Sequence[int], buffer_tokens: int | None = None, *, device=None
+    seq_lens: Iterable[int],
+    q_lens: Iterable[int],
+    buffer_tokens: int | None = None,
+    *,
+    device: torch.device | str | None = None,
 ) -> MLAPrefillPlan:
     """Plan an `mla_prefill` on the host. Requests fill a buffer of `buffer_tokens` rows in order.
 
@@ -172,13 +217,14 @@ def mla_prefill_plan(
         buffer_tokens:  rows of the up-projection buffer; None: one chunk that holds everything
 
     Lengths [10, 30] with a buffer of 32 give row offsets [[0, 10, 32], [0, 0, 8]], cache offsets [[0, 0], [10, 22]]
-    and lengths [32, 8]. Raises ValueError for lengths that contradict each other or a buffer of 0.
+    and lengths [32, 8]. Raises ValueError for lengths that contradict each other or a buffer of 0, and TypeError for
+    what is no integer.
     """
-    seq_lens, q_lens = [int(n) for n in seq_lens], [int(n) for n in q_lens]
+    seq_lens, q_lens = _counts("seq_lens", seq_lens), _counts("q_lens", q_lens)
     if len(seq_lens) != len(q_lens) or any(not 0 <= n <= s for s, n in zip(seq_lens, q_lens, strict=False)):
         raise ValueError(f"q_lens: want one number in [0, seq_len] for each of {seq_lens}, got {q_lens}")
-    total = sum(seq_lens)
-    buffer_tokens = total if buffer_tokens is None else buffer_tokens
+    total, device = sum(seq_lens), device_of(device)
+    buffer_tokens = total if buffer_tokens is None else whole("buffer_tokens", buffer_tokens)
     if buffer_tokens <= 0 < total:
         raise ValueError(f"buffer_tokens: want a positive number, got {buffer_tokens}")
     rows: list[list[int]] = []
@@ -197,6 +243,12 @@ def mla_prefill_plan(
         lengths.append(offsets[-1])
     offsets_t, starts_t = (torch.tensor(x, dtype=torch.int32).view(len(lengths), -1).to(device) for x in (rows, starts))
     return MLAPrefillPlan(offsets_t, starts_t, lengths, max(q_lens, default=0))
+
+
+def _counts(name: str, values: Iterable[int]) -> list[int]:
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name}: want a number for each request, got {type(values).__name__} {values!r}")
+    return [whole(name, n) for n in values]
 
 
 def mla_prefill(
@@ -246,16 +298,34 @@ def mla_prefill(
         q_pe_out:         [T, H, R] in q's dtype; the rotated parts go here and q stays. With buffer_lengths all 0 only,
                           as is seq_lens_out [B] int32: gets cache_lens and the new tokens, what `mla_decode` asks for;
                           not cache_lens itself
-        precision:        "exact"; "fast" is a permission to compute less exactly, as in `decode`; unused today
+        precision:        "exact"; "fast" is a permission to compute less exactly, as in `decode`. Every backend is
+                          exact with it too: on Hopper 8-bit weights and values were not faster
 
     Query i of request b sees key j iff j <= cache_lens[b] + i. Returns out, or (out, lse) with `return_lse`.
     Raises ValueError or TypeError for arguments that do not fit together.
     """
     c = cache if isinstance(cache, PagedLatentLayer) else PagedLatentLayer.of(cache)
-    tensor("q", q, "T H Dq")
-    tensor("kv_b_proj", kv_b_proj, "N L")
     if not isinstance(plan, MLAPrefillPlan):
         raise TypeError(f"plan: want an MLAPrefillPlan, as mla_prefill_plan makes it, got {type(plan).__name__}")
+    kv_scale, kv_scale_t = split(c.kv_scale, "kv_scale")
+    scale, epsilon = float(softmax_scale), float(epsilon)
+    given = (
+        q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis, kv_norm_gamma,
+        kv_b_proj, kv_b_proj_scale, plan.buffer_row_offsets, plan.cache_offsets, out, lse, kv_scale_t, q_pe_out,
+        seq_lens_out,
+    )  # fmt: skip
+    lengths = [whole("plan.buffer_lengths", n) for n in plan.buffer_lengths]
+    longest = whole("plan.max_q_len", plan.max_q_len)
+    head_dim_v = None if head_dim_v is None else whole("head_dim_v", head_dim_v)
+    options = (
+        c.format, *lengths, longest, scale, epsilon, head_dim_v, kv_scale, return_lse, precision, backend,
+    )  # fmt: skip
+    done = again("mla_prefill", options, given)
+    if done is not None:
+        return outputs(done, out, lse, return_lse)
+
+    tensor("q", q, "T H Dq")
+    tensor("kv_b_proj", kv_b_proj, "N L")
     if seq_lens_out is not None and seq_lens_out is cache_lens:
         raise ValueError("seq_lens_out: want a tensor of its own, got cache_lens, which is read meanwhile")
     t, heads, dq = q.shape
@@ -266,16 +336,16 @@ def mla_prefill(
     if head_dim_v <= 0:
         nope_rows = heads * (dq - c.kpe.shape[-1])
         raise ValueError(f"kv_b_proj: want more than H * Dn = {nope_rows} rows, got {len(kv_b_proj)}")
-    out = output(q, (t, heads, head_dim_v), out, None)
+    made: dict[str, Tensor] = {}
+    out = made["out"] = output(q, (t, heads, head_dim_v), out, None)
     if lse is None and return_lse:
-        lse = torch.empty(t, heads, dtype=torch.float32, device=q.device)
+        lse = made["lse"] = torch.empty(t, heads, dtype=torch.float32, device=q.device)
     call = MLAPrefillCall(
         q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis,
         kv_norm_gamma, kv_b_proj, kv_b_proj_scale, plan.buffer_row_offsets, plan.cache_offsets, out, lse,
-        list(plan.buffer_lengths), c.format, plan.max_q_len, float(softmax_scale), float(epsilon),
-        *split(c.kv_scale, "kv_scale"), precision, q_pe_out, seq_lens_out,
+        lengths, c.format, longest, scale, epsilon, kv_scale, kv_scale_t, precision, q_pe_out, seq_lens_out,
     )  # fmt: skip
-    submit("mla_prefill", call, backend)
+    submit("mla_prefill", call, backend, Way(options, given, made))
     if return_lse:
         assert lse is not None
         return out, lse

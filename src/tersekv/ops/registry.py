@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..calls import CALLS
 from ..plan import dispatch
+from ..recall import Way, remember
 
 _SCHEMA_NAMES = {Tensor: "Tensor", str: "str", int: "SymInt", float: "float", bool: "bool"}
 
@@ -54,9 +55,14 @@ for _op in CALLS:
     torch.library.register_fake(f"tersekv::{_op}", _fake, lib=_library)
 
 
-def submit(op: str, call: tuple, backend: str | None) -> None:
-    """Run a call: eagerly, or as the registered operator where torch is tracing."""
+def submit(op: str, call: tuple, backend: str | None, way: Way | None = None) -> None:
+    """Run a call: eagerly, or as the registered operator where torch is tracing.
+
+    way: to remember an eager call by, for `recall.again`
+    """
     if torch.compiler.is_compiling():
         getattr(torch.ops.tersekv, op)(*call, backend)
-    else:
-        dispatch(op, call, backend)
+        return
+    plan = dispatch(op, call, backend)
+    if way is not None:
+        remember(op, way, call, plan)

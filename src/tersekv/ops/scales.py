@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from numbers import Real
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ def split(scale: float | Tensor, name: str = "scale") -> tuple[float, Tensor | N
         return scale, None
     if isinstance(scale, Tensor):
         return 1.0, scale.reshape(1) if scale.dim() == 0 else scale
-    if not isinstance(scale, (int, float)):
+    if not isinstance(scale, Real):  # Python's and NumPy's
         raise TypeError(f"{name}: want a number or a Tensor, got {type(scale).__name__}")
     return float(scale), None
 

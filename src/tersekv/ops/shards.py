@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import PagedKVLayer
-from ..checks import require
+from ..checks import INDEX, dtype_name, require
+from ..counts import positive, whole
 from ..errors import UnsupportedError
+from ..layers import PagedKVLayer
 
 LSE_BYTES = 4
 ALIGNMENT = 16  # bytes: what a vectorised store wants
@@ -28,10 +29,11 @@ class Deal(NamedTuple):
     interleave: int
 
     def checked(self) -> Deal:
-        require(self.world > 0, "world", "a positive number of ranks", self.world)
-        require(0 <= self.rank < self.world, "rank", f"a rank in [0, {self.world})", self.rank)
-        require(self.interleave > 0, "interleave", "a positive number of tokens", self.interleave)
-        return self
+        """The deal in Python's own numbers. Raises ValueError or TypeError for what is none."""
+        world, interleave = positive("world", self.world), positive("interleave", self.interleave)
+        rank = whole("rank", self.rank)
+        require(0 <= rank < world, "rank", f"a rank in [0, {world})", rank)
+        return Deal(rank, world, interleave)
 
     def owned(self, n: Tensor) -> Tensor:
         """How many of positions [0, n) are ours; 0 for n <= 0. n: int64."""
@@ -50,7 +52,7 @@ class Deal(NamedTuple):
 
 def shard_seq_lens(seq_lens: Tensor, rank: int, world: int, interleave: int = 1) -> Tensor:
     """Tokens of each request on one rank: int32 in the shape of `seq_lens`, which counts them on all ranks."""
-    return Deal(rank, world, interleave).checked().owned(seq_lens.to(torch.int64)).to(torch.int32)
+    return Deal(rank, world, interleave).checked().owned(_indices("seq_lens", seq_lens)).to(torch.int32)
 
 
 def shard_slot_mapping(slot_mapping: Tensor, rank: int, world: int, page_size: int, interleave: int = 1) -> Tensor:
@@ -62,13 +64,22 @@ def shard_slot_mapping(slot_mapping: Tensor, rank: int, world: int, page_size: i
     Page p of the pool is page p of every rank's cache, so that all ranks share one page table. Returns [T] int64, for
     `append`, which skips a negative slot.
     """
-    Deal(rank, world, interleave).checked()
-    require(page_size > 0 and page_size % interleave == 0, "page_size", f"a multiple of {interleave}", page_size)
-    slot = slot_mapping.to(torch.int64)
+    rank, world, interleave = Deal(rank, world, interleave).checked()
+    page_size = positive("page_size", page_size)
+    require(page_size % interleave == 0, "page_size", f"a multiple of {interleave}", page_size)
+    slot = _indices("slot_mapping", slot_mapping)
     page, offset = slot // (page_size * world), slot % (page_size * world)
     block = offset // interleave
     local = page * page_size + block // world * interleave + offset % interleave
     return torch.where((slot >= 0) & (block % world == rank), local, -1)
+
+
+def _indices(name: str, x: Tensor) -> Tensor:
+    """x as int64, which has to be an index tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: want Tensor, got {type(x).__name__}")
+    require(x.dtype in INDEX, name, " | ".join(map(dtype_name, INDEX)), dtype_name(x.dtype))
+    return x.to(torch.int64)
 
 
 class HeadShard(NamedTuple):
@@ -89,11 +100,12 @@ def shard_heads(num_q_heads: int, num_kv_heads: int, rank: int, world: int) -> H
 
     Raises ValueError where heads or ranks cannot be divided evenly.
     """
-    Deal(rank, world, 1).checked()
+    rank, world, _ = Deal(rank, world, 1).checked()
+    num_q_heads, num_kv_heads = positive("num_q_heads", num_q_heads), positive("num_kv_heads", num_kv_heads)
     require(num_q_heads % world == 0, "num_q_heads", f"a multiple of world={world}", num_q_heads)
-    require(num_q_heads % max(num_kv_heads, 1) == 0, "num_q_heads", f"a multiple of {num_kv_heads}", num_q_heads)
+    require(num_q_heads % num_kv_heads == 0, "num_q_heads", f"a multiple of {num_kv_heads}", num_q_heads)
     small, large = sorted((num_kv_heads, world))
-    require(small > 0 and large % small == 0, "num_kv_heads", f"a divisor or a multiple of {world}", num_kv_heads)
+    require(large % small == 0, "num_kv_heads", f"a divisor or a multiple of {world}", num_kv_heads)
     replicas = max(world // num_kv_heads, 1)
     q, kv = num_q_heads // world, max(num_kv_heads // world, 1)
     first = rank // replicas * kv

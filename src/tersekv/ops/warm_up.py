@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..cache import PagedKVCache, PagedKVLayer, PagedLatentCache, PagedLatentLayer
-from ..formats import kv_format
+from ..cache import PagedKVCache, PagedLatentCache
+from ..counts import positive
+from ..layers import PagedKVLayer, PagedLatentLayer
 from .append import append, rope_append
 from .decode import decode
 from .mla import mla_append, mla_decode
@@ -25,9 +26,9 @@ def warm_up(
     cache: PagedKVCache | PagedLatentCache,
     num_q_heads: int,
     *,
-    batch_sizes: Sequence[int] = (1,),
-    drafts: Sequence[int] = (1,),
-    ragged_tokens: Sequence[int] = (),
+    batch_sizes: Iterable[int] = (1,),
+    drafts: Iterable[int] = (1,),
+    ragged_tokens: Iterable[int] = (),
     max_pages: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     cos_sin_cache: Tensor | None = None,
@@ -55,23 +56,27 @@ def warm_up(
     Returns seconds per kind of call, compiling included: near zero where Triton's cache on disk has it all.
     Raises UnsupportedError where no backend can run what is asked for, ValueError or TypeError for a bad argument.
     """
-    _check(cache, dtype, options, batch_sizes=batch_sizes, drafts=drafts, ragged_tokens=ragged_tokens)
+    _check(cache, dtype, options)
+    batches, rows = _counts("batch_sizes", batch_sizes), _counts("drafts", drafts)
+    tokens = _counts("ragged_tokens", ragged_tokens)
+    heads = positive("num_q_heads", num_q_heads)
+    columns = cache.num_pages if max_pages is None else positive("max_pages", max_pages)
     rope: dict[str, Any] = {}
     if cos_sin_cache is not None:
         rope = {"cos_sin_cache": cos_sin_cache} | ({} if interleaved is None else {"interleaved": interleaved})
-    steps = [_Step(b, b * n, False) for b in batch_sizes for n in drafts]
-    steps += [_Step(b, t, True) for b in batch_sizes for t in ragged_tokens]
+    steps = [_Step(b, b * n, False) for b in batches for n in rows]
+    steps += [_Step(b, t, True) for b in batches for t in tokens]
     taken: dict[str, float] = {}
     for step in steps:
         for layer in cache.layers:
-            new = partial(torch.zeros, dtype=dtype, device=_device(layer))
+            new = partial(torch.zeros, dtype=dtype, device=layer.device)
             calls: Callable[..., list[partial]] = _latent_calls if isinstance(layer, PagedLatentLayer) else _kv_calls
-            pages = step.page_arguments(max_pages or cache.num_pages, _device(layer))
-            for call in calls(layer, num_q_heads, step.rows, new, pages, rope, dict(options, backend=backend)):
+            pages = step.page_arguments(columns, layer.device)
+            for call in calls(layer, heads, step.rows, new, pages, rope, dict(options, backend=backend)):
                 start = time.perf_counter()
                 call()
-                if _device(layer).type == "cuda":
-                    torch.cuda.synchronize(_device(layer))
+                if layer.device.type == "cuda":
+                    torch.cuda.synchronize(layer.device)
                 name = f"{call.func.__name__}, {step}"
                 taken[name] = taken.get(name, 0.0) + time.perf_counter() - start
     for name, seconds in taken.items():
@@ -79,12 +84,15 @@ def warm_up(
     return taken
 
 
-def _check(cache: Any, dtype: Any, options: dict[str, Any], **sizes: Any) -> None:
+def _counts(name: str, values: Iterable[int]) -> list[int]:
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name}: want a sequence of int, got {values!r}")
+    return [positive(name, n) for n in values]
+
+
+def _check(cache: Any, dtype: Any, options: dict[str, Any]) -> None:
     if not isinstance(cache, (PagedKVCache, PagedLatentCache)):
         raise TypeError(f"cache: want PagedKVCache or PagedLatentCache, got {type(cache).__name__}")
-    for name, values in sizes.items():
-        if not isinstance(values, Iterable) or not all(isinstance(n, int) for n in values):
-            raise TypeError(f"{name}: want a sequence of int, got {values!r}")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: want a torch.dtype, got {dtype!r}")
     if isinstance(cache, PagedLatentCache) and options.get("softmax_scale") is None:
@@ -115,8 +123,7 @@ class _Step(NamedTuple):
 def _kv_calls(
     layer: PagedKVLayer, q_heads: int, rows: int, new: Callable[..., Tensor], pages: dict, rope: dict, options: dict
 ) -> list[partial]:
-    per, heads = kv_format(layer.format).values_per_element, layer.k.shape[2]
-    k, v = (new(rows, heads, x.shape[-1] * per) for x in (layer.k, layer.v))
+    k, v = (new(rows, layer.num_kv_heads, dim) for dim in (layer.head_dim, layer.head_dim_v))
     q, backend = new(rows, q_heads, k.shape[-1]), options["backend"]
     slots = torch.full((rows,), -1, dtype=torch.int64, device=k.device)  # nothing is written
     write: partial = partial(append, k, v, layer, slots, backend=backend)
@@ -128,13 +135,9 @@ def _kv_calls(
 def _latent_calls(
     layer: PagedLatentLayer, q_heads: int, rows: int, new: Callable[..., Tensor], pages: dict, rope: dict, options: dict
 ) -> list[partial]:
-    rank, rotary = layer.ckv.shape[-1], layer.kpe.shape[-1]
+    rank, rotary = layer.kv_lora_rank, layer.qk_rope_head_dim
     q = (new(rows, q_heads, rank), new(rows, q_heads, rotary))
     slots = torch.full((rows,), -1, dtype=torch.int64, device=q[0].device)
     more = dict(rope, positions=torch.zeros_like(slots), q_pe=q[1]) if rope else {}
     write = partial(mla_append, new(rows, rank), new(rows, rotary), layer, slots, backend=options["backend"], **more)
     return [write, partial(mla_decode, q, layer, **pages, **options)]
-
-
-def _device(layer: PagedKVLayer | PagedLatentLayer) -> torch.device:
-    return (layer.ckv if isinstance(layer, PagedLatentLayer) else layer.k).device

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tersekv.formats import FP8
+
 from .codes import Scratch, may_read
 from .gather import Places
 from .requests import Batch, Rules, visible
@@ -19,7 +21,6 @@ from .requests import Batch, Rules, visible
 _ELEMENTS_CPU, _ELEMENTS = 1 << 20, 1 << 26
 _MIN_CHUNK = 64
 _LOG2E = 1.0 / math.log(2.0)  # a CPU's exp2 is twice as fast as its exp, and 30 times where exp underflows
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Source(Protocol):
@@ -62,7 +63,7 @@ class Results:
     def write(self, call: Any, factor: float | Tensor) -> None:
         """Multiply, cast to the dtype of call.out (fp8 saturates, NaN stays NaN) and write."""
         x = self.out[:-1] * factor
-        if call.out.dtype in _FP8:
+        if call.out.dtype in FP8:
             largest = torch.finfo(call.out.dtype).max
             x = x.clamp_(-largest, largest)
         call.out.copy_(x)

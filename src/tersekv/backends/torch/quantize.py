@@ -14,11 +14,10 @@ import math
 import torch
 from torch import Tensor
 
-from tersekv.formats import BLOCK, GROUP, MIN_LATENT_GROUP_SCALE, MIN_TOKEN_HEAD_SCALE, NONE, TENSOR, KVFormat
+from tersekv.formats import BLOCK, FP8, GROUP, MIN_LATENT_GROUP_SCALE, MIN_TOKEN_HEAD_SCALE, NONE, TENSOR, KVFormat
 
 Scale = float | Tensor
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF  # of fp32
 
 
@@ -89,7 +88,7 @@ def reciprocal(x: Tensor) -> Tensor:
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 → the dtype of a query or an output, to nearest even; saturating for fp8."""
-    return cast_fp8(x, dtype) if dtype in _FP8 else x.to(dtype)
+    return cast_fp8(x, dtype) if dtype in FP8 else x.to(dtype)
 
 
 def cast_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:

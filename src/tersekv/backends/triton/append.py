@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from . import blocks, launch
+from .bind import Bound, Fields, Step, bound
 from .quant import store
 from .rows import (
     all_asked,
@@ -24,6 +25,11 @@ from .rows import (
     token_and_head,
 )
 from .words import read_words, store_words
+
+_TENSORS = Fields(
+    "k v k_cache v_cache k_scale_cache v_scale_cache k_scale_t v_scale_t "
+    "slot_mapping batch_indices kv_positions kv_indptr kv_indices"
+)
 
 
 @triton.jit
@@ -122,7 +128,8 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
 def run(call: Any, config: launch.Prepared | None) -> None:
     if config is None:
         return
-    config(
-        call.k, call.v, call.k_cache, call.v_cache, call.k_scale_cache, call.v_scale_cache, call.k_scale_t,
-        call.v_scale_t, call.slot_mapping, call.batch_indices, call.kv_positions, call.kv_indptr, call.kv_indices,
-    )  # fmt: skip
+    config(*_TENSORS(call))
+
+
+def bind(config: launch.Prepared | None, at: dict[str, int]) -> Bound | None:
+    return None if config is None else bound([Step(config, _TENSORS)], at)

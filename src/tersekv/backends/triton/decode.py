@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...formats import BLOCK, E4M3_MAX, E5M2_MAX, TOKEN_HEAD, KVFormat, kv_format
 from . import launch
+from .bind import Bound, Fields, Step, bound
 from .decode_kernels import META_FIELDS, decode_kernel, merge_kernel
 from .decode_tune import Tiles, tiles
 
@@ -18,6 +19,13 @@ _OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
 _OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _MAX_DESCRIPTORS = 1024  # caches of a plan whose descriptors are kept: a model has some hundred layers
 _CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8", torch.uint8: "nvfp4"}
+
+
+_SPLIT = Fields(
+    "q k_scale_cache v_scale_cache page_table seq_lens cu_seqlens_q mask sinks out lse part "
+    "softmax_scale_t k_scale_t v_scale_t out_scale_t"
+)
+_MERGE = Fields("sinks out lse part v_scale_t out_scale_t")
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class Constants:
     BYTES: bool  # e4m3 block scales come as uint8 and are converted by hand
     ASM: bool  # unpack by PTX
     BF16: bool  # multiply in bf16; else fp16
+    TWO: bool  # the query is fp16 and multiplied as the sum of two bf16 tiles
     Q_BYTES: bool  # the query is e4m3 and comes as bytes
     HEADS: int
     GROUP: int
@@ -145,6 +154,7 @@ def _format(f: SimpleNamespace, fmt: KVFormat, parts: int) -> dict[str, Any]:
         "BYTES": by_hand,
         "ASM": launch.has_ptx(f) and not (fmt.storage == torch.float8_e4m3fn and by_hand),
         "BF16": fmt.storage == torch.bfloat16,
+        "TWO": fmt.storage == torch.bfloat16 and f.q.dtype == torch.float16,
         "Q_BYTES": by_hand and f.q.dtype == torch.float8_e4m3fn,
         "K_FACTOR": left_over,
         "V_FACTOR": left_over,
@@ -219,18 +229,29 @@ def run(call: Any, config: Config) -> None:
         if call.lse is not None:
             call.lse.fill_(float("-inf"))
         return
-    c = config.constants
     part = launch.scratch(config.scratch, call.q)
-    ks, vs = call.k_scale_cache, call.v_scale_cache
+    caches = _caches(call, config)
+    call = _as_kernels_take_it(call, config.constants)
+    config.split(*_SPLIT(call, part), descriptors=caches)
+    config.merge(*_MERGE(call, part))
+
+
+def bind(config: Config, at: dict[str, int]) -> Bound | None:
+    if config.empty:
+        return None
+    known = None if config.k_box is None or config.v_box is None else config.descriptors
+    split = Step(config.split, _SPLIT, ("k_cache", "v_cache"), known)
+    return bound([split, Step(config.merge, _MERGE)], at, config.scratch)
+
+
+def _as_kernels_take_it(call: Any, c: Constants) -> Any:
+    """With bytes in place of 8-bit floats, where kernels convert them by themselves."""
     if c.BYTES:
-        ks, vs = launch.as_bytes(ks), launch.as_bytes(vs)
-    q = call.q.view(torch.uint8) if c.Q_BYTES else call.q
-    out = call.out if c.OUT_KIND == "float" else call.out.view(torch.uint8)
-    config.split(
-        q, ks, vs, call.page_table, call.seq_lens, call.cu_seqlens_q, call.mask, call.sinks, out, call.lse, part,
-        call.softmax_scale_t, call.k_scale_t, call.v_scale_t, call.out_scale_t, descriptors=_caches(call, config),
-    )  # fmt: skip
-    config.merge(call.sinks, out, call.lse, part, call.v_scale_t, call.out_scale_t)
+        ks, vs = (launch.as_bytes(x) for x in (call.k_scale_cache, call.v_scale_cache))
+        call = call._replace(k_scale_cache=ks, v_scale_cache=vs)
+    if c.Q_BYTES:
+        call = call._replace(q=call.q.view(torch.uint8))
+    return call if c.OUT_KIND == "float" else call._replace(out=call.out.view(torch.uint8))
 
 
 def _caches(call: Any, config: Config) -> tuple:

@@ -107,7 +107,11 @@ def finish(m, l, h_scale, SINKS, heads, m_row, c: tl.constexpr):
     total = l
     if c.HAS_SINKS:
         sink = tl.load(SINKS + heads, mask=m_row, other=0.0) * LOG2E
-        total += tl.where(seen, tl.exp2(sink - base), 0.0)
+        top = tl.maximum(base, sink)  # a sink far above every score would overflow against `base`
+        old = tl.exp2(base - top)
+        total = tl.where(seen, l * old + tl.exp2(sink - top), 0.0)
+        h_scale *= old
+        base = tl.where(seen, top, 0.0)
     factor = tl.where(seen, h_scale / tl.where(seen, total, 1.0), 0.0)
     lse = tl.where(seen, (base + tl.log2(tl.where(seen, total, 1.0))) * LN2, float("-inf"))
     return factor, lse

@@ -12,7 +12,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def load_query(Q, tokens, heads, m_row, sq_t, sq_h, c: tl.constexpr):
     """Query rows, transposed to PARTS tiles [words, ROWS] in the compute type, and a factor of their scores [ROWS].
 
-    fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back.
+    fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back. Of an fp16
+    query over bf16 keys (TWO), a second tile holds what rounding to bf16 takes away.
     """
     PARTS: tl.constexpr = c.PARTS
     o_d = tl.arange(0, c.BLOCK_D)
@@ -31,6 +32,8 @@ def load_query(Q, tokens, heads, m_row, sq_t, sq_h, c: tl.constexpr):
     if c.BF16:
         for j in tl.static_range(PARTS):
             out = out + (parts[j].to(tl.bfloat16),)
+            if c.TWO:
+                out = out + ((parts[j] - out[j].to(tl.float32)).to(tl.bfloat16),)
         return out, tl.full([c.ROWS], 1.0, tl.float32)
     else:
         field = tl.maximum((top.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1)  # exponent of the largest magnitude
@@ -154,6 +157,8 @@ def scores(K, ks, MASK, q, scale, softcap, page, t, n, rows, r0, q0, h, sk_p, sk
         s = tl.dot(k[0], q[0])
         for j in tl.static_range(1, PARTS):
             s = tl.dot(k[j], q[j], acc=s)
+        if c.TWO:
+            s = tl.dot(k[0], q[1], acc=s)
     s *= scale[None, :]
     if c.TOKEN_SCALES:
         s *= ks[J][:, None]

@@ -120,6 +120,15 @@ class Launch:
     def compiled(self) -> bool:
         return self._compiled is not None
 
+    @property
+    def device(self) -> int:
+        return self._device
+
+    @property
+    def run(self) -> Any:
+        """What launches, from the second time on."""
+        return self._run
+
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         """Launch with every argument of the kernel, constants included, in order."""
         if self._compiled is None:
@@ -213,6 +222,19 @@ class Template:
             args[self.descriptors_at : self.descriptors_at] = descriptors
         self._again(args)
 
+    def bound(self, order: Sequence[int]) -> tuple[Any, list, list[tuple[int, int]]] | None:
+        """(launcher, its arguments, where each tensor's address goes among them and where it stands in a list).
+
+        order: where each tensor's address stands in the list
+
+        Returns None if nothing is compiled yet.
+        """
+        if self._again is None:
+            return None
+        live = [(place, order[i]) for place, i in self._live]
+        assert all(i >= 0 for _, i in live)
+        return self.launch.run, self._template, live
+
     def _first(self, tensors: tuple[Tensor | None, ...], descriptors: Sequence[Any]) -> None:
         given = map(pointer, tensors) if self.fp8_as_bytes else iter(tensors)
         args = [next(given) if x is TENSOR else x for x in self.arguments]
@@ -248,25 +270,32 @@ class Prepared(Template):
 
 class _Kept(threading.local):
     def __init__(self) -> None:
-        self.by_stream: dict[tuple[int, int], tuple[int, Tensor]] = {}
+        self.by_stream: dict[tuple[torch.device, int], tuple[int, Tensor]] = {}
 
 
 _kept = _Kept()
 
 
 def scratch(n: int, like: Tensor) -> Tensor:
-    """At least n fp32 numbers for kernels that follow each other on the current stream, on the device of `like`.
+    """At least n fp32 numbers for kernels that follow each other on the current stream, on the device of `like`."""
+    if not like.is_cuda:
+        return torch.empty(n, dtype=torch.float32, device=like.device)
+    return kept_scratch(n, like.device, torch._C._cuda_getCurrentRawStream(like.get_device()))
+
+
+def kept_scratch(n: int, device: torch.device, stream: int) -> Tensor:
+    """The same on a CUDA device, of which this is the current stream.
 
     Kept, since an allocation takes the host 2 µs: by thread and stream, on which calls come one after the other. What
     is captured in a CUDA graph may be replayed beside them, so it gets memory of its own.
     """
-    if not like.is_cuda or torch._C._cuda_isCurrentStreamCapturing():
-        return torch.empty(n, dtype=torch.float32, device=like.device)
-    index = like.get_device()
-    key, kept = (index, torch._C._cuda_getCurrentRawStream(index)), _kept.by_stream
+    # Nothing is captured on the default stream, and asking takes a quarter of a microsecond.
+    if stream != 0 and torch._C._cuda_isCurrentStreamCapturing():
+        return torch.empty(n, dtype=torch.float32, device=device)
+    key, kept = (device, stream), _kept.by_stream
     found = kept.get(key)
     if found is None or found[0] < n:
-        found = kept[key] = n, torch.empty(n, dtype=torch.float32, device=like.device)
+        found = kept[key] = n, torch.empty(n, dtype=torch.float32, device=device)
     return found[1]
 
 

@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 
 from . import blocks, launch
+from .bind import Bound, Fields, Step, bound
 from .rows import offsets, token_and_head, write
 
+_TENSORS = Fields("outs lses out lse")
 MAX_UNROLLED = 8  # parts; more are counted by a loop, so that their number compiles nothing anew
 
 
@@ -71,4 +73,8 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
 
 def run(call: Any, config: launch.Prepared | None) -> None:
     if config is not None:
-        config(call.outs, call.lses, call.out, call.lse)
+        config(*_TENSORS(call))
+
+
+def bind(config: launch.Prepared | None, at: dict[str, int]) -> Bound | None:
+    return None if config is None else bound([Step(config, _TENSORS)], at)

@@ -12,7 +12,13 @@ from tersekv.formats import TENSOR, latent_format
 
 from . import blocks, launch
 from .append import append_rows
+from .bind import Bound, Fields, Step, bound
 from .rope_append import key_rows, query_rows
+
+_TENSORS = Fields(
+    "q_rope q_nope kv_c k_pe cos_sin_cache positions q_rope_out q_nope_out ckv kpe ckv_scale_cache q_scale_t "
+    "kv_scale_t slot_mapping batch_indices kv_positions kv_indptr kv_indices"
+)
 
 
 @triton.jit(
@@ -107,8 +113,8 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
 def run(call: Any, config: launch.Prepared | None) -> None:
     if config is None:
         return
-    config(
-        call.q_rope, call.q_nope, call.kv_c, call.k_pe, call.cos_sin_cache, call.positions,
-        call.q_rope_out, call.q_nope_out, call.ckv, call.kpe, call.ckv_scale_cache, call.q_scale_t, call.kv_scale_t,
-        call.slot_mapping, call.batch_indices, call.kv_positions, call.kv_indptr, call.kv_indices,
-    )  # fmt: skip
+    config(*_TENSORS(call))
+
+
+def bind(config: launch.Prepared | None, at: dict[str, int]) -> Bound | None:
+    return None if config is None else bound([Step(config, _TENSORS)], at)

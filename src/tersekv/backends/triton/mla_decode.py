@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...formats import E4M3_MAX, E5M2_MAX, GROUP, LATENT_GROUP, KVFormat, latent_format
 from . import launch
+from .bind import Bound, Fields, Step, bound
 from .decode_kernels import META_FIELDS, merge_kernel
 from .mla_decode_kernels import mla_decode_kernel
 from .mla_decode_tune import Tiles, tiles
@@ -20,6 +21,12 @@ _OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
 _OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _MAX_DESCRIPTORS = 1024  # caches of a plan whose descriptors are kept: a model has some hundred layers
 _CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+
+
+_SPLIT = Fields(
+    "q_nope q_pe ckv_scale_cache page_table seq_lens cu_seqlens_q out lse part softmax_scale_t kv_scale_t out_scale_t"
+)
+_MERGE = Fields("out lse part kv_scale_t out_scale_t")
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class Constants:
     HAS_SINKS: bool = False
     V_T_STRIDE: int = 0
     V_FACTOR: float = 1.0
+    WHOLE: bool = False  # of the Gluon kernels: a program has a segment, and nothing is cut
 
 
 class Box(NamedTuple):
@@ -219,15 +227,21 @@ def run(call: Any, config: Config) -> None:
         return
     c = config.constants
     part = launch.scratch(config.scratch, call.out)
-    q_nope, q_pe = call.q_nope, call.q_pe
+    caches = _caches(call, config)
+    # Bytes in place of 8-bit floats, where kernels convert them by themselves.
     if c.Q_BYTES:
-        q_nope, q_pe = q_nope.view(torch.uint8), q_pe.view(torch.uint8)
-    out = call.out if c.OUT_KIND == "float" else call.out.view(torch.uint8)
-    config.split(
-        q_nope, q_pe, call.ckv_scale_cache, call.page_table, call.seq_lens, call.cu_seqlens_q, out, call.lse, part,
-        call.softmax_scale_t, call.kv_scale_t, call.out_scale_t, descriptors=_caches(call, config),
-    )  # fmt: skip
-    config.merge(out, call.lse, part, call.kv_scale_t, call.out_scale_t)
+        call = call._replace(q_nope=call.q_nope.view(torch.uint8), q_pe=call.q_pe.view(torch.uint8))
+    if c.OUT_KIND != "float":
+        call = call._replace(out=call.out.view(torch.uint8))
+    config.split(*_SPLIT(call, part), descriptors=caches)
+    config.merge(*_MERGE(call, part))
+
+
+def bind(config: Config, at: dict[str, int]) -> Bound | None:
+    if config.empty:
+        return None
+    split = Step(config.split, _SPLIT, ("ckv", "kpe"), config.descriptors)
+    return bound([split, Step(config.merge, _MERGE)], at, config.scratch)
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,16 @@ from torch import Tensor
 
 from tersekv.formats import LATENT_GROUP
 
+from .bind import Fields
 from .launch import TENSOR, Template, next_power_of_2
 from .quant import cast, reciprocal, store
+from .rows import take_turn
 
 _BLOCK_H = 64  # heads that one program rotates
+TENSORS = Fields(
+    "q q_pe_out seq_lens_out kv_c k_pe ckv kpe ckv_scale_cache out lse page_table cache_lens cu_seqlens_q freqs_cis "
+    "kv_norm_gamma kv_scale_t"
+)
 _BLOCK_B = 128  # requests whose lengths are written at a time
 # 8-bit rotary parts; the others are floats of the cache's dtype.
 ROPE_KINDS = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
@@ -66,15 +72,22 @@ def rotate(x, cos, sin, ROWS: tl.constexpr, R_PAD: tl.constexpr):
 
 
 @triton.jit
+def load_row(KV_C, K_PE, wanted, L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr, R_PAD: tl.constexpr):
+    """A raw row: [1, L_PAD], [1, R_PAD]."""
+    o_l, o_r = tl.arange(0, L_PAD)[None, :], tl.arange(0, R_PAD)[None, :]
+    x = tl.load(KV_C + o_l, mask=(o_l < L) & wanted, other=0.0)
+    return x, tl.load(K_PE + o_r, mask=(o_r < R) & wanted, other=0.0)
+
+
+@triton.jit
 def prepare_row(
-    KV_C, K_PE, CKV, KPE, SCALES, GAMMA, KV_SCALE, kv_scale, epsilon, cos, sin,
+    x, k_pe, CKV, KPE, SCALES, GAMMA, KV_SCALE, kv_scale, epsilon, cos, sin,
     L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr, R_PAD: tl.constexpr,
     FORMAT: tl.constexpr, ROPE_KIND: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate one raw row (KV_C, K_PE), write it at (CKV, KPE, SCALES) in the cache's format."""
+    """Norm and rotate one raw row (x, k_pe), write it at (CKV, KPE, SCALES) in the cache's format."""
     o_l, o_r = tl.arange(0, L_PAD)[None, :], tl.arange(0, R_PAD)[None, :]
-    x = tl.load(KV_C + o_l, mask=o_l < L, other=0.0).to(tl.float32)
-    k_pe = tl.load(K_PE + o_r, mask=o_r < R, other=0.0)
+    x = x.to(tl.float32)
     mean = tl.div_rn(tl.sum(x * x, 1), tl.full([1], L, tl.float32))
     norm = tl.div_rn(tl.full([1], 1.0, tl.float32), tl.sqrt_rn(mean + epsilon))
     gamma = tl.load(GAMMA + o_l, mask=o_l < L, other=0.0)
@@ -124,22 +137,29 @@ def prepare_kernel(
     stride_freqs,
     S: tl.constexpr, DN: tl.constexpr, R: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr,
     R_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, FORMAT: tl.constexpr,
-    ROPE_KIND: tl.constexpr, NATIVE: tl.constexpr, ENDS: tl.constexpr, BLOCK_B: tl.constexpr,
+    ROPE_KIND: tl.constexpr, NATIVE: tl.constexpr, ENDS: tl.constexpr, BLOCK_B: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, 0) stores the latent row of token t; program (t, 1 + i) rotates the i-th block of its heads.
 
     ENDS: nothing is attended to, so that outputs are 0 and LSEs -inf. Q_PE, SEQ_LENS: where rotated parts and the
     requests' lengths go, if not into q and nowhere.
     """
+    take_turn(OVERLAPS)
     t = tl.program_id(0).to(tl.int64)
     if SEQ_LENS is not None:  # noqa: SIM102 - known to the compiler, unlike the other
         if t + tl.program_id(1) == 0:
             write_lengths(SEQ_LENS, LENS, CU, B, BLOCK_B)
     part = tl.program_id(1) - 1
+    o_h, o_f = part * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, R_PAD)
+    # Rows are under way while it is found out whose they are.
+    p_q = Q + t * stride_qt + o_h.to(tl.int64)[:, None] * stride_qh + DN + o_f[None, :]
+    m_q = ((part >= 0) & (o_h < H))[:, None] & (o_f < R)[None, :]
+    x = tl.load(p_q, mask=m_q, other=0.0)
+    if KV_C is not None:
+        raw, raw_pe = load_row(KV_C + t * stride_c, K_PE + t * stride_pe, part < 0, L, R, L_PAD, R_PAD)
     b = request_of(CU, t, B)
     live = (b < B) & (t >= tl.load(CU).to(tl.int64))
     safe_b = tl.where(live, b, 0)
-    o_h = part * BLOCK_H + tl.arange(0, BLOCK_H)
     if not live:
         # Rows of no request have defined outputs.
         if part >= 0:
@@ -148,13 +168,9 @@ def prepare_kernel(
 
     position = tl.load(LENS + safe_b).to(tl.int64) + t - tl.load(CU + safe_b).to(tl.int64)
     known = (position >= 0) & (position < max_pos)
-    o_f = tl.arange(0, R_PAD)
     freqs = tl.load(FREQS + tl.where(known, position, 0) * stride_freqs + o_f, mask=known & (o_f < R), other=0.0)
     cos, sin = tl.split(tl.reshape(freqs, [R_PAD // 2, 2]))
     if part >= 0:
-        p_q = Q + t * stride_qt + o_h.to(tl.int64)[:, None] * stride_qh + DN + o_f[None, :]
-        m_q = (o_h < H)[:, None] & (o_f < R)[None, :]
-        x = tl.load(p_q, mask=m_q, other=0.0)
         p_to = p_q
         if Q_PE is not None:
             p_to = Q_PE + t * stride_rt + o_h.to(tl.int64)[:, None] * stride_rh + o_f[None, :]
@@ -170,15 +186,11 @@ def prepare_kernel(
             if SCALES is not None:
                 p_s = SCALES + page * stride_sp + entry * stride_ss
             if KV_C is None:
-                prepare_row(
-                    p_c, p_k, p_c, p_k, p_s, GAMMA, KV_SCALE, kv_scale, epsilon, cos, sin,
-                    L, R, L_PAD, R_PAD, FORMAT, ROPE_KIND, NATIVE,
-                )  # fmt: skip
-            else:
-                prepare_row(
-                    KV_C + t * stride_c, K_PE + t * stride_pe, p_c, p_k, p_s, GAMMA, KV_SCALE, kv_scale, epsilon,
-                    cos, sin, L, R, L_PAD, R_PAD, FORMAT, ROPE_KIND, NATIVE,
-                )  # fmt: skip
+                raw, raw_pe = load_row(p_c, p_k, True, L, R, L_PAD, R_PAD)
+            prepare_row(
+                raw, raw_pe, p_c, p_k, p_s, GAMMA, KV_SCALE, kv_scale, epsilon, cos, sin,
+                L, R, L_PAD, R_PAD, FORMAT, ROPE_KIND, NATIVE,
+            )  # fmt: skip
 
 
 def prepare(call: Any, native_casts: bool) -> None:
@@ -188,17 +200,17 @@ def prepare(call: Any, native_casts: bool) -> None:
 
 def tensors(call: Any) -> tuple[Tensor | None, ...]:
     """The tensors of a call in the order of the kernel's parameters."""
-    return (
-        call.q, call.q_pe_out, call.seq_lens_out, call.kv_c, call.k_pe, call.ckv, call.kpe, call.ckv_scale_cache,
-        call.out, call.lse, call.page_table, call.cache_lens, call.cu_seqlens_q, call.freqs_cis, call.kv_norm_gamma,
-        call.kv_scale_t,
-    )  # fmt: skip
+    return tuple(TENSORS(call))
 
 
-def prepared(call: Any, native_casts: bool, ends: bool = False, queries: bool = True) -> Template:
+def prepared(
+    call: Any, native_casts: bool, ends: bool = False, queries: bool = True, overlaps: bool = False
+) -> Template:
     """The launch for calls with the facts of this one.
 
-    ends: nothing is attended to. queries: rotate them; else rows are stored, and somebody else sees to the queries.
+    ends:     nothing is attended to
+    queries:  rotate them; else rows are stored, and somebody else sees to the queries
+    overlaps: it may begin before the launch ahead of it has ended
     """
     tokens, heads = call.q.shape[:2]
     rank, rope, dim_v = call.ckv.shape[-1], call.kpe.shape[-1], call.out.shape[2]
@@ -215,8 +227,9 @@ def prepared(call: Any, native_casts: bool, ends: bool = False, queries: bool = 
     constants = (
         call.ckv.shape[1], call.q.shape[2] - rope, rope, dim_v, rank, max(LATENT_GROUP, next_power_of_2(rank)),
         max(2, next_power_of_2(rope)), next_power_of_2(max(dim_v, 1)), block_h,
-        call.format, ROPE_KINDS.get(call.format, "float"), native_casts, ends, _BLOCK_B,
+        call.format, ROPE_KINDS.get(call.format, "float"), native_casts, ends, _BLOCK_B, overlaps,
     )  # fmt: skip
     grid = (tokens, 1 + -(-heads // block_h) if queries else 1)
     arguments = (*[TENSOR] * 16, *scalars, *constants)
-    return Template(prepare_kernel, grid, arguments, num_warps=4, enable_fp_fusion=False)
+    options = {"launch_pdl": True} if overlaps else {}
+    return Template(prepare_kernel, grid, arguments, num_warps=4, enable_fp_fusion=False, **options)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from . import blocks, launch
 from .append import append_rows
+from .bind import Bound, Fields, Step, bound
 from .quant import cast, store, store_halves
 from .rows import (
     all_asked,
@@ -30,6 +31,12 @@ from .rows import (
     take_turn,
     token_and_head,
     write,
+)
+
+_TENSORS = Fields(
+    "q_rope q_nope k_rope k_nope v cos_sin_cache positions q_rope_out q_nope_out "
+    "k_cache v_cache k_scale_cache v_scale_cache q_scale_t k_scale_t v_scale_t "
+    "slot_mapping batch_indices kv_positions kv_indptr kv_indices"
 )
 
 
@@ -208,9 +215,8 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
 def run(call: Any, config: launch.Prepared | None) -> None:
     if config is None:
         return
-    config(
-        call.q_rope, call.q_nope, call.k_rope, call.k_nope, call.v, call.cos_sin_cache, call.positions,
-        call.q_rope_out, call.q_nope_out, call.k_cache, call.v_cache, call.k_scale_cache, call.v_scale_cache,
-        call.q_scale_t, call.k_scale_t, call.v_scale_t,
-        call.slot_mapping, call.batch_indices, call.kv_positions, call.kv_indptr, call.kv_indices,
-    )  # fmt: skip
+    config(*_TENSORS(call))
+
+
+def bind(config: launch.Prepared | None, at: dict[str, int]) -> Bound | None:
+    return None if config is None else bound([Step(config, _TENSORS)], at)

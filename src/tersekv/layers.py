@@ -1,0 +1,256 @@
+"""One layer of a paged cache: tensors, a format and its scales. Views of existing tensors, and no copies.
+
+Inside tersekv a layer's tensors are always seen as [page, slot, head, ...]; a HND cache is the same thing with
+other strides, and scales that live inside the row are strided views of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .counts import whole
+from .formats import KVFormat, kv_format, latent_format, rope_dtype
+
+Scale = float | Tensor
+_ONE = 1.0  # the very object is the default of scales: no scale was given
+_KV_OF_DTYPE = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+    torch.int8: "int8_per_token_head",
+    torch.uint8: "nvfp4",
+}
+_LATENT_OF_DTYPE = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+    torch.uint8: "fp8_ds_mla",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKVLayer:
+    """One layer of a K/V cache.
+
+    k, v:                          [P, S, H, D], [P, S, H, Dv] in the format's storage dtype (nvfp4: D/2 bytes)
+    k_scale, v_scale:              dequantising scale: float, or fp32 tensor [1] or [H] (nvfp4: the global scale)
+    k_scale_cache, v_scale_cache:  stored scales: per-token-head fp32 [P, S, H]; nvfp4 e4m3 [P, S, H, D/16]
+    """
+
+    k: Tensor
+    v: Tensor
+    format: str
+    k_scale: Scale = 1.0
+    v_scale: Scale = 1.0
+    k_scale_cache: Tensor | None = None
+    v_scale_cache: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"PagedKVLayer({self.format!r}, k={list(self.k.shape)}, v={list(self.v.shape)}, {str(self.k.device)!r})"
+
+    @staticmethod
+    def of(
+        kv: PagedKVLayer | Tensor | Sequence[Tensor],
+        *,
+        format: str | None = None,
+        layout: str = "NHD",
+        k_scale: Scale = _ONE,
+        v_scale: Scale = _ONE,
+        scale_cache: Tensor | Sequence[Tensor] | None = None,
+    ) -> PagedKVLayer:
+        """A layer over existing tensors, without copying.
+
+        kv:           (k, v), each [P, S, H, D] (HND: [P, H, S, D]); or one 5-D tensor [P, 2, S, H, D]
+                      ([P, 1, ...]: K and V are the same tensor)
+        format:       None reads it from the dtype; 8-bit per-token-head fp8 must be named
+        scale_cache:  (k, v) stored scales in the same layout without D (nvfp4: [..., D/16]), or one tensor with
+                      the 2 in the same place
+
+        A ready layer is returned as it is. Raises ValueError for an unknown layout, rank or dtype, and for an option
+        beside a ready layer.
+        """
+        if isinstance(kv, PagedKVLayer):
+            if format or layout != "NHD" or k_scale is not _ONE or v_scale is not _ONE or scale_cache is not None:
+                _no_options("kv_cache", format=format, k_scale=k_scale, v_scale=v_scale, scale_cache=scale_cache,
+                            layout=None if layout == "NHD" else layout)  # fmt: skip
+            return kv
+        if layout not in ("NHD", "HND"):
+            raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
+        k, v = _split_pair("kv_cache", kv, 5)
+        if format is None:
+            format = _format_of(k.dtype, _KV_OF_DTYPE, "kv_cache")
+        block_scales = kv_format(format).scale_block is not None
+        ks, vs = (
+            (None, None) if scale_cache is None else _split_pair("scale_cache", scale_cache, 5 if block_scales else 4)
+        )
+        if layout == "HND":
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+            ks, vs = (None if s is None else s.transpose(1, 2) for s in (ks, vs))
+        return PagedKVLayer(k, v, format, k_scale, v_scale, ks, vs)
+
+    @property
+    def device(self) -> torch.device:
+        return self.k.device
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[-1] * kv_format(self.format).values_per_element
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.v.shape[-1] * kv_format(self.format).values_per_element
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def num_pages(self) -> int:
+        return self.k.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLatentLayer:
+    """One layer of an MLA latent cache.
+
+    ckv, kpe:         [P, S, L], [P, S, R]: latent and rotary part; views of one buffer, or two tensors
+    kv_scale:         dequantising scale of fp8 (both parts): float or fp32 tensor [1]
+    ckv_scale_cache:  fp8_ds_mla: fp32 [P, S, L/128]
+    """
+
+    ckv: Tensor
+    kpe: Tensor
+    format: str
+    kv_scale: Scale = 1.0
+    ckv_scale_cache: Tensor | None = None
+
+    def __repr__(self) -> str:
+        shapes = f"ckv={list(self.ckv.shape)}, kpe={list(self.kpe.shape)}"
+        return f"PagedLatentLayer({self.format!r}, {shapes}, {str(self.ckv.device)!r})"
+
+    @staticmethod
+    def of(
+        rows: PagedLatentLayer | Tensor | Sequence[Tensor],
+        *,
+        format: str | None = None,
+        kv_lora_rank: int = 512,
+        kv_scale: Scale = _ONE,
+    ) -> PagedLatentLayer:
+        """A layer over existing tensors, without copying.
+
+        rows:  joined rows [P, S, L + R] or [P, S, 1, L + R]; (ckv, kpe); or uint8 rows of fp8_ds_mla [P, S, 656]
+
+        A ready layer is returned as it is. Raises ValueError for an unknown rank, dtype or row length, and for an
+        option beside a ready layer.
+        """
+        if isinstance(rows, PagedLatentLayer):
+            if format or kv_lora_rank != 512 or kv_scale is not _ONE:
+                _no_options("latent cache", format=format, kv_scale=kv_scale,
+                            kv_lora_rank=None if kv_lora_rank == rows.ckv.shape[-1] else kv_lora_rank)  # fmt: skip
+            return rows
+        if not isinstance(rows, Tensor):
+            if not isinstance(rows, (tuple, list)) or len(rows) != 2:
+                raise TypeError(f"latent cache: want Tensor or (ckv, kpe), got {_kind(rows)}")
+            ckv, kpe = (_drop_head(t, "latent cache") for t in rows)
+            return PagedLatentLayer(ckv, kpe, format or _format_of(ckv.dtype, _LATENT_OF_DTYPE, "ckv"), kv_scale)
+        rows = _drop_head(rows, "latent cache")
+        format = format or _format_of(rows.dtype, _LATENT_OF_DTYPE, "latent cache")
+        f = latent_format(format)
+        if f.scale_dtype is None:
+            if rows.shape[-1] <= whole("kv_lora_rank", kv_lora_rank):
+                raise ValueError(
+                    f"latent cache: want rows longer than kv_lora_rank={kv_lora_rank}, got {list(rows.shape)}"
+                )
+            return PagedLatentLayer(rows[..., :kv_lora_rank], rows[..., kv_lora_rank:], format, kv_scale)
+        ckv, scales, kpe = _latent_row_views(rows, f, kv_lora_rank)
+        return PagedLatentLayer(ckv, kpe, format, kv_scale, scales)
+
+    @property
+    def device(self) -> torch.device:
+        return self.ckv.device
+
+    @property
+    def kv_lora_rank(self) -> int:
+        return self.ckv.shape[-1]
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        return self.kpe.shape[-1]
+
+    @property
+    def page_size(self) -> int:
+        return self.ckv.shape[1]
+
+    @property
+    def num_pages(self) -> int:
+        return self.ckv.shape[0]
+
+
+def _latent_row_views(rows: Tensor, f: KVFormat, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Latent codes, group scales and rotary part of byte rows [P, S, row_bytes]."""
+    assert f.scale_dtype is not None
+    codes, row = f.code_bytes(rank), f.row_bytes(rank)
+    rope = rope_dtype(f)
+    if rows.element_size() != 1 or rows.shape[-1] <= row or (rows.shape[-1] - row) % rope.itemsize:
+        raise ValueError(
+            f"latent cache: want uint8 rows of {row} bytes and a {rope} rotary part for {f.name}, "
+            f"got {list(rows.shape)} {rows.dtype}"
+        )
+    rows = rows.view(torch.uint8)
+    return rows[..., :codes].view(f.storage), rows[..., codes:row].view(f.scale_dtype), rows[..., row:].view(rope)
+
+
+def _split_pair(name: str, pair, rank: int) -> tuple[Tensor, Tensor]:
+    if isinstance(pair, Tensor):
+        if pair.dim() != rank or pair.shape[1] not in (1, 2):
+            raise ValueError(f"{name}: want (k, v) or one {rank}-D tensor [P, 2, ...], got {list(pair.shape)}")
+        return pair[:, 0], pair[:, -1]
+    if not isinstance(pair, (tuple, list)):
+        raise TypeError(f"{name}: want (k, v) or one {rank}-D tensor, got {_kind(pair)}")
+    if len(pair) != 2:
+        raise ValueError(f"{name}: want (k, v), got {len(pair)} entries")
+    for t in pair:
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: want (k, v), each a Tensor, got {type(t).__name__}")
+        if t.dim() != rank - 1:
+            raise ValueError(f"{name}: want (k, v), each {rank - 1}-D, got {list(t.shape)}")
+    return pair[0], pair[1]
+
+
+def _no_options(name: str, **options: object) -> None:
+    """Raise if an option says something beside a layer that is ready: it would be ignored."""
+    given = [n for n, x in options.items() if x is not None and not (isinstance(x, (int, float)) and x == _ONE)]
+    if given:
+        raise ValueError(f"{name}: want tensors beside {', '.join(given)}, got a layer, which has its own")
+
+
+def _kind(x: object) -> str:
+    """The type of what is no cache of a layer."""
+    every = isinstance(getattr(x, "layers", None), tuple)
+    return type(x).__name__ + (", the cache of all layers (take one: cache[i])" if every else "")
+
+
+def _format_of(dtype: torch.dtype, table: dict, name: str) -> str:
+    if dtype not in table:
+        raise ValueError(f"{name}: want one of {', '.join(str(d) for d in table)}, got {dtype}")
+    return table[dtype]
+
+
+def _drop_head(t: Tensor, name: str) -> Tensor:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: want Tensor, got {type(t).__name__}")
+    if t.dim() == 4 and t.shape[2] == 1:
+        return t[:, :, 0]
+    if t.dim() != 3:
+        raise ValueError(f"{name}: want [P, S, dim] or [P, S, 1, dim], got {list(t.shape)}")
+    return t

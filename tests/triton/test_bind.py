@@ -1,0 +1,94 @@
+"""Launches that are bound to a list of addresses get what the long way gives them, for every operation and backend."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tersekv import checks, plan
+from tersekv.backends.triton import bind, launch
+from tersekv.keys import FIELDS, TENSORS
+from tersekv.testing.cases import OPS, cases
+from tersekv.testing.make import make
+
+SCRATCH = 1 << 21  # numbers, more than is kept
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What kernels are launched with: the launcher's arguments from the second call on. Nothing is compiled."""
+    runs: list[tuple] = []
+
+    def first(self, grid, args):
+        if self._compiled is None:
+            name = getattr(self.fn, "__name__", str(self.fn))
+            self._compiled, self._fixed = object(), (name, *[None] * 5)
+            self._run = lambda *args: runs.append(args)
+
+    monkeypatch.setattr(launch.Launch, "_first", first)
+    monkeypatch.setattr(launch.Launch, "encoded", lambda self, *d: [(x.base.data_ptr(), "box") for x in d])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 77, raising=False)
+    part = torch.empty(SCRATCH)
+    monkeypatch.setattr(launch, "scratch", lambda n, like: part)
+    monkeypatch.setattr(bind, "kept_scratch", lambda n, device, stream: part)
+    return runs
+
+
+def binders(call, op: str):
+    """The modules of the backends that would run this call on Hopper, with their configurations."""
+    f = plan.facts(op, call, 90)
+    checks.facts(f)
+    for backend in ("gluon", "triton"):
+        module = plan._module(backend, op)
+        if hasattr(module, "bind") and module.why_not(f) is None:
+            yield module, module.configure(f)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_bound_launches_get_what_the_long_way_gives(op, launched):
+    seen = 0
+    for case in cases((op,)):
+        call = make(case)
+        if op == "mla_prefill" and call.kv_b_proj_scale is None:
+            continue  # a product that Triton launches itself
+        tensors = {n: x for n, x in zip(TENSORS[op], FIELDS[op][0](call), strict=True) if x is not None}
+        for module, config in binders(call, op):
+            for _ in range(3):  # compiles; keeps descriptors; launches
+                launched.clear()
+                module.run(call, config)
+            wanted = list(launched)
+            launched.clear()
+            ready = module.bind(config, {n: i for i, n in enumerate(tensors)})
+            if ready is None:
+                # There is nothing to launch, or, of a prefill, more than the bound launches do.
+                assert not wanted or op == "mla_prefill", case.id
+                continue
+            assert ready([x.data_ptr() for x in tensors.values()]), case.id
+            assert launched == wanted, case.id
+            seen += 1
+    assert seen > 3
+
+
+def test_caches_that_are_not_described_yet_are_not_launched_for(launched):
+    call = make(next(cases(("decode",), ("fp8_e4m3",))))
+    ((module, config), *_) = binders(call, "decode")
+    tensors = [x for x in FIELDS["decode"][0](call) if x is not None]
+    names = [n for n, x in zip(TENSORS["decode"], FIELDS["decode"][0](call), strict=True) if x is not None]
+    for _ in range(2):
+        module.run(call, config)
+    ready = module.bind(config, {n: i for i, n in enumerate(names)})
+    addresses = [x.data_ptr() for x in tensors]
+    launched.clear()
+    elsewhere = addresses.copy()
+    elsewhere[names.index("k_cache")] += 64
+    assert not ready(elsewhere)
+    assert not launched
+    assert ready(addresses)
+    assert launched
+
+
+def test_nothing_is_bound_before_it_is_compiled():
+    template = launch.Template(SimpleNamespace(), (1,), (launch.TENSOR,))
+    assert bind.bound([bind.Step(template, bind.Fields("q"))], {"q": 0}) is None
