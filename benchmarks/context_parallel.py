@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tersekv
-from tersekv.cache import PagedKVLayer, PagedLatentLayer
+from tersekv.layers import PagedKVLayer, PagedLatentLayer
 from tersekv.ops.context_parallel import ContextParallel, exchange_cost
 from tersekv.ops.exchange import Exchange
 

@@ -30,7 +30,6 @@ from tersekv.demo.llama import LlamaConfig, LlamaLM, cos_sin_cache
 from tersekv.demo.models import load
 from tersekv.demo.text import decode as text_of
 from tersekv.demo.text import encode, heldout_text
-from tersekv.pages import copy_pages
 
 PREFIX = "shared prefix"  # its name in the pool
 TOKEN, POSITION, SLOT, LENGTH = range(4)  # rows of the table that goes to the device at every step
@@ -143,7 +142,7 @@ class Engine:
         """New tokens of some requests at once, ragged. Returns the logits behind the last one of each."""
         pool, names, counts = self.pool, list(prompts), [len(p) for p in prompts.values()]
         for name, n in zip(names, counts, strict=True):
-            copy_pages(self.cache, pool.extend(name, n))
+            tersekv.copy_pages(self.cache, pool.extend(name, n))
         ends = torch.tensor([0, *counts], device=self.device).cumsum(0, dtype=torch.int32)
         self.step = Step(
             pool.slot_mapping(names, counts, device=self.device),
@@ -176,7 +175,7 @@ class Engine:
         """The row's column of `inputs` for one more token."""
         size, position = self.cache.page_size, self.pool.num_tokens(request.name)
         copies = self.pool.extend(request.name)
-        copy_pages(self.cache, copies)  # the last page was shared with the prefix
+        tersekv.copy_pages(self.cache, copies)  # the last page was shared with the prefix
         if copies or position % size == 0:
             self._write_table(row)
         slot = self.pool.pages(request.name)[-1] * size + position % size

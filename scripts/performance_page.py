@@ -130,23 +130,37 @@ def rows(records: list[Record]) -> Iterator[str]:
 
 
 def means(timed: list[Record]) -> Iterator[str]:
-    """Geometric means by operation and format."""
+    """Geometric means by operation, format and type of the query."""
+    half = {place(r): best[1] for r in timed if r["format"] == "bf16" and (best := best_peer(r))}
     groups: dict[tuple[str, str, bool], list[Record]] = defaultdict(list)
     for r in timed:
-        groups[r["op"], r["format"], r["host"]].append(r)
+        groups[r["op"], r["format"] + query(r), r["host"]].append(r)
     lines = []
     for (op, name, host), group in groups.items():
         shares = [r["share_of_limit"] for r in group if r["share_of_limit"]]
         ratios = [best[1] / r["us"] for r in group if (best := best_peer(r))]
         of = {r["peers_format"] for r in group if r.get("peers_format")}
+        to_half = [half[place(r)] / r["us"] for r in group if r["format"] != "bf16" and place(r) in half]
         lines.append([
             f"{op}{', host' * host}", name, str(len(group)), f"{geometric_mean(shares):.0%}" if shares else "-",
             f"{geometric_mean(ratios):.2f} ({len(ratios)}{', on ' + ', '.join(of) if of else ''})" if ratios else "-",
+            f"{geometric_mean(to_half):.2f} ({min(to_half):.2f})" if to_half else "-",
         ])  # fmt: skip
     if lines:
         yield "### Geometric means\n"
-        yield from table(["operation", "format", "cases", "of the limit", "best peer / tersekv (cases)"], lines)
+        yield "Last column: against the best peer over a bf16 cache, in the same cells.\n"
+        head = ["operation", "format", "cases", "of the limit", "best peer / tersekv (cases)"]
+        yield from table([*head, "best bf16 peer / tersekv (worst cell)"], lines)
         yield ""
+
+
+def place(r: Record) -> tuple:
+    """What a record shares with those of other formats."""
+    return tuple(r[k] for k in ("op", "requests", "tokens", "heads", "page", "uneven", "host", "precision"))
+
+
+def query(r: Record) -> str:
+    return ", q e4m3" * (r.get("query") == "fp8_e4m3")  # the oldest records do not say
 
 
 def losses(timed: list[Record]) -> Iterator[str]:
@@ -155,7 +169,9 @@ def losses(timed: list[Record]) -> Iterator[str]:
     if not any(best_peer(r) for r in timed):
         yield "No peer was timed.\n"
     elif not lost:
-        yield "None of the timed cases.\n"
+        yield f"None of the timed cases; a ratio from {EVEN} on counts as even.\n"
+    else:
+        yield f"A ratio from {EVEN} on counts as even, and is not listed.\n"
     for r, best in sorted(lost, key=lambda x: x[1][1] / x[0]["us"]):
         of = f" on {r['peers_format']}" if r.get("peers_format") else ""
         host = ", host time" * r["host"]
@@ -187,8 +203,7 @@ def cell(r: Record) -> str:
     name = f"{r['requests']} × {short(r['tokens'])}" if r["requests"] else f"{r['tokens']} tokens"
     parts = [name, *([f"H {r['heads']}"] if r["op"].startswith("mla") else [])]
     parts += [f"pages of {r['page']}"] * (r["page"] != 64) + ["uneven"] * r["uneven"]
-    parts += ["q e4m3"] * (r.get("query") == "fp8_e4m3")  # the oldest records do not say
-    return ", ".join(parts + ["fast"] * (r["precision"] == "fast"))
+    return ", ".join(parts) + query(r) + ", fast" * (r["precision"] == "fast")
 
 
 def short(n: int) -> str:

@@ -15,9 +15,9 @@ ROOT = Path(__file__).parent.parent
 API = "<!-- api -->"
 GROUPS = {
     "Operations": ("append", "rope_append", "decode", "mla_append", "mla_decode", "mla_prefill", "mla_prefill_plan",
-                   "MLAPrefillPlan", "merge_states"),
+                   "MLAPrefillPlan", "mla_project", "merge_states"),
     "Caches": ("PagedKVCache", "PagedKVLayer", "PagedLatentCache", "PagedLatentLayer"),
-    "Pages": ("PagePool", "pages.copy_pages"),
+    "Pages": ("PagePool", "copy_pages"),
     "Before the first request": ("warm_up",),
     "Formats": ("KV_FORMATS", "LATENT_FORMATS", "kv_bytes_per_token", "latent_bytes_per_token"),
     "Errors": ("UnsupportedError", "OutOfPagesError"),

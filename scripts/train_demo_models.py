@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -17,7 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tersekv.demo import corpus, models, text
+sys.path.insert(0, str(Path(__file__).parent))
+import corpus
+
+from tersekv.demo import models, text
 
 TOKENS_PER_STEP = 2048
 SHORT_CONTEXT = 256

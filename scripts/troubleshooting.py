@@ -141,7 +141,7 @@ PLAIN: dict[str, Callable] = {
     "out of pages": lambda: pool().extend("a", 40),
     "unknown": lambda: pool().extend("b"),
     "known": lambda: pool().add("a"),
-    "cp mask": lambda: two_ranks().decode(None, layer(), None, None, mask=torch.zeros(1)),
+    "cp mask": lambda: two_ranks().decode(rows(32, tokens=2), layer(), None, None, mask=torch.zeros(1)),
     "cp page": lambda: shard_slot_mapping(slots(), 0, 2, page_size=16, interleave=6),
     "named": lambda: decode(backend="triton"),
     "sm_75": on_sm_75,
@@ -158,6 +158,8 @@ CHECKED: dict[str, Callable] = {
     "page": lambda: decode(table=torch.tensor([[0, 1], [8, 0]]), lens=torch.tensor([20, 3])),
     "length": lambda: decode(table=torch.tensor([[0, 1], [2, 0]]), lens=torch.tensor([40, 3])),
     "position": lambda: rope_append(torch.zeros(4, 128), positions=slots(0, 1, 2, 3, 4)),
+    "rows": lambda: decode(cu_seqlens_q=torch.tensor([0, 2, 5]), max_q_len=3),
+    "bound": lambda: decode(torch.zeros(4, 32, 128, dtype=BF16), cu_seqlens_q=torch.tensor([0, 1, 4]), max_q_len=2),
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +24,7 @@ from tersekv import (
     mla_prefill_plan,
     mla_project,
     plan,
+    recall,
     rope_append,
 )
 from tersekv.calls import CALLS, AppendCall
@@ -39,12 +43,14 @@ def bf(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=BF)
 
 
-def kv(format: str = "fp8_e4m3", d: int = 32, dv: int = 16, **options) -> PagedKVLayer:
-    return PagedKVCache.allocate(1, 4, 8, 2, d, format=format, head_dim_v=dv, **options)[0]
+def kv(format: str = "fp8_e4m3", d: int = 32, dv: int = 16, **scales) -> PagedKVLayer:
+    """A layer with scales that `allocate` may refuse."""
+    return replace(PagedKVCache.allocate(1, 4, 8, 2, d, format=format, head_dim_v=dv)[0], **scales)
 
 
-def latent(format: str = "bf16", **options):
-    return PagedLatentCache.allocate(1, 4, 8, format=format, kv_lora_rank=128, qk_rope_head_dim=16, **options)[0]
+def latent(format: str = "bf16", **scales):
+    rows = PagedLatentCache.allocate(1, 4, 8, format=format, kv_lora_rank=128, qk_rope_head_dim=16)[0]
+    return replace(rows, **scales)
 
 
 def good(op: str) -> dict:
@@ -160,7 +166,7 @@ BAD_VALUES = [
      f"q_dtype: want {FLOAT} | float8_e4m3fn | float8_e5m2, got int8"),
     ("rope_append", {"q_dtype": E4M3}, "q_dtype: want q_out's own bfloat16 or None, got float8_e4m3fn"),
     ("rope_append", {"k": bf(3, 2, 48)}, "k: want head_dim 32 as in k_cache [4, 8, 2, 32], got 48"),
-    ("rope_append", {"q": None}, "q_out: want given together with q, got one of them"),
+    ("rope_append", {"q": None}, "q_out: want None without q, got a tensor"),
     ("rope_append", {"k": bf(3, 2, 32).double()}, f"k: want [T, H, D] {FLOAT}, got [3, 2, 32] float64"),
     ("rope_append", {"q": bf(3, 4, 8), "q_out": None}, "q: want rows of at least R=16 as in cos_sin_cache, got 8"),
     ("rope_append", {"q_scale": torch.ones(2)}, "q_scale: want [1] float32, got [2] float32"),
@@ -171,7 +177,7 @@ BAD_VALUES = [
     ("mla_append", {"q_pe": bf(3, 4, 8)},
      "q_pe: want [T=3, Hq, R=16] bfloat16, got [3, 4, 8] bfloat16 (R as in k_pe)"),
     ("mla_append", {"q_pe": bf(3, 4, 16).half()}, "q_pe: want [T=3, Hq, R=16] bfloat16, got [3, 4, 16] float16"),
-    ("mla_append", {"q_pe": None}, "q_pe_out: want given together with q_pe, got one of them"),
+    ("mla_append", {"q_pe": None}, "q_pe_out: want None without q_pe, got a tensor"),
     ("mla_append", {"q_nope_out": bf(3, 4, 128).to(E4M3)},
      "q_nope_out: want [T=3, Hq=4, Nq=128] bfloat16, got [3, 4, 128] float8_e4m3fn"),
     ("mla_append", {"cache": latent(kv_scale=0.5)},
@@ -197,7 +203,10 @@ BAD_VALUES = [
      "kv_scale: want a positive, finite number, got inf"),
     ("decode", {"q": bf(2, 0, 32), "out": None, "lse": None}, "q: want at least one head, got 0"),
     ("decode", {"window": -3}, "window: want a positive number of keys (own included) or None, got -3"),
-    ("decode", {"softcap": float("nan")}, "softcap: want 0 (none) or a positive number, got nan"),
+    ("decode", {"softcap": float("nan")}, "softcap: want 0 (none) or a positive, finite number, got nan"),
+    ("decode", {"softcap": float("inf")}, "softcap: want 0 (none) or a positive, finite number, got inf"),
+    ("decode", {"out_scale": float("nan")}, "out_scale: want a finite number, got nan"),
+    ("mla_decode", {"out_scale": float("-inf")}, "out_scale: want a finite number, got -inf"),
     ("decode", {"out": None, "out_dtype": torch.int8},
      f"out_dtype: want {FLOAT} | float8_e4m3fn | float8_e5m2, got int8"),
     ("decode", {"page_table": i32(0, 1)}, f"page_table: want [B=2, max_pages] {INDEX}, got [2] int32"),
@@ -212,9 +221,16 @@ BAD_VALUES = [
     ("decode", {"out": bf(2, 4, 32)},
      f"out: want [T=2, Hq=4, Dv=16] {FLOAT} | float8_e4m3fn | float8_e5m2, got [2, 4, 32] bfloat16 (Dv as in v_cache)"),
     ("decode", {"out_dtype": F32}, "out_dtype: want out's own bfloat16 or None, got float32"),
+    ("decode", {"out": bf(1, 4, 16).expand(2, 4, 16)}, "out: want memory for each element, got strides [0, 16, 1]"),
+    ("append", {"cache": PagedKVLayer(kv().k[:1].expand(4, 8, 2, 32), kv().v, "fp8_e4m3")},
+     "k_cache: want memory for each element, got strides [0, 64, 32, 1]"),
+    ("mla_append", {"q_pe_out": bf(3, 1, 16).expand(3, 4, 16)},
+     "q_pe_out: want memory for each element, got strides [16, 0, 1]"),
+    ("mla_prefill", {"plan": MLAPrefillPlan(torch.zeros(1, 2, dtype=I32), torch.zeros(1, 2, dtype=I32), [0], 2)},
+     f"plan.buffer_row_offsets: want [C, B+1=3] {INDEX}, got [1, 2] int32"),
     ("decode", {"lse": bf(2, 4)}, "lse: want [T=2, Hq=4] float32, got [2, 4] bfloat16"),
     ("decode", {"window": 0}, "window: want a positive number of keys (own included) or None, got 0"),
-    ("decode", {"softcap": -1.0}, "softcap: want 0 (none) or a positive number, got -1.0"),
+    ("decode", {"softcap": -1.0}, "softcap: want 0 (none) or a positive, finite number, got -1.0"),
     ("decode", {"precision": "best"}, "precision: want 'exact' or 'fast', got 'best'"),
     ("decode", {"softmax_scale": torch.ones(1).half()}, "softmax_scale: want [1] float32, got [1] float16"),
     ("mla_decode", {"q": bf(2, 4, 128)}, "q: want [T, H, 128 + 16], got [2, 4, 128]"),
@@ -232,7 +248,7 @@ BAD_VALUES = [
      "q: want [T, H, Dq] bfloat16 | float16, got [3, 2, 48] float32"),
     ("mla_prefill", {"softmax_scale": float("inf")}, "softmax_scale: want a finite number, not negative, got inf"),
     ("mla_prefill", {"epsilon": -1e-6}, "epsilon: want a number, not negative, got -1e-06"),
-    ("mla_prefill", {"k_pe": None}, "k_pe: want given together with kv_c, got one of them"),
+    ("mla_prefill", {"k_pe": None}, "k_pe: want a tensor beside kv_c, got None"),
     ("mla_prefill", {"kv_b_proj_scale": None}, "kv_b_proj_scale: want a tensor beside an e4m3 kv_b_proj, got None"),
     ("mla_prefill", {"kv_b_proj": bf(128, 128)}, "kv_b_proj_scale: want None beside a 16-bit kv_b_proj, got a tensor"),
     ("mla_prefill", {"kv_b_proj_scale": torch.ones(2, 1)},
@@ -242,9 +258,9 @@ BAD_VALUES = [
     ("mla_prefill", {"cache_lens": i32(3)}, f"cache_lens: want [B=2] {INDEX}, got [1] int32 (B as in page_table)"),
     ("mla_prefill", {"cu_seqlens_q": i32(0, 3)}, f"cu_seqlens_q: want [B+1=3] {INDEX}, got [2] int32"),
     ("mla_prefill", {"plan": MLAPrefillPlan(*mla_prefill_plan([5, 7], [2, 1])[:2], [12, 0], 2)},
-     "buffer_lengths: want C=1 numbers, got 2"),
+     "plan.buffer_lengths: want C=1 numbers, got 2"),
     ("mla_prefill", {"plan": MLAPrefillPlan(*mla_prefill_plan([5, 7], [2, 1])[:2], [-1], 2)},
-     "buffer_lengths: want no negative number, got [-1]"),
+     "plan.buffer_lengths: want no negative number, got [-1]"),
     ("merge_states", {"outs": bf(3, 2, 8)}, "outs: want [n, T, H, D], got [3, 2, 8]"),
     ("merge_states", {"outs": bf(0, 3, 2, 8), "lses": torch.zeros(0, 3, 2)},
      "outs: want at least one part, got none"),
@@ -272,8 +288,8 @@ BAD_TYPES = [
     ("decode", {"mask": "causal"}, "mask: want Tensor | NoneType, got str"),
     ("decode", {"seq_lens": [3, 4], "cu_seqlens_q": None}, "seq_lens: want Tensor, got list"),
     ("decode", {"out": None, "out_dtype": "bf16"}, "out_dtype: want a torch.dtype or None, got 'bf16'"),
-    ("decode", {"max_q_len": 1.0}, "max_q_len: want int, got float"),
-    ("decode", {"window": "4"}, "window: want int or None, got str"),
+    ("decode", {"max_q_len": 1.0}, "max_q_len: want int, got float 1.0"),
+    ("decode", {"window": "4"}, "window: want int, got str '4'"),
     ("decode", {"softcap": "30"}, "softcap: want a number or None, got str"),
     ("mla_prefill", {"plan": None}, "plan: want an MLAPrefillPlan, as mla_prefill_plan makes it, got NoneType"),
     ("mla_decode", {"q": None}, "q: want Tensor or (q_nope, q_pe), got NoneType"),
@@ -286,15 +302,38 @@ def names(rows):
     return [f"{op}-{'-'.join(changed)}-{i}" for i, (op, changed, _) in enumerate(rows)]
 
 
+@pytest.fixture(params=["first", "after a good call"])
+def known(request, monkeypatch):
+    """A function that makes a good call before the bad one, as its short way: nothing is less checked behind it."""
+    if request.param == "first":
+        return lambda op: None
+    launched = []
+    for op in VERBS:
+        module = plan._module("torch", op)
+        monkeypatch.setattr(module, "bind", lambda config, at: lambda a: launched.append(a) or True, raising=False)
+        monkeypatch.setattr(module, "run", lambda call, config: None)
+    for home, memory in ((plan, "_plans"), (plan, "_latest"), (recall, "_latest"), (recall, "_all")):
+        monkeypatch.setattr(home, memory, {})
+
+    def make(op: str) -> None:
+        for _ in range(2):
+            VERBS[op](**good(op))
+        assert launched
+
+    return make
+
+
 @pytest.mark.parametrize(("op", "changed", "message"), BAD_VALUES, ids=names(BAD_VALUES))
-def test_a_bad_value_is_named_with_what_was_wanted_and_what_came(op, changed, message):
+def test_a_bad_value_is_named_with_what_was_wanted_and_what_came(op, changed, message, known):
+    known(op)
     with pytest.raises(ValueError, match="want") as error:
         VERBS[op](**{**good(op), **changed})
     assert str(error.value) == message
 
 
 @pytest.mark.parametrize(("op", "changed", "message"), BAD_TYPES, ids=names(BAD_TYPES))
-def test_a_bad_type_is_named_with_what_was_wanted_and_what_came(op, changed, message):
+def test_a_bad_type_is_named_with_what_was_wanted_and_what_came(op, changed, message, known):
+    known(op)
     with pytest.raises(TypeError, match="want") as error:
         VERBS[op](**{**good(op), **changed})
     assert str(error.value) == message
@@ -307,6 +346,7 @@ def only_checks(monkeypatch):
     def check(op, call, backend):
         checks.types(CALLS[op][0], call)
         checks.facts(plan.facts(op, call))
+        return plan.Plan("none", lambda call, config: None, None, None)
 
     monkeypatch.setattr(registry, "dispatch", check)
 
@@ -338,6 +378,15 @@ def test_no_softcap_is_none_or_zero():
     wanted = decode(**call, softcap=0.0)[0].clone()
     assert torch.equal(decode(**call, softcap=None)[0], wanted)
     assert torch.equal(decode(**call, softcap=0)[0], wanted)
+
+
+@pytest.mark.parametrize(("option", "number"), [
+    ("window", 3), ("max_q_len", 1), ("softmax_scale", 0.5), ("softcap", 2.0), ("out_scale", 0.25),
+])  # fmt: skip
+def test_numbers_may_be_numpys(option, number):
+    call = {**good("decode"), "lse": None, "out": None}
+    theirs = (np.int64 if isinstance(number, int) else np.float32)(number)
+    assert torch.equal(decode(**{**call, option: theirs}), decode(**{**call, option: number}))
 
 
 def test_places_are_given_in_one_way_only():

@@ -404,6 +404,19 @@ def test_the_command_exits_with_1_on_red(monkeypatch, capsys):
     assert "RED: want error" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("argv", "why"), [
+    (["--ops", "append", "--cells", "1x64"], "--cells 1x64: none of append has such cells"),
+    (["--ops", "decode,mla_decode", "--cells", "64"], "--cells 64: none of decode, mla_decode has such cells"),
+    (["--preset", "shapes", "--ops", "append", "--cells", "4"],
+     "--preset shapes: want --device, --formats, --backend and --json beside it, got --ops, --cells"),
+    (["--json", "missing/r.jsonl"], "--json missing/r.jsonl: want a file in a folder that exists"),
+    (["--plot", "missing/r.png"], "--plot missing/r.png: want a file in a folder that exists"),
+])  # fmt: skip
+def test_an_option_that_would_be_ignored_or_fail_in_the_end_is_refused_at_once(argv, why, capsys):
+    assert main.main(["bench", "--device", "cpu", *argv]) == 2
+    assert f"tersekv bench: {why}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [["--device", "cuda:99"], ["--cells", "z"], ["--ops", "host"]])
 def test_the_command_exits_with_2_where_there_is_nothing_to_do(argv, capsys):
     assert main.main(["bench", "--device", "cpu", *argv]) == 2

@@ -111,6 +111,25 @@ def test_the_page_shows_wins_losses_and_what_has_no_time(tmp_path):
     assert "driver 1.2" in text
 
 
+def test_means_are_like_for_like_and_tell_the_ratio_to_a_peer_over_16_bits(tmp_path):
+    case = Case("mla_decode", "bf16", 16, 8192, heads=16)
+    peer = Peer("flashinfer fa3", 50.0, 1e-3)
+    mine = [
+        Result(case, OK, 40.0, 1e-3, "", 10, 10, (peer,)),
+        Result(replace(case, format="fp8_e4m3"), OK, 25.0, 1e-3, "", 10, 10, (replace(peer, us=100.0),)),
+        Result(
+            replace(case, format="fp8_e4m3", query="fp8_e4m3"), OK, 20.0, 1e-3, "", 10, 10,
+            (replace(peer, us=100.0),), "fp8_e4m3",
+        ),
+    ]  # fmt: skip
+    where = {**report.environment(CPU, ()), "chip": "NVIDIA H200", "date": "2026-01-02"}
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(report.record(r, LIMITS, where)) for r in mine))
+    text = page().results(page().load(tmp_path))
+    assert "| mla_decode | fp8_e4m3 | 1 | 0% | 4.00 (1) | 2.00 (2.00) |" in text
+    assert "| mla_decode | fp8_e4m3, q e4m3 | 1 | 0% | 5.00 (1, on fp8_e4m3) | 2.50 (2.50) |" in text
+    assert "a ratio from 0.995 on counts as even" in text
+
+
 def test_of_two_results_of_a_case_the_later_counts(tmp_path):
     old, new = records()[0], {**records()[0], "date": "2026-01-03", "us": 240.0}
     (tmp_path / "a.jsonl").write_text(json.dumps(new))

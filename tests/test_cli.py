@@ -76,6 +76,22 @@ def test_verify_prints_a_row_per_operation_and_format_and_writes_json(tmp_path, 
     assert stored["results"][0]["case"].startswith("append/bf16/")
 
 
+@pytest.mark.parametrize(("argv", "why"), [
+    (("--ops", "decode", "--formats", "fp8_ds_mla"), "no case fits these options"),
+    (("--json", "missing/r.json"), "--json missing/r.json: want a file in a folder that exists"),
+])  # fmt: skip
+def test_verify_says_at_once_what_cannot_work(argv, why, capsys):
+    assert run("verify", "--device", "cpu", *argv) == 2
+    assert f"tersekv verify: {why}" in capsys.readouterr().err
+
+
+def test_verify_cuts_nothing_in_a_pipe(capsys):
+    assert run("verify", "--device", "cpu", "--ops", "merge_states", "--quick") == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert "merge_states" in out
+
+
 def fake(monkeypatch, *results):
     monkeypatch.setattr(command, "verify", lambda *a, **k: iter(results))
 

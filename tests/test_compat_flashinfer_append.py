@@ -1,5 +1,6 @@
 """tersekv.compat.flashinfer: the appends, byte for byte, and FlashInfer's index helpers."""
 
+import numpy as np
 import pytest
 import torch
 from compat_reference import BF16, E4M3, E5M2, FP16, cast, poisoned, raw, same_bytes
@@ -244,6 +245,7 @@ BAD_APPENDS = {
     "k heads": ({"k_nope": torch.zeros(T, 3, 8, dtype=BF16)}, ValueError, "k_nope: "),
     "q_rope_out shape": ({"q_rope_out": torch.empty(T, 4, 9, dtype=E4M3)}, ValueError, "q_rope_out: "),
     "scale dtype": ({"quant_scale_q": torch.ones(1, dtype=FP16)}, ValueError, "quant_scale_q: "),
+    "q scale sign": ({"quant_scale_q": -1.0}, ValueError, "quant_scale_q: want a positive, finite number, got -1"),
     "kv scale size": ({"quant_scale_kv": torch.ones(5)}, ValueError, "quant_scale_kv: "),
     "no tensor": ({"q_rope": None}, TypeError, "q_rope: want Tensor, got NoneType"),
     "list of positions": ({"positions": [0] * T}, TypeError, "positions: "),
@@ -340,14 +342,19 @@ def test_append_paged_mla_kv_cache_writes_two_views_of_one_buffer(stored):
     check_caches(pair, before, rows)
 
 
+UNSCALED = r"bfloat16 \| float16 \| float8_e4m3fn \| float8_e5m2"
+
+
 def test_bad_plain_appends_name_the_callers_argument():
     indices, indptr, batch, positions = RAGGED.indices_of(torch.int32)
     rows = torch.zeros(T, 2, 8, dtype=BF16)
     cache = torch.zeros(8, 2, 4, 2, 8, dtype=BF16)
     with pytest.raises(ValueError, match=r"^append_value: "):
         fi.append_paged_kv_cache(rows, rows[:3], batch, positions, cache, indices, indptr, None)
-    with pytest.raises(ValueError, match=r"^paged_kv_cache: want bfloat16, .*got int8"):
+    with pytest.raises(ValueError, match=rf"^paged_kv_cache: want {UNSCALED}, got int8"):
         fi.append_paged_kv_cache(rows, rows, batch, positions, cache.to(torch.int8), indices, indptr, None)
+    with pytest.raises(ValueError, match=rf"^paged_kv_cache: want {UNSCALED}, got float32"):
+        fi.append_paged_kv_cache(rows, rows, batch, positions, cache.float(), indices, indptr, None)
     with pytest.raises(TypeError, match=r"^paged_kv_cache: "):
         fi.append_paged_kv_cache(rows, rows, batch, positions, None, indices, indptr, None)
     with pytest.raises(ValueError, match=r"^append_kpe: want a rotary size of 4 as in kpe_cache "):
@@ -369,3 +376,25 @@ def test_seq_lens_and_positions_as_flashinfer_documents_them():
     assert fi.get_seq_lens(indptr.to(torch.uint32), torch.tensor([13, 8, 9, 0, 6]), 16).tolist() == lens.tolist()
     empty = fi.get_batch_indices_positions(torch.zeros(1, dtype=torch.int32), torch.empty(0, dtype=torch.int32), 2)
     assert [x.tolist() for x in empty] == [[-1, -1], [0, 0]]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: fi.get_seq_lens(torch.tensor([0, 2, 4]), torch.tensor([3]), 16), ValueError,
+     "kv_last_page_len: want [2] on cpu, got [1] on cpu"),
+    (lambda: fi.get_seq_lens(torch.tensor([0, 2]), torch.tensor([3]), 0), ValueError,
+     "page_size: want 1 or more, got 0"),
+    (lambda: fi.get_seq_lens(torch.tensor([0, 2]), torch.tensor([3]), torch.tensor(16)), TypeError,
+     "page_size: want int, got Tensor"),
+    (lambda: fi.get_batch_indices_positions(torch.tensor([0, 1]), torch.tensor([5, 5]), 9), ValueError,
+     "seq_lens: want [1] on cpu, got [2] on cpu"),
+    (lambda: fi.get_batch_indices_positions(torch.tensor([0, 1]), torch.tensor([5]), -1), ValueError,
+     "nnz: want 0 or more, got -1"),
+])  # fmt: skip
+def test_the_index_helpers_broadcast_nothing_and_name_a_wrong_argument(make, error, message):
+    with pytest.raises(error) as caught:
+        make()
+    assert str(caught.value) == message
+
+
+def test_the_index_helpers_take_numpy_integers():
+    assert fi.get_seq_lens(torch.tensor([0, 2]), torch.tensor([3]), np.int64(16)).tolist() == [19]

@@ -145,6 +145,17 @@ def test_xqa_mla_takes_other_dtypes_and_scales_on_the_device(stored):
     close(output[:, 0], attention(q[:, 0], keys, keys[..., :512], TABLE, LENS, [1] * 3, logits=0.025, out=0.5))
 
 
+@pytest.mark.parametrize("form", ["first columns", "the same tensor", "their own"])
+def test_xqa_mla_is_one_graph_under_torch_compile(form):
+    q, k = torch.randn(3, 1, 5, 576).to(BF16), kv_codes(BF16, 1, 576)[0][:, :, 0]
+    v = {"first columns": k[..., :512], "the same tensor": k, "their own": kv_codes(BF16, 1, 576)[0][:, :, 0]}[form]
+    outs = [torch.full((3, 1, 5, 512), float("nan"), dtype=BF16) for _ in range(2)]
+    torch._dynamo.reset()
+    torch.compile(mla_call, fullgraph=True, backend="aot_eager")(q, k, v, outs[0], q_scale=0.05)
+    mla_call(q, k, v, outs[1], q_scale=0.05)
+    close(outs[0], outs[1])
+
+
 @pytest.mark.parametrize("columns", [576, 512])
 def test_xqa_mla_reads_values_of_their_own_memory(columns):
     q = torch.randn(3, 1, 5, 576).to(E4M3)

@@ -332,10 +332,19 @@ def test_bad_latent_calls_name_the_callers_argument():
     kv_c, k_pe, cache = torch.zeros(T, 32), torch.zeros(T, 8), torch.zeros(P, S, 40, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"^kv_cache_dtype: want one of .*fp8_ds_mla, got 'nvfp4'"):
         vllm.concat_and_cache_mla(kv_c, k_pe, cache, slots(), "nvfp4", 1.0)
-    with pytest.raises(ValueError, match=r"^k_pe: want a rotary size of 4 as in kv_cache "):
+    with pytest.raises(
+        ValueError, match=r"^kv_cache: want rows of 40 bytes for 32 \(kv_c\) and 8 \(k_pe\) in fp8_e4m3"
+    ):
         vllm.concat_and_cache_mla(kv_c, k_pe, cache[..., :36], slots(), "fp8", 1.0)
     with pytest.raises(ValueError, match=r"^kv_cache: "):
         vllm.concat_and_cache_mla(kv_c, k_pe, cache, slots(), "auto", 1.0)
+    latents, rope, packed = torch.zeros(T, 512), torch.zeros(T, 64), torch.zeros(P, S, 656, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"^kv_cache: want rows of 392 bytes for 256 \(kv_c\) and 64 \(k_pe\)"):
+        vllm.concat_and_cache_mla(latents[:, :256], rope, packed, slots(), "fp8_ds_mla", 1.0)
+    with pytest.raises(ValueError, match=r"^kv_cache: want rows of 656 bytes for 512 .* got \[\d, \d, 576\] uint8$"):
+        vllm.concat_and_cache_mla(latents, rope, packed[..., :576], slots(), "fp8_ds_mla", 1.0)
+    with pytest.raises(ValueError, match=r"^kv_c: want a positive multiple of 128 for fp8_ds_mla, got 100$"):
+        vllm.concat_and_cache_mla(latents[:, :100], rope, packed, slots(), "fp8_ds_mla", 1.0)
     with pytest.raises(ValueError, match=r"^k_pe: want at least 6 rows"):
         vllm.concat_and_cache_mla(kv_c, k_pe[:2], cache, slots(), "fp8", 1.0)
     with pytest.raises(ValueError, match=r"^scale: "):

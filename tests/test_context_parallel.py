@@ -101,6 +101,16 @@ def test_given_lengths_are_for_one_row_a_request():
             cp._plain(lens, rows, table, lens, cu, window)
 
 
+def test_one_rank_takes_given_lengths_as_more_ranks_do():
+    p = cp_worker.Problem(cp_worker.Case("alone", lens=(5, 9)), 0, 1)
+    layer, table = p.mine()
+    wrong = p.seq_lens - 1
+    out = ContextParallel().decode(p.q, layer, table, p.seq_lens, local_seq_lens=wrong)
+    assert torch.equal(out, tersekv.decode(p.q, layer, table, wrong))
+    with pytest.raises(ValueError, match=r"local_seq_lens: want \[B=2\], got \[1\]"):
+        ContextParallel().decode(p.q, layer, table, p.seq_lens, local_seq_lens=wrong[:1])
+
+
 @pytest.mark.parametrize("interleave", [1, 3, 16])
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_every_token_has_one_owner(world, interleave):
@@ -143,6 +153,12 @@ def test_bad_deals_are_refused():
         shard_seq_lens(slots, 2, 2)
     with pytest.raises(ValueError, match="interleave: want a positive"):
         ContextParallel(interleave=0)
+    with pytest.raises(TypeError, match="interleave: want int, got str '16'"):
+        ContextParallel(interleave="16")
+    with pytest.raises(TypeError, match="slot_mapping: want Tensor, got list"):
+        shard_slot_mapping([0], 0, 2, 16)
+    with pytest.raises(ValueError, match=r"slot_mapping: want int32 \| int64 \| uint32, got float32"):
+        shard_slot_mapping(slots.float(), 0, 2, 16)
     with pytest.raises(ValueError, match="exchange: want 'all_to_all' or"):
         ContextParallel(exchange="ring")
     with pytest.raises(ValueError, match="wire_dtype: want fp32 for a reduce_scatter"):

@@ -163,6 +163,24 @@ def test_a_sink_far_above_every_score_takes_all_the_weight():
     assert (lse == 300).all()
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cu_seqlens_q": [0, 5, 6], "max_q_len": 5}, r"cu_seqlens_q: want rows in \[0, 4\] that never fall, got"),
+        ({"cu_seqlens_q": [0, 3, 2], "max_q_len": 3}, r"cu_seqlens_q: want rows in \[0, 4\] that never fall, got"),
+        ({"cu_seqlens_q": [0, 1, 4], "max_q_len": 2}, "max_q_len: want at least 3 as in cu_seqlens_q, got 2"),
+        ({"seq_lens": [5, -1]}, "seq_lens: want at least 0, got -1 at 1"),
+        ({"seq_lens": [5, 99]}, r"seq_lens: want at most 48 \(max_pages \* S\), got 99 at 1"),
+    ],
+)  # fmt: skip
+def test_checked_mode_refuses_rows_and_lengths_that_do_not_fit(change, words, monkeypatch):
+    monkeypatch.setenv("TERSEKV_CHECKED", "1")
+    case = kv_case("bf16", [20, 9])
+    change = {name: torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x for name, x in change.items()}
+    with pytest.raises(ValueError, match=words):
+        run(case, queries(4, 2, 32), **change)
+
+
 def test_a_request_without_keys_is_empty_in_spite_of_a_sink():
     case = kv_case("bf16", [0, 3])
     out, lse = run(case, queries(2, 2, 32), sinks=torch.ones(2))

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
+import pytest
 import torch
 
-from tersekv.demo import corpus, text
+from tersekv.demo import text
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    path = Path(__file__).parent.parent / "scripts" / "corpus.py"
+    spec = importlib.util.spec_from_file_location("corpus", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_bytes_are_tokens():
@@ -13,7 +26,7 @@ def test_bytes_are_tokens():
     assert text.decode(torch.tensor([0xC3])) == "\ufffd"
 
 
-def test_the_training_topics_hold_no_passage_of_the_heldout_text():
+def test_the_training_topics_hold_no_passage_of_the_heldout_text(corpus):
     heldout = text.heldout_text()
     assert len(heldout.encode()) >= 32 * 1024
     topics = corpus.training_topics(heldout)
@@ -21,7 +34,7 @@ def test_the_training_topics_hold_no_passage_of_the_heldout_text():
     assert not corpus.shingles(topics) & corpus.shingles(heldout)
 
 
-def test_the_filter_drops_shared_and_repeated_paragraphs():
+def test_the_filter_drops_shared_and_repeated_paragraphs(corpus):
     heldout = "one two three four five six seven eight nine"
     long = "a paragraph that is longer than forty characters and occurs twice"
     shared = "Here: One, two (three) four\nfive six seven EIGHT!"

@@ -22,20 +22,24 @@ TEXTS = [p for d in ("docs", ".ci") for p in sorted((ROOT / d).rglob("*")) if p.
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES, VARIABLES = 500, 60, 120, 4
 
 # Room -> the rooms that it may import. A room may always import itself. `plan` loads backends lazily, by name.
-BASE = {"formats", "errors", "env"}
-CORE = BASE | {"calls", "cache", "checks", "plan"}
+BASE = {"counts", "formats", "errors", "env"}
+CORE = BASE | {"calls", "cache", "layers", "checks", "plan", "recall"}
 VERBS = CORE | {"ops", "pages"}
 MAY_IMPORT = {
-    "formats": set(),
+    "counts": set(),
+    "formats": {"counts"},
     "errors": set(),
     "env": set(),
     "calls": set(),
-    "cache": {"formats"},
-    "pages": BASE | {"cache"},
-    "checks": {"formats", "errors", "calls"},
+    "layers": {"counts", "formats"},
+    "cache": {"counts", "formats", "layers"},
+    "pages": BASE | {"cache", "layers"},
+    "shapes": {"calls"},
+    "checks": {"formats", "errors", "calls", "shapes"},
     "checked": set(),
     "keys": {"calls"},
     "plan": {"formats", "errors", "env", "calls", "checks", "checked", "keys"},
+    "recall": {"env", "calls", "keys", "plan"},
     "ops": CORE,
     "compat": VERBS,
     "testing": VERBS | {"compat"},

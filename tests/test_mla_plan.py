@@ -84,3 +84,17 @@ def test_moving_a_plan_keeps_the_numbers_of_the_host():
 def test_a_contradiction_raises(lens, news, buffer, message):
     with pytest.raises(ValueError, match=message):
         mla_prefill_plan(lens, news, buffer)
+
+
+@pytest.mark.parametrize(("given", "error", "message"), [
+    (([10.9], [2]), TypeError, "seq_lens: want int, got float 10.9"),
+    (([10], torch.tensor([2.9])), TypeError, "q_lens: want int, got Tensor tensor(2.9000)"),
+    ((10, 5), TypeError, "seq_lens: want a number for each request, got int 10"),
+    (([10], [2], 3.5), TypeError, "buffer_tokens: want int, got float 3.5"),
+    (([10], [2], None, "gpu"), ValueError,
+     "device: want a device of torch such as 'cuda', 'cuda:1' or 'cpu', got 'gpu'"),
+])  # fmt: skip
+def test_what_does_not_count_is_named(given, error, message):
+    with pytest.raises(error) as caught:
+        mla_prefill_plan(*given[:3], device=given[3] if len(given) > 3 else None)
+    assert str(caught.value) == message

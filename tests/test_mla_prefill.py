@@ -428,8 +428,8 @@ def test_checked_mode_finds_a_plan_that_misses_a_token(monkeypatch):
     case = Case(seed=23, index=torch.uint32)
     check(case, 6)
     case = Case(seed=23)
-    short = mla_prefill_plan([4, 12, 5], [4, 3, 1])
-    with pytest.raises(ValueError, match="buffer_row_offsets: want every cached token in exactly one chunk"):
+    short = mla_prefill_plan([4, 12, 5], [4, 3, 1])._replace(max_q_len=5)
+    with pytest.raises(ValueError, match="plan: want every cached token in exactly one chunk"):
         case.run(plan=short)
     stale = mla_prefill_plan(case.lens, [1] * len(case.lens))
     with pytest.raises(ValueError, match="max_q_len: want at least 5 as in cu_seqlens_q, got 1"):

@@ -8,8 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from tersekv import OutOfPagesError, PagedKVCache, PagedLatentCache, PagePool
-from tersekv.pages import copy_pages
+from tersekv import OutOfPagesError, PagedKVCache, PagedLatentCache, PagePool, copy_pages
 
 torch.set_num_threads(1)
 
@@ -243,6 +242,10 @@ def test_a_wrong_argument_is_named_and_changes_nothing(act, message):
     (lambda p: p.extend("a", None), "num_tokens: want int, got NoneType None"),
     (lambda p: p.truncate("a", 2.0), "num_tokens: want int, got float 2.0"),
     (lambda p: PagePool("4", 4), "num_pages: want int, got str '4'"),
+    (lambda p: p.grow(8.5), "num_pages: want int, got float 8.5"),
+    (lambda p: p.page_table(["a"], max_pages=8.0), "max_pages: want int, got float 8.0"),
+    (lambda p: p.slot_mapping(["a"], [1.0]), "new_tokens: want int, got float 1.0"),
+    (lambda p: p.positions(["a"], [None]), "new_tokens: want int, got NoneType None"),
 ])  # fmt: skip
 def test_a_number_of_another_type_is_named(act, message):
     pool = PagePool(4, 4)
@@ -267,6 +270,19 @@ def test_a_copy_outside_the_cache_is_refused_and_copies_nothing(pair):
     with pytest.raises(ValueError, match=rf"^copies: want pages in \[0, 2\), got \({pair[0]}, {pair[1]}\)$"):
         copy_pages(cache, [(0, 1), pair])
     assert not cache[0].ckv[1].any()
+
+
+@pytest.mark.parametrize(("what", "copies", "message"), [
+    (lambda c: c[0], [(0, 1)], "cache: want PagedKVCache or PagedLatentCache, got PagedLatentLayer"),
+    (lambda c: c, torch.tensor([[0, 1]]), "copies: want a list of (src, dst), got Tensor"),
+    (lambda c: c, None, "copies: want a list of (src, dst), got NoneType"),
+    (lambda c: c, [0, 1], "copies: want (src, dst) pairs, got 0"),
+    (lambda c: c, [(0, 1.0)], "copies: want int, got float 1.0"),
+])  # fmt: skip
+def test_what_is_no_list_of_copies_is_named(what, copies, message):
+    with pytest.raises(TypeError) as error:
+        copy_pages(what(PagedLatentCache.allocate(1, 2, 4, format="bf16")), copies)
+    assert str(error.value) == message
 
 
 def test_a_pool_is_printed_in_one_line():

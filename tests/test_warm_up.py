@@ -98,6 +98,12 @@ def test_seconds_are_told_by_operation_and_step():
     assert all(seconds >= 0 for seconds in taken.values())
 
 
+def test_sizes_may_come_from_a_generator_and_count_as_pythons_do():
+    listed = tersekv.warm_up(kv_cache("bf16"), 4, batch_sizes=(1, 2), drafts=(1, 3), ragged_tokens=(6,))
+    sizes = {"batch_sizes": (n for n in (True, 2)), "drafts": iter((1, 3)), "ragged_tokens": (n for n in (6,))}
+    assert list(tersekv.warm_up(kv_cache("bf16"), 4, **sizes)) == list(listed)
+
+
 def test_a_backend_that_cannot_run_says_so():
     with pytest.raises(tersekv.UnsupportedError, match="triton: needs a CUDA or HIP device"):
         tersekv.warm_up(kv_cache("bf16"), 4, backend="triton")
@@ -106,7 +112,12 @@ def test_a_backend_that_cannot_run_says_so():
 @pytest.mark.parametrize(("change", "error", "message"), [
     ({"cache": kv_cache("bf16")[0]}, TypeError, "cache: want PagedKVCache or PagedLatentCache, got PagedKVLayer"),
     ({"batch_sizes": 4}, TypeError, "batch_sizes: want a sequence of int, got 4"),
-    ({"drafts": ("2",)}, TypeError, "drafts: want a sequence of int, got ('2',)"),
+    ({"drafts": ("2",)}, TypeError, "drafts: want int, got str '2'"),
+    ({"batch_sizes": (-1,)}, ValueError, "batch_sizes: want a positive number, got -1"),
+    ({"ragged_tokens": (0,)}, ValueError, "ragged_tokens: want a positive number, got 0"),
+    ({"max_pages": 0}, ValueError, "max_pages: want a positive number, got 0"),
+    ({"max_pages": -1}, ValueError, "max_pages: want a positive number, got -1"),
+    ({"num_q_heads": 3.5}, TypeError, "num_q_heads: want int, got float 3.5"),
     ({"dtype": "bf16"}, TypeError, "dtype: want a torch.dtype, got 'bf16'"),
     ({"cache": tersekv.PagedLatentCache.allocate(1, 1, 16, format="bf16")}, ValueError,
      "softmax_scale: want a number or a Tensor for a latent cache, got None"),

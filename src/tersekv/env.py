@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 VARIABLES = {
-    "TERSEKV_BACKEND": "backend for calls that name none: torch, triton, gluon; unset: the best that can run",
+    "TERSEKV_BACKEND": "backend for calls that name none: torch, triton, gluon; unset: the best that can run; "
+    "read when a call is first planned",
     "TERSEKV_CHECKED": "1: also check tensor values (page ids, slots, positions); synchronises. 0, false, off, no: off",
 }
 # Every call asks for this one, and os.environ itself takes a microsecond to answer: it looks a name up as bytes, and

@@ -206,12 +206,23 @@ def test_another_attention_is_told_to_the_user(ids):
     model(ids, past_key_values=cache)
 
 
-def test_training_is_refused(ids):
-    model = tiny("llama").requires_grad_().train()
-    with pytest.raises(UnsupportedError, match=r"model.training: want model.eval\(\)"):
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("part", ["", "v_proj"])
+def test_a_forward_that_wants_gradients_is_refused(ids, training, part):
+    model = tiny("llama").train(training)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(part in name)
+    with pytest.raises(UnsupportedError, match=r"requires_grad: want a forward under torch.no_grad\(\)"):
         model(ids, past_key_values=TersekvCache(model.config, "bf16"))
     with torch.no_grad():
         model(ids, past_key_values=TersekvCache(model.config, "bf16"))
+
+
+def test_a_latent_format_for_a_model_without_latents_is_refused_at_once():
+    with pytest.raises(
+        ValueError, match=r"format: want one of bf16, .* for llama, which caches K and V, got 'fp8_ds_mla'"
+    ):
+        TersekvCache(tiny("llama").config, "fp8_ds_mla")
 
 
 @pytest.mark.parametrize(("name", "scale"), [("llama", "kv_scale"), ("deepseek_v3", "v_scale")])

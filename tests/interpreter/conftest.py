@@ -22,7 +22,7 @@ if importlib.util.find_spec("triton") is not None:
     INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 if INTERPRETED:
-    from tersekv.testing import interpret
+    import interpret
 
     interpret.install()
 else:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import interpret
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-
-from tersekv.testing import interpret
 
 TL = {
     torch.float8_e4m3fn: tl.float8e4nv,

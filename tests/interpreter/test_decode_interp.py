@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tersekv import plan
+from tersekv.backends.torch import decode as oracle
 from tersekv.backends.triton import decode, launch
 from tersekv.testing import verify
 from tersekv.testing.cases import cases
@@ -46,3 +47,26 @@ def test_queries_and_outputs_as_bytes_give_the_same_bits(out, monkeypatch):
     decode.run(other, config)
     assert as_bytes(call.out).any()
     assert torch.equal(as_bytes(call.out), as_bytes(other.out))
+
+
+@pytest.mark.parametrize("sink", [-100.0, 150.0])
+def test_a_sink_far_from_every_score_is_weighed_in_whole_and_in_cut_requests(sink):
+    """Requests of one tile are whole; of 4000 keys every share holds a piece. exp(150) is beyond fp32."""
+    base = next(c for c in cases(("decode",), ("fp8_e4m3",)) if c.name == "plain")
+    for lens in ((5, 0), (4000, 3)):
+        call = make(replace(base, sinks=True, lens=lens, q_lens=(1, 1), out_dtype="float32"))
+        call.sinks.fill_(sink)
+        other = moved(call, "cpu")
+        oracle.run(other, None)
+        decode.run(call, decode.configure(plan.facts("decode", call)))
+        assert (call.out - other.out).norm() <= 3e-3 * other.out.norm()
+        torch.testing.assert_close(call.lse, other.lse, rtol=1e-6, atol=1e-5)
+
+
+def test_an_fp16_query_over_bf16_keys_is_not_rounded_to_bf16():
+    base = next(c for c in cases(("decode",), ("bf16",)) if c.name == "plain")
+    call = make(replace(base, dtype="float16", out_dtype="float32", spread=True))
+    other = moved(call, "cpu")
+    oracle.run(other, None)
+    decode.run(call, decode.configure(plan.facts("decode", call)))
+    torch.testing.assert_close(call.lse, other.lse, rtol=0, atol=1e-4)

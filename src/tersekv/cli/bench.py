@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from contextlib import ExitStack
 from typing import TextIO
 
@@ -20,6 +19,7 @@ from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench
 from ..testing.bench.engine import run as time_one
 from ..testing.bench.report import environment, line, notes, record, speed, summary
 from ..testing.bench.shapes import shapes
+from .arguments import complain, names, positive, unwritable, words
 
 _PRECISIONS = ("exact", "fast")
 
@@ -27,20 +27,23 @@ _PRECISIONS = ("exact", "fast")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     formats = tuple(dict.fromkeys([*KV_FORMATS, *LATENT_FORMATS]))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--ops", type=_names(OPS), default=OPS, help=f"comma-separated, of {', '.join(OPS)}")
-    parser.add_argument("--formats", type=_names(formats), help=f"comma-separated, of {', '.join(formats)}")
+    parser.add_argument("--ops", type=names(OPS), default=OPS, help=f"comma-separated, of {', '.join(OPS)}")
+    parser.add_argument("--formats", type=names(formats), help=f"comma-separated, of {', '.join(formats)}")
     parser.add_argument(
-        "--cells", type=_words, default=(), metavar="CELLS",
+        "--cells", type=words, default=(), metavar="CELLS",
         help="comma-separated: requests x tokens of the attentions such as 1x8192, or new tokens of the others",
     )  # fmt: skip
-    parser.add_argument("--page-size", type=_positive, help="default: 64, in some cells 16 too")
+    parser.add_argument("--page-size", type=positive, help="default: 64, in some cells 16 too")
     parser.add_argument("--uneven", action="store_true", help="lengths uniform in [1, 2 × tokens] in every cell")
     parser.add_argument(
-        "--precision", type=_names(_PRECISIONS), default=("exact",), help="exact,fast also times 8-bit probabilities"
+        "--precision",
+        type=names(_PRECISIONS),
+        default=("exact",),
+        help="exact,fast also times precision='fast' (exact too, so far)",
     )
     parser.add_argument("--backend", choices=BACKENDS, help="default: the one that a call gets on this device")
     parser.add_argument(
-        "--peers", type=_names((*peers.LIBRARIES, "none")),
+        "--peers", type=names((*peers.LIBRARIES, "none")),
         help=f"comma-separated, of {', '.join(peers.LIBRARIES)}, none; default: those that are installed",
     )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="append every result to FILE, one JSON object a line")
@@ -59,8 +62,10 @@ def run(args: argparse.Namespace) -> int:
         torch.empty(1, device=args.device).add(1)
         cells = with_cells(sizes(torch.device(args.device).type, args.quick), args.cells)
     except (RuntimeError, AssertionError, NotImplementedError, ValueError) as e:
-        print(f"tersekv bench: {str(e).splitlines()[0]}", file=sys.stderr)
-        return 2
+        return complain(args, str(e).splitlines()[0])
+    obstacle = unwritable(json=args.json, plot=args.plot) or idle_option(args)
+    if obstacle:
+        return complain(args, obstacle)
     device = torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -73,8 +78,7 @@ def run(args: argparse.Namespace) -> int:
         )
     )  # fmt: skip
     if not cases:
-        print("tersekv bench: no case fits these options on this device", file=sys.stderr)
-        return 2
+        return complain(args, "no case fits these options on this device")
     libraries = usable(args.peers, device)
     where = environment(device, libraries)
     limits = Limits.of(device)
@@ -114,6 +118,25 @@ def run_shapes(args: argparse.Namespace, device: torch.device) -> int:
     return 1 if bad or not ratios else 0
 
 
+def idle_option(args: argparse.Namespace) -> str | None:
+    """Which option would be ignored, and why; None: none would."""
+    if args.preset:
+        given = {
+            "--ops": args.ops != OPS, "--cells": args.cells, "--page-size": args.page_size, "--uneven": args.uneven,
+            "--precision": args.precision != ("exact",), "--peers": args.peers, "--plot": args.plot,
+            "--quick": args.quick,
+        }  # fmt: skip
+        idle = [name for name, set_ in given.items() if set_]
+        takes = "--device, --formats, --backend and --json"
+        return f"--preset {args.preset}: want {takes} beside it, got {', '.join(idle)}" if idle else None
+    attentions = {"decode", "mla_decode"}
+    for cell in args.cells:
+        if not (attentions if "x" in cell.lower() else {*OPS} - attentions - {"host"}).intersection(args.ops):
+            what = "decode and mla_decode have requests x tokens, appends and mla_prefill new tokens"
+            return f"--cells {cell}: none of {', '.join(args.ops)} has such cells; {what}"
+    return None
+
+
 def usable(wanted: tuple[str, ...] | None, device: torch.device) -> list[str]:
     """The libraries to compare with; says why one is left out."""
     libraries = []
@@ -150,24 +173,3 @@ def draw(results: list[Result], limits: Limits, title: str, path: str) -> None:
         print("no picture: it needs matplotlib (pip install matplotlib)")
     except ValueError as e:
         print(f"no picture: {e}")
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def _names(known: tuple[str, ...]):
-    def parse(text: str) -> tuple[str, ...]:
-        words = _words(text)
-        unknown = [w for w in words if w not in known]
-        if unknown or not words:
-            raise argparse.ArgumentTypeError(f"want some of {', '.join(known)}, got {text!r}")
-        return words
-
-    return parse
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"want a positive number, got {text!r}")
-    return int(text)

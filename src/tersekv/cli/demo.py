@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,6 +22,7 @@ from ..demo.report import as_json, plot, samples, table
 from ..demo.subject import BuiltIn, Subject
 from ..errors import UnsupportedError
 from ..formats import KV_FORMATS, LATENT_FORMATS
+from .arguments import complain, names, positive, screen, unwritable
 from .verify import device_name, environment
 
 _FORMATS = tuple(dict.fromkeys([*KV_FORMATS, *LATENT_FORMATS]))
@@ -44,7 +44,7 @@ def add_common(parser: argparse.ArgumentParser, stem: str, tokens: int) -> None:
     """The arguments that `demo` and `eval` share."""
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument(
-        "--formats", type=_formats,
+        "--formats", type=names(_FORMATS),
         help=f"comma-separated, of {', '.join(_FORMATS)}; default: all; bf16 is always measured, as the reference",
     )  # fmt: skip
     parser.add_argument(
@@ -75,7 +75,7 @@ def show(
     idle = [s for s in subjects if not formats_of(s, args.formats)]
     subjects = [s for s in subjects if s not in idle]
     settings = replace(settings or Settings(), calibrate=args.calibrate)
-    console, start = Console(), time.perf_counter()
+    console, start = screen(), time.perf_counter()
     used = tokens[: args.tokens + 1]  # the first one is only read
     what = f"{len(used) - 1} of {len(tokens) - 1} {subjects[0].unit}s of {source}"
     console.print(f"tersekv {__version__} on {device_name(args.device)}: {what}", highlight=False)
@@ -110,12 +110,6 @@ def show(
     return 0
 
 
-def complain(args: argparse.Namespace, why: str, code: int = 2) -> int:
-    """Say on stderr why the command does not go on; returns the exit code."""
-    Console(stderr=True).print(f"tersekv {args.command}: {why}", markup=False, soft_wrap=True)
-    return code
-
-
 def _print(results: list[ModelResult], console: Console) -> None:
     for result in results:
         console.print()
@@ -126,7 +120,7 @@ def _print(results: list[ModelResult], console: Console) -> None:
 
 
 def _measured(
-    subjects: Sequence[Subject], tokens: Tensor, settings: Settings, formats: list[str] | None, console: Console
+    subjects: Sequence[Subject], tokens: Tensor, settings: Settings, formats: Sequence[str] | None, console: Console
 ) -> list[ModelResult]:
     runs = sum(len(formats_of(s, formats)) for s in subjects)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -155,29 +149,14 @@ def _obstacle(args: argparse.Namespace, subjects: Sequence[Subject], tokens: Ten
     if not any(formats_of(s, args.formats) for s in subjects):
         has = "; ".join(f"{s.name}: {', '.join(s.formats)}" for s in subjects)
         return f"--formats {','.join(args.formats)}: want a format of a model that runs ({has})"
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        folder = Path(path).resolve().parent
-        if path != NONE and (not folder.is_dir() or Path(path).is_dir()):
-            return f"{option} {path}: want a file in a folder that exists"
+    obstacle = unwritable(json=args.json, plot=None if args.plot == NONE else args.plot)
+    if obstacle:
+        return obstacle
     try:
         torch.empty(1, device=args.device).add(1)
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         return f"--device {args.device}: {str(e).splitlines()[0]}"
     return None
-
-
-def _formats(given: str) -> list[str]:
-    words = [word.strip() for word in given.split(",") if word.strip()]
-    unknown = [w for w in words if w not in _FORMATS]
-    if unknown or not words:
-        raise argparse.ArgumentTypeError(f"want some of {', '.join(_FORMATS)}, got {given!r}")
-    return words
-
-
-def positive(given: str) -> Any:
-    if not given.isdigit() or int(given) == 0:
-        raise argparse.ArgumentTypeError(f"want a positive number, got {given!r}")
-    return int(given)
 
 
 def _picture(given: str) -> str:

@@ -12,13 +12,13 @@ from importlib import metadata
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from .. import __version__, env, plan
 from ..testing.cases import OPS, cases
 from ..testing.make import make
+from .arguments import screen
 
 _COMPILERS = ("gcc", "clang", "cc")
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what there is. Always 0: a machine without a GPU is not ill."""
-    console = Console()
+    console = screen()
     console.print(_pairs("versions", versions()))
     console.print(_pairs("devices", devices()))
     for device in usable_devices():

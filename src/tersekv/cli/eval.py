@@ -10,7 +10,8 @@ import torch
 from ..demo.attend import RUNNERS
 from ..demo.measure import Settings
 from ..demo.subject import BuiltIn
-from .demo import add_common, complain, positive, show
+from .arguments import complain, positive
+from .demo import add_common, show
 
 BOTH = "both"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")

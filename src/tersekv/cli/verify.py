@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from .. import __version__, env
 from ..plan import BACKENDS
 from ..testing.cases import OPS, cases
 from ..testing.verify import FAILED, PASSED, UNSUPPORTED, Result, verify
-from .arguments import names
+from .arguments import complain, names, screen, unwritable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,11 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a row per operation and format, then what failed. Returns 1 if anything did, or nothing ran."""
-    console = Console()
-    obstacle = unusable(args.device)
+    console = screen()
+    obstacle = unusable(args.device) or unwritable(json=args.json)
+    if not obstacle and not any(True for _ in cases(args.ops, args.formats, quick=args.quick)):
+        obstacle = "no case fits these options: no operation named has a format named"
     if obstacle:
-        Console(stderr=True).print(obstacle, markup=False, soft_wrap=True)
-        return 2
+        return complain(args, obstacle)
     results = []
     with console.status("verifying") as status:
         for r in verify(args.device, args.backend, ops=args.ops, formats=args.formats, quick=args.quick):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import counts
+
 
 def renamed(names: Mapping[str, str], function: Callable[..., Any], *args: Any) -> Any:
     """function(*args); an error about one of tersekv's arguments names the caller's instead.
@@ -19,7 +21,7 @@ def renamed(names: Mapping[str, str], function: Callable[..., Any], *args: Any) 
         return function(*args)
     except (TypeError, ValueError) as e:
         field, colon, rest = str(e).partition(":")
-        rest = re.sub(r"\bas in (\w+)", lambda other: f"as in {names.get(other[1], other[1])}", rest)
+        rest = re.sub(r"\bas in ([\w.]+)", lambda other: f"as in {names.get(other[1], other[1])}", rest)
         told = f"{names.get(field, field)}:{rest}"
         if not colon or told == str(e):
             raise
@@ -53,11 +55,14 @@ def tensor(name: str, x: object, shape: str = "") -> Tensor:
     return x
 
 
-def whole(name: str, x: object) -> int:
-    """x, a Python integer; no tensor's value is looked at."""
-    if not isinstance(x, int):
-        raise TypeError(f"{name}: want int, got {type(x).__name__}")
-    return x
+def whole(name: str, x: object, least: int | None = None) -> int:
+    """x, an integer of at least `least`. A tensor is refused, since reading it could wait for the device."""
+    if isinstance(x, Tensor):
+        raise TypeError(f"{name}: want int, got Tensor")
+    number = counts.whole(name, x)
+    if least is not None and number < least:
+        raise ValueError(f"{name}: want {least} or more, got {number}")
+    return number
 
 
 def scalar(name: str, x: object, device: torch.device) -> float | Tensor:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cache import PagedLatentLayer
 from ..calls import AppendCall, MLAAppendCall, RopeAppendCall
-from ..formats import NONE, TENSOR, kv_format
+from ..formats import FP8
+from ..layers import PagedLatentLayer
 from ..ops.registry import submit
 from ..ops.scales import split
 from ._adapt import dtype_name, renamed, scalar, tensor, whole
 from ._flashinfer_views import layer
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_UNSCALED = (torch.bfloat16, torch.float16, *FP8)  # caches that can be written without stored scales
 _ROPE_NAMES = {
     "positions": "pos_ids",
     "kv_positions": "positions",
@@ -156,11 +156,11 @@ def append_paged_kv_cache(
 
     An fp8 cache gets the saturating cast of the rows. Raises ValueError or TypeError for a bad argument.
     """
+    for t in paged_kv_cache if isinstance(paged_kv_cache, (tuple, list)) else (paged_kv_cache,):
+        if isinstance(t, Tensor) and t.dtype not in _UNSCALED:
+            want = " | ".join(map(dtype_name, _UNSCALED))
+            raise ValueError(f"paged_kv_cache: want {want}, got {dtype_name(t.dtype)}")
     kv = renamed(_APPEND_NAMES, layer, paged_kv_cache, kv_layout, None)
-    if kv_format(kv.format).scale not in (NONE, TENSOR):
-        raise ValueError(
-            f"paged_kv_cache: want bfloat16, float16, float8_e4m3fn or float8_e5m2, got {dtype_name(kv.k.dtype)}"
-        )
     call = AppendCall(
         append_key, append_value, kv.k, kv.v, None, None, *_place(batch_indices, positions, kv_indptr, kv_indices),
         kv.format, 1.0, None, 1.0, None, True,
@@ -197,10 +197,13 @@ def append_paged_mla_kv_cache(
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
-    """`flashinfer.get_seq_lens`: tokens of each request [B], from its pages and the entries of its last page."""
+    """`flashinfer.get_seq_lens`: tokens of each request [B], from its pages and the entries of its last page.
+
+    Raises ValueError or TypeError for a bad argument.
+    """
     pages = _signed("kv_indptr", kv_indptr, "B + 1").diff()
-    last = _signed("kv_last_page_len", kv_last_page_len, "B")
-    return (pages - 1).clamp(min=0) * whole("page_size", page_size) + last
+    last = _alike("kv_last_page_len", kv_last_page_len, pages)
+    return (pages - 1).clamp(min=0) * whole("page_size", page_size, 1) + last
 
 
 def get_batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int) -> tuple[Tensor, Tensor]:
@@ -209,12 +212,12 @@ def get_batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: in
         append_indptr:  [B + 1]  first new token of each request
         seq_lens:       [B]      tokens of each request in the cache, the new ones included
 
-    Returns int32 (batch_indices [nnz], positions [nnz]); tokens past append_indptr[-1] get -1 and 0.
+    Returns int32 (batch_indices [nnz], positions [nnz]); tokens past append_indptr[-1] get -1 and 0. Raises ValueError
+    or TypeError for a bad argument.
     """
-    ends, lens = _signed("append_indptr", append_indptr, "B + 1")[1:], _signed("seq_lens", seq_lens, "B")
-    if lens.shape != ends.shape or lens.device != ends.device:
-        raise ValueError(f"seq_lens: want [{ends.shape[0]}] on {ends.device}, got {list(lens.shape)} on {lens.device}")
-    token = torch.arange(whole("nnz", nnz), dtype=ends.dtype, device=ends.device)
+    ends = _signed("append_indptr", append_indptr, "B + 1")[1:]
+    lens = _alike("seq_lens", seq_lens, ends)
+    token = torch.arange(whole("nnz", nnz, 0), dtype=ends.dtype, device=ends.device)
     if ends.numel() == 0:
         return torch.full_like(token, -1, dtype=torch.int32), torch.zeros_like(token, dtype=torch.int32)
     request = torch.searchsorted(ends, token, right=True)
@@ -235,7 +238,7 @@ def _quantize_dtype(asked: torch.dtype | None, q_rope_out: Tensor | None, q_nope
         return torch.float8_e4m3fn
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"quantize_dtype: want torch.dtype, got {type(dtype).__name__}")
-    if dtype not in _FP8:
+    if dtype not in FP8:
         raise ValueError(f"{name}: want float8_e4m3fn or float8_e5m2, got {dtype_name(dtype)}")
     return dtype
 
@@ -283,3 +286,11 @@ def _signed(name: str, x: Tensor, shape: str) -> Tensor:
     if tensor(name, x, shape).dtype not in (torch.int32, torch.int64, torch.uint32):
         raise ValueError(f"{name}: want int32, int64 or uint32, got {dtype_name(x.dtype)}")
     return x.to(torch.int64) if x.dtype == torch.uint32 else x
+
+
+def _alike(name: str, x: Tensor, other: Tensor) -> Tensor:
+    """Indices [B], one for each entry of `other`."""
+    x = _signed(name, x, "B")
+    if x.shape != other.shape or x.device != other.device:
+        raise ValueError(f"{name}: want [{len(other)}] on {other.device}, got {list(x.shape)} on {x.device}")
+    return x

@@ -7,8 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ..cache import PagedKVLayer, PagedLatentLayer
 from ..formats import BLOCK, TOKEN_HEAD, kv_format
+from ..layers import PagedKVLayer, PagedLatentLayer
 from ._adapt import dtype_name, joined, tensor, whole
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import PagedLatentLayer
+from ..layers import PagedLatentLayer
 from ..ops.mla import MLAPrefillPlan, mla_decode, mla_prefill, mla_project
-from ._adapt import renamed, tensor
-from ._max_cache import PagedKVCacheCollection, number
+from ._adapt import renamed, tensor, whole
+from ._max_cache import PagedKVCacheCollection
 from ._max_project import check_weight
 
 _NAMES = {
@@ -23,7 +23,9 @@ _NAMES = {
     "cache_lens": "kv_collection.cache_lengths",
     "seq_lens": "kv_collection.cache_lengths",
     "cu_seqlens_q": "input_row_offsets",
-    "buffer_lengths": "buffer_length",
+    "plan.buffer_row_offsets": "buffer_row_offsets",
+    "plan.cache_offsets": "cache_offsets",
+    "plan.buffer_lengths": "buffer_length",
     "kv_c": "kv_input",
     "k_pe": "kv_input",
 }
@@ -48,7 +50,7 @@ class Step(NamedTuple):
 def prefill(
     step: Step, rows: Tensor, starts: Tensor, buffer_length: int, weight: Tensor, weight_scale: Tensor | None
 ) -> None:
-    length = number("buffer_length", buffer_length)
+    length = whole("buffer_length", buffer_length)
     if length == 0:
         return
     layer = _layer(step)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..cache import PagedLatentLayer
-from ._adapt import tensor
+from ..layers import PagedLatentLayer
+from ._adapt import tensor, whole
 
 
 class PagedKVCache(NamedTuple):
@@ -31,7 +30,7 @@ class PagedKVCache(NamedTuple):
         if self.blocks.shape[2] != 1:
             raise ValueError(f"kv_collection.blocks: want one head for MLA, got {self.blocks.shape[2]}")
         if self.scales is not None:
-            raise ValueError("kv_collection.scales: want None, since the MLA branches read rows without block scales")
+            raise ValueError("kv_collection.scales: want None for MLA, whose rows have no block scales, got a tensor")
         return PagedLatentLayer.of(self.blocks, kv_lora_rank=kv_lora_rank)
 
 
@@ -63,8 +62,8 @@ class PagedKVCacheCollection:
         self.blocks, self.scales = blocks, scales
         self.cache_lengths = tensor("cache_lengths", cache_lengths)
         self.lookup_table = tensor("lookup_table", lookup_table)
-        self.max_seq_length = number("max_seq_length", max_seq_length)
-        self.max_cache_length = number("max_cache_length", max_cache_length)
+        self.max_seq_length = whole("max_seq_length", max_seq_length)
+        self.max_cache_length = whole("max_cache_length", max_cache_length)
 
     def get_key_cache(self, layer_idx: int) -> PagedKVCache:
         """Keys of a layer (MLA: its latent rows), a view."""
@@ -81,7 +80,7 @@ class PagedKVCacheCollection:
         return int(self.cache_lengths[request])
 
     def _get(self, side: int, layer_idx: int) -> PagedKVCache:
-        layer, layers = number("layer_idx", layer_idx), self.blocks.shape[2]
+        layer, layers = whole("layer_idx", layer_idx), self.blocks.shape[2]
         if not 0 <= layer < layers:
             raise ValueError(f"layer_idx: want a number in [0, {layers}), got {layer}")
         return PagedKVCache(
@@ -119,10 +118,3 @@ def plan_into(
     left = ends[-1] - first[:, 0]
     # MAX marks the chunks behind the last one with -1; a last one may be empty.
     buffer_lengths.copy_(torch.where(left < 0, -1, left.clamp(max=buffer_size)))
-
-
-def number(name: str, x: int) -> int:
-    """A host integer. A tensor is refused, since reading it could wait for the device."""
-    if isinstance(x, Tensor) or not hasattr(x, "__index__"):
-        raise TypeError(f"{name}: want int, got {type(x).__name__}")
-    return operator.index(x)

@@ -1,4 +1,4 @@
-"""FlashInfer's signatures over tersekv's operations. They rename and convert units; nothing is computed here.
+"""FlashInfer's signatures over tersekv's operations. They rename and convert units; kernels are tersekv's own.
 
     from tersekv.compat.flashinfer import xqa_batch_decode_with_kv_cache
 
@@ -14,9 +14,9 @@ import math
 import torch
 from torch import Tensor
 
-from ..cache import PagedKVLayer
 from ..calls import DecodeCall, MergeCall, MLADecodeCall
-from ..formats import BLOCK, TENSOR, kv_format, latent_format
+from ..formats import BLOCK, FP8, TENSOR, kv_format, latent_format
+from ..layers import PagedKVLayer
 from ..ops.registry import submit
 from ..ops.scales import split
 from ._adapt import dtype_name, joined, renamed, scalar, tensor, whole
@@ -44,7 +44,6 @@ __all__ = [
 
 Scale = float | Tensor
 _LN2 = math.log(2.0)
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _DECODE_NAMES = {
     "q": "query",
     "page_table": "block_tables",
@@ -136,7 +135,7 @@ def xqa_batch_decode_with_kv_cache(
         out = torch.empty(*query.shape[:2], dv, dtype=query.dtype, device=query.device)
     logits: dict[str, Scale] = {"bmm1_scale": bmm1_scale}
     outputs: dict[str, Scale] = {"bmm2_scale": bmm2_scale}
-    if o_scale is not None and out.dtype not in _FP8:
+    if o_scale is not None and out.dtype not in FP8:
         outputs["o_scale"] = o_scale
     if whole("window_left", window_left) < -1:
         raise ValueError(f"window_left: want a number of keys, or -1 for all, got {window_left}")
@@ -209,7 +208,7 @@ def xqa(
     if window < 0:
         raise ValueError(f"sliding_win_size: want a number of keys, or 0 for all, got {window}")
     scalar("rcp_out_scale", rcp_out_scale, q.device)
-    if output.dtype in _FP8:
+    if output.dtype in FP8:
         outputs["rcp_out_scale"] = rcp_out_scale
     call = _decode_call(
         query, kv, page_table, lens, q_cu_seq_lens, mask, sinks, result, rows, window,
@@ -238,7 +237,8 @@ def xqa_mla(
         q:           [B, 1, H, L + R]  e4m3 | e5m2 | bf16 | fp16; any H
         k_cache:     rows of L + R: [tokens, L + R], [P, S, L + R] or [P, S, 1, L + R]; or uint8 rows of fp8_ds_mla
         v_cache:     the same rows, or their first L columns: one latent row is key and value. Other memory is
-                     read as its own values, by the op for K/V caches
+                     read as its own values, by the op for K/V caches; under torch.compile, which cannot compare
+                     addresses, so is all but k_cache itself
         page_table:  [B, max_pages]; seq_lens [B, 1] or [B]
         output:      [B, 1, H, L]  bf16 | fp16 | fp32 | fp8, written in place; it says what L is
         page_size:   S, any that the backend takes
@@ -254,7 +254,7 @@ def xqa_mla(
             f"v_cache: want the rows of k_cache {list(k.shape)} {dtype_name(k.dtype)}, or their first {rank} columns, "
             f"got {list(v.shape)} {dtype_name(v.dtype)}"
         )
-    if v is not k and (v.data_ptr() != k.data_ptr() or v.stride() != k.stride()):
+    if v_cache is not k_cache and not _same_rows(k, v):
         kv = renamed(_XQA_NAMES, layer, (k[:, :, None], v[:, :, None, :rank]), "NHD", None)
         factors: tuple[dict[str, Scale], ...] = {"q_scale": q_scale, "kv_scale": kv_scale}, {"kv_scale": kv_scale}
         call: tuple = _decode_call(query, kv, page_table, lens, None, None, None, result, 1, 0, *factors)
@@ -272,6 +272,11 @@ def xqa_mla(
         *split(kv_scale if scaled else 1.0), *split(1.0 if scaled else kv_scale), "exact",
     )  # fmt: skip
     renamed(_XQA_NAMES, submit, "mla_decode", call, None)
+
+
+def _same_rows(k: Tensor, v: Tensor) -> bool:
+    """Whether two views begin and go on alike; while compiling, where nobody knows, that they do not."""
+    return not torch.compiler.is_compiling() and v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:

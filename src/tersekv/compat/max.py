@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._adapt import tensor
+from ._adapt import tensor, whole
 from ._max_branches import Step, check_granularity, check_variant, decode, prefill
-from ._max_cache import PagedKVCache, PagedKVCacheCollection, number, plan_into
+from ._max_cache import PagedKVCache, PagedKVCacheCollection, plan_into
 
 __all__ = [
     "PagedKVCache",
@@ -145,7 +145,7 @@ def mla_prefill_decode_graph_fp8(
         output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
         backend,
     )  # fmt: skip
-    if number("max_seq_len", max_seq_len) == 1:
+    if whole("max_seq_len", max_seq_len) == 1:
         decode(step, w_uk, tensor("w_uk_scale", w_uk_scale), w_uv, tensor("w_uv_scale", w_uv_scale))
     else:
         kv_b_proj_scale = tensor("kv_b_proj_scale", kv_b_proj_scale)
@@ -165,7 +165,7 @@ def mla_prefill_decode_graph_bf16(
         output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
         backend,
     )  # fmt: skip
-    if number("max_seq_len", max_seq_len) == 1:
+    if whole("max_seq_len", max_seq_len) == 1:
         decode(step, w_uk, None, w_uv, None)
     else:
         prefill(step, buffer_row_offsets, cache_offsets, buffer_length, kv_b_proj, None)
@@ -188,7 +188,7 @@ def mla_prefill_plan(
     lengths [32, 8]. Raises ValueError for shapes that do not fit, and for tokens beyond max_chunks where the lengths
     lie on the host. `tersekv.mla_prefill_plan` plans on the host.
     """
-    size = number("buffer_token_size", buffer_token_size)
+    size = whole("buffer_token_size", buffer_token_size)
     if size <= 0:
         raise ValueError(f"buffer_token_size: want a positive number, got {size}")
     plan_into(buffer_row_offsets, cache_offsets, buffer_lengths, input_row_offsets, k_cache.cache_lengths, size)

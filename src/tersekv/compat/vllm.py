@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cache import PagedKVLayer, PagedLatentLayer
+from ..formats import latent_bytes_per_token
+from ..layers import PagedKVLayer, PagedLatentLayer
 from ..ops.append import append
 from ..ops.mla import mla_append
 from ._adapt import dtype_name, first_rows, renamed, tensor
@@ -33,6 +34,8 @@ _MLA_NAMES = {
     "kpe": "kv_cache",
     "ckv_scale_cache": "kv_cache",
     "latent cache": "kv_cache",
+    "kv_lora_rank": "kv_c",
+    "qk_rope_head_dim": "k_pe",
     "kv_scale": "scale",
 }
 
@@ -143,6 +146,11 @@ def concat_and_cache_mla(
     else:
         format, stored = _cache_format(kv_cache_dtype, "kv_cache", tensor("kv_cache", kv_cache), ", fp8_ds_mla")
         rows = _seen_as("kv_cache", kv_cache, stored)
+    row = renamed(_MLA_NAMES, latent_bytes_per_token, format, kv_c.shape[1], k_pe.shape[-1])
+    if rows.dim() > 0 and rows.shape[-1] * rows.element_size() != row:
+        sizes = f"{kv_c.shape[1]} (kv_c) and {k_pe.shape[-1]} (k_pe)"
+        got = f"{list(rows.shape)} {dtype_name(rows.dtype)}"
+        raise ValueError(f"kv_cache: want rows of {row} bytes for {sizes} in {format}, got {got}")
     kv_scale = _scale("scale", scale) if format in _FP8_FORMAT.values() else 1.0
     layer = renamed(_MLA_NAMES, _latent_layer, rows, format, kv_c.shape[1], kv_scale)
     renamed(_MLA_NAMES, mla_append, kv_c, k_pe, layer, slot_mapping)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .parts import RMSNorm, SwiGLU, init_weights, interleaved_table, rms_norm, rotate_interleaved
+from .parts import ByteLM, RMSNorm, SwiGLU, interleaved_table, rms_norm, rotate_interleaved
 
 # attend(layer_idx, q [..., T, H, Dn + Dr], kv_c [..., T, L], k_pe [..., T, Dr]) -> [..., T, H, Dv];
 # q's last Dr columns and k_pe arrive unrotated, kv_c un-normed.
@@ -97,25 +97,9 @@ class DeepseekLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class DeepseekLM(nn.Module):
-    """Bytes in, next-byte logits out. Everything that remembers earlier tokens is in `attend`."""
-
+class DeepseekLM(ByteLM):
     def __init__(self, config: DeepseekConfig | None = None):
-        super().__init__()
-        c = self.config = config or DeepseekConfig()
-        self.embed = nn.Embedding(c.vocab_size, c.dim)
-        self.layers = nn.ModuleList(DeepseekLayer(c) for _ in range(c.num_layers))
-        self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.lm_head = nn.Linear(c.dim, c.vocab_size, bias=False)
-        init_weights(self)
+        super().__init__(config or DeepseekConfig(), DeepseekLayer)
 
     def dense_attention(self) -> DenseLatentAttention:
         return DenseLatentAttention(self)
-
-    def forward(self, tokens: Tensor, attend: LatentAttend | None = None) -> Tensor:
-        """tokens [T] or [B, T] integer -> logits [..., T, vocab]; `attend`: dense unless given."""
-        attend = attend or self.dense_attention()
-        x = self.embed(tokens)
-        for layer_idx, layer in enumerate(self.layers):
-            x = layer(x, layer_idx, attend)
-        return self.lm_head(self.norm(x))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .parts import RMSNorm, SwiGLU, half_split_table, init_weights, rotate_half_split
+from .parts import ByteLM, RMSNorm, SwiGLU, half_split_table, rotate_half_split
 
 # attend(layer_idx, q [..., T, Hq, D], k [..., T, H, D], v [..., T, H, D]) -> [..., T, Hq, D];
 # q and k arrive unrotated.
@@ -79,25 +79,9 @@ class LlamaLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class LlamaLM(nn.Module):
-    """Bytes in, next-byte logits out. Everything that remembers earlier tokens is in `attend`."""
-
+class LlamaLM(ByteLM):
     def __init__(self, config: LlamaConfig | None = None):
-        super().__init__()
-        c = self.config = config or LlamaConfig()
-        self.embed = nn.Embedding(c.vocab_size, c.dim)
-        self.layers = nn.ModuleList(LlamaLayer(c) for _ in range(c.num_layers))
-        self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.lm_head = nn.Linear(c.dim, c.vocab_size, bias=False)
-        init_weights(self)
+        super().__init__(config or LlamaConfig(), LlamaLayer)
 
     def dense_attention(self) -> DenseAttention:
         return DenseAttention(self.config, self.embed.weight.device)
-
-    def forward(self, tokens: Tensor, attend: LlamaAttend | None = None) -> Tensor:
-        """tokens [T] or [B, T] integer -> logits [..., T, vocab]; `attend`: dense unless given."""
-        attend = attend or self.dense_attention()
-        x = self.embed(tokens)
-        for layer_idx, layer in enumerate(self.layers):
-            x = layer(x, layer_idx, attend)
-        return self.lm_head(self.norm(x))

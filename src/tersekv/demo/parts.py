@@ -1,6 +1,9 @@
-"""What both demo models share: norm, feed-forward, rotary tables and rotations, weight initialisation."""
+"""What both demo models share: norm, feed-forward, rotary tables and rotations, all but attention, initialisation."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +70,31 @@ def rotate_interleaved(x: Tensor, table: Tensor) -> Tensor:
     cos, sin = table[:, None, 0::2], table[:, None, 1::2]
     a, b = x.float()[..., 0::2], x.float()[..., 1::2]
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+
+
+class ByteLM(nn.Module):
+    """Bytes in, next-byte logits out. Everything that remembers earlier tokens is in `attend`."""
+
+    def __init__(self, config: Any, layer: Callable[[Any], nn.Module]):
+        super().__init__()
+        c = self.config = config
+        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.layers = nn.ModuleList(layer(c) for _ in range(c.num_layers))
+        self.norm = RMSNorm(c.dim, c.norm_eps)
+        self.lm_head = nn.Linear(c.dim, c.vocab_size, bias=False)
+        init_weights(self)
+
+    def dense_attention(self) -> Callable[..., Tensor]:
+        """An `attend` that keeps earlier tokens as they are."""
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor, attend: Callable[..., Tensor] | None = None) -> Tensor:
+        """tokens [T] or [B, T] integer -> logits [..., T, vocab]; `attend`: dense unless given."""
+        attend = attend or self.dense_attention()
+        x = self.embed(tokens)
+        for layer_idx, layer in enumerate(self.layers):
+            x = layer(x, layer_idx, attend)
+        return self.lm_head(self.norm(x))
 
 
 def init_weights(model: nn.Module) -> None:

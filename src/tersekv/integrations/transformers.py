@@ -67,10 +67,10 @@ def attention(
         )
     if dropout:
         raise UnsupportedError(f"dropout: want 0, since a quantised cache is for inference, got {dropout}")
-    if module.training and query.requires_grad:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         raise UnsupportedError(
-            "model.training: want model.eval() or torch.no_grad(), since no gradient flows through a quantised cache, "
-            "got a model in training"
+            "requires_grad: want a forward under torch.no_grad(), or model.requires_grad_(False), since no gradient "
+            "flows through a quantised cache, got a query, key or value that wants one"
         )
     for name in _REFUSED:
         if kwargs.get(name) is not None:

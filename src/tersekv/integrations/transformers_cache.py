@@ -207,6 +207,11 @@ class TersekvCache(Cache):
         scales = {"k_scale": k_scale, "v_scale": v_scale, "kv_scale": kv_scale}
         self._scales = {name: _each(name, s, len(windows)) for name, s in scales.items()}
         self._latent_sizes = (getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None))
+        if format not in KV_FORMATS and None in self._latent_sizes:
+            known = ", ".join(KV_FORMATS)
+            raise ValueError(
+                f"format: want one of {known} for {config.model_type}, which caches K and V, got {format!r}"
+            )
         self.format, self.exact_prefill = format, exact_prefill and format not in HALF
         self.book = Book(Capacity(page_size, chunk, max_tokens, num_pages))
         self.paged = [TersekvLayer(self, i, w) for i, w in enumerate(windows)]

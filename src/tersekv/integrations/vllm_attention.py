@@ -23,8 +23,8 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from ..cache import PagedKVLayer
 from ..formats import KVFormat, kv_format
+from ..layers import PagedKVLayer
 from ..ops.append import append
 from ..ops.decode import decode
 
@@ -261,7 +261,8 @@ def pages_of(kv_cache: Tensor, kv_cache_dtype: str, head_size: int, k_scale: Ten
     """
     name = _AUTO.get(kv_cache.dtype) if kv_cache_dtype == "auto" else _FORMATS.get(kv_cache_dtype)
     if name is None:
-        raise ValueError(f"kv_cache: want pages of {', '.join(map(str, _AUTO))} for {kv_cache_dtype!r}")
+        known = ", ".join(map(str, _AUTO))
+        raise ValueError(f"kv_cache: want pages of {known} for {kv_cache_dtype!r}, got {kv_cache.dtype}")
     f = kv_format(name)
     row = f.row_bytes(head_size)
     if kv_cache.dim() != 4 or kv_cache.shape[3] * kv_cache.element_size() != 2 * row:

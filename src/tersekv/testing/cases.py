@@ -196,6 +196,8 @@ def _decode(base: Case, i: int) -> Iterator[Case]:
         yield replace(case, quick=False)
     if kv_format(base.format).scale == "tensor":
         yield replace(base, name="a scale per head", scale="head", quick=False)
+    if base.format == "bf16":
+        yield replace(base, name="fp16 query spread", dtype="float16", spread=True, quick=False)
 
 
 def _mla_decode(base: Case, i: int) -> Iterator[Case]:

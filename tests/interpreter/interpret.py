@@ -1,9 +1,9 @@
-"""Exact casts for Triton's CPU interpreter, for tests only.
+"""Exact casts for Triton's CPU interpreter.
 
 The interpreter of Triton 3.6 rounds fp32 → fp8 ties away from zero, drops carries, does not saturate, truncates
 fp32 → bf16 and reads an e4m3 NaN as 480. `install()` replaces its one float-conversion function by torch's casts,
 saturating where the destination is fp8, as `cvt.rn.satfinite` does. It touches a private function, so it refuses an
-interpreter that it does not know; tests/interpreter/test_casts.py checks every bf16 value and every fp8 code.
+interpreter that it does not know; test_casts.py checks every bf16 value and every fp8 code.
 
 TRITON_INTERPRET=1 must be set before triton is imported: it changes what `@triton.jit` returns.
 """
@@ -19,11 +19,6 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 _PARAMETERS = ["input", "input_dtype", "output_dtype", "rounding_mode"]
-
-
-def active() -> bool:
-    """Does `@triton.jit` interpret in this process?"""
-    return bool(triton.knobs.runtime.interpret)
 
 
 def install() -> None:

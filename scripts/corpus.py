@@ -1,6 +1,6 @@
 """The text the demo models learn from: the documentation that comes with the running Python.
 
-Only `scripts/train_demo_models.py` and a test need this; running a shipped model needs `heldout.txt` alone.
+`train_demo_models.py` needs this; running a shipped model needs the package's `heldout.txt` alone.
 """
 
 from __future__ import annotations
