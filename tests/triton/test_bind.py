@@ -36,44 +36,49 @@ def launched(monkeypatch):
     return runs
 
 
-def binders(call, op: str):
-    """The modules of the backends that would run this call on Hopper, with their configurations."""
+def prepared(call, op: str, backend: str):
+    """The backend's module for this call on Hopper, with its configuration; or None."""
     f = plan.facts(op, call, 90)
     checks.facts(f)
-    for backend in ("gluon", "triton"):
-        module = plan._module(backend, op)
-        if hasattr(module, "bind") and module.why_not(f) is None:
-            yield module, module.configure(f)
+    module = plan._module(backend, op)
+    return (module, module.configure(f)) if module.why_not(f) is None else None
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_bound_launches_get_what_the_long_way_gives(op, launched):
+def assert_bound_as_run(op: str, backend: str, launched: list) -> None:
     seen = 0
     for case in cases((op,)):
         call = make(case)
         if op == "mla_prefill" and call.kv_b_proj_scale is None:
             continue  # a product that Triton launches itself
         tensors = {n: x for n, x in zip(TENSORS[op], FIELDS[op][0](call), strict=True) if x is not None}
-        for module, config in binders(call, op):
-            for _ in range(3):  # compiles; keeps descriptors; launches
-                launched.clear()
-                module.run(call, config)
-            wanted = list(launched)
+        found = prepared(call, op, backend)
+        if found is None:
+            continue
+        module, config = found
+        for _ in range(3):  # compiles; keeps descriptors; launches
             launched.clear()
-            ready = module.bind(config, {n: i for i, n in enumerate(tensors)})
-            if ready is None:
-                # There is nothing to launch, or, of a prefill, more than the bound launches do.
-                assert not wanted or op == "mla_prefill", case.id
-                continue
-            assert ready([x.data_ptr() for x in tensors.values()]), case.id
-            assert launched == wanted, case.id
-            seen += 1
+            module.run(call, config)
+        wanted = list(launched)
+        launched.clear()
+        ready = module.bind(config, {n: i for i, n in enumerate(tensors)})
+        if ready is None:
+            # There is nothing to launch, or, of a prefill, more than the bound launches do.
+            assert not wanted or op == "mla_prefill", case.id
+            continue
+        assert ready([x.data_ptr() for x in tensors.values()]), case.id
+        assert launched == wanted, case.id
+        seen += 1
     assert seen > 3
 
 
-def test_caches_that_are_not_described_yet_are_not_launched_for(launched):
-    call = make(next(cases(("decode",), ("fp8_e4m3",))))
-    ((module, config), *_) = binders(call, "decode")
+@pytest.mark.parametrize("op", [op for op in OPS if op != "mla_prefill"])  # of which Triton's launches are not bound
+def test_bound_launches_get_what_the_long_way_gives(op, launched):
+    assert_bound_as_run(op, "triton", launched)
+
+
+def assert_unknown_caches_are_refused(backend: str, launched: list) -> None:
+    call = make(next(c for c in cases(("decode",), ("fp8_e4m3",)) if c.page == 64))
+    module, config = prepared(call, "decode", backend)
     tensors = [x for x in FIELDS["decode"][0](call) if x is not None]
     names = [n for n, x in zip(TENSORS["decode"], FIELDS["decode"][0](call), strict=True) if x is not None]
     for _ in range(2):
@@ -87,6 +92,10 @@ def test_caches_that_are_not_described_yet_are_not_launched_for(launched):
     assert not launched
     assert ready(addresses)
     assert launched
+
+
+def test_caches_that_are_not_described_yet_are_not_launched_for(launched):
+    assert_unknown_caches_are_refused("triton", launched)
 
 
 def test_nothing_is_bound_before_it_is_compiled():

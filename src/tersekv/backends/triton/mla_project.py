@@ -54,7 +54,8 @@ def configure(f: SimpleNamespace) -> Config:
     by_hand = launch.e4m3_by_hand(f)
     tile = _tile(f.x.shape[0], f.weight.shape[1], f.x.shape[2], f.weight_scale is not None)
     if by_hand:  # older chips: no launches that overlap, nor the registers for weights ahead
-        tile = Tile(max(16, min(64, tile.block_m)), 64, 4, False, 0)
+        rows = max(16, min(64, tile.block_m))
+        tile = Tile(rows, 64, 8 if rows > 32 else 4, False, 0)
     return Config(tile, not by_hand, launch.rounds_to_fp8(f), overlaps(f), [])
 
 
