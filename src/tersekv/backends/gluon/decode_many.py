@@ -14,11 +14,11 @@ from .decode_fetch import make_rings
 from .decode_many_convert import KINDS, SCALE_TURNS, convert_share
 from .decode_many_ring import barriers, give_back, wait_full
 from .decode_many_softmax import LANES, ROWS, by_lane, lanes_of, scaled, score_layout, weigh
-from .decode_wide import column_of
-from .decode_work import finish, per_head, share_and_place
+from .decode_rows import column_of, store_rows, store_state
+from .decode_work import per_head, share_and_place
 from .mla_prefill_softmax import packed, unpacked
 from .pipeline import launch_dependents, make_barriers, wait_for_previous
-from .schedule import LOG2E, meta_of, output, request_tiles, scalar, zero_padding
+from .schedule import LOG2E, meta_of, request_tiles, scalar, zero_padding
 
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf times it is −inf
 
@@ -113,42 +113,12 @@ def attend_ahead(q, scale, softcap, rings, bars, turn, t0, t1, u0, u1, seen_by, 
 
 
 @gluon.jit
-def store_state(PART, slot, m, l, acc, rows_left, which: gl.constexpr, c: gl.constexpr):
-    """Write a cut segment's state, columns as decode_kernels.store_state has them."""
-    O: gl.constexpr = acc.type.layout
-    o_r = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, O))
-    p_row = PART + (slot.to(gl.int64) * c.ROWS + o_r) * c.PART_COLUMNS
-    column = column_of(gl.arange(0, c.PARTS * c.WORDS_V, gl.SliceLayout(0, O)), c)
-    o_d = column % c.PARTS * c.BLOCK_DV + column // c.PARTS
-    m_row = o_r < rows_left
-    gl.store(p_row[:, None] + o_d[None, :], acc, mask=m_row[:, None])
-    gl.store(p_row + c.PART_COLUMNS - 2, m, mask=m_row)
-    gl.store(p_row + c.PART_COLUMNS - 1, l, mask=m_row)
-
-
-@gluon.jit
-def store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h, tokens, r0, rows_left, strides, c: gl.constexpr):
-    """Write finished rows to `out`, and their LSE."""
-    so_t, so_h, sl_t, sl_h = strides
-    O: gl.constexpr = acc.type.layout
-    o_r = r0 + gl.arange(0, ROWS, gl.SliceLayout(1, O))
-    heads = (h * c.GROUP + o_r % c.GROUP).to(gl.int64)
-    at = (tokens + o_r // c.GROUP).to(gl.int64)
-    m_row = o_r < rows_left
-    factor, lse = finish(m, l, h_scale * c.V_FACTOR, SINKS, heads, m_row, c)
-    o_d = column_of(gl.arange(0, c.PARTS * c.WORDS_V, gl.SliceLayout(0, O)), c)
-    p_out = (OUT + at * so_t + heads * so_h)[:, None] + o_d[None, :]
-    gl.store(p_out, output(acc * factor[:, None], OUT, c), mask=m_row[:, None])
-    if c.HAS_LSE:
-        gl.store(LSE + at * sl_t + heads * sl_h, lse, mask=m_row)
-
-
-@gluon.jit
 def attend(tensors, numbers, strides, rings, bars, team, place, which: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
     """Attend 64 query rows over the share [x, end)."""
     Q, LENS, CU, MASK, SINKS, OUT, LSE, PART, META = tensors
     score_scale, k_scale, K_T, v_scale, V_T, out_scale, softcap = numbers
     sq_t, sq_h, sm_t, so_t, so_h, sl_t, sl_h = strides
+    of_rows = (so_t, so_h, sl_t, sl_h)
     i_share, h, per = team
     x, end, b, base = place
     k_scales = score_scale * per_head(k_scale, K_T, h, c.K_T, c.K_T_STRIDE)
@@ -183,16 +153,17 @@ def attend(tensors, numbers, strides, rings, bars, team, place, which: gl.conste
         )
         ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
         m, l = gl.convert_layout(gl.max(m, 1), ROW), gl.convert_layout(gl.sum(l, 1), ROW)
+        o_m = gl.arange(0, ROWS, ROW)
         if t0 == 0:  # all warpgroups write the same
             pieces = (base + (segment + 1) * tiles - 1) // per - i_share + 1
             p_meta = META + ((b * g.SEGMENTS + segment) * g.GROUPS + h) * 2
             gl.store(p_meta, pieces)
             gl.store(p_meta + 1, i_share)
         if t1 - t0 == tiles:
-            store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h, q0, r0, rows * c.GROUP, (so_t, so_h, sl_t, sl_h), c)
+            store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h, q0, r0 + o_m, rows * c.GROUP, of_rows, c)
         else:
             slot = 2 * (i_share * c.HEADS + h) + gl.where(t0 == 0, 1, 0)
-            store_state(PART, slot, m, l, acc, rows * c.GROUP - segment * c.ROWS, which, c)
+            store_state(PART, slot, m, l, acc, which * ROWS + o_m, rows * c.GROUP - segment * c.ROWS, c)
         x += t1 - t0
 
 

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .decode_many_convert import KINDS, SCALE_TURNS
+from .decode_rows import visible
 from .mla_decode_pair import multiply_where_needed
 from .mla_decode_trio_score import RAISE_PTX
 from .mla_prefill_softmax import halves, shares_of_sum
@@ -22,29 +23,6 @@ MULTIPLY_128, CONSTRAINTS_128 = map(gl.constexpr, multiply_where_needed(128 // 2
 @gluon.constexpr_function
 def score_layout(c):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.TILE, 16])
-
-
-@gluon.jit
-def visible(key, n, rows, r0, q0, MASK, sm_t, c: gl.constexpr):
-    """Which of a tile's keys each query row sees: [ROWS, TILE]."""
-    L: gl.constexpr = score_layout(c)
-    o_n = key + gl.arange(0, c.TILE, gl.SliceLayout(0, L))
-    o_q = (r0 + gl.arange(0, ROWS, gl.SliceLayout(1, L))) // c.GROUP
-    prefix = n - rows
-    position = prefix + o_q
-    seen = (o_n < n)[None, :]
-    if c.HAS_MASK:
-        draft = o_n - prefix
-        p_word = MASK + (q0 + o_q)[:, None].to(gl.int64) * sm_t + (draft >> 4)[None, :]
-        asked = (draft >= 0)[None, :] & seen & (o_q < rows)[:, None]
-        word = gl.load(p_word, mask=asked, other=0).to(gl.int32)
-        bit = (word >> (draft & 15)[None, :]) & 1
-        seen = seen & ((draft < 0)[None, :] | (bit == 1))
-    else:
-        seen = seen & (o_n[None, :] <= position[:, None])
-    if c.WINDOW > 0:
-        seen = seen & (o_n[None, :] > position[:, None] - c.WINDOW)
-    return seen
 
 
 @gluon.jit
@@ -106,7 +84,7 @@ def weigh(s, m, scale, softcap, columns, turn, t, whole, seen_by, c: gl.constexp
     if c.TOKEN_SCALES:  # as with few rows: the value's scale joins the exponent
         s = s + load_column(columns, turn, 1, c)
     if not whole:
-        s = gl.where(visible(t * c.TILE, n, rows, r0, q0, MASK, sm_t, c), s, float("-inf"))
+        s = gl.where(visible(t * c.TILE, n, rows, r0, q0, MASK, sm_t, score_layout(c), ROWS, c), s, float("-inf"))
     top = tops(s)
     if PLAIN:
         top = top * scale

@@ -15,10 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from . import decode_rows
 from .decode_codes import SCALE_BYTE, key_parts, log2_and_inverse, scaled_e2m1
 from .decode_fetch import advance, fetch
-from .decode_work import finish
-from .schedule import LOG2E, output
+from .decode_rows import column_of, visible
+from .schedule import LOG2E
 
 
 @gluon.constexpr_function
@@ -59,15 +60,6 @@ def keys_layout(g):
 def bytes_layout(W, g):
     """Layout of block scales [keys, bytes] as they are loaded: a thread takes those of a key."""
     return gl.BlockedLayout([1, W // 4], [32, 1], [g.RB, 1], [1, 0])
-
-
-@gluon.jit
-def column_of(place, c: gl.constexpr):
-    """Column of the head at a place of a converted row."""
-    if c.PARTS == 2:
-        return place
-    else:
-        return place // 8 * 8 + place // 2 % 2 * 4 + place % 2 * 2 + place // 4 % 2
 
 
 @gluon.jit
@@ -203,29 +195,6 @@ def block_factor(scales, W: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
 
 
 @gluon.jit
-def visible(key, n, rows, r0, q0, MASK, sm_t, c: gl.constexpr, g: gl.constexpr):
-    """Which of a tile's keys each query row sees: [ROWS, TILE]."""
-    L: gl.constexpr = score_layout(c, g)
-    o_n = key + gl.arange(0, c.TILE, gl.SliceLayout(0, L))
-    o_q = (r0 + gl.arange(0, c.ROWS, gl.SliceLayout(1, L))) // c.GROUP
-    prefix = n - rows
-    position = prefix + o_q
-    seen = (o_n < n)[None, :]
-    if c.HAS_MASK:
-        draft = o_n - prefix
-        p_word = MASK + (q0 + o_q)[:, None].to(gl.int64) * sm_t + (draft >> 4)[None, :]
-        asked = (draft >= 0)[None, :] & seen & (o_q < rows)[:, None]
-        word = gl.load(p_word, mask=asked, other=0).to(gl.int32)
-        bit = (word >> (draft & 15)[None, :]) & 1
-        seen = seen & ((draft < 0)[None, :] | (bit == 1))
-    else:
-        seen = seen & (o_n[None, :] <= position[:, None])
-    if c.WINDOW > 0:
-        seen = seen & (o_n[None, :] > position[:, None] - c.WINDOW)
-    return seen
-
-
-@gluon.jit
 def softmax_step(s, m, l, scale, softcap, scales, t, n, rows, r0, q0, MASK, sm_t, MASKED: gl.constexpr,
                  c: gl.constexpr, g: gl.constexpr):  # fmt: skip
     """(maximum, sum, probabilities, factor of what was summed before) after a tile's products of query and keys."""
@@ -238,7 +207,7 @@ def softmax_step(s, m, l, scale, softcap, scales, t, n, rows, r0, q0, MASK, sm_t
     if c.TOKEN_SCALES:  # as with few rows: the value's scale joins the exponent
         s = s + scales[1].load(gl.SliceLayout(0, S))[None, :]
     if MASKED:
-        s = gl.where(visible(t * c.TILE, n, rows, r0, q0, MASK, sm_t, c, g), s, float("-inf"))
+        s = gl.where(visible(t * c.TILE, n, rows, r0, q0, MASK, sm_t, S, c.ROWS, c), s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1))
     base = gl.where(m_new == float("-inf"), 0.0, m_new)
     old = gl.exp2(m - base)
@@ -320,34 +289,17 @@ def attend_segment(
 
 @gluon.jit
 def store_state(PART, slot, m, l, acc, rows_left, c: gl.constexpr, g: gl.constexpr):
-    """Write a cut segment's state, columns as decode_kernels.store_state has them."""
-    O: gl.constexpr = sum_layout(c, g)
-    HN: gl.constexpr = gl.SliceLayout(1, O)
+    """Write a cut segment's state."""
+    HN: gl.constexpr = gl.SliceLayout(1, sum_layout(c, g))
     m, l = gl.convert_layout(m, HN, assert_trivial=True), gl.convert_layout(l, HN, assert_trivial=True)
-    o_r = gl.arange(0, c.ROWS, HN)
-    p_row = PART + (slot.to(gl.int64) * c.ROWS + o_r) * c.PART_COLUMNS
-    column = column_of(gl.arange(0, c.PARTS * c.WORDS_V, gl.SliceLayout(0, O)), c)
-    o_d = column % c.PARTS * c.BLOCK_DV + column // c.PARTS
-    m_row = o_r < rows_left
-    gl.store(p_row[:, None] + o_d[None, :], acc, mask=m_row[:, None])
-    gl.store(p_row + c.PART_COLUMNS - 2, m, mask=m_row)
-    gl.store(p_row + c.PART_COLUMNS - 1, l, mask=m_row)
+    decode_rows.store_state(PART, slot, m, l, acc, gl.arange(0, c.ROWS, HN), rows_left, c)
 
 
 @gluon.jit
 def store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h, tokens, r0, rows_left, so_t, so_h, sl_t, sl_h,
                c: gl.constexpr, g: gl.constexpr):  # fmt: skip
     """Write finished rows to `out`, and their LSE."""
-    O: gl.constexpr = sum_layout(c, g)
-    HN: gl.constexpr = gl.SliceLayout(1, O)
+    HN: gl.constexpr = gl.SliceLayout(1, sum_layout(c, g))
     m, l = gl.convert_layout(m, HN, assert_trivial=True), gl.convert_layout(l, HN, assert_trivial=True)
-    o_r = r0 + gl.arange(0, c.ROWS, HN)
-    heads = (h * c.GROUP + o_r % c.GROUP).to(gl.int64)
-    at = (tokens + o_r // c.GROUP).to(gl.int64)
-    m_row = o_r < rows_left
-    factor, lse = finish(m, l, h_scale * c.V_FACTOR, SINKS, heads, m_row, c)
-    o_d = column_of(gl.arange(0, c.PARTS * c.WORDS_V, gl.SliceLayout(0, O)), c)
-    p_out = (OUT + at * so_t + heads * so_h)[:, None] + o_d[None, :]
-    gl.store(p_out, output(acc * factor[:, None], OUT, c), mask=m_row[:, None])
-    if c.HAS_LSE:
-        gl.store(LSE + at * sl_t + heads * sl_h, lse, mask=m_row)
+    o_r, strides = r0 + gl.arange(0, c.ROWS, HN), (so_t, so_h, sl_t, sl_h)
+    decode_rows.store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h, tokens, o_r, rows_left, strides, c)
