@@ -14,7 +14,6 @@ from tersekv import KV_FORMATS, PagedKVCache, PagedKVLayer, append
 from tersekv.calls import AppendCall
 from tersekv.plan import dispatch
 
-torch.set_num_threads(1)
 INDEX = (torch.int32, torch.int64, torch.uint32)
 SCALED = ("fp8_e4m3", "fp8_e5m2", "nvfp4")
 HALF = ("bf16", "fp16")  # a NaN stays one, but which of their NaNs it becomes is left open

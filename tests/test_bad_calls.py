@@ -13,6 +13,7 @@ from tersekv import (
     PagedKVCache,
     PagedKVLayer,
     PagedLatentCache,
+    PagedLatentLayer,
     UnsupportedError,
     append,
     checks,
@@ -20,6 +21,7 @@ from tersekv import (
     merge_states,
     mla_append,
     mla_decode,
+    mla_decode_branch,
     mla_prefill,
     mla_prefill_plan,
     mla_project,
@@ -29,6 +31,8 @@ from tersekv import (
 )
 from tersekv.calls import CALLS, AppendCall
 from tersekv.ops import registry
+from tersekv.testing.cases import cases
+from tersekv.testing.make import make
 
 BF, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 E4M3 = torch.float8_e4m3fn
@@ -87,6 +91,13 @@ def good(op: str) -> dict:
             "x": bf(3, 2, 128), "weight": torch.zeros(2, 128, 128).to(E4M3), "weight_scale": torch.ones(2, 1, 1),
             "out": bf(3, 2, 128),
         },
+        "mla_decode_branch": lambda: {
+            "q": bf(3, 2, 144), "cache": latent(), "page_table": torch.zeros(2, 3, dtype=I32),
+            "cache_lens": i32(3, 6), "cu_seqlens_q": i32(0, 2, 3), "max_q_len": 2, "freqs_cis": torch.zeros(9, 16),
+            "kv_norm_gamma": bf(128), "w_uk": torch.zeros(2, 128, 128).to(E4M3), "w_uk_scale": torch.ones(2, 1, 1),
+            "w_uv": torch.zeros(2, 128, 128).to(E4M3), "w_uv_scale": torch.ones(2, 1, 1), "kv_c": bf(3, 128),
+            "k_pe": bf(3, 16), "softmax_scale": torch.ones(1), "out": bf(3, 2, 128),
+        },
         "merge_states": lambda: {
             "outs": bf(2, 3, 2, 8), "lses": torch.zeros(2, 3, 2), "out": bf(3, 2, 8), "lse": torch.zeros(3, 2),
         },
@@ -96,7 +107,7 @@ def good(op: str) -> dict:
 VERBS = {
     "append": append, "rope_append": rope_append, "mla_append": mla_append, "decode": decode,
     "mla_decode": mla_decode, "mla_prefill": mla_prefill, "mla_project": mla_project,
-    "merge_states": merge_states,
+    "mla_decode_branch": mla_decode_branch, "merge_states": merge_states,
 }  # fmt: skip
 
 INDEX = "int32 | int64 | uint32"
@@ -151,6 +162,8 @@ BAD_VALUES = [
      "format: want one of bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_per_token_head, int8_per_token_head, nvfp4 "
      "for K/V caches, got 'fp4'"),
     ("append", {"backend": "cuda"}, f"backend: want one of {', '.join(plan.BACKENDS)}, got 'cuda'"),
+    ("append", {"backend": ""}, f"backend: want one of {', '.join(plan.BACKENDS)}, got ''"),
+    ("decode", {"backend": 0}, f"backend: want one of {', '.join(plan.BACKENDS)}, got 0"),
     ("rope_append", {"q": bf(3, 32)}, "q: want [T, H, D], got [3, 32]"),
     ("rope_append", {"cos_sin_cache": torch.zeros(9, 34)},
      "cos_sin_cache: want [max_pos, R] with R <= head_dim=32, got [9, 34]"),
@@ -244,10 +257,15 @@ BAD_VALUES = [
      f"out: want [T=2, H=4, L=128] {FLOAT} | float8_e4m3fn | float8_e5m2, got [2, 4, 144] bfloat16 (L as in q_nope)"),
     ("mla_decode", {"lse": torch.zeros(4, 2)}, "lse: want [T=2, H=4] float32, got [4, 2] float32 (T, H as in q_nope)"),
     ("mla_prefill", {"q": bf(3, 96)}, "q: want [T, H, Dq], got [3, 96]"),
+    ("mla_decode_branch", {"q": bf(3, 96)}, "q: want [T, H, Dq], got [3, 96]"),
+    ("mla_decode_branch", {"w_uv": bf(2, 128)}, "w_uv: want [H, Dv, L], got [2, 128]"),
+    ("mla_decode_branch", {"w_uk": torch.zeros(2, 128, 64).to(E4M3)},
+     "w_uk: want [H=2, L=128, Dn=128] float8_e4m3fn, got [2, 128, 64] float8_e4m3fn (Dn as in q)"),
+    ("mla_decode_branch", {"softmax_scale": -1.0}, "softmax_scale: want a finite number, not negative, got -1.0"),
     ("mla_prefill", {"q": torch.zeros(3, 2, 48)},
      "q: want [T, H, Dq] bfloat16 | float16, got [3, 2, 48] float32"),
     ("mla_prefill", {"softmax_scale": float("inf")}, "softmax_scale: want a finite number, not negative, got inf"),
-    ("mla_prefill", {"epsilon": -1e-6}, "epsilon: want a number, not negative, got -1e-06"),
+    ("mla_prefill", {"epsilon": -1e-6}, "epsilon: want a finite number, not negative, got -1e-06"),
     ("mla_prefill", {"k_pe": None}, "k_pe: want a tensor beside kv_c, got None"),
     ("mla_prefill", {"kv_b_proj_scale": None}, "kv_b_proj_scale: want a tensor beside an e4m3 kv_b_proj, got None"),
     ("mla_prefill", {"kv_b_proj": bf(128, 128)}, "kv_b_proj_scale: want None beside a 16-bit kv_b_proj, got a tensor"),
@@ -261,6 +279,35 @@ BAD_VALUES = [
      "plan.buffer_lengths: want C=1 numbers, got 2"),
     ("mla_prefill", {"plan": MLAPrefillPlan(*mla_prefill_plan([5, 7], [2, 1])[:2], [-1], 2)},
      "plan.buffer_lengths: want no negative number, got [-1]"),
+    ("append", {"cache": kv(k_scale=torch.ones(4)[::2])}, "k_scale: want stride 1, got [2]"),
+    ("mla_append", {"cache": replace(latent(), ckv_scale_cache=torch.zeros(4, 8, 1))},
+     "ckv_scale_cache: want None for bf16, got a tensor"),
+    ("mla_append", {"cache": replace(latent("fp8_ds_mla"), ckv_scale_cache=None)},
+     "ckv_scale_cache: want the stored scales of fp8_ds_mla, got None"),
+    ("decode", {"q": bf(2, 4, 12)}, "q: want head_dim a multiple of 8 up to 576, got 12"),
+    ("decode", {"q": bf(2, 4, 584)}, "q: want head_dim a multiple of 8 up to 576, got 584"),
+    ("decode", {"cache": PagedKVLayer(kv().k, kv().v[..., :12], "fp8_e4m3")},
+     "v_cache: want head_dim_v a multiple of 8 up to 512, got 12"),
+    ("append", {"cache": PagedKVLayer(kv().k[:, :0], kv().v[:, :0], "fp8_e4m3")},
+     "k_cache: want at least one slot a page, got 0"),
+    ("append", {"k": bf(3, 2, 24), "cache": replace(kv("nvfp4"), k=kv("nvfp4").k[..., :12])},
+     "head_dim: want a positive multiple of 16 for nvfp4, got 24"),
+    ("mla_append", {"q_pe": None, "q_pe_out": None, "q_nope": None, "q_nope_out": None, "cos_sin_cache": None},
+     "positions: want None without cos_sin_cache, got a tensor"),
+    ("mla_append", {"kv_c": bf(3, 96), "cache": replace(latent("fp8_ds_mla"), ckv=latent("fp8_ds_mla").ckv[..., :96])},
+     "ckv: want a latent rank that is a multiple of 128 for fp8_ds_mla, got 96"),
+    ("mla_prefill", {"head_dim_v": 0}, "head_dim_v: want a positive number, got 0"),
+    ("mla_prefill", {"out": bf(3, 2, 64)},
+     "kv_b_proj: want [N=192, L=128] float8_e4m3fn, got [128, 128] float8_e4m3fn (N as in out)"),
+    ("mla_prefill", {"q": bf(3, 2, 16)}, "q: want rows longer than the rotary part R=16, got 16"),
+    ("mla_prefill", {"cache": PagedLatentLayer(bf(4, 8, 128), bf(4, 8, 15), "bf16"), "k_pe": bf(3, 15)},
+     "kpe: want an even rotary part, got 15"),
+    ("mla_prefill", {"q": bf(3, 2, 40), "kv_b_proj": torch.zeros(112, 128).to(E4M3)},
+     "kv_b_proj: want both sizes multiples of 128, got [112, 128]"),
+    ("mla_project", {"weight_scale": None}, "weight_scale: want a tensor beside an e4m3 weight, got None"),
+    ("mla_project", {"weight": bf(2, 128, 128)}, "weight_scale: want None beside a 16-bit weight, got a tensor"),
+    ("mla_project", {"x": bf(3, 2, 64), "weight": torch.zeros(2, 128, 64).to(E4M3)},
+     "weight: want N and K multiples of 128, got [128, 64]"),
     ("merge_states", {"outs": bf(3, 2, 8)}, "outs: want [n, T, H, D], got [3, 2, 8]"),
     ("merge_states", {"outs": bf(0, 3, 2, 8), "lses": torch.zeros(0, 3, 2)},
      "outs: want at least one part, got none"),
@@ -275,6 +322,8 @@ BAD_VALUES = [
 BAD_TYPES = [
     ("append", {"k": 1.5}, "k: want Tensor, got float"),
     ("append", {"slot_mapping": [0, 1, 2]}, "slot_mapping: want Tensor | NoneType, got list"),
+    ("append", {"v": bf(3, 2, 16).to_sparse()}, "v: want a dense Tensor, got one of torch.sparse_coo"),
+    ("append", {"backend": ["torch"]}, "backend: want str or None, got list"),
     ("append", {"cache": None}, "kv_cache: want (k, v) or one 5-D tensor, got NoneType"),
     ("append", {"cache": latent()}, "kv_cache: want (k, v) or one 5-D tensor, got PagedLatentLayer"),
     ("append", {"cache": kv(k_scale="1")}, "k_scale: want a number or a Tensor, got str"),
@@ -294,6 +343,8 @@ BAD_TYPES = [
     ("mla_prefill", {"plan": None}, "plan: want an MLAPrefillPlan, as mla_prefill_plan makes it, got NoneType"),
     ("mla_decode", {"q": None}, "q: want Tensor or (q_nope, q_pe), got NoneType"),
     ("mla_prefill", {"kv_b_proj": None}, "kv_b_proj: want Tensor, got NoneType"),
+    ("mla_decode_branch", {"w_uk": None}, "w_uk: want Tensor, got NoneType"),
+    ("mla_decode_branch", {"cache_lens": [3, 6]}, "cache_lens: want Tensor, got list"),
     ("merge_states", {"lses": 0.0}, "lses: want Tensor, got float"),
 ]
 
@@ -387,6 +438,14 @@ def test_numbers_may_be_numpys(option, number):
     call = {**good("decode"), "lse": None, "out": None}
     theirs = (np.int64 if isinstance(number, int) else np.float32)(number)
     assert torch.equal(decode(**{**call, option: theirs}), decode(**{**call, option: number}))
+
+
+def test_records_that_no_verb_would_fill_are_refused_too():
+    call = make(next(c for c in cases(("decode",), ("bf16",)) if c.ragged))
+    with pytest.raises(ValueError, match=r"^window: want a positive number of keys \(own included\), or None, got -1$"):
+        plan.plan("decode", call._replace(window=-1))
+    with pytest.raises(ValueError, match=r"^max_q_len: want the largest number of query rows of a request, got -1$"):
+        plan.plan("decode", call._replace(max_q_len=-1))
 
 
 def test_places_are_given_in_one_way_only():

@@ -26,6 +26,7 @@ SMALL = {
     "mla_append": Case("mla_append", "fp8_ds_mla", 0, 5, heads=2, page=16),
     "decode": Case("decode", "nvfp4", 2, 40, page=16, uneven=True),
     "mla_decode": Case("mla_decode", "fp8_e4m3", 2, 40, heads=4, page=16),
+    "mla_decode_branch": Case("mla_decode_branch", "fp8_ds_mla", 2, 40, heads=4, page=16, uneven=True),
     "mla_prefill": Case("mla_prefill", "bf16", 0, 24, heads=1, page=16),
 }
 
@@ -58,6 +59,8 @@ def test_the_default_grid_holds_every_cell():
     for n in (1, 32, 256, 2048, 16384):
         assert f"mla_append / fp8_e4m3 / {n} / H 128 / page 64" in every
     assert "mla_prefill / bf16 / 4096 / H 128 / page 64" in every
+    for cell in ("1 x 4096", "8 x 4096", "64 x 4096"):
+        assert f"mla_decode_branch / bf16 / {cell} / H 128 / page 64" in every
     assert {c.op for c in grid(GPU) if c.host} == set(engine.PROBLEMS) - {"shape"}
 
 
@@ -86,6 +89,8 @@ def test_options_of_the_grid():
     assert {c.format for c in grid(GPU, formats=("nvfp4",))} == {"nvfp4"}
     fast = [c for c in grid(GPU, ("mla_decode",), precisions=("exact", "fast")) if c.precision == "fast"]
     assert {c.format for c in fast} == {"fp8_e4m3", "fp8_ds_mla"}
+    asked = ("append", "decode")
+    assert ids(GPU, iter(asked), precisions=iter(("fast",))) == ids(GPU, asked, precisions=("fast",))
 
 
 def test_a_cpu_has_no_host_cases():
@@ -140,9 +145,8 @@ def test_a_right_result_is_timed(op):
 
 @pytest.mark.parametrize("op", SMALL)
 def test_a_result_that_is_not_written_is_red_and_not_timed(op, monkeypatch):
-    module, name = {"decode": (decode, "decode"), "mla_decode": (decode, "mla_decode")}.get(
-        op, (prefill, "mla_prefill") if op == "mla_prefill" else (append, op)
-    )
+    homes = dict.fromkeys(("decode", "mla_decode", "mla_decode_branch"), decode) | {"mla_prefill": prefill}
+    module, name = homes.get(op, append), op
     real = getattr(module, name)
     judging = {"append", "rope_append", "mla_append"}  # their judge calls the operation itself, by backend
     monkeypatch.setattr(
@@ -411,10 +415,19 @@ def test_the_command_exits_with_1_on_red(monkeypatch, capsys):
      "--preset shapes: want --device, --formats, --backend and --json beside it, got --ops, --cells"),
     (["--json", "missing/r.jsonl"], "--json missing/r.jsonl: want a file in a folder that exists"),
     (["--plot", "missing/r.png"], "--plot missing/r.png: want a file in a folder that exists"),
+    (["--json", "/sys/r.jsonl"], "--json /sys/r.jsonl: want a file that can be written, got "),
+    (["--json", "r.png", "--plot", "r.png"], "--plot r.png: want a file of its own, got that of --json"),
 ])  # fmt: skip
 def test_an_option_that_would_be_ignored_or_fail_in_the_end_is_refused_at_once(argv, why, capsys):
     assert main.main(["bench", "--device", "cpu", *argv]) == 2
     assert f"tersekv bench: {why}" in capsys.readouterr().err
+
+
+def test_a_picture_of_no_known_kind_is_refused_at_once(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(["bench", "--device", "cpu", "--plot", "p.txt"])
+    assert stop.value.code == 2
+    assert "want a name ending in .png, .svg, .pdf, got 'p.txt'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--device", "cuda:99"], ["--cells", "z"], ["--ops", "host"]])

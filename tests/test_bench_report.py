@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
+from script import script
 
 from tersekv.testing.bench import report
 from tersekv.testing.bench.cases import Case
@@ -53,10 +52,6 @@ def test_the_summary_has_means_losses_and_counts():
     assert text.endswith("4 timed, 1 not run, 1 red, 0 failed")
 
 
-def test_geometric_mean():
-    assert report.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
-
-
 def records() -> list[dict]:
     where = {**report.environment(CPU, ()), "chip": "NVIDIA H200", "date": "2026-01-02", "driver": "1.2"}
     return [json.loads(json.dumps(report.record(r, LIMITS, where), allow_nan=False)) for r in results()]
@@ -88,10 +83,7 @@ def test_a_record_carries_the_case_the_result_and_the_environment():
 
 
 def page():
-    spec = importlib.util.spec_from_file_location("performance_page", ROOT / "scripts" / "performance_page.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("scripts/performance_page.py")
 
 
 def test_the_page_is_up_to_date():

@@ -19,8 +19,6 @@ from tersekv import (
     latent_bytes_per_token,
 )
 
-torch.set_num_threads(1)
-
 
 def parts(layer) -> list[torch.Tensor]:
     values = (getattr(layer, name) for name in layer.__slots__)
@@ -143,6 +141,16 @@ def test_bare_tensors_are_read_without_copying():
     assert fp4.k_scale_cache.shape == (3, 4, 5, 1)
 
 
+def test_a_layer_equals_itself_alone():
+    for cache in (
+        PagedKVCache.allocate(2, 2, 4, 1, 16, format="bf16"), PagedLatentCache.allocate(2, 2, 4, format="bf16"),
+    ):  # fmt: skip
+        a, b = cache.layers
+        assert a in (b, a)
+        assert a != b
+        assert len({a, b, a}) == 2
+
+
 def test_sizes_may_be_numpy_integers():
     cache = PagedKVCache.allocate(np.int64(1), np.int64(2), np.int32(4), 1, np.int64(64), format="bf16")
     assert cache[0].k.shape == (2, 4, 1, 64)
@@ -252,6 +260,16 @@ WRONG = [
         "latent cache: want rows longer than kv_lora_rank=512, got [1, 2, 512]",
     ),
     (
+        lambda: PagedLatentLayer.of(torch.zeros(1313, dtype=torch.uint8)[1:].view(1, 2, 656)),
+        "latent cache: want dense rows that begin at multiples of 4 bytes for fp8_ds_mla, "
+        "got strides [1312, 656, 1] from byte 1",
+    ),
+    (
+        lambda: PagedLatentLayer.of(torch.zeros(1, 2, 658, dtype=torch.uint8)),
+        "latent cache: want dense rows that begin at multiples of 4 bytes for fp8_ds_mla, "
+        "got strides [1316, 658, 1] from byte 0",
+    ),
+    (
         lambda: PagedLatentLayer.of(torch.zeros(1, 2, 3, 576, dtype=BF)),
         "latent cache: want [P, S, dim] or [P, S, 1, dim], got [1, 2, 3, 576]",
     ),
@@ -289,6 +307,7 @@ WRONG = [
     (lambda: kv_bytes_per_token("bf16", -8, 128), "num_kv_heads: want a positive number, got -8"),
     (lambda: latent_bytes_per_token("bf16", 512, -64), "qk_rope_head_dim: want a positive number, got -64"),
     (lambda: PagedKVCache.from_tensors([]), "tensors: want at least one layer, got none"),
+    (lambda: PagedLatentCache.from_tensors([]), "tensors: want at least one layer, got none"),
     (
         lambda: PagedLatentCache.allocate(1, 2, 4, format=["bf16"]),
         "format: want one of bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_ds_mla for latent caches, got ['bf16']",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from tersekv import __version__, env, plan
-from tersekv.cli import doctor, main
+from tersekv.cli import arguments, doctor, main
 from tersekv.cli import verify as command
 from tersekv.testing import verify as tool
 from tersekv.testing.cases import Case
@@ -79,10 +80,51 @@ def test_verify_prints_a_row_per_operation_and_format_and_writes_json(tmp_path, 
 @pytest.mark.parametrize(("argv", "why"), [
     (("--ops", "decode", "--formats", "fp8_ds_mla"), "no case fits these options"),
     (("--json", "missing/r.json"), "--json missing/r.json: want a file in a folder that exists"),
+    (("--json", "-"), "--json -: want the name of a file"),
+    (("--device", "meta"), "--device meta: "),
 ])  # fmt: skip
 def test_verify_says_at_once_what_cannot_work(argv, why, capsys):
     assert run("verify", "--device", "cpu", *argv) == 2
     assert f"tersekv verify: {why}" in capsys.readouterr().err
+
+
+def test_a_file_counts_as_writable_when_it_can_be_written_and_is_left_as_it_was(tmp_path):
+    for taken in ("/sys/x.json", str(tmp_path / "no" / "x"), str(tmp_path), "", str(tmp_path / ("x" * 300))):
+        assert "--json" in (arguments.unwritable(json=taken) or ""), taken
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("kept")
+    assert arguments.unwritable(json=str(old), plot=str(new)) is None
+    assert (old.read_text(), new.exists()) == ("kept", False)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    assert arguments.unwritable(json=str(pipe)) is None
+
+
+def test_two_names_of_one_file_are_no_two_files(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("mine")
+    (tmp_path / "link").symlink_to(text)
+    os.link(text, tmp_path / "twin")
+    for name in ("text", "link", "twin", "./text"):
+        told = arguments.unwritable(str(text), json=os.path.join(tmp_path, name))
+        assert told is not None
+        assert told.endswith("want a file of its own, got that of --text")
+    new = str(tmp_path / "new")
+    assert arguments.unwritable(json=new, plot=new) == f"--plot {new}: want a file of its own, got that of --json"
+    assert arguments.unwritable(str(text), json=new, plot=None) is None
+
+
+@pytest.mark.parametrize("command", ["verify", "bench", "demo"])
+def test_a_backend_of_the_environment_that_is_none_is_told_once(command, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERSEKV_BACKEND", "foo")
+    assert run(command, "--device", "cpu") == 2
+    told = f"tersekv {command}: TERSEKV_BACKEND: want one of {', '.join(plan.BACKENDS)}, got 'foo'"
+    assert capsys.readouterr().err.splitlines() == [told]
+
+
+def test_a_backend_named_by_an_option_goes_before_the_environments(monkeypatch):
+    monkeypatch.setenv("TERSEKV_BACKEND", "foo")
+    assert run("verify", "--device", "cpu", "--backend", "torch", "--ops", "merge_states", "--quick") == 0
 
 
 def test_verify_cuts_nothing_in_a_pipe(capsys):

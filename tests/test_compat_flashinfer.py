@@ -29,16 +29,6 @@ from compat_reference import (
 from tersekv.compat import flashinfer as fi
 from tersekv.compat._flashinfer_views import layer
 
-
-@pytest.fixture(autouse=True)
-def _one_thread_and_seed():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
-
-
 REQUIRED = inspect.Parameter.empty
 SIGNATURES = {
     "rope_quantize_fp8_append_paged_kv_cache": [
@@ -281,7 +271,22 @@ BAD_DECODES = {
     "table dtype": ({"block_tables": torch.zeros(3, 4)}, ValueError, "block_tables: "),
     "seq_lens": ({"seq_lens": torch.zeros(3, 2, dtype=torch.int32)}, ValueError, "seq_lens: "),
     "layout": ({"kv_layout": "NDH"}, ValueError, "kv_layout: "),
-    "cache": ({"kv_cache": None}, TypeError, "kv_cache: "),
+    "cache": ({"kv_cache": None}, TypeError, "kv_cache: want Tensor or a tuple of two, got NoneType"),
+    "block scales of none": (
+        {"kv_cache_sf": (torch.zeros(9, 4, 2, dtype=E4M3),) * 2},
+        ValueError,
+        "kv_cache_sf: want None beside a bfloat16 cache, got block scales",
+    ),
+    "other scales of none": (
+        {"kv_cache_sf": (torch.zeros(9, 4, 2, 16, dtype=BF16),) * 2},
+        ValueError,
+        "kv_cache_sf: want None beside a bfloat16 cache, got block scales",
+    ),
+    "longest draft": (
+        {"query": torch.zeros(5, 4, 16, dtype=BF16), "q_len_per_req": 2, "q_cu_seq_lens": index([0, 3, 4, 5])},
+        ValueError,
+        "q_len_per_req: want at least 3, the rows of request 0, got 2",
+    ),
     "three caches": ({"kv_cache": (torch.zeros(1),) * 3}, ValueError, "kv_cache: "),
     "cache rank": ({"kv_cache": torch.zeros(9, 3, 4, 2, 16, dtype=BF16)}, ValueError, "kv_cache: "),
     "head dim": (

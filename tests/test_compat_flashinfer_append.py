@@ -8,15 +8,6 @@ from compat_reference import BF16, E4M3, E5M2, FP16, cast, poisoned, raw, same_b
 from tersekv.compat import flashinfer as fi
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_and_seed():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
-
-
 def rope(x, table_row, neox):
     """x [..., R] fp32 rotated by one row [cos | sin] of the table."""
     half = x.shape[-1] // 2
@@ -244,6 +235,11 @@ BAD_APPENDS = {
     "table dtype": ({"cos_sin_cache": torch.zeros(64, 8, dtype=BF16)}, ValueError, "cos_sin_cache: "),
     "k heads": ({"k_nope": torch.zeros(T, 3, 8, dtype=BF16)}, ValueError, "k_nope: "),
     "q_rope_out shape": ({"q_rope_out": torch.empty(T, 4, 9, dtype=E4M3)}, ValueError, "q_rope_out: "),
+    "q_rope_out dtype": (
+        {"q_rope_out": torch.empty(T, 4, 8, dtype=E5M2), "quantize_dtype": E4M3},
+        ValueError,
+        f"q_rope_out: want [{T}, 4, 8] float8_e4m3fn, got [{T}, 4, 8] float8_e5m2",
+    ),
     "scale dtype": ({"quant_scale_q": torch.ones(1, dtype=FP16)}, ValueError, "quant_scale_q: "),
     "q scale sign": ({"quant_scale_q": -1.0}, ValueError, "quant_scale_q: want a positive, finite number, got -1"),
     "kv scale size": ({"quant_scale_kv": torch.ones(5)}, ValueError, "quant_scale_kv: "),
@@ -381,6 +377,8 @@ def test_seq_lens_and_positions_as_flashinfer_documents_them():
 @pytest.mark.parametrize(("make", "error", "message"), [
     (lambda: fi.get_seq_lens(torch.tensor([0, 2, 4]), torch.tensor([3]), 16), ValueError,
      "kv_last_page_len: want [2] on cpu, got [1] on cpu"),
+    (lambda: fi.get_seq_lens(torch.tensor([0.0, 2.0]), torch.tensor([3]), 16), ValueError,
+     "kv_indptr: want int32, int64 or uint32, got float32"),
     (lambda: fi.get_seq_lens(torch.tensor([0, 2]), torch.tensor([3]), 0), ValueError,
      "page_size: want 1 or more, got 0"),
     (lambda: fi.get_seq_lens(torch.tensor([0, 2]), torch.tensor([3]), torch.tensor(16)), TypeError,

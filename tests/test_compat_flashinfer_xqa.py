@@ -9,15 +9,6 @@ from compat_reference import BF16, E4M3, E5M2, LENS, TABLE, P, S, attention, clo
 from tersekv.compat import flashinfer as fi
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_and_seed():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("form", ["NHD", "HND", "rows"])
 @pytest.mark.parametrize("stored", [BF16, E4M3, torch.uint8])
 def test_xqa_divides_the_scores_by_the_root_of_the_head_size(stored, form):
@@ -80,7 +71,17 @@ BAD_XQA = {
     "seq_lens": ({"seq_lens": torch.zeros(3, 2, dtype=torch.int32)}, "seq_lens: want"),
     "output": ({"output": torch.zeros(3, 1, 4, 8, dtype=BF16)}, "output: want"),
     "scale": ({"kv_scale": torch.ones(3)}, "kv_scale: "),
+    "window": ({"sliding_win_size": -1}, "sliding_win_size: want a number of keys, or 0 for all, got -1"),
     "drafts": ({"q_seq_len": 2}, "q: want 3 (entries of seq_lens) × q_seq_len=2 rows"),
+    "longest draft": (
+        {
+            "q": torch.zeros(5, 4, 16, dtype=BF16),
+            "output": torch.zeros(5, 4, 16, dtype=BF16),
+            "q_seq_len": 2,
+            "q_cu_seq_lens": torch.tensor([0, 3, 4, 5], dtype=torch.int32),
+        },
+        "q_seq_len: want at least 3, the rows of request 0, got 2",
+    ),
 }
 
 
@@ -185,6 +186,10 @@ BAD_MLA = {
     "q": ({"q": torch.zeros(3, 1, 5, 570, dtype=E4M3)}, "q: want rows of 512 + 64"),
     "page size": ({"page_size": 8}, "k_cache: want"),
     "v dtype": ({"v_cache": torch.zeros(P, S, 576, dtype=E5M2)}, "v_cache: want the rows of k_cache"),
+    "copied rows with scales": (
+        {"k_cache": torch.zeros(P, S, 656, dtype=torch.uint8), "v_cache": torch.zeros(P, S, 656, dtype=torch.uint8)},
+        "v_cache: want k_cache itself, or a view of its rows, for rows of fp8_ds_mla, got a copy",
+    ),
     "v columns": ({"v_cache": torch.zeros(P, S, 256, dtype=E4M3)}, "v_cache: want the rows of k_cache"),
     "output": ({"output": torch.zeros(3, 1, 4, 512, dtype=BF16)}, "output: want"),
     "table": ({"page_table": torch.zeros(2, 4, dtype=torch.int32)}, "page_table: want"),

@@ -3,6 +3,7 @@
 import inspect
 from enum import IntEnum
 
+import numpy as np
 import pytest
 import torch
 from compat_reference import BF16, E4M3, E5M2, F32, FP16, cast, poisoned, raw
@@ -13,15 +14,6 @@ REQUIRED = inspect.Parameter.empty
 P, S = 5, 4
 SLOTS = [17, 3, -1, 0, 19, 8]  # unsorted pages, one padding token
 T = len(SLOTS)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_and_seed():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 SIGNATURES = {
@@ -155,14 +147,17 @@ class KVQuantMode(IntEnum):
     INT4_PER_TOKEN_HEAD = 4
 
 
-def test_an_eighth_argument_is_accepted_and_int4_refused():
+def test_an_eighth_argument_is_accepted_if_it_says_what_the_cache_says():
     key = rows(BF16)
     cache, scales = torch.zeros(P, S, 3, 16, dtype=torch.int8), torch.zeros(P, S, 3)
     call = (key, key, cache, cache.clone(), scales, scales.clone(), slots())
     vllm.triton_reshape_and_cache_flash_per_token_head_quant(*call, KVQuantMode.INT8_PER_TOKEN_HEAD)
     assert cache.any()
-    with pytest.raises(ValueError, match=r"^kv_quant_mode: .*INT4"):
-        vllm.triton_reshape_and_cache_flash_per_token_head_quant(*call, KVQuantMode.INT4_PER_TOKEN_HEAD)
+    for mode in (2, np.int64(2), "int8_per_token_head"):
+        vllm.triton_reshape_and_cache_flash_per_token_head_quant(*call, mode)
+    for mode in (KVQuantMode.INT4_PER_TOKEN_HEAD, 4, KVQuantMode.FP8_PER_TOKEN_HEAD, 3, "fp8", True):
+        with pytest.raises(ValueError, match=r"^kv_quant_mode: want INT8_PER_TOKEN_HEAD \(2\) beside a int8 cache"):
+            vllm.triton_reshape_and_cache_flash_per_token_head_quant(*call, mode)
 
 
 @pytest.mark.parametrize("stored", [BF16, torch.uint8, E5M2, F32])
@@ -282,7 +277,7 @@ def test_bad_flash_calls_name_the_callers_argument():
     with pytest.raises(ValueError, match=r"^value_cache: want float8_e4m3fn"):
         vllm.reshape_and_cache_flash(key, key, cache, cache.to(BF16), slots(), "fp8", 1.0, 1.0)
     with pytest.raises(ValueError, match=r"^v_scale: "):
-        vllm.reshape_and_cache_flash(key, key, cache, cache, slots(), "fp8", 1.0, torch.ones(2))
+        vllm.reshape_and_cache_flash(key, key, cache, cache.clone(), slots(), "fp8", 1.0, torch.ones(2))
     with pytest.raises(ValueError, match=r"^value: want at least 6 rows"):
         vllm.reshape_and_cache_flash(key, key[:4], cache, cache, slots(), "fp8", 1.0, 1.0)
 

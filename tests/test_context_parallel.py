@@ -184,6 +184,8 @@ def test_head_shards_fit_their_kv_heads(q_heads, kv_heads, world):
 def test_uneven_heads_are_refused():
     with pytest.raises(ValueError, match="num_q_heads: want a multiple of world=3"):
         shard_heads(32, 8, 0, 3)
+    with pytest.raises(ValueError, match="num_q_heads: want a multiple of 8, got 12"):
+        shard_heads(12, 8, 0, 4)
     with pytest.raises(ValueError, match="num_kv_heads: want a divisor or a multiple of 4"):
         shard_heads(24, 6, 0, 4)
 

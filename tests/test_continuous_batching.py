@@ -102,6 +102,30 @@ def test_free_rows_write_nothing(example):
     assert torch.isfinite(engine.logits).all()
 
 
+@pytest.mark.parametrize(("argv", "why"), [
+    (["--requests", "0"], "want at least 1, got 0"),
+    (["--batch", "0"], "want at least 1, got 0"),
+    (["--page-size", "0"], "want at least 1, got 0"),
+    (["--new-tokens", "0"], "want at least 4, got 0"),
+    (["--context", "5"], "want A:B with 1 <= A <= B, got '5'"),
+    (["--context", "9:3"], "want A:B with 1 <= A <= B, got '9:3'"),
+    (["--prefix", "100000"], "--prefix and --new-tokens: want at most 4032 together"),
+])  # fmt: skip
+def test_arguments_that_cannot_work_are_told_at_once(example, argv, why, capsys):
+    with pytest.raises(SystemExit) as stop:
+        example.main(argv)
+    assert why in capsys.readouterr().err + str(stop.value)
+
+
+@pytest.mark.parametrize("argv", [
+    ["--requests", "1"], ["--batch", "1"], ["--new-tokens", "4"], ["--context", "3:3", "--no-check"],
+    ["--prefix", "0"], ["--gap", "0"], ["--page-size", "1"],
+])  # fmt: skip
+def test_the_least_of_every_argument_works(example, argv):
+    (result,) = example.main([*SMALL, "--format", "bf16", "--requests", "2", "--new-tokens", "4", *argv])
+    assert result["pages_left"] == 0
+
+
 def test_it_runs_as_it_stands(tmp_path):
     done = subprocess.run([sys.executable, PATH], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -21,14 +21,6 @@ QUICK = Settings(chunk=96, batch=2, generate=5, prompt=40)
 NAMES = tuple(RUNNERS)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def heldout():
     return text.encode(text.heldout_text())
@@ -272,12 +264,22 @@ def test_without_matplotlib_the_picture_is_left_out_and_that_is_said(tmp_path, c
     [
         (("demo", "--formats", "fp3"), "want some of bf16,"),
         (("demo", "--tokens", "0"), "want a positive number, got '0'"),
+        (("demo", "--tokens", "²"), "want a positive number, got '²'"),
+        (("demo", "--threads", "10000000"), "want at most"),
         (("demo", "--plot", "x.txt"), "want a name ending in .png"),
+        (("demo", "--device", "meta"), "--device meta: "),
+        (("demo", "--device", "nonsense"), "--device nonsense: "),
+        (("demo", "--device", "xla"), "with arguments from the 'XLA' backend\n"),
+        (("demo", "--json", "-"), "--json -: want the name of a file"),
+        (("demo", "--json", "/sys/x.json"), "--json /sys/x.json: want a file that can be written, got "),
+        (("demo", "--json", "x.png", "--plot", "x.png"), "--plot x.png: want a file of its own, got that of --json"),
         (("demo", "--json", "no/such/folder/x.json"), "--json no/such/folder/x.json: want a file in a folder"),
         (("demo", "--device", "cuda:99"), "--device cuda:99:"),
         (("eval",), "--text"),
         (("eval", "--text", "no-such-file"), "--text no-such-file: No such file"),
+        (("eval", "--text", __file__, "--json", __file__), "want a file of its own, got that of --text"),
         (("eval", "--text", __file__, "--model", "./no-such-folder"), "--model ./no-such-folder: "),
+        (("eval", "--text", __file__, "--model", "./x", "--device", "nonsense"), "--device nonsense: "),
         (("eval", "--text", __file__, "--context", "9"), "--context and --dtype are of Hugging Face models"),
         (("eval", "--text", __file__, "--model", "deepseek", "--formats", "nvfp4"), "want a format of a model"),
     ],
@@ -290,7 +292,49 @@ def test_bad_arguments_exit_with_2_and_say_why(argv, message, capsys, tmp_path, 
     except SystemExit as stop:  # argparse's own way out
         code = stop.code
     assert code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    err = capsys.readouterr().err
+    assert message in err if message.endswith("\n") else message in " ".join(err.split())
+
+
+def test_a_folder_with_a_model_and_a_built_in_models_name_is_not_passed_over(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()
+    argv = ("eval", "--text", __file__, "--model", "llama", "--device", "cpu", "--plot", "none")
+    assert main.main((*argv, "--tokens", "5", "--formats", "fp16")) == 0, "the folder holds no model"
+    (tmp_path / "llama" / "config.json").write_text("{}")
+    capsys.readouterr()
+    assert main.main(argv) == 2
+    err = capsys.readouterr().err
+    assert "--model llama: want one, but here it names a built-in model (llama) and a folder with a model" in err
+
+
+def test_prompt_and_sample_stay_within_the_models_positions(heldout):
+    class Few:
+        """The built-in model as if it had 64 positions."""
+
+        def __init__(self):
+            self.inner, self.lengths, self.context, self.positions = BuiltIn("llama"), {}, 64, 64
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def runner(self, *args):
+            paged = self.inner.runner(*args)
+            step = paged.step
+
+            def counted(new):
+                out = step(new)
+                self.lengths |= {r: max(self.lengths.get(r, 0), paged.pool.num_tokens(r)) for r in new}
+                return out
+
+            paged.step = counted
+            return paged
+
+    few = Few()
+    result = tool.measure(few, heldout[:200], Settings(batch=2), ["bf16"])
+    assert len(result.formats[0].sample) == 32
+    assert 32 < few.lengths.pop("sample") <= 64, "a prompt ends at a blank"
+    assert few.lengths == {0: 64, 1: 64}
 
 
 @pytest.mark.parametrize("size", [0, 1])

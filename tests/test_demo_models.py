@@ -152,29 +152,36 @@ def test_equal_calls_give_equal_bytes(model, name, heldout):
     assert torch.equal(model(tokens), models.load(name)(tokens))
 
 
+def densely(model, asked=None):
+    """A step that runs the model over all tokens each time; `asked` gets the numbers of new ones."""
+    seen = []
+
+    def step(new):
+        if asked is not None:
+            asked.append(len(new))
+        seen.append(new)
+        return model(torch.cat(seen))
+
+    return step
+
+
 def test_greedy_generation_is_decodable_text(model):
     prompt = text.encode("The method returns a new dictionary ")
-    out = text.generate(model, prompt, 48)
+    out = text.continued(prompt, 48, densely(model))
     assert out.shape == (48,)
-    assert torch.equal(out, text.generate(model, prompt, 48))
+    assert torch.equal(out, text.continued(prompt, 48, densely(model)))
     written = text.decode(out)
     assert "\ufffd" not in written
     assert len(set(written)) > 5
     assert written.count(" ") > 2
 
 
-def test_generate_asks_a_cached_step_for_new_tokens_alone(model):
-    asked, seen = [], []
-
-    def step(new):
-        asked.append(len(new))
-        seen.append(new)
-        return model(torch.cat(seen))[-len(new) :]
-
-    prompt = text.encode("for key in ")
-    assert torch.equal(text.generate(model, prompt, 6, step), text.generate(model, prompt, 6))
+def test_generation_asks_for_new_tokens_alone(model):
+    asked, prompt = [], text.encode("for key in ")
+    out = text.continued(prompt, 6, densely(model, asked))
     assert asked == [len(prompt), 1, 1, 1, 1, 1]
-    assert text.generate(model, prompt, 0).shape == (0,)
+    assert torch.equal(out[5:], model(torch.cat((prompt, out[:5])))[-1:].argmax(-1))
+    assert text.continued(prompt, 0, densely(model)).shape == (0,)
 
 
 def test_bits_per_byte_is_the_mean_over_every_scored_byte(model, heldout):

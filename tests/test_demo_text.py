@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from script import script
 
 from tersekv.demo import text
 
 
 @pytest.fixture(scope="module")
 def corpus():
-    path = Path(__file__).parent.parent / "scripts" / "corpus.py"
-    spec = importlib.util.spec_from_file_location("corpus", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("scripts/corpus.py")
 
 
 def test_bytes_are_tokens():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.util
 import inspect
 import io
 import logging
@@ -15,7 +14,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
+from script import script
 
 from tersekv.cli import main as cli
 from tersekv.compat import flashinfer, max, vllm
@@ -29,32 +28,23 @@ name_of = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 
 @pytest.fixture(autouse=True)
 def as_it_was():
-    """One thread; and what examples set for the whole process does not outlive them."""
-    threads, log, root = torch.get_num_threads(), logging.getLogger("tersekv"), logging.getLogger()
+    """What examples set for the whole process does not outlive them."""
+    log, root = logging.getLogger("tersekv"), logging.getLogger()
     level, handlers = log.level, list(root.handlers)
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     log.setLevel(level)
     root.handlers[:] = handlers
 
 
-def script(name="support_table"):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_tables_are_up_to_date():
-    tables = script()
+    tables = script("scripts/support_table.py")
     for name, kinds in tables.FILES.items():
         text = (ROOT / name).read_text()
         assert tables.renewed(text, kinds) == text, f"{name}: run `make table`"
 
 
 def test_the_support_table_follows_why_not(monkeypatch):
-    tables = script()
+    tables = script("scripts/support_table.py")
 
     def refused(f, backend):
         return None if backend == "triton" and f.op == "append" and f.format != "nvfp4" else "not here"
@@ -72,7 +62,7 @@ def blocks(page: Path, *languages: str) -> list[str]:
 
 
 def printed(code: str) -> list[str]:
-    """What the comments behind top-level prints say that they print."""
+    """What the comments after top-level prints say that they print."""
     return [m[1] for m in re.finditer(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)]
 
 
@@ -176,14 +166,14 @@ def test_make_targets_that_the_docs_name_exist():
 
 
 def test_measured_accuracy_is_up_to_date():
-    tables = script("format_tables")
+    tables = script("scripts/format_tables.py")
     for name, kinds in tables.FILES.items():
         text = (ROOT / name).read_text()
         assert tables.alike(text, tables.renewed(text, kinds)), f"{name}: run `make table`"
 
 
 def test_alike_allows_other_rounding_and_no_other_number():
-    alike = script("format_tables").alike
+    alike = script("scripts/format_tables.py").alike
     assert alike("| 2.7% | 3.3410 |", "| 2.6% | 3.3412 |")
     assert not alike("| 2.7% |", "| 2.4% |")
     assert not alike("| 2.7% |", "| 2.7 |")

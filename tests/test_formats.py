@@ -15,7 +15,6 @@ from tersekv import KV_FORMATS, LATENT_FORMATS, kv_bytes_per_token, latent_bytes
 from tersekv.backends.torch import quantize
 from tersekv.formats import FP8_DS_MLA, INT8_PER_TOKEN_HEAD, NVFP4
 
-torch.set_num_threads(1)
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 ALL = {**KV_FORMATS, **LATENT_FORMATS}
 HALF_STEP = {

@@ -33,21 +33,21 @@ MAY_IMPORT = {
     "calls": set(),
     "layers": {"counts", "formats"},
     "cache": {"counts", "formats", "layers"},
-    "pages": BASE | {"cache", "layers"},
+    "pages": {"counts", "errors", "cache", "layers"},
     "shapes": {"calls"},
-    "checks": {"formats", "errors", "calls", "shapes"},
+    "checks": {"counts", "formats", "calls", "shapes"},
     "checked": set(),
     "keys": {"calls"},
-    "plan": {"formats", "errors", "env", "calls", "checks", "checked", "keys"},
+    "plan": {"errors", "env", "calls", "checks", "checked", "keys"},
     "recall": {"env", "calls", "keys", "plan"},
     "ops": CORE,
     "compat": VERBS,
-    "testing": VERBS | {"compat"},
-    "demo": VERBS | {"testing"},
+    "testing": VERBS,
+    "demo": VERBS,
     "integrations": VERBS,
-    "cli": VERBS | {"testing", "demo", "compat", "integrations"},
+    "cli": VERBS | {"testing", "demo", "integrations"},
     "__main__": {"cli"},
-    "__init__": VERBS | {"compat"},
+    "__init__": VERBS,
 }
 
 
@@ -90,10 +90,9 @@ def _top(name: str) -> str:
 def allowed(importer: str, imported: str) -> bool:
     if imported == importer or imported == "__init__":
         return True
-    if importer == "backends.gluon" and imported == "backends.triton":
-        return True  # what it does not do itself, and what every launch needs
     if importer.startswith("backends"):
-        # Gluon's kernels share launches, plans and scratch with the portable ones that they stand in for.
+        # Gluon's kernels share launches, plans and scratch with the portable ones that they stand in for, and leave to
+        # those what they do not do themselves.
         return imported == "formats" or (importer, imported) == ("backends.gluon", "backends.triton")
     return imported in MAY_IMPORT[importer]
 

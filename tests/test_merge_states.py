@@ -10,8 +10,6 @@ from no_sync import NoHostReads
 
 from tersekv import merge_states
 
-torch.set_num_threads(1)
-
 
 def attention(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """scores [T, H, N], values [N, H, D] → out [T, H, D], lse [T, H]; nothing seen: 0 and −inf."""

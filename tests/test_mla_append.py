@@ -15,7 +15,6 @@ from tersekv import LATENT_FORMATS, PagedLatentCache, PagedLatentLayer, mla_appe
 from tersekv.calls import MLAAppendCall
 from tersekv.plan import dispatch
 
-torch.set_num_threads(1)
 F32 = np.float32
 SCALED = ("fp8_e4m3", "fp8_e5m2")
 

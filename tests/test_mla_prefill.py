@@ -6,13 +6,10 @@ import pytest
 import torch
 from mla_cases import E4M3, Case, encode, quantised, reference, relative
 
-import tersekv
 from tersekv import PagedLatentLayer, UnsupportedError, mla_prefill_plan
 from tersekv.backends.torch import mla_prefill as oracle
 from tersekv.backends.torch.mla_latents import quantise_latents, store
 from tersekv.formats import LATENT_FORMATS
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -436,7 +433,9 @@ def test_checked_mode_finds_a_plan_that_misses_a_token(monkeypatch):
         case.run(plan=stale)
 
 
-def test_the_operator_is_registered_with_what_it_writes():
-    schema = str(torch.ops.tersekv.mla_prefill.default._schema)
-    assert "Tensor(a0!) q" in schema
-    assert tersekv.mla_prefill.__doc__
+def test_checked_mode_finds_a_rotation_table_that_is_too_short(monkeypatch):
+    monkeypatch.setenv("TERSEKV_CHECKED", "1")
+    case = Case(seed=21)
+    case.t["freqs"] = case.t["freqs"][:6]
+    with pytest.raises(ValueError, match="freqs_cis: want a row for each of 12 tokens, got 6"):
+        case.run()

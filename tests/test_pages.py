@@ -10,8 +10,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from tersekv import OutOfPagesError, PagedKVCache, PagedLatentCache, PagePool, copy_pages
 
-torch.set_num_threads(1)
-
 
 class PoolAgainstLists(RuleBasedStateMachine):
     """`memory` is the cache, one number per slot; every request must read its own tokens back from it."""
@@ -161,6 +159,14 @@ def test_the_first_fork_to_grow_copies_the_shared_page_and_the_other_keeps_it():
     assert pool.num_free_pages == 2
 
 
+def test_a_shared_page_is_not_copied_for_no_tokens():
+    pool = PagePool(4, 4)
+    pool.add("a", 6)
+    pool.fork("a", "b")
+    assert pool.extend("b", 0) == []
+    assert pool.pages("b") == pool.pages("a")
+
+
 def test_a_full_shared_page_is_not_copied():
     pool = PagePool(4, 4)
     pool.add("a", 4)
@@ -303,6 +309,7 @@ def test_a_pool_that_grows_keeps_its_requests():
     pool.add("a", 8)
     with pytest.raises(OutOfPagesError):
         pool.add("b", 1)
+    pool.grow(4)
     pool.grow(4)
     pool.add("b", 5)
     assert (pool.num_pages, pool.num_free_pages) == (4, 0)

@@ -11,6 +11,7 @@ import torch
 
 import tersekv
 from tersekv import keys, plan, recall
+from tersekv.calls import MergeCall
 from tersekv.keys import TENSORS
 
 BF = torch.bfloat16
@@ -118,6 +119,7 @@ def test_appends_merges_and_projections_take_the_short_way(bound):
     kv, pe, slots = torch.randn(2, 64).to(BF), torch.randn(2, 16).to(BF), torch.tensor([1, 2])
     outs, lses = torch.randn(3, 2, 4, 32), torch.randn(3, 2, 4)
     x, w = query(), torch.randn(4, 128, 32).to(BF)
+    w_uk, w_uv = torch.randn(4, 64, 32).to(BF), torch.randn(4, 128, 64).to(BF)
     for _ in range(2):
         tersekv.append(torch.zeros(2, 2, 32, dtype=BF), torch.zeros(2, 2, 32, dtype=BF), LAYER, slots)
         assert tersekv.mla_append(kv, pe, LATENT, slots) == (None, None)
@@ -125,12 +127,20 @@ def test_appends_merges_and_projections_take_the_short_way(bound):
                                     q_pe=query(dim=16), q_nope=query(dim=64))  # fmt: skip
         merged = tersekv.merge_states(outs, lses)
         projected = tersekv.mla_project(x, w)
-    assert [op for op, _ in bound.calls] == ["append", "mla_append", "mla_append", "merge_states", "mla_project"]
+        step, lens = query(dim=48), torch.full((2,), 4).int()
+        values = tersekv.mla_decode_branch(
+            step, LATENT, indices()["page_table"], lens, torch.zeros(9, 16), torch.ones(64).to(BF), w_uk, w_uv,
+            softmax_scale=0.1, kv_c=kv, k_pe=pe,
+        )  # fmt: skip
+    ops = ["append", "mla_append", "mla_append", "merge_states", "mla_project", "mla_decode_branch"]
+    assert [op for op, _ in bound.calls] == ops
     assert [x.shape[-1] for x in turned] == [64, 16]
     addresses = {n: x.data_ptr() for n, x in zip(("q_nope_out", "q_rope_out"), turned, strict=True)}
     assert bound.calls[2][1].items() >= addresses.items()
     assert bound.calls[3][1].items() >= {"out": merged[0].data_ptr(), "lse": merged[1].data_ptr()}.items()
-    assert bound.last()["out"] == projected.data_ptr()
+    assert bound.calls[4][1]["out"] == projected.data_ptr()
+    own = {"q": step, "cache_lens": lens, "w_uk": w_uk, "w_uv": w_uv, "kv_c": kv, "ckv": LATENT.ckv, "out": values}
+    assert bound.last().items() >= {n: x.data_ptr() for n, x in own.items()}.items()
 
 
 BYTES = torch.zeros(4096, dtype=torch.uint8)
@@ -186,15 +196,14 @@ def test_a_scale_on_the_device_is_passed_by_its_address(bound):
     assert bound.last()["softmax_scale_t"] == scale.data_ptr()
 
 
-def test_copies_are_not_remembered(bound):
+def test_a_mask_in_three_dimensions_is_remembered_as_the_view_that_it_is(bound):
     mask = torch.zeros(1, 2, 2, dtype=torch.int16).transpose(0, 1).view(torch.uint16)  # flattened as a view
     for _ in range(2):
         tersekv.decode(query(), LAYER, **indices(), mask=mask)
     assert len(bound.calls) == 1
-    wide = torch.zeros(2, 2, 2, dtype=torch.int16).transpose(0, 1).view(torch.uint16)  # by copying
-    for _ in range(3):
+    wide = torch.zeros(2, 2, 2, dtype=torch.int16).transpose(0, 1).view(torch.uint16)  # would have to be copied
+    with pytest.raises(ValueError, match=r"^mask: want strides that let the first two dimensions be viewed as one"):
         tersekv.decode(query(4), LAYER, **indices(), mask=wide)
-    assert len(bound.calls) == 1
 
 
 def test_a_launch_that_declines_goes_the_long_way_and_is_remembered_once(bound):
@@ -271,6 +280,26 @@ def test_backends_that_bind_nothing_are_not_remembered(monkeypatch):
     for _ in range(2):
         tersekv.decode(query(), LAYER, **indices())
     assert not recall._all
+
+
+def test_a_backend_that_has_nothing_to_bind_yet_is_asked_again(bound, monkeypatch):
+    asked = []
+    monkeypatch.setattr(plan._module("torch", "decode"), "bind", lambda config, at: asked.append(at))
+    for _ in range(3):
+        tersekv.decode(query(), LAYER, **indices())
+    assert len(asked) == 3
+    assert not recall._all
+
+
+def test_a_record_with_a_tensor_from_elsewhere_is_not_remembered(bound):
+    outs, lses = torch.randn(3, 2, 4, 32), torch.randn(3, 2, 4)
+    out, lse = torch.empty(2, 4, 32), torch.empty(2, 4)
+    call, given = MergeCall(outs, lses, out, lse), (outs, lses, None, None)
+    p = plan.dispatch("merge_states", call)
+    recall.remember("merge_states", recall.Way((), given, {"out": out}), call, p)
+    assert not recall._all  # nobody said where lse comes from
+    recall.remember("merge_states", recall.Way((), given, {"out": out, "lse": lse}), call, p)
+    assert recall._all
 
 
 def test_a_count_that_changes_behind_its_holders_back_is_read_anew(bound):

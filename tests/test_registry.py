@@ -22,6 +22,7 @@ CHECKED = [
     ("mla_decode", "fp16", "ragged drafts"),
     ("mla_prefill", "bf16", "16-bit weight"),
     ("mla_project", "bf16", "plain"),
+    ("mla_decode_branch", "bf16", "ragged drafts 16-bit weights"),
     ("merge_states", "bf16", "2 parts"),
 ]
 

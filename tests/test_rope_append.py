@@ -14,7 +14,6 @@ from tersekv import KV_FORMATS, PagedKVCache, rope_append
 from tersekv.calls import RopeAppendCall
 from tersekv.plan import dispatch
 
-torch.set_num_threads(1)
 OUT = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 INDEX = (torch.int32, torch.int64, torch.uint32)
 HALF = ("bf16", "fp16")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -11,18 +10,12 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from script import script
 
 import tersekv
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "pictures"
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +58,7 @@ def test_the_api_page_has_every_public_name_and_argument(site):
 
 
 def test_drawings_are_up_to_date_and_hold_what_they_draw():
-    drawings = script("drawings")
+    drawings = script("scripts/drawings.py")
     for name, draw in drawings.PICTURES.items():
         picture = draw()
         assert (PICTURES / f"{name}.svg").read_text() == picture.svg(), "run `make table`"
@@ -73,14 +66,14 @@ def test_drawings_are_up_to_date_and_hold_what_they_draw():
 
 
 def test_charts_are_up_to_date():
-    page = script("performance_page")
+    page = script("scripts/performance_page.py")
     for path, svg in page.pictures().items():
         assert path.exists(), "run `make table`"
         assert path.read_text() == svg, "run `make table`"
 
 
 def test_no_picture_is_left_over():
-    page, drawings = script("performance_page"), script("drawings")
+    page, drawings = script("scripts/performance_page.py"), script("scripts/drawings.py")
     known = {path.name for path in page.pictures()} | {f"{name}.svg" for name in drawings.PICTURES}
     assert {path.name for path in PICTURES.iterdir()} == known
 
@@ -97,7 +90,7 @@ def inside(picture):
 
 
 def test_a_ratio_that_reads_1_00_is_no_loss():
-    page = script("performance_page")
+    page = script("scripts/performance_page.py")
     case = {"op": "decode", "format": "bf16", "requests": 1, "tokens": 8192, "heads": 32, "page": 64}
     records = [
         {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from script import script
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -14,10 +14,7 @@ TEXT = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 @pytest.fixture(scope="module")
 def page():
-    spec = importlib.util.spec_from_file_location("troubleshooting", ROOT / "scripts" / "troubleshooting.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("scripts/troubleshooting.py")
 
 
 @pytest.fixture(scope="module")

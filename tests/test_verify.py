@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from tersekv import UnsupportedError, plan
+from tersekv import UnsupportedError, formats, plan
+from tersekv.testing import cases as cases_module
 from tersekv.testing import codes, memory, reference
 from tersekv.testing import verify as tool
 from tersekv.testing.cases import OPS, Case, cases
@@ -31,6 +32,38 @@ def test_case_names_are_unique():
 
 def one(op: str, format: str = "bf16", name: str | None = None) -> Case:
     return next(c for c in cases((op,), (format,)) if name in (None, c.name))
+
+
+@pytest.fixture
+def ninth(monkeypatch):
+    """A format that stands in the table and nowhere else, as its first line of code would have it."""
+    f = formats.KVFormat("ninth", torch.int8, 127.0, formats.TENSOR)
+    for table in (formats.KV_FORMATS, formats.LATENT_FORMATS, formats.ALL_FORMATS):
+        monkeypatch.setitem(table, f.name, f)
+    latent = {"mla_append", "mla_decode", "mla_prefill", "mla_decode_branch"}
+    for op in (*latent, "append", "rope_append", "decode"):
+        known, variants = cases_module._VARIANTS[op]
+        monkeypatch.setitem(cases_module._VARIANTS, op, ((*known, f.name), variants))
+    return f
+
+
+def test_a_format_that_no_backend_knows_is_refused_by_each(ninth, monkeypatch):
+    assert len(list(cases(None, ("ninth",)))) > 50, "every operation has cases of it"
+    results = list(tool.verify("cpu", formats=("ninth",), quick=True))
+    assert {r.status for r in results} == {tool.UNSUPPORTED, tool.FAILED}
+    told = {r.message for r in results}
+    assert told == {
+        "torch: has no codec for ninth: scale='tensor', codes of int8, no stored scales",
+        "NotImplementedError: tersekv.testing.codes: no reference encoder of torch.int8",
+    }
+    # With a reference encoder, the cases reach the backends: each refuses.
+    for module in ("codes", "make"):
+        monkeypatch.setattr(f"tersekv.testing.{module}.encode", lambda x, dtype: x.to(dtype))
+    for case in cases(None, ("ninth",), quick=True):
+        call = make(case)
+        for name, arch in (("torch", None), ("triton", 90), ("gluon", 90)):
+            with pytest.raises(UnsupportedError, match=f"{name}: has no "):
+                plan.plan(case.op, call, name, arch=arch)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,7 +101,7 @@ def test_seconds_are_told_by_operation_and_step():
 
 def test_sizes_may_come_from_a_generator_and_count_as_pythons_do():
     listed = tersekv.warm_up(kv_cache("bf16"), 4, batch_sizes=(1, 2), drafts=(1, 3), ragged_tokens=(6,))
-    sizes = {"batch_sizes": (n for n in (True, 2)), "drafts": iter((1, 3)), "ragged_tokens": (n for n in (6,))}
+    sizes = {"batch_sizes": (n for n in np.array([1, 2])), "drafts": iter((1, 3)), "ragged_tokens": (n for n in (6,))}
     assert list(tersekv.warm_up(kv_cache("bf16"), 4, **sizes)) == list(listed)
 
 

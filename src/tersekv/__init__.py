@@ -17,6 +17,7 @@ _HOMES = {
     "decode": "ops.decode",
     "mla_append": "ops.mla",
     "mla_decode": "ops.mla",
+    "mla_decode_branch": "ops.mla_branch",
     "mla_prefill": "ops.mla",
     "mla_prefill_plan": "ops.mla",
     "mla_project": "ops.mla",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .ops.decode import decode
     from .ops.merge import merge_states
     from .ops.mla import MLAPrefillPlan, mla_append, mla_decode, mla_prefill, mla_prefill_plan, mla_project
+    from .ops.mla_branch import mla_decode_branch
     from .ops.warm_up import warm_up
     from .pages import PagePool, copy_pages
 
@@ -71,6 +73,7 @@ __all__ = [
     "merge_states",
     "mla_append",
     "mla_decode",
+    "mla_decode_branch",
     "mla_prefill",
     "mla_prefill_plan",
     "mla_project",

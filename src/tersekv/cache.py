@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .counts import positive, whole
+from .counts import number, positive, single, whole
 from .formats import (
     BLOCK,
     MAX_HEAD_DIM,
@@ -28,9 +28,16 @@ _Layer = TypeVar("_Layer", PagedKVLayer, PagedLatentLayer)
 class _PagedCache(Generic[_Layer]):
     """Layers of one kind and one geometry: what both kinds of cache share."""
 
+    _kind: type
+
     def __init__(self, layers: Sequence[_Layer]) -> None:
         if not layers:
             raise ValueError("layers: want at least one, got none")
+        for i, layer in enumerate(layers):
+            if not isinstance(layer, self._kind):
+                raise TypeError(f"layers: want {self._kind.__name__}, got {type(layer).__name__} at {i}")
+            if _geometry(layer) != _geometry(layers[0]):
+                raise ValueError(f"layers: want layers alike, got {layers[0]!r} and {layer!r} at {i}")
         self.layers: tuple[_Layer, ...] = tuple(layers)
 
     def __repr__(self) -> str:
@@ -76,8 +83,13 @@ class _PagedCache(Generic[_Layer]):
 class PagedKVCache(_PagedCache[PagedKVLayer]):
     """The K/V cache of all layers of a model. `cache[i]` is layer i, a `PagedKVLayer`."""
 
+    _kind = PagedKVLayer
+
     def __init__(self, layers: Sequence[PagedKVLayer], head_dim: int, head_dim_v: int) -> None:
         super().__init__(layers)
+        own = layers[0].head_dim, layers[0].head_dim_v
+        if (head_dim, head_dim_v) != own:
+            raise ValueError(f"head_dim, head_dim_v: want those of the layers, {own}, got {(head_dim, head_dim_v)}")
         self.head_dim, self.head_dim_v = head_dim, head_dim_v
 
     @classmethod
@@ -109,14 +121,16 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
         Raises ValueError for sizes that the format cannot hold or `decode` cannot read, and for scales that the format
         does not have.
         """
-        f, dv, device = kv_format(format), head_dim if head_dim_v is None else head_dim_v, device_of(device)
-        _positive(num_layers=num_layers, num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads)
+        f, device = kv_format(format), device_of(device)
+        num_layers, num_pages = positive("num_layers", num_layers), positive("num_pages", num_pages)
+        page_size, num_kv_heads = positive("page_size", page_size), positive("num_kv_heads", num_kv_heads)
+        head_dim = whole("head_dim", head_dim)
+        dv = head_dim if head_dim_v is None else whole("head_dim_v", head_dim_v)
         for name, d, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("head_dim_v", dv, MAX_HEAD_DIM_V)):
             step = f.scale_block or 8
-            if not 0 < whole(name, d) <= most or d % step:
+            if not 0 < d <= most or d % step:
                 raise ValueError(f"{name}: want a positive multiple of {step} for {format}, at most {most}, got {d}")
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            _scale_fits(name, scale, f)
+        k_scale, v_scale = _fitting("k_scale", k_scale, f), _fitting("v_scale", v_scale, f)
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
         if packed and dv != head_dim:
@@ -143,14 +157,13 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
     @classmethod
     def from_tensors(cls, tensors: Sequence, *, scale_caches: Sequence | None = None, **options) -> PagedKVCache:
         """A cache over existing tensors, one entry per layer, without copying; see `PagedKVLayer.of`."""
+        if not len(tensors):
+            raise ValueError("tensors: want at least one layer, got none")
         scales = [None] * len(tensors) if scale_caches is None else scale_caches
         if len(scales) != len(tensors):
             raise ValueError(f"scale_caches: want {len(tensors)} layers, got {len(scales)}")
         layers = [PagedKVLayer.of(t, scale_cache=s, **options) for t, s in zip(tensors, scales, strict=True)]
-        if not layers:
-            raise ValueError("tensors: want at least one layer, got none")
-        per = kv_format(layers[0].format).values_per_element
-        return cls(layers, layers[0].k.shape[-1] * per, layers[0].v.shape[-1] * per)
+        return cls(layers, layers[0].head_dim, layers[0].head_dim_v)
 
     @property
     def num_kv_heads(self) -> int:
@@ -164,6 +177,8 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
 
 class PagedLatentCache(_PagedCache[PagedLatentLayer]):
     """The MLA latent cache of all layers of a model. `cache[i]` is layer i, a `PagedLatentLayer`."""
+
+    _kind = PagedLatentLayer
 
     @classmethod
     def allocate(
@@ -185,15 +200,17 @@ class PagedLatentCache(_PagedCache[PagedLatentLayer]):
         fp8_ds_mla.
         """
         f, device = latent_format(format), device_of(device)
-        _positive(num_layers=num_layers, num_pages=num_pages, page_size=page_size)
+        num_layers, num_pages = positive("num_layers", num_layers), positive("num_pages", num_pages)
+        page_size, kv_lora_rank = positive("page_size", page_size), whole("kv_lora_rank", kv_lora_rank)
+        qk_rope_head_dim = whole("qk_rope_head_dim", qk_rope_head_dim)
         step = f.scale_block or 8
-        if whole("kv_lora_rank", kv_lora_rank) <= 0 or kv_lora_rank % step:
+        if kv_lora_rank <= 0 or kv_lora_rank % step:
             raise ValueError(f"kv_lora_rank: want a positive multiple of {step} for {format}, got {kv_lora_rank}")
-        if whole("qk_rope_head_dim", qk_rope_head_dim) <= 0 or qk_rope_head_dim % 2:
+        if qk_rope_head_dim <= 0 or qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim: want a positive even number, got {qk_rope_head_dim}")
         if split and f.scale_dtype is not None:
             raise ValueError(f"split: want False for {format}, which keeps a token's parts in one row, got True")
-        _scale_fits("kv_scale", kv_scale, f)
+        kv_scale = _fitting("kv_scale", kv_scale, f)
         layers = []
         for _ in range(num_layers):
             if split:
@@ -211,6 +228,8 @@ class PagedLatentCache(_PagedCache[PagedLatentLayer]):
     @classmethod
     def from_tensors(cls, tensors: Sequence, **options) -> PagedLatentCache:
         """A cache over existing tensors, one entry per layer, without copying; see `PagedLatentLayer.of`."""
+        if not len(tensors):
+            raise ValueError("tensors: want at least one layer, got none")
         return cls([PagedLatentLayer.of(t, **options) for t in tensors])
 
     @property
@@ -240,21 +259,26 @@ def _rows(f: KVFormat, outer: tuple, dim: int, inline: bool, device) -> list[Ten
     return [codes, scales[..., 0] if f.scale_block is None else scales]
 
 
-def _positive(**sizes: int) -> None:
-    for name, value in sizes.items():
-        positive(name, value)
+def _geometry(layer: PagedKVLayer | PagedLatentLayer) -> tuple:
+    tensors = (layer.k, layer.v) if isinstance(layer, PagedKVLayer) else (layer.ckv, layer.kpe)
+    return layer.format, *(x.shape for x in tensors)
 
 
-def _scale_fits(name: str, scale: Scale, f: KVFormat) -> None:
-    """Raise unless the format has such a scale; what a tensor holds, and its shape, are for the calls."""
-    if not isinstance(scale, (int, float, Tensor)):
-        raise TypeError(f"{name}: want a number or a Tensor, got {type(scale).__name__}")
-    number = None if isinstance(scale, Tensor) else scale
-    given = "a tensor" if number is None else f"{number:.6g}"
-    if f.scale not in (TENSOR, BLOCK) and number != 1:
+def _fitting(name: str, scale: Scale, f: KVFormat) -> Scale:
+    """The scale, a number as Python's own. Raises unless the format has such a scale and fp32 holds the number and its
+    reciprocal; what a tensor holds, and its shape, are for the calls."""
+    value = None if isinstance(scale, Tensor) else number(name, scale, "a number or a Tensor")
+    given = "a tensor" if value is None else f"{value:.6g}"
+    if f.scale not in (TENSOR, BLOCK) and value != 1:
         raise ValueError(f"{name}: want 1.0 for {f.name}, which has no scale of the tensor, got {given}")
-    if number is not None and not 0 < number < float("inf"):
+    if value is None:
+        return scale
+    if not 0 < value < float("inf"):
         raise ValueError(f"{name}: want a positive, finite number, got {given}")
+    stored = single(value)
+    if not stored or not 0 < single(1 / stored) < float("inf"):
+        raise ValueError(f"{name}: want a positive number that fp32 holds, and its reciprocal too, got {given}")
+    return value
 
 
 def device_of(device: torch.device | str | int | None) -> torch.device | None:

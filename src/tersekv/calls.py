@@ -190,6 +190,32 @@ class MLAProjectCall(NamedTuple):
     out: Tensor  # [T, H, N] written
 
 
+class MLADecodeBranchCall(NamedTuple):
+    q: Tensor  # [T, H, Dn + R], unrotated; not written
+    kv_c: Tensor | None  # [T, L] raw latents of the new tokens; None: they are in the cache already (16-bit caches)
+    k_pe: Tensor | None  # [T, R]
+    ckv: Tensor  # [P, S, L] the new tokens' rows are written
+    kpe: Tensor  # [P, S, R] written
+    ckv_scale_cache: Tensor | None  # written
+    page_table: Tensor  # [B, max_pages]
+    cache_lens: Tensor  # [B] tokens cached before this step
+    cu_seqlens_q: Tensor | None  # [B + 1]
+    freqs_cis: Tensor  # [max_pos, R] interleaved cos, sin; its dtype is the rotation's
+    kv_norm_gamma: Tensor  # [L]
+    w_uk: Tensor  # [H, L, Dn] e4m3 | bf16 | fp16
+    w_uk_scale: Tensor | None  # [H, L/128, Dn/128] fp32, with e4m3
+    w_uv: Tensor  # [H, Dv, L] e4m3 | bf16 | fp16
+    w_uv_scale: Tensor | None  # [H, Dv/128, L/128] fp32, with e4m3
+    out: Tensor  # [T, H, Dv] written
+    format: str
+    max_q_len: int
+    softmax_scale: float
+    softmax_scale_t: Tensor | None
+    epsilon: float
+    kv_scale: float  # dequantises
+    kv_scale_t: Tensor | None
+
+
 class MergeCall(NamedTuple):
     outs: Tensor  # [n, T, H, D]
     lses: Tensor  # [n, T, H] fp32, natural log
@@ -210,5 +236,6 @@ CALLS: dict[str, tuple[type, tuple[str, ...]]] = {
     "mla_decode": (MLADecodeCall, ("out", "lse")),
     "mla_prefill": (MLAPrefillCall, ("q", *_LATENT, "out", "lse", "q_pe_out", "seq_lens_out")),
     "mla_project": (MLAProjectCall, ("out",)),
+    "mla_decode_branch": (MLADecodeBranchCall, (*_LATENT, "out")),
     "merge_states": (MergeCall, ("out", "lse")),
 }

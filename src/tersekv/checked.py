@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-def values(op: str, call: Any) -> None:
-    """Checked mode: raise ValueError for an index that points outside its tensor. Synchronises with the device."""
+def values(call: Any) -> None:
+    """Raise ValueError for an index that points outside its tensor. Synchronises with the device."""
     cache = getattr(call, "k_cache", None)
     if cache is None:
         cache = getattr(call, "ckv", None)

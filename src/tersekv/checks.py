@@ -5,6 +5,7 @@ They look at no tensor value and run once per distinct set of facts; values are 
 
 from __future__ import annotations
 
+import math
 import types as _types
 import typing
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .calls import CALLS
+from .counts import single
 from .formats import FP8, MAX_HEAD_DIM, MAX_HEAD_DIM_V, KVFormat, kv_format, latent_format, rope_dtype
 from .shapes import Shapes, argument, dtype_name
 
@@ -36,6 +38,8 @@ def types(record: type, call: tuple) -> None:
         if not isinstance(x, want):
             names = " | ".join(w.__name__ for w in (want if isinstance(want, tuple) else (want,)))
             raise TypeError(f"{argument(record, name)}: want {names}, got {type(x).__name__}")
+        if isinstance(x, Tensor) and x.layout != torch.strided:
+            raise TypeError(f"{argument(record, name)}: want a dense Tensor, got one of {x.layout}")
 
 
 def _hints(record: type) -> dict[str, Any]:
@@ -57,6 +61,17 @@ def tensor(name: str, x: Any, pattern: str) -> None:
         raise ValueError(f"{name}: want [{pattern.replace(' ', ', ')}], got {list(x.shape)}")
 
 
+def joined(name: str, x: Tensor) -> Tensor:
+    """The first two dimensions as one, without copying."""
+    try:
+        return x.view(x.shape[0] * x.shape[1], *x.shape[2:])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: want strides that let the first two dimensions be viewed as one, "
+            f"got shape {list(x.shape)} with strides {list(x.stride())}"
+        ) from None
+
+
 def dtype(name: str, d: Any, allowed: Iterable[torch.dtype], own: torch.dtype | None = None, of: str = "") -> None:
     """Raise unless an argument that chooses a dtype is None or allowed; beside a tensor `of` it is the tensor's own."""
     if d is None or (own is None and d in allowed) or d == own:
@@ -71,15 +86,34 @@ def facts(f: SimpleNamespace) -> None:
     """Raise ValueError unless the facts fit together."""
     _CHECKS[f.op](f)
     record, written = CALLS[f.op]
+    for name in record._fields:  # type: ignore[attr-defined]
+        if getattr(getattr(f, name), "negated", False):
+            raise ValueError(f"{argument(record, name)}: want memory as it reads, got a negated view (x.resolve_neg())")
     for name in written:
         x = getattr(f, name)
-        if x is not None and any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride, strict=True)):
+        if x is not None and _overlaps(x.shape, x.stride):
             raise ValueError(f"{argument(record, name)}: want memory for each element, got strides {list(x.stride)}")
+
+
+def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two elements that differ in one index, or in two, lie in one place."""
+    dims = [(n, step) for n, step in zip(shape, stride, strict=True) if n > 1]
+    if 0 in shape or any(step == 0 for _, step in dims):
+        return 0 not in shape
+    pairs = ((*a, *b, math.gcd(a[1], b[1])) for i, a in enumerate(dims) for b in dims[:i])
+    return any(step_b // common < n_a and step_a // common < n_b for n_a, step_a, n_b, step_b, common in pairs)
 
 
 def require(ok: bool, name: str, want: str, got: Any) -> None:
     if not ok:
         raise ValueError(f"{name}: want {want}, got {got}")
+
+
+def _finite(name: str, want: str, value: float, fits: bool = True, got: Any = None) -> None:
+    """Raise unless a number is finite, in fp32 too, and `fits`. NaN fits nowhere."""
+    got = value if got is None else got
+    require(fits and abs(value) < float("inf"), name, want, got)
+    require(abs(single(value)) < float("inf"), name, f"{want} in fp32", got)
 
 
 def _both(name: str, x: Any, other: str, y: Any) -> None:
@@ -166,7 +200,8 @@ def _decode(f: SimpleNamespace) -> None:
     s.see("out", "T Hq Dv", FLOAT + FP8)
     s.see("lse", "T Hq", F32, last_dim_dense=False)
     require(f.window >= 0, "window", "a positive number of keys (own included), or None", f.window)
-    require(0 <= f.softcap < float("inf"), "softcap", "0 (none) or a positive, finite number", f.softcap)
+    fits = f.softcap == 0 or single(f.softcap) > 0
+    _finite("softcap", "0 (none) or a positive, finite number", f.softcap, fits)
     _output_scales(f, s)
 
 
@@ -185,24 +220,12 @@ def _mla_prefill(f: SimpleNamespace) -> None:
     s = Shapes(f)
     s.see("q", "T H Dq", HALF)
     half = [f.q.dtype]
-    _both("k_pe", f.k_pe, "kv_c", f.kv_c)
-    s.see("kv_c", "T L", half)
-    s.see("k_pe", "T R", half)
-    fmt = latent_format(f.format)
-    if f.kv_c is None:
-        require(fmt.scale == "none", "kv_c", f"the raw latents for a {f.format} cache (it holds no raw rows)", None)
-    _latent_cache(f, s)
-    nope = s["Dq"] - s["R"]
-    require(nope > 0, "q", f"rows longer than the rotary part R={s['R']}", s["Dq"])
-    require(s["R"] % 2 == 0, "kpe", "an even rotary part", s["R"])
-    s.see("page_table", "B max_pages", INDEX)
-    s.see("cache_lens", "B", INDEX)
-    s.see("cu_seqlens_q", "B+1", INDEX)
-    s.see("freqs_cis", "max_pos R", FLOAT)
-    s.see("kv_norm_gamma", "L", FLOAT)
+    nope = _new_latents(f, s)
     s.see("out", "T H Dv", half)
     rows = s["H"] * (nope + s["Dv"])
     s.dims["N"] = rows
+    if f.kv_b_proj.shape[0] % max(s["H"], 1) == 0:  # whole heads: it may be the output's rows that are wrong
+        s.seen_in["N"] = "out"
     if f.kv_b_proj.dtype == torch.float8_e4m3fn:
         require(f.kv_b_proj_scale is not None, "kv_b_proj_scale", "a tensor beside an e4m3 kv_b_proj", None)
         s.see("kv_b_proj", "N L", [torch.float8_e4m3fn])
@@ -223,23 +246,65 @@ def _mla_prefill(f: SimpleNamespace) -> None:
         require(not attends, name, "None with a plan that holds rows", "a tensor")
         s.see(name, sizes, dtypes)
     _softmax_scale(f)
-    require(f.epsilon >= 0, "epsilon", "a number, not negative", f.epsilon)
+    _finite("epsilon", "a finite number, not negative", f.epsilon, f.epsilon >= 0)
     _precision(f)
+
+
+def _new_latents(f: SimpleNamespace, s: Shapes) -> int:
+    """Unrotated queries and raw latents, where they go, and what they are rotated and normed with; returns Dn."""
+    half = [f.q.dtype]
+    _both("k_pe", f.k_pe, "kv_c", f.kv_c)
+    s.see("kv_c", "T L", half)
+    s.see("k_pe", "T R", half)
+    fmt = latent_format(f.format)
+    if f.kv_c is None:
+        require(fmt.scale == "none", "kv_c", f"the raw latents for a {f.format} cache (it holds no raw rows)", None)
+    _latent_cache(f, s)
+    nope = s["Dq"] - s["R"]
+    require(nope > 0, "q", f"rows longer than the rotary part R={s['R']}", s["Dq"])
+    require(s["R"] % 2 == 0, "kpe", "an even rotary part", s["R"])
+    s.see("page_table", "B max_pages", INDEX)
+    s.see("cache_lens", "B", INDEX)
+    s.see("cu_seqlens_q", "B+1", INDEX)
+    s.see("freqs_cis", "max_pos R", FLOAT)
+    s.see("kv_norm_gamma", "L", FLOAT)
+    return nope
 
 
 def _mla_project(f: SimpleNamespace) -> None:
     s, half = Shapes(f), [torch.bfloat16, torch.float16]
     s.see("x", "T H K", half)
-    same = [f.x.dtype]
-    if f.weight.dtype == torch.float8_e4m3fn:
-        require(f.weight_scale is not None, "weight_scale", "a tensor beside an e4m3 weight", None)
-        s.see("weight", "H N K", [torch.float8_e4m3fn])
-        require(s["N"] % 128 == 0 and s["K"] % 128 == 0, "weight", "N and K multiples of 128", [s["N"], s["K"]])
-        s.see("weight_scale", "H N/128 K/128", F32)
+    _weight(f, s, "weight", "H N K", f.x.dtype)
+    s.see("out", "T H N", [f.x.dtype])
+
+
+def _weight(f: SimpleNamespace, s: Shapes, name: str, sizes: str, half: torch.dtype) -> None:
+    """A matrix of each head, "H N K": e4m3 beside the scales of its blocks, or of the rows' dtype."""
+    heads, n, k = sizes.split()
+    scale = f"{name}_scale"
+    if getattr(f, name).dtype == torch.float8_e4m3fn:
+        require(getattr(f, scale) is not None, scale, f"a tensor beside an e4m3 {name}", None)
+        s.see(name, sizes, [torch.float8_e4m3fn])
+        require(s[n] % 128 == 0 and s[k] % 128 == 0, name, f"{n} and {k} multiples of 128", [s[n], s[k]])
+        s.see(scale, f"{heads} {n}/128 {k}/128", F32)
     else:
-        s.see("weight", "H N K", same)
-        require(f.weight_scale is None, "weight_scale", "None beside a 16-bit weight", "a tensor")
-    s.see("out", "T H N", same)
+        s.see(name, sizes, [half])
+        require(getattr(f, scale) is None, scale, f"None beside a 16-bit {name}", "a tensor")
+
+
+def _mla_decode_branch(f: SimpleNamespace) -> None:
+    s = Shapes(f)
+    s.see("q", "T H Dq", HALF)
+    s.dims["Dn"], s.seen_in["Dn"] = _new_latents(f, s), "q"
+    _query_rows(f, s)
+    _weight(f, s, "w_uk", "H L Dn", f.q.dtype)
+    _weight(f, s, "w_uv", "H Dv L", f.q.dtype)
+    s.see("out", "T H Dv", [f.q.dtype])
+    require(s["H"] > 0, "q", "at least one head", s["H"])
+    require(s["Dv"] > 0, "w_uv", "at least one value column", s["Dv"])
+    _softmax_scale(f)
+    _scalar(f, s, "softmax_scale_t")
+    _finite("epsilon", "a finite number, not negative", f.epsilon, f.epsilon >= 0)
 
 
 def _merge_states(f: SimpleNamespace) -> None:
@@ -259,6 +324,7 @@ _CHECKS = {
     "mla_decode": _mla_decode,
     "mla_prefill": _mla_prefill,
     "mla_project": _mla_project,
+    "mla_decode_branch": _mla_decode_branch,
     "merge_states": _merge_states,
 }
 
@@ -328,8 +394,9 @@ def _told(f: SimpleNamespace, name: str) -> str:
 
 
 def _positive(f: SimpleNamespace, name: str) -> None:
-    fits = 0 < getattr(f, name) < float("inf")  # NaN fits nowhere
-    require(fits, name, "a positive, finite number", _told(f, name))
+    value = getattr(f, name)
+    _finite(name, "a positive, finite number", value, value > 0, _told(f, name))
+    require(single(value) > 0, name, "a positive number that fp32 holds", _told(f, name))
 
 
 def _latent_cache(f: SimpleNamespace, s: Shapes) -> None:
@@ -389,6 +456,10 @@ def _place(f: SimpleNamespace, s: Shapes) -> None:
 def _requests(f: SimpleNamespace, s: Shapes) -> None:
     s.see("seq_lens", "B", INDEX)
     s.see("page_table", "B max_pages", INDEX)
+    _query_rows(f, s)
+
+
+def _query_rows(f: SimpleNamespace, s: Shapes) -> None:
     t, b = s["T"], s["B"]
     if f.cu_seqlens_q is not None:
         s.see("cu_seqlens_q", "B+1", INDEX)
@@ -399,14 +470,13 @@ def _requests(f: SimpleNamespace, s: Shapes) -> None:
 
 def _output_scales(f: SimpleNamespace, s: Shapes) -> None:
     _softmax_scale(f)
-    require(abs(f.out_scale) < float("inf"), "out_scale", "a finite number", f.out_scale)
+    _finite("out_scale", "a finite number", f.out_scale)
     _precision(f)
     _scalar(f, s, "softmax_scale_t", "out_scale_t")
 
 
 def _softmax_scale(f: SimpleNamespace) -> None:
-    fits = 0 <= f.softmax_scale < float("inf")  # NaN fits nowhere
-    require(fits, "softmax_scale", "a finite number, not negative", f.softmax_scale)
+    _finite("softmax_scale", "a finite number, not negative", f.softmax_scale, f.softmax_scale >= 0)
 
 
 def _scalar(f: SimpleNamespace, s: Shapes, *names: str) -> None:

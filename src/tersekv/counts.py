@@ -1,21 +1,25 @@
-"""Counts as callers give them: integers of Python's or NumPy's, checked by name."""
+"""Numbers as callers give them: Python's or NumPy's, checked by name."""
 
 from __future__ import annotations
 
+import struct
+from numbers import Real
 from operator import index
 
 
 def whole(name: str, value: object) -> int:
     """value as Python's own int: another kind, such as a tensor, could change behind its holder's back.
 
-    Raises TypeError for what is no integer.
+    Raises TypeError for what is no integer, a truth value included.
     """
     if type(value) is int:
         return value
     try:
-        return int(index(value))  # type: ignore[arg-type]
+        if not isinstance(value, bool):
+            return int(index(value))  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name}: want int, got {type(value).__name__} {value!r}") from None
+        pass
+    raise TypeError(f"{name}: want int, got {type(value).__name__} {value!r}")
 
 
 def positive(name: str, value: object) -> int:
@@ -32,3 +36,27 @@ def not_negative(name: str, value: object) -> int:
     if number < 0:
         raise ValueError(f"{name}: want 0 or more, got {number}")
     return number
+
+
+def number(name: str, value: object, want: str = "a number") -> float:
+    """value as Python's own float.
+
+    Raises TypeError for what is no real number, a truth value and a tensor included, and ValueError for an integer that
+    no float holds.
+    """
+    if type(value) is float:
+        return value
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name}: want {want}, got {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: want {want} that fp32 holds, got {value}") from None
+
+
+def single(value: float) -> float:
+    """value as fp32 holds it: infinite beyond its largest number, 0 below its smallest."""
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return float("inf") if value > 0 else -float("inf")

@@ -89,6 +89,7 @@ FP8_DS_MLA = KVFormat(
 
 KV_FORMATS = {f.name: f for f in (BF16, FP16, FP8_E4M3, FP8_E5M2, FP8_PER_TOKEN_HEAD, INT8_PER_TOKEN_HEAD, NVFP4)}
 LATENT_FORMATS = {f.name: f for f in (BF16, FP16, FP8_E4M3, FP8_E5M2, FP8_DS_MLA)}
+ALL_FORMATS = KV_FORMATS | LATENT_FORMATS
 
 
 def kv_format(name: str) -> KVFormat:

@@ -26,7 +26,7 @@ def tensor_key(x: Tensor | None) -> tuple | None:
     """
     if x is None:
         return None
-    return x.dtype, x.shape, None if x.is_contiguous() else x.stride(), x.data_ptr() & 15, x.device
+    return x.dtype, x.shape, None if x.is_contiguous() else x.stride(), x.data_ptr() & 15, x.device, x.is_neg()
 
 
 _address = Tensor.data_ptr

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from .counts import whole
+from .counts import positive
 from .formats import KVFormat, kv_format, latent_format, rope_dtype
 
 Scale = float | Tensor
-_ONE = 1.0  # the very object is the default of scales: no scale was given
 _KV_OF_DTYPE = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -34,7 +34,7 @@ _LATENT_OF_DTYPE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # a layer equals itself alone: tensors have no one answer
 class PagedKVLayer:
     """One layer of a K/V cache.
 
@@ -60,8 +60,8 @@ class PagedKVLayer:
         *,
         format: str | None = None,
         layout: str = "NHD",
-        k_scale: Scale = _ONE,
-        v_scale: Scale = _ONE,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
         scale_cache: Tensor | Sequence[Tensor] | None = None,
     ) -> PagedKVLayer:
         """A layer over existing tensors, without copying.
@@ -76,9 +76,8 @@ class PagedKVLayer:
         beside a ready layer.
         """
         if isinstance(kv, PagedKVLayer):
-            if format or layout != "NHD" or k_scale is not _ONE or v_scale is not _ONE or scale_cache is not None:
-                _no_options("kv_cache", format=format, k_scale=k_scale, v_scale=v_scale, scale_cache=scale_cache,
-                            layout=None if layout == "NHD" else layout)  # fmt: skip
+            _no_options("kv_cache", format=format, k_scale=k_scale, v_scale=v_scale, scale_cache=scale_cache,
+                        layout=None if layout == "NHD" else layout)  # fmt: skip
             return kv
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
@@ -119,7 +118,7 @@ class PagedKVLayer:
         return self.k.shape[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # a layer equals itself alone: tensors have no one answer
 class PagedLatentLayer:
     """One layer of an MLA latent cache.
 
@@ -144,7 +143,7 @@ class PagedLatentLayer:
         *,
         format: str | None = None,
         kv_lora_rank: int = 512,
-        kv_scale: Scale = _ONE,
+        kv_scale: Scale = 1.0,
     ) -> PagedLatentLayer:
         """A layer over existing tensors, without copying.
 
@@ -153,10 +152,10 @@ class PagedLatentLayer:
         A ready layer is returned as it is. Raises ValueError for an unknown rank, dtype or row length, and for an
         option beside a ready layer.
         """
+        kv_lora_rank = positive("kv_lora_rank", kv_lora_rank)
         if isinstance(rows, PagedLatentLayer):
-            if format or kv_lora_rank != 512 or kv_scale is not _ONE:
-                _no_options("latent cache", format=format, kv_scale=kv_scale,
-                            kv_lora_rank=None if kv_lora_rank == rows.ckv.shape[-1] else kv_lora_rank)  # fmt: skip
+            rank = None if kv_lora_rank in (512, rows.kv_lora_rank) else kv_lora_rank
+            _no_options("latent cache", format=format, kv_scale=kv_scale, kv_lora_rank=rank)
             return rows
         if not isinstance(rows, Tensor):
             if not isinstance(rows, (tuple, list)) or len(rows) != 2:
@@ -167,7 +166,7 @@ class PagedLatentLayer:
         format = format or _format_of(rows.dtype, _LATENT_OF_DTYPE, "latent cache")
         f = latent_format(format)
         if f.scale_dtype is None:
-            if rows.shape[-1] <= whole("kv_lora_rank", kv_lora_rank):
+            if rows.shape[-1] <= kv_lora_rank:
                 raise ValueError(
                     f"latent cache: want rows longer than kv_lora_rank={kv_lora_rank}, got {list(rows.shape)}"
                 )
@@ -207,7 +206,12 @@ def _latent_row_views(rows: Tensor, f: KVFormat, rank: int) -> tuple[Tensor, Ten
             f"got {list(rows.shape)} {rows.dtype}"
         )
     rows = rows.view(torch.uint8)
-    return rows[..., :codes].view(f.storage), rows[..., codes:row].view(f.scale_dtype), rows[..., row:].view(rope)
+    try:
+        return rows[..., :codes].view(f.storage), rows[..., codes:row].view(f.scale_dtype), rows[..., row:].view(rope)
+    except RuntimeError:  # a view of wider elements wants every row to begin at one
+        want = f"dense rows that begin at multiples of {f.scale_dtype.itemsize} bytes for {f.name}"
+        got = f"strides {list(rows.stride())} from byte {rows.storage_offset()}"
+        raise ValueError(f"latent cache: want {want}, got {got}") from None
 
 
 def _split_pair(name: str, pair, rank: int) -> tuple[Tensor, Tensor]:
@@ -228,8 +232,8 @@ def _split_pair(name: str, pair, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _no_options(name: str, **options: object) -> None:
-    """Raise if an option says something beside a layer that is ready: it would be ignored."""
-    given = [n for n, x in options.items() if x is not None and not (isinstance(x, (int, float)) and x == _ONE)]
+    """Raise if an option (not None, and no scale of 1) comes with a layer that is ready: it would be ignored."""
+    given = [n for n, x in options.items() if x is not None and not (isinstance(x, Real) and x == 1)]
     if given:
         raise ValueError(f"{name}: want tensors beside {', '.join(given)}, got a layer, which has its own")
 

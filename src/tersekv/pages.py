@@ -121,7 +121,7 @@ class PagePool:
         self._pages[request_id], self._tokens[request_id] = list(pages), self._tokens[source_id]
 
     def truncate(self, request_id: Hashable, num_tokens: int) -> None:
-        """Keep the first `num_tokens` of a request, such as the drafts that were accepted; free the pages behind."""
+        """Keep the first `num_tokens` of a request, such as the accepted drafts; free the pages after them."""
         pages, old = self._pages[self._known(request_id)], self._tokens[request_id]
         num_tokens = whole("num_tokens", num_tokens)
         if not 0 <= num_tokens <= old:
@@ -139,7 +139,7 @@ class PagePool:
     def page_table(
         self, request_ids: Sequence[Hashable], *, device: Device = None, max_pages: int | None = None
     ) -> Tensor:
-        """[B, max_pages] int32, −1 behind a request's pages. max_pages: None takes the longest request's."""
+        """[B, max_pages] int32, −1 after a request's pages. max_pages: None takes the longest request's."""
         rows = [self._pages[self._known(r)] for r in request_ids]
         longest = max(map(len, rows), default=0)
         width = longest if max_pages is None else whole("max_pages", max_pages)

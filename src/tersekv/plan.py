@@ -25,7 +25,7 @@ from .keys import FIELDS, Seen, tensor_key
 BACKENDS = ("gluon", "triton", "torch")
 _AUTO = {"cuda": ("gluon", "triton")}
 # Operations whose Gluon kernels were proven on a GPU; others would run if asked for by name.
-_GLUON = ("decode", "mla_decode", "mla_prefill")
+_GLUON = ("decode", "mla_decode", "mla_decode_branch", "mla_prefill")
 _MAX_PLANS = 16384  # shapes change with the batch; beyond this the cache starts afresh
 
 
@@ -35,6 +35,7 @@ class TensorFact(NamedTuple):
     stride: tuple[int, ...]
     aligned: bool  # the first byte lies on a multiple of 16
     device: torch.device
+    negated: bool = False  # a view whose memory holds the other sign
 
 
 class Plan(NamedTuple):
@@ -58,8 +59,8 @@ _log = logging.getLogger("tersekv")
 def dispatch(op: str, call: tuple, backend: str | None = None) -> Plan:
     """Run `call` on the backend that its facts select. Outputs are written in place. Returns the plan."""
     p = plan(op, call, backend)
-    if env.checked():
-        checked.values(op, call)
+    if env.checked() and p.run is not _nothing:
+        checked.values(call)
     if p.device_index is not None and p.device_index != torch.cuda.current_device():
         with torch.cuda.device(p.device_index):
             p.run(call, p.config)
@@ -82,7 +83,9 @@ def plan(op: str, call: tuple, backend: str | None = None, *, arch: int | None =
             return found.plan
         key = (*options, *map(tensor_key, tensors))
         found = _plans.get(key)
-    except (TypeError, AttributeError):  # an argument that cannot be a key has the wrong type, and the check says which
+    except (TypeError, AttributeError, RuntimeError):  # what cannot be a key has the wrong type: the check says which
+        if not isinstance(backend, (str, type(None))):
+            raise TypeError(f"backend: want str or None, got {type(backend).__name__}") from None
         checks.types(CALLS[op][0], call)
         raise
     if found is None:
@@ -119,11 +122,13 @@ def _make(op: str, call: tuple, backend: str | None, arch: int | None) -> Plan:
     checks.types(CALLS[op][0], call)
     f = facts(op, call, arch)
     checks.facts(f)
-    wanted = backend or env.backend()
+    wanted = env.backend() if backend is None else backend
     if wanted is not None and wanted not in BACKENDS:
-        name = "backend" if backend else "TERSEKV_BACKEND"
+        name = "TERSEKV_BACKEND" if backend is None else "backend"
         raise ValueError(f"{name}: want one of {', '.join(BACKENDS)}, got {wanted!r}")
     kind = "cuda" if arch is not None else f.device.type
+    if kind == "meta":
+        return Plan("meta", _nothing, None, None)
     doors = (wanted,) if wanted else doors_of(op, kind)
     reasons: list[str] = []
     for name in doors:
@@ -140,6 +145,10 @@ def _make(op: str, call: tuple, backend: str | None, arch: int | None) -> Plan:
     if not wanted and kind == "cuda":
         reasons.append("  torch: can be asked for by name (backend='torch'); it is the slow reference")
     raise UnsupportedError("\n".join([f"{op} has no backend for {_describe(f)} on {_where(f)}", *reasons]))
+
+
+def _nothing(call: Any, config: Any) -> None:
+    """What there is to run for tensors that have shapes only."""
 
 
 def _describe(f: SimpleNamespace) -> str:
@@ -186,7 +195,7 @@ def _arch(device: torch.device) -> int | None:
 
 def _fact(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return TensorFact(x.dtype, tuple(x.shape), _stride(x), x.data_ptr() & 15 == 0, x.device)
+        return TensorFact(x.dtype, tuple(x.shape), _stride(x), x.data_ptr() & 15 == 0, x.device, x.is_neg())
     return x
 
 

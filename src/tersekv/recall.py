@@ -117,7 +117,7 @@ def remember(op: str, way: Way, call: tuple, plan: Plan) -> None:
     key = op, way.options
     place = key, _shapes(way.given)
     if place in _all and _all[place].like(way.given):
-        return  # it declined, this once
+        return  # it is kept already: its launch declined just this once
     names, (tensors_of, _) = TENSORS[op], FIELDS[op]
     tensors = {n: x for n, x in zip(names, tensors_of(call), strict=True) if x is not None}
     if _captured(next(iter(tensors.values()))):
@@ -125,7 +125,7 @@ def remember(op: str, way: Way, call: tuple, plan: Plan) -> None:
     given = {n: x for n, x in zip(names, way.given, strict=True) if x is not None}
     made = {n: x for n, x in way.made.items() if n not in given}
     whole = given | made
-    # What the operation drops, or goes on with as a copy, or takes from elsewhere, the short way does not know.
+    # The short way does not know tensors that the operation drops, replaces by a copy, or takes from elsewhere.
     if any(n not in tensors or tensors[n].data_ptr() != x.data_ptr() for n, x in whole.items()):
         return
     parts = {n: of for n, of in way.parts.items() if n in tensors}

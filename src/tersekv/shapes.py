@@ -25,8 +25,9 @@ def argument(record: type, field: str) -> str:
 class Shapes:
     """Binds dimension letters at first sight and compares at every later one."""
 
-    def __init__(self, f: SimpleNamespace, **known: int) -> None:
-        self.f, self.dims = f, dict(known)
+    def __init__(self, f: SimpleNamespace) -> None:
+        self.f = f
+        self.dims: dict[str, int] = {}
         self.seen_in: dict[str, str] = {}  # letter → the tensor that bound it
 
     def see(self, name: str, pattern: str, dtypes: Iterable[torch.dtype], *, last_dim_dense: bool = True) -> bool:
@@ -92,7 +93,7 @@ def odd_one_out(f: SimpleNamespace) -> str:
     record = CALLS[f.op][0]
     where = {name: x.device for name, x in vars(f).items() if hasattr(x, "aligned")}
     most = Counter(where.values()).most_common(1)[0][0]
-    # Tensors that a check put together again come behind the record's own, and are what the caller knows.
+    # Tensors that a check put together again come after the record's own, and are what the caller knows.
     name = min((n for n in where if where[n] != most), key=lambda n: n in record._fields)  # type: ignore[attr-defined]
     return f"{argument(record, name)}: want device {most}, got {where[name]}"
 

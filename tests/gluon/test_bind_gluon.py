@@ -8,7 +8,7 @@ from test_bind import assert_bound_as_run, assert_unknown_caches_are_refused, la
 __all__ = ["launched"]  # the fixture
 
 
-@pytest.mark.parametrize("op", ["decode", "mla_decode", "mla_prefill"])
+@pytest.mark.parametrize("op", ["decode", "mla_decode", "mla_decode_branch", "mla_prefill"])
 def test_bound_launches_get_what_the_long_way_gives(op, launched):
     assert_bound_as_run(op, "gluon", launched)
 

@@ -25,7 +25,6 @@ from tersekv.testing.compare import compare
 from tersekv.testing.make import make
 from tersekv.testing.memory import as_bytes, moved
 
-torch.set_num_threads(1)
 FORMATS = tuple(LATENT_FORMATS)
 SMALL = Case(
     "mla_prefill", "bf16", "small", lens=(13, 1, 0, 2), q_lens=(6, 1, 0, 1), group=2, page=3, rank=128, rope=16,

@@ -13,7 +13,7 @@ from tersekv.keys import FIELDS, TENSORS
 from tersekv.testing.cases import OPS, cases
 from tersekv.testing.make import make
 
-SCRATCH = 1 << 21  # numbers, more than is kept
+SCRATCH = 1 << 24  # numbers, more than is kept
 
 
 @pytest.fixture

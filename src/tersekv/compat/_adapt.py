@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from .. import counts
+from ..checks import dtype_name, joined
+from ..counts import number
+
+__all__ = ["dtype_name", "first_rows", "joined", "number", "renamed", "scalar", "tensor", "whole"]
 
 
 def renamed(names: Mapping[str, str], function: Callable[..., Any], *args: Any) -> Any:
@@ -26,17 +30,6 @@ def renamed(names: Mapping[str, str], function: Callable[..., Any], *args: Any) 
         if not colon or told == str(e):
             raise
         raise type(e)(told) from None
-
-
-def joined(name: str, x: Tensor) -> Tensor:
-    """The first two dimensions as one, without copying."""
-    try:
-        return x.view(x.shape[0] * x.shape[1], *x.shape[2:])
-    except RuntimeError:
-        raise ValueError(
-            f"{name}: want strides that let the first two dimensions be viewed as one, "
-            f"got shape {list(x.shape)} with strides {list(x.stride())}"
-        ) from None
 
 
 def first_rows(name: str, x: Tensor, n: int, beside: str) -> Tensor:
@@ -74,10 +67,4 @@ def scalar(name: str, x: object, device: torch.device) -> float | Tensor:
                 f"got {list(x.shape)} {dtype_name(x.dtype)} on {x.device}"
             )
         return x
-    if not isinstance(x, (int, float)) or isinstance(x, bool):
-        raise TypeError(f"{name}: want a number or Tensor, got {type(x).__name__}")
-    return float(x)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return number(name, x, "a number or Tensor")

@@ -107,7 +107,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
     place = _place(batch_indices, positions, kv_indptr, kv_indices)
     mul_q = split(scalar("quant_scale_q", quant_scale_q, q_rope.device))
     mul_kv = split(scalar("quant_scale_kv", quant_scale_kv, q_rope.device))
-    interleaved = not whole("is_neox", is_neox)
+    interleaved = not (is_neox if isinstance(is_neox, bool) else whole("is_neox", is_neox))
     if k_rope.dim() == 2:
         if v is not None:
             raise ValueError("v: want None for MLA (a 2-D k_rope), got a tensor")

@@ -18,15 +18,16 @@ def layer(
     """The cache as tersekv sees it; raw int8 codes get scales of 1 that take no memory."""
     if not isinstance(kv_cache, (Tensor, tuple, list)):
         raise TypeError(f"kv_cache: want Tensor or a tuple of two, got {type(kv_cache).__name__}")
-    scales = None if sf is None else _block_scales(sf)
     for t in kv_cache if isinstance(kv_cache, (tuple, list)) else ():
         tensor("kv_cache", t)
-    kv = PagedKVLayer.of(kv_cache, layout=layout, scale_cache=scales)
+    kv = PagedKVLayer.of(kv_cache, layout=layout)
     f = kv_format(kv.format)
     if f.scale == BLOCK and sf is None:
         raise ValueError(f"scale_cache: want the e4m3 block scales of a {dtype_name(kv.k.dtype)} cache, got None")
     if f.scale != BLOCK and sf is not None:
         raise ValueError(f"scale_cache: want None beside a {dtype_name(kv.k.dtype)} cache, got block scales")
+    if sf is not None:
+        kv = PagedKVLayer.of(kv_cache, layout=layout, scale_cache=_block_scales(sf))
     if f.scale != TOKEN_HEAD:
         return kv
     one = _one(kv.k.device)
@@ -65,7 +66,7 @@ def latent_layer(rows: Tensor, rank: int) -> PagedLatentLayer:
 def draft_rows(name: str, option: str, t: int, b: int, rows: int | None, cu_seqlens_q: Tensor | None) -> int:
     """The largest number of query rows of a request."""
     if rows is not None:
-        whole(option, rows)
+        rows = whole(option, rows)
     if cu_seqlens_q is None:
         rows = (t // b if b else 1) if rows is None else rows
         if t != b * rows:
@@ -102,7 +103,7 @@ def head_rows(name: str, x: Tensor | None, heads: int, page_size: int, layout: s
     if layout not in ("NHD", "HND"):
         raise ValueError(f"kv_layout: want 'NHD' or 'HND', got {layout!r}")
     x = tensor(name, x)
-    whole("num_kv_heads", heads), whole("page_size", page_size)
+    heads, page_size = whole("num_kv_heads", heads), whole("page_size", page_size)
     if x.dim() == 2 and x.shape[0] % max(page_size * heads, 1) == 0:
         inner = (page_size, heads) if layout == "NHD" else (heads, page_size)
         x = x.unflatten(0, (x.shape[0] // max(page_size * heads, 1), *inner))
@@ -117,10 +118,11 @@ def head_rows(name: str, x: Tensor | None, heads: int, page_size: int, layout: s
 
 def latent_rows(name: str, x: Tensor, page_size: int) -> Tensor:
     """Latent rows as [P, S, dim], checked against the caller's page size."""
-    if tensor(name, x).dim() == 2 and whole("page_size", page_size) > 0 and x.shape[0] % page_size == 0:
+    page_size = whole("page_size", page_size)
+    if tensor(name, x).dim() == 2 and page_size > 0 and x.shape[0] % page_size == 0:
         return x.unflatten(0, (x.shape[0] // page_size, page_size))
     rows = x[:, :, 0] if x.dim() == 4 and x.shape[2] == 1 else x
-    if rows.dim() != 3 or rows.shape[1] != whole("page_size", page_size):
+    if rows.dim() != 3 or rows.shape[1] != page_size:
         raise ValueError(
             f"{name}: want [tokens, dim], [P, S, dim] or [P, S, 1, dim] with page_size={page_size}, got {list(x.shape)}"
         )

@@ -1,4 +1,4 @@
-"""What MAX's MLA branches do, in tersekv's calls: one prefill; or project, append, decode, project."""
+"""What MAX's MLA branches do, in tersekv's calls: `mla_prefill` of one chunk, or `mla_decode_branch`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..layers import PagedLatentLayer
-from ..ops.mla import MLAPrefillPlan, mla_decode, mla_prefill, mla_project
+from ..ops.mla import MLAPrefillPlan, mla_prefill
+from ..ops.mla_branch import mla_decode_branch
 from ._adapt import renamed, tensor, whole
 from ._max_cache import PagedKVCacheCollection
-from ._max_project import check_weight
 
 _NAMES = {
     "out": "output",
@@ -21,7 +21,7 @@ _NAMES = {
     "latent cache": "kv_collection.blocks",
     "page_table": "kv_collection.lookup_table",
     "cache_lens": "kv_collection.cache_lengths",
-    "seq_lens": "kv_collection.cache_lengths",
+    "max_q_len": "kv_collection.max_seq_length",
     "cu_seqlens_q": "input_row_offsets",
     "plan.buffer_row_offsets": "buffer_row_offsets",
     "plan.cache_offsets": "cache_offsets",
@@ -63,50 +63,35 @@ def prefill(
         if held > length:
             raise ValueError(f"buffer_length: want room for the {held} tokens that the requests hold, got {length}")
     plan = MLAPrefillPlan(rows[None], starts[None], [length], _max_q_len(step))
-    _fused(step, step.q, layer, plan, weight, weight_scale)
+    kv_c, k_pe = _raw(step, layer)
+    call = partial(
+        mla_prefill, softmax_scale=float(step.scale), epsilon=float(step.epsilon), kv_b_proj_scale=weight_scale,
+        kv_c=kv_c, k_pe=k_pe, out=step.output, backend=step.backend,
+    )  # fmt: skip
+    kv = step.kv_collection
+    renamed(
+        _NAMES, call, step.q, layer, kv.lookup_table, kv.cache_lengths, step.input_row_offsets, step.freqs_cis,
+        step.kv_norm_gamma, weight, plan,
+    )  # fmt: skip
 
 
 def decode(step: Step, w_uk: Tensor, w_uk_scale: Tensor | None, w_uv: Tensor, w_uv_scale: Tensor | None) -> None:
-    q, output, kv = step.q, step.output, step.kv_collection
-    layer = _layer(step)
-    rank, rope = layer.ckv.shape[-1], layer.kpe.shape[-1]
-    heads, nope, dim_v = q.shape[1], q.shape[2] - rope, output.shape[-1]
-    # Before anything is written: a call that fails half way could not be repeated.
-    check_weight("w_uk", (heads, rank, nope), w_uk, w_uk_scale, q.dtype)
-    check_weight("w_uv", (heads, dim_v, rank), w_uv, w_uv_scale, q.dtype)
-    if q.shape[0] == 0:
-        return
-    # A plan without rows makes mla_prefill rotate and append only; it looks at no value of its offsets and the weight.
-    nothing = step.input_row_offsets[None]
-    weight = q.new_empty(1, rank).expand(heads * (nope + dim_v), rank)
-    q_pe = q.new_empty(q.shape[0], heads, rope)
-    lens = q.new_empty(len(kv.cache_lengths), dtype=torch.int32)
-    plan = MLAPrefillPlan(nothing, nothing, [0], _max_q_len(step))
-    _fused(step, q, layer, plan, weight, None, q_pe, lens)
-    attend = partial(
-        mla_decode, softmax_scale=float(step.scale), cu_seqlens_q=step.input_row_offsets, max_q_len=_max_q_len(step),
-        backend=step.backend,
-    )  # fmt: skip
-    backend = step.backend
-    queries = mla_project(q[..., :nope], w_uk, weight_scale=w_uk_scale, backend=backend), q_pe
-    latents = renamed(_NAMES, attend, queries, layer, kv.lookup_table, lens)
-    mla_project(latents, w_uv, weight_scale=w_uv_scale, out=output, backend=backend)
-
-
-def _fused(
-    step: Step, q: Tensor, layer: PagedLatentLayer, plan: MLAPrefillPlan, weight: Tensor, weight_scale: Tensor | None,
-    q_pe_out: Tensor | None = None, seq_lens_out: Tensor | None = None,
-) -> None:  # fmt: skip
-    kv, rank, raw = step.kv_collection, layer.ckv.shape[-1], step.kv_input
-    kv_c, k_pe = (None, None) if raw is None else (raw[..., :rank], raw[..., rank:])
+    layer, kv = _layer(step), step.kv_collection
+    kv_c, k_pe = _raw(step, layer)
     call = partial(
-        mla_prefill, softmax_scale=float(step.scale), epsilon=float(step.epsilon), kv_b_proj_scale=weight_scale,
-        kv_c=kv_c, k_pe=k_pe, out=step.output, q_pe_out=q_pe_out, seq_lens_out=seq_lens_out, backend=step.backend,
+        mla_decode_branch, softmax_scale=float(step.scale), w_uk_scale=w_uk_scale, w_uv_scale=w_uv_scale, kv_c=kv_c,
+        k_pe=k_pe, epsilon=float(step.epsilon), cu_seqlens_q=step.input_row_offsets, max_q_len=_max_q_len(step),
+        out=step.output, backend=step.backend,
     )  # fmt: skip
     renamed(
-        _NAMES, call, q, layer, kv.lookup_table, kv.cache_lengths, step.input_row_offsets, step.freqs_cis,
-        step.kv_norm_gamma, weight, plan,
-    )  # fmt: skip
+        _NAMES, call, step.q, layer, kv.lookup_table, kv.cache_lengths, step.freqs_cis, step.kv_norm_gamma, w_uk, w_uv
+    )
+
+
+def _raw(step: Step, layer: PagedLatentLayer) -> tuple[Tensor | None, Tensor | None]:
+    """The new tokens' raw latents, if they are not in the cache."""
+    raw, rank = step.kv_input, layer.ckv.shape[-1]
+    return (None, None) if raw is None else (raw[..., :rank], raw[..., rank:])
 
 
 def _layer(step: Step) -> PagedLatentLayer:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..calls import DecodeCall, MergeCall, MLADecodeCall
 from ..formats import BLOCK, FP8, TENSOR, kv_format, latent_format
 from ..layers import PagedKVLayer
+from ..ops.decode import mask_rows
 from ..ops.registry import submit
 from ..ops.scales import split
 from ._adapt import dtype_name, joined, renamed, scalar, tensor, whole
@@ -48,6 +49,7 @@ _DECODE_NAMES = {
     "q": "query",
     "page_table": "block_tables",
     "cu_seqlens_q": "q_cu_seq_lens",
+    "max_q_len": "q_len_per_req",
     "k_cache": "kv_cache[0]",
     "v_cache": "kv_cache[1]",
     "layout": "kv_layout",
@@ -64,6 +66,7 @@ _XQA_NAMES = {
     "kv_cache": "k_cache",
     "scale_cache": "k_sf_cache",
     "cu_seqlens_q": "q_cu_seq_lens",
+    "max_q_len": "q_seq_len",
     "layout": "kv_layout",
     "k_scale_cache": "k_sf_cache",
     "v_scale_cache": "v_sf_cache",
@@ -76,7 +79,6 @@ _XQA_NAMES = {
     "ckv": "k_cache",
     "kpe": "k_cache",
     "latent cache": "k_cache",
-    "kv_scale": "kv_scale",
 }
 
 
@@ -137,9 +139,9 @@ def xqa_batch_decode_with_kv_cache(
     outputs: dict[str, Scale] = {"bmm2_scale": bmm2_scale}
     if o_scale is not None and out.dtype not in FP8:
         outputs["o_scale"] = o_scale
-    if whole("window_left", window_left) < -1:
+    window = whole("window_left", window_left) + 1
+    if window < 0:
         raise ValueError(f"window_left: want a number of keys, or -1 for all, got {window_left}")
-    window = window_left + 1
     call = _decode_call(query, kv, block_tables, lens, q_cu_seq_lens, mask, sinks, out, rows, window, logits, outputs)
     renamed(_DECODE_NAMES, submit, "decode", call, None)
     return out
@@ -201,6 +203,9 @@ def xqa(
     kv = renamed(_XQA_NAMES, layer, (k, v), "NHD", sf)
     rows = draft_rows("q", "q_seq_len", query.shape[0], lens.shape[0], q_seq_len, q_cu_seq_lens)
     if sinks is not None and tensor("sinks", sinks).dim() == 2:
+        per_head = [k.shape[2], query.shape[1] // max(k.shape[2], 1)]
+        if list(sinks.shape) != per_head:
+            raise ValueError(f"sinks: want [H, Hq / H] = {per_head}, got {list(sinks.shape)}")
         sinks = joined("sinks", sinks)
     logits: dict[str, Scale] = {"q_scale": q_scale, "kv_scale": kv_scale, "sqrt(D)": query.shape[-1] ** -0.5}
     outputs: dict[str, Scale] = {"kv_scale": kv_scale}
@@ -255,6 +260,8 @@ def xqa_mla(
             f"got {list(v.shape)} {dtype_name(v.dtype)}"
         )
     if v_cache is not k_cache and not _same_rows(k, v):
+        if k.dtype == torch.uint8:
+            raise ValueError("v_cache: want k_cache itself, or a view of its rows, for rows of fp8_ds_mla, got a copy")
         kv = renamed(_XQA_NAMES, layer, (k[:, :, None], v[:, :, None, :rank]), "NHD", None)
         factors: tuple[dict[str, Scale], ...] = {"q_scale": q_scale, "kv_scale": kv_scale}, {"kv_scale": kv_scale}
         call: tuple = _decode_call(query, kv, page_table, lens, None, None, None, result, 1, 0, *factors)
@@ -275,7 +282,7 @@ def xqa_mla(
 
 
 def _same_rows(k: Tensor, v: Tensor) -> bool:
-    """Whether two views begin and go on alike; while compiling, where nobody knows, that they do not."""
+    """Whether two views have the same first byte and strides; while compiling, where this is unknown, False."""
     return not torch.compiler.is_compiling() and v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
 
 
@@ -342,7 +349,7 @@ def _decode_call(
     softmax_scale, k_scale = _spread(scaled, logit_factors, q.device)
     out_scale, v_scale = _spread(scaled, out_factors, q.device)
     if mask is not None and tensor("mask", mask).dim() == 3:
-        mask = joined("mask", mask)
+        mask = mask_rows(mask, seq_lens, q.shape[0])
     return DecodeCall(
         q, kv.k, kv.v, kv.k_scale_cache, kv.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, None,
         kv.format, max_q_len, window, 0.0,

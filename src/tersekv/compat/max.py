@@ -191,5 +191,8 @@ def mla_prefill_plan(
     size = whole("buffer_token_size", buffer_token_size)
     if size <= 0:
         raise ValueError(f"buffer_token_size: want a positive number, got {size}")
-    plan_into(buffer_row_offsets, cache_offsets, buffer_lengths, input_row_offsets, k_cache.cache_lengths, size)
+    lens = getattr(k_cache, "cache_lengths", None)
+    if lens is None:
+        raise TypeError(f"k_cache: want a cache with cache_lengths, got {type(k_cache).__name__}")
+    plan_into(buffer_row_offsets, cache_offsets, buffer_lengths, input_row_offsets, lens, size)
     return buffer_row_offsets, cache_offsets, buffer_lengths

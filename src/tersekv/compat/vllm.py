@@ -15,7 +15,7 @@ from ..formats import latent_bytes_per_token
 from ..layers import PagedKVLayer, PagedLatentLayer
 from ..ops.append import append
 from ..ops.mla import mla_append
-from ._adapt import dtype_name, first_rows, renamed, tensor
+from ._adapt import dtype_name, first_rows, number, renamed, tensor
 
 __all__ = [
     "concat_and_cache_mla",
@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 _PER_TOKEN_HEAD = {torch.int8: "int8_per_token_head", torch.float8_e4m3fn: "fp8_per_token_head"}
+_QUANT_MODE = {"int8_per_token_head": 2, "fp8_per_token_head": 3}  # members of vLLM's KVQuantMode
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NAMED_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
 _NAMED_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -54,10 +55,10 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
 
         key, value:                    [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32; longer than slot_mapping is padding
         key_cache, value_cache:        [P, S, H, D], [P, S, H, Dv]  int8 | e4m3, in place; longer rows are allowed
-                                       (vLLM keeps the scales behind them)
+                                       (vLLM keeps the scales after them)
         k_scale_cache, v_scale_cache:  [P, S, H]  fp32, any strides, in place; scale = max(absmax / QMAX, 1e-6)
         slot_mapping:                  [T]  page * S + offset; negative: neither codes nor scales are written
-        kv_quant_mode:                 newer vLLM's; the dtype of the cache decides, and int4 is refused
+        kv_quant_mode:                 newer vLLM's, by name or number; None, or the one of the cache's dtype
 
     int8 codes round half away from zero. Raises ValueError that lists the supported cache dtypes, and ValueError or
     TypeError for other bad arguments.
@@ -68,9 +69,10 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
             f"key_cache: want one of {', '.join(map(dtype_name, _PER_TOKEN_HEAD))} for scales per token and head, "
             f"got {dtype_name(dtype)}"
         )
-    mode = getattr(kv_quant_mode, "name", kv_quant_mode)
-    if isinstance(mode, str) and "int4" in mode.lower():
-        raise ValueError(f"kv_quant_mode: want int8 or fp8 per token and head, got {mode}")
+    mode, own = getattr(kv_quant_mode, "name", kv_quant_mode), _PER_TOKEN_HEAD[dtype]
+    if mode is not None and (mode.lower() if isinstance(mode, str) else mode) not in (own, _QUANT_MODE[own]):
+        want = f"{own.upper()} ({_QUANT_MODE[own]}) beside a {dtype_name(dtype)} cache, or None"
+        raise ValueError(f"kv_quant_mode: want {want}, got {mode}")
     key, value = _token_rows(key, value, slot_mapping)
     layer = PagedKVLayer(
         _row_heads("key_cache", key_cache, key.shape[2]),
@@ -200,8 +202,7 @@ def _row_heads(name: str, cache: Tensor, dim: int) -> Tensor:
 def _scale(name: str, x: float | Tensor) -> float | Tensor:
     if isinstance(x, Tensor):
         return x
-    if not isinstance(x, (int, float)):
-        raise TypeError(f"{name}: want a number or Tensor, got {type(x).__name__}")
+    x = number(name, x, "a number or Tensor")
     if not x > 0:
         raise ValueError(f"{name}: want a positive number, got {x}")
     return x

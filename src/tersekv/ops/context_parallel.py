@@ -131,7 +131,7 @@ class ContextParallel:
                 return_lse=return_lse,
             )  # fmt: skip
         if mask is not None:
-            raise UnsupportedError("mask: context parallelism takes causal drafts only, got a mask")
+            raise UnsupportedError("mask: want None over several ranks, whose drafts are causal, got a mask")
         if window is not None:
             require(window > 0, "window", "a positive number of keys (own included), or None", window)
         limit = self._check_requests(q, page_table, seq_lens, cu_seqlens_q, max_q_len)
@@ -241,7 +241,7 @@ class ContextParallel:
         self, lens: Tensor | None, rows: int, page_table: Tensor, seq_lens: Tensor, cu: Tensor | None,
         window: int | None,
     ) -> LocalRows | None:  # fmt: skip
-        """Our part of a decode whose lengths the caller has worked out; None: he has not."""
+        """Our part of a decode whose lengths the caller has worked out; None where they are still to be."""
         if lens is None:
             return None
         tensor("local_seq_lens", lens, "B")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from numbers import Real
-
 import torch
 from torch import Tensor
 
 from ..calls import DecodeCall
-from ..checks import FLOAT, tensor
+from ..checks import FLOAT, joined, tensor
 from ..checks import dtype as check_dtype
-from ..counts import whole
+from ..counts import number, whole
 from ..formats import FP8
 from ..layers import PagedKVLayer
 from ..recall import Way, again
 from .append import KVLike
-from .registry import submit
+from .registry import same_place, submit
 from .scales import split
 
 
@@ -53,8 +51,7 @@ def decode(
         mask:           [T, W] or [B, drafts, W] uint16, W = 2 × ceil(drafts / 32): bit j of row i (LSB first):
                         draft i sees draft j; the prefix is always seen. None: causal
         cu_seqlens_q:   [B + 1]  first query row of each request; None: T / B rows each
-        max_q_len:      host bound on the rows of a request, for ragged drafts: the closer the faster (default T);
-                        others need none
+        max_q_len:      with cu_seqlens_q: the host's bound on the rows of a request; the closer, the faster; default T
         out:            [T, Hq, Dv] to write into; out_dtype: bf16 | fp16 | fp32 | e4m3 | e5m2 (saturating);
                         default: q's dtype, bf16 for an 8-bit q
         out_scale:      multiplies the output before its cast: float or fp32 tensor [1]
@@ -88,12 +85,9 @@ def decode(
     tensor("q", q, "T Hq D")
     t, heads, d = q.shape
     dv = c.head_dim_v
-    made: dict[str, Tensor] = {}
-    out = made["out"] = output(q, (t, heads, dv), out, out_dtype)
-    if lse is None and return_lse:
-        lse = made["lse"] = torch.empty(t, heads, dtype=torch.float32, device=q.device)
+    out, lse, made = receivers(q, (t, heads, dv), out, out_dtype, lse, return_lse)
     if isinstance(mask, Tensor) and mask.dim() == 3:
-        mask = mask.flatten(0, 1)
+        mask = mask_rows(mask, seq_lens, t)
     if window is not None and window <= 0:
         raise ValueError(f"window: want a positive number of keys (own included) or None, got {window}")
     call = DecodeCall(
@@ -103,10 +97,7 @@ def decode(
         precision,
     )  # fmt: skip
     submit("decode", call, backend, Way(options, given, made))
-    if return_lse:
-        assert lse is not None
-        return out, lse
-    return out
+    return outputs([], out, lse, return_lse)
 
 
 def outputs(
@@ -119,12 +110,32 @@ def outputs(
     return out, made[-1] if lse is None else lse
 
 
+def receivers(
+    q: Tensor, shape: tuple[int, ...], out: Tensor | None, dtype: torch.dtype | None, lse: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:  # fmt: skip
+    """What an attention writes: out and lse, the caller's or new ones, and both by name as a `Way` has them."""
+    if same_place(out, lse):
+        raise ValueError("lse: want a tensor of its own, got the memory of out")
+    made = {"out": output(q, shape, out, dtype)}
+    if lse is None and return_lse:
+        lse = made["lse"] = torch.empty(*shape[:2], dtype=torch.float32, device=q.device)
+    return made["out"], lse, made
+
+
 def _softcap(softcap: float | None) -> float:
     if softcap is None:
         return 0.0
-    if not isinstance(softcap, Real):
-        raise TypeError(f"softcap: want a number or None, got {type(softcap).__name__}")
-    return float(softcap)
+    return number("softcap", softcap, "a number or None")
+
+
+def mask_rows(mask: Tensor, seq_lens: Tensor, t: int) -> Tensor:
+    """A mask [B, drafts, W] as [T, W], without copying; a request's rows must be its own."""
+    tensor("seq_lens", seq_lens, "B")
+    b = seq_lens.shape[0]
+    if mask.shape[0] != b or b * mask.shape[1] != t:
+        raise ValueError(f"mask: want [T={t}, W] or [B={b}, drafts={t // b if b else 0}, W], got {list(mask.shape)}")
+    return joined("mask", mask)
 
 
 def query_rows(t: int, seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_q_len: int | None) -> int:

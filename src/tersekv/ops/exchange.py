@@ -19,9 +19,8 @@ from ..checks import FLOAT, require
 from ..errors import UnsupportedError
 from .decode import output
 from .merge import merge_states
-from .shards import ALIGNMENT, head_pitch
+from .shards import ALIGNMENT, EXCHANGES, head_pitch
 
-EXCHANGES = ("all_to_all", "reduce_scatter")
 # Waits for the query parts of all heads, [T, Hq, D_i]: what does not need them goes before.
 Parts = Callable[[], Sequence[Tensor]]
 # (parts, out [T, Hq, Dv], lse [T, Hq]) → out and lse are written
@@ -66,7 +65,7 @@ class Exchange:
         out = output(parts[0], shape, out, out_dtype)
         require(tuple(out.shape) == shape, "out", f"[T, share, Dv] = {list(shape)}", list(out.shape))
         if out.dtype not in FLOAT:
-            raise UnsupportedError(f"out: context parallelism writes bf16, fp16 or fp32, got {out.dtype}")
+            raise UnsupportedError(f"out: want bf16, fp16 or fp32 over several ranks, got {out.dtype}")
         if lse is None:
             lse = torch.empty(shape[:2], dtype=torch.float32, device=out.device)
         require(tuple(lse.shape) == shape[:2], "lse", f"[T, share] = {list(shape[:2])}", list(lse.shape))

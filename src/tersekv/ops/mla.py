@@ -11,12 +11,12 @@ from torch import Tensor
 from ..cache import device_of
 from ..calls import MLAAppendCall, MLADecodeCall, MLAPrefillCall, MLAProjectCall
 from ..checks import tensor
-from ..counts import whole
+from ..counts import number, positive, whole
 from ..layers import PagedLatentLayer
 from ..recall import Way, again
 from .append import like_query
-from .decode import output, outputs, query_rows
-from .registry import submit
+from .decode import output, outputs, query_rows, receivers
+from .registry import same_place, submit
 from .scales import multiplier, split
 
 _JOINED = {"q_pe": "q_nope"}  # as one tensor
@@ -135,21 +135,15 @@ def mla_decode(
         tensor("q_nope", q_nope, "T H L")
     else:
         raise TypeError(f"q: want Tensor or (q_nope, q_pe), got {type(q).__name__}")
-    shape = t, heads, _ = q_nope.shape
-    made: dict[str, Tensor] = {}
-    out = made["out"] = output(q_nope, shape, out, out_dtype)
-    if lse is None and return_lse:
-        lse = made["lse"] = torch.empty(t, heads, dtype=torch.float32, device=q_nope.device)
+    shape = q_nope.shape
+    out, lse, made = receivers(q_nope, shape, out, out_dtype, lse, return_lse)
     call = MLADecodeCall(
         q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
-        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), scale, scale_t, kv_scale, kv_scale_t,
+        c.format, query_rows(shape[0], seq_lens, cu_seqlens_q, max_q_len), scale, scale_t, kv_scale, kv_scale_t,
         o_scale, o_scale_t, precision,
     )  # fmt: skip
     submit("mla_decode", call, backend, Way(options, given, made, _JOINED if joined else {}))
-    if return_lse:
-        assert lse is not None
-        return out, lse
-    return out
+    return outputs([], out, lse, return_lse)
 
 
 def mla_project(
@@ -160,15 +154,15 @@ def mla_project(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Every head's rows through its own matrix: what stands before and behind an absorbed MLA decode.
+    """Every head's rows through its own matrix: what comes before and after an absorbed MLA decode.
 
         x:             [T, H, K]  bf16 | fp16
         weight:        [H, N, K]  x's dtype; or e4m3 with weight_scale [H, N/128, K/128] fp32: rows are then quantised
                        per 128 columns as mla_prefill quantises latents, sums are fp32
         out:           [T, H, N] in x's dtype
 
-    NOTE: weight and weight_scale are for launches before the one in front of this to write: on Hopper they are read
-    while that one still runs, if it lets others begin.
+    NOTE: the launch right before this one may not write weight or weight_scale: on Hopper they are read while it may
+    still be running. Earlier launches may.
 
     Returns out. Raises ValueError or TypeError for arguments that do not fit together.
     """
@@ -290,14 +284,15 @@ def mla_prefill(
                           (blockwise product with the latents quantised per token and 128 columns), or q's dtype
         plan:             from `mla_prefill_plan`; several chunks are merged through their LSE; buffer_lengths all 0:
                           rotate, norm and append only (out 0, lse −inf). A plan of another step, which contradicts
-                          cache_lens or cu_seqlens_q, gives wrong results; checked mode (TERSEKV_CHECKED=1) raises
+                          cache_lens or cu_seqlens_q, gives wrong results; checked mode (TERSEKV_CHECKED=1) raises,
+                          and a CPU where it reaches past the tables, before anything is written
         kv_c, k_pe:       [T, L], [T, R]  raw latents of the new tokens; None: they lie in the cache already, raw
                           (16-bit caches only; the op is then not idempotent)
         head_dim_v:       Dv; default: rows of kv_b_proj / H − Dn
         out:              [T, H, Dv] in q's dtype; lse [T, H] fp32, natural log
         q_pe_out:         [T, H, R] in q's dtype; the rotated parts go here and q stays. With buffer_lengths all 0 only,
                           as is seq_lens_out [B] int32: gets cache_lens and the new tokens, what `mla_decode` asks for;
-                          not cache_lens itself
+                          not the memory of cache_lens
         precision:        "exact"; "fast" is a permission to compute less exactly, as in `decode`. Every backend is
                           exact with it too: on Hopper 8-bit weights and values were not faster
 
@@ -308,7 +303,7 @@ def mla_prefill(
     if not isinstance(plan, MLAPrefillPlan):
         raise TypeError(f"plan: want an MLAPrefillPlan, as mla_prefill_plan makes it, got {type(plan).__name__}")
     kv_scale, kv_scale_t = split(c.kv_scale, "kv_scale")
-    scale, epsilon = float(softmax_scale), float(epsilon)
+    scale, epsilon = number("softmax_scale", softmax_scale), number("epsilon", epsilon)
     given = (
         q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis, kv_norm_gamma,
         kv_b_proj, kv_b_proj_scale, plan.buffer_row_offsets, plan.cache_offsets, out, lse, kv_scale_t, q_pe_out,
@@ -316,7 +311,7 @@ def mla_prefill(
     )  # fmt: skip
     lengths = [whole("plan.buffer_lengths", n) for n in plan.buffer_lengths]
     longest = whole("plan.max_q_len", plan.max_q_len)
-    head_dim_v = None if head_dim_v is None else whole("head_dim_v", head_dim_v)
+    head_dim_v = None if head_dim_v is None else positive("head_dim_v", head_dim_v)
     options = (
         c.format, *lengths, longest, scale, epsilon, head_dim_v, kv_scale, return_lse, precision, backend,
     )  # fmt: skip
@@ -326,7 +321,7 @@ def mla_prefill(
 
     tensor("q", q, "T H Dq")
     tensor("kv_b_proj", kv_b_proj, "N L")
-    if seq_lens_out is not None and seq_lens_out is cache_lens:
+    if same_place(seq_lens_out, cache_lens):
         raise ValueError("seq_lens_out: want a tensor of its own, got cache_lens, which is read meanwhile")
     t, heads, dq = q.shape
     if head_dim_v is None:
@@ -336,17 +331,11 @@ def mla_prefill(
     if head_dim_v <= 0:
         nope_rows = heads * (dq - c.kpe.shape[-1])
         raise ValueError(f"kv_b_proj: want more than H * Dn = {nope_rows} rows, got {len(kv_b_proj)}")
-    made: dict[str, Tensor] = {}
-    out = made["out"] = output(q, (t, heads, head_dim_v), out, None)
-    if lse is None and return_lse:
-        lse = made["lse"] = torch.empty(t, heads, dtype=torch.float32, device=q.device)
+    out, lse, made = receivers(q, (t, heads, head_dim_v), out, None, lse, return_lse)
     call = MLAPrefillCall(
         q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis,
         kv_norm_gamma, kv_b_proj, kv_b_proj_scale, plan.buffer_row_offsets, plan.cache_offsets, out, lse,
         lengths, c.format, longest, scale, epsilon, kv_scale, kv_scale_t, precision, q_pe_out, seq_lens_out,
     )  # fmt: skip
     submit("mla_prefill", call, backend, Way(options, given, made))
-    if return_lse:
-        assert lse is not None
-        return out, lse
-    return out
+    return outputs([], out, lse, return_lse)

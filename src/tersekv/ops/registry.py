@@ -1,8 +1,8 @@
 """Every operation as a registered `torch.library` operator: tersekv::append, tersekv::decode, …
 
-Eager calls go straight to the dispatcher of `plan`; under torch.compile and torch.export the call becomes the
-registered operator, which does the same. All operators write into arguments and return nothing, so the fake
-implementation has nothing to do.
+Eager calls go straight to the dispatcher of `plan`; under torch.compile, torch.export, make_fx and FakeTensorMode the
+call becomes the registered operator, which does the same. All operators write into arguments and return nothing, so
+the fake implementation has nothing to do.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..calls import CALLS
 from ..plan import dispatch
 from ..recall import Way, remember
 
+_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 _SCHEMA_NAMES = {Tensor: "Tensor", str: "str", int: "SymInt", float: "float", bool: "bool"}
 
 
@@ -55,12 +56,26 @@ for _op in CALLS:
     torch.library.register_fake(f"tersekv::{_op}", _fake, lib=_library)
 
 
+def tracing() -> bool:
+    """Whether operators are recorded, and tensors may have no memory: torch.compile, make_fx, FakeTensorMode."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and any(torch._C._get_dispatch_mode(m) for m in _TRACERS)
+
+
+def same_place(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two tensors begin with the same element; of tensors that may have no memory this is unknown: False."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or tracing() or a.numel() == 0 or b.numel() == 0:
+        return False
+    return a.data_ptr() == b.data_ptr() != 0
+
+
 def submit(op: str, call: tuple, backend: str | None, way: Way | None = None) -> None:
     """Run a call: eagerly, or as the registered operator where torch is tracing.
 
     way: to remember an eager call by, for `recall.again`
     """
-    if torch.compiler.is_compiling():
+    if tracing():
         getattr(torch.ops.tersekv, op)(*call, backend)
         return
     plan = dispatch(op, call, backend)

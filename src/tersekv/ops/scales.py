@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import struct
-from numbers import Real
-
 from torch import Tensor
+
+from ..counts import number, single
 
 
 def split(scale: float | Tensor, name: str = "scale") -> tuple[float, Tensor | None]:
@@ -14,9 +13,7 @@ def split(scale: float | Tensor, name: str = "scale") -> tuple[float, Tensor | N
         return scale, None
     if isinstance(scale, Tensor):
         return 1.0, scale.reshape(1) if scale.dim() == 0 else scale
-    if not isinstance(scale, Real):  # Python's and NumPy's
-        raise TypeError(f"{name}: want a number or a Tensor, got {type(scale).__name__}")
-    return float(scale), None
+    return number(name, scale, "a number or a Tensor"), None
 
 
 def multiplier(scale: float | Tensor, name: str = "scale") -> tuple[float, Tensor | None]:
@@ -28,12 +25,8 @@ def multiplier(scale: float | Tensor, name: str = "scale") -> tuple[float, Tenso
         raise ValueError(f"{name}: want a positive number, got {value}")
     if tensor is not None:
         return 1.0, tensor
-    single = _f32(value)
-    inverse = _f32(1.0 / single) if single else 0.0
+    stored = single(value)
+    inverse = single(1.0 / stored) if stored else 0.0
     if not 0.0 < inverse < float("inf"):
         raise ValueError(f"{name}: want a positive number that fp32 holds, and its reciprocal too, got {value}")
     return inverse, None
-
-
-def _f32(x: float) -> float:
-    return struct.unpack("f", struct.pack("f", x))[0]

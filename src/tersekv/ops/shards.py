@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ..checks import INDEX, dtype_name, require
-from ..counts import positive, whole
+from ..counts import not_negative, positive, whole
 from ..errors import UnsupportedError
 from ..layers import PagedKVLayer
 
+EXCHANGES = ("all_to_all", "reduce_scatter")
 LSE_BYTES = 4
 ALIGNMENT = 16  # bytes: what a vectorised store wants
 
@@ -221,7 +222,15 @@ def exchange_cost(
     exchange: str, world: int, rows: int, num_q_heads: int, head_dim: int, head_dim_v: int, *,
     q_bytes: int = 2, wire_bytes: int = 4, sharded_q: bool = True,
 ) -> ExchangeCost:  # fmt: skip
-    """Cost of one layer's exchange for `rows` query rows; num_q_heads counts the heads of all ranks."""
+    """Cost of one layer's exchange for `rows` query rows; num_q_heads counts the heads of all ranks.
+
+    Raises ValueError or TypeError for an exchange that there is not, and for sizes that cannot be.
+    """
+    require(exchange in EXCHANGES, "exchange", " or ".join(map(repr, EXCHANGES)), repr(exchange))
+    world, rows = positive("world", world), not_negative("rows", rows)
+    num_q_heads, head_dim = positive("num_q_heads", num_q_heads), positive("head_dim", head_dim)
+    head_dim_v = positive("head_dim_v", head_dim_v)
+    q_bytes, wire_bytes = positive("q_bytes", q_bytes), positive("wire_bytes", wire_bytes)
     if world == 1:
         return ExchangeCost(0, 0)
     share = -(-num_q_heads // world)

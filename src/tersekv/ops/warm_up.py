@@ -42,7 +42,7 @@ def warm_up(
         num_q_heads:    of the calls to come
         batch_sizes:    requests in a step; a CUDA graph needs the sizes that it is captured for
         drafts:         new tokens of each request, the same for all
-        ragged_tokens:  rows in all of steps with `cu_seqlens_q`, prompts among them (tried with every batch size)
+        ragged_tokens:  total rows of steps with `cu_seqlens_q`, such as prompts; each is tried with every batch size
         max_pages:      columns of the page table; None: all pages of the cache
         dtype:          of q, k and v
         cos_sin_cache:  with it `rope_append` runs, or `mla_append` with rotation; without, plain appends
@@ -50,8 +50,8 @@ def warm_up(
         options:        of `decode` or `mla_decode`: window, sinks, softcap, softmax_scale, out_dtype, return_lse, …
 
     Index tensors are of the types that `PagePool` makes: int32 tables and lengths, int64 slots and positions. Other
-    types, like other options, are other kernels. Not covered: `mla_prefill` and `merge_states`, and anything that is
-    compiled for another number of drafts' rows; with logging at DEBUG, "tersekv" tells what is compiled and when.
+    types, like other options, are other kernels. Not covered: `mla_prefill`, `mla_decode_branch`, `merge_states`, and
+    numbers of drafts or rows that are not given here; with logging at DEBUG, "tersekv" tells what is compiled and when.
 
     Returns seconds per kind of call, compiling included: near zero where Triton's cache on disk has it all.
     Raises UnsupportedError where no backend can run what is asked for, ValueError or TypeError for a bad argument.

@@ -69,11 +69,12 @@ class Case:
     lse: bool = True
     precision: str = "exact"
 
-    # mla_prefill
+    # mla_prefill, mla_decode_branch
     nope: int = 128
     chunk: int = 0  # rows of the buffer; 0: all
     weight: str = "float8_e4m3fn"
     raw_in_cache: bool = False
+    sharp: bool = False  # scores differ by tens: many keys in vain before the one that counts
 
     # merge_states
     parts: int = 2
@@ -105,7 +106,7 @@ def _step(name: str, dim: int) -> int:
 
 
 def _append(base: Case, i: int) -> Iterator[Case]:
-    odd = _step(base.format, (40, 72, 80, 96, 104, 120, 80)[i])
+    odd = _step(base.format, (40, 72, 80, 96, 104, 120, 80)[i % 7])
     base = replace(base, lens=(20, 3, 0, 40), q_lens=(5, 3, 0, 9), skip=True)
     yield base
     yield replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0))
@@ -127,7 +128,7 @@ def _append(base: Case, i: int) -> Iterator[Case]:
 
 
 def _rope_append(base: Case, i: int) -> Iterator[Case]:
-    odd = _step(base.format, (40, 72, 80, 96, 104, 120, 80)[i])
+    odd = _step(base.format, (40, 72, 80, 96, 104, 120, 80)[i % 7])
     base = replace(base, lens=(20, 3, 0, 40), q_lens=(5, 3, 0, 9), skip=True)
     yield replace(base, name="neox e4m3 query", out_dtype="float8_e4m3fn")
     for case in (
@@ -163,8 +164,8 @@ def _mla_append(base: Case, i: int) -> Iterator[Case]:
 
 
 def _decode(base: Case, i: int) -> Iterator[Case]:
-    odd = _step(base.format, (72, 40, 80, 96, 104, 120, 80)[i])
-    odd_v = _step(base.format, (72, 40, 24, 56, 32, 64, 32)[i])
+    odd = _step(base.format, (72, 40, 80, 96, 104, 120, 80)[i % 7])
+    odd_v = _step(base.format, (72, 40, 24, 56, 32, 64, 32)[i % 7])
     base = replace(base, dim=128)
     yield base
     drafts = replace(base, lens=(37, 4, 0, 70), q_lens=(3, 3, 3, 3))
@@ -246,6 +247,8 @@ def _mla_prefill(base: Case, i: int) -> Iterator[Case]:
     ]
     if base.format in ("bf16", "fp16"):
         cases.append(replace(base, name="raw rows in the cache", raw_in_cache=True, page=64))
+    if base.format == "bf16":
+        cases.append(replace(base, name="sharp", sharp=True, lens=(600,), q_lens=(40,), group=2, page=64, lse=False))
     if base.format != "fp8_ds_mla":
         cases.append(replace(base, name="split", split=True))
     for case in cases:
@@ -263,6 +266,30 @@ def _mla_project(base: Case, i: int) -> Iterator[Case]:
         yield replace(case, quick=False)
     if base.format != "fp8_e4m3":
         yield replace(base, name="odd sizes", dim=72, dim_v=40, quick=False)
+
+
+def _mla_decode_branch(base: Case, i: int) -> Iterator[Case]:
+    base = replace(base, lens=(37, 1, 5, 130), heads=1, group=16, page=64, dim_v=128)
+    yield base
+    ragged = replace(base, lens=(37, 4, 9, 70), q_lens=(2, 4, 0, 1), ragged=True)
+    cases = [
+        replace(base, name="one token H 64", lens=(700,), group=64),
+        replace(base, name="ragged drafts 16-bit weights", q_lens=(2, 4, 0, 1), lens=(37, 4, 9, 70), ragged=True,
+                weight="", page=16, group=5),
+        replace(base, name="drafts", lens=(37, 4, 9, 70), q_lens=(2, 2, 2, 2), index="uint32", page=32),
+        replace(ragged, name="fp16", dtype="float16", index="int64", page=3, group=4),
+        replace(base, name="long", lens=(1500, 5, 600), page=128),
+        replace(base, name="30 requests", lens=tuple(range(1, 301, 10)), group=8),
+        replace(base, name="scale tensors strided", scale="tensor", strided=True, page=1, group=4),
+        replace(base, name="rank 256 rope 32 Dv 64", rank=256, rope=32, weight="", nope=64, dim_v=64, group=3),
+        replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0)),
+    ]  # fmt: skip
+    if base.format in ("bf16", "fp16"):
+        cases.append(replace(base, name="raw rows in the cache", raw_in_cache=True))
+    if base.format != "fp8_ds_mla":
+        cases.append(replace(base, name="split", split=True))
+    for case in cases:
+        yield replace(case, quick=False)
 
 
 def _merge(base: Case, i: int) -> Iterator[Case]:
@@ -291,6 +318,7 @@ _VARIANTS = {
     "mla_decode": (tuple(LATENT_FORMATS), _mla_decode),
     "mla_prefill": (tuple(LATENT_FORMATS), _mla_prefill),
     "mla_project": (("bf16", "fp16", "fp8_e4m3"), _mla_project),
+    "mla_decode_branch": (tuple(LATENT_FORMATS), _mla_decode_branch),
     "merge_states": (tuple(_MERGE_DTYPES), _merge_of),
 }
 OPS = tuple(_VARIANTS)

@@ -28,6 +28,8 @@ def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 values as `dtype`: nearest, ties to even; 8-bit types saturate and have one NaN, 0x7F."""
     if dtype in HALF:
         return x.to(dtype)
+    if dtype not in _FLOAT8:
+        raise NotImplementedError(f"tersekv.testing.codes: no reference encoder of {dtype}")
     codes = _nearest(x, _magnitudes(dtype)) | (torch.signbit(x).to(torch.uint8) << 7)
     return torch.where(x.isnan(), 0x7F, codes).to(torch.uint8).view(dtype)
 

@@ -18,6 +18,7 @@ from ..calls import (
     DecodeCall,
     MergeCall,
     MLAAppendCall,
+    MLADecodeBranchCall,
     MLADecodeCall,
     MLAPrefillCall,
     MLAProjectCall,
@@ -67,7 +68,7 @@ class _Maker:
         return wide[..., 4 : 4 + shape[-1]]
 
     def rows(self, *shape: int, spread: float = 0.0) -> Tensor:
-        """Rows of normal numbers in the case's dtype; `spread`: of sizes that differ by so many powers of ten."""
+        """Rows of normal numbers in the case's dtype; `spread`: of sizes that differ by that many powers of ten."""
         x = self.normal(*shape)
         if spread:
             x = x * 10.0 ** self.uniform(-spread, 0.5, *shape[:-1], 1)
@@ -255,7 +256,7 @@ def _mla_prefill(m: _Maker) -> MLAPrefillCall:
         r.freqs_cis(c.rope, torch.float32 if c.weight else dtype), (1 + 0.1 * m.normal(c.rank)).to(dtype),
         weight if c.weight else weight.to(dtype), weight_scale, r.index(plan.buffer_row_offsets), r.index(starts),
         m.output(r.tokens, heads, dv), m.lse(r.tokens, heads), plan.buffer_lengths, c.format, r.max_q_len,
-        (c.nope + c.rope) ** -0.5, 1e-6, *split(a.kv_scale), c.precision,
+        (c.nope + c.rope) ** -0.5 * (20.0 if c.sharp else 1.0), 1e-6, *split(a.kv_scale), c.precision,
     )  # fmt: skip
 
 
@@ -269,6 +270,34 @@ def _mla_project(m: _Maker) -> MLAProjectCall:
         scale = m.uniform(0.005, 0.015, heads, c.dim_v // 128, c.dim // 128)
     x = m.rows(tokens, heads, c.dim, spread=1.0 if c.spread else 0.0)
     return MLAProjectCall(x, weight.to(m.dtype) if scale is None else weight, scale, m.output(tokens, heads, c.dim_v))
+
+
+def _mla_decode_branch(m: _Maker) -> MLADecodeBranchCall:
+    c, r = m.case, m.requests
+    heads, dv = c.heads * c.group, c.dim_v or 128
+    if c.raw_in_cache:
+        m.dtype = m.out_dtype = latent_format(c.format).storage
+    a = m.latent_layer()
+    _fill_latents(m, a, *r.live(new=c.raw_in_cache))
+    raw = NO_PARTS if c.raw_in_cache else (m.rows(r.tokens, c.rank), m.rows(r.tokens, c.rope))
+    weights = _head_weight(m, heads, c.rank, c.nope), _head_weight(m, heads, dv, c.rank)
+    scale = (c.nope + c.rope) ** -0.5
+    return MLADecodeBranchCall(
+        m.rows(r.tokens, heads, c.nope + c.rope), *raw, a.ckv, a.kpe, a.ckv_scale_cache, r.page_table(),
+        r.index([n - q for n, q in zip(c.lens, r.q_lens, strict=True)]), r.cu_seqlens() if c.ragged else None,
+        r.freqs_cis(c.rope, torch.float32 if c.weight else m.dtype), (1 + 0.1 * m.normal(c.rank)).to(m.dtype),
+        *weights[0], *weights[1], m.output(r.tokens, heads, dv), c.format, r.max_q_len,
+        *split(torch.full((1,), scale) if c.scale == "tensor" else scale), 1e-6, *split(a.kv_scale),
+    )  # fmt: skip
+
+
+def _head_weight(m: _Maker, heads: int, n: int, k: int) -> tuple[Tensor, Tensor | None]:
+    """A matrix [n, k] of each head, and the scales of its blocks if the case's weights have some."""
+    weight = m.normal(heads, n, k) * k**-0.5
+    if not m.case.weight:
+        return weight.to(m.dtype), None
+    scale = m.uniform(0.005, 0.015, heads, n // 128, k // 128)
+    return encode(weight * 100, getattr(torch, m.case.weight)), scale
 
 
 def _merge_states(m: _Maker) -> MergeCall:
@@ -305,5 +334,6 @@ _MAKERS: dict[str, Callable[[_Maker], tuple]] = {
     "mla_decode": _mla_decode,
     "mla_prefill": _mla_prefill,
     "mla_project": _mla_project,
+    "mla_decode_branch": _mla_decode_branch,
     "merge_states": _merge_states,
 }

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..calls import DecodeCall, MergeCall, MLADecodeCall, MLAPrefillCall, MLAProjectCall
+from ..calls import DecodeCall, MergeCall, MLADecodeBranchCall, MLADecodeCall, MLAPrefillCall, MLAProjectCall
 from ..formats import kv_format, latent_format
 from . import reference_append
 from .codes import column, decode, encode, quantise_latents, read_rows, write_rows
@@ -21,10 +21,12 @@ from .memory import put, take
 
 
 class Expected(NamedTuple):
-    """values: fp64, by name of a written field. rows: (pages, slots) of latent rows that are right to a tolerance."""
+    """values: fp64, by name of a written field. rows: (pages, slots) of latent rows that are right to a tolerance.
+    requantised: values were quantised on the way, where a code may differ by one."""
 
     values: dict[str, Tensor]
     rows: tuple[Tensor, Tensor] | None = None
+    requantised: bool = False
 
 
 def run(op: str, call: Any) -> Expected:
@@ -75,32 +77,50 @@ def _mla_prefill(call: MLAPrefillCall) -> Expected:
     q = decode(call.q).clone()
     pages, slots = [], []
     for b, (start, stop) in enumerate(_rows(call)):
-        old = int(call.cache_lens[b])
-        n = old + stop - start
-        where = _places(call.page_table[b], n, call.ckv.shape[1])
-        new = where[0][old:], where[1][old:]
+        where, new, freqs = _store_new(call, b, start, stop)
         pages.append(new[0])
         slots.append(new[1])
-        freqs = call.freqs_cis[old:n]
         q[start:stop, :, nope:] = _rotated(call.q[start:stop, :, nope:], freqs).to(call.q.dtype).double()
-        _store_new(call, start, stop, new, freqs)
         ckv, kpe = latent_rows(call, *where)
         k_nope, v = _up_project(call, ckv, heads, dv).split([nope, dv], -1)
         kpe = kpe.to(call.q.dtype).double()
         k = torch.cat([k_nope, kpe[:, None].expand(-1, heads, -1)], -1)
         scores = torch.einsum("rhd,nhd->rhn", q[start:stop], k) * call.softmax_scale
-        p, lse[start:stop] = _softmax(scores, _visible(stop - start, n, None, 0), None)
+        p, lse[start:stop] = _softmax(scores, _visible(stop - start, len(ckv), None, 0), None)
         out[start:stop] = torch.einsum("rhn,nhd->rhd", p, v)
     rows = (torch.cat(pages), torch.cat(slots)) if pages else None
     return Expected({**_attention(call, out, lse).values, "q": q}, rows)
 
 
 def _mla_project(call: MLAProjectCall) -> Expected:
-    x, weight = decode(call.x), decode(call.weight)
-    if call.weight_scale is not None:
-        weight = weight * call.weight_scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return Expected({"out": _by_head(call.x, call.weight, call.weight_scale)})
+
+
+def _by_head(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """fp64 rows [T, H, K] through each head's matrix [H, N, K], quantised where that is."""
+    x, weight = decode(x), decode(weight)
+    if scale is not None:
+        weight = weight * scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
         x = quantise_latents(x)
-    return Expected({"out": torch.einsum("thk,hnk->thn", x, weight)})
+    return torch.einsum("thk,hnk->thn", x, weight)
+
+
+def _mla_decode_branch(call: MLADecodeBranchCall) -> Expected:
+    nope, half = call.q.shape[-1] - call.kpe.shape[-1], call.q.dtype
+    out, _ = _empty(call.out)
+    pages, slots = [], []
+    for b, (start, stop) in enumerate(_rows(call)):
+        where, new, freqs = _store_new(call, b, start, stop)
+        pages.append(new[0])
+        slots.append(new[1])
+        ckv, kpe = latent_rows(call, *where)
+        q_pe = _rotated(call.q[start:stop, :, nope:], freqs).to(half).double()
+        q_nope = _by_head(call.q[start:stop, :, :nope], call.w_uk, call.w_uk_scale).to(half).double()
+        scores = (q_nope @ ckv.T + q_pe @ kpe.T) * float(_pick(call, "softmax_scale"))
+        p, _ = _softmax(scores, _visible(stop - start, len(ckv), None, 0), None)
+        out[start:stop] = _by_head((p @ ckv).to(half), call.w_uv, call.w_uv_scale)
+    rows = (torch.cat(pages), torch.cat(slots)) if pages else None
+    return Expected({"out": out}, rows, call.w_uv_scale is not None)
 
 
 def _merge_states(call: MergeCall) -> Expected:
@@ -119,12 +139,21 @@ _REFERENCES: dict[str, Callable[[Any], Expected | None]] = {
     "mla_decode": _mla_decode,
     "mla_prefill": _mla_prefill,
     "mla_project": _mla_project,
+    "mla_decode_branch": _mla_decode_branch,
     "merge_states": _merge_states,
 }
 
 
-def _store_new(call: MLAPrefillCall, start: int, stop: int, new: tuple[Tensor, Tensor], freqs: Tensor) -> None:
-    """Norm and rotate the new tokens of one request, and store them."""
+Where = tuple[Tensor, Tensor]  # pages and slots
+
+
+def _store_new(call: Any, b: int, start: int, stop: int) -> tuple[Where, Where, Tensor]:
+    """Norm and rotate the new tokens of request b, and store them: where all its tokens are, and the new ones; their
+    rows of freqs_cis."""
+    old = int(call.cache_lens[b])
+    n = old + stop - start
+    where = _places(call.page_table[b], n, call.ckv.shape[1])
+    new, freqs = (where[0][old:], where[1][old:]), call.freqs_cis[old:n]
     f, scale = latent_format(call.format), column(_pick(call, "kv_scale"))
     if call.kv_c is None or call.k_pe is None:
         raw, k_pe = take(call.ckv, *new), take(call.kpe, *new)
@@ -137,6 +166,7 @@ def _store_new(call: MLAPrefillCall, start: int, stop: int, new: tuple[Tensor, T
     write_rows(call.ckv, call.ckv_scale_cache, *new, normed.float(), f, scale)
     k_pe = _rotated(k_pe[:, None], freqs)[:, 0].float()  # no rounding to 16 bits before that of the cache
     put(call.kpe, *new, encode(k_pe * (1.0 / scale) if f.scale == "tensor" else k_pe, call.kpe.dtype))
+    return where, new, freqs
 
 
 def _rotated(x: Tensor, freqs: Tensor) -> Tensor:

@@ -47,10 +47,10 @@ def verify(
 
 def run(case: Case, device: torch.device | str = "cpu", backend: str | None = None) -> Result:
     """Run one case. An error that is no UnsupportedError is a failure, with the error as its message."""
-    want = make(case)
-    call = moved(want, device)
     chosen = backend
     try:
+        want = make(case)
+        call = moved(want, device)
         chosen = plan(case.op, call, backend).backend
         dispatch(case.op, call, backend)
         got = moved(call, "cpu")

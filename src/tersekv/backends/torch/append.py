@@ -10,19 +10,20 @@ from torch import Tensor
 
 from tersekv.formats import kv_format
 
+from .exact import exact
 from .place import Places, place, write
-from .quantize import encode
+from .quantize import encode, why_no_codec
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return None
+    return why_no_codec(kv_format(f.format))
 
 
 def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@torch.no_grad()
+@exact
 def run(call: Any, config: None) -> None:
     if call.k.shape[0] == 0:
         return

@@ -50,8 +50,8 @@ class Results:
     """Outputs of all query rows in fp32: 0 and −inf until written. Row T takes what belongs to no row."""
 
     def __init__(self, rows: int, heads: int, head_dim_v: int, device: torch.device) -> None:
-        self.out = torch.zeros(rows + 1, heads, head_dim_v, device=device)
-        self.lse = torch.full((rows + 1, heads), -torch.inf, device=device)
+        self.out = torch.zeros(rows + 1, heads, head_dim_v, dtype=torch.float32, device=device)
+        self.lse = torch.full((rows + 1, heads), -torch.inf, dtype=torch.float32, device=device)
 
     def put(self, batch: Batch, out: Tensor, lse: Tensor) -> None:
         """out [B * H, Q * G, Dv], lse [B * H, Q * G]."""
@@ -69,6 +69,12 @@ class Results:
         call.out.copy_(x)
         if call.lse is not None:
             call.lse.copy_(self.lse[:-1])
+
+
+def scale_of(call: Any, name: str) -> float | Tensor:
+    """A scale of a call: its tensor where there is one, else its number."""
+    tensor = getattr(call, f"{name}_t")
+    return getattr(call, name) if tensor is None else tensor
 
 
 def by_head(x: Tensor, batch: Batch, heads: int) -> Tensor:

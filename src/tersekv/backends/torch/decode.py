@@ -10,21 +10,23 @@ from torch import Tensor
 
 from tersekv.formats import BLOCK, TOKEN_HEAD, kv_format
 
-from .attention import Results, attend, by_head, finish
+from .attention import Results, attend, by_head, finish, scale_of
 from .codes import Scratch, unit
+from .exact import exact
 from .gather import PagedRows, Places, load_blocks
+from .quantize import why_no_codec
 from .requests import Rules, batches
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return None
+    return why_no_codec(kv_format(f.format))
 
 
 def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@torch.no_grad()
+@exact
 def run(call: Any, config: None) -> None:
     scratch = Scratch(call.out.device)
     source = KVSource(call, scratch)
@@ -32,14 +34,14 @@ def run(call: Any, config: None) -> None:
     t, q_heads, head_dim_v = call.out.shape
     results = Results(t, q_heads, head_dim_v, call.out.device)
     q = call.q.to(torch.float32)
-    k_factor = source.k_unit * _given(call.softmax_scale, call.softmax_scale_t)
-    k_factor = k_factor * _per_head(_given(call.k_scale, call.k_scale_t), q_heads)
+    k_factor = source.k_unit * scale_of(call, "softmax_scale")
+    k_factor = k_factor * _per_head(scale_of(call, "k_scale"), q_heads)
     for batch in batches(call, rules, source.num_pages, source.page_size):
         state = attend([by_head(q * k_factor, batch, source.heads)], source, batch, rules, scratch)
         if state is not None:
             results.put(batch, *finish(state, call.sinks, source.heads))
-    v_factor = source.v_unit * _per_head(_given(call.v_scale, call.v_scale_t), q_heads)
-    results.write(call, v_factor * _given(call.out_scale, call.out_scale_t))
+    v_factor = source.v_unit * _per_head(scale_of(call, "v_scale"), q_heads)
+    results.write(call, v_factor * scale_of(call, "out_scale"))
 
 
 class KVSource:
@@ -68,10 +70,6 @@ class KVSource:
         if self._blocks:
             return load_blocks(codes, scales, places, self._scratch), None
         return codes.load(places, self._scratch), scales.load_scalars(places, self._scratch)
-
-
-def _given(value: float, tensor: Tensor | None) -> float | Tensor:
-    return value if tensor is None else tensor
 
 
 def _per_head(scale: float | Tensor, q_heads: int) -> float | Tensor:

@@ -9,21 +9,22 @@ import torch
 
 from tersekv.formats import TENSOR, latent_format, rope_dtype
 
+from .exact import exact
 from .place import place, write
-from .quantize import cast, encode, multiplier
+from .quantize import cast, encode, multiplier, why_no_codec
 from .rope import lookup, rotate
 from .rope_append import write_queries
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return None
+    return why_no_codec(latent_format(f.format))
 
 
 def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@torch.no_grad()
+@exact
 def run(call: Any, config: None) -> None:
     if call.kv_c.shape[0] == 0:
         return

@@ -10,34 +10,36 @@ from torch import Tensor
 
 from tersekv.formats import latent_format
 
-from .attention import Results, attend, by_head, finish
+from .attention import Results, attend, by_head, finish, scale_of
 from .codes import Scratch, unit
+from .exact import exact
 from .gather import PagedRows, Places, load_blocks
+from .quantize import why_no_codec
 from .requests import Rules, batches
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return None
+    return why_no_codec(latent_format(f.format))
 
 
 def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@torch.no_grad()
+@exact
 def run(call: Any, config: None) -> None:
     scratch = Scratch(call.out.device)
     source = LatentSource(call, scratch)
     t, heads, rank = call.out.shape
     results = Results(t, heads, rank, call.out.device)
-    kv_scale = call.kv_scale if call.kv_scale_t is None else call.kv_scale_t
-    factor = kv_scale * (call.softmax_scale if call.softmax_scale_t is None else call.softmax_scale_t)
+    kv_scale = scale_of(call, "kv_scale")
+    factor = kv_scale * scale_of(call, "softmax_scale")
     q = [x.to(torch.float32) * (factor * u) for x, u in zip((call.q_nope, call.q_pe), source.units, strict=True)]
     for batch in batches(call, Rules(), source.num_pages, source.page_size):
         state = attend([by_head(x, batch, 1) for x in q], source, batch, Rules(), scratch)
         if state is not None:
             results.put(batch, *finish(state, None, 1))
-    results.write(call, kv_scale * source.units[0] * (call.out_scale if call.out_scale_t is None else call.out_scale_t))
+    results.write(call, kv_scale * source.units[0] * scale_of(call, "out_scale"))
 
 
 class LatentSource:

@@ -19,7 +19,7 @@ def place(page_table: Tensor, request: Tensor, position: Tensor, cache: Tensor) 
     """Page and slot of tokens. Raises ValueError for a token outside the table or the cache [P, S, ...]."""
     pages, size = cache.shape[:2]
     column = position // size
-    if (column >= page_table.shape[1]).any():
+    if ((column < 0) | (column >= page_table.shape[1])).any():
         worst = int(column.max())
         raise ValueError(f"page_table: want at least {worst + 1} entries a request, got {page_table.shape[1]}")
     page = page_table.to(torch.int64)[request, column]
@@ -62,7 +62,7 @@ def load(ckv: Tensor, kpe: Tensor, scales: Tensor | None, at: At, f: KVFormat, s
 
 
 def quantise_latents(latent: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 codes [M, L] and scales [M, L/128] of latents [M, L]: scale = min(amax, 1200) / 448 of 128 columns,
+    """e4m3 codes [..., L] and scales [..., L/128] of rows [..., L]: scale = min(amax, 1200) / 448 of 128 columns,
     code = e4m3(x · (1 / scale)), saturating; 0 where the scale is 0. A NaN becomes 0x7F and leaves the scale alone.
     """
     groups = latent.to(torch.float32).unflatten(-1, (-1, LATENT_GROUP))

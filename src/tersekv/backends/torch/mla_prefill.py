@@ -2,61 +2,82 @@
 
 Attention is computed in fp32 from inputs in q's dtype. Heads and queries are taken in blocks, so that no intermediate
 grows beyond `_BLOCK` elements except what one head of one chunk, or one query of one request, needs. Lengths are read
-on the host, and a token outside the page table, the cache or freqs_cis raises before anything is written for it.
+on the host, and a token outside the page table, the cache or freqs_cis raises before anything is written.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tersekv.formats import LATENT_GROUP, latent_format
 
-from .mla_latents import load, place, quantise_latents, rms_norm, store
+from .exact import exact
+from .mla_latents import At, load, place, quantise_latents, rms_norm, store
+from .quantize import why_no_codec
 from .rope import rotate
 
 _BLOCK = 1 << 24  # elements of an intermediate (64 MiB in fp32)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return None
+    return why_no_codec(latent_format(f.format))
 
 
 def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@torch.no_grad()
+@exact
 def run(call: Any, config: None) -> None:
     starts = call.cu_seqlens_q.tolist()
-    append(call, starts)
+    new = new_places(call, starts)
+    chunks = [(i, chunk_places(call, i, n)) for i, n in enumerate(call.buffer_lengths) if n]
+    append(call, starts, new)
     out = torch.zeros(call.out.shape, dtype=torch.float32, device=call.out.device)
-    lse = torch.full(out.shape[:2], -torch.inf, device=out.device)
-    for chunk, length in enumerate(call.buffer_lengths):
-        if length:
-            _attend_chunk(call, chunk, length, starts, out, lse)
+    lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=out.device)
+    for chunk, places in chunks:
+        _attend_chunk(call, chunk, places, starts, out, lse)
     call.out.copy_(out)
     if call.lse is not None:
         call.lse.copy_(lse)
 
 
-def append(call: Any, starts: list[int]) -> None:
-    """Rotate q, and store the new tokens' rotated k_pe and normed latents. Not idempotent."""
+class Places(NamedTuple):
+    """Where rows of the cache lie: those of the new tokens, or of a chunk."""
+
+    position: Tensor  # [n] int64: place in the request
+    at: At
+    first: list[int]  # [B + 1] the requests' first rows
+
+
+def new_places(call: Any, starts: list[int]) -> Places:
+    """Where the new tokens go. Raises ValueError for one that has no place, or no row in freqs_cis."""
     if starts != sorted(starts) or starts[0] < 0 or starts[-1] > call.q.shape[0]:
         raise ValueError(f"cu_seqlens_q: want rows in [0, {call.q.shape[0]}] that never fall, got {starts}")
+    cached = call.cache_lens.to(torch.int64)
+    if (cached < 0).any():
+        i = int((cached < 0).nonzero()[0, 0])
+        raise ValueError(f"cache_lens: want at least 0, got {int(cached[i])} at {i}")
     request, index = _spread(starts, call.q.device)
-    position = call.cache_lens.to(torch.int64)[request] + index
+    position = cached[request] + index
     at = place(call.page_table, request, position, call.ckv)
     if (position >= call.freqs_cis.shape[0]).any():
         raise ValueError(f"freqs_cis: want at least {int(position.max()) + 1} rows, got {call.freqs_cis.shape[0]}")
+    return Places(position, at, starts)
+
+
+def append(call: Any, starts: list[int], new: Places | None = None) -> None:
+    """Rotate q, and store the new tokens' rotated k_pe and normed latents. Not idempotent."""
+    position, at, _ = new_places(call, starts) if new is None else new
     cos, sin = call.freqs_cis[position].unflatten(-1, (-1, 2)).unbind(-1)
-    new = slice(starts[0], starts[-1])
-    kv_c, k_pe = (call.ckv[at], call.kpe[at]) if call.kv_c is None else (call.kv_c[new], call.k_pe[new])
-    q_pe = call.q[new, :, call.q.shape[2] - call.kpe.shape[2] :]
-    to = q_pe if call.q_pe_out is None else call.q_pe_out[new]
+    rows = slice(starts[0], starts[-1])
+    kv_c, k_pe = (call.ckv[at], call.kpe[at]) if call.kv_c is None else (call.kv_c[rows], call.k_pe[rows])
+    q_pe = call.q[rows, :, call.q.shape[2] - call.kpe.shape[2] :]
+    to = q_pe if call.q_pe_out is None else call.q_pe_out[rows]
     to.copy_(rotate(q_pe.to(cos.dtype), cos, sin, interleaved=True))
     if call.seq_lens_out is not None:
         call.seq_lens_out.copy_(call.cache_lens.to(torch.int64) + call.cu_seqlens_q.to(torch.int64).diff())
@@ -66,14 +87,34 @@ def append(call: Any, starts: list[int]) -> None:
     )  # fmt: skip
 
 
-def gather(call: Any, chunk: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Dequantised latents [M, L] and rotary parts [M, R] of a chunk's rows, and the requests' first rows [B + 1]."""
+def chunk_places(call: Any, chunk: int, length: int) -> Places:
+    """Where the tokens of a chunk lie. Raises ValueError for one that has no place."""
     rows = [min(row, length) for row in call.buffer_row_offsets[chunk].tolist()]
+    if rows != sorted(rows):
+        raise ValueError(f"plan.buffer_row_offsets: want rows that never fall, got {rows} in chunk {chunk}")
     request, index = _spread(rows, call.q.device)
     position = call.cache_offsets[chunk].to(torch.int64)[request] + index
-    at = place(call.page_table, request, position, call.ckv)
-    f = latent_format(call.format)
-    return *load(call.ckv, call.kpe, call.ckv_scale_cache, at, f, _kv_scale(call)), rows
+    try:
+        at = place(call.page_table, request, position, call.ckv)
+    except ValueError:
+        lens = call.cache_lens.to(torch.int64) + call.cu_seqlens_q.to(torch.int64).diff()
+        beyond = (position < 0) | (position >= lens[request])
+        if not beyond.any():
+            raise
+        b = int(request[beyond.nonzero()[0, 0]])
+        got = f"{int(position[request == b].min())} to {int(position[request == b].max())} in chunk {chunk}"
+        raise ValueError(f"plan: want tokens in [0, {int(lens[b])}) of request {b}, got {got}") from None
+    return Places(position, at, rows)
+
+
+def gather(call: Any, chunk: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Dequantised latents [M, L] and rotary parts [M, R] of a chunk's rows, and the requests' first rows [B + 1]."""
+    places = chunk_places(call, chunk, length)
+    return *_load(call, places), places.first
+
+
+def _load(call: Any, places: Places) -> tuple[Tensor, Tensor]:
+    return load(call.ckv, call.kpe, call.ckv_scale_cache, places.at, latent_format(call.format), _kv_scale(call))
 
 
 def up_project(codes: Tensor, scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None) -> Tensor:
@@ -83,7 +124,7 @@ def up_project(codes: Tensor, scales: Tensor | None, weight: Tensor, weight_scal
     codes, weight = codes.to(torch.float32), weight.to(torch.float32)
     if scales is None or weight_scales is None:
         return codes @ weight.T
-    out = torch.zeros(codes.shape[0], weight.shape[0], device=codes.device)
+    out = torch.zeros(codes.shape[0], weight.shape[0], dtype=torch.float32, device=codes.device)
     for group in range(scales.shape[1]):
         columns = slice(group * LATENT_GROUP, (group + 1) * LATENT_GROUP)
         partial = codes[:, columns] @ weight[:, columns].T
@@ -123,11 +164,11 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def _attend_chunk(call: Any, chunk: int, length: int, starts: list[int], out: Tensor, lse: Tensor) -> None:
+def _attend_chunk(call: Any, chunk: int, places: Places, starts: list[int], out: Tensor, lse: Tensor) -> None:
     """Merge the attention to one chunk's rows into (out, lse)."""
     dtype, heads, dim_v = call.q.dtype, call.q.shape[1], call.out.shape[2]
     dim = call.q.shape[2] - call.kpe.shape[2] + dim_v
-    latent, k_pe, rows = gather(call, chunk, length)
+    (latent, k_pe), rows = _load(call, places), places.first
     scales = weight_scales = None
     if call.kv_b_proj_scale is None:
         latent = latent.to(dtype)
@@ -174,7 +215,7 @@ def _spread(starts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _kv_scale(call: Any) -> Tensor:
-    """The dequantising scale of a fp8_e4m3 cache, fp32 [1]."""
+    """The dequantising scale of the cache, fp32 [1]; 1 in formats that have none."""
     if call.kv_scale_t is not None:
         return call.kv_scale_t
     return torch.tensor([call.kv_scale], dtype=torch.float32, device=call.ckv.device)

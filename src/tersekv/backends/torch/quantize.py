@@ -14,11 +14,37 @@ import math
 import torch
 from torch import Tensor
 
-from tersekv.formats import BLOCK, FP8, GROUP, MIN_LATENT_GROUP_SCALE, MIN_TOKEN_HEAD_SCALE, NONE, TENSOR, KVFormat
+from tersekv.formats import (
+    BLOCK,
+    FP8,
+    GROUP,
+    MIN_LATENT_GROUP_SCALE,
+    MIN_TOKEN_HEAD_SCALE,
+    NONE,
+    TENSOR,
+    TOKEN_HEAD,
+    KVFormat,
+)
 
 Scale = float | Tensor
+# What is written here and read by `codes`: kind of scale and dtype of stored scales → dtypes of codes.
+_CODECS = {
+    (NONE, None): (torch.bfloat16, torch.float16),
+    (TENSOR, None): FP8,
+    (TOKEN_HEAD, torch.float32): (*FP8, torch.int8),
+    (BLOCK, torch.float8_e4m3fn): (torch.uint8,),
+    (GROUP, torch.float32): (torch.float8_e4m3fn,),
+}
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF  # of fp32
+
+
+def why_no_codec(f: KVFormat) -> str | None:
+    """Why rows of a format are neither written nor read; None: they are."""
+    if f.storage in _CODECS.get((f.scale, f.scale_dtype), ()):
+        return None
+    stored = f"{f.scale_dtype} scales" if f.scale_dtype else "no stored scales"
+    return f"has no codec for {f.name}: scale={f.scale!r}, codes of {f.storage}, {stored}".replace("torch.", "")
 
 
 def encode(
@@ -130,7 +156,7 @@ def ceil_power_of_two(x: Tensor) -> Tensor:
 
 def _encode_blocks(x: Tensor, f: KVFormat, multiplier: Scale, global_scale: Scale | None) -> tuple[Tensor, Tensor]:
     if global_scale is None:
-        global_scale = reciprocal(torch.as_tensor(multiplier, dtype=torch.float32))
+        global_scale = reciprocal(multiplier if isinstance(multiplier, Tensor) else x.new_full((), multiplier))
     blocks = x.unflatten(-1, (-1, f.scale_block))
     scales = cast_fp8(_divide(amax(blocks), f.max_value) * multiplier, torch.float8_e4m3fn)
     s = scales.to(torch.float32)

@@ -38,10 +38,11 @@ class Rules(NamedTuple):
 def batches(call: Any, rules: Rules, num_pages: int, page_size: int) -> Iterator[Batch]:
     """The requests of a call, one by one on a CPU (those with nothing to do left out), together elsewhere."""
     t, count = call.out.shape[0], call.seq_lens.shape[0]
-    if t == 0 or count == 0 or call.max_q_len == 0 or num_pages == 0:
+    if t == 0 or count == 0 or call.max_q_len == 0:
         return
     if not may_read(call.seq_lens):
-        yield _together(call, page_size)
+        if num_pages:
+            yield _together(call, page_size)
         return
     q_len = call.max_q_len
     starts = [q_len * b for b in range(count + 1)] if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
@@ -65,8 +66,9 @@ def _one(call: Any, b: int, n: int, t0: int, t1: int, rules: Rules, page_size: i
     start = max(0, first - rules.window + 1) if rules.window else 0
     plain = max(0, n - rules.window) if rules.window else 0, first if rules.mask is not None else first + 1
     table = call.page_table[b : b + 1, :used].to(torch.int64)
-    lengths = torch.tensor([n, t1 - t0])
-    return Batch(table, lengths[:1], lengths[1:], torch.arange(t0, t1)[None], start, n, plain)
+    lengths = torch.tensor([n, t1 - t0], device=table.device)
+    rows = torch.arange(t0, t1, device=table.device)[None]
+    return Batch(table, lengths[:1], lengths[1:], rows, start, n, plain)
 
 
 def _check_pages(ids: Tensor, b: int, num_pages: int) -> None:

@@ -8,21 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tersekv.formats import kv_format
+
 from .append import write_kv
+from .exact import exact
 from .place import padding, place
-from .quantize import cast, multiplier
+from .quantize import cast, multiplier, why_no_codec
 from .rope import lookup, rotate
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return None
+    return why_no_codec(kv_format(f.format))
 
 
 def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@torch.no_grad()
+@exact
 def run(call: Any, config: None) -> None:
     if call.k_rope.shape[0] == 0:
         return

@@ -18,7 +18,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _log = logging.getLogger("tersekv")
-_BYTES_OF_E4M3 = (torch.float8_e4m3fn,)
+# That kernels store by name: what they do not know, they would cast.
+_FORMATS = (
+    "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "fp8_ds_mla"
+)  # fmt: skip
 
 
 def interpreting() -> bool:
@@ -28,6 +31,8 @@ def interpreting() -> bool:
 
 def why_not(f: SimpleNamespace) -> str | None:
     """What every Triton kernel needs; None: all of it is here."""
+    if getattr(f, "format", "bf16") not in _FORMATS:
+        return f"has no {f.format}"
     if f.arch is not None:
         return None if f.arch >= 80 else f"needs sm_80 or newer, got sm_{f.arch}"
     if interpreting() or f.device.type == "cuda":
@@ -76,7 +81,7 @@ def _num_sms(device: torch.device) -> int:
 
 def as_bytes(x: Tensor | None) -> Tensor | None:
     """An e4m3 tensor as uint8; others as they are."""
-    return x.view(torch.uint8) if x is not None and x.dtype in _BYTES_OF_E4M3 else x
+    return x.view(torch.uint8) if x is not None and x.dtype == torch.float8_e4m3fn else x
 
 
 def pointer(t: Tensor | None) -> Any:
@@ -284,7 +289,7 @@ def scratch(n: int, like: Tensor) -> Tensor:
 
 
 def kept_scratch(n: int, device: torch.device, stream: int) -> Tensor:
-    """The same on a CUDA device, of which this is the current stream.
+    """As `scratch`, on a CUDA device and its current stream.
 
     Kept, since an allocation takes the host 2 µs: by thread and stream, on which calls come one after the other. What
     is captured in a CUDA graph may be replayed beside them, so it gets memory of its own.

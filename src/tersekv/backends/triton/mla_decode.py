@@ -240,8 +240,13 @@ def run(call: Any, config: Config) -> None:
 def bind(config: Config, at: dict[str, int]) -> Bound | None:
     if config.empty:
         return None
+    return bound(steps(config), at, config.scratch)
+
+
+def steps(config: Config) -> list[Step]:
+    """The launches, in order."""
     split = Step(config.split, _SPLIT, ("ckv", "kpe"), config.descriptors)
-    return bound([split, Step(config.merge, _MERGE)], at, config.scratch)
+    return [split, Step(config.merge, _MERGE)]
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,20 @@ def product(x, w, TURNED: tl.constexpr):
 
 
 @triton.jit
+def add_scaled(acc, codes, scale, w, w_scale, TURNED: tl.constexpr, NATIVE: tl.constexpr):
+    """acc plus the product of 128 columns of e4m3 tokens and weights, times their scales."""
+    if NATIVE:
+        part = product(codes.to(tl.float8e4nv, bitcast=True), w.to(tl.float8e4nv, bitcast=True), TURNED)
+    else:
+        part = product(e4m3_bytes_to_fp16(codes), e4m3_bytes_to_fp16(w), TURNED)
+    if w_scale.shape == ():
+        factor = scale * w_scale
+        return acc + part * (factor[None, :] if TURNED else factor[:, None])
+    else:
+        return acc + part * (scale[None, :] * w_scale[:, None] if TURNED else scale[:, None] * w_scale[None, :])
+
+
+@triton.jit
 def add_group(
     acc, x, w, w_scale, SCALED: tl.constexpr, TURNED: tl.constexpr, NATIVE: tl.constexpr, NATIVE_CASTS: tl.constexpr
 ):  # fmt: skip
@@ -124,15 +138,85 @@ def add_group(
         return tl.dot(w, tl.trans(x), acc) if TURNED else tl.dot(x, tl.trans(w), acc)
     else:
         codes, scale = quantise(x, NATIVE_CASTS)
-        if NATIVE:
-            part = product(codes.to(tl.float8e4nv, bitcast=True), w.to(tl.float8e4nv, bitcast=True), TURNED)
-        else:
-            part = product(e4m3_bytes_to_fp16(codes), e4m3_bytes_to_fp16(w), TURNED)
-        if w_scale.shape == ():
-            factor = scale * w_scale
-            return acc + part * (factor[None, :] if TURNED else factor[:, None])
-        else:
-            return acc + part * (scale[None, :] * w_scale[:, None] if TURNED else scale[:, None] * w_scale[None, :])
+        return add_scaled(acc, codes, scale, w, w_scale, TURNED, NATIVE)
+
+
+@triton.jit
+def ask(w_of, h, column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
+    """A block of head h's weights: (where they and their scales lie), and AHEAD groups of columns of both, under way.
+
+    w_of: (W, strides of heads and rows, W_SCALE or None, strides of heads and rows)
+    """
+    W, stride_wh, stride_wn, W_SCALE, stride_sh, stride_sn = w_of
+    o_n = column + tl.arange(0, BLOCK_N)
+    p_w = W + h * stride_wh + o_n.to(tl.int64)[:, None] * stride_wn + tl.arange(0, GROUP)[None, :]
+    p_scale = W  # not read
+    if W_SCALE is not None:
+        # One for all rows of weights, or one for each.
+        o_s = column // GROUP if BLOCK_N <= GROUP else o_n // GROUP
+        p_scale = W_SCALE + h * stride_sh + o_s * stride_sn
+    weights, scales = (), ()
+    for g in tl.static_range(AHEAD):
+        weights = weights + (load(p_w, (o_n < N)[:, None], g * GROUP, K),)
+        scales = scales + (load_scale(p_scale + g, o_n, N) if W_SCALE is not None else 1.0,)
+    return (p_w, p_scale), weights, scales
+
+
+@triton.jit
+def add_groups(xs, weights, scales, SCALED: tl.constexpr, TURNED: tl.constexpr, NATIVE: tl.constexpr,
+               NATIVE_CASTS: tl.constexpr):  # fmt: skip
+    """The product of what `ask` asked for and as many groups of columns of rows."""
+    BLOCK_M: tl.constexpr = xs[0].shape[0]
+    BLOCK_N: tl.constexpr = weights[0].shape[0]
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
+    for g in tl.static_range(len(xs)):
+        acc = add_group(acc, xs[g], weights[g], scales[g], SCALED, TURNED, NATIVE, NATIVE_CASTS)
+    return acc
+
+
+@triton.jit
+def store_product(acc, to, h, column, o_m, T, N: tl.constexpr, BLOCK_N: tl.constexpr, TURNED: tl.constexpr):
+    """to: (OUT, strides of rows and heads)"""
+    OUT, stride_ot, stride_oh = to
+    o_n = column + tl.arange(0, BLOCK_N)
+    y = acc.to(OUT.dtype.element_ty)
+    if TURNED:
+        y = tl.trans(y)
+    p_out = OUT + h * stride_oh + o_m.to(tl.int64)[:, None] * stride_ot + o_n[None, :]
+    tl.store(p_out, y, mask=(o_m < T)[:, None] & (o_n < N)[None, :])
+
+
+@triton.jit
+def project(
+    x_of, w_of, to, h, column, row, T, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TURNED: tl.constexpr, AHEAD: tl.constexpr, NATIVE: tl.constexpr, NATIVE_CASTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Columns from `column` on of head h, for BLOCK_M rows from `row` on. x_of, to: (rows, strides of rows and heads)
+
+    AHEAD: groups of columns whose weights are under way before the wait; W's may not be written by the launch in front
+    """
+    X, stride_xt, stride_xh = x_of
+    o_m = row + tl.arange(0, BLOCK_M)
+    o_n, m_m = column + tl.arange(0, BLOCK_N), (o_m < T)[:, None]
+    p_x = X + h * stride_xh + o_m.to(tl.int64)[:, None] * stride_xt + tl.arange(0, GROUP)[None, :]
+    SCALED: tl.constexpr = w_of[3] is not None
+    where, weights, scales = ask(w_of, h, column, N, K, BLOCK_N, AHEAD)
+    p_w, p_scale = where
+    if OVERLAPS:
+        gdc_wait()
+    if AHEAD > 0:
+        xs = ()
+        for g in tl.static_range(AHEAD):
+            xs = xs + (load(p_x, m_m, g * GROUP, K),)
+        acc = add_groups(xs, weights, scales, SCALED, TURNED, NATIVE, NATIVE_CASTS)
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
+    for k in tl.range(AHEAD * GROUP, K, GROUP):
+        scale = load_scale(p_scale + k // GROUP, o_n, N) if SCALED else 1.0
+        x, w = load(p_x, m_m, k, K), load(p_w, (o_n < N)[:, None], k, K)
+        acc = add_group(acc, x, w, scale, SCALED, TURNED, NATIVE, NATIVE_CASTS)
+    store_product(acc, to, h, column, o_m, T, N, BLOCK_N, TURNED)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -141,44 +225,16 @@ def project_kernel(
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TURNED: tl.constexpr,
     AHEAD: tl.constexpr, NATIVE: tl.constexpr, NATIVE_CASTS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, i) makes columns i · BLOCK_N … of head h for BLOCK_M rows; the third coordinate counts those.
-
-    AHEAD: groups of columns whose weights are under way before the wait; W's may not be written by the launch in front
-    """
+    """Program (h, i) makes columns i · BLOCK_N … of head h for BLOCK_M rows; the third coordinate counts those."""
     if OVERLAPS:
         gdc_launch_dependents()
     h, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N
-    o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_n, o_k = column + tl.arange(0, BLOCK_N), tl.arange(0, GROUP)
-    m_m, m_n = (o_m < T)[:, None], (o_n < N)[:, None]
-    p_x = X + h * stride_xh + o_m.to(tl.int64)[:, None] * stride_xt + o_k[None, :]
-    p_w = W + h * stride_wh + o_n.to(tl.int64)[:, None] * stride_wn + o_k[None, :]
-    SCALED: tl.constexpr = W_SCALE is not None
-    p_scale = X  # not read
-    if SCALED:
-        # One for all rows of weights, or one for each.
-        o_s = column // GROUP if BLOCK_N <= GROUP else o_n // GROUP
-        p_scale = W_SCALE + h * stride_sh + o_s * stride_sn
-    weights, scales, xs = (), (), ()
-    for g in tl.static_range(AHEAD):
-        weights = weights + (load(p_w, m_n, g * GROUP, K),)
-        scales = scales + (load_scale(p_scale + g, o_n, N) if SCALED else 1.0,)
-    if OVERLAPS:
-        gdc_wait()
-    for g in tl.static_range(AHEAD):
-        xs = xs + (load(p_x, m_m, g * GROUP, K),)
-    acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
-    for g in tl.static_range(AHEAD):
-        acc = add_group(acc, xs[g], weights[g], scales[g], SCALED, TURNED, NATIVE, NATIVE_CASTS)
-    for k in tl.range(AHEAD * GROUP, K, GROUP):
-        scale = load_scale(p_scale + k // GROUP, o_n, N) if SCALED else 1.0
-        x, w = load(p_x, m_m, k, K), load(p_w, m_n, k, K)
-        acc = add_group(acc, x, w, scale, SCALED, TURNED, NATIVE, NATIVE_CASTS)
-    y = acc.to(OUT.dtype.element_ty)
-    if TURNED:
-        y = tl.trans(y)
-    p_out = OUT + h * stride_oh + o_m.to(tl.int64)[:, None] * stride_ot + o_n[None, :]
-    tl.store(p_out, y, mask=m_m & (o_n < N)[None, :])
+    x_of, to = (X, stride_xt, stride_xh), (OUT, stride_ot, stride_oh)
+    w_of = (W, stride_wh, stride_wn, W_SCALE, stride_sh, stride_sn)
+    project(
+        x_of, w_of, to, h, column, tl.program_id(2) * BLOCK_M, T, N, K, BLOCK_M, BLOCK_N, TURNED, AHEAD, NATIVE,
+        NATIVE_CASTS, OVERLAPS,
+    )  # fmt: skip
 
 
 def run(call: Any, config: Config) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...cache import PagedKVCache, PagedKVLayer, PagedLatentCache, PagedLatentLayer
+from ...cache import PagedKVCache, PagedLatentCache
 from ...formats import kv_bytes_per_token, latent_bytes_per_token
+from ...layers import PagedKVLayer, PagedLatentLayer
 from ...ops.append import append, rope_append
 from ...ops.mla import mla_append
 from ..memory import take
@@ -31,8 +33,8 @@ class Append:
         self.case, self.device = case, device
         t, self.latent = case.tokens, case.op == "mla_append"
         shapes = self._shapes()
-        written = self._row_bytes() * t + sum(t * _numel(s) for n, s in shapes.items() if n.startswith("q"))
-        self.nbytes = 2 * t * sum(_numel(s) for s in shapes.values()) + written
+        written = self._row_bytes() * t + sum(t * math.prod(s) for n, s in shapes.items() if n.startswith("q"))
+        self.nbytes = 2 * t * sum(math.prod(s) for s in shapes.values()) + written
         copies = data.rotations(device, self.nbytes, _MOST_COPIES)
         self.pages = -(-t // case.page)
         room = data.rotations(device, self.pages * case.page * self._row_bytes(), 1 << 16)
@@ -121,13 +123,6 @@ class Append:
     def _stored(layer: Any) -> list[Tensor]:
         names = ("k", "v", "k_scale_cache", "v_scale_cache", "ckv", "kpe", "ckv_scale_cache")
         return [x for x in (getattr(layer, n, None) for n in names) if x is not None]
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
 
 
 def _cos_sin(rows: int, rotary: int, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ Q_HEADS, KV_HEADS = 32, 8
 DECODE_FORMATS = ("bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
 APPEND_FORMATS = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
 LATENT_FORMATS = ("bf16", "fp8_e4m3", "fp8_ds_mla")
-OPS = ("append", "rope_append", "mla_append", "decode", "mla_decode", "mla_prefill", "host")
+OPS = ("append", "rope_append", "mla_append", "decode", "mla_decode", "mla_decode_branch", "mla_prefill", "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class Sizes:
     extra: tuple[tuple[int, int], ...]  # decode cells that are also timed with pages of 16 and with unequal lengths
     mla: tuple[tuple[int, int], ...]
     mla_heads: tuple[int, ...]
+    branch: tuple[tuple[int, int], ...]
     append: tuple[int, ...]
     prefill: tuple[tuple[int, int], ...]
     host: tuple[int, int] | None  # (requests, tokens) of the eager calls; None: host and device are one
@@ -62,20 +63,28 @@ GPU = Sizes(
     extra=((16, 8 * _K), (64, 8 * _K)),
     mla=((1, 8 * _K), (16, 8 * _K), (64, 4 * _K), (128, 8 * _K)),
     mla_heads=(16, 128),
+    branch=((1, 4 * _K), (8, 4 * _K), (64, 4 * _K)),
     append=(1, 32, 256, 2048, 16384),
     prefill=((4096, 16), (4096, 128)),
     host=(4, 256),
 )
 GPU_QUICK = Sizes(
-    decode=((1, 8 * _K), (64, 8 * _K)), extra=(), mla=((16, 8 * _K),), mla_heads=(16, 128), append=(32, 2048),
-    prefill=((4096, 128),), host=(4, 256),
+    decode=((1, 8 * _K), (64, 8 * _K)), extra=(), mla=((16, 8 * _K),), mla_heads=(16, 128),
+    branch=((1, 4 * _K),), append=(32, 2048), prefill=((4096, 128),), host=(4, 256),
 )  # fmt: skip
 CPU = Sizes(
-    decode=((1, 4 * _K), (4, _K)), extra=(), mla=((1, 2 * _K),), mla_heads=(16,), append=(32, 256),
-    prefill=((128, 4),), host=None,
+    decode=((1, 4 * _K), (4, _K)), extra=(), mla=((1, 2 * _K),), mla_heads=(16,), branch=((1, _K),),
+    append=(32, 256), prefill=((128, 4),), host=None,
 )  # fmt: skip
 CPU_QUICK = Sizes(
-    decode=((1, 512),), extra=(), mla=((1, 256),), mla_heads=(16,), append=(32,), prefill=((64, 1),), host=None
+    decode=((1, 512),),
+    extra=(),
+    mla=((1, 256),),
+    mla_heads=(16,),
+    branch=((1, 256),),
+    append=(32,),
+    prefill=((64, 1),),
+    host=None,
 )
 
 
@@ -101,7 +110,9 @@ def with_cells(s: Sizes, cells: Sequence[str]) -> Sizes:
         else:
             counts.append(int(numbers[0]))
     if pairs:
-        s = replace(s, decode=tuple(pairs), mla=tuple(pairs), extra=tuple(p for p in s.extra if p in pairs))
+        s = replace(
+            s, decode=tuple(pairs), mla=tuple(pairs), branch=tuple(pairs), extra=tuple(p for p in s.extra if p in pairs)
+        )
     if counts:
         heads = tuple(dict.fromkeys(h for _, h in s.prefill))
         s = replace(s, append=tuple(counts), prefill=tuple((n, h) for n in counts for h in heads))
@@ -122,7 +133,8 @@ def grid(
     page:    the only page size; None: 64, and 16 too in the `extra` cells
     uneven:  unequal lengths only, in every cell
     """
-    every = [case for op in OPS if op in set(ops) for case in _GRIDS[op](s)]
+    asked, precisions = set(ops), set(precisions)
+    every = [case for op in OPS if op in asked for case in _GRIDS[op](s)]
     if page is not None:
         every = [replace(case, page=page) for case in every if case.page == 64]
     if uneven:
@@ -131,7 +143,7 @@ def grid(
     for case in dict.fromkeys(every):
         if wanted is None or case.format in wanted:
             yield case
-            if "fast" in set(precisions) and case.op == "mla_decode" and case.format != "bf16" and not case.host:
+            if "fast" in precisions and case.op == "mla_decode" and case.format != "bf16" and not case.host:
                 yield replace(case, precision="fast")
 
 
@@ -165,6 +177,11 @@ def _mla_decode(s: Sizes) -> Iterator[Case]:
             yield Case("mla_decode", "fp8_e4m3", b, n, heads=heads, query="fp8_e4m3")
 
 
+def _mla_decode_branch(s: Sizes) -> Iterator[Case]:
+    for b, n in s.branch:
+        yield from (Case("mla_decode_branch", name, b, n, heads=max(s.mla_heads)) for name in LATENT_FORMATS)
+
+
 def _mla_prefill(s: Sizes) -> Iterator[Case]:
     yield from (Case("mla_prefill", "bf16", 0, n, heads=heads) for n, heads in s.prefill)
 
@@ -178,6 +195,7 @@ def _host(s: Sizes) -> Iterator[Case]:
     yield Case("mla_append", "fp8_e4m3", 0, b, heads=16, host=True)
     yield Case("decode", "fp8_e4m3", b, n, host=True)
     yield Case("mla_decode", "fp8_e4m3", b, n, heads=16, host=True)
+    yield Case("mla_decode_branch", "fp8_e4m3", b, n, heads=16, host=True)
     yield Case("mla_prefill", "bf16", 0, 64, heads=16, host=True)
 
 
@@ -187,6 +205,7 @@ _GRIDS = {
     "mla_append": _mla_append,
     "decode": _decode,
     "mla_decode": _mla_decode,
+    "mla_decode_branch": _mla_decode_branch,
     "mla_prefill": _mla_prefill,
     "host": _host,
 }

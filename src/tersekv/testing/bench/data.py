@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...formats import BLOCK, GROUP, TOKEN_HEAD, KVFormat
+from ...formats import BLOCK, E4M3_MAX, GROUP, LATENT_GROUP, MAX_LATENT_AMAX, TOKEN_HEAD, KVFormat
 from ..memory import as_bytes, storage_bytes, take
 from .cases import Case
 
@@ -53,7 +53,11 @@ def page_tables(used: Tensor, copies: int, device: torch.device) -> Tensor:
     """[copies, B, max_pages] int32: distinct pages in random order; entries past a request's `used` [B] pages are 0."""
     each = int(used.sum())
     order = torch.randperm(copies * each, device=device).to(torch.int32).view(copies, each)
-    tables = torch.zeros(copies, len(used), int(used.max()), dtype=torch.int32, device=device)
+    # Each copy begins on a multiple of 16 bytes, as it would elsewhere: calls of several alignments have several plans.
+    width = int(used.max())
+    numbers = len(used) * width
+    tables = torch.zeros(copies, -(-numbers // 4) * 4, dtype=torch.int32, device=device)
+    tables = tables[:, :numbers].unflatten(1, (len(used), width))
     tables[:, (torch.arange(tables.shape[2]) < used[:, None]).to(device)] = order
     return tables
 
@@ -108,6 +112,45 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     groups = q.double().unflatten(0, (k.shape[1], -1))
     p = (torch.einsum("hgd,nhd->hgn", groups, k) * scale).softmax(-1)
     return torch.einsum("hgn,nhd->hgd", p, v).flatten(0, 1)
+
+
+def blockwise(*shape: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """e4m3 weights [..., N, K] and the scales of their blocks of 128 × 128; sums over K have about unit size."""
+    *heads, n, k = shape
+    weight = (torch.randn(*shape, device=device) * 100).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    scale = torch.rand(*heads, n // LATENT_GROUP, k // LATENT_GROUP, device=device) + 0.5
+    return weight, scale / (100 * k**0.5)
+
+
+def dense(weight: Tensor, scale: Tensor) -> Tensor:
+    """The same in fp64."""
+    blocks = scale.double().repeat_interleave(LATENT_GROUP, -2).repeat_interleave(LATENT_GROUP, -1)
+    return weight.float().double() * blocks
+
+
+def quantised(latent: Tensor) -> Tensor:
+    """What a blockwise product sees of rows [..., K], in fp64."""
+    groups = latent.float().unflatten(-1, (-1, LATENT_GROUP))
+    # NOTE: by a tensor: on CUDA PyTorch divides by a number through its rounded reciprocal, and ties then flip codes.
+    scale = groups.abs().amax(-1, keepdim=True).clamp(max=MAX_LATENT_AMAX) / groups.new_full((), E4M3_MAX)
+    scaled = torch.where(scale == 0, 0.0, groups * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX)
+    return (scaled.to(torch.float8_e4m3fn).float().double() * scale.double()).flatten(-2)
+
+
+def freqs_cis(tokens: int, rotary: int, device: torch.device) -> Tensor:
+    """[tokens, R] fp32: cos0, sin0, cos1, sin1, …"""
+    steps = 10000.0 ** -(torch.arange(0, rotary, 2, device=device) / rotary)
+    angle = torch.arange(tokens, device=device)[:, None] * steps
+    return torch.stack([angle.cos(), angle.sin()], -1).flatten(1)
+
+
+def rotated(x: Tensor, freqs: Tensor) -> Tensor:
+    """Interleaved pairs of [T, (H,) R] in fp64, by freqs [T, R]."""
+    cos, sin = freqs.double().unflatten(-1, (-1, 2)).unbind(-1)
+    if x.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
 
 
 def relative(got: Tensor, want: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Decode over a K/V cache, and over a latent cache, judged by dense fp64 attention of a few requests."""
+"""Decode over a K/V cache, over a latent cache, and MLA's branch; judged by dense fp64 attention of a few requests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from ...cache import PagedKVCache, PagedLatentCache
 from ...formats import kv_bytes_per_token, kv_format, latent_bytes_per_token, latent_format
 from ...ops.decode import decode
 from ...ops.mla import mla_decode
-from ..compare import limit_of
+from ...ops.mla_branch import mla_decode_branch
+from ..compare import REQUANTISED, limit_of
+from ..memory import as_bytes
 from . import data
-from .cases import HEAD_DIM, KV_HEADS, RANK, ROPE, Case
+from .cases import HEAD_DIM, KV_HEADS, NOPE, RANK, ROPE, Case
 
 PEER_LIMIT = 5e-2  # XQA multiplies 8-bit caches by 8-bit probabilities (3.7e-2): timed all the same
 
@@ -110,3 +112,56 @@ class MLADecode(_Paged):
         ckv = data.values(self.layer.ckv, self.layer.ckv_scale_cache, self.format, where)
         kpe = data.take(self.layer.kpe, *where).float().double()
         return data.attend(self.q[b], torch.cat([ckv, kpe], -1)[:, None], ckv[:, None], self.scale)
+
+
+class Branch(_Paged):
+    """The decode branch of MLA: the last token of each request is new. Weights rotate as the caches do."""
+
+    def __init__(self, case: Case, device: torch.device, backend: str | None = None) -> None:
+        super().__init__(case, device, latent_bytes_per_token(case.format, RANK, ROPE))
+        b, h, self.format = case.requests, case.heads, latent_format(case.format)
+        self.scale, self.limit = (NOPE + ROPE) ** -0.5, REQUANTISED
+        self.layer = layer = PagedLatentCache.allocate(
+            1, self.num_pages, case.page, format=case.format, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, device=device
+        )[0]
+        data.fill(layer.ckv, layer.ckv_scale_cache, self.format)
+        layer.kpe.copy_(torch.randn(layer.kpe.shape, device=device))
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device).bfloat16()
+
+        self.q, self.kv_c, self.k_pe = normal(b, h, NOPE + ROPE), normal(b, RANK), normal(b, ROPE)
+        gamma, cached = 1 + normal(RANK) / 10, self.lens - 1
+        self.freqs = data.freqs_cis(int(self.host_lens.max()), ROPE, device)
+        sizes = (h, RANK, NOPE), (h, NOPE, RANK)
+        of_weights = sum(h * n * k for h, n, k in sizes)
+        sets = min(len(self.tables), data.rotations(device, of_weights))
+        self.weights = [[data.blockwise(*size, device=device) for size in sizes] for _ in range(sets)]
+        self.out = torch.empty(b, h, NOPE, dtype=torch.bfloat16, device=device)
+        self.nbytes += of_weights + self.q.nbytes + self.out.nbytes
+        self.flops = 2 * self.total * h * (2 * RANK + ROPE) + 2 * b * of_weights
+
+        def call(table: Tensor, i: int) -> Any:
+            (w_uk, uk_scale), (w_uv, uv_scale) = self.weights[i % sets]
+            return lambda: mla_decode_branch(
+                self.q, layer, table, cached, self.freqs, gamma, w_uk, w_uv, softmax_scale=self.scale,
+                w_uk_scale=uk_scale, w_uv_scale=uv_scale, kv_c=self.kv_c, k_pe=self.k_pe, out=self.out, backend=backend,
+            )  # fmt: skip
+
+        self.calls = [call(table, i) for i, table in enumerate(self.tables)]
+
+    def poison(self) -> None:
+        super().poison()
+        for b in range(self.case.requests):
+            pages, slots = self.where(b)
+            as_bytes(self.layer.ckv)[pages[-1], slots[-1]] = 0xFF
+
+    def expected(self, b: int) -> Tensor:
+        where, q, ((w_uk, uk_scale), (w_uv, uv_scale)) = self.where(b), self.q[b].double(), self.weights[0]
+        ckv = data.values(self.layer.ckv, self.layer.ckv_scale_cache, self.format, where)
+        kpe = data.take(self.layer.kpe, *where).float().double()
+        latent = torch.einsum("hk,hnk->hn", data.quantised(q[:, :NOPE]), data.dense(w_uk, uk_scale))
+        turned = data.rotated(q[None, :, NOPE:], self.freqs[self.host_lens[b] - 1][None])[0]
+        query = torch.cat([latent, turned], -1).bfloat16()
+        values = data.attend(query, torch.cat([ckv, kpe], -1)[:, None], ckv[:, None], self.scale).bfloat16()
+        return torch.einsum("hk,hnk->hn", data.quantised(values), data.dense(w_uv, uv_scale))

@@ -13,7 +13,7 @@ from . import measure, peers
 from .append import Append
 from .cases import Case
 from .data import Problem
-from .decode import Decode, MLADecode
+from .decode import Branch, Decode, MLADecode
 from .prefill import Prefill
 from .shapes import ShapeDecode
 
@@ -24,6 +24,7 @@ PROBLEMS: dict[str, Callable[[Case, torch.device, str | None], Problem]] = {
     "mla_append": Append,
     "decode": Decode,
     "mla_decode": MLADecode,
+    "mla_decode_branch": Branch,
     "mla_prefill": Prefill,
     "shape": ShapeDecode,  # type: ignore[dict-item]
 }

@@ -15,7 +15,7 @@ import torch
 
 Call = Callable[[], object]
 
-REPEATS = 7  # the median of so many counts
+REPEATS = 7  # the median of this many counts
 MIN_LAUNCHES, MAX_LAUNCHES = 20, 1000
 _GRAPH_US = 2000.0  # a graph should run as long, so that its own launch does not count
 _CPU_SECONDS = 0.3  # aim of one case's measurement on a CPU

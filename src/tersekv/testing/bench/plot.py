@@ -9,7 +9,15 @@ from .engine import Limits, Result
 from .report import speed
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#882255")
-_MARKERS = {"append": "^", "rope_append": "v", "mla_append": "<", "decode": "o", "mla_decode": "s", "mla_prefill": "D"}
+_MARKERS = {
+    "append": "^",
+    "rope_append": "v",
+    "mla_append": "<",
+    "decode": "o",
+    "mla_decode": "s",
+    "mla_decode_branch": "P",
+    "mla_prefill": "D",
+}
 
 
 def plot(results: Sequence[Result], limits: Limits, title: str, path: str) -> None:

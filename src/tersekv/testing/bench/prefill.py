@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...cache import PagedLatentCache
-from ...formats import E4M3_MAX, LATENT_GROUP, MAX_LATENT_AMAX, latent_format
+from ...formats import latent_format
 from ...ops.mla import mla_prefill, mla_prefill_plan
 from ..compare import EXACT, STORED
 from . import data
@@ -36,11 +36,8 @@ class Prefill:
         self.qs = [self.q0.clone() for _ in range(_COPIES)]  # rotated in place, again and again
         self.kv_c, self.k_pe, self.gamma = normal(s, RANK), normal(s, ROPE), 1 + normal(RANK) / 10
         rows = h * 2 * NOPE
-        self.weight = (torch.randn(rows, RANK, device=device) * 100).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-        self.weight_scale = (torch.rand(rows // 128, RANK // 128, device=device) + 0.5) / (100 * RANK**0.5)
-        steps = 10000.0 ** -(torch.arange(0, ROPE, 2, device=device) / ROPE)
-        angle = torch.arange(s, device=device)[:, None] * steps
-        self.freqs = torch.stack([angle.cos(), angle.sin()], -1).flatten(1)
+        self.weight, self.weight_scale = data.blockwise(rows, RANK, device=device)
+        self.freqs = data.freqs_cis(s, ROPE, device)
         self.out = torch.empty(s, h, NOPE, dtype=torch.bfloat16, device=device)
         self.plan = mla_prefill_plan([s], [s], device=device)
         self.scale = (NOPE + ROPE) ** -0.5
@@ -72,16 +69,14 @@ class Prefill:
         ckv, kpe = data.values(self.layer.ckv, None, f, where), data.values(self.layer.kpe, None, f, where)
         x = self.kv_c.double()
         normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPSILON)).bfloat16() * self.gamma
-        everything = torch.arange(s, device=x.device)
-        wrong = max(
-            data.relative(ckv, normed.double()), data.relative(kpe, self._rotated(self.k_pe.double(), everything))
-        )
+        turned = data.rotated(self.k_pe.double(), self.freqs)
+        wrong = max(data.relative(ckv, normed.double()), data.relative(kpe, turned))
         if not wrong <= (STORED if f.storage == torch.bfloat16 else 10 * STORED):
             return float("inf")
         rows = torch.tensor(sorted({0, s // 3, s // 2, s - 1}), device=x.device)
         q = self.q0[rows].double()
-        q = torch.cat([q[..., :NOPE], self._rotated(q[..., NOPE:], rows).bfloat16().double()], -1)
-        latent = _quantised(ckv)
+        q = torch.cat([q[..., :NOPE], data.rotated(q[..., NOPE:], self.freqs[rows]).bfloat16().double()], -1)
+        latent = data.quantised(ckv)
         return max(self._head_error(head, rows, q[:, head], latent, kpe) for head in {0, h // 2, h - 1})
 
     def _head_error(self, head: int, rows: Tensor, q: Tensor, latent: Tensor, kpe: Tensor) -> float:
@@ -92,20 +87,3 @@ class Prefill:
         scores = (q @ torch.cat([kv[:, :NOPE], kpe], -1).T) * self.scale
         later = torch.arange(len(latent), device=q.device) > rows[:, None]
         return data.relative(self.out[rows, head], scores.masked_fill(later, -torch.inf).softmax(-1) @ kv[:, NOPE:])
-
-    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Interleaved pairs of [T, (H,) R] in fp64."""
-        cos, sin = self.freqs[positions].double().unflatten(-1, (-1, 2)).unbind(-1)
-        if x.dim() == 3:
-            cos, sin = cos[:, None], sin[:, None]
-        even, odd = x[..., 0::2], x[..., 1::2]
-        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-
-
-def _quantised(latent: Tensor) -> Tensor:
-    """What the blockwise product sees of the latents [T, L], in fp64."""
-    groups = latent.float().unflatten(-1, (-1, LATENT_GROUP))
-    # NOTE: by a tensor: on CUDA PyTorch divides by a number through its rounded reciprocal, and ties then flip codes.
-    scale = groups.abs().amax(-1, keepdim=True).clamp(max=MAX_LATENT_AMAX) / groups.new_full((), E4M3_MAX)
-    scaled = torch.where(scale == 0, 0.0, groups * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX)
-    return (scaled.to(torch.float8_e4m3fn).float().double() * scale.double()).flatten(-2)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import geometric_mean
 
 import torch
 
@@ -97,10 +98,6 @@ def losses(results: Iterable[Result]) -> Iterator[Result]:
         best = r.best_peer
         if r.us is not None and best is not None and best.us is not None and best.us < r.us:
             yield r
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(math.log(v) for v in values) / len(values))
 
 
 def record(r: Result, limits: Limits, where: dict) -> dict:

@@ -1,0 +1,41 @@
+"""The decode branch of MLA from its parts: append, project the queries, attend, project what was attended to."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from . import mla_decode, mla_project
+from .exact import exact
+from .mla_prefill import append
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return mla_decode.why_not(f)
+
+
+def configure(f: SimpleNamespace) -> None:
+    return None
+
+
+@exact
+def run(call: Any, config: None) -> None:
+    q, device = call.q, call.q.device
+    tokens, heads, dq = q.shape
+    rank, rope = call.ckv.shape[-1], call.kpe.shape[-1]
+    if tokens == 0:
+        return
+    each = range(0, tokens + 1, max(call.max_q_len, 1))
+    starts = list(each) if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
+    lens = torch.empty(len(call.cache_lens), dtype=torch.int64, device=device)
+    q_pe = q.new_zeros(tokens, heads, rope)
+    q_nope, latents = q.new_empty(tokens, heads, rank), q.new_empty(tokens, heads, rank)
+    given = call._asdict() | {"cu_seqlens_q": torch.tensor(starts, device=device)}
+    append(SimpleNamespace(**given, q_pe_out=q_pe, seq_lens_out=lens), starts)
+    x = q[..., : dq - rope]
+    mla_project.run(SimpleNamespace(x=x, weight=call.w_uk, weight_scale=call.w_uk_scale, out=q_nope), None)
+    given = call._asdict() | {"out": latents, "lse": None, "out_scale": 1.0, "out_scale_t": None}
+    mla_decode.run(SimpleNamespace(**given, q_nope=q_nope, q_pe=q_pe, seq_lens=lens), None)
+    mla_project.run(SimpleNamespace(x=latents, weight=call.w_uv, weight_scale=call.w_uv_scale, out=call.out), None)

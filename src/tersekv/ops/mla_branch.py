@@ -1,0 +1,87 @@
+"""The decode branch of MLA, from unrotated queries and raw latents to the heads' values: `mla_decode_branch`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..calls import MLADecodeBranchCall
+from ..checks import tensor
+from ..counts import number, whole
+from ..layers import PagedLatentLayer
+from ..recall import Way, again
+from .decode import output, query_rows
+from .mla import LatentLike
+from .registry import submit
+from .scales import split
+
+
+def mla_decode_branch(
+    q: Tensor,
+    cache: LatentLike,
+    page_table: Tensor,
+    cache_lens: Tensor,
+    freqs_cis: Tensor,
+    kv_norm_gamma: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    *,
+    softmax_scale: float | Tensor,
+    w_uk_scale: Tensor | None = None,
+    w_uv_scale: Tensor | None = None,
+    kv_c: Tensor | None = None,
+    k_pe: Tensor | None = None,
+    epsilon: float = 1e-6,
+    cu_seqlens_q: Tensor | None = None,
+    max_q_len: int | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The decode branch of MLA: rope, norm and append, q_nope · w_uk, absorbed attention, · w_uv.
+
+        q:                [T, H, Dn + R]  bf16 | fp16, unrotated; not written
+        cache:            PagedLatentLayer, or bare tensors; the new tokens' rows are written: normed latent,
+                          rotated k_pe (interleaved pairs)
+        page_table:       [B, max_pages]; entries past the request's tokens are never read
+        cache_lens:       [B]  tokens cached before this step; new token i of request b stands at cache_lens[b] + i
+        freqs_cis:        [max_pos, R]  cos0, sin0, cos1, sin1, …; the rotation is computed in its dtype
+        kv_norm_gamma:    [L]  RMSNorm weight; epsilon its constant
+        w_uk, w_uv:       [H, L, Dn], [H, Dv, L]  q's dtype; or e4m3 with w_uk_scale [H, L/128, Dn/128] and w_uv_scale
+                          [H, Dv/128, L/128] fp32, as in `mla_project`
+        softmax_scale:    float or fp32 tensor [1]; there is no default, since L + R is not the model's head size
+        kv_c, k_pe:       [T, L], [T, R]  raw latents of the new tokens; None: they lie in the cache already, raw
+                          (16-bit caches only; the op is then not idempotent)
+        cu_seqlens_q:     [B + 1]  first new token of each request; None: T / B each; several are causal
+        max_q_len:        host bound on the new tokens of a request, for ragged ones: the closer the faster (default T)
+        out:              [T, H, Dv] in q's dtype
+
+    What `mla_prefill` with an empty plan, `mla_project`, `mla_decode` and `mla_project` compute, in one call: projected
+    and rotated queries and the latents that are attended to are rounded to q's dtype. Both weights are for launches
+    before the one in front of this to write, as in `mla_project`. Zero tokens: nothing happens.
+
+    Returns out. No host synchronisation; safe under CUDA graphs. Raises ValueError or TypeError for arguments that do
+    not fit together, before anything is written.
+    """
+    c = cache if isinstance(cache, PagedLatentLayer) else PagedLatentLayer.of(cache)
+    kv_scale, kv_scale_t = split(c.kv_scale, "kv_scale")
+    scale, scale_t = split(softmax_scale, "softmax_scale")
+    epsilon = epsilon if type(epsilon) is float else number("epsilon", epsilon)
+    max_q_len = None if max_q_len is None else whole("max_q_len", max_q_len)
+    given = (
+        q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis, kv_norm_gamma,
+        w_uk, w_uk_scale, w_uv, w_uv_scale, out, scale_t, kv_scale_t,
+    )  # fmt: skip
+    options = (c.format, max_q_len, scale, epsilon, kv_scale, backend)
+    done = again("mla_decode_branch", options, given)
+    if done is not None:
+        return done[0] if out is None else out
+    tensor("q", q, "T H Dq")
+    tensor("w_uv", w_uv, "H Dv L")
+    tensor("cache_lens", cache_lens, "B")
+    out = output(q, (*q.shape[:2], w_uv.shape[1]), out, None)
+    call = MLADecodeBranchCall(
+        q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis, kv_norm_gamma,
+        w_uk, w_uk_scale, w_uv, w_uv_scale, out, c.format, query_rows(q.shape[0], cache_lens, cu_seqlens_q, max_q_len),
+        scale, scale_t, epsilon, kv_scale, kv_scale_t,
+    )  # fmt: skip
+    submit("mla_decode_branch", call, backend, Way(options, given, {"out": out}))
+    return out

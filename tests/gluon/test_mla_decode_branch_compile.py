@@ -1,0 +1,49 @@
+"""The decode branch on Hopper: its launches, and the merge that projects, compiled for sm_90."""
+
+from __future__ import annotations
+
+import pytest
+from compile_tools import compile_launch
+from test_compile_mla_decode_branch import call_of, launches
+
+from tersekv import plan
+from tersekv.backends.gluon import mla_decode_branch
+
+MERGE, SPLIT = "merge_project_kernel", "mla_decode_pair_kernel"
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_few_tokens_are_three_launches(tokens):
+    found = launches(mla_decode_branch, call_of(tokens, heads=128), 90)
+    assert list(found) == ["enter_kernel", SPLIT, MERGE]
+    fn, grid, args, options = found[MERGE]
+    kernel = compile_launch(fn, args, options, 90)
+    assert grid == (128, 1, 1)
+    assert kernel["n_spills"] == 0
+    assert kernel["shared"] <= 227 << 10
+    # Weights are asked for before the wait; what was cut, behind it.
+    before, behind = kernel["ptx"].split("griddepcontrol.wait")
+    assert before.count("ld.global.v4") == 128 * 512 // (16 * 32 * options["num_warps"])
+    assert "ld.global" in behind
+
+
+@pytest.mark.parametrize(("tokens", "fp8"), [(64, True), (1, False)])
+def test_many_tokens_and_wide_weights_are_merged_and_projected_apart(tokens, fp8):
+    names = list(launches(mla_decode_branch, call_of(tokens, heads=128, fp8=fp8), 90))
+    assert names == ["enter_kernel", SPLIT, "merge_kernel", "project_kernel"]
+
+
+def test_what_is_not_cut_needs_no_merge():
+    names = list(launches(mla_decode_branch, call_of(2, heads=128, pages=4), 90))
+    assert names == ["enter_kernel", SPLIT, "project_kernel"]
+
+
+@pytest.mark.parametrize(("format", "heads"), [("fp8_e4m3", 16), ("fp8_e4m3", 128), ("fp8_ds_mla", 128)])
+def test_pieces_of_8_bit_latents_are_merged_too(format, heads):
+    fn, _, args, options = launches(mla_decode_branch, call_of(1, heads=heads, format=format), 90)[MERGE]
+    assert compile_launch(fn, args, options, 90)["n_spills"] == 0
+
+
+def test_it_refuses_what_mla_decode_refuses():
+    f = plan.facts("mla_decode_branch", call_of(), 80)
+    assert "needs sm_90" in str(mla_decode_branch.why_not(f))
