@@ -14,7 +14,8 @@ READY := .venv/.tersekv-ready
 
 help:
 	@echo "make demo    compare the cache formats on a small built-in model"
-	@echo "make test    lint, types and all tests"
+	@echo "make test    lint, types and all tests; alone: make lint, make types, make tests"
+	@echo "             one test: .venv/bin/python -m pytest tests/test_pages.py -k fork"
 	@echo "make newest  compile and interpret the kernels with the newest Triton that installs"
 	@echo "make verify  run every operation x format on this machine's device and judge the results"
 	@echo "make table   write tables and pictures of README.md and docs/ anew"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import statistics
 import sys
@@ -149,8 +148,7 @@ def report(shape: Shape, budget: float) -> list[dict]:
         numbers = [row[k] for k in ("ms_median", "ms_min", "peer_ms_median", "peer_ms_min", "ratio", "ratio_of_mins")]
         rate = row["bytes"] / row["ms_min"] / 1e6
         print(f"{format:<22}" + "".join(f"{x:>10.3f}" for x in numbers) + f"{rate:>10.1f}{row['error']:>10.1e}")
-    mean = math.exp(statistics.fmean(math.log(row["ratio"]) for row in rows))
-    print(f"geometric mean of the ratios {mean:.2f}")
+    print(f"geometric mean of the ratios {statistics.geometric_mean(row['ratio'] for row in rows):.2f}")
     return rows
 
 

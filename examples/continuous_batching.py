@@ -19,6 +19,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from tersekv.demo.text import encode, heldout_text
 
 PREFIX = "shared prefix"  # its name in the pool
 TOKEN, POSITION, SLOT, LENGTH = range(4)  # rows of the table that goes to the device at every step
+_PROMPT = (8, 64)  # tokens of a prompt behind the prefix
 OWN = -1  # in place of a token: the one that the row has just made, which the host need not know
 
 
@@ -280,14 +282,14 @@ def fill(cache: tersekv.PagedKVCache, dtype: torch.dtype) -> None:
             tersekv.append(x[: len(part)], x[: len(part)], layer, part)
 
 
-def make_requests(args: argparse.Namespace, vocab: int) -> tuple[list[int], list[Request]]:
+def make_requests(args: argparse.Namespace) -> tuple[list[int], list[Request]]:
     """The shared prefix, and requests that continue it."""
     rng = random.Random(0)
     text = encode(heldout_text()).tolist()
     prefix = [] if args.context else text[: args.prefix]
     requests = []
     for i in range(args.requests):
-        start, length = rng.randrange(len(text) - 200), rng.randint(8, 64)
+        start, length = rng.randrange(len(text) - 200), rng.randint(*_PROMPT)
         new = rng.randint(max(args.new_tokens // 2, 1), args.new_tokens)
         computed = rng.randint(*args.context) if args.context else 0
         arrives = 0 if computed else i * args.gap
@@ -297,7 +299,7 @@ def make_requests(args: argparse.Namespace, vocab: int) -> tuple[list[int], list
 
 def serve(args: argparse.Namespace, model: LlamaLM, format: str, alone: bool = False) -> tuple[dict, list[Request]]:
     """Run all requests in one format. alone: one by one, without sharing, fed what the batch made."""
-    prefix, requests = make_requests(args, model.config.vocab_size)
+    prefix, requests = make_requests(args)
     lengths = sorted((r.computed or len(prefix) + len(r.prompt)) + r.max_new for r in requests)
     together = 1 if alone else args.batch
     num_pages = sum(-(-n // args.page_size) for n in [len(prefix), *lengths[-together:]]) + 1
@@ -334,23 +336,40 @@ def difference(a: list[Request], b: list[Request]) -> float:
     return max(float((x - y).norm() / y.norm()) for x, y in pairs)
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"want at least {least}, got {text}")
+        return int(text)
+
+    return number
+
+
+def lengths(text: str) -> tuple[int, int]:
+    """A:B, the shortest and the longest."""
+    parts = text.split(":")
+    if len(parts) != 2 or not all(p.isdecimal() for p in parts) or not 1 <= int(parts[0]) <= int(parts[1]):
+        raise argparse.ArgumentTypeError(f"want A:B with 1 <= A <= B, got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--device", default="cpu")
     p.add_argument("--format", nargs="+", default=["bf16", "int8_per_token_head"], choices=list(tersekv.KV_FORMATS))
-    p.add_argument("--requests", type=int, default=8)
-    p.add_argument("--batch", type=int, default=4, help="rows of the fixed batch")
-    p.add_argument("--new-tokens", type=int, default=24, help="each request makes half to all of so many")
-    p.add_argument("--prefix", type=int, default=100, help="tokens that all requests share")
-    p.add_argument("--gap", type=int, default=3, help="steps between two arrivals")
-    p.add_argument("--page-size", type=int, default=16)
-    p.add_argument(
-        "--context", type=lambda s: tuple(map(int, s.split(":"))), help="A:B: no prompts, random cached rows"
-    )
+    one = at_least(1)
+    p.add_argument("--requests", type=one, default=8)
+    p.add_argument("--batch", type=one, default=4, help="rows of the fixed batch")
+    # A request that makes one token has made it with its prompt, and decodes nothing.
+    p.add_argument("--new-tokens", type=at_least(4), default=24, help="each request makes half to all of so many")
+    p.add_argument("--prefix", type=at_least(0), default=100, help="tokens that all requests share")
+    p.add_argument("--gap", type=at_least(0), default=3, help="steps between two arrivals")
+    p.add_argument("--page-size", type=one, default=16)
+    p.add_argument("--context", type=lengths, help="A:B: no prompts, random cached rows")
     for name in ("layers", "heads", "kv-heads", "head-dim", "dim", "mlp"):
-        p.add_argument(f"--{name}", type=int, help="with random weights" if name == "layers" else None)
+        p.add_argument(f"--{name}", type=one, help="with random weights" if name == "layers" else None)
     p.add_argument("--no-check", dest="check", action="store_false", help="do not run each request alone")
-    p.add_argument("--threads", type=int, default=1, help="on a CPU; a small model gains nothing from more")
+    p.add_argument("--threads", type=one, default=1, help="on a CPU; a small model gains nothing from more")
     p.add_argument("--json", type=Path)
     return p.parse_args(argv)
 
@@ -361,8 +380,13 @@ def model_for(args: argparse.Namespace) -> LlamaLM:
     fields |= {"head_dim": args.head_dim, "dim": args.dim, "mlp_dim": args.mlp}
     given = {k: v for k, v in fields.items() if v is not None}
     if not given and not args.context:
-        return load("llama", args.device, dtype)
-    longest = max(args.context or (0, args.prefix + 64)) + args.new_tokens
+        model = load("llama", args.device, dtype)
+        most = model.config.max_pos - _PROMPT[1]
+        if args.prefix + args.new_tokens > most:
+            got = args.prefix + args.new_tokens
+            raise SystemExit(f"--prefix and --new-tokens: want at most {most} together in the trained model, got {got}")
+        return model
+    longest = max(args.context or (0, args.prefix + _PROMPT[1])) + args.new_tokens
     return random_model(LlamaConfig(**given, max_pos=2 ** math.ceil(math.log2(longest + 1))), args.device, dtype)
 
 

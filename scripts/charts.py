@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 sys.path.insert(0, str(Path(__file__).parent))
 from svg import Picture
@@ -19,8 +20,10 @@ COMPARED = ("decode", "mla_decode", "rope_append", "mla_append")
 BOUND = ("decode", "mla_decode", "append")  # by bytes, in most cells
 
 
-def best_peer(r: Record) -> float | None:
-    return min((p["us"] for p in r["peers"].values() if p["us"] is not None), default=None)
+def best_peer(r: Record) -> tuple[str, float] | None:
+    """(name, µs) of the fastest peer."""
+    timed = [(name, p["us"]) for name, p in r["peers"].items() if p["us"] is not None]
+    return min(timed, key=lambda p: p[1], default=None)
 
 
 def legend(p: Picture, formats: Sequence[str], x: float, y: float) -> None:
@@ -61,7 +64,7 @@ def roofline(records: Sequence[Record], chip: str) -> Picture:
     for r in shown:
         best = best_peer(r)
         if best and not r["peers_format"]:
-            p.cross(*at(r["bytes"], best))
+            p.cross(*at(r["bytes"], best[1]))
     for r in shown:
         p.dot(*at(r["bytes"], r["us"]), INKS.get(r["format"], "ink"))
     formats = list(dict.fromkeys(r["format"] for r in shown))
@@ -78,7 +81,7 @@ def ratios(records: Sequence[Record], chip: str) -> Picture:
         best = best_peer(r)
         if best and r["op"] in COMPARED:
             name = r["format"] + ", q e4m3" * (r.get("query") == "fp8_e4m3") + "*" * bool(r["peers_format"])
-            rows.setdefault((r["op"], name), []).append(best / r["us"])
+            rows.setdefault((r["op"], name), []).append(best[1] / r["us"])
     p = Picture(860, 112 + 28 * len(rows), f"{chip}: time of the fastest peer over tersekv's, a dot a case")
     left, right, top = 250, 800, 74
     ends = min(min(v) for v in rows.values()), max(max(v) for v in rows.values())
@@ -103,8 +106,7 @@ def ratios(records: Sequence[Record], chip: str) -> Picture:
         last = op
         for v in values:
             p.dot(at(v), y, INKS.get(name.rstrip("*"), "ink"), 4)
-        mean = math.exp(sum(math.log(v) for v in values) / len(values))
-        p.text(846, y, f"{mean:.2f}", size=12, anchor="end")
+        p.text(846, y, f"{geometric_mean(values):.2f}", size=12, anchor="end")
     p.text(846, 52, "mean", size=12, fill="soft", anchor="end")
     p.text(24, bottom + 14, "* no peer has it: against fp8_e4m3", size=12, fill="soft")
     return p

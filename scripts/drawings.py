@@ -8,17 +8,17 @@ Sizes and offsets in bytes are asked of tersekv.formats.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from svg import Picture
-
 from tersekv import formats
 
-FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import ROOT, main
+from svg import Picture
+
+FOLDER = ROOT / "docs" / "pictures"
 
 
 def pages() -> Picture:
@@ -58,8 +58,8 @@ def pages() -> Picture:
     p.text(764, y_of[5] + 40, "← slots", size=12, fill="soft")
     p.text(24, 300, "Token 9 of a: page_table[a, 9 // 4] = 5, offset 9 % 4 = 1,", size=13)
     p.text(24, 320, "so its slot is 5 * 4 + 1 = 21: what slot_mapping holds.", size=13)
-    p.text(24, 346, "Entries behind a request's last page are never read,", size=13, fill="soft")
-    p.text(24, 366, "nor are the slots behind its last token.", size=13, fill="soft")
+    p.text(24, 346, "Entries after a request's last page are never read,", size=13, fill="soft")
+    p.text(24, 366, "nor are the slots after its last token.", size=13, fill="soft")
     return p
 
 
@@ -103,7 +103,7 @@ def kv_rows() -> Picture:
         p.text(
             left + codes + scales + 10, y + 14, f"{f.row_bytes(d)} bytes" + (f", with {told}" if told else ""), size=13
         )
-    words = "Scales lie in a tensor of their own, or with inline_scales=True right behind their row's codes, as drawn."
+    words = "Scales lie in a tensor of their own, or with inline_scales=True right after their row's codes, as drawn."
     p.text(24, p.height - 26, words, size=13, fill="soft")
     return p
 
@@ -229,19 +229,9 @@ PICTURES: dict[str, Callable[[], Picture]] = {
 }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="The pictures of docs/pictures that explain.")
-    parser.add_argument("--write", action="store_true", help="bring the pictures up to date")
-    args = parser.parse_args()
-    drawn = {FOLDER / f"{name}.svg": draw().svg() for name, draw in PICTURES.items()}
-    stale = {path: svg for path, svg in drawn.items() if not path.exists() or path.read_text() != svg}
-    for path, svg in stale.items():
-        if args.write:
-            path.write_text(svg)
-        else:
-            print(f"{path.name} is out of date; run python scripts/drawings.py --write")
-    return 1 if stale and not args.write else 0
+def drawn() -> dict[Path, str]:
+    return {FOLDER / f"{name}.svg": draw().svg() for name, draw in PICTURES.items()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("The pictures of docs/pictures that explain.", drawn))

@@ -9,7 +9,6 @@ A check allows 5% of difference: another PyTorch may add in another order.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -24,7 +23,10 @@ import tersekv
 from tersekv.formats import KV_FORMATS, LATENT_FORMATS
 from tersekv.testing.codes import decode_row
 
-ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parent))
+import pages
+from pages import ROOT, table
+
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = {
     "docs/index.md": ("demo",), "docs/formats.md": ("errors", "latent-errors", "demo", "demo-mla"),
@@ -32,10 +34,6 @@ FILES = {
 }  # fmt: skip
 HEADS, DIM, TOKENS, QUERIES, RANK, ROPE = 4, 128, 1024, 32, 512, 64
 SOME = ("bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -163,12 +161,8 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def renewed(text: str, names: Iterable[str]) -> str:
-    """`text` with the tables between their markers written anew."""
-    for name in names:
-        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
-        before, rest = text.split(begin)
-        text = before + begin + TABLES[name]() + end + rest.split(end)[1]
-    return text
+    """`text` with its tables written anew."""
+    return pages.renewed(text, TABLES, names)
 
 
 def alike(old: str, new: str, allowed: float = 0.05) -> bool:
@@ -179,23 +173,9 @@ def alike(old: str, new: str, allowed: float = 0.05) -> bool:
     return same and all(abs(x - y) <= allowed * max(abs(x), abs(y)) for x, y in zip(a, b, strict=True))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Tables of accuracy in docs/ and README.md.")
-    parser.add_argument("--write", action="store_true", help="bring the pages up to date")
-    args = parser.parse_args()
-    stale = []
-    for name, tables in FILES.items():
-        old = (ROOT / name).read_text()
-        new = renewed(old, tables)
-        if not alike(old, new):
-            stale.append(name)
-        if args.write and new != old:
-            (ROOT / name).write_text(new)
-    if stale and not args.write:
-        print(f"out of date: {', '.join(stale)}; run python scripts/format_tables.py --write")
-        return 1
-    return 0
+def wanted() -> dict[Path, str]:
+    return {ROOT / name: renewed((ROOT / name).read_text(), names) for name, names in FILES.items()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main("Tables of accuracy in docs/ and README.md.", wanted, alike))

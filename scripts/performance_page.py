@@ -9,33 +9,32 @@ file name, then the later line wins.
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 sys.path.insert(0, str(Path(__file__).parent))
-from charts import charts
+import pages
+from charts import Record, best_peer, charts
+from pages import ROOT
 
-ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "pictures"
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- results:begin -->\n", "<!-- results:end -->"
 KEY = ("chip", "op", "format", "requests", "tokens", "heads", "page", "uneven", "host", "precision", "query")
-OPS = ("decode", "mla_decode", "append", "rope_append", "mla_append", "mla_prefill")
+OPS = ("decode", "mla_decode", "mla_decode_branch", "append", "rope_append", "mla_append", "mla_prefill")
 TITLES = {
     "decode": "Paged decode: 32 query heads, 8 K/V heads, D 128",
     "mla_decode": "MLA decode: latent 512 + 64",
+    "mla_decode_branch": "MLA decode branch, from raw latents to values, e4m3 projections",
     "append": "append: 8 heads, D 128",
     "rope_append": "rope_append: 32 query and 8 K/V heads, D 128, full rotary, e4m3 query",
     "mla_append": "mla_append with its query (512 + 64 a head, e4m3)",
     "mla_prefill": "MLA prefill, the whole operation, e4m3 up-projection",
 }
 EVEN = 0.995  # a ratio to a peer from here on reads 1.00, and is no loss
-Record = dict
 
 
 def load(folder: Path) -> list[Record]:
@@ -72,7 +71,7 @@ def section(chip: str, records: list[Record]) -> Iterator[str]:
         mine = [r for r in timed if r["op"] == op and not r["host"]]
         if mine:
             yield f"### {TITLES[op]}\n"
-            yield from (grid if op in ("decode", "mla_decode") else rows)(mine)
+            yield from (grid if op in ("decode", "mla_decode", "mla_decode_branch") else rows)(mine)
             yield ""
     host = [r for r in timed if r["host"]]
     if host:
@@ -226,18 +225,8 @@ def us(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
-def best_peer(r: Record) -> tuple[str, float] | None:
-    """(name, µs) of the fastest peer."""
-    timed = [(name, p["us"]) for name, p in r["peers"].items() if p["us"] is not None]
-    return min(timed, key=lambda p: p[1], default=None)
-
-
 def peer(best: tuple[str, float] | None) -> str:
     return f"{us(best[1])} {best[0]}" if best else "-"
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(math.log(v) for v in values) / len(values))
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -247,8 +236,7 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
 
 def renewed(text: str, folder: Path = RESULTS) -> str:
     """The page with its results written anew."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + results(load(folder)) + END + rest.split(END)[1]
+    return pages.renewed(text, {"results": lambda: results(load(folder))}, ["results"])
 
 
 def pictures(folder: Path = RESULTS) -> dict[Path, str]:
@@ -256,19 +244,9 @@ def pictures(folder: Path = RESULTS) -> dict[Path, str]:
     return {PICTURES / name: svg for name, (_, _, svg) in charts(load(folder)).items()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="The results of docs/performance.md.")
-    parser.add_argument("--write", action="store_true", help="bring the page up to date")
-    args = parser.parse_args()
-    wanted = {PAGE: renewed(PAGE.read_text()), **pictures()}
-    stale = {path: text for path, text in wanted.items() if not path.exists() or path.read_text() != text}
-    for path, text in stale.items():
-        if args.write:
-            path.write_text(text)
-        else:
-            print(f"{path.relative_to(ROOT)} is out of date; run python scripts/performance_page.py --write")
-    return 1 if stale and not args.write else 0
+def wanted() -> dict[Path, str]:
+    return {PAGE: renewed(PAGE.read_text()), **pictures()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main("The results of docs/performance.md.", wanted))

@@ -14,8 +14,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 API = "<!-- api -->"
 GROUPS = {
-    "Operations": ("append", "rope_append", "decode", "mla_append", "mla_decode", "mla_prefill", "mla_prefill_plan",
-                   "MLAPrefillPlan", "mla_project", "merge_states"),
+    "Operations": ("append", "rope_append", "decode", "mla_append", "mla_decode", "mla_decode_branch", "mla_prefill",
+                   "mla_prefill_plan", "MLAPrefillPlan", "mla_project", "merge_states"),
     "Caches": ("PagedKVCache", "PagedKVLayer", "PagedLatentCache", "PagedLatentLayer"),
     "Pages": ("PagePool", "copy_pages"),
     "Before the first request": ("warm_up",),

@@ -7,10 +7,9 @@ the plans themselves, and what each format stores.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,10 @@ from tersekv import formats, plan
 from tersekv.testing.cases import OPS, Case, cases
 from tersekv.testing.make import make
 
-ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parent))
+import pages
+from pages import ROOT, table
+
 FILES = {"README.md": ("support",), "docs/formats.md": ("formats", "support")}
 GPU = ("gluon", "triton")  # in the order in which a plan tries them
 
@@ -47,22 +49,19 @@ def support() -> str:
             groups[tuple(_cell(mine, *device, notes) for device in DEVICES.values())].append(name)
         everything = len(groups) == 1
         rows += [(f"`{op}`", "all" if everything else ", ".join(names), *cells) for cells, names in groups.items()]
-    text = _markdown(("operation", "formats", *DEVICES), rows)
+    text = table(("operation", "formats", *DEVICES), rows)
     return text + "".join(f"\n<sup>{number}</sup> {reason}\n" for reason, number in notes.items())
 
 
 def format_table() -> str:
     """Markdown: what a row stores in each format."""
     rows = []
-    for name in dict.fromkeys([*formats.KV_FORMATS, *formats.LATENT_FORMATS]):
-        kv, latent = formats.KV_FORMATS.get(name), formats.LATENT_FORMATS.get(name)
-        f = kv or latent
-        assert f is not None
+    for name, f in formats.ALL_FORMATS.items():
         rows.append((
             f"`{name}`", str(f.storage).removeprefix("torch.") + (" (2 codes)" if f.values_per_element > 1 else ""),
             f"{f.max_value:g}", _SCALES[f.scale],
-            str(formats.kv_bytes_per_token(name, 1, 128)) if kv else "-",
-            str(formats.latent_bytes_per_token(name)) if latent else "-",
+            str(formats.kv_bytes_per_token(name, 1, 128)) if name in formats.KV_FORMATS else "-",
+            str(formats.latent_bytes_per_token(name)) if name in formats.LATENT_FORMATS else "-",
         ))  # fmt: skip
     head = (
         "format",
@@ -72,7 +71,7 @@ def format_table() -> str:
         "bytes: K + V of a head, D = 128",
         "bytes: latent row 512 + 64",
     )
-    return _markdown(head, rows)
+    return table(head, rows)
 
 
 _SCALES = {
@@ -120,38 +119,14 @@ def _facts(op: str, call: tuple, arch: int | None, gpu: bool) -> SimpleNamespace
     return f
 
 
-def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+def renewed(text: str, names: Iterable[str]) -> str:
+    """`text` with its tables written anew."""
+    return pages.renewed(text, TABLES, names)
 
 
-def renewed(text: str, names: tuple[str, ...]) -> str:
-    """`text` with the tables between their markers written anew."""
-    for name in names:
-        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
-        before, rest = text.split(begin)
-        text = before + begin + TABLES[name]() + end + rest.split(end)[1]
-    return text
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Tables of README.md and docs/formats.md.")
-    parser.add_argument("--write", action="store_true", help="bring the files up to date")
-    args = parser.parse_args()
-    stale = []
-    for name, tables in FILES.items():
-        path = ROOT / name
-        old = path.read_text()
-        new = renewed(old, tables)
-        if new != old:
-            stale.append(name)
-            if args.write:
-                path.write_text(new)
-    if stale and not args.write:
-        print(f"out of date: {', '.join(stale)}; run python scripts/support_table.py --write")
-        return 1
-    return 0
+def wanted() -> dict[Path, str]:
+    return {ROOT / name: renewed((ROOT / name).read_text(), names) for name, names in FILES.items()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pages.main("Tables of README.md and docs/formats.md.", wanted))

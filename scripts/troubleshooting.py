@@ -3,12 +3,11 @@
     python scripts/troubleshooting.py            check: exit code 1 if the page is out of date
     python scripts/troubleshooting.py --write    bring the page up to date
 
-A comment in the page names the messages of the block behind it.
+A comment in the page names the messages of the block after it.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -22,7 +21,10 @@ from tersekv import plan
 from tersekv.compat import flashinfer, vllm
 from tersekv.ops.context_parallel import ContextParallel, shard_slot_mapping
 
-PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import ROOT, main
+
+PAGE = ROOT / "docs" / "troubleshooting.md"
 BLOCK = re.compile(r"<!-- says: (.*?) -->\n```text\n(.*?)\n```", re.DOTALL)
 BF16 = torch.bfloat16
 INT = torch.int32
@@ -195,20 +197,5 @@ def renewed(text: str, said: dict[str, str]) -> str:
     return BLOCK.sub(block, text)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="The messages of docs/troubleshooting.md.")
-    parser.add_argument("--write", action="store_true", help="bring the page up to date")
-    args = parser.parse_args()
-    old = PAGE.read_text()
-    new = renewed(old, messages())
-    if new == old:
-        return 0
-    if not args.write:
-        print("docs/troubleshooting.md is out of date; run python scripts/troubleshooting.py --write")
-        return 1
-    PAGE.write_text(new)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("The messages of docs/troubleshooting.md.", lambda: {PAGE: renewed(PAGE.read_text(), messages())}))

@@ -38,14 +38,15 @@ def test_hopper_stores_what_the_portable_kernels_store(heads, chunk):
     torch.testing.assert_close(a.lse, b.lse, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-def test_the_decode_branch_is_captured_as_one_graph(heads):
+@pytest.mark.parametrize(("heads", "b"), [(16, 4), (128, 4), (128, 1), (128, 12)])
+def test_the_decode_branch_is_captured_as_one_graph(heads, b):
     torch.manual_seed(0)
-    b, pages, page = 4, 5, 64
+    pages, page = 5, 64
     options = {"device": "cuda", "dtype": torch.bfloat16}
     blocks = torch.randn(b * pages, 1, 1, page, 1, 576, **options)
     table = torch.randperm(b * pages, device="cuda").view(b, pages).int()
-    lens = torch.tensor([0, 63, 64, 250], device="cuda", dtype=torch.int32)
+    lengths = [0, 63, 64, 250] * b
+    lens = torch.tensor(lengths[:b], device="cuda", dtype=torch.int32)
     kv = PagedKVCacheCollection(blocks, lens, table, 1, pages * page)
     q, out = torch.randn(b, heads, 192, **options), torch.empty(b, heads, 128, **options)
     rows, new = torch.arange(b + 1, device="cuda", dtype=torch.int32), torch.randn(b, 576, **options)
@@ -63,8 +64,8 @@ def test_the_decode_branch_is_captured_as_one_graph(heads):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = step()
-    for n in ([0, 63, 64, 250], [300, 1, 2, 65]):
-        lens.copy_(torch.tensor(n))
+    for n in (lengths, [300, 1, 2, 65] * b):
+        lens.copy_(torch.tensor(n[:b]))
         q.normal_()
         graph.replay()
         assert got.isfinite().all()

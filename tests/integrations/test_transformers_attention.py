@@ -160,6 +160,29 @@ def test_a_16_bit_model_runs(family, ids):
     assert distance(got.float(), want) < 0.1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_followed_as_other_attentions_follow_it(family, model, ids, dtype):
+    own = "fp16" if dtype == torch.float16 else "bf16"
+    with torch.autocast("cpu", dtype=dtype):
+        got = logits(model, ids, cache := TersekvCache(model.config, own), [50, 1, 10])
+        model.set_attn_implementation("eager")
+        try:
+            want = logits(model, ids, DynamicCache(config=model.config), [50, 1, 10])
+        finally:
+            model.set_attn_implementation("tersekv")
+    exact = eager(model, ids, own, [50, 1, 10])
+    assert distance(got, exact) < 1.5 * distance(want, exact)  # experts may be chosen otherwise: large, in both
+    with torch.autocast("cpu", dtype=dtype):
+        assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all()
+
+
+def test_a_layer_that_brings_two_dtypes_is_told_by_their_names(ids):
+    model = tiny("llama")
+    model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda module, args, out: out.bfloat16())
+    with pytest.raises(UnsupportedError, match=r"query, key, value: want one dtype .* got float32, float32, bfloat16"):
+        model(ids, past_key_values=TersekvCache(model.config))
+
+
 def test_a_window_bounds_the_pages(ids):
     model = tiny("mistral")
     long = ids.repeat(1, 5)
@@ -269,7 +292,8 @@ def _with_dropout(model):
     [
         ({"format": "int3"}, ValueError, "format: want one of bf16, .*got 'int3'"),
         ({"page_size": 0}, ValueError, "page_size: want a positive number, got 0"),
-        ({"chunk": 2.5}, ValueError, "chunk: want a positive number, got 2.5"),
+        ({"chunk": 2.5}, TypeError, "chunk: want int, got float 2.5"),
+        ({"exact_prefill": "yes"}, TypeError, "exact_prefill: want True or False, got 'yes'"),
         ({"k_scale": [1.0]}, ValueError, "k_scale: want a positive number, or one for each of 2 layers"),
         ({"config": 7}, TypeError, "config: want a transformers config such as model.config, got int"),
     ],

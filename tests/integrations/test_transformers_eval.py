@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers_models import tiny
@@ -20,9 +21,12 @@ TEXT = "A cache keeps keys and values of the past; a format says in how many bit
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "deepseek_v3"])
 def folder(request, tmp_path_factory):
-    """A saved model and a tokenizer that knows the printable characters."""
-    path = tmp_path_factory.mktemp(request.param)
-    tiny(request.param, vocab_size=257).save_pretrained(path)
+    return saved(tiny(request.param, vocab_size=257), tmp_path_factory.mktemp(request.param))
+
+
+def saved(model, path):
+    """A folder with a model and a tokenizer that knows the printable characters."""
+    model.save_pretrained(path)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate(["<pad>", *letters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -123,6 +127,27 @@ def test_bytes_that_are_no_text_are_refused(folder, capsys):
     argv = ("eval", "--model", str(folder), "--text", str(folder / "raw"), "--device", "cpu")
     assert main.main(argv) == 2
     assert "want UTF-8 text for a tokenizer" in capsys.readouterr().err
+
+
+def test_a_model_with_few_learned_positions_gets_a_prompt_that_fits(tmp_path):
+    config = transformers.GPT2Config(n_positions=64, n_embd=32, n_layer=1, n_head=2, vocab_size=257)
+    code, told = evaluate(saved(transformers.GPT2LMHeadModel(config), tmp_path), "--tokens", "90", "--formats", "fp16")
+    assert code == 0
+    [model] = told["models"]
+    assert (model["context"], len(model["prompt"])) == (64, 32)
+
+
+def test_rows_that_no_format_holds_are_refused_before_the_weights_are_loaded(tmp_path, capsys):
+    code, _ = evaluate(saved(tiny("llama", vocab_size=257, head_dim=20), tmp_path))
+    assert code == 2
+    assert "want a head_dim that is a multiple of 8, at most 512, got 20" in capsys.readouterr().err
+
+
+def test_a_folder_without_weights_is_refused(tmp_path, capsys):
+    (saved(tiny("llama", vocab_size=257), tmp_path) / "model.safetensors").unlink()
+    code, _ = evaluate(tmp_path)
+    assert code == 2
+    assert f"tersekv eval: --model {tmp_path}: " in capsys.readouterr().err
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

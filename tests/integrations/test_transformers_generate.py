@@ -204,6 +204,33 @@ def test_rows_are_repeated_and_selected(name, ids):
         cache._select([2])
 
 
+def test_rows_that_are_not_there_cannot_be_selected(ids):
+    model = tiny("llama")
+    cache = TersekvCache(model.config)
+    model(ids[:2, :5], past_key_values=cache)
+    with pytest.raises(TypeError, match="indices: want Tensor, got list"):
+        cache.batch_select_indices([0])
+    for wrong in (torch.tensor([0, 2]), torch.tensor([-3]), torch.ones(3, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=r"indices: want rows in \[0, 2\), or a mask of all, got"):
+            cache.batch_select_indices(wrong)
+    assert cache.batch_size == 2
+    cache.batch_select_indices(torch.tensor([False, True]))
+    assert cache.batch_size == 1
+
+
+def test_what_runs_the_model_without_the_cache_is_told_what_to_do(ids):
+    model, cache = tiny("llama"), TersekvCache(tiny("llama").config)
+    mask = torch.ones_like(ids[:1])
+    options = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 2, "do_sample": False}
+    for more, word in (
+        ({"guidance_scale": 1.5}, "guidance_scale"),
+        ({"assistant_model": tiny("llama")}, "assistant_model"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"want a TersekvCache .*sdpa.*{word}"):
+            model.generate(ids[:1], **options, **more)
+        cache.reset()
+
+
 def test_a_layer_alone_cannot_be_reset():
     cache = paged(tiny("llama"))
     for call in (cache.layers[0].reset, cache.layers[0].offload, lambda: cache.layers[0].reorder_cache(None)):

@@ -177,6 +177,74 @@ def test_window_sinks_and_softcap(backend, options):
         assert close(out, model.dense(q, new, **{names[k]: v for k, v in options.items()}))
 
 
+def read(model: Model) -> torch.Tensor:
+    """One more row of a request of 20 tokens, read from pages that nobody writes any more."""
+    q = torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(5)).to(model.dtype)
+    m = model.builder.build(0, stub.CommonAttentionMetadata(
+        torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 1]), torch.tensor([20], dtype=torch.int32), 1, 1, 1,
+        20, torch.tensor([model.tables["a"]], dtype=torch.int32), torch.tensor([-1]), True, torch.tensor([20]),
+    ))  # fmt: skip
+    out = torch.full((1, HEADS * DIM), math.nan, dtype=model.dtype)
+    return model.impl.forward(model.layer, q, None, None, model.cache, m, out).clone()
+
+
+@pytest.mark.parametrize("side", ["_k_scale", "_v_scale"])
+@pytest.mark.parametrize("change", ["another tensor", "in place"])
+def test_scales_that_change_after_the_first_step_count(backend, side, change):
+    model = Model(backend, "fp8")
+    model.step({"a": 20})
+    before = read(model)
+    if change == "in place":
+        getattr(model.layer, side).fill_(0.5)
+    else:
+        setattr(model.layer, side, torch.tensor(0.5))
+    after = read(model)
+    fresh = Model(backend, "fp8")
+    fresh.cache, fresh.layer, fresh.tables = model.cache, model.layer, model.tables
+    assert torch.equal(after, read(fresh))
+    assert not torch.equal(after, before)
+
+
+def test_scales_of_each_head(backend):
+    model = Model(backend, "fp8")
+    model.layer = SimpleNamespace(_k_scale=torch.tensor([0.02, 0.05]), _v_scale=torch.tensor([[0.03], [0.01]]))
+    for new in STEPS:
+        q, *_, out = model.step(new)
+        assert close(out, model.dense(q, new)), new
+
+
+@pytest.mark.parametrize(("scale", "mode", "got"), [
+    (torch.tensor(0.02, dtype=torch.bfloat16), "fp8", r"1 or 2 elements for fp8_e4m3, got \[\] torch.bfloat16"),
+    (torch.ones(3), "fp8", r"1 or 2 elements for fp8_e4m3, got \[3\] torch.float32"),
+    (torch.ones(2), "nvfp4", r"1 elements for nvfp4, got \[2\] torch.float32"),
+])  # fmt: skip
+@pytest.mark.parametrize("side", ["_k_scale", "_v_scale"])
+def test_a_scale_that_would_have_to_be_copied_or_does_not_fit_is_refused(backend, side, scale, mode, got):
+    model = Model(backend, mode)
+    setattr(model.layer, side, scale)
+    with pytest.raises(ValueError, match=rf"layer\.{side}: want contiguous float32 with {got}"):
+        model.step({"a": 3})
+
+
+def test_pages_of_another_dtype_at_the_same_place_are_looked_at_anew(backend):
+    model = Model(backend, "auto")
+    model.step({"a": 20})
+    model.cache, model.dtype = model.cache.view(torch.float16), torch.float16
+    q, *_, out = model.step({"b": 5})
+    assert close(out, model.dense(q, {"b": 5}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sinks_that_are_loaded_anew_in_place_count(backend, dtype):
+    sinks = torch.nn.Parameter(torch.zeros(HEADS, dtype=dtype), requires_grad=False)
+    model = Model(backend, "fp8", sinks=sinks)
+    model.step({"a": 20})
+    before = read(model)
+    sinks.data.fill_(20.0)
+    after = read(model)
+    assert after.norm() < 1e-3 * before.norm()
+
+
 def test_new_prompts_are_attended_to_over_their_own_keys(backend):
     model = Model(backend, "nvfp4")
     model.step({"old": 70}, bound=False)
@@ -238,6 +306,8 @@ def test_what_is_refused(backend):
         make(HEADS, DIM, SCALE, KV_HEADS, attn_type="encoder_only")
     with pytest.raises(ValueError, match="int4_per_token_head"):
         make(HEADS, DIM, SCALE, KV_HEADS, kv_cache_dtype="int4_per_token_head")
+    with pytest.raises(ValueError, match="int4_per_token_head"):
+        backend.TersekvBackend.get_kv_cache_shape(PAGES, PAGE, KV_HEADS, DIM, "int4_per_token_head")
     with pytest.raises(ValueError, match=r"want \[blocks, heads, tokens, 72 bytes\]"):
         backend.pages_of(torch.zeros(2, 2, 16, 64, dtype=torch.int8), "int8_per_token_head", DIM, None, None)
     model = Model(backend, "fp8")

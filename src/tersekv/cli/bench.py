@@ -9,7 +9,7 @@ from typing import TextIO
 
 import torch
 
-from ..formats import KV_FORMATS, LATENT_FORMATS
+from ..formats import ALL_FORMATS
 from ..plan import BACKENDS
 from ..testing.bench import peers
 from ..testing.bench.cases import OPS, Case, grid, sizes, with_cells
@@ -19,14 +19,14 @@ from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench
 from ..testing.bench.engine import run as time_one
 from ..testing.bench.report import environment, line, notes, record, speed, summary
 from ..testing.bench.shapes import shapes
-from .arguments import complain, names, positive, unwritable, words
+from .arguments import PICTURES, add_device, complain, names, picture, positive, unusable, unwritable, words
 
 _PRECISIONS = ("exact", "fast")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    formats = tuple(dict.fromkeys([*KV_FORMATS, *LATENT_FORMATS]))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    formats = tuple(ALL_FORMATS)
+    add_device(parser)
     parser.add_argument("--ops", type=names(OPS), default=OPS, help=f"comma-separated, of {', '.join(OPS)}")
     parser.add_argument("--formats", type=names(formats), help=f"comma-separated, of {', '.join(formats)}")
     parser.add_argument(
@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"comma-separated, of {', '.join(peers.LIBRARIES)}, none; default: those that are installed",
     )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="append every result to FILE, one JSON object a line")
-    parser.add_argument("--plot", metavar="FILE", help="draw time over bytes into FILE (.png, .svg, .pdf)")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=picture, help=f"draw time over bytes into FILE ({', '.join(PICTURES)})"
+    )
     parser.add_argument("--quick", action="store_true", help="few cells")
     parser.add_argument(
         "--preset", choices=("shapes",),
@@ -58,15 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line per case as it goes, then means and losses. Returns 1 if a result was wrong or nothing timed."""
-    try:
-        torch.empty(1, device=args.device).add(1)
-        cells = with_cells(sizes(torch.device(args.device).type, args.quick), args.cells)
-    except (RuntimeError, AssertionError, NotImplementedError, ValueError) as e:
-        return complain(args, str(e).splitlines()[0])
-    obstacle = unwritable(json=args.json, plot=args.plot) or idle_option(args)
+    obstacle = unusable(args.device, args.backend) or unwritable(json=args.json, plot=args.plot)
     if obstacle:
         return complain(args, obstacle)
     device = torch.device(args.device)
+    try:
+        cells = with_cells(sizes(device.type, args.quick), args.cells)
+    except ValueError as e:
+        return complain(args, str(e))
+    idle = idle_option(args)
+    if idle:
+        return complain(args, idle)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)
@@ -129,10 +133,10 @@ def idle_option(args: argparse.Namespace) -> str | None:
         idle = [name for name, set_ in given.items() if set_]
         takes = "--device, --formats, --backend and --json"
         return f"--preset {args.preset}: want {takes} beside it, got {', '.join(idle)}" if idle else None
-    attentions = {"decode", "mla_decode"}
+    attentions = {"decode", "mla_decode", "mla_decode_branch"}
     for cell in args.cells:
         if not (attentions if "x" in cell.lower() else {*OPS} - attentions - {"host"}).intersection(args.ops):
-            what = "decode and mla_decode have requests x tokens, appends and mla_prefill new tokens"
+            what = "decodes have requests x tokens, appends and mla_prefill new tokens"
             return f"--cells {cell}: none of {', '.join(args.ops)} has such cells; {what}"
     return None
 

@@ -21,48 +21,55 @@ from ..demo.measure import ModelResult, Settings, formats_of, measure
 from ..demo.report import as_json, plot, samples, table
 from ..demo.subject import BuiltIn, Subject
 from ..errors import UnsupportedError
-from ..formats import KV_FORMATS, LATENT_FORMATS
-from .arguments import complain, names, positive, screen, unwritable
+from ..formats import ALL_FORMATS
+from .arguments import PICTURES, add_device, complain, names, picture, positive, screen, threads, unusable, unwritable
 from .verify import device_name, environment
 
-_FORMATS = tuple(dict.fromkeys([*KV_FORMATS, *LATENT_FORMATS]))
-_PICTURES = (".png", ".svg", ".pdf")
+_FORMATS = tuple(ALL_FORMATS)
 NONE = "none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, "tersekv-demo", 4096)
+    add_common(parser, "tersekv-demo")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure both models on the shipped held-out text. Returns 2 for arguments that cannot work."""
+    obstacle = blocked(args)
+    if obstacle:
+        return complain(args, obstacle)
     subjects = [BuiltIn(name, args.device) for name in RUNNERS]
     return show(args, subjects, text.encode(text.heldout_text()), "held-out Python documentation")
 
 
-def add_common(parser: argparse.ArgumentParser, stem: str, tokens: int) -> None:
-    """The arguments that `demo` and `eval` share."""
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+def add_common(parser: argparse.ArgumentParser, stem: str) -> None:
+    """The arguments that `demo` and `eval` share. stem: of the files that they write."""
+    add_device(parser)
     parser.add_argument(
         "--formats", type=names(_FORMATS),
         help=f"comma-separated, of {', '.join(_FORMATS)}; default: all; bf16 is always measured, as the reference",
     )  # fmt: skip
     parser.add_argument(
-        "--tokens", type=positive, default=tokens, help="bytes (of other models: tokens) to score; default: %(default)s"
+        "--tokens", type=positive, default=4096, help="bytes (of other models: tokens) to score; default: %(default)s"
     )
     parser.add_argument(
         "--calibrate", action="store_true",
         help="scales of fp8_e4m3, fp8_e5m2 and nvfp4 from the largest values in the bf16 cache; default: 1.0",
     )  # fmt: skip
     parser.add_argument(
-        "--threads", type=positive, default=1,
+        "--threads", type=threads, default=1,
         help="CPU threads; default: 1, since threads that wait for each other make small models slow on a busy machine",
     )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", default=f"{stem}.json", help="results; default: %(default)s")
     parser.add_argument(
-        "--plot", metavar="FILE", type=_picture, default=f"{stem}.png",
-        help=f"picture ({', '.join(_PICTURES)}), or {NONE}; default: %(default)s",
+        "--plot", metavar="FILE", type=_picture_or_none, default=f"{stem}.png",
+        help=f"picture ({', '.join(PICTURES)}), or {NONE}; default: %(default)s",
     )  # fmt: skip
+
+
+def blocked(args: argparse.Namespace, text: str | None = None) -> str | None:
+    """Why these options cannot work, whatever the model; None: they can. text: the file of --text."""
+    return unusable(args.device) or unwritable(text, json=args.json, plot=None if args.plot == NONE else args.plot)
 
 
 def show(
@@ -143,23 +150,17 @@ def _drawn(results: list[ModelResult], title: str, path: str, console: Console) 
 
 
 def _obstacle(args: argparse.Namespace, subjects: Sequence[Subject], tokens: Tensor) -> str | None:
-    """Why these arguments cannot work; None: they can. Asked before minutes of work are spent."""
+    """Why these models cannot be measured on this text; None: they can."""
     if len(tokens) < 2:
         return f"text: want at least 2 {subjects[0].unit}s, got {len(tokens)}"
     if not any(formats_of(s, args.formats) for s in subjects):
         has = "; ".join(f"{s.name}: {', '.join(s.formats)}" for s in subjects)
         return f"--formats {','.join(args.formats)}: want a format of a model that runs ({has})"
-    obstacle = unwritable(json=args.json, plot=None if args.plot == NONE else args.plot)
-    if obstacle:
-        return obstacle
-    try:
-        torch.empty(1, device=args.device).add(1)
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
-        return f"--device {args.device}: {str(e).splitlines()[0]}"
     return None
 
 
-def _picture(given: str) -> str:
-    if given != NONE and Path(given).suffix.lower() not in _PICTURES:
-        raise argparse.ArgumentTypeError(f"want a name ending in {', '.join(_PICTURES)}, or {NONE}, got {given!r}")
-    return given
+def _picture_or_none(text: str) -> str:
+    try:
+        return text if text == NONE else picture(text)
+    except argparse.ArgumentTypeError as e:
+        raise argparse.ArgumentTypeError(f"{e} ({NONE}: no picture)") from None

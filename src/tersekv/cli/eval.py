@@ -11,7 +11,7 @@ from ..demo.attend import RUNNERS
 from ..demo.measure import Settings
 from ..demo.subject import BuiltIn
 from .arguments import complain, positive
-from .demo import add_common, show
+from .demo import add_common, blocked, show
 
 BOTH = "both"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=_DTYPES, default="auto",
         help="of a Hugging Face model; default: auto, its own (float32 on a CPU, and no float32 on a GPU)",
     )  # fmt: skip
-    add_common(parser, "tersekv-eval", 4096)
+    add_common(parser, "tersekv-eval")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,8 +42,14 @@ def run(args: argparse.Namespace) -> int:
     except OSError as e:
         return complain(args, f"--text {args.text}: {e.strerror or e}")
     source = Path(args.text).name
+    obstacle = blocked(args, args.text)
+    if obstacle:
+        return complain(args, obstacle)
     if args.model not in (*RUNNERS, BOTH):
         return _other(args, data, source)
+    if Path(args.model, "config.json").is_file():
+        both = f"a built-in model ({args.model}) and a folder with a model (./{args.model})"
+        return complain(args, f"--model {args.model}: want one, but here it names {both}; ./ chooses the folder")
     if args.context is not None or args.dtype != "auto":
         return complain(args, f"--context and --dtype are of Hugging Face models; {args.model} has its own")
     none = torch.empty(0, dtype=torch.uint8)
@@ -67,7 +73,7 @@ def _other(args: argparse.Namespace, data: bytes, source: str) -> int:
     try:
         model = HuggingFaceModel(args.model, args.device, args.dtype, args.context)
         tokens = model.encode(written, args.tokens + 1)
+        # Requests one by one: a large model fills the machine with one window of text.
+        return show(args, [model], tokens, source, Settings(batch=1, chunk=512, page_size=64))
     except NotAModelError as e:
         return complain(args, f"--model {args.model}: {e}")
-    # Requests one by one: a large model fills the machine with one window of text.
-    return show(args, [model], tokens, source, Settings(batch=1, chunk=512, page_size=64))

@@ -17,12 +17,12 @@ from .. import __version__, env
 from ..plan import BACKENDS
 from ..testing.cases import OPS, cases
 from ..testing.verify import FAILED, PASSED, UNSUPPORTED, Result, verify
-from .arguments import complain, names, screen, unwritable
+from .arguments import add_device, complain, names, screen, unusable, unwritable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     formats = tuple(dict.fromkeys(c.format for c in cases()))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    add_device(parser)
     parser.add_argument("--backend", choices=BACKENDS, help="default: the one that a call gets on this device")
     parser.add_argument("--ops", type=names(OPS), help=f"comma-separated, of {', '.join(OPS)}")
     parser.add_argument("--formats", type=names(formats), help=f"comma-separated, of {', '.join(formats)}")
@@ -33,8 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a row per operation and format, then what failed. Returns 1 if anything did, or nothing ran."""
     console = screen()
-    obstacle = unusable(args.device) or unwritable(json=args.json)
-    if not obstacle and not any(True for _ in cases(args.ops, args.formats, quick=args.quick)):
+    obstacle = unusable(args.device, args.backend) or unwritable(json=args.json)
+    if env.checked():
+        obstacle = "TERSEKV_CHECKED: want it unset, since some cases point outside the cache on purpose"
+    elif not obstacle and next(cases(args.ops, args.formats, quick=args.quick), None) is None:
         obstacle = "no case fits these options: no operation named has a format named"
     if obstacle:
         return complain(args, obstacle)
@@ -102,17 +104,6 @@ def refusals(results: Iterable[Result]) -> list[str]:
         f"unsupported: {op}, {len(them)} case{'s' * (len(them) > 1)} such as {them[0].case.id}\n{_indented(reason)}"
         for (op, reason), them in cases.items()
     ]
-
-
-def unusable(device: str) -> str | None:
-    """Why nothing can be verified on `device`; None: it can."""
-    if env.checked():
-        return "TERSEKV_CHECKED: want it unset, since some cases point outside the cache on purpose"
-    try:
-        torch.empty(1, device=device).add(1)
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
-        return f"--device {device}: {str(e).splitlines()[0]}"
-    return None
 
 
 def device_name(device: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..formats import KV_FORMATS, LATENT_FORMATS
+from ..formats import ALL_FORMATS
 from . import text
 from .attend import Scales
 from .subject import Runner, Subject
@@ -90,12 +90,15 @@ def measure(
 ) -> ModelResult:
     """Run a model on tokens [N >= 2] of its device through the paged cache, once for each format."""
     tick = tick or (lambda what, work: None)
+    # A model with learned positions has nothing to add to tokens behind them.
+    generate = min(settings.generate, subject.positions // 2)
+    settings = replace(settings, generate=generate, prompt=min(settings.prompt, subject.positions - generate))
     prompt = subject.prompt(tokens, settings.prompt)
     reference, results, targets = None, [], tokens[1:].cpu()
     for format in formats_of(subject, formats):
         scales = None
         if settings.calibrate and reference is not None:
-            f = KV_FORMATS[format] if format in KV_FORMATS else LATENT_FORMATS[format]
+            f = ALL_FORMATS[format]
             scales = [tuple(f.fitting_scale(x) for x in layer) for layer in reference.largest]
         try:
             run = run_format(subject, format, tokens, prompt, settings, scales, tick)

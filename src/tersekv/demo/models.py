@@ -10,16 +10,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from .deepseek import DeepseekConfig, DeepseekLM, DenseLatentAttention, freqs_cis
-from .llama import DenseAttention, LlamaConfig, LlamaLM, cos_sin_cache
+from .deepseek import DeepseekConfig, DeepseekLM, freqs_cis
+from .llama import LlamaConfig, LlamaLM, cos_sin_cache
 
 __all__ = [
     "MODELS",
     "DeepseekConfig",
     "DeepseekLM",
     "DemoModel",
-    "DenseAttention",
-    "DenseLatentAttention",
     "LlamaConfig",
     "LlamaLM",
     "cos_sin_cache",

@@ -67,6 +67,11 @@ class Subject(Protocol):
         """Tokens of a window of the text."""
         ...
 
+    @property
+    def positions(self) -> int:
+        """Tokens that a sequence may have."""
+        ...
+
     def runner(self, format: str, requests: int, longest: int, page_size: int, scales: Scales | None) -> Runner:
         """The model over a new cache with room for `requests` of up to `longest` tokens."""
         ...
@@ -99,6 +104,10 @@ class BuiltIn:
     @property
     def context(self) -> int:
         return self.model.config.train_context
+
+    @property
+    def positions(self) -> int:
+        return self.model.config.max_pos
 
     def runner(self, format: str, requests: int, longest: int, page_size: int, scales: Scales | None) -> Runner:
         make: Any = RUNNERS[self.name]

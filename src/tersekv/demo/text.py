@@ -46,31 +46,11 @@ def bits_per_byte(model: DemoModel, tokens: Tensor, context: int | None = None, 
 
 
 @torch.inference_mode()
-def generate(
-    model: DemoModel,
-    prompt: Tensor,
-    num_tokens: int,
-    step: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
+def continued(prompt: Tensor, num_tokens: int, step: Callable[[Tensor], Tensor]) -> Tensor:
     """Greedy continuation [num_tokens] of prompt [T].
 
-    step(new_tokens [t]) -> logits [t, vocab] may keep a cache: it sees the prompt, then one token a call.
-    Without it the model runs densely over all tokens each time.
+    step(new tokens [t]) -> logits [t, vocab]: it sees the prompt, then one token a call, and remembers them itself.
     """
-    if step is None:
-        seen = prompt[:0]
-
-        def step(new: Tensor) -> Tensor:
-            nonlocal seen
-            seen = torch.cat((seen, new))
-            return model(seen)
-
-    return continued(prompt, num_tokens, step)
-
-
-@torch.inference_mode()
-def continued(prompt: Tensor, num_tokens: int, step: Callable[[Tensor], Tensor]) -> Tensor:
-    """Greedy continuation [num_tokens] of prompt [T]; `step` as in `generate`."""
     new, out = prompt, []
     for _ in range(num_tokens):
         new = step(new)[-1].argmax(-1, keepdim=True)

@@ -63,7 +63,8 @@ def attention(
     if layer is None:
         raise RuntimeError(
             "past_key_values: want a TersekvCache with attn_implementation='tersekv', got another cache or none; pass "
-            "past_key_values=TersekvCache(model.config, format=...), or call model.set_attn_implementation('sdpa')"
+            "past_key_values=TersekvCache(model.config, format=...), or call model.set_attn_implementation('sdpa'), as "
+            "generate needs it of its assistant_model, and of the model itself for guidance_scale"
         )
     if dropout:
         raise UnsupportedError(f"dropout: want 0, since a quantised cache is for inference, got {dropout}")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..counts import positive, whole
 from ..errors import UnsupportedError
-from ..formats import KV_FORMATS, LATENT_FORMATS
+from ..formats import ALL_FORMATS, KV_FORMATS
 from .transformers_pages import Book, Capacity, Step
 from .transformers_store import KVStore, LatentStore, Rules, Store, copy
 
@@ -98,6 +100,7 @@ class TersekvLayer(CacheLayerMixin):
         """
         assert self._new is not None
         (key, value), self._new = self._new, None
+        query, key, value = _one_dtype(query, key, value)
         batch, length = key.shape[0], key.shape[2]
         if rules.window != self.window:
             raise UnsupportedError(
@@ -107,7 +110,7 @@ class TersekvLayer(CacheLayerMixin):
         step = self._cache.book.step(self.window, self.columns, batch, length, mask, key.device)
         store = seen = self._ready(key, value, step)
         if self.columns == 0 and self._cache.exact_prefill:
-            seen = self._cache.exact_store(self.index, key, value, step.num_pages)
+            seen = self._cache.exact_store(key, value, step.num_pages)
         self.columns += length
         q, k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         outs = []
@@ -192,14 +195,13 @@ class TersekvCache(Cache):
         v_scale: float | Sequence[float] = 1.0,
         kv_scale: float | Sequence[float] = 1.0,
     ) -> None:
-        names = tuple(dict.fromkeys([*KV_FORMATS, *LATENT_FORMATS]))
-        if format not in names:
-            raise ValueError(f"format: want one of {', '.join(names)}, got {format!r}")
-        for name, n in (
-            ("page_size", page_size), ("chunk", chunk), ("max_tokens", max_tokens), ("num_pages", num_pages)
-        ):  # fmt: skip
-            if n is not None and (not isinstance(n, int) or n <= 0):
-                raise ValueError(f"{name}: want a positive number, got {n!r}")
+        if not isinstance(format, str) or format not in ALL_FORMATS:
+            raise ValueError(f"format: want one of {', '.join(ALL_FORMATS)}, got {format!r}")
+        page_size, chunk = positive("page_size", page_size), positive("chunk", chunk)
+        max_tokens = None if max_tokens is None else positive("max_tokens", max_tokens)
+        num_pages = None if num_pages is None else positive("num_pages", num_pages)
+        if not isinstance(exact_prefill, bool):
+            raise TypeError(f"exact_prefill: want True or False, got {exact_prefill!r}")
         if not hasattr(config, "get_text_config"):
             raise TypeError(f"config: want a transformers config such as model.config, got {type(config).__name__}")
         config = config.get_text_config(decoder=True)
@@ -228,12 +230,13 @@ class TersekvCache(Cache):
         latents = self.holds_latents(key, value)
         for name, kind in (("k_scale", "K and V"), ("v_scale", "K and V"), ("kv_scale", "latents")):
             if self._scales[name][index] != 1.0 and latents != (kind == "latents"):
-                raise ValueError(f"{name}: want 1.0 for a model that does not cache {kind}, got another scale")
+                got = f"{self._scales[name][index]:g} in layer {index}"
+                raise ValueError(f"{name}: want 1.0 for a model that does not cache {kind}, got {got}")
         if latents:
             return LatentStore(key, value, self.format, num_pages, size, kv_scale)
         return KVStore(key, value, self.format, num_pages, size, k_scale, v_scale)
 
-    def exact_store(self, index: int, key: Tensor, value: Tensor, num_pages: int) -> Store:
+    def exact_store(self, key: Tensor, value: Tensor, num_pages: int) -> Store:
         """A store of 16 bits with the same pages, for the layer's first forward."""
         half, size = HALF[key.dtype == torch.float16], self.book.page_size
         if self.holds_latents(key, value):
@@ -251,7 +254,7 @@ class TersekvCache(Cache):
 
         Raises ValueError for a positive number, and where a sliding window no longer holds what it would see.
         """
-        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 brings a tensor
+        tokens_to_remove = whole("tokens_to_remove", tokens_to_remove)  # transformers 5.17 brings a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: want 0 or a negative number, got {tokens_to_remove}")
         self.book.crop(-tokens_to_remove)
@@ -259,13 +262,20 @@ class TersekvCache(Cache):
             layer.columns += tokens_to_remove if layer.columns else 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i goes on with the past of row beam_idx[i], as in beam search: pages are shared until one is written."""
+        """Row i continues the past of row beam_idx[i], as in beam search: pages are shared until one is written."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices`, in their order; a row may be kept several times."""
+        """Keep the rows `indices`, in their order; a row may be kept several times. A mask bool [B] will do, too."""
+        if not isinstance(indices, Tensor):
+            raise TypeError(f"indices: want Tensor, got {type(indices).__name__}")
         if self.book.columns:
-            chosen = torch.arange(len(self.book.counts))[indices.to("cpu")]  # a mask will do, too
+            rows = torch.arange(len(self.book.counts), device="cpu")
+            try:
+                chosen = rows[indices.to("cpu")]
+            except IndexError:
+                got = list(indices.shape) if indices.dtype == torch.bool else indices.tolist()
+                raise ValueError(f"indices: want rows in [0, {len(rows)}), or a mask of all, got {got}") from None
             self._select(chosen.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -328,10 +338,21 @@ def layer_windows(config: Any) -> list[int | None]:
 
 def _each(name: str, scale: float | Sequence[float], layers: int) -> list[float]:
     """One number for each layer."""
-    each = [scale] * layers if isinstance(scale, (int, float)) else list(scale)
-    if len(each) != layers or not all(isinstance(s, (int, float)) and s > 0 for s in each):
+    each = list(scale) if isinstance(scale, Iterable) else [scale] * layers
+    if len(each) != layers or not all(isinstance(s, Real) and not isinstance(s, bool) and float(s) > 0 for s in each):
         raise ValueError(f"{name}: want a positive number, or one for each of {layers} layers, got {scale!r}")
-    return each
+    return [float(s) for s in each]
+
+
+def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All three in autocast's dtype where it is on, as it gives them to other attention functions."""
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        return query.to(dtype), key.to(dtype), value.to(dtype)
+    if not query.dtype == key.dtype == value.dtype:
+        got = ", ".join(str(x.dtype).removeprefix("torch.") for x in (query, key, value))
+        raise UnsupportedError(f"query, key, value: want one dtype from a layer of the model, got {got}")
+    return query, key, value
 
 
 def _placed(outs: list[Tensor], step: Step, batch: int, length: int, query: Tensor) -> Tensor:

@@ -12,16 +12,24 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from ..errors import UnsupportedError
-from ..formats import KV_FORMATS, LATENT_FORMATS
+from ..formats import KV_FORMATS, LATENT_FORMATS, MAX_HEAD_DIM_V
 from .transformers import ATTENTION, TersekvCache
 from .transformers_cache import layer_windows
 
 _CONTEXT = 2048
-_CHARACTERS = 32  # of a text for each token that is wanted: what is behind them is not tokenised
+_CHARACTERS = 32  # of a text for each token that is wanted: what comes after them is not tokenised
 
 
 class NotAModelError(ValueError):
     """The name or folder holds no causal language model that can be measured."""
+
+
+# What transformers raises for a folder or a name that it cannot read.
+_NO_MODEL = (OSError, ValueError, KeyError, AttributeError, ImportError, UnsupportedError)
+
+
+def _not_a_model(e: Exception) -> NotAModelError:
+    return NotAModelError((str(e).strip() or type(e).__name__).splitlines()[0])
 
 
 class HuggingFaceModel:
@@ -41,26 +49,33 @@ class HuggingFaceModel:
         try:
             config = AutoConfig.from_pretrained(name)
             self._tokenizer = AutoTokenizer.from_pretrained(name)
-            self._windows = layer_windows(config.get_text_config(decoder=True))
-        except (OSError, ValueError, KeyError, ImportError, UnsupportedError) as e:
-            raise NotAModelError(str(e).strip().splitlines()[0]) from e
-        self._config = config.get_text_config(decoder=True)
+            self._config = config.get_text_config(decoder=True)
+            self._windows = layer_windows(self._config)
+            self._latent = getattr(self._config, "kv_lora_rank", None) is not None
+            row = self._row()
+        except _NO_MODEL as e:
+            raise _not_a_model(e) from e
+        if row % 8 or (row > MAX_HEAD_DIM_V and not self._latent):
+            size = "kv_lora_rank" if self._latent else "head_dim"
+            raise NotAModelError(f"want a {size} that is a multiple of 8, at most {MAX_HEAD_DIM_V}, got {row}")
         self.dtype = _dtype(dtype, getattr(config, "dtype", None), self._device)
-        most = getattr(self._config, "max_position_embeddings", None) or _CONTEXT
+        most = self.positions = getattr(self._config, "max_position_embeddings", None) or _CONTEXT
         if context is not None and context > most:
             raise NotAModelError(f"want a context of at most {most} tokens, the model's positions, got {context}")
         self.context = context or min(_CONTEXT, most)
-        self._latent = getattr(self._config, "kv_lora_rank", None) is not None
         self.title = f"{self.name}, {'latent (MLA)' if self._latent else 'K/V'} cache, {str(self.dtype)[6:]} model"
 
     @property
     def formats(self) -> tuple[str, ...]:
         """Those that can hold rows of the model's size."""
+        table = LATENT_FORMATS if self._latent else KV_FORMATS
+        return tuple(name for name, f in table.items() if self._row() % (f.scale_block or 8) == 0)
+
+    def _row(self) -> int:
+        """Numbers of a row: of a head, or of a latent."""
         c = self._config
         size = c.kv_lora_rank if self._latent else getattr(c, "head_dim", None)
-        size = size or c.hidden_size // c.num_attention_heads
-        table = LATENT_FORMATS if self._latent else KV_FORMATS
-        return tuple(name for name, f in table.items() if size % (f.scale_block or 8) == 0)
+        return size or c.hidden_size // c.num_attention_heads
 
     @cached_property
     def model(self) -> Any:
@@ -69,6 +84,8 @@ class HuggingFaceModel:
         logging.disable_progress_bar()  # `tersekv eval` draws its own
         try:
             model = AutoModelForCausalLM.from_pretrained(self._path, attn_implementation=ATTENTION, dtype=self.dtype)
+        except _NO_MODEL as e:
+            raise _not_a_model(e) from e
         finally:
             if bars:
                 logging.enable_progress_bar()

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import OutOfPagesError
 from ..pages import PageCopy, PagePool
 
-_TABLE_STEP = 8  # page tables grow in steps of so many columns, so that few shapes are ever planned for
+_TABLE_STEP = 8  # page tables grow in steps of this many columns, so that few shapes are ever planned for
 
 
 class Piece(NamedTuple):
@@ -117,8 +117,9 @@ class RequestPages:
         width = -(-most // self.pool.page_size)
         width += -width % _TABLE_STEP
         if width not in self._tables:
-            held = self.pool.page_table(self._ids, max_pages=width if self.ring is None else self.ring).to(torch.int64)
-            self._tables[width] = held if self.ring is None else held[:, torch.arange(width) % self.ring]
+            columns = width if self.ring is None else self.ring
+            held = self.pool.page_table(self._ids, device="cpu", max_pages=columns).to(torch.int64)
+            self._tables[width] = held if self.ring is None else held[:, torch.arange(width, device="cpu") % self.ring]
         return self._tables[width]
 
     def select(self, sources: Sequence[int]) -> list[PageCopy]:
@@ -127,7 +128,7 @@ class RequestPages:
         self._tables = {}
         new = [(self._generation, b) for b in range(len(sources))]
         copies: list[PageCopy] = []
-        heirs: dict[int, int] = {}  # of a window: the first request that goes on with a source's own pages
+        heirs: dict[int, int] = {}  # of a window: the first request that keeps a source's own pages
         for b, source in enumerate(sources):
             if self.ring is None or heirs.setdefault(source, b) == b:
                 self.pool.fork(self._ids[source], new[b])
@@ -234,7 +235,7 @@ class Book:
             raise ValueError(f"beam_idx: want rows in [0, {len(self.counts)}), got {wrong[0]}")
         self._steps = {}
         self.counts = [self.counts[s] for s in sources]
-        index = torch.tensor(list(sources), dtype=torch.int64)
+        index = torch.tensor(list(sources), dtype=torch.int64, device="cpu")
         self._history = [(n, None if real is None else real[index]) for n, real in self._history]
         return {window: pages.select(sources) for window, pages in self._requests.items()}
 
@@ -292,12 +293,15 @@ class Book:
     def _place(self, window: int | None, length: int, device: torch.device) -> Step:
         if window not in self._requests:
             if any(self._before):
-                raise RuntimeError("past_key_values: a layer comes late; call reset() and start again")
+                raise RuntimeError(
+                    "past_key_values: want every layer from the first forward on, got one that was left out of it; "
+                    "call reset() and start again"
+                )
             self._requests[window] = RequestPages(window, self._capacity, self._before, max(self.counts))
         pages = self._requests[window]
         copies = pages.extend(self.counts)
         table, real = pages.table(max(self.counts)), self._history[-1][1]
-        before, pieces = torch.tensor(self._before), []
+        before, pieces = torch.tensor(self._before, device="cpu"), []
         for begin in range(0, length, self._capacity.chunk):
             piece, before = _piece(begin, min(begin + self._capacity.chunk, length), length, real, before, table,
                                    self._capacity.page_size, device)  # fmt: skip
@@ -312,7 +316,7 @@ def _piece(
 ) -> tuple[Piece | None, Tensor]:  # fmt: skip
     """Columns [begin, end) of a forward of `length`; None where all are padding. Also the tokens after it."""
     batch = len(before)
-    part = torch.ones(batch, end - begin, dtype=torch.bool) if real is None else real[:, begin:end]
+    part = torch.ones(batch, end - begin, dtype=torch.bool, device="cpu") if real is None else real[:, begin:end]
     new = part.sum(1)
     most = int(new.max())
     if most == 0:
@@ -320,7 +324,7 @@ def _piece(
     position = (before[:, None] + part.cumsum(1) - 1).clamp(min=0)
     slots = table.gather(1, position // page_size) * page_size + position % page_size
     whole = real is None and begin == 0 and end == length
-    rows = torch.arange(begin, end) + torch.arange(batch)[:, None] * length
+    rows = torch.arange(begin, end, device="cpu") + torch.arange(batch, device="cpu")[:, None] * length
     uneven = bool((new != most).any())
     cu = torch.cat((new[:1] * 0, new.cumsum(0)))
     after = before + new

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..cache import PagedKVCache, PagedKVLayer, PagedLatentCache, PagedLatentLayer
+from ..cache import PagedKVCache, PagedLatentCache
 from ..errors import UnsupportedError
+from ..layers import PagedKVLayer, PagedLatentLayer
 from ..ops.append import append
 from ..ops.decode import decode
 from ..ops.mla import mla_append, mla_decode
@@ -109,9 +110,10 @@ Store = KVStore | LatentStore
 
 
 def absorbed_weights(module: Any, q: Tensor) -> tuple[Tensor, Tensor]:
-    """w_uk [H, Dn, L] and w_uv [H, Dv, L] of an MLA module in q's dtype: views of its `kv_b_proj`.
+    """w_uk [H, Dn, L] and w_uv [H, Dv, L] of an MLA module, in q's dtype: views of its `kv_b_proj`.
 
-    Raises UnsupportedError for a module without them, or whose weight is quantised or has a bias.
+    Under autocast the weight may be of another dtype: the products cast it, as they do in a linear layer. Raises
+    UnsupportedError for a module without them, or whose weight is quantised or has a bias.
     """
     projection = getattr(module, "kv_b_proj", None)
     weight = getattr(projection, "weight", None)
@@ -121,7 +123,8 @@ def absorbed_weights(module: Any, q: Tensor) -> tuple[Tensor, Tensor]:
             f"{type(module).__name__} caches latents, but has no kv_b_proj, qk_nope_head_dim and v_head_dim to absorb"
         )
     heads = q.shape[1]
-    if weight.dtype != q.dtype or weight.dim() != 2 or weight.shape[0] != heads * (nope + dv):
+    castable = weight.dtype == q.dtype or (weight.is_floating_point() and torch.is_autocast_enabled(q.device.type))
+    if not castable or weight.dim() != 2 or weight.shape[0] != heads * (nope + dv):
         raise UnsupportedError(
             f"kv_b_proj: want a weight [{heads} * ({nope} + {dv}), L] {q.dtype}, got {list(weight.shape)} "
             f"{weight.dtype}"

@@ -1,6 +1,6 @@
 """The classes that vLLM asks for: backend, metadata and its builder, implementation. See `tersekv.integrations.vllm`.
 
-A page holds, per head and token, K's row and then V's, each with its stored scales behind its codes: the bytes that
+A page holds, per head and token, K's row and then V's, each with its stored scales after its codes: the bytes that
 vLLM's own Triton backend keeps for the per-token-head formats. For nvfp4 the block scales are linear, so these pages
 are read by no other backend. Any strides will do.
 """
@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from ..formats import KVFormat, kv_format
+from ..formats import BLOCK, TENSOR, KVFormat, kv_format
 from ..layers import PagedKVLayer
 from ..ops.append import append
 from ..ops.decode import decode
@@ -41,7 +41,7 @@ _FORMATS = {  # vLLM's kv_cache_dtype → ours; "auto" follows the pages' dtype
 _AUTO = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _PACKED = {"FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD", "NVFP4"}  # vLLM's quantisation modes with stored scales
 
-# A prompt of so many tokens with nothing cached before it is attended to by SDPA, over its 16-bit keys and values.
+# A prompt of this many tokens or more with nothing cached before it goes through SDPA, over its 16-bit keys and values.
 # Decode would be right as well, but its tiles are made for few rows.
 PROMPT_ROWS = 64
 
@@ -69,7 +69,7 @@ class TersekvBackend(AttentionBackend):
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """[blocks, heads, tokens, content], for the releases that ask for a shape; later ones take `customize_spec`."""
-        f = kv_format(_FORMATS.get(cache_dtype_str, "bf16"))
+        f = kv_format("bf16" if cache_dtype_str == "auto" else _FORMATS[_known(cache_dtype_str)])
         return num_blocks, num_kv_heads, block_size, 2 * f.row_bytes(head_size) // _stored(f).itemsize
 
     @classmethod
@@ -187,14 +187,12 @@ class TersekvImpl(AttentionImpl):
                 raise NotImplementedError(f"tersekv has no {name} (got {value!r})")
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"tersekv attends to a decoder's cache only, got attn_type={attn_type!r}")
-        if kv_cache_dtype != "auto" and kv_cache_dtype not in _FORMATS:
-            raise ValueError(f"kv_cache_dtype: want auto, {', '.join(_FORMATS)}, got {kv_cache_dtype!r}")
+        _known(kv_cache_dtype)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
         self.window, self.softcap, self.sinks = sliding_window, float(logits_soft_cap or 0.0), sinks
         self._pages: tuple[Any, PagedKVLayer] | None = None
-        self._sinks: Tensor | None = None
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -217,7 +215,7 @@ class TersekvImpl(AttentionImpl):
     ) -> Tensor:
         """Attention of query [T, Hq, D] over the pages, which hold this step's rows already, into `output`."""
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("tersekv quantises no output for vLLM")
+            raise NotImplementedError("output_scale: want None, since tersekv quantises no output for vLLM")
         m = attn_metadata
         if m is None:  # vLLM profiles its memory
             return output.fill_(0)
@@ -239,25 +237,28 @@ class TersekvImpl(AttentionImpl):
         return output
 
     def _layer(self, layer: Any, kv_cache: Tensor) -> PagedKVLayer:
-        """The pages as tersekv sees them, made once."""
-        key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), layer._k_scale.data_ptr())
+        """The pages as tersekv sees them, made again when vLLM puts other pages or scales in their place."""
+        k_scale, v_scale = layer._k_scale, layer._v_scale
+        key = (
+            kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype,
+            k_scale.data_ptr(), k_scale.shape, v_scale.data_ptr(), v_scale.shape,
+        )  # fmt: skip
         if self._pages is None or self._pages[0] != key:
-            self._pages = key, pages_of(kv_cache, self.kv_cache_dtype, self.head_size, layer._k_scale, layer._v_scale)
+            self._pages = key, pages_of(kv_cache, self.kv_cache_dtype, self.head_size, k_scale, v_scale)
         return self._pages[1]
 
     def _sinks_fp32(self) -> Tensor | None:
-        """The sinks, converted at the first use, when the weights are there."""
-        if self.sinks is not None and self._sinks is None:
-            self._sinks = self.sinks.detach().float()
-        return self._sinks
+        """The sinks as they are now: weights may be loaded anew in place, also between the replays of a graph."""
+        return None if self.sinks is None else self.sinks.detach().float()
 
 
 def pages_of(kv_cache: Tensor, kv_cache_dtype: str, head_size: int, k_scale: Tensor, v_scale: Tensor) -> PagedKVLayer:
     """vLLM's pages [blocks, H, tokens, content] of one layer as a PagedKVLayer, without copying.
 
-    k_scale, v_scale: vLLM's dequantising scales of one element (nvfp4: the global scales)
+    k_scale, v_scale: vLLM's dequantising fp32 scales, seen and not copied: one element, or one a head (nvfp4: one, the
+                      global scale)
 
-    Raises ValueError for a content that is not K's row and V's row of the format.
+    Raises ValueError for a content that is not K's row and V's row of the format, and for scales of another dtype.
     """
     name = _AUTO.get(kv_cache.dtype) if kv_cache_dtype == "auto" else _FORMATS.get(kv_cache_dtype)
     if name is None:
@@ -278,8 +279,26 @@ def pages_of(kv_cache: Tensor, kv_cache_dtype: str, head_size: int, k_scale: Ten
         codes, scales = half[..., : f.code_bytes(head_size)], half[..., f.code_bytes(head_size) :].view(f.scale_dtype)
         sides.append((codes.view(f.storage), scales if f.scale_block else scales[..., 0]))
     (k, ks), (v, vs) = sides
-    one = [s.reshape(1).float() if f.scale in ("tensor", "block") else 1.0 for s in (k_scale, v_scale)]
+    both = [("layer._k_scale", k_scale), ("layer._v_scale", v_scale)]
+    one = [_scale(side, s, f, k.shape[2]) if f.scale in (TENSOR, BLOCK) else 1.0 for side, s in both]
     return PagedKVLayer(k, v, name, one[0], one[1], ks, vs)
+
+
+def _scale(name: str, scale: Tensor, f: KVFormat, heads: int) -> Tensor:
+    """A view of a layer's scale: what vLLM writes into it later counts."""
+    sizes = (1, heads) if f.scale == TENSOR else (1,)
+    if scale.dtype != torch.float32 or scale.numel() not in sizes or not scale.is_contiguous():
+        want = " or ".join(map(str, dict.fromkeys(sizes)))
+        raise ValueError(
+            f"{name}: want contiguous float32 with {want} elements for {f.name}, got {list(scale.shape)} {scale.dtype}"
+        )
+    return scale.detach().view(-1)
+
+
+def _known(kv_cache_dtype: str) -> str:
+    if kv_cache_dtype != "auto" and kv_cache_dtype not in _FORMATS:
+        raise ValueError(f"kv_cache_dtype: want auto, {', '.join(_FORMATS)}, got {kv_cache_dtype!r}")
+    return kv_cache_dtype
 
 
 def _stored(f: KVFormat) -> torch.dtype:
