@@ -133,7 +133,6 @@ def straight_runs(sass: str) -> list[list[str]]:
         ("fp8_e4m3", {"group": 16, "window": 100, "softcap": 20.0}),
         ("fp8_per_token_head", {"head_dim": 256}),
         ("fp8_e4m3", {"drafts": 8}),
-        ("nvfp4", {"drafts": 8}),
     ],
     ids=str,
 )
@@ -198,7 +197,7 @@ def rows_compiled(fmt: str, **options) -> tuple[dict, str]:
         ("fp8_per_token_head", {"group": 16, "heads": 2}),
         ("int8_per_token_head", {"group": 8, "window": 100, "softcap": 20.0}),
         ("nvfp4", {"group": 16}),
-        ("nvfp4", {"group": 4, "layout": "HND"}),
+        ("nvfp4", {"group": 4, "layout": "HND", "heads": 2}),
     ],
     ids=str,
 )
@@ -226,15 +225,32 @@ def test_many_rows_of_large_heads_share_what_is_converted(fmt):
     assert not re.search(r"LDS\.[US]16 ", sass)
 
 
-def test_few_rows_of_four_bits_are_fewer():
+def test_few_rows_of_four_bits_are_fewer_where_heads_do_not_come_by_fours():
     """What 17 query rows of a KV head go by."""
     names = {}
-    for fmt in ("fp8_e4m3", "nvfp4"):
+    for fmt, heads in (("fp8_e4m3", 8), ("nvfp4", 8), ("nvfp4", 2)):
         for drafts, group in ((4, 4), (8, 4), (8, 8)):
-            f = facts("decode", call_of(fmt, drafts=drafts, group=group), arch=90)
-            names[fmt, drafts * group] = decode.configure(f).split.launch.fn.__name__
+            f = facts("decode", call_of(fmt, drafts=drafts, group=group, heads=heads), arch=90)
+            names[fmt, heads, drafts * group] = decode.configure(f).split.launch.fn.__name__
     many = {k for k, v in names.items() if v == "decode_many_kernel"}
-    assert many == {("fp8_e4m3", 64), ("nvfp4", 32), ("nvfp4", 64)}
+    assert many == {("fp8_e4m3", 8, 64), ("nvfp4", 8, 64), ("nvfp4", 2, 32), ("nvfp4", 2, 64)}
+
+
+@pytest.mark.parametrize("options", [{}, {"head_dim": 64}, {"page_size": 16, "window": 40}], ids=str)
+def test_a_warp_unpacks_four_bits_once_for_32_rows(options):
+    split, merge = compiled(call_of("nvfp4", drafts=8, **options))
+    assert split["name"] == "decode_nvfp4_kernel"
+    assert (split["n_spills"] <= 16, merge["n_spills"]) == (True, 0)
+    assert 2 * (split["shared"] + 1024) <= 233472
+    # Of a box's 16 keys the second product's are as many as the first's, in tiles that are whole and in others.
+    assert split["sass"]().count("HMMA.16816.F32") == 4 * 32 * options.get("head_dim", 128) // 128
+
+
+@pytest.mark.parametrize(("fmt", "options"), [("nvfp4", {}), ("nvfp4", {"drafts": 8}), ("fp8_e4m3", {"drafts": 8})])
+def test_a_query_that_is_not_copied_comes_by_whole_stretches(fmt, options):
+    sass = compiled(call_of(fmt, **options))[0]["sass"]()
+    assert "LDG.E.128" in sass
+    assert "LDG.E.U16" not in sass
 
 
 def test_bounds_on_ragged_rows_share_their_kernels():

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tersekv import plan
+from tersekv.backends.gluon import decode_tune
 from tersekv.testing.cases import Case
 from tersekv.testing.verify import PASSED, run
 
@@ -45,3 +47,31 @@ def test_any_number_of_query_rows(fmt, drafts, group):
 )
 def test_many_rows_with(fmt, group, options):
     passes(fmt, 8, group, **options)
+
+
+@pytest.fixture
+def room_for_many_keys(monkeypatch):
+    """As if page tables had it: plans are made anew."""
+    monkeypatch.setattr(decode_tune, "MANY_KEYS", 0)
+    plan._plans.clear()
+    plan._latest.clear()
+    yield
+    plan._plans.clear()
+    plan._latest.clear()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dim": 64, "layout": "HND"},
+        {"page": 16, "window": 40, "mask": False, "sinks": True},
+        {"ragged": True, "q_lens": (8, 1, 0, 5, 3), "dtype": "float16"},
+        {"heads": 8, "softcap": 20.0, "scale": "tensor"},
+        {"out_dtype": "float8_e4m3fn", "lse": False, "strided": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("group", [3, 4])
+def test_a_warp_unpacks_four_bits_once_for_32_rows(room_for_many_keys, group, options):
+    passes("nvfp4", 8, group, **options)

@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from .decode_codes import key_parts, log2_and_inverse, multiplied, scaled_e2m1, value_parts
 from .decode_tiles import (
     as_operand,
+    kept_part,
     key_factor,
     key_words,
     mma_layout,
@@ -83,7 +84,10 @@ def scores(kbuf, ksbuf, i_box, q, scale, softcap, key, n, rows, r0, q0, MASK, sm
         k = key_parts(words, c)
     s = gl.full([g.HB, g.BOX, c.ROWS], 0, gl.float32, MMA)
     for i in gl.static_range(gl.constexpr(c.PARTS)):
-        s = mma_v2(as_operand(k[i], c, g), q[i], s)
+        if c.ROWS // g.RB > 16:
+            s = mma_v2(as_operand(k[i], c, g), kept_part(q, i, c, g), s)
+        else:
+            s = mma_v2(as_operand(k[i], c, g), q[i], s)
     s = s * scale[:, None, :]
     if c.TOKEN_SCALES:
         s = s * scale_box(ksbuf, i_box, c, g).load(gl.SliceLayout(2, MMA))[:, :, None]
@@ -120,10 +124,20 @@ def add_values(acc, vbuf, vsbuf, i_box, p, key, n, rows, MASKED: gl.constexpr,
 
 
 @gluon.jit
+def value_logs(vsbuf, i_box, key, n, rows, MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
+    """Logarithms to base 2 and reciprocals of the scales of a box's values: [HB, BOX]."""
+    MMA: gl.constexpr = mma_layout(g.HB, g.RB)
+    vs = gl.maximum(scale_box(vsbuf, i_box, c, g).load(gl.SliceLayout(2, MMA)), 1e-30)
+    if MASKED:
+        live = live_keys(key, n, rows, gl.SliceLayout(0, gl.SliceLayout(2, MMA)), c, g)[None, :]
+        vs = gl.where(live, vs, 1.0)
+    return log2_and_inverse(vs)
+
+
+@gluon.jit
 def attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, stage, q, scale, softcap, t, n, rows, r0, q0, MASK, sm_t,
                 MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):  # fmt: skip
     """One step of the running softmax: state is (maximum, sum per key of a lane, PARTS accumulators)."""
-    MMA: gl.constexpr = mma_layout(g.HB, g.RB)
     PER_COPY: gl.constexpr = g.COPY // g.BOX
     m, l, acc = state
     s, inverse = (), ()
@@ -149,14 +163,7 @@ def attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, stage, q, scale, softcap, t, n,
         )
         if c.TOKEN_SCALES:
             # The value's scale joins the exponent, so that the probabilities that meet the codes lie in (0, 1].
-            vs = gl.maximum(
-                scale_box(vsbuf[j // PER_COPY], i_box, c, g).load(gl.SliceLayout(2, MMA)),
-                1e-30,
-            )
-            if MASKED:
-                live = live_keys(key, n, rows, gl.SliceLayout(0, gl.SliceLayout(2, MMA)), c, g)[None, :]
-                vs = gl.where(live, vs, 1.0)
-            log, over = log2_and_inverse(vs)
+            log, over = value_logs(vsbuf[j // PER_COPY], i_box, key, n, rows, MASKED, c, g)
             x = x + log[:, :, None]
             inverse = inverse + (over,)
         s = s + (x,)

@@ -3,10 +3,10 @@
 A program has HB × RB warps and attends HB KV heads, RB warps each, over a share of tiles (`decode_work`). Tiles come
 by tensor copies through a ring of stages (`pipeline`, `decode_fetch`), all heads of a tile at once, stored scales with
 them; a query of few rows comes ahead with the first tile of its segment (`decode_query`). Warps meet only where a stage
-is given back; products run on mma.sync, whose operands a warp has for itself (`decode_attend`, `decode_tiles`). With
-many query rows a program has one head, whose rows share what is converted (`decode_wide`). The scratch of a share: two
-slots per head, for the cut segment it begins with (even) and for the one it ends with (odd); and META: of each segment,
-how many programs share it and which is the first.
+is given back; products run on mma.sync, whose operands a warp has for itself (`decode_attend`, `decode_attend_rows`,
+`decode_tiles`). With many query rows a program has one head, whose rows share what is converted (`decode_wide`). The
+scratch of a share: two slots per head, for the cut segment it begins with (even) and for the one it ends with (odd);
+and META: of each segment, how many programs share it and which is the first.
 """
 
 from triton.experimental import gluon
@@ -14,11 +14,11 @@ from triton.experimental.gluon import language as gl
 
 from . import decode_wide as wide
 from .decode_attend import attend_tile, empty_state
-from .decode_codes import multiplied
+from .decode_attend_rows import attend_rows, empty_rows, ended
 from .decode_fetch import advance, cursor_at, fetch, make_rings
 from .decode_join import join, look_at
-from .decode_query import arrived_query, fetch_query, make_queries
-from .decode_tiles import mma_layout, query_columns
+from .decode_query import arrived_query, fetch_query, load_query, make_queries
+from .decode_tiles import mma_layout
 from .decode_work import finish, per_head, share_and_place
 from .pipeline import (
     acquire,
@@ -33,35 +33,6 @@ from .schedule import LOG2E, meta_of, output, request_tiles, scalar, zero_paddin
 @gluon.jit
 def heads_of(h0, LAYOUT: gl.constexpr, g: gl.constexpr):
     return h0 + gl.arange(0, g.HB, LAYOUT)
-
-
-@gluon.jit
-def load_query(Q, tokens, h, rows_at, m_row, sq_t, sq_h, c: gl.constexpr, g: gl.constexpr):
-    """Query rows as the right operand, in fp16 (bf16 for caches of it), and a factor of their scores [HB, ROWS].
-
-    fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back.
-    """
-    B: gl.constexpr = gl.DotOperandLayout(1, mma_layout(g.HB, g.RB), 2)
-    HN: gl.constexpr = gl.SliceLayout(1, B)
-    parts = ()
-    top = gl.full([g.HB, c.ROWS], 0, gl.float32, HN)
-    o_r = rows_at + gl.arange(0, c.ROWS, gl.SliceLayout(0, HN))
-    h = heads_of(h, gl.SliceLayout(1, HN), g)
-    p_row = Q + (tokens + o_r // c.GROUP).to(gl.int64)[None, :] * sq_t
-    p_row = p_row + (h[:, None] * c.GROUP + (o_r % c.GROUP)[None, :]).to(gl.int64) * sq_h
-    m_r = (o_r < m_row)[None, None, :]
-    for j in gl.static_range(gl.constexpr(c.PARTS)):
-        o_d = query_columns(j, gl.SliceLayout(0, gl.SliceLayout(2, B)), c)
-        x = gl.load(p_row[:, None, :] + o_d[None, :, None], mask=m_r, other=0.0).to(gl.float32)
-        top = gl.maximum(top, gl.max(gl.abs(x), 1))
-        parts = parts + (x,)
-    field = gl.maximum((top.to(gl.int32, bitcast=True) >> 23) & 0xFF, 1)  # exponent of the largest magnitude
-    inverse = (gl.maximum(254 - field, 1) << 23).to(gl.float32, bitcast=True)
-    out = ()
-    for j in gl.static_range(gl.constexpr(c.PARTS)):
-        out = out + ((parts[j] * inverse[:, None, :]).to(multiplied(c)),)
-    factor = (field << 23).to(gl.float32, bitcast=True) * c.K_FACTOR
-    return out, gl.convert_layout(factor, gl.SliceLayout(1, mma_layout(g.HB, g.RB)))
 
 
 @gluon.jit
@@ -188,7 +159,8 @@ def decode_kernel(
                 else:
                     q, factor = load_query(Q, q0, h0, r0, rows * c.GROUP, sq_t, sq_h, c, g)
                 scale = k_scales[:, None] * factor
-                state = empty_state(c, g)
+                attend: gl.constexpr = attend_rows if c.ROWS > 16 else attend_tile
+                state = empty_rows(c, g) if c.ROWS > 16 else empty_state(c, g)
                 for t in range(first + t0, first + t1):
                     acquire(full, turn, SETS, g.STAGES)
                     release()
@@ -199,14 +171,13 @@ def decode_kernel(
                     )  # fmt: skip
                     cursor = advance(cursor, TABLE, LENS, CU, st_b, end, c, g)
                     if (t >= u0) & (t < u1):
-                        state = attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, turn % g.STAGES, q, scale, softcap, t, n,
+                        state = attend(state, kbuf, vbuf, ksbuf, vsbuf, turn % g.STAGES, q, scale, softcap, t, n,
                                             rows, r0, q0, MASK, sm_t, False, c, g)  # fmt: skip
                     else:
-                        state = attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, turn % g.STAGES, q, scale, softcap, t, n,
+                        state = attend(state, kbuf, vbuf, ksbuf, vsbuf, turn % g.STAGES, q, scale, softcap, t, n,
                                             rows, r0, q0, MASK, sm_t, True, c, g)  # fmt: skip
                     turn += 1
-                m, l, acc = state
-                l = gl.sum(l, 1)
+                m, l, acc = ended(state, c, g)
             if (g.JOIN_ROWS == 0) & (t0 == 0):
                 p_meta = META + ((b * g.SEGMENTS + segment) * g.GROUPS + p % g.GROUPS) * 2
                 gl.store(p_meta, (base + (segment + 1) * tiles - 1) // per - i_share + 1)

@@ -2,6 +2,7 @@
 
 Unpacking 4 bits keeps the four warps of a program busy with instructions. So starting the copies, which takes them as
 many per tile as unpacking 10 keys, and four times as many with pages of 16, is left to a warp of its own.
+For the same reason a warp has all of up to 32 query rows of its head, and unpacks once (`decode_attend_rows`).
 """
 
 from triton.experimental import gluon
@@ -9,9 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .decode_attend import attend_tile, empty_state
+from .decode_attend_rows import attend_rows, empty_rows, ended
 from .decode_fetch import advance, copy_codes, copy_scales, cursor_at, make_rings
-from .decode_kernels import heads_of, load_query, store_rows, store_state, whole_tiles
-from .decode_tiles import mma_layout
+from .decode_kernels import heads_of, store_rows, store_state, whole_tiles
+from .decode_query import load_query
+from .decode_tiles import keep_part, mma_layout, query_image
 from .decode_work import even_share_and_place, per_head
 from .pipeline import launch_dependents, wait_for_previous
 from .schedule import LOG2E, meta_of, request_tiles, scalar, zero_padding
@@ -43,7 +46,8 @@ def produce(boxes, tables, st_b, rings, bars, h0, place, c: gl.constexpr, g: gl.
 
 
 @gluon.jit
-def consume(tensors, numbers, strides, rings, bars, team, place, c: gl.constexpr, g: gl.constexpr):
+def consume(tensors, numbers, strides, rings, image, bars, team, place, c: gl.constexpr,
+            g: gl.constexpr):  # fmt: skip
     """Attend the share [x, end) of all tiles for HB heads."""
     Q, LENS, CU, MASK, SINKS, OUT, LSE, PART, META = tensors
     score_scale, k_scale, K_T, v_scale, V_T, out_scale, softcap = numbers
@@ -68,23 +72,29 @@ def consume(tensors, numbers, strides, rings, bars, team, place, c: gl.constexpr
         t1 = gl.minimum(t0 + end - x, tiles)
         r0 = segment * c.ROWS
         q, factor = load_query(Q, q0, h0, r0, rows * c.GROUP, sq_t, sq_h, c, g)
+        if c.ROWS > 16:
+            gl.thread_barrier()
+            for i in gl.static_range(gl.constexpr(c.PARTS)):
+                keep_part(image, i, q[i], c, g)
+            gl.thread_barrier()
+            q = image
         scale = k_scales[:, None] * factor
         u0, u1 = whole_tiles(n, rows, first, c)
-        state = empty_state(c, g)
+        attend: gl.constexpr = attend_rows if c.ROWS > 16 else attend_tile
+        state = empty_rows(c, g) if c.ROWS > 16 else empty_state(c, g)
         for t in range(first + t0, first + t1):
             stage = turn % g.STAGES
             mbarrier.wait(full.index(stage), (turn // g.STAGES) & 1)
             if (t >= u0) & (t < u1):
-                state = attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, stage, q, scale, softcap, t, n, rows, r0, q0, MASK,
-                                    sm_t, False, c, g)  # fmt: skip
+                state = attend(state, kbuf, vbuf, ksbuf, vsbuf, stage, q, scale, softcap, t, n, rows, r0, q0, MASK,
+                               sm_t, False, c, g)  # fmt: skip
             else:
-                state = attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, stage, q, scale, softcap, t, n, rows, r0, q0, MASK,
-                                    sm_t, True, c, g)  # fmt: skip
+                state = attend(state, kbuf, vbuf, ksbuf, vsbuf, stage, q, scale, softcap, t, n, rows, r0, q0, MASK,
+                               sm_t, True, c, g)  # fmt: skip
             gl.thread_barrier()
             mbarrier.arrive(free.index(stage))
             turn += 1
-        m, l, acc = state
-        l = gl.sum(l, 1)
+        m, l, acc = ended(state, c, g)
         if t0 == 0:
             pieces = (base + (segment + 1) * tiles - 1) // per - i_share + 1
             p_meta = META + ((b * g.SEGMENTS + segment) * g.GROUPS + i_group) * 2
@@ -112,6 +122,7 @@ def decode_nvfp4_kernel(
     META = meta_of(PART, num_shares * c.HEADS, c)
     kbuf, ksbuf = make_rings(gl.int32, False, g)
     vbuf, vsbuf = make_rings(gl.int32, True, g)
+    image = query_image(c.WORDS_K, c, g) if c.ROWS > 16 else kbuf[0]
     full = gl.allocate_shared_memory(gl.int64, [g.STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [g.STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(gl.constexpr(g.STAGES)):
@@ -130,9 +141,10 @@ def decode_nvfp4_kernel(
     strides = (sq_t, sq_h, sm_t, so_t, so_h, sl_t, sl_h)
     boxes, tables, rings, bars = (K, V, KS, VS), (TABLE, LENS, CU), (kbuf, ksbuf, vbuf, vsbuf), (full, free)
     team, place = (i_share, i_group, per), (x, end, b, base)
+    gl.thread_barrier()  # what partitions are given may lie where sums were read from
     gl.warp_specialize(
         [
-            (consume, (tensors, numbers, strides, rings, bars, team, place, c, g)),
+            (consume, (tensors, numbers, strides, rings, image, bars, team, place, c, g)),
             (produce, (boxes, tables, st_b, rings, bars, i_group * g.HB, place, c, g)),
         ],
         [1],

@@ -51,23 +51,53 @@ def fetch_query(Q, CU, queries, count, cursor, end, h0, sq_t, sq_h, FIRST: gl.co
 
 
 @gluon.jit
-def arrived_query(queries, i, c: gl.constexpr, g: gl.constexpr):
-    """The i-th query as the right operand, and a factor of its scores [HB, ROWS]; see decode_kernels.load_query."""
+def operands_of(x, c: gl.constexpr, g: gl.constexpr):
+    """A query [HB, ROWS, D] (layout query_words) as the right operand, and a factor of its scores [HB, ROWS].
+
+    fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back.
+    """
     MMA: gl.constexpr = mma_layout(g.HB, g.RB)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    async_copy.wait_group(0)
-    x = queries.index(i % g.QUERIES).load(query_words(g.HB, g.RB, c.ROWS, c.WORDS_K, c.PARTS)).to(gl.float32)
+    x = x.to(gl.float32)
     field = gl.max(gl.abs(x), 2).to(gl.int32, bitcast=True) >> 23
     field = gl.maximum(field & 0xFF, 1)  # exponent of the largest magnitude
     inverse = (gl.maximum(254 - field, 1) << 23).to(gl.float32, bitcast=True)
     x = (x * inverse[:, :, None]).to(multiplied(c))
-    # [heads, rows, parts of a row, lanes, pairs of 16-bit units, unit, code of it] → operand j: the pair's j-th codes
+    # [heads, rows, parts of a row, lanes, pairs of units, …] → operand j: the j-th codes. Four codes of a unit lie side
+    # by side; of one or two it is the pair's that do.
     PAIRS: gl.constexpr = min(c.WORDS_K, 64) // 8
-    x = x.reshape([g.HB, c.ROWS, c.WORDS_K // (8 * PAIRS), 4, PAIRS, c.PARTS, 2]).permute([0, 2, 4, 3, 6, 1, 5])
-    x = x.reshape([g.HB, c.WORDS_K, c.ROWS, c.PARTS])
-    parts = x.split() if c.PARTS == 2 else (x.reshape([g.HB, c.WORDS_K, c.ROWS]),)
+    SHAPE: gl.constexpr = [g.HB, c.ROWS, c.WORDS_K // (8 * PAIRS), 4, PAIRS]
+    if c.PARTS == 4:
+        x = x.reshape(SHAPE + [2, 4]).permute([0, 2, 4, 3, 5, 1, 6])
+        even, odd = x.reshape([g.HB, c.WORDS_K, c.ROWS, 2, 2]).split()
+        zeroth, second = even.split()
+        first, third = odd.split()
+        parts = (zeroth, first, second, third)
+    else:
+        x = x.reshape(SHAPE + [c.PARTS, 2]).permute([0, 2, 4, 3, 6, 1, 5]).reshape([g.HB, c.WORDS_K, c.ROWS, c.PARTS])
+        parts = x.split() if c.PARTS == 2 else (x.reshape([g.HB, c.WORDS_K, c.ROWS]),)
     out = ()
     for j in gl.static_range(gl.constexpr(c.PARTS)):
         out = out + (gl.convert_layout(parts[j], B, assert_trivial=True),)
     factor = (field << 23).to(gl.float32, bitcast=True) * c.K_FACTOR
     return out, gl.convert_layout(factor, gl.SliceLayout(1, MMA))
+
+
+@gluon.jit
+def arrived_query(queries, i, c: gl.constexpr, g: gl.constexpr):
+    """The i-th query that was copied."""
+    async_copy.wait_group(0)
+    x = queries.index(i % g.QUERIES).load(query_words(g.HB, g.RB, c.ROWS, c.WORDS_K, c.PARTS))
+    return operands_of(x, c, g)
+
+
+@gluon.jit
+def load_query(Q, tokens, h0, r0, m_row, sq_t, sq_h, c: gl.constexpr, g: gl.constexpr):
+    """Query rows from r0 on, of m_row, which were not copied; a lane loads the stretches that its keys have."""
+    L: gl.constexpr = query_words(g.HB, g.RB, c.ROWS, c.WORDS_K, c.PARTS)
+    h = h0 + gl.arange(0, g.HB, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    r = r0 + gl.arange(0, c.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    o_d = gl.arange(0, c.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    p_q = Q + (tokens + r // c.GROUP).to(gl.int64) * sq_t + (h * c.GROUP + r % c.GROUP).to(gl.int64) * sq_h + o_d
+    live, p_q = gl.broadcast(r < m_row, p_q)
+    return operands_of(gl.load(p_q, mask=live, other=0.0), c, g)

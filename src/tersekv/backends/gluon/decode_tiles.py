@@ -2,9 +2,9 @@
 
 A warp owns a KV head, or one in RB of its query rows; its boxes are 16 keys. Both products run as m16n8k16 with keys
 (or value columns) on M and query rows on N, so a warp needs nothing of another. The order of the contracted dimension
-is free: a lane takes a stretch of a key's row as it lies, and the query is loaded in the order that results
-(`query_columns`). Values are transposed by ldmatrix in units of 16 bits; part j of PARTS holds the columns
-PARTS * i + j, as in the Triton kernels.
+is free: a lane takes a stretch of a key's row as it lies, and the same of the query's (`decode_query.operands_of`).
+Values are transposed by ldmatrix in units of 16 bits; part j of PARTS holds the columns PARTS * i + j, as in the
+Triton kernels.
 """
 
 from triton.experimental import gluon
@@ -133,26 +133,40 @@ def mma_layout(HB, RB):
     return gl.NVMMADistributedLayout([2, 0], [HB, 1, RB], [1, 16, 8])
 
 
+@gluon.constexpr_function
+def _image(W, ROWS, g):
+    return gl.BlockedLayout([1, W * ROWS // 32], [32, 1], [g.HB, 1], [1, 0])
+
+
 @gluon.jit
-def query_columns(j: gl.constexpr, LAYOUT: gl.constexpr, c: gl.constexpr):
-    """Columns of the query that meet part j of the keys, in the order of the contraction: [WORDS_K]."""
-    STRETCH: gl.constexpr = min(c.WORDS_K, 64) // 4
-    i = gl.arange(0, c.WORDS_K, LAYOUT)  # part, word of a lane, lane, element
-    e = i % 2
-    lane = i // 2 % 4
-    word = i // 8 % (STRETCH // 2)
-    unit = i // (4 * STRETCH) * (4 * STRETCH) + lane * STRETCH + 2 * word
-    if c.PARTS == 1:
-        return unit + e
-    elif c.PARTS == 2:
-        return 2 * unit + 2 * j + e
-    else:
-        return 4 * unit + 4 * e + j
+def query_image(W: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
+    """Shared memory for parts of the query: what a lane holds of one lies side by side."""
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    return gl.allocate_shared_memory(gl.float16, [c.PARTS, g.HB * 32, W * c.ROWS // 32], SHARED)
+
+
+@gluon.jit
+def keep_part(image, j: gl.constexpr, x, c: gl.constexpr, g: gl.constexpr):
+    """Put a part of the query [HB, W, ROWS], the right operand, into shared memory."""
+    W: gl.constexpr = c.WORDS_K
+    x = x.reshape([g.HB, W // 16, 2, 4, 2, c.ROWS // 8, 8]).permute([0, 6, 3, 5, 1, 2, 4])
+    x = x.reshape([g.HB * 32, W * c.ROWS // 32])
+    image.index(j).store(gl.convert_layout(x, _image(W, c.ROWS, g), assert_trivial=True))
+
+
+@gluon.jit
+def kept_part(image, j: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
+    """Take it from there."""
+    W: gl.constexpr = c.WORDS_K
+    x = image.index(j).load(_image(W, c.ROWS, g))
+    x = x.reshape([g.HB, 8, 4, c.ROWS // 8, W // 16, 2, 2]).permute([0, 4, 5, 2, 6, 3, 1])
+    x = x.reshape([g.HB, W, c.ROWS])
+    return gl.convert_layout(x, gl.DotOperandLayout(1, mma_layout(g.HB, g.RB), 2), assert_trivial=True)
 
 
 @gluon.jit
 def as_operand(x, c: gl.constexpr, g: gl.constexpr):
-    """Keys [HB, BOX, W] in layout key_words → the left operand, units reordered as `query_columns` says."""
+    """Keys [HB, BOX, W] in layout key_words → the left operand, units in the order of `decode_query.operands_of`."""
     STRETCH: gl.constexpr = min(c.WORDS_K, 64) // 4
     SHAPE: gl.constexpr = [g.HB, g.BOX, c.WORDS_K // (4 * STRETCH), 4, STRETCH // 2, 2]
     x = x.reshape(SHAPE).permute([0, 1, 2, 4, 3, 5]).reshape([g.HB, g.BOX, c.WORDS_K])

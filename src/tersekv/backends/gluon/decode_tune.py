@@ -9,7 +9,8 @@ from ...formats import BLOCK, TOKEN_HEAD, kv_format
 from ..triton import launch
 
 FEW_ROWS = 32  # of a KV head, to which decode_attend is the faster kernel
-FEW_ROWS_OF_4_BITS = 16  # 32 rows, 64 × 8K: 462 µs, by decode_many 416
+FEW_ROWS_OF_4_BITS = 16  # where decode_nvfp4 does not take 32
+MANY_KEYS = 2**17  # that page tables have room for: from here on it does
 MOST_ROWS_OF_16_BITS = 16  # to which it is faster than Triton's: 32 rows of bf16, 64 × 8K, 522 against 515 µs
 
 
@@ -33,8 +34,18 @@ def query_rows(f: SimpleNamespace) -> int:
 
 def many_rows(f: SimpleNamespace) -> bool:
     """Too many query rows for warps that convert the codes for themselves."""
-    few = FEW_ROWS_OF_4_BITS if kv_format(f.format).scale == BLOCK and _converts_apart(f) else FEW_ROWS
-    return query_rows(f) > few
+    apart = kv_format(f.format).scale == BLOCK and _converts_apart(f) and not _unpacks_once(f)
+    return query_rows(f) > (FEW_ROWS_OF_4_BITS if apart else FEW_ROWS)
+
+
+def _unpacks_once(f: SimpleNamespace) -> bool:
+    """decode_nvfp4 takes 32 rows: one warp of four heads' unpacks for all of them.
+
+    64 × 8K: 413 → 352 µs, 16 × 8K: 140 → 110, pages of 16: 597 → 356; but it cuts requests more often, which few keys
+    do not make up for: 64 × 1K 68 → 78, 1 × 8K 22.6 → 28.7.
+    """
+    room = f.page_table.shape[0] * f.page_table.shape[1] * f.k_cache.shape[1]
+    return heads_of(f) == 4 and room >= MANY_KEYS
 
 
 def _converts_apart(f: SimpleNamespace) -> bool:
@@ -60,8 +71,9 @@ _NARROW = Tiles(32, 2, 3, 168)
 # Four heads with a fifth warp that copies: 64 × 8K: 156 µs, 64 × 1K: 30.5, 256 × 1K: 86.3, 16 × 8K: 47.8, 1 × 8K: 9.7,
 # where three programs of two stages take 161, 33.4, 97.5, 53.3 and 11.0; four of half a tile 185, 32.8, 101 and 71.8
 _FOUR_BITS = Tiles(64, 3, 2, 255)
-# 32 rows, 64 × 8K: fp8 321 µs, per token and head 366, int8 411, nvfp4 462
+# 32 rows, 64 × 8K: fp8 309 µs, per token and head 360, int8 396
 _MANY_ROWS = Tiles(64, 3, 1, 255)
+_MANY_ROWS_OF_4_BITS = Tiles(16, 6, 2, 255, copier=True)
 # 64 rows, 64 × 8K: fp8 346 µs (396 by decode_wide), per token and head 420 (507), int8 435 (534), nvfp4 436 (502);
 # 128 rows: 510 (769), 700, 730, 630
 _MANY = Tiles(64, 0, 2, None, heads=1, wide=True, many=True)
@@ -78,7 +90,9 @@ def tiles(f: SimpleNamespace) -> Tiles:
         t = t._replace(tile=32)
     if many_rows(f):
         return _many(f, rows) if _converts_apart(f) else _wide(f, rows)
-    if rows > 16:
+    if rows > 16 and t.copier and _converts_apart(f):
+        t = _MANY_ROWS_OF_4_BITS
+    elif rows > 16:
         t = _MANY_ROWS._replace(row_warps=rows // 16, heads=max(1, 128 // rows))
     elif t.programs_per_sm > 2 and width * rows > 1024:  # twice the accumulators
         t = t._replace(programs_per_sm=2, max_registers=255)

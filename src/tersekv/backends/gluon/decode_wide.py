@@ -91,7 +91,7 @@ def make_buffers(c: gl.constexpr, g: gl.constexpr):
 
 @gluon.jit
 def load_query(Q, tokens, h, r0, m_row, sq_t, sq_h, q_s, c: gl.constexpr, g: gl.constexpr):
-    """Query rows into shared memory, in fp16; a factor of their scores [ROWS] (see decode_kernels.load_query)."""
+    """Query rows into shared memory, in fp16; a factor of their scores [ROWS] (see decode_query.operands_of)."""
     D: gl.constexpr = c.PARTS * c.WORDS_K
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [g.RB, 1], [1, 0])
     o_r = r0 + gl.arange(0, c.ROWS, gl.SliceLayout(1, L))
