@@ -3,6 +3,8 @@
 All launches of a plan and their scalars are made at its first call; later ones only fill in addresses. A launch may
 begin before the one ahead of it has ended. The queries are rotated by idle warps of the first chunk's product, which
 leaves half of the memory's bandwidth unused; where the product is the Triton backend's, beside the first latents.
+Where there is much to attend to, a launch of three warpgroups a block goes first, and the usual one behind it does
+everything again if that failed.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ def run(call: Any, config: Config) -> None:
     low = out if s.low is None else s.low
     lse = call.lse if call.lse is not None else out if s.lse is None else s.lse
     stages.store(*of_prepare(call))
-    for chunk, (product, attention) in zip(stages.chunks, descriptors, strict=True):
+    counter, counter_of_three, again = stages.counters(s)
+    for chunk, (product, attention, of_three) in zip(stages.chunks, descriptors, strict=True):
         found = of_latents(call, chunk.index, s)
         chunk.latents(*found)
         if chunk.product is None:
@@ -92,7 +95,15 @@ def run(call: Any, config: Config) -> None:
             )  # fmt: skip
         else:
             chunk.product(s.scales, call.kv_b_proj_scale, call.q, call.freqs_cis, cu, lens, descriptors=product)
-        chunk.attention(out, low, lse, s.counter, s.dirty, cu, lens, found[8], found[9], descriptors=attention)
+        wanted = counter  # not looked at
+        if chunk.of_three is not None:
+            wanted = again
+            chunk.of_three(
+                out, lse, counter_of_three, again, s.dirty, cu, lens, found[8], found[9], descriptors=of_three
+            )  # fmt: skip
+        chunk.attention(
+            out, low, lse, counter, wanted, s.dirty, cu, lens, found[8], found[9], descriptors=attention
+        )  # fmt: skip
     stages.warm = True
 
 

@@ -353,11 +353,12 @@ def attend_rows(
 
 @gluon.jit(do_not_specialize=["rows", "blocks", "group", "items"])
 def attention_kernel(
-    Q, QPE, KV, KPE, OUT, LOW, LSE, COUNTER, DIRTY, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group, items,
-    head_stride, qk_scale, stride_ot, stride_oh, stride_lt, stride_lh,
+    Q, QPE, KV, KPE, OUT, LOW, LSE, COUNTER, WANTED, DIRTY, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group,
+    items, head_stride, qk_scale, stride_ot, stride_oh, stride_lt, stride_lh,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS: gl.constexpr, HAS_NEXT: gl.constexpr,
-    HAS_LSE: gl.constexpr, REGS: gl.constexpr, OVERLAPS: gl.constexpr,
+    HAS_LSE: gl.constexpr, REGS: gl.constexpr, OVERLAPS: gl.constexpr, IF_WANTED: gl.constexpr,
 ):  # fmt: skip
+    """IF_WANTED: there is something to do only if WANTED is not 0."""
     DN: gl.constexpr = KV.block_shape[1]
     R: gl.constexpr = KPE.block_shape[1]
     dtype: gl.constexpr = KV.dtype
@@ -385,6 +386,8 @@ def attention_kernel(
     if OVERLAPS:
         launch_dependents()
         wait_for_previous()
+    if IF_WANTED:
+        items = gl.where(gl.load(WANTED) != 0, items, 0)
     buffers = (q_s, qpe_s, k_s, kpe_s, v_s, facts_s)
     bars = (q_full, q_free, k_full, k_free, v_full, v_free)
     strides = (stride_ot, stride_oh, stride_lt, stride_lh)
@@ -421,25 +424,32 @@ def descriptors(q: Any, kv: Any, k_pe: Any, rows: int, tokens: int, q_strides: t
     )
 
 
+def heads_of_group(rows: int, itemsize: int, requests: int, dims: Dims) -> int:
+    """Heads whose items come together, so that their keys and values stay in the L2 cache."""
+    bytes_of_head = rows * itemsize * (dims.nope + dims.dim_v)
+    if bytes_of_head * dims.heads <= _L2_BYTES * requests:
+        return dims.heads
+    return max(1, min(dims.heads, _L2_BYTES * requests // 2 // bytes_of_head))
+
+
 def prepared(
     call: Any, rows: int, dims: Dims, lse_strides: tuple[int, int] | None, has_previous: bool, has_next: bool, sms: int,
-    overlaps: bool,
+    overlaps: bool, if_wanted: bool,
 ) -> Template:  # fmt: skip
     """The launch for a chunk of `rows` rows and calls with the facts of this one.
 
-    Its tensors: out, low, lse, counter, dirty, cu_seqlens_q, cache_lens, row and cache offsets of the chunk, with
+    Its tensors: out, low, lse, counter, wanted, dirty, cu_seqlens_q, cache_lens, row and cache offsets of the chunk,
     low:    [T, H, Dv] in q's dtype, dense: what rounding took from out; any tensor where there is one chunk only
     lse:    [T, H] fp32 if lse_strides are given, else any tensor
-    counter, dirty:  [1] int32: 0; whether values may be NaN
+    counter, wanted, dirty:  [1] int32: 0; with if_wanted: 0 if all is done already; whether values may be NaN
     """
     requests, blocks = call.cache_lens.shape[0], -(-call.max_q_len // BLOCK_M.value)
     items = requests * blocks * dims.heads
-    bytes_of_head = rows * call.q.element_size() * (dims.nope + dims.dim_v)
-    whole = bytes_of_head * dims.heads <= _L2_BYTES * requests
-    group = dims.heads if whole else max(1, min(dims.heads, _L2_BYTES * requests // 2 // bytes_of_head))
+    group = heads_of_group(rows, call.q.element_size(), requests, dims)
     arguments = (
-        *[TENSOR] * 9, rows, blocks, dims.heads, group, items, call.q.stride(1), call.softmax_scale * math.log2(math.e),
-        *call.out.stride()[:2], *(lse_strides or (0, 0)),
+        *[TENSOR] * 10, rows, blocks, dims.heads, group, items, call.q.stride(1),
+        call.softmax_scale * math.log2(math.e), *call.out.stride()[:2], *(lse_strides or (0, 0)),
         BLOCK_N, STAGES, has_previous, has_next, lse_strides is not None, REGISTERS, overlaps,
+        if_wanted,
     )  # fmt: skip
     return Template(attention_kernel, (min(items, sms),), arguments, num_warps=4, launch_pdl=overlaps)

@@ -17,6 +17,7 @@ from ..triton.bind import PART, Bound, Fields, Step, bound
 from ..triton.mla_prefill_gather import Latents
 from . import gemm_blockwise
 from . import mla_prefill_attention as attention
+from . import mla_prefill_trio as trio
 
 _ALIGNED = 256
 _MAX_PLACES = 1024  # encoded descriptors are kept for so many places of the tensors: a model has some hundred layers
@@ -31,7 +32,7 @@ _LATENTS = Fields(
 )
 _PRODUCT = Fields("SCALES kv_b_proj_scale q freqs_cis cu_seqlens_q cache_lens")
 _ATTENTION = [  # without and with an LSE; of one chunk nothing goes to where rounding's rest would go
-    Fields(f"out out {lse} COUNTER DIRTY cu_seqlens_q cache_lens buffer_row_offsets cache_offsets")
+    Fields(f"out out {lse} COUNTER COUNTER DIRTY cu_seqlens_q cache_lens buffer_row_offsets cache_offsets")
     for lse in ("out", "lse")
 ]
 
@@ -42,6 +43,7 @@ class Chunk(NamedTuple):
     latents: launch.Template
     product: launch.Template | None  # None: the Triton backend's
     attention: launch.Template
+    of_three: launch.Template | None  # attention; `attention` then does it again where this one failed
 
 
 class Place(NamedTuple):
@@ -61,7 +63,7 @@ class Scratch(NamedTuple):
     scales: Any  # [L / 128, M] fp32
     k_pe: Any  # [M, R] in q's dtype
     kv: Any  # [M, N] in q's dtype
-    counter: Any  # [1] int32: items of attention that are taken
+    counter: Any  # [4] int32: see `Stages.counters`; the last is idle
     dirty: Any  # [M] int8: values of the row may be NaN
     low: Any  # [T, H, Dv] in q's dtype, with several chunks
     lse: Any  # [T, H] fp32, where several chunks need it and the call has none
@@ -77,12 +79,14 @@ class Stages:
         self.dims = attention.Dims(heads, call.q.shape[2] - rope_dims, rope_dims, call.out.shape[2])
         lse_strides = call.lse.stride() if call.lse is not None else (heads, 1) if last > 0 else None
         to = Latents(*self.tensors(torch.empty(self.size, dtype=torch.uint8, device="meta"))[:3])
+        of_three = last == 0 and own and call.q.dtype == torch.bfloat16 and trio.fits(call, self.dims, config.sms)
         self.store = rope.prepared(call, native, queries=False)
         self.chunks = [
             Chunk(
                 c, rows, latents.prepared(call, rows, to, native, i == 0, i == 0 and not own, overlaps),
                 gemm_blockwise.prepared(call, rows, most, config.sms, i == 0, overlaps) if own else None,
-                attention.prepared(call, rows, self.dims, lse_strides, i > 0, i < last, config.sms, overlaps),
+                attention.prepared(call, rows, self.dims, lse_strides, i > 0, i < last, config.sms, overlaps, of_three),
+                trio.prepared(call, rows, self.dims, lse_strides, config.sms, overlaps) if of_three else None,
             )
             for i, (c, rows) in enumerate(chunks)
         ]  # fmt: skip
@@ -104,6 +108,12 @@ class Stages:
             return memory[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
         return Scratch(*(None if part is None else view(*part) for part in self.parts))
+
+    def counters(self, s: Scratch) -> tuple[Any, ...]:
+        """Of the scratch: items taken by the attention of two warpgroups, by that of three, and whether it failed."""
+        if isinstance(s.counter, Tensor):
+            return tuple(s.counter[i : i + 1] for i in range(3))
+        return tuple(Place(s.counter.address + 4 * i, s.counter.dtype) for i in range(3))
 
     def places(self, base: int) -> Scratch:
         return Scratch(*(None if part is None else Place(base + part[0], part[2]) for part in self.parts))
@@ -127,17 +137,17 @@ class Stages:
             found = self.found[key] = (
                 s,
                 [
-                    (_encoded(chunk.product, a), _encoded(chunk.attention, b))
-                    for chunk, (a, b) in zip(self.chunks, made, strict=True)
+                    (_encoded(chunk.product, a), _encoded(chunk.attention, b), _encoded(chunk.of_three, c))
+                    for chunk, (a, b, c) in zip(self.chunks, made, strict=True)
                 ],
             )
-            self.of_product[key], self.of_attention[key] = found[1][0]
+            self.of_product[key], self.of_attention[key], _ = found[1][0]
         return found
 
     def bind(self, at: dict[str, int]) -> Bound | None:
         """For calls with one chunk in a scratch that is kept: where there is more to do, the host is not waited for."""
         (chunk, *more) = self.chunks
-        if more or chunk.index or chunk.product is None or self.size > _KEPT_BYTES:
+        if more or chunk.index or chunk.product is None or chunk.of_three is not None or self.size > _KEPT_BYTES:
             return None
         key = ("q", "kv_b_proj", PART)
         steps = (
@@ -149,7 +159,7 @@ class Stages:
         places = {name: part[0] for name, part in zip(_PLACES, self.parts, strict=True) if part is not None}
         return bound(steps, at, self.size // 4, {PART: 0, **places})
 
-    def _descriptors(self, call: Any, s: Scratch, chunk: Chunk) -> tuple[tuple, tuple]:
+    def _descriptors(self, call: Any, s: Scratch, chunk: Chunk) -> tuple[tuple, tuple, tuple]:
         q, w = launch.Address(call.q), launch.Address(call.kv_b_proj)
         product: tuple = ()
         if chunk.product is not None:
@@ -158,7 +168,8 @@ class Stages:
             )
         # Of a single token the stride may be anything, which facts do not tell and a tensor map does not take.
         strides = call.q.stride()[:2] if call.q.shape[0] > 1 else (call.q[0].numel(), call.q.stride(1))
-        return product, attention.descriptors(q, s.kv, s.k_pe, chunk.rows, call.q.shape[0], strides, self.dims)
+        where = (q, s.kv, s.k_pe, chunk.rows, call.q.shape[0], strides, self.dims)
+        return product, attention.descriptors(*where), () if chunk.of_three is None else trio.descriptors(*where)
 
 
 def _encoded(template: launch.Template | None, descriptors: tuple) -> tuple:
@@ -177,7 +188,7 @@ def _parts(call: Any, rows: int, several: bool) -> tuple[list, int]:
         ((rank // LATENT_GROUP, rows), torch.float32) if quantise else None,
         ((rows, rope_dims), dtype),
         ((rows, call.kv_b_proj.shape[0]), dtype),
-        ((1,), torch.int32),
+        ((4,), torch.int32),
         ((rows,), torch.int8),
         (tuple(call.out.shape), dtype) if several else None,
         ((tokens, heads), torch.float32) if several and call.lse is None else None,

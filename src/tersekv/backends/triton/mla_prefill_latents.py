@@ -76,10 +76,11 @@ def latents_kernel(
     R_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
     FIRST: tl.constexpr, ROTATES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One row of the chunk. COUNTER becomes 0; DIRTY [rows]: may the row hold a NaN. FIRST: of the call's chunks."""
+    """One row of the chunk. COUNTER's 4 numbers become 0; DIRTY [rows]: may the row hold a NaN. FIRST: of the call's
+    chunks."""
     take_turn(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
-    tl.store(COUNTER, 0, mask=row == 0)
+    tl.store(COUNTER + tl.arange(0, 4), tl.zeros([4], tl.int32), mask=row == 0)
     if FIRST:
         see_to_queries(
             Q, OUT, LSE, FREQS, LENS, CU, row, tokens, B, H, max_pos, stride_qt, stride_qh, stride_ot, stride_oh,
@@ -152,4 +153,5 @@ def prepared(
         ROPE_KINDS.get(call.format, "float"), native_casts, first, rotates, overlaps,
     )  # fmt: skip
     arguments = (*[TENSOR] * 18, *scalars, *constants)
-    return Template(latents_kernel, (rows,), arguments, num_warps=4, enable_fp_fusion=False, launch_pdl=overlaps)
+    # Two warps: a row is short, and more programs wait for memory at a time.
+    return Template(latents_kernel, (rows,), arguments, num_warps=2, enable_fp_fusion=False, launch_pdl=overlaps)

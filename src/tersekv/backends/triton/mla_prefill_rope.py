@@ -296,4 +296,6 @@ def prepared(
     grid = (tokens, 1 + -(-heads // block_h) if queries else 1)
     arguments = (*[TENSOR] * 16, *scalars, *constants)
     options = {"launch_pdl": True} if overlaps else {}
-    return Template(prepare_kernel, grid, arguments, num_warps=4, enable_fp_fusion=False, **options)
+    # Two warps for a row alone: it is short, and more programs wait for memory at a time.
+    warps = 4 if queries else 2
+    return Template(prepare_kernel, grid, arguments, num_warps=warps, enable_fp_fusion=False, **options)
