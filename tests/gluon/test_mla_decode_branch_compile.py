@@ -27,9 +27,9 @@ def test_few_tokens_are_three_launches(tokens):
     assert "ld.global" in behind
 
 
-@pytest.mark.parametrize(("tokens", "fp8"), [(64, True), (1, False)])
-def test_many_tokens_and_wide_weights_are_merged_and_projected_apart(tokens, fp8):
-    names = list(launches(mla_decode_branch, call_of(tokens, heads=128, fp8=fp8), 90))
+@pytest.mark.parametrize(("tokens", "heads", "fp8"), [(64, 128, True), (1, 128, False), (1, 16, True)])
+def test_many_tokens_few_heads_and_wide_weights_are_merged_and_projected_apart(tokens, heads, fp8):
+    names = list(launches(mla_decode_branch, call_of(tokens, heads=heads, fp8=fp8), 90))
     assert names == ["enter_kernel", SPLIT, "merge_kernel", "project_kernel"]
 
 
@@ -38,7 +38,7 @@ def test_what_is_not_cut_needs_no_merge():
     assert names == ["enter_kernel", SPLIT, "project_kernel"]
 
 
-@pytest.mark.parametrize(("format", "heads"), [("fp8_e4m3", 16), ("fp8_e4m3", 128), ("fp8_ds_mla", 128)])
+@pytest.mark.parametrize(("format", "heads"), [("fp8_e4m3", 128), ("fp8_ds_mla", 256)])
 def test_pieces_of_8_bit_latents_are_merged_too(format, heads):
     fn, _, args, options = launches(mla_decode_branch, call_of(1, heads=heads, format=format), 90)[MERGE]
     assert compile_launch(fn, args, options, 90)["n_spills"] == 0

@@ -30,8 +30,8 @@ _QUERIES = (torch.bfloat16, torch.float8_e4m3fn)
 class Choice(NamedTuple):
     rows: int  # query rows of a segment
     stages: int  # tiles in shared memory
-    programs_per_sm: int
-    blocks: int  # blocks of heads that share a CTA
+    programs_per_sm: int = 1
+    turns: int = 1  # warpgroups that take turns on the tiles of 8-bit latents
     min_tiles: int = 1  # least share of a program
     trio: bool = False  # a warpgroup that scores, two that add values
     heads: int = 0  # of a block, where it has fewer than `rows`
@@ -73,56 +73,54 @@ def why_not(f: SimpleNamespace) -> str | None:
 def choose(f: SimpleNamespace) -> Choice:
     """What the choices follow, on an H200, 2026-11-21, 128 × 8K (docs/measured.md has more).
 
-    fp8_e4m3, 16 heads: two programs of 2 stages 162 µs, one of 4 stages 169. 128 heads: a trio of warpgroups 522 µs,
-    with an e4m3 query 372, two blocks of 32 rows that share the tiles of a CTA 693 and 594. 32 heads: the trio 283, the
-    two blocks 278.
+    fp8_e4m3, 32 heads: two programs of 32 rows 188 µs, with an e4m3 query 165; one whose two warpgroups take turns 182
+    and 161, but 60 requests of up to 1024 43 for 34; a trio of warpgroups of 64 rows, half of them dead, 254 and 197.
+    Few tiles of 32 heads are not bound by arithmetic, and go in two blocks of 16 rows: 1 × 8K 15.7 → 12.0 µs, 4 × 4K
+    19.6 → 13.5, 16 × 8K 42.5 → 38.9, but 64 × 4K 63.8 → 67.1; fp8_ds_mla 18.8 → 14.1, 21.4 → 16.4, 50.2 → 47.8.
     """
     if f.ckv.dtype.itemsize == 2:
-        return Choice(rows=64, stages=2, programs_per_sm=1, blocks=1, heads=32 if few_tiles(f) else 0)
+        return Choice(rows=64, stages=2, heads=32 if few_tiles(f) else 0)
     heads, grouped = f.q_nope.shape[1], f.ckv_scale_cache is not None
-    if f.max_q_len * heads <= 16:
-        return Choice(rows=16, stages=2, programs_per_sm=2, blocks=1)
-    if f.max_q_len * heads > 32:
-        # As many tiles as fit: the query takes 36 KB, or 72 as two terms.
-        stages = 4 if f.q_nope.dtype == torch.float8_e4m3fn and not grouped else 3
-        return Choice(rows=64, stages=stages, programs_per_sm=1, blocks=1, trio=True)
-    if heads == 32:
-        return Choice(rows=16, stages=2 if grouped else 4, programs_per_sm=1, blocks=2)
-    if grouped:
-        return Choice(rows=32, stages=3, programs_per_sm=1, blocks=1)
-    return Choice(rows=32, stages=2, programs_per_sm=2, blocks=1)
+    rows = f.max_q_len * heads
+    if 16 < rows <= 32 and heads % 2 == 0 and most_tiles(f) <= 16 * launch.num_sms(f):
+        return Choice(rows=16, stages=2, programs_per_sm=2, heads=heads // 2)
+    if rows <= 16 or (rows <= 32 and not grouped):
+        return Choice(rows=16 if rows <= 16 else 32, stages=2, programs_per_sm=2)
+    if rows <= 32:
+        return Choice(rows=32, stages=3, turns=2)
+    # As many tiles as fit: the query takes 36 KB, or 72 as two terms.
+    stages = 4 if f.q_nope.dtype == torch.float8_e4m3fn and not grouped else 3
+    return Choice(rows=64, stages=stages, trio=True, heads=32 if few_tiles(f) else 0)
 
 
 def configure(f: SimpleNamespace, chosen: Choice | None = None) -> Config:
     k, half = chosen or choose(f), f.ckv.dtype.itemsize == 2
     heads, requests = f.q_nope.shape[1], f.seq_lens.shape[0]
-    of_block = k.heads or k.rows
-    blocks = heads // of_block if heads and heads % of_block == 0 else 1
+    blocks = heads // k.heads if k.heads else blocks_of_heads(f, k.rows, launch.num_sms(f) * k.programs_per_sm)
     boxes = tuple(box for box in _boxes(f) if box is not None)
     fmt, t = latent_format(f.format), Tiles(TILE, k.rows, CHUNK, k.stages, 4, None, 1, k.min_tiles, True)
     parts = portable._format(f, fmt) | portable._geometry(f, fmt, t, blocks, True) | portable._features(f)
     # Rows of partial results start on sectors of 32 bytes: 5 µs less at 1 × 8K, 128 heads.
     parts["PART_COLUMNS"] = RANK + 8
-    if half or k.trio:  # one kernel for all small batches
-        parts["BLOCK_B"] = max(parts["BLOCK_B"], 128)
+    parts["BLOCK_B"] = max(parts["BLOCK_B"], 128)  # one kernel for all small batches
     segments = -(-f.max_q_len * parts["GROUP"] // k.rows)
     segments_in_all = max(requests, 1) * segments * blocks
-    ctas = max(launch.num_sms(f) * k.programs_per_sm * k.blocks // blocks, 1) * blocks // k.blocks
-    whole = whole_segments(f, segments_in_all, ctas * k.blocks)
+    programs = max(launch.num_sms(f) * k.programs_per_sm // blocks, 1) * blocks
+    whole = whole_segments(f, segments_in_all, programs)
     if whole:
-        ctas = segments_in_all // k.blocks
-    programs, c = ctas * k.blocks, portable.Constants(**parts, WHOLE=whole)
+        programs = segments_in_all
+    c = portable.Constants(**parts, WHOLE=whole)
     # A producer warp comes with three idle ones; registers are dealt out by warpgroups.
-    warps = 4 * (4 if k.trio else 3 if half or k.blocks == 2 else 2)
-    registers = 65536 // (32 * warps * k.programs_per_sm) // 8 * 8
+    warpgroups = 4 if k.trio else 3 if half or k.turns == 2 else 2
+    registers = 65536 // (128 * warpgroups * k.programs_per_sm) // 8 * 8
     tensor, strides = launch.TENSOR, _strides(f)
     rows = max((box.rows for box in boxes), default=0)
     split = launch.Template(
-        _kernel(half, k.trio), (ctas,), (
+        _kernel(half, k.trio), (programs,), (
             tensor, tensor, *[None] * (len(boxes) < 3), *[tensor] * 6,
             f.softmax_scale, tensor, f.kv_scale, tensor, f.out_scale, tensor, requests, f.out.shape[0],
-            rows, _pitch(f.ckv_scale_cache), segments, *strides, k.stages, k.blocks, c,
-        ), descriptors_at=2, fp8_as_bytes=False, num_warps=4, maxnreg=registers, launch_pdl=half or k.trio,
+            rows, _pitch(f.ckv_scale_cache), segments, *strides, k.stages, k.turns, c,
+        ), descriptors_at=2, fp8_as_bytes=False, num_warps=4, maxnreg=registers, launch_pdl=True,
     )  # fmt: skip
     live = min(k.rows, f.max_q_len * c.GROUP)
     merge_rows, pieces, columns, merge_warps = _merge_tile(live, segments_in_all, programs)
@@ -136,19 +134,41 @@ def configure(f: SimpleNamespace, chosen: Choice | None = None) -> Config:
     return Config(c, split, merge, scratch, boxes, {}, 0 in f.q_nope.shape or requests == 0)
 
 
+def blocks_of_heads(f: SimpleNamespace, rows: int, programs: int) -> int:
+    """Into how many blocks heads go: programs take fewest blocks of `rows` query rows, and share most of the tiles.
+
+    Blocks lie side by side, and read a tile from the L2 cache. What one has more than `rows` is another segment, which
+    reads the cache again. On an H200, 2026-11-21, bf16, 128 × 8K: 96 heads in one block (64 + 32 rows) 579 µs, in two
+    of 48 455; 32 heads of 4 query tokens, one block (64 + 64 rows) 581, two 461. Ragged rows count as one token each.
+    """
+    heads, tokens = f.q_nope.shape[1], 1 if f.cu_seqlens_q is not None else f.max_q_len
+
+    def cost(n: int) -> tuple[float, int]:
+        return n * -(-tokens * (heads // n) // rows) / (programs // n * n), -n
+
+    return min((n for n in range(1, min(heads, programs) + 1) if heads % n == 0), key=cost, default=1)
+
+
+def most_tiles(f: SimpleNamespace) -> int:
+    """Of one block of query rows of all requests, as the page table bounds them."""
+    return f.seq_lens.shape[0] * -(-f.page_table.shape[1] * f.ckv.shape[1] // TILE)
+
+
 def few_tiles(f: SimpleNamespace) -> bool:
-    """Whether heads of 16-bit latents go in blocks of 32, though tiles of 64 rows are then half empty.
+    """Whether 64 or 128 heads go in blocks of 32, though tiles of 64 rows are then half empty.
 
     More programs read a tile, but each request is cut into fewer pieces, whose states are what few tiles wait for. The
-    page table bounds the tiles. On an H200, 2026-11-21: 128 heads, 1 × 4K 17.9 → 14.9 µs, 1 × 8K 19.7 → 18.1, 1 × 12K
-    22.2 → 21.6, but 1 × 16K 24.0 → 24.6, 2 × 8K 23.7 → 25.9, 1 × 32K 31.4 → 37.5; 64 heads, 1 × 1K 13.2 → 11.0, 1 × 8K
-    18.2 → 16.3, 4 × 4K 21.1 → 20.3.
+    page table bounds the tiles. On an H200, 2026-11-21: bf16, 128 heads, 1 × 4K 17.9 → 14.9 µs, 1 × 8K 19.7 → 18.1,
+    1 × 12K 22.2 → 21.6, but 1 × 16K 24.0 → 24.6, 2 × 8K 23.7 → 25.9, 1 × 32K 31.4 → 37.5; 64 heads, 1 × 1K 13.2 → 11.0,
+    1 × 8K 18.2 → 16.3, 4 × 4K 21.1 → 20.3. fp8_e4m3 with an e4m3 query: 128 heads, 1 × 4K 20.0 → 17.1, 1 × 8K 19.7 →
+    18.2, but 2 × 8K 24.5 → 26.2; 64 heads, 1 × 8K 18.2 → 16.2. With a bf16 query: 1 × 4K 20.8 → 18.5, 1 × 8K 21.9 →
+    21.4; fp8_ds_mla 1 × 4K 21.5 → 19.6, 1 × 8K even.
     """
     heads, sms = f.q_nope.shape[1], launch.num_sms(f)
     of_one = -(-f.page_table.shape[1] * f.ckv.shape[1] // TILE)
     if of_one <= WHOLE_TILES or heads not in (64, 128) or f.max_q_len != 1:
         return False
-    tiles = f.seq_lens.shape[0] * of_one
+    tiles = most_tiles(f)
     return tiles < 2 * sms and tiles * heads < 192 * sms
 
 
@@ -167,13 +187,16 @@ def _merge_tile(rows: int, segments: int, programs: int) -> tuple[int, int, int,
 
     Many rows wait once for several of them. Few rows are cut into many pieces: small programs read many at once, but
     where there is about one round of pieces, fewer programs are ready sooner (bf16, 16 heads, 64 × 4K: 91 → 84 µs).
+    Programs of one warp: fp8_e4m3, 16 heads, 16 × 8K 32.6 → 31.0 µs, 8 × 8K 21.0 → 20.2, 4 × 8K 15.9 → 15.0.
     """
     if segments * rows > 1024:
         return 4, 2, RANK, 4
     pieces = programs // max(segments, 1)  # of a segment, if lengths are equal
-    if pieces <= 12:
+    if pieces <= 4 or (pieces <= 12 and segments * rows > 512):
         return 1, 8, RANK, 4
-    return (1, 32, 64, 2) if pieces < 96 else (1, 128, 32, 4)
+    if pieces <= 16:
+        return 1, 8 if pieces <= 8 else 16, 128, 1
+    return (1, 32, 64, 1) if pieces < 96 else (1, 128, 32, 4)
 
 
 def _kernel(half: bool, trio: bool) -> Any:
@@ -221,11 +244,14 @@ def run(call: Any, config: Config) -> None:
 def bind(config: Config, at: dict[str, int]) -> Bound | None:
     if config.empty:
         return None
-    described = [n for n in ("ckv", "kpe", "ckv_scale_cache") if n in at]
-    steps = [Step(config.split, _SPLIT, described, config.descriptors)]
-    if config.merge is not None:
-        steps.append(Step(config.merge, _MERGE))
-    return bound(steps, at, config.scratch)
+    return bound(steps(config), at, config.scratch)
+
+
+def steps(config: Config) -> list[Step]:
+    """The launches, in order."""
+    described = ("ckv", "kpe", "ckv_scale_cache")[: len(config.boxes)]
+    split = Step(config.split, _SPLIT, described, config.descriptors)
+    return [split] if config.merge is None else [split, Step(config.merge, _MERGE)]
 
 
 def _caches(call: Any, config: Config) -> tuple:

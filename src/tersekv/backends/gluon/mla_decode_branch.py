@@ -15,7 +15,7 @@ from . import mla_decode
 from .mla_decode_merge import merge_project_kernel
 
 _JOINED = Fields("cu_seqlens_q LATENTS part w_uv w_uv_scale out kv_scale_t")
-_MOST_TOKENS = 8
+_MOST_TOKENS, _LEAST_HEADS = 8, 128
 
 
 class Tile(NamedTuple):
@@ -47,13 +47,15 @@ def tile(tokens: int) -> Tile:
 
 
 def joins(call: Any, config: Config) -> bool:
-    """Whether merge and projection are one launch.
+    """Whether merge and projection are one launch, of a program for each head: these must be many, and tokens few.
 
-    On an H200, 2026-11-21, 128 heads, e4m3 weights, in a graph with cold caches and weights: 1 × 4K 25.3 → 25.2 µs,
-    1 × 16K 35.4 → 34.6, 8 × 4K 53.1 → 52.4, 16 × 4K 67.4 → 69.7; 16-bit weights, 1 × 4K 30.0 → 30.7.
+    On an H200, 2026-11-21, 128 heads, e4m3 weights, in a graph with cold caches and weights: 1 × 4K 24.4 → 24.2 µs,
+    1 × 16K 35.4 → 34.6, 8 × 4K 52.1 → 51.1; but 16 × 4K 67.4 → 69.7, 1 × 4K with 16-bit weights 30.0 → 30.7. Several
+    tokens of a request were not run there.
     """
-    few = call.q.shape[0] <= _MOST_TOKENS and call.w_uv.shape[1] <= 128 and call.w_uv_scale is not None
-    return few and config.decode.merge is not None
+    tokens, heads, columns = call.out.shape
+    fits = tokens <= _MOST_TOKENS and heads >= _LEAST_HEADS and columns <= 128 and call.w_uv_scale is not None
+    return fits and call.max_q_len == 1 and config.decode.merge is not None
 
 
 def steps(call: Any, given: SimpleNamespace, config: Config, decode: Any) -> list[Step]:
@@ -62,7 +64,7 @@ def steps(call: Any, given: SimpleNamespace, config: Config, decode: Any) -> lis
         return found
     (tokens, heads, columns), scale, t = call.out.shape, call.w_uv_scale, tile(call.q.shape[0])
     merge, latents = config.decode.merge.arguments, given.LATENTS
-    programs, segments, c = merge[8], merge[9], merge[-1]
+    programs, segments, c = merge[8], merge[9], merge[-1]  # as `merge_kernel` takes them
     joined = launch.Template(
         merge_project_kernel, (heads, -(-columns // t.block_n), -(-tokens // t.block_m)), (
             *[launch.TENSOR] * 6, call.kv_scale, launch.TENSOR, tokens, call.cache_lens.shape[0], programs, segments,

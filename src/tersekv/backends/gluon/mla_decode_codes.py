@@ -5,6 +5,9 @@ significant bits is exactly the sum of two e4m3 terms, which lie side by side al
 an accumulator of its own, added in fp32, since the matrix unit keeps about 14 bits in 8-bit products. As values the
 same codes are read as 16-bit words, transposed, two codes a word, and become fp16 in registers; part j of a chunk of
 words holds the columns 2 * word + j.
+
+Where TURNS is 2, two warpgroups take turns on the tiles of a segment, each with sums of its own. At the segment's end
+both are scaled to one reference, and each gives the other a half of the columns.
 """
 
 from triton.experimental import gluon
@@ -17,21 +20,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..triton.tiles import E4M3_PTX
+from .mla_decode_codes_ends import exchange, store_part, store_rows
 from .mla_decode_produce import produce
+from .pipeline import barriers, signal, wait_for_previous
 from .schedule import (
     LOG2E,
+    deal,
     finish,
+    load_tiles,
     locate,
     meta_of,
+    next_segment,
     note_pieces,
-    output,
-    request_tiles,
     row_places,
     scalar,
     share,
     zero_padding,
 )
 
+VOTE_PTX = gl.constexpr(
+    """{
+    .reg .pred p;
+    setp.gt.f32 p, $1, 0f00000000;
+    vote.sync.any.pred p, p, 0xffffffff;
+    selp.b32 $0, 1, 0, p;
+    }"""
+)
 SLACK = gl.constexpr(8.0)  # probabilities are at most 2^SLACK before they are normalised, which fp16 holds
 MIN_SCALE = gl.constexpr(1e-30)  # of a key's chunks: its reciprocal is finite
 
@@ -60,14 +74,17 @@ def store_terms(x, place, TERMS: gl.constexpr):
 
 
 @gluon.jit
-def load_query(QN, QP, q_c, q_r, segment, h, q0, rows, sn_t, sn_h, sr_t, sr_h, which: gl.constexpr,
-               TERMS: gl.constexpr, LAYOUT: gl.constexpr, c: gl.constexpr):  # fmt: skip
-    """Put the query rows into shared memory, and return a factor of the scores [ROWS].
+def load_query(QN, QP, q, segment, h, q0, rows, strides, ME: gl.constexpr, TURNS: gl.constexpr, TERMS: gl.constexpr,
+               LAYOUT: gl.constexpr, c: gl.constexpr):  # fmt: skip
+    """Put this warpgroup's share of the query's columns into shared memory; return a factor of the scores [ROWS].
 
     A power of two is taken out of each row so that its largest element lies in [128, 256): what is 2^-10 of that is
     still exact in two e4m3 terms.
     """
+    q_c, q_r = q
+    sn_t, sn_h, sr_t, sr_h, _, _, _, _ = strides
     CHUNKS: gl.constexpr = c.CHUNKS
+    MINE: gl.constexpr = CHUNKS // TURNS
     WIDTH: gl.constexpr = 2 * c.CHUNK
     WIDTH_R: gl.constexpr = q_r.shape[1]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -86,13 +103,15 @@ def load_query(QN, QP, q_c, q_r, segment, h, q0, rows, sn_t, sn_h, sr_t, sr_h, w
         field = gl.maximum((top.to(gl.int32, bitcast=True) >> 23) & 0xFF, 8)
         inverse = ((261 - field) << 23).to(gl.float32, bitcast=True)
         factor = gl.where(field == 255, float("nan"), ((field - 7) << 23).to(gl.float32, bitcast=True))
-    for i in gl.static_range(CHUNKS):
-        store_terms(pieces[i].to(gl.float32) * inverse[:, None], q_c.index(which * CHUNKS + i), TERMS)
-    x = rotary.to(gl.float32) * inverse[:, None]
-    if q_r.dtype == gl.bfloat16:
-        q_r.store(x.to(gl.bfloat16))
-    else:
-        store_terms(x, q_r, TERMS)
+    for i in gl.static_range(MINE):
+        x = pieces[ME * MINE + i].to(gl.float32) * inverse[:, None]
+        store_terms(x, q_c.index(ME * MINE + i), TERMS)
+    if ME == TURNS - 1:
+        x = rotary.to(gl.float32) * inverse[:, None]
+        if q_r.dtype == gl.bfloat16:
+            q_r.store(x.to(gl.bfloat16))
+        else:
+            store_terms(x, q_r, TERMS)
     fence_async_shared()
     return gl.convert_layout(factor, LAYOUT)
 
@@ -114,6 +133,7 @@ def drop_stale(codes, slot, keys, c: gl.constexpr):
         place = as_words(codes.index(slot * c.CHUNKS + i))
         x = place.load(L)
         place.store(gl.where(real[:, None], x, 0))
+    gl.thread_barrier()  # here, or the compiler puts one behind the branch
 
 
 @gluon.jit
@@ -128,45 +148,67 @@ def add_terms(s, S: gl.constexpr, TERMS: gl.constexpr):
 
 
 @gluon.jit
-def scores(rings, slot, q, here, which: gl.constexpr, TERMS: gl.constexpr, S: gl.constexpr, S8: gl.constexpr,
+def values(codes, slot, i: gl.constexpr, O: gl.constexpr, c: gl.constexpr):
+    """A tile's i-th chunk of values, transposed, as two fp16 operands in registers."""
+    return unpack(as_words(codes.index(slot * c.CHUNKS + i)).permute((1, 0)).load(gl.DotOperandLayout(0, O, 2)))
+
+
+@gluon.jit
+def scores(rings, slot, q, here, TERMS: gl.constexpr, S: gl.constexpr, S8: gl.constexpr, O: gl.constexpr,
            c: gl.constexpr):  # fmt: skip
-    """Products of the tile's keys and the query rows: fp32 [TILE, ROWS]."""
+    """(products of the tile's keys and the query rows: fp32 [TILE, ROWS], the first values where registers allow)."""
     CHUNKS: gl.constexpr = c.CHUNKS
     codes, rotary, _ = rings
     q_c, q_r = q
     zero = gl.full([c.TILE, TERMS * c.ROWS], 0.0, gl.float32, S8)
-    # One accumulator is in flight while the one before is added, where registers allow.
-    AHEAD: gl.constexpr = 1 if c.ROWS <= 16 else 0
-    x = warpgroup_mma(rotary.index(slot), q_r.index(here + which).permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = zero
-    for i in gl.static_range(CHUNKS):
-        before = x
-        if AHEAD == 0:
-            before = warpgroup_mma_wait(0, [before])
-            s = before if i == 0 else s + before
-        q_i = q_c.index(here + (which * CHUNKS + i)).permute((1, 0))
-        x = warpgroup_mma(codes.index(slot * CHUNKS + i), q_i, zero, use_acc=False, is_async=True)
-        if AHEAD == 1:
-            before = warpgroup_mma_wait(1, [before])
-            s = before if i == 0 else s + before
-    return add_terms(s + warpgroup_mma_wait(0, [x]), S, TERMS)
+    x = warpgroup_mma(rotary.index(slot), q_r.index(here).permute((1, 0)), zero, use_acc=False, is_async=True)
+    first = ()
+    if c.ROWS <= 16:
+        xs = (x,)
+        for i in gl.static_range(CHUNKS):
+            q_i = q_c.index(here + i).permute((1, 0))
+            xs = xs + (warpgroup_mma(codes.index(slot * CHUNKS + i), q_i, zero, use_acc=False, is_async=True),)
+        first = values(codes, slot, 0, O, c)  # beside the products
+        xs = warpgroup_mma_wait(0, xs)
+        s = xs[0]
+        for i in gl.static_range(CHUNKS):
+            s += xs[i + 1]
+    else:
+        s = zero
+        for i in gl.static_range(CHUNKS):
+            x = warpgroup_mma_wait(0, [x])
+            s = x if i == 0 else s + x
+            q_i = q_c.index(here + i).permute((1, 0))
+            x = warpgroup_mma(codes.index(slot * CHUNKS + i), q_i, zero, use_acc=False, is_async=True)
+        s += warpgroup_mma_wait(0, [x])
+    return add_terms(s, S, TERMS), first
 
 
 @gluon.jit
-def scaled_scores(rings, slot, q, here, scales, which: gl.constexpr, TERMS: gl.constexpr, S: gl.constexpr,
-                  S8: gl.constexpr, c: gl.constexpr):  # fmt: skip
-    """The same where each chunk of a key has a scale, and the rotary part is bf16."""
+def scaled_scores(rings, slot, q, here, scales, TERMS: gl.constexpr, S: gl.constexpr, S8: gl.constexpr,
+                  c: gl.constexpr):  # fmt: skip
+    """The products where each chunk of a key has a scale, and the rotary part is bf16."""
     CHUNKS: gl.constexpr = c.CHUNKS
     codes, rotary, _ = rings
     q_c, q_r = q
     zero = gl.full([c.TILE, TERMS * c.ROWS], 0.0, gl.float32, S8)
     s = gl.full([c.TILE, c.ROWS], 0.0, gl.float32, S)
-    s = warpgroup_mma(rotary.index(slot), q_r.index(here + which).permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, [s])
-    for i in gl.static_range(CHUNKS):
-        q_i = q_c.index(here + (which * CHUNKS + i)).permute((1, 0))
-        x = warpgroup_mma(codes.index(slot * CHUNKS + i), q_i, zero, use_acc=False, is_async=True)
-        s += add_terms(warpgroup_mma_wait(0, [x]), S, TERMS) * scales[i][:, None]
+    s = warpgroup_mma(rotary.index(slot), q_r.index(here).permute((1, 0)), s, use_acc=False, is_async=True)
+    if c.ROWS <= 16:
+        xs = (s,)
+        for i in gl.static_range(CHUNKS):
+            q_i = q_c.index(here + i).permute((1, 0))
+            xs = xs + (warpgroup_mma(codes.index(slot * CHUNKS + i), q_i, zero, use_acc=False, is_async=True),)
+        xs = warpgroup_mma_wait(0, xs)
+        s = xs[0]
+        for i in gl.static_range(CHUNKS):
+            s += add_terms(xs[i + 1], S, TERMS) * scales[i][:, None]
+    else:
+        s = warpgroup_mma_wait(0, [s])
+        for i in gl.static_range(CHUNKS):
+            q_i = q_c.index(here + i).permute((1, 0))
+            x = warpgroup_mma(codes.index(slot * CHUNKS + i), q_i, zero, use_acc=False, is_async=True)
+            s += add_terms(warpgroup_mma_wait(0, [x]), S, TERMS) * scales[i][:, None]
     return s
 
 
@@ -190,7 +232,7 @@ def load_scales(place, keys, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def add_values(acc, codes, slot, probs, which: gl.constexpr, LEAN: gl.constexpr, O: gl.constexpr, c: gl.constexpr):
+def add_values(acc, codes, slot, first, probs, ME: gl.constexpr, LEAN: gl.constexpr, O: gl.constexpr, c: gl.constexpr):
     """acc + the tile's values, transposed, times the probabilities in shared memory [TILE, ROWS].
 
     With group scales there is a tile of probabilities for each chunk.
@@ -198,14 +240,12 @@ def add_values(acc, codes, slot, probs, which: gl.constexpr, LEAN: gl.constexpr,
     LEAN: a chunk becomes fp16 only when the one before is multiplied, which needs fewer registers.
     """
     CHUNKS: gl.constexpr = c.CHUNKS
-    A: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     out, done = (), ()
     for i in gl.static_range(CHUNKS):
-        w = as_words(codes.index(slot * CHUNKS + i)).permute((1, 0)).load(A)
         if LEAN and i > 0:
             done = done + warpgroup_mma_wait(0, [out[2 * i - 2], out[2 * i - 1]])
-        v = unpack(w)
-        p = probs.index(which * CHUNKS + i if c.GROUP_SCALES else which)
+        v = first if i == 0 and len(first) == 2 else values(codes, slot, i, O, c)
+        p = probs.index(ME * CHUNKS + i if c.GROUP_SCALES else ME)
         for j in gl.static_range(2):
             out = out + (warpgroup_mma(v[j], p, acc[2 * i + j], is_async=True),)
         if not LEAN and i > 0:
@@ -217,6 +257,19 @@ def add_values(acc, codes, slot, probs, which: gl.constexpr, LEAN: gl.constexpr,
 def fold(p):
     """Sums over those keys of a tile of probabilities that one thread holds: [TILE / 16, 8, ROWS]."""
     return gl.sum(gl.reshape(p, [p.shape[0] // 16, 2, 8, p.shape[1]]), 1)
+
+
+@gluon.jit
+def any_higher(s, limit, flags, ME: gl.constexpr):
+    """Whether any score lies above its row's limit: a vote in each warp, and a word of each in shared memory."""
+    ROWS: gl.constexpr = s.shape[1]
+    x = gl.reshape(s - limit[None, :], [4, 2, 8, ROWS // 8, 4, 2])
+    x = gl.max(gl.max(gl.max(x, 5), 3), 1)  # of what one thread holds
+    x = gl.inline_asm_elementwise(VOTE_PTX, "=r,f", [x], gl.int32, is_pure=False, pack=1)
+    place = flags.index(ME)
+    place.store(gl.reshape(gl.permute(x.to(gl.int8), (1, 2, 0)), [32, 4]))
+    ALL: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 2]], [[0, 0]] * 5, [[0, 0]] * 2, [], [1, 4])
+    return gl.max(gl.max(place.slice(0, 1).load(ALL).to(gl.int32), 1), 0) > 0
 
 
 @gluon.jit
@@ -234,9 +287,10 @@ def raise_reference(m_new, m, l, acc, O: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.jit
-def attend(q, rings, bars, probs, scale, t0, t1, n, rows, r0, k, which: gl.constexpr, TERMS: gl.constexpr,
-           STAGES: gl.constexpr, S: gl.constexpr, S8: gl.constexpr, O: gl.constexpr, c: gl.constexpr):  # fmt: skip
-    """Attend tiles [t0, t1) of a segment: (running maximum [ROWS], sum [ROWS], accumulators, tiles done in all)."""
+def attend(q, rings, bars, probs, flags, scale, t0, t1, n, rows, r0, k, ME: gl.constexpr, TURNS: gl.constexpr,
+           TERMS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr, S8: gl.constexpr, O: gl.constexpr,
+           c: gl.constexpr):  # fmt: skip
+    """Attend this warpgroup's tiles of [t0, t1) of a segment: (running maximum [ROWS], sum [ROWS], accumulators)."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     CHUNKS: gl.constexpr = c.CHUNKS
     full, free = bars
@@ -247,115 +301,91 @@ def attend(q, rings, bars, probs, scale, t0, t1, n, rows, r0, k, which: gl.const
         acc = acc + (gl.full([c.CHUNK, c.ROWS], 0.0, gl.float32, O),)
     o_k = gl.arange(0, c.TILE, gl.SliceLayout(1, S))
     position = n - rows + (r0 + gl.arange(0, c.ROWS, COLUMN)) // c.GROUP
-    for t in range(t0, t1):
-        slot = k % STAGES
-        mbarrier.wait(full.index(slot), (k // STAGES) & 1)
+    for t in range(t0 + ME, t1, TURNS):
+        turn = k + t - t0
+        slot = turn % STAGES
+        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
         if (t + 1) * c.TILE > n:
             drop_stale(rings[0], slot, n - t * c.TILE, c)
         # NOTE: `here` is 0. A constant would make the compiler keep, and spill, the descriptor of every piece of q.
         here = t >> 30
         if c.GROUP_SCALES:
             scales = load_scales(rings[2].index(slot), n - t * c.TILE, gl.SliceLayout(1, S))
-            s = scaled_scores(rings, slot, q, here, scales, which, TERMS, S, S8, c) * scale[None, :]
+            s, first = scaled_scores(rings, slot, q, here, scales, TERMS, S, S8, c) * scale[None, :], ()
             # The key's largest scale joins the exponent, so that the probabilities that meet the codes lie in [0, 1].
             top = gl.full([c.TILE], MIN_SCALE, gl.float32, gl.SliceLayout(1, S))
             for i in gl.static_range(CHUNKS):
                 top = gl.maximum(top, gl.abs(scales[i]))
             s += gl.log2(top)[:, None]
         else:
-            s = scores(rings, slot, q, here, which, TERMS, S, S8, c) * scale[None, :]
+            s, first = scores(rings, slot, q, here, TERMS, S, S8, O, c)
+            s *= scale[None, :]
         if (t + 1) * c.TILE > n - rows + 1:
             o_n = t * c.TILE + o_k
             s = gl.where((o_n < n)[:, None] & (o_n[:, None] <= position[None, :]), s, float("-inf"))
-        highest = gl.max(s, 0)
         # The reference of a row's exponents is raised only where powers would pass 2^SLACK: rarely.
-        if gl.max((highest > m + SLACK).to(gl.int32), 0) > 0:
-            m, l, acc = raise_reference(gl.maximum(m, highest), m, l, acc, O, c)
+        if any_higher(s, m + SLACK, flags, ME):
+            m, l, acc = raise_reference(gl.maximum(m, gl.max(s, 0)), m, l, acc, O, c)
         base = gl.where(m == float("-inf"), 0.0, m)
         p = gl.exp2(s - base[None, :])
         if c.GROUP_SCALES:
             inverse = 1.0 / top
             l += fold(p * inverse[:, None])
             for i in gl.static_range(CHUNKS):
-                probs.index(which * CHUNKS + i).store((p * (scales[i] * inverse)[:, None]).to(gl.float16))
+                probs.index(ME * CHUNKS + i).store((p * (scales[i] * inverse)[:, None]).to(gl.float16))
         else:
             l += fold(p)
-            probs.index(which).store(p.to(gl.float16))
+            probs.index(ME).store(p.to(gl.float16))
         fence_async_shared()
-        acc = add_values(acc, rings[0], slot, probs, which, c.ROWS >= 32, O, c)
+        acc = add_values(acc, rings[0], slot, first, probs, ME, c.ROWS >= 32, O, c)
         mbarrier.arrive(free.index(slot))
-        k += 1
-    return m, gl.sum(gl.sum(l, 1), 0), acc, k
+    return m, gl.sum(gl.sum(l, 1), 0), acc
 
 
 @gluon.jit
-def store_rows(OUT, acc, factor, tokens, heads, m_row, so_t, so_h, O: gl.constexpr, c: gl.constexpr):
-    """Write acc × factor to `out`."""
-    CHUNKS: gl.constexpr = c.CHUNKS
-    for i in gl.static_range(CHUNKS):
-        o_w = i * c.CHUNK + gl.arange(0, c.CHUNK, gl.SliceLayout(1, O))
-        for j in gl.static_range(2):
-            p_out = OUT + (tokens * so_t + heads * so_h)[None, :] + (2 * o_w + j)[:, None]
-            gl.store(p_out, output(acc[2 * i + j] * factor[None, :], OUT, c), mask=m_row[None, :])
-
-
-@gluon.jit
-def store_part(PART, slot, m, l, acc, m_row, O: gl.constexpr, c: gl.constexpr):
-    """Write a cut segment's state as the merge reads it: part 0's words, then part 1's, then m and l."""
-    CHUNKS: gl.constexpr = c.CHUNKS
-    o_r = gl.arange(0, c.ROWS, gl.SliceLayout(0, O))
-    p_row = PART + (slot.to(gl.int64) * c.ROWS + o_r) * c.PART_COLUMNS
-    for i in gl.static_range(CHUNKS):
-        o_w = i * c.CHUNK + gl.arange(0, c.CHUNK, gl.SliceLayout(1, O))
-        for j in gl.static_range(2):
-            gl.store(p_row[None, :] + (j * c.BLOCK_DV + o_w)[:, None], acc[2 * i + j], mask=m_row[None, :])
-    gl.store(p_row + c.PART_COLUMNS - 2, m, mask=m_row)
-    gl.store(p_row + c.PART_COLUMNS - 1, l, mask=m_row)
-
-
-@gluon.jit
-def consume(tensors, q, rings, bars, probs, score_scale, value_factor, place, strides, STAGES: gl.constexpr,
-            which: gl.constexpr, c: gl.constexpr):  # fmt: skip
-    """Attend the share [x, end) of all tiles, for one block of heads: the `which`-th of the CTA."""
+def consume(tensors, q, rings, bars, probs, hand, score_scale, value_factor, place, strides, STAGES: gl.constexpr,
+            ME: gl.constexpr, TURNS: gl.constexpr, c: gl.constexpr):  # fmt: skip
+    """Attend this warpgroup's tiles of the share [x, end) of all tiles, and write its share of the columns."""
     QN, QP, LENS, CU, OUT, LSE, PART, META = tensors
     max_segments, p, per, x, end, b, base = place
-    sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h = strides
+    _, _, _, _, so_t, so_h, sl_t, sl_h = strides
+    flags, notes, places, q_ready, noted, given = hand
     TERMS: gl.constexpr = q[0].shape[1] // c.ROWS
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
     S8: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS * TERMS, 32])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, O)
     h = p % c.HEADS
-    k = 0
-    tiles, segments, _, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
+    k, done = 0, 0
     while x < end:
-        while x - base >= tiles * segments:
-            base += tiles * segments
-            b += 1
-            tiles, segments, _, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
-        segment = (x - base) // tiles
-        t0 = (x - base) % tiles
-        t1 = gl.minimum(t0 + end - x, tiles)
+        b, base, segment, t0, t1, n, rows, q0, tiles = next_segment(LENS, CU, x, end, b, base, c)
         scale = score_scale * load_query(
-            QN, QP, q[0], q[1].index(which), segment, h, q0, rows, sn_t, sn_h, sr_t, sr_h, which, TERMS,
-            gl.SliceLayout(0, S), c,
-        )  # fmt: skip
-        m, l, acc, k = attend(
-            q, rings, bars, probs, scale, t0, t1, n, rows, segment * c.ROWS, k, which, TERMS, STAGES, S, S8, O, c
+            QN, QP, (q[0], q[1].index(0)), segment, h, q0, rows, strides, ME, TURNS, TERMS, gl.SliceLayout(0, S), c
         )
+        if TURNS == 2:
+            signal(q_ready[ME].index(0))
+            mbarrier.wait(q_ready[1 - ME].index(0), done & 1)
+        r0 = segment * c.ROWS
+        m, l, acc = attend(
+            q, rings, bars, probs, flags, scale, t0, t1, n, rows, r0, k, ME, TURNS, TERMS, STAGES, S, S8, O, c
+        )
+        if TURNS == 2:
+            m, l, acc = exchange(m, l, acc, notes, places, (noted, given), done, ME, O, c)
+        k += t1 - t0
+        done += 1
         tokens, heads, m_row = row_places(segment, h, q0, rows, ROW, c)
         m, l = gl.convert_layout(m, ROW), gl.convert_layout(l, ROW)
-        if t0 == 0:
+        if t0 == 0:  # all warpgroups write the same
             pieces = (base + (segment + 1) * tiles - 1) // per - p // c.HEADS + 1
             note_pieces(META, b, segment, max_segments, p, pieces, c)
         if t1 - t0 == tiles:
             factor, lse = finish(m, l, value_factor)
-            store_rows(OUT, acc, factor, tokens, heads, m_row, so_t, so_h, O, c)
-            if c.HAS_LSE:
+            store_rows(OUT, acc, factor, tokens, heads, m_row, so_t, so_h, ME, O, c)
+            if c.HAS_LSE and ME == 0:
                 gl.store(LSE + tokens * sl_t + heads * sl_h, lse, mask=m_row)
         else:
             slot = 2 * p + (t0 == 0).to(gl.int32)
-            store_part(PART, slot, m, l, acc, m_row, O, c)
+            store_part(PART, slot, m, l, acc, m_row, ME, O, c)
         x += t1 - t0
 
 
@@ -364,22 +394,19 @@ def mla_decode_codes_kernel(
     QN, QP, BOX_C, BOX_P, BOX_S, TABLE, LENS, CU, OUT, LSE, PART,
     softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T,
     B, T, nowhere, s_pitch, max_segments, sn_t, sn_h, sr_t, sr_h, st_b, so_t, so_h, sl_t, sl_h,
-    STAGES: gl.constexpr, BLOCKS: gl.constexpr, c: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, c: gl.constexpr,
 ):  # fmt: skip
-    """Attend one share of all tiles for BLOCKS blocks of heads, one or two, each by warps of its own.
-
-    Two blocks that share a CTA count as two programs wherever programs are counted.
-    """
-    HEADS: gl.constexpr = c.HEADS // BLOCKS
-    i_cta = gl.program_id(0)
-    i_share = i_cta // HEADS
-    p = i_share * c.HEADS + i_cta % HEADS * BLOCKS
-    num_programs = gl.num_programs(0) * BLOCKS
+    """Attend one share of all tiles for one block of heads."""
+    wait_for_previous()
+    p = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    i_share, num_shares = p // c.HEADS, num_programs // c.HEADS
     META = meta_of(PART, num_programs, c)
+    SMALL: gl.constexpr = c.BLOCK_B < 1024 and not c.WHOLE  # then BLOCK_B holds all requests
+    if SMALL:
+        loaded = load_tiles(LENS, CU, B, c)
     if c.RAGGED:
-        t = gl.load(CU + B).to(gl.int32)
-        zero_padding(OUT, LSE, t, T, i_cta, gl.num_programs(0), so_t, so_h, sl_t, sl_h, c)
-    x, end, per = share(LENS, CU, B, i_share, gl.num_programs(0) // HEADS, c)
+        padding = gl.load(CU + B).to(gl.int32)  # arrives with the lengths
     E4M3: gl.constexpr = gl.float8e4nv
     WIDTH: gl.constexpr = 2 * c.CHUNK
     R: gl.constexpr = BOX_P.dtype
@@ -394,42 +421,57 @@ def mla_decode_codes_kernel(
         scales = gl.allocate_shared_memory(gl.float32, [STAGES, c.TILE, c.CHUNKS], BOX_S.layout)
     Q_C: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q_ROWS, WIDTH], E4M3)
     Q_R: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q_ROWS_R, WIDTH_R], R)
-    q_c = gl.allocate_shared_memory(E4M3, [BLOCKS * c.CHUNKS, Q_ROWS, WIDTH], Q_C)
-    q_r = gl.allocate_shared_memory(R, [BLOCKS, Q_ROWS_R, WIDTH_R], Q_R)
+    q_c = gl.allocate_shared_memory(E4M3, [c.CHUNKS, Q_ROWS, WIDTH], Q_C)
+    q_r = gl.allocate_shared_memory(R, [1, Q_ROWS_R, WIDTH_R], Q_R)
     P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.TILE, c.ROWS], gl.float16)
-    probs = gl.allocate_shared_memory(gl.float16, [BLOCKS * PROBS, c.TILE, c.ROWS], P)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=BLOCKS)
+    probs = gl.allocate_shared_memory(gl.float16, [TURNS * PROBS, c.TILE, c.ROWS], P)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    flags = gl.allocate_shared_memory(gl.int8, [TURNS, 32, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    X: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 4, [1, 0])
+    notes, places = flags, flags
+    if TURNS == 2:
+        notes = gl.allocate_shared_memory(gl.float32, [4, c.ROWS], FLAT)
+        places = gl.allocate_shared_memory(gl.float32, [c.CHUNKS, c.CHUNK, c.ROWS], X)
+    full, free = barriers(STAGES), barriers(STAGES)
+    q_ready, noted, given = (barriers(1), barriers(1)), (barriers(1), barriers(1)), (barriers(1), barriers(1))
     scale_kv = scalar(kv_scale, KV_T, c.V_T)
     score_scale = scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E * scale_kv
     value_factor = scale_kv * scalar(out_scale, OUT_T, c.OUT_T)
-    b, base = locate(LENS, CU, B, gl.minimum(x, end - 1), c)
+    if SMALL:
+        x, end, per, b, base = deal(loaded, i_share, num_shares, c)
+    else:
+        x, end, per = share(LENS, CU, B, i_share, num_shares, c)
+        b, base = locate(LENS, CU, B, gl.minimum(x, end - 1), c)
     q, rings, bars = (q_c, q_r), (codes, rotary, scales), (full, free)
-    boxes = (BOX_C, BOX_P, BOX_S)
+    boxes, hand = (BOX_C, BOX_P, BOX_S), (flags, notes, places, q_ready, noted, given)
     tensors = (QN, QP, LENS, CU, OUT, LSE, PART, META)
     strides = (sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h)
-    place, next_place = (max_segments, p, per, x, end, b, base), (max_segments, p + 1, per, x, end, b, base)
+    place = (max_segments, p, per, x, end, b, base)
     work = (x, end, b, base, nowhere, s_pitch, st_b)
-    if BLOCKS == 1:
+    gl.thread_barrier()  # what partitions are given may lie where sums were read from
+    # The producer is the default partition: it has four warps anyway.
+    if TURNS == 2:
         gl.warp_specialize(
             [
-                (consume, (tensors, q, rings, bars, probs, score_scale, value_factor, place, strides, STAGES, 0, c)),
                 (produce, (boxes, TABLE, LENS, CU, bars, rings, work, (), STAGES, c)),
+                (consume, (tensors, q, rings, bars, probs, hand, score_scale, value_factor, place, strides, STAGES, 0,
+                           TURNS, c)),
+                (consume, (tensors, q, rings, bars, probs, hand, score_scale, value_factor, place, strides, STAGES, 1,
+                           TURNS, c)),
             ],
-            [1],
-            [24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (tensors, q, rings, bars, probs, score_scale, value_factor, place, strides, STAGES, 0, c)),
-                (consume, (tensors, q, rings, bars, probs, score_scale, value_factor, next_place, strides, STAGES, 1,
-                           c)),
-                (produce, (boxes, TABLE, LENS, CU, bars, rings, work, (), STAGES, c)),
-            ],
-            [4, 1],
-            [240, 24],
+            [4, 4],
+            [240, 240],
         )  # fmt: skip
+    else:
+        REGISTERS: gl.constexpr = 216 if c.GROUP_SCALES else 232  # what scales are addressed with would be spilled
+        gl.warp_specialize(
+            [
+                (produce, (boxes, TABLE, LENS, CU, bars, rings, work, (), STAGES, c)),
+                (consume, (tensors, q, rings, bars, probs, hand, score_scale, value_factor, place, strides, STAGES, 0,
+                           TURNS, c)),
+            ],
+            [4],
+            [REGISTERS],
+        )  # fmt: skip
+    if c.RAGGED:
+        zero_padding(OUT, LSE, padding, T, p, num_programs, so_t, so_h, sl_t, sl_h, c)

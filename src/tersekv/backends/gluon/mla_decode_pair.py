@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .mla_decode_pair_ends import load_query, store_output
-from .pipeline import signal, wait_for_previous
+from .pipeline import barriers, signal, wait_for_previous
 from .schedule import (
     LOG2E,
     deal,
@@ -174,48 +174,42 @@ def multiply_where_needed(count: int) -> tuple[str, str]:
     return "\n".join(text), ",".join([*["=f"] * count, *map(str, range(count)), *["f"] * count])
 
 
-MULTIPLY, CONSTRAINTS = map(gl.constexpr, multiply_where_needed(COLUMNS.value // 2))
+MULTIPLY, CONSTRAINTS = map(gl.constexpr, multiply_where_needed(MINE.value * COLUMNS.value // 2))
 
 
 @gluon.jit
-def scaled(accs, factor):
-    """Accumulators of some groups times a factor of each row, which is mostly 1."""
-    O: gl.constexpr = accs[0].type.layout
-    out, factor = (), gl.convert_layout(factor, gl.SliceLayout(1, O))[:, None]
-    for i in gl.static_range(MINE):
-        f, acc = gl.broadcast(factor, accs[i])
-        acc = gl.inline_asm_elementwise(MULTIPLY, CONSTRAINTS, [acc, f], gl.float32, is_pure=True, pack=COLUMNS // 2)
-        out = out + (acc,)
-    return out
+def scaled(acc, factor):
+    """An accumulator times a factor of each row, which is mostly 1."""
+    O: gl.constexpr = acc.type.layout
+    f, acc = gl.broadcast(gl.convert_layout(factor, gl.SliceLayout(1, O))[:, None], acc)
+    return gl.inline_asm_elementwise(
+        MULTIPLY, CONSTRAINTS, [acc, f], gl.float32, is_pure=True, pack=MINE * COLUMNS // 2
+    )
 
 
 @gluon.jit
-def start_values(p, ring_c, slot: gl.constexpr, FIRST: gl.constexpr, accs):
-    """Start to add the products of a tile's probabilities and MINE groups of its columns."""
-    out = ()
-    for i in gl.static_range(MINE):
-        out = out + (warpgroup_mma(p, ring_c.index(GROUPS * slot + FIRST + i), accs[i], is_async=True),)
-    return out
+def start_values(p, ring_c, slot: gl.constexpr, FIRST: gl.constexpr, acc):
+    """Start to add the products of a tile's probabilities and MINE groups of its columns: each weight is read once."""
+    halves = ring_c._reinterpret(ring_c.dtype, [2 * GROUPS // MINE, TILE, MINE * COLUMNS], ring_c.layout)
+    return warpgroup_mma(p, halves.index((GROUPS * slot + FIRST) // MINE), acc, is_async=True)
 
 
 @gluon.jit
-def end_values(accs, free, slot: gl.constexpr, FIRST: gl.constexpr):
+def end_values(acc, free, slot: gl.constexpr, FIRST: gl.constexpr):
     """Wait for them, and free each group."""
-    out = ()
+    acc = warpgroup_mma_wait(0, [acc])
+    gl.thread_barrier()
     for i in gl.static_range(MINE):
-        out = out + (warpgroup_mma_wait(MINE - 1 - i, [accs[i]]),)
-        signal(free.index(GROUPS * slot + FIRST + i))
-    return out
+        mbarrier.arrive(free.index(GROUPS * slot + FIRST + i))
+    return acc
 
 
 @gluon.jit
 def nothing(S: gl.constexpr, O: gl.constexpr, c: gl.constexpr):
-    """(references, sums, accumulators) before the first tile."""
+    """(references, sums, accumulator) before the first tile."""
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    accs = ()
-    for _ in gl.static_range(MINE):
-        accs = accs + (gl.full([c.ROWS, COLUMNS], 0.0, gl.float32, O),)
-    return gl.full([c.ROWS], float("-inf"), gl.float32, ROW), gl.full([c.ROWS], 0.0, gl.float32, ROW), accs
+    acc = gl.full([c.ROWS, MINE * COLUMNS], 0.0, gl.float32, O)
+    return gl.full([c.ROWS], float("-inf"), gl.float32, ROW), gl.full([c.ROWS], 0.0, gl.float32, ROW), acc
 
 
 @gluon.jit
@@ -224,7 +218,7 @@ def attend_left(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S: gl
     """The left warpgroup's part of a segment: (references, its share of the sum, its columns, pairs, seconds)."""
     ring_c, ring_p = rings
     full, free, p_left, p_right = bars
-    m, l, accs = nothing(S, O, c)
+    m, l, acc = nothing(S, O, c)
     for t in range(t0, t1, 2):
         s = warpgroup_mma_wait(0, [start_scores(q, rings, full, 0, k0, t, n, S)])
         p, here = probabilities(s, m, scale, t, n, rows, r0, c)
@@ -234,30 +228,30 @@ def attend_left(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S: gl
         fence_async_shared()
         signal(p_left.index(0))
         old = power(m, here)
-        m, accs = here, scaled(accs, old)
-        accs = start_values(gl.convert_layout(x, gl.DotOperandLayout(0, O, 2)), ring_c, 0, 0, accs)
+        m, acc = here, scaled(acc, old)
+        acc = start_values(gl.convert_layout(x, gl.DotOperandLayout(0, O, 2)), ring_c, 0, 0, acc)
         l = l * old + gl.sum(p, 1)
-        accs = end_values(accs, free, 0, 0)
+        acc = end_values(acc, free, 0, 0)
         k0 += 1
         if t + 1 < t1:
             mbarrier.wait(p_right.index(0), k1 & 1)
             here = notes.index(1).load(m.type.layout)
             old = power(m, here)
-            m, l, accs = here, l * old, scaled(accs, old)
-            accs = start_values(ring_p.index(1), ring_c, 1, 0, accs)
-            accs = end_values(accs, free, 1, 0)
+            m, l, acc = here, l * old, scaled(acc, old)
+            acc = start_values(ring_p.index(1), ring_c, 1, 0, acc)
+            acc = end_values(acc, free, 1, 0)
             k1 += 1
-    return m, l, accs, k0, k1
+    return m, l, acc, k0, k1
 
 
 @gluon.jit
-def take_first(m, l, accs, rings, p_left, notes, k0):
-    """Start the first tile's part of the right columns: (references, sums, accumulators)."""
+def take_first(m, l, acc, rings, p_left, notes, k0):
+    """Start the first tile's part of the right columns: (references, sums, accumulator)."""
     ring_c, ring_p = rings
     mbarrier.wait(p_left.index(0), k0 & 1)
     here = notes.index(0).load(m.type.layout)
     old = power(m, here)
-    return here, l * old, start_values(ring_p.index(0), ring_c, 0, MINE, scaled(accs, old))
+    return here, l * old, start_values(ring_p.index(0), ring_c, 0, MINE, scaled(acc, old))
 
 
 @gluon.jit
@@ -266,30 +260,30 @@ def attend_right(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S: g
     """The right warpgroup's part of a segment, likewise. The last pair may have no second tile."""
     ring_c, ring_p = rings
     full, free, p_left, p_right = bars
-    m, l, accs = nothing(S, O, c)
+    m, l, acc = nothing(S, O, c)
     for t in range(t0, t1 - 1, 2):
         s = start_scores(q, rings, full, 1, k1, t + 1, n, S)
-        m, l, accs = take_first(m, l, accs, rings, p_left, notes, k0)
-        s = warpgroup_mma_wait(MINE, [s])
+        m, l, acc = take_first(m, l, acc, rings, p_left, notes, k0)
+        s = warpgroup_mma_wait(1, [s])
         p, here = probabilities(s, m, scale, t + 1, n, rows, r0, c)
         x = p.to(ring_p.dtype)
         notes.index(1).store(here)
         ring_p.index(1).store(x)
         fence_async_shared()
         signal(p_right.index(0))
-        accs = end_values(accs, free, 0, MINE)
+        acc = end_values(acc, free, 0, MINE)
         old = power(m, here)
-        m, accs = here, scaled(accs, old)
-        accs = start_values(gl.convert_layout(x, gl.DotOperandLayout(0, O, 2)), ring_c, 1, MINE, accs)
+        m, acc = here, scaled(acc, old)
+        acc = start_values(gl.convert_layout(x, gl.DotOperandLayout(0, O, 2)), ring_c, 1, MINE, acc)
         l = l * old + gl.sum(p, 1)
-        accs = end_values(accs, free, 1, MINE)
+        acc = end_values(acc, free, 1, MINE)
         k0 += 1
         k1 += 1
     if (t1 - t0) % 2 == 1:
-        m, l, accs = take_first(m, l, accs, rings, p_left, notes, k0)
-        accs = end_values(accs, free, 0, MINE)
+        m, l, acc = take_first(m, l, acc, rings, p_left, notes, k0)
+        acc = end_values(acc, free, 0, MINE)
         k0 += 1
-    return m, l, accs, k0, k1
+    return m, l, acc, k0, k1
 
 
 @gluon.jit
@@ -301,7 +295,7 @@ def consume(tensors, q, rings, bars, ends, notes, score_scale, value_factor, pla
     q_ready, l_ready = ends
     ME: gl.constexpr = 0 if LEFT else 1
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MINE * COLUMNS, 16])
     h = p % c.HEADS
     k0, k1, done = 0, 0, 0
     # The query takes the scale's sign, so that the largest score has the largest product.
@@ -314,9 +308,9 @@ def consume(tensors, q, rings, bars, ends, notes, score_scale, value_factor, pla
         mbarrier.wait(q_ready[1 - ME].index(0), done & 1)
         r0 = segment * c.ROWS
         if LEFT:
-            m, l, accs, k0, k1 = attend_left(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S, O, c)
+            m, l, acc, k0, k1 = attend_left(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S, O, c)
         else:
-            m, l, accs, k0, k1 = attend_right(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S, O, c)
+            m, l, acc, k0, k1 = attend_right(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S, O, c)
         notes.index(2 + ME).store(l)
         signal(l_ready[ME].index(0))
         mbarrier.wait(l_ready[1 - ME].index(0), done & 1)
@@ -330,17 +324,8 @@ def consume(tensors, q, rings, bars, ends, notes, score_scale, value_factor, pla
         state = (m, l, factor, lse)
         slot = 2 * p + (t0 == 0).to(gl.int32)
         whole = t1 - t0 == tiles
-        store_output(accs, state, q[0], OUT, LSE, PART, whole, slot, segment, h, q0, rows, strides, ME, c)
+        store_output(acc, state, q[0], OUT, LSE, PART, whole, slot, segment, h, q0, rows, strides, ME, c)
         x += t1 - t0
-
-
-@gluon.jit
-def barriers(N: gl.constexpr):
-    """In memory of their own: between an arrival and a wait that share it, the compiler lets all threads meet."""
-    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(N):
-        mbarrier.init(bars.index(i), count=1)
-    return bars
 
 
 @gluon.jit
@@ -367,7 +352,7 @@ def mla_decode_pair_kernel(
         padding = gl.load(CU + B).to(gl.int32)  # arrives with the lengths
     SMALL: gl.constexpr = c.BLOCK_B < 1024 and not c.WHOLE  # then BLOCK_B holds all requests
     if SMALL:
-        loaded = load_tiles(LENS, CU, B, c)
+        loaded = load_tiles(LENS, CU, B, c, True)
     X: gl.constexpr = BOX_C.dtype
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -394,6 +379,7 @@ def mla_decode_pair_kernel(
     tensors = (QN, QP, LENS, CU, OUT, LSE, PART, META)
     strides = (sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h)
     place = (max_segments, p, per, x, end, b, base)
+    gl.thread_barrier()  # what partitions are given may lie where sums were read from
     # The producer is the default partition: it has four warps anyway.
     gl.warp_specialize(
         [

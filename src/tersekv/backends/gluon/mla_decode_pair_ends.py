@@ -40,7 +40,7 @@ def place_of(o_q, h, q0, c: gl.constexpr):
 
 
 @gluon.jit
-def store_output(accs, state, q_c, OUT, LSE, PART, whole, slot, segment, h, q0, rows, strides, ME: gl.constexpr,
+def store_output(acc, state, q_c, OUT, LSE, PART, whole, slot, segment, h, q0, rows, strides, ME: gl.constexpr,
                  c: gl.constexpr):  # fmt: skip
     """Write a segment's columns of this warpgroup, or its state to a scratch slot if there is more of the segment.
 
@@ -48,14 +48,15 @@ def store_output(accs, state, q_c, OUT, LSE, PART, whole, slot, segment, h, q0, 
     """
     m, l, factor, lse = state
     _, _, _, _, so_t, so_h, sl_t, sl_h = strides
-    COLUMNS: gl.constexpr = accs[0].shape[1]
-    COUNT: gl.constexpr = c.DV // COLUMNS // 2
+    COUNT: gl.constexpr = 2  # pieces, of as many bytes as half of the query
+    COLUMNS: gl.constexpr = c.DV // 2 // COUNT
+    accs = gl.split(gl.permute(gl.reshape(acc, [c.ROWS, COUNT, COLUMNS]), (0, 2, 1)))
+    factor = gl.convert_layout(gl.where(whole, factor, 1.0), gl.SliceLayout(1, accs[0].type.layout))
     W: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 16, [1, 0])
     stage = q_c.index(ME)._reinterpret(gl.float32, [c.ROWS, COLUMNS], SWIZZLED)
     stages = q_c.index(ME)._reinterpret(gl.float32, [c.ROWS // AT_ONCE, AT_ONCE, COLUMNS], SWIZZLED)
     live = gl.minimum(rows * c.GROUP - segment * c.ROWS, c.ROWS)
-    factor = gl.where(whole, factor, 1.0)
     for i in gl.static_range(COUNT):
         stage.store(accs[i] * factor[:, None])
         o_d = (ME * COUNT + i) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, W))

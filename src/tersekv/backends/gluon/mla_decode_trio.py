@@ -43,7 +43,7 @@ def mla_decode_trio_kernel(
         padding = gl.load(CU + B).to(gl.int32)  # arrives with the lengths
     SMALL: gl.constexpr = c.BLOCK_B < 1024 and not c.WHOLE  # then BLOCK_B holds all requests
     if SMALL:
-        loaded = load_tiles(LENS, CU, B, c)
+        loaded = load_tiles(LENS, CU, B, c, not c.GROUP_SCALES)  # with group scales, registers are short
     E4M3: gl.constexpr = gl.float8e4nv
     WIDTH: gl.constexpr = 2 * c.CHUNK
     R: gl.constexpr = BOX_P.dtype
@@ -65,6 +65,7 @@ def mla_decode_trio_kernel(
     notes = gl.allocate_shared_memory(gl.float32, [TURNS, ROWS, LANES], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     flags = gl.allocate_shared_memory(gl.int8, [TURNS, 16, LANES, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     factors = gl.allocate_shared_memory(gl.float32, [ROWS], PLAIN)
+    box = gl.allocate_shared_memory(gl.int32, [3, 1], PLAIN)
     columns, ratios = notes, probs
     if c.GROUP_SCALES:
         columns = gl.allocate_shared_memory(gl.float32, [SCALES * STAGES, TILE], PLAIN)
@@ -97,15 +98,17 @@ def mla_decode_trio_kernel(
         b, base = locate(LENS, CU, B, gl.minimum(x, end - 1), c)
     q = (q_c, q_r)
     rings, bars = (codes, rotary, scales), (full, free, given, taken, ready, stored, started, spread)
-    hand = (probs, notes, flags, factors, columns, ratios)
+    hand = (probs, notes, flags, factors, columns, ratios, box)
     tensors = (QN, QP, LENS, CU, OUT, LSE, PART, META)
     strides = (sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h)
     place = (max_segments, p, per, x, end, b, base)
     work = (x, end, b, base, nowhere, s_pitch, st_b)
-    # Of an 8-bit rotary part's tile half the products are of second terms: they run beside the softmax before.
+    # Of an 8-bit rotary part's tile half the products are of second terms: they run beside the softmax before. Where
+    # there are none, or scales would need more registers, the values of the tile before do.
     AHEAD: gl.constexpr = TERMS == 2 and not c.GROUP_SCALES
     # NOTE: more than the compiler needs makes it wait for each product, and so does less.
     SCORE_REGISTERS: gl.constexpr = 136 if c.GROUP_SCALES else 128
+    gl.thread_barrier()  # what partitions are given may lie where sums were read from
     gl.warp_specialize(
         [
             (produce, ((BOX_C, BOX_P, BOX_S), TABLE, LENS, CU, (full, free), rings, work,

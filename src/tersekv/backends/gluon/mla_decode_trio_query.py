@@ -7,7 +7,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from .mla_decode_codes import query_piece
 
 ROWS = gl.constexpr(64)  # of a segment
-STEP = gl.constexpr(16)  # rows at a time
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf times it is −inf
 # Two pairs of bf16 → the larger magnitude of each two, as bits.
 LARGER_PTX = gl.constexpr(
@@ -54,7 +53,7 @@ def places(o_r, segment, h, q0, rows, c: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(QN, QP, place, strides, first, WIDTH_R: gl.constexpr, c: gl.constexpr):
+def load_rows(QN, QP, place, strides, first, STEP: gl.constexpr, WIDTH_R: gl.constexpr, c: gl.constexpr):
     """Start the loads of STEP query rows from `first` on: their pieces of 128 columns, and last the rotary one."""
     segment, h, q0, rows = place
     sn_t, sn_h, sr_t, sr_h = strides
@@ -94,7 +93,7 @@ def normalise(pieces, negative, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def by_steps(x):
+def by_steps(x, STEP: gl.constexpr):
     """Query rows in shared memory, STEP of them at a time."""
     COUNT: gl.constexpr = x.shape[0] * x.shape[1] // STEP
     return x._reinterpret(x.dtype, [COUNT, STEP, x.shape[2]], x.layout)
@@ -103,6 +102,7 @@ def by_steps(x):
 @gluon.jit
 def store_terms(x, inverse, places, first):
     """Put x × inverse into shared memory as e4m3, and behind all rows what that leaves of it."""
+    STEP: gl.constexpr = x.shape[0]
     _, inverse = gl.broadcast(x, inverse[:, None])
     high, low = gl.inline_asm_elementwise(TERMS_PTX, "=&r,=r,r,r,r,r", [x, inverse], [gl.int8, gl.int8], True, 4)
     places.index(first).store(high.to(gl.float8e4nv, bitcast=True))
@@ -123,6 +123,7 @@ def flipped(x, negative):
 def store_rows(pieces, q_c, q_r, factors, negative, step, TERMS: gl.constexpr, c: gl.constexpr):
     """Put a step's query rows into shared memory, their signs changed if `negative`, and their factors."""
     CHUNKS: gl.constexpr = c.CHUNKS
+    STEP: gl.constexpr = pieces[0].shape[0]
     STEPS: gl.constexpr = TERMS * ROWS // STEP  # of a piece
     rotary = pieces[CHUNKS]
     ROW: gl.constexpr = gl.SliceLayout(1, rotary.type.layout)
@@ -151,17 +152,24 @@ def load_query(QN, QP, q, factors, place, scale, strides, which: gl.constexpr, T
                c: gl.constexpr):  # fmt: skip
     """Put half of a segment's query rows into shared memory, where products may read them behind the next barrier.
 
-    Not unrolled: code that runs once costs its way to the multiprocessor, some 45 cycles per 128 bytes.
+    Of two terms, not unrolled: code that runs once costs its way to the multiprocessor, some 45 cycles per 128 bytes.
     """
     q_c, q_r = q
     WIDTH_R: gl.constexpr = q_r.shape[2]
+    STEP: gl.constexpr = 16 if TERMS == 2 else 32  # as many rows at a time as registers hold twice, or once
     factors = factors._reinterpret(gl.float32, [ROWS // STEP, STEP], factors.layout)
     HALF: gl.constexpr = ROWS // STEP // 2
-    after = load_rows(QN, QP, place, strides, which * HALF * STEP, WIDTH_R, c)
-    for step in range(which * HALF, (which + 1) * HALF):
-        pieces = after
-        after = load_rows(QN, QP, place, strides, (step + 1) * STEP, WIDTH_R, c)
-        store_rows(pieces, by_steps(q_c), by_steps(q_r), factors, scale < 0, step, TERMS, c)
+    places_c, places_r = by_steps(q_c, STEP), by_steps(q_r, STEP)
+    after = load_rows(QN, QP, place, strides, which * HALF * STEP, STEP, WIDTH_R, c)
+    if HALF == 1:
+        store_rows(after, places_c, places_r, factors, scale < 0, which, TERMS, c)
+    else:
+        segment, h, q0, rows = place
+        for step in range(which * HALF, (which + 1) * HALF):
+            pieces = after
+            more = gl.where(step + 1 < (which + 1) * HALF, rows, 0)
+            after = load_rows(QN, QP, (segment, h, q0, more), strides, (step + 1) * STEP, STEP, WIDTH_R, c)
+            store_rows(pieces, places_c, places_r, factors, scale < 0, step, TERMS, c)
     fence_async_shared()
 
 

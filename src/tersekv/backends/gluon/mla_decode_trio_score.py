@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .mla_decode_pair import through_memory
 from .mla_decode_trio_query import ROWS, places, score_factors
 from .mla_decode_trio_scales import SCALES
 from .pipeline import signal
@@ -19,6 +20,7 @@ LANES = gl.constexpr(4)  # that share a row of scores
 PARTS = gl.constexpr(2)  # of a tile's keys: as many become fp16 at once
 PART_KEYS = gl.constexpr(TILE.value // PARTS.value)
 TURNS = gl.constexpr(2)  # tiles of probabilities in shared memory
+BATCHES = gl.constexpr(3)  # of products that run beside the softmax
 SLACK = gl.constexpr(8.0)  # probabilities are at most 2^SLACK before they are normalised, which fp16 holds
 # Of two rows: highest scores among the keys that a thread holds, references → references, and whether any of the warp's
 # are new. A reference is raised to the row's highest score only where powers would pass 2^SLACK: rarely.
@@ -64,26 +66,43 @@ def whole_piece(q_i, k_i, x, TERMS: gl.constexpr):
 
 
 @gluon.jit
-def first_products(rings, q, slot, here, S: gl.constexpr, c: gl.constexpr):
-    """Start the products of the query's second terms, and the rotary ones, and a tile's keys.
+def first_products(rings, q, slot, here, x, batch: gl.constexpr, c: gl.constexpr):
+    """Start a batch, of BATCHES, of the products of the query's second terms, and the rotary ones, and a tile's keys.
 
-    The second terms are 2^-4 of the first: all of them fit into one accumulator.
+    The second terms are 2^-4 of the first: all of them fit into one accumulator. The matrix unit takes only some
+    products before a warp that starts more has to wait: so they start in batches, with other work between.
     """
     CHUNKS: gl.constexpr = c.CHUNKS
     codes, rotary, _ = rings
     q_c, q_r = q
-    x = gl.full([ROWS, TILE], 0.0, gl.float32, S)
     k_r = rotary.index(slot).permute((1, 0))
-    x = warpgroup_mma(q_r.index(here).slice(ROWS, ROWS), k_r, x, use_acc=False, is_async=True)
+    if batch == 0:
+        x = warpgroup_mma(q_r.index(here).slice(ROWS, ROWS), k_r, x, use_acc=False, is_async=True)
     for i in gl.static_range(CHUNKS):
-        k_i = codes.index(slot * CHUNKS + i).permute((1, 0))
-        x = warpgroup_mma(q_c.index(here + i).slice(ROWS, ROWS), k_i, x, is_async=True)
-    return warpgroup_mma(q_r.index(here).slice(0, ROWS), k_r, x, is_async=True)
+        if (i + 1) // 2 == batch:
+            k_i = codes.index(slot * CHUNKS + i).permute((1, 0))
+            x = warpgroup_mma(q_c.index(here + i).slice(ROWS, ROWS), k_i, x, is_async=True)
+    if batch == BATCHES - 1:
+        x = warpgroup_mma(q_r.index(here).slice(0, ROWS), k_r, x, is_async=True)
+    return x
 
 
 @gluon.jit
-def scores(rings, q, begun, slot, here, TERMS: gl.constexpr, S: gl.constexpr, c: gl.constexpr):
-    """Products of the query rows and the tile's keys: fp32 [ROWS, TILE]; of two terms, the first are in `begun`."""
+def let_go(bar, there_is):
+    """Make known the probabilities of the tile before, if there is one.
+
+    Its values should meet the matrix unit beside this tile's softmax, not take turns with its scores.
+    """
+    gl.thread_barrier()
+    mbarrier.arrive(bar, pred=there_is)
+
+
+@gluon.jit
+def scores(rings, q, begun, slot, here, before, TERMS: gl.constexpr, S: gl.constexpr, c: gl.constexpr):
+    """Products of the query rows and the tile's keys: fp32 [ROWS, TILE]; of two terms, the first are in `begun`.
+
+    before: of one term, the arguments of `let_go`, once all products have started
+    """
     CHUNKS: gl.constexpr = c.CHUNKS
     codes, rotary, _ = rings
     q_c, q_r = q
@@ -99,13 +118,15 @@ def scores(rings, q, begun, slot, here, TERMS: gl.constexpr, S: gl.constexpr, c:
     for i in gl.static_range(1, CHUNKS):
         k_i = codes.index(slot * CHUNKS + i).permute((1, 0))
         after = warpgroup_mma(q_c.index(here + i).slice(0, ROWS), k_i, zero, use_acc=False, is_async=True)
+        if TERMS == 1 and i == CHUNKS - 1:
+            let_go(before[0], before[1])
         s += warpgroup_mma_wait(1, [x])
         x = after
     return s + warpgroup_mma_wait(0, [x])
 
 
 @gluon.jit
-def scaled_scores(rings, q, slot, here, columns, bar, phase, TERMS: gl.constexpr, S: gl.constexpr,
+def scaled_scores(rings, q, slot, here, columns, bar, phase, before, TERMS: gl.constexpr, S: gl.constexpr,
                   c: gl.constexpr):  # fmt: skip
     """The same where each piece of a key has a scale, and the rotary part is bf16.
 
@@ -124,6 +145,8 @@ def scaled_scores(rings, q, slot, here, columns, bar, phase, TERMS: gl.constexpr
     s = gl.convert_layout(warpgroup_mma_wait(TERMS, [r]), S)
     for i in gl.static_range(1, CHUNKS):
         after = whole_piece(q_c.index(here + i), codes.index(slot * CHUNKS + i).permute((1, 0)), zero, TERMS)
+        if i == CHUNKS - 1:
+            let_go(before[0], before[1])
         s += warpgroup_mma_wait(TERMS, [x]) * columns.index(SCALES * slot + i - 1).load(ROW)[None, :]
         x = after
     return s + warpgroup_mma_wait(0, [x]) * columns.index(SCALES * slot + CHUNKS - 1).load(ROW)[None, :]
@@ -196,7 +219,7 @@ def score(tensors, q, rings, bars, hand, scale_in, value_factor, place, strides,
     max_segments, p, per, x, end, b, base = place
     _, _, _, _, _, _, sl_t, sl_h = strides
     full, free, given, taken, ready, _, _, spread = bars
-    probs, notes, flags, factors, columns, _ = hand
+    probs, notes, flags, factors, columns, _, box = hand
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     T: gl.constexpr = highest(gl.full([ROWS, TILE], 0.0, gl.float32, S)).type.layout
@@ -204,31 +227,38 @@ def score(tensors, q, rings, bars, hand, scale_in, value_factor, place, strides,
     k, turn, count = 0, 0, 0
     while x < end:
         b, base, segment, t0, t1, n, rows, q0, tiles = next_segment(LENS, CU, x, end, b, base, c)
+        if c.GROUP_SCALES:  # else the compiler sees it by itself
+            t0, t1, n = through_memory(box, 0, t0), through_memory(box, 1, t1), through_memory(box, 2, n)
         mbarrier.wait(ready, count & 1)
         scale = score_factors(factors, scale_in, ROW)
         m = gl.full([ROWS, LANES], float("-inf"), gl.float32, T)
         l = gl.full([ROWS, LANES], 0.0, gl.float32, T)
-        begun = gl.full([ROWS, TILE], 0.0, gl.float32, S)
+        zero = gl.full([ROWS, TILE], 0.0, gl.float32, S)
+        begun = zero
         if AHEAD:
             mbarrier.wait(full.index(k % STAGES), (k // STAGES) & 1)
-            begun = warpgroup_mma_wait(0, [first_products(rings, q, k % STAGES, t0 >> 30, S, c)])
+            for i in gl.static_range(BATCHES):
+                begun = first_products(rings, q, k % STAGES, t0 >> 30, begun, i, c)
+            begun = warpgroup_mma_wait(0, [begun])
         for t in range(t0, t1):
             slot = k % STAGES
             if not AHEAD:
                 mbarrier.wait(full.index(slot), (k // STAGES) & 1)
+            before = (given.index((turn + 1) % TURNS), t > t0)
             # NOTE: t >> 30 is 0. A constant would make the compiler keep, and spill, descriptors of all pieces of q.
             if c.GROUP_SCALES:
-                s = scaled_scores(rings, q, slot, t >> 30, columns, spread.index(slot), (k // STAGES) & 1, TERMS, S, c)
+                phase = (k // STAGES) & 1
+                s = scaled_scores(rings, q, slot, t >> 30, columns, spread.index(slot), phase, before, TERMS, S, c)
                 # The key's largest scale joins the exponent: the ratios that meet the codes lie in [−1, 1].
                 s = s * scale[:, None] + columns.index(SCALES * slot + 4).load(gl.SliceLayout(0, S))[None, :]
             else:
-                s = scores(rings, q, begun, slot, t >> 30, TERMS, S, c)
+                s = scores(rings, q, begun, slot, t >> 30, before, TERMS, S, c)
             if not c.GROUP_SCALES:
                 signal(free.index(slot))
             if AHEAD:  # what follows runs beside the next tile's first products; after the last, they are of anything
                 next_slot = (k + 1) % STAGES
                 mbarrier.wait(full.index(next_slot), ((k + 1) // STAGES) & 1, pred=t + 1 < t1)
-                begun = first_products(rings, q, next_slot, t >> 30, S, c)
+                begun = first_products(rings, q, next_slot, t >> 30, zero, 0, c)
             s = hide(s, t, n, rows, segment * c.ROWS, c)
             top = highest(s)
             if not c.GROUP_SCALES:
@@ -239,22 +269,28 @@ def score(tensors, q, rings, bars, hand, scale_in, value_factor, place, strides,
             base_m = gl.where(raised == float("-inf"), 0.0, raised)
             old = gl.where(raised == m, 1.0, gl.exp2(m - base_m))
             m = raised
+            if AHEAD:
+                begun = first_products(rings, q, next_slot, t >> 30, begun, 1, c)
             w = weigh(s, scale, base_m, c)
             if c.GROUP_SCALES:
                 l = l * old + folded(w * columns.index(SCALES * slot + 5).load(gl.SliceLayout(0, S))[None, :])
                 signal(free.index(slot))
             else:
                 l = l * old + folded(w)
+            if AHEAD:
+                begun = first_products(rings, q, next_slot, t >> 30, begun, 2, c)
             mbarrier.wait(taken.index(turn % TURNS), ((turn // TURNS) & 1) ^ 1)
             hand_over(w, probs, turn % TURNS)
             notes.index(turn % TURNS).store(old)
             flags.index(turn % TURNS).store(gl.permute(gl.reshape(new.to(gl.int8), [4, 16, LANES]), (1, 2, 0)))
             fence_async_shared()
-            signal(given.index(turn % TURNS))
             if AHEAD:
+                signal(given.index(turn % TURNS))
                 begun = warpgroup_mma_wait(0, [begun])
             k += 1
             turn += 1
+        if not AHEAD:
+            signal(given.index((turn + 1) % TURNS))
         m, l = gl.max(m, 1), gl.sum(l, 1)
         factor, lse = finish(m, l, value_factor)
         mbarrier.wait(taken.index(turn % TURNS), ((turn // TURNS) & 1) ^ 1)

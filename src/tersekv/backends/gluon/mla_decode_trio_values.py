@@ -82,7 +82,7 @@ def rescaled(acc, note, flag, O: gl.constexpr):
 @gluon.jit
 def add_tile(acc, words, ratios, first, hand, given, turn, O: gl.constexpr, c: gl.constexpr):
     """acc + the tile's values times its probabilities, when these have come. Products are still under way."""
-    probs, notes, flags, _, _, _ = hand
+    probs, notes, flags = hand[0], hand[1], hand[2]
     place = turn % TURNS
     w = words_of(words, first, 0, O)
     if not c.GROUP_SCALES:  # their ratios come with the probabilities

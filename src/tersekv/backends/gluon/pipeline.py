@@ -65,3 +65,12 @@ def signal(bar):
     """Arrive, once all warps of the partition are here."""
     gl.thread_barrier()
     mbarrier.arrive(bar)
+
+
+@gluon.jit
+def barriers(N: gl.constexpr):
+    """In memory of their own: between an arrival and a wait that share it, the compiler lets all threads meet."""
+    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(bars.index(i), count=1)
+    return bars

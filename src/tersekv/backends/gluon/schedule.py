@@ -146,9 +146,13 @@ def sum_and_max(a, b, c, d):
 
 
 @gluon.jit
-def load_tiles(LENS, CU, B, c: gl.constexpr):
-    """What `deal` needs of all requests: their loads are under way, other things can be done before."""
-    o_b = gl.arange(0, c.BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+def load_tiles(LENS, CU, B, c: gl.constexpr, BY_WARP: gl.constexpr = False):
+    """What `deal` needs of all requests: their loads are under way, other things can be done before.
+
+    BY_WARP: each warp holds all of them, so that sums need no barriers, but more registers
+    """
+    EACH: gl.constexpr = c.BLOCK_B // 32 if BY_WARP else 1
+    o_b = gl.arange(0, c.BLOCK_B, gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
     tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
     return gl.where(o_b < B, tiles, 0), segments
 
