@@ -34,7 +34,7 @@ from tersekv.demo.text import encode, heldout_text
 
 PREFIX = "shared prefix"  # its name in the pool
 TOKEN, POSITION, SLOT, LENGTH = range(4)  # rows of the table that goes to the device at every step
-_PROMPT = (8, 64)  # tokens of a prompt behind the prefix
+_PROMPT = (8, 64)  # tokens of a prompt after the prefix, from and to
 OWN = -1  # in place of a token: the one that the row has just made, which the host need not know
 
 

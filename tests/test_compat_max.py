@@ -19,6 +19,8 @@ SIZES = {"heads": 2, "dn": 128, "dv": 128, "rope": 16, "rank": 256, "index": tor
 class Step:
     """A `Case` in MAX's shape: six-dimensional blocks of which one layer is alive, and weights of both branches."""
 
+    scale = 0.11
+
     def __init__(self, requests=((0, 5), (9, 3), (4, 1)), fp8=True, dtype=torch.bfloat16, fmt="bf16", raw=True, seed=0):
         self.case = c = Case(
             requests=requests, dtype=dtype, gamma_dtype=dtype, fmt=fmt, fp8_weights=fp8, raw_in_cache=raw, seed=seed,
@@ -54,7 +56,7 @@ class Step:
     @property
     def common(self):
         t = self.case.t
-        return (self.output, t["q"], t["cu"], t["freqs"], t["gamma"], self.kv, LAYER, 0.11, 1e-6)
+        return (self.output, t["q"], t["cu"], t["freqs"], t["gamma"], self.kv, LAYER, self.scale, 1e-6)
 
     def prefill(self, **options):
         t, fp8 = self.case.t, self.case.fp8_weights
@@ -277,6 +279,19 @@ def test_errors_name_the_arguments_of_max():
     with pytest.raises(ValueError, match=r"kv_collection\.\w+: want"):
         step.prefill()
     step = Step()
+    step.scale = -1.0
+    for branch in (step.prefill, step.decode):
+        with pytest.raises(ValueError, match=r"^scale: want a finite number, not negative, got -1\.0$"):
+            branch()
+    for wrong in ("0.07", True, torch.tensor(0.07), None):
+        step.scale = wrong
+        for branch in (step.prefill, step.decode):
+            with pytest.raises(TypeError, match="^scale: want a number, got"):
+                branch()
+    step = Step()
+    for branch in (step.prefill, step.decode):
+        with pytest.raises(TypeError, match="^kv_input: want Tensor, got list"):
+            branch(kv_input=[1, 2])
     step.kv = None
     with pytest.raises(TypeError, match="kv_collection: want PagedKVCacheCollection, got NoneType"):
         step.prefill()

@@ -129,6 +129,7 @@ BAD = {
     "rows of other tokens": ({"kv_c": torch.zeros(3, 128).bfloat16()}, r"kv_c: want \[T=9, L\]"),
     "no head": ({"q": torch.zeros(9, 0, 144).bfloat16()}, "w_uk: want"),
     "a negative epsilon": ({"epsilon": -1.0}, "epsilon: want a finite number, not negative, got -1.0"),
+    "a bound below a request's rows": ({"max_q_len": 3}, "max_q_len: want at least 6 as in cu_seqlens_q, got 3"),
     "a bad bound": ({"max_q_len": 0}, "max_q_len: want a positive bound"),
     "an output of another dtype": ({"out": torch.zeros(9, 2, 128)}, "out: want"),
     "lengths of other requests": ({"cache_lens": torch.zeros(3, dtype=torch.int32)}, "cache_lens: want"),

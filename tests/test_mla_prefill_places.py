@@ -65,15 +65,26 @@ def test_lengths_do_not_go_to_the_memory_that_they_are_read_from():
         untouched(case, r"^seq_lens_out: want a tensor of its own", plan=empty, seq_lens_out=same)
 
 
-def test_the_decode_branch_takes_no_negative_length():
-    case = Case(requests=((0, 1), (9, 1)), fp8_weights=False, dn=128, dv=128)
+def no_branch(case, match):
+    """The decode branch raises, and has written nothing."""
     raw, t = case.raw.clone(), case.t
-    t["page_table"][t["page_table"] > 100] = 0
-    t["cache_lens"][1] = -5
     w = torch.randn(2, 128, 128).to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"^cache_lens: want at least 0, got -5 at 1$"):
+    with pytest.raises(ValueError, match=match):
         mla_decode_branch(
             t["q"], case.layer(), t["page_table"], t["cache_lens"], t["freqs"], t["gamma"], w, w, softmax_scale=0.1,
             kv_c=t["kv_c"], k_pe=t["k_pe"],
         )  # fmt: skip
     assert torch.equal(case.raw, raw)
+
+
+def test_the_decode_branch_takes_no_negative_length():
+    case = Case(requests=((0, 1), (9, 1)), fp8_weights=False, dn=128, dv=128)
+    case.t["page_table"][case.t["page_table"] > 100] = 0
+    case.t["cache_lens"][1] = -5
+    no_branch(case, r"^cache_lens: want at least 0, got -5 at 1$")
+
+
+def test_the_decode_branch_looks_at_the_pages_of_the_past_first():
+    case = Case(requests=((0, 1), (9, 1)), fp8_weights=False, dn=128, dv=128)
+    case.t["page_table"][1, 0] = 77
+    no_branch(case, r"^page_table: want page ids in \[0, \d+\), got 77 at \[1, 0\]$")

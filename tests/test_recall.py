@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tersekv
 from tersekv import keys, plan, recall
@@ -273,6 +274,19 @@ def test_without_guards_every_call_goes_the_long_way(bound, monkeypatch):
     for _ in range(3):
         tersekv.decode(query(), LAYER, **indices())
     assert not bound.calls
+
+
+def test_a_call_that_is_traced_is_recorded_though_one_like_it_is_known(bound):
+    q, given, out = query(), indices(), torch.empty(2, 4, 32, dtype=BF)
+
+    def call(q):
+        return tersekv.decode(q, LAYER, **given, out=out)
+
+    call(q), call(q)
+    assert len(bound.calls) == 1
+    called = [str(n.target) for n in make_fx(call)(q).graph.nodes]
+    assert "tersekv.decode.default" in called
+    assert len(bound.calls) == 1
 
 
 def test_backends_that_bind_nothing_are_not_remembered(monkeypatch):

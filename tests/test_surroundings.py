@@ -12,10 +12,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tersekv
 from tersekv import plan
 from tersekv.calls import CALLS
+from tersekv.compat import _flashinfer_views, flashinfer
 from tersekv.testing.cases import OPS, cases
 from tersekv.testing.make import make
 
-BF = torch.bfloat16
+BF, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 EVERY = [next(c for c in cases((op,), (f,))) for op in OPS for f in dict.fromkeys(c.format for c in cases((op,)))]
 CHUNKS = [c for c in cases(("mla_prefill",)) if "chunk" in c.name]
 
@@ -82,6 +83,23 @@ def test_fake_tensors_get_fake_results():
     with FakeTensorMode():
         out, lse = step(*decode_call())
     assert (out.shape, lse.shape) == ((1, 4, 64), (1, 4))
+
+
+def test_fake_tensors_leave_nothing_behind_for_real_ones():
+    _flashinfer_views._kept_one.cache_clear()
+    with FakeTensorMode():
+        _flashinfer_views.layer(torch.zeros(4, 2, 16, 2, 32, dtype=torch.int8), "NHD", None)
+    kv = _flashinfer_views.layer(torch.zeros(4, 2, 16, 2, 32, dtype=torch.int8), "NHD", None)
+    assert type(kv.k_scale_cache) is torch.Tensor
+    assert (kv.k_scale_cache == 1).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_fake_views_of_rows_are_not_asked_for_their_memory():
+    with FakeTensorMode():
+        k, index, out = torch.zeros(8, 16, 576).to(E4M3), torch.ones(2, 2, dtype=torch.int32), torch.zeros(2, 1, 8, 512)
+        q = torch.zeros(2, 1, 8, 576).to(E4M3)
+        flashinfer.xqa_mla(q, k, k[..., :512], index, index[:, :1], out.to(BF), None, None, 16)
 
 
 def test_meta_tensors_get_shapes():

@@ -22,6 +22,8 @@ from .plan import Plan
 _KEPT = 4  # calls with the same options that are tried one after the other
 _MAX_CALLS = 16384  # a layer has its own if its scales are its own; beyond this the memory starts afresh
 _NOTHING: Mapping[str, Any] = {}
+_modes = torch._C._len_torch_dispatch_stack
+_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
 class Way(NamedTuple):
@@ -73,9 +75,16 @@ _latest: dict[tuple, list[_Known]] = {}  # by operation and options, the latest 
 _all: dict[tuple, _Known] = {}  # by these and the tensors' shapes
 
 
+def tracing() -> bool:
+    """Whether operators are recorded, and tensors may have no memory: torch.compile, make_fx, FakeTensorMode."""
+    if torch.compiler.is_compiling():
+        return True
+    return _modes() > 0 and any(torch._C._get_dispatch_mode(m) for m in _TRACERS)
+
+
 def again(op: str, options: tuple, given: tuple[Tensor | None, ...]) -> list[Tensor] | None:
     """Make the call if it is like one before: the outputs that it made, in order of the record. None: it is not."""
-    if torch.compiler.is_compiling() or env.checked():
+    if tracing() or env.checked():  # make_fx traces real tensors, which look like any others
         return None
     key = op, options
     try:

@@ -134,6 +134,15 @@ def test_what_partitions_are_given_is_written_when_all_warps_have_read_what_lay_
         assert before.startswith("BAR.SYNC")
 
 
+@pytest.mark.parametrize(("format", "heads"), [("fp8_e4m3", 16), ("fp8_ds_mla", 32), ("bf16", 128)])
+def test_every_barrier_has_memory_of_its_own(format, heads):
+    # What nobody waits for would lie where sums are exchanged before the partitions begin.
+    kernels = compiled(replace_requests(make(format, heads), 512))
+    sass = next(k for name, k in kernels.items() if name != "merge_kernel")["sass"]()
+    places = re.findall(r"SYNCS\.EXCH\.64 URZ, \[(.*?)\]", sass)
+    assert len(places) == len(set(places)) >= 4
+
+
 @pytest.mark.parametrize(
     ("heads", "drafts", "rows", "blocks"),
     [(1, 1, 16, 1), (16, 1, 16, 1), (16, 4, 64, 1), (32, 1, 32, 1), (64, 1, 64, 1), (128, 1, 64, 2), (24, 1, 32, 1),

@@ -16,8 +16,6 @@ from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.memory import as_bytes, moved
 
-torch.set_num_threads(1)
-
 BASE = Case(
     "mla_decode_branch",
     "bf16",

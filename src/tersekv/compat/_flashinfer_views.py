@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..formats import BLOCK, TOKEN_HEAD, kv_format
 from ..layers import PagedKVLayer, PagedLatentLayer
+from ..recall import tracing
 from ._adapt import dtype_name, joined, tensor, whole
 
 
@@ -47,8 +48,8 @@ def _e4m3(x: Tensor) -> Tensor:
 
 
 def _one(device: torch.device) -> Tensor:
-    # NOTE: memory that a CUDA graph's capture allocates holds 1 only after a replay, so it is not kept.
-    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    # NOTE: memory that a CUDA graph's capture allocates holds 1 only after a replay, and a traced tensor has none.
+    if tracing() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return torch.ones((), dtype=torch.float32, device=device)
     return _kept_one(device, torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..layers import PagedLatentLayer
 from ..ops.mla import MLAPrefillPlan, mla_prefill
 from ..ops.mla_branch import mla_decode_branch
-from ._adapt import renamed, tensor, whole
+from ._adapt import number, renamed, tensor, whole
 from ._max_cache import PagedKVCacheCollection
 
 _NAMES = {
@@ -23,6 +23,7 @@ _NAMES = {
     "cache_lens": "kv_collection.cache_lengths",
     "max_q_len": "kv_collection.max_seq_length",
     "cu_seqlens_q": "input_row_offsets",
+    "softmax_scale": "scale",
     "plan.buffer_row_offsets": "buffer_row_offsets",
     "plan.cache_offsets": "cache_offsets",
     "plan.buffer_lengths": "buffer_length",
@@ -65,7 +66,7 @@ def prefill(
     plan = MLAPrefillPlan(rows[None], starts[None], [length], _max_q_len(step))
     kv_c, k_pe = _raw(step, layer)
     call = partial(
-        mla_prefill, softmax_scale=float(step.scale), epsilon=float(step.epsilon), kv_b_proj_scale=weight_scale,
+        mla_prefill, softmax_scale=number("scale", step.scale), epsilon=number("epsilon", step.epsilon), kv_b_proj_scale=weight_scale,
         kv_c=kv_c, k_pe=k_pe, out=step.output, backend=step.backend,
     )  # fmt: skip
     kv = step.kv_collection
@@ -79,8 +80,8 @@ def decode(step: Step, w_uk: Tensor, w_uk_scale: Tensor | None, w_uv: Tensor, w_
     layer, kv = _layer(step), step.kv_collection
     kv_c, k_pe = _raw(step, layer)
     call = partial(
-        mla_decode_branch, softmax_scale=float(step.scale), w_uk_scale=w_uk_scale, w_uv_scale=w_uv_scale, kv_c=kv_c,
-        k_pe=k_pe, epsilon=float(step.epsilon), cu_seqlens_q=step.input_row_offsets, max_q_len=_max_q_len(step),
+        mla_decode_branch, softmax_scale=number("scale", step.scale), w_uk_scale=w_uk_scale, w_uv_scale=w_uv_scale, kv_c=kv_c,
+        k_pe=k_pe, epsilon=number("epsilon", step.epsilon), cu_seqlens_q=step.input_row_offsets, max_q_len=_max_q_len(step),
         out=step.output, backend=step.backend,
     )  # fmt: skip
     renamed(
@@ -91,7 +92,10 @@ def decode(step: Step, w_uk: Tensor, w_uk_scale: Tensor | None, w_uv: Tensor, w_
 def _raw(step: Step, layer: PagedLatentLayer) -> tuple[Tensor | None, Tensor | None]:
     """The new tokens' raw latents, if they are not in the cache."""
     raw, rank = step.kv_input, layer.ckv.shape[-1]
-    return (None, None) if raw is None else (raw[..., :rank], raw[..., rank:])
+    if raw is None:
+        return None, None
+    tensor("kv_input", raw, "T, L + R")
+    return raw[:, :rank], raw[:, rank:]
 
 
 def _layer(step: Step) -> PagedLatentLayer:

@@ -116,5 +116,5 @@ def plan_into(
     buffer_row_offsets.copy_((ends - first).clamp(0, buffer_size))
     cache_offsets[:, :-1].copy_(torch.minimum((first - ends[:-1]).clamp(min=0), lens))
     left = ends[-1] - first[:, 0]
-    # MAX marks the chunks behind the last one with -1; a last one may be empty.
+    # MAX marks the chunks after the last one with -1; a last one may be empty.
     buffer_lengths.copy_(torch.where(left < 0, -1, left.clamp(max=buffer_size)))

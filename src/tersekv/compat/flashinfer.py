@@ -18,7 +18,7 @@ from ..calls import DecodeCall, MergeCall, MLADecodeCall
 from ..formats import BLOCK, FP8, TENSOR, kv_format, latent_format
 from ..layers import PagedKVLayer
 from ..ops.decode import mask_rows
-from ..ops.registry import submit
+from ..ops.registry import same_place, submit
 from ..ops.scales import split
 from ._adapt import dtype_name, joined, renamed, scalar, tensor, whole
 from ._flashinfer_append import (
@@ -282,8 +282,8 @@ def xqa_mla(
 
 
 def _same_rows(k: Tensor, v: Tensor) -> bool:
-    """Whether two views have the same first byte and strides; while compiling, where this is unknown, False."""
-    return not torch.compiler.is_compiling() and v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
+    """Whether two views have the same first element and strides; while tracing, where this is unknown, False."""
+    return same_place(k, v) and v.stride() == k.stride()
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -179,7 +179,7 @@ def mla_prefill_plan(
 
         buffer_row_offsets:  [max_chunks, B + 1]  rows of each request in each chunk
         cache_offsets:       [max_chunks, B + 1]  first cached token of each request; the last column is not written
-        buffer_lengths:      [max_chunks]  rows of each chunk; -1 behind the last (signed)
+        buffer_lengths:      [max_chunks]  rows of each chunk; -1 after the last (signed)
         input_row_offsets:   [B + 1]  first new token of each request
         k_cache:             of a layer, or the whole collection: its cache_lengths count
         buffer_token_size:   rows of the buffer

@@ -90,7 +90,7 @@ def measure(
 ) -> ModelResult:
     """Run a model on tokens [N >= 2] of its device through the paged cache, once for each format."""
     tick = tick or (lambda what, work: None)
-    # A model with learned positions has nothing to add to tokens behind them.
+    # A model with learned positions can take no token past the last of them.
     generate = min(settings.generate, subject.positions // 2)
     settings = replace(settings, generate=generate, prompt=min(settings.prompt, subject.positions - generate))
     prompt = subject.prompt(tokens, settings.prompt)

@@ -134,7 +134,8 @@ def mask_rows(mask: Tensor, seq_lens: Tensor, t: int) -> Tensor:
     tensor("seq_lens", seq_lens, "B")
     b = seq_lens.shape[0]
     if mask.shape[0] != b or b * mask.shape[1] != t:
-        raise ValueError(f"mask: want [T={t}, W] or [B={b}, drafts={t // b if b else 0}, W], got {list(mask.shape)}")
+        split = f" or [B={b}, drafts={t // b}, W]" if b and t % b == 0 else ""
+        raise ValueError(f"mask: want [T={t}, W]{split}, got {list(mask.shape)}")
     return joined("mask", mask)
 
 

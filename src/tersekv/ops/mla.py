@@ -1,4 +1,4 @@
-"""Multi-head latent attention: `mla_append`, `mla_decode`, `mla_prefill` and its planner."""
+"""Multi-head latent attention: `mla_append`, `mla_decode`, `mla_project`, `mla_prefill` and its planner."""
 
 from __future__ import annotations
 

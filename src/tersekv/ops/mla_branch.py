@@ -52,11 +52,12 @@ def mla_decode_branch(
                           (16-bit caches only; the op is then not idempotent)
         cu_seqlens_q:     [B + 1]  first new token of each request; None: T / B each; several are causal
         max_q_len:        host bound on the new tokens of a request, for ragged ones: the closer the faster (default T)
-        out:              [T, H, Dv] in q's dtype
+        out:              [T, H, Dv] in q's dtype, in memory of its own
 
     What `mla_prefill` with an empty plan, `mla_project`, `mla_decode` and `mla_project` compute, in one call: projected
-    and rotated queries and the latents that are attended to are rounded to q's dtype. Both weights are for launches
-    before the one in front of this to write, as in `mla_project`. Zero tokens: nothing happens.
+    and rotated queries and the latents that are attended to are rounded to q's dtype. Zero tokens: nothing happens.
+
+    NOTE: as in `mla_project`, the launch right before this one may not write the weights or their scales.
 
     Returns out. No host synchronisation; safe under CUDA graphs. Raises ValueError or TypeError for arguments that do
     not fit together, before anything is written.
@@ -64,7 +65,7 @@ def mla_decode_branch(
     c = cache if isinstance(cache, PagedLatentLayer) else PagedLatentLayer.of(cache)
     kv_scale, kv_scale_t = split(c.kv_scale, "kv_scale")
     scale, scale_t = split(softmax_scale, "softmax_scale")
-    epsilon = epsilon if type(epsilon) is float else number("epsilon", epsilon)
+    epsilon = number("epsilon", epsilon)
     max_q_len = None if max_q_len is None else whole("max_q_len", max_q_len)
     given = (
         q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis, kv_norm_gamma,

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ..calls import CALLS
 from ..plan import dispatch
-from ..recall import Way, remember
+from ..recall import Way, remember, tracing
 
-_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 _SCHEMA_NAMES = {Tensor: "Tensor", str: "str", int: "SymInt", float: "float", bool: "bool"}
 
 
@@ -54,13 +53,6 @@ for _op in CALLS:
     _library.define(schema(_op))
     _library.impl(_op, _implementation(_op), "CompositeExplicitAutograd")
     torch.library.register_fake(f"tersekv::{_op}", _fake, lib=_library)
-
-
-def tracing() -> bool:
-    """Whether operators are recorded, and tensors may have no memory: torch.compile, make_fx, FakeTensorMode."""
-    if torch.compiler.is_compiling():
-        return True
-    return torch._C._len_torch_dispatch_stack() > 0 and any(torch._C._get_dispatch_mode(m) for m in _TRACERS)
 
 
 def same_place(a: Tensor | None, b: Tensor | None) -> bool:

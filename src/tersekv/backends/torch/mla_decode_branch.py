@@ -9,7 +9,8 @@ import torch
 
 from . import mla_decode, mla_project
 from .exact import exact
-from .mla_prefill import append
+from .mla_latents import place
+from .mla_prefill import append, new_places, spread
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -33,9 +34,24 @@ def run(call: Any, config: None) -> None:
     q_pe = q.new_zeros(tokens, heads, rope)
     q_nope, latents = q.new_empty(tokens, heads, rank), q.new_empty(tokens, heads, rank)
     given = call._asdict() | {"cu_seqlens_q": torch.tensor(starts, device=device)}
-    append(SimpleNamespace(**given, q_pe_out=q_pe, seq_lens_out=lens), starts)
+    given = SimpleNamespace(**given, q_pe_out=q_pe, seq_lens_out=lens)
+    new = new_places(given, starts)
+    look_at_the_past(given)
+    append(given, starts, new)
     x = q[..., : dq - rope]
     mla_project.run(SimpleNamespace(x=x, weight=call.w_uk, weight_scale=call.w_uk_scale, out=q_nope), None)
     given = call._asdict() | {"out": latents, "lse": None, "out_scale": 1.0, "out_scale_t": None}
     mla_decode.run(SimpleNamespace(**given, q_nope=q_nope, q_pe=q_pe, seq_lens=lens), None)
     mla_project.run(SimpleNamespace(x=latents, weight=call.w_uv, weight_scale=call.w_uv_scale, out=call.out), None)
+
+
+def look_at_the_past(call: Any) -> None:
+    """Raise ValueError for a request with more new tokens than are said, or, if it has new ones, for a token that has
+    no place: before anything is written."""
+    new = call.cu_seqlens_q.diff().to(torch.int64)
+    longest = int(new.max()) if len(new) else 0
+    if longest > call.max_q_len:
+        raise ValueError(f"max_q_len: want at least {longest} as in cu_seqlens_q, got {call.max_q_len}")
+    held = torch.where(new > 0, call.cache_lens.to(torch.int64) + new, 0)
+    request, index = spread([0, *held.cumsum(0).tolist()], held.device)
+    place(call.page_table, request, index, call.ckv)

@@ -62,7 +62,7 @@ def new_places(call: Any, starts: list[int]) -> Places:
     if (cached < 0).any():
         i = int((cached < 0).nonzero()[0, 0])
         raise ValueError(f"cache_lens: want at least 0, got {int(cached[i])} at {i}")
-    request, index = _spread(starts, call.q.device)
+    request, index = spread(starts, call.q.device)
     position = cached[request] + index
     at = place(call.page_table, request, position, call.ckv)
     if (position >= call.freqs_cis.shape[0]).any():
@@ -92,7 +92,7 @@ def chunk_places(call: Any, chunk: int, length: int) -> Places:
     rows = [min(row, length) for row in call.buffer_row_offsets[chunk].tolist()]
     if rows != sorted(rows):
         raise ValueError(f"plan.buffer_row_offsets: want rows that never fall, got {rows} in chunk {chunk}")
-    request, index = _spread(rows, call.q.device)
+    request, index = spread(rows, call.q.device)
     position = call.cache_offsets[chunk].to(torch.int64)[request] + index
     try:
         at = place(call.page_table, request, position, call.ckv)
@@ -207,7 +207,7 @@ def _attend_request(
         merge(out[block, heads], lse[block, heads], part.transpose(0, 1), part_lse.transpose(0, 1))
 
 
-def _spread(starts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+def spread(starts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Request, and place within it, of rows starts[0] … starts[-1]."""
     bounds = torch.tensor(starts, device=device)
     request = torch.repeat_interleave(torch.arange(len(starts) - 1, device=device), bounds.diff())

@@ -47,7 +47,7 @@ def bound(
 
     at:      where the address of a call's tensor stands in the list
     scratch: fp32 numbers
-    places:  names of what lies in the scratch, and how many bytes behind its begin
+    places:  names of what lies in the scratch, and how many bytes after its start
     """
     at = dict(at) | {name: len(at) + i for i, name in enumerate(places)}
     launches, keys = [], []

@@ -204,14 +204,17 @@ class Template:
     fp8_as_bytes:   the kernel takes fp8 tensors as bytes
     """
 
-    __slots__ = ("_again", "_live", "_template", "arguments", "descriptors_at", "fp8_as_bytes", "grid", "launch")
+    __slots__ = (
+        "_again", "_live", "_template", "arguments", "descriptors_at", "fp8_as_bytes", "given_at", "grid", "launch",
+    )  # fmt: skip
 
     def __init__(
         self, fn: Any, grid: tuple[int, ...], arguments: Sequence[Any], *, descriptors_at: int = 0,
         fp8_as_bytes: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         self.launch, self.grid, self.arguments = Launch(fn, **options), (*grid, 1, 1)[:3], tuple(arguments)
-        self.descriptors_at, self.fp8_as_bytes = descriptors_at, fp8_as_bytes
+        self.given_at, self.fp8_as_bytes = descriptors_at, fp8_as_bytes
+        self.descriptors_at = descriptors_at  # among what the compiled kernel takes, from the first call on
         self._again: Any = None
         self._template: list = []
         self._live: list[tuple[int, int]] = []
@@ -243,7 +246,7 @@ class Template:
     def _first(self, tensors: tuple[Tensor | None, ...], descriptors: Sequence[Any]) -> None:
         given = map(pointer, tensors) if self.fp8_as_bytes else iter(tensors)
         args = [next(given) if x is TENSOR else x for x in self.arguments]
-        self.launch(self.grid, *args[: self.descriptors_at], *descriptors, *args[self.descriptors_at :])
+        self.launch(self.grid, *args[: self.given_at], *descriptors, *args[self.given_at :])
         if not self.launch.compiled:
             return
         # Equal facts: what is None stays None.
@@ -251,7 +254,7 @@ class Template:
         head = self.launch.head(self.grid)
         self._live = [(len(head) + place, i) for i, place in enumerate(places) if tensors[i] is not None]
         self._template = [*head, *(None if x is TENSOR else x for x in self.arguments)]
-        self.descriptors_at += len(head)
+        self.descriptors_at = len(head) + self.given_at  # two threads may come here at once
         self._again = self.launch.again
 
 

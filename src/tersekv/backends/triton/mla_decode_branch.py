@@ -95,7 +95,8 @@ def run(
     memory = launch.scratch(config.scratch, call.q)
     given = SimpleNamespace(**call._asdict(), **_views(memory, config), lse=None, out_scale_t=None)
     if not config.steps:
-        config.steps.extend((steps or launches)(call, given, config, decode))
+        # All at once: another thread may be here too.
+        config.steps[:] = (steps or launches)(call, given, config, decode)
     for step in config.steps:
         described = decode._caches(given, config.decode) if step.described else ()
         step.template(*step.fields(given, memory), descriptors=described)
