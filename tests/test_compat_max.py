@@ -286,11 +286,11 @@ def test_errors_name_the_arguments_of_max():
     for wrong in ("0.07", True, torch.tensor(0.07), None):
         step.scale = wrong
         for branch in (step.prefill, step.decode):
-            with pytest.raises(TypeError, match="^scale: want a number, got"):
+            with pytest.raises(TypeError, match=r"^scale: want a number, got"):
                 branch()
     step = Step()
     for branch in (step.prefill, step.decode):
-        with pytest.raises(TypeError, match="^kv_input: want Tensor, got list"):
+        with pytest.raises(TypeError, match=r"^kv_input: want Tensor, got list"):
             branch(kv_input=[1, 2])
     step.kv = None
     with pytest.raises(TypeError, match="kv_collection: want PagedKVCacheCollection, got NoneType"):

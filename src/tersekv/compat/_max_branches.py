@@ -66,8 +66,8 @@ def prefill(
     plan = MLAPrefillPlan(rows[None], starts[None], [length], _max_q_len(step))
     kv_c, k_pe = _raw(step, layer)
     call = partial(
-        mla_prefill, softmax_scale=number("scale", step.scale), epsilon=number("epsilon", step.epsilon), kv_b_proj_scale=weight_scale,
-        kv_c=kv_c, k_pe=k_pe, out=step.output, backend=step.backend,
+        mla_prefill, softmax_scale=number("scale", step.scale), epsilon=number("epsilon", step.epsilon),
+        kv_b_proj_scale=weight_scale, kv_c=kv_c, k_pe=k_pe, out=step.output, backend=step.backend,
     )  # fmt: skip
     kv = step.kv_collection
     renamed(
@@ -80,9 +80,9 @@ def decode(step: Step, w_uk: Tensor, w_uk_scale: Tensor | None, w_uv: Tensor, w_
     layer, kv = _layer(step), step.kv_collection
     kv_c, k_pe = _raw(step, layer)
     call = partial(
-        mla_decode_branch, softmax_scale=number("scale", step.scale), w_uk_scale=w_uk_scale, w_uv_scale=w_uv_scale, kv_c=kv_c,
-        k_pe=k_pe, epsilon=number("epsilon", step.epsilon), cu_seqlens_q=step.input_row_offsets, max_q_len=_max_q_len(step),
-        out=step.output, backend=step.backend,
+        mla_decode_branch, softmax_scale=number("scale", step.scale), epsilon=number("epsilon", step.epsilon),
+        w_uk_scale=w_uk_scale, w_uv_scale=w_uv_scale, kv_c=kv_c, k_pe=k_pe, cu_seqlens_q=step.input_row_offsets,
+        max_q_len=_max_q_len(step), out=step.output, backend=step.backend,
     )  # fmt: skip
     renamed(
         _NAMES, call, step.q, layer, kv.lookup_table, kv.cache_lengths, step.freqs_cis, step.kv_norm_gamma, w_uk, w_uv
