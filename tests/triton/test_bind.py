@@ -98,6 +98,16 @@ def test_caches_that_are_not_described_yet_are_not_launched_for(launched):
     assert_unknown_caches_are_refused("triton", launched)
 
 
+def test_much_scratch_is_not_kept(launched):
+    op = "mla_decode_branch"
+    call = make(next(cases((op,))))
+    module, config = prepared(call, op, "triton")
+    at = {n: i for i, (n, x) in enumerate(zip(TENSORS[op], FIELDS[op][0](call), strict=True)) if x is not None}
+    module.run(call, config)
+    assert module.bind(config, at) is not None
+    assert module.bind(config._replace(scratch=module._MOST_KEPT + 1), at) is None
+
+
 def test_nothing_is_bound_before_it_is_compiled():
     template = launch.Template(SimpleNamespace(), (1,), (launch.TENSOR,))
     assert bind.bound([bind.Step(template, bind.Fields("q"))], {"q": 0}) is None

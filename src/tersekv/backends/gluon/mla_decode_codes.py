@@ -428,12 +428,13 @@ def mla_decode_codes_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     flags = gl.allocate_shared_memory(gl.int8, [TURNS, 32, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     X: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 4, [1, 0])
-    notes, places = flags, flags
+    notes, places, q_ready, noted, given = flags, flags, flags, flags, flags
     if TURNS == 2:
+        # Not where nobody waits for them: their memory would be given to others, with a barrier in it.
+        q_ready, noted, given = (barriers(1), barriers(1)), (barriers(1), barriers(1)), (barriers(1), barriers(1))
         notes = gl.allocate_shared_memory(gl.float32, [4, c.ROWS], FLAT)
         places = gl.allocate_shared_memory(gl.float32, [c.CHUNKS, c.CHUNK, c.ROWS], X)
     full, free = barriers(STAGES), barriers(STAGES)
-    q_ready, noted, given = (barriers(1), barriers(1)), (barriers(1), barriers(1)), (barriers(1), barriers(1))
     scale_kv = scalar(kv_scale, KV_T, c.V_T)
     score_scale = scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E * scale_kv
     value_factor = scale_kv * scalar(out_scale, OUT_T, c.OUT_T)

@@ -143,7 +143,8 @@ def merge_project_kernel(
     pieces, p = tl.load(META, mask=live, other=1), tl.load(META + 1, mask=live, other=0)
     cut = pieces > 1
     p_plain = LATENTS + h.to(tl.int64) * stride_lh + o_m.to(tl.int64)[:, None] * stride_lt + tl.arange(0, c.DV)[None, :]
-    plain = tl.load(p_plain, mask=((o_m < T) & (pieces == 1))[:, None], other=0.0)
+    # Not 1 alone: where programs take segments whole, `pieces` is 1 minus the number of the share.
+    plain = tl.load(p_plain, mask=((o_m < T) & (pieces <= 1))[:, None], other=0.0)
     value_factor = scalar(kv_scale, KV_T, 0, c.V_T)
     o_d = tl.arange(0, c.DV) % c.PARTS * c.BLOCK_DV + tl.arange(0, c.DV) // c.PARTS
     x = merged(PART, p, tl.where(cut, pieces, 0), o_r, o_d, value_factor, PIECES, c)

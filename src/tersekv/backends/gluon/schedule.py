@@ -18,7 +18,7 @@ LN2 = gl.constexpr(math.log(2))
 def meta_of(PART, num_programs, c: gl.constexpr):
     """META [B, segments, HEADS, 2] int32, behind the states of cut segments in the same scratch.
 
-    Of each segment: its pieces (1: it is not cut), and the program in which it begins, which writes this.
+    Of each segment: its pieces (1 or less: it is not cut), and the program in which it begins, which writes this.
     """
     return (PART + 2 * num_programs * c.ROWS * c.PART_COLUMNS).to(gl.pointer_type(gl.int32))
 

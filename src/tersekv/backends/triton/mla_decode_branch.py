@@ -16,6 +16,7 @@ from . import mla_decode_enter as enter
 from .bind import PART, Bound, Fields, Step, bound
 
 _ALIGNED = 256
+_MOST_KEPT = 1 << 24  # numbers of scratch that are kept for the next call; more, for some 256 tokens, is given back
 # What decode's launches take of the branch.
 _INNER = {"q_nope": "Q_NOPE", "q_pe": "Q_PE", "seq_lens": "SEQ_LENS", "out": "LATENTS"}
 LAST = Fields("LATENTS w_uv w_uv_scale out")
@@ -92,7 +93,8 @@ def run(
     if call.cache_lens.shape[0] == 0:
         call.out.zero_()
         return
-    memory = launch.scratch(config.scratch, call.q)
+    kept = config.scratch <= _MOST_KEPT
+    memory = launch.scratch(config.scratch, call.q) if kept else call.q.new_empty(config.scratch, dtype=torch.float32)
     given = SimpleNamespace(**call._asdict(), **_views(memory, config), lse=None, out_scale_t=None)
     if not config.steps:
         # All at once: another thread may be here too.
@@ -103,7 +105,7 @@ def run(
 
 
 def bind(config: Config, at: dict[str, int]) -> Bound | None:
-    if not config.steps:
+    if not config.steps or config.scratch > _MOST_KEPT:
         return None
     places = {PART: 0} | {name: place.offset for name, place in config.places.items()}
     return bound(config.steps, at, config.scratch, places)
