@@ -7,27 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from branch_cases import BASE, RAGGED
 
 import tersekv
 from tersekv import MLAPrefillPlan, PagedLatentLayer
-from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.memory import as_bytes, moved
-
-BASE = Case(
-    "mla_decode_branch",
-    "bf16",
-    "small",
-    lens=(13, 1, 9, 2),
-    heads=1,
-    group=2,
-    page=3,
-    rank=128,
-    rope=16,
-    nope=128,
-    dim_v=128,
-)
-RAGGED = replace(BASE, name="ragged", q_lens=(6, 1, 0, 2), ragged=True)
 
 
 def arguments(call: Any) -> dict[str, Any]:

@@ -6,30 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from branch_cases import BASE, RAGGED
 
 from tersekv import plan
 from tersekv.backends.torch import mla_decode_branch as oracle
 from tersekv.backends.triton import mla_decode_branch
 from tersekv.formats import LATENT_FORMATS
 from tersekv.testing import verify
-from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.memory import as_bytes, moved
 
-BASE = Case(
-    "mla_decode_branch",
-    "bf16",
-    "small",
-    lens=(13, 1, 9, 2),
-    heads=1,
-    group=2,
-    page=3,
-    rank=128,
-    rope=16,
-    nope=128,
-    dim_v=128,
-)
-RAGGED = replace(BASE, name="ragged", q_lens=(6, 1, 0, 2), ragged=True)
 CASES = [replace(c, format=f) for f in LATENT_FORMATS for c in (BASE, RAGGED)] + [
     replace(BASE, name="drafts fp16", q_lens=(1, 1, 1, 1), dtype="float16", index="int64", strided=True),
     replace(BASE, name="two each", lens=(13, 2, 9, 2), q_lens=(2, 2, 2, 2), index="uint32"),

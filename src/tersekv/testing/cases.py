@@ -74,6 +74,7 @@ class Case:
     chunk: int = 0  # rows of the buffer; 0: all
     weight: str = "float8_e4m3fn"
     raw_in_cache: bool = False
+    sharp: bool = False  # scores differ by tens: many keys in vain before the one that counts
 
     # merge_states
     parts: int = 2
@@ -246,6 +247,8 @@ def _mla_prefill(base: Case, i: int) -> Iterator[Case]:
     ]
     if base.format in ("bf16", "fp16"):
         cases.append(replace(base, name="raw rows in the cache", raw_in_cache=True, page=64))
+    if base.format == "bf16":
+        cases.append(replace(base, name="sharp", sharp=True, lens=(600,), q_lens=(40,), group=2, page=64, lse=False))
     if base.format != "fp8_ds_mla":
         cases.append(replace(base, name="split", split=True))
     for case in cases:

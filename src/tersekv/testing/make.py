@@ -256,7 +256,7 @@ def _mla_prefill(m: _Maker) -> MLAPrefillCall:
         r.freqs_cis(c.rope, torch.float32 if c.weight else dtype), (1 + 0.1 * m.normal(c.rank)).to(dtype),
         weight if c.weight else weight.to(dtype), weight_scale, r.index(plan.buffer_row_offsets), r.index(starts),
         m.output(r.tokens, heads, dv), m.lse(r.tokens, heads), plan.buffer_lengths, c.format, r.max_q_len,
-        (c.nope + c.rope) ** -0.5, 1e-6, *split(a.kv_scale), c.precision,
+        (c.nope + c.rope) ** -0.5 * (20.0 if c.sharp else 1.0), 1e-6, *split(a.kv_scale), c.precision,
     )  # fmt: skip
 
 

@@ -14,6 +14,16 @@ from ..triton.mla_project import GROUP, add_scaled, ask, quantise, store_product
 
 
 @triton.jit
+def add_pieces(m, l, acc, m_part, l_part, parts):
+    """(maximum, sum, values) of rows, with those of pieces [rows, pieces] joined."""
+    m_new = tl.maximum(m, tl.max(m_part, 1))
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    weights, old = tl.exp2(m_part - base[:, None]), tl.exp2(m - base)
+    acc = acc * old[:, None] + tl.sum(parts * weights[:, :, None], 1)
+    return m_new, l * old + tl.sum(l_part * weights, 1), acc
+
+
+@triton.jit
 def merge_kernel(
     CU, OUT, LSE, PART, kv_scale, KV_T, out_scale, OUT_T, num_programs, max_segments, so_t, so_h, sl_t, sl_h,
     ROWS: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, c: tl.constexpr,
@@ -45,12 +55,7 @@ def merge_kernel(
             m_part = tl.load(p_part + c.PART_COLUMNS - 2, mask=mask, other=float("-inf"))
             l_part = tl.load(p_part + c.PART_COLUMNS - 1, mask=mask, other=0.0)
             parts = tl.load(p_part[:, :, None] + o_d[None, None, :], mask=mask[:, :, None], other=0.0)
-            m_new = tl.maximum(m, tl.max(m_part, 1))
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)
-            weights, old = tl.exp2(m_part - base[:, None]), tl.exp2(m - base)
-            acc = acc * old[:, None] + tl.sum(parts * weights[:, :, None], 1)
-            l = l * old + tl.sum(l_part * weights, 1)
-            m = m_new
+            m, l, acc = add_pieces(m, l, acc, m_part, l_part, parts)
         row = segment * c.ROWS + o_r
         heads = (h * c.GROUP + row % c.GROUP).to(tl.int64)
         tokens = (q0 + row // c.GROUP).to(tl.int64)
@@ -83,12 +88,7 @@ def merged(PART, p, pieces, o_r, o_d, value_factor, PIECES: tl.constexpr, c: tl.
         m_part = tl.load(p_part + c.PART_COLUMNS - 2, mask=mask, other=float("-inf"))
         l_part = tl.load(p_part + c.PART_COLUMNS - 1, mask=mask, other=0.0)
         parts = tl.load(p_part[:, :, None] + o_d[None, None, :], mask=mask[:, :, None], other=0.0)
-        m_new = tl.maximum(m, tl.max(m_part, 1))
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weights, old = tl.exp2(m_part - base[:, None]), tl.exp2(m - base)
-        acc = acc * old[:, None] + tl.sum(parts * weights[:, :, None], 1)
-        l = l * old + tl.sum(l_part * weights, 1)
-        m = m_new
+        m, l, acc = add_pieces(m, l, acc, m_part, l_part, parts)
     factor, _ = finish(m, l, value_factor, None, o_r, pieces > 0, c)
     return acc * factor[:, None]
 

@@ -41,6 +41,7 @@ from .mla_prefill_attention import (
     publish,
     scores,
 )
+from .mla_prefill_attention import descriptors as of_keys
 from .mla_prefill_softmax import halves, packed, shares_of_sum, unpacked, weigh
 from .pipeline import launch_dependents, wait_for_previous
 
@@ -337,17 +338,9 @@ def fits(call: Any, dims: Dims, sms: int) -> bool:
 
 def descriptors(q: Any, kv: Any, k_pe: Any, rows: int, tokens: int, q_strides: tuple[int, int], dims: Dims) -> tuple:
     """Of the kernel: of q's and of the keys' parts, and of values."""
-    stride_t, stride_h = q_strides
-    heads, nope, rope, dim_v = dims
-    layout = gl.NVMMASharedLayout.get_default_for([ROWS.value, 64], gl.bfloat16)
-    columns, kv_columns = (heads - 1) * stride_h + nope + rope, heads * (nope + dim_v)
-    return (
-        TensorDescriptor(q, [tokens, columns], [stride_t, 1], [ROWS.value, nope], layout),
-        TensorDescriptor(q, [tokens, columns], [stride_t, 1], [ROWS.value, rope], layout),
-        TensorDescriptor(kv, [rows, kv_columns], [kv_columns, 1], [BLOCK_N.value, nope], layout),
-        TensorDescriptor(kv, [rows, kv_columns], [kv_columns, 1], [HALF_N.value, dim_v], layout),
-        TensorDescriptor(k_pe, [rows, rope], [rope, 1], [BLOCK_N.value, rope], layout),
-    )
+    q_nope, q_pe, keys, keys_pe = of_keys(q, kv, k_pe, rows, tokens, q_strides, dims)
+    values = TensorDescriptor(kv, keys.shape, keys.strides, [HALF_N.value, dims.dim_v], keys.layout)
+    return q_nope, q_pe, keys, values, keys_pe
 
 
 def prepared(
