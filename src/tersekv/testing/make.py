@@ -248,15 +248,18 @@ def _mla_prefill(m: _Maker) -> MLAPrefillCall:
     if c.weight:
         weight = encode(weight * 100, getattr(torch, c.weight))
         weight_scale = m.uniform(0.005, 0.015, weight.shape[0] // 128, c.rank // 128)
+    q = m.rows(r.tokens, heads, c.nope + c.rope)
+    if c.sharp:  # by the columns whose keys are stored: those made of latents are rounded, and scores would tell of that
+        q[..., c.nope :] *= 32
     plan = mla_prefill_plan(c.lens, r.q_lens, c.chunk or None)
     starts = torch.nn.functional.pad(plan.cache_offsets, (0, 1), value=2**31 - 1)  # the last column is never read
     return MLAPrefillCall(
-        m.rows(r.tokens, heads, c.nope + c.rope), *raw, a.ckv, a.kpe, a.ckv_scale_cache, r.page_table(),
+        q, *raw, a.ckv, a.kpe, a.ckv_scale_cache, r.page_table(),
         r.index([n - q for n, q in zip(c.lens, r.q_lens, strict=True)]), r.cu_seqlens(),
         r.freqs_cis(c.rope, torch.float32 if c.weight else dtype), (1 + 0.1 * m.normal(c.rank)).to(dtype),
         weight if c.weight else weight.to(dtype), weight_scale, r.index(plan.buffer_row_offsets), r.index(starts),
         m.output(r.tokens, heads, dv), m.lse(r.tokens, heads), plan.buffer_lengths, c.format, r.max_q_len,
-        (c.nope + c.rope) ** -0.5 * (20.0 if c.sharp else 1.0), 1e-6, *split(a.kv_scale), c.precision,
+        (c.nope + c.rope) ** -0.5, 1e-6, *split(a.kv_scale), c.precision,
     )  # fmt: skip
 
 
