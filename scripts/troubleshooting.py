@@ -160,6 +160,7 @@ CHECKED: dict[str, Callable] = {
     "page": lambda: decode(table=torch.tensor([[0, 1], [8, 0]]), lens=torch.tensor([20, 3])),
     "length": lambda: decode(table=torch.tensor([[0, 1], [2, 0]]), lens=torch.tensor([40, 3])),
     "position": lambda: rope_append(torch.zeros(4, 128), positions=slots(0, 1, 2, 3, 4)),
+    "first row": lambda: decode(cu_seqlens_q=torch.tensor([1, 1, 2]), max_q_len=1),
     "rows": lambda: decode(cu_seqlens_q=torch.tensor([0, 2, 5]), max_q_len=3),
     "bound": lambda: decode(torch.zeros(4, 32, 128, dtype=BF16), cu_seqlens_q=torch.tensor([0, 1, 4]), max_q_len=2),
 }

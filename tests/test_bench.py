@@ -79,7 +79,7 @@ def test_cells_named_replace_those_of_their_kind():
 
 @pytest.mark.parametrize("cell", ["x", "0x5", "1x2x3", "", "-4"])
 def test_a_cell_of_neither_kind_is_refused(cell):
-    with pytest.raises(ValueError, match="cell: want requests x tokens"):
+    with pytest.raises(ValueError, match=r"^cells: want requests x tokens"):
         with_cells(GPU, [cell])
 
 
@@ -413,6 +413,7 @@ def test_the_command_exits_with_1_on_red(monkeypatch, capsys):
     (["--ops", "decode,mla_decode", "--cells", "64"], "--cells 64: none of decode, mla_decode has such cells"),
     (["--preset", "shapes", "--ops", "append", "--cells", "4"],
      "--preset shapes: want --device, --formats, --backend and --json beside it, got --ops, --cells"),
+    (["--cells", "0x5"], "--cells: want requests x tokens such as 64x8192, or new tokens such as 2048, got '0x5'"),
     (["--json", "missing/r.jsonl"], "--json missing/r.jsonl: want a file in a folder that exists"),
     (["--plot", "missing/r.png"], "--plot missing/r.png: want a file in a folder that exists"),
     (["--json", "/sys/r.jsonl"], "--json /sys/r.jsonl: want a file that can be written, got "),

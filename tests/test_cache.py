@@ -225,6 +225,31 @@ WRONG = [
         lambda: PagedLatentCache.allocate(1, 2, 4, format="fp8_e4m3", kv_scale=float("nan")),
         "kv_scale: want a positive, finite number, got nan",
     ),
+    (
+        lambda: PagedKVCache.allocate(1, 2, 4, 2, 16, format="fp8_e4m3", k_scale=torch.ones(3)),
+        "k_scale: want float32 with 1 or 2 elements on cpu, got [3] float32 on cpu",
+    ),
+    (
+        lambda: PagedKVCache.allocate(1, 2, 4, 2, 16, format="nvfp4", v_scale=torch.ones(2)),
+        "v_scale: want float32 with 1 elements on cpu, got [2] float32 on cpu",
+    ),
+    (
+        lambda: PagedKVCache.allocate(1, 2, 4, 2, 16, format="fp8_e4m3", v_scale=torch.ones(2).double()),
+        "v_scale: want float32 with 1 or 2 elements on cpu, got [2] float64 on cpu",
+    ),
+    (
+        lambda: PagedLatentCache.allocate(1, 2, 4, format="fp8_e4m3", kv_scale=torch.ones(1, device="meta")),
+        "kv_scale: want float32 with 1 elements on cpu, got [1] float32 on meta",
+    ),
+    (
+        lambda: PagedLatentCache.allocate(1, 2, 4, format="fp8_e4m3", kv_scale=torch.ones(2)),
+        "kv_scale: want float32 with 1 elements on cpu, got [2] float32 on cpu",
+    ),
+    (
+        lambda: PagedLatentLayer.of(torch.zeros(1, 2, 656, dtype=torch.bool), format="fp8_ds_mla"),
+        "latent cache: want uint8 rows of 528 bytes and a torch.bfloat16 rotary part for fp8_ds_mla, "
+        "got [1, 2, 656] torch.bool",
+    ),
     (lambda: PagedKVCache([], 8, 8), "layers: want at least one, got none"),
     (lambda: PagedLatentCache([]), "layers: want at least one, got none"),
     (
@@ -340,6 +365,20 @@ def test_a_wrong_argument_is_named(make, message):
         lambda: PagedKVCache.allocate(1, 2, 4, 1, 64, format="bf16", head_dim_v=[8]),
         "head_dim_v: want int, got list [8]",
     ),
+    (lambda: PagedKVCache.allocate(1, 2, 4, 1, 64, format="bf16", packed=1), "packed: want bool, got int"),
+    (
+        lambda: PagedKVCache.allocate(1, 2, 4, 1, 64, format="nvfp4", inline_scales="no"),
+        "inline_scales: want bool, got str",
+    ),
+    (lambda: PagedLatentCache.allocate(1, 2, 4, format="bf16", split="no"), "split: want bool, got str"),
+    (
+        lambda: PagedKVCache.from_tensors(torch.zeros(1, 2, 1, 1, 8, dtype=BF) for _ in range(2)),
+        "tensors: want a sequence with an entry for each layer, got generator",
+    ),
+    (
+        lambda: PagedLatentCache.from_tensors(torch.zeros(1, 1, 576, dtype=BF) for _ in range(2)),
+        "tensors: want a sequence with an entry for each layer, got generator",
+    ),
     (lambda: PagedLatentCache.allocate(1, 2, None, format="bf16"), "page_size: want int, got NoneType None"),
     (lambda: PagedLatentLayer.of(torch.zeros(1, 1, 576, dtype=BF), kv_lora_rank="512"),
      "kv_lora_rank: want int, got str '512'"),
@@ -352,3 +391,8 @@ def test_a_wrong_type_is_named(make, message):
     with pytest.raises(TypeError, match="want") as error:
         make()
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("scale", [torch.ones(()), torch.ones(1), torch.ones(2)], ids=lambda x: str(list(x.shape)))
+def test_a_scale_on_the_device_may_be_one_or_one_a_head(scale):
+    assert PagedKVCache.allocate(2, 2, 4, 2, 16, format="fp8_e4m3", k_scale=scale)[1].k_scale is scale

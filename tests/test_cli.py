@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tersekv import __version__, env, plan
 from tersekv.cli import arguments, doctor, main
@@ -184,6 +185,12 @@ def test_doctor_tells_versions_backends_and_variables(capsys, monkeypatch):
     for word in ("torch", "triton", "C compiler", "backends on cpu", "mla_prefill", "runs", "hint:", *env.VARIABLES):
         assert word in out
     assert "TERSEKV_CHECKED   '1'" in out
+
+
+@pytest.mark.parametrize(("threads", "told"), [(1, " 1 thread, "), (2, " 2 threads, ")])
+def test_doctor_counts_threads(threads, told, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert told in dict(doctor.devices())["cpu"]
 
 
 def test_doctor_warns_of_a_backend_that_is_not(capsys, monkeypatch):

@@ -370,6 +370,11 @@ def test_bad_merges_name_the_callers_argument():
     v, s = torch.zeros(5, 2, 3, 16), torch.zeros(5, 2, 3)
     with pytest.raises(ValueError, match=r"^s: "):
         fi.merge_states(v, s.half())
+    for dtype in (torch.int32, torch.bool, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=r"^s: want float32, got "):
+            fi.merge_states(v, s.to(dtype))
+        with pytest.raises(ValueError, match=r"^s_a: want float32, got "):
+            fi.merge_state(v[:, 0], s[:, 0].to(dtype), v[:, 1], s[:, 1].to(dtype))
     with pytest.raises(ValueError, match=r"^v: want"):
         fi.merge_states(v[0], s[0])
     with pytest.raises(ValueError, match=r"^v_b: want"):

@@ -353,6 +353,10 @@ def test_bad_plain_appends_name_the_callers_argument():
         fi.append_paged_kv_cache(rows, rows, batch, positions, cache.float(), indices, indptr, None)
     with pytest.raises(TypeError, match=r"^paged_kv_cache: "):
         fi.append_paged_kv_cache(rows, rows, batch, positions, None, indices, indptr, None)
+    with pytest.raises(ValueError, match=r"^ckv_cache: want one of .*, got torch.float32$"):
+        fi.append_paged_mla_kv_cache(
+            rows[:, 0], rows[:, 0], batch, positions, cache[:, 0, :, 0].float(), cache[:, 0, :, 0], indices, None, None
+        )
     with pytest.raises(ValueError, match=r"^append_kpe: want a rotary size of 4 as in kpe_cache "):
         fi.append_paged_mla_kv_cache(
             rows[:, 0], rows[:, 0], batch, positions, cache[:, 0, :, 0], cache[:, 0, :, 0, :4], indices, indptr, None
@@ -387,6 +391,10 @@ def test_seq_lens_and_positions_as_flashinfer_documents_them():
      "seq_lens: want [1] on cpu, got [2] on cpu"),
     (lambda: fi.get_batch_indices_positions(torch.tensor([0, 1]), torch.tensor([5]), -1), ValueError,
      "nnz: want 0 or more, got -1"),
+    (lambda: fi.get_seq_lens(torch.tensor([0, 2]), torch.tensor([3]), 10**30), ValueError,
+     f"page_size: want an int that 64 bits hold, got {10**30}"),
+    (lambda: fi.get_batch_indices_positions(torch.tensor([0, 1]), torch.tensor([5]), 10**30), ValueError,
+     f"nnz: want an int that 64 bits hold, got {10**30}"),
 ])  # fmt: skip
 def test_the_index_helpers_broadcast_nothing_and_name_a_wrong_argument(make, error, message):
     with pytest.raises(error) as caught:

@@ -66,6 +66,7 @@ def test_xqa_takes_packed_ragged_drafts():
 
 BAD_XQA = {
     "beam": ({"q": torch.zeros(3, 2, 4, 16, dtype=BF16)}, "q: want"),
+    "no columns": ({"q": torch.zeros(3, 1, 4, 0, dtype=BF16)}, "q: want head_dim a multiple of 8 up to 576, got 0"),
     "page size": ({"page_size": 8}, "k_cache: want pages of page_size=8"),
     "heads": ({"num_kv_heads": 4}, "k_cache: want pages of page_size=4 and num_kv_heads=4"),
     "seq_lens": ({"seq_lens": torch.zeros(3, 2, dtype=torch.int32)}, "seq_lens: want"),

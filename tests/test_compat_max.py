@@ -292,6 +292,9 @@ def test_errors_name_the_arguments_of_max():
     for branch in (step.prefill, step.decode):
         with pytest.raises(TypeError, match=r"^kv_input: want Tensor, got list"):
             branch(kv_input=[1, 2])
+    step.case.t["gamma"] = step.case.t["gamma"][:0]
+    with pytest.raises(ValueError, match=r"^length of kv_norm_gamma: want a positive number, got 0$"):
+        step.decode()
     step.kv = None
     with pytest.raises(TypeError, match="kv_collection: want PagedKVCacheCollection, got NoneType"):
         step.prefill()

@@ -155,7 +155,7 @@ def test_an_eighth_argument_is_accepted_if_it_says_what_the_cache_says():
     assert cache.any()
     for mode in (2, np.int64(2), "int8_per_token_head"):
         vllm.triton_reshape_and_cache_flash_per_token_head_quant(*call, mode)
-    for mode in (KVQuantMode.INT4_PER_TOKEN_HEAD, 4, KVQuantMode.FP8_PER_TOKEN_HEAD, 3, "fp8", True):
+    for mode in (KVQuantMode.INT4_PER_TOKEN_HEAD, 4, KVQuantMode.FP8_PER_TOKEN_HEAD, 3, "fp8", True, torch.ones(2)):
         with pytest.raises(ValueError, match=r"^kv_quant_mode: want INT8_PER_TOKEN_HEAD \(2\) beside a int8 cache"):
             vllm.triton_reshape_and_cache_flash_per_token_head_quant(*call, mode)
 
@@ -348,3 +348,15 @@ def test_bad_latent_calls_name_the_callers_argument():
         vllm.concat_and_cache_mla(kv_c, k_pe, cache, torch.zeros(T), "fp8", 1.0)
     with pytest.raises(TypeError, match=r"^kv_c: want Tensor"):
         vllm.concat_and_cache_mla(None, k_pe, cache, slots(), "fp8", 1.0)
+
+
+def test_sizes_of_0_are_named_as_vllm_names_them():
+    half, none = torch.zeros(P, S, 3, 16, dtype=BF16), torch.zeros(2, 3, 0, dtype=BF16)
+    with pytest.raises(ValueError, match=r"^head_dim of key: want a positive multiple of 1 for bf16, got 0$"):
+        vllm.reshape_and_cache_flash(none, none, half, half.clone(), torch.arange(2), "auto", 1.0, 1.0)
+    rows, empty = (torch.zeros(2, 512), torch.zeros(2, 64)), torch.zeros(P, 0, 576, dtype=BF16)
+    with pytest.raises(ValueError, match=r"^kv_cache: want at least one slot a page, got 0$"):
+        vllm.concat_and_cache_mla(*rows, empty, torch.arange(2), "auto", 1.0)
+    flags = torch.zeros(P, S, 656, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"^kv_cache: want uint8 rows of 528 bytes .* got .* torch.bool$"):
+        vllm.concat_and_cache_mla(*rows, flags, torch.arange(2), "fp8_ds_mla", 1.0)

@@ -168,6 +168,8 @@ def test_a_sink_far_above_every_score_takes_all_the_weight():
     [
         ({"cu_seqlens_q": [0, 5, 6], "max_q_len": 5}, r"cu_seqlens_q: want rows in \[0, 4\] that never fall, got"),
         ({"cu_seqlens_q": [0, 3, 2], "max_q_len": 3}, r"cu_seqlens_q: want rows in \[0, 4\] that never fall, got"),
+        ({"cu_seqlens_q": [1, 2, 4], "max_q_len": 2}, "cu_seqlens_q: want a first entry of 0, got 1$"),
+        ({"cu_seqlens_q": [-1, 2, 4], "max_q_len": 3}, "cu_seqlens_q: want a first entry of 0, got -1$"),
         ({"cu_seqlens_q": [0, 1, 4], "max_q_len": 2}, "max_q_len: want at least 3 as in cu_seqlens_q, got 2"),
         ({"seq_lens": [5, -1]}, "seq_lens: want at least 0, got -1 at 1"),
         ({"seq_lens": [5, 99]}, r"seq_lens: want at most 48 \(max_pages \* S\), got 99 at 1"),

@@ -137,6 +137,7 @@ def test_checked_mode_finds_values_that_do_not_fit(monkeypatch):
     tersekv.mla_decode_branch(**arguments(make(RAGGED)))
     for changed, message in (
         ({"cu_seqlens_q": torch.tensor([0, 6, 5, 7, 9])}, "cu_seqlens_q: want rows"),
+        ({"cu_seqlens_q": torch.tensor([1, 6, 6, 7, 9])}, "cu_seqlens_q: want a first entry of 0, got 1"),
         ({"max_q_len": 3}, "max_q_len: want at least 6"),
         ({"freqs_cis": make(RAGGED).freqs_cis[:4]}, "freqs_cis: want a row for each of 13 tokens"),
     ):

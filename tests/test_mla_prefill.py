@@ -198,7 +198,7 @@ def test_rotated_parts_and_lengths_go_where_they_are_wanted():
     assert lens.tolist() == list(case.lens)
     with pytest.raises(ValueError, match="q_pe_out: want None with a plan that holds rows"):
         case.run(plan=plan, q_pe_out=rotated)
-    with pytest.raises(ValueError, match="seq_lens_out: want a tensor of its own, got cache_lens"):
+    with pytest.raises(ValueError, match=r"seq_lens_out: want memory of its own, got .* where cache_lens does"):
         case.run(plan=empty, seq_lens_out=case.t["cache_lens"])
 
 
@@ -431,6 +431,14 @@ def test_checked_mode_finds_a_plan_that_misses_a_token(monkeypatch):
     stale = mla_prefill_plan(case.lens, [1] * len(case.lens))
     with pytest.raises(ValueError, match="max_q_len: want at least 5 as in cu_seqlens_q, got 1"):
         case.run(plan=stale)
+
+
+def test_checked_mode_finds_rows_before_the_first_request(monkeypatch):
+    monkeypatch.setenv("TERSEKV_CHECKED", "1")
+    case = Case()
+    case.t["cu"][0] = 1
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q: want a first entry of 0, got 1$"):
+        case.run()
 
 
 def test_checked_mode_finds_a_rotation_table_that_is_too_short(monkeypatch):

@@ -62,7 +62,7 @@ def test_lengths_do_not_go_to_the_memory_that_they_are_read_from():
     empty = mla_prefill_plan([0, 0, 0], [0, 0, 0])._replace(max_q_len=5)
     lens = case.t["cache_lens"]
     for same in (lens, lens.view(-1), lens[:]):
-        untouched(case, r"^seq_lens_out: want a tensor of its own", plan=empty, seq_lens_out=same)
+        untouched(case, r"^seq_lens_out: want memory of its own", plan=empty, seq_lens_out=same)
 
 
 def no_branch(case, match):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -229,6 +230,8 @@ def test_copies_take_every_byte_of_a_page_in_order(make):
     (lambda p: p.page_table(["a"], max_pages=1), "max_pages: want at least 2, got 1"),
     (lambda p: p.slot_mapping(["a"], [6]), "new_tokens: want in [0, 5] for request 'a', got 6"),
     (lambda p: p.slot_mapping(["a"], [1, 1]), "new_tokens: want 1 numbers, got 2"),
+    (lambda p: p.slot_mapping(["a", "a"], [2, 2]), "request_ids: want each request once, got 'a' again"),
+    (lambda p: p.positions(["a", "a"], [0, 0]), "request_ids: want each request once, got 'a' again"),
     (lambda p: PagePool(0, 4), "num_pages: want a positive number, got 0"),
     (lambda p: PagePool(4, 0), "page_size: want a positive number, got 0"),
 ])  # fmt: skip
@@ -262,9 +265,13 @@ def test_a_number_of_another_type_is_named(act, message):
     assert pool.num_tokens("a") == 5
 
 
-def test_a_list_of_counts_is_wanted():
+def test_counts_may_be_anything_that_counts():
     pool = PagePool(4, 4)
     pool.add("a", 5)
+    want = pool.slot_mapping(["a"], [2])
+    for counts in (np.array([2]), torch.tensor([2]), (n for n in [2])):
+        assert torch.equal(pool.slot_mapping(["a"], counts), want)
+    assert pool.positions(["a"], torch.tensor([2])).tolist() == [3, 4]
     with pytest.raises(TypeError, match=r"^new_tokens: want a number for each request, got int$"):
         pool.slot_mapping(["a"], 1)
 

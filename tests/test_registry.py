@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import tersekv
 from tersekv.calls import CALLS
@@ -114,3 +115,37 @@ def test_export_keeps_the_operators():
     program = torch.export.export(Step(), (q, k, v, cache.k, cache.v, slots, table, lens), strict=True)
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert {"tersekv.append.default", "tersekv.decode.default"} <= targets
+
+
+@pytest.mark.parametrize(("heads", "dtype", "device", "message"), [
+    (3, torch.bfloat16, "cpu", "q: want num_q_heads a multiple of num_kv_heads=2, got 3"),
+    (4, torch.float64, "cpu", r"q: want \[T, Hq, D\] bfloat16 .* got \[2, 4, 64\] float64"),
+    (4, torch.bfloat16, "cuda", "q: want device cpu, got cuda:0"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("error")
+def test_fake_tensors_are_checked(heads, dtype, device, message):
+    with FakeTensorMode():
+        cache = tersekv.PagedKVCache.allocate(1, 4, 16, 2, 64, format="fp8_e4m3")[0]
+        table, lens = torch.zeros(2, 4, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+        assert tersekv.decode(torch.zeros(2, 4, 64), cache, table, lens).shape == (2, 4, 64)
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            tersekv.decode(torch.zeros(2, heads, 64, dtype=dtype, device=device), cache, table, lens)
+
+
+def test_a_wrong_call_is_told_while_it_compiles_and_sizes_stay_symbols():
+    torch._dynamo.reset()
+    _, _, _, cache, _, table, lens = tokens("fp8_e4m3")
+    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def attend(q, lens):
+        return tersekv.decode(q, cache, table.expand(len(lens), -1), lens)
+
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="q: want num_q_heads a multiple of num_kv_heads=2"):
+        torch.compile(attend, fullgraph=True, backend="eager")(torch.zeros(1, 3, 64), lens)
+    compiled = torch.compile(attend, fullgraph=True, backend=count, dynamic=True)
+    counts = []
+    for n in (2, 3, 5, 7):
+        q, held = torch.randn(n, 8, 64), torch.full((n,), 9, dtype=torch.int32)
+        assert torch.equal(compiled(q, held), attend(q, held))
+        counts.append(count.frame_count)
+    assert counts[1] == counts[-1]

@@ -99,7 +99,7 @@ def test_fake_views_of_rows_are_not_asked_for_their_memory():
     with FakeTensorMode():
         k, index, out = torch.zeros(8, 16, 576).to(E4M3), torch.ones(2, 2, dtype=torch.int32), torch.zeros(2, 1, 8, 512)
         q = torch.zeros(2, 1, 8, 576).to(E4M3)
-        flashinfer.xqa_mla(q, k, k[..., :512], index, index[:, :1], out.to(BF), None, None, 16)
+        flashinfer.xqa_mla(q, k, k[..., :512], index, index[0], out.to(BF), None, None, 16)
 
 
 def test_meta_tensors_get_shapes():

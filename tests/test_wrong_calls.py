@@ -80,7 +80,7 @@ def test_an_output_in_any_order_and_with_gaps_is_written(strides):
 
 def test_an_lse_in_the_memory_of_the_output_is_refused():
     out = torch.empty(6, 8, 64)
-    with pytest.raises(ValueError, match=r"^lse: want a tensor of its own, got the memory of out$"):
+    with pytest.raises(ValueError, match=r"^lse: want memory of its own, got a tensor that begins where out does$"):
         decode(Q, (K, V), TABLE, LENS, out=out, lse=out.flatten()[:48].view(6, 8))
     both = torch.empty(6, 8, 65)  # rows that hold their own LSE
     got = decode(Q, (K, V), TABLE, LENS, out=both[..., :64], lse=both[..., 64], return_lse=True)
@@ -92,9 +92,9 @@ def test_k_and_v_in_one_tensor_are_read_and_not_appended_to():
     joined = K.clone()[:, None]
     assert decode(Q, joined, TABLE, LENS).isfinite().all()
     new, slots = torch.randn(3, 2, 64), torch.arange(3)
-    with pytest.raises(ValueError, match=r"^cache: want K and V in memory of their own to append to, got one for both"):
+    with pytest.raises(ValueError, match=r"^v_cache: want memory of its own, got a tensor that begins where k_cache"):
         append(new, new, joined, slots)
-    with pytest.raises(ValueError, match=r"^cache: want K and V in memory of their own"):
+    with pytest.raises(ValueError, match=r"^v_cache: want memory of its own"):
         rope_append(None, new, new, joined, slots, torch.ones(9, 64), slots)
     assert torch.equal(joined[:, 0], K)
     append(new[:0], new[:0], joined, slots[:0])

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .counts import number, positive, single, whole
+from .counts import flag, number, positive, single, whole
 from .formats import (
     BLOCK,
     MAX_HEAD_DIM,
@@ -130,7 +130,10 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
             step = f.scale_block or 8
             if not 0 < d <= most or d % step:
                 raise ValueError(f"{name}: want a positive multiple of {step} for {format}, at most {most}, got {d}")
-        k_scale, v_scale = _fitting("k_scale", k_scale, f), _fitting("v_scale", v_scale, f)
+        per_head = num_kv_heads if f.scale == TENSOR else 1
+        k_scale = _fitting("k_scale", k_scale, f, device, per_head)
+        v_scale = _fitting("v_scale", v_scale, f, device, per_head)
+        packed, inline_scales = flag("packed", packed), flag("inline_scales", inline_scales)
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
         if packed and dv != head_dim:
@@ -157,11 +160,12 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
     @classmethod
     def from_tensors(cls, tensors: Sequence, *, scale_caches: Sequence | None = None, **options) -> PagedKVCache:
         """A cache over existing tensors, one entry per layer, without copying; see `PagedKVLayer.of`."""
-        if not len(tensors):
+        count = _count("tensors", tensors)
+        if not count:
             raise ValueError("tensors: want at least one layer, got none")
-        scales = [None] * len(tensors) if scale_caches is None else scale_caches
-        if len(scales) != len(tensors):
-            raise ValueError(f"scale_caches: want {len(tensors)} layers, got {len(scales)}")
+        scales = [None] * count if scale_caches is None else scale_caches
+        if _count("scale_caches", scales) != count:
+            raise ValueError(f"scale_caches: want {count} layers, got {len(scales)}")
         layers = [PagedKVLayer.of(t, scale_cache=s, **options) for t, s in zip(tensors, scales, strict=True)]
         return cls(layers, layers[0].head_dim, layers[0].head_dim_v)
 
@@ -208,9 +212,9 @@ class PagedLatentCache(_PagedCache[PagedLatentLayer]):
             raise ValueError(f"kv_lora_rank: want a positive multiple of {step} for {format}, got {kv_lora_rank}")
         if qk_rope_head_dim <= 0 or qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim: want a positive even number, got {qk_rope_head_dim}")
-        if split and f.scale_dtype is not None:
+        if flag("split", split) and f.scale_dtype is not None:
             raise ValueError(f"split: want False for {format}, which keeps a token's parts in one row, got True")
-        kv_scale = _fitting("kv_scale", kv_scale, f)
+        kv_scale = _fitting("kv_scale", kv_scale, f, device)
         layers = []
         for _ in range(num_layers):
             if split:
@@ -228,7 +232,7 @@ class PagedLatentCache(_PagedCache[PagedLatentLayer]):
     @classmethod
     def from_tensors(cls, tensors: Sequence, **options) -> PagedLatentCache:
         """A cache over existing tensors, one entry per layer, without copying; see `PagedLatentLayer.of`."""
-        if not len(tensors):
+        if not _count("tensors", tensors):
             raise ValueError("tensors: want at least one layer, got none")
         return cls([PagedLatentLayer.of(t, **options) for t in tensors])
 
@@ -259,20 +263,32 @@ def _rows(f: KVFormat, outer: tuple, dim: int, inline: bool, device) -> list[Ten
     return [codes, scales[..., 0] if f.scale_block is None else scales]
 
 
+def _count(name: str, entries: Sequence) -> int:
+    if not hasattr(entries, "__len__"):
+        raise TypeError(f"{name}: want a sequence with an entry for each layer, got {type(entries).__name__}")
+    return len(entries)
+
+
 def _geometry(layer: PagedKVLayer | PagedLatentLayer) -> tuple:
     tensors = (layer.k, layer.v) if isinstance(layer, PagedKVLayer) else (layer.ckv, layer.kpe)
     return layer.format, *(x.shape for x in tensors)
 
 
-def _fitting(name: str, scale: Scale, f: KVFormat) -> Scale:
-    """The scale, a number as Python's own. Raises unless the format has such a scale and fp32 holds the number and its
-    reciprocal; what a tensor holds, and its shape, are for the calls."""
+def _fitting(name: str, scale: Scale, f: KVFormat, device: torch.device | None, heads: int = 1) -> Scale:
+    """The scale, a number as Python's own. Raises unless the format has such a scale, and fp32 holds the number and its
+    reciprocal, or a tensor is fp32 on such a device, of one element or one a head; what it holds is for the calls."""
     value = None if isinstance(scale, Tensor) else number(name, scale, "a number or a Tensor")
     given = "a tensor" if value is None else f"{value:.6g}"
     if f.scale not in (TENSOR, BLOCK) and value != 1:
         raise ValueError(f"{name}: want 1.0 for {f.name}, which has no scale of the tensor, got {given}")
-    if value is None:
+    if isinstance(scale, Tensor):
+        kind = (device or torch.get_default_device()).type
+        if scale.shape not in ((), (1,), (heads,)) or scale.dtype != torch.float32 or scale.device.type != kind:
+            want = f"float32 with {' or '.join(map(str, sorted({1, heads})))} elements on {kind}"
+            got = f"{list(scale.shape)} {str(scale.dtype).removeprefix('torch.')} on {scale.device}"
+            raise ValueError(f"{name}: want {want}, got {got}")
         return scale
+    assert value is not None
     if not 0 < value < float("inf"):
         raise ValueError(f"{name}: want a positive, finite number, got {given}")
     stored = single(value)

@@ -54,8 +54,10 @@ def _query_rows(call: Any) -> Tensor:
     if call.cu_seqlens_q is None:
         return torch.full((count,), total // max(count, 1), device=call.out.device)
     starts = call.cu_seqlens_q.to(torch.int64)
+    if starts[0] != 0:  # rows before the first are no request's, and may not be written
+        raise ValueError(f"cu_seqlens_q: want a first entry of 0, got {int(starts[0])}")
     new = starts.diff()
-    if starts[0] < 0 or (new < 0).any() or starts[-1] > total:
+    if (new < 0).any() or starts[-1] > total:
         raise ValueError(f"cu_seqlens_q: want rows in [0, {total}] that never fall, got {starts.tolist()}")
     if (new > call.max_q_len).any():
         raise ValueError(f"max_q_len: want at least {int(new.max())} as in cu_seqlens_q, got {call.max_q_len}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from .calls import CALLS
 from .counts import single
 from .formats import FP8, MAX_HEAD_DIM, MAX_HEAD_DIM_V, KVFormat, kv_format, latent_format, rope_dtype
-from .shapes import Shapes, argument, dtype_name
+from .shapes import Shapes, argument, argument_of, dtype_name
 
 INDEX = (torch.int32, torch.int64, torch.uint32)
 F32 = (torch.float32,)
@@ -57,6 +57,8 @@ def tensor(name: str, x: Any, pattern: str) -> None:
     """Raise unless x is a tensor with a dimension for each word of the pattern: for what an op itself takes apart."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: want Tensor, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}: want a dense Tensor, got one of {x.layout}")
     if x.dim() != pattern.count(" ") + 1:
         raise ValueError(f"{name}: want [{pattern.replace(' ', ', ')}], got {list(x.shape)}")
 
@@ -87,12 +89,13 @@ def facts(f: SimpleNamespace) -> None:
     _CHECKS[f.op](f)
     record, written = CALLS[f.op]
     for name in record._fields:  # type: ignore[attr-defined]
-        if getattr(getattr(f, name), "negated", False):
-            raise ValueError(f"{argument(record, name)}: want memory as it reads, got a negated view (x.resolve_neg())")
+        negated = getattr(getattr(f, name), "negated", False)
+        require(not negated, argument_of(f.op, f, name), "memory as it reads", "a negated view (x.resolve_neg())")
     for name in written:
         x = getattr(f, name)
         if x is not None and _overlaps(x.shape, x.stride):
-            raise ValueError(f"{argument(record, name)}: want memory for each element, got strides {list(x.stride)}")
+            what = argument_of(f.op, f, name)
+            raise ValueError(f"{what}: want memory for each element, got strides {list(x.stride)}")
 
 
 def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -414,6 +417,7 @@ def _latent_cache(f: SimpleNamespace, s: Shapes) -> None:
     else:
         require(f.ckv_scale_cache is not None, "ckv_scale_cache", f"the stored scales of {f.format}", None)
         s.see("ckv_scale_cache", f"P S {fmt.scales(s['L'])}", [fmt.scale_dtype])
+    require(s["S"] > 0, "ckv", "at least one slot a page", s["S"])
     plain = f.kv_scale_t is None and f.kv_scale == 1.0
     want = f"1.0 for {f.format}, which has no scale of the tensor"
     require(fmt.scale == "tensor" or plain, "kv_scale", want, _told(f, "kv_scale"))

@@ -6,20 +6,31 @@ import struct
 from numbers import Real
 from operator import index
 
+_MOST = 2**63 - 1
+
 
 def whole(name: str, value: object) -> int:
     """value as Python's own int: another kind, such as a tensor, could change behind its holder's back.
 
-    Raises TypeError for what is no integer, a truth value included.
+    Raises TypeError for what is no integer, a truth value included, and ValueError for one that 64 bits do not hold.
     """
-    if type(value) is int:
-        return value
-    try:
-        if not isinstance(value, bool):
-            return int(index(value))  # type: ignore[arg-type]
-    except TypeError:
-        pass
-    raise TypeError(f"{name}: want int, got {type(value).__name__} {value!r}")
+    if type(value) is not int:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            value = int(index(value))  # type: ignore[arg-type]
+        except TypeError:
+            raise TypeError(f"{name}: want int, got {type(value).__name__} {value!r}") from None
+    if not -_MOST <= value <= _MOST:
+        raise ValueError(f"{name}: want an int that 64 bits hold, got {value}")
+    return value
+
+
+def flag(name: str, value: object) -> bool:
+    """value, which has to be True or False. Raises TypeError for what is only as good as one."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: want bool, got {type(value).__name__}")
+    return value
 
 
 def positive(name: str, value: object) -> int:

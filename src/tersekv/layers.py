@@ -200,12 +200,11 @@ def _latent_row_views(rows: Tensor, f: KVFormat, rank: int) -> tuple[Tensor, Ten
     assert f.scale_dtype is not None
     codes, row = f.code_bytes(rank), f.row_bytes(rank)
     rope = rope_dtype(f)
-    if rows.element_size() != 1 or rows.shape[-1] <= row or (rows.shape[-1] - row) % rope.itemsize:
+    if rows.dtype != torch.uint8 or rows.shape[-1] <= row or (rows.shape[-1] - row) % rope.itemsize:
         raise ValueError(
             f"latent cache: want uint8 rows of {row} bytes and a {rope} rotary part for {f.name}, "
             f"got {list(rows.shape)} {rows.dtype}"
         )
-    rows = rows.view(torch.uint8)
     try:
         return rows[..., :codes].view(f.storage), rows[..., codes:row].view(f.scale_dtype), rows[..., row:].view(rope)
     except RuntimeError:  # a view of wider elements wants every row to begin at one

@@ -6,7 +6,7 @@ next append, then `slot_mapping`, `page_table` and `seq_lens` for the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -152,16 +152,19 @@ class PagePool:
         return _int32([self.num_tokens(r) for r in request_ids], device)
 
     def slot_mapping(
-        self, request_ids: Sequence[Hashable], new_tokens: Sequence[int], *, device: Device = None
+        self, request_ids: Sequence[Hashable], new_tokens: Iterable[int], *, device: Device = None
     ) -> Tensor:
-        """[sum(new_tokens)] int64: page * S + offset of the last `new_tokens[i]` tokens of each request, in order."""
+        """[sum(new_tokens)] int64: page * S + offset of the last `new_tokens[i]` tokens of each request, in order.
+
+        Raises ValueError for a request that is named twice, whose slots would be the same.
+        """
         slots = []
         for request, position in self._newest(request_ids, new_tokens):
             page, offset = divmod(position, self.page_size)
             slots.append(self._pages[request][page] * self.page_size + offset)
         return torch.tensor(slots, dtype=torch.int64, device=device)
 
-    def positions(self, request_ids: Sequence[Hashable], new_tokens: Sequence[int], *, device: Device = None) -> Tensor:
+    def positions(self, request_ids: Sequence[Hashable], new_tokens: Iterable[int], *, device: Device = None) -> Tensor:
         """[sum(new_tokens)] int64: position in its request of each token of `slot_mapping`; what RoPE needs."""
         positions = [position for _, position in self._newest(request_ids, new_tokens)]
         return torch.tensor(positions, dtype=torch.int64, device=device)
@@ -176,14 +179,18 @@ class PagePool:
             last.append((n - 1) % self.page_size + 1 if n else 0)
         return RaggedPages(*(_int32(x, device) for x in (indptr, indices, last)))
 
-    def _newest(self, request_ids: Sequence[Hashable], new_tokens: Sequence[int]) -> list[tuple[Hashable, int]]:
-        if not isinstance(new_tokens, Sequence):
+    def _newest(self, request_ids: Sequence[Hashable], new_tokens: Iterable[int]) -> list[tuple[Hashable, int]]:
+        if not isinstance(new_tokens, Iterable):
             raise TypeError(f"new_tokens: want a number for each request, got {type(new_tokens).__name__}")
-        if len(request_ids) != len(new_tokens):
-            raise ValueError(f"new_tokens: want {len(request_ids)} numbers, got {len(new_tokens)}")
-        out = []
-        for request, n in zip(request_ids, new_tokens, strict=True):
-            total, n = self.num_tokens(request), whole("new_tokens", n)
+        counts = [whole("new_tokens", n) for n in new_tokens]
+        if len(request_ids) != len(counts):
+            raise ValueError(f"new_tokens: want {len(request_ids)} numbers, got {len(counts)}")
+        out, seen = [], set()
+        for request, n in zip(request_ids, counts, strict=True):
+            total = self.num_tokens(request)
+            if request in seen:
+                raise ValueError(f"request_ids: want each request once, got {request!r} again")
+            seen.add(request)
             if not 0 <= n <= total:
                 raise ValueError(f"new_tokens: want in [0, {total}] for request {request!r}, got {n}")
             out += [(request, position) for position in range(total - n, total)]

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
-from . import checked, checks, env
+from . import checked, checks, env, places
 from .calls import CALLS
 from .errors import UnsupportedError
 from .keys import FIELDS, Seen, tensor_key
@@ -59,8 +60,10 @@ _log = logging.getLogger("tersekv")
 def dispatch(op: str, call: tuple, backend: str | None = None) -> Plan:
     """Run `call` on the backend that its facts select. Outputs are written in place. Returns the plan."""
     p = plan(op, call, backend)
-    if env.checked() and p.run is not _nothing:
-        checked.values(call)
+    if p.run is not _nothing:
+        places.check(op, call)
+        if env.checked():
+            checked.values(call)
     if p.device_index is not None and p.device_index != torch.cuda.current_device():
         with torch.cuda.device(p.device_index):
             p.run(call, p.config)
@@ -195,7 +198,8 @@ def _arch(device: torch.device) -> int | None:
 
 def _fact(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return TensorFact(x.dtype, tuple(x.shape), _stride(x), x.data_ptr() & 15 == 0, x.device, x.is_neg())
+        aligned = isinstance(x, FakeTensor) or x.data_ptr() & 15 == 0  # a fake one has no address
+        return TensorFact(x.dtype, tuple(x.shape), _stride(x), aligned, x.device, x.is_neg())
     return x
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -20,6 +21,13 @@ _ARGUMENTS: dict[type, dict[str, str]] = {
 def argument(record: type, field: str) -> str:
     """The argument that a field comes from. A scale's tensor goes by the name of the scale."""
     return _ARGUMENTS.get(record, {}).get(field, field).removesuffix("_t")
+
+
+def argument_of(op: str, call: Any, field: str) -> str:
+    """As `argument`, of a call or its facts: tersekv's own rope_append takes whole what FlashInfer's takes in parts."""
+    name = argument(CALLS[op][0], field)
+    whole = op == "rope_append" and call.slot_mapping is not None
+    return name.replace("_rope", "").replace("_nope", "") if whole else name
 
 
 class Shapes:

@@ -9,13 +9,13 @@ from test_compile_mla_decode_branch import call_of, launches
 from tersekv import plan
 from tersekv.backends.gluon import mla_decode_branch
 
-MERGE, SPLIT = "merge_project_kernel", "mla_decode_pair_kernel"
+MERGE, SPLIT, FEW = "merge_project_kernel", "mla_decode_pair_kernel", "mla_decode_few_kernel"
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_few_tokens_are_three_launches(tokens):
     found = launches(mla_decode_branch, call_of(tokens, heads=128), 90)
-    assert list(found) == ["enter_kernel", SPLIT, MERGE]
+    assert list(found) == ["enter_kernel", SPLIT if tokens > 1 else FEW, MERGE]
     fn, grid, args, options = found[MERGE]
     kernel = compile_launch(fn, args, options, 90)
     assert grid == (128, 1, 1)
@@ -27,10 +27,10 @@ def test_few_tokens_are_three_launches(tokens):
     assert "ld.global" in behind
 
 
-@pytest.mark.parametrize(("tokens", "heads", "fp8"), [(64, 128, True), (1, 128, False), (1, 16, True)])
+@pytest.mark.parametrize(("tokens", "heads", "fp8"), [(64, 128, True), (8, 128, False), (1, 16, True)])
 def test_many_tokens_few_heads_and_wide_weights_are_merged_and_projected_apart(tokens, heads, fp8):
     names = list(launches(mla_decode_branch, call_of(tokens, heads=heads, fp8=fp8), 90))
-    assert names == ["enter_kernel", SPLIT, "merge_kernel", "project_kernel"]
+    assert names == ["enter_kernel", SPLIT if heads > 16 else FEW, "merge_kernel", "project_kernel"]
 
 
 def test_what_is_not_cut_needs_no_merge():

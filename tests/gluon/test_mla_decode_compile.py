@@ -79,6 +79,25 @@ def test_the_loop_multiplies_on_the_matrix_unit_and_spills_nothing(format, heads
         assert 128 <= count(loop, "F2FP") < 150
 
 
+@pytest.mark.parametrize("heads", [16, 32])
+def test_16_bit_latents_of_few_heads_are_multiplied_where_they_lie_and_not_padded(heads):
+    split = compiled(replace_requests(make("bf16", heads), 512))["mla_decode_few_kernel"]
+    assert split["shared"] <= SHARED
+    loop = loop_of_tiles(split["sass"](), 60)
+    # Scores: 9 boxes of 64 columns × 4 steps. Values: 8 boxes × 4 steps of 16 keys, transposed. All 64 keys × heads.
+    assert count(loop, rf"HGMMA\.64x{heads}x16\.F32\.BF16") == 9 * 4 + 8 * 4
+    assert sum(".tnspA" in t for t in loop) == 8 * 4
+    assert count(loop, r"WARPGROUP\.DEPBAR") == 2
+    assert count(loop, "STL", "LDL", "LDSM") == 0
+
+
+@pytest.mark.parametrize(("heads", "drafts", "rows"), [(16, 1, 16), (5, 3, 16), (17, 1, 32), (8, 4, 32), (33, 1, 64)])
+def test_a_query_of_16_bit_latents_is_padded_to_what_its_kernel_takes(heads, drafts, rows):
+    f = facts(make("bf16", heads, drafts=drafts)._replace(page_table=torch.empty(4, 1024, dtype=torch.int32)))
+    kernel = mla_decode.configure(f).split.launch.fn.fn.__name__
+    assert (rows, kernel) == (mla_decode.choose(f).rows, f"mla_decode_{'pair' if rows == 64 else 'few'}_kernel")
+
+
 @pytest.mark.parametrize("q_dtype", [BF16, E4M3])
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_ds_mla"])
 def test_warpgroups_of_many_heads_keep_their_products_under_way(format, q_dtype):
@@ -123,7 +142,7 @@ def test_two_warpgroups_take_turns_where_two_programs_do_not_fit():
     assert split["n_regs"] * 384 <= 65536
 
 
-@pytest.mark.parametrize(("format", "heads"), [("fp8_e4m3", 16), ("fp8_ds_mla", 128), ("bf16", 128)])
+@pytest.mark.parametrize(("format", "heads"), [("fp8_e4m3", 16), ("fp8_ds_mla", 128), ("bf16", 16), ("bf16", 128)])
 def test_what_partitions_are_given_is_written_when_all_warps_have_read_what_lay_there(format, heads):
     for requests in (4, 2000):
         kernels = compiled(replace_requests(make(format, heads), requests))
@@ -134,7 +153,7 @@ def test_what_partitions_are_given_is_written_when_all_warps_have_read_what_lay_
         assert before.startswith("BAR.SYNC")
 
 
-@pytest.mark.parametrize(("format", "heads"), [("fp8_e4m3", 16), ("fp8_ds_mla", 32), ("bf16", 128)])
+@pytest.mark.parametrize(("format", "heads"), [("fp8_e4m3", 16), ("fp8_ds_mla", 32), ("bf16", 16), ("bf16", 128)])
 def test_every_barrier_has_memory_of_its_own(format, heads):
     # What nobody waits for would lie where sums are exchanged before the partitions begin.
     kernels = compiled(replace_requests(make(format, heads), 512))
@@ -242,7 +261,7 @@ def replace_requests(call: MLADecodeCall, n: int) -> MLADecodeCall:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_e4m3", "fp8_ds_mla"])
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_ds_mla"])
 @pytest.mark.parametrize(
     ("requests", "pages", "heads"), [(1, 64, 32), (1, 128, 32), (3, 64, 32), (1, 256, 64), (8, 64, 64), (4, 4, 64)]
 )
@@ -257,16 +276,32 @@ def test_few_tiles_of_many_heads_go_in_more_blocks_and_fewer_pieces(requests, pa
 
 
 @pytest.mark.parametrize(
+    ("heads", "requests", "rows", "blocks"),
+    [(32, 12, 16, 2), (32, 13, 32, 1), (17, 1, 32, 1), (48, 11, 32, 2), (64, 8, 32, 2), (64, 9, 64, 1), (96, 5, 32, 3),
+     (128, 4, 32, 4), (128, 5, 64, 2), (37, 1, 64, 1)],
+)  # fmt: skip
+def test_few_tiles_of_16_bit_latents_go_in_blocks_that_are_not_padded(heads, requests, rows, blocks):
+    c = mla_decode.configure(facts(replace_requests(make("bf16", heads), requests))).constants
+    assert (rows, blocks) == (c.ROWS, c.HEADS)
+
+
+@pytest.mark.parametrize(
     ("format", "requests", "rows", "blocks"),
-    [("fp8_e4m3", 33, 16, 2), ("fp8_e4m3", 34, 32, 1), ("fp8_ds_mla", 33, 16, 2), ("fp8_ds_mla", 34, 32, 1)],
+    [
+        ("fp8_e4m3", 33, 16, 2),
+        ("fp8_e4m3", 34, 32, 1),
+        ("fp8_ds_mla", 33, 16, 2),
+        ("fp8_ds_mla", 34, 32, 1),
+    ],
 )
 def test_few_tiles_of_32_heads_go_in_two_blocks(format, requests, rows, blocks):
     c = mla_decode.configure(facts(replace_requests(make(format, 32), requests))).constants
     assert (rows, blocks) == (c.ROWS, c.HEADS)
 
 
-def test_the_paired_kernel_and_the_merge_wait_for_the_launch_in_front_before_they_read():
-    call = make("bf16", 128)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_the_split_pass_and_the_merge_wait_for_the_launch_in_front_before_they_read(heads):
+    call = make("bf16", heads)
     config = mla_decode.configure(facts(call))
     for i, (fn, _, args, kwargs) in enumerate(record(mla_decode.run, call, config)):
         assert kwargs["launch_pdl"]

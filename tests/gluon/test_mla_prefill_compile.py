@@ -91,23 +91,24 @@ def test_the_product_keeps_its_matrix_instructions_in_flight_and_never_spills():
     k = compiled()["product_kernel", 2]
     sass = k["sass"]()
     assert k["n_spills"] == 0
-    steps = loops(sass, "QGMMA")
-    assert len(steps) == 2  # one for each warpgroup
-    for step in steps:
-        assert count(step, "QGMMA") == 4  # 128 columns, 32 a time
-        assert count(step, "WARPGROUP.DEPBAR") == 1  # where ptxas serialises them, each has a wait of its own
-        assert count(step, "FFMA") == 64
+    tiles = loops(sass, "QGMMA")
+    assert len(tiles) == 2  # one for each warpgroup
+    for tile in tiles:
+        assert count(tile, "QGMMA") == 2 * 4 * 4  # halves, steps of 128 columns, 32 a time
+        waits = [line for line in tile if "WARPGROUP.DEPBAR" in line]
+        assert len(waits) == 2 * 4  # where ptxas serialises them, each product has a wait of its own
+        assert sum("0x0" in line for line in waits) == 1  # one half is scaled while the other is multiplied
+        assert count(tile, "FFMA") == 64 * 4
     assert "UTMALDG" in sass
     assert "UTMASTG" in sass
 
 
-def test_the_rotation_rides_in_the_product_without_fused_multiply_adds():
-    ptx = compiled()["product_kernel", 2]["ptx"]
-    fused = 2 * 64  # of the product's two warpgroups
-    assert ptx.count("fma.rn.f32") == fused
-    several = compiled(tokens=512, chunks=2)
-    warps = [several["product_kernel", i]["metadata"].num_warps for i in (2, 5)]
-    assert warps == [16, 12]  # q is rotated once
+def test_the_queries_are_rotated_once_and_without_fused_multiply_adds():
+    call = call_of(tokens=512, chunks=2)
+    launches = record(mla_prefill.run, call, mla_prefill.configure(facts(call)))
+    latents = [(args, kwargs) for fn, _, args, kwargs in launches if fn.fn.__name__ == "latents_kernel"]
+    assert [args[-2] for args, _ in latents] == [True, False]  # FIRST
+    assert not any(kwargs["enable_fp_fusion"] for _, kwargs in latents)
 
 
 def test_attention_hides_the_softmax_behind_the_products():

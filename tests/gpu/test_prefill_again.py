@@ -7,6 +7,7 @@ import torch
 
 from tersekv import plan
 from tersekv.backends.gluon import mla_prefill_trio
+from tersekv.backends.gluon.mla_prefill_stages import Stages
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.memory import moved
@@ -24,8 +25,13 @@ def test_scores_however_far_apart_give_what_the_portable_kernels_give(times, mon
     want = make(CASE)
     want = want._replace(softmax_scale=want.softmax_scale * times)
     calls = {backend: moved(want, torch.device("cuda")) for backend in ("gluon", "triton")}
-    for backend, call in calls.items():
-        plan.dispatch("mla_prefill", call, backend)
+    scratches, memory = [], Stages.memory
+    monkeypatch.setattr(Stages, "memory", lambda *given: scratches.append(memory(*given)) or scratches[-1])
+    plan.dispatch("mla_prefill", calls["triton"], "triton")
+    stages = plan.dispatch("mla_prefill", calls["gluon"], "gluon").config.stages[0]
+    assert stages.chunks[0].of_three is not None
+    _, _, again = stages.counters(stages.tensors(scratches[0]))
+    assert bool(again.item()) == (times > 1), "what three warpgroups could not hold is computed again, and only that"
     a, b = (calls[backend].out.double() for backend in ("gluon", "triton"))
     assert (a - b).norm() <= (3e-3 if times == 1 else 2e-2) * b.norm()
     a, b = (calls[backend].lse for backend in ("gluon", "triton"))

@@ -292,7 +292,7 @@ def stored_and_gathered(call, chunk, rows, to, first):
         rope.prepared(call, True, queries=False)(*rope.tensors(call))
     counter, dirty = torch.ones(1, dtype=torch.int32), torch.full((rows,), 7, dtype=torch.int8)
     s = SimpleNamespace(codes=to.rows, scales=to.scales, k_pe=to.k_pe, counter=counter, dirty=dirty)
-    latents.prepared(call, rows, to, True, first, first, False)(*latents.tensors(call, chunk, s))
+    latents.prepared(call, rows, to, True, first, False)(*latents.tensors(call, chunk, s))
     return counter, dirty
 
 

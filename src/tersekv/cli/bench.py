@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         cells = with_cells(sizes(device.type, args.quick), args.cells)
     except ValueError as e:
-        return complain(args, str(e))
+        return complain(args, f"--{e}")
     idle = idle_option(args)
     if idle:
         return complain(args, idle)

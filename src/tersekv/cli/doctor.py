@@ -51,7 +51,9 @@ def versions() -> Iterator[tuple[str, str]]:
 
 
 def devices() -> Iterator[tuple[str, str]]:
-    yield "cpu", f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    threads = torch.get_num_threads()
+    count = f"{threads} thread{'s' if threads != 1 else ''}"
+    yield "cpu", f"{platform.machine()}, {count}, {torch.backends.cpu.get_cpu_capability()}"
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         chip = getattr(p, "gcnArchName", "") if torch.version.hip else f"sm_{p.major}{p.minor}"

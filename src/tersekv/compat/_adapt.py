@@ -25,7 +25,7 @@ def renamed(names: Mapping[str, str], function: Callable[..., Any], *args: Any) 
         return function(*args)
     except (TypeError, ValueError) as e:
         field, colon, rest = str(e).partition(":")
-        rest = re.sub(r"\bas in ([\w.]+)", lambda other: f"as in {names.get(other[1], other[1])}", rest)
+        rest = re.sub(r"\b(as in|where) ([\w.]+)", lambda m: f"{m[1]} {names.get(m[2], m[2])}", rest)
         told = f"{names.get(field, field)}:{rest}"
         if not colon or told == str(e):
             raise

@@ -115,7 +115,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
             raise ValueError("k_nope: want the latents [T, L] for MLA (a 2-D k_rope), got None")
         tensor("k_nope", k_nope, "T, L")
         _cache_fits(paged_kv_cache, 3, dtype, page_size, 1)
-        latent = PagedLatentLayer.of(paged_kv_cache)
+        latent = renamed(_ROPE_NAMES, PagedLatentLayer.of, paged_kv_cache)
         call: tuple = MLAAppendCall(
             *q_parts, k_nope, k_rope, cos_sin_cache, pos_ids, *out_parts, latent.ckv, latent.kpe, None, *place,
             latent.format, interleaved, *mul_q, *mul_kv, True, True,
@@ -187,7 +187,8 @@ def append_paged_mla_kv_cache(
 
     Raises ValueError or TypeError for a bad argument.
     """
-    latent = PagedLatentLayer.of((tensor("ckv_cache", ckv_cache, "P, S, L"), tensor("kpe_cache", kpe_cache, "P, S, R")))
+    pair = tensor("ckv_cache", ckv_cache, "P, S, L"), tensor("kpe_cache", kpe_cache, "P, S, R")
+    latent = renamed(_APPEND_NAMES, PagedLatentLayer.of, pair)
     call = MLAAppendCall(
         None, None, append_ckv, append_kpe, None, None, None, None, latent.ckv, latent.kpe, None,
         *_place(batch_indices, positions, kv_indptr, kv_indices), latent.format, False,

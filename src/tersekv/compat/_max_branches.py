@@ -19,6 +19,7 @@ _NAMES = {
     "ckv": "kv_collection.blocks",
     "kpe": "kv_collection.blocks",
     "latent cache": "kv_collection.blocks",
+    "kv_lora_rank": "length of kv_norm_gamma",
     "page_table": "kv_collection.lookup_table",
     "cache_lens": "kv_collection.cache_lengths",
     "max_q_len": "kv_collection.max_seq_length",

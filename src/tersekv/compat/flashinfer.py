@@ -207,7 +207,7 @@ def xqa(
         if list(sinks.shape) != per_head:
             raise ValueError(f"sinks: want [H, Hq / H] = {per_head}, got {list(sinks.shape)}")
         sinks = joined("sinks", sinks)
-    logits: dict[str, Scale] = {"q_scale": q_scale, "kv_scale": kv_scale, "sqrt(D)": query.shape[-1] ** -0.5}
+    logits: dict[str, Scale] = {"q_scale": q_scale, "kv_scale": kv_scale, "sqrt(D)": max(query.shape[-1], 1) ** -0.5}
     outputs: dict[str, Scale] = {"kv_scale": kv_scale}
     window = whole("sliding_win_size", sliding_win_size)
     if window < 0:
@@ -324,6 +324,8 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge(names: dict[str, str], outs: Tensor, base2: Tensor) -> tuple[Tensor, Tensor]:
+    if base2.dtype != torch.float32:  # a product with a number may be one
+        raise ValueError(f"{names['lses']}: want float32, got {dtype_name(base2.dtype)}")
     # NOTE: FlashInfer's LSE is base 2, tersekv's natural: two multiplications of a tensor as small as the LSE.
     out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     lse = torch.empty(outs.shape[1:3], dtype=torch.float32, device=outs.device)

@@ -8,6 +8,8 @@ Scales dequantise, as tersekv's do. vLLM hands out fp8 caches as uint8; `kv_cach
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,14 @@ _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NAMED_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
 _NAMED_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _FP8_FORMAT = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
-_NAMES = {"k": "key", "v": "value", "k_cache": "key_cache", "v_cache": "value_cache"}
+_NAMES = {
+    "k": "key",
+    "v": "value",
+    "k_cache": "key_cache",
+    "v_cache": "value_cache",
+    "head_dim": "head_dim of key",
+    "head_dim_v": "head_dim of value",
+}
 _MLA_NAMES = {
     "ckv": "kv_cache",
     "kpe": "kv_cache",
@@ -70,9 +79,11 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
             f"got {dtype_name(dtype)}"
         )
     mode, own = getattr(kv_quant_mode, "name", kv_quant_mode), _PER_TOKEN_HEAD[dtype]
-    if mode is not None and (mode.lower() if isinstance(mode, str) else mode) not in (own, _QUANT_MODE[own]):
+    named = mode.lower() if isinstance(mode, str) else mode
+    fits = isinstance(named, (str, Integral)) and named in (own, _QUANT_MODE[own])
+    if kv_quant_mode is not None and not fits:
         want = f"{own.upper()} ({_QUANT_MODE[own]}) beside a {dtype_name(dtype)} cache, or None"
-        raise ValueError(f"kv_quant_mode: want {want}, got {mode}")
+        raise ValueError(f"kv_quant_mode: want {want}, got {type(kv_quant_mode).__name__ if mode is None else mode}")
     key, value = _token_rows(key, value, slot_mapping)
     layer = PagedKVLayer(
         _row_heads("key_cache", key_cache, key.shape[2]),

@@ -13,7 +13,7 @@ from ..checks import FLOAT, dtype, tensor
 from ..formats import FP8
 from ..layers import PagedKVLayer
 from ..recall import Way, again
-from .registry import same_place, submit
+from .registry import submit
 from .scales import multiplier
 
 KVLike = PagedKVLayer | Tensor | Sequence[Tensor]
@@ -38,7 +38,6 @@ def append(k: Tensor, v: Tensor, cache: KVLike, slot_mapping: Tensor, *, backend
     )  # fmt: skip
     options = (c.format, k_scale, v_scale, backend)
     if again("append", options, given) is None:
-        _two_memories(k, c)
         call = AppendCall(*given[:11], c.format, k_scale, k_scale_t, v_scale, v_scale_t, False)
         submit("append", call, backend, Way(options, given))
 
@@ -87,7 +86,6 @@ def rope_append(
     if done is not None:
         return done[0] if done else q_out
 
-    _two_memories(k, c)
     q_out = like_query(q, q_out, q_dtype)
     try:
         r = cos_sin_cache.shape[1]
@@ -105,12 +103,6 @@ def rope_append(
     nope = {"q_nope": "q_rope", "k_nope": "k_rope", "q_nope_out": "q_rope_out"}
     submit("rope_append", call, backend, Way(options, given, made, nope))
     return q_out
-
-
-def _two_memories(k: Tensor, c: PagedKVLayer) -> None:
-    """Raise ValueError where K and V are one tensor, as joined rows are: written with one, the other is lost."""
-    if isinstance(k, Tensor) and k.numel() > 0 and same_place(c.k, c.v):
-        raise ValueError("cache: want K and V in memory of their own to append to, got one for both")
 
 
 def like_query(q: Tensor | None, out: Tensor | None, q_dtype: torch.dtype | None) -> Tensor | None:

@@ -8,12 +8,12 @@ from torch import Tensor
 from ..calls import DecodeCall
 from ..checks import FLOAT, joined, tensor
 from ..checks import dtype as check_dtype
-from ..counts import number, whole
+from ..counts import flag, number, whole
 from ..formats import FP8
 from ..layers import PagedKVLayer
 from ..recall import Way, again
 from .append import KVLike
-from .registry import same_place, submit
+from .registry import submit
 from .scales import split
 
 
@@ -50,7 +50,7 @@ def decode(
         softcap:        c > 0: scores become c × tanh(score / c), before masking; None or 0: they stay
         mask:           [T, W] or [B, drafts, W] uint16, W = 2 × ceil(drafts / 32): bit j of row i (LSB first):
                         draft i sees draft j; the prefix is always seen. None: causal
-        cu_seqlens_q:   [B + 1]  first query row of each request; None: T / B rows each
+        cu_seqlens_q:   [B + 1]  first query row of each request, beginning with 0; None: T / B rows each
         max_q_len:      with cu_seqlens_q: the host's bound on the rows of a request; the closer, the faster; default T
         out:            [T, Hq, Dv] to write into; out_dtype: bf16 | fp16 | fp32 | e4m3 | e5m2 (saturating);
                         default: q's dtype, bf16 for an 8-bit q
@@ -83,6 +83,7 @@ def decode(
         return outputs(done, out, lse, return_lse)
 
     tensor("q", q, "T Hq D")
+    tensor("v_cache", c.v, "P S H Dv")
     t, heads, d = q.shape
     dv = c.head_dim_v
     out, lse, made = receivers(q, (t, heads, dv), out, out_dtype, lse, return_lse)
@@ -90,11 +91,12 @@ def decode(
         mask = mask_rows(mask, seq_lens, t)
     if window is not None and window <= 0:
         raise ValueError(f"window: want a positive number of keys (own included) or None, got {window}")
+    if scale is None:
+        scale = max(d, 1) ** -0.5  # of no column: the checks name it
     call = DecodeCall(
         q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, lse,
         c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), window or 0, softcap,
-        d**-0.5 if scale is None else scale, scale_t, k_scale, k_scale_t, v_scale, v_scale_t, o_scale, o_scale_t,
-        precision,
+        scale, scale_t, k_scale, k_scale_t, v_scale, v_scale_t, o_scale, o_scale_t, precision,
     )  # fmt: skip
     submit("decode", call, backend, Way(options, given, made))
     return outputs([], out, lse, return_lse)
@@ -115,10 +117,8 @@ def receivers(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:  # fmt: skip
     """What an attention writes: out and lse, the caller's or new ones, and both by name as a `Way` has them."""
-    if same_place(out, lse):
-        raise ValueError("lse: want a tensor of its own, got the memory of out")
     made = {"out": output(q, shape, out, dtype)}
-    if lse is None and return_lse:
+    if flag("return_lse", return_lse) and lse is None:
         lse = made["lse"] = torch.empty(*shape[:2], dtype=torch.float32, device=q.device)
     return made["out"], lse, made
 

@@ -16,7 +16,7 @@ from ..layers import PagedLatentLayer
 from ..recall import Way, again
 from .append import like_query
 from .decode import output, outputs, query_rows, receivers
-from .registry import same_place, submit
+from .registry import submit
 from .scales import multiplier, split
 
 _JOINED = {"q_pe": "q_nope"}  # as one tensor
@@ -102,7 +102,7 @@ def mla_decode(
         page_table:     [B, max_pages]; entries past ceil(seq_len / S) are never read
         seq_lens:       [B]  tokens in the cache, the new ones included; 0: output 0, lse −inf
         softmax_scale:  float or fp32 tensor [1]; there is no default, since L + R is not the model's head size
-        cu_seqlens_q:   [B + 1] ragged query rows; None: T / B rows each; several rows are causal
+        cu_seqlens_q:   [B + 1] ragged query rows, beginning with 0; None: T / B rows each; several rows are causal
         out:            [T, H, L]; out_dtype default q's, bf16 for an 8-bit q; out_scale multiplies it
         lse:            [T, H] fp32, natural log
         precision:      "exact"; "fast" is a permission to compute less exactly, as in `decode`; unused today
@@ -126,8 +126,10 @@ def mla_decode(
         return outputs(done, out, lse, return_lse)
 
     if isinstance(q, Tensor):
+        for name, x, dims in (("q", q, "T H L+R"), ("ckv", c.ckv, "P S L"), ("kpe", c.kpe, "P S R")):
+            tensor(name, x, dims)
         rank, rope = c.ckv.shape[-1], c.kpe.shape[-1]
-        if q.dim() != 3 or q.shape[-1] != rank + rope:
+        if q.shape[-1] != rank + rope:
             raise ValueError(f"q: want [T, H, {rank} + {rope}], got {list(q.shape)}")
         q_nope, q_pe = q.split_with_sizes((rank, rope), -1)
     elif isinstance(q, (tuple, list)) and len(q) == 2:
@@ -161,8 +163,8 @@ def mla_project(
                        per 128 columns as mla_prefill quantises latents, sums are fp32
         out:           [T, H, N] in x's dtype
 
-    NOTE: the launch right before this one may not write weight or weight_scale: on Hopper they are read while it may
-    still be running. Earlier launches may.
+    NOTE: on Hopper weight and weight_scale are read while earlier launches may still be running, which may not write
+    them: synchronise once after weights are written.
 
     Returns out. Raises ValueError or TypeError for arguments that do not fit together.
     """
@@ -184,6 +186,9 @@ class MLAPrefillPlan(NamedTuple):
     cache_offsets:       [C, B] int32; cached position of the first of them
     buffer_lengths:      C host numbers; rows of each chunk
     max_q_len:           most new tokens of one request
+
+    The empty plan, with which `mla_prefill` only appends: MLAPrefillPlan(nothing, nothing, [0], max_q_len), where
+    nothing is torch.zeros(1, B + 1, dtype=torch.int32) on the device. No length has to be known on the host.
     """
 
     buffer_row_offsets: Tensor
@@ -221,6 +226,9 @@ def mla_prefill_plan(
     buffer_tokens = total if buffer_tokens is None else whole("buffer_tokens", buffer_tokens)
     if buffer_tokens <= 0 < total:
         raise ValueError(f"buffer_tokens: want a positive number, got {buffer_tokens}")
+    for name, most in (("seq_lens", max(seq_lens, default=0)), ("buffer_tokens", min(buffer_tokens, total))):
+        if most >= 2**31:
+            raise ValueError(f"{name}: want less than 2**31 tokens, as int32 holds them, got {most}")
     rows: list[list[int]] = []
     starts: list[list[int]] = []
     lengths: list[int] = []
@@ -277,7 +285,7 @@ def mla_prefill(
                           rotated k_pe (interleaved pairs)
         page_table:       [B, max_pages]; entries past the request's tokens are never read
         cache_lens:       [B]  tokens cached before this step; new token i of request b stands at cache_lens[b] + i
-        cu_seqlens_q:     [B + 1]  first new token of each request
+        cu_seqlens_q:     [B + 1]  first new token of each request, beginning with 0
         freqs_cis:        [max_pos, R]  cos0, sin0, cos1, sin1, …; the rotation is computed in its dtype
         kv_norm_gamma:    [L]  RMSNorm weight; epsilon its constant
         kv_b_proj:        [H * (Dn + Dv), L], per head [nope | v]; e4m3 with kv_b_proj_scale [N/128, L/128] fp32
@@ -321,8 +329,7 @@ def mla_prefill(
 
     tensor("q", q, "T H Dq")
     tensor("kv_b_proj", kv_b_proj, "N L")
-    if same_place(seq_lens_out, cache_lens):
-        raise ValueError("seq_lens_out: want a tensor of its own, got cache_lens, which is read meanwhile")
+    tensor("kpe", c.kpe, "P S R")
     t, heads, dq = q.shape
     if head_dim_v is None:
         head_dim_v = kv_b_proj.shape[0] // max(heads, 1) - (dq - c.kpe.shape[-1])

@@ -50,14 +50,15 @@ def mla_decode_branch(
         softmax_scale:    float or fp32 tensor [1]; there is no default, since L + R is not the model's head size
         kv_c, k_pe:       [T, L], [T, R]  raw latents of the new tokens; None: they lie in the cache already, raw
                           (16-bit caches only; the op is then not idempotent)
-        cu_seqlens_q:     [B + 1]  first new token of each request; None: T / B each; several are causal
+        cu_seqlens_q:     [B + 1]  first new token of each request, 0 the first; None: T / B each; several are causal
         max_q_len:        host bound on the new tokens of a request, for ragged ones: the closer the faster (default T)
-        out:              [T, H, Dv] in q's dtype, in memory of its own
+        out:              [T, H, Dv] in q's dtype; not where another argument begins
 
     What `mla_prefill` with an empty plan, `mla_project`, `mla_decode` and `mla_project` compute, in one call: projected
     and rotated queries and the latents that are attended to are rounded to q's dtype. Zero tokens: nothing happens.
 
-    NOTE: as in `mla_project`, the launch right before this one may not write the weights or their scales.
+    NOTE: as in `mla_project`, earlier launches that may still be running may not write the weights or their scales:
+    synchronise once after they are written.
 
     Returns out. No host synchronisation; safe under CUDA graphs. Raises ValueError or TypeError for arguments that do
     not fit together, before anything is written.

@@ -2,7 +2,7 @@
 
 Eager calls go straight to the dispatcher of `plan`; under torch.compile, torch.export, make_fx and FakeTensorMode the
 call becomes the registered operator, which does the same. All operators write into arguments and return nothing, so
-the fake implementation has nothing to do.
+the fake implementation has nothing to shape: it checks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..calls import CALLS
-from ..plan import dispatch
+from ..plan import dispatch, facts
 from ..recall import Way, remember, tracing
 
 _SCHEMA_NAMES = {Tensor: "Tensor", str: "str", int: "SymInt", float: "float", bool: "bool"}
@@ -44,15 +45,29 @@ def _implementation(op: str) -> Callable[..., None]:
     return run
 
 
-def _fake(*flat: object) -> None:
-    """Outputs are arguments; there is nothing to shape."""
+def _fake(op: str) -> Callable[..., None]:
+    record, _ = CALLS[op]
+
+    def check(*flat: object) -> None:
+        if not any(map(_symbolic, flat)):  # symbols would be bound by comparisons; the run checks such a call
+            call = record(*flat[:-1])
+            checks.types(record, call)
+            checks.facts(facts(op, call, arch=0))
+
+    return check
+
+
+def _symbolic(x: object) -> bool:
+    """Whether a number, or a size of a tensor, is not known yet."""
+    numbers = (*x.shape, *x.stride()) if isinstance(x, Tensor) else x if isinstance(x, (list, tuple)) else (x,)
+    return any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in numbers)
 
 
 _library = torch.library.Library("tersekv", "DEF")
 for _op in CALLS:
     _library.define(schema(_op))
     _library.impl(_op, _implementation(_op), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tersekv::{_op}", _fake, lib=_library)
+    torch.library.register_fake(f"tersekv::{_op}", _fake(_op), lib=_library)
 
 
 def same_place(a: Tensor | None, b: Tensor | None) -> bool:

@@ -249,7 +249,7 @@ def _mla_prefill(m: _Maker) -> MLAPrefillCall:
         weight = encode(weight * 100, getattr(torch, c.weight))
         weight_scale = m.uniform(0.005, 0.015, weight.shape[0] // 128, c.rank // 128)
     q = m.rows(r.tokens, heads, c.nope + c.rope)
-    if c.sharp:  # by the columns whose keys are stored: those made of latents are rounded, and scores would tell of that
+    if c.sharp:  # by the columns whose keys are stored: those made of latents are rounded, which scores would show
         q[..., c.nope :] *= 32
     plan = mla_prefill_plan(c.lens, r.q_lens, c.chunk or None)
     starts = torch.nn.functional.pad(plan.cache_offsets, (0, 1), value=2**31 - 1)  # the last column is never read

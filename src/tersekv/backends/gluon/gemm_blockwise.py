@@ -3,7 +3,7 @@
 Both sides have scales, per (row, 128 columns) and per 128 x 128 block; partial sums of 128 columns are scaled before
 they are added in fp32. A persistent block walks over a range of 128 x 128 tiles, those of one panel of the weight after
 each other: the panel stays in shared memory, and a second one is fetched while the first is used. A producer warp
-copies by TMA; two warpgroups have 64 latents each, and one multiplies while the other scales, rounds and stores.
+copies by TMA; two warpgroups have 64 latents each, and scale one half of their columns while the other is multiplied.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..triton.launch import TENSOR, Template, next_power_of_2
+from ..triton.launch import TENSOR, Template
 from .pipeline import launch_dependents, wait_for_previous
 
 STAGES = 4
 
 ROWS = gl.constexpr(64)  # latents of one warpgroup
 TILE = gl.constexpr(128)  # latents and weight rows of a tile, and columns of a scale
+HALF_TILE = gl.constexpr(64)  # weight rows of one product
 
 
 @gluon.jit
@@ -65,16 +66,10 @@ def produce(A, W, rows_of_tiles, tiles, buffers, bars, STEPS: gl.constexpr, STAG
 
 
 @gluon.jit
-def start(at, side, i, buffers, bars, HALF: gl.constexpr, ACC: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):
-    """Start the product of step `at`, columns i · 128 … of the panel."""
-    a_s, w_s, _ = buffers
-    a_full, _, _, _ = bars
-    stage = at % STAGES
-    mbarrier.wait(a_full.index(stage), (at // STAGES) & 1)
-    zero = gl.full([ROWS, TILE], 0.0, gl.float32, ACC)
-    a = a_s.index(stage).slice(HALF * ROWS, ROWS)
-    w = w_s.index(side * STEPS + i).permute((1, 0))
-    return warpgroup_mma(a, w, zero, use_acc=False, is_async=True)
+def start(a, w, RIGHT: gl.constexpr, ACC: gl.constexpr):
+    """Start the product of 128 columns of latents with half of the panel's rows."""
+    zero = gl.full([ROWS, HALF_TILE], 0.0, gl.float32, ACC)
+    return warpgroup_mma(a, w.slice(RIGHT * HALF_TILE, HALF_TILE).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -90,10 +85,10 @@ def multiply(
     HALF: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 rows of every tile of this block."""
-    _, _, out_s = buffers
-    _, a_free, w_full, w_free = bars
+    a_s, w_s, out_s = buffers
+    a_full, a_free, w_full, w_free = bars
     A_SCALE, W_SCALE, stride_as, stride_ws = scales
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 32])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_TILE, 32])
     o_m = gl.arange(0, ROWS, gl.SliceLayout(1, ACC)) + HALF * ROWS
     first, end = share_of_program(tiles)
     at = 0
@@ -113,122 +108,55 @@ def multiply(
         fresh = row + 1 == rows_of_tiles
         row_after = gl.where(fresh, 0, row + 1)
         panel_after = gl.where(tile + 1 < end, panel + fresh.to(gl.int32), panel)
-        acc = gl.full([ROWS, TILE], 0.0, gl.float32, ACC)
-        for i in range(STEPS):
+        # While one half is scaled, the product of the other runs.
+        left = gl.full([ROWS, HALF_TILE], 0.0, gl.float32, ACC)
+        right = left
+        part_right, scale_before = left, a_scale
+        for i in gl.static_range(STEPS):
             scale = a_scale * w_scale
-            last = i == STEPS - 1
             a_scale, w_scale = load_scales(
-                A_SCALE, W_SCALE, gl.where(last, row_after, row), gl.where(last, panel_after, panel),
-                gl.where(last, 0, i + 1), o_m, rows, stride_as, stride_ws,
+                A_SCALE, W_SCALE, row_after if i == STEPS - 1 else row, panel_after if i == STEPS - 1 else panel,
+                (i + 1) % STEPS, o_m, rows, stride_as, stride_ws,
             )  # fmt: skip
-            part = start(at, side, i, buffers, bars, HALF, ACC, STEPS, STAGES)
-            part = warpgroup_mma_wait(0, [part])
-            mbarrier.arrive(a_free.index(at % STAGES), count=1)
-            acc = gl.fma(part, gl.broadcast(scale[:, None], acc)[0], acc)
+            stage = at % STAGES
+            mbarrier.wait(a_full.index(stage), (at // STAGES) & 1)
+            a = a_s.index(stage).slice(HALF * ROWS, ROWS)
+            w = w_s.index(side * STEPS + i)
+            part_left = start(a, w, 0, ACC)
+            if i > 0:
+                part_right = warpgroup_mma_wait(1, [part_right])
+                mbarrier.arrive(a_free.index((at - 1) % STAGES), count=1)
+                right = gl.fma(part_right, gl.broadcast(scale_before[:, None], right)[0], right)
+            part_right = start(a, w, 1, ACC)
+            part_left = warpgroup_mma_wait(1, [part_left])
+            left = gl.fma(part_left, gl.broadcast(scale[:, None], left)[0], left)
+            scale_before = scale
             at += 1
-        to = out_s.index(HALF)
+        part_right = warpgroup_mma_wait(0, [part_right])
+        mbarrier.arrive(a_free.index((at - 1) % STAGES), count=1)
+        right = gl.fma(part_right, gl.broadcast(scale_before[:, None], right)[0], right)
         tma.store_wait(0)
         gl.thread_barrier()  # one thread has waited for all
-        to.store(acc.to(to.dtype))
+        for j in gl.static_range(2):
+            to = out_s.index(2 * HALF + j)
+            to.store((right if j else left).to(to.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(OUT, [row * TILE + HALF * ROWS, panel * TILE], to)
+        for j in gl.static_range(2):
+            tma.async_copy_shared_to_global(
+                OUT, [row * TILE + HALF * ROWS, panel * TILE + j * HALF_TILE], out_s.index(2 * HALF + j)
+            )
         row, panel = row_after, panel_after
     tma.store_wait(0)
 
 
-@gluon.jit
-def rounded_product(a, b):
-    """a * b of one dtype, rounded to it; fp32 holds the product of two 16-bit values exactly."""
-    return (a.to(gl.float32) * b.to(gl.float32)).to(a.dtype)
-
-
-@gluon.jit
-def rotated(x, cos, sin, even):
-    """RoPE of interleaved pairs of x [ROWS, R], every operation rounded to the dtype of cos and sin. even: is the
-    column the first of its pair."""
-    x = x.to(cos.dtype)
-    first, second = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-    other = gl.convert_layout(gl.reshape(gl.join(second, first), x.shape), x.type.layout)
-    a, b = rounded_product(x, cos).to(gl.float32), rounded_product(other, sin).to(gl.float32)
-    return gl.where(even, a - b, a + b).to(cos.dtype)
-
-
-@gluon.jit
-def request_of(CU, t, B):
-    """The request of new token t, one number or several: 0 before the first, B - 1 behind the last."""
-    low = t * 0
-    high = low + B - 1
-    width = B - 1
-    while width > 0:
-        middle = (low + high) // 2
-        later = gl.load(CU + middle + 1).to(gl.int32) <= t
-        high = gl.where((low < high) & (later == 0), middle, high)
-        low = gl.where((low < high) & later, middle + 1, low)
-        width = width // 2
-    return low
-
-
-@gluon.jit
-def rotate_queries(
-    Q, FREQS, CU, LENS, tokens, B, H, max_pos, stride_qt, stride_qh, stride_freqs, column,
-    HEADS: gl.constexpr, R: gl.constexpr,
-):  # fmt: skip
-    """Rotate the queries in place, as the Triton backend's prepare_kernel does it, to the bit: 128 rows at a time."""
-    TOKENS: gl.constexpr = TILE // HEADS
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // R, R // 8], [4, 1], [1, 0])
-    o_r = gl.arange(0, TILE, gl.SliceLayout(1, L))
-    o_c = gl.arange(0, R, gl.SliceLayout(0, L))
-    parts = gl.cdiv(H, HEADS)
-    items = gl.cdiv(tokens, TOKENS) * parts
-    low, high, ahead = 0, 0, items.to(gl.int64) * 0  # of the request at hand: its tokens; position less token
-    begin, end = share_of_program(items)
-    for item in range(begin, end):
-        first = item // parts * TOKENS
-        t = first + o_r // HEADS
-        h = item % parts * HEADS + o_r % HEADS
-        if first >= high:
-            request = request_of(CU, first, B)
-            low, high = gl.load(CU + request).to(gl.int32), gl.load(CU + request + 1).to(gl.int32)
-            ahead = gl.load(LENS + request).to(gl.int64) - low
-        position, live = ahead + t, (t >= low) & (t < high)
-        if TOKENS > 1:  # noqa: SIM102 - known to the compiler, unlike the other
-            if (first < low) | (first + TOKENS > high):
-                requests = request_of(CU, t, B)
-                its_first = gl.load(CU + requests).to(gl.int32)
-                position = gl.load(LENS + requests).to(gl.int64) - its_first + t
-                live = (t >= its_first) & (t < gl.load(CU + requests + 1).to(gl.int32))
-        live = live & (t < tokens) & (h < H)
-        p_q = Q + (t.to(gl.int64) * stride_qt + h.to(gl.int64) * stride_qh)[:, None] + (column + o_c)[None, :]
-        m_q = live[:, None] & (o_c >= 0)[None, :]
-        x = gl.load(p_q, mask=m_q, other=0.0)
-        if TOKENS == 1:  # one row of cosines and sines for all
-            position = ahead + first
-            known = (position >= 0) & (position < max_pos)
-            p_f = FREQS + gl.where(known, position, 0) * stride_freqs + o_c // 2 * 2
-            cos = gl.load(p_f, mask=known & (o_c >= 0), other=0.0)
-            sin = gl.load(p_f + 1, mask=known & (o_c >= 0), other=0.0)
-            y = rotated(x, cos[None, :], sin[None, :], (o_c % 2 == 0)[None, :])
-        else:
-            known = live & (position >= 0) & (position < max_pos)
-            p_f = FREQS + gl.where(known, position, 0)[:, None] * stride_freqs + o_c[None, :]
-            f = gl.load(p_f, mask=known[:, None] & (o_c >= 0)[None, :], other=0.0)
-            cos, sin = gl.split(gl.reshape(f, [TILE, R // 2, 2]))
-            cos = gl.convert_layout(gl.reshape(gl.join(cos, cos), [TILE, R]), L)
-            sin = gl.convert_layout(gl.reshape(gl.join(sin, sin), [TILE, R]), L)
-            y = rotated(x, cos, sin, (o_c % 2 == 0)[None, :])
-        gl.store(p_q, y.to(Q.dtype.element_ty), mask=m_q)
-
-
-@gluon.jit(do_not_specialize=["rows", "tokens", "B", "max_pos"])
+@gluon.jit(do_not_specialize=["rows"])
 def product_kernel(
-    A, W, OUT, A_SCALE, W_SCALE, Q, FREQS, CU, LENS, rows, N, stride_as, stride_ws, tokens, B, H, max_pos, stride_qt,
-    stride_qh, stride_freqs, column,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr, R: gl.constexpr, OVERLAPS: gl.constexpr,
+    A, W, OUT, A_SCALE, W_SCALE, rows, N, stride_as, stride_ws,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
-    """The product; with HEADS, four more warps rotate columns column … column + R of q meanwhile."""
     a_s = gl.allocate_shared_memory(A.dtype, [STAGES, TILE, TILE], A.layout)
     w_s = gl.allocate_shared_memory(W.dtype, [2 * STEPS, TILE, TILE], W.layout)
-    out_s = gl.allocate_shared_memory(OUT.dtype, [2, ROWS, TILE], OUT.layout)
+    out_s = gl.allocate_shared_memory(OUT.dtype, [4, ROWS, HALF_TILE], OUT.layout)
     a_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     a_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     w_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -248,58 +176,36 @@ def product_kernel(
     rows_of_tiles = gl.cdiv(rows, TILE)
     tiles = rows_of_tiles * (N // TILE)
     scales = (A_SCALE, W_SCALE, stride_as, stride_ws)
-    if HEADS > 0:
-        gl.warp_specialize(
-            [
-                (multiply, (OUT, scales, rows, rows_of_tiles, tiles, buffers, bars, 0, STEPS, STAGES)),
-                (multiply, (OUT, scales, rows, rows_of_tiles, tiles, buffers, bars, 1, STEPS, STAGES)),
-                (produce, (A, W, rows_of_tiles, tiles, buffers, bars, STEPS, STAGES)),
-                (rotate_queries, (
-                    Q, FREQS, CU, LENS, tokens, B, H, max_pos, stride_qt, stride_qh, stride_freqs, column, HEADS, R,
-                )),
-            ],
-            [4, 1, 4], [176, 24, 136],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (multiply, (OUT, scales, rows, rows_of_tiles, tiles, buffers, bars, 0, STEPS, STAGES)),
-                (multiply, (OUT, scales, rows, rows_of_tiles, tiles, buffers, bars, 1, STEPS, STAGES)),
-                (produce, (A, W, rows_of_tiles, tiles, buffers, bars, STEPS, STAGES)),
-            ],
-            [4, 1], [232, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (multiply, (OUT, scales, rows, rows_of_tiles, tiles, buffers, bars, 0, STEPS, STAGES)),
+            (multiply, (OUT, scales, rows, rows_of_tiles, tiles, buffers, bars, 1, STEPS, STAGES)),
+            (produce, (A, W, rows_of_tiles, tiles, buffers, bars, STEPS, STAGES)),
+        ],
+        [4, 1], [232, 24],
+    )  # fmt: skip
 
 
 def descriptors(codes: Any, weight: Any, out: Any, rows: int, shape: tuple[int, int], stride: int) -> tuple:
     """Of the kernel. shape, stride: the weight's [N, L] and its rows' distance."""
     n, rank = shape
     layout = gl.NVMMASharedLayout.get_default_for([TILE.value, TILE.value], gl.float8e4nv)
-    staged = gl.NVMMASharedLayout.get_default_for([ROWS.value, TILE.value], gl.bfloat16)
+    staged = gl.NVMMASharedLayout.get_default_for([ROWS.value, HALF_TILE.value], gl.bfloat16)
     return (
         TensorDescriptor(codes, [rows, rank], [rank, 1], [TILE.value, TILE.value], layout),
         TensorDescriptor(weight, [n, rank], [stride, 1], [TILE.value, TILE.value], layout),
-        TensorDescriptor(out, [rows, n], [n, 1], [ROWS.value, TILE.value], staged),
+        TensorDescriptor(out, [rows, n], [n, 1], [ROWS.value, HALF_TILE.value], staged),
     )
 
 
-def prepared(call: Any, rows: int, scale_stride: int, sms: int, rotate: bool, overlaps: bool) -> Template:
+def prepared(call: Any, rows: int, scale_stride: int, sms: int, overlaps: bool) -> Template:
     """The launch for a chunk of `rows` rows and calls with the facts of this one.
 
-    Its tensors: scales [L/128, M], weight scales, q, freqs_cis, cu_seqlens_q, cache_lens. rotate: rotate q as well.
+    Its tensors: scales [L/128, M], weight scales.
     """
     n, rank = call.kv_b_proj.shape
-    tokens, heads = call.q.shape[:2]
-    rope = call.kpe.shape[-1]
     tiles = -(-rows // TILE.value) * (n // TILE.value)
     arguments = (
-        *[TENSOR] * 6, rows, n, scale_stride, call.kv_b_proj_scale.stride(0), tokens, call.cache_lens.shape[0], heads,
-        call.freqs_cis.shape[0], *call.q.stride()[:2], call.freqs_cis.stride(0), call.q.shape[2] - rope,
-        rank // TILE.value, STAGES, min(TILE.value, next_power_of_2(heads)) if rotate else 0, rope, overlaps,
+        *[TENSOR] * 2, rows, n, scale_stride, call.kv_b_proj_scale.stride(0), rank // TILE.value, STAGES, overlaps,
     )  # fmt: skip
-    # Without fused multiply-adds the rotation has the oracle's bits; the product asks for its own by name.
-    grid = min(sms, tiles) if not rotate else sms
-    return Template(
-        product_kernel, (grid,), arguments, fp8_as_bytes=False, num_warps=4, enable_fp_fusion=False,
-        launch_pdl=overlaps,
-    )  # fmt: skip
+    return Template(product_kernel, (min(sms, tiles),), arguments, fp8_as_bytes=False, num_warps=4, launch_pdl=overlaps)

@@ -20,6 +20,7 @@ TILE = 64  # keys
 CHUNK = 64  # 16-bit words of a latent row that are loaded as one box, of 128 bytes
 RANK, ROPE = 512, 64
 WHOLE_TILES = 4  # of a segment that is not cut
+_FEW = 32  # query rows of a segment of 16-bit latents, up to which they are not padded to 64
 PAGES = (16, 32)  # and multiples of TILE
 _SPLIT = Fields("q_nope q_pe page_table seq_lens cu_seqlens_q out lse part softmax_scale_t kv_scale_t out_scale_t")
 _MERGE = Fields("cu_seqlens_q out lse part kv_scale_t out_scale_t")
@@ -42,6 +43,9 @@ class Config(NamedTuple):
     split: launch.Template
     merge: launch.Template | None  # None: nothing is cut
     scratch: int  # fp32 numbers: the cut segments' states, then META
+    programs: int  # of the split pass
+    segments: int  # of a request, for one block of heads
+    pieces: portable.Constants  # as the merge reads what was cut
     boxes: tuple[portable.Box, ...]  # of ckv, kpe and stored scales
     descriptors: dict[tuple[int, ...], tuple]  # the kernel's arguments for these, by their addresses
     empty: bool
@@ -77,11 +81,17 @@ def choose(f: SimpleNamespace) -> Choice:
     and 161, but 60 requests of up to 1024 43 for 34; a trio of warpgroups of 64 rows, half of them dead, 254 and 197.
     Few tiles of 32 heads are not bound by arithmetic, and go in two blocks of 16 rows: 1 × 8K 15.7 → 12.0 µs, 4 × 4K
     19.6 → 13.5, 16 × 8K 42.5 → 38.9, but 64 × 4K 63.8 → 67.1; fp8_ds_mla 18.8 → 14.1, 21.4 → 16.4, 50.2 → 47.8.
+
+    bf16, up to 32 query rows: a kernel that does not pad them to 64. 16 heads, 1 × 8K 12.6 → 10.8 µs, 16 × 8K 47.8 →
+    45.2, 64 × 4K 81.9 → 79.8, 60 requests of up to 1024 31.0 → 24.7; 128 × 8K 285.6 → 282.3; 32 heads, 16 × 8K 51.7 →
+    49.0, 64 × 4K and 128 × 8K even.
     """
-    if f.ckv.dtype.itemsize == 2:
-        return Choice(rows=64, stages=2, heads=32 if few_tiles(f) else 0)
     heads, grouped = f.q_nope.shape[1], f.ckv_scale_cache is not None
     rows = f.max_q_len * heads
+    if f.ckv.dtype.itemsize == 2:
+        n = few_blocks(f)
+        rows //= n
+        return Choice(rows=16 if rows <= 16 else 32 if rows <= _FEW else 64, stages=2, heads=heads // n if n > 1 else 0)
     if 16 < rows <= 32 and heads % 2 == 0 and most_tiles(f) <= 16 * launch.num_sms(f):
         return Choice(rows=16, stages=2, programs_per_sm=2, heads=heads // 2)
     if rows <= 16 or (rows <= 32 and not grouped):
@@ -111,12 +121,12 @@ def configure(f: SimpleNamespace, chosen: Choice | None = None) -> Config:
         programs = segments_in_all
     c = portable.Constants(**parts, WHOLE=whole)
     # A producer warp comes with three idle ones; registers are dealt out by warpgroups.
-    warpgroups = 4 if k.trio else 3 if half or k.turns == 2 else 2
-    registers = 65536 // (128 * warpgroups * k.programs_per_sm) // 8 * 8
+    warpgroups = 4 if k.trio else 3 if (half and k.rows > _FEW) or k.turns == 2 else 2
+    registers = min(65536 // (128 * warpgroups * k.programs_per_sm), 168) // 8 * 8
     tensor, strides = launch.TENSOR, _strides(f)
     rows = max((box.rows for box in boxes), default=0)
     split = launch.Template(
-        _kernel(half, k.trio), (programs,), (
+        _kernel(half, k), (programs,), (
             tensor, tensor, *[None] * (len(boxes) < 3), *[tensor] * 6,
             f.softmax_scale, tensor, f.kv_scale, tensor, f.out_scale, tensor, requests, f.out.shape[0],
             rows, _pitch(f.ckv_scale_cache), segments, *strides, k.stages, k.turns, c,
@@ -124,14 +134,16 @@ def configure(f: SimpleNamespace, chosen: Choice | None = None) -> Config:
     )  # fmt: skip
     live = min(k.rows, f.max_q_len * c.GROUP)
     merge_rows, pieces, columns, merge_warps = _merge_tile(live, segments_in_all, programs)
+    cut = replace(c, PARTS=1, BLOCK_DV=RANK) if k.trio else c  # a trio's columns are in order
     merge = None if whole else launch.Template(
         merge_kernel, (segments_in_all, -(-live // merge_rows), RANK // columns), (
             *[tensor] * 4, f.kv_scale, tensor, f.out_scale, tensor, programs, segments, *strides[-4:],
-            merge_rows, pieces, columns, replace(c, PARTS=1, BLOCK_DV=RANK) if k.trio else c,  # a trio's are in order
+            merge_rows, pieces, columns, cut,
         ), fp8_as_bytes=False, num_warps=merge_warps, launch_pdl=True,
     )  # fmt: skip
     scratch = 2 * programs * c.ROWS * c.PART_COLUMNS + 2 * requests * segments * blocks
-    return Config(c, split, merge, scratch, boxes, {}, 0 in f.q_nope.shape or requests == 0)
+    empty = 0 in f.q_nope.shape or requests == 0
+    return Config(c, split, merge, scratch, programs, segments, cut, boxes, {}, empty)
 
 
 def blocks_of_heads(f: SimpleNamespace, rows: int, programs: int) -> int:
@@ -154,14 +166,29 @@ def most_tiles(f: SimpleNamespace) -> int:
     return f.seq_lens.shape[0] * -(-f.page_table.shape[1] * f.ckv.shape[1] // TILE)
 
 
-def few_tiles(f: SimpleNamespace) -> bool:
-    """Whether 64 or 128 heads go in blocks of 32, though tiles of 64 rows are then half empty.
+def few_blocks(f: SimpleNamespace) -> int:
+    """Into how many blocks heads of 16-bit latents go where tiles are few; 1 where they are not.
 
     More programs read a tile, but each request is cut into fewer pieces, whose states are what few tiles wait for. The
-    page table bounds the tiles. On an H200, 2026-11-21: bf16, 128 heads, 1 × 4K 17.9 → 14.9 µs, 1 × 8K 19.7 → 18.1,
-    1 × 12K 22.2 → 21.6, but 1 × 16K 24.0 → 24.6, 2 × 8K 23.7 → 25.9, 1 × 32K 31.4 → 37.5; 64 heads, 1 × 1K 13.2 → 11.0,
-    1 × 8K 18.2 → 16.3, 4 × 4K 21.1 → 20.3. fp8_e4m3 with an e4m3 query: 128 heads, 1 × 4K 20.0 → 17.1, 1 × 8K 19.7 →
-    18.2, but 2 × 8K 24.5 → 26.2; 64 heads, 1 × 8K 18.2 → 16.2. With a bf16 query: 1 × 4K 20.8 → 18.5, 1 × 8K 21.9 →
+    page table bounds the tiles. On an H200, 2026-11-21: 32 heads, 1 × 8K 14.3 → 11.6 µs, 8 × 4K 21.2 → 19.8, 12 × 4K
+    30.9 → 29.7, but 16 × 4K 30.6 → 31.5; 48 heads, 1 × 8K 16.6 → 13.7, 8 × 4K 26.4 → 24.0; 64 heads, 2 × 4K 18.2 →
+    14.0, 8 × 4K 28.6 → 25.0, but 16 × 8K 57.9 → 60.2; 96 heads, 1 × 8K 18.2 → 14.9, but 8 × 4K 30.3 → 33.2; 128 heads,
+    1 × 8K 19.6 → 15.9, 2 × 8K 23.4 → 22.3, but 1 × 32K 31.1 → 33.2.
+    """
+    heads, sms = f.q_nope.shape[1], launch.num_sms(f)
+    rows, work = f.max_q_len * heads, most_tiles(f) * heads
+    if rows <= _FEW:
+        return 2 if rows > 16 and heads % 2 == 0 and work <= 192 * sms else 1
+    if f.max_q_len != 1 or f.page_table.shape[1] * f.ckv.shape[1] <= WHOLE_TILES * TILE or work > 256 * sms:
+        return 1
+    return next((n for n in (2, 3, 4) if heads % n == 0 and heads // n <= _FEW), 1)
+
+
+def few_tiles(f: SimpleNamespace) -> bool:
+    """Whether 64 or 128 heads of 8-bit latents go in blocks of 32, though tiles of 64 rows are then half empty.
+
+    As `few_blocks`. On an H200, 2026-11-21: fp8_e4m3 with an e4m3 query: 128 heads, 1 × 4K 20.0 → 17.1 µs, 1 × 8K 19.7
+    → 18.2, but 2 × 8K 24.5 → 26.2; 64 heads, 1 × 8K 18.2 → 16.2. With a bf16 query: 1 × 4K 20.8 → 18.5, 1 × 8K 21.9 →
     21.4; fp8_ds_mla 1 × 4K 21.5 → 19.6, 1 × 8K even.
     """
     heads, sms = f.q_nope.shape[1], launch.num_sms(f)
@@ -199,16 +226,19 @@ def _merge_tile(rows: int, segments: int, programs: int) -> tuple[int, int, int,
     return (1, 32, 64, 1) if pieces < 96 else (1, 128, 32, 4)
 
 
-def _kernel(half: bool, trio: bool) -> Any:
+def _kernel(half: bool, k: Choice) -> Any:
     # Imported when `why_not` has seen the version: other versions of Triton have other names.
     from .mla_decode_codes import mla_decode_codes_kernel
+    from .mla_decode_few import mla_decode_few_kernel
     from .mla_decode_pair import mla_decode_pair_kernel
 
-    if trio:
+    if k.trio:
         from .mla_decode_trio import mla_decode_trio_kernel
 
         return mla_decode_trio_kernel
-    return mla_decode_pair_kernel if half else mla_decode_codes_kernel
+    if half:
+        return mla_decode_few_kernel if k.rows <= _FEW else mla_decode_pair_kernel
+    return mla_decode_codes_kernel
 
 
 def _boxes(f: SimpleNamespace) -> list[portable.Box | None]:

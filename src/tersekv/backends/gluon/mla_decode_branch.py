@@ -12,18 +12,15 @@ from ..triton import mla_decode_branch as portable
 from ..triton.bind import Bound, Fields, Step
 from ..triton.mla_decode_branch import Config
 from . import mla_decode
-from .mla_decode_merge import merge_project_kernel
+from .mla_decode_merge import COLUMNS, merge_project_kernel
 
 _JOINED = Fields("cu_seqlens_q LATENTS part w_uv w_uv_scale out kv_scale_t")
 _MOST_TOKENS, _LEAST_HEADS = 8, 128
 
 
 class Tile(NamedTuple):
-    block_m: int  # tokens
-    block_n: int  # columns, of 128
+    tokens: int
     pieces: int  # that are read at once
-    warps: int
-    turned: bool  # the weights are the rows of the product
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -43,7 +40,7 @@ def bind(config: Config, at: dict[str, int]) -> Bound | None:
 
 
 def tile(tokens: int) -> Tile:
-    return Tile(1, 128, 32, 8, True) if tokens == 1 else Tile(8, 128, 4, 8, True)
+    return Tile(1, 32) if tokens == 1 else Tile(8, 4)
 
 
 def joins(call: Any, config: Config) -> bool:
@@ -54,22 +51,21 @@ def joins(call: Any, config: Config) -> bool:
     tokens of a request were not run there.
     """
     tokens, heads, columns = call.out.shape
-    fits = tokens <= _MOST_TOKENS and heads >= _LEAST_HEADS and columns <= 128 and call.w_uv_scale is not None
-    return fits and call.max_q_len == 1 and config.decode.merge is not None
+    if call.w_uv_scale is None or columns != COLUMNS.value or config.decode.merge is None:
+        return False
+    return call.max_q_len == 1 and tokens <= _MOST_TOKENS and heads >= _LEAST_HEADS
 
 
 def steps(call: Any, given: SimpleNamespace, config: Config, decode: Any) -> list[Step]:
     found = portable.launches(call, given, config, decode)
     if not joins(call, config):
         return found
-    (tokens, heads, columns), scale, t = call.out.shape, call.w_uv_scale, tile(call.q.shape[0])
-    merge, latents = config.decode.merge.arguments, given.LATENTS
-    programs, segments, c = merge[8], merge[9], merge[-1]  # as `merge_kernel` takes them
+    (tokens, heads, _), t, d, latents = call.out.shape, tile(call.q.shape[0]), config.decode, given.LATENTS
     joined = launch.Template(
-        merge_project_kernel, (heads, -(-columns // t.block_n), -(-tokens // t.block_m)), (
-            *[launch.TENSOR] * 6, call.kv_scale, launch.TENSOR, tokens, call.cache_lens.shape[0], programs, segments,
-            *latents.stride()[:2], *call.w_uv.stride()[:2], *(scale.stride()[:2] if scale is not None else (0, 0)),
-            *call.out.stride()[:2], columns, t.block_m, t.block_n, t.pieces, t.turned, c,
-        ), num_warps=t.warps, launch_pdl=True,
+        merge_project_kernel, (heads, -(-tokens // t.tokens)), (
+            *[launch.TENSOR] * 6, call.kv_scale, launch.TENSOR, tokens, call.cache_lens.shape[0],
+            d.programs, d.segments, *latents.stride()[:2], *call.w_uv.stride()[:2], *call.w_uv_scale.stride()[:2], *call.out.stride()[:2],
+            t.tokens, t.pieces, d.pieces,
+        ), num_warps=8, launch_pdl=True,
     )  # fmt: skip
     return [*found[:2], Step(joined, _JOINED)]

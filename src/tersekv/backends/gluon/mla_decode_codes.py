@@ -273,15 +273,14 @@ def any_higher(s, limit, flags, ME: gl.constexpr):
 
 
 @gluon.jit
-def raise_reference(m_new, m, l, acc, O: gl.constexpr, c: gl.constexpr):
+def raise_reference(m_new, m, l, acc, O: gl.constexpr):
     """(m_new, sums, accumulators), the latter two scaled from reference m to m_new."""
-    PIECES: gl.constexpr = 2 * c.CHUNKS
     L_COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, l.type.layout))
     old = gl.exp2(m - gl.where(m_new == float("-inf"), 0.0, m_new))
     l = l * gl.convert_layout(old, L_COLUMN)[None, :][:, None, :]
     old = gl.convert_layout(old, gl.SliceLayout(0, O))
     out = ()
-    for i in gl.static_range(PIECES):
+    for i in gl.static_range(len(acc)):
         out = out + (acc[i] * old[None, :],)
     return m_new, l, out
 
@@ -325,7 +324,7 @@ def attend(q, rings, bars, probs, flags, scale, t0, t1, n, rows, r0, k, ME: gl.c
             s = gl.where((o_n < n)[:, None] & (o_n[:, None] <= position[None, :]), s, float("-inf"))
         # The reference of a row's exponents is raised only where powers would pass 2^SLACK: rarely.
         if any_higher(s, m + SLACK, flags, ME):
-            m, l, acc = raise_reference(gl.maximum(m, gl.max(s, 0)), m, l, acc, O, c)
+            m, l, acc = raise_reference(gl.maximum(m, gl.max(s, 0)), m, l, acc, O)
         base = gl.where(m == float("-inf"), 0.0, m)
         p = gl.exp2(s - base[None, :])
         if c.GROUP_SCALES:

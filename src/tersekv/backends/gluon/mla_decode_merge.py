@@ -12,6 +12,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..triton.decode_kernels import finish, meta_of, output, scalar
 from ..triton.mla_project import GROUP, add_scaled, ask, quantise, store_product
 
+COLUMNS = tl.constexpr(128)  # of a head's values, in the decode branch
+
 
 @triton.jit
 def add_pieces(m, l, acc, m_part, l_part, parts):
@@ -95,7 +97,8 @@ def merged(PART, p, pieces, o_r, o_d, value_factor, PIECES: tl.constexpr, c: tl.
 
 @triton.jit
 def rows_of(CU, o_m, h, T, B, max_segments, c: tl.constexpr):
-    """(segment, row in it, whether there is one) of tokens of head h; segments as META has them."""
+    """(segment, row in it, whether there is one) of tokens of head h; segments as META has them. Rows before the first
+    request's are none."""
     if c.RAGGED:
         b = o_m * 0
         for j in range(0, B, c.BLOCK_B):
@@ -107,7 +110,7 @@ def rows_of(CU, o_m, h, T, B, max_segments, c: tl.constexpr):
         b = o_m // c.MAX_Q
         first = b * c.MAX_Q
     row = (o_m - first) * c.GROUP + h % c.GROUP
-    live = (o_m < T) & (b < B)
+    live = (o_m >= first) & (o_m < T) & (b < B)
     return (b * max_segments + row // c.ROWS) * c.HEADS + h // c.GROUP, row % c.ROWS, live
 
 
@@ -126,17 +129,16 @@ def quarters(x):
 def merge_project_kernel(
     CU, LATENTS, PART, W, W_SCALE, OUT, kv_scale, KV_T, T, B, num_programs, max_segments, stride_lt, stride_lh,
     stride_wh, stride_wn, stride_sh, stride_sn, stride_ot, stride_oh,
-    N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, TURNED: tl.constexpr,
-    c: tl.constexpr,
+    BLOCK_M: tl.constexpr, PIECES: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Head h of BLOCK_M tokens: pieces merged, rounded as `merge_kernel` writes them, quantised, and projected by
-    BLOCK_N rows of e4m3 weights. Rows that were not cut lie in LATENTS. A program asks for its weights before it waits.
-    """
+    """Head h of BLOCK_M tokens: pieces merged, rounded as `merge_kernel` writes them, quantised, and projected to
+    COLUMNS columns by e4m3 weights. Rows that were not cut lie in LATENTS. A program asks for its weights before it
+    waits."""
     gdc_launch_dependents()
-    h, column = tl.program_id(0), tl.program_id(1) * BLOCK_N
-    _, weights, scales = ask((W, stride_wh, stride_wn, W_SCALE, stride_sh, stride_sn), h.to(tl.int64), column, N, c.DV,
-                             BLOCK_N, 4)  # fmt: skip
-    o_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    h = tl.program_id(0)
+    _, weights, scales = ask((W, stride_wh, stride_wn, W_SCALE, stride_sh, stride_sn), h.to(tl.int64), 0, COLUMNS, c.DV,
+                             COLUMNS, 4)  # fmt: skip
+    o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     gdc_wait()
     segment, o_r, live = rows_of(CU, o_m, h, T, B, max_segments, c)
     META = meta_of(PART, num_programs, c) + 2 * segment
@@ -144,15 +146,15 @@ def merge_project_kernel(
     cut = pieces > 1
     p_plain = LATENTS + h.to(tl.int64) * stride_lh + o_m.to(tl.int64)[:, None] * stride_lt + tl.arange(0, c.DV)[None, :]
     # Not 1 alone: where programs take segments whole, `pieces` is 1 minus the number of the share.
-    plain = tl.load(p_plain, mask=((o_m < T) & (pieces <= 1))[:, None], other=0.0)
+    plain = tl.load(p_plain, mask=(live & (pieces <= 1))[:, None], other=0.0)
     value_factor = scalar(kv_scale, KV_T, 0, c.V_T)
     o_d = tl.arange(0, c.DV) % c.PARTS * c.BLOCK_DV + tl.arange(0, c.DV) // c.PARTS
     x = merged(PART, p, tl.where(cut, pieces, 0), o_r, o_d, value_factor, PIECES, c)
     x = tl.where(cut[:, None], output(x, LATENTS, c), plain)
     codes, x_scales = quantise(tl.reshape(x, [4 * BLOCK_M, GROUP]), True)
     codes, x_scales = quarters(tl.reshape(codes, [BLOCK_M, 4 * GROUP])), quarters(tl.reshape(x_scales, [BLOCK_M, 4]))
-    acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([COLUMNS, BLOCK_M], tl.float32)  # turned around: weights are the product's rows
     for g in tl.static_range(4):
         scale = tl.reshape(x_scales[g], [BLOCK_M])
-        acc = add_scaled(acc, codes[g], scale, weights[g], scales[g], TURNED, True)
-    store_product(acc, (OUT, stride_ot, stride_oh), h.to(tl.int64), column, o_m, T, N, BLOCK_N, TURNED)
+        acc = add_scaled(acc, codes[g], scale, weights[g], scales[g], True, True)
+    store_product(acc, (OUT, stride_ot, stride_oh), h.to(tl.int64), 0, o_m, T, COLUMNS, COLUMNS, True)

@@ -32,7 +32,8 @@ def produce(boxes, TABLE, LENS, CU, bars, rings, work, more, STAGES: gl.constexp
     WIDTH: gl.constexpr = BOX_C.block_shape[1]
     BOXES: gl.constexpr = c.DV // WIDTH
     ROTARY: gl.constexpr = BOX_P.block_shape[1] * BOX_P.dtype.primitive_bitwidth // 8
-    BYTES: gl.constexpr = c.TILE * (c.DV + ROTARY + (4 * c.CHUNKS if c.GROUP_SCALES else 0))
+    LATENT: gl.constexpr = c.DV * BOX_C.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = c.TILE * (LATENT + ROTARY + (4 * c.CHUNKS if c.GROUP_SCALES else 0))
     k = 0
     tiles, segments, _, n, _, _ = request_tiles(LENS, CU, b, True, c)
     while x < end:

@@ -1,10 +1,9 @@
 """MLA prefill on Hopper: new rows are stored, a chunk's latents gathered, multiplied blockwise and attended to.
 
 All launches of a plan and their scalars are made at its first call; later ones only fill in addresses. A launch may
-begin before the one ahead of it has ended. The queries are rotated by idle warps of the first chunk's product, which
-leaves half of the memory's bandwidth unused; where the product is the Triton backend's, beside the first latents.
-Where there is much to attend to, a launch of three warpgroups a block goes first, and the usual one behind it does
-everything again if that failed.
+begin before the one ahead of it has ended. The queries are rotated beside the first chunk's latents. Where there is
+much to attend to, a launch of three warpgroups a block goes first, and the usual one behind it does everything again if
+that failed.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def run(call: Any, config: Config) -> None:
                 config.portable.native_fp8,
             )  # fmt: skip
         else:
-            chunk.product(s.scales, call.kv_b_proj_scale, call.q, call.freqs_cis, cu, lens, descriptors=product)
+            chunk.product(s.scales, call.kv_b_proj_scale, descriptors=product)
         wanted = counter  # not looked at
         if chunk.of_three is not None:
             wanted = again

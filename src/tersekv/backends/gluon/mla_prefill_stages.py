@@ -30,7 +30,7 @@ _LATENTS = Fields(
     "q ckv kpe ckv_scale_cache freqs_cis page_table cache_lens cu_seqlens_q buffer_row_offsets cache_offsets "
     "kv_scale_t out lse CODES SCALES K_PE COUNTER DIRTY"
 )
-_PRODUCT = Fields("SCALES kv_b_proj_scale q freqs_cis cu_seqlens_q cache_lens")
+_PRODUCT = Fields("SCALES kv_b_proj_scale")
 _ATTENTION = [  # without and with an LSE; of one chunk nothing goes to where rounding's rest would go
     Fields(f"out out {lse} COUNTER COUNTER DIRTY cu_seqlens_q cache_lens buffer_row_offsets cache_offsets")
     for lse in ("out", "lse")
@@ -83,8 +83,8 @@ class Stages:
         self.store = rope.prepared(call, native, queries=False)
         self.chunks = [
             Chunk(
-                c, rows, latents.prepared(call, rows, to, native, i == 0, i == 0 and not own, overlaps),
-                gemm_blockwise.prepared(call, rows, most, config.sms, i == 0, overlaps) if own else None,
+                c, rows, latents.prepared(call, rows, to, native, i == 0, overlaps),
+                gemm_blockwise.prepared(call, rows, most, config.sms, overlaps) if own else None,
                 attention.prepared(call, rows, self.dims, lse_strides, i > 0, i < last, config.sms, overlaps, of_three),
                 trio.prepared(call, rows, self.dims, lse_strides, config.sms, overlaps) if of_three else None,
             )

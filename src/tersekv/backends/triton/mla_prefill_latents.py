@@ -48,9 +48,9 @@ def rotate_heads(
 def see_to_queries(
     Q, OUT, LSE, FREQS, LENS, CU, row, tokens, B, H, max_pos, stride_qt, stride_qh, stride_ot, stride_oh, stride_lt,
     stride_lh, stride_freqs, DN: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, DV: tl.constexpr,
-    DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, ROTATES: tl.constexpr,
+    DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Of tokens row, row + programs, …: rows that belong to no request have defined outputs; ROTATES: rotate others."""
+    """Of tokens row, row + programs, …: rows that belong to no request have defined outputs; others are rotated."""
     first, end = tl.load(CU).to(tl.int64), tl.load(CU + B).to(tl.int64)
     t = row
     while t < tokens:
@@ -60,7 +60,7 @@ def see_to_queries(
                 o_h = h + tl.arange(0, BLOCK_H)
                 clear(OUT, LSE, t, o_h, H, stride_ot, stride_oh, stride_lt, stride_lh, DV, DV_PAD, BLOCK_H)
                 h += BLOCK_H
-        elif ROTATES:
+        else:
             rotate_heads(
                 Q, FREQS, LENS, CU, t, B, H, max_pos, stride_qt, stride_qh, stride_freqs, DN, R, R_PAD, BLOCK_H
             )
@@ -74,7 +74,7 @@ def latents_kernel(
     stride_ks, stride_sp, stride_ss, stride_ot, stride_oh, stride_lt, stride_lh, stride_table, stride_freqs, stride_os,
     S: tl.constexpr, DN: tl.constexpr, DV: tl.constexpr, L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr,
     R_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr,
-    FIRST: tl.constexpr, ROTATES: tl.constexpr, OVERLAPS: tl.constexpr,
+    FIRST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One row of the chunk. COUNTER's 4 numbers become 0; DIRTY [rows]: may the row hold a NaN. FIRST: of the call's
     chunks."""
@@ -84,7 +84,7 @@ def latents_kernel(
     if FIRST:
         see_to_queries(
             Q, OUT, LSE, FREQS, LENS, CU, row, tokens, B, H, max_pos, stride_qt, stride_qh, stride_ot, stride_oh,
-            stride_lt, stride_lh, stride_freqs, DN, R, R_PAD, DV, DV_PAD, BLOCK_H, ROTATES,
+            stride_lt, stride_lh, stride_freqs, DN, R, R_PAD, DV, DV_PAD, BLOCK_H,
         )  # fmt: skip
     b = request_of(ROWS, row, B)
     start = tl.load(ROWS + tl.minimum(b, B)).to(tl.int64)
@@ -132,9 +132,7 @@ def tensors(call: Any, chunk: int, s: Any) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def prepared(
-    call: Any, rows: int, to: Latents, native_casts: bool, first: bool, rotates: bool, overlaps: bool
-) -> Template:
+def prepared(call: Any, rows: int, to: Latents, native_casts: bool, first: bool, overlaps: bool) -> Template:
     """The launch for a chunk of `rows` rows and calls with the facts of this one. first: of the call's chunks."""
     tokens, heads = call.q.shape[:2]
     rank, rope, dim_v = call.ckv.shape[-1], call.kpe.shape[-1], call.out.shape[2]
@@ -150,7 +148,7 @@ def prepared(
     constants = (
         call.ckv.shape[1], call.q.shape[2] - rope, dim_v, rank, rope, max(LATENT_GROUP, next_power_of_2(rank)),
         max(2, next_power_of_2(rope)), next_power_of_2(dim_v), min(_BLOCK_H, next_power_of_2(heads)),
-        ROPE_KINDS.get(call.format, "float"), native_casts, first, rotates, overlaps,
+        ROPE_KINDS.get(call.format, "float"), native_casts, first, overlaps,
     )  # fmt: skip
     arguments = (*[TENSOR] * 18, *scalars, *constants)
     # Two warps: a row is short, and more programs wait for memory at a time.

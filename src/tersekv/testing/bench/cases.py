@@ -104,7 +104,7 @@ def with_cells(s: Sizes, cells: Sequence[str]) -> Sizes:
     for cell in cells:
         numbers = cell.lower().split("x")
         if len(numbers) > 2 or not all(n.strip().isdigit() and int(n) > 0 for n in numbers):
-            raise ValueError(f"cell: want requests x tokens such as 64x8192, or new tokens such as 2048, got {cell!r}")
+            raise ValueError(f"cells: want requests x tokens such as 64x8192, or new tokens such as 2048, got {cell!r}")
         if len(numbers) == 2:
             pairs.append((int(numbers[0]), int(numbers[1])))
         else:
