@@ -64,7 +64,8 @@ def steps(call: Any, given: SimpleNamespace, config: Config, decode: Any) -> lis
     joined = launch.Template(
         merge_project_kernel, (heads, -(-tokens // t.tokens)), (
             *[launch.TENSOR] * 6, call.kv_scale, launch.TENSOR, tokens, call.cache_lens.shape[0],
-            d.programs, d.segments, *latents.stride()[:2], *call.w_uv.stride()[:2], *call.w_uv_scale.stride()[:2], *call.out.stride()[:2],
+            d.programs, d.segments,
+            *latents.stride()[:2], *call.w_uv.stride()[:2], *call.w_uv_scale.stride()[:2], *call.out.stride()[:2],
             t.tokens, t.pieces, d.pieces,
         ), num_warps=8, launch_pdl=True,
     )  # fmt: skip
