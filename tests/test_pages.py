@@ -272,8 +272,9 @@ def test_counts_may_be_anything_that_counts():
     for counts in (np.array([2]), torch.tensor([2]), (n for n in [2])):
         assert torch.equal(pool.slot_mapping(["a"], counts), want)
     assert pool.positions(["a"], torch.tensor([2])).tolist() == [3, 4]
-    with pytest.raises(TypeError, match=r"^new_tokens: want a number for each request, got int$"):
-        pool.slot_mapping(["a"], 1)
+    for counts, kind in ((1, "int"), (torch.tensor(2), "Tensor"), (np.array(2), "ndarray")):
+        with pytest.raises(TypeError, match=rf"^new_tokens: want a number for each request, got {kind}$"):
+            pool.slot_mapping(["a"], counts)
 
 
 @pytest.mark.parametrize("pair", [(0, -1), (5, 0), (0, 2)])

@@ -72,6 +72,22 @@ def test_the_decode_branch_overwrites_no_argument(name):
     assert torch.equal(before.view(torch.uint8), x.view(torch.uint8))
 
 
+def test_strides_of_a_single_token_mean_nothing():
+    q = rows(1, 8, 32)[:, :4]
+    out = q.view(1, 128).view(1, 4, 32)
+    assert (q.stride(), out.stride()) == ((256, 32, 1), (128, 32, 1))
+    layer = kv()
+    want = tersekv.decode(q, layer, TABLE[:1], LENS[:1])
+    assert torch.equal(tersekv.decode(q, layer, TABLE[:1], LENS[:1], out=out), want)
+
+
+def test_a_query_without_heads_does_not_hide_a_cache_that_is_one_tensor():
+    k, layer = rows(1, 2, 32), PagedKVLayer(one := rows(4, 8, 2, 32), one, "bf16")
+    angles, where = torch.zeros(16, 32), torch.zeros(1, dtype=torch.int64)
+    with refused("v_cache", "k_cache"):
+        tersekv.rope_append(rows(1, 0, 32), k, k.clone(), layer, where, angles, where)
+
+
 def test_a_query_may_be_overwritten_in_its_own_dtype_and_strides():
     layer, q = kv(), rows(2, 4, 32)
     want = tersekv.decode(q, layer, TABLE, LENS)

@@ -264,9 +264,11 @@ def _rows(f: KVFormat, outer: tuple, dim: int, inline: bool, device) -> list[Ten
 
 
 def _count(name: str, entries: Sequence) -> int:
-    if not hasattr(entries, "__len__"):
-        raise TypeError(f"{name}: want a sequence with an entry for each layer, got {type(entries).__name__}")
-    return len(entries)
+    try:
+        return len(entries)
+    except TypeError:  # a tensor without dimensions has a __len__ too
+        kind = type(entries).__name__
+        raise TypeError(f"{name}: want a sequence with an entry for each layer, got {kind}") from None
 
 
 def _geometry(layer: PagedKVLayer | PagedLatentLayer) -> tuple:

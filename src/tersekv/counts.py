@@ -21,16 +21,16 @@ def whole(name: str, value: object) -> int:
             value = int(index(value))  # type: ignore[arg-type]
         except TypeError:
             raise TypeError(f"{name}: want int, got {type(value).__name__} {value!r}") from None
-    if not -_MOST <= value <= _MOST:
+    if not -_MOST - 1 <= value <= _MOST:
         raise ValueError(f"{name}: want an int that 64 bits hold, got {value}")
     return value
 
 
 def flag(name: str, value: object) -> bool:
     """value, which has to be True or False. Raises TypeError for what is only as good as one."""
-    if not isinstance(value, bool):
+    if type(value).__name__ not in ("bool", "bool_"):  # NumPy's truth values by name: it need not be installed
         raise TypeError(f"{name}: want bool, got {type(value).__name__}")
-    return value
+    return bool(value)
 
 
 def positive(name: str, value: object) -> int:

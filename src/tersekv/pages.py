@@ -180,9 +180,12 @@ class PagePool:
         return RaggedPages(*(_int32(x, device) for x in (indptr, indices, last)))
 
     def _newest(self, request_ids: Sequence[Hashable], new_tokens: Iterable[int]) -> list[tuple[Hashable, int]]:
-        if not isinstance(new_tokens, Iterable):
-            raise TypeError(f"new_tokens: want a number for each request, got {type(new_tokens).__name__}")
-        counts = [whole("new_tokens", n) for n in new_tokens]
+        try:
+            numbers = iter(new_tokens)
+        except TypeError:  # a tensor or an array without dimensions has an __iter__ too
+            kind = type(new_tokens).__name__
+            raise TypeError(f"new_tokens: want a number for each request, got {kind}") from None
+        counts = [whole("new_tokens", n) for n in numbers]
         if len(request_ids) != len(counts):
             raise ValueError(f"new_tokens: want {len(request_ids)} numbers, got {len(counts)}")
         out, seen = [], set()

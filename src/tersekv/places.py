@@ -27,12 +27,13 @@ _IN_PLACE: dict[str, tuple[tuple[str, str], ...]] = {
 # Rows may lie in the cache that they are appended to: which slots they go to, only the device knows.
 _CACHES = ("k_cache", "v_cache", "ckv", "kpe")
 _NEW_ROWS = ("k", "v", "k_rope", "k_nope", "kv_c", "k_pe")
+_APPENDS = ("append", "rope_append", "mla_append")
 
 
 def check(op: str, call: Any) -> None:
     """Raise ValueError for an output that begins where another tensor does, or that autograd would have to follow."""
     given = [x for x in FIELDS[op][0](call) if x is not None]
-    if len({x.data_ptr() for x in given}) < len(given) and given[0].numel() > 0:  # without rows nothing is written
+    if len({x.data_ptr() for x in given}) < len(given):
         _apart(op, call)
     if torch.is_grad_enabled():
         for name in ("out", "lse"):
@@ -43,6 +44,8 @@ def check(op: str, call: Any) -> None:
 def _apart(op: str, call: Any) -> None:
     fields = zip(TENSORS[op], FIELDS[op][0](call), strict=True)
     given = {name: x for name, x in fields if x is not None and x.numel() > 0 and x.data_ptr() != 0}
+    if not any(name in given for name in (_NEW_ROWS if op in _APPENDS else given)):
+        return  # without rows nothing is written
     for name in reversed([n for n in CALLS[op][1] if n in given]):
         for other, x in given.items():
             if other != name and x.data_ptr() == given[name].data_ptr() and not _may_share(op, name, other, given):
@@ -53,5 +56,6 @@ def _apart(op: str, call: Any) -> None:
 def _may_share(op: str, name: str, other: str, given: dict[str, Tensor]) -> bool:
     if (name, other) in _IN_PLACE.get(op, ()):
         a, b = given[name], given[other]
-        return a.dtype == b.dtype and a.stride() == b.stride()[-a.dim() :]
+        steps = zip(a.shape, a.stride(), b.stride()[-a.dim() :], strict=True)
+        return a.dtype == b.dtype and all(mine == its for size, mine, its in steps if size > 1)
     return name in _CACHES and other in _NEW_ROWS

@@ -25,7 +25,8 @@ def merge_states(
 
         outs:  [n, T, H, D] bf16 | fp16 | fp32, or a list of n tensors [T, H, D]
         lses:  [n, T, H] fp32, natural log, or a list; a part with −inf weighs nothing, whatever its values
-        out:   [T, H, D] to write into; default: a new tensor in outs' dtype; lse: [T, H] fp32 likewise
+        out:   [T, H, D] to write into, or outs[0] itself; default: a new tensor in outs' dtype
+        lse:   [T, H] fp32 likewise, in memory of its own
 
     Computed in fp32. All parts empty: out 0, lse −inf. Returns (out, lse). Raises ValueError for shapes that differ.
     """

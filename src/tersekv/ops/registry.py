@@ -52,7 +52,7 @@ def _fake(op: str) -> Callable[..., None]:
         if not any(map(_symbolic, flat)):  # symbols would be bound by comparisons; the run checks such a call
             call = record(*flat[:-1])
             checks.types(record, call)
-            checks.facts(facts(op, call, arch=0))
+            checks.facts(facts(op, call, arch=0))  # of no chip: no backend is asked
 
     return check
 

@@ -211,6 +211,7 @@ def _mla_decode(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="H 5 fp16 pages of 3", group=5, dtype="float16", page=3, index="int64"),
         replace(drafts, name="drafts", index="uint32", page=32),
         replace(drafts, name="ragged drafts", q_lens=(2, 4, 0, 1), ragged=True, page=1),
+        replace(drafts, name="ragged drafts H 4", group=4, q_lens=(2, 4, 0, 1), ragged=True),
         replace(
             base,
             name="e4m3 query",

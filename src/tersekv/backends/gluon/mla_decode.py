@@ -45,7 +45,7 @@ class Config(NamedTuple):
     scratch: int  # fp32 numbers: the cut segments' states, then META
     programs: int  # of the split pass
     segments: int  # of a request, for one block of heads
-    pieces: portable.Constants  # as the merge reads what was cut
+    cut: portable.Constants  # as the merge reads what was cut
     boxes: tuple[portable.Box, ...]  # of ckv, kpe and stored scales
     descriptors: dict[tuple[int, ...], tuple]  # the kernel's arguments for these, by their addresses
     empty: bool
@@ -122,6 +122,7 @@ def configure(f: SimpleNamespace, chosen: Choice | None = None) -> Config:
     c = portable.Constants(**parts, WHOLE=whole)
     # A producer warp comes with three idle ones; registers are dealt out by warpgroups.
     warpgroups = 4 if k.trio else 3 if (half and k.rows > _FEW) or k.turns == 2 else 2
+    # Of two warpgroups the one of products takes 232 (mla_decode_few.py): 168 each leave 104 to the one that copies.
     registers = min(65536 // (128 * warpgroups * k.programs_per_sm), 168) // 8 * 8
     tensor, strides = launch.TENSOR, _strides(f)
     rows = max((box.rows for box in boxes), default=0)
@@ -166,6 +167,11 @@ def most_tiles(f: SimpleNamespace) -> int:
     return f.seq_lens.shape[0] * -(-f.page_table.shape[1] * f.ckv.shape[1] // TILE)
 
 
+def is_whole(f: SimpleNamespace) -> bool:
+    """Whether page tables are so short that no segment of a request is cut."""
+    return f.page_table.shape[1] * f.ckv.shape[1] <= WHOLE_TILES * TILE
+
+
 def few_blocks(f: SimpleNamespace) -> int:
     """Into how many blocks heads of 16-bit latents go where tiles are few; 1 where they are not.
 
@@ -179,7 +185,7 @@ def few_blocks(f: SimpleNamespace) -> int:
     rows, work = f.max_q_len * heads, most_tiles(f) * heads
     if rows <= _FEW:
         return 2 if rows > 16 and heads % 2 == 0 and work <= 192 * sms else 1
-    if f.max_q_len != 1 or f.page_table.shape[1] * f.ckv.shape[1] <= WHOLE_TILES * TILE or work > 256 * sms:
+    if f.max_q_len != 1 or is_whole(f) or work > 256 * sms:
         return 1
     return next((n for n in (2, 3, 4) if heads % n == 0 and heads // n <= _FEW), 1)
 
@@ -192,8 +198,7 @@ def few_tiles(f: SimpleNamespace) -> bool:
     21.4; fp8_ds_mla 1 × 4K 21.5 → 19.6, 1 × 8K even.
     """
     heads, sms = f.q_nope.shape[1], launch.num_sms(f)
-    of_one = -(-f.page_table.shape[1] * f.ckv.shape[1] // TILE)
-    if of_one <= WHOLE_TILES or heads not in (64, 128) or f.max_q_len != 1:
+    if is_whole(f) or heads not in (64, 128) or f.max_q_len != 1:
         return False
     tiles = most_tiles(f)
     return tiles < 2 * sms and tiles * heads < 192 * sms

@@ -66,7 +66,7 @@ def steps(call: Any, given: SimpleNamespace, config: Config, decode: Any) -> lis
             *[launch.TENSOR] * 6, call.kv_scale, launch.TENSOR, tokens, call.cache_lens.shape[0],
             d.programs, d.segments,
             *latents.stride()[:2], *call.w_uv.stride()[:2], *call.w_uv_scale.stride()[:2], *call.out.stride()[:2],
-            t.tokens, t.pieces, d.pieces,
+            t.tokens, t.pieces, d.cut,
         ), num_warps=8, launch_pdl=True,
     )  # fmt: skip
     return [*found[:2], Step(joined, _JOINED)]
