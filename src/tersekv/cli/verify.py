@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,9 +16,12 @@ from rich.table import Table
 
 from .. import __version__, env
 from ..plan import BACKENDS
-from ..testing.cases import OPS, cases
+from ..testing import random_cases
+from ..testing.case_text import case_of, text_of
+from ..testing.cases import OPS, Case, cases, formats_of
 from ..testing.verify import FAILED, PASSED, UNSUPPORTED, Result, verify
-from .arguments import add_device, complain, names, screen, unusable, unwritable
+from ..testing.verify import run as run_case
+from .arguments import add_device, complain, names, positive, screen, unusable, unwritable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,35 +31,88 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", type=names(OPS), help=f"comma-separated, of {', '.join(OPS)}")
     parser.add_argument("--formats", type=names(formats), help=f"comma-separated, of {', '.join(formats)}")
     parser.add_argument("--quick", action="store_true", help="one or two cases per operation and format")
-    parser.add_argument("--json", metavar="FILE", help="write every result to FILE")
+    parser.add_argument(
+        "--random", metavar="N", type=positive,
+        help="N cases drawn from all that is documented, in processes of their own; each that fails is made smaller",
+    )  # fmt: skip
+    parser.add_argument("--seed", metavar="S", type=int, help="of --random: equal seeds draw equal cases; default: any")
+    parser.add_argument("--workers", metavar="W", type=positive, help="processes of --random; default: by the device")
+    parser.add_argument(
+        "--case",
+        metavar="LINE",
+        type=_case,
+        help="one case: what a failure prints, or operation/format/name of a listed one",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write every result to FILE; of --random what failed, and counts"
+    )
+
+
+def _case(text: str) -> Case:
+    try:
+        return case_of(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a row per operation and format, then what failed. Returns 1 if anything did, or nothing ran."""
     console = screen()
-    obstacle = unusable(args.device, args.backend) or unwritable(json=args.json)
+    obstacle = _contradiction(args) or unusable(args.device, args.backend) or unwritable(json=args.json)
     if env.checked():
         obstacle = "TERSEKV_CHECKED: want it unset, since some cases point outside the cache on purpose"
     elif not obstacle and next(cases(args.ops, args.formats, quick=args.quick), None) is None:
         obstacle = "no case fits these options: no operation named has a format named"
     if obstacle:
         return complain(args, obstacle)
-    results = []
+    if args.random and args.seed is None:
+        args.seed = random_cases.any_seed()
+    start, results = time.perf_counter(), []
     with console.status("verifying") as status:
-        for r in verify(args.device, args.backend, ops=args.ops, formats=args.formats, quick=args.quick):
+        for r in _results(args):
             results.append(r)
-            status.update(f"{r.case.id}: {r.status}")
+            done = f"{len(results)} of {args.random}, " if args.random else ""
+            status.update(f"{done}{r.case.id}: {r.status}")
+    seconds = time.perf_counter() - start
     console.print(table(results, args.device))
     for text in failures(results):
         console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
     for text in refusals(results):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     count = {status: sum(r.status == status for r in results) for status in (PASSED, FAILED, UNSUPPORTED)}
-    console.print(", ".join(f"{n} {status}" for status, n in count.items()), highlight=False)
+    drawn = f" of {args.random} random cases, seed {args.seed}, in {seconds:.0f} s" if args.random else ""
+    console.print(", ".join(f"{n} {status}" for status, n in count.items()) + drawn, highlight=False)
     if args.json:
+        report: dict = {"environment": environment(args.device)}
+        if args.random:
+            report |= {"seed": args.seed, "seconds": round(seconds)} | random_cases.summary(results)
+        else:
+            report["results"] = [r.as_dict() for r in results]
         with open(args.json, "w") as f:
-            json.dump({"environment": environment(args.device), "results": [r.as_dict() for r in results]}, f, indent=1)
+            json.dump(report, f, indent=1)
     return 1 if count[FAILED] or not count[PASSED] else 0
+
+
+def _contradiction(args: argparse.Namespace) -> str | None:
+    """Options that mean nothing beside others, by their names."""
+    if args.case is not None:
+        beside = [n for n in ("ops", "formats", "quick", "random") if getattr(args, n)]
+        if beside:
+            return f"--case: want it without --{beside[0]}, which chooses cases too"
+    if args.random and args.quick:
+        return "--random: want it without --quick, which chooses among listed cases"
+    alone = [n for n in ("seed", "workers") if getattr(args, n) is not None and not args.random]
+    return f"--{alone[0]}: want it beside --random" if alone else None
+
+
+def _results(args: argparse.Namespace) -> Iterable[Result]:
+    if args.case is not None:
+        return [run_case(args.case, args.device, args.backend)]
+    if args.random:
+        return random_cases.results(
+            args.random, args.seed, args.device, args.backend, ops=args.ops, formats=args.formats, workers=args.workers
+        )
+    return verify(args.device, args.backend, ops=args.ops, formats=args.formats, quick=args.quick)
 
 
 @dataclass
@@ -80,7 +137,8 @@ def table(results: Iterable[Result], device: str) -> Table:
         t.add_column(name, no_wrap=True)
     for name in ("passed", "failed", "unsupported", "error"):
         t.add_column(name, justify="right", no_wrap=True)
-    for (op, fmt), row in rows.items():
+    order = [(op, fmt) for op in OPS for fmt in formats_of(op)]
+    for (op, fmt), row in sorted(rows.items(), key=lambda item: order.index(item[0])):
         failed, unsupported = row.counts[FAILED], row.counts[UNSUPPORTED]
         error = f"{row.error:.1e}" if row.error else "0"
         t.add_row(
@@ -91,7 +149,12 @@ def table(results: Iterable[Result], device: str) -> Table:
 
 
 def failures(results: Iterable[Result]) -> list[str]:
-    return [f"FAILED {r.case.id} on {r.backend}\n{_indented(r.message)}" for r in results if r.status == FAILED]
+    """What failed, each with the command that runs it again."""
+    return [
+        f"FAILED {r.case.id} on {r.backend}\n{_indented(r.message)}\n  again: tersekv verify --case '{text_of(r.case)}'"
+        for r in results
+        if r.status == FAILED
+    ]
 
 
 def refusals(results: Iterable[Result]) -> list[str]:

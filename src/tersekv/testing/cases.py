@@ -26,8 +26,9 @@ class Case:
     q_lens: Lens | None = None  # None: one each
     page: int = 16
     dtype: str = "bfloat16"  # of queries and new rows
-    index: str = "int32"
+    index: str = "int32"  # of every index tensor; "mixed": each has its own
     strided: bool = False  # rows are slices of wider buffers, outputs have gaps
+    gaps: str = ""  # caches are parts of wider ones: of more "slots" or "heads" a page, or of longer rows ("columns")
 
     # K/V caches
     heads: int = 2
@@ -325,3 +326,8 @@ _VARIANTS = {
     "merge_states": (tuple(_MERGE_DTYPES), _merge_of),
 }
 OPS = tuple(_VARIANTS)
+
+
+def formats_of(op: str) -> tuple[str, ...]:
+    """The formats that cases of an operation have."""
+    return _VARIANTS[op][0]

@@ -101,28 +101,38 @@ class _Maker:
         return torch.full((1,), base) if how == "tensor" or heads is None else torch.linspace(base, 2 * base, heads)
 
     def kv_layer(self, page: int) -> PagedKVLayer:
-        c = self.case
+        c, dim_v = self.case, self.case.dim_v or self.case.dim
+        more = {name: name == c.gaps for name in ("slots", "heads", "columns")}
+        step = kv_format(c.format).scale_block or 8
+        columns = step * more["columns"]
         layer = PagedKVCache.allocate(
-            1, self.requests.num_pages, page, c.heads, c.dim, head_dim_v=c.dim_v or c.dim, format=c.format,
-            layout=c.layout, packed=c.packed, inline_scales=c.inline,
+            1, self.requests.num_pages, page + 3 * more["slots"], c.heads + more["heads"], c.dim + columns,
+            head_dim_v=dim_v + columns, format=c.format, layout=c.layout, packed=c.packed,
+            inline_scales=c.inline,
         )[0]  # fmt: skip
         for t in (layer.k, layer.v, layer.k_scale_cache, layer.v_scale_cache):
             if t is not None:
                 storage_bytes(t).fill_(POISON)
-        kind = kv_format(c.format).scale
-        scales = self.scale(0.7, c.heads, kind), self.scale(1.3, c.heads, kind)
-        return PagedKVLayer(layer.k, layer.v, c.format, *scales, layer.k_scale_cache, layer.v_scale_cache)
+        f = kv_format(c.format)
+        k, v = (x[:, :page, : c.heads, : f.elements(d)] for x, d in ((layer.k, c.dim), (layer.v, dim_v)))
+        stored: list[Tensor | None] = [None, None]
+        for i, (x, d) in enumerate(((layer.k_scale_cache, c.dim), (layer.v_scale_cache, dim_v))):
+            if x is not None:  # [P, S, H] or [P, S, H, blocks]
+                stored[i] = x[:, :page, : c.heads] if f.scale_block is None else x[:, :page, : c.heads, : f.scales(d)]
+        scales = self.scale(0.7, c.heads, f.scale), self.scale(1.3, c.heads, f.scale)
+        return PagedKVLayer(k, v, c.format, *scales, *stored)
 
     def latent_layer(self) -> PagedLatentLayer:
         c = self.case
         layer = PagedLatentCache.allocate(
-            1, self.requests.num_pages, c.page, format=c.format, kv_lora_rank=c.rank, qk_rope_head_dim=c.rope,
-            split=c.split,
+            1, self.requests.num_pages, c.page + 3 * (c.gaps == "slots"), format=c.format, kv_lora_rank=c.rank,
+            qk_rope_head_dim=c.rope + 8 * (c.gaps == "columns"), split=c.split,
         )[0]  # fmt: skip
         for t in (layer.ckv, layer.kpe):
             storage_bytes(t).fill_(POISON)
-        scale = self.scale(0.7, None, latent_format(c.format).scale)
-        return PagedLatentLayer(layer.ckv, layer.kpe, c.format, scale, layer.ckv_scale_cache)
+        scale, stored = self.scale(0.7, None, latent_format(c.format).scale), layer.ckv_scale_cache
+        ckv, kpe = layer.ckv[:, : c.page], layer.kpe[:, : c.page, : c.rope]
+        return PagedLatentLayer(ckv, kpe, c.format, scale, None if stored is None else stored[:, : c.page])
 
     def output(self, *shape: int) -> Tensor:
         return self.view(*shape, dtype=self.out_dtype)

@@ -22,11 +22,13 @@ from .memory import put, take
 
 class Expected(NamedTuple):
     """values: fp64, by name of a written field. rows: (pages, slots) of latent rows that are right to a tolerance.
-    requantised: values were quantised on the way, where a code may differ by one."""
+    requantised: values were quantised on the way, where a code may differ by one. lse_rounding: standard deviation of
+    each LSE where keys are products of 8-bit codes, which a chip may sum up with fewer bits than fp32 has."""
 
     values: dict[str, Tensor]
     rows: tuple[Tensor, Tensor] | None = None
     requantised: bool = False
+    lse_rounding: Tensor | None = None
 
 
 def run(op: str, call: Any) -> Expected:
@@ -74,7 +76,8 @@ def _mla_prefill(call: MLAPrefillCall) -> Expected:
     rope, heads, dv = call.kpe.shape[-1], call.q.shape[1], call.out.shape[-1]
     nope = call.q.shape[-1] - rope
     out, lse = _empty(call.out)
-    q = decode(call.q).clone()
+    rounding = torch.zeros_like(lse) if call.kv_b_proj_scale is not None else None
+    q, weight = decode(call.q).clone(), _weight(call)
     pages, slots = [], []
     for b, (start, stop) in enumerate(_rows(call)):
         where, new, freqs = _store_new(call, b, start, stop)
@@ -82,14 +85,18 @@ def _mla_prefill(call: MLAPrefillCall) -> Expected:
         slots.append(new[1])
         q[start:stop, :, nope:] = _rotated(call.q[start:stop, :, nope:], freqs).to(call.q.dtype).double()
         ckv, kpe = latent_rows(call, *where)
-        k_nope, v = _up_project(call, ckv, heads, dv).split([nope, dv], -1)
+        k_nope, v = _up_project(call, ckv, weight).unflatten(-1, (heads, -1)).split([nope, dv], -1)
         kpe = kpe.to(call.q.dtype).double()
         k = torch.cat([k_nope, kpe[:, None].expand(-1, heads, -1)], -1)
         scores = torch.einsum("rhd,nhd->rhn", q[start:stop], k) * call.softmax_scale
         p, lse[start:stop] = _softmax(scores, _visible(stop - start, len(ckv), None, 0), None)
         out[start:stop] = torch.einsum("rhn,nhd->rhd", p, v)
+        if rounding is not None:  # each key off by half a unit of its last place, at random
+            moved = torch.einsum("rhd,nhd->rhn", q[start:stop, :, :nope].square(), k_nope.square())
+            unit = call.softmax_scale * torch.finfo(call.q.dtype).eps / 2
+            rounding[start:stop] = unit * (p.square() * moved).sum(-1).sqrt()
     rows = (torch.cat(pages), torch.cat(slots)) if pages else None
-    return Expected({**_attention(call, out, lse).values, "q": q}, rows)
+    return Expected({**_attention(call, out, lse).values, "q": q}, rows, lse_rounding=rounding)
 
 
 def _mla_project(call: MLAProjectCall) -> Expected:
@@ -107,7 +114,8 @@ def _by_head(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
 
 def _mla_decode_branch(call: MLADecodeBranchCall) -> Expected:
     nope, half = call.q.shape[-1] - call.kpe.shape[-1], call.q.dtype
-    out, _ = _empty(call.out)
+    q_nope = _by_head(call.q[..., :nope], call.w_uk, call.w_uk_scale).to(half).double()
+    latent = torch.zeros(q_nope.shape, dtype=half)
     pages, slots = [], []
     for b, (start, stop) in enumerate(_rows(call)):
         where, new, freqs = _store_new(call, b, start, stop)
@@ -115,10 +123,10 @@ def _mla_decode_branch(call: MLADecodeBranchCall) -> Expected:
         slots.append(new[1])
         ckv, kpe = latent_rows(call, *where)
         q_pe = _rotated(call.q[start:stop, :, nope:], freqs).to(half).double()
-        q_nope = _by_head(call.q[start:stop, :, :nope], call.w_uk, call.w_uk_scale).to(half).double()
-        scores = (q_nope @ ckv.T + q_pe @ kpe.T) * float(_pick(call, "softmax_scale"))
+        scores = (q_nope[start:stop] @ ckv.T + q_pe @ kpe.T) * float(_pick(call, "softmax_scale"))
         p, _ = _softmax(scores, _visible(stop - start, len(ckv), None, 0), None)
-        out[start:stop] = _by_head((p @ ckv).to(half), call.w_uv, call.w_uv_scale)
+        latent[start:stop] = (p @ ckv).to(half)
+    out = _by_head(latent, call.w_uv, call.w_uv_scale)
     rows = (torch.cat(pages), torch.cat(slots)) if pages else None
     return Expected({"out": out}, rows, call.w_uv_scale is not None)
 
@@ -174,15 +182,18 @@ def _rotated(x: Tensor, freqs: Tensor) -> Tensor:
     return reference_append.rotate(x.to(freqs.dtype), freqs[:, 0::2], freqs[:, 1::2], True)
 
 
-def _up_project(call: MLAPrefillCall, ckv: Tensor, heads: int, dv: int) -> Tensor:
-    """Latents [n, L] through kv_b_proj → [n, H, Dn + Dv]; operands of 16 bits and the result are in q's dtype."""
+def _weight(call: MLAPrefillCall) -> Tensor:
+    """kv_b_proj [H * (Dn + Dv), L] in fp64."""
     w = decode(call.kv_b_proj)
-    if call.kv_b_proj_scale is not None:
-        w = w * call.kv_b_proj_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-        ckv = quantise_latents(ckv)
-    else:
-        ckv = ckv.to(call.q.dtype).double()
-    return (ckv @ w.T).to(call.q.dtype).double().unflatten(-1, (heads, -1))
+    if call.kv_b_proj_scale is None:
+        return w
+    return w * call.kv_b_proj_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+def _up_project(call: MLAPrefillCall, ckv: Tensor, weight: Tensor) -> Tensor:
+    """Latents [n, L] through kv_b_proj; operands of 16 bits and the result are in q's dtype."""
+    ckv = ckv.to(call.q.dtype).double() if call.kv_b_proj_scale is None else quantise_latents(ckv)
+    return (ckv @ weight.T).to(call.q.dtype).double()
 
 
 def latent_rows(call: Any, pages: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from .cases import Case
 
 _HUGE = {torch.int32: 2**31 - 1, torch.int64: 2**40, torch.uint32: 2**32 - 1}
+_FAR = 2**62  # among values: what becomes the huge number of their dtype
 _SPARE_PAGES = 3
 _BEYOND_TABLE = 7  # added to the size of cos_sin_cache: a position outside it
 
@@ -24,15 +26,22 @@ class Requests:
         self.q_lens = case.q_lens if case.q_lens is not None else (1,) * len(case.lens)
         self.tokens = sum(self.q_lens)
         self.max_q_len = max(self.q_lens, default=0)
-        self.dtype: torch.dtype = getattr(torch, case.index)
+        self._mixed = Random(case.id) if case.index == "mixed" else None
         used = [-(-n // case.page) for n in case.lens]
         self.num_pages = sum(used) + _SPARE_PAGES
         order = torch.randperm(self.num_pages, generator=random).tolist()
         self.pages = [[order.pop() for _ in range(n)] for n in used]
         self.max_pos = max(case.lens, default=0) + 2
 
-    def index(self, values: Any) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.int64).to(self.dtype)
+    def index(self, values: Any, *, signed: bool = False) -> Tensor:
+        """An index tensor in the case's dtype, or in one that holds a sign too; _FAR becomes a huge number."""
+        if self._mixed is None:
+            dtype = getattr(torch, self.case.index)
+            dtype = torch.int32 if signed and dtype == torch.uint32 else dtype
+        else:
+            dtype = self._mixed.choice([d for d in _HUGE if not signed or d.is_signed])
+        values = torch.as_tensor(values, dtype=torch.int64)
+        return torch.where(values == _FAR, _HUGE[dtype], values).to(dtype)
 
     def seq_lens(self) -> Tensor:
         return self.index(self.case.lens)
@@ -41,10 +50,11 @@ class Requests:
         return self.index([sum(self.q_lens[:b]) for b in range(len(self.q_lens) + 1)])
 
     def page_table(self) -> Tensor:
-        """[B, max_pages]; entries past a request's pages are huge."""
+        """[B, max_pages]; entries past a request's pages are huge. If the case is strided, a part of a wider table."""
         width = max((len(p) for p in self.pages), default=0) + 2
-        rows = [p + [_HUGE[self.dtype]] * (width - len(p)) for p in self.pages]
-        return self.index(rows).reshape(-1, width)
+        wide = width + 3 * self.case.strided
+        rows = [p + [_FAR] * (wide - len(p)) for p in self.pages]
+        return self.index(rows).reshape(-1, wide)[:, :width]
 
     def live(self, *, new: bool = True) -> tuple[Tensor, Tensor]:
         """Pages and slots of every token in the cache, without the new ones unless `new`."""
@@ -66,21 +76,21 @@ class Requests:
         With `skip`, token 1 is skipped, tokens 3 and 6 point outside the cache.
         """
         size, tokens = self.case.page, self.new_tokens()
-        signed = self.dtype != torch.uint32
         outside = self.num_pages * size + 5
         if self.case.place == "slots":
             slots = [self.pages[b][pos // size] * size + pos % size for b, pos in tokens]
-            for i, wrong in ((1, -1 if signed else outside), (3, outside), (6, _HUGE[self.dtype])):
+            negative = self.case.index != "uint32"
+            for i, wrong in ((1, -1 if negative else outside), (3, outside), (6, _FAR)):
                 if self.case.skip and i < len(slots):
                     slots[i] = wrong
-            return self.index(slots), None, None, None, None
+            return self.index(slots, signed=negative), None, None, None, None
         batch, positions = [b for b, _ in tokens], [pos for _, pos in tokens]
         if self.case.skip:
-            batch[1], positions[3] = -1, outside
+            batch[1:2], positions[3:4] = [-1] * len(batch[1:2]), [outside] * len(positions[3:4])
         indptr = [sum(len(p) for p in self.pages[:b]) for b in range(len(self.pages) + 1)]
-        indices = [page for p in self.pages for page in p] + [_HUGE[self.dtype]] * 2
-        batch_indices = torch.tensor(batch, dtype=self.dtype if signed else torch.int32)
-        return None, batch_indices, self.index(positions), self.index(indptr), self.index(indices)
+        indices = [page for p in self.pages for page in p] + [_FAR] * 2
+        where = self.index(batch, signed=True), self.index(positions), self.index(indptr), self.index(indices)
+        return None, *where
 
     def positions(self) -> Tensor:
         """RoPE positions; with `skip`, that of token 5 lies outside the table."""
@@ -112,4 +122,9 @@ class Requests:
                 bits[row, n:] = True
                 row += 1
         weights = 2 ** torch.arange(16)
-        return (bits.unflatten(-1, (words, 16)) * weights).sum(-1).to(torch.uint16)
+        mask = (bits.unflatten(-1, (words, 16)) * weights).sum(-1).to(torch.uint16)
+        if not self.case.strided:
+            return mask
+        wide = torch.full((self.tokens, words + 2), 2**16 - 1, dtype=torch.int32).to(torch.uint16)
+        wide[:, :words] = mask
+        return wide[:, :words]

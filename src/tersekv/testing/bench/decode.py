@@ -35,7 +35,7 @@ class _Paged:
         self.num_pages = copies * int(used.sum())
         self.total = int(lens.sum())
         self.nbytes = self.total * bytes_per_token
-        self.limit = limit_of("out", torch.bfloat16, case.precision)
+        self.limit = limit_of("out", case.precision)
         self.calls: list = []
         self.out = torch.empty(0)
 

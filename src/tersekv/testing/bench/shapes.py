@@ -89,7 +89,7 @@ class ShapeDecode:
         self.sinks = torch.randn(c.heads, device=device) if c.sinks else None
         self.nbytes = c.requests * c.keys * c.bytes_per_token
         self.flops = 4 * c.requests * c.keys * c.drafts * c.heads * c.head_dim
-        self.limit = limit_of("out", torch.bfloat16, c.precision)
+        self.limit = limit_of("out", c.precision)
         mask, lens = _tree_mask(c, device), lens.to(device)
 
         def call(table: Tensor) -> Any:

@@ -1,0 +1,295 @@
+"""Random cases from the whole documented space: `draw(seed, i)` always gives the same one.
+
+Sizes are drawn by orders of magnitude, so that most cases are small and some have tens of thousands of tokens or
+hundreds of requests. What a case may cost is bounded by its work, not by its parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from ..formats import BLOCK, MAX_HEAD_DIM, MAX_HEAD_DIM_V, TENSOR, kv_format, latent_format
+from .cases import OPS, Case, Lens, formats_of
+
+_HALF = ("bfloat16", "float16")
+_FLOAT = (*_HALF, "float32")
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_INDEX = ("int32", "int64", "uint32", "mixed")
+_SCALES = ("one", "float", "tensor", "head")
+# Attentions over K/V caches are what most calls are; the rest have fewer parameters.
+_WEIGHTS = {"decode": 5, "append": 3, "rope_append": 3, "mla_append": 2, "mla_decode": 3, "mla_prefill": 2,
+            "mla_project": 1, "mla_decode_branch": 2, "merge_states": 1}  # fmt: skip
+_MOST_TOKENS = 160_000
+_MOST_VALUES = 1 << 24  # that a cache or new rows hold
+_MOST_SCORES = 1 << 26  # columns that queries are multiplied with, over all requests and heads
+
+
+class Dice(Random):
+    """Draws that the parameters need."""
+
+    def maybe(self, chance: float) -> bool:
+        return self.random() < chance
+
+    def some(self, values: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
+        return self.choices(values, weights)[0]
+
+    def log(self, low: int, high: int) -> int:
+        """Between both, each order of magnitude alike."""
+        return min(high, max(low, int(math.exp(self.uniform(math.log(low), math.log(high + 1))))))
+
+
+def draw(seed: int, i: int, ops: Sequence[str] | None = None, formats: Sequence[str] | None = None) -> Case:
+    """Case i of a seed, of the operations and formats named (None: all). Raises ValueError if none fits."""
+    dice = Dice(f"tersekv {seed} {i}")
+    known = [(op, name) for op in OPS for name in formats_of(op) if not (ops and op not in ops)]
+    known = [(op, name) for op, name in known if not formats or name in formats]
+    if not known:
+        raise ValueError("no operation named has a format named")
+    weights = [_WEIGHTS[op] / len(formats_of(op)) for op, _ in known]
+    op, name = dice.some(known, weights)
+    return _DRAWS[op](dice, Case(op, name, f"{seed}.{i}"))
+
+
+def _lens(dice: Dice, most: int) -> Lens:
+    """Lengths of 1 to 256 requests that hold at most so many tokens: equal, uneven, one among short ones, some 0."""
+    requests = dice.log(1, 256) if dice.maybe(0.7) else dice.some((1, 2, 3, 4, 8))
+    largest = max(min(most // requests, 40_000), 1)
+    n = dice.log(1, largest)
+    how = dice.some(("equal", "even", "uneven", "one long"), (2, 2, 3, 1))
+    if how == "equal":
+        return (n,) * requests
+    if how == "even":
+        return tuple(max(n + dice.randint(-2, 2), 0) for _ in range(requests))
+    if how == "one long":
+        longest = dice.log(n, max(min(most - n * requests, 40_000), n))
+        return (*[dice.randint(0, min(n, 40)) for _ in range(requests - 1)], longest)
+    return tuple(dice.randint(0, n) for _ in range(requests))
+
+
+def _new(dice: Dice, lens: Lens, most: int) -> Lens:
+    """How many of the tokens are new: all, one each, a few, ragged; at most so many together."""
+    how = dice.some(("all", "one", "few", "ragged"), (1, 2, 2, 3))
+    if how == "all" and sum(lens) <= most:
+        return lens
+    each = max(most // max(len(lens), 1), 1)
+    top = 1 if how == "one" else dice.log(1, min(each, 16 if how == "few" else each))
+    return tuple(min(n, top if how in ("one", "few") else dice.randint(0, top)) for n in lens)
+
+
+def _multiple(dice: Dice, step: int, most: int, usual: Sequence[int]) -> int:
+    """One of the usual sizes, or any multiple of step."""
+    usual = [n for n in usual if n % step == 0 and n <= most]
+    return dice.some(usual) if dice.maybe(0.7) else step * dice.randint(1, most // step)
+
+
+def _page(dice: Dice) -> int:
+    usual = (1, 8, 16, 32, 64, 128, 256)
+    return dice.some(usual, (1, 1, 5, 2, 4, 1, 1)) if dice.maybe(0.85) else dice.randint(1, 256)
+
+
+def _kv(dice: Dice, case: Case) -> Case:
+    """Of K/V caches: sizes, layout, place of scales, gaps."""
+    f = kv_format(case.format)
+    step = f.scale_block or 8
+    dim = _multiple(dice, step, MAX_HEAD_DIM, (64, 128, 128, 128, 192, 256, 512))
+    dim_v = 0 if dice.maybe(0.8) else _multiple(dice, step, MAX_HEAD_DIM_V, (64, 128, 256, 512))
+    if not dim_v and dim > MAX_HEAD_DIM_V:
+        dim_v = _multiple(dice, step, MAX_HEAD_DIM_V, (128, 512))
+    longest = max(dim - MAX_HEAD_DIM, (dim_v or dim) - MAX_HEAD_DIM_V) + step > 0
+    gaps = ("slots", "heads") if longest else ("slots", "heads", "columns")
+    kinds = {TENSOR: _SCALES, BLOCK: _SCALES[:3]}.get(f.scale, _SCALES[:1])
+    return replace(
+        case, dim=dim, dim_v=dim_v, heads=dice.some((1, 1, 1, 2, 2, 4, 8, dice.randint(1, 16))), page=_page(dice),
+        layout=dice.some(("NHD", "HND")), packed=dim_v in (0, dim) and dice.maybe(0.3),
+        inline=f.scale_dtype is not None and dice.maybe(0.3), gaps=_gaps(dice, gaps),
+        index=dice.some(_INDEX), strided=dice.maybe(0.2), scale=dice.some(kinds),
+    )  # fmt: skip
+
+
+def _latent(dice: Dice, case: Case) -> Case:
+    """Of latent caches."""
+    f = latent_format(case.format)
+    step = f.scale_block or 8
+    return replace(
+        case, rank=512 if dice.maybe(0.8) else _multiple(dice, step, 512, (128, 256, 384, 512)),
+        rope=64 if dice.maybe(0.8) else 2 * dice.randint(1, 32), split=f.scale_dtype is None and dice.maybe(0.4),
+        page=_page(dice), gaps=_gaps(dice, ("slots", "columns")), index=dice.some(_INDEX), strided=dice.maybe(0.2),
+        scale=dice.some(_SCALES[:3] if f.scale == TENSOR else _SCALES[:1]), heads=1,
+    )  # fmt: skip
+
+
+def _gaps(dice: Dice, kinds: Sequence[str]) -> str:
+    return dice.some(kinds) if dice.maybe(0.2) else ""
+
+
+def _written(dice: Dice, case: Case, values: int) -> Case:
+    """Of appends: which tokens are new (a token's rows hold so many values), where they go, whose scales quantise."""
+    most = max(min(_MOST_VALUES // values // 4, 32_768), 1)
+    most = most if dice.maybe(0.1) else min(most, 300)
+    lens = _lens(dice, max(min(_MOST_VALUES // values, _MOST_TOKENS), 1))
+    q_lens = _new(dice, lens, most)
+    place = dice.some(("slots", "pages"))
+    reciprocal = place == "pages" and case.scale == "tensor" and dice.maybe(0.5)
+    return replace(
+        case, lens=lens, q_lens=q_lens, place=place, skip=dice.maybe(0.5), reciprocal=reciprocal,
+        dtype=dice.some(_FLOAT, (4, 3, 1)),
+    )  # fmt: skip
+
+
+def _append(dice: Dice, case: Case) -> Case:
+    case = _kv(dice, case)
+    case = _written(dice, case, case.heads * (case.dim + (case.dim_v or case.dim)))
+    # 16-bit NaNs differ in their bits; what is special stands in the fifth row.
+    special = kv_format(case.format).scale != "none" and sum(case.q_lens or ()) > 4 and dice.maybe(0.2)
+    return replace(case, special=special)
+
+
+def _rope_append(dice: Dice, case: Case) -> Case:
+    case = _kv(dice, case)
+    group, query = dice.some((1, 2, 4, 5, 8, 16)), dice.maybe(0.8)
+    case = _written(dice, case, case.heads * (case.dim * (1 + group * query) + (case.dim_v or case.dim)))
+    rotary = 0 if dice.maybe(0.6) else 2 * dice.randint(1, case.dim // 2)
+    return replace(
+        case, group=group, query=query, rotary=rotary, interleaved=dice.maybe(0.5),
+        out_dtype=_written_as(dice), zero_padding=case.place == "pages" and dice.maybe(0.3),
+    )  # fmt: skip
+
+
+def _mla_append(dice: Dice, case: Case) -> Case:
+    case = _latent(dice, case)
+    rotate = dice.maybe(0.8)
+    query = rotate and dice.maybe(0.7)
+    group, q_nope = dice.some((1, 2, 5, 16, 128)), dice.some((512, 512, 128, 8 * dice.randint(1, 64)))
+    case = _written(dice, case, case.rank + case.rope + query * group * (case.rope + q_nope))
+    special = latent_format(case.format).scale == TENSOR and not (rotate or query) and sum(case.q_lens or ()) > 4
+    return replace(
+        case, group=group, q_nope=q_nope, rotate=rotate, query=query, interleaved=dice.maybe(0.5),
+        out_dtype=_written_as(dice), special=special and dice.maybe(0.3),
+        zero_padding=case.place == "pages" and dice.maybe(0.3),
+    )  # fmt: skip
+
+
+def _written_as(dice: Dice) -> str:
+    """Dtype of rotated queries; "": that of the rows."""
+    return dice.some(("", *_FP8, *_FLOAT), (3, 4, 1, 1, 1, 0.5))
+
+
+def _decode(dice: Dice, case: Case) -> Case:
+    case = _kv(dice, case)
+    group = dice.some((1, 2, 4, 4, 5, 8, 8, 16, dice.randint(1, 72)))
+    lens = _lens(dice, _live(dice, case.heads * (case.dim + (case.dim_v or case.dim))))
+    case = replace(_attention(dice, case, lens, case.heads * group), group=group)
+    fast = dice.maybe(0.1)
+    return replace(
+        case, mask=dice.maybe(0.2), window=dice.log(1, 5000) if dice.maybe(0.25) else 0, sinks=dice.maybe(0.2),
+        softcap=dice.some((0.0, 0.0, 0.0, 20.0, 50.0)), spread=dice.maybe(0.2), precision="fast" if fast else "exact",
+    )  # fmt: skip
+
+
+def _mla_decode(dice: Dice, case: Case) -> Case:
+    case = _latent(dice, case)
+    group = dice.some((1, 4, 8, 16, 16, 32, 64, 128, dice.randint(1, 128)))
+    lens = _lens(dice, _live(dice, case.rank + case.rope))
+    case = replace(_attention(dice, case, lens, group), group=group)
+    return replace(case, precision="fast" if dice.maybe(0.1) else "exact", spread=dice.maybe(0.2))
+
+
+def _live(dice: Dice, values: int) -> int:
+    """Tokens that a cache may hold, of so many values each; mostly far fewer than could be."""
+    most = max(min(_MOST_VALUES // values, _MOST_TOKENS), 1)
+    return most if dice.maybe(0.12) else min(most, 3000)
+
+
+def _attention(dice: Dice, case: Case, lens: Lens, heads: int) -> Case:
+    """Query rows of an attention: one, some, or ragged ones, more than a request holds too; dtypes; LSE."""
+    longest, requests = max(lens, default=0), len(lens)
+    most = max(_MOST_SCORES // max(longest * heads * 64, 1) // requests, 1)  # rows of a request
+    how = dice.some(("one", "drafts", "many", "ragged"), (5, 3, 1, 3))
+    rows = 1 if how == "one" else dice.log(1, min(most, 8 if how == "drafts" else 300))
+    q_lens = (rows,) * requests
+    if how == "ragged":
+        q_lens = tuple(dice.randint(0, rows) for _ in range(requests))
+    dtype = dice.some((*_FLOAT, *_FP8), (5, 4, 1, 2, 0.5))
+    return replace(
+        case, lens=lens, q_lens=q_lens, ragged=how == "ragged", dtype=dtype, lse=dice.maybe(0.6),
+        out_dtype=dice.some(("", *_HALF, "float32", *_FP8), (6, 1, 1, 1, 1, 0.5)),
+    )  # fmt: skip
+
+
+def _weights(dice: Dice, case: Case) -> Case:
+    """Of MLA's up-projections: e4m3 wants blocks of 128."""
+    blocks = case.rank % 128 == 0 and dice.maybe(0.65)
+    nope, dim_v = (dice.some((128, 128, 128, 256)) if blocks else dice.some((128, 64, 32, 96, 192)) for _ in "kv")
+    return replace(
+        case, weight="float8_e4m3fn" if blocks else "", nope=nope, dim_v=dim_v, dtype=dice.some(_HALF, (3, 1)),
+        raw_in_cache=case.format in _16_BITS and dice.maybe(0.3),
+    )  # fmt: skip
+
+
+_16_BITS = ("bf16", "fp16")
+
+
+def _mla_prefill(dice: Dice, case: Case) -> Case:
+    case = _weights(dice, _latent(dice, case))
+    group = dice.some((1, 2, 4, 16, 16, dice.randint(1, 40)))
+    wide = group * (case.nope + case.dim_v)
+    most = max(min(_MOST_VALUES // wide // 4, 4000), 1)
+    lens = _lens(dice, most if dice.maybe(0.2) else min(most, 300))
+    q_lens = _new(dice, lens, max(_MOST_SCORES // max(max(lens) * wide, 1), len(lens)))
+    total = sum(lens)
+    chunk = dice.randint(max(total // 6, 1), total + 3) if total and dice.maybe(0.3) else 0
+    return replace(
+        case, group=group, lens=lens, q_lens=q_lens, chunk=chunk, ragged=True, spread=dice.maybe(0.2),
+        lse=dice.maybe(0.6),
+    )  # fmt: skip
+
+
+def _mla_decode_branch(dice: Dice, case: Case) -> Case:
+    case = _weights(dice, _latent(dice, case))
+    group = dice.some((1, 4, 8, 16, 64, 128, dice.randint(1, 40)), (3, 3, 3, 5, 1, 1, 3))
+    lens = tuple(max(n, 1) for n in _lens(dice, _live(dice, 3 * (case.rank + case.rope))))
+    how = dice.some(("one", "drafts", "ragged"), (5, 2, 3))
+    rows = min(1 if how == "one" else dice.randint(1, 8), min(lens))
+    q_lens = (rows,) * len(lens)
+    if how == "ragged":
+        q_lens = tuple(dice.randint(0, min(n, 8)) for n in lens)
+    return replace(case, group=group, lens=lens, q_lens=q_lens, ragged=how == "ragged", lse=False)
+
+
+def _mla_project(dice: Dice, case: Case) -> Case:
+    blocks = case.format == "fp8_e4m3"
+    step = 128 if blocks else 8
+    dim, dim_v = (_multiple(dice, step, 512, (128, 256, 512)) for _ in "kn")
+    group = dice.some((1, 2, 5, 16, 128))
+    tokens = dice.log(1, max(min(_MOST_VALUES // (group * (dim + dim_v)), 300), 1))
+    return replace(
+        case, lens=(tokens,), heads=1, group=group, dim=dim, dim_v=dim_v, strided=dice.maybe(0.3),
+        spread=dice.maybe(0.3),
+    )  # fmt: skip
+
+
+def _merge_states(dice: Dice, case: Case) -> Case:
+    parts, heads, dim = dice.log(1, 128), dice.log(1, 64), _multiple(dice, 1, 512, (64, 128, 512))
+    tokens = dice.log(1, max(min(_MOST_VALUES // (parts * heads * dim * 4), 20_000), 1))
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[case.format]
+    return replace(
+        case, parts=parts, heads=heads, group=1, dim=dim, lens=(tokens,), dtype=dtype, strided=dice.maybe(0.3),
+        lse=dice.maybe(0.6), out_dtype=dice.some(("", *_FLOAT)),
+    )  # fmt: skip
+
+
+_DRAWS = {
+    "append": _append,
+    "rope_append": _rope_append,
+    "mla_append": _mla_append,
+    "decode": _decode,
+    "mla_decode": _mla_decode,
+    "mla_prefill": _mla_prefill,
+    "mla_project": _mla_project,
+    "mla_decode_branch": _mla_decode_branch,
+    "merge_states": _merge_states,
+}

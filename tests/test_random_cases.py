@@ -1,0 +1,161 @@
+"""`tersekv verify --random`: what is drawn, how it is judged, and what happens to a case that crashes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import time
+from dataclasses import fields, replace
+
+import pytest
+
+from tersekv.cli.main import main
+from tersekv.testing import random_cases, verify
+from tersekv.testing.case_text import case_of, text_of
+from tersekv.testing.cases import OPS, Case, cases, formats_of
+from tersekv.testing.draw import draw
+from tersekv.testing.shrink import shrunk
+from tersekv.testing.workers import Workers
+
+SEED = 20
+MANY = [draw(SEED, i) for i in range(6000)]
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_random_cases_are_right(part):
+    for i in range(25 * part, 25 * (part + 1)):
+        result = verify.run(draw(SEED, i))
+        assert result.status == verify.PASSED, f"{result.message}\ntersekv verify --case '{text_of(result.case)}'"
+
+
+def test_a_seed_draws_the_same_cases_again_and_another_seed_others():
+    assert [draw(SEED, i) for i in range(50)] == MANY[:50]
+    assert [draw(SEED + 1, i) for i in range(50)] != [replace(c, name=c.name.replace("20.", "21.")) for c in MANY[:50]]
+
+
+def test_every_operation_and_format_is_drawn():
+    assert {(c.op, c.format) for c in MANY} == {(op, name) for op in OPS for name in formats_of(op)}
+    assert {c.op for c in (draw(1, i, ("decode",)) for i in range(20))} == {"decode"}
+    assert {c.format for c in (draw(1, i, None, ("nvfp4",)) for i in range(20))} == {"nvfp4"}
+
+
+def test_every_parameter_is_drawn_with_all_its_values():
+    seen = {f.name: {getattr(c, f.name) for c in MANY} for f in fields(Case)}
+    assert seen["index"] == {"int32", "int64", "uint32", "mixed"}
+    assert seen["gaps"] == {"", "slots", "heads", "columns"}
+    assert seen["layout"] == {"NHD", "HND"}
+    assert seen["scale"] == {"one", "float", "tensor", "head"}
+    assert seen["place"] == {"slots", "pages"}
+    assert {"bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"} <= seen["dtype"] & seen["out_dtype"]
+    assert {1, 3, 16, 100, 256} <= seen["page"]
+    assert {1, 2, 3, 16} <= seen["heads"]
+    assert len(set(range(1, 73)) & seen["group"]) > 60
+    listed = {f.name for f in fields(Case) if f.type == "bool"} - {"quick", "sharp"}  # by the list, these two
+    assert all(seen[name] == {True, False} for name in listed), [n for n in listed if len(seen[n]) < 2]
+    fixed = {n for n, values in seen.items() if len(values) == 1}
+    assert fixed == {"quick", "sharp"}, "what is drawn in one way only"
+
+
+def test_sizes_reach_from_nothing_to_hundreds_of_requests_and_tens_of_thousands_of_tokens():
+    assert max(len(c.lens) for c in MANY) == 256
+    assert max(max(c.lens, default=0) for c in MANY) > 30_000
+    assert max(sum(c.lens) for c in MANY) > 50_000
+    assert any(0 in c.lens for c in MANY)
+    assert max(sum(c.q_lens or ()) for c in MANY) > 5000
+    one_head = [c for c in MANY if c.op == "decode" and c.heads == 1 and c.page == 16 and sum(c.lens) > 10_000]
+    assert {"fp8_per_token_head", "int8_per_token_head"} & {c.format for c in one_head}
+
+
+@pytest.mark.parametrize("case", [*MANY[:100], *cases()], ids=lambda c: c.id)
+def test_a_case_is_a_line_and_back(case):
+    assert case_of(text_of(case)) == case
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("decode/bf16", "want operation/format/name"),
+        ("encode/bf16/x", "the operation one of append, "),
+        ("decode/bf16/x lens", "want field=value"),
+        ("decode/bf16/x length=3", "want field=value with a field of lens"),
+        ("decode/bf16/x lens=3x,1", "lens: want lengths such as 24x6000,1"),
+        ("decode/bf16/x heads=two", "heads: want int"),
+        ("decode/bf16/x inline=yes", "inline: want bool"),
+    ],
+)
+def test_a_line_that_is_none_is_refused(line, message, capsys):
+    with pytest.raises(ValueError, match=message):
+        case_of(line)
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", "--case", line])
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+def faulty(case: Case, device: str, backend: str | None) -> verify.Result:
+    """What a backend with faults would do: crash, hang, raise, or be wrong for one head and pages of 16."""
+    if case.name == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if case.name == "exit":
+        os._exit(3)
+    if case.name == "hang":
+        time.sleep(60)
+    wrong = case.heads == 1 and case.page == 16 and len(case.lens) > 2
+    return verify.Result(case, "faulty", verify.FAILED if wrong else verify.PASSED, 0.0, "wrong" if wrong else "")
+
+
+def test_a_case_that_crashes_or_hangs_costs_itself_only():
+    names = ("a", "crash", "b", "exit", "c", "hang", "d", "e")
+    with Workers(2, seconds=3, runner=faulty) as pool:
+        found = {r.case.name: r for r in pool.results(Case("decode", "bf16", n) for n in names)}
+        assert pool.one(Case("decode", "bf16", "after")).status == verify.PASSED
+    assert {n for n, r in found.items() if r.status == verify.PASSED} == {"a", "b", "c", "d", "e"}
+    assert found["crash"].message == "the process ended by SIGSEGV"
+    assert found["exit"].message == "the process ended with exit code 3"
+    assert found["hang"].message == "no result after 3 s"
+
+
+def test_a_failure_is_made_as_small_as_it_can_be():
+    case = replace(MANY[0], op="decode", format="bf16", heads=1, page=16, lens=(500, 70, 3, 9, 800), q_lens=(2,) * 5,
+                   window=7, sinks=True, group=8, dim=256)  # fmt: skip
+    small = shrunk(case, lambda c: faulty(c, "cpu", None).status == verify.FAILED)
+    assert small == Case("decode", "bf16", case.name, lens=(1, 1, 1), q_lens=(1, 1, 1), heads=1, group=1)
+    assert shrunk(case, lambda c: False) == case
+
+
+def test_what_fails_is_printed_as_a_command_that_runs_it_again(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(random_cases, "Workers", functools.partial(Workers, runner=faulty))
+    file = tmp_path / "found.json"
+    assert (
+        main(["verify", "--random", "40", "--seed", "2", "--workers", "1", "--ops", "decode", "--json", str(file)]) == 1
+    )
+    printed = capsys.readouterr().out
+    kept = json.loads(file.read_text())
+    assert kept["seed"] == 2
+    assert kept["total"]["passed"] + kept["total"]["failed"] == 40
+    assert "random cases, seed 2" in printed
+    for failure in kept["failures"]:
+        line = f"again: tersekv verify --case '{failure['case']}'"
+        assert line in printed
+        again = faulty(case_of(failure["case"]), "cpu", None)
+        assert again.status == verify.FAILED
+
+
+def test_a_line_runs_its_case(capsys):
+    assert main(["verify", "--case", text_of(MANY[3])]) == 0
+    assert "1 passed, 0 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--seed", "3"), "--seed: want it beside --random"),
+        (("--workers", "3"), "--workers: want it beside --random"),
+        (("--random", "3", "--quick"), "--random: want it without --quick"),
+        (("--case", "decode/bf16/plain", "--random", "3"), "--case: want it without --random"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(arguments, message, capsys):
+    assert main(["verify", *arguments]) == 2
+    assert message in capsys.readouterr().err
