@@ -25,6 +25,7 @@ _WEIGHTS = {"decode": 5, "append": 3, "rope_append": 3, "mla_append": 2, "mla_de
             "mla_project": 1, "mla_decode_branch": 2, "merge_states": 1}  # fmt: skip
 _MOST_TOKENS = 160_000
 _MOST_VALUES = 1 << 24  # that a cache or new rows hold
+_MOST_WRITTEN = 1 << 20  # values of an output, where it is the caller who chose many query rows
 _MOST_SCORES = 1 << 26  # columns that queries are multiplied with, over all requests and heads
 
 
@@ -182,7 +183,7 @@ def _decode(dice: Dice, case: Case) -> Case:
     case = _kv(dice, case)
     group = dice.some((1, 2, 4, 4, 5, 8, 8, 16, dice.randint(1, 72)))
     lens = _lens(dice, _live(dice, case.heads * (case.dim + (case.dim_v or case.dim))))
-    case = replace(_attention(dice, case, lens, case.heads * group), group=group)
+    case = replace(_attention(dice, case, lens, case.heads * group, case.dim_v or case.dim), group=group)
     fast = dice.maybe(0.1)
     return replace(
         case, mask=dice.maybe(0.2), window=dice.log(1, 5000) if dice.maybe(0.25) else 0, sinks=dice.maybe(0.2),
@@ -194,20 +195,21 @@ def _mla_decode(dice: Dice, case: Case) -> Case:
     case = _latent(dice, case)
     group = dice.some((1, 4, 8, 16, 16, 32, 64, 128, dice.randint(1, 128)))
     lens = _lens(dice, _live(dice, case.rank + case.rope))
-    case = replace(_attention(dice, case, lens, group), group=group)
+    case = replace(_attention(dice, case, lens, group, case.rank), group=group)
     return replace(case, precision="fast" if dice.maybe(0.1) else "exact", spread=dice.maybe(0.2))
 
 
 def _live(dice: Dice, values: int) -> int:
     """Tokens that a cache may hold, of so many values each; mostly far fewer than could be."""
     most = max(min(_MOST_VALUES // values, _MOST_TOKENS), 1)
-    return most if dice.maybe(0.12) else min(most, 3000)
+    return most if dice.maybe(0.1) else min(most, 3000)
 
 
-def _attention(dice: Dice, case: Case, lens: Lens, heads: int) -> Case:
+def _attention(dice: Dice, case: Case, lens: Lens, heads: int, columns: int) -> Case:
     """Query rows of an attention: one, some, or ragged ones, more than a request holds too; dtypes; LSE."""
     longest, requests = max(lens, default=0), len(lens)
-    most = max(_MOST_SCORES // max(longest * heads * 64, 1) // requests, 1)  # rows of a request
+    rows_at_most = min(_MOST_SCORES // max(longest * heads * 64, 1), _MOST_WRITTEN // (heads * columns))
+    most = max(rows_at_most // requests, 1)
     how = dice.some(("one", "drafts", "many", "ragged"), (5, 3, 1, 3))
     rows = 1 if how == "one" else dice.log(1, min(most, 8 if how == "drafts" else 300))
     q_lens = (rows,) * requests
@@ -250,7 +252,7 @@ def _mla_prefill(dice: Dice, case: Case) -> Case:
 
 def _mla_decode_branch(dice: Dice, case: Case) -> Case:
     case = _weights(dice, _latent(dice, case))
-    group = dice.some((1, 4, 8, 16, 64, 128, dice.randint(1, 40)), (3, 3, 3, 5, 1, 1, 3))
+    group = dice.some((1, 4, 8, 16, 64, 128, dice.randint(1, 40)), (4, 4, 4, 5, 0.5, 0.5, 3))
     lens = tuple(max(n, 1) for n in _lens(dice, _live(dice, 3 * (case.rank + case.rope))))
     how = dice.some(("one", "drafts", "ragged"), (5, 2, 3))
     rows = min(1 if how == "one" else dice.randint(1, 8), min(lens))

@@ -329,7 +329,8 @@ def _fill_latents(m: _Maker, a: PagedLatentLayer, pages: Tensor, slots: Tensor) 
     c, f = m.case, latent_format(m.case.format)
     x, rope = m.normal(len(pages), c.rank), m.normal(len(pages), c.rope)
     if c.spread:
-        x = x * 10.0 ** m.uniform(-2, 0.5, len(pages), c.rank // 128, 1).expand(-1, -1, 128).flatten(1)
+        size = m.uniform(-2, 0.5, len(pages), -(-c.rank // 128), 1).expand(-1, -1, 128).flatten(1)
+        x = x * 10.0 ** size[:, : c.rank]
     scale = column(a.kv_scale)
     write_rows(a.ckv, a.ckv_scale_cache, pages, slots, x, f, scale)
     put(a.kpe, pages, slots, encode(rope / scale if f.scale == "tensor" else rope, a.kpe.dtype))
