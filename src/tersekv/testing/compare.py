@@ -17,7 +17,7 @@ from .reference import Expected, latent_rows
 
 EXACT = 3e-3  # relative norm of a 16- or 32-bit output, against fp64
 FAST = 3e-2  # with precision="fast"
-LSE_ROUNDING = 6  # standard deviations of an LSE's own rounding that are accepted beside LSE
+LSE_ROUNDING = 6  # times an LSE's own rounding that are accepted beside LSE
 REQUANTISED = 2e-2  # of what was quantised on the way: a code may differ by one where what it is made of is rounded
 STORED = 1e-2  # rows that an MLA prefill norms and stores: a code may differ by one where sums differ in order
 LSE = 2e-3  # absolute

@@ -58,12 +58,17 @@ def _smallest(pool: Workers, failure: Result) -> Result:
     def fails(case) -> bool:
         nonlocal last
         r = pool.one(case)
-        if r.status == FAILED:
-            last = r
-        return r.status == FAILED
+        alike = r.status == FAILED and _kind(r) == _kind(failure)
+        last = r if alike else last
+        return alike
 
     shrunk(failure.case, fails)
     return last
+
+
+def _kind(failure: Result) -> str:
+    """The same fault, or another: by the kind of error, or the name of what is wrong."""
+    return failure.message.split(":", 1)[0]
 
 
 def summary(found: Iterable[Result]) -> dict:

@@ -54,11 +54,11 @@ def run(case: Case, device: torch.device | str = "cpu", backend: str | None = No
         chosen = plan(case.op, call, backend).backend
         dispatch(case.op, call, backend)
         got = moved(call, "cpu")
+        report = compare(case.op, got, want, reference.run(case.op, want))
     except UnsupportedError as e:
         return Result(case, chosen, UNSUPPORTED, message=_reason(e, backend))
     except Exception as e:  # the other cases are to run
         return Result(case, chosen, FAILED, message=f"{type(e).__name__}: {e}")
-    report = compare(case.op, got, want, reference.run(case.op, want))
     return Result(case, chosen, FAILED if report.message else PASSED, report.error, report.message or "")
 
 
