@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType, SimpleNamespace
@@ -119,6 +120,13 @@ def why_not(f: SimpleNamespace, backend: str) -> str | None:
 def doors_of(op: str, kind: str) -> tuple[str, ...]:
     """The backends that a call on a device of this kind tries if it names none, in order."""
     return tuple(name for name in _AUTO.get(kind, ("torch",)) if name != "gluon" or op in _GLUON)
+
+
+def forget_scratch() -> None:
+    """Let this thread's next call allocate scratch that GPU backends keep between calls."""
+    kept = sys.modules.get(f"{__package__}.backends.triton.launch")  # not loaded: nothing is kept
+    if kept is not None:
+        kept.forget_scratch()
 
 
 def _make(op: str, call: tuple, backend: str | None, arch: int | None) -> Plan:

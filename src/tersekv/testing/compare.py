@@ -1,6 +1,6 @@
 """Is what an operation wrote what it should have written? Codes and scales by bytes, attention by a relative norm.
 
-Memory is compared whole: a byte written outside the rows of a view is found too.
+Memory is compared whole: a byte written outside the rows of a view, or to what is only read, is found too.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def compare(op: str, got: Any, want: Any, expected: Expected) -> Report:
     for name in CALLS[op][1]:
         if getattr(got, name) is not None:
             reports.append(_bytes(name, getattr(got, name), getattr(want, name)))
+    reports += [_unchanged(n, g, w) for n, g, w in zip(got._fields, got, want, strict=True) if n not in CALLS[op][1]]
     messages = dict.fromkeys(r.message for r in reports if r.message)
     return Report(max(r.error for r in reports), "\n".join(messages) or None)
 
@@ -120,6 +121,12 @@ def _bytes(name: str, got: Tensor, want: Tensor) -> Report:
         )
     stray = int((storage_bytes(got) != storage_bytes(want)).sum())
     return Report(0.0, f"{name}: {stray} bytes of its memory outside the view were overwritten" if stray else None)
+
+
+def _unchanged(name: str, got: Any, want: Any) -> Report:
+    """What an operation only reads."""
+    changed = int((storage_bytes(got) != storage_bytes(want)).sum()) if isinstance(got, Tensor) else 0
+    return Report(0.0, f"{name}: want it unchanged, got {changed} bytes of its memory overwritten" if changed else None)
 
 
 def _clear_rows(call: Any, pages: Tensor, slots: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,15 +40,30 @@ def put(t: Tensor, pages: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 def moved(call: Any, device: torch.device | str) -> Any:
     """A copy of a call record on `device`: the same strides, alignment and sharing of buffers."""
-    buffers: dict[int, Tensor] = {}
+    return rehoused(call, lambda memory: (memory.to(device, copy=True), 0))
+
+
+def rehoused(call: Any, house: Callable[[Tensor], tuple[Tensor, int]]) -> Any:
+    """A call record over other buffers: the same strides and sharing.
+
+    house:  bytes of a buffer → (bytes of another storage, where in them the buffer begins)
+    """
+    buffers: dict[int, tuple[Tensor, int]] = {}
 
     def move(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         key = x.untyped_storage().data_ptr()
         if key not in buffers:
-            buffers[key] = storage_bytes(x).to(device, copy=True)
-        home = torch.empty(0, dtype=x.dtype, device=device)
-        return home.set_(buffers[key].untyped_storage(), x.storage_offset(), x.shape, x.stride())
+            buffers[key] = house(storage_bytes(x))
+        whole, start = buffers[key]
+        return view_of(whole, start, x)
 
     return type(call)(*[move(x) for x in call])
+
+
+def view_of(whole: Tensor, start: int, like: Tensor) -> Tensor:
+    """What `like` is of its storage, of the bytes of `whole` from `start` on."""
+    place = start // like.itemsize + like.storage_offset()
+    home = torch.empty(0, dtype=like.dtype, device=whole.device)
+    return home.set_(whole.untyped_storage(), place, like.shape, like.stride())

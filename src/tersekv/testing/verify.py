@@ -10,10 +10,10 @@ import torch
 from ..errors import UnsupportedError
 from ..plan import dispatch, plan
 from . import reference
+from .canaries import Guarded
 from .cases import Case, cases
 from .compare import compare
 from .make import make
-from .memory import moved
 
 PASSED, FAILED, UNSUPPORTED = "passed", "failed", "unsupported"
 
@@ -50,16 +50,18 @@ def run(case: Case, device: torch.device | str = "cpu", backend: str | None = No
     chosen = backend
     try:
         want = make(case)
-        call = moved(want, device)
-        chosen = plan(case.op, call, backend).backend
-        dispatch(case.op, call, backend)
-        got = moved(call, "cpu")
+        guarded = Guarded(want, device)
+        chosen = plan(case.op, guarded.call, backend).backend
+        with guarded.scratch():
+            dispatch(case.op, guarded.call, backend)
+        strays, got = guarded.strays(), guarded.back()
         report = compare(case.op, got, want, reference.run(case.op, want))
     except UnsupportedError as e:
         return Result(case, chosen, UNSUPPORTED, message=_reason(e, backend))
     except Exception as e:  # the other cases are to run
         return Result(case, chosen, FAILED, message=f"{type(e).__name__}: {e}")
-    return Result(case, chosen, FAILED if report.message else PASSED, report.error, report.message or "")
+    message = "\n".join([*strays, *([report.message] if report.message else [])])
+    return Result(case, chosen, FAILED if message else PASSED, report.error, message)
 
 
 def _reason(e: UnsupportedError, backend: str | None) -> str:

@@ -307,6 +307,11 @@ def kept_scratch(n: int, device: torch.device, stream: int) -> Tensor:
     return found[1]
 
 
+def forget_scratch() -> None:
+    """Allocate anew when this thread next needs scratch."""
+    _kept.by_stream.clear()
+
+
 class Address:
     """Where a tensor lies, for a descriptor that is kept: it must not keep a deleted cache's memory alive."""
 
