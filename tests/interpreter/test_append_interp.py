@@ -87,3 +87,16 @@ def test_slots_outside_the_cache_are_dropped(dtype):
     assert_bytes_equal(OP, a)
     written = a.k_cache.view(torch.uint8).flatten(2).any(-1).nonzero().tolist()
     assert written == [[0, 0], [5, 3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32], ids=str)
+def test_pages_outside_the_cache_are_dropped(dtype):
+    """Of 6 pages of 4; one request whose `kv_indices` name others too."""
+    info = torch.iinfo(dtype)
+    indices = torch.tensor([5, info.max, 6, info.min or info.max - 1, 2]).to(dtype)
+    positions = torch.tensor([0, 4, 8, 12, 17, 20]).to(dtype)
+    batch, indptr = torch.zeros(6, dtype=torch.int64), torch.tensor([0, 5]).to(dtype)
+    a = call(torch.randn(6, 2, 16), "fp8_e4m3", (None, batch, positions, indptr, indices))
+    assert_bytes_equal(OP, a)
+    written = a.k_cache.view(torch.uint8).flatten(2).any(-1).nonzero().tolist()
+    assert written == [[2, 1], [5, 0]]

@@ -192,6 +192,24 @@ def test_overlapping_launches_wait_before_they_read(op, call, parts):
     assert ("griddepcontrol.launch_dependents" in before) == (not late)
 
 
+@pytest.mark.parametrize("dtypes", ["int64", "int32", "int32 int64", "uint32 int64"])
+@pytest.mark.parametrize(("op", "fmt"), [("append", "bf16"), ("rope_append", "nvfp4"), ("mla_append", "fp8_ds_mla")])
+def test_places_by_kv_indices_compile_for_every_index_dtype(op, fmt, dtypes):
+    """dtypes: of batch_indices and positions; of kv_indptr and kv_indices, if they differ."""
+    first, second = (getattr(torch, (dtypes.split() * 2)[i]) for i in (0, 1))
+    call: Any = (
+        mla_call(fmt, heads=1) if op == "mla_append" else {"append": append_call, "rope_append": rope_call}[op](fmt)
+    )
+    places = (index().to(first), index().to(first), index(9).to(second), index(64).to(second))
+    fields = ("batch_indices", "kv_positions", "kv_indptr", "kv_indices")
+    call = call._replace(slot_mapping=None, **dict(zip(fields, places, strict=True)))
+    if op == "append":
+        c = PagedKVCache.allocate(1, 8, 1, 1, 64, format=fmt)[0]
+        call = call._replace(k=empty(T, 1, 64), v=empty(T, 1, 64), k_cache=c.k, v_cache=c.v)
+    kernel = compiled(op, call, 90)
+    assert_fits(kernel)
+
+
 def test_rotated_rows_are_cut_by_how_many_there_are():
     token = 48 * 128
     fp8 = [blocks.rotated(n * token, "fp8_e4m3") for n in (1, 128, 256, 2048)]

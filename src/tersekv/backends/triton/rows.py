@@ -83,7 +83,8 @@ def read_place(token, places):
 
 @triton.jit
 def locate(place, places, PAGE: tl.constexpr):
-    """(page, entry, written) of tokens: int64, int64, bool. Places outside the cache or the request are not written.
+    """(page, entry, written) of tokens: int64, int64, bool. Places outside the cache or the request are not written,
+    and their page is any number.
 
     place:  what `read_place` read
     """
@@ -104,7 +105,8 @@ def locate(place, places, PAGE: tl.constexpr):
         written = written & (index >= 0) & (index < stop) & (index < num_indices)
         page = tl.load(p_indices + index, mask=written, other=-1).to(tl.int64)
         written = written & (page >= 0) & (page < num_pages)
-        return tl.where(written, page, 0), (position % PAGE).to(tl.int64), written
+        # Not selected by `written` once more: Triton 3.6 cannot compile that for int64 indices.
+        return page, (position % PAGE).to(tl.int64), written
 
 
 @triton.jit
