@@ -6,7 +6,7 @@ Two ways in, one result:
     compile_launches(run, call, config, arch)          every kernel that a backend's `run(call, config)` launches,
                                                        specialised exactly as the real launch would be
 
-The result is a dict:
+Tensor copies of a Gluon kernel that a GPU would trap on raise (`copies.faults`). The result is a dict:
     n_regs, n_spills, shared    registers a thread, bytes of local memory a thread (0: no spills), shared bytes a block
     ttir, ttgir, llir, ptx      texts of the stages; on AMD `amdgcn` instead of `ptx`
     sass                        a function: the disassembly (NVIDIA; takes a moment)
@@ -24,6 +24,7 @@ import tempfile
 from typing import Any
 
 import triton
+from copies import faults
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -109,6 +110,8 @@ def _compile(fn, signature, constexprs, attrs, arch, options) -> dict[str, Any]:
     source = source_type(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs)
     compiled = triton.compile(source, target=target(arch), options=options)
     texts = {k: v for k, v in compiled.asm.items() if isinstance(v, str)}
+    if fn.is_gluon():
+        assert not faults(texts["ttgir"]), f"{compiled.metadata.name}: {faults(texts['ttgir'])}"
     out: dict[str, Any] = {**texts, "metadata": compiled.metadata, "name": compiled.metadata.name}
     out["shared"] = compiled.metadata.shared
     if isinstance(arch, str):

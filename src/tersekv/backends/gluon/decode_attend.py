@@ -62,8 +62,9 @@ def codes_of(buffer, i, W: gl.constexpr, g: gl.constexpr):
 
 @gluon.jit
 def scale_box(buffer, i, c: gl.constexpr, g: gl.constexpr):
-    """Stored scales of box i of the ring: [HB, BOX], or [HB, BOX, words]."""
-    box = buffer.index(i)
+    """Stored scales of box i of the ring: [HB, BOX], or [HB, BOX, words]. A ring has as many places as stages have
+    boxes, or a multiple where places are larger than boxes."""
+    box = buffer.index(i * (buffer.shape[0] // (g.STAGES * g.COPY // g.BOX)))
     if not g.SCALE_ROWS_ARE_KEYS:
         return box
     elif c.BLOCK_SCALES:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...formats import BLOCK, kv_format
 from ..triton import launch
+from .tensor_maps import place_of, tensor_map, unfit
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Side:
     SCALE_LAYOUT: gl.SwizzledSharedLayout
     SCALE_RING: tuple[int, ...]  # boxes, heads and keys or the other way, and words if there are several
     SCALE_BYTES: int
+    SCALE_PLACE: int  # bytes from one copy to the next
     SCALE_WORDS: int  # 4-byte words of a head's stored scales
     SCALE_PITCH: int  # rows of the scales' matrix per page
     SCALE_STRIDES: tuple[int, ...] = ()  # of pages, slots and heads, where scales are loaded one by one
@@ -47,6 +48,15 @@ class Box(NamedTuple):
     def nbytes(self) -> int:
         """Of one copy."""
         return math.prod(self.block) * self.view.itemsize
+
+    def place(self) -> int:
+        """Bytes from one copy's place in its ring to the next's."""
+        return place_of(self.nbytes())
+
+    def legal(self) -> Box | None:
+        """Itself, if copies of it are possible."""
+        reason = unfit(self.shape, self.strides, self.block, self.view.itemsize, self.swizzle, self.place())
+        return self if reason is None else None
 
     def slab(self) -> gl.NVMMASharedLayout:
         """Layout of the 16 keys of one box."""
@@ -95,7 +105,7 @@ def code_box(x: Any, hb: int, keys: int) -> Box | None:
         min(words * 2, 128),
         torch.int16,
         s_p // s_s,
-    )
+    ).legal()
 
 
 def scale_box(x: Any, hb: int, keys: int, blocks: bool) -> Box | None:
@@ -108,7 +118,10 @@ def scale_box(x: Any, hb: int, keys: int, blocks: bool) -> Box | None:
     s_p, s_s, s_h = strides
     dtype = torch.int32 if blocks else torch.float32
     if (s_h == words or heads == 1) and s_s % 4 == 0 and s_s and s_p % (16 * s_s) == 0 and hb * words >= 4:
-        shape = [(pages - 1) * (s_p // s_s) // 16 + slots // 16, 16, heads * words]
+        rows = (pages - 1) * (s_p // s_s) + slots
+        if rows >= 2**31:
+            return None
+        shape = [rows // 16, 16, heads * words]
         return Box(
             shape,
             [16 * s_s, s_s, 1],
@@ -117,7 +130,7 @@ def scale_box(x: Any, hb: int, keys: int, blocks: bool) -> Box | None:
             dtype,
             s_p // s_s,
             True,
-        )
+        ).legal()
     outer = s_p if heads == 1 else s_h
     if s_s == words and outer % 4 == 0 and outer and s_p % outer == 0:
         shape = [slots // 16, (pages - 1) * (s_p // outer) + heads, 16 * words]
@@ -129,7 +142,7 @@ def scale_box(x: Any, hb: int, keys: int, blocks: bool) -> Box | None:
             dtype,
             s_p // outer,
             False,
-        )
+        ).legal()
     return None
 
 
@@ -145,10 +158,12 @@ def side_of(codes: Box, scales: Box | None, hb: int, stages: int) -> Side:
             0,
             0,
             0,
+            0,
         )
     words = math.prod(scales.block[1:]) // (16 * hb)
     rows = (16, hb) if scales.rows_are_keys else (hb, 16)
-    scale_ring = (ring[0], *rows, words) if scales.view == torch.int32 else (ring[0], *rows)
+    boxes = ring[0] * scales.place() // scales.nbytes()
+    scale_ring = (boxes, *rows, words) if scales.view == torch.int32 else (boxes, *rows)
     plain = gl.SwizzledSharedLayout(1, 1, 1, list(range(len(scale_ring) - 1))[::-1])
     return Side(
         codes.slab(),
@@ -157,6 +172,7 @@ def side_of(codes: Box, scales: Box | None, hb: int, stages: int) -> Side:
         plain,
         scale_ring,
         scales.nbytes(),
+        scales.place(),
         words,
         scales.pitch,
     )
@@ -172,5 +188,5 @@ class _Address(launch.Address):
         self.dtype = dtype
 
 
-def descriptor(x: torch.Tensor, box: Box) -> TensorDescriptor:
-    return TensorDescriptor(_Address(x, box.view), box.shape, box.strides, box.block, box.layout())
+def descriptor(x: torch.Tensor, box: Box) -> Any:
+    return tensor_map(_Address(x, box.view), box.shape, box.strides, box.block, box.layout(), box.place())

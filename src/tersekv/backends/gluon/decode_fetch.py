@@ -62,7 +62,7 @@ def make_rings(dtype: gl.constexpr, VALUES: gl.constexpr, g: gl.constexpr):
         if g.SCALES:
             # A tensor copy goes to a multiple of 128 bytes, which a plain layout does not ask for.
             ring = gl.allocate_shared_memory(
-                dtype, [(g.STAGES * SIDE.SCALE_BYTES + 127) // 128, 32], gl.NVMMASharedLayout(0, 32, 2)
+                dtype, [g.STAGES * SIDE.SCALE_PLACE // 128, 32], gl.NVMMASharedLayout(0, 32, 2)
             )
             scales = scales + (ring._reinterpret(dtype, SIDE.SCALE_RING, SIDE.SCALE_LAYOUT),)
         else:
@@ -87,15 +87,18 @@ def copy_codes(X, buffer, bar, stage, page, h0, slot, wanted, PITCH: gl.constexp
 
 @gluon.jit
 def copy_scales(X, buffer, bar, stage, page, h0, slot, wanted, VALUES: gl.constexpr, g: gl.constexpr):
-    """Their stored scales."""
+    """Their stored scales. 16 of one head are 64 bytes, and leave the other half of their place."""
     SIDE: gl.constexpr = g.V if VALUES else g.K
+    BOXES: gl.constexpr = X.block_shape[0]
     SHAPE: gl.constexpr = [
         g.STAGES,
-        X.block_shape[0],
+        BOXES * SIDE.SCALE_PLACE // SIDE.SCALE_BYTES,
         X.block_shape[1],
         X.block_shape[2],
     ]
     into = buffer._reinterpret(buffer.dtype, SHAPE, X.layout).index(stage)
+    if SIDE.SCALE_PLACE > SIDE.SCALE_BYTES:
+        into = into.slice(0, BOXES)
     if g.SCALE_ROWS_ARE_KEYS:
         at = [(page * SIDE.SCALE_PITCH + slot) // 16, 0, h0 * SIDE.SCALE_WORDS]
     else:

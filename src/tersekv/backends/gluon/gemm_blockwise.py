@@ -19,10 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..triton.launch import TENSOR, Template
 from .pipeline import launch_dependents, wait_for_previous
+from .tensor_maps import tensor_map
 
 STAGES = 4
 
@@ -192,9 +192,9 @@ def descriptors(codes: Any, weight: Any, out: Any, rows: int, shape: tuple[int, 
     layout = gl.NVMMASharedLayout.get_default_for([TILE.value, TILE.value], gl.float8e4nv)
     staged = gl.NVMMASharedLayout.get_default_for([ROWS.value, HALF_TILE.value], gl.bfloat16)
     return (
-        TensorDescriptor(codes, [rows, rank], [rank, 1], [TILE.value, TILE.value], layout),
-        TensorDescriptor(weight, [n, rank], [stride, 1], [TILE.value, TILE.value], layout),
-        TensorDescriptor(out, [rows, n], [n, 1], [ROWS.value, HALF_TILE.value], staged),
+        tensor_map(codes, [rows, rank], [rank, 1], [TILE.value, TILE.value], layout),
+        tensor_map(weight, [n, rank], [stride, 1], [TILE.value, TILE.value], layout),
+        tensor_map(out, [rows, n], [n, 1], [ROWS.value, HALF_TILE.value], staged),
     )
 
 

@@ -15,6 +15,7 @@ from ..triton import mla_decode as portable
 from ..triton.bind import Bound, Fields, Step, bound
 from ..triton.mla_decode_tune import Tiles
 from .mla_decode_merge import merge_kernel
+from .tensor_maps import tensor_map
 
 TILE = 64  # keys
 CHUNK = 64  # 16-bit words of a latent row that are loaded as one box, of 128 bytes
@@ -310,11 +311,10 @@ def _caches(call: Any, config: Config) -> tuple:
 def _descriptor(x: torch.Tensor, box: portable.Box, rows: int) -> Any:
     """Boxes of `rows` slots by 128 bytes, or by the whole row where it is shorter."""
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     size = x.element_size()
     columns = min(CHUNK, box.columns) * 2 // size
     kinds = {torch.float8_e4m3fn: gl.float8e4nv, torch.float16: gl.float16, torch.float32: gl.float32}
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], kinds.get(x.dtype, gl.bfloat16))
     shape, strides = [box.rows, box.columns * 2 // size], [box.pitch * 2 // size, 1]
-    return TensorDescriptor(launch.Address(x), shape, strides, [rows, columns], layout)
+    return tensor_map(launch.Address(x), shape, strides, [rows, columns], layout)

@@ -52,7 +52,8 @@ def why_not(f: SimpleNamespace) -> str | None:
     if (nope, rope, dim_v) != (128, 64, 128):
         return f"needs heads of 128 nope, 64 rotary and 128 value dims, got {nope}, {rope} and {dim_v}"
     stride_t, stride_h, stride_d = f.q.stride
-    if not f.q.aligned or stride_d != 1 or stride_t % 8 or stride_h % 8 or stride_t < (f.q.shape[1] - 1) * stride_h:
+    outermost = stride_t >= (f.q.shape[1] - 1) * stride_h and (stride_t > 0 or f.q.shape[0] == 1)
+    if not f.q.aligned or stride_d != 1 or stride_t % 8 or stride_h % 8 or not outermost:
         return f"needs q on a multiple of 16 bytes, tokens outermost, strides multiples of 8; got {f.q.stride}"
     return None
 

@@ -21,11 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..triton.launch import TENSOR, Template
 from .mla_prefill_softmax import packed, shares_of_sum, unpacked, weigh
 from .pipeline import launch_dependents, wait_for_previous
+from .tensor_maps import tensor_map
 
 BLOCK_N, STAGES, REGISTERS = 128, 2, 240
 _L2_BYTES = 32 << 20  # keys and values that stay in the L2 cache for a while
@@ -417,10 +417,10 @@ def descriptors(q: Any, kv: Any, k_pe: Any, rows: int, tokens: int, q_strides: t
     layout = gl.NVMMASharedLayout.get_default_for([ROWS.value, 64], gl.bfloat16)
     columns, kv_columns = (heads - 1) * stride_h + nope + rope, heads * (nope + dim_v)
     return (
-        TensorDescriptor(q, [tokens, columns], [stride_t, 1], [ROWS.value, nope], layout),
-        TensorDescriptor(q, [tokens, columns], [stride_t, 1], [ROWS.value, rope], layout),
-        TensorDescriptor(kv, [rows, kv_columns], [kv_columns, 1], [BLOCK_N, nope], layout),
-        TensorDescriptor(k_pe, [rows, rope], [rope, 1], [BLOCK_N, rope], layout),
+        tensor_map(q, [tokens, columns], [stride_t, 1], [ROWS.value, nope], layout),
+        tensor_map(q, [tokens, columns], [stride_t, 1], [ROWS.value, rope], layout),
+        tensor_map(kv, [rows, kv_columns], [kv_columns, 1], [BLOCK_N, nope], layout),
+        tensor_map(k_pe, [rows, rope], [rope, 1], [BLOCK_N, rope], layout),
     )
 
 

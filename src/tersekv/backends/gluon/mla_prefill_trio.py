@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..triton.launch import TENSOR, Template
 from .mla_prefill_attention import (
@@ -44,6 +43,7 @@ from .mla_prefill_attention import (
 from .mla_prefill_attention import descriptors as of_keys
 from .mla_prefill_softmax import halves, packed, shares_of_sum, unpacked, weigh
 from .pipeline import launch_dependents, wait_for_previous
+from .tensor_maps import tensor_map
 
 REGISTERS = 160
 # For each multiprocessor; with few items, two warpgroups share the work more evenly. With 21 (H200, 4096 tokens, 128
@@ -339,7 +339,7 @@ def fits(call: Any, dims: Dims, sms: int) -> bool:
 def descriptors(q: Any, kv: Any, k_pe: Any, rows: int, tokens: int, q_strides: tuple[int, int], dims: Dims) -> tuple:
     """Of the kernel: of q's and of the keys' parts, and of values."""
     q_nope, q_pe, keys, keys_pe = of_keys(q, kv, k_pe, rows, tokens, q_strides, dims)
-    values = TensorDescriptor(kv, keys.shape, keys.strides, [HALF_N.value, dims.dim_v], keys.layout)
+    values = tensor_map(kv, keys.shape, keys.strides, [HALF_N.value, dims.dim_v], keys.layout)
     return q_nope, q_pe, keys, values, keys_pe
 
 

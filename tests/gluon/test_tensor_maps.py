@@ -1,0 +1,169 @@
+"""What Gluon's kernels ask of the copy engine, without a GPU: every box of decode, and the copies as compiled."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import pytest
+import torch
+from compile_tools import compile_launch, compile_launches, record
+from copies import copies, faults
+
+from tersekv.backends.gluon import decode
+from tersekv.backends.gluon.decode_boxes import Box, Side
+from tersekv.backends.gluon.tensor_maps import PLACE, place_of, unfit
+from tersekv.cache import PagedKVCache
+from tersekv.calls import DecodeCall
+from tersekv.plan import facts, plan
+from tersekv.testing.cases import Case
+from tersekv.testing.make import make
+
+DIMS = ((64, 64), (128, 128), (256, 256), (64, 128), (256, 64))
+OWN_SCALES = ("fp8_per_token_head", "int8_per_token_head", "nvfp4")
+
+
+def call_of(fmt: str, heads: int, page: int, dims: tuple[int, int], layout: str, group: int, **places: bool):
+    """A call without memory."""
+    d, dv = dims
+    cache = PagedKVCache.allocate(
+        1, 5, page, heads, d, head_dim_v=dv, format=fmt, layout=layout, device="meta", **places
+    )
+    c = cache[0]
+    q = torch.empty(8, heads * group, d, dtype=torch.bfloat16, device="meta")
+    table = torch.empty(8, 128, dtype=torch.int32, device="meta")
+    return DecodeCall(
+        q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, table, table[:, 0], None, None, None, q[..., :dv].contiguous(),
+        None, fmt, 1, 0, 0.0, 0.1, None, 1.0, None, 1.0, None, 1.0, None, "exact",
+    )  # fmt: skip
+
+
+def assert_copies_are_possible(box: Box, places: int, step: int) -> None:
+    """places: bytes of the ring; step: bytes from one copy to the next."""
+    assert unfit(box.shape, box.strides, box.block, box.view.itemsize, box.swizzle, step) is None
+    assert step % 128 == 0
+    assert step >= box.nbytes()
+    assert places % step == 0
+
+
+@pytest.mark.parametrize("fmt", decode.FORMATS)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_every_copy_of_decode_is_possible(fmt, layout):
+    planned = 0
+    pages, packed, inline = (16, 32, 48, 64, 128, 256), (False, True), (False, True)[: 1 + (fmt in OWN_SCALES)]
+    for heads, page, dims, p, i, group in product(range(1, 9), pages, DIMS, packed, inline, (1, 12, 40)):
+        if p and dims[0] != dims[1]:
+            continue
+        f = facts("decode", call_of(fmt, heads, page, dims, layout, group, packed=p, inline_scales=i), arch=90)
+        if decode.why_not(f) is not None:
+            continue
+        config = decode.configure(f)
+        g, stages = config.shape, config.shape.STAGES
+        assert len(config.boxes) == (4 if g.SCALES else 2), "a box that is not possible was left out"
+        for side, codes, scales in zip((g.K, g.V), config.boxes[:2], config.boxes[2:] or (None, None), strict=True):
+            assert_copies_are_possible(codes, stages * side.BYTES, side.BYTES)
+            assert codes.nbytes() == side.BYTES, "what is expected is what arrives"
+            if scales is not None:
+                assert_copies_are_possible(scales, stages * side.SCALE_PLACE, side.SCALE_PLACE)
+                assert scales.nbytes() == side.SCALE_BYTES
+                assert_scales_are_read_where_they_lie(side, g)
+        planned += 1
+    assert planned > 100
+
+
+def assert_scales_are_read_where_they_lie(side: Side, g: decode.Shape) -> None:
+    """As `decode_attend.scale_box` counts boxes, and `decode_fetch.copy_scales` the places of copies."""
+    per_copy = g.COPY // g.BOX
+    box = side.SCALE_BYTES // per_copy
+    assert side.SCALE_RING[0] * box == g.STAGES * side.SCALE_PLACE
+    step = side.SCALE_RING[0] // (g.STAGES * per_copy)
+    read = [(stage * per_copy + j) * step * box for stage in range(g.STAGES) for j in range(per_copy)]
+    assert read == [stage * side.SCALE_PLACE + j * box for stage in range(g.STAGES) for j in range(per_copy)]
+
+
+def test_places_are_whole_multiples_of_128_bytes():
+    assert [place_of(n) for n in (1, 64, 128, 129, 512)] == [128, 128, 128, 256, 512]
+    assert PLACE == 128
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"shape": [0, 64]}, "a shape of [0, 64]"),
+        ({"shape": [2**31, 64]}, "a shape of"),
+        ({"strides": [0, 1]}, "strides of [0, 1]"),
+        ({"strides": [60, 1]}, "strides of [60, 1]"),
+        ({"strides": [2**39, 1]}, "strides of"),
+        ({"strides": [64, 2]}, "strides of [64, 2]"),
+        ({"block": [512, 64]}, "boxes of [512, 64]"),
+        ({"block": [16, 4]}, "boxes of [16, 4]"),
+        ({"block": [24, 64]}, "boxes of [24, 64]"),
+        ({"block": [1, 512], "swizzle": 0}, "boxes of [1, 512]"),
+        ({"block": [1, 32], "swizzle": 64}, "boxes that lie 64 bytes apart"),
+        ({"place": 192}, "boxes that lie 192 bytes apart"),
+        ({"place": 1024}, "boxes that lie 1024 bytes apart"),
+        ({"shape": [1] * 6, "strides": [8] * 5 + [1], "block": [8] * 6}, "6 dimensions"),
+    ],
+    ids=str,
+)
+def test_a_copy_that_is_not_possible_says_why(wrong, says):
+    right = {"shape": [100, 64], "strides": [64, 1], "block": [16, 64], "swizzle": 128, "place": 0}
+    assert unfit(**right, itemsize=2) is None
+    reason = unfit(**{**right, **wrong}, itemsize=2)
+    assert reason is not None
+    assert reason.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("name", "refused", "taken"),
+    [
+        ("scale", (2**31, 4, 1), (2**30, 4, 1)),  # slots are rows
+        ("scale", (2**33, 1, 16), (2**32, 1, 16)),  # heads are rows
+        ("cache", (2**29 * 256, 256, 64), (2**28 * 256, 256, 64)),
+    ],
+)
+def test_more_rows_than_int32_counts_are_refused(name, refused, taken):
+    """Of five pages; kernels number the rows of a cache in int32."""
+    call = call_of("int8_per_token_head", 4, 16, (64, 64), "NHD", 4)
+    for strides, takes in ((refused, False), (taken, True)):
+        names = [f"{x}_{name}_cache" if name == "scale" else f"{x}_cache" for x in "kv"]
+        x = getattr(call, names[0])
+        strides = (*strides, 1)[: x.dim()]
+        wide = torch.empty_strided((5, *x.shape[1:]), strides, dtype=x.dtype, device="meta")
+        f = facts("decode", call._replace(**dict.fromkeys(names, wide)), arch=90)
+        assert (decode.why_not(f) is None) == takes
+
+
+@pytest.mark.parametrize(
+    ("fmt", "options"), [("int8_per_token_head", {"dim": 64}), ("nvfp4", {"dim": 64, "dim_v": 128})], ids=str
+)
+def test_scales_of_one_head_are_copied_to_places_of_128_bytes(fmt, options):
+    """As compiled; `compile_launches` looks for faults in every kernel."""
+    call = make(Case("decode", fmt, "copies", heads=1, page=16, **options))
+    p = plan("decode", call, arch=90)
+    assert p.backend == "gluon"
+    text = compile_launches(p.run, call, p.config, 90)[0]["ttgir"]
+    assert copies(text) >= 4
+    assert faults(text) == []
+
+
+def test_what_is_wrong_with_copies_is_seen():
+    """64 bytes a copy, as scales of 16 keys of one head are; and a barrier that waits for more than comes."""
+    call = make(Case("decode", "int8_per_token_head", "copies", heads=1, page=16))
+    p = plan("decode", call, arch=90)
+    fn, _, args, kwargs = record(p.run, call, p.config)[0]
+    g = args[-1]
+    assert (g.K.SCALE_BYTES, g.K.SCALE_PLACE) == (64, 128)
+    packed = _side(g.K), _side(g.V)
+    wrong = type(g)(**{**vars(g), "K": packed[0], "V": packed[1]})
+    with pytest.raises(AssertionError, match="a copy begins at a multiple of 64 bytes"):
+        compile_launch(fn, (*args[:-1], wrong), kwargs, 90)
+    text = compile_launch(fn, args, kwargs, 90)["ttgir"]
+    assert faults(text) == []
+    assert "expects" in faults(re.sub(r"(barrier_expect %\w+), 2048", r"\1, 2064", text))[0]
+
+
+def _side(side: Side) -> Side:
+    return type(side)(
+        **{**vars(side), "SCALE_PLACE": 64, "SCALE_RING": (side.SCALE_RING[0] // 2, *side.SCALE_RING[1:])}
+    )
