@@ -45,6 +45,8 @@ def load_scales(S, table, page, h, key, o_n, m, VALUES: gl.constexpr, LAYOUT: gl
                 g: gl.constexpr):  # fmt: skip
     """Stored scales of keys or values: fp32, or a byte for each block; of dead keys 1, or 0."""
     SIDE: gl.constexpr = g.V if VALUES else g.K
+    if c.FAR:
+        key, h = key.to(gl.int64), h.to(gl.int64)
     if g.COPIES == 1:
         p_scale = S + (page * SIDE.SCALE_STRIDES[0] + key % c.PAGE * SIDE.SCALE_STRIDES[1] + h * SIDE.SCALE_STRIDES[2])
         at = o_n * SIDE.SCALE_STRIDES[1]

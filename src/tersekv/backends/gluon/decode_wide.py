@@ -131,6 +131,8 @@ def load_scales(S, places, h, VALUES: gl.constexpr, c: gl.constexpr, g: gl.const
     SIDE: gl.constexpr = g.V if VALUES else g.K
     W: gl.constexpr = c.WORDS_V if VALUES else c.WORDS_K
     page, slot, m = places
+    if c.FAR:
+        slot, h = slot.to(gl.int64), h.to(gl.int64)
     at = page * SIDE.SCALE_STRIDES[0] + slot * SIDE.SCALE_STRIDES[1] + h * SIDE.SCALE_STRIDES[2]
     if c.BLOCK_SCALES:
         o_i = gl.arange(0, W // 4, gl.SliceLayout(0, bytes_layout(W, g)))

@@ -82,6 +82,7 @@ class Constants:
     PART_COLUMNS: int
     MERGE_PIECES: int
     MERGE_COLUMNS: int
+    FAR: bool = False  # a page is longer than int32 counts
 
 
 class Config(NamedTuple):
@@ -189,6 +190,7 @@ def _geometry(f: SimpleNamespace, t: Tiles, heads: int, group: int, parts: int, 
         "PART_COLUMNS": parts * block_dv + 2,
         "MERGE_PIECES": 16,
         "MERGE_COLUMNS": parts * block_dv,
+        "FAR": launch.spans_far(f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache),
     }
 
 

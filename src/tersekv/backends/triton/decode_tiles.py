@@ -66,9 +66,17 @@ def pages_of(table, t, n, UNROLL: tl.constexpr, c: tl.constexpr):
 def slots_of(t, c: tl.constexpr):
     """Slot in its page of each key of tile t; the same in every tile where pages divide tiles."""
     if c.TILE % c.PAGE == 0:
-        return tl.arange(0, c.TILE) % c.PAGE
+        slots = tl.arange(0, c.TILE) % c.PAGE
     else:
-        return (t * c.TILE + tl.arange(0, c.TILE)) % c.PAGE
+        slots = (t * c.TILE + tl.arange(0, c.TILE)) % c.PAGE
+    return slots.to(tl.int64) if c.FAR else slots
+
+
+@triton.jit
+def rows_of(pages, t, h, s_p, s_s, s_h, c: tl.constexpr):
+    """Offsets of head h's rows of tile t. pages: int64; the rest is int32 where a page is not longer than that."""
+    head = h.to(tl.int64) if c.FAR else h
+    return pages * s_p + slots_of(t, c) * s_s + head * s_h
 
 
 @triton.jit
@@ -86,7 +94,7 @@ def load_tile(X, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: tl.
             return X.load([(pages * PITCH).to(tl.int32) + slot, (h * s_h).to(tl.int32)])
     else:
         o_d = tl.arange(0, BLOCK)
-        p_x = X + (pages * s_p + slots_of(t, c) * s_s + h * s_h)[:, None] + o_d[None, :]
+        p_x = X + rows_of(pages, t, h, s_p, s_s, s_h, c)[:, None] + o_d[None, :]
         if MASKED:
             return tl.load(p_x, mask=m_n[:, None] & (o_d < SIZE)[None, :], other=0.0)
         elif BLOCK == SIZE:
@@ -98,7 +106,7 @@ def load_tile(X, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: tl.
 @triton.jit
 def load_scales(XS, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: tl.constexpr, c: tl.constexpr):
     """Stored scales of tile t: fp32 [TILE] per token, or e4m3 [TILE, blocks]; a block of 16 values is four words."""
-    p_row = XS + (pages * s_p + slots_of(t, c) * s_s + h * s_h)
+    p_row = XS + rows_of(pages, t, h, s_p, s_s, s_h, c)
     if c.TOKEN_SCALES:
         return tl.load(p_row, mask=m_n, other=0.0)
     else:

@@ -101,6 +101,14 @@ def shared_memory(f: SimpleNamespace) -> int:
 _SHARED_MEMORY = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448, 110: 232448}
 
 
+def spans_far(*caches: Any) -> bool:
+    """Whether a page of some cache [pages, slots, ...] is longer than int32 counts: 2^31 elements or more."""
+    spans = (
+        (n - 1) * abs(step) for x in caches if x is not None for n, step in zip(x.shape[1:], x.stride[1:], strict=True)
+    )
+    return sum(spans) >= 2**31
+
+
 TENSOR = object()  # stands for a tensor among prepared arguments
 
 

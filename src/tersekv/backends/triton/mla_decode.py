@@ -78,6 +78,7 @@ class Constants:
     HAS_SINKS: bool = False
     V_T_STRIDE: int = 0
     V_FACTOR: float = 1.0
+    FAR: bool = False  # a page is longer than int32 counts
     WHOLE: bool = False  # of the Gluon kernels: a program has a segment, and nothing is cut
 
 
@@ -193,6 +194,7 @@ def _geometry(f: SimpleNamespace, fmt: KVFormat, t: Tiles, blocks: int, tma: boo
         "MIN_TILES": t.min_tiles,
         "PART_COLUMNS": parts * block_dv + 2,
         "MERGE_COLUMNS": parts * block_dv,
+        "FAR": launch.spans_far(f.ckv, f.kpe, f.ckv_scale_cache),
     }
 
 

@@ -1,0 +1,61 @@
+"""Attention over caches whose pages are longer than int32 counts: what is read lies where 64 bits say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tersekv import plan
+from tersekv.backends.triton import decode, mla_decode
+from tersekv.testing.cases import Case
+from tersekv.testing.make import make
+from tersekv.testing.memory import moved
+
+FAR = 2**31 + 64  # elements
+
+
+def spread(x: Tensor, dim: int) -> Tensor:
+    """x in memory of which little is touched: the last of dimension `dim` lies more than 2^31 elements behind."""
+    step = -(-FAR // (16 * (x.shape[dim] - 1))) * 16
+    strides = list(x.contiguous().stride())
+    page = step * x.shape[dim]
+    strides = [page if i == 0 else step if i == dim else n for i, n in enumerate(strides)]
+    out = torch.empty(page * x.shape[0], dtype=x.dtype).as_strided(x.shape, strides)
+    for at in torch.cartesian_prod(torch.arange(x.shape[0]), torch.arange(x.shape[dim])).tolist():
+        index = tuple(at[0] if i == 0 else at[1] if i == dim else slice(None) for i in range(x.dim()))
+        out.view(torch.uint8)[index] = x.view(torch.uint8)[index]
+    return out
+
+
+def alone(call, *names: str):
+    """The call with the one page of its one request, and the same in other memory."""
+    page = int(call.page_table[0, 0])
+    call.page_table[0, 0] = 0
+    caches = {n: getattr(call, n) for n in names}
+    call = call._replace(**{n: None if x is None else x[page : page + 1] for n, x in caches.items()})
+    return call, moved(call, "cpu")
+
+
+def check(backend, op: str, far, near) -> None:
+    for call in (far, near):
+        config = backend.configure(plan.facts(op, call))
+        assert (call is far) == config.constants.FAR
+        backend.run(call, config)
+    assert near.out.isfinite().all()
+    assert torch.equal(far.out, near.out)
+
+
+@pytest.mark.parametrize("dim", [1, 2], ids=["slots", "heads"])
+@pytest.mark.parametrize(("fmt", "name"), [("bf16", "k_cache"), ("bf16", "v_cache"), ("nvfp4", "k_scale_cache")])
+def test_decode(fmt, name, dim):
+    case = Case("decode", fmt, "far", lens=(3,), page=3, heads=2, group=2, dim=16)
+    call, near = alone(make(case), "k_cache", "v_cache", "k_scale_cache", "v_scale_cache")
+    check(decode, "decode", call._replace(**{name: spread(getattr(call, name), dim)}), near)
+
+
+@pytest.mark.parametrize("name", ["ckv", "kpe"])
+def test_mla_decode(name):
+    case = Case("mla_decode", "bf16", "far", lens=(3,), page=3, heads=1, group=2, rank=64, rope=16, split=True)
+    call, near = alone(make(case), "ckv", "kpe")
+    check(mla_decode, "mla_decode", call._replace(**{name: spread(getattr(call, name), 1)}), near)
