@@ -27,7 +27,7 @@ import triton
 from copies import faults
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import JITFunction, create_function_from_signature, serialize_specialization_data
 
 NVIDIA = (80, 89, 90, 100, 120)
 ARCHS = (*NVIDIA, "gfx942")
@@ -93,11 +93,14 @@ def record(run, call: Any, config: Any) -> list[tuple[JITFunction, Any, tuple, d
 
 
 def compile_launch(fn: JITFunction, args: tuple, kwargs: dict[str, Any], arch: int | str) -> dict[str, Any]:
-    """Compile `fn` as `fn[grid](*args, **kwargs)` would."""
+    """Compile `fn` as `fn[grid](*args, **kwargs)` would, and show it to a hook."""
     backend = make_backend(target(arch))
     bind = create_function_from_signature(fn.signature, fn.params, backend)
     bound, specialization, options = bind(*args, **kwargs)
     parsed, signature, constexprs, attrs = fn._pack_args(backend, dict(options), bound, specialization, options)
+    # What Triton does where a hook is set, with the target since 3.7.
+    more = () if triton.__version__.startswith("3.6.") else (target(arch),)
+    serialize_specialization_data(fn.__name__, signature, constexprs, attrs, parsed, "key", *more)
     return _compile(fn, signature, constexprs, attrs, arch, parsed.__dict__)
 
 

@@ -13,6 +13,7 @@ from ...formats import BLOCK, TOKEN_HEAD, kv_format
 from ..triton import decode as portable
 from ..triton import launch
 from ..triton.bind import Bound, Fields, Step, bound
+from ..triton.record import Record
 from .decode_boxes import Box, Side, boxes_of, code_box, descriptor, joined, scale_box, side_of
 from .decode_kernels import decode_kernel
 from .decode_many import decode_many_kernel
@@ -40,7 +41,7 @@ _MAX_DESCRIPTORS = 1024  # caches of a plan whose descriptors are kept: a model 
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(Record):
     """What the split pass is compiled for, beyond the Triton kernels' constants. The names are the kernel's."""
 
     HB: int  # KV heads of a program

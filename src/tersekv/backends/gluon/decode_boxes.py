@@ -12,23 +12,32 @@ from triton.experimental.gluon import language as gl
 
 from ...formats import BLOCK, kv_format
 from ..triton import launch
+from ..triton.record import Record
 from .tensor_maps import place_of, tensor_map, unfit
 
 
 @dataclass(frozen=True)
-class Side:
+class Side(Record):
     """Keys or values: how a tensor copy brings them, and how they lie in shared memory."""
 
-    LAYOUT: gl.NVMMASharedLayout  # of a box
+    SWIZZLE: int
     RING: tuple[int, ...]  # boxes of a copy in all stages, heads, keys, words
     BYTES: int  # of a copy
-    SCALE_LAYOUT: gl.SwizzledSharedLayout
     SCALE_RING: tuple[int, ...]  # boxes, heads and keys or the other way, and words if there are several
     SCALE_BYTES: int
     SCALE_PLACE: int  # bytes from one copy to the next
     SCALE_WORDS: int  # 4-byte words of a head's stored scales
     SCALE_PITCH: int  # rows of the scales' matrix per page
     SCALE_STRIDES: tuple[int, ...] = ()  # of pages, slots and heads, where scales are loaded one by one
+
+    @property
+    def LAYOUT(self) -> gl.NVMMASharedLayout:
+        """Of the 16 keys of one box, in 16-bit words."""
+        return gl.NVMMASharedLayout(self.SWIZZLE, 16, len(self.RING) - 1)
+
+    @property
+    def SCALE_LAYOUT(self) -> gl.SwizzledSharedLayout:
+        return gl.SwizzledSharedLayout(1, 1, 1, list(range(len(self.SCALE_RING) - 1))[::-1])
 
 
 class Box(NamedTuple):
@@ -57,10 +66,6 @@ class Box(NamedTuple):
         """Itself, if copies of it are possible."""
         reason = unfit(self.shape, self.strides, self.block, self.view.itemsize, self.swizzle, self.place())
         return self if reason is None else None
-
-    def slab(self) -> gl.NVMMASharedLayout:
-        """Layout of the 16 keys of one box."""
-        return gl.NVMMASharedLayout(self.swizzle, 8 * self.view.itemsize, len(self.block) - 1)
 
 
 def boxes_of(f: SimpleNamespace, hb: int, keys: int, wide: bool) -> tuple[Box, ...]:
@@ -149,33 +154,14 @@ def scale_box(x: Any, hb: int, keys: int, blocks: bool) -> Box | None:
 def side_of(codes: Box, scales: Box | None, hb: int, stages: int) -> Side:
     ring = (stages * codes.block[0], *codes.block[1:])
     if scales is None:
-        return Side(
-            codes.slab(),
-            ring,
-            codes.nbytes(),
-            gl.SwizzledSharedLayout(1, 1, 1, [0]),
-            (),
-            0,
-            0,
-            0,
-            0,
-        )
+        return Side(codes.swizzle, ring, codes.nbytes(), (), 0, 0, 0, 0)
     words = math.prod(scales.block[1:]) // (16 * hb)
     rows = (16, hb) if scales.rows_are_keys else (hb, 16)
     boxes = ring[0] * scales.place() // scales.nbytes()
     scale_ring = (boxes, *rows, words) if scales.view == torch.int32 else (boxes, *rows)
-    plain = gl.SwizzledSharedLayout(1, 1, 1, list(range(len(scale_ring) - 1))[::-1])
     return Side(
-        codes.slab(),
-        ring,
-        codes.nbytes(),
-        plain,
-        scale_ring,
-        scales.nbytes(),
-        scales.place(),
-        words,
-        scales.pitch,
-    )
+        codes.swizzle, ring, codes.nbytes(), scale_ring, scales.nbytes(), scales.place(), words, scales.pitch
+    )  # fmt: skip
 
 
 class _Address(launch.Address):

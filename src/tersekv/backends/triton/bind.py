@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .launch import Template, kept_scratch
+from .launch import Template, blame, kept_scratch, listening
 
 Bound = Callable[[list[int]], bool]  # launches for the addresses in a list; whether it did
 PART = "part"  # among a launch's tensors: the scratch
@@ -75,8 +75,8 @@ def bound(
             if found is None:
                 return False
             given.append(found)
-        i = 0
-        for run, template, live, descriptors_at in launches:
+        i, told = 0, listening()
+        for one, run, template, live, descriptors_at in launches:
             args = template.copy()
             for place, of in live:
                 args[place] = a[of]
@@ -84,7 +84,13 @@ def bound(
             if descriptors_at:
                 args[descriptors_at:descriptors_at] = given[i]
                 i += 1
-            run(*args)
+            if told:
+                one.tell(args)
+            try:
+                run(*args)
+            except Exception as e:
+                blame(one.fn, e)
+                raise
         return True
 
     return launch

@@ -14,6 +14,7 @@ from . import launch
 from .bind import Bound, Fields, Step, bound
 from .decode_kernels import META_FIELDS, decode_kernel, merge_kernel
 from .decode_tune import Tiles, tiles
+from .record import Record
 
 _OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
 _OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -29,7 +30,7 @@ _MERGE = Fields("sinks out lse part v_scale_t out_scale_t")
 
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(Record):
     """What the kernels are compiled for. The names are theirs."""
 
     CODE: str

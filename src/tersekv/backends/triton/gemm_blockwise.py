@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tersekv.formats import LATENT_GROUP
 
+from .launch import by_triton
 from .mla_prefill_tune import ProductTile
 from .tiles import e4m3_bytes_to_fp16
 
@@ -115,7 +116,8 @@ def up_project(
     s, ws = out if scales is None else scales, out if weight_scale is None else weight_scale  # out: never read
     strides = (s.stride(0), ws.stride(0))
     blocks_m, blocks_n = -(-rows // tile.block_m), -(-n // tile.block_n)
-    product_kernel[(blocks_m * blocks_n,)](
+    by_triton(
+        product_kernel, (blocks_m * blocks_n,),
         a, w, s, ws, o, rows, n, weight.stride(0), *strides, rank, scaled_codes, bytes_in, tile.tma,
         tile.block_m, tile.block_n, tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

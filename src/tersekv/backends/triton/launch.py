@@ -111,6 +111,30 @@ def spans_far(*caches: Any) -> bool:
 
 TENSOR = object()  # stands for a tensor among prepared arguments
 
+_runtime = triton.knobs.runtime
+# The chains that profilers add their hooks to. What is put in the place of a chain lies in the knobs' own dictionary.
+_entering, _leaving = type(_runtime).launch_enter_hook, type(_runtime).launch_exit_hook
+_put = vars(_runtime)
+
+
+def listening() -> Any:
+    """Whether anyone has hooked into Triton's launches. Every launch asks: it takes 0.04 µs."""
+    return _entering.calls or _leaving.calls or "launch_enter_hook" in _put or "launch_exit_hook" in _put
+
+
+def by_triton(fn: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """Launch by Triton, which compiles what it has not: what that gives."""
+    try:
+        return fn[grid](*args, **options)
+    except Exception as e:
+        blame(fn, e)
+        raise
+
+
+def blame(fn: Any, e: Exception) -> None:
+    """Write the kernel's name on an error of the compiler or the driver: `failures` tells the caller."""
+    e.kernel = getattr(fn, "__name__", str(fn))  # type: ignore[attr-defined]
+
 
 class Launch:
     """A kernel of one plan. Equal facts specialise it equally, so Triton's own lookup is needed only once.
@@ -118,7 +142,7 @@ class Launch:
     It belongs in a backend's config, which lives as long as the plan.
     """
 
-    __slots__ = ("_compiled", "_device", "_fixed", "_raw", "_run", "_tensors", "fn", "options")
+    __slots__ = ("_compiled", "_device", "_fixed", "_raw", "_run", "_tensors", "_told_at", "fn", "options")
 
     def __init__(self, fn: Any, **options: Any) -> None:
         self.fn, self.options = fn, options
@@ -127,6 +151,7 @@ class Launch:
         self._run: Any = None
         self._device = 0
         self._fixed: tuple = ()
+        self._told_at = 0  # where hooks, and what they are told, go among the launcher's arguments
         self._tensors: tuple[int, ...] | None = None
 
     @property
@@ -164,19 +189,33 @@ class Launch:
         Triton's launcher asks the driver about every tensor; a number it believes.
         """
         args[3] = torch._C._cuda_getCurrentRawStream(self._device)
-        self._run(*args)
+        if listening():
+            self.tell(args)
+        try:
+            self._run(*args)
+        except Exception as e:
+            blame(self.fn, e)
+            raise
+
+    def tell(self, args: list) -> None:
+        """Have these arguments of the launcher call Triton's hooks, as a launch by Triton does."""
+        at = self._told_at
+        told = self._compiled.launch_metadata(tuple(args[:3]), args[3])
+        args[at : at + 3] = told, _runtime.launch_enter_hook, _runtime.launch_exit_hook
 
     def _first(self, grid: tuple[int, ...], args: tuple) -> None:
         """Compile and launch by Triton; keep what all later launches share."""
         start = time.perf_counter()
-        k = self._compiled = self.fn[grid](*args, **self.options)
+        k = by_triton(self.fn, grid, *args, **self.options)
         _log.debug("%s ready after %.3f s", getattr(self.fn, "__name__", self.fn), time.perf_counter() - start)
-        if k is None:  # interpreted
+        if k is None:  # interpreted, or a hook of Triton's would not have it compiled
             return
         self._raw = _c_launcher(k)
         self._run, self._device = self._raw or k.run, torch.cuda.current_device()
         head = (k.run.launch_cooperative_grid, k.run.launch_pdl, None, None) if self._raw else ()
         self._fixed = (k.function, *head, k.packed_metadata, None, None, None)
+        self._told_at = len(self.head(grid)) - 3
+        self._compiled = k  # last: another thread may ask
 
     def encoded(self, *descriptors: TensorDescriptor) -> list[tuple]:
         """Descriptors, all that the kernel takes, as its arguments from the second launch on.
@@ -188,7 +227,11 @@ class Launch:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         meta = self._compiled.metadata.tensordesc_meta
-        return [tuple(make_tensordesc_arg(d, m)) for d, m in zip(descriptors, meta, strict=True)]
+        try:
+            return [tuple(make_tensordesc_arg(d, m)) for d, m in zip(descriptors, meta, strict=True)]
+        except Exception as e:
+            blame(self.fn, e)
+            raise
 
 
 def _c_launcher(compiled: Any) -> Any:
@@ -238,8 +281,8 @@ class Template:
             args[self.descriptors_at : self.descriptors_at] = descriptors
         self._again(args)
 
-    def bound(self, order: Sequence[int]) -> tuple[Any, list, list[tuple[int, int]]] | None:
-        """(launcher, its arguments, where each tensor's address goes among them and where it stands in a list).
+    def bound(self, order: Sequence[int]) -> tuple[Launch, Any, list, list[tuple[int, int]]] | None:
+        """(launch, launcher, its arguments, where each tensor's address goes among them and where it stands in a list).
 
         order: where each tensor's address stands in the list
 
@@ -249,7 +292,7 @@ class Template:
             return None
         live = [(place, order[i]) for place, i in self._live]
         assert all(i >= 0 for _, i in live)
-        return self.launch.run, self._template, live
+        return self.launch, self.launch.run, self._template, live
 
     def _first(self, tensors: tuple[Tensor | None, ...], descriptors: Sequence[Any]) -> None:
         given = map(pointer, tensors) if self.fp8_as_bytes else iter(tensors)

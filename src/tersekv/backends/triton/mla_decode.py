@@ -15,6 +15,7 @@ from .bind import Bound, Fields, Step, bound
 from .decode_kernels import META_FIELDS, merge_kernel
 from .mla_decode_kernels import mla_decode_kernel
 from .mla_decode_tune import Tiles, tiles
+from .record import Record
 
 MAX_RANK, MAX_ROPE = 512, 128
 _OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
@@ -30,7 +31,7 @@ _MERGE = Fields("out lse part kv_scale_t out_scale_t")
 
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(Record):
     """What the kernels are compiled for. The names are theirs and, for what they share, those of decode."""
 
     CODE: str

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import next_power_of_2
+from .launch import by_triton, next_power_of_2
 from .mla_prefill_tune import AttentionTile
 
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -180,7 +180,8 @@ def attend(
     row_bytes = kv.element_size() * (nope + dim_v)
     group = max(1, min(heads, _L2_BYTES * requests // (rows * row_bytes)))
     lse_strides = lse.stride() if lse is not None else (0, 0)
-    attention_kernel[(requests * blocks * heads,)](
+    by_triton(
+        attention_kernel, (requests * blocks * heads,),
         call.q, k, v, r, call.out, call.out if low is None else low, call.out if lse is None else lse,
         call.cu_seqlens_q, call.cache_lens, call.buffer_row_offsets[chunk], call.cache_offsets[chunk],
         rows, blocks, heads, group, call.softmax_scale * math.log2(math.e),
