@@ -20,7 +20,7 @@ GROUPS = {
     "Pages": ("PagePool", "copy_pages"),
     "Before the first request": ("warm_up",),
     "Formats": ("KV_FORMATS", "LATENT_FORMATS", "kv_bytes_per_token", "latent_bytes_per_token"),
-    "Errors": ("UnsupportedError", "OutOfPagesError"),
+    "Errors": ("UnsupportedError", "KernelError", "OutOfPagesError"),
 }  # fmt: skip
 OTHERS = {
     "Caches dealt across ranks": "tersekv.ops.context_parallel",

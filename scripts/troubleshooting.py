@@ -102,6 +102,27 @@ def two_ranks():
     return cp
 
 
+def failing(why: Exception, kernel: str | None = None, backend: str = "gluon") -> Callable:
+    """A decode on a device whose kernel meets this error; which it does here is of no matter to the message."""
+
+    def provoke():
+        def run(call, config):
+            raise why
+
+        if kernel is not None:
+            why.kernel = kernel
+        real, plan.plan = plan.plan, lambda *call: plan.Plan(backend, run, None, None)
+        try:
+            decode(
+                torch.zeros(2, 32, 128, dtype=BF16, device="meta"), layer(device="meta"),
+                *(torch.zeros(*shape, dtype=INT, device="meta") for shape in ((2, 4), (2,))),
+            )  # fmt: skip
+        finally:
+            plan.plan = real
+
+    return provoke
+
+
 PLAIN: dict[str, Callable] = {
     "heads": lambda: append(k=rows(heads=4)),
     "head_dim": lambda: decode(q=torch.zeros(2, 32, 64, dtype=BF16)),
@@ -146,6 +167,15 @@ PLAIN: dict[str, Callable] = {
     "cp mask": lambda: two_ranks().decode(rows(32, tokens=2), layer(), None, None, mask=torch.zeros(1)),
     "cp page": lambda: shard_slot_mapping(slots(), 0, 2, page_size=16, interleave=6),
     "named": lambda: decode(backend="triton"),
+    "no compilation": failing(RuntimeError("PassManager::run failed"), "decode_kernel"),
+    "no compiler": failing(
+        RuntimeError(
+            "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl."
+        ),
+        "decode_kernel", "triton",
+    ),
+    "no folder": failing(PermissionError(13, "Permission denied", "/var/empty/.triton"), "decode_kernel", "triton"),
+    "lost device": failing(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), "a_kernel"),
     "sm_75": on_sm_75,
     "vllm dtype": lambda: vllm.reshape_and_cache_flash(
         rows(), rows(), layer().k, layer().v, slots(), "int4_per_token_head", 1.0, 1.0
@@ -169,8 +199,9 @@ CHECKED: dict[str, Callable] = {
 def message(provoke: Callable) -> str:
     try:
         provoke()
-    except (ValueError, TypeError, tersekv.UnsupportedError, tersekv.OutOfPagesError) as e:
+    except (ValueError, TypeError, tersekv.UnsupportedError, tersekv.KernelError, tersekv.OutOfPagesError) as e:
         text = f"{type(e).__name__}: {e}".replace("meta", "cuda:0")
+        text = re.sub(r"^  with: .*$", "  with: Triton 3.6.0, torch 2.13.0, Python 3.12.3", text, flags=re.MULTILINE)
     else:
         raise AssertionError("nothing was raised")
     return text

@@ -34,13 +34,14 @@ _HOMES = {
     "LATENT_FORMATS": "formats",
     "kv_bytes_per_token": "formats",
     "latent_bytes_per_token": "formats",
+    "KernelError": "errors",
     "UnsupportedError": "errors",
     "OutOfPagesError": "errors",
 }
 
 if TYPE_CHECKING:
     from .cache import PagedKVCache, PagedLatentCache
-    from .errors import OutOfPagesError, UnsupportedError
+    from .errors import KernelError, OutOfPagesError, UnsupportedError
     from .formats import KV_FORMATS, LATENT_FORMATS, kv_bytes_per_token, latent_bytes_per_token
     from .layers import PagedKVLayer, PagedLatentLayer
     from .ops.append import append, rope_append
@@ -57,6 +58,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 __all__ = [
     "KV_FORMATS",
     "LATENT_FORMATS",
+    "KernelError",
     "MLAPrefillPlan",
     "OutOfPagesError",
     "PagePool",

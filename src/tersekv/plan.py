@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from . import checked, checks, env, places
+from . import checked, checks, env, failures, places
 from .calls import CALLS
 from .errors import UnsupportedError
 from .keys import FIELDS, Seen, tensor_key
@@ -59,17 +59,23 @@ _log = logging.getLogger("tersekv")
 
 
 def dispatch(op: str, call: tuple, backend: str | None = None) -> Plan:
-    """Run `call` on the backend that its facts select. Outputs are written in place. Returns the plan."""
+    """Run `call` on the backend that its facts select. Outputs are written in place. Returns the plan.
+
+    Raises KernelError where a kernel does not compile or launch.
+    """
     p = plan(op, call, backend)
     if p.run is not _nothing:
         places.check(op, call)
         if env.checked():
             checked.values(call)
-    if p.device_index is not None and p.device_index != torch.cuda.current_device():
-        with torch.cuda.device(p.device_index):
+    try:
+        if p.device_index is not None and p.device_index != torch.cuda.current_device():
+            with torch.cuda.device(p.device_index):
+                p.run(call, p.config)
+        else:
             p.run(call, p.config)
-    else:
-        p.run(call, p.config)
+    except Exception as e:
+        failures.tell(e, op, p.backend, getattr(call, "format", None), FIELDS[op][0](call))
     return p
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import env
+from . import env, failures
 from .calls import CALLS
 from .keys import FIELDS, TENSORS, Seen
 from .plan import Plan
@@ -45,11 +45,15 @@ class Way(NamedTuple):
 class _Known:
     """A call that was made, ready to be made again."""
 
-    __slots__ = ("_device_index", "_launch", "_parts", "_samples", "_seen")
+    __slots__ = ("_device_index", "_launch", "_parts", "_samples", "_seen", "_told")
 
-    def __init__(self, seen: Seen, samples: list[Tensor], parts: list[tuple[int, int]], launch: Any, plan: Plan):
+    def __init__(
+        self, seen: Seen, samples: list[Tensor], parts: list[tuple[int, int]], launch: Any, plan: Plan,
+        op: str, format: str | None,
+    ) -> None:  # fmt: skip
         self._seen, self._samples, self._parts = seen, samples, parts
         self._launch, self._device_index = launch, plan.device_index
+        self._told = op, plan.backend, format
 
     def like(self, given: tuple[Tensor | None, ...]) -> bool:
         return self._seen.like(given)
@@ -65,10 +69,13 @@ class _Known:
             addresses.append(x.data_ptr())
         for i, offset in self._parts:
             addresses.append(addresses[i] + offset)
-        if self._device_index is not None and self._device_index != torch._C._cuda_getDevice():
-            with torch.cuda.device(self._device_index):
-                return made if self._launch(addresses) else None
-        return made if self._launch(addresses) else None
+        try:
+            if self._device_index is not None and self._device_index != torch._C._cuda_getDevice():
+                with torch.cuda.device(self._device_index):
+                    return made if self._launch(addresses) else None
+            return made if self._launch(addresses) else None
+        except Exception as e:
+            failures.tell(e, *self._told, given)
 
 
 _latest: dict[tuple, list[_Known]] = {}  # by operation and options, the latest first
@@ -150,5 +157,7 @@ def remember(op: str, way: Way, call: tuple, plan: Plan) -> None:
     if len(_all) >= _MAX_CALLS:
         _all.clear()
         _latest.clear()
-    _all[place] = known = _Known(Seen(way.given), samples, offsets, launch, plan)
+    _all[place] = known = _Known(
+        Seen(way.given), samples, offsets, launch, plan, op, getattr(call, "format", None)
+    )  # fmt: skip
     _put_first(key, known)

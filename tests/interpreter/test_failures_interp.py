@@ -1,0 +1,33 @@
+"""A kernel that fails in the interpreter is reported as one that fails on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import tersekv
+from tersekv import plan
+from tersekv.backends.triton import append, launch
+
+
+@triton.jit
+def wrong_kernel(X):
+    tl.static_assert(X is None, "want nothing")
+
+
+def test_the_error_says_the_call_and_the_cause(monkeypatch):
+    k = torch.zeros(2, 3, 24, dtype=torch.float16)
+    layer = tersekv.PagedKVCache.allocate(1, 4, 5, 3, 24, format="int8_per_token_head")[0]
+    for memory in ("_plans", "_latest"):
+        monkeypatch.setattr(plan, memory, {})
+    monkeypatch.setattr(append, "configure", lambda f: launch.Template(wrong_kernel, (1,), (launch.TENSOR,)))
+    monkeypatch.setattr(append, "_TENSORS", lambda call: [call.k])
+    with pytest.raises(tersekv.KernelError) as raised:
+        tersekv.append(k, k, layer, torch.arange(2), backend="triton")
+    head, call, versions, why, _ = str(raised.value).splitlines()
+    assert head == "append on cpu by backend triton: kernel wrong_kernel cannot be compiled or launched"
+    assert call.startswith("  call: k [2, 3, 24] float16, v [2, 3, 24] float16, k_cache [4, 5, 3, 24] int8")
+    assert versions.startswith(f"  with: Triton {triton.__version__}, torch ")
+    assert why == "  why: AssertionError: want nothing"
