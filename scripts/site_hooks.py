@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from html import escape
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def api() -> Iterator[str]:
             yield from _entry(name.rpartition(".")[2], attrgetter(name)(package), f"tersekv.{name}")
     for title, home in OTHERS.items():
         module = importlib.import_module(home)
-        yield f"## {title}\n\n`{home}`: {_paragraph(inspect.getdoc(module) or '')}\n"
+        yield f"## {title}\n\n`{home}`: {_text(inspect.getdoc(module) or '')}\n"
         for name in SHOWN.get(home, module.__all__):
             yield from _entry(name, getattr(module, name), name)
     env = importlib.import_module("tersekv.env")
@@ -149,7 +150,15 @@ def _cell(text: str) -> str:
     return _paragraph(text).replace("|", "\\|")
 
 
+def _text(doc: str) -> str:
+    """A docstring as Markdown, its indented lines as code, in which a backslash would be seen."""
+    parts = re.split(r"((?:^(?: {4}.*)?\n)*^ {4}.*$)", doc, flags=re.M)
+    return "".join(
+        f"\n```python\n{inspect.cleandoc(part)}\n```\n" if i % 2 else _paragraph(part) for i, part in enumerate(parts)
+    )
+
+
 def _paragraph(text: str) -> str:
     """Text of a docstring as Markdown: what looks like markup outside of backticks is text."""
     parts = re.split(r"(`[^`]*`)", text)
-    return "".join(p if p.startswith("`") else re.sub(r"([*_<>\[\]])", r"\\\1", p) for p in parts)
+    return "".join(p if p.startswith("`") else re.sub(r"([*_\[\]])", r"\\\1", escape(p, quote=False)) for p in parts)

@@ -57,6 +57,23 @@ def test_the_api_page_has_every_public_name_and_argument(site):
         assert re.search(rf"<td><code>{argument}</code></td>\s*<td>[^<]*{meaning}", text), argument
 
 
+def test_no_page_shows_the_backslashes_of_its_markdown(site):
+    for name, html in site.items():
+        text = re.sub(r"<(script|style|svg)\b.*?</\1>", "", html, flags=re.S)
+        assert not re.findall(r".{30}\\[*_<>\[\]|&].{30}", text), name
+    code = re.findall(r"<(?:code|pre)\b.*?</(?:code|pre)>", site["api"], re.S)
+    assert len(code) > 200
+    assert not [c for c in code if "\\" in c]
+    assert "language-text" not in site["api"], "code of a language that nobody named"
+
+
+def test_code_in_a_docstring_is_code_on_the_page():
+    hooks = script("scripts/site_hooks.py")
+    doc = "One `a_b` and a_b *c.\n\n    x_y = f(*z)\n\n    with a:\n        x[_] = 1\n\nThe_end."
+    want = "One `a_b` and a\\_b \\*c.\n\n```python\nx_y = f(*z)\n\nwith a:\n    x[_] = 1\n```\n\n\nThe\\_end."
+    assert re.sub(r"\n+", "\n", hooks._text(doc)) == re.sub(r"\n+", "\n", want)
+
+
 def test_drawings_are_up_to_date_and_hold_what_they_draw():
     drawings = script("scripts/drawings.py")
     for name, draw in drawings.PICTURES.items():
