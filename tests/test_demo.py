@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -224,7 +226,7 @@ def test_demo_prints_tables_and_writes_json_and_picture(tmp_path, capsys):
     assert "DeepSeek-style" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
     data = json.loads(stored.read_text())
-    assert set(data) == {"command", "text", "options", "environment", "seconds", "models"}
+    assert set(data) == {"command", "text", "options", "environment", "seconds", "interrupted", "models"}
     assert data["command"] == "demo"
     assert data["options"]["dtype"] == "float32"
     assert [m["model"] for m in data["models"]] == list(NAMES)
@@ -247,6 +249,48 @@ def test_eval_measures_any_file_of_at_least_two_bytes(tmp_path, capsys):
     [told] = json.loads(stored.read_text())["models"]
     assert told["bytes_scored"] == 2
     assert list(tmp_path.glob("*.png")) == []
+
+
+def eval_of_stdin(tmp_path, stdin, **options):
+    files = ("--json", str(tmp_path / "x.json"), "--plot", "none")
+    argv = ("eval", "--device", "cpu", "--text", "-", "--model", "llama", "--formats", "bf16", *files)
+    command = [sys.executable, "-m", "tersekv", *argv]
+    return subprocess.run(command, stdin=stdin, capture_output=True, text=True, timeout=300, **options)
+
+
+def test_eval_reads_a_pipe(tmp_path):
+    (tmp_path / "text").write_bytes(b"for key in d:\xff")
+    with open(tmp_path / "text", "rb") as stdin:
+        done = eval_of_stdin(tmp_path, stdin)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "13 of 13 bytes of standard input" in done.stdout
+    assert json.loads((tmp_path / "x.json").read_text())["text"] == "standard input"
+
+
+def test_eval_says_on_a_terminal_that_it_waits_for_a_text(tmp_path):
+    mine, its = os.openpty()
+    os.write(mine, b"for key in d\n\x04")  # Ctrl-D
+    done = eval_of_stdin(tmp_path, its)
+    os.close(its), os.close(mine)
+    assert (done.returncode, done.stderr) == (0, "reading the text from the terminal; Ctrl-D on a new line ends it\n")
+    assert "12 of 12 bytes of standard input" in done.stdout
+
+
+def test_the_file_on_standard_input_is_not_written_over(tmp_path):
+    text = tmp_path / "x.json"
+    text.write_text("for key in d")
+    with open(text, "rb") as stdin:
+        done = eval_of_stdin(tmp_path, stdin)
+    assert done.returncode == 2
+    assert "want a file of its own, got that of --text" in done.stderr
+    assert text.read_text() == "for key in d"
+
+
+def test_without_standard_input_eval_says_so(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main.main(("eval", "--device", "cpu", "--text", "-")) == 2
+    assert "--text -: there is no standard input" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_picture_is_left_out_and_that_is_said(tmp_path, capsys, monkeypatch):

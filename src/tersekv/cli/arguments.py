@@ -123,6 +123,24 @@ def screen() -> Console:
     return found if found.is_terminal else Console(width=200)
 
 
+class Interruption:
+    """A block that Ctrl-C ends without a word, so that what there is can be kept. `pass_on` then says so."""
+
+    came = False
+
+    def __enter__(self) -> Interruption:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self.came = kind is not None and issubclass(kind, KeyboardInterrupt)
+        return self.came
+
+    def pass_on(self) -> None:
+        """Raise KeyboardInterrupt if it came."""
+        if self.came:
+            raise KeyboardInterrupt
+
+
 def complain(args: argparse.Namespace, why: str, code: int = 2) -> int:
     """Say on stderr why the command stops; returns the exit code."""
     Console(stderr=True).print(f"tersekv {args.command}: {why}", markup=False, highlight=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TextIO
 
@@ -19,7 +20,18 @@ from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench
 from ..testing.bench.engine import run as time_one
 from ..testing.bench.report import environment, line, notes, record, speed, summary
 from ..testing.bench.shapes import shapes
-from .arguments import PICTURES, add_device, complain, names, picture, positive, unusable, unwritable, words
+from .arguments import (
+    PICTURES,
+    Interruption,
+    add_device,
+    complain,
+    names,
+    picture,
+    positive,
+    unusable,
+    unwritable,
+    words,
+)  # fmt: skip
 
 _PRECISIONS = ("exact", "fast")
 
@@ -90,13 +102,16 @@ def run(args: argparse.Namespace) -> int:
     print(f"{where['chip']}: {told}")
     copy, matmul = speed(limits.copy / 1e6, "B/s"), speed(limits.matmul / 1e6, "FLOP/s")
     print(f"limits: copy {copy}, bf16 product {matmul}", flush=True)
-    with ExitStack() as stack:
+    results: list[Result] = []
+    with Interruption() as stop, ExitStack() as stack:
         out = stack.enter_context(open(args.json, "a")) if args.json else None
-        results = timed(cases, device, libraries, args.backend, limits, where, out)
+        for r in timed(cases, device, libraries, args.backend, limits, where, out):
+            results.append(r)
     for text in summary(results, limits):
         print(text)
     if args.plot:
         draw(results, limits, f"tersekv {where['tersekv']} on {where['chip']}, {where['date']}", args.plot)
+    stop.pass_on()
     bad = any(r.status in (RED, FAILED) for r in results)
     return 1 if bad or not any(r.status == OK for r in results) else 0
 
@@ -106,7 +121,7 @@ def run_shapes(args: argparse.Namespace, device: torch.device) -> int:
     cases = [s for name in args.formats or ("fp8_e4m3",) for s in shapes(name, device.type)]
     where, limits, ratios, bad = environment(device, ()), Limits.of(device), [], False
     print(f"{where['chip']}: torch {where['torch']}, triton {where['triton']}, tersekv {where['tersekv']}", flush=True)
-    with ExitStack() as stack:
+    with Interruption() as stop, ExitStack() as stack:
         out = stack.enter_context(open(args.json, "a")) if args.json else None
         for r, plain, ratio in compared(cases, lambda case: time_one(case, device, (), args.backend)):
             print(cliff_line(r, plain, ratio), flush=True)
@@ -119,6 +134,7 @@ def run_shapes(args: argparse.Namespace, device: torch.device) -> int:
                 out.flush()
     if ratios:
         print(f"worst {min(ratios):.0%} of the plain rate; {sum(x < CLIFF for x in ratios)} under {CLIFF:.0%}")
+    stop.pass_on()
     return 1 if bad or not ratios else 0
 
 
@@ -156,16 +172,14 @@ def usable(wanted: tuple[str, ...] | None, device: torch.device) -> list[str]:
 def timed(
     cases: list[Case], device: torch.device, libraries: list[str], backend: str | None, limits: Limits, where: dict,
     out: TextIO | None,
-) -> list[Result]:  # fmt: skip
+) -> Iterator[Result]:  # fmt: skip
     """Run, print and store the cases one by one, so that what is done is kept if the run is cut short."""
-    results = []
     for r in bench(cases, device, libraries, backend):
-        results.append(r)
         print(line(r, limits), *notes(r), sep="\n", flush=True)
         if out is not None:
             out.write(json.dumps({**record(r, limits, where), "backend": backend}) + "\n")
             out.flush()
-    return results
+        yield r
 
 
 def draw(results: list[Result], limits: Limits, title: str, path: str) -> None:

@@ -22,7 +22,19 @@ from ..demo.report import as_json, plot, samples, table
 from ..demo.subject import BuiltIn, Subject
 from ..errors import UnsupportedError
 from ..formats import ALL_FORMATS
-from .arguments import PICTURES, add_device, complain, names, picture, positive, screen, threads, unusable, unwritable
+from .arguments import (
+    PICTURES,
+    Interruption,
+    add_device,
+    complain,
+    names,
+    picture,
+    positive,
+    screen,
+    threads,
+    unusable,
+    unwritable,
+)  # fmt: skip
 from .verify import device_name, environment
 
 _FORMATS = tuple(ALL_FORMATS)
@@ -88,14 +100,19 @@ def show(
     console.print(f"tersekv {__version__} on {device_name(args.device)}: {what}", highlight=False)
     for s in idle:
         console.print(f"{s.name} is left out: its cache has none of {', '.join(args.formats)}", highlight=False)
+    begun: list[ModelResult] = []
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
-        results = _measured(subjects, used.to(args.device), settings, args.formats, console)
+        with Interruption() as stop:
+            _measure(subjects, used.to(args.device), settings, args.formats, console, begun)
     except UnsupportedError as e:
         return complain(args, str(e), 1)
     finally:
         torch.set_num_threads(before)
+    results = [r for r in begun if r.formats]
+    if not results:
+        stop.pass_on()
     seconds = time.perf_counter() - start
     _print(results, console)
     options = {
@@ -107,13 +124,14 @@ def show(
     }
     stored = {
         "command": args.command, "text": source, "options": options, "environment": environment(args.device),
-        "seconds": round(seconds, 2), "models": as_json(results),
+        "seconds": round(seconds, 2), "interrupted": stop.came, "models": as_json(results),
     }  # fmt: skip
     Path(args.json).write_text(json.dumps(stored, indent=1) + "\n")
     written = [args.json]
     if args.plot != NONE and _drawn(results, f"{what}, on {device_name(args.device)}", args.plot, console):
         written.append(args.plot)
     console.print(f"{seconds:.0f} s; wrote {', '.join(written)}", highlight=False, soft_wrap=True)
+    stop.pass_on()
     return 0
 
 
@@ -126,9 +144,10 @@ def _print(results: list[ModelResult], console: Console) -> None:
     console.print()
 
 
-def _measured(
-    subjects: Sequence[Subject], tokens: Tensor, settings: Settings, formats: Sequence[str] | None, console: Console
-) -> list[ModelResult]:
+def _measure(
+    subjects: Sequence[Subject], tokens: Tensor, settings: Settings, formats: Sequence[str] | None, console: Console,
+    begun: list[ModelResult],
+) -> None:  # fmt: skip
     runs = sum(len(formats_of(s, formats)) for s in subjects)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -137,7 +156,8 @@ def _measured(
         def tick(label: str, work: float) -> None:
             progress.update(task, description=f"{label:28}", advance=work)
 
-        return [measure(s, tokens, settings, formats, tick) for s in subjects]
+        for s in subjects:
+            measure(s, tokens, settings, formats, tick, begun)
 
 
 def _drawn(results: list[ModelResult], title: str, path: str, console: Console) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -13,13 +14,16 @@ from ..demo.subject import BuiltIn
 from .arguments import complain, positive
 from .demo import add_common, blocked, show
 
-BOTH = "both"
+BOTH, STDIN = "both", "-"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     built_in = ", ".join((*RUNNERS, BOTH))
-    parser.add_argument("--text", metavar="FILE", required=True, help="any file; a built-in model reads its bytes")
+    parser.add_argument(
+        "--text", metavar="FILE", required=True,
+        help=f"any file, or {STDIN} for standard input; a built-in model reads its bytes",
+    )  # fmt: skip
     parser.add_argument(
         "--model", metavar="NAME", default=BOTH,
         help=f"{built_in}: the built-in models; or a Hugging Face model, a folder or a name; default: %(default)s",
@@ -37,25 +41,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure a model on the beginning of a file. Returns 2 for arguments that cannot work."""
-    try:
-        data = Path(args.text).read_bytes()
-    except OSError as e:
-        return complain(args, f"--text {args.text}: {e.strerror or e}")
-    source = Path(args.text).name
-    obstacle = blocked(args, args.text)
+    piped, built_in = args.text == STDIN, args.model in (*RUNNERS, BOTH)
+    # Asked before a text is typed, which would be lost.
+    obstacle = blocked(args, "/dev/stdin" if piped else args.text) or (_mistaken(args) if built_in else None)
     if obstacle:
         return complain(args, obstacle)
-    if args.model not in (*RUNNERS, BOTH):
+    try:
+        data = _piped() if piped else Path(args.text).read_bytes()
+    except OSError as e:
+        return complain(args, f"--text {args.text}: {e.strerror or e}")
+    source = "standard input" if piped else Path(args.text).name
+    if not built_in:
         return _other(args, data, source)
-    if Path(args.model, "config.json").is_file():
-        both = f"a built-in model ({args.model}) and a folder with a model (./{args.model})"
-        return complain(args, f"--model {args.model}: want one, but here it names {both}; ./ chooses the folder")
-    if args.context is not None or args.dtype != "auto":
-        return complain(args, f"--context and --dtype are of Hugging Face models; {args.model} has its own")
     none = torch.empty(0, dtype=torch.uint8)
     tokens = (torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else none).to(torch.int64)
     names = tuple(RUNNERS) if args.model == BOTH else (args.model,)
     return show(args, [BuiltIn(name, args.device) for name in names], tokens, source)
+
+
+def _mistaken(args: argparse.Namespace) -> str | None:
+    """Why a built-in model is not what these options want; None: it is."""
+    if Path(args.model, "config.json").is_file():
+        both = f"a built-in model ({args.model}) and a folder with a model (./{args.model})"
+        return f"--model {args.model}: want one, but here it names {both}; ./ chooses the folder"
+    if args.context is not None or args.dtype != "auto":
+        return f"--context and --dtype are of Hugging Face models; {args.model} has its own"
+    return None
+
+
+def _piped() -> bytes:
+    """What comes on standard input, up to its end; on a terminal, who waits for whom is said."""
+    if sys.stdin is None:
+        raise OSError("there is no standard input")
+    if sys.stdin.isatty():
+        print("reading the text from the terminal; Ctrl-D on a new line ends it", file=sys.stderr, flush=True)
+    return sys.stdin.buffer.read()
 
 
 def _other(args: argparse.Namespace, data: bytes, source: str) -> int:

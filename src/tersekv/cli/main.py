@@ -18,15 +18,27 @@ COMMANDS = {
     "doctor": "what is installed, which backends can run here, and why not",
 }
 
+INTERRUPTED = 130  # what shells say of a command that Ctrl-C ended
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    wanted = next((a for a in argv if a in COMMANDS), None)
+    try:
+        return _run(argv, wanted)
+    except KeyboardInterrupt:
+        # On a terminal the line begins with ^C.
+        start = "\n" if sys.stderr.isatty() else ""
+        print(f"{start}{' '.join(filter(None, ('tersekv', wanted)))}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(argv: list[str], wanted: str | None) -> int:
     about = "The KV cache of large language models in few bits, in pages."
     parser = argparse.ArgumentParser(prog="tersekv", description=about)
     parser.add_argument("--version", action="version", version=f"tersekv {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    wanted = next((a for a in argv if a in COMMANDS), None)
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == wanted:

@@ -21,7 +21,7 @@ from ..testing.case_text import case_of, text_of
 from ..testing.cases import OPS, Case, cases, formats_of
 from ..testing.verify import FAILED, PASSED, UNSUPPORTED, Result, verify
 from ..testing.verify import run as run_case
-from .arguments import add_device, complain, names, positive, screen, unusable, unwritable
+from .arguments import Interruption, add_device, complain, names, positive, screen, unusable, unwritable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.random and args.seed is None:
         args.seed = random_cases.any_seed()
     start, results = time.perf_counter(), []
-    with console.status("verifying") as status:
+    with Interruption() as stop, console.status("verifying") as status:
         for r in _results(args):
             results.append(r)
             done = f"{len(results)} of {args.random}, " if args.random else ""
@@ -83,13 +83,14 @@ def run(args: argparse.Namespace) -> int:
     drawn = f" of {args.random} random cases, seed {args.seed}, in {seconds:.0f} s" if args.random else ""
     console.print(", ".join(f"{n} {status}" for status, n in count.items()) + drawn, highlight=False)
     if args.json:
-        report: dict = {"environment": environment(args.device)}
+        report: dict = {"environment": environment(args.device), "interrupted": stop.came}
         if args.random:
             report |= {"seed": args.seed, "seconds": round(seconds)} | random_cases.summary(results)
         else:
             report["results"] = [r.as_dict() for r in results]
         with open(args.json, "w") as f:
             json.dump(report, f, indent=1)
+    stop.pass_on()
     return 1 if count[FAILED] or not count[PASSED] else 0
 
 

@@ -86,15 +86,25 @@ def windows(tokens: Tensor, context: int) -> list[Tensor]:
 
 
 def measure(
-    subject: Subject, tokens: Tensor, settings: Settings, formats: Sequence[str] | None = None, tick: Tick | None = None
-) -> ModelResult:
-    """Run a model on tokens [N >= 2] of its device through the paged cache, once for each format."""
+    subject: Subject, tokens: Tensor, settings: Settings, formats: Sequence[str] | None = None,
+    tick: Tick | None = None, begun: list[ModelResult] | None = None,
+) -> ModelResult:  # fmt: skip
+    """Run a model on tokens [N >= 2] of its device through the paged cache, once for each format.
+
+    begun:  gets the result before the first format is run: what is measured is kept if the run is cut short
+    """
     tick = tick or (lambda what, work: None)
     # A model with learned positions can take no token past the last of them.
     generate = min(settings.generate, subject.positions // 2)
     settings = replace(settings, generate=generate, prompt=min(settings.prompt, subject.positions - generate))
     prompt = subject.prompt(tokens, settings.prompt)
-    reference, results, targets = None, [], tokens[1:].cpu()
+    reference, targets = None, tokens[1:].cpu()
+    context = min(subject.context, len(targets))
+    result = ModelResult(
+        subject.name, len(targets), context, subject.decode(prompt), [], subject.title, subject.unit
+    )  # fmt: skip
+    if begun is not None:
+        begun.append(result)
     for format in formats_of(subject, formats):
         scales = None
         if settings.calibrate and reference is not None:
@@ -103,16 +113,13 @@ def measure(
         try:
             run = run_format(subject, format, tokens, prompt, settings, scales, tick)
         except UnsupportedError as e:
-            results.append(Measured(format, unsupported=str(e)))
+            result.formats.append(Measured(format, unsupported=str(e)))
             if reference is None:
                 raise
             continue
         reference = reference or run
-        results.append(compare(format, run, reference, targets, subject))
-    context = min(subject.context, len(targets))
-    return ModelResult(
-        subject.name, len(targets), context, subject.decode(prompt), results, subject.title, subject.unit
-    )  # fmt: skip
+        result.formats.append(compare(format, run, reference, targets, subject))
+    return result
 
 
 @torch.inference_mode()

@@ -39,17 +39,22 @@ def results(
     workers: int | None = None,
 ) -> Iterator[Result]:
     """One for each of `count` cases, in the order in which they end; a failure is that of the smallest case found."""
-    shrinks = 0
-    with Workers(min(workers or workers_for(device), count), device, backend) as pool:
-        failed = []
-        for r in pool.results(draw(seed, i, ops, formats) for i in range(count)):
-            if r.status == FAILED:
-                failed.append(r)
-            else:
-                yield r
-        for r in failed:
-            shrinks += 1
-            yield _smallest(pool, r) if shrinks <= _MOST_SHRUNK else r
+    failed: list[Result] = []
+    try:
+        with Workers(min(workers or workers_for(device), count), device, backend) as pool:
+            for r in pool.results(draw(seed, i, ops, formats) for i in range(count)):
+                if r.status == FAILED:
+                    failed.append(r)
+                else:
+                    yield r
+            for _ in range(min(len(failed), _MOST_SHRUNK)):
+                smallest = _smallest(pool, failed[0])
+                del failed[0]
+                yield smallest
+    except KeyboardInterrupt:
+        yield from failed
+        raise
+    yield from failed
 
 
 def _smallest(pool: Workers, failure: Result) -> Result:
