@@ -31,7 +31,8 @@ from .arguments import (
     unusable,
     unwritable,
     words,
-)  # fmt: skip
+)
+from .tables import say
 
 _PRECISIONS = ("exact", "fast")
 
@@ -99,16 +100,16 @@ def run(args: argparse.Namespace) -> int:
     where = environment(device, libraries)
     limits = Limits.of(device)
     told = ", ".join(f"{name} {where[name]}" for name in ("torch", "triton", "tersekv", "driver") if where[name])
-    print(f"{where['chip']}: {told}")
+    say(f"{where['chip']}: {told}")
     copy, matmul = speed(limits.copy / 1e6, "B/s"), speed(limits.matmul / 1e6, "FLOP/s")
-    print(f"limits: copy {copy}, bf16 product {matmul}", flush=True)
+    say(f"limits: copy {copy}, bf16 product {matmul}")
     results: list[Result] = []
     with Interruption() as stop, ExitStack() as stack:
         out = stack.enter_context(open(args.json, "a")) if args.json else None
         for r in timed(cases, device, libraries, args.backend, limits, where, out):
             results.append(r)
     for text in summary(results, limits):
-        print(text)
+        say(text)
     if args.plot:
         draw(results, limits, f"tersekv {where['tersekv']} on {where['chip']}, {where['date']}", args.plot)
     stop.pass_on()
@@ -120,11 +121,11 @@ def run_shapes(args: argparse.Namespace, device: torch.device) -> int:
     """Print a line per shape, and the worst. Returns 1 if a result was wrong."""
     cases = [s for name in args.formats or ("fp8_e4m3",) for s in shapes(name, device.type)]
     where, limits, ratios, bad = environment(device, ()), Limits.of(device), [], False
-    print(f"{where['chip']}: torch {where['torch']}, triton {where['triton']}, tersekv {where['tersekv']}", flush=True)
+    say(f"{where['chip']}: torch {where['torch']}, triton {where['triton']}, tersekv {where['tersekv']}")
     with Interruption() as stop, ExitStack() as stack:
         out = stack.enter_context(open(args.json, "a")) if args.json else None
         for r, plain, ratio in compared(cases, lambda case: time_one(case, device, (), args.backend)):
-            print(cliff_line(r, plain, ratio), flush=True)
+            say(cliff_line(r, plain, ratio))
             bad |= r.status in (RED, FAILED) or plain.status in (RED, FAILED)
             if ratio is not None:
                 ratios.append(ratio)
@@ -133,7 +134,7 @@ def run_shapes(args: argparse.Namespace, device: torch.device) -> int:
                 out.write(json.dumps(told) + "\n")
                 out.flush()
     if ratios:
-        print(f"worst {min(ratios):.0%} of the plain rate; {sum(x < CLIFF for x in ratios)} under {CLIFF:.0%}")
+        say(f"worst {min(ratios):.0%} of the plain rate; {sum(x < CLIFF for x in ratios)} under {CLIFF:.0%}")
     stop.pass_on()
     return 1 if bad or not ratios else 0
 
@@ -165,7 +166,7 @@ def usable(wanted: tuple[str, ...] | None, device: torch.device) -> list[str]:
         if missing is None:
             libraries.append(name)
         elif missing:
-            print(f"peer {name} is left out: {missing}")
+            say(f"peer {name} is left out: {missing}")
     return libraries
 
 
@@ -175,7 +176,8 @@ def timed(
 ) -> Iterator[Result]:  # fmt: skip
     """Run, print and store the cases one by one, so that what is done is kept if the run is cut short."""
     for r in bench(cases, device, libraries, backend):
-        print(line(r, limits), *notes(r), sep="\n", flush=True)
+        for text in (line(r, limits), *notes(r)):
+            say(text)
         if out is not None:
             out.write(json.dumps({**record(r, limits, where), "backend": backend}) + "\n")
             out.flush()
@@ -188,6 +190,6 @@ def draw(results: list[Result], limits: Limits, title: str, path: str) -> None:
     try:
         plot(results, limits, title, path)
     except ImportError:
-        print("no picture: it needs matplotlib (pip install matplotlib)")
+        say("no picture: it needs matplotlib (pip install matplotlib)")
     except ValueError as e:
-        print(f"no picture: {e}")
+        say(f"no picture: {e}")

@@ -34,7 +34,8 @@ from .arguments import (
     threads,
     unusable,
     unwritable,
-)  # fmt: skip
+)
+from .tables import Fitted
 from .verify import device_name, environment
 
 _FORMATS = tuple(ALL_FORMATS)
@@ -138,7 +139,7 @@ def show(
 def _print(results: list[ModelResult], console: Console) -> None:
     for result in results:
         console.print()
-        console.print(table(result))
+        console.print(Fitted(table(result)))
         console.print()
         console.print(samples(result), highlight=False)
     console.print()
@@ -149,12 +150,13 @@ def _measure(
     begun: list[ModelResult],
 ) -> None:  # fmt: skip
     runs = sum(len(formats_of(s, formats)) for s in subjects)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    room = (BarColumn(), MofNCompleteColumn()) if console.width >= 100 else ()
+    columns = (TextColumn("{task.description}"), *room, TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("loading", total=runs * (len(tokens) - 1 + settings.generate))
 
         def tick(label: str, work: float) -> None:
-            progress.update(task, description=f"{label:28}", advance=work)
+            progress.update(task, description=label, advance=work)
 
         for s in subjects:
             measure(s, tokens, settings, formats, tick, begun)

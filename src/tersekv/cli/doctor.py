@@ -19,6 +19,7 @@ from .. import __version__, env, plan
 from ..testing.cases import OPS, cases
 from ..testing.make import make
 from .arguments import screen
+from .tables import Fitted
 
 _COMPILERS = ("gcc", "clang", "cc")
 
@@ -30,11 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what there is. Always 0: a machine without a GPU is not ill."""
     console = screen()
-    console.print(_pairs("versions", versions()))
-    console.print(_pairs("devices", devices()))
+    console.print(Fitted(_pairs("versions", versions())))
+    console.print(Fitted(_pairs("devices", devices())))
     for device in usable_devices():
-        console.print(backends(device))
-    console.print(_pairs("environment", environment()))
+        console.print(Fitted(backends(device)))
+    console.print(Fitted(_pairs("environment", environment())))
     for hint in hints():
         console.print(f"hint: {hint}", markup=False, highlight=False)
     return 0
@@ -141,6 +142,6 @@ def _pairs(title: str, pairs: Iterator[tuple[str, str]]) -> Table:
 
 def _table(title: str, *columns: str) -> Table:
     t = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        t.add_column(name, overflow="fold")
+    for i, name in enumerate(columns):
+        t.add_column(name, no_wrap=i == 0)
     return t

@@ -22,6 +22,7 @@ from ..testing.cases import OPS, Case, cases, formats_of
 from ..testing.verify import FAILED, PASSED, UNSUPPORTED, Result, verify
 from ..testing.verify import run as run_case
 from .arguments import Interruption, add_device, complain, names, positive, screen, unusable, unwritable
+from .tables import Fitted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             done = f"{len(results)} of {args.random}, " if args.random else ""
             status.update(f"{done}{r.case.id}: {r.status}")
     seconds = time.perf_counter() - start
-    console.print(table(results, args.device))
+    console.print(Fitted(table(results, args.device), heads=2))
     for text in failures(results):
         console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
     for text in refusals(results):
@@ -133,10 +134,12 @@ def table(results: Iterable[Result], device: str) -> Table:
         row.error = max(row.error, r.error or 0.0)
         if r.backend and r.status != UNSUPPORTED:
             row.backends.add(r.backend)
-    t = Table(title=f"tersekv {__version__} on {device_name(device)}", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("operation", "format", "backend"):
+    t = Table(title=f"tersekv {__version__} on {device_name(device)}", box=box.SIMPLE_HEAD)
+    t.padding, t.pad_edge, t.show_edge = (0, 1, 0, 0), False, False  # fits into 80 columns
+    for name in ("operation", "format"):
         t.add_column(name, no_wrap=True)
-    for name in ("passed", "failed", "unsupported", "error"):
+    t.add_column("backend")
+    for name in ("passed", "failed", "unsup-\nported", "error"):
         t.add_column(name, justify="right", no_wrap=True)
     order = [(op, fmt) for op in OPS for fmt in formats_of(op)]
     for (op, fmt), row in sorted(rows.items(), key=lambda item: order.index(item[0])):
