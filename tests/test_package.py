@@ -102,6 +102,27 @@ def test_the_source_distribution_holds_the_repository_and_no_caches(dist):
     assert not [n for n in names if n.endswith(".pyc") or unwanted & set(Path(n).parts)]
 
 
+def test_the_notice_names_what_is_not_this_projects_own(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith("licenses/NOTICE")]
+        notice, names = archive.read(name).decode(), archive.namelist()
+        told = archive.read("tersekv/demo/NOTICE.txt").decode()
+    assert "Apache License, Version 2.0" in notice
+    for path in ("tersekv/demo/heldout.txt", "tersekv/demo/NOTICE.txt"):
+        assert path in notice
+        assert path in names
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in told
+    texts = [n for n in names if n.startswith("tersekv/") and n.endswith(".txt")]
+    assert sorted(texts) == ["tersekv/demo/NOTICE.txt", "tersekv/demo/heldout.txt"], "say whose a new text is in NOTICE"
+
+
+def test_no_file_of_the_source_distribution_is_empty(dist):
+    (archive,) = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        empty = [m.name for m in tar if m.isfile() and not m.size]
+    assert [n for n in empty if Path(n).name not in ("py.typed", "__init__.py", "dependency_links.txt")] == []
+
+
 def test_the_wheel_runs_by_itself(installed, tmp_path):
     where = run(installed / "python", "-c", "import tersekv; print(tersekv.__file__)", **here(tmp_path)).strip()
     assert Path(where).is_relative_to(installed.parent)

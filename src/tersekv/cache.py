@@ -20,7 +20,7 @@ from .formats import (
     latent_bytes_per_token,
     latent_format,
 )
-from .layers import PagedKVLayer, PagedLatentLayer, Scale
+from .layers import PagedKVLayer, PagedLatentLayer, Scale, apart, together, values_of
 
 _Layer = TypeVar("_Layer", PagedKVLayer, PagedLatentLayer)
 
@@ -39,6 +39,9 @@ class _PagedCache(Generic[_Layer]):
             if _geometry(layer) != _geometry(layers[0]):
                 raise ValueError(f"layers: want layers alike, got {layers[0]!r} and {layer!r} at {i}")
         self.layers: tuple[_Layer, ...] = tuple(layers)
+
+    def __reduce__(self) -> tuple:
+        return _restored, (type(self), *apart([values_of(layer) for layer in self.layers]))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} layers, the first {self[0]!r})"
@@ -247,6 +250,14 @@ class PagedLatentCache(_PagedCache[PagedLatentLayer]):
     @property
     def bytes_per_token(self) -> int:
         return len(self) * latent_bytes_per_token(self.format, self.kv_lora_rank, self.qk_rope_head_dim)
+
+
+def _restored(kind: type, buffers: list[Tensor], listed: list[list]) -> PagedKVCache | PagedLatentCache:
+    """A cache, unpickled."""
+    return kind.from_tensors(together(kind._kind, buffers, listed))  # type: ignore[attr-defined]
+
+
+torch.serialization.add_safe_globals([_restored, PagedKVCache, PagedLatentCache])
 
 
 def _rows(f: KVFormat, outer: tuple, dim: int, inline: bool, device) -> list[Tensor | None]:

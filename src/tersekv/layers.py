@@ -7,8 +7,9 @@ other strides, and scales that live inside the row are strided views of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,9 @@ class PagedKVLayer:
     v_scale: Scale = 1.0
     k_scale_cache: Tensor | None = None
     v_scale_cache: Tensor | None = None
+
+    def __reduce__(self) -> tuple:
+        return restored, (PagedKVLayer, *apart([values_of(self)]))
 
     def __repr__(self) -> str:
         return f"PagedKVLayer({self.format!r}, k={list(self.k.shape)}, v={list(self.v.shape)}, {str(self.k.device)!r})"
@@ -133,6 +137,9 @@ class PagedLatentLayer:
     kv_scale: Scale = 1.0
     ckv_scale_cache: Tensor | None = None
 
+    def __reduce__(self) -> tuple:
+        return restored, (PagedLatentLayer, *apart([values_of(self)]))
+
     def __repr__(self) -> str:
         shapes = f"ckv={list(self.ckv.shape)}, kpe={list(self.kpe.shape)}"
         return f"PagedLatentLayer({self.format!r}, {shapes}, {str(self.ckv.device)!r})"
@@ -193,6 +200,53 @@ class PagedLatentLayer:
     @property
     def num_pages(self) -> int:
         return self.ckv.shape[0]
+
+
+def values_of(layer: PagedKVLayer | PagedLatentLayer) -> list:
+    return [getattr(layer, f.name) for f in fields(layer)]
+
+
+def apart(values: Sequence[Sequence]) -> tuple[list[Tensor], list[list]]:
+    """The values of some objects as what can be pickled and saved: whole buffers in bytes, each once, and the rest.
+
+    A tensor becomes (buffer, offset, dtype, shape, strides): pickle knows no fp8, and torch.save no views of one buffer
+    in several dtypes.
+    """
+    buffers: dict[int, tuple[int, Tensor]] = {}
+
+    def place(x: object) -> object:
+        if not isinstance(x, Tensor):
+            return x
+        memory = x.untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(memory)
+        i, _ = buffers.setdefault(memory._cdata, (len(buffers), whole))
+        return i, x.storage_offset(), str(x.dtype).removeprefix("torch."), tuple(x.shape), x.stride()
+
+    listed = [[place(x) for x in of_one] for of_one in values]
+    return [whole for _, whole in buffers.values()], listed
+
+
+def together(kind: type, buffers: list[Tensor], listed: list[list]) -> list:
+    """The objects whose values `apart` took apart, over the same buffers."""
+
+    def view(x: Any) -> Any:
+        if not isinstance(x, tuple):
+            return x
+        i, offset, dtype, shape, strides = x
+        home = torch.empty(0, dtype=getattr(torch, dtype), device=buffers[i].device)
+        return home.set_(buffers[i].untyped_storage(), offset, shape, strides)
+
+    return [kind(*map(view, values)) for values in listed]
+
+
+def restored(kind: type, buffers: list[Tensor], listed: list[list]) -> Any:
+    """One object, unpickled."""
+    (found,) = together(kind, buffers, listed)
+    return found
+
+
+# So that torch.load takes them with weights_only, which is its default.
+torch.serialization.add_safe_globals([restored, PagedKVLayer, PagedLatentLayer])
 
 
 def _latent_row_views(rows: Tensor, f: KVFormat, rank: int) -> tuple[Tensor, Tensor, Tensor]:

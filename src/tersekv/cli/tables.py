@@ -85,7 +85,7 @@ def flowed(parts: Sequence[str], width: int, begin: str, between: str, deeper: s
         if line:
             yield line
             begin, deeper = begin + deeper, ""
-        *full, line = textwrap.wrap(begin + part, width, subsequent_indent=begin + "  ", drop_whitespace=True) or [""]
+        *full, line = textwrap.wrap(begin + part, width, subsequent_indent=begin + "  ", break_on_hyphens=False) or [""]
         yield from full
     if line:
         yield line

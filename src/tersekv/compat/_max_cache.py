@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers import PagedLatentLayer
+from ..layers import PagedLatentLayer, apart, restored
 from ._adapt import tensor, whole
 
 
@@ -20,6 +20,9 @@ class PagedKVCache(NamedTuple):
     max_seq_length: int
     max_cache_length: int
     scales: Tensor | None = None
+
+    def __reduce__(self) -> tuple:
+        return restored, (PagedKVCache, *apart([self]))
 
     def cache_length(self, request: int) -> int:
         """Tokens that a request held before this step. Reads the tensor on the host."""
@@ -64,6 +67,11 @@ class PagedKVCacheCollection:
         self.lookup_table = tensor("lookup_table", lookup_table)
         self.max_seq_length = whole("max_seq_length", max_seq_length)
         self.max_cache_length = whole("max_cache_length", max_cache_length)
+
+    def __reduce__(self) -> tuple:
+        bounds = self.max_seq_length, self.max_cache_length
+        values = self.blocks, self.cache_lengths, self.lookup_table, *bounds, self.scales
+        return restored, (PagedKVCacheCollection, *apart([values]))
 
     def get_key_cache(self, layer_idx: int) -> PagedKVCache:
         """Keys of a layer (MLA: its latent rows), a view."""
@@ -118,3 +126,6 @@ def plan_into(
     left = ends[-1] - first[:, 0]
     # MAX marks the chunks after the last one with -1; a last one may be empty.
     buffer_lengths.copy_(torch.where(left < 0, -1, left.clamp(max=buffer_size)))
+
+
+torch.serialization.add_safe_globals([PagedKVCache, PagedKVCacheCollection])
