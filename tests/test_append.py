@@ -10,10 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from no_sync import NoHostReads
 
-from tersekv import KV_FORMATS, PagedKVCache, PagedKVLayer, append
+from tersekv import KV_FORMATS, PagedKVCache, PagedKVLayer, PagedLatentCache, append, mla_append
 from tersekv.calls import AppendCall
 from tersekv.plan import dispatch
 
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 INDEX = (torch.int32, torch.int64, torch.uint32)
 SCALED = ("fp8_e4m3", "fp8_e5m2", "nvfp4")
 HALF = ("bf16", "fp16")  # a NaN stays one, but which of their NaNs it becomes is left open
@@ -255,6 +256,29 @@ def test_of_two_tokens_with_one_slot_the_last_stays_whole():
     k = torch.stack([torch.full((1, 16), n) for n in (1.0, 2.0, 3.0, 4.0)])
     append(k, k, layer, torch.tensor([2, 2, 0, 2]), backend="torch")
     assert torch.equal(layer.k_scale_cache[0, :, 0] * 127, torch.tensor([3.0, 0.0, 4.0, 0.0]))
+
+
+REFUSED_CODES = [("fp8_e4m3", E5M2), ("fp8_e5m2", E4M3), ("fp8_per_token_head", E4M3), ("bf16", E4M3), ("nvfp4", E4M3)]
+
+
+@pytest.mark.parametrize(("format", "dtype"), REFUSED_CODES, ids=str)
+def test_codes_go_into_an_fp8_cache_of_their_dtype_only(format, dtype):
+    layer = PagedKVCache.allocate(1, 2, 4, 2, 32, format=format)[0]
+    rows, slots = torch.zeros(3, 2, 32).to(dtype), torch.arange(3)
+    with pytest.raises(ValueError, match=r"^k: want \[T, H, D\] bfloat16 \| float16 \| float32.*, got .* float8_"):
+        append(rows, rows, layer, slots)
+
+
+def test_codes_of_latent_rows_cannot_be_rotated_and_have_no_group_scales():
+    rows, slots, table = torch.zeros(3, 576).to(E4M3), torch.arange(3), torch.zeros(9, 64)
+    parts = rows[:, :512], rows[:, 512:]
+    fp8, grouped = (PagedLatentCache.allocate(1, 2, 4, format=f)[0] for f in ("fp8_e4m3", "fp8_ds_mla"))
+    mla_append(*parts, fp8, slots)
+    for layer, turn in ((fp8, {"cos_sin_cache": table, "positions": slots}), (grouped, {})):
+        with pytest.raises(
+            ValueError, match=r"^kv_c: want \[T, L\] bfloat16 \| float16 \| float32, got .* float8_e4m3fn"
+        ):
+            mla_append(*parts, layer, slots, **turn)
 
 
 def test_gradients_do_not_follow_into_the_cache():

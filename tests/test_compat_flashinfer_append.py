@@ -341,6 +341,25 @@ def test_append_paged_mla_kv_cache_writes_two_views_of_one_buffer(stored):
 UNSCALED = r"bfloat16 \| float16 \| float8_e4m3fn \| float8_e5m2"
 
 
+@pytest.mark.parametrize("stored", [E4M3, E5M2])
+def test_plain_appends_copy_codes_of_an_fp8_cache_byte_for_byte(stored):
+    """All 256 codes, NaNs among them."""
+    indices, indptr, batch, positions = RAGGED.indices_of(torch.int32)
+    codes = torch.arange(2 * T * 80).to(torch.uint8).view(2, T, 2, 40)
+    places = [RAGGED.place(t) for t in range(T)]
+    both = poisoned(8, 2, 4, 2, 40, dtype=stored)
+    pages = both[:, 0], both[:, 1]
+    before = [p.clone() for p in pages]
+    fi.append_paged_kv_cache(*codes.view(stored), batch, positions, both, indices, indptr, None)
+    check_caches(pages, before, {p: (codes[0, t], codes[1, t]) for t, p in enumerate(places) if p})
+    buffer = poisoned(8, 4, 80, dtype=stored)
+    pair = buffer[..., :64], buffer[..., 64:]
+    before = [p.clone() for p in pair]
+    rows = codes[0].reshape(T, 80).split([64, 16], 1)
+    fi.append_paged_mla_kv_cache(*(x.view(stored) for x in rows), batch, positions, *pair, indices, indptr, None)
+    check_caches(pair, before, {p: (rows[0][t], rows[1][t]) for t, p in enumerate(places) if p})
+
+
 def test_bad_plain_appends_name_the_callers_argument():
     indices, indptr, batch, positions = RAGGED.indices_of(torch.int32)
     rows = torch.zeros(T, 2, 8, dtype=BF16)

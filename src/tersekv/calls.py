@@ -26,7 +26,7 @@ from torch import Tensor
 
 
 class AppendCall(NamedTuple):
-    k: Tensor  # [T, H, D] bf16 | fp16 | fp32
+    k: Tensor  # [T, H, D] bf16 | fp16 | fp32, or an fp8 cache's own dtype: codes, stored as they are
     v: Tensor  # [T, H, Dv]
     k_cache: Tensor  # [P, S, H, D] written; any strides
     v_cache: Tensor  # [P, S, H, Dv] written

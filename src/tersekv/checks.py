@@ -127,10 +127,15 @@ def _both(name: str, x: Any, other: str, y: Any) -> None:
 
 def _append(f: SimpleNamespace) -> None:
     s = Shapes(f)
-    s.see("k", "T H D", FLOAT)
+    s.see("k", "T H D", _rows(kv_format(f.format)))
     s.see("v", "T H Dv", [f.k.dtype])
     _kv_caches(f, s, s["D"], s["Dv"], "k", "v")
     _place(f, s)
+
+
+def _rows(fmt: KVFormat) -> tuple[torch.dtype, ...]:
+    """Rows that are stored without being rotated: values, or an fp8 cache's own codes, whose scale the cache keeps."""
+    return (*FLOAT, fmt.storage) if fmt.scale == "tensor" else FLOAT
 
 
 def _rope_append(f: SimpleNamespace) -> None:
@@ -166,7 +171,7 @@ def _joined(rope: Any, nope: Any) -> Any:
 
 def _mla_append(f: SimpleNamespace) -> None:
     s = Shapes(f)
-    s.see("kv_c", "T L", FLOAT)
+    s.see("kv_c", "T L", FLOAT if f.cos_sin_cache is not None else _rows(latent_format(f.format)))
     dtype = [f.kv_c.dtype]
     s.see("k_pe", "T R", dtype)
     _queries(f, s, dtype)

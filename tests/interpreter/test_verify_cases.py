@@ -8,6 +8,7 @@ from tersekv.testing import verify
 from tersekv.testing.cases import cases
 
 APPENDS = list(cases(("append", "rope_append", "mla_append", "merge_states"), quick=True))
+CODES = [c for c in cases(("append", "mla_append"), ("fp8_e4m3", "fp8_e5m2")) if c.name.startswith("codes")]
 DECODES = [
     c
     for op, formats in (("decode", ("bf16", "fp8_per_token_head", "nvfp4")), ("mla_decode", ("bf16", "fp8_ds_mla")))
@@ -17,7 +18,7 @@ DECODES = [
 PREFILLS = [c for c in cases(("mla_prefill",), ("bf16", "fp8_ds_mla")) if c.name == "one token"]
 
 
-@pytest.mark.parametrize("case", [*APPENDS, *DECODES, *PREFILLS], ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [*APPENDS, *CODES, *DECODES, *PREFILLS], ids=lambda c: c.id)
 def test_case(case):
     result = verify.run(case, "cpu", "triton")
     assert result.status == verify.PASSED, result.message

@@ -121,6 +121,21 @@ def test_append_compiles_for_every_chip(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])
+def test_appends_of_codes_copy_them_on_every_chip(arch, fmt):
+    dtype = KV_FORMATS[fmt].storage
+    call = append_call(fmt)
+    rows = {"k": empty(T, 8, 128, dtype=dtype), "v": empty(T, 8, 128, dtype=dtype)}
+    latents = {"kv_c": empty(T, 512, dtype=dtype), "k_pe": empty(T, 64, dtype=dtype)}
+    plain = dict.fromkeys(("q_rope", "q_nope", "cos_sin_cache", "positions", "q_rope_out", "q_nope_out"))
+    mla = mla_call(fmt)._replace(**latents, **plain)
+    for kernel in (compiled("append", call._replace(**rows), arch), compiled("mla_append", mla, arch)):
+        assert_fits(kernel)
+        if "ptx" in kernel:
+            assert not re.search(r"\bcvt\.[\w.]*(e4m3|e5m2|f16|f32)", kernel["ptx"])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_merge_states_compiles_for_every_chip(arch):
     assert_fits(compiled("merge_states", merge_call(), arch))
 

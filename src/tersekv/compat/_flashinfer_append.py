@@ -149,12 +149,13 @@ def append_paged_kv_cache(
 ) -> None:
     """`flashinfer.append_paged_kv_cache`: write rows into a paged K/V cache, without a scale.
 
-        append_key, append_value:  [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32
+        append_key, append_value:  [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32, or an fp8 cache's own dtype
         batch_indices, positions:  [T]  as `get_batch_indices_positions` gives them; negative batch: skipped
         paged_kv_cache:            (k, v) of 4-D tensors or one 5-D tensor [P, 2, ...]; bf16, fp16, e4m3 or e5m2
         kv_last_page_len:          accepted, without effect: `positions` says it all
 
-    An fp8 cache gets the saturating cast of the rows. Raises ValueError or TypeError for a bad argument.
+    An fp8 cache gets the saturating cast of the rows; codes of its own dtype are copied, NaN too. Raises ValueError or
+    TypeError for a bad argument.
     """
     for t in paged_kv_cache if isinstance(paged_kv_cache, (tuple, list)) else (paged_kv_cache,):
         if isinstance(t, Tensor) and t.dtype not in _UNSCALED:
@@ -181,11 +182,12 @@ def append_paged_mla_kv_cache(
 ) -> None:
     """`flashinfer.append_paged_mla_kv_cache`: write latent rows into a paged MLA cache, without a scale.
 
-        append_ckv, append_kpe:  [T, L], [T, R]  bf16 | fp16 | fp32; any L and R
+        append_ckv, append_kpe:  [T, L], [T, R]  bf16 | fp16 | fp32, or an fp8 cache's own dtype; any L and R
         ckv_cache, kpe_cache:    [P, S, L], [P, S, R]  bf16, fp16, e4m3 or e5m2; two tensors or views of one
         kv_last_page_len:        accepted, without effect
 
-    Raises ValueError or TypeError for a bad argument.
+    An fp8 cache gets the saturating cast of the rows; codes of its own dtype are copied, NaN too. Raises ValueError or
+    TypeError for a bad argument.
     """
     pair = tensor("ckv_cache", ckv_cache, "P, S, L"), tensor("kpe_cache", kpe_cache, "P, S, R")
     latent = renamed(_APPEND_NAMES, PagedLatentLayer.of, pair)

@@ -22,7 +22,8 @@ KVLike = PagedKVLayer | Tensor | Sequence[Tensor]
 def append(k: Tensor, v: Tensor, cache: KVLike, slot_mapping: Tensor, *, backend: str | None = None) -> None:
     """Quantise new rows and write them into the paged cache, in place.
 
-        k, v:          [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32, any strides with a dense last dimension
+        k, v:          [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32, any strides with a dense last dimension; or the dtype
+                       of an `fp8_e4m3` or `fp8_e5m2` cache: codes, copied as they are, no scale applied
         cache:         PagedKVLayer, or bare tensors as `PagedKVLayer.of` reads them
         slot_mapping:  [T]  int32 | int64 | uint32; page * S + offset; negative skips the row; slots beyond the cache
                        are dropped (in checked mode they raise)

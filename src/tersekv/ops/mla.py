@@ -43,7 +43,8 @@ def mla_append(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Quantise latent rows and write them into the paged cache, in place; with `cos_sin_cache`, rotate first.
 
-        kv_c, k_pe:      [T, L], [T, R]  bf16 | fp16 | fp32; kv_c is normed already
+        kv_c, k_pe:      [T, L], [T, R]  bf16 | fp16 | fp32; kv_c is normed already. Without cos_sin_cache also the
+                         dtype of an `fp8_e4m3` or `fp8_e5m2` cache: codes, copied as they are, no scale applied
         cache:           PagedLatentLayer, or bare tensors as `PagedLatentLayer.of` reads them
         slot_mapping:    [T]  page * S + offset; negative skips the row; beyond the cache: dropped
         cos_sin_cache:   [max_pos, R] fp32, [cos(R/2) | sin(R/2)]; None: k_pe is stored as it is

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..formats import KV_FORMATS, LATENT_FORMATS, kv_format, latent_format
+from ..formats import KV_FORMATS, LATENT_FORMATS, KVFormat, kv_format, latent_format
 
 Lens = tuple[int, ...]
 
@@ -106,6 +106,11 @@ def _step(name: str, dim: int) -> int:
     return -(-dim // step) * step
 
 
+def _dtype_of(f: KVFormat) -> str:
+    """The dtype of a format's codes, as a case names it."""
+    return str(f.storage).removeprefix("torch.")
+
+
 def _append(base: Case, i: int) -> Iterator[Case]:
     odd = _step(base.format, (40, 72, 80, 96, 104, 120, 80)[i % 7])
     base = replace(base, lens=(20, 3, 0, 40), q_lens=(5, 3, 0, 9), skip=True)
@@ -124,6 +129,9 @@ def _append(base: Case, i: int) -> Iterator[Case]:
         yield replace(case, quick=False)
     if kv_format(base.format).scale == "tensor":
         yield replace(base, name="a scale per head", scale="head", quick=False)
+        codes = replace(base, name="codes", dtype=_dtype_of(kv_format(base.format)), quick=False)
+        yield replace(codes, scale="float", strided=True)
+        yield replace(codes, name="codes kv_indices hnd", place="pages", scale="head", layout="HND", dim=odd, page=3)
     if kv_format(base.format).scale != "none":  # 16-bit NaNs differ in their bits
         yield replace(base, name="nan and inf", special=True, quick=False)
 
@@ -161,7 +169,11 @@ def _mla_append(base: Case, i: int) -> Iterator[Case]:
     if base.format != "fp8_ds_mla":
         yield replace(base, name="split", split=True, quick=False)
     if latent_format(base.format).scale == "tensor":
-        yield replace(base, name="nan and inf", special=True, query=False, rotate=False, quick=False)
+        rows = replace(base, query=False, rotate=False, quick=False)
+        yield replace(rows, name="nan and inf", special=True)
+        rows = replace(rows, dtype=_dtype_of(latent_format(base.format)), scale="float")
+        yield replace(rows, name="codes", strided=True)
+        yield replace(rows, name="codes kv_indices split", place="pages", split=True, rank=72, rope=24, page=3)
 
 
 def _decode(base: Case, i: int) -> Iterator[Case]:

@@ -52,11 +52,13 @@ def column(scale: Tensor | float) -> Tensor:
 
 
 def encode_row(x: Tensor, f: KVFormat, scale: Tensor, inverse: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Codes [..., D] and stored scales (or None) of fp32 rows.
+    """Codes [..., D] and stored scales (or None) of rows of values; rows of fp8 codes are what is stored.
 
     scale:    dequantising, a `column`; formats with neither a tensor's nor a global scale ignore it
     inverse:  the multiplier, where it is what the caller gave
     """
+    if x.dtype in _FLOAT8:  # codes already
+        return x, None
     x, one = x.float(), torch.tensor(1.0)
     inverse = one / scale if inverse is None else inverse
     if f.scale == "none":

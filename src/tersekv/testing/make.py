@@ -24,7 +24,7 @@ from ..calls import (
     MLAProjectCall,
     RopeAppendCall,
 )
-from ..formats import kv_format, latent_format
+from ..formats import FP8, kv_format, latent_format
 from ..ops.mla import mla_prefill_plan
 from ..ops.scales import multiplier, split
 from .cases import Case
@@ -76,7 +76,9 @@ class _Maker:
 
     def new_rows(self, *shape: int) -> Tensor:
         """Rows to append: the first is zero, the third overflows every 8-bit format; `special`: the fifth holds what
-        is not finite."""
+        is not finite. In an 8-bit dtype: codes, any bytes."""
+        if self.dtype in FP8:
+            return self.placed(torch.randint(256, shape, generator=self.random, dtype=torch.uint8).view(self.dtype))
         x = self.normal(*shape)
         x[:1] = 0
         x[2:3] *= 1e4

@@ -41,9 +41,12 @@ def mla_append(call: MLAAppendCall) -> None:
     f = latent_format(call.format)
     scale, inverse = _scales(call.kv_scale, call.kv_scale_t, call.scales_quantize)
     pages, slots = pages[live], slots[live]
-    write_rows(call.ckv, call.ckv_scale_cache, pages, slots, call.kv_c.float()[live], f, scale, inverse)
-    scaled = k_pe[live] * inverse if f.scale == "tensor" else k_pe[live]
-    put(call.kpe, pages, slots, encode(scaled, call.kpe.dtype))
+    write_rows(call.ckv, call.ckv_scale_cache, pages, slots, call.kv_c[live], f, scale, inverse)
+    if call.k_pe.dtype == call.kpe.dtype and f.scale == "tensor":
+        put(call.kpe, pages, slots, call.k_pe[live])
+    else:
+        scaled = k_pe[live] * inverse if f.scale == "tensor" else k_pe[live]
+        put(call.kpe, pages, slots, encode(scaled, call.kpe.dtype))
     _write_query(call, cos, sin, known & ~skipped if call.zero_padding else known)
 
 
@@ -97,8 +100,8 @@ def _write_kv(
     k_scales = _scales(call.k_scale, call.k_scale_t, call.scales_quantize)
     v_scales = _scales(call.v_scale, call.v_scale_t, call.scales_quantize)
     where = pages[live], slots[live]
-    write_rows(call.k_cache, call.k_scale_cache, *where, k.float()[live], f, *k_scales)
-    write_rows(call.v_cache, call.v_scale_cache, *where, v.float()[live], f, *v_scales)
+    write_rows(call.k_cache, call.k_scale_cache, *where, k[live], f, *k_scales)
+    write_rows(call.v_cache, call.v_scale_cache, *where, v[live], f, *v_scales)
 
 
 def _write_query(call: RopeAppendCall | MLAAppendCall, cos: Tensor | None, sin: Tensor | None, keep: Tensor) -> None:

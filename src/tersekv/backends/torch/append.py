@@ -5,14 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tersekv.formats import kv_format
 
 from .exact import exact
 from .place import Places, place, write
-from .quantize import encode, why_no_codec
+from .quantize import encode, values, why_no_codec
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -30,11 +29,11 @@ def run(call: Any, config: None) -> None:
     num_pages, page_size = call.k_cache.shape[:2]
     places = place(call, num_pages, page_size)
     if places is not None:
-        write_kv(call, call.k.to(torch.float32), call.v.to(torch.float32), places)
+        write_kv(call, values(call.k), values(call.v), places)
 
 
 def write_kv(call: Any, k: Tensor, v: Tensor, places: Places) -> None:
-    """Quantise k [T, H, D] and v [T, H, Dv], both fp32, and write codes and scales to the caches of `call`."""
+    """Quantise k [T, H, D] and v [T, H, Dv], both fp32 or codes, and write codes and scales to the caches of `call`."""
     f = kv_format(call.format)
     sides = (
         (k, call.k_cache, call.k_scale_cache, call.k_scale, call.k_scale_t),

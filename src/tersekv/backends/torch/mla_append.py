@@ -5,13 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-from tersekv.formats import TENSOR, latent_format, rope_dtype
+from tersekv.formats import FP8, TENSOR, latent_format, rope_dtype
 
 from .exact import exact
 from .place import place, write
-from .quantize import cast, encode, multiplier, why_no_codec
+from .quantize import cast, encode, multiplier, values, why_no_codec
 from .rope import lookup, rotate
 from .rope_append import write_queries
 
@@ -28,7 +26,7 @@ def configure(f: SimpleNamespace) -> None:
 def run(call: Any, config: None) -> None:
     if call.kv_c.shape[0] == 0:
         return
-    k_pe, cos, sin, known = call.k_pe.to(torch.float32), None, None, None
+    k_pe, cos, sin, known = values(call.k_pe), None, None, None
     if call.cos_sin_cache is not None:
         cos, sin, known = lookup(call.cos_sin_cache, call.positions)
         k_pe = rotate(k_pe, cos, sin, call.interleaved)
@@ -38,11 +36,11 @@ def run(call: Any, config: None) -> None:
     if places is None:
         return
     f = latent_format(call.format)
-    codes, scales = encode(call.kv_c.to(torch.float32), f, call.kv_scale, call.kv_scale_t, call.scales_quantize)
+    codes, scales = encode(values(call.kv_c), f, call.kv_scale, call.kv_scale_t, call.scales_quantize)
     write(call.ckv, codes, places)
     if scales is not None:
         write(call.ckv_scale_cache, scales, places)
     # Only a scale of the tensor covers the rotary part; group scales are the latent's alone.
-    if f.scale == TENSOR:
+    if f.scale == TENSOR and k_pe.dtype not in FP8:
         k_pe = k_pe * multiplier(call.kv_scale, call.kv_scale_t, call.scales_quantize)
-    write(call.kpe, cast(k_pe, rope_dtype(f)), places)
+    write(call.kpe, k_pe if k_pe.dtype in FP8 else cast(k_pe, rope_dtype(f)), places)

@@ -47,11 +47,18 @@ def why_no_codec(f: KVFormat) -> str | None:
     return f"has no codec for {f.name}: scale={f.scale!r}, codes of {f.storage}, {stored}".replace("torch.", "")
 
 
+def values(x: Tensor) -> Tensor:
+    """Rows as `encode` takes them: in fp32, but codes as they are."""
+    return x if x.dtype in FP8 else x.to(torch.float32)
+
+
 def encode(
     x: Tensor, f: KVFormat, value: float, tensor: Tensor | None, quantizes: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`encode_rows` with the scale as a call carries it: a multiplying float, or a tensor [1] or [H] that dequantises
-    unless `quantizes`. x: [T, H, D], or [T, L] with a tensor [1]."""
+    unless `quantizes`. x: [T, H, D], or [T, L] with a tensor [1]; codes of an fp8 cache stay as they are."""
+    if x.dtype in FP8:
+        return x, None
     global_scale = None if tensor is None or quantizes else tensor[:, None]
     return encode_rows(x, f, multiplier(value, tensor, quantizes), global_scale)
 

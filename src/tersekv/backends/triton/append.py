@@ -10,7 +10,7 @@ import triton.language as tl
 
 from . import blocks, launch
 from .bind import Bound, Fields, Step, bound
-from .quant import store
+from .quant import store, write_codes
 from .rows import (
     all_asked,
     cache_offsets,
@@ -19,6 +19,7 @@ from .rows import (
     locate,
     offsets,
     read,
+    read_codes,
     read_place,
     read_position,
     take_turn,
@@ -39,11 +40,18 @@ def append_rows(
     PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr, NATIVE: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr,
     ASM: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise and write one block of rows [tokens, H, D]; with `angles`, tokens that have no position are dropped."""
+    """Quantise and write one block of rows [tokens, H, D]; with `angles`, tokens that have no position are dropped.
+
+    Rows of bytes are codes of an fp8 cache, and are copied.
+    """
+    CODES: tl.constexpr = p_x.dtype.element_ty == tl.uint8
     token, head = token_and_head(block, tokens, H, ROWS)
     at_x = offsets(token, head, strides, UNIT // 2 if WORDS else UNIT)
     take_turn(OVERLAPS, LATE)
-    x = read_words(p_x, at_x, D, C) if WORDS else read(p_x, at_x, D, C)
+    if CODES:
+        x = read_codes(p_x, at_x, D, C)
+    else:
+        x = read_words(p_x, at_x, D, C) if WORDS else read(p_x, at_x, D, C)
     place = read_place(token, places)
     if angles[0] is not None:
         position = read_position(token, angles)
@@ -53,9 +61,12 @@ def append_rows(
     if angles[0] is not None:
         _, known = find_angles(position, angles)
         written = written & known
-    multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
     at = cache_offsets(page, entry, head, strides_codes, UNIT)
     at_scales = cache_offsets(page, entry, head, strides_scales, 1)
+    if CODES:
+        write_codes(p_codes, at, x, written, D)
+        return
+    multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
     if WORDS:
         FP16: tl.constexpr = p_x.dtype.element_ty == tl.float16
         store_words(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FP16, ASM, WORDS == 2)

@@ -139,6 +139,16 @@ def read(p, at, D: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def read_codes(p, at, D: tl.constexpr, C: tl.constexpr):
+    """Rows [ROWS, C] of bytes."""
+    c = tl.arange(0, C)[None, :]
+    if D == C:
+        return tl.load(p + at + c)
+    else:
+        return tl.load(p + at + c, mask=c < D, other=0)
+
+
+@triton.jit
 def write(p, x, D: tl.constexpr):
     """Columns up to D of rows x [ROWS, C], in p's type, at pointers p [ROWS, 1]."""
     c = tl.arange(0, x.shape[1])[None, :]
