@@ -114,8 +114,8 @@ INDEX = "int32 | int64 | uint32"
 FLOAT = "bfloat16 | float16 | float32"
 BAD_VALUES = [
     # operation, what is changed, the whole message
-    ("append", {"k": bf(3, 2)}, f"k: want [T, H, D] {FLOAT}, got [3, 2] bfloat16"),
-    ("append", {"k": bf(3, 2, 32).double()}, f"k: want [T, H, D] {FLOAT}, got [3, 2, 32] float64"),
+    ("append", {"k": bf(3, 2)}, f"k: want [T, H, D] {FLOAT} | float8_e4m3fn, got [3, 2] bfloat16"),
+    ("append", {"k": bf(3, 2, 32).double()}, f"k: want [T, H, D] {FLOAT} | float8_e4m3fn, got [3, 2, 32] float64"),
     ("append", {"v": bf(4, 2, 16)}, "v: want [T=3, H=2, Dv] bfloat16, got [4, 2, 16] bfloat16 (T as in k)"),
     ("append", {"v": bf(3, 2, 16).half()}, "v: want [T=3, H=2, Dv] bfloat16, got [3, 2, 16] float16"),
     ("append", {"k": bf(3, 32, 2).mT}, "k: want stride 1 in the last dimension, got strides [64, 1, 2]"),

@@ -193,6 +193,22 @@ BAD_MLA = {
     ),
     "v columns": ({"v_cache": torch.zeros(P, S, 256, dtype=E4M3)}, "v_cache: want the rows of k_cache"),
     "output": ({"output": torch.zeros(3, 1, 4, 512, dtype=BF16)}, "output: want"),
+    "output as wide as a row": (
+        {"output": torch.zeros(3, 1, 5, 576, dtype=BF16)},
+        "output: want [B, 1, H, L], L below the 576 columns of a row, got [3, 1, 5, 576]",
+    ),
+    "output as wide as a row of other memory": (
+        {"output": torch.zeros(3, 1, 5, 576, dtype=BF16), "v_cache": torch.zeros(P, S, 576, dtype=E4M3)},
+        "output: want [B, 1, H, L], L below the 576 columns of a row, got [3, 1, 5, 576]",
+    ),
+    "output as wide as a query of 656-byte rows": (
+        {
+            "k_cache": torch.zeros(P, S, 656, dtype=torch.uint8),
+            "q": torch.zeros(3, 1, 5, 576, dtype=BF16),
+            "output": torch.zeros(3, 1, 5, 576, dtype=BF16),
+        },
+        "output: want [B, 1, H, L], L below the 576 columns of a row, got [3, 1, 5, 576]",
+    ),
     "table": ({"page_table": torch.zeros(2, 4, dtype=torch.int32)}, "page_table: want"),
     "scale": ({"kv_scale": torch.ones(2)}, "kv_scale: want"),
 }

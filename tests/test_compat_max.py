@@ -1,5 +1,6 @@
 """MAX's signatures: views without copies, the branches against dense references, the planner's known answer."""
 
+import inspect
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mla_cases import DEAD, Case, codes_rms, quantised, reference, relative, value
 
-from tersekv import mla_prefill_plan
+from tersekv import PagedLatentLayer, mla_prefill, mla_prefill_plan
 from tersekv.compat import _max_branches
 from tersekv.compat import max as mx
 
@@ -223,7 +224,29 @@ def test_no_token_is_a_no_op():
     assert torch.equal(step.blocks.view(torch.uint8), blocks.view(torch.uint8))
 
 
-def test_more_tokens_than_the_buffer_raise_before_anything_is_touched():
+def test_a_short_buffer_is_a_chunk_whose_tokens_alone_are_seen():
+    """As on a GPU, where the lengths are not known on the host."""
+    step, native, whole = Step(), Step(), Step()
+    lens, news = step.case.lens, [n for _, n in step.case.requests]
+    chunks = mla_prefill_plan(lens, news, buffer_tokens=15)
+    t = native.case.t
+    first = chunks._replace(
+        buffer_row_offsets=chunks.buffer_row_offsets[:1], cache_offsets=chunks.cache_offsets[:1], buffer_lengths=[15]
+    )
+    want = mla_prefill(
+        t["q"], PagedLatentLayer.of(native.blocks[:, 0, LAYER], kv_lora_rank=256), t["page_table"], t["cache_lens"],
+        t["cu"], t["freqs"], t["gamma"], t["w"], first, softmax_scale=0.11, kv_b_proj_scale=t["w_scale"],
+    )  # fmt: skip
+    step.buffer = (chunks.buffer_row_offsets[0], step.buffer[1], 15)
+    step.prefill()
+    assert torch.equal(step.output, want)
+    whole.prefill()
+    assert torch.equal(step.output[:5], whole.output[:5]), "the first request lies in the buffer"
+    assert not torch.equal(step.output, whole.output)
+
+
+def test_more_tokens_than_the_buffer_raise_in_checked_mode_before_anything_is_touched(monkeypatch):
+    monkeypatch.setenv("TERSEKV_CHECKED", "1")
     step = Step()
     q, blocks = step.case.t["q"].clone(), step.blocks.clone()
     step.buffer = (*step.buffer[:2], 21)
@@ -242,13 +265,31 @@ def test_more_tokens_than_the_buffer_raise_before_anything_is_touched():
         ("k_scale_granularity", 1),
         ("mask_str", "null"),
         ("score_mod_str", "alibi"),
+        ("target", "gpu"),
+        ("target", "tpu"),
+        ("target", 0),
     ],
 )
 def test_other_type_parameters_raise(option, bad):
     step = Step()
     for call in (step.prefill, step.decode, lambda **o: step.graph(1, **o)):
-        with pytest.raises(ValueError, match=option if "str" in option else "k_scale_granularity"):
+        with pytest.raises(ValueError, match=f"^{option}: want .*got {bad!r}$"):
             call(**{option: bad})
+
+
+def test_every_type_parameter_of_max_is_a_keyword():
+    plain, told = Step(), Step()
+    plain.prefill()
+    told.prefill(
+        m_scale_granularity=1, n_scale_granularity=128, k_scale_granularity=128, mask_str="causal",
+        score_mod_str="no_pos", target="cpu",
+    )  # fmt: skip
+    assert torch.equal(told.output, plain.output)
+    for name in mx.__all__:
+        if "branch" in name or "graph" in name:
+            wanted = {"mask_str", "score_mod_str", "target"}
+            wanted |= {f"{x}_scale_granularity" for x in "mnk"} if name.endswith("fp8") else set()
+            assert wanted <= set(inspect.signature(getattr(mx, name)).parameters), name
 
 
 def test_arguments_come_in_the_order_of_the_reference_page():
@@ -392,7 +433,11 @@ def test_the_planner_agrees_with_the_one_on_the_host(requests, buffer):
     assert all(n in (0, -1) for n in lengths[used:])
 
 
-def test_the_planner_refuses_what_does_not_fit():
+def test_the_planner_refuses_what_does_not_fit(monkeypatch):
+    rows, _, lengths = plan(((0, 10), (5, 25)), 8, 4)
+    assert lengths == [8] * 4, "8 tokens are in no chunk"
+    assert [r[-1] for r in rows] == [8] * 4
+    monkeypatch.setenv("TERSEKV_CHECKED", "1")
     with pytest.raises(ValueError, match="buffer_lengths: want at least 5 chunks of 8 tokens, got 4"):
         plan(((0, 10), (5, 25)), 8, 4)
     with pytest.raises(TypeError, match="k_cache: want a cache with cache_lengths, got NoneType"):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import env
 from ..layers import PagedLatentLayer
 from ..ops.mla import MLAPrefillPlan, mla_prefill
 from ..ops.mla_branch import mla_decode_branch
@@ -59,11 +60,8 @@ def prefill(
     for name, x in (("buffer_row_offsets", rows), ("cache_offsets", starts)):
         if tensor(name, x).dim() != 1:
             raise ValueError(f"{name}: want [B + 1], one chunk, got {list(x.shape)}")
-    lengths, offsets = step.kv_collection.cache_lengths, step.input_row_offsets
-    if lengths.device.type == offsets.device.type == "cpu" and len(offsets) == len(lengths) + 1:
-        held = int(_lens(step).sum())
-        if held > length:
-            raise ValueError(f"buffer_length: want room for the {held} tokens that the requests hold, got {length}")
+    if env.checked():
+        _has_room(step, length)
     plan = MLAPrefillPlan(rows[None], starts[None], [length], _max_q_len(step))
     kv_c, k_pe = _raw(step, layer)
     call = partial(
@@ -115,9 +113,13 @@ def _layer(step: Step) -> PagedLatentLayer:
     return renamed(_NAMES, cache.latent, step.kv_norm_gamma.shape[0])
 
 
-def _lens(step: Step) -> Tensor:
-    """Tokens of each request in the cache, the new ones included: [B] int32."""
-    return step.kv_collection.cache_lengths.to(torch.int32) + step.input_row_offsets.to(torch.int32).diff()
+def _has_room(step: Step, length: int) -> None:
+    """Raise unless the buffer holds all tokens of the requests, the new ones included. Synchronises with the device."""
+    cached, starts = (x.to(torch.int64) for x in (step.kv_collection.cache_lengths, step.input_row_offsets))
+    if len(starts) == len(cached) + 1:  # else the operation says what is wrong
+        held = int((cached + starts.diff()).sum())
+        if held > length:
+            raise ValueError(f"buffer_length: want room for the {held} tokens that the requests hold, got {length}")
 
 
 def _max_q_len(step: Step) -> int:
@@ -125,11 +127,18 @@ def _max_q_len(step: Step) -> int:
 
 
 def check_granularity(m: int, n: int, k: int) -> None:
-    if (m, n, k) != (1, 128, 128):
-        raise ValueError(f"m, n, k_scale_granularity: want 1, 128, 128, got {m}, {n}, {k}")
+    for name, want, got in (("m", 1, m), ("n", 128, n), ("k", 128, k)):
+        if got != want:
+            raise ValueError(f"{name}_scale_granularity: want {want}, got {got!r}")
 
 
-def check_variant(mask_str: str, score_mod_str: str) -> None:
-    for name, want, got in (("mask_str", "causal", mask_str), ("score_mod_str", "no_pos", score_mod_str)):
+def check_variant(mask_str: str, score_mod_str: str, target: str | None, q: object) -> None:
+    """Raise for type parameters that are not the one variant there is, or not the tensors' device."""
+    own = "cpu" if isinstance(q, Tensor) and q.device.type == "cpu" else "gpu"
+    for name, want, got in (
+        ("mask_str", "causal", mask_str),
+        ("score_mod_str", "no_pos", score_mod_str),
+        ("target", own, own if target is None else target),
+    ):
         if got != want:
             raise ValueError(f"{name}: want {want!r}, got {got!r}")

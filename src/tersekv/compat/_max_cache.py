@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import env
 from ..layers import PagedLatentLayer, apart, restored
 from ._adapt import tensor, whole
 
@@ -106,7 +107,7 @@ def plan_into(
     input_row_offsets: Tensor, cache_lengths: Tensor, buffer_size: int,
 ) -> None:  # fmt: skip
     """Write the rows that each request has in each chunk. Chunk c holds tokens [c, c + 1) * buffer_size of all
-    requests laid end to end. Nothing is read on the host, unless it lies there.
+    requests laid end to end. Nothing is read on the host, but in checked mode.
     """
     new = input_row_offsets.to(torch.int64).diff()
     if len(new) != len(cache_lengths):
@@ -117,7 +118,7 @@ def plan_into(
             raise ValueError(f"{name}: want [max_chunks={chunks}, B+1={columns}], got {list(x.shape)}")
     lens = cache_lengths.to(torch.int64) + new
     ends = torch.cat([lens.new_zeros(1), lens.cumsum(0)])
-    if ends.device.type == "cpu" and int(ends[-1]) > chunks * buffer_size:
+    if env.checked() and int(ends[-1]) > chunks * buffer_size:
         need = -(-int(ends[-1]) // buffer_size)
         raise ValueError(f"buffer_lengths: want at least {need} chunks of {buffer_size} tokens, got {chunks}")
     first = torch.arange(chunks, device=ends.device)[:, None] * buffer_size

@@ -254,6 +254,9 @@ def xqa_mla(
     lens = beam_lens(seq_lens)
     rank = output.shape[-1]
     k, v = latent_rows("k_cache", k_cache, page_size), latent_rows("v_cache", v_cache, page_size)
+    columns = min(query.shape[-1], k.shape[-1])
+    if not 0 < rank < columns:
+        raise ValueError(f"output: want [B, 1, H, L], L below the {columns} columns of a row, got {list(output.shape)}")
     if k.dtype != v.dtype or v.shape[-1] < min(rank, k.shape[-1]) or v.shape[0] != k.shape[0]:
         raise ValueError(
             f"v_cache: want the rows of k_cache {list(k.shape)} {dtype_name(k.dtype)}, or their first {rank} columns, "

@@ -2,8 +2,9 @@
 
     from tersekv.compat.max import PagedKVCacheCollection, mla_prefill_branch_fp8
 
-MAX's type parameters are keywords: granularities 1, 128, 128, mask "causal", score mod "no_pos"; others raise. `ctx` is
-accepted and not used, and the device is that of the tensors. Every branch writes `output` in place.
+MAX's type parameters are keywords: granularities 1, 128, 128, mask "causal", score mod "no_pos", and `target` "cpu" or
+"gpu" as the tensors' device is; others raise. What MAX infers (dtypes, the collection's type) the tensors say. `ctx` is
+accepted and not used. Every branch writes `output` in place.
 
 NOTE: no branch is idempotent. The new tokens' raw rows lie in the cache already, and are rotated and normed there; the
 prefill branches rotate q in place too. Newer MAX hands the raw rows over instead: `kv_input` [T, kv_lora_rank + rope]
@@ -36,8 +37,8 @@ def mla_prefill_branch_fp8(
     kv_collection: PagedKVCacheCollection, layer_idx: int, scale: float, epsilon: float, buffer_row_offsets: Tensor,
     cache_offsets: Tensor, buffer_length: int, kv_b_proj: Tensor, kv_b_proj_scale: Tensor, ctx: object = None,
     *, m_scale_granularity: int = 1, n_scale_granularity: int = 128, k_scale_granularity: int = 128,
-    mask_str: str = "causal", score_mod_str: str = "no_pos", kv_input: Tensor | None = None,
-    backend: str | None = None,
+    mask_str: str = "causal", score_mod_str: str = "no_pos", target: str | None = None,
+    kv_input: Tensor | None = None, backend: str | None = None,
 ) -> None:  # fmt: skip
     """Rotate q and the new keys, norm the new latents, gather, quantise, up-project and attend, in one go.
 
@@ -50,15 +51,17 @@ def mla_prefill_branch_fp8(
         scale:               of the scores
         buffer_row_offsets:  [B + 1]  rows of each request in the up-projection buffer
         cache_offsets:       [B + 1]  first cached token of each request in the buffer; only B are read
-        buffer_length:       rows of the buffer; 0: nothing happens, `output` stays as it is
+        buffer_length:       rows of the buffer; 0: nothing happens, `output` stays as it is. With fewer than the
+                             requests hold, `output` is attention to the tokens in the buffer alone
         kv_b_proj:           [H * (nope + v_head_dim), kv_lora_rank]  e4m3, per head [nope | v]
         kv_b_proj_scale:     [N/128, K/128]  fp32
 
-    One call handles one buffer. Raises ValueError if the requests hold more tokens than it, where the lengths lie on
-    the host (`tersekv.mla_prefill` runs in chunks), and ValueError or TypeError for arguments that do not fit.
+    One call handles one buffer. Requests that hold more tokens than it raise ValueError in checked mode; elsewhere the
+    tokens beyond it are not seen, as in MAX, since only the device knows the lengths (`tersekv.mla_prefill` runs in
+    chunks). Raises ValueError or TypeError for arguments that do not fit.
     """
     check_granularity(m_scale_granularity, n_scale_granularity, k_scale_granularity)
-    check_variant(mask_str, score_mod_str)
+    check_variant(mask_str, score_mod_str, target, q)
     step = Step(
         output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
         backend,
@@ -71,11 +74,11 @@ def mla_prefill_branch_bf16(
     output: Tensor, q: Tensor, input_row_offsets: Tensor, freqs_cis: Tensor, kv_norm_gamma: Tensor,
     kv_collection: PagedKVCacheCollection, layer_idx: int, scale: float, epsilon: float, buffer_row_offsets: Tensor,
     cache_offsets: Tensor, buffer_length: int, kv_b_proj: Tensor, ctx: object = None,
-    *, mask_str: str = "causal", score_mod_str: str = "no_pos", kv_input: Tensor | None = None,
-    backend: str | None = None,
+    *, mask_str: str = "causal", score_mod_str: str = "no_pos", target: str | None = None,
+    kv_input: Tensor | None = None, backend: str | None = None,
 ) -> None:  # fmt: skip
     """`mla_prefill_branch_fp8` with kv_b_proj in q's dtype; latents are not quantised."""
-    check_variant(mask_str, score_mod_str)
+    check_variant(mask_str, score_mod_str, target, q)
     step = Step(
         output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
         backend,
@@ -88,8 +91,8 @@ def mla_decode_branch_fp8(
     kv_collection: PagedKVCacheCollection, layer_idx: int, scale: float, epsilon: float, w_uk: Tensor,
     w_uk_scale: Tensor, w_uv: Tensor, w_uv_scale: Tensor, ctx: object = None,
     *, m_scale_granularity: int = 1, n_scale_granularity: int = 128, k_scale_granularity: int = 128,
-    mask_str: str = "causal", score_mod_str: str = "no_pos", kv_input: Tensor | None = None,
-    backend: str | None = None,
+    mask_str: str = "causal", score_mod_str: str = "no_pos", target: str | None = None,
+    kv_input: Tensor | None = None, backend: str | None = None,
 ) -> None:  # fmt: skip
     """Rotate and norm as the prefill branch does, then q_nope · w_uk → absorbed attention → · w_uv.
 
@@ -102,7 +105,7 @@ def mla_decode_branch_fp8(
     Raises ValueError or TypeError for arguments that do not fit.
     """
     check_granularity(m_scale_granularity, n_scale_granularity, k_scale_granularity)
-    check_variant(mask_str, score_mod_str)
+    check_variant(mask_str, score_mod_str, target, q)
     step = Step(
         output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
         backend,
@@ -114,11 +117,11 @@ def mla_decode_branch_bf16(
     output: Tensor, q: Tensor, input_row_offsets: Tensor, freqs_cis: Tensor, kv_norm_gamma: Tensor,
     kv_collection: PagedKVCacheCollection, layer_idx: int, scale: float, epsilon: float, w_uk: Tensor,
     w_uv: Tensor, ctx: object = None,
-    *, mask_str: str = "causal", score_mod_str: str = "no_pos", kv_input: Tensor | None = None,
-    backend: str | None = None,
+    *, mask_str: str = "causal", score_mod_str: str = "no_pos", target: str | None = None,
+    kv_input: Tensor | None = None, backend: str | None = None,
 ) -> None:  # fmt: skip
     """`mla_decode_branch_fp8` with w_uk and w_uv in q's dtype; nothing is quantised."""
-    check_variant(mask_str, score_mod_str)
+    check_variant(mask_str, score_mod_str, target, q)
     step = Step(
         output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
         backend,
@@ -132,15 +135,15 @@ def mla_prefill_decode_graph_fp8(
     cache_offsets: Tensor, buffer_length: int, max_seq_len: int, kv_b_proj: Tensor, kv_b_proj_scale: Tensor,
     w_uk: Tensor, w_uk_scale: Tensor, w_uv: Tensor, w_uv_scale: Tensor, ctx: object = None,
     *, m_scale_granularity: int = 1, n_scale_granularity: int = 128, k_scale_granularity: int = 128,
-    mask_str: str = "causal", score_mod_str: str = "no_pos", kv_input: Tensor | None = None,
-    backend: str | None = None,
+    mask_str: str = "causal", score_mod_str: str = "no_pos", target: str | None = None,
+    kv_input: Tensor | None = None, backend: str | None = None,
 ) -> None:  # fmt: skip
     """The decode branch where max_seq_len (most new tokens of one request) is 1, else the prefill branch.
 
     Arguments as in `mla_prefill_branch_fp8` and `mla_decode_branch_fp8`.
     """
     check_granularity(m_scale_granularity, n_scale_granularity, k_scale_granularity)
-    check_variant(mask_str, score_mod_str)
+    check_variant(mask_str, score_mod_str, target, q)
     step = Step(
         output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
         backend,
@@ -156,11 +159,11 @@ def mla_prefill_decode_graph_bf16(
     output: Tensor, q: Tensor, input_row_offsets: Tensor, freqs_cis: Tensor, kv_norm_gamma: Tensor,
     kv_collection: PagedKVCacheCollection, layer_idx: int, scale: float, epsilon: float, buffer_row_offsets: Tensor,
     cache_offsets: Tensor, buffer_length: int, max_seq_len: int, kv_b_proj: Tensor, w_uk: Tensor, w_uv: Tensor,
-    ctx: object = None, *, mask_str: str = "causal", score_mod_str: str = "no_pos", kv_input: Tensor | None = None,
-    backend: str | None = None,
+    ctx: object = None, *, mask_str: str = "causal", score_mod_str: str = "no_pos", target: str | None = None,
+    kv_input: Tensor | None = None, backend: str | None = None,
 ) -> None:  # fmt: skip
     """`mla_prefill_decode_graph_fp8` with every weight in q's dtype."""
-    check_variant(mask_str, score_mod_str)
+    check_variant(mask_str, score_mod_str, target, q)
     step = Step(
         output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
         backend,
@@ -185,8 +188,8 @@ def mla_prefill_plan(
         buffer_token_size:   rows of the buffer
 
     Lengths [10, 30] and a buffer of 32 give row offsets [[0, 10, 32], [0, 0, 8]], cache offsets [[0, 0], [10, 22]] and
-    lengths [32, 8]. Raises ValueError for shapes that do not fit, and for tokens beyond max_chunks where the lengths
-    lie on the host. `tersekv.mla_prefill_plan` plans on the host.
+    lengths [32, 8]. Tokens beyond max_chunks are in no chunk; in checked mode they raise ValueError, as shapes that do
+    not fit do everywhere. `tersekv.mla_prefill_plan` plans on the host.
     """
     size = whole("buffer_token_size", buffer_token_size)
     if size <= 0:
