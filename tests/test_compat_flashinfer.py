@@ -94,7 +94,19 @@ SIGNATURES = {
         *[(n, REQUIRED) for n in ("kv_indices", "kv_indptr", "kv_last_page_len")],
     ],
     "get_seq_lens": [(n, REQUIRED) for n in ("kv_indptr", "kv_last_page_len", "page_size")],
-    "get_batch_indices_positions": [(n, REQUIRED) for n in ("append_indptr", "seq_lens", "nnz")],
+    "get_batch_indices_positions": [
+        *[(n, REQUIRED) for n in ("append_indptr", "seq_lens", "nnz")],
+        *[(n, None) for n in ("batch_indices", "positions")],
+    ],
+    "xqa_batch_decode_with_kv_cache_mla": [
+        *[(n, REQUIRED) for n in ("query", "kv_cache", "workspace_buffer", "qk_nope_head_dim", "kv_lora_rank")],
+        *[(n, REQUIRED) for n in ("qk_rope_head_dim", "block_tables", "seq_lens", "max_seq_len")],
+        ("out", None),
+        ("bmm1_scale", 1.0),
+        ("bmm2_scale", 1.0),
+        ("sinks", None),
+        ("enable_pdl", None),
+    ],
     "merge_state": [(n, REQUIRED) for n in ("v_a", "s_a", "v_b", "s_b")],
     "merge_states": [(n, REQUIRED) for n in ("v", "s")],
 }

@@ -421,5 +421,17 @@ def test_the_index_helpers_broadcast_nothing_and_name_a_wrong_argument(make, err
     assert str(caught.value) == message
 
 
+def test_the_index_helper_writes_what_it_is_given():
+    call = torch.tensor([0, 2, 3]), torch.tensor([5, 4]), 5
+    given = [torch.full((5,), 77, dtype=torch.int32) for _ in range(2)]
+    got = fi.get_batch_indices_positions(*call, *given)
+    assert got[0] is given[0]
+    assert got[1] is given[1]
+    assert [x.tolist() for x in given] == [[0, 0, 1, -1, -1], [3, 4, 3, 0, 0]]
+    for name, bad in (("batch_indices", given[0][:4]), ("positions", given[0].long())):
+        with pytest.raises(ValueError, match=rf"^{name}: want \[5\] int32 on cpu, got"):
+            fi.get_batch_indices_positions(*call, **{name: bad})
+
+
 def test_the_index_helpers_take_numpy_integers():
     assert fi.get_seq_lens(torch.tensor([0, 2]), torch.tensor([3]), np.int64(16)).tolist() == [19]

@@ -232,3 +232,56 @@ def test_bad_xqa_mla_calls_name_the_callers_argument(case):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         fi.xqa_mla(**(call | change))
     assert str(caught.value).startswith(start)
+
+
+def batch_mla_call(q, rows, **changes):
+    call = {
+        "query": q,
+        "kv_cache": rows,
+        "workspace_buffer": None,
+        "qk_nope_head_dim": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "block_tables": index(TABLE),
+        "seq_lens": index(LENS),
+        "max_seq_len": max(LENS),
+    }
+    return fi.xqa_batch_decode_with_kv_cache_mla(**(call | changes))
+
+
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("form", [lambda k: k, lambda k: k[:, None]], ids=["3-D", "4-D"])
+def test_batch_decode_of_latent_rows_scales_the_output_alone_by_the_second_scale(form, q_len):
+    q = torch.randn(3, q_len, 5, 576).to(E4M3)
+    k = kv_codes(E4M3, 1, 576)[0][:, :, 0]
+    out = batch_mla_call(q, form(k), bmm1_scale=0.025, bmm2_scale=torch.tensor([0.5]))
+    assert out.shape == (3, q_len, 5, 512)
+    assert out.dtype == BF16
+    keys = k[:, :, None].double()
+    want = attention(q.flatten(0, 1), keys, keys[..., :512], TABLE, LENS, [q_len] * 3, logits=0.025, out=0.5)
+    close(out.flatten(0, 1), want)
+    given = torch.full((3, 5, 512) if q_len == 1 else out.shape, float("nan"), dtype=BF16)
+    assert batch_mla_call(q, form(k), out=given, bmm1_scale=0.025, bmm2_scale=0.5) is given
+    assert torch.equal(given.view(out.shape), out)
+
+
+BAD_BATCH_MLA = {
+    "query": ({"query": torch.zeros(3, 1, 5, 570, dtype=E4M3)}, "query: want [B, Q, H, L + R] with L=512, R=64, got"),
+    "rank": ({"query": torch.zeros(3, 5, 576, dtype=E4M3)}, "query: want [B, Q, H, L + R], got [3, 5, 576]"),
+    "kv_cache": ({"kv_cache": torch.zeros(P, S, 512, dtype=E4M3)}, "kv_cache: want [P, S, L + R] or [P, 1, S, L + R]"),
+    "two heads": ({"kv_cache": torch.zeros(P, 2, S, 576, dtype=E4M3)}, "kv_cache: want [P, S, L + R] or"),
+    "out": ({"out": torch.zeros(3, 5, 576, dtype=BF16)}, "out: want [B, Q, H, L] = [3, 1, 5, 512], got [3, 5, 576]"),
+    "sinks": ({"sinks": [torch.zeros(5)]}, "sinks: want None for MLA, got list"),
+    "table": ({"block_tables": torch.zeros(2, 4, dtype=torch.int32)}, "block_tables: want"),
+    "scale": ({"bmm1_scale": torch.ones(2)}, "bmm1_scale: want"),
+    "dtype": ({"kv_cache": torch.zeros(P, S, 576)}, "kv_cache: want one of"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BATCH_MLA)
+def test_bad_batch_decodes_of_latent_rows_name_the_callers_argument(case):
+    change, start = BAD_BATCH_MLA[case]
+    q, rows = torch.zeros(3, 1, 5, 576, dtype=E4M3), torch.zeros(P, S, 576, dtype=E4M3)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        batch_mla_call(q, rows, **change)
+    assert str(caught.value).startswith(start)

@@ -209,11 +209,18 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     return (pages - 1).clamp(min=0) * whole("page_size", page_size, 1) + last
 
 
-def get_batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int) -> tuple[Tensor, Tensor]:
+def get_batch_indices_positions(
+    append_indptr: Tensor,
+    seq_lens: Tensor,
+    nnz: int,
+    batch_indices: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """`flashinfer.get_batch_indices_positions`: the request and the cache position of each of `nnz` ragged tokens.
 
         append_indptr:  [B + 1]  first new token of each request
         seq_lens:       [B]      tokens of each request in the cache, the new ones included
+        batch_indices, positions:  [nnz] int32, written; default: new tensors
 
     Returns int32 (batch_indices [nnz], positions [nnz]); tokens past append_indptr[-1] get -1 and 0. Raises ValueError
     or TypeError for a bad argument.
@@ -221,13 +228,25 @@ def get_batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: in
     ends = _signed("append_indptr", append_indptr, "B + 1")[1:]
     lens = _alike("seq_lens", seq_lens, ends)
     token = torch.arange(whole("nnz", nnz, 0), dtype=ends.dtype, device=ends.device)
+    given = (("batch_indices", batch_indices), ("positions", positions))
+    indices, places = (_index_receiver(name, x, token) for name, x in given)
     if ends.numel() == 0:
-        return torch.full_like(token, -1, dtype=torch.int32), torch.zeros_like(token, dtype=torch.int32)
+        return indices.fill_(-1), places.zero_()
     request = torch.searchsorted(ends, token, right=True)
     known = request < ends.numel()
     b = request.clamp(max=ends.numel() - 1)
     position = lens[b] - ends[b] + token
-    return torch.where(known, request, -1).int(), torch.where(known, position, 0).int()
+    return indices.copy_(torch.where(known, request, -1)), places.copy_(torch.where(known, position, 0))
+
+
+def _index_receiver(name: str, out: Tensor | None, token: Tensor) -> Tensor:
+    """[nnz] int32: the caller's tensor, or a new one."""
+    if out is None:
+        return torch.empty_like(token, dtype=torch.int32)
+    if tensor(name, out).dtype != torch.int32 or out.shape != token.shape or out.device != token.device:
+        got = f"{list(out.shape)} {dtype_name(out.dtype)} on {out.device}"
+        raise ValueError(f"{name}: want [{len(token)}] int32 on {token.device}, got {got}")
+    return out
 
 
 def _quantize_dtype(asked: torch.dtype | None, q_rope_out: Tensor | None, q_nope_out: Tensor | None) -> torch.dtype:

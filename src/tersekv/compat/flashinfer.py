@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..calls import DecodeCall, MergeCall, MLADecodeCall
 from ..formats import BLOCK, FP8, TENSOR, kv_format, latent_format
-from ..layers import PagedKVLayer
+from ..layers import PagedKVLayer, PagedLatentLayer
 from ..ops.decode import mask_rows
 from ..ops.registry import same_place, submit
 from ..ops.scales import split
@@ -40,6 +40,7 @@ __all__ = [
     "rope_quantize_fp8_append_paged_kv_cache",
     "xqa",
     "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla",
     "xqa_mla",
 ]
 
@@ -79,6 +80,13 @@ _XQA_NAMES = {
     "ckv": "k_cache",
     "kpe": "k_cache",
     "latent cache": "k_cache",
+}
+_DECODE_MLA_NAMES = {
+    **dict.fromkeys(("q_nope", "q_pe"), "query"),
+    **dict.fromkeys(("ckv", "kpe", "latent cache"), "kv_cache"),
+    "page_table": "block_tables",
+    "softmax_scale": "bmm1_scale",
+    "out_scale": "bmm2_scale",
 }
 
 
@@ -276,12 +284,80 @@ def xqa_mla(
     scalar("q_scale", q_scale, q.device), scalar("kv_scale", kv_scale, q.device)
     scaled = latent_format(latent.format).scale == TENSOR
     softmax_scale = q_scale if scaled else _times(q_scale, kv_scale)
-    call = MLADecodeCall(
-        query[..., :rank], query[..., rank:], latent.ckv, latent.kpe, latent.ckv_scale_cache, page_table, lens, None,
-        result, None, latent.format, 1, *split(softmax_scale),
-        *split(kv_scale if scaled else 1.0), *split(1.0 if scaled else kv_scale), "exact",
+    scales = (softmax_scale, kv_scale if scaled else 1.0, 1.0 if scaled else kv_scale)
+    renamed(_XQA_NAMES, submit, "mla_decode", _mla_call(query, latent, page_table, lens, result, 1, *scales), None)
+
+
+def xqa_batch_decode_with_kv_cache_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    workspace_buffer: Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    out: Tensor | None = None,
+    bmm1_scale: float | Tensor = 1.0,
+    bmm2_scale: float | Tensor = 1.0,
+    sinks: list[Tensor] | None = None,
+    enable_pdl: bool | None = None,
+) -> Tensor:
+    """`flashinfer.mla.xqa_batch_decode_with_kv_cache_mla`: out = softmax(bmm1_scale · q·k) · v · bmm2_scale.
+
+        query:             [B, Q, H, L + R]  e4m3 | e5m2 | bf16 | fp16; any H; Q > 1 rows of a request are causal drafts
+        kv_cache:          [P, S, L + R] or [P, 1, S, L + R]: one latent row is key and value
+        kv_lora_rank, qk_rope_head_dim:  L and R
+        block_tables:      [B, max_pages]; seq_lens [B], the drafts included
+        out:               [B, Q, H, L], or [B, H, L] where Q is 1; default: a new tensor [B, Q, H, L] in bf16
+        sinks:             None
+        qk_nope_head_dim, max_seq_len, workspace_buffer, enable_pdl:  accepted, without effect
+
+    NOTE: FlashInfer multiplies the scores by bmm2_scale too; here it multiplies the output alone, as documented.
+    Raises ValueError or TypeError for a bad argument.
+    """
+    tensor("query", query, "B, Q, H, L + R"), tensor("kv_cache", kv_cache)
+    rank, rope = whole("kv_lora_rank", kv_lora_rank, 1), whole("qk_rope_head_dim", qk_rope_head_dim, 1)
+    rows = kv_cache[:, 0] if kv_cache.dim() == 4 and kv_cache.shape[1] == 1 else kv_cache
+    for name, x, width, shape in (
+        ("query", query, query.shape[-1], "[B, Q, H, L + R]"),
+        ("kv_cache", kv_cache, rows.shape[-1] if rows.dim() == 3 else 0, "[P, S, L + R] or [P, 1, S, L + R]"),
+    ):
+        if width != rank + rope:
+            raise ValueError(f"{name}: want {shape} with L={rank}, R={rope}, got {list(x.shape)}")
+    if sinks is not None:
+        raise ValueError(f"sinks: want None for MLA, got {type(sinks).__name__}")
+    b, q_len, heads = query.shape[:3]
+    if out is None:
+        out = torch.empty(b, q_len, heads, rank, dtype=torch.bfloat16, device=query.device)
+    own = [b, heads, rank] if tensor("out", out).dim() == 3 and q_len == 1 else [b, q_len, heads, rank]
+    if list(out.shape) != own:
+        raise ValueError(f"out: want [B, Q, H, L] = {[b, q_len, heads, rank]}, got {list(out.shape)}")
+    result = out if out.dim() == 3 else joined("out", out)
+    scalar("bmm1_scale", bmm1_scale, query.device), scalar("bmm2_scale", bmm2_scale, query.device)
+    latent = renamed(_DECODE_MLA_NAMES, latent_layer, rows, rank)
+    call = _mla_call(joined("query", query), latent, block_tables, seq_lens, result, q_len, bmm1_scale, 1.0, bmm2_scale)
+    renamed(_DECODE_MLA_NAMES, submit, "mla_decode", call, None)
+    return out
+
+
+def _mla_call(
+    q: Tensor,
+    latent: PagedLatentLayer,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    q_len: int,
+    softmax_scale: Scale,
+    kv_scale: Scale,
+    out_scale: Scale,
+) -> MLADecodeCall:
+    rank = latent.ckv.shape[-1]
+    return MLADecodeCall(
+        q[..., :rank], q[..., rank:], latent.ckv, latent.kpe, latent.ckv_scale_cache, page_table, seq_lens, None,
+        out, None, latent.format, q_len, *split(softmax_scale), *split(kv_scale), *split(out_scale), "exact",
     )  # fmt: skip
-    renamed(_XQA_NAMES, submit, "mla_decode", call, None)
 
 
 def _same_rows(k: Tensor, v: Tensor) -> bool:
