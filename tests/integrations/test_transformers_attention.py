@@ -349,7 +349,7 @@ def test_attention_that_is_not_causal_is_refused(ids):
     model = tiny("llama")
     cache = TersekvCache(model.config)
     model.model.layers[0].self_attn.is_causal = False
-    with pytest.raises(UnsupportedError, match="LlamaAttention is not causal"):
+    with pytest.raises(UnsupportedError, match="LlamaAttention of llama is not causal"):
         model(ids, past_key_values=cache)
 
 

@@ -20,15 +20,19 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..errors import UnsupportedError
-from .transformers_cache import ATTENTION, TersekvCache, TersekvLayer, handover
-from .transformers_store import Rules
+from .transformers_cache import ATTENTION, EAGER, INSTEAD, TersekvCache, TersekvLayer, handover
+from .transformers_store import Rules, named
 
 __all__ = ["ATTENTION", "TersekvCache", "TersekvLayer", "attention", "padding"]
 
 # What a model may ask for that no paged kernel computes.
 _REFUSED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask")
+# Stands for every mask that is neither causal, nor a window, nor padding.
+_OTHER = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
+# NOTE: a compiled model leaves its graph here and in `TersekvLayer.update`, and comes back after them.
+@torch.compiler.disable(reason=EAGER)
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -54,18 +58,21 @@ def attention(
     Returns ([B, T, Hq, Dv], None). No gradient flows. Raises RuntimeError without a `TersekvCache`, and
     UnsupportedError for what the kernels do not compute.
     """
-    layer = handover.take(module, key)
+    layer = handover.take()
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedError(
-            f"{type(module).__name__} is not causal, and a cache holds the past alone; where it is no part of the "
+            f"{named(module)} is not causal, and a cache holds the past alone; where it is no part of the "
             "language model, choose attn_implementation={'text_config': 'tersekv'}"
         )
-    if layer is None:
+    if layer is None or layer.new is None or layer.new[0].shape[::2] != query.shape[::2]:
         raise RuntimeError(
-            "past_key_values: want a TersekvCache with attn_implementation='tersekv', got another cache or none; pass "
-            "past_key_values=TersekvCache(model.config, format=...), or call model.set_attn_implementation('sdpa'), as "
-            "generate needs it of its assistant_model, and of the model itself for guidance_scale"
+            "past_key_values: want a TersekvCache with attn_implementation='tersekv', got another cache or none, which "
+            f"gives {named(module)} {key.shape[2]} keys for {query.shape[2]} queries; pass "
+            "past_key_values=TersekvCache(model.config, format=...), or call model.set_attn_implementation('sdpa') for "
+            "every other cache (StaticCache, QuantizedCache, ...), as generate needs it of its assistant_model, and of "
+            "the model itself for guidance_scale"
         )
+    layer.check_brought(module, key, value)
     if dropout:
         raise UnsupportedError(f"dropout: want 0, since a quantised cache is for inference, got {dropout}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
@@ -77,9 +84,11 @@ def attention(
         if kwargs.get(name) is not None:
             raise UnsupportedError(f"{name}: want None with attn_implementation='tersekv', got a value")
     if attention_mask is not None and attention_mask.dim() != 2:
+        got = "another kind" if attention_mask is _OTHER else f"{list(attention_mask.shape)}"
         raise UnsupportedError(
-            f"attention_mask: want [B, tokens], 0 for padding, got {list(attention_mask.shape)}: masks of another "
-            "shape are not supported"
+            f"attention_mask: want [B, tokens], 0 for padding, since {named(module)} runs with causal and "
+            f"sliding-window masks alone, got {got} (a mask of a shape of its own, blocks that see each other, packed "
+            f"sequences); {INSTEAD}"
         )
     sinks = None if s_aux is None else s_aux.detach().to(torch.float32)
     rules = Rules(scaling, sliding_window, float(softcap or 0.0), sinks)
@@ -92,15 +101,11 @@ def padding(
 ) -> Tensor | None:  # fmt: skip
     """The mask function of `attn_implementation="tersekv"`: where there is padding, and nothing else.
 
-    The kernels know causality and windows themselves. Returns attention_mask [B, past + T] as it is. Raises
-    UnsupportedError for a mask that is neither: blocks of an image that see each other, packed sequences, a prefix.
+    The kernels know causality and windows themselves. Returns attention_mask [B, past + T] as it is; for a mask that is
+    neither (blocks of an image that see each other, packed sequences, a prefix) one that `attention` refuses, since
+    models make masks for encoders, too, that then nobody attends to.
     """
-    if not allow_is_causal_skip or allow_is_bidirectional_skip:
-        raise UnsupportedError(
-            "attn_implementation='tersekv' masks what is causal, in a sliding window, or padding; this model asks for "
-            "another mask (bidirectional blocks, packed sequences)"
-        )
-    return attention_mask
+    return attention_mask if allow_is_causal_skip and not allow_is_bidirectional_skip else _OTHER
 
 
 AttentionInterface.register(ATTENTION, attention)

@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..counts import positive, whole
 from ..errors import UnsupportedError
 from ..formats import ALL_FORMATS, KV_FORMATS
 from .transformers_pages import Book, Capacity, Step
-from .transformers_store import KVStore, LatentStore, Rules, Store, copy
+from .transformers_store import KVStore, LatentStore, Rules, Store, check_expanded, copy, named
 
 ATTENTION = "tersekv"
 HALF = ("bf16", "fp16")
+EAGER = "a TersekvCache counts tokens and pages on the host: its update and its attention run outside of compiled graphs"
+INSTEAD = "run it with attn_implementation='sdpa' or 'eager' and one of transformers' own caches"
 
 
 class Handover(threading.local):
@@ -29,12 +32,11 @@ class Handover(threading.local):
 
     layer: TersekvLayer | None = None
 
-    def take(self, module: torch.nn.Module, key: Tensor) -> TersekvLayer | None:
-        """The layer whose `update` came last, if it is this module's and nobody took it yet."""
+    def take(self) -> TersekvLayer | None:
+        """The layer whose `update` came last, if nobody took it yet."""
         layer, self.layer = self.layer, None
-        if layer is None or getattr(module, "layer_idx", layer.index) != layer.index or not layer.brought(key):
-            return None
-        layer.waiting = False
+        if layer is not None:
+            layer.waiting = False
         return layer
 
 
@@ -55,11 +57,14 @@ class TersekvLayer(CacheLayerMixin):
         self.store: Store | None = None
         self.columns = 0  # tokens of every row, padding included
         self.waiting = False  # tokens came by `update`, and no attention function has taken them
-        self._new: tuple[Tensor, Tensor] | None = None
+        self.new: tuple[Tensor, Tensor] | None = None
+        self._versions: tuple[int, ...] = ()  # of `new`, as `update` got them
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: pages are allocated when the first tokens are written."""
 
+    # NOTE: a compiled model leaves its graph here and in the attention function, and comes back after them.
+    @torch.compiler.disable(reason=EAGER)
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hand the new tokens over to the attention function, which writes them and attends.
 
@@ -81,14 +86,30 @@ class TersekvLayer(CacheLayerMixin):
                 f"model.set_attn_implementation({ATTENTION!r}), and reset() the cache (a model whose attention does "
                 "not go through transformers' AttentionInterface cannot run with it)"
             )
-        self._new, self.waiting, handover.layer = (key_states, value_states), True, self
+        self.new, self.waiting, handover.layer = (key_states, value_states), True, self
+        self._versions = tuple(map(_version, self.new))
         if self._cache.holds_latents(key_states, value_states):
             return key_states[:, :, -1:], value_states[:, :, -1:]
         return key_states, value_states
 
-    def brought(self, key: Tensor) -> bool:
-        """Whether the key that an attention function got is the one of the last `update`; latents are expanded."""
-        return self._new is not None and (key is self._new[0] or self._cache.holds_latents(*self._new))
+    def check_brought(self, module: torch.nn.Module, key: Tensor, value: Tensor) -> None:
+        """Raises UnsupportedError if an attention function got other keys or values than the last `update`.
+
+        Attention reads what is stored, and would ignore a change in silence. Latents come back expanded: how, is
+        looked at in a batch's first forward.
+        """
+        assert self.new is not None
+        if self._cache.holds_latents(*self.new):
+            if self.columns == 0:
+                check_expanded(module, *self.new, key, value)
+            return
+        for name, got, gave, version in zip(("key", "value"), (key, value), self.new, self._versions, strict=True):
+            if got is not gave or _version(got) != version:
+                raise UnsupportedError(
+                    f"{name}: want {list(gave.shape)} as {named(module)} gave it to its cache, got another tensor, or "
+                    f"other numbers, {list(got.shape)}: a model that rearranges or changes keys or values after "
+                    f"the cache's update cannot attend to what is stored; {INSTEAD}"
+                )
 
     def attend(self, query: Tensor, mask: Tensor | None, rules: Rules, module: torch.nn.Module) -> Tensor:
         """Write the tokens of the last `update` and attend to all that every query sees.
@@ -98,14 +119,14 @@ class TersekvLayer(CacheLayerMixin):
         Returns [B, T, Hq, Dv]; 0 in rows of padding. New tokens are written first, so that a query sees its own token
         and those before it as the cache holds them, in the prefill as in every later step, unless `exact_prefill`.
         """
-        assert self._new is not None
-        (key, value), self._new = self._new, None
+        assert self.new is not None
+        (key, value), self.new = self.new, None
         query, key, value = _one_dtype(query, key, value)
         batch, length = key.shape[0], key.shape[2]
         if rules.window != self.window:
             raise UnsupportedError(
                 f"sliding_window: want {self.window} in layer {self.index}, as the config says, got {rules.window} "
-                "from the model"
+                f"from {named(module)}: a window has to reach the attention function; {INSTEAD}"
             )
         step = self._cache.book.step(self.window, self.columns, batch, length, mask, key.device)
         store = seen = self._ready(key, value, step)
@@ -145,7 +166,7 @@ class TersekvLayer(CacheLayerMixin):
 
     def forget(self) -> None:
         """Start again; pages stay allocated."""
-        self.columns, self._new, self.waiting = 0, None, False
+        self.columns, self.new, self.waiting = 0, None, False
 
     def reset(self) -> None:
         """Refused: the pages belong to all layers."""
@@ -319,21 +340,55 @@ class TersekvCache(Cache):
 
 def layer_windows(config: Any) -> list[int | None]:
     """The sliding window of each layer, None where there is none. Raises UnsupportedError for other kinds of layer."""
+    _check_class(config)
     kinds = getattr(config, "layer_types", None) or []
     if "chunked_attention" in kinds or (not kinds and getattr(config, "attention_chunk_size", None)):
-        raise UnsupportedError(f"config: {config.model_type} has chunked attention; want full or sliding-window layers")
+        raise UnsupportedError(
+            f"config: want full or sliding-window attention in every layer of {config.model_type}, got chunked "
+            f"attention; {INSTEAD}"
+        )
     if getattr(config, "num_kv_shared_layers", None):
-        raise UnsupportedError(f"config: {config.model_type} shares K and V between layers, which is not supported")
+        raise UnsupportedError(
+            f"config: want keys and values of its own in every layer of {config.model_type}, got layers that share "
+            f"them; {INSTEAD}"
+        )
     windows: list[int | None] = []
-    for i, layer in enumerate(DynamicCache(config=config).layers):
+    try:
+        layers = DynamicCache(config=config).layers
+    except AttributeError as e:
+        raise UnsupportedError(
+            f"config: want the layers of a language model, got {type(config).__name__} of {config.model_type}, which "
+            f"does not tell them ({e}); {INSTEAD}"
+        ) from e
+    for i, layer in enumerate(layers):
         # By type, not by isinstance: layers with a state of their own are subclasses of these.
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedError(
                 f"config: want full or sliding-window attention in every layer of {config.model_type}, got "
-                f"{kinds[i] if kinds else type(layer).__name__} in layer {i}"
+                f"{kinds[i] if kinds else type(layer).__name__} in layer {i}; {INSTEAD}"
             )
         windows.append(getattr(layer, "sliding_window", None))
     return windows
+
+
+def _check_class(config: Any) -> None:
+    """Raises UnsupportedError for a family whose model cannot ask for the attention function, or has no attention."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    for kind in found if isinstance(found, tuple) else (found,):
+        if kind is None:
+            continue
+        if getattr(kind, "_is_stateful", False) and not getattr(config, "layer_types", None):
+            does = "keeps a state instead of keys and values"
+        elif not kind._can_set_attn_implementation():
+            does = "computes attention in its own code, past transformers' AttentionInterface"
+        else:
+            continue
+        raise UnsupportedError(f"config: {kind.__name__} of {config.model_type} {does}; {INSTEAD}")
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor was written in place, where torch counts it."""
+    return -1 if x.is_inference() else x._version
 
 
 def _each(name: str, scale: float | Sequence[float], layers: int) -> list[float]:

@@ -135,6 +135,36 @@ def absorbed_weights(module: Any, q: Tensor) -> tuple[Tensor, Tensor]:
     return w_uk, w_uv
 
 
+def check_expanded(module: Any, latent: Tensor, rotary: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raises UnsupportedError if a module made other heads of its last latent row than its absorbed weights do.
+
+        latent, rotary:  [B, 1, T, L], [B, 1, T, R]
+        key, value:      [B, H, 1, Dn + R], [B, H, 1, Dv], of the last token
+    """
+    w_uk, w_uv = absorbed_weights(module, key)
+    last, turned = latent[:, 0, -1], rotary[:, :, -1].expand(-1, key.shape[1], -1)
+    wanted = (
+        torch.cat((torch.einsum("bl,hdl->bhd", last, w_uk), turned), -1),
+        torch.einsum("bl,hdl->bhd", last, w_uv),
+    )
+    # A few roundings of the dtype, or of products in TF32.
+    allowed = max(4 * torch.finfo(w_uk.dtype).eps, 1e-2)
+    for name, got, want in zip(("key", "value"), (key, value), wanted, strict=True):
+        same = got.shape == (*want.shape[:2], 1, want.shape[2])
+        if not same or (got[:, :, 0].float() - want.float()).norm() > allowed * want.float().norm():
+            raise UnsupportedError(
+                f"{name}: want what kv_b_proj makes of the latents that {named(module)} gave to its cache, got "
+                f"{list(got.shape)} of other numbers: its weight alone can be absorbed (no adapter, no hook, nothing "
+                "between it and the attention)"
+            )
+
+
+def named(module: Any) -> str:
+    """The class of a module, and the family of its model."""
+    family = getattr(getattr(module, "config", None), "model_type", None)
+    return f"{type(module).__name__} of {family}" if family else type(module).__name__
+
+
 def copy(store: Store, copies: list[PageCopy]) -> None:
     """Copy whole pages of a store."""
     copy_pages(store.cache, copies)
