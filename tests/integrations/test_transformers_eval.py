@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers_models import tiny
 
 from tersekv import KV_FORMATS, LATENT_FORMATS, kv_bytes_per_token, latent_bytes_per_token
 from tersekv.cli import main
-from tersekv.integrations.transformers_eval import HuggingFaceModel, NotAModelError
+from tersekv.integrations.transformers_eval import HuggingFaceModel, NotAModelError, PagedModel
 
 TEXT = "A cache keeps keys and values of the past; a format says in how many bits. " * 6
 
@@ -141,6 +142,85 @@ def test_rows_that_no_format_holds_are_refused_before_the_weights_are_loaded(tmp
     code, _ = evaluate(saved(tiny("llama", vocab_size=257, head_dim=20), tmp_path))
     assert code == 2
     assert "want a head_dim that is a multiple of 8, at most 512, got 20" in capsys.readouterr().err
+
+
+_SMALL = {"vocab_size": 257, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+REFUSED = {
+    "falcon": (transformers.FalconConfig(**_SMALL), "FalconForCausalLM of falcon computes attention in its own code"),
+    "bloom": (transformers.BloomConfig(**_SMALL), "BloomForCausalLM of bloom computes attention in its own code"),
+    "mpt": (transformers.MptConfig(**_SMALL), "MptForCausalLM of mpt computes attention in its own code"),
+    "xglm": (transformers.XGLMConfig(**_SMALL), "XGLMForCausalLM of xglm computes attention in its own code"),
+    "diffllama": (
+        transformers.DiffLlamaConfig(**_SMALL, num_key_value_heads=2, intermediate_size=96),
+        "as DiffLlamaAttention of diffllama gave it to its cache",
+    ),
+    "jetmoe": (
+        transformers.JetMoeConfig(**_SMALL, num_key_value_heads=2, kv_channels=16, intermediate_size=96),
+        "as JetMoeAttention of jetmoe gave it to its cache",
+    ),
+    "bert": (transformers.BertConfig(**_SMALL, intermediate_size=96), "BertSelfAttention of bert is not causal"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_run_is_refused_by_name(tmp_path, capsys, name):
+    config, message = REFUSED[name]
+    saved(tiny("llama", vocab_size=257), tmp_path)  # the tokenizer
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert evaluate(tmp_path, "--tokens", "20")[0] == 2
+    [told] = complaints(capsys)
+    assert message in told
+    assert "one of transformers' own caches" in told or name == "bert"
+
+
+def complaints(capsys):
+    """The lines of stderr that are the command's."""
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("tersekv eval: ")]
+
+
+def _without_tokenizer(folder):
+    for path in folder.glob("token*"):
+        path.unlink()
+
+
+def _changed(name, value):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_without_tokenizer, r"no tokenizer that can be read: \S.*\."),
+        (lambda f: (f / "tokenizer.json").write_text("{nope"), "no tokenizer that can be read: .*column 2"),
+        (lambda f: (f / "config.json").write_text("{nope"), "no config of a model that can run: .*valid JSON"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"abc"), "no weights that can be read: SafetensorError: .*"),
+        (_changed("hidden_size", 128), "no weights that can be read: .*"),
+        (_changed("hidden_size", "wide"), "no config of a model that can run: .*hidden_size.*"),
+        (_changed("num_attention_heads", 0), "no config of a model that can run: .*"),
+        (_changed("model_type", "nosuch"), "no config of a model that can run: .*`nosuch`.*"),
+        (_changed("model_type", "t5"), "no config of a model that can run: want a causal language model, got t5"),
+        (_changed("vocab_size", 97), r"want a tokenizer of the model's own 97 tokens, got one that writes \d+"),
+    ],
+)
+def test_a_spoilt_folder_ends_in_one_sentence(tmp_path, capsys, spoil, message):
+    spoil(saved(tiny("llama", vocab_size=257, head_dim=None), tmp_path))
+    assert evaluate(tmp_path)[0] == 2
+    [told] = complaints(capsys)
+    assert re.match(f"tersekv eval: --model {re.escape(str(tmp_path))}: {message}", told)
+    assert not told.endswith(":")
+
+
+def test_a_device_without_room_for_the_model_is_told(folder, capsys, monkeypatch):
+    def full(self, *args):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(PagedModel, "step", full)
+    assert evaluate(folder, "--tokens", "20")[0] == 2
+    assert complaints(capsys)[0].endswith("want a model that fits into the device's memory; tried to allocate 2 GiB")
 
 
 def test_a_folder_without_weights_is_refused(tmp_path, capsys):

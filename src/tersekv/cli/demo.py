@@ -108,7 +108,7 @@ def show(
         with Interruption() as stop:
             _measure(subjects, used.to(args.device), settings, args.formats, console, begun)
     except UnsupportedError as e:
-        return complain(args, str(e), 1)
+        return complain(args, str(e))
     finally:
         torch.set_num_threads(before)
     results = [r for r in begun if r.formats]

@@ -95,5 +95,7 @@ def _other(args: argparse.Namespace, data: bytes, source: str) -> int:
         tokens = model.encode(written, args.tokens + 1)
         # Requests one by one: a large model fills the machine with one window of text.
         return show(args, [model], tokens, source, Settings(batch=1, chunk=512, page_size=64))
+    except torch.OutOfMemoryError as e:
+        return complain(args, f"--model {args.model}: want a model that fits into the device's memory; {e}")
     except NotAModelError as e:
         return complain(args, f"--model {args.model}: {e}")

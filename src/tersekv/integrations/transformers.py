@@ -64,7 +64,7 @@ def attention(
             f"{named(module)} is not causal, and a cache holds the past alone; where it is no part of the "
             "language model, choose attn_implementation={'text_config': 'tersekv'}"
         )
-    if layer is None or layer.new is None or layer.new[0].shape[::2] != query.shape[::2]:
+    if layer is None:
         raise RuntimeError(
             "past_key_values: want a TersekvCache with attn_implementation='tersekv', got another cache or none, which "
             f"gives {named(module)} {key.shape[2]} keys for {query.shape[2]} queries; pass "
@@ -72,7 +72,7 @@ def attention(
             "every other cache (StaticCache, QuantizedCache, ...), as generate needs it of its assistant_model, and of "
             "the model itself for guidance_scale"
         )
-    layer.check_brought(module, key, value)
+    layer.check_brought(module, query, key, value)
     if dropout:
         raise UnsupportedError(f"dropout: want 0, since a quantised cache is for inference, got {dropout}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
@@ -92,7 +92,7 @@ def attention(
         )
     sinks = None if s_aux is None else s_aux.detach().to(torch.float32)
     rules = Rules(scaling, sliding_window, float(softcap or 0.0), sinks)
-    return layer.attend(query, attention_mask, rules, module), None
+    return layer.attend(query, value.shape[-1], attention_mask, rules, module), None
 
 
 def padding(

@@ -20,7 +20,7 @@ from .transformers_store import KVStore, LatentStore, Rules, Store, check_expand
 
 ATTENTION = "tersekv"
 HALF = ("bf16", "fp16")
-EAGER = "a TersekvCache counts tokens and pages on the host: its update and its attention run outside of compiled graphs"
+EAGER = "a TersekvCache counts tokens and pages on the host: its update and its attention run outside of graphs"
 INSTEAD = "run it with attn_implementation='sdpa' or 'eager' and one of transformers' own caches"
 
 
@@ -92,13 +92,18 @@ class TersekvLayer(CacheLayerMixin):
             return key_states[:, :, -1:], value_states[:, :, -1:]
         return key_states, value_states
 
-    def check_brought(self, module: torch.nn.Module, key: Tensor, value: Tensor) -> None:
+    def check_brought(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Raises UnsupportedError if an attention function got other keys or values than the last `update`.
 
         Attention reads what is stored, and would ignore a change in silence. Latents come back expanded: how, is
         looked at in a batch's first forward.
         """
         assert self.new is not None
+        if self.new[0].shape[::2] != query.shape[::2]:
+            raise UnsupportedError(
+                f"query: want a token [B, T] for each of the keys {list(self.new[0].shape)} that {named(module)} gave "
+                f"to its cache, got {list(query.shape)}: attention to another sequence is not supported; {INSTEAD}"
+            )
         if self._cache.holds_latents(*self.new):
             if self.columns == 0:
                 check_expanded(module, *self.new, key, value)
@@ -111,10 +116,11 @@ class TersekvLayer(CacheLayerMixin):
                     f"the cache's update cannot attend to what is stored; {INSTEAD}"
                 )
 
-    def attend(self, query: Tensor, mask: Tensor | None, rules: Rules, module: torch.nn.Module) -> Tensor:
+    def attend(self, query: Tensor, width: int, mask: Tensor | None, rules: Rules, module: torch.nn.Module) -> Tensor:
         """Write the tokens of the last `update` and attend to all that every query sees.
 
             query:  [B, Hq, T, D]; mask: [B, past + T] bool, False for padding, or None
+            width:  Dv
 
         Returns [B, T, Hq, Dv]; 0 in rows of padding. New tokens are written first, so that a query sees its own token
         and those before it as the cache holds them, in the prefill as in every later step, unless `exact_prefill`.
@@ -141,7 +147,7 @@ class TersekvLayer(CacheLayerMixin):
             if seen is not store:
                 seen.append(here[1], here[2], piece.slots)
             outs.append(seen.attend(here[0], piece, rules, module))
-        return _placed(outs, step, batch, length, query).unflatten(0, (batch, length))
+        return _placed(outs, step, query, width).unflatten(0, (batch, length))
 
     def _ready(self, key: Tensor, value: Tensor, step: Step) -> Store:
         """The store with all pages of a step."""
@@ -371,6 +377,10 @@ def layer_windows(config: Any) -> list[int | None]:
     return windows
 
 
+# Only the image tower of these goes through the interface; transformers looks for its name in the file alone.
+_OWN_ATTENTION = ("git",)
+
+
 def _check_class(config: Any) -> None:
     """Raises UnsupportedError for a family whose model cannot ask for the attention function, or has no attention."""
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -379,7 +389,7 @@ def _check_class(config: Any) -> None:
             continue
         if getattr(kind, "_is_stateful", False) and not getattr(config, "layer_types", None):
             does = "keeps a state instead of keys and values"
-        elif not kind._can_set_attn_implementation():
+        elif config.model_type in _OWN_ATTENTION or not kind._can_set_attn_implementation():
             does = "computes attention in its own code, past transformers' AttentionInterface"
         else:
             continue
@@ -410,12 +420,12 @@ def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     return query, key, value
 
 
-def _placed(outs: list[Tensor], step: Step, batch: int, length: int, query: Tensor) -> Tensor:
+def _placed(outs: list[Tensor], step: Step, query: Tensor, width: int) -> Tensor:
     """The rows of all pieces [B * T, Hq, Dv]; rows of padding are 0."""
     if len(outs) == 1 and step.pieces[0].rows is None:
         return outs[0]
-    width = outs[0].shape[-1] if outs else query.shape[-1]
-    out = query.new_zeros(batch * length, query.shape[1], width)
+    batch, heads, length, _ = query.shape
+    out = query.new_zeros(batch * length, heads, width)
     for rows, part in zip((p.rows for p in step.pieces), outs, strict=True):
         assert rows is not None  # only a piece that is alone takes all rows
         out.index_copy_(0, rows, part)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from ..errors import UnsupportedError
@@ -17,6 +19,7 @@ from .transformers import ATTENTION, TersekvCache
 from .transformers_cache import layer_windows
 
 _CONTEXT = 2048
+_SENTENCE = re.compile(r"(?<=[.!?]) +(?=[A-Z])")
 _CHARACTERS = 32  # of a text for each token that is wanted: what comes after them is not tokenised
 
 
@@ -24,12 +27,18 @@ class NotAModelError(ValueError):
     """The name or folder holds no causal language model that can be measured."""
 
 
-# What transformers raises for a folder or a name that it cannot read.
-_NO_MODEL = (OSError, ValueError, KeyError, AttributeError, ImportError, UnsupportedError)
-
-
-def _not_a_model(e: Exception) -> NotAModelError:
-    return NotAModelError((str(e).strip() or type(e).__name__).splitlines()[0])
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Whatever a part of a model is wrong with, as a NotAModelError of one sentence that names the part."""
+    try:
+        yield
+    except UnsupportedError as e:
+        raise NotAModelError(str(e)) from e
+    # Files of others fail in the ways of their formats: transformers has no error of its own for what it cannot read.
+    except Exception as e:
+        said = " ".join(str(e).split()) or "no reason given"
+        kind = "" if isinstance(e, (OSError, ValueError, ImportError)) else f"{type(e).__name__}: "
+        raise NotAModelError(f"{what}: {kind}{_SENTENCE.split(said)[0]}") from e
 
 
 class HuggingFaceModel:
@@ -46,15 +55,16 @@ class HuggingFaceModel:
     def __init__(self, name: str, device: str = "cpu", dtype: str = "auto", context: int | None = None) -> None:
         self.name, self._device = name.rstrip("/").split("/")[-1], torch.device(device)
         self._path = name
-        try:
+        with _reading("no config of a model that can run"):
             config = AutoConfig.from_pretrained(name)
-            self._tokenizer = AutoTokenizer.from_pretrained(name)
+            if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+                raise ValueError(f"want a causal language model, got {config.model_type}")
             self._config = config.get_text_config(decoder=True)
-            self._windows = layer_windows(self._config)
+            layer_windows(self._config)
             self._latent = getattr(self._config, "kv_lora_rank", None) is not None
             row = self._row()
-        except _NO_MODEL as e:
-            raise _not_a_model(e) from e
+        with _reading("no tokenizer that can be read"):
+            self._tokenizer = AutoTokenizer.from_pretrained(name)
         if row % 8 or (row > MAX_HEAD_DIM_V and not self._latent):
             size = "kv_lora_rank" if self._latent else "head_dim"
             raise NotAModelError(f"want a {size} that is a multiple of 8, at most {MAX_HEAD_DIM_V}, got {row}")
@@ -83,9 +93,10 @@ class HuggingFaceModel:
         bars = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()  # `tersekv eval` draws its own
         try:
-            model = AutoModelForCausalLM.from_pretrained(self._path, attn_implementation=ATTENTION, dtype=self.dtype)
-        except _NO_MODEL as e:
-            raise _not_a_model(e) from e
+            with _reading("no weights that can be read"):
+                model = AutoModelForCausalLM.from_pretrained(
+                    self._path, attn_implementation=ATTENTION, dtype=self.dtype
+                )
         finally:
             if bars:
                 logging.enable_progress_bar()
@@ -94,6 +105,9 @@ class HuggingFaceModel:
     def encode(self, text: str, most: int) -> Tensor:
         """At least `most` tokens of a text, if it has as many: [N] int64."""
         ids = self._tokenizer(text[: most * _CHARACTERS])["input_ids"]
+        largest, known = max(ids, default=0), self._config.vocab_size
+        if largest >= known:
+            raise NotAModelError(f"want a tokenizer of the model's own {known} tokens, got one that writes {largest}")
         return torch.tensor(ids, dtype=torch.int64)
 
     def decode(self, tokens: Tensor) -> str:

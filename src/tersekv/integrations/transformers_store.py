@@ -138,8 +138,8 @@ def absorbed_weights(module: Any, q: Tensor) -> tuple[Tensor, Tensor]:
 def check_expanded(module: Any, latent: Tensor, rotary: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises UnsupportedError if a module made other heads of its last latent row than its absorbed weights do.
 
-        latent, rotary:  [B, 1, T, L], [B, 1, T, R]
-        key, value:      [B, H, 1, Dn + R], [B, H, 1, Dv], of the last token
+    latent, rotary:  [B, 1, T, L], [B, 1, T, R]
+    key, value:      [B, H, 1, Dn + R], [B, H, 1, Dv], of the last token
     """
     w_uk, w_uv = absorbed_weights(module, key)
     last, turned = latent[:, 0, -1], rotary[:, :, -1].expand(-1, key.shape[1], -1)

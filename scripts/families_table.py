@@ -1,0 +1,84 @@
+"""Writes the table of docs/transformers.md that says what comes of every family of causal language models, from what
+`benchmarks/transformers_families.py --json` kept in benchmarks/results/.
+
+    python scripts/families_table.py            check: exit code 1 if the page is out of date
+    python scripts/families_table.py --write    bring the page up to date
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import pages
+from pages import ROOT, table
+
+KEPT = ROOT / "benchmarks" / "results" / "transformers_families.json"
+PAGE = ROOT / "docs" / "transformers.md"
+# What a refusal says -> what the table says. The first that fits; a refusal that none fits is an error.
+REASONS = (
+    (r"in every layer of \S+ got (chunked) attention", "layers: `{}_attention`"),
+    (r"in every layer of \S+ got (\w+) in layer", "layers: `{}`"),
+    (r"got layers that share", "keys and values shared between layers"),
+    (r"in its own code, past", "attention past `AttentionInterface`"),
+    (r"keeps a state instead", "a state instead of keys and values"),
+    (r"which does not tell them", "a config that does not tell its layers"),
+    (r"rearranges or changes keys or values", "keys or values rearranged or changed after the cache's update"),
+    (r"causal and sliding-window masks alone", "a mask that is neither causal, nor a window, nor padding"),
+    (r"a window has to reach", "a window that its attention function is not told of"),
+    (r"is not causal", "attention that is not causal"),
+)
+
+
+def reason(why: str) -> str:
+    """A refusal in a few words."""
+    for pattern, words in REASONS:
+        found = re.search(pattern, why)
+        if found:
+            return words.format(*found.groups())
+    raise ValueError(f"no words for the refusal {why!r}")
+
+
+def families(kept: dict[str, Any]) -> str:
+    """Markdown: what comes of each family."""
+    works, refused, other = [], defaultdict(list), []
+    parts: dict[str, list[str]] = defaultdict(list)
+    for row in kept["rows"]:
+        name = f"`{row['family']}`"
+        inner = re.fullmatch(r"its language model is (\S+)", row.get("why", ""))
+        if row["found"] == "works":
+            works.append(name)
+        elif row["found"] == "refused":
+            refused[reason(row["why"])].append(name)
+        elif inner:
+            parts[f"`{inner[1]}`"].append(name)
+        elif row["found"] == "not built":
+            other.append((name, f"not tried: {row['why']}"))
+        else:
+            raise ValueError(f"{row['family']} fails: {row['why']}")
+    inside = [f"{', '.join(names)}: see {model}" for model, names in parts.items()]
+    rows = [(f"works ({len(works)})", joined(works))]
+    rows += [(f"refused ({len(names)}): {why}", joined(names)) for why, names in sorted(refused.items())]
+    rows += [(why, name) for name, why in other]
+    rows.append((f"a language model inside a larger one ({len(inside)})", "; ".join(inside)))
+    versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
+    return f"\nOf {versions}, {kept['date']}:\n\n" + table(("what comes of it", "families"), rows) + "\n"
+
+
+def joined(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def wanted() -> dict[Path, str]:
+    tables = {"families": lambda: families(json.loads(KEPT.read_text()))}
+    return {PAGE: pages.renewed(PAGE.read_text(), tables, tables)}
+
+
+if __name__ == "__main__":
+    sys.exit(pages.main("Table of docs/transformers.md.", wanted))
