@@ -12,6 +12,8 @@ is left over would stay, and later merges would come too early.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .versions import thread_barrier
+
 # MARK begins as a NaN that arithmetic does not make.
 NONE_YET = gl.constexpr(0x7FA5C3E1965A << 16)
 _LOOK = gl.constexpr("ld.relaxed.gpu.global.b64 $0, [$1];")
@@ -44,7 +46,7 @@ def arrive(counter, seen):
 
     Whoever comes last sees everything that the others delivered. seen: by `look`, in this launch
     """
-    gl.thread_barrier()
+    thread_barrier()
     gl.inline_asm_elementwise(
         _MARK, "=r,l,l", [counter.to(gl.int64), seen], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip

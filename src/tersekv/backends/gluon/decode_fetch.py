@@ -6,9 +6,10 @@ cursor: (flat index of the tile, request, tile in its segment, segment, tiles, s
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .schedule import request_tiles
+from .versions import reinterpret, tma_load
 
 
 @gluon.jit
@@ -62,9 +63,9 @@ def make_rings(dtype: gl.constexpr, VALUES: gl.constexpr, g: gl.constexpr):
         if g.SCALES:
             # A tensor copy goes to a multiple of 128 bytes, which a plain layout does not ask for.
             ring = gl.allocate_shared_memory(
-                dtype, [g.STAGES * SIDE.SCALE_PLACE // 128, 32], gl.NVMMASharedLayout(0, 32, 2)
+                dtype, [g.STAGES * SIDE.SCALE_PLACE // 128, 1, 32], gl.NVMMASharedLayout(0, 32, 2)
             )
-            scales = scales + (ring._reinterpret(dtype, SIDE.SCALE_RING, SIDE.SCALE_LAYOUT),)
+            scales = scales + (reinterpret(ring, dtype, SIDE.SCALE_RING, SIDE.SCALE_LAYOUT),)
         else:
             scales = scales + (ring,)  # never read
     return codes, scales
@@ -80,9 +81,9 @@ def copy_codes(X, buffer, bar, stage, page, h0, slot, wanted, PITCH: gl.constexp
         X.block_shape[2],
         X.block_shape[3],
     ]
-    into = buffer._reinterpret(buffer.dtype, SHAPE, X.layout).index(stage)
+    into = reinterpret(buffer, buffer.dtype, SHAPE, X.layout).index(stage)
     row = h0 // (g.HB // X.block_shape[1])  # of as many heads as a row holds
-    tma.async_copy_global_to_shared(X, [(page * PITCH + slot) // 16, row, 0, 0], bar, into, wanted)
+    tma_load(X, [(page * PITCH + slot) // 16, row, 0, 0], bar, into, wanted)
 
 
 @gluon.jit
@@ -96,14 +97,14 @@ def copy_scales(X, buffer, bar, stage, page, h0, slot, wanted, VALUES: gl.conste
         X.block_shape[1],
         X.block_shape[2],
     ]
-    into = buffer._reinterpret(buffer.dtype, SHAPE, X.layout).index(stage)
+    into = reinterpret(buffer, buffer.dtype, SHAPE, X.layout).index(stage)
     if SIDE.SCALE_PLACE > SIDE.SCALE_BYTES:
         into = into.slice(0, BOXES)
     if g.SCALE_ROWS_ARE_KEYS:
         at = [(page * SIDE.SCALE_PITCH + slot) // 16, 0, h0 * SIDE.SCALE_WORDS]
     else:
         at = [slot // 16, page * SIDE.SCALE_PITCH + h0, 0]
-    tma.async_copy_global_to_shared(X, at, bar, into, wanted)
+    tma_load(X, at, bar, into, wanted)
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from .arrivals import arrive, look, reset
 from .decode_work import finish, per_head
 from .schedule import output
+from .versions import thread_barrier
 
 FAN = gl.constexpr(16)  # pieces that one program merges in one go
 
@@ -98,7 +99,7 @@ def store_joined(PART, lead, first, m, l, acc, j, h0, rows_left, c: gl.constexpr
     r = o_e % g.JOIN_ROWS
     slots = 2 * (lead * c.HEADS + h0 + o_e // g.JOIN_ROWS) + gl.where(lead == first, 1, 0)
     p_part = PART + (slots.to(gl.int64) * c.ROWS + r) * c.PART_COLUMNS
-    gl.thread_barrier()  # all have read it
+    thread_barrier()  # all have read it
     gl.store(p_part[:, None] + o_d[None, :], acc, mask=(r < rows_left)[:, None])
     if j == c.PARTS * c.BLOCK_DV // g.JOIN_COLUMNS - 1:
         gl.store(p_part + c.PART_COLUMNS - 2, m, mask=r < rows_left)

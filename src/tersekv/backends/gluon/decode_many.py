@@ -19,6 +19,7 @@ from .decode_work import per_head, share_and_place
 from .mla_prefill_softmax import packed, unpacked
 from .pipeline import launch_dependents, make_barriers, wait_for_previous
 from .schedule import LOG2E, meta_of, request_tiles, scalar, zero_padding
+from .versions import thread_barrier
 
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf times it is −inf
 
@@ -203,7 +204,7 @@ def decode_many_kernel(
     tables, team, place = (TABLE, LENS, CU), (i_share, h, per), (x, end, b, base)
     boxes, scales, rings = (K, V), (KS, VS), (kbuf, vbuf, tiles16, columns)
     bars, read = (ready, empty), (tiles16, columns)
-    gl.thread_barrier()  # what partitions are given may lie where sums were read from
+    thread_barrier()  # what partitions are given may lie where sums were read from
     if g.RB == 4:
         gl.warp_specialize(
             [

@@ -10,6 +10,7 @@ from .decode_many_ring import place_of, wait_free
 from .decode_wide import live_keys
 from .pipeline import signal
 from .schedule import request_tiles
+from .versions import reinterpret
 
 SCALE_TURNS = gl.constexpr(4)  # tiles of stored scales in shared memory
 KINDS = gl.constexpr(4)  # of a tile's stored scales there: of keys; of values logarithms and reciprocals; one not used
@@ -101,7 +102,7 @@ def load_words(codes, bars, turn, wanted, c: gl.constexpr, g: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(g.K.LAYOUT.swizzle_byte_width, 16, 2)
     out = ()
     for j in gl.static_range(gl.constexpr(g.COPIES)):
-        box = codes[j]._reinterpret(gl.int16, [g.STAGES, g.COPY, c.WORDS_K], LAYOUT).index(stage)
+        box = reinterpret(codes[j], gl.int16, [g.STAGES, g.COPY, c.WORDS_K], LAYOUT).index(stage)
         out = out + (box.load(words_layout(c.WORDS_K, g)),)
     return out
 

@@ -18,6 +18,7 @@ from .decode_tiles import keep_part, mma_layout, query_image
 from .decode_work import even_share_and_place, per_head
 from .pipeline import launch_dependents, wait_for_previous
 from .schedule import LOG2E, meta_of, request_tiles, scalar, zero_padding
+from .versions import thread_barrier
 
 
 @gluon.jit
@@ -73,10 +74,10 @@ def consume(tensors, numbers, strides, rings, image, bars, team, place, c: gl.co
         r0 = segment * c.ROWS
         q, factor = load_query(Q, q0, h0, r0, rows * c.GROUP, sq_t, sq_h, c, g)
         if c.ROWS > 16:
-            gl.thread_barrier()
+            thread_barrier()
             for i in gl.static_range(gl.constexpr(c.PARTS)):
                 keep_part(image, i, q[i], c, g)
-            gl.thread_barrier()
+            thread_barrier()
             q = image
         scale = k_scales[:, None] * factor
         u0, u1 = whole_tiles(n, rows, first, c)
@@ -91,7 +92,7 @@ def consume(tensors, numbers, strides, rings, image, bars, team, place, c: gl.co
             else:
                 state = attend(state, kbuf, vbuf, ksbuf, vsbuf, stage, q, scale, softcap, t, n, rows, r0, q0, MASK,
                                sm_t, True, c, g)  # fmt: skip
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(free.index(stage))
             turn += 1
         m, l, acc = ended(state, c, g)
@@ -141,7 +142,7 @@ def decode_nvfp4_kernel(
     strides = (sq_t, sq_h, sm_t, so_t, so_h, sl_t, sl_h)
     boxes, tables, rings, bars = (K, V, KS, VS), (TABLE, LENS, CU), (kbuf, ksbuf, vbuf, vsbuf), (full, free)
     team, place = (i_share, i_group, per), (x, end, b, base)
-    gl.thread_barrier()  # what partitions are given may lie where sums were read from
+    thread_barrier()  # what partitions are given may lie where sums were read from
     gl.warp_specialize(
         [
             (consume, (tensors, numbers, strides, rings, image, bars, team, place, c, g)),

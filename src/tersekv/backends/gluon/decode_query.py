@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from .decode_codes import multiplied
 from .decode_tiles import mma_layout, query_words
+from .versions import async_load
 
 
 @gluon.constexpr_function
@@ -44,7 +45,7 @@ def fetch_query(Q, CU, queries, count, cursor, end, h0, sq_t, sq_h, FIRST: gl.co
             q0, rows = cursor[1] * c.MAX_Q, c.MAX_Q
         p_q = Q + (q0 + r // c.GROUP).to(gl.int64) * sq_t + (h * c.GROUP + r % c.GROUP).to(gl.int64) * sq_h + o_d
         live, p_q = gl.broadcast(r < rows * c.GROUP, p_q)
-        async_copy.async_copy_global_to_shared(queries.index(count % g.QUERIES), p_q, mask=live)
+        async_load(queries.index(count % g.QUERIES), p_q, mask=live)
         async_copy.commit_group()
         count += 1
     return count

@@ -20,6 +20,7 @@ from .decode_codes import SCALE_BYTE, key_parts, log2_and_inverse, scaled_e2m1
 from .decode_fetch import advance, fetch
 from .decode_rows import column_of, visible
 from .schedule import LOG2E
+from .versions import reinterpret, thread_barrier
 
 
 @gluon.constexpr_function
@@ -101,7 +102,7 @@ def load_query(Q, tokens, h, r0, m_row, sq_t, sq_h, q_s, c: gl.constexpr, g: gl.
     top = gl.max(gl.abs(x), 1)
     field = gl.maximum((top.to(gl.int32, bitcast=True) >> 23) & 0xFF, 1)
     inverse = (gl.maximum(254 - field, 1) << 23).to(gl.float32, bitcast=True)
-    gl.thread_barrier()  # products of the segment before may still read
+    thread_barrier()  # products of the segment before may still read
     q_s.store((x * inverse[:, None]).to(gl.float16))
     factor = (field << 23).to(gl.float32, bitcast=True) * c.K_FACTOR
     return gl.convert_layout(factor, gl.SliceLayout(1, score_layout(c, g)))
@@ -168,7 +169,7 @@ def convert(ring, scales, into, stage, t, n, rows, MASKED: gl.constexpr, VALUES:
     L: gl.constexpr = words_layout(W, c, g)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(SIDE.LAYOUT.swizzle_byte_width, 16, 2)
     for j in gl.static_range(gl.constexpr(g.COPIES)):
-        words = ring[j]._reinterpret(gl.int16, [g.STAGES, g.COPY, W], LAYOUT).index(stage).load(L)
+        words = reinterpret(ring[j], gl.int16, [g.STAGES, g.COPY, W], LAYOUT).index(stage).load(L)
         o_n = t * c.TILE + j * g.COPY + gl.arange(0, g.COPY, gl.SliceLayout(1, L))
         live = live_keys(o_n, n, rows, c)[:, None]
         if MASKED:
@@ -238,11 +239,11 @@ def attend_segment(
     scales = stored_scales(KS, VS, TABLE, b, st_b, h0, t0, n, rows, True, c, g)
     if c.BLOCK_SCALES:
         scale_s[0].store(scales[0])
-        gl.thread_barrier()
+        thread_barrier()
     if query_in_registers(c):
-        gl.thread_barrier()
+        thread_barrier()
         q = q_s.load(gl.DotOperandLayout(0, S, 2))
-        gl.thread_barrier()
+        thread_barrier()
     else:
         q = q_s
     mbarrier.wait(full[0].index(turn % g.STAGES), (turn // g.STAGES) & 1)
@@ -257,7 +258,7 @@ def attend_segment(
         if c.BLOCK_SCALES:
             scale_s[1].store(scales[1])
         fence_async_shared()
-        gl.thread_barrier()  # keys are there, values may be overwritten
+        thread_barrier()  # keys are there, values may be overwritten
         zero = gl.full([c.ROWS, c.TILE], 0, gl.float32, S)
         s = warpgroup_mma(q, k_s.permute([1, 0]), zero, use_acc=False, is_async=True)
         scales = stored_scales(KS, VS, TABLE, b, st_b, h0, t + 1, n, rows, t + 1 < t1, c, g)
@@ -277,7 +278,7 @@ def attend_segment(
         if c.BLOCK_SCALES:
             scale_s[0].store(scales[0])
         fence_async_shared()
-        gl.thread_barrier()  # values are there, keys may be overwritten, and the stage is free
+        thread_barrier()  # values are there, keys may be overwritten, and the stage is free
         acc = warpgroup_mma(right, v_s, acc, is_async=True)
         fetch(cursor, turn + g.STAGES, full, K, V, KS, VS, kbuf, vbuf, kbuf, vbuf, h0, end, c, g)
         cursor = advance(cursor, TABLE, LENS, CU, st_b, end, c, g)

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..triton.launch import TENSOR, Template
 from .pipeline import launch_dependents, wait_for_previous
 from .tensor_maps import tensor_map
+from .versions import thread_barrier, tma_load, tma_store
 
 STAGES = 4
 
@@ -52,16 +53,14 @@ def produce(A, W, rows_of_tiles, tiles, buffers, bars, STEPS: gl.constexpr, STAG
             mbarrier.wait(w_free.index(side), ((panels // 2) & 1) ^ 1)
             mbarrier.expect(w_full.index(side), STEPS * TILE * TILE)
             for i in gl.static_range(STEPS):
-                tma.async_copy_global_to_shared(
-                    W, [panel * TILE, i * TILE], w_full.index(side), w_s.index(side * STEPS + i)
-                )
+                tma_load(W, [panel * TILE, i * TILE], w_full.index(side), w_s.index(side * STEPS + i))
             panels += 1
         row = tile % rows_of_tiles * TILE
         for i in range(STEPS):
             stage = at % STAGES
             mbarrier.wait(a_free.index(stage), ((at // STAGES) & 1) ^ 1)
             mbarrier.expect(a_full.index(stage), TILE * TILE)
-            tma.async_copy_global_to_shared(A, [row, i * TILE], a_full.index(stage), a_s.index(stage))
+            tma_load(A, [row, i * TILE], a_full.index(stage), a_s.index(stage))
             at += 1
 
 
@@ -136,15 +135,13 @@ def multiply(
         mbarrier.arrive(a_free.index((at - 1) % STAGES), count=1)
         right = gl.fma(part_right, gl.broadcast(scale_before[:, None], right)[0], right)
         tma.store_wait(0)
-        gl.thread_barrier()  # one thread has waited for all
+        thread_barrier()  # one thread has waited for all
         for j in gl.static_range(2):
             to = out_s.index(2 * HALF + j)
             to.store((right if j else left).to(to.dtype))
         fence_async_shared()
         for j in gl.static_range(2):
-            tma.async_copy_shared_to_global(
-                OUT, [row * TILE + HALF * ROWS, panel * TILE + j * HALF_TILE], out_s.index(2 * HALF + j)
-            )
+            tma_store(OUT, [row * TILE + HALF * ROWS, panel * TILE + j * HALF_TILE], out_s.index(2 * HALF + j))
         row, panel = row_after, panel_after
     tma.store_wait(0)
 

@@ -37,6 +37,7 @@ from .schedule import (
     share,
     zero_padding,
 )
+from .versions import reinterpret, thread_barrier
 
 VOTE_PTX = gl.constexpr(
     """{
@@ -119,8 +120,11 @@ def load_query(QN, QP, q, segment, h, q0, rows, strides, ME: gl.constexpr, TURNS
 @gluon.jit
 def as_words(codes):
     """A tile of codes in shared memory, as 16-bit words."""
-    return codes._reinterpret(
-        gl.int16, [codes.shape[0], codes.shape[1] // 2], gl.NVMMASharedLayout(codes.layout.swizzle_byte_width, 16)
+    return reinterpret(
+        codes,
+        gl.int16,
+        [codes.shape[0], codes.shape[1] // 2],
+        gl.NVMMASharedLayout(codes.layout.swizzle_byte_width, 16),
     )
 
 
@@ -133,7 +137,7 @@ def drop_stale(codes, slot, keys, c: gl.constexpr):
         place = as_words(codes.index(slot * c.CHUNKS + i))
         x = place.load(L)
         place.store(gl.where(real[:, None], x, 0))
-    gl.thread_barrier()  # here, or the compiler puts one behind the branch
+    thread_barrier()  # here, or the compiler puts one behind the branch
 
 
 @gluon.jit
@@ -448,7 +452,7 @@ def mla_decode_codes_kernel(
     strides = (sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h)
     place = (max_segments, p, per, x, end, b, base)
     work = (x, end, b, base, nowhere, s_pitch, st_b)
-    gl.thread_barrier()  # what partitions are given may lie where sums were read from
+    thread_barrier()  # what partitions are given may lie where sums were read from
     # The producer is the default partition: it has four warps anyway.
     if TURNS == 2:
         gl.warp_specialize(

@@ -31,6 +31,7 @@ from .schedule import (
     share,
     zero_padding,
 )
+from .versions import thread_barrier
 
 BOX = gl.constexpr(64)  # columns of a TMA box
 BOXES = gl.constexpr(8)  # of a tile
@@ -65,7 +66,7 @@ def drop_stale(ring_c, slot, keys, c: gl.constexpr):
         x = place.load(L)
         place.store(gl.where(real[:, None], x, gl.full([c.TILE, BOX], 0.0, x.dtype, L)))
     fence_async_shared()
-    gl.thread_barrier()  # here, or the compiler puts one behind the branch
+    thread_barrier()  # here, or the compiler puts one behind the branch
 
 
 @gluon.jit
@@ -227,7 +228,7 @@ def mla_decode_few_kernel(
     strides = (sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h)
     place = (max_segments, p, per, x, end, b, base)
     work = (x, end, b, base, nowhere, s_pitch, st_b)
-    gl.thread_barrier()  # what partitions are given may lie where sums were read from
+    thread_barrier()  # what partitions are given may lie where sums were read from
     # The producer is the default partition: it has four warps anyway.
     gl.warp_specialize(
         [

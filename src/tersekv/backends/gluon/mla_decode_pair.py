@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -35,6 +34,7 @@ from .schedule import (
     share,
     zero_padding,
 )
+from .versions import reinterpret, thread_barrier, tma_load
 
 TILE = gl.constexpr(64)
 GROUPS = gl.constexpr(4)  # of columns of a tile
@@ -69,16 +69,16 @@ def copy_tile(BOX_C, BOX_P, rings, full, free, slot: gl.constexpr, rows_c, rows_
         mbarrier.wait(free.index(GROUPS * slot + g), (k & 1) ^ 1)
         bar = full.index(GROUPS * slot + g)
         mbarrier.expect(bar, 2 * TILE * COLUMNS)
-        boxes = ring_c.index(GROUPS * slot + g)._reinterpret(BOX_C.dtype, [BOXES, TILE, BOX], BOX_C.layout)
+        boxes = reinterpret(ring_c.index(GROUPS * slot + g), BOX_C.dtype, [BOXES, TILE, BOX], BOX_C.layout)
         for r in gl.static_range(PIECES):
             for i in gl.static_range(BOXES):
                 place = boxes.index(i).slice(r * PIECE, PIECE)
-                tma.async_copy_global_to_shared(BOX_C, [rows_c[r], g * COLUMNS + i * BOX], bar, place)
+                tma_load(BOX_C, [rows_c[r], g * COLUMNS + i * BOX], bar, place)
     bar = full.index(2 * GROUPS + slot)
     mbarrier.expect(bar, 2 * TILE * c.BLOCK_R)
     for r in gl.static_range(PIECES):
         place = ring_p.index(slot).slice(r * PIECE, PIECE)
-        tma.async_copy_global_to_shared(BOX_P, [rows_p[r], 0], bar, place)
+        tma_load(BOX_P, [rows_p[r], 0], bar, place)
 
 
 @gluon.jit
@@ -125,12 +125,12 @@ def start_scores(q, rings, full, slot: gl.constexpr, k, t, n, S: gl.constexpr):
     if (t + 1) * TILE > n:
         drop_stale(ring_c, full, slot, k, n - t * TILE)
     s = warpgroup_mma_init(gl.full([ROWS, TILE], 0.0, gl.float32, S))
-    q_boxes = q_c._reinterpret(q_c.dtype, [GROUPS * BOXES, ROWS, BOX], q_p.layout)
+    q_boxes = reinterpret(q_c, q_c.dtype, [GROUPS * BOXES, ROWS, BOX], q_p.layout)
     none = t >> 30
     for j in range(GROUPS + none):
         g = (j + slot * MINE) % GROUPS
         mbarrier.wait(full.index(GROUPS * slot + g), k & 1)
-        boxes = ring_c.index(GROUPS * slot + g)._reinterpret(q_c.dtype, [BOXES, TILE, BOX], q_c.layout)
+        boxes = reinterpret(ring_c.index(GROUPS * slot + g), q_c.dtype, [BOXES, TILE, BOX], q_c.layout)
         for i in gl.static_range(BOXES):
             s = warpgroup_mma(q_boxes.index(g * BOXES + i), boxes.index(none + i).permute((1, 0)), s, is_async=True)
     mbarrier.wait(full.index(2 * GROUPS + slot), k & 1)
@@ -190,7 +190,7 @@ def scaled(acc, factor):
 @gluon.jit
 def start_values(p, ring_c, slot: gl.constexpr, FIRST: gl.constexpr, acc):
     """Start to add the products of a tile's probabilities and MINE groups of its columns: each weight is read once."""
-    halves = ring_c._reinterpret(ring_c.dtype, [2 * GROUPS // MINE, TILE, MINE * COLUMNS], ring_c.layout)
+    halves = reinterpret(ring_c, ring_c.dtype, [2 * GROUPS // MINE, TILE, MINE * COLUMNS], ring_c.layout)
     return warpgroup_mma(p, halves.index((GROUPS * slot + FIRST) // MINE), acc, is_async=True)
 
 
@@ -198,7 +198,7 @@ def start_values(p, ring_c, slot: gl.constexpr, FIRST: gl.constexpr, acc):
 def end_values(acc, free, slot: gl.constexpr, FIRST: gl.constexpr):
     """Wait for them, and free each group."""
     acc = warpgroup_mma_wait(0, [acc])
-    gl.thread_barrier()
+    thread_barrier()
     for i in gl.static_range(MINE):
         mbarrier.arrive(free.index(GROUPS * slot + FIRST + i))
     return acc
@@ -379,7 +379,7 @@ def mla_decode_pair_kernel(
     tensors = (QN, QP, LENS, CU, OUT, LSE, PART, META)
     strides = (sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h)
     place = (max_segments, p, per, x, end, b, base)
-    gl.thread_barrier()  # what partitions are given may lie where sums were read from
+    thread_barrier()  # what partitions are given may lie where sums were read from
     # The producer is the default partition: it has four warps anyway.
     gl.warp_specialize(
         [

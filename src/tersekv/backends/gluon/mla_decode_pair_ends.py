@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .schedule import output, row_places
+from .versions import reinterpret
 
 BOX = gl.constexpr(64)  # columns of a box of the query
 AT_ONCE = gl.constexpr(16)  # rows of the output
@@ -54,8 +55,8 @@ def store_output(acc, state, q_c, OUT, LSE, PART, whole, slot, segment, h, q0, r
     factor = gl.convert_layout(gl.where(whole, factor, 1.0), gl.SliceLayout(1, accs[0].type.layout))
     W: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 16, [1, 0])
-    stage = q_c.index(ME)._reinterpret(gl.float32, [c.ROWS, COLUMNS], SWIZZLED)
-    stages = q_c.index(ME)._reinterpret(gl.float32, [c.ROWS // AT_ONCE, AT_ONCE, COLUMNS], SWIZZLED)
+    stage = reinterpret(q_c.index(ME), gl.float32, [c.ROWS, COLUMNS], SWIZZLED)
+    stages = reinterpret(q_c.index(ME), gl.float32, [c.ROWS // AT_ONCE, AT_ONCE, COLUMNS], SWIZZLED)
     live = gl.minimum(rows * c.GROUP - segment * c.ROWS, c.ROWS)
     for i in gl.static_range(COUNT):
         stage.store(accs[i] * factor[:, None])

@@ -2,11 +2,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .mla_decode_trio_scales import spread_scales
 from .pipeline import signal
 from .schedule import request_tiles
+from .versions import tma_load
 
 
 @gluon.jit
@@ -61,13 +62,13 @@ def produce(boxes, TABLE, LENS, CU, bars, rings, work, more, STAGES: gl.constexp
             mbarrier.expect(bar, BYTES)
             for j in gl.static_range(PIECES):
                 place = ring_p.index(slot).slice(j * PIECE, PIECE)
-                tma.async_copy_global_to_shared(BOX_P, [rows_p[j], 0], bar, place)
+                tma_load(BOX_P, [rows_p[j], 0], bar, place)
                 if c.GROUP_SCALES:
                     place = ring_s.index(slot).slice(j * PIECE, PIECE)
-                    tma.async_copy_global_to_shared(BOX_S, [rows_s[j], 0], bar, place)
+                    tma_load(BOX_S, [rows_s[j], 0], bar, place)
                 for i in gl.static_range(BOXES):
                     place = box_of(ring_c, slot, i, STAGES).slice(j * PIECE, PIECE)
-                    tma.async_copy_global_to_shared(BOX_C, [rows_c[j], i * WIDTH], bar, place)
+                    tma_load(BOX_C, [rows_c[j], i * WIDTH], bar, place)
             if c.GROUP_SCALES and MORE:
                 mbarrier.wait(bar, (k // STAGES) & 1)
                 spread_scales(ring_s.index(slot), more[1], more[2], slot, n - t * c.TILE)

@@ -23,6 +23,7 @@ from .mla_decode_trio_score import LANES, PART_KEYS, PARTS, TILE, TURNS, score
 from .mla_decode_trio_values import add_values
 from .pipeline import wait_for_previous
 from .schedule import LOG2E, deal, load_tiles, locate, meta_of, scalar, share, zero_padding
+from .versions import thread_barrier
 
 REGISTERS = gl.constexpr(176)  # of a thread that adds values
 
@@ -108,7 +109,7 @@ def mla_decode_trio_kernel(
     AHEAD: gl.constexpr = TERMS == 2 and not c.GROUP_SCALES
     # NOTE: more than the compiler needs makes it wait for each product, and so does less.
     SCORE_REGISTERS: gl.constexpr = 136 if c.GROUP_SCALES else 128
-    gl.thread_barrier()  # what partitions are given may lie where sums were read from
+    thread_barrier()  # what partitions are given may lie where sums were read from
     gl.warp_specialize(
         [
             (produce, ((BOX_C, BOX_P, BOX_S), TABLE, LENS, CU, (full, free), rings, work,

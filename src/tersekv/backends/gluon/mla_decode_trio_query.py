@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .mla_decode_codes import query_piece
+from .versions import reinterpret
 
 ROWS = gl.constexpr(64)  # of a segment
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf times it is −inf
@@ -96,7 +97,7 @@ def normalise(pieces, negative, CHUNKS: gl.constexpr):
 def by_steps(x, STEP: gl.constexpr):
     """Query rows in shared memory, STEP of them at a time."""
     COUNT: gl.constexpr = x.shape[0] * x.shape[1] // STEP
-    return x._reinterpret(x.dtype, [COUNT, STEP, x.shape[2]], x.layout)
+    return reinterpret(x, x.dtype, [COUNT, STEP, x.shape[2]], x.layout)
 
 
 @gluon.jit
@@ -157,7 +158,7 @@ def load_query(QN, QP, q, factors, place, scale, strides, which: gl.constexpr, T
     q_c, q_r = q
     WIDTH_R: gl.constexpr = q_r.shape[2]
     STEP: gl.constexpr = 16 if TERMS == 2 else 32  # as many rows at a time as registers hold twice, or once
-    factors = factors._reinterpret(gl.float32, [ROWS // STEP, STEP], factors.layout)
+    factors = reinterpret(factors, gl.float32, [ROWS // STEP, STEP], factors.layout)
     HALF: gl.constexpr = ROWS // STEP // 2
     places_c, places_r = by_steps(q_c, STEP), by_steps(q_r, STEP)
     after = load_rows(QN, QP, place, strides, which * HALF * STEP, STEP, WIDTH_R, c)

@@ -14,6 +14,7 @@ from .mla_decode_trio_query import ROWS, places, score_factors
 from .mla_decode_trio_scales import SCALES
 from .pipeline import signal
 from .schedule import finish, next_segment, note_pieces
+from .versions import thread_barrier
 
 TILE = gl.constexpr(64)  # keys
 LANES = gl.constexpr(4)  # that share a row of scores
@@ -93,7 +94,7 @@ def let_go(bar, there_is):
 
     Its values should meet the matrix unit beside this tile's softmax, not take turns with its scores.
     """
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(bar, pred=there_is)
 
 

@@ -16,6 +16,7 @@ from .mla_decode_trio_query import ROWS, load_query, places
 from .mla_decode_trio_score import LANES, PART_KEYS, PARTS, TILE, TURNS
 from .pipeline import signal
 from .schedule import next_segment, output
+from .versions import reinterpret
 
 CHUNKS = gl.constexpr(2)  # of columns that a warpgroup holds
 WORDS = gl.constexpr(64)  # of a chunk
@@ -68,7 +69,7 @@ def values_of(w, ratios, part: gl.constexpr, c: gl.constexpr):
 def rescaled(acc, note, flag, O: gl.constexpr):
     """The accumulators times what the note says, where any of that is not 1: rarely."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    words = flag._reinterpret(gl.int32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    words = reinterpret(flag, gl.int32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if gl.max(words.slice(0, 1).load(ONE), 0) != 0:
         L: gl.constexpr = gl.BlockedLayout([1, LANES], [32, 1], [gl.num_warps(), 1], [1, 0])
         old = gl.convert_layout(gl.max(note.load(L), 1), gl.SliceLayout(0, O))
@@ -126,9 +127,9 @@ def store_segment(tensors, q_c, acc, note, whole, slot, place, so_t, so_h, which
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     PLACES: gl.constexpr = q_c.shape[0] * q_c.shape[1] * q_c.shape[2] // (4 * STAGED * 2 * WORDS)
     STEPS: gl.constexpr = STAGED // AT_ONCE
-    stage = q_c._reinterpret(gl.float32, [PLACES, STAGED, 2 * WORDS], STAGE).index(which)
-    stages = q_c._reinterpret(gl.float32, [PLACES * STEPS, AT_ONCE, 2 * WORDS], STAGE)
-    notes = note._reinterpret(gl.float32, [ROWS // AT_ONCE, AT_ONCE, LANES], note.layout)
+    stage = reinterpret(q_c, gl.float32, [PLACES, STAGED, 2 * WORDS], STAGE).index(which)
+    stages = reinterpret(q_c, gl.float32, [PLACES * STEPS, AT_ONCE, 2 * WORDS], STAGE)
+    notes = reinterpret(note, gl.float32, [ROWS // AT_ONCE, AT_ONCE, LANES], note.layout)
     for i in range(4):  # not unrolled: code that runs once is slow
         if i == 0:
             stage_rows(stage, acc[0], acc[1], 0)
@@ -167,7 +168,7 @@ def add_values(tensors, q, rings, bars, hand, scale_in, place, strides, which: g
     notes, factors, ratios = hand[1], hand[3], hand[5]
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     zero = gl.full([WORDS, ROWS], 0.0, gl.float32, O)
-    words = rings[0]._reinterpret(gl.int16, [STAGES * c.CHUNKS, TILE, WORDS], gl.NVMMASharedLayout(128, 16))
+    words = reinterpret(rings[0], gl.int16, [STAGES * c.CHUNKS, TILE, WORDS], gl.NVMMASharedLayout(128, 16))
     k, count = 0, 0
     while x < end:
         b, base, segment, t0, t1, n, rows, q0, tiles = next_segment(LENS, CU, x, end, b, base, c)

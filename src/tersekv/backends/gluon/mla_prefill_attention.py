@@ -17,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -26,6 +25,7 @@ from ..triton.launch import TENSOR, Template
 from .mla_prefill_softmax import packed, shares_of_sum, unpacked, weigh
 from .pipeline import launch_dependents, wait_for_previous
 from .tensor_maps import tensor_map
+from .versions import thread_barrier, tma_load
 
 BLOCK_N, STAGES, REGISTERS = 128, 2, 240
 _L2_BYTES = 32 << 20  # keys and values that stay in the L2 cache for a while
@@ -60,7 +60,7 @@ def publish(FACTS, a, b, c, d, e, f):
     o = gl.arange(0, FIELDS, whole)
     x = gl.where(o == 0, a, gl.where(o == 1, b, gl.where(o == 2, c, gl.where(o == 3, d, gl.where(o == 4, e, f)))))
     FACTS.store(x.to(gl.int32))
-    gl.thread_barrier()  # the thread that arrives is not the one that has stored
+    thread_barrier()  # the thread that arrives is not the one that has stored
 
 
 @gluon.jit
@@ -112,19 +112,19 @@ def produce(
                     after = gl.atomic_add(COUNTER, 1, sem="relaxed") + gl.num_programs(0)
                 mbarrier.wait(k_free.index(stage), phase ^ 1)
                 mbarrier.expect(k_full.index(stage), BLOCK_N * (DN + R) * bits)
-                tma.async_copy_global_to_shared(KV, [row, column], k_full.index(stage), k_s.index(stage))
-                tma.async_copy_global_to_shared(KPE, [row, 0], k_full.index(stage), kpe_s.index(stage))
+                tma_load(KV, [row, column], k_full.index(stage), k_s.index(stage))
+                tma_load(KPE, [row, 0], k_full.index(stage), kpe_s.index(stage))
                 if i == 0:
                     for half in gl.static_range(2):
                         bar, first = q_full.index(half), q0 + i0 + half * ROWS
                         mbarrier.wait(q_free.index(half), (done & 1) ^ 1)
                         publish(facts_s.index(half), q0 + i0, queries - i0, i0 + ahead, keys, tiles, head)
                         mbarrier.expect(bar, ROWS * (DN + R) * bits)
-                        tma.async_copy_global_to_shared(Q, [first, head * head_stride], bar, q_s.index(half))
-                        tma.async_copy_global_to_shared(QPE, [first, head * head_stride + DN], bar, qpe_s.index(half))
+                        tma_load(Q, [first, head * head_stride], bar, q_s.index(half))
+                        tma_load(QPE, [first, head * head_stride + DN], bar, qpe_s.index(half))
                 mbarrier.wait(v_free.index(stage), phase ^ 1)
                 mbarrier.expect(v_full.index(stage), BLOCK_N * DN * bits)
-                tma.async_copy_global_to_shared(KV, [row, column + DN], v_full.index(stage), v_s.index(stage))
+                tma_load(KV, [row, column + DN], v_full.index(stage), v_s.index(stage))
                 at += 1
             done += 1
         else:
@@ -285,7 +285,7 @@ def attend_rows(
     done = 0  # items begun
     mbarrier.wait(q_full.index(HALF), 0)
     facts = facts_s.index(HALF).load(whole)
-    gl.thread_barrier()  # one thread will say that they may be written anew
+    thread_barrier()  # one thread will say that they may be written anew
     row, queries, limit = field(facts, 0), field(facts, 1), field(facts, 2)
     keys, tiles, head = field(facts, 3), field(facts, 4), field(facts, 5)
     if tiles > 0:
@@ -325,7 +325,7 @@ def attend_rows(
             done += 1
             mbarrier.wait(q_full.index(HALF), done & 1)
             facts = facts_s.index(HALF).load(whole)
-            gl.thread_barrier()
+            thread_barrier()
             row, queries, limit = field(facts, 0), field(facts, 1), field(facts, 2)
             keys, tiles, head = field(facts, 3), field(facts, 4), field(facts, 5)
             more = tiles > 0

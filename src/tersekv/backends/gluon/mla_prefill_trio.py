@@ -20,7 +20,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -44,6 +43,7 @@ from .mla_prefill_attention import descriptors as of_keys
 from .mla_prefill_softmax import halves, packed, shares_of_sum, unpacked, weigh
 from .pipeline import launch_dependents, wait_for_previous
 from .tensor_maps import tensor_map
+from .versions import thread_barrier, tma_load
 
 REGISTERS = 160
 # For each multiprocessor; with few items, two warpgroups share the work more evenly. With 21 (H200, 4096 tokens, 128
@@ -65,7 +65,7 @@ def give_values(VALUES, row, column, turn, v_s, v_full, v_free):
     stage = turn % STAGES_V
     mbarrier.wait(v_free.index(stage), ((turn // STAGES_V) & 1) ^ 1)
     mbarrier.expect(v_full.index(stage), HALF_N * v_s.shape[2] * 2)
-    tma.async_copy_global_to_shared(VALUES, [row, column], v_full.index(stage), v_s.index(stage))
+    tma_load(VALUES, [row, column], v_full.index(stage), v_s.index(stage))
 
 
 @gluon.jit
@@ -100,8 +100,8 @@ def produce(
                 stage = at % STAGES_K
                 mbarrier.wait(k_free.index(stage), ((at // STAGES_K) & 1) ^ 1)
                 mbarrier.expect(k_full.index(stage), BLOCK_N * (DN + R) * 2)
-                tma.async_copy_global_to_shared(KEYS, [row, column], k_full.index(stage), k_s.index(stage))
-                tma.async_copy_global_to_shared(KPE, [row, 0], k_full.index(stage), kpe_s.index(stage))
+                tma_load(KEYS, [row, column], k_full.index(stage), k_s.index(stage))
+                tma_load(KPE, [row, 0], k_full.index(stage), kpe_s.index(stage))
                 # Halves come free in this order: the second of a tile behind the keys of the next.
                 if i > 0:
                     give_values(VALUES, row + BLOCK_N + HALF_N, column + DN, 2 * at - 1, v_s, v_full, v_free)
@@ -111,8 +111,8 @@ def produce(
                         mbarrier.wait(q_free.index(part), (done & 1) ^ 1)
                         publish(facts_s.index(part), q0 + i0, gl.maximum(-i0, 0), i0 + ahead, keys, tiles, head)
                         mbarrier.expect(bar, ROWS * (DN + R) * 2)
-                        tma.async_copy_global_to_shared(Q, [first, head * head_stride], bar, q_s.index(part))
-                        tma.async_copy_global_to_shared(QPE, [first, head * head_stride + DN], bar, qpe_s.index(part))
+                        tma_load(Q, [first, head * head_stride], bar, q_s.index(part))
+                        tma_load(QPE, [first, head * head_stride + DN], bar, qpe_s.index(part))
                 give_values(VALUES, row, column + DN, 2 * at, v_s, v_full, v_free)
                 at += 1
                 row -= BLOCK_N
@@ -238,7 +238,7 @@ def attend_rows(given, PART: gl.constexpr, HAS_LSE: gl.constexpr):
     while tiles >= 0:
         mbarrier.wait(q_full.index(PART), done & 1)
         facts = facts_s.index(PART).load(whole)
-        gl.thread_barrier()  # one thread will say that they may be written anew
+        thread_barrier()  # one thread will say that they may be written anew
         row, first, limit = field(facts, 0), field(facts, 1), field(facts, 2)
         keys, tiles, head = field(facts, 3), field(facts, 4), field(facts, 5)
         done += 1

@@ -10,6 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
+from .versions import thread_barrier
+
 
 @gluon.jit
 def make_barriers(N: gl.constexpr, STAGES: gl.constexpr):
@@ -38,7 +40,7 @@ def acquire(sets, turn, N: gl.constexpr, STAGES: gl.constexpr):
 @gluon.jit
 def release():
     """All warps are done with the stages of earlier turns: they may be filled again."""
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit
@@ -63,7 +65,7 @@ def wait_for_previous():
 @gluon.jit
 def signal(bar):
     """Arrive, once all warps of the partition are here."""
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(bar)
 
 

@@ -1,0 +1,18 @@
+"""Names of Gluon that differ between versions of Triton, as kernels use them. What differs on the host is in
+`backends/triton/versions.py`.
+
+Each is chosen by what the module has, never by a version: so a newer Triton than any that was tried is tried too.
+"""
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# All threads of the program, or of the partition, meet. So called from 3.7 on.
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# Tensor copies, and copies of single elements. So called from 3.8 on; 3.9 keeps the old names, and they raise.
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+# (memory, dtype, shape, layout): a method with this name from 3.9 on.
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
