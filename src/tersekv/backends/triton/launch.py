@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .versions import launcher
+
 _log = logging.getLogger("tersekv")
 # That kernels store by name: what they do not know, they would cast.
 _FORMATS = (
@@ -142,12 +144,12 @@ class Launch:
     It belongs in a backend's config, which lives as long as the plan.
     """
 
-    __slots__ = ("_compiled", "_device", "_fixed", "_raw", "_run", "_tensors", "_told_at", "fn", "options")
+    __slots__ = ("_compiled", "_device", "_fixed", "_launcher", "_run", "_tensors", "_told_at", "fn", "options")
 
     def __init__(self, fn: Any, **options: Any) -> None:
         self.fn, self.options = fn, options
         self._compiled: Any = None
-        self._raw: Any = None
+        self._launcher: Any = None
         self._run: Any = None
         self._device = 0
         self._fixed: tuple = ()
@@ -210,11 +212,9 @@ class Launch:
         _log.debug("%s ready after %.3f s", getattr(self.fn, "__name__", self.fn), time.perf_counter() - start)
         if k is None:  # interpreted, or a hook of Triton's would not have it compiled
             return
-        self._raw = _c_launcher(k)
-        self._run, self._device = self._raw or k.run, torch.cuda.current_device()
-        head = (k.run.launch_cooperative_grid, k.run.launch_pdl, None, None) if self._raw else ()
-        self._fixed = (k.function, *head, k.packed_metadata, None, None, None)
-        self._told_at = len(self.head(grid)) - 3
+        self._launcher = launcher(k)
+        self._run, self._fixed, self._device = self._launcher.run, self._launcher.fixed, torch.cuda.current_device()
+        self._told_at = self._launcher.hooks_at
         self._compiled = k  # last: another thread may ask
 
     def encoded(self, *descriptors: TensorDescriptor) -> list[tuple]:
@@ -222,29 +222,13 @@ class Launch:
 
         Encoded once instead of at every launch, where Triton's launcher is known.
         """
-        if self._raw is None:
+        if self._launcher.encode is None:
             return [(d,) for d in descriptors]
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        meta = self._compiled.metadata.tensordesc_meta
         try:
-            return [tuple(make_tensordesc_arg(d, m)) for d, m in zip(descriptors, meta, strict=True)]
+            return self._launcher.encode(descriptors, self._compiled.metadata.tensordesc_meta)
         except Exception as e:
             blame(self.fn, e)
             raise
-
-
-def _c_launcher(compiled: Any) -> Any:
-    """The launcher in C of a compiled kernel, without the Python around it; None where that is not known to be it."""
-    run = compiled.run
-    if not triton.__version__.startswith("3.6.") or type(run).__name__ != "CudaLauncher":
-        return None
-    if run.global_scratch_size or run.profile_scratch_size:
-        return None
-    inner = getattr(run.launch, "__closure__", None)
-    if inner is None:
-        return run.launch
-    return dict(zip(run.launch.__code__.co_freevars, (c.cell_contents for c in inner), strict=True))["launcher"]
 
 
 class Template:
