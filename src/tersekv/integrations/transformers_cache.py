@@ -205,7 +205,8 @@ class TersekvCache(Cache):
 
     The model must run with attn_implementation="tersekv". Keys and values that a model caches before it expands them
     into heads are kept as latents. Padding takes no room. Raises ValueError for arguments that cannot be, and
-    UnsupportedError for models with other than full and sliding-window attention.
+    UnsupportedError for models with other than full and sliding-window attention, or whose attention does not go
+    through `AttentionInterface`.
     """
 
     def __init__(
@@ -345,7 +346,9 @@ class TersekvCache(Cache):
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """The sliding window of each layer, None where there is none. Raises UnsupportedError for other kinds of layer."""
+    """The sliding window of each layer, None where there is none. Raises UnsupportedError for other kinds of layer, and
+    for families that a `TersekvCache` cannot serve whatever their layers.
+    """
     _check_class(config)
     kinds = getattr(config, "layer_types", None) or []
     if "chunked_attention" in kinds or (not kinds and getattr(config, "attention_chunk_size", None)):
