@@ -66,9 +66,13 @@ def test_a_launch_that_the_driver_refuses(bound):
     assert named(e) == "some_kernel"
 
 
-def test_a_descriptor_that_cannot_be_made():
+def test_a_descriptor_that_the_driver_refuses(monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("Triton Error [CUDA]: invalid argument")
+
+    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", refuse, raising=False)
     one = launch.Launch(SimpleNamespace(__name__="some_kernel"))
     one._raw, one._compiled = print, SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[{}]))
-    with pytest.raises(KeyError) as e:
-        one.encoded(SimpleNamespace(shape=[1], strides=[1], padding="zero"))
+    with pytest.raises(RuntimeError, match="invalid argument") as e:
+        one.encoded(SimpleNamespace())
     assert named(e) == "some_kernel"

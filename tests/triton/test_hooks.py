@@ -35,7 +35,8 @@ def knobs(monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     with triton.knobs.runtime.scope(), triton.knobs.compilation.scope():
         yield triton.knobs
-    assert not launch.listening()
+    assert not (*launch.entering.calls, *launch.leaving.calls)
+    assert not launch.replaced()
 
 
 def launches(backend: str) -> Any:
@@ -243,3 +244,13 @@ def test_a_function_may_stand_where_the_chain_did(ways, knobs):
     assert {e for e in ways() if e[0] != "launch"} == {("exit", None)}  # as Triton has it
     del knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     assert set(ways()) == {ways.launched()}
+
+
+def test_other_hooks_cost_a_launch_nothing(ways, knobs, monkeypatch):
+    def tell(*args):
+        raise AssertionError("nobody listens to launches")
+
+    monkeypatch.setattr(launch.Launch, "tell", tell)
+    knobs.runtime.jit_post_compile_hook = print  # lies where a replaced chain would
+    for _ in range(3):
+        assert set(ways()) == {ways.launched()}

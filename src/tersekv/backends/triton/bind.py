@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .launch import Template, blame, kept_scratch, listening
+from .launch import Template, blame, entering, kept_scratch, leaving, put, replaced
 
 Bound = Callable[[list[int]], bool]  # launches for the addresses in a list; whether it did
 PART = "part"  # among a launch's tensors: the scratch
@@ -75,7 +75,7 @@ def bound(
             if found is None:
                 return False
             given.append(found)
-        i, told = 0, listening()
+        i, told = 0, entering.calls or leaving.calls or (put and replaced())
         for one, run, template, live, descriptors_at in launches:
             args = template.copy()
             for place, of in live:

@@ -114,14 +114,16 @@ def spans_far(*caches: Any) -> bool:
 TENSOR = object()  # stands for a tensor among prepared arguments
 
 _runtime = triton.knobs.runtime
-# The chains that profilers add their hooks to. What is put in the place of a chain lies in the knobs' own dictionary.
-_entering, _leaving = type(_runtime).launch_enter_hook, type(_runtime).launch_exit_hook
-_put = vars(_runtime)
+# Who has hooked into Triton's launches: profilers add to the chains; what is put in the place of a chain lies in the
+# knobs' own dictionary, beside what has nothing to do with launches. Every launch asks `entering.calls or
+# leaving.calls or (put and replaced())`, which takes it 0.05 µs; as a function it would be 0.1.
+entering, leaving = type(_runtime).launch_enter_hook, type(_runtime).launch_exit_hook
+put = vars(_runtime)
 
 
-def listening() -> Any:
-    """Whether anyone has hooked into Triton's launches. Every launch asks: it takes 0.04 µs."""
-    return _entering.calls or _leaving.calls or "launch_enter_hook" in _put or "launch_exit_hook" in _put
+def replaced() -> bool:
+    """Whether something was put in the place of a chain of launch hooks."""
+    return "launch_enter_hook" in put or "launch_exit_hook" in put
 
 
 def by_triton(fn: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
@@ -191,7 +193,7 @@ class Launch:
         Triton's launcher asks the driver about every tensor; a number it believes.
         """
         args[3] = torch._C._cuda_getCurrentRawStream(self._device)
-        if listening():
+        if entering.calls or leaving.calls or (put and replaced()):
             self.tell(args)
         try:
             self._run(*args)
