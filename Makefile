@@ -64,6 +64,7 @@ table: $(READY)
 	$(BIN)/python scripts/drawings.py --write
 	$(BIN)/python scripts/troubleshooting.py --write
 	$(BIN)/python scripts/families_table.py --write
+	$(BIN)/python scripts/peer_table.py --write
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
