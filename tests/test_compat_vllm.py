@@ -360,3 +360,21 @@ def test_sizes_of_0_are_named_as_vllm_names_them():
     flags = torch.zeros(P, S, 656, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"^kv_cache: want uint8 rows of 528 bytes .* got .* torch.bool$"):
         vllm.concat_and_cache_mla(*rows, flags, torch.arange(2), "fp8_ds_mla", 1.0)
+
+
+@pytest.mark.parametrize("stored", [E4M3, E5M2])
+def test_codes_of_an_fp8_cache_are_copied_whatever_the_scale(stored):
+    """192 of the 256 codes, NaNs among them."""
+    name = "fp8_e4m3" if stored == E4M3 else "fp8_e5m2"
+    slots = torch.tensor(SLOTS)
+    codes = torch.arange(80, 80 + T * 32).to(torch.uint8).view(T, 2, 16)
+    caches = [torch.zeros(P, S, 2, 16, dtype=torch.uint8) for _ in range(2)]
+    rows = [codes.view(stored), codes.flip(0).view(stored)]
+    vllm.reshape_and_cache_flash(*rows, *caches, slots, name, 0.5, torch.tensor([0.25]))
+    latents = torch.zeros(P, S, 32, dtype=torch.uint8)
+    whole = codes.view(stored).view(T, 32)
+    vllm.concat_and_cache_mla(whole[:, :24], whole[:, 24:], latents, slots, name, 0.5)
+    for t, slot in enumerate(SLOTS):
+        if slot >= 0:
+            for cache, row in zip((*caches, latents), (codes[t], codes.flip(0)[t], codes[t].flatten()), strict=True):
+                assert torch.equal(cache[slot // S, slot % S], row)

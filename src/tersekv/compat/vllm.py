@@ -109,7 +109,8 @@ def reshape_and_cache_flash(
 ) -> None:
     """`vllm._custom_ops.reshape_and_cache_flash`: write rows into the paged cache, with a scale per tensor or head.
 
-        key, value:              [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32; longer than slot_mapping is padding
+        key, value:              [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32, or the dtype of an fp8 cache: codes, which
+                                 are copied; longer than slot_mapping is padding
         key_cache, value_cache:  [P, S, H, D], [P, S, H, Dv], any strides; longer rows are allowed
         slot_mapping:            [T]  page * S + offset; negative: skipped
         kv_cache_dtype:          "auto", "bfloat16", "float16", "half": a 16-bit cache, the scales are ignored;
@@ -139,7 +140,8 @@ def concat_and_cache_mla(
 ) -> None:
     """`vllm._custom_ops.concat_and_cache_mla`: write latent rows [kv_c | k_pe] into the paged MLA cache.
 
-        kv_c, k_pe:      [T, L], [T, R] or [T, 1, R]  bf16 | fp16 | fp32; longer than slot_mapping is padding
+        kv_c, k_pe:      [T, L], [T, R] or [T, 1, R]  bf16 | fp16 | fp32, or the dtype of an fp8 cache: codes, which
+                         are copied; longer than slot_mapping is padding
         kv_cache:        [P, S, L + R]; "fp8_ds_mla": uint8 [P, S, 656] (L 512, R 64)
         slot_mapping:    [T]  page * S + offset; negative: skipped
         kv_cache_dtype:  as `reshape_and_cache_flash`, and "fp8_ds_mla"
