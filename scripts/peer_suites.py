@@ -35,7 +35,7 @@ FILES = {
     )],
     "vllm": ["tests/quantization/test_per_token_kv_cache.py"],
 }  # fmt: skip
-KILLED = "the process ended"
+KILLED, GAVE_UP = "the process ended", 77
 GRACE = 30.0  # seconds past the deadline for items that have begun
 
 
@@ -50,7 +50,7 @@ class Worker:
         self.told = {
             "peer": peer, "checkout": str(checkout), "share": share, "shares": shares,
             "log": str(self.log), "deadline": options.deadline, "device": options.device,
-            "references": options.references, "sample": options.sample, "seed": options.seed,
+            "references": options.references, "gave_up": GAVE_UP, "sample": options.sample, "seed": options.seed,
         }  # fmt: skip
         self.log.touch()
         self.start()
@@ -88,7 +88,8 @@ class Worker:
             with self.log.open("a") as log:
                 record = {"event": "end", "id": item, "outcome": "failed", "reason": f"{KILLED} with {code}"}
                 log.write(json.dumps(record) + "\n")
-        if unfinished and time.time() < self.told["deadline"]:
+        # The plugin gives a process up whose GPU context a kernel has spoilt.
+        if (unfinished or code == GAVE_UP) and time.time() < self.told["deadline"]:
             self.start()
             return False
         return True
