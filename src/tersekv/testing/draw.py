@@ -12,7 +12,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from ..formats import BLOCK, MAX_HEAD_DIM, MAX_HEAD_DIM_V, TENSOR, kv_format, latent_format
+from ..formats import BLOCK, MAX_HEAD_DIM, MAX_HEAD_DIM_V, TENSOR, KVFormat, kv_format, latent_format
 from .cases import OPS, Case, Lens, formats_of
 
 _HALF = ("bfloat16", "float16")
@@ -145,7 +145,10 @@ def _append(dice: Dice, case: Case) -> Case:
     case = _kv(dice, case)
     case = _written(dice, case, case.heads * (case.dim + (case.dim_v or case.dim)))
     # 16-bit NaNs differ in their bits; what is special stands in the fifth row.
-    special = kv_format(case.format).scale != "none" and sum(case.q_lens or ()) > 4 and dice.maybe(0.2)
+    f = kv_format(case.format)
+    if f.scale == TENSOR and dice.maybe(0.2):
+        return replace(case, dtype=_codes(f))
+    special = f.scale != "none" and sum(case.q_lens or ()) > 4 and dice.maybe(0.2)
     return replace(case, special=special)
 
 
@@ -166,12 +169,21 @@ def _mla_append(dice: Dice, case: Case) -> Case:
     query = rotate and dice.maybe(0.7)
     group, q_nope = dice.some((1, 2, 5, 16, 128)), dice.some((512, 512, 128, 8 * dice.randint(1, 64)))
     case = _written(dice, case, case.rank + case.rope + query * group * (case.rope + q_nope))
-    special = latent_format(case.format).scale == TENSOR and not (rotate or query) and sum(case.q_lens or ()) > 4
+    f = latent_format(case.format)
+    bare = f.scale == TENSOR and not (rotate or query)
+    if bare and dice.maybe(0.4):
+        return replace(case, rotate=False, query=False, dtype=_codes(f))
+    special = bare and sum(case.q_lens or ()) > 4
     return replace(
         case, group=group, q_nope=q_nope, rotate=rotate, query=query, interleaved=dice.maybe(0.5),
         out_dtype=_written_as(dice), special=special and dice.maybe(0.3),
         zero_padding=case.place == "pages" and dice.maybe(0.3),
     )  # fmt: skip
+
+
+def _codes(f: KVFormat) -> str:
+    """The dtype of rows that are codes already."""
+    return str(f.storage).removeprefix("torch.")
 
 
 def _written_as(dice: Dice) -> str:
