@@ -125,7 +125,7 @@ def test_a_failure_is_made_as_small_as_it_can_be():
 
 
 def test_what_fails_is_printed_as_a_command_that_runs_it_again(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(random_cases, "Workers", functools.partial(Workers, runner=faulty))
+    monkeypatch.setattr(random_cases, "results", functools.partial(random_cases.results, runner=faulty))
     file = tmp_path / "found.json"
     assert (
         main(["verify", "--random", "40", "--seed", "2", "--workers", "1", "--ops", "decode", "--json", str(file)]) == 1

@@ -12,8 +12,8 @@ import torch
 from .case_text import text_of
 from .draw import draw
 from .shrink import shrunk
-from .verify import FAILED, UNSUPPORTED, Result
-from .workers import Workers
+from .verify import FAILED, UNSUPPORTED, Result, run
+from .workers import Runner, Workers
 
 _MOST_SHRUNK = 5  # of a run: a common fault has hundreds of cases
 
@@ -37,11 +37,12 @@ def results(
     ops: Sequence[str] | None = None,
     formats: Sequence[str] | None = None,
     workers: int | None = None,
+    runner: Runner = run,
 ) -> Iterator[Result]:
     """One for each of `count` cases, in the order in which they end; a failure is that of the smallest case found."""
     failed: list[Result] = []
     try:
-        with Workers(min(workers or workers_for(device), count), device, backend) as pool:
+        with Workers(min(workers or workers_for(device), count), device, backend, runner=runner) as pool:
             for r in pool.results(draw(seed, i, ops, formats) for i in range(count)):
                 if r.status == FAILED:
                     failed.append(r)

@@ -38,7 +38,7 @@ class Launcher(NamedTuple):
 
 
 def launcher(compiled: Any) -> Launcher:
-    """Triton's function in C without the Python around it; where that is not as it is known to be, Triton's launcher."""
+    """Triton's function in C without the Python around it; Triton's launcher where that is not as it is known to be."""
     try:
         found = _in_c(compiled)
     except Exception as e:  # of a launcher that nobody has seen yet
