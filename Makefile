@@ -10,13 +10,14 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.tersekv-ready
 
-.PHONY: help setup demo test lint types tests newest verify table docs clean
+.PHONY: help setup demo test lint types tests newest sweep verify table docs clean
 
 help:
 	@echo "make demo    compare the cache formats on a small built-in model"
 	@echo "make test    lint, types and all tests; alone: make lint, make types, make tests"
 	@echo "             one test: .venv/bin/python -m pytest tests/test_pages.py -k fork"
 	@echo "make newest  compile and interpret the kernels with the newest Triton that installs"
+	@echo "make sweep   compile the kernels of every pair of what they are specialised on; takes an hour"
 	@echo "make verify  run every operation x format on this machine's device and judge the results"
 	@echo "make table   write tables and pictures of README.md and docs/ anew"
 	@echo "make docs    build the site into build/site; a link that leads nowhere is an error"
@@ -53,6 +54,10 @@ newest: $(READY)
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton "$(NEWEST_TRITON)"
 	PYTHONPATH=.venv/newest-triton $(BIN)/python -m pytest -n $(WORKERS) -p no:cacheprovider tests/triton \
 		-k "not test_decode_interp and not test_mla_decode_interp"
+
+# SWEEP="--archs 90 --ops decode --part 0.2": less. PYTHONPATH=.venv/newest-triton before it: with that Triton.
+sweep: $(READY)
+	$(BIN)/python scripts/compile_sweep.py $(SWEEP)
 
 verify: $(READY)
 	$(BIN)/tersekv verify

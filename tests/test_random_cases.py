@@ -142,6 +142,11 @@ def test_what_fails_is_printed_as_a_command_that_runs_it_again(monkeypatch, tmp_
         assert again.status == verify.FAILED
 
 
+def test_listed_cases_run_in_processes_too(capsys):
+    assert main(["verify", "--quick", "--workers", "2", "--ops", "merge_states"]) == 0
+    assert "3 passed, 0 failed" in capsys.readouterr().out
+
+
 def test_a_line_runs_its_case(capsys):
     assert main(["verify", "--case", text_of(MANY[3])]) == 0
     assert "1 passed, 0 failed" in capsys.readouterr().out
@@ -151,7 +156,7 @@ def test_a_line_runs_its_case(capsys):
     ("arguments", "message"),
     [
         (("--seed", "3"), "--seed: want it beside --random"),
-        (("--workers", "3"), "--workers: want it beside --random"),
+        (("--case", "decode/bf16/plain", "--workers", "3"), "--case: want it without --workers"),
         (("--random", "3", "--quick"), "--random: want it without --quick"),
         (("--case", "decode/bf16/plain", "--random", "3"), "--case: want it without --random"),
     ],

@@ -38,6 +38,7 @@ class TensorFact(NamedTuple):
     aligned: bool  # the first byte lies on a multiple of 16
     device: torch.device
     negated: bool = False  # a view whose memory holds the other sign
+    even: bool = True  # the first byte lies on a multiple of 2
 
 
 class Plan(NamedTuple):
@@ -212,8 +213,8 @@ def _arch(device: torch.device) -> int | None:
 
 def _fact(x: Any) -> Any:
     if isinstance(x, Tensor):
-        aligned = isinstance(x, FakeTensor) or x.data_ptr() & 15 == 0  # a fake one has no address
-        return TensorFact(x.dtype, tuple(x.shape), _stride(x), aligned, x.device, x.is_neg())
+        at = 0 if isinstance(x, FakeTensor) else x.data_ptr()  # a fake one has no address
+        return TensorFact(x.dtype, tuple(x.shape), _stride(x), at & 15 == 0, x.device, x.is_neg(), at & 1 == 0)
     return x
 
 

@@ -7,7 +7,7 @@ import json
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from ..testing.case_text import case_of, text_of
 from ..testing.cases import OPS, Case, cases, formats_of
 from ..testing.verify import FAILED, PASSED, UNSUPPORTED, Result, verify
 from ..testing.verify import run as run_case
+from ..testing.workers import Workers
 from .arguments import Interruption, add_device, complain, names, positive, screen, unusable, unwritable
 from .tables import Fitted
 
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="N cases drawn from all that is documented, in processes of their own; each that fails is made smaller",
     )  # fmt: skip
     parser.add_argument("--seed", metavar="S", type=int, help="of --random: equal seeds draw equal cases; default: any")
-    parser.add_argument("--workers", metavar="W", type=positive, help="processes of --random; default: by the device")
+    what = "processes that run cases; default: by the device for --random, else none but this one"
+    parser.add_argument("--workers", metavar="W", type=positive, help=what)
     parser.add_argument(
         "--case",
         metavar="LINE",
@@ -98,23 +100,26 @@ def run(args: argparse.Namespace) -> int:
 def _contradiction(args: argparse.Namespace) -> str | None:
     """Options that mean nothing beside others, by their names."""
     if args.case is not None:
-        beside = [n for n in ("ops", "formats", "quick", "random") if getattr(args, n)]
+        beside = [n for n in ("ops", "formats", "quick", "random", "workers") if getattr(args, n)]
         if beside:
             return f"--case: want it without --{beside[0]}, which chooses cases too"
     if args.random and args.quick:
         return "--random: want it without --quick, which chooses among listed cases"
-    alone = [n for n in ("seed", "workers") if getattr(args, n) is not None and not args.random]
-    return f"--{alone[0]}: want it beside --random" if alone else None
+    return "--seed: want it beside --random" if args.seed is not None and not args.random else None
 
 
-def _results(args: argparse.Namespace) -> Iterable[Result]:
+def _results(args: argparse.Namespace) -> Iterator[Result]:
     if args.case is not None:
-        return [run_case(args.case, args.device, args.backend)]
-    if args.random:
-        return random_cases.results(
+        yield run_case(args.case, args.device, args.backend)
+    elif args.random:
+        yield from random_cases.results(
             args.random, args.seed, args.device, args.backend, ops=args.ops, formats=args.formats, workers=args.workers
         )
-    return verify(args.device, args.backend, ops=args.ops, formats=args.formats, quick=args.quick)
+    elif args.workers:
+        with Workers(args.workers, args.device, args.backend) as pool:
+            yield from pool.results(cases(args.ops, args.formats, quick=args.quick))
+    else:
+        yield from verify(args.device, args.backend, ops=args.ops, formats=args.formats, quick=args.quick)
 
 
 @dataclass

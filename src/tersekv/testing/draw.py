@@ -130,7 +130,7 @@ def _gaps(dice: Dice, kinds: Sequence[str]) -> str:
 def _written(dice: Dice, case: Case, values: int) -> Case:
     """Of appends: which tokens are new (a token's rows hold so many values), where they go, whose scales quantise."""
     most = max(min(_MOST_VALUES // values // 4, 32_768), 1)
-    most = most if dice.maybe(0.1) else min(most, 300)
+    most = most if dice.maybe(0.06) else min(most, 300)
     lens = _lens(dice, max(min(_MOST_VALUES // values, _MOST_TOKENS), 1))
     q_lens = _new(dice, lens, most)
     place = dice.some(("slots", "pages"))
@@ -214,7 +214,7 @@ def _mla_decode(dice: Dice, case: Case) -> Case:
 def _live(dice: Dice, values: int) -> int:
     """Tokens that a cache may hold, of so many values each; mostly far fewer than could be."""
     most = max(min(_MOST_VALUES // values, _MOST_TOKENS), 1)
-    return most if dice.maybe(0.1) else min(most, 3000)
+    return most if dice.maybe(0.06) else min(most, 2000)
 
 
 def _attention(dice: Dice, case: Case, lens: Lens, heads: int, columns: int) -> Case:

@@ -105,6 +105,8 @@ def why_not(f: SimpleNamespace) -> str | None:
     for name in ("k_cache", "v_cache"):
         if any(n * getattr(f, name).dtype.itemsize % 2 for n in getattr(f, name).stride[:3]):
             return f"wants {name} with strides of whole 16-bit words, got {list(getattr(f, name).stride)}"
+        if not getattr(f, name).even:
+            return f"wants {name} to begin with a whole 16-bit word, got an odd address"
     if f.q.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
     return None

@@ -116,6 +116,8 @@ def why_not(f: SimpleNamespace) -> str | None:
         x = getattr(f, name)
         if any(n * x.dtype.itemsize % 2 for n in x.stride[:2]):
             return f"wants {name} with strides of whole 16-bit words, got {list(x.stride)}"
+        if not x.even:
+            return f"wants {name} to begin with a whole 16-bit word, got an odd address"
     if f.q_nope.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
     return None
