@@ -78,6 +78,7 @@ ASKS = {
     ("cache.py", "_fitting"): "a scale lies on the kind of device that the cache lies on",
     ("compat/_flashinfer_views.py", "_one"): "a constant is kept for each stream",
     ("compat/_max_branches.py", "check_variant"): "`target` names the device",
+    ("failures.py", "_chip"): "the words of an error",
     ("integrations/transformers_cache.py", "_one_dtype"): "autocast has a dtype for each device",
     ("integrations/transformers_eval.py", "_dtype"): "the dtype that an evaluation runs in",
     ("integrations/transformers_store.py", "absorbed_weights"): "autocast has a dtype for each device",
@@ -116,14 +117,19 @@ def decode_call(**changes):
     return make(Case("decode", "fp8_e4m3", "plain", lens=(9,), dim=64))._replace(**changes)
 
 
-def odd_strides(format, rank=0):
+def odd_strides(format, rank=0, more=1, start=0):
     """A cache of 8-bit codes whose pages lie an odd number of bytes apart."""
     op, name = ("mla_decode", "ckv") if rank else ("decode", "k_cache")
     call = make(Case(op, format, "plain", lens=(9,), heads=1))
     cache = getattr(call, name)
-    step = cache.stride(0) + 1
-    apart = torch.zeros(cache.shape[0] * step, dtype=torch.uint8).view(cache.dtype)
-    return call._replace(**{name: apart.as_strided(cache.shape, (step, *cache.stride()[1:]))})
+    step = cache.stride(0) + more
+    apart = torch.zeros(cache.shape[0] * step + start, dtype=torch.uint8).view(cache.dtype)
+    return call._replace(**{name: apart.as_strided(cache.shape, (step, *cache.stride()[1:]), start)})
+
+
+def odd_address(format, rank=0):
+    """A cache of 8-bit codes that begins at an odd address."""
+    return odd_strides(format, rank, more=0, start=1)
 
 
 def latents(op, **sizes):
@@ -134,8 +140,10 @@ def latents(op, **sizes):
 REFUSED = [
     (decode_call(q=torch.zeros(1, 8, 64)), "wants a 16-bit or 8-bit q", "an fp32 query"),
     (latents("mla_decode", dtype="float32"), "wants a 16-bit or 8-bit q", "an fp32 query"),
-    (odd_strides("fp8_e4m3"), "with strides of whole 16-bit words", "no whole 16-bit words"),
-    (odd_strides("fp8_e4m3", 512), "with strides of whole 16-bit words", "no whole 16-bit words"),
+    (odd_strides("fp8_e4m3"), "with strides of whole 16-bit words", "with odd strides"),
+    (odd_strides("fp8_e4m3", 512), "with strides of whole 16-bit words", "with odd strides"),
+    (odd_address("fp8_e4m3"), "to begin with a whole 16-bit word", "at odd addresses"),
+    (odd_address("fp8_e4m3", 512), "to begin with a whole 16-bit word", "at odd addresses"),
     (latents("mla_decode", rank=520), "wants a latent rank that is a multiple of 16 up to 512",
      "no multiple of 16 or above 512"),
     (latents("mla_decode", rope=132), "wants a rotary part that is a multiple of 8 up to 128",
