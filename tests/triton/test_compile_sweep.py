@@ -19,7 +19,7 @@ def failures(todo, arch) -> list:
     return [(one.op, one.row, error) for one in sweep.sweep(todo, arch) for _, _, error in one.kernels if error]
 
 
-@pytest.mark.parametrize(("arch", "n"), [(80, 1), (90, 2)])
+@pytest.mark.parametrize(("arch", "n"), [(80, 1), (90, 1)])
 def test_rows_that_hold_many_pairs_compile(arch, n):
     todo = [(op, row) for op in AXES for row in sweep.first_rows(op, arch, seed=0, n=n)]
     assert failures(todo, arch) == []
