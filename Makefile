@@ -17,7 +17,7 @@ help:
 	@echo "make test    lint, types and all tests; alone: make lint, make types, make tests"
 	@echo "             one test: .venv/bin/python -m pytest tests/test_pages.py -k fork"
 	@echo "make newest  compile and interpret the kernels with the newest Triton that installs"
-	@echo "make sweep   compile the kernels of every pair of what they are specialised on; takes an hour"
+	@echo "make sweep   compile the kernels of every pair of what they are specialised on; long"
 	@echo "make verify  run every operation x format on this machine's device and judge the results"
 	@echo "make table   write tables and pictures of README.md and docs/ anew"
 	@echo "make docs    build the site into build/site; a link that leads nowhere is an error"
