@@ -22,6 +22,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tersekv import plan
+from tersekv.backends.triton.launch import shared_memory_of
 from tersekv.errors import UnsupportedError
 
 Arch = int | str
@@ -76,8 +77,9 @@ def compile_row(op: str, row: Row, arch: Arch) -> list[tuple[str, str, str]]:
         key = specialised_on(fn, args, kwargs, arch)
         try:
             with quiet():
-                compile_launch(fn, args, kwargs, arch)
-            error = ""
+                shared = compile_launch(fn, args, kwargs, arch)["shared"]
+            fits = isinstance(arch, str) or shared <= shared_memory_of(arch)
+            error = "" if fits else f"takes {shared} bytes of shared memory, the chip has {shared_memory_of(arch)}"
         except Exception as e:  # whatever the compiler raises is what is looked for
             error = f"{type(e).__name__}: {str(e).strip().splitlines()[-1:]}"
         out.append((fn.__name__, key, error))

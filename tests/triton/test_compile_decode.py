@@ -10,10 +10,12 @@ import torch
 from compile_tools import FEW_SPILLS, compile_launches
 
 from tersekv import checks
-from tersekv.backends.triton import decode
+from tersekv.backends.triton import decode, launch
 from tersekv.cache import PagedKVCache
 from tersekv.calls import DecodeCall
 from tersekv.plan import facts
+from tersekv.testing.cases import Case
+from tersekv.testing.make import make
 
 
 def call_of(fmt: str, *, page_size: int = 64, head_dim: int = 128, drafts: int = 1, max_pages: int = 128) -> DecodeCall:
@@ -46,6 +48,24 @@ def test_tuned_for_hopper(fmt, max_pages):
     before_a_loop = [a for a, b in pairwise(copies) if b == "scf.for"]
     assert "ttng.async_tma_copy_global_to_local" in before_a_loop, "nothing is copied ahead of any loop"
     assert re.search(r"memdesc<[2-9]x64x\d+x(i16|bf16)", split["ttgir"])
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "arch"),
+    [
+        ("bf16", torch.float16, 90),
+        ("bf16", torch.float16, 80),
+        ("nvfp4", torch.bfloat16, 120),
+        ("fp8_e4m3", torch.float16, 89),
+        ("bf16", torch.bfloat16, 120),
+    ],
+)
+def test_many_wide_rows_fit_the_shared_memory(fmt, dtype, arch):
+    case = Case(
+        "decode", fmt, "wide", lens=(300,), heads=1, group=64, dim=464, page=144, dtype=str(dtype).split(".")[1]
+    )
+    split, _ = compiled(make(case), arch)
+    assert split["shared"] <= launch.shared_memory_of(arch)
 
 
 @pytest.mark.parametrize(

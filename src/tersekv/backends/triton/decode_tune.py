@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import torch
+
 from ...formats import TOKEN_HEAD, KVFormat
 from . import launch
 
@@ -55,16 +57,30 @@ def tiles(f: SimpleNamespace, fmt: KVFormat) -> Tiles:
 
 
 def _fit(t: Tiles, f: SimpleNamespace, fmt: KVFormat) -> Tiles:
-    """Fewer stages, then smaller tiles, until the buffers fit the shared memory of one block."""
-    row = fmt.code_bytes(f.q.shape[2]) + fmt.code_bytes(f.out.shape[2])
-    limit = launch.shared_memory(f) - 8192  # queries, probabilities and what the compiler adds
-    while t.stages * t.unroll * t.tile * row > limit:
+    """Fewer stages, then smaller tiles, then fewer query rows, until the buffers fit the shared memory of one block."""
+    while not _fits(t, f, fmt):
         if t.unroll > 1:
             t = t._replace(unroll=1)
         elif t.stages > 2:
             t = t._replace(stages=t.stages - 1)
         elif t.tile > 16:
             t = t._replace(tile=t.tile // 2)
+        elif t.rows > 16:
+            t = t._replace(rows=t.rows // 2)
         else:
             return t._replace(stages=1)
     return t
+
+
+def _fits(t: Tiles, f: SimpleNamespace, fmt: KVFormat) -> bool:
+    d, dv = f.q.shape[2], f.out.shape[2]
+    ring = t.stages * t.unroll * t.tile * (fmt.code_bytes(d) + fmt.code_bytes(dv))
+    if ring > launch.shared_memory(f) - 8192:  # probabilities and what the compiler adds
+        return False
+    # What the compiler was seen to take with many wide rows, for sm_80, 90 and 120: queries (in two terms, where fp16
+    # meets bf16), all stages but one, and a tile that is converted; two where a value has less than a byte.
+    d, dv = launch.next_power_of_2(d), launch.next_power_of_2(dv)
+    terms = 2 if fmt.storage == torch.bfloat16 and f.q.dtype == torch.float16 else 1
+    queries, stage = t.rows * d * 2 * terms, t.unroll * t.tile * (fmt.code_bytes(d) + fmt.code_bytes(dv))
+    converted = t.unroll * t.tile * max(d, dv) * 2 * (2 if fmt.values_per_element > 1 else 1)
+    return queries + (t.stages - 1) * stage + converted + 4096 <= launch.shared_memory(f)

@@ -97,7 +97,12 @@ def shared_memory(f: SimpleNamespace) -> int:
     """Bytes of shared memory that one block can have."""
     if f.arch is None:
         return 65536  # AMD's, and the interpreter does not mind
-    return _SHARED_MEMORY.get(f.arch, 101376)
+    return shared_memory_of(f.arch)
+
+
+def shared_memory_of(arch: int) -> int:
+    """Bytes of shared memory that one block can have on an NVIDIA chip."""
+    return _SHARED_MEMORY.get(arch, 101376)
 
 
 _SHARED_MEMORY = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448, 110: 232448}
