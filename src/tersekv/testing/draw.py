@@ -214,7 +214,7 @@ def _mla_decode(dice: Dice, case: Case) -> Case:
 def _live(dice: Dice, values: int) -> int:
     """Tokens that a cache may hold, of so many values each; mostly far fewer than could be."""
     most = max(min(_MOST_VALUES // values, _MOST_TOKENS), 1)
-    return most if dice.maybe(0.06) else min(most, 2000)
+    return most if dice.maybe(0.1) else min(most, 2000)
 
 
 def _attention(dice: Dice, case: Case, lens: Lens, heads: int, columns: int) -> Case:

@@ -34,8 +34,14 @@ class Expected(NamedTuple):
     lse_rounding: Tensor | None = None
 
 
-def run(op: str, call: Any) -> Expected:
-    """What `op` makes of a call record on the CPU; see the module."""
+def run(op: str, call: Any, done: Any = None) -> Expected:
+    """What `op` makes of a call record on the CPU; see the module.
+
+    done:  the record after the operation. What it stored to a tolerance and then attends to, new latents and rotated
+           queries, is read there: in 8 bits a row that differs in its last bit has other codes, and so other scores.
+    """
+    if op in _STORES_AND_ATTENDS:
+        return _STORES_AND_ATTENDS[op](call, call if done is None else done)
     return _REFERENCES[op](call) or Expected({})
 
 
@@ -83,7 +89,7 @@ def _moved(p: Tensor, products: Tensor, scale: float) -> Tensor:
     return PRODUCT * scale * (p.square() * products).sum(-1).sqrt()
 
 
-def _mla_prefill(call: MLAPrefillCall) -> Expected:
+def _mla_prefill(call: MLAPrefillCall, done: MLAPrefillCall) -> Expected:
     rope, heads, dv = call.kpe.shape[-1], call.q.shape[1], call.out.shape[-1]
     nope = call.q.shape[-1] - rope
     out, lse = _empty(call.out)
@@ -95,15 +101,16 @@ def _mla_prefill(call: MLAPrefillCall) -> Expected:
         pages.append(new[0])
         slots.append(new[1])
         q[start:stop, :, nope:] = _rotated(call.q[start:stop, :, nope:], freqs).to(call.q.dtype).double()
-        ckv, kpe = latent_rows(call, *where)
+        rotated = q[start:stop] if done is call else decode(done.q[start:stop])
+        ckv, kpe = latent_rows(done, *where)
         k_nope, v = _up_project(call, ckv, weight).unflatten(-1, (heads, -1)).split([nope, dv], -1)
         kpe = kpe.to(call.q.dtype).double()
         k = torch.cat([k_nope, kpe[:, None].expand(-1, heads, -1)], -1)
-        scores = torch.einsum("rhd,nhd->rhn", q[start:stop], k) * call.softmax_scale
+        scores = torch.einsum("rhd,nhd->rhn", rotated, k) * call.softmax_scale
         p, lse[start:stop] = _softmax(scores, _visible(stop - start, len(ckv), None, 0), None)
         out[start:stop] = torch.einsum("rhn,nhd->rhd", p, v)
         if rounding is not None:
-            products = torch.einsum("rhd,nhd->rhn", q[start:stop, :, :nope].square(), k_nope.square())
+            products = torch.einsum("rhd,nhd->rhn", rotated[..., :nope].square(), k_nope.square())
             rounding[start:stop] = _moved(p, products, call.softmax_scale)
     rows = (torch.cat(pages), torch.cat(slots)) if pages else None
     return Expected({**_attention(call, out, lse).values, "q": q}, rows, lse_rounding=rounding)
@@ -122,7 +129,7 @@ def _by_head(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     return torch.einsum("thk,hnk->thn", x, weight)
 
 
-def _mla_decode_branch(call: MLADecodeBranchCall) -> Expected:
+def _mla_decode_branch(call: MLADecodeBranchCall, done: MLADecodeBranchCall) -> Expected:
     nope, half = call.q.shape[-1] - call.kpe.shape[-1], call.q.dtype
     q_nope = _by_head(call.q[..., :nope], call.w_uk, call.w_uk_scale).to(half).double()
     latent = torch.zeros(q_nope.shape, dtype=half)
@@ -131,7 +138,7 @@ def _mla_decode_branch(call: MLADecodeBranchCall) -> Expected:
         where, new, freqs = _store_new(call, b, start, stop)
         pages.append(new[0])
         slots.append(new[1])
-        ckv, kpe = latent_rows(call, *where)
+        ckv, kpe = latent_rows(done, *where)
         q_pe = _rotated(call.q[start:stop, :, nope:], freqs).to(half).double()
         scores = (q_nope[start:stop] @ ckv.T + q_pe @ kpe.T) * float(_pick(call, "softmax_scale"))
         p, _ = _softmax(scores, _visible(stop - start, len(ckv), None, 0), None)
@@ -155,10 +162,12 @@ _REFERENCES: dict[str, Callable[[Any], Expected | None]] = {
     "mla_append": reference_append.mla_append,
     "decode": _decode,
     "mla_decode": _mla_decode,
-    "mla_prefill": _mla_prefill,
     "mla_project": _mla_project,
-    "mla_decode_branch": _mla_decode_branch,
     "merge_states": _merge_states,
+}
+_STORES_AND_ATTENDS: dict[str, Callable[[Any, Any], Expected]] = {
+    "mla_prefill": _mla_prefill,
+    "mla_decode_branch": _mla_decode_branch,
 }
 
 

@@ -64,7 +64,7 @@ def run(case: Case, device: torch.device | str = "cpu", backend: str | None = No
             call, strays = moved(want, device), []
             chosen = dispatch(case.op, call, backend).backend
             got = moved(call, "cpu")
-        report = compare(case.op, got, want, reference.run(case.op, want))
+        report = compare(case.op, got, want, reference.run(case.op, want, got))
     except UnsupportedError as e:
         return Result(case, chosen, UNSUPPORTED, message=_reason(e, backend))
     except Exception as e:  # the other cases are to run

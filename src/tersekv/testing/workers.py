@@ -18,6 +18,7 @@ from .verify import FAILED, Result, run
 
 SECONDS = 300.0  # after which a case is taken for hanging: a first compilation takes some tens
 _SECONDS_TO_BEGIN = 120.0  # PyTorch is loaded and the device found
+_SECONDS_TO_END = 20.0  # a tool that watches memory writes its report then
 Runner = Callable[[Case, str, str | None], Result]
 
 
@@ -35,8 +36,10 @@ class Workers:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        for w in self._workers:  # those that wait for a case end by themselves
+            w.connection.close()
         for w in self._workers:
-            w.end()
+            w.end(_SECONDS_TO_END if w.case is None else 0)
 
     def results(self, cases: Iterable[Case]) -> Iterator[Result]:
         """Of every case, in the order in which they end."""
@@ -107,14 +110,14 @@ class _Worker:
                 result, usable = message
         if not usable:
             why = f"no result after {self.pool.seconds:g} s" if not ready else None
-            code = self.end()
+            code = self.end(0.5)
             result = result or Result(self.case, self.pool.backend, FAILED, message=why or _ended(code))
             self._spawn()
         return result
 
-    def end(self) -> int | None:
-        """End the process; returns how it ended if it did so by itself."""
-        self.process.join(0.5 if self.case else 0)
+    def end(self, seconds: float) -> int | None:
+        """End the process, which has so long to end by itself; returns how it ended if it did."""
+        self.process.join(seconds)
         code = self.process.exitcode
         if code is None:
             self.process.kill()

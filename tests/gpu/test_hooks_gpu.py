@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -156,7 +157,15 @@ def counts(node: dict) -> Counter:
     return found
 
 
-def test_proton_counts_every_launch(tmp_path):
+def apart(target: Callable[..., None], *args: Any) -> None:
+    """Run in a process of its own: CUPTI has one subscriber, and PyTorch's generator stays in a capture that fails."""
+    process = multiprocessing.get_context("spawn").Process(target=target, args=args)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def count_by_proton(profile: str) -> None:
     import triton.profiler as proton
 
     call = decode("fp8_e4m3", "triton")
@@ -164,15 +173,20 @@ def test_proton_counts_every_launch(tmp_path):
         call()
     torch.cuda.synchronize()
     with Watch() as watch:  # beside Proton's own
-        proton.start(str(tmp_path / "profile"), hook="triton")
+        proton.start(profile, hook="triton")
         for _ in range(CALLS):
             call()
         torch.cuda.synchronize()
         proton.finalize()
-    (root, *_) = json.loads((tmp_path / "profile.hatchet").read_text())
+    with open(f"{profile}.hatchet") as f:
+        (root, *_) = json.load(f)
     found, wanted = counts(root), Counter(x["name"] for x in watch.entered)
     assert set(wanted.values()) == {CALLS}
     assert {name: found[name] for name in wanted} == wanted
+
+
+def test_proton_counts_every_launch(tmp_path):
+    apart(count_by_proton, str(tmp_path / "profile"))
 
 
 @triton.jit
@@ -180,14 +194,20 @@ def store_kernel(X):
     tl.store(X, 0.0)
 
 
-@pytest.fixture
-def refused(monkeypatch):
+def refused_append() -> Callable[[], torch.Tensor]:
     """An append whose grid has more rows than the driver takes."""
     for memory in (plan._plans, plan._latest):
         memory.clear()
-    monkeypatch.setattr(append, "configure", lambda f: launch.Template(store_kernel, (1, 70000), (launch.TENSOR,)))
-    monkeypatch.setattr(append, "_TENSORS", lambda call: [call.k])
-    yield append_rows("fp8_e5m2")
+    append.configure = lambda f: launch.Template(store_kernel, (1, 70000), (launch.TENSOR,))
+    append._TENSORS = lambda call: [call.k]
+    return append_rows("fp8_e5m2")
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    for name in ("configure", "_TENSORS"):
+        monkeypatch.setattr(append, name, getattr(append, name))
+    yield refused_append()
     plan._plans.clear()
     plan._latest.clear()
 
@@ -220,10 +240,15 @@ def test_a_later_launch_that_the_driver_refuses():
     torch.cuda.synchronize()
 
 
-def test_what_the_driver_refuses_in_a_capture_is_told(refused):
+def refuse_in_a_capture() -> None:
+    refused = refused_append()
     with pytest.raises(tersekv.KernelError):
         refused()  # what is compiled and loaded in a capture is another matter
     with pytest.raises(RuntimeError) as raised, torch.cuda.graph(torch.cuda.CUDAGraph()):
         refused()
     told = [e for e in (raised.value, raised.value.__context__) if isinstance(e, tersekv.KernelError)]
     assert_told(told[0])
+
+
+def test_what_the_driver_refuses_in_a_capture_is_told():
+    apart(refuse_in_a_capture)
