@@ -19,14 +19,15 @@ from . import reference_append
 from .codes import column, decode, encode, quantise_latents, read_rows, write_rows
 from .memory import put, take
 
-# Hopper sums up products of 8-bit codes with some 14 bits: measured on an H200, scores are off like this.
+# How far products of a score are off, of themselves, where sums have an order of their own: Hopper sums up products of
+# 8-bit codes with some 14 bits, and a prefill rounds keys to 16 bits, here and there to the other side (on an H200).
 PRODUCT = 2.0**-10
 
 
 class Expected(NamedTuple):
     """values: fp64, by name of a written field. rows: (pages, slots) of latent rows that are right to a tolerance.
     requantised: values were quantised on the way, where a code may differ by one. lse_rounding: how far each LSE moves
-    if products of a score are off by PRODUCT of themselves, at random; only where they are summed up in 8 bits."""
+    if products of a score are off by PRODUCT of themselves, at random; None where they are not."""
 
     values: dict[str, Tensor]
     rows: tuple[Tensor, Tensor] | None = None
@@ -93,7 +94,7 @@ def _mla_prefill(call: MLAPrefillCall, done: MLAPrefillCall) -> Expected:
     rope, heads, dv = call.kpe.shape[-1], call.q.shape[1], call.out.shape[-1]
     nope = call.q.shape[-1] - rope
     out, lse = _empty(call.out)
-    rounding = torch.zeros_like(lse) if call.kv_b_proj_scale is not None else None
+    rounding = torch.zeros_like(lse)
     q, weight = decode(call.q).clone(), _weight(call)
     pages, slots = [], []
     for b, (start, stop) in enumerate(_rows(call)):
@@ -109,9 +110,8 @@ def _mla_prefill(call: MLAPrefillCall, done: MLAPrefillCall) -> Expected:
         scores = torch.einsum("rhd,nhd->rhn", rotated, k) * call.softmax_scale
         p, lse[start:stop] = _softmax(scores, _visible(stop - start, len(ckv), None, 0), None)
         out[start:stop] = torch.einsum("rhn,nhd->rhd", p, v)
-        if rounding is not None:
-            products = torch.einsum("rhd,nhd->rhn", rotated[..., :nope].square(), k_nope.square())
-            rounding[start:stop] = _moved(p, products, call.softmax_scale)
+        products = torch.einsum("rhd,nhd->rhn", rotated[..., :nope].square(), k_nope.square())
+        rounding[start:stop] = _moved(p, products, call.softmax_scale)
     rows = (torch.cat(pages), torch.cat(slots)) if pages else None
     return Expected({**_attention(call, out, lse).values, "q": q}, rows, lse_rounding=rounding)
 
