@@ -5,12 +5,15 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 NEWEST_TRITON ?= triton
+TRITONS ?= 3.6.0 3.7.0 3.7.1 3.8.0 3.9.0
+OLDEST_TORCH ?= torch==2.10.0
+NEWEST_TORCH ?= torch
 WORKERS ?= 2
 
 BIN := .venv/bin
 READY := .venv/.tersekv-ready
 
-.PHONY: help setup demo test lint types tests newest sweep verify table docs clean
+.PHONY: help setup demo test lint types tests newest versions sweep verify table docs clean
 
 help:
 	@echo "make demo    compare the cache formats on a small built-in model"
@@ -18,6 +21,7 @@ help:
 	@echo "             one test: .venv/bin/python -m pytest tests/test_pages.py -k fork"
 	@echo "make newest  compile and interpret the kernels with the newest Triton that installs"
 	@echo "make sweep   compile the kernels of every pair of what they are specialised on; long"
+	@echo "make versions  the same with every Triton from 3.6 on, and the CPU tests with the oldest and newest PyTorch"
 	@echo "make verify  run every operation x format on this machine's device and judge the results"
 	@echo "make table   write tables and pictures of README.md and docs/ anew"
 	@echo "make docs    build the site into build/site; a link that leads nowhere is an error"
@@ -52,12 +56,26 @@ tests: $(READY)
 # rest: their cases in test_verify_cases stay.
 newest: $(READY)
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton "$(NEWEST_TRITON)"
-	PYTHONPATH=.venv/newest-triton $(BIN)/python -m pytest -n $(WORKERS) -p no:cacheprovider tests/triton \
+	PYTHONPATH=.venv/newest-triton $(BIN)/python -m pytest -n $(WORKERS) -p no:cacheprovider tests/gluon tests/triton \
 		-k "not test_decode_interp and not test_mla_decode_interp"
 
 # SWEEP="--archs 90 --ops decode --part 0.2": less. PYTHONPATH=.venv/newest-triton before it: with that Triton.
 sweep: $(READY)
 	$(BIN)/python scripts/compile_sweep.py $(SWEEP)
+
+# Every Triton that the kernels are held to, and the CPU suite on both ends of PyTorch. OLDEST_TORCH and NEWEST_TORCH are
+# several gigabytes each with the libraries they depend on: name a smaller build where there is one, or "" for none.
+versions: $(READY)
+	set -e; for v in $(TRITONS); do \
+		$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/triton-$$v "triton==$$v"; \
+		PYTHONPATH=.venv/triton-$$v $(BIN)/python -m pytest -n $(WORKERS) -p no:cacheprovider tests/gluon tests/triton; \
+	done
+	set -e; for t in $(OLDEST_TORCH) $(NEWEST_TORCH); do \
+		$(PYTHON) -m venv --clear .venv/torch; \
+		.venv/torch/bin/python -m pip install --quiet "$$t" -e ".[test]"; \
+		.venv/torch/bin/python -m pytest -n $(WORKERS) -p no:cacheprovider tests \
+			--ignore tests/gluon --ignore tests/triton; \
+	done
 
 verify: $(READY)
 	$(BIN)/tersekv verify

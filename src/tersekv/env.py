@@ -8,6 +8,7 @@ VARIABLES = {
     "TERSEKV_BACKEND": "backend for calls that name none: torch, triton, gluon; unset: the best that can run; "
     "read when a call is first planned",
     "TERSEKV_CHECKED": "1: also check tensor values (page ids, slots, positions); synchronises. 0, false, off, no: off",
+    "TERSEKV_STRICT": "1: where kernels made for the device do not compile, raise instead of a warning and slower ones",
 }
 # Every call asks for this one, and os.environ itself takes a microsecond to answer: it looks a name up as bytes, and
 # raises where there is none.
@@ -28,6 +29,10 @@ def backend() -> str | None:
 
 def checked() -> bool:
     return _raw.get(_CHECKED, _UNSET) not in _OFF
+
+
+def strict() -> bool:
+    return os.environ.get("TERSEKV_STRICT", "0").lower() not in ("0", "", "false", "off", "no")
 
 
 def values() -> dict[str, str | None]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import warnings
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -57,6 +59,7 @@ class _Entry(NamedTuple):
 _plans: dict[tuple, _Entry] = {}
 _latest: dict[tuple, _Entry] = {}  # by the options alone: the next call mostly differs in nothing but values
 _log = logging.getLogger("tersekv")
+_told: set[str] = set()  # warnings
 
 
 def dispatch(op: str, call: tuple, backend: str | None = None) -> Plan:
@@ -120,8 +123,19 @@ def facts(op: str, call: tuple, arch: int | None = None) -> SimpleNamespace:
 
 def why_not(f: SimpleNamespace, backend: str) -> str | None:
     """Why `backend` cannot run a call with these facts; None: it can."""
+    if not _has(backend, f.op):
+        return f"has no {f.op}"
+    reason = _of_all(backend, "why_not", f) or broken(f, backend)
+    if reason is not None:
+        return reason
     module = _module(backend, f.op)
-    return f"has no {f.op}" if module is None else module.why_not(f)
+    assert module is not None
+    return module.why_not(f)
+
+
+def broken(f: SimpleNamespace, backend: str) -> str | None:
+    """Why kernels of `backend` that are made for this device are off; None: they are not, or there are none."""
+    return _of_all(backend, "broken", f) if _has(backend, f.op) else None
 
 
 def doors_of(op: str, kind: str) -> tuple[str, ...]:
@@ -151,6 +165,8 @@ def _make(op: str, call: tuple, backend: str | None, arch: int | None) -> Plan:
     reasons: list[str] = []
     for name in doors:
         reason = why_not(f, name)
+        if not wanted and (off := broken(f, name)) is not None:
+            _warn(f"{op}: {name} is off, slower kernels run: it {off}")
         if reason is None:
             module = _module(name, op)
             assert module is not None
@@ -163,6 +179,15 @@ def _make(op: str, call: tuple, backend: str | None, arch: int | None) -> Plan:
     if not wanted and kind == "cuda":
         reasons.append("  torch: can be asked for by name (backend='torch'); it is the slow reference")
     raise UnsupportedError("\n".join([f"{op} has no backend for {_describe(f)} on {_where(f)}", *reasons]))
+
+
+def _warn(text: str) -> None:
+    """Once; or raise, if the environment says so."""
+    if env.strict():
+        raise UnsupportedError(f"{text} (TERSEKV_STRICT is set)")
+    if text not in _told:
+        _told.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _nothing(call: Any, config: Any) -> None:
@@ -179,9 +204,21 @@ def _where(f: SimpleNamespace) -> str:
     return f"sm_{f.arch}" if f.arch else f.device.type
 
 
+def _of_all(backend: str, question: str, f: SimpleNamespace) -> str | None:
+    """What the backend's package answers for all its operations: one has to answer only for what is its own."""
+    answer = getattr(_module(backend), question, None)
+    return None if answer is None else answer(f)
+
+
 @cache
-def _module(backend: str, op: str) -> ModuleType | None:
-    name = f"{__package__}.backends.{backend}.{op}"
+def _has(backend: str, op: str) -> bool:
+    return (Path(__file__).parent / "backends" / backend / f"{op}.py").exists()
+
+
+@cache
+def _module(backend: str, op: str | None = None) -> ModuleType | None:
+    """The file of an operation; the backend's package without one."""
+    name = f"{__package__}.backends.{backend}" + (f".{op}" if op else "")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as e:

@@ -45,5 +45,4 @@ def test_pieces_of_8_bit_latents_are_merged_too(format, heads):
 
 
 def test_it_refuses_what_mla_decode_refuses():
-    f = plan.facts("mla_decode_branch", call_of(), 80)
-    assert "needs sm_90" in str(mla_decode_branch.why_not(f))
+    assert "has no fp16" in str(mla_decode_branch.why_not(plan.facts("mla_decode_branch", call_of(format="fp16"), 90)))

@@ -148,7 +148,12 @@ def test_what_partitions_are_given_is_written_when_all_warps_have_read_what_lay_
         kernels = compiled(replace_requests(make(format, heads), requests))
         sass = next(k for name, k in kernels.items() if name != "merge_kernel")["sass"]()
         shared = re.findall(r"\b(?:STS|LDS|BAR\.SYNC|USETMAXREG)\b.*?;", sass)
-        start = [i for i, t in enumerate(shared) if "DEALLOC" in t and re.search(r"SYNC\S* 0x1\b", shared[i - 1])][-1]
+        # Where the partitions begin: what they are given, a barrier of all warps, and registers given back.
+        (start,) = [
+            i for i, t in enumerate(shared)
+            if "DEALLOC" in t and re.search(r"SYNC\S* 0x1\b", shared[i - 1])
+            and all(x.startswith("STS") for x in shared[i - 3 : i - 1])
+        ]  # fmt: skip
         before = [t for t in shared[: start - 1] if not t.startswith("STS")][-1]
         assert before.startswith("BAR.SYNC")
 
@@ -224,16 +229,6 @@ def test_caches_that_share_memory_but_not_their_scales_have_descriptors_of_their
     for c in (first, second, first):
         found = mla_decode._caches(c, config)
         assert found == (c.ckv.data_ptr(), c.kpe.data_ptr(), c.ckv_scale_cache.data_ptr())
-
-
-def test_other_versions_of_triton_are_refused(monkeypatch):
-    monkeypatch.setattr(mla_decode.triton, "__version__", "3.7.0")
-    assert mla_decode.why_not(facts(make())) == "is written for Triton 3.6, got 3.7.0"
-
-
-def test_other_chips_are_refused():
-    assert "sm_90" in mla_decode.why_not(facts(make(), 100))
-    assert mla_decode.why_not(facts(make())) is None
 
 
 @pytest.mark.parametrize("page", [16, 32, 64, 128])

@@ -56,7 +56,7 @@ def test_the_second_call_runs_what_the_first_compiled():
         template(x, None, codes)
     ((grid, args, options),) = jitted.launches
     assert grid == (7, 1, 1)
-    assert options == {"num_warps": 4}
+    assert options.items() >= {"num_warps": 4}.items()
     assert args[0] is x
     assert args[1] is None
     assert args[2] == (1, 2)

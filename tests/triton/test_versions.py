@@ -151,7 +151,7 @@ def test_a_launch_uses_it_from_the_second_time_on(calls, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     k, (x, y) = compiled(calls, DESCRIBED, METAS), descriptors()
-    launch = Launch({(5, 6, 7): lambda *args: k})
+    launch = Launch({(5, 6, 7): lambda *args, **options: k})
     t = torch.zeros(4)
     launch((5, 6, 7), t, x, y, 3)
     assert not calls, "by Triton"
@@ -167,3 +167,10 @@ def test_a_launch_uses_it_from_the_second_time_on(calls, monkeypatch):
 ])  # fmt: skip
 def test_what_counts_as_tested(version, wanted):
     assert versions.tested(version) is wanted
+
+
+def test_every_version_is_asked_for_the_same():
+    """Whatever its default is: products and sums join, and ptxas allocates Gluon's registers at its own level."""
+    triton_kernel, gluon_kernel = SimpleNamespace(is_gluon=lambda: False), SimpleNamespace(is_gluon=lambda: True)
+    assert Launch(triton_kernel, num_warps=2).options == {"enable_fp_fusion": True, "num_warps": 2}
+    assert Launch(gluon_kernel).options == {"enable_fp_fusion": True, "ptx_options": "--regAllocOptLevel=4"}

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     for device in usable_devices():
         console.print(Fitted(backends(device)))
     console.print(Fitted(_pairs("environment", environment())))
-    for hint in hints():
+    for hint in (*(text for device in usable_devices() for text in off(device)), *hints()):
         console.print(f"hint: {hint}", markup=False, highlight=False)
     return 0
 
@@ -77,6 +77,16 @@ def backends(device: str) -> Table:
             cells.append(Text(text, style="green" if text == "runs" else ""))
         t.add_row(op, *cells)
     return t
+
+
+def off(device: str) -> Iterator[str]:
+    """Kernels that are made for this device and do not run on it, and the way out."""
+    for op in OPS:
+        f = plan.facts(op, make(next(cases((op,), quick=True)), device))
+        for backend in plan.BACKENDS:
+            reason = plan.broken(f, backend)
+            if reason is not None:
+                yield f"{op}: {backend} {reason}"
 
 
 def told(reasons: dict[str, str | None]) -> str:

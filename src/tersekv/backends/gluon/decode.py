@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from ...formats import BLOCK, TOKEN_HEAD, kv_format
 from ..triton import decode as portable
@@ -84,12 +83,6 @@ class Config(NamedTuple):
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    if f.arch != 90:
-        return f"needs sm_90, got {'sm_' + str(f.arch) if f.arch else f.device.type}"
-    if launch.interpreting():
-        return "has no interpreter"
-    if not triton.__version__.startswith("3.6."):
-        return f"is written for Triton 3.6, got {triton.__version__}"
     fmt = kv_format(f.format)
     if f.format not in FORMATS:
         return f"has no {f.format}"

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from ...formats import latent_format
 from ..triton import launch
@@ -53,12 +52,6 @@ class Config(NamedTuple):
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    if f.arch != 90:
-        return f"needs sm_90, got {'sm_' + str(f.arch) if f.arch else f.device.type}"
-    if launch.interpreting():
-        return "cannot be interpreted"
-    if not triton.__version__.startswith("3.6."):
-        return f"is written for Triton 3.6, got {triton.__version__}"
     if f.format not in _FORMATS:
         return f"has no {f.format}"
     if (f.ckv.shape[2], f.kpe.shape[2]) != (RANK, ROPE):
@@ -233,7 +226,7 @@ def _merge_tile(rows: int, segments: int, programs: int) -> tuple[int, int, int,
 
 
 def _kernel(half: bool, k: Choice) -> Any:
-    # Imported when `why_not` has seen the version: other versions of Triton have other names.
+    # Imported when first needed: there are many.
     from .mla_decode_codes import mla_decode_codes_kernel
     from .mla_decode_few import mla_decode_few_kernel
     from .mla_decode_pair import mla_decode_pair_kernel

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import triton
 
 from ..triton import launch
 from ..triton import mla_prefill as portable
@@ -38,12 +37,6 @@ class Config:
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    if f.arch != 90:
-        return f"needs sm_90, got {f'sm_{f.arch}' if f.arch else f.device.type}"
-    if launch.interpreting():
-        return "has no interpreter"
-    if not triton.__version__.startswith("3.6."):
-        return f"is written for Triton 3.6, got {triton.__version__}"
     reason = portable.why_not(f)
     if reason is not None:
         return reason

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .versions import launcher
+from .versions import compiler_options, launcher
 
 _log = logging.getLogger("tersekv")
 # That kernels store by name: what they do not know, they would cast.
@@ -154,7 +154,7 @@ class Launch:
     __slots__ = ("_compiled", "_device", "_fixed", "_launcher", "_run", "_tensors", "_told_at", "fn", "options")
 
     def __init__(self, fn: Any, **options: Any) -> None:
-        self.fn, self.options = fn, options
+        self.fn, self.options = fn, compiler_options(fn) | options
         self._compiled: Any = None
         self._launcher: Any = None
         self._run: Any = None

@@ -23,6 +23,19 @@ def tested(version: str) -> bool:
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
 
 
+def compiler_options(fn: Any) -> dict[str, Any]:
+    """What every version is asked for, whatever its own default, so that each makes the same of a kernel.
+
+    Triton 3.10 will no longer join a product and a sum by default. From 3.7 on it has ptxas allocate registers at level
+    2, below ptxas's own, because of an error of ptxas 13 that it does not describe; 3.9 takes ptxas 13 for sm_90, whose
+    level 2 puts up to 500 bytes a thread of kernels into local memory that have none at level 4, as without the option.
+    """
+    options: dict[str, Any] = {"enable_fp_fusion": True}
+    if getattr(fn, "is_gluon", bool)():
+        options["ptx_options"] = "--regAllocOptLevel=4"
+    return options
+
+
 class Launcher(NamedTuple):
     """How a compiled kernel is launched: run(*grid, stream, *fixed, *the kernel's arguments).
 
@@ -38,7 +51,7 @@ class Launcher(NamedTuple):
 
 
 def launcher(compiled: Any) -> Launcher:
-    """Triton's function in C without the Python around it; Triton's launcher where that is not as it is known to be."""
+    """Triton's function in C without the Python around it; Triton's whole launcher where that is not understood."""
     try:
         found = _in_c(compiled)
     except Exception as e:  # of a launcher that nobody has seen yet

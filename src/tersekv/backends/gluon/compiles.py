@@ -1,0 +1,101 @@
+"""Whether an operation's kernels compile with a Triton that no test was run on.
+
+Each is compiled once, in a process of its own: what aborts there does no harm here. What was found is kept beside
+Triton's cache, for this version of Triton and of these sources. With a version that is `tested` nothing is looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+
+from ..triton.versions import RANGE, tested
+
+_LIMIT_S = 1800.0  # on a busy machine; one core of an EPYC takes half a minute
+_log = logging.getLogger("tersekv")
+_lock = threading.Lock()
+_known: dict[tuple[str, str], str | None] = {}  # by Triton's version and operation
+
+
+def why_not(op: str) -> str | None:
+    """Why the operation's kernels do not compile here, and what to install; None: they do."""
+    version = triton.__version__
+    if tested(version):
+        return None
+    with _lock:
+        if (version, op) not in _known:
+            _known[version, op] = _found(version, op)
+        reason = _known[version, op]
+    return None if reason is None else f"does not compile with Triton {version}: {reason}. Install {RANGE}"
+
+
+def _found(version: str, op: str) -> str | None:
+    path = _place(version, op)
+    try:
+        kept = json.loads(path.read_text())
+        return kept["reason"]
+    except (OSError, ValueError, TypeError, KeyError):  # not there, or not what was written
+        pass
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{op}: whether its kernels compile with Triton {version} is not known yet, and is not found out while a "
+            "CUDA graph is captured: call it once before (docs/serving.md, Warming up)"
+        )
+    _log.info("compiling the kernels of %s, to see whether Triton %s can", op, version)
+    reason, lasting = _tried(op)
+    if lasting:
+        _keep(path, {"triton": version, "op": op, "reason": reason})
+    return reason
+
+
+def _tried(op: str) -> tuple[str | None, bool]:
+    """(why the kernels do not compile, whether that would be so the next time too)."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from tersekv.testing import compiles; compiles.main({op!r})"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        return f"it could not be tried: {e}", False
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith("{"):
+            return json.loads(line)["reason"], True
+    said = (done.stderr.strip() or "nothing was said").splitlines()[-1]
+    died = -done.returncode in (signal.SIGABRT, signal.SIGSEGV, signal.SIGILL)
+    return f"the compiler ended with exit code {done.returncode}: {said}", died
+
+
+def _keep(path: Path, found: dict) -> None:
+    """Whole or not at all: several processes may find the same out at once. A folder that is not ours keeps nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(json.dumps(found))
+        os.replace(file.name, path)
+    except OSError as e:
+        _log.info("%s is not kept: %s", path, e)
+
+
+def _place(version: str, op: str) -> Path:
+    key = hashlib.sha256(f"{version} {_sources()}".encode()).hexdigest()[:16]
+    return Path(triton.knobs.cache.dir) / "tersekv" / f"{op}-{key}.json"
+
+
+@cache
+def _sources() -> str:
+    """What the kernels are made of."""
+    found = hashlib.sha256()
+    for folder in (Path(__file__).parent, Path(__file__).parent.parent / "triton"):
+        for path in sorted(folder.glob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,99 @@
+"""Compiles the kernels of a backend's operation for a chip that need not be there: does this Triton compile them?"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from .. import plan
+from .cases import Case
+from .make import make
+
+# Calls that between them reach every kernel: few, since each takes seconds.
+_MLA, _ROWS = Case("mla_decode", "fp8_e4m3", "", heads=1, group=16, page=64), (9,) * 4
+_LONG = (4096, *(1,) * 7)
+PROBES = {
+    "decode": (
+        Case("decode", "fp8_e4m3", "", heads=8, dim=128, page=64),
+        Case("decode", "nvfp4", "", heads=8, dim=128, page=64),
+        Case("decode", "int8_per_token_head", "", heads=2, group=8, dim=128, page=64, lens=_ROWS, q_lens=_ROWS),
+        Case("decode", "fp8_e4m3", "", heads=2, group=8, dim=256, page=64, lens=_ROWS, q_lens=_ROWS),
+    ),
+    "mla_decode": (
+        _MLA,
+        replace(_MLA, group=128, lens=(400,) * 40),
+        replace(_MLA, format="bf16"),
+        replace(_MLA, format="bf16", group=128, lens=(400,) * 40),
+    ),
+    "mla_decode_branch": (
+        Case("mla_decode_branch", "fp8_e4m3", "", heads=1, group=128, page=64, dim_v=128, lens=(400,)),
+    ),
+    "mla_prefill": (
+        Case("mla_prefill", "bf16", "", heads=1, group=16, page=64, dim_v=128, lens=_LONG, q_lens=_LONG),
+    ),
+}  # fmt: skip
+
+
+def main(op: str) -> None:
+    """Say it as a line of JSON: this runs in a process of its own."""
+    sys.stdout.write(json.dumps({"reason": why_not(op)}) + "\n")
+
+
+def why_not(op: str, backend: str = "gluon", arch: int = 90, tried: set[str] | None = None) -> str | None:
+    """Why a kernel of the operation does not compile; None: all do. Nothing is launched, and no GPU is needed.
+
+    tried: gets the names of the kernels
+    """
+    tried = set() if tried is None else tried
+    try:
+        module: Any = plan._module(backend, op)
+        with compiling(arch, tried):
+            for case in PROBES[op]:
+                call = make(case)
+                f = plan.facts(op, call, arch)
+                reason = module.why_not(f)
+                assert reason is None, reason
+                module.run(call, module.configure(f))
+    except Exception as e:  # of whatever kind: it would reach the caller of the operation
+        return _told(e)
+    return None
+
+
+@contextmanager
+def compiling(arch: int, tried: set[str]) -> Iterator[None]:
+    """Where kernels are launched, each is only compiled, for this chip; its name is added to `tried`."""
+    compiler = importlib.import_module("triton.backends.compiler")
+    driver = importlib.import_module("triton.runtime.driver").driver
+    kernels = importlib.import_module("triton.runtime.jit").JITFunction
+    target = compiler.GPUTarget("cuda", arch, 32)
+    was, run = driver._active, kernels.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        tried.add(f"{self.__module__}.{self.__name__}")
+        run(self, *args, grid=grid, warmup=True, **options)
+
+    # A device that answers for the chip, under a number that no device has.
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target, get_current_device=lambda: -1, get_current_stream=lambda device: 0
+        )
+    )
+    kernels.run = compile_only
+    try:
+        yield
+    finally:
+        driver._active, kernels.run = was, run
+
+
+def _told(e: BaseException) -> str:
+    """The first cause, in a line."""
+    while (cause := e.__cause__ or e.__context__) is not None:
+        e = cause
+    said = str(e).strip() or "nothing was said"
+    return f"{type(e).__name__}: {said.splitlines()[-1].strip()}"
