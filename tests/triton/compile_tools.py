@@ -31,8 +31,16 @@ from triton.runtime.jit import JITFunction, create_function_from_signature, seri
 
 NVIDIA = (80, 89, 90, 100, 120)
 ARCHS = (*NVIDIA, "gfx942")
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+
+
+def since(limits: dict[tuple[int, int], Any]) -> Any:
+    """A limit that was measured anew on some versions of Triton: that of the last one up to this."""
+    return limits[max(v for v in limits if v <= VERSION)]
+
+
 # Bytes of local memory a thread that a kernel without spills may have: none on the Triton that kernels are tuned with.
-FEW_SPILLS = 0 if triton.__version__.startswith("3.6.") else 32
+FEW_SPILLS = since({(3, 6): 0, (3, 7): 32})
 
 
 def target(arch: int | str) -> GPUTarget:

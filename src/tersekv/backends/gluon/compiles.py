@@ -51,7 +51,7 @@ def _found(version: str, op: str) -> str | None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{op}: whether its kernels compile with Triton {version} is not known yet, and is not found out while a "
-            "CUDA graph is captured: call it once before (docs/serving.md, Warming up)"
+            "CUDA graph is captured: call it once before"
         )
     _log.info("compiling the kernels of %s, to see whether Triton %s can", op, version)
     reason, lasting = _tried(op)
