@@ -146,7 +146,8 @@ def test_with_much_to_do_three_warpgroups_go_first_and_two_again_if_they_failed(
         assert count(step, "LDL") + count(step, "STL") <= since({(3, 6): 0, (3, 8): 16})  # of 440 instructions
         assert count(step, "FMNMX") == 0  # the maximum is known
         released = next(i for i, line in enumerate(step) if "SYNCS.ARRIVE" in line)
-        assert count(step[:released], "MUFU.EX2") == 0  # keys are released before the exponentials
+        # Keys are released before the exponentials; from 3.8 on two of these come before.
+        assert count(step[:released], "MUFU.EX2") <= since({(3, 6): 0, (3, 8): 2})
 
 
 @pytest.mark.parametrize(
