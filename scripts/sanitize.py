@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import re
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int)
     parser.add_argument("--ops", help="comma-separated; default: all")
+    parser.add_argument("--tokens", type=int, default=10**9, help="leave out cases whose requests hold more of them")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -53,6 +55,7 @@ def main() -> int:
         subprocess.run(command, check=False, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
         report = {
             "tool": args.tool,
+            "most tokens": args.tokens,
             "seed": args.seed,
             **read(Path(folder), args.tool),
             **json.loads(found.read_text()),
@@ -66,12 +69,14 @@ def main() -> int:
 def inside(args: argparse.Namespace) -> int:
     """What runs under the tool."""
     from tersekv.testing import random_cases, verify
+    from tersekv.testing.draw import draw
+    from tersekv.testing.workers import Workers
 
-    results = random_cases.results(
-        args.cases, args.seed, "cuda", ops=args.ops and args.ops.split(","), workers=args.workers,
-        runner=functools.partial(verify.run, zones=False),
-    )  # fmt: skip
-    summary = random_cases.summary(list(results))
+    drawn = (draw(args.seed, i, args.ops and args.ops.split(",")) for i in itertools.count())
+    chosen = itertools.islice((c for c in drawn if sum(c.lens) <= args.tokens), args.cases)
+    run = functools.partial(verify.run, zones=False)
+    with Workers(args.workers or random_cases.workers_for("cuda"), "cuda", seconds=600, runner=run) as pool:
+        summary = random_cases.summary(list(pool.results(chosen)))
     Path(args.inside).write_text(json.dumps({n: summary[n] for n in ("total", "failures", "unsupported")}))
     return 0
 

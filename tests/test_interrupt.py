@@ -33,7 +33,9 @@ def start(*argv: str, folder: Path, **options) -> subprocess.Popen:
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     return subprocess.Popen(
         [sys.executable, "-m", "tersekv", *argv], cwd=folder, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **options,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        # What a shell runs in the background is deaf to Ctrl-C, and so is what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler), **options,
     )  # fmt: skip
 
 

@@ -193,6 +193,7 @@ OTHERS = {
     "MLAPrefillPlan": lambda: tersekv.mla_prefill_plan([9, 4], [3, 2], 4),
     "UnsupportedError": lambda: tersekv.UnsupportedError("decode has no backend"),
     "OutOfPagesError": lambda: tersekv.OutOfPagesError("want 3 pages"),
+    "KernelError": lambda: tersekv.KernelError("append on sm_90"),
     "KV_FORMATS": lambda: tersekv.KV_FORMATS,
     "LATENT_FORMATS": lambda: tersekv.LATENT_FORMATS,
 }

@@ -146,8 +146,8 @@ def table(results: Iterable[Result], device: str) -> Table:
     t.add_column("backend")
     for name in ("passed", "failed", "unsup-\nported", "error"):
         t.add_column(name, justify="right", no_wrap=True)
-    order = [(op, fmt) for op in OPS for fmt in formats_of(op)]
-    for (op, fmt), row in sorted(rows.items(), key=lambda item: order.index(item[0])):
+    order = {(op, fmt): i for i, (op, fmt) in enumerate((op, fmt) for op in OPS for fmt in formats_of(op))}
+    for (op, fmt), row in sorted(rows.items(), key=lambda item: order.get(item[0], len(order))):
         failed, unsupported = row.counts[FAILED], row.counts[UNSUPPORTED]
         error = f"{row.error:.1e}" if row.error else "0"
         t.add_row(
