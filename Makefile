@@ -13,7 +13,9 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.tersekv-ready
 
-.PHONY: help setup demo test lint types tests newest versions sweep verify table docs clean
+NATIVE := src/tersekv/backends/cpu/_native.so
+
+.PHONY: help setup demo test lint types tests newest versions sweep verify sanitize wheel table docs clean
 
 help:
 	@echo "make demo    compare the cache formats on a small built-in model"
@@ -23,12 +25,14 @@ help:
 	@echo "make sweep   compile the kernels of every pair of what they are specialised on; long"
 	@echo "make versions  the same with every Triton from 3.6 on, and the CPU tests with the oldest and newest PyTorch"
 	@echo "make verify  run every operation x format on this machine's device and judge the results"
+	@echo "make sanitize  run the kernels for CPUs under the address, undefined and thread sanitizers"
+	@echo "make wheel   build a wheel for this platform and one for all, and try each in an empty environment"
 	@echo "make table   write tables and pictures of README.md and docs/ anew"
 	@echo "make docs    build the site into build/site; a link that leads nowhere is an error"
 
-setup: $(READY)
+setup: $(NATIVE)
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
 ifeq ($(shell uname -s)-$(shell uname -m),Linux-x86_64)
@@ -37,7 +41,11 @@ endif
 	$(BIN)/python -m pip install -e ".[test]"
 	touch $(READY)
 
-demo: $(READY)
+# The installation compiles it first; without a compiler everything runs in eager PyTorch.
+$(NATIVE): $(wildcard src/tersekv/backends/cpu/native/*) src/tersekv/backends/cpu/build.py | $(READY)
+	-$(BIN)/python src/tersekv/backends/cpu/build.py
+
+demo: $(NATIVE)
 	$(BIN)/tersekv demo
 
 test: lint types tests
@@ -49,7 +57,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-tests: $(READY)
+tests: $(NATIVE)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 # A second Triton beside the first, found before it on the path. Interpreting the attentions would take as long as the
@@ -77,8 +85,14 @@ versions: $(READY)
 			--ignore tests/gluon --ignore tests/triton; \
 	done
 
-verify: $(READY)
+verify: $(NATIVE)
 	$(BIN)/tersekv verify
+
+sanitize: $(READY)
+	$(BIN)/python scripts/sanitize.py
+
+wheel: $(READY)
+	$(BIN)/python scripts/try_wheels.py
 
 table: $(READY)
 	$(BIN)/python scripts/support_table.py --write

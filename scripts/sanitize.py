@@ -1,106 +1,102 @@
-"""Random cases on a GPU under NVIDIA's compute-sanitizer, each process with a log; counts what it says by kernel.
+"""Runs the native kernels for CPUs under the address, undefined and thread sanitizers: every case of `tersekv verify`
+on every instruction set that runs here, with three threads, and attention over keys that are cut into pieces.
 
-    python scripts/sanitize.py memcheck --cases 200 --seed 1 --json memcheck.json
+    python scripts/sanitize.py [--only address,undefined | --only thread] [--levels avx2,…]
 
-Memory lies without guard zones and without PyTorch's caching of it, so that what is read beside a tensor is seen too.
-The exit code is 1 if a case failed, or the tool reported an error that is not one of Triton's own (`_TRITONS`).
+Exit code 1 if a sanitizer or a case complains. It needs gcc or clang with its sanitizer libraries, on Linux.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import itertools
-import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
-# racecheck does not know that a barrier orders what warps pass on to those of `warp_specialize`: the state that Triton
-# itself keeps in shared memory to start them.
-_TRITONS = {"racecheck": re.compile(r"warp_specialize|default_partition_state")}
-_ERROR = re.compile(r"^========= (?:Error: |ERROR: )?(Invalid .*|.*[Rr]ace reported .*|.*hazard.*)$")
-_AT = re.compile(r"=========\s+at (?:.*\b)?(\w+)\+0x|=========\s+(?:Write|Read) Thread .* at (\w+)\+0x")
-_SUMMARY = re.compile(r"========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
+from tersekv.backends.cpu import build
+
+SANITIZERS = {"address,undefined": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
+FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined")
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1:report_signal_unsafe=0",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def child(path: str, levels: list[str]) -> int:
+    """In a process that the sanitizer was loaded into before Python."""
+    import torch
+
+    from tersekv.backends.cpu import library
+    from tersekv.testing import verify
+
+    build.LIBRARY = Path(path)
+    native = library.loaded()
+    assert isinstance(native, library.Library), native
+    torch.set_num_threads(3)
+    wrong = total = 0
+    for level in levels or native.levels():
+        native.use_level(level)
+        for result in verify.verify("cpu", "cpu", ops=("append", "rope_append", "mla_append", "decode", "mla_decode",
+                                                       "merge_states")):  # fmt: skip
+            total += 1
+            if result.status != verify.PASSED:
+                wrong += 1
+                print(level, result.case.id, result.status, result.message)
+        in_pieces()
+    print(f"{total} cases, {wrong} wrong, on {', '.join(levels or native.levels())}")
+    return 1 if wrong else 0
+
+
+def in_pieces() -> None:
+    """Threads on pieces of one request, and on tokens of one append."""
+    import torch
+
+    import tersekv
+
+    for format in ("bf16", "nvfp4", "int8_per_token_head"):
+        layer = tersekv.PagedKVCache.allocate(1, 128, 64, 8, 128, format=format)[0]
+        k = torch.randn(8000, 8, 128)
+        tersekv.append(k, k, layer, torch.randint(0, 8192, (8000,)), backend="cpu")
+        table, lens = torch.randperm(128)[None].int(), torch.tensor([8000], dtype=torch.int32)
+        tersekv.append(k, k, layer, torch.arange(8000), backend="cpu")
+        for dtype in (torch.bfloat16, torch.float32):
+            q = torch.randn(2, 32, 128).to(dtype)
+            out = tersekv.decode(q, layer, table, lens, backend="cpu")
+            assert out.isfinite().all(), format
+
+
+def run(sanitizer: str, levels: list[str]) -> int:
+    compiler = next(filter(None, map(shutil.which, build._COMPILERS)))
+    found = [subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+             for name in SANITIZERS[sanitizer]]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "native.so"
+        build.build(target, compiler, (f"-fsanitize={sanitizer}", *FLAGS), levels)
+        # Where addresses are drawn from more bits than the thread sanitizer knows, it does not start.
+        still = [tool, "-R"] if sanitizer == "thread" and (tool := shutil.which("setarch")) else []
+        command = [*still, sys.executable, __file__, "--child", str(target), "--levels", ",".join(levels)]
+        done = subprocess.run(command, env={**os.environ, **OPTIONS, "LD_PRELOAD": " ".join(found)})
+    print(f"{sanitizer}: {'clean' if done.returncode == 0 else f'exit code {done.returncode}'}")
+    return done.returncode
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tool", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
-    parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workers", type=int)
-    parser.add_argument("--ops", help="comma-separated; default: all")
-    parser.add_argument("--tokens", type=int, default=10**9, help="leave out cases whose requests hold more of them")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--only", choices=SANITIZERS, help="default: all")
+    parser.add_argument("--levels", default="", help="instruction sets, comma-separated; default: all that run here")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.inside:
-        return inside(args)
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not os.path.exists(sanitizer):
-        print("compute-sanitizer: want it on PATH; it comes with the CUDA toolkit", file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
-        command = [
-            sanitizer, "--tool", args.tool, "--target-processes", "all", "--log-file", f"{folder}/%p.log",
-            sys.executable, __file__, *sys.argv[1:], "--inside", str(found),
-        ]  # fmt: skip
-        subprocess.run(command, check=False, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
-        report = {
-            "tool": args.tool,
-            "most tokens": args.tokens,
-            "seed": args.seed,
-            **read(Path(folder), args.tool),
-            **json.loads(found.read_text()),
-        }
-    print(json.dumps(report, indent=1))
-    if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
-    return int(bool(report["errors"] or report["total"].get("failed") or not report["processes"]))
-
-
-def inside(args: argparse.Namespace) -> int:
-    """What runs under the tool."""
-    from tersekv.testing import random_cases, verify
-    from tersekv.testing.draw import draw
-    from tersekv.testing.workers import Workers
-
-    drawn = (draw(args.seed, i, args.ops and args.ops.split(",")) for i in itertools.count())
-    chosen = itertools.islice((c for c in drawn if sum(c.lens) <= args.tokens), args.cases)
-    run = functools.partial(verify.run, zones=False)
-    with Workers(args.workers or random_cases.workers_for("cuda"), "cuda", seconds=600, runner=run) as pool:
-        summary = random_cases.summary(list(pool.results(chosen)))
-    Path(args.inside).write_text(json.dumps({n: summary[n] for n in ("total", "failures", "unsupported")}))
-    return 0
-
-
-def read(folder: Path, tool: str) -> dict:
-    """Of the logs: processes that were watched, errors and the kernels they are in, and how many are Triton's own."""
-    logs = [p.read_text(errors="replace") for p in folder.glob("*.log")]
-    blocks = [b.strip().splitlines() for log in logs for b in re.split(r"(?m)^=========\s*$", log)]
-    errors = [b for b in blocks if any(map(_ERROR.match, b))]
-    own = [b for b in errors if tool in _TRITONS and _TRITONS[tool].search("\n".join(b))]
-    errors = [b for b in errors if b not in own]
-    return {
-        "processes": sum("SUMMARY" in log for log in logs),
-        "errors": len(errors),
-        "of Triton's own": len(own),
-        "told": sum(int(m[1]) for log in logs for m in _SUMMARY.finditer(log)),
-        "kernels": dict(Counter(map(_kernel, errors))),
-        "samples": ["\n".join(b) for b in [*errors[:5], *own[:1]]],
-    }
-
-
-def _kernel(lines: list[str]) -> str:
-    at = next((m for line in lines if (m := _AT.search(line))), None)
-    return next(filter(None, at.groups())) if at else lines[0][:120]
+    levels = [name for name in args.levels.split(",") if name]
+    if args.child:
+        return child(args.child, levels)
+    codes = [run(sanitizer, levels) for sanitizer in ([args.only] if args.only else SANITIZERS)]
+    return max(map(bool, codes))
 
 
 if __name__ == "__main__":

@@ -375,6 +375,7 @@ def known(request, monkeypatch):
     if request.param == "first":
         return lambda op: None
     launched = []
+    monkeypatch.setenv("TERSEKV_BACKEND", "torch")
     for op in VERBS:
         module = plan._module("torch", op)
         monkeypatch.setattr(module, "bind", lambda config, at: lambda a: launched.append(a) or True, raising=False)

@@ -66,7 +66,7 @@ def test_a_wrong_command_line_exits_with_2(argv, capsys):
 
 def test_verify_prints_a_row_per_operation_and_format_and_writes_json(tmp_path, capsys):
     path = tmp_path / "results.json"
-    argv = ("--ops", "append,decode", "--formats", "bf16,nvfp4", "--quick", "--json", str(path))
+    argv = ("--backend", "torch", "--ops", "append,decode", "--formats", "bf16,nvfp4", "--quick", "--json", str(path))
     assert run("verify", "--device", "cpu", *argv) == 0
     out = capsys.readouterr().out
     rows = [line.split()[:3] for line in out.splitlines() if line.strip().startswith(("append", "decode"))]

@@ -54,7 +54,7 @@ def test_the_support_table_follows_why_not(monkeypatch):
     assert "| `append` | bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_per_token_head, int8_per_token_head |" in lines[2]
     assert lines[2].endswith("| triton | triton | triton | triton |")
     assert lines[3].startswith("| `append` | nvfp4 | - <sup>")
-    assert "<sup>1</sup> torch: not here" in lines
+    assert "<sup>1</sup> cpu: not here; torch: not here" in lines
 
 
 def blocks(page: Path, *languages: str) -> list[str]:

@@ -19,7 +19,7 @@ import tersekv
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("src", "tests", "docs", "examples", "scripts", "benchmarks", ".ci", "Makefile", "MANIFEST.in",
-    "pyproject.toml", "LICENSE", "NOTICE")  # fmt: skip
+    "pyproject.toml", "setup.py", "LICENSE", "NOTICE")  # fmt: skip
 JUNK = ("__pycache__", "*.egg-info")
 
 

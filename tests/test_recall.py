@@ -42,8 +42,9 @@ class Backend:
 
 @pytest.fixture
 def bound(monkeypatch) -> Backend:
-    """Operations on a CPU can be bound, nothing is known yet."""
+    """Operations of the torch backend can be bound, nothing is known yet."""
     backend = Backend()
+    monkeypatch.setenv("TERSEKV_BACKEND", "torch")
     for op in TENSORS:
         monkeypatch.setattr(plan._module("torch", op), "bind", backend.bind(op), raising=False)
     for home, memory in ((plan, "_plans"), (plan, "_latest"), (recall, "_latest"), (recall, "_all")):
@@ -290,6 +291,9 @@ def test_a_call_that_is_traced_is_recorded_though_one_like_it_is_known(bound):
 
 
 def test_backends_that_bind_nothing_are_not_remembered(monkeypatch):
+    monkeypatch.setenv("TERSEKV_BACKEND", "torch")
+    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "_latest", {})
     monkeypatch.setattr(recall, "_all", {})
     for _ in range(2):
         tersekv.decode(query(), LAYER, **indices())

@@ -48,12 +48,13 @@ def ninth(monkeypatch):
 
 
 def test_a_format_that_no_backend_knows_is_refused_by_each(ninth, monkeypatch):
+    monkeypatch.setattr("tersekv.backends.cpu.library.missing", lambda: None)
     assert len(list(cases(None, ("ninth",)))) > 50, "every operation has cases of it"
     results = list(tool.verify("cpu", formats=("ninth",), quick=True))
     assert {r.status for r in results} == {tool.UNSUPPORTED, tool.FAILED}
     told = {r.message for r in results}
     assert told == {
-        "torch: has no codec for ninth: scale='tensor', codes of int8, no stored scales",
+        "cpu: has no ninth; torch: has no codec for ninth: scale='tensor', codes of int8, no stored scales",
         "NotImplementedError: tersekv.testing.codes: no reference encoder of torch.int8",
     }
     # With a reference encoder, the cases reach the backends: each refuses.
@@ -61,7 +62,7 @@ def test_a_format_that_no_backend_knows_is_refused_by_each(ninth, monkeypatch):
         monkeypatch.setattr(f"tersekv.testing.{module}.encode", lambda x, dtype: x.to(dtype))
     for case in cases(None, ("ninth",), quick=True):
         call = make(case)
-        for name, arch in (("torch", None), ("triton", 90), ("gluon", 90)):
+        for name, arch in (("torch", None), ("cpu", None), ("triton", 90), ("gluon", 90)):
             with pytest.raises(UnsupportedError, match=f"{name}: has no "):
                 plan.plan(case.op, call, name, arch=arch)
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 import tersekv
-from tersekv import plan
+from tersekv import plan, recall
 
 KV, LATENT = ("bf16", "int8_per_token_head", "nvfp4"), ("fp8_e4m3", "fp8_ds_mla")
 
 
 @pytest.fixture(autouse=True)
 def _no_plans(monkeypatch):
-    monkeypatch.setattr(plan, "_plans", {})
+    for home, memory in ((plan, "_plans"), (plan, "_latest"), (recall, "_latest"), (recall, "_all")):
+        monkeypatch.setattr(home, memory, {})
 
 
 def kv_cache(format: str, **more) -> tersekv.PagedKVCache:
@@ -129,11 +130,12 @@ def test_a_wrong_argument_is_named(change, error, message):
     assert str(caught.value) == message
 
 
-def test_the_log_tells_which_backend_was_chosen(caplog):
+def test_the_log_tells_which_backend_was_chosen(caplog, monkeypatch):
+    monkeypatch.setenv("TERSEKV_BACKEND", chosen := "torch")
     with caplog.at_level(logging.DEBUG, logger="tersekv"):
         tersekv.warm_up(kv_cache("nvfp4"), 4)
     lines = [r.getMessage() for r in caplog.records]
-    assert "decode q=[1, 4, 32] nvfp4 on cpu: torch" in lines
+    assert f"decode q=[1, 4, 32] nvfp4 on cpu: {chosen}" in lines
     assert any(line.startswith("warm_up: decode, 1 requests, 1 rows: ") for line in lines)
 
 

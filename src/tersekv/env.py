@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 VARIABLES = {
-    "TERSEKV_BACKEND": "backend for calls that name none: torch, triton, gluon; unset: the best that can run; "
+    "TERSEKV_BACKEND": "backend for calls that name none: torch, cpu, triton, gluon; unset: the best that can run; "
     "read when a call is first planned",
     "TERSEKV_CHECKED": "1: also check tensor values (page ids, slots, positions); synchronises. 0, false, off, no: off",
     "TERSEKV_STRICT": "1: where kernels made for the device do not compile, raise instead of a warning and slower ones",

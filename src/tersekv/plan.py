@@ -26,8 +26,8 @@ from .errors import UnsupportedError
 from .keys import FIELDS, Seen, tensor_key
 
 # In the order in which they are tried. On a GPU the oracle is never chosen silently: ask for it by name.
-BACKENDS = ("gluon", "triton", "torch")
-_AUTO = {"cuda": ("gluon", "triton")}
+BACKENDS = ("gluon", "triton", "cpu", "torch")
+_AUTO = {"cuda": ("gluon", "triton"), "cpu": ("cpu", "torch")}
 # Operations whose Gluon kernels were proven on a GPU; others would run if asked for by name.
 _GLUON = ("decode", "mla_decode", "mla_decode_branch", "mla_prefill")
 _MAX_PLANS = 16384  # shapes change with the batch; beyond this the cache starts afresh

@@ -139,6 +139,8 @@ def remember(op: str, way: Way, call: tuple, plan: Plan) -> None:
     if _captured(next(iter(tensors.values()))):
         return  # it is called once, and must leave nothing in the graph's memory
     given = {n: x for n, x in zip(names, way.given, strict=True) if x is not None}
+    if any(x.requires_grad for n, x in given.items() if n in CALLS[op][1]):
+        return  # whether autograd would have to follow it is asked of each call
     made = {n: x for n, x in way.made.items() if n not in given}
     whole = given | made
     # The short way does not know tensors that the operation drops, replaces by a copy, or takes from elsewhere.

@@ -54,7 +54,9 @@ def versions() -> Iterator[tuple[str, str]]:
 def devices() -> Iterator[tuple[str, str]]:
     threads = torch.get_num_threads()
     count = f"{threads} thread{'s' if threads != 1 else ''}"
-    yield "cpu", f"{platform.machine()}, {count}, {torch.backends.cpu.get_cpu_capability()}"
+    native = importlib.import_module("tersekv.backends.cpu.library").loaded()
+    kernels = f"native kernels: {'none' if isinstance(native, str) else native.level()}"
+    yield "cpu", f"{platform.machine()}, {count}, {torch.backends.cpu.get_cpu_capability()}, {kernels}"
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         chip = getattr(p, "gcnArchName", "") if torch.version.hip else f"sm_{p.major}{p.minor}"
@@ -113,7 +115,10 @@ def hints() -> Iterator[str]:
     elif torch.cuda.is_available() and compiler() is None:
         yield "Triton compiles a launcher for each kernel: install gcc or clang, or set CC"
     if not torch.cuda.is_available():
-        yield "no GPU is seen; everything runs on the CPU, with backend torch"
+        yield "no GPU is seen; everything runs on the CPU"
+    native = plan.why_not(plan.facts("merge_states", make(next(cases(("merge_states",))))), "cpu")
+    if native is not None:
+        yield f"without its native kernels, decode on a CPU takes 3 to 10 times as long: backend cpu {native}"
     yield f"judge the results on this machine: tersekv verify --device {'cuda' if torch.cuda.is_available() else 'cpu'}"
 
 

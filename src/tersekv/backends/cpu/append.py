@@ -1,0 +1,98 @@
+"""append, natively: rows are quantised and written. What every append says is here, for the others too."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from tersekv.formats import BLOCK, GROUP, NONE, TENSOR, TOKEN_HEAD, KVFormat, kv_format
+
+from . import library, records
+from .library import Bound, Launch
+from .records import DTYPES, Append, Facts, Place, Scale, Stream
+
+PLACES = ("slot_mapping", "batch_indices", "kv_positions", "kv_indptr", "kv_indices")
+_TENSORS = ("k", "v", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "k_scale_t", "v_scale_t", *PLACES)
+# That the kernels store by name: what they do not know, they would cast.
+_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+_KINDS = {
+    NONE: records.NO_SCALE, TENSOR: records.TENSOR_SCALE, TOKEN_HEAD: records.ROW_SCALE, BLOCK: records.BLOCK_SCALE,
+    GROUP: records.GROUP_SCALE,
+}  # fmt: skip
+_NO_TENSOR = Place(records.NONE)
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return library.why_not(f) if f.format in _FORMATS else f"has no {f.format}"
+
+
+def configure(f: SimpleNamespace) -> Launch:
+    facts = Facts(f, _TENSORS)
+    record = append(facts, f.k, f.k_cache, [kv_stream(facts, "k"), kv_stream(facts, "v")])
+    return Launch("append", record, _TENSORS)
+
+
+def kv_stream(facts: Facts, side: str, first: str | None = None, second: str = "", rotated: bool = False) -> Stream:
+    """Rows of `first` (by default `side` itself), beside those of `second`, to the cache of a side, "k" or "v"."""
+    f, fmt, first = facts.f, kv_format(facts.f.format), first or side
+    scales = _NO_TENSOR if getattr(f, f"{side}_scale_cache") is None else facts.place(f"{side}_scale_cache")
+    return stored(
+        facts, first, fmt, facts.place(f"{side}_cache"), scales, facts.scale(f"{side}_scale"), second, rotated
+    )  # fmt: skip
+
+
+def stored(
+    facts: Facts, first: str, fmt: KVFormat, out: Place, scales: Place, multiplier: Scale, second: str = "",
+    rotated: bool = False,
+) -> Stream:  # fmt: skip
+    """Rows to a cache, in a format."""
+    f = facts.f
+    x, y = getattr(f, first), getattr(f, second) if second else None
+    return Stream(
+        facts.place(first), facts.place(second) if y is not None else _NO_TENSOR, x.shape[-1],
+        0 if y is None else y.shape[-1], rotated, x.shape[1] if len(x.shape) == 3 else 1, True, out,
+        DTYPES[fmt.storage], _KINDS[fmt.scale], scales, multiplier,
+    )  # fmt: skip
+
+
+def query_streams(facts: Facts) -> list[Stream]:
+    """Rows of the query to q_rope_out and q_nope_out, where they are given."""
+    streams = []
+    for name, rotated in (("q_rope", True), ("q_nope", False)):
+        x = getattr(facts.f, name)
+        if x is not None:
+            streams.append(Stream(
+                facts.place(name), _NO_TENSOR, x.shape[-1], 0, rotated, x.shape[1], False, facts.place(f"{name}_out"),
+                facts.dtype(f"{name}_out"), records.NO_SCALE, _NO_TENSOR, facts.scale("q_scale"),
+            ))  # fmt: skip
+    return streams
+
+
+def append(facts: Facts, rows: Any, cache: Any, streams: list[Stream]) -> Append:
+    """A record of streams, with where tokens go and, where there is one, the table that they are rotated by."""
+    f, record = facts.f, Append()
+    record.num_streams = len(streams)
+    for i, stream in enumerate(streams):
+        record.streams[i] = stream
+    record.tokens, record.dtype = rows.shape[0], DTYPES[rows.dtype]
+    record.num_pages, record.page_size = cache.shape[:2]
+    for field, name in zip(("slots", "batch", "kv_positions", "indptr", "indices"), PLACES, strict=True):
+        setattr(record, field, facts.indices(name))
+    if f.kv_indptr is not None:
+        record.num_requests, record.num_indices = f.kv_indptr.shape[0] - 1, f.kv_indices.shape[0]
+    record.cos_sin = records.NONE
+    if getattr(f, "cos_sin_cache", None) is not None:
+        record.cos_sin, record.cos_sin_stride = facts.at("cos_sin_cache"), facts.strides("cos_sin_cache")[0]
+        record.max_position, record.rotary = f.cos_sin_cache.shape
+        record.positions = facts.indices("positions")
+        record.interleaved = f.interleaved
+    record.zero_padding, record.scales_quantize = getattr(f, "zero_padding", False), f.scales_quantize
+    return record
+
+
+def run(call: Any, config: Launch) -> None:
+    config.run(call)
+
+
+def bind(config: Launch, at: dict[str, int]) -> Bound:
+    return config.bind(at)

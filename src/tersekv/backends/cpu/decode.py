@@ -1,0 +1,70 @@
+"""Paged decode, natively."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tersekv.formats import BLOCK, TOKEN_HEAD, KVFormat, kv_format
+
+from . import library
+from .library import Bound, Launch
+from .records import DTYPES, NONE, Attention, Facts, Indices, Matrix, Place
+
+_TENSORS = (
+    "q", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "mask",
+    "sinks", "out", "lse", "softmax_scale_t", "k_scale_t", "v_scale_t", "out_scale_t",
+)  # fmt: skip
+# That the kernels read by name: of another, they would take the codes for what they are not.
+_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return library.why_not(f) if f.format in _FORMATS else f"has no {f.format}"
+
+
+def configure(f: SimpleNamespace) -> Launch:
+    facts, fmt = Facts(f, _TENSORS), kv_format(f.format)
+    record = attention(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
+    record.num_keys = 1
+    record.keys[0] = _matrix(facts, "k", fmt, f.q.shape[2])
+    record.keys[0].query = facts.place("q")
+    record.values = _matrix(facts, "v", fmt, f.out.shape[2])
+    record.num_pages, record.page_size = f.k_cache.shape[:2]
+    record.query_dtype = facts.dtype("q")
+    record.mask, record.window, record.sinks = facts.indices("mask"), f.window, facts.at("sinks")
+    record.softcap = f.softcap
+    record.k_scale, record.v_scale = facts.scale("k_scale"), facts.scale("v_scale")
+    return Launch("attention", record, _TENSORS)
+
+
+def attention(facts: Facts, heads: int, group: int) -> Attention:
+    """A record with what every attention says of its requests and its outputs."""
+    f, record = facts.f, Attention()
+    record.heads, record.group = heads, group
+    record.requests, record.max_pages = f.page_table.shape
+    record.rows, record.max_q_len = f.out.shape[0], f.max_q_len
+    for name in ("page_table", "seq_lens", "cu_seqlens_q"):
+        setattr(record, name, facts.indices(name))
+    record.mask, record.sinks = Indices(NONE), NONE
+    record.out, record.lse, record.out_dtype = facts.place("out"), facts.place("lse"), facts.dtype("out")
+    record.softmax_scale, record.out_scale = facts.scale("softmax_scale"), facts.scale("out_scale")
+    return record
+
+
+def _matrix(facts: Facts, side: str, fmt: KVFormat, columns: int) -> Matrix:
+    m = Matrix(facts.place(f"{side}_cache"), DTYPES[fmt.storage], columns, Place(NONE), 0, 0, Place(NONE))
+    if fmt.scale in (BLOCK, TOKEN_HEAD):
+        m.factors = facts.place(f"{side}_scale_cache")
+        m.width, m.factor_dtype = fmt.scale_block or columns, DTYPES[fmt.scale_dtype or torch.float32]
+    return m
+
+
+def run(call: Any, config: Launch) -> None:
+    config.run(call)
+
+
+def bind(config: Launch, at: dict[str, int]) -> Bound:
+    return config.bind(at)

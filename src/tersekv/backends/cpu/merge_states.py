@@ -1,0 +1,35 @@
+"""merge_states, natively."""
+
+from __future__ import annotations
+
+from ctypes import c_int64
+from types import SimpleNamespace
+from typing import Any
+
+from . import library
+from .library import Bound, Launch
+from .records import Facts, Merge
+
+_TENSORS = ("outs", "lses", "out", "lse")
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return library.why_not(f)
+
+
+def configure(f: SimpleNamespace) -> Launch:
+    facts, (parts, rows, heads, columns) = Facts(f, _TENSORS), f.outs.shape
+    outs, lses = ((c_int64 * 3)(*facts.strides(name)[:3]) for name in ("outs", "lses"))
+    record = Merge(
+        parts, rows, heads, columns, facts.dtype("outs"), facts.dtype("out"), facts.at("outs"), outs,
+        facts.at("lses"), lses, facts.place("out"), facts.place("lse"),
+    )  # fmt: skip
+    return Launch("merge", record, _TENSORS)
+
+
+def run(call: Any, config: Launch) -> None:
+    config.run(call)
+
+
+def bind(config: Launch, at: dict[str, int]) -> Bound:
+    return config.bind(at)

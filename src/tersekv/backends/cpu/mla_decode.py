@@ -1,0 +1,68 @@
+"""Absorbed MLA decode, natively: keys are a latent row beside a rotary one, values the latent row again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tersekv.formats import TENSOR, latent_format, rope_dtype
+
+from . import library
+from .decode import attention
+from .library import Bound, Launch
+from .records import DTYPES, NONE, Facts, Matrix, Place, Scale
+
+_TENSORS = (
+    "q_nope", "q_pe", "ckv", "kpe", "ckv_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "out", "lse",
+    "softmax_scale_t", "kv_scale_t", "out_scale_t",
+)  # fmt: skip
+# That the kernels read by name: of another, they would take the codes for what they are not.
+_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
+_STEP = 8  # columns that kernels read together
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    if f.format not in _FORMATS:
+        return f"has no {f.format}"
+    rank, rotary = f.ckv.shape[-1], f.kpe.shape[-1]
+    if rank % _STEP or rotary % _STEP or not rank:
+        return f"wants a latent rank and a rotary size in steps of {_STEP}, got {rank} and {rotary}"
+    return library.why_not(f)
+
+
+def configure(f: SimpleNamespace) -> Launch:
+    facts, fmt = Facts(f, _TENSORS), latent_format(f.format)
+    record = attention(facts, heads=1, group=f.q_nope.shape[1])
+    scales = Place(NONE) if f.ckv_scale_cache is None else facts.place("ckv_scale_cache", heads=False)
+    width = fmt.scale_block or 0
+    latent = Matrix(
+        facts.place("ckv", heads=False), DTYPES[fmt.storage], f.ckv.shape[-1], scales, width, DTYPES[torch.float32],
+        facts.place("q_nope"),
+    )  # fmt: skip
+    rotary = Matrix(
+        facts.place("kpe", heads=False),
+        DTYPES[rope_dtype(fmt)],
+        f.kpe.shape[-1],
+        Place(NONE),
+        0,
+        0,
+        facts.place("q_pe"),
+    )
+    record.num_keys = 2 if f.kpe.shape[-1] else 1
+    record.keys[0], record.keys[1], record.values = latent, rotary, latent
+    record.num_pages, record.page_size = f.ckv.shape[:2]
+    record.query_dtype = facts.dtype("q_nope")
+    # Only a scale of the tensor covers the rotary part.
+    one = Scale(1.0, NONE, 0)
+    record.k_scale = record.v_scale = facts.scale("kv_scale") if fmt.scale == TENSOR else one
+    return Launch("attention", record, _TENSORS)
+
+
+def run(call: Any, config: Launch) -> None:
+    config.run(call)
+
+
+def bind(config: Launch, at: dict[str, int]) -> Bound:
+    return config.bind(at)

@@ -1,0 +1,94 @@
+// The interface between Python and the kernels: plain structures of numbers, filled in by records.py, whose classes
+// list the same fields in the same order (`tersekv_sizes` is compared when the library is loaded).
+// Tensors come as a list of addresses; a record names one by its place in that list, or none by -1. Strides are in bytes.
+#pragma once
+
+#include <stdint.h>
+
+enum Dtype : int64_t { F32, BF16, F16, E4M3, E5M2, INT8, E2M1, I32, I64, U32 };
+
+// What a stored or given scale belongs to.
+enum ScaleKind : int64_t { NO_SCALE, TENSOR_SCALE, ROW_SCALE, BLOCK_SCALE, GROUP_SCALE };
+
+// An index tensor: [n], or [n, m] with a stride of the first dimension.
+struct Indices {
+    int64_t tensor, dtype, stride;
+};
+
+// Where something lies: a tensor and the strides of three dimensions, [page, slot, head] or [token, head, -].
+struct Place {
+    int64_t tensor, strides[3];
+};
+
+// A number, or a tensor that wins over it; `stride` from head to head.
+struct Scale {
+    double value;
+    int64_t tensor, stride;
+};
+
+// A paged tensor that attention reads: codes, and a factor for every `width` columns of a row (0: no factors).
+struct Matrix {
+    Place codes;
+    int64_t dtype, columns;
+    Place factors;
+    int64_t width, factor_dtype;
+    Place query;  // keys only: the columns of the query that meet these
+};
+
+struct Attention {
+    int64_t num_keys;  // matrices whose columns make up a key
+    Matrix keys[2], values;
+    Indices page_table, seq_lens, cu_seqlens_q;
+    int64_t requests, rows, heads, group, max_q_len, max_pages, num_pages, page_size;
+    int64_t query_dtype;
+    Indices mask;
+    int64_t window, sinks;
+    Place out, lse;
+    int64_t out_dtype;
+    double softcap;
+    Scale softmax_scale, k_scale, v_scale, out_scale;
+};
+
+// Rows of one or two tensors side by side, cast or quantised, to a cache or to a tensor [token, head].
+struct Stream {
+    Place first, second;  // [token, head]
+    int64_t first_columns, second_columns, rotated, heads;
+    int64_t cached;  // `out` is [page, slot, head]; else [token, head]
+    Place out;
+    int64_t out_dtype, scale_kind;
+    Place scales;  // stored beside the codes
+    Scale multiplier;
+};
+
+struct Append {
+    int64_t num_streams;
+    Stream streams[4];
+    int64_t tokens, dtype, page_size, num_pages;
+    Indices slots, batch, kv_positions, indptr, indices;
+    int64_t num_requests, num_indices;
+    int64_t cos_sin, cos_sin_stride, max_position, rotary;
+    Indices positions;
+    int64_t interleaved, zero_padding, scales_quantize;
+};
+
+struct Merge {
+    int64_t parts, rows, heads, columns, dtype, out_dtype;
+    int64_t outs, outs_strides[3], lses, lses_strides[3];
+    Place out, lse;
+};
+
+// What is wrong with a value of an index tensor, at which request; `values` are told in the message.
+enum Fault : int64_t { NO_FAULT, TOO_LONG, ROWS_OUTSIDE, TOO_MANY_ROWS, PAGE_OUTSIDE, NO_MEMORY };
+struct Report {
+    int64_t fault, request, values[2];
+};
+
+using Addresses = char* const*;
+
+// The kernels as compiled for one instruction set.
+struct Kernels {
+    const char* name;
+    void (*attention)(const Attention&, Addresses, int64_t threads, Report&);
+    void (*append)(const Append&, Addresses, int64_t threads);
+    void (*merge)(const Merge&, Addresses, int64_t threads);
+};

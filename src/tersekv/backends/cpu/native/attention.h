@@ -1,0 +1,314 @@
+// Attention of some rows of a request over a range of its keys, tile by tile, KV head by KV head.
+#pragma once
+
+#include "softmax.h"
+#include "tile_pairs.h"
+
+namespace {
+
+constexpr int64_t MOST_ROWS = 64;  // query rows of a KV head that are attended together
+
+// What one thread does at once: rows [row, row + rows) of a request's drafts × group, on KV heads [head, head + heads),
+// over the keys [begin, end).
+struct Item {
+    int64_t request, row, rows, head, heads, begin, end;
+    int64_t state;  // its place among the states of pieces that are joined; -1: it is whole
+    int64_t join;
+};
+
+// The state of `count` rows: weighted values [count, stride], and a maximum and a sum for each.
+struct State {
+    float* values;
+    Running* running;
+    int64_t stride;
+};
+
+struct Request {
+    int64_t keys, row, rows;  // rows of q from `row` on
+};
+
+// The sizes of an item's tiles, in units of four bytes, and its memory. They depend on the call alone.
+template <class Unit>
+struct Tiles {
+    int64_t query_units, value_columns, value_stride, key_factors, value_factors;
+    uint32_t *queries, *keys, *values, *weights;
+    float *scores, *factors;
+    State own;
+
+    static int64_t groups(const Matrix& m) { return m.width ? m.columns / m.width : 0; }
+
+    explicit Tiles(const Attention& c) : query_units(0), key_factors(0) {
+        for (int64_t i = 0; i < c.num_keys; i++) {
+            query_units += c.keys[i].columns / Unit::VALUES;
+            key_factors = groups(c.keys[i]) > key_factors ? groups(c.keys[i]) : key_factors;
+        }
+        value_columns = c.values.columns;
+        value_stride = up(value_columns, 16);
+        value_factors = groups(c.values);
+    }
+
+    // Lays everything out in `memory`; returns the bytes it takes. `most`: rows of an item, all heads counted.
+    size_t lay_out(char* memory, int64_t most) {
+        char* p = memory;
+        auto take = [&p](int64_t units) {
+            char* start = p;
+            p += up(units * 4, 64);
+            return start;
+        };
+        queries = reinterpret_cast<uint32_t*>(take(most * query_units));
+        keys = reinterpret_cast<uint32_t*>(take(query_units * TILE));
+        values = reinterpret_cast<uint32_t*>(take(TILE / Unit::VALUES * value_stride));
+        weights = reinterpret_cast<uint32_t*>(take(MOST_ROWS * TILE / Unit::VALUES));
+        scores = reinterpret_cast<float*>(take(MOST_ROWS * TILE));
+        factors = reinterpret_cast<float*>(take((key_factors > value_factors ? key_factors : value_factors) * TILE));
+        own.values = reinterpret_cast<float*>(take(most * value_stride));
+        own.running = reinterpret_cast<Running*>(take(most * 2));
+        own.stride = value_stride;
+        return p - memory;
+    }
+};
+
+inline float number(const Scale& s, Addresses at, int64_t head) {
+    return s.tensor < 0 ? static_cast<float>(s.value) : load<float>(at[s.tensor] + 4 * head * s.stride);
+}
+
+inline uint32_t unit_of(Floats, const float* x) { return bits(x[0]); }
+#if HAS_PAIRS
+inline uint32_t unit_of(Pairs, const float* x) { return bits(x[0]) >> 16 | (bits(x[1]) & 0xFFFF0000); }
+#endif
+
+// Row `row` of the queries, as units. In pairs it is exact: they are for queries of at most 8 significant bits.
+template <class Unit>
+void pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, uint32_t* out) {
+    float x[64];
+    for (int64_t i = 0; i < c.num_keys; i++) {
+        const Matrix& m = c.keys[i];
+        const char* p = at[m.query.tensor] + row * m.query.strides[0] + head * m.query.strides[1];
+        int64_t size = c.query_dtype == F32 ? 4 : c.query_dtype == E4M3 || c.query_dtype == E5M2 ? 1 : 2;
+        for (int64_t begin = 0; begin < m.columns; begin += 64) {
+            int64_t n = m.columns - begin < 64 ? m.columns - begin : 64;
+            read_floats(p + begin * size, c.query_dtype, x, n);
+            for (int64_t j = 0; j < n; j += Unit::VALUES) *out++ = unit_of(Unit(), x + j);
+        }
+    }
+}
+
+// Probabilities times the factors of the values, as units. What is not seen stays 0, whatever its factor.
+inline void pack_weights(Floats, const float* p, const float* factors, int64_t padded, uint32_t* out) {
+    for (int64_t t = 0; t < padded; t += W) {
+        VecF x = load<VecF>(p + t);
+        store(out + t, factors == nullptr ? x : x == 0.0f ? VecF{} : x * load<VecF>(factors + t));
+    }
+}
+
+#if HAS_PAIRS
+inline void pack_weights(Pairs, const float* p, const float* factors, int64_t padded, uint32_t* out) {
+    for (int64_t t = 0; t < padded; t += W, out += W / 2) {
+        VecF x = load<VecF>(p + t);
+        if (factors != nullptr) x = x == 0.0f ? VecF{} : x * load<VecF>(factors + t);
+        _mm256_storeu_si256((__m256i*)out, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+    }
+}
+#endif
+
+inline float value_of_unit(Floats, const uint32_t* values, int64_t stride, int64_t t, int64_t c) {
+    return from_bits(values[t * stride + c]);
+}
+#if HAS_PAIRS
+inline float value_of_unit(Pairs, const uint32_t* values, int64_t stride, int64_t t, int64_t c) {
+    uint32_t x = values[t / 2 * stride + c];
+    return from_bits(t % 2 ? x & 0xFFFF0000 : x << 16);
+}
+#endif
+
+template <class Unit>
+struct Attend {
+    const Attention& c;
+    Addresses at;
+    Tiles<Unit> tiles;
+    // Offsets of the rows of this tile and of the next one, head 0, in each tensor that is read.
+    enum Read { KEYS, ROTARY, VALUES, KEY_FACTORS, VALUE_FACTORS, READS };
+    int64_t offset[2][READS][TILE];
+    Ahead ahead[READS];
+
+    Attend(const Attention& call, Addresses addresses) : c(call), at(addresses), tiles(call) {}
+
+    // Attends the rows of an item; `state` is that of all its rows, head by head.
+    void run(const Item& item, const Request& request, const State& state) {
+        Sight sight = sight_of(request);
+        int64_t units = tiles.query_units, all_rows = item.heads * item.rows;
+        for (int64_t h = 0; h < item.heads; h++)
+            for (int64_t m = 0; m < item.rows; m++) {
+                int64_t r = item.row + m, head = (item.head + h) * c.group + r % c.group;
+                pack_query<Unit>(c, at, request.row + r / c.group, head, tiles.queries + (h * item.rows + m) * units);
+            }
+        memset(state.values, 0, all_rows * state.stride * sizeof(float));
+        for (int64_t i = 0; i < all_rows; i++) state.running[i] = {NEGATIVE_INFINITY, 0.0f};
+        int64_t which = 0;
+        if (item.begin < item.end) locate(item, item.begin, which);
+        for (int64_t k = item.begin; k < item.end; k += TILE, which ^= 1) {
+            Now now = {tile_at(item, k), tile_at(item, k + TILE), which, ahead};
+            if (now.next > 0) locate(item, k + TILE, which ^ 1);
+            for (int64_t h = 0; h < item.heads; h++) {
+                for (int read = 0; read < READS; read++) ahead[read] = share(item, read, h, now);
+                State part = {state.values + h * item.rows * state.stride, state.running + h * item.rows, state.stride};
+                step(item, sight, k, now, h, part);
+            }
+        }
+    }
+
+    Sight sight_of(const Request& r) const {
+        const char* mask = c.mask.tensor < 0 ? nullptr : at[c.mask.tensor] + r.row * c.mask.stride;
+        return {r.keys, r.keys - r.rows, c.window, mask, c.mask.stride};
+    }
+
+private:
+    static int64_t tile_at(const Item& item, int64_t k) {
+        int64_t left = item.end - k;
+        return left < 0 ? 0 : left < TILE ? left : TILE;
+    }
+
+    // Keys of this tile and of the next one, which half of `offset` is this one's, and what to ask for meanwhile.
+    struct Now {
+        int64_t count, next, which;
+        Ahead* ahead;
+    };
+
+    void locate(const Item& item, int64_t k, int64_t which) {
+        const char* table = at[c.page_table.tensor] + item.request * c.page_table.stride;
+        int64_t count = tile_at(item, k), column = k / c.page_size, slot = k % c.page_size;
+        int64_t page = read_index(table, c.page_table.dtype, column);
+        for (int64_t t = 0; t < count; t++, slot++) {
+            if (slot == c.page_size) {
+                slot = 0;
+                page = read_index(table, c.page_table.dtype, ++column);
+            }
+            for (int read = 0; read < READS; read++) {
+                const Place& p = place_of(read);
+                offset[which][read][t] = page * p.strides[0] + slot * p.strides[1];
+            }
+        }
+    }
+
+    const Place& place_of(int read) const {
+        switch (read) {
+            case KEYS: return c.keys[0].codes;
+            case ROTARY: return c.keys[1].codes;
+            case VALUES: return c.values.codes;
+            case KEY_FACTORS: return c.keys[0].factors;
+            default: return c.values.factors;
+        }
+    }
+
+    Rows rows_of(int read, int64_t head, const Now& now) const {
+        const Place& p = place_of(read);
+        return {at[p.tensor] + head * p.strides[2], offset[now.which][read], now.count, now.ahead + read};
+    }
+
+    // The rows of the next tile that are asked for while this one's h-th head is computed, of all heads.
+    Ahead share(const Item& item, int read, int64_t h, const Now& now) const {
+        const Place& p = place_of(read);
+        const Matrix& m = read == ROTARY ? c.keys[1] : read == VALUES || read == VALUE_FACTORS ? c.values : c.keys[0];
+        bool latent = read == VALUES && p.tensor == c.keys[0].codes.tensor;  // they are there as keys
+        if (now.next == 0 || p.tensor < 0 || latent || (read == ROTARY && c.num_keys == 1)) return {};
+        int64_t row = m.columns * bits_of(m.dtype) / 8;
+        if (read >= KEY_FACTORS) row = m.columns / m.width * (m.factor_dtype == F32 ? 4 : 1);
+        int64_t bytes = (item.heads - 1) * p.strides[2] + row;
+        return {at[p.tensor] + item.head * p.strides[2], offset[now.which ^ 1][read], h * now.next / item.heads,
+                (h + 1) * now.next / item.heads, 0, bytes};
+    }
+
+    void step(const Item& item, const Sight& sight, int64_t k, const Now& now, int64_t h, const State& state) {
+        int64_t head = item.head + h, count = now.count, padded = up(count, W);
+        score(item, head, h, now);
+        int64_t first = item.row / c.group, last = (item.row + item.rows - 1) / c.group;
+        bool whole = sight.whole(first, last, k, k + count);
+        float factor = number(c.softmax_scale, at, 0) * number(c.k_scale, at, head);
+        float cap = static_cast<float>(c.softcap);
+        for (int64_t m = 0; m < item.rows; m++) {
+            float* s = tiles.scores + m * TILE;
+            float by = cap ? factor : factor * LOG2E;
+            for (int64_t t = 0; t < padded; t += W) store(s + t, load<VecF>(s + t) * by);
+            if (cap) bend(s, padded, cap);
+            if (!whole) hide(s, sight, (item.row + m) / c.group, k, count);
+            for (int64_t t = count; t < padded; t++) s[t] = NEGATIVE_INFINITY;
+            float old = advance(s, padded, state.running[m]);
+            if (old != 1.0f) {
+                float* acc = state.values + m * state.stride;
+                for (int64_t i = 0; i < state.stride; i += W) store(acc + i, load<VecF>(acc + i) * old);
+            }
+        }
+        weigh(item, head, now, whole, state);
+    }
+
+    // scores [rows, TILE] of a tile, without the scales of the tensor.
+    void score(const Item& item, int64_t head, int64_t h, const Now& now) {
+        Operands o = {};
+        o.a = tiles.queries + h * item.rows * tiles.query_units;
+        o.a_stride = tiles.query_units;
+        o.b_stride = TILE, o.c = tiles.scores, o.c_stride = TILE;
+        for (int64_t i = 0; i < c.num_keys; i++) {
+            const Matrix& m = c.keys[i];
+            pack_keys(Unit(), m.dtype, rows_of(i == 0 ? KEYS : ROTARY, head, now), m.columns, tiles.keys);
+            int64_t groups = m.width ? m.columns / m.width : 1;
+            if (m.width) read_factors(m.factor_dtype, rows_of(KEY_FACTORS, head, now), groups, tiles.factors);
+            o.b = tiles.keys;
+            o.depth = m.columns / groups / Unit::VALUES;
+            for (int64_t g = 0; g < groups; g++, o.a += o.depth, o.b += o.depth * TILE, o.add = true) {
+                o.factor = m.width ? tiles.factors + g * TILE : nullptr;
+                multiply<Unit>(o, item.rows, up(now.count, W));
+            }
+        }
+    }
+
+    // Adds probabilities × values to the state.
+    void weigh(const Item& item, int64_t head, const Now& now, bool whole, const State& state) {
+        const Matrix& m = c.values;
+        int64_t count = now.count, padded = up(count, W);
+        pack_values(Unit(), m.dtype, rows_of(VALUES, head, now), m.columns, tiles.values, tiles.value_stride);
+        int64_t groups = m.width ? m.columns / m.width : 1, columns = m.columns / groups;
+        if (m.width) read_factors(m.factor_dtype, rows_of(VALUE_FACTORS, head, now), groups, tiles.factors);
+        bool finite = whole || all_finite(count);
+        Operands o = {};
+        o.a = tiles.weights, o.a_stride = TILE / Unit::VALUES;
+        o.b_stride = o.c_stride = tiles.value_stride;
+        o.depth = (count + Unit::VALUES - 1) / Unit::VALUES;
+        o.add = true;
+        for (int64_t g = 0; g < groups; g++) {
+            const float* factors = m.width ? tiles.factors + g * TILE : nullptr;
+            if (!finite) {
+                weigh_seen(item.rows, count, factors, g * columns, columns, state);
+                continue;
+            }
+            for (int64_t r = 0; r < item.rows; r++)
+                pack_weights(Unit(), tiles.scores + r * TILE, factors, padded, tiles.weights + r * o.a_stride);
+            o.b = tiles.values + g * columns;
+            o.c = state.values + g * columns;
+            multiply<Unit>(o, item.rows, groups == 1 ? up(columns, W) : columns);
+        }
+    }
+
+    bool all_finite(int64_t count) const {
+        for (int64_t t = 0; t < count; t++)
+            for (int64_t i = 0; i < tiles.value_columns; i++) {
+                float x = value_of_unit(Unit(), tiles.values, tiles.value_stride, t, i);
+                if ((bits(x) & INFINITE) == INFINITE) return false;
+            }
+        return true;
+    }
+
+    // In a tile that not every row sees all of, a value that is not seen weighs nothing, even if NaN.
+    void weigh_seen(int64_t rows, int64_t count, const float* factors, int64_t from, int64_t columns, const State& state) {
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t t = 0; t < count; t++) {
+                float p = tiles.scores[r * TILE + t];
+                if (p == 0.0f) continue;
+                if (factors != nullptr) p *= factors[t];
+                float* acc = state.values + r * state.stride + from;
+                for (int64_t i = 0; i < columns; i++)
+                    acc[i] += p * value_of_unit(Unit(), tiles.values, tiles.value_stride, t, from + i);
+            }
+    }
+};
+
+}  // namespace

@@ -1,0 +1,156 @@
+// Numbers of every dtype from and to fp32, one at a time and without branches, so that loops over them are vectorised.
+// Each rounds once, to nearest even; this file is compiled without fused multiply-add.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "api.h"
+
+namespace {
+
+inline uint32_t bits(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return u;
+}
+
+inline float from_bits(uint32_t u) {
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}
+
+constexpr uint32_t INFINITE = 0x7F800000;  // bits of +inf; a larger magnitude is NaN
+constexpr float NEGATIVE_INFINITY = -__builtin_inff();
+
+template <class T>
+inline T load(const void* p) {
+    T x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+template <class T>
+inline void store(void* p, T x) {
+    memcpy(p, &x, sizeof x);
+}
+
+inline uint16_t to_bf16(float x) {
+    uint32_t u = bits(x), rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16;
+    return static_cast<uint16_t>((u & 0x7FFFFFFF) > INFINITE ? (u >> 16) | 0x7FC0 : rounded);
+}
+
+inline float from_bf16(uint16_t u) { return from_bits(static_cast<uint32_t>(u) << 16); }
+
+// A float of EXPONENT and MANTISSA bits. Magnitudes above `largest` (its fp32 bits) become it. Below the smallest
+// normal number a sum with `magic`, whose last bit has the weight of the smallest subnormal one, does the rounding.
+template <int EXPONENT, int MANTISSA>
+inline uint32_t to_small(uint32_t magnitude, uint32_t largest) {
+    constexpr int BIAS = (1 << (EXPONENT - 1)) - 1, DROPPED = 23 - MANTISSA;
+    constexpr uint32_t SMALLEST_NORMAL = static_cast<uint32_t>(127 - BIAS + 1) << 23;
+    constexpr uint32_t MAGIC = static_cast<uint32_t>(127 - BIAS + 1 - MANTISSA + 23) << 23;
+    uint32_t a = magnitude < largest ? magnitude : largest;
+    uint32_t normal = ((a + ((1u << (DROPPED - 1)) - 1) + ((a >> DROPPED) & 1)) >> DROPPED) - ((127u - BIAS) << MANTISSA);
+    uint32_t subnormal = bits(from_bits(a) + from_bits(MAGIC)) - MAGIC;
+    return a < SMALLEST_NORMAL ? subnormal : normal;
+}
+
+inline uint16_t to_f16(float x) {
+    uint32_t u = bits(x), a = u & 0x7FFFFFFF;
+    uint32_t code = to_small<5, 10>(a, 0x47800000);  // 65536, which gives the bits of inf
+    return static_cast<uint16_t>(((u >> 16) & 0x8000) | (a > INFINITE ? 0x7E00 : code));
+}
+
+inline float from_f16(uint16_t h) {
+    uint32_t a = (h & 0x7FFFu) << 13, sign = (h & 0x8000u) << 16;
+    // As the bits of an fp32 number these are 2^112 too small, subnormal ones included.
+    float value = from_bits(a) * from_bits((127 + 112) << 23);
+    return from_bits((a >= 0x7C00u << 13 ? a + (112u << 23) + (112u << 23) : bits(value)) | sign);
+}
+
+// To e4m3 and e5m2: saturating; NaN becomes 0x7F whatever its sign, as on GPUs.
+inline uint8_t to_e4m3(float x) {
+    uint32_t u = bits(x), a = u & 0x7FFFFFFF;
+    uint32_t code = to_small<4, 3>(a, 0x43E00000);  // 448
+    return static_cast<uint8_t>(a > INFINITE ? 0x7F : ((u >> 24) & 0x80) | code);
+}
+
+inline uint8_t to_e5m2(float x) {
+    uint32_t u = bits(x), a = u & 0x7FFFFFFF;
+    uint32_t code = to_small<5, 2>(a, 0x47600000);  // 57344
+    return static_cast<uint8_t>(a > INFINITE ? 0x7F : ((u >> 24) & 0x80) | code);
+}
+
+// To nearest, halves away from zero, saturating; NaN becomes 0.
+inline int8_t to_int8(float x) {
+    x = x == x ? x : 0.0f;
+    x = x < -129.0f ? -129.0f : x > 128.0f ? 128.0f : x;
+    int32_t whole = static_cast<int32_t>(x);
+    // Adding 0.5 to 0.49999997 would carry it up to 1; this difference is exact.
+    float rest = x - static_cast<float>(whole);
+    whole += (rest >= 0.5f) - (rest <= -0.5f);
+    return static_cast<int8_t>(whole < -128 ? -128 : whole > 127 ? 127 : whole);
+}
+
+// To the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code, saturating; bit 3 is the sign; NaN becomes 0.
+inline uint8_t to_e2m1(float x) {
+    uint32_t u = bits(x);
+    float a = from_bits(u & 0x7FFFFFFF);
+    int code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
+    return static_cast<uint8_t>(x == x ? code | ((u >> 28) & 8) : 0);
+}
+
+// Values of all codes of the 8-bit floats and of the 16 codes of e2m1.
+constexpr float power(int n) { return n < 0 ? power(n + 1) / 2 : n > 0 ? power(n - 1) * 2 : 1.0f; }
+
+template <int EXPONENT, int MANTISSA>
+constexpr float value_of(int code) {
+    int bias = (1 << (EXPONENT - 1)) - 1, last = (1 << EXPONENT) - 1;
+    int e = (code >> MANTISSA) & last, m = code & ((1 << MANTISSA) - 1);
+    float magnitude = e == 0 ? m * power(1 - bias - MANTISSA) : ((1 << MANTISSA) + m) * power(e - bias - MANTISSA);
+    if (EXPONENT == 5 && e == last) magnitude = m ? __builtin_nanf("") : __builtin_inff();
+    if (EXPONENT == 4 && (code & 0x7F) == 0x7F) magnitude = __builtin_nanf("");
+    return code >> (EXPONENT + MANTISSA) & 1 ? -magnitude : magnitude;
+}
+
+template <int EXPONENT, int MANTISSA>
+struct Values {
+    float of[1 << (1 + EXPONENT + MANTISSA)];
+    constexpr Values() : of() {
+        for (int i = 0; i < (1 << (1 + EXPONENT + MANTISSA)); i++) of[i] = value_of<EXPONENT, MANTISSA>(i);
+    }
+};
+constexpr Values<4, 3> E4M3_VALUES;
+constexpr Values<5, 2> E5M2_VALUES;
+constexpr float E2M1_VALUES[16] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
+
+// n dense numbers of a dtype → fp32.
+inline void read_floats(const char* p, int64_t dtype, float* out, int64_t n) {
+    const uint8_t* b = reinterpret_cast<const uint8_t*>(p);
+    switch (dtype) {
+        case F32: memcpy(out, p, n * 4); break;
+        case BF16: for (int64_t i = 0; i < n; i++) out[i] = from_bf16(load<uint16_t>(p + 2 * i)); break;
+        case F16: for (int64_t i = 0; i < n; i++) out[i] = from_f16(load<uint16_t>(p + 2 * i)); break;
+        case E4M3: for (int64_t i = 0; i < n; i++) out[i] = E4M3_VALUES.of[b[i]]; break;
+        case E5M2: for (int64_t i = 0; i < n; i++) out[i] = E5M2_VALUES.of[b[i]]; break;
+    }
+}
+
+// n fp32 numbers → dense ones of a dtype; 8-bit ones saturate.
+inline void write_floats(const float* x, int64_t dtype, char* p, int64_t n) {
+    switch (dtype) {
+        case F32: memcpy(p, x, n * 4); break;
+        case BF16: for (int64_t i = 0; i < n; i++) store(p + 2 * i, to_bf16(x[i])); break;
+        case F16: for (int64_t i = 0; i < n; i++) store(p + 2 * i, to_f16(x[i])); break;
+        case E4M3: for (int64_t i = 0; i < n; i++) store(p + i, to_e4m3(x[i])); break;
+        case E5M2: for (int64_t i = 0; i < n; i++) store(p + i, to_e5m2(x[i])); break;
+    }
+}
+
+inline int64_t read_index(const char* p, int64_t dtype, int64_t i) {
+    if (dtype == I64) return load<int64_t>(p + 8 * i);
+    return dtype == I32 ? static_cast<int64_t>(load<int32_t>(p + 4 * i)) : static_cast<int64_t>(load<uint32_t>(p + 4 * i));
+}
+
+}  // namespace

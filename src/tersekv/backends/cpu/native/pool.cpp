@@ -1,0 +1,146 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+
+namespace {
+
+struct Job {
+    Work work;
+    void* context;
+    int64_t items;
+    int64_t next;    // the first item that nobody has taken
+    int64_t active;  // helpers that have not left yet
+    pthread_mutex_t mutex;
+    pthread_cond_t done;
+};
+
+struct Worker {
+    pthread_mutex_t mutex;
+    pthread_cond_t wake;
+    Job* job;
+};
+
+constexpr int64_t MOST = 255;
+constexpr size_t STACK = 1 << 20;
+pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;  // of the workers: one call at a time uses them
+Worker* workers[MOST];
+int64_t count = 0;
+
+void take(Job& job) {
+    for (;;) {
+        int64_t item = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED);
+        if (item >= job.items) return;
+        job.work(job.context, item);
+    }
+}
+
+void* serve(void* given) {
+    Worker& self = *static_cast<Worker*>(given);
+    for (;;) {
+        pthread_mutex_lock(&self.mutex);
+        while (self.job == nullptr) pthread_cond_wait(&self.wake, &self.mutex);
+        Job& job = *self.job;
+        self.job = nullptr;
+        pthread_mutex_unlock(&self.mutex);
+        take(job);
+        pthread_mutex_lock(&job.mutex);
+        if (--job.active == 0) pthread_cond_signal(&job.done);
+        pthread_mutex_unlock(&job.mutex);
+    }
+}
+
+// In a forked child there is one thread: the workers stayed behind, and whoever held the lock.
+void forget() {
+    pthread_mutex_init(&owner, nullptr);
+    count = 0;
+}
+
+bool hire() {
+    static bool registered = false;  // under `owner`
+    if (!registered) {
+        if (pthread_atfork(nullptr, nullptr, forget) != 0) return false;
+        registered = true;
+    }
+    Worker* w = static_cast<Worker*>(malloc(sizeof(Worker)));
+    if (w == nullptr) return false;
+    pthread_mutex_init(&w->mutex, nullptr);
+    pthread_cond_init(&w->wake, nullptr);
+    w->job = nullptr;
+    // Signals are for the program's own threads.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_t thread;
+    bool made = pthread_create(&thread, &attributes, serve, w) == 0;
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (made)
+        workers[count++] = w;
+    else
+        free(w);
+    return made;
+}
+
+struct Memory {
+    void* start[USES];
+    size_t bytes[USES];
+};
+constexpr size_t KEPT = 32 << 20;  // more than this is given back when less is asked for
+
+pthread_key_t memory_key;
+pthread_once_t memory_once = PTHREAD_ONCE_INIT;
+
+void release(void* given) {
+    Memory* m = static_cast<Memory*>(given);
+    for (void* start : m->start) free(start);
+    free(m);
+}
+
+void make_key() { pthread_key_create(&memory_key, release); }
+
+}  // namespace
+
+void parallel(int64_t items, int64_t threads, Work work, void* context) {
+    Job job{work, context, items, 0, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
+    int64_t helpers = (threads < items ? threads : items) - 1;
+    if (helpers > MOST) helpers = MOST;
+    // Where another thread's call has the workers, the caller does all by itself.
+    if (helpers <= 0 || pthread_mutex_trylock(&owner) != 0) return take(job);
+    while (count < helpers && hire()) {}
+    if (helpers > count) helpers = count;
+    job.active = helpers;
+    for (int64_t i = 0; i < helpers; i++) {
+        pthread_mutex_lock(&workers[i]->mutex);
+        workers[i]->job = &job;
+        pthread_cond_signal(&workers[i]->wake);
+        pthread_mutex_unlock(&workers[i]->mutex);
+    }
+    take(job);
+    pthread_mutex_lock(&job.mutex);
+    while (job.active > 0) pthread_cond_wait(&job.done, &job.mutex);
+    pthread_mutex_unlock(&job.mutex);
+    pthread_mutex_unlock(&owner);
+}
+
+char* kept(Use use, size_t bytes) {
+    pthread_once(&memory_once, make_key);
+    Memory* m = static_cast<Memory*>(pthread_getspecific(memory_key));
+    if (m == nullptr) {
+        m = static_cast<Memory*>(calloc(1, sizeof(Memory)));
+        if (m == nullptr || pthread_setspecific(memory_key, m) != 0) return nullptr;
+    }
+    if (m->bytes[use] < bytes || m->bytes[use] > KEPT) {
+        free(m->start[use]);
+        m->bytes[use] = 0;
+        m->start[use] = nullptr;
+        if (posix_memalign(&m->start[use], 64, bytes) != 0) return nullptr;
+        m->bytes[use] = bytes;
+    }
+    return static_cast<char*>(m->start[use]);
+}

@@ -1,0 +1,100 @@
+// Vectors of W floats, W by the instruction set that this is compiled for.
+#pragma once
+
+#include "numbers.h"
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#define ZIP_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define ZIP_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#define ZIP_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define ZIP_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#else
+constexpr int W = 4;
+#define ZIP_LOW 0, 4, 1, 5
+#define ZIP_HIGH 2, 6, 3, 7
+#endif
+
+typedef float VecF __attribute__((vector_size(W * 4)));
+typedef int32_t VecI __attribute__((vector_size(W * 4)));
+typedef uint32_t VecU __attribute__((vector_size(W * 4)));
+
+inline VecF all(float x) { return x - VecF{}; }
+inline VecI all(int32_t x) { return x - VecI{}; }
+
+inline VecF fma(VecF a, VecF b, VecF c) {
+#if defined(__AVX512F__)
+    return (VecF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (VecF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+inline VecF larger(VecF a, VecF b) { return a > b ? a : b; }  // b where either is NaN
+
+inline float largest(VecF x) {
+    float top = x[0];
+    for (int i = 1; i < W; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+inline float sum(VecF x) {
+    float total = x[0];
+    for (int i = 1; i < W; i++) total += x[i];
+    return total;
+}
+
+// 2^x for x <= 0, within 2e-7; below 2^-126 it is 0. NaN stays NaN.
+inline VecF exp2(VecF x) {
+    const VecF magic = all(12582912.0f);  // 1.5 × 2^23: a sum with it rounds to a whole number
+    VecF low = x < -126.0f ? all(-126.0f) : x;
+    VecF shifted = low + magic, f = low - (shifted - magic);
+    VecF p = all(1.5345810e-4f);
+    p = fma(p, f, all(1.3399931e-3f));
+    p = fma(p, f, all(9.6184891e-3f));
+    p = fma(p, f, all(5.5503286e-2f));
+    p = fma(p, f, all(2.4022646e-1f));
+    p = fma(p, f, all(6.9314718e-1f));
+    p = fma(p, f, all(1.0f));
+    VecF y = (VecF)((VecI)p + (((VecI)shifted - (VecI)magic) << 23));
+    y = x < -126.0f ? VecF{} : y;
+    return x == x ? y : x;
+}
+
+// A W × W block, rows become columns.
+inline void transpose(VecF (&r)[W]) {
+#if defined(__clang__)
+#define ZIP(a, b, ORDER) __builtin_shufflevector(a, b, ORDER)
+#else
+#define ZIP(a, b, ORDER) __builtin_shuffle(a, b, VecI{ORDER})
+#endif
+    constexpr int LEVELS = W == 16 ? 4 : W == 8 ? 3 : 2;
+#pragma GCC unroll 4
+    for (int level = 0; level < LEVELS; level++) {
+        VecF s[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < W / 2; i++) {
+            s[2 * i] = ZIP(r[i], r[i + W / 2], ZIP_LOW);
+            s[2 * i + 1] = ZIP(r[i], r[i + W / 2], ZIP_HIGH);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) r[i] = s[i];
+    }
+#undef ZIP
+}
+
+}  // namespace

@@ -1,0 +1,276 @@
+"""The native kernels for CPUs: every instruction set against the references, and against the oracle byte by byte."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import threading
+
+import pytest
+import torch
+from paged_case import kv_case, latent_case, nan_like, tree_mask
+
+import tersekv
+from tersekv import plan
+from tersekv.backends.cpu import build, library
+from tersekv.cli import doctor
+from tersekv.formats import KV_FORMATS
+from tersekv.testing import verify as tool
+
+OPS = ("append", "rope_append", "mla_append", "decode", "mla_decode", "merge_states")
+BF = torch.bfloat16
+LEVELS = tuple(build._LEVELS)
+COMPILER = next(filter(None, map(shutil.which, build._COMPILERS)), None)
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is here: the backend refuses every call")
+
+
+@pytest.fixture
+def native():
+    """The library; where there is a compiler it must have been compiled, from these sources."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler is here: the backend refuses every call")
+    found = library.loaded()
+    assert isinstance(found, library.Library), found
+    level = found.level()
+    yield found
+    found.use_level(level)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_instruction_set_passes_every_case(level, op, native):
+    if level not in native.levels():
+        pytest.skip(f"this machine has no {level}")
+    native.use_level(level)
+    results = list(tool.verify("cpu", "cpu", ops=(op,)))
+    assert [f"{r.case.id}: {r.status} {r.message}" for r in results if r.status != tool.PASSED] == []
+    assert len(results) > 10
+
+
+def test_the_best_instruction_set_is_taken(native):
+    assert native.level() == native.levels()[-1]
+    with pytest.raises(ValueError, match="level: want one of plain"):
+        native.use_level("altivec")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("format", KV_FORMATS)
+def test_codes_are_the_oracles_whatever_the_bits(format, level, native):
+    if level not in native.levels():
+        pytest.skip(f"this machine has no {level}")
+    native.use_level(level)
+    bits = torch.randint(-(2**31), 2**31, (512, 2, 64), dtype=torch.int64).to(torch.int32)
+    x = torch.cat([bits.view(torch.float32), torch.randn(512, 2, 64), 1e-3 * torch.randn(512, 2, 64)])
+    # Halfway between two codes, and one step to either side.
+    codes = torch.arange(-448, 449, dtype=torch.float32)[: 7 * 128].view(7, 2, 64) / 64
+    x = torch.cat([x, codes, torch.nextafter(codes, codes + 1), torch.nextafter(codes, codes - 1)])
+    if KV_FORMATS[format].scale == "none":  # 16-bit NaNs differ in their bits
+        x = x.nan_to_num(nan=1.0)
+    got, want = (tersekv.PagedKVCache.allocate(1, len(x), 1, 2, 64, format=format)[0] for _ in range(2))
+    slots = torch.randperm(len(x))
+    for layer, backend in ((got, "cpu"), (want, "torch")):
+        tersekv.append(x, x.flip(0), layer, slots, backend=backend)
+    for name in ("k", "v", "k_scale_cache", "v_scale_cache"):
+        a, b = getattr(got, name), getattr(want, name)
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+
+
+def attention(case, q, **options):
+    out, lse = nan_like(*q.shape[:2], case.layer.head_dim_v, dtype=torch.float32), nan_like(*q.shape[:2])
+    tersekv.decode(q, case.layer, case.page_table, case.seq_lens, out=out, lse=lse, **options)
+    return out, lse
+
+
+LONG = {
+    "one request": {"seq_lens": [9000]},
+    "requests of all lengths": {"seq_lens": [3000, 1, 0, 7000, 64, 65]},
+    "HND": {"seq_lens": [5000, 5000], "layout": "HND", "page_size": 64},
+    "odd pages": {"seq_lens": [4001], "page_size": 3, "heads": 1},
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("what", LONG)
+def test_keys_cut_into_pieces_are_joined(what, threads, native):
+    case = kv_case("int8_per_token_head", head_dim=128, **LONG[what])
+    q = torch.randn(len(case.seq_lens), 16, 128).to(BF)
+    want = attention(case, q, backend="torch")
+    torch.set_num_threads(threads)
+    try:
+        got = attention(case, q, backend="cpu")
+    finally:
+        torch.set_num_threads(1)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_many_rows_attend_like_the_oracle_and_fp32_shows_no_rounding(native):
+    for format in KV_FORMATS:
+        case = kv_case(format, [500, 130], heads=2, head_dim=64)
+        q = torch.randn(260, 8, 64)
+        for options in ({}, {"window": 70}, {"softcap": 5.0, "sinks": torch.randn(8)}):
+            got, want = (attention(case, q, backend=name, **options) for name in ("cpu", "torch"))
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF])
+def test_a_nan_that_a_draft_does_not_see_does_not_reach_it(dtype, native):
+    case = kv_case("bf16", [70], heads=1)
+    mask = tree_mask([6])
+    mask.view(torch.int16)[:, 0] &= ~4  # nobody sees draft 2 …
+    case.layer.k[case.page_table[0, 66 // 16], 66 % 16] = torch.nan
+    case.layer.v[case.page_table[0, 66 // 16], 66 % 16] = torch.nan
+    q = torch.randn(6, 2, 32).to(dtype)
+    out = tersekv.decode(q, case.layer, case.page_table, case.seq_lens, mask=mask, backend="cpu")
+    assert out.isfinite().all()
+    case.layer.v[case.page_table[0, 3], 5] = torch.nan  # … but everybody sees the prefix
+    out = tersekv.decode(q, case.layer, case.page_table, case.seq_lens, mask=mask, backend="cpu")
+    assert out.isnan().all()
+
+
+def test_what_does_not_fit_is_told_in_the_oracles_words(native):
+    case = kv_case("bf16", [40, 20])
+    q, starts = torch.randn(3, 4, 32).to(BF), torch.tensor([0, 2, 3], dtype=torch.int32)
+    bad = {
+        "page": {"page_table": case.page_table + 1000},
+        "negative page": {"page_table": -case.page_table - 1},
+        "long": {"seq_lens": case.seq_lens + 1000},
+        "rows": {"cu_seqlens_q": starts + 1},
+        "bound": {"max_q_len": 1},
+    }
+    for what, changed in bad.items():
+        told = []
+        for backend in ("torch", "cpu"):
+            call = {"page_table": case.page_table, "seq_lens": case.seq_lens, "cu_seqlens_q": starts, **changed}
+            with pytest.raises(ValueError, match="want") as error:
+                tersekv.decode(q, case.layer, **call, backend=backend)
+            told.append(str(error.value))
+        assert told[0] == told[1], what
+
+
+def test_rows_that_are_no_requests_are_zero(native):
+    case = kv_case("fp16", [40, 0, 20])
+    starts = torch.tensor([1, 3, 4, 5], dtype=torch.int32)
+    got, want = (attention(case, torch.randn(7, 4, 32), cu_seqlens_q=starts, backend=b) for b in ("cpu", "torch"))
+    for t in (0, 3, 5, 6):
+        assert (got[0][t] == 0).all()
+        assert (got[1][t] == -torch.inf).all()
+        assert (want[0][t] == 0).all()
+
+
+def test_the_short_way_computes_the_same(native):
+    case, latents = kv_case("fp8_per_token_head", [300, 20]), latent_case("fp8_ds_mla", [300, 20])
+    q, joined = torch.randn(2, 4, 32).to(BF), torch.randn(2, 4, 576).to(BF)
+    tables = case.page_table, case.seq_lens
+    first = tersekv.decode(q, case.layer, *tables, return_lse=True, backend="cpu")
+    again = tersekv.decode(q, case.layer, *tables, return_lse=True, backend="cpu")
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    tables = latents.page_table, latents.seq_lens
+    first = tersekv.mla_decode(joined, latents.layer, *tables, softmax_scale=0.1, backend="cpu")
+    assert torch.equal(first, tersekv.mla_decode(joined, latents.layer, *tables, softmax_scale=0.1, backend="cpu"))
+    tables = case.page_table + 1000, case.seq_lens
+    with pytest.raises(ValueError, match="page_table: want page ids in"):
+        tersekv.decode(q, case.layer, *tables, return_lse=True, backend="cpu")
+
+
+def test_of_two_tokens_with_one_slot_the_last_stays_whole(native):
+    torch.set_num_threads(4)
+    try:
+        layer = tersekv.PagedKVCache.allocate(1, 4, 4, 8, 128, format="int8_per_token_head")[0]
+        slots = torch.randint(0, 16, (512,))
+        k = torch.arange(1, 513).float()[:, None, None].expand(512, 8, 128).contiguous()
+        tersekv.append(k, -k, layer, slots, backend="cpu")
+    finally:
+        torch.set_num_threads(1)
+    for slot in slots.unique().tolist():
+        last = int((slots == slot).nonzero()[-1, 0]) + 1
+        read = layer.k[slot // 4, slot % 4].float() * layer.k_scale_cache[slot // 4, slot % 4][:, None]
+        torch.testing.assert_close(read, torch.full_like(read, last), rtol=1e-6, atol=0)
+
+
+def _decode_in_child(case, q, want):
+    torch.set_num_threads(2)
+    got = tersekv.decode(q, case.layer, case.page_table, case.seq_lens, backend="cpu")
+    raise SystemExit(0 if torch.equal(got, want) else 1)
+
+
+def test_a_forked_process_computes_with_threads_of_its_own(native):
+    torch.set_num_threads(2)
+    try:
+        case, q = kv_case("bf16", [9000], head_dim=128), torch.randn(1, 16, 128).to(BF)
+        want = tersekv.decode(q, case.layer, case.page_table, case.seq_lens, backend="cpu")
+        child = multiprocessing.get_context("fork").Process(target=_decode_in_child, args=(case, q, want))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_threads_of_the_program_call_side_by_side(native):
+    torch.set_num_threads(2)
+    case, wrong = kv_case("fp8_e4m3", [4000, 900], head_dim=128), []
+    q = torch.randn(2, 16, 128).to(BF)
+    try:
+        want = tersekv.decode(q, case.layer, case.page_table, case.seq_lens, backend="cpu")
+
+        def call():
+            for _ in range(20):
+                got = tersekv.decode(q, case.layer, case.page_table, case.seq_lens, backend="cpu")
+                if not torch.equal(got, want):
+                    wrong.append(got)
+
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        torch.set_num_threads(1)
+    assert not wrong
+
+
+def test_without_a_library_the_oracle_runs_and_doctor_says_what_it_costs(monkeypatch, capsys):
+    for name in ("_plans", "_latest"):
+        monkeypatch.setattr(plan, name, {})
+    monkeypatch.setattr(library, "loaded", lambda: "is not compiled; with a C++ compiler: try")
+    call = tool.make(next(tool.cases(("decode",), ("bf16",))))
+    assert plan.plan("decode", call).backend == "torch"
+    with pytest.raises(tersekv.UnsupportedError, match=r"cpu: is not compiled; with a C\+\+ compiler: try"):
+        plan.plan("decode", call, "cpu")
+    assert any("3 to 10 times as long: backend cpu is not compiled" in hint for hint in doctor.hints())
+    assert "native kernels: none" in dict(doctor.devices())["cpu"]
+
+
+def test_the_native_kernels_are_taken_first_on_a_cpu(native):
+    call = tool.make(next(tool.cases(("decode",), ("bf16",))))
+    assert plan.doors_of("decode", "cpu") == ("cpu", "torch")
+    assert plan.plan("decode", call).backend == "cpu"
+    assert plan.why_not(plan.facts("decode", call, 90), "cpu") == "needs a CPU, got sm_90"
+
+
+@needs_compiler
+def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
+    target = tmp_path / "_native.so"
+    assert build.build(target, levels=("plain",), flags=("-O0",)) == ["plain"]
+    monkeypatch.setattr(build, "LIBRARY", target)
+    library.loaded.cache_clear()
+    try:
+        assert isinstance(library.loaded(), library.Library)
+        monkeypatch.setattr(build, "digest", lambda: "other")
+        library.loaded.cache_clear()
+        assert "was compiled from other sources" in library.loaded()
+        monkeypatch.setattr(build, "LIBRARY", tmp_path / "other.so")
+        build.LIBRARY.write_bytes(b"no library")
+        library.loaded.cache_clear()
+        assert "does not load" in library.loaded()
+    finally:
+        library.loaded.cache_clear()
+
+
+def test_a_compiler_that_fails_is_told(tmp_path):
+    with pytest.raises(RuntimeError, match="no-such-compiler"):
+        build.build(tmp_path / "x.so", "no-such-compiler")
+    assert not list(tmp_path.iterdir())
