@@ -16,7 +16,8 @@ struct Item {
     int64_t join;
 };
 
-// The state of `count` rows: weighted values [count, stride], and a maximum and a sum for each.
+// The state of `count` rows: weighted values [count, stride], and a maximum and a sum for each. Behind a row's values
+// comes, for each factor of a value, the sum of the weights, of which a key that weighs much is known.
 struct State {
     float* values;
     Running* running;
@@ -30,7 +31,7 @@ struct Request {
 // The sizes of an item's tiles, in units of four bytes, and its memory. They depend on the call alone.
 template <class Unit>
 struct Tiles {
-    int64_t query_units, value_columns, value_stride, key_factors, value_factors;
+    int64_t query_units, value_columns, value_stride, state_stride, key_factors, value_factors;
     uint32_t *queries, *keys, *values, *weights;
     float *scores, *factors;
     State own;
@@ -45,15 +46,16 @@ struct Tiles {
         value_columns = c.values.columns;
         value_stride = up(value_columns, 16);
         value_factors = groups(c.values);
+        state_stride = value_stride + up(value_factors > 1 ? value_factors : 1, 16);
     }
 
-    // Lays everything out in `memory`; returns the bytes it takes. `most`: rows of an item, all heads counted.
+    // Lays everything out in `memory`, if there is any; returns the bytes it takes. `most`: rows of an item, all heads counted.
     size_t lay_out(char* memory, int64_t most) {
-        char* p = memory;
-        auto take = [&p](int64_t units) {
-            char* start = p;
+        size_t p = 0;
+        auto take = [&p, memory](int64_t units) {
+            size_t start = p;
             p += up(units * 4, 64);
-            return start;
+            return memory == nullptr ? nullptr : memory + start;
         };
         queries = reinterpret_cast<uint32_t*>(take(most * query_units));
         keys = reinterpret_cast<uint32_t*>(take(query_units * TILE));
@@ -61,10 +63,10 @@ struct Tiles {
         weights = reinterpret_cast<uint32_t*>(take(MOST_ROWS * TILE / Unit::VALUES));
         scores = reinterpret_cast<float*>(take(MOST_ROWS * TILE));
         factors = reinterpret_cast<float*>(take((key_factors > value_factors ? key_factors : value_factors) * TILE));
-        own.values = reinterpret_cast<float*>(take(most * value_stride));
+        own.values = reinterpret_cast<float*>(take(most * state_stride));
         own.running = reinterpret_cast<Running*>(take(most * 2));
-        own.stride = value_stride;
-        return p - memory;
+        own.stride = state_stride;
+        return p;
     }
 };
 
@@ -93,20 +95,43 @@ void pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, uin
     }
 }
 
-// Probabilities times the factors of the values, as units. What is not seen stays 0, whatever its factor.
-inline void pack_weights(Floats, const float* p, const float* factors, int64_t padded, uint32_t* out) {
-    for (int64_t t = 0; t < padded; t += W) {
-        VecF x = load<VecF>(p + t);
-        store(out + t, factors == nullptr ? x : x == 0.0f ? VecF{} : x * load<VecF>(factors + t));
-    }
+// Probabilities times the factors of the values. What is not seen stays 0, whatever its factor.
+inline VecF weights_at(const float* p, const float* factors, int64_t t) {
+    VecF x = load<VecF>(p + t);
+    return factors == nullptr ? x : x == 0.0f ? VecF{} : x * load<VecF>(factors + t);
 }
 
+// Weights as units. `sum` grows by them where units round; then the answer is whether one of them has more than a
+// sixteenth of it: its rounding error would show, where many small ones cancel, and `pack_rest` is wanted.
+inline bool pack_weights(Floats, const float* p, const float* factors, int64_t padded, uint32_t* out, float&) {
+    for (int64_t t = 0; t < padded; t += W) store(out + t, weights_at(p, factors, t));
+    return false;
+}
+
+// What rounding took from the weights.
+inline void pack_rest(Floats, const float*, const float*, int64_t, uint32_t*) {}
+
 #if HAS_PAIRS
-inline void pack_weights(Pairs, const float* p, const float* factors, int64_t padded, uint32_t* out) {
-    for (int64_t t = 0; t < padded; t += W, out += W / 2) {
-        VecF x = load<VecF>(p + t);
-        if (factors != nullptr) x = x == 0.0f ? VecF{} : x * load<VecF>(factors + t);
-        _mm256_storeu_si256((__m256i*)out, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+inline VecF rounded(VecF x) {
+    return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
+}
+
+inline bool pack_weights(Pairs, const float* p, const float* factors, int64_t padded, uint32_t* out, float& sum) {
+    VecF total = {}, most = {};
+    for (int64_t t = 0; t < padded; t += W) {
+        VecF x = weights_at(p, factors, t), magnitude = (VecF)((VecI)x & 0x7FFFFFFF);
+        _mm256_storeu_si256((__m256i*)(out + t / 2), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+        total += magnitude;
+        most = larger(magnitude, most);
+    }
+    sum += _mm512_reduce_add_ps((__m512)total);
+    return _mm512_reduce_max_ps((__m512)most) * 16 > sum;
+}
+
+inline void pack_rest(Pairs, const float* p, const float* factors, int64_t padded, uint32_t* out) {
+    for (int64_t t = 0; t < padded; t += W) {
+        VecF x = weights_at(p, factors, t);
+        _mm256_storeu_si256((__m256i*)(out + t / 2), (__m256i)_mm512_cvtneps_pbh((__m512)(x - rounded(x))));
     }
 }
 #endif
@@ -271,22 +296,30 @@ private:
         bool finite = whole || all_finite(count);
         Operands o = {};
         o.a = tiles.weights, o.a_stride = TILE / Unit::VALUES;
-        o.b_stride = o.c_stride = tiles.value_stride;
+        o.b_stride = tiles.value_stride, o.c_stride = state.stride;
         o.depth = (count + Unit::VALUES - 1) / Unit::VALUES;
         o.add = true;
         for (int64_t g = 0; g < groups; g++) {
             const float* factors = m.width ? tiles.factors + g * TILE : nullptr;
             if (!finite) {
-                weigh_seen(item.rows, count, factors, g * columns, columns, state);
+                weigh_seen(item.rows, count, factors, g, columns, state);
                 continue;
             }
+            bool shows = false;
             for (int64_t r = 0; r < item.rows; r++)
-                pack_weights(Unit(), tiles.scores + r * TILE, factors, padded, tiles.weights + r * o.a_stride);
+                shows |= pack_weights(Unit(), tiles.scores + r * TILE, factors, padded, tiles.weights + r * o.a_stride,
+                                      sums_of(state, r)[g]);
             o.b = tiles.values + g * columns;
             o.c = state.values + g * columns;
             multiply<Unit>(o, item.rows, groups == 1 ? up(columns, W) : columns);
+            if (!shows) continue;
+            for (int64_t r = 0; r < item.rows; r++)
+                pack_rest(Unit(), tiles.scores + r * TILE, factors, padded, tiles.weights + r * o.a_stride);
+            multiply<Unit>(o, item.rows, groups == 1 ? up(columns, W) : columns);
         }
     }
+
+    float* sums_of(const State& state, int64_t row) const { return state.values + row * state.stride + tiles.value_stride; }
 
     bool all_finite(int64_t count) const {
         for (int64_t t = 0; t < count; t++)
@@ -298,15 +331,16 @@ private:
     }
 
     // In a tile that not every row sees all of, a value that is not seen weighs nothing, even if NaN.
-    void weigh_seen(int64_t rows, int64_t count, const float* factors, int64_t from, int64_t columns, const State& state) {
+    void weigh_seen(int64_t rows, int64_t count, const float* factors, int64_t g, int64_t columns, const State& state) {
         for (int64_t r = 0; r < rows; r++)
             for (int64_t t = 0; t < count; t++) {
                 float p = tiles.scores[r * TILE + t];
                 if (p == 0.0f) continue;
                 if (factors != nullptr) p *= factors[t];
-                float* acc = state.values + r * state.stride + from;
+                sums_of(state, r)[g] += p < 0 ? -p : p;
+                float* acc = state.values + r * state.stride + g * columns;
                 for (int64_t i = 0; i < columns; i++)
-                    acc[i] += p * value_of_unit(Unit(), tiles.values, tiles.value_stride, t, from + i);
+                    acc[i] += p * value_of_unit(Unit(), tiles.values, tiles.value_stride, t, g * columns + i);
             }
     }
 };

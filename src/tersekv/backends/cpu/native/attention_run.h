@@ -22,7 +22,7 @@ struct Run {
     int64_t* left;  // of each join: pieces that are not done
     int64_t* first_piece;
     float* states;
-    int64_t piece_floats;
+    int64_t piece_floats, state_stride;
     size_t tile_bytes;
     bool no_memory;
 
@@ -114,7 +114,8 @@ private:
     bool lay_out() {
         Tiles<Unit> tiles(c);
         tile_bytes = tiles.lay_out(nullptr, item_heads * most_rows);
-        piece_floats = up(item_heads * most_rows * (tiles.value_stride + 2), 16);
+        piece_floats = up(item_heads * most_rows * (tiles.state_stride + 2), 16);
+        state_stride = tiles.state_stride;
         size_t item_bytes = up(num_items * sizeof(Item), 64), join_bytes = up(num_joins * 8, 64);
         char* p = kept(FOR_CALL, item_bytes + 2 * join_bytes + 4 * piece_floats * num_pieces + 64);
         if (p == nullptr) return false;
@@ -178,31 +179,32 @@ private:
         char* memory = kept(FOR_ITEM, self.tile_bytes);
         if (memory == nullptr) return __atomic_store_n(&self.no_memory, true, __ATOMIC_RELAXED);
         attend.tiles.lay_out(memory, self.item_heads * self.most_rows);
-        State state = item.state < 0 ? attend.tiles.own : self.state_of(item.state, attend.tiles.value_stride);
+        State state = item.state < 0 ? attend.tiles.own : self.state_of(item.state);
         attend.run(item, self.requests[item.request], state);
         if (item.state < 0) return self.finish(item, state);
         // Whoever is the last of a join's pieces joins them all.
-        if (__atomic_sub_fetch(&self.left[item.join], 1, __ATOMIC_ACQ_REL) == 0) self.join(item, attend.tiles.value_stride);
+        if (__atomic_sub_fetch(&self.left[item.join], 1, __ATOMIC_ACQ_REL) == 0) self.join(item);
     }
 
-    State state_of(int64_t piece, int64_t stride) const {
+    State state_of(int64_t piece) const {
         float* values = states + piece * piece_floats;
-        return {values, reinterpret_cast<Running*>(values + item_heads * most_rows * stride), stride};
+        return {values, reinterpret_cast<Running*>(values + item_heads * most_rows * state_stride), state_stride};
     }
 
     // The states of a join's pieces into the first.
-    void join(const Item& item, int64_t stride) {
+    void join(const Item& item) {
         int64_t begin = first_piece[item.join], end = item.join + 1 < num_joins ? first_piece[item.join + 1] : num_pieces;
-        State whole = state_of(begin, stride);
+        State whole = state_of(begin);
         for (int64_t p = begin + 1; p < end; p++) {
-            State part = state_of(p, stride);
+            State part = state_of(p);
             for (int64_t i = 0; i < item.heads * item.rows; i++) {
                 Running &a = whole.running[i], b = part.running[i];
                 float top = b.top > a.top ? b.top : a.top, base = top == NEGATIVE_INFINITY ? 0.0f : top;
                 float by_a = exp2(all(a.top - base))[0], by_b = exp2(all(b.top - base))[0];
                 a = {top, a.total * by_a + b.total * by_b};
-                float *x = whole.values + i * stride, *y = part.values + i * stride;
-                for (int64_t j = 0; j < stride; j += W) store(x + j, load<VecF>(x + j) * by_a + load<VecF>(y + j) * by_b);
+                float *x = whole.values + i * state_stride, *y = part.values + i * state_stride;
+                for (int64_t j = 0; j < state_stride; j += W)
+                    store(x + j, load<VecF>(x + j) * by_a + load<VecF>(y + j) * by_b);
             }
         }
         finish(item, whole);
