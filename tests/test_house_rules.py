@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "tersekv"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = [p for d in ("src", "tests", "scripts", "benchmarks", "examples") for p in sorted((ROOT / d).rglob("*.py"))]
+NATIVE = sorted((PACKAGE / "backends" / "cpu" / "native").glob("*"))
 TEXTS = [p for d in ("docs", ".ci") for p in sorted((ROOT / d).rglob("*")) if p.suffix in (".md", ".txt", "")]
 
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES, VARIABLES = 500, 60, 120, 4
@@ -115,7 +116,7 @@ def test_the_import_rule_sees_an_upward_import(tmp_path, monkeypatch):
     assert not any(allowed("ops", room(n)) for n in imports(bad))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*SOURCES, *NATIVE], ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_are_small_rooms(path):
     lines = path.read_text().splitlines()
     assert len(lines) <= FILE_LINES, f"{len(lines)} lines; at most {FILE_LINES}"
@@ -162,6 +163,17 @@ def test_no_star_imports(path):
     assert not stars, f"star import on line {stars}"
 
 
+C_HEADERS = {"math.h", "pthread.h", "signal.h", "stddef.h", "stdint.h", "stdlib.h", "string.h"}
+
+
+@pytest.mark.parametrize("path", NATIVE, ids=lambda p: p.name)
+def test_native_code_includes_c_and_itself_alone(path):
+    """No inline code of a C++ library, of which the linker keeps one copy for all instruction sets; no PyTorch."""
+    named = re.findall(r'^#include [<"](.*?)[>"]$', path.read_text(), re.MULTILINE)
+    assert {*named} <= C_HEADERS | {"immintrin.h", "arm_neon.h"} | {p.name for p in NATIVE}
+    assert len(named) == path.read_text().count("#include")
+
+
 def test_few_environment_variables():
     assert len(env.VARIABLES) <= VARIABLES
     assert all(name.startswith("TERSEKV_") for name in env.VARIABLES)
@@ -189,7 +201,7 @@ UNFINISHED = re.compile(r"\b(?:" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "
 
 def _texts() -> list[Path]:
     root_files = [p for p in ROOT.iterdir() if p.suffix in (".md", ".toml") or p.name in ("Makefile", "NOTICE")]
-    return [p for p in (*SOURCES, *TEXTS, *root_files) if p.is_file()]
+    return [p for p in (*SOURCES, *NATIVE, *TEXTS, *root_files) if p.is_file()]
 
 
 @pytest.mark.parametrize("path", _texts(), ids=lambda p: str(p.relative_to(ROOT)))
