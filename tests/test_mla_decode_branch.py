@@ -46,7 +46,7 @@ def composed(call: Any) -> torch.Tensor:
     q_nope = tersekv.mla_project(q[..., : dq - rope], a["w_uk"], weight_scale=a["w_uk_scale"])
     latents = tersekv.mla_decode(
         (q_nope, q_pe), a["cache"], a["page_table"], lens, softmax_scale=a["softmax_scale"], cu_seqlens_q=cu,
-        max_q_len=call.max_q_len,
+        max_q_len=call.max_q_len, backend="torch",
     )  # fmt: skip
     return tersekv.mla_project(latents, a["w_uv"], weight_scale=a["w_uv_scale"])
 
