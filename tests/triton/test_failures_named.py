@@ -12,6 +12,7 @@ import triton.language as tl
 from test_hooks import Compiled, Jitted, knobs
 
 from tersekv.backends.triton import bind, launch
+from tersekv.backends.triton.versions import Launcher
 
 __all__ = ["knobs"]  # the fixture
 
@@ -66,13 +67,13 @@ def test_a_launch_that_the_driver_refuses(bound):
     assert named(e) == "some_kernel"
 
 
-def test_a_descriptor_that_the_driver_refuses(monkeypatch):
+def test_a_descriptor_that_the_driver_refuses():
     def refuse(*args):
         raise RuntimeError("Triton Error [CUDA]: invalid argument")
 
-    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", refuse, raising=False)
     one = launch.Launch(SimpleNamespace(__name__="some_kernel"))
-    one._raw, one._compiled = print, SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[{}]))
+    one._launcher = Launcher(print, (), 0, refuse)
+    one._compiled = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[{}]))
     with pytest.raises(RuntimeError, match="invalid argument") as e:
         one.encoded(SimpleNamespace())
     assert named(e) == "some_kernel"
