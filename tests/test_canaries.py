@@ -90,7 +90,7 @@ def test_an_input_that_is_changed_is_found_and_named(name, monkeypatch):
 def fake(monkeypatch, run) -> None:
     """A backend by the name of the oracle."""
     module = SimpleNamespace(why_not=lambda f: None, configure=lambda f: None, run=run)
-    monkeypatch.setattr(plan, "_module", lambda backend, op: module)
+    monkeypatch.setattr(plan, "_module", lambda backend, op="": module)
     monkeypatch.setattr(plan, "_plans", {})
     monkeypatch.setattr(plan, "_latest", {})
 

@@ -161,7 +161,7 @@ OPS = {DecodeCall: "decode", MLADecodeCall: "mla_decode", MLAPrefillCall: "mla_p
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_what_gpus_refuse_and_a_cpu_takes_is_among_the_limits(call, words, limit, arch):
     op = OPS[type(call)]
-    assert plan.plan(op, call).backend == "torch"
+    assert plan.plan(op, call).backend in ("cpu", "torch")
     with pytest.raises(UnsupportedError, match=f"triton: .*{re.escape(words)}"):
         plan.plan(op, call, arch=arch)
     assert limit in LIMITS

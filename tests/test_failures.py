@@ -175,10 +175,10 @@ def test_a_call_like_one_before_says_as_much(monkeypatch):
     monkeypatch.setitem(failures._INSTEAD, "torch", ())
     outs, lses = torch.zeros(2, 3, 4, 64, dtype=BF), torch.zeros(2, 3, 4)
     for _ in range(2):
-        tersekv.merge_states(outs, lses)
+        tersekv.merge_states(outs, lses, backend="torch")
     willing[0] = False
     with pytest.raises(tersekv.KernelError) as raised:
-        tersekv.merge_states(outs, lses)
+        tersekv.merge_states(outs, lses, backend="torch")
     head, call, _, why, _ = str(raised.value).splitlines()
     assert head == "merge_states on cpu by backend torch: kernel some_kernel cannot be compiled or launched"
     assert call == "  call: outs [2, 3, 4, 64] bfloat16, lses [2, 3, 4] float32"

@@ -24,7 +24,7 @@ class Fitted:
         self._table, self._heads = table, heads
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self._least(console, options) <= options.max_width:
+        if self._least(console, options) <= options.max_width and not self._cut(console, options):
             yield self._table
             return
         if self._table.title:
@@ -42,6 +42,11 @@ class Fitted:
         columns = self._table.columns
         natural = console.measure(self._table, options=options.update(width=_WIDE)).maximum
         return natural - sum(_width(c, True) for c in columns) + sum(_width(c, bool(c.no_wrap)) for c in columns)
+
+    def _cut(self, console: Console, options: ConsoleOptions) -> bool:
+        """Whether a word would be cut all the same: columns are narrowed by their widths, not by their words."""
+        lines = console.render_lines(self._table, options, pad=False)
+        return any("…" in segment.text for line in lines for segment in line)
 
     def _rows(self) -> Iterator[tuple[str, list[str]]]:
         columns = self._table.columns

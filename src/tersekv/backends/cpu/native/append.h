@@ -88,11 +88,15 @@ struct AppendRun {
             }
             return write_floats(x, s.out_dtype, out, n);
         }
-        read(s, t, head, to, x);
         auto at_place = [&](const Place& p) {
             return at[p.tensor] + to.page * p.strides[0] + to.entry * p.strides[1] + head * p.strides[2];
         };
         char* out = at_place(s.out);
+        if (s.scale_kind == TENSOR_SCALE && c.dtype == s.out_dtype) {  // codes already
+            memcpy(out, at[s.first.tensor] + t * s.first.strides[0] + head * s.first.strides[1], s.first_columns);
+            return;
+        }
+        read(s, t, head, to, x);
         switch (s.scale_kind) {
             case NO_SCALE: return write_floats(x, s.out_dtype, out, n);
             case TENSOR_SCALE: {
