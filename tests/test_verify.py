@@ -37,7 +37,7 @@ def one(op: str, format: str = "bf16", name: str | None = None) -> Case:
 @pytest.fixture
 def ninth(monkeypatch):
     """A format that stands in the table and nowhere else, as its first line of code would have it."""
-    f = formats.KVFormat("ninth", torch.int8, 127.0, formats.TENSOR)
+    f = formats.KVFormat("ninth", "int8", torch.int8, 127.0, formats.TENSOR)
     for table in (formats.KV_FORMATS, formats.LATENT_FORMATS, formats.ALL_FORMATS):
         monkeypatch.setitem(table, f.name, f)
     latent = {"mla_append", "mla_decode", "mla_prefill", "mla_decode_branch"}

@@ -25,6 +25,7 @@ class KVFormat:
     """One cache format. `max_value` is the largest magnitude of a code; saturation happens there."""
 
     name: str
+    code: str  # what a code means: bf16, fp16, e4m3, e5m2, int8, e2m1; kernels and codecs branch on it, not on storage
     storage: torch.dtype  # dtype of the tensor that holds the codes
     max_value: float
     scale: str
@@ -76,15 +77,15 @@ MAX_LATENT_AMAX = 1200.0  # cap on a group's amax when MLA prefill quantises gat
 
 _BF16_MAX, _FP16_MAX = torch.finfo(torch.bfloat16).max, torch.finfo(torch.float16).max
 
-BF16 = KVFormat("bf16", torch.bfloat16, _BF16_MAX, NONE)
-FP16 = KVFormat("fp16", torch.float16, _FP16_MAX, NONE)
-FP8_E4M3 = KVFormat("fp8_e4m3", torch.float8_e4m3fn, E4M3_MAX, TENSOR)
-FP8_E5M2 = KVFormat("fp8_e5m2", torch.float8_e5m2, E5M2_MAX, TENSOR)
-FP8_PER_TOKEN_HEAD = KVFormat("fp8_per_token_head", torch.float8_e4m3fn, E4M3_MAX, TOKEN_HEAD, torch.float32)
-INT8_PER_TOKEN_HEAD = KVFormat("int8_per_token_head", torch.int8, INT8_MAX, TOKEN_HEAD, torch.float32)
-NVFP4 = KVFormat("nvfp4", torch.uint8, E2M1_MAX, BLOCK, torch.float8_e4m3fn, NVFP4_BLOCK, 2)
+BF16 = KVFormat("bf16", "bf16", torch.bfloat16, _BF16_MAX, NONE)
+FP16 = KVFormat("fp16", "fp16", torch.float16, _FP16_MAX, NONE)
+FP8_E4M3 = KVFormat("fp8_e4m3", "e4m3", torch.float8_e4m3fn, E4M3_MAX, TENSOR)
+FP8_E5M2 = KVFormat("fp8_e5m2", "e5m2", torch.float8_e5m2, E5M2_MAX, TENSOR)
+FP8_PER_TOKEN_HEAD = KVFormat("fp8_per_token_head", "e4m3", torch.float8_e4m3fn, E4M3_MAX, TOKEN_HEAD, torch.float32)
+INT8_PER_TOKEN_HEAD = KVFormat("int8_per_token_head", "int8", torch.int8, INT8_MAX, TOKEN_HEAD, torch.float32)
+NVFP4 = KVFormat("nvfp4", "e2m1", torch.uint8, E2M1_MAX, BLOCK, torch.float8_e4m3fn, NVFP4_BLOCK, 2)
 FP8_DS_MLA = KVFormat(
-    "fp8_ds_mla", torch.float8_e4m3fn, E4M3_MAX, GROUP, torch.float32, LATENT_GROUP, 1, torch.bfloat16
+    "fp8_ds_mla", "e4m3", torch.float8_e4m3fn, E4M3_MAX, GROUP, torch.float32, LATENT_GROUP, 1, torch.bfloat16
 )
 
 KV_FORMATS = {f.name: f for f in (BF16, FP16, FP8_E4M3, FP8_E5M2, FP8_PER_TOKEN_HEAD, INT8_PER_TOKEN_HEAD, NVFP4)}
