@@ -22,6 +22,8 @@ TEXTS = [p for d in ("docs", ".ci") for p in sorted((ROOT / d).rglob("*")) if p.
 
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES, VARIABLES = 500, 60, 120, 4
 
+GPU_ROOMS = {"backends.triton": {"backends.host"}, "backends.gluon": {"backends.host", "backends.triton"}}
+
 # Room -> the rooms that it may import. A room may always import itself. `plan` loads backends lazily, by name.
 BASE = {"counts", "formats", "errors", "env"}
 CORE = BASE | {"calls", "cache", "layers", "checks", "plan", "recall"}
@@ -94,9 +96,9 @@ def allowed(importer: str, imported: str) -> bool:
     if imported == importer or imported == "__init__":
         return True
     if importer.startswith("backends"):
-        # Gluon's kernels share launches, plans and scratch with the portable ones that they stand in for, and leave to
-        # those what they do not do themselves.
-        return imported == "formats" or (importer, imported) == ("backends.gluon", "backends.triton")
+        # GPU backends share the host's side. Gluon's kernels share plans and scratch with the portable ones that they
+        # stand in for, and leave to those what they do not do themselves.
+        return imported == "formats" or imported in GPU_ROOMS.get(importer, set())
     return imported in MAY_IMPORT[importer]
 
 

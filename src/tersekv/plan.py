@@ -145,7 +145,7 @@ def doors_of(op: str, kind: str) -> tuple[str, ...]:
 
 def forget_scratch() -> None:
     """Let this thread's next call allocate scratch that GPU backends keep between calls."""
-    kept = sys.modules.get(f"{__package__}.backends.triton.launch")  # not loaded: nothing is kept
+    kept = sys.modules.get(f"{__package__}.backends.host.launch")  # not loaded: nothing is kept
     if kept is not None:
         kept.forget_scratch()
 
@@ -212,12 +212,13 @@ def _of_all(backend: str, question: str, f: SimpleNamespace) -> str | None:
 
 @cache
 def _has(backend: str, op: str) -> bool:
-    return (Path(__file__).parent / "backends" / backend / f"{op}.py").exists()
+    room = Path(__file__).parent / "backends" / backend / op
+    return room.with_suffix(".py").exists() or (room / "__init__.py").exists()
 
 
 @cache
 def _module(backend: str, op: str | None = None) -> ModuleType | None:
-    """The file of an operation; the backend's package without one."""
+    """The file or folder of an operation; the backend's package without one."""
     name = f"{__package__}.backends.{backend}" + (f".{op}" if op else "")
     try:
         return importlib.import_module(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tersekv.backends.gluon import decode_codes
+from tersekv.backends.gluon.sm90.parts import convert as decode_codes
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
 

@@ -17,7 +17,7 @@ import triton
 
 from tersekv import plan
 from tersekv.backends.gluon import compiles
-from tersekv.backends.triton import versions
+from tersekv.backends.host import versions
 from tersekv.cli import doctor
 from tersekv.errors import UnsupportedError
 from tersekv.testing import compiles as probe
@@ -205,7 +205,7 @@ def test_every_kernel_of_an_operation_is_compiled_in_a_process_of_its_own(monkey
 
 
 def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
-    from tersekv.backends.gluon import decode_merge
+    from tersekv.backends.gluon.sm90.decode import merge as decode_merge
 
     def broken(self, *args, **options):
         raise TypeError("no such name") from AttributeError("module has no attribute thread_barrier")

@@ -11,8 +11,8 @@ from compile_tools import compile_launch, compile_launches, record
 from copies import copies, faults
 
 from tersekv.backends.gluon import decode
-from tersekv.backends.gluon.decode_boxes import Box, Side
-from tersekv.backends.gluon.tensor_maps import PLACE, place_of, unfit
+from tersekv.backends.gluon.sm90.decode.boxes import Box, Side
+from tersekv.backends.gluon.sm90.parts.tensor_maps import PLACE, place_of, unfit
 from tersekv.cache import PagedKVCache
 from tersekv.calls import DecodeCall
 from tersekv.plan import facts, plan

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tersekv import plan
-from tersekv.backends.triton import launch
+from tersekv.backends.host import launch
 from tersekv.testing import canaries
 from tersekv.testing import verify as tool
 from tersekv.testing.cases import Case

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tersekv import plan
-from tersekv.backends.gluon import decode_tune
+from tersekv.backends.gluon.sm90.decode import tune as decode_tune
 from tersekv.testing.cases import Case
 from tersekv.testing.verify import PASSED, run
 

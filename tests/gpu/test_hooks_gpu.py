@@ -15,7 +15,8 @@ import triton.language as tl
 
 import tersekv
 from tersekv import plan, recall
-from tersekv.backends.triton import append, launch
+from tersekv.backends.host import launch
+from tersekv.backends.triton import append
 
 CUDA, BF = "cuda", torch.bfloat16
 B, PAGES, S, CALLS = 4, 24, 64, 5

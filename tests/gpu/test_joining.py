@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tersekv
-from tersekv.backends.triton import launch
+from tersekv.backends.host import launch
 
 B, HQ, H, D, S, LONGEST = 24, 32, 8, 128, 64, 3000
 PAGES = -(-LONGEST // S)

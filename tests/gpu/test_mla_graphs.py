@@ -9,7 +9,7 @@ import torch
 
 from tersekv import plan
 from tersekv.backends.gluon import mla_prefill as hopper
-from tersekv.backends.triton import mla_prefill as portable
+from tersekv.backends.triton.mla_prefill import entry as portable
 from tersekv.compat.max import PagedKVCacheCollection, mla_decode_branch_fp8
 from tersekv.testing.cases import Case
 from tersekv.testing.compare import relative

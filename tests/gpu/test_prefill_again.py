@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tersekv import plan
-from tersekv.backends.gluon import mla_prefill_trio
-from tersekv.backends.gluon.mla_prefill_stages import Stages
+from tersekv.backends.gluon.sm90.mla_prefill import three_warpgroups as mla_prefill_trio
+from tersekv.backends.gluon.sm90.mla_prefill.stages import Stages
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.memory import moved

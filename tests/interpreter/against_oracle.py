@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tersekv import checks
-from tersekv.backends.triton import blocks
+from tersekv.backends.host import blocks
 from tersekv.plan import facts
 from tersekv.testing.cases import Case, cases
 from tersekv.testing.make import make

@@ -6,7 +6,7 @@ import pytest
 import torch
 from against_oracle import assert_bytes_equal, check, one_program_a_tensor, write_cases
 
-from tersekv.backends.triton import blocks, launch
+from tersekv.backends.host import blocks, launch
 from tersekv.cache import PagedKVCache
 from tersekv.calls import AppendCall
 from tersekv.formats import KV_FORMATS

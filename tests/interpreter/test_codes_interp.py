@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tersekv.backends.torch import quantize
-from tersekv.backends.triton.quant import encode_e2m1, encode_fp8, encode_int8, reciprocal
+from tersekv.backends.triton.parts.quant import encode_e2m1, encode_fp8, encode_int8, reciprocal
 
 N = 65536
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tersekv import plan
+from tersekv.backends.host import launch
 from tersekv.backends.torch import decode as oracle
-from tersekv.backends.triton import decode, launch
+from tersekv.backends.triton.decode import entry as decode
 from tersekv.testing import verify
 from tersekv.testing.cases import cases
 from tersekv.testing.make import make

@@ -9,7 +9,8 @@ import triton.language as tl
 
 import tersekv
 from tersekv import plan
-from tersekv.backends.triton import append, launch
+from tersekv.backends.host import launch
+from tersekv.backends.triton import append
 
 
 @triton.jit

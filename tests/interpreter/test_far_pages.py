@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tersekv import plan
-from tersekv.backends.triton import decode, mla_decode
+from tersekv.backends.triton.decode import entry as decode
+from tersekv.backends.triton.mla_decode import entry as mla_decode
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.memory import moved

@@ -18,7 +18,9 @@ from paged_case import latent_case, nan_like
 
 import tersekv
 from tersekv import plan
-from tersekv.backends.triton import launch, mla_decode, mla_decode_tune
+from tersekv.backends.host import launch
+from tersekv.backends.triton.mla_decode import entry as mla_decode
+from tersekv.backends.triton.mla_decode import tune as mla_decode_tune
 from tersekv.formats import LATENT_FORMATS
 
 BF16, FP16 = torch.bfloat16, torch.float16

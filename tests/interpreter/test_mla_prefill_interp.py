@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from tersekv import mla_prefill_plan, plan
+from tersekv.backends.gluon.sm90.mla_prefill import latents
 from tersekv.backends.torch import mla_latents
 from tersekv.backends.torch import mla_prefill as oracle
-from tersekv.backends.triton import gemm_blockwise, mla_prefill
-from tersekv.backends.triton import mla_prefill_latents as latents
-from tersekv.backends.triton import mla_prefill_rope as rope
-from tersekv.backends.triton.mla_prefill_gather import gather, scratch
-from tersekv.backends.triton.mla_prefill_rope import prepare
-from tersekv.backends.triton.mla_prefill_tune import AttentionTile, PrefillConfig, ProductTile
+from tersekv.backends.triton.mla_prefill import entry as mla_prefill
+from tersekv.backends.triton.mla_prefill import prepare as rope
+from tersekv.backends.triton.mla_prefill import project as gemm_blockwise
+from tersekv.backends.triton.mla_prefill.gather import gather, scratch
+from tersekv.backends.triton.mla_prefill.prepare import prepare
+from tersekv.backends.triton.mla_prefill.tune import AttentionTile, PrefillConfig, ProductTile
 from tersekv.formats import LATENT_FORMATS
 from tersekv.testing import reference
 from tersekv.testing.cases import Case

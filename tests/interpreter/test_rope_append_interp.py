@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from against_oracle import check, one_program_a_tensor, write_cases
 
-from tersekv.backends.triton import launch
+from tersekv.backends.host import launch
 
 OP = "rope_append"
 

@@ -22,7 +22,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tersekv import plan
-from tersekv.backends.triton.launch import shared_memory_of
+from tersekv.backends.host.launch import shared_memory_of
 from tersekv.errors import UnsupportedError
 
 Arch = int | str

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tersekv import checks, plan
-from tersekv.backends.triton import bind, launch
+from tersekv.backends.host import bind, launch
+from tersekv.backends.triton.mla_decode_branch import entry
 from tersekv.keys import FIELDS, TENSORS
 from tersekv.testing.cases import OPS, cases
 from tersekv.testing.make import make
@@ -105,7 +106,7 @@ def test_much_scratch_is_not_kept(launched):
     at = {n: i for i, (n, x) in enumerate(zip(TENSORS[op], FIELDS[op][0](call), strict=True)) if x is not None}
     module.run(call, config)
     assert module.bind(config, at) is not None
-    assert module.bind(config._replace(scratch=module._MOST_KEPT + 1), at) is None
+    assert module.bind(config._replace(scratch=entry._MOST_KEPT + 1), at) is None
 
 
 def test_nothing_is_bound_before_it_is_compiled():

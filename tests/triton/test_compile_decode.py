@@ -10,7 +10,8 @@ import torch
 from compile_tools import FEW_SPILLS, compile_launches
 
 from tersekv import checks
-from tersekv.backends.triton import decode, launch
+from tersekv.backends.host import launch
+from tersekv.backends.triton.decode import entry as decode
 from tersekv.cache import PagedKVCache
 from tersekv.calls import DecodeCall
 from tersekv.plan import facts

@@ -10,7 +10,8 @@ import torch
 from compile_tools import compile_launch, record
 
 from tersekv import plan
-from tersekv.backends.triton import mla_decode, mla_decode_tune
+from tersekv.backends.triton.mla_decode import entry as mla_decode
+from tersekv.backends.triton.mla_decode import tune as mla_decode_tune
 from tersekv.cache import PagedLatentCache
 from tersekv.calls import MLADecodeCall
 from tersekv.formats import latent_format

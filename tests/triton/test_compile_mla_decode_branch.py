@@ -7,7 +7,7 @@ import torch
 from compile_tools import ARCHS, FEW_SPILLS, compile_launch, record
 
 from tersekv import plan
-from tersekv.backends.triton import mla_decode_branch
+from tersekv.backends.triton.mla_decode_branch import entry as mla_decode_branch
 from tersekv.cache import PagedLatentCache
 from tersekv.calls import MLADecodeBranchCall
 

@@ -10,8 +10,8 @@ import torch
 from compile_tools import FEW_SPILLS, compile_launch, record
 
 from tersekv import UnsupportedError, plan
-from tersekv.backends.triton import mla_prefill
-from tersekv.backends.triton.mla_prefill_tune import AttentionTile, PrefillConfig, ProductTile, candidates
+from tersekv.backends.triton.mla_prefill import entry as mla_prefill
+from tersekv.backends.triton.mla_prefill.tune import AttentionTile, PrefillConfig, ProductTile, candidates
 from tersekv.cache import PagedLatentCache
 from tersekv.calls import MLAPrefillCall
 

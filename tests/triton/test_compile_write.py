@@ -11,7 +11,7 @@ import torch
 from compile_tools import ARCHS, compile_launches
 
 from tersekv import checks
-from tersekv.backends.triton import blocks
+from tersekv.backends.host import blocks
 from tersekv.cache import PagedKVCache, PagedLatentCache
 from tersekv.calls import AppendCall, MergeCall, MLAAppendCall, RopeAppendCall
 from tersekv.formats import KV_FORMATS

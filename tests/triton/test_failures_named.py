@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from test_hooks import Compiled, Jitted, knobs
 
-from tersekv.backends.triton import bind, launch
-from tersekv.backends.triton.versions import Launcher
+from tersekv.backends.host import bind, launch
+from tersekv.backends.host.versions import Launcher
 
 __all__ = ["knobs"]  # the fixture
 

@@ -16,7 +16,7 @@ from triton.compiler import CompiledKernel, LazyDict
 from triton.runtime.jit import JITFunction
 
 from tersekv import checks, plan
-from tersekv.backends.triton import bind, launch
+from tersekv.backends.host import bind, launch
 from tersekv.testing.cases import OPS, cases
 from tersekv.testing.make import make
 
@@ -72,7 +72,7 @@ def assert_hooks_get_json(backend: str, knobs: Any) -> set[str]:
 
 def kernels(backend: str) -> set[str]:
     package = importlib.import_module(f"tersekv.backends.{backend}")
-    modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     found = {f"{x.__module__}.{x.__name__}" for m in modules for x in vars(m).values() if isinstance(x, JITFunction)}
     return {name for name in found if name.endswith("_kernel") and name.startswith(package.__name__)}
 

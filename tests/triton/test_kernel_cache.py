@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tersekv.backends.triton.launch import Launch
+from tersekv.backends.host.launch import Launch
 
 # Every kernel that warm_up would launch on an sm_90, compiled through Triton's cache; prints {kernel: from disk?}.
 COMPILE_ALL = """

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 
-from tersekv.backends.triton.launch import TENSOR, Launch, Prepared, Template, scratch
+from tersekv.backends.host.launch import TENSOR, Launch, Prepared, Template, scratch
 
 STREAM = 77
 

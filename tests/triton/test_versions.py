@@ -11,8 +11,8 @@ import triton
 from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tersekv.backends.triton import versions
-from tersekv.backends.triton.launch import Launch
+from tersekv.backends.host import versions
+from tersekv.backends.host.launch import Launch
 
 FUNCTION, METADATA, STREAM = 1234, (4, 1, 0), 77
 

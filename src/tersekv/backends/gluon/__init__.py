@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from ..triton.launch import interpreting
+from ..host.launch import interpreting
 from . import compiles
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import triton
 
-from ..triton.versions import RANGE, tested
+from ..host.versions import RANGE, tested
 
 _LIMIT_S = 1800.0  # on a busy machine; one core of an EPYC takes half a minute
 _log = logging.getLogger("tersekv")
@@ -95,7 +95,8 @@ def _place(version: str, op: str) -> Path:
 def _sources() -> str:
     """What the kernels are made of."""
     found = hashlib.sha256()
-    for folder in (Path(__file__).parent, Path(__file__).parent.parent / "triton"):
-        for path in sorted(folder.glob("*.py")):
+    backends = Path(__file__).parent.parent
+    for folder in ("gluon", "host", "triton"):
+        for path in sorted((backends / folder).rglob("*.py")):
             found.update(path.read_bytes())
     return found.hexdigest()

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ...formats import BLOCK, TOKEN_HEAD, kv_format
-from ..triton import decode as portable
-from ..triton import launch
-from ..triton.bind import Bound, Fields, Step, bound
-from ..triton.record import Record
-from .decode_boxes import Box, Side, boxes_of, code_box, descriptor, joined, scale_box, side_of
-from .decode_kernels import decode_kernel
-from .decode_many import decode_many_kernel
-from .decode_merge import merge_kernel
-from .decode_nvfp4 import decode_nvfp4_kernel
-from .decode_tune import (
+from ..host import launch
+from ..host.bind import Bound, Fields, Step, bound
+from ..host.record import Record
+from ..triton.decode import entry as portable
+from .sm90.decode.boxes import Box, Side, boxes_of, code_box, descriptor, joined, scale_box, side_of
+from .sm90.decode.four_bits import decode_nvfp4_kernel
+from .sm90.decode.kernel import decode_kernel
+from .sm90.decode.merge import merge_kernel
+from .sm90.decode.rows64 import decode_many_kernel
+from .sm90.decode.tune import (
     MOST_ROWS_OF_16_BITS,
     Tiles,
     copy_keys,

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ...formats import latent_format
-from ..triton import launch
-from ..triton import mla_decode as portable
-from ..triton.bind import Bound, Fields, Step, bound
-from ..triton.mla_decode_tune import Tiles
-from .mla_decode_merge import merge_kernel
-from .tensor_maps import tensor_map
+from ..host import launch
+from ..host.bind import Bound, Fields, Step, bound
+from ..triton.mla_decode import entry as portable
+from ..triton.mla_decode.tune import Tiles
+from .sm90.mla_decode.merge import merge_kernel
+from .sm90.parts.tensor_maps import tensor_map
 
 TILE = 64  # keys
 CHUNK = 64  # 16-bit words of a latent row that are loaded as one box, of 128 bytes
@@ -116,7 +116,7 @@ def configure(f: SimpleNamespace, chosen: Choice | None = None) -> Config:
     c = portable.Constants(**parts, WHOLE=whole)
     # A producer warp comes with three idle ones; registers are dealt out by warpgroups.
     warpgroups = 4 if k.trio else 3 if (half and k.rows > _FEW) or k.turns == 2 else 2
-    # Of two warpgroups the one of products takes 232 (mla_decode_few.py): 168 each leave 104 to the one that copies.
+    # Of two warpgroups the one of products takes 232 (`sixteen_bits`): 168 each leave 104 to the one that copies.
     registers = min(65536 // (128 * warpgroups * k.programs_per_sm), 168) // 8 * 8
     tensor, strides = launch.TENSOR, _strides(f)
     rows = max((box.rows for box in boxes), default=0)
@@ -227,12 +227,12 @@ def _merge_tile(rows: int, segments: int, programs: int) -> tuple[int, int, int,
 
 def _kernel(half: bool, k: Choice) -> Any:
     # Imported when first needed: there are many.
-    from .mla_decode_codes import mla_decode_codes_kernel
-    from .mla_decode_few import mla_decode_few_kernel
-    from .mla_decode_pair import mla_decode_pair_kernel
+    from .sm90.mla_decode.eight_bits import mla_decode_codes_kernel
+    from .sm90.mla_decode.sixteen_bits import mla_decode_few_kernel
+    from .sm90.mla_decode.two_warpgroups import mla_decode_pair_kernel
 
     if k.trio:
-        from .mla_decode_trio import mla_decode_trio_kernel
+        from .sm90.mla_decode.three_warpgroups import mla_decode_trio_kernel
 
         return mla_decode_trio_kernel
     if half:

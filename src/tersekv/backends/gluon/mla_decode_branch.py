@@ -7,12 +7,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from ..triton import launch
-from ..triton import mla_decode_branch as portable
-from ..triton.bind import Bound, Fields, Step
-from ..triton.mla_decode_branch import Config
+from ..host import launch
+from ..host.bind import Bound, Fields, Step
+from ..triton.mla_decode_branch import entry as portable
+from ..triton.mla_decode_branch.entry import Config
 from . import mla_decode
-from .mla_decode_merge import COLUMNS, merge_project_kernel
+from .sm90.mla_decode.merge import COLUMNS, merge_project_kernel
 
 _JOINED = Fields("cu_seqlens_q LATENTS part w_uv w_uv_scale out kv_scale_t")
 _MOST_TOKENS, _LEAST_HEADS = 8, 128

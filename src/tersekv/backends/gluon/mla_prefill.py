@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from ..triton import launch
-from ..triton import mla_prefill as portable
-from ..triton.bind import Bound, Step, bound
-from ..triton.blocks import overlaps
-from ..triton.gemm_blockwise import up_project
-from ..triton.mla_prefill_latents import tensors as of_latents
-from ..triton.mla_prefill_rope import TENSORS as rope_fields
-from ..triton.mla_prefill_rope import prepared
-from ..triton.mla_prefill_rope import tensors as of_prepare
-from ..triton.mla_prefill_tune import PrefillConfig
+from ..host import launch
+from ..host.bind import Bound, Step, bound
+from ..host.blocks import overlaps
+from ..triton.mla_prefill import entry as portable
+from ..triton.mla_prefill.prepare import TENSORS as rope_fields
+from ..triton.mla_prefill.prepare import prepared
+from ..triton.mla_prefill.prepare import tensors as of_prepare
+from ..triton.mla_prefill.project import up_project
+from ..triton.mla_prefill.tune import PrefillConfig
+from .sm90.mla_prefill.latents import tensors as of_latents
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def run(call: Any, config: Config) -> None:
         _append(call, config)
         return
     if not config.stages:
-        from .mla_prefill_stages import Stages
+        from .sm90.mla_prefill.stages import Stages
 
         config.stages.append(Stages(call, config))
     stages = config.stages[0]

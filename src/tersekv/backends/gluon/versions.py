@@ -1,5 +1,5 @@
 """Names of Gluon that differ between versions of Triton, as kernels use them. What differs on the host is in
-`backends/triton/versions.py`.
+`backends/host/versions.py`.
 
 Each is chosen by what the module has, never by a version: so a newer Triton than any that was tried is tried too.
 """

@@ -8,10 +8,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from . import blocks, launch
-from .bind import Bound, Fields, Step, bound
-from .quant import store, write_codes
-from .rows import (
+from ..host import blocks, launch
+from ..host.bind import Bound, Fields, Step, bound
+from .parts.quant import store, write_codes
+from .parts.rows import (
     all_asked,
     cache_offsets,
     factors,
@@ -25,7 +25,7 @@ from .rows import (
     take_turn,
     token_and_head,
 )
-from .words import read_words, store_words
+from .parts.words import read_words, store_words
 
 _TENSORS = Fields(
     "k v k_cache v_cache k_scale_cache v_scale_cache k_scale_t v_scale_t "

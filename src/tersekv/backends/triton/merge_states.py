@@ -8,9 +8,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from . import blocks, launch
-from .bind import Bound, Fields, Step, bound
-from .rows import offsets, token_and_head, write
+from ..host import blocks, launch
+from ..host.bind import Bound, Fields, Step, bound
+from .parts.rows import offsets, token_and_head, write
 
 _TENSORS = Fields("outs lses out lse")
 MAX_UNROLLED = 8  # parts; more are counted by a loop, so that their number compiles nothing anew

@@ -10,9 +10,9 @@ import triton.language as tl
 
 from tersekv.formats import TENSOR, latent_format
 
-from . import blocks, launch
+from ..host import blocks, launch
+from ..host.bind import Bound, Fields, Step, bound
 from .append import append_rows
-from .bind import Bound, Fields, Step, bound
 from .rope_append import key_rows, query_rows
 
 _TENSORS = Fields(

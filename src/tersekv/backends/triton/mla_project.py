@@ -16,12 +16,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tersekv.formats import LATENT_GROUP
 
-from . import launch
-from .bind import Bound, Fields, Step, bound
-from .blocks import overlaps
-from .mla_prefill_gather import MAX_AMAX, MAX_F32
-from .quant import E4M3_MAX, divide, encode_fp8, largest, reciprocal
-from .tiles import e4m3_bytes_to_fp16
+from ..host import launch
+from ..host.bind import Bound, Fields, Step, bound
+from ..host.blocks import overlaps
+from .mla_prefill.gather import MAX_AMAX, MAX_F32
+from .parts.quant import E4M3_MAX, divide, encode_fp8, largest, reciprocal
+from .parts.tiles import e4m3_bytes_to_fp16
 
 GROUP = tl.constexpr(LATENT_GROUP)
 _TENSORS = Fields("x weight weight_scale out")

@@ -8,11 +8,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from . import blocks, launch
+from ..host import blocks, launch
+from ..host.bind import Bound, Fields, Step, bound
 from .append import append_rows
-from .bind import Bound, Fields, Step, bound
-from .quant import cast, store, store_halves
-from .rows import (
+from .parts.quant import cast, store, store_halves
+from .parts.rows import (
     all_asked,
     cache_offsets,
     factors,

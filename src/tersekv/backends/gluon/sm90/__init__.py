@@ -1,0 +1,1 @@
+"""Kernels for Hopper, a folder for each operation."""

@@ -1,0 +1,104 @@
+"""Decode's query: the rows of a segment come into shared memory with its first tile's copies, ahead of their use.
+
+A load at the start of a segment would queue behind all copies under way, some 3 µs (docs/measured.md).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from ...versions import async_load
+from ..parts.convert import multiplied
+from .tiles import mma_layout, query_words
+
+
+@gluon.constexpr_function
+def _copying(g, c, size):
+    """Layout of [heads, rows, columns]: a lane copies 16 bytes."""
+    lanes = min(32, c.D * size // 16)
+    return gl.BlockedLayout([1, 1, 16 // size], [1, 32 // lanes, lanes], [g.HB, g.RB, 1], [2, 1, 0])
+
+
+@gluon.jit
+def make_queries(Q, c: gl.constexpr, g: gl.constexpr):
+    """A ring of queries [HB, ROWS, D]: of as many segments as may begin in the tiles that are fetched ahead."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    return gl.allocate_shared_memory(Q.dtype.element_ty, [g.QUERIES, g.HB, c.ROWS, c.D], LAYOUT)
+
+
+@gluon.jit
+def fetch_query(Q, CU, queries, count, cursor, end, h0, sq_t, sq_h, FIRST: gl.constexpr, c: gl.constexpr,
+                g: gl.constexpr):  # fmt: skip
+    """Start the copy of the cursor's query, if its tile, fetched next, is the first of the share or of a segment.
+
+    The number of queries so far.
+    """
+    if (cursor[0] < end) & (FIRST | (cursor[2] == 0)):
+        L: gl.constexpr = _copying(g, c, Q.dtype.element_ty.primitive_bitwidth // 8)
+        h = h0 + gl.arange(0, g.HB, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+        r = cursor[3] * c.ROWS + gl.arange(0, c.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+        o_d = gl.arange(0, c.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+        if c.RAGGED:
+            q0 = gl.load(CU + cursor[1]).to(gl.int32)
+            rows = gl.load(CU + cursor[1] + 1).to(gl.int32) - q0
+        else:
+            q0, rows = cursor[1] * c.MAX_Q, c.MAX_Q
+        p_q = Q + (q0 + r // c.GROUP).to(gl.int64) * sq_t + (h * c.GROUP + r % c.GROUP).to(gl.int64) * sq_h + o_d
+        live, p_q = gl.broadcast(r < rows * c.GROUP, p_q)
+        async_load(queries.index(count % g.QUERIES), p_q, mask=live)
+        async_copy.commit_group()
+        count += 1
+    return count
+
+
+@gluon.jit
+def operands_of(x, c: gl.constexpr, g: gl.constexpr):
+    """A query [HB, ROWS, D] (layout query_words) as the right operand, and a factor of its scores [HB, ROWS].
+
+    fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back.
+    """
+    MMA: gl.constexpr = mma_layout(g.HB, g.RB)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    x = x.to(gl.float32)
+    field = gl.max(gl.abs(x), 2).to(gl.int32, bitcast=True) >> 23
+    field = gl.maximum(field & 0xFF, 1)  # exponent of the largest magnitude
+    inverse = (gl.maximum(254 - field, 1) << 23).to(gl.float32, bitcast=True)
+    x = (x * inverse[:, :, None]).to(multiplied(c))
+    # [heads, rows, parts of a row, lanes, pairs of units, …] → operand j: the j-th codes. Four codes of a unit lie side
+    # by side; of one or two it is the pair's that do.
+    PAIRS: gl.constexpr = min(c.WORDS_K, 64) // 8
+    SHAPE: gl.constexpr = [g.HB, c.ROWS, c.WORDS_K // (8 * PAIRS), 4, PAIRS]
+    if c.PARTS == 4:
+        x = x.reshape(SHAPE + [2, 4]).permute([0, 2, 4, 3, 5, 1, 6])
+        even, odd = x.reshape([g.HB, c.WORDS_K, c.ROWS, 2, 2]).split()
+        zeroth, second = even.split()
+        first, third = odd.split()
+        parts = (zeroth, first, second, third)
+    else:
+        x = x.reshape(SHAPE + [c.PARTS, 2]).permute([0, 2, 4, 3, 6, 1, 5]).reshape([g.HB, c.WORDS_K, c.ROWS, c.PARTS])
+        parts = x.split() if c.PARTS == 2 else (x.reshape([g.HB, c.WORDS_K, c.ROWS]),)
+    out = ()
+    for j in gl.static_range(gl.constexpr(c.PARTS)):
+        out = out + (gl.convert_layout(parts[j], B, assert_trivial=True),)
+    factor = (field << 23).to(gl.float32, bitcast=True) * c.K_FACTOR
+    return out, gl.convert_layout(factor, gl.SliceLayout(1, MMA))
+
+
+@gluon.jit
+def arrived_query(queries, i, c: gl.constexpr, g: gl.constexpr):
+    """The i-th query that was copied."""
+    async_copy.wait_group(0)
+    x = queries.index(i % g.QUERIES).load(query_words(g.HB, g.RB, c.ROWS, c.WORDS_K, c.PARTS))
+    return operands_of(x, c, g)
+
+
+@gluon.jit
+def load_query(Q, tokens, h0, r0, m_row, sq_t, sq_h, c: gl.constexpr, g: gl.constexpr):
+    """Query rows from r0 on, of m_row, which were not copied; a lane loads the stretches that its keys have."""
+    L: gl.constexpr = query_words(g.HB, g.RB, c.ROWS, c.WORDS_K, c.PARTS)
+    h = h0 + gl.arange(0, g.HB, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    r = r0 + gl.arange(0, c.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    o_d = gl.arange(0, c.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    p_q = Q + (tokens + r // c.GROUP).to(gl.int64) * sq_t + (h * c.GROUP + r % c.GROUP).to(gl.int64) * sq_h + o_d
+    live, p_q = gl.broadcast(r < m_row, p_q)
+    return operands_of(gl.load(p_q, mask=live, other=0.0), c, g)

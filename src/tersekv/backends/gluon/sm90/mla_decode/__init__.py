@@ -1,0 +1,1 @@
+"""Paged MLA decode on Hopper."""

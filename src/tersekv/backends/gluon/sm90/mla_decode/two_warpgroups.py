@@ -1,0 +1,394 @@
+"""MLA decode over 16-bit latents for many heads on sm_90: two warpgroups that take turns, 64 query rows each CTA.
+
+Tiles of 64 keys come in pairs. The left warpgroup scores the first tile of a pair and holds columns 0 … 255 of the
+output, the right one scores the second and holds the others; while one is busy with its softmax, the other multiplies.
+They hand each other the running maximum and their probabilities; the latter lie where the tile's rotary part lay,
+which is no longer wanted then. A producer copies tiles by TMA, in groups of 128 columns, as each becomes free.
+
+Loops over groups are not unrolled, and what is rare is branched around by each warp alone: the code of all warps
+together should fit the instruction cache, and no vote of a whole warpgroup should delay its probabilities.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from ...versions import reinterpret, thread_barrier, tma_load
+from ..parts.ring import barriers, signal, wait_for_previous
+from ..parts.schedule import (
+    LOG2E,
+    deal,
+    finish,
+    load_tiles,
+    locate,
+    meta_of,
+    next_segment,
+    note_pieces,
+    scalar,
+    share,
+    zero_padding,
+)
+from .two_warpgroups_ends import load_query, store_output
+
+TILE = gl.constexpr(64)
+GROUPS = gl.constexpr(4)  # of columns of a tile
+COLUMNS = gl.constexpr(128)  # of a group
+MINE = gl.constexpr(2)  # groups of the output that a warpgroup holds: the left one the first, the right one the last
+BOX = gl.constexpr(64)  # columns of a TMA box
+SLACK = gl.constexpr(16.0)  # probabilities are at most 2^SLACK before they are normalised
+
+
+@gluon.jit
+def rows_of(table, t, n, nowhere, PIECES: gl.constexpr, PIECE: gl.constexpr, c: gl.constexpr):
+    """Rows of the pieces of tile t in both matrices; `nowhere` lies behind the cache and reads as 0."""
+    rows_c, rows_p = (), ()
+    for j in gl.static_range(PIECES):
+        o = t * TILE + j * PIECE
+        page = gl.load(table + o // c.PAGE, mask=o < n, other=-1).to(gl.int32)
+        rows_c = rows_c + (gl.where(page < 0, nowhere, page * c.C_PITCH + o % c.PAGE),)
+        rows_p = rows_p + (gl.where(page < 0, nowhere, page * c.P_PITCH + o % c.PAGE),)
+    return rows_c, rows_p
+
+
+@gluon.jit
+def copy_tile(BOX_C, BOX_P, rings, full, free, slot: gl.constexpr, rows_c, rows_p, k, c: gl.constexpr):
+    """Start the copies of a tile's groups, each when it is free; the rotary part comes last."""
+    ring_c, ring_p = rings
+    PIECE: gl.constexpr = BOX_C.block_shape[0]
+    PIECES: gl.constexpr = TILE // PIECE
+    BOXES: gl.constexpr = COLUMNS // BOX
+    none = k >> 30  # 0, which the compiler does not know: it would unroll
+    for j in range(GROUPS + none):
+        g = (j + slot * MINE) % GROUPS  # in the order in which they become free
+        mbarrier.wait(free.index(GROUPS * slot + g), (k & 1) ^ 1)
+        bar = full.index(GROUPS * slot + g)
+        mbarrier.expect(bar, 2 * TILE * COLUMNS)
+        boxes = reinterpret(ring_c.index(GROUPS * slot + g), BOX_C.dtype, [BOXES, TILE, BOX], BOX_C.layout)
+        for r in gl.static_range(PIECES):
+            for i in gl.static_range(BOXES):
+                place = boxes.index(i).slice(r * PIECE, PIECE)
+                tma_load(BOX_C, [rows_c[r], g * COLUMNS + i * BOX], bar, place)
+    bar = full.index(2 * GROUPS + slot)
+    mbarrier.expect(bar, 2 * TILE * c.BLOCK_R)
+    for r in gl.static_range(PIECES):
+        place = ring_p.index(slot).slice(r * PIECE, PIECE)
+        tma_load(BOX_P, [rows_p[r], 0], bar, place)
+
+
+@gluon.jit
+def produce(BOX_C, BOX_P, TABLE, LENS, CU, rings, full, free, x, end, b, base, nowhere, st_b, c: gl.constexpr):
+    """Copy every tile of the share [x, end)."""
+    PIECE: gl.constexpr = BOX_C.block_shape[0]
+    PIECES: gl.constexpr = TILE // PIECE
+    k0, k1 = 0, 0
+    while x < end:
+        b, base, _, t0, t1, n, _, _, _ = next_segment(LENS, CU, x, end, b, base, c)
+        table = TABLE + b.to(gl.int64) * st_b
+        for t in range(t0, t1, 2):
+            rows_c, rows_p = rows_of(table, t, n, nowhere, PIECES, PIECE, c)
+            more_c, more_p = rows_of(table, t + 1, n, nowhere, PIECES, PIECE, c)
+            copy_tile(BOX_C, BOX_P, rings, full, free, 0, rows_c, rows_p, k0, c)
+            k0 += 1
+            if t + 1 < t1:
+                copy_tile(BOX_C, BOX_P, rings, full, free, 1, more_c, more_p, k1, c)
+                k1 += 1
+        x += t1 - t0
+
+
+@gluon.jit
+def drop_stale(ring_c, full, slot: gl.constexpr, k, keys):
+    """Rows behind the tile's last key become 0: a probability of 0 does not hide a NaN."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    real = gl.arange(0, TILE, gl.SliceLayout(1, L)) < keys
+    for g in gl.static_range(GROUPS):
+        mbarrier.wait(full.index(GROUPS * slot + g), k & 1)
+    for i in range(GROUPS + (keys >> 30)):
+        place = ring_c.index(slot * GROUPS + i)
+        x = place.load(L)
+        place.store(gl.where(real[:, None], x, gl.full([TILE, COLUMNS], 0.0, x.dtype, L)))
+    fence_async_shared()
+
+
+@gluon.jit
+def start_scores(q, rings, full, slot: gl.constexpr, k, t, n, S: gl.constexpr):
+    """Start the products of the query and a tile of keys, fp32 [ROWS, TILE]. What is stale is cleaned first."""
+    q_c, q_p = q
+    ring_c, ring_p = rings
+    ROWS: gl.constexpr = q_p.shape[1]
+    BOXES: gl.constexpr = COLUMNS // BOX
+    if (t + 1) * TILE > n:
+        drop_stale(ring_c, full, slot, k, n - t * TILE)
+    s = warpgroup_mma_init(gl.full([ROWS, TILE], 0.0, gl.float32, S))
+    q_boxes = reinterpret(q_c, q_c.dtype, [GROUPS * BOXES, ROWS, BOX], q_p.layout)
+    none = t >> 30
+    for j in range(GROUPS + none):
+        g = (j + slot * MINE) % GROUPS
+        mbarrier.wait(full.index(GROUPS * slot + g), k & 1)
+        boxes = reinterpret(ring_c.index(GROUPS * slot + g), q_c.dtype, [BOXES, TILE, BOX], q_c.layout)
+        for i in gl.static_range(BOXES):
+            s = warpgroup_mma(q_boxes.index(g * BOXES + i), boxes.index(none + i).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(full.index(2 * GROUPS + slot), k & 1)
+    return warpgroup_mma(q_p.index(none), ring_p.index(none + slot).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def hide(s, t, n, rows, r0, c: gl.constexpr):
+    """Scores of tile t with −inf where a query row does not see a key."""
+    S: gl.constexpr = s.type.layout
+    if (t + 1) * TILE > n - rows + 1:
+        o_n = t * TILE + gl.arange(0, TILE, gl.SliceLayout(0, S))
+        position = n - rows + (r0 + gl.arange(0, c.ROWS, gl.SliceLayout(1, S))) // c.GROUP
+        s = gl.where((o_n < n)[None, :] & (o_n[None, :] <= position[:, None]), s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def power(x, top):
+    """2^(x − top); 0 where nothing was seen yet."""
+    return gl.exp2(x - gl.where(top == float("-inf"), 0.0, top))
+
+
+@gluon.jit
+def probabilities(s, m, scale, t, n, rows, r0, c: gl.constexpr):
+    """(powers of two of the scaled scores less a reference, references), which follow m when powers pass 2^SLACK."""
+    s = hide(s, t, n, rows, r0, c)
+    top = gl.max(s, 1) * scale
+    here = gl.where(top > m + SLACK, top, m)
+    return power(s * scale, here[:, None]), here
+
+
+def multiply_where_needed(count: int) -> tuple[str, str]:
+    """PTX and its constraints: `count` numbers of a thread times factors, left out where the factors of a warp are 1.
+
+    Elements 0 and 2 of a thread lie in its two rows; all others lie in one of them.
+    """
+    lines = [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    test = [f"setp.neu.f32 {p}, ${2 * count + i}, 0f3F800000;" for p, i in (("p", 0), ("q", 2))]
+    text = ["{ .reg .pred p, q;", *test, "or.pred p, p, q;", "@!p bra NONE;", *lines, "NONE: }"]
+    return "\n".join(text), ",".join([*["=f"] * count, *map(str, range(count)), *["f"] * count])
+
+
+MULTIPLY, CONSTRAINTS = map(gl.constexpr, multiply_where_needed(MINE.value * COLUMNS.value // 2))
+
+
+@gluon.jit
+def scaled(acc, factor):
+    """An accumulator times a factor of each row, which is mostly 1."""
+    O: gl.constexpr = acc.type.layout
+    f, acc = gl.broadcast(gl.convert_layout(factor, gl.SliceLayout(1, O))[:, None], acc)
+    return gl.inline_asm_elementwise(
+        MULTIPLY, CONSTRAINTS, [acc, f], gl.float32, is_pure=True, pack=MINE * COLUMNS // 2
+    )
+
+
+@gluon.jit
+def start_values(p, ring_c, slot: gl.constexpr, FIRST: gl.constexpr, acc):
+    """Start to add the products of a tile's probabilities and MINE groups of its columns: each weight is read once."""
+    halves = reinterpret(ring_c, ring_c.dtype, [2 * GROUPS // MINE, TILE, MINE * COLUMNS], ring_c.layout)
+    return warpgroup_mma(p, halves.index((GROUPS * slot + FIRST) // MINE), acc, is_async=True)
+
+
+@gluon.jit
+def end_values(acc, free, slot: gl.constexpr, FIRST: gl.constexpr):
+    """Wait for them, and free each group."""
+    acc = warpgroup_mma_wait(0, [acc])
+    thread_barrier()
+    for i in gl.static_range(MINE):
+        mbarrier.arrive(free.index(GROUPS * slot + FIRST + i))
+    return acc
+
+
+@gluon.jit
+def nothing(S: gl.constexpr, O: gl.constexpr, c: gl.constexpr):
+    """(references, sums, accumulator) before the first tile."""
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    acc = gl.full([c.ROWS, MINE * COLUMNS], 0.0, gl.float32, O)
+    return gl.full([c.ROWS], float("-inf"), gl.float32, ROW), gl.full([c.ROWS], 0.0, gl.float32, ROW), acc
+
+
+@gluon.jit
+def attend_left(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S: gl.constexpr, O: gl.constexpr,
+                c: gl.constexpr):  # fmt: skip
+    """The left warpgroup's part of a segment: (references, its share of the sum, its columns, pairs, seconds)."""
+    ring_c, ring_p = rings
+    full, free, p_left, p_right = bars
+    m, l, acc = nothing(S, O, c)
+    for t in range(t0, t1, 2):
+        s = warpgroup_mma_wait(0, [start_scores(q, rings, full, 0, k0, t, n, S)])
+        p, here = probabilities(s, m, scale, t, n, rows, r0, c)
+        x = p.to(ring_p.dtype)
+        notes.index(0).store(here)
+        ring_p.index(0).store(x)
+        fence_async_shared()
+        signal(p_left.index(0))
+        old = power(m, here)
+        m, acc = here, scaled(acc, old)
+        acc = start_values(gl.convert_layout(x, gl.DotOperandLayout(0, O, 2)), ring_c, 0, 0, acc)
+        l = l * old + gl.sum(p, 1)
+        acc = end_values(acc, free, 0, 0)
+        k0 += 1
+        if t + 1 < t1:
+            mbarrier.wait(p_right.index(0), k1 & 1)
+            here = notes.index(1).load(m.type.layout)
+            old = power(m, here)
+            m, l, acc = here, l * old, scaled(acc, old)
+            acc = start_values(ring_p.index(1), ring_c, 1, 0, acc)
+            acc = end_values(acc, free, 1, 0)
+            k1 += 1
+    return m, l, acc, k0, k1
+
+
+@gluon.jit
+def take_first(m, l, acc, rings, p_left, notes, k0):
+    """Start the first tile's part of the right columns: (references, sums, accumulator)."""
+    ring_c, ring_p = rings
+    mbarrier.wait(p_left.index(0), k0 & 1)
+    here = notes.index(0).load(m.type.layout)
+    old = power(m, here)
+    return here, l * old, start_values(ring_p.index(0), ring_c, 0, MINE, scaled(acc, old))
+
+
+@gluon.jit
+def attend_right(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S: gl.constexpr, O: gl.constexpr,
+                 c: gl.constexpr):  # fmt: skip
+    """The right warpgroup's part of a segment, likewise. The last pair may have no second tile."""
+    ring_c, ring_p = rings
+    full, free, p_left, p_right = bars
+    m, l, acc = nothing(S, O, c)
+    for t in range(t0, t1 - 1, 2):
+        s = start_scores(q, rings, full, 1, k1, t + 1, n, S)
+        m, l, acc = take_first(m, l, acc, rings, p_left, notes, k0)
+        s = warpgroup_mma_wait(1, [s])
+        p, here = probabilities(s, m, scale, t + 1, n, rows, r0, c)
+        x = p.to(ring_p.dtype)
+        notes.index(1).store(here)
+        ring_p.index(1).store(x)
+        fence_async_shared()
+        signal(p_right.index(0))
+        acc = end_values(acc, free, 0, MINE)
+        old = power(m, here)
+        m, acc = here, scaled(acc, old)
+        acc = start_values(gl.convert_layout(x, gl.DotOperandLayout(0, O, 2)), ring_c, 1, MINE, acc)
+        l = l * old + gl.sum(p, 1)
+        acc = end_values(acc, free, 1, MINE)
+        k0 += 1
+        k1 += 1
+    if (t1 - t0) % 2 == 1:
+        m, l, acc = take_first(m, l, acc, rings, p_left, notes, k0)
+        acc = end_values(acc, free, 0, MINE)
+        k0 += 1
+    return m, l, acc, k0, k1
+
+
+@gluon.jit
+def consume(tensors, q, rings, bars, ends, notes, score_scale, value_factor, place, strides, LEFT: gl.constexpr,
+            c: gl.constexpr):  # fmt: skip
+    """Attend the share [x, end) of all tiles, for one block of heads and half of the columns."""
+    QN, QP, LENS, CU, OUT, LSE, PART, META = tensors
+    max_segments, p, per, x, end, b, base = place
+    q_ready, l_ready = ends
+    ME: gl.constexpr = 0 if LEFT else 1
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MINE * COLUMNS, 16])
+    h = p % c.HEADS
+    k0, k1, done = 0, 0, 0
+    # The query takes the scale's sign, so that the largest score has the largest product.
+    sign = gl.where(score_scale < 0, -1.0, 1.0)
+    scale = gl.maximum(gl.abs(score_scale), 1e-30)
+    while x < end:
+        b, base, segment, t0, t1, n, rows, q0, tiles = next_segment(LENS, CU, x, end, b, base, c)
+        load_query(QN, QP, q, sign, segment, h, q0, rows, strides, ME, c)
+        signal(q_ready[ME].index(0))
+        mbarrier.wait(q_ready[1 - ME].index(0), done & 1)
+        r0 = segment * c.ROWS
+        if LEFT:
+            m, l, acc, k0, k1 = attend_left(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S, O, c)
+        else:
+            m, l, acc, k0, k1 = attend_right(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S, O, c)
+        notes.index(2 + ME).store(l)
+        signal(l_ready[ME].index(0))
+        mbarrier.wait(l_ready[1 - ME].index(0), done & 1)
+        l += notes.index(3 - ME).load(gl.SliceLayout(1, S))
+        done += 1
+        if t0 == 0:  # of both warpgroups, which write the same
+            pieces = (base + (segment + 1) * tiles - 1) // per - p // c.HEADS + 1
+            note_pieces(META, b, segment, max_segments, p, pieces, c)
+        m, l = gl.convert_layout(m, gl.SliceLayout(1, O)), gl.convert_layout(l, gl.SliceLayout(1, O))
+        factor, lse = finish(m, l, value_factor)
+        state = (m, l, factor, lse)
+        slot = 2 * p + (t0 == 0).to(gl.int32)
+        whole = t1 - t0 == tiles
+        store_output(acc, state, q[0], OUT, LSE, PART, whole, slot, segment, h, q0, rows, strides, ME, c)
+        x += t1 - t0
+
+
+@gluon.jit
+def through_memory(box, i: gl.constexpr, x):
+    """x, from shared memory: then the compiler sees that it is the same in all threads, and so are loops over it."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    box.index(i).store(gl.full([1], x, gl.int32, L))
+    return gl.max(box.index(i).load(L), 0)
+
+
+@gluon.jit
+def mla_decode_pair_kernel(
+    QN, QP, BOX_C, BOX_P, BOX_S, TABLE, LENS, CU, OUT, LSE, PART,
+    softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T,
+    B, T, nowhere, s_pitch, max_segments, sn_t, sn_h, sr_t, sr_h, st_b, so_t, so_h, sl_t, sl_h,
+    STAGES: gl.constexpr, BLOCKS: gl.constexpr, c: gl.constexpr,
+):  # fmt: skip
+    """Attend one share of all tiles for one block of heads."""
+    wait_for_previous()
+    p = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    META = meta_of(PART, num_programs, c)
+    if c.RAGGED:
+        padding = gl.load(CU + B).to(gl.int32)  # arrives with the lengths
+    SMALL: gl.constexpr = c.BLOCK_B < 1024 and not c.WHOLE  # then BLOCK_B holds all requests
+    if SMALL:
+        loaded = load_tiles(LENS, CU, B, c, True)
+    X: gl.constexpr = BOX_C.dtype
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ring_c = gl.allocate_shared_memory(X, [2 * GROUPS, TILE, COLUMNS], WIDE)
+    ring_p = gl.allocate_shared_memory(X, [2, TILE, c.BLOCK_R], WIDE)
+    q_c = gl.allocate_shared_memory(X, [2, c.DV // BOX // 2 * c.ROWS, BOX], WIDE)
+    q_p = gl.allocate_shared_memory(X, [1, c.ROWS, c.BLOCK_R], WIDE)
+    notes = gl.allocate_shared_memory(gl.float32, [4, c.ROWS], FLAT)
+    bars = barriers(2 * GROUPS + 2), barriers(2 * GROUPS), barriers(1), barriers(1)
+    ends = (barriers(1), barriers(1)), (barriers(1), barriers(1))
+    scale_kv = scalar(kv_scale, KV_T, c.V_T)
+    score_scale = scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E * scale_kv
+    value_factor = scale_kv * scalar(out_scale, OUT_T, c.OUT_T)
+    i_share, num_shares = p // c.HEADS, num_programs // c.HEADS
+    if SMALL:
+        x, end, per, b, base = deal(loaded, i_share, num_shares, c)
+    else:
+        x, end, per = share(LENS, CU, B, i_share, num_shares, c)
+        b, base = locate(LENS, CU, B, gl.minimum(x, end - 1), c)
+    box = gl.allocate_shared_memory(gl.int32, [5, 1], FLAT)
+    x, end, per = through_memory(box, 0, x), through_memory(box, 1, end), through_memory(box, 2, per)
+    b, base = through_memory(box, 3, b), through_memory(box, 4, base)
+    q, rings = (q_c, q_p), (ring_c, ring_p)
+    tensors = (QN, QP, LENS, CU, OUT, LSE, PART, META)
+    strides = (sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h)
+    place = (max_segments, p, per, x, end, b, base)
+    thread_barrier()  # what partitions are given may lie where sums were read from
+    # The producer is the default partition: it has four warps anyway.
+    gl.warp_specialize(
+        [
+            (produce, (BOX_C, BOX_P, TABLE, LENS, CU, rings, bars[0], bars[1], x, end, b, base, nowhere, st_b, c)),
+            (consume, (tensors, q, rings, bars, ends, notes, score_scale, value_factor, place, strides, True, c)),
+            (consume, (tensors, q, rings, bars, ends, notes, score_scale, value_factor, place, strides, False, c)),
+        ],
+        [4, 4],
+        [240, 240],
+    )
+    if c.RAGGED:
+        zero_padding(OUT, LSE, padding, T, p, num_programs, so_t, so_h, sl_t, sl_h, c)

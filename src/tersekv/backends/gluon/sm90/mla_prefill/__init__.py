@@ -1,0 +1,1 @@
+"""MLA prefill on Hopper."""

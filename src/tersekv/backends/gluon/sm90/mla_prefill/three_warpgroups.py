@@ -1,0 +1,362 @@
+"""MLA prefill's attention on sm_90 where there is much of it: three warpgroups of 64 queries share tiles, in one chunk.
+
+As in attention.py, but: three warpgroups read a third less from the L2 cache than two. Each does scores,
+weights and values in turn, while the others keep the matrix unit busy; values come in halves of a tile, which leaves
+room for three of them. Of a tile whose second half no row sees only the first is computed.
+
+Under the chip's power limit every instruction costs time. So a row's maximum is found in the tiles that need a mask,
+which come first, and kept: any number not far from it will do. Where later scores are so far above it that weights or
+what they are multiplied to leave fp32, the launch says so in AGAIN, and the kernel of the other file, launched behind
+it, does everything again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ....host.launch import TENSOR, Template
+from ...versions import thread_barrier, tma_load
+from ..parts.ring import launch_dependents, wait_for_previous
+from ..parts.softmax import halves, packed, shares_of_sum, unpacked, weigh
+from ..parts.tensor_maps import tensor_map
+from .attention import (
+    FIELDS,
+    LN2,
+    ROWS,
+    Dims,
+    any_set,
+    begin,
+    drop_nan,
+    field,
+    heads_of_group,
+    place_of_item,
+    publish,
+    scores,
+)
+from .attention import descriptors as of_keys
+
+REGISTERS = 160
+# For each multiprocessor; with few items, two warpgroups share the work more evenly. With 21 (H200, 4096 tokens, 128
+# heads, 2026-11-21) the whole operation took 1265 µs against 1357, with 3 in an earlier form 200 against 196.
+_ITEMS = 20
+
+PARTS = gl.constexpr(3)  # warpgroups
+BLOCK_M = gl.constexpr(192)  # queries of an item
+BLOCK_N = gl.constexpr(128)  # keys of a tile
+HALF_N = gl.constexpr(64)
+STAGES_K = gl.constexpr(2)
+STAGES_V = gl.constexpr(3)  # of half a tile
+HUGE = gl.constexpr(2.0**100)  # of the sum of a row's weights
+
+
+@gluon.jit
+def give_values(VALUES, row, column, turn, v_s, v_full, v_free):
+    """Copy half a tile of values."""
+    stage = turn % STAGES_V
+    mbarrier.wait(v_free.index(stage), ((turn // STAGES_V) & 1) ^ 1)
+    mbarrier.expect(v_full.index(stage), HALF_N * v_s.shape[2] * 2)
+    tma_load(VALUES, [row, column], v_full.index(stage), v_s.index(stage))
+
+
+@gluon.jit
+def produce(
+    Q, QPE, KEYS, VALUES, KPE, COUNTER, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group, items, head_stride,
+    buffers, bars,
+):  # fmt: skip
+    """The producer: takes items from a counter, longest first, and copies their tiles from the last to the first."""
+    q_s, qpe_s, k_s, kpe_s, v_s, facts_s = buffers
+    q_full, q_free, k_full, k_free, v_full, v_free = bars
+    DN: gl.constexpr = q_s.shape[2]
+    R: gl.constexpr = qpe_s.shape[2]
+    item = gl.program_id(0)
+    done = 0  # items given to the consumers
+    at = 0  # tiles given
+    while item < items:
+        b, head, block = place_of_item(item, blocks, H, group)
+        q0 = gl.load(CU + b).to(gl.int32)
+        queries = gl.load(CU + b + 1).to(gl.int32) - q0
+        # Blocks are laid from the last query on, so that the one that is not full has the fewest keys.
+        i0 = queries - (gl.cdiv(queries, BLOCK_M) - block) * BLOCK_M
+        first_row = gl.load(STARTS_OF + b).to(gl.int32)
+        keys = gl.minimum(gl.load(STARTS_OF + b + 1).to(gl.int32), rows) - first_row
+        ahead = (gl.load(LENS + b).to(gl.int64) - gl.load(STARTS + b).to(gl.int64)).to(gl.int32)
+        column = head * (2 * DN)
+        wanted = block * BLOCK_M < queries
+        if wanted:
+            # An item without a key gets a tile that no row sees: consumers know no other items.
+            tiles = gl.maximum((gl.minimum(keys, i0 + BLOCK_M + ahead) + BLOCK_N - 1) // BLOCK_N, 1)
+            row = first_row + (tiles - 1) * BLOCK_N
+            for i in range(tiles):
+                stage = at % STAGES_K
+                mbarrier.wait(k_free.index(stage), ((at // STAGES_K) & 1) ^ 1)
+                mbarrier.expect(k_full.index(stage), BLOCK_N * (DN + R) * 2)
+                tma_load(KEYS, [row, column], k_full.index(stage), k_s.index(stage))
+                tma_load(KPE, [row, 0], k_full.index(stage), kpe_s.index(stage))
+                # Halves come free in this order: the second of a tile behind the keys of the next.
+                if i > 0:
+                    give_values(VALUES, row + BLOCK_N + HALF_N, column + DN, 2 * at - 1, v_s, v_full, v_free)
+                else:
+                    for part in gl.static_range(PARTS):
+                        bar, first = q_full.index(part), q0 + i0 + part * ROWS
+                        mbarrier.wait(q_free.index(part), (done & 1) ^ 1)
+                        publish(facts_s.index(part), q0 + i0, gl.maximum(-i0, 0), i0 + ahead, keys, tiles, head)
+                        mbarrier.expect(bar, ROWS * (DN + R) * 2)
+                        tma_load(Q, [first, head * head_stride], bar, q_s.index(part))
+                        tma_load(QPE, [first, head * head_stride + DN], bar, qpe_s.index(part))
+                give_values(VALUES, row, column + DN, 2 * at, v_s, v_full, v_free)
+                at += 1
+                row -= BLOCK_N
+            done += 1
+        # No earlier: whoever is done first takes the next item.
+        after = gl.atomic_add(COUNTER, 1, sem="relaxed") + gl.num_programs(0)
+        if wanted:
+            give_values(VALUES, first_row + HALF_N, column + DN, 2 * at - 1, v_s, v_full, v_free)
+        item = after
+    for part in gl.static_range(PARTS):
+        mbarrier.wait(q_free.index(part), (done & 1) ^ 1)
+        publish(facts_s.index(part), 0, 0, 0, 0, -1, 0)
+        mbarrier.arrive(q_full.index(part), count=1)
+
+
+@gluon.jit
+def step(
+    state, at, is_last, last, keys, dirty, buffers, bars, q, q_pe, qk_scale, S: gl.constexpr, MASKED: gl.constexpr,
+    PART: gl.constexpr,
+):  # fmt: skip
+    """Scores, weights and values of tile `at`, or of its first half. last: last key of the tile that a row sees."""
+    _, _, k_s, kpe_s, v_s, _ = buffers
+    _, q_free, k_full, k_free, v_full, v_free = bars
+    acc, m, l = state
+    COLUMNS: gl.constexpr = S.instr_shape[1]
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
+    stage = at % STAGES_K
+    mbarrier.wait(k_full.index(stage), (at // STAGES_K) & 1)
+    k, k_pe = k_s.index(stage).slice(0, COLUMNS), kpe_s.index(stage).slice(0, COLUMNS)
+    s = warpgroup_mma_wait(0, [scores(q, q_pe, k, k_pe, S)])
+    mbarrier.arrive(k_free.index(stage), count=1)
+    mbarrier.arrive(q_free.index(PART), count=1, pred=is_last)
+    v0 = 2 * at % STAGES_V
+    # NOTE: ptxas moves no arithmetic across the branch of a wait: this keeps the arrivals before the exponentials.
+    mbarrier.wait(v_full.index(v0), (2 * at // STAGES_V) & 1)
+    if MASKED:
+        M: gl.constexpr = m.type.layout
+        rows: gl.constexpr = gl.SliceLayout(1, S)
+        weight, m, shrink = weigh(s, gl.convert_layout(m, rows), gl.convert_layout(last, rows), qk_scale, True)
+        m, shrink = gl.convert_layout(m, M), gl.convert_layout(shrink, M)
+        sums = gl.convert_layout(shares_of_sum(weight), l.type.layout)
+        l = l * gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))[:, None] + sums
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    else:
+        weight = gl.exp2(s * qk_scale - m[:, None])
+        l = l + shares_of_sum(weight)
+    parts = (packed(weight, v_s.dtype),)
+    if COLUMNS == BLOCK_N:
+        parts = halves(parts[0])
+    for i in gl.static_range(2):
+        turn = 2 * at + i
+        half = v_s.index(turn % STAGES_V)
+        if i > 0:
+            mbarrier.wait(v_full.index(turn % STAGES_V), (turn // STAGES_V) & 1)
+        if i * HALF_N < COLUMNS:
+            if MASKED:  # noqa: SIM102 - known to the compiler, unlike the other
+                if dirty:
+                    drop_nan(half, keys - i * HALF_N)
+            acc = warpgroup_mma(unpacked(parts[i], v_s.dtype, P), half, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, [acc])
+    for i in gl.static_range(2):
+        mbarrier.arrive(v_free.index((2 * at + i) % STAGES_V), count=1)
+    return acc, m, l
+
+
+@gluon.jit
+def pass_over(at, tiles, bars):
+    """Give back so many tiles unread."""
+    _, _, k_full, k_free, v_full, v_free = bars
+    for i in range(tiles):  # noqa: B007 - an underscore is a barrier already
+        mbarrier.wait(k_full.index(at % STAGES_K), (at // STAGES_K) & 1)
+        mbarrier.arrive(k_free.index(at % STAGES_K), count=1)
+        for half in gl.static_range(2):
+            turn = 2 * at + half
+            mbarrier.wait(v_full.index(turn % STAGES_V), (turn // STAGES_V) & 1)
+            mbarrier.arrive(v_free.index(turn % STAGES_V), count=1)
+        at += 1
+    return at
+
+
+@gluon.jit
+def finish(OUT, LSE, AGAIN, row, first, head, strides, acc, m, l, PART: gl.constexpr, HAS_LSE: gl.constexpr):
+    """Write an item's result, and whether it is wrong."""
+    O: gl.constexpr = acc.type.layout
+    M: gl.constexpr = m.type.layout
+    stride_ot, stride_oh, stride_lt, stride_lh = strides
+    head = head.to(gl.int64)
+    l = gl.convert_layout(gl.sum(l, 1), M)
+    o_v = gl.arange(0, acc.shape[1], gl.SliceLayout(0, O))
+    o_mo = gl.arange(0, ROWS, gl.SliceLayout(1, O)) + PART * ROWS
+    o_m = gl.arange(0, ROWS, M) + PART * ROWS
+    # NaN that was there before counts too: then all is done twice.
+    lost = gl.convert_layout(gl.max((gl.abs(acc) < float("inf")).to(gl.int32) ^ 1, 1), M)
+    gl.store(AGAIN + o_m * 0, gl.full([ROWS], 1, gl.int32, M), mask=((lost != 0) | (l > HUGE)) & (o_m >= first))
+    nothing = l == 0
+    l = gl.where(nothing, 1.0, l)
+    out = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
+    p_out = OUT + (row + o_mo).to(gl.int64)[:, None] * stride_ot + head * stride_oh + o_v[None, :]
+    gl.store(p_out, out.to(OUT.dtype.element_ty), mask=(o_mo >= first)[:, None] & (o_v >= 0)[None, :])
+    if HAS_LSE:
+        p_lse = LSE + (row + o_m).to(gl.int64) * stride_lt + head * stride_lh
+        gl.store(p_lse, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * LN2), mask=o_m >= first)
+
+
+@gluon.jit
+def attend_rows(given, PART: gl.constexpr, HAS_LSE: gl.constexpr):
+    """A warpgroup: 64 queries of every item of this block."""
+    OUT, LSE, AGAIN, DIRTY, rows, qk_scale, strides, buffers, bars = given
+    q_s, qpe_s, _, _, v_s, facts_s = buffers
+    q_full, q_free, _, _, _, _ = bars
+    DV: gl.constexpr = v_s.shape[2]
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    S_HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
+    whole: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
+    q, q_pe = q_s.index(PART), qpe_s.index(PART)
+    o_m = gl.arange(0, ROWS, gl.SliceLayout(1, S)) + PART * ROWS
+
+    dirty = any_set(DIRTY, rows)
+    at = 0  # tiles begun
+    done = 0  # items begun
+    tiles = 0
+    while tiles >= 0:
+        mbarrier.wait(q_full.index(PART), done & 1)
+        facts = facts_s.index(PART).load(whole)
+        thread_barrier()  # one thread will say that they may be written anew
+        row, first, limit = field(facts, 0), field(facts, 1), field(facts, 2)
+        keys, tiles, head = field(facts, 3), field(facts, 4), field(facts, 5)
+        done += 1
+        if tiles >= 0:
+            seen = gl.minimum(keys, limit + (PART + 1) * ROWS)  # keys of these rows
+            own = gl.where(first < (PART + 1) * ROWS, gl.maximum((seen + BLOCK_N - 1) // BLOCK_N, 0), 0)
+            at = pass_over(at, tiles - own, bars)
+            mbarrier.arrive(q_free.index(PART), count=1, pred=own == 0)
+            acc, m = begin(S, O, DV)
+            l = shares_of_sum(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S))
+            last = gl.minimum(o_m + limit, keys - 1)  # last key that a row sees
+            # Tiles that all rows see, but for one: each row has a maximum when it comes to them.
+            full = gl.maximum(gl.minimum(keys - 1, limit + PART * ROWS), 0) // BLOCK_N
+            start = own * BLOCK_N
+            if (own > 0) & (seen + HALF_N <= start):
+                start -= BLOCK_N
+                acc, m, l = step(
+                    (acc, m, l), at, start == 0, last - start, keys - start, dirty, buffers, bars, q, q_pe, qk_scale,
+                    S_HALF, True, PART,
+                )  # fmt: skip
+                at += 1
+                own -= 1
+            for i in range(full, own):  # noqa: B007
+                start -= BLOCK_N
+                acc, m, l = step(
+                    (acc, m, l), at, start == 0, last - start, keys - start, dirty, buffers, bars, q, q_pe, qk_scale,
+                    S, True, PART,
+                )  # fmt: skip
+                at += 1
+            for i in range(gl.minimum(full, own)):  # noqa: B007
+                start -= BLOCK_N
+                acc, m, l = step(
+                    (acc, m, l), at, start == 0, last, keys, dirty, buffers, bars, q, q_pe, qk_scale, S, False, PART
+                )
+                at += 1
+            finish(OUT, LSE, AGAIN, row, first, head, strides, acc, m, l, PART, HAS_LSE)
+
+
+@gluon.jit
+def make_barriers(N: gl.constexpr, FREED_BY: gl.constexpr):
+    """N pairs of barriers: of what is full, and of what so many give back."""
+    full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=FREED_BY)
+    return full, free
+
+
+@gluon.jit(do_not_specialize=["rows", "blocks", "group", "items"])
+def attention_of_three_kernel(
+    Q, QPE, KEYS, VALUES, KPE, OUT, LSE, COUNTER, AGAIN, DIRTY, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group,
+    items, head_stride, qk_scale, stride_ot, stride_oh, stride_lt, stride_lh,
+    HAS_LSE: gl.constexpr, REGS: gl.constexpr, OVERLAPS: gl.constexpr,
+):  # fmt: skip
+    DN: gl.constexpr = KEYS.block_shape[1]
+    R: gl.constexpr = KPE.block_shape[1]
+    DV: gl.constexpr = VALUES.block_shape[1]
+    dtype: gl.constexpr = KEYS.dtype
+    q_s = gl.allocate_shared_memory(dtype, [PARTS, ROWS, DN], Q.layout)
+    qpe_s = gl.allocate_shared_memory(dtype, [PARTS, ROWS, R], QPE.layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, DN], KEYS.layout)
+    kpe_s = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, R], KPE.layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES_V, HALF_N, DV], VALUES.layout)
+    facts_s = gl.allocate_shared_memory(gl.int32, [PARTS, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full, q_free = make_barriers(PARTS, 1)
+    k_full, k_free = make_barriers(STAGES_K, PARTS)
+    v_full, v_free = make_barriers(STAGES_V, PARTS)
+    fence_async_shared()
+    if OVERLAPS:
+        launch_dependents()
+        wait_for_previous()
+    buffers = (q_s, qpe_s, k_s, kpe_s, v_s, facts_s)
+    bars = (q_full, q_free, k_full, k_free, v_full, v_free)
+    given = (OUT, LSE, AGAIN, DIRTY, rows, qk_scale, (stride_ot, stride_oh, stride_lt, stride_lh), buffers, bars)
+    gl.warp_specialize(
+        [
+            (attend_rows, (given, 0, HAS_LSE)),
+            (attend_rows, (given, 1, HAS_LSE)),
+            (attend_rows, (given, 2, HAS_LSE)),
+            (produce, (
+                Q, QPE, KEYS, VALUES, KPE, COUNTER, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group, items,
+                head_stride, buffers, bars,
+            )),
+        ],
+        [4, 4, 1], [REGS, REGS, 24],
+    )  # fmt: skip
+
+
+def fits(call: Any, dims: Dims, sms: int) -> bool:
+    """Whether three warpgroups are faster than two. A call with one chunk is assumed, in bf16: fp16 has no room for
+    large weights."""
+    longest, per_block = call.max_q_len, call.cache_lens.shape[0] * dims.heads
+    blocks = -(-longest // BLOCK_M.value)
+    return blocks * per_block >= _ITEMS * sms and blocks < -(-longest // (2 * ROWS.value))
+
+
+def descriptors(q: Any, kv: Any, k_pe: Any, rows: int, tokens: int, q_strides: tuple[int, int], dims: Dims) -> tuple:
+    """Of the kernel: of q's and of the keys' parts, and of values."""
+    q_nope, q_pe, keys, keys_pe = of_keys(q, kv, k_pe, rows, tokens, q_strides, dims)
+    values = tensor_map(kv, keys.shape, keys.strides, [HALF_N.value, dims.dim_v], keys.layout)
+    return q_nope, q_pe, keys, values, keys_pe
+
+
+def prepared(
+    call: Any, rows: int, dims: Dims, lse_strides: tuple[int, int] | None, sms: int, overlaps: bool
+) -> Template:
+    """The launch for a chunk of `rows` rows, the only one, and calls with the facts of this one.
+
+    Its tensors: out, lse (any tensor without lse_strides), counter, again, dirty, cu_seqlens_q, cache_lens, row and
+    cache offsets of the chunk, with
+    counter, again, dirty:  [1] int32: 0; 0, gets 1 if all has to be done again; whether values may be NaN
+    """
+    requests, blocks = call.cache_lens.shape[0], -(-call.max_q_len // BLOCK_M.value)
+    items = requests * blocks * dims.heads
+    group = heads_of_group(rows, call.q.element_size(), requests, dims)
+    arguments = (
+        *[TENSOR] * 9, rows, blocks, dims.heads, group, items, call.q.stride(1), call.softmax_scale * math.log2(math.e),
+        *call.out.stride()[:2], *(lse_strides or (0, 0)), lse_strides is not None, REGISTERS, overlaps,
+    )  # fmt: skip
+    return Template(attention_of_three_kernel, (min(items, sms),), arguments, num_warps=4, launch_pdl=overlaps)

@@ -1,0 +1,78 @@
+"""A ring of shared-memory stages, filled by tensor copies while earlier stages are used: acquire, use, release.
+
+A stage is told by the number of its turn: turn i uses stage i % STAGES, and its barrier has the parity of i // STAGES.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+)
+
+from ...versions import thread_barrier
+
+
+@gluon.jit
+def make_barriers(N: gl.constexpr, STAGES: gl.constexpr):
+    """N sets of one barrier a stage, each reached when the bytes of its kind have arrived for a turn.
+
+    NOTE: sets of their own for kinds of copies, and buffers of their own for the copies, because the compiler puts a
+    barrier of all threads between two copies that share either.
+    """
+    sets = ()
+    for _ in gl.static_range(N):
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(full.index(i), count=1)
+        sets = sets + (full,)
+    fence_async_shared()
+    return sets
+
+
+@gluon.jit
+def acquire(sets, turn, N: gl.constexpr, STAGES: gl.constexpr):
+    """Wait until all copies of this turn are in shared memory."""
+    for i in gl.static_range(N):
+        mbarrier.wait(sets[i].index(turn % STAGES), (turn // STAGES) & 1)
+
+
+@gluon.jit
+def release():
+    """All warps are done with the stages of earlier turns: they may be filled again."""
+    thread_barrier()
+
+
+@gluon.jit
+def launch_dependents():
+    """The next kernel may be launched before this one has ended; `wait_for_previous` is its part."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def wait_for_previous():
+    """This kernel may have been launched before the one in front of it has ended; from here on, it has."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def signal(bar):
+    """Arrive, once all warps of the partition are here."""
+    thread_barrier()
+    mbarrier.arrive(bar)
+
+
+@gluon.jit
+def barriers(N: gl.constexpr):
+    """In memory of their own: between an arrival and a wait that share it, the compiler lets all threads meet."""
+    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(bars.index(i), count=1)
+    return bars

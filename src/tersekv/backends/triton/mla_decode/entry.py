@@ -1,0 +1,305 @@
+"""Paged MLA decode in Triton: two launches, the split pass and decode's merge of cut segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ....formats import E4M3_MAX, E5M2_MAX, GROUP, LATENT_GROUP, KVFormat, latent_format
+from ...host import launch
+from ...host.bind import Bound, Fields, Step, bound
+from ...host.record import Record
+from ..decode.kernels import META_FIELDS, merge_kernel
+from .kernels import mla_decode_kernel
+from .tune import Tiles, tiles
+
+MAX_RANK, MAX_ROPE = 512, 128
+_OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
+_OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_MAX_DESCRIPTORS = 1024  # caches of a plan whose descriptors are kept: a model has some hundred layers
+_CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+
+
+_SPLIT = Fields(
+    "q_nope q_pe ckv_scale_cache page_table seq_lens cu_seqlens_q out lse part softmax_scale_t kv_scale_t out_scale_t"
+)
+_MERGE = Fields("out lse part kv_scale_t out_scale_t")
+
+
+@dataclass(frozen=True)
+class Constants(Record):
+    """What the kernels are compiled for. The names are theirs and, for what they share, those of decode."""
+
+    CODE: str
+    PARTS: int  # codes in a 16-bit word of the latent part
+    PARTS_R: int  # of the rotary part
+    GROUP_SCALES: bool
+    ASM: bool  # unpack by PTX
+    BF16: bool  # multiply latents in bf16; else fp16
+    BF16_R: bool  # rotary parts
+    TWO: bool  # an fp16 query meets bf16 latents as the sum of two bf16 tiles
+    TWO_R: bool
+    Q_SCALED: bool  # a power of two is taken out of each query row, which fp16 would not hold
+    Q_BYTES: bool  # the query is e4m3 and comes as bytes
+    HEADS: int  # blocks of query heads
+    GROUP: int  # query heads of a block
+    DV: int
+    WORDS_V: int
+    WORDS_R: int
+    BLOCK_DV: int
+    BLOCK_R: int
+    CHUNK: int  # words of the latent part that are loaded and multiplied as one tile
+    CHUNKS: int
+    PAGE: int
+    TILE: int
+    ONE_PAGE: bool
+    TMA: bool
+    FETCH: bool  # rows are carried in registers from the step before, where Triton would not pipeline their loads
+    C_PITCH: int  # rows of a descriptor per page
+    P_PITCH: int
+    ROWS: int
+    BLOCK_B: int
+    MIN_TILES: int
+    MAX_Q: int
+    RAGGED: bool
+    HAS_LSE: bool
+    SOFTMAX_T: bool
+    V_T: bool
+    OUT_T: bool
+    OUT_MAX: float
+    OUT_KIND: str  # "e4m3" or "e5m2": the output is written as bytes, by bit arithmetic; "float": by the chip's cast
+    PART_COLUMNS: int
+    MERGE_COLUMNS: int
+    MERGE_PIECES: int = 16
+    WINDOW: int = 0
+    HAS_SINKS: bool = False
+    V_T_STRIDE: int = 0
+    V_FACTOR: float = 1.0
+    FAR: bool = False  # a page is longer than int32 counts
+    WHOLE: bool = False  # of the Gluon kernels: a program has a segment, and nothing is cut
+
+
+class Box(NamedTuple):
+    """A matrix that a descriptor reads, in 16-bit words."""
+
+    rows: int
+    pitch: int
+    columns: int
+
+
+class Config(NamedTuple):
+    constants: Constants
+    num_programs: int
+    merge_rows: int
+    split: launch.Template
+    merge: launch.Template
+    scratch: int  # fp32 numbers: the cut segments' states, then META
+    descriptors: dict[tuple[int, int], tuple]  # the kernel's arguments for ckv and kpe, by their addresses
+    boxes: tuple[Box, ...]  # of ckv and kpe; empty: pointers
+    empty: bool
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    reason = launch.why_not(f)
+    if reason:
+        return reason
+    rank, rope = f.ckv.shape[2], f.kpe.shape[2]
+    if rank % 16 or not 0 < rank <= MAX_RANK:
+        return f"wants a latent rank that is a multiple of 16 up to {MAX_RANK}, got {rank}"
+    if rope % 8 or not 0 < rope <= MAX_ROPE:
+        return f"wants a rotary part that is a multiple of 8 up to {MAX_ROPE}, got {rope}"
+    for name in ("ckv", "kpe"):
+        x = getattr(f, name)
+        if any(n * x.dtype.itemsize % 2 for n in x.stride[:2]):
+            return f"wants {name} with strides of whole 16-bit words, got {list(x.stride)}"
+        if not x.even:
+            return f"wants {name} to begin with a whole 16-bit word, got an odd address"
+    if f.q_nope.dtype == torch.float32:
+        return "wants a 16-bit or 8-bit q, got float32"
+    return None
+
+
+def configure(f: SimpleNamespace) -> Config:
+    fmt = latent_format(f.format)
+    t = tiles(f, fmt)
+    heads = f.q_nope.shape[1]
+    # Blocks of heads read the same rows side by side; where heads do not fill blocks, rows are cut into segments.
+    blocks = heads // t.rows if heads and heads % t.rows == 0 else 1
+    boxes = _boxes(f, t)
+    c = Constants(**_format(f, fmt), **_geometry(f, fmt, t, blocks, bool(boxes)), **_features(f))
+    options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.stages}
+    if launch.has_ptx(f):
+        options["maxnreg"] = t.max_registers
+    num_programs = max(launch.num_sms(f) * t.programs_per_sm // blocks, 1) * blocks
+    empty = 0 in f.q_nope.shape or f.seq_lens.shape[0] == 0
+    merge_rows, strides, tensor = min(t.rows, f.max_q_len * c.GROUP), _strides(f), launch.TENSOR
+    split = launch.Template(
+        mla_decode_kernel, (num_programs,), (
+            *[tensor] * 9, f.softmax_scale, tensor, f.kv_scale, tensor, f.out_scale, tensor,
+            f.seq_lens.shape[0], f.out.shape[0], *strides, c,
+        ), descriptors_at=2, fp8_as_bytes=False, **options,
+    )  # fmt: skip
+    merge = launch.Template(
+        merge_kernel, (num_programs, merge_rows), (
+            None, *[tensor] * 3, None, f.kv_scale, tensor, f.out_scale, tensor, *strides[-4:], c,
+        ), fp8_as_bytes=False, num_warps=4,
+    )  # fmt: skip
+    scratch = num_programs * (2 * c.ROWS * c.PART_COLUMNS + META_FIELDS.value)
+    return Config(c, num_programs, merge_rows, split, merge, scratch, {}, boxes, empty)
+
+
+def _format(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
+    by_hand, q = launch.e4m3_by_hand(f), f.q_nope.dtype
+    bf16, bf16_r = (x.dtype == torch.bfloat16 for x in (f.ckv, f.kpe))
+    return {
+        "CODE": _CODE.get(fmt.storage, "half"),
+        "PARTS": 2 // fmt.storage.itemsize,
+        "PARTS_R": 2 // f.kpe.dtype.itemsize,
+        "GROUP_SCALES": fmt.scale == GROUP,
+        "ASM": launch.has_ptx(f) and not (fmt.storage == torch.float8_e4m3fn and by_hand),
+        "BF16": bf16,
+        "BF16_R": bf16_r,
+        "TWO": bf16 and q == torch.float16,
+        "TWO_R": bf16_r and q == torch.float16,
+        "Q_SCALED": not bf16 and q == torch.bfloat16,
+        "Q_BYTES": by_hand and q == torch.float8_e4m3fn,
+    }
+
+
+def _geometry(f: SimpleNamespace, fmt: KVFormat, t: Tiles, blocks: int, tma: bool) -> dict[str, Any]:
+    rank, page, parts = f.ckv.shape[2], f.ckv.shape[1], 2 // fmt.storage.itemsize
+    words, words_r = rank // parts, f.kpe.shape[2] * f.kpe.dtype.itemsize // 2
+    block_dv = max(16, launch.next_power_of_2(words))
+    chunk = min(LATENT_GROUP // parts if fmt.scale == GROUP else t.chunk, block_dv)
+    return {
+        "HEADS": blocks,
+        "GROUP": f.q_nope.shape[1] // blocks,
+        "DV": rank,
+        "WORDS_V": words,
+        "WORDS_R": words_r,
+        "BLOCK_DV": block_dv,
+        "BLOCK_R": max(16, launch.next_power_of_2(words_r)),
+        "CHUNK": chunk,
+        "CHUNKS": -(-words // chunk),
+        "PAGE": page,
+        "TILE": t.tile,
+        "ONE_PAGE": page % t.tile == 0,
+        "TMA": tma,
+        "FETCH": parts > 1 and not tma,
+        "C_PITCH": f.ckv.stride[0] // f.ckv.stride[1] if tma else 0,
+        "P_PITCH": f.kpe.stride[0] // f.kpe.stride[1] if tma else 0,
+        "ROWS": t.rows,
+        "BLOCK_B": min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
+        "MIN_TILES": t.min_tiles,
+        "PART_COLUMNS": parts * block_dv + 2,
+        "MERGE_COLUMNS": parts * block_dv,
+        "FAR": launch.spans_far(f.ckv, f.kpe, f.ckv_scale_cache),
+    }
+
+
+def _features(f: SimpleNamespace) -> dict[str, Any]:
+    return {
+        # Ragged rows are read from cu_seqlens_q; a bound that changes with the batch must not compile anew.
+        "MAX_Q": 0 if f.cu_seqlens_q is not None else f.max_q_len,
+        "RAGGED": f.cu_seqlens_q is not None,
+        "HAS_LSE": f.lse is not None,
+        "SOFTMAX_T": f.softmax_scale_t is not None,
+        "V_T": f.kv_scale_t is not None,
+        "OUT_T": f.out_scale_t is not None,
+        "OUT_MAX": _OUT_MAX.get(f.out.dtype, 0.0),
+        "OUT_KIND": "float" if launch.rounds_to_fp8(f) else _OUT_KIND.get(f.out.dtype, "float"),
+    }
+
+
+def _strides(f: SimpleNamespace) -> tuple[int, ...]:
+    """In the order of the kernel's arguments; caches in words."""
+    return (
+        *f.q_nope.stride[:2], *f.q_pe.stride[:2], *_word_strides(f.ckv), *_word_strides(f.kpe),
+        *(f.ckv_scale_cache.stride[:2] if f.ckv_scale_cache is not None else (0, 0)), f.page_table.stride[0],
+        *f.out.stride[:2], *(f.lse.stride if f.lse is not None else (0, 0)),
+    )  # fmt: skip
+
+
+def run(call: Any, config: Config) -> None:
+    if config.empty:
+        call.out.zero_()
+        if call.lse is not None:
+            call.lse.fill_(float("-inf"))
+        return
+    c = config.constants
+    part = launch.scratch(config.scratch, call.out)
+    caches = _caches(call, config)
+    # Bytes in place of 8-bit floats, where kernels convert them by themselves.
+    if c.Q_BYTES:
+        call = call._replace(q_nope=call.q_nope.view(torch.uint8), q_pe=call.q_pe.view(torch.uint8))
+    if c.OUT_KIND != "float":
+        call = call._replace(out=call.out.view(torch.uint8))
+    config.split(*_SPLIT(call, part), descriptors=caches)
+    config.merge(*_MERGE(call, part))
+
+
+def bind(config: Config, at: dict[str, int]) -> Bound | None:
+    if config.empty:
+        return None
+    return bound(steps(config), at, config.scratch)
+
+
+def steps(config: Config) -> list[Step]:
+    """The launches, in order."""
+    split = Step(config.split, _SPLIT, ("ckv", "kpe"), config.descriptors)
+    return [split, Step(config.merge, _MERGE)]
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16) if x.element_size() == 1 else x
+
+
+def _caches(call: Any, config: Config) -> tuple:
+    """Both parts as the kernel's arguments: 16-bit words, then descriptors, or two times None by pointers."""
+    c, compiled, key = config.constants, config.split.launch.compiled, (call.ckv.data_ptr(), call.kpe.data_ptr())
+    found = config.descriptors.get(key)
+    if found is not None:
+        return found
+    parts = _words(call.ckv), _words(call.kpe)
+    blocks = zip(parts, config.boxes, (c.CHUNK, c.BLOCK_R), strict=False)  # no boxes, no descriptors
+    made = tuple(_descriptor(x, box, c.TILE, block) for x, box, block in blocks)
+    if not compiled:
+        return (*parts, *(made or (None, None)))
+    if len(config.descriptors) >= _MAX_DESCRIPTORS:
+        config.descriptors.clear()
+    encoded = config.split.launch.encoded(*made) if made else ((None,), (None,))
+    found = config.descriptors[key] = (*key, *(argument for one in encoded for argument in one))
+    return found
+
+
+def _word_strides(x: Any) -> tuple[int, int]:
+    """Strides of page and slot in 16-bit words."""
+    return x.stride[0] * x.dtype.itemsize // 2, x.stride[1] * x.dtype.itemsize // 2
+
+
+def _boxes(f: SimpleNamespace, t: Tiles) -> tuple[Box, ...]:
+    """Of ckv and kpe; none where tiles do not lie in one page or a part is no matrix."""
+    if not t.tma or f.ckv.shape[1] % t.tile or not launch.has_tma(f):
+        return ()
+    found = _box(f.ckv), _box(f.kpe)
+    return () if found[0] is None or found[1] is None else (found[0], found[1])
+
+
+def _box(x: Any) -> Box | None:
+    """A part of a latent cache as one matrix of slots, in words. A descriptor gives 0 behind its columns."""
+    pages, slots, columns = x.shape
+    s_p, s_s = _word_strides(x)
+    words = columns * x.dtype.itemsize // 2
+    if not x.aligned or s_s % 8 or s_s < words or s_p % s_s or pages == 0:
+        return None
+    rows = (pages - 1) * (s_p // s_s) + slots
+    return Box(rows, s_s, words) if rows < 2**31 else None
+
+
+def _descriptor(x: torch.Tensor, box: Box, tile: int, block: int) -> TensorDescriptor:
+    base = x if launch.interpreting() else launch.Address(x)
+    return TensorDescriptor(base, [box.rows, box.columns], [box.pitch, 1], [tile, block])

@@ -1,0 +1,92 @@
+"""The first launch of MLA's decode branch: what attention waits for. Programs that rotate queries, norm and store the
+new tokens' rows, and programs that project queries, beside each other: none needs what another makes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from tersekv.formats import LATENT_GROUP
+
+from ...host.bind import Fields
+from ...host.launch import TENSOR, Template, next_power_of_2
+from ..mla_prefill.prepare import MOST_HEADS, REQUESTS, ROPE_KINDS, prepare_part, write_lengths
+from ..mla_project import Config as Projection
+from ..mla_project import project
+from ..parts.rows import take_turn
+
+# In capitals: what the branch keeps between its launches.
+FIELDS = Fields(
+    "q Q_PE Q_NOPE SEQ_LENS w_uk w_uk_scale kv_c k_pe ckv kpe ckv_scale_cache page_table cache_lens cu_seqlens_q "
+    "freqs_cis kv_norm_gamma kv_scale_t"
+)
+
+
+@triton.jit(do_not_specialize=["T", "B", "max_pages"])
+def enter_kernel(
+    Q, Q_PE, Q_NOPE, SEQ_LENS, W, W_SCALE, KV_C, K_PE, CKV, KPE, SCALES, TABLE, LENS, CU, FREQS, GAMMA, KV_SCALE,
+    kv_scale, epsilon, T, B, H, max_pages, P, max_pos, stride_qt, stride_qh, stride_wh, stride_wn, stride_vh, stride_vn,
+    stride_c, stride_pe, stride_cp, stride_cs, stride_kp, stride_ks, stride_sp, stride_ss, stride_table, stride_freqs,
+    EACH: tl.constexpr, S: tl.constexpr, DN: tl.constexpr, R: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr,
+    R_PAD: tl.constexpr, BLOCK_H: tl.constexpr, FORMAT: tl.constexpr, ROPE_KIND: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TURNED: tl.constexpr, AHEAD: tl.constexpr, NATIVE: tl.constexpr,
+    NATIVE_CASTS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """First 1 + ⌈H / BLOCK_H⌉ programs a token as `prepare_part` has them, and one for the lengths; then programs that
+    make BLOCK_N columns of a head for BLOCK_M tokens."""
+    i, parts = tl.program_id(0), 1 + (H + BLOCK_H - 1) // BLOCK_H
+    if i <= T * parts:
+        take_turn(OVERLAPS)
+        if i == T * parts:
+            write_lengths(SEQ_LENS, LENS, CU, B, EACH, BLOCK_B)
+        else:
+            prepare_part(
+                (i // parts).to(tl.int64), i % parts - 1, H, (Q, stride_qt, stride_qh), (Q_PE, H * R, R),
+                (KV_C, K_PE, stride_c, stride_pe),
+                (CKV, KPE, SCALES, stride_cp, stride_cs, stride_kp, stride_ks, stride_sp, stride_ss),
+                (GAMMA, epsilon, KV_SCALE, kv_scale),
+                (TABLE, LENS, CU, FREQS, B, max_pages, P, max_pos, stride_table, stride_freqs),
+                EACH, S, DN, R, L, L_PAD, R_PAD, BLOCK_H, FORMAT, ROPE_KIND, NATIVE_CASTS, BLOCK_B,
+            )  # fmt: skip
+    else:
+        if OVERLAPS:
+            gdc_launch_dependents()
+        COLUMNS: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
+        i -= T * parts + 1
+        h, column, row = (i % H).to(tl.int64), i // H % COLUMNS, i // (H * COLUMNS)
+        project(
+            (Q, stride_qt, stride_qh), (W, stride_wh, stride_wn, W_SCALE, stride_vh, stride_vn),
+            (Q_NOPE, H * L, L), h, column * BLOCK_N, row * BLOCK_M, T, L, DN, BLOCK_M, BLOCK_N, TURNED, AHEAD, NATIVE,
+            NATIVE_CASTS, OVERLAPS,
+        )  # fmt: skip
+
+
+def prepared(call: Any, projection: Projection) -> Template:
+    """The launch for calls with the facts of this one. projection: of q_nope through w_uk"""
+    tokens, heads, dq = call.q.shape
+    rank, rope, tile, overlaps = call.ckv.shape[-1], call.kpe.shape[-1], projection.tile, projection.overlaps
+    scales, w_scale = call.ckv_scale_cache, call.w_uk_scale
+    block_h, columns = min(MOST_HEADS, next_power_of_2(heads)), -(-rank // tile.block_n)
+    raw = (call.kv_c.stride(0), call.k_pe.stride(0)) if call.kv_c is not None else (0, 0)
+    scalars = (
+        call.kv_scale, call.epsilon, tokens, call.cache_lens.shape[0], heads, call.page_table.shape[1],
+        call.ckv.shape[0], call.freqs_cis.shape[0], *call.q.stride()[:2], *call.w_uk.stride()[:2],
+        *(w_scale.stride()[:2] if w_scale is not None else (0, 0)), *raw,
+        *call.ckv.stride()[:2], *call.kpe.stride()[:2], *(scales.stride()[:2] if scales is not None else (0, 0)),
+        call.page_table.stride(0), call.freqs_cis.stride(0),
+    )  # fmt: skip
+    constants = (
+        0 if call.cu_seqlens_q is not None else call.max_q_len, call.ckv.shape[1], dq - rope, rope, rank,
+        max(LATENT_GROUP, next_power_of_2(rank)), max(2, next_power_of_2(rope)), block_h, call.format,
+        ROPE_KINDS.get(call.format, "float"), REQUESTS, tile.block_m, tile.block_n, tile.turned, tile.ahead,
+        projection.native_fp8, projection.native_casts, overlaps,
+    )  # fmt: skip
+    programs = 1 + tokens * (1 + -(-heads // block_h)) + heads * columns * -(-tokens // tile.block_m)
+    arguments = (*[TENSOR] * 17, *scalars, *constants)
+    options = {"launch_pdl": True} if overlaps else {}
+    # Without fused multiply-adds: rotated values have the oracle's bits.
+    return Template(enter_kernel, (programs,), arguments, num_warps=tile.warps, enable_fp_fusion=False, **options)
