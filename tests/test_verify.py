@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 
 from tersekv import UnsupportedError, formats, plan
 from tersekv.testing import cases as cases_module
-from tersekv.testing import codes, memory, reference
+from tersekv.testing import codes, compare, memory, reference
 from tersekv.testing import verify as tool
 from tersekv.testing.cases import OPS, Case, cases
 from tersekv.testing.make import make
@@ -241,3 +242,23 @@ def test_reference_decode_is_torchs_attention():
     q = call.q.double()[:, :, None]
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     torch.testing.assert_close(expected, want[:, :, 0], rtol=1e-9, atol=1e-9)
+
+
+def test_rows_of_two_values_hold_what_is_not_finite():
+    case = next(c for c in cases(("mla_append",), ("fp8_e4m3",)) if c.special)
+    rows = make(dataclasses.replace(case, rope=2)).k_pe.float().flatten()
+    assert rows.isposinf().sum() == rows.isneginf().sum() == 1
+
+
+def test_one_code_of_a_stored_row_may_be_the_next_one_and_no_more():
+    want = torch.full((3, 128), 0.1, dtype=torch.float64)
+    want[1, 5], want[1, 7] = 2.5, 2.5
+    got, step = want.clone(), compare.STEP[torch.float8_e4m3fn]
+    got[1, 5] = 2.25
+    judged = functools.partial(compare._values, "ckv rows", want=want, limit=0.01)
+    assert judged(got, step=step).message is None
+    assert "token 1" in judged(got, step=0.0).message
+    for column, value in ((5, 2.0), (7, 2.25)):  # two codes away; a second one
+        worse = got.clone()
+        worse[1, column] = value
+        assert "token 1" in judged(worse, step=step).message

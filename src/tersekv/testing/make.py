@@ -85,7 +85,8 @@ class _Maker:
         x = x.clamp(-6e4, 6e4)
         if self.case.special:
             x[4, ..., 0], x[4, ..., 1] = torch.nan, -0.0
-            x.flatten(1)[4, 2:4] = torch.tensor([torch.inf, -torch.inf])  # in the first head only
+            # In the first head only, which may have two values.
+            x.flatten(1)[4, :4][-2:] = torch.tensor([torch.inf, -torch.inf])
         return self.placed(encode(x, self.dtype))
 
     def placed(self, x: Tensor) -> Tensor:
