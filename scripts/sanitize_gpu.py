@@ -1,7 +1,10 @@
-"""Random cases on a GPU under NVIDIA's compute-sanitizer, each process with a log; counts what it says by kernel.
+"""Random cases on a GPU under NVIDIA's compute-sanitizer, dealt to processes; counts what it says by kernel.
 
     python scripts/sanitize_gpu.py memcheck --cases 200 --seed 1 --json memcheck.json
+    python scripts/sanitize_gpu.py racecheck --cases 50 --tokens 600 --control
 
+Each process runs under a tool of its own, with a log of its own: one that ends early leaves no summary there, and
+counts as a failure. `--control` also runs a kernel that is right, and one that is not (`sanitize_control.py`).
 Memory lies without guard zones and without PyTorch's caching of it, so that what is read beside a tensor is seen too.
 The exit code is 1 if a case failed, or the tool reported an error that is not one of Triton's own (`_TRITONS`).
 """
@@ -9,7 +12,6 @@ The exit code is 1 if a case failed, or the tool reported an error that is not o
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -20,6 +22,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 # racecheck does not know that a barrier orders what warps pass on to those of `warp_specialize`: the state that Triton
 # itself keeps in shared memory to start them.
@@ -34,62 +37,76 @@ def main() -> int:
     parser.add_argument("tool", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workers", type=int)
+    parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--ops", help="comma-separated; default: all")
     parser.add_argument("--tokens", type=int, default=10**9, help="leave out cases whose requests hold more of them")
+    parser.add_argument("--control", action="store_true")
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    parser.add_argument("--inside", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
-        return inside(args)
+        return inside(args, int(args.inside[0]), Path(args.inside[1]))
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not os.path.exists(sanitizer):
         print("compute-sanitizer: want it on PATH; it comes with the CUDA toolkit", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
-        command = [
-            sanitizer, "--tool", args.tool, "--target-processes", "all", "--log-file", f"{folder}/%p.log",
-            sys.executable, __file__, *sys.argv[1:], "--inside", str(found),
-        ]  # fmt: skip
-        subprocess.run(command, check=False, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
-        report = {
-            "tool": args.tool,
-            "most tokens": args.tokens,
-            "seed": args.seed,
-            **read(Path(folder), args.tool),
-            **json.loads(found.read_text()),
-        }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shares = [[__file__, *sys.argv[1:], "--inside", str(i), str(folder / f"{i}.json")] for i in range(args.workers)]
+        run(sanitizer, args.tool, shares, folder)
+        found = [json.loads(p.read_text()) for i in range(args.workers) if (p := folder / f"{i}.json").exists()]
+        report: dict[str, Any] = {"tool": args.tool, "most tokens": args.tokens, "seed": args.seed}
+        report |= {"asked for": args.cases, "processes": args.workers, **read(folder, args.tool)}
+    report["total"] = dict(sum((Counter(f["total"]) for f in found), Counter[str]()))
+    report["failures"] = [x for f in found for x in f["failures"]]
+    report["unsupported"] = dict(sum((Counter(f["unsupported"]) for f in found), Counter[str]()))
+    for kind in ("right", "racing") * args.control:
+        with tempfile.TemporaryDirectory() as name:
+            run(sanitizer, args.tool, [[str(Path(__file__).with_name("sanitize_control.py")), kind]], Path(name))
+            report[f"control: {kind}"] = read(Path(name), args.tool)
     print(json.dumps(report, indent=1))
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
-    return int(bool(report["errors"] or report["total"].get("failed") or not report["processes"]))
+    whole = report["ended"] == args.workers and sum(report["total"].values()) == args.cases
+    return int(bool(report["errors"] or report["failures"] or not whole))
 
 
-def inside(args: argparse.Namespace) -> int:
-    """What runs under the tool."""
+def run(sanitizer: str, tool: str, scripts: list[list[str]], folder: Path) -> None:
+    """Each script under a tool of its own, side by side."""
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    running = [
+        subprocess.Popen([sanitizer, "--tool", tool, "--log-file", f"{folder}/{i}.log", sys.executable, *x], env=env)
+        for i, x in enumerate(scripts)
+    ]
+    for process in running:
+        process.wait()
+
+
+def inside(args: argparse.Namespace, share: int, found: Path) -> int:
+    """What runs under the tool: one of `workers` shares of the cases."""
+    import torch
+
     from tersekv.testing import random_cases, verify
     from tersekv.testing.draw import draw
-    from tersekv.testing.workers import Workers
 
+    torch.set_num_threads(1)
     drawn = (draw(args.seed, i, args.ops and args.ops.split(",")) for i in itertools.count())
     chosen = itertools.islice((c for c in drawn if sum(c.lens) <= args.tokens), args.cases)
-    run = functools.partial(verify.run, zones=False)
-    with Workers(args.workers or random_cases.workers_for("cuda"), "cuda", seconds=600, runner=run) as pool:
-        summary = random_cases.summary(list(pool.results(chosen)))
-    Path(args.inside).write_text(json.dumps({n: summary[n] for n in ("total", "failures", "unsupported")}))
+    mine = itertools.islice(chosen, share, None, args.workers)
+    summary = random_cases.summary([verify.run(case, "cuda", zones=False) for case in mine])
+    found.write_text(json.dumps({n: summary[n] for n in ("total", "failures", "unsupported")}))
     return 0
 
 
 def read(folder: Path, tool: str) -> dict:
-    """Of the logs: processes that were watched, errors and the kernels they are in, and how many are Triton's own."""
+    """Of the logs: processes that came to their end, errors and the kernels they are in, and how many are Triton's."""
     logs = [p.read_text(errors="replace") for p in folder.glob("*.log")]
     blocks = [b.strip().splitlines() for log in logs for b in re.split(r"(?m)^=========\s*$", log)]
     errors = [b for b in blocks if any(map(_ERROR.match, b))]
     own = [b for b in errors if tool in _TRITONS and _TRITONS[tool].search("\n".join(b))]
     errors = [b for b in errors if b not in own]
     return {
-        "processes": sum("SUMMARY" in log for log in logs),
+        "ended": sum("SUMMARY" in log for log in logs),
         "errors": len(errors),
         "of Triton's own": len(own),
         "told": sum(int(m[1]) for log in logs for m in _SUMMARY.finditer(log)),

@@ -1,0 +1,65 @@
+"""A kernel that is right and one that is not, for a look at what a sanitizer says of each (sanitize_gpu.py --control).
+
+Both pass numbers from one warp to four others, as Hopper's attention does with the facts of its next piece of work: the
+warp's lanes store to shared memory, meet, and one of them arrives at an mbarrier that the others wait for before they
+load. `racing` leaves out the waiting.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tersekv.backends.gluon.versions import thread_barrier
+
+
+@gluon.jit
+def store(words, bars, TURNS: gl.constexpr):
+    whole: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for i in range(TURNS):
+        mbarrier.wait(bars.index(1), (i & 1) ^ 1)
+        words.store(gl.arange(0, 32, whole) + i)
+        thread_barrier()
+        mbarrier.arrive(bars.index(0))
+
+
+@gluon.jit
+def load(OUT, words, bars, TURNS: gl.constexpr, WAITS: gl.constexpr):
+    whole: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    total = gl.zeros([32], gl.int32, whole)
+    for i in range(TURNS):
+        if WAITS:
+            mbarrier.wait(bars.index(0), i & 1)
+        total += words.load(whole)
+        thread_barrier()
+        mbarrier.arrive(bars.index(1))
+    gl.store(OUT + gl.arange(0, 32, whole), total)
+
+
+@gluon.jit
+def passing_kernel(OUT, TURNS: gl.constexpr, WAITS: gl.constexpr):
+    words = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(bars.index(i), count=1)
+    gl.warp_specialize([(load, (OUT, words, bars, TURNS, WAITS)), (store, (words, bars, TURNS))], [1], [32])
+
+
+def main(kind: str) -> None:
+    out = torch.empty(32, dtype=torch.int32, device="cuda")
+    if kind == "right":
+        turns = 8
+        passing_kernel[(1,)](out, turns, True, num_warps=4)
+        want = turns * torch.arange(32) + turns * (turns - 1) // 2
+        assert torch.equal(out.cpu(), want.int()), out
+    else:
+        passing_kernel[(1,)](out, 1, False, num_warps=4)  # one turn: who does not wait may not run ahead
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
