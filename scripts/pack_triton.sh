@@ -15,6 +15,7 @@ python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version "
     --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --dest "$work" "triton==$version"
 python3 -m zipfile -e "$work"/triton-*.whl "$work/here"
 cd "$work/here"
+chmod +x triton/backends/nvidia/bin/* # not kept by the unpacking
 strip --strip-unneeded triton/_C/libtriton.so
 # Profiling, AMD's libraries, and tools that no launch asks for. Which ptxas a chip gets differs between releases: both
 # stay. AMD's Python stays too, since Triton imports every backend that an installed distribution names.

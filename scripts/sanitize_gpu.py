@@ -6,12 +6,14 @@
 Each process runs under a tool of its own, with a log of its own: one that ends early leaves no summary there, and
 counts as a failure. `--control` also runs a kernel that is right, and one that is not (`sanitize_control.py`).
 Memory lies without guard zones and without PyTorch's caching of it, so that what is read beside a tensor is seen too.
-The exit code is 1 if a case failed, or the tool reported an error that is not one of Triton's own (`_TRITONS`).
+The exit code is 1 if a case failed, or the tool reported what is an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import itertools
 import json
 import os
@@ -24,11 +26,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# racecheck does not know that a barrier orders what warps pass on to those of `warp_specialize`: the state that Triton
-# itself keeps in shared memory to start them.
-_TRITONS = {"racecheck": re.compile(r"warp_specialize|default_partition_state")}
-_ERROR = re.compile(r"^========= (?:Error: |ERROR: )?(Invalid .*|.*[Rr]ace reported .*|.*hazard.*)$")
-_AT = re.compile(r"=========\s+at (?:.*\b)?(\w+)\+0x|=========\s+(?:Write|Read) Thread .* at (\w+)\+0x")
+ROOT = Path(__file__).parent.parent
+
+# What racecheck reports of programs that are right, by where both accesses stand in the source. It does not know that
+# warps of `warp_specialize` begin and end by state that Triton itself keeps for them in shared memory; nor that what
+# lies in memory before a barrier is told to expect a copy is there when the copy has come (`--control`: "copying").
+_STARTS = "warp_specialize"
+_ORDERED_BY_COPIES = {"publish"}  # functions whose stores that holds for
+_ERROR = re.compile(r"^========= (?:Error: |ERROR: )?(Invalid .*|.*[Rr]ace reported .*)$")
+_PLACE = re.compile(r" in ([\w.]+\.py):(\d+)")
+_AT = re.compile(r"\bat (?:.*\b)?(\w+)\+0x")
 _SUMMARY = re.compile(r"========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 
 
@@ -60,7 +67,7 @@ def main() -> int:
     report["total"] = dict(sum((Counter(f["total"]) for f in found), Counter[str]()))
     report["failures"] = [x for f in found for x in f["failures"]]
     report["unsupported"] = dict(sum((Counter(f["unsupported"]) for f in found), Counter[str]()))
-    for kind in ("right", "racing") * args.control:
+    for kind in ("right", "copying", "racing") * args.control:
         with tempfile.TemporaryDirectory() as name:
             run(sanitizer, args.tool, [[str(Path(__file__).with_name("sanitize_control.py")), kind]], Path(name))
             report[f"control: {kind}"] = read(Path(name), args.tool)
@@ -99,25 +106,53 @@ def inside(args: argparse.Namespace, share: int, found: Path) -> int:
 
 
 def read(folder: Path, tool: str) -> dict:
-    """Of the logs: processes that came to their end, errors and the kernels they are in, and how many are Triton's."""
+    """Of the logs: processes that came to their end, errors by kernel, and what is taken for an error."""
     logs = [p.read_text(errors="replace") for p in folder.glob("*.log")]
-    blocks = [b.strip().splitlines() for log in logs for b in re.split(r"(?m)^=========\s*$", log)]
+    texts = [re.sub(r"(?m)^=+ (COMPUTE-SANITIZER|.*SUMMARY.*)$", "", log) for log in logs]
+    blocks = [b.strip().splitlines() for text in texts for b in re.split(r"(?m)^=========\s*$", text)]
     errors = [b for b in blocks if any(map(_ERROR.match, b))]
-    own = [b for b in errors if tool in _TRITONS and _TRITONS[tool].search("\n".join(b))]
-    errors = [b for b in errors if b not in own]
+    kinds = [_kind(b) if tool == "racecheck" else "" for b in errors]
+    left = [b for b, kind in zip(errors, kinds, strict=True) if not kind]
     return {
         "ended": sum("SUMMARY" in log for log in logs),
-        "errors": len(errors),
-        "of Triton's own": len(own),
+        "errors": len(left),
+        "taken for errors": dict(Counter(filter(None, kinds))),
         "told": sum(int(m[1]) for log in logs for m in _SUMMARY.finditer(log)),
-        "kernels": dict(Counter(map(_kernel, errors))),
-        "samples": ["\n".join(b) for b in [*errors[:5], *own[:1]]],
+        "kernels": dict(Counter(map(_kernel, left))),
+        "samples": ["\n".join(b) for b in left[:5]],
     }
+
+
+def _kind(lines: list[str]) -> str:
+    """Why a report is none of an error; empty: it is one."""
+    kernel = _kernel(lines)
+    places = [_standing(kernel, m[1], int(m[2])) for line in lines for m in _PLACE.finditer(line)]
+    if places and all(p == _STARTS for p in places):
+        return "warps begin and end"
+    return "a copy's barrier orders them" if _ORDERED_BY_COPIES & set(places) else ""
+
+
+@functools.cache
+def _standing(kernel: str, file: str, line: int) -> str:
+    """The function that stands there; `_STARTS`: the kernel's first line, or its starting of warps up to the next line,
+    where the compiler puts its end."""
+    for path in [*(ROOT / "src").rglob(file), *(ROOT / "scripts").glob(file)]:
+        functions = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
+        if kernel not in [f.name for f in functions]:
+            continue
+        inside = [f for f in functions if f.lineno <= line <= (f.end_lineno or 0)]
+        calls = [n for f in inside if f.name == kernel for n in ast.walk(f) if isinstance(n, ast.Call)]
+        starts = [n for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == _STARTS]
+        began = any(n.lineno <= line <= (n.end_lineno or 0) + 1 for n in starts)
+        if began or (starts and line == inside[0].lineno):
+            return _STARTS
+        return inside[-1].name if inside else ""
+    return ""
 
 
 def _kernel(lines: list[str]) -> str:
     at = next((m for line in lines if (m := _AT.search(line))), None)
-    return next(filter(None, at.groups())) if at else lines[0][:120]
+    return at[1] if at else lines[0][:120]
 
 
 if __name__ == "__main__":
