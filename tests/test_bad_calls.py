@@ -25,6 +25,7 @@ from tersekv import (
     mla_prefill,
     mla_prefill_plan,
     mla_project,
+    prefill,
     plan,
     recall,
     rope_append,
@@ -79,6 +80,10 @@ def good(op: str) -> dict:
             "q": bf(2, 4, 32), "cache": kv(), "sinks": torch.zeros(4), "mask": torch.zeros(2, 2, dtype=torch.uint16),
             "out": bf(2, 4, 16), **attend,
         },
+        "prefill": lambda: {
+            "q": bf(2, 4, 32), "cache": kv(), "k": bf(2, 2, 32), "v": bf(2, 2, 16), "sinks": torch.zeros(4),
+            "out": bf(2, 4, 16), **attend,
+        },
         "mla_decode": lambda: {"q": bf(2, 4, 144), "cache": latent(), "out": bf(2, 4, 128), **attend},
         "mla_prefill": lambda: {
             "q": bf(3, 2, 48), "cache": latent(), "page_table": torch.zeros(2, 3, dtype=I32), "cache_lens": i32(3, 6),
@@ -105,7 +110,7 @@ def good(op: str) -> dict:
 
 
 VERBS = {
-    "append": append, "rope_append": rope_append, "mla_append": mla_append, "decode": decode,
+    "append": append, "rope_append": rope_append, "mla_append": mla_append, "decode": decode, "prefill": prefill,
     "mla_decode": mla_decode, "mla_prefill": mla_prefill, "mla_project": mla_project,
     "mla_decode_branch": mla_decode_branch, "merge_states": merge_states,
 }  # fmt: skip
@@ -248,6 +253,15 @@ BAD_VALUES = [
     ("decode", {"softmax_scale": torch.ones(1).half()}, "softmax_scale: want [1] float32, got [1] float16"),
     ("decode", {"window": 10**30}, f"window: want an int that 64 bits hold, got {10**30}"),
     ("decode", {"q": bf(2, 4, 0), "softmax_scale": None}, "q: want head_dim a multiple of 8 up to 576, got 0"),
+    ("prefill", {"k": bf(2, 2, 16)}, "k: want [T=2, H=2, D=32] bfloat16, got [2, 2, 16] bfloat16 (D as in q)"),
+    ("prefill", {"k": bf(2, 2, 32).half()}, "k: want [T=2, H=2, D=32] bfloat16, got [2, 2, 32] float16"),
+    ("prefill", {"k": torch.zeros(2, 2, 32), "q": torch.zeros(2, 4, 32)},
+     "k: want [T=2, H=2, D=32] bfloat16 | float16, got [2, 2, 32] float32"),
+    ("prefill", {"v": bf(2, 2, 16).half()}, "v: want [T=2, H=2, Dv=16] bfloat16, got [2, 2, 16] float16"),
+    ("prefill", {"k": None}, "v: want None without k, got a tensor"),
+    ("prefill", {"v": None}, "v: want a tensor beside k, got None"),
+    ("prefill", {"cu_seqlens_q": i32(0, 2)}, f"cu_seqlens_q: want [B+1=3] {INDEX}, got [2] int32"),
+    ("prefill", {"window": 0}, "window: want a positive number of keys (own included) or None, got 0"),
     ("rope_append", {"q_out": bf(3, 1, 32).expand(3, 4, 32)},
      "q_out: want memory for each element, got strides [32, 0, 1]"),
     ("mla_append", {"cache": PagedLatentLayer(bf(4, 0, 128), bf(4, 0, 16), "bf16")},
@@ -347,6 +361,7 @@ BAD_TYPES = [
     ("decode", {"max_q_len": 1.0}, "max_q_len: want int, got float 1.0"),
     ("decode", {"window": "4"}, "window: want int, got str '4'"),
     ("decode", {"softcap": "30"}, "softcap: want a number or None, got str"),
+    ("prefill", {"cu_seqlens_q": None}, "cu_seqlens_q: want Tensor, got NoneType"),
     ("mla_prefill", {"plan": None}, "plan: want an MLAPrefillPlan, as mla_prefill_plan makes it, got NoneType"),
     ("decode", {"cache": PagedKVLayer(kv().k, None, "fp8_e4m3")}, "v_cache: want Tensor, got NoneType"),
     ("decode", {"return_lse": "no"}, "return_lse: want bool, got str"),

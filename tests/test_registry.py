@@ -20,6 +20,8 @@ CHECKED = [
     ("mla_append", "bf16", "rows only"),
     ("decode", "bf16", "drafts tree mask"),
     ("decode", "int8_per_token_head", "plain"),
+    ("prefill", "bf16", "plain"),
+    ("prefill", "int8_per_token_head", "new rows"),
     ("mla_decode", "fp16", "ragged drafts"),
     ("mla_prefill", "bf16", "16-bit weight"),
     ("mla_project", "bf16", "plain"),

@@ -15,6 +15,7 @@ _HOMES = {
     "append": "ops.append",
     "rope_append": "ops.append",
     "decode": "ops.decode",
+    "prefill": "ops.prefill",
     "mla_append": "ops.mla",
     "mla_decode": "ops.mla",
     "mla_decode_branch": "ops.mla_branch",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .ops.merge import merge_states
     from .ops.mla import MLAPrefillPlan, mla_append, mla_decode, mla_prefill, mla_prefill_plan, mla_project
     from .ops.mla_branch import mla_decode_branch
+    from .ops.prefill import prefill
     from .ops.warm_up import warm_up
     from .pages import PagePool, copy_pages
 
@@ -79,6 +81,7 @@ __all__ = [
     "mla_prefill",
     "mla_prefill_plan",
     "mla_project",
+    "prefill",
     "rope_append",
     "warm_up",
 ]

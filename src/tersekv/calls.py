@@ -131,6 +131,39 @@ class DecodeCall(NamedTuple):
     precision: str  # "exact" | "fast"
 
 
+class PrefillCall(NamedTuple):
+    """All that decode's record has, but the mask; so the kernels of decode take it as it is."""
+
+    q: Tensor  # [T, Hq, D] bf16 | fp16 | fp32 | e4m3 | e5m2
+    k: Tensor | None  # [T, H, D] bf16 | fp16: the new tokens' own rows, in place of their slots; None: from the cache
+    v: Tensor | None  # [T, H, Dv]
+    k_cache: Tensor  # [P, S, H, D]
+    v_cache: Tensor  # [P, S, H, Dv]
+    k_scale_cache: Tensor | None
+    v_scale_cache: Tensor | None
+    page_table: Tensor  # [B, max_pages]
+    seq_lens: Tensor  # [B] new tokens included
+    cu_seqlens_q: Tensor  # [B + 1]
+    sinks: Tensor | None  # [Hq] fp32
+    out: Tensor  # [T, Hq, Dv] written; 16-bit, fp32, e4m3 or e5m2
+    lse: Tensor | None  # [T, Hq] fp32 written, natural log
+    format: str
+    max_q_len: int  # largest number of query rows of a request
+    window: int  # keys seen by a query, its own included; 0: all
+    softcap: float  # 0: none
+    softmax_scale: float
+    softmax_scale_t: Tensor | None
+    k_scale: float  # dequantises
+    k_scale_t: Tensor | None  # [1] or [H]
+    v_scale: float
+    v_scale_t: Tensor | None
+    out_scale: float  # multiplies the output
+    out_scale_t: Tensor | None
+    precision: str  # "exact" | "fast"
+
+    mask = None  # no field: always causal
+
+
 class MLADecodeCall(NamedTuple):
     q_nope: Tensor  # [T, H, L] absorbed query; bf16 | fp16 | fp32 | e4m3 | e5m2
     q_pe: Tensor  # [T, H, R]
@@ -233,6 +266,7 @@ CALLS: dict[str, tuple[type, tuple[str, ...]]] = {
     "rope_append": (RopeAppendCall, _Q_OUT + _CACHES),
     "mla_append": (MLAAppendCall, _Q_OUT + _LATENT),
     "decode": (DecodeCall, ("out", "lse")),
+    "prefill": (PrefillCall, ("out", "lse")),
     "mla_decode": (MLADecodeCall, ("out", "lse")),
     "mla_prefill": (MLAPrefillCall, ("q", *_LATENT, "out", "lse", "q_pe_out", "seq_lens_out")),
     "mla_project": (MLAProjectCall, ("out",)),

@@ -32,6 +32,8 @@ def _requests(call: Any, pages: int, size: int) -> None:
     if hasattr(call, "seq_lens"):
         lens, name, what = call.seq_lens.to(torch.int64), "seq_lens", "(max_pages * S)"
         _at_least_0(name, lens)
+        if getattr(call, "k", None) is not None:  # a prefill's new rows are not read from pages
+            lens, what = (lens - new).clamp(min=0), "before the new tokens (max_pages * S)"
     else:
         cached = call.cache_lens.to(torch.int64)
         lens, name, what = cached + new, "cache_lens", "(max_pages * S, the new tokens included)"

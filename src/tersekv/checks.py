@@ -5,7 +5,6 @@ They look at no tensor value and run once per distinct set of facts; values are 
 
 from __future__ import annotations
 
-import math
 import types as _types
 import typing
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ from torch import Tensor
 from .calls import CALLS
 from .counts import single
 from .formats import FP8, MAX_HEAD_DIM, MAX_HEAD_DIM_V, KVFormat, kv_format, latent_format, rope_dtype
-from .shapes import Shapes, argument, argument_of, dtype_name
+from .shapes import Shapes, argument, argument_of, dtype_name, overlaps
 
 INDEX = (torch.int32, torch.int64, torch.uint32)
 F32 = (torch.float32,)
@@ -93,18 +92,9 @@ def facts(f: SimpleNamespace) -> None:
         require(not negated, argument_of(f.op, f, name), "memory as it reads", "a negated view (x.resolve_neg())")
     for name in written:
         x = getattr(f, name)
-        if x is not None and _overlaps(x.shape, x.stride):
+        if x is not None and overlaps(x.shape, x.stride):
             what = argument_of(f.op, f, name)
             raise ValueError(f"{what}: want memory for each element, got strides {list(x.stride)}")
-
-
-def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether two elements that differ in one index, or in two, lie in one place."""
-    dims = [(n, step) for n, step in zip(shape, stride, strict=True) if n > 1]
-    if 0 in shape or any(step == 0 for _, step in dims):
-        return 0 not in shape
-    pairs = ((*a, *b, math.gcd(a[1], b[1])) for i, a in enumerate(dims) for b in dims[:i])
-    return any(step_b // common < n_a and step_a // common < n_b for n_a, step_a, n_b, step_b, common in pairs)
 
 
 def require(ok: bool, name: str, want: str, got: Any) -> None:
@@ -187,6 +177,20 @@ def _mla_append(f: SimpleNamespace) -> None:
 
 
 def _decode(f: SimpleNamespace) -> None:
+    s = _kv_attention(f)
+    if s.see("mask", "T W", [torch.uint16]):
+        words = 2 * -(-f.max_q_len // 32)
+        require(s["W"] >= words, "mask", f"at least {words} uint16 words a row for {f.max_q_len} drafts", s["W"])
+
+
+def _prefill(f: SimpleNamespace) -> None:
+    s = _kv_attention(f)
+    _both("v", f.v, "k", f.k)
+    s.see("k", "T H D", [f.q.dtype] if f.q.dtype in HALF else HALF)
+    s.see("v", "T H Dv", [f.k.dtype] if f.k is not None else HALF)
+
+
+def _kv_attention(f: SimpleNamespace) -> Shapes:
     s = Shapes(f)
     s.see("q", "T Hq D", FLOAT + FP8)
     fmt = kv_format(f.format)
@@ -201,16 +205,13 @@ def _decode(f: SimpleNamespace) -> None:
     require(s["Hq"] > 0, "q", "at least one head", s["Hq"])
     require(heads > 0 and s["Hq"] % heads == 0, "q", f"num_q_heads a multiple of num_kv_heads={heads}", s["Hq"])
     _requests(f, s)
-    if s.see("mask", "T W", [torch.uint16]):
-        words = 2 * -(-f.max_q_len // 32)
-        require(s["W"] >= words, "mask", f"at least {words} uint16 words a row for {f.max_q_len} drafts", s["W"])
     s.see("sinks", "Hq", F32)
     s.see("out", "T Hq Dv", FLOAT + FP8)
     s.see("lse", "T Hq", F32, last_dim_dense=False)
     require(f.window >= 0, "window", "a positive number of keys (own included), or None", f.window)
-    fits = f.softcap == 0 or single(f.softcap) > 0
-    _finite("softcap", "0 (none) or a positive, finite number", f.softcap, fits)
+    _finite("softcap", "0 (none) or a positive, finite number", f.softcap, f.softcap == 0 or single(f.softcap) > 0)
     _output_scales(f, s)
+    return s
 
 
 def _mla_decode(f: SimpleNamespace) -> None:
@@ -329,6 +330,7 @@ _CHECKS = {
     "rope_append": _rope_append,
     "mla_append": _mla_append,
     "decode": _decode,
+    "prefill": _prefill,
     "mla_decode": _mla_decode,
     "mla_prefill": _mla_prefill,
     "mla_project": _mla_project,

@@ -21,6 +21,7 @@ _IN_PLACE: dict[str, tuple[tuple[str, str], ...]] = {
     "rope_append": _Q,
     "mla_append": _Q,
     "decode": (("out", "q"),),
+    "prefill": (("out", "q"),),
     "mla_decode": (("out", "q_nope"),),
     "merge_states": (("out", "outs"),),
 }

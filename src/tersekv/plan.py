@@ -29,7 +29,7 @@ from .keys import FIELDS, Seen, tensor_key
 BACKENDS = ("gluon", "triton", "cpu", "torch")
 _AUTO = {"cuda": ("gluon", "triton"), "cpu": ("cpu", "torch")}
 # Operations whose Gluon kernels were proven on a GPU; others would run if asked for by name.
-_GLUON = ("decode", "mla_decode", "mla_decode_branch", "mla_prefill")
+_GLUON = ("decode", "prefill", "mla_decode", "mla_decode_branch", "mla_prefill")
 _MAX_PLANS = 16384  # shapes change with the batch; beyond this the cache starts afresh
 
 

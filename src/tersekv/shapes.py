@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -104,6 +105,15 @@ def odd_one_out(f: SimpleNamespace) -> str:
     # Tensors that a check put together again come after the record's own, and are what the caller knows.
     name = min((n for n in where if where[n] != most), key=lambda n: n in record._fields)  # type: ignore[attr-defined]
     return f"{argument(record, name)}: want device {most}, got {where[name]}"
+
+
+def overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two elements that differ in one index, or in two, lie in one place."""
+    dims = [(n, step) for n, step in zip(shape, stride, strict=True) if n > 1]
+    if 0 in shape or any(step == 0 for _, step in dims):
+        return 0 not in shape
+    pairs = ((*a, *b, math.gcd(a[1], b[1])) for i, a in enumerate(dims) for b in dims[:i])
+    return any(step_b // common < n_a and step_a // common < n_b for n_a, step_a, n_b, step_b, common in pairs)
 
 
 def dtype_name(d: torch.dtype) -> str:

@@ -67,7 +67,7 @@ def decode(
     v_scale, v_scale_t = split(c.v_scale, "v_scale")
     o_scale, o_scale_t = split(out_scale, "out_scale")
     scale, scale_t = (None, None) if softmax_scale is None else split(softmax_scale, "softmax_scale")
-    softcap = softcap if type(softcap) is float else _softcap(softcap)
+    softcap = capped(softcap)
     max_q_len = None if max_q_len is None else whole("max_q_len", max_q_len)
     window = None if window is None else whole("window", window)
     given = (
@@ -89,13 +89,11 @@ def decode(
     out, lse, made = receivers(q, (t, heads, dv), out, out_dtype, lse, return_lse)
     if isinstance(mask, Tensor) and mask.dim() == 3:
         mask = mask_rows(mask, seq_lens, t)
-    if window is not None and window <= 0:
-        raise ValueError(f"window: want a positive number of keys (own included) or None, got {window}")
     if scale is None:
         scale = max(d, 1) ** -0.5  # of no column: the checks name it
     call = DecodeCall(
         q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, lse,
-        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), window or 0, softcap,
+        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), seen_keys(window), softcap,
         scale, scale_t, k_scale, k_scale_t, v_scale, v_scale_t, o_scale, o_scale_t, precision,
     )  # fmt: skip
     submit("decode", call, backend, Way(options, given, made))
@@ -123,10 +121,18 @@ def receivers(
     return made["out"], lse, made
 
 
-def _softcap(softcap: float | None) -> float:
-    if softcap is None:
-        return 0.0
-    return number("softcap", softcap, "a number or None")
+def capped(softcap: float | None) -> float:
+    """`softcap` as the record has it."""
+    if type(softcap) is float:
+        return softcap
+    return 0.0 if softcap is None else number("softcap", softcap, "a number or None")
+
+
+def seen_keys(window: int | None) -> int:
+    """`window` as the record has it."""
+    if window is not None and window <= 0:
+        raise ValueError(f"window: want a positive number of keys (own included) or None, got {window}")
+    return window or 0
 
 
 def mask_rows(mask: Tensor, seq_lens: Tensor, t: int) -> Tensor:

@@ -69,6 +69,7 @@ class Case:
     sinks: bool = False
     lse: bool = True
     precision: str = "exact"
+    new_rows: bool = False  # prefill: the new tokens' k and v are given, their slots hold nothing
 
     # mla_prefill, mla_decode_branch
     nope: int = 128
@@ -214,6 +215,51 @@ def _decode(base: Case, i: int) -> Iterator[Case]:
         yield replace(base, name="fp16 query spread", dtype="float16", spread=True, quick=False)
 
 
+def _prefill(base: Case, i: int) -> Iterator[Case]:
+    odd = _step(base.format, (80, 72, 112, 96, 104, 120, 80)[i % 7])
+    odd_v = _step(base.format, (64, 40, 24, 96, 32, 64, 112)[i % 7])
+    base = replace(base, dim=128, lens=(37, 4, 0, 70), q_lens=(20, 4, 0, 33), ragged=True)
+    yield base
+    new = replace(base, new_rows=True)
+    yield replace(new, name="new rows")
+    for case in (
+        replace(
+            new,
+            name="new rows window sinks hnd packed",
+            window=12,
+            sinks=True,
+            layout="HND",
+            packed=True,
+            inline=True,
+            page=64,
+        ),
+        replace(new, name="more new rows than tokens", lens=(3, 0, 90, 9), q_lens=(5, 2, 1, 9), page=1, softcap=20.0),
+        replace(new, name="new rows e4m3 query", dtype="float8_e4m3fn", out_dtype="bfloat16", scale="float"),
+        replace(base, name="window softcap fp16 pages of 3", dtype="float16", window=20, softcap=20.0, page=3, dim=64),
+        replace(
+            base,
+            name="no prefix sinks strided spread",
+            lens=(150, 9),
+            q_lens=(150, 9),
+            sinks=True,
+            strided=True,
+            spread=True,
+            page=64,
+            index="int64",
+            precision="fast",
+        ),
+        replace(base, name=f"D {odd} Dv {odd_v} G 5", dim=odd, dim_v=odd_v, group=5, heads=1, index="uint32"),
+        replace(base, name="D 192 Dv 128 MHA", dim=192, dim_v=128, group=1, page=256, lens=(300, 511), q_lens=(7, 1)),
+        replace(new, name="D 256 scale tensors e4m3 out", dim=256, scale="tensor", out_dtype="float8_e4m3fn", page=64),
+        replace(base, name="e4m3 query e5m2 out", dtype="float8_e4m3fn", out_dtype="float8_e5m2", lse=False),
+        replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0)),
+        replace(new, name="fp32", dtype="float32", lse=False),
+    ):
+        yield replace(case, quick=False)
+    if kv_format(base.format).scale == "tensor":
+        yield replace(new, name="a scale per head", scale="head", quick=False)
+
+
 def _mla_decode(base: Case, i: int) -> Iterator[Case]:
     base = replace(base, heads=1, group=16, page=64)
     yield base
@@ -330,6 +376,7 @@ _VARIANTS = {
     "append": (tuple(KV_FORMATS), _append),
     "rope_append": (tuple(KV_FORMATS), _rope_append),
     "decode": (tuple(KV_FORMATS), _decode),
+    "prefill": (tuple(KV_FORMATS), _prefill),
     "mla_append": (tuple(LATENT_FORMATS), _mla_append),
     "mla_decode": (tuple(LATENT_FORMATS), _mla_decode),
     "mla_prefill": (tuple(LATENT_FORMATS), _mla_prefill),

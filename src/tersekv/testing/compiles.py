@@ -25,6 +25,10 @@ PROBES = {
         Case("decode", "int8_per_token_head", "", heads=2, group=8, dim=128, page=64, lens=_ROWS, q_lens=_ROWS),
         Case("decode", "fp8_e4m3", "", heads=2, group=8, dim=256, page=64, lens=_ROWS, q_lens=_ROWS),
     ),
+    "prefill": (
+        Case("prefill", "fp8_e4m3", "", heads=8, dim=128, page=64, lens=_ROWS, q_lens=_ROWS),
+        Case("prefill", "int8_per_token_head", "", heads=2, group=8, dim=128, page=64, lens=_ROWS, q_lens=_ROWS),
+    ),
     "mla_decode": (
         _MLA,
         replace(_MLA, group=128, lens=(400,) * 40),

@@ -21,8 +21,8 @@ _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _INDEX = ("int32", "int64", "uint32", "mixed")
 _SCALES = ("one", "float", "tensor", "head")
 # Attentions over K/V caches are what most calls are; the rest have fewer parameters.
-_WEIGHTS = {"decode": 5, "append": 3, "rope_append": 3, "mla_append": 2, "mla_decode": 3, "mla_prefill": 2,
-            "mla_project": 1, "mla_decode_branch": 2, "merge_states": 1}  # fmt: skip
+_WEIGHTS = {"decode": 5, "prefill": 4, "append": 3, "rope_append": 3, "mla_append": 2, "mla_decode": 3,
+            "mla_prefill": 2, "mla_project": 1, "mla_decode_branch": 2, "merge_states": 1}  # fmt: skip
 _MOST_TOKENS = 160_000
 _MOST_VALUES = 1 << 24  # that a cache or new rows hold
 _MOST_WRITTEN = 1 << 20  # values of an output, where it is the caller who chose many query rows
@@ -192,13 +192,26 @@ def _written_as(dice: Dice) -> str:
 
 
 def _decode(dice: Dice, case: Case) -> Case:
+    case = _kv_attention(dice, case)
+    return replace(case, mask=dice.maybe(0.2))
+
+
+def _prefill(dice: Dice, case: Case) -> Case:
+    """Ragged new rows: all of a request, some, or more than it holds."""
+    case = _kv_attention(dice, case)
+    if dice.maybe(0.3) and sum(case.lens) * case.heads * case.group * max(case.lens) * 64 <= _MOST_SCORES:
+        case = replace(case, q_lens=case.lens)
+    return replace(case, ragged=True, new_rows=dice.maybe(0.4))
+
+
+def _kv_attention(dice: Dice, case: Case) -> Case:
     case = _kv(dice, case)
     group = dice.some((1, 2, 4, 4, 5, 8, 8, 16, dice.randint(1, 72)))
     lens = _lens(dice, _live(dice, case.heads * (case.dim + (case.dim_v or case.dim))))
     case = replace(_attention(dice, case, lens, case.heads * group, case.dim_v or case.dim), group=group)
     fast = dice.maybe(0.1)
     return replace(
-        case, mask=dice.maybe(0.2), window=dice.log(1, 5000) if dice.maybe(0.25) else 0, sinks=dice.maybe(0.2),
+        case, window=dice.log(1, 5000) if dice.maybe(0.25) else 0, sinks=dice.maybe(0.2),
         softcap=dice.some((0.0, 0.0, 0.0, 20.0, 50.0)), spread=dice.maybe(0.2), precision="fast" if fast else "exact",
     )  # fmt: skip
 
@@ -301,6 +314,7 @@ _DRAWS = {
     "rope_append": _rope_append,
     "mla_append": _mla_append,
     "decode": _decode,
+    "prefill": _prefill,
     "mla_decode": _mla_decode,
     "mla_prefill": _mla_prefill,
     "mla_project": _mla_project,

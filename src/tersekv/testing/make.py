@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from ..calls import (
     MLADecodeCall,
     MLAPrefillCall,
     MLAProjectCall,
+    PrefillCall,
     RopeAppendCall,
 )
 from ..formats import FP8, kv_format, latent_format
@@ -67,12 +69,13 @@ class _Maker:
             wide = wide.narrow(dim, 0, shape[dim])
         return wide[..., 4 : 4 + shape[-1]]
 
-    def rows(self, *shape: int, spread: float = 0.0) -> Tensor:
-        """Rows of normal numbers in the case's dtype; `spread`: of sizes that differ by that many powers of ten."""
+    def rows(self, *shape: int, spread: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+        """Rows of normal numbers, in the case's dtype if none is named; `spread`: of sizes that differ by that many
+        powers of ten."""
         x = self.normal(*shape)
         if spread:
             x = x * 10.0 ** self.uniform(-spread, 0.5, *shape[:-1], 1)
-        return self.placed(encode(x, self.dtype))
+        return self.placed(encode(x, dtype or self.dtype))
 
     def new_rows(self, *shape: int) -> Tensor:
         """Rows to append: the first is zero, the third overflows every 8-bit format; `special`: the fifth holds what
@@ -202,8 +205,25 @@ def _mla_append(m: _Maker) -> MLAAppendCall:
 
 def _decode(m: _Maker) -> DecodeCall:
     c, r = m.case, m.requests
+    mask = r.mask() if c.mask else None
+    return DecodeCall(**_kv_attention(m), cu_seqlens_q=r.cu_seqlens() if c.ragged else None, mask=mask)
+
+
+def _prefill(m: _Maker) -> PrefillCall:
+    c, r = m.case, m.requests
+    k = v = None
+    if c.new_rows:
+        half = m.dtype if m.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+        k = m.rows(r.tokens, c.heads, c.dim, spread=2.0 * c.spread, dtype=half)
+        v = m.rows(r.tokens, c.heads, c.dim_v or c.dim, spread=3.0 * c.spread, dtype=half)
+    return PrefillCall(**_kv_attention(m), k=k, v=v, cu_seqlens_q=r.cu_seqlens())
+
+
+def _kv_attention(m: _Maker) -> dict[str, Any]:
+    """The fields that decode and prefill share."""
+    c, r = m.case, m.requests
     a, f, dv = m.kv_layer(c.page), kv_format(c.format), c.dim_v or c.dim
-    pages, slots = r.live()
+    pages, slots = r.live(new=not c.new_rows)
     for codes, stored, scale, dim, spread in (
         (a.k, a.k_scale_cache, a.k_scale, c.dim, 2.0),
         (a.v, a.v_scale_cache, a.v_scale, dv, 3.0),
@@ -213,18 +233,24 @@ def _decode(m: _Maker) -> DecodeCall:
             x = x * 10.0 ** m.uniform(-spread, 0.5, len(pages), c.heads, 1)
         write_rows(codes, stored, pages, slots, x, f, column(scale))
     heads = c.heads * c.group
-    mask = r.mask() if c.mask else None
-    sinks = m.normal(heads) + 1 if c.sinks else None
-    softmax_scale: Scale = c.dim**-0.5
-    out_scale: Scale = 1.0
+    scales: dict[str, Scale] = {
+        "softmax_scale": c.dim**-0.5,
+        "out_scale": 1.0,
+        "k_scale": a.k_scale,
+        "v_scale": a.v_scale,
+    }
     if c.scale == "tensor":
-        softmax_scale, out_scale = torch.full((1,), c.dim**-0.5), torch.full((1,), 3.0)
-    return DecodeCall(
-        m.rows(r.tokens, heads, c.dim), a.k, a.v, a.k_scale_cache, a.v_scale_cache, r.page_table(), r.seq_lens(),
-        r.cu_seqlens() if c.ragged else None, mask, sinks, m.output(r.tokens, heads, dv), m.lse(r.tokens, heads),
-        c.format, r.max_q_len, c.window, c.softcap, *split(softmax_scale), *split(a.k_scale), *split(a.v_scale),
-        *split(out_scale), c.precision,
-    )  # fmt: skip
+        scales |= {"softmax_scale": torch.full((1,), c.dim**-0.5), "out_scale": torch.full((1,), 3.0)}
+    given: dict[str, Any] = {}
+    for name, scale in scales.items():
+        given[name], given[f"{name}_t"] = split(scale)
+    return given | {
+        "q": m.rows(r.tokens, heads, c.dim), "k_cache": a.k, "v_cache": a.v, "k_scale_cache": a.k_scale_cache,
+        "v_scale_cache": a.v_scale_cache, "page_table": r.page_table(new=not c.new_rows), "seq_lens": r.seq_lens(),
+        "sinks": m.normal(heads) + 1 if c.sinks else None, "out": m.output(r.tokens, heads, dv),
+        "lse": m.lse(r.tokens, heads), "format": c.format, "max_q_len": r.max_q_len, "window": c.window,
+        "softcap": c.softcap, "precision": c.precision,
+    }  # fmt: skip
 
 
 def _mla_decode(m: _Maker) -> MLADecodeCall:
@@ -348,6 +374,7 @@ _MAKERS: dict[str, Callable[[_Maker], tuple]] = {
     "rope_append": _rope_append,
     "mla_append": _mla_append,
     "decode": _decode,
+    "prefill": _prefill,
     "mla_decode": _mla_decode,
     "mla_prefill": _mla_prefill,
     "mla_project": _mla_project,

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..calls import DecodeCall, MergeCall, MLADecodeBranchCall, MLADecodeCall, MLAPrefillCall, MLAProjectCall
+from ..calls import (
+    DecodeCall,
+    MergeCall,
+    MLADecodeBranchCall,
+    MLADecodeCall,
+    MLAPrefillCall,
+    MLAProjectCall,
+    PrefillCall,
+)
 from ..formats import kv_format, latent_format
 from . import reference_append
 from .codes import column, decode, encode, quantise_latents, read_rows, write_rows
@@ -46,16 +54,13 @@ def run(op: str, call: Any, done: Any = None) -> Expected:
     return _REFERENCES[op](call) or Expected({})
 
 
-def _decode(call: DecodeCall) -> Expected:
-    f, heads = kv_format(call.format), call.k_cache.shape[2]
+def _decode(call: DecodeCall | PrefillCall) -> Expected:
+    heads = call.k_cache.shape[2]
     group = call.q.shape[1] // heads
-    k_scale, v_scale = (column(_pick(call, n)) for n in ("k_scale", "v_scale"))
     out, lse = _empty(call.out)
     for b, (start, stop) in enumerate(_rows(call)):
         n = int(call.seq_lens[b])
-        where = _places(call.page_table[b], n, call.k_cache.shape[1])
-        k = read_rows(call.k_cache, call.k_scale_cache, *where, f, k_scale)
-        v = read_rows(call.v_cache, call.v_scale_cache, *where, f, v_scale)
+        k, v = _keys_and_values(call, b, n, start, stop)
         q = decode(call.q[start:stop])
         scores = torch.einsum("rhgd,nhd->rhgn", q.unflatten(1, (heads, group)), k).flatten(1, 2)
         scores = scores * float(_pick(call, "softmax_scale"))
@@ -67,6 +72,19 @@ def _decode(call: DecodeCall) -> Expected:
         o = torch.einsum("rhgn,nhd->rhgd", p.unflatten(1, (heads, group)), v)
         out[start:stop] = o.flatten(1, 2)
     return _attention(call, out * float(_pick(call, "out_scale")), lse)
+
+
+def _keys_and_values(call: Any, b: int, n: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """fp64 rows of the n tokens of request b with query rows [start, stop), the last the call's own if given."""
+    f, found = kv_format(call.format), []
+    for side in "kv":
+        given = getattr(call, side, None)
+        new = 0 if given is None else min(stop - start, n)
+        where = _places(call.page_table[b], n - new, call.k_cache.shape[1])
+        scale = column(_pick(call, f"{side}_scale"))
+        rows = read_rows(getattr(call, f"{side}_cache"), getattr(call, f"{side}_scale_cache"), *where, f, scale)
+        found.append(rows if given is None else torch.cat([rows, decode(given[stop - new : stop])]))
+    return found[0], found[1]
 
 
 def _mla_decode(call: MLADecodeCall) -> Expected:
@@ -161,6 +179,7 @@ _REFERENCES: dict[str, Callable[[Any], Expected | None]] = {
     "rope_append": reference_append.rope_append,
     "mla_append": reference_append.mla_append,
     "decode": _decode,
+    "prefill": _decode,
     "mla_decode": _mla_decode,
     "mla_project": _mla_project,
     "merge_states": _merge_states,

@@ -49,11 +49,14 @@ class Requests:
     def cu_seqlens(self) -> Tensor:
         return self.index([sum(self.q_lens[:b]) for b in range(len(self.q_lens) + 1)])
 
-    def page_table(self) -> Tensor:
-        """[B, max_pages]; entries past a request's pages are huge. If the case is strided, a part of a wider table."""
+    def page_table(self, *, new: bool = True) -> Tensor:
+        """[B, max_pages]; entries past a request's pages are huge, those of new tokens alone too unless `new`. If the
+        case is strided, a part of a wider table."""
         width = max((len(p) for p in self.pages), default=0) + 2
         wide = width + 3 * self.case.strided
-        rows = [p + [_FAR] * (wide - len(p)) for p in self.pages]
+        lens = [n if new else max(n - q, 0) for n, q in zip(self.case.lens, self.q_lens, strict=True)]
+        kept = [p[: -(-n // self.case.page)] for p, n in zip(self.pages, lens, strict=True)]
+        rows = [p + [_FAR] * (wide - len(p)) for p in kept]
         return self.index(rows).reshape(-1, wide)[:, :width]
 
     def live(self, *, new: bool = True) -> tuple[Tensor, Tensor]:

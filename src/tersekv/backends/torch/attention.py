@@ -90,13 +90,17 @@ def _by_row(x: Tensor, b: int, q: int) -> Tensor:
     return x.view(b, -1, q, x.shape[1] // q, d).transpose(1, 2).reshape(b * q, -1, d)
 
 
-def attend(q: list[Tensor], source: Source, batch: Batch, rules: Rules, scratch: Scratch) -> State | None:
-    """Scores are the sum over parts of q [B * H, M, D_i] times the source's keys. None: there are no keys at all."""
+def attend(
+    q: list[Tensor], source: Source, batch: Batch, rules: Rules, scratch: Scratch, state: State | None = None
+) -> State | None:
+    """Scores are the sum over parts of q [B * H, M, D_i] times the source's keys. None: there are no keys at all.
+
+    state:  of other keys that the rows have attended to
+    """
     groups, m, _ = q[0].shape
     one_by_one = may_read(q[0])
     elements = _ELEMENTS_CPU if one_by_one else _ELEMENTS
     chunk = max(_MIN_CHUNK, elements // (groups * max(source.widest, m)))
-    state = None
     for begin in range(batch.start, batch.stop, chunk):
         end = min(begin + chunk, batch.stop)
         places = Places(batch.table, source.page_size, begin, end, None if one_by_one else batch.seq_lens)

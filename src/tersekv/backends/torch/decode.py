@@ -35,12 +35,12 @@ def run(call: Any, config: None) -> None:
     results = Results(t, q_heads, head_dim_v, call.out.device)
     q = call.q.to(torch.float32)
     k_factor = source.k_unit * scale_of(call, "softmax_scale")
-    k_factor = k_factor * _per_head(scale_of(call, "k_scale"), q_heads)
+    k_factor = k_factor * per_head(scale_of(call, "k_scale"), q_heads)
     for batch in batches(call, rules, source.num_pages, source.page_size):
         state = attend([by_head(q * k_factor, batch, source.heads)], source, batch, rules, scratch)
         if state is not None:
             results.put(batch, *finish(state, call.sinks, source.heads))
-    v_factor = source.v_unit * _per_head(scale_of(call, "v_scale"), q_heads)
+    v_factor = source.v_unit * per_head(scale_of(call, "v_scale"), q_heads)
     results.write(call, v_factor * scale_of(call, "out_scale"))
 
 
@@ -72,7 +72,7 @@ class KVSource:
         return codes.load(places, self._scratch), scales.load_scalars(places, self._scratch)
 
 
-def _per_head(scale: float | Tensor, q_heads: int) -> float | Tensor:
+def per_head(scale: float | Tensor, q_heads: int) -> float | Tensor:
     """A scale [1] or [H] as it multiplies rows [T, Hq, D]."""
     if not isinstance(scale, Tensor) or len(scale) == 1:
         return scale

@@ -35,29 +35,34 @@ class Rules(NamedTuple):
     softcap: float = 0.0
 
 
-def batches(call: Any, rules: Rules, num_pages: int, page_size: int) -> Iterator[Batch]:
-    """The requests of a call, one by one on a CPU (those with nothing to do left out), together elsewhere."""
+def batches(call: Any, rules: Rules, num_pages: int, page_size: int, *, new_rows: bool = False) -> Iterator[Batch]:
+    """The requests of a call, one by one on a CPU (those with nothing to do left out), together elsewhere.
+
+    new_rows:  the last tokens are not looked for in pages, since the call brings them
+    """
     t, count = call.out.shape[0], call.seq_lens.shape[0]
     if t == 0 or count == 0 or call.max_q_len == 0:
         return
     if not may_read(call.seq_lens):
-        if num_pages:
+        if num_pages or new_rows:
             yield _together(call, page_size)
         return
     q_len = call.max_q_len
     starts = [q_len * b for b in range(count + 1)] if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
     for b, n in enumerate(call.seq_lens.tolist()):
         if n > 0 and starts[b + 1] > starts[b]:
-            batch = _one(call, b, n, starts[b], starts[b + 1], rules, page_size)
+            batch = _one(call, b, n, starts[b], starts[b + 1], rules, page_size, new_rows)
             _check_pages(batch.table[:, batch.start // page_size :], b, num_pages)
             yield batch
 
 
-def _one(call: Any, b: int, n: int, t0: int, t1: int, rules: Rules, page_size: int) -> Batch:
+def _one(call: Any, b: int, n: int, t0: int, t1: int, rules: Rules, page_size: int, new_rows: bool) -> Batch:
     """Request b with n keys and query rows [t0, t1)."""
-    used, room = -(-n // page_size), call.page_table.shape[1]
+    stop = max(n - (t1 - t0), 0) if new_rows else n
+    used, room = -(-stop // page_size), call.page_table.shape[1]
     if used > room:
-        raise ValueError(f"seq_lens: want at most {room * page_size} (max_pages * S), got {n} at {b}")
+        what = "before the new tokens (max_pages * S)" if new_rows else "(max_pages * S)"
+        raise ValueError(f"seq_lens: want at most {room * page_size} {what}, got {stop} at {b}")
     if not 0 <= t0 < t1 <= call.out.shape[0]:
         raise ValueError(f"cu_seqlens_q: want rows in [0, {call.out.shape[0]}], got [{t0}, {t1}) at {b}")
     if t1 - t0 > call.max_q_len:
@@ -68,10 +73,12 @@ def _one(call: Any, b: int, n: int, t0: int, t1: int, rules: Rules, page_size: i
     table = call.page_table[b : b + 1, :used].to(torch.int64)
     lengths = torch.tensor([n, t1 - t0], device=table.device)
     rows = torch.arange(t0, t1, device=table.device)[None]
-    return Batch(table, lengths[:1], lengths[1:], rows, start, n, plain)
+    return Batch(table, lengths[:1], lengths[1:], rows, start, stop, plain)
 
 
 def _check_pages(ids: Tensor, b: int, num_pages: int) -> None:
+    if ids.numel() == 0:
+        return
     low, high = (int(x) for x in ids.aminmax())
     if low < 0 or high >= num_pages:
         bad = low if low < 0 else high

@@ -1,0 +1,89 @@
+"""Prefill in fp32: decode's attention to the pages, and to the new rows as they are where those are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import decode
+from .attention import Results, State, attend, by_head, finish, scale_of
+from .codes import Scratch
+from .decode import KVSource, per_head
+from .exact import exact
+from .gather import PagedRows, Places
+from .requests import Batch, Rules, batches
+
+why_not, configure = decode.why_not, decode.configure
+
+
+@exact
+def run(call: Any, config: None) -> None:
+    if call.k is None:
+        decode.run(call, None)
+        return
+    scratch = Scratch(call.out.device)
+    pages, new = KVSource(call, scratch), NewRows(call, scratch)
+    rules = Rules(call.window, None, call.softcap)
+    t, q_heads, head_dim_v = call.out.shape
+    results = Results(t, q_heads, head_dim_v, call.out.device)
+    q_new = call.q.to(torch.float32) * scale_of(call, "softmax_scale")
+    q_pages = q_new * (pages.k_unit * per_head(scale_of(call, "k_scale"), q_heads))
+    v_factor = pages.v_unit * scale_of(call, "v_scale")
+    for batch in batches(call, rules, pages.num_pages, pages.page_size, new_rows=True):
+        rows = _seeing(batch, t)
+        state = None
+        if pages.num_pages:
+            state = attend([by_head(q_pages, rows, pages.heads)], pages, _before(rows), rules, scratch)
+        if state is not None:
+            state = _times(state, v_factor, pages.heads)
+        state = attend([by_head(q_new, rows, pages.heads)], new, _among(rows, t), rules, scratch, state)
+        if state is not None:
+            results.put(rows, *finish(state, call.sinks, pages.heads))
+    results.write(call, scale_of(call, "out_scale"))
+
+
+class NewRows:
+    """Rows [T, H, D] as a cache with pages of one token."""
+
+    page_size = 1
+
+    def __init__(self, call: Any, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._k, self._v = (PagedRows(x.unsqueeze(1)) for x in (call.k, call.v))
+        self.num_pages, self.heads = call.k.shape[:2]
+        self.widest = max(call.q.shape[2], call.out.shape[2])
+
+    def keys(self, places: Places) -> tuple[list[Tensor], Tensor | None]:
+        return [self._k.load(places, self._scratch)], None
+
+    def values(self, places: Places) -> tuple[Tensor, Tensor | None]:
+        return self._v.load(places, self._scratch), None
+
+
+def _seeing(batch: Batch, t: int) -> Batch:
+    """Without the rows of each request that come before its first token: they see nothing."""
+    none = (batch.q_lens - batch.seq_lens).clamp(min=0)
+    row = torch.arange(batch.rows.shape[1], device=batch.rows.device) + none[:, None]
+    rows = torch.where(row < batch.q_lens[:, None], batch.rows[:, :1] + row, t)
+    return batch._replace(rows=rows, q_lens=batch.q_lens - none)
+
+
+def _before(batch: Batch) -> Batch:
+    """The keys before the new rows; those are no drafts then, and see what they see by their place after all keys."""
+    first = batch.seq_lens - batch.q_lens
+    return batch._replace(seq_lens=first, q_lens=torch.zeros_like(first))
+
+
+def _among(batch: Batch, t: int) -> Batch:
+    """The new rows as the keys of requests that have no others: token i of one lies in page `rows[i]`."""
+    table, stop = batch.rows.clamp(max=t - 1), batch.rows.shape[1]
+    return batch._replace(table=table, seq_lens=batch.q_lens, start=0, stop=stop, plain=(0, 0))
+
+
+def _times(state: State, factor: float | Tensor, heads: int) -> State:
+    """What was attended to, times a factor [1], or [H] of each head."""
+    if isinstance(factor, Tensor) and len(factor) > 1:
+        factor = factor.repeat(len(state.acc) // heads)[:, None, None]
+    return state._replace(acc=state.acc * factor)

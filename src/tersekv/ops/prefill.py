@@ -1,0 +1,103 @@
+"""Attend to a K/V cache with many new tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..calls import PrefillCall
+from ..checks import tensor
+from ..counts import whole
+from ..layers import PagedKVLayer
+from ..recall import Way, again
+from .append import KVLike
+from .decode import capped, outputs, query_rows, receivers, seen_keys
+from .registry import submit
+from .scales import split
+
+
+def prefill(
+    q: Tensor,
+    cache: KVLike,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    softmax_scale: float | Tensor | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    max_q_len: int | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_scale: float | Tensor = 1.0,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    precision: str = "exact",
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Paged attention of many new tokens, causal: prompts, and chunks of them, over any cache format.
+
+    The new rows of a request are its last tokens: row i of n sees keys 0 to seq_len - n + i. A row before the first
+    token sees nothing.
+
+        q:              [T, Hq, D]  bf16 | fp16 | fp32 | e4m3 | e5m2; the rows of all requests, one after the other
+        cache:          PagedKVLayer, or bare tensors as `PagedKVLayer.of` reads them; Hq a multiple of its heads
+        page_table:     [B, max_pages]  int32 | int64 | uint32; entries past ceil(seq_len / S) are never read
+        seq_lens:       [B]  tokens of each request, the new ones included; 0: output 0, lse −inf
+        cu_seqlens_q:   [B + 1]  first query row of each request, beginning with 0
+        k, v:           [T, H, D], [T, H, Dv]  bf16 | fp16, q's dtype where that is one of them: the new tokens' own
+                        rows, after their rotation. With them new tokens attend to these and not to their codes, and the
+                        cache holds the tokens before them: neither the new slots nor table entries past
+                        ceil((seq_len - n) / S) are read, so the rows may be appended before or after
+        softmax_scale:  float or fp32 tensor [1]; default 1 / sqrt(D)
+        window:         keys that a query sees, its own included; None: all before it
+        sinks:          [Hq] fp32; one more score per head (scaled-logit units, natural log) with a zero value
+        softcap:        c > 0: scores become c × tanh(score / c), before masking; None or 0: they stay
+        max_q_len:      the host's bound on the rows of a request; default T
+        out:            [T, Hq, Dv] to write into; out_dtype: bf16 | fp16 | fp32 | e4m3 | e5m2 (saturating);
+                        default: q's dtype, bf16 for an 8-bit q
+        out_scale:      multiplies the output before its cast: float or fp32 tensor [1]
+        lse:            [T, Hq] fp32 to write into; return_lse returns it too; natural log, sinks included
+        precision:      "exact"; "fast" is a permission: a backend may then hold probabilities in 8 bits where
+                        arithmetic is the bound (about 2.5e-2 relative norm). Today every backend computes exactly
+
+    Returns out, or (out, lse) with `return_lse`. No host synchronisation; safe under CUDA graphs when lengths and
+    tables change between replays. Raises ValueError or TypeError for arguments that do not fit together.
+    """
+    c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
+    k_scale, k_scale_t = split(c.k_scale, "k_scale")
+    v_scale, v_scale_t = split(c.v_scale, "v_scale")
+    o_scale, o_scale_t = split(out_scale, "out_scale")
+    scale, scale_t = (None, None) if softmax_scale is None else split(softmax_scale, "softmax_scale")
+    softcap = capped(softcap)
+    max_q_len = None if max_q_len is None else whole("max_q_len", max_q_len)
+    window = None if window is None else whole("window", window)
+    given = (
+        q, k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, sinks, out, lse,
+        scale_t, k_scale_t, v_scale_t, o_scale_t,
+    )  # fmt: skip
+    options = (
+        c.format, max_q_len, window, softcap, scale, k_scale, v_scale, o_scale, out_dtype, return_lse, precision,
+        backend,
+    )  # fmt: skip
+    done = again("prefill", options, given)
+    if done is not None:
+        return outputs(done, out, lse, return_lse)
+
+    tensor("q", q, "T Hq D")
+    tensor("v_cache", c.v, "P S H Dv")
+    tensor("cu_seqlens_q", cu_seqlens_q, "B+1")
+    t, heads, d = q.shape
+    out, lse, made = receivers(q, (t, heads, c.head_dim_v), out, out_dtype, lse, return_lse)
+    if scale is None:
+        scale = max(d, 1) ** -0.5  # of no column: the checks name it
+    call = PrefillCall(
+        q, k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, sinks, out, lse,
+        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), seen_keys(window), softcap,
+        scale, scale_t, k_scale, k_scale_t, v_scale, v_scale_t, o_scale, o_scale_t, precision,
+    )  # fmt: skip
+    submit("prefill", call, backend, Way(options, given, made))
+    return outputs([], out, lse, return_lse)
