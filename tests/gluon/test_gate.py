@@ -237,4 +237,10 @@ def test_doctor_says_the_same(newer, monkeypatch):
     monkeypatch.setattr(plan, "_arch", lambda device: 90)
     told = [*doctor.off("cpu")]
     assert told[0] == (f"decode: gluon does not compile with Triton {NEW}: no such name. Install {versions.RANGE}")
-    assert [line.split(":")[0] for line in told] == ["decode", "mla_decode", "mla_prefill", "mla_decode_branch"]
+    assert [line.split(":")[0] for line in told] == [
+        "decode",
+        "prefill",
+        "mla_decode",
+        "mla_prefill",
+        "mla_decode_branch",
+    ]
