@@ -21,7 +21,7 @@ _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _INDEX = ("int32", "int64", "uint32", "mixed")
 _SCALES = ("one", "float", "tensor", "head")
 # Attentions over K/V caches are what most calls are; the rest have fewer parameters.
-_WEIGHTS = {"decode": 5, "prefill": 4, "append": 3, "rope_append": 3, "mla_append": 2, "mla_decode": 3,
+_WEIGHTS = {"decode": 5, "prefill": 2, "append": 3, "rope_append": 3, "mla_append": 2, "mla_decode": 3,
             "mla_prefill": 2, "mla_project": 1, "mla_decode_branch": 2, "merge_states": 1}  # fmt: skip
 _MOST_TOKENS = 160_000
 _MOST_VALUES = 1 << 24  # that a cache or new rows hold
