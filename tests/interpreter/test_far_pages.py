@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from tersekv import plan
+from tersekv.backends.host import launch
 from tersekv.backends.triton.decode import entry as decode
 from tersekv.backends.triton.mla_decode import entry as mla_decode
+from tersekv.backends.triton.prefill import entry as prefill
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.memory import moved
@@ -53,6 +55,14 @@ def test_decode(fmt, name, dim):
     case = Case("decode", fmt, "far", lens=(3,), page=3, heads=2, group=2, dim=16)
     call, near = alone(make(case), "k_cache", "v_cache", "k_scale_cache", "v_scale_cache")
     check(decode, "decode", call._replace(**{name: spread(getattr(call, name), dim)}), near)
+
+
+@pytest.mark.parametrize(("fmt", "name"), [("bf16", "k_cache"), ("nvfp4", "v_scale_cache")])
+def test_prefill(fmt, name, monkeypatch):
+    monkeypatch.setattr(launch, "num_sms", lambda f: 1)  # so many blocks of rows take prefill's own kernel
+    case = Case("prefill", fmt, "far", lens=(3,), q_lens=(2,), page=3, heads=2, group=2, dim=16)
+    call, near = alone(make(case), "k_cache", "v_cache", "k_scale_cache", "v_scale_cache")
+    check(prefill, "prefill", call._replace(**{name: spread(getattr(call, name), 1)}), near)
 
 
 @pytest.mark.parametrize("name", ["ckv", "kpe"])

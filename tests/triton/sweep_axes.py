@@ -117,6 +117,10 @@ AXES: dict[str, Axes] = {
         **_KV, **_READ, "group": (4, 1, 5, 8, 16), "mask": _BOTH, "window": (0, 5), "softcap": (0.0, 20.0),
         "sinks": _BOTH, "drafts": (1, 3, 8, 20),
     },
+    "prefill": {
+        **{k: v for k, v in {**_KV, **_READ}.items() if k not in ("ragged", "table")}, "group": (4, 1, 5, 8, 16),
+        "window": (0, 5), "softcap": (0.0, 20.0), "sinks": _BOTH, "new_rows": _BOTH, "drafts": (3000, 1, 40),
+    },
     "mla_decode": {**_LATENT, **_READ, "group": (16, 1, 5, 32, 48, 64, 128)},
     "mla_prefill": {
         **_LATENT, **_NEW, "chunk": (0, 32), "drafts": (20, 1, 130), "requests": (3, 1, 30),
