@@ -1,0 +1,81 @@
+"""Paged prefill, compiled for chips that are not there: tiles are copied ahead, and nothing spills."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compile_tools import FEW_SPILLS, compile_launches
+
+from tersekv import checks
+from tersekv.backends.host import launch
+from tersekv.backends.triton.prefill import entry as prefill
+from tersekv.cache import PagedKVCache
+from tersekv.calls import PrefillCall
+from tersekv.plan import facts
+
+BF, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def call_of(
+    fmt: str, *, page: int = 64, d: int = 128, dv: int | None = None, rows: int = 4096, new: bool = False, **changed
+) -> PrefillCall:
+    c = PagedKVCache.allocate(1, 8, page, 8, d, head_dim_v=dv or d, format=fmt)[0]
+    k, v = (torch.empty(rows, 8, n, dtype=BF) if new else None for n in (d, dv or d))
+    call = PrefillCall(
+        torch.empty(rows, 32, d, dtype=BF), k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache,
+        torch.empty(2, 128, dtype=torch.int32), torch.empty(2, dtype=torch.int32), torch.empty(3, dtype=torch.int32),
+        None, torch.empty(rows, 32, dv or d, dtype=BF), None, fmt, rows, 0, 0.0, 0.1, None, 1.0, None, 1.0, None, 1.0,
+        None, "exact",
+    )  # fmt: skip
+    return call._replace(**changed)
+
+
+def compiled(call: PrefillCall, arch: int | str) -> dict:
+    f = facts("prefill", call, arch=arch if isinstance(arch, int) else None)
+    checks.facts(f)
+    (kernel,) = compile_launches(prefill.run, call, prefill.configure(f), arch)
+    limit = launch.shared_memory_of(arch) if isinstance(arch, int) else 65536
+    assert kernel["shared"] <= limit
+    return kernel
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "int8_per_token_head", "nvfp4"])
+def test_for_hopper(fmt):
+    """Warpgroup products, no spills, keys and values copied ahead of the loop that takes whole tiles."""
+    kernel = compiled(call_of(fmt), 90)
+    assert kernel["n_spills"] <= FEW_SPILLS
+    assert "wgmma.mma_async" in kernel["ptx"]
+    assert kernel["ttgir"].count("ttg.async_copy_global_to_local") >= 4
+
+
+@pytest.mark.parametrize(
+    ("arch", "fmt", "options"),
+    [
+        (80, "fp8_e4m3", {"page": 16}),
+        (80, "bf16", {"d": 192, "dv": 128, "new": True}),
+        (100, "int8_per_token_head", {"new": True, "window": 100}),
+        (120, "nvfp4", {"d": 80, "softcap": 20.0}),
+        (89, "bf16", {"d": 512}),
+        ("gfx942", "fp8_per_token_head", {"page": 3}),
+        ("gfx942", "nvfp4", {"d": 256}),
+    ],
+)
+def test_elsewhere(arch, fmt, options):
+    compiled(call_of(fmt, **options), arch)
+
+
+@pytest.mark.parametrize("arch", [80, "gfx942"])
+def test_8_bit_queries_and_outputs_where_there_is_no_such_type(arch):
+    call = call_of("fp8_e4m3", d=64)
+    kernel = compiled(call._replace(q=call.q.to(E4M3), out=call.out.to(E4M3)), arch)
+    assert "f8E4M3FN" not in kernel["ttir"]
+
+
+def test_other_numbers_of_rows_and_requests_compile_nothing_new():
+    found = set()
+    for rows in (4096, 5001, 1 << 15):
+        call = call_of("fp8_e4m3", rows=rows)
+        kernel = prefill.configure(facts("prefill", call, arch=90)).kernel
+        found.add((kernel.launch.fn, kernel.arguments[-1]))
+    assert len({(fn, tuple(c.items())) for fn, c in found}) == 1
+    assert {p.name for p in prefill.prefill_kernel.params if p.do_not_specialize} == {"B", "T"}
