@@ -86,7 +86,7 @@ def layouts() -> Picture:
 def kv_rows() -> Picture:
     """Bytes of one K or V row of D = 128, to scale."""
     d, unit, left = 128, 2.2, 200
-    shown = ("bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+    shown = ("bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
     p = Picture(860, 56 + 52 * len(shown) + 26, "Bytes of one row of 128 values in each K/V format, to scale")
     p.text(24, 28, "one K or V row of a token and head, D = 128, to scale", bold=True)
     for i, name in enumerate(shown):
@@ -94,8 +94,9 @@ def kv_rows() -> Picture:
         y = 56 + 52 * i
         p.text(24, y + 14, name, mono=True, size=13)
         codes, scales = f.code_bytes(d) * unit, f.scale_bytes(d) * unit
-        fill = {"nvfp4": "green", "bf16": "blank", "fp16": "blank"}.get(name, "blue")
-        what = {"bf16": "128 × 2 bytes", "nvfp4": "128 nibbles: 64 bytes"}.get(name, "128 codes of 1 byte")
+        fill = {"bf16": "blank", "e2m1": "green", "int4": "green"}.get(f.code, "blue")
+        nibbles = "128 nibbles: 64 bytes"
+        what = {"bf16": "128 × 2 bytes", "e2m1": nibbles, "int4": nibbles}.get(f.code, "128 codes of 1 byte")
         p.cell(left, y, codes, 28, what, fill, size=12)
         if scales:
             p.rect(left + codes, y, scales, 28, "orange", "line")

@@ -33,7 +33,7 @@ FILES = {
     "docs/scales.md": ("scales", "calibrated"), "README.md": ("demo",),
 }  # fmt: skip
 HEADS, DIM, TOKENS, QUERIES, RANK, ROPE = 4, 128, 1024, 32, 512, 64
-SOME = ("bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+SOME = ("bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
 
 
 def relative(got: Tensor, want: Tensor) -> float:

@@ -66,7 +66,7 @@ def format_table() -> str:
     for name, f in formats.ALL_FORMATS.items():
         rows.append((
             f"`{name}`", str(f.storage).removeprefix("torch.") + (" (2 codes)" if f.values_per_element > 1 else ""),
-            f"{f.max_value:g}", _SCALES[f.scale],
+            f"{f.max_value:g}", _SCALES[f.scale] + (" with a zero point" if f.code == "int4" else ""),
             str(formats.kv_bytes_per_token(name, 1, 128)) if name in formats.KV_FORMATS else "-",
             str(formats.latent_bytes_per_token(name)) if name in formats.LATENT_FORMATS else "-",
         ))  # fmt: skip

@@ -36,10 +36,13 @@ E2M1 = with_sign(small_float(2, 1, 1, ieee=False))
 TABLES = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 
 
-def values(codes: torch.Tensor, packed: bool = False) -> torch.Tensor:
-    """Codes of any storage → fp64; packed: two e2m1 a byte, low nibble first."""
-    if packed:
-        return torch.stack([E2M1[(codes & 15).long()], E2M1[(codes >> 4).long()]], -1).flatten(-2)
+FOUR_BITS = {"e2m1": E2M1, "int4": torch.arange(16, dtype=F64)}
+
+
+def values(codes: torch.Tensor, code: str = "") -> torch.Tensor:
+    """Codes → fp64. Two of 4 bits lie in a byte, low nibble first; others are numbers of their dtype."""
+    if code in FOUR_BITS:
+        return FOUR_BITS[code][torch.stack([codes & 15, codes >> 4], -1).long()].flatten(-2)
     if codes.dtype in TABLES:
         return TABLES[codes.dtype][codes.view(torch.uint8).long()]
     return codes.to(F64)
@@ -57,9 +60,11 @@ def dequantise(layer) -> tuple[torch.Tensor, torch.Tensor]:
         (layer.k, layer.k_scale_cache, layer.k_scale),
         (layer.v, layer.v_scale_cache, layer.v_scale),
     ):
-        x = values(codes, layer.format == "nvfp4") * per_head(scale)
+        x = values(codes, {"nvfp4": "e2m1", "int4_per_token_head": "int4"}.get(layer.format, "")) * per_head(scale)
         if stored is not None:
             s = values(stored)
+            if layer.format == "int4_per_token_head":
+                x = x - (stored.contiguous().view(torch.int32) & 15)[..., None]
             x = x * (s.repeat_interleave(16, -1) if layer.format == "nvfp4" else s[..., None])
         sides.append(x)
     return sides[0], sides[1]

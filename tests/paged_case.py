@@ -54,7 +54,7 @@ def kv_case(
     for codes, scales in ((cache.k, cache.k_scale_cache), (cache.v, cache.v_scale_cache)):
         fill(codes, live)
         if scales is not None:
-            fill_scales(scales, live, codes.dtype)
+            fill_scales(scales, live, format)
     return Case(cache, table, torch.tensor(seq_lens, dtype=torch.int32))
 
 
@@ -83,10 +83,10 @@ def fill(codes: torch.Tensor, live: torch.Tensor) -> None:
     raw(codes)[live] = raw(new)
 
 
-def fill_scales(scales: torch.Tensor, live: torch.Tensor, codes: torch.dtype) -> None:
+def fill_scales(scales: torch.Tensor, live: torch.Tensor, format: str) -> None:
     poison(scales)
     shape = scales[live].shape
-    size = {torch.int8: 0.02, torch.uint8: 0.5}.get(codes, 1.5)
+    size = {"int8_per_token_head": 0.02, "nvfp4": 0.5, "int4_per_token_head": 0.2}.get(format, 1.5)
     new = ((torch.rand(shape) + 0.1) * size).to(scales.dtype)
     raw(scales)[live] = raw(new)
 

@@ -77,6 +77,8 @@ def rows(x: np.ndarray, format: str, multiplier=1.0, global_scale=None) -> tuple
             return _nvfp4(x, m, F32(1) / m if global_scale is None else np.asarray(global_scale, F32))
         if format == "fp8_ds_mla":
             return _ds_mla(x)
+        if format == "int4_per_token_head":
+            return _int4(x)
         largest = F32(448 if format == "fp8_per_token_head" else 127)
         scale = np.maximum(amax(x) / largest, F32(1e-6))
         y = x * (F32(1) / scale)[..., None]
@@ -101,6 +103,23 @@ def _nvfp4(x: np.ndarray, m: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.
     codes[scale == 0] = 0
     codes = codes.reshape(x.shape)
     return codes[..., 0::2] + 16 * codes[..., 1::2], scale_codes
+
+
+def _int4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes by trying all sixteen: the last one that u + ½ reaches."""
+    known = np.where(np.isnan(x), F32(0), x)
+    low, high = np.minimum(known.min(-1), F32(0)), np.maximum(known.max(-1), F32(0))
+    scale = np.maximum((high - low) / F32(15), F32(1e-6))
+
+    def reached(u: np.ndarray) -> np.ndarray:
+        u = np.where(np.isnan(u), F32(0), u) + F32(0.5)
+        return (u[..., None] >= np.arange(1, 16, dtype=F32)).sum(-1)
+
+    zero = reached(-low / scale)
+    y = x * (F32(1) / scale)[..., None]
+    codes = reached(np.where(np.isnan(y), F32(0), y) + zero[..., None].astype(F32))
+    stored = (scale.view(np.uint32) >> 4 << 4) + zero.astype(np.uint32)
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8), stored[..., None].view(np.uint8)
 
 
 def _ds_mla(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

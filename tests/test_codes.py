@@ -1,4 +1,4 @@
-"""Every code of every storage becomes exactly its value, also through the matrix products that read them."""
+"""Every code of every kind becomes exactly its value, also through the matrix products that read them."""
 
 from __future__ import annotations
 
@@ -10,61 +10,66 @@ import tersekv
 from tersekv.backends.torch import codes as C
 
 ALL = torch.arange(256, dtype=torch.int64).to(torch.uint8)
-STORAGES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]
+CODES = {f.code: f.storage for f in tersekv.KV_FORMATS.values() if f.storage.itemsize == 1}
 
 
-def convert(bytes_, storage):
-    return C.to_float(bytes_, storage, C.Scratch(bytes_.device)).double() * C.unit(storage)
+def convert(bytes_, code):
+    return C.to_float(bytes_, code, C.Scratch(bytes_.device)).double() * C.unit(code)
 
 
-def expected(bytes_, storage):
-    return values(bytes_.view(storage), packed=storage == torch.uint8)
+def expected(bytes_, code):
+    return values(bytes_.view(CODES[code]), code)
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=str)
+def test_every_code_of_8_bits_or_fewer_is_tried():
+    assert set(CODES) == {"e4m3", "e5m2", "int8", "e2m1", "int4"}
+
+
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("flush", [False, True])
-def test_every_code_is_exact_with_and_without_flushing_subnormals(storage, flush):
+def test_every_code_is_exact_with_and_without_flushing_subnormals(code, flush):
     torch.set_flush_denormal(flush)
     try:
-        got = convert(ALL[:, None].expand(256, 5), storage)
+        got = convert(ALL[:, None].expand(256, 5), code)
     finally:
         torch.set_flush_denormal(False)
-    want = expected(ALL[:, None].expand(256, 5).contiguous(), storage)
+    want = expected(ALL[:, None].expand(256, 5).contiguous(), code)
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.nan_to_num(0), want.nan_to_num(0))
     assert torch.equal(got.signbit()[~want.isnan()], want.signbit()[~want.isnan()])  # −0 stays −0
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 33, 8), (0, 8)])
-def test_any_shape_and_stride_converts(storage, shape):
+def test_any_shape_and_stride_converts(code, shape):
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(0, 256, shape, generator=generator).to(torch.uint8)
-    wanted = expected(x, storage)
-    torch.testing.assert_close(convert(x, storage), wanted, rtol=0, atol=0, equal_nan=True)
+    wanted = expected(x, code)
+    torch.testing.assert_close(convert(x, code), wanted, rtol=0, atol=0, equal_nan=True)
     if len(shape) > 2:
         turned = x.transpose(0, 1)
-        torch.testing.assert_close(convert(turned, storage), wanted.transpose(0, 1), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(convert(turned, code), wanted.transpose(0, 1), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("nan_code", [0x7F, 0xFF])
 def test_one_nan_among_many_e4m3_codes_is_found(nan_code):
     x = torch.full((40, 64), 0x7E, dtype=torch.uint8)
     x[17, 3] = nan_code
-    got = convert(x, torch.float8_e4m3fn)
+    got = convert(x, "e4m3")
     assert got.isnan().nonzero().tolist() == [[17, 3]]
 
 
 @pytest.mark.parametrize("nan_code", [0x7F, 0xFF])
 def test_nan_is_restored_where_no_value_may_be_read_on_the_host(nan_code, monkeypatch):
     monkeypatch.setattr(C, "may_read", lambda x: False)
-    got = convert(torch.tensor([1, nan_code, 0x7E], dtype=torch.uint8), torch.float8_e4m3fn)
+    got = convert(torch.tensor([1, nan_code, 0x7E], dtype=torch.uint8), "e4m3")
     assert got.isnan().tolist() == [False, True, False]
 
 
 def test_the_low_nibble_of_a_byte_comes_first():
-    got = convert(torch.tensor([0x7A], dtype=torch.uint8), torch.uint8)
-    assert got.tolist() == [float(E2M1[0xA]), float(E2M1[0x7])]
+    byte = torch.tensor([0x7A], dtype=torch.uint8)
+    assert convert(byte, "e2m1").tolist() == [float(E2M1[0xA]), float(E2M1[0x7])]
+    assert convert(byte, "int4").tolist() == [10.0, 7.0]
 
 
 def test_scratch_gives_the_same_memory_again_and_grows():
@@ -89,7 +94,7 @@ def test_every_value_code_leaves_decode_exactly(format):
         cache.v_scale_cache.fill_(1.0)
     table = torch.arange(256, dtype=torch.int32)[:, None]
     out = tersekv.decode(torch.ones(256, 1, 8), cache, table, torch.ones(256, dtype=torch.int32), backend="torch")
-    want = expected(ALL, storage)[:, None].expand(256, 8)
+    want = values(ALL.view(storage))[:, None].expand(256, 8)
     torch.testing.assert_close(out[:, 0].double(), want, rtol=0, atol=0, equal_nan=True)
 
 

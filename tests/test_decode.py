@@ -19,7 +19,7 @@ def run(case, q, **options):
     """(out, lse) of the torch backend; out starts as NaN."""
     dtype = options.pop("out_dtype", torch.float32)
     layer = case.layer
-    dv = layer.v.shape[-1] * (2 if layer.format == "nvfp4" else 1)
+    dv = layer.v.shape[-1] * tersekv.KV_FORMATS[layer.format].values_per_element
     out = nan_like(*q.shape[:2], dv, dtype=dtype)
     lse = nan_like(*q.shape[:2])
     table, lens = options.pop("page_table", case.page_table), options.pop("seq_lens", case.seq_lens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tersekv import KV_FORMATS, LATENT_FORMATS, kv_bytes_per_token, latent_bytes_per_token
 from tersekv.backends.torch import quantize
 from tersekv.formats import FP8_DS_MLA, INT8_PER_TOKEN_HEAD, NVFP4
+from tersekv.testing.codes import encode_row
 
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 ALL = {**KV_FORMATS, **LATENT_FORMATS}
@@ -25,6 +27,7 @@ HALF_STEP = {
     "fp8_per_token_head": (2**-4, 2**-18, 0),
     "int8_per_token_head": (0, 1 / 254, 0),
     "nvfp4": (2**-2, 1.0625 / 24, 0),  # the block scale is rounded too, up by one part in 16 at most
+    "int4_per_token_head": (2**-19, 1 / 15, 0),
     "fp8_ds_mla": (2**-4, 2**-17, 0),
 }
 
@@ -54,7 +57,7 @@ def signed(values: np.ndarray, codes: torch.Tensor, sign_bit: int) -> torch.Tens
 
 @pytest.mark.parametrize(("name", "bytes_per_row"), [
     ("bf16", 256), ("fp16", 256), ("fp8_e4m3", 128), ("fp8_e5m2", 128),
-    ("fp8_per_token_head", 132), ("int8_per_token_head", 132), ("nvfp4", 72),
+    ("fp8_per_token_head", 132), ("int8_per_token_head", 132), ("nvfp4", 72), ("int4_per_token_head", 68),
 ])  # fmt: skip
 def test_bytes_of_a_row_of_128(name, bytes_per_row):
     assert KV_FORMATS[name].row_bytes(128) == bytes_per_row
@@ -69,7 +72,7 @@ def test_bytes_of_a_latent_row(name, nbytes):
 
 
 def test_an_unknown_format_is_refused_with_the_list():
-    with pytest.raises(ValueError, match=r"^format: want one of bf16, fp16, .*, nvfp4 for K/V caches, got 'fp4'$"):
+    with pytest.raises(ValueError, match=r"^format: want one of bf16, fp16, .*, nvfp4, .* for K/V caches, got 'fp4'$"):
         kv_bytes_per_token("fp4", 1, 16)
     with pytest.raises(ValueError, match=r"^format: want one of .*fp8_ds_mla for latent caches, got 'nvfp4'$"):
         latent_bytes_per_token("nvfp4")
@@ -133,6 +136,8 @@ def test_every_code_reads_back_as_its_value(name):
         want = signed(slow.E2M1, torch.stack([raw & 15, raw >> 4], -1).flatten(), 8)
     elif name == "int8_per_token_head":
         want = raw.view(torch.int8).double()
+    elif name == "int4_per_token_head":  # a scale of 0.5, whose lowest bits are 0
+        want = torch.stack([raw & 15, raw >> 4], -1).flatten().double()
     else:
         values = slow.E5M2 if name == "fp8_e5m2" else slow.E4M3
         raw = raw[(raw & 127) < len(values)]
@@ -183,12 +188,73 @@ def test_a_zero_row_has_the_smallest_scale_and_zero_codes():
         codes, scales = quantize.encode_rows(zero, KV_FORMATS[name])
         assert scales.tolist() == [float(np.float32(1e-6))]
         assert not codes.view(torch.uint8).any()
+    codes, scales = quantize.encode_rows(zero, KV_FORMATS["int4_per_token_head"])
+    assert not codes.any()
+    assert scales.view(torch.int32).tolist() == [int(np.float32(1e-6).view(np.int32)) & ~15]
     codes, scales = quantize.encode_rows(zero, NVFP4)
     assert not codes.any()
     assert not scales.view(torch.uint8).any()
     codes, scales = quantize.encode_rows(zero, FP8_DS_MLA)
     assert scales.tolist() == [[2.0**-13]]
     assert not codes.view(torch.uint8).any()
+
+
+def fp32(x: Fraction) -> Fraction:
+    """The nearest number that fp32 holds, ties to an even last bit."""
+    if not x:
+        return x
+    exponent = max(math.frexp(float(abs(x)))[1] - 24, -149)
+    return Fraction(round(x / Fraction(2) ** exponent)) * Fraction(2) ** exponent  # round() takes ties to even
+
+
+def int4_of(row: list[float], widen: bool) -> tuple[list[int], int]:
+    """Codes and bits of the stored scale of a row, in rational numbers, each step rounded to fp32 as the law says."""
+    x = [Fraction(v) for v in row]
+    low, high = (min(*x, *[0] * widen), max(*x, *[0] * widen))
+    s = max(fp32(fp32(high - low) / 15), Fraction(float(np.float32(1e-6))))
+
+    def whole(u: Fraction) -> int:
+        return min(max(math.trunc(fp32(u + Fraction(1, 2) if u >= 0 else u - Fraction(1, 2))), 0), 15)
+
+    zero, inverse = whole(fp32(-low / s)), fp32(1 / s)
+    bits = int(np.float32(float(s)).view(np.uint32))
+    return [whole(fp32(fp32(v * inverse) + zero)) for v in x], bits & ~15 | zero
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 2**32), size=st.floats(-9, 9), shift=st.floats(-4, 4), widen=st.booleans())
+def test_int4_is_what_rational_numbers_give(seed, size, shift, widen):
+    x = np.random.default_rng(seed).standard_normal(16) + shift
+    x = (x * 10.0**size).astype(np.float32)
+    if seed % 3 == 0:  # halfway between codes, and one step to either side
+        step = np.float32(2.0 ** (seed % 20 - 10))
+        x = step * (np.arange(16) + np.array([0, *([0.5] * 14), 0])).astype(np.float32)[::-1] - step * (seed % 7)
+        x = np.nextafter(x.astype(np.float32), np.float32(np.inf) * (seed % 2 or -1)) if seed % 5 else x
+    x = x.astype(np.float32)
+    codes, bits = int4_of(x.tolist(), widen)
+    rows = torch.from_numpy(x)[None]
+    f = KV_FORMATS["int4_per_token_head"]
+    for got, stored in (
+        quantize.encode_rows(rows, f, widen=widen), encode_row(rows, f, torch.tensor(1.0), widen=widen)
+    ):  # fmt: skip
+        assert quantize.nibbles(got)[0].tolist() == codes
+        assert int(stored.view(torch.int32)) == bits
+
+
+def test_a_row_of_one_sign_is_kept_by_a_range_that_holds_0():
+    f = KV_FORMATS["int4_per_token_head"]
+    x = torch.linspace(10, 11, 16)[None]
+    for rows in (x, -x):
+        assert (quantize.dequantize(*quantize.encode_rows(rows, f), f) - rows).abs().max() < 0.4
+    back = quantize.dequantize(*quantize.encode_rows(x, f, widen=False), f)
+    assert (back < 1.1).all(), "as others write it: a zero point below 0 is cut off, and the row with it"
+
+
+def test_int4_adds_a_half_and_cuts_off_so_that_just_below_a_half_becomes_one():
+    x = torch.tensor([0.0, 0.49999997, 1.4999999, 15.0]).repeat(2)[None]
+    codes, stored = quantize.encode_rows(x, KV_FORMATS["int4_per_token_head"])
+    assert quantize.nibbles(codes)[0, :4].tolist() == [0, 1, 1, 15]
+    assert stored.tolist() == [1.0]
 
 
 def test_a_block_whose_scale_rounds_to_zero_is_all_zero_even_where_negative():
@@ -229,6 +295,11 @@ def test_nan_and_inf_spoil_no_more_than_they_must():
     codes, scales = quantize.encode_rows(x, KV_FORMATS["fp8_per_token_head"])
     assert codes.view(torch.uint8)[:, 1:3].tolist() == [[0x7F, 0x7F]] * 2
     assert codes[0, 3].float() == 448
+    codes, scales = quantize.encode_rows(x, KV_FORMATS["int4_per_token_head"])
+    back = quantize.dequantize(codes, scales, KV_FORMATS["int4_per_token_head"])
+    torch.testing.assert_close(back[0, :4], torch.tensor([1.0, 0.0, 0.0, 2.0]), rtol=0, atol=0.07)
+    assert scales[1].isinf()
+    assert back[1].isnan().all()
     codes, scales = quantize.encode_rows(x, NVFP4)
     assert codes[0, :2].tolist() == [0x05, 0x70]
     assert codes[1, :2].tolist() == [0x70, 0x0F]

@@ -9,9 +9,9 @@ one only if `scales_quantize`, else it dequantises and the kernel multiplies by 
 nvfp4 needs both directions: m multiplies amax / 6, and its global scale g is the tensor where that dequantises, else
 the correctly rounded 1 / m.
 
-What is not finite: amax ignores NaN; a NaN (also inf × 0, in a row whose scale is inf) becomes 0x7F in fp8 and code 0
-in int8 and e2m1. The sign of an e2m1 code is the sign bit of x × (1 / scale), so −0 is code 8; a block whose scale is
-0 is all code 0.
+What is not finite: amax ignores NaN; a NaN (also inf × 0, in a row whose scale is inf) becomes 0x7F in fp8, code 0 in
+int8 and e2m1, and the zero point in int4. The sign of an e2m1 code is the sign bit of x × (1 / scale), so −0 is code 8; a
+block whose scale is 0 is all code 0.
 
 Where a token goes is given either by `slot_mapping` [T] (page * S + offset; negative: skip), or, FlashInfer-style, by
 `batch_indices` [T] (negative: skip), `kv_positions` [T], `kv_indptr` [B + 1] and `kv_indices`:

@@ -15,7 +15,7 @@ from .counts import positive, whole
 # What the scale belongs to.
 NONE = "none"  # 16-bit formats
 TENSOR = "tensor"  # one per tensor or one per head, given by the caller
-TOKEN_HEAD = "token_head"  # one fp32 per (token, head), stored beside the codes
+TOKEN_HEAD = "token_head"  # one fp32 per (token, head), stored beside the codes; int4's lowest bits are a zero point
 BLOCK = "block"  # one e4m3 per block of 16 values, times a per-tensor global scale
 GROUP = "group"  # one fp32 per group of 128 latent values, stored in the row
 
@@ -25,7 +25,7 @@ class KVFormat:
     """One cache format. `max_value` is the largest magnitude of a code; saturation happens there."""
 
     name: str
-    code: str  # what a code means: bf16, fp16, e4m3, e5m2, int8, e2m1; kernels and codecs branch on it, not on storage
+    code: str  # what a code means: bf16 fp16 e4m3 e5m2 int8 e2m1 int4; kernels and codecs branch on it, not on storage
     storage: torch.dtype  # dtype of the tensor that holds the codes
     max_value: float
     scale: str
@@ -67,6 +67,8 @@ E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
 E2M1_MAX = 6.0
 INT8_MAX = 127.0
+INT4_MAX = 15.0
+ZERO_POINT = 15  # the bits of an int4 row's stored scale that hold its zero point: x ≈ (code − zero point) × scale
 NVFP4_BLOCK = 16
 LATENT_GROUP = 128
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512  # that decode reads; 576: joined latent rows as keys
@@ -84,11 +86,13 @@ FP8_E5M2 = KVFormat("fp8_e5m2", "e5m2", torch.float8_e5m2, E5M2_MAX, TENSOR)
 FP8_PER_TOKEN_HEAD = KVFormat("fp8_per_token_head", "e4m3", torch.float8_e4m3fn, E4M3_MAX, TOKEN_HEAD, torch.float32)
 INT8_PER_TOKEN_HEAD = KVFormat("int8_per_token_head", "int8", torch.int8, INT8_MAX, TOKEN_HEAD, torch.float32)
 NVFP4 = KVFormat("nvfp4", "e2m1", torch.uint8, E2M1_MAX, BLOCK, torch.float8_e4m3fn, NVFP4_BLOCK, 2)
+INT4_PER_TOKEN_HEAD = KVFormat("int4_per_token_head", "int4", torch.uint8, INT4_MAX, TOKEN_HEAD, torch.float32, None, 2)
 FP8_DS_MLA = KVFormat(
     "fp8_ds_mla", "e4m3", torch.float8_e4m3fn, E4M3_MAX, GROUP, torch.float32, LATENT_GROUP, 1, torch.bfloat16
 )
 
-KV_FORMATS = {f.name: f for f in (BF16, FP16, FP8_E4M3, FP8_E5M2, FP8_PER_TOKEN_HEAD, INT8_PER_TOKEN_HEAD, NVFP4)}
+_KV = (BF16, FP16, FP8_E4M3, FP8_E5M2, FP8_PER_TOKEN_HEAD, INT8_PER_TOKEN_HEAD, NVFP4, INT4_PER_TOKEN_HEAD)
+KV_FORMATS = {f.name: f for f in _KV}
 LATENT_FORMATS = {f.name: f for f in (BF16, FP16, FP8_E4M3, FP8_E5M2, FP8_DS_MLA)}
 ALL_FORMATS = KV_FORMATS | LATENT_FORMATS
 

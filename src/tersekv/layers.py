@@ -39,7 +39,7 @@ _LATENT_OF_DTYPE = {
 class PagedKVLayer:
     """One layer of a K/V cache.
 
-    k, v:                          [P, S, H, D], [P, S, H, Dv] in the format's storage dtype (nvfp4: D/2 bytes)
+    k, v:                          [P, S, H, D], [P, S, H, Dv] in the format's storage dtype (4 bits: D/2 bytes)
     k_scale, v_scale:              dequantising scale: float, or fp32 tensor [1] or [H] (nvfp4: the global scale)
     k_scale_cache, v_scale_cache:  stored scales: per-token-head fp32 [P, S, H]; nvfp4 e4m3 [P, S, H, D/16]
     """
@@ -72,7 +72,7 @@ class PagedKVLayer:
 
         kv:           (k, v), each [P, S, H, D] (HND: [P, H, S, D]); or one 5-D tensor [P, 2, S, H, D]
                       ([P, 1, ...]: K and V are the same tensor)
-        format:       None reads it from the dtype; 8-bit per-token-head fp8 must be named
+        format:       None reads it from the dtype; fp8 and int4 per token and head must be named
         scale_cache:  (k, v) stored scales in the same layout without D (nvfp4: [..., D/16]), or one tensor with
                       the 2 in the same place
 

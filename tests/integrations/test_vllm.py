@@ -27,6 +27,7 @@ MODES = {
     "fp8_per_token_head": (torch.uint8, stub.KVQuantMode.FP8_PER_TOKEN_HEAD),
     "int8_per_token_head": (torch.int8, stub.KVQuantMode.INT8_PER_TOKEN_HEAD),
     "nvfp4": (torch.uint8, stub.KVQuantMode.NVFP4),
+    "int4_per_token_head": (torch.uint8, stub.KVQuantMode.INT4_PER_TOKEN_HEAD),
 }
 LAYOUTS = {"heads first": (0, 1, 2, 3), "tokens first": (0, 2, 1, 3), "heads outermost": (1, 0, 2, 3)}
 
@@ -304,10 +305,10 @@ def test_what_is_refused(backend):
         make(HEADS, DIM, SCALE, KV_HEADS, chunk_lookback=2)
     with pytest.raises(NotImplementedError, match="attn_type"):
         make(HEADS, DIM, SCALE, KV_HEADS, attn_type="encoder_only")
-    with pytest.raises(ValueError, match="int4_per_token_head"):
-        make(HEADS, DIM, SCALE, KV_HEADS, kv_cache_dtype="int4_per_token_head")
-    with pytest.raises(ValueError, match="int4_per_token_head"):
-        backend.TersekvBackend.get_kv_cache_shape(PAGES, PAGE, KV_HEADS, DIM, "int4_per_token_head")
+    with pytest.raises(ValueError, match="turboquant_4bit_nc"):
+        make(HEADS, DIM, SCALE, KV_HEADS, kv_cache_dtype="turboquant_4bit_nc")
+    with pytest.raises(ValueError, match="turboquant_4bit_nc"):
+        backend.TersekvBackend.get_kv_cache_shape(PAGES, PAGE, KV_HEADS, DIM, "turboquant_4bit_nc")
     with pytest.raises(ValueError, match=r"want \[blocks, heads, tokens, 72 bytes\]"):
         backend.pages_of(torch.zeros(2, 2, 16, 64, dtype=torch.int8), "int8_per_token_head", DIM, None, None)
     model = Model(backend, "fp8")
@@ -321,7 +322,7 @@ def test_what_is_refused(backend):
 def test_what_the_selector_is_told(backend):
     cls = backend.TersekvBackend
     assert all(cls.supports_kv_cache_dtype(mode) for mode in MODES)
-    assert not cls.supports_kv_cache_dtype("int4_per_token_head")
+    assert not cls.supports_kv_cache_dtype("turboquant_4bit_nc")
     assert cls.supports_head_size(128)
     assert not cls.supports_head_size(100)
     assert cls.supports_sink()

@@ -192,7 +192,7 @@ class TersekvCache(Cache):
 
         config:      the model's config; tells layers with a sliding window from those without
         format:      bf16 | fp16 | fp8_e4m3 | fp8_e5m2 for every model; fp8_per_token_head | int8_per_token_head |
-                     nvfp4 where K and V are cached; fp8_ds_mla where latents are (DeepSeek)
+                     nvfp4 | int4_per_token_head where K and V are cached; fp8_ds_mla where latents are (DeepSeek)
         page_size:   tokens of a page
         max_tokens:  tokens of a sequence that there is room for from the start; longer ones make the cache grow
         num_pages:   a limit for each layer, beyond which OutOfPagesError is raised; None: grow as tokens come

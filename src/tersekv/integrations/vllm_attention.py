@@ -1,8 +1,8 @@
 """The classes that vLLM asks for: backend, metadata and its builder, implementation. See `tersekv.integrations.vllm`.
 
 A page holds, per head and token, K's row and then V's, each with its stored scales after its codes: the bytes that
-vLLM's own Triton backend keeps for the per-token-head formats. For nvfp4 the block scales are linear, so these pages
-are read by no other backend. Any strides will do.
+vLLM's own Triton backend keeps for the per-token-head formats. For nvfp4 the block scales are linear, and int4 is not
+rotated as vLLM's is, so these pages are read by no other backend. Any strides will do.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ _FORMATS = {  # vLLM's kv_cache_dtype → ours; "auto" follows the pages' dtype
     "fp8_per_token_head": "fp8_per_token_head",
     "int8_per_token_head": "int8_per_token_head",
     "nvfp4": "nvfp4",
+    "int4_per_token_head": "int4_per_token_head",
 }
 _AUTO = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_PACKED = {"FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD", "NVFP4"}  # vLLM's quantisation modes with stored scales
+# vLLM's quantisation modes with stored scales.
+_PACKED = {"FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD", "NVFP4"}
 
 # A prompt of this many tokens or more with nothing cached before it goes through SDPA, over its 16-bit keys and values.
 # Decode would be right as well, but its tiles are made for few rows.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..formats import (
     E4M3_MAX,
+    INT4_MAX,
     INT8_MAX,
     LATENT_GROUP,
     MAX_LATENT_AMAX,
@@ -51,11 +52,14 @@ def column(scale: Tensor | float) -> Tensor:
     return t[:, None] if t.dim() and len(t) > 1 else t
 
 
-def encode_row(x: Tensor, f: KVFormat, scale: Tensor, inverse: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def encode_row(
+    x: Tensor, f: KVFormat, scale: Tensor, inverse: Tensor | None = None, widen: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """Codes [..., D] and stored scales (or None) of rows of values; rows of fp8 codes are what is stored.
 
     scale:    dequantising, a `column`; formats with neither a tensor's nor a global scale ignore it
     inverse:  the multiplier, where it is what the caller gave
+    widen:    int4: the range of a row is widened to hold 0
     """
     if x.dtype in _FLOAT8:  # codes already
         return x, None
@@ -65,10 +69,12 @@ def encode_row(x: Tensor, f: KVFormat, scale: Tensor, inverse: Tensor | None = N
         return encode(x, f.storage), None
     if f.scale == "tensor":
         return encode(x * inverse, f.storage), None
+    if f.code == "int4":
+        return _encode_int4(x, widen)
     if f.scale == "token_head":
         s = (_amax(x) / f.max_value).clamp(min=MIN_TOKEN_HEAD_SCALE)
         y = x * (one / s)
-        return (_int8(y) if f.storage == torch.int8 else encode(y, f.storage)), s[..., 0]
+        return (_int8(y) if f.code == "int8" else encode(y, f.storage)), s[..., 0]
     if f.scale == "block":
         return _encode_nvfp4(x, f, scale, inverse)
     groups = x.unflatten(-1, (-1, LATENT_GROUP))
@@ -88,9 +94,10 @@ def write_rows(
     f: KVFormat,
     scale: Tensor,
     inverse: Tensor | None = None,
+    widen: bool = True,
 ) -> None:
     """Encode rows and put them into a cache."""
-    codes, stored = encode_row(x, f, scale, inverse)
+    codes, stored = encode_row(x, f, scale, inverse, widen)
     put(cache, pages, slots, codes)
     if scale_cache is not None:
         assert stored is not None
@@ -107,11 +114,15 @@ def read_rows(
 
 def decode_row(codes: Tensor, stored: Tensor | None, f: KVFormat, scale: Tensor) -> Tensor:
     """fp64 values [..., D] of stored rows; `scale` as in `encode_row`."""
+    pair = codes.view(torch.uint8).int() if f.values_per_element == 2 else torch.empty(0, dtype=torch.int32)
+    both = torch.stack([pair & 15, pair >> 4], -1)
+    if f.code == "int4":
+        assert stored is not None
+        zero = stored.contiguous().view(torch.int32).remainder(16)  # the four lowest bits, of a sign bit too
+        return (both.flatten(-2) - zero[..., None]) * stored.double()[..., None]
     if f.scale == "block":
         assert stored is not None
-        table = torch.cat([_E2M1, -_E2M1])
-        pair = codes.int()
-        x = table[torch.stack([pair & 15, pair >> 4], -1)].flatten(-2)
+        x = torch.cat([_E2M1, -_E2M1])[both].flatten(-2)
         s = decode(stored, f.scale_dtype).repeat_interleave(f.scale_block or 1, -1)
         return x * s * scale.double()
     x = decode(codes, f.storage)
@@ -143,6 +154,31 @@ def _encode_nvfp4(x: Tensor, f: KVFormat, global_scale: Tensor, inverse: Tensor)
     codes = _nearest(y, _E2M1) | (torch.signbit(y).to(torch.uint8) << 3)
     codes = torch.where(y.isnan(), 0, codes).flatten(-2)
     return codes[..., 0::2] | (codes[..., 1::2] << 4), stored
+
+
+def _encode_int4(x: Tensor, widen: bool) -> tuple[Tensor, Tensor]:
+    """Every step in fp64, where it is exact or rounds far behind fp32's last bit, then rounded to fp32; codes by search
+    among the numbers at which they begin."""
+    first = torch.arange(1, int(INT4_MAX) + 1, dtype=torch.float64)
+
+    def code(u: Tensor) -> Tensor:
+        return torch.searchsorted(first, (u.nan_to_num(nan=0.0) + 0.5).float().double().contiguous(), right=True)
+
+    wide = x.double()
+    order = torch.where(wide.isnan(), torch.inf, wide).sort(-1).values
+    count = (~wide.isnan()).sum(-1, keepdim=True)
+    low = order[..., 0]
+    high = torch.where(count[..., 0] > 0, order.gather(-1, (count - 1).clamp(min=0))[..., 0], -torch.inf)
+    if widen:
+        low, high = torch.where(low < 0, low, 0.0), torch.where(high > 0, high, 0.0)
+    s = ((high - low).float().double() / INT4_MAX).float()
+    s = torch.where(s > MIN_TOKEN_HEAD_SCALE, s, MIN_TOKEN_HEAD_SCALE)
+    zero = code((-low / s.double()).float().double())
+    y = (wide * (1.0 / s.double()).float().double()[..., None]).float().double()
+    codes = code((y.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf) + zero[..., None]).float().double())
+    bits = s.view(torch.int32)
+    stored = (bits - bits.remainder(16) + zero.int()).view(torch.float32)
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8), stored
 
 
 def _int8(y: Tensor) -> Tensor:

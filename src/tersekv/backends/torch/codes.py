@@ -2,8 +2,10 @@
 
 PyTorch's own cast from fp8 reads 0.3 G codes a second on a CPU core. Here the bits of a code become the bits of an
 fp16 number, whose subnormals hold those of every smaller format, and fp16 → fp32 is one CPU instruction: 5 G codes a
-second, and the same arithmetic on any device. What comes out is code / unit(storage), a power of two away from the
+second, and the same arithmetic on any device. What comes out is code / unit(code), a power of two away from the
 code, which the caller folds into a scale that it multiplies with anyway.
+
+What a code is, the format says (`KVFormat.code`); a dtype tells it only where codes are numbers of that dtype.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_UNITS = {
-    torch.float8_e4m3fn: 2.0**8,  # exponent bias 15 of fp16 against 7
-    torch.uint8: 2.0**14,  # two e2m1 a byte: against 1
-}
+_OF_DTYPE = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2", torch.int8: "int8",
+}  # fmt: skip
+_UNITS = {"e4m3": 2.0**8, "e2m1": 2.0**14}  # exponent bias 15 of fp16 against 7, and against 1
 _E4M3_NAN_BITS = 480 * 2.0**-8  # what 0x7F and 0xFF would be, were they numbers
 # Bits of a byte with two e2m1 codes, low nibble first, in the places they have in two fp16 numbers.
 _TWO_CODES = (1 << 21) | (1 << 9)
@@ -45,24 +48,31 @@ class Scratch:
         return flat[:n].view(shape)
 
 
-def unit(storage: torch.dtype) -> float:
+def code_of(dtype: torch.dtype) -> str:
+    """The code of a tensor whose elements are numbers of its dtype."""
+    return _OF_DTYPE[dtype]
+
+
+def unit(code: str) -> float:
     """What `to_float` must be multiplied with to be the codes' values."""
-    return _UNITS.get(storage, 1.0)
+    return _UNITS.get(code, 1.0)
 
 
-def to_float(codes: Tensor, storage: torch.dtype, scratch: Scratch, name: str = "values") -> Tensor:
-    """Codes [..., W], 8-bit ones seen as uint8 → code / unit(storage), fp32 [..., W] (e2m1: [..., 2W]) in `scratch`."""
-    packed = storage == torch.uint8
+def to_float(codes: Tensor, code: str, scratch: Scratch, name: str = "values") -> Tensor:
+    """Codes [..., W], 8-bit ones seen as uint8 → code / unit(code), fp32 [..., W] (4 bits: [..., 2W]) in `scratch`."""
+    packed = code in ("e2m1", "int4")
     out = scratch.take(name, (*codes.shape[:-1], codes.shape[-1] * (2 if packed else 1)))
-    if packed:
+    if code == "e2m1":
         return out.copy_(_e2m1_bits(codes, scratch).view(torch.float16))
-    if storage == torch.float8_e4m3fn:
+    if code == "int4":
+        return out.copy_(_nibbles(codes, scratch))
+    if code == "e4m3":
         # The sign lands on bits 15 and 14, the code on 13 to 7.
         out.copy_(_widened(codes, 1 << 7, scratch).bitwise_and_(~0x4000).view(torch.float16))
         return _restore_nan(out, codes)
-    if storage == torch.float8_e5m2:
+    if code == "e5m2":
         return out.copy_(_widened(codes, 1 << 8, scratch).view(torch.float16))
-    return out.copy_(codes.view(storage))
+    return out.copy_(codes.view(torch.int8) if code == "int8" else codes)
 
 
 def _widened(codes: Tensor, factor: int, scratch: Scratch) -> Tensor:
@@ -84,3 +94,11 @@ def _e2m1_bits(codes: Tensor, scratch: Scratch) -> Tensor:
     bits = scratch.take("bits", codes.shape, torch.int32).copy_(codes).mul_(_TWO_CODES)
     signs = torch.bitwise_and(bits, _SIGNS, out=scratch.take("signs", codes.shape, torch.int32)).mul_(8)
     return bits.bitwise_and_(_MAGNITUDES).bitwise_or_(signs)
+
+
+def _nibbles(codes: Tensor, scratch: Scratch) -> Tensor:
+    """Bytes [..., W] → uint8 [..., 2W], the low nibble first."""
+    out = scratch.take("nibbles", (*codes.shape, 2), torch.uint8)
+    torch.bitwise_and(codes, 15, out=out[..., 0])
+    torch.bitwise_right_shift(codes, 4, out=out[..., 1])
+    return out.flatten(-2)

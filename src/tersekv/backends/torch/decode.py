@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.formats import BLOCK, TOKEN_HEAD, kv_format
+from tersekv.formats import BLOCK, kv_format
 
 from .attention import Results, attend, by_head, finish, scale_of
-from .codes import Scratch, unit
+from .codes import Scratch, code_of, unit
 from .exact import exact
 from .gather import PagedRows, Places, load_blocks
-from .quantize import why_no_codec
+from .quantize import why_no_codec, zero_points
 from .requests import Rules, batches
 
 
@@ -50,12 +50,12 @@ class KVSource:
     def __init__(self, call: Any, scratch: Scratch) -> None:
         f = kv_format(call.format)
         self._scratch = scratch
-        self._k, self._v = PagedRows(call.k_cache), PagedRows(call.v_cache)
+        self._k, self._v = PagedRows(call.k_cache, f.code), PagedRows(call.v_cache, f.code)
         self._ks, self._vs = (None if x is None else PagedRows(x) for x in (call.k_scale_cache, call.v_scale_cache))
-        self._blocks, self._token_scales = f.scale == BLOCK, f.scale == TOKEN_HEAD
+        self._blocks, self._zero_points = f.scale == BLOCK, f.code == "int4"
         self.num_pages, self.page_size, self.heads = call.k_cache.shape[:3]
         self.widest = max(call.q.shape[2], call.out.shape[2])
-        self.k_unit = self.v_unit = unit(f.storage) * (unit(f.scale_dtype) if f.scale_dtype else 1.0)
+        self.k_unit = self.v_unit = unit(f.code) * (unit(code_of(f.scale_dtype)) if f.scale_dtype else 1.0)
 
     def keys(self, places: Places) -> tuple[list[Tensor], Tensor | None]:
         x, factor = self._load(self._k, self._ks, places)
@@ -69,7 +69,8 @@ class KVSource:
             return codes.load(places, self._scratch), None
         if self._blocks:
             return load_blocks(codes, scales, places, self._scratch), None
-        return codes.load(places, self._scratch), scales.load_scalars(places, self._scratch)
+        x, factor = codes.load(places, self._scratch), scales.load_scalars(places, self._scratch)
+        return x.sub_(zero_points(factor)[..., None]) if self._zero_points else x, factor
 
 
 def per_head(scale: float | Tensor, q_heads: int) -> float | Tensor:

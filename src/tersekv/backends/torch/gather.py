@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .codes import Scratch, to_float
+from .codes import Scratch, code_of, to_float
 
 Steps = tuple[int, int, int]
 
@@ -42,10 +42,13 @@ class Places:
 
 
 class PagedRows:
-    """A paged tensor [P, S, H, W] (or scalars [P, S, H]) seen as rows: page, slot and head have a step each."""
+    """A paged tensor [P, S, H, W] (or scalars [P, S, H]) seen as rows: page, slot and head have a step each.
 
-    def __init__(self, x: Tensor) -> None:
-        self.storage = x.dtype
+    code:  what its elements are; None: numbers of its dtype
+    """
+
+    def __init__(self, x: Tensor, code: str | None = None) -> None:
+        self.code = code or code_of(x.dtype)
         if x.element_size() == 1:
             x = x.view(torch.uint8)  # some devices index no fp8
         self.heads = x.shape[2]
@@ -64,8 +67,8 @@ class PagedRows:
         return out.view(*places.shape, self.heads, *self.table.shape[1:]).transpose(1, 2)
 
     def load(self, places: Places, scratch: Scratch, name: str = "values") -> Tensor:
-        """Codes [B * H, C, W] in fp32, divided by `unit(self.storage)`; in `scratch` under `name`."""
-        return to_float(self.gather(places, scratch), self.storage, scratch, name).flatten(0, 1)
+        """Codes [B * H, C, W] in fp32, divided by `unit(self.code)`; in `scratch` under `name`."""
+        return to_float(self.gather(places, scratch), self.code, scratch, name).flatten(0, 1)
 
     def load_scalars(self, places: Places, scratch: Scratch) -> Tensor:
         """fp32 [B * H, C]."""
@@ -73,7 +76,7 @@ class PagedRows:
 
 
 def load_blocks(codes: PagedRows, scales: PagedRows, places: Places, scratch: Scratch) -> Tensor:
-    """Codes times the stored scale of their block, fp32 [B * H, C, D], divided by both storages' units."""
+    """Codes times the stored scale of their block, fp32 [B * H, C, D], divided by both codes' units."""
     x = codes.load(places, scratch)
     s = scales.load(places, scratch, "block_scales")
     x.view(*s.shape, -1).mul_(s[..., None])

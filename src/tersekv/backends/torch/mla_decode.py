@@ -11,7 +11,7 @@ from torch import Tensor
 from tersekv.formats import latent_format
 
 from .attention import Results, attend, by_head, finish, scale_of
-from .codes import Scratch, unit
+from .codes import Scratch, code_of, unit
 from .exact import exact
 from .gather import PagedRows, Places, load_blocks
 from .quantize import why_no_codec
@@ -54,8 +54,8 @@ class LatentSource:
         self._scales = None if call.ckv_scale_cache is None else PagedRows(call.ckv_scale_cache.unsqueeze(2))
         self.num_pages, self.page_size = call.ckv.shape[:2]
         self.widest = call.ckv.shape[2]
-        scale_unit = unit(f.scale_dtype) if f.scale_dtype else 1.0
-        self.units = unit(f.storage) * scale_unit, unit(call.kpe.dtype)
+        scale_unit = unit(code_of(f.scale_dtype)) if f.scale_dtype else 1.0
+        self.units = unit(f.code) * scale_unit, unit(code_of(call.kpe.dtype))
         self._latents: Tensor | None = None
 
     def keys(self, places: Places) -> tuple[list[Tensor], Tensor | None]:

@@ -3,7 +3,7 @@
 Every step is one correctly rounded fp32 operation, so that any backend can give the same bytes. A quotient by a
 constant divides by a tensor: by a Python number, PyTorch on CUDA multiplies with a rounded reciprocal instead.
 
-NaN and inf: an amax ignores NaN; a NaN becomes 0x7F in fp8, and code 0 in int8 and e2m1, which have none. An inf
+NaN and inf: an amax ignores NaN; a NaN becomes 0x7F in fp8, and the code of 0 in the others, which have none. An inf
 saturates where the scale is given; where it makes the row's own fp32 scale, that is inf and the row reads back as NaN.
 """
 
@@ -18,22 +18,24 @@ from tersekv.formats import (
     BLOCK,
     FP8,
     GROUP,
+    INT4_MAX,
     MIN_LATENT_GROUP_SCALE,
     MIN_TOKEN_HEAD_SCALE,
     NONE,
     TENSOR,
     TOKEN_HEAD,
+    ZERO_POINT,
     KVFormat,
 )
 
 Scale = float | Tensor
-# What is written here and read by `codes`: kind of scale and dtype of stored scales → dtypes of codes.
+# What is written here and read by `codes`: kind of scale and dtype of stored scales → codes.
 _CODECS = {
-    (NONE, None): (torch.bfloat16, torch.float16),
-    (TENSOR, None): FP8,
-    (TOKEN_HEAD, torch.float32): (*FP8, torch.int8),
-    (BLOCK, torch.float8_e4m3fn): (torch.uint8,),
-    (GROUP, torch.float32): (torch.float8_e4m3fn,),
+    (NONE, None): ("bf16", "fp16"),
+    (TENSOR, None): ("e4m3", "e5m2"),
+    (TOKEN_HEAD, torch.float32): ("e4m3", "e5m2", "int8", "int4"),
+    (BLOCK, torch.float8_e4m3fn): ("e2m1",),
+    (GROUP, torch.float32): ("e4m3",),
 }
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF  # of fp32
@@ -41,10 +43,10 @@ _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF  # of fp32
 
 def why_no_codec(f: KVFormat) -> str | None:
     """Why rows of a format are neither written nor read; None: they are."""
-    if f.storage in _CODECS.get((f.scale, f.scale_dtype), ()):
+    if f.code in _CODECS.get((f.scale, f.scale_dtype), ()):
         return None
     stored = f"{f.scale_dtype} scales" if f.scale_dtype else "no stored scales"
-    return f"has no codec for {f.name}: scale={f.scale!r}, codes of {f.storage}, {stored}".replace("torch.", "")
+    return f"has no codec for {f.name}: scale={f.scale!r}, codes of {f.code}, {stored}".replace("torch.", "")
 
 
 def values(x: Tensor) -> Tensor:
@@ -64,7 +66,7 @@ def encode(
 
 
 def encode_rows(
-    x: Tensor, f: KVFormat, multiplier: Scale = 1.0, global_scale: Scale | None = None
+    x: Tensor, f: KVFormat, multiplier: Scale = 1.0, global_scale: Scale | None = None, widen: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """Quantise rows. Returns (codes, scales; None where the format stores none).
 
@@ -72,8 +74,9 @@ def encode_rows(
         multiplier:    what x is multiplied with in a format whose scale the caller gives: float, or fp32 that
                        broadcasts against x; for nvfp4 the reciprocal of the global scale
         global_scale:  nvfp4: the global scale itself; None: the correctly rounded 1 / multiplier
+        widen:         int4: the range of a row is widened to hold 0
 
-    codes [..., D] in f.storage (nvfp4 [..., D/2] uint8); scales fp32 [...] per token and head, e4m3 [..., D/16] for
+    codes [..., D] in f.storage (of 4 bits [..., D/2] uint8); scales fp32 [...] per token and head, e4m3 [..., D/16] for
     nvfp4, fp32 [..., D/128] for fp8_ds_mla.
     """
     if f.scale == NONE:
@@ -84,9 +87,11 @@ def encode_rows(
         return _encode_blocks(x, f, multiplier, global_scale)
     if f.scale == GROUP:
         return _encode_groups(x, f)
+    if f.code == "int4":
+        return _encode_int4(x, widen)
     scales = _divide(amax(x), f.max_value).clamp(min=MIN_TOKEN_HEAD_SCALE)
     y = x * reciprocal(scales)[..., None]
-    return (round_int8(y) if f.storage == torch.int8 else cast_fp8(y, f.storage)), scales
+    return (round_int8(y) if f.code == "int8" else cast_fp8(y, f.storage)), scales
 
 
 def dequantize(codes: Tensor, scales: Tensor | None, f: KVFormat, scale: Scale = 1.0) -> Tensor:
@@ -95,7 +100,10 @@ def dequantize(codes: Tensor, scales: Tensor | None, f: KVFormat, scale: Scale =
     codes, scales:  as `encode_rows` returns them
     scale:          the caller's dequantising scale: float, or fp32 that broadcasts against the rows ([H, 1])
     """
-    x = unpack_e2m1(codes) if f.scale == BLOCK else codes.to(torch.float32)
+    x = unpack_e2m1(codes) if f.code == "e2m1" else codes.to(torch.float32)
+    if f.code == "int4":
+        assert scales is not None
+        x = (nibbles(codes) - zero_points(scales)[..., None]).to(torch.float32)
     if scales is not None:
         s = scales.to(torch.float32)
         x = x * (s[..., None] if f.scale_block is None else s.repeat_interleave(f.scale_block, -1))
@@ -149,11 +157,21 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
-    """[..., D/2] bytes → [..., D] fp32; the low nibble is the even element."""
-    code = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    """[..., D/2] bytes of e2m1 codes → [..., D] fp32."""
+    code = nibbles(packed)
     m = (code & 7).to(torch.float32)
     value = torch.where(m < 4, m * 0.5, torch.where(m < 6, m - 2, m * 2 - 8))
     return torch.where(code > 7, -value, value)
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    """[..., D/2] bytes → codes [..., D]; the low nibble is the even element."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def zero_points(scales: Tensor) -> Tensor:
+    """int32 zero points of int4 rows, from their stored fp32 scales."""
+    return scales.view(torch.int32) & ZERO_POINT
 
 
 def ceil_power_of_two(x: Tensor) -> Tensor:
@@ -169,7 +187,32 @@ def _encode_blocks(x: Tensor, f: KVFormat, multiplier: Scale, global_scale: Scal
     s = scales.to(torch.float32)
     codes = encode_e2m1(blocks * reciprocal(s * global_scale)[..., None])
     codes = codes.masked_fill((s == 0)[..., None], 0).flatten(-2)
-    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+    return _packed(codes), scales
+
+
+def _encode_int4(x: Tensor, widen: bool) -> tuple[Tensor, Tensor]:
+    """Packed codes and stored scales of rows: 15 steps from the least to the largest value, and where 0 lies."""
+    unknown = x.isnan()
+    least = x.masked_fill(unknown, 0.0 if widen else math.inf).amin(-1)
+    most = x.masked_fill(unknown, 0.0 if widen else -math.inf).amax(-1)
+    if widen:
+        least, most = least.clamp(max=0.0), most.clamp(min=0.0)
+    scales = torch.fmax(_divide(most - least, INT4_MAX), x.new_full((), MIN_TOKEN_HEAD_SCALE))
+    zero = _round_int4(-least / scales)
+    y = (x * reciprocal(scales)[..., None]).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    codes = _round_int4(y + zero[..., None]).to(torch.uint8)
+    stored = (scales.view(torch.int32) & ~ZERO_POINT) | zero.to(torch.int32)
+    return _packed(codes), stored.view(torch.float32)
+
+
+def _round_int4(x: Tensor) -> Tensor:
+    """A whole number from 0 to 15. One half is added and the rest cut off, in fp32: 0.49999997 becomes 1."""
+    return (x.nan_to_num(nan=0.0) + 0.5).trunc().clamp(0, INT4_MAX)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Codes [..., D] of 4 bits → [..., D/2] bytes."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def _encode_groups(x: Tensor, f: KVFormat) -> tuple[Tensor, Tensor]:

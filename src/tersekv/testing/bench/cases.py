@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 
 HEAD_DIM, RANK, ROPE, NOPE = 128, 512, 64, 128  # of a K/V head; of MLA's latent, rotary and non-rotary parts
 Q_HEADS, KV_HEADS = 32, 8
-DECODE_FORMATS = ("bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
-APPEND_FORMATS = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+APPEND_FORMATS = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
+DECODE_FORMATS = ("bf16", *APPEND_FORMATS)
 LATENT_FORMATS = ("bf16", "fp8_e4m3", "fp8_ds_mla")
 OPS = ("append", "rope_append", "mla_append", "decode", "mla_decode", "mla_decode_branch", "mla_prefill", "host")
 

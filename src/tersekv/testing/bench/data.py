@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...formats import BLOCK, E4M3_MAX, GROUP, LATENT_GROUP, MAX_LATENT_AMAX, TOKEN_HEAD, KVFormat
+from ...formats import BLOCK, E4M3_MAX, GROUP, LATENT_GROUP, MAX_LATENT_AMAX, TOKEN_HEAD, ZERO_POINT, KVFormat
 from ..memory import as_bytes, storage_bytes, take
 from .cases import Case
 
@@ -65,18 +65,20 @@ def page_tables(used: Tensor, copies: int, device: torch.device) -> Tensor:
 def fill(codes: Tensor, scales: Tensor | None, f: KVFormat) -> None:
     """Random codes, and stored scales that make values of about unit size."""
     for x in _parts(codes):
-        if f.scale == BLOCK:
+        if f.values_per_element == 2:
             x.random_(0, 256)
             continue
         noise = torch.randn(x.shape, device=x.device)
         spread = f.max_value / 4 if f.scale in (TOKEN_HEAD, GROUP) else 1.0
         if spread != 1.0:
             noise.mul_(spread).clamp_(-f.max_value, f.max_value)
-        x.copy_(noise.round_() if f.storage == torch.int8 else noise)
+        x.copy_(noise.round_() if f.code == "int8" else noise)
     if scales is not None:
         size = 4.0 / f.max_value if f.scale != BLOCK else 0.5
         for x in _parts(scales):
             x.copy_((torch.rand(x.shape, device=x.device) + 0.5) * size)
+            if f.code == "int4":  # a range about 0: zero points of 7 or 8
+                x.view(torch.int32).bitwise_and_(~ZERO_POINT).bitwise_or_(7).add_(torch.rand_like(x) < 0.5)
 
 
 def _parts(x: Tensor) -> Iterator[Tensor]:
@@ -94,14 +96,18 @@ def places(table: Tensor, n: int, page: int) -> tuple[Tensor, Tensor]:
 def values(codes: Tensor, scales: Tensor | None, f: KVFormat, where: tuple[Tensor, Tensor]) -> Tensor:
     """fp64 rows at (pages, slots), stored scales applied."""
     x = take(codes, *where)
-    if f.scale == BLOCK:
-        table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.float64, device=x.device)
+    if f.values_per_element == 2:
+        of = [*_E2M1, *(-v for v in _E2M1)] if f.code == "e2m1" else range(16)
+        table = torch.tensor(of, dtype=torch.float64, device=x.device)
         y = table[torch.stack([x & 15, x >> 4], -1).long()].flatten(-2)
     else:
         y = x.float().double()
     if scales is None:
         return y
-    s = take(scales, *where).float().double()
+    stored = take(scales, *where)
+    if f.code == "int4":
+        y = y - (stored.contiguous().view(torch.int32) & ZERO_POINT)[..., None]
+    s = stored.float().double()
     if f.scale == TOKEN_HEAD:
         return y * s[..., None]
     return y * s.repeat_interleave(f.scale_block or 1, -1)
