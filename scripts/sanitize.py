@@ -59,7 +59,7 @@ def in_pieces() -> None:
 
     import tersekv
 
-    for format in ("bf16", "nvfp4", "int8_per_token_head"):
+    for format in ("bf16", "nvfp4", "int8_per_token_head", "int4_per_token_head"):
         layer = tersekv.PagedKVCache.allocate(1, 128, 64, 8, 128, format=format)[0]
         k = torch.randn(8000, 8, 128)
         tersekv.append(k, k, layer, torch.randint(0, 8192, (8000,)), backend="cpu")

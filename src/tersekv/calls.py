@@ -10,8 +10,8 @@ nvfp4 needs both directions: m multiplies amax / 6, and its global scale g is th
 the correctly rounded 1 / m.
 
 What is not finite: amax ignores NaN; a NaN (also inf × 0, in a row whose scale is inf) becomes 0x7F in fp8, code 0 in
-int8 and e2m1, and the zero point in int4. The sign of an e2m1 code is the sign bit of x × (1 / scale), so −0 is code 8; a
-block whose scale is 0 is all code 0.
+int8 and e2m1, and the zero point in int4. The sign of an e2m1 code is the sign bit of x × (1 / scale), so −0 is code 8;
+a block whose scale is 0 is all code 0.
 
 Where a token goes is given either by `slot_mapping` [T] (page * S + offset; negative: skip), or, FlashInfer-style, by
 `batch_indices` [T] (negative: skip), `kv_positions` [T], `kv_indptr` [B + 1] and `kv_indices`:
@@ -43,6 +43,7 @@ class AppendCall(NamedTuple):
     v_scale: float
     v_scale_t: Tensor | None
     scales_quantize: bool
+    widen: bool = True  # int4: the range of a row is widened to hold 0
 
 
 class RopeAppendCall(NamedTuple):

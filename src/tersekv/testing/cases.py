@@ -60,6 +60,7 @@ class Case:
     reciprocal: bool = False  # scale tensors quantise
     zero_padding: bool = False
     special: bool = False  # a row with NaN, −0 and inf
+    widen: bool = True  # int4: rows of one sign are widened to hold 0
 
     # attention
     ragged: bool = False  # cu_seqlens_q
@@ -135,6 +136,8 @@ def _append(base: Case, i: int) -> Iterator[Case]:
         yield replace(codes, name="codes kv_indices hnd", place="pages", scale="head", layout="HND", dim=odd, page=3)
     if kv_format(base.format).scale != "none":  # 16-bit NaNs differ in their bits
         yield replace(base, name="nan and inf", special=True, quick=False)
+    if kv_format(base.format).code == "int4":
+        yield replace(base, name="ranges as they are", widen=False, special=True, quick=False)
 
 
 def _rope_append(base: Case, i: int) -> Iterator[Case]:

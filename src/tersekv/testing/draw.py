@@ -149,7 +149,7 @@ def _append(dice: Dice, case: Case) -> Case:
     if f.scale == TENSOR and dice.maybe(0.2):
         return replace(case, dtype=_codes(f))
     special = f.scale != "none" and sum(case.q_lens or ()) > 4 and dice.maybe(0.2)
-    return replace(case, special=special)
+    return replace(case, special=special, widen=f.code != "int4" or dice.maybe(0.8))
 
 
 def _rope_append(dice: Dice, case: Case) -> Case:

@@ -78,12 +78,13 @@ class _Maker:
         return self.placed(encode(x, dtype or self.dtype))
 
     def new_rows(self, *shape: int) -> Tensor:
-        """Rows to append: the first is zero, the third overflows every 8-bit format; `special`: the fifth holds what
-        is not finite. In an 8-bit dtype: codes, any bytes."""
+        """Rows to append: the first is zero, the second of one sign, the third overflows every 8-bit format; `special`:
+        the fifth holds what is not finite. In an 8-bit dtype: codes, any bytes."""
         if self.dtype in FP8:
             return self.placed(torch.randint(256, shape, generator=self.random, dtype=torch.uint8).view(self.dtype))
         x = self.normal(*shape)
         x[:1] = 0
+        x[1:2] = x[1:2].abs() + 2
         x[2:3] *= 1e4
         x = x.clamp(-6e4, 6e4)
         if self.case.special:
@@ -167,7 +168,7 @@ def _append(m: _Maker) -> AppendCall:
     a = m.kv_layer(c.page)
     return AppendCall(
         k, v, a.k, a.v, a.k_scale_cache, a.v_scale_cache, *r.place(),
-        c.format, *m.quantising(a.k_scale), *m.quantising(a.v_scale), c.reciprocal,
+        c.format, *m.quantising(a.k_scale), *m.quantising(a.v_scale), c.reciprocal, c.widen,
     )  # fmt: skip
 
 

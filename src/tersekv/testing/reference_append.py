@@ -99,9 +99,9 @@ def _write_kv(
     f: KVFormat = kv_format(call.format)
     k_scales = _scales(call.k_scale, call.k_scale_t, call.scales_quantize)
     v_scales = _scales(call.v_scale, call.v_scale_t, call.scales_quantize)
-    where = pages[live], slots[live]
-    write_rows(call.k_cache, call.k_scale_cache, *where, k[live], f, *k_scales)
-    write_rows(call.v_cache, call.v_scale_cache, *where, v[live], f, *v_scales)
+    where, widen = (pages[live], slots[live]), getattr(call, "widen", True)
+    write_rows(call.k_cache, call.k_scale_cache, *where, k[live], f, *k_scales, widen=widen)
+    write_rows(call.v_cache, call.v_scale_cache, *where, v[live], f, *v_scales, widen=widen)
 
 
 def _write_query(call: RopeAppendCall | MLAAppendCall, cos: Tensor | None, sin: Tensor | None, keep: Tensor) -> None:

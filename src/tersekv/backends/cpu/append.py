@@ -9,12 +9,13 @@ from tersekv.formats import BLOCK, GROUP, NONE, TENSOR, TOKEN_HEAD, KVFormat, kv
 
 from . import library, records
 from .library import Bound, Launch
-from .records import DTYPES, Append, Facts, Place, Scale, Stream
+from .records import CODES, DTYPES, Append, Facts, Place, Scale, Stream
 
 PLACES = ("slot_mapping", "batch_indices", "kv_positions", "kv_indptr", "kv_indices")
 _TENSORS = ("k", "v", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "k_scale_t", "v_scale_t", *PLACES)
 # That the kernels store by name: what they do not know, they would cast.
-_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4",
+            "int4_per_token_head")  # fmt: skip
 _KINDS = {
     NONE: records.NO_SCALE, TENSOR: records.TENSOR_SCALE, TOKEN_HEAD: records.ROW_SCALE, BLOCK: records.BLOCK_SCALE,
     GROUP: records.GROUP_SCALE,
@@ -51,7 +52,7 @@ def stored(
     return Stream(
         facts.place(first), facts.place(second) if y is not None else _NO_TENSOR, x.shape[-1],
         0 if y is None else y.shape[-1], rotated, x.shape[1] if len(x.shape) == 3 else 1, True, out,
-        DTYPES[fmt.storage], _KINDS[fmt.scale], scales, multiplier,
+        CODES[fmt.code], _KINDS[fmt.scale], scales, multiplier,
     )  # fmt: skip
 
 
@@ -87,6 +88,7 @@ def append(facts: Facts, rows: Any, cache: Any, streams: list[Stream]) -> Append
         record.positions = facts.indices("positions")
         record.interleaved = f.interleaved
     record.zero_padding, record.scales_quantize = getattr(f, "zero_padding", False), f.scales_quantize
+    record.widen = getattr(f, "widen", True)
     return record
 
 

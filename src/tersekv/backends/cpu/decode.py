@@ -11,14 +11,15 @@ from tersekv.formats import BLOCK, TOKEN_HEAD, KVFormat, kv_format
 
 from . import library
 from .library import Bound, Launch
-from .records import DTYPES, NONE, Attention, Facts, Indices, Matrix, Place
+from .records import CODES, DTYPES, NONE, Attention, Facts, Indices, Matrix, Place
 
 _TENSORS = (
     "q", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "mask",
     "sinks", "out", "lse", "softmax_scale_t", "k_scale_t", "v_scale_t", "out_scale_t",
 )  # fmt: skip
 # That the kernels read by name: of another, they would take the codes for what they are not.
-_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4",
+            "int4_per_token_head")  # fmt: skip
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -55,7 +56,7 @@ def attention(facts: Facts, heads: int, group: int) -> Attention:
 
 
 def _matrix(facts: Facts, side: str, fmt: KVFormat, columns: int) -> Matrix:
-    m = Matrix(facts.place(f"{side}_cache"), DTYPES[fmt.storage], columns, Place(NONE), 0, 0, Place(NONE))
+    m = Matrix(facts.place(f"{side}_cache"), CODES[fmt.code], columns, Place(NONE), 0, 0, Place(NONE))
     if fmt.scale in (BLOCK, TOKEN_HEAD):
         m.factors = facts.place(f"{side}_scale_cache")
         m.width, m.factor_dtype = fmt.scale_block or columns, DTYPES[fmt.scale_dtype or torch.float32]

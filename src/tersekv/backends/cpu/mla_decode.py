@@ -12,7 +12,7 @@ from tersekv.formats import TENSOR, latent_format, rope_dtype
 from . import library
 from .decode import attention
 from .library import Bound, Launch
-from .records import DTYPES, NONE, Facts, Matrix, Place, Scale
+from .records import CODES, DTYPES, NONE, Facts, Matrix, Place, Scale
 
 _TENSORS = (
     "q_nope", "q_pe", "ckv", "kpe", "ckv_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "out", "lse",
@@ -38,7 +38,7 @@ def configure(f: SimpleNamespace) -> Launch:
     scales = Place(NONE) if f.ckv_scale_cache is None else facts.place("ckv_scale_cache", heads=False)
     width = fmt.scale_block or 0
     latent = Matrix(
-        facts.place("ckv", heads=False), DTYPES[fmt.storage], f.ckv.shape[-1], scales, width, DTYPES[torch.float32],
+        facts.place("ckv", heads=False), CODES[fmt.code], f.ckv.shape[-1], scales, width, DTYPES[torch.float32],
         facts.place("q_nope"),
     )  # fmt: skip
     rotary = Matrix(

@@ -10,8 +10,9 @@ import torch
 
 DTYPES = {
     torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4,
-    torch.int8: 5, torch.uint8: 6, torch.int32: 7, torch.int64: 8, torch.uint32: 9, torch.uint16: 2,
+    torch.int32: 8, torch.int64: 9, torch.uint32: 10, torch.uint16: 2,
 }  # fmt: skip
+CODES = {"bf16": 1, "fp16": 2, "e4m3": 3, "e5m2": 4, "int8": 5, "e2m1": 6, "int4": 7}  # of a format
 NO_SCALE, TENSOR_SCALE, ROW_SCALE, BLOCK_SCALE, GROUP_SCALE = range(5)
 NONE = -1  # in place of a tensor
 
@@ -62,7 +63,7 @@ class Append(Structure):
         ("num_streams", c_int64), ("streams", Stream * 4), *_numbers("tokens", "dtype", "page_size", "num_pages"),
         ("slots", Indices), ("batch", Indices), ("kv_positions", Indices), ("indptr", Indices), ("indices", Indices),
         *_numbers("num_requests", "num_indices", "cos_sin", "cos_sin_stride", "max_position", "rotary"),
-        ("positions", Indices), *_numbers("interleaved", "zero_padding", "scales_quantize"),
+        ("positions", Indices), *_numbers("interleaved", "zero_padding", "scales_quantize", "widen"),
     ]  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def write_kv(call: Any, k: Tensor, v: Tensor, places: Places) -> None:
         (v, call.v_cache, call.v_scale_cache, call.v_scale, call.v_scale_t),
     )
     for x, cache, scale_cache, scale, scale_t in sides:
-        codes, scales = encode(x, f, scale, scale_t, call.scales_quantize)
+        codes, scales = encode(x, f, scale, scale_t, call.scales_quantize, getattr(call, "widen", True))
         write(cache, codes, places)
         if scales is not None:
             write(scale_cache, scales, places)

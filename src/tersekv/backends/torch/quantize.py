@@ -55,14 +55,14 @@ def values(x: Tensor) -> Tensor:
 
 
 def encode(
-    x: Tensor, f: KVFormat, value: float, tensor: Tensor | None, quantizes: bool
+    x: Tensor, f: KVFormat, value: float, tensor: Tensor | None, quantizes: bool, widen: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """`encode_rows` with the scale as a call carries it: a multiplying float, or a tensor [1] or [H] that dequantises
     unless `quantizes`. x: [T, H, D], or [T, L] with a tensor [1]; codes of an fp8 cache stay as they are."""
     if x.dtype in FP8:
         return x, None
     global_scale = None if tensor is None or quantizes else tensor[:, None]
-    return encode_rows(x, f, multiplier(value, tensor, quantizes), global_scale)
+    return encode_rows(x, f, multiplier(value, tensor, quantizes), global_scale, widen)
 
 
 def encode_rows(

@@ -5,7 +5,9 @@
 
 #include <stdint.h>
 
-enum Dtype : int64_t { F32, BF16, F16, E4M3, E5M2, INT8, E2M1, I32, I64, U32 };
+// What the numbers of a tensor, or the codes of a format, are. INT4: x ≈ (code - zero point) * factor, the zero point in
+// the four lowest bits of the factor.
+enum Dtype : int64_t { F32, BF16, F16, E4M3, E5M2, INT8, E2M1, INT4, I32, I64, U32 };
 
 // What a stored or given scale belongs to.
 enum ScaleKind : int64_t { NO_SCALE, TENSOR_SCALE, ROW_SCALE, BLOCK_SCALE, GROUP_SCALE };
@@ -69,6 +71,7 @@ struct Append {
     int64_t cos_sin, cos_sin_stride, max_position, rotary;
     Indices positions;
     int64_t interleaved, zero_padding, scales_quantize;
+    int64_t widen;  // INT4: the range of a row is widened to hold 0
 };
 
 struct Merge {

@@ -104,7 +104,9 @@ struct AppendRun {
                 for (int64_t i = 0; i < n; i++) x[i] *= by;
                 return write_floats(x, s.out_dtype, out, n);
             }
-            case ROW_SCALE: return store(at_place(s.scales), scaled_row(x, n, s.out_dtype, out));
+            case ROW_SCALE:
+                if (s.out_dtype == INT4) return store(at_place(s.scales), row_of_int4(x, n, codes, out));
+                return store(at_place(s.scales), scaled_row(x, n, s.out_dtype, out));
             case BLOCK_SCALE: return blocks(s, head, x, n, codes, out, at_place(s.scales));
             case GROUP_SCALE: return groups(x, n, s.out_dtype, out, at_place(s.scales));
         }
@@ -168,7 +170,30 @@ struct AppendRun {
             for (int64_t j = i; j < i + 16; j++) codes[j] = to_e2m1(x[j] * turn);
             if (value == 0.0f) memset(codes + i, 0, 16);
         }
+        pack(codes, n, out);
+    }
+
+    static void pack(const uint8_t* codes, int64_t n, char* out) {
         for (int64_t i = 0; i < n / 2; i++) store(out + i, static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4));
+    }
+
+    // Returns the stored scale: its four lowest bits are the zero point.
+    float row_of_int4(const float* x, int64_t n, uint8_t* codes, char* out) const {
+        float least = c.widen ? 0.0f : -NEGATIVE_INFINITY, most = c.widen ? 0.0f : NEGATIVE_INFINITY;
+        for (int64_t i = 0; i < n; i++) {  // NaN does not count
+            least = x[i] < least ? x[i] : least;
+            most = x[i] > most ? x[i] : most;
+        }
+        float scale = (most - least) / 15.0f;
+        scale = scale > 1e-6f ? scale : 1e-6f;
+        uint8_t zero = to_int4(-least / scale);
+        float by = 1.0f / scale, middle = zero;
+        for (int64_t i = 0; i < n; i++) {
+            float y = x[i] * by;
+            codes[i] = to_int4((y == y ? y : 0.0f) + middle);
+        }
+        pack(codes, n, out);
+        return from_bits((bits(scale) & ~15u) | zero);
     }
 
     static void groups(float* x, int64_t n, int64_t dtype, char* out, char* scales) {

@@ -17,7 +17,8 @@ struct Item {
 };
 
 // The state of `count` rows: weighted values [count, stride], and a maximum and a sum for each. Behind a row's values
-// comes, for each factor of a value, the sum of the weights, of which a key that weighs much is known.
+// comes, for each factor of a value, the sum of the weights, of which a key that weighs much is known; behind that, where
+// values are int4, what each of the row's values lacks: the sum of weights times shifts.
 struct State {
     float* values;
     Running* running;
@@ -33,7 +34,7 @@ template <class Unit>
 struct Tiles {
     int64_t query_units, value_columns, value_stride, state_stride, key_factors, value_factors;
     uint32_t *queries, *keys, *values, *weights;
-    float *scores, *factors;
+    float *scores, *factors, *query_sums, *shifts;
     State own;
 
     static int64_t groups(const Matrix& m) { return m.width ? m.columns / m.width : 0; }
@@ -63,6 +64,8 @@ struct Tiles {
         weights = reinterpret_cast<uint32_t*>(take(MOST_ROWS * TILE / Unit::VALUES));
         scores = reinterpret_cast<float*>(take(MOST_ROWS * TILE));
         factors = reinterpret_cast<float*>(take((key_factors > value_factors ? key_factors : value_factors) * TILE));
+        query_sums = reinterpret_cast<float*>(take(most));
+        shifts = reinterpret_cast<float*>(take(TILE));
         own.values = reinterpret_cast<float*>(take(most * state_stride));
         own.running = reinterpret_cast<Running*>(take(most * 2));
         own.stride = state_stride;
@@ -79,10 +82,11 @@ inline uint32_t unit_of(Floats, const float* x) { return bits(x[0]); }
 inline uint32_t unit_of(Pairs, const float* x) { return bits(x[0]) >> 16 | (bits(x[1]) & 0xFFFF0000); }
 #endif
 
-// Row `row` of the queries, as units. In pairs it is exact: they are for queries of at most 8 significant bits.
+// Row `row` of the queries, as units. In pairs it is exact: they are for queries of at most 8 significant bits. Returns
+// their sum.
 template <class Unit>
-void pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, uint32_t* out) {
-    float x[64];
+float pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, uint32_t* out) {
+    float x[64], sum = 0.0f;
     for (int64_t i = 0; i < c.num_keys; i++) {
         const Matrix& m = c.keys[i];
         const char* p = at[m.query.tensor] + row * m.query.strides[0] + head * m.query.strides[1];
@@ -91,8 +95,10 @@ void pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, uin
             int64_t n = m.columns - begin < 64 ? m.columns - begin : 64;
             read_floats(p + begin * size, c.query_dtype, x, n);
             for (int64_t j = 0; j < n; j += Unit::VALUES) *out++ = unit_of(Unit(), x + j);
+            for (int64_t j = 0; j < n; j++) sum += x[j];
         }
     }
+    return sum;
 }
 
 // Probabilities times the factors of the values. What is not seen stays 0, whatever its factor.
@@ -164,8 +170,8 @@ struct Attend {
         int64_t units = tiles.query_units, all_rows = item.heads * item.rows;
         for (int64_t h = 0; h < item.heads; h++)
             for (int64_t m = 0; m < item.rows; m++) {
-                int64_t r = item.row + m, head = (item.head + h) * c.group + r % c.group;
-                pack_query<Unit>(c, at, request.row + r / c.group, head, tiles.queries + (h * item.rows + m) * units);
+                int64_t r = item.row + m, head = (item.head + h) * c.group + r % c.group, i = h * item.rows + m;
+                tiles.query_sums[i] = pack_query<Unit>(c, at, request.row + r / c.group, head, tiles.queries + i * units);
             }
         memset(state.values, 0, all_rows * state.stride * sizeof(float));
         for (int64_t i = 0; i < all_rows; i++) state.running[i] = {NEGATIVE_INFINITY, 0.0f};
@@ -283,7 +289,18 @@ private:
                 o.factor = m.width ? tiles.factors + g * TILE : nullptr;
                 multiply<Unit>(o, item.rows, up(now.count, W));
             }
+            if (m.dtype == INT4) lift(item.rows, tiles.query_sums + h * item.rows, up(now.count, W));
         }
+    }
+
+    // The zero points of a tile's keys: once a key and row, its shift times the sum of the query.
+    void lift(int64_t rows, const float* sums, int64_t padded) {
+        shifts_of(tiles.factors, padded, tiles.shifts);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t t = 0; t < padded; t += W) {
+                float* s = tiles.scores + r * TILE + t;
+                store(s, fma(load<VecF>(tiles.shifts + t), all(sums[r]), load<VecF>(s)));
+            }
     }
 
     // Adds probabilities × values to the state.
@@ -293,6 +310,14 @@ private:
         pack_values(Unit(), m.dtype, rows_of(VALUES, head, now), m.columns, tiles.values, tiles.value_stride);
         int64_t groups = m.width ? m.columns / m.width : 1, columns = m.columns / groups;
         if (m.width) read_factors(m.factor_dtype, rows_of(VALUE_FACTORS, head, now), groups, tiles.factors);
+        if (m.dtype == INT4) {
+            shifts_of(tiles.factors, padded, tiles.shifts);
+            for (int64_t r = 0; r < item.rows; r++) {
+                VecF sum = {};
+                for (int64_t t = 0; t < padded; t += W) sum += weights_at(tiles.scores + r * TILE, tiles.shifts, t);
+                sums_of(state, r)[1] += ::sum(sum);
+            }
+        }
         bool finite = whole || all_finite(count);
         Operands o = {};
         o.a = tiles.weights, o.a_stride = TILE / Unit::VALUES;

@@ -237,9 +237,11 @@ private:
         char* out = at[c.out.tensor] + row * c.out.strides[0] + head * c.out.strides[1];
         int64_t columns = c.values.columns, size = c.out_dtype == F32 ? 4 : c.out_dtype == E4M3 || c.out_dtype == E5M2 ? 1 : 2;
         float by = seen ? factor / total : 0.0f, x[64];
+        // Behind the values: the sum of the weights, then what values of int4 lack.
+        float lacks = seen && c.values.dtype == INT4 ? values[up(columns, 16) + 1] : 0.0f;
         for (int64_t begin = 0; begin < columns; begin += 64) {
             int64_t n = columns - begin < 64 ? columns - begin : 64;
-            for (int64_t i = 0; i < n; i++) x[i] = seen ? values[begin + i] * by : 0.0f;
+            for (int64_t i = 0; i < n; i++) x[i] = seen ? (values[begin + i] + lacks) * by : 0.0f;
             write_floats(x, c.out_dtype, out + begin * size, n);
         }
         if (c.lse.tensor < 0) return;

@@ -101,6 +101,13 @@ inline uint8_t to_e2m1(float x) {
     return static_cast<uint8_t>(x == x ? code | ((u >> 28) & 8) : 0);
 }
 
+// One half more, without the fraction, in [0, 15]; NaN becomes 0.
+inline uint8_t to_int4(float x) {
+    x += 0.5f;
+    x = x > 0.0f ? x : 0.0f;
+    return static_cast<uint8_t>(static_cast<int32_t>(x < 15.0f ? x : 15.0f));
+}
+
 // Values of all codes of the 8-bit floats and of the 16 codes of e2m1.
 constexpr float power(int n) { return n < 0 ? power(n + 1) / 2 : n > 0 ? power(n - 1) * 2 : 1.0f; }
 
@@ -124,6 +131,9 @@ struct Values {
 constexpr Values<4, 3> E4M3_VALUES;
 constexpr Values<5, 2> E5M2_VALUES;
 constexpr float E2M1_VALUES[16] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
+// Codes of int4 are read from their middle on, so that sums of them stay small; a row's shift (tile.h) makes up for it.
+constexpr float INT4_MIDDLE = 8;
+constexpr float INT4_VALUES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
 // n dense numbers of a dtype → fp32.
 inline void read_floats(const char* p, int64_t dtype, float* out, int64_t n) {

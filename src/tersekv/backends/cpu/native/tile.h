@@ -35,7 +35,9 @@ struct Rows {
     const uint8_t* of(int64_t t) const { return reinterpret_cast<const uint8_t*>(base + offset[t]); }
 };
 
-constexpr int bits_of(int64_t dtype) { return dtype == E2M1 ? 4 : dtype == BF16 || dtype == F16 ? 16 : 8; }
+constexpr bool nibbles(int64_t dtype) { return dtype == E2M1 || dtype == INT4; }
+
+constexpr int bits_of(int64_t dtype) { return nibbles(dtype) ? 4 : dtype == BF16 || dtype == F16 ? 16 : 8; }
 
 inline float one_code(int64_t dtype, const uint8_t* p, int64_t i) {
     switch (dtype) {
@@ -44,6 +46,7 @@ inline float one_code(int64_t dtype, const uint8_t* p, int64_t i) {
         case E4M3: return E4M3_VALUES.of[p[i]];
         case E5M2: return E5M2_VALUES.of[p[i]];
         case INT8: return static_cast<int8_t>(p[i]);
+        case INT4: return INT4_VALUES[p[i / 2] >> (i % 2 * 4) & 15];
         default: return E2M1_VALUES[p[i / 2] >> (i % 2 * 4) & 15];
     }
 }
@@ -56,11 +59,11 @@ inline VecF decode(__m256i raw) {
     if (DTYPE == BF16) return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
     if (DTYPE == F16) return (VecF)_mm512_cvtph_ps(raw);
     __m128i codes = _mm256_castsi256_si128(raw);
-    if (DTYPE == E2M1) {
+    if (nibbles(DTYPE)) {
         // Eight bytes, one a quadword; each half of it sees its nibble in its lowest bits.
         __m512i x = _mm512_cvtepu8_epi64(codes);
         x = _mm512_or_si512(x, _mm512_slli_epi64(x, 28));
-        return (VecF)_mm512_permutexvar_ps(x, _mm512_loadu_ps(E2M1_VALUES));
+        return (VecF)_mm512_permutexvar_ps(x, _mm512_loadu_ps(DTYPE == INT4 ? INT4_VALUES : E2M1_VALUES));
     }
     if (DTYPE == INT8) return (VecF)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
     if (DTYPE == E5M2) return (VecF)_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8));
@@ -84,10 +87,11 @@ template <int64_t DTYPE>
 inline VecF decode(const uint8_t* p) {
     if (DTYPE == BF16) return (VecF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
     if (DTYPE == F16) return (VecF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-    if (DTYPE == E2M1) {
-        // Four bytes, one a quadword; each half of it sees its nibble in its lowest bits. Bit 3 is the sign.
+    if (nibbles(DTYPE)) {
+        // Four bytes, one a quadword; each half of it sees its nibble in its lowest bits. Bit 3 of e2m1 is the sign.
         __m256i x = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(load<int32_t>(p)));
         x = _mm256_or_si256(x, _mm256_slli_epi64(x, 28));
+        if (DTYPE == INT4) return (VecF)_mm256_cvtepi32_ps(_mm256_and_si256(x, _mm256_set1_epi32(15))) - INT4_MIDDLE;
         __m256 magnitude = _mm256_permutevar8x32_ps(_mm256_loadu_ps(E2M1_VALUES), x);
         __m256i sign = _mm256_and_si256(_mm256_slli_epi32(x, 28), _mm256_set1_epi32(INT32_MIN));
         return (VecF)_mm256_or_ps(magnitude, _mm256_castsi256_ps(sign));
@@ -164,6 +168,7 @@ void values_in_floats(const Rows& rows, int64_t columns, uint32_t* out, int64_t 
         case E5M2: return f<E5M2>(__VA_ARGS__);        \
         case INT8: return f<INT8>(__VA_ARGS__);        \
         case E2M1: return f<E2M1>(__VA_ARGS__);        \
+        case INT4: return f<INT4>(__VA_ARGS__);        \
     }
 
 // Keys of a matrix, transposed: unit u of token t at out[u * TILE + t].
@@ -183,6 +188,16 @@ inline void read_factors(int64_t dtype, const Rows& rows, int64_t count, float* 
         const uint8_t* row = rows.of(t < rows.count ? t : rows.count - 1);
         for (int64_t g = 0; g < count; g++) out[g * TILE + t] = load<float>(row + 4 * g);
         rows.ahead->some();
+    }
+}
+
+// What every value of a row of int4 lacks, given the factors of its rows: (middle - zero point) * factor.
+inline void shifts_of(const float* factors, int64_t padded, float* out) {
+    constexpr float MAGIC = 8388608.0f;  // 2^23: the bits of a small whole number put into its last ones are added to it
+    for (int64_t t = 0; t < padded; t += W) {
+        VecF f = load<VecF>(factors + t);
+        VecF zero = (VecF)(((VecI)f & 15) | static_cast<int32_t>(0x4B000000));
+        store(out + t, ((MAGIC + INT4_MIDDLE) - zero) * f);
     }
 }
 

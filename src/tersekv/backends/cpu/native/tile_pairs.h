@@ -36,10 +36,13 @@ struct Bytes {
 template <int64_t DTYPE>
 alignas(64) constexpr Bytes<DTYPE> BYTES;
 
-// Those of the 16 codes of e2m1, in every lane of 16 bytes.
+// Those of the 16 codes of e2m1 and int4, in every lane of 16 bytes.
 alignas(16) constexpr uint8_t E2M1_LOW[16] = {0, 0, 0x80, 0xC0, 0, 0x40, 0x80, 0xC0, 0, 0, 0x80, 0xC0, 0, 0x40, 0x80, 0xC0};
 alignas(16) constexpr uint8_t E2M1_HIGH[16] = {0,    0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40,
                                                0x80, 0xBF, 0xBF, 0xBF, 0xC0, 0xC0, 0xC0, 0xC0};
+alignas(16) constexpr uint8_t INT4_LOW[16] = {0, 0xE0, 0xC0, 0xA0, 0x80, 0x40, 0, 0x80, 0, 0x80, 0, 0x40, 0x80, 0xA0, 0xC0, 0xE0};
+alignas(16) constexpr uint8_t INT4_HIGH[16] = {0xC1, 0xC0, 0xC0, 0xC0, 0xC0, 0xC0, 0xC0, 0xBF,
+                                               0,    0x3F, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40};
 
 inline __m512i in_each_lane(const uint8_t (&bytes)[16]) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
@@ -67,8 +70,10 @@ struct Table {
     }
 };
 
-inline Look look_e2m1(__m512i nibbles) {
-    return {_mm512_shuffle_epi8(in_each_lane(E2M1_LOW), nibbles), _mm512_shuffle_epi8(in_each_lane(E2M1_HIGH), nibbles)};
+template <int64_t DTYPE>
+inline Look look_up(__m512i codes) {
+    return {_mm512_shuffle_epi8(in_each_lane(DTYPE == INT4 ? INT4_LOW : E2M1_LOW), codes),
+            _mm512_shuffle_epi8(in_each_lane(DTYPE == INT4 ? INT4_HIGH : E2M1_HIGH), codes)};
 }
 
 struct Nibbles {
@@ -98,9 +103,10 @@ inline void key_units(__m512i x, const Table<DTYPE>& table, uint32_t* out) {
     _mm512_storeu_si512(out + TILE, _mm512_unpackhi_epi8(look.low, look.high));
 }
 
-inline void key_units_e2m1(__m512i x, uint32_t* out) {
+template <int64_t DTYPE>
+inline void key_units_of_nibbles(__m512i x, uint32_t* out) {
     Nibbles codes(_mm512_shuffle_epi8(x, in_each_lane(BY_BYTE)));
-    Look even = look_e2m1(codes.even), odd = look_e2m1(codes.odd);
+    Look even = look_up<DTYPE>(codes.even), odd = look_up<DTYPE>(codes.odd);
     __m512i e = _mm512_unpacklo_epi8(even.low, even.high), o = _mm512_unpacklo_epi8(odd.low, odd.high);
     _mm512_storeu_si512(out, _mm512_unpacklo_epi16(e, o));
     _mm512_storeu_si512(out + TILE, _mm512_unpackhi_epi16(e, o));
@@ -112,7 +118,7 @@ inline void key_units_e2m1(__m512i x, uint32_t* out) {
 template <int64_t DTYPE>
 void keys_in_pairs(const Rows& rows, int64_t columns, uint32_t* out) {
     constexpr int UNITS = 16 / bits_of(DTYPE);  // that four bytes make
-    const Table<DTYPE == E2M1 || DTYPE == BF16 ? E4M3 : DTYPE> table;
+    const Table<nibbles(DTYPE) || DTYPE == BF16 ? E4M3 : DTYPE> table;
     int64_t bytes = columns * bits_of(DTYPE) / 8;
     for (int64_t t = 0; t < rows.count; t += 16) {
         for (int64_t i = 0; i < bytes; i += 64) {
@@ -128,7 +134,7 @@ void keys_in_pairs(const Rows& rows, int64_t columns, uint32_t* out) {
                 if (i + 4 * j >= bytes) break;
                 uint32_t* to = out + (i / 4 + j) * UNITS * TILE + t;
                 if constexpr (DTYPE == BF16) _mm512_storeu_si512(to, (__m512i)r[j]);
-                else if constexpr (DTYPE == E2M1) key_units_e2m1((__m512i)r[j], to);
+                else if constexpr (nibbles(DTYPE)) key_units_of_nibbles<DTYPE>((__m512i)r[j], to);
                 else key_units<DTYPE>((__m512i)r[j], table, to);
             }
         }
@@ -166,12 +172,13 @@ inline void value_units(__m512i a, __m512i b, const Table<DTYPE>& table, uint32_
     put(_mm512_unpackhi_epi8(second.low, second.high), out, c + 48, columns);
 }
 
-inline void value_units_e2m1(__m512i a, __m512i b, uint32_t* out, int64_t c, int64_t columns) {
+template <int64_t DTYPE>
+inline void value_units_of_nibbles(__m512i a, __m512i b, uint32_t* out, int64_t c, int64_t columns) {
     __m512i order = _mm512_loadu_si512(ORDERS.nibbles);
     Nibbles x(_mm512_permutexvar_epi8(order, a)), y(_mm512_permutexvar_epi8(order, b));
     for (int half = 0; half < 2; half++, c += 64) {
-        Look p = look_e2m1(half ? _mm512_unpackhi_epi8(x.even, x.odd) : _mm512_unpacklo_epi8(x.even, x.odd));
-        Look q = look_e2m1(half ? _mm512_unpackhi_epi8(y.even, y.odd) : _mm512_unpacklo_epi8(y.even, y.odd));
+        Look p = look_up<DTYPE>(half ? _mm512_unpackhi_epi8(x.even, x.odd) : _mm512_unpacklo_epi8(x.even, x.odd));
+        Look q = look_up<DTYPE>(half ? _mm512_unpackhi_epi8(y.even, y.odd) : _mm512_unpacklo_epi8(y.even, y.odd));
         __m512i v = _mm512_unpacklo_epi8(p.low, p.high), w = _mm512_unpacklo_epi8(q.low, q.high);
         put(_mm512_unpacklo_epi16(v, w), out, c, columns);
         put(_mm512_unpackhi_epi16(v, w), out, c + 16, columns);
@@ -183,7 +190,7 @@ inline void value_units_e2m1(__m512i a, __m512i b, uint32_t* out, int64_t c, int
 
 template <int64_t DTYPE>
 void values_in_pairs(const Rows& rows, int64_t columns, uint32_t* out, int64_t stride) {
-    const Table<DTYPE == E2M1 || DTYPE == BF16 ? E4M3 : DTYPE> table;
+    const Table<nibbles(DTYPE) || DTYPE == BF16 ? E4M3 : DTYPE> table;
     int64_t bytes = columns * bits_of(DTYPE) / 8;
     for (int64_t t = 0; t < rows.count; t += 2, out += stride) {
         const uint8_t* first = rows.of(t);
@@ -195,8 +202,8 @@ void values_in_pairs(const Rows& rows, int64_t columns, uint32_t* out, int64_t s
             if constexpr (DTYPE == BF16) {
                 put(_mm512_permutex2var_epi16(a, _mm512_loadu_si512(ORDERS.halves[0]), b), out, c, columns);
                 put(_mm512_permutex2var_epi16(a, _mm512_loadu_si512(ORDERS.halves[1]), b), out, c + 16, columns);
-            } else if constexpr (DTYPE == E2M1) {
-                value_units_e2m1(a, b, out, c, columns);
+            } else if constexpr (nibbles(DTYPE)) {
+                value_units_of_nibbles<DTYPE>(a, b, out, c, columns);
             } else {
                 value_units<DTYPE>(a, b, table, out, c, columns);
             }
@@ -211,6 +218,7 @@ void values_in_pairs(const Rows& rows, int64_t columns, uint32_t* out, int64_t s
         case E5M2: return f<E5M2>(__VA_ARGS__);        \
         case INT8: return f<INT8>(__VA_ARGS__);        \
         case E2M1: return f<E2M1>(__VA_ARGS__);        \
+        case INT4: return f<INT4>(__VA_ARGS__);        \
     }
 
 inline void pack_keys(Pairs, int64_t dtype, const Rows& rows, int64_t columns, uint32_t* out) {
