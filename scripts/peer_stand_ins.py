@@ -188,7 +188,7 @@ def vllm(checkout: Path) -> None:
         "vllm.model_executor.layers.quantization.utils.quant_utils": {"get_fp8_min_max": lambda: (-448.0, 448.0)},
         "vllm.platforms": {"current_platform": platform},
         "vllm.utils.torch_utils": {"set_random_seed": _seed},
-        "vllm.v1.attention.ops.int4_per_token_head": {"single_rht": _missing},
+        "vllm.v1.attention.ops.int4_per_token_head": {"single_rht": _single_rht},
         "vllm.v1.kv_cache_interface": {"KVQuantMode": known["KVQuantMode"], "is_quantized_kv_cache": quantised},
         "vllm.v1.attention.ops.triton_reshape_and_cache_flash": {
             "triton_reshape_and_cache_flash_per_token_head_quant": _missing
@@ -199,6 +199,20 @@ def vllm(checkout: Path) -> None:
             module = sys.modules.setdefault(".".join(parts[:i]), ModuleType(".".join(parts[:i])))
             module.__path__ = []
         vars(sys.modules[name]).update(members)
+
+
+def _single_rht(x: Tensor, inverse: bool = False) -> Tensor:
+    """x · diag(signs) · H of vLLM's int4, or H before the signs, by a product in fp64."""
+    d = x.shape[-1]
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < d:
+        matrix = torch.kron(matrix, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64))
+    drawn = torch.bernoulli(
+        torch.full((d,), 0.5, device="cpu"), generator=torch.Generator("cpu").manual_seed(0x9E3779B9)
+    )
+    matrix = matrix.to("cpu") * (2 * drawn.double() - 1)  # scales columns; H is its own transpose
+    y = x.double() @ (matrix if inverse else matrix.T).to(x.device)
+    return y.to(x.dtype)
 
 
 def _seed(seed: int) -> None:

@@ -160,11 +160,91 @@ def test_an_eighth_argument_is_accepted_if_it_says_what_the_cache_says():
             vllm.triton_reshape_and_cache_flash_per_token_head_quant(*call, mode)
 
 
-@pytest.mark.parametrize("stored", [BF16, torch.uint8, E5M2, F32])
+@pytest.mark.parametrize("stored", [BF16, E5M2, F32])
 def test_other_cache_dtypes_raise_an_error_that_lists_the_supported_ones(stored):
     key, cache, scales = rows(BF16), torch.zeros(P, S, 3, 16, dtype=stored), torch.zeros(P, S, 3)
-    with pytest.raises(ValueError, match=r"^key_cache: .*int8, float8_e4m3fn .*got"):
+    with pytest.raises(ValueError, match=r"^key_cache: .*int8, float8_e4m3fn, uint8 .*got"):
         vllm.triton_reshape_and_cache_flash_per_token_head_quant(key, key, cache, cache, scales, scales, slots())
+
+
+def hadamard(d):
+    """Sylvester's matrix, entry by entry: −1 to the number of bits that row and column share."""
+    return torch.tensor([[(-1.0) ** bin(i & j).count("1") for j in range(d)] for i in range(d)])
+
+
+def int4_row(row, d):
+    """(bytes [D/2], bits of the scale) of one row [D], NumPy's fp32, each step rounded: rotated, rounded, quantised."""
+    drawn = torch.bernoulli(torch.full((d,), 0.5), generator=torch.Generator().manual_seed(0x9E3779B9))
+    x = (row.float() * (2 * drawn - 1)).numpy()
+    away = 1
+    while away < d:
+        y = x.copy()
+        for i in range(d):
+            y[i] = x[i ^ away] - x[i] if i & away else x[i] + x[i ^ away]
+        x, away = y, 2 * away
+    x = torch.from_numpy(x).to(row.dtype).float().numpy()
+    low, high, one = x.min(), x.max(), np.float32(1)
+    s = max((high - low) / np.float32(15), np.float32(1e-6))
+
+    def code(u):
+        return int(min(max(np.trunc(u + np.float32(0.5) if u >= 0 else u - np.float32(0.5)), 0), 15))
+
+    zero = code(-low / s)
+    codes = [code(v * (one / s) + np.float32(zero)) for v in x]
+    return [codes[i] + 16 * codes[i + 1] for i in range(0, d, 2)], int(s.view(np.int32)) & ~15 | zero
+
+
+@pytest.mark.parametrize("hnd", [False, True])
+@pytest.mark.parametrize(("d", "dv"), [(16, 16), (32, 8)])
+@pytest.mark.parametrize("dtype", [BF16, FP16, F32])
+def test_int4_rows_are_vllms_bytes(dtype, d, dv, hnd):
+    key, value = rows(dtype, d), rows(dtype, dv).flip(0)
+    drawn = torch.bernoulli(torch.full((d,), 0.5), generator=torch.Generator().manual_seed(0x9E3779B9))
+    key[0, 0] = (hadamard(d)[0] * (2 * drawn - 1)).to(dtype)  # rotated: all of it in one value
+    key[0, 1] = ((10 + torch.arange(d) / d) @ hadamard(d) / d * (2 * drawn - 1)).to(dtype)  # rotated: of one sign
+    _, k, v, ks, vs = packed_pages(torch.uint8, d // 2, dv // 2, 3, hnd)
+    mode = KVQuantMode.INT4_PER_TOKEN_HEAD
+    vllm.triton_reshape_and_cache_flash_per_token_head_quant(key, value, k, v, ks, vs, slots(), mode)
+    for x, cache, scales, width in ((key, k, ks, d), (value, v, vs, dv)):
+        for t, slot in enumerate(SLOTS):
+            for h in range(3 if slot >= 0 else 0):
+                codes, bits = int4_row(x[t, h], width)
+                assert cache[slot // S, slot % S, h, : width // 2].tolist() == codes
+                assert int(scales[slot // S, slot % S, h].view(torch.int32)) == bits
+    live = {s for s in SLOTS if s >= 0}
+    dead = [s for s in range(P * S) if s not in live]
+    assert (raw(k[[s // S for s in dead], [s % S for s in dead]]) == 0xFF).all()
+
+
+def test_a_rotated_int4_row_of_one_sign_is_cut_off_as_in_vllm():
+    x = torch.linspace(10, 11, 16)
+    drawn = torch.bernoulli(torch.full((16,), 0.5), generator=torch.Generator().manual_seed(0x9E3779B9))
+    key = (x @ hadamard(16) / 16 * (2 * drawn - 1)).view(1, 1, 16)
+    cache, scales = torch.zeros(1, S, 1, 8, dtype=torch.uint8), torch.zeros(1, S, 1)
+    vllm.triton_reshape_and_cache_flash_per_token_head_quant(
+        key, key, cache, cache.clone(), scales, scales.clone(), slots([2]), 4
+    )
+    assert cache[0, 2, 0].tolist() == [0xFF] * 8
+    assert int(scales[0, 2, 0].view(torch.int32)) & 15 == 0
+
+
+def test_int4_wants_its_mode_said_and_heads_of_a_power_of_2():
+    key, scales = rows(BF16), torch.zeros(P, S, 3)
+    cache = torch.zeros(P, S, 3, 8, dtype=torch.uint8)
+    call = (key, key, cache, cache.clone(), scales, scales.clone(), slots())
+    for mode in (None, 2, KVQuantMode.FP8_PER_TOKEN_HEAD):
+        with pytest.raises(
+            ValueError, match=r"^kv_quant_mode: want INT4_PER_TOKEN_HEAD \(4\) beside a uint8 cache, got"
+        ):
+            vllm.triton_reshape_and_cache_flash_per_token_head_quant(*call, mode)
+    for mode in (4, KVQuantMode.INT4_PER_TOKEN_HEAD, "int4_per_token_head"):
+        vllm.triton_reshape_and_cache_flash_per_token_head_quant(*call, mode)
+    assert cache.any()
+    odd = rows(BF16, 24)
+    with pytest.raises(ValueError, match=r"^key: want a head_dim that is a power of 2 .*got 24$"):
+        vllm.triton_reshape_and_cache_flash_per_token_head_quant(odd, key, *call[2:], 4)
+    with pytest.raises(ValueError, match=r"^value_cache: want .*8 or more"):
+        vllm.triton_reshape_and_cache_flash_per_token_head_quant(*call[:3], cache[..., :4], *call[4:], 4)
 
 
 def test_no_tokens_is_no_work():

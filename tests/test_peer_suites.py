@@ -106,7 +106,7 @@ def test_every_item_is_counted_once_and_under_what_came_of_it(result):
         "items": 11, "ours": 10, "chosen": 10, "passed": 3, "not_run": 0,
     }  # fmt: skip
     (refused,) = f["refused"]
-    assert refused.startswith("ValueError: key_cache: want one of int8, float8_e4m3fn ")
+    assert refused.startswith("ValueError: kv_quant_mode: want INT4_PER_TOKEN_HEAD ")
     assert f["skipped"] == {"not today": 1}
     failed = {reason: x["first"] for reason, x in f["failed"].items()}
     assert sorted(ids[0].split("::")[1] for ids in failed.values()) == [

@@ -1,4 +1,5 @@
-"""vLLM's cache-writing signatures over tersekv's operations. They rename and convert units; nothing is computed here.
+"""vLLM's cache-writing signatures over tersekv's operations. They rename and convert units; nothing is computed here
+but the rotation of its int4 rows.
 
     from tersekv.compat.vllm import triton_reshape_and_cache_flash_per_token_head_quant
 
@@ -13,11 +14,14 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from ..calls import AppendCall
 from ..formats import latent_bytes_per_token
 from ..layers import PagedKVLayer, PagedLatentLayer
 from ..ops.append import append
 from ..ops.mla import mla_append
+from ..ops.registry import submit
 from ._adapt import dtype_name, first_rows, number, renamed, tensor
+from ._vllm_rotation import rotated
 
 __all__ = [
     "concat_and_cache_mla",
@@ -25,8 +29,16 @@ __all__ = [
     "triton_reshape_and_cache_flash_per_token_head_quant",
 ]
 
-_PER_TOKEN_HEAD = {torch.int8: "int8_per_token_head", torch.float8_e4m3fn: "fp8_per_token_head"}
-_QUANT_MODE = {"int8_per_token_head": 2, "fp8_per_token_head": 3}  # members of vLLM's KVQuantMode
+_PER_TOKEN_HEAD = {
+    torch.int8: "int8_per_token_head",
+    torch.float8_e4m3fn: "fp8_per_token_head",
+    torch.uint8: "int4_per_token_head",
+}
+_QUANT_MODE = {  # members of vLLM's KVQuantMode
+    "int8_per_token_head": 2,
+    "fp8_per_token_head": 3,
+    "int4_per_token_head": 4,
+}
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NAMED_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
 _NAMED_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -63,14 +75,19 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
     """`vllm.v1.attention.ops.triton_reshape_and_cache_flash`'s function: quantise per token and head, and write.
 
         key, value:                    [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32; longer than slot_mapping is padding
-        key_cache, value_cache:        [P, S, H, D], [P, S, H, Dv]  int8 | e4m3, in place; longer rows are allowed
-                                       (vLLM keeps the scales after them)
-        k_scale_cache, v_scale_cache:  [P, S, H]  fp32, any strides, in place; scale = max(absmax / QMAX, 1e-6)
+        key_cache, value_cache:        [P, S, H, D], [P, S, H, Dv]  int8 | e4m3, or uint8 [P, S, H, D/2] of int4, in
+                                       place; longer rows are allowed (vLLM keeps the scales after them)
+        k_scale_cache, v_scale_cache:  [P, S, H]  fp32, any strides, in place; scale = max(absmax / QMAX, 1e-6); int4:
+                                       max((max - min) / 15, 1e-6), its four lowest bits the zero point
         slot_mapping:                  [T]  page * S + offset; negative: neither codes nor scales are written
-        kv_quant_mode:                 newer vLLM's, by name or number; None, or the one of the cache's dtype
+        kv_quant_mode:                 newer vLLM's, by name or number: the one of the cache's dtype; or None, but with
+                                       uint8, which is not int4's alone
 
-    int8 codes round half away from zero. Raises ValueError that lists the supported cache dtypes, and ValueError or
-    TypeError for other bad arguments.
+    int8 codes round half away from zero. int4 rows are rotated first, as vLLM's readers expect, by fp32 butterflies and
+    one rounding to their dtype; D and Dv are powers of 2. Their range is not widened to hold 0, so that a row whose
+    rotated values have one sign loses them, as it does there: bytes are vLLM's.
+
+    Raises ValueError that lists the supported cache dtypes, and ValueError or TypeError for other bad arguments.
     """
     dtype = tensor("key_cache", key_cache).dtype
     if dtype not in _PER_TOKEN_HEAD:
@@ -81,10 +98,18 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
     mode, own = getattr(kv_quant_mode, "name", kv_quant_mode), _PER_TOKEN_HEAD[dtype]
     named = mode.lower() if isinstance(mode, str) else mode
     fits = isinstance(named, (str, Integral)) and named in (own, _QUANT_MODE[own])
-    if kv_quant_mode is not None and not fits:
-        want = f"{own.upper()} ({_QUANT_MODE[own]}) beside a {dtype_name(dtype)} cache, or None"
+    if not fits and (kv_quant_mode is not None or dtype == torch.uint8):
+        or_none = "" if dtype == torch.uint8 else ", or None"
+        want = f"{own.upper()} ({_QUANT_MODE[own]}) beside a {dtype_name(dtype)} cache{or_none}"
         raise ValueError(f"kv_quant_mode: want {want}, got {type(kv_quant_mode).__name__ if mode is None else mode}")
     key, value = _token_rows(key, value, slot_mapping)
+    if own == "int4_per_token_head":
+        call = AppendCall(
+            rotated("key", key), rotated("value", value), _row_heads("key_cache", key_cache, key.shape[2] // 2),
+            _row_heads("value_cache", value_cache, value.shape[2] // 2), k_scale_cache, v_scale_cache, slot_mapping,
+            None, None, None, None, own, 1.0, None, 1.0, None, False, widen=False,
+        )  # fmt: skip
+        return renamed(_NAMES, submit, "append", call, None)
     layer = PagedKVLayer(
         _row_heads("key_cache", key_cache, key.shape[2]),
         _row_heads("value_cache", value_cache, value.shape[2]),
