@@ -168,7 +168,7 @@ def _append(m: _Maker) -> AppendCall:
     a = m.kv_layer(c.page)
     return AppendCall(
         k, v, a.k, a.v, a.k_scale_cache, a.v_scale_cache, *r.place(),
-        c.format, *m.quantising(a.k_scale), *m.quantising(a.v_scale), c.reciprocal, c.widen,
+        c.format, *m.quantising(a.k_scale), *m.quantising(a.v_scale), c.reciprocal, widen=c.widen,
     )  # fmt: skip
 
 
