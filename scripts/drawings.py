@@ -104,7 +104,7 @@ def kv_rows() -> Picture:
         p.text(
             left + codes + scales + 10, y + 14, f"{f.row_bytes(d)} bytes" + (f", with {told}" if told else ""), size=13
         )
-    words = "Scales lie in a tensor of their own, or with inline_scales=True right after their row's codes, as drawn."
+    words = "Scales lie in a tensor of their own, or with scales='inline' right after their row's codes, as drawn."
     p.text(24, p.height - 26, words, size=13, fill="soft")
     return p
 

@@ -57,7 +57,7 @@ class Case:
     parts: bool = False  # q as (q_nope, q_pe)
     layout: str = "NHD"
     packed: bool = False
-    inline: bool = False
+    scales: str = "apart"
     local: bool = False  # the rank's own lengths are given
     tolerance: float = 1e-5
 
@@ -85,8 +85,8 @@ CASES = [
     Case("window-ragged", window=19, q_lens=(1, 4, 2, 0, 3, 9), padding=2, interleave=1),
     Case("window-hnd", window=21, layout="HND", interleave=1),
     Case("window-packed", window=21, packed=True),
-    Case("window-inline", window=21, drafts=2, inline=True, format="fp8_per_token_head"),
-    Case("window-hnd-inline", window=21, inline=True, layout="HND", format="int8_per_token_head"),
+    Case("window-inline", window=21, drafts=2, scales="inline", format="fp8_per_token_head"),
+    Case("window-hnd-inline", window=21, scales="inline", layout="HND", format="int8_per_token_head"),
     Case("softcap-and-scales", softcap=3.0, scale=True, sinks=True),
     *[Case(f, format=f, drafts=2) for f in ("fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "nvfp4")],
     Case("wire-bf16", wire=torch.bfloat16, dtype=torch.bfloat16, tolerance=3e-3),
@@ -143,7 +143,7 @@ class Problem:
             return layer
         layer = tersekv.PagedKVCache.allocate(
             1, self.pages, size, c.kv_heads, self.d, head_dim_v=self.dv, format=c.format, layout=c.layout,
-            packed=c.packed, inline_scales=c.inline,
+            packed=c.packed, scales=c.scales,
         )[0]  # fmt: skip
         for x in filter(torch.is_tensor, (layer.k, layer.v, layer.k_scale_cache, layer.v_scale_cache)):
             poison(x)

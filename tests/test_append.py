@@ -60,7 +60,7 @@ def cases(draw):
         "head_dim_v": d if packed else step * draw(st.integers(1, 3)),
         "layout": draw(st.sampled_from(["NHD", "HND"])),
         "packed": packed,
-        "inline_scales": draw(st.booleans()),
+        "scales": draw(st.sampled_from(["apart", "inline", "tail"])),
         "k_scale": scale(),
         "v_scale": scale(),
     }

@@ -16,6 +16,7 @@ from tersekv import (
     PagedLatentCache,
     PagedLatentLayer,
     kv_bytes_per_token,
+    kv_page_bytes,
     latent_bytes_per_token,
 )
 
@@ -39,14 +40,14 @@ def byte_offsets(t: torch.Tensor) -> set[int]:
     format=st.sampled_from(list(KV_FORMATS)),
     layout=st.sampled_from(["NHD", "HND"]),
     packed=st.booleans(),
-    inline=st.booleans(),
+    scales=st.sampled_from(["apart", "inline", "tail"]),
     sizes=st.tuples(*[st.integers(1, 3)] * 4),
 )
-def test_all_layouts_have_one_geometry_and_use_every_byte_once(format, layout, packed, inline, sizes):
+def test_all_layouts_have_one_geometry_and_use_every_byte_once(format, layout, packed, scales, sizes):
     pages, size, heads, blocks = sizes
     d, dv, f = 16 * blocks, 16 * (blocks if packed else 1), KV_FORMATS[format]
     cache = PagedKVCache.allocate(
-        2, pages, size, heads, d, format=format, head_dim_v=dv, layout=layout, packed=packed, inline_scales=inline
+        2, pages, size, heads, d, format=format, head_dim_v=dv, layout=layout, packed=packed, scales=scales
     )
     layer = cache[1]
     assert layer.k.shape == (pages, size, heads, f.elements(d))
@@ -62,7 +63,10 @@ def test_all_layouts_have_one_geometry_and_use_every_byte_once(format, layout, p
     covered = set().union(*seen)
     assert len(covered) == sum(map(len, seen))
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts(layer)}
-    assert len(covered) == sum(storages.values()) == pages * size * kv_bytes_per_token(format, heads, d, dv)
+    assert len(covered) == pages * size * kv_bytes_per_token(format, heads, d, dv)
+    whole = len(covered) if scales != "tail" else pages * kv_page_bytes(format, size, heads, d, dv)
+    assert sum(storages.values()) == whole
+    assert whole - len(covered) < 16 * pages
     assert cache.nbytes == 2 * len(covered)
     assert cache.bytes_per_token * pages * size == cache.nbytes
     assert (len(cache), cache.format, cache.page_size, cache.num_pages) == (2, format, size, pages)
@@ -139,6 +143,37 @@ def test_bare_tensors_are_read_without_copying():
     )
     assert fp4.format == "nvfp4"
     assert fp4.k_scale_cache.shape == (3, 4, 5, 1)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("format", ["int8_per_token_head", "nvfp4"])
+def test_a_page_with_a_tail_is_codes_of_k_and_of_v_then_their_scales(format, layout):
+    f, (size, heads, d, dv) = KV_FORMATS[format], (3, 2, 32, 48)
+    nbytes = kv_page_bytes(format, size, heads, d, dv)
+    assert nbytes % 16 == 0
+    wide = torch.full((5, nbytes + 32), 0xFF, dtype=torch.uint8).view(torch.int8)
+    buffer = wide[1:, 16 : 16 + nbytes]
+    layer = PagedKVLayer.from_buffer(buffer, size, heads, d, dv, format=format, layout=layout, k_scale=1)
+    for i, x in enumerate((layer.k, layer.v, layer.k_scale_cache, layer.v_scale_cache)):
+        x.copy_(torch.full(x.shape, i + 1.0).to(x.dtype))
+        mine = x[2] if layout == "NHD" else x[2].transpose(0, 1)  # in the order of memory
+        assert mine.is_contiguous()
+    rows = size * heads
+    ends = [rows * n for n in (f.code_bytes(d), f.code_bytes(dv), f.scale_bytes(d), f.scale_bytes(dv))]
+    at = 0
+    for x, n in zip((layer.k, layer.v, layer.k_scale_cache, layer.v_scale_cache), ends, strict=True):
+        assert x[2].data_ptr() == buffer[2].data_ptr() + at
+        at += n
+    assert (wide[0] == wide[0, 0]).all()
+    assert (buffer[:, at:] == -1).all()
+    assert layer.page_size == size
+
+
+def test_the_older_name_of_inline_scales_warns():
+    with pytest.warns(DeprecationWarning, match="inline_scales is scales='inline' now"):
+        old = PagedKVCache.allocate(1, 2, 4, 1, 16, format="nvfp4", inline_scales=True)[0]
+    new = PagedKVCache.allocate(1, 2, 4, 1, 16, format="nvfp4", scales="inline")[0]
+    assert (old.k.stride(), old.k_scale_cache.stride()) == (new.k.stride(), new.k_scale_cache.stride())
 
 
 def test_a_layer_equals_itself_alone():
@@ -250,6 +285,30 @@ WRONG = [
         "latent cache: want uint8 rows of 528 bytes and a torch.bfloat16 rotary part for fp8_ds_mla, "
         "got [1, 2, 656] torch.bool",
     ),
+    (
+        lambda: PagedKVCache.allocate(1, 2, 4, 1, 16, format="nvfp4", scales="row"),
+        "scales: want 'apart', 'inline' or 'tail', got 'row'",
+    ),
+    (
+        lambda: PagedKVCache.allocate(1, 2, 4, 1, 16, format="nvfp4", scales="tail", inline_scales=True),
+        "inline_scales: want it without scales='tail', whose older name it is, got True",
+    ),
+    (
+        lambda: PagedKVLayer.from_buffer(
+            torch.zeros(2, 159, dtype=torch.uint8), 4, 1, 16, format="int8_per_token_head"
+        ),
+        "buffer: want [P, 160 or more] of one byte each for int8_per_token_head, got [2, 159] uint8",
+    ),
+    (
+        lambda: PagedKVLayer.from_buffer(torch.zeros(2, 160), 4, 1, 16, format="int8_per_token_head"),
+        "buffer: want [P, 160 or more] of one byte each for int8_per_token_head, got [2, 160] float32",
+    ),
+    (
+        lambda: PagedKVLayer.from_buffer(
+            torch.zeros(2, 162, dtype=torch.uint8)[:, 2:], 4, 1, 16, format="int8_per_token_head"
+        ),
+        "buffer: want dense pages that begin at multiples of 4 bytes, got strides [162, 1] from byte 2",
+    ),
     (lambda: PagedKVCache([], 8, 8), "layers: want at least one, got none"),
     (lambda: PagedLatentCache([]), "layers: want at least one, got none"),
     (
@@ -356,6 +415,7 @@ def test_a_wrong_argument_is_named(make, message):
     (lambda: PagedLatentLayer.of(PagedLatentCache.allocate(1, 1, 1, format="bf16")),
      "latent cache: want Tensor or (ckv, kpe), got PagedLatentCache, the cache of all layers (take one: cache[i])"),
     (lambda: PagedLatentLayer.of((torch.zeros(1, 1, 8), None)), "latent cache: want Tensor, got NoneType"),
+    (lambda: PagedKVLayer.from_buffer(None, 4, 1, 16, format="bf16"), "buffer: want Tensor, got NoneType"),
     (lambda: PagedKVLayer.of(np.zeros((1, 2, 1, 1, 8))), "kv_cache: want (k, v) or one 5-D tensor, got ndarray"),
     (lambda: PagedKVLayer.of([np.zeros((1, 1, 1, 8))] * 2), "kv_cache: want (k, v), each a Tensor, got ndarray"),
     (lambda: PagedLatentLayer.of(np.zeros((1, 1, 576))), "latent cache: want Tensor or (ckv, kpe), got ndarray"),

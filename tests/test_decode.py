@@ -69,13 +69,13 @@ def test_every_format_matches_dense_fp64(format, q_heads, heads, page_size):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("inline_scales", [False, True])
+@pytest.mark.parametrize("scales", ["apart", "inline", "tail"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_every_memory_layout_gives_the_same_bits(format, layout, inline_scales, packed):
+def test_every_memory_layout_gives_the_same_bits(format, layout, scales, packed):
     options = {"page_size": 5, "heads": 3, "head_dim": 32}
     plain = kv_case(format, [23, 9], **options)
-    other = kv_case(format, [23, 9], layout=layout, packed=packed, inline_scales=inline_scales, **options)
+    other = kv_case(format, [23, 9], layout=layout, packed=packed, scales=scales, **options)
     q = queries(2, 6, 32)
     for a, b in zip(run(plain, q), run(other, q), strict=True):
         assert torch.equal(a, b)

@@ -187,7 +187,7 @@ def test_a_copy_counts_when_pages_run_out_and_the_pool_stays():
 
 
 @pytest.mark.parametrize("make", [
-    lambda: PagedKVCache.allocate(2, 5, 2, 1, 16, format="nvfp4", inline_scales=True, layout="HND"),
+    lambda: PagedKVCache.allocate(2, 5, 2, 1, 16, format="nvfp4", scales="inline", layout="HND"),
     lambda: PagedKVCache.allocate(2, 5, 2, 1, 8, format="fp8_per_token_head", packed=True),
     lambda: PagedKVCache.allocate(2, 5, 2, 1, 8, format="bf16", head_dim_v=16),
     lambda: PagedLatentCache.allocate(2, 5, 2, format="fp8_ds_mla"),

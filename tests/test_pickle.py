@@ -55,18 +55,18 @@ def tensors(layer) -> list[torch.Tensor]:
     return [x for x in values if isinstance(x, torch.Tensor)]
 
 
-def kv(format, layout, packed, inline, **scales):
+def kv(format, layout, packed, place, **scales):
     return filled(PagedKVCache.allocate(
-        3, 4, 2, 3, 64, format=format, layout=layout, packed=packed, inline_scales=inline, **scales
+        3, 4, 2, 3, 64, format=format, layout=layout, packed=packed, scales=place, **scales
     ))  # fmt: skip
 
 
 CACHES = {
-    f"{name} {layout} {'packed' * packed} {'inline' * inline}": lambda a=(name, layout, packed, inline): kv(*a)
+    f"{name} {layout} {'packed' * packed} {place}": lambda a=(name, layout, packed, place): kv(*a)
     for name in KV_FORMATS
     for layout in ("NHD", "HND")
     for packed in (False, True)
-    for inline in (False, True)
+    for place in ("apart", "inline", "tail")
 }
 CACHES |= {
     f"latent {name} {'split' * split}": lambda name=name, split=split: filled(
@@ -77,7 +77,7 @@ CACHES |= {
     if name != "fp8_ds_mla" or not split
 }
 CACHES["scale tensors"] = lambda: kv(
-    "fp8_e4m3", "NHD", False, False, k_scale=torch.linspace(1, 2, 3), v_scale=torch.full((1,), 3.0)
+    "fp8_e4m3", "NHD", False, "apart", k_scale=torch.linspace(1, 2, 3), v_scale=torch.full((1,), 3.0)
 )
 
 
@@ -128,13 +128,13 @@ def test_a_layer_comes_back(name, way):
 
 
 def test_a_shallow_copy_is_of_the_same_memory():
-    cache = kv("nvfp4", "HND", True, True)
+    cache = kv("nvfp4", "HND", True, "inline")
     assert copy.copy(cache)[0].k.data_ptr() == cache[0].k.data_ptr()
     assert copy.copy(cache[0]).v_scale_cache.data_ptr() == cache[0].v_scale_cache.data_ptr()
 
 
 def test_what_comes_back_is_written_and_read_like_the_old():
-    cache = kv("int8_per_token_head", "HND", True, True)
+    cache = kv("int8_per_token_head", "HND", True, "inline")
     for c in (cache, new := pickled(cache)):
         tersekv.append(torch.ones(2, 3, 64), torch.ones(2, 3, 64), c[1], torch.tensor([1, 5]))
     same(cache.layers, new.layers)
@@ -148,7 +148,7 @@ def write(cache, done):
 @pytest.mark.parametrize("format", ["nvfp4", "fp8_per_token_head", "bf16"])
 def test_another_process_gets_the_same_memory(format):
     """As of any tensor that torch.multiprocessing sends."""
-    cache = kv(format, "NHD", False, format != "bf16")
+    cache = kv(format, "NHD", False, "inline")
     context = mp.get_context("spawn")
     done = context.SimpleQueue()
     other = context.Process(target=write, args=(cache, done))
@@ -160,7 +160,7 @@ def test_another_process_gets_the_same_memory(format):
 
 
 def test_torch_load_of_weights_alone_needs_the_class_imported_and_nothing_else(tmp_path):
-    torch.save({"cache": kv("nvfp4", "NHD", False, True)}, tmp_path / "x.pt")
+    torch.save({"cache": kv("nvfp4", "NHD", False, "inline")}, tmp_path / "x.pt")
     code = "import torch, tersekv; tersekv.PagedKVCache; print(torch.load('x.pt')['cache'].format)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "nvfp4\n"), done.stderr

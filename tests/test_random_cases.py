@@ -45,6 +45,7 @@ def test_every_parameter_is_drawn_with_all_its_values():
     seen = {f.name: {getattr(c, f.name) for c in MANY} for f in fields(Case)}
     assert seen["index"] == {"int32", "int64", "uint32", "mixed"}
     assert seen["gaps"] == {"", "slots", "heads", "columns"}
+    assert seen["scales"] == {"apart", "inline", "tail"}
     assert seen["layout"] == {"NHD", "HND"}
     assert seen["scale"] == {"one", "float", "tensor", "head"}
     assert seen["place"] == {"slots", "pages"}
@@ -83,7 +84,7 @@ def test_a_case_is_a_line_and_back(case):
         ("decode/bf16/x length=3", "want field=value with a field of lens"),
         ("decode/bf16/x lens=3x,1", "lens: want lengths such as 24x6000,1"),
         ("decode/bf16/x heads=two", "heads: want int"),
-        ("decode/bf16/x inline=yes", "inline: want bool"),
+        ("decode/bf16/x packed=yes", "packed: want bool"),
     ],
 )
 def test_a_line_that_is_none_is_refused(line, message, capsys):

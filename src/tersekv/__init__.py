@@ -34,6 +34,7 @@ _HOMES = {
     "KV_FORMATS": "formats",
     "LATENT_FORMATS": "formats",
     "kv_bytes_per_token": "formats",
+    "kv_page_bytes": "formats",
     "latent_bytes_per_token": "formats",
     "KernelError": "errors",
     "UnsupportedError": "errors",
@@ -43,7 +44,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from .cache import PagedKVCache, PagedLatentCache
     from .errors import KernelError, OutOfPagesError, UnsupportedError
-    from .formats import KV_FORMATS, LATENT_FORMATS, kv_bytes_per_token, latent_bytes_per_token
+    from .formats import KV_FORMATS, LATENT_FORMATS, kv_bytes_per_token, kv_page_bytes, latent_bytes_per_token
     from .layers import PagedKVLayer, PagedLatentLayer
     from .ops.append import append, rope_append
     from .ops.decode import decode
@@ -73,6 +74,7 @@ __all__ = [
     "copy_pages",
     "decode",
     "kv_bytes_per_token",
+    "kv_page_bytes",
     "latent_bytes_per_token",
     "merge_states",
     "mla_append",

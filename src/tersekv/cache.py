@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
@@ -17,11 +18,13 @@ from .formats import (
     KVFormat,
     kv_bytes_per_token,
     kv_format,
+    kv_page_bytes,
     latent_bytes_per_token,
     latent_format,
 )
 from .layers import PagedKVLayer, PagedLatentLayer, Scale, apart, together, values_of
 
+_SCALES = ("apart", "inline", "tail")
 _Layer = TypeVar("_Layer", PagedKVLayer, PagedLatentLayer)
 
 
@@ -79,7 +82,7 @@ class _PagedCache(Generic[_Layer]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages of all layers."""
+        """Bytes of all pages of all layers, without what pads pages."""
         return self.bytes_per_token * self.num_pages * self.page_size
 
 
@@ -108,18 +111,21 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
         head_dim_v: int | None = None,
         layout: str = "NHD",
         packed: bool = False,
-        inline_scales: bool = False,
+        scales: str = "apart",
+        inline_scales: bool | None = None,
         k_scale: Scale = 1.0,
         v_scale: Scale = 1.0,
         device: torch.device | str | None = None,
     ) -> PagedKVCache:
         """Allocate a zeroed cache.
 
-        layout:         memory order inside a page: "NHD" [slot, head, dim] or "HND" [head, slot, dim]
-        packed:         K and V of a layer in one 5-D tensor [P, 2, ...] (needs head_dim_v == head_dim)
-        inline_scales:  stored scales, of formats that have them, follow the codes in each row instead of living in
-                        tensors of their own; nvfp4 then wants head sizes that are multiples of 32 on a GPU, where
-                        decode reads rows of whole 16-bit words
+        layout:  memory order inside a page: "NHD" [slot, head, dim] or "HND" [head, slot, dim]
+        packed:  K and V of a layer in one 5-D tensor [P, 2, ...] (needs head_dim_v == head_dim)
+        scales:  where stored scales lie, of formats that have them: "apart", in tensors of their own; "inline", behind
+                 the codes of each row (nvfp4 then wants head sizes that are multiples of 32 on a GPU, where decode
+                 reads rows of whole 16-bit words); "tail", at the end of each page: a layer is one buffer of bytes as
+                 `PagedKVLayer.from_buffer` sees it, whether or not there are scales
+        inline_scales:  the older name of scales="inline"; it warns, and will go
 
         Raises ValueError for sizes that the format cannot hold or `decode` cannot read, and for scales that the format
         does not have.
@@ -136,22 +142,32 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
         per_head = num_kv_heads if f.scale == TENSOR else 1
         k_scale = _fitting("k_scale", k_scale, f, device, per_head)
         v_scale = _fitting("v_scale", v_scale, f, device, per_head)
-        packed, inline_scales = flag("packed", packed), flag("inline_scales", inline_scales)
+        packed, scales = flag("packed", packed), _place_of_scales(scales, inline_scales)
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
         if packed and dv != head_dim:
             raise ValueError(f"packed: want head_dim_v == head_dim={head_dim}, got {dv}")
 
+        if scales == "tail":
+            nbytes = kv_page_bytes(format, page_size, num_kv_heads, head_dim, dv)
+            return cls([
+                PagedKVLayer.from_buffer(
+                    torch.zeros(num_pages, nbytes, dtype=torch.uint8, device=device), page_size, num_kv_heads, head_dim,
+                    dv, format=format, layout=layout, k_scale=k_scale, v_scale=v_scale,
+                )
+                for _ in range(num_layers)
+            ], head_dim, dv)  # fmt: skip
+        inline = scales == "inline"
         inner = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
         layers = []
         for _ in range(num_layers):
             pair = []
-            both = _rows(f, (num_pages, 2, *inner), head_dim, inline_scales, device) if packed else None
+            both = _rows(f, (num_pages, 2, *inner), head_dim, inline, device) if packed else None
             for i, d in enumerate((head_dim, dv)):
                 parts = (
                     [None if p is None else p[:, i] for p in both]
                     if both
-                    else _rows(f, (num_pages, *inner), d, inline_scales, device)
+                    else _rows(f, (num_pages, *inner), d, inline, device)
                 )
                 pair.append([p if p is None or layout == "NHD" else p.transpose(1, 2) for p in parts])
             (k, ks), (v, vs) = pair
@@ -272,6 +288,19 @@ def _rows(f: KVFormat, outer: tuple, dim: int, inline: bool, device) -> list[Ten
         codes = torch.zeros(*outer, f.elements(dim), dtype=f.storage, device=device)
         scales = torch.zeros(*outer, f.scales(dim), dtype=f.scale_dtype, device=device)
     return [codes, scales[..., 0] if f.scale_block is None else scales]
+
+
+def _place_of_scales(scales: str, inline_scales: bool | None) -> str:
+    """`scales`, or what its older name asks for."""
+    if scales not in _SCALES:
+        raise ValueError(f"scales: want {', '.join(map(repr, _SCALES[:-1]))} or {_SCALES[-1]!r}, got {scales!r}")
+    if inline_scales is None:
+        return scales
+    inline = flag("inline_scales", inline_scales)
+    if scales != "apart":
+        raise ValueError(f"inline_scales: want it without scales={scales!r}, whose older name it is, got {inline}")
+    warnings.warn("inline_scales is scales='inline' now, and will go", DeprecationWarning, stacklevel=3)
+    return "inline" if inline else "apart"
 
 
 def _count(name: str, entries: Sequence) -> int:

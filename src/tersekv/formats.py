@@ -71,6 +71,7 @@ INT4_MAX = 15.0
 ZERO_POINT = 15  # the bits of an int4 row's stored scale that hold its zero point: x ≈ (code − zero point) × scale
 NVFP4_BLOCK = 16
 LATENT_GROUP = 128
+PAGE_STEP = 16  # bytes that the distance of pages with scales in their tail is a multiple of
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512  # that decode reads; 576: joined latent rows as keys
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MIN_TOKEN_HEAD_SCALE = 1e-6  # floor of a per-token-head scale
@@ -129,6 +130,33 @@ def kv_bytes_per_token(format: str, num_kv_heads: int, head_dim: int, head_dim_v
     f, dv = kv_format(format), head_dim if head_dim_v is None else head_dim_v
     row = f.row_bytes(_held(f, "head_dim", head_dim)) + f.row_bytes(_held(f, "head_dim_v", dv))
     return positive("num_kv_heads", num_kv_heads) * row
+
+
+def kv_page_bytes(format: str, page_size: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None) -> int:
+    """Bytes of a page with its stored scales in its tail, in one layer: what `PagedKVLayer.from_buffer` wants of each.
+
+    Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
+    """
+    f, dv = kv_format(format), head_dim if head_dim_v is None else head_dim_v
+    dims = _held(f, "head_dim", head_dim), _held(f, "head_dim_v", dv)
+    return page_tail((f, f), positive("page_size", page_size) * positive("num_kv_heads", num_kv_heads), dims)[1]
+
+
+def page_tail(pair: tuple[KVFormat, KVFormat], rows: int, dims: tuple[int, int]) -> tuple[list[int], int]:
+    """Where in a page K's codes, V's codes, K's scales and V's scales begin, and the bytes of the page.
+
+    rows:  of one side in a page, of all heads
+
+    Each part begins at a multiple of its elements' size, the next page at one of 16 bytes.
+    """
+    sides = list(zip(pair, dims, strict=True))
+    sizes = [(rows * f.code_bytes(d), f.storage.itemsize) for f, d in sides]
+    sizes += [(rows * f.scale_bytes(d), f.scale_dtype.itemsize if f.scale_dtype else 1) for f, d in sides]
+    starts, end = [], 0
+    for nbytes, step in sizes:
+        starts.append(-(-end // step) * step)
+        end = starts[-1] + nbytes
+    return starts, -(-end // PAGE_STEP) * PAGE_STEP
 
 
 def latent_bytes_per_token(format: str, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .counts import positive
-from .formats import KVFormat, kv_format, latent_format, rope_dtype
+from .formats import KVFormat, kv_format, kv_page_bytes, latent_format, page_tail, rope_dtype
 
 Scale = float | Tensor
 _KV_OF_DTYPE = {
@@ -96,6 +96,52 @@ class PagedKVLayer:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             ks, vs = (None if s is None else s.transpose(1, 2) for s in (ks, vs))
         return PagedKVLayer(k, v, format, k_scale, v_scale, ks, vs)
+
+    @staticmethod
+    def from_buffer(
+        buffer: Tensor,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        *,
+        format: str,
+        layout: str = "NHD",
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+    ) -> PagedKVLayer:
+        """A layer over one buffer of bytes whose pages hold their stored scales in their tail, without copying.
+
+        buffer:  [P, n] of one byte each, n at least `kv_page_bytes(...)`: an engine's pages. In each, K's codes
+                 [S, H, ...] (HND: [H, S, ...]), V's codes, K's stored scales, V's stored scales, each part from a
+                 multiple of its elements' size on; what is left is not touched
+
+        Raises ValueError for an unknown layout, for sizes that the format cannot hold, and for a buffer that is too
+        short or whose pages do not begin where its elements may.
+        """
+        if not isinstance(buffer, Tensor):
+            raise TypeError(f"buffer: want Tensor, got {_kind(buffer)}")
+        if layout not in ("NHD", "HND"):
+            raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
+        dv = head_dim if head_dim_v is None else head_dim_v
+        f, nbytes = kv_format(format), kv_page_bytes(format, page_size, num_kv_heads, head_dim, dv)
+        if buffer.dim() != 2 or buffer.element_size() != 1 or buffer.shape[1] < nbytes:
+            got = f"{list(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"
+            raise ValueError(f"buffer: want [P, {nbytes} or more] of one byte each for {format}, got {got}")
+        inner = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
+        starts, _ = page_tail((f, f), page_size * num_kv_heads, (head_dim, dv))
+        widths = [(f.storage, f.elements(d)) for d in (head_dim, dv)]
+        if f.scale_dtype is not None:
+            widths += [(f.scale_dtype, f.scales(d)) for d in (head_dim, dv)]
+        parts = [
+            _page_part(buffer.view(torch.uint8), start, dtype, inner, width)
+            for start, (dtype, width) in zip(starts, widths, strict=False)
+        ]
+        if layout == "HND":
+            parts = [x.transpose(1, 2) for x in parts]
+        if f.scale_dtype is not None and f.scale_block is None:
+            parts[2:] = [x[..., 0] for x in parts[2:]]
+        return PagedKVLayer(parts[0], parts[1], format, k_scale, v_scale, *parts[2:])
 
     @property
     def device(self) -> torch.device:
@@ -265,6 +311,18 @@ def _latent_row_views(rows: Tensor, f: KVFormat, rank: int) -> tuple[Tensor, Ten
         want = f"dense rows that begin at multiples of {f.scale_dtype.itemsize} bytes for {f.name}"
         got = f"strides {list(rows.stride())} from byte {rows.storage_offset()}"
         raise ValueError(f"latent cache: want {want}, got {got}") from None
+
+
+def _page_part(pages: Tensor, start: int, dtype: torch.dtype, inner: tuple[int, int], width: int) -> Tensor:
+    """Elements [P, *inner, width] of byte pages [P, n], from byte `start` of each on."""
+    rows = inner[0] * inner[1]
+    try:
+        part = pages[:, start : start + rows * width * dtype.itemsize].view(dtype)
+    except RuntimeError:  # a view of wider elements wants every page to begin at one
+        want = f"dense pages that begin at multiples of {dtype.itemsize} bytes"
+        got = f"strides {list(pages.stride())} from byte {pages.storage_offset()}"
+        raise ValueError(f"buffer: want {want}, got {got}") from None
+    return part.unflatten(1, (*inner, width))
 
 
 def _split_pair(name: str, pair, rank: int) -> tuple[Tensor, Tensor]:

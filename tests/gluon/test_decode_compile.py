@@ -20,10 +20,10 @@ FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_p
 
 def call_of(
     fmt: str, *, page_size: int = 64, head_dim: int = 128, requests: int = 64, drafts: int = 1, max_pages: int = 128,
-    heads: int = 8, group: int = 4, layout: str = "NHD", inline_scales: bool = False, **changes,
+    heads: int = 8, group: int = 4, layout: str = "NHD", scales: str = "apart", **changes,
 ) -> DecodeCall:  # fmt: skip
     c = PagedKVCache.allocate(
-        1, 8, page_size, heads, head_dim, format=fmt, layout=layout, inline_scales=inline_scales
+        1, 8, page_size, heads, head_dim, format=fmt, layout=layout, scales=scales
     )[0]  # fmt: skip
     q = torch.empty(requests * drafts, heads * group, head_dim, dtype=torch.bfloat16)
     table, lens = torch.empty(requests, max_pages, dtype=torch.int32), torch.empty(requests, dtype=torch.int32)
@@ -274,7 +274,7 @@ def test_bounds_on_ragged_rows_share_their_kernels():
         ("fp8_e4m3", {"head_dim": 96}, "head sizes"),
         ("nvfp4", {"head_dim": 32}, "head sizes"),
         ("fp8_e4m3", {"page_size": 8}, "pages of a multiple of 16"),
-        ("nvfp4", {"inline_scales": True}, "multiples of 16 bytes"),
+        ("nvfp4", {"scales": "inline"}, "multiples of 16 bytes"),
         ("fp8_per_token_head", {"heads": 2}, "stored scales"),
     ],
 )

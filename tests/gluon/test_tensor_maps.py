@@ -23,7 +23,7 @@ DIMS = ((64, 64), (128, 128), (256, 256), (64, 128), (256, 64))
 OWN_SCALES = ("fp8_per_token_head", "int8_per_token_head", "nvfp4")
 
 
-def call_of(fmt: str, heads: int, page: int, dims: tuple[int, int], layout: str, group: int, **places: bool):
+def call_of(fmt: str, heads: int, page: int, dims: tuple[int, int], layout: str, group: int, **places):
     """A call without memory."""
     d, dv = dims
     cache = PagedKVCache.allocate(
@@ -50,11 +50,15 @@ def assert_copies_are_possible(box: Box, places: int, step: int) -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_every_copy_of_decode_is_possible(fmt, layout):
     planned = 0
-    pages, packed, inline = (16, 32, 48, 64, 128, 256), (False, True), (False, True)[: 1 + (fmt in OWN_SCALES)]
+    pages, packed, inline = (16, 32, 48, 64, 128, 256), (False, True), ("apart", "inline")[: 1 + (fmt in OWN_SCALES)]
     for heads, page, dims, p, i, group in product(range(1, 9), pages, DIMS, packed, inline, (1, 12, 40)):
         if p and dims[0] != dims[1]:
             continue
-        f = facts("decode", call_of(fmt, heads, page, dims, layout, group, packed=p, inline_scales=i), arch=90)
+        f = facts(
+            "decode",
+            call_of(fmt, heads, page, dims, layout, group, packed=p, scales="inline" if i else "apart"),
+            arch=90,
+        )
         if decode.why_not(f) is not None:
             continue
         config = decode.configure(f)

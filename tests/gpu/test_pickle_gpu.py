@@ -15,7 +15,7 @@ from tersekv.testing.memory import as_bytes
 @pytest.mark.parametrize("format", ["bf16", "fp8_e4m3", "int8_per_token_head", "nvfp4"])
 def test_a_cache_comes_back_to_its_device_or_to_the_one_named(format):
     inline = format in ("int8_per_token_head", "nvfp4")
-    cache = PagedKVCache.allocate(2, 3, 16, 2, 64, format=format, inline_scales=inline, device="cuda")
+    cache = PagedKVCache.allocate(2, 3, 16, 2, 64, format=format, scales="inline" if inline else "apart", device="cuda")
     as_bytes(cache[1].k).random_(0, 256)
     file = io.BytesIO()
     torch.save(cache, file)

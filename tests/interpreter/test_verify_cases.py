@@ -15,10 +15,11 @@ DECODES = [
     for c in cases((op,), formats)
     if c.name == "plain"
 ]
+TAILS = [c for c in cases(("append", "decode"), ("int8_per_token_head", "nvfp4")) if c.name.startswith("tail hnd")]
 PREFILLS = [c for c in cases(("mla_prefill",), ("bf16", "fp8_ds_mla")) if c.name == "one token"]
 
 
-@pytest.mark.parametrize("case", [*APPENDS, *CODES, *DECODES, *PREFILLS], ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [*APPENDS, *CODES, *DECODES, *TAILS, *PREFILLS], ids=lambda c: c.id)
 def test_case(case):
     result = verify.run(case, "cpu", "triton")
     assert result.status == verify.PASSED, result.message

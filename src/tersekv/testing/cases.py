@@ -37,7 +37,7 @@ class Case:
     dim_v: int = 0  # 0: dim
     layout: str = "NHD"
     packed: bool = False
-    inline: bool = False
+    scales: str = "apart"  # where stored ones lie; "inline", "tail"
     spread: bool = False  # rows of very different size, so that stored scales differ widely
 
     # latent caches
@@ -120,10 +120,17 @@ def _append(base: Case, i: int) -> Iterator[Case]:
     yield replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0))
     yield replace(base, name="one token", lens=(7,), q_lens=(1,), skip=False, page=3, quick=False)
     for case in (
-        replace(base, name="hnd packed inline strided", layout="HND", packed=True, inline=True, strided=True, page=64),
-        replace(base, name=f"inline D {odd} pages of 3", inline=True, dim=odd, dim_v=_step(base.format, 24), page=3),
+        replace(
+            base, name="hnd packed inline strided", layout="HND", packed=True, scales="inline", strided=True, page=64
+        ),
+        replace(
+            base, name=f"inline D {odd} pages of 3", scales="inline", dim=odd, dim_v=_step(base.format, 24), page=3
+        ),
         replace(base, name="fp32 scales int64", dtype="float32", index="int64", scale="float", page=1),
         replace(base, name="fp16 scale tensors uint32", dtype="float16", index="uint32", scale="tensor", skip=False),
+        replace(
+            base, name=f"tail hnd D {odd} pages of 3", scales="tail", layout="HND", dim=odd, dim_v=odd + 16, page=3
+        ),
         replace(base, name="kv_indices quantising scales", place="pages", scale="tensor", reciprocal=True),
         replace(base, name="D 256 Dv 512", dim=256, dim_v=512, heads=1, page=256),
         replace(base, name="8 heads D 128", lens=(300, 40), q_lens=(300, 0), heads=8, dim=128, dtype="float16"),
@@ -151,8 +158,9 @@ def _rope_append(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="kv_indices zero padding", place="pages", zero_padding=True, index="uint32"),
         replace(base, name=f"R 24 of {odd}", dim=odd, dim_v=_step(base.format, 56), rotary=24, group=5, page=3),
         replace(base, name="e5m2 query scale tensors", out_dtype="float8_e5m2", scale="tensor", strided=True, page=1),
-        replace(base, name="fp32 D 256", dtype="float32", dim=256, heads=1, group=8, inline=True, scale="float"),
+        replace(base, name="fp32 D 256", dtype="float32", dim=256, heads=1, group=8, scales="inline", scale="float"),
         replace(base, name="quantising scales", place="pages", scale="tensor", reciprocal=True, rotary=16),
+        replace(base, name="tail", scales="tail", heads=3, page=5),
     ):
         yield replace(case, quick=False)
 
@@ -186,7 +194,7 @@ def _decode(base: Case, i: int) -> Iterator[Case]:
     base = replace(base, dim=128)
     yield base
     drafts = replace(base, lens=(37, 4, 0, 70), q_lens=(3, 3, 3, 3))
-    yield replace(drafts, name="drafts tree mask", mask=True, layout="HND", packed=True, inline=True)
+    yield replace(drafts, name="drafts tree mask", mask=True, layout="HND", packed=True, scales="inline")
     ragged = replace(base, lens=(37, 4, 0, 70), q_lens=(2, 4, 0, 1), ragged=True)
     eight = replace(base, lens=(70, 9, 0, 200), q_lens=(8, 8, 8, 8), mask=True, page=64)
     for case in (
@@ -195,13 +203,17 @@ def _decode(base: Case, i: int) -> Iterator[Case]:
         replace(
             ragged, name="many ragged rows window", lens=(37, 40, 0, 70), q_lens=(20, 1, 0, 17), group=8, window=30
         ),
-        replace(base, name="G 1 fp16 window", group=1, heads=3, dtype="float16", window=20, index="int64", inline=True),
+        replace(
+            base, name="G 1 fp16 window", group=1, heads=3, dtype="float16", window=20, index="int64", scales="inline"
+        ),
         replace(base, name="G 16 sinks softcap", group=16, heads=1, sinks=True, softcap=20.0, page=64, scale="float"),
         replace(ragged, name="ragged drafts window", window=5, index="uint32", page=1, dim=64),
         replace(ragged, name="drafts fp16 sinks", dtype="float16", sinks=True, page=64, group=8),
         replace(base, name=f"D {odd} Dv {odd_v} G 5 pages of 3", dim=odd, dim_v=odd_v, group=5, page=3),
         replace(base, name="D 192 Dv 128 pages of 256", dim=192, dim_v=128, group=8, page=256, lens=(300, 511)),
         replace(base, name="D 256", dim=256, group=8, page=64, lens=(65, 200)),
+        replace(base, name="tail pages of 64", scales="tail", heads=8, page=64),
+        replace(base, name=f"tail hnd D {odd} Dv {odd_v}", scales="tail", layout="HND", dim=odd, dim_v=odd_v, page=3),
         replace(base, name="D 512 G 8", dim=512, group=8, heads=1, lens=(65, 20), lse=False),
         replace(base, name="D 32 long", dim=32, heads=1, lens=(5000, 3, 700), page=64),
         replace(base, name="no requests", lens=(), q_lens=()),

@@ -106,7 +106,7 @@ def _kv(dice: Dice, case: Case) -> Case:
     return replace(
         case, dim=dim, dim_v=dim_v, heads=dice.some((1, 1, 1, 2, 2, 4, 8, dice.randint(1, 16))), page=_page(dice),
         layout=dice.some(("NHD", "HND")), packed=dim_v in (0, dim) and dice.maybe(0.3),
-        inline=f.scale_dtype is not None and dice.maybe(0.3), gaps=_gaps(dice, gaps),
+        scales=dice.some(("apart", "inline", "tail"), (5, 2, 2)), gaps=_gaps(dice, gaps),
         index=dice.some(_INDEX), strided=dice.maybe(0.2), scale=dice.some(kinds),
     )  # fmt: skip
 

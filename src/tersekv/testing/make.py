@@ -115,7 +115,7 @@ class _Maker:
         layer = PagedKVCache.allocate(
             1, self.requests.num_pages, page + 3 * more["slots"], c.heads + more["heads"], c.dim + columns,
             head_dim_v=dim_v + columns, format=c.format, layout=c.layout, packed=c.packed,
-            inline_scales=c.inline,
+            scales=c.scales,
         )[0]  # fmt: skip
         for t in (layer.k, layer.v, layer.k_scale_cache, layer.v_scale_cache):
             if t is not None:
