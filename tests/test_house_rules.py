@@ -26,7 +26,7 @@ GPU_ROOMS = {"backends.triton": {"backends.host"}, "backends.gluon": {"backends.
 
 # Room -> the rooms that it may import. A room may always import itself. `plan` loads backends lazily, by name.
 BASE = {"counts", "formats", "errors", "env"}
-CORE = BASE | {"calls", "cache", "layers", "checks", "plan", "recall"}
+CORE = BASE | {"attributes", "calls", "cache", "layers", "checks", "plan", "recall"}
 VERBS = CORE | {"ops", "pages"}
 MAY_IMPORT = {
     "counts": set(),
@@ -34,16 +34,17 @@ MAY_IMPORT = {
     "errors": set(),
     "env": set(),
     "calls": set(),
-    "layers": {"counts", "formats"},
-    "cache": {"counts", "formats", "layers"},
+    "layers": {"attributes", "counts", "formats"},
+    "cache": {"attributes", "counts", "formats", "layers"},
     "pages": {"counts", "errors", "cache", "layers"},
     "shapes": {"calls"},
-    "checks": {"counts", "formats", "calls", "shapes"},
+    "attributes": {"formats", "shapes"},
+    "checks": {"attributes", "counts", "formats", "calls", "shapes"},
     "checked": set(),
     "keys": {"calls"},
     "places": {"calls", "keys", "shapes"},
     "failures": {"errors", "keys"},
-    "plan": {"errors", "env", "calls", "checks", "checked", "failures", "keys", "places"},
+    "plan": {"attributes", "errors", "env", "calls", "checks", "checked", "failures", "keys", "places"},
     "recall": {"env", "calls", "failures", "keys", "plan"},
     "ops": CORE,
     "compat": VERBS,

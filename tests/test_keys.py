@@ -20,7 +20,7 @@ def call(**other) -> DecodeCall:
         "out": torch.zeros(3, 4, 16, dtype=torch.bfloat16), "format": "bf16", "max_q_len": 1, "window": 0,
         "softcap": 0.0, "softmax_scale": 0.25, "k_scale": 1.0, "v_scale": 1.0, "out_scale": 1.0, "precision": "exact",
     } | other  # fmt: skip
-    return DecodeCall(**{n: fields.get(n) for n in DecodeCall._fields})
+    return DecodeCall(**{n: fields.get(n, DecodeCall._field_defaults.get(n)) for n in DecodeCall._fields})
 
 
 def tensors(c: DecodeCall) -> tuple:

@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 import pytest
 
 from tersekv.cli.main import main
+from tersekv.formats import KV_FORMATS
 from tersekv.testing import random_cases, verify
 from tersekv.testing.case_text import case_of, text_of
 from tersekv.testing.cases import OPS, Case, cases, formats_of
@@ -46,6 +47,8 @@ def test_every_parameter_is_drawn_with_all_its_values():
     assert seen["index"] == {"int32", "int64", "uint32", "mixed"}
     assert seen["gaps"] == {"", "slots", "heads", "columns"}
     assert seen["scales"] == {"apart", "inline", "tail"}
+    assert seen["rotation"] == seen["channels"] == {"", "k", "v", "kv"}
+    assert seen["v_format"] == {"", *KV_FORMATS}
     assert seen["layout"] == {"NHD", "HND"}
     assert seen["scale"] == {"one", "float", "tensor", "head"}
     assert seen["place"] == {"slots", "pages"}

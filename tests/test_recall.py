@@ -230,7 +230,7 @@ def test_many_shapes_are_known_the_latest_first(bound):
         tersekv.decode(query(b), LAYER, **indices(b))
     assert len(bound.calls) == len(sizes) + 3
     ((first, *others),) = recall._latest.values()
-    assert first.like((query(7), LAYER.k, LAYER.v, None, None, *indices(7).values(), *[None] * 9))
+    assert first.like((query(7), LAYER.k, LAYER.v, None, None, *indices(7).values(), *[None] * 13))
     assert len(others) == recall._KEPT - 1 == 3
 
 

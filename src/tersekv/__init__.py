@@ -24,6 +24,7 @@ _HOMES = {
     "mla_project": "ops.mla",
     "MLAPrefillPlan": "ops.mla",
     "merge_states": "ops.merge",
+    "channel_scale": "attributes",
     "warm_up": "ops.warm_up",
     "PagedKVCache": "cache",
     "PagedKVLayer": "layers",
@@ -42,6 +43,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
+    from .attributes import channel_scale
     from .cache import PagedKVCache, PagedLatentCache
     from .errors import KernelError, OutOfPagesError, UnsupportedError
     from .formats import KV_FORMATS, LATENT_FORMATS, kv_bytes_per_token, kv_page_bytes, latent_bytes_per_token
@@ -71,6 +73,7 @@ __all__ = [
     "PagedLatentLayer",
     "UnsupportedError",
     "append",
+    "channel_scale",
     "copy_pages",
     "decode",
     "kv_bytes_per_token",

@@ -22,7 +22,17 @@ from .formats import (
     latent_bytes_per_token,
     latent_format,
 )
-from .layers import PagedKVLayer, PagedLatentLayer, Scale, apart, together, values_of
+from .layers import (
+    Formats,
+    PagedKVLayer,
+    PagedLatentLayer,
+    Scale,
+    apart,
+    attributes_of,
+    pair,
+    together,
+    values_of,
+)  # fmt: skip
 
 _SCALES = ("apart", "inline", "tail")
 _Layer = TypeVar("_Layer", PagedKVLayer, PagedLatentLayer)
@@ -60,8 +70,16 @@ class _PagedCache(Generic[_Layer]):
         return len(self.layers)
 
     @property
-    def format(self) -> str:
+    def format(self) -> str | tuple[str, str]:
+        """That of every layer, a name or K's and V's. Raises ValueError where layers differ: ask cache[i].format."""
+        found = {layer.format for layer in self.layers}
+        if len(found) > 1:
+            raise ValueError(f"format: want layers of one, got {', '.join(map(str, self.layer_formats))}")
         return self.layers[0].format
+
+    @property
+    def layer_formats(self) -> tuple[str | tuple[str, str], ...]:
+        return tuple(layer.format for layer in self.layers)
 
     @property
     def device(self) -> torch.device:
@@ -107,7 +125,8 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
         num_kv_heads: int,
         head_dim: int,
         *,
-        format: str,
+        format: Formats | None = None,
+        layer_formats: Sequence[Formats] | None = None,
         head_dim_v: int | None = None,
         layout: str = "NHD",
         packed: bool = False,
@@ -115,10 +134,14 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
         inline_scales: bool | None = None,
         k_scale: Scale = 1.0,
         v_scale: Scale = 1.0,
+        rotation: str | Sequence[str | None] | None = None,
+        k_channel_scale: Tensor | None = None,
+        v_channel_scale: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> PagedKVCache:
         """Allocate a zeroed cache.
 
+        format:  a name, or K's and V's: ("fp8_e4m3", "nvfp4"); or instead of it layer_formats, such an entry a layer
         layout:  memory order inside a page: "NHD" [slot, head, dim] or "HND" [head, slot, dim]
         packed:  K and V of a layer in one 5-D tensor [P, 2, ...] (needs head_dim_v == head_dim)
         scales:  where stored scales lie, of formats that have them: "apart", in tensors of their own; "inline", behind
@@ -126,55 +149,47 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
                  reads rows of whole 16-bit words); "tail", at the end of each page: a layer is one buffer of bytes as
                  `PagedKVLayer.from_buffer` sees it, whether or not there are scales
         inline_scales:  the older name of scales="inline"; it warns, and will go
+        rotation:  None or "hadamard", or one each for K and V: rows lie rotated in blocks of the largest power of two
+                 that divides their size, which spreads what a few channels hold over a block; appends rotate,
+                 attentions rotate queries and outputs back
+        k_channel_scale, v_channel_scale:  fp32 [H, D] and [H, Dv], or [layers, H, ...], positive: rows are divided by
+                 them when appended, queries and outputs multiplied; `channel_scale` makes them
 
         Raises ValueError for sizes that the format cannot hold or `decode` cannot read, and for scales that the format
         does not have.
         """
-        f, device = kv_format(format), device_of(device)
-        num_layers, num_pages = positive("num_layers", num_layers), positive("num_pages", num_pages)
-        page_size, num_kv_heads = positive("page_size", page_size), positive("num_kv_heads", num_kv_heads)
-        head_dim = whole("head_dim", head_dim)
-        dv = head_dim if head_dim_v is None else whole("head_dim_v", head_dim_v)
-        for name, d, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("head_dim_v", dv, MAX_HEAD_DIM_V)):
-            step = f.scale_block or 8
-            if not 0 < d <= most or d % step:
-                raise ValueError(f"{name}: want a positive multiple of {step} for {format}, at most {most}, got {d}")
-        per_head = num_kv_heads if f.scale == TENSOR else 1
-        k_scale = _fitting("k_scale", k_scale, f, device, per_head)
-        v_scale = _fitting("v_scale", v_scale, f, device, per_head)
+        device, num_layers = device_of(device), positive("num_layers", num_layers)
+        formats = _formats_of_layers(num_layers, format, layer_formats)
+        num_pages, page_size = positive("num_pages", num_pages), positive("page_size", page_size)
+        num_kv_heads, head_dim = positive("num_kv_heads", num_kv_heads), whole("head_dim", head_dim)
+        dims = head_dim, head_dim if head_dim_v is None else whole("head_dim_v", head_dim_v)
         packed, scales = flag("packed", packed), _place_of_scales(scales, inline_scales)
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
-        if packed and dv != head_dim:
-            raise ValueError(f"packed: want head_dim_v == head_dim={head_dim}, got {dv}")
-
-        if scales == "tail":
-            nbytes = kv_page_bytes(format, page_size, num_kv_heads, head_dim, dv)
-            return cls([
-                PagedKVLayer.from_buffer(
-                    torch.zeros(num_pages, nbytes, dtype=torch.uint8, device=device), page_size, num_kv_heads, head_dim,
-                    dv, format=format, layout=layout, k_scale=k_scale, v_scale=v_scale,
-                )
-                for _ in range(num_layers)
-            ], head_dim, dv)  # fmt: skip
-        inline = scales == "inline"
-        inner = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
+        for both in dict.fromkeys(formats):
+            _hold(both, dims)
+            if packed and dims[1] != head_dim:
+                raise ValueError(f"packed: want head_dim_v == head_dim={head_dim}, got {dims[1]}")
+            if packed and both[0] != both[1]:
+                raise ValueError(f"packed: want K and V of one format, got {both[0].name} and {both[1].name}")
+        given = []
+        for name, scale, of in (("k_scale", k_scale, 0), ("v_scale", v_scale, 1)):
+            for f in dict.fromkeys(both[of] for both in formats):
+                scale = _fitting(name, scale, f, device, num_kv_heads if f.scale == TENSOR else 1)
+            given.append(scale)
+        drawn = attributes_of(rotation, dims, device, None, None)[:2]
+        channels = [
+            _channel_scales(name, scale, num_layers, (num_kv_heads, d), device)
+            for name, scale, d in zip(("k_channel_scale", "v_channel_scale"), (k_channel_scale, v_channel_scale), dims,
+                                      strict=True)
+        ]  # fmt: skip
         layers = []
-        for _ in range(num_layers):
-            pair = []
-            both = _rows(f, (num_pages, 2, *inner), head_dim, inline, device) if packed else None
-            for i, d in enumerate((head_dim, dv)):
-                parts = (
-                    [None if p is None else p[:, i] for p in both]
-                    if both
-                    else _rows(f, (num_pages, *inner), d, inline, device)
-                )
-                pair.append([p if p is None or layout == "NHD" else p.transpose(1, 2) for p in parts])
-            (k, ks), (v, vs) = pair
-            assert k is not None  # codes always exist; only stored scales may not
-            assert v is not None
-            layers.append(PagedKVLayer(k, v, format, k_scale, v_scale, ks, vs))
-        return cls(layers, head_dim, dv)
+        for i, both in enumerate(formats):
+            k, v, ks, vs = _tensors(both, (num_pages, page_size, num_kv_heads), dims, layout, packed, scales, device)
+            own = [None if c is None else c[i] for c in channels]
+            names = both[0].name, both[1].name
+            layers.append(PagedKVLayer(k, v, names, given[0], given[1], ks, vs, *drawn, own[0], own[1]))
+        return cls(layers, *dims)
 
     @classmethod
     def from_tensors(cls, tensors: Sequence, *, scale_caches: Sequence | None = None, **options) -> PagedKVCache:
@@ -195,7 +210,8 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers, stored scales included."""
-        return len(self) * kv_bytes_per_token(self.format, self.num_kv_heads, self.head_dim, self.head_dim_v)
+        sizes = self.num_kv_heads, self.head_dim, self.head_dim_v
+        return sum(kv_bytes_per_token(format, *sizes) for format in self.layer_formats)
 
 
 class PagedLatentCache(_PagedCache[PagedLatentLayer]):
@@ -215,13 +231,16 @@ class PagedLatentCache(_PagedCache[PagedLatentLayer]):
         qk_rope_head_dim: int = 64,
         split: bool = False,
         kv_scale: Scale = 1.0,
+        rotation: None = None,
         device: torch.device | str | None = None,
     ) -> PagedLatentCache:
         """Allocate a zeroed cache. `split` puts latent and rotary parts in tensors of their own.
 
-        Raises ValueError for sizes that the format cannot hold, for a scale that it does not have, and for `split` with
-        fp8_ds_mla.
+        Raises ValueError for sizes that the format cannot hold, for a scale that it does not have, for `split` with
+        fp8_ds_mla, and for a rotation, which only K/V caches have.
         """
+        if rotation is not None:
+            raise ValueError(f"rotation: want None for a latent cache, got {rotation!r}")
         f, device = latent_format(format), device_of(device)
         num_layers, num_pages = positive("num_layers", num_layers), positive("num_pages", num_pages)
         page_size, kv_lora_rank = positive("page_size", page_size), whole("kv_lora_rank", kv_lora_rank)
@@ -265,7 +284,7 @@ class PagedLatentCache(_PagedCache[PagedLatentLayer]):
 
     @property
     def bytes_per_token(self) -> int:
-        return len(self) * latent_bytes_per_token(self.format, self.kv_lora_rank, self.qk_rope_head_dim)
+        return len(self) * latent_bytes_per_token(self.layers[0].format, self.kv_lora_rank, self.qk_rope_head_dim)
 
 
 def _restored(kind: type, buffers: list[Tensor], listed: list[list]) -> PagedKVCache | PagedLatentCache:
@@ -274,6 +293,31 @@ def _restored(kind: type, buffers: list[Tensor], listed: list[list]) -> PagedKVC
 
 
 torch.serialization.add_safe_globals([_restored, PagedKVCache, PagedLatentCache])
+
+
+def _tensors(
+    both: tuple[KVFormat, KVFormat], sizes: tuple[int, int, int], dims: tuple[int, int], layout: str, packed: bool,
+    scales: str, device: torch.device | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Zeroed codes of K and V, and their stored scales, as a layer sees them. sizes: pages, slots, heads."""
+    pages, size, heads = sizes
+    if scales == "tail":
+        names = both[0].name, both[1].name
+        buffer = torch.zeros(pages, kv_page_bytes(names, size, heads, *dims), dtype=torch.uint8, device=device)
+        seen = PagedKVLayer.from_buffer(buffer, size, heads, *dims, format=names, layout=layout)
+        return seen.k, seen.v, seen.k_scale_cache, seen.v_scale_cache
+    inner = (size, heads) if layout == "NHD" else (heads, size)
+    if packed:
+        whole = _rows(both[0], (pages, 2, *inner), dims[0], scales == "inline", device)
+        sides = [[None if x is None else x[:, i] for x in whole] for i in range(2)]
+    else:
+        sides = [_rows(f, (pages, *inner), d, scales == "inline", device) for f, d in zip(both, dims, strict=True)]
+    if layout == "HND":
+        sides = [[None if x is None else x.transpose(1, 2) for x in side] for side in sides]
+    (k, ks), (v, vs) = sides
+    assert k is not None  # codes always exist; only stored scales may not
+    assert v is not None
+    return k, v, ks, vs
 
 
 def _rows(f: KVFormat, outer: tuple, dim: int, inline: bool, device) -> list[Tensor | None]:
@@ -288,6 +332,48 @@ def _rows(f: KVFormat, outer: tuple, dim: int, inline: bool, device) -> list[Ten
         codes = torch.zeros(*outer, f.elements(dim), dtype=f.storage, device=device)
         scales = torch.zeros(*outer, f.scales(dim), dtype=f.scale_dtype, device=device)
     return [codes, scales[..., 0] if f.scale_block is None else scales]
+
+
+def _formats_of_layers(
+    count: int, format: Formats | None, layer_formats: Sequence[Formats] | None
+) -> list[tuple[KVFormat, KVFormat]]:
+    """K's and V's format of each layer."""
+    if (format is None) == (layer_formats is None):
+        got = "neither" if format is None else "both"
+        raise ValueError(f"format: want it, or layer_formats with an entry for each layer, got {got}")
+    if layer_formats is None:
+        entries, name = [format] * count, "format"
+    else:
+        entries, name = [*layer_formats], "layer_formats"
+        if isinstance(layer_formats, str) or len(entries) != count:
+            raise ValueError(f"layer_formats: want {count} entries, one a layer, got {layer_formats!r}")
+    pairs = [pair(name, entry) for entry in entries]
+    return [(kv_format(k), kv_format(v)) for k, v in pairs]
+
+
+def _hold(both: tuple[KVFormat, KVFormat], dims: tuple[int, int]) -> None:
+    """Raise ValueError unless rows of the formats hold heads of these sizes, and decode reads them."""
+    most = MAX_HEAD_DIM, MAX_HEAD_DIM_V
+    for name, f, d, limit in zip(("head_dim", "head_dim_v"), both, dims, most, strict=True):
+        step = f.scale_block or 8
+        if not 0 < d <= limit or d % step:
+            raise ValueError(f"{name}: want a positive multiple of {step} for {f.name}, at most {limit}, got {d}")
+
+
+def _channel_scales(
+    name: str, scale: Tensor | None, layers: int, shape: tuple[int, int], device: torch.device | None
+) -> Sequence[Tensor] | None:
+    """Channel scales of each layer."""
+    if scale is None:
+        return None
+    if not isinstance(scale, Tensor):
+        raise TypeError(f"{name}: want Tensor or None, got {type(scale).__name__}")
+    kind = (device or torch.get_default_device()).type
+    if scale.shape not in (shape, (layers, *shape)) or scale.dtype != torch.float32 or scale.device.type != kind:
+        got = f"{list(scale.shape)} {str(scale.dtype).removeprefix('torch.')} on {scale.device}"
+        want = f"{list(shape)} or {[layers, *shape]} float32 on {kind}"
+        raise ValueError(f"{name}: want {want}, got {got}")
+    return [scale] * layers if scale.dim() == 2 else scale.unbind()
 
 
 def _place_of_scales(scales: str, inline_scales: bool | None) -> str:
@@ -312,8 +398,9 @@ def _count(name: str, entries: Sequence) -> int:
 
 
 def _geometry(layer: PagedKVLayer | PagedLatentLayer) -> tuple:
-    tensors = (layer.k, layer.v) if isinstance(layer, PagedKVLayer) else (layer.ckv, layer.kpe)
-    return layer.format, *(x.shape for x in tensors)
+    if isinstance(layer, PagedKVLayer):  # of any formats
+        return layer.num_pages, layer.page_size, layer.num_kv_heads, layer.head_dim, layer.head_dim_v
+    return layer.format, layer.ckv.shape, layer.kpe.shape
 
 
 def _fitting(name: str, scale: Scale, f: KVFormat, device: torch.device | None, heads: int = 1) -> Scale:

@@ -13,6 +13,11 @@ What is not finite: amax ignores NaN; a NaN (also inf × 0, in a row whose scale
 int8 and e2m1, and the zero point in int4. The sign of an e2m1 code is the sign bit of x × (1 / scale), so −0 is code 8;
 a block whose scale is 0 is all code 0.
 
+K/V caches may have attributes (`attributes.py`). An append multiplies a row by the correctly rounded 1 / channel scale,
+then by the signs, then takes butterflies (a + b, a - b) of elements h apart, h = 1, 2, 4 … b / 2, then multiplies by
+fp32(1 / sqrt(b)): each step one fp32 operation. An attention multiplies q by K's channel scale and rotates it; its
+output it rotates back and multiplies by V's.
+
 Where a token goes is given either by `slot_mapping` [T] (page * S + offset; negative: skip), or, FlashInfer-style, by
 `batch_indices` [T] (negative: skip), `kv_positions` [T], `kv_indptr` [B + 1] and `kv_indices`:
 page = kv_indices[kv_indptr[b] + pos // S]. A place outside the cache is dropped, never written.
@@ -43,6 +48,11 @@ class AppendCall(NamedTuple):
     v_scale: float
     v_scale_t: Tensor | None
     scales_quantize: bool
+    v_format: str = ""  # where it is not K's
+    k_signs: Tensor | None = None  # [b] fp32, ±1: rows lie rotated, in blocks of b columns
+    v_signs: Tensor | None = None
+    k_channel_scale: Tensor | None = None  # [H, D] fp32: rows lie divided by it, before they were rotated
+    v_channel_scale: Tensor | None = None  # [H, Dv]
     widen: bool = True  # int4: the range of a row is widened to hold 0
 
 
@@ -75,6 +85,11 @@ class RopeAppendCall(NamedTuple):
     v_scale_t: Tensor | None
     scales_quantize: bool
     zero_padding: bool  # q_out rows of tokens that are skipped (negative index) are written as 0
+    v_format: str = ""  # where it is not K's
+    k_signs: Tensor | None = None  # [b] fp32, ±1: rows lie rotated, in blocks of b columns
+    v_signs: Tensor | None = None
+    k_channel_scale: Tensor | None = None  # [H, D] fp32: rows lie divided by it, before they were rotated
+    v_channel_scale: Tensor | None = None  # [H, Dv]
 
 
 class MLAAppendCall(NamedTuple):
@@ -130,6 +145,11 @@ class DecodeCall(NamedTuple):
     out_scale: float  # multiplies the output
     out_scale_t: Tensor | None
     precision: str  # "exact" | "fast"
+    v_format: str = ""  # where it is not K's
+    k_signs: Tensor | None = None  # [b] fp32, ±1: rows lie rotated, in blocks of b columns
+    v_signs: Tensor | None = None
+    k_channel_scale: Tensor | None = None  # [H, D] fp32: rows lie divided by it, before they were rotated
+    v_channel_scale: Tensor | None = None  # [H, Dv]
 
 
 class PrefillCall(NamedTuple):
@@ -161,8 +181,15 @@ class PrefillCall(NamedTuple):
     out_scale: float  # multiplies the output
     out_scale_t: Tensor | None
     precision: str  # "exact" | "fast"
+    v_format: str = ""  # where it is not K's
+    k_signs: Tensor | None = None  # [b] fp32, ±1: cached rows lie rotated, in blocks of b columns; k and v do not
+    v_signs: Tensor | None = None
+    k_channel_scale: Tensor | None = None  # [H, D] fp32: rows lie divided by it, before they were rotated
+    v_channel_scale: Tensor | None = None  # [H, Dv]
 
-    mask = None  # no field: always causal
+    @property
+    def mask(self) -> None:
+        """No field: always causal."""
 
 
 class MLADecodeCall(NamedTuple):

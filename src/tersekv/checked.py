@@ -22,8 +22,21 @@ def values(call: Any) -> None:
         _range("positions", call.positions, 0, call.cos_sin_cache.shape[0])
     if getattr(call, "kv_indices", None) is not None:
         _kv_indices(call, pages, size)
+    _attributes(call)
     if getattr(call, "page_table", None) is not None:
         _requests(call, pages, size)
+
+
+def _attributes(call: Any) -> None:
+    """Signs and channel scales of a K/V cache."""
+    for side in "kv":
+        signs, scale = getattr(call, f"{side}_signs", None), getattr(call, f"{side}_channel_scale", None)
+        for name, x, good, want in (
+            (f"{side}_signs", signs, lambda x: x.abs() == 1, "1 or -1"),
+            (f"{side}_channel_scale", scale, lambda x: (x > 0) & x.isfinite(), "positive, finite numbers"),
+        ):
+            if x is not None and not (fits := good(x)).all():
+                raise ValueError(f"{name}: want {want}, got {float(x[~fits][0])}")
 
 
 def _requests(call: Any, pages: int, size: int) -> None:

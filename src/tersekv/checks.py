@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import attributes
 from .calls import CALLS
 from .counts import single
-from .formats import FP8, MAX_HEAD_DIM, MAX_HEAD_DIM_V, KVFormat, kv_format, latent_format, rope_dtype
-from .shapes import Shapes, argument, argument_of, dtype_name, overlaps
+from .formats import FP8, MAX_HEAD_DIM, MAX_HEAD_DIM_V, KVFormat, kv_format, latent_format, pair_of, rope_dtype
+from .shapes import Shapes, argument, argument_of, dtype_name, overlaps, require
 
 INDEX = (torch.int32, torch.int64, torch.uint32)
 F32 = (torch.float32,)
@@ -97,11 +98,6 @@ def facts(f: SimpleNamespace) -> None:
             raise ValueError(f"{what}: want memory for each element, got strides {list(x.stride)}")
 
 
-def require(ok: bool, name: str, want: str, got: Any) -> None:
-    if not ok:
-        raise ValueError(f"{name}: want {want}, got {got}")
-
-
 def _finite(name: str, want: str, value: float, fits: bool = True, got: Any = None) -> None:
     """Raise unless a number is finite, in fp32 too, and `fits`. NaN fits nowhere."""
     got = value if got is None else got
@@ -119,6 +115,7 @@ def _append(f: SimpleNamespace) -> None:
     s = Shapes(f)
     s.see("k", "T H D", _rows(kv_format(f.format)))
     s.see("v", "T H Dv", [f.k.dtype])
+    attributes.check_rows(f)
     _kv_caches(f, s, s["D"], s["Dv"], "k", "v")
     _place(f, s)
 
@@ -193,11 +190,10 @@ def _prefill(f: SimpleNamespace) -> None:
 def _kv_attention(f: SimpleNamespace) -> Shapes:
     s = Shapes(f)
     s.see("q", "T Hq D", FLOAT + FP8)
-    fmt = kv_format(f.format)
     # 576 for joined latent rows whose values lie in a tensor of their own; a backend may stop at 512.
     fits = s["D"] % 8 == 0 and 0 < s["D"] <= MAX_HEAD_DIM
     require(fits, "q", f"head_dim a multiple of 8 up to {MAX_HEAD_DIM}", s["D"])
-    dv = f.v_cache.shape[-1] * fmt.values_per_element
+    dv = f.v_cache.shape[-1] * pair_of(f)[1].values_per_element
     fits = dv % 8 == 0 and 0 < dv <= MAX_HEAD_DIM_V
     require(fits, "v_cache", f"head_dim_v a multiple of 8 up to {MAX_HEAD_DIM_V}", dv)
     _kv_caches(f, s, s["D"], dv, "q")
@@ -341,23 +337,27 @@ _CHECKS = {
 
 def _kv_caches(f: SimpleNamespace, s: Shapes, d: int, dv: int, k_rows: str, v_rows: str = "") -> None:
     """k_rows, v_rows: arguments that bring rows of size d and dv, if any does."""
-    fmt = kv_format(f.format)
     if len(f.k_cache.shape) == 4 and "H" in s.dims:
         _as_cache(k_rows, "num_kv_heads", s["H"], "k_cache", f.k_cache, f.k_cache.shape[2])
-    for rows, name, size, dim in ((k_rows, "k_cache", "head_dim", d), (v_rows, "v_cache", "head_dim_v", dv)):
-        cache = getattr(f, name)
+    sides = list(zip("kv", (k_rows, v_rows), (d, dv), pair_of(f), strict=True))
+    for side, rows, dim, fmt in sides:
+        cache, size = getattr(f, f"{side}_cache"), _SIZES[side]
         if rows and len(cache.shape) == 4:
-            _as_cache(rows, size, dim, name, cache, cache.shape[-1] * fmt.values_per_element)
-    _head_dim(fmt, "head_dim", d)
-    _head_dim(fmt, "head_dim_v", dv)
-    for side, dim in (("k", d), ("v", dv)):
+            _as_cache(rows, size, dim, f"{side}_cache", cache, cache.shape[-1] * fmt.values_per_element)
+    for side, _, dim, fmt in sides:
+        _head_dim(fmt, _SIZES[side], dim)
+    for side, _, dim, fmt in sides:
         letter = "D" if side == "k" else "Dv"
         s.dims[letter] = fmt.elements(dim)
         s.see(f"{side}_cache", f"P S H {letter}", [fmt.storage])
         s.dims[letter] = dim
         _stored_scales(f, s, f"{side}_scale_cache", fmt, dim)
         _scale_tensor(f, s, f"{side}_scale", fmt)
+    attributes.check(f, s, (d, dv))
     require(s["S"] > 0, "k_cache", "at least one slot a page", s["S"])
+
+
+_SIZES = {"k": "head_dim", "v": "head_dim_v"}
 
 
 def _as_cache(rows: str, what: str, got: int, name: str, cache: Any, want: int) -> None:

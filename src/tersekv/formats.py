@@ -6,7 +6,9 @@ described in docs/formats.md; the arithmetic is in each backend.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,6 +20,11 @@ TENSOR = "tensor"  # one per tensor or one per head, given by the caller
 TOKEN_HEAD = "token_head"  # one fp32 per (token, head), stored beside the codes; int4's lowest bits are a zero point
 BLOCK = "block"  # one e4m3 per block of 16 values, times a per-tensor global scale
 GROUP = "group"  # one fp32 per group of 128 latent values, stored in the row
+
+
+# What K/V caches may have beside (`attributes.py`), as a backend's file lists what it takes (`TAKES`) and as a refusal
+# names it.
+PAIRS, ROTATION, CHANNELS = "K and V of different formats", "rotated rows", "channel scales"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,12 @@ def kv_format(name: str) -> KVFormat:
     return _lookup(name, KV_FORMATS, "K/V caches")
 
 
+def pair_of(call: Any) -> tuple[KVFormat, KVFormat]:
+    """K's and V's format, of a call's record or its facts."""
+    k = kv_format(call.format)
+    return k, kv_format(call.v_format) if call.v_format else k
+
+
 def latent_format(name: str) -> KVFormat:
     """The latent (MLA) format of that name. Raises ValueError that lists the names."""
     return _lookup(name, LATENT_FORMATS, "latent caches")
@@ -114,7 +127,7 @@ def _lookup(name: str, table: dict[str, KVFormat], what: str) -> KVFormat:
     return table[name]
 
 
-def _held(f: KVFormat, name: str, dim: int) -> int:
+def held(f: KVFormat, name: str, dim: int) -> int:
     """dim, which has to be a row's size that the format can hold."""
     step, dim = f.scale_block or f.values_per_element, whole(name, dim)
     if dim <= 0 or dim % step:
@@ -122,34 +135,44 @@ def _held(f: KVFormat, name: str, dim: int) -> int:
     return dim
 
 
-def kv_bytes_per_token(format: str, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None) -> int:
-    """Bytes that one token takes in one layer of a K/V cache, stored scales included.
+def _sides(format: str | Sequence[str], head_dim: int, head_dim_v: int | None) -> tuple[list[KVFormat], list[int]]:
+    """K's and V's format, and head sizes that they can hold."""
+    pair = isinstance(format, (tuple, list)) and len(format) == 2
+    formats = [kv_format(name) for name in (format if pair else [format] * 2)]  # type: ignore[arg-type]
+    dims = head_dim, head_dim if head_dim_v is None else head_dim_v
+    return formats, [held(f, n, d) for f, n, d in zip(formats, ("head_dim", "head_dim_v"), dims, strict=True)]
+
+
+def kv_bytes_per_token(
+    format: str | Sequence[str], num_kv_heads: int, head_dim: int, head_dim_v: int | None = None
+) -> int:
+    """Bytes that one token takes in one layer of a K/V cache, stored scales included. format: a name, or K's and V's.
 
     Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
     """
-    f, dv = kv_format(format), head_dim if head_dim_v is None else head_dim_v
-    row = f.row_bytes(_held(f, "head_dim", head_dim)) + f.row_bytes(_held(f, "head_dim_v", dv))
+    row = sum(f.row_bytes(d) for f, d in zip(*_sides(format, head_dim, head_dim_v), strict=True))
     return positive("num_kv_heads", num_kv_heads) * row
 
 
-def kv_page_bytes(format: str, page_size: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None) -> int:
+def kv_page_bytes(
+    format: str | Sequence[str], page_size: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None
+) -> int:
     """Bytes of a page with its stored scales in its tail, in one layer: what `PagedKVLayer.from_buffer` wants of each.
 
     Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
     """
-    f, dv = kv_format(format), head_dim if head_dim_v is None else head_dim_v
-    dims = _held(f, "head_dim", head_dim), _held(f, "head_dim_v", dv)
-    return page_tail((f, f), positive("page_size", page_size) * positive("num_kv_heads", num_kv_heads), dims)[1]
+    formats, dims = _sides(format, head_dim, head_dim_v)
+    return page_tail(formats, positive("page_size", page_size) * positive("num_kv_heads", num_kv_heads), dims)[1]
 
 
-def page_tail(pair: tuple[KVFormat, KVFormat], rows: int, dims: tuple[int, int]) -> tuple[list[int], int]:
+def page_tail(formats: Sequence[KVFormat], rows: int, dims: Sequence[int]) -> tuple[list[int], int]:
     """Where in a page K's codes, V's codes, K's scales and V's scales begin, and the bytes of the page.
 
     rows:  of one side in a page, of all heads
 
     Each part begins at a multiple of its elements' size, the next page at one of 16 bytes.
     """
-    sides = list(zip(pair, dims, strict=True))
+    sides = list(zip(formats, dims, strict=True))
     sizes = [(rows * f.code_bytes(d), f.storage.itemsize) for f, d in sides]
     sizes += [(rows * f.scale_bytes(d), f.scale_dtype.itemsize if f.scale_dtype else 1) for f, d in sides]
     starts, end = [], 0
@@ -165,7 +188,7 @@ def latent_bytes_per_token(format: str, kv_lora_rank: int = 512, qk_rope_head_di
     Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
     """
     f, rotary = latent_format(format), positive("qk_rope_head_dim", qk_rope_head_dim)
-    return f.row_bytes(_held(f, "kv_lora_rank", kv_lora_rank)) + rotary * rope_dtype(f).itemsize
+    return f.row_bytes(held(f, "kv_lora_rank", kv_lora_rank)) + rotary * rope_dtype(f).itemsize
 
 
 def rope_dtype(f: KVFormat) -> torch.dtype:

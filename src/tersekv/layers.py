@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .attributes import HADAMARD, signs
 from .counts import positive
-from .formats import KVFormat, kv_format, kv_page_bytes, latent_format, page_tail, rope_dtype
+from .formats import KVFormat, held, kv_format, latent_format, page_tail, rope_dtype
 
 Scale = float | Tensor
+Formats = str | Sequence[str]  # a name for both, or K's and V's
 _KV_OF_DTYPE = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -39,63 +41,84 @@ _LATENT_OF_DTYPE = {
 class PagedKVLayer:
     """One layer of a K/V cache.
 
-    k, v:                          [P, S, H, D], [P, S, H, Dv] in the format's storage dtype (4 bits: D/2 bytes)
-    k_scale, v_scale:              dequantising scale: float, or fp32 tensor [1] or [H] (nvfp4: the global scale)
-    k_scale_cache, v_scale_cache:  stored scales: per-token-head fp32 [P, S, H]; nvfp4 e4m3 [P, S, H, D/16]
+    k, v:                              [P, S, H, D], [P, S, H, Dv] in the format's storage dtype (4 bits: D/2 bytes)
+    format:                            a name, or a pair of K's and V's
+    k_scale, v_scale:                  dequantising scale: float, or fp32 tensor [1] or [H] (nvfp4: the global scale)
+    k_scale_cache, v_scale_cache:      stored scales: per-token-head fp32 [P, S, H]; nvfp4 e4m3 [P, S, H, D/16]
+    k_signs, v_signs:                  fp32 ±1 [b], b the largest power of two that divides the head's size: rows lie
+                                       rotated; `attributes.signs` draws them
+    k_channel_scale, v_channel_scale:  fp32 [H, D], [H, Dv], positive: rows lie divided by it
     """
 
     k: Tensor
     v: Tensor
-    format: str
+    format: str | tuple[str, str]
     k_scale: Scale = 1.0
     v_scale: Scale = 1.0
     k_scale_cache: Tensor | None = None
     v_scale_cache: Tensor | None = None
+    k_signs: Tensor | None = None
+    v_signs: Tensor | None = None
+    k_channel_scale: Tensor | None = None
+    v_channel_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        k, v = pair("format", self.format)
+        object.__setattr__(self, "format", k if k == v else (k, v))
 
     def __reduce__(self) -> tuple:
         return restored, (PagedKVLayer, *apart([values_of(self)]))
 
     def __repr__(self) -> str:
-        return f"PagedKVLayer({self.format!r}, k={list(self.k.shape)}, v={list(self.v.shape)}, {str(self.k.device)!r})"
+        more = "" if self.rotation is None else f", rotation={self.rotation!r}"
+        scaled = [n for n in ("k_channel_scale", "v_channel_scale") if getattr(self, n) is not None]
+        more += "".join(f", {n}={list(getattr(self, n).shape)}" for n in scaled)
+        shapes = f"k={list(self.k.shape)}, v={list(self.v.shape)}, {str(self.k.device)!r}"
+        return f"PagedKVLayer({self.format!r}, {shapes}{more})"
 
     @staticmethod
     def of(
         kv: PagedKVLayer | Tensor | Sequence[Tensor],
         *,
-        format: str | None = None,
+        format: Formats | None = None,
         layout: str = "NHD",
         k_scale: Scale = 1.0,
         v_scale: Scale = 1.0,
-        scale_cache: Tensor | Sequence[Tensor] | None = None,
+        scale_cache: Tensor | Sequence[Tensor | None] | None = None,
+        rotation: str | Sequence[str | None] | None = None,
+        k_channel_scale: Tensor | None = None,
+        v_channel_scale: Tensor | None = None,
     ) -> PagedKVLayer:
         """A layer over existing tensors, without copying.
 
         kv:           (k, v), each [P, S, H, D] (HND: [P, H, S, D]); or one 5-D tensor [P, 2, S, H, D]
                       ([P, 1, ...]: K and V are the same tensor)
-        format:       None reads it from the dtype; fp8 and int4 per token and head must be named
-        scale_cache:  (k, v) stored scales in the same layout without D (nvfp4: [..., D/16]), or one tensor with
-                      the 2 in the same place
+        format:       None reads it from K's dtype; fp8 and int4 per token and head must be named; (k, v): one each
+        scale_cache:  (k, v) stored scales in the same layout without D (nvfp4: [..., D/16]), None where a side has
+                      none, or one tensor with the 2 in the same place
+        rotation, k_channel_scale, v_channel_scale:  as `PagedKVCache.allocate` takes them, for one layer
 
         A ready layer is returned as it is. Raises ValueError for an unknown layout, rank or dtype, and for an option
         beside a ready layer.
         """
         if isinstance(kv, PagedKVLayer):
             _no_options("kv_cache", format=format, k_scale=k_scale, v_scale=v_scale, scale_cache=scale_cache,
-                        layout=None if layout == "NHD" else layout)  # fmt: skip
+                        layout=None if layout == "NHD" else layout, rotation=rotation,
+                        k_channel_scale=k_channel_scale, v_channel_scale=v_channel_scale)  # fmt: skip
             return kv
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
         k, v = _split_pair("kv_cache", kv, 5)
         if format is None:
             format = _format_of(k.dtype, _KV_OF_DTYPE, "kv_cache")
-        block_scales = kv_format(format).scale_block is not None
-        ks, vs = (
-            (None, None) if scale_cache is None else _split_pair("scale_cache", scale_cache, 5 if block_scales else 4)
-        )
+        formats = [kv_format(name) for name in pair("format", format)]
+        ks, vs = _stored(scale_cache, formats)
         if layout == "HND":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             ks, vs = (None if s is None else s.transpose(1, 2) for s in (ks, vs))
-        return PagedKVLayer(k, v, format, k_scale, v_scale, ks, vs)
+        dims = [x.shape[-1] * f.values_per_element for x, f in zip((k, v), formats, strict=True)]
+        more = attributes_of(rotation, dims, k.device, k_channel_scale, v_channel_scale)
+        return PagedKVLayer(k, v, (formats[0].name, formats[1].name), k_scale, v_scale, ks, vs, *more)
 
     @staticmethod
     def from_buffer(
@@ -105,16 +128,20 @@ class PagedKVLayer:
         head_dim: int,
         head_dim_v: int | None = None,
         *,
-        format: str,
+        format: Formats,
         layout: str = "NHD",
         k_scale: Scale = 1.0,
         v_scale: Scale = 1.0,
+        rotation: str | Sequence[str | None] | None = None,
+        k_channel_scale: Tensor | None = None,
+        v_channel_scale: Tensor | None = None,
     ) -> PagedKVLayer:
         """A layer over one buffer of bytes whose pages hold their stored scales in their tail, without copying.
 
         buffer:  [P, n] of one byte each, n at least `kv_page_bytes(...)`: an engine's pages. In each, K's codes
                  [S, H, ...] (HND: [H, S, ...]), V's codes, K's stored scales, V's stored scales, each part from a
                  multiple of its elements' size on; what is left is not touched
+        the rest as `PagedKVLayer.of` takes it
 
         Raises ValueError for an unknown layout, for sizes that the format cannot hold, and for a buffer that is too
         short or whose pages do not begin where its elements may.
@@ -123,25 +150,30 @@ class PagedKVLayer:
             raise TypeError(f"buffer: want Tensor, got {_kind(buffer)}")
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
-        dv = head_dim if head_dim_v is None else head_dim_v
-        f, nbytes = kv_format(format), kv_page_bytes(format, page_size, num_kv_heads, head_dim, dv)
+        formats = [kv_format(name) for name in pair("format", format)]
+        dims = head_dim, head_dim if head_dim_v is None else head_dim_v
+        for f, name, d in zip(formats, ("head_dim", "head_dim_v"), dims, strict=True):
+            held(f, name, d)
+        rows = positive("page_size", page_size) * positive("num_kv_heads", num_kv_heads)
+        starts, nbytes = page_tail(formats, rows, dims)
         if buffer.dim() != 2 or buffer.element_size() != 1 or buffer.shape[1] < nbytes:
             got = f"{list(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"
             raise ValueError(f"buffer: want [P, {nbytes} or more] of one byte each for {format}, got {got}")
         inner = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
-        starts, _ = page_tail((f, f), page_size * num_kv_heads, (head_dim, dv))
-        widths = [(f.storage, f.elements(d)) for d in (head_dim, dv)]
-        if f.scale_dtype is not None:
-            widths += [(f.scale_dtype, f.scales(d)) for d in (head_dim, dv)]
-        parts = [
-            _page_part(buffer.view(torch.uint8), start, dtype, inner, width)
-            for start, (dtype, width) in zip(starts, widths, strict=False)
+        sides, pages = list(zip(formats, dims, strict=True)), buffer.view(torch.uint8)
+        codes = [
+            _page_part(pages, at, f.storage, inner, f.elements(d)) for at, (f, d) in zip(starts[:2], sides, strict=True)
         ]
-        if layout == "HND":
-            parts = [x.transpose(1, 2) for x in parts]
-        if f.scale_dtype is not None and f.scale_block is None:
-            parts[2:] = [x[..., 0] for x in parts[2:]]
-        return PagedKVLayer(parts[0], parts[1], format, k_scale, v_scale, *parts[2:])
+        scales = [
+            None if f.scale_dtype is None else _page_part(pages, at, f.scale_dtype, inner, f.scales(d))
+            for at, (f, d) in zip(starts[2:], sides, strict=True)
+        ]
+        k, v, ks, vs = (x if x is None or layout == "NHD" else x.transpose(1, 2) for x in (*codes, *scales))
+        ks, vs = (x if x is None or f.scale_block else x[..., 0] for x, f in zip((ks, vs), formats, strict=True))
+        assert k is not None  # codes always exist; only stored scales may not
+        assert v is not None
+        more = attributes_of(rotation, dims, buffer.device, k_channel_scale, v_channel_scale)
+        return PagedKVLayer(k, v, (formats[0].name, formats[1].name), k_scale, v_scale, ks, vs, *more)
 
     @property
     def device(self) -> torch.device:
@@ -152,12 +184,23 @@ class PagedKVLayer:
         return self.k.shape[2]
 
     @property
+    def formats(self) -> tuple[str, str]:
+        """K's and V's."""
+        return (self.format, self.format) if isinstance(self.format, str) else self.format
+
+    @property
+    def rotation(self) -> str | tuple[str | None, str | None] | None:
+        """As `PagedKVCache.allocate` takes it."""
+        k, v = (None if x is None else HADAMARD for x in (self.k_signs, self.v_signs))
+        return k if k == v else (k, v)
+
+    @property
     def head_dim(self) -> int:
-        return self.k.shape[-1] * kv_format(self.format).values_per_element
+        return self.k.shape[-1] * kv_format(self.formats[0]).values_per_element
 
     @property
     def head_dim_v(self) -> int:
-        return self.v.shape[-1] * kv_format(self.format).values_per_element
+        return self.v.shape[-1] * kv_format(self.formats[1]).values_per_element
 
     @property
     def page_size(self) -> int:
@@ -248,6 +291,28 @@ class PagedLatentLayer:
         return self.ckv.shape[0]
 
 
+def pair(name: str, value: Any) -> tuple[Any, Any]:
+    """K's and V's of what is given for both, or in a pair."""
+    if not isinstance(value, (tuple, list)):
+        return value, value
+    if len(value) != 2:
+        raise ValueError(f"{name}: want one for both, or K's and V's, got {len(value)} entries")
+    return value[0], value[1]
+
+
+def attributes_of(
+    rotation: Any, dims: Sequence[int], device: torch.device | None, k_channel_scale: Tensor | None,
+    v_channel_scale: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Signs of K and V, and their channel scales, as a layer has them."""
+    drawn = []
+    for kind, d in zip(pair("rotation", rotation), dims, strict=True):
+        if kind not in (None, HADAMARD):
+            raise ValueError(f"rotation: want None or {HADAMARD!r}, or one each for K and V, got {rotation!r}")
+        drawn.append(None if kind is None else signs(d, device))
+    return drawn[0], drawn[1], k_channel_scale, v_channel_scale
+
+
 def values_of(layer: PagedKVLayer | PagedLatentLayer) -> list:
     return [getattr(layer, f.name) for f in fields(layer)]
 
@@ -262,7 +327,7 @@ def apart(values: Sequence[Sequence]) -> tuple[list[Tensor], list[list]]:
 
     def place(x: object) -> object:
         if not isinstance(x, Tensor):
-            return x
+            return list(x) if isinstance(x, tuple) else x  # a pair of formats: tuples stand for tensors
         memory = x.untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(memory)
         i, _ = buffers.setdefault(memory._cdata, (len(buffers), whole))
@@ -340,6 +405,20 @@ def _split_pair(name: str, pair, rank: int) -> tuple[Tensor, Tensor]:
         if t.dim() != rank - 1:
             raise ValueError(f"{name}: want (k, v), each {rank - 1}-D, got {list(t.shape)}")
     return pair[0], pair[1]
+
+
+def _stored(given: Any, formats: Sequence[KVFormat]) -> tuple[Tensor | None, Tensor | None]:
+    """Stored scales of K and V: given as one tensor, or one each."""
+    if given is None:
+        return None, None
+    ranks = [5 if f.scale_block else 4 for f in formats]
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        return _split_pair("scale_cache", given, ranks[0])
+    k, v = (
+        None if x is None and f.scale_dtype is None else _split_pair("scale_cache", (x, x), rank)[0]
+        for x, f, rank in zip(given, formats, ranks, strict=True)
+    )
+    return k, v
 
 
 def _no_options(name: str, **options: object) -> None:

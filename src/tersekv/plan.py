@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from . import checked, checks, env, failures, places
+from . import attributes, checked, checks, env, failures, places
 from .calls import CALLS
 from .errors import UnsupportedError
 from .keys import FIELDS, Seen, tensor_key
@@ -130,7 +130,14 @@ def why_not(f: SimpleNamespace, backend: str) -> str | None:
         return reason
     module = _module(backend, f.op)
     assert module is not None
-    return module.why_not(f)
+    return _lacking(f, module) or module.why_not(f)
+
+
+def _lacking(f: SimpleNamespace, module: ModuleType) -> str | None:
+    """The first that the cache has and an operation's file does not say it takes: kernels would overlook it."""
+    if isinstance(module, _Absent):
+        return None
+    return next((f"takes no {x} yet" for x in attributes.wanted(f) if x not in getattr(module, "TAKES", ())), None)
 
 
 def broken(f: SimpleNamespace, backend: str) -> str | None:

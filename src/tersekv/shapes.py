@@ -19,6 +19,11 @@ _ARGUMENTS: dict[type, dict[str, str]] = {
 }
 
 
+def require(ok: bool, name: str, want: str, got: Any) -> None:
+    if not ok:
+        raise ValueError(f"{name}: want {want}, got {got}")
+
+
 def argument(record: type, field: str) -> str:
     """The argument that a field comes from. A scale's tensor goes by the name of the scale."""
     return _ARGUMENTS.get(record, {}).get(field, field).removesuffix("_t")

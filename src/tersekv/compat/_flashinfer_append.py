@@ -130,7 +130,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
         k_nope = None
     call = RopeAppendCall(
         *q_parts, k_rope, k_nope, v, cos_sin_cache, pos_ids, *out_parts, kv.k, kv.v, None, None, *place,
-        kv.format, interleaved, *mul_q, *mul_kv, *mul_kv, True, True,
+        kv.formats[0], interleaved, *mul_q, *mul_kv, *mul_kv, True, True,
     )  # fmt: skip
     renamed(_ROPE_NAMES, submit, "rope_append", call, None)
     return q_rope_out, q_nope_out
@@ -164,7 +164,7 @@ def append_paged_kv_cache(
     kv = renamed(_APPEND_NAMES, layer, paged_kv_cache, kv_layout, None)
     call = AppendCall(
         append_key, append_value, kv.k, kv.v, None, None, *_place(batch_indices, positions, kv_indptr, kv_indices),
-        kv.format, 1.0, None, 1.0, None, True,
+        kv.formats[0], 1.0, None, 1.0, None, True,
     )  # fmt: skip
     renamed(_APPEND_NAMES, submit, "append", call, None)
 

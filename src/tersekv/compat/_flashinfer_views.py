@@ -22,7 +22,7 @@ def layer(
     for t in kv_cache if isinstance(kv_cache, (tuple, list)) else ():
         tensor("kv_cache", t)
     kv = PagedKVLayer.of(kv_cache, layout=layout)
-    f = kv_format(kv.format)
+    f = kv_format(kv.formats[0])
     if f.scale == BLOCK and sf is None:
         raise ValueError(f"scale_cache: want the e4m3 block scales of a {dtype_name(kv.k.dtype)} cache, got None")
     if f.scale != BLOCK and sf is not None:
@@ -33,7 +33,7 @@ def layer(
         return kv
     one = _one(kv.k.device)
     k_ones, v_ones = (one.expand(t.shape[:3]) for t in (kv.k, kv.v))
-    return PagedKVLayer(kv.k, kv.v, kv.format, 1.0, 1.0, k_ones, v_ones)
+    return PagedKVLayer(kv.k, kv.v, kv.formats[0], 1.0, 1.0, k_ones, v_ones)
 
 
 def _block_scales(sf: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, ...]:

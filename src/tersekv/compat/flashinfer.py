@@ -141,7 +141,7 @@ def xqa_batch_decode_with_kv_cache(
     if out is not None:
         tensor("out", out, "T, Hq, Dv")
     else:
-        dv = kv.v.shape[-1] * kv_format(kv.format).values_per_element
+        dv = kv.v.shape[-1] * kv_format(kv.formats[0]).values_per_element
         out = torch.empty(*query.shape[:2], dv, dtype=query.dtype, device=query.device)
     logits: dict[str, Scale] = {"bmm1_scale": bmm1_scale}
     outputs: dict[str, Scale] = {"bmm2_scale": bmm2_scale}
@@ -426,14 +426,14 @@ def _decode_call(
     logit_factors: dict[str, Scale],
     out_factors: dict[str, Scale],
 ) -> DecodeCall:
-    scaled = kv_format(kv.format).scale in (TENSOR, BLOCK)
+    scaled = kv_format(kv.formats[0]).scale in (TENSOR, BLOCK)
     softmax_scale, k_scale = _spread(scaled, logit_factors, q.device)
     out_scale, v_scale = _spread(scaled, out_factors, q.device)
     if mask is not None and tensor("mask", mask).dim() == 3:
         mask = mask_rows(mask, seq_lens, q.shape[0])
     return DecodeCall(
         q, kv.k, kv.v, kv.k_scale_cache, kv.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, None,
-        kv.format, max_q_len, window, 0.0,
+        kv.formats[0], max_q_len, window, 0.0,
         *split(softmax_scale), *split(k_scale), *split(v_scale), *split(out_scale), "exact",
     )  # fmt: skip
 

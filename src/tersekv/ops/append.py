@@ -14,7 +14,7 @@ from ..formats import FP8
 from ..layers import PagedKVLayer
 from ..recall import Way, again
 from .registry import submit
-from .scales import multiplier
+from .scales import attributes, multiplier
 
 KVLike = PagedKVLayer | Tensor | Sequence[Tensor]
 
@@ -34,12 +34,17 @@ def append(k: Tensor, v: Tensor, cache: KVLike, slot_mapping: Tensor, *, backend
     c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
     k_scale, k_scale_t = multiplier(c.k_scale, "k_scale")
     v_scale, v_scale_t = multiplier(c.v_scale, "v_scale")
+    format, v_format, more = attributes(c)
     given = (
         k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, slot_mapping, None, None, None, None, k_scale_t, v_scale_t,
+        *more,
     )  # fmt: skip
     options = (c.format, k_scale, v_scale, backend)
     if again("append", options, given) is None:
-        call = AppendCall(*given[:11], c.format, k_scale, k_scale_t, v_scale, v_scale_t, False)
+        call = AppendCall(
+            k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, slot_mapping, None, None, None, None,
+            format, k_scale, k_scale_t, v_scale, v_scale_t, False, v_format, *more,
+        )  # fmt: skip
         submit("append", call, backend, Way(options, given))
 
 
@@ -78,9 +83,10 @@ def rope_append(
     k_scale, k_scale_t = multiplier(c.k_scale, "k_scale")
     v_scale, v_scale_t = multiplier(c.v_scale, "v_scale")
     q_mul, q_scale_t = multiplier(q_scale, "q_scale")
+    format, v_format, more = attributes(c)
     given = (
         q, None, k, None, v, cos_sin_cache, positions, q_out, None, c.k, c.v, c.k_scale_cache, c.v_scale_cache,
-        slot_mapping, None, None, None, None, q_scale_t, k_scale_t, v_scale_t,
+        slot_mapping, None, None, None, None, q_scale_t, k_scale_t, v_scale_t, *more,
     )  # fmt: skip
     options = (c.format, interleaved, type(interleaved), q_mul, k_scale, v_scale, q_dtype, backend)  # 1 is no bool
     done = again("rope_append", options, given)
@@ -98,7 +104,7 @@ def rope_append(
     call = RopeAppendCall(
         q_rope, q_nope, k_rope, k_nope, v, cos_sin_cache, positions, q_rope_out, q_nope_out,
         c.k, c.v, c.k_scale_cache, c.v_scale_cache, slot_mapping, None, None, None, None,
-        c.format, interleaved, q_mul, q_scale_t, k_scale, k_scale_t, v_scale, v_scale_t, False, False,
+        format, interleaved, q_mul, q_scale_t, k_scale, k_scale_t, v_scale, v_scale_t, False, False, v_format, *more,
     )  # fmt: skip
     made = {} if q_out is None else {"q_rope_out": q_out}
     nope = {"q_nope": "q_rope", "k_nope": "k_rope", "q_nope_out": "q_rope_out"}

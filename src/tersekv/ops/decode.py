@@ -14,7 +14,7 @@ from ..layers import PagedKVLayer
 from ..recall import Way, again
 from .append import KVLike
 from .registry import submit
-from .scales import split
+from .scales import attributes, split
 
 
 def decode(
@@ -70,9 +70,10 @@ def decode(
     softcap = capped(softcap)
     max_q_len = None if max_q_len is None else whole("max_q_len", max_q_len)
     window = None if window is None else whole("window", window)
+    format, v_format, more = attributes(c)
     given = (
         q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, lse,
-        scale_t, k_scale_t, v_scale_t, o_scale_t,
+        scale_t, k_scale_t, v_scale_t, o_scale_t, *more,
     )  # fmt: skip
     options = (
         c.format, max_q_len, window, softcap, scale, k_scale, v_scale, o_scale, out_dtype, return_lse, precision,
@@ -93,8 +94,8 @@ def decode(
         scale = max(d, 1) ** -0.5  # of no column: the checks name it
     call = DecodeCall(
         q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, lse,
-        c.format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), seen_keys(window), softcap,
-        scale, scale_t, k_scale, k_scale_t, v_scale, v_scale_t, o_scale, o_scale_t, precision,
+        format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), seen_keys(window), softcap,
+        scale, scale_t, k_scale, k_scale_t, v_scale, v_scale_t, o_scale, o_scale_t, precision, v_format, *more,
     )  # fmt: skip
     submit("decode", call, backend, Way(options, given, made))
     return outputs([], out, lse, return_lse)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..counts import number, single
+from ..layers import PagedKVLayer
+
+TURNS = ("k_signs", "v_signs", "k_channel_scale", "v_channel_scale")
+Turn = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def split(scale: float | Tensor, name: str = "scale") -> tuple[float, Tensor | None]:
@@ -14,6 +18,12 @@ def split(scale: float | Tensor, name: str = "scale") -> tuple[float, Tensor | N
     if isinstance(scale, Tensor):
         return 1.0, scale.reshape(1) if scale.dim() == 0 else scale
     return number(name, scale, "a number or a Tensor"), None
+
+
+def attributes(layer: PagedKVLayer) -> tuple[str, str, Turn]:
+    """format and v_format of a call's record ("" where V's is K's), and the tensors that come after them."""
+    k, v = (layer.format, "") if isinstance(layer.format, str) else layer.format
+    return k, v, (layer.k_signs, layer.v_signs, layer.k_channel_scale, layer.v_channel_scale)  # as TURNS names them
 
 
 def multiplier(scale: float | Tensor, name: str = "scale") -> tuple[float, Tensor | None]:

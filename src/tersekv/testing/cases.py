@@ -38,6 +38,9 @@ class Case:
     layout: str = "NHD"
     packed: bool = False
     scales: str = "apart"  # where stored ones lie; "inline", "tail"
+    v_format: str = ""  # of V, where it is another
+    rotation: str = ""  # of "k", "v" or "kv"
+    channels: str = ""  # scales of channels, of "k", "v" or "kv"
     spread: bool = False  # rows of very different size, so that stored scales differ widely
 
     # latent caches
@@ -108,6 +111,12 @@ def _step(name: str, dim: int) -> int:
     return -(-dim // step) * step
 
 
+def _other(name: str) -> str:
+    """The format after this one in the list."""
+    names = [*KV_FORMATS]
+    return names[(names.index(name) + 1) % len(names)]
+
+
 def _dtype_of(f: KVFormat) -> str:
     """The dtype of a format's codes, as a case names it."""
     return str(f.storage).removeprefix("torch.")
@@ -134,6 +143,9 @@ def _append(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="kv_indices quantising scales", place="pages", scale="tensor", reciprocal=True),
         replace(base, name="D 256 Dv 512", dim=256, dim_v=512, heads=1, page=256),
         replace(base, name="8 heads D 128", lens=(300, 40), q_lens=(300, 0), heads=8, dim=128, dtype="float16"),
+        replace(base, name=f"rotated D {odd}", rotation="kv", dim=odd, dim_v=128, dtype="float32"),
+        replace(base, name="rotated keys channel scales", rotation="k", channels="kv", dim=96, heads=3, scales="tail"),
+        replace(base, name="V of another format", v_format=_other(base.format), scales="tail", page=3, heads=3),
     ):
         yield replace(case, quick=False)
     if kv_format(base.format).scale == "tensor":
@@ -161,6 +173,8 @@ def _rope_append(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="fp32 D 256", dtype="float32", dim=256, heads=1, group=8, scales="inline", scale="float"),
         replace(base, name="quantising scales", place="pages", scale="tensor", reciprocal=True, rotary=16),
         replace(base, name="tail", scales="tail", heads=3, page=5),
+        replace(base, name="rotated", rotation="kv", channels="k", rotary=32, dtype="float16", group=2),
+        replace(base, name="V of another format", v_format=_other(base.format), rotation="v", channels="v", dim=128),
     ):
         yield replace(case, quick=False)
 
@@ -222,7 +236,14 @@ def _decode(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="e5m2 out", out_dtype="float8_e5m2", lse=False),
         replace(base, name="strided spread fast", strided=True, spread=True, precision="fast", page=64),
         replace(base, name="fp32 spread", dtype="float32", spread=True, lse=False),
-    ):
+        replace(base, name="rotated sinks window", rotation="kv", sinks=True, window=30, page=64),
+        replace(ragged, name=f"rotated D {odd} Dv {odd_v}", rotation="kv", channels="kv", dim=odd, dim_v=odd_v, page=3),
+        replace(base, name="channel scales softcap e4m3 query", channels="kv", softcap=20.0, dtype="float8_e4m3fn",
+                out_dtype="bfloat16", spread=True),
+        replace(base, name="V of another format", v_format=_other(base.format), group=8, scale="float"),
+        replace(base, name="V of another format, rotated, tail", v_format=_other(base.format), rotation="k",
+                channels="v", scales="tail", dim=64, dtype="float16", lse=False),
+    ):  # fmt: skip
         yield replace(case, quick=False)
     if kv_format(base.format).scale == "tensor":
         yield replace(base, name="a scale per head", scale="head", quick=False)
@@ -245,7 +266,7 @@ def _prefill(base: Case, i: int) -> Iterator[Case]:
             sinks=True,
             layout="HND",
             packed=True,
-            inline=True,
+            scales="inline",
             page=64,
         ),
         replace(new, name="more new rows than tokens", lens=(3, 0, 90, 9), q_lens=(5, 2, 1, 9), page=1, softcap=20.0),
@@ -269,6 +290,9 @@ def _prefill(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="e4m3 query e5m2 out", dtype="float8_e4m3fn", out_dtype="float8_e5m2", lse=False),
         replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0)),
         replace(new, name="fp32", dtype="float32", lse=False),
+        replace(base, name="rotated, V of another format", rotation="kv", v_format=_other(base.format), scales="tail"),
+        replace(new, name="new rows, rotated, channel scales", rotation="kv", channels="kv", scale="float", sinks=True),
+        replace(new, name=f"new rows, channel scales, D {odd}", channels="kv", rotation="v", dim=odd, dim_v=odd_v),
     ):
         yield replace(case, quick=False)
     if kv_format(base.format).scale == "tensor":

@@ -12,7 +12,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from ..formats import BLOCK, MAX_HEAD_DIM, MAX_HEAD_DIM_V, TENSOR, KVFormat, kv_format, latent_format
+from ..formats import BLOCK, KV_FORMATS, MAX_HEAD_DIM, MAX_HEAD_DIM_V, TENSOR, KVFormat, kv_format, latent_format
 from .cases import OPS, Case, Lens, formats_of
 
 _HALF = ("bfloat16", "float16")
@@ -94,18 +94,21 @@ def _page(dice: Dice) -> int:
 
 def _kv(dice: Dice, case: Case) -> Case:
     """Of K/V caches: sizes, layout, place of scales, gaps."""
-    f = kv_format(case.format)
-    step = f.scale_block or 8
+    f, other = kv_format(case.format), dice.some([*KV_FORMATS]) if dice.maybe(0.2) else ""
+    other = "" if other == case.format else other
+    step = max(x.scale_block or 8 for x in (f, kv_format(other or case.format)))
     dim = _multiple(dice, step, MAX_HEAD_DIM, (64, 128, 128, 128, 192, 256, 512))
     dim_v = 0 if dice.maybe(0.8) else _multiple(dice, step, MAX_HEAD_DIM_V, (64, 128, 256, 512))
     if not dim_v and dim > MAX_HEAD_DIM_V:
         dim_v = _multiple(dice, step, MAX_HEAD_DIM_V, (128, 512))
     longest = max(dim - MAX_HEAD_DIM, (dim_v or dim) - MAX_HEAD_DIM_V) + step > 0
     gaps = ("slots", "heads") if longest else ("slots", "heads", "columns")
-    kinds = {TENSOR: _SCALES, BLOCK: _SCALES[:3]}.get(f.scale, _SCALES[:1])
+    owned = {f.scale, kv_format(other or case.format).scale}
+    kinds = _SCALES[:3] if BLOCK in owned else _SCALES if TENSOR in owned else _SCALES[:1]
     return replace(
         case, dim=dim, dim_v=dim_v, heads=dice.some((1, 1, 1, 2, 2, 4, 8, dice.randint(1, 16))), page=_page(dice),
-        layout=dice.some(("NHD", "HND")), packed=dim_v in (0, dim) and dice.maybe(0.3),
+        layout=dice.some(("NHD", "HND")), packed=dim_v in (0, dim) and not other and dice.maybe(0.3), v_format=other,
+        rotation=dice.some(("", "k", "v", "kv"), (6, 1, 1, 2)), channels=dice.some(("", "k", "v", "kv"), (6, 1, 1, 1)),
         scales=dice.some(("apart", "inline", "tail"), (5, 2, 2)), gaps=_gaps(dice, gaps),
         index=dice.some(_INDEX), strided=dice.maybe(0.2), scale=dice.some(kinds),
     )  # fmt: skip
@@ -146,8 +149,8 @@ def _append(dice: Dice, case: Case) -> Case:
     case = _written(dice, case, case.heads * (case.dim + (case.dim_v or case.dim)))
     # 16-bit NaNs differ in their bits; what is special stands in the fifth row.
     f = kv_format(case.format)
-    if f.scale == TENSOR and dice.maybe(0.2):
-        return replace(case, dtype=_codes(f))
+    if f.scale == TENSOR and dice.maybe(0.2):  # codes are stored as they are
+        return replace(case, dtype=_codes(f), v_format="", rotation="", channels="")
     special = f.scale != "none" and sum(case.q_lens or ()) > 4 and dice.maybe(0.2)
     return replace(case, special=special, widen=f.code != "int4" or dice.maybe(0.8))
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attributes import signs
 from ..cache import PagedKVCache, PagedKVLayer, PagedLatentCache, PagedLatentLayer
 from ..calls import (
     AppendCall,
@@ -28,7 +29,7 @@ from ..calls import (
 )
 from ..formats import FP8, kv_format, latent_format
 from ..ops.mla import mla_prefill_plan
-from ..ops.scales import multiplier, split
+from ..ops.scales import TURNS, attributes, multiplier, split
 from .cases import Case
 from .codes import column, encode, write_rows
 from .memory import POISON, as_bytes, moved, poisoned, put, storage_bytes
@@ -110,24 +111,34 @@ class _Maker:
     def kv_layer(self, page: int) -> PagedKVLayer:
         c, dim_v = self.case, self.case.dim_v or self.case.dim
         more = {name: name == c.gaps for name in ("slots", "heads", "columns")}
-        step = kv_format(c.format).scale_block or 8
+        formats = [kv_format(c.format), kv_format(c.v_format or c.format)]
+        step = max(f.scale_block or 8 for f in formats)
         columns = step * more["columns"]
         layer = PagedKVCache.allocate(
             1, self.requests.num_pages, page + 3 * more["slots"], c.heads + more["heads"], c.dim + columns,
-            head_dim_v=dim_v + columns, format=c.format, layout=c.layout, packed=c.packed,
+            head_dim_v=dim_v + columns, format=[f.name for f in formats], layout=c.layout, packed=c.packed,
             scales=c.scales,
         )[0]  # fmt: skip
         for t in (layer.k, layer.v, layer.k_scale_cache, layer.v_scale_cache):
             if t is not None:
                 storage_bytes(t).fill_(POISON)
-        f = kv_format(c.format)
-        k, v = (x[:, :page, : c.heads, : f.elements(d)] for x, d in ((layer.k, c.dim), (layer.v, dim_v)))
-        stored: list[Tensor | None] = [None, None]
-        for i, (x, d) in enumerate(((layer.k_scale_cache, c.dim), (layer.v_scale_cache, dim_v))):
-            if x is not None:  # [P, S, H] or [P, S, H, blocks]
-                stored[i] = x[:, :page, : c.heads] if f.scale_block is None else x[:, :page, : c.heads, : f.scales(d)]
-        scales = self.scale(0.7, c.heads, f.scale), self.scale(1.3, c.heads, f.scale)
-        return PagedKVLayer(k, v, c.format, *scales, *stored)
+        sides = ((layer.k, layer.k_scale_cache, c.dim), (layer.v, layer.v_scale_cache, dim_v))
+        codes, stored = [], []
+        for f, (x, s, d) in zip(formats, sides, strict=True):
+            codes.append(x[:, :page, : c.heads, : f.elements(d)])
+            if s is not None:  # [P, S, H] or [P, S, H, blocks]
+                s = s[:, :page, : c.heads] if f.scale_block is None else s[:, :page, : c.heads, : f.scales(d)]
+            stored.append(s)
+        scales = [self.scale(base, c.heads, f.scale) for base, f in zip((0.7, 1.3), formats, strict=True)]
+        turns = [signs(d) if side in c.rotation else None for side, d in (("k", c.dim), ("v", dim_v))]
+        channels = [
+            10.0 ** self.uniform(-1, 1, c.heads, d) if side in c.channels else None
+            for side, d in (("k", c.dim), ("v", dim_v))
+        ]
+        return PagedKVLayer(
+            codes[0], codes[1], (formats[0].name, formats[1].name), scales[0], scales[1], stored[0], stored[1],
+            turns[0], turns[1], channels[0], channels[1],
+        )  # fmt: skip
 
     def latent_layer(self) -> PagedLatentLayer:
         c = self.case
@@ -166,9 +177,10 @@ def _append(m: _Maker) -> AppendCall:
     c, r = m.case, m.requests
     k, v = m.new_rows(r.tokens, c.heads, c.dim), m.new_rows(r.tokens, c.heads, c.dim_v or c.dim)
     a = m.kv_layer(c.page)
+    format, v_format, more = attributes(a)
     return AppendCall(
         k, v, a.k, a.v, a.k_scale_cache, a.v_scale_cache, *r.place(),
-        c.format, *m.quantising(a.k_scale), *m.quantising(a.v_scale), c.reciprocal, widen=c.widen,
+        format, *m.quantising(a.k_scale), *m.quantising(a.v_scale), c.reciprocal, v_format, *more, c.widen,
     )  # fmt: skip
 
 
@@ -182,10 +194,12 @@ def _rope_append(m: _Maker) -> RopeAppendCall:
         q_parts = _halves(m.new_rows(r.tokens, heads, c.dim), rotary)
         out_parts = _halves(m.output(r.tokens, heads, c.dim), rotary)
     a = m.kv_layer(c.page)
+    format, v_format, more = attributes(a)
     return RopeAppendCall(
         *q_parts, k[..., :rotary], _halves(k, rotary)[1], v, r.cos_sin(rotary), r.positions(), *out_parts,
-        a.k, a.v, a.k_scale_cache, a.v_scale_cache, *r.place(), c.format, c.interleaved,
+        a.k, a.v, a.k_scale_cache, a.v_scale_cache, *r.place(), format, c.interleaved,
         *m.query_scale(), *m.quantising(a.k_scale), *m.quantising(a.v_scale), c.reciprocal, c.zero_padding,
+        v_format, *more,
     )  # fmt: skip
 
 
@@ -223,11 +237,12 @@ def _prefill(m: _Maker) -> PrefillCall:
 def _kv_attention(m: _Maker) -> dict[str, Any]:
     """The fields that decode and prefill share."""
     c, r = m.case, m.requests
-    a, f, dv = m.kv_layer(c.page), kv_format(c.format), c.dim_v or c.dim
+    a, dv = m.kv_layer(c.page), c.dim_v or c.dim
+    format, v_format, more = attributes(a)
     pages, slots = r.live(new=not c.new_rows)
-    for codes, stored, scale, dim, spread in (
-        (a.k, a.k_scale_cache, a.k_scale, c.dim, 2.0),
-        (a.v, a.v_scale_cache, a.v_scale, dv, 3.0),
+    for f, codes, stored, scale, dim, spread in (
+        (kv_format(format), a.k, a.k_scale_cache, a.k_scale, c.dim, 2.0),
+        (kv_format(v_format or format), a.v, a.v_scale_cache, a.v_scale, dv, 3.0),
     ):
         x = m.normal(len(pages), c.heads, dim)
         if c.spread:
@@ -242,15 +257,15 @@ def _kv_attention(m: _Maker) -> dict[str, Any]:
     }
     if c.scale == "tensor":
         scales |= {"softmax_scale": torch.full((1,), c.dim**-0.5), "out_scale": torch.full((1,), 3.0)}
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = dict(zip(TURNS, more, strict=True))
     for name, scale in scales.items():
         given[name], given[f"{name}_t"] = split(scale)
     return given | {
         "q": m.rows(r.tokens, heads, c.dim), "k_cache": a.k, "v_cache": a.v, "k_scale_cache": a.k_scale_cache,
         "v_scale_cache": a.v_scale_cache, "page_table": r.page_table(new=not c.new_rows), "seq_lens": r.seq_lens(),
         "sinks": m.normal(heads) + 1 if c.sinks else None, "out": m.output(r.tokens, heads, dv),
-        "lse": m.lse(r.tokens, heads), "format": c.format, "max_q_len": r.max_q_len, "window": c.window,
-        "softcap": c.softcap, "precision": c.precision,
+        "lse": m.lse(r.tokens, heads), "format": format, "max_q_len": r.max_q_len, "window": c.window,
+        "softcap": c.softcap, "precision": c.precision, "v_format": v_format,
     }  # fmt: skip
 
 

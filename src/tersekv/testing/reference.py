@@ -22,8 +22,8 @@ from ..calls import (
     MLAProjectCall,
     PrefillCall,
 )
-from ..formats import kv_format, latent_format
-from . import reference_append
+from ..formats import latent_format, pair_of
+from . import reference_append, reference_rotation
 from .codes import column, decode, encode, quantise_latents, read_rows, write_rows
 from .memory import put, take
 
@@ -75,14 +75,17 @@ def _decode(call: DecodeCall | PrefillCall) -> Expected:
 
 
 def _keys_and_values(call: Any, b: int, n: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """fp64 rows of the n tokens of request b with query rows [start, stop), the last the call's own if given."""
-    f, found = kv_format(call.format), []
-    for side in "kv":
+    """fp64 rows of the n tokens of request b with query rows [start, stop), as they were before they were scaled and
+    rotated; the last the call's own if given."""
+    found = []
+    for side, f in zip("kv", pair_of(call), strict=True):
         given = getattr(call, side, None)
         new = 0 if given is None else min(stop - start, n)
         where = _places(call.page_table[b], n - new, call.k_cache.shape[1])
         scale = column(_pick(call, f"{side}_scale"))
         rows = read_rows(getattr(call, f"{side}_cache"), getattr(call, f"{side}_scale_cache"), *where, f, scale)
+        turn = getattr(call, f"{side}_signs"), getattr(call, f"{side}_channel_scale")
+        rows = reference_rotation.back(rows, *turn)
         found.append(rows if given is None else torch.cat([rows, decode(given[stop - new : stop])]))
     return found[0], found[1]
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..calls import AppendCall, MLAAppendCall, RopeAppendCall
-from ..formats import KVFormat, kv_format, latent_format
+from ..formats import latent_format, pair_of
+from . import reference_rotation
 from .codes import column, encode, write_rows
 from .memory import as_bytes, put
 
@@ -96,12 +97,14 @@ def _scales(value: float, tensor: Tensor | None, quantise: bool) -> tuple[Tensor
 def _write_kv(
     call: AppendCall | RopeAppendCall, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor, live: Tensor
 ) -> None:
-    f: KVFormat = kv_format(call.format)
+    k_format, v_format = pair_of(call)
     k_scales = _scales(call.k_scale, call.k_scale_t, call.scales_quantize)
     v_scales = _scales(call.v_scale, call.v_scale_t, call.scales_quantize)
     where, widen = (pages[live], slots[live]), getattr(call, "widen", True)
-    write_rows(call.k_cache, call.k_scale_cache, *where, k[live], f, *k_scales, widen=widen)
-    write_rows(call.v_cache, call.v_scale_cache, *where, v[live], f, *v_scales, widen=widen)
+    k = reference_rotation.row(k[live], call.k_signs, call.k_channel_scale)
+    v = reference_rotation.row(v[live], call.v_signs, call.v_channel_scale)
+    write_rows(call.k_cache, call.k_scale_cache, *where, k, k_format, *k_scales, widen=widen)
+    write_rows(call.v_cache, call.v_scale_cache, *where, v, v_format, *v_scales, widen=widen)
 
 
 def _write_query(call: RopeAppendCall | MLAAppendCall, cos: Tensor | None, sin: Tensor | None, keep: Tensor) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tersekv.formats import BLOCK, GROUP, NONE, TENSOR, TOKEN_HEAD, KVFormat, kv_format
+from tersekv.formats import BLOCK, CHANNELS, GROUP, NONE, PAIRS, ROTATION, TENSOR, TOKEN_HEAD, KVFormat, pair_of
 
 from . import library, records
 from .library import Bound, Launch
-from .records import CODES, DTYPES, Append, Facts, Place, Scale, Stream
+from .records import CODES, DTYPES, NO_TURN, Append, Facts, Place, Scale, Stream, Turn
 
+TAKES = (PAIRS, ROTATION, CHANNELS)
 PLACES = ("slot_mapping", "batch_indices", "kv_positions", "kv_indptr", "kv_indices")
-_TENSORS = ("k", "v", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "k_scale_t", "v_scale_t", *PLACES)
+_TENSORS = ("k", "v", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "k_scale_t", "v_scale_t", *PLACES,
+            *records.TURNS)  # fmt: skip
 # That the kernels store by name: what they do not know, they would cast.
 _FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4",
             "int4_per_token_head")  # fmt: skip
@@ -24,7 +26,8 @@ _NO_TENSOR = Place(records.NONE)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return library.why_not(f) if f.format in _FORMATS else f"has no {f.format}"
+    unknown = [x.name for x in pair_of(f) if x.name not in _FORMATS]
+    return f"has no {unknown[0]}" if unknown else library.why_not(f)
 
 
 def configure(f: SimpleNamespace) -> Launch:
@@ -35,16 +38,17 @@ def configure(f: SimpleNamespace) -> Launch:
 
 def kv_stream(facts: Facts, side: str, first: str | None = None, second: str = "", rotated: bool = False) -> Stream:
     """Rows of `first` (by default `side` itself), beside those of `second`, to the cache of a side, "k" or "v"."""
-    f, fmt, first = facts.f, kv_format(facts.f.format), first or side
+    f, fmt, first = facts.f, pair_of(facts.f)["kv".index(side)], first or side
     scales = _NO_TENSOR if getattr(f, f"{side}_scale_cache") is None else facts.place(f"{side}_scale_cache")
     return stored(
-        facts, first, fmt, facts.place(f"{side}_cache"), scales, facts.scale(f"{side}_scale"), second, rotated
+        facts, first, fmt, facts.place(f"{side}_cache"), scales, facts.scale(f"{side}_scale"), second, rotated,
+        facts.turn(side),
     )  # fmt: skip
 
 
 def stored(
     facts: Facts, first: str, fmt: KVFormat, out: Place, scales: Place, multiplier: Scale, second: str = "",
-    rotated: bool = False,
+    rotated: bool = False, turn: Turn = NO_TURN,
 ) -> Stream:  # fmt: skip
     """Rows to a cache, in a format."""
     f = facts.f
@@ -52,7 +56,7 @@ def stored(
     return Stream(
         facts.place(first), facts.place(second) if y is not None else _NO_TENSOR, x.shape[-1],
         0 if y is None else y.shape[-1], rotated, x.shape[1] if len(x.shape) == 3 else 1, True, out,
-        CODES[fmt.code], _KINDS[fmt.scale], scales, multiplier,
+        CODES[fmt.code], _KINDS[fmt.scale], scales, multiplier, turn,
     )  # fmt: skip
 
 
@@ -64,7 +68,7 @@ def query_streams(facts: Facts) -> list[Stream]:
         if x is not None:
             streams.append(Stream(
                 facts.place(name), _NO_TENSOR, x.shape[-1], 0, rotated, x.shape[1], False, facts.place(f"{name}_out"),
-                facts.dtype(f"{name}_out"), records.NO_SCALE, _NO_TENSOR, facts.scale("q_scale"),
+                facts.dtype(f"{name}_out"), records.NO_SCALE, _NO_TENSOR, facts.scale("q_scale"), NO_TURN,
             ))  # fmt: skip
     return streams
 

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from tersekv.formats import BLOCK, TOKEN_HEAD, KVFormat, kv_format
+from tersekv.formats import BLOCK, CHANNELS, PAIRS, ROTATION, TOKEN_HEAD, KVFormat, pair_of
 
 from . import library
 from .library import Bound, Launch
-from .records import CODES, DTYPES, NONE, Attention, Facts, Indices, Matrix, Place
+from .records import CODES, DTYPES, NO_TURN, NONE, TURNS, Attention, Facts, Indices, Matrix, Place
 
+TAKES = (PAIRS, ROTATION, CHANNELS)
 _TENSORS = (
     "q", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "mask",
-    "sinks", "out", "lse", "softmax_scale_t", "k_scale_t", "v_scale_t", "out_scale_t",
+    "sinks", "out", "lse", "softmax_scale_t", "k_scale_t", "v_scale_t", "out_scale_t", *TURNS,
 )  # fmt: skip
 # That the kernels read by name: of another, they would take the codes for what they are not.
 _FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4",
@@ -23,21 +24,23 @@ _FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return library.why_not(f) if f.format in _FORMATS else f"has no {f.format}"
+    unknown = [x.name for x in pair_of(f) if x.name not in _FORMATS]
+    return f"has no {unknown[0]}" if unknown else library.why_not(f)
 
 
 def configure(f: SimpleNamespace) -> Launch:
-    facts, fmt = Facts(f, _TENSORS), kv_format(f.format)
+    facts, (k_format, v_format) = Facts(f, _TENSORS), pair_of(f)
     record = attention(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
     record.num_keys = 1
-    record.keys[0] = _matrix(facts, "k", fmt, f.q.shape[2])
+    record.keys[0] = _matrix(facts, "k", k_format, f.q.shape[2])
     record.keys[0].query = facts.place("q")
-    record.values = _matrix(facts, "v", fmt, f.out.shape[2])
+    record.values = _matrix(facts, "v", v_format, f.out.shape[2])
     record.num_pages, record.page_size = f.k_cache.shape[:2]
     record.query_dtype = facts.dtype("q")
     record.mask, record.window, record.sinks = facts.indices("mask"), f.window, facts.at("sinks")
     record.softcap = f.softcap
     record.k_scale, record.v_scale = facts.scale("k_scale"), facts.scale("v_scale")
+    record.key_turn, record.value_turn = facts.turn("k"), facts.turn("v")
     return Launch("attention", record, _TENSORS)
 
 
@@ -50,6 +53,7 @@ def attention(facts: Facts, heads: int, group: int) -> Attention:
     for name in ("page_table", "seq_lens", "cu_seqlens_q"):
         setattr(record, name, facts.indices(name))
     record.mask, record.sinks = Indices(NONE), NONE
+    record.key_turn = record.value_turn = NO_TURN
     record.out, record.lse, record.out_dtype = facts.place("out"), facts.place("lse"), facts.dtype("out")
     record.softmax_scale, record.out_scale = facts.scale("softmax_scale"), facts.scale("out_scale")
     return record

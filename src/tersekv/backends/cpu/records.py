@@ -15,6 +15,7 @@ DTYPES = {
 CODES = {"bf16": 1, "fp16": 2, "e4m3": 3, "e5m2": 4, "int8": 5, "e2m1": 6, "int4": 7}  # of a format
 NO_SCALE, TENSOR_SCALE, ROW_SCALE, BLOCK_SCALE, GROUP_SCALE = range(5)
 NONE = -1  # in place of a tensor
+TURNS = ("k_signs", "v_signs", "k_channel_scale", "v_channel_scale")
 
 
 def _numbers(*names: str) -> list[tuple[str, Any]]:
@@ -40,6 +41,10 @@ class Matrix(Structure):
     ]  # fmt: skip
 
 
+class Turn(Structure):
+    _fields_ = _numbers("signs", "block", "channels", "stride")
+
+
 class Attention(Structure):
     _fields_ = [
         ("num_keys", c_int64), ("keys", Matrix * 2), ("values", Matrix),
@@ -47,7 +52,7 @@ class Attention(Structure):
         *_numbers("requests", "rows", "heads", "group", "max_q_len", "max_pages", "num_pages", "page_size"),
         ("query_dtype", c_int64), ("mask", Indices), *_numbers("window", "sinks"), ("out", Place), ("lse", Place),
         ("out_dtype", c_int64), ("softcap", c_double), ("softmax_scale", Scale), ("k_scale", Scale),
-        ("v_scale", Scale), ("out_scale", Scale),
+        ("v_scale", Scale), ("out_scale", Scale), ("key_turn", Turn), ("value_turn", Turn),
     ]  # fmt: skip
 
 
@@ -55,6 +60,7 @@ class Stream(Structure):
     _fields_ = [
         ("first", Place), ("second", Place), *_numbers("first_columns", "second_columns", "rotated", "heads", "cached"),
         ("out", Place), *_numbers("out_dtype", "scale_kind"), ("scales", Place), ("multiplier", Scale),
+        ("turn", Turn),
     ]  # fmt: skip
 
 
@@ -72,6 +78,9 @@ class Merge(Structure):
         *_numbers("parts", "rows", "heads", "columns", "dtype", "out_dtype", "outs"), ("outs_strides", c_int64 * 3),
         ("lses", c_int64), ("lses_strides", c_int64 * 3), ("out", Place), ("lse", Place),
     ]  # fmt: skip
+
+
+NO_TURN = Turn(NONE, 0, NONE, 0)
 
 
 class Report(Structure):
@@ -109,6 +118,12 @@ class Facts:
         if self.at(name) == NONE:
             return Indices(NONE)
         return Indices(self.at(name), self.dtype(name), self.strides(name)[0])
+
+    def turn(self, side: str) -> Turn:
+        """What the rows of K or V, "k" or "v", lie turned by."""
+        signs, channels = f"{side}_signs", f"{side}_channel_scale"
+        b, stride = getattr(self.f, signs), self.strides(channels)
+        return Turn(self.at(signs), 0 if b is None else b.shape[0], self.at(channels), stride[0] if stride else 0)
 
     def scale(self, name: str) -> Scale:
         """A float, or the tensor [1] or [H] that wins over it."""

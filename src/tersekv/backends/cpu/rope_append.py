@@ -8,11 +8,13 @@ from typing import Any
 from . import append
 from .append import kv_stream, query_streams
 from .library import Bound, Launch
-from .records import Facts
+from .records import TURNS, Facts
 
+TAKES = append.TAKES
 _TENSORS = (
     "q_rope", "q_nope", "k_rope", "k_nope", "v", "cos_sin_cache", "positions", "q_rope_out", "q_nope_out",
-    "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "q_scale_t", "k_scale_t", "v_scale_t", *append.PLACES,
+    "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "q_scale_t", "k_scale_t", "v_scale_t",
+    *append.PLACES, *TURNS,
 )  # fmt: skip
 
 

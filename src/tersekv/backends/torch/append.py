@@ -7,15 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
-from tersekv.formats import kv_format
+from tersekv.formats import CHANNELS, PAIRS, ROTATION, pair_of
 
+from . import rotation
 from .exact import exact
 from .place import Places, place, write
 from .quantize import encode, values, why_no_codec
 
+TAKES = (PAIRS, ROTATION, CHANNELS)
+
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return why_no_codec(kv_format(f.format))
+    return why_no_codecs(f)
+
+
+def why_no_codecs(f: SimpleNamespace) -> str | None:
+    k, v = (why_no_codec(fmt) for fmt in pair_of(f))
+    return k or v
 
 
 def configure(f: SimpleNamespace) -> None:
@@ -34,12 +42,16 @@ def run(call: Any, config: None) -> None:
 
 def write_kv(call: Any, k: Tensor, v: Tensor, places: Places) -> None:
     """Quantise k [T, H, D] and v [T, H, Dv], both fp32 or codes, and write codes and scales to the caches of `call`."""
-    f = kv_format(call.format)
+    if call.k_signs is not None or call.k_channel_scale is not None:
+        k = rotation.row(k, call.k_signs, call.k_channel_scale)
+    if call.v_signs is not None or call.v_channel_scale is not None:
+        v = rotation.row(v, call.v_signs, call.v_channel_scale)
+    k_format, v_format = pair_of(call)
     sides = (
-        (k, call.k_cache, call.k_scale_cache, call.k_scale, call.k_scale_t),
-        (v, call.v_cache, call.v_scale_cache, call.v_scale, call.v_scale_t),
+        (k, k_format, call.k_cache, call.k_scale_cache, call.k_scale, call.k_scale_t),
+        (v, v_format, call.v_cache, call.v_scale_cache, call.v_scale, call.v_scale_t),
     )
-    for x, cache, scale_cache, scale, scale_t in sides:
+    for x, f, cache, scale_cache, scale, scale_t in sides:
         codes, scales = encode(x, f, scale, scale_t, call.scales_quantize, getattr(call, "widen", True))
         write(cache, codes, places)
         if scales is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import decode
+from . import decode, rotation
 from .attention import Results, State, attend, by_head, finish, scale_of
 from .codes import Scratch
 from .decode import KVSource, per_head
@@ -15,7 +15,7 @@ from .exact import exact
 from .gather import PagedRows, Places
 from .requests import Batch, Rules, batches
 
-why_not, configure = decode.why_not, decode.configure
+TAKES, why_not, configure = decode.TAKES, decode.why_not, decode.configure
 
 
 @exact
@@ -29,7 +29,11 @@ def run(call: Any, config: None) -> None:
     t, q_heads, head_dim_v = call.out.shape
     results = Results(t, q_heads, head_dim_v, call.out.device)
     q_new = call.q.to(torch.float32) * scale_of(call, "softmax_scale")
-    q_pages = q_new * (pages.k_unit * per_head(scale_of(call, "k_scale"), q_heads))
+    q_pages = (
+        rotation.query(call)
+        * scale_of(call, "softmax_scale")
+        * (pages.k_unit * per_head(scale_of(call, "k_scale"), q_heads))
+    )
     v_factor = pages.v_unit * scale_of(call, "v_scale")
     for batch in batches(call, rules, pages.num_pages, pages.page_size, new_rows=True):
         rows = _seeing(batch, t)
@@ -37,7 +41,7 @@ def run(call: Any, config: None) -> None:
         if pages.num_pages:
             state = attend([by_head(q_pages, rows, pages.heads)], pages, _before(rows), rules, scratch)
         if state is not None:
-            state = _times(state, v_factor, pages.heads)
+            state = _as_new_rows(state, call, v_factor, pages.heads)
         state = attend([by_head(q_new, rows, pages.heads)], new, _among(rows, t), rules, scratch, state)
         if state is not None:
             results.put(rows, *finish(state, call.sinks, pages.heads))
@@ -82,8 +86,11 @@ def _among(batch: Batch, t: int) -> Batch:
     return batch._replace(table=table, seq_lens=batch.q_lens, start=0, stop=stop, plain=(0, 0))
 
 
-def _times(state: State, factor: float | Tensor, heads: int) -> State:
-    """What was attended to, times a factor [1], or [H] of each head."""
+def _as_new_rows(state: State, call: Any, factor: float | Tensor, heads: int) -> State:
+    """Sums of cached values as those of the rows that were cached. factor: [1], or [H] of each head."""
+    requests = len(state.acc) // heads
     if isinstance(factor, Tensor) and len(factor) > 1:
-        factor = factor.repeat(len(state.acc) // heads)[:, None, None]
-    return state._replace(acc=state.acc * factor)
+        factor = factor.repeat(requests)[:, None, None]
+    scale = call.v_channel_scale
+    scale = None if scale is None else scale.repeat(requests, 1)[:, None]
+    return state._replace(acc=rotation.back(state.acc * factor, call.v_signs, scale))

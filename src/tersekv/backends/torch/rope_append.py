@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.formats import kv_format
+from tersekv.formats import CHANNELS, PAIRS, ROTATION
 
-from .append import write_kv
+from .append import why_no_codecs, write_kv
 from .exact import exact
 from .place import padding, place
-from .quantize import cast, multiplier, why_no_codec
+from .quantize import cast, multiplier
 from .rope import lookup, rotate
+
+TAKES = (PAIRS, ROTATION, CHANNELS)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return why_no_codec(kv_format(f.format))
+    return why_no_codecs(f)
 
 
 def configure(f: SimpleNamespace) -> None:

@@ -37,6 +37,12 @@ struct Matrix {
     Place query;  // keys only: the columns of the query that meet these
 };
 
+// What rows of a K/V cache lie turned by: `signs` of a rotation in blocks of so many columns, and the `channels`' scales,
+// `stride` from head to head; tensors, or -1.
+struct Turn {
+    int64_t signs, block, channels, stride;
+};
+
 struct Attention {
     int64_t num_keys;  // matrices whose columns make up a key
     Matrix keys[2], values;
@@ -49,6 +55,7 @@ struct Attention {
     int64_t out_dtype;
     double softcap;
     Scale softmax_scale, k_scale, v_scale, out_scale;
+    Turn key_turn, value_turn;
 };
 
 // Rows of one or two tensors side by side, cast or quantised, to a cache or to a tensor [token, head].
@@ -60,6 +67,7 @@ struct Stream {
     int64_t out_dtype, scale_kind;
     Place scales;  // stored beside the codes
     Scale multiplier;
+    Turn turn;
 };
 
 struct Append {

@@ -3,6 +3,7 @@
 
 #include "numbers.h"
 #include "pool.h"
+#include "turn.h"
 
 namespace {
 
@@ -97,6 +98,7 @@ struct AppendRun {
             return;
         }
         read(s, t, head, to, x);
+        turn_row(s.turn, at, head, x, n);
         switch (s.scale_kind) {
             case NO_SCALE: return write_floats(x, s.out_dtype, out, n);
             case TENSOR_SCALE: {

@@ -3,6 +3,7 @@
 
 #include "softmax.h"
 #include "tile_pairs.h"
+#include "turn.h"
 
 namespace {
 
@@ -86,10 +87,17 @@ inline uint32_t unit_of(Pairs, const float* x) { return bits(x[0]) >> 16 | (bits
 // their sum.
 template <class Unit>
 float pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, uint32_t* out) {
-    float x[64], sum = 0.0f;
+    float x[LONGEST_TURN], sum = 0.0f;
     for (int64_t i = 0; i < c.num_keys; i++) {
         const Matrix& m = c.keys[i];
         const char* p = at[m.query.tensor] + row * m.query.strides[0] + head * m.query.strides[1];
+        if (turns(c.key_turn)) {
+            read_floats(p, c.query_dtype, x, m.columns);
+            turn_query(c.key_turn, at, head / c.group, x, m.columns);
+            for (int64_t j = 0; j < m.columns; j += Unit::VALUES) *out++ = unit_of(Unit(), x + j);
+            for (int64_t j = 0; j < m.columns; j++) sum += x[j];
+            continue;
+        }
         int64_t size = c.query_dtype == F32 ? 4 : c.query_dtype == E4M3 || c.query_dtype == E5M2 ? 1 : 2;
         for (int64_t begin = 0; begin < m.columns; begin += 64) {
             int64_t n = m.columns - begin < 64 ? m.columns - begin : 64;

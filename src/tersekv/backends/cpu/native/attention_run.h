@@ -236,9 +236,15 @@ private:
         }
         char* out = at[c.out.tensor] + row * c.out.strides[0] + head * c.out.strides[1];
         int64_t columns = c.values.columns, size = c.out_dtype == F32 ? 4 : c.out_dtype == E4M3 || c.out_dtype == E5M2 ? 1 : 2;
-        float by = seen ? factor / total : 0.0f, x[64];
+        float by = seen ? factor / total : 0.0f, x[LONGEST_TURN];
         // Behind the values: the sum of the weights, then what values of int4 lack.
         float lacks = seen && c.values.dtype == INT4 ? values[up(columns, 16) + 1] : 0.0f;
+        if (seen && turns(c.value_turn)) {
+            for (int64_t i = 0; i < columns; i++) x[i] = (values[i] + lacks) * by;
+            turn_back(c.value_turn, at, head / c.group, x, columns);
+            write_floats(x, c.out_dtype, out, columns);
+            columns = 0;
+        }
         for (int64_t begin = 0; begin < columns; begin += 64) {
             int64_t n = columns - begin < 64 ? columns - begin : 64;
             for (int64_t i = 0; i < n; i++) x[i] = seen ? (values[begin + i] + lacks) * by : 0.0f;
@@ -253,6 +259,7 @@ private:
 // Whether pairs of bf16 numbers lose nothing that the output could show.
 inline bool in_pairs(const Attention& c) {
     auto short_enough = [](int64_t dtype) { return dtype != F32 && dtype != F16; };
+    if (turns(c.key_turn)) return false;  // a query that was turned has more bits
     bool codes = short_enough(c.values.dtype) && short_enough(c.query_dtype) && short_enough(c.out_dtype);
     for (int64_t i = 0; i < c.num_keys; i++) codes = codes && short_enough(c.keys[i].dtype);
     return codes;

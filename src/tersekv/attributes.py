@@ -1,0 +1,74 @@
+"""What a K/V cache may have beside its formats: rotated rows, scales of channels, and another format for V.
+
+Rotation: rows are multiplied by the orthogonal R = diag(signs) · H / sqrt(b), H Sylvester's Hadamard matrix, in blocks
+of b columns, so that outliers are spread over a block. Channel scales: rows are divided by one number a head and
+channel. An append does both, the scales first; an attention does the same to its queries (multiplying by the scales),
+and undoes it in its output.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .formats import CHANNELS, FP8, PAIRS, ROTATION
+from .shapes import Shapes, dtype_name, require
+
+HADAMARD = "hadamard"
+_SEED = 0x9E3779B9
+_SMALLEST = 1e-3  # of a channel scale, before a head's are normalised
+_F32 = (torch.float32,)
+
+
+def block_of(dim: int) -> int:
+    """The columns that are rotated together: the largest power of two that divides a head's size."""
+    return dim & -dim
+
+
+def signs(dim: int, device: torch.device | None = None) -> Tensor:
+    """[b] fp32, ±1: the signs of a rotation of rows of `dim`, the same at every call. They are vLLM's."""
+    halves = torch.full((block_of(dim),), 0.5, dtype=torch.float32, device="cpu")
+    drawn = torch.bernoulli(halves, generator=torch.Generator("cpu").manual_seed(_SEED))
+    return (2 * drawn - 1).to(device or torch.get_default_device())
+
+
+def channel_scale(rows: Tensor) -> Tensor:
+    """[H, D] fp32: each channel's root mean square over rows [T, H, D], normalised to mean 1 a head: channel scales.
+
+    Rows are what an append gets, keys after their rotary embedding: of some text that is like what will be cached. A
+    channel counts with a thousandth of the head's mean at least. Raises ValueError for rows of another rank or none.
+    """
+    if rows.dim() != 3 or not len(rows):
+        raise ValueError(f"rows: want [T, H, D] with at least one token, got {list(rows.shape)}")
+    size = rows.to(torch.float64).square().mean(0).sqrt()
+    mean = size.mean(-1, keepdim=True)
+    size = torch.where(mean > 0, torch.maximum(size / mean, torch.full_like(size, _SMALLEST)), 1.0)
+    return (size / size.mean(-1, keepdim=True)).to(torch.float32)
+
+
+def wanted(f: Any) -> list[str]:
+    """What of these a call's facts have."""
+    if not hasattr(f, "v_format"):
+        return []
+    has = {
+        PAIRS: f.v_format not in ("", f.format),
+        ROTATION: f.k_signs is not None or f.v_signs is not None,
+        CHANNELS: f.k_channel_scale is not None or f.v_channel_scale is not None,
+    }
+    return [what for what, there in has.items() if there]
+
+
+def check(f: SimpleNamespace, s: Shapes, dims: tuple[int, int]) -> None:
+    """Raise ValueError unless signs and scales of channels fit heads of these sizes, K's and V's."""
+    for side, dim in zip("kv", dims, strict=True):
+        s.see(f"{side}_signs", str(block_of(dim)), _F32)
+        s.see(f"{side}_channel_scale", f"H {dim}", _F32)
+
+
+def check_rows(f: SimpleNamespace) -> None:
+    """Raise ValueError for rows of codes, which are stored as they are, where the cache has something of these."""
+    for what in wanted(f):
+        require(f.k.dtype not in FP8, "k", f"values for a cache with {what}", f"{dtype_name(f.k.dtype)} codes")

@@ -1,0 +1,42 @@
+"""Reference rotations and channel scales: appends in fp32, index by index; attentions by a dense matrix in fp64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def row(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor:
+    """Rows [T, H, D] as an append quantises them, one rounding an operation."""
+    if signs is None and channel_scale is None:
+        return x
+    x = x.float().clone()
+    if channel_scale is not None:
+        x = x * (torch.tensor(1.0) / channel_scale)
+    if signs is None:
+        return x
+    d, b = x.shape[-1], len(signs)
+    at = torch.arange(d)
+    x = x * signs[at % b]
+    for step in range(b.bit_length() - 1):
+        partner, first = at ^ (1 << step), (at >> step & 1) == 0
+        x = torch.where(first, x + x[..., partner], x[..., partner] - x)
+    return x * torch.tensor(b, dtype=torch.float64).rsqrt().float()
+
+
+def back(rows: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor:
+    """fp64 stored rows [n, H, D] as they were before they were scaled and rotated."""
+    if signs is not None:
+        rows = rows @ _matrix(signs, rows.shape[-1]).T
+    return rows if channel_scale is None else rows * channel_scale.double()
+
+
+def _matrix(signs: Tensor, dim: int) -> Tensor:
+    """R [dim, dim] of rows that are multiplied from the left: diag(signs) · H / sqrt(b), block by block."""
+    b = len(signs)
+    i = torch.arange(b)
+    common = i[:, None] & i
+    ones = torch.stack([common >> bit & 1 for bit in range(b.bit_length())]).sum(0)
+    sylvester = 1.0 - 2.0 * (ones % 2).double()
+    block = signs.double()[:, None] * sylvester / b**0.5
+    return torch.block_diag(*[block] * (dim // b))

@@ -1,0 +1,224 @@
+"""What a K/V cache may have beside its formats: pairs of formats, formats by layer, rotated rows, channel scales."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+
+import pytest
+import torch
+
+import tersekv
+from tersekv import PagedKVCache, PagedKVLayer, PagedLatentCache, UnsupportedError, kv_bytes_per_token
+from tersekv.attributes import signs
+
+PAIR = ("fp8_e4m3", "nvfp4")
+HEADS, GROUP, DIM, DIM_V, TOKENS = 2, 3, 96, 64, 70
+BACKENDS = ["torch", "cpu"]
+
+
+def rows(seed: int, outliers: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v of fp32 rows; channels 3 and 40 of each key are larger, of each query smaller."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(*s, generator=g) for s in (
+        (1, HEADS * GROUP, DIM), (TOKENS, HEADS, DIM), (TOKENS, HEADS, DIM_V)
+    ))  # fmt: skip
+    for channel in (3, 40):
+        k[..., channel] *= outliers
+        q[..., channel] /= outliers
+    return q, k, v
+
+
+def attended(q, k, v, backend, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    cache = PagedKVCache.allocate(1, 5, 16, HEADS, DIM, head_dim_v=DIM_V, **options)
+    tersekv.append(k, v, cache[0], torch.arange(TOKENS), backend=backend)
+    table, lens = torch.arange(5, dtype=torch.int32)[None], torch.tensor([TOKENS])
+    return tersekv.decode(q, cache[0], table, lens, return_lse=True, backend=backend)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+def truth(q, k, v) -> torch.Tensor:
+    scores = torch.einsum("hgd,nhd->hgn", q[0].unflatten(0, (HEADS, GROUP)).double(), k.double()) * DIM**-0.5
+    return torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v.double()).flatten(0, 1)[None].float()
+
+
+def scales(heads: int, dim: int) -> torch.Tensor:
+    return 10 ** torch.linspace(-1.5, 1.5, heads * dim).view(heads, dim)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [
+    {"rotation": "hadamard"}, {"rotation": ("hadamard", None)}, {"rotation": (None, "hadamard")},
+    {"k_channel_scale": scales(HEADS, DIM)}, {"v_channel_scale": scales(HEADS, DIM_V)},
+    {"rotation": "hadamard", "k_channel_scale": scales(HEADS, DIM), "v_channel_scale": scales(HEADS, DIM_V)},
+], ids=str)  # fmt: skip
+def test_an_attention_undoes_what_an_append_did(options, backend):
+    q, k, v = rows(0)
+    want, want_lse = attended(q, k, v, backend, format="bf16")
+    got, lse = attended(q, k, v, backend, format="bf16", **options)
+    assert error(got, want) < 1e-2
+    assert (lse - want_lse).abs().max() < 2e-2
+    assert not torch.equal(got, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outlier_channels_cost_less_where_rows_are_rotated_and_nothing_where_channels_are_scaled(backend):
+    q, k, v = rows(1, outliers=50.0)
+    want = truth(q, k, v)
+    plain = error(attended(q, k, v, backend, format="int8_per_token_head")[0], want)
+    rotated = error(attended(q, k, v, backend, format="int8_per_token_head", rotation="hadamard")[0], want)
+    own = tersekv.channel_scale(k)
+    scaled = error(attended(q, k, v, backend, format="int8_per_token_head", k_channel_scale=own)[0], want)
+    untouched = error(attended(*rows(1), backend, format="int8_per_token_head")[0], truth(*rows(1)))
+    assert rotated < 0.6 * plain
+    assert scaled < 1.3 * untouched < 0.2 * plain
+
+
+def test_channel_scales_are_root_mean_squares_of_mean_1_a_head():
+    k = torch.randn(500, 2, 8, dtype=torch.float64) * torch.tensor([1.0, 10.0])[:, None]
+    k[..., 5] *= 30
+    k[:, 1, 2] = 0
+    got = tersekv.channel_scale(k.bfloat16())
+    assert (got.shape, got.dtype) == ((2, 8), torch.float32)
+    torch.testing.assert_close(got.mean(-1), torch.ones(2))
+    assert (got > 0).all()
+    torch.testing.assert_close(got[0, 5] / got[0, 4], torch.tensor(30.0), rtol=0.15, atol=0)
+    with pytest.raises(ValueError, match=r"^rows: want \[T, H, D\] with at least one token, got \[0, 2, 8\]"):
+        tersekv.channel_scale(k[:0])
+
+
+def test_signs_are_the_same_at_every_call_and_for_every_size_that_has_the_power_of_two():
+    g = torch.Generator("cpu").manual_seed(0x9E3779B9)
+    want = 2 * torch.bernoulli(torch.full((32,), 0.5), generator=g) - 1
+    assert signs(32).equal(want)
+    assert signs(96).equal(want)
+    assert set(want.tolist()) == {-1.0, 1.0}
+
+
+@pytest.mark.parametrize("place", ["apart", "inline", "tail"])
+def test_a_pair_is_two_formats_side_by_side(place):
+    cache = PagedKVCache.allocate(2, 3, 4, HEADS, DIM, head_dim_v=DIM_V, format=PAIR, scales=place)
+    layer = cache[1]
+    assert (cache.format, layer.format, layer.formats) == (PAIR, PAIR, PAIR)
+    assert (layer.head_dim, layer.head_dim_v, layer.k.shape[-1], layer.v.shape[-1]) == (DIM, DIM_V, DIM, DIM_V // 2)
+    assert layer.k_scale_cache is None
+    assert layer.v_scale_cache is not None
+    assert cache.bytes_per_token == 2 * HEADS * (DIM + DIM_V // 2 + DIM_V // 16)
+    assert cache.bytes_per_token == 2 * kv_bytes_per_token(PAIR, HEADS, DIM, DIM_V)
+    same = PagedKVCache.allocate(1, 3, 4, 1, 64, format=("bf16", "bf16"))
+    assert (same.format, same[0].formats) == ("bf16", ("bf16", "bf16"))
+
+
+def test_bare_tensors_may_be_of_two_formats():
+    k, v = torch.zeros(3, 4, 2, 32, dtype=torch.float8_e4m3fn), torch.zeros(3, 4, 2, 16, dtype=torch.uint8)
+    stored = torch.zeros(3, 4, 2, 2, dtype=torch.float8_e4m3fn)
+    layer = PagedKVLayer.of((k, v), format=PAIR, scale_cache=(None, stored), rotation=(None, "hadamard"))
+    assert (layer.formats, layer.rotation, layer.head_dim_v) == (PAIR, (None, "hadamard"), 32)
+    assert layer.v_scale_cache is stored
+
+
+def test_layers_may_have_formats_of_their_own():
+    each = ["bf16", PAIR, ("nvfp4", "nvfp4")]
+    cache = PagedKVCache.allocate(3, 3, 4, HEADS, 64, layer_formats=each)
+    assert cache.layer_formats == ("bf16", PAIR, "nvfp4")
+    assert cache.bytes_per_token == sum(kv_bytes_per_token(f, HEADS, 64) for f in each)
+    assert cache.nbytes == cache.bytes_per_token * 12
+    with pytest.raises(ValueError, match=r"^format: want layers of one, got bf16, \('fp8_e4m3', 'nvfp4'\), nvfp4$"):
+        cache.format  # noqa: B018
+
+
+def test_a_cache_with_everything_comes_back_from_pickle():
+    cache = PagedKVCache.allocate(
+        2, 3, 4, HEADS, 64, layer_formats=["bf16", PAIR], rotation=("hadamard", None), scales="tail",
+        v_channel_scale=scales(2 * HEADS, 64).view(2, HEADS, 64),
+    )  # fmt: skip
+    back = pickle.loads(pickle.dumps(cache))
+    for mine, its in zip(cache.layers, back.layers, strict=True):
+        assert (its.format, its.rotation, repr(its)) == (mine.format, mine.rotation, repr(mine))
+        assert its.k_signs.equal(mine.k_signs)
+        assert its.v_channel_scale.equal(mine.v_channel_scale)
+    assert back[0].k_signs.data_ptr() == back[1].k_signs.data_ptr()  # once, as they were
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("options", "what"), [
+    ({"format": PAIR}, "K and V of different formats"),
+    ({"format": "bf16", "rotation": (None, "hadamard")}, "rotated rows"),
+    ({"format": "bf16", "k_channel_scale": scales(HEADS, 64)}, "channel scales"),
+], ids=["pair", "rotation", "channels"])  # fmt: skip
+def test_a_backend_that_does_not_say_it_takes_an_attribute_refuses_it(options, what, backend, monkeypatch):
+    module = importlib.import_module(f"tersekv.backends.{backend}.append")
+    layer = PagedKVCache.allocate(1, 2, 4, HEADS, 64, **options)[0]
+    k, slots = torch.zeros(1, HEADS, 64), torch.zeros(1, dtype=torch.int32)
+    tersekv.append(k, k, layer, slots, backend=backend)
+    monkeypatch.delattr(module, "TAKES")
+    with pytest.raises(UnsupportedError, match=f"{backend}: takes no {what} yet"):
+        tersekv.append(k.half(), k.half(), layer, slots, backend=backend)
+
+
+def test_codes_that_are_stored_as_they_are_go_to_no_cache_that_would_change_them():
+    layer = PagedKVCache.allocate(1, 2, 4, 1, 16, format="fp8_e4m3", rotation="hadamard")[0]
+    k = torch.zeros(1, 1, 16, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"^k: want values for a cache with rotated rows, got float8_e4m3fn codes$"):
+        tersekv.append(k, k, layer, torch.zeros(1, dtype=torch.int32))
+
+
+def test_checked_mode_looks_at_signs_and_scales(monkeypatch):
+    monkeypatch.setenv("TERSEKV_CHECKED", "1")
+    layer = PagedKVCache.allocate(
+        1, 2, 4, 1, 16, format="bf16", rotation="hadamard", v_channel_scale=torch.ones(1, 16)
+    )[0]
+    k, slots = torch.zeros(1, 1, 16), torch.zeros(1, dtype=torch.int32)
+    tersekv.append(k, k, layer, slots)
+    layer.v_channel_scale[0, 3] = -1
+    with pytest.raises(ValueError, match=r"^v_channel_scale: want positive, finite numbers, got -1.0$"):
+        tersekv.append(k, k, layer, slots)
+    layer.v_channel_scale.fill_(1)
+    layer.k_signs[2] = 0.5
+    with pytest.raises(ValueError, match=r"^k_signs: want 1 or -1, got 0.5$"):
+        tersekv.append(k, k, layer, slots)
+
+
+def allocate(**options) -> PagedKVCache:
+    return PagedKVCache.allocate(2, 2, 4, 1, 16, **options)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: allocate(), "format: want it, or layer_formats with an entry for each layer, got neither"),
+    (lambda: allocate(format="bf16", layer_formats=["bf16"] * 2),
+     "format: want it, or layer_formats with an entry for each layer, got both"),
+    (lambda: allocate(layer_formats=["bf16"]), "layer_formats: want 2 entries, one a layer, got ['bf16']"),
+    (lambda: allocate(format=("bf16",)), "format: want one for both, or K's and V's, got 1 entries"),
+    (lambda: allocate(format=PAIR, packed=True), "packed: want K and V of one format, got fp8_e4m3 and nvfp4"),
+    (lambda: allocate(format="bf16", rotation="dct"),
+     "rotation: want None or 'hadamard', or one each for K and V, got 'dct'"),
+    (lambda: allocate(format="bf16", k_channel_scale=torch.ones(16)),
+     "k_channel_scale: want [1, 16] or [2, 1, 16] float32 on cpu, got [16] float32 on cpu"),
+    (lambda: allocate(format=("bf16", "fp8_e4m3"), k_scale=0.5),
+     "k_scale: want 1.0 for bf16, which has no scale of the tensor, got 0.5"),
+    (lambda: PagedLatentCache.allocate(1, 2, 4, format="bf16", rotation="hadamard"),
+     "rotation: want None for a latent cache, got 'hadamard'"),
+    (lambda: PagedLatentCache.allocate(1, 2, 4, format=("bf16", "fp16")),
+     "format: want one of bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_ds_mla for latent caches, got ('bf16', 'fp16')"),
+])  # fmt: skip
+def test_a_wrong_argument_is_named(make, message):
+    with pytest.raises(ValueError, match="want") as told:
+        make()
+    assert str(told.value) == message
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"k_signs": torch.ones(8)}, "k_signs: want [16] float32, got [8] float32"),
+    ({"v_channel_scale": torch.ones(2, 16)}, "v_channel_scale: want [H=1, 16] float32, got [2, 16] float32"),
+])  # fmt: skip
+def test_attributes_that_do_not_fit_a_call_are_named(change, message):
+    layer = PagedKVLayer(torch.zeros(2, 4, 1, 16), torch.zeros(2, 4, 1, 16), "bf16", **change)
+    layer = PagedKVLayer.of((layer.k.bfloat16(), layer.v.bfloat16()))
+    layer = PagedKVLayer(layer.k, layer.v, "bf16", **change)
+    k = torch.zeros(1, 1, 16)
+    with pytest.raises(ValueError, match="want") as told:
+        tersekv.append(k, k, layer, torch.zeros(1, dtype=torch.int32))
+    assert str(told.value).startswith(message)
