@@ -143,6 +143,46 @@ def test_a_cache_with_everything_comes_back_from_pickle():
     assert back[0].k_signs.data_ptr() == back[1].k_signs.data_ptr()  # once, as they were
 
 
+def everything() -> PagedKVCache:
+    return PagedKVCache.allocate(
+        2, 3, 4, HEADS, 64, head_dim_v=96, layer_formats=["fp8_e5m2", PAIR], rotation=("hadamard", None), k_scale=0.1,
+        v_scale=torch.full((1,), 3.0), v_channel_scale=scales(2 * HEADS, 96).view(2, HEADS, 96),
+    )  # fmt: skip
+
+
+def test_attributes_are_saved_and_an_empty_cache_is_made_of_them(tmp_path):
+    cache, path = everything(), tmp_path / "attributes.safetensors"
+    cache[1].k_signs[3] *= -1  # another's signs: what is saved counts, not what is drawn
+    cache.save_attributes(path)
+    back = PagedKVCache.allocate_saved(path, 7, 16, scales="tail", layout="HND")
+    assert (back.num_pages, back.page_size, back.layer_formats) == (7, 16, ("fp8_e5m2", PAIR))
+    assert (back.num_kv_heads, back.head_dim, back.head_dim_v) == (HEADS, 64, 96)
+    for mine, its in zip(cache.layers, back.layers, strict=True):
+        assert (its.k_scale, its.rotation, its.k_channel_scale) == (0.1, ("hadamard", None), None)
+        for name in ("v_scale", "k_signs", "v_channel_scale"):
+            assert getattr(its, name).equal(getattr(mine, name))
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_file_is_safetensors(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    cache, path = everything(), tmp_path / "attributes.safetensors"
+    cache.save_attributes(path)
+    read = safetensors.load_file(path)
+    assert read["1.v_channel_scale"].equal(cache[1].v_channel_scale)
+    assert set(read) == {f"{i}.{name}" for i in (0, 1) for name in ("v_scale", "k_signs", "v_channel_scale")}
+    safetensors.save_file({"x": torch.ones(3)}, tmp_path / "other")
+    with pytest.raises(ValueError, match="other: want a file that save_attributes wrote, got another's"):
+        PagedKVCache.allocate_saved(tmp_path / "other", 1, 1)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 40, b"\x02\0\0\0\0\0\0\0[]", b'\x10\0\0\0\0\0\0\0{"x":{"dtype":3}}'])
+def test_a_file_of_another_kind_is_named(data, tmp_path):
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(ValueError, match="x: want a safetensors file of float32 tensors, got "):
+        PagedKVCache.allocate_saved(tmp_path / "x", 1, 1)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("options", "what"), [
     ({"format": PAIR}, "K and V of different formats"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from . import tensor_file
 from .counts import flag, number, positive, single, whole
 from .formats import (
     BLOCK,
@@ -34,6 +38,7 @@ from .layers import (
     values_of,
 )  # fmt: skip
 
+_SAVED = ("k_scale", "v_scale", "k_signs", "v_signs", "k_channel_scale", "v_channel_scale")
 _SCALES = ("apart", "inline", "tail")
 _Layer = TypeVar("_Layer", PagedKVLayer, PagedLatentLayer)
 
@@ -202,6 +207,53 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
             raise ValueError(f"scale_caches: want {count} layers, got {len(scales)}")
         layers = [PagedKVLayer.of(t, scale_cache=s, **options) for t, s in zip(tensors, scales, strict=True)]
         return cls(layers, layers[0].head_dim, layers[0].head_dim_v)
+
+    def save_attributes(self, path: str | os.PathLike) -> None:
+        """What pages of this cache need to be read again, in a safetensors file: of each layer its formats, its scales
+        of the tensor, signs and channel scales. Not the pages."""
+        words, tensors = [], {}
+        for i, layer in enumerate(self.layers):
+            word: dict = {"format": layer.format}
+            for name in _SAVED:
+                value = getattr(layer, name)
+                if isinstance(value, Tensor):
+                    tensors[f"{i}.{name}"] = value
+                elif value is not None:
+                    word[name] = value
+            words.append(word)
+        sizes = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "head_dim_v": self.head_dim_v}
+        told = {"tersekv": "PagedKVCache attributes, 1", "sizes": json.dumps(sizes), "layers": json.dumps(words)}
+        tensor_file.write(path, tensors, told)
+
+    @classmethod
+    def allocate_saved(
+        cls,
+        path: str | os.PathLike,
+        num_pages: int,
+        page_size: int,
+        *,
+        device: torch.device | str | None = None,
+        **options,
+    ) -> PagedKVCache:
+        """Allocate a zeroed cache with the sizes and attributes of one whose `save_attributes` wrote the file.
+
+        options:  layout, packed, scales: as `allocate` takes them
+
+        Raises ValueError for a file that `save_attributes` did not write.
+        """
+        tensors, told = tensor_file.read(path)
+        if told.get("tersekv") != "PagedKVCache attributes, 1":
+            what = told.get("tersekv", "another's")
+            raise ValueError(f"{os.fspath(path)}: want a file that save_attributes wrote, got {what}")
+        words, where = json.loads(told["layers"]), device_of(device) or torch.get_default_device()
+        formats = [word.pop("format") for word in words]
+        for key, x in tensors.items():
+            i, name = key.split(".")
+            words[int(i)][name] = x.to(where)
+        sizes = json.loads(told["sizes"])
+        made = cls.allocate(len(words), num_pages, page_size, **sizes, layer_formats=formats, device=device, **options)
+        layers = [replace(layer, **word) for layer, word in zip(made.layers, words, strict=True)]
+        return cls(layers, made.head_dim, made.head_dim_v)
 
     @property
     def num_kv_heads(self) -> int:
