@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import tersekv
 from tersekv import PagedKVCache, PagedKVLayer, PagedLatentCache, UnsupportedError, kv_bytes_per_token
@@ -165,13 +166,12 @@ def test_attributes_are_saved_and_an_empty_cache_is_made_of_them(tmp_path):
 
 
 def test_the_file_is_safetensors(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
     cache, path = everything(), tmp_path / "attributes.safetensors"
     cache.save_attributes(path)
-    read = safetensors.load_file(path)
+    read = load_file(path)
     assert read["1.v_channel_scale"].equal(cache[1].v_channel_scale)
     assert set(read) == {f"{i}.{name}" for i in (0, 1) for name in ("v_scale", "k_signs", "v_channel_scale")}
-    safetensors.save_file({"x": torch.ones(3)}, tmp_path / "other")
+    save_file({"x": torch.ones(3)}, tmp_path / "other")
     with pytest.raises(ValueError, match="other: want a file that save_attributes wrote, got another's"):
         PagedKVCache.allocate_saved(tmp_path / "other", 1, 1)
 
@@ -179,7 +179,7 @@ def test_the_file_is_safetensors(tmp_path):
 @pytest.mark.parametrize("data", [b"", b"\xff" * 40, b"\x02\0\0\0\0\0\0\0[]", b'\x10\0\0\0\0\0\0\0{"x":{"dtype":3}}'])
 def test_a_file_of_another_kind_is_named(data, tmp_path):
     (tmp_path / "x").write_bytes(data)
-    with pytest.raises(ValueError, match="x: want a safetensors file of float32 tensors, got "):
+    with pytest.raises(ValueError, match="x: want a safetensors file, got "):
         PagedKVCache.allocate_saved(tmp_path / "x", 1, 1)
 
 

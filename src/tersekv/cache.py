@@ -12,7 +12,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from . import tensor_file
 from .counts import flag, number, positive, single, whole
 from .formats import (
     BLOCK,
@@ -38,6 +37,7 @@ from .layers import (
     values_of,
 )  # fmt: skip
 
+_ATTRIBUTES = "attributes of a PagedKVCache, 1"  # what a file of them says of itself
 _SAVED = ("k_scale", "v_scale", "k_signs", "v_signs", "k_channel_scale", "v_channel_scale")
 _SCALES = ("apart", "inline", "tail")
 _Layer = TypeVar("_Layer", PagedKVLayer, PagedLatentLayer)
@@ -211,19 +211,21 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
     def save_attributes(self, path: str | os.PathLike) -> None:
         """What pages of this cache need to be read again, in a safetensors file: of each layer its formats, its scales
         of the tensor, signs and channel scales. Not the pages."""
+        from safetensors.torch import save_file
+
         words, tensors = [], {}
         for i, layer in enumerate(self.layers):
             word: dict = {"format": layer.format}
             for name in _SAVED:
                 value = getattr(layer, name)
                 if isinstance(value, Tensor):
-                    tensors[f"{i}.{name}"] = value
+                    tensors[f"{i}.{name}"] = value.detach().contiguous().clone()  # layers may share one
                 elif value is not None:
                     word[name] = value
             words.append(word)
         sizes = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "head_dim_v": self.head_dim_v}
-        told = {"tersekv": "PagedKVCache attributes, 1", "sizes": json.dumps(sizes), "layers": json.dumps(words)}
-        tensor_file.write(path, tensors, told)
+        told = {"tersekv": _ATTRIBUTES, "sizes": json.dumps(sizes), "layers": json.dumps(words)}
+        save_file(tensors, path, told)
 
     @classmethod
     def allocate_saved(
@@ -241,8 +243,15 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
 
         Raises ValueError for a file that `save_attributes` did not write.
         """
-        tensors, told = tensor_file.read(path)
-        if told.get("tersekv") != "PagedKVCache attributes, 1":
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                told = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except SafetensorError as e:
+            raise ValueError(f"{os.fspath(path)}: want a safetensors file, got {e}") from None
+        if told.get("tersekv") != _ATTRIBUTES:
             what = told.get("tersekv", "another's")
             raise ValueError(f"{os.fspath(path)}: want a file that save_attributes wrote, got {what}")
         words, where = json.loads(told["layers"]), device_of(device) or torch.get_default_device()
