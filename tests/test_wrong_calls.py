@@ -116,7 +116,6 @@ def test_a_cache_without_pages_has_no_page_to_read():
 
 
 OTHER = [
-    (lambda: PagedKVCache.from_tensors([(K, V), (K.half(), V.half())]), ValueError, "layers: want layers alike"),
     (lambda: PagedKVCache.from_tensors([(K, V), (K[:4], V[:4])]), ValueError, "layers: want layers alike"),
     (lambda: PagedKVCache.from_tensors([(K, V), (K, V[..., :32])]), ValueError, "layers: want layers alike"),
     (lambda: PagedLatentCache.from_tensors([LATENTS, LATENTS[:1]]), ValueError, "layers: want layers alike"),

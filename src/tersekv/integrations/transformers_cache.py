@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from ..counts import positive, whole
 from ..errors import UnsupportedError
 from ..formats import ALL_FORMATS, KV_FORMATS
+from ..layers import Formats, pair
 from .transformers_pages import Book, Capacity, Step
 from .transformers_store import KVStore, LatentStore, Rules, Store, check_expanded, copy, named
 
@@ -192,7 +193,11 @@ class TersekvCache(Cache):
 
         config:      the model's config; tells layers with a sliding window from those without
         format:      bf16 | fp16 | fp8_e4m3 | fp8_e5m2 for every model; fp8_per_token_head | int8_per_token_head |
-                     nvfp4 | int4_per_token_head where K and V are cached; fp8_ds_mla where latents are (DeepSeek)
+                     nvfp4 | int4_per_token_head where K and V are cached, or two of these, K's and V's; fp8_ds_mla
+                     where latents are (DeepSeek)
+        layer_formats:  instead of it, such an entry for each layer
+        rotation, k_channel_scale, v_channel_scale:  where K and V are cached, as `PagedKVCache.allocate` takes them;
+                     the scales [layers, H, D] and [layers, H, Dv]
         page_size:   tokens of a page
         max_tokens:  tokens of a sequence that there is room for from the start; longer ones make the cache grow
         num_pages:   a limit for each layer, beyond which OutOfPagesError is raised; None: grow as tokens come
@@ -212,8 +217,12 @@ class TersekvCache(Cache):
     def __init__(
         self,
         config: Any,
-        format: str = "fp8_e4m3",
+        format: Formats = "fp8_e4m3",
         *,
+        layer_formats: Sequence[Formats] | None = None,
+        rotation: str | Sequence[str | None] | None = None,
+        k_channel_scale: Tensor | None = None,
+        v_channel_scale: Tensor | None = None,
         page_size: int = 64,
         max_tokens: int | None = None,
         num_pages: int | None = None,
@@ -223,8 +232,11 @@ class TersekvCache(Cache):
         v_scale: float | Sequence[float] = 1.0,
         kv_scale: float | Sequence[float] = 1.0,
     ) -> None:
-        if not isinstance(format, str) or format not in ALL_FORMATS:
-            raise ValueError(f"format: want one of {', '.join(ALL_FORMATS)}, got {format!r}")
+        each = [format] if layer_formats is None else [*layer_formats]
+        for entry in each:
+            for name in pair("format", entry):
+                if not isinstance(name, str) or name not in ALL_FORMATS:
+                    raise ValueError(f"format: want one of {', '.join(ALL_FORMATS)}, got {name!r}")
         page_size, chunk = positive("page_size", page_size), positive("chunk", chunk)
         max_tokens = None if max_tokens is None else positive("max_tokens", max_tokens)
         num_pages = None if num_pages is None else positive("num_pages", num_pages)
@@ -237,12 +249,18 @@ class TersekvCache(Cache):
         scales = {"k_scale": k_scale, "v_scale": v_scale, "kv_scale": kv_scale}
         self._scales = {name: _each(name, s, len(windows)) for name, s in scales.items()}
         self._latent_sizes = (getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None))
-        if format not in KV_FORMATS and None in self._latent_sizes:
-            known = ", ".join(KV_FORMATS)
-            raise ValueError(
-                f"format: want one of {known} for {config.model_type}, which caches K and V, got {format!r}"
-            )
-        self.format, self.exact_prefill = format, exact_prefill and format not in HALF
+        for name in (name for entry in each for name in pair("format", entry)):
+            if name not in KV_FORMATS and None in self._latent_sizes:
+                known = ", ".join(KV_FORMATS)
+                raise ValueError(
+                    f"format: want one of {known} for {config.model_type}, which caches K and V, got {name!r}"
+                )
+        self.formats = _formats_of_layers(each, layer_formats is not None, len(windows))
+        self._attributes = {
+            "rotation": rotation, "k_channel_scale": k_channel_scale, "v_channel_scale": v_channel_scale,
+        }  # fmt: skip
+        half = all(entry in HALF for entry in self.formats)
+        self.format, self.exact_prefill = self.formats[0], exact_prefill and not half
         self.book = Book(Capacity(page_size, chunk, max_tokens, num_pages))
         self.paged = [TersekvLayer(self, i, w) for i, w in enumerate(windows)]
         super().__init__(layers=list(self.paged))
@@ -260,9 +278,14 @@ class TersekvCache(Cache):
             if self._scales[name][index] != 1.0 and latents != (kind == "latents"):
                 got = f"{self._scales[name][index]:g} in layer {index}"
                 raise ValueError(f"{name}: want 1.0 for a model that does not cache {kind}, got {got}")
+        own = {n: x[index] if isinstance(x, Tensor) else x for n, x in self._attributes.items() if x is not None}
+        format = self.formats[index]
         if latents:
-            return LatentStore(key, value, self.format, num_pages, size, kv_scale)
-        return KVStore(key, value, self.format, num_pages, size, k_scale, v_scale)
+            if own or not isinstance(format, str):
+                got = ", ".join(own) or f"format={format!r}"
+                raise ValueError(f"format: want one and no attributes for a model that caches latents, got {got}")
+            return LatentStore(key, value, format, num_pages, size, kv_scale)
+        return KVStore(key, value, format, num_pages, size, k_scale, v_scale, own)
 
     def exact_store(self, key: Tensor, value: Tensor, num_pages: int) -> Store:
         """A store of 16 bits with the same pages, for the layer's first forward."""
@@ -340,7 +363,7 @@ class TersekvCache(Cache):
 
         Raises ValueError for other formats, whose codes do not tell.
         """
-        if self.format not in HALF:
+        if not all(entry in HALF for entry in self.formats):
             raise ValueError(f"largest: want a cache in {' or '.join(HALF)}, got {self.format}")
         return [layer.store.largest() for layer in self.paged if layer.store is not None]
 
@@ -402,6 +425,14 @@ def _check_class(config: Any) -> None:
 def _version(x: Tensor) -> int:
     """How often a tensor was written in place, where torch counts it."""
     return -1 if x.is_inference() else x._version
+
+
+def _formats_of_layers(entries: list[Formats], own: bool, layers: int) -> list[Formats]:
+    """One name or pair for each layer."""
+    if own and len(entries) != layers:
+        raise ValueError(f"layer_formats: want {layers} entries, one a layer, got {len(entries)}")
+    each = entries if own else entries * layers
+    return [k if k == v else (k, v) for k, v in (pair("format", entry) for entry in each)]
 
 
 def _each(name: str, scale: float | Sequence[float], layers: int) -> list[float]:

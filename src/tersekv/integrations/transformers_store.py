@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..cache import PagedKVCache, PagedLatentCache
 from ..errors import UnsupportedError
-from ..layers import PagedKVLayer, PagedLatentLayer
+from ..layers import Formats, PagedKVLayer, PagedLatentLayer
 from ..ops.append import append
 from ..ops.decode import decode
 from ..ops.mla import mla_append, mla_decode
@@ -31,13 +31,18 @@ class KVStore:
     """K and V rows of one layer; H heads of D (V: Dv) numbers."""
 
     def __init__(
-        self, key: Tensor, value: Tensor, format: str, num_pages: int, page_size: int, k_scale: float, v_scale: float
-    ) -> None:
-        """key, value: [B, H, T, D], [B, H, T, Dv] of the first forward: sizes and device."""
+        self, key: Tensor, value: Tensor, format: Formats, num_pages: int, page_size: int, k_scale: float,
+        v_scale: float, attributes: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """key, value: [B, H, T, D], [B, H, T, Dv] of the first forward: sizes and device.
+
+        attributes: rotation and channel scales, as `PagedKVCache.allocate` takes them
+        """
+        more = {n: x.to(key.device) if isinstance(x, Tensor) else x for n, x in (attributes or {}).items()}
         self._sizes: dict[str, Any] = {
             "num_layers": 1, "page_size": page_size, "num_kv_heads": key.shape[1], "head_dim": key.shape[-1],
             "head_dim_v": value.shape[-1], "format": format, "k_scale": k_scale, "v_scale": v_scale,
-            "device": key.device,
+            "device": key.device, **more,
         }  # fmt: skip
         self.cache = PagedKVCache.allocate(num_pages=num_pages, **self._sizes)
 

@@ -1,0 +1,53 @@
+"""A cache of transformers with K and V of different formats, formats by layer, rotated rows and channel scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers_models import distance, tiny
+
+from tersekv import kv_bytes_per_token
+from tersekv.integrations.transformers import TersekvCache
+
+PAIR = ("int8_per_token_head", "nvfp4")
+ATTRIBUTES = {
+    "rotation": ("hadamard", None),
+    "k_channel_scale": torch.linspace(0.2, 5, 2 * 2 * 16).view(2, 2, 16),
+    "v_channel_scale": torch.linspace(5, 0.2, 2 * 2 * 16).view(2, 2, 16),
+}
+
+
+def logits(model, cache) -> torch.Tensor:
+    ids = torch.arange(5, 45)[None]
+    with torch.inference_mode():
+        return torch.cat([model(x, past_key_values=cache).logits for x in (ids[:, :39], ids[:, 39:])], 1)
+
+
+def test_attributes_change_the_rounding_alone():
+    model = tiny("llama")
+    want = logits(model, TersekvCache(model.config, "bf16"))
+    got = logits(model, TersekvCache(model.config, "bf16", **ATTRIBUTES))
+    assert not torch.equal(got, want)
+    assert distance(got, want) < 2e-2
+
+
+def test_layers_have_formats_of_their_own_and_keep_attributes_as_they_grow():
+    model = tiny("llama")
+    each = ["bf16", PAIR]
+    caches = [TersekvCache(model.config, layer_formats=each, page_size=4, max_tokens=n, **ATTRIBUTES) for n in (4, 64)]
+    grown, roomy = (logits(model, cache) for cache in caches)
+    assert torch.equal(grown, roomy)
+    assert caches[0].formats == each
+    assert caches[0].bytes_per_token == sum(kv_bytes_per_token(f, 2, 16) for f in each)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"format": PAIR}, "format: want one and no attributes for a model that caches latents, got format="),
+    ({"rotation": "hadamard"}, "format: want one and no attributes for a model that caches latents, got rotation"),
+    ({"layer_formats": ["bf16"]}, "layer_formats: want 2 entries, one a layer, got 1"),
+    ({"format": ("bf16", "int3")}, "format: want one of bf16, .* got 'int3'"),
+])  # fmt: skip
+def test_what_a_model_cannot_have_is_named(options, message):
+    model = tiny("deepseek_v3")
+    with pytest.raises(ValueError, match=message):
+        logits(model, TersekvCache(model.config, **options))
