@@ -8,6 +8,7 @@ NEWEST_TRITON ?= triton
 TRITONS ?= 3.6.0 3.7.0 3.7.1 3.8.0 3.9.0
 OLDEST_TORCH ?= torch==2.10.0
 NEWEST_TORCH ?= torch
+VLLM ?= vllm==0.33.0
 WORKERS ?= 2
 
 BIN := .venv/bin
@@ -15,13 +16,14 @@ READY := .venv/.tersekv-ready
 
 NATIVE := src/tersekv/backends/cpu/_native.so
 
-.PHONY: help setup demo test lint types tests newest versions sweep verify sanitize wheel table docs clean
+.PHONY: help setup demo test lint types tests newest engines vllm versions sweep verify sanitize wheel table docs clean
 
 help:
 	@echo "make demo    compare the cache formats on a small built-in model"
 	@echo "make test    lint, types and all tests; alone: make lint, make types, make tests"
 	@echo "             one test: .venv/bin/python -m pytest tests/test_pages.py -k fork"
 	@echo "make newest  compile and interpret the kernels with the newest Triton that installs"
+	@echo "make engines run the tests inside real inference engines, on the CPU; alone: make vllm"
 	@echo "make sweep   compile the kernels of every pair of what they are specialised on; long"
 	@echo "make versions  the same with every Triton from 3.6 on, and the CPU tests with the oldest and newest PyTorch"
 	@echo "make verify  run every operation x format on this machine's device and judge the results"
@@ -66,6 +68,22 @@ newest: $(READY)
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton "$(NEWEST_TRITON)"
 	PYTHONPATH=.venv/newest-triton $(BIN)/python -m pytest -n $(WORKERS) -p no:cacheprovider tests/gluon tests/triton \
 		-k "not test_decode_interp and not test_mla_decode_interp"
+
+engines: vllm
+
+# vLLM has no CPU build on the index. Of its CUDA build the Python files are enough, 60 of 810 MB: the tests bring the few
+# operators that an engine calls on a CPU. It takes the torch and transformers that are here.
+.venv/vllm/ready: tests/engines/vllm.txt | $(READY)
+	rm -rf .venv/vllm .venv/vllm-wheel
+	$(BIN)/python -m pip download --quiet --no-deps --dest .venv/vllm-wheel "$(VLLM)"
+	$(BIN)/python -c "import glob, zipfile; z = zipfile.ZipFile(*glob.glob('.venv/vllm-wheel/*.whl')); \
+		z.extractall('.venv/vllm', [n for n in z.namelist() if n.endswith(('.py', '.json', 'METADATA'))])"
+	rm -rf .venv/vllm-wheel
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target .venv/vllm -r tests/engines/vllm.txt
+	touch $@
+
+vllm: $(NATIVE) .venv/vllm/ready
+	PYTHONPATH=.venv/vllm $(BIN)/python -m pytest -p no:cacheprovider tests/engines
 
 # SWEEP="--archs 90 --ops decode --part 0.2": less. PYTHONPATH=.venv/newest-triton before it: with that Triton.
 sweep: $(READY)

@@ -1,20 +1,28 @@
-"""tersekv as an attention backend of vLLM: `vllm serve MODEL --attention-backend CUSTOM --kv-cache-dtype fp8`.
+"""tersekv as an attention backend of vLLM: `vllm serve MODEL --attention-backend TERSEKV --kv-cache-dtype fp8`.
 
 Installing tersekv is enough: vLLM calls `register` in each of its processes, through the entry point `tersekv` of its
-plugin group `vllm.general_plugins`.
+plugin group `vllm.general_plugins`. Releases before 0.32 know no names of plugins: there it is CUSTOM.
 
-Written against the public v1 interface of vLLM 0.28 (`vllm.v1.attention.backend`, pages of the logical shape
-[blocks, heads, tokens, content]), and against nothing else. It has never run inside vLLM: tests/integrations holds it
-against a stub of that interface. What it covers, and what it refuses, is in docs/serving.md.
+What it covers, what it refuses and what each release of vLLM lacks is in docs/serving.md.
 """
 
 from __future__ import annotations
 
+NAME = "TERSEKV"
 BACKEND = "tersekv.integrations.vllm_attention.TersekvBackend"
 
 
 def register() -> None:
-    """Make tersekv vLLM's CUSTOM attention backend. Calling it again changes nothing; nothing else is imported yet."""
+    """Make tersekv the backends TERSEKV and CUSTOM. Calling it again changes nothing; nothing else is imported."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    if hasattr(AttentionBackendEnum, "register") and NAME not in AttentionBackendEnum.__members__:
+        register_backend(NAME, BACKEND)
+
+
+def name() -> str:
+    """What vLLM calls the backend."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return NAME if NAME in AttentionBackendEnum.__members__ else "CUSTOM"

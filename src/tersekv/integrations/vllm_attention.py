@@ -1,19 +1,15 @@
-"""The classes that vLLM asks for: backend, metadata and its builder, implementation. See `tersekv.integrations.vllm`.
-
-A page holds, per head and token, K's row and then V's, each with its stored scales after its codes: the bytes that
-vLLM's own Triton backend keeps for the per-token-head formats. For nvfp4 the block scales are linear, and int4 is not
-rotated as vLLM's is, so these pages are read by no other backend. Any strides will do.
-"""
+"""The classes that vLLM asks for: backend, metadata, its builder, implementation. See `tersekv.integrations.vllm`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -23,25 +19,11 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from ..formats import BLOCK, TENSOR, KVFormat, kv_format
 from ..layers import PagedKVLayer
 from ..ops.append import append
 from ..ops.decode import decode
-
-_FORMATS = {  # vLLM's kv_cache_dtype → ours; "auto" follows the pages' dtype
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "fp8": "fp8_e4m3",
-    "fp8_e4m3": "fp8_e4m3",
-    "fp8_e5m2": "fp8_e5m2",
-    "fp8_per_token_head": "fp8_per_token_head",
-    "int8_per_token_head": "int8_per_token_head",
-    "nvfp4": "nvfp4",
-    "int4_per_token_head": "int4_per_token_head",
-}
-_AUTO = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-# vLLM's quantisation modes with stored scales.
-_PACKED = {"FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD", "NVFP4"}
+from .vllm import name
+from .vllm_pages import FORMATS, known, pages_of, pages_shape, with_scales
 
 # A prompt of this many tokens or more with nothing cached before it goes through SDPA, over its 16-bit keys and values.
 # Decode would be right as well, but its tiles are made for few rows.
@@ -50,13 +32,13 @@ PROMPT_ROWS = 64
 
 class TersekvBackend(AttentionBackend):
     supported_dtypes = [torch.float16, torch.bfloat16]  # noqa: RUF012 (vLLM's own way)
-    supported_kv_cache_dtypes = ["auto", *_FORMATS]  # noqa: RUF012
+    supported_kv_cache_dtypes = ["auto", *FORMATS]  # noqa: RUF012
     forward_includes_kv_cache_update = False
     accept_output_buffer = True
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"
+        return name()
 
     @staticmethod
     def get_impl_cls() -> type[TersekvImpl]:
@@ -70,18 +52,16 @@ class TersekvBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[blocks, heads, tokens, content], for the releases that ask for a shape; later ones take `customize_spec`."""
-        f = kv_format("bf16" if cache_dtype_str == "auto" else _FORMATS[_known(cache_dtype_str)])
-        return num_blocks, num_kv_heads, block_size, 2 * f.row_bytes(head_size) // _stored(f).itemsize
+        return pages_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str)
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Room for the scales that are stored in the rows."""
-        mode = spec.kv_quant_mode.name
-        if spec.state_content_bytes is not None or mode not in _PACKED:
-            return spec
-        f = kv_format(mode.lower())
-        return replace(spec, state_content_bytes=f.row_bytes(spec.head_size) + f.row_bytes(spec.head_size_v))
+        return with_scales(spec)
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        """A float32 query is taken by the kernels for CPUs alone."""
+        return dtype in cls.supported_dtypes or (dtype == torch.float32 and current_platform.is_cpu())
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -102,6 +82,15 @@ class TersekvBackend(AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """The builder reads the host's query lengths: they must be the device's."""
+        return False
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -134,11 +123,14 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Its query lengths are computed on the device and copied to the host without waiting for them.
+        if getattr(getattr(vllm_config, "cache_config", None), "kv_sharing_fast_prefill", False):
+            raise NotImplementedError("kv_sharing_fast_prefill: want False, tersekv attends to every row of a prompt")
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> TersekvMetadata:
+        """common_prefix_len is a hint, for backends that attend to a common prefix once: nothing depends on it here."""
         m = common_attn_metadata
-        if not m.causal:
-            raise NotImplementedError("tersekv attends causally only")
+        _refuse_what_is_no_causal_batch(m)
         starts = m.query_start_loc_cpu.tolist()
         counts = [end - start for start, end in pairwise(starts)]
         # A captured graph is padded with requests of no rows, at the end, up to its full number of tokens.
@@ -155,6 +147,15 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
             [(starts[b], starts[b + 1]) for b in prompts], lens,
             all(n == 0 or b in prompts for b, n in enumerate(counts)),
         )  # fmt: skip
+
+
+def _refuse_what_is_no_causal_batch(m: Any) -> None:
+    """What a release may put into a batch's metadata that would change who sees what."""
+    if m.causal is not True:
+        raise NotImplementedError("causal: want True, tersekv attends causally only")
+    for field in ("dcp_local_seq_lens", "rswa_prefix_lens", "mm_req_doc_ranges", "encoder_seq_lens"):
+        if getattr(m, field, None) is not None:
+            raise NotImplementedError(f"{field}: want None, tersekv attends to all of a decoder's own cache")
 
 
 def _new_prompts(m: Any, counts: list[int]) -> list[int]:
@@ -184,16 +185,18 @@ class TersekvImpl(AttentionImpl):
         **unknown: Any,
     ) -> None:
         refused = {"alibi_slopes": alibi_slopes, **{k: v for k, v in unknown.items() if v not in (None, False, -1)}}
-        for name, value in refused.items():
+        for option, value in refused.items():
             if value is not None:
-                raise NotImplementedError(f"tersekv has no {name} (got {value!r})")
+                raise NotImplementedError(f"tersekv has no {option} (got {value!r})")
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"tersekv attends to a decoder's cache only, got attn_type={attn_type!r}")
-        _known(kv_cache_dtype)
+        known(kv_cache_dtype)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
         self.window, self.softcap, self.sinks = sliding_window, float(logits_soft_cap or 0.0), sinks
+        # A layer that shares another's cache is given keys and values that nobody stores: only the pages count.
+        self._own_rows = (sliding_window, sinks, kv_sharing_target_layer_name, self.softcap) == (None, None, None, 0.0)
         self._pages: tuple[Any, PagedKVLayer] | None = None
 
     def do_kv_cache_update(
@@ -207,8 +210,8 @@ class TersekvImpl(AttentionImpl):
         self,
         layer: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         kv_cache: Tensor,
         attn_metadata: TersekvMetadata | None,
         output: Tensor,
@@ -221,22 +224,27 @@ class TersekvImpl(AttentionImpl):
         m = attn_metadata
         if m is None:  # vLLM profiles its memory
             return output.fill_(0)
-        n = m.num_actual_tokens
-        q, out = query[:n], output.view(-1, self.num_heads, self.head_size)[:n]
-        plain = self.window is None and self.sinks is None and self.softcap == 0.0
-        prompts, lens = ([], m.seq_lens) if m.cached_lens is None or not plain else (m.prompts, m.cached_lens)
-        if not (prompts and m.only_prompts):
+        pages, n = self._layer(layer, kv_cache), m.num_actual_tokens
+        q, out = query[:n], output.view(-1, self.num_heads, pages.head_dim_v)[:n]
+        own = self._own_rows and m.cached_lens is not None and key is not None and value is not None
+        if not (own and m.only_prompts):
             decode(
-                q, self._layer(layer, kv_cache), m.block_table, lens,
+                q, pages, m.block_table, m.cached_lens if own else m.seq_lens,
                 softmax_scale=self.scale, window=self.window, sinks=self._sinks_fp32(), softcap=self.softcap,
                 out=out, **m.rows,
             )  # fmt: skip
-        for start, end in prompts:
-            part = slice(start, end)
-            a, b, c = (x[part].transpose(0, 1)[None] for x in (q, key, value))
-            done = F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=self.scale, enable_gqa=True)
-            out[part] = done[0].transpose(0, 1)
+        if own:
+            self._attend_to_own_rows(q, key, value, m.prompts, out)
         return output
+
+    def _attend_to_own_rows(
+        self, q: Tensor, key: Tensor | None, value: Tensor | None, prompts: list[tuple[int, int]], out: Tensor
+    ) -> None:
+        """Prompts with nothing cached before them, over their keys and values as they came."""
+        for start, end in prompts:
+            a, b, c = (x[start:end].transpose(0, 1)[None] for x in (q, key, value))
+            done = F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=self.scale, enable_gqa=True)
+            out[start:end] = done[0].transpose(0, 1)
 
     def _layer(self, layer: Any, kv_cache: Tensor) -> PagedKVLayer:
         """The pages as tersekv sees them, made again when vLLM puts other pages or scales in their place."""
@@ -246,63 +254,10 @@ class TersekvImpl(AttentionImpl):
             k_scale.data_ptr(), k_scale.shape, v_scale.data_ptr(), v_scale.shape,
         )  # fmt: skip
         if self._pages is None or self._pages[0] != key:
-            self._pages = key, pages_of(kv_cache, self.kv_cache_dtype, self.head_size, k_scale, v_scale)
+            size_v = getattr(layer, "head_size_v", None)
+            self._pages = key, pages_of(kv_cache, self.kv_cache_dtype, self.head_size, k_scale, v_scale, size_v)
         return self._pages[1]
 
     def _sinks_fp32(self) -> Tensor | None:
         """The sinks as they are now: weights may be loaded anew in place, also between the replays of a graph."""
         return None if self.sinks is None else self.sinks.detach().float()
-
-
-def pages_of(kv_cache: Tensor, kv_cache_dtype: str, head_size: int, k_scale: Tensor, v_scale: Tensor) -> PagedKVLayer:
-    """vLLM's pages [blocks, H, tokens, content] of one layer as a PagedKVLayer, without copying.
-
-    k_scale, v_scale: vLLM's dequantising fp32 scales, seen and not copied: one element, or one a head (nvfp4: one, the
-                      global scale)
-
-    Raises ValueError for a content that is not K's row and V's row of the format, and for scales of another dtype.
-    """
-    name = _AUTO.get(kv_cache.dtype) if kv_cache_dtype == "auto" else _FORMATS.get(kv_cache_dtype)
-    if name is None:
-        known = ", ".join(map(str, _AUTO))
-        raise ValueError(f"kv_cache: want pages of {known} for {kv_cache_dtype!r}, got {kv_cache.dtype}")
-    f = kv_format(name)
-    row = f.row_bytes(head_size)
-    if kv_cache.dim() != 4 or kv_cache.shape[3] * kv_cache.element_size() != 2 * row:
-        raise ValueError(
-            f"kv_cache: want [blocks, heads, tokens, {2 * row} bytes] for {name} and head_size={head_size}, "
-            f"got {list(kv_cache.shape)} {kv_cache.dtype}"
-        )
-    sides: list[tuple[Tensor, Tensor | None]] = []
-    for half in kv_cache.transpose(1, 2).view(_stored(f)).chunk(2, -1):
-        if f.scale_dtype is None:
-            sides.append((half, None))
-            continue
-        codes, scales = half[..., : f.code_bytes(head_size)], half[..., f.code_bytes(head_size) :].view(f.scale_dtype)
-        sides.append((codes.view(f.storage), scales if f.scale_block else scales[..., 0]))
-    (k, ks), (v, vs) = sides
-    both = [("layer._k_scale", k_scale), ("layer._v_scale", v_scale)]
-    one = [_scale(side, s, f, k.shape[2]) if f.scale in (TENSOR, BLOCK) else 1.0 for side, s in both]
-    return PagedKVLayer(k, v, name, one[0], one[1], ks, vs)
-
-
-def _scale(name: str, scale: Tensor, f: KVFormat, heads: int) -> Tensor:
-    """A view of a layer's scale: what vLLM writes into it later counts."""
-    sizes = (1, heads) if f.scale == TENSOR else (1,)
-    if scale.dtype != torch.float32 or scale.numel() not in sizes or not scale.is_contiguous():
-        want = " or ".join(map(str, dict.fromkeys(sizes)))
-        raise ValueError(
-            f"{name}: want contiguous float32 with {want} elements for {f.name}, got {list(scale.shape)} {scale.dtype}"
-        )
-    return scale.detach().view(-1)
-
-
-def _known(kv_cache_dtype: str) -> str:
-    if kv_cache_dtype != "auto" and kv_cache_dtype not in _FORMATS:
-        raise ValueError(f"kv_cache_dtype: want auto, {', '.join(_FORMATS)}, got {kv_cache_dtype!r}")
-    return kv_cache_dtype
-
-
-def _stored(f: KVFormat) -> torch.dtype:
-    """What the pages are seen as: bytes where rows hold codes and scales, else the codes' own dtype."""
-    return f.storage if f.scale_dtype is None else torch.uint8

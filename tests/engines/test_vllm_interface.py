@@ -1,69 +1,69 @@
-"""tersekv behind a stub of vLLM's v1 attention interface (vLLM itself is not installed): pages in every layout,
-prompts, chunks, decodes and drafts in one batch, padding, against dense attention over the dequantised pages."""
+"""The classes that vLLM is given, called with vLLM's own specs, pages and metadata: what no engine on a CPU comes to.
+
+Batches padded for a graph, pages in every layout, scales that change; against dense attention over what pages hold.
+"""
 
 from __future__ import annotations
 
-import importlib
 import math
 import random
-import sys
-from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
 import torch
-import vllm_stub as stub
+import vllm_cpu  # noqa: F401 (before anything of vLLM)
 from dense_reference import dequantise
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheTensor,
+    compute_layout_strides,
+    create_kv_cache_views,
+    get_kv_quant_mode,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 import tersekv
+from tersekv.integrations import vllm_attention
+from tersekv.integrations.vllm import register
+from tersekv.integrations.vllm_attention import TersekvBackend, TersekvImpl, TersekvMetadataBuilder
+from tersekv.integrations.vllm_pages import pages_of, pages_shape
 
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 32, 16, 24
 SCALE = 0.2
 MODES = {
-    "auto": (torch.bfloat16, stub.KVQuantMode.NONE),
-    "float16": (torch.float16, stub.KVQuantMode.NONE),
-    "fp8": (torch.uint8, stub.KVQuantMode.FP8_PER_TENSOR),
-    "fp8_e5m2": (torch.uint8, stub.KVQuantMode.FP8_PER_TENSOR),
-    "fp8_per_token_head": (torch.uint8, stub.KVQuantMode.FP8_PER_TOKEN_HEAD),
-    "int8_per_token_head": (torch.int8, stub.KVQuantMode.INT8_PER_TOKEN_HEAD),
-    "nvfp4": (torch.uint8, stub.KVQuantMode.NVFP4),
-    "int4_per_token_head": (torch.uint8, stub.KVQuantMode.INT4_PER_TOKEN_HEAD),
-}
-LAYOUTS = {"heads first": (0, 1, 2, 3), "tokens first": (0, 2, 1, 3), "heads outermost": (1, 0, 2, 3)}
+    "auto": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8, "fp8_e5m2": torch.uint8,
+    "fp8_per_token_head": torch.uint8, "int8_per_token_head": torch.int8, "nvfp4": torch.uint8,
+    "int4_per_token_head": torch.uint8,
+}  # fmt: skip
 
 
-@pytest.fixture
-def backend(monkeypatch):
-    for name, module in stub.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "tersekv.integrations.vllm_attention", raising=False)
-    yield importlib.import_module("tersekv.integrations.vllm_attention")
-    sys.modules.pop("tersekv.integrations.vllm_attention", None)
-
-
-def pages(backend, mode: str, layout: str = "heads first") -> torch.Tensor:
-    """One layer's pages as vLLM would make them, of another layer's bytes between them, all poisoned."""
-    dtype, quant = MODES[mode]
-    spec = stub.AttentionSpec(
-        block_size=PAGE, num_kv_heads=KV_HEADS, head_size=DIM, head_size_v=DIM, dtype=dtype, kv_quant_mode=quant
-    )
-    content = backend.TersekvBackend.customize_spec(spec).content_bytes
-    shape, order = (PAGES, KV_HEADS, PAGE, content), LAYOUTS[layout]
-    raw = torch.full([shape[i] for i in order], 0xFF, dtype=torch.uint8)
-    return raw.permute([order.index(i) for i in range(4)]).view(dtype)
+def pages(mode: str, layout: KVCacheLayout = KVCacheLayout.LBHNC, size_v: int = DIM) -> torch.Tensor:
+    """One layer's pages as vLLM makes them, those of two other layers around them, all poisoned."""
+    spec = TersekvBackend.customize_spec(
+        FullAttentionSpec(
+            block_size=PAGE, num_kv_heads=KV_HEADS, head_size=DIM, head_size_v=size_v, dtype=MODES[mode],
+            kv_quant_mode=get_kv_quant_mode(mode),
+        )
+    )  # fmt: skip
+    size = 3 * PAGES * spec.page_size_bytes
+    per_layer, per_block, *_ = compute_layout_strides(spec, PAGES, 3, layout)
+    place = KVCacheTensor(size, ["a", "b", "c"], per_layer, per_block)
+    raw = torch.full((size,), -1, dtype=torch.int8)
+    return create_kv_cache_views(raw, spec, PAGES, layout, place)[1]
 
 
 class Model:
     """One attention layer and its requests: pages at random, lengths kept."""
 
-    def __init__(self, backend, mode: str, layout: str = "heads first", **options) -> None:
-        self.backend, self.mode = backend, mode
+    def __init__(self, mode: str, layout: KVCacheLayout = KVCacheLayout.LBHNC, **options) -> None:
+        self.mode = mode
         self.dtype = torch.float16 if mode == "float16" else torch.bfloat16
         self.layer = SimpleNamespace(_k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.03))
-        self.cache = pages(backend, mode, layout)
-        cls = backend.TersekvBackend
-        self.impl = cls.get_impl_cls()(HEADS, DIM, SCALE, KV_HEADS, None, kv_cache_dtype=mode, **options)
-        self.builder = cls.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
+        self.cache = pages(mode, layout)
+        self.impl = TersekvImpl(HEADS, DIM, SCALE, KV_HEADS, None, kv_cache_dtype=mode, **options)
+        self.builder = TersekvMetadataBuilder(None, ["layer"], None, torch.device("cpu"))
         free = list(range(PAGES))
         random.Random(1).shuffle(free)
         self.free, self.tables, self.lens = free, {}, {}
@@ -85,9 +85,9 @@ class Model:
             table[i, : len(self.tables[name])] = torch.tensor(self.tables[name])
         lens = torch.tensor([*[self.lens[n] for n in new], *[0] * empty], dtype=torch.int32)
         q, k, v = (torch.randn(total + unused, h, DIM, dtype=self.dtype) for h in (HEADS, KV_HEADS, KV_HEADS))
-        common = stub.CommonAttentionMetadata(
+        common = CommonAttentionMetadata(
             starts, starts.clone(), lens, len(new) + empty, total + unused, max(counts), max(lens.tolist()), table,
-            torch.tensor([*slots, *[-1] * unused]), True, lens.clone() if bound else None,
+            torch.tensor([*slots, *[-1] * unused]), True, seq_lens_cpu_upper_bound=lens.clone() if bound else None,
         )  # fmt: skip
         m = self.builder.build(0, common)
         out = torch.full((total + unused, HEADS * DIM), math.nan, dtype=self.dtype)
@@ -98,7 +98,7 @@ class Model:
 
     def dense(self, q: torch.Tensor, new: dict[str, int], window=None, sinks=None, softcap=0.0) -> torch.Tensor:
         """fp64 attention over what the pages hold."""
-        layer = self.backend.pages_of(self.cache, self.mode, DIM, self.layer._k_scale, self.layer._v_scale)
+        layer = pages_of(self.cache, self.mode, DIM, self.layer._k_scale, self.layer._v_scale)
         k_all, v_all = (x.flatten(0, 1) for x in dequantise(layer))
         outs, start = [], 0
         for name, n in new.items():
@@ -125,20 +125,20 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 5e-3) -> boo
 STEPS = ({"a": 20, "b": 3}, {"a": 1, "b": 1, "c": 30}, {"a": 1, "b": 1, "c": 1}, {"c": 4, "a": 4, "b": 4})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("mode", MODES)
-def test_every_format_in_every_layout(backend, mode, layout):
-    model = Model(backend, mode, layout)
+def test_every_format_in_every_layout(mode, layout):
+    model = Model(mode, layout)
     for new in STEPS:
         q, *_, out = model.step(new)
         assert close(out, model.dense(q, new)), new
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_pages_hold_the_codes_of_append(backend, mode):
-    model = Model(backend, mode)
+def test_the_pages_hold_the_codes_of_append(mode):
+    model = Model(mode)
     _, k, v, *_ = model.step({"a": 40})
-    layer = backend.pages_of(model.cache, mode, DIM, model.layer._k_scale, model.layer._v_scale)
+    layer = pages_of(model.cache, mode, DIM, model.layer._k_scale, model.layer._v_scale)
     plain = tersekv.PagedKVCache.allocate(
         1, PAGES, PAGE, KV_HEADS, DIM, format=layer.format, k_scale=layer.k_scale, v_scale=layer.v_scale
     )[0]
@@ -156,12 +156,12 @@ def test_the_pages_hold_the_codes_of_append(backend, mode):
 
 
 @pytest.mark.parametrize("mode", ["auto", "fp8", "int8_per_token_head", "nvfp4"])
-def test_a_page_takes_the_bytes_of_its_format(backend, mode):
-    cache = pages(backend, mode)
-    format = backend.pages_of(cache, mode, DIM, torch.ones(()), torch.ones(())).format
+def test_a_page_takes_the_bytes_of_its_format(mode):
+    cache = pages(mode)
+    format = pages_of(cache, mode, DIM, torch.ones(()), torch.ones(())).format
     want = tersekv.kv_bytes_per_token(format, KV_HEADS, DIM)
     assert cache[0].numel() * cache.element_size() == PAGE * want
-    shape = backend.TersekvBackend.get_kv_cache_shape(PAGES, PAGE, KV_HEADS, DIM, mode)
+    shape = TersekvBackend.get_kv_cache_shape(PAGES, PAGE, KV_HEADS, DIM, mode)
     assert shape == tuple(cache.shape), "releases that ask for a shape get the same pages"
 
 
@@ -170,8 +170,8 @@ def test_a_page_takes_the_bytes_of_its_format(backend, mode):
     [{"sliding_window": 5}, {"sinks": torch.randn(HEADS, dtype=torch.bfloat16)}, {"logits_soft_cap": 3.0}],
     ids=lambda o: next(iter(o)),
 )
-def test_window_sinks_and_softcap(backend, options):
-    model = Model(backend, "fp8", **options)
+def test_window_sinks_and_softcap(options):
+    model = Model("fp8", **options)
     names = {"sliding_window": "window", "sinks": "sinks", "logits_soft_cap": "softcap"}
     for new in ({"a": 100}, *STEPS[1:3]):  # the first would be a prompt for SDPA
         q, *_, out = model.step(new)
@@ -181,9 +181,10 @@ def test_window_sinks_and_softcap(backend, options):
 def read(model: Model) -> torch.Tensor:
     """One more row of a request of 20 tokens, read from pages that nobody writes any more."""
     q = torch.randn(1, HEADS, DIM, generator=torch.Generator().manual_seed(5)).to(model.dtype)
-    m = model.builder.build(0, stub.CommonAttentionMetadata(
+    m = model.builder.build(0, CommonAttentionMetadata(
         torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 1]), torch.tensor([20], dtype=torch.int32), 1, 1, 1,
-        20, torch.tensor([model.tables["a"]], dtype=torch.int32), torch.tensor([-1]), True, torch.tensor([20]),
+        20, torch.tensor([model.tables["a"]], dtype=torch.int32), torch.tensor([-1]), True,
+        seq_lens_cpu_upper_bound=torch.tensor([20]),
     ))  # fmt: skip
     out = torch.full((1, HEADS * DIM), math.nan, dtype=model.dtype)
     return model.impl.forward(model.layer, q, None, None, model.cache, m, out).clone()
@@ -191,8 +192,8 @@ def read(model: Model) -> torch.Tensor:
 
 @pytest.mark.parametrize("side", ["_k_scale", "_v_scale"])
 @pytest.mark.parametrize("change", ["another tensor", "in place"])
-def test_scales_that_change_after_the_first_step_count(backend, side, change):
-    model = Model(backend, "fp8")
+def test_scales_that_change_after_the_first_step_count(side, change):
+    model = Model("fp8")
     model.step({"a": 20})
     before = read(model)
     if change == "in place":
@@ -200,14 +201,14 @@ def test_scales_that_change_after_the_first_step_count(backend, side, change):
     else:
         setattr(model.layer, side, torch.tensor(0.5))
     after = read(model)
-    fresh = Model(backend, "fp8")
+    fresh = Model("fp8")
     fresh.cache, fresh.layer, fresh.tables = model.cache, model.layer, model.tables
     assert torch.equal(after, read(fresh))
     assert not torch.equal(after, before)
 
 
-def test_scales_of_each_head(backend):
-    model = Model(backend, "fp8")
+def test_scales_of_each_head():
+    model = Model("fp8")
     model.layer = SimpleNamespace(_k_scale=torch.tensor([0.02, 0.05]), _v_scale=torch.tensor([[0.03], [0.01]]))
     for new in STEPS:
         q, *_, out = model.step(new)
@@ -220,15 +221,15 @@ def test_scales_of_each_head(backend):
     (torch.ones(2), "nvfp4", r"1 elements for nvfp4, got \[2\] torch.float32"),
 ])  # fmt: skip
 @pytest.mark.parametrize("side", ["_k_scale", "_v_scale"])
-def test_a_scale_that_would_have_to_be_copied_or_does_not_fit_is_refused(backend, side, scale, mode, got):
-    model = Model(backend, mode)
+def test_a_scale_that_would_have_to_be_copied_or_does_not_fit_is_refused(side, scale, mode, got):
+    model = Model(mode)
     setattr(model.layer, side, scale)
     with pytest.raises(ValueError, match=rf"layer\.{side}: want contiguous float32 with {got}"):
         model.step({"a": 3})
 
 
-def test_pages_of_another_dtype_at_the_same_place_are_looked_at_anew(backend):
-    model = Model(backend, "auto")
+def test_pages_of_another_dtype_at_the_same_place_are_looked_at_anew():
+    model = Model("auto")
     model.step({"a": 20})
     model.cache, model.dtype = model.cache.view(torch.float16), torch.float16
     q, *_, out = model.step({"b": 5})
@@ -236,9 +237,9 @@ def test_pages_of_another_dtype_at_the_same_place_are_looked_at_anew(backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sinks_that_are_loaded_anew_in_place_count(backend, dtype):
+def test_sinks_that_are_loaded_anew_in_place_count(dtype):
     sinks = torch.nn.Parameter(torch.zeros(HEADS, dtype=dtype), requires_grad=False)
-    model = Model(backend, "fp8", sinks=sinks)
+    model = Model("fp8", sinks=sinks)
     model.step({"a": 20})
     before = read(model)
     sinks.data.fill_(20.0)
@@ -246,8 +247,8 @@ def test_sinks_that_are_loaded_anew_in_place_count(backend, dtype):
     assert after.norm() < 1e-3 * before.norm()
 
 
-def test_new_prompts_are_attended_to_over_their_own_keys(backend):
-    model = Model(backend, "nvfp4")
+def test_new_prompts_are_attended_to_over_their_own_keys():
+    model = Model("nvfp4")
     model.step({"old": 70}, bound=False)
     new = {"first": 64, "old": 1, "second": 80, "short": 5}
     q, k, v, m, out = model.step(new)
@@ -262,24 +263,24 @@ def test_new_prompts_are_attended_to_over_their_own_keys(backend):
         assert not close(out[part], want[part]), "the pages have lost digits"
 
 
-def test_a_prompt_with_a_cached_prefix_is_read_from_the_pages(backend):
-    model = Model(backend, "int8_per_token_head")
+def test_a_prompt_with_a_cached_prefix_is_read_from_the_pages():
+    model = Model("int8_per_token_head")
     model.step({"a": 10})
     q, _, _, m, out = model.step({"a": 90})
     assert m.prompts == []
     assert close(out, model.dense(q, {"a": 90}))
 
 
-def test_without_lengths_on_the_host_every_prompt_is_read_from_the_pages(backend):
-    model = Model(backend, "nvfp4")
+def test_without_lengths_on_the_host_every_prompt_is_read_from_the_pages():
+    model = Model("nvfp4")
     q, _, _, m, out = model.step({"a": 90}, bound=False)
     assert m.prompts == []
     assert close(out, model.dense(q, {"a": 90}))
 
 
 @pytest.mark.parametrize(("rows", "pad", "uniform"), [(1, (1, 1), True), (3, (2, 6), True), (3, (1, 2), False)])
-def test_a_batch_that_is_padded_for_a_graph(backend, rows, pad, uniform):
-    model = Model(backend, "fp8")
+def test_a_batch_that_is_padded_for_a_graph(rows, pad, uniform):
+    model = Model("fp8")
     model.step({"a": 20, "b": 7})
     before = model.cache.clone()
     new = {"a": rows, "b": rows}
@@ -291,14 +292,71 @@ def test_a_batch_that_is_padded_for_a_graph(backend, rows, pad, uniform):
     assert (m.rows == {}) == uniform
 
 
-def test_profiling_fills_the_output(backend):
-    impl, out = Model(backend, "fp8").impl, torch.full((3, HEADS, DIM), math.nan)
+def test_profiling_fills_the_output():
+    impl, out = Model("fp8").impl, torch.full((3, HEADS, DIM), math.nan)
     assert impl.forward(None, out, out, out, torch.empty(0), None, out) is out
     assert not out.any()
 
 
-def test_what_is_refused(backend):
-    make = backend.TersekvImpl
+def test_requests_without_rows_between_others():
+    model = Model("int8_per_token_head")
+    model.step({"a": 20, "b": 7, "c": 33})
+    new = {"a": 2, "b": 0, "c": 1}
+    q, _, _, m, out = model.step(new)
+    assert m.rows
+    assert close(out, model.dense(q, new))
+
+
+def test_values_of_another_head_size():
+    size_v = 64
+    cache = pages("int8_per_token_head", size_v=size_v)
+    layer = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()), head_size_v=size_v)
+    impl = TersekvImpl(HEADS, DIM, SCALE, KV_HEADS, kv_cache_dtype="int8_per_token_head")
+    builder = TersekvMetadataBuilder(None, ["layer"], None, torch.device("cpu"))
+    k, v, q = torch.randn(9, KV_HEADS, DIM), torch.randn(9, KV_HEADS, size_v), torch.randn(9, HEADS, DIM)
+    slots, starts, lens = torch.arange(9) + 2 * PAGE, torch.tensor([0, 9], dtype=torch.int32), torch.tensor([9])
+    m = builder.build(0, CommonAttentionMetadata(
+        starts, starts, lens.int(), 1, 9, 9, 9, torch.tensor([[2]], dtype=torch.int32), slots,
+        seq_lens_cpu_upper_bound=lens,
+    ))  # fmt: skip
+    impl.do_kv_cache_update(layer, k, v, cache, slots)
+    out = impl.forward(layer, q, k, v, cache, m, torch.full((9, HEADS * size_v), math.nan)).view(9, HEADS, size_v)
+    k, v = (x[2, :9].repeat_interleave(HEADS // KV_HEADS, 1) for x in dequantise(
+        pages_of(cache, "int8_per_token_head", DIM, layer._k_scale, layer._v_scale, size_v)))  # fmt: skip
+    a, b, c = (x.transpose(0, 1).double() for x in (q, k, v))
+    assert close(
+        out, torch.nn.functional.scaled_dot_product_attention(a, b, c, is_causal=True, scale=SCALE).transpose(0, 1)
+    )
+
+
+def test_a_layer_that_shares_anothers_cache_reads_nothing_but_the_cache():
+    writer = Model("fp8")
+    reader = Model("fp8", kv_sharing_target_layer_name="writer")
+    q, k, v, m, out = writer.step({"a": 90})
+    assert m.prompts == [(0, 90)]
+    for rows in ((k + 1, v + 1), (None, None)):
+        got = reader.impl.forward(writer.layer, q, *rows, writer.cache, m, torch.full_like(out, math.nan))
+        assert close(got.view_as(out), writer.dense(q, {"a": 90}))
+
+
+REFUSED_BATCHES = {
+    "causal": [False, torch.tensor([True, False])],
+    "dcp_local_seq_lens": [torch.ones(1)],
+    "rswa_prefix_lens": [torch.ones(1)],
+    "mm_req_doc_ranges": [{0: [(0, 3)]}],
+    "encoder_seq_lens": [torch.ones(1)],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in REFUSED_BATCHES.items() for v in values])
+def test_a_batch_in_which_rows_see_something_else_is_refused_by_name(field, value):
+    common = CommonAttentionMetadata(*[None] * 9, **{field: value})
+    with pytest.raises(NotImplementedError, match=f"{field}: want"):
+        Model("fp8").builder.build(0, common)
+
+
+def test_what_is_refused():
+    make = TersekvImpl
     with pytest.raises(NotImplementedError, match="alibi_slopes"):
         make(HEADS, DIM, SCALE, KV_HEADS, [0.5] * HEADS)
     with pytest.raises(NotImplementedError, match="chunk_lookback"):
@@ -308,40 +366,57 @@ def test_what_is_refused(backend):
     with pytest.raises(ValueError, match="turboquant_4bit_nc"):
         make(HEADS, DIM, SCALE, KV_HEADS, kv_cache_dtype="turboquant_4bit_nc")
     with pytest.raises(ValueError, match="turboquant_4bit_nc"):
-        backend.TersekvBackend.get_kv_cache_shape(PAGES, PAGE, KV_HEADS, DIM, "turboquant_4bit_nc")
+        pages_shape(PAGES, PAGE, KV_HEADS, DIM, "turboquant_4bit_nc")
     with pytest.raises(ValueError, match=r"want \[blocks, heads, tokens, 72 bytes\]"):
-        backend.pages_of(torch.zeros(2, 2, 16, 64, dtype=torch.int8), "int8_per_token_head", DIM, None, None)
-    model = Model(backend, "fp8")
-    common = stub.CommonAttentionMetadata(*[None] * 9, causal=False)
-    with pytest.raises(NotImplementedError, match="causally"):
-        model.builder.build(0, common)
+        pages_of(torch.zeros(2, 2, 16, 64, dtype=torch.int8), "int8_per_token_head", DIM, None, None)
     with pytest.raises(NotImplementedError, match="quantises no output"):
-        model.impl.forward(None, None, None, None, None, None, None, output_scale=torch.ones(1))
+        Model("fp8").impl.forward(None, None, None, None, None, None, None, output_scale=torch.ones(1))
+    sharing = SimpleNamespace(cache_config=SimpleNamespace(kv_sharing_fast_prefill=True))
+    with pytest.raises(NotImplementedError, match="kv_sharing_fast_prefill: want False"):
+        TersekvMetadataBuilder(None, ["layer"], sharing, torch.device("cpu"))
 
 
-def test_what_the_selector_is_told(backend):
-    cls = backend.TersekvBackend
-    assert all(cls.supports_kv_cache_dtype(mode) for mode in MODES)
-    assert not cls.supports_kv_cache_dtype("turboquant_4bit_nc")
-    assert cls.supports_head_size(128)
-    assert not cls.supports_head_size(100)
-    assert cls.supports_sink()
-    assert cls.supports_attn_type("decoder")
-    assert not cls.supports_attn_type("encoder")
-    assert cls.supports_combination(40, torch.bfloat16, "nvfp4", 16) is not None
-    assert cls.get_builder_cls()._cudagraph_support is stub.AttentionCGSupport.UNIFORM_BATCH
+ASKED = {
+    "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8", "block_size": 16, "use_mla": False,
+    "has_sink": True, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": True,
+    "device_capability": None, "attn_type": "decoder", "has_sliding_window": True, "use_kv_connector": True,
+}  # fmt: skip
 
 
-def test_the_entry_point_registers_the_backend(backend):
-    points = [e for e in metadata.entry_points(group="vllm.general_plugins") if e.name == "tersekv"]
-    assert [p.value for p in points] == ["tersekv.integrations.vllm:register"]
-    register = points[0].load()
+@pytest.mark.parametrize(("more", "reason"), [
+    ({}, None),
+    ({"head_size": 100}, "head_size"),
+    ({"kv_cache_dtype": "turboquant_4bit_nc"}, "kv_cache_dtype"),
+    ({"kv_cache_dtype": "nvfp4", "head_size": 40}, "multiple of 16, got 40"),
+    ({"dtype": torch.float64}, "dtype"),
+    ({"use_mla": True}, "MLA"),
+    ({"use_sparse": True}, "sparse"),
+    ({"attn_type": "encoder"}, "attention type"),
+    ({"use_mm_prefix": True}, "multimodal"),
+    ({"use_rswa": True}, "R-SWA"),
+    ({"use_non_causal": True}, "non-causal"),
+    ({"use_batch_invariant": True}, "batch invariance"),
+    ({"use_pcp": True}, "PCP"),
+    ({"use_dcp": True}, "DCP"),
+    ({"use_adaptive_verification": True}, "adaptive verification"),
+])  # fmt: skip
+def test_what_the_selector_is_told(more, reason):
+    reasons = TersekvBackend.validate_configuration(**{**ASKED, **more})
+    assert len(reasons) == (reason is not None), reasons
+    assert reason is None or reason in reasons[0]
+
+
+def test_a_float32_query_is_for_cpus(monkeypatch):
+    assert TersekvBackend.supports_dtype(torch.float32)
+    monkeypatch.setattr(vllm_attention, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    assert not TersekvBackend.supports_dtype(torch.float32)
+    assert TersekvBackend.supports_dtype(torch.bfloat16)
+
+
+def test_the_backend_has_a_name_of_its_own_and_is_custom_too():
     register()
     register()
-    assert stub.AttentionBackendEnum.CUSTOM.get_class() is backend.TersekvBackend
-
-
-def test_without_vllm_the_plugin_module_can_be_imported():
-    module = importlib.import_module("tersekv.integrations.vllm")
-    with pytest.raises(ModuleNotFoundError, match="vllm"):
-        module.register()
+    assert TersekvBackend.get_name() == "TERSEKV"
+    for name in ("TERSEKV", "CUSTOM"):
+        assert AttentionBackendEnum[name].get_class() is TersekvBackend
+    assert TersekvMetadataBuilder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH

@@ -1,0 +1,52 @@
+"""The shipped demo model as a Hugging Face checkpoint: a trained model has clear logits, a random one has ties."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tersekv.demo import models
+from tersekv.demo.text import encode, heldout_text
+
+_NAMES = {
+    "embed.": "model.embed_tokens.", "layers.": "model.layers.", "norm.": "model.norm.", "lm_head.": "lm_head.",
+}  # fmt: skip
+_PARTS = {
+    "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj", "o_proj": "self_attn.o_proj",
+}  # fmt: skip
+
+
+def llama(folder: Path, model_type: str = "llama", architecture: str = "LlamaForCausalLM", **config) -> Path:
+    """Write the byte-level Llama; `config`: further entries of its config.json."""
+    model = models.load("llama", dtype=torch.bfloat16)
+    c = model.config
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({_renamed(n): x.contiguous() for n, x in model.state_dict().items()}, folder / "model.safetensors")
+    entries = {
+        "architectures": [architecture], "model_type": model_type, "vocab_size": c.vocab_size, "hidden_size": c.dim,
+        "intermediate_size": c.mlp_dim, "num_hidden_layers": c.num_layers, "num_attention_heads": c.num_q_heads,
+        "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim, "max_position_embeddings": c.max_pos,
+        "rms_norm_eps": c.norm_eps, "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+        "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": None,
+        "eos_token_id": None, **config,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(entries))
+    return folder
+
+
+def _renamed(name: str) -> str:
+    for mine, theirs in _NAMES.items():
+        if name.startswith(mine):
+            name = theirs + name.removeprefix(mine)
+            break
+    parts = name.split(".")
+    return ".".join(_PARTS.get(p, p) for p in parts)
+
+
+def text(start: int, n: int) -> list[int]:
+    """n bytes of a text that the model has not seen."""
+    return encode(heldout_text())[start : start + n].tolist()

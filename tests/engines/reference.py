@@ -1,0 +1,110 @@
+"""What an engine is held to: transformers' Llama in fp32, whose cached rows went through the format's codec.
+
+Whoever runs the same model in fp32 stores the same codes, whatever the pages, chunks and batches: distributions then
+differ by 1e-7 nats, but where a value lies between two codes. Tokens that tie are no matter: the reference is given the
+engine's tokens, and says how likely each was.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache
+
+from tersekv.formats import kv_format
+from tersekv.testing.codes import column, decode_row, encode_row
+
+
+class Rows(DynamicCache):
+    """A cache of what the formats make of rows. own: the call's own rows are returned as they were given."""
+
+    def __init__(self, formats: list[str], scales: list[tuple], shared: dict[int, int], own: bool) -> None:
+        super().__init__()
+        self.formats, self.scales, self.shared, self.own = formats, scales, shared, own
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if layer_idx in self.shared:
+            layer = self.layers[self.shared[layer_idx]]
+            return layer.keys, layer.values
+        f = kv_format(self.formats[layer_idx])
+        given = (key_states, value_states)
+        stored = [through(x, f, s) for x, s in zip(given, self.scales[layer_idx], strict=True)]
+        every = super().update(*stored, layer_idx, *args, **kwargs)
+        if not self.own:
+            return every
+        old = every[0].shape[2] - key_states.shape[2]
+        return tuple(torch.cat([a[:, :, :old], x], 2) for a, x in zip(every, given, strict=True))
+
+
+def through(x: Tensor, f, scale: Any) -> Tensor:
+    """Rows [B, H, T, D] as a format gives them back."""
+    if f.scale == "none":
+        return x.to(f.storage).to(x.dtype)
+    s = column(scale)
+    codes, stored = encode_row(x.transpose(1, 2).float(), f, s)
+    return decode_row(codes, stored, f, s).transpose(1, 2).to(x.dtype)
+
+
+class Reference:
+    """format: of all layers, or one each; windows, sinks: of layers by index; scales: (k, v) of each layer; shared:
+    layer → whose cache it reads."""
+
+    def __init__(
+        self,
+        folder: Path,
+        format: str | list[str],
+        *,
+        windows: dict[int, int] | None = None,
+        sinks: dict[int, Tensor] | None = None,
+        scales: list[tuple] | None = None,
+        shared: dict[int, int] | None = None,
+    ) -> None:
+        AttentionInterface.register("plain", self._attend)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="plain"
+        )
+        n = self.model.config.num_hidden_layers
+        self.formats = [format] * n if isinstance(format, str) else format
+        self.windows, self.sinks, self.shared = windows or {}, sinks or {}, shared or {}
+        self.scales = scales or [(1.0, 1.0)] * n
+
+    @torch.no_grad()
+    def score(self, prompt: list[int], tokens: list[int], own_rows: int = 0) -> Tensor:
+        """Log-probabilities [tokens, vocabulary] fp64 before each token; own_rows: of these first rows, attention sees
+        each as it was before the codec."""
+        cache, rows = Rows(self.formats, self.scales, self.shared, own_rows > 0), prompt + tokens[:-1]
+        parts = [rows[:own_rows], rows[own_rows:]]
+        logits = []
+        for part in filter(None, parts):
+            logits.append(self.model(torch.tensor([part]), past_key_values=cache).logits[0])
+            cache.own = False
+        return torch.cat(logits)[len(prompt) - 1 :].double().log_softmax(-1)
+
+    def _attend(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
+        group, layer = query.shape[1] // key.shape[1], module.layer_idx
+        k, v = (x.repeat_interleave(group, 1) for x in (key, value))
+        t, n = query.shape[2], key.shape[2]
+        mine, keys = torch.arange(n - t, n)[:, None], torch.arange(n)
+        seen = (keys <= mine) & (keys > mine - self.windows.get(layer, n))
+        scores = (query @ k.transpose(2, 3) * scaling).masked_fill(~seen, -math.inf)
+        if layer in self.sinks:
+            extra = self.sinks[layer].float()[:, None, None].expand(query.shape[0], -1, t, 1)
+            scores = torch.cat([scores, extra], -1)
+        return (scores.softmax(-1)[..., :n] @ v).transpose(1, 2), None
+
+
+def hold(results: list[tuple[list[int], Tensor]], wanted: list[Tensor], most: float = 1e-3, mean: float = 1e-4) -> None:
+    """Every token is as likely as the best to the reference, and every distribution is the reference's."""
+    apart = []
+    for (tokens, got), want in zip(results, wanted, strict=True):
+        apart.append((want.exp() * (want - got)).sum(-1))
+        behind = want.max(-1).values - want[range(len(tokens)), tokens]
+        assert behind.max() < 3 * most**0.5, f"a token {behind.max():.3f} nats behind the best"
+    every = torch.cat(apart)
+    assert every.max() < most, f"KL {every.max():.2e} at one token"
+    assert every.mean() < mean, f"KL {every.mean():.2e} on average"
