@@ -5,8 +5,12 @@ Batches padded for a graph, pages in every layout, scales that change; against d
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import random
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -420,3 +424,11 @@ def test_the_backend_has_a_name_of_its_own_and_is_custom_too():
     for name in ("TERSEKV", "CUSTOM"):
         assert AttentionBackendEnum[name].get_class() is TersekvBackend
     assert TersekvMetadataBuilder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
+
+
+def test_a_process_that_has_loaded_no_plugin_unpickles_the_name(tmp_path):
+    (tmp_path / "config").write_bytes(pickle.dumps({"backend": AttentionBackendEnum["TERSEKV"]}))
+    code = f"import pickle; print(pickle.load(open({str(tmp_path / 'config')!r}, 'rb'))['backend'].name)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "TERSEKV"
+    assert copy.deepcopy(AttentionBackendEnum["TERSEKV"]) is AttentionBackendEnum["TERSEKV"]

@@ -121,11 +121,16 @@ _without_numba()
 _let_backends_through()
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.model_executor.models import ModelRegistry, gemma2, granite  # noqa: E402
+from vllm.model_executor.models import llama as llama_model  # noqa: E402
 from vllm.plugins import load_general_plugins  # noqa: E402
 
 from tersekv.integrations.vllm import name  # noqa: E402
 
 load_general_plugins()
+# Classes by name are looked at in a process of their own, which imports all of vLLM again.
+for _model in (llama_model.LlamaForCausalLM, granite.GraniteForCausalLM, gemma2.Gemma2ForCausalLM):
+    ModelRegistry.register_model(_model.__name__, _model)
 
 
 @contextmanager

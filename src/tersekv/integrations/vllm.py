@@ -8,6 +8,8 @@ What it covers, what it refuses and what each release of vLLM lacks is in docs/s
 
 from __future__ import annotations
 
+from typing import Any
+
 NAME = "TERSEKV"
 BACKEND = "tersekv.integrations.vllm_attention.TersekvBackend"
 
@@ -19,6 +21,15 @@ def register() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     if hasattr(AttentionBackendEnum, "register") and NAME not in AttentionBackendEnum.__members__:
         register_backend(NAME, BACKEND)
+        # A spawned process unpickles vLLM's configuration before it loads plugins: the name must bring itself along.
+        AttentionBackendEnum[NAME].__reduce_ex__ = lambda protocol: (_registered, ())
+
+
+def _registered() -> Any:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    register()
+    return AttentionBackendEnum[NAME]
 
 
 def name() -> str:

@@ -1,0 +1,125 @@
+"""vLLM's real engine over layers of many kinds: windows, sinks, softcap, scales, other formats, shared caches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from checkpoints import llama, text
+from reference import Reference, Rows, hold
+from safetensors.torch import load_file, save_file
+from vllm_cpu import engine, generate, llama_model
+
+from tersekv.integrations import vllm_attention
+
+PROMPTS = [text(2200 * i + 60, n) for i, n in enumerate((5, 47, 48, 49, 150))]
+
+
+@pytest.fixture(autouse=True)
+def codes_only(monkeypatch):
+    """Every row reads codes, also of its own step: what is stored then depends on neither chunks nor batches."""
+    monkeypatch.setattr(vllm_attention, "PROMPT_ROWS", 10**9)
+
+
+def add(folder, tensors):
+    """More tensors in a checkpoint."""
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **tensors}, file)
+
+
+def judge(llm, reference, tokens=12, most=1e-3, mean=1e-4):
+    results = generate(llm, PROMPTS, tokens)
+    hold(results, [reference.score(p, r[0]) for p, r in zip(PROMPTS, results, strict=True)], most, mean)
+
+
+def test_windows_and_sinks_beside_full_attention(tmp_path):
+    """A Granite with layers of a window of 48 and sinks in all: two groups of layers with block tables of their own."""
+    layers = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    plain = llama(tmp_path / "llama")
+    folder = llama(
+        tmp_path / "granite", "granite", "GraniteForCausalLM", layer_types=layers, sliding_window=48,
+        attention_multiplier=64**-0.5, embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0,
+    )  # fmt: skip
+    sinks = {i: torch.randn(8, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4)}
+    add(folder, {f"model.layers.{i}.self_attn.sinks": s for i, s in sinks.items()})
+    reference = Reference(plain, "fp8_per_token_head", windows={0: 48, 2: 48}, sinks=sinks)
+    options = {"kv_cache_dtype": "fp8_per_token_head", "dtype": "float32", "max_num_batched_tokens": 64}
+    with engine(folder, **options) as llm:
+        judge(llm, reference)
+
+
+def test_softcap(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, sliding_window=48, attn_logit_softcapping=3.0, query_pre_attn_scalar=4,
+        eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="eager").float().eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=1.5 * weight.shape[-1] ** -0.5)
+    model.save_pretrained(tmp_path)
+    options = {"kv_cache_dtype": "int8_per_token_head", "dtype": "float32", "max_num_batched_tokens": 64}
+    with engine(tmp_path, **options) as llm:
+        results = generate(llm, PROMPTS, 8)
+    wanted = []
+    for prompt, (tokens, _) in zip(PROMPTS, results, strict=True):
+        cache = Rows(["int8_per_token_head"] * 2, [(1.0, 1.0)] * 2, {}, False)
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens[:-1]]), past_key_values=cache).logits[0]
+        wanted.append(logits[len(prompt) - 1 :].double().log_softmax(-1))
+    hold(results, wanted)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_scales_of_the_checkpoint(tmp_path, strategy):
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
+    folder = llama(tmp_path, quantization_config={
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}, "ignore": [],
+        "kv_cache_scheme": scheme, "quantization_status": "compressed",
+    })  # fmt: skip
+    n = 1 if strategy == "tensor" else 2
+    scales = [(torch.rand(n) * 0.01 + 0.002, torch.rand(n) * 0.01 + 0.002) for _ in range(4)]
+    shape = (1,) if n == 1 else (n, 1, 1)
+    add(folder, {
+        f"model.layers.{i}.self_attn.{side}_scale": s.view(shape)
+        for i, both in enumerate(scales) for side, s in zip("kv", both, strict=True)
+    })  # fmt: skip
+    plain = llama(tmp_path / "plain")
+    with engine(folder, kv_cache_dtype="fp8", dtype="float32") as llm:
+        judge(llm, Reference(plain, "fp8_e4m3", scales=scales))
+
+
+def test_layers_that_are_left_in_16_bits(tmp_path):
+    folder = llama(tmp_path)
+    formats = ["fp16", "int8_per_token_head", "int8_per_token_head", "fp16"]
+    options = {"kv_cache_dtype": "int8_per_token_head", "kv_cache_dtype_skip_layers": ["0", "3"], "dtype": "float16"}
+    with engine(folder, **options) as llm:
+        judge(llm, Reference(folder, formats), most=3e-3, mean=3e-4)
+        kinds = [str(layer.self_attn.attn.kv_cache.dtype) for layer in model_of(llm).model.layers]
+    assert kinds == ["torch.float16", "torch.int8", "torch.int8", "torch.float16"]
+
+
+def test_a_layer_that_reads_the_cache_of_the_one_before_it(tmp_path, monkeypatch):
+    """vLLM gives such a layer keys and values of its own, which nobody stores: they must not count."""
+    attention = llama_model.Attention
+
+    def sharing(*args, prefix="", **options):
+        if prefix == "model.layers.3.self_attn.attn":
+            options["kv_sharing_target_layer_name"] = "model.layers.2.self_attn.attn"
+        return attention(*args, prefix=prefix, **options)
+
+    monkeypatch.setattr(llama_model, "Attention", sharing)
+    folder = llama(tmp_path)
+    with engine(folder, kv_cache_dtype="int8_per_token_head", dtype="float32") as llm:
+        judge(llm, Reference(folder, "int8_per_token_head", shared={3: 2}))
+        monkeypatch.setattr(vllm_attention, "PROMPT_ROWS", 64)
+        prompt = text(9000, 150)
+        results = generate(llm, [prompt], 4)
+    cache = Reference(folder, "int8_per_token_head", shared={3: 2})
+    hold(results, [cache.score(prompt, results[0][0], own_rows=150)])
+
+
+def model_of(llm):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
