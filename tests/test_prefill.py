@@ -7,6 +7,7 @@ import pytest
 import torch
 from no_sync import NoHostReads
 from paged_case import HUGE, kv_case, nan_like, raw
+from script import script
 
 import tersekv
 from tersekv.backends.torch import attention, codes, requests
@@ -169,6 +170,19 @@ def test_a_cache_without_pages_holds_no_prefix():
     q, k, v = torch.randn(5, 4, 32), torch.randn(5, 2, 32).bfloat16(), torch.randn(5, 2, 32).bfloat16()
     out = tersekv.prefill(q, layer, torch.zeros(1, 0).int(), torch.tensor([5]), torch.tensor([0, 5]), k=k, v=v)
     torch.testing.assert_close(out[0], v[0].float().repeat_interleave(2, 0))
+
+
+@pytest.mark.parametrize("new_rows", [[], ["--new-rows"]])
+def test_the_benchmark_judges_before_it_times(new_rows, monkeypatch, capsys):
+    benchmark, options = (
+        script("benchmarks/prefill.py"),
+        ["--small", "--formats", "nvfp4", "--device", "cpu", *new_rows],
+    )
+    assert benchmark.main([*options, "--cells", "uneven", "--peers", "none"]) == 0
+    assert "TFLOP/s" in capsys.readouterr().out
+    monkeypatch.setattr(tersekv, "prefill", lambda *args, **options: None)
+    assert benchmark.main([*options, "--cells", "uneven", "--peers", "none"]) == 1
+    assert "before anything is timed" in capsys.readouterr().out
 
 
 def bf(*shape: int) -> torch.Tensor:
