@@ -51,7 +51,10 @@ def a_step(cache: tersekv.PagedKVCache, rope: torch.Tensor, counts: list[int], *
     for layer in cache.layers:
         slots, positions = pool.slot_mapping(names, counts), pool.positions(names, counts)
         q = tersekv.rope_append(q, k, v, layer, slots, rope, positions)
-        tersekv.decode(q, layer, pool.page_table(names, max_pages=cache.num_pages), pool.seq_lens(names), **options)
+        where = pool.page_table(names, max_pages=cache.num_pages), pool.seq_lens(names)
+        tersekv.decode(q, layer, *where, **options)
+        if "cu_seqlens_q" in options:
+            tersekv.prefill(q, layer, *where, **options)
 
 
 @pytest.mark.parametrize("format", KV)
@@ -96,7 +99,8 @@ def test_latent_caches(format):
 def test_seconds_are_told_by_operation_and_step():
     taken = tersekv.warm_up(kv_cache("bf16"), 4, batch_sizes=(1, 2), ragged_tokens=(6,))
     steps = ("1 requests, 1 rows", "2 requests, 2 rows", "1 requests, 6 rows, ragged", "2 requests, 6 rows, ragged")
-    assert list(taken) == [f"{op}, {step}" for step in steps for op in ("append", "decode")]
+    ops = [("append", "decode", *["prefill"] * ("ragged" in step)) for step in steps]
+    assert list(taken) == [f"{op}, {step}" for step, each in zip(steps, ops, strict=True) for op in each]
     assert all(seconds >= 0 for seconds in taken.values())
 
 

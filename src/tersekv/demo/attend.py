@@ -14,6 +14,7 @@ from ..formats import KV_FORMATS, LATENT_FORMATS
 from ..ops.append import rope_append
 from ..ops.decode import decode
 from ..ops.mla import MLAPrefillPlan, mla_append, mla_decode, mla_prefill, mla_prefill_plan
+from ..ops.prefill import MANY_ROWS, prefill
 from ..pages import PagePool
 from .deepseek import DeepseekLayer, DeepseekLM, freqs_cis
 from .llama import LlamaLM, cos_sin_cache
@@ -88,7 +89,7 @@ class Paged:
 
 
 class PagedLlama(Paged):
-    """K and V rows in a `PagedKVCache`: `rope_append`, then `decode` with causal drafts, for one token or many."""
+    """K and V rows in a `PagedKVCache`: `rope_append`, then `prefill` for many tokens, `decode` for a few."""
 
     formats = tuple(KV_FORMATS)
 
@@ -109,7 +110,13 @@ class PagedLlama(Paged):
         """q [T, Hq, D], k and v [T, H, D], unrotated -> [T, Hq, D]."""
         s, layer = cast(Step, self.now), self.cache[layer_idx]
         q = cast(Tensor, rope_append(q, k, v, layer, s.slots, self.table, s.positions))
-        out = decode(q, layer, s.page_table, s.seq_lens, softmax_scale=self.softmax_scale, **s.rows)
+        if s.max_q_len >= MANY_ROWS:
+            out = prefill(
+                q, layer, s.page_table, s.seq_lens, s.cu_seqlens_q, softmax_scale=self.softmax_scale,
+                max_q_len=s.max_q_len,
+            )  # fmt: skip
+        else:
+            out = decode(q, layer, s.page_table, s.seq_lens, softmax_scale=self.softmax_scale, **s.rows)
         return cast(Tensor, out)
 
     def largest(self) -> list[tuple[float, ...]]:

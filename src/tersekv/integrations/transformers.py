@@ -6,9 +6,10 @@
     cache = tersekv_hf.TersekvCache(model.config, format="fp8_per_token_head")
     model.generate(**inputs, past_key_values=cache)
 
-`TersekvCache` keeps the past; the attention function writes new tokens into its pages and attends to them with
-`tersekv.decode`, or `tersekv.mla_decode` where the model caches latents: a prompt in pieces of `chunk` tokens, later
-tokens one by one, drafts together. Whoever attends sees what the cache holds, in the prefill too.
+`TersekvCache` keeps the past; the attention function writes new tokens into its pages and attends to them: a prompt in
+pieces of `chunk` tokens with `tersekv.prefill`, later tokens one by one and drafts together with `tersekv.decode`, and
+all of them with `tersekv.mla_decode` where the model caches latents. Whoever attends sees what the cache holds, in the
+prefill too.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from ..layers import Formats, PagedKVLayer, PagedLatentLayer
 from ..ops.append import append
 from ..ops.decode import decode
 from ..ops.mla import mla_append, mla_decode
+from ..ops.prefill import MANY_ROWS, prefill
 from ..pages import PageCopy, copy_pages
 from .transformers_pages import Piece
 
@@ -52,9 +53,13 @@ class KVStore:
 
     def attend(self, q: Tensor, piece: Piece, rules: Rules, module: torch.nn.Module) -> Tensor:
         """q [T, Hq, D] → [T, Hq, Dv]."""
-        out = decode(
+        rows = piece.cu_seqlens_q
+        many = piece.max_q_len >= MANY_ROWS
+        if many and rows is None:
+            rows = torch.arange(0, len(q) + 1, piece.max_q_len, dtype=torch.int32, device=q.device)
+        out = (prefill if many else decode)(
             q, self.cache[0], piece.page_table, piece.seq_lens, softmax_scale=rules.softmax_scale,
-            window=rules.window, sinks=rules.sinks, softcap=rules.softcap, cu_seqlens_q=piece.cu_seqlens_q,
+            window=rules.window, sinks=rules.sinks, softcap=rules.softcap, cu_seqlens_q=rows,  # type: ignore[arg-type]
             max_q_len=piece.max_q_len,
         )  # fmt: skip
         return cast(Tensor, out)

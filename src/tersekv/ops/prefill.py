@@ -15,6 +15,10 @@ from .decode import capped, outputs, query_rows, receivers, seen_keys
 from .registry import submit
 from .scales import attributes, split
 
+# New tokens of a request from which on engines do well to call `prefill` and not `decode`: with groups of 4 heads they
+# fill a block of its kernels' rows.
+MANY_ROWS = 32
+
 
 def prefill(
     q: Tensor,

@@ -17,6 +17,7 @@ from ..layers import PagedKVLayer, PagedLatentLayer
 from .append import append, rope_append
 from .decode import decode
 from .mla import mla_append, mla_decode
+from .prefill import prefill
 
 _log = logging.getLogger("tersekv")
 
@@ -42,7 +43,8 @@ def warm_up(
         num_q_heads:    of the calls to come
         batch_sizes:    requests in a step; a CUDA graph needs the sizes that it is captured for
         drafts:         new tokens of each request, the same for all
-        ragged_tokens:  total rows of steps with `cu_seqlens_q`, such as prompts; each is tried with every batch size
+        ragged_tokens:  total rows of steps with `cu_seqlens_q`, such as prompts, for `prefill` over K and V and for
+                        decodes; each is tried with every batch size
         max_pages:      columns of the page table; None: all pages of the cache
         dtype:          of q, k and v
         cos_sin_cache:  with it `rope_append` runs, or `mla_append` with rotation; without, plain appends
@@ -50,8 +52,9 @@ def warm_up(
         options:        of `decode` or `mla_decode`: window, sinks, softcap, softmax_scale, out_dtype, return_lse, …
 
     Index tensors are of the types that `PagePool` makes: int32 tables and lengths, int64 slots and positions. Other
-    types, like other options, are other kernels. Not covered: `mla_prefill`, `mla_decode_branch`, `merge_states`, and
-    numbers of drafts or rows that are not given here; with logging at DEBUG, "tersekv" tells what is compiled and when.
+    types, like other options, are other kernels. Not covered: `k` and `v` of `prefill`, `mla_prefill`,
+    `mla_decode_branch`, `merge_states`, and numbers of drafts or rows that are not given here; with logging at DEBUG,
+    "tersekv" tells what is compiled and when.
 
     Returns seconds per kind of call, compiling included: near zero where Triton's cache on disk has it all.
     Raises UnsupportedError where no backend can run what is asked for, ValueError or TypeError for a bad argument.
@@ -129,7 +132,10 @@ def _kv_calls(
     write: partial = partial(append, k, v, layer, slots, backend=backend)
     if rope:
         write = partial(rope_append, q, k, v, layer, slots, positions=torch.zeros_like(slots), backend=backend, **rope)
-    return [write, partial(decode, q, layer, **pages, **options)]
+    calls: list[partial] = [write, partial(decode, q, layer, **pages, **options)]
+    if "cu_seqlens_q" in pages:
+        calls.append(partial(prefill, q, layer, **pages, **options))
+    return calls
 
 
 def _latent_calls(

@@ -20,8 +20,10 @@ class Tiles(NamedTuple):
 
 def tiles(f: SimpleNamespace, fmt: KVFormat) -> Tiles:
     group = f.q.shape[1] // max(f.k_cache.shape[2], 1)
-    width = launch.next_power_of_2(max(f.q.shape[2], f.out.shape[2]))
-    t = Tiles(128, 64, 3, 8) if width <= 128 else Tiles(128, 32, 2, 8) if width <= 256 else Tiles(64, 16, 2, 8)
+    values, width = (launch.next_power_of_2(n) for n in (f.out.shape[2], max(f.q.shape[2], f.out.shape[2])))
+    t = Tiles(128, 64, 3, 8) if width <= 128 else Tiles(64, 32, 2, 8) if width <= 256 else Tiles(32, 16, 2, 8)
+    if width == 256 and values <= 128:
+        t = t._replace(rows=128)
     # Registers: a thread holds the scales of all keys of its tile, and where the matrix unit reads no shared memory
     # queries and keys too.
     operands = f.arch is None or f.arch < 90 or f.arch >= 120
@@ -30,12 +32,12 @@ def tiles(f: SimpleNamespace, fmt: KVFormat) -> Tiles:
     # Blocks are not shared between requests: of few rows, a smaller one wastes less.
     needed = max(16, launch.next_power_of_2(f.max_q_len * group))
     if needed < t.rows:
-        t = t._replace(rows=needed, num_warps=4 if needed <= 64 else 8)
+        t = t._replace(rows=needed, num_warps=4 if needed <= 64 and width <= 128 else 8)
     while not _fits(t, f, fmt):
         if t.stages > 2:
             t = t._replace(stages=2)
         elif t.rows > 64:
-            t = t._replace(rows=64, num_warps=4)
+            t = t._replace(rows=64, num_warps=4 if width <= 128 else 8)
         elif t.tile > 16:
             t = t._replace(tile=t.tile // 2)
         elif t.rows > 16:
