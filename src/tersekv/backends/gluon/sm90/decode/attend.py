@@ -6,40 +6,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from ..parts.convert import key_parts, log2_and_inverse, multiplied, scaled_e2m1, value_parts
 from ..parts.schedule import LOG2E
+from .records import State
+from .seen import live_keys, visible
 from .tiles import as_operand, kept_part, key_factor, key_words, mma_layout, transposed, value_factor
-
-
-@gluon.jit
-def visible(key, n, rows, r0, q0, MASK, sm_t, c: gl.constexpr, g: gl.constexpr):
-    """Which of a box's keys, from `key` on, each query row sees: [BOX, ROWS]."""
-    L: gl.constexpr = gl.SliceLayout(0, mma_layout(g.HB, g.RB))
-    o_n = key + gl.arange(0, g.BOX, gl.SliceLayout(1, L))
-    o_q = (r0 + gl.arange(0, c.ROWS, gl.SliceLayout(0, L))) // c.GROUP  # draft of a row
-    prefix = n - rows
-    position = prefix + o_q
-    seen = (o_n < n)[:, None]
-    if c.HAS_MASK:
-        draft = o_n - prefix
-        p_word = MASK + (q0 + o_q)[None, :].to(gl.int64) * sm_t + (draft >> 4)[:, None]
-        asked = (draft >= 0)[:, None] & seen & (o_q < rows)[None, :]
-        word = gl.load(p_word, mask=asked, other=0).to(gl.int32)
-        bit = (word >> (draft & 15)[:, None]) & 1
-        seen = seen & ((draft < 0)[:, None] | (bit == 1))
-    else:
-        seen = seen & (o_n[:, None] <= position[None, :])
-    if c.WINDOW > 0:
-        seen = seen & (o_n[:, None] > position[None, :] - c.WINDOW)
-    return seen
-
-
-@gluon.jit
-def live_keys(key, n, rows, LAYOUT: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
-    """Which of a box's keys some row may see; slots behind every row's window may have been given away."""
-    o_n = key + gl.arange(0, g.BOX, LAYOUT)
-    live = o_n < n
-    if c.WINDOW > 0:
-        live = live & (o_n > n - rows - c.WINDOW)
-    return live
 
 
 @gluon.jit
@@ -66,13 +35,13 @@ def scale_box(buffer, i, c: gl.constexpr, g: gl.constexpr):
 
 
 @gluon.jit
-def scores(kbuf, ksbuf, i_box, q, scale, softcap, key, n, rows, r0, q0, MASK, sm_t,
-           MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):  # fmt: skip
+def scores_of_box(codes, scales, i_box, q, scale, softcap, key, by, MASKED: gl.constexpr, c: gl.constexpr,
+                  g: gl.constexpr):  # fmt: skip
     """Scores of a box's keys in units of log2: [HB, BOX, ROWS]."""
     MMA: gl.constexpr = mma_layout(g.HB, g.RB)
-    words = codes_of(kbuf, i_box, c.WORDS_K, g).load(key_words(g.HB, g.RB, g.BOX, c.WORDS_K))
+    words = codes_of(codes, i_box, c.WORDS_K, g).load(key_words(g.HB, g.RB, g.BOX, c.WORDS_K))
     if c.BLOCK_SCALES:
-        k = scaled_e2m1(words, key_factor(scale_box(ksbuf, i_box, c, g), c, g), False)
+        k = scaled_e2m1(words, key_factor(scale_box(scales, i_box, c, g), c, g), False)
     else:
         k = key_parts(words, c)
     s = gl.full([g.HB, g.BOX, c.ROWS], 0, gl.float32, MMA)
@@ -83,28 +52,31 @@ def scores(kbuf, ksbuf, i_box, q, scale, softcap, key, n, rows, r0, q0, MASK, sm
             s = mma_v2(as_operand(k[i], c, g), q[i], s)
     s = s * scale[:, None, :]
     if c.TOKEN_SCALES:
-        s = s * scale_box(ksbuf, i_box, c, g).load(gl.SliceLayout(2, MMA))[:, :, None]
+        s = s * scale_box(scales, i_box, c, g).load(gl.SliceLayout(2, MMA))[:, :, None]
     if c.SOFTCAP:
         # tanh by exp2: 1 - 2 / (e^2x + 1); s carries log2(e).
         s = (softcap * LOG2E) * (1.0 - 2.0 / (gl.exp2(s * (2.0 / softcap)) + 1.0))
     if MASKED:
-        seen = visible(key, n, rows, r0, q0, MASK, sm_t, c, g)[None, :, :]
-        s = gl.where(seen, s, float("-inf"))
+        L: gl.constexpr = gl.SliceLayout(0, MMA)
+        o_n = key + gl.arange(0, g.BOX, gl.SliceLayout(1, L))
+        o_q = (by.r0 + gl.arange(0, c.ROWS, gl.SliceLayout(0, L))) // c.GROUP  # draft of a row
+        s = gl.where(visible(o_n[:, None], o_q[None, :], by, c)[None, :, :], s, float("-inf"))
     return s
 
 
 @gluon.jit
-def add_values(acc, vbuf, vsbuf, i_box, p, key, n, rows, MASKED: gl.constexpr,
-               c: gl.constexpr, g: gl.constexpr):  # fmt: skip
+def add_values_of_box(acc, codes, scales, i_box, p, key, by, MASKED: gl.constexpr, c: gl.constexpr,
+                      g: gl.constexpr):  # fmt: skip
     """acc += the values of a box's keys, transposed, times probabilities [HB, BOX, ROWS]."""
     A: gl.constexpr = gl.DotOperandLayout(0, mma_layout(g.HB, g.RB), 2)
     right = transposed(p.to(multiplied(c)), c, g)
-    words = codes_of(vbuf, i_box, c.WORDS_V, g).permute([0, 2, 1]).load(A)
+    words = codes_of(codes, i_box, c.WORDS_V, g).permute([0, 2, 1]).load(A)
     if MASKED:  # a stale slot may hold NaN, and 0 × NaN is NaN
-        live = live_keys(key, n, rows, gl.SliceLayout(0, gl.SliceLayout(1, A)), c, g)[None, None, :]
+        o_n = key + gl.arange(0, g.BOX, gl.SliceLayout(0, gl.SliceLayout(1, A)))
+        live = live_keys(o_n, by.keys, by.rows, c)[None, None, :]
         words = gl.where(live, words, 0)
     if c.BLOCK_SCALES:
-        factor = value_factor(scale_box(vsbuf, i_box, c, g).permute([0, 2, 1]), c, g)
+        factor = value_factor(scale_box(scales, i_box, c, g).permute([0, 2, 1]), c, g)
         if MASKED:
             factor = gl.where(live, factor, 0.0)
         v = scaled_e2m1(words, factor, False)
@@ -117,46 +89,35 @@ def add_values(acc, vbuf, vsbuf, i_box, p, key, n, rows, MASKED: gl.constexpr,
 
 
 @gluon.jit
-def value_logs(vsbuf, i_box, key, n, rows, MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
+def value_logs(scales, i_box, key, by, MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
     """Logarithms to base 2 and reciprocals of the scales of a box's values: [HB, BOX]."""
     MMA: gl.constexpr = mma_layout(g.HB, g.RB)
-    vs = gl.maximum(scale_box(vsbuf, i_box, c, g).load(gl.SliceLayout(2, MMA)), 1e-30)
+    vs = gl.maximum(scale_box(scales, i_box, c, g).load(gl.SliceLayout(2, MMA)), 1e-30)
     if MASKED:
-        live = live_keys(key, n, rows, gl.SliceLayout(0, gl.SliceLayout(2, MMA)), c, g)[None, :]
-        vs = gl.where(live, vs, 1.0)
+        o_n = key + gl.arange(0, g.BOX, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
+        vs = gl.where(live_keys(o_n, by.keys, by.rows, c)[None, :], vs, 1.0)
     return log2_and_inverse(vs)
 
 
 @gluon.jit
-def attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, stage, q, scale, softcap, t, n, rows, r0, q0, MASK, sm_t,
-                MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):  # fmt: skip
-    """One step of the running softmax: state is (maximum, sum per key of a lane, PARTS accumulators)."""
+def box_of(stage, t, j: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
+    """(its first key, where it lies in the ring of its copy) of a tile's j-th box."""
     PER_COPY: gl.constexpr = g.COPY // g.BOX
-    m, l, acc = state
+    return t * c.TILE + g.BOX * j, stage * PER_COPY + j % PER_COPY
+
+
+@gluon.jit
+def scores_of_tile(rings, stage, q, scale, softcap, t, by, MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
+    """(scores of each box, highest of them all by key and row, reciprocals of each box's value scales)."""
+    PER_COPY: gl.constexpr = g.COPY // g.BOX
     s, inverse = (), ()
     for j in gl.static_range(gl.constexpr(g.BOXES)):
-        key, i_box = t * c.TILE + g.BOX * j, stage * PER_COPY + j % PER_COPY
-        x = scores(
-            kbuf[j // PER_COPY],
-            ksbuf[j // PER_COPY],
-            i_box,
-            q,
-            scale,
-            softcap,
-            key,
-            n,
-            rows,
-            r0,
-            q0,
-            MASK,
-            sm_t,
-            MASKED,
-            c,
-            g,
-        )
+        key, i_box = box_of(stage, t, j, c, g)
+        codes, scales = rings.k[j // PER_COPY], rings.k_scales[j // PER_COPY]
+        x = scores_of_box(codes, scales, i_box, q, scale, softcap, key, by, MASKED, c, g)
         if c.TOKEN_SCALES:
             # The value's scale joins the exponent, so that the probabilities that meet the codes lie in (0, 1].
-            log, over = value_logs(vsbuf[j // PER_COPY], i_box, key, n, rows, MASKED, c, g)
+            log, over = value_logs(rings.v_scales[j // PER_COPY], i_box, key, by, MASKED, c, g)
             x = x + log[:, :, None]
             inverse = inverse + (over,)
         s = s + (x,)
@@ -164,34 +125,31 @@ def attend_tile(state, kbuf, vbuf, ksbuf, vsbuf, stage, q, scale, softcap, t, n,
             top = x
         else:
             top = gl.maximum(top, x)
-    m_new = gl.maximum(m, gl.max(top, 1))
+    return s, top, inverse
+
+
+@gluon.jit
+def attend_tile(state, rings, stage, q, scale, softcap, t, by, MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
+    """One step of the running softmax: state is (maximum, sum per key of a lane, PARTS accumulators)."""
+    PER_COPY: gl.constexpr = g.COPY // g.BOX
+    s, top, inverse = scores_of_tile(rings, stage, q, scale, softcap, t, by, MASKED, c, g)
+    m_new = gl.maximum(state.m, gl.max(top, 1))
     base = gl.where(m_new == float("-inf"), 0.0, m_new)
-    old = gl.exp2(m - base)
-    l = l * old[:, None, :]
-    scaled = ()
+    old = gl.exp2(state.m - base)
+    l = state.l * old[:, None, :]
+    acc = ()
     for i in gl.static_range(gl.constexpr(c.PARTS)):
-        scaled = scaled + (acc[i] * old[:, None, :],)
+        acc = acc + (state.acc[i] * old[:, None, :],)
     for j in gl.static_range(gl.constexpr(g.BOXES)):
         p = gl.exp2(s[j] - base[:, None, :])
         if c.TOKEN_SCALES:
             l = l + p * inverse[j][:, :, None]
         else:
             l = l + p
-        key, i_box = t * c.TILE + g.BOX * j, stage * PER_COPY + j % PER_COPY
-        scaled = add_values(
-            scaled,
-            vbuf[j // PER_COPY],
-            vsbuf[j // PER_COPY],
-            i_box,
-            p,
-            key,
-            n,
-            rows,
-            MASKED,
-            c,
-            g,
-        )
-    return m_new, l, scaled
+        key, i_box = box_of(stage, t, j, c, g)
+        codes, scales = rings.v[j // PER_COPY], rings.v_scales[j // PER_COPY]
+        acc = add_values_of_box(acc, codes, scales, i_box, p, key, by, MASKED, c, g)
+    return State(m_new, l, acc)
 
 
 @gluon.jit
@@ -202,4 +160,4 @@ def empty_state(c: gl.constexpr, g: gl.constexpr):
     acc = ()
     for _ in gl.static_range(gl.constexpr(c.PARTS)):
         acc = acc + (gl.full([g.HB, c.WORDS_V, c.ROWS], 0, gl.float32, MMA),)
-    return m, l, acc
+    return State(m, l, acc)

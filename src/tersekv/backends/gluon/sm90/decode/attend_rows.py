@@ -9,47 +9,21 @@ accumulator takes half of its registers, the query waits in shared memory, and t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .attend import add_values, scores, value_logs
+from ..parts.raising import (
+    MULTIPLY_16,
+    MULTIPLY_32,
+    MULTIPLY_64,
+    RAISE_4,
+    RAISE_4_TIES,
+    RAISE_8,
+    RAISE_8_TIES,
+    TIES_16,
+    TIES_32,
+    TIES_64,
+)
+from .attend import add_values_of_box, box_of, scores_of_tile
+from .records import State
 from .tiles import mma_layout
-
-
-def _raise_where_needed(count: int) -> tuple[str, str]:
-    """PTX and its constraints, of `count` rows: highest scores of a lane, references → references, factors, flags.
-
-    A flag says whether any reference of the warp is new. Lanes 4, 8 and 16 apart hold other keys of the same rows.
-    """
-    new, old, flag, top, ref = (range(n * count, (n + 1) * count) for n in range(5))
-    text = ["{ .reg .pred p, q;", f".reg .f32 x, y, {', '.join(f'a{i}' for i in range(count))};"]
-    for i in range(count):
-        text.append(f"add.f32 a{i}, ${ref[i]}, 0f41000000;")
-        text.append(f"setp.gt{'.or' if i else ''}.f32 p, ${top[i]}, a{i}{', p' if i else ''};")
-    text.append("vote.sync.any.pred q, p, 0xffffffff;")
-    for i in range(count):
-        text += [f"mov.f32 ${new[i]}, ${ref[i]};", f"mov.f32 ${old[i]}, 0f3F800000;", f"selp.b32 ${flag[i]}, 1, 0, q;"]
-    text.append("@!q bra DONE;")
-    for i in range(count):
-        text.append(f"mov.f32 x, ${top[i]};")
-        for lanes in (4, 8, 16):
-            text += [f"shfl.sync.bfly.b32 y, x, {lanes}, 0x1f, 0xffffffff;", "max.f32 x, x, y;"]
-        text += [f"setp.gt.f32 p, x, a{i};", f"@p mov.f32 ${new[i]}, x;"]
-        text += [f"sub.f32 y, ${ref[i]}, x;", "ex2.approx.ftz.f32 y, y;", f"@p mov.f32 ${old[i]}, y;"]
-    text.append("DONE: }")
-    return "\n".join(text), ",".join(["=&f"] * (2 * count) + ["=&r"] * count + ["f"] * (2 * count))
-
-
-def _multiply_where_flagged(count: int) -> tuple[str, str]:
-    """PTX and its constraints: numbers of a thread times factors, left out where the first flag is 0."""
-    lines = [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
-    text = ["{ .reg .pred p;", f"setp.eq.b32 p, ${3 * count}, 0;", "@p bra NONE;", *lines, "NONE: }"]
-    ties = [*["=f"] * count, *map(str, range(count)), *["f"] * count, *["r"] * count]
-    return "\n".join(text), ",".join(ties)
-
-
-RAISE_4, RAISE_4_TIES = map(gl.constexpr, _raise_where_needed(4))
-RAISE_8, RAISE_8_TIES = map(gl.constexpr, _raise_where_needed(8))
-MULTIPLY_16, TIES_16 = map(gl.constexpr, _multiply_where_flagged(16))
-MULTIPLY_32, TIES_32 = map(gl.constexpr, _multiply_where_flagged(32))
-MULTIPLY_64, TIES_64 = map(gl.constexpr, _multiply_where_flagged(64))
 
 
 @gluon.jit
@@ -83,40 +57,26 @@ def empty_rows(c: gl.constexpr, g: gl.constexpr):
     acc = ()
     for _ in gl.static_range(gl.constexpr(c.PARTS)):
         acc = acc + (gl.full([g.HB, c.WORDS_V, c.ROWS], 0, gl.float32, mma_layout(g.HB, g.RB)),)
-    return zero + float("-inf"), zero, acc
+    return State(zero + float("-inf"), zero, acc)
 
 
 @gluon.jit
-def attend_rows(state, kbuf, vbuf, ksbuf, vsbuf, stage, q, scale, softcap, t, n, rows, r0, q0, MASK, sm_t,
-                MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):  # fmt: skip
-    """As `attend_tile`; state is (references, sums, both by lane, PARTS accumulators)."""
+def attend_rows(state, rings, stage, q, scale, softcap, t, by, MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
+    """As `attend_tile`; state is (references, sums, both by lane, PARTS accumulators).
+
+    Only scores are shared with it: there lanes agree on a maximum in every tile, here none asks another.
+    """
     PER_COPY: gl.constexpr = g.COPY // g.BOX
-    m, l, acc = state
-    s, inverse = (), ()
-    for j in gl.static_range(gl.constexpr(g.BOXES)):
-        key, i_box = t * c.TILE + g.BOX * j, stage * PER_COPY + j % PER_COPY
-        x = scores(
-            kbuf[j // PER_COPY], ksbuf[j // PER_COPY], i_box, q, scale, softcap, key, n, rows, r0, q0, MASK, sm_t,
-            MASKED, c, g,
-        )  # fmt: skip
-        if c.TOKEN_SCALES:
-            log, over = value_logs(vsbuf[j // PER_COPY], i_box, key, n, rows, MASKED, c, g)
-            x = x + log[:, :, None]
-            inverse = inverse + (over,)
-        s = s + (x,)
-        if j == 0:
-            top = x
-        else:
-            top = gl.maximum(top, x)
+    s, top, inverse = scores_of_tile(rings, stage, q, scale, softcap, t, by, MASKED, c, g)
     FOUR: gl.constexpr = c.ROWS // g.RB == 16
     m, old, flag = gl.inline_asm_elementwise(
-        RAISE_4 if FOUR else RAISE_8, RAISE_4_TIES if FOUR else RAISE_8_TIES, [gl.max(by_lane(top), 1), m],
+        RAISE_4 if FOUR else RAISE_8, RAISE_4_TIES if FOUR else RAISE_8_TIES, [gl.max(by_lane(top), 1), state.m],
         (gl.float32, gl.float32, gl.int32), False, 4 if FOUR else 8,
     )  # fmt: skip
-    base, l = gl.where(m == float("-inf"), 0.0, m), l * old
-    out = ()
+    base, l = gl.where(m == float("-inf"), 0.0, m), state.l * old
+    acc = ()
     for i in gl.static_range(gl.constexpr(c.PARTS)):
-        out = out + (scaled(acc[i], old, flag, g),)
+        acc = acc + (scaled(state.acc[i], old, flag, g),)
     for j in gl.static_range(gl.constexpr(g.BOXES)):
         x = by_lane(s[j])
         x = gl.exp2(x - spread(base, x))
@@ -125,17 +85,18 @@ def attend_rows(state, kbuf, vbuf, ksbuf, vsbuf, stage, q, scale, softcap, t, n,
             l = l + gl.sum(by_lane(p * inverse[j][:, :, None]), 1)
         else:
             l = l + gl.sum(x, 1)
-        key, i_box = t * c.TILE + g.BOX * j, stage * PER_COPY + j % PER_COPY
-        out = add_values(out, vbuf[j // PER_COPY], vsbuf[j // PER_COPY], i_box, p, key, n, rows, MASKED, c, g)
-    return m, l, out
+        key, i_box = box_of(stage, t, j, c, g)
+        codes, scales = rings.v[j // PER_COPY], rings.v_scales[j // PER_COPY]
+        acc = add_values_of_box(acc, codes, scales, i_box, p, key, by, MASKED, c, g)
+    return State(m, l, acc)
 
 
 @gluon.jit
 def ended(state, c: gl.constexpr, g: gl.constexpr):
-    """(maxima, sums, accumulators) of what `attend_tile` or `attend_rows` left."""
-    m, l, acc = state
+    """What `attend_tile` or `attend_rows` left, with a row's maximum and its sum."""
     if c.ROWS > 16:
         L: gl.constexpr = gl.SliceLayout(1, mma_layout(g.HB, g.RB))
-        return gl.convert_layout(gl.max(m, 1), L), gl.convert_layout(gl.sum(l, 1), L), acc
+        m, l = gl.convert_layout(gl.max(state.m, 1), L), gl.convert_layout(gl.sum(state.l, 1), L)
+        return State(m, l, state.acc)
     else:
-        return m, gl.sum(l, 1), acc
+        return State(state.m, gl.sum(state.l, 1), state.acc)

@@ -1,7 +1,6 @@
 """The copying side of decode: where the next tile lies, and its copies into a stage of the ring.
 
 The cursor runs ahead of the tiles in use, over the ends of segments and requests, so that copies never pause there.
-cursor: (flat index of the tile, request, tile in its segment, segment, tiles, segments, first tile, keys, page ids)
 """
 
 from triton.experimental import gluon
@@ -10,33 +9,35 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...versions import reinterpret, tma_load
 from ..parts.schedule import request_tiles
+from .records import Cursor, Rings
 
 
 @gluon.jit
-def page_ids(TABLE, b, st_b, tile, n, wanted, c: gl.constexpr, g: gl.constexpr):
+def page_ids(tables, b, tile, keys, wanted, c: gl.constexpr, g: gl.constexpr):
     """Page of each of the tile's copies; entries past the last key are not read."""
     ids = ()
     for j in gl.static_range(gl.constexpr(g.COPIES)):
         key = tile * c.TILE + j * g.COPY
-        p_id = TABLE + b.to(gl.int64) * st_b + key // c.PAGE
-        ids = ids + (gl.load(p_id, mask=wanted & (key < n), other=0).to(gl.int32),)
+        p_id = tables.TABLE + b.to(gl.int64) * tables.stride + key // c.PAGE
+        ids = ids + (gl.load(p_id, mask=wanted & (key < keys), other=0).to(gl.int32),)
     return ids
 
 
 @gluon.jit
-def cursor_at(TABLE, LENS, CU, st_b, x, end, b, base, c: gl.constexpr, g: gl.constexpr):
-    """The cursor at flat tile x of request b, whose first tile is base."""
-    tiles, segments, first, n, _, _ = request_tiles(LENS, CU, b, x < end, c)
-    segment = (x - base) // tiles
-    t = (x - base) % tiles
-    ids = page_ids(TABLE, b, st_b, first + t, n, x < end, c, g)
-    return x, b, t, segment, tiles, segments, first, n, ids
+def cursor_at(tables, share, c: gl.constexpr, g: gl.constexpr):
+    """The cursor at the share's first tile."""
+    x, wanted = share.x, share.x < share.end
+    r = request_tiles(tables.LENS, tables.CU, share.b, wanted, c)
+    segment = (x - share.base) // r.tiles
+    t = (x - share.base) % r.tiles
+    pages = page_ids(tables, share.b, r.first + t, r.keys, wanted, c, g)
+    return Cursor(x, share.b, t, segment, r.tiles, r.segments, r.first, r.keys, pages)
 
 
 @gluon.jit
-def advance(cursor, TABLE, LENS, CU, st_b, end, c: gl.constexpr, g: gl.constexpr):
+def advance(cursor, tables, end, c: gl.constexpr, g: gl.constexpr):
     """The cursor a tile further. Its page ids are loaded now and needed a step later."""
-    x, b, t, segment, tiles, segments, first, n, ids = cursor
+    x, b, t, segment, tiles, segments, first, n, _ = cursor
     x += 1
     t += 1
     if t == tiles:
@@ -47,14 +48,14 @@ def advance(cursor, TABLE, LENS, CU, st_b, end, c: gl.constexpr, g: gl.constexpr
             segments = x * 0
             while segments == 0:
                 b += 1
-                tiles, segments, first, n, _rows, _q0 = request_tiles(LENS, CU, b, True, c)
-    ids = page_ids(TABLE, b, st_b, first + t, n, x < end, c, g)
-    return x, b, t, segment, tiles, segments, first, n, ids
+                tiles, segments, first, n, _rows, _q0 = request_tiles(tables.LENS, tables.CU, b, True, c)
+    pages = page_ids(tables, b, first + t, n, x < end, c, g)
+    return Cursor(x, b, t, segment, tiles, segments, first, n, pages)
 
 
 @gluon.jit
-def make_rings(dtype: gl.constexpr, VALUES: gl.constexpr, g: gl.constexpr):
-    """(buffers of codes, buffers of stored scales): one for each copy of a turn, with all stages of it."""
+def rings_of(dtype: gl.constexpr, VALUES: gl.constexpr, g: gl.constexpr):
+    """(buffers of codes, buffers of stored scales) of keys or values."""
     SIDE: gl.constexpr = g.V if VALUES else g.K
     codes, scales = (), ()
     for _ in gl.static_range(gl.constexpr(g.COPIES)):
@@ -69,6 +70,13 @@ def make_rings(dtype: gl.constexpr, VALUES: gl.constexpr, g: gl.constexpr):
         else:
             scales = scales + (ring,)  # never read
     return codes, scales
+
+
+@gluon.jit
+def make_rings(dtype: gl.constexpr, g: gl.constexpr):
+    k, k_scales = rings_of(dtype, False, g)
+    v, v_scales = rings_of(dtype, True, g)
+    return Rings(k, k_scales, v, v_scales)
 
 
 @gluon.jit
@@ -108,27 +116,11 @@ def copy_scales(X, buffer, bar, stage, page, h0, slot, wanted, VALUES: gl.conste
 
 
 @gluon.jit
-def fetch(
-    cursor,
-    turn,
-    full,
-    K,
-    V,
-    KS,
-    VS,
-    kbuf,
-    vbuf,
-    ksbuf,
-    vsbuf,
-    h0,
-    end,
-    c: gl.constexpr,
-    g: gl.constexpr,
-):
+def fetch(cursor, turn, full, boxes, rings, h0, end, c: gl.constexpr, g: gl.constexpr):
     """Start the copies of the cursor's tile into the stage of this turn."""
     COPIES: gl.constexpr = g.COPIES
-    wanted = cursor[0] < end
-    tile = cursor[6] + cursor[2]
+    wanted = cursor.x < end
+    tile = cursor.first + cursor.t
     stage = turn % g.STAGES
     mbarrier.expect(full[0].index(stage), COPIES * g.K.BYTES, wanted)
     mbarrier.expect(full[1].index(stage), COPIES * g.V.BYTES, wanted)
@@ -136,10 +128,10 @@ def fetch(
         mbarrier.expect(full[2].index(stage), COPIES * g.K.SCALE_BYTES, wanted)
         mbarrier.expect(full[3].index(stage), COPIES * g.V.SCALE_BYTES, wanted)
     for j in gl.static_range(COPIES):
-        page = cursor[8][j]
+        page = cursor.pages[j]
         slot = (tile * c.TILE + j * g.COPY) % c.PAGE
-        copy_codes(K, kbuf[j], full[0].index(stage), stage, page, h0, slot, wanted, c.K_PITCH, g)
-        copy_codes(V, vbuf[j], full[1].index(stage), stage, page, h0, slot, wanted, c.V_PITCH, g)
+        copy_codes(boxes.K, rings.k[j], full[0].index(stage), stage, page, h0, slot, wanted, c.K_PITCH, g)
+        copy_codes(boxes.V, rings.v[j], full[1].index(stage), stage, page, h0, slot, wanted, c.V_PITCH, g)
         if g.SCALES:
-            copy_scales(KS, ksbuf[j], full[2].index(stage), stage, page, h0, slot, wanted, False, g)
-            copy_scales(VS, vsbuf[j], full[3].index(stage), stage, page, h0, slot, wanted, True, g)
+            copy_scales(boxes.KS, rings.k_scales[j], full[2].index(stage), stage, page, h0, slot, wanted, False, g)
+            copy_scales(boxes.VS, rings.v_scales[j], full[3].index(stage), stage, page, h0, slot, wanted, True, g)

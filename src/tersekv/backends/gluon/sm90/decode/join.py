@@ -40,10 +40,10 @@ def counter_of(PART, step, lead, first, c: gl.constexpr, g: gl.constexpr):
 
 
 @gluon.jit
-def look_at(PART, i_share, first, pieces, c: gl.constexpr, g: gl.constexpr):
-    """What the counter holds that `join` will need. first: the share in which the segment begins."""
-    fan = fan_of(pieces)
-    return look(counter_of(PART, 0, first + (i_share - first) // fan * fan, first, c, g))
+def look_at(PART, cut, c: gl.constexpr, g: gl.constexpr):
+    """What the counter holds that `join` will need."""
+    fan = fan_of(cut.pieces)
+    return look(counter_of(PART, 0, cut.first + (cut.i_share - cut.first) // fan * fan, cut.first, c, g))
 
 
 @gluon.jit
@@ -107,34 +107,35 @@ def store_joined(PART, lead, first, m, l, acc, j, h0, rows_left, c: gl.constexpr
 
 
 @gluon.jit
-def write_joined(OUT, LSE, SINKS, m, l, acc, v_scale, V_T, out_factor, j, h0, tokens, r0, rows_left,
-                 so_t, so_h, sl_t, sl_h, c: gl.constexpr, g: gl.constexpr):  # fmt: skip
+def write_joined(tensors, scales, strides, m, l, acc, j, h0, segment, c: gl.constexpr, g: gl.constexpr):
     """The j-th columns of finished rows."""
+    OUT, LSE = tensors.OUT, tensors.LSE
     L: gl.constexpr = acc.type.layout
     o_e = gl.arange(0, g.HB * g.JOIN_ROWS, gl.SliceLayout(1, L))
     o_d = j * g.JOIN_COLUMNS + gl.arange(0, g.JOIN_COLUMNS, gl.SliceLayout(0, L))
-    h, r = h0 + o_e // g.JOIN_ROWS, o_e % g.JOIN_ROWS
-    m_row, row = r < rows_left, r0 + r
+    h, r, r0 = h0 + o_e // g.JOIN_ROWS, o_e % g.JOIN_ROWS, segment.i * c.ROWS
+    m_row, row = r < segment.rows * c.GROUP - r0, r0 + r
     heads = (h * c.GROUP + row % c.GROUP).to(gl.int64)
-    at = (tokens + row // c.GROUP).to(gl.int64)
-    value_factor = per_head(v_scale, V_T, h, c.V_T, c.V_T_STRIDE) * (out_factor * c.V_FACTOR)
-    factor, lse = finish(m, l, value_factor, SINKS, heads, m_row, c)
+    at = (segment.q0 + row // c.GROUP).to(gl.int64)
+    value_factor = per_head(scales.v, scales.V_T, h, c.V_T, c.V_T_STRIDE) * (scales.out * c.V_FACTOR)
+    factor, lse = finish(m, l, value_factor, tensors.SINKS, heads, m_row, c)
     word = o_d % c.BLOCK_DV
-    p_out = OUT + (at * so_t + heads * so_h)[:, None] + (c.PARTS * word + o_d // c.BLOCK_DV)[None, :]
+    p_row = OUT + at * strides.out_t + heads * strides.out_h
+    p_out = p_row[:, None] + (c.PARTS * word + o_d // c.BLOCK_DV)[None, :]
     gl.store(p_out, output(acc * factor[:, None], OUT, c), mask=m_row[:, None] & (word < c.WORDS_V)[None, :])
     if c.HAS_LSE:
-        gl.store(LSE + at * sl_t + heads * sl_h, lse, mask=m_row)
+        gl.store(LSE + at * strides.lse_t + heads * strides.lse_h, lse, mask=m_row)
 
 
 @gluon.jit
-def join(OUT, LSE, SINKS, PART, v_scale, V_T, out_factor, i_share, first, pieces, seen, h0, tokens, r0, rows_left,
-         so_t, so_h, sl_t, sl_h, c: gl.constexpr, g: gl.constexpr):  # fmt: skip
+def join(tensors, scales, strides, cut, seen, h0, segment, c: gl.constexpr, g: gl.constexpr):
     """This program's piece of a segment is in its slot; whoever delivers the last one merges them.
 
     seen: by `look_at`
     """
+    PART, first, pieces = tensors.PART, cut.first, cut.pieces
     fan = fan_of(pieces)
-    lead = first + (i_share - first) // fan * fan
+    lead = first + (cut.i_share - first) // fan * fan
     step, count = gl.minimum(fan, 1), gl.minimum(fan, first + pieces - lead)
     counter = counter_of(PART, 0, lead, first, c, g)
     last = arrive(counter, seen) == count - 1
@@ -147,9 +148,9 @@ def join(OUT, LSE, SINKS, PART, v_scale, V_T, out_factor, i_share, first, pieces
         for j in gl.static_range(gl.constexpr(c.PARTS * c.BLOCK_DV // g.JOIN_COLUMNS)):
             m, l, acc = add_pieces(PART, lead, first, step, count, j, h0, c, g)
             if whole:
-                write_joined(OUT, LSE, SINKS, m, l, acc, v_scale, V_T, out_factor, j, h0, tokens, r0, rows_left, so_t,
-                             so_h, sl_t, sl_h, c, g)  # fmt: skip
+                write_joined(tensors, scales, strides, m, l, acc, j, h0, segment, c, g)
             else:
+                rows_left = segment.rows * c.GROUP - segment.i * c.ROWS
                 store_joined(PART, lead, first, m, l, acc, j, h0, rows_left, c, g)
         last = not whole
         if last:

@@ -13,15 +13,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..parts.ring import acquire, launch_dependents, make_barriers, release, wait_for_previous
-from ..parts.schedule import LOG2E, meta_of, output, request_tiles, scalar, zero_padding
+from ..parts.schedule import (
+    LOG2E,
+    meta_of,
+    output,
+    pieces_from,
+    request_at,
+    request_tiles,
+    scalar,
+    segment_at,
+    zero_padding,
+)
 from . import shared_tiles as wide
 from .attend import attend_tile, empty_state
 from .attend_rows import attend_rows, empty_rows, ended
 from .fetch import advance, cursor_at, fetch, make_rings
 from .join import join, look_at
-from .query import arrived_query, fetch_query, load_query, make_queries
+from .query import arrived_query, fetch_query, loaded_query, make_queries
+from .records import Boxes, Cut, Scales, SeenBy, Strides, Tables, Tensors
+from .rows import store_rows_of_head, store_state_of_head
+from .seen import whole_tiles
 from .tiles import mma_layout
-from .work import finish, per_head, share_and_place
+from .work import finish, per_head, share_of
 
 
 @gluon.jit
@@ -30,17 +43,7 @@ def heads_of(h0, LAYOUT: gl.constexpr, g: gl.constexpr):
 
 
 @gluon.jit
-def whole_tiles(n, rows, first, c: gl.constexpr):
-    """Tiles [u0, u1) that every row sees whole."""
-    u0 = first
-    if c.WINDOW > 0:
-        u0 = (gl.maximum(n - c.WINDOW, 0) + c.TILE - 1) // c.TILE
-    whole = n - rows if c.HAS_MASK else n - rows + 1
-    return u0, gl.maximum(whole, 0) // c.TILE
-
-
-@gluon.jit
-def store_state(PART, slot, m, l, acc, h0, rows_left, c: gl.constexpr, g: gl.constexpr):
+def store_state_of_heads(PART, slot, state, h0, rows_left, c: gl.constexpr, g: gl.constexpr):
     """Write cut segments' states: slot + 2 h, [ROWS, PARTS × BLOCK_DV + 2] fp32, the last two columns m and l."""
     MMA: gl.constexpr = mma_layout(g.HB, g.RB)
     HN: gl.constexpr = gl.SliceLayout(1, MMA)
@@ -50,33 +53,41 @@ def store_state(PART, slot, m, l, acc, h0, rows_left, c: gl.constexpr, g: gl.con
     m_row = (o_r < rows_left)[None, :] & (slots >= 0)[:, None]
     o_d = gl.arange(0, c.WORDS_V, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
     for j in gl.static_range(gl.constexpr(c.PARTS)):
-        gl.store(p_row[:, None, :] + j * c.BLOCK_DV + o_d, acc[j], mask=m_row[:, None, :])
-    gl.store(p_row + c.PART_COLUMNS - 2, m, mask=m_row)
-    gl.store(p_row + c.PART_COLUMNS - 1, l, mask=m_row)
+        gl.store(p_row[:, None, :] + j * c.BLOCK_DV + o_d, state.acc[j], mask=m_row[:, None, :])
+    gl.store(p_row + c.PART_COLUMNS - 2, state.m, mask=m_row)
+    gl.store(p_row + c.PART_COLUMNS - 1, state.l, mask=m_row)
 
 
 @gluon.jit
-def store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h0, tokens, r0, rows_left, so_t, so_h, sl_t, sl_h,
-               c: gl.constexpr, g: gl.constexpr):  # fmt: skip
+def store_rows_of_heads(tensors, strides, state, h_scale, h0, segment, c: gl.constexpr, g: gl.constexpr):
     """Write finished rows to `out`, and their LSE."""
+    OUT, LSE = tensors.OUT, tensors.LSE
     MMA: gl.constexpr = mma_layout(g.HB, g.RB)
     HN: gl.constexpr = gl.SliceLayout(1, MMA)
-    o_r = r0 + gl.arange(0, c.ROWS, gl.SliceLayout(0, HN))
+    o_r = segment.i * c.ROWS + gl.arange(0, c.ROWS, gl.SliceLayout(0, HN))
     h = heads_of(h0, gl.SliceLayout(1, HN), g)
     heads = (h[:, None] * c.GROUP + (o_r % c.GROUP)[None, :]).to(gl.int64)
-    at = (tokens + o_r // c.GROUP).to(gl.int64)[None, :]
-    m_row = (o_r < rows_left)[None, :] & (h >= 0)[:, None]
-    factor, lse = finish(m, l, h_scale[:, None] * c.V_FACTOR, SINKS, heads, m_row, c)
+    at = (segment.q0 + o_r // c.GROUP).to(gl.int64)[None, :]
+    m_row = (o_r < segment.rows * c.GROUP)[None, :] & (h >= 0)[:, None]
+    factor, lse = finish(state.m, state.l, h_scale[:, None] * c.V_FACTOR, tensors.SINKS, heads, m_row, c)
     o_d = gl.arange(0, c.WORDS_V, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
-    p_out = (OUT + at * so_t + heads * so_h)[:, None, :] + c.PARTS * o_d
+    p_out = (OUT + at * strides.out_t + heads * strides.out_h)[:, None, :] + c.PARTS * o_d
     for j in gl.static_range(gl.constexpr(c.PARTS)):
         gl.store(
             p_out + j,
-            output(acc[j] * factor[:, None, :], OUT, c),
+            output(state.acc[j] * factor[:, None, :], OUT, c),
             mask=m_row[:, None, :],
         )
     if c.HAS_LSE:
-        gl.store(LSE + at * sl_t + heads * sl_h, lse, mask=m_row)
+        gl.store(LSE + at * strides.lse_t + heads * strides.lse_h, lse, mask=m_row)
+
+
+@gluon.jit
+def note_cut(META, segment, share, c: gl.constexpr, g: gl.constexpr):
+    """Tell the merge of a segment that begins in this share."""
+    p_meta = META + ((segment.b * g.SEGMENTS + segment.i) * g.GROUPS + share.group) * 2
+    gl.store(p_meta, pieces_from(segment, share.per, share.i))
+    gl.store(p_meta + 1, share.i)
 
 
 @gluon.jit
@@ -89,11 +100,12 @@ def decode_kernel(
     p = gl.program_id(0)
     i_share, num_shares = p // g.GROUPS, gl.num_programs(0) // g.GROUPS
     h0 = p % g.GROUPS * g.HB
-    META = meta_of(PART, num_shares * c.HEADS, c)
+    tensors = Tensors(Q, LENS, CU, MASK, SINKS, OUT, LSE, PART, meta_of(PART, num_shares * c.HEADS, c))
+    strides = Strides(sq_t, sq_h, sm_t, so_t, so_h, sl_t, sl_h)
+    tables, boxes = Tables(TABLE, LENS, CU, st_b), Boxes(K, V, KS, VS)
     SETS: gl.constexpr = 4 if g.SCALES else 2
     full = make_barriers(SETS, g.STAGES)
-    kbuf, ksbuf = make_rings(gl.int32 if c.BLOCK_SCALES else gl.float32, False, g)
-    vbuf, vsbuf = make_rings(gl.int32 if c.BLOCK_SCALES else gl.float32, True, g)
+    rings = make_rings(gl.int32 if c.BLOCK_SCALES else gl.float32, g)
     if g.QUERIES > 0:
         queries = make_queries(Q, c, g)
     if g.WIDE:
@@ -105,94 +117,84 @@ def decode_kernel(
         zero_padding(
             OUT, LSE, gl.load(CU + B).to(gl.int32), T, p, gl.num_programs(0), so_t, so_h, sl_t, sl_h, c,
         )  # fmt: skip
-    x, end, per, b, base = share_and_place(LENS, CU, B, i_share, num_shares, c)
+    share = share_of(LENS, CU, B, i_share, num_shares, p % g.GROUPS, c)
+    x, end, b, base = share.x, share.end, share.b, share.base
     if x < end:
-        cursor = cursor_at(TABLE, LENS, CU, st_b, x, end, b, base, c, g)
+        cursor = cursor_at(tables, share, c, g)
         asked, used = 0, 0
         for ahead in gl.static_range(gl.constexpr(g.STAGES if g.WIDE else g.STAGES - 1)):
             if g.QUERIES > 0:
-                asked = fetch_query(Q, CU, queries, asked, cursor, end, h0, sq_t, sq_h, ahead == 0, c, g)
-            fetch(
-                cursor, ahead, full, K, V, KS, VS, kbuf, vbuf, ksbuf, vsbuf, h0, end, c, g,
-            )  # fmt: skip
-            cursor = advance(cursor, TABLE, LENS, CU, st_b, end, c, g)
+                asked = fetch_query(tensors, strides, queries, asked, cursor, end, h0, ahead == 0, c, g)
+            fetch(cursor, ahead, full, boxes, rings, h0, end, c, g)
+            cursor = advance(cursor, tables, end, c, g)
         if g.WIDE:
             h = h0
         else:
             h = heads_of(h0, gl.SliceLayout(1, gl.SliceLayout(1, mma_layout(g.HB, g.RB))), g)
-        k_scales = (
-            scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E * per_head(k_scale, K_T, h, c.K_T, c.K_T_STRIDE)
-        )
-        h_scale = per_head(v_scale, V_T, h, c.V_T, c.V_T_STRIDE) * scalar(out_scale, OUT_T, c.OUT_T)
-        tiles, segments, first, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
+        score_scale = scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E
+        scales = Scales(
+            score_scale, k_scale, K_T, v_scale, V_T, scalar(out_scale, OUT_T, c.OUT_T), softcap
+        )  # fmt: skip
+        k_scales = scales.score * per_head(k_scale, K_T, h, c.K_T, c.K_T_STRIDE)
+        h_scale = per_head(v_scale, V_T, h, c.V_T, c.V_T_STRIDE) * scales.out
+        request = request_tiles(LENS, CU, b, True, c)
         turn = 0
         while x < end:
-            while x - base >= tiles * segments:
-                base += tiles * segments
-                b += 1
-                tiles, segments, first, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
-            segment = (x - base) // tiles
-            t0 = (x - base) % tiles
-            t1 = gl.minimum(t0 + end - x, tiles)
-            r0 = segment * c.ROWS
-            u0, u1 = whole_tiles(n, rows, first, c)
+            b, base, request = request_at(LENS, CU, x, b, base, request, c)
+            segment = segment_at(x, end, b, base, request)
+            r0 = segment.i * c.ROWS
+            seen_by = SeenBy(segment.keys, segment.rows, r0, segment.q0, MASK, sm_t)
+            u0, u1 = whole_tiles(request, c)
             if g.JOIN_ROWS > 0:
-                first_share = (base + segment * tiles) // per
-                pieces = (base + (segment + 1) * tiles - 1) // per - first_share + 1
-                seen = look_at(PART, i_share, first_share, pieces, c, g)
+                first_share = (base + segment.i * segment.tiles) // share.per
+                cut = Cut(i_share, first_share, pieces_from(segment, share.per, first_share))
+                seen = look_at(PART, cut, c, g)
             if g.WIDE:
-                scale = k_scales * wide.load_query(Q, q0, h0, r0, rows * c.GROUP, sq_t, sq_h, buffers[0], c, g)
-                m, l, acc, cursor, turn = wide.attend_segment(
-                    scale, softcap, cursor, turn, full, (kbuf, vbuf), (K, V, KS, VS, TABLE, LENS, CU, MASK), buffers,
-                    b, h0, first + t0, first + t1, u0, u1, n, rows, r0, q0, end, st_b, sm_t, c, g,
+                scale = k_scales * wide.query_to_shared(tensors, strides, segment, h0, buffers.q, c, g)
+                state, cursor, turn = wide.attend_segment(
+                    scale, softcap, cursor, turn, full, rings, boxes, tables, buffers, b, h0,
+                    request.first + segment.t0, request.first + segment.t1, u0, u1, seen_by, end, c, g,
                 )  # fmt: skip
             else:
                 if g.QUERIES > 0:
                     q, factor = arrived_query(queries, used, c, g)
                     used += 1
                 else:
-                    q, factor = load_query(Q, q0, h0, r0, rows * c.GROUP, sq_t, sq_h, c, g)
+                    q, factor = loaded_query(tensors, strides, segment, h0, c, g)
                 scale = k_scales[:, None] * factor
                 attend: gl.constexpr = attend_rows if c.ROWS > 16 else attend_tile
-                state = empty_rows(c, g) if c.ROWS > 16 else empty_state(c, g)
-                for t in range(first + t0, first + t1):
+                sums = empty_rows(c, g) if c.ROWS > 16 else empty_state(c, g)
+                for t in range(request.first + segment.t0, request.first + segment.t1):
                     acquire(full, turn, SETS, g.STAGES)
                     release()
                     if g.QUERIES > 0:
-                        asked = fetch_query(Q, CU, queries, asked, cursor, end, h0, sq_t, sq_h, False, c, g)
-                    fetch(
-                        cursor, turn + g.STAGES - 1, full, K, V, KS, VS, kbuf, vbuf, ksbuf, vsbuf, h0, end, c, g,
-                    )  # fmt: skip
-                    cursor = advance(cursor, TABLE, LENS, CU, st_b, end, c, g)
+                        asked = fetch_query(tensors, strides, queries, asked, cursor, end, h0, False, c, g)
+                    fetch(cursor, turn + g.STAGES - 1, full, boxes, rings, h0, end, c, g)
+                    cursor = advance(cursor, tables, end, c, g)
                     if (t >= u0) & (t < u1):
-                        state = attend(state, kbuf, vbuf, ksbuf, vsbuf, turn % g.STAGES, q, scale, softcap, t, n,
-                                            rows, r0, q0, MASK, sm_t, False, c, g)  # fmt: skip
+                        sums = attend(sums, rings, turn % g.STAGES, q, scale, softcap, t, seen_by, False, c, g)
                     else:
-                        state = attend(state, kbuf, vbuf, ksbuf, vsbuf, turn % g.STAGES, q, scale, softcap, t, n,
-                                            rows, r0, q0, MASK, sm_t, True, c, g)  # fmt: skip
+                        sums = attend(sums, rings, turn % g.STAGES, q, scale, softcap, t, seen_by, True, c, g)
                     turn += 1
-                m, l, acc = ended(state, c, g)
-            if (g.JOIN_ROWS == 0) & (t0 == 0):
-                p_meta = META + ((b * g.SEGMENTS + segment) * g.GROUPS + p % g.GROUPS) * 2
-                gl.store(p_meta, (base + (segment + 1) * tiles - 1) // per - i_share + 1)
-                gl.store(p_meta + 1, i_share)
-            slot = 2 * (i_share * c.HEADS + h0) + gl.where(t0 == 0, 1, 0)
+                state = ended(sums, c, g)
+            whole = segment.t1 - segment.t0 == segment.tiles
+            if (g.JOIN_ROWS == 0) & (segment.t0 == 0):
+                note_cut(tensors.META, segment, share, c, g)
+            slot = 2 * (i_share * c.HEADS + h0) + gl.where(segment.t0 == 0, 1, 0)
             if g.WIDE:
-                if t1 - t0 == tiles:
-                    wide.store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h0, q0, r0, rows * c.GROUP, so_t, so_h, sl_t,
-                                    sl_h, c, g)  # fmt: skip
+                ROW: gl.constexpr = state.m.type.layout
+                if whole:
+                    o_r = r0 + gl.arange(0, c.ROWS, ROW)
+                    store_rows_of_head(tensors, strides, state, h_scale, h0, segment, o_r, c)
                 else:
-                    wide.store_state(PART, slot, m, l, acc, rows * c.GROUP - r0, c, g)
-            elif t1 - t0 == tiles:
-                store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h0, q0, r0, rows * c.GROUP, so_t, so_h, sl_t, sl_h,
-                           c, g)  # fmt: skip
+                    o_r = gl.arange(0, c.ROWS, ROW)
+                    store_state_of_head(PART, slot, state, o_r, segment.rows * c.GROUP - r0, c)
+            elif whole:
+                store_rows_of_heads(tensors, strides, state, h_scale, h0, segment, c, g)
             else:
-                store_state(PART, slot, m, l, acc, h0, rows * c.GROUP - r0, c, g)
+                store_state_of_heads(PART, slot, state, h0, segment.rows * c.GROUP - r0, c, g)
                 if g.JOIN_ROWS > 0:
-                    join(
-                        OUT, LSE, SINKS, PART, v_scale, V_T, scalar(out_scale, OUT_T, c.OUT_T), i_share, first_share,
-                        pieces, seen, h0, q0, r0, rows * c.GROUP - r0, so_t, so_h, sl_t, sl_h, c, g,
-                    )  # fmt: skip
-            x += t1 - t0
+                    join(tensors, scales, strides, cut, seen, h0, segment, c, g)
+            x += segment.t1 - segment.t0
     if g.JOIN_ROWS == 0:
         launch_dependents()

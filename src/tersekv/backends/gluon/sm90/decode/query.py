@@ -27,23 +27,31 @@ def make_queries(Q, c: gl.constexpr, g: gl.constexpr):
 
 
 @gluon.jit
-def fetch_query(Q, CU, queries, count, cursor, end, h0, sq_t, sq_h, FIRST: gl.constexpr, c: gl.constexpr,
+def pointers_of(Q, strides, q0, h, r, c: gl.constexpr):
+    """Of query rows r of a request, all heads of a group counted, of KV heads h."""
+    p_token = Q + (q0 + r // c.GROUP).to(gl.int64) * strides.q_t
+    return p_token + (h * c.GROUP + r % c.GROUP).to(gl.int64) * strides.q_h
+
+
+@gluon.jit
+def fetch_query(tensors, strides, queries, count, cursor, end, h0, FIRST: gl.constexpr, c: gl.constexpr,
                 g: gl.constexpr):  # fmt: skip
     """Start the copy of the cursor's query, if its tile, fetched next, is the first of the share or of a segment.
 
     The number of queries so far.
     """
-    if (cursor[0] < end) & (FIRST | (cursor[2] == 0)):
+    Q, CU = tensors.Q, tensors.CU
+    if (cursor.x < end) & (FIRST | (cursor.t == 0)):
         L: gl.constexpr = _copying(g, c, Q.dtype.element_ty.primitive_bitwidth // 8)
         h = h0 + gl.arange(0, g.HB, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-        r = cursor[3] * c.ROWS + gl.arange(0, c.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+        r = cursor.segment * c.ROWS + gl.arange(0, c.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
         o_d = gl.arange(0, c.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
         if c.RAGGED:
-            q0 = gl.load(CU + cursor[1]).to(gl.int32)
-            rows = gl.load(CU + cursor[1] + 1).to(gl.int32) - q0
+            q0 = gl.load(CU + cursor.b).to(gl.int32)
+            rows = gl.load(CU + cursor.b + 1).to(gl.int32) - q0
         else:
-            q0, rows = cursor[1] * c.MAX_Q, c.MAX_Q
-        p_q = Q + (q0 + r // c.GROUP).to(gl.int64) * sq_t + (h * c.GROUP + r % c.GROUP).to(gl.int64) * sq_h + o_d
+            q0, rows = cursor.b * c.MAX_Q, c.MAX_Q
+        p_q = pointers_of(Q, strides, q0, h, r, c) + o_d
         live, p_q = gl.broadcast(r < rows * c.GROUP, p_q)
         async_load(queries.index(count % g.QUERIES), p_q, mask=live)
         async_copy.commit_group()
@@ -93,12 +101,12 @@ def arrived_query(queries, i, c: gl.constexpr, g: gl.constexpr):
 
 
 @gluon.jit
-def load_query(Q, tokens, h0, r0, m_row, sq_t, sq_h, c: gl.constexpr, g: gl.constexpr):
-    """Query rows from r0 on, of m_row, which were not copied; a lane loads the stretches that its keys have."""
+def loaded_query(tensors, strides, segment, h0, c: gl.constexpr, g: gl.constexpr):
+    """A segment's query that was not copied; a lane loads the stretches that its keys have."""
     L: gl.constexpr = query_words(g.HB, g.RB, c.ROWS, c.WORDS_K, c.PARTS)
     h = h0 + gl.arange(0, g.HB, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-    r = r0 + gl.arange(0, c.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    r = segment.i * c.ROWS + gl.arange(0, c.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     o_d = gl.arange(0, c.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    p_q = Q + (tokens + r // c.GROUP).to(gl.int64) * sq_t + (h * c.GROUP + r % c.GROUP).to(gl.int64) * sq_h + o_d
-    live, p_q = gl.broadcast(r < m_row, p_q)
+    p_q = pointers_of(tensors.Q, strides, segment.q0, h, r, c) + o_d
+    live, p_q = gl.broadcast(r < segment.rows * c.GROUP, p_q)
     return operands_of(gl.load(p_q, mask=live, other=0.0), c, g)

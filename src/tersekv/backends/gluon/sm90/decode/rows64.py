@@ -11,15 +11,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ...versions import thread_barrier
-from ..parts.ring import launch_dependents, make_barriers, wait_for_previous
-from ..parts.schedule import LOG2E, meta_of, request_tiles, scalar, zero_padding
+from ..parts.ring import barriers, give_back, launch_dependents, make_barriers, wait_for_previous, wait_full
+from ..parts.schedule import LOG2E, meta_of, request_at, request_tiles, scalar, segment_at, zero_padding
 from ..parts.softmax import packed, unpacked
 from .fetch import make_rings
-from .rows import column_of, store_rows, store_state
+from .kernel import note_cut
+from .query import pointers_of
+from .records import Boxes, Hand, Scales, SeenBy, State, Strides, Tables, Tensors
+from .rows import column_of, store_rows_of_head, store_state_of_head
 from .rows64_convert import KINDS, SCALE_TURNS, convert_share
-from .rows64_ring import barriers, give_back, wait_full
 from .rows64_softmax import LANES, ROWS, by_lane, lanes_of, scaled, score_layout, weigh
-from .work import per_head, share_and_place
+from .seen import whole_tiles
+from .work import per_head, share_of
 
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf times it is −inf
 
@@ -30,14 +33,14 @@ def sum_layout(c):
 
 
 @gluon.jit
-def load_query(Q, tokens, h, r0, m_row, sq_t, sq_h, sign, c: gl.constexpr):
-    """(query rows in fp16 as the left operand, a factor of their scores [ROWS]): see decode_query.operands_of."""
+def query_in_registers(tensors, strides, segment, h, r0, sign, c: gl.constexpr):
+    """(query rows from r0 on in fp16 as the left operand, a factor of their scores [ROWS]): see `query.operands_of`."""
     S: gl.constexpr = score_layout(c)
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     o_r = r0 + gl.arange(0, ROWS, gl.SliceLayout(1, A))
     o_d = column_of(gl.arange(0, c.PARTS * c.WORDS_K, gl.SliceLayout(0, A)), c)
-    p_row = Q + (tokens + o_r // c.GROUP).to(gl.int64) * sq_t + (h * c.GROUP + o_r % c.GROUP).to(gl.int64) * sq_h
-    x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < m_row)[:, None], other=0.0).to(gl.float32)
+    p_row = pointers_of(tensors.Q, strides, segment.q0, h, o_r, c)
+    x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < segment.rows * c.GROUP)[:, None], other=0.0).to(gl.float32)
     field = gl.maximum((gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) >> 23) & 0xFF, 1)
     inverse = (gl.maximum(254 - field, 1) << 23).to(gl.float32, bitcast=True) * sign
     factor = gl.convert_layout((field << 23).to(gl.float32, bitcast=True) * c.K_FACTOR, gl.SliceLayout(1, S))
@@ -45,128 +48,112 @@ def load_query(Q, tokens, h, r0, m_row, sq_t, sq_h, sign, c: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(q, tiles16, ready, turn, c: gl.constexpr, g: gl.constexpr):
-    k = tiles16.index(wait_full(ready, 2 * turn, g.SLOTS))
+def start_scores(q, hand, turn, c: gl.constexpr, g: gl.constexpr):
+    k = hand.tiles.index(wait_full(hand.ready, 2 * turn, g.SLOTS))
     zero = gl.full([ROWS, c.TILE], 0, gl.float32, score_layout(c))
     return warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def start_values(p, acc, tiles16, ready, turn, c: gl.constexpr, g: gl.constexpr):
+def start_values(p, acc, hand, turn, c: gl.constexpr, g: gl.constexpr):
     p = gl.convert_layout(p, gl.DotOperandLayout(0, sum_layout(c), 2), assert_trivial=True)
-    v = tiles16.index(wait_full(ready, 2 * turn + 1, g.SLOTS))
+    v = hand.tiles.index(wait_full(hand.ready, 2 * turn + 1, g.SLOTS))
     return warpgroup_mma(p, v, acc, is_async=True)
 
 
 @gluon.jit
-def attend_segment(q, scale, softcap, rings, bars, turn, t0, t1, u0, u1, seen_by, c: gl.constexpr, g: gl.constexpr):
-    """Tiles [t0, t1) of a segment. Returns (references, sums, both by lane, accumulator, turn)."""
-    tiles16, columns = rings
-    ready, empty = bars
+def attend_segment(q, scale, softcap, hand, turn, t0, t1, u0, u1, seen_by, c: gl.constexpr, g: gl.constexpr):
+    """Tiles [t0, t1) of a segment. Returns (state, references and sums by lane, turn)."""
     acc = gl.full([ROWS, c.PARTS * c.WORDS_V], 0, gl.float32, sum_layout(c))
     m = gl.full([ROWS, LANES], float("-inf"), gl.float32, scale.type.layout)
     l = gl.full([ROWS, LANES], 0.0, gl.float32, scale.type.layout)
     for t in range(t0, t1):
-        s = warpgroup_mma_wait(0, [start_scores(q, tiles16, ready, turn, c, g)])
-        give_back(empty, 2 * turn, g.SLOTS)
+        s = warpgroup_mma_wait(0, [start_scores(q, hand, turn, c, g)])
+        give_back(hand.empty, 2 * turn, g.SLOTS)
         whole = (t >= u0) & (t < u1)
-        p, total, m, old = weigh(s, m, scale, softcap, columns, turn, t, whole, seen_by, c)
+        p, total, m, old = weigh(s, m, scale, softcap, hand.columns, turn, t, whole, seen_by, c)
         l = l * old + total
-        acc = start_values(p.to(gl.float16), scaled(acc, old), tiles16, ready, turn, c, g)
+        acc = start_values(p.to(gl.float16), scaled(acc, old), hand, turn, c, g)
         acc = warpgroup_mma_wait(0, [acc])
-        give_back(empty, 2 * turn + 1, g.SLOTS)
+        give_back(hand.empty, 2 * turn + 1, g.SLOTS)
         turn += 1
-    return m, l, acc, turn
+    return State(m, l, acc), turn
 
 
 @gluon.jit
-def attend_ahead(q, scale, softcap, rings, bars, turn, t0, t1, u0, u1, seen_by, c: gl.constexpr, g: gl.constexpr):
+def attend_ahead(q, scale, softcap, hand, turn, t0, t1, u0, u1, seen_by, c: gl.constexpr, g: gl.constexpr):
     """The same with a tile's scores, and the search for the highest, beside the products of the values before.
 
     For one program of two warpgroups. 128 rows, 64 × 8K: fp8 592 → 509 µs; 64 rows, where two programs run beside each
     other: even. The powers come behind the wait for the values' products: forced ahead of it, 509 → 584.
     """
-    tiles16, columns = rings
-    ready, empty = bars
     A: gl.constexpr = gl.DotOperandLayout(0, sum_layout(c), 2)
     acc = gl.full([ROWS, c.PARTS * c.WORDS_V], 0, gl.float32, sum_layout(c))
     m = gl.full([ROWS, LANES], float("-inf"), gl.float32, scale.type.layout)
-    s = warpgroup_mma_wait(0, [start_scores(q, tiles16, ready, turn, c, g)])
-    give_back(empty, 2 * turn, g.SLOTS)
+    s = warpgroup_mma_wait(0, [start_scores(q, hand, turn, c, g)])
+    give_back(hand.empty, 2 * turn, g.SLOTS)
     whole = (t0 >= u0) & (t0 < u1)
-    p, l, m, _ = weigh(s, m, scale, softcap, columns, turn, t0, whole, seen_by, c)
+    p, l, m, _ = weigh(s, m, scale, softcap, hand.columns, turn, t0, whole, seen_by, c)
     words = packed(p, gl.float16)
     for t in range(t0 + 1, t1):
-        s = start_scores(q, tiles16, ready, turn + 1, c, g)
-        acc = start_values(unpacked(words, gl.float16, A), acc, tiles16, ready, turn, c, g)
+        s = start_scores(q, hand, turn + 1, c, g)
+        acc = start_values(unpacked(words, gl.float16, A), acc, hand, turn, c, g)
         s = warpgroup_mma_wait(1, [s])
-        give_back(empty, 2 * turn + 2, g.SLOTS)
+        give_back(hand.empty, 2 * turn + 2, g.SLOTS)
         whole = (t >= u0) & (t < u1)
-        p, total, m, old = weigh(s, m, scale, softcap, columns, turn + 1, t, whole, seen_by, c)
+        p, total, m, old = weigh(s, m, scale, softcap, hand.columns, turn + 1, t, whole, seen_by, c)
         l = l * old + total
         words = packed(p, gl.float16)
         acc = warpgroup_mma_wait(0, [acc])
-        give_back(empty, 2 * turn + 1, g.SLOTS)
+        give_back(hand.empty, 2 * turn + 1, g.SLOTS)
         acc = scaled(acc, old)
         turn += 1
-    acc = warpgroup_mma_wait(0, [start_values(unpacked(words, gl.float16, A), acc, tiles16, ready, turn, c, g)])
-    give_back(empty, 2 * turn + 1, g.SLOTS)
-    return m, l, acc, turn + 1
+    acc = warpgroup_mma_wait(0, [start_values(unpacked(words, gl.float16, A), acc, hand, turn, c, g)])
+    give_back(hand.empty, 2 * turn + 1, g.SLOTS)
+    return State(m, l, acc), turn + 1
 
 
 @gluon.jit
-def attend(tensors, numbers, strides, rings, bars, team, place, which: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
-    """Attend 64 query rows over the share [x, end)."""
-    Q, LENS, CU, MASK, SINKS, OUT, LSE, PART, META = tensors
-    score_scale, k_scale, K_T, v_scale, V_T, out_scale, softcap = numbers
-    sq_t, sq_h, sm_t, so_t, so_h, sl_t, sl_h = strides
-    of_rows = (so_t, so_h, sl_t, sl_h)
-    i_share, h, per = team
-    x, end, b, base = place
-    k_scales = score_scale * per_head(k_scale, K_T, h, c.K_T, c.K_T_STRIDE)
-    h_scale = per_head(v_scale, V_T, h, c.V_T, c.V_T_STRIDE) * out_scale
+def attend(tensors, scales, strides, hand, share, which: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
+    """Attend 64 query rows over the share's tiles."""
+    LENS, CU, h = tensors.LENS, tensors.CU, share.group
+    x, end, b, base = share.x, share.end, share.b, share.base
+    k_scales = scales.score * per_head(scales.k, scales.K_T, h, c.K_T, c.K_T_STRIDE)
+    h_scale = per_head(scales.v, scales.V_T, h, c.V_T, c.V_T_STRIDE) * scales.out
     # The query takes the scale's sign, so that the highest score has the largest product.
     sign = gl.where(k_scales < 0, -1.0, 1.0)
-    tiles, segments, first, n, rows, q0 = request_tiles(LENS, CU, b, x < end, c)
+    request = request_tiles(LENS, CU, b, x < end, c)
     turn = 0
     while x < end:
-        while x - base >= tiles * segments:
-            base += tiles * segments
-            b += 1
-            tiles, segments, first, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
-        segment = (x - base) // tiles
-        t0 = (x - base) % tiles
-        t1 = gl.minimum(t0 + end - x, tiles)
-        r0 = segment * c.ROWS + which * ROWS
-        q, factor = load_query(Q, q0, h, r0, rows * c.GROUP, sq_t, sq_h, sign, c)
+        b, base, request = request_at(LENS, CU, x, b, base, request, c)
+        segment = segment_at(x, end, b, base, request)
+        r0 = segment.i * c.ROWS + which * ROWS
+        q, factor = query_in_registers(tensors, strides, segment, h, r0, sign, c)
         scale = factor * (k_scales * sign)
         scale = gl.where(scale < MIN_SCALE, MIN_SCALE, scale)
         LANE: gl.constexpr = lanes_of(by_lane(gl.full([ROWS, c.TILE], 0.0, gl.float32, score_layout(c))).type.layout)
         zero = gl.full([ROWS, LANES], 0.0, gl.float32, LANE)
         scale = gl.convert_layout(scale, gl.SliceLayout(1, LANE))[:, None] + zero
-        u0 = first
-        if c.WINDOW > 0:
-            u0 = (gl.maximum(n - c.WINDOW, 0) + c.TILE - 1) // c.TILE
-        u1 = gl.maximum(n - rows if c.HAS_MASK else n - rows + 1, 0) // c.TILE
-        seen_by = (n, rows, r0, q0, MASK, sm_t)
+        u0, u1 = whole_tiles(request, c)
+        seen_by = SeenBy(segment.keys, segment.rows, r0, segment.q0, tensors.MASK, strides.mask_t)
         attend_tiles: gl.constexpr = attend_ahead if g.RB == 8 else attend_segment
-        m, l, acc, turn = attend_tiles(
-            q, scale, softcap, rings, bars, turn, first + t0, first + t1, u0, u1, seen_by, c, g
-        )
-        ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-        m, l = gl.convert_layout(gl.max(m, 1), ROW), gl.convert_layout(gl.sum(l, 1), ROW)
+        sums, turn = attend_tiles(
+            q, scale, scales.softcap, hand, turn, request.first + segment.t0, request.first + segment.t1, u0, u1,
+            seen_by, c, g,
+        )  # fmt: skip
+        ROW: gl.constexpr = gl.SliceLayout(1, sums.acc.type.layout)
+        m, l = gl.convert_layout(gl.max(sums.m, 1), ROW), gl.convert_layout(gl.sum(sums.l, 1), ROW)
+        state = State(m, l, sums.acc)
         o_m = gl.arange(0, ROWS, ROW)
-        if t0 == 0:  # all warpgroups write the same
-            pieces = (base + (segment + 1) * tiles - 1) // per - i_share + 1
-            p_meta = META + ((b * g.SEGMENTS + segment) * g.GROUPS + h) * 2
-            gl.store(p_meta, pieces)
-            gl.store(p_meta + 1, i_share)
-        if t1 - t0 == tiles:
-            store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h, q0, r0 + o_m, rows * c.GROUP, of_rows, c)
+        if segment.t0 == 0:  # all warpgroups write the same
+            note_cut(tensors.META, segment, share, c, g)
+        if segment.t1 - segment.t0 == segment.tiles:
+            store_rows_of_head(tensors, strides, state, h_scale, h, segment, r0 + o_m, c)
         else:
-            slot = 2 * (i_share * c.HEADS + h) + gl.where(t0 == 0, 1, 0)
-            store_state(PART, slot, m, l, acc, which * ROWS + o_m, rows * c.GROUP - segment * c.ROWS, c)
-        x += t1 - t0
+            slot = 2 * (share.i * c.HEADS + h) + gl.where(segment.t0 == 0, 1, 0)
+            rows_left = segment.rows * c.GROUP - segment.i * c.ROWS
+            store_state_of_head(tensors.PART, slot, state, which * ROWS + o_m, rows_left, c)
+        x += segment.t1 - segment.t0
 
 
 @gluon.jit
@@ -175,14 +162,13 @@ def decode_many_kernel(
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
     B, T, sq_t, sq_h, st_b, sm_t, so_t, so_h, sl_t, sl_h, c: gl.constexpr, g: gl.constexpr,
 ):  # fmt: skip
-    """Attend one share of all tiles for a KV head. See the module's docstring, and decode_kernels'."""
+    """Attend one share of all tiles for a KV head. See the module's docstring, and `decode_kernel`'s."""
     p = gl.program_id(0)
     i_share, num_shares, h = p // g.GROUPS, gl.num_programs(0) // g.GROUPS, p % g.GROUPS
     META = meta_of(PART, num_shares * c.HEADS, c)
     D: gl.constexpr = c.PARTS * c.WORDS_K
     X16: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.TILE, D], gl.float16)
-    kbuf, _ = make_rings(gl.float32, False, g)
-    vbuf, _ = make_rings(gl.float32, True, g)
+    rings = make_rings(gl.float32, g)
     tiles16 = gl.allocate_shared_memory(gl.float16, [g.SLOTS, c.TILE, D], X16)
     columns = tiles16
     if c.TOKEN_SCALES:
@@ -194,22 +180,21 @@ def decode_many_kernel(
     wait_for_previous()
     if c.RAGGED:
         zero_padding(OUT, LSE, gl.load(CU + B).to(gl.int32), T, p, gl.num_programs(0), so_t, so_h, sl_t, sl_h, c)
-    x, end, per, b, base = share_and_place(LENS, CU, B, i_share, num_shares, c)
-    tensors = (Q, LENS, CU, MASK, SINKS, OUT, LSE, PART, META)
-    numbers = (
+    share = share_of(LENS, CU, B, i_share, num_shares, h, c)
+    tensors = Tensors(Q, LENS, CU, MASK, SINKS, OUT, LSE, PART, META)
+    scales = Scales(
         scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E, k_scale, K_T, v_scale, V_T,
         scalar(out_scale, OUT_T, c.OUT_T), softcap,
     )  # fmt: skip
-    strides = (sq_t, sq_h, sm_t, so_t, so_h, sl_t, sl_h)
-    tables, team, place = (TABLE, LENS, CU), (i_share, h, per), (x, end, b, base)
-    boxes, scales, rings = (K, V), (KS, VS), (kbuf, vbuf, tiles16, columns)
-    bars, read = (ready, empty), (tiles16, columns)
+    strides = Strides(sq_t, sq_h, sm_t, so_t, so_h, sl_t, sl_h)
+    boxes, tables = Boxes(K, V, KS, VS), Tables(TABLE, LENS, CU, st_b)
+    hand = Hand(tiles16, columns, ready, empty)
     thread_barrier()  # what partitions are given may lie where sums were read from
     if g.RB == 4:
         gl.warp_specialize(
             [
-                (convert_share, (boxes, scales, tables, st_b, rings, (full, ready, empty), h, place, c, g)),
-                (attend, (tensors, numbers, strides, read, bars, team, place, 0, c, g)),
+                (convert_share, (boxes, tables, rings, full, hand, share, c, g)),
+                (attend, (tensors, scales, strides, hand, share, 0, c, g)),
             ],
             [4],
             [176],
@@ -217,9 +202,9 @@ def decode_many_kernel(
     else:
         gl.warp_specialize(
             [
-                (convert_share, (boxes, scales, tables, st_b, rings, (full, ready, empty), h, place, c, g)),
-                (attend, (tensors, numbers, strides, read, bars, team, place, 0, c, g)),
-                (attend, (tensors, numbers, strides, read, bars, team, place, 1, c, g)),
+                (convert_share, (boxes, tables, rings, full, hand, share, c, g)),
+                (attend, (tensors, scales, strides, hand, share, 0, c, g)),
+                (attend, (tensors, scales, strides, hand, share, 1, c, g)),
             ],
             [4, 4],
             [208, 208],

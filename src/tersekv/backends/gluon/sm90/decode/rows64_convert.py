@@ -6,11 +6,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...versions import reinterpret
 from ..parts.convert import SCALE_BYTE, key_parts, log2_and_inverse, scaled_e2m1
-from ..parts.ring import signal
-from ..parts.schedule import request_tiles
+from ..parts.ring import place_of, signal, wait_free
+from ..parts.schedule import request_at, request_tiles, segment_at
 from .fetch import advance, cursor_at, fetch
-from .rows64_ring import place_of, wait_free
-from .shared_tiles import live_keys
+from .seen import live_keys
 
 SCALE_TURNS = gl.constexpr(4)  # tiles of stored scales in shared memory
 KINDS = gl.constexpr(4)  # of a tile's stored scales there: of keys; of values logarithms and reciprocals; one not used
@@ -42,8 +41,8 @@ def page_of(table, t, wanted, c: gl.constexpr):
 
 
 @gluon.jit
-def load_scales(S, table, page, h, key, o_n, m, VALUES: gl.constexpr, LAYOUT: gl.constexpr, c: gl.constexpr,
-                g: gl.constexpr):  # fmt: skip
+def scales_of_copy(S, table, page, h, key, o_n, m, VALUES: gl.constexpr, LAYOUT: gl.constexpr, c: gl.constexpr,
+                   g: gl.constexpr):  # fmt: skip
     """Stored scales of keys or values: fp32, or a byte for each block; of dead keys 1, or 0."""
     SIDE: gl.constexpr = g.V if VALUES else g.K
     if c.FAR:
@@ -64,23 +63,23 @@ def load_scales(S, table, page, h, key, o_n, m, VALUES: gl.constexpr, LAYOUT: gl
 
 
 @gluon.jit
-def stored_scales(scales, table, page, h, t, n, rows, wanted, c: gl.constexpr, g: gl.constexpr):
+def stored_scales(boxes, table, page, h, t, n, rows, wanted, c: gl.constexpr, g: gl.constexpr):
     """Stored scales of a tile in registers, of keys and of values: for each copy if they are bytes, else of all."""
-    KS, VS = scales
+    KS, VS = boxes.KS, boxes.VS
     if c.BLOCK_SCALES:
         L: gl.constexpr = gl.SliceLayout(2, blocks_layout(c.WORDS_K, g))
         k, v = (), ()
         for j in gl.static_range(gl.constexpr(g.COPIES)):
             key, o_n = t * c.TILE + j * g.COPY, gl.arange(0, g.COPY, gl.SliceLayout(1, L))
             m = wanted & live_keys(key + o_n, n, rows, c)
-            k = k + (load_scales(KS, table, page, h, key, o_n, m, False, L, c, g),)
-            v = v + (load_scales(VS, table, page, h, key, o_n, m, True, L, c, g),)
+            k = k + (scales_of_copy(KS, table, page, h, key, o_n, m, False, L, c, g),)
+            v = v + (scales_of_copy(VS, table, page, h, key, o_n, m, True, L, c, g),)
         return k, v
     elif c.TOKEN_SCALES:
         key, o_n = t * c.TILE, gl.arange(0, c.TILE, gl.BlockedLayout([1], [32], [4], [0]))
         m = wanted & live_keys(key + o_n, n, rows, c)
-        k = load_scales(KS, table, page, h, key, o_n, m, False, None, c, g)
-        return k, load_scales(VS, table, page, h, key, o_n, m, True, None, c, g)
+        k = scales_of_copy(KS, table, page, h, key, o_n, m, False, None, c, g)
+        return k, scales_of_copy(VS, table, page, h, key, o_n, m, True, None, c, g)
     else:
         return t, t
 
@@ -135,70 +134,64 @@ def without_dead(words, t, n, rows, c: gl.constexpr, g: gl.constexpr):
 
 
 @gluon.jit
-def publish(ready, i, g: gl.constexpr):
+def publish(hand, i, g: gl.constexpr):
     """Item i lies in its slot."""
     fence_async_shared()
     place, _ = place_of(i, g.SLOTS)
-    signal(ready.index(place))
+    signal(hand.ready.index(place))
 
 
 @gluon.jit
-def store_item(x, tiles16, slot, g: gl.constexpr):
+def store_item(x, tiles, slot, g: gl.constexpr):
     for j in gl.static_range(gl.constexpr(g.COPIES)):
-        tiles16.index(slot).slice(j * g.COPY, g.COPY).store(x[j])
+        tiles.index(slot).slice(j * g.COPY, g.COPY).store(x[j])
 
 
 @gluon.jit
-def convert_share(boxes, scales, tables, st_b, rings, bars, h, place, c: gl.constexpr, g: gl.constexpr):
-    """Copy every tile of the share [x, end), and make it fp16."""
-    K, V = boxes
-    KS, VS = scales
-    TABLE, LENS, CU = tables
-    kbuf, vbuf, tiles16, columns = rings
-    full, ready, empty = bars
-    x, end, b, base = place
+def convert_share(boxes, tables, rings, full, hand, share, c: gl.constexpr, g: gl.constexpr):
+    """Copy every tile of the share, and make it fp16."""
+    LENS, CU, h = tables.LENS, tables.CU, share.group
+    x, end, b, base = share.x, share.end, share.b, share.base
     turns, turn = end - x, 0
-    cursor = cursor_at(TABLE, LENS, CU, st_b, x, end, b, base, c, g)
+    cursor = cursor_at(tables, share, c, g)
     for ahead in gl.static_range(gl.constexpr(g.STAGES)):
-        fetch(cursor, ahead, full, K, V, KS, VS, kbuf, vbuf, kbuf, vbuf, h, end, c, g)
-        cursor = advance(cursor, TABLE, LENS, CU, st_b, end, c, g)
-    tiles, segments, first, n, rows, _ = request_tiles(LENS, CU, b, x < end, c)
-    words = load_words(kbuf, full[0], turn, turns > 0, c, g)
+        fetch(cursor, ahead, full, boxes, rings, h, end, c, g)
+        cursor = advance(cursor, tables, end, c, g)
+    request = request_tiles(LENS, CU, b, x < end, c)
+    words = load_words(rings.k, full[0], turn, turns > 0, c, g)
     while x < end:
-        while x - base >= tiles * segments:
-            base += tiles * segments
-            b += 1
-            tiles, segments, first, n, rows, _ = request_tiles(LENS, CU, b, True, c)
-        t0 = (x - base) % tiles
-        t1 = gl.minimum(t0 + end - x, tiles)
-        table = TABLE + b.to(gl.int64) * st_b
-        last = first + t1 - 1
-        page = page_of(table, first + t0, n > 0, c)
-        after = stored_scales(scales, table, page, h, first + t0, n, rows, True, c, g)
-        page = page_of(table, first + t0 + 1, first + t0 < last, c)
-        for t in range(first + t0, first + t1):
+        b, base, request = request_at(LENS, CU, x, b, base, request, c)
+        segment = segment_at(x, end, b, base, request)
+        n, rows = request.keys, request.rows
+        table = tables.TABLE + b.to(gl.int64) * tables.stride
+        t1 = request.first + segment.t1
+        last, t0 = t1 - 1, request.first + segment.t0
+        page = page_of(table, t0, n > 0, c)
+        after = stored_scales(boxes, table, page, h, t0, n, rows, True, c, g)
+        page = page_of(table, t0 + 1, t0 < last, c)
+        for t in range(t0, t1):
             here = after
-            after = stored_scales(scales, table, page, h, t + 1, n, rows, t < last, c, g)
+            after = stored_scales(boxes, table, page, h, t + 1, n, rows, t < last, c, g)
             page = page_of(table, t + 2, t + 1 < last, c)
             k = converted(words, here[0], c, g)
-            slot = wait_free(empty, 2 * turn, g.SLOTS)
+            slot = wait_free(hand.empty, 2 * turn, g.SLOTS)
             if c.TOKEN_SCALES:
                 column = turn % SCALE_TURNS * KINDS
-                columns.index(column).store(here[0])
+                hand.columns.index(column).store(here[0])
                 log, inverse = log2_and_inverse(gl.maximum(here[1], 1e-30))
-                columns.index(column + 1).store(log)
-                columns.index(column + 2).store(inverse)
-            store_item(k, tiles16, slot, g)
-            words = load_words(vbuf, full[1], turn, True, c, g)
-            publish(ready, 2 * turn, g)
+                hand.columns.index(column + 1).store(log)
+                hand.columns.index(column + 2).store(inverse)
+            store_item(k, hand.tiles, slot, g)
+            words = load_words(rings.v, full[1], turn, True, c, g)
+            publish(hand, 2 * turn, g)
             if not c.BLOCK_SCALES:  # those of dead keys are 0  # noqa: SIM102 - known to the compiler
                 if ((t + 1) * c.TILE > n) | (c.WINDOW > 0):
                     words = without_dead(words, t, n, rows, c, g)
             v = converted(words, here[1], c, g)
-            store_item(v, tiles16, wait_free(empty, 2 * turn + 1, g.SLOTS), g)
-            words = load_words(kbuf, full[0], turn + 1, turn + 1 < turns, c, g)
-            publish(ready, 2 * turn + 1, g)
-            fetch(cursor, turn + g.STAGES, full, K, V, KS, VS, kbuf, vbuf, kbuf, vbuf, h, end, c, g)
-            cursor = advance(cursor, TABLE, LENS, CU, st_b, end, c, g)
+            store_item(v, hand.tiles, wait_free(hand.empty, 2 * turn + 1, g.SLOTS), g)
+            words = load_words(rings.k, full[0], turn + 1, turn + 1 < turns, c, g)
+            publish(hand, 2 * turn + 1, g)
+            fetch(cursor, turn + g.STAGES, full, boxes, rings, h, end, c, g)
+            cursor = advance(cursor, tables, end, c, g)
             turn += 1
-        x += t1 - t0
+        x += segment.t1 - segment.t0

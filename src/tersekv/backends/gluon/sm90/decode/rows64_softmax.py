@@ -7,11 +7,10 @@ exchanges between lanes would wait for shared memory behind the operands of the 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..mla_decode.three_warpgroups_score import RAISE_PTX
-from ..mla_decode.two_warpgroups import multiply_where_needed
+from ..parts.raising import RAISE_PTX, multiply_where_needed
 from ..parts.schedule import LOG2E
 from ..parts.softmax import halves, shares_of_sum
-from .rows import visible
+from .rows import visible_of_tile
 from .rows64_convert import KINDS, SCALE_TURNS
 
 ROWS = gl.constexpr(64)  # of a warpgroup
@@ -73,7 +72,6 @@ def weigh(s, m, scale, softcap, columns, turn, t, whole, seen_by, c: gl.constexp
     References follow the highest score only where powers would pass fp16's range: rarely.
     """
     PLAIN: gl.constexpr = not c.TOKEN_SCALES and not c.SOFTCAP
-    n, rows, r0, q0, MASK, sm_t = seen_by
     if c.TOKEN_SCALES:
         s = s * load_column(columns, turn, 0, c)
     if not PLAIN:
@@ -84,7 +82,7 @@ def weigh(s, m, scale, softcap, columns, turn, t, whole, seen_by, c: gl.constexp
     if c.TOKEN_SCALES:  # as with few rows: the value's scale joins the exponent
         s = s + load_column(columns, turn, 1, c)
     if not whole:
-        s = gl.where(visible(t * c.TILE, n, rows, r0, q0, MASK, sm_t, score_layout(c), ROWS, c), s, float("-inf"))
+        s = gl.where(visible_of_tile(t, seen_by, ROWS, score_layout(c), c), s, float("-inf"))
     top = tops(s)
     if PLAIN:
         top = top * scale

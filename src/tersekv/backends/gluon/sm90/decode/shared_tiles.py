@@ -18,9 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...versions import reinterpret, thread_barrier
 from ..parts.convert import SCALE_BYTE, key_parts, log2_and_inverse, scaled_e2m1
 from ..parts.schedule import LOG2E
-from . import rows as decode_rows
 from .fetch import advance, fetch
-from .rows import column_of, visible
+from .query import pointers_of
+from .records import Buffers, State
+from .rows import column_of, visible_of_tile
+from .seen import live_keys
 
 
 @gluon.constexpr_function
@@ -47,7 +49,7 @@ def halves_layout(W, c, g):
 
 
 @gluon.constexpr_function
-def query_in_registers(c):
+def keeps_query(c):
     """Whether the query is held in registers and only passes through the buffer of the keys."""
     return c.ROWS == c.TILE and c.PARTS * c.WORDS_K <= 128
 
@@ -72,7 +74,7 @@ def make_buffers(c: gl.constexpr, g: gl.constexpr):
     K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.TILE, D], gl.float16)
     V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.TILE, DV], gl.float16)
     k = gl.allocate_shared_memory(gl.float16, [c.TILE, D], K)
-    if query_in_registers(c):
+    if keeps_query(c):
         q = k
     else:
         q = gl.allocate_shared_memory(gl.float16, [c.ROWS, D], Q)
@@ -87,18 +89,18 @@ def make_buffers(c: gl.constexpr, g: gl.constexpr):
             gl.allocate_shared_memory(gl.uint8, [c.TILE, c.WORDS_K // 4], PLAIN),
             gl.allocate_shared_memory(gl.uint8, [c.TILE, c.WORDS_V // 4], PLAIN),
         )
-    return q, k, v, scales
+    return Buffers(q, k, v, scales)
 
 
 @gluon.jit
-def load_query(Q, tokens, h, r0, m_row, sq_t, sq_h, q_s, c: gl.constexpr, g: gl.constexpr):
-    """Query rows into shared memory, in fp16; a factor of their scores [ROWS] (see decode_query.operands_of)."""
+def query_to_shared(tensors, strides, segment, h, q_s, c: gl.constexpr, g: gl.constexpr):
+    """A segment's query rows into shared memory, in fp16; a factor of their scores [ROWS] (see `query.operands_of`)."""
     D: gl.constexpr = c.PARTS * c.WORDS_K
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [g.RB, 1], [1, 0])
-    o_r = r0 + gl.arange(0, c.ROWS, gl.SliceLayout(1, L))
+    o_r = segment.i * c.ROWS + gl.arange(0, c.ROWS, gl.SliceLayout(1, L))
     o_d = column_of(gl.arange(0, D, gl.SliceLayout(0, L)), c)
-    p_row = Q + (tokens + o_r // c.GROUP).to(gl.int64) * sq_t + (h * c.GROUP + o_r % c.GROUP).to(gl.int64) * sq_h
-    x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < m_row)[:, None], other=0.0).to(gl.float32)
+    p_row = pointers_of(tensors.Q, strides, segment.q0, h, o_r, c)
+    x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < segment.rows * c.GROUP)[:, None], other=0.0).to(gl.float32)
     top = gl.max(gl.abs(x), 1)
     field = gl.maximum((top.to(gl.int32, bitcast=True) >> 23) & 0xFF, 1)
     inverse = (gl.maximum(254 - field, 1) << 23).to(gl.float32, bitcast=True)
@@ -109,25 +111,16 @@ def load_query(Q, tokens, h, r0, m_row, sq_t, sq_h, q_s, c: gl.constexpr, g: gl.
 
 
 @gluon.jit
-def live_keys(key, n, rows, c: gl.constexpr):
-    """Which keys some row may see; slots behind every row's window may have been given away, with their pages."""
-    live = key < n
-    if c.WINDOW > 0:
-        live = live & (key > n - rows - c.WINDOW)
-    return live
-
-
-@gluon.jit
-def scale_places(TABLE, b, st_b, t, n, rows, wanted, L: gl.constexpr, c: gl.constexpr):
+def scale_places(tables, b, t, n, rows, wanted, L: gl.constexpr, c: gl.constexpr):
     """(page, slot, is wanted) of a tile's keys."""
     key = t * c.TILE + gl.arange(0, c.TILE, L)
     m = wanted & live_keys(key, n, rows, c)
-    page = gl.load(TABLE + b.to(gl.int64) * st_b + key // c.PAGE, mask=m, other=0).to(gl.int64)
+    page = gl.load(tables.TABLE + b.to(gl.int64) * tables.stride + key // c.PAGE, mask=m, other=0).to(gl.int64)
     return page, key % c.PAGE, m
 
 
 @gluon.jit
-def load_scales(S, places, h, VALUES: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
+def scales_of_tile(S, places, h, VALUES: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
     """Stored scales of a tile's keys or values: [TILE] fp32, or [TILE, blocks] bytes."""
     SIDE: gl.constexpr = g.V if VALUES else g.K
     W: gl.constexpr = c.WORDS_V if VALUES else c.WORDS_K
@@ -144,18 +137,18 @@ def load_scales(S, places, h, VALUES: gl.constexpr, c: gl.constexpr, g: gl.const
 
 
 @gluon.jit
-def stored_scales(KS, VS, TABLE, b, st_b, h, t, n, rows, wanted, c: gl.constexpr, g: gl.constexpr):
+def stored_scales(boxes, tables, b, h, t, n, rows, wanted, c: gl.constexpr, g: gl.constexpr):
     """Stored scales of a tile, in registers; they are loaded a tile ahead."""
     if c.BLOCK_SCALES:
         K: gl.constexpr = gl.SliceLayout(1, bytes_layout(c.WORDS_K, g))
         V: gl.constexpr = gl.SliceLayout(1, bytes_layout(c.WORDS_V, g))
         return (
-            load_scales(KS, scale_places(TABLE, b, st_b, t, n, rows, wanted, K, c), h, False, c, g),
-            load_scales(VS, scale_places(TABLE, b, st_b, t, n, rows, wanted, V, c), h, True, c, g),
+            scales_of_tile(boxes.KS, scale_places(tables, b, t, n, rows, wanted, K, c), h, False, c, g),
+            scales_of_tile(boxes.VS, scale_places(tables, b, t, n, rows, wanted, V, c), h, True, c, g),
         )
     elif c.TOKEN_SCALES:
-        places = scale_places(TABLE, b, st_b, t, n, rows, wanted, keys_layout(g), c)
-        return load_scales(KS, places, h, False, c, g), load_scales(VS, places, h, True, c, g)
+        places = scale_places(tables, b, t, n, rows, wanted, keys_layout(g), c)
+        return scales_of_tile(boxes.KS, places, h, False, c, g), scales_of_tile(boxes.VS, places, h, True, c, g)
     else:
         return t, t
 
@@ -198,8 +191,7 @@ def block_factor(scales, W: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(s, m, l, scale, softcap, scales, t, n, rows, r0, q0, MASK, sm_t, MASKED: gl.constexpr,
-                 c: gl.constexpr, g: gl.constexpr):  # fmt: skip
+def softmax_step(s, m, l, scale, softcap, scales, t, by, MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
     """(maximum, sum, probabilities, factor of what was summed before) after a tile's products of query and keys."""
     S: gl.constexpr = score_layout(c, g)
     s = s * scale[:, None]
@@ -210,7 +202,7 @@ def softmax_step(s, m, l, scale, softcap, scales, t, n, rows, r0, q0, MASK, sm_t
     if c.TOKEN_SCALES:  # as with few rows: the value's scale joins the exponent
         s = s + scales[1].load(gl.SliceLayout(0, S))[None, :]
     if MASKED:
-        s = gl.where(visible(t * c.TILE, n, rows, r0, q0, MASK, sm_t, S, c.ROWS, c), s, float("-inf"))
+        s = gl.where(visible_of_tile(t, by, c.ROWS, S, c), s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1))
     base = gl.where(m_new == float("-inf"), 0.0, m_new)
     old = gl.exp2(m - base)
@@ -224,30 +216,29 @@ def softmax_step(s, m, l, scale, softcap, scales, t, n, rows, r0, q0, MASK, sm_t
 
 @gluon.jit
 def attend_segment(
-    scale, softcap, cursor, turn, full, rings, tensors, buffers, b, h0, t0, t1, u0, u1, n, rows, r0, q0, end,
-    st_b, sm_t, c: gl.constexpr, g: gl.constexpr,
+    scale, softcap, cursor, turn, full, rings, boxes, tables, buffers, b, h0, t0, t1, u0, u1, by, end,
+    c: gl.constexpr, g: gl.constexpr,
 ):  # fmt: skip
-    """Tiles [t0, t1) of a segment. Returns (maximum, sum, accumulator, cursor, turn)."""
-    K, V, KS, VS, TABLE, LENS, CU, MASK = tensors
-    kbuf, vbuf = rings
+    """Tiles [t0, t1) of a segment. Returns (state, cursor, turn)."""
     q_s, k_s, v_s, scale_s = buffers
+    n, rows = by.keys, by.rows
     S: gl.constexpr = score_layout(c, g)
     O: gl.constexpr = sum_layout(c, g)
     m = gl.full([c.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     l = gl.full([c.ROWS], 0, gl.float32, gl.SliceLayout(1, S))
     acc = gl.full([c.ROWS, c.PARTS * c.WORDS_V], 0, gl.float32, O)
-    scales = stored_scales(KS, VS, TABLE, b, st_b, h0, t0, n, rows, True, c, g)
+    scales = stored_scales(boxes, tables, b, h0, t0, n, rows, True, c, g)
     if c.BLOCK_SCALES:
         scale_s[0].store(scales[0])
         thread_barrier()
-    if query_in_registers(c):
+    if keeps_query(c):
         thread_barrier()
         q = q_s.load(gl.DotOperandLayout(0, S, 2))
         thread_barrier()
     else:
         q = q_s
     mbarrier.wait(full[0].index(turn % g.STAGES), (turn // g.STAGES) & 1)
-    convert(kbuf, scale_s, k_s, turn % g.STAGES, t0, n, rows, False, False, c, g)
+    convert(rings.k, scale_s, k_s, turn % g.STAGES, t0, n, rows, False, False, c, g)
     for t in range(t0, t1):
         stage = turn % g.STAGES
         if c.TOKEN_SCALES:
@@ -261,18 +252,18 @@ def attend_segment(
         thread_barrier()  # keys are there, values may be overwritten
         zero = gl.full([c.ROWS, c.TILE], 0, gl.float32, S)
         s = warpgroup_mma(q, k_s.permute([1, 0]), zero, use_acc=False, is_async=True)
-        scales = stored_scales(KS, VS, TABLE, b, st_b, h0, t + 1, n, rows, t + 1 < t1, c, g)
+        scales = stored_scales(boxes, tables, b, h0, t + 1, n, rows, t + 1 < t1, c, g)
         mbarrier.wait(full[1].index(stage), (turn // g.STAGES) & 1)
         whole = (t >= u0) & (t < u1)
         if whole:
-            convert(vbuf, scale_s, v_s, stage, t, n, rows, False, True, c, g)
+            convert(rings.v, scale_s, v_s, stage, t, n, rows, False, True, c, g)
         else:
-            convert(vbuf, scale_s, v_s, stage, t, n, rows, True, True, c, g)
+            convert(rings.v, scale_s, v_s, stage, t, n, rows, True, True, c, g)
         s = warpgroup_mma_wait(0, [s])
         if whole:
-            m, l, p, old = softmax_step(s, m, l, scale, softcap, scale_s, t, n, rows, r0, q0, MASK, sm_t, False, c, g)
+            m, l, p, old = softmax_step(s, m, l, scale, softcap, scale_s, t, by, False, c, g)
         else:
-            m, l, p, old = softmax_step(s, m, l, scale, softcap, scale_s, t, n, rows, r0, q0, MASK, sm_t, True, c, g)
+            m, l, p, old = softmax_step(s, m, l, scale, softcap, scale_s, t, by, True, c, g)
         acc = acc * gl.convert_layout(old, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
         right = gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
         if c.BLOCK_SCALES:
@@ -280,29 +271,13 @@ def attend_segment(
         fence_async_shared()
         thread_barrier()  # values are there, keys may be overwritten, and the stage is free
         acc = warpgroup_mma(right, v_s, acc, is_async=True)
-        fetch(cursor, turn + g.STAGES, full, K, V, KS, VS, kbuf, vbuf, kbuf, vbuf, h0, end, c, g)
-        cursor = advance(cursor, TABLE, LENS, CU, st_b, end, c, g)
+        fetch(cursor, turn + g.STAGES, full, boxes, rings, h0, end, c, g)
+        cursor = advance(cursor, tables, end, c, g)
         turn += 1
         if t + 1 < t1:
             mbarrier.wait(full[0].index(turn % g.STAGES), (turn // g.STAGES) & 1)
-            convert(kbuf, scale_s, k_s, turn % g.STAGES, t + 1, n, rows, False, False, c, g)
+            convert(rings.k, scale_s, k_s, turn % g.STAGES, t + 1, n, rows, False, False, c, g)
         acc = warpgroup_mma_wait(0, [acc])
-    return m, l, acc, cursor, turn
-
-
-@gluon.jit
-def store_state(PART, slot, m, l, acc, rows_left, c: gl.constexpr, g: gl.constexpr):
-    """Write a cut segment's state."""
-    HN: gl.constexpr = gl.SliceLayout(1, sum_layout(c, g))
+    HN: gl.constexpr = gl.SliceLayout(1, O)
     m, l = gl.convert_layout(m, HN, assert_trivial=True), gl.convert_layout(l, HN, assert_trivial=True)
-    decode_rows.store_state(PART, slot, m, l, acc, gl.arange(0, c.ROWS, HN), rows_left, c)
-
-
-@gluon.jit
-def store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h, tokens, r0, rows_left, so_t, so_h, sl_t, sl_h,
-               c: gl.constexpr, g: gl.constexpr):  # fmt: skip
-    """Write finished rows to `out`, and their LSE."""
-    HN: gl.constexpr = gl.SliceLayout(1, sum_layout(c, g))
-    m, l = gl.convert_layout(m, HN, assert_trivial=True), gl.convert_layout(l, HN, assert_trivial=True)
-    o_r, strides = r0 + gl.arange(0, c.ROWS, HN), (so_t, so_h, sl_t, sl_h)
-    decode_rows.store_rows(OUT, LSE, SINKS, m, l, acc, h_scale, h, tokens, o_r, rows_left, strides, c)
+    return State(m, l, acc), cursor, turn

@@ -4,32 +4,33 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..parts.schedule import LN2, LOG2E, add, cut, locate, request_tiles, sum_and_max
+from .records import Share
 
 
 @gluon.jit
-def share(LENS, CU, B, i_share, num_shares, c: gl.constexpr):
+def bounds(LENS, CU, B, i_share, num_shares, c: gl.constexpr):
     """(first tile, end, tiles of a share) of a share, in the flat order of all tiles."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     total = 0
     for i in range(0, B, c.BLOCK_B):
         o_b = i + gl.arange(0, c.BLOCK_B, LAYOUT)
-        tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
-        total += gl.sum(tiles * segments, 0)
+        r = request_tiles(LENS, CU, o_b, o_b < B, c)
+        total += gl.sum(r.tiles * r.segments, 0)
     per = gl.maximum((total + num_shares - 1) // num_shares, c.MIN_TILES)
     start = i_share * per
     return start, gl.minimum(start + per, total), per
 
 
 @gluon.jit
-def share_and_place(LENS, CU, B, i_share, num_shares, c: gl.constexpr):
-    """`share`, then the request that holds its first tile and the flat index of that one's first; in one if it can."""
+def share_of(LENS, CU, B, i_share, num_shares, group, c: gl.constexpr):
+    """The Share of a group of heads: `bounds`, then the request that holds its first tile; in one if it can."""
     if c.BLOCK_B == 1024:  # perhaps more requests
-        start, end, per = share(LENS, CU, B, i_share, num_shares, c)
+        start, end, per = bounds(LENS, CU, B, i_share, num_shares, c)
         b, base = locate(LENS, CU, B, start, c)
     else:
         o_b = gl.arange(0, c.BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
-        tiles = gl.where(o_b < B, tiles * segments, 0)
+        r = request_tiles(LENS, CU, o_b, o_b < B, c)
+        tiles = gl.where(o_b < B, r.tiles * r.segments, 0)
         ends = gl.associative_scan(tiles, 0, add)
         total = gl.sum(tiles, 0)
         per = gl.maximum((total + num_shares - 1) // num_shares, c.MIN_TILES)
@@ -37,23 +38,23 @@ def share_and_place(LENS, CU, B, i_share, num_shares, c: gl.constexpr):
         end = gl.minimum(start + per, total)
         passed = (ends <= start) & (o_b < B)
         b, base = gl.reduce((passed.to(gl.int32), gl.where(passed, ends, 0)), 0, sum_and_max)
-    return start, end, per, b, base
+    return Share(i_share, group, per, start, end, b, base)
 
 
 @gluon.jit
-def even_share_and_place(LENS, CU, B, i_share, num_shares, c: gl.constexpr):
-    """As `share_and_place`, but shares grow by up to 5% to hold whole segments or like parts, if these come out even.
+def even_share_of(LENS, CU, B, i_share, num_shares, group, c: gl.constexpr):
+    """As `share_of`, but shares grow by up to 5% to hold whole segments or like parts, if these come out even.
 
     What is not cut needs no merge, and what is cut once needs one query. With 1024 requests or more shares never grow.
     """
     if c.BLOCK_B == 1024:  # perhaps more requests
-        start, end, per, b, base = share_and_place(LENS, CU, B, i_share, num_shares, c)
+        return share_of(LENS, CU, B, i_share, num_shares, group, c)
     else:
         o_b = gl.arange(0, c.BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
-        tiles = gl.where(o_b < B, tiles, 0)
-        ends = gl.associative_scan(tiles * segments, 0, add)
-        total, longest = gl.reduce((tiles * segments, tiles), 0, sum_and_max)
+        r = request_tiles(LENS, CU, o_b, o_b < B, c)
+        tiles = gl.where(o_b < B, r.tiles, 0)
+        ends = gl.associative_scan(tiles * r.segments, 0, add)
+        total, longest = gl.reduce((tiles * r.segments, tiles), 0, sum_and_max)
         longest = gl.maximum(longest, 1)
         _, _, even = cut(total, longest, i_share, num_shares, c)
         per = gl.maximum((total + num_shares - 1) // num_shares, c.MIN_TILES)
@@ -62,7 +63,7 @@ def even_share_and_place(LENS, CU, B, i_share, num_shares, c: gl.constexpr):
         end = gl.minimum(start + per, total)
         passed = (ends <= gl.minimum(start, end - 1)) & (o_b < B)
         b, base = gl.reduce((passed.to(gl.int32), gl.where(passed, ends, 0)), 0, sum_and_max)
-    return start, end, per, b, base
+        return Share(i_share, group, per, start, end, b, base)
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import thread_barrier
+from ..parts.raising import RAISE_PTX
 from ..parts.ring import signal
 from ..parts.schedule import finish, next_segment, note_pieces
 from .three_warpgroups_query import ROWS, places, score_factors
@@ -22,38 +23,6 @@ PARTS = gl.constexpr(2)  # of a tile's keys: as many become fp16 at once
 PART_KEYS = gl.constexpr(TILE.value // PARTS.value)
 TURNS = gl.constexpr(2)  # tiles of probabilities in shared memory
 BATCHES = gl.constexpr(3)  # of products that run beside the softmax
-SLACK = gl.constexpr(8.0)  # probabilities are at most 2^SLACK before they are normalised, which fp16 holds
-# Of two rows: highest scores among the keys that a thread holds, references → references, and whether any of the warp's
-# are new. A reference is raised to the row's highest score only where powers would pass 2^SLACK: rarely.
-RAISE_PTX = gl.constexpr(
-    """{
-    .reg .pred p, q;
-    .reg .f32 a, b, x, y, z;
-    add.f32 a, $6, 0f41000000;
-    add.f32 b, $7, 0f41000000;
-    setp.gt.f32 p, $4, a;
-    setp.gt.or.f32 p, $5, b, p;
-    vote.sync.any.pred q, p, 0xffffffff;
-    mov.f32 $0, $6;
-    mov.f32 $1, $7;
-    selp.b32 $2, 1, 0, q;
-    mov.b32 $3, $2;
-    @!q bra DONE;
-    shfl.sync.bfly.b32 x, $4, 1, 0x1f, 0xffffffff;
-    shfl.sync.bfly.b32 y, $5, 1, 0x1f, 0xffffffff;
-    max.f32 x, x, $4;
-    max.f32 y, y, $5;
-    shfl.sync.bfly.b32 z, x, 2, 0x1f, 0xffffffff;
-    max.f32 x, x, z;
-    shfl.sync.bfly.b32 z, y, 2, 0x1f, 0xffffffff;
-    max.f32 y, y, z;
-    setp.gt.f32 p, x, a;
-    selp.f32 $0, x, $6, p;
-    setp.gt.f32 p, y, b;
-    selp.f32 $1, y, $7, p;
-    DONE:
-    }"""
-)
 
 
 @gluon.jit

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret, thread_barrier, tma_load
+from ..parts.raising import multiply_where_needed
 from ..parts.ring import barriers, signal, wait_for_previous
 from ..parts.schedule import (
     LOG2E,
@@ -161,17 +162,6 @@ def probabilities(s, m, scale, t, n, rows, r0, c: gl.constexpr):
     top = gl.max(s, 1) * scale
     here = gl.where(top > m + SLACK, top, m)
     return power(s * scale, here[:, None]), here
-
-
-def multiply_where_needed(count: int) -> tuple[str, str]:
-    """PTX and its constraints: `count` numbers of a thread times factors, left out where the factors of a warp are 1.
-
-    Elements 0 and 2 of a thread lie in its two rows; all others lie in one of them.
-    """
-    lines = [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
-    test = [f"setp.neu.f32 {p}, ${2 * count + i}, 0f3F800000;" for p, i in (("p", 0), ("q", 2))]
-    text = ["{ .reg .pred p, q;", *test, "or.pred p, p, q;", "@!p bra NONE;", *lines, "NONE: }"]
-    return "\n".join(text), ",".join([*["=f"] * count, *map(str, range(count)), *["f"] * count])
 
 
 MULTIPLY, CONSTRAINTS = map(gl.constexpr, multiply_where_needed(MINE.value * COLUMNS.value // 2))

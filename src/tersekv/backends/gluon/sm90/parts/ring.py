@@ -1,6 +1,7 @@
 """A ring of shared-memory stages, filled by tensor copies while earlier stages are used: acquire, use, release.
 
 A stage is told by the number of its turn: turn i uses stage i % STAGES, and its barrier has the parity of i // STAGES.
+So are the places of a ring that one warpgroup fills and others read, by the number of an item.
 """
 
 from triton.experimental import gluon
@@ -70,9 +71,45 @@ def signal(bar):
 
 
 @gluon.jit
-def barriers(N: gl.constexpr):
-    """In memory of their own: between an arrival and a wait that share it, the compiler lets all threads meet."""
+def barriers(N: gl.constexpr, count: gl.constexpr = 1):
+    """One barrier a place of a ring, reached when `count` have arrived.
+
+    NOTE: in memory of their own: between an arrival and a wait that share it, the compiler lets all threads meet.
+    """
     bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
-        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(i), count=count)
     return bars
+
+
+@gluon.jit
+def place_of(i, N: gl.constexpr):
+    """(place, parity) of item i in a ring of N."""
+    if N & (N - 1) == 0:
+        return i & (N - 1), i // N & 1
+    else:
+        i = i.to(gl.uint32)
+        return (i % N).to(gl.int32), (i // N & 1).to(gl.int32)
+
+
+@gluon.jit
+def wait_full(bars, i, N: gl.constexpr):
+    """The place of item i in a ring of N, once it has come."""
+    place, parity = place_of(i, N)
+    mbarrier.wait(bars.index(place), parity)
+    return place
+
+
+@gluon.jit
+def wait_free(bars, i, N: gl.constexpr):
+    """The place of item i in a ring of N, once it may come."""
+    place, parity = place_of(i, N)
+    mbarrier.wait(bars.index(place), parity ^ 1)
+    return place
+
+
+@gluon.jit
+def give_back(empty, i, N: gl.constexpr):
+    """Item i is no longer wanted."""
+    place, _ = place_of(i, N)
+    mbarrier.arrive(empty.index(place))

@@ -6,12 +6,38 @@ began earlier, and 2p + 1 that of the last, if it goes on.
 """
 
 import math
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 LOG2E = gl.constexpr(math.log2(math.e))
 LN2 = gl.constexpr(math.log(2))
+
+
+class Request(NamedTuple):
+    """What its lengths say of a request; or of several, then all are tensors."""
+
+    tiles: gl.tensor  # of a segment
+    segments: gl.tensor
+    first: gl.tensor  # tile that some row's window reaches
+    keys: gl.tensor
+    rows: gl.tensor  # of the query
+    q0: gl.tensor  # the first of them
+
+
+class Segment(NamedTuple):
+    """What a share has of a segment: tiles [t0, t1), counted from its first."""
+
+    b: gl.tensor  # its request
+    base: gl.tensor  # flat index of the request's first tile
+    i: gl.tensor  # its number in the request
+    t0: gl.tensor
+    t1: gl.tensor
+    keys: gl.tensor
+    rows: gl.tensor  # of the request's query
+    q0: gl.tensor  # the first of them
+    tiles: gl.tensor  # of the whole segment
 
 
 @gluon.jit
@@ -34,7 +60,7 @@ def first_tile(n, rows, c: gl.constexpr):
 
 @gluon.jit
 def request_tiles(LENS, CU, b, m_b, c: gl.constexpr):
-    """(tiles of a segment, segments, first tile, keys, query rows, first query row) of request(s) b."""
+    """The Request, or Requests, b."""
     n = gl.load(LENS + b, mask=m_b, other=0).to(gl.int32)
     if c.RAGGED:
         q0 = gl.load(CU + b, mask=m_b, other=0).to(gl.int32)
@@ -46,7 +72,7 @@ def request_tiles(LENS, CU, b, m_b, c: gl.constexpr):
     # A request without keys still has outputs to write: one empty tile.
     tiles = gl.maximum((n + c.TILE - 1) // c.TILE - first, 1)
     segments = (rows * c.GROUP + c.ROWS - 1) // c.ROWS
-    return tiles, segments, first, n, rows, q0
+    return Request(tiles, segments, first, n, rows, q0)
 
 
 @gluon.jit
@@ -74,13 +100,13 @@ def whole_segment(LENS, CU, B, i, c: gl.constexpr):
     before, start, tiles_of_it = 0, 0, 0
     for j in range(0, B, c.BLOCK_B):
         o_b = j + gl.arange(0, c.BLOCK_B, LAYOUT)
-        tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
-        ends = before + gl.associative_scan(segments, 0, add)
-        here = (ends > i) & (ends - segments <= i)
-        inside = gl.where(here, (i - ends + segments) * tiles, 0)
-        start += gl.sum(gl.where(ends <= i, tiles * segments, inside), 0)
-        tiles_of_it += gl.sum(gl.where(here, tiles, 0), 0)
-        before += gl.sum(segments, 0)
+        r = request_tiles(LENS, CU, o_b, o_b < B, c)
+        ends = before + gl.associative_scan(r.segments, 0, add)
+        here = (ends > i) & (ends - r.segments <= i)
+        inside = gl.where(here, (i - ends + r.segments) * r.tiles, 0)
+        start += gl.sum(gl.where(ends <= i, r.tiles * r.segments, inside), 0)
+        tiles_of_it += gl.sum(gl.where(here, r.tiles, 0), 0)
+        before += gl.sum(r.segments, 0)
     return start, start + tiles_of_it, gl.maximum(start + tiles_of_it, 1)
 
 
@@ -114,10 +140,10 @@ def share(LENS, CU, B, i_share, num_shares, c: gl.constexpr):
     total, longest, count = 0, 1, 0
     for i in range(0, B, c.BLOCK_B):
         o_b = i + gl.arange(0, c.BLOCK_B, LAYOUT)
-        tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
-        total += gl.sum(tiles * segments, 0)
-        longest = gl.maximum(longest, gl.max(tiles, 0))
-        count += gl.sum(segments, 0)
+        r = request_tiles(LENS, CU, o_b, o_b < B, c)
+        total += gl.sum(r.tiles * r.segments, 0)
+        longest = gl.maximum(longest, gl.max(r.tiles, 0))
+        count += gl.sum(r.segments, 0)
     start, end, per = cut(total, longest, i_share, num_shares, c)
     if better_whole(total, longest, count, num_shares, c):
         start, end, per = whole_segment(LENS, CU, B, i_share, c)
@@ -131,12 +157,12 @@ def locate(LENS, CU, B, x, c: gl.constexpr):
     b, base, before = 0, 0, 0
     for i in range(0, B, c.BLOCK_B):
         o_b = i + gl.arange(0, c.BLOCK_B, LAYOUT)
-        tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
-        ends = before + gl.associative_scan(tiles * segments, 0, add)
+        r = request_tiles(LENS, CU, o_b, o_b < B, c)
+        ends = before + gl.associative_scan(r.tiles * r.segments, 0, add)
         passed = (ends <= x) & (o_b < B)
         b += gl.sum(passed.to(gl.int32), 0)
         base = gl.maximum(base, gl.max(gl.where(passed, ends, 0), 0))
-        before += gl.sum(tiles * segments, 0)
+        before += gl.sum(r.tiles * r.segments, 0)
     return b, base
 
 
@@ -153,8 +179,8 @@ def load_tiles(LENS, CU, B, c: gl.constexpr, BY_WARP: gl.constexpr = False):
     """
     EACH: gl.constexpr = c.BLOCK_B // 32 if BY_WARP else 1
     o_b = gl.arange(0, c.BLOCK_B, gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
-    tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
-    return gl.where(o_b < B, tiles, 0), segments
+    r = request_tiles(LENS, CU, o_b, o_b < B, c)
+    return gl.where(o_b < B, r.tiles, 0), r.segments
 
 
 @gluon.jit
@@ -235,13 +261,32 @@ def zero_padding(OUT, LSE, t, T, p, num_programs, so_t, so_h, sl_t, sl_h, c: gl.
 
 
 @gluon.jit
-def next_segment(LENS, CU, x, end, b, base, c: gl.constexpr):
-    """(request, its first flat tile, segment, first and last tile, keys, query rows, first query row, tiles) at x."""
-    tiles, segments, _, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
-    while x - base >= tiles * segments:
-        base += tiles * segments
+def request_at(LENS, CU, x, b, base, request, c: gl.constexpr):
+    """(request that holds flat tile x, flat index of its first tile, what is said of it), from request b on."""
+    while x - base >= request.tiles * request.segments:
+        base += request.tiles * request.segments
         b += 1
-        tiles, segments, _, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
-    segment = (x - base) // tiles
-    t0 = (x - base) % tiles
-    return b, base, segment, t0, gl.minimum(t0 + end - x, tiles), n, rows, q0, tiles
+        request = request_tiles(LENS, CU, b, True, c)
+    return b, base, request
+
+
+@gluon.jit
+def segment_at(x, end, b, base, request):
+    """The Segment at flat tile x of request b, as far as a share goes that ends at `end`."""
+    i = (x - base) // request.tiles
+    t0 = (x - base) % request.tiles
+    t1 = gl.minimum(t0 + end - x, request.tiles)
+    return Segment(b, base, i, t0, t1, request.keys, request.rows, request.q0, request.tiles)
+
+
+@gluon.jit
+def next_segment(LENS, CU, x, end, b, base, c: gl.constexpr):
+    """The Segment at flat tile x, which request b or one behind it holds."""
+    b, base, request = request_at(LENS, CU, x, b, base, request_tiles(LENS, CU, b, True, c), c)
+    return segment_at(x, end, b, base, request)
+
+
+@gluon.jit
+def pieces_from(segment, per, i_share):
+    """Pieces of a segment that begins in share i_share; shares have `per` tiles."""
+    return (segment.base + (segment.i + 1) * segment.tiles - 1) // per - i_share + 1
