@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...versions import thread_barrier
-from ..parts.ring import launch_dependents, wait_for_previous
+from ..parts.ring import barrier_sets, launch_dependents, wait_for_previous
 from ..parts.schedule import LOG2E, meta_of, request_at, request_tiles, scalar, segment_at, zero_padding
 from .attend import attend_tile, empty_state
 from .attend_rows import attend_rows, empty_rows, ended
@@ -24,11 +24,10 @@ from .work import even_share_of, per_head
 
 
 @gluon.jit
-def produce(boxes, tables, rings, full, free, share, c: gl.constexpr, g: gl.constexpr):
+def produce(boxes, tables, rings, full, free, h0, share, c: gl.constexpr, g: gl.constexpr):
     """Copy every tile of the share, as places in the rings become free."""
     COPIES: gl.constexpr = g.COPIES
     BYTES: gl.constexpr = g.K.BYTES + g.K.SCALE_BYTES + g.V.BYTES + g.V.SCALE_BYTES
-    h0 = share.group * g.HB
     cursor = cursor_at(tables, share, c, g)
     for turn in range(0, share.end - share.x):
         stage, tile = turn % g.STAGES, cursor.first + cursor.t
@@ -105,11 +104,7 @@ def decode_nvfp4_kernel(
     META = meta_of(PART, num_shares * c.HEADS, c)
     rings = make_rings(gl.int32, g)
     image = query_image(c.WORDS_K, c, g) if c.ROWS > 16 else rings.k[0]
-    full = gl.allocate_shared_memory(gl.int64, [g.STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [g.STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(gl.constexpr(g.STAGES)):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+    full, free = barrier_sets(g.STAGES, (1, 1))
     fence_async_shared()
     wait_for_previous()
     if c.RAGGED:
@@ -126,7 +121,7 @@ def decode_nvfp4_kernel(
     gl.warp_specialize(
         [
             (consume, (tensors, scales, strides, rings, image, full, free, share, c, g)),
-            (produce, (boxes, tables, rings, full, free, share, c, g)),
+            (produce, (boxes, tables, rings, full, free, i_group * g.HB, share, c, g)),
         ],
         [1],
         [24],

@@ -12,20 +12,45 @@ products: every piece of 128 columns has an accumulator of its own, added in fp3
 the first, needs only one.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...versions import thread_barrier
-from ..parts.ring import wait_for_previous
-from ..parts.schedule import LOG2E, deal, load_tiles, locate, meta_of, scalar, share, zero_padding
-from .produce import produce
+from ..parts.ring import barrier_sets, wait_for_previous
+from ..parts.schedule import load_tiles, meta_of, zero_padding
+from .produce import More, produce
+from .records import Boxes, Query, Rings, Strides, Tables, Tensors, holds_all, scales_of, share_of
 from .three_warpgroups_query import ROWS
 from .three_warpgroups_scales import SCALES
 from .three_warpgroups_score import LANES, PART_KEYS, PARTS, TILE, TURNS, score
 from .three_warpgroups_values import add_values
 
 REGISTERS = gl.constexpr(176)  # of a thread that adds values
+
+
+class Bars(NamedTuple):
+    full: gl.shared_memory_descriptor  # of the ring
+    free: gl.shared_memory_descriptor
+    given: gl.shared_memory_descriptor  # a turn's probabilities are there
+    taken: gl.shared_memory_descriptor  # they are multiplied
+    ready: gl.shared_memory_descriptor  # the query is there
+    stored: gl.shared_memory_descriptor  # the output is written, by way of the query's memory
+    started: gl.shared_memory_descriptor  # the first query is there
+    spread: gl.shared_memory_descriptor  # of the ring: group scales are ready
+
+
+class Hand(NamedTuple):
+    """What warpgroups hand to each other."""
+
+    probs: gl.shared_memory_descriptor
+    notes: gl.shared_memory_descriptor  # factors for what is summed so far; at the end, for the result
+    flags: gl.shared_memory_descriptor  # whether a factor is not 1
+    factors: gl.shared_memory_descriptor  # of the query rows
+    columns: gl.shared_memory_descriptor  # group scales, for the scores
+    ratios: gl.shared_memory_descriptor  # and for the values
+    box: gl.shared_memory_descriptor  # numbers that all threads should be seen to share
 
 
 @gluon.jit
@@ -39,12 +64,13 @@ def mla_decode_trio_kernel(
     wait_for_previous()
     p = gl.program_id(0)
     num_programs = gl.num_programs(0)
-    META = meta_of(PART, num_programs, c)
+    tensors = Tensors(QN, QP, LENS, CU, OUT, LSE, PART, meta_of(PART, num_programs, c))
+    strides = Strides(sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h)
+    boxes, tables = Boxes(BOX_C, BOX_P, BOX_S), Tables(TABLE, LENS, CU, st_b, nowhere, s_pitch)
     if c.RAGGED:
         padding = gl.load(CU + B).to(gl.int32)  # arrives with the lengths
-    SMALL: gl.constexpr = c.BLOCK_B < 1024 and not c.WHOLE  # then BLOCK_B holds all requests
-    if SMALL:
-        loaded = load_tiles(LENS, CU, B, c, not c.GROUP_SCALES)  # with group scales, registers are short
+    BY_WARP: gl.constexpr = not c.GROUP_SCALES  # with group scales, registers are short
+    loaded = load_tiles(LENS, CU, B, c, BY_WARP) if holds_all(c) else ()
     E4M3: gl.constexpr = gl.float8e4nv
     WIDTH: gl.constexpr = 2 * c.CHUNK
     R: gl.constexpr = BOX_P.dtype
@@ -71,39 +97,15 @@ def mla_decode_trio_kernel(
     if c.GROUP_SCALES:
         columns = gl.allocate_shared_memory(gl.float32, [SCALES * STAGES, TILE], PLAIN)
         ratios = gl.allocate_shared_memory(gl.float16, [STAGES * c.CHUNKS, TILE], PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    given = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    stored = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    started = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=2)
-    mbarrier.init(started, count=2)
-    mbarrier.init(stored, count=2)
-    spread = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(spread.index(i), count=1)
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=3)
-    for i in gl.static_range(TURNS):
-        mbarrier.init(given.index(i), count=1)
-        mbarrier.init(taken.index(i), count=2)
-    scale_kv = scalar(kv_scale, KV_T, c.V_T)
-    score_scale = scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E * scale_kv
-    value_factor = scale_kv * scalar(out_scale, OUT_T, c.OUT_T)
-    if SMALL:
-        x, end, per, b, base = deal(loaded, p // c.HEADS, num_programs // c.HEADS, c)
-    else:
-        x, end, per = share(LENS, CU, B, p // c.HEADS, num_programs // c.HEADS, c)
-        b, base = locate(LENS, CU, B, gl.minimum(x, end - 1), c)
-    q = (q_c, q_r)
-    rings, bars = (codes, rotary, scales), (full, free, given, taken, ready, stored, started, spread)
-    hand = (probs, notes, flags, factors, columns, ratios, box)
-    tensors = (QN, QP, LENS, CU, OUT, LSE, PART, META)
-    strides = (sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h)
-    place = (max_segments, p, per, x, end, b, base)
-    work = (x, end, b, base, nowhere, s_pitch, st_b)
+    ready, stored, started = barrier_sets(1, (2, 2, 2))
+    full, free, spread = barrier_sets(STAGES, (1, 3, 1))
+    given, taken = barrier_sets(TURNS, (1, 2))
+    bars = Bars(full, free, given, taken, ready, stored, started, spread)
+    call_scales = scales_of(softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T, c)
+    share = share_of(LENS, CU, B, loaded, p // c.HEADS, num_programs // c.HEADS, max_segments, p, c)
+    q, rings = Query(q_c, q_r), Rings(codes, rotary, scales)
+    hand = Hand(probs, notes, flags, factors, columns, ratios, box)
+    more = More(bars.started, columns, ratios, bars.spread)
     # Of an 8-bit rotary part's tile half the products are of second terms: they run beside the softmax before. Where
     # there are none, or scales would need more registers, the values of the tile before do.
     AHEAD: gl.constexpr = TERMS == 2 and not c.GROUP_SCALES
@@ -112,12 +114,10 @@ def mla_decode_trio_kernel(
     thread_barrier()  # what partitions are given may lie where sums were read from
     gl.warp_specialize(
         [
-            (produce, ((BOX_C, BOX_P, BOX_S), TABLE, LENS, CU, (full, free), rings, work,
-                       (started, columns, ratios, spread), STAGES, c)),
-            (score, (tensors, q, rings, bars, hand, score_scale, value_factor, place, strides, STAGES, AHEAD,
-                     TERMS, c)),
-            (add_values, (tensors, q, rings, bars, hand, score_scale, place, strides, 0, STAGES, TERMS, c)),
-            (add_values, (tensors, q, rings, bars, hand, score_scale, place, strides, 1, STAGES, TERMS, c)),
+            (produce, (boxes, tables, bars.full, bars.free, rings, share, more, STAGES, c)),
+            (score, (tensors, q, rings, bars, hand, call_scales, share, strides, STAGES, AHEAD, TERMS, c)),
+            (add_values, (tensors, q, rings, bars, hand, call_scales.score, share, strides, 0, STAGES, TERMS, c)),
+            (add_values, (tensors, q, rings, bars, hand, call_scales.score, share, strides, 1, STAGES, TERMS, c)),
         ],
         [4, 4, 4],
         [SCORE_REGISTERS, REGISTERS, REGISTERS],

@@ -1,11 +1,13 @@
 """The query rows of `three_warpgroups` as the matrix unit takes them: as e4m3 terms."""
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...versions import reinterpret
-from .eight_bits import query_piece
+from .eight_bits_tiles import query_piece
 
 ROWS = gl.constexpr(64)  # of a segment
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf times it is −inf
@@ -46,24 +48,33 @@ TERMS_PTX = gl.constexpr(
 )
 
 
-@gluon.jit
-def places(o_r, segment, h, q0, rows, c: gl.constexpr):
-    """(tokens, query heads, row is real) of rows o_r of a block of query rows."""
-    o_r += segment * c.ROWS
-    return (q0 + o_r // c.GROUP).to(gl.int64), (h * c.GROUP + o_r % c.GROUP).to(gl.int64), o_r < rows * c.GROUP
+class Block(NamedTuple):
+    """A segment's query rows, of a block of heads."""
+
+    i: gl.tensor  # the segment's number in its request
+    h: gl.tensor
+    q0: gl.tensor  # the request's first query row
+    rows: gl.tensor  # of the request's query
 
 
 @gluon.jit
-def load_rows(QN, QP, place, strides, first, STEP: gl.constexpr, WIDTH_R: gl.constexpr, c: gl.constexpr):
+def places(o_r, of, c: gl.constexpr):
+    """(tokens, query heads, row is real) of rows o_r of a Block."""
+    o_r += of.i * c.ROWS
+    heads = (of.h * c.GROUP + o_r % c.GROUP).to(gl.int64)
+    return (of.q0 + o_r // c.GROUP).to(gl.int64), heads, o_r < of.rows * c.GROUP
+
+
+@gluon.jit
+def load_rows(tensors, of, strides, first, STEP: gl.constexpr, WIDTH_R: gl.constexpr, c: gl.constexpr):
     """Start the loads of STEP query rows from `first` on: their pieces of 128 columns, and last the rotary one."""
-    segment, h, q0, rows = place
-    sn_t, sn_h, sr_t, sr_h = strides
     CHUNKS: gl.constexpr = c.CHUNKS
     WIDTH: gl.constexpr = 2 * c.CHUNK
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     o_r = first + gl.arange(0, STEP, gl.SliceLayout(1, L))
-    tokens, heads, m_row = places(o_r, segment, h, q0, rows, c)
-    p_c, p_r = QN + tokens * sn_t + heads * sn_h, QP + tokens * sr_t + heads * sr_h
+    tokens, heads, m_row = places(o_r, of, c)
+    p_c = tensors.QN + tokens * strides.qn_t + heads * strides.qn_h
+    p_r = tensors.QP + tokens * strides.qp_t + heads * strides.qp_h
     pieces = ()
     for i in gl.static_range(CHUNKS):
         pieces = pieces + (query_piece(p_c, m_row, i * WIDTH, WIDTH, L),)
@@ -121,7 +132,7 @@ def flipped(x, negative):
 
 
 @gluon.jit
-def store_rows(pieces, q_c, q_r, factors, negative, step, TERMS: gl.constexpr, c: gl.constexpr):
+def put_rows(pieces, q_c, q_r, factors, negative, step, TERMS: gl.constexpr, c: gl.constexpr):
     """Put a step's query rows into shared memory, their signs changed if `negative`, and their factors."""
     CHUNKS: gl.constexpr = c.CHUNKS
     STEP: gl.constexpr = pieces[0].shape[0]
@@ -149,8 +160,8 @@ def store_rows(pieces, q_c, q_r, factors, negative, step, TERMS: gl.constexpr, c
 
 
 @gluon.jit
-def load_query(QN, QP, q, factors, place, scale, strides, which: gl.constexpr, TERMS: gl.constexpr,
-               c: gl.constexpr):  # fmt: skip
+def bring_query(tensors, q, factors, of, scale, strides, which: gl.constexpr, TERMS: gl.constexpr,
+                c: gl.constexpr):  # fmt: skip
     """Put half of a segment's query rows into shared memory, where products may read them behind the next barrier.
 
     Of two terms, not unrolled: code that runs once costs its way to the multiprocessor, some 45 cycles per 128 bytes.
@@ -161,16 +172,15 @@ def load_query(QN, QP, q, factors, place, scale, strides, which: gl.constexpr, T
     factors = reinterpret(factors, gl.float32, [ROWS // STEP, STEP], factors.layout)
     HALF: gl.constexpr = ROWS // STEP // 2
     places_c, places_r = by_steps(q_c, STEP), by_steps(q_r, STEP)
-    after = load_rows(QN, QP, place, strides, which * HALF * STEP, STEP, WIDTH_R, c)
+    after = load_rows(tensors, of, strides, which * HALF * STEP, STEP, WIDTH_R, c)
     if HALF == 1:
-        store_rows(after, places_c, places_r, factors, scale < 0, which, TERMS, c)
+        put_rows(after, places_c, places_r, factors, scale < 0, which, TERMS, c)
     else:
-        segment, h, q0, rows = place
         for step in range(which * HALF, (which + 1) * HALF):
             pieces = after
-            more = gl.where(step + 1 < (which + 1) * HALF, rows, 0)
-            after = load_rows(QN, QP, (segment, h, q0, more), strides, (step + 1) * STEP, STEP, WIDTH_R, c)
-            store_rows(pieces, places_c, places_r, factors, scale < 0, step, TERMS, c)
+            more = Block(of.i, of.h, of.q0, gl.where(step + 1 < (which + 1) * HALF, of.rows, 0))
+            after = load_rows(tensors, more, strides, (step + 1) * STEP, STEP, WIDTH_R, c)
+            put_rows(pieces, places_c, places_r, factors, scale < 0, step, TERMS, c)
     fence_async_shared()
 
 

@@ -12,10 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...versions import thread_barrier
 from ..parts.raising import RAISE_PTX
 from ..parts.ring import signal
-from ..parts.schedule import finish, next_segment, note_pieces
-from .three_warpgroups_query import ROWS, places, score_factors
+from ..parts.schedule import finish, next_segment, note_pieces, pieces_from
+from .records import through_memory
+from .three_warpgroups_query import ROWS, Block, places, score_factors
 from .three_warpgroups_scales import SCALES
-from .two_warpgroups import through_memory
 
 TILE = gl.constexpr(64)  # keys
 LANES = gl.constexpr(4)  # that share a row of scores
@@ -43,7 +43,7 @@ def first_products(rings, q, slot, here, x, batch: gl.constexpr, c: gl.constexpr
     products before a warp that starts more has to wait: so they start in batches, with other work between.
     """
     CHUNKS: gl.constexpr = c.CHUNKS
-    codes, rotary, _ = rings
+    codes, rotary = rings.latents, rings.rotary
     q_c, q_r = q
     k_r = rotary.index(slot).permute((1, 0))
     if batch == 0:
@@ -74,7 +74,7 @@ def scores(rings, q, begun, slot, here, before, TERMS: gl.constexpr, S: gl.const
     before: of one term, the arguments of `let_go`, once all products have started
     """
     CHUNKS: gl.constexpr = c.CHUNKS
-    codes, rotary, _ = rings
+    codes, rotary = rings.latents, rings.rotary
     q_c, q_r = q
     zero = gl.full([ROWS, TILE], 0.0, gl.float32, S)
     q_0, k_0 = q_c.index(here).slice(0, ROWS), codes.index(slot * CHUNKS).permute((1, 0))
@@ -103,7 +103,7 @@ def scaled_scores(rings, q, slot, here, columns, bar, phase, before, TERMS: gl.c
     The scales are in `columns` as `spread_scales` leaves them, once the barrier's phase is over.
     """
     CHUNKS: gl.constexpr = c.CHUNKS
-    codes, rotary, _ = rings
+    codes, rotary = rings.latents, rings.rotary
     q_c, q_r = q
     ROW: gl.constexpr = gl.SliceLayout(0, S)
     S_R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -178,29 +178,28 @@ def hand_over(p, probs, turn):
 
 
 @gluon.jit
-def score(tensors, q, rings, bars, hand, scale_in, value_factor, place, strides, STAGES: gl.constexpr,
-          AHEAD: gl.constexpr, TERMS: gl.constexpr, c: gl.constexpr):  # fmt: skip
-    """The scoring warpgroup's part of the share [x, end).
+def score(tensors, q, rings, bars, hand, scales, share, strides, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+          TERMS: gl.constexpr, c: gl.constexpr):  # fmt: skip
+    """The scoring warpgroup's part of the share.
 
     Of every tile it hands over probabilities and factors for what the others hold so far; at a segment's end it takes
     one more turn, for the factors of the result.
     """
-    _, _, LENS, CU, _, LSE, PART, META = tensors
-    max_segments, p, per, x, end, b, base = place
-    _, _, _, _, _, _, sl_t, sl_h = strides
-    full, free, given, taken, ready, _, _, spread = bars
-    probs, notes, flags, factors, columns, _, box = hand
+    p, x, end, b, base = share.p, share.x, share.end, share.b, share.base
+    full, free, given, taken = bars.full, bars.free, bars.given, bars.taken
+    notes, flags, columns, box = hand.notes, hand.flags, hand.columns, hand.box
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     T: gl.constexpr = highest(gl.full([ROWS, TILE], 0.0, gl.float32, S)).type.layout
     h = p % c.HEADS
     k, turn, count = 0, 0, 0
     while x < end:
-        b, base, segment, t0, t1, n, rows, q0, tiles = next_segment(LENS, CU, x, end, b, base, c)
+        segment = next_segment(tensors.LENS, tensors.CU, x, end, b, base, c)
+        b, base, t0, t1, n = segment.b, segment.base, segment.t0, segment.t1, segment.keys
         if c.GROUP_SCALES:  # else the compiler sees it by itself
             t0, t1, n = through_memory(box, 0, t0), through_memory(box, 1, t1), through_memory(box, 2, n)
-        mbarrier.wait(ready, count & 1)
-        scale = score_factors(factors, scale_in, ROW)
+        mbarrier.wait(bars.ready.index(0), count & 1)
+        scale = score_factors(hand.factors, scales.score, ROW)
         m = gl.full([ROWS, LANES], float("-inf"), gl.float32, T)
         l = gl.full([ROWS, LANES], 0.0, gl.float32, T)
         zero = gl.full([ROWS, TILE], 0.0, gl.float32, S)
@@ -218,7 +217,7 @@ def score(tensors, q, rings, bars, hand, scale_in, value_factor, place, strides,
             # NOTE: t >> 30 is 0. A constant would make the compiler keep, and spill, descriptors of all pieces of q.
             if c.GROUP_SCALES:
                 phase = (k // STAGES) & 1
-                s = scaled_scores(rings, q, slot, t >> 30, columns, spread.index(slot), phase, before, TERMS, S, c)
+                s = scaled_scores(rings, q, slot, t >> 30, columns, bars.spread.index(slot), phase, before, TERMS, S, c)
                 # The key's largest scale joins the exponent: the ratios that meet the codes lie in [−1, 1].
                 s = s * scale[:, None] + columns.index(SCALES * slot + 4).load(gl.SliceLayout(0, S))[None, :]
             else:
@@ -229,7 +228,7 @@ def score(tensors, q, rings, bars, hand, scale_in, value_factor, place, strides,
                 next_slot = (k + 1) % STAGES
                 mbarrier.wait(full.index(next_slot), ((k + 1) // STAGES) & 1, pred=t + 1 < t1)
                 begun = first_products(rings, q, next_slot, t >> 30, zero, 0, c)
-            s = hide(s, t, n, rows, segment * c.ROWS, c)
+            s = hide(s, t, n, segment.rows, segment.i * c.ROWS, c)
             top = highest(s)
             if not c.GROUP_SCALES:
                 top *= gl.convert_layout(scale, gl.SliceLayout(1, T))[:, None]
@@ -250,7 +249,7 @@ def score(tensors, q, rings, bars, hand, scale_in, value_factor, place, strides,
             if AHEAD:
                 begun = first_products(rings, q, next_slot, t >> 30, begun, 2, c)
             mbarrier.wait(taken.index(turn % TURNS), ((turn // TURNS) & 1) ^ 1)
-            hand_over(w, probs, turn % TURNS)
+            hand_over(w, hand.probs, turn % TURNS)
             notes.index(turn % TURNS).store(old)
             flags.index(turn % TURNS).store(gl.permute(gl.reshape(new.to(gl.int8), [4, 16, LANES]), (1, 2, 0)))
             fence_async_shared()
@@ -262,23 +261,23 @@ def score(tensors, q, rings, bars, hand, scale_in, value_factor, place, strides,
         if not AHEAD:
             signal(given.index((turn + 1) % TURNS))
         m, l = gl.max(m, 1), gl.sum(l, 1)
-        factor, lse = finish(m, l, value_factor)
+        factor, lse = finish(m, l, scales.value)
         mbarrier.wait(taken.index(turn % TURNS), ((turn // TURNS) & 1) ^ 1)
         notes.index(turn % TURNS).store(factor[:, None] + gl.full([ROWS, LANES], 0.0, gl.float32, T))
         signal(given.index(turn % TURNS))
         turn += 1
         count += 1
         o_r = gl.arange(0, ROWS, gl.SliceLayout(1, T))
-        tokens, heads, m_row = places(o_r, segment, h, q0, rows, c)
+        tokens, heads, m_row = places(o_r, Block(segment.i, h, segment.q0, segment.rows), c)
         if t0 == 0:
-            pieces = (base + (segment + 1) * tiles - 1) // per - p // c.HEADS + 1
-            note_pieces(META, b, segment, max_segments, p, pieces, c)
-        if t1 - t0 == tiles:
+            pieces = pieces_from(segment, share.per, p // c.HEADS)
+            note_pieces(tensors.META, b, segment.i, share.max_segments, p, pieces, c)
+        if t1 - t0 == segment.tiles:
             if c.HAS_LSE:
-                gl.store(LSE + tokens * sl_t + heads * sl_h, lse, mask=m_row)
+                gl.store(tensors.LSE + tokens * strides.lse_t + heads * strides.lse_h, lse, mask=m_row)
         else:
             part = 2 * p + (t0 == 0).to(gl.int32)
-            p_row = PART + (part.to(gl.int64) * c.ROWS + o_r) * c.PART_COLUMNS
+            p_row = tensors.PART + (part.to(gl.int64) * c.ROWS + o_r) * c.PART_COLUMNS
             gl.store(p_row + c.PART_COLUMNS - 2, m, mask=m_row)
             gl.store(p_row + c.PART_COLUMNS - 1, l, mask=m_row)
         x += t1 - t0

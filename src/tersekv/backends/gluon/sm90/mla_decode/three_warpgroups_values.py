@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...versions import reinterpret
 from ..parts.ring import signal
 from ..parts.schedule import next_segment, output
-from .eight_bits import unpack
-from .three_warpgroups_query import ROWS, load_query, places
+from .eight_bits_tiles import unpack
+from .three_warpgroups_query import ROWS, Block, bring_query, places
 from .three_warpgroups_score import LANES, PART_KEYS, PARTS, TILE, TURNS
 
 CHUNKS = gl.constexpr(2)  # of columns that a warpgroup holds
@@ -81,15 +81,15 @@ def rescaled(acc, note, flag, O: gl.constexpr):
 
 
 @gluon.jit
-def add_tile(acc, words, ratios, first, hand, given, turn, O: gl.constexpr, c: gl.constexpr):
+def add_tile(acc, words, first, hand, given, turn, O: gl.constexpr, c: gl.constexpr):
     """acc + the tile's values times its probabilities, when these have come. Products are still under way."""
-    probs, notes, flags = hand[0], hand[1], hand[2]
+    probs, ratios = hand.probs, hand.ratios
     place = turn % TURNS
     w = words_of(words, first, 0, O)
     if not c.GROUP_SCALES:  # their ratios come with the probabilities
         v = values_of(w, ratios, 0, c)
     mbarrier.wait(given.index(place), (turn // TURNS) & 1)
-    acc = rescaled(acc, notes.index(place), flags.index(place), O)
+    acc = rescaled(acc, hand.notes.index(place), hand.flags.index(place), O)
     if c.GROUP_SCALES:
         v = values_of(w, ratios.index(first), 0, c)
     for i in gl.static_range(CHUNKS):
@@ -119,10 +119,9 @@ def stage_rows(stage, low, high, half: gl.constexpr):
 
 
 @gluon.jit
-def store_segment(tensors, q_c, acc, note, whole, slot, place, so_t, so_h, which: gl.constexpr, c: gl.constexpr):
+def store_segment(tensors, q_c, acc, note, whole, slot, of, strides, which: gl.constexpr, c: gl.constexpr):
     """Write the output, or the state of a segment that is cut, through the query's memory, so that rows are whole."""
-    _, _, _, _, OUT, _, PART, _ = tensors
-    segment, h, q0, rows = place
+    OUT, PART = tensors.OUT, tensors.PART
     W: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     PLACES: gl.constexpr = q_c.shape[0] * q_c.shape[1] * q_c.shape[2] // (4 * STAGED * 2 * WORDS)
@@ -144,10 +143,10 @@ def store_segment(tensors, q_c, acc, note, whole, slot, place, so_t, so_h, which
             step = i % 2 * STEPS + j
             o_r = step * AT_ONCE + gl.arange(0, AT_ONCE, gl.SliceLayout(1, W))
             o_d = (CHUNKS * which + i // 2) * 2 * WORDS + gl.arange(0, 2 * WORDS, gl.SliceLayout(0, W))
-            tokens, heads, m_row = places(o_r, segment, h, q0, rows, c)
+            tokens, heads, m_row = places(o_r, of, c)
             if whole:
                 x *= gl.max(notes.index(step).load(W), 1)[:, None]
-                p_out = (OUT + tokens * so_t + heads * so_h)[:, None] + o_d[None, :]
+                p_out = (OUT + tokens * strides.out_t + heads * strides.out_h)[:, None] + o_d[None, :]
                 gl.store(p_out, output(x, OUT, c), mask=m_row[:, None])
             else:
                 p_row = PART + (slot.to(gl.int64) * c.ROWS + o_r) * c.PART_COLUMNS
@@ -155,46 +154,45 @@ def store_segment(tensors, q_c, acc, note, whole, slot, place, so_t, so_h, which
 
 
 @gluon.jit
-def add_values(tensors, q, rings, bars, hand, scale_in, place, strides, which: gl.constexpr, STAGES: gl.constexpr,
+def add_values(tensors, q, rings, bars, hand, scale_in, share, strides, which: gl.constexpr, STAGES: gl.constexpr,
                TERMS: gl.constexpr, c: gl.constexpr):  # fmt: skip
     """The part of a warpgroup that adds values, of the share [x, end): chunks 2 * which and the next.
 
     Of every segment it first brings half of the query's rows.
     """
-    QN, QP, LENS, CU, _, _, _, _ = tensors
-    _, p, _, x, end, b, base = place
-    _, _, _, _, so_t, so_h, _, _ = strides
-    full, free, given, taken, ready, stored, started, _ = bars
-    notes, factors, ratios = hand[1], hand[3], hand[5]
+    p, x, end, b, base = share.p, share.x, share.end, share.b, share.base
+    given, taken = bars.given, bars.taken
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     zero = gl.full([WORDS, ROWS], 0.0, gl.float32, O)
-    words = reinterpret(rings[0], gl.int16, [STAGES * c.CHUNKS, TILE, WORDS], gl.NVMMASharedLayout(128, 16))
+    words = reinterpret(rings.latents, gl.int16, [STAGES * c.CHUNKS, TILE, WORDS], gl.NVMMASharedLayout(128, 16))
     k, count = 0, 0
     while x < end:
-        b, base, segment, t0, t1, n, rows, q0, tiles = next_segment(LENS, CU, x, end, b, base, c)
-        here = (segment, p % c.HEADS, q0, rows)
-        mbarrier.wait(stored, (count & 1) ^ 1)  # both are done with the last query's memory
-        load_query(QN, QP, q, factors, here, scale_in, strides[:4], which, TERMS, c)
-        signal(ready)
-        mbarrier.arrive(started, pred=count == 0)
+        segment = next_segment(tensors.LENS, tensors.CU, x, end, b, base, c)
+        b, base, n = segment.b, segment.base, segment.keys
+        here = Block(segment.i, p % c.HEADS, segment.q0, segment.rows)
+        mbarrier.wait(bars.stored.index(0), (count & 1) ^ 1)  # both are done with the last query's memory
+        bring_query(tensors, q, hand.factors, here, scale_in, strides, which, TERMS, c)
+        signal(bars.ready.index(0))
+        mbarrier.arrive(bars.started.index(0), pred=count == 0)
         acc = (zero, zero, zero, zero)
-        for t in range(t0, t1):
+        for t in range(segment.t0, segment.t1):
             slot = k % STAGES
-            mbarrier.wait(full.index(slot), (k // STAGES) & 1)
+            mbarrier.wait(bars.full.index(slot), (k // STAGES) & 1)
             first = slot * c.CHUNKS + CHUNKS * which
             if (t + 1) * TILE > n:
                 drop_stale(words, first, n - t * TILE)
             turn = k + count
-            acc = add_tile(acc, words, ratios, first, hand, given, turn, O, c)
-            signal(free.index(slot))
+            acc = add_tile(acc, words, first, hand, given, turn, O, c)
+            signal(bars.free.index(slot))
             acc = warpgroup_mma_wait(0, acc)
             signal(taken.index(turn % TURNS))
             k += 1
         turn = k + count
         mbarrier.wait(given.index(turn % TURNS), (turn // TURNS) & 1)
-        part = 2 * p + (t0 == 0).to(gl.int32)
-        store_segment(tensors, q[0], acc, notes.index(turn % TURNS), t1 - t0 == tiles, part, here, so_t, so_h, which, c)
+        part, whole = 2 * p + (segment.t0 == 0).to(gl.int32), segment.t1 - segment.t0 == segment.tiles
+        note = hand.notes.index(turn % TURNS)
+        store_segment(tensors, q.latents, acc, note, whole, part, here, strides, which, c)
         signal(taken.index(turn % TURNS))
-        mbarrier.arrive(stored)
+        mbarrier.arrive(bars.stored.index(0))
         count += 1
-        x += t1 - t0
+        x += segment.t1 - segment.t0

@@ -9,6 +9,8 @@ Loops over groups are not unrolled, and what is rare is branched around by each 
 together should fit the instruction cache, and no vote of a whole warpgroup should delay its probabilities.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,20 +24,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...versions import reinterpret, thread_barrier, tma_load
 from ..parts.raising import multiply_where_needed
 from ..parts.ring import barriers, signal, wait_for_previous
-from ..parts.schedule import (
-    LOG2E,
-    deal,
-    finish,
-    load_tiles,
-    locate,
-    meta_of,
-    next_segment,
-    note_pieces,
-    scalar,
-    share,
-    zero_padding,
+from ..parts.schedule import finish, load_tiles, meta_of, next_segment, note_pieces, pieces_from, zero_padding
+from .records import (
+    Boxes,
+    Query,
+    Rings,
+    Share,
+    State,
+    Strides,
+    Tables,
+    Tensors,
+    holds_all,
+    scales_of,
+    share_of,
+    through_memory,
 )
-from .two_warpgroups_ends import load_query, store_output
+from .two_warpgroups_ends import query_half, store_half
 
 TILE = gl.constexpr(64)
 GROUPS = gl.constexpr(4)  # of columns of a tile
@@ -43,6 +47,27 @@ COLUMNS = gl.constexpr(128)  # of a group
 MINE = gl.constexpr(2)  # groups of the output that a warpgroup holds: the left one the first, the right one the last
 BOX = gl.constexpr(64)  # columns of a TMA box
 SLACK = gl.constexpr(16.0)  # probabilities are at most 2^SLACK before they are normalised
+
+
+class Bars(NamedTuple):
+    full: gl.shared_memory_descriptor  # of each tile's groups, and behind them of the rotary parts
+    free: gl.shared_memory_descriptor  # of each tile's groups
+    p_left: gl.shared_memory_descriptor  # the left warpgroup's probabilities are there
+    p_right: gl.shared_memory_descriptor
+
+
+class Ends(NamedTuple):
+    """Barriers of both warpgroups at a segment's ends."""
+
+    q_ready: tuple  # its half of the query is there
+    l_ready: tuple  # its share of the sums is
+
+
+class Turns(NamedTuple):
+    """Tiles that were used so far: first ones of a pair, and second ones."""
+
+    k0: gl.tensor
+    k1: gl.tensor
 
 
 @gluon.jit
@@ -58,9 +83,11 @@ def rows_of(table, t, n, nowhere, PIECES: gl.constexpr, PIECE: gl.constexpr, c: 
 
 
 @gluon.jit
-def copy_tile(BOX_C, BOX_P, rings, full, free, slot: gl.constexpr, rows_c, rows_p, k, c: gl.constexpr):
+def copy_tile(boxes, rings, bars, slot: gl.constexpr, rows_c, rows_p, k, c: gl.constexpr):
     """Start the copies of a tile's groups, each when it is free; the rotary part comes last."""
-    ring_c, ring_p = rings
+    BOX_C, BOX_P = boxes.latents, boxes.rotary
+    full, free = bars.full, bars.free
+    ring_c, ring_p = rings.latents, rings.rotary
     PIECE: gl.constexpr = BOX_C.block_shape[0]
     PIECES: gl.constexpr = TILE // PIECE
     BOXES: gl.constexpr = COLUMNS // BOX
@@ -70,10 +97,10 @@ def copy_tile(BOX_C, BOX_P, rings, full, free, slot: gl.constexpr, rows_c, rows_
         mbarrier.wait(free.index(GROUPS * slot + g), (k & 1) ^ 1)
         bar = full.index(GROUPS * slot + g)
         mbarrier.expect(bar, 2 * TILE * COLUMNS)
-        boxes = reinterpret(ring_c.index(GROUPS * slot + g), BOX_C.dtype, [BOXES, TILE, BOX], BOX_C.layout)
+        places = reinterpret(ring_c.index(GROUPS * slot + g), BOX_C.dtype, [BOXES, TILE, BOX], BOX_C.layout)
         for r in gl.static_range(PIECES):
             for i in gl.static_range(BOXES):
-                place = boxes.index(i).slice(r * PIECE, PIECE)
+                place = places.index(i).slice(r * PIECE, PIECE)
                 tma_load(BOX_C, [rows_c[r], g * COLUMNS + i * BOX], bar, place)
     bar = full.index(2 * GROUPS + slot)
     mbarrier.expect(bar, 2 * TILE * c.BLOCK_R)
@@ -83,23 +110,29 @@ def copy_tile(BOX_C, BOX_P, rings, full, free, slot: gl.constexpr, rows_c, rows_
 
 
 @gluon.jit
-def produce(BOX_C, BOX_P, TABLE, LENS, CU, rings, full, free, x, end, b, base, nowhere, st_b, c: gl.constexpr):
-    """Copy every tile of the share [x, end)."""
-    PIECE: gl.constexpr = BOX_C.block_shape[0]
+def produce(boxes, tables, rings, bars, share, c: gl.constexpr):
+    """Copy every tile of the share.
+
+    Not the producer of the other kernels: tiles come in pairs, and groups of their columns when each is free, which is
+    what lets one warpgroup multiply while the other still holds the rest.
+    """
+    PIECE: gl.constexpr = boxes.latents.block_shape[0]
     PIECES: gl.constexpr = TILE // PIECE
+    x, end, b, base, nowhere = share.x, share.end, share.b, share.base, tables.nowhere
     k0, k1 = 0, 0
     while x < end:
-        b, base, _, t0, t1, n, _, _, _ = next_segment(LENS, CU, x, end, b, base, c)
-        table = TABLE + b.to(gl.int64) * st_b
-        for t in range(t0, t1, 2):
+        segment = next_segment(tables.LENS, tables.CU, x, end, b, base, c)
+        b, base, t1, n = segment.b, segment.base, segment.t1, segment.keys
+        table = tables.TABLE + b.to(gl.int64) * tables.stride
+        for t in range(segment.t0, t1, 2):
             rows_c, rows_p = rows_of(table, t, n, nowhere, PIECES, PIECE, c)
             more_c, more_p = rows_of(table, t + 1, n, nowhere, PIECES, PIECE, c)
-            copy_tile(BOX_C, BOX_P, rings, full, free, 0, rows_c, rows_p, k0, c)
+            copy_tile(boxes, rings, bars, 0, rows_c, rows_p, k0, c)
             k0 += 1
             if t + 1 < t1:
-                copy_tile(BOX_C, BOX_P, rings, full, free, 1, more_c, more_p, k1, c)
+                copy_tile(boxes, rings, bars, 1, more_c, more_p, k1, c)
                 k1 += 1
-        x += t1 - t0
+        x += t1 - segment.t0
 
 
 @gluon.jit
@@ -120,7 +153,7 @@ def drop_stale(ring_c, full, slot: gl.constexpr, k, keys):
 def start_scores(q, rings, full, slot: gl.constexpr, k, t, n, S: gl.constexpr):
     """Start the products of the query and a tile of keys, fp32 [ROWS, TILE]. What is stale is cleaned first."""
     q_c, q_p = q
-    ring_c, ring_p = rings
+    ring_c, ring_p = rings.latents, rings.rotary
     ROWS: gl.constexpr = q_p.shape[1]
     BOXES: gl.constexpr = COLUMNS // BOX
     if (t + 1) * TILE > n:
@@ -131,17 +164,18 @@ def start_scores(q, rings, full, slot: gl.constexpr, k, t, n, S: gl.constexpr):
     for j in range(GROUPS + none):
         g = (j + slot * MINE) % GROUPS
         mbarrier.wait(full.index(GROUPS * slot + g), k & 1)
-        boxes = reinterpret(ring_c.index(GROUPS * slot + g), q_c.dtype, [BOXES, TILE, BOX], q_c.layout)
+        keys = reinterpret(ring_c.index(GROUPS * slot + g), q_c.dtype, [BOXES, TILE, BOX], q_c.layout)
         for i in gl.static_range(BOXES):
-            s = warpgroup_mma(q_boxes.index(g * BOXES + i), boxes.index(none + i).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma(q_boxes.index(g * BOXES + i), keys.index(none + i).permute((1, 0)), s, is_async=True)
     mbarrier.wait(full.index(2 * GROUPS + slot), k & 1)
     return warpgroup_mma(q_p.index(none), ring_p.index(none + slot).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
-def hide(s, t, n, rows, r0, c: gl.constexpr):
+def hide(s, t, segment, c: gl.constexpr):
     """Scores of tile t with −inf where a query row does not see a key."""
     S: gl.constexpr = s.type.layout
+    n, rows, r0 = segment.keys, segment.rows, segment.i * c.ROWS
     if (t + 1) * TILE > n - rows + 1:
         o_n = t * TILE + gl.arange(0, TILE, gl.SliceLayout(0, S))
         position = n - rows + (r0 + gl.arange(0, c.ROWS, gl.SliceLayout(1, S))) // c.GROUP
@@ -156,9 +190,9 @@ def power(x, top):
 
 
 @gluon.jit
-def probabilities(s, m, scale, t, n, rows, r0, c: gl.constexpr):
+def probabilities(s, m, scale, t, segment, c: gl.constexpr):
     """(powers of two of the scaled scores less a reference, references), which follow m when powers pass 2^SLACK."""
-    s = hide(s, t, n, rows, r0, c)
+    s = hide(s, t, segment, c)
     top = gl.max(s, 1) * scale
     here = gl.where(top > m + SLACK, top, m)
     return power(s * scale, here[:, None]), here
@@ -203,15 +237,15 @@ def nothing(S: gl.constexpr, O: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.jit
-def attend_left(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S: gl.constexpr, O: gl.constexpr,
-                c: gl.constexpr):  # fmt: skip
-    """The left warpgroup's part of a segment: (references, its share of the sum, its columns, pairs, seconds)."""
-    ring_c, ring_p = rings
+def attend_left(q, rings, bars, notes, scale, segment, turns, S: gl.constexpr, O: gl.constexpr, c: gl.constexpr):
+    """(references, the left warpgroup's share of the sum, its columns; turns) of a segment."""
+    ring_c, ring_p = rings.latents, rings.rotary
     full, free, p_left, p_right = bars
+    t0, t1, k0, k1 = segment.t0, segment.t1, turns.k0, turns.k1
     m, l, acc = nothing(S, O, c)
     for t in range(t0, t1, 2):
-        s = warpgroup_mma_wait(0, [start_scores(q, rings, full, 0, k0, t, n, S)])
-        p, here = probabilities(s, m, scale, t, n, rows, r0, c)
+        s = warpgroup_mma_wait(0, [start_scores(q, rings, full, 0, k0, t, segment.keys, S)])
+        p, here = probabilities(s, m, scale, t, segment, c)
         x = p.to(ring_p.dtype)
         notes.index(0).store(here)
         ring_p.index(0).store(x)
@@ -231,13 +265,13 @@ def attend_left(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S: gl
             acc = start_values(ring_p.index(1), ring_c, 1, 0, acc)
             acc = end_values(acc, free, 1, 0)
             k1 += 1
-    return m, l, acc, k0, k1
+    return State(m, l, acc), Turns(k0, k1)
 
 
 @gluon.jit
 def take_first(m, l, acc, rings, p_left, notes, k0):
     """Start the first tile's part of the right columns: (references, sums, accumulator)."""
-    ring_c, ring_p = rings
+    ring_c, ring_p = rings.latents, rings.rotary
     mbarrier.wait(p_left.index(0), k0 & 1)
     here = notes.index(0).load(m.type.layout)
     old = power(m, here)
@@ -245,17 +279,17 @@ def take_first(m, l, acc, rings, p_left, notes, k0):
 
 
 @gluon.jit
-def attend_right(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S: gl.constexpr, O: gl.constexpr,
-                 c: gl.constexpr):  # fmt: skip
+def attend_right(q, rings, bars, notes, scale, segment, turns, S: gl.constexpr, O: gl.constexpr, c: gl.constexpr):
     """The right warpgroup's part of a segment, likewise. The last pair may have no second tile."""
-    ring_c, ring_p = rings
+    ring_c, ring_p = rings.latents, rings.rotary
     full, free, p_left, p_right = bars
+    t0, t1, k0, k1 = segment.t0, segment.t1, turns.k0, turns.k1
     m, l, acc = nothing(S, O, c)
     for t in range(t0, t1 - 1, 2):
-        s = start_scores(q, rings, full, 1, k1, t + 1, n, S)
+        s = start_scores(q, rings, full, 1, k1, t + 1, segment.keys, S)
         m, l, acc = take_first(m, l, acc, rings, p_left, notes, k0)
         s = warpgroup_mma_wait(1, [s])
-        p, here = probabilities(s, m, scale, t + 1, n, rows, r0, c)
+        p, here = probabilities(s, m, scale, t + 1, segment, c)
         x = p.to(ring_p.dtype)
         notes.index(1).store(here)
         ring_p.index(1).store(x)
@@ -273,57 +307,45 @@ def attend_right(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S: g
         m, l, acc = take_first(m, l, acc, rings, p_left, notes, k0)
         acc = end_values(acc, free, 0, MINE)
         k0 += 1
-    return m, l, acc, k0, k1
+    return State(m, l, acc), Turns(k0, k1)
 
 
 @gluon.jit
-def consume(tensors, q, rings, bars, ends, notes, score_scale, value_factor, place, strides, LEFT: gl.constexpr,
-            c: gl.constexpr):  # fmt: skip
-    """Attend the share [x, end) of all tiles, for one block of heads and half of the columns."""
-    QN, QP, LENS, CU, OUT, LSE, PART, META = tensors
-    max_segments, p, per, x, end, b, base = place
-    q_ready, l_ready = ends
+def consume(tensors, q, rings, bars, ends, notes, scales, share, strides, LEFT: gl.constexpr, c: gl.constexpr):
+    """Attend the share's tiles, for one block of heads and half of the columns."""
+    p, x, end, b, base = share.p, share.x, share.end, share.b, share.base
     ME: gl.constexpr = 0 if LEFT else 1
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MINE * COLUMNS, 16])
     h = p % c.HEADS
-    k0, k1, done = 0, 0, 0
+    turns, done = Turns(0, 0), 0
     # The query takes the scale's sign, so that the largest score has the largest product.
-    sign = gl.where(score_scale < 0, -1.0, 1.0)
-    scale = gl.maximum(gl.abs(score_scale), 1e-30)
+    sign = gl.where(scales.score < 0, -1.0, 1.0)
+    scale = gl.maximum(gl.abs(scales.score), 1e-30)
     while x < end:
-        b, base, segment, t0, t1, n, rows, q0, tiles = next_segment(LENS, CU, x, end, b, base, c)
-        load_query(QN, QP, q, sign, segment, h, q0, rows, strides, ME, c)
-        signal(q_ready[ME].index(0))
-        mbarrier.wait(q_ready[1 - ME].index(0), done & 1)
-        r0 = segment * c.ROWS
-        if LEFT:
-            m, l, acc, k0, k1 = attend_left(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S, O, c)
-        else:
-            m, l, acc, k0, k1 = attend_right(q, rings, bars, notes, scale, t0, t1, n, rows, r0, k0, k1, S, O, c)
+        segment = next_segment(tensors.LENS, tensors.CU, x, end, b, base, c)
+        b, base = segment.b, segment.base
+        query_half(tensors, q, sign, segment, h, strides, ME, c)
+        signal(ends.q_ready[ME].index(0))
+        mbarrier.wait(ends.q_ready[1 - ME].index(0), done & 1)
+        attend: gl.constexpr = attend_left if LEFT else attend_right
+        sums, turns = attend(q, rings, bars, notes, scale, segment, turns, S, O, c)
+        l = sums.l
         notes.index(2 + ME).store(l)
-        signal(l_ready[ME].index(0))
-        mbarrier.wait(l_ready[1 - ME].index(0), done & 1)
+        signal(ends.l_ready[ME].index(0))
+        mbarrier.wait(ends.l_ready[1 - ME].index(0), done & 1)
         l += notes.index(3 - ME).load(gl.SliceLayout(1, S))
         done += 1
-        if t0 == 0:  # of both warpgroups, which write the same
-            pieces = (base + (segment + 1) * tiles - 1) // per - p // c.HEADS + 1
-            note_pieces(META, b, segment, max_segments, p, pieces, c)
-        m, l = gl.convert_layout(m, gl.SliceLayout(1, O)), gl.convert_layout(l, gl.SliceLayout(1, O))
-        factor, lse = finish(m, l, value_factor)
-        state = (m, l, factor, lse)
-        slot = 2 * p + (t0 == 0).to(gl.int32)
-        whole = t1 - t0 == tiles
-        store_output(acc, state, q[0], OUT, LSE, PART, whole, slot, segment, h, q0, rows, strides, ME, c)
-        x += t1 - t0
-
-
-@gluon.jit
-def through_memory(box, i: gl.constexpr, x):
-    """x, from shared memory: then the compiler sees that it is the same in all threads, and so are loops over it."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    box.index(i).store(gl.full([1], x, gl.int32, L))
-    return gl.max(box.index(i).load(L), 0)
+        if segment.t0 == 0:  # of both warpgroups, which write the same
+            pieces = pieces_from(segment, share.per, p // c.HEADS)
+            note_pieces(tensors.META, b, segment.i, share.max_segments, p, pieces, c)
+        m, l = gl.convert_layout(sums.m, gl.SliceLayout(1, O)), gl.convert_layout(l, gl.SliceLayout(1, O))
+        factor, lse = finish(m, l, scales.value)
+        slot = 2 * p + (segment.t0 == 0).to(gl.int32)
+        whole = segment.t1 - segment.t0 == segment.tiles
+        state = State(m, l, sums.acc)
+        store_half(state, factor, lse, q.latents, tensors, whole, slot, segment, h, strides, ME, c)
+        x += segment.t1 - segment.t0
 
 
 @gluon.jit
@@ -337,12 +359,12 @@ def mla_decode_pair_kernel(
     wait_for_previous()
     p = gl.program_id(0)
     num_programs = gl.num_programs(0)
-    META = meta_of(PART, num_programs, c)
+    tensors = Tensors(QN, QP, LENS, CU, OUT, LSE, PART, meta_of(PART, num_programs, c))
+    strides = Strides(sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h)
+    boxes, tables = Boxes(BOX_C, BOX_P, BOX_S), Tables(TABLE, LENS, CU, st_b, nowhere, s_pitch)
     if c.RAGGED:
         padding = gl.load(CU + B).to(gl.int32)  # arrives with the lengths
-    SMALL: gl.constexpr = c.BLOCK_B < 1024 and not c.WHOLE  # then BLOCK_B holds all requests
-    if SMALL:
-        loaded = load_tiles(LENS, CU, B, c, True)
+    loaded = load_tiles(LENS, CU, B, c, True) if holds_all(c) else ()
     X: gl.constexpr = BOX_C.dtype
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -351,31 +373,24 @@ def mla_decode_pair_kernel(
     q_c = gl.allocate_shared_memory(X, [2, c.DV // BOX // 2 * c.ROWS, BOX], WIDE)
     q_p = gl.allocate_shared_memory(X, [1, c.ROWS, c.BLOCK_R], WIDE)
     notes = gl.allocate_shared_memory(gl.float32, [4, c.ROWS], FLAT)
-    bars = barriers(2 * GROUPS + 2), barriers(2 * GROUPS), barriers(1), barriers(1)
-    ends = (barriers(1), barriers(1)), (barriers(1), barriers(1))
-    scale_kv = scalar(kv_scale, KV_T, c.V_T)
-    score_scale = scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E * scale_kv
-    value_factor = scale_kv * scalar(out_scale, OUT_T, c.OUT_T)
-    i_share, num_shares = p // c.HEADS, num_programs // c.HEADS
-    if SMALL:
-        x, end, per, b, base = deal(loaded, i_share, num_shares, c)
-    else:
-        x, end, per = share(LENS, CU, B, i_share, num_shares, c)
-        b, base = locate(LENS, CU, B, gl.minimum(x, end - 1), c)
+    bars = Bars(barriers(2 * GROUPS + 2), barriers(2 * GROUPS), barriers(1), barriers(1))
+    ends = Ends((barriers(1), barriers(1)), (barriers(1), barriers(1)))
+    scales = scales_of(softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T, c)
+    share = share_of(LENS, CU, B, loaded, p // c.HEADS, num_programs // c.HEADS, max_segments, p, c)
     box = gl.allocate_shared_memory(gl.int32, [5, 1], FLAT)
-    x, end, per = through_memory(box, 0, x), through_memory(box, 1, end), through_memory(box, 2, per)
-    b, base = through_memory(box, 3, b), through_memory(box, 4, base)
-    q, rings = (q_c, q_p), (ring_c, ring_p)
-    tensors = (QN, QP, LENS, CU, OUT, LSE, PART, META)
-    strides = (sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h)
-    place = (max_segments, p, per, x, end, b, base)
+    share = Share(
+        max_segments, p, x=through_memory(box, 0, share.x), end=through_memory(box, 1, share.end),
+        per=through_memory(box, 2, share.per), b=through_memory(box, 3, share.b),
+        base=through_memory(box, 4, share.base),
+    )  # fmt: skip
+    q, rings = Query(q_c, q_p), Rings(ring_c, ring_p, ring_p)
     thread_barrier()  # what partitions are given may lie where sums were read from
     # The producer is the default partition: it has four warps anyway.
     gl.warp_specialize(
         [
-            (produce, (BOX_C, BOX_P, TABLE, LENS, CU, rings, bars[0], bars[1], x, end, b, base, nowhere, st_b, c)),
-            (consume, (tensors, q, rings, bars, ends, notes, score_scale, value_factor, place, strides, True, c)),
-            (consume, (tensors, q, rings, bars, ends, notes, score_scale, value_factor, place, strides, False, c)),
+            (produce, (boxes, tables, rings, bars, share, c)),
+            (consume, (tensors, q, rings, bars, ends, notes, scales, share, strides, True, c)),
+            (consume, (tensors, q, rings, bars, ends, notes, scales, share, strides, False, c)),
         ],
         [4, 4],
         [240, 240],

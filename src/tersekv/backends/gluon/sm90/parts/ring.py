@@ -15,6 +15,28 @@ from ...versions import thread_barrier
 
 
 @gluon.jit
+def barrier_sets(N: gl.constexpr, counts):
+    """For each of `counts` a set of one barrier a place of a ring, reached when so many have arrived.
+
+    NOTE: sets are made together, place by place: the compiler lets all threads meet between two barriers of one set.
+    Each has memory of its own: between an arrival and a wait that share it, it does so too.
+    """
+    sets = ()
+    for _ in gl.static_range(len(counts)):
+        sets = sets + (gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout()),)
+    for i in gl.static_range(N):
+        for j in gl.static_range(len(counts)):
+            mbarrier.init(sets[j].index(i), count=counts[j])
+    return sets
+
+
+@gluon.jit
+def barriers(N: gl.constexpr, count: gl.constexpr = 1):
+    """One of `barrier_sets`."""
+    return barrier_sets(N, (count,))[0]
+
+
+@gluon.jit
 def make_barriers(N: gl.constexpr, STAGES: gl.constexpr):
     """N sets of one barrier a stage, each reached when the bytes of its kind have arrived for a turn.
 
@@ -23,10 +45,7 @@ def make_barriers(N: gl.constexpr, STAGES: gl.constexpr):
     """
     sets = ()
     for _ in gl.static_range(N):
-        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(STAGES):
-            mbarrier.init(full.index(i), count=1)
-        sets = sets + (full,)
+        sets = sets + (barriers(STAGES),)
     fence_async_shared()
     return sets
 
@@ -68,18 +87,6 @@ def signal(bar):
     """Arrive, once all warps of the partition are here."""
     thread_barrier()
     mbarrier.arrive(bar)
-
-
-@gluon.jit
-def barriers(N: gl.constexpr, count: gl.constexpr = 1):
-    """One barrier a place of a ring, reached when `count` have arrived.
-
-    NOTE: in memory of their own: between an arrival and a wait that share it, the compiler lets all threads meet.
-    """
-    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(N):
-        mbarrier.init(bars.index(i), count=count)
-    return bars
 
 
 @gluon.jit
