@@ -13,7 +13,7 @@ from .tiles import as_operand, kept_part, key_factor, key_words, mma_layout, tra
 
 @gluon.jit
 def codes_of(buffer, i, W: gl.constexpr, g: gl.constexpr):
-    """Codes of box i of the ring: [HB, BOX, W]. A row of it may hold several heads (`decode_boxes.joined`)."""
+    """Codes of box i of the ring: [HB, BOX, W]. A row of it may hold several heads (`boxes.joined`)."""
     box = buffer.index(i)
     ROWS: gl.constexpr = box.shape[0]
     if ROWS < g.HB:

@@ -11,11 +11,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...versions import thread_barrier
 from ..parts.ring import barrier_sets, launch_dependents, wait_for_previous
-from ..parts.schedule import LOG2E, meta_of, request_at, request_tiles, scalar, segment_at, zero_padding
+from ..parts.schedule import LOG2E, meta_of, pieces_from, request_at, request_tiles, scalar, segment_at, zero_padding
 from .attend import attend_tile, empty_state
 from .attend_rows import attend_rows, empty_rows, ended
 from .fetch import advance, copy_codes, copy_scales, cursor_at, make_rings
-from .kernel import heads_of, note_cut, store_rows_of_heads, store_state_of_heads
+from .kernel import heads_of, meta_at, note_cut, store_rows_of_heads, store_state_of_heads
 from .query import loaded_query
 from .records import Boxes, Scales, SeenBy, Strides, Tables, Tensors
 from .seen import whole_tiles
@@ -82,7 +82,8 @@ def consume(tensors, scales, strides, rings, image, full, free, share, c: gl.con
             turn += 1
         state = ended(state, c, g)
         if segment.t0 == 0:
-            note_cut(tensors.META, segment, share, c, g)
+            pieces = pieces_from(segment, share.per, share.i)
+            note_cut(meta_at(tensors.META, segment, share.group, g), pieces, share.i)
         if segment.t1 - segment.t0 == segment.tiles:
             store_rows_of_heads(tensors, strides, state, h_scale, h0, segment, c, g)
         else:

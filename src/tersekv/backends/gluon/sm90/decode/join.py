@@ -107,16 +107,17 @@ def store_joined(PART, lead, first, m, l, acc, j, h0, rows_left, c: gl.constexpr
 
 
 @gluon.jit
-def write_joined(tensors, scales, strides, m, l, acc, j, h0, segment, c: gl.constexpr, g: gl.constexpr):
+def write_joined(tensors, scales, strides, m, l, acc, j, h0, q0, r0, rows_left, c: gl.constexpr,
+                 g: gl.constexpr):  # fmt: skip
     """The j-th columns of finished rows."""
     OUT, LSE = tensors.OUT, tensors.LSE
     L: gl.constexpr = acc.type.layout
     o_e = gl.arange(0, g.HB * g.JOIN_ROWS, gl.SliceLayout(1, L))
     o_d = j * g.JOIN_COLUMNS + gl.arange(0, g.JOIN_COLUMNS, gl.SliceLayout(0, L))
-    h, r, r0 = h0 + o_e // g.JOIN_ROWS, o_e % g.JOIN_ROWS, segment.i * c.ROWS
-    m_row, row = r < segment.rows * c.GROUP - r0, r0 + r
+    h, r = h0 + o_e // g.JOIN_ROWS, o_e % g.JOIN_ROWS
+    m_row, row = r < rows_left, r0 + r
     heads = (h * c.GROUP + row % c.GROUP).to(gl.int64)
-    at = (segment.q0 + row // c.GROUP).to(gl.int64)
+    at = (q0 + row // c.GROUP).to(gl.int64)
     value_factor = per_head(scales.v, scales.V_T, h, c.V_T, c.V_T_STRIDE) * (scales.out * c.V_FACTOR)
     factor, lse = finish(m, l, value_factor, tensors.SINKS, heads, m_row, c)
     word = o_d % c.BLOCK_DV
@@ -133,7 +134,8 @@ def join(tensors, scales, strides, cut, seen, h0, segment, c: gl.constexpr, g: g
 
     seen: by `look_at`
     """
-    PART, first, pieces = tensors.PART, cut.first, cut.pieces
+    PART, first, pieces, r0 = tensors.PART, cut.first, cut.pieces, segment.i * c.ROWS
+    rows_left = segment.rows * c.GROUP - r0
     fan = fan_of(pieces)
     lead = first + (cut.i_share - first) // fan * fan
     step, count = gl.minimum(fan, 1), gl.minimum(fan, first + pieces - lead)
@@ -148,9 +150,8 @@ def join(tensors, scales, strides, cut, seen, h0, segment, c: gl.constexpr, g: g
         for j in gl.static_range(gl.constexpr(c.PARTS * c.BLOCK_DV // g.JOIN_COLUMNS)):
             m, l, acc = add_pieces(PART, lead, first, step, count, j, h0, c, g)
             if whole:
-                write_joined(tensors, scales, strides, m, l, acc, j, h0, segment, c, g)
+                write_joined(tensors, scales, strides, m, l, acc, j, h0, segment.q0, r0, rows_left, c, g)
             else:
-                rows_left = segment.rows * c.GROUP - segment.i * c.ROWS
                 store_joined(PART, lead, first, m, l, acc, j, h0, rows_left, c, g)
         last = not whole
         if last:

@@ -2,7 +2,7 @@
 
 A program has HB × RB warps and attends HB KV heads, RB warps each, over a share of tiles (`work`). Tiles come
 by tensor copies through a ring of stages (`parts/ring`, `fetch`), all heads of a tile at once, stored scales with
-them; a query of few rows comes ahead with the first tile of its segment (`decode_query`). Warps meet only where a stage
+them; a query of few rows comes ahead with the first tile of its segment (`query`). Warps meet only where a stage
 is given back; products run on mma.sync, whose operands a warp has for itself (`attend`, `attend_rows`,
 `tiles`). With many query rows a program has one head, whose rows share what is converted (`shared_tiles`). The
 scratch of a share: two slots per head, for the cut segment it begins with (even) and for the one it ends with (odd);
@@ -83,11 +83,16 @@ def store_rows_of_heads(tensors, strides, state, h_scale, h0, segment, c: gl.con
 
 
 @gluon.jit
-def note_cut(META, segment, share, c: gl.constexpr, g: gl.constexpr):
-    """Tell the merge of a segment that begins in this share."""
-    p_meta = META + ((segment.b * g.SEGMENTS + segment.i) * g.GROUPS + share.group) * 2
-    gl.store(p_meta, pieces_from(segment, share.per, share.i))
-    gl.store(p_meta + 1, share.i)
+def meta_at(META, segment, group, g: gl.constexpr):
+    """Where META tells of a segment."""
+    return META + ((segment.b * g.SEGMENTS + segment.i) * g.GROUPS + group) * 2
+
+
+@gluon.jit
+def note_cut(p_meta, pieces, i_share):
+    """Tell the merge of a segment that begins in share i_share."""
+    gl.store(p_meta, pieces)
+    gl.store(p_meta + 1, i_share)
 
 
 @gluon.jit
@@ -179,7 +184,8 @@ def decode_kernel(
                 state = ended(sums, c, g)
             whole = segment.t1 - segment.t0 == segment.tiles
             if (g.JOIN_ROWS == 0) & (segment.t0 == 0):
-                note_cut(tensors.META, segment, share, c, g)
+                p_meta = meta_at(tensors.META, segment, share.group, g)
+                note_cut(p_meta, pieces_from(segment, share.per, i_share), i_share)
             slot = 2 * (i_share * c.HEADS + h0) + gl.where(segment.t0 == 0, 1, 0)
             if g.WIDE:
                 ROW: gl.constexpr = state.m.type.layout

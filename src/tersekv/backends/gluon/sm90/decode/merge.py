@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....triton.decode.kernels import finish, meta_of, output, scalar
+from ..parts.pieces import add_pieces
 
 
 @triton.jit
@@ -47,21 +48,7 @@ def merge_kernel(
         for i in range(0, pieces, g.MERGE_PIECES):
             mask = m_row[:, None] & (i + o_i < pieces)[None, :]
             slots = 2 * ((share + i + o_i)[None, :] * c.HEADS + h[:, None]) + tl.where(i + o_i == 0, 1, 0)[None, :]
-            p_part = PART + (slots.to(tl.int64) * c.ROWS + r[:, None]) * c.PART_COLUMNS
-            m_part = tl.load(p_part + c.PART_COLUMNS - 2, mask=mask, other=float("-inf"))
-            l_part = tl.load(p_part + c.PART_COLUMNS - 1, mask=mask, other=0.0)
-            parts = tl.load(
-                p_part[:, :, None] + o_d[None, None, :],
-                mask=mask[:, :, None],
-                other=0.0,
-            )
-            m_new = tl.maximum(m, tl.max(m_part, 1))
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)
-            weights = tl.exp2(m_part - base[:, None])
-            old = tl.exp2(m - base)
-            acc = acc * old[:, None] + tl.sum(parts * weights[:, :, None], 1)
-            l = l * old + tl.sum(l_part * weights, 1)
-            m = m_new
+            m, l, acc = add_pieces(m, l, acc, PART, slots, r, o_d, mask, c)
         head = (h * c.GROUP + row % c.GROUP).to(tl.int64)
         token = (q0 + row // c.GROUP).to(tl.int64)
         v_scales = v_scale + tl.full([g.MERGE_ROWS], 0.0, tl.float32)

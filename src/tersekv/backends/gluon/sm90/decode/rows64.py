@@ -12,10 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...versions import thread_barrier
 from ..parts.ring import barriers, give_back, launch_dependents, make_barriers, wait_for_previous, wait_full
-from ..parts.schedule import LOG2E, meta_of, request_at, request_tiles, scalar, segment_at, zero_padding
+from ..parts.schedule import LOG2E, meta_of, pieces_from, request_at, request_tiles, scalar, segment_at, zero_padding
 from ..parts.softmax import packed, unpacked
 from .fetch import make_rings
-from .kernel import note_cut
+from .kernel import meta_at, note_cut
 from .query import pointers_of
 from .records import Boxes, Hand, Scales, SeenBy, State, Strides, Tables, Tensors
 from .rows import column_of, store_rows_of_head, store_state_of_head
@@ -146,7 +146,8 @@ def attend(tensors, scales, strides, hand, share, which: gl.constexpr, c: gl.con
         state = State(m, l, sums.acc)
         o_m = gl.arange(0, ROWS, ROW)
         if segment.t0 == 0:  # all warpgroups write the same
-            note_cut(tensors.META, segment, share, c, g)
+            pieces = pieces_from(segment, share.per, share.i)
+            note_cut(meta_at(tensors.META, segment, share.group, g), pieces, share.i)
         if segment.t1 - segment.t0 == segment.tiles:
             store_rows_of_head(tensors, strides, state, h_scale, h, segment, r0 + o_m, c)
         else:

@@ -3,7 +3,11 @@
 A program has one KV head. Rows are on M, 64 a warpgroup, keys on N; both products run as wgmma. What `attend`
 and `tiles` are to few rows, this is to many; shares, copies and cut segments are the same. Threads meet twice a
 tile: values are converted beside the first product, the next tile's keys beside the second. Columns lie in shared
-memory where the conversions leave them (`column_of`). Heads of at most 128 columns go by `rows64`.
+memory where the conversions leave them (`column_of`).
+
+Heads of at most 128 columns go by `rows64`. It cannot take 256: a thread's 255 registers do not hold the query (64)
+beside the accumulator (128) and two tiles of scores (64), and shared memory, 227 KB, does not hold that of 128 rows
+(64 KB) beside four fp16 tiles (128 KB) and two stages of codes (64 KB). Here are two tiles, and no scores ahead.
 """
 
 from triton.experimental import gluon
@@ -67,7 +71,7 @@ def bytes_layout(W, g):
 
 @gluon.jit
 def make_buffers(c: gl.constexpr, g: gl.constexpr):
-    """(query, keys, values, scales): fp16 operands; stored scales of a tile, as `put_scales` leaves them."""
+    """(query, keys, values, scales): fp16 operands; stored scales of a tile, as `attend_segment` stores them."""
     D: gl.constexpr = c.PARTS * c.WORDS_K
     DV: gl.constexpr = c.PARTS * c.WORDS_V
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.ROWS, D], gl.float16)

@@ -2,7 +2,7 @@
 
 A warp owns a KV head, or one in RB of its query rows; its boxes are 16 keys. Both products run as m16n8k16 with keys
 (or value columns) on M and query rows on N, so a warp needs nothing of another. The order of the contracted dimension
-is free: a lane takes a stretch of a key's row as it lies, and the same of the query's (`decode_query.operands_of`).
+is free: a lane takes a stretch of a key's row as it lies, and the same of the query's (`query.operands_of`).
 Values are transposed by ldmatrix in units of 16 bits; part j of PARTS holds the columns PARTS * i + j, as in the
 Triton kernels.
 """
@@ -166,7 +166,7 @@ def kept_part(image, j: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
 
 @gluon.jit
 def as_operand(x, c: gl.constexpr, g: gl.constexpr):
-    """Keys [HB, BOX, W] in layout key_words → the left operand, units in the order of `decode_query.operands_of`."""
+    """Keys [HB, BOX, W] in layout key_words → the left operand, units in the order of `query.operands_of`."""
     STRETCH: gl.constexpr = min(c.WORDS_K, 64) // 4
     SHAPE: gl.constexpr = [g.HB, g.BOX, c.WORDS_K // (4 * STRETCH), 4, STRETCH // 2, 2]
     x = x.reshape(SHAPE).permute([0, 1, 2, 4, 3, 5]).reshape([g.HB, g.BOX, c.WORDS_K])

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from .....formats import BLOCK, TOKEN_HEAD, kv_format
 from ....host import launch
 
-FEW_ROWS = 32  # of a KV head, to which decode_attend is the faster kernel
-FEW_ROWS_OF_4_BITS = 16  # where decode_nvfp4 does not take 32
+FEW_ROWS = 32  # of a KV head, to which `attend` is the faster kernel
+FEW_ROWS_OF_4_BITS = 16  # where four_bits does not take 32
 MANY_KEYS = 2**17  # that page tables have room for: from here on it does
 MOST_ROWS_OF_16_BITS = 16  # to which it is faster than Triton's: 32 rows of bf16, 64 × 8K, 522 against 515 µs
 
@@ -22,9 +22,9 @@ class Tiles(NamedTuple):
     min_tiles: int = 1  # least share of a program
     heads: int = 4  # KV heads of a program, at most
     row_warps: int = 1  # warps of a head
-    wide: bool = False  # by decode_wide
-    copier: bool = False  # by decode_nvfp4, with a warp that copies for four others
-    many: bool = False  # by decode_many
+    wide: bool = False  # by shared_tiles
+    copier: bool = False  # by four_bits, with a warp that copies for four others
+    many: bool = False  # by rows64
     slots: int = 0  # of its fp16 tiles
 
 
@@ -39,7 +39,7 @@ def many_rows(f: SimpleNamespace) -> bool:
 
 
 def _unpacks_once(f: SimpleNamespace) -> bool:
-    """decode_nvfp4 takes 32 rows: one warp of four heads' unpacks for all of them.
+    """four_bits takes 32 rows: one warp of four heads' unpacks for all of them.
 
     64 × 8K: 413 → 352 µs, 16 × 8K: 140 → 110, pages of 16: 597 → 356; but it cuts requests more often, which few keys
     do not make up for: 64 × 1K 68 → 78, 1 × 8K 22.6 → 28.7.
@@ -49,7 +49,7 @@ def _unpacks_once(f: SimpleNamespace) -> bool:
 
 
 def _converts_apart(f: SimpleNamespace) -> bool:
-    """decode_many takes these heads, in which two fp16 tiles of each kind fit; else decode_wide does."""
+    """rows64 takes these heads, in which two fp16 tiles of each kind fit; else shared_tiles does."""
     return f.q.shape[2] == f.out.shape[2] <= 128
 
 
@@ -74,7 +74,7 @@ _FOUR_BITS = Tiles(64, 3, 2, 255)
 # 32 rows, 64 × 8K: fp8 309 µs, per token and head 360, int8 396
 _MANY_ROWS = Tiles(64, 3, 1, 255)
 _MANY_ROWS_OF_4_BITS = Tiles(16, 6, 2, 255, copier=True)
-# 64 rows, 64 × 8K: fp8 346 µs (396 by decode_wide), per token and head 420 (507), int8 435 (534), nvfp4 436 (502);
+# 64 rows, 64 × 8K: fp8 346 µs (396 by shared_tiles), per token and head 420 (507), int8 435 (534), nvfp4 436 (502);
 # 128 rows: 510 (769), 700, 730, 630
 _MANY = Tiles(64, 0, 2, None, heads=1, wide=True, many=True)
 _WIDE_ROWS = Tiles(64, 4, 2, 255, heads=1, wide=True)
@@ -104,7 +104,7 @@ def tiles(f: SimpleNamespace) -> Tiles:
 
 
 def _wide(f: SimpleNamespace, rows: int) -> Tiles:
-    """Tiles of decode_wide: as many stages as fit beside the query and a tile's fp16 keys and values."""
+    """Tiles of shared_tiles: as many stages as fit beside the query and a tile's fp16 keys and values."""
     fmt, d, dv = kv_format(f.format), f.q.shape[2], f.out.shape[2]
     t = _WIDE_ROWS._replace(row_warps=rows // 16, programs_per_sm=128 // rows)
     if max(d, dv) > 128:
@@ -116,7 +116,7 @@ def _wide(f: SimpleNamespace, rows: int) -> Tiles:
 
 
 def _many(f: SimpleNamespace, rows: int) -> Tiles:
-    """Tiles of decode_many: as many stages as fit beside the fp16 tiles."""
+    """Tiles of rows64: as many stages as fit beside the fp16 tiles."""
     fmt, d = kv_format(f.format), f.q.shape[2]
     programs = 128 // rows
     # 1 KB of a program is the driver's; barriers, and stored scales of four tiles.

@@ -11,18 +11,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ....triton.decode.kernels import finish, meta_of, output, scalar
 from ....triton.mla_project import GROUP, add_scaled, ask, quantise, store_product
+from ..parts.pieces import add_pieces
 
 COLUMNS = tl.constexpr(128)  # of a head's values, in the decode branch
-
-
-@triton.jit
-def add_pieces(m, l, acc, m_part, l_part, parts):
-    """(maximum, sum, values) of rows, with those of pieces [rows, pieces] joined."""
-    m_new = tl.maximum(m, tl.max(m_part, 1))
-    base = tl.where(m_new == float("-inf"), 0.0, m_new)
-    weights, old = tl.exp2(m_part - base[:, None]), tl.exp2(m - base)
-    acc = acc * old[:, None] + tl.sum(parts * weights[:, :, None], 1)
-    return m_new, l * old + tl.sum(l_part * weights, 1), acc
 
 
 @triton.jit
@@ -52,12 +43,8 @@ def merge_kernel(
         acc = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
         for x in range(0, pieces, PIECES):
             mask = m_r[:, None] & (x + o_i < pieces)[None, :]
-            slots = (2 * (p + (x + o_i) * c.HEADS) + tl.where(x + o_i == 0, 1, 0)).to(tl.int64)
-            p_part = PART + (slots[None, :] * c.ROWS + o_r[:, None]) * c.PART_COLUMNS
-            m_part = tl.load(p_part + c.PART_COLUMNS - 2, mask=mask, other=float("-inf"))
-            l_part = tl.load(p_part + c.PART_COLUMNS - 1, mask=mask, other=0.0)
-            parts = tl.load(p_part[:, :, None] + o_d[None, None, :], mask=mask[:, :, None], other=0.0)
-            m, l, acc = add_pieces(m, l, acc, m_part, l_part, parts)
+            slots = 2 * (p + (x + o_i) * c.HEADS) + tl.where(x + o_i == 0, 1, 0)
+            m, l, acc = add_pieces(m, l, acc, PART, slots[None, :], o_r, o_d, mask, c)
         row = segment * c.ROWS + o_r
         heads = (h * c.GROUP + row % c.GROUP).to(tl.int64)
         tokens = (q0 + row // c.GROUP).to(tl.int64)
@@ -85,12 +72,8 @@ def merged(PART, p, pieces, o_r, o_d, value_factor, PIECES: tl.constexpr, c: tl.
     acc = tl.load(p_first[:, None] + o_d[None, :], mask=(pieces > 0)[:, None], other=0.0)
     for x in range(1, tl.max(pieces), PIECES):
         mask = x + o_i[None, :] < pieces[:, None]
-        slots = (2 * (p[:, None] + (x + o_i) * c.HEADS)).to(tl.int64)
-        p_part = PART + (slots * c.ROWS + o_r[:, None]) * c.PART_COLUMNS
-        m_part = tl.load(p_part + c.PART_COLUMNS - 2, mask=mask, other=float("-inf"))
-        l_part = tl.load(p_part + c.PART_COLUMNS - 1, mask=mask, other=0.0)
-        parts = tl.load(p_part[:, :, None] + o_d[None, None, :], mask=mask[:, :, None], other=0.0)
-        m, l, acc = add_pieces(m, l, acc, m_part, l_part, parts)
+        slots = 2 * (p[:, None] + (x + o_i) * c.HEADS)
+        m, l, acc = add_pieces(m, l, acc, PART, slots, o_r, o_d, mask, c)
     factor, _ = finish(m, l, value_factor, None, o_r, pieces > 0, c)
     return acc * factor[:, None]
 

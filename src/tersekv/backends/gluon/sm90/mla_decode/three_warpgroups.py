@@ -97,9 +97,9 @@ def mla_decode_trio_kernel(
     if c.GROUP_SCALES:
         columns = gl.allocate_shared_memory(gl.float32, [SCALES * STAGES, TILE], PLAIN)
         ratios = gl.allocate_shared_memory(gl.float16, [STAGES * c.CHUNKS, TILE], PLAIN)
-    ready, stored, started = barrier_sets(1, (2, 2, 2))
     full, free, spread = barrier_sets(STAGES, (1, 3, 1))
     given, taken = barrier_sets(TURNS, (1, 2))
+    ready, stored, started = barrier_sets(1, (2, 2, 2))
     bars = Bars(full, free, given, taken, ready, stored, started, spread)
     call_scales = scales_of(softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T, c)
     share = share_of(LENS, CU, B, loaded, p // c.HEADS, num_programs // c.HEADS, max_segments, p, c)

@@ -23,9 +23,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....host.launch import TENSOR, Template
 from ...versions import thread_barrier, tma_load
-from ..parts.ring import launch_dependents, wait_for_previous
+from ..parts.ring import barrier_sets, launch_dependents, wait_for_previous
 from ..parts.softmax import packed, shares_of_sum, unpacked, weigh
 from ..parts.tensor_maps import tensor_map
+from .items import (
+    FIELDS,
+    LN2,
+    LOG2E,
+    ROWS,
+    Bars,
+    Buffers,
+    Items,
+    Maps,
+    Strides,
+    any_set,
+    begin,
+    drop_nan,
+    facts_of,
+    place_of_item,
+    publish,
+    request_of,
+    scores,
+)
 
 BLOCK_N, STAGES, REGISTERS = 128, 2, 240
 _L2_BYTES = 32 << 20  # keys and values that stay in the L2 cache for a while
@@ -38,65 +57,50 @@ class Dims(NamedTuple):
     dim_v: int
 
 
-LOG2E = gl.constexpr(math.log2(math.e))
-LN2 = gl.constexpr(math.log(2))
-ROWS = gl.constexpr(64)  # queries of one warpgroup
 BLOCK_M = gl.constexpr(128)  # queries of an item
-FIELDS = gl.constexpr(8)
+
+
+class State(NamedTuple):
+    """Of a warpgroup's queries: values summed so far, maxima, sums, and the last tile's weights, packed."""
+
+    acc: gl.tensor
+    m: gl.tensor
+    l: gl.tensor
+    words: gl.tensor
+
+
+class Given(NamedTuple):
+    """What consumers are given."""
+
+    OUT: gl.tensor
+    LOW: gl.tensor
+    LSE: gl.tensor
+    DIRTY: gl.tensor
+    rows: gl.tensor
+    H: gl.tensor
+    qk_scale: gl.tensor
+    strides: Strides
+    buffers: Buffers
+    bars: Bars
 
 
 @gluon.jit
-def field(facts, i: gl.constexpr):
-    """One number of an item's facts, which every thread holds whole."""
-    o = gl.arange(0, FIELDS, facts.type.layout)
-    return gl.sum(gl.where(o == i, facts, 0), 0)
-
-
-@gluon.jit
-def publish(FACTS, a, b, c, d, e, f):
-    """Write an item's facts where the consumers read them: first row of q, queries, last key that query 0 sees, keys,
-    tiles (0: there are no more items), head."""
-    whole: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [1], [0])
-    o = gl.arange(0, FIELDS, whole)
-    x = gl.where(o == 0, a, gl.where(o == 1, b, gl.where(o == 2, c, gl.where(o == 3, d, gl.where(o == 4, e, f)))))
-    FACTS.store(x.to(gl.int32))
-    thread_barrier()  # the thread that arrives is not the one that has stored
-
-
-@gluon.jit
-def place_of_item(item, blocks, H, group):
-    """(request, head, query block): late blocks first, within groups of heads."""
-    b = item // (blocks * H)
-    rest = item % (blocks * H)
-    first_head = rest // (blocks * group) * group
-    width = gl.minimum(H - first_head, group)
-    rest = rest % (blocks * group)
-    return b, first_head + rest % width, blocks - 1 - rest // width
-
-
-@gluon.jit
-def produce(
-    Q, QPE, KV, KPE, COUNTER, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group, items, head_stride, buffers, bars,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS: gl.constexpr,
-):  # fmt: skip
-    q_s, qpe_s, k_s, kpe_s, v_s, facts_s = buffers
-    q_full, q_free, k_full, k_free, v_full, v_free = bars
-    DN: gl.constexpr = q_s.shape[2]
-    R: gl.constexpr = qpe_s.shape[2]
-    bits: gl.constexpr = q_s.dtype.primitive_bitwidth // 8
+def produce(maps, items, buffers, bars, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS: gl.constexpr):
+    """Take items and copy their tiles; the last is told by 0 tiles."""
+    k_full, k_free, v_full, v_free = bars.k_full, bars.k_free, bars.v_full, bars.v_free
+    DN: gl.constexpr = buffers.q.shape[2]
+    R: gl.constexpr = buffers.q_pe.shape[2]
+    bits: gl.constexpr = buffers.q.dtype.primitive_bitwidth // 8
     item = gl.program_id(0)
     done = 0  # items given to the consumers
     at = 0  # tiles given
-    while item < items:
+    while item < items.items:
         after = item
-        b, head, block = place_of_item(item, blocks, H, group)
-        q0 = gl.load(CU + b).to(gl.int32)
-        queries = gl.load(CU + b + 1).to(gl.int32) - q0
+        b, head, block = place_of_item(item, items.blocks, items.H, items.group)
+        r = request_of(items, b)
+        q0, queries, keys = r.q0, r.queries, r.keys
         i0 = block * BLOCK_M
-        first_row = gl.load(STARTS_OF + b).to(gl.int32)
-        keys = gl.minimum(gl.load(STARTS_OF + b + 1).to(gl.int32), rows) - first_row
-        ahead = (gl.load(LENS + b).to(gl.int64) - gl.load(STARTS + b).to(gl.int64)).to(gl.int32)
-        seen = gl.minimum(keys, gl.minimum(i0 + BLOCK_M, queries) + ahead)
+        seen = gl.minimum(keys, gl.minimum(i0 + BLOCK_M, queries) + r.ahead)
         wanted = i0 < queries
         if HAS_PREVIOUS:
             wanted = wanted & (seen > 0)
@@ -105,79 +109,55 @@ def produce(
             tiles = gl.maximum((seen + BLOCK_N - 1) // BLOCK_N, 1)
             column = head * (2 * DN)
             for i in range(tiles):
-                row = first_row + (tiles - 1 - i) * BLOCK_N
+                row = r.first_row + (tiles - 1 - i) * BLOCK_N
                 stage = at % STAGES
                 phase = (at // STAGES) & 1
                 if i == tiles - 1:  # no earlier: whoever is done first takes the next item
-                    after = gl.atomic_add(COUNTER, 1, sem="relaxed") + gl.num_programs(0)
+                    after = gl.atomic_add(items.COUNTER, 1, sem="relaxed") + gl.num_programs(0)
                 mbarrier.wait(k_free.index(stage), phase ^ 1)
                 mbarrier.expect(k_full.index(stage), BLOCK_N * (DN + R) * bits)
-                tma_load(KV, [row, column], k_full.index(stage), k_s.index(stage))
-                tma_load(KPE, [row, 0], k_full.index(stage), kpe_s.index(stage))
+                tma_load(maps.KEYS, [row, column], k_full.index(stage), buffers.k.index(stage))
+                tma_load(maps.KPE, [row, 0], k_full.index(stage), buffers.k_pe.index(stage))
                 if i == 0:
                     for half in gl.static_range(2):
-                        bar, first = q_full.index(half), q0 + i0 + half * ROWS
-                        mbarrier.wait(q_free.index(half), (done & 1) ^ 1)
-                        publish(facts_s.index(half), q0 + i0, queries - i0, i0 + ahead, keys, tiles, head)
+                        bar, first = bars.q_full.index(half), q0 + i0 + half * ROWS
+                        mbarrier.wait(bars.q_free.index(half), (done & 1) ^ 1)
+                        publish(buffers.facts.index(half), q0 + i0, queries - i0, i0 + r.ahead, keys, tiles, head)
                         mbarrier.expect(bar, ROWS * (DN + R) * bits)
-                        tma_load(Q, [first, head * head_stride], bar, q_s.index(half))
-                        tma_load(QPE, [first, head * head_stride + DN], bar, qpe_s.index(half))
+                        tma_load(maps.Q, [first, head * items.head_stride], bar, buffers.q.index(half))
+                        tma_load(maps.QPE, [first, head * items.head_stride + DN], bar, buffers.q_pe.index(half))
                 mbarrier.wait(v_free.index(stage), phase ^ 1)
                 mbarrier.expect(v_full.index(stage), BLOCK_N * DN * bits)
-                tma_load(KV, [row, column + DN], v_full.index(stage), v_s.index(stage))
+                tma_load(maps.VALUES, [row, column + DN], v_full.index(stage), buffers.v.index(stage))
                 at += 1
             done += 1
         else:
-            after = gl.atomic_add(COUNTER, 1, sem="relaxed") + gl.num_programs(0)
+            after = gl.atomic_add(items.COUNTER, 1, sem="relaxed") + gl.num_programs(0)
         item = after
     for half in gl.static_range(2):
-        mbarrier.wait(q_free.index(half), (done & 1) ^ 1)
-        publish(facts_s.index(half), 0, 0, 0, 0, 0, 0)
-        mbarrier.arrive(q_full.index(half), count=1)
-
-
-@gluon.jit
-def scores(q, q_pe, k, k_pe, S: gl.constexpr):
-    """Start q · [k | k_pe]ᵀ."""
-    zero = gl.full([q.shape[0], k.shape[0]], 0.0, gl.float32, S)
-    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    return warpgroup_mma(q_pe, k_pe.permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def drop_nan(v, keys):
-    """Rows of no key and NaN become 0 in a tile of values: a weight of 0 does not hide NaN.
-
-    A NaN of the request's own later tokens goes too; whoever sees such a token still gets NaN from its key. Both
-    warpgroups may do so at once: they write the same.
-    """
-    PART: gl.constexpr = 16
-    read: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    o_n = gl.arange(0, PART, gl.SliceLayout(1, read))
-    for i in gl.static_range(v.shape[0] // PART):
-        x = v.slice(i * PART, PART).load(read)
-        real = (x == x) & (o_n < keys - i * PART)[:, None]
-        v.slice(i * PART, PART).store(gl.where(real, x, 0.0).to(v.dtype))
-    fence_async_shared()
+        mbarrier.wait(bars.q_free.index(half), (done & 1) ^ 1)
+        publish(buffers.facts.index(half), 0, 0, 0, 0, 0, 0)
+        mbarrier.arrive(bars.q_full.index(half), count=1)
 
 
 @gluon.jit
 def step(
-    state, at, is_last, last, keys, dirty, buffers, bars, q, q_pe, qk_scale, S: gl.constexpr, MASKED: gl.constexpr,
+    state, at, is_last, last, keys, dirty, buffers, bars, qk_scale, S: gl.constexpr, MASKED: gl.constexpr,
     HALF: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile `at`, while the values of the tile before are added; then its weights."""
     acc, m, l, words = state
+    q, q_pe = buffers.q.index(HALF), buffers.q_pe.index(HALF)
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
-    _, _, k_s, kpe_s, v_s, _ = buffers
-    _, q_free, k_full, k_free, v_full, v_free = bars
+    k_s, kpe_s, v_s = buffers.k, buffers.k_pe, buffers.v
+    k_full, k_free, v_full, v_free = bars.k_full, bars.k_free, bars.v_full, bars.v_free
     stage, before = at % STAGES, (at - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (at // STAGES) & 1)
     s = scores(q, q_pe, k_s.index(stage), kpe_s.index(stage), S)
     acc = warpgroup_mma(unpacked(words, v_s.dtype, P), v_s.index(before), acc, is_async=True)
     s = warpgroup_mma_wait(1, [s])
     mbarrier.arrive(k_free.index(stage), count=1)
-    mbarrier.arrive(q_free.index(HALF), count=1, pred=is_last)
+    mbarrier.arrive(bars.q_free.index(HALF), count=1, pred=is_last)
     # NOTE: ptxas moves no arithmetic across the branch of a wait. This one, which never waits, keeps the arrival before
     # the exponentials; the one below keeps them before the wait for the product that they are to hide behind.
     mbarrier.wait(v_full.index(before), ((at - 1) // STAGES) & 1)
@@ -191,53 +171,34 @@ def step(
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(v_free.index(before), count=1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, m, l, words
+    return State(acc, m, l, words)
 
 
 @gluon.jit
-def any_set(FLAGS, n):
-    """Whether one of n bytes is not 0."""
-    PART: gl.constexpr = 2048
-    L: gl.constexpr = gl.BlockedLayout([16], [32], [4], [0])
-    o = gl.arange(0, PART, L)
-    found = gl.full([PART], 0, gl.int8, L)
-    for i in range(0, n, PART):
-        found = found | gl.load(FLAGS + i + o, mask=i + o < n, other=0)
-    return gl.max(found.to(gl.int32), 0) != 0
-
-
-@gluon.jit
-def begin(S: gl.constexpr, O: gl.constexpr, DV: gl.constexpr):
-    """(acc, m) before an item's first tile."""
-    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-    return gl.full([ROWS, DV], 0.0, gl.float32, O), m
-
-
-@gluon.jit
-def places(OUT, LOW, LSE, H, facts, strides, HALF: gl.constexpr, S: gl.constexpr, O: gl.constexpr, DV: gl.constexpr):
+def places(given, facts, HALF: gl.constexpr, S: gl.constexpr, O: gl.constexpr, DV: gl.constexpr):
     """Pointers of an item's out, low and lse; masks of out and lse."""
-    stride_ot, stride_oh, stride_lt, stride_lh = strides
-    row, queries, head = facts
-    head = head.to(gl.int64)
+    strides, row, queries = given.strides, facts.row, facts.rows
+    head = facts.head.to(gl.int64)
     o_v = gl.arange(0, DV, gl.SliceLayout(0, O))
     o_mo = gl.arange(0, ROWS, gl.SliceLayout(1, O)) + HALF * ROWS
     o_m = gl.arange(0, ROWS, gl.SliceLayout(1, S)) + HALF * ROWS
     t, t_lse = (row + o_mo).to(gl.int64), (row + o_m).to(gl.int64)
-    p_out = OUT + t[:, None] * stride_ot + head * stride_oh + o_v[None, :]
-    p_low = LOW + (t * H + head)[:, None] * DV + o_v[None, :]
+    p_out = given.OUT + t[:, None] * strides.out_t + head * strides.out_h + o_v[None, :]
+    p_low = given.LOW + (t * given.H + head)[:, None] * DV + o_v[None, :]
     m_out = (o_mo < queries)[:, None] & (o_v >= 0)[None, :]
-    return p_out, p_low, LSE + t_lse * stride_lt + head * stride_lh, m_out, o_m < queries
+    p_lse = given.LSE + t_lse * strides.lse_t + head * strides.lse_h
+    return p_out, p_low, p_lse, m_out, o_m < queries
 
 
 @gluon.jit
 def finish(
-    OUT, LOW, LSE, H, facts, strides, acc, m, l, HALF: gl.constexpr, S: gl.constexpr,
+    given, facts, acc, m, l, HALF: gl.constexpr, S: gl.constexpr,
     HAS_PREVIOUS: gl.constexpr, HAS_NEXT: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Write an item's result, merged with what the chunk before left."""
     O: gl.constexpr = acc.type.layout
     l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
-    p_out, p_low, p_lse, m_out, m_lse = places(OUT, LOW, LSE, H, facts, strides, HALF, S, O, acc.shape[1])
+    p_out, p_low, p_lse, m_out, m_lse = places(given, facts, HALF, S, O, acc.shape[1])
     if HAS_PREVIOUS:
         # NOTE: an accumulator that begins as something else than 0 makes ptxas wait behind every product.
         before = gl.load(p_lse, mask=m_lse, other=float("-inf")) * LOG2E
@@ -255,99 +216,98 @@ def finish(
         acc += x * gl.convert_layout(old / l, gl.SliceLayout(1, O))[:, None]
     else:
         acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
-    out = acc.to(OUT.dtype.element_ty)
+    out = acc.to(given.OUT.dtype.element_ty)
     gl.store(p_out, out, mask=m_out)
     if HAS_NEXT:
-        gl.store(p_low, (acc - out.to(gl.float32)).to(LOW.dtype.element_ty), mask=m_out)
+        gl.store(p_low, (acc - out.to(gl.float32)).to(given.LOW.dtype.element_ty), mask=m_out)
     if HAS_LSE:
         gl.store(p_lse, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * LN2), mask=m_lse)
 
 
 @gluon.jit
 def attend_rows(
-    OUT, LOW, LSE, DIRTY, rows, H, qk_scale, strides, buffers, bars,
-    HALF: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS: gl.constexpr,
+    given, HALF: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS: gl.constexpr,
     HAS_NEXT: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 queries of every item of this block."""
-    q_s, qpe_s, k_s, kpe_s, v_s, facts_s = buffers
+    qk_scale, buffers, bars = given.qk_scale, given.buffers, given.bars
+    k_s, kpe_s, v_s = buffers.k, buffers.k_pe, buffers.v
     q_full, q_free, k_full, k_free, v_full, v_free = bars
     DV: gl.constexpr = v_s.shape[2]
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     whole: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
-    q, q_pe = q_s.index(HALF), qpe_s.index(HALF)
+    q, q_pe = buffers.q.index(HALF), buffers.q_pe.index(HALF)
     o_m = gl.arange(0, ROWS, gl.SliceLayout(1, S)) + HALF * ROWS
 
-    dirty = any_set(DIRTY, rows)
+    dirty = any_set(given.DIRTY, given.rows)
     at = 0  # tiles begun
     done = 0  # items begun
     mbarrier.wait(q_full.index(HALF), 0)
-    facts = facts_s.index(HALF).load(whole)
+    loaded = buffers.facts.index(HALF).load(whole)
     thread_barrier()  # one thread will say that they may be written anew
-    row, queries, limit = field(facts, 0), field(facts, 1), field(facts, 2)
-    keys, tiles, head = field(facts, 3), field(facts, 4), field(facts, 5)
-    if tiles > 0:
-        start = (tiles - 1) * BLOCK_N
+    facts = facts_of(loaded)
+    if facts.tiles > 0:
+        start = (facts.tiles - 1) * BLOCK_N
         mbarrier.wait(k_full.index(0), 0)
         s = scores(q, q_pe, k_s.index(0), kpe_s.index(0), S)
         mbarrier.wait(v_full.index(0), 0)
         if dirty:
-            drop_nan(v_s.index(0), keys - start)
+            drop_nan(v_s.index(0), facts.keys - start)
         s = warpgroup_mma_wait(0, [s])
         mbarrier.arrive(k_free.index(0), count=1)
-        mbarrier.arrive(q_free.index(HALF), count=1, pred=tiles == 1)
+        mbarrier.arrive(q_free.index(HALF), count=1, pred=facts.tiles == 1)
         acc, m = begin(S, O, DV)
-        last = gl.minimum(o_m + limit, keys - 1)  # last key that a row sees
+        last = gl.minimum(o_m + facts.limit, facts.keys - 1)  # last key that a row sees
         weight, m, _ = weigh(s, m, last - start, qk_scale, True)
         l = shares_of_sum(weight)
         words = packed(weight, v_s.dtype)
         at += 1
-        while tiles > 0:
-            full = gl.maximum(gl.minimum(keys, limit + HALF * ROWS + 1), 0) // BLOCK_N  # tiles that all rows see
+        while facts.tiles > 0:
+            tiles, keys = facts.tiles, facts.keys
+            full = gl.maximum(gl.minimum(keys, facts.limit + HALF * ROWS + 1), 0) // BLOCK_N  # tiles that all rows see
             for t in range(1, tiles - full):
                 start -= BLOCK_N
                 acc, m, l, words = step(
-                    (acc, m, l, words), at, t == tiles - 1, last - start, keys - start, dirty, buffers, bars, q, q_pe,
+                    State(acc, m, l, words), at, t == tiles - 1, last - start, keys - start, dirty, buffers, bars,
                     qk_scale, S, True, HALF, STAGES,
                 )  # fmt: skip
                 at += 1
             for t in range(gl.maximum(tiles - full, 1), tiles):
                 acc, m, l, words = step(
-                    (acc, m, l, words), at, t == tiles - 1, last, keys, dirty, buffers, bars, q, q_pe,
+                    State(acc, m, l, words), at, t == tiles - 1, last, keys, dirty, buffers, bars,
                     qk_scale, S, False, HALF, STAGES,
                 )  # fmt: skip
                 at += 1
             # The item's last values are added under the next item's first scores. After the last item, scores of
             # what lies in memory are computed and dropped.
-            written = (row, queries, head)
+            written = facts
             done += 1
             mbarrier.wait(q_full.index(HALF), done & 1)
-            facts = facts_s.index(HALF).load(whole)
+            loaded = buffers.facts.index(HALF).load(whole)
             thread_barrier()
-            row, queries, limit = field(facts, 0), field(facts, 1), field(facts, 2)
-            keys, tiles, head = field(facts, 3), field(facts, 4), field(facts, 5)
-            more = tiles > 0
-            start = (tiles - 1) * BLOCK_N
-            last = gl.minimum(o_m + limit, keys - 1)
+            facts = facts_of(loaded)
+            more = facts.tiles > 0
+            start = (facts.tiles - 1) * BLOCK_N
+            last = gl.minimum(o_m + facts.limit, facts.keys - 1)
             stage, before = at % STAGES, (at - 1) % STAGES
             mbarrier.wait(k_full.index(stage), (at // STAGES) & 1, pred=more)
             s = scores(q, q_pe, k_s.index(stage), kpe_s.index(stage), S)
             acc = warpgroup_mma(unpacked(words, v_s.dtype, P), v_s.index(before), acc, is_async=True)
             s = warpgroup_mma_wait(1, [s])
             mbarrier.arrive(k_free.index(stage), count=1)
-            mbarrier.arrive(q_free.index(HALF), count=1, pred=tiles == 1)
+            mbarrier.arrive(q_free.index(HALF), count=1, pred=facts.tiles == 1)
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(v_free.index(before), count=1)
-            finish(OUT, LOW, LSE, H, written, strides, acc, m, l, HALF, S, HAS_PREVIOUS, HAS_NEXT, HAS_LSE)
+            finish(given, written, acc, m, l, HALF, S, HAS_PREVIOUS, HAS_NEXT, HAS_LSE)
             acc, m = begin(S, O, DV)
             weight, m, _ = weigh(s, m, last - start, qk_scale, True)
             l = shares_of_sum(weight)
             words = packed(weight, v_s.dtype)
             mbarrier.wait(v_full.index(stage), (at // STAGES) & 1, pred=more)
             if dirty:
-                drop_nan(v_s.index(stage), keys - start)
+                drop_nan(v_s.index(stage), facts.keys - start)
             at += 1
 
 
@@ -368,43 +328,25 @@ def attention_kernel(
     kpe_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, R], KPE.layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DN], KV.layout)
     facts_s = gl.allocate_shared_memory(gl.int32, [2, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_free.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=2)
+    q_full, q_free = barrier_sets(2, (1, 1))
+    k_full, k_free, v_full, v_free = barrier_sets(STAGES, (1, 2, 1, 2))
     fence_async_shared()
     if OVERLAPS:
         launch_dependents()
         wait_for_previous()
     if IF_WANTED:
         items = gl.where(gl.load(WANTED) != 0, items, 0)
-    buffers = (q_s, qpe_s, k_s, kpe_s, v_s, facts_s)
-    bars = (q_full, q_free, k_full, k_free, v_full, v_free)
-    strides = (stride_ot, stride_oh, stride_lt, stride_lh)
+    buffers = Buffers(q_s, qpe_s, k_s, kpe_s, v_s, facts_s)
+    bars = Bars(q_full, q_free, k_full, k_free, v_full, v_free)
+    strides = Strides(stride_ot, stride_oh, stride_lt, stride_lh)
+    given = Given(OUT, LOW, LSE, DIRTY, rows, H, qk_scale, strides, buffers, bars)
+    maps = Maps(Q, QPE, KV, KV, KPE)
+    work = Items(COUNTER, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group, items, head_stride)
     gl.warp_specialize(
         [
-            (attend_rows, (
-                OUT, LOW, LSE, DIRTY, rows, H, qk_scale, strides, buffers, bars,
-                0, BLOCK_N, STAGES, HAS_PREVIOUS, HAS_NEXT, HAS_LSE,
-            )),
-            (attend_rows, (
-                OUT, LOW, LSE, DIRTY, rows, H, qk_scale, strides, buffers, bars,
-                1, BLOCK_N, STAGES, HAS_PREVIOUS, HAS_NEXT, HAS_LSE,
-            )),
-            (produce, (
-                Q, QPE, KV, KPE, COUNTER, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group, items, head_stride,
-                buffers, bars, BLOCK_N, STAGES, HAS_PREVIOUS,
-            )),
+            (attend_rows, (given, 0, BLOCK_N, STAGES, HAS_PREVIOUS, HAS_NEXT, HAS_LSE)),
+            (attend_rows, (given, 1, BLOCK_N, STAGES, HAS_PREVIOUS, HAS_NEXT, HAS_LSE)),
+            (produce, (maps, work, buffers, bars, BLOCK_N, STAGES, HAS_PREVIOUS)),
         ],
         [4, 1], [REGS, 24],
     )  # fmt: skip

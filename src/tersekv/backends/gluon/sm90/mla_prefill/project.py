@@ -8,7 +8,7 @@ copies by TMA; two warpgroups have 64 latents each, and scale one half of their 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....host.launch import TENSOR, Template
 from ...versions import thread_barrier, tma_load, tma_store
-from ..parts.ring import launch_dependents, wait_for_previous
+from ..parts.ring import barrier_sets, launch_dependents, wait_for_previous
 from ..parts.tensor_maps import tensor_map
 
 STAGES = 4
@@ -30,6 +30,26 @@ STAGES = 4
 ROWS = gl.constexpr(64)  # latents of one warpgroup
 TILE = gl.constexpr(128)  # latents and weight rows of a tile, and columns of a scale
 HALF_TILE = gl.constexpr(64)  # weight rows of one product
+
+
+class Buffers(NamedTuple):
+    a: gl.shared_memory_descriptor  # latents
+    w: gl.shared_memory_descriptor  # two panels
+    out: gl.shared_memory_descriptor
+
+
+class Bars(NamedTuple):
+    a_full: gl.shared_memory_descriptor
+    a_free: gl.shared_memory_descriptor
+    w_full: gl.shared_memory_descriptor
+    w_free: gl.shared_memory_descriptor
+
+
+class Scales(NamedTuple):
+    A: gl.tensor
+    W: gl.tensor
+    a_stride: gl.tensor
+    w_stride: gl.tensor
 
 
 @gluon.jit
@@ -40,7 +60,7 @@ def share_of_program(tiles):
 
 @gluon.jit
 def produce(A, W, rows_of_tiles, tiles, buffers, bars, STEPS: gl.constexpr, STAGES: gl.constexpr):
-    a_s, w_s, _ = buffers
+    a_s, w_s = buffers.a, buffers.w
     a_full, a_free, w_full, w_free = bars
     first, end = share_of_program(tiles)
     at = 0  # steps of 128 columns
@@ -72,10 +92,10 @@ def start(a, w, RIGHT: gl.constexpr, ACC: gl.constexpr):
 
 
 @gluon.jit
-def load_scales(A_SCALE, W_SCALE, row, panel, i, o_m, rows, stride_as, stride_ws):
+def scales_of_step(scales, row, panel, i, o_m, rows):
     """Scales of a step: of its latents, and of its block of the weight."""
-    a_scale = gl.load(A_SCALE + i * stride_as + row * TILE + o_m, mask=row * TILE + o_m < rows, other=0.0)
-    return a_scale, gl.load(W_SCALE + panel * stride_ws + i)
+    a_scale = gl.load(scales.A + i * scales.a_stride + row * TILE + o_m, mask=row * TILE + o_m < rows, other=0.0)
+    return a_scale, gl.load(scales.W + panel * scales.w_stride + i)
 
 
 @gluon.jit
@@ -86,7 +106,6 @@ def multiply(
     """A warpgroup: 64 rows of every tile of this block."""
     a_s, w_s, out_s = buffers
     a_full, a_free, w_full, w_free = bars
-    A_SCALE, W_SCALE, stride_as, stride_ws = scales
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_TILE, 32])
     o_m = gl.arange(0, ROWS, gl.SliceLayout(1, ACC)) + HALF * ROWS
     first, end = share_of_program(tiles)
@@ -96,7 +115,7 @@ def multiply(
     fresh = True  # the panel is another than the last tile's
     side = 0
     # Scales are loaded a step ahead, so that no product waits for them.
-    a_scale, w_scale = load_scales(A_SCALE, W_SCALE, row, panel, 0, o_m, rows, stride_as, stride_ws)
+    a_scale, w_scale = scales_of_step(scales, row, panel, 0, o_m, rows)
     for tile in range(first, end):
         if fresh:
             if panels > 0:
@@ -113,9 +132,9 @@ def multiply(
         part_right, scale_before = left, a_scale
         for i in gl.static_range(STEPS):
             scale = a_scale * w_scale
-            a_scale, w_scale = load_scales(
-                A_SCALE, W_SCALE, row_after if i == STEPS - 1 else row, panel_after if i == STEPS - 1 else panel,
-                (i + 1) % STEPS, o_m, rows, stride_as, stride_ws,
+            a_scale, w_scale = scales_of_step(
+                scales, row_after if i == STEPS - 1 else row, panel_after if i == STEPS - 1 else panel,
+                (i + 1) % STEPS, o_m, rows,
             )  # fmt: skip
             stage = at % STAGES
             mbarrier.wait(a_full.index(stage), (at // STAGES) & 1)
@@ -154,25 +173,16 @@ def product_kernel(
     a_s = gl.allocate_shared_memory(A.dtype, [STAGES, TILE, TILE], A.layout)
     w_s = gl.allocate_shared_memory(W.dtype, [2 * STEPS, TILE, TILE], W.layout)
     out_s = gl.allocate_shared_memory(OUT.dtype, [4, ROWS, HALF_TILE], OUT.layout)
-    a_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    a_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    w_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    w_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(a_full.index(i), count=1)
-        mbarrier.init(a_free.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(w_full.index(i), count=1)
-        mbarrier.init(w_free.index(i), count=2)
+    a_full, a_free = barrier_sets(STAGES, (1, 2))
+    w_full, w_free = barrier_sets(2, (1, 2))
     fence_async_shared()
     if OVERLAPS:
         launch_dependents()
         wait_for_previous()
-    buffers = (a_s, w_s, out_s)
-    bars = (a_full, a_free, w_full, w_free)
+    buffers, bars = Buffers(a_s, w_s, out_s), Bars(a_full, a_free, w_full, w_free)
     rows_of_tiles = gl.cdiv(rows, TILE)
     tiles = rows_of_tiles * (N // TILE)
-    scales = (A_SCALE, W_SCALE, stride_as, stride_ws)
+    scales = Scales(A_SCALE, W_SCALE, stride_as, stride_ws)
     gl.warp_specialize(
         [
             (multiply, (OUT, scales, rows, rows_of_tiles, tiles, buffers, bars, 0, STEPS, STAGES)),

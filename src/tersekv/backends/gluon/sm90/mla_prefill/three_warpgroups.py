@@ -13,7 +13,7 @@ it, does everything again.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,24 +26,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....host.launch import TENSOR, Template
 from ...versions import thread_barrier, tma_load
-from ..parts.ring import launch_dependents, wait_for_previous
+from ..parts.ring import barrier_sets, launch_dependents, wait_for_previous
 from ..parts.softmax import halves, packed, shares_of_sum, unpacked, weigh
 from ..parts.tensor_maps import tensor_map
-from .attention import (
+from .attention import Dims, heads_of_group
+from .attention import descriptors as of_keys
+from .items import (
     FIELDS,
     LN2,
     ROWS,
-    Dims,
+    Bars,
+    Buffers,
+    Items,
+    Maps,
+    Strides,
     any_set,
     begin,
     drop_nan,
-    field,
-    heads_of_group,
+    facts_of,
     place_of_item,
     publish,
+    request_of,
     scores,
 )
-from .attention import descriptors as of_keys
 
 REGISTERS = 160
 # For each multiprocessor; with few items, two warpgroups share the work more evenly. With 21 (H200, 4096 tokens, 128
@@ -59,83 +64,99 @@ STAGES_V = gl.constexpr(3)  # of half a tile
 HUGE = gl.constexpr(2.0**100)  # of the sum of a row's weights
 
 
+class State(NamedTuple):
+    """Of a warpgroup's queries: values summed so far, references, and shares of the sums."""
+
+    acc: gl.tensor
+    m: gl.tensor
+    l: gl.tensor
+
+
+class Given(NamedTuple):
+    """What consumers are given."""
+
+    OUT: gl.tensor
+    LSE: gl.tensor
+    AGAIN: gl.tensor
+    DIRTY: gl.tensor
+    rows: gl.tensor
+    qk_scale: gl.tensor
+    strides: Strides
+    buffers: Buffers
+    bars: Bars
+
+
 @gluon.jit
-def give_values(VALUES, row, column, turn, v_s, v_full, v_free):
+def give_values(maps, row, column, turn, buffers, bars):
     """Copy half a tile of values."""
     stage = turn % STAGES_V
-    mbarrier.wait(v_free.index(stage), ((turn // STAGES_V) & 1) ^ 1)
-    mbarrier.expect(v_full.index(stage), HALF_N * v_s.shape[2] * 2)
-    tma_load(VALUES, [row, column], v_full.index(stage), v_s.index(stage))
+    mbarrier.wait(bars.v_free.index(stage), ((turn // STAGES_V) & 1) ^ 1)
+    mbarrier.expect(bars.v_full.index(stage), HALF_N * buffers.v.shape[2] * 2)
+    tma_load(maps.VALUES, [row, column], bars.v_full.index(stage), buffers.v.index(stage))
 
 
 @gluon.jit
-def produce(
-    Q, QPE, KEYS, VALUES, KPE, COUNTER, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group, items, head_stride,
-    buffers, bars,
-):  # fmt: skip
-    """The producer: takes items from a counter, longest first, and copies their tiles from the last to the first."""
-    q_s, qpe_s, k_s, kpe_s, v_s, facts_s = buffers
-    q_full, q_free, k_full, k_free, v_full, v_free = bars
-    DN: gl.constexpr = q_s.shape[2]
-    R: gl.constexpr = qpe_s.shape[2]
+def produce(maps, items, buffers, bars):
+    """Take items from a counter, longest first, and copy their tiles from the last to the first; −1 tiles: the end."""
+    k_full, k_free = bars.k_full, bars.k_free
+    DN: gl.constexpr = buffers.q.shape[2]
+    R: gl.constexpr = buffers.q_pe.shape[2]
     item = gl.program_id(0)
     done = 0  # items given to the consumers
     at = 0  # tiles given
-    while item < items:
-        b, head, block = place_of_item(item, blocks, H, group)
-        q0 = gl.load(CU + b).to(gl.int32)
-        queries = gl.load(CU + b + 1).to(gl.int32) - q0
+    while item < items.items:
+        b, head, block = place_of_item(item, items.blocks, items.H, items.group)
+        r = request_of(items, b)
+        q0, queries, keys, first_row = r.q0, r.queries, r.keys, r.first_row
         # Blocks are laid from the last query on, so that the one that is not full has the fewest keys.
         i0 = queries - (gl.cdiv(queries, BLOCK_M) - block) * BLOCK_M
-        first_row = gl.load(STARTS_OF + b).to(gl.int32)
-        keys = gl.minimum(gl.load(STARTS_OF + b + 1).to(gl.int32), rows) - first_row
-        ahead = (gl.load(LENS + b).to(gl.int64) - gl.load(STARTS + b).to(gl.int64)).to(gl.int32)
         column = head * (2 * DN)
         wanted = block * BLOCK_M < queries
         if wanted:
             # An item without a key gets a tile that no row sees: consumers know no other items.
-            tiles = gl.maximum((gl.minimum(keys, i0 + BLOCK_M + ahead) + BLOCK_N - 1) // BLOCK_N, 1)
+            tiles = gl.maximum((gl.minimum(keys, i0 + BLOCK_M + r.ahead) + BLOCK_N - 1) // BLOCK_N, 1)
             row = first_row + (tiles - 1) * BLOCK_N
             for i in range(tiles):
                 stage = at % STAGES_K
                 mbarrier.wait(k_free.index(stage), ((at // STAGES_K) & 1) ^ 1)
                 mbarrier.expect(k_full.index(stage), BLOCK_N * (DN + R) * 2)
-                tma_load(KEYS, [row, column], k_full.index(stage), k_s.index(stage))
-                tma_load(KPE, [row, 0], k_full.index(stage), kpe_s.index(stage))
+                tma_load(maps.KEYS, [row, column], k_full.index(stage), buffers.k.index(stage))
+                tma_load(maps.KPE, [row, 0], k_full.index(stage), buffers.k_pe.index(stage))
                 # Halves come free in this order: the second of a tile behind the keys of the next.
                 if i > 0:
-                    give_values(VALUES, row + BLOCK_N + HALF_N, column + DN, 2 * at - 1, v_s, v_full, v_free)
+                    give_values(maps, row + BLOCK_N + HALF_N, column + DN, 2 * at - 1, buffers, bars)
                 else:
                     for part in gl.static_range(PARTS):
-                        bar, first = q_full.index(part), q0 + i0 + part * ROWS
-                        mbarrier.wait(q_free.index(part), (done & 1) ^ 1)
-                        publish(facts_s.index(part), q0 + i0, gl.maximum(-i0, 0), i0 + ahead, keys, tiles, head)
+                        bar, first = bars.q_full.index(part), q0 + i0 + part * ROWS
+                        mbarrier.wait(bars.q_free.index(part), (done & 1) ^ 1)
+                        facts = buffers.facts.index(part)
+                        publish(facts, q0 + i0, gl.maximum(-i0, 0), i0 + r.ahead, keys, tiles, head)
                         mbarrier.expect(bar, ROWS * (DN + R) * 2)
-                        tma_load(Q, [first, head * head_stride], bar, q_s.index(part))
-                        tma_load(QPE, [first, head * head_stride + DN], bar, qpe_s.index(part))
-                give_values(VALUES, row, column + DN, 2 * at, v_s, v_full, v_free)
+                        tma_load(maps.Q, [first, head * items.head_stride], bar, buffers.q.index(part))
+                        tma_load(maps.QPE, [first, head * items.head_stride + DN], bar, buffers.q_pe.index(part))
+                give_values(maps, row, column + DN, 2 * at, buffers, bars)
                 at += 1
                 row -= BLOCK_N
             done += 1
         # No earlier: whoever is done first takes the next item.
-        after = gl.atomic_add(COUNTER, 1, sem="relaxed") + gl.num_programs(0)
+        after = gl.atomic_add(items.COUNTER, 1, sem="relaxed") + gl.num_programs(0)
         if wanted:
-            give_values(VALUES, first_row + HALF_N, column + DN, 2 * at - 1, v_s, v_full, v_free)
+            give_values(maps, first_row + HALF_N, column + DN, 2 * at - 1, buffers, bars)
         item = after
     for part in gl.static_range(PARTS):
-        mbarrier.wait(q_free.index(part), (done & 1) ^ 1)
-        publish(facts_s.index(part), 0, 0, 0, 0, -1, 0)
-        mbarrier.arrive(q_full.index(part), count=1)
+        mbarrier.wait(bars.q_free.index(part), (done & 1) ^ 1)
+        publish(buffers.facts.index(part), 0, 0, 0, 0, -1, 0)
+        mbarrier.arrive(bars.q_full.index(part), count=1)
 
 
 @gluon.jit
 def step(
-    state, at, is_last, last, keys, dirty, buffers, bars, q, q_pe, qk_scale, S: gl.constexpr, MASKED: gl.constexpr,
+    state, at, is_last, last, keys, dirty, buffers, bars, qk_scale, S: gl.constexpr, MASKED: gl.constexpr,
     PART: gl.constexpr,
 ):  # fmt: skip
     """Scores, weights and values of tile `at`, or of its first half. last: last key of the tile that a row sees."""
-    _, _, k_s, kpe_s, v_s, _ = buffers
-    _, q_free, k_full, k_free, v_full, v_free = bars
+    q, q_pe, k_s, kpe_s, v_s = buffers.q.index(PART), buffers.q_pe.index(PART), buffers.k, buffers.k_pe, buffers.v
+    k_full, k_free, v_full, v_free = bars.k_full, bars.k_free, bars.v_full, bars.v_free
     acc, m, l = state
     COLUMNS: gl.constexpr = S.instr_shape[1]
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
@@ -144,7 +165,7 @@ def step(
     k, k_pe = k_s.index(stage).slice(0, COLUMNS), kpe_s.index(stage).slice(0, COLUMNS)
     s = warpgroup_mma_wait(0, [scores(q, q_pe, k, k_pe, S)])
     mbarrier.arrive(k_free.index(stage), count=1)
-    mbarrier.arrive(q_free.index(PART), count=1, pred=is_last)
+    mbarrier.arrive(bars.q_free.index(PART), count=1, pred=is_last)
     v0 = 2 * at % STAGES_V
     # NOTE: ptxas moves no arithmetic across the branch of a wait: this keeps the arrivals before the exponentials.
     mbarrier.wait(v_full.index(v0), (2 * at // STAGES_V) & 1)
@@ -175,13 +196,13 @@ def step(
     acc = warpgroup_mma_wait(0, [acc])
     for i in gl.static_range(2):
         mbarrier.arrive(v_free.index((2 * at + i) % STAGES_V), count=1)
-    return acc, m, l
+    return State(acc, m, l)
 
 
 @gluon.jit
 def pass_over(at, tiles, bars):
     """Give back so many tiles unread."""
-    _, _, k_full, k_free, v_full, v_free = bars
+    k_full, k_free, v_full, v_free = bars.k_full, bars.k_free, bars.v_full, bars.v_free
     for i in range(tiles):  # noqa: B007 - an underscore is a barrier already
         mbarrier.wait(k_full.index(at % STAGES_K), (at // STAGES_K) & 1)
         mbarrier.arrive(k_free.index(at % STAGES_K), count=1)
@@ -194,59 +215,57 @@ def pass_over(at, tiles, bars):
 
 
 @gluon.jit
-def finish(OUT, LSE, AGAIN, row, first, head, strides, acc, m, l, PART: gl.constexpr, HAS_LSE: gl.constexpr):
+def finish(given, facts, state, PART: gl.constexpr, HAS_LSE: gl.constexpr):
     """Write an item's result, and whether it is wrong."""
+    OUT, strides, row, first = given.OUT, given.strides, facts.row, facts.rows
+    acc, m, l = state
     O: gl.constexpr = acc.type.layout
     M: gl.constexpr = m.type.layout
-    stride_ot, stride_oh, stride_lt, stride_lh = strides
-    head = head.to(gl.int64)
+    head = facts.head.to(gl.int64)
     l = gl.convert_layout(gl.sum(l, 1), M)
     o_v = gl.arange(0, acc.shape[1], gl.SliceLayout(0, O))
     o_mo = gl.arange(0, ROWS, gl.SliceLayout(1, O)) + PART * ROWS
     o_m = gl.arange(0, ROWS, M) + PART * ROWS
     # NaN that was there before counts too: then all is done twice.
     lost = gl.convert_layout(gl.max((gl.abs(acc) < float("inf")).to(gl.int32) ^ 1, 1), M)
-    gl.store(AGAIN + o_m * 0, gl.full([ROWS], 1, gl.int32, M), mask=((lost != 0) | (l > HUGE)) & (o_m >= first))
+    gl.store(given.AGAIN + o_m * 0, gl.full([ROWS], 1, gl.int32, M), mask=((lost != 0) | (l > HUGE)) & (o_m >= first))
     nothing = l == 0
     l = gl.where(nothing, 1.0, l)
     out = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
-    p_out = OUT + (row + o_mo).to(gl.int64)[:, None] * stride_ot + head * stride_oh + o_v[None, :]
+    p_out = OUT + (row + o_mo).to(gl.int64)[:, None] * strides.out_t + head * strides.out_h + o_v[None, :]
     gl.store(p_out, out.to(OUT.dtype.element_ty), mask=(o_mo >= first)[:, None] & (o_v >= 0)[None, :])
     if HAS_LSE:
-        p_lse = LSE + (row + o_m).to(gl.int64) * stride_lt + head * stride_lh
+        p_lse = given.LSE + (row + o_m).to(gl.int64) * strides.lse_t + head * strides.lse_h
         gl.store(p_lse, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * LN2), mask=o_m >= first)
 
 
 @gluon.jit
 def attend_rows(given, PART: gl.constexpr, HAS_LSE: gl.constexpr):
     """A warpgroup: 64 queries of every item of this block."""
-    OUT, LSE, AGAIN, DIRTY, rows, qk_scale, strides, buffers, bars = given
-    q_s, qpe_s, _, _, v_s, facts_s = buffers
-    q_full, q_free, _, _, _, _ = bars
-    DV: gl.constexpr = v_s.shape[2]
+    qk_scale, buffers, bars = given.qk_scale, given.buffers, given.bars
+    DV: gl.constexpr = buffers.v.shape[2]
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     S_HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     whole: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
-    q, q_pe = q_s.index(PART), qpe_s.index(PART)
     o_m = gl.arange(0, ROWS, gl.SliceLayout(1, S)) + PART * ROWS
 
-    dirty = any_set(DIRTY, rows)
+    dirty = any_set(given.DIRTY, given.rows)
     at = 0  # tiles begun
     done = 0  # items begun
     tiles = 0
     while tiles >= 0:
-        mbarrier.wait(q_full.index(PART), done & 1)
-        facts = facts_s.index(PART).load(whole)
+        mbarrier.wait(bars.q_full.index(PART), done & 1)
+        loaded = buffers.facts.index(PART).load(whole)
         thread_barrier()  # one thread will say that they may be written anew
-        row, first, limit = field(facts, 0), field(facts, 1), field(facts, 2)
-        keys, tiles, head = field(facts, 3), field(facts, 4), field(facts, 5)
+        facts = facts_of(loaded)
+        limit, keys, tiles = facts.limit, facts.keys, facts.tiles
         done += 1
         if tiles >= 0:
             seen = gl.minimum(keys, limit + (PART + 1) * ROWS)  # keys of these rows
-            own = gl.where(first < (PART + 1) * ROWS, gl.maximum((seen + BLOCK_N - 1) // BLOCK_N, 0), 0)
+            own = gl.where(facts.rows < (PART + 1) * ROWS, gl.maximum((seen + BLOCK_N - 1) // BLOCK_N, 0), 0)
             at = pass_over(at, tiles - own, bars)
-            mbarrier.arrive(q_free.index(PART), count=1, pred=own == 0)
+            mbarrier.arrive(bars.q_free.index(PART), count=1, pred=own == 0)
             acc, m = begin(S, O, DV)
             l = shares_of_sum(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S))
             last = gl.minimum(o_m + limit, keys - 1)  # last key that a row sees
@@ -256,7 +275,7 @@ def attend_rows(given, PART: gl.constexpr, HAS_LSE: gl.constexpr):
             if (own > 0) & (seen + HALF_N <= start):
                 start -= BLOCK_N
                 acc, m, l = step(
-                    (acc, m, l), at, start == 0, last - start, keys - start, dirty, buffers, bars, q, q_pe, qk_scale,
+                    State(acc, m, l), at, start == 0, last - start, keys - start, dirty, buffers, bars, qk_scale,
                     S_HALF, True, PART,
                 )  # fmt: skip
                 at += 1
@@ -264,28 +283,17 @@ def attend_rows(given, PART: gl.constexpr, HAS_LSE: gl.constexpr):
             for i in range(full, own):  # noqa: B007
                 start -= BLOCK_N
                 acc, m, l = step(
-                    (acc, m, l), at, start == 0, last - start, keys - start, dirty, buffers, bars, q, q_pe, qk_scale,
+                    State(acc, m, l), at, start == 0, last - start, keys - start, dirty, buffers, bars, qk_scale,
                     S, True, PART,
                 )  # fmt: skip
                 at += 1
             for i in range(gl.minimum(full, own)):  # noqa: B007
                 start -= BLOCK_N
                 acc, m, l = step(
-                    (acc, m, l), at, start == 0, last, keys, dirty, buffers, bars, q, q_pe, qk_scale, S, False, PART
+                    State(acc, m, l), at, start == 0, last, keys, dirty, buffers, bars, qk_scale, S, False, PART
                 )
                 at += 1
-            finish(OUT, LSE, AGAIN, row, first, head, strides, acc, m, l, PART, HAS_LSE)
-
-
-@gluon.jit
-def make_barriers(N: gl.constexpr, FREED_BY: gl.constexpr):
-    """N pairs of barriers: of what is full, and of what so many give back."""
-    full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(N):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=FREED_BY)
-    return full, free
+            finish(given, facts, State(acc, m, l), PART, HAS_LSE)
 
 
 @gluon.jit(do_not_specialize=["rows", "blocks", "group", "items"])
@@ -304,25 +312,25 @@ def attention_of_three_kernel(
     kpe_s = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, R], KPE.layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES_V, HALF_N, DV], VALUES.layout)
     facts_s = gl.allocate_shared_memory(gl.int32, [PARTS, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full, q_free = make_barriers(PARTS, 1)
-    k_full, k_free = make_barriers(STAGES_K, PARTS)
-    v_full, v_free = make_barriers(STAGES_V, PARTS)
+    q_full, q_free = barrier_sets(PARTS, (1, 1))
+    k_full, k_free = barrier_sets(STAGES_K, (1, PARTS))
+    v_full, v_free = barrier_sets(STAGES_V, (1, PARTS))
     fence_async_shared()
     if OVERLAPS:
         launch_dependents()
         wait_for_previous()
-    buffers = (q_s, qpe_s, k_s, kpe_s, v_s, facts_s)
-    bars = (q_full, q_free, k_full, k_free, v_full, v_free)
-    given = (OUT, LSE, AGAIN, DIRTY, rows, qk_scale, (stride_ot, stride_oh, stride_lt, stride_lh), buffers, bars)
+    buffers = Buffers(q_s, qpe_s, k_s, kpe_s, v_s, facts_s)
+    bars = Bars(q_full, q_free, k_full, k_free, v_full, v_free)
+    strides = Strides(stride_ot, stride_oh, stride_lt, stride_lh)
+    given = Given(OUT, LSE, AGAIN, DIRTY, rows, qk_scale, strides, buffers, bars)
+    maps = Maps(Q, QPE, KEYS, VALUES, KPE)
+    work = Items(COUNTER, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group, items, head_stride)
     gl.warp_specialize(
         [
             (attend_rows, (given, 0, HAS_LSE)),
             (attend_rows, (given, 1, HAS_LSE)),
             (attend_rows, (given, 2, HAS_LSE)),
-            (produce, (
-                Q, QPE, KEYS, VALUES, KPE, COUNTER, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group, items,
-                head_stride, buffers, bars,
-            )),
+            (produce, (maps, work, buffers, bars)),
         ],
         [4, 4, 1], [REGS, REGS, 24],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Weights of a tile of scores, for MLA prefill's attention on sm_90, in an order in which few instructions wait."""
+"""Weights of a tile of scores whose rows lie on M, for attention of many rows, so that few instructions wait."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
