@@ -130,10 +130,10 @@ def why_not(f: SimpleNamespace, backend: str) -> str | None:
         return reason
     module = _module(backend, f.op)
     assert module is not None
-    return _lacking(f, module) or module.why_not(f)
+    return lacking(f, module) or module.why_not(f)
 
 
-def _lacking(f: SimpleNamespace, module: ModuleType) -> str | None:
+def lacking(f: SimpleNamespace, module: ModuleType) -> str | None:
     """The first that the cache has and an operation's file does not say it takes: kernels would overlook it."""
     if isinstance(module, _Absent):
         return None

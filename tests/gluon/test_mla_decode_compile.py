@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from compile_tools import compile_launch, record, since
 
 from tersekv import plan
 from tersekv.backends.gluon import mla_decode
+from tersekv.backends.host.launch import Launch
 from tersekv.cache import PagedLatentCache
 from tersekv.calls import MLADecodeCall
 
@@ -94,7 +96,7 @@ def test_16_bit_latents_of_few_heads_are_multiplied_where_they_lie_and_not_padde
 @pytest.mark.parametrize(("heads", "drafts", "rows"), [(16, 1, 16), (5, 3, 16), (17, 1, 32), (8, 4, 32), (33, 1, 64)])
 def test_a_query_of_16_bit_latents_is_padded_to_what_its_kernel_takes(heads, drafts, rows):
     f = facts(make("bf16", heads, drafts=drafts)._replace(page_table=torch.empty(4, 1024, dtype=torch.int32)))
-    kernel = mla_decode.configure(f).split.launch.fn.fn.__name__
+    kernel = mla_decode.configure(f).launches.templates[0].launch.fn.fn.__name__
     assert (rows, kernel) == (mla_decode.choose(f).rows, f"mla_decode_{'pair' if rows == 64 else 'few'}_kernel")
 
 
@@ -181,9 +183,9 @@ def test_heads_are_dealt_in_blocks_that_fill_their_rows(heads, drafts, rows, blo
     c = config.constants
     assert (k.rows, c.HEADS) == (rows, blocks)
     assert heads == c.HEADS * c.GROUP
-    assert config.split.grid[0] % c.HEADS == 0
+    assert config.launches.templates[0].grid[0] % c.HEADS == 0
     segments = -(-drafts * c.GROUP // rows)
-    assert config.merge.grid[0] == 4 * segments * c.HEADS  # of four requests
+    assert config.launches.templates[1].grid[0] == 4 * segments * c.HEADS  # of four requests
 
 
 @pytest.mark.parametrize(
@@ -224,12 +226,12 @@ def test_rows_that_a_tensor_map_cannot_hold_are_refused(part, pitch, first):
 def test_caches_that_share_memory_but_not_their_scales_have_descriptors_of_their_own(monkeypatch):
     call = make("fp8_ds_mla")
     first, second = (call._replace(ckv_scale_cache=torch.empty(4, 64, 4)) for _ in range(2))
-    config = mla_decode.configure(facts(first))
-    split = type("Split", (), {"compiled": True, "encoded": lambda self, *made: [(d.base.data_ptr(),) for d in made]})()
-    monkeypatch.setattr(config.split, "launch", split)
+    split = mla_decode.configure(facts(first)).launches.templates[0]
+    monkeypatch.setattr(Launch, "encoded", lambda self, *made: [(d.base.data_ptr(),) for d in made])
     for c in (first, second, first):
-        found = mla_decode._caches(c, config)
-        assert found == (c.ckv.data_ptr(), c.kpe.data_ptr(), c.ckv_scale_cache.data_ptr())
+        addresses = [x.data_ptr() for x in (c.ckv, c.kpe, c.ckv_scale_cache)]
+        found = split.start(SimpleNamespace(**c._asdict(), part=c.out))
+        assert [x for x in found if x in addresses] == addresses
 
 
 @pytest.mark.parametrize("page", [16, 32, 64, 128])
@@ -243,8 +245,8 @@ def test_few_requests_are_merged_by_many_small_programs():
     call = make()
     one = replace_requests(call, 1)
     many = replace_requests(call, 512)
-    assert mla_decode.configure(facts(one)).merge.grid[2] > 1
-    assert mla_decode.configure(facts(many)).merge.grid[2] == 1
+    assert mla_decode.configure(facts(one)).launches.templates[1].grid[2] > 1
+    assert mla_decode.configure(facts(many)).launches.templates[1].grid[2] == 1
 
 
 def replace_requests(call: MLADecodeCall, n: int) -> MLADecodeCall:
@@ -314,11 +316,11 @@ def test_segments_that_a_page_table_bounds_are_not_cut(format, heads, pages, pag
     f = facts(make(format, heads, page)._replace(page_table=torch.empty(4, pages, dtype=torch.int32)))
     config = mla_decode.configure(f)
     assert whole == config.constants.WHOLE
-    assert (config.merge is None) == whole
+    assert (len(config.launches.templates) == 1) == whole
     if whole:
-        assert config.split.grid[0] == 4 * config.constants.HEADS
+        assert config.launches.templates[0].grid[0] == 4 * config.constants.HEADS
 
 
 def test_more_segments_than_fit_at_once_are_dealt_in_equal_shares():
     narrow = [replace_requests(make(), n)._replace(page_table=torch.empty(n, 4, dtype=torch.int32)) for n in (264, 265)]
-    assert [mla_decode.configure(facts(c)).merge is None for c in narrow] == [True, False]
+    assert [len(mla_decode.configure(facts(c)).launches.templates) for c in narrow] == [1, 2]

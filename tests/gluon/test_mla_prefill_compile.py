@@ -209,12 +209,12 @@ def test_a_later_call_only_fills_in_addresses():
     config = mla_prefill.configure(facts(call))
     names = [fn.fn.__name__ for fn, *_ in record(mla_prefill.run, call, config)]
     assert names == ["prepare_kernel", *["latents_kernel", "product_kernel", "attention_kernel"] * 2]
-    stages = config.stages[0]
-    assert len(config.stages) == 1
-    memory = torch.empty(stages.size, dtype=torch.uint8)
-    for tensor, place in zip(stages.tensors(memory), stages.places(memory.data_ptr()), strict=True):
-        assert (tensor is None) == (place is None)
-        assert tensor is None or (tensor.data_ptr(), tensor.dtype) == (place.data_ptr(), place.dtype)
+    scratch = config.launches.scratch
+    memory = torch.empty(scratch.numbers)
+    offsets = scratch.offsets()
+    for name, tensor in scratch.views(memory).items():
+        assert (tensor is None) == (name not in offsets)
+        assert tensor is None or tensor.data_ptr() == memory.data_ptr() + offsets[name]
 
 
 def test_a_16_bit_weight_takes_the_portable_product():

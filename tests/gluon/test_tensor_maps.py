@@ -56,7 +56,7 @@ def test_every_copy_of_decode_is_possible(fmt, layout):
             continue
         f = facts(
             "decode",
-            call_of(fmt, heads, page, dims, layout, group, packed=p, scales="inline" if i else "apart"),
+            call_of(fmt, heads, page, dims, layout, group, packed=p, scales=i),
             arch=90,
         )
         if decode.why_not(f) is not None:

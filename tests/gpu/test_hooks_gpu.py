@@ -15,7 +15,7 @@ import triton.language as tl
 
 import tersekv
 from tersekv import plan, recall
-from tersekv.backends.host import launch
+from tersekv.backends.host import bind, launch
 from tersekv.backends.triton import append
 
 CUDA, BF = "cuda", torch.bfloat16
@@ -199,15 +199,13 @@ def refused_append() -> Callable[[], torch.Tensor]:
     """An append whose grid has more rows than the driver takes."""
     for memory in (plan._plans, plan._latest):
         memory.clear()
-    append.configure = lambda f: launch.Template(store_kernel, (1, 70000), (launch.TENSOR,))
-    append._TENSORS = lambda call: [call.k]
+    append.configure = lambda f: bind.Launches(bind.Template(store_kernel, (1, 70000), bind.given(X="k")))
     return append_rows("fp8_e5m2")
 
 
 @pytest.fixture
 def refused(monkeypatch):
-    for name in ("configure", "_TENSORS"):
-        monkeypatch.setattr(append, name, getattr(append, name))
+    monkeypatch.setattr(append, "configure", append.configure)
     yield refused_append()
     plan._plans.clear()
     plan._latest.clear()
@@ -233,11 +231,11 @@ def test_what_the_driver_refuses_is_told(refused, compiled):
 
 def test_a_later_launch_that_the_driver_refuses():
     one, x = launch.Launch(store_kernel), rows(1)
-    one((1,), x)
+    one.first((1, 1, 1), (x,))
     with pytest.raises(RuntimeError, match="Triton Error") as raised:
-        one((1, 70000), x)
+        one.again([*one.head((1, 70000, 1)), x.data_ptr()])
     assert raised.value.kernel == "store_kernel"
-    one((1,), x)
+    one.again([*one.head((1, 1, 1)), x.data_ptr()])
     torch.cuda.synchronize()
 
 

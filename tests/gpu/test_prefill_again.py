@@ -7,7 +7,8 @@ import torch
 
 from tersekv import plan
 from tersekv.backends.gluon.sm90.mla_prefill import three_warpgroups as mla_prefill_trio
-from tersekv.backends.gluon.sm90.mla_prefill.stages import Stages
+from tersekv.backends.gluon.sm90.mla_prefill.attention import FAILED
+from tersekv.backends.host.bind import Scratch
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.memory import moved
@@ -25,13 +26,13 @@ def test_scores_however_far_apart_give_what_the_portable_kernels_give(times, mon
     want = make(CASE)
     want = want._replace(softmax_scale=want.softmax_scale * times)
     calls = {backend: moved(want, torch.device("cuda")) for backend in ("gluon", "triton")}
-    scratches, memory = [], Stages.memory
-    monkeypatch.setattr(Stages, "memory", lambda *given: scratches.append(memory(*given)) or scratches[-1])
+    scratches, views = [], Scratch.views
+    monkeypatch.setattr(Scratch, "views", lambda *given: scratches.append(views(*given)) or scratches[-1])
     plan.dispatch("mla_prefill", calls["triton"], "triton")
-    stages = plan.dispatch("mla_prefill", calls["gluon"], "gluon").config.stages[0]
-    assert stages.chunks[0].of_three is not None
-    _, _, again = stages.counters(stages.tensors(scratches[0]))
-    assert bool(again.item()) == (times > 1), "what three warpgroups could not hold is computed again, and only that"
+    launches = plan.dispatch("mla_prefill", calls["gluon"], "gluon").config.launches
+    assert "attention_of_three_kernel" in [t.launch.fn.__name__ for t in launches.templates]
+    failed = bool(scratches[-1]["COUNTER"][FAILED].item())
+    assert failed == (times > 1), "what three warpgroups could not hold is computed again, and only that"
     a, b = (calls[backend].out.double() for backend in ("gluon", "triton"))
     assert (a - b).norm() <= (3e-3 if times == 1 else 2e-2) * b.norm()
     a, b = (calls[backend].lse for backend in ("gluon", "triton"))

@@ -9,7 +9,7 @@ import triton.language as tl
 
 import tersekv
 from tersekv import plan
-from tersekv.backends.host import launch
+from tersekv.backends.host import bind
 from tersekv.backends.triton import append
 
 
@@ -23,8 +23,8 @@ def test_the_error_says_the_call_and_the_cause(monkeypatch):
     layer = tersekv.PagedKVCache.allocate(1, 4, 5, 3, 24, format="int8_per_token_head")[0]
     for memory in ("_plans", "_latest"):
         monkeypatch.setattr(plan, memory, {})
-    monkeypatch.setattr(append, "configure", lambda f: launch.Template(wrong_kernel, (1,), (launch.TENSOR,)))
-    monkeypatch.setattr(append, "_TENSORS", lambda call: [call.k])
+    launches = bind.Launches(bind.Template(wrong_kernel, (1,), bind.given(X="k")))
+    monkeypatch.setattr(append, "configure", lambda f: launches)
     with pytest.raises(tersekv.KernelError) as raised:
         tersekv.append(k, k, layer, torch.arange(2), backend="triton")
     head, call, versions, why, _ = str(raised.value).splitlines()

@@ -11,14 +11,14 @@ import torch
 
 from tersekv import mla_prefill_plan, plan
 from tersekv.backends.gluon.sm90.mla_prefill import latents
+from tersekv.backends.host.bind import Scratch
 from tersekv.backends.torch import mla_latents
 from tersekv.backends.torch import mla_prefill as oracle
 from tersekv.backends.triton.mla_prefill import entry as mla_prefill
-from tersekv.backends.triton.mla_prefill import prepare as rope
+from tersekv.backends.triton.mla_prefill import gather as gathering
+from tersekv.backends.triton.mla_prefill import prepare as preparing
 from tersekv.backends.triton.mla_prefill import project as gemm_blockwise
-from tersekv.backends.triton.mla_prefill.gather import gather, scratch
-from tersekv.backends.triton.mla_prefill.prepare import prepare
-from tersekv.backends.triton.mla_prefill.tune import AttentionTile, PrefillConfig, ProductTile
+from tersekv.backends.triton.mla_prefill.tune import AttentionTile, Choice, ProductTile
 from tersekv.formats import LATENT_FORMATS
 from tersekv.testing import reference
 from tersekv.testing.cases import Case
@@ -32,18 +32,32 @@ SMALL = Case(
     nope=32, dim_v=32,
 )  # fmt: skip
 # Tiles so small (the interpreter takes any) that whole, masked and cut ones all occur.
-TILED = PrefillConfig(AttentionTile(4, 4, 4, 2, False), ProductTile(16, 64, 128, 4, 2, False), False, False)
+TILED = Choice(AttentionTile(4, 4, 4, 2, False), ProductTile(16, 64, 128, 4, 2, False), False, False)
 HALF = replace(TILED, product=ProductTile(16, 64, 32, 4, 2, False))
-TMA = PrefillConfig(AttentionTile(8, 4, 4, 2, True), ProductTile(16, 128, 64, 4, 2, True), True, True)
+TMA = Choice(AttentionTile(8, 4, 4, 2, True), ProductTile(16, 128, 64, 4, 2, True), True, True)
 MIXED = replace(TMA, native_casts=False)  # sm_89
 
 
 def run(call, config):
-    """With the launches of a plan of its own: those of a config are for calls with the same facts."""
-    mla_prefill.run(call, replace(config, launches={}))
+    mla_prefill.launches(plan.facts("mla_prefill", call), config)(call)
 
 
-def check(case: Case, config: PrefillConfig) -> float:
+def prepare(call, native, **options):
+    preparing.prepared(plan.facts("mla_prefill", call), native, **options)(call)
+
+
+def scratch(call, rows):
+    """Places for a chunk of up to so many rows."""
+    found = Scratch(0, gathering.places(plan.facts("mla_prefill", call), rows))
+    return SimpleNamespace(**found.views(torch.empty(found.numbers)))
+
+
+def gather(call, chunk, rows, to, native):
+    found = gathering.prepared(plan.facts("mla_prefill", call), chunk, rows, to.CODES.shape[0], native)
+    found(SimpleNamespace(**call._asdict(), **vars(to)))
+
+
+def check(case: Case, config: Choice) -> float:
     """Run a case and judge everything that it writes. Returns the relative error."""
     want = make(case)
     got = moved(want, "cpu")
@@ -186,8 +200,8 @@ def test_a_page_outside_the_cache_is_never_followed(bad, column, lost):
     got = scratch(call, call.buffer_lengths[0])
     gather(call, 0, call.buffer_lengths[0], got, False)
     rows = slice(3 * column, 3 * column + 3)
-    assert not as_bytes(got.rows[rows]).any()
-    assert not got.scales[:, rows].any()
+    assert not as_bytes(got.CODES[rows]).any()
+    assert not got.SCALES[:, rows].any()
 
 
 def test_a_position_beyond_the_table_is_dropped():
@@ -282,18 +296,18 @@ def test_gathered_codes_and_scales_have_the_bits_of_the_oracle(name, native):
     codes, scales = mla_latents.quantise_latents(latent)
     got = scratch(call, 11)
     gather(call, 0, 9, got, native)
-    assert torch.equal(got.rows[:9].view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(as_bytes(got.scales.T[:9]), as_bytes(scales))
-    assert torch.equal(as_bytes(got.k_pe[:9]), as_bytes(k_pe.to(call.q.dtype)))
+    assert torch.equal(got.CODES[:9].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(as_bytes(got.SCALES.T[:9]), as_bytes(scales))
+    assert torch.equal(as_bytes(got.K_PE[:9]), as_bytes(k_pe.to(call.q.dtype)))
 
 
 def stored_and_gathered(call, chunk, rows, to, first):
     """The launches of the Hopper backend for a chunk. Returns (counter, dirty)."""
     if first:
-        rope.prepared(call, True, queries=False)(*rope.tensors(call))
+        prepare(call, True, queries=False)
     counter, dirty = torch.ones(1, dtype=torch.int32), torch.full((rows,), 7, dtype=torch.int8)
-    s = SimpleNamespace(codes=to.rows, scales=to.scales, k_pe=to.k_pe, counter=counter, dirty=dirty)
-    latents.prepared(call, rows, to, True, first, False)(*latents.tensors(call, chunk, s))
+    found = latents.prepared(plan.facts("mla_prefill", call), chunk, rows, to.CODES.shape[0], True, first, False)
+    found(SimpleNamespace(**call._asdict(), **vars(to), COUNTER=counter, DIRTY=dirty))
     return counter, dirty
 
 
@@ -312,7 +326,7 @@ def test_the_latents_of_the_hopper_backend_have_the_bits_of_the_portable_ones(na
         a, b = scratch(two, n), scratch(one, n)
         counter, dirty = stored_and_gathered(one, i, n, b, i == chunks[0][0])
         gather(two, i, n, a, True)
-        for x, y in zip(a, b, strict=True):
+        for x, y in zip(vars(a).values(), vars(b).values(), strict=True):
             assert torch.equal(as_bytes(x), as_bytes(y))
         assert counter.tolist() == [0]
         assert torch.equal(dirty != 0, oracle.gather(two, i, n)[0].isnan().any(1) | (two.q.dtype == torch.float16))
@@ -334,7 +348,7 @@ def test_a_request_reads_as_cached_what_another_of_the_same_call_appends(child):
     a, b = scratch(two, n), scratch(one, n)
     gather(two, 0, n, a, True)
     stored_and_gathered(one, 0, n, b, True)
-    for x, y in zip(a, b, strict=True):
+    for x, y in zip(vars(a).values(), vars(b).values(), strict=True):
         assert torch.equal(as_bytes(x), as_bytes(y))
 
 
@@ -344,9 +358,9 @@ def test_rows_that_no_request_has_are_gathered_as_zero():
     rows = call.buffer_lengths[0] + 2
     got = scratch(call, rows)
     gather(call, 0, rows, got, False)
-    assert not as_bytes(got.rows[-2:]).any()
-    assert not got.scales[:, -2:].any()
-    assert not got.k_pe[-2:].any()
+    assert not as_bytes(got.CODES[-2:]).any()
+    assert not got.SCALES[:, -2:].any()
+    assert not got.K_PE[-2:].any()
 
 
 @pytest.mark.parametrize(
@@ -363,7 +377,9 @@ def test_the_blockwise_product_adds_scaled_partial_sums_in_fp32(tile, rows):
     scales = a_scale.T.contiguous()
     scales[:, rows:] = math.nan
     native = tile.tma
-    gemm_blockwise.up_project(codes[0], scales, codes[1], w_scale, out, rows, tile, native)
+    f = SimpleNamespace(kv_b_proj=plan._fact(codes[1]), kv_b_proj_scale=plan._fact(w_scale))
+    call = SimpleNamespace(CODES=codes[0], SCALES=scales, KV=out, kv_b_proj=codes[1], kv_b_proj_scale=w_scale)
+    gemm_blockwise.prepared(f, rows, 40, tile, native)(call)
     a, w = (c.float().double() for c in codes)
     a = a * a_scale.double().repeat_interleave(128, 1)
     w = w * w_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)

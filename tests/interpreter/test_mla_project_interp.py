@@ -28,8 +28,8 @@ def test_rows_are_quantised_as_the_oracle_does_it(native):
     call = MLAProjectCall(
         x, torch.eye(128)[None].to(torch.float8_e4m3fn), torch.ones(1, 1, 1), torch.full_like(x, torch.nan)
     )
-    config = mla_project.configure(plan.facts("mla_project", call))._replace(native_fp8=native, native_casts=native)
-    mla_project.run(call, config)
+    f = plan.facts("mla_project", call)
+    mla_project.prepared(f, mla_project.choose(f)._replace(native_fp8=native, native_casts=native))(call)
     codes, scale = quantise_latents(x)
     assert torch.equal(call.out, (codes.float() * scale).bfloat16())
 

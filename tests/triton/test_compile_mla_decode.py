@@ -119,8 +119,8 @@ def test_query_heads_are_dealt_in_blocks_that_read_the_same_tiles(heads, drafts,
     config = configure(make(heads=heads, drafts=drafts), 90)
     c = config.constants
     assert (rows, blocks, heads) == (c.ROWS, c.HEADS, c.GROUP * c.HEADS)
-    assert config.num_programs % blocks == 0
-    assert config.merge_rows == min(rows, drafts * c.GROUP)
+    assert config.launches.templates[0].grid[0] % blocks == 0
+    assert config.launches.templates[1].grid[1] == min(rows, drafts * c.GROUP)
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "bf16", "fp8_ds_mla"])

@@ -11,7 +11,7 @@ from compile_tools import FEW_SPILLS, compile_launch, record
 
 from tersekv import UnsupportedError, plan
 from tersekv.backends.triton.mla_prefill import entry as mla_prefill
-from tersekv.backends.triton.mla_prefill.tune import AttentionTile, PrefillConfig, ProductTile, candidates
+from tersekv.backends.triton.mla_prefill.tune import AttentionTile, Choice, ProductTile, candidates
 from tersekv.cache import PagedLatentCache
 from tersekv.calls import MLAPrefillCall
 
@@ -44,12 +44,12 @@ def facts(call: MLAPrefillCall, arch: int | str) -> SimpleNamespace:
     return plan.facts("mla_prefill", call, None if isinstance(arch, str) else arch)
 
 
-def compiled(
-    call: MLAPrefillCall, arch: int | str, config: PrefillConfig | None = None, only: str = ""
-) -> dict[str, Any]:
+def compiled(call: MLAPrefillCall, arch: int | str, choice: Choice | None = None, only: str = "") -> dict[str, Any]:
     """What each distinct kernel of a call compiles to, by name."""
     out = {}
-    for fn, _, args, kwargs in record(mla_prefill.run, call, config or mla_prefill.configure(facts(call, arch))):
+    f = facts(call, arch)
+    config = mla_prefill.Config(choice, mla_prefill.launches(f, choice)) if choice else mla_prefill.configure(f)
+    for fn, _, args, kwargs in record(mla_prefill.run, call, config):
         if only in fn.fn.__name__:
             result = compile_launch(fn, args, kwargs, arch)
             out[result["name"]] = result
@@ -105,10 +105,10 @@ def test_every_candidate_on_hopper_compiles_without_spills():
     assert 2 <= len(attention) <= 4
     assert 2 <= len(products) <= 4
     for tile in attention[1:]:
-        k = compiled(call, 90, PrefillConfig(tile, products[0], True, True), "attention")["attention_kernel"]
+        k = compiled(call, 90, Choice(tile, products[0], True, True), "attention")["attention_kernel"]
         assert (k["n_spills"] <= FEW_SPILLS, k["shared"] <= SHARED[90]) == (True, True), tile
     for tile in products[1:]:
-        k = compiled(call, 90, PrefillConfig(attention[0], tile, True, True), "product")["product_kernel"]
+        k = compiled(call, 90, Choice(attention[0], tile, True, True), "product")["product_kernel"]
         assert (k["n_spills"] <= FEW_SPILLS, k["shared"] <= SHARED[90]) == (True, True), tile
 
 
@@ -129,15 +129,14 @@ def test_other_sizes_fit(arch, sizes):
 
 
 def test_the_measured_choices_come_first_on_hopper():
-    config = mla_prefill.configure(facts(make(), 90))
-    assert config == PrefillConfig(
+    assert mla_prefill.configure(facts(make(), 90)).choice == Choice(
         AttentionTile(128, 64, 8, 3, True), ProductTile(64, 128, 128, 4, 3, True), native_fp8=True, native_casts=True
     )
 
 
 def test_sm_89_multiplies_e4m3_but_rounds_to_it_by_bit_arithmetic():
     call = make(format="fp8_e4m3")
-    config = mla_prefill.configure(facts(call, 89))
+    config = mla_prefill.configure(facts(call, 89)).choice
     assert (config.native_fp8, config.native_casts) == (True, False)
     for name in ("prepare", "gather"):  # sm_89 converts through fp16, rounded toward zero
         assert "cvt.rn.satfinite.e4m3x2" not in compiled(call, 89, only=name)[f"{name}_kernel"]["ptx"]
@@ -182,9 +181,9 @@ def test_old_chips_and_the_cpu_are_refused():
 
 def test_unaligned_weights_and_odd_heads_go_without_descriptors():
     call = make(tokens=4, heads=2)
-    assert mla_prefill.configure(facts(call, 90)).product.tma
+    assert mla_prefill.configure(facts(call, 90)).choice.product.tma
     weight = torch.empty(call.kv_b_proj.numel() + 8, dtype=torch.float8_e4m3fn)[8:].view(call.kv_b_proj.shape)
-    off = mla_prefill.configure(facts(call._replace(kv_b_proj=weight), 90))
+    off = mla_prefill.configure(facts(call._replace(kv_b_proj=weight), 90)).choice
     assert (off.product.tma, off.attention.tma) == (False, True)
-    odd = mla_prefill.configure(facts(make(tokens=4, heads=2, nope=96, dim_v=96), 90))
+    odd = mla_prefill.configure(facts(make(tokens=4, heads=2, nope=96, dim_v=96), 90)).choice
     assert (odd.product.tma, odd.attention.tma) == (True, False)

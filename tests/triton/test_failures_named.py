@@ -34,10 +34,10 @@ def named(e: Any) -> str:
 
 
 def test_a_kernel_that_does_not_compile(knobs):
-    template = launch.Template(wrong_kernel, (1,), (launch.TENSOR, 3))
+    template = bind.Template(wrong_kernel, (1,), bind.given(X="x") | {"N": 3})
     for _ in range(2):  # it is tried again
         with pytest.raises(triton.compiler.errors.CompileTimeAssertionFailure, match="want two") as e:
-            template(torch.zeros(4))
+            template(SimpleNamespace(x=torch.zeros(4)))
         assert named(e) == "wrong_kernel"
         assert not template.launch.compiled
 
@@ -58,12 +58,13 @@ class Refusing:
 
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_launch_that_the_driver_refuses(bound):
-    template, x = launch.Template(Jitted(Compiled(Refusing())), (1,), (launch.TENSOR,)), torch.zeros(4)
-    template(x)
-    ready = bind.bound([bind.Step(template, bind.Fields("x"))], {"x": 0})
+    template = bind.Template(Jitted(Compiled(Refusing())), (1,), bind.given(X="x") | {"N": 3})
+    launches, call = bind.Launches(template), SimpleNamespace(x=torch.zeros(4))
+    launches(call)
+    ready = launches.bind({"x": 0})
     assert ready is not None
     with pytest.raises(RuntimeError, match="invalid argument") as e:
-        ready([x.data_ptr()]) if bound else template(x)
+        ready([call.x.data_ptr()]) if bound else launches(call)
     assert named(e) == "some_kernel"
 
 

@@ -47,7 +47,7 @@ def launches(backend: str) -> Any:
             f = plan.facts(op, call, 90)
             checks.facts(f)
             module = plan._module(backend, op)
-            if module is not None and module.why_not(f) is None:
+            if module is not None and (plan.lacking(f, module) or module.why_not(f)) is None:
                 yield module, call, module.configure(f)
 
 
@@ -148,7 +148,7 @@ class Compiled:
 class Jitted:
     """Stands for a kernel that Triton compiles and launches the first time."""
 
-    __name__ = "some_kernel"
+    __name__, arg_names = "some_kernel", ("X", "N")
 
     def __init__(self, kernel: Compiled) -> None:
         self.kernel = kernel
@@ -171,15 +171,16 @@ class Ways:
     def __init__(self, bound: bool, launcher: type[Launcher]) -> None:
         self.events: list[tuple] = []
         self.x, self.bound = torch.zeros(4), bound
-        self.template = launch.Template(Jitted(Compiled(launcher(self.events))), (7, 2), (launch.TENSOR, 3))
+        arguments = bind.given(X="x") | {"N": 3}
+        self.template = bind.Template(Jitted(Compiled(launcher(self.events))), (7, 2), arguments)
 
     def __call__(self) -> list[tuple]:
         """Launch; what happened."""
         self.events.clear()
-        steps = [bind.Step(self.template, bind.Fields("x"))] * 2
-        ready = bind.bound(steps, {"x": 0}) if self.bound else None
+        ready = bind.bound([self.template] * 2, {"x": 0}) if self.bound else None
         if ready is None:
-            self.template(self.x)
+            self.template(SimpleNamespace(x=self.x))
+            self.template.start(SimpleNamespace(x=self.x))
         else:
             assert ready([self.x.data_ptr()])
         return [*self.events]

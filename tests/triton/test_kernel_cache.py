@@ -83,6 +83,6 @@ def test_a_first_launch_is_logged(caplog):
             return lambda *args, **options: None
 
     with caplog.at_level(logging.DEBUG, logger="tersekv"):
-        Launch(Kernel())((1,), "an argument")
+        Launch(Kernel()).first((1,), ("an argument",))
     (line,) = [r.getMessage() for r in caplog.records]
     assert re.fullmatch(r"some_kernel ready after 0\.\d{3} s", line)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-import triton
 
-from tersekv.backends.host.launch import TENSOR, Launch, Prepared, Template, scratch
+from tersekv.backends.host import bind, launch
+from tersekv.backends.host.bind import Launches, Template
+from tersekv.backends.host.launch import Launch, scratch
 
 STREAM = 77
 
@@ -27,11 +29,17 @@ class Compiled:
         self.runs.append(args)
 
 
+class Call(NamedTuple):
+    x: torch.Tensor
+
+
 class Jitted:
     """Stands for a kernel that Triton compiles, or interprets if there is nothing compiled."""
 
-    def __init__(self, compiled: Compiled | None) -> None:
-        self.compiled, self.launches = compiled, []
+    __name__ = "some_kernel"
+
+    def __init__(self, compiled: Compiled | None, *arg_names: str) -> None:
+        self.compiled, self.arg_names, self.launches = compiled, arg_names, []
 
     def __getitem__(self, grid):
         def launch(*args, **options):
@@ -48,54 +56,93 @@ def _a_stream(monkeypatch):
 
 
 def test_the_second_call_runs_what_the_first_compiled():
+    """With arguments in the kernel's order, whatever the order in which they were given."""
     compiled = Compiled()
-    jitted = Jitted(compiled)
-    x, codes = torch.zeros(4), torch.zeros(4, dtype=torch.float8_e4m3fn)
-    template = Template(jitted, (7,), (TENSOR, TENSOR, (1, 2), TENSOR, 3, "fp8", True), num_warps=4)
+    jitted = Jitted(compiled, "X", "NOTHING", "strides", "CODES", "N", "FORMAT", "FLAG")
+    call = SimpleNamespace(x=torch.zeros(4), none=None, codes=torch.zeros(4, dtype=torch.float8_e4m3fn))
+    numbers = {"FLAG": True, "FORMAT": "fp8", "N": 3, "strides": (1, 2)}
+    tensors = bind.given(CODES="codes") | bind.given(bind.BYTES, X="x", NOTHING="none")
+    template = Template(jitted, (7,), numbers | tensors | bind.given(bind.BYTES, CODES="codes"), num_warps=4)
     for _ in range(3):
-        template(x, None, codes)
+        template(call)
     ((grid, args, options),) = jitted.launches
     assert grid == (7, 1, 1)
     assert options.items() >= {"num_warps": 4}.items()
-    assert args[0] is x
+    assert args[0] is call.x
     assert args[1] is None
     assert args[2] == (1, 2)
-    assert args[3].dtype == triton.language.uint8
-    assert args[3].data_ptr() == codes.data_ptr()
+    assert args[3].dtype == torch.uint8
+    assert args[3].data_ptr() == call.codes.data_ptr()
     assert args[4:] == (3, "fp8", True)
-    numbers = (x.data_ptr(), None, (1, 2), codes.data_ptr(), 3, "fp8", True)
+    numbers = (call.x.data_ptr(), None, (1, 2), call.codes.data_ptr(), 3, "fp8", True)
     run = (7, 1, 1, STREAM + 3, "function", "metadata", None, None, None, *numbers)
     assert compiled.runs == [run, run]
 
 
-def test_later_calls_launch_with_their_own_tensors():
+@pytest.mark.parametrize("kind", [Template, Launches])
+def test_later_calls_launch_with_their_own_tensors(kind):
     compiled = Compiled()
-    template = Template(Jitted(compiled), (7,), (TENSOR, 3, TENSOR))
+    template = Template(Jitted(compiled, "NOTHING", "N", "X"), (7,), {"N": 3, **bind.given(NOTHING="none", X="x")})
+    launches = template if kind is Template else Launches(template)
     for x in (torch.zeros(4), torch.ones(4), torch.ones(4)):
-        template(None, x)
+        launches(SimpleNamespace(none=None, x=x))
         assert not compiled.runs or compiled.runs[-1][-3:] == (None, 3, x.data_ptr())
     assert len(compiled.runs) == 2
 
 
-def test_prepared_tensors_come_first():
-    compiled, x = Compiled(), torch.zeros(4)
-    prepared = Prepared(Jitted(compiled), (7, 2), (1, 2), ("constant",))
+def test_a_row_of_a_tensor_is_bound_by_what_lies_before_it():
+    compiled, x = Compiled(), torch.arange(6, dtype=torch.int32).view(3, 2)
+    jitted = Jitted(compiled, "ROW", "ALL")
+    launches = Launches(Template(jitted, (7,), bind.given(ALL="x") | {"ROW": bind.Given("x", row=2)}))
     for _ in range(2):
-        prepared(None, x)
-    numbers = (None, x.data_ptr(), 1, 2, "constant")
-    assert compiled.runs == [(7, 2, 1, STREAM + 3, "function", "metadata", None, None, None, *numbers)]
+        launches(SimpleNamespace(x=x))
+    assert jitted.launches[0][1][0].tolist() == [4, 5]
+    assert compiled.runs[0][-2:] == (x[2].data_ptr(), x.data_ptr())
 
 
-def test_descriptors_go_where_the_kernel_wants_them():
-    compiled = Compiled()
-    jitted = Jitted(compiled)
-    template = Template(jitted, (7,), (TENSOR, 3, TENSOR), descriptors_at=1, fp8_as_bytes=False)
-    x, y = torch.zeros(4), torch.zeros(4, dtype=torch.float8_e4m3fn)
-    template(x, y, descriptors=("k", "v"))
-    assert jitted.launches[0][1] == (x, "k", "v", 3, y)
+def test_descriptors_go_where_the_kernel_wants_them(monkeypatch):
+    """As many arguments as each is encoded to, and encoded once for tensors at the same places."""
+    compiled, made = Compiled(), []
+    monkeypatch.setattr(Launch, "encoded", lambda self, *d: made.append(d) or [(x, "box", "rows") for x in d])
+    jitted = Jitted(compiled, "X", "K", "N", "V", "Y")
+    arguments = {"N": 3, "K": bind.Described("k", lambda x: ("of", x)), "V": bind.Described("v", lambda x: ("of", x))}
+    launches = Launches(Template(jitted, (7,), arguments | bind.given(X="x", Y="y")))
+    x, y, k, v, other = (torch.zeros(4) for _ in range(5))
+    for second in (v, v, other, v):
+        launches(SimpleNamespace(x=x, y=y, k=k, v=second))
+        if len(jitted.launches) == 1 and not compiled.runs:
+            assert jitted.launches[0][1] == (x, ("of", k), 3, ("of", v), y)
+            continue
+        numbers = (x.data_ptr(), ("of", k), "box", "rows", 3, ("of", second), "box", "rows", y.data_ptr())
+        assert compiled.runs[-1][-9:] == numbers
+    assert made == [(("of", k), ("of", v)), (("of", k), ("of", other))]
+
+
+def test_so_many_descriptors_are_kept_and_no_more(monkeypatch):
+    monkeypatch.setattr(Launch, "encoded", lambda self, *d: [(x,) for x in d])
+    monkeypatch.setattr(bind, "_MAX_DESCRIBED", 2)
+    template = Template(Jitted(Compiled(), "X"), (7,), {"X": bind.Described("x", id)})
+    launches, tensors = Launches(template), [torch.zeros(4) for _ in range(4)]
+    for x in (*tensors, *tensors):
+        launches(SimpleNamespace(x=x))
+        assert len(template.known) <= 2
+
+
+def test_places_of_a_scratch_lie_apart_and_are_bound_from_its_beginning(monkeypatch):
+    scratch_of = bind.Scratch(3, {"A": ((2, 2), torch.bfloat16), "B": None, "C": ((5,), torch.int8)})
+    memory = torch.zeros(scratch_of.numbers)
+    monkeypatch.setattr(launch, "scratch", lambda n, like: memory)
+    monkeypatch.setattr(bind, "kept_scratch", lambda n, device, stream: memory)
+    jitted, compiled = Jitted(None, "PART", "A", "B", "C"), Compiled()
+    jitted.compiled = compiled
+    launches = Launches(Template(jitted, (7,), bind.given(PART=bind.PART, A="A", B="B", C="C")), scratch=scratch_of)
+    call = Call(torch.zeros(1))
     for _ in range(2):
-        template(x, y, descriptors=("box", "rows", "columns"))
-        assert compiled.runs[-1][-6:] == (x.data_ptr(), "box", "rows", "columns", 3, y.data_ptr())
+        launches(call)
+    ((_, (part, a, b, c), _),) = jitted.launches
+    assert part is memory
+    assert (a.shape, a.dtype, b, c.shape, c.dtype) == ((2, 2), torch.bfloat16, None, (5,), torch.int8)
+    assert compiled.runs[0][-4:] == (memory.data_ptr(), memory.data_ptr() + 256, None, memory.data_ptr() + 512)
 
 
 class OnCuda:
@@ -128,25 +175,10 @@ def test_scratch_is_kept_by_stream_and_thread_and_a_capture_gets_its_own(monkeyp
     assert take(100) is not first
 
 
-def test_a_launch_takes_tensors_by_their_addresses():
-    compiled, x = Compiled(), torch.zeros(4)
-    launch = Launch(Jitted(compiled))
-    for _ in range(3):
-        launch((2,), 1, x, None)
-    assert [r[-3:] for r in compiled.runs] == [(1, x.data_ptr(), None)] * 2
-
-
-def test_a_grid_of_each_call():
-    compiled = Compiled()
-    launch = Launch(Jitted(compiled), num_warps=2)
-    for n in (5, 6):
-        launch((n, 2), "arg")
-    assert compiled.runs == [(6, 2, 1, STREAM + 3, "function", "metadata", None, None, None, "arg")]
-
-
 def test_the_interpreter_compiles_nothing_and_runs_every_time():
-    jitted = Jitted(None)
-    prepared = Prepared(jitted, 1, (), ())
-    prepared(torch.zeros(1))
-    prepared(torch.zeros(1))
+    jitted = Jitted(None, "X")
+    launches = Launches(Template(jitted, (1,), bind.given(X="x")))
+    for _ in range(2):
+        launches(SimpleNamespace(x=torch.zeros(1)))
     assert len(jitted.launches) == 2
+    assert launches.bind({"x": 0}) is None

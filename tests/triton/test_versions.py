@@ -153,7 +153,7 @@ def test_a_launch_uses_it_from_the_second_time_on(calls, monkeypatch):
     k, (x, y) = compiled(calls, DESCRIBED, METAS), descriptors()
     launch = Launch({(5, 6, 7): lambda *args, **options: k})
     t = torch.zeros(4)
-    launch((5, 6, 7), t, x, y, 3)
+    launch.first((5, 6, 7), (t, x, y, 3))
     assert not calls, "by Triton"
     first, second = launch.encoded(x, y)
     launch.again([*launch.head((5, 6, 7)), t.data_ptr(), *first, *second, 3])

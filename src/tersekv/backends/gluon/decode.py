@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,9 +11,11 @@ import torch
 
 from ...formats import BLOCK, TOKEN_HEAD, kv_format
 from ..host import launch
-from ..host.bind import Bound, Fields, Step, bound
+from ..host.bind import Bound, Described, Instead, Launches, Template, given, strides
 from ..host.record import Record
+from ..host.split_merge import launches, reads, writes
 from ..triton.decode import entry as portable
+from ..triton.decode import tune as portable_tune
 from .sm90.decode.boxes import Box, Side, boxes_of, code_box, descriptor, joined, scale_box, side_of
 from .sm90.decode.four_bits import decode_nvfp4_kernel
 from .sm90.decode.kernel import decode_kernel
@@ -32,11 +35,6 @@ from .sm90.decode.tune import (
     rows_at_once,
     tiles,
 )
-
-_SPLIT = "page_table seq_lens cu_seqlens_q mask sinks out lse part softmax_scale_t k_scale_t v_scale_t out_scale_t"
-_SPLITS = Fields(f"q {_SPLIT}"), Fields(f"q k_scale_cache v_scale_cache {_SPLIT}")  # the latter of decode_wide
-_MERGE = Fields("cu_seqlens_q sinks out lse part v_scale_t out_scale_t")
-_MAX_DESCRIPTORS = 1024  # caches of a plan whose descriptors are kept: a model has some hundred layers
 
 
 @dataclass(frozen=True)
@@ -74,12 +72,8 @@ FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_p
 class Config(NamedTuple):
     constants: portable.Constants
     shape: Shape
-    split: launch.Template
-    merge: launch.Template | None  # None: the split pass joins what it cuts
-    scratch: int  # fp32 numbers: the cut segments' states, then META or counters
-    descriptors: dict[tuple, tuple]  # the kernel's arguments for caches and stored scales, by their addresses
     boxes: tuple[Box, ...]
-    empty: bool
+    launches: Launches | Instead  # without a merge where the split pass joins what it cuts
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -110,7 +104,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> Config:
     fmt, t = kv_format(f.format), tiles(f)
-    base = portable.configure(f)
+    base = portable.constants(f, portable_tune.tiles(f, fmt), True)
     heads, hb, requests = f.k_cache.shape[2], heads_of(f, t.heads), f.seq_lens.shape[0]
     boxes = boxes_of(f, hb, copy_keys(f, t), t.wide)
     if t.copier:
@@ -121,12 +115,12 @@ def configure(f: SimpleNamespace) -> Config:
     live = rows if f.cu_seqlens_q is not None else min(rows, query_rows(f))
     # A bound on ragged rows that changes with the batch must not compile anew every time.
     segments = launch.next_power_of_2(-(-query_rows(f) // rows))
-    columns = base.constants.PARTS * base.constants.BLOCK_DV
+    columns = base.PARTS * base.BLOCK_DV
     joining = (0, 0, 0)
     if not t.copier and joins(f, t.tile, shares * groups, shares, hb * live * columns):
         joining = join_tile(live, columns)
-    constants = replace(
-        base.constants, ROWS=rows, TILE=t.tile, MIN_TILES=t.min_tiles, K_PITCH=boxes[0].pitch, V_PITCH=boxes[1].pitch,
+    c = replace(
+        base, ROWS=rows, TILE=t.tile, MIN_TILES=t.min_tiles, K_PITCH=boxes[0].pitch, V_PITCH=boxes[1].pitch,
         K_FACTOR=factor, V_FACTOR=factor, PART_COLUMNS=columns + (4 if any(joining) else 2),
     )  # fmt: skip
     merging = merge_tile(shares // max(requests, 1) + 2, hb * live, columns)
@@ -135,29 +129,35 @@ def configure(f: SimpleNamespace) -> Config:
         requests * segments * groups,
         -(-hb * live // merging[0]) * (columns // merging[2]),
     )
-    strides, tensor = _strides(f), launch.TENSOR
-    options = {} if t.max_registers is None else {"maxnreg": t.max_registers}
-    kernel, warps = decode_kernel, hb * t.row_warps
-    if t.copier:  # it comes with three idle warps; registers are dealt out by four
-        kernel, options = decode_nvfp4_kernel, {"maxnreg": 65536 // (256 * t.programs_per_sm) // 8 * 8}
+    kernel, options = _kernel(t, hb)
+    both = writes(f) | given(SINKS="sinks", V_T="v_scale_t") | {"v_scale": f.v_scale, "c": c, "g": shape}
+    split = Template(kernel, (shares * groups,), both | _reads(f, boxes), launch_pdl=True, **options)
+    merge, notes = None, 8 * shares * groups  # counters
+    if not any(joining):
+        rest = given(CU="cu_seqlens_q") | {"num_shares": shares}
+        merge, notes = Template(merge_kernel, grid, both | rest, num_warps=4, launch_pdl=True), 2 * grid[0]  # META
+    scratch = 2 * shares * heads * rows * c.PART_COLUMNS + notes
+    return Config(c, shape, boxes, launches(f, split, merge, scratch))
+
+
+def _kernel(t: Tiles, hb: int) -> tuple[Any, dict[str, Any]]:
+    """The split pass's kernel and how it is compiled."""
     if t.many:
-        kernel, warps = decode_many_kernel, 4
-        options = {"maxnreg": 65536 // (32 * (4 + t.row_warps) * t.programs_per_sm) // 8 * 8}
-    split = launch.Template(
-        kernel, (shares * groups,), (
-            tensor, *[tensor if t.wide else None] * (4 - len(boxes)), *[tensor] * 8, f.softmax_scale, tensor,
-            f.k_scale, tensor, f.v_scale, tensor, f.out_scale, tensor, f.softcap, requests, f.q.shape[0],
-            *strides, constants, shape,
-        ), descriptors_at=1, fp8_as_bytes=False, num_warps=warps, launch_pdl=True, **options,
-    )  # fmt: skip
-    merge = None if any(joining) else launch.Template(
-        merge_kernel, grid, (
-            *[tensor] * 5, f.v_scale, tensor, f.out_scale, tensor, shares, *strides[-4:], constants, shape,
-        ), fp8_as_bytes=False, num_warps=4, launch_pdl=True,
-    )  # fmt: skip
-    behind = 8 * shares * groups if any(joining) else 2 * grid[0]
-    scratch = 2 * shares * heads * rows * constants.PART_COLUMNS + behind
-    return Config(constants, shape, split, merge, scratch, {}, boxes, base.empty)
+        registers = 65536 // (32 * (4 + t.row_warps) * t.programs_per_sm) // 8 * 8
+        return decode_many_kernel, {"num_warps": 4, "maxnreg": registers}
+    warps = {"num_warps": hb * t.row_warps}
+    if t.copier:  # it comes with three idle warps; registers are dealt out by four
+        return decode_nvfp4_kernel, warps | {"maxnreg": 65536 // (256 * t.programs_per_sm) // 8 * 8}
+    return decode_kernel, warps if t.max_registers is None else warps | {"maxnreg": t.max_registers}
+
+
+def _reads(f: SimpleNamespace, boxes: tuple[Box, ...]) -> dict[str, Any]:
+    """Arguments of the split pass: what has a box is described."""
+    caches = {"K": "k_cache", "V": "v_cache", "KS": "k_scale_cache", "VS": "v_scale_cache"}
+    described = {n: Described(caches[n], partial(descriptor, box=box)) for n, box in zip(caches, boxes, strict=False)}
+    tensors = given(Q="q", MASK="mask", K_T="k_scale_t", **caches)
+    numbers = {"k_scale": f.k_scale, "softcap": f.softcap, "sm_t": f.mask.stride[0] if f.mask is not None else 0}
+    return reads(f) | tensors | described | numbers | strides(f.q, sq_="th")
 
 
 def _shape(
@@ -180,49 +180,9 @@ def _shape(
     )  # fmt: skip
 
 
-def _strides(f: SimpleNamespace) -> tuple[int, ...]:
-    """In the order of the kernel's arguments."""
-    return (
-        *f.q.stride[:2], f.page_table.stride[0], f.mask.stride[0] if f.mask is not None else 0, *f.out.stride[:2],
-        *(f.lse.stride if f.lse is not None else (0, 0)),
-    )  # fmt: skip
-
-
 def run(call: Any, config: Config) -> None:
-    if config.empty:
-        call.out.zero_()
-        if call.lse is not None:
-            call.lse.fill_(float("-inf"))
-        return
-    part = launch.scratch(config.scratch, call.q)
-    config.split(*_SPLITS[config.shape.WIDE](call, part), descriptors=_caches(call, config))
-    if config.merge is not None:
-        config.merge(*_MERGE(call, part))
+    config.launches(call)
 
 
 def bind(config: Config, at: dict[str, int]) -> Bound | None:
-    if config.empty:
-        return None
-    described = [n for n in ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache") if n in at]
-    steps = [Step(config.split, _SPLITS[config.shape.WIDE], described, config.descriptors)]
-    if config.merge is not None:
-        steps.append(Step(config.merge, _MERGE))
-    return bound(steps, at, config.scratch)
-
-
-def _caches(call: Any, config: Config) -> tuple:
-    """Codes and stored scales as the kernel's arguments."""
-    k, v, ks = call.k_cache, call.v_cache, call.k_scale_cache
-    key: tuple[int, ...] = (k.data_ptr(), v.data_ptr())
-    if ks is not None:
-        key = *key, ks.data_ptr(), call.v_scale_cache.data_ptr()
-    found = config.descriptors.get(key)
-    if found is None:
-        tensors = [k, v, ks, call.v_scale_cache]
-        maps = [descriptor(x, b) for x, b in zip(tensors, config.boxes, strict=False)]
-        if not config.split.launch.compiled:
-            return tuple(maps)
-        if len(config.descriptors) >= _MAX_DESCRIPTORS:
-            config.descriptors.clear()
-        found = config.descriptors[key] = tuple(x for one in config.split.launch.encoded(*maps) for x in one)
-    return found
+    return config.launches.bind(at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ import torch
 
 from ...formats import latent_format
 from ..host import launch
-from ..host.bind import Bound, Fields, Step, bound
+from ..host.bind import Bound, Described, Instead, Launches, Template, given
+from ..host.split_merge import launches, reads, writes
 from ..triton.mla_decode import entry as portable
 from ..triton.mla_decode.tune import Tiles
 from .sm90.mla_decode.merge import merge_kernel
@@ -22,8 +24,6 @@ RANK, ROPE = 512, 64
 WHOLE_TILES = 4  # of a segment that is not cut
 _FEW = 32  # query rows of a segment of 16-bit latents, up to which they are not padded to 64
 PAGES = (16, 32)  # and multiples of TILE
-_SPLIT = Fields("q_nope q_pe page_table seq_lens cu_seqlens_q out lse part softmax_scale_t kv_scale_t out_scale_t")
-_MERGE = Fields("cu_seqlens_q out lse part kv_scale_t out_scale_t")
 _FORMATS = ("bf16", "fp8_e4m3", "fp8_ds_mla")  # what was run on a GPU
 _QUERIES = (torch.bfloat16, torch.float8_e4m3fn)
 
@@ -40,15 +40,11 @@ class Choice(NamedTuple):
 
 class Config(NamedTuple):
     constants: portable.Constants
-    split: launch.Template
-    merge: launch.Template | None  # None: nothing is cut
-    scratch: int  # fp32 numbers: the cut segments' states, then META
     programs: int  # of the split pass
     segments: int  # of a request, for one block of heads
     cut: portable.Constants  # as the merge reads what was cut
     boxes: tuple[portable.Box, ...]  # of ckv, kpe and stored scales
-    descriptors: dict[tuple[int, ...], tuple]  # the kernel's arguments for these, by their addresses
-    empty: bool
+    launches: Launches | Instead  # without a merge where nothing is cut
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -118,27 +114,40 @@ def configure(f: SimpleNamespace, chosen: Choice | None = None) -> Config:
     warpgroups = 4 if k.trio else 3 if (half and k.rows > _FEW) or k.turns == 2 else 2
     # Of two warpgroups the one of products takes 232 (`sixteen_bits`): 168 each leave 104 to the one that copies.
     registers = min(65536 // (128 * warpgroups * k.programs_per_sm), 168) // 8 * 8
-    tensor, strides = launch.TENSOR, _strides(f)
-    rows = max((box.rows for box in boxes), default=0)
-    split = launch.Template(
-        _kernel(half, k), (programs,), (
-            tensor, tensor, *[None] * (len(boxes) < 3), *[tensor] * 6,
-            f.softmax_scale, tensor, f.kv_scale, tensor, f.out_scale, tensor, requests, f.out.shape[0],
-            rows, _pitch(f.ckv_scale_cache), segments, *strides, k.stages, k.turns, c,
-        ), descriptors_at=2, fp8_as_bytes=False, num_warps=4, maxnreg=registers, launch_pdl=True,
-    )  # fmt: skip
-    live = min(k.rows, f.max_q_len * c.GROUP)
-    merge_rows, pieces, columns, merge_warps = _merge_tile(live, segments_in_all, programs)
     cut = replace(c, PARTS=1, BLOCK_DV=RANK) if k.trio else c  # a trio's columns are in order
-    merge = None if whole else launch.Template(
-        merge_kernel, (segments_in_all, -(-live // merge_rows), RANK // columns), (
-            *[tensor] * 4, f.kv_scale, tensor, f.out_scale, tensor, programs, segments, *strides[-4:],
-            merge_rows, pieces, columns, cut,
-        ), fp8_as_bytes=False, num_warps=merge_warps, launch_pdl=True,
-    )  # fmt: skip
+    kernel, arguments = _kernel(half, k), portable.queries(f) | reads(f) | writes(f) | _caches(f, c, boxes)
+    arguments |= {"max_segments": segments, "STAGES": k.stages, "c": c}
+    if "TURNS" in kernel.arg_names:  # one kernel's warpgroups take turns
+        arguments["TURNS"] = k.turns
+    split = Template(kernel, (programs,), arguments, num_warps=4, maxnreg=registers, launch_pdl=True)
+    merge = None if whole else _merge(f, k, cut, segments, segments_in_all, programs)
+    # The cut segments' states, then META.
     scratch = 2 * programs * c.ROWS * c.PART_COLUMNS + 2 * requests * segments * blocks
-    empty = 0 in f.q_nope.shape or requests == 0
-    return Config(c, split, merge, scratch, programs, segments, cut, boxes, {}, empty)
+    return Config(c, programs, segments, cut, boxes, launches(f, split, merge, scratch))
+
+
+def _caches(f: SimpleNamespace, c: portable.Constants, boxes: tuple[portable.Box, ...]) -> dict[str, Any]:
+    """Arguments of the split pass: what there is of ckv, kpe and stored scales, described."""
+    names = zip(("BOX_C", "BOX_P", "BOX_S"), ("ckv", "kpe", "ckv_scale_cache"), boxes, strict=False)
+    found: dict[str, Any] = {
+        argument: Described(name, partial(_descriptor, box=box, rows=min(c.PAGE, TILE)))
+        for argument, name, box in names
+    }
+    nowhere = max((box.rows for box in boxes), default=0)
+    return {"BOX_S": None} | found | {"nowhere": nowhere, "s_pitch": _pitch(f.ckv_scale_cache)}
+
+
+def _merge(
+    f: SimpleNamespace, k: Choice, cut: portable.Constants, segments: int, segments_in_all: int, programs: int
+) -> Template:
+    live = min(k.rows, f.max_q_len * cut.GROUP)
+    rows, pieces, columns, warps = _merge_tile(live, segments_in_all, programs)
+    arguments = writes(f) | given(CU="cu_seqlens_q", KV_T="kv_scale_t") | {
+        "kv_scale": f.kv_scale, "num_programs": programs, "max_segments": segments,
+        "ROWS": rows, "PIECES": pieces, "COLUMNS": columns, "c": cut,
+    }  # fmt: skip
+    grid = (segments_in_all, -(-live // rows), RANK // columns)
+    return Template(merge_kernel, grid, arguments, num_warps=warps, launch_pdl=True)
 
 
 def blocks_of_heads(f: SimpleNamespace, rows: int, programs: int) -> int:
@@ -250,55 +259,12 @@ def _pitch(x: Any) -> int:
     return 0 if x is None else x.stride[0] // x.stride[1]
 
 
-def _strides(f: SimpleNamespace) -> tuple[int, ...]:
-    """In the order of the kernels' arguments."""
-    return (
-        *f.q_nope.stride[:2], *f.q_pe.stride[:2], f.page_table.stride[0],
-        *f.out.stride[:2], *(f.lse.stride if f.lse is not None else (0, 0)),
-    )  # fmt: skip
-
-
 def run(call: Any, config: Config) -> None:
-    if config.empty:
-        call.out.zero_()
-        if call.lse is not None:
-            call.lse.fill_(float("-inf"))
-        return
-    part = launch.scratch(config.scratch, call.out)
-    config.split(*_SPLIT(call, part), descriptors=_caches(call, config))
-    if config.merge is not None:
-        config.merge(*_MERGE(call, part))
+    config.launches(call)
 
 
 def bind(config: Config, at: dict[str, int]) -> Bound | None:
-    if config.empty:
-        return None
-    return bound(steps(config), at, config.scratch)
-
-
-def steps(config: Config) -> list[Step]:
-    """The launches, in order."""
-    described = ("ckv", "kpe", "ckv_scale_cache")[: len(config.boxes)]
-    split = Step(config.split, _SPLIT, described, config.descriptors)
-    return [split] if config.merge is None else [split, Step(config.merge, _MERGE)]
-
-
-def _caches(call: Any, config: Config) -> tuple:
-    """Descriptors of both parts of the cache as the kernel's arguments."""
-    caches = [x for x in (call.ckv, call.kpe, call.ckv_scale_cache) if x is not None]
-    key = tuple(x.data_ptr() for x in caches)
-    found = config.descriptors.get(key)
-    if found is not None:
-        return found
-    rows = min(config.constants.PAGE, TILE)
-    made = tuple(_descriptor(x, box, rows) for x, box in zip(caches, config.boxes, strict=True))
-    if not config.split.launch.compiled:
-        return made
-    if len(config.descriptors) >= portable._MAX_DESCRIPTORS:
-        config.descriptors.clear()
-    encoded = config.split.launch.encoded(*made)
-    found = config.descriptors[key] = tuple(argument for one in encoded for argument in one)
-    return found
+    return config.launches.bind(at)
 
 
 def _descriptor(x: torch.Tensor, box: portable.Box, rows: int) -> Any:

@@ -151,11 +151,10 @@ def scale_strides(t: Any) -> tuple[int, int, int]:
     return (0, 0, 0) if t is None else t.stride[:3]
 
 
-def place_sizes(f: SimpleNamespace, num_pages: int) -> tuple[int, int, int]:
-    """num_pages, num_requests, num_indices."""
-    if f.kv_indptr is None:
-        return num_pages, 0, 0
-    return num_pages, f.kv_indptr.shape[0] - 1, f.kv_indices.shape[0]
+def place_sizes(f: SimpleNamespace, num_pages: int) -> dict[str, int]:
+    """Of the places that tokens go to, by the names of the kernels."""
+    requests, indices = (0, 0) if f.kv_indptr is None else (f.kv_indptr.shape[0] - 1, f.kv_indices.shape[0])
+    return {"num_pages": num_pages, "num_requests": requests, "num_indices": indices}
 
 
 def per_head(scale: Any) -> bool:

@@ -1,19 +1,18 @@
-"""Host-side facts that every Triton backend file asks about. Pure functions of the facts, so that plans for chips
-that are not there can be tested."""
+"""What chips can do, from facts alone, so that plans for chips that are not there can be tested; a compiled kernel and
+how it is launched; scratch that is kept between calls. Arguments by name are in `bind`.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -81,18 +80,6 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def as_bytes(x: Tensor | None) -> Tensor | None:
-    """An e4m3 tensor as uint8; others as they are."""
-    return x.view(torch.uint8) if x is not None and x.dtype == torch.float8_e4m3fn else x
-
-
-def pointer(t: Tensor | None) -> Any:
-    """What a kernel gets for a tensor: itself, or its bytes where it holds fp8 codes, whose type not every chip has."""
-    if t is not None and t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        return triton.reinterpret(t, tl.uint8)
-    return t
-
-
 def shared_memory(f: SimpleNamespace) -> int:
     """Bytes of shared memory that one block can have."""
     if f.arch is None:
@@ -116,8 +103,6 @@ def spans_far(*caches: Any) -> bool:
     return sum(spans) >= 2**31
 
 
-TENSOR = object()  # stands for a tensor among prepared arguments
-
 _runtime = triton.knobs.runtime
 # Who has hooked into Triton's launches: profilers add to the chains; what is put in the place of a chain lies in the
 # knobs' own dictionary, beside what has nothing to do with launches. Every launch asks `entering.calls or
@@ -131,27 +116,15 @@ def replaced() -> bool:
     return "launch_enter_hook" in put or "launch_exit_hook" in put
 
 
-def by_triton(fn: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """Launch by Triton, which compiles what it has not: what that gives."""
-    try:
-        return fn[grid](*args, **options)
-    except Exception as e:
-        blame(fn, e)
-        raise
-
-
 def blame(fn: Any, e: Exception) -> None:
     """Write the kernel's name on an error of the compiler or the driver: `failures` tells the caller."""
     e.kernel = getattr(fn, "__name__", str(fn))  # type: ignore[attr-defined]
 
 
 class Launch:
-    """A kernel of one plan. Equal facts specialise it equally, so Triton's own lookup is needed only once.
+    """A kernel of one plan. Equal facts specialise it equally, so Triton's own lookup is needed only once."""
 
-    It belongs in a backend's config, which lives as long as the plan.
-    """
-
-    __slots__ = ("_compiled", "_device", "_fixed", "_launcher", "_run", "_tensors", "_told_at", "fn", "options")
+    __slots__ = ("_compiled", "_device", "_fixed", "_launcher", "_run", "_told_at", "fn", "options")
 
     def __init__(self, fn: Any, **options: Any) -> None:
         self.fn, self.options = fn, compiler_options(fn) | options
@@ -161,7 +134,6 @@ class Launch:
         self._device = 0
         self._fixed: tuple = ()
         self._told_at = 0  # where hooks, and what they are told, go among the launcher's arguments
-        self._tensors: tuple[int, ...] | None = None
 
     @property
     def compiled(self) -> bool:
@@ -175,18 +147,6 @@ class Launch:
     def run(self) -> Any:
         """What launches, from the second time on."""
         return self._run
-
-    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
-        """Launch with every argument of the kernel, constants included, in order."""
-        if self._compiled is None:
-            self._first(grid, args)
-            return
-        if self._tensors is None:
-            self._tensors = tuple(i for i, x in enumerate(args) if isinstance(x, Tensor))
-        numbers = list(args)
-        for i in self._tensors:
-            numbers[i] = numbers[i].data_ptr()
-        self.again([*self.head((*grid, 1, 1)[:3]), *numbers])
 
     def head(self, grid: tuple[int, ...]) -> list:
         """What goes before the arguments of the compiled kernel."""
@@ -212,10 +172,14 @@ class Launch:
         told = self._compiled.launch_metadata(tuple(args[:3]), args[3])
         args[at : at + 3] = told, _runtime.launch_enter_hook, _runtime.launch_exit_hook
 
-    def _first(self, grid: tuple[int, ...], args: tuple) -> None:
+    def first(self, grid: tuple[int, ...], args: tuple) -> None:
         """Compile and launch by Triton; keep what all later launches share."""
         start = time.perf_counter()
-        k = by_triton(self.fn, grid, *args, **self.options)
+        try:
+            k = self.fn[grid](*args, **self.options)
+        except Exception as e:
+            blame(self.fn, e)
+            raise
         _log.debug("%s ready after %.3f s", getattr(self.fn, "__name__", self.fn), time.perf_counter() - start)
         if k is None:  # interpreted, or a hook of Triton's would not have it compiled
             return
@@ -236,86 +200,6 @@ class Launch:
         except Exception as e:
             blame(self.fn, e)
             raise
-
-
-class Template:
-    """A `Launch` with its grid and all arguments but the tensors, for one set of facts.
-
-    arguments:      values of the kernel's parameters in order, constants included; TENSOR where each call gives one
-    descriptors_at: where the arguments go that `encoded` gave, if each call gives some
-    fp8_as_bytes:   the kernel takes fp8 tensors as bytes
-    """
-
-    __slots__ = (
-        "_again", "_live", "_template", "arguments", "descriptors_at", "fp8_as_bytes", "given_at", "grid", "launch",
-    )  # fmt: skip
-
-    def __init__(
-        self, fn: Any, grid: tuple[int, ...], arguments: Sequence[Any], *, descriptors_at: int = 0,
-        fp8_as_bytes: bool = True, **options: Any,
-    ) -> None:  # fmt: skip
-        self.launch, self.grid, self.arguments = Launch(fn, **options), (*grid, 1, 1)[:3], tuple(arguments)
-        self.given_at, self.fp8_as_bytes = descriptors_at, fp8_as_bytes
-        self.descriptors_at = descriptors_at  # among what the compiled kernel takes, from the first call on
-        self._again: Any = None
-        self._template: list = []
-        self._live: list[tuple[int, int]] = []
-
-    def __call__(self, *tensors: Tensor | None, descriptors: Sequence[Any] = ()) -> None:
-        if self._again is None:
-            self._first(tensors, descriptors)
-            return
-        args = self._template.copy()
-        for place, i in self._live:
-            args[place] = tensors[i].data_ptr()  # type: ignore[union-attr]
-        if descriptors:
-            args[self.descriptors_at : self.descriptors_at] = descriptors
-        self._again(args)
-
-    def bound(self, order: Sequence[int]) -> tuple[Launch, Any, list, list[tuple[int, int]]] | None:
-        """(launch, launcher, its arguments, where each tensor's address goes among them and where it stands in a list).
-
-        order: where each tensor's address stands in the list
-
-        Returns None if nothing is compiled yet.
-        """
-        if self._again is None:
-            return None
-        live = [(place, order[i]) for place, i in self._live]
-        assert all(i >= 0 for _, i in live)
-        return self.launch, self.launch.run, self._template, live
-
-    def _first(self, tensors: tuple[Tensor | None, ...], descriptors: Sequence[Any]) -> None:
-        given = map(pointer, tensors) if self.fp8_as_bytes else iter(tensors)
-        args = [next(given) if x is TENSOR else x for x in self.arguments]
-        self.launch(self.grid, *args[: self.given_at], *descriptors, *args[self.given_at :])
-        if not self.launch.compiled:
-            return
-        # Equal facts: what is None stays None.
-        places = [place for place, x in enumerate(self.arguments) if x is TENSOR]
-        head = self.launch.head(self.grid)
-        self._live = [(len(head) + place, i) for i, place in enumerate(places) if tensors[i] is not None]
-        self._template = [*head, *(None if x is TENSOR else x for x in self.arguments)]
-        self.descriptors_at = len(head) + self.given_at  # two threads may come here at once
-        self._again = self.launch.again
-
-
-class Prepared(Template):
-    """A `Template` of a kernel whose tensors come first, then `scalars`, then `constants`; fp8 tensors as bytes.
-
-    scalars:   integers, floats and tuples of them
-    constants: values of the constexpr parameters
-    """
-
-    __slots__ = ("_rest",)
-
-    def __init__(self, fn: Any, grid: int | tuple[int, ...], scalars: tuple, constants: tuple, **options: Any) -> None:
-        super().__init__(fn, (grid,) if isinstance(grid, int) else grid, (), **options)
-        self._rest = (*scalars, *constants)
-
-    def _first(self, tensors: tuple[Tensor | None, ...], descriptors: Sequence[Any]) -> None:
-        self.arguments = (*[TENSOR] * len(tensors), *self._rest)
-        super()._first(tensors, descriptors)
 
 
 class _Kept(threading.local):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..host import blocks, launch
-from ..host.bind import Bound, Fields, Step, bound
+from ..host.bind import BYTES, Bound, Launches, Template, given
 from .parts.quant import store, write_codes
 from .parts.rows import (
     all_asked,
@@ -27,10 +27,15 @@ from .parts.rows import (
 )
 from .parts.words import read_words, store_words
 
-_TENSORS = Fields(
-    "k v k_cache v_cache k_scale_cache v_scale_cache k_scale_t v_scale_t "
-    "slot_mapping batch_indices kv_positions kv_indptr kv_indices"
-)
+# Where tokens go, of every append.
+PLACES = given(
+    BYTES, p_slots="slot_mapping", p_batch="batch_indices", p_positions="kv_positions", p_indptr="kv_indptr",
+    p_indices="kv_indices",
+)  # fmt: skip
+_TENSORS = PLACES | given(
+    BYTES, p_k="k", p_v="v", p_k_codes="k_cache", p_v_codes="v_cache", p_k_scales="k_scale_cache",
+    p_v_scales="v_scale_cache", p_k_scale="k_scale_t", p_v_scale="v_scale_t",
+)  # fmt: skip
 
 
 @triton.jit
@@ -107,7 +112,7 @@ def why_not(f: SimpleNamespace) -> str | None:
     return launch.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> launch.Prepared | None:
+def configure(f: SimpleNamespace) -> Launches:
     tokens, heads, dk = f.k.shape
     dv = f.v.shape[2]
     ck, cv = blocks.columns(dk, f.format), blocks.columns(dv, f.format)
@@ -116,31 +121,29 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
     k, v = blocks.Part(tokens, heads, ck, elements), blocks.Part(tokens, heads, cv, elements)
     k_end, end = blocks.ends(k, v)
     if end == 0:
-        return None
+        return Launches()
     unit = blocks.unit(f.k, f.v, f.k_cache, f.v_cache)
     words = blocks.in_words(f, unit, f.k, f.v)
     if elements < blocks.MOST:  # no thread has two blocks of a row
         words = min(words, 1)
-    scalars = (
-        f.k_scale, f.v_scale, *[blocks.strides(x, 2, unit) for x in (f.k, f.v)],
-        *[blocks.strides(x, 3, unit) for x in (f.k_cache, f.v_cache)],
-        *[blocks.scale_strides(x) for x in (f.k_scale_cache, f.v_scale_cache)],
-        tokens, *blocks.place_sizes(f, f.k_cache.shape[0]), k_end,
-    )  # fmt: skip
-    constants = (
-        heads, dk, dv, ck, cv, k.rows, v.rows, f.k_cache.shape[1], f.format,
-        blocks.per_head(f.k_scale_t), blocks.per_head(f.v_scale_t), f.scales_quantize, launch.rounds_to_fp8(f), unit,
-        words, launch.has_ptx(f), blocks.overlaps(f),
-        blocks.late(f, elements, blocks.SMALL),
-    )  # fmt: skip
-    return launch.Prepared(append_kernel, end, scalars, constants, **blocks.options(f))
+    arguments = _TENSORS | blocks.place_sizes(f, f.k_cache.shape[0]) | {
+        "k_scale": f.k_scale, "v_scale": f.v_scale,
+        "strides_k": blocks.strides(f.k, 2, unit), "strides_v": blocks.strides(f.v, 2, unit),
+        "strides_k_codes": blocks.strides(f.k_cache, 3, unit), "strides_v_codes": blocks.strides(f.v_cache, 3, unit),
+        "strides_k_scales": blocks.scale_strides(f.k_scale_cache),
+        "strides_v_scales": blocks.scale_strides(f.v_scale_cache),
+        "tokens": tokens, "k_end": k_end, "H": heads, "DK": dk, "DV": dv, "CK": ck, "CV": cv,
+        "ROWS_K": k.rows, "ROWS_V": v.rows, "PAGE": f.k_cache.shape[1], "FORMAT": f.format,
+        "K_PER_HEAD": blocks.per_head(f.k_scale_t), "V_PER_HEAD": blocks.per_head(f.v_scale_t),
+        "QUANTIZES": f.scales_quantize, "NATIVE": launch.rounds_to_fp8(f), "UNIT": unit, "WORDS": words,
+        "ASM": launch.has_ptx(f), "OVERLAPS": blocks.overlaps(f), "LATE": blocks.late(f, elements, blocks.SMALL),
+    }  # fmt: skip
+    return Launches(Template(append_kernel, (end,), arguments, **blocks.options(f)))
 
 
-def run(call: Any, config: launch.Prepared | None) -> None:
-    if config is None:
-        return
-    config(*_TENSORS(call))
+def run(call: Any, config: Launches) -> None:
+    config(call)
 
 
-def bind(config: launch.Prepared | None, at: dict[str, int]) -> Bound | None:
-    return None if config is None else bound([Step(config, _TENSORS)], at)
+def bind(config: Launches, at: dict[str, int]) -> Bound | None:
+    return config.bind(at)

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from ..host import blocks, launch
-from ..host.bind import Bound, Fields, Step, bound
+from ..host.bind import Bound, Launches, Template, given
 from .parts.rows import offsets, token_and_head, write
 
-_TENSORS = Fields("outs lses out lse")
+_TENSORS = given(p_outs="outs", p_lses="lses", p_out="out", p_lse="lse")
 MAX_UNROLLED = 8  # parts; more are counted by a loop, so that their number compiles nothing anew
 
 
@@ -57,24 +57,24 @@ def why_not(f: SimpleNamespace) -> str | None:
     return launch.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> launch.Prepared | None:
+def configure(f: SimpleNamespace) -> Launches:
     parts, tokens, heads, d = f.outs.shape
     if tokens * heads * d == 0:
-        return None
+        return Launches()
     c, unit = blocks.columns(d), blocks.unit(f.outs, f.out)
     part = blocks.Part(tokens, heads, c, blocks.program_elements(tokens * heads * c))
-    scalars = (
-        blocks.strides(f.outs, 3, unit), f.lses.stride, blocks.strides(f.out, 2, unit),
-        (0, 0) if f.lse is None else f.lse.stride, tokens, parts,
-    )  # fmt: skip
-    constants = (heads, d, c, part.rows, parts if parts <= MAX_UNROLLED else 0, unit)
-    return launch.Prepared(merge_kernel, part.programs, scalars, constants, num_warps=blocks.OPTIONS["num_warps"])
+    arguments = _TENSORS | {
+        "strides_outs": blocks.strides(f.outs, 3, unit), "strides_lses": f.lses.stride,
+        "strides_out": blocks.strides(f.out, 2, unit), "strides_lse": (0, 0) if f.lse is None else f.lse.stride,
+        "tokens": tokens, "parts": parts, "H": heads, "D": d, "C": c, "ROWS": part.rows,
+        "PARTS": parts if parts <= MAX_UNROLLED else 0, "UNIT": unit,
+    }  # fmt: skip
+    return Launches(Template(merge_kernel, (part.programs,), arguments, num_warps=blocks.OPTIONS["num_warps"]))
 
 
-def run(call: Any, config: launch.Prepared | None) -> None:
-    if config is not None:
-        config(*_TENSORS(call))
+def run(call: Any, config: Launches) -> None:
+    config(call)
 
 
-def bind(config: launch.Prepared | None, at: dict[str, int]) -> Bound | None:
-    return None if config is None else bound([Step(config, _TENSORS)], at)
+def bind(config: Launches, at: dict[str, int]) -> Bound | None:
+    return config.bind(at)

@@ -11,14 +11,13 @@ import triton.language as tl
 from tersekv.formats import TENSOR, latent_format
 
 from ..host import blocks, launch
-from ..host.bind import Bound, Fields, Step, bound
-from .append import append_rows
-from .rope_append import key_rows, query_rows
+from ..host.bind import BYTES, Bound, Launches, Template, given
+from .append import PLACES, append_rows
+from .rope_append import QUERIES, key_rows, query_rows
 
-_TENSORS = Fields(
-    "q_rope q_nope kv_c k_pe cos_sin_cache positions q_rope_out q_nope_out ckv kpe ckv_scale_cache q_scale_t "
-    "kv_scale_t slot_mapping batch_indices kv_positions kv_indptr kv_indices"
-)
+_TENSORS = PLACES | QUERIES | given(
+    BYTES, p_kv_c="kv_c", p_k_pe="k_pe", p_ckv="ckv", p_kpe="kpe", p_scales="ckv_scale_cache", p_kv_scale="kv_scale_t"
+)  # fmt: skip
 
 
 @triton.jit(
@@ -80,7 +79,7 @@ def why_not(f: SimpleNamespace) -> str | None:
     return launch.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> launch.Prepared | None:
+def configure(f: SimpleNamespace) -> Launches:
     (tokens, rank), r = f.kv_c.shape, f.k_pe.shape[1]
     heads, q_nope = blocks.query_sizes(f)
     cl, cr, cn = blocks.columns(rank, f.format), blocks.columns(r), blocks.columns(q_nope)
@@ -91,30 +90,33 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
     nope = blocks.Part(tokens, heads if f.q_nope else 0, cn, elements)
     *ends, end = blocks.ends(pe, c, rope, nope)
     if end == 0:
-        return None
+        return Launches()
     rows = (f.q_rope, f.q_nope, f.kv_c, f.k_pe, f.q_rope_out, f.q_nope_out)
     unit = blocks.unit(*rows, f.ckv, f.kpe)
     max_pos, stride = (f.cos_sin_cache.shape[0], f.cos_sin_cache.stride[0]) if f.cos_sin_cache else (0, 0)
-    scalars = (
-        f.q_scale, f.kv_scale, *[blocks.strides(x, 2, unit) for x in rows],
-        *[blocks.strides(x, 3, unit) for x in (f.ckv, f.kpe)], blocks.strides(f.ckv_scale_cache, 3),
-        stride, max_pos, tokens, *blocks.place_sizes(f, f.ckv.shape[0]), *ends,
-    )  # fmt: skip
     # The rotary part of a row with group scales is 16-bit, and is not scaled.
     pe_format = f.format if latent_format(f.format).scale == TENSOR else "bf16"
-    constants = (
-        heads, rank, r, q_nope, cl, cr, cn, c.rows, pe.rows, rope.rows, nope.rows, f.ckv.shape[1],
-        f.interleaved, f.format, pe_format, blocks.query_kind(f), f.zero_padding, f.scales_quantize,
-        launch.rounds_to_fp8(f), unit, blocks.overlaps(f),
-    )  # fmt: skip
-    return launch.Prepared(mla_append_kernel, end, scalars, constants, **blocks.options(f))
+    arguments = _TENSORS | blocks.place_sizes(f, f.ckv.shape[0]) | {
+        "q_scale": f.q_scale, "kv_scale": f.kv_scale,
+        "strides_q_rope": blocks.strides(f.q_rope, 2, unit), "strides_q_nope": blocks.strides(f.q_nope, 2, unit),
+        "strides_kv_c": blocks.strides(f.kv_c, 2, unit), "strides_k_pe": blocks.strides(f.k_pe, 2, unit),
+        "strides_q_rope_out": blocks.strides(f.q_rope_out, 2, unit),
+        "strides_q_nope_out": blocks.strides(f.q_nope_out, 2, unit),
+        "strides_ckv": blocks.strides(f.ckv, 3, unit), "strides_kpe": blocks.strides(f.kpe, 3, unit),
+        "strides_scales": blocks.strides(f.ckv_scale_cache, 3),
+        "stride_cos_sin": stride, "max_pos": max_pos, "tokens": tokens,
+        "pe_end": ends[0], "c_end": ends[1], "rope_end": ends[2], "HQ": heads, "L": rank, "R": r, "NQ": q_nope,
+        "CL": cl, "CR": cr, "CN": cn, "ROWS_C": c.rows, "ROWS_PE": pe.rows, "ROWS_R": rope.rows, "ROWS_N": nope.rows,
+        "PAGE": f.ckv.shape[1], "INTERLEAVED": f.interleaved, "FORMAT": f.format, "PE_FORMAT": pe_format,
+        "KIND": blocks.query_kind(f), "ZERO_PADDING": f.zero_padding, "QUANTIZES": f.scales_quantize,
+        "NATIVE": launch.rounds_to_fp8(f), "UNIT": unit, "OVERLAPS": blocks.overlaps(f),
+    }  # fmt: skip
+    return Launches(Template(mla_append_kernel, (end,), arguments, **blocks.options(f)))
 
 
-def run(call: Any, config: launch.Prepared | None) -> None:
-    if config is None:
-        return
-    config(*_TENSORS(call))
+def run(call: Any, config: Launches) -> None:
+    config(call)
 
 
-def bind(config: launch.Prepared | None, at: dict[str, int]) -> Bound | None:
-    return None if config is None else bound([Step(config, _TENSORS)], at)
+def bind(config: Launches, at: dict[str, int]) -> Bound | None:
+    return config.bind(at)

@@ -17,14 +17,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tersekv.formats import LATENT_GROUP
 
 from ..host import launch
-from ..host.bind import Bound, Fields, Step, bound
+from ..host.bind import BYTES, Bound, Launches, Template, given, strides
 from ..host.blocks import overlaps
 from .mla_prefill.gather import MAX_AMAX, MAX_F32
 from .parts.quant import E4M3_MAX, divide, encode_fp8, largest, reciprocal
 from .parts.tiles import e4m3_bytes_to_fp16
 
 GROUP = tl.constexpr(LATENT_GROUP)
-_TENSORS = Fields("x weight weight_scale out")
 _AHEAD = 4  # at most, groups of columns whose weights are asked for at once
 
 
@@ -38,25 +37,28 @@ class Tile(NamedTuple):
     ahead: int  # groups of columns whose weights are asked for before the wait
 
 
-class Config(NamedTuple):
+class Choice(NamedTuple):
     tile: Tile
     native_fp8: bool  # the chip multiplies e4m3 (else: bytes, converted to fp16)
     native_casts: bool  # its casts to fp8 give the nearest code (else: bit arithmetic)
     overlaps: bool  # the launch may begin before the one ahead of it has ended
-    launches: list[launch.Template]  # one, from the first call on
 
 
 def why_not(f: SimpleNamespace) -> str | None:
     return launch.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> Config:
+def configure(f: SimpleNamespace) -> Launches:
+    return Launches() if 0 in f.out.shape else Launches(prepared(f, choose(f)))
+
+
+def choose(f: SimpleNamespace) -> Choice:
     by_hand = launch.e4m3_by_hand(f)
     tile = _tile(f.x.shape[0], f.weight.shape[1], f.x.shape[2], f.weight_scale is not None)
     if by_hand:  # older chips: no launches that overlap, nor the registers for weights ahead
         rows = max(16, min(64, tile.block_m))
         tile = Tile(rows, 64, 8 if rows > 32 else 4, False, 0)
-    return Config(tile, not by_hand, launch.rounds_to_fp8(f), overlaps(f), [])
+    return Choice(tile, not by_hand, launch.rounds_to_fp8(f), overlaps(f))
 
 
 def _tile(tokens: int, columns: int, rank: int, scaled: bool) -> Tile:
@@ -237,29 +239,34 @@ def project_kernel(
     )  # fmt: skip
 
 
-def run(call: Any, config: Config) -> None:
-    if 0 in call.out.shape:
-        return
-    if not config.launches:
-        config.launches.append(_prepared(call, config))
-    config.launches[0](*_TENSORS(call))
-
-
-def bind(config: Config, at: dict[str, int]) -> Bound | None:
-    return bound([Step(config.launches[0], _TENSORS)], at) if config.launches else None
-
-
-def _prepared(call: Any, config: Config) -> launch.Template:
-    tokens, heads, rank = call.x.shape
-    columns, scale, t = call.weight.shape[1], call.weight_scale, config.tile
-    arguments = (
-        *[launch.TENSOR] * 4, tokens, *call.x.stride()[:2], *call.weight.stride()[:2],
-        *(scale.stride()[:2] if scale is not None else (0, 0)), *call.out.stride()[:2], columns, rank,
-        t.block_m, t.block_n, t.turned, t.ahead, config.native_fp8, config.native_casts,
-        config.overlaps,
-    )  # fmt: skip
+def prepared(f: SimpleNamespace, choice: Choice, x: str = "x", weight: str = "weight", scale: str = "weight_scale",
+             out: str = "out") -> Template:  # fmt: skip
+    """The launch. x, weight, scale, out: what a call names the tensors"""
+    (tokens, heads, rank), columns, t = f.x.shape, f.weight.shape[1], choice.tile
+    arguments = given(BYTES, X=x, W=weight, W_SCALE=scale, OUT=out) | {
+        "T": tokens, **strides(f.x, stride_x="th"), **strides(f.weight, stride_w="hn"),
+        **strides(f.weight_scale, stride_s="hn"), **strides(f.out, stride_o="th"), "N": columns, "K": rank,
+        **constants(choice),
+    }  # fmt: skip
     grid = (heads, -(-columns // t.block_n), -(-tokens // t.block_m))
-    options = {"launch_pdl": True} if config.overlaps else {}
+    options = {"launch_pdl": True} if choice.overlaps else {}
     # Fused multiply-adds would change codes that are rounded by bit arithmetic, and those alone.
-    fuses = config.native_casts
-    return launch.Template(project_kernel, grid, arguments, num_warps=t.warps, enable_fp_fusion=fuses, **options)
+    fuses = choice.native_casts
+    return Template(project_kernel, grid, arguments, num_warps=t.warps, enable_fp_fusion=fuses, **options)
+
+
+def constants(choice: Choice) -> dict[str, Any]:
+    """What a kernel that calls `project` is compiled for."""
+    t = choice.tile
+    return {
+        "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "TURNED": t.turned, "AHEAD": t.ahead, "NATIVE": choice.native_fp8,
+        "NATIVE_CASTS": choice.native_casts, "OVERLAPS": choice.overlaps,
+    }  # fmt: skip
+
+
+def run(call: Any, config: Launches) -> None:
+    config(call)
+
+
+def bind(config: Launches, at: dict[str, int]) -> Bound | None:
+    return config.bind(at)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from ..host import blocks, launch
-from ..host.bind import Bound, Fields, Step, bound
-from .append import append_rows
+from ..host.bind import BYTES, Bound, Launches, Template, given
+from .append import PLACES, append_rows
 from .parts.quant import cast, store, store_halves
 from .parts.rows import (
     all_asked,
@@ -33,11 +33,15 @@ from .parts.rows import (
     write,
 )
 
-_TENSORS = Fields(
-    "q_rope q_nope k_rope k_nope v cos_sin_cache positions q_rope_out q_nope_out "
-    "k_cache v_cache k_scale_cache v_scale_cache q_scale_t k_scale_t v_scale_t "
-    "slot_mapping batch_indices kv_positions kv_indptr kv_indices"
-)
+# Queries, of every append that rotates.
+QUERIES = given(
+    BYTES, p_q_rope="q_rope", p_q_nope="q_nope", p_cos_sin="cos_sin_cache", p_rope_positions="positions",
+    p_q_rope_out="q_rope_out", p_q_nope_out="q_nope_out", p_q_scale="q_scale_t",
+)  # fmt: skip
+_TENSORS = PLACES | QUERIES | given(
+    BYTES, p_k_rope="k_rope", p_k_nope="k_nope", p_v="v", p_k_codes="k_cache", p_v_codes="v_cache",
+    p_k_scales="k_scale_cache", p_v_scales="v_scale_cache", p_k_scale="k_scale_t", p_v_scale="v_scale_t",
+)  # fmt: skip
 
 
 @triton.jit
@@ -178,7 +182,7 @@ def why_not(f: SimpleNamespace) -> str | None:
     return launch.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> launch.Prepared | None:
+def configure(f: SimpleNamespace) -> Launches:
     tokens, heads, r = f.k_rope.shape
     dk, dv = r + (f.k_nope.shape[2] if f.k_nope else 0), f.v.shape[2]
     q_heads, q_nope = blocks.query_sizes(f)
@@ -193,30 +197,34 @@ def configure(f: SimpleNamespace) -> launch.Prepared | None:
     nope = blocks.Part(tokens, q_heads if f.q_nope else 0, cn, elements)
     *ends, end = blocks.ends(k, v, rope, nope)
     if end == 0:
-        return None
+        return Launches()
     rows = (f.q_rope, f.q_nope, f.k_rope, f.k_nope, f.v, f.q_rope_out, f.q_nope_out)
     unit = blocks.unit(*rows, f.k_cache, f.v_cache)
-    scalars = (
-        f.q_scale, f.k_scale, f.v_scale, *[blocks.strides(x, 2, unit) for x in rows],
-        *[blocks.strides(x, 3, unit) for x in (f.k_cache, f.v_cache)],
-        *[blocks.scale_strides(x) for x in (f.k_scale_cache, f.v_scale_cache)],
-        f.cos_sin_cache.stride[0], f.cos_sin_cache.shape[0], tokens, *blocks.place_sizes(f, f.k_cache.shape[0]), *ends,
-    )  # fmt: skip
-    constants = (
-        q_heads, heads, r, q_nope, dk, dv, cr, cn, ck, cv, rope.rows, nope.rows, k.rows, v.rows,
-        f.k_cache.shape[1], f.interleaved, f.format, blocks.query_kind(f),
-        blocks.per_head(f.k_scale_t), blocks.per_head(f.v_scale_t), f.zero_padding, f.scales_quantize,
-        launch.rounds_to_fp8(f), unit, halves, min(blocks.in_words(f, unit, f.v), 1), launch.has_ptx(f),
-        blocks.overlaps(f), blocks.late(f, elements, blocks.SIZES[1]), blocks.ordered(total),
-    )  # fmt: skip
-    return launch.Prepared(rope_append_kernel, end, scalars, constants, **blocks.options(f, warps))
+    names = ("q_rope", "q_nope", "k_rope", "k_nope", "v", "q_rope_out", "q_nope_out")
+    arguments: dict[str, Any] = dict(_TENSORS)
+    arguments |= {f"strides_{n}": blocks.strides(x, 2, unit) for n, x in zip(names, rows, strict=True)}
+    arguments |= blocks.place_sizes(f, f.k_cache.shape[0]) | {
+        "q_scale": f.q_scale, "k_scale": f.k_scale, "v_scale": f.v_scale,
+        "strides_k_codes": blocks.strides(f.k_cache, 3, unit), "strides_v_codes": blocks.strides(f.v_cache, 3, unit),
+        "strides_k_scales": blocks.scale_strides(f.k_scale_cache),
+        "strides_v_scales": blocks.scale_strides(f.v_scale_cache),
+        "stride_cos_sin": f.cos_sin_cache.stride[0], "max_pos": f.cos_sin_cache.shape[0], "tokens": tokens,
+        "k_end": ends[0], "v_end": ends[1], "rope_end": ends[2],
+        "HQ": q_heads, "H": heads, "R": r, "NQ": q_nope, "DK": dk, "DV": dv, "CR": cr, "CN": cn, "CK": ck, "CV": cv,
+        "ROWS_R": rope.rows, "ROWS_N": nope.rows, "ROWS_K": k.rows, "ROWS_V": v.rows, "PAGE": f.k_cache.shape[1],
+        "INTERLEAVED": f.interleaved, "FORMAT": f.format, "KIND": blocks.query_kind(f),
+        "K_PER_HEAD": blocks.per_head(f.k_scale_t), "V_PER_HEAD": blocks.per_head(f.v_scale_t),
+        "ZERO_PADDING": f.zero_padding, "QUANTIZES": f.scales_quantize, "NATIVE": launch.rounds_to_fp8(f),
+        "UNIT": unit, "HALVES": halves, "WORDS": min(blocks.in_words(f, unit, f.v), 1), "ASM": launch.has_ptx(f),
+        "OVERLAPS": blocks.overlaps(f), "LATE": blocks.late(f, elements, blocks.SIZES[1]),
+        "ORDERED": blocks.ordered(total),
+    }  # fmt: skip
+    return Launches(Template(rope_append_kernel, (end,), arguments, **blocks.options(f, warps)))
 
 
-def run(call: Any, config: launch.Prepared | None) -> None:
-    if config is None:
-        return
-    config(*_TENSORS(call))
+def run(call: Any, config: Launches) -> None:
+    config(call)
 
 
-def bind(config: launch.Prepared | None, at: dict[str, int]) -> Bound | None:
-    return None if config is None else bound([Step(config, _TENSORS)], at)
+def bind(config: Launches, at: dict[str, int]) -> Bound | None:
+    return config.bind(at)

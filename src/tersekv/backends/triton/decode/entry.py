@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ....formats import BLOCK, E4M3_MAX, E5M2_MAX, TOKEN_HEAD, KVFormat, kv_format
+from ....formats import BLOCK, TOKEN_HEAD, KVFormat, kv_format
 from ...host import launch
-from ...host.bind import Bound, Fields, Step, bound
+from ...host.bind import BYTES, WORDS, Bound, Described, Instead, Launches, Template, given, strides
 from ...host.record import Record
+from ...host.split_merge import features, launches, reads, writes
 from .kernels import META_FIELDS, decode_kernel, merge_kernel
 from .tune import Tiles, tiles
 
-_OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
-_OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-_MAX_DESCRIPTORS = 1024  # caches of a plan whose descriptors are kept: a model has some hundred layers
 _CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8", torch.uint8: "nvfp4"}
-
-
-_SPLIT = Fields(
-    "q k_scale_cache v_scale_cache page_table seq_lens cu_seqlens_q mask sinks out lse part "
-    "softmax_scale_t k_scale_t v_scale_t out_scale_t"
-)
-_MERGE = Fields("sinks out lse part v_scale_t out_scale_t")
 
 
 @dataclass(frozen=True)
@@ -88,14 +80,7 @@ class Constants(Record):
 
 class Config(NamedTuple):
     constants: Constants
-    num_programs: int
-    split: launch.Template
-    merge: launch.Template
-    scratch: int  # fp32 numbers: the cut segments' states, then META
-    descriptors: dict[tuple[int, int], tuple]  # the kernel's arguments for K and V, by the caches' addresses
-    k_box: tuple[int, int, int] | None  # rows, row pitch and columns of the descriptor's tensor; None: pointers
-    v_box: tuple[int, int, int] | None
-    empty: bool
+    launches: Launches | Instead
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -115,44 +100,42 @@ def why_not(f: SimpleNamespace) -> str | None:
 def configure(f: SimpleNamespace) -> Config:
     fmt = kv_format(f.format)
     t = tiles(f, fmt)
-    heads, group = f.k_cache.shape[2], f.q.shape[1] // max(f.k_cache.shape[2], 1)
-    parts = 2 * fmt.values_per_element // fmt.storage.itemsize
-    boxes = (None, None)
-    if t.tma and f.k_cache.shape[1] % t.tile == 0 and launch.has_tma(f):
-        boxes = (_box(f.k_cache, f.q.shape[2] // parts), _box(f.v_cache, f.out.shape[2] // parts))
-    if None in boxes:
-        boxes = (None, None)
-    constants = Constants(
-        **_format(f, fmt, parts), **_geometry(f, t, heads, group, parts, boxes[0] is not None), **_features(f)
-    )
+    caches = _described(f, t, _parts(fmt))
+    c = constants(f, t, bool(caches))
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.stages}
     if launch.has_ptx(f):
         options["maxnreg"] = t.max_registers
-    num_programs = max(launch.num_sms(f) * t.programs_per_sm // max(heads, 1), 1) * heads
-    empty = 0 in f.q.shape or f.seq_lens.shape[0] == 0
-    merge_rows = min(t.rows, f.max_q_len * group)
-    strides, tensor = _strides(f), launch.TENSOR
-    split = launch.Template(
-        decode_kernel, (num_programs,), (
-            *[tensor] * 11, f.softmax_scale, tensor, f.k_scale, tensor, f.v_scale, tensor, f.out_scale, tensor,
-            f.softcap, f.seq_lens.shape[0], f.q.shape[0], *strides, constants,
-        ), descriptors_at=1, fp8_as_bytes=False, **options,
-    )  # fmt: skip
-    merge = launch.Template(
-        merge_kernel, (num_programs, merge_rows), (
-            *[tensor] * 4, None, f.v_scale, tensor, f.out_scale, tensor, *strides[-4:], constants,
-        ), fp8_as_bytes=False, num_warps=4,
-    )  # fmt: skip
-    scratch = num_programs * (2 * constants.ROWS * constants.PART_COLUMNS + META_FIELDS.value)
-    return Config(constants, num_programs, split, merge, scratch, {}, *boxes, empty)
+    num_programs = max(launch.num_sms(f) * t.programs_per_sm // max(c.HEADS, 1), 1) * c.HEADS
+    both = writes(f, c.OUT_KIND != "float") | given(SINKS="sinks", V_T="v_scale_t") | {"v_scale": f.v_scale, "c": c}
+    split = both | reads(f) | _strides(f) | (caches or given(WORDS, K="k_cache", V="v_cache")) | {
+        **given(BYTES if c.Q_BYTES else "", Q="q"),
+        **given(BYTES if c.BYTES else "", KS="k_scale_cache", VS="v_scale_cache"),
+        **given(MASK="mask", K_T="k_scale_t"), "k_scale": f.k_scale, "softcap": f.softcap,
+    }  # fmt: skip
+    merge_rows = min(t.rows, f.max_q_len * c.GROUP)
+    return Config(c, launches(
+        f, Template(decode_kernel, (num_programs,), split, **options),
+        Template(merge_kernel, (num_programs, merge_rows), both, num_warps=4),
+        num_programs * (2 * c.ROWS * c.PART_COLUMNS + META_FIELDS.value),
+    ))  # fmt: skip
 
 
-def _format(f: SimpleNamespace, fmt: KVFormat, parts: int) -> dict[str, Any]:
+def constants(f: SimpleNamespace, t: Tiles, tma: bool) -> Constants:
+    fmt = kv_format(f.format)
+    return Constants(**_format(f, fmt), **_geometry(f, t, _parts(fmt), tma), **_features(f))
+
+
+def _parts(fmt: KVFormat) -> int:
+    """Codes in a 16-bit word."""
+    return 2 * fmt.values_per_element // fmt.storage.itemsize
+
+
+def _format(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
     by_hand = launch.e4m3_by_hand(f)
     left_over = 128.0 if fmt.scale == BLOCK else 1.0  # by tiles.block_scales
     return {
         "CODE": _CODE.get(fmt.storage, "half"),
-        "PARTS": parts,
+        "PARTS": _parts(fmt),
         "TOKEN_SCALES": fmt.scale == TOKEN_HEAD,
         "BLOCK_SCALES": fmt.scale == BLOCK,
         "BYTES": by_hand,
@@ -165,12 +148,12 @@ def _format(f: SimpleNamespace, fmt: KVFormat, parts: int) -> dict[str, Any]:
     }
 
 
-def _geometry(f: SimpleNamespace, t: Tiles, heads: int, group: int, parts: int, tma: bool) -> dict[str, Any]:
-    d, dv, page = f.q.shape[2], f.out.shape[2], f.k_cache.shape[1]
+def _geometry(f: SimpleNamespace, t: Tiles, parts: int, tma: bool) -> dict[str, Any]:
+    d, dv, page, heads = f.q.shape[2], f.out.shape[2], f.k_cache.shape[1], f.k_cache.shape[2]
     block_d, block_dv = (max(16, launch.next_power_of_2(n // parts)) for n in (d, dv))
     return {
         "HEADS": heads,
-        "GROUP": group,
+        "GROUP": f.q.shape[1] // max(heads, 1),
         "D": d,
         "DV": dv,
         "WORDS_K": d // parts,
@@ -198,85 +181,46 @@ def _geometry(f: SimpleNamespace, t: Tiles, heads: int, group: int, parts: int, 
 
 
 def _features(f: SimpleNamespace) -> dict[str, Any]:
-    return {
-        # Ragged rows are read from cu_seqlens_q; a bound that changes with the batch must not compile anew.
-        "MAX_Q": 0 if f.cu_seqlens_q is not None else f.max_q_len,
-        "RAGGED": f.cu_seqlens_q is not None,
+    return features(f) | {
         "WINDOW": f.window,
         "HAS_MASK": f.mask is not None,
         "HAS_SINKS": f.sinks is not None,
-        "HAS_LSE": f.lse is not None,
         "SOFTCAP": f.softcap > 0,
-        "SOFTMAX_T": f.softmax_scale_t is not None,
         "K_T": f.k_scale_t is not None,
         "K_T_STRIDE": _per_head(f.k_scale_t),
         "V_T": f.v_scale_t is not None,
         "V_T_STRIDE": _per_head(f.v_scale_t),
-        "OUT_T": f.out_scale_t is not None,
-        "OUT_MAX": _OUT_MAX.get(f.out.dtype, 0.0),
-        "OUT_KIND": "float" if launch.rounds_to_fp8(f) else _OUT_KIND.get(f.out.dtype, "float"),
     }
 
 
-def _strides(f: SimpleNamespace) -> tuple[int, ...]:
-    """In the order of the kernel's arguments; caches in words."""
-    ks, vs = ((0, 0, 0) if x is None else x.stride[:3] for x in (f.k_scale_cache, f.v_scale_cache))
-    return (
-        *f.q.stride[:2], *_word_strides(f.k_cache), *_word_strides(f.v_cache), *ks, *vs, f.page_table.stride[0],
-        f.mask.stride[0] if f.mask is not None else 0, *f.out.stride[:2],
-        *(f.lse.stride if f.lse is not None else (0, 0)),
-    )  # fmt: skip
+def _strides(f: SimpleNamespace) -> dict[str, int]:
+    """Of what the split pass reads; caches in words."""
+    found = strides(f.q, sq_="th") | strides(f.k_scale_cache, sks_="psh") | strides(f.v_scale_cache, svs_="psh")
+    for prefix, x in (("sk_", f.k_cache), ("sv_", f.v_cache)):
+        found |= {prefix + letter: n for letter, n in zip("psh", _word_strides(x), strict=True)}
+    return found | {"sm_t": f.mask.stride[0] if f.mask is not None else 0}
 
 
 def run(call: Any, config: Config) -> None:
-    if config.empty:
-        call.out.zero_()
-        if call.lse is not None:
-            call.lse.fill_(float("-inf"))
-        return
-    part = launch.scratch(config.scratch, call.q)
-    caches = _caches(call, config)
-    call = _as_kernels_take_it(call, config.constants)
-    config.split(*_SPLIT(call, part), descriptors=caches)
-    config.merge(*_MERGE(call, part))
+    config.launches(call)
 
 
 def bind(config: Config, at: dict[str, int]) -> Bound | None:
-    if config.empty:
-        return None
-    known = None if config.k_box is None or config.v_box is None else config.descriptors
-    split = Step(config.split, _SPLIT, ("k_cache", "v_cache"), known)
-    return bound([split, Step(config.merge, _MERGE)], at, config.scratch)
+    return config.launches.bind(at)
 
 
-def _as_kernels_take_it(call: Any, c: Constants) -> Any:
-    """With bytes in place of 8-bit floats, where kernels convert them by themselves."""
-    if c.BYTES:
-        ks, vs = (launch.as_bytes(x) for x in (call.k_scale_cache, call.v_scale_cache))
-        call = call._replace(k_scale_cache=ks, v_scale_cache=vs)
-    if c.Q_BYTES:
-        call = call._replace(q=call.q.view(torch.uint8))
-    return call if c.OUT_KIND == "float" else call._replace(out=call.out.view(torch.uint8))
-
-
-def _caches(call: Any, config: Config) -> tuple:
-    """K and V as the kernel's arguments: 16-bit words, as descriptors where there are boxes."""
-    if config.k_box is None or config.v_box is None:
-        k, v = call.k_cache, call.v_cache
-        if config.split.launch.compiled:
-            return k.data_ptr(), v.data_ptr()
-        return (k.view(torch.int16), v.view(torch.int16)) if config.constants.PARTS > 1 else (k, v)
-    key = (call.k_cache.data_ptr(), call.v_cache.data_ptr())
-    found = config.descriptors.get(key)
-    if found is None:
-        c = config.constants
-        k = _descriptor(call.k_cache, config.k_box, c.PARTS, c.TILE, c.BLOCK_D)
-        v = _descriptor(call.v_cache, config.v_box, c.PARTS, c.TILE, c.BLOCK_DV)
-        if not config.split.launch.compiled:
-            return k, v
-        if len(config.descriptors) >= _MAX_DESCRIPTORS:
-            config.descriptors.clear()
-        found = config.descriptors[key] = tuple(x for one in config.split.launch.encoded(k, v) for x in one)
+def _described(f: SimpleNamespace, t: Tiles, parts: int) -> dict[str, Described]:
+    """K and V as descriptors of 16-bit words, where each is a matrix; else none, for pointers."""
+    if not t.tma or f.k_cache.shape[1] % t.tile or not launch.has_tma(f):
+        return {}
+    found = {}
+    for argument, name, x in (("K", "k_cache", f.q), ("V", "v_cache", f.out)):
+        words = x.shape[2] // parts
+        box = _box(getattr(f, name), words)
+        if box is None:
+            return {}
+        block = max(16, launch.next_power_of_2(words))
+        found[argument] = Described(name, partial(_descriptor, box=box, parts=parts, tile=t.tile, block=block))
     return found
 
 

@@ -220,12 +220,11 @@ def zero_padding(OUT, LSE, t, T, p, num_programs, so_t, so_h, sl_t, sl_h, c: tl.
 
 @triton.jit
 def merge_kernel(
-    SINKS, OUT, LSE, PART, META, v_scale, V_T, out_scale, OUT_T, so_t, so_h, sl_t, sl_h, c: tl.constexpr
+    SINKS, OUT, LSE, PART, v_scale, V_T, out_scale, OUT_T, so_t, so_h, sl_t, sl_h, c: tl.constexpr
 ):  # fmt: skip
     """Merge one row of the cut segment that begins in program p: slots 2p + 1, 2(p + HEADS), 2(p + 2 HEADS), …"""
     p, r = tl.program_id(0), tl.program_id(1)
-    if META is None:
-        META = meta_of(PART, tl.num_programs(0), c)
+    META = meta_of(PART, tl.num_programs(0), c)
     pieces = tl.load(META + p * META_FIELDS)
     q0 = tl.load(META + p * META_FIELDS + 1)
     rows = tl.load(META + p * META_FIELDS + 2)

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ....formats import E4M3_MAX, E5M2_MAX, GROUP, LATENT_GROUP, KVFormat, latent_format
+from ....formats import GROUP, LATENT_GROUP, KVFormat, latent_format
 from ...host import launch
-from ...host.bind import Bound, Fields, Step, bound
+from ...host.bind import BYTES, WORDS, Bound, Described, Instead, Launches, Template, given, strides
 from ...host.record import Record
+from ...host.split_merge import features, launches, reads, writes
 from ..decode.kernels import META_FIELDS, merge_kernel
 from .kernels import mla_decode_kernel
 from .tune import Tiles, tiles
 
 MAX_RANK, MAX_ROPE = 512, 128
-_OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
-_OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-_MAX_DESCRIPTORS = 1024  # caches of a plan whose descriptors are kept: a model has some hundred layers
 _CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
-
-
-_SPLIT = Fields(
-    "q_nope q_pe ckv_scale_cache page_table seq_lens cu_seqlens_q out lse part softmax_scale_t kv_scale_t out_scale_t"
-)
-_MERGE = Fields("out lse part kv_scale_t out_scale_t")
 
 
 @dataclass(frozen=True)
@@ -93,14 +86,8 @@ class Box(NamedTuple):
 
 class Config(NamedTuple):
     constants: Constants
-    num_programs: int
-    merge_rows: int
-    split: launch.Template
-    merge: launch.Template
-    scratch: int  # fp32 numbers: the cut segments' states, then META
-    descriptors: dict[tuple[int, int], tuple]  # the kernel's arguments for ckv and kpe, by their addresses
     boxes: tuple[Box, ...]  # of ckv and kpe; empty: pointers
-    empty: bool
+    launches: Launches | Instead
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -135,21 +122,24 @@ def configure(f: SimpleNamespace) -> Config:
     if launch.has_ptx(f):
         options["maxnreg"] = t.max_registers
     num_programs = max(launch.num_sms(f) * t.programs_per_sm // blocks, 1) * blocks
-    empty = 0 in f.q_nope.shape or f.seq_lens.shape[0] == 0
-    merge_rows, strides, tensor = min(t.rows, f.max_q_len * c.GROUP), _strides(f), launch.TENSOR
-    split = launch.Template(
-        mla_decode_kernel, (num_programs,), (
-            *[tensor] * 9, f.softmax_scale, tensor, f.kv_scale, tensor, f.out_scale, tensor,
-            f.seq_lens.shape[0], f.out.shape[0], *strides, c,
-        ), descriptors_at=2, fp8_as_bytes=False, **options,
-    )  # fmt: skip
-    merge = launch.Template(
-        merge_kernel, (num_programs, merge_rows), (
-            None, *[tensor] * 3, None, f.kv_scale, tensor, f.out_scale, tensor, *strides[-4:], c,
-        ), fp8_as_bytes=False, num_warps=4,
-    )  # fmt: skip
-    scratch = num_programs * (2 * c.ROWS * c.PART_COLUMNS + META_FIELDS.value)
-    return Config(c, num_programs, merge_rows, split, merge, scratch, {}, boxes, empty)
+    both = writes(f, c.OUT_KIND != "float") | {"c": c}
+    split = both | queries(f, BYTES if c.Q_BYTES else "") | reads(f) | _strides(f) | {
+        **given(WORDS, CKV="ckv", KPE="kpe"), "BOX_C": None, "BOX_P": None, **_described(boxes, c),
+        **given(SCALES="ckv_scale_cache"),
+    }  # fmt: skip
+    merge = both | given(V_T="kv_scale_t") | {"SINKS": None, "v_scale": f.kv_scale}
+    merge_rows = min(t.rows, f.max_q_len * c.GROUP)
+    return Config(c, boxes, launches(
+        f, Template(mla_decode_kernel, (num_programs,), split, **options),
+        Template(merge_kernel, (num_programs, merge_rows), merge, num_warps=4),
+        num_programs * (2 * c.ROWS * c.PART_COLUMNS + META_FIELDS.value),
+    ))  # fmt: skip
+
+
+def queries(f: SimpleNamespace, seen: str = "") -> dict[str, Any]:
+    """Arguments of any split pass: queries, and the scale of latents."""
+    tensors = given(seen, QN="q_nope", QP="q_pe") | given(KV_T="kv_scale_t")
+    return tensors | strides(f.q_nope, sn_="th") | strides(f.q_pe, sr_="th") | {"kv_scale": f.kv_scale}
 
 
 def _format(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
@@ -202,78 +192,32 @@ def _geometry(f: SimpleNamespace, fmt: KVFormat, t: Tiles, blocks: int, tma: boo
 
 
 def _features(f: SimpleNamespace) -> dict[str, Any]:
-    return {
-        # Ragged rows are read from cu_seqlens_q; a bound that changes with the batch must not compile anew.
-        "MAX_Q": 0 if f.cu_seqlens_q is not None else f.max_q_len,
-        "RAGGED": f.cu_seqlens_q is not None,
-        "HAS_LSE": f.lse is not None,
-        "SOFTMAX_T": f.softmax_scale_t is not None,
-        "V_T": f.kv_scale_t is not None,
-        "OUT_T": f.out_scale_t is not None,
-        "OUT_MAX": _OUT_MAX.get(f.out.dtype, 0.0),
-        "OUT_KIND": "float" if launch.rounds_to_fp8(f) else _OUT_KIND.get(f.out.dtype, "float"),
-    }
+    return features(f) | {"V_T": f.kv_scale_t is not None}
 
 
-def _strides(f: SimpleNamespace) -> tuple[int, ...]:
-    """In the order of the kernel's arguments; caches in words."""
-    return (
-        *f.q_nope.stride[:2], *f.q_pe.stride[:2], *_word_strides(f.ckv), *_word_strides(f.kpe),
-        *(f.ckv_scale_cache.stride[:2] if f.ckv_scale_cache is not None else (0, 0)), f.page_table.stride[0],
-        *f.out.stride[:2], *(f.lse.stride if f.lse is not None else (0, 0)),
-    )  # fmt: skip
+def _strides(f: SimpleNamespace) -> dict[str, int]:
+    """Of caches, in words, and of their stored scales."""
+    found = strides(f.ckv_scale_cache, ss_="ps")
+    for prefix, x in (("sc_", f.ckv), ("sp_", f.kpe)):
+        found |= {prefix + letter: n for letter, n in zip("ps", _word_strides(x), strict=True)}
+    return found
 
 
 def run(call: Any, config: Config) -> None:
-    if config.empty:
-        call.out.zero_()
-        if call.lse is not None:
-            call.lse.fill_(float("-inf"))
-        return
-    c = config.constants
-    part = launch.scratch(config.scratch, call.out)
-    caches = _caches(call, config)
-    # Bytes in place of 8-bit floats, where kernels convert them by themselves.
-    if c.Q_BYTES:
-        call = call._replace(q_nope=call.q_nope.view(torch.uint8), q_pe=call.q_pe.view(torch.uint8))
-    if c.OUT_KIND != "float":
-        call = call._replace(out=call.out.view(torch.uint8))
-    config.split(*_SPLIT(call, part), descriptors=caches)
-    config.merge(*_MERGE(call, part))
+    config.launches(call)
 
 
 def bind(config: Config, at: dict[str, int]) -> Bound | None:
-    if config.empty:
-        return None
-    return bound(steps(config), at, config.scratch)
+    return config.launches.bind(at)
 
 
-def steps(config: Config) -> list[Step]:
-    """The launches, in order."""
-    split = Step(config.split, _SPLIT, ("ckv", "kpe"), config.descriptors)
-    return [split, Step(config.merge, _MERGE)]
-
-
-def _words(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.int16) if x.element_size() == 1 else x
-
-
-def _caches(call: Any, config: Config) -> tuple:
-    """Both parts as the kernel's arguments: 16-bit words, then descriptors, or two times None by pointers."""
-    c, compiled, key = config.constants, config.split.launch.compiled, (call.ckv.data_ptr(), call.kpe.data_ptr())
-    found = config.descriptors.get(key)
-    if found is not None:
-        return found
-    parts = _words(call.ckv), _words(call.kpe)
-    blocks = zip(parts, config.boxes, (c.CHUNK, c.BLOCK_R), strict=False)  # no boxes, no descriptors
-    made = tuple(_descriptor(x, box, c.TILE, block) for x, box, block in blocks)
-    if not compiled:
-        return (*parts, *(made or (None, None)))
-    if len(config.descriptors) >= _MAX_DESCRIPTORS:
-        config.descriptors.clear()
-    encoded = config.split.launch.encoded(*made) if made else ((None,), (None,))
-    found = config.descriptors[key] = (*key, *(argument for one in encoded for argument in one))
-    return found
+def _described(boxes: tuple[Box, ...], c: Constants) -> dict[str, Described]:
+    """Both parts of a cache as descriptors of words; none without boxes."""
+    parts = zip(("BOX_C", "BOX_P"), ("ckv", "kpe"), boxes, (c.CHUNK, c.BLOCK_R), strict=False)
+    return {
+        argument: Described(name, partial(_descriptor, box=box, tile=c.TILE, block=block))
+        for argument, name, box, block in parts
+    }
 
 
 def _word_strides(x: Any) -> tuple[int, int]:
@@ -301,5 +245,6 @@ def _box(x: Any) -> Box | None:
 
 
 def _descriptor(x: torch.Tensor, box: Box, tile: int, block: int) -> TensorDescriptor:
-    base = x if launch.interpreting() else launch.Address(x)
+    words = x.view(torch.int16) if x.element_size() == 1 else x
+    base = words if launch.interpreting() else launch.Address(words)
     return TensorDescriptor(base, [box.rows, box.columns], [box.pitch, 1], [tile, block])

@@ -4,26 +4,17 @@ new tokens' rows, and programs that project queries, beside each other: none nee
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from tersekv.formats import LATENT_GROUP
-
-from ...host.bind import Fields
-from ...host.launch import TENSOR, Template, next_power_of_2
-from ..mla_prefill.prepare import MOST_HEADS, REQUESTS, ROPE_KINDS, prepare_part, write_lengths
-from ..mla_project import Config as Projection
-from ..mla_project import project
+from ...host.bind import BYTES, Template, given, strides
+from ...host.launch import next_power_of_2
+from ..mla_prefill.prepare import MOST_HEADS, REQUESTS, of_rows, prepare_part, write_lengths
+from ..mla_project import Choice, constants, project
 from ..parts.rows import take_turn
-
-# In capitals: what the branch keeps between its launches.
-FIELDS = Fields(
-    "q Q_PE Q_NOPE SEQ_LENS w_uk w_uk_scale kv_c k_pe ckv kpe ckv_scale_cache page_table cache_lens cu_seqlens_q "
-    "freqs_cis kv_norm_gamma kv_scale_t"
-)
 
 
 @triton.jit(do_not_specialize=["T", "B", "max_pages"])
@@ -65,28 +56,18 @@ def enter_kernel(
         )  # fmt: skip
 
 
-def prepared(call: Any, projection: Projection) -> Template:
-    """The launch for calls with the facts of this one. projection: of q_nope through w_uk"""
-    tokens, heads, dq = call.q.shape
-    rank, rope, tile, overlaps = call.ckv.shape[-1], call.kpe.shape[-1], projection.tile, projection.overlaps
-    scales, w_scale = call.ckv_scale_cache, call.w_uk_scale
+def prepared(f: SimpleNamespace, projection: Choice) -> Template:
+    """The launch. projection: of q_nope through w_uk. In capitals: what the branch keeps between its launches."""
+    tokens, heads, dq = f.q.shape
+    rank, rope, tile = f.ckv.shape[-1], f.kpe.shape[-1], projection.tile
     block_h, columns = min(MOST_HEADS, next_power_of_2(heads)), -(-rank // tile.block_n)
-    raw = (call.kv_c.stride(0), call.k_pe.stride(0)) if call.kv_c is not None else (0, 0)
-    scalars = (
-        call.kv_scale, call.epsilon, tokens, call.cache_lens.shape[0], heads, call.page_table.shape[1],
-        call.ckv.shape[0], call.freqs_cis.shape[0], *call.q.stride()[:2], *call.w_uk.stride()[:2],
-        *(w_scale.stride()[:2] if w_scale is not None else (0, 0)), *raw,
-        *call.ckv.stride()[:2], *call.kpe.stride()[:2], *(scales.stride()[:2] if scales is not None else (0, 0)),
-        call.page_table.stride(0), call.freqs_cis.stride(0),
-    )  # fmt: skip
-    constants = (
-        0 if call.cu_seqlens_q is not None else call.max_q_len, call.ckv.shape[1], dq - rope, rope, rank,
-        max(LATENT_GROUP, next_power_of_2(rank)), max(2, next_power_of_2(rope)), block_h, call.format,
-        ROPE_KINDS.get(call.format, "float"), REQUESTS, tile.block_m, tile.block_n, tile.turned, tile.ahead,
-        projection.native_fp8, projection.native_casts, overlaps,
-    )  # fmt: skip
+    tensors = given(BYTES, Q_PE="Q_PE", Q_NOPE="Q_NOPE", SEQ_LENS="SEQ_LENS", W="w_uk", W_SCALE="w_uk_scale")
+    arguments = of_rows(f) | tensors | constants(projection) | {
+        "T": tokens, **strides(f.w_uk, stride_w="hn"), **strides(f.w_uk_scale, stride_v="hn"),
+        "EACH": 0 if f.cu_seqlens_q is not None else f.max_q_len, "DN": dq - rope, "BLOCK_H": block_h,
+        "BLOCK_B": REQUESTS,
+    }  # fmt: skip
     programs = 1 + tokens * (1 + -(-heads // block_h)) + heads * columns * -(-tokens // tile.block_m)
-    arguments = (*[TENSOR] * 17, *scalars, *constants)
-    options = {"launch_pdl": True} if overlaps else {}
+    options = {"launch_pdl": True} if projection.overlaps else {}
     # Without fused multiply-adds: rotated values have the oracle's bits.
     return Template(enter_kernel, (programs,), arguments, num_warps=tile.warps, enable_fp_fusion=False, **options)

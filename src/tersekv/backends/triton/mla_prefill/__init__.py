@@ -1,5 +1,5 @@
 """MLA prefill in Triton, stage by stage."""
 
-from .entry import configure, run, why_not
+from .entry import bind, configure, run, why_not
 
-__all__ = ["configure", "run", "why_not"]
+__all__ = ["bind", "configure", "run", "why_not"]

@@ -11,6 +11,8 @@ rounding lost is kept in `low`; the sum of both carries enough digits for any nu
 from __future__ import annotations
 
 import math
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...host.launch import by_triton, next_power_of_2
+from ...host.bind import Described, Template, given, strides
+from ...host.launch import next_power_of_2
+from .gather import of_chunk
 from .tune import AttentionTile
 
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -157,45 +161,55 @@ def attention_kernel(
         tl.store(p_lse, tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2), mask=m_q)
 
 
-def attend(
-    call: Any, chunk: int, rows: int, kv: Tensor, k_pe: Tensor, low: Tensor | None, lse: Tensor | None,
-    has_previous: bool, has_next: bool, tile: AttentionTile,
-) -> None:  # fmt: skip
-    """Attend to a chunk of `rows` rows, continuing from (out, low, lse) if `has_previous`.
+def prepared(
+    f: SimpleNamespace, chunk: int, rows: int, has_previous: bool, has_next: bool, tile: AttentionTile
+) -> Template:
+    """The launch for a chunk of `rows` rows, continuing from (out, LOW, LSE) if `has_previous`.
 
-    kv:    [M, H * (Dn + Dv)] in q's dtype, dense; k_pe: [M, R], dense; M >= rows
-    low:   [T, H, Dv] in q's dtype, dense; None where there is one chunk only
-    lse:   [T, H] fp32; needed by several chunks
+    KV:    [M, H * (Dn + Dv)] in q's dtype, dense; K_PE: [M, R], dense; M >= rows
+    LOW:   [T, H, Dv] in q's dtype, dense, if there are several chunks
+    LSE:   [T, H] fp32, where several chunks need one and the call has none
     """
-    heads, dim_v, rope = call.q.shape[1], call.out.shape[2], call.kpe.shape[-1]
-    nope = call.q.shape[2] - rope
-    requests, blocks = call.cache_lens.shape[0], -(-call.max_q_len // tile.block_m)
-    if requests * blocks * heads == 0:
-        return
+    heads, dim_v, rope = f.q.shape[1], f.out.shape[2], f.kpe.shape[-1]
+    nope, several = f.q.shape[2] - rope, has_previous or has_next
+    requests, blocks, columns = f.cache_lens.shape[0], -(-f.max_q_len // tile.block_m), f.kv_b_proj.shape[0]
     pads = [max(16, next_power_of_2(d)) for d in (nope, rope, dim_v)]
-    k, v, r = kv, kv, k_pe
-    if tile.tma:
-        k, v = (TensorDescriptor(kv, [rows, kv.shape[1]], [kv.shape[1], 1], [tile.block_n, d]) for d in (nope, dim_v))
-        r = TensorDescriptor(k_pe, [rows, rope], [rope, 1], [tile.block_n, rope])
-    row_bytes = kv.element_size() * (nope + dim_v)
-    group = max(1, min(heads, _L2_BYTES * requests // (rows * row_bytes)))
-    lse_strides = lse.stride() if lse is not None else (0, 0)
-    by_triton(
-        attention_kernel, (requests * blocks * heads,),
-        call.q, k, v, r, call.out, call.out if low is None else low, call.out if lse is None else lse,
-        call.cu_seqlens_q, call.cache_lens, call.buffer_row_offsets[chunk], call.cache_offsets[chunk],
-        rows, blocks, heads, group, call.softmax_scale * math.log2(math.e),
-        *call.q.stride()[:2], kv.shape[1], *call.out.stride()[:2], *lse_strides,
-        nope, rope, dim_v, *pads, tile.block_m, tile.block_n, tile.tma,
-        has_previous, has_next, lse is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    group = max(1, min(heads, _L2_BYTES * requests // (rows * f.q.dtype.itemsize * (nope + dim_v))))
+    lse, lse_strides = lse_of(f, several)
+    arguments: dict[str, Any] = given(
+        Q="q", K="KV", V="KV", KPE="K_PE", OUT="out", LOW="LOW" if several else "out", LSE=lse, CU="cu_seqlens_q",
+        LENS="cache_lens",
     )  # fmt: skip
+    if tile.tma:
+        arguments |= {
+            name: Described(of, partial(_described, rows=rows, columns=n, block=[tile.block_n, d]))
+            for name, of, n, d in (("K", "KV", columns, nope), ("V", "KV", columns, dim_v), ("KPE", "K_PE", rope, rope))
+        }
+    arguments |= of_chunk(chunk) | strides(f.q, stride_q="th") | strides(f.out, stride_o="th") | {
+        "rows": rows, "blocks": blocks, "H": heads, "group": group, "qk_scale": f.softmax_scale * math.log2(math.e),
+        "stride_kv": columns, "stride_lt": lse_strides[0], "stride_lh": lse_strides[1],
+        "DN": nope, "R": rope, "DV": dim_v, "DN_PAD": pads[0], "R_PAD": pads[1], "DV_PAD": pads[2],
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tile.tma,
+        "HAS_PREVIOUS": has_previous, "HAS_NEXT": has_next, "HAS_LSE": lse != "out",
+    }  # fmt: skip
+    grid = (requests * blocks * heads,)
+    return Template(attention_kernel, grid, arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
-def scratch_low(call: Any, chunks: int) -> tuple[Tensor | None, Tensor | None]:
-    """(low, lse) that `attend` needs for this many chunks."""
-    lse = call.lse
-    if chunks < 2:
-        return None, lse
-    if lse is None:
-        lse = torch.empty(call.out.shape[:2], dtype=torch.float32, device=call.out.device)
-    return torch.empty(call.out.shape, dtype=call.out.dtype, device=call.out.device), lse
+def _described(x: Tensor, rows: int, columns: int, block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(x, [rows, columns], [columns, 1], block)
+
+
+def lse_of(f: SimpleNamespace, several: bool) -> tuple[str, tuple[int, int]]:
+    """(the tensor that holds LSEs, its strides); `out`, which is not looked at, where nobody wants them."""
+    if f.lse is not None:
+        return "lse", f.lse.stride
+    return ("LSE", (f.q.shape[1], 1)) if several else ("out", (0, 0))
+
+
+def places(f: SimpleNamespace, several: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
+    """What of the scratch several chunks need."""
+    return {
+        "LOW": (f.out.shape, f.out.dtype) if several else None,
+        "LSE": (f.out.shape[:2], torch.float32) if several and f.lse is None else None,
+    }

@@ -5,19 +5,17 @@ up-project them, attend. One chunk's scratch is used by all of them.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...host import launch
-from . import gather
-from . import prepare as rope
-from .attention import attend, scratch_low
-from .gather import scratch
-from .project import up_project
-from .tune import PrefillConfig, choose
+from ...host.bind import Bound, Instead, Launches, Scratch, Template
+from . import attention, gather, prepare, project
+from .tune import Choice, choose
 
 _MAX_HEAD_DIM, _MAX_ROPE, _MAX_RANK = 256, 128, 4096
+MOST_KEPT = 8 << 20  # bytes of scratch that are kept for the next call: an allocation takes the host 2 µs
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -37,38 +35,60 @@ def why_not(f: SimpleNamespace) -> str | None:
     return None
 
 
-def configure(f: SimpleNamespace) -> PrefillConfig:
-    return choose(f)
+class Config(NamedTuple):
+    choice: Choice
+    launches: Launches | Instead
 
 
-def attends(call: Any) -> bool:
+def configure(f: SimpleNamespace) -> Config:
+    choice = choose(f)
+    return Config(choice, launches(f, choice))
+
+
+def attends(f: SimpleNamespace) -> bool:
     """Whether there are both keys and queries; without, a call rotates, norms and stores, and its outputs are empty."""
-    return any(call.buffer_lengths) and call.max_q_len > 0 and call.cache_lens.shape[0] > 0
+    return any(f.buffer_lengths) and f.max_q_len > 0 and f.cache_lens.shape[0] > 0
 
 
-def run(call: Any, config: PrefillConfig) -> None:
-    tokens, heads = call.q.shape[:2]
-    if tokens == 0:
-        if call.seq_lens_out is not None:
-            call.seq_lens_out.copy_(call.cache_lens)
-        return
-    launches = config.launches
-    if "prepare" not in launches:
-        launches["prepare"] = rope.prepared(call, config.native_casts, ends=not attends(call))
-    launches["prepare"](*rope.tensors(call))
-    if heads == 0 or not attends(call):
-        return
-    chunks = [(c, rows) for c, rows in enumerate(call.buffer_lengths) if rows]
-    most = max(rows for _, rows in chunks)
-    latents = scratch(call, most)
-    kv = torch.empty(most, call.kv_b_proj.shape[0], dtype=call.q.dtype, device=call.q.device)
-    low, lse = scratch_low(call, len(chunks))
+def launches(f: SimpleNamespace, choice: Choice) -> Launches | Instead:
+    if f.q.shape[0] == 0:
+        return Instead(_take_lengths)
+    first = prepare.prepared(f, choice.native_casts, ends=not attends(f))
+    if f.q.shape[1] == 0 or not attends(f):
+        return Launches(first)
+    chunks, most = chunks_of(f)
+    templates: list[Template] = []
     for i, (chunk, rows) in enumerate(chunks):
-        if chunk not in launches:
-            launches[chunk] = gather.prepared(call, rows, latents, config.native_casts)
-        launches[chunk](*gather.tensors(call, chunk, *latents), call.kv_scale_t)
-        up_project(
-            latents.rows, latents.scales, call.kv_b_proj, call.kv_b_proj_scale, kv, rows,
-            config.product, config.native_fp8,
-        )  # fmt: skip
-        attend(call, chunk, rows, kv, latents.k_pe, low, lse, i > 0, i + 1 < len(chunks), config.attention)
+        templates += (
+            gather.prepared(f, chunk, rows, most, choice.native_casts),
+            project.prepared(f, rows, most, choice.product, choice.native_fp8),
+            attention.prepared(f, chunk, rows, i > 0, i + 1 < len(chunks), choice.attention),
+        )
+    return Launches(first, *templates, scratch=Scratch(0, places(f), MOST_KEPT))
+
+
+def chunks_of(f: SimpleNamespace) -> tuple[list[tuple[int, int]], int]:
+    """(the chunks that are not empty, by their place and their rows; the rows of the longest)"""
+    chunks = [(chunk, rows) for chunk, rows in enumerate(f.buffer_lengths) if rows]
+    return chunks, max(rows for _, rows in chunks)
+
+
+def places(f: SimpleNamespace) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
+    """What lies in the scratch, by name; all chunks use the same."""
+    chunks, most = chunks_of(f)
+    found = gather.places(f, most) | {"KV": ((most, f.kv_b_proj.shape[0]), f.q.dtype)}
+    return found | attention.places(f, len(chunks) > 1)
+
+
+def _take_lengths(call: Any) -> None:
+    """There are no new tokens."""
+    if call.seq_lens_out is not None:
+        call.seq_lens_out.copy_(call.cache_lens)
+
+
+def run(call: Any, config: Config) -> None:
+    config.launches(call)
+
+
+def bind(config: Config, at: dict[str, int]) -> Bound | None:
+    return config.launches.bind(at)

@@ -7,31 +7,22 @@ and scales have the oracle's bits. Rows of no request (a chunk longer than its o
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tersekv.formats import LATENT_GROUP, MAX_LATENT_AMAX
 
-from ...host.launch import TENSOR, Template, next_power_of_2
+from ...host.bind import BYTES, Given, Template, given
 from ..parts.quant import E4M3_MAX, divide, encode_fp8, largest, reciprocal
 from ..parts.tiles import e4m3_bytes_to_fp16
-from .prepare import ROPE_KINDS, request_of, slot_of
+from .prepare import ROPE_KINDS, of_cache, request_of, slot_of
 
 GROUP = tl.constexpr(LATENT_GROUP)
 MAX_AMAX = tl.constexpr(MAX_LATENT_AMAX)
 MAX_F32 = tl.constexpr(torch.finfo(torch.float32).max)
-
-
-class Latents(NamedTuple):
-    """Scratch that holds one chunk of up to M rows."""
-
-    rows: Tensor  # [M, L] e4m3 codes, or q's dtype beside a 16-bit weight
-    scales: Tensor | None  # [L/128, M] fp32; a row of latents is a column here, so that a tile reads it in one piece
-    k_pe: Tensor  # [M, R] q's dtype
 
 
 @triton.jit
@@ -110,41 +101,28 @@ def gather_kernel(
     tl.store(OUT_PE + row * R + o_r, k_pe.to(tl.float32).to(OUT_PE.dtype.element_ty), mask=o_r < R)
 
 
-def scratch(call: Any, rows: int) -> Latents:
-    """Scratch for chunks of up to `rows` rows."""
-    rank, rope = call.ckv.shape[-1], call.kpe.shape[-1]
-    quantise, device = call.kv_b_proj_scale is not None, call.q.device
-    return Latents(
-        torch.empty(rows, rank, dtype=torch.float8_e4m3fn if quantise else call.q.dtype, device=device),
-        torch.empty(rank // LATENT_GROUP, rows, dtype=torch.float32, device=device) if quantise else None,
-        torch.empty(rows, rope, dtype=call.q.dtype, device=device),
-    )
+def places(f: SimpleNamespace, rows: int) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
+    """What of the scratch holds one chunk of up to `rows` rows: CODES are of q's dtype beside a 16-bit weight.
+
+    A row of latents is a column of SCALES, so that a tile reads it in one piece.
+    """
+    rank, quantise = f.ckv.shape[-1], f.kv_b_proj_scale is not None
+    return {
+        "CODES": ((rows, rank), torch.float8_e4m3fn if quantise else f.q.dtype),
+        "SCALES": ((rank // LATENT_GROUP, rows), torch.float32) if quantise else None,
+        "K_PE": ((rows, f.kpe.shape[-1]), f.q.dtype),
+    }
 
 
-def gather(call: Any, chunk: int, rows: int, to: Latents, native_casts: bool) -> None:
-    """Fill the first `rows` rows of `to` with a chunk's latents."""
-    prepared(call, rows, to, native_casts)(*tensors(call, chunk, *to), call.kv_scale_t)
+def of_chunk(chunk: int) -> dict[str, Given]:
+    """Whose rows lie where in a chunk."""
+    return {"ROWS": Given("buffer_row_offsets", row=chunk), "STARTS": Given("cache_offsets", row=chunk)}
 
 
-def tensors(call: Any, chunk: int, *to: Any) -> tuple[Any, ...]:
-    """The tensors of a call in the order of the kernel's parameters, up to KV_SCALE. to: fields of `Latents`."""
-    rows, starts = call.buffer_row_offsets, call.cache_offsets
-    if chunk:
-        rows, starts = rows[chunk], starts[chunk]
-    return call.ckv, call.kpe, call.ckv_scale_cache, call.page_table, rows, starts, *to
-
-
-def prepared(call: Any, rows: int, to: Latents, native_casts: bool) -> Template:
-    """The launch for a chunk of `rows` rows and calls with the facts of this one."""
-    rank, rope, scales = call.ckv.shape[-1], call.kpe.shape[-1], call.ckv_scale_cache
-    scalars = (
-        call.kv_scale, call.cache_lens.shape[0], call.page_table.shape[1], call.ckv.shape[0],
-        *call.ckv.stride()[:2], *call.kpe.stride()[:2], *(scales.stride()[:2] if scales is not None else (0, 0)),
-        call.page_table.stride(0), to.scales.stride(0) if to.scales is not None else 0,
-    )  # fmt: skip
-    constants = (
-        call.ckv.shape[1], rank, rope, max(LATENT_GROUP, next_power_of_2(rank)), max(2, next_power_of_2(rope)),
-        ROPE_KINDS.get(call.format, "float"), native_casts,
-    )  # fmt: skip
-    arguments = (*[TENSOR] * 10, *scalars, *constants)
+def prepared(f: SimpleNamespace, chunk: int, rows: int, most: int, native_casts: bool) -> Template:
+    """The launch for a chunk of `rows` rows, in places for `most`."""
+    arguments = of_cache(f) | of_chunk(chunk) | given(BYTES, OUT="CODES", OUT_SCALES="SCALES", OUT_PE="K_PE") | {
+        "stride_os": most if f.kv_b_proj_scale is not None else 0, "KIND": ROPE_KINDS.get(f.format, "float"),
+        "NATIVE": native_casts,
+    }  # fmt: skip
     return Template(gather_kernel, (rows,), arguments, num_warps=1, enable_fp_fusion=False)

@@ -7,24 +7,20 @@ of squares of the norm is the one place where the order of additions, and with i
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tersekv.formats import LATENT_GROUP
 
-from ...host.bind import Fields
-from ...host.launch import TENSOR, Template, next_power_of_2
+from ...host.bind import BYTES, Template, given, strides
+from ...host.launch import next_power_of_2
 from ..parts.quant import cast, reciprocal, store
 from ..parts.rows import take_turn
 
 MOST_HEADS = 64  # that one program rotates
-TENSORS = Fields(
-    "q q_pe_out seq_lens_out kv_c k_pe ckv kpe ckv_scale_cache out lse page_table cache_lens cu_seqlens_q freqs_cis "
-    "kv_norm_gamma kv_scale_t"
-)
 REQUESTS = 128  # that are looked at at once
 # 8-bit rotary parts; the others are floats of the cache's dtype.
 ROPE_KINDS = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
@@ -256,45 +252,59 @@ def prepare_kernel(
         clear(OUT, LSE, t, o_h, H, stride_ot, stride_oh, stride_lt, stride_lh, DV, DV_PAD, BLOCK_H)
 
 
-def prepare(call: Any, native_casts: bool) -> None:
-    """Rotate q and store the new tokens' rows, in place; out 0 and LSE -inf for rows of q that belong to no request."""
-    prepared(call, native_casts)(*tensors(call))
+def of_cache(f: SimpleNamespace) -> dict[str, Any]:
+    """Arguments of every kernel that reads or writes latent rows."""
+    rank, rope = f.ckv.shape[-1], f.kpe.shape[-1]
+    tensors = given(BYTES, CKV="ckv", KPE="kpe", SCALES="ckv_scale_cache", TABLE="page_table", KV_SCALE="kv_scale_t")
+    steps = strides(f.ckv, stride_c="ps") | strides(f.kpe, stride_k="ps") | strides(f.ckv_scale_cache, stride_s="ps")
+    return tensors | steps | {
+        "kv_scale": f.kv_scale, "B": f.cache_lens.shape[0], "max_pages": f.page_table.shape[1], "P": f.ckv.shape[0],
+        "stride_table": f.page_table.stride[0], "S": f.ckv.shape[1], "L": rank, "R": rope,
+        "L_PAD": max(LATENT_GROUP, next_power_of_2(rank)), "R_PAD": max(2, next_power_of_2(rope)),
+    }  # fmt: skip
 
 
-def tensors(call: Any) -> tuple[Tensor | None, ...]:
-    """The tensors of a call in the order of the kernel's parameters."""
-    return tuple(TENSORS(call))
+def of_queries(f: SimpleNamespace) -> dict[str, Any]:
+    """Arguments of every kernel that rotates queries."""
+    tensors = given(BYTES, Q="q", LENS="cache_lens", CU="cu_seqlens_q", FREQS="freqs_cis")
+    return tensors | strides(f.q, stride_q="th") | {
+        "H": f.q.shape[1], "max_pos": f.freqs_cis.shape[0], "stride_freqs": f.freqs_cis.stride[0],
+        "DN": f.q.shape[2] - f.kpe.shape[-1],
+    }  # fmt: skip
+
+
+def of_outputs(f: SimpleNamespace) -> dict[str, Any]:
+    """Arguments of every kernel that clears outputs."""
+    dim_v = f.out.shape[2]
+    found = given(BYTES, OUT="out", LSE="lse") | strides(f.out, stride_o="th") | strides(f.lse, stride_l="th")
+    return found | {"DV": dim_v, "DV_PAD": next_power_of_2(max(dim_v, 1))}
+
+
+def of_rows(f: SimpleNamespace) -> dict[str, Any]:
+    """Arguments of every kernel that stores new rows and rotates queries."""
+    raw = (f.kv_c.stride[0], f.k_pe.stride[0]) if f.kv_c is not None else (0, 0)
+    return of_cache(f) | of_queries(f) | given(BYTES, KV_C="kv_c", K_PE="k_pe", GAMMA="kv_norm_gamma") | {
+        "epsilon": f.epsilon, "stride_c": raw[0], "stride_pe": raw[1], "FORMAT": f.format,
+        "ROPE_KIND": ROPE_KINDS.get(f.format, "float"),
+    }  # fmt: skip
 
 
 def prepared(
-    call: Any, native_casts: bool, ends: bool = False, queries: bool = True, overlaps: bool = False
+    f: SimpleNamespace, native_casts: bool, ends: bool = False, queries: bool = True, overlaps: bool = False
 ) -> Template:
-    """The launch for calls with the facts of this one.
+    """The launch.
 
     ends:     nothing is attended to
     queries:  rotate them; else rows are stored, and somebody else sees to the queries
     overlaps: it may begin before the launch ahead of it has ended
     """
-    tokens, heads = call.q.shape[:2]
-    rank, rope, dim_v = call.ckv.shape[-1], call.kpe.shape[-1], call.out.shape[2]
-    scales, lse, q_pe = call.ckv_scale_cache, call.lse, call.q_pe_out
+    tokens, heads = f.q.shape[:2]
     block_h = min(MOST_HEADS, next_power_of_2(max(heads, 1)))
-    raw = (call.kv_c.stride(0), call.k_pe.stride(0)) if call.kv_c is not None else (0, 0)
-    rotated = q_pe.stride()[:2] if q_pe is not None else (0, 0)
-    scalars = (
-        call.kv_scale, call.epsilon, call.cache_lens.shape[0], heads, call.page_table.shape[1], call.ckv.shape[0],
-        call.freqs_cis.shape[0], *call.q.stride()[:2], *rotated, *raw, *call.ckv.stride()[:2], *call.kpe.stride()[:2],
-        *(scales.stride()[:2] if scales is not None else (0, 0)), *call.out.stride()[:2],
-        *(lse.stride() if lse is not None else (0, 0)), call.page_table.stride(0), call.freqs_cis.stride(0),
-    )  # fmt: skip
-    constants = (
-        call.ckv.shape[1], call.q.shape[2] - rope, rope, dim_v, rank, max(LATENT_GROUP, next_power_of_2(rank)),
-        max(2, next_power_of_2(rope)), next_power_of_2(max(dim_v, 1)), block_h,
-        call.format, ROPE_KINDS.get(call.format, "float"), native_casts, ends,
-        REQUESTS if queries else 0, overlaps,
-    )  # fmt: skip
+    arguments = of_rows(f) | of_outputs(f) | given(BYTES, Q_PE="q_pe_out", SEQ_LENS="seq_lens_out") | {
+        **strides(f.q_pe_out, stride_r="th"), "BLOCK_H": block_h, "NATIVE": native_casts, "ENDS": ends,
+        "BLOCK_B": REQUESTS if queries else 0, "OVERLAPS": overlaps,
+    }  # fmt: skip
     grid = (tokens, 1 + -(-heads // block_h) if queries else 1)
-    arguments = (*[TENSOR] * 16, *scalars, *constants)
     options = {"launch_pdl": True} if overlaps else {}
     # Two warps for a row alone: it is short, and more programs wait for memory at a time.
     warps = 4 if queries else 2

@@ -7,6 +7,10 @@ since Hopper's keeps about 14 bits for fp8.
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tersekv.formats import LATENT_GROUP
 
-from ...host.launch import by_triton
+from ...host.bind import BYTES, Described, Template, given
 from ..parts.tiles import e4m3_bytes_to_fp16
 from .tune import ProductTile
 
@@ -93,31 +97,36 @@ def product_kernel(
     store_block(OUT, acc, row, rows, column, N, BLOCK_M, BLOCK_N, TMA)
 
 
-def up_project(
-    latents: Tensor, scales: Tensor | None, weight: Tensor, weight_scale: Tensor | None, out: Tensor, rows: int,
-    tile: ProductTile, native_fp8: bool,
-) -> None:  # fmt: skip
-    """out[:rows] = latents[:rows] @ weight.T
+def prepared(f: SimpleNamespace, rows: int, most: int, tile: ProductTile, native_fp8: bool) -> Template:
+    """The launch for a chunk of `rows` rows, in places for `most`: KV = CODES @ kv_b_proj.T
 
-    latents, scales:       [M, L] dense, e4m3 with scales [L/128, M] fp32 dense; or 16-bit and None
-    weight, weight_scale:  [N, L] e4m3 with [N/128, L/128] fp32; or latents' dtype and None
-    out:                   [M, N] 16-bit, dense
+    CODES, SCALES:  [M, L], e4m3 with scales [L/128, M] fp32; or 16-bit and none
+    the weight:     [N, L], e4m3 with scales [N/128, L/128] fp32; or latents' dtype and none
+    KV:             [M, N] 16-bit
     """
-    n, rank = weight.shape
-    scaled_codes = scales is not None and weight_scale is not None
-    bytes_in = scaled_codes and not native_fp8
-    if bytes_in:
-        latents, weight = (t.view(torch.uint8) for t in (latents, weight))
-    a, w, o = latents, weight, out
+    n, rank = f.kv_b_proj.shape
+    scaled, stride_w = f.kv_b_proj_scale is not None, f.kv_b_proj.stride[0]
+    by_hand = scaled and not native_fp8
+    arguments: dict[str, Any] = given(BYTES if by_hand else "", A="CODES", W="kv_b_proj") | given(OUT="KV")
     if tile.tma:
-        a = TensorDescriptor(latents, [rows, rank], [rank, 1], [tile.block_m, tile.block_k])
-        w = TensorDescriptor(weight, [n, rank], [weight.stride(0), 1], [tile.block_n, tile.block_k])
-        o = TensorDescriptor(out, [rows, n], [n, 1], [tile.block_m, tile.block_n])
-    s, ws = out if scales is None else scales, out if weight_scale is None else weight_scale  # out: never read
-    strides = (s.stride(0), ws.stride(0))
-    blocks_m, blocks_n = -(-rows // tile.block_m), -(-n // tile.block_n)
-    by_triton(
-        product_kernel, (blocks_m * blocks_n,),
-        a, w, s, ws, o, rows, n, weight.stride(0), *strides, rank, scaled_codes, bytes_in, tile.tma,
-        tile.block_m, tile.block_n, tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+        of_codes, block_w = partial(_described, by_hand=by_hand), [tile.block_n, tile.block_k]
+        arguments = {
+            "A": Described(
+                "CODES", partial(of_codes, shape=[rows, rank], pitch=rank, block=[tile.block_m, tile.block_k])
+            ),
+            "W": Described("kv_b_proj", partial(of_codes, shape=[n, rank], pitch=stride_w, block=block_w)),
+            "OUT": Described("KV", partial(_described, shape=[rows, n], pitch=n, block=[tile.block_m, tile.block_n])),
+        }
+    # KV in the place of scales is never read.
+    arguments |= given(A_SCALE="SCALES", W_SCALE="kv_b_proj_scale") if scaled else given(A_SCALE="KV", W_SCALE="KV")
+    arguments |= {
+        "rows": rows, "N": n, "stride_w": stride_w, "stride_as": most if scaled else n,
+        "stride_ws": f.kv_b_proj_scale.stride[0] if scaled else n, "L": rank, "SCALED": scaled, "BYTES": by_hand,
+        "TMA": tile.tma, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+    }  # fmt: skip
+    grid = (-(-rows // tile.block_m) * -(-n // tile.block_n),)
+    return Template(product_kernel, grid, arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+
+def _described(x: Tensor, shape: list[int], pitch: int, block: list[int], by_hand: bool = False) -> Any:
+    return TensorDescriptor(x.view(torch.uint8) if by_hand else x, shape, [pitch, 1], block)

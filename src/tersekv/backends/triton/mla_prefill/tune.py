@@ -7,10 +7,10 @@ kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 
-from ...host.launch import Template, e4m3_by_hand, next_power_of_2, rounds_to_fp8
+from ...host.launch import e4m3_by_hand, next_power_of_2, rounds_to_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,11 @@ class ProductTile:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillConfig:
+class Choice:
     attention: AttentionTile
     product: ProductTile
     native_fp8: bool  # the chip multiplies e4m3 (else: bytes, converted to fp16)
     native_casts: bool  # its casts to fp8 give the nearest code (else: bit arithmetic)
-    launches: dict[str | int, Template] = field(default_factory=dict, compare=False)  # "prepare", gathers by chunk
 
 
 # Candidates of each chip, best guess first; 0: chips that are not listed (AMD). Attention: (block_m, block_n, warps,
@@ -95,9 +94,9 @@ def candidates(f: SimpleNamespace) -> tuple[list[AttentionTile], list[ProductTil
     return attention, [ProductTile(*t, tma) for t in (_FP8 if w.dtype.itemsize == 1 else _HALF)[chip]]
 
 
-def choose(f: SimpleNamespace) -> PrefillConfig:
+def choose(f: SimpleNamespace) -> Choice:
     attention, products = candidates(f)
-    return PrefillConfig(attention[0], products[0], not e4m3_by_hand(f), rounds_to_fp8(f))
+    return Choice(attention[0], products[0], not e4m3_by_hand(f), rounds_to_fp8(f))
 
 
 def _table_of(arch: int) -> int:

@@ -21,9 +21,9 @@ def mla_decode_few_kernel(
     QN, QP, BOX_C, BOX_P, BOX_S, TABLE, LENS, CU, OUT, LSE, PART,
     softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T,
     B, T, nowhere, s_pitch, max_segments, sn_t, sn_h, sr_t, sr_h, st_b, so_t, so_h, sl_t, sl_h,
-    STAGES: gl.constexpr, TURNS: gl.constexpr, c: gl.constexpr,
+    STAGES: gl.constexpr, c: gl.constexpr,
 ):  # fmt: skip
-    """Attend one share of all tiles for one block of heads. TURNS is 1; kernels of other Choices take other numbers."""
+    """Attend one share of all tiles for one block of heads."""
     wait_for_previous()
     p = gl.program_id(0)
     num_programs = gl.num_programs(0)

@@ -10,6 +10,7 @@ Tiles of keys go from the last to the first, so that the masked ones come first 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -21,11 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ....host.launch import TENSOR, Template
+from ....host.bind import Described, Given, Template, given, strides
+from ....triton.mla_prefill.attention import lse_of
+from ....triton.mla_prefill.gather import of_chunk
 from ...versions import thread_barrier, tma_load
 from ..parts.ring import barrier_sets, launch_dependents, wait_for_previous
 from ..parts.softmax import packed, shares_of_sum, unpacked, weigh
-from ..parts.tensor_maps import tensor_map
+from ..parts.tensor_maps import described
 from .items import (
     FIELDS,
     LN2,
@@ -47,6 +50,7 @@ from .items import (
 )
 
 BLOCK_N, STAGES, REGISTERS = 128, 2, 240
+OF_THREE, FAILED = 1, 2  # in COUNTER, behind the items that this kernel took
 _L2_BYTES = 32 << 20  # keys and values that stay in the L2 cache for a while
 
 
@@ -69,8 +73,8 @@ class State(NamedTuple):
     words: gl.tensor
 
 
-class Given(NamedTuple):
-    """What consumers are given."""
+class Handed(NamedTuple):
+    """What consumers are handed."""
 
     OUT: gl.tensor
     LOW: gl.tensor
@@ -339,31 +343,33 @@ def attention_kernel(
     buffers = Buffers(q_s, qpe_s, k_s, kpe_s, v_s, facts_s)
     bars = Bars(q_full, q_free, k_full, k_free, v_full, v_free)
     strides = Strides(stride_ot, stride_oh, stride_lt, stride_lh)
-    given = Given(OUT, LOW, LSE, DIRTY, rows, H, qk_scale, strides, buffers, bars)
+    handed = Handed(OUT, LOW, LSE, DIRTY, rows, H, qk_scale, strides, buffers, bars)
     maps = Maps(Q, QPE, KV, KV, KPE)
     work = Items(COUNTER, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group, items, head_stride)
     gl.warp_specialize(
         [
-            (attend_rows, (given, 0, BLOCK_N, STAGES, HAS_PREVIOUS, HAS_NEXT, HAS_LSE)),
-            (attend_rows, (given, 1, BLOCK_N, STAGES, HAS_PREVIOUS, HAS_NEXT, HAS_LSE)),
+            (attend_rows, (handed, 0, BLOCK_N, STAGES, HAS_PREVIOUS, HAS_NEXT, HAS_LSE)),
+            (attend_rows, (handed, 1, BLOCK_N, STAGES, HAS_PREVIOUS, HAS_NEXT, HAS_LSE)),
             (produce, (maps, work, buffers, bars, BLOCK_N, STAGES, HAS_PREVIOUS)),
         ],
         [4, 1], [REGS, 24],
     )  # fmt: skip
 
 
-def descriptors(q: Any, kv: Any, k_pe: Any, rows: int, tokens: int, q_strides: tuple[int, int], dims: Dims) -> tuple:
-    """Of the kernel: of q's and of the keys' parts."""
-    stride_t, stride_h = q_strides
-    heads, nope, rope, dim_v = dims
-    layout = gl.NVMMASharedLayout.get_default_for([ROWS.value, 64], gl.bfloat16)
-    columns, kv_columns = (heads - 1) * stride_h + nope + rope, heads * (nope + dim_v)
-    return (
-        tensor_map(q, [tokens, columns], [stride_t, 1], [ROWS.value, nope], layout),
-        tensor_map(q, [tokens, columns], [stride_t, 1], [ROWS.value, rope], layout),
-        tensor_map(kv, [rows, kv_columns], [kv_columns, 1], [BLOCK_N, nope], layout),
-        tensor_map(k_pe, [rows, rope], [rope, 1], [BLOCK_N, rope], layout),
-    )
+def of_keys(f: SimpleNamespace, rows: int, block: int) -> dict[str, Described]:
+    """Descriptors of queries and keys, by tiles of `block` keys."""
+    heads, nope, rope, dim_v = dims_of(f)
+    tokens = f.q.shape[0]
+    # Of a single token the stride may be anything, which a tensor map does not take.
+    pitch = f.q.stride[0] if tokens > 1 else heads * (nope + rope)
+    queries = [tokens, (heads - 1) * f.q.stride[1] + nope + rope], [pitch, 1]
+    columns, layout = heads * (nope + dim_v), gl.NVMMASharedLayout.get_default_for([ROWS.value, 64], gl.bfloat16)
+    return {
+        "Q": described("q", *queries, [ROWS.value, nope], layout),
+        "QPE": described("q", *queries, [ROWS.value, rope], layout),
+        "KV": described("KV", [rows, columns], [columns, 1], [block, nope], layout),
+        "KPE": described("K_PE", [rows, rope], [rope, 1], [block, rope], layout),
+    }
 
 
 def heads_of_group(rows: int, itemsize: int, requests: int, dims: Dims) -> int:
@@ -374,24 +380,42 @@ def heads_of_group(rows: int, itemsize: int, requests: int, dims: Dims) -> int:
     return max(1, min(dims.heads, _L2_BYTES * requests // 2 // bytes_of_head))
 
 
-def prepared(
-    call: Any, rows: int, dims: Dims, lse_strides: tuple[int, int] | None, has_previous: bool, has_next: bool, sms: int,
-    overlaps: bool, if_wanted: bool,
-) -> Template:  # fmt: skip
-    """The launch for a chunk of `rows` rows and calls with the facts of this one.
+def dims_of(f: SimpleNamespace) -> Dims:
+    rope = f.kpe.shape[-1]
+    return Dims(f.q.shape[1], f.q.shape[2] - rope, rope, f.out.shape[2])
 
-    Its tensors: out, low, lse, counter, wanted, dirty, cu_seqlens_q, cache_lens, row and cache offsets of the chunk,
-    low:    [T, H, Dv] in q's dtype, dense: what rounding took from out; any tensor where there is one chunk only
-    lse:    [T, H] fp32 if lse_strides are given, else any tensor
-    counter, wanted, dirty:  [1] int32: 0; with if_wanted: 0 if all is done already; whether values may be NaN
+
+def of_items(f: SimpleNamespace, chunk: int, rows: int, block_m: int, several: bool) -> dict[str, Any]:
+    """Arguments of either attention of a chunk of `rows` rows, but for descriptors and what it counts with."""
+    dims, requests, blocks = dims_of(f), f.cache_lens.shape[0], -(-f.max_q_len // block_m)
+    lse, lse_strides = lse_of(f, several)
+    tensors = given(OUT="out", LSE=lse, DIRTY="DIRTY", CU="cu_seqlens_q", LENS="cache_lens")
+    found = of_chunk(chunk)
+    return tensors | strides(f.out, stride_o="th") | {
+        "STARTS_OF": found["ROWS"], "STARTS": found["STARTS"], "rows": rows, "blocks": blocks, "H": dims.heads,
+        "group": heads_of_group(rows, f.q.dtype.itemsize, requests, dims), "items": requests * blocks * dims.heads,
+        "head_stride": f.q.stride[1], "qk_scale": f.softmax_scale * math.log2(math.e),
+        "stride_lt": lse_strides[0], "stride_lh": lse_strides[1], "HAS_LSE": lse != "out",
+    }  # fmt: skip
+
+
+def prepared(
+    f: SimpleNamespace, chunk: int, rows: int, has_previous: bool, has_next: bool, sms: int, overlaps: bool,
+    if_wanted: bool,
+) -> Template:  # fmt: skip
+    """The launch for a chunk of `rows` rows.
+
+    LOW:     [T, H, Dv] in q's dtype, dense: what rounding took from out; there if there are several chunks
+    COUNTER: int32: items taken by this kernel, by that of three warpgroups, and whether that one failed; 0 at first
+    DIRTY:   whether values may be NaN
+    if_wanted: there is something to do only where that of three failed
     """
-    requests, blocks = call.cache_lens.shape[0], -(-call.max_q_len // BLOCK_M.value)
-    items = requests * blocks * dims.heads
-    group = heads_of_group(rows, call.q.element_size(), requests, dims)
-    arguments = (
-        *[TENSOR] * 10, rows, blocks, dims.heads, group, items, call.q.stride(1),
-        call.softmax_scale * math.log2(math.e), *call.out.stride()[:2], *(lse_strides or (0, 0)),
-        BLOCK_N, STAGES, has_previous, has_next, lse_strides is not None, REGISTERS, overlaps,
-        if_wanted,
-    )  # fmt: skip
-    return Template(attention_kernel, (min(items, sms),), arguments, num_warps=4, launch_pdl=overlaps)
+    several = has_previous or has_next
+    arguments = of_keys(f, rows, BLOCK_N) | of_items(f, chunk, rows, BLOCK_M.value, several) | {
+        **given(LOW="LOW" if several else "out", COUNTER="COUNTER"),
+        "WANTED": Given("COUNTER", row=FAILED if if_wanted else 0),  # not looked at but if wanted
+        "BLOCK_N": BLOCK_N, "STAGES": STAGES, "HAS_PREVIOUS": has_previous, "HAS_NEXT": has_next, "REGS": REGISTERS,
+        "OVERLAPS": overlaps, "IF_WANTED": if_wanted,
+    }  # fmt: skip
+    grid = (min(arguments["items"], sms),)
+    return Template(attention_kernel, grid, arguments, num_warps=4, launch_pdl=overlaps)

@@ -7,16 +7,24 @@ appends, another one of the same call may read as cached.
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import triton
 import triton.language as tl
 
-from tersekv.formats import LATENT_GROUP
-
-from ....host.launch import TENSOR, Template, next_power_of_2
-from ....triton.mla_prefill.gather import GROUP, Latents, decode_fp8, load_latent, quantise_groups
-from ....triton.mla_prefill.prepare import ROPE_KINDS, clear, request_of, rotate, slot_of
+from ....host.bind import BYTES, Template, given
+from ....host.launch import next_power_of_2
+from ....triton.mla_prefill.gather import GROUP, decode_fp8, load_latent, of_chunk, quantise_groups
+from ....triton.mla_prefill.prepare import (
+    ROPE_KINDS,
+    clear,
+    of_cache,
+    of_outputs,
+    of_queries,
+    request_of,
+    rotate,
+    slot_of,
+)
 from ....triton.parts.rows import take_turn
 
 _BLOCK_H = 64  # heads that are cleared at a time
@@ -120,36 +128,15 @@ def latents_kernel(
     tl.store(OUT_PE + row * R + o_r, k_pe.to(tl.float32).to(OUT_PE.dtype.element_ty), mask=o_r < R)
 
 
-def tensors(call: Any, chunk: int, s: Any) -> tuple[Any, ...]:
-    """The tensors of a call in the order of the kernel's parameters. s: the scratch."""
-    rows, starts = call.buffer_row_offsets, call.cache_offsets
-    if chunk:
-        rows, starts = rows[chunk], starts[chunk]
-    return (
-        call.q, call.ckv, call.kpe, call.ckv_scale_cache, call.freqs_cis, call.page_table, call.cache_lens,
-        call.cu_seqlens_q, rows, starts, call.kv_scale_t, call.out, call.lse, s.codes, s.scales, s.k_pe, s.counter,
-        s.dirty,
-    )  # fmt: skip
-
-
-def prepared(call: Any, rows: int, to: Latents, native_casts: bool, first: bool, overlaps: bool) -> Template:
-    """The launch for a chunk of `rows` rows and calls with the facts of this one. first: of the call's chunks."""
-    tokens, heads = call.q.shape[:2]
-    rank, rope, dim_v = call.ckv.shape[-1], call.kpe.shape[-1], call.out.shape[2]
-    scales, lse = call.ckv_scale_cache, call.lse
-    scalars = (
-        call.kv_scale, tokens, call.cache_lens.shape[0], heads, call.page_table.shape[1],
-        call.ckv.shape[0], call.freqs_cis.shape[0], *call.q.stride()[:2],
-        *call.ckv.stride()[:2], *call.kpe.stride()[:2],
-        *(scales.stride()[:2] if scales is not None else (0, 0)), *call.out.stride()[:2],
-        *(lse.stride() if lse is not None else (0, 0)), call.page_table.stride(0), call.freqs_cis.stride(0),
-        to.scales.stride(0) if to.scales is not None else 0,
-    )  # fmt: skip
-    constants = (
-        call.ckv.shape[1], call.q.shape[2] - rope, dim_v, rank, rope, max(LATENT_GROUP, next_power_of_2(rank)),
-        max(2, next_power_of_2(rope)), next_power_of_2(dim_v), min(_BLOCK_H, next_power_of_2(heads)),
-        ROPE_KINDS.get(call.format, "float"), native_casts, first, overlaps,
-    )  # fmt: skip
-    arguments = (*[TENSOR] * 18, *scalars, *constants)
+def prepared(
+    f: SimpleNamespace, chunk: int, rows: int, most: int, native_casts: bool, first: bool, overlaps: bool
+) -> Template:
+    """The launch for a chunk of `rows` rows, in places for `most`. first: of the call's chunks."""
+    places = given(BYTES, CODES="CODES", CODE_SCALES="SCALES", OUT_PE="K_PE", COUNTER="COUNTER", DIRTY="DIRTY")
+    arguments = of_cache(f) | of_queries(f) | of_outputs(f) | of_chunk(chunk) | places | {
+        "tokens": f.q.shape[0], "stride_os": most if f.kv_b_proj_scale is not None else 0,
+        "BLOCK_H": min(_BLOCK_H, next_power_of_2(f.q.shape[1])), "KIND": ROPE_KINDS.get(f.format, "float"),
+        "NATIVE": native_casts, "FIRST": first, "OVERLAPS": overlaps,
+    }  # fmt: skip
     # Two warps: a row is short, and more programs wait for memory at a time.
     return Template(latents_kernel, (rows,), arguments, num_warps=2, enable_fp_fusion=False, launch_pdl=overlaps)

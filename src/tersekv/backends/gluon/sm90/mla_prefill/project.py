@@ -8,7 +8,8 @@ copies by TMA; two warpgroups have 64 latents each, and scale one half of their 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ....host.launch import TENSOR, Template
+from ....host.bind import Template, given
 from ...versions import thread_barrier, tma_load, tma_store
 from ..parts.ring import barrier_sets, launch_dependents, wait_for_previous
-from ..parts.tensor_maps import tensor_map
+from ..parts.tensor_maps import described
 
 STAGES = 4
 
@@ -193,26 +194,18 @@ def product_kernel(
     )  # fmt: skip
 
 
-def descriptors(codes: Any, weight: Any, out: Any, rows: int, shape: tuple[int, int], stride: int) -> tuple:
-    """Of the kernel. shape, stride: the weight's [N, L] and its rows' distance."""
-    n, rank = shape
-    layout = gl.NVMMASharedLayout.get_default_for([TILE.value, TILE.value], gl.float8e4nv)
+def prepared(f: SimpleNamespace, rows: int, most: int, sms: int, overlaps: bool) -> Template:
+    """The launch for a chunk of `rows` rows, in places for `most`: KV = CODES @ kv_b_proj.T"""
+    n, rank = f.kv_b_proj.shape
+    tile = [TILE.value, TILE.value]
+    layout = gl.NVMMASharedLayout.get_default_for(tile, gl.float8e4nv)
     staged = gl.NVMMASharedLayout.get_default_for([ROWS.value, HALF_TILE.value], gl.bfloat16)
-    return (
-        tensor_map(codes, [rows, rank], [rank, 1], [TILE.value, TILE.value], layout),
-        tensor_map(weight, [n, rank], [stride, 1], [TILE.value, TILE.value], layout),
-        tensor_map(out, [rows, n], [n, 1], [ROWS.value, HALF_TILE.value], staged),
-    )
-
-
-def prepared(call: Any, rows: int, scale_stride: int, sms: int, overlaps: bool) -> Template:
-    """The launch for a chunk of `rows` rows and calls with the facts of this one.
-
-    Its tensors: scales [L/128, M], weight scales.
-    """
-    n, rank = call.kv_b_proj.shape
+    arguments = given(A_SCALE="SCALES", W_SCALE="kv_b_proj_scale") | {
+        "A": described("CODES", [rows, rank], [rank, 1], tile, layout),
+        "W": described("kv_b_proj", [n, rank], [f.kv_b_proj.stride[0], 1], tile, layout),
+        "OUT": described("KV", [rows, n], [n, 1], [ROWS.value, HALF_TILE.value], staged),
+        "rows": rows, "N": n, "stride_as": most, "stride_ws": f.kv_b_proj_scale.stride[0],
+        "STEPS": rank // TILE.value, "STAGES": STAGES, "OVERLAPS": overlaps,
+    }  # fmt: skip
     tiles = -(-rows // TILE.value) * (n // TILE.value)
-    arguments = (
-        *[TENSOR] * 2, rows, n, scale_stride, call.kv_b_proj_scale.stride(0), rank // TILE.value, STAGES, overlaps,
-    )  # fmt: skip
-    return Template(product_kernel, (min(sms, tiles),), arguments, fp8_as_bytes=False, num_warps=4, launch_pdl=overlaps)
+    return Template(product_kernel, (min(sms, tiles),), arguments, num_warps=4, launch_pdl=overlaps)

@@ -12,8 +12,8 @@ it, does everything again.
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,13 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ....host.launch import TENSOR, Template
+from ....host.bind import Given, Template
 from ...versions import thread_barrier, tma_load
 from ..parts.ring import barrier_sets, launch_dependents, wait_for_previous
 from ..parts.softmax import halves, packed, shares_of_sum, unpacked, weigh
-from ..parts.tensor_maps import tensor_map
-from .attention import Dims, heads_of_group
-from .attention import descriptors as of_keys
+from ..parts.tensor_maps import described
+from .attention import FAILED, OF_THREE, of_items, of_keys
 from .items import (
     FIELDS,
     LN2,
@@ -72,8 +71,8 @@ class State(NamedTuple):
     l: gl.tensor
 
 
-class Given(NamedTuple):
-    """What consumers are given."""
+class Handed(NamedTuple):
+    """What consumers are handed."""
 
     OUT: gl.tensor
     LSE: gl.tensor
@@ -322,49 +321,37 @@ def attention_of_three_kernel(
     buffers = Buffers(q_s, qpe_s, k_s, kpe_s, v_s, facts_s)
     bars = Bars(q_full, q_free, k_full, k_free, v_full, v_free)
     strides = Strides(stride_ot, stride_oh, stride_lt, stride_lh)
-    given = Given(OUT, LSE, AGAIN, DIRTY, rows, qk_scale, strides, buffers, bars)
+    handed = Handed(OUT, LSE, AGAIN, DIRTY, rows, qk_scale, strides, buffers, bars)
     maps = Maps(Q, QPE, KEYS, VALUES, KPE)
     work = Items(COUNTER, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group, items, head_stride)
     gl.warp_specialize(
         [
-            (attend_rows, (given, 0, HAS_LSE)),
-            (attend_rows, (given, 1, HAS_LSE)),
-            (attend_rows, (given, 2, HAS_LSE)),
+            (attend_rows, (handed, 0, HAS_LSE)),
+            (attend_rows, (handed, 1, HAS_LSE)),
+            (attend_rows, (handed, 2, HAS_LSE)),
             (produce, (maps, work, buffers, bars)),
         ],
         [4, 4, 1], [REGS, REGS, 24],
     )  # fmt: skip
 
 
-def fits(call: Any, dims: Dims, sms: int) -> bool:
+def fits(f: SimpleNamespace, sms: int) -> bool:
     """Whether three warpgroups are faster than two. A call with one chunk is assumed, in bf16: fp16 has no room for
     large weights."""
-    longest, per_block = call.max_q_len, call.cache_lens.shape[0] * dims.heads
+    longest, per_block = f.max_q_len, f.cache_lens.shape[0] * f.q.shape[1]
     blocks = -(-longest // BLOCK_M.value)
     return blocks * per_block >= _ITEMS * sms and blocks < -(-longest // (2 * ROWS.value))
 
 
-def descriptors(q: Any, kv: Any, k_pe: Any, rows: int, tokens: int, q_strides: tuple[int, int], dims: Dims) -> tuple:
-    """Of the kernel: of q's and of the keys' parts, and of values."""
-    q_nope, q_pe, keys, keys_pe = of_keys(q, kv, k_pe, rows, tokens, q_strides, dims)
-    values = tensor_map(kv, keys.shape, keys.strides, [HALF_N.value, dims.dim_v], keys.layout)
-    return q_nope, q_pe, keys, values, keys_pe
-
-
-def prepared(
-    call: Any, rows: int, dims: Dims, lse_strides: tuple[int, int] | None, sms: int, overlaps: bool
-) -> Template:
-    """The launch for a chunk of `rows` rows, the only one, and calls with the facts of this one.
-
-    Its tensors: out, lse (any tensor without lse_strides), counter, again, dirty, cu_seqlens_q, cache_lens, row and
-    cache offsets of the chunk, with
-    counter, again, dirty:  [1] int32: 0; 0, gets 1 if all has to be done again; whether values may be NaN
-    """
-    requests, blocks = call.cache_lens.shape[0], -(-call.max_q_len // BLOCK_M.value)
-    items = requests * blocks * dims.heads
-    group = heads_of_group(rows, call.q.element_size(), requests, dims)
-    arguments = (
-        *[TENSOR] * 9, rows, blocks, dims.heads, group, items, call.q.stride(1), call.softmax_scale * math.log2(math.e),
-        *call.out.stride()[:2], *(lse_strides or (0, 0)), lse_strides is not None, REGISTERS, overlaps,
-    )  # fmt: skip
-    return Template(attention_of_three_kernel, (min(items, sms),), arguments, num_warps=4, launch_pdl=overlaps)
+def prepared(f: SimpleNamespace, chunk: int, rows: int, sms: int, overlaps: bool) -> Template:
+    """The launch for a chunk of `rows` rows, the only one. What it counts with: see `attention.prepared`."""
+    maps, dim_v, columns = of_keys(f, rows, BLOCK_N.value), f.out.shape[2], f.kv_b_proj.shape[0]
+    layout = gl.NVMMASharedLayout.get_default_for([ROWS.value, 64], gl.bfloat16)
+    arguments = of_items(f, chunk, rows, BLOCK_M.value, False) | {
+        "Q": maps["Q"], "QPE": maps["QPE"], "KEYS": maps["KV"], "KPE": maps["KPE"],
+        "VALUES": described("KV", [rows, columns], [columns, 1], [HALF_N.value, dim_v], layout),
+        "COUNTER": Given("COUNTER", row=OF_THREE), "AGAIN": Given("COUNTER", row=FAILED), "REGS": REGISTERS,
+        "OVERLAPS": overlaps,
+    }  # fmt: skip
+    grid = (min(arguments["items"], sms),)
+    return Template(attention_of_three_kernel, grid, arguments, num_warps=4, launch_pdl=overlaps)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+
+from ....host.bind import Described
+from ....host.launch import Address
 
 PLACE = 128  # bytes: a copy's destination in shared memory begins at a multiple of them
 _UNIT = 16  # bytes: what lies in memory begins at a multiple of them
@@ -52,3 +56,12 @@ def tensor_map(base: Any, shape: Sequence[int], strides: Sequence[int], block: S
     assert reason is None, reason
     assert base.data_ptr() % _UNIT == 0
     return TensorDescriptor(base, list(shape), list(strides), list(block), layout)
+
+
+def described(name: str, shape: Sequence[int], strides: Sequence[int], block: Sequence[int], layout: Any) -> Described:
+    """That descriptor of the tensor of this name, as an argument of a kernel."""
+    return Described(name, partial(_mapped, shape=shape, strides=strides, block=block, layout=layout))
+
+
+def _mapped(x: Any, **box: Any) -> Any:
+    return tensor_map(Address(x), **box)

@@ -1,0 +1,61 @@
+"""Attention in two launches: a split pass over equal shares of all tiles, and the merge of what that cut."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ...formats import E4M3_MAX, E5M2_MAX
+from .bind import BYTES, PART, Instead, Launches, Scratch, Template, given, strides
+from .launch import rounds_to_fp8
+
+_OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
+_OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+def is_empty(f: SimpleNamespace) -> bool:
+    """Whether there is no query or no request."""
+    return 0 in f.out.shape or f.seq_lens.shape[0] == 0
+
+
+def reads(f: SimpleNamespace) -> dict[str, Any]:
+    """Arguments of a split pass, beside queries and caches."""
+    tensors = given(TABLE="page_table", LENS="seq_lens", CU="cu_seqlens_q", SOFTMAX_T="softmax_scale_t")
+    sizes = {"B": f.seq_lens.shape[0], "T": f.out.shape[0], "softmax_scale": f.softmax_scale}
+    return tensors | sizes | {"st_b": f.page_table.stride[0]}
+
+
+def writes(f: SimpleNamespace, as_bytes: bool = False) -> dict[str, Any]:
+    """Arguments of either launch: the outputs, and the scratch. as_bytes: kernels write fp8 by bit arithmetic."""
+    tensors = given(LSE="lse", PART=PART, OUT_T="out_scale_t") | given(BYTES if as_bytes else "", OUT="out")
+    return tensors | {"out_scale": f.out_scale} | strides(f.out, so_="th") | strides(f.lse, sl_="th")
+
+
+def features(f: SimpleNamespace) -> dict[str, Any]:
+    """Constants that any such attention is compiled for."""
+    return {
+        # Ragged rows are read from cu_seqlens_q; a bound that changes with the batch must not compile anew.
+        "MAX_Q": 0 if f.cu_seqlens_q is not None else f.max_q_len,
+        "RAGGED": f.cu_seqlens_q is not None,
+        "HAS_LSE": f.lse is not None,
+        "SOFTMAX_T": f.softmax_scale_t is not None,
+        "OUT_T": f.out_scale_t is not None,
+        "OUT_MAX": _OUT_MAX.get(f.out.dtype, 0.0),
+        "OUT_KIND": "float" if rounds_to_fp8(f) else _OUT_KIND.get(f.out.dtype, "float"),
+    }
+
+
+def see_nothing(call: Any) -> None:
+    """Outputs are 0, and LSEs −inf."""
+    call.out.zero_()
+    if getattr(call, "lse", None) is not None:
+        call.lse.fill_(float("-inf"))
+
+
+def launches(f: SimpleNamespace, split: Template, merge: Template | None, scratch: int) -> Launches | Instead:
+    """merge: None where nothing is left to it; scratch: fp32 numbers, for states of what is cut and notes about them"""
+    if is_empty(f):
+        return Instead(see_nothing)
+    return Launches(split, *([] if merge is None else [merge]), scratch=Scratch(scratch))
