@@ -10,73 +10,12 @@ import triton.language as tl
 
 from ..host import blocks, launch
 from ..host.bind import BYTES, Bound, Launches, Template, given
-from .parts.quant import store, write_codes
-from .parts.rows import (
-    all_asked,
-    cache_offsets,
-    factors,
-    find_angles,
-    locate,
-    offsets,
-    read,
-    read_codes,
-    read_place,
-    read_position,
-    take_turn,
-    token_and_head,
-)
-from .parts.words import read_words, store_words
+from .parts.append_rows import PLACES, append_rows
 
-# Where tokens go, of every append.
-PLACES = given(
-    BYTES, p_slots="slot_mapping", p_batch="batch_indices", p_positions="kv_positions", p_indptr="kv_indptr",
-    p_indices="kv_indices",
-)  # fmt: skip
 _TENSORS = PLACES | given(
     BYTES, p_k="k", p_v="v", p_k_codes="k_cache", p_v_codes="v_cache", p_k_scales="k_scale_cache",
     p_v_scales="v_scale_cache", p_k_scale="k_scale_t", p_v_scale="v_scale_t",
 )  # fmt: skip
-
-
-@triton.jit
-def append_rows(
-    block, tokens, p_x, strides, p_codes, strides_codes, p_scales, strides_scales, p_scale, scale, places, angles,
-    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
-    PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr, NATIVE: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr,
-    ASM: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr,
-):  # fmt: skip
-    """Quantise and write one block of rows [tokens, H, D]; with `angles`, tokens that have no position are dropped.
-
-    Rows of bytes are codes of an fp8 cache, and are copied.
-    """
-    CODES: tl.constexpr = p_x.dtype.element_ty == tl.uint8
-    token, head = token_and_head(block, tokens, H, ROWS)
-    at_x = offsets(token, head, strides, UNIT // 2 if WORDS else UNIT)
-    take_turn(OVERLAPS, LATE)
-    if CODES:
-        x = read_codes(p_x, at_x, D, C)
-    else:
-        x = read_words(p_x, at_x, D, C) if WORDS else read(p_x, at_x, D, C)
-    place = read_place(token, places)
-    if angles[0] is not None:
-        position = read_position(token, angles)
-    all_asked(OVERLAPS, LATE, False)
-    page, entry, written = locate(place, places, PAGE)
-    written = written[:, None]
-    if angles[0] is not None:
-        _, known = find_angles(position, angles)
-        written = written & known
-    at = cache_offsets(page, entry, head, strides_codes, UNIT)
-    at_scales = cache_offsets(page, entry, head, strides_scales, 1)
-    if CODES:
-        write_codes(p_codes, at, x, written, D)
-        return
-    multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
-    if WORDS:
-        FP16: tl.constexpr = p_x.dtype.element_ty == tl.float16
-        store_words(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FP16, ASM, WORDS == 2)
-    else:
-        store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FORMAT, NATIVE)
 
 
 @triton.jit(do_not_specialize=["tokens", "num_pages", "num_requests", "num_indices", "k_end"])

@@ -12,8 +12,7 @@ from tersekv.formats import TENSOR, latent_format
 
 from ..host import blocks, launch
 from ..host.bind import BYTES, Bound, Launches, Template, given
-from .append import PLACES, append_rows
-from .rope_append import QUERIES, key_rows, query_rows
+from .parts.append_rows import PLACES, QUERIES, append_rows, key_rows, query_rows
 
 _TENSORS = PLACES | QUERIES | given(
     BYTES, p_kv_c="kv_c", p_k_pe="k_pe", p_ckv="ckv", p_kpe="kpe", p_scales="ckv_scale_cache", p_kv_scale="kv_scale_t"

@@ -10,122 +10,12 @@ import triton.language as tl
 
 from ..host import blocks, launch
 from ..host.bind import BYTES, Bound, Launches, Template, given
-from .append import PLACES, append_rows
-from .parts.quant import cast, store, store_halves
-from .parts.rows import (
-    all_asked,
-    cache_offsets,
-    factors,
-    find_angles,
-    join_pairs,
-    locate,
-    offsets,
-    read,
-    read_cos_sin,
-    read_place,
-    read_position,
-    read_rope_nope,
-    rotate,
-    rotate_rows,
-    split_pairs,
-    take_turn,
-    token_and_head,
-    write,
-)
+from .parts.append_rows import PLACES, QUERIES, append_rows, key_rows, query_rows
 
-# Queries, of every append that rotates.
-QUERIES = given(
-    BYTES, p_q_rope="q_rope", p_q_nope="q_nope", p_cos_sin="cos_sin_cache", p_rope_positions="positions",
-    p_q_rope_out="q_rope_out", p_q_nope_out="q_nope_out", p_q_scale="q_scale_t",
-)  # fmt: skip
 _TENSORS = PLACES | QUERIES | given(
     BYTES, p_k_rope="k_rope", p_k_nope="k_nope", p_v="v", p_k_codes="k_cache", p_v_codes="v_cache",
     p_k_scales="k_scale_cache", p_v_scales="v_scale_cache", p_k_scale="k_scale_t", p_v_scale="v_scale_t",
 )  # fmt: skip
-
-
-@triton.jit
-def query_rows(
-    block, tokens, p_x, strides, p_out, strides_out, p_scale, scale, places, angles,
-    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr, KIND: tl.constexpr, ZERO_PADDING: tl.constexpr, QUANTIZES: tl.constexpr,
-    NATIVE: tl.constexpr, UNIT: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr, ORDERED: tl.constexpr,
-):  # fmt: skip
-    """One block of query rows: rotated if ROTARY, scaled, cast, written; 0 where the token has no position, and, with
-    ZERO_PADDING, where it is skipped."""
-    token, head = token_and_head(block, tokens, H, ROWS)
-    p_x += offsets(token, head, strides, UNIT)
-    p_out += offsets(token, head, strides_out, UNIT)
-    take_turn(OVERLAPS, LATE)
-    HALF: tl.constexpr = D // 2
-    if not ROTARY:
-        x = read(p_x, 0, D, C)
-        y = x
-    elif INTERLEAVED:
-        x, y = split_pairs(read(p_x, 0, D, C))
-    else:
-        x, y = read(p_x, 0, HALF, C // 2), read(p_x, HALF, HALF, C // 2)
-    if angles[0] is not None:
-        position = read_position(token, angles)
-    if ZERO_PADDING:
-        place, _ = read_place(token, places)
-    all_asked(OVERLAPS, LATE, ORDERED)
-    live = token[:, None] >= 0
-    if angles[0] is not None:
-        p_angles, live = find_angles(position, angles)
-    if ROTARY:
-        cos, sin = read_cos_sin(p_angles, live, HALF, C // 2)
-        x, y = rotate(x, y, cos, sin)
-    if ZERO_PADDING:
-        live = live & (place >= 0)[:, None]  # negative: the caller skips the token
-    multiplier, _ = factors(p_scale, scale, head, False, QUANTIZES)
-    x = cast(tl.where(live, x * multiplier, 0.0), p_out.dtype.element_ty, KIND, NATIVE)
-    y = cast(tl.where(live, y * multiplier, 0.0), p_out.dtype.element_ty, KIND, NATIVE)
-    if not ROTARY:
-        write(p_out, x, D)
-    elif INTERLEAVED:
-        write(p_out, join_pairs(x, y), D)
-    else:
-        write(p_out, x, HALF)
-        write(p_out + HALF, y, HALF)
-
-
-@triton.jit
-def key_rows(
-    block, tokens, p_rope, strides_rope, p_nope, strides_nope, p_codes, strides_codes, p_scales, strides_scales,
-    p_scale, scale, places, angles,
-    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr,
-    NATIVE: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr,
-    ORDERED: tl.constexpr,
-):  # fmt: skip
-    """One block of key rows [rope | nope]: the first part rotated, all quantised and written; dropped where the token
-    has no position."""
-    token, head = token_and_head(block, tokens, H, ROWS)
-    at_rope, at_nope = offsets(token, head, strides_rope, UNIT), offsets(token, head, strides_nope, UNIT)
-    HALF: tl.constexpr = D // 2
-    take_turn(OVERLAPS, LATE)
-    if HALVES:
-        a, b = read(p_rope, at_rope, HALF, C // 2), read(p_rope + HALF, at_rope, HALF, C // 2)
-    else:
-        x = read_rope_nope(p_rope, at_rope, p_nope, at_nope, R, D, C)
-    position, place = read_position(token, angles), read_place(token, places)
-    all_asked(OVERLAPS, LATE, ORDERED)
-    p_angles, known = find_angles(position, angles)
-    if HALVES:
-        cos, sin = read_cos_sin(p_angles, known, HALF, C // 2)
-        a, b = rotate(a, b, cos, sin)
-    else:
-        x = rotate_rows(x, p_rope, at_rope, p_angles, known, R, C, INTERLEAVED)
-    page, entry, written = locate(place, places, PAGE)
-    multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
-    at = cache_offsets(page, entry, head, strides_codes, UNIT)
-    at_scales = cache_offsets(page, entry, head, strides_scales, 1)
-    written = written[:, None] & known
-    if HALVES:
-        store_halves(a, b, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, HALF, FORMAT, NATIVE)
-    else:
-        store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FORMAT, NATIVE)
 
 
 @triton.jit(

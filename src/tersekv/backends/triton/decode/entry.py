@@ -15,7 +15,9 @@ from ...host import launch
 from ...host.bind import BYTES, WORDS, Bound, Described, Instead, Launches, Template, given, strides
 from ...host.record import Record
 from ...host.split_merge import features, launches, reads, writes
-from .kernels import META_FIELDS, decode_kernel, merge_kernel
+from ..parts.merge import merge_kernel
+from ..parts.shares import META_FIELDS
+from .kernels import decode_kernel
 from .tune import Tiles, tiles
 
 _CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8", torch.uint8: "nvfp4"}

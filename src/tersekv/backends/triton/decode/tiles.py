@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..parts.pages import page_of, slots_of
 from ..parts.tiles import block_scales, e4m3_bytes_to_fp16, unpack
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -44,32 +45,12 @@ def load_query(Q, tokens, heads, m_row, sq_t, sq_h, c: tl.constexpr):
 
 
 @triton.jit
-def page_of(table, t, n, c: tl.constexpr):
-    """Page ids of tile t: one, or one per key. Entries past the last key are not read."""
-    if c.ONE_PAGE:
-        return tl.load(table + t // (c.PAGE // c.TILE), mask=t * c.TILE < n, other=0).to(tl.int64)
-    else:
-        o_n = t * c.TILE + tl.arange(0, c.TILE)
-        return tl.load(table + o_n // c.PAGE, mask=o_n < n, other=0).to(tl.int64)
-
-
-@triton.jit
 def pages_of(table, t, n, UNROLL: tl.constexpr, c: tl.constexpr):
     """Page ids of tiles t … t + UNROLL − 1."""
     pages = ()
     for j in tl.static_range(UNROLL):
         pages = pages + (page_of(table, t + j, n, c),)
     return pages
-
-
-@triton.jit
-def slots_of(t, c: tl.constexpr):
-    """Slot in its page of each key of tile t; the same in every tile where pages divide tiles."""
-    if c.TILE % c.PAGE == 0:
-        slots = tl.arange(0, c.TILE) % c.PAGE
-    else:
-        slots = (t * c.TILE + tl.arange(0, c.TILE)) % c.PAGE
-    return slots.to(tl.int64) if c.FAR else slots
 
 
 @triton.jit

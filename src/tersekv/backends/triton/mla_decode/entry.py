@@ -15,7 +15,8 @@ from ...host import launch
 from ...host.bind import BYTES, WORDS, Bound, Described, Instead, Launches, Template, given, strides
 from ...host.record import Record
 from ...host.split_merge import features, launches, reads, writes
-from ..decode.kernels import META_FIELDS, merge_kernel
+from ..parts.merge import merge_kernel
+from ..parts.shares import META_FIELDS
 from .kernels import mla_decode_kernel
 from .tune import Tiles, tiles
 

@@ -1,6 +1,6 @@
 """The split pass of MLA decode: a latent row, read once a tile, is key and value of every head.
 
-Work is shared and cut as in decode (see decode_kernels), whose merge finishes what was cut. HEADS counts blocks of
+Work is shared and cut as in decode (`parts/shares`), whose merge finishes what was cut. HEADS counts blocks of
 GROUP query heads, which read the same rows: programs of one share lie side by side, so that all but one find the tile
 in L2.
 
@@ -13,22 +13,11 @@ lie on N. In fp8_ds_mla a chunk is a scale group.
 import triton
 import triton.language as tl
 
-from ..decode.kernels import (
-    META_FIELDS,
-    finish,
-    locate,
-    meta_of,
-    output,
-    request_tiles,
-    row_places,
-    scalar,
-    share,
-    zero_padding,
-)
-from ..decode.tiles import page_of, slots_of
+from ..parts.merge import LOG2E, finish, output, scalar
+from ..parts.pages import page_of, slots_of
+from ..parts.shares import META_FIELDS, locate, meta_of, request_tiles, row_places, share, zero_padding
 from ..parts.tiles import e4m3_bytes_to_fp16, unpack
 
-LOG2E = tl.constexpr(1.4426950408889634)
 MIN_SCALE = tl.constexpr(1e-30)  # of a token's values: its reciprocal is finite
 
 
@@ -279,7 +268,7 @@ def attend(CKV, KPE, BOX_C, BOX_P, SCALES, table, q_nope, q_pe, scale, t0, t1, n
     # Tiles [t0, u1) are seen whole by every row; the others need masks.
     u1 = tl.maximum(tl.minimum(t1, tl.maximum(n - rows + 1, 0) // c.TILE), t0)
     # Page ids are read one step ahead of their tiles, and stored scales in the middle of the step before, so that no
-    # load waits for its own address. The depth of the pipeline is the launch's num_stages; see decode_tiles.attend.
+    # load waits for its own address. The depth of the pipeline is the launch's num_stages; see `attend` of decode.
     page = page_of(table, t0, n, c)
     scales = load_scales(SCALES, page, t0, n, ss_p, ss_s, c)
     fetched, pe = (), page
@@ -339,7 +328,7 @@ def mla_decode_kernel(
     B, T, sn_t, sn_h, sr_t, sr_h, sc_p, sc_s, sp_p, sp_s, ss_p, ss_s, st_b, so_t, so_h, sl_t, sl_h,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Attend one share of all tiles for one block of heads. See the module's docstring and decode_kernels."""
+    """Attend one share of all tiles for one block of heads. See the module's docstring and `parts/shares`."""
     p = tl.program_id(0)
     num_programs = tl.num_programs(0)
     META = meta_of(PART, num_programs, c)

@@ -12,8 +12,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...host.bind import BYTES, Template, given, strides
 from ...host.launch import next_power_of_2
-from ..mla_prefill.prepare import MOST_HEADS, REQUESTS, of_rows, prepare_part, write_lengths
-from ..mla_project import Choice, constants, project
+from ..mla_project import Choice, constants
+from ..parts.latent_rows import MOST_HEADS, REQUESTS, of_rows, prepare_part, write_lengths
+from ..parts.project import project
 from ..parts.rows import take_turn
 
 

@@ -13,16 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from tersekv.formats import LATENT_GROUP, MAX_LATENT_AMAX
+from tersekv.formats import LATENT_GROUP
 
 from ...host.bind import BYTES, Given, Template, given
-from ..parts.quant import E4M3_MAX, divide, encode_fp8, largest, reciprocal
+from ..parts.latent_rows import ROPE_KINDS, of_cache, request_of, slot_of
+from ..parts.quant import E4M3_MAX, MAX_AMAX, MAX_F32, divide, encode_fp8, largest, reciprocal
 from ..parts.tiles import e4m3_bytes_to_fp16
-from .prepare import ROPE_KINDS, of_cache, request_of, slot_of
 
 GROUP = tl.constexpr(LATENT_GROUP)
-MAX_AMAX = tl.constexpr(MAX_LATENT_AMAX)
-MAX_F32 = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit

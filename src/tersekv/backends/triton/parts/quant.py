@@ -7,6 +7,7 @@ NATIVE: fp32 → fp8 is one exact instruction (`launch.rounds_to_fp8`); elsewher
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -20,6 +21,8 @@ NVFP4_BLOCK = tl.constexpr(formats.NVFP4_BLOCK)
 LATENT_GROUP = tl.constexpr(formats.LATENT_GROUP)
 MIN_TOKEN_HEAD_SCALE = tl.constexpr(formats.MIN_TOKEN_HEAD_SCALE)
 MIN_LATENT_GROUP_SCALE = tl.constexpr(formats.MIN_LATENT_GROUP_SCALE)
+MAX_AMAX = tl.constexpr(formats.MAX_LATENT_AMAX)  # of a group of latents that are multiplied
+MAX_F32 = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit

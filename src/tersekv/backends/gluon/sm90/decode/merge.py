@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ....triton.decode.kernels import finish, meta_of, output, scalar
+from ....triton.parts.merge import finish, output, scalar
+from ....triton.parts.shares import meta_of
 from ..parts.pieces import add_pieces
 
 

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ....triton.decode.kernels import finish, meta_of, output, scalar
-from ....triton.mla_project import GROUP, add_scaled, ask, quantise, store_product
+from ....triton.parts.merge import finish, output, scalar
+from ....triton.parts.project import GROUP, add_scaled, ask, quantise, store_product
+from ....triton.parts.shares import meta_of
 from ..parts.pieces import add_pieces
 
 COLUMNS = tl.constexpr(128)  # of a head's values, in the decode branch

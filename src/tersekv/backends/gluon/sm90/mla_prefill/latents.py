@@ -15,16 +15,8 @@ import triton.language as tl
 from ....host.bind import BYTES, Template, given
 from ....host.launch import next_power_of_2
 from ....triton.mla_prefill.gather import GROUP, decode_fp8, load_latent, of_chunk, quantise_groups
-from ....triton.mla_prefill.prepare import (
-    ROPE_KINDS,
-    clear,
-    of_cache,
-    of_outputs,
-    of_queries,
-    request_of,
-    rotate,
-    slot_of,
-)
+from ....triton.mla_prefill.prepare import clear, of_outputs
+from ....triton.parts.latent_rows import ROPE_KINDS, of_cache, of_queries, request_of, rotate, slot_of
 from ....triton.parts.rows import take_turn
 
 _BLOCK_H = 64  # heads that are cleared at a time
