@@ -15,6 +15,7 @@ from tersekv.backends.gluon.sm90.decode.boxes import Box, Side
 from tersekv.backends.gluon.sm90.parts.tensor_maps import PLACE, place_of, unfit
 from tersekv.cache import PagedKVCache
 from tersekv.calls import DecodeCall
+from tersekv.formats import KV_FORMATS
 from tersekv.plan import facts, plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
@@ -46,7 +47,7 @@ def assert_copies_are_possible(box: Box, places: int, step: int) -> None:
     assert places % step == 0
 
 
-@pytest.mark.parametrize("fmt", decode.FORMATS)
+@pytest.mark.parametrize("fmt", KV_FORMATS)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_every_copy_of_decode_is_possible(fmt, layout):
     planned = 0

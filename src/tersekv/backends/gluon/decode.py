@@ -66,7 +66,7 @@ class Shape(Record):
     JOIN_COLUMNS: int  # at once
 
 
-FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+_CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8", "e2m1")
 
 
 class Config(NamedTuple):
@@ -78,7 +78,7 @@ class Config(NamedTuple):
 
 def why_not(f: SimpleNamespace) -> str | None:
     fmt = kv_format(f.format)
-    if f.format not in FORMATS:
+    if fmt.code not in _CODES or launch.why_not(f):
         return f"has no {f.format}"
     if fmt.storage.itemsize == 2 and query_rows(f) > MOST_ROWS_OF_16_BITS:
         return f"wants at most {MOST_ROWS_OF_16_BITS} query rows of a KV head with {f.format}, got {query_rows(f)}"

@@ -24,7 +24,7 @@ RANK, ROPE = 512, 64
 WHOLE_TILES = 4  # of a segment that is not cut
 _FEW = 32  # query rows of a segment of 16-bit latents, up to which they are not padded to 64
 PAGES = (16, 32)  # and multiples of TILE
-_FORMATS = ("bf16", "fp8_e4m3", "fp8_ds_mla")  # what was run on a GPU
+_CODES = ("bf16", "e4m3")  # what was run on a GPU
 _QUERIES = (torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -48,7 +48,7 @@ class Config(NamedTuple):
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    if f.format not in _FORMATS:
+    if latent_format(f.format).code not in _CODES or launch.why_not(f):
         return f"has no {f.format}"
     if (f.ckv.shape[2], f.kpe.shape[2]) != (RANK, ROPE):
         return f"wants latents of {RANK} + {ROPE}, got {f.ckv.shape[2]} + {f.kpe.shape[2]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from math import gcd
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 
+from ...formats import ALL_FORMATS
 from . import launch
+from .record import Record
 
 # Elements of a program of 4 warps: the most that leave MIN_PROGRAMS programs, so that few tokens spread over the chip.
 # More of them keep more loads in flight per thread, and a chip starts only about one program a nanosecond; fewer take
@@ -66,7 +69,7 @@ def late(f: SimpleNamespace, elements: int, most: int) -> bool:
 
 def in_words(f: SimpleNamespace, unit: int, *rows: Any) -> int:
     """Rows are read as words of two values (words.py): nvfp4 of dense 16-bit rows. 2: scales go in pairs."""
-    if f.format != "nvfp4" or unit % 2 or not all(x.dtype.itemsize == 2 and x.aligned for x in rows):
+    if ALL_FORMATS[f.format].code != "e2m1" or unit % 2 or not all(x.dtype.itemsize == 2 and x.aligned for x in rows):
         return 0
     scales = (f.k_scale_cache, f.v_scale_cache)
     return 2 if all(x.aligned and x.shape[-1] % 2 == 0 and not any(n % 2 for n in x.stride[:-1]) for x in scales) else 1
@@ -85,7 +88,19 @@ def most_rows(fmt: str, total: int) -> int:
 
 def columns(dim: int, fmt: str = "") -> int:
     """Columns of a tile that holds rows of `dim` values; the formats with blocks need whole blocks."""
-    return max(launch.next_power_of_2(dim), {"nvfp4": 16, "fp8_ds_mla": 128}.get(fmt, 1))
+    return max(launch.next_power_of_2(dim), (fmt and ALL_FORMATS[fmt].scale_block) or 1)
+
+
+@dataclass(frozen=True)
+class Stored(Record):
+    """What the write side branches on."""
+
+    CODE: str  # KVFormat.code
+    SCALE: str  # what a scale belongs to
+
+
+def stored(fmt: str) -> Stored:
+    return Stored(ALL_FORMATS[fmt].code, ALL_FORMATS[fmt].scale)
 
 
 def program_elements(total: int, most: int = MOST) -> int:

@@ -16,13 +16,15 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...formats import ALL_FORMATS, BLOCK, GROUP, NONE, TENSOR, TOKEN_HEAD
 from .versions import compiler_options, launcher
 
 _log = logging.getLogger("tersekv")
-# That kernels store by name: what they do not know, they would cast.
-_FORMATS = (
-    "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "fp8_ds_mla"
-)  # fmt: skip
+# What kernels branch on: codes and what their scales belong to.
+_KNOWN = {
+    ("bf16", NONE), ("fp16", NONE), ("e4m3", TENSOR), ("e5m2", TENSOR), ("e4m3", TOKEN_HEAD), ("int8", TOKEN_HEAD),
+    ("e2m1", BLOCK), ("e4m3", GROUP),
+}  # fmt: skip
 
 
 def interpreting() -> bool:
@@ -32,8 +34,9 @@ def interpreting() -> bool:
 
 def why_not(f: SimpleNamespace) -> str | None:
     """What every Triton kernel needs; None: all of it is here."""
-    if getattr(f, "format", "bf16") not in _FORMATS:
-        return f"has no {f.format}"
+    fmt = ALL_FORMATS[getattr(f, "format", "bf16")]
+    if (fmt.code, fmt.scale) not in _KNOWN:
+        return f"has no {fmt.name}: codes of {fmt.code}, scale={fmt.scale!r}"
     if f.arch is not None:
         return None if f.arch >= 80 else f"needs sm_80 or newer, got sm_{f.arch}"
     if interpreting() or f.device.type == "cuda":

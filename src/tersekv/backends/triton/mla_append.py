@@ -106,7 +106,8 @@ def configure(f: SimpleNamespace) -> Launches:
         "stride_cos_sin": stride, "max_pos": max_pos, "tokens": tokens,
         "pe_end": ends[0], "c_end": ends[1], "rope_end": ends[2], "HQ": heads, "L": rank, "R": r, "NQ": q_nope,
         "CL": cl, "CR": cr, "CN": cn, "ROWS_C": c.rows, "ROWS_PE": pe.rows, "ROWS_R": rope.rows, "ROWS_N": nope.rows,
-        "PAGE": f.ckv.shape[1], "INTERLEAVED": f.interleaved, "FORMAT": f.format, "PE_FORMAT": pe_format,
+        "PAGE": f.ckv.shape[1], "INTERLEAVED": f.interleaved,
+        "FORMAT": blocks.stored(f.format), "PE_FORMAT": blocks.stored(pe_format),
         "KIND": blocks.query_kind(f), "ZERO_PADDING": f.zero_padding, "QUANTIZES": f.scales_quantize,
         "NATIVE": launch.rounds_to_fp8(f), "UNIT": unit, "OVERLAPS": blocks.overlaps(f),
     }  # fmt: skip

@@ -8,6 +8,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from tersekv.formats import BLOCK, kv_format
+
 from ..host import blocks, launch
 from ..host.bind import BYTES, Bound, Launches, Template, given
 from .parts.append_rows import PLACES, QUERIES, append_rows, key_rows, query_rows
@@ -78,7 +80,7 @@ def configure(f: SimpleNamespace) -> Launches:
     q_heads, q_nope = blocks.query_sizes(f)
     cr, cn = blocks.columns(r), blocks.columns(q_nope)
     ck, cv = blocks.columns(dk, f.format), blocks.columns(dv, f.format)
-    halves = not f.interleaved and r == dk and (f.format != "nvfp4" or r % 32 == 0)
+    halves = not f.interleaved and r == dk and (kv_format(f.format).scale != BLOCK or r % 32 == 0)
     total = tokens * (heads * (ck + cv) + q_heads * (r + q_nope))
     elements, warps = blocks.rotated(total, f.format)
     k = blocks.Part(tokens, heads, ck, min(elements, blocks.most_keys(f.format, halves)))
@@ -102,7 +104,7 @@ def configure(f: SimpleNamespace) -> Launches:
         "k_end": ends[0], "v_end": ends[1], "rope_end": ends[2],
         "HQ": q_heads, "H": heads, "R": r, "NQ": q_nope, "DK": dk, "DV": dv, "CR": cr, "CN": cn, "CK": ck, "CV": cv,
         "ROWS_R": rope.rows, "ROWS_N": nope.rows, "ROWS_K": k.rows, "ROWS_V": v.rows, "PAGE": f.k_cache.shape[1],
-        "INTERLEAVED": f.interleaved, "FORMAT": f.format, "KIND": blocks.query_kind(f),
+        "INTERLEAVED": f.interleaved, "FORMAT": blocks.stored(f.format), "KIND": blocks.query_kind(f),
         "K_PER_HEAD": blocks.per_head(f.k_scale_t), "V_PER_HEAD": blocks.per_head(f.v_scale_t),
         "ZERO_PADDING": f.zero_padding, "QUANTIZES": f.scales_quantize, "NATIVE": launch.rounds_to_fp8(f),
         "UNIT": unit, "HALVES": halves, "WORDS": min(blocks.in_words(f, unit, f.v), 1), "ASM": launch.has_ptx(f),

@@ -20,14 +20,12 @@ from ..parts.shares import META_FIELDS
 from .kernels import decode_kernel
 from .tune import Tiles, tiles
 
-_CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8", torch.uint8: "nvfp4"}
-
 
 @dataclass(frozen=True)
 class Constants(Record):
     """What the kernels are compiled for. The names are theirs."""
 
-    CODE: str
+    CODE: str  # KVFormat.code
     PARTS: int  # codes in a 16-bit word
     TOKEN_SCALES: bool
     BLOCK_SCALES: bool
@@ -136,14 +134,14 @@ def _format(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
     by_hand = launch.e4m3_by_hand(f)
     left_over = 128.0 if fmt.scale == BLOCK else 1.0  # by tiles.block_scales
     return {
-        "CODE": _CODE.get(fmt.storage, "half"),
+        "CODE": fmt.code,
         "PARTS": _parts(fmt),
         "TOKEN_SCALES": fmt.scale == TOKEN_HEAD,
         "BLOCK_SCALES": fmt.scale == BLOCK,
         "BYTES": by_hand,
-        "ASM": launch.has_ptx(f) and not (fmt.storage == torch.float8_e4m3fn and by_hand),
-        "BF16": fmt.storage == torch.bfloat16,
-        "TWO": fmt.storage == torch.bfloat16 and f.q.dtype == torch.float16,
+        "ASM": launch.has_ptx(f) and not (fmt.code == "e4m3" and by_hand),
+        "BF16": fmt.code == "bf16",
+        "TWO": fmt.code == "bf16" and f.q.dtype == torch.float16,
         "Q_BYTES": by_hand and f.q.dtype == torch.float8_e4m3fn,
         "K_FACTOR": left_over,
         "V_FACTOR": left_over,

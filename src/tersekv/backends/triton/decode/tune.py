@@ -80,7 +80,7 @@ def _fits(t: Tiles, f: SimpleNamespace, fmt: KVFormat) -> bool:
     # What the compiler was seen to take with many wide rows, for sm_80, 90 and 120: queries (in two terms, where fp16
     # meets bf16), all stages but one, and a tile that is converted; two where a value has less than a byte.
     d, dv = launch.next_power_of_2(d), launch.next_power_of_2(dv)
-    terms = 2 if fmt.storage == torch.bfloat16 and f.q.dtype == torch.float16 else 1
+    terms = 2 if fmt.code == "bf16" and f.q.dtype == torch.float16 else 1
     queries, stage = t.rows * d * 2 * terms, t.unroll * t.tile * (fmt.code_bytes(d) + fmt.code_bytes(dv))
     converted = t.unroll * t.tile * max(d, dv) * 2 * (2 if fmt.values_per_element > 1 else 1)
     return queries + (t.stages - 1) * stage + converted + 4096 <= launch.shared_memory(f)

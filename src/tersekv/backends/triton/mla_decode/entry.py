@@ -21,14 +21,13 @@ from .kernels import mla_decode_kernel
 from .tune import Tiles, tiles
 
 MAX_RANK, MAX_ROPE = 512, 128
-_CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
 
 @dataclass(frozen=True)
 class Constants(Record):
     """What the kernels are compiled for. The names are theirs and, for what they share, those of decode."""
 
-    CODE: str
+    CODE: str  # KVFormat.code
     PARTS: int  # codes in a 16-bit word of the latent part
     PARTS_R: int  # of the rotary part
     GROUP_SCALES: bool
@@ -147,11 +146,11 @@ def _format(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
     by_hand, q = launch.e4m3_by_hand(f), f.q_nope.dtype
     bf16, bf16_r = (x.dtype == torch.bfloat16 for x in (f.ckv, f.kpe))
     return {
-        "CODE": _CODE.get(fmt.storage, "half"),
+        "CODE": fmt.code,
         "PARTS": 2 // fmt.storage.itemsize,
         "PARTS_R": 2 // f.kpe.dtype.itemsize,
         "GROUP_SCALES": fmt.scale == GROUP,
-        "ASM": launch.has_ptx(f) and not (fmt.storage == torch.float8_e4m3fn and by_hand),
+        "ASM": launch.has_ptx(f) and not (fmt.code == "e4m3" and by_hand),
         "BF16": bf16,
         "BF16_R": bf16_r,
         "TWO": bf16 and q == torch.float16,

@@ -16,7 +16,7 @@ import triton.language as tl
 from tersekv.formats import LATENT_GROUP
 
 from ...host.bind import BYTES, Given, Template, given
-from ..parts.latent_rows import ROPE_KINDS, of_cache, request_of, slot_of
+from ..parts.latent_rows import of_cache, request_of, rotary_kind, slot_of
 from ..parts.quant import E4M3_MAX, MAX_AMAX, MAX_F32, divide, encode_fp8, largest, reciprocal
 from ..parts.tiles import e4m3_bytes_to_fp16
 
@@ -28,10 +28,12 @@ def decode_fp8(code, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """Bytes of e4m3 or e5m2 → fp32, exact."""
     if KIND == "e5m2":
         return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)  # the upper byte of an fp16
-    elif NATIVE:
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        return e4m3_bytes_to_fp16(code).to(tl.float32)
+        tl.static_assert(KIND == "e4m3", "a code that decode_fp8 does not know")
+        if NATIVE:
+            return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            return e4m3_bytes_to_fp16(code).to(tl.float32)
 
 
 @triton.jit
@@ -120,7 +122,7 @@ def of_chunk(chunk: int) -> dict[str, Given]:
 def prepared(f: SimpleNamespace, chunk: int, rows: int, most: int, native_casts: bool) -> Template:
     """The launch for a chunk of `rows` rows, in places for `most`."""
     arguments = of_cache(f) | of_chunk(chunk) | given(BYTES, OUT="CODES", OUT_SCALES="SCALES", OUT_PE="K_PE") | {
-        "stride_os": most if f.kv_b_proj_scale is not None else 0, "KIND": ROPE_KINDS.get(f.format, "float"),
+        "stride_os": most if f.kv_b_proj_scale is not None else 0, "KIND": rotary_kind(f.format),
         "NATIVE": native_casts,
     }  # fmt: skip
     return Template(gather_kernel, (rows,), arguments, num_warps=1, enable_fp_fusion=False)

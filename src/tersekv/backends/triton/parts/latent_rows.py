@@ -13,16 +13,16 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tersekv.formats import LATENT_GROUP
+from tersekv import formats
+from tersekv.formats import LATENT_GROUP, latent_format
 
 from ...host.bind import BYTES, given, strides
+from ...host.blocks import stored
 from ...host.launch import next_power_of_2
-from .quant import cast, reciprocal, store
+from .quant import TENSOR, cast, reciprocal, store
 
 MOST_HEADS = 64  # that one program rotates
 REQUESTS = 128  # that are looked at at once
-# 8-bit rotary parts; the others are floats of the cache's dtype.
-ROPE_KINDS = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def prepare_row(
     gamma = tl.load(GAMMA + o_l, mask=o_l < L, other=0.0)
     y = rounded_product((x * norm[:, None]).to(gamma.dtype), gamma).to(tl.float32)
     multiplier = 1.0
-    if FORMAT == "fp8_e4m3" or FORMAT == "fp8_e5m2":
+    if FORMAT.SCALE == TENSOR:
         if KV_SCALE is not None:
             kv_scale = tl.load(KV_SCALE)
         multiplier = reciprocal(kv_scale)
@@ -204,6 +204,12 @@ def prepare_part(
     return live
 
 
+def rotary_kind(format: str) -> str:
+    """What the rotary part of a row is: 8-bit codes, or "float", of the cache's dtype."""
+    fmt = latent_format(format)
+    return fmt.code if fmt.scale == formats.TENSOR else "float"
+
+
 def of_cache(f: SimpleNamespace) -> dict[str, Any]:
     """Arguments of every kernel that reads or writes latent rows."""
     rank, rope = f.ckv.shape[-1], f.kpe.shape[-1]
@@ -229,6 +235,6 @@ def of_rows(f: SimpleNamespace) -> dict[str, Any]:
     """Arguments of every kernel that stores new rows and rotates queries."""
     raw = (f.kv_c.stride[0], f.k_pe.stride[0]) if f.kv_c is not None else (0, 0)
     return of_cache(f) | of_queries(f) | given(BYTES, KV_C="kv_c", K_PE="k_pe", GAMMA="kv_norm_gamma") | {
-        "epsilon": f.epsilon, "stride_c": raw[0], "stride_pe": raw[1], "FORMAT": f.format,
-        "ROPE_KIND": ROPE_KINDS.get(f.format, "float"),
+        "epsilon": f.epsilon, "stride_c": raw[0], "stride_pe": raw[1], "FORMAT": stored(f.format),
+        "ROPE_KIND": rotary_kind(f.format),
     }  # fmt: skip

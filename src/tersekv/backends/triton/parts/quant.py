@@ -13,6 +13,9 @@ import triton.language as tl
 
 from tersekv import formats
 
+# What a scale belongs to.
+TENSOR, TOKEN_HEAD = tl.constexpr(formats.TENSOR), tl.constexpr(formats.TOKEN_HEAD)
+BLOCK, GROUP = tl.constexpr(formats.BLOCK), tl.constexpr(formats.GROUP)
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 E5M2_MAX = tl.constexpr(formats.E5M2_MAX)
 E2M1_MAX = tl.constexpr(formats.E2M1_MAX)
@@ -151,6 +154,7 @@ def cast(y, element: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
     if KIND == "float":
         return y.to(element)
     else:
+        tl.static_assert(KIND == "e4m3" or KIND == "e5m2", "a kind that cast does not know")
         return encode_fp8(y, KIND == "e5m2", NATIVE)
 
 
@@ -159,30 +163,38 @@ def store(
     x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale,
     D: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise rows x [ROWS, C] fp32 and write codes at offsets `at`, stored scales at `at_scales`; all [ROWS, 1]."""
+    """Quantise rows x [ROWS, C] fp32 and write codes at offsets `at`, stored scales at `at_scales`; all [ROWS, 1].
+
+    FORMAT: what is stored (`blocks.Stored`): CODE and SCALE
+    """
     C: tl.constexpr = x.shape[1]
     c = tl.arange(0, C)[None, :]
     mask = written if D == C else written & (c < D)
-    if FORMAT == "nvfp4":
+    if FORMAT.SCALE == BLOCK:
+        tl.static_assert(FORMAT.CODE == "e2m1", "a code that has no blocks")
         codes, scales = encode_blocks(x, multiplier, global_scale)
         i = tl.arange(0, C // 2)[None, :]
         tl.store(p_codes + at + i, codes, mask=written & (i < D // 2))
         i = tl.arange(0, C // 16)[None, :]
         tl.store(p_scales + at_scales + i, scales, mask=written & (i < D // 16))
-    elif FORMAT == "fp8_ds_mla":
+    elif FORMAT.SCALE == GROUP:
+        tl.static_assert(FORMAT.CODE == "e4m3", "a code that has no groups")
         codes, scales = encode_groups(x, NATIVE)
         i = tl.arange(0, C // 128)[None, :]
         tl.store(p_codes + at + c, codes, mask=mask)
         tl.store(p_scales + at_scales + i, scales, mask=written & (i < D // 128))
-    elif FORMAT == "fp8_per_token_head" or FORMAT == "int8_per_token_head":
-        INT8: tl.constexpr = FORMAT == "int8_per_token_head"
+    elif FORMAT.SCALE == TOKEN_HEAD:
+        tl.static_assert(FORMAT.CODE == "int8" or FORMAT.CODE == "e4m3", "a code that has no scale of a row")
+        INT8: tl.constexpr = FORMAT.CODE == "int8"
         scale = token_head_scale(largest(x), INT8)
         write_codes(p_codes, at, encode_scaled(x * reciprocal(scale)[:, None], INT8, NATIVE), written, D)
         tl.store(p_scales + at_scales, scale[:, None], mask=written)
-    elif FORMAT == "fp8_e4m3" or FORMAT == "fp8_e5m2":
-        codes = cast(x * multiplier, tl.uint8, "e5m2" if FORMAT == "fp8_e5m2" else "e4m3", NATIVE)
+    elif FORMAT.SCALE == TENSOR:
+        CODE: tl.constexpr = FORMAT.CODE
+        codes = cast(x * multiplier, tl.uint8, CODE, NATIVE)
         tl.store(p_codes + at + c, codes, mask=mask)
     else:
+        tl.static_assert(FORMAT.CODE == "bf16" or FORMAT.CODE == "fp16", "a code that store does not know")
         tl.store(p_codes + at + c, x.to(p_codes.dtype.element_ty), mask=mask)
 
 
@@ -192,14 +204,15 @@ def store_halves(
     HALF: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """As `store`, for rows that come as their first and their second HALF columns, [ROWS, C / 2] each."""
-    if FORMAT == "fp8_per_token_head" or FORMAT == "int8_per_token_head":
-        INT8: tl.constexpr = FORMAT == "int8_per_token_head"
+    if FORMAT.SCALE == TOKEN_HEAD:
+        tl.static_assert(FORMAT.CODE == "int8" or FORMAT.CODE == "e4m3", "a code that has no scale of a row")
+        INT8: tl.constexpr = FORMAT.CODE == "int8"
         scale = token_head_scale(tl.maximum(largest(x), largest(y)), INT8)
         inverse = reciprocal(scale)[:, None]
         write_codes(p_codes, at, encode_scaled(x * inverse, INT8, NATIVE), written, HALF)
         write_codes(p_codes + HALF, at, encode_scaled(y * inverse, INT8, NATIVE), written, HALF)
         tl.store(p_scales + at_scales, scale[:, None], mask=written)
-    elif FORMAT == "nvfp4":
+    elif FORMAT.SCALE == BLOCK:
         store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, HALF, FORMAT, NATIVE)
         store(
             y, p_codes + HALF // 2, p_scales + HALF // 16, at, at_scales, written, multiplier, global_scale, HALF,

@@ -11,10 +11,10 @@ conversion a pair where fp8 → bf16 is three. 16-bit formats are multiplied as 
 import triton
 import triton.language as tl
 
-# What the kernels' constant CODE says; compared at compile time only.
-E4M3 = tl.constexpr("fp8_e4m3")
-E5M2 = tl.constexpr("fp8_e5m2")
-INT8 = tl.constexpr("int8")
+# What the kernels' constant CODE says, `KVFormat.code`; compared at compile time only.
+BF16, FP16 = tl.constexpr("bf16"), tl.constexpr("fp16")
+E4M3, E5M2, INT8 = tl.constexpr("e4m3"), tl.constexpr("e5m2"), tl.constexpr("int8")
+E2M1 = tl.constexpr("e2m1")
 
 # Each takes two words in one register and gives f16x2 registers, one per part.
 E4M3_PTX = tl.constexpr(
@@ -87,6 +87,7 @@ def byte_values(byte, c: tl.constexpr):
     elif c.CODE == E5M2:
         return (byte << 8).to(tl.uint16).to(tl.float16, bitcast=True)
     else:
+        tl.static_assert(c.CODE == INT8, "a code that byte_values does not know")
         return byte.to(tl.int8).to(tl.float16)
 
 
@@ -101,6 +102,7 @@ def nibble_values(nibble):
 def unpack(words, c: tl.constexpr):
     """Words [N, W] → PARTS fp16 tiles of their codes (nvfp4: × 2^-14); 16-bit formats: the tile itself."""
     if c.PARTS == 1:
+        tl.static_assert(c.CODE == BF16 or c.CODE == FP16, "a code that unpack does not know")
         return (words,)
     elif c.ASM:
         if c.CODE == E4M3:
@@ -110,6 +112,7 @@ def unpack(words, c: tl.constexpr):
         elif c.CODE == INT8:
             return tl.inline_asm_elementwise(INT8_PTX, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
         else:
+            tl.static_assert(c.CODE == E2M1, "a code that unpack does not know")
             return tl.inline_asm_elementwise(
                 _E2M1_PTX, "=&r,=&r,=&r,=&r,r", [words], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
             )
@@ -118,6 +121,7 @@ def unpack(words, c: tl.constexpr):
         if c.PARTS == 2:
             return byte_values(w & 0xFF, c), byte_values(w >> 8, c)
         else:
+            tl.static_assert(c.CODE == E2M1, "a code that unpack does not know")
             return (
                 nibble_values(w & 15),
                 nibble_values((w >> 4) & 15),

@@ -102,6 +102,7 @@ def decode_kernel(
     B, T, sq_t, sq_h, st_b, sm_t, so_t, so_h, sl_t, sl_h, c: gl.constexpr, g: gl.constexpr,
 ):  # fmt: skip
     """Attend one share of all tiles for HB heads. See the module's docstring."""
+    gl.static_assert((c.CODE == "e2m1") == c.BLOCK_SCALES, "a code that this kernel does not know")
     p = gl.program_id(0)
     i_share, num_shares = p // g.GROUPS, gl.num_programs(0) // g.GROUPS
     h0 = p % g.GROUPS * g.HB

@@ -29,6 +29,7 @@ def mla_decode_codes_kernel(
     STAGES: gl.constexpr, TURNS: gl.constexpr, c: gl.constexpr,
 ):  # fmt: skip
     """Attend one share of all tiles for one block of heads."""
+    gl.static_assert(c.CODE == "e4m3", "a code that this kernel does not know")
     wait_for_previous()
     p = gl.program_id(0)
     num_programs = gl.num_programs(0)

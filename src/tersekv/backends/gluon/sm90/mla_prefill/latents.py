@@ -16,7 +16,7 @@ from ....host.bind import BYTES, Template, given
 from ....host.launch import next_power_of_2
 from ....triton.mla_prefill.gather import GROUP, decode_fp8, load_latent, of_chunk, quantise_groups
 from ....triton.mla_prefill.prepare import clear, of_outputs
-from ....triton.parts.latent_rows import ROPE_KINDS, of_cache, of_queries, request_of, rotate, slot_of
+from ....triton.parts.latent_rows import of_cache, of_queries, request_of, rotary_kind, rotate, slot_of
 from ....triton.parts.rows import take_turn
 
 _BLOCK_H = 64  # heads that are cleared at a time
@@ -127,7 +127,7 @@ def prepared(
     places = given(BYTES, CODES="CODES", CODE_SCALES="SCALES", OUT_PE="K_PE", COUNTER="COUNTER", DIRTY="DIRTY")
     arguments = of_cache(f) | of_queries(f) | of_outputs(f) | of_chunk(chunk) | places | {
         "tokens": f.q.shape[0], "stride_os": most if f.kv_b_proj_scale is not None else 0,
-        "BLOCK_H": min(_BLOCK_H, next_power_of_2(f.q.shape[1])), "KIND": ROPE_KINDS.get(f.format, "float"),
+        "BLOCK_H": min(_BLOCK_H, next_power_of_2(f.q.shape[1])), "KIND": rotary_kind(f.format),
         "NATIVE": native_casts, "FIRST": first, "OVERLAPS": overlaps,
     }  # fmt: skip
     # Two warps: a row is short, and more programs wait for memory at a time.

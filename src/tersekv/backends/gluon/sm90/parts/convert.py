@@ -141,13 +141,14 @@ def multiplied(c):
 @gluon.jit
 def key_parts(words, c: gl.constexpr):
     """Key units [HB, BOX, W] (layout key_words) → PARTS operands [HB, BOX, W] fp16; 16-bit caches: as they are."""
-    if c.CODE == "half":
+    if c.CODE == "bf16" or c.CODE == "fp16":
         out = (words.to(multiplied(c), bitcast=True),)
-    elif c.CODE == "fp8_e4m3":
+    elif c.CODE == "e4m3":
         out = gl.inline_asm_elementwise(_E4M3_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
-    elif c.CODE == "fp8_e5m2":
+    elif c.CODE == "e5m2":
         out = gl.inline_asm_elementwise(_E5M2_K, "=&r,=&r,r", [words], (gl.float16, gl.float16), True, 2)
     else:
+        gl.static_assert(c.CODE == "int8", "a code that nobody here knows")
         out = gl.inline_asm_elementwise(_INT8_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     return out
 
@@ -155,13 +156,14 @@ def key_parts(words, c: gl.constexpr):
 @gluon.jit
 def value_parts(words, c: gl.constexpr):
     """Value units [HB, W, BOX] in the left operand's layout → PARTS operands, as of keys."""
-    if c.CODE == "half":
+    if c.CODE == "bf16" or c.CODE == "fp16":
         out = (words.to(multiplied(c), bitcast=True),)
-    elif c.CODE == "fp8_e4m3":
+    elif c.CODE == "e4m3":
         out = gl.inline_asm_elementwise(E4M3_PTX, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
-    elif c.CODE == "fp8_e5m2":
+    elif c.CODE == "e5m2":
         out = gl.inline_asm_elementwise(E5M2_PTX, "=&r,=&r,r", [words], (gl.float16, gl.float16), True, 2)
     else:
+        gl.static_assert(c.CODE == "int8", "a code that nobody here knows")
         out = gl.inline_asm_elementwise(INT8_PTX, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     return out
 
