@@ -28,8 +28,6 @@ from .keys import FIELDS, Seen, tensor_key
 # In the order in which they are tried. On a GPU the oracle is never chosen silently: ask for it by name.
 BACKENDS = ("gluon", "triton", "cpu", "torch")
 _AUTO = {"cuda": ("gluon", "triton"), "cpu": ("cpu", "torch")}
-# Operations whose Gluon kernels were proven on a GPU; others would run if asked for by name.
-_GLUON = ("decode", "prefill", "mla_decode", "mla_decode_branch", "mla_prefill")
 _MAX_PLANS = 16384  # shapes change with the batch; beyond this the cache starts afresh
 
 
@@ -146,8 +144,8 @@ def broken(f: SimpleNamespace, backend: str) -> str | None:
 
 
 def doors_of(op: str, kind: str) -> tuple[str, ...]:
-    """The backends that a call on a device of this kind tries if it names none, in order."""
-    return tuple(name for name in _AUTO.get(kind, ("torch",)) if name != "gluon" or op in _GLUON)
+    """The backends that a call on a device of this kind tries if it names none, in order: those that have a file for it."""
+    return tuple(name for name in _AUTO.get(kind, ("torch",)) if _has(name, op))
 
 
 def forget_scratch() -> None:

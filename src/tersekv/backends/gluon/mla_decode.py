@@ -1,4 +1,4 @@
-"""Paged MLA decode on sm_90 in Gluon: two launches, the split pass and the merge of cut segments."""
+"""Paged MLA decode on Hopper: which kernel, how many programs and segments; the merge only where segments are cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel of paged decode: a split-KV pass over equal shares of all tiles (`parts/shares`), cuts joined by `parts/merge`.
+"""Kernel of paged decode: a split-KV pass over equal shares of all tiles (`parts/shares`); `parts/merge` joins cuts.
 
 Keys lie on the matrix unit's M side and query rows on N, so few query heads waste little of it.
 """

@@ -1,4 +1,4 @@
-"""How decode kernels deal their work on the device: the scheme of the Triton decode kernels, in Gluon.
+"""How decode and MLA decode deal their work on the device: the scheme of `triton/parts/shares`, in Gluon.
 
 Every (request, block of query rows) is a segment of tiles of TILE keys, and all tiles are dealt in equal, contiguous
 shares. Of the segments that a share cuts, at most two, the states go to scratch slots: 2p that of the first, if it
