@@ -1,4 +1,4 @@
-"""The cache formats: what one row stores, what its codes mean, and how many bytes it takes. The only home of 448, 127, 16.
+"""The cache formats: what a row stores, what its codes mean, how many bytes it takes. The only home of 448, 127 and 16.
 
 `x ≈ code × scale` in every format: scales always dequantise. The exact codes that an append stores are described in
 docs/formats.md. Backends branch on `code` and `scale`, and refuse what they do not know.

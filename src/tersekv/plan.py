@@ -144,7 +144,7 @@ def broken(f: SimpleNamespace, backend: str) -> str | None:
 
 
 def doors_of(op: str, kind: str) -> tuple[str, ...]:
-    """The backends that a call on a device of this kind tries if it names none, in order: those that have a file for it."""
+    """The backends that a call on a device of this kind tries if it names none, in order: those with a file for it."""
     return tuple(name for name in _AUTO.get(kind, ("torch",)) if _has(name, op))
 
 
