@@ -155,7 +155,7 @@ def _reads(f: SimpleNamespace, boxes: tuple[Box, ...]) -> dict[str, Any]:
     """Arguments of the split pass: what has a box is described."""
     caches = {"K": "k_cache", "V": "v_cache", "KS": "k_scale_cache", "VS": "v_scale_cache"}
     described = {n: Described(caches[n], partial(descriptor, box=box)) for n, box in zip(caches, boxes, strict=False)}
-    tensors = given(Q="q", MASK="mask", K_T="k_scale_t", **caches)
+    tensors = given(Q="q", K_T="k_scale_t", **caches) | portable.mask_of(f)
     numbers = {"k_scale": f.k_scale, "softcap": f.softcap, "sm_t": f.mask.stride[0] if f.mask is not None else 0}
     return reads(f) | tensors | described | numbers | strides(f.q, sq_="th")
 

@@ -35,10 +35,16 @@ def writes(f: SimpleNamespace, as_bytes: bool = False) -> dict[str, Any]:
 
 def features(f: SimpleNamespace) -> dict[str, Any]:
     """Constants that any such attention is compiled for."""
-    return {
+    return written(f) | {
         # Ragged rows are read from cu_seqlens_q; a bound that changes with the batch must not compile anew.
         "MAX_Q": 0 if f.cu_seqlens_q is not None else f.max_q_len,
         "RAGGED": f.cu_seqlens_q is not None,
+    }
+
+
+def written(f: SimpleNamespace) -> dict[str, Any]:
+    """Constants of what an attention writes, and of its scale of scores."""
+    return {
         "HAS_LSE": f.lse is not None,
         "SOFTMAX_T": f.softmax_scale_t is not None,
         "OUT_T": f.out_scale_t is not None,

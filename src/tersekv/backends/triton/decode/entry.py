@@ -100,7 +100,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 def configure(f: SimpleNamespace) -> Config:
     fmt = kv_format(f.format)
     t = tiles(f, fmt)
-    caches = _described(f, t, _parts(fmt))
+    caches = _described(f, t, codes_a_word(fmt))
     c = constants(f, t, bool(caches))
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.stages}
     if launch.has_ptx(f):
@@ -110,7 +110,7 @@ def configure(f: SimpleNamespace) -> Config:
     split = both | reads(f) | _strides(f) | (caches or given(WORDS, K="k_cache", V="v_cache")) | {
         **given(BYTES if c.Q_BYTES else "", Q="q"),
         **given(BYTES if c.BYTES else "", KS="k_scale_cache", VS="v_scale_cache"),
-        **given(MASK="mask", K_T="k_scale_t"), "k_scale": f.k_scale, "softcap": f.softcap,
+        **given(K_T="k_scale_t"), **mask_of(f), "k_scale": f.k_scale, "softcap": f.softcap,
     }  # fmt: skip
     merge_rows = min(t.rows, f.max_q_len * c.GROUP)
     return Config(c, launches(
@@ -120,22 +120,28 @@ def configure(f: SimpleNamespace) -> Config:
     ))  # fmt: skip
 
 
+def mask_of(f: SimpleNamespace) -> dict[str, Any]:
+    """The tree mask as an argument; a prefill that comes here has no such field."""
+    return {"MASK": None} if f.mask is None else given(MASK="mask")
+
+
 def constants(f: SimpleNamespace, t: Tiles, tma: bool) -> Constants:
     fmt = kv_format(f.format)
-    return Constants(**_format(f, fmt), **_geometry(f, t, _parts(fmt), tma), **_features(f))
+    return Constants(**format_constants(f, fmt), **_geometry(f, t, codes_a_word(fmt), tma), **_features(f))
 
 
-def _parts(fmt: KVFormat) -> int:
+def codes_a_word(fmt: KVFormat) -> int:
     """Codes in a 16-bit word."""
     return 2 * fmt.values_per_element // fmt.storage.itemsize
 
 
-def _format(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
+def format_constants(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
+    """Of the codes and the query, and how they are unpacked."""
     by_hand = launch.e4m3_by_hand(f)
     left_over = 128.0 if fmt.scale == BLOCK else 1.0  # by tiles.block_scales
     return {
         "CODE": fmt.code,
-        "PARTS": _parts(fmt),
+        "PARTS": codes_a_word(fmt),
         "TOKEN_SCALES": fmt.scale == TOKEN_HEAD,
         "BLOCK_SCALES": fmt.scale == BLOCK,
         "BYTES": by_hand,
@@ -182,14 +188,20 @@ def _geometry(f: SimpleNamespace, t: Tiles, parts: int, tma: bool) -> dict[str, 
 
 def _features(f: SimpleNamespace) -> dict[str, Any]:
     return features(f) | {
-        "WINDOW": f.window,
         "HAS_MASK": f.mask is not None,
+        **option_constants(f),
+    }
+
+
+def option_constants(f: SimpleNamespace) -> dict[str, Any]:
+    return {
+        "WINDOW": f.window,
         "HAS_SINKS": f.sinks is not None,
         "SOFTCAP": f.softcap > 0,
         "K_T": f.k_scale_t is not None,
-        "K_T_STRIDE": _per_head(f.k_scale_t),
+        "K_T_STRIDE": per_head(f.k_scale_t),
         "V_T": f.v_scale_t is not None,
-        "V_T_STRIDE": _per_head(f.v_scale_t),
+        "V_T_STRIDE": per_head(f.v_scale_t),
     }
 
 
@@ -197,7 +209,7 @@ def _strides(f: SimpleNamespace) -> dict[str, int]:
     """Of what the split pass reads; caches in words."""
     found = strides(f.q, sq_="th") | strides(f.k_scale_cache, sks_="psh") | strides(f.v_scale_cache, svs_="psh")
     for prefix, x in (("sk_", f.k_cache), ("sv_", f.v_cache)):
-        found |= {prefix + letter: n for letter, n in zip("psh", _word_strides(x), strict=True)}
+        found |= {prefix + letter: n for letter, n in zip("psh", word_strides(x), strict=True)}
     return found | {"sm_t": f.mask.stride[0] if f.mask is not None else 0}
 
 
@@ -224,11 +236,11 @@ def _described(f: SimpleNamespace, t: Tiles, parts: int) -> dict[str, Described]
     return found
 
 
-def _per_head(t: Any) -> int:
+def per_head(t: Any) -> int:
     return 1 if t is not None and t.shape[0] > 1 else 0
 
 
-def _word_strides(x: Any) -> tuple[int, ...]:
+def word_strides(x: Any) -> tuple[int, ...]:
     """Strides of page, slot and head in 16-bit words."""
     return tuple(n * x.dtype.itemsize // 2 for n in x.stride[:3])
 
@@ -249,7 +261,7 @@ def _box(x: Any, words: int) -> tuple[int, int, int] | None:
     NHD puts heads along the columns, HND along the rows; K and V in one tensor only widen the pages.
     """
     pages, slots, heads, _ = x.shape
-    s_p, s_s, s_h = _word_strides(x)
+    s_p, s_s, s_h = word_strides(x)
     if not x.aligned or words < 16 or words != launch.next_power_of_2(words) or s_s % 8 or s_s == 0 or s_p % s_s:
         return None
     if s_h >= s_s:  # HND

@@ -6,24 +6,16 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
-
-from ....formats import BLOCK, E4M3_MAX, E5M2_MAX, TOKEN_HEAD, KVFormat, kv_format
+from ....formats import kv_format
 from ...host import launch
-from ...host.bind import Bound, Fields, Step, bound
+from ...host.bind import BYTES, WORDS, Bound, Instead, Launches, Template, given, strides
 from ...host.record import Record
-from .. import decode
+from ...host.split_merge import is_empty, see_nothing, written
+from ..decode import entry as decode
 from .kernels import prefill_kernel
 from .tune import Tiles, tiles
 
-_OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
-_OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-_CODE = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2", torch.int8: "int8", torch.uint8: "nvfp4"}
 _AT_ONCE = 1024  # requests among which a block looks for its own
-_FIELDS = Fields(
-    "q k v k_cache v_cache k_scale_cache v_scale_cache page_table seq_lens cu_seqlens_q sinks out lse "
-    "softmax_scale_t k_scale_t v_scale_t out_scale_t"
-)
 
 
 @dataclass(frozen=True)
@@ -72,47 +64,48 @@ class Constants(Record):
 
 class Config(NamedTuple):
     constants: Constants
-    kernel: launch.Template
-    empty: bool
+    launches: Launches | Instead
 
 
 def why_not(f: SimpleNamespace) -> str | None:
     return decode.why_not(_as_decode(f))
 
 
-def configure(f: SimpleNamespace) -> Any:
-    fmt = kv_format(f.format)
-    t = tiles(f, fmt)
-    heads = f.k_cache.shape[2]
-    blocks = f.q.shape[0] * (f.q.shape[1] // max(heads, 1)) // t.rows + f.seq_lens.shape[0]
+def configure(f: SimpleNamespace) -> Config | decode.Config:
+    t = tiles(f, kv_format(f.format))
+    heads, requests = f.k_cache.shape[2], f.seq_lens.shape[0]
+    blocks = f.q.shape[0] * (f.q.shape[1] // max(heads, 1)) // t.rows + requests
     if f.k is None and blocks * heads < launch.num_sms(f):
         return decode.configure(_as_decode(f))
-    constants = Constants(**_format(f, fmt), **_geometry(f, t, fmt), **_features(f))
-    tensor = launch.TENSOR
-    kernel = launch.Template(
-        prefill_kernel, (max(blocks * heads, 1),), (
-            *[tensor] * 13, f.softmax_scale, tensor, f.k_scale, tensor, f.v_scale, tensor, f.out_scale, tensor,
-            f.softcap, f.seq_lens.shape[0], f.q.shape[0], *_strides(f), constants,
-        ), fp8_as_bytes=False, num_warps=t.num_warps, num_stages=t.stages,
-    )  # fmt: skip
-    return Config(constants, kernel, 0 in f.q.shape or f.seq_lens.shape[0] == 0)
+    c = constants(f, t)
+    if is_empty(f):
+        return Config(c, Instead(see_nothing))
+    arguments = _strides(f) | {
+        **given(KN="k", VN="v", TABLE="page_table", LENS="seq_lens", CU="cu_seqlens_q", SINKS="sinks", LSE="lse"),
+        **given(SOFTMAX_T="softmax_scale_t", K_T="k_scale_t", V_T="v_scale_t", OUT_T="out_scale_t"),
+        **given(WORDS, K="k_cache", V="v_cache"),
+        **given(BYTES if c.Q_BYTES else "", Q="q"),
+        **given(BYTES if c.BYTES else "", KS="k_scale_cache", VS="v_scale_cache"),
+        **given(BYTES if c.OUT_KIND != "float" else "", OUT="out"),
+        "softmax_scale": f.softmax_scale, "k_scale": f.k_scale, "v_scale": f.v_scale, "out_scale": f.out_scale,
+        "softcap": f.softcap, "B": requests, "T": f.q.shape[0], "c": c,
+    }  # fmt: skip
+    kernel = Template(prefill_kernel, (blocks * heads,), arguments, num_warps=t.num_warps, num_stages=t.stages)
+    return Config(c, Launches(kernel))
 
 
-def run(call: Any, config: Any) -> None:
-    if not isinstance(config, Config):
-        decode.run(call, config)
-    elif config.empty:
-        call.out.zero_()
-        if call.lse is not None:
-            call.lse.fill_(float("-inf"))
-    else:
-        config.kernel(*_FIELDS(_as_the_kernel_takes_it(call, config)))
+def run(call: Any, config: Config | decode.Config) -> None:
+    config.launches(call)
 
 
-def bind(config: Any, at: dict[str, int]) -> Bound | None:
-    if not isinstance(config, Config):
-        return decode.bind(config, at)
-    return None if config.empty else bound([Step(config.kernel, _FIELDS)], at)
+def bind(config: Config | decode.Config, at: dict[str, int]) -> Bound | None:
+    return config.launches.bind(at)
+
+
+def constants(f: SimpleNamespace, t: Tiles) -> Constants:
+    fmt = kv_format(f.format)
+    more = decode.format_constants(f, fmt) | decode.option_constants(f) | written(f)
+    return Constants(**more, **_geometry(f, t, decode.codes_a_word(fmt)))
 
 
 def _as_decode(f: SimpleNamespace) -> SimpleNamespace:
@@ -120,48 +113,8 @@ def _as_decode(f: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(**vars(f), mask=None)
 
 
-def _as_the_kernel_takes_it(call: Any, config: Config) -> Any:
-    """Caches as 16-bit words, and bytes in place of 8-bit floats where the kernel converts them by itself."""
-    c, compiled = config.constants, config.kernel.launch.compiled
-    if c.PARTS > 1 and not compiled:  # from then on only addresses are looked at
-        call = call._replace(k_cache=_words(call.k_cache), v_cache=_words(call.v_cache))
-    if c.BYTES:
-        ks, vs = (launch.as_bytes(x) for x in (call.k_scale_cache, call.v_scale_cache))
-        call = call._replace(k_scale_cache=ks, v_scale_cache=vs)
-    if c.Q_BYTES:
-        call = call._replace(q=call.q.view(torch.uint8))
-    return call if c.OUT_KIND == "float" else call._replace(out=call.out.view(torch.uint8))
-
-
-def _words(x: torch.Tensor) -> torch.Tensor:
-    """The memory of 8-bit codes as 16-bit words."""
-    return x.view(torch.int16)
-
-
-def _format(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
-    by_hand = launch.e4m3_by_hand(f)
-    left_over = 128.0 if fmt.scale == BLOCK else 1.0  # by tiles.block_scales
-    return {
-        "CODE": _CODE.get(fmt.storage, "half"),
-        "PARTS": _parts(fmt),
-        "TOKEN_SCALES": fmt.scale == TOKEN_HEAD,
-        "BLOCK_SCALES": fmt.scale == BLOCK,
-        "BYTES": by_hand,
-        "ASM": launch.has_ptx(f) and not (fmt.storage == torch.float8_e4m3fn and by_hand),
-        "BF16": fmt.storage == torch.bfloat16,
-        "TWO": fmt.storage == torch.bfloat16 and f.q.dtype == torch.float16,
-        "Q_BYTES": by_hand and f.q.dtype == torch.float8_e4m3fn,
-        "K_FACTOR": left_over,
-        "V_FACTOR": left_over,
-    }
-
-
-def _parts(fmt: KVFormat) -> int:
-    return 2 * fmt.values_per_element // fmt.storage.itemsize
-
-
-def _geometry(f: SimpleNamespace, t: Tiles, fmt: KVFormat) -> dict[str, Any]:
-    d, dv, page, parts = f.q.shape[2], f.out.shape[2], f.k_cache.shape[1], _parts(fmt)
+def _geometry(f: SimpleNamespace, t: Tiles, parts: int) -> dict[str, Any]:
+    d, dv, page = f.q.shape[2], f.out.shape[2], f.k_cache.shape[1]
     block_d, block_dv = (max(16, launch.next_power_of_2(n // parts)) for n in (d, dv))
     return {
         "NEW": f.k is not None,
@@ -182,33 +135,10 @@ def _geometry(f: SimpleNamespace, t: Tiles, fmt: KVFormat) -> dict[str, Any]:
     }
 
 
-def _features(f: SimpleNamespace) -> dict[str, Any]:
-    return {
-        "WINDOW": f.window,
-        "HAS_SINKS": f.sinks is not None,
-        "HAS_LSE": f.lse is not None,
-        "SOFTCAP": f.softcap > 0,
-        "SOFTMAX_T": f.softmax_scale_t is not None,
-        "K_T": f.k_scale_t is not None,
-        "K_T_STRIDE": _per_head(f.k_scale_t),
-        "V_T": f.v_scale_t is not None,
-        "V_T_STRIDE": _per_head(f.v_scale_t),
-        "OUT_T": f.out_scale_t is not None,
-        "OUT_MAX": _OUT_MAX.get(f.out.dtype, 0.0),
-        "OUT_KIND": "float" if launch.rounds_to_fp8(f) else _OUT_KIND.get(f.out.dtype, "float"),
-    }
-
-
-def _per_head(t: Any) -> int:
-    return 1 if t is not None and t.shape[0] > 1 else 0
-
-
-def _strides(f: SimpleNamespace) -> tuple[int, ...]:
-    """In the order of the kernel's arguments; caches in 16-bit words."""
-    caches = [n * x.dtype.itemsize // 2 for x in (f.k_cache, f.v_cache) for n in x.stride[:3]]
-    scales = [n for x in (f.k_scale_cache, f.v_scale_cache) for n in ((0, 0, 0) if x is None else x.stride[:3])]
-    new = [n for x in (f.k, f.v) for n in ((0, 0) if x is None else x.stride[:2])]
-    return (
-        *f.q.stride[:2], *new, *caches, *scales, f.page_table.stride[0], *f.out.stride[:2],
-        *(f.lse.stride if f.lse is not None else (0, 0)),
-    )  # fmt: skip
+def _strides(f: SimpleNamespace) -> dict[str, int]:
+    """Of all tensors; caches in 16-bit words."""
+    found = strides(f.q, sq_="th") | strides(f.k, skn_="th") | strides(f.v, svn_="th")
+    found |= strides(f.k_scale_cache, sks_="psh") | strides(f.v_scale_cache, svs_="psh")
+    for prefix, x in (("sk_", f.k_cache), ("sv_", f.v_cache)):
+        found |= {prefix + letter: n for letter, n in zip("psh", decode.word_strides(x), strict=True)}
+    return found | strides(f.out, so_="th") | strides(f.lse, sl_="th") | {"st_b": f.page_table.stride[0]}

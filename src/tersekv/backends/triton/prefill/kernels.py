@@ -8,7 +8,8 @@ before it. Programs of late blocks, which see most keys, start first.
 import triton
 import triton.language as tl
 
-from ..decode.kernels import finish, output, scalar, zero_padding
+from ..parts.merge import finish, output, scalar
+from ..parts.shares import zero_padding
 from .tiles import Range, Rows, Side, apart, attend, load_rows, query, together
 
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..decode.tiles import page_of, slots_of
+from ..parts.pages import page_of, slots_of
 from ..parts.tiles import block_scales, e4m3_bytes_to_fp16, unpack
 
 LOG2E = tl.constexpr(1.4426950408889634)
