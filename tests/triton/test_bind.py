@@ -30,7 +30,7 @@ def launched(monkeypatch):
         self._run = lambda *args: runs.append(args)
         described = [x for x in args if isinstance(x, TensorDescriptor | GluonDescriptor)]
         encoded = dict(zip(map(id, described), self.encoded(*described), strict=True))
-        values = [encoded.get(id(x), (x.data_ptr() if isinstance(x, torch.Tensor) else x,)) for x in args]
+        values = [encoded.get(id(x), (x.data_ptr() if hasattr(x, "data_ptr") else x,)) for x in args]
         runs.append((*grid, 77, *self._fixed, *(x for one in values for x in one)))
 
     monkeypatch.setattr(launch.Launch, "first", first)

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from . import launch
@@ -38,13 +40,14 @@ class Given(NamedTuple):
     seen: str = ""
     row: int = 0
 
-    def of(self, call: Any) -> Tensor | None:
+    def of(self, call: Any) -> Any:
         x = getattr(call, self.name)
         if x is None:
             return None
-        if (self.seen == BYTES and x.dtype in _FP8) or (self.seen == WORDS and x.element_size() == 1):
-            x = x.view(torch.uint8 if self.seen == BYTES else torch.int16)
-        return x[self.row] if self.row else x
+        x = x[self.row] if self.row else x
+        if self.seen == BYTES and x.dtype in _FP8:
+            return triton.reinterpret(x, tl.uint8)
+        return x.view(torch.int16) if self.seen == WORDS and x.element_size() == 1 else x
 
 
 class Described(NamedTuple):
