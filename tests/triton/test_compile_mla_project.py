@@ -7,6 +7,7 @@ import torch
 from compile_tools import ARCHS, FEW_SPILLS, compile_launches, record
 
 from tersekv import plan
+from tersekv.backends.host.bind import Launches
 from tersekv.backends.triton import mla_project
 from tersekv.calls import MLAProjectCall
 
@@ -18,7 +19,7 @@ def call_of(tokens: int = 64, fp8: bool = True, columns: int = 128, rows: int = 
     return MLAProjectCall(x, weight, scale if fp8 else None, out)
 
 
-def config_of(call: MLAProjectCall, arch: int | str) -> mla_project.Config:
+def config_of(call: MLAProjectCall, arch: int | str) -> Launches:
     return mla_project.configure(plan.facts("mla_project", call, None if isinstance(arch, str) else arch))
 
 
@@ -40,7 +41,7 @@ def test_weights_are_asked_for_before_the_wait_and_rows_behind_it(columns, rows,
     call = call_of(1, fp8, columns, rows)
     (kernel,) = compile_launches(mla_project.run, call, config_of(call, 90), 90)
     before, behind = kernel["ptx"].split("griddepcontrol.wait")
-    tile = config_of(call, 90).tile
+    tile = mla_project.choose(plan.facts("mla_project", call, 90)).tile
     wanted = tile.block_n * columns * (1 if fp8 else 2) // (16 * 32 * tile.warps)  # 16 bytes a thread and load
     assert before.count("ld.global.v4") == wanted
     assert 0 < behind.count("ld.global") <= wanted
@@ -55,7 +56,9 @@ def test_programs_of_few_tokens_fit_beside_those_of_the_launch_in_front(tokens):
     (kernel,) = compile_launches(mla_project.run, call, config_of(call, 90), 90)
     assert kernel["shared"] <= 16 << 10
     programs = kernel["grid"][1] * 128 / 132
-    assert kernel["n_regs"] * 32 * config_of(call, 90).tile.warps * programs <= 65536 >> (FEW_SPILLS == 0)
+    assert kernel["n_regs"] * 32 * mla_project.choose(
+        plan.facts("mla_project", call, 90)
+    ).tile.warps * programs <= 65536 >> (FEW_SPILLS == 0)
 
 
 def test_codes_are_multiplied_as_they_are_where_the_chip_can():
@@ -66,7 +69,9 @@ def test_codes_are_multiplied_as_they_are_where_the_chip_can():
 
 
 def test_few_rows_take_small_tiles():
-    heights = [config_of(call_of(tokens), 90).tile.block_m for tokens in (1, 17, 64, 500)]
+    heights = [
+        mla_project.choose(plan.facts("mla_project", call_of(tokens), 90)).tile.block_m for tokens in (1, 17, 64, 500)
+    ]
     assert heights == [16, 32, 64, 64]
     call = call_of(500)
     assert [grid for _, grid, _, _ in record(mla_project.run, call, config_of(call, 90))] == [(16, 4, 8)]

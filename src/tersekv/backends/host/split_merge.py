@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ...formats import E4M3_MAX, E5M2_MAX
+from . import launch
 from .bind import BYTES, PART, Instead, Launches, Scratch, Template, given, strides
-from .launch import rounds_to_fp8
 
 _OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
 _OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -49,7 +49,7 @@ def written(f: SimpleNamespace) -> dict[str, Any]:
         "SOFTMAX_T": f.softmax_scale_t is not None,
         "OUT_T": f.out_scale_t is not None,
         "OUT_MAX": _OUT_MAX.get(f.out.dtype, 0.0),
-        "OUT_KIND": "float" if rounds_to_fp8(f) else _OUT_KIND.get(f.out.dtype, "float"),
+        "OUT_KIND": "float" if launch.rounds_to_fp8(f) else _OUT_KIND.get(f.out.dtype, "float"),
     }
 
 
