@@ -19,6 +19,10 @@ def call_of(tokens: int = 64, fp8: bool = True, columns: int = 128, rows: int = 
     return MLAProjectCall(x, weight, scale if fp8 else None, out)
 
 
+def tile_of(call: MLAProjectCall) -> mla_project.Tile:
+    return mla_project.choose(plan.facts("mla_project", call, 90)).tile
+
+
 def config_of(call: MLAProjectCall, arch: int | str) -> Launches:
     return mla_project.configure(plan.facts("mla_project", call, None if isinstance(arch, str) else arch))
 
@@ -41,7 +45,7 @@ def test_weights_are_asked_for_before_the_wait_and_rows_behind_it(columns, rows,
     call = call_of(1, fp8, columns, rows)
     (kernel,) = compile_launches(mla_project.run, call, config_of(call, 90), 90)
     before, behind = kernel["ptx"].split("griddepcontrol.wait")
-    tile = mla_project.choose(plan.facts("mla_project", call, 90)).tile
+    tile = tile_of(call)
     wanted = tile.block_n * columns * (1 if fp8 else 2) // (16 * 32 * tile.warps)  # 16 bytes a thread and load
     assert before.count("ld.global.v4") == wanted
     assert 0 < behind.count("ld.global") <= wanted
@@ -69,9 +73,7 @@ def test_codes_are_multiplied_as_they_are_where_the_chip_can():
 
 
 def test_few_rows_take_small_tiles():
-    heights = [
-        mla_project.choose(plan.facts("mla_project", call_of(tokens), 90)).tile.block_m for tokens in (1, 17, 64, 500)
-    ]
+    heights = [tile_of(call_of(tokens)).block_m for tokens in (1, 17, 64, 500)]
     assert heights == [16, 32, 64, 64]
     call = call_of(500)
     assert [grid for _, grid, _, _ in record(mla_project.run, call, config_of(call, 90))] == [(16, 4, 8)]
