@@ -1,4 +1,7 @@
-"""What decode's kernels hand around, by name."""
+"""What decode's kernels hand around, by name.
+
+NOTE: Triton's cache knows the source of functions, not of these: who changes the order of fields clears it.
+"""
 
 from typing import NamedTuple
 
