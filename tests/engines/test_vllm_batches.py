@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from checkpoints import llama, text
 from reference import Reference, hold
 from vllm_cpu import count, engine, generate
-
-from tersekv.integrations import vllm_attention
-
-
-@pytest.fixture(autouse=True)
-def codes_only(monkeypatch):
-    """Every row reads codes, also of its own step: what is stored then depends on neither chunks nor batches."""
-    monkeypatch.setattr(vllm_attention, "PROMPT_ROWS", 10**9)
 
 
 def test_rows_of_drafts(tmp_path):

@@ -72,7 +72,7 @@ class Model:
         random.Random(1).shuffle(free)
         self.free, self.tables, self.lens = free, {}, {}
 
-    def step(self, new: dict[str, int], pad: tuple[int, int] = (0, 0), bound: bool = True):
+    def step(self, new: dict[str, int], pad: tuple[int, int] = (0, 0)):
         """new rows of each request → (query, key, value, metadata, output). pad: requests and rows of padding."""
         torch.manual_seed(sum(new.values()))
         slots = []
@@ -91,7 +91,7 @@ class Model:
         q, k, v = (torch.randn(total + unused, h, DIM, dtype=self.dtype) for h in (HEADS, KV_HEADS, KV_HEADS))
         common = CommonAttentionMetadata(
             starts, starts.clone(), lens, len(new) + empty, total + unused, max(counts), max(lens.tolist()), table,
-            torch.tensor([*slots, *[-1] * unused]), True, seq_lens_cpu_upper_bound=lens.clone() if bound else None,
+            torch.tensor([*slots, *[-1] * unused]), True,
         )  # fmt: skip
         m = self.builder.build(0, common)
         out = torch.full((total + unused, HEADS * DIM), math.nan, dtype=self.dtype)
@@ -100,15 +100,19 @@ class Model:
         assert returned is out
         return q, k, v, m, out.view(-1, HEADS, DIM)
 
-    def dense(self, q: torch.Tensor, new: dict[str, int], window=None, sinks=None, softcap=0.0) -> torch.Tensor:
-        """fp64 attention over what the pages hold."""
+    def dense(self, q, new: dict[str, int], window=None, sinks=None, softcap=0.0, own=None) -> torch.Tensor:
+        """fp64 attention over what the pages hold; own: (k, v) of this step, as prefill sees them."""
         layer = pages_of(self.cache, self.mode, DIM, self.layer._k_scale, self.layer._v_scale)
         k_all, v_all = (x.flatten(0, 1) for x in dequantise(layer))
-        outs, start = [], 0
+        outs, start, many = [], 0, False
         for name, n in new.items():
             length = self.lens[name]
             at = torch.tensor([self.tables[name][i // PAGE] * PAGE + i % PAGE for i in range(length)])
-            k, v = (x[at].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k_all, v_all))
+            k, v = k_all[at], v_all[at]
+            many = many or n > vllm_attention.DECODE_ROWS  # from this request on
+            if own is not None and many:
+                k[length - n :], v[length - n :] = (x[start : start + n].double() for x in own)
+            k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
             rows = q[start : start + n].double()
             s = torch.einsum("qhd,khd->hqk", rows, k) * SCALE
             s = softcap * torch.tanh(s / softcap) if softcap else s
@@ -134,8 +138,8 @@ STEPS = ({"a": 20, "b": 3}, {"a": 1, "b": 1, "c": 30}, {"a": 1, "b": 1, "c": 1},
 def test_every_format_in_every_layout(mode, layout):
     model = Model(mode, layout)
     for new in STEPS:
-        q, *_, out = model.step(new)
-        assert close(out, model.dense(q, new)), new
+        q, k, v, _, out = model.step(new)
+        assert close(out, model.dense(q, new, own=(k, v))), new
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -177,9 +181,9 @@ def test_a_page_takes_the_bytes_of_its_format(mode):
 def test_window_sinks_and_softcap(options):
     model = Model("fp8", **options)
     names = {"sliding_window": "window", "sinks": "sinks", "logits_soft_cap": "softcap"}
-    for new in ({"a": 100}, *STEPS[1:3]):  # the first would be a prompt for SDPA
-        q, *_, out = model.step(new)
-        assert close(out, model.dense(q, new, **{names[k]: v for k, v in options.items()}))
+    for new in ({"a": 100}, *STEPS[1:3]):
+        q, k, v, _, out = model.step(new)
+        assert close(out, model.dense(q, new, own=(k, v), **{names[o]: x for o, x in options.items()}))
 
 
 def read(model: Model) -> torch.Tensor:
@@ -188,7 +192,6 @@ def read(model: Model) -> torch.Tensor:
     m = model.builder.build(0, CommonAttentionMetadata(
         torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 1]), torch.tensor([20], dtype=torch.int32), 1, 1, 1,
         20, torch.tensor([model.tables["a"]], dtype=torch.int32), torch.tensor([-1]), True,
-        seq_lens_cpu_upper_bound=torch.tensor([20]),
     ))  # fmt: skip
     out = torch.full((1, HEADS * DIM), math.nan, dtype=model.dtype)
     return model.impl.forward(model.layer, q, None, None, model.cache, m, out).clone()
@@ -215,8 +218,8 @@ def test_scales_of_each_head():
     model = Model("fp8")
     model.layer = SimpleNamespace(_k_scale=torch.tensor([0.02, 0.05]), _v_scale=torch.tensor([[0.03], [0.01]]))
     for new in STEPS:
-        q, *_, out = model.step(new)
-        assert close(out, model.dense(q, new)), new
+        q, k, v, _, out = model.step(new)
+        assert close(out, model.dense(q, new, own=(k, v))), new
 
 
 @pytest.mark.parametrize(("scale", "mode", "got"), [
@@ -251,34 +254,24 @@ def test_sinks_that_are_loaded_anew_in_place_count(dtype):
     assert after.norm() < 1e-3 * before.norm()
 
 
-def test_new_prompts_are_attended_to_over_their_own_keys():
+def test_prompts_and_chunks_attend_to_their_own_rows_and_to_pages_before_them():
     model = Model("nvfp4")
-    model.step({"old": 70}, bound=False)
-    new = {"first": 64, "old": 1, "second": 80, "short": 5}
+    model.step({"old": 70, "chunked": 30})
+    new = {"old": 1, "short": 16, "first": 64, "chunked": 40, "late": 2, "second": 80}
     q, k, v, m, out = model.step(new)
-    assert m.prompts == [(0, 64), (65, 145)]
-    want = model.dense(q, new)
-    others = [64, *range(145, 150)]
-    assert close(out[others], want[others])
-    for part in (slice(0, 64), slice(65, 145)):
-        a, b, c = (x[part].transpose(0, 1).double() for x in (q, k, v))
-        exact = torch.nn.functional.scaled_dot_product_attention(a, b, c, is_causal=True, scale=SCALE, enable_gqa=True)
-        assert close(out[part], exact.transpose(0, 1))
-        assert not close(out[part], want[part]), "the pages have lost digits"
+    assert (m.few, m.few_rows, m.most_rows) == (2, 17, 80)
+    seen = model.dense(q, new, own=(k, v))
+    assert close(out, seen)
+    codes = model.dense(q, new)
+    for part in (slice(17, 81), slice(81, 121), slice(123, 203)):
+        assert not close(codes[part], seen[part], 2e-2), "the pages have lost digits"
 
 
-def test_a_prompt_with_a_cached_prefix_is_read_from_the_pages():
-    model = Model("int8_per_token_head")
-    model.step({"a": 10})
-    q, _, _, m, out = model.step({"a": 90})
-    assert m.prompts == []
-    assert close(out, model.dense(q, {"a": 90}))
-
-
-def test_without_lengths_on_the_host_every_prompt_is_read_from_the_pages():
+def test_a_float32_model_reads_codes_alone():
     model = Model("nvfp4")
-    q, _, _, m, out = model.step({"a": 90}, bound=False)
-    assert m.prompts == []
+    model.dtype = torch.float32
+    q, *_, m, out = model.step({"a": 90})
+    assert (m.few, m.few_rows) == (0, 0)
     assert close(out, model.dense(q, {"a": 90}))
 
 
@@ -294,6 +287,7 @@ def test_a_batch_that_is_padded_for_a_graph(rows, pad, uniform):
     changed = (model.cache.view(torch.uint8) != before.view(torch.uint8)).any(-1).any(1).sum()
     assert changed == real, "padding writes nothing"
     assert (m.rows == {}) == uniform
+    assert m.few == len(new) + pad[0]
 
 
 def test_profiling_fills_the_output():
@@ -321,7 +315,6 @@ def test_values_of_another_head_size():
     slots, starts, lens = torch.arange(9) + 2 * PAGE, torch.tensor([0, 9], dtype=torch.int32), torch.tensor([9])
     m = builder.build(0, CommonAttentionMetadata(
         starts, starts, lens.int(), 1, 9, 9, 9, torch.tensor([[2]], dtype=torch.int32), slots,
-        seq_lens_cpu_upper_bound=lens,
     ))  # fmt: skip
     impl.do_kv_cache_update(layer, k, v, cache, slots)
     out = impl.forward(layer, q, k, v, cache, m, torch.full((9, HEADS * size_v), math.nan)).view(9, HEADS, size_v)
@@ -337,7 +330,6 @@ def test_a_layer_that_shares_anothers_cache_reads_nothing_but_the_cache():
     writer = Model("fp8")
     reader = Model("fp8", kv_sharing_target_layer_name="writer")
     q, k, v, m, out = writer.step({"a": 90})
-    assert m.prompts == [(0, 90)]
     for rows in ((k + 1, v + 1), (None, None)):
         got = reader.impl.forward(writer.layer, q, *rows, writer.cache, m, torch.full_like(out, math.nan))
         assert close(got.view_as(out), writer.dense(q, {"a": 90}))

@@ -10,15 +10,7 @@ from reference import Reference, Rows, hold
 from safetensors.torch import load_file, save_file
 from vllm_cpu import engine, generate, llama_model
 
-from tersekv.integrations import vllm_attention
-
 PROMPTS = [text(2200 * i + 60, n) for i, n in enumerate((5, 47, 48, 49, 150))]
-
-
-@pytest.fixture(autouse=True)
-def codes_only(monkeypatch):
-    """Every row reads codes, also of its own step: what is stored then depends on neither chunks nor batches."""
-    monkeypatch.setattr(vllm_attention, "PROMPT_ROWS", 10**9)
 
 
 def add(folder, tensors):
@@ -114,11 +106,6 @@ def test_a_layer_that_reads_the_cache_of_the_one_before_it(tmp_path, monkeypatch
     folder = llama(tmp_path)
     with engine(folder, kv_cache_dtype="int8_per_token_head", dtype="float32") as llm:
         judge(llm, Reference(folder, "int8_per_token_head", shared={3: 2}))
-        monkeypatch.setattr(vllm_attention, "PROMPT_ROWS", 64)
-        prompt = text(9000, 150)
-        results = generate(llm, [prompt], 4)
-    cache = Reference(folder, "int8_per_token_head", shared={3: 2})
-    hold(results, [cache.score(prompt, results[0][0], own_rows=150)])
 
 
 def model_of(llm):

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
@@ -22,12 +21,12 @@ from vllm.v1.attention.backend import (
 from ..layers import PagedKVLayer
 from ..ops.append import append
 from ..ops.decode import decode
+from ..ops.prefill import prefill
 from .vllm import name
 from .vllm_pages import FORMATS, known, pages_of, pages_shape, with_scales
 
-# A prompt of this many tokens or more with nothing cached before it goes through SDPA, over its 16-bit keys and values.
-# Decode would be right as well, but its tiles are made for few rows.
-PROMPT_ROWS = 64
+# Requests with this many new rows or fewer are decoded; others, prompts and chunks of them, are prefilled.
+DECODE_ROWS = 16
 
 
 class TersekvBackend(AttentionBackend):
@@ -99,22 +98,23 @@ class TersekvBackend(AttentionBackend):
 
 @dataclass
 class TersekvMetadata(AttentionMetadata):
-    """One step, shared by all layers.
+    """One step, shared by all layers: first requests of few new rows, then the others.
 
-    rows:          how decode tells the requests' rows apart; empty where all have the same number
-    prompts:       (first row, end) of requests with nothing cached before this step and PROMPT_ROWS or more
-    cached_lens:   [B] seq_lens, 0 for these prompts; None where there are none
-    only_prompts:  there are no other requests
+    few_rows, few:  query rows and requests that decode attends with
+    rows:           how decode tells the requests' rows apart; empty where all have the same number
+    starts:         [B - few + 1] first query row of each other request, from 0
+    most_rows:      the host's bound on their rows
     """
 
     num_actual_tokens: int
     seq_lens: Tensor  # [B] new tokens included
     block_table: Tensor  # [B, max_pages]
     slot_mapping: Tensor  # [T]
+    few_rows: int
+    few: int
     rows: dict[str, Any]
-    prompts: list[tuple[int, int]]
-    cached_lens: Tensor | None
-    only_prompts: bool
+    starts: Tensor
+    most_rows: int
 
 
 class TersekvMetadataBuilder(AttentionMetadataBuilder):
@@ -123,6 +123,9 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # vLLM puts requests of so many rows first: those of one token, and of one token and drafts.
+        drafts = getattr(getattr(vllm_config, "speculative_config", None), "num_speculative_tokens", None)
+        self.reorder_batch_threshold = min(1 + (drafts or 0), DECODE_ROWS)
         # Its query lengths are computed on the device and copied to the host without waiting for them.
         if getattr(getattr(vllm_config, "cache_config", None), "kv_sharing_fast_prefill", False):
             raise NotImplementedError("kv_sharing_fast_prefill: want False, tersekv attends to every row of a prompt")
@@ -133,19 +136,18 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         _refuse_what_is_no_causal_batch(m)
         starts = m.query_start_loc_cpu.tolist()
         counts = [end - start for start, end in pairwise(starts)]
+        few = next((b for b, n in enumerate(counts) if n > DECODE_ROWS), len(counts))
         # A captured graph is padded with requests of no rows, at the end, up to its full number of tokens.
-        real = len(counts) - next((i for i, n in enumerate(reversed(counts)) if n), len(counts))
-        uniform = set(counts[:real]) <= {m.max_query_len} and m.num_actual_tokens == m.num_reqs * m.max_query_len
-        rows = {} if uniform else {"cu_seqlens_q": m.query_start_loc, "max_q_len": m.max_query_len}
-        prompts = _new_prompts(m, counts) if m.max_query_len >= PROMPT_ROWS else []
-        lens = None
-        if prompts:
-            old = torch.tensor([b not in prompts for b in range(m.num_reqs)]).to(m.seq_lens.device, non_blocking=True)
-            lens = m.seq_lens * old
+        rows = m.num_actual_tokens if few == len(counts) else starts[few]
+        real = few - next((i for i, n in enumerate(reversed(counts[:few])) if n), few)
+        most = max(counts[:few], default=0)
+        uniform = set(counts[:real]) <= {most} and rows == few * most
+        ragged = {} if uniform else {"cu_seqlens_q": m.query_start_loc[: few + 1], "max_q_len": most}
+        # A graph is captured over vLLM's own tensors, which outlive it: nothing is computed where nothing must be.
+        rest = m.query_start_loc[few:] - rows if 0 < few < len(counts) else m.query_start_loc[few:]
         return TersekvMetadata(
-            m.num_actual_tokens, m.seq_lens, m.block_table_tensor, m.slot_mapping, rows,
-            [(starts[b], starts[b + 1]) for b in prompts], lens,
-            all(n == 0 or b in prompts for b, n in enumerate(counts)),
+            m.num_actual_tokens, m.seq_lens, m.block_table_tensor, m.slot_mapping, rows, few, ragged,
+            rest, max(counts[few:], default=0),
         )  # fmt: skip
 
 
@@ -156,14 +158,6 @@ def _refuse_what_is_no_causal_batch(m: Any) -> None:
     for field in ("dcp_local_seq_lens", "rswa_prefix_lens", "mm_req_doc_ranges", "encoder_seq_lens"):
         if getattr(m, field, None) is not None:
             raise NotImplementedError(f"{field}: want None, tersekv attends to all of a decoder's own cache")
-
-
-def _new_prompts(m: Any, counts: list[int]) -> list[int]:
-    """Requests whose rows are all they have. The host's lengths are upper bounds, so equality is certain."""
-    lens = getattr(m, "seq_lens_cpu_upper_bound", None)
-    if lens is None:
-        return []
-    return [b for b, (n, total) in enumerate(zip(counts, lens.tolist(), strict=False)) if n == total >= PROMPT_ROWS]
 
 
 class TersekvImpl(AttentionImpl):
@@ -195,8 +189,6 @@ class TersekvImpl(AttentionImpl):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
         self.window, self.softcap, self.sinks = sliding_window, float(logits_soft_cap or 0.0), sinks
-        # A layer that shares another's cache is given keys and values that nobody stores: only the pages count.
-        self._own_rows = (sliding_window, sinks, kv_sharing_target_layer_name, self.softcap) == (None, None, None, 0.0)
         self._pages: tuple[Any, PagedKVLayer] | None = None
 
     def do_kv_cache_update(
@@ -224,27 +216,33 @@ class TersekvImpl(AttentionImpl):
         m = attn_metadata
         if m is None:  # vLLM profiles its memory
             return output.fill_(0)
-        pages, n = self._layer(layer, kv_cache), m.num_actual_tokens
-        q, out = query[:n], output.view(-1, self.num_heads, pages.head_dim_v)[:n]
-        own = self._own_rows and m.cached_lens is not None and key is not None and value is not None
-        if not (own and m.only_prompts):
-            decode(
-                q, pages, m.block_table, m.cached_lens if own else m.seq_lens,
-                softmax_scale=self.scale, window=self.window, sinks=self._sinks_fp32(), softcap=self.softcap,
-                out=out, **m.rows,
+        pages = self._layer(layer, kv_cache)
+        out = output.view(-1, self.num_heads, pages.head_dim_v)
+        options: dict[str, Any] = {
+            "softmax_scale": self.scale, "window": self.window, "sinks": self._sinks_fp32(), "softcap": self.softcap,
+        }  # fmt: skip
+        n = m.few_rows
+        if n:
+            decode(query[:n], pages, m.block_table[: m.few], m.seq_lens[: m.few], out=out[:n], **m.rows, **options)
+        rest = slice(n, m.num_actual_tokens)
+        if rest.start < rest.stop:
+            k, v = self._own_rows(query, key, value, rest)
+            prefill(
+                query[rest], pages, m.block_table[m.few :], m.seq_lens[m.few :], m.starts, k=k, v=v,
+                max_q_len=m.most_rows, out=out[rest], **options,
             )  # fmt: skip
-        if own:
-            self._attend_to_own_rows(q, key, value, m.prompts, out)
         return output
 
-    def _attend_to_own_rows(
-        self, q: Tensor, key: Tensor | None, value: Tensor | None, prompts: list[tuple[int, int]], out: Tensor
-    ) -> None:
-        """Prompts with nothing cached before them, over their keys and values as they came."""
-        for start, end in prompts:
-            a, b, c = (x[start:end].transpose(0, 1)[None] for x in (q, key, value))
-            done = F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=self.scale, enable_gqa=True)
-            out[start:end] = done[0].transpose(0, 1)
+    def _own_rows(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, rows: slice
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The new tokens' keys and values as they came: nearer than their codes, and dense. Those of 16 bits alone."""
+        # A layer that shares another's cache is given rows that nobody stores: only the pages count.
+        if self.kv_sharing_target_layer_name is not None or key is None or value is None:
+            return None, None
+        if query.dtype == torch.float32:
+            return None, None
+        return key[rows], value[rows]
 
     def _layer(self, layer: Any, kv_cache: Tensor) -> PagedKVLayer:
         """The pages as tersekv sees them, made again when vLLM puts other pages or scales in their place."""
