@@ -95,7 +95,7 @@ def fake(monkeypatch, run) -> None:
     monkeypatch.setattr(plan, "_latest", {})
 
 
-KEPT = "tersekv.backends.triton.launch"
+KEPT = "tersekv.backends.host.launch"
 MADE = {
     "empty": lambda out: torch.empty(out.shape, device=out.device),
     "new_empty": lambda out: out.new_empty(out.shape, dtype=torch.float32),
