@@ -29,8 +29,15 @@ from ._flashinfer_append import (
     rope_quantize_fp8_append_paged_kv_cache,
 )
 from ._flashinfer_views import beam_lens, beam_rows, draft_rows, head_rows, latent_layer, latent_rows, layer
+from ._flashinfer_wrappers import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+)
 
 __all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
     "get_batch_indices_positions",
@@ -38,6 +45,7 @@ __all__ = [
     "merge_state",
     "merge_states",
     "rope_quantize_fp8_append_paged_kv_cache",
+    "single_prefill_with_kv_cache",
     "xqa",
     "xqa_batch_decode_with_kv_cache",
     "xqa_batch_decode_with_kv_cache_mla",

@@ -1,0 +1,367 @@
+"""FlashInfer's wrappers for attention over pages: `plan` on the host, `run` for each layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..layers import PagedKVLayer
+from ..ops.decode import decode
+from ..ops.prefill import prefill
+from ._adapt import dtype_name, renamed, tensor, whole
+from ._flashinfer_views import layer
+
+Scale = float | Tensor
+_LOG2E = math.log2(math.e)
+_NAMES = {
+    "cache": "paged_kv_cache",
+    "k_cache": "paged_kv_cache[0]",
+    "v_cache": "paged_kv_cache[1]",
+    "scale_cache": "kv_cache_sf",
+    "k_scale_cache": "kv_cache_sf[0]",
+    "v_scale_cache": "kv_cache_sf[1]",
+    "layout": "kv_layout",
+    "softmax_scale": "sm_scale",
+    "softcap": "logits_soft_cap",
+    "window": "window_left",
+    "out_scale": "v_scale",
+    "cu_seqlens_q": "qo_indptr",
+    "page_table": "indices",
+    "seq_lens": "last_page_len",
+}
+
+
+class _Plan(NamedTuple):
+    """What the layers of a step share.
+
+    rows_alone: every query row is a request of its own here, since it sees all keys: rows are not causal
+    """
+
+    page_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    rows: int
+    max_q_len: int
+    heads: tuple[int, int]
+    page_size: int
+    sm_scale: float | None
+    window_left: int
+    softcap: float
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    rows_alone: bool
+
+
+class _Wrapper:
+    """What both wrappers share. Workspaces and buffers are accepted and not used: see the module."""
+
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool) -> None:
+        if kv_layout not in ("NHD", "HND"):
+            raise ValueError(f"kv_layout: want 'NHD' or 'HND', got {kv_layout!r}")
+        self.device = tensor("float_workspace_buffer", float_workspace_buffer).device
+        self._kv_layout, self._use_cuda_graph = kv_layout, use_cuda_graph
+        self._plan: _Plan | None = None
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        """Nothing: no workspace is used."""
+
+    def end_forward(self) -> None:
+        """Nothing, as in FlashInfer."""
+
+    def _keep(self, plan: _Plan) -> None:
+        """A plan for the next runs. Under CUDA graphs into the tensors that were captured."""
+        old = self._plan
+        if not self._use_cuda_graph or old is None:
+            self._plan = plan
+            return
+        kept = {}
+        for name in ("page_table", "seq_lens", "cu_seqlens_q"):
+            mine, new = getattr(old, name), getattr(plan, name)
+            fits = new.dim() == mine.dim() and all(n <= m for n, m in zip(new.shape, mine.shape, strict=True))
+            if not fits or new.shape[0] != mine.shape[0]:
+                raise ValueError(
+                    f"{_NAMES[name]}: want what fits the first plan of a wrapper with use_cuda_graph=True, "
+                    f"{list(mine.shape)}, got {list(new.shape)}"
+                )
+            mine[tuple(slice(n) for n in new.shape)].copy_(new)
+            kept[name] = mine
+        self._plan = plan._replace(**kept)
+
+    def _planned(self) -> _Plan:
+        if self._plan is None:
+            raise RuntimeError("plan: want a call of plan() before run(), got none")
+        return self._plan
+
+    def _run(
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], scales: dict[str, Scale | None],
+        out: Tensor | None, lse: Tensor | None, return_lse: bool, window_left: int | None, sinks: Tensor | None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None,
+    ) -> Any:  # fmt: skip
+        p = self._planned()
+        kv: PagedKVLayer = renamed(_NAMES, layer, paged_kv_cache, self._kv_layout, kv_cache_sf)
+        _as_planned(p, tensor("q", q, "T, Hq, D"), kv)
+        scale: Scale = q.shape[-1] ** -0.5 if p.sm_scale is None else p.sm_scale
+        for name in ("q_scale", "k_scale"):
+            scale = _times(scale, scales[name])
+        window = _window(p.window_left if window_left is None else window_left)
+        if window is not None and p.rows_alone:
+            raise UnsupportedError("window_left: want -1 with causal=False and several rows a request, got a window")
+        options: dict[str, Any] = {
+            "softmax_scale": scale, "window": window, "softcap": p.softcap, "sinks": sinks, "out": out,
+            "out_dtype": p.dtypes[2] if out is None else None, "out_scale": _times(1.0, scales["v_scale"]),
+            "lse": lse, "return_lse": return_lse,
+        }  # fmt: skip
+        if p.max_q_len == 1 and p.rows == len(p.seq_lens):
+            found = renamed(_NAMES, lambda: decode(q, kv, p.page_table, p.seq_lens, **options))
+        else:
+            options["max_q_len"] = p.max_q_len
+            found = renamed(_NAMES, lambda: prefill(q, kv, p.page_table, p.seq_lens, p.cu_seqlens_q, **options))
+        if not return_lse:
+            return found
+        # NOTE: FlashInfer's LSE is base 2, tersekv's natural.
+        return found[0], found[1].mul_(_LOG2E)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+    """`flashinfer.BatchPrefillWithPagedKVCacheWrapper`: ragged new rows over pages, in every format that `layer` sees.
+
+    `plan` takes the lengths to the host, as FlashInfer's does; `run` does not synchronise. Workspaces, `backend` and
+    what only tunes FlashInfer's kernels are accepted, without effect. With use_cuda_graph=True the first plan allocates
+    what later ones overwrite: plan the largest batch first.
+    """
+
+    def __init__(
+        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None, paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None, paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None, mask_indptr_buf: Tensor | None = None, backend: str = "auto",
+        jit_args: list | None = None, jit_kwargs: dict | None = None,
+    ) -> None:  # fmt: skip
+        _refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
+
+    def plan(
+        self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
+        num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None, causal: bool = False,
+        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
+        window_left: int = -1, logits_soft_cap: float | None = None, rope_scale: float | None = None,
+        rope_theta: float | None = None, q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True, prefix_len_ptr: Tensor | None = None, token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0, max_item_len_ptr: Tensor | None = None, seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None, block_tables: Tensor | None = None, max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
+    ) -> None:  # fmt: skip
+        """`plan` of FlashInfer.
+
+            causal:       NOTE: False by default, as there: every row of a request sees all its keys
+            sm_scale:     default 1 / sqrt(head_dim_qk)
+            window_left:  keys seen before the query's own; -1: all
+            o_data_type:  default q_data_type
+
+        Raises UnsupportedError for custom masks, positions encoded in the kernel and scores of several items, and for a
+        window where rows are not causal.
+        """
+        _refuse(
+            custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr, max_item_len_ptr=max_item_len_ptr,
+        )  # fmt: skip
+        _refuse_positions(pos_encoding_mode)
+        rows = tensor("qo_indptr", qo_indptr, "B + 1").to("cpu", torch.int64)
+        pages = _pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, seq_lens)
+        counts = rows.diff()
+        if len(counts) != len(pages[1]):
+            raise ValueError(f"qo_indptr: want B + 1 = {len(pages[1]) + 1} entries, got {len(rows)}")
+        table, lens = pages
+        most = int(counts.max()) if len(counts) else 0
+        alone = not causal and most > 1
+        if alone:
+            table, lens = (x.repeat_interleave(counts, 0) for x in (table, lens))
+            rows, most = torch.arange(int(rows[-1]) + 1), 1
+        dtypes = _dtypes(q_data_type, kv_data_type, o_data_type)
+        self._keep(_Plan(
+            table.to(self.device, torch.int32), lens.to(self.device, torch.int32),
+            rows.to(self.device, torch.int32), int(rows[-1]), most, (num_qo_heads, num_kv_heads), page_size, sm_scale,
+            whole("window_left", window_left, -1), float(logits_soft_cap or 0.0), dtypes, alone,
+        ))  # fmt: skip
+
+    begin_forward = plan
+
+    def run(
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], *args: Any, q_scale: Scale | None = None,
+        k_scale: Scale | None = None, v_scale: Scale | None = None, out: Tensor | None = None,
+        lse: Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+        window_left: int | None = None, sinks: Tensor | None = None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """`run` of FlashInfer: out [T, Hq, Dv], with return_lse also lse [T, Hq] in base 2.
+
+        q_scale, k_scale:  multiply sm_scale; v_scale multiplies the output, for every cache dtype
+        sinks:             [Hq] fp32, natural log
+        kv_cache_sf:       e4m3 block scales of an NVFP4 cache, linear, in the layout of the cache
+        *args:             scales of q, K and V of an fp8 query, as its third kernel takes them
+        """
+        _refuse(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        if len(args) not in (0, 3):
+            raise ValueError(f"args: want no scales, or those of q, K and V, got {len(args)}")
+        for name, scale in zip(scales, args, strict=False):
+            scales[name] = scale if scales[name] is None else _times(scales[name], scale)
+        return self._run(q, paged_kv_cache, scales, out, lse, return_lse, window_left, sinks, kv_cache_sf)
+
+    def run_return_lse(self, *args: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        return self.run(*args, **options, return_lse=True)
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+    """`flashinfer.BatchDecodeWithPagedKVCacheWrapper`: one new row a request, or q_len_per_req causal ones."""
+
+    def __init__(
+        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False, paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None, paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto", jit_args: list | None = None,
+    ) -> None:  # fmt: skip
+        _refuse(jit_args=jit_args)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
+
+    def plan(
+        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
+        head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", window_left: int = -1,
+        logits_soft_cap: float | None = None, q_data_type: str | torch.dtype | None = "float16",
+        kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
+        rope_theta: float | None = None, non_blocking: bool = True, block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+    ) -> None:  # fmt: skip
+        """`plan` of FlashInfer; see `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+        data_type:  q_data_type and kv_data_type where they are not given
+        """
+        _refuse_positions(pos_encoding_mode)
+        table, lens = _pages(indptr, indices, last_page_len, page_size, seq_lens)
+        n = whole("q_len_per_req", q_len_per_req, 1)
+        rows = torch.arange(len(lens) + 1) * n
+        if data_type is not None:
+            q_data_type, kv_data_type = data_type, data_type if kv_data_type is None else kv_data_type
+        dtypes = _dtypes("float16" if q_data_type is None else q_data_type, kv_data_type, o_data_type)
+        self._keep(_Plan(
+            table.to(self.device, torch.int32), lens.to(self.device, torch.int32),
+            rows.to(self.device, torch.int32), int(rows[-1]), n, (num_qo_heads, num_kv_heads), page_size, sm_scale,
+            whole("window_left", window_left, -1), float(logits_soft_cap or 0.0), dtypes, False,
+        ))  # fmt: skip
+
+    begin_forward = plan
+
+    def run(
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], *args: Any, q_scale: Scale | None = None,
+        k_scale: Scale | None = None, v_scale: Scale | None = None, out: Tensor | None = None,
+        lse: Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+        window_left: int | None = None, sinks: Tensor | None = None, q_len_per_req: int | None = None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """`run` of FlashInfer: out [B × q_len_per_req, Hq, D]; see `BatchPrefillWithPagedKVCacheWrapper.run`."""
+        if args:
+            raise UnsupportedError("args: want none, which are for kernels of the caller's own, got some")
+        planned = self._planned().max_q_len
+        if q_len_per_req is not None and q_len_per_req != planned:
+            raise ValueError(f"q_len_per_req: want {planned} as planned, got {q_len_per_req}")
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        return self._run(q, paged_kv_cache, scales, out, lse, return_lse, window_left, sinks, kv_cache_sf)
+
+    def run_return_lse(self, *args: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        return self.run(*args, **options, return_lse=True)
+
+
+def single_prefill_with_kv_cache(
+    q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None,
+    scale_v: Tensor | None = None, o_dtype: torch.dtype | None = None, custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None, causal: bool = False, kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
+    window_left: int = -1, logits_soft_cap: float | None = None, rope_scale: float | None = None,
+    rope_theta: float | None = None, backend: str = "auto", return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`flashinfer.single_prefill_with_kv_cache`: the last rows q [T, Hq, D] of one request over k, v [N, H, D] (HND:
+    [H, N, D]) that lie in no cache, of any dtype that a cache may have. One page holds them all. LSE in base 2."""
+    _refuse(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(tensor("q", q, "T, Hq, D"), kv_layout)
+    tokens, heads = (0, 1) if kv_layout == "NHD" else (1, 0)
+    n, kinds = tensor("k", k, "N, H, D").shape[tokens], (q.dtype, k.dtype, o_dtype or q.dtype)
+    wrapper.plan(
+        torch.tensor([0, len(q)]), torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([n]), q.shape[1],
+        k.shape[heads], q.shape[2], max(n, 1), causal=causal, pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale,
+        window_left=window_left, logits_soft_cap=logits_soft_cap, q_data_type=kinds[0], kv_data_type=kinds[1],
+        o_data_type=kinds[2],
+    )  # fmt: skip
+    scales = (scale_q, scale_k, scale_v)
+    return wrapper.run(q, (k[None], tensor("v", v, "N, H, D")[None]), *scales, return_lse=return_lse)
+
+
+def _pages(
+    indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int, seq_lens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(page table [B, max_pages], lengths [B]) of FlashInfer's ragged pages, on the host."""
+    starts = tensor("indptr", indptr, "B + 1").to("cpu", torch.int64)
+    counts, page_size = starts.diff(), whole("page_size", page_size, 1)
+    last = tensor("last_page_len", last_page_len, "B").to("cpu", torch.int64)
+    if len(last) != len(counts):
+        raise ValueError(f"last_page_len: want B = {len(counts)} entries as in indptr, got {len(last)}")
+    lens = torch.where(counts > 0, (counts - 1) * page_size + last, 0)
+    if seq_lens is not None:
+        lens = seq_lens.to("cpu", torch.int64).flatten()
+    ids, width = tensor("indices", indices, "pages").to("cpu", torch.int64), int(counts.max()) if len(counts) else 0
+    place = (starts[:-1, None] + torch.arange(max(width, 1))).clamp(max=max(len(ids) - 1, 0))
+    return ids[place] if len(ids) else ids.new_zeros(place.shape), lens
+
+
+def _dtypes(q: Any, kv: Any, o: Any) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    kinds = q, q if kv is None else kv, q if o is None else o
+    found = [getattr(torch, x) if isinstance(x, str) else x for x in kinds]
+    return found[0], found[1], found[2]
+
+
+def _as_planned(p: _Plan, q: Tensor, kv: PagedKVLayer) -> None:
+    """Raises ValueError for a run that is not what was planned."""
+    for name, got, want in (("q", q.dtype, p.dtypes[0]), ("paged_kv_cache", kv.k.dtype, p.dtypes[1])):
+        if got != want:
+            raise ValueError(f"{name}: want {dtype_name(want)} as planned, got {dtype_name(got)}")
+    if q.shape[0] != p.rows:
+        raise ValueError(f"q: want {p.rows} rows as planned, got {q.shape[0]}")
+    if (q.shape[1], kv.num_kv_heads) != p.heads:
+        raise ValueError(f"q, paged_kv_cache: want {p.heads} heads as planned, got {(q.shape[1], kv.num_kv_heads)}")
+    if kv.page_size != p.page_size:
+        raise ValueError(f"paged_kv_cache: want page_size {p.page_size} as planned, got {kv.page_size}")
+
+
+def _window(left: int) -> int | None:
+    """tersekv's window counts the query's own key too."""
+    return None if left < 0 else left + 1
+
+
+def _times(a: Scale, b: Scale | None) -> Scale:
+    """A product, of fp32 tensors [1] on the device too; a scale of each head is refused by who takes it."""
+    if b is None:
+        return a
+    product = a * b
+    return product.reshape(1) if isinstance(product, Tensor) and product.numel() == 1 else product
+
+
+def _refuse(**given: Any) -> None:
+    for name, x in given.items():
+        if x is not None:
+            raise UnsupportedError(f"{name}: want None, which tersekv's kernels need, got a value")
+
+
+def _refuse_positions(mode: str) -> None:
+    if mode != "NONE":
+        raise UnsupportedError(f"pos_encoding_mode: want 'NONE' (rotate before appending), got {mode!r}")

@@ -1,0 +1,148 @@
+"""tersekv.compat.flashinfer: the wrappers for pages that engines plan once a step and run in each layer."""
+
+import math
+
+import pytest
+import torch
+from compat_reference import BF16, E4M3, FP16, LENS, TABLE, S, attention, close, kv_codes, values
+
+from tersekv import UnsupportedError
+from tersekv.compat import flashinfer as fi
+
+INDPTR = [0, 3, 4, 8]
+INDICES = [5, 2, 7, 0, 1, 6, 3, 4]
+LAST = [1, 1, 2]
+ROWS = [4, 1, 14]
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def pages():
+    return i32(INDPTR), i32(INDICES), i32(LAST)
+
+
+def starts(rows):
+    return i32([0, *torch.tensor(rows).cumsum(0).tolist()])
+
+
+def prefills(stored, q_type=BF16, layout="NHD", rows=ROWS, d=32, **options):
+    """(wrapper, as planned; q; cache as its run takes it; fp64 K and V; options of the run)."""
+    (k, ksf), (v, vsf) = kv_codes(stored, 2, d), kv_codes(stored, 2, d)
+    q = torch.randn(sum(rows), 4, d).to(q_type)
+    w = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(16, dtype=torch.uint8), layout)
+    w.plan(starts(rows), *pages(), 4, 2, d, S, q_data_type=q_type, kv_data_type=stored, **options)
+    given = [x if x is None or layout == "NHD" else x.transpose(1, 2).contiguous() for x in (k, v, ksf, vsf)]
+    sf = {} if ksf is None else {"kv_cache_sf": (given[2], given[3])}
+    return w, q, (given[0], given[1]), (values(k, ksf), values(v, vsf)), sf
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("stored", [BF16, E4M3, torch.uint8])
+def test_causal_rows_over_pages(stored, layout):
+    w, q, cache, (k, v), sf = prefills(stored, layout=layout, causal=True, o_data_type=BF16)
+    sinks = torch.randn(4)
+    out, lse = w.run(q, cache, k_scale=0.8, v_scale=1.5, q_scale=1.2, sinks=sinks, return_lse=True, **sf)
+    logits = 0.8 * 1.2 / math.sqrt(32)
+    close(out, attention(q, k, v, TABLE, LENS, ROWS, logits=logits, out=1.5, sinks=sinks))
+    first = (k[0, 0].repeat_interleave(2, 0) * q[4].double()).sum(-1) * logits  # the one key of request 1
+    torch.testing.assert_close(lse[4].double(), torch.logaddexp(first, sinks.double()) / math.log(2), rtol=0, atol=1e-3)
+
+
+def test_rows_are_not_causal_unless_they_are_said_to_be():
+    w, q, cache, (k, v), _ = prefills(FP16, FP16)
+    close(w.run(q, cache), attention(q, k, v, TABLE, LENS, ROWS, logits=32**-0.5, sees=lambda b, i, j: True))
+    with pytest.raises(UnsupportedError, match="window_left: want -1 with causal=False"):
+        w.run(q, cache, window_left=3)
+
+
+def test_a_window_does_not_count_the_querys_own_key_and_scores_are_capped():
+    w, q, cache, (k, v), _ = prefills(BF16, causal=True, window_left=4, sm_scale=0.3)
+    out = torch.full((sum(ROWS), 4, 32), float("nan"), dtype=BF16)
+    assert w.run(q, cache, out=out) is out
+    close(out, attention(q, k, v, TABLE, LENS, ROWS, logits=0.3, window=5))
+    w, q, cache, _, _ = prefills(BF16, causal=True, logits_soft_cap=1e-6)
+    out = w.run(q, cache)[:4]  # all scores are alike: means of the values that are seen
+    assert out.isfinite().all()
+
+
+def test_an_fp8_query_brings_its_scales_and_the_output_its_type():
+    w, q, cache, (k, v), _ = prefills(E4M3, E4M3, causal=True, o_data_type=FP16)
+    scales = torch.tensor([1.1]), torch.tensor([0.7]), torch.tensor([2.0])
+    out = w.run(q, cache, *scales)
+    assert out.dtype == FP16
+    close(out, attention(q.float(), k, v, TABLE, LENS, ROWS, logits=1.1 * 0.7 / math.sqrt(32), out=2.0))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_decodes(n):
+    lens, rows = [9, 3, 14], [n] * 3
+    (k, _), (v, _) = kv_codes(E4M3, 2, 32, lens), kv_codes(E4M3, 2, 32, lens)
+    q = torch.randn(3 * n, 4, 32).to(BF16)
+    w = fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(16, dtype=torch.uint8), use_tensor_cores=True)
+    options = {"q_data_type": BF16, "kv_data_type": "float8_e4m3fn", "window_left": 5, "q_len_per_req": n}
+    w.plan(i32(INDPTR), i32(INDICES), i32([1, 3, 2]), 4, 2, 32, S, **options)
+    out, lse = w.run_return_lse(q, (k, v), k_scale=0.5)
+    close(out, attention(q, k.double(), v.double(), TABLE, lens, rows, logits=0.5 / math.sqrt(32), window=6))
+    assert lse.shape == (3 * n, 4)
+
+
+def test_a_graphs_plan_is_overwritten_in_place():
+    w = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(16, dtype=torch.uint8), use_cuda_graph=True)
+    assert w.is_cuda_graph_enabled
+    w.plan(starts(ROWS), *pages(), 4, 2, 32, S, causal=True)
+    kept = w._plan
+    w.plan(starts([1, 1, 2]), i32([0, 1, 2, 4]), i32([3, 2, 1, 0]), i32([2, 2, 2]), 4, 2, 32, S, causal=True)
+    assert w._plan.page_table is kept.page_table
+    assert w._plan.seq_lens.tolist() == kept.seq_lens.tolist() == [2, 2, 6]
+    assert w._plan.page_table[2, :2].tolist() == [1, 0]
+    with pytest.raises(ValueError, match="indices: want what fits the first plan"):
+        w.plan(starts([1, 1]), i32([0, 1, 2]), i32([3, 2]), i32([2, 2]), 4, 2, 32, S, causal=True)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_one_request_whose_keys_lie_in_no_cache(layout):
+    q, k, v = torch.randn(5, 4, 32).to(BF16), torch.randn(11, 2, 32).to(BF16), torch.randn(11, 2, 16).to(BF16)
+    given = (k, v) if layout == "NHD" else (k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous())
+    out, lse = fi.single_prefill_with_kv_cache(q, *given, causal=True, kv_layout=layout, window_left=6, return_lse=True)
+    want = attention(
+        q, k[:, None].double(), v[:, None].double(), [list(range(11))], [11], [5], logits=32**-0.5, window=7
+    )
+    close(out, want)
+    assert lse.shape == (5, 4)
+
+
+BAD = {
+    "layout": (
+        lambda: fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1), "SHD"), ValueError, "kv_layout: want 'NHD'",
+    ),
+    "no plan": (
+        lambda: fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1)).run(torch.empty(1, 4, 32), torch.empty(1)),
+        RuntimeError, "plan: want a call of plan",
+    ),
+    "mask": (lambda: prefills(BF16, custom_mask=torch.ones(3)), UnsupportedError, "custom_mask: want None"),
+    "rope": (lambda: prefills(BF16, pos_encoding_mode="ALIBI"), UnsupportedError, "pos_encoding_mode: want 'NONE'"),
+    "requests": (lambda: prefills(BF16, rows=[1, 2]), ValueError, "qo_indptr: want B \\+ 1 = 4 entries, got 3"),
+    "window": (lambda: prefills(BF16, window_left=-2), ValueError, "window_left: want -1 or more, got -2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_planned_is_told(name):
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_run_is_what_was_planned():
+    w, q, cache, _, _ = prefills(BF16, causal=True)
+    for given, message in (
+        ((q.half(), cache), "q: want bfloat16 as planned, got float16"),
+        ((q[1:], cache), "q: want 19 rows as planned, got 18"),
+        ((q[:, :2], cache), "q, paged_kv_cache: want \\(4, 2\\) heads as planned, got \\(2, 2\\)"),
+        ((q, (cache[0][:, :2], cache[1][:, :2])), "paged_kv_cache: want page_size 4 as planned, got 2"),
+        ((q, (cache[0].half(), cache[1].half())), "paged_kv_cache: want bfloat16 as planned, got float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            w.run(*given)
