@@ -17,8 +17,9 @@ from torch import Tensor
 from .. import __version__
 from ..demo import text
 from ..demo.attend import RUNNERS
-from ..demo.measure import ModelResult, Settings, formats_of, measure
-from ..demo.report import as_json, plot, samples, table
+from ..demo.measure import REFERENCE, ModelResult, Settings, formats_of, measure
+from ..demo.recipe import recipe, searched
+from ..demo.report import as_json, frontier_table, plot, samples, table
 from ..demo.subject import BuiltIn, Subject
 from ..errors import UnsupportedError
 from ..formats import ALL_FORMATS
@@ -59,8 +60,10 @@ def add_common(parser: argparse.ArgumentParser, stem: str) -> None:
     """The arguments that `demo` and `eval` share. stem: of the files that they write."""
     add_device(parser)
     parser.add_argument(
-        "--formats", type=names(_FORMATS),
-        help=f"comma-separated, of {', '.join(_FORMATS)}; default: all; bf16 is always measured, as the reference",
+        "--formats", type=_recipes,
+        help=f"comma-separated, of {', '.join(_FORMATS)}; default: all; bf16 is always measured, as the reference; of "
+        "K/V caches also K/V, as in int8_per_token_head/nvfp4, and behind it +rotated, +channels (scales of channels, "
+        "calibrated on the bf16 rows) and +ends=FORMAT (of the first and the last layer)",
     )  # fmt: skip
     parser.add_argument(
         "--tokens", type=positive, default=4096, help="bytes (of other models: tokens) to score; default: %(default)s"
@@ -80,6 +83,22 @@ def add_common(parser: argparse.ArgumentParser, stem: str) -> None:
     )  # fmt: skip
 
 
+def _recipes(text: str) -> tuple[str, ...]:
+    """Caches by name, each what `recipe` reads."""
+    known = names(_FORMATS)
+    found: list[str] = []
+    for word in text.split(","):
+        if not {"/", "+"} & set(word):
+            found += known(word)
+            continue
+        try:
+            recipe(word.strip())
+        except ValueError as e:
+            raise argparse.ArgumentTypeError(str(e)) from None
+        found.append(word.strip())
+    return tuple(dict.fromkeys(found))
+
+
 def blocked(args: argparse.Namespace, text: str | None = None) -> str | None:
     """Why these options cannot work, whatever the model; None: they can. text: the file of --text."""
     return unusable(args.device) or unwritable(text, json=args.json, plot=None if args.plot == NONE else args.plot)
@@ -94,6 +113,8 @@ def show(
         return complain(args, obstacle)
     idle = [s for s in subjects if not formats_of(s, args.formats)]
     subjects = [s for s in subjects if s not in idle]
+    search, within = getattr(args, "search", False), getattr(args, "within", None)
+    wanted = _searched(subjects, args.formats) if search else args.formats
     settings = replace(settings or Settings(), calibrate=args.calibrate)
     console, start = screen(), time.perf_counter()
     used = tokens[: args.tokens + 1]  # the first one is only read
@@ -106,7 +127,7 @@ def show(
     torch.set_num_threads(args.threads)
     try:
         with Interruption() as stop:
-            _measure(subjects, used.to(args.device), settings, args.formats, console, begun)
+            _measure(subjects, used.to(args.device), settings, wanted, console, begun)
     except UnsupportedError as e:
         return complain(args, str(e))
     finally:
@@ -116,6 +137,9 @@ def show(
         stop.pass_on()
     seconds = time.perf_counter() - start
     _print(results, console)
+    for result in results if search or within is not None else ():
+        console.print(frontier_table(result, within))
+        console.print()
     options = {
         "tokens": len(used) - 1,
         "calibrate": args.calibrate,
@@ -134,6 +158,12 @@ def show(
     console.print(f"{seconds:.0f} s; wrote {', '.join(written)}", highlight=False, soft_wrap=True)
     stop.pass_on()
     return 0
+
+
+def _searched(subjects: Sequence[Subject], formats: Sequence[str] | None) -> list[str]:
+    """What a search tries, of the formats that were named alone."""
+    each = [[f for f in s.formats if formats is None or f in (*formats, REFERENCE)] for s in subjects]
+    return list(dict.fromkeys([*(f for own in each for f in searched(own)), *(formats or ())]))
 
 
 def _print(results: list[ModelResult], console: Console) -> None:

@@ -36,6 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=_DTYPES, default="auto",
         help="of a Hugging Face model; default: auto, its own (float32 on a CPU, and no float32 on a GPU)",
     )  # fmt: skip
+    parser.add_argument(
+        "--search", action="store_true",
+        help="try mixes too, where K and V are cached: few bits rotated, with channel scales, beside 8 bits for K, "
+        "between layers of 8 bits; of --formats if given; prints which of all are beaten by no other",
+    )  # fmt: skip
+    parser.add_argument(
+        "--within", type=_distance, metavar="KL",
+        help="name the smallest cache whose distance from the bf16 one is at most so many nats a byte or token",
+    )  # fmt: skip
     add_common(parser, "tersekv-eval")
 
 
@@ -57,6 +66,16 @@ def run(args: argparse.Namespace) -> int:
     tokens = (torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else none).to(torch.int64)
     names = tuple(RUNNERS) if args.model == BOTH else (args.model,)
     return show(args, [BuiltIn(name, args.device) for name in names], tokens, source)
+
+
+def _distance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"want a number of nats, 0 or more, got {text!r}")
+    return value
 
 
 def _mistaken(args: argparse.Namespace) -> str | None:

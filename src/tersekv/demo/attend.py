@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ..attributes import channel_scale
 from ..cache import PagedKVCache, PagedLatentCache
 from ..formats import KV_FORMATS, LATENT_FORMATS
 from ..ops.append import rope_append
@@ -21,6 +22,8 @@ from .llama import LlamaLM, cos_sin_cache
 from .models import DemoModel
 from .parts import half_split_table, rms_norm
 
+# Channel scales of K and V in each layer.
+Channels = Sequence[tuple[Tensor, ...]]
 # Dequantising scales of one layer's tensors: (k, v), or (latent row,).
 Scales = Sequence[tuple[float, ...]]
 
@@ -94,12 +97,15 @@ class PagedLlama(Paged):
     formats = tuple(KV_FORMATS)
 
     def __init__(
-        self, model: LlamaLM, format: str, num_pages: int, page_size: int, scales: Scales | None = None
-    ) -> None:
+        self, model: LlamaLM, format: str, num_pages: int, page_size: int, scales: Scales | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """options: of the cache, in place of its format."""
         c, device = model.config, model.embed.weight.device
         cache = PagedKVCache.allocate(
-            c.num_layers, num_pages, page_size, c.num_kv_heads, c.head_dim, format=format, device=device
-        )
+            c.num_layers, num_pages, page_size, c.num_kv_heads, c.head_dim, device=device,
+            **({"format": format} if options is None else options),
+        )  # fmt: skip
         if scales is not None:
             layers = [replace(x, k_scale=k, v_scale=v) for x, (k, v) in zip(cache.layers, scales, strict=True)]
             cache = PagedKVCache(layers, c.head_dim, c.head_dim)
@@ -122,6 +128,11 @@ class PagedLlama(Paged):
     def largest(self) -> list[tuple[float, ...]]:
         """Largest magnitude of K and of V in each layer of a 16-bit cache."""
         return [tuple(float(x.abs().max()) for x in (layer.k, layer.v)) for layer in self.cache.layers]
+
+    def channels(self) -> Channels:
+        """Channel scales of K and V in each layer, from the rows of a 16-bit cache."""
+        # Slots that were never written are rows of zeros: they change no channel beside another.
+        return [tuple(channel_scale(x.flatten(0, 1)) for x in (layer.k, layer.v)) for layer in self.cache.layers]
 
 
 class PagedDeepseek(Paged):

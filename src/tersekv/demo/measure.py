@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..formats import ALL_FORMATS
+from ..formats import ALL_FORMATS, KV_FORMATS
 from . import text
-from .attend import Scales
+from .attend import Channels, Scales
+from .recipe import Recipe, recipe
 from .subject import Runner, Subject
 
 REFERENCE = "bf16"
@@ -72,12 +74,19 @@ class Run:
     tokens_per_s: float
     bytes_per_token: int
     largest: list[tuple[float, ...]]  # of every layer's tensors
+    channels: Channels  # of the reference's K and V in every layer
 
 
 def formats_of(subject: Subject, wanted: Sequence[str] | None = None) -> list[str]:
     """The formats of a model's cache among the wanted ones (None: all), the reference first."""
-    chosen = [f for f in subject.formats if f != REFERENCE and (wanted is None or f in wanted)]
-    return [REFERENCE, *chosen] if chosen or wanted is None or REFERENCE in wanted else []
+    own = [f for f in subject.formats if f != REFERENCE and (wanted is None or f in wanted)]
+    others = [f for f in wanted or () if f not in subject.formats and _held(subject, recipe(f))]
+    return [REFERENCE, *own, *others] if own or others or wanted is None or REFERENCE in wanted else []
+
+
+def _held(subject: Subject, r: Recipe) -> bool:
+    """Whether the model's caches can be made so: of its own formats, and anything but one format only of K and V."""
+    return {*r.formats, *(r.ends or ())} <= {*subject.formats} <= {*KV_FORMATS}
 
 
 def windows(tokens: Tensor, context: int) -> list[Tensor]:
@@ -108,10 +117,10 @@ def measure(
     for format in formats_of(subject, formats):
         scales = None
         if settings.calibrate and reference is not None:
-            f = ALL_FORMATS[format]
-            scales = [tuple(f.fitting_scale(x) for x in layer) for layer in reference.largest]
+            scales = fitting_scales(format, reference.largest)
+        options = None if reference is None else recipe(format).options(reference.channels)
         try:
-            run = run_format(subject, format, tokens, prompt, settings, scales, tick)
+            run = run_format(subject, format, tokens, prompt, settings, scales, tick, options)
         except UnsupportedError as e:
             result.formats.append(Measured(format, unsupported=str(e)))
             if reference is None:
@@ -122,13 +131,24 @@ def measure(
     return result
 
 
+def fitting_scales(format: str, largest: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """Scales of each layer's tensors that let their largest values just fit."""
+    each = recipe(format).layers(len(largest))
+    return [
+        tuple(ALL_FORMATS[name].fitting_scale(x) for name, x in zip(names, layer, strict=False))
+        for names, layer in zip(each, largest, strict=True)
+    ]
+
+
 @torch.inference_mode()
 def run_format(
-    subject: Subject, format: str, tokens: Tensor, prompt: Tensor, settings: Settings, scales: Scales | None, tick: Tick
-) -> Run:
+    subject: Subject, format: str, tokens: Tensor, prompt: Tensor, settings: Settings, scales: Scales | None,
+    tick: Tick, options: Mapping[str, Any] | None = None,
+) -> Run:  # fmt: skip
     pieces = windows(tokens, subject.context)
     longest = max(len(pieces[0]), len(prompt) + settings.generate)
-    paged = subject.runner(format, settings.batch, longest, settings.page_size, scales)
+    more = () if options is None else (options,)
+    paged = subject.runner(format, settings.batch, longest, settings.page_size, scales, *more)
     label, largest = f"{subject.name} {format}", None
     logits: list[Tensor] = []
     for i in range(0, len(pieces), settings.batch):
@@ -138,9 +158,10 @@ def run_format(
         if format == REFERENCE:
             here = paged.largest()
             largest = here if largest is None else [_wider(a, b) for a, b in zip(largest, here, strict=True)]
+    calibrated = paged.channels() if format == REFERENCE and set(subject.formats) <= set(KV_FORMATS) else []
     sample, rate = generate(paged, prompt, settings.generate)
     tick(label, settings.generate)
-    return Run(torch.cat(logits), sample, rate, paged.bytes_per_token, largest or [])
+    return Run(torch.cat(logits), sample, rate, paged.bytes_per_token, largest or [], calibrated)
 
 
 def score(paged: Runner, inputs: dict[Hashable, Tensor], chunk: int, logits: list[Tensor]) -> Iterator[int]:

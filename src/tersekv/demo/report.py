@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..formats import KV_FORMATS
 from .measure import REFERENCE, Measured, ModelResult
 from .subject import TITLES
 
@@ -39,6 +40,37 @@ def table(result: ModelResult) -> Table:
     for m in result.formats:
         t.add_row(m.format, *_cells(m))
     return t
+
+
+def frontier(result: ModelResult) -> list[Measured]:
+    """The caches that no other one is both as small and as near as, the smallest first."""
+    known = [m for m in result.formats if m.kl is not None and m.bytes_per_token is not None]
+    found: list[Measured] = []
+    for m in sorted(known, key=lambda m: (m.bytes_per_token, m.kl)):
+        if not found or m.kl < found[-1].kl:  # type: ignore[operator]
+            found.append(m)
+    return found
+
+
+def frontier_table(result: ModelResult, within: float | None) -> RenderableType:
+    """The frontier, and the smallest cache within a distance of the reference."""
+    t = Table(
+        title=f"{_title(result)}: nothing else is as small and as near", title_justify="left", title_style="bold",
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False,
+    )  # fmt: skip
+    t.add_column("cache", no_wrap=True)
+    for head in ("bytes/token", f"KL, nats per {result.unit}", "perplexity"):
+        t.add_column(head, justify="right", no_wrap=True)
+    best = frontier(result)
+    for m in best:
+        t.add_row(m.format, str(m.bytes_per_token), "(ref.)" if m.format == REFERENCE else f"{m.kl:.1e}", _cells(m)[2])
+    if within is None:
+        return t
+    near = next((m for m in best if m.kl is not None and m.kl <= within), None)
+    if near is None:
+        return Group(t, Text(f"none is within {within:g} nats per {result.unit}", style="yellow"))
+    told = f"the smallest within {within:g} nats per {result.unit}: {near.format}, {near.bytes_per_token} bytes a token"
+    return Group(t, Text(told, style="bold"))
 
 
 def _title(result: ModelResult) -> str:
@@ -121,6 +153,9 @@ def _panel(axes: Any, result: ModelResult, colours: dict[str, str]) -> dict[str,
             x, y, "o", color=colours[name], markersize=9, markerfacecolor="white" if hollow else colours[name],
             markeredgewidth=2 if hollow else 0, clip_on=False, zorder=3,
         )  # fmt: skip
+    if len(points) > len(KV_FORMATS):  # a search: what the line leaves above it is beaten
+        steps = [points[m.format] for m in frontier(result)]
+        axes.plot(*zip(*steps, strict=True), "-", color="0.6", linewidth=1, zorder=2, drawstyle="steps-post")
     axes.set_yscale("log")
     axes.set_ylim(floor, top)
     axes.set_xlim(0, 1.25 * max((x for x, _ in points.values()), default=1.0))

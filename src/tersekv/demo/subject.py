@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import text
-from .attend import RUNNERS, Scales
+from .attend import RUNNERS, Channels, Scales
 from .models import DemoModel, load
 
 TITLES = {"llama": "Llama-style model, K/V cache", "deepseek": "DeepSeek-style model, latent (MLA) cache"}
@@ -37,6 +37,10 @@ class Runner(Protocol):
 
     def largest(self) -> list[tuple[float, ...]]:
         """Of a 16-bit cache: the largest magnitude in each of a layer's tensors, of all requests so far."""
+        ...
+
+    def channels(self) -> Channels:
+        """Of a 16-bit K/V cache: channel scales of K and V in each layer, of the requests that its pages hold."""
         ...
 
 
@@ -72,8 +76,12 @@ class Subject(Protocol):
         """Tokens that a sequence may have."""
         ...
 
-    def runner(self, format: str, requests: int, longest: int, page_size: int, scales: Scales | None) -> Runner:
-        """The model over a new cache with room for `requests` of up to `longest` tokens."""
+    def runner(
+        self, format: str, requests: int, longest: int, page_size: int, scales: Scales | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Runner:  # fmt: skip
+        """The model over a new cache with room for `requests` of up to `longest` tokens. options: of the cache, in
+        place of its format."""
         ...
 
     def prompt(self, tokens: Tensor, most: int) -> Tensor:
@@ -109,9 +117,13 @@ class BuiltIn:
     def positions(self) -> int:
         return self.model.config.max_pos
 
-    def runner(self, format: str, requests: int, longest: int, page_size: int, scales: Scales | None) -> Runner:
+    def runner(
+        self, format: str, requests: int, longest: int, page_size: int, scales: Scales | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Runner:  # fmt: skip
         make: Any = RUNNERS[self.name]
-        return make(self.model, format, requests * -(-longest // page_size), page_size, scales)
+        more = () if options is None else (options,)
+        return make(self.model, format, requests * -(-longest // page_size), page_size, scales, *more)
 
     def prompt(self, tokens: Tensor, most: int) -> Tensor:
         """Up to a blank if there is one."""

@@ -118,10 +118,11 @@ class HuggingFaceModel:
         return tokens[:most]
 
     def runner(
-        self, format: str, requests: int, longest: int, page_size: int, scales: Sequence[tuple[float, ...]] | None
-    ) -> PagedModel:
-        """The model over new caches, one for each request."""
-        options: dict[str, Any] = {"page_size": page_size, "max_tokens": longest}
+        self, format: str, requests: int, longest: int, page_size: int, scales: Sequence[tuple[float, ...]] | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> PagedModel:  # fmt: skip
+        """The model over new caches, one for each request. options: of these, in place of their format."""
+        options = {"page_size": page_size, "max_tokens": longest, **(options or {})}
         if scales is not None:
             names = ("kv_scale",) if self._latent else ("k_scale", "v_scale")
             options.update(zip(names, (list(s) for s in zip(*scales, strict=True)), strict=True))
@@ -162,6 +163,10 @@ class PagedModel:
         """Of a 16-bit cache: the largest magnitudes in each layer, of the requests that its pages last held."""
         each = [c.largest() for c in (*self._caches.values(), *self._spare)]
         return [tuple(max(sizes) for sizes in zip(*layer, strict=True)) for layer in zip(*each, strict=True)]
+
+    def channels(self) -> list[tuple[Tensor, ...]]:
+        """Of a 16-bit cache: channel scales of each layer, of the request that a cache's pages last held."""
+        return (*self._caches.values(), *self._spare)[0].channel_scales()
 
     def _fresh(self) -> TersekvCache:
         return TersekvCache(self._model.config, self._format, **self._options)
