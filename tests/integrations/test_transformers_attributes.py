@@ -41,6 +41,22 @@ def test_layers_have_formats_of_their_own_and_keep_attributes_as_they_grow():
     assert caches[0].bytes_per_token == sum(kv_bytes_per_token(f, 2, 16) for f in each)
 
 
+def test_channel_scales_come_of_the_rows_of_a_16_bit_cache():
+    model = tiny("llama")
+    cache = TersekvCache(model.config, "bf16", page_size=8)
+    logits(model, cache)
+    k, v = cache.channel_scales()[1]
+    rows = cache.paged[1].store.cache[0].k.float().square().sum((0, 1)).sqrt()
+    torch.testing.assert_close(k, rows / rows.mean(-1, keepdim=True))
+    assert v.shape == (2, 16)
+    with pytest.raises(ValueError, match="channel_scales: want a cache in bf16 or fp16, got nvfp4"):
+        TersekvCache(model.config, "nvfp4").channel_scales()
+    latents = TersekvCache(tiny("deepseek_v3").config, "bf16")
+    logits(tiny("deepseek_v3"), latents)
+    with pytest.raises(ValueError, match="channel_scales: want a cache of K and V, got one of latents"):
+        latents.channel_scales()
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ({"format": PAIR}, "format: want one and no attributes for a model that caches latents, got format="),
     ({"rotation": "hadamard"}, "format: want one and no attributes for a model that caches latents, got rotation"),

@@ -118,7 +118,7 @@ def measure(
         scales = None
         if settings.calibrate and reference is not None:
             scales = fitting_scales(format, reference.largest)
-        options = None if reference is None else recipe(format).options(reference.channels)
+        options: Mapping[str, Any] | None = None if reference is None else recipe(format).options(reference.channels)
         try:
             run = run_format(subject, format, tokens, prompt, settings, scales, tick, options)
         except UnsupportedError as e:

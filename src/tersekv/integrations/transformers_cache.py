@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..attributes import channel_scale
 from ..counts import positive, whole
 from ..errors import UnsupportedError
 from ..formats import ALL_FORMATS, KV_FORMATS
@@ -368,16 +367,15 @@ class TersekvCache(Cache):
             raise ValueError(f"largest: want a cache in {' or '.join(HALF)}, got {self.format}")
         return [layer.store.largest() for layer in self.paged if layer.store is not None]
 
-    def channel_scales(self) -> list[tuple[Tensor, Tensor]]:
+    def channel_scales(self) -> list[tuple[Tensor, ...]]:
         """Of a 16-bit cache: K's and V's channel scales [H, D], [H, Dv] of each layer, from the rows that it holds.
 
         Raises ValueError for other formats, and for a cache of latents.
         """
         stores = [layer.store for layer in self.paged if layer.store is not None]
-        if not all(entry in HALF for entry in self.formats) or not all(isinstance(s, KVStore) for s in stores):
-            raise ValueError(f"channel_scales: want K and V in {' or '.join(HALF)}, got {self.format}")
-        # Slots that were never written are rows of zeros: they change no channel beside another.
-        return [(channel_scale(s.cache[0].k.flatten(0, 1)), channel_scale(s.cache[0].v.flatten(0, 1))) for s in stores]
+        if not all(entry in HALF for entry in self.formats):
+            raise ValueError(f"channel_scales: want a cache in {' or '.join(HALF)}, got {self.format}")
+        return [store.channel_scales() for store in stores]
 
 
 def layer_windows(config: Any) -> list[int | None]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ..attributes import channel_scale
 from ..cache import PagedKVCache, PagedLatentCache
 from ..errors import UnsupportedError
 from ..layers import Formats, PagedKVLayer, PagedLatentLayer
@@ -73,6 +74,11 @@ class KVStore:
         """Largest magnitude of K and of V in a 16-bit cache."""
         return tuple(float(x.abs().max()) for x in (self.cache[0].k, self.cache[0].v))
 
+    def channel_scales(self) -> tuple[Tensor, ...]:
+        """Of K and of V in a 16-bit cache."""
+        # Slots that were never written are rows of zeros: they change no channel beside another.
+        return tuple(channel_scale(x.flatten(0, 1)) for x in (self.cache[0].k, self.cache[0].v))
+
 
 class LatentStore:
     """Latent rows of one MLA layer: L latent and R rotary numbers a token, shared by all heads."""
@@ -105,6 +111,10 @@ class LatentStore:
             softmax_scale=rules.softmax_scale, cu_seqlens_q=piece.cu_seqlens_q, max_q_len=piece.max_q_len,
         )  # fmt: skip
         return torch.bmm(cast(Tensor, out).transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+
+    def channel_scales(self) -> tuple[Tensor, ...]:
+        """Refused."""
+        raise ValueError("channel_scales: want a cache of K and V, got one of latents")
 
     def grow(self, num_pages: int) -> None:
         """The same rows in more pages."""
