@@ -85,7 +85,7 @@ def test_enough_examples_run():
     for stem in ("README", "index", "concepts", "operations", "scales", "context_parallel", "migration"):
         assert pages[stem], stem
     named = "\n".join(pages["operations"])
-    for op in ("append", "rope_append", "decode", "mla_append", "mla_decode", "mla_prefill", "merge_states"):
+    for op in ("append", "rope_append", "decode", "prefill", "mla_append", "mla_decode", "mla_prefill", "merge_states"):
         assert f"tersekv.{op}(" in named, op
 
 

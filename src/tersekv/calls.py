@@ -189,7 +189,8 @@ class PrefillCall(NamedTuple):
 
     @property
     def mask(self) -> None:
-        """No field: always causal."""
+        """No field: rows are causal."""
+        return None
 
 
 class MLADecodeCall(NamedTuple):

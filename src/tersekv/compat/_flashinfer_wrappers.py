@@ -215,7 +215,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         if len(args) not in (0, 3):
             raise ValueError(f"args: want no scales, or those of q, K and V, got {len(args)}")
         for name, scale in zip(scales, args, strict=False):
-            scales[name] = scale if scales[name] is None else _times(scales[name], scale)
+            named = scales[name]
+            scales[name] = scale if named is None else _times(named, scale)
         return self._run(q, paged_kv_cache, scales, out, lse, return_lse, window_left, sinks, kv_cache_sf)
 
     def run_return_lse(self, *args: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
