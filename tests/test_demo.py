@@ -135,8 +135,8 @@ def test_calibration_sets_the_scales_so_that_the_largest_value_just_fits(name, h
     seen = {}
     original = tool.run_format
 
-    def spy(subject, format, tokens, prompt, settings, scales, tick):
-        run = original(subject, format, tokens, prompt, settings, scales, tick)
+    def spy(subject, format, tokens, prompt, settings, scales, tick, options):
+        run = original(subject, format, tokens, prompt, settings, scales, tick, options)
         seen[format] = (scales, run.largest)
         return run
 
