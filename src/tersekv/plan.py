@@ -128,14 +128,16 @@ def why_not(f: SimpleNamespace, backend: str) -> str | None:
         return reason
     module = _module(backend, f.op)
     assert module is not None
-    return lacking(f, module) or module.why_not(f)
+    return refusal(f, module)
 
 
-def lacking(f: SimpleNamespace, module: ModuleType) -> str | None:
-    """The first that the cache has and an operation's file does not say it takes: kernels would overlook it."""
-    if isinstance(module, _Absent):
-        return None
-    return next((f"takes no {x} yet" for x in attributes.wanted(f) if x not in getattr(module, "TAKES", ())), None)
+def refusal(f: SimpleNamespace, module: Any) -> str | None:
+    """Why an operation's file of a backend cannot run a call: its `why_not`, and before that what the cache has and the
+    file does not say it takes, which its kernels would overlook."""
+    lacking = [x for x in attributes.wanted(f) if x not in getattr(module, "TAKES", ())]
+    if lacking and not isinstance(module, _Absent):
+        return f"takes no {lacking[0]} yet"
+    return module.why_not(f)
 
 
 def broken(f: SimpleNamespace, backend: str) -> str | None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from against_oracle import taken
 
 from tersekv import plan
 from tersekv.backends.host import launch
@@ -19,6 +20,7 @@ from tersekv.testing.memory import as_bytes, moved
 CASES = [c for c in cases(("decode",), ("fp8_per_token_head", "nvfp4")) if c.name != "fp32 spread"]
 CASES += [c for c in cases(("decode",), ("bf16", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head")) if c.name == "plain"]
 CASES += [c for c in cases(("decode",), ("fp8_e4m3",)) if "tensor" in c.name or "query" in c.name]
+CASES = [c for c in CASES if taken(c)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)

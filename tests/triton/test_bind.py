@@ -47,7 +47,7 @@ def prepared(call, op: str, backend: str):
     f = plan.facts(op, call, 90)
     checks.facts(f)
     module = plan._module(backend, op)
-    return (module, module.configure(f)) if (plan.lacking(f, module) or module.why_not(f)) is None else None
+    return (module, module.configure(f)) if plan.refusal(f, module) is None else None
 
 
 def assert_bound_as_run(op: str, backend: str, launched: list) -> None:

@@ -47,7 +47,7 @@ def launches(backend: str) -> Any:
             f = plan.facts(op, call, 90)
             checks.facts(f)
             module = plan._module(backend, op)
-            if module is not None and (plan.lacking(f, module) or module.why_not(f)) is None:
+            if module is not None and plan.refusal(f, module) is None:
                 yield module, call, module.configure(f)
 
 
