@@ -76,12 +76,14 @@ def test_the_prefill_of_max_takes_a_buffer_of_any_size(rows):
 # Rooms that decide whether a call is right, and where they ask for the device all the same: file, function, why.
 ASKS = {
     ("cache.py", "_fitting"): "a scale lies on the kind of device that the cache lies on",
+    ("cache.py", "_channel_scales"): "as a scale",
     ("compat/_flashinfer_views.py", "_one"): "a constant is kept for each stream",
     ("compat/_max_branches.py", "check_variant"): "`target` names the device",
     ("failures.py", "_chip"): "the words of an error",
     ("integrations/transformers_cache.py", "_one_dtype"): "autocast has a dtype for each device",
     ("integrations/transformers_eval.py", "_dtype"): "the dtype that an evaluation runs in",
     ("integrations/transformers_store.py", "absorbed_weights"): "autocast has a dtype for each device",
+    ("integrations/vllm_attention.py", "supports_dtype"): "float32 queries are taken on CPUs alone (README, Limits)",
     ("ops/exchange.py", "_sum_and_scatter"): "the process group's backend for the device",
     ("ops/warm_up.py", "warm_up"): "waits for the device's clock",
     ("plan.py", "_arch"): "the chip",
@@ -170,7 +172,7 @@ def test_what_gpus_refuse_and_a_cpu_takes_is_among_the_limits(call, words, limit
 def test_the_portable_kernels_refuse_nothing_else():
     """Each reason that a `why_not` of the Triton backend gives is tried above, or is about the machine."""
     said = set()
-    for path in (PACKAGE / "backends" / "triton").glob("*.py"):
+    for path in [*(PACKAGE / "backends" / "triton").rglob("*.py"), *(PACKAGE / "backends" / "host").glob("*.py")]:
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef) and function.name == "why_not":
                 said |= {ast.unparse(r.value) for r in ast.walk(function) if isinstance(r, ast.Return) and r.value}

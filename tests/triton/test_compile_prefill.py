@@ -75,7 +75,7 @@ def test_other_numbers_of_rows_and_requests_compile_nothing_new():
     found = set()
     for rows in (4096, 5001, 1 << 15):
         call = call_of("fp8_e4m3", rows=rows)
-        kernel = prefill.configure(facts("prefill", call, arch=90)).kernel
-        found.add((kernel.launch.fn, kernel.arguments[-1]))
+        kernel = prefill.configure(facts("prefill", call, arch=90)).launches.templates[0]
+        found.add((kernel.launch.fn, kernel.arguments["c"]))
     assert len({(fn, tuple(c.items())) for fn, c in found}) == 1
     assert {p.name for p in prefill.prefill_kernel.params if p.do_not_specialize} == {"B", "T"}
