@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tersekv.backends.torch import quantize
-from tersekv.backends.triton.parts.quant import encode_e2m1, encode_fp8, encode_int8, reciprocal
+from tersekv.backends.triton.parts.quant import encode_e2m1, encode_fp8, encode_int4, encode_int8, reciprocal
 
 N = 65536
 
@@ -30,6 +30,12 @@ def int8_kernel(p_x, p_y, N: tl.constexpr):
 def e2m1_kernel(p_x, p_y, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(p_y + i, encode_e2m1(tl.load(p_x + i)).to(tl.uint8))
+
+
+@triton.jit
+def int4_kernel(p_x, p_y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(p_y + i, encode_int4(tl.load(p_x + i)).to(tl.uint8))
 
 
 @triton.jit
@@ -87,6 +93,13 @@ def test_e2m1_codes_round_to_nearest_even_and_saturate():
         got = torch.empty(N, dtype=torch.uint8)
         e2m1_kernel[(1,)](x, got, N)
         assert torch.equal(got, quantize.encode_e2m1(x))
+
+
+def test_int4_codes_add_a_half_and_cut_off():
+    for x in (all_bf16(), random_bits(), around(torch.arange(0, 40) / 2 - 2)):
+        got = torch.empty(N, dtype=torch.uint8)
+        int4_kernel[(1,)](x, got, N)
+        assert torch.equal(got, quantize._round_int4(x).to(torch.uint8))
 
 
 def test_reciprocals_are_rounded_correctly():

@@ -21,6 +21,7 @@ CASES = [
     "bf16/plain", "bf16/new rows window sinks hnd packed", "bf16/more new rows than tokens", "fp16/new rows e4m3 query",
     "fp8_e4m3/a scale per head", "fp8_e5m2/window softcap fp16 pages of 3", "int8_per_token_head/new rows",
     "fp8_per_token_head/new rows window sinks hnd packed", "nvfp4/new rows", "nvfp4/window softcap fp16 pages of 3",
+    "int4_per_token_head/new rows window sinks hnd packed", "int4_per_token_head/window softcap fp16 pages of 3",
 ]  # fmt: skip
 
 

@@ -9,9 +9,16 @@ from tersekv.testing.cases import cases
 
 APPENDS = list(cases(("append", "rope_append", "mla_append", "merge_states"), quick=True))
 CODES = [c for c in cases(("append", "mla_append"), ("fp8_e4m3", "fp8_e5m2")) if c.name.startswith("codes")]
+INT4 = [c for c in cases(("append", "rope_append", "decode"), ("int4_per_token_head",)) if c.name in (
+    "nan and inf", "ranges as they are", "partial interleaved", "no query", "8 drafts tree",
+    "drafts tree mask", "D 72 Dv 72 G 5 pages of 3",
+)]  # fmt: skip
 DECODES = [
     c
-    for op, formats in (("decode", ("bf16", "fp8_per_token_head", "nvfp4")), ("mla_decode", ("bf16", "fp8_ds_mla")))
+    for op, formats in (
+        ("decode", ("bf16", "fp8_per_token_head", "nvfp4", "int4_per_token_head")),
+        ("mla_decode", ("bf16", "fp8_ds_mla")),
+    )
     for c in cases((op,), formats)
     if c.name == "plain"
 ]
@@ -19,7 +26,7 @@ TAILS = [c for c in cases(("append", "decode"), ("int8_per_token_head", "nvfp4")
 PREFILLS = [c for c in cases(("mla_prefill",), ("bf16", "fp8_ds_mla")) if c.name == "one token"]
 
 
-@pytest.mark.parametrize("case", [*APPENDS, *CODES, *DECODES, *TAILS, *PREFILLS], ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [*APPENDS, *CODES, *INT4, *DECODES, *TAILS, *PREFILLS], ids=lambda c: c.id)
 def test_case(case):
     result = verify.run(case, "cpu", "triton")
     assert result.status == verify.PASSED, result.message

@@ -37,7 +37,14 @@ def compiled(call: DecodeCall, arch: int | str) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("fmt", "max_pages"),
-    [("fp8_e4m3", 128), ("fp8_e4m3", 16), ("fp8_per_token_head", 128), ("int8_per_token_head", 128), ("bf16", 128)],
+    [
+        ("fp8_e4m3", 128),
+        ("fp8_e4m3", 16),
+        ("fp8_per_token_head", 128),
+        ("int8_per_token_head", 128),
+        ("bf16", 128),
+        ("int4_per_token_head", 128),
+    ],
 )
 def test_tuned_for_hopper(fmt, max_pages):
     """No spills, warpgroup products, tensor copies that run ahead of the loop in at least two buffers."""
@@ -76,6 +83,10 @@ def test_many_wide_rows_fit_the_shared_memory(fmt, dtype, arch):
         ("nvfp4", 80, 64),
         ("fp8_per_token_head", 89, 16),
         ("nvfp4", 90, 64),
+        ("int4_per_token_head", 80, 16),
+        ("int4_per_token_head", 89, 64),
+        ("int4_per_token_head", 120, 64),
+        ("int4_per_token_head", "gfx942", 64),
         ("int8_per_token_head", 100, 64),
         ("fp8_e4m3", 120, 64),
         ("bf16", 89, 64),
@@ -111,6 +122,15 @@ def test_8_bit_codes_become_fp16_by_the_pair():
     assert "LDSM.16.MT88" in sass
     assert "F2FP.F16.E4M3.UNPACK_B" in sass
     assert "LDS.U8" not in sass
+
+
+def test_nibbles_become_fp16_by_logic_and_one_multiply_add():
+    """No integer is converted, and no zero point is subtracted from a value: 8 codes a register take 9 instructions."""
+    split, _ = compiled(call_of("int4_per_token_head"), 90)
+    ptx = split["ptx"]
+    assert "lop3.b32" in ptx
+    assert len(re.findall(r"fma\.rn\.f16x2", ptx)) == len(re.findall(r"sub\.f16x2", ptx)) > 0
+    assert not re.search(r"cvt\.rn\.f16\.[su]\d+", ptx)
 
 
 def test_a_changing_bound_on_ragged_rows_compiles_nothing_new():

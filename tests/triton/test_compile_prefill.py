@@ -39,7 +39,7 @@ def compiled(call: PrefillCall, arch: int | str) -> dict:
     return kernel
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "int8_per_token_head", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "int8_per_token_head", "nvfp4", "int4_per_token_head"])
 def test_for_hopper(fmt):
     """Warpgroup products, no spills, keys and values copied ahead of the loop that takes whole tiles."""
     kernel = compiled(call_of(fmt), 90)
@@ -52,6 +52,7 @@ def test_for_hopper(fmt):
     ("arch", "fmt", "options"),
     [
         (80, "fp8_e4m3", {"page": 16}),
+        (80, "int4_per_token_head", {"new": True}),
         (80, "bf16", {"d": 192, "dv": 128, "new": True}),
         (100, "int8_per_token_head", {"new": True, "window": 100}),
         (120, "nvfp4", {"d": 80, "softcap": 20.0}),

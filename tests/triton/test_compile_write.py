@@ -121,6 +121,17 @@ def test_append_compiles_for_every_chip(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+def test_appends_of_int4_compile_for_every_chip(arch):
+    fmt = "int4_per_token_head"
+    append = append_call(fmt)
+    calls = (("append", append), ("append", append._replace(widen=False)), ("rope_append", rope_call(fmt)))
+    for op, call in calls:
+        kernel = compiled(op, call, arch)
+        assert_fits(kernel)
+        assert_rounds_as_written(kernel)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])
 def test_appends_of_codes_copy_them_on_every_chip(arch, fmt):
     dtype = KV_FORMATS[fmt].storage

@@ -87,8 +87,13 @@ def most_rows(fmt: str, total: int) -> int:
 
 
 def columns(dim: int, fmt: str = "") -> int:
-    """Columns of a tile that holds rows of `dim` values; the formats with blocks need whole blocks."""
-    return max(launch.next_power_of_2(dim), (fmt and ALL_FORMATS[fmt].scale_block) or 1)
+    """Columns of a tile that holds rows of `dim` values; of some formats whole blocks or bytes."""
+    return max(launch.next_power_of_2(dim), step(fmt) if fmt else 1)
+
+
+def step(fmt: str) -> int:
+    """Values of a row that are stored together: a block's, or a byte's."""
+    return ALL_FORMATS[fmt].scale_block or ALL_FORMATS[fmt].values_per_element
 
 
 @dataclass(frozen=True)
@@ -97,10 +102,11 @@ class Stored(Record):
 
     CODE: str  # KVFormat.code
     SCALE: str  # what a scale belongs to
+    WIDEN: bool  # the ranges of int4 rows are widened to hold 0
 
 
-def stored(fmt: str) -> Stored:
-    return Stored(ALL_FORMATS[fmt].code, ALL_FORMATS[fmt].scale)
+def stored(fmt: str, widen: bool = True) -> Stored:
+    return Stored(ALL_FORMATS[fmt].code, ALL_FORMATS[fmt].scale, widen)
 
 
 def program_elements(total: int, most: int = MOST) -> int:

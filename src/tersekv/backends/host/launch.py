@@ -23,7 +23,7 @@ _log = logging.getLogger("tersekv")
 # What kernels branch on: codes and what their scales belong to.
 _KNOWN = {
     ("bf16", NONE), ("fp16", NONE), ("e4m3", TENSOR), ("e5m2", TENSOR), ("e4m3", TOKEN_HEAD), ("int8", TOKEN_HEAD),
-    ("e2m1", BLOCK), ("e4m3", GROUP),
+    ("int4", TOKEN_HEAD), ("e2m1", BLOCK), ("e4m3", GROUP),
 }  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def configure(f: SimpleNamespace) -> Launches:
         "strides_k_scales": blocks.scale_strides(f.k_scale_cache),
         "strides_v_scales": blocks.scale_strides(f.v_scale_cache),
         "tokens": tokens, "k_end": k_end, "H": heads, "DK": dk, "DV": dv, "CK": ck, "CV": cv,
-        "ROWS_K": k.rows, "ROWS_V": v.rows, "PAGE": f.k_cache.shape[1], "FORMAT": blocks.stored(f.format),
+        "ROWS_K": k.rows, "ROWS_V": v.rows, "PAGE": f.k_cache.shape[1], "FORMAT": blocks.stored(f.format, f.widen),
         "K_PER_HEAD": blocks.per_head(f.k_scale_t), "V_PER_HEAD": blocks.per_head(f.v_scale_t),
         "QUANTIZES": f.scales_quantize, "NATIVE": launch.rounds_to_fp8(f), "UNIT": unit, "WORDS": words,
         "ASM": launch.has_ptx(f), "OVERLAPS": blocks.overlaps(f), "LATE": blocks.late(f, elements, blocks.SMALL),

@@ -8,8 +8,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tersekv.formats import BLOCK, kv_format
-
 from ..host import blocks, launch
 from ..host.bind import BYTES, Bound, Launches, Template, given
 from .parts.append_rows import PLACES, QUERIES, append_rows, key_rows, query_rows
@@ -80,7 +78,7 @@ def configure(f: SimpleNamespace) -> Launches:
     q_heads, q_nope = blocks.query_sizes(f)
     cr, cn = blocks.columns(r), blocks.columns(q_nope)
     ck, cv = blocks.columns(dk, f.format), blocks.columns(dv, f.format)
-    halves = not f.interleaved and r == dk and (kv_format(f.format).scale != BLOCK or r % 32 == 0)
+    halves = not f.interleaved and r == dk and r % (2 * blocks.step(f.format)) == 0
     total = tokens * (heads * (ck + cv) + q_heads * (r + q_nope))
     elements, warps = blocks.rotated(total, f.format)
     k = blocks.Part(tokens, heads, ck, min(elements, blocks.most_keys(f.format, halves)))

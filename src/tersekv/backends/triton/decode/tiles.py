@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..parts.pages import page_of, slots_of
-from ..parts.tiles import block_scales, e4m3_bytes_to_fp16, unpack
+from ..parts.tiles import INT4, block_scales, e4m3_bytes_to_fp16, unpack, zero_points
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -14,7 +14,8 @@ def load_query(Q, tokens, heads, m_row, sq_t, sq_h, c: tl.constexpr):
     """Query rows, transposed to PARTS tiles [words, ROWS] in the compute type, and a factor of their scores [ROWS].
 
     fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back. Of an fp16
-    query over bf16 keys (TWO), a second tile holds what rounding to bf16 takes away.
+    query over bf16 keys (TWO), a second tile holds what rounding to bf16 takes away; over int4 keys, the sums of the
+    rows [ROWS] follow.
     """
     PARTS: tl.constexpr = c.PARTS
     o_d = tl.arange(0, c.BLOCK_D)
@@ -41,6 +42,11 @@ def load_query(Q, tokens, heads, m_row, sq_t, sq_h, c: tl.constexpr):
         inverse = (tl.maximum(254 - field, 1) << 23).to(tl.float32, bitcast=True)
         for j in tl.static_range(PARTS):
             out = out + ((parts[j] * inverse[None, :]).to(tl.float16),)
+        if c.CODE == INT4:
+            total = tl.sum(out[0].to(tl.float32), 0)
+            for j in tl.static_range(1, PARTS):
+                total += tl.sum(out[j].to(tl.float32), 0)
+            out = out + (total,)
         return out, (field << 23).to(tl.float32, bitcast=True) * c.K_FACTOR
 
 
@@ -148,6 +154,8 @@ def scores(K, ks, MASK, q, scale, softcap, page, t, n, rows, r0, q0, h, sk_p, sk
             s = tl.dot(k[j], q[j], acc=s)
         if c.TWO:
             s = tl.dot(k[0], q[1], acc=s)
+        if c.CODE == INT4:
+            s -= zero_points(ks[J])[:, None] * q[PARTS][None, :]
     s *= scale[None, :]
     if c.TOKEN_SCALES:
         s *= ks[J][:, None]
@@ -172,7 +180,8 @@ def values_of(V, pages, t, n, h, sv_p, sv_s, sv_h, UNROLL: tl.constexpr, MASKED:
 
 @triton.jit
 def add_values(acc, v, vs, probs, t, n, rows, J: tl.constexpr, MASKED: tl.constexpr, c: tl.constexpr):
-    """acc += values v of tile t, transposed, times probs [TILE, ROWS]; acc: PARTS tiles [words, ROWS]."""
+    """acc += values v of tile t, transposed, times probs [TILE, ROWS]; acc: PARTS tiles [words, ROWS], and of int4 what
+    all of a row's values have too much, key by key [TILE, ROWS]."""
     PARTS: tl.constexpr = c.PARTS
     v = unpack(tl.trans(v), c)
     out = ()
@@ -185,6 +194,8 @@ def add_values(acc, v, vs, probs, t, n, rows, J: tl.constexpr, MASKED: tl.conste
         if MASKED:
             x = tl.where(live_keys(t, n, rows, c)[None, :], x, 0.0)  # a stale slot may hold NaN, and 0 × NaN is NaN
         out = out + (tl.dot(x, probs.to(x.dtype), acc=acc[j]),)
+    if c.CODE == INT4:
+        out = out + (acc[PARTS] + probs * zero_points(vs[J])[:, None],)
     return out
 
 
@@ -230,7 +241,7 @@ def take_values(V, fetched, vs, s, inverse, m, l, acc, pages, t, n, rows, h, sv_
     old = tl.exp2(m - base)
     l *= old[None, :]
     scaled = ()
-    for j in tl.static_range(PARTS):
+    for j in tl.static_range(PARTS + (c.CODE == INT4)):
         scaled = scaled + (acc[j] * old[None, :],)
     for j in tl.static_range(UNROLL):
         probs = tl.exp2(s[j] - base[None, :])
@@ -258,6 +269,8 @@ def attend(K, V, KS, VS, table, MASK, q, scale, softcap, t0, t1, n, rows, r0, q0
     acc = ()
     for _ in tl.static_range(PARTS):
         acc = acc + (tl.full([c.BLOCK_DV, c.ROWS], 0.0, tl.float32),)
+    if c.CODE == INT4:
+        acc = acc + (tl.full([c.TILE, c.ROWS], 0.0, tl.float32),)
     # Tiles [u0, u1) are seen whole by every row; the others need masks.
     u0 = t0
     if c.WINDOW > 0:
@@ -295,4 +308,10 @@ def attend(K, V, KS, VS, table, MASK, q, scale, softcap, t0, t1, n, rows, r0, q0
                                  sk_h, sm_t, 1, True, c)  # fmt: skip
         m, l, acc = take_values(V, (), vs_here, s, inverse, m, l, acc, here, t, n, rows, h, sv_p, sv_s, sv_h,
                                 1, True, False, c)  # fmt: skip
+    if c.CODE == INT4:
+        excess = tl.sum(acc[PARTS], 0)[None, :]
+        whole_values = ()
+        for j in tl.static_range(PARTS):
+            whole_values = whole_values + (acc[j] - excess,)
+        acc = whole_values
     return m, tl.sum(l, 0), acc

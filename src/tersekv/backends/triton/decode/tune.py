@@ -40,10 +40,11 @@ def tiles(f: SimpleNamespace, fmt: KVFormat) -> Tiles:
     width = max(f.q.shape[2], f.out.shape[2])
     if fmt.storage.itemsize == 2:
         t = _HALF
+    elif fmt.values_per_element > 1:
+        # Values of small pages are carried in registers: with sums of zero points beside them, one tile a step fits.
+        t = _TWO if fmt.scale != TOKEN_HEAD or page % 64 == 0 else _TWO._replace(unroll=1)
     elif fmt.scale == TOKEN_HEAD:
         t = _THREE if page % 64 == 0 else _TWO
-    elif fmt.values_per_element > 1:
-        t = _TWO
     elif page % 64:
         t = _THREE
     else:

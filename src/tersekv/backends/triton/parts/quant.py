@@ -20,6 +20,8 @@ E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 E5M2_MAX = tl.constexpr(formats.E5M2_MAX)
 E2M1_MAX = tl.constexpr(formats.E2M1_MAX)
 INT8_MAX = tl.constexpr(formats.INT8_MAX)
+INT4_MAX = tl.constexpr(formats.INT4_MAX)
+ZERO_POINT = tl.constexpr(formats.ZERO_POINT)
 NVFP4_BLOCK = tl.constexpr(formats.NVFP4_BLOCK)
 LATENT_GROUP = tl.constexpr(formats.LATENT_GROUP)
 MIN_TOKEN_HEAD_SCALE = tl.constexpr(formats.MIN_TOKEN_HEAD_SCALE)
@@ -142,6 +144,44 @@ def encode_scaled(y, INT8: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def encode_int4(u):
+    """fp32 → codes 0 to 15, int32: one half more, without the fraction; NaN: 0."""
+    u = u + 0.5
+    return tl.minimum(tl.where(u > 0, u, 0.0), INT4_MAX).to(tl.int32)
+
+
+@triton.jit
+def range_of(x, D: tl.constexpr, WIDEN: tl.constexpr):
+    """Least and largest of the first D columns of rows [ROWS, C], NaN ignored; WIDEN: and of 0."""
+    if WIDEN:
+        return tl.min(tl.where(x < 0, x, 0.0), 1), tl.max(tl.where(x > 0, x, 0.0), 1)
+    else:
+        known = (x == x) & (tl.arange(0, x.shape[1])[None, :] < D)
+        return tl.min(tl.where(known, x, float("inf")), 1), tl.max(tl.where(known, x, float("-inf")), 1)
+
+
+@triton.jit
+def int4_scales(low, high):
+    """Scale and zero point, both fp32 [ROWS], of rows with these ranges, and what is stored of them."""
+    scale = divide(high - low, INT4_MAX)
+    scale = tl.where(scale > MIN_TOKEN_HEAD_SCALE, scale, MIN_TOKEN_HEAD_SCALE)
+    zero = encode_int4(tl.div_rn(-low, scale))
+    stored = ((scale.to(tl.int32, bitcast=True) & ~ZERO_POINT) | zero).to(tl.float32, bitcast=True)
+    return scale, zero.to(tl.float32), stored
+
+
+@triton.jit
+def write_int4(p, at, x, scale, zero, written, D: tl.constexpr):
+    """Bytes of two codes each of the first D columns of rows x [ROWS, C] fp32, low nibble first."""
+    ROWS: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    y = x * reciprocal(scale)[:, None]
+    codes = encode_int4(tl.where(y == y, y, 0.0) + zero[:, None])
+    low, high = tl.split(tl.reshape(codes, [ROWS, C // 2, 2]))
+    write_codes(p, at, (low | (high << 4)).to(tl.uint8), written, D // 2)
+
+
+@triton.jit
 def write_codes(p, at, codes, written, D: tl.constexpr):
     """Columns up to D of codes [ROWS, C] at p + at, where written."""
     c = tl.arange(0, codes.shape[1])[None, :]
@@ -165,7 +205,7 @@ def store(
 ):  # fmt: skip
     """Quantise rows x [ROWS, C] fp32 and write codes at offsets `at`, stored scales at `at_scales`; all [ROWS, 1].
 
-    FORMAT: what is stored (`blocks.Stored`): CODE and SCALE
+    FORMAT: what is stored (`blocks.Stored`): CODE, SCALE and WIDEN
     """
     C: tl.constexpr = x.shape[1]
     c = tl.arange(0, C)[None, :]
@@ -183,6 +223,11 @@ def store(
         i = tl.arange(0, C // 128)[None, :]
         tl.store(p_codes + at + c, codes, mask=mask)
         tl.store(p_scales + at_scales + i, scales, mask=written & (i < D // 128))
+    elif FORMAT.CODE == "int4" and FORMAT.SCALE == TOKEN_HEAD:
+        low, high = range_of(x, D, FORMAT.WIDEN)
+        scale, zero, stored = int4_scales(low, high)
+        write_int4(p_codes, at, x, scale, zero, written, D)
+        tl.store(p_scales + at_scales, stored[:, None], mask=written)
     elif FORMAT.SCALE == TOKEN_HEAD:
         tl.static_assert(FORMAT.CODE == "int8" or FORMAT.CODE == "e4m3", "a code that has no scale of a row")
         INT8: tl.constexpr = FORMAT.CODE == "int8"
@@ -204,7 +249,14 @@ def store_halves(
     HALF: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """As `store`, for rows that come as their first and their second HALF columns, [ROWS, C / 2] each."""
-    if FORMAT.SCALE == TOKEN_HEAD:
+    if FORMAT.CODE == "int4" and FORMAT.SCALE == TOKEN_HEAD:
+        low, high = range_of(x, HALF, FORMAT.WIDEN)
+        low_y, high_y = range_of(y, HALF, FORMAT.WIDEN)
+        scale, zero, stored = int4_scales(tl.minimum(low, low_y), tl.maximum(high, high_y))
+        write_int4(p_codes, at, x, scale, zero, written, HALF)
+        write_int4(p_codes + HALF // 2, at, y, scale, zero, written, HALF)
+        tl.store(p_scales + at_scales, stored[:, None], mask=written)
+    elif FORMAT.SCALE == TOKEN_HEAD:
         tl.static_assert(FORMAT.CODE == "int8" or FORMAT.CODE == "e4m3", "a code that has no scale of a row")
         INT8: tl.constexpr = FORMAT.CODE == "int8"
         scale = token_head_scale(tl.maximum(largest(x), largest(y)), INT8)

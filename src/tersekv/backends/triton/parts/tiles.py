@@ -14,7 +14,8 @@ import triton.language as tl
 # What the kernels' constant CODE says, `KVFormat.code`; compared at compile time only.
 BF16, FP16 = tl.constexpr("bf16"), tl.constexpr("fp16")
 E4M3, E5M2, INT8 = tl.constexpr("e4m3"), tl.constexpr("e5m2"), tl.constexpr("int8")
-E2M1 = tl.constexpr("e2m1")
+E2M1, INT4 = tl.constexpr("e2m1"), tl.constexpr("int4")
+INT4_MIDDLE = tl.constexpr(8.0)  # that int4 codes are read from, so that sums of them stay small
 
 # Each takes two words in one register and gives f16x2 registers, one per part.
 E4M3_PTX = tl.constexpr(
@@ -68,6 +69,24 @@ _E2M1_PTX = tl.constexpr(
     lop3.b32 $3, $4, 0x80008000, m, 0xEA;
     }"""
 )
+# A nibble under the exponent of 1024, in its lowest bits or four higher; one subtraction frees it, or one multiply-add.
+_INT4_PTX = tl.constexpr(
+    """{
+    .reg .b32 x, bias, part, high;
+    mov.b32 bias, 0x64086408;
+    mov.b32 part, 0x2C002C00;
+    mov.b32 high, 0xD480D480;
+    lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 $1, $4, 0x00F000F0, 0x64006400, 0xEA;
+    shr.b32 x, $4, 8;
+    lop3.b32 $2, x, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 $3, x, 0x00F000F0, 0x64006400, 0xEA;
+    sub.f16x2 $0, $0, bias;
+    fma.rn.f16x2 $1, $1, part, high;
+    sub.f16x2 $2, $2, bias;
+    fma.rn.f16x2 $3, $3, part, high;
+    }"""
+)
 
 
 @triton.jit
@@ -92,15 +111,19 @@ def byte_values(byte, c: tl.constexpr):
 
 
 @triton.jit
-def nibble_values(nibble):
-    """e2m1 codes in uint16 → fp16 × 2^-14."""
-    bits = ((nibble & 0x8) << 12) | ((nibble & 0x7) << 9)
-    return bits.to(tl.uint16).to(tl.float16, bitcast=True)
+def nibble_values(nibble, c: tl.constexpr):
+    """Codes of 4 bits in uint16 → fp16; e2m1: × 2^-14, int4: − INT4_MIDDLE."""
+    if c.CODE == INT4:
+        return nibble.to(tl.int16).to(tl.float16) - INT4_MIDDLE
+    else:
+        tl.static_assert(c.CODE == E2M1, "a code that nibble_values does not know")
+        bits = ((nibble & 0x8) << 12) | ((nibble & 0x7) << 9)
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def unpack(words, c: tl.constexpr):
-    """Words [N, W] → PARTS fp16 tiles of their codes (nvfp4: × 2^-14); 16-bit formats: the tile itself."""
+    """Words [N, W] → PARTS fp16 tiles of their codes (e2m1: × 2^-14; int4: − INT4_MIDDLE); of 16 bits: the tile."""
     if c.PARTS == 1:
         tl.static_assert(c.CODE == BF16 or c.CODE == FP16, "a code that unpack does not know")
         return (words,)
@@ -111,6 +134,10 @@ def unpack(words, c: tl.constexpr):
             return tl.inline_asm_elementwise(E5M2_PTX, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
         elif c.CODE == INT8:
             return tl.inline_asm_elementwise(INT8_PTX, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
+        elif c.CODE == INT4:
+            return tl.inline_asm_elementwise(
+                _INT4_PTX, "=&r,=&r,=&r,=&r,r", [words], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
+            )
         else:
             tl.static_assert(c.CODE == E2M1, "a code that unpack does not know")
             return tl.inline_asm_elementwise(
@@ -121,12 +148,11 @@ def unpack(words, c: tl.constexpr):
         if c.PARTS == 2:
             return byte_values(w & 0xFF, c), byte_values(w >> 8, c)
         else:
-            tl.static_assert(c.CODE == E2M1, "a code that unpack does not know")
             return (
-                nibble_values(w & 15),
-                nibble_values((w >> 4) & 15),
-                nibble_values((w >> 8) & 15),
-                nibble_values(w >> 12),
+                nibble_values(w & 15, c),
+                nibble_values((w >> 4) & 15, c),
+                nibble_values((w >> 8) & 15, c),
+                nibble_values(w >> 12, c),
             )
 
 
@@ -140,3 +166,9 @@ def block_scales(scales, N: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.conste
         s = scales.to(tl.float16)
     s = tl.broadcast_to((s * 128.0)[:, :, None], [N, BLOCKS, WORDS])
     return tl.reshape(s, [N, BLOCKS * WORDS])
+
+
+@triton.jit
+def zero_points(scales):
+    """Zero points of int4 rows, as `unpack` gives codes: minus INT4_MIDDLE. scales: as they are stored, [N] fp32."""
+    return (scales.to(tl.int32, bitcast=True) & 15).to(tl.float32) - INT4_MIDDLE

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..parts.pages import page_of, slots_of
-from ..parts.tiles import block_scales, e4m3_bytes_to_fp16, unpack
+from ..parts.tiles import INT4, block_scales, e4m3_bytes_to_fp16, unpack, zero_points
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -152,6 +152,12 @@ def numbers(words, scales, BLOCK: tl.constexpr, NEW: tl.constexpr, c: tl.constex
         out = ()
         for j in tl.static_range(PARTS):
             out = out + (codes[j] * factor,)
+        return out
+    elif c.CODE == INT4:
+        codes, zero = unpack(words, c), zero_points(scales[0]).to(tl.float16)[:, None]  # differences are exact
+        out = ()
+        for j in tl.static_range(PARTS):
+            out = out + (codes[j] - zero,)
         return out
     else:
         return unpack(words, c)
