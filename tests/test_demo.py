@@ -110,7 +110,9 @@ def test_every_format_gives_finite_numbers_and_the_finer_is_closer(name, measure
     assert (found["bf16"].kl, found["bf16"].top1, found["bf16"].same) == (0.0, 1.0, QUICK.generate)
     assert 0 < found["fp16"].kl < 1e-4 < found["fp8_e4m3"].kl < found["fp8_e5m2"].kl
     if name == "llama":
-        assert found["int8_per_token_head"].kl < found["fp8_per_token_head"].kl < found["nvfp4"].kl
+        assert found["int8_per_token_head"].kl < found["fp8_per_token_head"].kl < found["int4_per_token_head"].kl
+        assert found["int4_per_token_head"].kl < found["nvfp4"].kl
+        assert found["int4_per_token_head"].kl <= 1.3e-2
     else:
         assert found["fp8_ds_mla"].kl < found["fp8_e4m3"].kl
 

@@ -40,12 +40,12 @@ def load_query(Q, tokens, heads, m_row, sq_t, sq_h, c: tl.constexpr):
     else:
         field = tl.maximum((top.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1)  # exponent of the largest magnitude
         inverse = (tl.maximum(254 - field, 1) << 23).to(tl.float32, bitcast=True)
+        total = tl.full([c.ROWS], 0.0, tl.float32)
         for j in tl.static_range(PARTS):
-            out = out + ((parts[j] * inverse[None, :]).to(tl.float16),)
+            part = (parts[j] * inverse[None, :]).to(tl.float16)
+            total += tl.sum(part.to(tl.float32), 0)
+            out = out + (part,)
         if c.CODE == INT4:
-            total = tl.sum(out[0].to(tl.float32), 0)
-            for j in tl.static_range(1, PARTS):
-                total += tl.sum(out[j].to(tl.float32), 0)
             out = out + (total,)
         return out, (field << 23).to(tl.float32, bitcast=True) * c.K_FACTOR
 
