@@ -89,6 +89,7 @@ CASES = [
     Case("window-hnd-inline", window=21, scales="inline", layout="HND", format="int8_per_token_head"),
     Case("softcap-and-scales", softcap=3.0, scale=True, sinks=True),
     *[Case(f, format=f, drafts=2) for f in ("fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "nvfp4")],
+    Case("int4_per_token_head", format="int4_per_token_head", drafts=2),
     Case("wire-bf16", wire=torch.bfloat16, dtype=torch.bfloat16, tolerance=3e-3),
     Case("wire-fp16", wire=torch.float16, tolerance=6e-4),
     *[Case(f"mla-{x}", kv=False, exchange=x, kv_heads=1) for x in BOTH],
