@@ -115,6 +115,16 @@ def test_many_rows_attend_like_the_oracle_and_fp32_shows_no_rounding(native):
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("format", [f for f in KV_FORMATS if f != "fp16"])
+def test_few_rows_are_right_in_every_number_of_rows_and_columns(format, native):
+    for rows, dim, length in ((1, 16, 1), (2, 48, 67), (3, 80, 129), (5, 192, 63), (8, 112, 200)):
+        case = kv_case(format, [length], heads=2, head_dim=dim)
+        q = torch.randn(1, 2 * rows, dim).to(BF)
+        got = tersekv.decode(q, case.layer, case.page_table, case.seq_lens, backend="cpu").double()
+        want, _ = attention(case, q, backend="torch")
+        assert (got - want).norm() < 3e-3 * want.norm(), (rows, dim)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BF])
 def test_a_nan_that_a_draft_does_not_see_does_not_reach_it(dtype, native):
     case = kv_case("bf16", [70], heads=1)

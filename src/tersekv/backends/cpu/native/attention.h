@@ -2,12 +2,13 @@
 #pragma once
 
 #include "softmax.h"
-#include "tile_pairs.h"
+#include "few.h"
 #include "turn.h"
 
 namespace {
 
 constexpr int64_t MOST_ROWS = 64;  // query rows of a KV head that are attended together
+constexpr int64_t MOST_FEW = 8;    // … by `few.h`
 
 // What one thread does at once: rows [row, row + rows) of a request's drafts × group, on KV heads [head, head + heads),
 // over the keys [begin, end).
@@ -33,26 +34,30 @@ struct Request {
 // The sizes of an item's tiles, in units of four bytes, and its memory. They depend on the call alone.
 template <class Unit>
 struct Tiles {
+    bool few;  // rows: of `few.h`
     int64_t query_units, value_columns, value_stride, state_stride, key_factors, value_factors;
     uint32_t *queries, *keys, *values, *weights;
     float *scores, *factors, *query_sums, *shifts;
     State own;
 
-    static int64_t groups(const Matrix& m) { return m.width ? m.columns / m.width : 0; }
+    // Factors of a row; few rows meet those of e2m1 in the codes.
+    int64_t groups(const Matrix& m) const { return m.width && !(few && m.dtype == E2M1) ? m.columns / m.width : 0; }
 
-    explicit Tiles(const Attention& c) : query_units(0), key_factors(0) {
+    Tiles(const Attention& c, bool few_rows) : few(few_rows), query_units(0), key_factors(0) {
+        int64_t step = few ? 64 : 16;
         for (int64_t i = 0; i < c.num_keys; i++) {
-            query_units += c.keys[i].columns / Unit::VALUES;
+            query_units += (few ? up(c.keys[i].columns, step) : c.keys[i].columns) / Unit::VALUES;
             key_factors = groups(c.keys[i]) > key_factors ? groups(c.keys[i]) : key_factors;
         }
-        value_columns = c.values.columns;
-        value_stride = up(value_columns, 16);
+        value_stride = up(c.values.columns, step);
+        value_columns = few ? value_stride : c.values.columns;
         value_factors = groups(c.values);
         state_stride = value_stride + up(value_factors > 1 ? value_factors : 1, 16);
     }
 
-    // Lays everything out in `memory`, if there is any; returns the bytes it takes. `most`: rows of an item, all heads counted.
-    size_t lay_out(char* memory, int64_t most) {
+    // Lays everything out in `memory`, if there is any; returns the bytes it takes. An item has `heads` of `rows` each.
+    size_t lay_out(char* memory, int64_t heads, int64_t rows) {
+        int64_t most = heads * (few ? MOST_FEW : rows);
         size_t p = 0;
         auto take = [&p, memory](int64_t units) {
             size_t start = p;
@@ -77,11 +82,6 @@ struct Tiles {
 inline float number(const Scale& s, Addresses at, int64_t head) {
     return s.tensor < 0 ? static_cast<float>(s.value) : load<float>(at[s.tensor] + 4 * head * s.stride);
 }
-
-inline uint32_t unit_of(Floats, const float* x) { return bits(x[0]); }
-#if HAS_PAIRS
-inline uint32_t unit_of(Pairs, const float* x) { return bits(x[0]) >> 16 | (bits(x[1]) & 0xFFFF0000); }
-#endif
 
 // Row `row` of the queries, as units. In pairs it is exact: they are for queries of at most 8 significant bits. Returns
 // their sum.
@@ -170,17 +170,13 @@ struct Attend {
     int64_t offset[2][READS][TILE];
     Ahead ahead[READS];
 
-    Attend(const Attention& call, Addresses addresses) : c(call), at(addresses), tiles(call) {}
+    Attend(const Attention& call, Addresses addresses, bool few) : c(call), at(addresses), tiles(call, few) {}
 
     // Attends the rows of an item; `state` is that of all its rows, head by head.
     void run(const Item& item, const Request& request, const State& state) {
         Sight sight = sight_of(request);
-        int64_t units = tiles.query_units, all_rows = item.heads * item.rows;
-        for (int64_t h = 0; h < item.heads; h++)
-            for (int64_t m = 0; m < item.rows; m++) {
-                int64_t r = item.row + m, head = (item.head + h) * c.group + r % c.group, i = h * item.rows + m;
-                tiles.query_sums[i] = pack_query<Unit>(c, at, request.row + r / c.group, head, tiles.queries + i * units);
-            }
+        int64_t all_rows = item.heads * item.rows;
+        for (int64_t h = 0; h < item.heads; h++) pack_queries(item, request, h);
         memset(state.values, 0, all_rows * state.stride * sizeof(float));
         for (int64_t i = 0; i < all_rows; i++) state.running[i] = {NEGATIVE_INFINITY, 0.0f};
         int64_t which = 0;
@@ -194,6 +190,7 @@ struct Attend {
                 step(item, sight, k, now, h, part);
             }
         }
+        for (int64_t i = 0; i < all_rows; i++) settle(item.head + i / item.rows, state.values + i * state.stride);
     }
 
     Sight sight_of(const Request& r) const {
@@ -202,6 +199,18 @@ struct Attend {
     }
 
 private:
+    // Weighted values of a KV head as they are meant: with what int4 lacks, in the order of columns, turned back.
+    void settle(int64_t head, float* row) const {
+        if (c.values.dtype == INT4) {
+            float& lacks = row[tiles.value_stride + 1];
+            for (int64_t j = 0; j < tiles.value_stride; j += W) store(row + j, load<VecF>(row + j) + lacks);
+            lacks = 0.0f;
+        }
+        if constexpr (Unit::VALUES == 2)
+            if (tiles.few) columns_of_few(Unit(), c.values.dtype, c.values.columns, row);
+        turn_back(c.value_turn, at, head, row, c.values.columns);
+    }
+
     static int64_t tile_at(const Item& item, int64_t k) {
         int64_t left = item.end - k;
         return left < 0 ? 0 : left < TILE ? left : TILE;
@@ -212,6 +221,26 @@ private:
         int64_t count, next, which;
         Ahead* ahead;
     };
+
+    void pack_queries(const Item& item, const Request& request, int64_t h) {
+        uint32_t* out = queries_of(item, h);
+        if (tiles.few) memset(out, 0, MOST_FEW * tiles.query_units * 4);
+        for (int64_t m = 0; m < item.rows; m++) {
+            int64_t r = item.row + m, row = request.row + r / c.group, head = (item.head + h) * c.group + r % c.group;
+            float& sum = tiles.query_sums[h * item.rows + m];
+            if (!tiles.few) {
+                sum = pack_query<Unit>(c, at, row, head, out + m * tiles.query_units);
+            } else if constexpr (Unit::VALUES == 2) {
+                const Place& q = c.keys[0].query;
+                sum = query_of_few(Unit(), at[q.tensor] + row * q.strides[0] + head * q.strides[1], c.query_dtype,
+                                   c.keys[0].columns, c.keys[0].dtype, out + m * tiles.query_units);
+            }
+        }
+    }
+
+    uint32_t* queries_of(const Item& item, int64_t h) const {
+        return tiles.queries + h * (tiles.few ? MOST_FEW : item.rows) * tiles.query_units;
+    }
 
     void locate(const Item& item, int64_t k, int64_t which) {
         const char* table = at[c.page_table.tensor] + item.request * c.page_table.stride;
@@ -259,7 +288,7 @@ private:
 
     void step(const Item& item, const Sight& sight, int64_t k, const Now& now, int64_t h, const State& state) {
         int64_t head = item.head + h, count = now.count, padded = up(count, W);
-        score(item, head, h, now);
+        tiles.few ? score_few(item, head, h, now) : score(item, head, h, now);
         int64_t first = item.row / c.group, last = (item.row + item.rows - 1) / c.group;
         bool whole = sight.whole(first, last, k, k + count);
         float factor = number(c.softmax_scale, at, 0) * number(c.k_scale, at, head);
@@ -283,7 +312,7 @@ private:
     // scores [rows, TILE] of a tile, without the scales of the tensor.
     void score(const Item& item, int64_t head, int64_t h, const Now& now) {
         Operands o = {};
-        o.a = tiles.queries + h * item.rows * tiles.query_units;
+        o.a = queries_of(item, h);
         o.a_stride = tiles.query_units;
         o.b_stride = TILE, o.c = tiles.scores, o.c_stride = TILE;
         for (int64_t i = 0; i < c.num_keys; i++) {
@@ -297,6 +326,23 @@ private:
                 o.factor = m.width ? tiles.factors + g * TILE : nullptr;
                 multiply<Unit>(o, item.rows, up(now.count, W));
             }
+            if (m.dtype == INT4) lift(item.rows, tiles.query_sums + h * item.rows, up(now.count, W));
+        }
+    }
+
+    void score_few(const Item& item, int64_t head, int64_t h, const Now& now) {
+        if constexpr (Unit::VALUES == 2) {
+            const Matrix& m = c.keys[0];
+            Rows factors = m.width ? rows_of(KEY_FACTORS, head, now) : Rows{};
+            scores_of_few(Unit(), m.dtype, rows_of(KEYS, head, now), factors, m.columns, queries_of(item, h),
+                          item.rows, tiles.scores);
+            if (!tiles.groups(m)) return;
+            read_factors(m.factor_dtype, factors, 1, tiles.factors);
+            for (int64_t r = 0; r < item.rows; r++)
+                for (int64_t t = 0; t < up(now.count, W); t += W) {
+                    float* s = tiles.scores + r * TILE + t;
+                    store(s, load<VecF>(s) * load<VecF>(tiles.factors + t));
+                }
             if (m.dtype == INT4) lift(item.rows, tiles.query_sums + h * item.rows, up(now.count, W));
         }
     }
@@ -315,9 +361,11 @@ private:
     void weigh(const Item& item, int64_t head, const Now& now, bool whole, const State& state) {
         const Matrix& m = c.values;
         int64_t count = now.count, padded = up(count, W);
-        pack_values(Unit(), m.dtype, rows_of(VALUES, head, now), m.columns, tiles.values, tiles.value_stride);
-        int64_t groups = m.width ? m.columns / m.width : 1, columns = m.columns / groups;
-        if (m.width) read_factors(m.factor_dtype, rows_of(VALUE_FACTORS, head, now), groups, tiles.factors);
+        Rows rows = rows_of(VALUES, head, now), by = m.width ? rows_of(VALUE_FACTORS, head, now) : Rows{};
+        bool straight = tiles.few && whole;
+        if (!straight) pack(rows, by);
+        int64_t factored = tiles.groups(m), groups = factored ? factored : 1, columns = tiles.value_columns / groups;
+        if (factored) read_factors(m.factor_dtype, by, groups, tiles.factors);
         if (m.dtype == INT4) {
             shifts_of(tiles.factors, padded, tiles.shifts);
             for (int64_t r = 0; r < item.rows; r++) {
@@ -333,7 +381,7 @@ private:
         o.depth = (count + Unit::VALUES - 1) / Unit::VALUES;
         o.add = true;
         for (int64_t g = 0; g < groups; g++) {
-            const float* factors = m.width ? tiles.factors + g * TILE : nullptr;
+            const float* factors = factored ? tiles.factors + g * TILE : nullptr;
             if (!finite) {
                 weigh_seen(item.rows, count, factors, g, columns, state);
                 continue;
@@ -344,12 +392,24 @@ private:
                                       sums_of(state, r)[g]);
             o.b = tiles.values + g * columns;
             o.c = state.values + g * columns;
-            multiply<Unit>(o, item.rows, groups == 1 ? up(columns, W) : columns);
+            auto add = [&] {
+                if (!straight) return multiply<Unit>(o, item.rows, groups == 1 ? up(columns, W) : columns);
+                if constexpr (Unit::VALUES == 2)
+                    values_of_few(Unit(), m.dtype, rows, by, m.columns, tiles.weights, item.rows, o.c, o.c_stride);
+            };
+            add();
             if (!shows) continue;
             for (int64_t r = 0; r < item.rows; r++)
                 pack_rest(Unit(), tiles.scores + r * TILE, factors, padded, tiles.weights + r * o.a_stride);
-            multiply<Unit>(o, item.rows, groups == 1 ? up(columns, W) : columns);
+            add();
         }
+    }
+
+    void pack(const Rows& rows, const Rows& factors) {
+        const Matrix& m = c.values;
+        if (!tiles.few) return pack_values(Unit(), m.dtype, rows, m.columns, tiles.values, tiles.value_stride);
+        if constexpr (Unit::VALUES == 2)
+            pairs_of_few(Unit(), m.dtype, rows, factors, m.columns, tiles.values, tiles.value_stride);
     }
 
     float* sums_of(const State& state, int64_t row) const { return state.values + row * state.stride + tiles.value_stride; }

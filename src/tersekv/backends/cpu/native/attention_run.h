@@ -10,6 +10,15 @@ namespace {
 // for no less than WORTH_A_THREAD, some 50 µs; pieces of keys are not made shorter than SHORTEST.
 constexpr int64_t CONVERSION = 4, WORTH_A_THREAD = 4 << 20, SHORTEST = 4 * TILE, ITEMS_PER_THREAD = 4;
 
+// Whether few rows of queries are attended by `few.h`: one factor at most for a row, or e2m1's.
+inline bool made_for_few(const Attention& c) {
+    auto known = [](const Matrix& m) {
+        bool of_row = m.width == m.columns && m.factor_dtype == F32, of_blocks = m.width == 16 && m.factor_dtype == E4M3;
+        return m.dtype == E2M1 ? of_blocks : m.dtype != F16 && (!m.width || of_row);
+    };
+    return c.num_keys == 1 && known(c.keys[0]) && known(c.values);
+}
+
 template <class Unit>
 struct Run {
     const Attention& c;
@@ -24,7 +33,7 @@ struct Run {
     float* states;
     int64_t piece_floats, state_stride;
     size_t tile_bytes;
-    bool no_memory;
+    bool few, no_memory;
 
     Run(const Attention& call, Addresses addresses, int64_t n, Report& r) : c(call), at(addresses), threads(n), report(r) {}
 
@@ -71,6 +80,7 @@ private:
         for (int64_t b = 0; b < c.requests; b++)
             if (requests[b].keys > 0 && requests[b].rows > longest) longest = requests[b].rows;
         most_rows = longest * c.group < MOST_ROWS ? longest * c.group : MOST_ROWS;
+        few = Unit::VALUES == 2 && most_rows <= MOST_FEW && made_for_few(c);
         // Heads that lie side by side are read together, as long as their state stays small.
         bool beside = c.heads == 1 || c.values.codes.strides[2] <= c.values.codes.strides[1];
         item_heads = beside && c.heads * most_rows <= MOST_ROWS ? c.heads : 1;
@@ -112,8 +122,8 @@ private:
     }
 
     bool lay_out() {
-        Tiles<Unit> tiles(c);
-        tile_bytes = tiles.lay_out(nullptr, item_heads * most_rows);
+        Tiles<Unit> tiles(c, few);
+        tile_bytes = tiles.lay_out(nullptr, item_heads, most_rows);
         piece_floats = up(item_heads * most_rows * (tiles.state_stride + 2), 16);
         state_stride = tiles.state_stride;
         size_t item_bytes = up(num_items * sizeof(Item), 64), join_bytes = up(num_joins * 8, 64);
@@ -175,10 +185,10 @@ private:
     static void work(void* context, int64_t index) {
         Run& self = *static_cast<Run*>(context);
         const Item& item = self.items[index];
-        Attend<Unit> attend(self.c, self.at);
+        Attend<Unit> attend(self.c, self.at, self.few);
         char* memory = kept(FOR_ITEM, self.tile_bytes);
         if (memory == nullptr) return __atomic_store_n(&self.no_memory, true, __ATOMIC_RELAXED);
-        attend.tiles.lay_out(memory, self.item_heads * self.most_rows);
+        attend.tiles.lay_out(memory, self.item_heads, self.most_rows);
         State state = item.state < 0 ? attend.tiles.own : self.state_of(item.state);
         attend.run(item, self.requests[item.request], state);
         if (item.state < 0) return self.finish(item, state);
@@ -236,18 +246,10 @@ private:
         }
         char* out = at[c.out.tensor] + row * c.out.strides[0] + head * c.out.strides[1];
         int64_t columns = c.values.columns, size = c.out_dtype == F32 ? 4 : c.out_dtype == E4M3 || c.out_dtype == E5M2 ? 1 : 2;
-        float by = seen ? factor / total : 0.0f, x[LONGEST_TURN];
-        // Behind the values: the sum of the weights, then what values of int4 lack.
-        float lacks = seen && c.values.dtype == INT4 ? values[up(columns, 16) + 1] : 0.0f;
-        if (seen && turns(c.value_turn)) {
-            for (int64_t i = 0; i < columns; i++) x[i] = (values[i] + lacks) * by;
-            turn_back(c.value_turn, at, head / c.group, x, columns);
-            write_floats(x, c.out_dtype, out, columns);
-            columns = 0;
-        }
+        float by = seen ? factor / total : 0.0f, x[64];
         for (int64_t begin = 0; begin < columns; begin += 64) {
             int64_t n = columns - begin < 64 ? columns - begin : 64;
-            for (int64_t i = 0; i < n; i++) x[i] = seen ? (values[begin + i] + lacks) * by : 0.0f;
+            for (int64_t i = 0; i < n; i++) x[i] = seen ? values[begin + i] * by : 0.0f;
             write_floats(x, c.out_dtype, out + begin * size, n);
         }
         if (c.lse.tensor < 0) return;

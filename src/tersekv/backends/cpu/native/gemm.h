@@ -28,6 +28,11 @@ struct Pairs {
 #define HAS_PAIRS 0
 #endif
 
+inline uint32_t unit_of(Floats, const float* x) { return bits(x[0]); }
+#if HAS_PAIRS
+inline uint32_t unit_of(Pairs, const float* x) { return bits(x[0]) >> 16 | (bits(x[1]) & 0xFFFF0000); }
+#endif
+
 struct Operands {
     const uint32_t* a;
     int64_t a_stride;

@@ -47,12 +47,18 @@ inline VecF fma(VecF a, VecF b, VecF c) {
 inline VecF larger(VecF a, VecF b) { return a > b ? a : b; }  // b where either is NaN
 
 inline float largest(VecF x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#endif
     float top = x[0];
     for (int i = 1; i < W; i++) top = x[i] > top ? x[i] : top;
     return top;
 }
 
 inline float sum(VecF x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#endif
     float total = x[0];
     for (int i = 1; i < W; i++) total += x[i];
     return total;
