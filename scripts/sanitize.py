@@ -42,8 +42,8 @@ def child(path: str, levels: list[str]) -> int:
     wrong = total = 0
     for level in levels or native.levels():
         native.use_level(level)
-        for result in verify.verify("cpu", "cpu", ops=("append", "rope_append", "mla_append", "decode", "mla_decode",
-                                                       "merge_states")):  # fmt: skip
+        for result in verify.verify("cpu", "cpu", ops=("append", "rope_append", "mla_append", "decode", "prefill",
+                                                       "mla_decode", "merge_states")):  # fmt: skip
             total += 1
             if result.status != verify.PASSED:
                 wrong += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import shutil
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tersekv.cli import doctor
 from tersekv.formats import KV_FORMATS
 from tersekv.testing import verify as tool
 
-OPS = ("append", "rope_append", "mla_append", "decode", "mla_decode", "merge_states")
+OPS = ("append", "rope_append", "mla_append", "decode", "prefill", "mla_decode", "merge_states")
 BF = torch.bfloat16
 LEVELS = tuple(build._LEVELS)
 COMPILER = next(filter(None, map(shutil.which, build._COMPILERS)), None)
@@ -123,6 +124,35 @@ def test_few_rows_are_right_in_every_number_of_rows_and_columns(format, native):
         got = tersekv.decode(q, case.layer, case.page_table, case.seq_lens, backend="cpu").double()
         want, _ = attention(case, q, backend="torch")
         assert (got - want).norm() < 3e-3 * want.norm(), (rows, dim)
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_per_token_head", "nvfp4"])
+def test_new_rows_are_met_as_they_are_after_a_prefix_that_is_cut_into_pieces(format, native):
+    case = kv_case(format, [3000, 40], heads=2, head_dim=64)
+    layer = replace(case.layer, v_scale=torch.tensor([0.25, 3.0])) if format == "fp8_e4m3" else case.layer
+    starts = torch.tensor([0, 70, 120], dtype=torch.int32)  # more rows than tokens: the first ten see nothing
+    q, k, v = (torch.randn(120, h, 64).to(BF) for h in (8, 2, 2))
+
+    def attended(backend, dtype):
+        return tersekv.prefill(q, layer, case.page_table, case.seq_lens, starts, k=k, v=v, backend=backend,
+                               out_dtype=dtype, return_lse=True)  # fmt: skip
+
+    want = attended("torch", torch.float32)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            got, rounded = attended("cpu", torch.float32), attended("cpu", BF)[0]
+        finally:
+            torch.set_num_threads(1)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert (rounded - want[0]).norm() < 3e-3 * want[0].norm()
+    told = []
+    for backend in ("cpu", "torch"):
+        with pytest.raises(ValueError, match="before the new tokens") as error:
+            tersekv.prefill(q, case.layer, case.page_table, case.seq_lens + 1000, starts, k=k, v=v, backend=backend)
+        told.append(str(error.value))
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF])

@@ -14,7 +14,7 @@ from .library import Bound, Launch
 from .records import CODES, DTYPES, NO_TURN, NONE, TURNS, Attention, Facts, Indices, Matrix, Place
 
 TAKES = (PAIRS, ROTATION, CHANNELS)
-_TENSORS = (
+TENSORS = (
     "q", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "mask",
     "sinks", "out", "lse", "softmax_scale_t", "k_scale_t", "v_scale_t", "out_scale_t", *TURNS,
 )  # fmt: skip
@@ -29,7 +29,12 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Launch:
-    facts, (k_format, v_format) = Facts(f, _TENSORS), pair_of(f)
+    return Launch("attention", paged(Facts(f, TENSORS)), TENSORS)
+
+
+def paged(facts: Facts) -> Attention:
+    """A record of the attention to a K/V cache."""
+    f, (k_format, v_format) = facts.f, pair_of(facts.f)
     record = attention(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
     record.num_keys = 1
     record.keys[0] = _matrix(facts, "k", k_format, f.q.shape[2])
@@ -41,7 +46,7 @@ def configure(f: SimpleNamespace) -> Launch:
     record.softcap = f.softcap
     record.k_scale, record.v_scale = facts.scale("k_scale"), facts.scale("v_scale")
     record.key_turn, record.value_turn = facts.turn("k"), facts.turn("v")
-    return Launch("attention", record, _TENSORS)
+    return record
 
 
 def attention(facts: Facts, heads: int, group: int) -> Attention:
@@ -54,6 +59,7 @@ def attention(facts: Facts, heads: int, group: int) -> Attention:
         setattr(record, name, facts.indices(name))
     record.mask, record.sinks = Indices(NONE), NONE
     record.key_turn = record.value_turn = NO_TURN
+    record.new_keys = record.new_values = Matrix(Place(NONE))
     record.out, record.lse, record.out_dtype = facts.place("out"), facts.place("lse"), facts.dtype("out")
     record.softmax_scale, record.out_scale = facts.scale("softmax_scale"), facts.scale("out_scale")
     return record

@@ -126,6 +126,7 @@ def _tell(report: Report, call: Attention) -> None:
         2: f"cu_seqlens_q: want rows in [0, {call.rows}], got [{x}, {y}) at {b}",
         3: f"max_q_len: want at least {x}, the rows of request {b}, got {y}",
         4: f"page_table: want page ids in [0, {x}), got {y} at request {b}",
+        6: f"seq_lens: want at most {x} before the new tokens (max_pages * S), got {y} at {b}",
     }
     if report.fault not in messages:
         raise MemoryError("no memory for the tiles of an attention")

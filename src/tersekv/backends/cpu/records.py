@@ -47,7 +47,7 @@ class Turn(Structure):
 
 class Attention(Structure):
     _fields_ = [
-        ("num_keys", c_int64), ("keys", Matrix * 2), ("values", Matrix),
+        ("num_keys", c_int64), ("keys", Matrix * 2), ("values", Matrix), ("new_keys", Matrix), ("new_values", Matrix),
         ("page_table", Indices), ("seq_lens", Indices), ("cu_seqlens_q", Indices),
         *_numbers("requests", "rows", "heads", "group", "max_q_len", "max_pages", "num_pages", "page_size"),
         ("query_dtype", c_int64), ("mask", Indices), *_numbers("window", "sinks"), ("out", Place), ("lse", Place),

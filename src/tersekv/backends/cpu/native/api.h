@@ -46,6 +46,7 @@ struct Turn {
 struct Attention {
     int64_t num_keys;  // matrices whose columns make up a key
     Matrix keys[2], values;
+    Matrix new_keys, new_values;  // [token, -, head]: the new tokens' own rows, where they are given; not in pages then
     Indices page_table, seq_lens, cu_seqlens_q;
     int64_t requests, rows, heads, group, max_q_len, max_pages, num_pages, page_size;
     int64_t query_dtype;
@@ -89,7 +90,7 @@ struct Merge {
 };
 
 // What is wrong with a value of an index tensor, at which request; `values` are told in the message.
-enum Fault : int64_t { NO_FAULT, TOO_LONG, ROWS_OUTSIDE, TOO_MANY_ROWS, PAGE_OUTSIDE, NO_MEMORY };
+enum Fault : int64_t { NO_FAULT, TOO_LONG, ROWS_OUTSIDE, TOO_MANY_ROWS, PAGE_OUTSIDE, NO_MEMORY, PREFIX_TOO_LONG };
 struct Report {
     int64_t fault, request, values[2];
 };

@@ -83,15 +83,15 @@ inline float number(const Scale& s, Addresses at, int64_t head) {
     return s.tensor < 0 ? static_cast<float>(s.value) : load<float>(at[s.tensor] + 4 * head * s.stride);
 }
 
-// Row `row` of the queries, as units. In pairs it is exact: they are for queries of at most 8 significant bits. Returns
-// their sum.
+// Row `row` of the queries, as units, turned as cached keys are or not. In pairs it is exact: they are for queries of at
+// most 8 significant bits. Returns their sum.
 template <class Unit>
-float pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, uint32_t* out) {
+float pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, bool turned, uint32_t* out) {
     float x[LONGEST_TURN], sum = 0.0f;
     for (int64_t i = 0; i < c.num_keys; i++) {
         const Matrix& m = c.keys[i];
         const char* p = at[m.query.tensor] + row * m.query.strides[0] + head * m.query.strides[1];
-        if (turns(c.key_turn)) {
+        if (turned && turns(c.key_turn)) {
             read_floats(p, c.query_dtype, x, m.columns);
             turn_query(c.key_turn, at, head / c.group, x, m.columns);
             for (int64_t j = 0; j < m.columns; j += Unit::VALUES) *out++ = unit_of(Unit(), x + j);
@@ -169,6 +169,9 @@ struct Attend {
     enum Read { KEYS, ROTARY, VALUES, KEY_FACTORS, VALUE_FACTORS, READS };
     int64_t offset[2][READS][TILE];
     Ahead ahead[READS];
+    // What is attended to now: pages, or the new tokens' own rows.
+    const Matrix *keys, *values;
+    bool in_pages;
 
     Attend(const Attention& call, Addresses addresses, bool few) : c(call), at(addresses), tiles(call, few) {}
 
@@ -176,21 +179,23 @@ struct Attend {
     void run(const Item& item, const Request& request, const State& state) {
         Sight sight = sight_of(request);
         int64_t all_rows = item.heads * item.rows;
-        for (int64_t h = 0; h < item.heads; h++) pack_queries(item, request, h);
         memset(state.values, 0, all_rows * state.stride * sizeof(float));
         for (int64_t i = 0; i < all_rows; i++) state.running[i] = {NEGATIVE_INFINITY, 0.0f};
-        int64_t which = 0;
-        if (item.begin < item.end) locate(item, item.begin, which);
-        for (int64_t k = item.begin; k < item.end; k += TILE, which ^= 1) {
-            Now now = {tile_at(item, k), tile_at(item, k + TILE), which, ahead};
-            if (now.next > 0) locate(item, k + TILE, which ^ 1);
-            for (int64_t h = 0; h < item.heads; h++) {
-                for (int read = 0; read < READS; read++) ahead[read] = share(item, read, h, now);
-                State part = {state.values + h * item.rows * state.stride, state.running + h * item.rows, state.stride};
-                step(item, sight, k, now, h, part);
-            }
+        Item old = item, fresh = item;
+        if (c.new_keys.codes.tensor >= 0) {
+            int64_t first = sight.first > item.begin ? sight.first : item.begin;
+            old.end = fresh.begin = first < item.end ? first : item.end;
         }
+        keys = c.keys, values = &c.values, in_pages = true;
+        pack_queries(item, request);
+        sweep(old, request, sight, state);
         for (int64_t i = 0; i < all_rows; i++) settle(item.head + i / item.rows, state.values + i * state.stride);
+        if (c.new_keys.codes.tensor < 0) return;
+        for (int64_t i = 0; i < all_rows; i++)
+            scale_values(state.values + i * state.stride, number(c.v_scale, at, item.head + i / item.rows));
+        keys = &c.new_keys, values = &c.new_values, in_pages = false;
+        if (turns(c.key_turn)) pack_queries(item, request);
+        sweep(fresh, request, sight, state);
     }
 
     Sight sight_of(const Request& r) const {
@@ -211,6 +216,27 @@ private:
         turn_back(c.value_turn, at, head, row, c.values.columns);
     }
 
+    // The new rows have a factor of their own. What weights were summed to is forgotten: they are rounded anew.
+    void scale_values(float* row, float by) const {
+        for (int64_t j = 0; j < tiles.state_stride; j += W)
+            store(row + j, j < tiles.value_stride ? load<VecF>(row + j) * by : VecF{});
+    }
+
+    // Attends to the keys of an item that lie where `keys` and `values` say.
+    void sweep(const Item& item, const Request& request, const Sight& sight, const State& state) {
+        int64_t which = 0;
+        if (item.begin < item.end) locate(item, request, item.begin, which);
+        for (int64_t k = item.begin; k < item.end; k += TILE, which ^= 1) {
+            Now now = {tile_at(item, k), tile_at(item, k + TILE), which, ahead};
+            if (now.next > 0) locate(item, request, k + TILE, which ^ 1);
+            for (int64_t h = 0; h < item.heads; h++) {
+                for (int read = 0; read < READS; read++) ahead[read] = share(item, read, h, now);
+                State part = {state.values + h * item.rows * state.stride, state.running + h * item.rows, state.stride};
+                step(item, sight, k, now, h, part);
+            }
+        }
+    }
+
     static int64_t tile_at(const Item& item, int64_t k) {
         int64_t left = item.end - k;
         return left < 0 ? 0 : left < TILE ? left : TILE;
@@ -222,6 +248,11 @@ private:
         Ahead* ahead;
     };
 
+    // Queries as pages have them, or as they are.
+    void pack_queries(const Item& item, const Request& request) {
+        for (int64_t h = 0; h < item.heads; h++) pack_queries(item, request, h);
+    }
+
     void pack_queries(const Item& item, const Request& request, int64_t h) {
         uint32_t* out = queries_of(item, h);
         if (tiles.few) memset(out, 0, MOST_FEW * tiles.query_units * 4);
@@ -229,7 +260,7 @@ private:
             int64_t r = item.row + m, row = request.row + r / c.group, head = (item.head + h) * c.group + r % c.group;
             float& sum = tiles.query_sums[h * item.rows + m];
             if (!tiles.few) {
-                sum = pack_query<Unit>(c, at, row, head, out + m * tiles.query_units);
+                sum = pack_query<Unit>(c, at, row, head, in_pages, out + m * tiles.query_units);
             } else if constexpr (Unit::VALUES == 2) {
                 const Place& q = c.keys[0].query;
                 sum = query_of_few(Unit(), at[q.tensor] + row * q.strides[0] + head * q.strides[1], c.query_dtype,
@@ -242,7 +273,15 @@ private:
         return tiles.queries + h * (tiles.few ? MOST_FEW : item.rows) * tiles.query_units;
     }
 
-    void locate(const Item& item, int64_t k, int64_t which) {
+    void locate(const Item& item, const Request& request, int64_t k, int64_t which) {
+        if (!in_pages) {
+            int64_t row = request.row + k - (request.keys - request.rows);
+            for (int64_t t = 0; t < tile_at(item, k); t++) {
+                offset[which][KEYS][t] = (row + t) * keys->codes.strides[0];
+                offset[which][VALUES][t] = (row + t) * values->codes.strides[0];
+            }
+            return;
+        }
         const char* table = at[c.page_table.tensor] + item.request * c.page_table.stride;
         int64_t count = tile_at(item, k), column = k / c.page_size, slot = k % c.page_size;
         int64_t page = read_index(table, c.page_table.dtype, column);
@@ -260,11 +299,11 @@ private:
 
     const Place& place_of(int read) const {
         switch (read) {
-            case KEYS: return c.keys[0].codes;
+            case KEYS: return keys->codes;
             case ROTARY: return c.keys[1].codes;
-            case VALUES: return c.values.codes;
-            case KEY_FACTORS: return c.keys[0].factors;
-            default: return c.values.factors;
+            case VALUES: return values->codes;
+            case KEY_FACTORS: return keys->factors;
+            default: return values->factors;
         }
     }
 
@@ -276,9 +315,9 @@ private:
     // The rows of the next tile that are asked for while this one's h-th head is computed, of all heads.
     Ahead share(const Item& item, int read, int64_t h, const Now& now) const {
         const Place& p = place_of(read);
-        const Matrix& m = read == ROTARY ? c.keys[1] : read == VALUES || read == VALUE_FACTORS ? c.values : c.keys[0];
-        bool latent = read == VALUES && p.tensor == c.keys[0].codes.tensor;  // they are there as keys
-        if (now.next == 0 || p.tensor < 0 || latent || (read == ROTARY && c.num_keys == 1)) return {};
+        const Matrix& m = read == ROTARY ? c.keys[1] : read == VALUES || read == VALUE_FACTORS ? *values : *keys;
+        bool latent = read == VALUES && p.tensor == keys->codes.tensor;  // they are there as keys
+        if (now.next == 0 || p.tensor < 0 || latent || (read == ROTARY && (c.num_keys == 1 || !in_pages))) return {};
         int64_t row = m.columns * bits_of(m.dtype) / 8;
         if (read >= KEY_FACTORS) row = m.columns / m.width * (m.factor_dtype == F32 ? 4 : 1);
         int64_t bytes = (item.heads - 1) * p.strides[2] + row;
@@ -291,7 +330,7 @@ private:
         tiles.few ? score_few(item, head, h, now) : score(item, head, h, now);
         int64_t first = item.row / c.group, last = (item.row + item.rows - 1) / c.group;
         bool whole = sight.whole(first, last, k, k + count);
-        float factor = number(c.softmax_scale, at, 0) * number(c.k_scale, at, head);
+        float factor = number(c.softmax_scale, at, 0) * (in_pages ? number(c.k_scale, at, head) : 1.0f);
         float cap = static_cast<float>(c.softcap);
         for (int64_t m = 0; m < item.rows; m++) {
             float* s = tiles.scores + m * TILE;
@@ -315,8 +354,8 @@ private:
         o.a = queries_of(item, h);
         o.a_stride = tiles.query_units;
         o.b_stride = TILE, o.c = tiles.scores, o.c_stride = TILE;
-        for (int64_t i = 0; i < c.num_keys; i++) {
-            const Matrix& m = c.keys[i];
+        for (int64_t i = 0; i < (in_pages ? c.num_keys : 1); i++) {
+            const Matrix& m = keys[i];
             pack_keys(Unit(), m.dtype, rows_of(i == 0 ? KEYS : ROTARY, head, now), m.columns, tiles.keys);
             int64_t groups = m.width ? m.columns / m.width : 1;
             if (m.width) read_factors(m.factor_dtype, rows_of(KEY_FACTORS, head, now), groups, tiles.factors);
@@ -332,7 +371,7 @@ private:
 
     void score_few(const Item& item, int64_t head, int64_t h, const Now& now) {
         if constexpr (Unit::VALUES == 2) {
-            const Matrix& m = c.keys[0];
+            const Matrix& m = *keys;
             Rows factors = m.width ? rows_of(KEY_FACTORS, head, now) : Rows{};
             scores_of_few(Unit(), m.dtype, rows_of(KEYS, head, now), factors, m.columns, queries_of(item, h),
                           item.rows, tiles.scores);
@@ -359,7 +398,7 @@ private:
 
     // Adds probabilities × values to the state.
     void weigh(const Item& item, int64_t head, const Now& now, bool whole, const State& state) {
-        const Matrix& m = c.values;
+        const Matrix& m = *values;
         int64_t count = now.count, padded = up(count, W);
         Rows rows = rows_of(VALUES, head, now), by = m.width ? rows_of(VALUE_FACTORS, head, now) : Rows{};
         bool straight = tiles.few && whole;
@@ -406,7 +445,7 @@ private:
     }
 
     void pack(const Rows& rows, const Rows& factors) {
-        const Matrix& m = c.values;
+        const Matrix& m = *values;
         if (!tiles.few) return pack_values(Unit(), m.dtype, rows, m.columns, tiles.values, tiles.value_stride);
         if constexpr (Unit::VALUES == 2)
             pairs_of_few(Unit(), m.dtype, rows, factors, m.columns, tiles.values, tiles.value_stride);
@@ -415,12 +454,23 @@ private:
     float* sums_of(const State& state, int64_t row) const { return state.values + row * state.stride + tiles.value_stride; }
 
     bool all_finite(int64_t count) const {
-        for (int64_t t = 0; t < count; t++)
-            for (int64_t i = 0; i < tiles.value_columns; i++) {
-                float x = value_of_unit(Unit(), tiles.values, tiles.value_stride, t, i);
-                if ((bits(x) & INFINITE) == INFINITE) return false;
+        VecI wrong = {};
+        for (int64_t t = 0; t < count; t += Unit::VALUES)
+            for (int64_t i = 0; i < tiles.value_columns; i += W) {
+                VecI x = load<VecI>(tiles.values + t / Unit::VALUES * tiles.value_stride + i);
+                VecI inside = i + W <= tiles.value_columns ? ~VecI{} : lanes_below(tiles.value_columns - i);
+                wrong |= inside & ((x & INFINITE) == all(static_cast<int32_t>(INFINITE)));
+                if (Unit::VALUES == 2) wrong |= inside & (((x << 16) & INFINITE) == all(static_cast<int32_t>(INFINITE)));
             }
+        for (int i = 0; i < W; i++)
+            if (wrong[i]) return false;
         return true;
+    }
+
+    static VecI lanes_below(int64_t n) {
+        VecI x;
+        for (int i = 0; i < W; i++) x[i] = i < n ? -1 : 0;
+        return x;
     }
 
     // In a tile that not every row sees all of, a value that is not seen weighs nothing, even if NaN.

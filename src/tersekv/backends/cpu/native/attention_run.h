@@ -16,7 +16,7 @@ inline bool made_for_few(const Attention& c) {
         bool of_row = m.width == m.columns && m.factor_dtype == F32, of_blocks = m.width == 16 && m.factor_dtype == E4M3;
         return m.dtype == E2M1 ? of_blocks : m.dtype != F16 && (!m.width || of_row);
     };
-    return c.num_keys == 1 && known(c.keys[0]) && known(c.values);
+    return c.num_keys == 1 && c.new_keys.codes.tensor < 0 && known(c.keys[0]) && known(c.values);
 }
 
 template <class Unit>
@@ -156,12 +156,14 @@ private:
                 r.keys = 0;
                 continue;
             }
-            if (r.keys > c.max_pages * c.page_size) return fail(TOO_LONG, b, c.max_pages * c.page_size, r.keys);
+            bool fresh = c.new_keys.codes.tensor >= 0;
+            int64_t paged = !fresh ? r.keys : r.keys > r.rows ? r.keys - r.rows : 0, room = c.max_pages * c.page_size;
+            if (paged > room) return fail(fresh ? PREFIX_TOO_LONG : TOO_LONG, b, room, paged);
             if (r.row < 0 || r.row + r.rows > c.rows) return fail(ROWS_OUTSIDE, b, r.row, r.row + r.rows);
             if (r.rows > c.max_q_len) return fail(TOO_MANY_ROWS, b, r.rows, c.max_q_len);
             int64_t first = r.keys - r.rows - c.window + 1;
             const char* table = at[c.page_table.tensor] + b * c.page_table.stride;
-            for (int64_t i = c.window && first > 0 ? first / c.page_size : 0; i * c.page_size < r.keys; i++) {
+            for (int64_t i = c.window && first > 0 ? first / c.page_size : 0; i * c.page_size < paged; i++) {
                 int64_t page = read_index(table, c.page_table.dtype, i);
                 if (page < 0 || page >= c.num_pages) return fail(PAGE_OUTSIDE, b, c.num_pages, page);
             }
@@ -223,7 +225,8 @@ private:
     void finish(const Item& item, const State& state) {
         const Request& r = requests[item.request];
         for (int64_t h = 0; h < item.heads; h++) {
-            float factor = number(c.v_scale, at, item.head + h) * number(c.out_scale, at, 0);
+            float scale = c.new_keys.codes.tensor < 0 ? number(c.v_scale, at, item.head + h) : 1.0f;
+            float factor = scale * number(c.out_scale, at, 0);
             for (int64_t m = 0; m < item.rows; m++) {
                 int64_t row = item.row + m, i = h * item.rows + m;
                 put(r.row + row / c.group, (item.head + h) * c.group + row % c.group, state.values + i * state.stride,
@@ -264,6 +267,7 @@ inline bool in_pairs(const Attention& c) {
     if (turns(c.key_turn)) return false;  // a query that was turned has more bits
     bool codes = short_enough(c.values.dtype) && short_enough(c.query_dtype) && short_enough(c.out_dtype);
     for (int64_t i = 0; i < c.num_keys; i++) codes = codes && short_enough(c.keys[i].dtype);
+    if (c.new_keys.codes.tensor >= 0) codes = codes && short_enough(c.new_keys.dtype);
     return codes;
 }
 
