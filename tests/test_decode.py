@@ -9,7 +9,7 @@ from no_sync import NoHostReads
 from paged_case import HUGE, kv_case, nan_like, raw, tree_mask
 
 import tersekv
-from tersekv.backends.torch import attention, codes, requests
+from tersekv.backends.torch import attention, gather, requests
 
 FORMATS = list(tersekv.KV_FORMATS)
 EXACT = 5e-6  # relative norm with fp32 outputs
@@ -56,7 +56,7 @@ def queries(rows, heads, d, dtype=torch.float32):
 
 def device_path(monkeypatch):
     """Take the path of devices whose values the host must not read."""
-    for module in (codes, attention, requests):
+    for module in (attention, requests):
         monkeypatch.setattr(module, "may_read", lambda x: False)
 
 
@@ -294,16 +294,16 @@ def test_many_chunks_give_what_one_gives(format, monkeypatch):
     check(case, q)
 
 
-def test_scratch_does_not_grow_with_the_context(monkeypatch):
+def test_what_is_unpacked_at_once_does_not_grow_with_the_context(monkeypatch):
     monkeypatch.setattr(attention, "_ELEMENTS_CPU", 1 << 12)
     taken = []
-    take = codes.Scratch.take
+    to_float = gather.to_float
 
-    def counted(self, name, shape, *dtype):
-        taken.append(torch.Size(shape).numel())
-        return take(self, name, shape, *dtype)
+    def counted(codes, code):
+        taken.append(codes.numel())
+        return to_float(codes, code)
 
-    monkeypatch.setattr(codes.Scratch, "take", counted)
+    monkeypatch.setattr(gather, "to_float", counted)
     run(kv_case("fp8_e4m3", [2000]), queries(1, 4, 32))
     assert len(taken) > 60
     assert max(taken) <= 1 << 12

@@ -9,7 +9,7 @@ from no_sync import NoHostReads
 from paged_case import latent_case, nan_like, raw
 
 import tersekv
-from tersekv.backends.torch import attention, codes, requests
+from tersekv.backends.torch import attention, requests
 
 FORMATS = list(tersekv.LATENT_FORMATS)
 EXACT = 5e-6
@@ -133,7 +133,7 @@ def test_many_chunks_and_the_path_without_host_reads_give_the_same(format, monke
         monkeypatch.setattr(attention, name, 1)
     check(case, q, cu_seqlens_q=cu, max_q_len=3)
     wanted = run(case, q, cu_seqlens_q=cu, max_q_len=3)
-    for module in (codes, attention, requests):
+    for module in (attention, requests):
         monkeypatch.setattr(module, "may_read", lambda x: False)
     with NoHostReads():
         got = run(case, q, cu_seqlens_q=cu, max_q_len=3)

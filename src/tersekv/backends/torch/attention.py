@@ -13,18 +13,18 @@ from torch import Tensor
 
 from tersekv.formats import FP8
 
-from .codes import Scratch, may_read
+from .codes import may_read
 from .gather import Places
 from .requests import Batch, Rules, visible
 
-# Elements of a chunk's keys in fp32. On a CPU they should fit its caches.
+# Elements of a chunk's keys in fp32.
 _ELEMENTS_CPU, _ELEMENTS = 1 << 20, 1 << 26
 _MIN_CHUNK = 64
 _LOG2E = 1.0 / math.log(2.0)  # a CPU's exp2 is twice as fast as its exp, and 30 times where exp underflows
 
 
 class Source(Protocol):
-    """A paged cache. What `keys` and `values` return lies in scratch memory and is valid until the next of them."""
+    """A paged cache."""
 
     num_pages: int
     page_size: int
@@ -90,9 +90,7 @@ def _by_row(x: Tensor, b: int, q: int) -> Tensor:
     return x.view(b, -1, q, x.shape[1] // q, d).transpose(1, 2).reshape(b * q, -1, d)
 
 
-def attend(
-    q: list[Tensor], source: Source, batch: Batch, rules: Rules, scratch: Scratch, state: State | None = None
-) -> State | None:
+def attend(q: list[Tensor], source: Source, batch: Batch, rules: Rules, state: State | None = None) -> State | None:
     """Scores are the sum over parts of q [B * H, M, D_i] times the source's keys. None: there are no keys at all.
 
     state:  of other keys that the rows have attended to
@@ -107,7 +105,7 @@ def attend(
         seen = None
         if not one_by_one or begin < batch.plain[0] or end > batch.plain[1]:
             seen = visible(batch, begin, end, rules)
-        state = _step(q, source, places, seen, rules.softcap, state, scratch)
+        state = _step(q, source, places, seen, rules.softcap, state)
     return state
 
 
@@ -118,11 +116,9 @@ def _step(
     seen: Tensor | None,
     softcap: float,
     state: State | None,
-    scratch: Scratch,
 ) -> State:
     keys, factor = source.keys(places)
-    s = scratch.take("scores", (*q[0].shape[:2], keys[0].shape[1]))
-    torch.bmm(q[0], keys[0].transpose(1, 2), out=s)
+    s = torch.bmm(q[0], keys[0].transpose(1, 2))
     for q_part, k_part in zip(q[1:], keys[1:], strict=True):
         s.baddbmm_(q_part, k_part.transpose(1, 2))
     if factor is not None:

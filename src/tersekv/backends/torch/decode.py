@@ -12,7 +12,6 @@ from tersekv.formats import BLOCK, CHANNELS, PAIRS, ROTATION, KVFormat, pair_of
 from . import rotation
 from .append import why_no_codecs
 from .attention import Results, attend, by_head, finish, scale_of
-from .codes import Scratch, code_of, unit
 from .exact import exact
 from .gather import PagedRows, Places, load_blocks
 from .quantize import zero_points
@@ -31,34 +30,29 @@ def configure(f: SimpleNamespace) -> None:
 
 @exact
 def run(call: Any, config: None) -> None:
-    scratch = Scratch(call.out.device)
-    source = KVSource(call, scratch)
+    source = KVSource(call)
     rules = Rules(call.window, call.mask, call.softcap)
     t, q_heads, head_dim_v = call.out.shape
     results = Results(t, q_heads, head_dim_v, call.out.device)
     q = rotation.query(call)
-    k_factor = source.k_unit * scale_of(call, "softmax_scale")
-    k_factor = k_factor * per_head(scale_of(call, "k_scale"), q_heads)
+    k_factor = scale_of(call, "softmax_scale") * per_head(scale_of(call, "k_scale"), q_heads)
     for batch in batches(call, rules, source.num_pages, source.page_size):
-        state = attend([by_head(q * k_factor, batch, source.heads)], source, batch, rules, scratch)
+        state = attend([by_head(q * k_factor, batch, source.heads)], source, batch, rules)
         if state is not None:
             results.put(batch, *finish(state, call.sinks, source.heads))
-    v_factor = source.v_unit * per_head(scale_of(call, "v_scale"), q_heads)
     results.out = rotation.output(call, results.out)
-    results.write(call, v_factor * scale_of(call, "out_scale"))
+    results.write(call, per_head(scale_of(call, "v_scale"), q_heads) * scale_of(call, "out_scale"))
 
 
 class KVSource:
-    """A K/V cache as attention reads it; the units and the scales of the tensor are left to the caller."""
+    """A K/V cache as attention reads it; the scales of the tensor are left to the caller."""
 
-    def __init__(self, call: Any, scratch: Scratch) -> None:
+    def __init__(self, call: Any) -> None:
         self._k_format, self._v_format = pair_of(call)
-        self._scratch = scratch
         self._k, self._v = PagedRows(call.k_cache, self._k_format.code), PagedRows(call.v_cache, self._v_format.code)
         self._ks, self._vs = (None if x is None else PagedRows(x) for x in (call.k_scale_cache, call.v_scale_cache))
         self.num_pages, self.page_size, self.heads = call.k_cache.shape[:3]
         self.widest = max(call.q.shape[2], call.out.shape[2])
-        self.k_unit, self.v_unit = _unit(self._k_format), _unit(self._v_format)
 
     def keys(self, places: Places) -> tuple[list[Tensor], Tensor | None]:
         x, factor = self._load(self._k_format, self._k, self._ks, places)
@@ -71,15 +65,11 @@ class KVSource:
         self, f: KVFormat, codes: PagedRows, scales: PagedRows | None, places: Places
     ) -> tuple[Tensor, Tensor | None]:
         if scales is None:
-            return codes.load(places, self._scratch), None
+            return codes.load(places), None
         if f.scale == BLOCK:
-            return load_blocks(codes, scales, places, self._scratch), None
-        x, factor = codes.load(places, self._scratch), scales.load_scalars(places, self._scratch)
-        return x.sub_(zero_points(factor)[..., None]) if f.code == "int4" else x, factor
-
-
-def _unit(f: KVFormat) -> float:
-    return unit(f.code) * (unit(code_of(f.scale_dtype)) if f.scale_dtype else 1.0)
+            return load_blocks(codes, scales, places), None
+        x, factor = codes.load(places), scales.load(places)
+        return x - zero_points(factor)[..., None] if f.code == "int4" else x, factor
 
 
 def per_head(scale: float | Tensor, q_heads: int) -> float | Tensor:

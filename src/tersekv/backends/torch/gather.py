@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .codes import Scratch, code_of, to_float
+from .codes import code_of, to_float
 
 Steps = tuple[int, int, int]
 
@@ -59,25 +59,18 @@ class PagedRows:
         # Rows may overlap where the greatest common stride is shorter than a row; they are only read.
         self.table = x.as_strided((rows, *x.shape[3:]), (unit, *x.stride()[3:]), x.storage_offset())
 
-    def gather(self, places: Places, scratch: Scratch) -> Tensor:
+    def gather(self, places: Places) -> Tensor:
         """[B, H, C, W] (scalars: [B, H, C]) as stored, with other strides: tokens are read one after the other."""
         index = places.rows(self.steps, self.heads)
-        out = scratch.take("gathered", (len(index), *self.table.shape[1:]), self.table.dtype)
-        torch.index_select(self.table, 0, index, out=out)
+        out = self.table.index_select(0, index)
         return out.view(*places.shape, self.heads, *self.table.shape[1:]).transpose(1, 2)
 
-    def load(self, places: Places, scratch: Scratch, name: str = "values") -> Tensor:
-        """Codes [B * H, C, W] in fp32, divided by `unit(self.code)`; in `scratch` under `name`."""
-        return to_float(self.gather(places, scratch), self.code, scratch, name).flatten(0, 1)
-
-    def load_scalars(self, places: Places, scratch: Scratch) -> Tensor:
-        """fp32 [B * H, C]."""
-        return self.gather(places, scratch).flatten(0, 1)
+    def load(self, places: Places) -> Tensor:
+        """Codes [B * H, C, W] (scalars: [B * H, C]) in fp32."""
+        return to_float(self.gather(places), self.code).flatten(0, 1)
 
 
-def load_blocks(codes: PagedRows, scales: PagedRows, places: Places, scratch: Scratch) -> Tensor:
-    """Codes times the stored scale of their block, fp32 [B * H, C, D], divided by both codes' units."""
-    x = codes.load(places, scratch)
-    s = scales.load(places, scratch, "block_scales")
-    x.view(*s.shape, -1).mul_(s[..., None])
-    return x
+def load_blocks(codes: PagedRows, scales: PagedRows, places: Places) -> Tensor:
+    """Codes times the stored scale of their block, fp32 [B * H, C, D]."""
+    x, s = codes.load(places), scales.load(places)
+    return (x.unflatten(-1, (s.shape[-1], -1)) * s[..., None]).flatten(-2)

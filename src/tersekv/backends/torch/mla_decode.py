@@ -11,7 +11,6 @@ from torch import Tensor
 from tersekv.formats import latent_format
 
 from .attention import Results, attend, by_head, finish, scale_of
-from .codes import Scratch, code_of, unit
 from .exact import exact
 from .gather import PagedRows, Places, load_blocks
 from .quantize import why_no_codec
@@ -28,42 +27,37 @@ def configure(f: SimpleNamespace) -> None:
 
 @exact
 def run(call: Any, config: None) -> None:
-    scratch = Scratch(call.out.device)
-    source = LatentSource(call, scratch)
+    source = LatentSource(call)
     t, heads, rank = call.out.shape
     results = Results(t, heads, rank, call.out.device)
     kv_scale = scale_of(call, "kv_scale")
     factor = kv_scale * scale_of(call, "softmax_scale")
-    q = [x.to(torch.float32) * (factor * u) for x, u in zip((call.q_nope, call.q_pe), source.units, strict=True)]
+    q = [x.to(torch.float32) * factor for x in (call.q_nope, call.q_pe)]
     for batch in batches(call, Rules(), source.num_pages, source.page_size):
-        state = attend([by_head(x, batch, 1) for x in q], source, batch, Rules(), scratch)
+        state = attend([by_head(x, batch, 1) for x in q], source, batch, Rules())
         if state is not None:
             results.put(batch, *finish(state, None, 1))
-    results.write(call, kv_scale * source.units[0] * scale_of(call, "out_scale"))
+    results.write(call, kv_scale * scale_of(call, "out_scale"))
 
 
 class LatentSource:
-    """A latent cache as attention reads it, with one head; the units and the scale of the tensor are the caller's."""
+    """A latent cache as attention reads it, with one head; the scale of the tensor is the caller's."""
 
     heads = 1
 
-    def __init__(self, call: Any, scratch: Scratch) -> None:
-        f = latent_format(call.format)
-        self._scratch = scratch
+    def __init__(self, call: Any) -> None:
         self._ckv, self._kpe = (PagedRows(x.unsqueeze(2)) for x in (call.ckv, call.kpe))
         self._scales = None if call.ckv_scale_cache is None else PagedRows(call.ckv_scale_cache.unsqueeze(2))
         self.num_pages, self.page_size = call.ckv.shape[:2]
         self.widest = call.ckv.shape[2]
-        scale_unit = unit(code_of(f.scale_dtype)) if f.scale_dtype else 1.0
-        self.units = unit(f.code) * scale_unit, unit(code_of(call.kpe.dtype))
         self._latents: Tensor | None = None
 
     def keys(self, places: Places) -> tuple[list[Tensor], Tensor | None]:
         if self._scales is None:
-            self._latents = self._ckv.load(places, self._scratch)
+            self._latents = self._ckv.load(places)
         else:
-            self._latents = load_blocks(self._ckv, self._scales, places, self._scratch)
-        return [self._latents, self._kpe.load(places, self._scratch, "rotary")], None
+            self._latents = load_blocks(self._ckv, self._scales, places)
+        return [self._latents, self._kpe.load(places)], None
 
     def values(self, places: Places) -> tuple[Tensor, Tensor | None]:
         assert self._latents is not None

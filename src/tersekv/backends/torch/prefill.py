@@ -9,7 +9,6 @@ from torch import Tensor
 
 from . import decode, rotation
 from .attention import Results, State, attend, by_head, finish, scale_of
-from .codes import Scratch
 from .decode import KVSource, per_head
 from .exact import exact
 from .gather import PagedRows, Places
@@ -23,26 +22,21 @@ def run(call: Any, config: None) -> None:
     if call.k is None:
         decode.run(call, None)
         return
-    scratch = Scratch(call.out.device)
-    pages, new = KVSource(call, scratch), NewRows(call, scratch)
+    pages, new = KVSource(call), NewRows(call)
     rules = Rules(call.window, None, call.softcap)
     t, q_heads, head_dim_v = call.out.shape
     results = Results(t, q_heads, head_dim_v, call.out.device)
     q_new = call.q.to(torch.float32) * scale_of(call, "softmax_scale")
-    q_pages = (
-        rotation.query(call)
-        * scale_of(call, "softmax_scale")
-        * (pages.k_unit * per_head(scale_of(call, "k_scale"), q_heads))
-    )
-    v_factor = pages.v_unit * scale_of(call, "v_scale")
+    q_pages = rotation.query(call) * scale_of(call, "softmax_scale") * per_head(scale_of(call, "k_scale"), q_heads)
+    v_factor = scale_of(call, "v_scale")
     for batch in batches(call, rules, pages.num_pages, pages.page_size, new_rows=True):
         rows = _seeing(batch, t)
         state = None
         if pages.num_pages:
-            state = attend([by_head(q_pages, rows, pages.heads)], pages, _before(rows), rules, scratch)
+            state = attend([by_head(q_pages, rows, pages.heads)], pages, _before(rows), rules)
         if state is not None:
             state = _as_new_rows(state, call, v_factor, pages.heads)
-        state = attend([by_head(q_new, rows, pages.heads)], new, _among(rows, t), rules, scratch, state)
+        state = attend([by_head(q_new, rows, pages.heads)], new, _among(rows, t), rules, state)
         if state is not None:
             results.put(rows, *finish(state, call.sinks, pages.heads))
     results.write(call, scale_of(call, "out_scale"))
@@ -53,17 +47,16 @@ class NewRows:
 
     page_size = 1
 
-    def __init__(self, call: Any, scratch: Scratch) -> None:
-        self._scratch = scratch
+    def __init__(self, call: Any) -> None:
         self._k, self._v = (PagedRows(x.unsqueeze(1)) for x in (call.k, call.v))
         self.num_pages, self.heads = call.k.shape[:2]
         self.widest = max(call.q.shape[2], call.out.shape[2])
 
     def keys(self, places: Places) -> tuple[list[Tensor], Tensor | None]:
-        return [self._k.load(places, self._scratch)], None
+        return [self._k.load(places)], None
 
     def values(self, places: Places) -> tuple[Tensor, Tensor | None]:
-        return self._v.load(places, self._scratch), None
+        return self._v.load(places), None
 
 
 def _seeing(batch: Batch, t: int) -> Batch:
