@@ -94,8 +94,8 @@ def dequantise(layer: tersekv.PagedKVLayer, side: str) -> Tensor:
         x = e2m1[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
         return x * scales.float().repeat_interleave(16, -1)
     if layer.format == "int4_per_token_head":
-        x = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-        return (x - (scales.view(torch.int32) & 15)[..., None]) * scales[..., None]
+        x = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).float()
+        return (x - (scales.contiguous().view(torch.int32) & 15)[..., None]) * scales[..., None]
     return codes.float() if scales is None else codes.float() * scales[..., None]
 
 
