@@ -11,7 +11,9 @@ import pytest
 PATH = Path(__file__).parents[2] / "examples" / "continuous_batching.py"
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4"])
+@pytest.mark.parametrize(
+    "format", ["bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head"]
+)
 def test_continuous_batching(format, monkeypatch):
     spec = importlib.util.spec_from_file_location("continuous_batching", PATH)
     example = importlib.util.module_from_spec(spec)

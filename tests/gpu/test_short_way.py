@@ -62,8 +62,14 @@ def rope_append(layer, width):
 
 
 CASES = {
-    **{f"decode {f}": (decode, lambda f=f: kv_layers(f)) for f in ("bf16", "fp8_e4m3", "fp8_per_token_head", "nvfp4")},
-    **{f"rope_append {f}": (rope_append, lambda f=f: kv_layers(f)) for f in ("fp8_e4m3", "nvfp4")},
+    **{
+        f"decode {f}": (decode, lambda f=f: kv_layers(f))
+        for f in ("bf16", "fp8_e4m3", "fp8_per_token_head", "nvfp4", "int4_per_token_head")
+    },
+    **{
+        f"rope_append {f}": (rope_append, lambda f=f: kv_layers(f))
+        for f in ("fp8_e4m3", "nvfp4", "int4_per_token_head")
+    },
     **{
         f"mla_decode {f} {h}": (lambda *a, h=h: mla_decode(h, *a), lambda f=f: latent_layers(f))
         for f in ("bf16", "fp8_e4m3", "fp8_ds_mla")

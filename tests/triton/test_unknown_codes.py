@@ -40,7 +40,7 @@ def causes(e: BaseException | None) -> Iterator[str]:
     ("op", "backend", "format", "arch"),
     [
         *[("decode", "triton", f, a) for f in ("bf16", "int8_per_token_head", "nvfp4") for a in (80, "gfx942")],
-        *[("append", "triton", f, 90) for f in ("bf16", "fp8_e5m2", "int8_per_token_head")],
+        *[("append", "triton", f, 90) for f in ("bf16", "fp8_e5m2", "int8_per_token_head", "nvfp4")],
         ("mla_append", "triton", "fp8_ds_mla", 90), ("mla_decode", "triton", "fp8_e4m3", 90),
         *[("decode", "gluon", f, 90) for f in ("fp16", "int8_per_token_head", "nvfp4")],
         *[("mla_decode", "gluon", f, 90) for f in ("bf16", "fp8_e4m3")],

@@ -68,9 +68,12 @@ def late(f: SimpleNamespace, elements: int, most: int) -> bool:
 
 
 def in_words(f: SimpleNamespace, unit: int, *rows: Any) -> int:
-    """Rows are read as words of two values (words.py): nvfp4 of dense 16-bit rows. 2: scales go in pairs."""
-    if ALL_FORMATS[f.format].code != "e2m1" or unit % 2 or not all(x.dtype.itemsize == 2 and x.aligned for x in rows):
+    """Rows are read as words of two values (words.py): 4 bits of dense 16-bit rows. 2: nvfp4's scales go in pairs."""
+    code = ALL_FORMATS[f.format].code
+    if code not in ("e2m1", "int4") or unit % 2 or not all(x.dtype.itemsize == 2 and x.aligned for x in rows):
         return 0
+    if code == "int4":
+        return 1
     scales = (f.k_scale_cache, f.v_scale_cache)
     return 2 if all(x.aligned and x.shape[-1] % 2 == 0 and not any(n % 2 for n in x.stride[:-1]) for x in scales) else 1
 

@@ -26,7 +26,7 @@ from .rows import (
     token_and_head,
     write,
 )
-from .words import read_words, store_words
+from .words import read_words, store_int4_words, store_words
 
 # Where tokens go, of every append.
 PLACES = given(
@@ -74,8 +74,11 @@ def append_rows(
         write_codes(p_codes, at, x, written, D)
         return
     multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
-    if WORDS:
-        FP16: tl.constexpr = p_x.dtype.element_ty == tl.float16
+    FP16: tl.constexpr = p_x.dtype.element_ty == tl.float16
+    if WORDS and FORMAT.CODE == "int4":
+        store_int4_words(x, p_codes, p_scales, at, at_scales, written, D, FP16, FORMAT.WIDEN)
+    elif WORDS:
+        tl.static_assert(FORMAT.CODE == "e2m1", "a code that words are not read for")
         store_words(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FP16, ASM, WORDS == 2)
     else:
         store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FORMAT, NATIVE)

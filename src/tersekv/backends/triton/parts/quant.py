@@ -171,13 +171,18 @@ def int4_scales(low, high):
 
 
 @triton.jit
+def int4_codes(x, scale, zero):
+    """Codes of rows x [ROWS, C] fp32, int32."""
+    y = x * reciprocal(scale)[:, None]
+    return encode_int4(tl.where(y == y, y, 0.0) + zero[:, None])
+
+
+@triton.jit
 def write_int4(p, at, x, scale, zero, written, D: tl.constexpr):
     """Bytes of two codes each of the first D columns of rows x [ROWS, C] fp32, low nibble first."""
     ROWS: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
-    y = x * reciprocal(scale)[:, None]
-    codes = encode_int4(tl.where(y == y, y, 0.0) + zero[:, None])
-    low, high = tl.split(tl.reshape(codes, [ROWS, C // 2, 2]))
+    low, high = tl.split(tl.reshape(int4_codes(x, scale, zero), [ROWS, C // 2, 2]))
     write_codes(p, at, (low | (high << 4)).to(tl.uint8), written, D // 2)
 
 

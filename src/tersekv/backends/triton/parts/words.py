@@ -1,7 +1,7 @@
-"""nvfp4 of 16-bit rows, read as 32-bit words of two values each: what a thread reads is what it writes.
+"""4-bit codes of 16-bit rows, read as 32-bit words of two values each: what a thread reads is what it writes.
 
-Byte i holds the codes of word i, so words and bytes have one shape, a thread keeps whole blocks, and neither a block's
-largest value nor a byte needs another thread.
+Byte i holds the codes of word i, so words and bytes have one shape, a thread keeps whole blocks of nvfp4, and neither a
+block's largest value nor a byte needs another thread.
 """
 
 from __future__ import annotations
@@ -9,7 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .quant import E2M1_MAX, E4M3_MAX, divide, encode_e2m1, largest, reciprocal, round_magnitude
+from .quant import (
+    E2M1_MAX,
+    E4M3_MAX,
+    divide,
+    encode_e2m1,
+    int4_codes,
+    int4_scales,
+    largest,
+    range_of,
+    reciprocal,
+    round_magnitude,
+    write_codes,
+)
 
 BLOCK_WORDS = tl.constexpr(8)
 
@@ -149,3 +161,17 @@ def store_words(
     else:
         i = tl.arange(0, W // BLOCK_WORDS)[None, :]
         tl.store(p_scales + at_scales + i, scales.to(tl.uint8), mask=written if D == 2 * W else written & (i < D // 16))
+
+
+@triton.jit
+def store_int4_words(
+    words, p_codes, p_scales, at, at_scales, written, D: tl.constexpr, FP16: tl.constexpr, WIDEN: tl.constexpr
+):  # fmt: skip
+    """int4 of words [ROWS, C / 2], written as `quant.store` does with rows."""
+    even, odd = values(words, FP16)
+    low, high = range_of(even, D // 2, WIDEN)
+    low_odd, high_odd = range_of(odd, D // 2, WIDEN)
+    scale, zero, stored = int4_scales(tl.minimum(low, low_odd), tl.maximum(high, high_odd))
+    codes = int4_codes(even, scale, zero) | (int4_codes(odd, scale, zero) << 4)
+    write_codes(p_codes, at, codes.to(tl.uint8), written, D // 2)
+    tl.store(p_scales + at_scales, stored[:, None], mask=written)
