@@ -161,8 +161,6 @@ BAD_VALUES = [
      "k_scale_cache: want the stored float32 scales of int8_per_token_head, got None"),
     ("append", {"cache": PagedKVLayer(kv("nvfp4").k, kv("nvfp4").v, "nvfp4")},
      "k_scale_cache: want the stored float8_e4m3fn scales of nvfp4, got None"),
-    ("append", {"cache": PagedKVLayer(kv("nvfp4").k, kv("nvfp4").v, "int4_per_token_head")},
-     "k_scale_cache: want the stored float32 scales of int4_per_token_head, got None"),
     ("append", {"cache": PagedKVLayer(kv().k, kv().v, "fp8_e4m3", k_scale_cache=torch.zeros(4, 8, 2))},
      "k_scale_cache: want None for fp8_e4m3, got a tensor"),
     ("append", {"cache": PagedKVLayer(kv().k, kv().v, "fp4")},
