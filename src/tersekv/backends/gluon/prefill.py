@@ -1,25 +1,104 @@
-"""Paged prefill on Hopper, by the kernels of decode: for rows that all come from the pages it is the same attention."""
+"""Paged prefill on Hopper: by a kernel of its own where there are many query rows, else by those of decode."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from ...formats import kv_format
+from ..host import launch
+from ..host.bind import Bound, Described, Launches, Template, given, strides
+from ..host.split_merge import is_empty
 from . import decode
+from .sm90.prefill.kernel import prefill_kernel
+from .sm90.prefill.shape import Pieces, Shape, descriptor, items_of, of_new_rows, shape_of, why_not_copied
 
-run, bind = decode.run, decode.bind
+_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+# Since scales of keys multiply scores in fp32, the kernel has not run on a GPU with these.
+UNPROVEN = ("fp8_per_token_head", "int8_per_token_head")
+_DESCRIBED = {"Q": "q", "K": "k_cache", "V": "v_cache", "KN": "k", "VN": "v"}
+_MANY_KEYS = 16384
+
+
+class Config(NamedTuple):
+    shape: Shape
+    launches: Launches
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    if f.k is not None:
-        return "has no kernel for rows that k and v bring"
-    return decode.why_not(as_decode(f))
+    reason = _why_not_own(f)
+    if reason is None or f.k is not None:
+        return reason
+    by_decode = decode.why_not(as_decode(f))
+    return None if by_decode is None else f"{reason}; of decode's kernels: {by_decode}"
+
+
+def _why_not_own(f: SimpleNamespace) -> str | None:
+    """What the kernel for many query rows does not take."""
+    if f.format in UNPROVEN:
+        return f"has a kernel for many query rows of {f.format} that was not proven on a GPU yet"
+    if f.format not in _FORMATS:
+        return f"has no kernel for many query rows of {f.format}"
+    if is_empty(f) or 0 in f.q.shape:
+        return "wants a query row"
+    fmt = kv_format(f.format)
+    if f.q.dtype == torch.float32:
+        return "wants a 16-bit or 8-bit q, got float32"
+    if fmt.storage == torch.bfloat16 and f.q.dtype == torch.float16:  # Triton's multiplies it in two tiles
+        return "wants a bfloat16 or 8-bit q with bf16, got float16"
+    widest = 128 if fmt.storage.itemsize == 1 else 256
+    d, dv = f.q.shape[2], f.out.shape[2]
+    if d > widest or dv > widest:
+        return f"wants head sizes up to {widest} with {f.format}, got {d} and {dv}"
+    if f.k_cache.shape[1] % 16:
+        return f"wants pages of a multiple of 16, got {f.k_cache.shape[1]}"
+    return why_not_copied(f)
 
 
 def configure(f: SimpleNamespace) -> Any:
-    return decode.configure(as_decode(f))
+    if f.k is None and (_why_not_own(f) is not None or _few_rows(f)):
+        return decode.configure(as_decode(f))
+    c = shape_of(f)
+    arguments: dict[str, Any] = {
+        n: Described(name, partial(descriptor, name=name, c=c)) for n, name in _DESCRIBED.items()
+    }
+    if f.k is None:
+        arguments |= {"KN": None, "VN": None}
+    arguments |= {
+        **given(KS="k_scale_cache", VS="v_scale_cache", TABLE="page_table", LENS="seq_lens", CU="cu_seqlens_q"),
+        **given(SINKS="sinks", OUT="out", LSE="lse"),
+        **given(SOFTMAX_T="softmax_scale_t", K_T="k_scale_t", V_T="v_scale_t", OUT_T="out_scale_t"),
+        **strides(f.out, so_="th"), **strides(f.lse, sl_="th"), "st_b": f.page_table.stride[0],
+        "softmax_scale": f.softmax_scale, "k_scale": f.k_scale, "v_scale": f.v_scale, "out_scale": f.out_scale,
+        "softcap": f.softcap, "B": f.seq_lens.shape[0], "T": f.q.shape[0], "c": c, "g": Pieces(), "n": of_new_rows(c),
+    }  # fmt: skip
+    programs = min(launch.num_sms(f), items_of(f, c))
+    return Config(c, Launches(Template(prefill_kernel, (programs,), arguments, num_warps=4, launch_pdl=True)))
+
+
+def _few_rows(f: SimpleNamespace) -> bool:
+    """Decode's kernels are made for these, and take them.
+
+    They cut a request's keys among programs. The other does not: with fewer blocks of rows than multiprocessors, it
+    leaves the rest of these idle, which counts where there may be many keys.
+    """
+    c = shape_of(f)
+    many_keys = f.page_table.shape[1] * f.k_cache.shape[1] >= _MANY_KEYS
+    idle = 4 * -(-f.q.shape[0] // c.TOKENS) * c.BUNDLES < 3 * launch.num_sms(f)
+    return (f.max_q_len * c.GROUP <= 32 or (many_keys and idle)) and decode.why_not(as_decode(f)) is None
 
 
 def as_decode(f: SimpleNamespace) -> SimpleNamespace:
     """The facts as decode's: without a mask its rows are causal."""
     return SimpleNamespace(**vars(f), mask=None)
+
+
+def run(call: Any, config: Any) -> None:
+    config.launches(call)
+
+
+def bind(config: Any, at: dict[str, int]) -> Bound | None:
+    return config.launches.bind(at)

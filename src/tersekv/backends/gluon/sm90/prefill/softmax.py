@@ -1,0 +1,47 @@
+"""Weights of a tile of scores: masks, soft caps, and the running maximum of each row."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..parts.schedule import LOG2E
+from ..parts.softmax import largest
+
+
+@gluon.jit
+def masked(s, last, low, keys, c: gl.constexpr):
+    """Scores of keys that a row does not see become −inf."""
+    o_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    seen = o_n[None, :] <= gl.minimum(last, keys - 1)[:, None]
+    if c.WINDOW > 0:
+        seen = seen & (o_n[None, :] > last[:, None] - c.WINDOW)
+    if c.NEW:  # rows before the first token have no key
+        seen = seen & (o_n >= low)[None, :]
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def weigh(s, m, last, low, keys, scale, values_log, softcap, MASKED: gl.constexpr, c: gl.constexpr):
+    """(weights fp32, m, shrink) of a tile of scores; scale > 0: of each row.
+
+    last, low, keys: of the tile, the last key that each row sees by its place, the first that there is, and their end
+    values_log: with scales of tokens, the tile's values are to be multiplied by two to this: that joins the exponent
+    """
+    if c.SOFTCAP:
+        s = (softcap * LOG2E) * (1.0 - 2.0 / (gl.exp2(s * ((2.0 / softcap) * scale)[:, None]) + 1.0))
+    if MASKED:
+        s = masked(s, last, low, keys, c)
+    top = largest(s)
+    if not c.SOFTCAP:
+        top = top * scale
+    if c.TOKEN_SCALES:
+        top = top + values_log
+    m_new = gl.maximum(m, top)
+    base = m_new
+    if MASKED:
+        base = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row may have seen nothing yet
+    shrink = gl.exp2(m - base)
+    if c.TOKEN_SCALES:
+        base = base - values_log
+    if not c.SOFTCAP:
+        s = s * scale[:, None]
+    return gl.exp2(s - base[:, None]), m_new, shrink

@@ -1,0 +1,156 @@
+"""Gluon's prefill, compiled for a GPU that is not there: what matters in the machine code, and who gets a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from compile_tools import compile_launches, since
+from test_mla_prefill_compile import SHARED, count, loops
+
+from tersekv import checks
+from tersekv.backends.gluon import decode, prefill
+from tersekv.backends.gluon.sm90.prefill.shape import described, descriptor, items_of, shape_of
+from tersekv.cache import PagedKVCache
+from tersekv.calls import PrefillCall
+from tersekv.plan import facts
+
+FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+
+
+@pytest.fixture(autouse=True)
+def all_formats(monkeypatch):
+    """What waits to be proven on a GPU is compiled all the same."""
+    monkeypatch.setattr(prefill, "UNPROVEN", ())
+
+
+def call_of(
+    fmt: str, *, tokens: int = 512, requests: int = 2, page_size: int = 64, head_dim: int = 128, heads: int = 8,
+    group: int = 4, layout: str = "NHD", dtype: torch.dtype = torch.bfloat16, new: bool = False, **changes,
+) -> PrefillCall:  # fmt: skip
+    """A call whose tensors are never read."""
+    c = PagedKVCache.allocate(1, 8, page_size, heads, head_dim, format=fmt, layout=layout)[0]
+    q = torch.empty(tokens, heads * group, head_dim, dtype=dtype)
+    rows = torch.empty(tokens, heads, head_dim, dtype=torch.bfloat16) if new else None
+    i32 = torch.int32
+    return PrefillCall(
+        q, rows, rows, c.k, c.v, c.k_scale_cache, c.v_scale_cache, torch.empty(requests, 128, dtype=i32),
+        torch.empty(requests, dtype=i32), torch.empty(requests + 1, dtype=i32), None, q.bfloat16(), None, fmt, tokens,
+        0, 0.0, 0.1, None, 1.0, None, 1.0, None, 1.0, None, "exact",
+    )._replace(**changes)  # fmt: skip
+
+
+def facts_of(call: PrefillCall, arch: int = 90) -> SimpleNamespace:
+    f = facts("prefill", call, arch=arch)
+    checks.facts(f)
+    return f
+
+
+def _grid(config: prefill.Config) -> tuple[int, ...]:
+    (kernel,) = config.launches.templates
+    return kernel.grid
+
+
+@cache
+def compiled(fmt: str) -> dict:
+    call = call_of(fmt)
+    (kernel,) = compile_launches(prefill.run, call, prefill.configure(facts_of(call)), 90)
+    return kernel
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "int8_per_token_head"])
+def test_products_stay_in_flight_and_nothing_spills_in_the_long_loop(fmt):
+    """Each warpgroup's loop over tiles without a mask: sixteen products are started, and waited for twice."""
+    k = compiled(fmt)
+    assert k["shared"] <= SHARED
+    sass = k["sass"]()
+    tiles = loops(sass, "HGMMA")
+    assert all(count(tile, "HGMMA") == 16 for tile in tiles)
+    long = [tile for tile in tiles if not count(tile, "ISETP.") or count(tile, "FSEL") == 0]
+    assert len(long) == 2, "one for each warpgroup"
+    for tile in long:
+        waits = [line for line in tile if "WARPGROUP.DEPBAR" in line]
+        assert len(waits) == 2, "where ptxas serialises products, each has a wait of its own"
+        assert sum("0x0" in line for line in waits) == 1, "weights are computed while values are added"
+        assert count(tile, "LDL") + count(tile, "STL") <= since({(3, 6): 0, (3, 7): 1})
+        assert count(tile, "MUFU.EX2") <= 66  # 64 weights a thread, and what sums shrink by
+    # Once an item, and in tiles at the causal edge: bf16 40 bytes a thread, int8 104.
+    assert k["n_spills"] <= since({(3, 6): 112, (3, 7): 256})
+    assert "UTMALDG.4D" in sass
+
+
+def test_a_plan_needs_no_gpu():
+    call = call_of("fp8_e4m3")
+    f = facts_of(call)
+    assert prefill.why_not(f) is None
+    config = prefill.configure(f)
+    assert isinstance(config, prefill.Config)
+    assert _grid(config) == (132, 1, 1)
+    # Every request may end in a block that is not full: 512 tokens in blocks of 32, of 8 KV heads.
+    assert items_of(f, config.shape) == (16 + 2) * 8
+    few = facts_of(call_of("fp8_e4m3", tokens=8, requests=1, heads=1, group=8))
+    assert _grid(prefill.configure(few)) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(("group", "packed"), [(1, 1), (4, 4), (5, 1), (6, 2), (12, 4), (64, 64), (128, 64)])
+def test_as_many_heads_share_a_block_as_fill_it_evenly(group, packed):
+    c = shape_of(facts_of(call_of("bf16", heads=1, group=group)))
+    assert (packed, 128 // packed, group // packed) == (c.PACKED, c.TOKENS, c.BUNDLES)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("page_size", [16, 48, 256])
+def test_pages_are_a_dimension_of_the_maps(fmt, page_size):
+    """A copy is of one page, and takes its place in panels of 128 bytes."""
+    call = call_of(fmt, page_size=page_size, layout="HND", new=True)
+    c = shape_of(facts_of(call))
+    q, k, v, *new = (descriptor(getattr(call, name), name, c) for name in described(call))
+    assert list(q.block_shape) == [16, 4, 64]
+    assert k.block_shape[:3] == v.block_shape[:3] == [1, 1, min(page_size & -page_size, 128)]
+    assert k.shape[0] == 8
+    assert k.block_shape[3] * k.base.dtype.itemsize == (64 if fmt == "nvfp4" else 128)
+    assert [list(x.block_shape) for x in new] == [[128, 1, 64]] * 2
+
+
+def test_refusals_say_what_was_wanted():
+    def why_not(**changes):
+        return prefill.why_not(facts_of(call_of("bf16", **changes)))
+
+    assert "pages of a multiple of 16, got 8" in why_not(page_size=8)
+    assert "head sizes up to 256 with bf16, got 512 and 512" in why_not(head_dim=512, heads=1)
+    assert "bfloat16 or 8-bit q" in why_not(dtype=torch.float16)
+    wide = torch.empty(512 * 4096 + 4, dtype=torch.bfloat16)[4:].view(512, 32, 128)
+    assert "wants q on a multiple of 16 bytes" in why_not(q=wide)
+
+
+@pytest.mark.parametrize("fmt", prefill.UNPROVEN)
+def test_what_is_not_proven_on_a_gpu_is_refused(fmt, monkeypatch):
+    monkeypatch.undo()
+    assert "not proven on a GPU yet" in prefill.why_not(facts_of(call_of(fmt, new=True)))
+    assert isinstance(prefill.configure(facts_of(call_of(fmt))), decode.Config)
+
+
+def test_few_rows_are_decodes():
+    f = facts_of(call_of("fp8_e4m3", max_q_len=8))
+    assert isinstance(prefill.configure(f), decode.Config)
+    more = facts_of(call_of("fp8_e4m3", max_q_len=9))
+    assert isinstance(prefill.configure(more), prefill.Config)
+    new = call_of("fp8_e4m3", max_q_len=8, new=True)
+    assert isinstance(prefill.configure(facts_of(new)), prefill.Config), "decode would not read them"
+
+
+def test_few_blocks_over_many_keys_are_cut_by_decode():
+    table = torch.empty(2, 2048, dtype=torch.int32)
+    some, enough = (facts_of(call_of("fp8_e4m3", tokens=n, page_table=table)) for n in (256, 512))
+    assert isinstance(prefill.configure(some), decode.Config)
+    assert isinstance(prefill.configure(enough), prefill.Config)
+    assert isinstance(prefill.configure(facts_of(call_of("bf16", tokens=256, page_table=table))), prefill.Config)
+
+
+def test_a_batchs_lengths_do_not_compile_anew():
+    """What the kernel is compiled for holds neither the number of tokens nor of requests."""
+    shapes = [shape_of(facts_of(call_of("bf16", tokens=n, requests=b))) for n, b in ((512, 2), (4000, 70))]
+    assert shapes[0] == shapes[1] == replace(shapes[0])

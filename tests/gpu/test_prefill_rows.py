@@ -1,0 +1,121 @@
+"""On Hopper: prefill with many query rows by the kernel of its own, in processes of their own, with guard zones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tersekv.backends.gluon.prefill import UNPROVEN
+from tersekv.backends.gluon.sm90.prefill.shape import Shape
+from tersekv.plan import plan
+from tersekv.testing import verify
+from tersekv.testing.cases import Case
+from tersekv.testing.make import make
+from tersekv.testing.workers import Workers
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+SECONDS = 150.0  # a case takes some 20 with its compilation; one that hangs is ended
+PROCESSES = 18
+
+# A prompt, a chunk, a single row, a request without tokens, rows that fill blocks evenly, a long prefix.
+_BASE = Case(
+    "prefill", "bf16", "", ragged=True, heads=2, group=4, dim=128, page=64, lens=(700, 300, 9, 0, 256, 1500),
+    q_lens=(700, 41, 1, 0, 256, 130),
+)  # fmt: skip
+VARIANTS = {
+    "plain": {},
+    "pages of 16, heads apart": {"page": 16, "layout": "HND"},
+    "pages of 48": {"page": 48},
+    "pages of 256, packed": {"page": 256, "packed": True},
+    "window": {"window": 100, "sinks": True},
+    "narrow window": {"window": 3, "page": 16},
+    "wide window": {"window": 700, "lse": False},
+    "soft cap": {"softcap": 20.0, "sinks": True},
+    "more rows than tokens": {"lens": (3, 90), "q_lens": (90, 9), "page": 16},
+    "many requests": {"lens": (40,) * 70, "q_lens": (33,) * 70, "page": 16},
+    "one head": {"heads": 1, "group": 1, "lens": (1000,), "q_lens": (1000,)},
+    "group of 6": {"group": 6},
+    "group of 5": {"group": 5, "index": "int64"},
+    "group of 16": {"group": 16, "heads": 1, "index": "uint32"},
+    "group of 128": {"group": 128, "heads": 1, "lens": (300, 20), "q_lens": (100, 20)},
+    "D 64": {"dim": 64},
+    "D 96": {"dim": 96},
+    "D 80": {"dim": 80, "window": 50},
+    "scale tensors": {"scale": "tensor"},
+    "scale per head, e4m3 out": {"scale": "head", "out_dtype": "float8_e4m3fn"},
+    "e4m3 query": {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "scale": "float"},
+    "e5m2 query": {"dtype": "float8_e5m2", "out_dtype": "float16", "dim": 64},
+    "fp16 query": {"dtype": "float16"},
+    "D 256": {"dim": 256},
+    "spread": {"spread": True},
+    "new rows": {"new_rows": True},
+    "new rows, pages of 16, heads apart": {"new_rows": True, "page": 16, "layout": "HND", "sinks": True},
+    "new rows, window": {"new_rows": True, "window": 150},
+    "new rows, narrow window": {"new_rows": True, "window": 5, "page": 16},
+    "new rows, more than tokens": {"new_rows": True, "lens": (3, 90, 400), "q_lens": (90, 9, 500), "page": 16},
+    "new rows, soft cap, scale per head": {"new_rows": True, "softcap": 20.0, "scale": "head"},
+    "new rows, e4m3 query": {"new_rows": True, "dtype": "float8_e4m3fn", "out_dtype": "bfloat16"},
+    "new rows, fp16": {"new_rows": True, "dtype": "float16", "scale": "tensor"},
+    "new rows, D 64": {"new_rows": True, "dim": 64, "group": 6},
+    "new rows, prompts": {"new_rows": True, "lens": (900, 20), "q_lens": (900, 20)},
+    "large": {"heads": 4, "lens": (4096, 2500), "q_lens": (1024, 700), "page": 16},
+}
+
+
+_FEW = ("plain", "window", "group of 6", "D 64", "e5m2 query", "fp16 query", "D 256", "new rows", "new rows, window")
+_OF_TOKENS = (
+    *("plain", "pages of 16, heads apart", "pages of 48", "narrow window", "wide window", "soft cap", "D 64", "D 96"),
+    *("more rows than tokens", "many requests", "group of 6", "e4m3 query", "fp16 query", "spread", "large"),
+    *(name for name in VARIANTS if name.startswith("new rows")),
+)
+_OF_BLOCKS = (
+    *("plain", "pages of 16, heads apart", "window", "soft cap", "D 64", "D 96", "more rows than tokens", "spread"),
+    *("scale tensors", "e4m3 query", "new rows", "new rows, window", "new rows, D 64"),
+)
+_SEEN_ONCE = (
+    *("plain", "pages of 16, heads apart", "window", "many requests", "group of 128", "D 96", "soft cap", "large"),
+    *(name for name in VARIANTS if name.startswith("new rows")),
+)
+FORMATS = {
+    "bf16": _SEEN_ONCE,
+    "fp8_e4m3": _SEEN_ONCE,
+    "fp16": _FEW,
+    "fp8_e5m2": ("plain", "D 64"),
+    "int8_per_token_head": _OF_TOKENS,
+    "fp8_per_token_head": ("plain", "spread", "new rows"),
+    "nvfp4": _OF_BLOCKS,
+}
+
+
+def cases() -> list[Case]:
+    found = []
+    for fmt, names in FORMATS.items():
+        if fmt in UNPROVEN:
+            continue  # refused
+        for name in names:
+            if fmt == "bf16" and VARIANTS[name].get("dtype") == "float16":
+                continue  # taken by other kernels
+            changes = dict(VARIANTS[name])
+            if not fmt.startswith(("fp8_e", "nvfp4")):
+                changes.pop("scale", None)
+            found.append(replace(_BASE, format=fmt, name=name, **changes))
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, verify.Result]:
+    with Workers(PROCESSES, "cuda", "gluon", seconds=SECONDS) as pool:
+        return {r.case.id: r for r in pool.results(cases())}
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs sm_90")
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.format}-{case.name}")
+def test_what_the_reference_says(case, results):
+    assert results[case.id].status == verify.PASSED, results[case.id].message
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.format}-{case.name}")
+def test_these_cases_get_the_kernel_for_many_rows(case):
+    assert isinstance(plan("prefill", make(case), "gluon", arch=90).config.shape, Shape)
