@@ -126,9 +126,10 @@ def test_few_rows_are_right_in_every_number_of_rows_and_columns(format, native):
         assert (got - want).norm() < 3e-3 * want.norm(), (rows, dim)
 
 
-@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_per_token_head", "nvfp4"])
-def test_new_rows_are_met_as_they_are_after_a_prefix_that_is_cut_into_pieces(format, native):
-    case = kv_case(format, [3000, 40], heads=2, head_dim=64)
+@pytest.mark.parametrize("rotation", [None, "hadamard"])
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_per_token_head", "nvfp4", "int4_per_token_head"])
+def test_new_rows_are_met_as_they_are_after_a_prefix_that_is_cut_into_pieces(format, rotation, native):
+    case = kv_case(format, [3000, 40], heads=2, head_dim=64, rotation=rotation)
     layer = replace(case.layer, v_scale=torch.tensor([0.25, 3.0])) if format == "fp8_e4m3" else case.layer
     starts = torch.tensor([0, 70, 120], dtype=torch.int32)  # more rows than tokens: the first ten see nothing
     q, k, v = (torch.randn(120, h, 64).to(BF) for h in (8, 2, 2))
