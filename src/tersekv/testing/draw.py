@@ -151,7 +151,8 @@ def _append(dice: Dice, case: Case) -> Case:
     f = kv_format(case.format)
     if f.scale == TENSOR and dice.maybe(0.2):  # codes are stored as they are
         return replace(case, dtype=_codes(f), v_format="", rotation="", channels="")
-    special = f.scale != "none" and sum(case.q_lens or ()) > 4 and dice.maybe(0.2)
+    scaled = "none" not in (f.scale, kv_format(case.v_format or case.format).scale)
+    special = scaled and sum(case.q_lens or ()) > 4 and dice.maybe(0.2)
     return replace(case, special=special, widen=f.code != "int4" or dice.maybe(0.8))
 
 
