@@ -209,7 +209,8 @@ def test_labels_of_the_picture_do_not_overlap(tmp_path, measured):
     finally:
         Figure.savefig = original
     [axes] = figures[0].axes
-    boxes = [t.get_window_extent() for t in axes.texts]
+    renderer = figures[0].canvas.get_renderer()  # not the finer picture's, with larger letters
+    boxes = [t.get_window_extent(renderer) for t in axes.texts]
     assert len(boxes) == len(measured.formats)
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
