@@ -66,7 +66,7 @@ class Shape(Record):
     JOIN_COLUMNS: int  # at once
 
 
-_CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8", "e2m1")
+CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8", "e2m1")
 
 
 class Config(NamedTuple):
@@ -78,7 +78,7 @@ class Config(NamedTuple):
 
 def why_not(f: SimpleNamespace) -> str | None:
     fmt = kv_format(f.format)
-    if fmt.code not in _CODES or launch.why_not(f):
+    if fmt.code not in CODES or launch.why_not(f):
         return f"has no {f.format}"
     if fmt.storage.itemsize == 2 and query_rows(f) > MOST_ROWS_OF_16_BITS:
         return f"wants at most {MOST_ROWS_OF_16_BITS} query rows of a KV head with {f.format}, got {query_rows(f)}"
