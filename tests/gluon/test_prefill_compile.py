@@ -133,6 +133,12 @@ def test_what_is_not_proven_on_a_gpu_is_refused(fmt, monkeypatch):
     assert isinstance(prefill.configure(facts_of(call_of(fmt))), decode.Config)
 
 
+def test_nvfp4_with_the_scale_of_keys_in_memory_is_refused():
+    call = call_of("nvfp4", new=True)
+    assert prefill.why_not(facts_of(call)) is None
+    assert "K's scale in memory" in prefill.why_not(facts_of(call._replace(k_scale_t=torch.ones(1))))
+
+
 def test_few_rows_are_decodes():
     f = facts_of(call_of("fp8_e4m3", max_q_len=8))
     assert isinstance(prefill.configure(f), decode.Config)
