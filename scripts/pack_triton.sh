@@ -20,7 +20,7 @@ strip --strip-unneeded triton/_C/libtriton.so
 # Profiling, AMD's libraries, and tools that no launch asks for. Which ptxas a chip gets differs between releases: both
 # stay. AMD's Python stays too, since Triton imports every backend that an installed distribution names.
 rm -rf triton/profiler triton/_C/libproton.so triton/backends/amd/lib triton/backends/amd/include \
-    triton/backends/nvidia/lib/cupti triton/backends/nvidia/bin/nvdisasm triton/backends/nvidia/bin/cuobjdump
+    triton/backends/nvidia/lib/cupti* triton/backends/nvidia/bin/nvdisasm triton/backends/nvidia/bin/cuobjdump
 find . -name "*.pyi" -delete
 tar -cf - . | xz -T0 -6 | split -b 59M -d - "$work/triton-$version.tar.xz."
 cd - >/dev/null

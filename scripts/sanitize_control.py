@@ -2,7 +2,7 @@
 
 Both pass numbers from one warp to four others, as Hopper's attention does with the facts of its next piece of work: the
 warp's lanes store to shared memory, meet, and one of them arrives at an mbarrier that the others wait for before they
-load; with `copying` it tells the barrier to expect a copy instead. `racing` leaves out the waiting.
+load; with `copying` it tells the barrier to expect a copy instead. `racing` leaves out the waiting, on both sides.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from tersekv.backends.gluon.versions import thread_barrier, tma_load
 
 
 @gluon.jit
-def store(SOURCE, words, copied, bars, TURNS: gl.constexpr, COPIES: gl.constexpr):
+def store(SOURCE, words, copied, bars, TURNS: gl.constexpr, WAITS: gl.constexpr, COPIES: gl.constexpr):
     whole: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in range(TURNS):
-        mbarrier.wait(bars.index(1), (i & 1) ^ 1)
+        if WAITS:
+            mbarrier.wait(bars.index(1), (i & 1) ^ 1)
         words.store(gl.arange(0, 32, whole) + i)
         thread_barrier()
         if COPIES:
@@ -53,7 +54,9 @@ def passing_kernel(OUT, SOURCE, TURNS: gl.constexpr, WAITS: gl.constexpr, COPIES
     for i in gl.static_range(2):
         mbarrier.init(bars.index(i), count=1)
     gl.warp_specialize(
-        [(load, (OUT, words, bars, TURNS, WAITS)), (store, (SOURCE, words, copied, bars, TURNS, COPIES))], [1], [32]
+        [(load, (OUT, words, bars, TURNS, WAITS)), (store, (SOURCE, words, copied, bars, TURNS, WAITS, COPIES))],
+        [1],
+        [32],
     )
 
 
@@ -61,7 +64,7 @@ def main(kind: str) -> None:
     out, source = (torch.empty(32, dtype=torch.int32, device="cuda") for _ in range(2))
     box = TensorDescriptor(source, [32], [1], [32], gl.NVMMASharedLayout(0, 32, 1))
     if kind == "racing":
-        passing_kernel[(1,)](out, box, 1, False, False, num_warps=4)  # one turn: who does not wait may not run ahead
+        passing_kernel[(1,)](out, box, 64, False, False, num_warps=4)  # often, so that both sides run at once
         torch.cuda.synchronize()
         return
     turns = 8

@@ -31,8 +31,10 @@ ROOT = Path(__file__).parent.parent
 # What racecheck reports of programs that are right, by where both accesses stand in the source. It does not know that
 # warps of `warp_specialize` begin and end by state that Triton itself keeps for them in shared memory; nor that what
 # lies in memory before a barrier is told to expect a copy is there when the copy has come (`--control`: "copying").
+# And two warpgroups may both put 0 in place of the same NaN: whoever comes second reads what it would have written.
 _STARTS = "warp_specialize"
 _ORDERED_BY_COPIES = {"publish"}  # functions whose stores that holds for
+_WRITE_THE_SAME = "drop_nan"
 _ERROR = re.compile(r"^========= (?:Error: |ERROR: )?(Invalid .*|.*[Rr]ace reported .*)$")
 _PLACE = re.compile(r" in ([\w.]+\.py):(\d+)")
 _AT = re.compile(r"\bat (?:.*\b)?(\w+)\+0x")
@@ -129,6 +131,8 @@ def _kind(lines: list[str]) -> str:
     places = [_standing(kernel, m[1], int(m[2])) for line in lines for m in _PLACE.finditer(line)]
     if places and all(p == _STARTS for p in places):
         return "warps begin and end"
+    if places and all(p == _WRITE_THE_SAME for p in places):
+        return "both write the same"
     return "a copy's barrier orders them" if _ORDERED_BY_COPIES & set(places) else ""
 
 
@@ -136,18 +140,27 @@ def _kind(lines: list[str]) -> str:
 def _standing(kernel: str, file: str, line: int) -> str:
     """The function that stands there; `_STARTS`: the kernel's first line, or its starting of warps up to the next line,
     where the compiler puts its end."""
-    for path in [*(ROOT / "src").rglob(file), *(ROOT / "scripts").glob(file)]:
-        functions = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
-        if kernel not in [f.name for f in functions]:
-            continue
-        inside = [f for f in functions if f.lineno <= line <= (f.end_lineno or 0)]
-        calls = [n for f in inside if f.name == kernel for n in ast.walk(f) if isinstance(n, ast.Call)]
-        starts = [n for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == _STARTS]
-        began = any(n.lineno <= line <= (n.end_lineno or 0) + 1 for n in starts)
-        if began or (starts and line == inside[0].lineno):
-            return _STARTS
-        return inside[-1].name if inside else ""
-    return ""
+    home = _home(kernel)
+    path = next((p for p in (home.with_name(file), *home.parent.parent.glob(f"parts/{file}")) if p.exists()), None)
+    inside = [f for f in _functions(path) if f.lineno <= line <= (f.end_lineno or 0)] if path else []
+    calls = [n for f in inside if f.name == kernel for n in ast.walk(f) if isinstance(n, ast.Call)]
+    starts = [n for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == _STARTS]
+    began = any(n.lineno <= line <= (n.end_lineno or 0) + 1 for n in starts)
+    if began or (starts and line == inside[0].lineno):
+        return _STARTS
+    return inside[-1].name if inside else ""
+
+
+@functools.cache
+def _home(kernel: str) -> Path:
+    """The file in which a kernel stands; what it calls stands beside it, or in `parts` one floor up."""
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]
+    return next((p for p in files if kernel in [f.name for f in _functions(p)]), ROOT)
+
+
+@functools.cache
+def _functions(path: Path) -> list[ast.FunctionDef]:
+    return [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
 
 
 def _kernel(lines: list[str]) -> str:
