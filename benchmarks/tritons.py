@@ -1,11 +1,12 @@
 """Times the same cells with several versions of Triton, in turns, each in processes of its own.
 
-    python benchmarks/tritons.py FOLDER ... [--rounds 3] [--json FILE]
+    python benchmarks/tritons.py FOLDER ... [--rounds 3] [--cells "H 128"] [--json FILE]
 
 FOLDER: an unpacked Triton that is put in front of the path (scripts/pack_triton.sh); the installed one comes first.
 Prints a line per cell: its time with each version and the ratio to the installed one, then geometric means. Every
-result is checked before it is timed. The least of all rounds counts. Exit code 1: a result was wrong, or a cell of a
-later version took more than 3% longer.
+result is checked before it is timed. The least of all rounds counts; every second round takes the versions the other
+way round, since a GPU that is warm from one of them keeps the next below its power limit. Exit code 1: a result was
+wrong, or a cell of a later version took more than 3% longer.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ CELLS = {
 }  # fmt: skip
 
 
-def one_version() -> None:
-    """A line of JSON for each cell, with the Triton that is found first."""
+def one_version(named: str) -> None:
+    """A line of JSON for each cell whose name holds `named`, with the Triton that is found first."""
     import torch
 
     from tersekv.testing.bench.cases import Case, grid, sizes
@@ -47,16 +48,18 @@ def one_version() -> None:
     device = torch.device("cuda", 0)
     where = environment(device, ())
     cases = [Case(op, f, b, n, heads=h) for cells in CELLS.values() for op, f, b, n, h in cells]
-    for r in bench([*cases, *grid(sizes("cuda", False), ("host",))], device, [], None):
+    cases += grid(sizes("cuda", False), ("host",))
+    for r in bench([case for case in cases if named in case.id], device, [], None):
         told = {"triton": where["triton"], "cell": r.case.id, "status": r.status, "us": r.us, "reason": r.reason}
         print(json.dumps(told), flush=True)
 
 
-def measured(folder: str | None, seconds: float) -> list[dict]:
+def measured(folder: str | None, args: argparse.Namespace) -> list[dict]:
     path = os.pathsep.join(filter(None, [folder, *sys.path[1:], os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
-        [sys.executable, __file__, "--one"],
-        env={**os.environ, "PYTHONPATH": path, "TERSEKV_STRICT": "1"}, capture_output=True, text=True, timeout=seconds,
+        [sys.executable, __file__, "--one", "--cells", args.cells],
+        env={**os.environ, "PYTHONPATH": path, "TERSEKV_STRICT": "1"}, capture_output=True, text=True,
+        timeout=args.seconds,
     )  # fmt: skip
     if done.returncode:
         print(done.stderr, file=sys.stderr)
@@ -69,17 +72,19 @@ def main() -> int:
     parser.add_argument("folders", nargs="*")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=550, help="for one version and round")
+    parser.add_argument("--cells", default="", metavar="TEXT", help="those whose name holds it; default: all")
     parser.add_argument("--json")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        one_version()
+        one_version(args.cells)
         return 0
     best: dict[str, dict[str, float]] = {}  # by cell and version
     bad = []
-    for _ in range(args.rounds):
-        for folder in (None, *args.folders):
-            for r in measured(folder, args.seconds):
+    folders = (None, *args.folders)
+    for i in range(args.rounds):
+        for folder in reversed(folders) if i % 2 else folders:
+            for r in measured(folder, args):
                 if r["us"] is None or r["status"] != "ok":
                     bad.append(f"{r['cell']} with {r['triton']}: {r['status']} {r['reason']}")
                     continue
