@@ -8,17 +8,20 @@ are medians of CUDA graphs (`tersekv.testing.bench.measure`); on a CPU, where `-
 Peers run in the same process: SDPA over a contiguous bf16 copy where one request is a whole prompt, FlashInfer's
 wrapper over pages, fa2 and fa3, bf16 cells always and fp8 ones where it takes them. `--decode` times `tersekv.decode`
 with as many rows too. FLOP: 4 x D x heads of every key that a row sees.
+`--json` adds to what the file holds; a case that it has already is replaced. An interrupt keeps what was found.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -254,21 +257,32 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(args.device)
     peers = [n for n in args.peers if n != "none" and (n == "sdpa" or importlib.util.find_spec(n) is not None)]
     records = []
-    for cell in SMALL if args.small else CELLS:
-        if args.cells and cell.name not in args.cells:
-            continue
-        for name in args.formats:
+    try:
+        for cell, name in itertools.product(SMALL if args.small else CELLS, args.formats):
+            if args.cells and cell.name not in args.cells:
+                continue
             if args.query in {f.name for f in tersekv.KV_FORMATS.values() if f.storage in FP8} and name == "bf16":
                 continue  # an 8-bit query is for 8-bit keys
             o = Options(name, args.page, args.query, args.new_rows, args.fast, args.backend)
             records.append(case(cell, o, device, peers, args.decode))
             print(line(records[-1]), flush=True)
-    if args.json:
-        where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-        about = {"device": where, "torch": torch.__version__, "tersekv": tersekv.__version__}
-        with open(args.json, "w") as file:
-            json.dump({**about, "cases": records}, file, indent=1)
+    finally:
+        if args.json:
+            keep(Path(args.json), records, device)
     return int(any("us" not in r for r in records))
+
+
+def keep(path: Path, records: list[dict[str, Any]], device: torch.device) -> None:
+    """Add them to the cases of a file, in place of those of the same cell and options."""
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    about = {"device": where, "torch": torch.__version__, "tersekv": tersekv.__version__}
+    names = [f.name for f in fields(Options)]
+    cases = {(r["cell"]["name"], *(r[n] for n in names)): r for r in [*stored(path), *json.loads(json.dumps(records))]}
+    path.write_text(json.dumps({**about, "cases": list(cases.values())}, indent=1) + "\n")
+
+
+def stored(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["cases"] if path.exists() else []
 
 
 if __name__ == "__main__":
