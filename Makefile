@@ -62,12 +62,13 @@ types: $(READY)
 tests: $(NATIVE)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
-# A second Triton beside the first, found before it on the path. Interpreting the attentions would take as long as the
-# rest: their cases in test_verify_cases stay.
+# A second Triton beside the first, found before it on the path. What may differ between them: machine code, launchers,
+# hooks, the interpreter's arithmetic. How the attentions take their cases does not: `make versions` has the rest.
+NEWEST_TESTS ?= tests/gluon tests/triton --ignore tests/gluon/test_bind_gluon.py --ignore tests/triton/test_bind.py \
+	-k "not test_interpreted or test_casts or test_codes or test_append or test_verify_cases"
 newest: $(READY)
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton "$(NEWEST_TRITON)"
-	PYTHONPATH=.venv/newest-triton $(BIN)/python -m pytest -n $(WORKERS) -p no:cacheprovider tests/gluon tests/triton \
-		-k "not test_decode_interp and not test_mla_decode_interp and not test_prefill_interp"
+	PYTHONPATH=.venv/newest-triton $(BIN)/python -m pytest -n $(WORKERS) -p no:cacheprovider $(NEWEST_TESTS)
 
 engines: vllm
 
@@ -94,7 +95,7 @@ sweep: $(READY)
 versions: $(READY)
 	set -e; for v in $(TRITONS); do \
 		$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/triton-$$v "triton==$$v"; \
-		PYTHONPATH=.venv/triton-$$v $(BIN)/python -m pytest -n $(WORKERS) -p no:cacheprovider tests/gluon tests/triton; \
+		PYTEST_ADDOPTS="-m ''" PYTHONPATH=.venv/triton-$$v $(BIN)/python -m pytest -n $(WORKERS) -p no:cacheprovider tests/gluon tests/triton; \
 	done
 	set -e; for t in $(OLDEST_TORCH) $(NEWEST_TORCH); do \
 		$(PYTHON) -m venv --clear .venv/torch; \

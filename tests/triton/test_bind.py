@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from drawn import drawn
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -52,7 +53,7 @@ def prepared(call, op: str, backend: str):
 
 def assert_bound_as_run(op: str, backend: str, launched: list) -> None:
     seen = 0
-    for case in cases((op,)):
+    for case in drawn(cases((op,)), 3):
         call = make(case)
         tensors = {n: x for n, x in zip(TENSORS[op], FIELDS[op][0](call), strict=True) if x is not None}
         found = prepared(call, op, backend)
