@@ -153,6 +153,37 @@ def means(timed: list[Record]) -> Iterator[str]:
         yield ""
 
 
+def drawn(folder: Path) -> str:
+    """Markdown: what `tersekv bench --random` found, the draws and each of their cells, the worst first."""
+    stored = [json.loads(text) for path in sorted(folder.glob("*_random_cells.json")) for text in path.open()]
+    draws, cells = [r for r in stored if "random" in r], [r for r in stored if "random" not in r]
+    if not draws:
+        return "\nNo draw is stored yet.\n\n"
+    head = ["draw", "cells", "geometric mean", "worst", "slower than a peer"]
+    lines = [
+        [f"{r['chip']}, seed {r['seed']}, {r['date']}", str(r["cells"])]
+        + [f"{r['geometric_mean']:.2f}", f"{r['worst']:.2f}", str(r["lost"])]
+        for r in draws
+    ]
+    return "\n".join(["", *table(head, lines), "", *table(*_drawn_cells(cells)), "", ""])
+
+
+def _drawn_cells(cells: list[Record]) -> tuple[list[str], list[list[str]]]:
+    beside = [(best_peer(r), r) for r in cells if r["us"] is not None]
+    beside.sort(key=lambda x: x[0][1] / x[1]["us"] if x[0] else float("inf"))
+    return ["cell", "µs", "rate", "best peer", "peer / tersekv"], [
+        [f"{r['format']}, {drawn_cell(r)}", us(r["us"]), speed(r), peer(best)]
+        + [f"{best[1] / r['us']:.2f}" if best else "-"]
+        for best, r in beside
+    ]
+
+
+def drawn_cell(r: Record) -> str:
+    if r["op"].startswith("mla"):
+        return f"MLA, {cell(r)}"
+    return f"{cell(r)}, {r['heads']}/{r['kv_heads']} heads, D {r['head_dim']}"
+
+
 def place(r: Record) -> tuple:
     """What a record shares with those of other formats."""
     return tuple(r[k] for k in ("op", "requests", "tokens", "heads", "page", "uneven", "host", "precision"))
@@ -236,7 +267,8 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
 
 def renewed(text: str, folder: Path = RESULTS) -> str:
     """The page with its results written anew."""
-    return pages.renewed(text, {"results": lambda: results(load(folder))}, ["results"])
+    regions = {"drawn": lambda: drawn(folder), "results": lambda: results(load(folder))}
+    return pages.renewed(text, regions, regions)
 
 
 def pictures(folder: Path = RESULTS) -> dict[Path, str]:

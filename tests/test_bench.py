@@ -17,6 +17,7 @@ from tersekv.cli import main
 from tersekv.testing.bench import append, cases, data, decode, engine, flashinfer, measure, peers, prefill, report
 from tersekv.testing.bench.cases import CPU_QUICK, GPU, Case, grid, with_cells
 from tersekv.testing.bench.engine import FAILED, OK, RED, UNSUPPORTED, Limits
+from tersekv.testing.bench.shapes import Shape
 
 CPU = torch.device("cpu")
 LIMITS = Limits(copy=4e12, matmul=600e12)
@@ -29,6 +30,7 @@ SMALL = {
     "mla_decode_branch": Case("mla_decode_branch", "fp8_ds_mla", 2, 40, heads=4, page=16, uneven=True),
     "mla_prefill": Case("mla_prefill", "bf16", 0, 24, heads=1, page=16),
 }
+SHAPE = Shape("shape", "fp8_e4m3", 3, 40, heads=6, page=16, uneven=True, kv_heads=2, head_dim=64)
 
 
 @pytest.fixture(autouse=True)
@@ -269,6 +271,8 @@ def test_what_the_chip_does_is_measured():
 class Fake:
     """A library with one right peer, one wrong and one that raises."""
 
+    any_format = False
+
     def missing(self):
         return None
 
@@ -329,7 +333,7 @@ def flashinfer_modules():
             assert (layout, backend, use_tensor_cores) == ("NHD", "fa2", True)
 
         def plan(self, indptr, indices, last, hq, hkv, d, page, *, q_data_type, kv_data_type, sm_scale):
-            assert (hq, hkv, d) == (32, 8, 128)
+            assert (hq, hkv, d) in ((32, 8, 128), (6, 2, 64))
             self.table, self.lens, self.scale = table(indptr, indices), (indptr.diff() - 1) * page + last, sm_scale
 
         def run(self, q, kv, *, out):
@@ -363,6 +367,8 @@ def flashinfer_modules():
         (Case("decode", "fp8_e4m3", 3, 40, page=16, uneven=True), ["flashinfer xqa", "flashinfer fa2"]),
         (Case("decode", "bf16", 2, 40), ["flashinfer xqa", "flashinfer fa2"]),
         (Case("decode", "nvfp4", 2, 40), []),
+        (SHAPE, ["flashinfer xqa", "flashinfer fa2"]),
+        (replace(SHAPE, window=9), []),
         (Case("mla_decode", "fp8_e4m3", 3, 70, heads=4), ["flashinfer fa3"]),
         (Case("mla_decode", "bf16", 2, 40, heads=4, uneven=True), ["flashinfer fa3"]),
         (Case("rope_append", "fp8_e4m3", 0, 70), ["flashinfer"]),
@@ -413,6 +419,11 @@ def test_the_command_exits_with_1_on_red(monkeypatch, capsys):
     (["--ops", "decode,mla_decode", "--cells", "64"], "--cells 64: none of decode, mla_decode has such cells"),
     (["--preset", "shapes", "--ops", "append", "--cells", "4"],
      "--preset shapes: want --device, --formats, --backend and --json beside it, got --ops, --cells"),
+    (["--random", "3", "--page-size", "16", "--cells", "4x4"],
+     "--random: want --device, --ops, --peers, --formats, --backend and --json beside it, got --cells, --page-size"),
+    (["--random", "3", "--preset", "shapes"], "--preset: want it without --random"),
+    (["--seed", "3"], "--seed: want it beside --random"),
+    (["--random", "3", "--ops", "append"], "no case fits these options on this device"),
     (["--cells", "0x5"], "--cells: want requests x tokens such as 64x8192, or new tokens such as 2048, got '0x5'"),
     (["--json", "missing/r.jsonl"], "--json missing/r.jsonl: want a file in a folder that exists"),
     (["--plot", "missing/r.png"], "--plot missing/r.png: want a file in a folder that exists"),

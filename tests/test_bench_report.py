@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from script import script
 
-from tersekv.testing.bench import report
+from tersekv.testing.bench import random_cells, report
 from tersekv.testing.bench.cases import Case
 from tersekv.testing.bench.engine import OK, RED, UNSUPPORTED, Limits, Peer, Result
+from tersekv.testing.bench.shapes import Shape
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -132,3 +133,27 @@ def test_of_two_results_of_a_case_the_later_counts(tmp_path):
 
 def test_a_page_without_results_says_so(tmp_path):
     assert "No results are stored yet." in page().results(page().load(tmp_path))
+
+
+def test_the_page_shows_draws_and_their_cells_the_worst_first(tmp_path):
+    shape = Shape("shape", "int4_per_token_head", 7, 1000, heads=12, page=16, kv_heads=3, head_dim=96, uneven=True)
+    latent = Case("mla_decode", "fp8_e4m3", 2, 500, heads=16)
+    mine = [
+        Result(latent, OK, 10.0, 1e-3, "", 40_000_000, 10, (Peer("flashinfer fa3 on bf16", 15.0),)),
+        Result(shape, OK, 40.0, 1e-3, "", 80_000_000, 10, (Peer("flashinfer xqa on fp8_e4m3", 30.0),)),
+        Result(replace(shape, page=8), OK, 40.0, 1e-3, "", 80_000_000, 10),
+        Result(replace(shape, page=32), UNSUPPORTED, reason="no"),
+    ]
+    where = {**report.environment(CPU, ()), "chip": "NVIDIA H200", "date": "2026-01-02", "seed": 4}
+    told = [report.record(r, LIMITS, where) for r in mine]
+    told.append({"random": 4, "seed": 4, **random_cells.verdict(mine), **where})
+    (tmp_path / "a_random_cells.json").write_text("".join(json.dumps(r) + "\n" for r in told))
+    lines = page().drawn(tmp_path).splitlines()
+    assert "| NVIDIA H200, seed 4, 2026-01-02 | 2 | 1.06 | 0.75 | 1 |" in lines
+    assert lines[-4:-1] == [
+        "| int4_per_token_head, 7 × 1000, pages of 16, uneven, 12/3 heads, D 96 | 40.0 | 2 TB/s "
+        "| 30.0 flashinfer xqa on fp8_e4m3 | 0.75 |",
+        "| fp8_e4m3, MLA, 2 × 500, H 16 | 10.0 | 4 TB/s | 15.0 flashinfer fa3 on bf16 | 1.50 |",
+        "| int4_per_token_head, 7 × 1000, pages of 8, uneven, 12/3 heads, D 96 | 40.0 | 2 TB/s | - | - |",
+    ]
+    assert "No draw is stored yet." in page().drawn(tmp_path / "none")

@@ -12,11 +12,11 @@ import torch
 
 from ..formats import ALL_FORMATS
 from ..plan import BACKENDS
-from ..testing.bench import peers
-from ..testing.bench.cases import OPS, Case, grid, sizes, with_cells
+from ..testing.bench import peers, random_cells
+from ..testing.bench.cases import OPS, Case, Sizes, grid, sizes, with_cells
 from ..testing.bench.cliffs import CLIFF, compared
 from ..testing.bench.cliffs import line as cliff_line
-from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench
+from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench, peers_of
 from ..testing.bench.engine import run as time_one
 from ..testing.bench.report import environment, line, notes, record, speed, summary
 from ..testing.bench.shapes import shapes
@@ -69,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shapes: decode with other head sizes, groups, layouts, drafts, windows and lengths, each against the "
         "plain case with as many bytes; takes --device, --formats (fp8_e4m3), --backend and --json",
     )  # fmt: skip
+    parser.add_argument(
+        "--random", type=positive, metavar="N",
+        help="N decodes that nobody listed, drawn by --seed, each beside the peers of its format, of e4m3 and of bf16; "
+        "takes --device, --ops, --peers, --formats, --backend and --json",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, help="of --random; default: 0")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,11 +95,7 @@ def run(args: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     if args.preset:
         return run_shapes(args, device)
-    cases = list(
-        grid(
-            cells, args.ops, args.formats, page=args.page_size, uneven=args.uneven, precisions=args.precision
-        )
-    )  # fmt: skip
+    cases = cases_of(args, cells, device)
     if not cases:
         return complain(args, "no case fits these options on this device")
     libraries = usable(args.peers, device)
@@ -106,10 +108,13 @@ def run(args: argparse.Namespace) -> int:
     results: list[Result] = []
     with Interruption() as stop, ExitStack() as stack:
         out = stack.enter_context(open(args.json, "a")) if args.json else None
-        for r in timed(cases, device, libraries, args.backend, limits, where, out):
+        for r in results_of(cases, device, libraries, args):
+            show(r, limits, {**where, "backend": args.backend, **({"seed": args.seed} if args.random else {})}, out)
             results.append(r)
     for text in summary(results, limits):
         say(text)
+    if args.random:
+        conclude(args, results, where)
     if args.plot:
         draw(results, limits, f"tersekv {where['tersekv']} on {where['chip']}, {where['date']}", args.plot)
     stop.pass_on()
@@ -129,10 +134,9 @@ def run_shapes(args: argparse.Namespace, device: torch.device) -> int:
             bad |= r.status in (RED, FAILED) or plain.status in (RED, FAILED)
             if ratio is not None:
                 ratios.append(ratio)
-            if out is not None:
-                told = {**record(r, limits, where), "plain_us": plain.us, "plain_ratio": ratio, "backend": args.backend}
-                out.write(json.dumps(told) + "\n")
-                out.flush()
+            store(
+                {**record(r, limits, where), "plain_us": plain.us, "plain_ratio": ratio, "backend": args.backend}, out
+            )
     if ratios:
         say(f"worst {min(ratios):.0%} of the plain rate; {sum(x < CLIFF for x in ratios)} under {CLIFF:.0%}")
     stop.pass_on()
@@ -141,15 +145,20 @@ def run_shapes(args: argparse.Namespace, device: torch.device) -> int:
 
 def idle_option(args: argparse.Namespace) -> str | None:
     """Which option would be ignored, and why; None: none would."""
-    if args.preset:
+    if args.preset and args.random:
+        return "--preset: want it without --random"
+    if args.seed is not None and not args.random:
+        return "--seed: want it beside --random"
+    if args.preset or args.random:
         given = {
-            "--ops": args.ops != OPS, "--cells": args.cells, "--page-size": args.page_size, "--uneven": args.uneven,
-            "--precision": args.precision != ("exact",), "--peers": args.peers, "--plot": args.plot,
-            "--quick": args.quick,
+            "--cells": args.cells, "--page-size": args.page_size, "--uneven": args.uneven,
+            "--precision": args.precision != ("exact",), "--plot": args.plot, "--quick": args.quick,
         }  # fmt: skip
-        idle = [name for name, set_ in given.items() if set_]
-        takes = "--device, --formats, --backend and --json"
-        return f"--preset {args.preset}: want {takes} beside it, got {', '.join(idle)}" if idle else None
+        of_preset = {"--ops": args.ops != OPS, "--peers": args.peers} if args.preset else {}
+        idle = [name for name, set_ in {**of_preset, **given}.items() if set_]
+        mode = f"--preset {args.preset}" if args.preset else "--random"
+        takes = ["--device", *([] if args.preset else ["--ops", "--peers"]), "--formats", "--backend"]
+        return f"{mode}: want {', '.join(takes)} and --json beside it, got {', '.join(idle)}" if idle else None
     attentions = {"decode", "mla_decode", "mla_decode_branch"}
     for cell in args.cells:
         if not (attentions if "x" in cell.lower() else {*OPS} - attentions - {"host"}).intersection(args.ops):
@@ -170,18 +179,54 @@ def usable(wanted: tuple[str, ...] | None, device: torch.device) -> list[str]:
     return libraries
 
 
-def timed(
-    cases: list[Case], device: torch.device, libraries: list[str], backend: str | None, limits: Limits, where: dict,
-    out: TextIO | None,
-) -> Iterator[Result]:  # fmt: skip
-    """Run, print and store the cases one by one, so that what is done is kept if the run is cut short."""
-    for r in bench(cases, device, libraries, backend):
-        for text in (line(r, limits), *notes(r)):
-            say(text)
-        if out is not None:
-            out.write(json.dumps({**record(r, limits, where), "backend": backend}) + "\n")
-            out.flush()
-        yield r
+def cases_of(args: argparse.Namespace, cells: Sizes, device: torch.device) -> list[Case]:
+    """What the options ask for."""
+    if args.random:
+        args.seed = args.seed or 0
+        return random_cells.cells(args.seed, args.random, device.type, args.ops, args.formats)
+    return list(grid(cells, args.ops, args.formats, page=args.page_size, uneven=args.uneven, precisions=args.precision))
+
+
+def results_of(
+    cases: list[Case], device: torch.device, libraries: list[str], args: argparse.Namespace
+) -> Iterator[Result]:
+    """Run the cases one by one."""
+    if not args.random:
+        return bench(cases, device, libraries, args.backend)
+    of_formats = [name for name in libraries if not peers.LIBRARIES[name].any_format]
+    return random_cells.compared(
+        cases,
+        lambda case: time_one(case, device, libraries, args.backend),
+        lambda case: peers_of(case, device, of_formats) if of_formats else (),
+    )
+
+
+def show(r: Result, limits: Limits, where: dict, out: TextIO | None) -> None:
+    """Print and store a result at once, so that what is done is kept if the run is cut short."""
+    for text in (line(r, limits), *notes(r)):
+        say(text)
+    store(record(r, limits, where), out)
+
+
+def conclude(args: argparse.Namespace, results: list[Result], where: dict) -> None:
+    """Print mean and worst of a draw, and store them behind its cells."""
+    found = random_cells.verdict(results)
+    told = "no cell has a peer"
+    if found["cells"]:
+        told = (
+            f"{found['geometric_mean']:.3g}x the best peer, geometric mean of {found['cells']} cells; "
+            f"worst {found['worst']:.3g}x: {found['worst_cell']}; {found['lost']} slower than a peer"
+        )
+    say(f"seed {args.seed}: {told}")
+    if args.json:
+        with open(args.json, "a") as out:
+            store({"random": args.random, "seed": args.seed, **found, **where, "backend": args.backend}, out)
+
+
+def store(told: dict, out: TextIO | None) -> None:
+    if out is not None:
+        out.write(json.dumps(told) + "\n")
+        out.flush()
 
 
 def draw(results: list[Result], limits: Limits, title: str, path: str) -> None:

@@ -1,6 +1,7 @@
 """`tersekv bench`: verify, then time every operation over the cells of a grid, beside other libraries.
 
 cases.py      Case: what is timed; grid() lists them
+shapes.py     decodes in other shapes; cliffs.py: beside the plain case; random_cells.py: drawn by a seed
 data.py       random caches, page tables, and their values in fp64
 decode.py, append.py, prefill.py    Case → Problem: tensors, the calls to time, and the judge of what they wrote
 peers.py, flashinfer.py             the same work by other libraries

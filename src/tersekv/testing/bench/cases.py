@@ -33,8 +33,13 @@ class Case:
         return f"{self.requests} x {self.tokens}" if self.requests else f"{self.tokens}"
 
     @property
+    def sizes(self) -> tuple[str, ...]:
+        """What the cell does not say of the shape, in words."""
+        return f"H {self.heads}", f"page {self.page}"
+
+    @property
     def id(self) -> str:
-        parts = [self.op, self.format, self.cell, f"H {self.heads}", f"page {self.page}"]
+        parts = [self.op, self.format, self.cell, *self.sizes]
         parts += ["uneven"] * self.uneven + ["host"] * self.host + ["fast"] * (self.precision == "fast")
         parts += [f"q {self.query}"] * (self.query != "bf16")
         return " / ".join(parts)

@@ -71,6 +71,12 @@ class Result:
         timed = [p for p in self.peers if p.us is not None]
         return min(timed, key=lambda p: p.us or 0.0, default=None)
 
+    @property
+    def ratio(self) -> float | None:
+        """The best peer's time over ours; None: one of them has none."""
+        best = self.best_peer
+        return best.us / self.us if self.us and best is not None and best.us else None
+
     def bound(self, limits: Limits) -> str:
         """What the case is bound by at best: "bytes" or "flops"."""
         return "bytes" if self.nbytes / limits.copy >= self.flops / limits.matmul else "flops"
@@ -122,6 +128,19 @@ def run(case: Case, device: torch.device, libraries: Sequence[str] = (), backend
 
 def time_of(calls: Sequence[measure.Call], case: Case, device: torch.device) -> float:
     return measure.host_us(calls, device) if case.host else measure.device_us(calls, device)
+
+
+def peers_of(case: Case, device: torch.device, libraries: Sequence[str]) -> tuple[Peer, ...]:
+    """The peers of a case alone."""
+    problem = None
+    try:
+        problem = PROBLEMS[case.op](case, device, None)
+        return tuple(rivals(problem, device, libraries))
+    except Exception as e:
+        return (Peer("peers", reason=told(e)),)
+    finally:
+        problem = None
+        release(device)
 
 
 def rivals(problem: Problem, device: torch.device, libraries: Sequence[str]) -> Iterator[Peer]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from .append import Q_DTYPE, Append
-from .cases import HEAD_DIM, KV_HEADS, RANK, ROPE, Case
+from .cases import RANK, ROPE, Case
 from .data import Problem
 from .decode import Decode, MLADecode
+from .shapes import ShapeDecode
 
 _WORKSPACE = 256 << 20
 Build = Callable[[], list]
@@ -21,7 +22,7 @@ Build = Callable[[], list]
 def peers(problem: Problem) -> Iterator[tuple[str, Build]]:
     """The functions that have the problem's case."""
     case = problem.case
-    if isinstance(problem, Decode) and case.format in ("bf16", "fp8_e4m3"):
+    if is_decode(problem) and case.format in ("bf16", "fp8_e4m3"):
         yield "flashinfer xqa", lambda: _xqa(problem)
         yield "flashinfer fa2", lambda: _fa2(problem)
     elif isinstance(problem, MLADecode) and case.format in ("bf16", "fp8_e4m3") and _plain(case):
@@ -30,11 +31,16 @@ def peers(problem: Problem) -> Iterator[tuple[str, Build]]:
         yield "flashinfer", lambda: _rope_append(problem)
 
 
+def is_decode(problem: Problem) -> TypeGuard[Decode | ShapeDecode]:
+    """Whether it is a decode of one causal row a request, in any sizes."""
+    return isinstance(problem, Decode) or (isinstance(problem, ShapeDecode) and problem.case.is_causal)
+
+
 def _plain(case: Case) -> bool:
     return case.precision == "exact" and case.query == "bf16"
 
 
-def _xqa(p: Decode) -> list:
+def _xqa(p: Decode | ShapeDecode) -> list:
     fn = importlib.import_module("flashinfer.decode").xqa_batch_decode_with_kv_cache
     workspace = _workspace(p.q)
     lens, longest, kv = p.lens.view(torch.uint32), int(p.host_lens.max()), (p.layer.k, p.layer.v)
@@ -45,16 +51,16 @@ def _xqa(p: Decode) -> list:
     return [call(table) for table in p.tables]
 
 
-def _fa2(p: Decode) -> list:
+def _fa2(p: Decode | ShapeDecode) -> list:
     wrapper = importlib.import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
     workspace, kv = _workspace(p.q), (p.layer.k, p.layer.v)
-    last = (p.host_lens - 1) % p.case.page + 1
+    last, (kv_heads, head_dim) = (p.host_lens - 1) % p.case.page + 1, p.layer.k.shape[2:]
 
     def call(table: Tensor) -> Callable:
         w = wrapper(workspace, "NHD", use_tensor_cores=True, backend="fa2")
         indptr, indices = _csr(p, table)
         w.plan(
-            indptr, indices, last.to(p.q.device), p.case.heads, KV_HEADS, HEAD_DIM, p.case.page,
+            indptr, indices, last.to(p.q.device), p.case.heads, kv_heads, head_dim, p.case.page,
             q_data_type=p.q.dtype, kv_data_type=p.layer.k.dtype, sm_scale=p.scale,
         )  # fmt: skip
         return lambda: w.run(p.q, kv, out=p.out)
@@ -108,7 +114,7 @@ def _workspace(like: Tensor) -> Tensor:
     return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=like.device)
 
 
-def _csr(p: Decode | MLADecode, table: Tensor) -> tuple[Tensor, Tensor]:
+def _csr(p: Decode | ShapeDecode | MLADecode, table: Tensor) -> tuple[Tensor, Tensor]:
     """(indptr [B + 1], indices) of a page table."""
     used = -(-p.host_lens // p.case.page)
     indptr = torch.nn.functional.pad(used.cumsum(0), (1, 0)).to(torch.int32)

@@ -18,12 +18,15 @@ from . import flashinfer
 from .append import Append
 from .data import Problem, rotations
 from .decode import Decode
+from .shapes import ShapeDecode
 
 Build = Callable[[], list]
 
 
 class Library(Protocol):
-    """`missing` None: it can be used; else why not."""
+    """`missing` None: it can be used; else why not. any_format: its peers take the values of any cache."""
+
+    any_format: bool
 
     def missing(self) -> str | None: ...
 
@@ -31,6 +34,8 @@ class Library(Protocol):
 
 
 class FlashInfer:
+    any_format = False
+
     def missing(self) -> str | None:
         return not_importable("flashinfer")
 
@@ -40,6 +45,8 @@ class FlashInfer:
 
 class VLLM:
     """Its per-token-head append. Its decode kernel is called with the engine's metadata and is left out."""
+
+    any_format = False
 
     def missing(self) -> str | None:
         return not_importable("vllm")
@@ -64,15 +71,17 @@ class VLLM:
 class SDPA:
     """PyTorch's own attention over a contiguous bf16 copy of the same values, heads grouped. Equal lengths only."""
 
+    any_format = True
+
     def missing(self) -> str | None:
         return None
 
     def peers(self, problem: Problem) -> Iterator[tuple[str, Build]]:
-        if isinstance(problem, Decode) and not problem.case.uneven:
+        if flashinfer.is_decode(problem) and not problem.case.uneven:
             yield "sdpa on bf16", lambda: self._decode(problem)
 
     @staticmethod
-    def _decode(problem: Decode) -> list:
+    def _decode(problem: Decode | ShapeDecode) -> list:
         each = [[x.bfloat16().transpose(0, 1) for x in problem.kv(b)] for b in range(problem.case.requests)]
         k, v = (torch.stack([kv[i] for kv in each]) for i in range(2))
         copies = rotations(k.device, storage_bytes(k).nbytes * 2)

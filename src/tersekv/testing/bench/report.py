@@ -24,7 +24,7 @@ _WHERE = Path(__file__).parent
 def line(r: Result, limits: Limits) -> str:
     """One case: time, rate, share of the limit, error, peers."""
     c = r.case
-    shape = [f"{c.op:<11} {c.format:<19} {c.cell:>12}  H {c.heads:<3}  page {c.page:<2}"]
+    shape = [f"{c.op:<11} {c.format:<19} {c.cell:>12}", *(f"{words:<7}" for words in c.sizes)]
     shape += ["uneven"] * c.uneven + ["fast"] * (c.precision == "fast") + ["host"] * c.host
     shape += [f"q {c.query}"] * (c.query != "bf16")
     head = "  ".join(shape)
@@ -78,7 +78,7 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
         shares = [s for r in group if (s := r.share(limits)) is not None]
         if shares:
             parts.append(f"{geometric_mean(shares):4.0%} of limit")
-        ratios = [best.us / r.us for r in group if (best := r.best_peer) and best.us and r.us]
+        ratios = [x for r in group if (x := r.ratio) is not None]
         if ratios:
             parts.append(f"{geometric_mean(ratios):.3g}x the best peer ({len(ratios)} cases)")
         yield "  ".join(parts)

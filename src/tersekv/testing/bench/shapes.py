@@ -15,6 +15,7 @@ from ...ops.decode import decode
 from ..compare import limit_of
 from . import data
 from .cases import HEAD_DIM, KV_HEADS, Case
+from .decode import PEER_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,15 @@ class Shape(Case):
     tree: bool = False  # the drafts are a tree, by a mask; else causal
     window: int = 0
     sinks: bool = False
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        return f"H {self.heads}/{self.kv_heads}", f"D {self.head_dim}", f"page {self.page}"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether every row sees all that came before it, and nothing else: what other libraries are asked for."""
+        return self.drafts == 1 and not (self.tree or self.window or self.sinks) and self.layout == "NHD"
 
     @property
     def bytes_per_token(self) -> int:
@@ -68,15 +78,15 @@ def shapes(format: str, device: str) -> Iterator[Shape]:
 
 
 class ShapeDecode:
-    """The problem of a shape, judged by dense fp64 attention of its first and last request."""
+    """The problem of a shape, judged by dense fp64 attention of its first, longest and last request."""
 
-    peer_limit = 0.0
+    peer_limit = PEER_LIMIT
 
     def __init__(self, case: Shape, device: torch.device, backend: str | None = None) -> None:
         self.case, c = case, case
-        lens = torch.full((c.requests,), c.tokens, dtype=torch.int32)
-        used = -(-lens // c.page)
-        copies = data.rotations(device, c.requests * c.keys * c.bytes_per_token)
+        self.host_lens = data.lengths(c)
+        used, keys = -(-self.host_lens // c.page), int(self.host_lens.sum()) if c.uneven else c.requests * c.keys
+        copies = data.rotations(device, keys * c.bytes_per_token)
         self.tables = data.page_tables(used, copies, device)
         self.layer = layer = PagedKVCache.allocate(
             1, copies * int(used.sum()), c.page, c.kv_heads, c.head_dim, format=c.format, layout=c.layout,
@@ -87,10 +97,11 @@ class ShapeDecode:
         self.q = torch.randn(c.requests * c.drafts, c.heads, c.head_dim, device=device).bfloat16()
         self.out = torch.empty_like(self.q)
         self.sinks = torch.randn(c.heads, device=device) if c.sinks else None
-        self.nbytes = c.requests * c.keys * c.bytes_per_token
-        self.flops = 4 * c.requests * c.keys * c.drafts * c.heads * c.head_dim
-        self.limit = limit_of("out", c.precision)
-        mask, lens = _tree_mask(c, device), lens.to(device)
+        self.nbytes = keys * c.bytes_per_token
+        self.flops = 4 * keys * c.drafts * c.heads * c.head_dim
+        self.limit, self.scale = limit_of("out", c.precision), c.head_dim**-0.5
+        self.lens = lens = self.host_lens.to(device)
+        mask = _tree_mask(c, device)
 
         def call(table: Tensor) -> Any:
             return lambda: decode(
@@ -104,17 +115,23 @@ class ShapeDecode:
         data.poison(self.out)
 
     def error(self, result: Any) -> float:
-        rows = self.out.unflatten(0, (self.case.requests, -1))
-        return max(data.relative(rows[b], self.expected(b)) for b in {0, self.case.requests - 1})
+        """Relative norm of the worst of them; `result`: the output, if it is not in `out`."""
+        out = result.view_as(self.out) if isinstance(result, Tensor) else self.out
+        rows, last = out.unflatten(0, (self.case.requests, -1)), self.case.requests - 1
+        return max(data.relative(rows[b], self.expected(b)) for b in {0, int(self.host_lens.argmax()), last})
+
+    def kv(self, b: int) -> tuple[Tensor, Tensor]:
+        """fp64 keys and values [n, H, D] of request b."""
+        a, f = self.layer, kv_format(self.case.format)
+        where = data.places(self.tables[0, b], int(self.host_lens[b]), self.case.page)
+        return data.values(a.k, a.k_scale_cache, f, where), data.values(a.v, a.v_scale_cache, f, where)
 
     def expected(self, b: int) -> Tensor:
         """[drafts, Hq, D] fp64 of request b."""
-        c, a, f = self.case, self.layer, kv_format(self.case.format)
-        where = data.places(self.tables[0, b], c.tokens, c.page)
-        k, v = data.values(a.k, a.k_scale_cache, f, where), data.values(a.v, a.v_scale_cache, f, where)
+        c, (k, v) = self.case, self.kv(b)
         q = self.q.unflatten(0, (c.requests, -1))[b].double().unflatten(1, (c.kv_heads, -1))
-        scores = torch.einsum("thgd,nhd->thgn", q, k) * c.head_dim**-0.5
-        scores.masked_fill_(~_seen(c, q.device)[:, None, None], -torch.inf)
+        scores = torch.einsum("thgd,nhd->thgn", q, k) * self.scale
+        scores.masked_fill_(~_seen(c, len(k), q.device)[:, None, None], -torch.inf)
         if self.sinks is not None:
             sink = self.sinks.double().view(1, c.kv_heads, -1, 1).expand(*scores.shape[:3], 1)
             p = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
@@ -140,9 +157,9 @@ def _tree_mask(c: Shape, device: torch.device) -> Tensor | None:
     return torch.tensor(words * c.requests, dtype=torch.int32).to(torch.uint16).to(device)
 
 
-def _seen(c: Shape, device: torch.device) -> Tensor:
+def _seen(c: Shape, tokens: int, device: torch.device) -> Tensor:
     """[drafts, tokens] bool."""
-    prefix, key = c.tokens - c.drafts, torch.arange(c.tokens, device=device)
+    prefix, key = tokens - c.drafts, torch.arange(tokens, device=device)
     rows = []
     for i, drafts in enumerate(_ancestors(c)):
         row = key < prefix
