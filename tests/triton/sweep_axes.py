@@ -52,7 +52,10 @@ _KV: Axes = {
     "dim_v": (0, 64, 128, 512),
     "layout": ("NHD", "HND"),
     "packed": _BOTH,
-    "inline": _BOTH,
+    "scales": ("apart", "inline", "tail"),
+    "v_format": ("", "bf16", "fp8_e4m3", "int8_per_token_head", "nvfp4", "int4_per_token_head"),
+    "rotation": ("", "k", "v", "kv"),
+    "channels": ("", "k", "v", "kv"),
     "page": (16, 1, 3, 64, 256),
     "scale": _FACTORS,
 }

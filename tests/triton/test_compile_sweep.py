@@ -22,6 +22,7 @@ def failures(todo, arch) -> list:
 @pytest.mark.parametrize(("arch", "n"), [(80, 1), (90, 1)])
 def test_rows_that_hold_many_pairs_compile(arch, n):
     todo = [(op, row) for op in AXES for row in sweep.first_rows(op, arch, seed=0, n=n)]
+    assert [op for op, _ in todo] == [op for op in AXES for _ in range(n)], "an operation without a row"
     assert failures(todo, arch) == []
 
 

@@ -132,6 +132,25 @@ def test_appends_of_int4_compile_for_every_chip(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("k", "v"), [("fp8_e4m3", "int4_per_token_head"), ("nvfp4", "int8_per_token_head")])
+def test_appends_of_turned_rows_in_two_formats_compile_for_every_chip(k, v, arch):
+    cache = PagedKVCache.allocate(
+        1, 8, 16, 8, 128, format=(k, v), scales="tail", rotation="hadamard", k_channel_scale=torch.ones(8, 128),
+        v_channel_scale=torch.ones(8, 128),
+    )  # fmt: skip
+    c = cache[0]
+    more = {
+        "k_cache": c.k, "v_cache": c.v, "k_scale_cache": c.k_scale_cache, "v_scale_cache": c.v_scale_cache,
+        "v_format": v, "k_signs": c.k_signs, "v_signs": c.v_signs, "k_channel_scale": c.k_channel_scale,
+        "v_channel_scale": c.v_channel_scale,
+    }  # fmt: skip
+    for op, call in (("append", append_call(k)), ("rope_append", rope_call(k))):
+        kernel = compiled(op, call._replace(**more), arch)
+        assert_fits(kernel)
+        assert_rounds_as_written(kernel)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])
 def test_appends_of_codes_copy_them_on_every_chip(arch, fmt):
     dtype = KV_FORMATS[fmt].storage

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...formats import ALL_FORMATS
+from ...formats import ALL_FORMATS, pair_of
 from . import launch
 from .record import Record
 
@@ -57,25 +57,27 @@ def _driver_version() -> int:
     return version.value
 
 
-def late(f: SimpleNamespace, elements: int, most: int) -> bool:
+def late(fmt: str, elements: int, most: int) -> bool:
     """LATE of `rows.take_turn`, for programs of so many elements.
 
     Programs with much to work out share a multiprocessor badly with those of the next launch. NVIDIA H200, 2026-11-21,
     late against early: 256 tokens of nvfp4 1.78, 2.14 us; 32 tokens per token and head 0.85, 1.03, rotated 1.08, 1.87;
     but 2048 of them 4.47, 4.40 (rotated 11.5, 10.8), and 32 tokens of fp8 0.84, 0.68.
     """
-    return f.format == "nvfp4" or (f.format.endswith("per_token_head") and elements <= most)
+    return fmt == "nvfp4" or (fmt.endswith("per_token_head") and elements <= most)
 
 
-def in_words(f: SimpleNamespace, unit: int, *rows: Any) -> int:
-    """Rows are read as words of two values (words.py): 4 bits of dense 16-bit rows. 2: nvfp4's scales go in pairs."""
-    code = ALL_FORMATS[f.format].code
-    if code not in ("e2m1", "int4") or unit % 2 or not all(x.dtype.itemsize == 2 and x.aligned for x in rows):
+def in_words(f: SimpleNamespace, unit: int, side: str) -> int:
+    """Rows of a side, "k" or "v", are read as words of two values (words.py): 4 bits of dense 16-bit rows that are not
+    turned. 2: nvfp4's scales go in pairs."""
+    rows, fmt = getattr(f, side), pair_of(f)["kv".index(side)]
+    turned = getattr(f, f"{side}_signs") is not None or getattr(f, f"{side}_channel_scale") is not None
+    if fmt.code not in ("e2m1", "int4") or unit % 2 or turned or rows.dtype.itemsize != 2 or not rows.aligned:
         return 0
-    if code == "int4":
+    if fmt.code == "int4":
         return 1
-    scales = (f.k_scale_cache, f.v_scale_cache)
-    return 2 if all(x.aligned and x.shape[-1] % 2 == 0 and not any(n % 2 for n in x.stride[:-1]) for x in scales) else 1
+    x = getattr(f, f"{side}_scale_cache")
+    return 2 if x.aligned and x.shape[-1] % 2 == 0 and not any(n % 2 for n in x.stride[:-1]) else 1
 
 
 def most_rows(fmt: str, total: int) -> int:
@@ -173,6 +175,11 @@ def strides(t: Any, n: int, unit: int = 1) -> tuple[int, ...]:
 def scale_strides(t: Any) -> tuple[int, int, int]:
     """Strides of page, slot and head of a cache of stored scales."""
     return (0, 0, 0) if t is None else t.stride[:3]
+
+
+def turn_strides(f: SimpleNamespace) -> dict[str, int]:
+    """Strides of a head of channel scales, by the names of the kernels."""
+    return {f"stride_{s}_channels": strides(getattr(f, f"{s}_channel_scale"), 1)[0] for s in "kv"}
 
 
 def place_sizes(f: SimpleNamespace, num_pages: int) -> dict[str, int]:

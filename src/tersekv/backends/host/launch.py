@@ -34,9 +34,10 @@ def interpreting() -> bool:
 
 def why_not(f: SimpleNamespace) -> str | None:
     """What every Triton kernel needs; None: all of it is here."""
-    fmt = ALL_FORMATS[getattr(f, "format", "bf16")]
-    if (fmt.code, fmt.scale) not in _KNOWN:
-        return f"has no {fmt.name}: codes of {fmt.code}, scale={fmt.scale!r}"
+    for name in (getattr(f, "format", "bf16"), getattr(f, "v_format", "")):
+        fmt = ALL_FORMATS[name or "bf16"]
+        if (fmt.code, fmt.scale) not in _KNOWN:
+            return f"has no {fmt.name}: codes of {fmt.code}, scale={fmt.scale!r}"
     if f.arch is not None:
         return None if f.arch >= 80 else f"needs sm_80 or newer, got sm_{f.arch}"
     if interpreting() or f.device.type == "cuda":

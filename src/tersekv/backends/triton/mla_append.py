@@ -39,25 +39,26 @@ def mla_append_kernel(
     block = tl.program_id(0)
     places = (p_slots, p_batch, p_positions, p_indptr, p_indices, num_pages, num_requests, num_indices)
     angles = (p_cos_sin, p_rope_positions, max_pos, stride_cos_sin)
+    turn = (None, None, 0)
     if block < pe_end:
         if p_cos_sin is not None:
             key_rows(
                 block, tokens, p_k_pe, strides_k_pe, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales, strides_scales,
                 p_kv_scale, kv_scale, places, angles,
                 1, R, R, CR, ROWS_PE, PAGE, INTERLEAVED, PE_FORMAT, False, QUANTIZES, NATIVE, UNIT, not INTERLEAVED,
-                OVERLAPS, False, True,
+                OVERLAPS, False, True, turn,
             )  # fmt: skip
         else:
             append_rows(
                 block, tokens, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales, strides_scales, p_kv_scale, kv_scale,
                 places, angles, 1, R, CR, ROWS_PE, PAGE, PE_FORMAT, False, QUANTIZES, NATIVE, UNIT, False, False,
-                OVERLAPS, False,
+                OVERLAPS, False, turn,
             )  # fmt: skip
     elif block < c_end:
         append_rows(
             block - pe_end, tokens, p_kv_c, strides_kv_c, p_ckv, strides_ckv, p_scales, strides_scales, p_kv_scale,
             kv_scale, places, angles, 1, L, CL, ROWS_C, PAGE, FORMAT, False, QUANTIZES, NATIVE, UNIT, False, False,
-            OVERLAPS, False,
+            OVERLAPS, False, turn,
         )  # fmt: skip
     elif block < rope_end:
         if p_q_rope is not None:

@@ -26,12 +26,17 @@ from .rows import (
     token_and_head,
     write,
 )
+from .turn import row as turned
 from .words import read_words, store_int4_words, store_words
 
 # Where tokens go, of every append.
 PLACES = given(
     BYTES, p_slots="slot_mapping", p_batch="batch_indices", p_positions="kv_positions", p_indptr="kv_indptr",
     p_indices="kv_indices",
+)  # fmt: skip
+# Of appends to K/V caches: what rows are turned by (`turn.row`).
+TURNS = given(
+    p_k_signs="k_signs", p_v_signs="v_signs", p_k_channels="k_channel_scale", p_v_channels="v_channel_scale",
 )  # fmt: skip
 # Queries, of every append that rotates.
 QUERIES = given(
@@ -45,9 +50,11 @@ def append_rows(
     block, tokens, p_x, strides, p_codes, strides_codes, p_scales, strides_scales, p_scale, scale, places, angles,
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
     PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr, NATIVE: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr,
-    ASM: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr,
+    ASM: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr, turn,
 ):  # fmt: skip
     """Quantise and write one block of rows [tokens, H, D]; with `angles`, tokens that have no position are dropped.
+
+    turn:  as `turn.row` takes it
 
     Rows of bytes are codes of an fp8 cache, and are copied.
     """
@@ -73,6 +80,7 @@ def append_rows(
     if CODES:
         write_codes(p_codes, at, x, written, D)
         return
+    x = turned(x, turn, head, D)
     multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
     FP16: tl.constexpr = p_x.dtype.element_ty == tl.float16
     if WORDS and FORMAT.CODE == "int4":
@@ -137,10 +145,13 @@ def key_rows(
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
     INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr,
     NATIVE: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr,
-    ORDERED: tl.constexpr,
+    ORDERED: tl.constexpr, turn,
 ):  # fmt: skip
     """One block of key rows [rope | nope]: the first part rotated, all quantised and written; dropped where the token
-    has no position."""
+    has no position.
+
+    turn:  as `turn.row` takes it; rows in HALVES are not turned
+    """
     token, head = token_and_head(block, tokens, H, ROWS)
     at_rope, at_nope = offsets(token, head, strides_rope, UNIT), offsets(token, head, strides_nope, UNIT)
     HALF: tl.constexpr = D // 2
@@ -157,6 +168,7 @@ def key_rows(
         a, b = rotate(a, b, cos, sin)
     else:
         x = rotate_rows(x, p_rope, at_rope, p_angles, known, R, C, INTERLEAVED)
+        x = turned(x, turn, head, D)
     page, entry, written = locate(place, places, PAGE)
     multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
     at = cache_offsets(page, entry, head, strides_codes, UNIT)
