@@ -1,0 +1,97 @@
+"""Writes the tables of docs/performance.md that are not made of `tersekv bench`: prefill, and versions of Triton.
+
+    python scripts/runs_page.py            check: exit code 1 if a table is out of date
+    python scripts/runs_page.py --write    bring them up to date
+
+From what benchmarks/prefill.py and benchmarks/tritons.py kept in benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import pages
+from pages import ROOT
+
+PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+PREFILL, TRITONS = RESULTS / "h200_prefill.json", RESULTS / "h200_tritons.json"
+
+
+def prefill() -> str:
+    """TFLOP/s by cell (rows) and format (columns), then peers over bf16 and fp8 pages."""
+    kept = json.loads(PREFILL.read_text())
+    cells: dict[str, dict[str, str]] = defaultdict(dict)
+    about: dict[str, str] = {}
+    columns: list[str] = []
+    for r in kept["cases"]:
+        name = named(r["cell"]["name"], r)
+        about[name] = told(r["cell"])
+        found = {column(r): r, **{f"{peer}, {r['format']}": p for peer, p in r["peers"].items()}}
+        for head, x in found.items():
+            if "us" not in x:
+                continue
+            columns += [head] * (head not in columns)
+            cells[name][head] = f"{x['tflops']:.0f}"
+    columns.sort(key=lambda head: ", " in head)  # what is plain comes first
+    rows = [[f"{name}: {about[name]}", *(found.get(head, "-") for head in columns)] for name, found in cells.items()]
+    return (
+        f"\n{kept['device']}, PyTorch {kept['torch']}; TFLOP/s\n\n"
+        + pages.table(["new of all tokens", *columns], rows)
+        + "\n"
+    )
+
+
+def column(r: dict[str, Any]) -> str:
+    query = "" if r["query"] == "bf16" else "e4m3 query, "
+    return f"{'fast, ' if r['fast'] else ''}{query}{r['format']}"
+
+
+def named(cell: str, r: dict[str, Any]) -> str:
+    """A cell's name with what is not plain of its options."""
+    pages_of = f", pages of {r['page']}" if r["page"] != 64 else ""
+    return cell + pages_of + (", k and v given" if r["new_rows"] else "")
+
+
+def told(cell: dict[str, Any]) -> str:
+    new, total = cell["new"], cell["total"]
+    if len(set(zip(new, total, strict=True))) == 1:
+        return f"{len(new)} × {new[0]} of {total[0]}"
+    if len(new) > 8:
+        return f"{new[0]} of {total[0]}, and {len(new) - 1} × {new[-1]} of {total[-1]}"
+    return ", ".join(f"{n} of {t}" for n, t in zip(new, total, strict=True))
+
+
+def tritons() -> str:
+    """µs by cell and version; of each operation the geometric mean of the ratios."""
+    best = json.loads(TRITONS.read_text())["best_us"]
+    first, *later = list(dict.fromkeys(v for cell in best.values() for v in cell))
+    ratios: dict[str, list[float]] = defaultdict(list)
+    rows = []
+    for name, cell in best.items():
+        row = [name.replace(" / page 64", ""), f"{cell[first]:.2f}"]
+        for v in later:
+            ratio = cell[v] / cell[first]
+            ratios["host times" if "/ host" in name else name.split(" / ")[0]].append(ratio)
+            row += [f"{cell[v]:.2f}", f"{ratio:.3f}"]
+        rows.append(row)
+    rows += [[f"geometric mean, {kind}", "", "", f"{geometric_mean(found):.3f}"] for kind, found in ratios.items()]
+    heads = [f"{first}, µs", *(x for v in later for x in (f"{v}, µs", f"of {first}"))]
+    return "\n" + pages.table(["cell", *heads], rows) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {"prefill": prefill, "tritons": tritons}
+
+
+def wanted() -> dict[Path, str]:
+    return {PAGE: pages.renewed(PAGE.read_text(), TABLES, TABLES)}
+
+
+if __name__ == "__main__":
+    sys.exit(pages.main("The tables of docs/performance.md about prefill and versions of Triton.", wanted))
