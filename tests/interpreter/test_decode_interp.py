@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from against_oracle import taken
-from drawn import drawn
+from drawn import drawn, long_but_for
 
 from tersekv import plan
 from tersekv.backends.host import launch
@@ -23,12 +23,10 @@ CASES += [c for c in cases(("decode",), ("bf16", "fp8_e4m3", "fp8_e5m2", "int8_p
 CASES += [c for c in cases(("decode",), ("fp8_e4m3",)) if "tensor" in c.name or "query" in c.name]
 CASES = [c for c in CASES if taken(c)]
 # A variant's branches and a format's are not each other's: every variant in one of the two formats.
-QUICK = {c.id for c in drawn(CASES, 2)}
+QUICK = drawn(CASES, 2)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c.id, marks=() if c.id in QUICK else pytest.mark.long) for c in CASES]
-)
+@pytest.mark.parametrize("case", long_but_for(QUICK, CASES), ids=lambda c: c.id)
 def test_case(case):
     result = verify.run(case, "cpu", "triton")
     assert result.status == verify.PASSED, result.message

@@ -14,6 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import dense_reference as dense
+from drawn import half
 from paged_case import latent_case, nan_like
 
 import tersekv
@@ -75,8 +76,7 @@ def check(case, q, out_dtype=BF16, cu_seqlens_q=None, softmax_scale=SCALE, out_s
     return out, lse
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-@pytest.mark.parametrize("format", list(LATENT_FORMATS))
+@pytest.mark.parametrize(("format", "page_size"), half(list(LATENT_FORMATS), [1, 3, 16, 64]))
 def test_every_format_and_page_size(format, page_size):
     case = latent_case(format, [37, 0, 1, 64], page_size=page_size, **size(format))
     check(case, queries(4, 5, case))
@@ -88,8 +88,9 @@ def test_any_number_of_heads(heads):
     check(case, queries(2, heads, case))
 
 
-@pytest.mark.parametrize("dtype", [FP16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("format", ["bf16", "fp8_e4m3", "fp8_ds_mla"])
+@pytest.mark.parametrize(
+    ("format", "dtype"), half(["bf16", "fp8_e4m3", "fp8_ds_mla"], [FP16, torch.float8_e4m3fn, torch.float8_e5m2])
+)
 def test_every_query_dtype_split_in_two(format, dtype):
     case = latent_case(format, [37, 70], page_size=16, **size(format))
     q, rank = queries(2, 3, case, dtype), case.layer.ckv.shape[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compile_tools import ARCHS, FEW_SPILLS, compile_launches, record
+from drawn import half
 
 from tersekv import plan
 from tersekv.backends.host.bind import Launches
@@ -27,12 +28,12 @@ def config_of(call: MLAProjectCall, arch: int | str) -> Launches:
     return mla_project.configure(plan.facts("mla_project", call, None if isinstance(arch, str) else arch))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("fp8", [True, False], ids=["e4m3", "bf16"])
-@pytest.mark.parametrize(
-    ("tokens", "columns", "rows"), [(64, 128, 512), (1, 128, 512), (16, 512, 128), (32, 512, 128), (64, 512, 128)]
-)
-def test_every_chip_compiles_one_kernel_without_spills(tokens, columns, rows, fp8, arch):
+SIZES = [(64, 128, 512), (1, 128, 512), (16, 512, 128), (32, 512, 128), (64, 512, 128)]
+
+
+@pytest.mark.parametrize(("sizes", "fp8", "arch"), half(SIZES, [True, False], ARCHS))
+def test_every_chip_compiles_one_kernel_without_spills(sizes, fp8, arch):
+    tokens, columns, rows = sizes
     call = call_of(tokens, fp8, columns, rows)
     (kernel,) = compile_launches(mla_project.run, call, config_of(call, arch), arch)
     assert kernel["n_spills"] <= FEW_SPILLS

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compile_tools import ARCHS, compile_launches
+from drawn import half
 
 from tersekv import checks
 from tersekv.backends.host import blocks
@@ -150,8 +151,7 @@ def test_appends_of_turned_rows_in_two_formats_compile_for_every_chip(k, v, arch
         assert_rounds_as_written(kernel)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize(("arch", "fmt"), half(ARCHS, ["fp8_e4m3", "fp8_e5m2"]))
 def test_appends_of_codes_copy_them_on_every_chip(arch, fmt):
     dtype = KV_FORMATS[fmt].storage
     call = append_call(fmt)
@@ -170,8 +170,7 @@ def test_merge_states_compiles_for_every_chip(arch):
     assert_fits(compiled("merge_states", merge_call(), arch))
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("fmt", KV_FORMATS)
+@pytest.mark.parametrize(("arch", "fmt"), half([80, 90], list(KV_FORMATS)))
 def test_append_compiles_for_every_format(fmt, arch):
     kernel = compiled("append", append_call(fmt), arch)
     assert_fits(kernel)
@@ -237,10 +236,13 @@ def test_overlapping_launches_wait_before_they_read(op, call, parts):
     assert ("griddepcontrol.launch_dependents" in before) == (not late)
 
 
-@pytest.mark.parametrize("dtypes", ["int64", "int32", "int32 int64", "uint32 int64"])
-@pytest.mark.parametrize(("op", "fmt"), [("append", "bf16"), ("rope_append", "nvfp4"), ("mla_append", "fp8_ds_mla")])
-def test_places_by_kv_indices_compile_for_every_index_dtype(op, fmt, dtypes):
+PLACED = [("append", "bf16"), ("rope_append", "nvfp4"), ("mla_append", "fp8_ds_mla")]
+
+
+@pytest.mark.parametrize(("placed", "dtypes"), half(PLACED, ["int64", "int32", "int32 int64", "uint32 int64"]))
+def test_places_by_kv_indices_compile_for_every_index_dtype(placed, dtypes):
     """dtypes: of batch_indices and positions; of kv_indptr and kv_indices, if they differ."""
+    op, fmt = placed
     first, second = (getattr(torch, (dtypes.split() * 2)[i]) for i in (0, 1))
     call: Any = (
         mla_call(fmt, heads=1) if op == "mla_append" else {"append": append_call, "rope_append": rope_call}[op](fmt)
