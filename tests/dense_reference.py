@@ -54,20 +54,27 @@ def per_head(scale) -> torch.Tensor:
 
 
 def dequantise(layer) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a PagedKVLayer in fp64: [P, S, H, D], [P, S, H, Dv]."""
+    """K and V of a PagedKVLayer in fp64: [P, S, H, D], [P, S, H, Dv]; rotated rows are turned back."""
     sides = []
-    for codes, stored, scale in (
-        (layer.k, layer.k_scale_cache, layer.k_scale),
-        (layer.v, layer.v_scale_cache, layer.v_scale),
+    for format, codes, stored, scale, signs in (
+        (layer.formats[0], layer.k, layer.k_scale_cache, layer.k_scale, layer.k_signs),
+        (layer.formats[1], layer.v, layer.v_scale_cache, layer.v_scale, layer.v_signs),
     ):
-        x = values(codes, {"nvfp4": "e2m1", "int4_per_token_head": "int4"}.get(layer.format, "")) * per_head(scale)
+        x = values(codes, {"nvfp4": "e2m1", "int4_per_token_head": "int4"}.get(format, "")) * per_head(scale)
         if stored is not None:
             s = values(stored)
-            if layer.format == "int4_per_token_head":
+            if format == "int4_per_token_head":
                 x = x - (stored.contiguous().view(torch.int32) & 15)[..., None]
-            x = x * (s.repeat_interleave(16, -1) if layer.format == "nvfp4" else s[..., None])
-        sides.append(x)
+            x = x * (s.repeat_interleave(16, -1) if format == "nvfp4" else s[..., None])
+        sides.append(x if signs is None else (x.unflatten(-1, (-1, len(signs))) @ rotation(signs).T).flatten(-2))
     return sides[0], sides[1]
+
+
+def rotation(signs: torch.Tensor) -> torch.Tensor:
+    """diag(signs) · H / sqrt(b) in fp64, H Sylvester's matrix: −1 to the number of bits that row and column share."""
+    b = len(signs)
+    h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(b)] for i in range(b)], dtype=F64)
+    return signs.to(F64)[:, None] * h / math.sqrt(b)
 
 
 def dequantise_latent(layer) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 import transformers
+from dense_reference import rotation
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
+from tersekv.attributes import signs
+from tersekv.demo.recipe import recipe
 from tersekv.formats import kv_format
 from tersekv.testing.codes import column, decode_row, encode_row
 
@@ -31,9 +34,10 @@ class Rows(DynamicCache):
         if layer_idx in self.shared:
             layer = self.layers[self.shared[layer_idx]]
             return layer.keys, layer.values
-        f = kv_format(self.formats[layer_idx])
-        given = (key_states, value_states)
-        stored = [through(x, f, s) for x, s in zip(given, self.scales[layer_idx], strict=True)]
+        made, given = recipe(self.formats[layer_idx]), (key_states, value_states)
+        stored = [
+            through(x, f, s, made.rotated) for x, f, s in zip(given, made.formats, self.scales[layer_idx], strict=True)
+        ]
         every = super().update(*stored, layer_idx, *args, **kwargs)
         if not self.own:
             return every
@@ -41,18 +45,22 @@ class Rows(DynamicCache):
         return tuple(torch.cat([a[:, :, :old], x], 2) for a, x in zip(every, given, strict=True))
 
 
-def through(x: Tensor, f, scale: Any) -> Tensor:
+def through(x: Tensor, format: str, scale: Any, rotated: bool = False) -> Tensor:
     """Rows [B, H, T, D] as a format gives them back."""
+    f = kv_format(format)
     if f.scale == "none":
         return x.to(f.storage).to(x.dtype)
-    s = column(scale)
-    codes, stored = encode_row(x.transpose(1, 2).float(), f, s)
-    return decode_row(codes, stored, f, s).transpose(1, 2).to(x.dtype)
+    turn = rotation(signs(x.shape[-1])) if rotated else torch.eye(x.shape[-1], dtype=torch.float64)
+    b = len(turn)
+    s, rows = column(scale), (x.double().unflatten(-1, (-1, b)) @ turn).flatten(-2)
+    codes, stored = encode_row(rows.transpose(1, 2).float(), f, s)
+    back = decode_row(codes, stored, f, s).transpose(1, 2)
+    return (back.unflatten(-1, (-1, b)) @ turn.T).flatten(-2).to(x.dtype)
 
 
 class Reference:
-    """format: of all layers, or one each; windows, sinks: of layers by index; scales: (k, v) of each layer; shared:
-    layer → whose cache it reads."""
+    """format: of all layers, or one each, as `demo.recipe` reads it; windows, sinks: of layers by index;
+    scales: (k, v) of each layer; shared: layer → whose cache it reads."""
 
     def __init__(
         self,

@@ -15,6 +15,8 @@ FORMATS = {  # vLLM's name → ours, and a size of block
     "fp8_per_token_head": ("fp8_per_token_head", 16),
     "int8_per_token_head": ("int8_per_token_head", 64),
     "nvfp4": ("nvfp4", 8),
+    "int4_per_token_head+rotated": ("int4_per_token_head+rotated", 24),
+    "fp8_e4m3/int4_per_token_head": ("fp8_e4m3/int4_per_token_head", 16),
 }
 
 

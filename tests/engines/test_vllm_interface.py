@@ -17,11 +17,13 @@ import pytest
 import torch
 import vllm_cpu  # noqa: F401 (before anything of vLLM)
 from dense_reference import dequantise
+from vllm.config.cache import is_known_kv_cache_dtype
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheTensor,
+    KVQuantMode,
     compute_layout_strides,
     create_kv_cache_views,
     get_kv_quant_mode,
@@ -32,15 +34,18 @@ import tersekv
 from tersekv.integrations import vllm_attention
 from tersekv.integrations.vllm import register
 from tersekv.integrations.vllm_attention import TersekvBackend, TersekvImpl, TersekvMetadataBuilder
-from tersekv.integrations.vllm_pages import pages_of, pages_shape
+from tersekv.integrations.vllm_pages import OWN, pages_of, pages_shape
 
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 32, 16, 24
 SCALE = 0.2
 MODES = {
     "auto": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8, "fp8_e5m2": torch.uint8,
     "fp8_per_token_head": torch.uint8, "int8_per_token_head": torch.int8, "nvfp4": torch.uint8,
-    "int4_per_token_head": torch.uint8,
+    "int4_per_token_head": torch.uint8, "nvfp4+rotated": torch.uint8, "fp8_e4m3/int4_per_token_head": torch.uint8,
+    "int8_per_token_head/nvfp4+rotated": torch.uint8,
 }  # fmt: skip
+UNEVEN = "int8_per_token_head/nvfp4+rotated"  # its rows, of 36 and 18 bytes, can not each have aligned scales behind it
+WHOLE = TersekvBackend.supported_kv_cache_layouts()
 
 
 def pages(mode: str, layout: KVCacheLayout = KVCacheLayout.LBHNC, size_v: int = DIM) -> torch.Tensor:
@@ -102,7 +107,7 @@ class Model:
 
     def dense(self, q, new: dict[str, int], window=None, sinks=None, softcap=0.0, own=None) -> torch.Tensor:
         """fp64 attention over what the pages hold; own: (k, v) of this step, as prefill sees them."""
-        layer = pages_of(self.cache, self.mode, DIM, self.layer._k_scale, self.layer._v_scale)
+        layer = self.impl._layer(self.layer, self.cache)
         k_all, v_all = (x.flatten(0, 1) for x in dequantise(layer))
         outs, start, many = [], 0, False
         for name, n in new.items():
@@ -133,7 +138,7 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 5e-3) -> boo
 STEPS = ({"a": 20, "b": 3}, {"a": 1, "b": 1, "c": 30}, {"a": 1, "b": 1, "c": 1}, {"c": 4, "a": 4, "b": 4})
 
 
-@pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", WHOLE, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_format_in_every_layout(mode, layout):
     model = Model(mode, layout)
@@ -142,14 +147,59 @@ def test_every_format_in_every_layout(mode, layout):
         assert close(out, model.dense(q, new, own=(k, v))), new
 
 
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != UNEVEN])
+def test_where_a_connector_moves_tokens_each_has_its_scales(mode, monkeypatch):
+    """In any layout; a token's bytes are copied to another place of another block, and what they mean goes along."""
+    monkeypatch.setattr(vllm_attention, "has_kv_transfer_group", lambda: True)
+    for layout in KVCacheLayout:
+        model = Model(mode, layout)
+        for new in STEPS[:2]:
+            q, k, v, _, out = model.step(new)
+            assert close(out, model.dense(q, new, own=(k, v))), new
+    (page, *_), there = model.tables["a"], model.free[0]
+    model.cache.view(torch.uint8)[there, :, 9] = model.cache.view(torch.uint8)[page, :, 3]
+    for x in dequantise(model.impl._layer(model.layer, model.cache)):
+        assert torch.equal(x[there, 9], x[page, 3])
+    with pytest.raises(ValueError, match=r"want stored scales at multiples of 4 bytes, got int8_per_token_head/nvfp4"):
+        Model(UNEVEN).step({"a": 3})
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if MODES[m].itemsize == 1])
+def test_rows_lie_at_multiples_of_16_bytes(mode):
+    layer = Model(mode, KVCacheLayout.BLNHC).impl._layer(
+        SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(())), pages(mode)
+    )
+    for rows in (layer.k, layer.v):
+        assert not any(s % 16 for s in rows.stride()[:3])
+        assert not rows.storage_offset() % 16
+
+
+def test_a_block_in_pieces_is_refused():
+    assert set(KVCacheLayout) - set(WHOLE) == {KVCacheLayout.LHBNC, KVCacheLayout.BHLNC}
+    with pytest.raises(ValueError, match="kv_cache: want the 2304 bytes of a block in one piece"):
+        Model("int8_per_token_head", KVCacheLayout.LHBNC).step({"a": 3})
+
+
+def test_names_of_its_own_are_known_to_all_of_vllm():
+    for name in OWN:
+        assert is_known_kv_cache_dtype(name)
+        mode = get_kv_quant_mode(name)
+        assert (mode.name, pickle.loads(pickle.dumps(mode))) == (name, mode)
+        assert not any((mode.is_per_token_head, mode.is_nvfp4, mode.is_octave))
+        assert mode not in [*KVQuantMode]
+    with pytest.raises(ValueError, match=r"kv_cache_dtype: want auto, .* got 'fp8_e4m3/bf16'"):
+        TersekvImpl(HEADS, DIM, SCALE, KV_HEADS, kv_cache_dtype="fp8_e4m3/bf16")
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_pages_hold_the_codes_of_append(mode):
     model = Model(mode)
     _, k, v, *_ = model.step({"a": 40})
     layer = pages_of(model.cache, mode, DIM, model.layer._k_scale, model.layer._v_scale)
     plain = tersekv.PagedKVCache.allocate(
-        1, PAGES, PAGE, KV_HEADS, DIM, format=layer.format, k_scale=layer.k_scale, v_scale=layer.v_scale
-    )[0]
+        1, PAGES, PAGE, KV_HEADS, DIM, format=layer.format, rotation=layer.rotation, k_scale=layer.k_scale,
+        v_scale=layer.v_scale,
+    )[0]  # fmt: skip
     table = model.tables["a"]
     slots = torch.tensor([table[i // PAGE] * PAGE + i % PAGE for i in range(40)])
     tersekv.append(k, v, plain, slots)
@@ -163,7 +213,7 @@ def test_the_pages_hold_the_codes_of_append(mode):
             assert torch.equal(mine, want)
 
 
-@pytest.mark.parametrize("mode", ["auto", "fp8", "int8_per_token_head", "nvfp4"])
+@pytest.mark.parametrize("mode", ["auto", "fp8", "int8_per_token_head", "nvfp4", "fp8_e4m3/int4_per_token_head"])
 def test_a_page_takes_the_bytes_of_its_format(mode):
     cache = pages(mode)
     format = pages_of(cache, mode, DIM, torch.ones(()), torch.ones(())).format

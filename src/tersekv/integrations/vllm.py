@@ -12,10 +12,11 @@ from typing import Any
 
 NAME = "TERSEKV"
 BACKEND = "tersekv.integrations.vllm_attention.TersekvBackend"
+_FIRST_MODE = 1 << 16  # of our members of vLLM's KVQuantMode
 
 
 def register() -> None:
-    """Make tersekv the backends TERSEKV and CUSTOM. Calling it again changes nothing; nothing else is imported."""
+    """Make tersekv the backends TERSEKV and CUSTOM, and its cache dtypes known. Calling it again changes nothing."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
@@ -23,6 +24,7 @@ def register() -> None:
         register_backend(NAME, BACKEND)
         # A spawned process unpickles vLLM's configuration before it loads plugins: the name must bring itself along.
         AttentionBackendEnum[NAME].__reduce_ex__ = lambda protocol: (_registered, ())
+    _register_cache_dtypes()
 
 
 def _registered() -> Any:
@@ -37,3 +39,39 @@ def name() -> str:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     return NAME if NAME in AttentionBackendEnum.__members__ else "CUSTOM"
+
+
+def _register_cache_dtypes() -> None:
+    """Values of --kv-cache-dtype that vLLM has no name for, in the releases that take more (0.33 does)."""
+    from vllm.config import cache
+
+    from .vllm_pages import OWN
+
+    if not hasattr(cache, "register_kv_cache_dtype"):
+        return
+    for cache_dtype, kind in OWN.items():
+        if cache_dtype not in cache.KV_CACHE_DTYPES:
+            mode = _quant_mode(cache_dtype)
+            handler = {
+                "name": cache_dtype,
+                "torch_dtype": lambda self, dtype=kind.dtype: dtype,
+                "quant_mode": lambda self, mode=mode: mode,
+            }
+            cache.register_kv_cache_dtype(cache_dtype)(type("Handler", (), handler))
+
+
+def _quant_mode(cache_dtype: str) -> Any:
+    """A member of vLLM's KVQuantMode of the dtype's name: a layer's spec tells its backend nothing else of the dtype,
+    and CUSTOM, made for dtypes like ours, has the number of another member."""
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    from .vllm_pages import OWN
+
+    number = _FIRST_MODE + list(OWN).index(cache_dtype)
+    members = KVQuantMode._value2member_map_
+    if number not in members:
+        mode = int.__new__(KVQuantMode, number)
+        mode._name_, mode._value_ = cache_dtype, number
+        mode.__reduce_ex__ = lambda protocol: (_quant_mode, (cache_dtype,))  # type: ignore[method-assign,assignment]
+        members[number] = mode
+    return members[number]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -16,14 +17,16 @@ from vllm.v1.attention.backend import (
     AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionType,
+    MultipleOf,
 )
 
+from ..formats import NVFP4_BLOCK
 from ..layers import PagedKVLayer
 from ..ops.append import append
 from ..ops.decode import decode
 from ..ops.prefill import prefill
 from .vllm import name
-from .vllm_pages import FORMATS, known, pages_of, pages_shape, with_scales
+from .vllm_pages import BLOCK_STEP, FORMATS, known, pages_of, pages_shape, with_scales
 
 # Requests with this many new rows or fewer are decoded; others, prompts and chunks of them, are prefilled.
 DECODE_ROWS = 16
@@ -53,6 +56,17 @@ class TersekvBackend(AttentionBackend):
     ) -> tuple[int, ...]:
         return pages_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str)
 
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(BLOCK_STEP)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Those whose blocks are in one piece."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout  # the releases that ask have it
+
+        return tuple(layout for layout in KVCacheLayout if layout.is_block_compact)
+
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         return with_scales(spec)
@@ -70,8 +84,8 @@ class TersekvBackend(AttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *more: Any, **others: Any
     ) -> str | None:
-        if kv_cache_dtype == "nvfp4" and head_size % 16:
-            return f"nvfp4 wants a head_size that is a multiple of 16, got {head_size}"
+        if kv_cache_dtype is not None and "nvfp4" in kv_cache_dtype and head_size % NVFP4_BLOCK:
+            return f"nvfp4 wants a head_size that is a multiple of {NVFP4_BLOCK}, got {head_size}"
         return None
 
     @classmethod
@@ -253,7 +267,18 @@ class TersekvImpl(AttentionImpl):
         )  # fmt: skip
         if self._pages is None or self._pages[0] != key:
             size_v = getattr(layer, "head_size_v", None)
-            self._pages = key, pages_of(kv_cache, self.kv_cache_dtype, self.head_size, k_scale, v_scale, size_v)
+            self._pages = (
+                key,
+                pages_of(
+                    kv_cache,
+                    self.kv_cache_dtype,
+                    self.head_size,
+                    k_scale,
+                    v_scale,
+                    size_v,
+                    inline=has_kv_transfer_group(),
+                ),
+            )
         return self._pages[1]
 
     def _sinks_fp32(self) -> Tensor | None:

@@ -1,22 +1,52 @@
 """What lies where in vLLM's pages: the one place that decides it, for a page's bytes and for a layer's views of them.
 
-A page holds, per head and token, K's row and then V's, each with its stored scales after its codes: the bytes that
-vLLM's own Triton backend keeps for the per-token-head formats. For nvfp4 the block scales are linear, and int4 is not
-rotated as vLLM's is, so these pages are read by no other backend. Any strides will do.
+A format without stored scales: per head and token K's row, then V's, in any strides. With them: K's codes, V's codes,
+K's scales, V's scales (`PagedKVLayer.from_buffer`), so that rows lie at multiples of 16 bytes and fast kernels take
+them. A connector may move tokens or heads of a page, so where there is one each row has its scales behind its codes.
+Both ways are the same bytes a page. Block scales are linear, and `int4_per_token_head` is not rotated as vLLM's is: no
+other backend reads these pages.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from itertools import permutations
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..attributes import HADAMARD
 from ..formats import BLOCK, TENSOR, KVFormat, kv_format
-from ..layers import PagedKVLayer
+from ..layers import PagedKVLayer, attributes_of
 
-FORMATS = {  # vLLM's kv_cache_dtype → ours; "auto" follows the pages' dtype
+
+class Kind(NamedTuple):
+    """K's and V's format, and whether their rows lie rotated."""
+
+    k: KVFormat
+    v: KVFormat
+    rotated: bool = False
+
+    @property
+    def stored(self) -> bool:
+        """Whether a page holds scales."""
+        return self.k.scale_dtype is not None or self.v.scale_dtype is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the pages are seen as: bytes where they hold scales, else the codes' own dtype."""
+        return torch.uint8 if self.stored else self.k.storage
+
+    def row_bytes(self, head_size: int, head_size_v: int) -> int:
+        return self.k.row_bytes(head_size) + self.v.row_bytes(head_size_v)
+
+
+def _kind(k: str, v: str, rotated: bool = False) -> Kind:
+    return Kind(kv_format(k), kv_format(v), rotated)
+
+
+_VLLM = {  # vLLM's kv_cache_dtype → ours; "auto" follows the pages' dtype
     "bfloat16": "bf16",
     "float16": "fp16",
     "fp8": "fp8_e4m3",
@@ -27,31 +57,40 @@ FORMATS = {  # vLLM's kv_cache_dtype → ours; "auto" follows the pages' dtype
     "nvfp4": "nvfp4",
     "int4_per_token_head": "int4_per_token_head",
 }
-_AUTO = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-# vLLM's quantisation modes with stored scales.
-_PACKED = {"FP8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD", "NVFP4"}
+_QUANTISED = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
+_PAIRS = {f"{k}/{v}": (k, v) for k, v in permutations(_QUANTISED, 2)}
+_FOUR_BITS = {name: (name, name) for name in _QUANTISED if kv_format(name).values_per_element == 2}
+# Names that vLLM has not: `recipe` of the demo reads them too.
+OWN = {name: _kind(*both) for name, both in _PAIRS.items()} | {
+    f"{name}+rotated": _kind(*both, True) for name, both in (_FOUR_BITS | _PAIRS).items()
+}
+FORMATS = {name: _kind(ours, ours) for name, ours in _VLLM.items()} | OWN
+_AUTO = {torch.bfloat16: _kind("bf16", "bf16"), torch.float16: _kind("fp16", "fp16")}
+# A block of so many tokens takes a multiple of 16 bytes in every format and head size.
+BLOCK_STEP = 8
 
 
 def known(kv_cache_dtype: str) -> str:
     """The name itself, if pages of that kind can be kept."""
     if kv_cache_dtype != "auto" and kv_cache_dtype not in FORMATS:
-        raise ValueError(f"kv_cache_dtype: want auto, {', '.join(FORMATS)}, got {kv_cache_dtype!r}")
+        own = f"a pair of {', '.join(_QUANTISED)} as K/V, or one with 4 bits or a pair +rotated"
+        raise ValueError(f"kv_cache_dtype: want auto, {', '.join(_VLLM)}, {own}, got {kv_cache_dtype!r}")
     return kv_cache_dtype
 
 
 def with_scales(spec: Any) -> Any:
-    """A layer's AttentionSpec, with room for the scales that are stored in the rows."""
-    mode = spec.kv_quant_mode.name
-    if spec.state_content_bytes is not None or mode not in _PACKED:
+    """A layer's AttentionSpec, with room for the scales that its pages hold."""
+    mode = spec.kv_quant_mode.name  # vLLM's name in capitals, or one of OWN
+    kind = OWN.get(mode) or FORMATS.get(mode.lower())
+    if spec.state_content_bytes is not None or kind is None or not kind.stored:
         return spec
-    f = kv_format(mode.lower())
-    return replace(spec, state_content_bytes=f.row_bytes(spec.head_size) + f.row_bytes(spec.head_size_v))
+    return replace(spec, state_content_bytes=kind.row_bytes(spec.head_size, spec.head_size_v))
 
 
 def pages_shape(blocks: int, tokens: int, heads: int, head_size: int, kv_cache_dtype: str) -> tuple[int, ...]:
     """[blocks, heads, tokens, content], for the releases that ask for a shape; later ones take `with_scales`."""
-    f = kv_format("bf16" if kv_cache_dtype == "auto" else FORMATS[known(kv_cache_dtype)])
-    return blocks, heads, tokens, 2 * f.row_bytes(head_size) // _stored(f).itemsize
+    kind = _AUTO[torch.bfloat16] if kv_cache_dtype == "auto" else FORMATS[known(kv_cache_dtype)]
+    return blocks, heads, tokens, kind.row_bytes(head_size, head_size) // kind.dtype.itemsize
 
 
 def pages_of(
@@ -61,42 +100,79 @@ def pages_of(
     k_scale: Tensor,
     v_scale: Tensor,
     head_size_v: int | None = None,
+    *,
+    inline: bool = False,
 ) -> PagedKVLayer:
     """vLLM's pages [blocks, H, tokens, content] of one layer as a PagedKVLayer, without copying.
 
     k_scale, v_scale: vLLM's dequantising fp32 scales, seen and not copied: one element, or one a head (nvfp4: one, the
                       global scale)
     head_size_v:      of V, where it is not K's
+    inline:           stored scales lie behind each row, not in the page's tail
 
-    Raises ValueError for a content that is not K's row and V's row of the format, and for scales of another dtype.
+    Raises ValueError for a content that is not K's row and V's row of the format, for a page in pieces that should have
+    a tail, and for scales of another dtype.
     """
-    name = _AUTO.get(kv_cache.dtype) if kv_cache_dtype == "auto" else FORMATS.get(kv_cache_dtype)
-    if name is None:
+    kind = _AUTO.get(kv_cache.dtype) if kv_cache_dtype == "auto" else FORMATS.get(kv_cache_dtype)
+    if kind is None:
         wanted = ", ".join(map(str, _AUTO))
         raise ValueError(f"kv_cache: want pages of {wanted} for {kv_cache_dtype!r}, got {kv_cache.dtype}")
-    f = kv_format(name)
-    sizes = (head_size, head_size if head_size_v is None else head_size_v)
-    rows = [f.row_bytes(d) for d in sizes]
-    if kv_cache.dim() != 4 or kv_cache.shape[3] * kv_cache.element_size() != sum(rows):
+    dims = head_size, head_size if head_size_v is None else head_size_v
+    nbytes = kind.row_bytes(*dims)
+    if kv_cache.dim() != 4 or kv_cache.shape[3] * kv_cache.element_size() != nbytes:
         raise ValueError(
-            f"kv_cache: want [blocks, heads, tokens, {sum(rows)} bytes] for {name} and head_size="
-            f"{sizes[0] if sizes[0] == sizes[1] else sizes}, got {list(kv_cache.shape)} {kv_cache.dtype}"
+            f"kv_cache: want [blocks, heads, tokens, {nbytes} bytes] for {_word(kind)} and head_size="
+            f"{dims[0] if dims[0] == dims[1] else dims}, got {list(kv_cache.shape)} {kv_cache.dtype}"
         )
-    content = kv_cache.transpose(1, 2).view(_stored(f))
-    sides = content.split([row // content.element_size() for row in rows], -1)
-    (k, ks), (v, vs) = (_codes_and_scales(side, f, d) for side, d in zip(sides, sizes, strict=True))
-    both = [("layer._k_scale", k_scale), ("layer._v_scale", v_scale)]
-    one = [_scale(side, s, f, k.shape[2]) if f.scale in (TENSOR, BLOCK) else 1.0 for side, s in both]
-    return PagedKVLayer(k, v, name, one[0], one[1], ks, vs)
+    heads = kv_cache.shape[1]
+    one = [
+        _scale(f"layer.{name}", s, f, heads) if f.scale in (TENSOR, BLOCK) else 1.0
+        for name, s, f in (("_k_scale", k_scale, kind.k), ("_v_scale", v_scale, kind.v))
+    ]
+    formats, rotation = (kind.k.name, kind.v.name), HADAMARD if kind.rotated else None
+    if kind.stored and not inline:
+        buffer = _whole_pages(kv_cache.view(torch.uint8))
+        return PagedKVLayer.from_buffer(
+            buffer, kv_cache.shape[2], heads, *dims, format=formats, k_scale=one[0], v_scale=one[1], rotation=rotation
+        )
+    content = kv_cache.transpose(1, 2).view(kind.dtype)
+    k_row = kind.k.row_bytes(dims[0]) // kind.dtype.itemsize
+    k, ks = _codes_and_scales(content[..., :k_row], kind.k, dims[0], kind)
+    v, vs = _codes_and_scales(content[..., k_row:], kind.v, dims[1], kind)
+    signs = attributes_of(rotation, dims, kv_cache.device, None, None)
+    return PagedKVLayer(k, v, formats, one[0], one[1], ks, vs, *signs)
 
 
-def _codes_and_scales(side: Tensor, f: KVFormat, head_size: int) -> tuple[Tensor, Tensor | None]:
+def _whole_pages(pages: Tensor) -> Tensor:
+    """[blocks, bytes] of [blocks, heads, tokens, content] in any order within a block."""
+    nbytes = pages[0].numel()
+    end = 1 + sum((n - 1) * s for n, s in zip(pages.shape[1:], pages.stride()[1:], strict=True))
+    if end != nbytes:
+        raise ValueError(
+            f"kv_cache: want the {nbytes} bytes of a block in one piece for scales in its tail, got strides "
+            f"{list(pages.stride())}"
+        )
+    return pages.as_strided((pages.shape[0], nbytes), (pages.stride(0), 1))
+
+
+def _codes_and_scales(side: Tensor, f: KVFormat, head_size: int, kind: Kind) -> tuple[Tensor, Tensor | None]:
     """Rows of K or of V: codes, and the scales behind them."""
+    n = f.code_bytes(head_size) // side.element_size()
+    codes = side[..., :n].view(f.storage)
     if f.scale_dtype is None:
-        return side, None
-    n = f.code_bytes(head_size)
-    scales = side[..., n:].view(f.scale_dtype)
-    return side[..., :n].view(f.storage), scales if f.scale_block else scales[..., 0]
+        return codes, None
+    try:
+        scales = side[..., n:].view(f.scale_dtype)
+    except RuntimeError:  # a view of wider elements wants every row to begin at one
+        raise ValueError(
+            f"kv_cache: want stored scales at multiples of {f.scale_dtype.itemsize} bytes, got {_word(kind)} with "
+            f"head_size={head_size} behind each row"
+        ) from None
+    return codes, scales if f.scale_block else scales[..., 0]
+
+
+def _word(kind: Kind) -> str:
+    return kind.k.name if kind.k is kind.v else f"{kind.k.name}/{kind.v.name}"
 
 
 def _scale(name: str, scale: Tensor, f: KVFormat, heads: int) -> Tensor:
@@ -108,8 +184,3 @@ def _scale(name: str, scale: Tensor, f: KVFormat, heads: int) -> Tensor:
             f"{name}: want contiguous float32 with {want} elements for {f.name}, got {list(scale.shape)} {scale.dtype}"
         )
     return scale.detach().view(-1)
-
-
-def _stored(f: KVFormat) -> torch.dtype:
-    """What the pages are seen as: bytes where rows hold codes and scales, else the codes' own dtype."""
-    return f.storage if f.scale_dtype is None else torch.uint8
