@@ -22,6 +22,8 @@ CASES = [
     "fp8_e4m3/a scale per head", "fp8_e5m2/window softcap fp16 pages of 3", "int8_per_token_head/new rows",
     "fp8_per_token_head/new rows window sinks hnd packed", "nvfp4/new rows", "nvfp4/window softcap fp16 pages of 3",
     "int4_per_token_head/new rows window sinks hnd packed", "int4_per_token_head/window softcap fp16 pages of 3",
+    "bf16/rotated, V of another format", "fp8_per_token_head/rotated, V of another format",
+    "int4_per_token_head/new rows, rotated, channel scales", "nvfp4/new rows, channel scales, D 80",
 ]  # fmt: skip
 
 

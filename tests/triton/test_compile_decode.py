@@ -59,6 +59,28 @@ def test_tuned_for_hopper(fmt, max_pages):
 
 
 @pytest.mark.parametrize(
+    ("k", "v", "arch"),
+    [
+        ("fp8_e4m3", "int4_per_token_head", 80),
+        ("fp8_e4m3", "int4_per_token_head", 90),
+        ("int4_per_token_head", "int4_per_token_head", 90),
+        ("bf16", "nvfp4", 120),
+        ("int8_per_token_head", "fp16", "gfx942"),
+    ],
+)
+def test_turned_rows_in_two_formats_take_no_launch_more(k, v, arch):
+    case = Case(
+        "decode", k, "turned", lens=(9000,) * 4, heads=8, dim=128, page=64, v_format="" if v == k else v,
+        scales="tail", rotation="kv", channels="kv",
+    )  # fmt: skip
+    split, merge = compiled(make(case), arch)
+    assert (split["name"], merge["name"]) == ("decode_kernel", "merge_kernel")
+    assert split["shared"] <= (launch.shared_memory_of(arch) if isinstance(arch, int) else 65536)
+    if arch == 90:
+        assert split["n_spills"] <= FEW_SPILLS
+
+
+@pytest.mark.parametrize(
     ("fmt", "dtype", "arch"),
     [
         ("bf16", torch.float16, 90),

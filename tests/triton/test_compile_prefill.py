@@ -12,6 +12,8 @@ from tersekv.backends.triton.prefill import entry as prefill
 from tersekv.cache import PagedKVCache
 from tersekv.calls import PrefillCall
 from tersekv.plan import facts
+from tersekv.testing.cases import Case
+from tersekv.testing.make import make
 
 BF, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -63,6 +65,22 @@ def test_for_hopper(fmt):
 )
 def test_elsewhere(arch, fmt, options):
     compiled(call_of(fmt, **options), arch)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "arch"),
+    [
+        ("fp8_e4m3", "int4_per_token_head", 80),
+        ("int4_per_token_head", "int8_per_token_head", 90),
+        ("bf16", "nvfp4", "gfx942"),
+    ],
+)
+def test_turned_rows_in_two_formats(k, v, arch):
+    case = Case(
+        "prefill", k, "turned", lens=(4200,), q_lens=(4096,), ragged=True, heads=8, dim=128, page=64, v_format=v,
+        scales="tail", rotation="kv", channels="kv", new_rows=True,
+    )  # fmt: skip
+    compiled(make(case), arch)
 
 
 @pytest.mark.parametrize("arch", [80, "gfx942"])

@@ -30,12 +30,14 @@ from .memory import put, take
 # How far products of a score are off, of themselves, where sums have an order of their own: Hopper sums up products of
 # 8-bit codes with some 14 bits, and a prefill rounds keys to 16 bits, here and there to the other side (on an H200).
 PRODUCT = 2.0**-10
+# How far a query is off, of itself, where it is scaled and rotated to meet keys that are, and then rounded to fp16.
+TURNED = 2.0**-12
 
 
 class Expected(NamedTuple):
     """values: fp64, by name of a written field. rows: (pages, slots) of latent rows that are right to a tolerance.
     requantised: values were quantised on the way, where a code may differ by one. lse_rounding: how far each LSE moves
-    if products of a score are off by PRODUCT of themselves, at random; None where they are not."""
+    if products of a score are off by PRODUCT of themselves, or a query by TURNED, at random; None where none is."""
 
     values: dict[str, Tensor]
     rows: tuple[Tensor, Tensor] | None = None
@@ -58,11 +60,13 @@ def _decode(call: DecodeCall | PrefillCall) -> Expected:
     heads = call.k_cache.shape[2]
     group = call.q.shape[1] // heads
     out, lse = _empty(call.out)
+    turn = call.k_signs, call.k_channel_scale
+    rounding = None if turn == (None, None) else torch.zeros_like(lse)
     for b, (start, stop) in enumerate(_rows(call)):
         n = int(call.seq_lens[b])
         k, v = _keys_and_values(call, b, n, start, stop)
-        q = decode(call.q[start:stop])
-        scores = torch.einsum("rhgd,nhd->rhgn", q.unflatten(1, (heads, group)), k).flatten(1, 2)
+        q = decode(call.q[start:stop]).unflatten(1, (heads, group))
+        scores = torch.einsum("rhgd,nhd->rhgn", q, k).flatten(1, 2)
         scores = scores * float(_pick(call, "softmax_scale"))
         if call.softcap:
             scores = call.softcap * torch.tanh(scores / call.softcap)
@@ -71,7 +75,11 @@ def _decode(call: DecodeCall | PrefillCall) -> Expected:
         p, lse[start:stop] = _softmax(scores, visible, call.sinks)
         o = torch.einsum("rhgn,nhd->rhgd", p.unflatten(1, (heads, group)), v)
         out[start:stop] = o.flatten(1, 2)
-    return _attention(call, out * float(_pick(call, "out_scale")), lse)
+        if rounding is not None:
+            q, k = reference_rotation.together(q, k, *turn)
+            each = q * torch.einsum("rhgn,nhd->rhgd", p.unflatten(1, (heads, group)), k)
+            rounding[start:stop] = TURNED * float(_pick(call, "softmax_scale")) * each.norm(dim=-1).flatten(1)
+    return _attention(call, out * float(_pick(call, "out_scale")), lse)._replace(lse_rounding=rounding)
 
 
 def _keys_and_values(call: Any, b: int, n: int, start: int, stop: int) -> tuple[Tensor, Tensor]:

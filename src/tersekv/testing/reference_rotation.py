@@ -31,6 +31,15 @@ def back(rows: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Te
     return rows if channel_scale is None else rows * channel_scale.double()
 
 
+def together(q: Tensor, k: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """fp64 queries [r, H, G, D] and keys [n, H, D] as they meet where keys lie scaled and rotated."""
+    if channel_scale is not None:
+        q, k = q * channel_scale.double()[:, None], k / channel_scale.double()
+    if signs is not None:
+        q, k = (x @ _matrix(signs, x.shape[-1]) for x in (q, k))
+    return q, k
+
+
 def _matrix(signs: Tensor, dim: int) -> Tensor:
     """R [dim, dim] of rows that are multiplied from the left: diag(signs) · H / sqrt(b), block by block."""
     b = len(signs)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ....formats import BLOCK, TOKEN_HEAD, KVFormat, kv_format
+from ....formats import BLOCK, CHANNELS, PAIRS, ROTATION, TOKEN_HEAD, KVFormat, pair_of
 from ...host import launch
 from ...host.bind import BYTES, WORDS, Bound, Described, Instead, Launches, Template, given, strides
 from ...host.record import Record
@@ -18,12 +18,14 @@ from ...host.split_merge import features, launches, reads, writes
 from ..parts.merge import merge_kernel
 from ..parts.shares import META_FIELDS
 from .kernels import decode_kernel
-from .tune import Tiles, tiles
+from .tune import Tiles, tiles, two_terms
+
+TAKES = (PAIRS, ROTATION, CHANNELS)
 
 
 @dataclass(frozen=True)
-class Constants(Record):
-    """What the kernels are compiled for. The names are theirs."""
+class Codes(Record):
+    """What rows are stored as."""
 
     CODE: str  # KVFormat.code
     PARTS: int  # codes in a 16-bit word
@@ -31,14 +33,27 @@ class Constants(Record):
     BLOCK_SCALES: bool
     BYTES: bool  # e4m3 block scales come as uint8 and are converted by hand
     ASM: bool  # unpack by PTX
+
+
+@dataclass(frozen=True)
+class Constants(Record):
+    """What the kernels are compiled for. The names are theirs."""
+
+    K: Codes  # keys; those that follow are of values, and PARTS of outputs
+    CODE: str
+    PARTS: int
+    TOKEN_SCALES: bool
+    BLOCK_SCALES: bool
+    BYTES: bool
+    ASM: bool
     BF16: bool  # multiply in bf16; else fp16
-    TWO: bool  # the query is fp16 and multiplied as the sum of two bf16 tiles
+    TWO: bool  # the query is multiplied as the sum of two bf16 tiles
     Q_BYTES: bool  # the query is e4m3 and comes as bytes
     HEADS: int
     GROUP: int
     D: int
     DV: int
-    WORDS_K: int  # D / PARTS
+    WORDS_K: int  # D / K.PARTS
     WORDS_V: int
     BLOCK_D: int
     BLOCK_DV: int
@@ -98,16 +113,15 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Config:
-    fmt = kv_format(f.format)
-    t = tiles(f, fmt)
-    caches = _described(f, t, codes_a_word(fmt))
+    t = tiles(f, pair_of(f)[0])
+    caches = _described(f, t)
     c = constants(f, t, bool(caches))
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.stages}
     if launch.has_ptx(f):
         options["maxnreg"] = t.max_registers
     num_programs = max(launch.num_sms(f) * t.programs_per_sm // max(c.HEADS, 1), 1) * c.HEADS
     both = writes(f, c.OUT_KIND != "float") | given(SINKS="sinks", V_T="v_scale_t") | {"v_scale": f.v_scale, "c": c}
-    split = both | reads(f) | _strides(f) | (caches or given(WORDS, K="k_cache", V="v_cache")) | {
+    split = both | reads(f) | _strides(f) | turns_of(f) | (caches or given(WORDS, K="k_cache", V="v_cache")) | {
         **given(BYTES if c.Q_BYTES else "", Q="q"),
         **given(BYTES if c.BYTES else "", KS="k_scale_cache", VS="v_scale_cache"),
         **given(K_T="k_scale_t"), **mask_of(f), "k_scale": f.k_scale, "softcap": f.softcap,
@@ -125,9 +139,14 @@ def mask_of(f: SimpleNamespace) -> dict[str, Any]:
     return {"MASK": None} if f.mask is None else given(MASK="mask")
 
 
+def turns_of(f: SimpleNamespace) -> dict[str, Any]:
+    """Signs and channel scales as arguments."""
+    found = given(K_SIGNS="k_signs", V_SIGNS="v_signs", K_CHANNELS="k_channel_scale", V_CHANNELS="v_channel_scale")
+    return found | strides(f.k_channel_scale, skc_="h") | strides(f.v_channel_scale, svc_="h")
+
+
 def constants(f: SimpleNamespace, t: Tiles, tma: bool) -> Constants:
-    fmt = kv_format(f.format)
-    return Constants(**format_constants(f, fmt), **_geometry(f, t, codes_a_word(fmt), tma), **_features(f))
+    return Constants(**format_constants(f), **_geometry(f, t, tma), **_features(f))
 
 
 def codes_a_word(fmt: KVFormat) -> int:
@@ -135,37 +154,50 @@ def codes_a_word(fmt: KVFormat) -> int:
     return 2 * fmt.values_per_element // fmt.storage.itemsize
 
 
-def format_constants(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
+def format_constants(f: SimpleNamespace) -> dict[str, Any]:
     """Of the codes and the query, and how they are unpacked."""
-    by_hand = launch.e4m3_by_hand(f)
-    left_over = 128.0 if fmt.scale == BLOCK else 1.0  # by tiles.block_scales
+    by_hand, (k, v) = launch.e4m3_by_hand(f), pair_of(f)
+    k_codes, v_codes = (
+        Codes(
+            CODE=fmt.code,
+            PARTS=codes_a_word(fmt),
+            TOKEN_SCALES=fmt.scale == TOKEN_HEAD,
+            BLOCK_SCALES=fmt.scale == BLOCK,
+            BYTES=by_hand,
+            ASM=launch.has_ptx(f) and not (fmt.code == "e4m3" and by_hand),
+        )
+        for fmt in (k, v)
+    )
     return {
-        "CODE": fmt.code,
-        "PARTS": codes_a_word(fmt),
-        "TOKEN_SCALES": fmt.scale == TOKEN_HEAD,
-        "BLOCK_SCALES": fmt.scale == BLOCK,
-        "BYTES": by_hand,
-        "ASM": launch.has_ptx(f) and not (fmt.code == "e4m3" and by_hand),
-        "BF16": fmt.code == "bf16",
-        "TWO": fmt.code == "bf16" and f.q.dtype == torch.float16,
+        "K": k_codes,
+        **v_codes,
+        "BF16": k.code == "bf16",
+        "TWO": two_terms(f, k),
         "Q_BYTES": by_hand and f.q.dtype == torch.float8_e4m3fn,
-        "K_FACTOR": left_over,
-        "V_FACTOR": left_over,
+        "K_FACTOR": 128.0 if k.scale == BLOCK else 1.0,  # left over by tiles.block_scales
+        "V_FACTOR": 128.0 if v.scale == BLOCK else 1.0,
     }
 
 
-def _geometry(f: SimpleNamespace, t: Tiles, parts: int, tma: bool) -> dict[str, Any]:
-    d, dv, page, heads = f.q.shape[2], f.out.shape[2], f.k_cache.shape[1], f.k_cache.shape[2]
-    block_d, block_dv = (max(16, launch.next_power_of_2(n // parts)) for n in (d, dv))
+def columns_of(f: SimpleNamespace) -> dict[str, int]:
+    """Sizes of rows, in columns and in words."""
+    d, dv, (k, v) = f.q.shape[2], f.out.shape[2], map(codes_a_word, pair_of(f))
     return {
-        "HEADS": heads,
-        "GROUP": f.q.shape[1] // max(heads, 1),
         "D": d,
         "DV": dv,
-        "WORDS_K": d // parts,
-        "WORDS_V": dv // parts,
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
+        "WORDS_K": d // k,
+        "WORDS_V": dv // v,
+        "BLOCK_D": max(16, launch.next_power_of_2(d // k)),
+        "BLOCK_DV": max(16, launch.next_power_of_2(dv // v)),
+    }
+
+
+def _geometry(f: SimpleNamespace, t: Tiles, tma: bool) -> dict[str, Any]:
+    page, heads, parts, columns = f.k_cache.shape[1], f.k_cache.shape[2], codes_a_word(pair_of(f)[1]), columns_of(f)
+    return {
+        **columns,
+        "HEADS": heads,
+        "GROUP": f.q.shape[1] // max(heads, 1),
         "PAGE": page,
         "TILE": t.tile,
         "ONE_PAGE": page % t.tile == 0,
@@ -179,9 +211,9 @@ def _geometry(f: SimpleNamespace, t: Tiles, parts: int, tma: bool) -> dict[str, 
         "ROWS": t.rows,
         "BLOCK_B": min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
         "MIN_TILES": t.min_tiles,
-        "PART_COLUMNS": parts * block_dv + 2,
+        "PART_COLUMNS": parts * columns["BLOCK_DV"] + 2,
         "MERGE_PIECES": 16,
-        "MERGE_COLUMNS": parts * block_dv,
+        "MERGE_COLUMNS": parts * columns["BLOCK_DV"],
         "FAR": launch.spans_far(f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache),
     }
 
@@ -221,12 +253,14 @@ def bind(config: Config, at: dict[str, int]) -> Bound | None:
     return config.launches.bind(at)
 
 
-def _described(f: SimpleNamespace, t: Tiles, parts: int) -> dict[str, Described]:
+def _described(f: SimpleNamespace, t: Tiles) -> dict[str, Described]:
     """K and V as descriptors of 16-bit words, where each is a matrix; else none, for pointers."""
     if not t.tma or f.k_cache.shape[1] % t.tile or not launch.has_tma(f):
         return {}
     found = {}
-    for argument, name, x in (("K", "k_cache", f.q), ("V", "v_cache", f.out)):
+    sides = zip(("K", "V"), ("k_cache", "v_cache"), (f.q, f.out), pair_of(f), strict=True)
+    for argument, name, x, fmt in sides:
+        parts = codes_a_word(fmt)
         words = x.shape[2] // parts
         box = _box(getattr(f, name), words)
         if box is None:

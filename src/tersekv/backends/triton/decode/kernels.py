@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..parts.merge import LOG2E, finish, output, scalar
 from ..parts.shares import META_FIELDS, locate, meta_of, request_tiles, row_places, share, zero_padding
-from .tiles import attend, load_query
+from .tiles import attend, load_query, turned_back
 
 
 @triton.jit
@@ -24,10 +24,10 @@ def store_rows(OUT, acc, factor, tokens, heads, m_row, so_t, so_h, c: tl.constex
 
 @triton.jit
 def decode_kernel(
-    Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART,
+    Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
     B, T, sq_t, sq_h, sk_p, sk_s, sk_h, sv_p, sv_s, sv_h,
-    sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, st_b, sm_t, so_t, so_h, sl_t, sl_h,
+    sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, skc_h, svc_h, st_b, sm_t, so_t, so_h, sl_t, sl_h,
     c: tl.constexpr,
 ):  # fmt: skip
     """Attend one share of all tiles. See the module's docstring."""
@@ -53,12 +53,13 @@ def decode_kernel(
             t1 = tl.minimum(t0 + end - x, tiles)
             tokens, heads, m_row = row_places(segment, h, q0, rows, c)
             scale = score_scale * scalar(k_scale, K_T, h * c.K_T_STRIDE, c.K_T)
-            q, row_scale = load_query(Q, tokens, heads, m_row, sq_t, sq_h, c)
+            q, row_scale = load_query(Q, tokens, heads, m_row, sq_t, sq_h, (K_SIGNS, K_CHANNELS, skc_h), h, c)
             m, l, acc = attend(
                 K, V, KS, VS, TABLE + b.to(tl.int64) * st_b, MASK, q, scale * row_scale, softcap,
                 first + t0, first + t1, n, rows, segment * c.ROWS, q0, h,
                 sk_p, sk_s, sk_h, sv_p, sv_s, sv_h, sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, sm_t, c,
             )  # fmt: skip
+            acc = turned_back(acc, (V_SIGNS, V_CHANNELS, svc_h), h, c)
             if t1 - t0 == tiles:
                 h_scale = scalar(v_scale, V_T, h * c.V_T_STRIDE, c.V_T) * scalar(out_scale, OUT_T, 0, c.OUT_T)
                 factor, lse = finish(m, l, h_scale * c.V_FACTOR, SINKS, heads, m_row, c)

@@ -5,31 +5,53 @@ import triton.language as tl
 
 from ..parts.pages import page_of, slots_of
 from ..parts.tiles import INT4, block_scales, e4m3_bytes_to_fp16, unpack, zero_points
+from ..parts.turn import back
+from ..parts.turn import query as turned
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_query(Q, tokens, heads, m_row, sq_t, sq_h, c: tl.constexpr):
+def transposed(parts, PARTS: tl.constexpr):
+    out = ()
+    for j in tl.static_range(PARTS):
+        out = out + (tl.trans(parts[j]),)
+    return out
+
+
+@triton.jit
+def turned_back(acc, turn, h, c: tl.constexpr):
+    """PARTS accumulators [words, ROWS] of values that lie scaled and rotated. turn: as `turn.back` takes it"""
+    if turn[0] is not None or turn[1] is not None:
+        acc = transposed(back(transposed(acc, c.PARTS), turn, h, c.PARTS, c.DV), c.PARTS)
+    return acc
+
+
+@triton.jit
+def load_query(Q, tokens, heads, m_row, sq_t, sq_h, turn, h, c: tl.constexpr):
     """Query rows, transposed to PARTS tiles [words, ROWS] in the compute type, and a factor of their scores [ROWS].
 
-    fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back. Of an fp16
-    query over bf16 keys (TWO), a second tile holds what rounding to bf16 takes away; over int4 keys, the sums of the
-    rows [ROWS] follow.
+    turn: as `turn.query` takes it
+
+    fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back. Over bf16
+    keys, with TWO, a second tile holds what rounding to bf16 takes away; over int4 keys, the sums of the rows [ROWS]
+    follow.
     """
-    PARTS: tl.constexpr = c.PARTS
+    PARTS: tl.constexpr = c.K.PARTS
     o_d = tl.arange(0, c.BLOCK_D)
     p_row = Q + tokens * sq_t + heads * sq_h
     mask = (o_d < c.WORDS_K)[:, None] & m_row[None, :]
     parts = ()
     top = tl.full([c.ROWS], 0.0, tl.float32)
     for j in tl.static_range(PARTS):
-        x = tl.load(p_row[None, :] + (c.PARTS * o_d + j)[:, None], mask=mask, other=0.0)
+        x = tl.load(p_row[None, :] + (PARTS * o_d + j)[:, None], mask=mask, other=0.0)
         if c.Q_BYTES:
             x = e4m3_bytes_to_fp16(x)
-        x = x.to(tl.float32)
-        top = tl.maximum(top, tl.max(tl.abs(x), 0))
-        parts = parts + (x,)
+        parts = parts + (x.to(tl.float32),)
+    if turn[0] is not None or turn[1] is not None:
+        parts = transposed(turned(transposed(parts, PARTS), turn, h, PARTS, c.D), PARTS)
+    for j in tl.static_range(PARTS):
+        top = tl.maximum(top, tl.max(tl.abs(parts[j]), 0))
     out = ()
     if c.BF16:
         for j in tl.static_range(PARTS):
@@ -45,7 +67,7 @@ def load_query(Q, tokens, heads, m_row, sq_t, sq_h, c: tl.constexpr):
             part = (parts[j] * inverse[None, :]).to(tl.float16)
             total += tl.sum(part.to(tl.float32), 0)
             out = out + (part,)
-        if c.CODE == INT4:
+        if c.K.CODE == INT4:
             out = out + (total,)
         return out, (field << 23).to(tl.float32, bitcast=True) * c.K_FACTOR
 
@@ -91,10 +113,11 @@ def load_tile(X, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: tl.
 
 
 @triton.jit
-def load_scales(XS, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: tl.constexpr, c: tl.constexpr):
+def load_scales(XS, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: tl.constexpr, side: tl.constexpr,
+                c: tl.constexpr):  # fmt: skip
     """Stored scales of tile t: fp32 [TILE] per token, or e4m3 [TILE, blocks]; a block of 16 values is four words."""
     p_row = XS + rows_of(pages, t, h, s_p, s_s, s_h, c)
-    if c.TOKEN_SCALES:
+    if side.TOKEN_SCALES:
         return tl.load(p_row, mask=m_n, other=0.0)
     else:
         o_b = tl.arange(0, BLOCK // 4)
@@ -104,12 +127,14 @@ def load_scales(XS, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: 
 @triton.jit
 def scales_of(KS, VS, pages, t, n, h, sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, UNROLL: tl.constexpr, c: tl.constexpr):
     """Stored scales of keys and of values, tiles t … t + UNROLL − 1: two tuples, empty for formats without."""
+    KEYS: tl.constexpr = c.K
     ks, vs = (), ()
-    if c.TOKEN_SCALES or c.BLOCK_SCALES:
-        for j in tl.static_range(UNROLL):
-            m_n = (t + j) * c.TILE + tl.arange(0, c.TILE) < n
-            ks = ks + (load_scales(KS, pages[j], t + j, m_n, sks_p, sks_s, sks_h, h, c.BLOCK_D, c.WORDS_K, c),)
-            vs = vs + (load_scales(VS, pages[j], t + j, m_n, svs_p, svs_s, svs_h, h, c.BLOCK_DV, c.WORDS_V, c),)
+    for j in tl.static_range(UNROLL):
+        m_n = (t + j) * c.TILE + tl.arange(0, c.TILE) < n
+        if KEYS.TOKEN_SCALES or KEYS.BLOCK_SCALES:
+            ks = ks + (load_scales(KS, pages[j], t + j, m_n, sks_p, sks_s, sks_h, h, c.BLOCK_D, c.WORDS_K, KEYS, c),)
+        if c.TOKEN_SCALES or c.BLOCK_SCALES:
+            vs = vs + (load_scales(VS, pages[j], t + j, m_n, svs_p, svs_s, svs_h, h, c.BLOCK_DV, c.WORDS_V, c, c),)
     return ks, vs
 
 
@@ -139,12 +164,13 @@ def visible(t, n, rows, r0, q0, m_n, MASK, sm_t, c: tl.constexpr):
 def scores(K, ks, MASK, q, scale, softcap, page, t, n, rows, r0, q0, h, sk_p, sk_s, sk_h, sm_t, J: tl.constexpr,
            MASKED: tl.constexpr, c: tl.constexpr):  # fmt: skip
     """Scores of tile t in units of log2: [TILE, ROWS]. ks: stored scales, of which the J-th are the tile's."""
-    PARTS: tl.constexpr = c.PARTS
+    KEYS: tl.constexpr = c.K
+    PARTS: tl.constexpr = KEYS.PARTS
     m_n = t * c.TILE + tl.arange(0, c.TILE) < n
     k = load_tile(K, page, t, m_n, sk_p, sk_s, sk_h, h, c.BLOCK_D, c.WORDS_K, c.K_PITCH, c.K_HEAD_ROWS, MASKED, c)
-    k = unpack(k, c)
-    if c.BLOCK_SCALES:
-        factor = block_scales(ks[J], c.TILE, c.BLOCK_D // 4, 4, c)
+    k = unpack(k, KEYS)
+    if KEYS.BLOCK_SCALES:
+        factor = block_scales(ks[J], c.TILE, c.BLOCK_D // 4, 4, KEYS)
         s = tl.dot(k[0] * factor, q[0])
         for j in tl.static_range(1, PARTS):
             s = tl.dot(k[j] * factor, q[j], acc=s)
@@ -154,10 +180,10 @@ def scores(K, ks, MASK, q, scale, softcap, page, t, n, rows, r0, q0, h, sk_p, sk
             s = tl.dot(k[j], q[j], acc=s)
         if c.TWO:
             s = tl.dot(k[0], q[1], acc=s)
-        if c.CODE == INT4:
+        if KEYS.CODE == INT4:
             s -= zero_points(ks[J])[:, None] * q[PARTS][None, :]
     s *= scale[None, :]
-    if c.TOKEN_SCALES:
+    if KEYS.TOKEN_SCALES:
         s *= ks[J][:, None]
     if c.SOFTCAP:
         # tanh by exp2: 1 - 2 / (e^2x + 1); s carries log2(e).

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....formats import TOKEN_HEAD, KVFormat
+from ....formats import TOKEN_HEAD, KVFormat, pair_of
 from ...host import launch
 
 
@@ -33,12 +33,19 @@ _HALF = Tiles(64, 16, 3, 1, 4, None, 2, 1, True)
 _SHORT = 2048  # tokens that the page table can hold, below which segments are short and their ends cost most
 
 
+def two_terms(f: SimpleNamespace, fmt: KVFormat) -> bool:
+    """Over bf16 keys a query that bf16 would round is multiplied as the sum of two bf16 tiles."""
+    turned = f.k_signs is not None or f.k_channel_scale is not None
+    return fmt.code == "bf16" and (turned or f.q.dtype == torch.float16)
+
+
 def tiles(f: SimpleNamespace, fmt: KVFormat) -> Tiles:
+    """fmt: of keys; of values too, unless the facts say another."""
     page = f.k_cache.shape[1]
     group = f.q.shape[1] // max(f.k_cache.shape[2], 1)
     rows = max(16, min(64, launch.next_power_of_2(max(f.max_q_len * group, 1))))
     width = max(f.q.shape[2], f.out.shape[2])
-    if fmt.storage.itemsize == 2:
+    if fmt.storage.itemsize == 2 or fmt != pair_of(f)[1]:
         t = _HALF
     elif fmt.values_per_element > 1:
         # Values of small pages are carried in registers: with sums of zero points beside them, one tile a step fits.
@@ -59,7 +66,7 @@ def tiles(f: SimpleNamespace, fmt: KVFormat) -> Tiles:
 
 def _fit(t: Tiles, f: SimpleNamespace, fmt: KVFormat) -> Tiles:
     """Fewer stages, then smaller tiles, then fewer query rows, until the buffers fit the shared memory of one block."""
-    while not _fits(t, f, fmt):
+    while not _fits(t, f, fmt, pair_of(f)[1]):
         if t.unroll > 1:
             t = t._replace(unroll=1)
         elif t.stages > 2:
@@ -73,15 +80,16 @@ def _fit(t: Tiles, f: SimpleNamespace, fmt: KVFormat) -> Tiles:
     return t
 
 
-def _fits(t: Tiles, f: SimpleNamespace, fmt: KVFormat) -> bool:
+def _fits(t: Tiles, f: SimpleNamespace, fmt: KVFormat, v_fmt: KVFormat) -> bool:
     d, dv = f.q.shape[2], f.out.shape[2]
-    ring = t.stages * t.unroll * t.tile * (fmt.code_bytes(d) + fmt.code_bytes(dv))
+    ring = t.stages * t.unroll * t.tile * (fmt.code_bytes(d) + v_fmt.code_bytes(dv))
     if ring > launch.shared_memory(f) - 8192:  # probabilities and what the compiler adds
         return False
-    # What the compiler was seen to take with many wide rows, for sm_80, 90 and 120: queries (in two terms, where fp16
-    # meets bf16), all stages but one, and a tile that is converted; two where a value has less than a byte.
+    # What the compiler was seen to take with many wide rows, for sm_80, 90 and 120: queries (of two terms, if they have
+    # them), all stages but one, and a tile that is converted; two where a value has less than a byte.
     d, dv = launch.next_power_of_2(d), launch.next_power_of_2(dv)
-    terms = 2 if fmt.code == "bf16" and f.q.dtype == torch.float16 else 1
-    queries, stage = t.rows * d * 2 * terms, t.unroll * t.tile * (fmt.code_bytes(d) + fmt.code_bytes(dv))
-    converted = t.unroll * t.tile * max(d, dv) * 2 * (2 if fmt.values_per_element > 1 else 1)
+    terms = 1 + two_terms(f, fmt)
+    queries, stage = t.rows * d * 2 * terms, t.unroll * t.tile * (fmt.code_bytes(d) + v_fmt.code_bytes(dv))
+    sizes = (n * 2 * (2 if x.values_per_element > 1 else 1) for n, x in ((d, fmt), (dv, v_fmt)))
+    converted = t.unroll * t.tile * max(sizes)
     return queries + (t.stages - 1) * stage + converted + 4096 <= launch.shared_memory(f)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from ....formats import kv_format
+from ....formats import pair_of
 from ...host import launch
 from ...host.bind import BYTES, WORDS, Bound, Instead, Launches, Template, given, strides
 from ...host.record import Record
@@ -15,6 +15,7 @@ from ..decode import entry as decode
 from .kernels import prefill_kernel
 from .tune import Tiles, tiles
 
+TAKES = decode.TAKES
 _AT_ONCE = 1024  # requests among which a block looks for its own
 
 
@@ -22,21 +23,22 @@ _AT_ONCE = 1024  # requests among which a block looks for its own
 class Constants(Record):
     """What the kernel is compiled for. The names are its."""
 
+    K: decode.Codes  # keys; those that follow are of values, and PARTS of outputs
     CODE: str
-    PARTS: int  # codes in a 16-bit word
+    PARTS: int
     TOKEN_SCALES: bool
     BLOCK_SCALES: bool
-    BYTES: bool  # e4m3 block scales come as uint8 and are converted by hand
-    ASM: bool  # unpack by PTX
+    BYTES: bool
+    ASM: bool
     BF16: bool  # multiply in bf16; else fp16
-    TWO: bool  # the query is fp16 and multiplied as the sum of two bf16 tiles
+    TWO: bool  # the query is multiplied as the sum of two bf16 tiles
     Q_BYTES: bool  # the query is e4m3 and comes as bytes
     NEW: bool  # k and v bring the new tokens' rows
     HEADS: int
     GROUP: int
     D: int
     DV: int
-    WORDS_K: int  # D / PARTS
+    WORDS_K: int  # D / K.PARTS
     WORDS_V: int
     BLOCK_D: int
     BLOCK_DV: int
@@ -72,7 +74,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Config | decode.Config:
-    t = tiles(f, kv_format(f.format))
+    t = tiles(f, *pair_of(f))
     heads, requests = f.k_cache.shape[2], f.seq_lens.shape[0]
     blocks = f.q.shape[0] * (f.q.shape[1] // max(heads, 1)) // t.rows + requests
     if f.k is None and blocks * heads < launch.num_sms(f):
@@ -80,7 +82,7 @@ def configure(f: SimpleNamespace) -> Config | decode.Config:
     c = constants(f, t)
     if is_empty(f):
         return Config(c, Instead(see_nothing))
-    arguments = _strides(f) | {
+    arguments = _strides(f) | decode.turns_of(f) | {
         **given(KN="k", VN="v", TABLE="page_table", LENS="seq_lens", CU="cu_seqlens_q", SINKS="sinks", LSE="lse"),
         **given(SOFTMAX_T="softmax_scale_t", K_T="k_scale_t", V_T="v_scale_t", OUT_T="out_scale_t"),
         **given(WORDS, K="k_cache", V="v_cache"),
@@ -103,9 +105,7 @@ def bind(config: Config | decode.Config, at: dict[str, int]) -> Bound | None:
 
 
 def constants(f: SimpleNamespace, t: Tiles) -> Constants:
-    fmt = kv_format(f.format)
-    more = decode.format_constants(f, fmt) | decode.option_constants(f) | written(f)
-    return Constants(**more, **_geometry(f, t, decode.codes_a_word(fmt)))
+    return Constants(**decode.format_constants(f), **decode.option_constants(f), **written(f), **_geometry(f, t))
 
 
 def _as_decode(f: SimpleNamespace) -> SimpleNamespace:
@@ -113,19 +113,13 @@ def _as_decode(f: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(**vars(f), mask=None)
 
 
-def _geometry(f: SimpleNamespace, t: Tiles, parts: int) -> dict[str, Any]:
-    d, dv, page = f.q.shape[2], f.out.shape[2], f.k_cache.shape[1]
-    block_d, block_dv = (max(16, launch.next_power_of_2(n // parts)) for n in (d, dv))
+def _geometry(f: SimpleNamespace, t: Tiles) -> dict[str, Any]:
+    page = f.k_cache.shape[1]
     return {
+        **decode.columns_of(f),
         "NEW": f.k is not None,
         "HEADS": f.k_cache.shape[2],
         "GROUP": f.q.shape[1] // max(f.k_cache.shape[2], 1),
-        "D": d,
-        "DV": dv,
-        "WORDS_K": d // parts,
-        "WORDS_V": dv // parts,
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
         "PAGE": page,
         "ROWS": t.rows,
         "TILE": t.tile,

@@ -10,6 +10,8 @@ import triton.language as tl
 
 from ..parts.merge import finish, output, scalar
 from ..parts.shares import zero_padding
+from ..parts.turn import back
+from ..parts.turn import query as turned
 from .tiles import Range, Rows, Side, apart, attend, load_rows, query, together
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -39,10 +41,10 @@ def range_of(begin, end, low, high, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "T"])
 def prefill_kernel(
-    Q, KN, VN, K, V, KS, VS, TABLE, LENS, CU, SINKS, OUT, LSE,
+    Q, KN, VN, K, V, KS, VS, TABLE, LENS, CU, SINKS, OUT, LSE, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
     B, T, sq_t, sq_h, skn_t, skn_h, svn_t, svn_h, sk_p, sk_s, sk_h, sv_p, sv_s, sv_h,
-    sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, st_b, so_t, so_h, sl_t, sl_h,
+    sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, skc_h, svc_h, st_b, so_t, so_h, sl_t, sl_h,
     c: tl.constexpr,
 ):  # fmt: skip
     """Attend one block of query rows. See the module's docstring."""
@@ -66,7 +68,7 @@ def prefill_kernel(
         score_scale = scalar(softmax_scale, SOFTMAX_T, 0, c.SOFTMAX_T) * LOG2E
         h_scale = scalar(v_scale, V_T, h * c.V_T_STRIDE, c.V_T) * c.V_FACTOR
         x = load_rows(Q, tokens, heads, m_row, sq_t, sq_h, c)
-        q, row_scale = query(x, c)
+        q, row_scale = query(turned((x,), (K_SIGNS, K_CHANNELS, skc_h), h, 1, c.D)[0], c)
         acc = ()
         for _ in tl.static_range(PARTS):
             acc = acc + (tl.full([c.ROWS, c.BLOCK_DV], 0.0, tl.float32),)
@@ -78,6 +80,7 @@ def prefill_kernel(
         table = TABLE + b.to(tl.int64) * st_b
         state = attend(q, state, keys, values, table, span, first + o_i, h, scale, softcap, False, c)
         m, l, acc = state
+        acc = back(acc, (V_SIGNS, V_CHANNELS, svc_h), h, PARTS, c.DV)
         if c.NEW:
             held = ()
             for j in tl.static_range(PARTS):
@@ -104,4 +107,4 @@ def prefill_kernel(
 @triton.jit
 def new_query(x, DTYPE: tl.constexpr, c: tl.constexpr):
     """Query rows as they meet the new keys: in their 16-bit type, which holds every query exactly."""
-    return apart(x.to(DTYPE), c.ROWS, c.BLOCK_D, c.PARTS)
+    return apart(x.to(DTYPE), c.ROWS, c.BLOCK_D, c.K.PARTS)

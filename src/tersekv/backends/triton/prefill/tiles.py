@@ -69,7 +69,7 @@ def together(parts, PARTS: tl.constexpr):
 @triton.jit
 def load_rows(Q, tokens, heads, m_row, sq_t, sq_h, c: tl.constexpr):
     """Query rows [ROWS, PARTS * BLOCK_D] in fp32."""
-    o_d = tl.arange(0, c.PARTS * c.BLOCK_D)
+    o_d = tl.arange(0, c.K.PARTS * c.BLOCK_D)
     p_q = Q + (tokens * sq_t + heads * sq_h)[:, None] + o_d[None, :]
     x = tl.load(p_q, mask=m_row[:, None] & (o_d < c.D)[None, :], other=0.0)
     if c.Q_BYTES:
@@ -81,8 +81,8 @@ def load_rows(Q, tokens, heads, m_row, sq_t, sq_h, c: tl.constexpr):
 def query(x, c: tl.constexpr):
     """Query rows as PARTS tiles [ROWS, words] in the compute type of codes, and a factor of their scores [ROWS].
 
-    fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back. Of an fp16
-    query over bf16 keys (TWO), a second tile holds what rounding to bf16 takes away.
+    fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back. Over bf16
+    keys, with TWO, a second tile holds what rounding to bf16 takes away.
     """
     if c.BF16:
         one = tl.full([c.ROWS], 1.0, tl.float32)
@@ -95,7 +95,7 @@ def query(x, c: tl.constexpr):
         top = tl.max(tl.abs(x), 1)
         field = tl.maximum((top.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1)  # exponent of the largest magnitude
         inverse = (tl.maximum(254 - field, 1) << 23).to(tl.float32, bitcast=True)
-        parts = apart((x * inverse[:, None]).to(tl.float16), c.ROWS, c.BLOCK_D, c.PARTS)
+        parts = apart((x * inverse[:, None]).to(tl.float16), c.ROWS, c.BLOCK_D, c.K.PARTS)
         return parts, (field << 23).to(tl.float32, bitcast=True) * c.K_FACTOR
 
 
@@ -125,55 +125,56 @@ def load_tile(rows: Rows, pages, t, live, h, BLOCK: tl.constexpr, SIZE: tl.const
 
 @triton.jit
 def load_scales(side: Side, pages, t, live, h, BLOCK: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr,
-                NEW: tl.constexpr, c: tl.constexpr):  # fmt: skip
+                NEW: tl.constexpr, codes: tl.constexpr, c: tl.constexpr):  # fmt: skip
     """Stored scales of tile t: fp32 [TILE] of tokens, or e4m3 [TILE, blocks], where a block is four words; or none."""
     if NEW:
         return ()
-    elif c.TOKEN_SCALES:
+    elif codes.TOKEN_SCALES:
         p_row = side.scales.x + offsets(side.scales, pages, t, h, NEW, c)
         if MASKED:
             return (tl.load(p_row, mask=live, other=1.0),)
         else:
             return (tl.load(p_row),)
-    elif c.BLOCK_SCALES:
+    elif codes.BLOCK_SCALES:
         return (load_tile(side.scales, pages, t, live, h, BLOCK // 4, SIZE // 4, MASKED, NEW, c),)
     else:
         return ()
 
 
 @triton.jit
-def numbers(words, scales, BLOCK: tl.constexpr, NEW: tl.constexpr, c: tl.constexpr):
+def numbers(words, scales, BLOCK: tl.constexpr, NEW: tl.constexpr, codes: tl.constexpr):
     """PARTS tiles [TILE, BLOCK] that the matrix unit takes, from what was loaded."""
-    PARTS: tl.constexpr = c.PARTS
+    PARTS: tl.constexpr = codes.PARTS
+    TILE: tl.constexpr = words.shape[0]
     if NEW:
-        return apart(words, c.TILE, BLOCK, c.PARTS)
-    elif c.BLOCK_SCALES:
-        codes, factor = unpack(words, c), block_scales(scales[0], c.TILE, BLOCK // 4, 4, c)
+        return apart(words, TILE, BLOCK, PARTS)
+    elif codes.BLOCK_SCALES:
+        x, factor = unpack(words, codes), block_scales(scales[0], TILE, BLOCK // 4, 4, codes)
         out = ()
         for j in tl.static_range(PARTS):
-            out = out + (codes[j] * factor,)
+            out = out + (x[j] * factor,)
         return out
-    elif c.CODE == INT4:
-        codes, zero = unpack(words, c), zero_points(scales[0]).to(tl.float16)[:, None]  # differences are exact
+    elif codes.CODE == INT4:
+        x, zero = unpack(words, codes), zero_points(scales[0]).to(tl.float16)[:, None]  # differences are exact
         out = ()
         for j in tl.static_range(PARTS):
-            out = out + (codes[j] - zero,)
+            out = out + (x[j] - zero,)
         return out
     else:
-        return unpack(words, c)
+        return unpack(words, codes)
 
 
 @triton.jit
 def scores(q, keys, scale, ks, softcap, NEW: tl.constexpr, c: tl.constexpr):
     """Scores [ROWS, TILE] in units of log2."""
-    PARTS: tl.constexpr = c.PARTS
+    PARTS: tl.constexpr = c.K.PARTS
     s = tl.dot(q[0], tl.trans(keys[0]))
     for j in tl.static_range(1, PARTS):
         s = tl.dot(q[j], tl.trans(keys[j]), acc=s)
     if c.TWO and not NEW:
         s = tl.dot(q[1], tl.trans(keys[0]), acc=s)
     s *= scale[:, None]
-    if c.TOKEN_SCALES and not NEW:
+    if c.K.TOKEN_SCALES and not NEW:
         s *= ks[0][None, :]
     if c.SOFTCAP:
         # tanh by exp2: 1 - 2 / (e^2x + 1); s carries log2(e).
@@ -186,14 +187,16 @@ def take_tile(q, state, K: Side, V: Side, pages, t, span: Range, o_row, h, scale
               NEW: tl.constexpr, c: tl.constexpr):  # fmt: skip
     """One step of the running softmax. state: base-2 maximum and sum of each row, PARTS accumulators [ROWS, words]."""
     PARTS: tl.constexpr = c.PARTS
-    WIDE: tl.constexpr = c.PARTS if NEW else 1  # new rows come whole
+    KEYS: tl.constexpr = c.K
+    WIDE_K: tl.constexpr = KEYS.PARTS if NEW else 1  # new rows come whole
+    WIDE_V: tl.constexpr = c.PARTS if NEW else 1
     m, l, acc = state
     o_n = t * c.TILE + tl.arange(0, c.TILE)
     live = (o_n >= span.start) & (o_n < span.stop)
-    ks = load_scales(K, pages, t, live, h, c.BLOCK_D, c.WORDS_K, MASKED, NEW, c)
-    vs = load_scales(V, pages, t, live, h, c.BLOCK_DV, c.WORDS_V, MASKED, NEW, c)
-    words = load_tile(K.codes, pages, t, live, h, WIDE * c.BLOCK_D, WIDE * c.WORDS_K, MASKED, NEW, c)
-    s = scores(q, numbers(words, ks, c.BLOCK_D, NEW, c), scale, ks, softcap, NEW, c)
+    ks = load_scales(K, pages, t, live, h, c.BLOCK_D, c.WORDS_K, MASKED, NEW, KEYS, c)
+    vs = load_scales(V, pages, t, live, h, c.BLOCK_DV, c.WORDS_V, MASKED, NEW, c, c)
+    words = load_tile(K.codes, pages, t, live, h, WIDE_K * c.BLOCK_D, WIDE_K * c.WORDS_K, MASKED, NEW, c)
+    s = scores(q, numbers(words, ks, c.BLOCK_D, NEW, KEYS), scale, ks, softcap, NEW, c)
     if c.TOKEN_SCALES and not NEW:
         # The value's scale joins the exponent, so that the probabilities that meet the codes lie in (0, 1].
         v_scales = tl.maximum(vs[0], 1e-30)
@@ -213,7 +216,7 @@ def take_tile(q, state, K: Side, V: Side, pages, t, span: Range, o_row, h, scale
         l = l * old + tl.sum(p * (1.0 / v_scales)[None, :], 1)
     else:
         l = l * old + tl.sum(p, 1)
-    words = load_tile(V.codes, pages, t, live, h, WIDE * c.BLOCK_DV, WIDE * c.WORDS_V, MASKED, NEW, c)
+    words = load_tile(V.codes, pages, t, live, h, WIDE_V * c.BLOCK_DV, WIDE_V * c.WORDS_V, MASKED, NEW, c)
     values = numbers(words, vs, c.BLOCK_DV, NEW, c)
     out = ()
     for j in tl.static_range(PARTS):

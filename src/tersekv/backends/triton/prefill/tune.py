@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import torch
-
 from ....formats import BLOCK, TOKEN_HEAD, KVFormat
 from ...host import launch
+from ..decode.tune import two_terms
 
 
 class Tiles(NamedTuple):
@@ -18,7 +17,7 @@ class Tiles(NamedTuple):
     num_warps: int
 
 
-def tiles(f: SimpleNamespace, fmt: KVFormat) -> Tiles:
+def tiles(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> Tiles:
     group = f.q.shape[1] // max(f.k_cache.shape[2], 1)
     values, width = (launch.next_power_of_2(n) for n in (f.out.shape[2], max(f.q.shape[2], f.out.shape[2])))
     t = Tiles(128, 64, 3, 8) if width <= 128 else Tiles(64, 32, 2, 8) if width <= 256 else Tiles(32, 16, 2, 8)
@@ -27,13 +26,14 @@ def tiles(f: SimpleNamespace, fmt: KVFormat) -> Tiles:
     # Registers: a thread holds the scales of all keys of its tile, and where the matrix unit reads no shared memory
     # queries and keys too.
     operands = f.arch is None or f.arch < 90 or f.arch >= 120
-    if width > 64 and (operands or fmt.scale == TOKEN_HEAD or (fmt.scale == BLOCK and f.k is not None)):
+    kinds = k.scale, v.scale
+    if width > 64 and (operands or TOKEN_HEAD in kinds or (BLOCK in kinds and f.k is not None)):
         t = t._replace(tile=min(t.tile, 32))
     # Blocks are not shared between requests: of few rows, a smaller one wastes less.
     needed = max(16, launch.next_power_of_2(f.max_q_len * group))
     if needed < t.rows:
         t = t._replace(rows=needed, num_warps=4 if needed <= 64 and width <= 128 else 8)
-    while not _fits(t, f, fmt):
+    while not _fits(t, f, k, v):
         if t.stages > 2:
             t = t._replace(stages=2)
         elif t.rows > 64:
@@ -47,13 +47,13 @@ def tiles(f: SimpleNamespace, fmt: KVFormat) -> Tiles:
     return t
 
 
-def _fits(t: Tiles, f: SimpleNamespace, fmt: KVFormat) -> bool:
+def _fits(t: Tiles, f: SimpleNamespace, k: KVFormat, v: KVFormat) -> bool:
     """Queries, tiles in flight and a converted tile of each side in the shared memory of one block."""
     d, dv = (launch.next_power_of_2(n) for n in (f.q.shape[2], f.out.shape[2]))
-    terms = 2 if fmt.storage == torch.bfloat16 and f.q.dtype == torch.float16 else 1
-    queries = t.rows * d * 2 * terms
-    ring = t.stages * t.tile * (fmt.code_bytes(d) + fmt.code_bytes(dv))
+    queries = t.rows * d * 2 * (1 + two_terms(f, k))
+    ring = t.stages * t.tile * (k.code_bytes(d) + v.code_bytes(dv))
     if f.k is not None:
         ring = max(ring, t.stages * t.tile * (d + dv) * 2)
-    converted = t.tile * (d + dv) * 2 * (2 if fmt.scale == BLOCK else 1) if fmt.storage.itemsize == 1 else 0
+    sides = ((n, x) for n, x in ((d, k), (dv, v)) if x.storage.itemsize == 1)
+    converted = sum(t.tile * n * 2 * (2 if x.scale == BLOCK else 1) for n, x in sides)
     return queries + ring + converted + t.rows * t.tile * 2 + 4096 <= launch.shared_memory(f)
