@@ -16,6 +16,8 @@ from tersekv.calls import DecodeCall
 from tersekv.plan import facts
 
 FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+FORMATS += ("int4_per_token_head",)
+FOUR_BITS = ("nvfp4", "int4_per_token_head")
 
 
 def call_of(
@@ -61,11 +63,14 @@ def test_tuned_for_hopper(fmt):
     assert "LDS.128" in sass, "keys come by whole stretches of their rows"
     assert "LDSM.16.MT88.4" in sass, "values are transposed on their way"
     assert "MOVM.16.MT88" in sass, "probabilities are transposed in registers"
-    # Where a warp copies, one byte says what the other warps of its four are to do.
-    assert len(re.findall(r"LDS\.[US](8|16) ", sass)) <= (fmt == "nvfp4")
+    # Where a warp copies, one byte says what the other warps of its four are to do. Zero points of values are the low
+    # halves of scales: four a box of 16 keys, in tiles that are whole and in others.
+    zero_points = 4 * 4 * 2 if fmt == "int4_per_token_head" else 0
+    assert len(re.findall(r"LDS\.[US](8|16) ", sass)) <= (fmt in FOUR_BITS) + zero_points
 
 
-@pytest.mark.parametrize(("fmt", "limit"), [("fp8_e4m3", 210), ("fp8_per_token_head", 240), ("nvfp4", 325)])
+@pytest.mark.parametrize(("fmt", "limit"), [("fp8_e4m3", 210), ("fp8_per_token_head", 240), ("nvfp4", 325),
+                                            ("int4_per_token_head", 225)])  # fmt: skip
 def test_few_instructions_a_step(fmt, limit):
     """Two products, their conversions and their share of the softmax: instructions of a warp per 16 keys."""
     assert instructions_of_a_step(tuned(fmt)[0]["sass"]()) <= limit
@@ -82,7 +87,7 @@ def test_threads_meet_three_times_a_tile():
 def test_a_warp_of_its_own_copies_four_bits():
     """Where four warps attend; they wait once and meet twice a tile, and start no copies."""
     split = tuned("nvfp4")[0]
-    assert split["name"] == "decode_nvfp4_kernel"
+    assert split["name"] == "decode_four_bits_kernel"
     sass = split["sass"]()
     assert copies_and_barriers(sass).count("c") == 4, "where the other kernel starts copies before and in its loop"
     steps = [x for x in straight_runs(sass) if sum(op.startswith("HMMA") for op in x) >= 64]
@@ -91,12 +96,12 @@ def test_a_warp_of_its_own_copies_four_bits():
     assert compiled(call_of("nvfp4", heads=2))[0]["name"] == "decode_kernel"
     for x in ({"head_dim": 256}, {"group": 16}):  # twice the accumulators
         split = compiled(call_of("nvfp4", **x))[0]
-        assert (split["name"], split["n_spills"]) == ("decode_nvfp4_kernel", 0)
+        assert (split["name"], split["n_spills"]) == ("decode_four_bits_kernel", 0)
 
 
 def test_two_heads_of_four_bits_lie_in_a_row_of_128_bytes():
     """Where they lie side by side in the cache."""
-    boxes = [decode.configure(facts("decode", call_of("nvfp4", layout=x), arch=90)).boxes[0] for x in ("NHD", "HND")]
+    boxes = [decode.configure(facts("decode", call_of("nvfp4", layout=x), arch=90)).boxes["K"] for x in ("NHD", "HND")]
     assert [box.block for box in boxes] == [[4, 2, 16, 64], [4, 4, 16, 32]]
     assert [box.swizzle for box in boxes] == [128, 64]
 
@@ -132,6 +137,11 @@ def straight_runs(sass: str) -> list[list[str]]:
     [
         ("nvfp4", {"page_size": 16}),
         ("nvfp4", {"head_dim": 64, "layout": "HND"}),
+        ("int4_per_token_head", {"heads": 2, "head_dim": 64}),
+        ("int4_per_token_head", {"page_size": 16, "scales": "tail"}),
+        ("fp8_per_token_head", {"scales": "tail"}),
+        ("int8_per_token_head", {"scales": "tail", "layout": "HND", "group": 8}),
+        ("nvfp4", {"scales": "tail"}),
         ("nvfp4", {"head_dim": 256}),
         ("fp8_e4m3", {"group": 16, "window": 100, "softcap": 20.0}),
         ("fp8_per_token_head", {"head_dim": 256}),
@@ -239,10 +249,19 @@ def test_few_rows_of_four_bits_are_fewer_where_heads_do_not_come_by_fours():
     assert many == {("fp8_e4m3", 8, 64), ("nvfp4", 8, 64), ("nvfp4", 2, 32), ("nvfp4", 2, 64)}
 
 
-@pytest.mark.parametrize("options", [{}, {"head_dim": 64}, {"page_size": 16, "window": 40}], ids=str)
-def test_a_warp_unpacks_four_bits_once_for_32_rows(options):
-    split, merge = compiled(call_of("nvfp4", drafts=8, **options))
-    assert split["name"] == "decode_nvfp4_kernel"
+@pytest.mark.parametrize(
+    ("fmt", "options"),
+    [
+        ("nvfp4", {}),
+        ("nvfp4", {"head_dim": 64}),
+        ("nvfp4", {"page_size": 16, "window": 40}),
+        ("int4_per_token_head", {"window": 40}),
+    ],
+    ids=str,
+)
+def test_a_warp_unpacks_four_bits_once_for_32_rows(fmt, options):
+    split, merge = compiled(call_of(fmt, drafts=8, **options))
+    assert split["name"] == "decode_four_bits_kernel"
     assert split["n_spills"] <= since({(3, 6): 16, (3, 8): 128})  # 80, and 112 with small pages
     assert merge["n_spills"] == 0
     assert 2 * (split["shared"] + 1024) <= 233472
@@ -275,7 +294,8 @@ def test_bounds_on_ragged_rows_share_their_kernels():
         ("nvfp4", {"head_dim": 32}, "head sizes"),
         ("fp8_e4m3", {"page_size": 8}, "pages of a multiple of 16"),
         ("nvfp4", {"scales": "inline"}, "multiples of 16 bytes"),
-        ("fp8_per_token_head", {"heads": 2}, "stored scales"),
+        ("fp8_per_token_head", {"heads": 6}, "stored scales"),
+        ("int4_per_token_head", {"group": 8, "drafts": 8}, "at most 32 query rows"),
     ],
 )
 def test_refuses_what_it_does_not_run(fmt, options, reason):
@@ -296,7 +316,7 @@ def test_queries_come_ahead_where_they_can():
         return decode.configure(facts("decode", call if q is None else call._replace(q=q), arch=90)).shape.QUERIES
 
     for fmt in FORMATS:
-        assert ahead(fmt) == (0 if fmt == "nvfp4" else 2)
+        assert ahead(fmt) == (0 if fmt in FOUR_BITS else 2)
     assert ahead("fp8_e4m3", page_size=16) == 1
     assert ahead("fp8_e4m3", group=16) == ahead("fp8_e4m3", drafts=8) == 0
     assert ahead("fp8_e4m3", q=torch.empty(64, 32, 136, dtype=torch.bfloat16)[..., :128]) == 0
@@ -318,11 +338,13 @@ def test_refuses_what_a_tensor_map_cannot_hold():
     assert why_not(call._replace(k_cache=narrowed(k, 144))) is None
 
 
-def test_refuses_more_rows_than_fit_31_bits():
+def test_more_rows_than_fit_31_bits_are_named_by_their_pages():
     call = DecodeCall(*[x.to("meta") if isinstance(x, torch.Tensor) else x for x in call_of("fp8_e4m3")])
     many, too_many = (torch.empty(n, 64, 8, 128, dtype=call.k_cache.dtype, device="meta") for n in (2**24, 2**25))
-    assert why_not(call._replace(k_cache=many, v_cache=many)) is None  # 2^40 elements
-    assert "rows at equal distances" in why_not(call._replace(k_cache=too_many, v_cache=too_many))
+    for x, dims in ((many, 4), (too_many, 5)):  # 2^40 elements, and twice that
+        wide = call._replace(k_cache=x, v_cache=x)
+        assert why_not(wide) is None
+        assert len(decode.configure(facts("decode", wide, arch=90)).boxes["K"].shape) == dims
 
 
 @pytest.mark.parametrize("side", ["k_scale", "v_scale"])

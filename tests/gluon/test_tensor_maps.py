@@ -21,7 +21,7 @@ from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 
 DIMS = ((64, 64), (128, 128), (256, 256), (64, 128), (256, 64))
-OWN_SCALES = ("fp8_per_token_head", "int8_per_token_head", "nvfp4")
+OWN_SCALES = ("fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
 
 
 def call_of(fmt: str, heads: int, page: int, dims: tuple[int, int], layout: str, group: int, **places):
@@ -51,9 +51,10 @@ def assert_copies_are_possible(box: Box, places: int, step: int) -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_every_copy_of_decode_is_possible(fmt, layout):
     planned = 0
-    pages, packed, inline = (16, 32, 48, 64, 128, 256), (False, True), ("apart", "inline")[: 1 + (fmt in OWN_SCALES)]
+    pages, packed = (16, 32, 48, 64, 256), (False, True)
+    inline = ("apart", "inline", "tail")[: 1 + 2 * (fmt in OWN_SCALES)]
     for heads, page, dims, p, i, group in product(range(1, 9), pages, DIMS, packed, inline, (1, 12, 40)):
-        if p and dims[0] != dims[1]:
+        if p and (dims[0] != dims[1] or i == "tail"):
             continue
         f = facts(
             "decode",
@@ -64,8 +65,10 @@ def test_every_copy_of_decode_is_possible(fmt, layout):
             continue
         config = decode.configure(f)
         g, stages = config.shape, config.shape.STAGES
-        assert len(config.boxes) == (4 if g.SCALES else 2), "a box that is not possible was left out"
-        for side, codes, scales in zip((g.K, g.V), config.boxes[:2], config.boxes[2:] or (None, None), strict=True):
+        copied = bool(g.K.STORED) and not g.WIDE
+        assert len(config.boxes) == (4 if copied else 2), "a box that is not possible was left out"
+        for side, name in ((g.K, "K"), (g.V, "V")):
+            codes, scales = config.boxes[name], config.boxes.get(name + "S")
             assert_copies_are_possible(codes, stages * side.BYTES, side.BYTES)
             assert codes.nbytes() == side.BYTES, "what is expected is what arrives"
             if scales is not None:
@@ -120,23 +123,67 @@ def test_a_copy_that_is_not_possible_says_why(wrong, says):
 
 
 @pytest.mark.parametrize(
-    ("name", "refused", "taken"),
+    ("name", "strides", "dims"),
     [
-        ("scale", (2**31, 4, 1), (2**30, 4, 1)),  # slots are rows
-        ("scale", (2**33, 1, 16), (2**32, 1, 16)),  # heads are rows
-        ("cache", (2**29 * 256, 256, 64), (2**28 * 256, 256, 64)),
+        ("scale", (2**31, 4, 1), (3, 4)),  # slots are rows
+        ("scale", (2**33, 1, 16), (3, 4)),  # heads are rows
+        ("cache", (2**29 * 256, 256, 64), (4, 5)),
     ],
 )
-def test_more_rows_than_int32_counts_are_refused(name, refused, taken):
+def test_where_int32_does_not_count_all_rows_pages_are_a_dimension(name, strides, dims):
     """Of five pages; kernels number the rows of a cache in int32."""
     call = call_of("int8_per_token_head", 4, 16, (64, 64), "NHD", 4)
-    for strides, takes in ((refused, False), (taken, True)):
+    for page, rank in zip((strides[0] // 2, strides[0]), dims, strict=True):
         names = [f"{x}_{name}_cache" if name == "scale" else f"{x}_cache" for x in "kv"]
         x = getattr(call, names[0])
-        strides = (*strides, 1)[: x.dim()]
-        wide = torch.empty_strided((5, *x.shape[1:]), strides, dtype=x.dtype, device="meta")
+        wide = torch.empty_strided(
+            (5, *x.shape[1:]), (page, *strides[1:], 1)[: x.dim()], dtype=x.dtype, device="meta"
+        )  # fmt: skip
         f = facts("decode", call._replace(**dict.fromkeys(names, wide)), arch=90)
-        assert (decode.why_not(f) is None) == takes
+        assert decode.why_not(f) is None
+        boxes = decode.configure(f).boxes
+        assert {len(boxes[n].shape) for n in (("KS", "VS") if name == "scale" else "KV")} == {rank}
+
+
+@pytest.mark.parametrize("fmt", OWN_SCALES)
+@pytest.mark.parametrize("scales", ["apart", "tail"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_copies_are_asked_for_where_rows_lie(fmt, scales, layout):
+    """Coordinates as `decode_fetch` makes them, of the first head of a program: the addresses of a copy's box."""
+    for heads, page in product((1, 2, 4, 8), (16, 64)):
+        call = call_of(fmt, heads, page, (128, 128), layout, 4, scales=scales)
+        f = facts("decode", call, arch=90)
+        if decode.why_not(f) is not None:  # too few heads side by side, apart
+            continue
+        config = decode.configure(f)
+        g, names = config.shape, {"K": "k_cache", "V": "v_cache", "KS": "k_scale_cache", "VS": "v_scale_cache"}
+        for at, box in config.boxes.items():
+            x = getattr(call, names[at])
+            side, size, word = g.K if at[0] == "K" else g.V, x.element_size(), box.view.itemsize
+            i_page, slot, h0 = 3, page - g.COPY, heads - g.HB
+            box16 = [(i_page * box.pitch + slot) // 16] if box.pitch else [i_page, slot // 16]
+            if len(at) == 1:
+                place = [*box16, h0 // (g.HB // box.block[-3]), 0, 0]
+            elif side.SCALE_ROWS_ARE_KEYS:
+                place = [*box16, 0, h0 * side.SCALE_WORDS]
+            else:
+                place = [slot // 16, i_page * box.pitch + h0, 0] if box.pitch else [i_page, slot // 16, h0, 0]
+            assert all(p + b <= n for p, b, n in zip(place, box.block, box.shape, strict=True))
+            first = sum(p * s for p, s in zip(place, box.strides, strict=True))
+            steps = torch.zeros([], dtype=torch.int64)
+            for n, s in zip(box.block, box.strides, strict=True):
+                steps = steps[..., None] + s * torch.arange(n)
+            rows = x.stride(1) * torch.arange(slot, slot + g.COPY)[:, None, None]
+            of_heads = x.stride(2) * torch.arange(h0, h0 + g.HB)[None, :, None]
+            row_words = (x.shape[3] if x.dim() == 4 else 1) * size // word
+            want = (i_page * x.stride(0) + rows + of_heads) * size + word * torch.arange(row_words)
+            if len(at) == 1 or not side.SCALE_ROWS_ARE_KEYS:  # boxes of 16 keys, then heads
+                want = want.reshape(g.COPY // 16, 16, g.HB, row_words).transpose(1, 2)
+            got = (first + steps) * word
+            if at in "KV" and box.block[-3] < g.HB:  # several heads a row
+                n = g.HB // box.block[-3]
+                got = got.reshape(-1, box.block[-3], 16, n, row_words).transpose(2, 3)
+            assert torch.equal(got.flatten(), want.flatten()), (at, heads, page)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...formats import BLOCK, TOKEN_HEAD, kv_format
+from ...formats import BLOCK, PAIRS, pair_of
 from ..host import launch
 from ..host.bind import Bound, Described, Instead, Launches, Template, given, strides
 from ..host.record import Record
@@ -17,11 +17,12 @@ from ..host.split_merge import launches, reads, writes
 from ..triton.decode import entry as portable
 from ..triton.decode import tune as portable_tune
 from .sm90.decode.boxes import Box, Side, boxes_of, code_box, descriptor, joined, scale_box, side_of
-from .sm90.decode.four_bits import decode_nvfp4_kernel
+from .sm90.decode.four_bits import decode_four_bits_kernel
 from .sm90.decode.kernel import decode_kernel
 from .sm90.decode.merge import merge_kernel
 from .sm90.decode.rows64 import decode_many_kernel
 from .sm90.decode.tune import (
+    FEW_ROWS,
     MOST_ROWS_OF_16_BITS,
     Tiles,
     copy_keys,
@@ -35,6 +36,7 @@ from .sm90.decode.tune import (
     rows_at_once,
     tiles,
 )
+from .sm90.parts.convert import INT4_FACTOR
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,6 @@ class Shape(Record):
     STAGES: int
     QUERIES: int  # fetched ahead with their tiles; 0: a segment loads its query when it begins
     SLOTS: int  # of decode_many: fp16 tiles of keys or values
-    SCALES: bool
-    SCALE_ROWS_ARE_KEYS: bool
     K: Side
     V: Side
     SEGMENTS: int  # of a request, at most
@@ -66,20 +66,29 @@ class Shape(Record):
     JOIN_COLUMNS: int  # at once
 
 
-CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8", "e2m1")
+CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8", "e2m1", "int4")
+TAKES = (PAIRS,)
 
 
 class Config(NamedTuple):
     constants: portable.Constants
     shape: Shape
-    boxes: tuple[Box, ...]
+    boxes: dict[str, Box]  # by the argument that is described so
     launches: Launches | Instead  # without a merge where the split pass joins what it cuts
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    fmt = kv_format(f.format)
-    if fmt.code not in CODES or launch.why_not(f):
-        return f"has no {f.format}"
+    fmt, v_fmt = pair_of(f)
+    for x in (fmt, v_fmt):
+        if x.code not in CODES:
+            return f"has no {x.name}"
+    if reason := launch.why_not(f):
+        return reason
+    if fmt != v_fmt and 2 in (fmt.storage.itemsize, v_fmt.storage.itemsize):
+        return f"takes no pairs with 16 bits, got {fmt.name} and {v_fmt.name}"
+    if many_rows(f) and (fmt != v_fmt or fmt.code == "int4"):
+        name = fmt.name if fmt == v_fmt else f"{fmt.name} and {v_fmt.name}"
+        return f"wants at most {FEW_ROWS} query rows of a KV head with {name}, got {query_rows(f)}"
     if fmt.storage.itemsize == 2 and query_rows(f) > MOST_ROWS_OF_16_BITS:
         return f"wants at most {MOST_ROWS_OF_16_BITS} query rows of a KV head with {f.format}, got {query_rows(f)}"
     if f.format == "bf16" and f.q.dtype == torch.float16:  # Triton's multiplies it in two tiles
@@ -95,36 +104,40 @@ def why_not(f: SimpleNamespace) -> str | None:
     for name in ("k_cache", "v_cache"):
         if code_box(getattr(f, name), 1, 16) is None:
             return f"wants {name} with rows at equal distances that are multiples of 16 bytes"
-    if fmt.scale in (TOKEN_HEAD, BLOCK) and not many_rows(f):
-        k, v = (scale_box(x, heads_of(f), 16, fmt.scale == BLOCK) for x in (f.k_scale_cache, f.v_scale_cache))
-        if k is None or v is None or k.rows_are_keys != v.rows_are_keys:
-            return "wants stored scales in tensors of their own, with heads or slots side by side"
+    for x, side in ((fmt, f.k_scale_cache), (v_fmt, f.v_scale_cache)):
+        if side is not None and not many_rows(f) and scale_box(side, heads_of(f), 16, x.scale == BLOCK) is None:
+            return "wants stored scales with heads or slots side by side, at multiples of 16 bytes"
     return None
 
 
 def configure(f: SimpleNamespace) -> Config:
-    fmt, t = kv_format(f.format), tiles(f)
+    (fmt, v_fmt), t = pair_of(f), tiles(f)
     base = portable.constants(f, portable_tune.tiles(f, fmt), True)
     heads, hb, requests = f.k_cache.shape[2], heads_of(f, t.heads), f.seq_lens.shape[0]
-    boxes = boxes_of(f, hb, copy_keys(f, t), t.wide)
+    codes, scales = boxes_of(f, hb, copy_keys(f, t), t.wide)
     if t.copier:
-        boxes = (*map(joined, boxes[:2]), *boxes[2:])
+        codes = [joined(box) for box in codes]
     rows, groups = rows_at_once(f), heads // hb
-    factor = (64.0 if t.wide else 16384.0) if fmt.scale == BLOCK else 1.0  # left over by decode_codes.scaled_e2m1
+    k, v = (side_of(*x, hb, t.stages) for x in zip((fmt, v_fmt), codes, scales, strict=True))
     shares = max(launch.num_sms(f) * t.programs_per_sm * max(4 // (hb * t.row_warps), 1) // groups, 1)
     live = rows if f.cu_seqlens_q is not None else min(rows, query_rows(f))
     # A bound on ragged rows that changes with the batch must not compile anew every time.
     segments = launch.next_power_of_2(-(-query_rows(f) // rows))
-    columns = base.PARTS * base.BLOCK_DV
+    words_v = f.out.shape[2] // v.PARTS
+    block_dv = max(16, launch.next_power_of_2(words_v))
+    columns = v.PARTS * block_dv
     joining = (0, 0, 0)
     if not t.copier and joins(f, t.tile, shares * groups, shares, hb * live * columns):
         joining = join_tile(live, columns)
     c = replace(
-        base, ROWS=rows, TILE=t.tile, MIN_TILES=t.min_tiles, K_PITCH=boxes[0].pitch, V_PITCH=boxes[1].pitch,
-        K_FACTOR=factor, V_FACTOR=factor, PART_COLUMNS=columns + (4 if any(joining) else 2),
+        base, ROWS=rows, TILE=t.tile, MIN_TILES=t.min_tiles, K_PITCH=codes[0].pitch, V_PITCH=codes[1].pitch,
+        PARTS=v.PARTS, WORDS_K=f.q.shape[2] // k.PARTS, WORDS_V=words_v, BLOCK_DV=block_dv,
+        K_FACTOR=_left_over(k.CODE, t.wide), V_FACTOR=_left_over(v.CODE, t.wide),
+        PART_COLUMNS=columns + (4 if any(joining) else 2),
     )  # fmt: skip
     merging = merge_tile(shares // max(requests, 1) + 2, hb * live, columns)
-    shape = _shape(f, t, boxes, hb, (segments, live, *merging, *joining))
+    shape = _shape(f, t, k, v, codes[0], hb, (segments, live, *merging, *joining))
+    boxes = dict(zip(("K", "V", "KS", "VS"), (*codes, *scales), strict=True))
     grid = (
         requests * segments * groups,
         -(-hb * live // merging[0]) * (columns // merging[2]),
@@ -137,7 +150,7 @@ def configure(f: SimpleNamespace) -> Config:
         rest = given(CU="cu_seqlens_q") | {"num_shares": shares}
         merge, notes = Template(merge_kernel, grid, both | rest, num_warps=4, launch_pdl=True), 2 * grid[0]  # META
     scratch = 2 * shares * heads * rows * c.PART_COLUMNS + notes
-    return Config(c, shape, boxes, launches(f, split, merge, scratch))
+    return Config(c, shape, {n: box for n, box in boxes.items() if box is not None}, launches(f, split, merge, scratch))
 
 
 def _kernel(t: Tiles, hb: int) -> tuple[Any, dict[str, Any]]:
@@ -147,14 +160,21 @@ def _kernel(t: Tiles, hb: int) -> tuple[Any, dict[str, Any]]:
         return decode_many_kernel, {"num_warps": 4, "maxnreg": registers}
     warps = {"num_warps": hb * t.row_warps}
     if t.copier:  # it comes with three idle warps; registers are dealt out by four
-        return decode_nvfp4_kernel, warps | {"maxnreg": 65536 // (256 * t.programs_per_sm) // 8 * 8}
+        return decode_four_bits_kernel, warps | {"maxnreg": 65536 // (256 * t.programs_per_sm) // 8 * 8}
     return decode_kernel, warps if t.max_registers is None else warps | {"maxnreg": t.max_registers}
 
 
-def _reads(f: SimpleNamespace, boxes: tuple[Box, ...]) -> dict[str, Any]:
+def _left_over(code: str, wide: bool) -> float:
+    """By `parts/convert`, for the factors of scores and values."""
+    if code == "e2m1":
+        return 64.0 if wide else 16384.0
+    return INT4_FACTOR.value if code == "int4" else 1.0
+
+
+def _reads(f: SimpleNamespace, boxes: dict[str, Box | None]) -> dict[str, Any]:
     """Arguments of the split pass: what has a box is described."""
     caches = {"K": "k_cache", "V": "v_cache", "KS": "k_scale_cache", "VS": "v_scale_cache"}
-    described = {n: Described(caches[n], partial(descriptor, box=box)) for n, box in zip(caches, boxes, strict=False)}
+    described = {n: Described(caches[n], partial(descriptor, box=box)) for n, box in boxes.items() if box is not None}
     tensors = given(Q="q", K_T="k_scale_t", **caches) | portable.mask_of(f)
     numbers = {"k_scale": f.k_scale, "softcap": f.softcap, "sm_t": f.mask.stride[0] if f.mask is not None else 0}
     return reads(f) | tensors | described | numbers | strides(f.q, sq_="th")
@@ -163,20 +183,21 @@ def _reads(f: SimpleNamespace, boxes: tuple[Box, ...]) -> dict[str, Any]:
 def _shape(
     f: SimpleNamespace,
     t: Tiles,
-    boxes: tuple[Box, ...],
+    k: Side,
+    v: Side,
+    codes: Box,
     hb: int,
     merge: tuple[int, ...],
 ) -> Shape:
     """The record of constants; merge: its last fields."""
-    copy, scales = boxes[0].block[0] * 16, boxes[2:]
-    k, v = (side_of(boxes[i], scales[i] if scales else None, hb, t.stages) for i in (0, 1))
+    copy = codes.block[-4] * 16
     if t.wide and f.k_scale_cache is not None:
         k, v = (replace(x, SCALE_STRIDES=s.stride[:3]) for x, s in ((k, f.k_scale_cache), (v, f.v_scale_cache)))
     return Shape(
         hb, t.row_warps, t.wide, f.k_cache.shape[2] // hb, 16, t.tile // 16, copy, t.tile // copy, t.stages,
         queries_ahead(f, t, hb),
         t.slots,
-        bool(scales), not scales or scales[0].rows_are_keys, k, v, *merge,
+        k, v, *merge,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from ..parts.convert import key_parts, log2_and_inverse, multiplied, scaled_e2m1, value_parts
+from ..parts.convert import centred_int4, key_parts, log2_and_inverse, multiplied, scaled_e2m1, value_parts
 from ..parts.schedule import LOG2E
 from .records import State
 from .seen import live_keys, visible
@@ -22,16 +22,23 @@ def codes_of(buffer, i, W: gl.constexpr, g: gl.constexpr):
 
 
 @gluon.jit
-def scale_box(buffer, i, c: gl.constexpr, g: gl.constexpr):
+def scale_box(buffer, i, VALUES: gl.constexpr, g: gl.constexpr):
     """Stored scales of box i of the ring: [HB, BOX], or [HB, BOX, words]. A ring has as many places as stages have
     boxes, or a multiple where places are larger than boxes."""
+    SIDE: gl.constexpr = g.V if VALUES else g.K
     box = buffer.index(i * (buffer.shape[0] // (g.STAGES * g.COPY // g.BOX)))
-    if not g.SCALE_ROWS_ARE_KEYS:
+    if not SIDE.SCALE_ROWS_ARE_KEYS:
         return box
-    elif c.BLOCK_SCALES:
+    elif SIDE.STORED == "block":
         return box.permute([1, 0, 2])
     else:
         return box.permute([1, 0])
+
+
+@gluon.jit
+def zero_bits(scales):
+    """Zero points of int4 rows, the lowest bits of their stored scales."""
+    return scales.to(gl.int32, bitcast=True) & 15
 
 
 @gluon.jit
@@ -40,19 +47,28 @@ def scores_of_box(codes, scales, i_box, q, scale, softcap, key, by, MASKED: gl.c
     """Scores of a box's keys in units of log2: [HB, BOX, ROWS]."""
     MMA: gl.constexpr = mma_layout(g.HB, g.RB)
     words = codes_of(codes, i_box, c.WORDS_K, g).load(key_words(g.HB, g.RB, g.BOX, c.WORDS_K))
-    if c.BLOCK_SCALES:
-        k = scaled_e2m1(words, key_factor(scale_box(scales, i_box, c, g), c, g), False)
+    if g.K.STORED == "block":
+        k = scaled_e2m1(words, key_factor(scale_box(scales, i_box, False, g), c, g), False)
     else:
-        k = key_parts(words, c)
+        K: gl.constexpr = g.K
+        k = key_parts(words, K)
     s = gl.full([g.HB, g.BOX, c.ROWS], 0, gl.float32, MMA)
-    for i in gl.static_range(gl.constexpr(c.PARTS)):
+    for i in gl.static_range(gl.constexpr(g.K.PARTS)):
         if c.ROWS // g.RB > 16:
-            s = mma_v2(as_operand(k[i], c, g), kept_part(q, i, c, g), s)
+            s = mma_v2(as_operand(k[i], c, g), kept_part(q.parts, i, c, g), s)
         else:
-            s = mma_v2(as_operand(k[i], c, g), q[i], s)
-    s = s * scale[:, None, :]
-    if c.TOKEN_SCALES:
-        s = s * scale_box(scales, i_box, c, g).load(gl.SliceLayout(2, MMA))[:, :, None]
+            s = mma_v2(as_operand(k[i], c, g), q.parts[i], s)
+    if g.K.STORED == "token_head":
+        row = scale_box(scales, i_box, False, g).load(gl.SliceLayout(2, MMA))
+        if g.K.CODE == "int4":
+            # As a number by way of 2^23 + the zero point.
+            zero = (zero_bits(row) | 0x4B000000).to(
+                gl.float32, bitcast=True
+            ) - 8388608.0
+            s = s - zero[:, :, None] * q.total[:, None, :]
+        s = s * scale[:, None, :] * row[:, :, None]
+    else:
+        s = s * scale[:, None, :]
     if c.SOFTCAP:
         # tanh by exp2: 1 - 2 / (e^2x + 1); s carries log2(e).
         s = (softcap * LOG2E) * (1.0 - 2.0 / (gl.exp2(s * (2.0 / softcap)) + 1.0))
@@ -75,15 +91,19 @@ def add_values_of_box(acc, codes, scales, i_box, p, key, by, MASKED: gl.constexp
         o_n = key + gl.arange(0, g.BOX, gl.SliceLayout(0, gl.SliceLayout(1, A)))
         live = live_keys(o_n, by.keys, by.rows, c)[None, None, :]
         words = gl.where(live, words, 0)
-    if c.BLOCK_SCALES:
-        factor = value_factor(scale_box(scales, i_box, c, g).permute([0, 2, 1]), c, g)
+    if g.V.CODE == "int4":
+        row = scale_box(scales, i_box, True, g).load(gl.SliceLayout(1, A))
+        v = centred_int4(words, zero_bits(row).to(gl.int16)[:, None, :])
+    elif g.V.STORED == "block":
+        factor = value_factor(scale_box(scales, i_box, True, g).permute([0, 2, 1]), c, g)
         if MASKED:
             factor = gl.where(live, factor, 0.0)
         v = scaled_e2m1(words, factor, False)
     else:
-        v = value_parts(words, c)
+        V: gl.constexpr = g.V
+        v = value_parts(words, V)
     out = ()
-    for i in gl.static_range(gl.constexpr(c.PARTS)):
+    for i in gl.static_range(gl.constexpr(g.V.PARTS)):
         out = out + (mma_v2(v[i], right, acc[i]),)
     return out
 
@@ -92,7 +112,7 @@ def add_values_of_box(acc, codes, scales, i_box, p, key, by, MASKED: gl.constexp
 def value_logs(scales, i_box, key, by, MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
     """Logarithms to base 2 and reciprocals of the scales of a box's values: [HB, BOX]."""
     MMA: gl.constexpr = mma_layout(g.HB, g.RB)
-    vs = gl.maximum(scale_box(scales, i_box, c, g).load(gl.SliceLayout(2, MMA)), 1e-30)
+    vs = gl.maximum(scale_box(scales, i_box, True, g).load(gl.SliceLayout(2, MMA)), 1e-30)
     if MASKED:
         o_n = key + gl.arange(0, g.BOX, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
         vs = gl.where(live_keys(o_n, by.keys, by.rows, c)[None, :], vs, 1.0)
@@ -115,7 +135,7 @@ def scores_of_tile(rings, stage, q, scale, softcap, t, by, MASKED: gl.constexpr,
         key, i_box = box_of(stage, t, j, c, g)
         codes, scales = rings.k[j // PER_COPY], rings.k_scales[j // PER_COPY]
         x = scores_of_box(codes, scales, i_box, q, scale, softcap, key, by, MASKED, c, g)
-        if c.TOKEN_SCALES:
+        if g.V.STORED == "token_head":
             # The value's scale joins the exponent, so that the probabilities that meet the codes lie in (0, 1].
             log, over = value_logs(rings.v_scales[j // PER_COPY], i_box, key, by, MASKED, c, g)
             x = x + log[:, :, None]
@@ -138,11 +158,11 @@ def attend_tile(state, rings, stage, q, scale, softcap, t, by, MASKED: gl.conste
     old = gl.exp2(state.m - base)
     l = state.l * old[:, None, :]
     acc = ()
-    for i in gl.static_range(gl.constexpr(c.PARTS)):
+    for i in gl.static_range(gl.constexpr(g.V.PARTS)):
         acc = acc + (state.acc[i] * old[:, None, :],)
     for j in gl.static_range(gl.constexpr(g.BOXES)):
         p = gl.exp2(s[j] - base[:, None, :])
-        if c.TOKEN_SCALES:
+        if g.V.STORED == "token_head":
             l = l + p * inverse[j][:, :, None]
         else:
             l = l + p
@@ -158,6 +178,6 @@ def empty_state(c: gl.constexpr, g: gl.constexpr):
     m = gl.full([g.HB, c.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     l = gl.full([g.HB, g.BOX, c.ROWS], 0, gl.float32, MMA)
     acc = ()
-    for _ in gl.static_range(gl.constexpr(c.PARTS)):
+    for _ in gl.static_range(gl.constexpr(g.V.PARTS)):
         acc = acc + (gl.full([g.HB, c.WORDS_V, c.ROWS], 0, gl.float32, MMA),)
     return State(m, l, acc)

@@ -9,6 +9,7 @@ accumulator takes half of its registers, the query waits in shared memory, and t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..parts.convert import INT4_ODD
 from ..parts.raising import (
     MULTIPLY_16,
     MULTIPLY_32,
@@ -55,7 +56,7 @@ def scaled(acc, factor, flag, g: gl.constexpr):
 def empty_rows(c: gl.constexpr, g: gl.constexpr):
     zero = gl.max(by_lane(gl.full([g.HB, g.BOX, c.ROWS], 0.0, gl.float32, mma_layout(g.HB, g.RB))), 1)
     acc = ()
-    for _ in gl.static_range(gl.constexpr(c.PARTS)):
+    for _ in gl.static_range(gl.constexpr(g.V.PARTS)):
         acc = acc + (gl.full([g.HB, c.WORDS_V, c.ROWS], 0, gl.float32, mma_layout(g.HB, g.RB)),)
     return State(zero + float("-inf"), zero, acc)
 
@@ -75,13 +76,13 @@ def attend_rows(state, rings, stage, q, scale, softcap, t, by, MASKED: gl.conste
     )  # fmt: skip
     base, l = gl.where(m == float("-inf"), 0.0, m), state.l * old
     acc = ()
-    for i in gl.static_range(gl.constexpr(c.PARTS)):
+    for i in gl.static_range(gl.constexpr(g.V.PARTS)):
         acc = acc + (scaled(state.acc[i], old, flag, g),)
     for j in gl.static_range(gl.constexpr(g.BOXES)):
         x = by_lane(s[j])
         x = gl.exp2(x - spread(base, x))
         p = gl.convert_layout(gl.reshape(x, s[j].shape), s[j].type.layout, assert_trivial=True)
-        if c.TOKEN_SCALES:
+        if g.V.STORED == "token_head":
             l = l + gl.sum(by_lane(p * inverse[j][:, :, None]), 1)
         else:
             l = l + gl.sum(x, 1)
@@ -93,10 +94,13 @@ def attend_rows(state, rings, stage, q, scale, softcap, t, by, MASKED: gl.conste
 
 @gluon.jit
 def ended(state, c: gl.constexpr, g: gl.constexpr):
-    """What `attend_tile` or `attend_rows` left, with a row's maximum and its sum."""
+    """What `attend_tile` or `attend_rows` left, with a row's maximum and its sum, and its columns alike."""
+    acc = state.acc
+    if g.V.CODE == "int4":
+        acc = (acc[0] * INT4_ODD, acc[1], acc[2] * INT4_ODD, acc[3])
     if c.ROWS > 16:
         L: gl.constexpr = gl.SliceLayout(1, mma_layout(g.HB, g.RB))
         m, l = gl.convert_layout(gl.max(state.m, 1), L), gl.convert_layout(gl.sum(state.l, 1), L)
-        return State(m, l, state.acc)
+        return State(m, l, acc)
     else:
-        return State(state.m, gl.sum(state.l, 1), state.acc)
+        return State(state.m, gl.sum(state.l, 1), acc)

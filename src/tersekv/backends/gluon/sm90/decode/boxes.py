@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
 
-from .....formats import BLOCK, kv_format
+from .....formats import BLOCK, TOKEN_HEAD, KVFormat, pair_of
 from ....host import launch
 from ....host.record import Record
 from ..parts.tensor_maps import place_of, tensor_map, unfit
@@ -20,14 +20,18 @@ from ..parts.tensor_maps import place_of, tensor_map, unfit
 class Side(Record):
     """Keys or values: how a tensor copy brings them, and how they lie in shared memory."""
 
+    CODE: str  # KVFormat.code
+    PARTS: int  # codes in a 16-bit word
+    STORED: str  # KVFormat.scale of scales that are stored; "": there are none
     SWIZZLE: int
     RING: tuple[int, ...]  # boxes of a copy in all stages, heads, keys, words
     BYTES: int  # of a copy
-    SCALE_RING: tuple[int, ...]  # boxes, heads and keys or the other way, and words if there are several
-    SCALE_BYTES: int
-    SCALE_PLACE: int  # bytes from one copy to the next
-    SCALE_WORDS: int  # 4-byte words of a head's stored scales
-    SCALE_PITCH: int  # rows of the scales' matrix per page
+    SCALE_RING: tuple[int, ...] = ()  # boxes, heads and keys or the other way, and words if there are several
+    SCALE_BYTES: int = 0  # of a copy; 0: none are copied
+    SCALE_PLACE: int = 0  # bytes from one copy to the next
+    SCALE_WORDS: int = 0  # 4-byte words of a head's stored scales
+    SCALE_PITCH: int = 0  # rows of the scales' matrix per page
+    SCALE_ROWS_ARE_KEYS: bool = True
     SCALE_STRIDES: tuple[int, ...] = ()  # of pages, slots and heads, where scales are loaded one by one
 
     @property
@@ -41,7 +45,8 @@ class Side(Record):
 
 
 class Box(NamedTuple):
-    """A cache as a tensor map: shape, strides and the box of one copy in elements of `view`; rows per page."""
+    """A cache as a tensor map: shape, strides and the box of one copy in elements of `view`; rows per page, or 0 where
+    pages are a dimension of their own."""
 
     shape: list[int]
     strides: list[int]
@@ -68,27 +73,30 @@ class Box(NamedTuple):
         return self if reason is None else None
 
 
-def boxes_of(f: SimpleNamespace, hb: int, keys: int, wide: bool) -> tuple[Box, ...]:
-    """K, V, and their stored scales if there are any and they are copied; copies of `keys` keys of `hb` heads."""
-    boxes = [code_box(x, hb, keys) for x in (f.k_cache, f.v_cache)]
-    if f.k_scale_cache is not None and not wide:
-        blocks = kv_format(f.format).scale == BLOCK
-        boxes += [scale_box(x, hb, keys, blocks) for x in (f.k_scale_cache, f.v_scale_cache)]
-    return tuple(b for b in boxes if b is not None)
+def boxes_of(f: SimpleNamespace, hb: int, keys: int, wide: bool) -> tuple[list[Box], list[Box | None]]:
+    """Of K and V codes, and stored scales where there are any and they are copied; a copy has `keys` keys of `hb` heads."""
+    codes = [code_box(x, hb, keys) for x in (f.k_cache, f.v_cache)]
+    scales = [
+        None if x is None or wide else scale_box(x, hb, keys, fmt.scale == BLOCK)
+        for x, fmt in zip((f.k_scale_cache, f.v_scale_cache), pair_of(f), strict=True)
+    ]
+    return [box for box in codes if box is not None], scales
 
 
 def joined(box: Box) -> Box:
     """The same copy, with as many heads a row as fill 128 bytes where they lie side by side: fewer rows to ask for."""
-    groups, heads, keys, words = box.block
+    *outer, heads, keys, words = box.block
     n = min(heads, 64 // words)
-    if n < 2 or box.strides[1] != words:
+    if n < 2 or box.strides[-3] != words:
         return box
-    shape, strides = [box.shape[0], box.shape[1] // n, keys, n * words], [box.strides[0], n * words, box.strides[2], 1]
-    return box._replace(shape=shape, strides=strides, block=[groups, heads // n, keys, n * words], swizzle=128)
+    shape, strides = [*box.shape[:-3], box.shape[-3] // n, keys, n * words], [*box.strides]
+    strides[-3] = n * words
+    return box._replace(shape=shape, strides=strides, block=[*outer, heads // n, keys, n * words], swizzle=128)
 
 
 def code_box(x: Any, hb: int, keys: int) -> Box | None:
-    """[rows / 16, heads, 16, words] of a cache; None where its rows do not lie at equal distances.
+    """[rows / 16, heads, 16, words] of a cache; [pages, slots / 16, heads, 16, words] where rows do not lie at equal
+    distances through all pages, as with scales in their tails. None: copies cannot reach them.
 
     Words are 16 bits. A copy of many keys lies in shared memory as boxes of 16 keys.
     """
@@ -96,72 +104,73 @@ def code_box(x: Any, hb: int, keys: int) -> Box | None:
     size = x.dtype.itemsize
     s_p, s_s, s_h = x.stride[:3]
     # Heads that share memory would be a tensor map with a stride of 0.
-    if not x.aligned or 0 in (s_s, s_h) or s_p % (16 * s_s) or s_s * size % 16 or s_h * size % 16:
-        return None
-    rows = (pages - 1) * (s_p // s_s) + slots
-    if not 16 <= rows < 2**31:
+    if not x.aligned or 0 in (s_s, s_h) or any(n * size % 16 for n in (s_p, s_s, s_h)):
         return None
     words = width * size // 2
-    strides = [16 * s_s * size // 2, s_h * size // 2, s_s * size // 2, 1]
-    return Box(
-        [rows // 16, heads, 16, words],
-        strides,
-        [keys // 16, hb, 16, words],
-        min(words * 2, 128),
-        torch.int16,
-        s_p // s_s,
-    ).legal()
+    inner = [16 * s_s * size // 2, s_h * size // 2, s_s * size // 2, 1]
+    block, pitch = [keys // 16, hb, 16, words], s_p // s_s
+    rows = (pages - 1) * pitch + slots
+    if s_p % (16 * s_s) == 0 and 16 <= rows < 2**31:
+        box = Box([rows // 16, heads, 16, words], inner, block, min(words * 2, 128), torch.int16, pitch)
+        return box.legal()
+    shape, strides = [pages, slots // 16, heads, 16, words], [s_p * size // 2, *inner]
+    return Box(shape, strides, [1, *block], min(words * 2, 128), torch.int16, 0).legal()
 
 
 def scale_box(x: Any, hb: int, keys: int, blocks: bool) -> Box | None:
-    """Stored scales, 4-byte words: [rows / 16, 16, heads] where heads lie side by side, or [slots / 16, heads, 16]."""
+    """Stored scales, 4-byte words: [rows / 16, 16, heads] where heads lie side by side, or [slots / 16, heads, 16].
+
+    Where pages do not lie as such a matrix wants, [pages, slots / 16, …] of the same.
+    """
     pages, slots, heads = x.shape[:3]
     words = x.shape[3] // 4 if blocks else 1
-    strides = [n * x.dtype.itemsize // 4 for n in x.stride[:3]]
     if not x.aligned or any(n * x.dtype.itemsize % 4 for n in x.stride[:3]):
         return None
-    s_p, s_s, s_h = strides
+    s_p, s_s, s_h = (n * x.dtype.itemsize // 4 for n in x.stride[:3])
     dtype = torch.int32 if blocks else torch.float32
-    if (s_h == words or heads == 1) and s_s % 4 == 0 and s_s and s_p % (16 * s_s) == 0 and hb * words >= 4:
-        rows = (pages - 1) * (s_p // s_s) + slots
-        if rows >= 2**31:
-            return None
-        shape = [rows // 16, 16, heads * words]
-        return Box(
-            shape,
-            [16 * s_s, s_s, 1],
-            [keys // 16, 16, hb * words],
-            0,
-            dtype,
-            s_p // s_s,
-            True,
-        ).legal()
-    outer = s_p if heads == 1 else s_h
-    if s_s == words and outer % 4 == 0 and outer and s_p % outer == 0:
-        shape = [slots // 16, (pages - 1) * (s_p // outer) + heads, 16 * words]
-        return Box(
-            shape,
-            [16 * words, outer, 1],
-            [keys // 16, hb, 16 * words],
-            0,
-            dtype,
-            s_p // outer,
-            False,
-        ).legal()
+    beside = s_h == words or heads == 1
+    if beside and s_s % 4 == 0 and s_s and hb * words >= 4:
+        block, strides, pitch = [keys // 16, 16, hb * words], [16 * s_s, s_s, 1], s_p // s_s
+        rows = (pages - 1) * pitch + slots
+        if s_p % (16 * s_s) == 0 and rows < 2**31:
+            return Box([rows // 16, 16, heads * words], strides, block, 0, dtype, pitch).legal()
+        shape = [pages, slots // 16, 16, heads * words]
+        return Box(shape, [s_p, *strides], [1, *block], 0, dtype, 0).legal()
+    if s_s == words:
+        outer = s_p if heads == 1 else s_h
+        block, strides = [keys // 16, hb, 16 * words], [16 * words, outer, 1]
+        rows = (pages - 1) * (s_p // max(outer, 1)) + heads
+        if outer and s_p % outer == 0 and rows < 2**31:
+            shape = [slots // 16, rows, 16 * words]
+            return Box(shape, strides, block, 0, dtype, s_p // outer, False).legal()
+        shape = [pages, slots // 16, heads, 16 * words]
+        return Box(shape, [s_p, *strides], [1, *block], 0, dtype, 0, False).legal()
+    if beside and s_s == heads * words and hb == heads:  # too few for rows of 16 bytes: one row of 16 keys
+        run = 16 * s_s
+        shape = [pages, slots // 16, 1, run]
+        return Box(shape, [s_p, run, run, 1], [1, keys // 16, 1, run], 0, dtype, 0).legal()
     return None
 
 
-def side_of(codes: Box, scales: Box | None, hb: int, stages: int) -> Side:
-    ring = (stages * codes.block[0], *codes.block[1:])
+def side_of(fmt: KVFormat, codes: Box, scales: Box | None, hb: int, stages: int) -> Side:
+    parts = 2 * fmt.values_per_element // fmt.storage.itemsize
+    ring = (stages * codes.block[-4], *codes.block[-3:])
+    stored = fmt.scale if fmt.scale in (TOKEN_HEAD, BLOCK) else ""
+    side = Side(fmt.code, parts, stored, codes.swizzle, ring, codes.nbytes())
     if scales is None:
-        return Side(codes.swizzle, ring, codes.nbytes(), (), 0, 0, 0, 0)
-    words = math.prod(scales.block[1:]) // (16 * hb)
+        return side
+    words = math.prod(scales.block[-2:]) // (16 * hb)
     rows = (16, hb) if scales.rows_are_keys else (hb, 16)
     boxes = ring[0] * scales.place() // scales.nbytes()
-    scale_ring = (boxes, *rows, words) if scales.view == torch.int32 else (boxes, *rows)
-    return Side(
-        codes.swizzle, ring, codes.nbytes(), scale_ring, scales.nbytes(), scales.place(), words, scales.pitch
-    )  # fmt: skip
+    return replace(
+        side,
+        SCALE_RING=(boxes, *rows, words) if scales.view == torch.int32 else (boxes, *rows),
+        SCALE_BYTES=scales.nbytes(),
+        SCALE_PLACE=scales.place(),
+        SCALE_WORDS=words,
+        SCALE_PITCH=scales.pitch,
+        SCALE_ROWS_ARE_KEYS=scales.rows_are_keys,
+    )
 
 
 class _Address(launch.Address):

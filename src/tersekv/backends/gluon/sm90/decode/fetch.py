@@ -53,15 +53,23 @@ def advance(cursor, tables, end, c: gl.constexpr, g: gl.constexpr):
     return Cursor(x, b, t, segment, tiles, segments, first, n, pages)
 
 
+@gluon.constexpr_function
+def scale_sets(g):
+    """Kinds of copies that are stored scales."""
+    return (g.K.SCALE_BYTES > 0) + (g.V.SCALE_BYTES > 0)
+
+
 @gluon.jit
-def rings_of(dtype: gl.constexpr, VALUES: gl.constexpr, g: gl.constexpr):
+def rings_of(VALUES: gl.constexpr, g: gl.constexpr):
     """(buffers of codes, buffers of stored scales) of keys or values."""
     SIDE: gl.constexpr = g.V if VALUES else g.K
+    gl.static_assert((SIDE.CODE == "e2m1") == (SIDE.STORED == "block"), "a code that these kernels do not know")
+    dtype: gl.constexpr = gl.int32 if SIDE.STORED == "block" else gl.float32
     codes, scales = (), ()
     for _ in gl.static_range(gl.constexpr(g.COPIES)):
         ring = gl.allocate_shared_memory(gl.int16, SIDE.RING, SIDE.LAYOUT)
         codes = codes + (ring,)
-        if g.SCALES:
+        if SIDE.SCALE_BYTES > 0:
             # A tensor copy goes to a multiple of 128 bytes, which a plain layout does not ask for.
             ring = gl.allocate_shared_memory(
                 dtype, [g.STAGES * SIDE.SCALE_PLACE // 128, 1, 32], gl.NVMMASharedLayout(0, 32, 2)
@@ -73,42 +81,46 @@ def rings_of(dtype: gl.constexpr, VALUES: gl.constexpr, g: gl.constexpr):
 
 
 @gluon.jit
-def make_rings(dtype: gl.constexpr, g: gl.constexpr):
-    k, k_scales = rings_of(dtype, False, g)
-    v, v_scales = rings_of(dtype, True, g)
+def make_rings(g: gl.constexpr):
+    k, k_scales = rings_of(False, g)
+    v, v_scales = rings_of(True, g)
     return Rings(k, k_scales, v, v_scales)
+
+
+@gluon.constexpr_function
+def places(stages, block, times=1):
+    """Shape of a ring of boxes of a tensor map; times: places are larger than boxes by this."""
+    return [stages, times * block[0], *block[1:]]
 
 
 @gluon.jit
 def copy_codes(X, buffer, bar, stage, page, h0, slot, wanted, PITCH: gl.constexpr, g: gl.constexpr):
     """Codes of COPY keys of one page; in shared memory, boxes of 16 keys."""
-    SHAPE: gl.constexpr = [
-        g.STAGES,
-        X.block_shape[0],
-        X.block_shape[1],
-        X.block_shape[2],
-        X.block_shape[3],
-    ]
+    SHAPE: gl.constexpr = places(g.STAGES, X.block_shape)
     into = reinterpret(buffer, buffer.dtype, SHAPE, X.layout).index(stage)
-    row = h0 // (g.HB // X.block_shape[1])  # of as many heads as a row holds
-    tma_load(X, [(page * PITCH + slot) // 16, row, 0, 0], bar, into, wanted)
+    row = h0 // (g.HB // SHAPE[-3])  # of as many heads as a row holds
+    if PITCH == 0:
+        at = [page, slot // 16, row, 0, 0]
+    else:
+        at = [(page * PITCH + slot) // 16, row, 0, 0]
+    tma_load(X, at, bar, into, wanted)
 
 
 @gluon.jit
 def copy_scales(X, buffer, bar, stage, page, h0, slot, wanted, VALUES: gl.constexpr, g: gl.constexpr):
     """Their stored scales. 16 of one head are 64 bytes, and leave the other half of their place."""
     SIDE: gl.constexpr = g.V if VALUES else g.K
-    BOXES: gl.constexpr = X.block_shape[0]
-    SHAPE: gl.constexpr = [
-        g.STAGES,
-        BOXES * SIDE.SCALE_PLACE // SIDE.SCALE_BYTES,
-        X.block_shape[1],
-        X.block_shape[2],
-    ]
+    FIRST: gl.constexpr = X.block_shape[0]
+    SHAPE: gl.constexpr = places(g.STAGES, X.block_shape, SIDE.SCALE_PLACE // SIDE.SCALE_BYTES)
     into = reinterpret(buffer, buffer.dtype, SHAPE, X.layout).index(stage)
     if SIDE.SCALE_PLACE > SIDE.SCALE_BYTES:
-        into = into.slice(0, BOXES)
-    if g.SCALE_ROWS_ARE_KEYS:
+        into = into.slice(0, FIRST)
+    if SIDE.SCALE_PITCH == 0:
+        if SIDE.SCALE_ROWS_ARE_KEYS:
+            at = [page, slot // 16, 0, h0 * SIDE.SCALE_WORDS]
+        else:
+            at = [page, slot // 16, h0, 0]
+    elif SIDE.SCALE_ROWS_ARE_KEYS:
         at = [(page * SIDE.SCALE_PITCH + slot) // 16, 0, h0 * SIDE.SCALE_WORDS]
     else:
         at = [slot // 16, page * SIDE.SCALE_PITCH + h0, 0]
@@ -124,14 +136,17 @@ def fetch(cursor, turn, full, boxes, rings, h0, end, c: gl.constexpr, g: gl.cons
     stage = turn % g.STAGES
     mbarrier.expect(full[0].index(stage), COPIES * g.K.BYTES, wanted)
     mbarrier.expect(full[1].index(stage), COPIES * g.V.BYTES, wanted)
-    if g.SCALES:
+    if g.K.SCALE_BYTES > 0:
         mbarrier.expect(full[2].index(stage), COPIES * g.K.SCALE_BYTES, wanted)
-        mbarrier.expect(full[3].index(stage), COPIES * g.V.SCALE_BYTES, wanted)
+    if g.V.SCALE_BYTES > 0:
+        mbarrier.expect(full[len(full) - 1].index(stage), COPIES * g.V.SCALE_BYTES, wanted)
     for j in gl.static_range(COPIES):
         page = cursor.pages[j]
         slot = (tile * c.TILE + j * g.COPY) % c.PAGE
         copy_codes(boxes.K, rings.k[j], full[0].index(stage), stage, page, h0, slot, wanted, c.K_PITCH, g)
         copy_codes(boxes.V, rings.v[j], full[1].index(stage), stage, page, h0, slot, wanted, c.V_PITCH, g)
-        if g.SCALES:
+        if g.K.SCALE_BYTES > 0:
             copy_scales(boxes.KS, rings.k_scales[j], full[2].index(stage), stage, page, h0, slot, wanted, False, g)
-            copy_scales(boxes.VS, rings.v_scales[j], full[3].index(stage), stage, page, h0, slot, wanted, True, g)
+        if g.V.SCALE_BYTES > 0:
+            bar = full[len(full) - 1].index(stage)
+            copy_scales(boxes.VS, rings.v_scales[j], bar, stage, page, h0, slot, wanted, True, g)

@@ -17,7 +17,7 @@ from .attend_rows import attend_rows, empty_rows, ended
 from .fetch import advance, copy_codes, copy_scales, cursor_at, make_rings
 from .kernel import heads_of, meta_at, note_cut, store_rows_of_heads, store_state_of_heads
 from .query import loaded_query
-from .records import Boxes, Scales, SeenBy, Strides, Tables, Tensors
+from .records import Boxes, Query, Scales, SeenBy, Strides, Tables, Tensors
 from .seen import whole_tiles
 from .tiles import keep_part, mma_layout, query_image
 from .work import even_share_of, per_head
@@ -37,9 +37,11 @@ def produce(boxes, tables, rings, full, free, h0, share, c: gl.constexpr, g: gl.
         for j in gl.static_range(COPIES):
             page, slot = cursor.pages[j], (tile * c.TILE + j * g.COPY) % c.PAGE
             copy_codes(boxes.K, rings.k[j], bar, stage, page, h0, slot, True, c.K_PITCH, g)
-            copy_scales(boxes.KS, rings.k_scales[j], bar, stage, page, h0, slot, True, False, g)
+            if g.K.SCALE_BYTES > 0:
+                copy_scales(boxes.KS, rings.k_scales[j], bar, stage, page, h0, slot, True, False, g)
             copy_codes(boxes.V, rings.v[j], bar, stage, page, h0, slot, True, c.V_PITCH, g)
-            copy_scales(boxes.VS, rings.v_scales[j], bar, stage, page, h0, slot, True, True, g)
+            if g.V.SCALE_BYTES > 0:
+                copy_scales(boxes.VS, rings.v_scales[j], bar, stage, page, h0, slot, True, True, g)
         cursor = advance(cursor, tables, share.end, c, g)
 
 
@@ -61,10 +63,10 @@ def consume(tensors, scales, strides, rings, image, full, free, share, c: gl.con
         q, factor = loaded_query(tensors, strides, segment, h0, c, g)
         if c.ROWS > 16:
             thread_barrier()
-            for i in gl.static_range(gl.constexpr(c.PARTS)):
-                keep_part(image, i, q[i], c, g)
+            for i in gl.static_range(gl.constexpr(g.K.PARTS)):
+                keep_part(image, i, q.parts[i], c, g)
             thread_barrier()
-            q = image
+            q = Query(image, q.total)
         scale = k_scales[:, None] * factor
         seen_by = SeenBy(segment.keys, segment.rows, r0, segment.q0, MASK, strides.mask_t)
         u0, u1 = whole_tiles(request, c)
@@ -93,18 +95,17 @@ def consume(tensors, scales, strides, rings, image, full, free, share, c: gl.con
 
 
 @gluon.jit
-def decode_nvfp4_kernel(
+def decode_four_bits_kernel(
     Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
     B, T, sq_t, sq_h, st_b, sm_t, so_t, so_h, sl_t, sl_h, c: gl.constexpr, g: gl.constexpr,
 ):  # fmt: skip
     """Attend one share of all tiles for HB heads. See the module's docstring, and `decode_kernel`'s."""
-    gl.static_assert((c.CODE == "e2m1") == c.BLOCK_SCALES, "a code that this kernel does not know")
     p = gl.program_id(0)
     i_share, num_shares = p // g.GROUPS, gl.num_programs(0) // g.GROUPS
     i_group = p % g.GROUPS
     META = meta_of(PART, num_shares * c.HEADS, c)
-    rings = make_rings(gl.int32, g)
+    rings = make_rings(g)
     image = query_image(c.WORDS_K, c, g) if c.ROWS > 16 else rings.k[0]
     full, free = barrier_sets(g.STAGES, (1, 1))
     fence_async_shared()

@@ -27,7 +27,7 @@ from ..parts.schedule import (
 from . import shared_tiles as wide
 from .attend import attend_tile, empty_state
 from .attend_rows import attend_rows, empty_rows, ended
-from .fetch import advance, cursor_at, fetch, make_rings
+from .fetch import advance, cursor_at, fetch, make_rings, scale_sets
 from .join import join, look_at
 from .query import arrived_query, fetch_query, loaded_query, make_queries
 from .records import Boxes, Cut, Scales, SeenBy, Strides, Tables, Tensors
@@ -102,16 +102,15 @@ def decode_kernel(
     B, T, sq_t, sq_h, st_b, sm_t, so_t, so_h, sl_t, sl_h, c: gl.constexpr, g: gl.constexpr,
 ):  # fmt: skip
     """Attend one share of all tiles for HB heads. See the module's docstring."""
-    gl.static_assert((c.CODE == "e2m1") == c.BLOCK_SCALES, "a code that this kernel does not know")
     p = gl.program_id(0)
     i_share, num_shares = p // g.GROUPS, gl.num_programs(0) // g.GROUPS
     h0 = p % g.GROUPS * g.HB
     tensors = Tensors(Q, LENS, CU, MASK, SINKS, OUT, LSE, PART, meta_of(PART, num_shares * c.HEADS, c))
     strides = Strides(sq_t, sq_h, sm_t, so_t, so_h, sl_t, sl_h)
     tables, boxes = Tables(TABLE, LENS, CU, st_b), Boxes(K, V, KS, VS)
-    SETS: gl.constexpr = 4 if g.SCALES else 2
+    SETS: gl.constexpr = 2 + scale_sets(g)
     full = make_barriers(SETS, g.STAGES)
-    rings = make_rings(gl.int32 if c.BLOCK_SCALES else gl.float32, g)
+    rings = make_rings(g)
     if g.QUERIES > 0:
         queries = make_queries(Q, c, g)
     if g.WIDE:

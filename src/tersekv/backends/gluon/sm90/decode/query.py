@@ -8,7 +8,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ...versions import async_load
-from ..parts.convert import multiplied
+from ..parts.convert import INT4_FACTOR, INT4_ODD, multiplied
+from .records import Query
 from .tiles import mma_layout, query_words
 
 
@@ -61,7 +62,7 @@ def fetch_query(tensors, strides, queries, count, cursor, end, h0, FIRST: gl.con
 
 @gluon.jit
 def operands_of(x, c: gl.constexpr, g: gl.constexpr):
-    """A query [HB, ROWS, D] (layout query_words) as the right operand, and a factor of its scores [HB, ROWS].
+    """A query [HB, ROWS, D] (layout query_words) as the right operand, a Query, and a factor of its scores [HB, ROWS].
 
     fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back.
     """
@@ -72,38 +73,45 @@ def operands_of(x, c: gl.constexpr, g: gl.constexpr):
     field = gl.maximum(field & 0xFF, 1)  # exponent of the largest magnitude
     inverse = (gl.maximum(254 - field, 1) << 23).to(gl.float32, bitcast=True)
     x = (x * inverse[:, :, None]).to(multiplied(c))
+    L: gl.constexpr = gl.SliceLayout(1, MMA)
+    factor = gl.convert_layout((field << 23).to(gl.float32, bitcast=True) * c.K_FACTOR, L)
+    total = factor  # not used
+    if g.K.CODE == "int4":  # as the sums of products come
+        total = gl.convert_layout(gl.sum(x.to(gl.float32), 2) * (1.0 / INT4_FACTOR), L)
     # [heads, rows, parts of a row, lanes, pairs of units, …] → operand j: the j-th codes. Four codes of a unit lie side
     # by side; of one or two it is the pair's that do.
     PAIRS: gl.constexpr = min(c.WORDS_K, 64) // 8
     SHAPE: gl.constexpr = [g.HB, c.ROWS, c.WORDS_K // (8 * PAIRS), 4, PAIRS]
-    if c.PARTS == 4:
+    if g.K.PARTS == 4:
         x = x.reshape(SHAPE + [2, 4]).permute([0, 2, 4, 3, 5, 1, 6])
         even, odd = x.reshape([g.HB, c.WORDS_K, c.ROWS, 2, 2]).split()
         zeroth, second = even.split()
         first, third = odd.split()
+        if g.K.CODE == "int4":
+            zeroth, second = (zeroth * INT4_ODD).to(x.dtype), (second * INT4_ODD).to(x.dtype)
         parts = (zeroth, first, second, third)
     else:
-        x = x.reshape(SHAPE + [c.PARTS, 2]).permute([0, 2, 4, 3, 6, 1, 5]).reshape([g.HB, c.WORDS_K, c.ROWS, c.PARTS])
-        parts = x.split() if c.PARTS == 2 else (x.reshape([g.HB, c.WORDS_K, c.ROWS]),)
+        PARTS: gl.constexpr = g.K.PARTS
+        x = x.reshape(SHAPE + [PARTS, 2]).permute([0, 2, 4, 3, 6, 1, 5]).reshape([g.HB, c.WORDS_K, c.ROWS, PARTS])
+        parts = x.split() if PARTS == 2 else (x.reshape([g.HB, c.WORDS_K, c.ROWS]),)
     out = ()
-    for j in gl.static_range(gl.constexpr(c.PARTS)):
+    for j in gl.static_range(gl.constexpr(g.K.PARTS)):
         out = out + (gl.convert_layout(parts[j], B, assert_trivial=True),)
-    factor = (field << 23).to(gl.float32, bitcast=True) * c.K_FACTOR
-    return out, gl.convert_layout(factor, gl.SliceLayout(1, MMA))
+    return Query(out, total), factor
 
 
 @gluon.jit
 def arrived_query(queries, i, c: gl.constexpr, g: gl.constexpr):
     """The i-th query that was copied."""
     async_copy.wait_group(0)
-    x = queries.index(i % g.QUERIES).load(query_words(g.HB, g.RB, c.ROWS, c.WORDS_K, c.PARTS))
+    x = queries.index(i % g.QUERIES).load(query_words(g.HB, g.RB, c.ROWS, c.WORDS_K, g.K.PARTS))
     return operands_of(x, c, g)
 
 
 @gluon.jit
 def loaded_query(tensors, strides, segment, h0, c: gl.constexpr, g: gl.constexpr):
     """A segment's query that was not copied; a lane loads the stretches that its keys have."""
-    L: gl.constexpr = query_words(g.HB, g.RB, c.ROWS, c.WORDS_K, c.PARTS)
+    L: gl.constexpr = query_words(g.HB, g.RB, c.ROWS, c.WORDS_K, g.K.PARTS)
     h = h0 + gl.arange(0, g.HB, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     r = segment.i * c.ROWS + gl.arange(0, c.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     o_d = gl.arange(0, c.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]

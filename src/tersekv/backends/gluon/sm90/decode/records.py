@@ -108,6 +108,13 @@ class SeenBy(NamedTuple):
     mask_t: gl.tensor
 
 
+class Query(NamedTuple):
+    """Of a segment: the right operands of the products with keys' parts, and sums of its rows, for int4 keys."""
+
+    parts: tuple  # or their image in shared memory
+    total: gl.tensor
+
+
 class State(NamedTuple):
     """Of query rows: references of the powers, sums of these, and values summed with them."""
 

@@ -170,7 +170,7 @@ def decode_many_kernel(
     META = meta_of(PART, num_shares * c.HEADS, c)
     D: gl.constexpr = c.PARTS * c.WORDS_K
     X16: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.TILE, D], gl.float16)
-    rings = make_rings(gl.float32, g)
+    rings = make_rings(g)
     tiles16 = gl.allocate_shared_memory(gl.float16, [g.SLOTS, c.TILE, D], X16)
     columns = tiles16
     if c.TOKEN_SCALES:

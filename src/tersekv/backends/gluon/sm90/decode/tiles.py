@@ -142,7 +142,7 @@ def _image(W, ROWS, g):
 def query_image(W: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
     """Shared memory for parts of the query: what a lane holds of one lies side by side."""
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
-    return gl.allocate_shared_memory(gl.float16, [c.PARTS, g.HB * 32, W * c.ROWS // 32], SHARED)
+    return gl.allocate_shared_memory(gl.float16, [g.K.PARTS, g.HB * 32, W * c.ROWS // 32], SHARED)
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from .....formats import BLOCK, TOKEN_HEAD, kv_format
+from .....formats import TOKEN_HEAD, kv_format, pair_of
 from ....host import launch
 
 FEW_ROWS = 32  # of a KV head, to which `attend` is the faster kernel
@@ -34,8 +34,19 @@ def query_rows(f: SimpleNamespace) -> int:
 
 def many_rows(f: SimpleNamespace) -> bool:
     """Too many query rows for warps that convert the codes for themselves."""
-    apart = kv_format(f.format).scale == BLOCK and _converts_apart(f) and not _unpacks_once(f)
+    apart = four_bits(f) and _converts_apart(f) and not _unpacks_once(f)
     return query_rows(f) > (FEW_ROWS_OF_4_BITS if apart else FEW_ROWS)
+
+
+def four_bits(f: SimpleNamespace) -> bool:
+    """Keys or values are of 4 bits."""
+    return any(fmt.values_per_element > 1 for fmt in pair_of(f))
+
+
+def row_bytes(f: SimpleNamespace) -> int:
+    """Of a key and its value, stored scales included."""
+    k, v = pair_of(f)
+    return k.row_bytes(f.q.shape[2]) + v.row_bytes(f.out.shape[2])
 
 
 def _unpacks_once(f: SimpleNamespace) -> bool:
@@ -83,7 +94,7 @@ _WIDE_ROWS = Tiles(64, 4, 2, 255, heads=1, wide=True)
 def tiles(f: SimpleNamespace) -> Tiles:
     fmt = kv_format(f.format)
     t = _NARROW if f.k_cache.shape[1] % 64 else _WIDE
-    if fmt.scale == BLOCK:
+    if four_bits(f):
         t = _FOUR_BITS._replace(copier=heads_of(f) == 4)
     width, rows = max(f.q.shape[2], f.out.shape[2]), rows_at_once(f)
     if fmt.storage.itemsize == 2 and width > 64:
@@ -96,7 +107,7 @@ def tiles(f: SimpleNamespace) -> Tiles:
         t = _MANY_ROWS._replace(row_warps=rows // 16, heads=max(1, 128 // rows))
     elif t.programs_per_sm > 2 and width * rows > 1024:  # twice the accumulators
         t = t._replace(programs_per_sm=2, max_registers=255)
-    row = fmt.row_bytes(f.q.shape[2]) + fmt.row_bytes(f.out.shape[2])
+    row = row_bytes(f)
     limit = launch.shared_memory(f) // t.programs_per_sm - 2048
     while t.tile > 16 and t.stages * t.tile * row * heads_of(f) > limit:
         t = t._replace(tile=t.tile // 2)
@@ -134,12 +145,11 @@ def queries_ahead(f: SimpleNamespace, t: Tiles, hb: int) -> int:
     16 × 8K, unequal: fp8 49.8 → 48.2 µs, per token and head 53.1 → 51.1, bf16 88.2 → 87.2; 64 × 8K, unequal: 221 → 219.
     With 16 rows it costs: bf16 502 → 506 (64 × 8K).
     """
-    fmt, rows, d = kv_format(f.format), rows_at_once(f), f.q.shape[2]
+    rows, d = rows_at_once(f), f.q.shape[2]
     whole = f.q.aligned and all(n % 16 == 0 for n in f.q.stride[:2])  # copies of 16 bytes
-    if t.wide or rows > 8 or fmt.scale == BLOCK or not whole:
+    if t.wide or rows > 8 or four_bits(f) or not whole:
         return 0
-    tile = t.tile * hb * (fmt.row_bytes(d) + fmt.row_bytes(f.out.shape[2]))
-    needed = t.stages * tile + (t.stages - 1) * hb * rows * d * f.q.dtype.itemsize
+    needed = t.stages * t.tile * hb * row_bytes(f) + (t.stages - 1) * hb * rows * d * f.q.dtype.itemsize
     return t.stages - 1 if needed <= launch.shared_memory(f) // t.programs_per_sm - 1024 else 0
 
 
@@ -182,5 +192,5 @@ def copy_keys(f: SimpleNamespace, t: Tiles) -> int:
     keys = t.tile
     while f.k_cache.shape[1] % keys:
         keys //= 2
-    fmt = kv_format(f.format)
-    return keys if max(fmt.code_bytes(f.q.shape[2]), fmt.code_bytes(f.out.shape[2])) <= 128 else 16
+    k, v = pair_of(f)
+    return keys if max(k.code_bytes(f.q.shape[2]), v.code_bytes(f.out.shape[2])) <= 128 else 16

@@ -90,6 +90,37 @@ _E2M1 = gl.constexpr(
     mul.f16x2 $3, r, $5;
     }"""
 )
+# An int4 code in the lowest bits of a half is fp16's, below its smallest normal number: code × 2^-24, four bits higher
+# × 2^-20. Products hold both exactly, so nothing is done but to mask. Of keys; a zero point meets the score.
+_INT4_K = gl.constexpr(
+    """{
+    .reg .b32 x;
+    and.b32 $0, $4, 0x000F000F;
+    and.b32 $1, $4, 0x00F000F0;
+    shr.u32 x, $4, 8;
+    and.b32 $2, x, 0x000F000F;
+    and.b32 $3, x, 0x00F000F0;
+    }"""
+)
+# Of values, less the zero points of the two keys: low as they are, high four bits higher. NOTE: not taken from the sums
+# afterwards: the matrix unit cuts what it adds, always towards zero, and over many keys the sum of codes that all are
+# positive would lose more than the sum of values has.
+_INT4_V = gl.constexpr(
+    """{
+    .reg .b32 x;
+    and.b32 $0, $4, 0x000F000F;
+    and.b32 $1, $4, 0x00F000F0;
+    shr.u32 x, $4, 8;
+    and.b32 $2, x, 0x000F000F;
+    and.b32 $3, x, 0x00F000F0;
+    sub.f16x2 $0, $0, $5;
+    sub.f16x2 $1, $1, $6;
+    sub.f16x2 $2, $2, $5;
+    sub.f16x2 $3, $3, $6;
+    }"""
+)
+INT4_ODD = gl.constexpr(16.0)  # odd codes are larger by this than even ones, which are the code × 2^-24
+INT4_FACTOR = gl.constexpr(2.0**20)  # left over of products, where even codes have been multiplied by INT4_ODD
 # A byte of e4m3 chosen by a selector out of a word, as fp16 twice; and the same byte of two words.
 SCALE_K = gl.constexpr(
     """{
@@ -140,9 +171,18 @@ def multiplied(c):
 
 @gluon.jit
 def key_parts(words, c: gl.constexpr):
-    """Key units [HB, BOX, W] (layout key_words) → PARTS operands [HB, BOX, W] fp16; 16-bit caches: as they are."""
-    if c.CODE == "bf16" or c.CODE == "fp16":
-        out = (words.to(multiplied(c), bitcast=True),)
+    """Key units [HB, BOX, W] (layout key_words) → PARTS operands [HB, BOX, W] fp16; 16-bit caches: as they are.
+
+    c: what has their CODE. int4: × 2^-24 and, every other one, × 2^-20; zero points are left in.
+    """
+    if c.CODE == "bf16":
+        out = (words.to(gl.bfloat16, bitcast=True),)
+    elif c.CODE == "fp16":
+        out = (words.to(gl.float16, bitcast=True),)
+    elif c.CODE == "int4":
+        out = gl.inline_asm_elementwise(
+            _INT4_K, "=&r,=&r,=&r,=&r,r", [words], (gl.float16, gl.float16, gl.float16, gl.float16), True, 2
+        )
     elif c.CODE == "e4m3":
         out = gl.inline_asm_elementwise(_E4M3_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     elif c.CODE == "e5m2":
@@ -156,8 +196,10 @@ def key_parts(words, c: gl.constexpr):
 @gluon.jit
 def value_parts(words, c: gl.constexpr):
     """Value units [HB, W, BOX] in the left operand's layout → PARTS operands, as of keys."""
-    if c.CODE == "bf16" or c.CODE == "fp16":
-        out = (words.to(multiplied(c), bitcast=True),)
+    if c.CODE == "bf16":
+        out = (words.to(gl.bfloat16, bitcast=True),)
+    elif c.CODE == "fp16":
+        out = (words.to(gl.float16, bitcast=True),)
     elif c.CODE == "e4m3":
         out = gl.inline_asm_elementwise(E4M3_PTX, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     elif c.CODE == "e5m2":
@@ -166,6 +208,16 @@ def value_parts(words, c: gl.constexpr):
         gl.static_assert(c.CODE == "int8", "a code that nobody here knows")
         out = gl.inline_asm_elementwise(INT8_PTX, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     return out
+
+
+@gluon.jit
+def centred_int4(words, zero):
+    """int4 value units less the zero points (int16) of their keys: four operands, scaled as `key_parts` does."""
+    low, words = gl.broadcast(zero, words)
+    high, words = gl.broadcast(zero << 4, words)
+    return gl.inline_asm_elementwise(
+        _INT4_V, "=&r,=&r,=&r,=&r,r,r,r", [words, low, high], (gl.float16, gl.float16, gl.float16, gl.float16), True, 2
+    )
 
 
 @gluon.jit
