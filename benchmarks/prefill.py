@@ -33,7 +33,7 @@ from tersekv.formats import FP8, kv_format
 from tersekv.testing.bench import data, engine, measure
 
 Q_HEADS, HEADS, DIM = 32, 8, 128
-FORMATS = ("bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+FORMATS = ("bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
 EXACT, FAST, PEER = 3e-3, 3e-2, 5e-2  # relative norms: ours, ours with precision="fast", and others that are timed
 WORKSPACE = 512 << 20
 

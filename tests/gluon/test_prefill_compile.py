@@ -18,13 +18,10 @@ from tersekv.cache import PagedKVCache
 from tersekv.calls import PrefillCall
 from tersekv.plan import facts
 
-FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
-
-
-@pytest.fixture(autouse=True)
-def all_formats(monkeypatch):
-    """What waits to be proven on a GPU is compiled all the same."""
-    monkeypatch.setattr(prefill, "UNPROVEN", ())
+FORMATS = (
+    *("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4"),
+    "int4_per_token_head",
+)
 
 
 def call_of(
@@ -111,7 +108,7 @@ def test_pages_are_a_dimension_of_the_maps(fmt, page_size):
     assert list(q.block_shape) == [16, 4, 64]
     assert k.block_shape[:3] == v.block_shape[:3] == [1, 1, min(page_size & -page_size, 128)]
     assert k.shape[0] == 8
-    assert k.block_shape[3] * k.base.dtype.itemsize == (64 if fmt == "nvfp4" else 128)
+    assert k.block_shape[3] * k.base.dtype.itemsize == (64 if fmt in ("nvfp4", "int4_per_token_head") else 128)
     assert [list(x.block_shape) for x in new] == [[128, 1, 64]] * 2
 
 
@@ -126,17 +123,12 @@ def test_refusals_say_what_was_wanted():
     assert "wants q on a multiple of 16 bytes" in why_not(q=wide)
 
 
-@pytest.mark.parametrize("fmt", prefill.UNPROVEN)
-def test_what_is_not_proven_on_a_gpu_is_refused(fmt, monkeypatch):
-    monkeypatch.undo()
-    assert "not proven on a GPU yet" in prefill.why_not(facts_of(call_of(fmt, new=True)))
-    assert isinstance(prefill.configure(facts_of(call_of(fmt))), decode.Config)
-
-
-def test_nvfp4_with_the_scale_of_keys_in_memory_is_refused():
-    call = call_of("nvfp4", new=True)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_format_has_a_kernel_for_many_rows(fmt):
+    call = call_of(fmt, new=True)
     assert prefill.why_not(facts_of(call)) is None
-    assert "K's scale in memory" in prefill.why_not(facts_of(call._replace(k_scale_t=torch.ones(1))))
+    if fmt == "nvfp4":
+        assert prefill.why_not(facts_of(call._replace(k_scale_t=torch.ones(1)))) is None
 
 
 def test_few_rows_are_decodes():

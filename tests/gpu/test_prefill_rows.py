@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tersekv.backends.gluon.prefill import UNPROVEN
 from tersekv.backends.gluon.sm90.prefill.shape import Shape
 from tersekv.plan import plan
 from tersekv.testing import verify
@@ -84,7 +83,8 @@ FORMATS = {
     "fp16": _FEW,
     "fp8_e5m2": ("plain", "D 64"),
     "int8_per_token_head": _OF_TOKENS,
-    "fp8_per_token_head": ("plain", "spread", "new rows"),
+    "fp8_per_token_head": ("plain", "wide window", "spread", "new rows"),
+    "int4_per_token_head": _OF_TOKENS,
     "nvfp4": _OF_BLOCKS,
 }
 
@@ -92,11 +92,7 @@ FORMATS = {
 def cases() -> list[Case]:
     found = []
     for fmt, names in FORMATS.items():
-        if fmt in UNPROVEN:
-            continue  # refused
         for name in names:
-            if (fmt, name) == ("nvfp4", "scale tensors"):
-                continue  # refused
             if fmt == "bf16" and VARIANTS[name].get("dtype") == "float16":
                 continue  # taken by other kernels
             changes = dict(VARIANTS[name])

@@ -14,11 +14,12 @@ from ..host.bind import Bound, Described, Launches, Template, given, strides
 from ..host.split_merge import is_empty
 from . import decode
 from .sm90.prefill.kernel import prefill_kernel
-from .sm90.prefill.shape import Pieces, Shape, descriptor, items_of, of_new_rows, shape_of, why_not_copied
+from .sm90.prefill.shape import Shape, descriptor, items_of, of_new_rows, shape_of, why_not_copied
 
-_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
-# Since scales of keys multiply scores in fp32, the kernel has not run on a GPU with these.
-UNPROVEN = ("fp8_per_token_head", "int8_per_token_head")
+_FORMATS = (
+    *("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4"),
+    "int4_per_token_head",
+)
 _DESCRIBED = {"Q": "q", "K": "k_cache", "V": "v_cache", "KN": "k", "VN": "v"}
 _MANY_KEYS = 16384
 
@@ -38,10 +39,6 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def _why_not_own(f: SimpleNamespace) -> str | None:
     """What the kernel for many query rows does not take."""
-    if f.format in UNPROVEN:
-        return f"has a kernel for many query rows of {f.format} that was not proven on a GPU yet"
-    if f.format == "nvfp4" and f.k_scale_t is not None:  # its factors were mended since they failed there
-        return "has a kernel for many query rows of nvfp4 that was not proven on a GPU yet with K's scale in memory"
     if f.format not in _FORMATS:
         return f"has no kernel for many query rows of {f.format}"
     if is_empty(f) or 0 in f.q.shape:
@@ -75,7 +72,7 @@ def configure(f: SimpleNamespace) -> Any:
         **given(SOFTMAX_T="softmax_scale_t", K_T="k_scale_t", V_T="v_scale_t", OUT_T="out_scale_t"),
         **strides(f.out, so_="th"), **strides(f.lse, sl_="th"), "st_b": f.page_table.stride[0],
         "softmax_scale": f.softmax_scale, "k_scale": f.k_scale, "v_scale": f.v_scale, "out_scale": f.out_scale,
-        "softcap": f.softcap, "B": f.seq_lens.shape[0], "T": f.q.shape[0], "c": c, "g": Pieces(), "n": of_new_rows(c),
+        "softcap": f.softcap, "B": f.seq_lens.shape[0], "T": f.q.shape[0], "c": c, "n": of_new_rows(c),
     }  # fmt: skip
     programs = min(launch.num_sms(f), items_of(f, c))
     return Config(c, Launches(Template(prefill_kernel, (programs,), arguments, num_warps=4, launch_pdl=True)))

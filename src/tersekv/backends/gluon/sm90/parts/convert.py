@@ -14,7 +14,7 @@ from ....triton.parts.tiles import (  # of values: a pair is one column of the t
 )
 
 # Each takes a register of codes and gives f16x2 registers. Of keys: one per pair of codes of a lane.
-_E4M3_K = gl.constexpr(
+E4M3_K = gl.constexpr(
     """{
     .reg .b16 low, high;
     mov.b32 {low, high}, $2;
@@ -23,14 +23,14 @@ _E4M3_K = gl.constexpr(
     }"""
 )
 # fp16's upper bytes.
-_E5M2_K = gl.constexpr(
+E5M2_K = gl.constexpr(
     """{
     prmt.b32 $0, $2, 0, 0x1404;
     prmt.b32 $1, $2, 0, 0x3424;
     }"""
 )
 # A byte permute puts a code, made unsigned, under the exponent of 1024; one subtraction frees it.
-_INT8_K = gl.constexpr(
+INT8_K = gl.constexpr(
     """{
     .reg .b32 x, bias;
     mov.b32 bias, 0x64806480;
@@ -184,12 +184,12 @@ def key_parts(words, c: gl.constexpr):
             _INT4_K, "=&r,=&r,=&r,=&r,r", [words], (gl.float16, gl.float16, gl.float16, gl.float16), True, 2
         )
     elif c.CODE == "e4m3":
-        out = gl.inline_asm_elementwise(_E4M3_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
+        out = gl.inline_asm_elementwise(E4M3_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     elif c.CODE == "e5m2":
-        out = gl.inline_asm_elementwise(_E5M2_K, "=&r,=&r,r", [words], (gl.float16, gl.float16), True, 2)
+        out = gl.inline_asm_elementwise(E5M2_K, "=&r,=&r,r", [words], (gl.float16, gl.float16), True, 2)
     else:
         gl.static_assert(c.CODE == "int8", "a code that nobody here knows")
-        out = gl.inline_asm_elementwise(_INT8_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
+        out = gl.inline_asm_elementwise(INT8_K, "=r,=r,r", [words], (gl.float16, gl.float16), True, 2)
     return out
 
 

@@ -1,9 +1,9 @@
 """The converting warpgroup of prefill: codes become 16-bit tiles once, for all query rows of an item.
 
-Scales of blocks are multiplied into their codes, exact in fp16. A key's own scale multiplies its scores, in fp32:
-rounded to fp16 it would shift them, and an LSE of 11 by 0.005. A value's is multiplied into its row, in fp16, after a
-power of two was taken out of all of a tile: that one goes to exponents, so no value leaves fp16's range, whatever its
-scale.
+Scales of blocks are multiplied into their codes, and zero points are taken off theirs, exact in fp16. A key's own scale
+multiplies its scores, in fp32: rounded to fp16 it would shift them, and an LSE of 11 by 0.005. A value's is multiplied
+into its row, in fp16, after a power of two was taken out of all of a tile: that one goes to exponents, so no value
+leaves fp16's range, whatever its scale.
 """
 
 from typing import NamedTuple
@@ -12,12 +12,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...versions import thread_barrier
-from ..decode.rows64_convert import block_factor, blocks_layout, words_layout
-from ..parts.convert import key_parts, scaled_e2m1
+from ...versions import reinterpret, thread_barrier
 from ..parts.ring import place_of, wait_free, wait_full
+from .codes import blocks_layout, in_16_bits, row_word, words_layout
 from .items import read
 
+PIECE_KEYS = gl.constexpr(32)  # that are converted at once
 LISTENER = gl.constexpr(2)  # among those who are told of items
 
 
@@ -28,60 +28,49 @@ class Stored(NamedTuple):
     VS: gl.tensor
     TABLE: gl.tensor
     st_b: gl.tensor
-    # Scales of tokens: of a tile's keys [STAGES, TILE] fp32; what rows of values are multiplied by, the same in fp16.
-    # Of blocks: the stored bytes [STAGES, TILE, blocks] of both.
+    # Scales of tokens: of a tile's keys [STAGES, TILE] fp32; what its conversion needs of each, `codes.row_word`, as
+    # int32. Of blocks: the stored bytes [STAGES, TILE, blocks] of both.
     of_keys: gl.shared_memory_descriptor
     of_values: gl.shared_memory_descriptor
     tiles: gl.shared_memory_descriptor  # [2 × STAGES, 2] fp32: `attend.TileScales`
 
 
 @gluon.jit
-def sixteen_bits(words, factors, VALUES: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
-    """Words of codes [keys, W] → fp16 in the order of a row. factors: of these keys"""
-    N: gl.constexpr = words.shape[0]
-    W: gl.constexpr = words.shape[1]
-    if c.BLOCK_SCALES:
-        gl.static_assert(c.CODE == "e2m1", "a code that nobody here knows")
-        byte = factors.load(gl.SliceLayout(2, blocks_layout(W, g)))
-        low0, low1, high0, high1 = scaled_e2m1(words, block_factor(byte, W, g), True)
-        x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
-        x = x.reshape([N, W // 2, 2, 2, 2]).permute([0, 1, 4, 2, 3])
-        return x.reshape([N, 4 * W])
-    else:
-        low, high = key_parts(words, c)
-        x = gl.join(low, high).reshape([N, W // 2, 2, 2]).permute([0, 1, 3, 2])
-        x = x.reshape([N, 2 * W])
-        if c.TOKEN_SCALES and VALUES:
-            factor, x = gl.broadcast(factors.load(gl.SliceLayout(1, x.type.layout))[:, None], x)
-            x = gl.inline_asm_elementwise("mul.f16x2 $0, $1, $2;", "=r,r,r", [x, factor], gl.float16, True, 2)
-        return x
+def as_words(ring):
+    """A ring of 16-bit elements as words of 32 bits."""
+    SHAPE: gl.constexpr = [ring.tiles.shape[0], ring.tiles.shape[1], ring.tiles.shape[2] // 2]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(ring.tiles.layout.swizzle_byte_width, 32, 2)
+    return reinterpret(ring.tiles, gl.int32, SHAPE, LAYOUT)
 
 
 @gluon.jit
-def convert_tile(codes, tiles, factors, turn, code_turn, low, keys, edge, own, VALUES: gl.constexpr, c: gl.constexpr,
-                 g: gl.constexpr):  # fmt: skip
+def convert_tile(codes, tiles, factors, turn, code_turn, low, keys, edge, own, VALUES: gl.constexpr, c: gl.constexpr):
     """A tile of codes → 16 bits. Values of keys outside [low, keys) become zeros where the tile is at an edge.
 
-    own: scales of tokens, of keys: they are stored once the keys of the tile that was in this place are given back
+    factors: of the tile's rows, as `codes.in_16_bits` takes them
+    own: (where, what) scales of tokens, of keys: they are stored once the keys that were in this place are given back
     """
-    WORDS: gl.constexpr = codes.tiles.shape[2]
-    L: gl.constexpr = words_layout(WORDS, g)
-    PIECE: gl.constexpr = g.COPY
+    WORDS: gl.constexpr = codes.tiles.shape[2] // 2
+    L: gl.constexpr = words_layout(WORDS)
+    PIECE: gl.constexpr = PIECE_KEYS
     o_n = gl.arange(0, PIECE, gl.SliceLayout(1, L))
-    source = codes.tiles.index(wait_full(codes.full, code_turn, c.CODE_STAGES))
-    into = tiles.tiles.index(wait_free(tiles.free, turn, c.STAGES))
+    source = as_words(codes).index(wait_full(codes.full, code_turn, c.CODE_STAGES))
+    into = as_words(tiles).index(wait_free(tiles.free, turn, c.STAGES))
     if c.TOKEN_SCALES and not VALUES:
-        factors.index(place_of(turn, c.STAGES)[0]).store(own)
-    for i in gl.static_range(gl.constexpr(c.TILE // g.COPY)):
+        own[0].index(place_of(turn, c.STAGES)[0]).store(own[1])
+    for i in gl.static_range(gl.constexpr(c.TILE // PIECE)):
         words = source.slice(i * PIECE, PIECE).load(L)
-        if VALUES and not c.BLOCK_SCALES:  # whose scales are 0  # noqa: SIM102 - known to the compiler, unlike the other
+        # Those of whole numbers that are dead have a scale of 0.
+        if VALUES and (c.CODE == "e4m3" or c.CODE == "e5m2"):  # noqa: SIM102 - known to the compiler, unlike the other
             if edge:
                 live = (o_n >= low - i * PIECE) & (o_n < keys - i * PIECE)
                 words = gl.where(live[:, None], words, 0)
-        of_piece = factors
-        if (c.TOKEN_SCALES and VALUES) or c.BLOCK_SCALES:
-            of_piece = factors.slice(i * PIECE, PIECE)
-        into.slice(i * PIECE, PIECE).store(sixteen_bits(words, of_piece, VALUES, c, g))
+        rows = o_n
+        if c.BLOCK_SCALES:
+            rows = factors.slice(i * PIECE, PIECE).load(gl.SliceLayout(2, blocks_layout(WORDS)))
+        elif c.TOKEN_SCALES and (VALUES or c.CODE == "int4"):
+            rows = factors.slice(i * PIECE, PIECE).load(gl.SliceLayout(1, L))
+        into.slice(i * PIECE, PIECE).store(in_16_bits(words, rows, VALUES, c))
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(tiles.full.index(place_of(turn, c.STAGES)[0]))
@@ -153,7 +142,10 @@ def put_scales(stored, scales, turn, c: gl.constexpr):
         o = gl.arange(0, 2, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
         x = gl.where(o == 0, (field - 127).to(gl.float32), as_float(254 - field))
         stored.tiles.index(of_tile).store(x)
-        stored.of_values.index(place).store((v * as_float(254 - field)).to(gl.float16))
+        zero_k, zero_v = 0, 0
+        if c.CODE == "int4":
+            zero_k, zero_v = k.to(gl.int32, bitcast=True) & 15, v.to(gl.int32, bitcast=True) & 15
+        stored.of_values.index(place).store(row_word(v * as_float(254 - field), zero_k, zero_v))
     else:
         stored.of_keys.index(place).store(k)
         stored.of_values.index(place).store(v)
@@ -161,7 +153,7 @@ def put_scales(stored, scales, turn, c: gl.constexpr):
 
 
 @gluon.jit
-def convert(stored, queries, facts, key_codes, value_codes, keys, values, c: gl.constexpr, g: gl.constexpr):
+def convert(stored, queries, facts, key_codes, value_codes, keys, values, c: gl.constexpr):
     """Every tile of every item of this program."""
     SCALES: gl.constexpr = c.TOKEN_SCALES or c.BLOCK_SCALES
     done, turn, code_turn = 0, 0, 0
@@ -188,14 +180,14 @@ def convert(stored, queries, facts, key_codes, value_codes, keys, values, c: gl.
                 after = scales_of_tile(stored, pages, start - c.TILE, low, top, h, c)
                 pages = pages_of(table, start - 2 * c.TILE, low, top, c)
                 put_scales(stored, here, code_turn, c)
-            of_keys, own = stored.of_keys, 0
-            if c.TOKEN_SCALES:
-                own = here[0]
-            else:
-                of_keys = stored.of_keys.index(place)
             of_values = stored.of_values.index(place)
-            convert_tile(key_codes, keys, of_keys, turn, code_turn, low - start, top - start, edge, own, False, c, g)
-            convert_tile(value_codes, values, of_values, turn, code_turn, low - start, top - start, edge, 0, True, c, g)
+            of_keys, own = of_values, (stored.of_keys, 0)
+            if c.TOKEN_SCALES:
+                own = (stored.of_keys, here[0])
+            elif c.BLOCK_SCALES:
+                of_keys = stored.of_keys.index(place)
+            convert_tile(key_codes, keys, of_keys, turn, code_turn, low - start, top - start, edge, own, False, c)
+            convert_tile(value_codes, values, of_values, turn, code_turn, low - start, top - start, edge, own, True, c)
             turn += 1
             code_turn += 1
             start -= c.TILE

@@ -44,14 +44,14 @@ def zero_padding(OUT, LSE, t, T, strides, c: gl.constexpr):
 
 @gluon.jit
 def run_new(tensors, numbers, strides, shared, codes, stored, maps, new, given, B, DTYPE: gl.constexpr,
-            NEW_DTYPE: gl.constexpr, c: gl.constexpr, g: gl.constexpr, n: gl.constexpr):  # fmt: skip
+            NEW_DTYPE: gl.constexpr, c: gl.constexpr, n: gl.constexpr):  # fmt: skip
     """The parts of a program, where the new rows' keys and values come with the call."""
     queries, facts, keys, values = shared
     rows = (keys, values)
     if c.CODE_STAGES > 0:
         gl.warp_specialize(
             [
-                (convert, (stored, queries, facts, codes[0], codes[1], keys, values, c, g)),
+                (convert, (stored, queries, facts, codes[0], codes[1], keys, values, c)),
                 (attend_new, (
                     tensors, numbers, strides, queries, facts, keys, values, stored, 0, DTYPE, NEW_DTYPE, c, n,
                 )),
@@ -81,7 +81,7 @@ def run_new(tensors, numbers, strides, shared, codes, stored, maps, new, given, 
 def prefill_kernel(
     Q, K, V, KN, VN, KS, VS, TABLE, LENS, CU, SINKS, OUT, LSE,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
-    B, T, st_b, so_t, so_h, sl_t, sl_h, c: gl.constexpr, g: gl.constexpr, n: gl.constexpr,
+    B, T, st_b, so_t, so_h, sl_t, sl_h, c: gl.constexpr, n: gl.constexpr,
 ):  # fmt: skip
     X: gl.constexpr = multiplied(c)
     DTYPE: gl.constexpr = Q.dtype
@@ -95,7 +95,7 @@ def prefill_kernel(
     stored = Stored(KS, VS, TABLE, st_b, facts, facts, facts)  # without stored scales none is read
     if c.TOKEN_SCALES:
         of_keys = gl.allocate_shared_memory(gl.float32, [STAGES, c.TILE], PLAIN)
-        of_values = gl.allocate_shared_memory(gl.float16, [STAGES, c.TILE], PLAIN)
+        of_values = gl.allocate_shared_memory(gl.int32, [STAGES, c.TILE], PLAIN)
         of_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 2], PLAIN)
         stored = Stored(KS, VS, TABLE, st_b, of_keys, of_values, of_tiles)
     elif c.BLOCK_SCALES:
@@ -124,12 +124,12 @@ def prefill_kernel(
         both = Both(scores, of_pages, K_T, of_values, V_T, of_output, softcap)
         NEW_DTYPE: gl.constexpr = KN.dtype
         shared, codes, new = (queries, facts, keys, values), (key_codes, value_codes), (KN, VN)
-        run_new(tensors, both, strides, shared, codes, stored, maps, new, given, B, DTYPE, NEW_DTYPE, c, g, n)
+        run_new(tensors, both, strides, shared, codes, stored, maps, new, given, B, DTYPE, NEW_DTYPE, c, n)
     elif c.CODE_STAGES > 0:
         numbers = Numbers(of_pages, K_T, of_values * of_output, V_T, softcap)
         gl.warp_specialize(
             [
-                (convert, (stored, queries, facts, key_codes, value_codes, keys, values, c, g)),
+                (convert, (stored, queries, facts, key_codes, value_codes, keys, values, c)),
                 (attend, (tensors, numbers, strides, queries, facts, keys, values, stored, 0, DTYPE, c)),
                 (attend, (tensors, numbers, strides, queries, facts, keys, values, stored, 1, DTYPE, c)),
                 (produce, (maps, maps, given, B, st_b, queries, facts, key_codes, value_codes, maps, 3, c)),

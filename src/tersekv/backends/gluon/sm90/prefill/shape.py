@@ -16,7 +16,6 @@ from ..parts.tensor_maps import tensor_map, unfit
 
 ROWS = 64  # query rows of a warpgroup
 BLOCK_ROWS = 2 * ROWS  # of an item
-PIECE = 32  # keys that are converted at once
 _OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
 _SWIZZLE = 128  # bytes: the widest panel of a row in shared memory
 
@@ -64,14 +63,6 @@ class Shape(Record):
     REGISTERS: int  # of a thread that attends
     K_SCALE_STRIDES: tuple[int, ...]  # of pages, slots and heads
     V_SCALE_STRIDES: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Pieces(Record):
-    """What is converted at once, by the names of decode's conversions."""
-
-    COPY: int = PIECE
-    COPIES: int = 1
 
 
 def shape_of(f: SimpleNamespace) -> Shape:
