@@ -44,6 +44,32 @@ def errors(format: str, tokens: int, device: str) -> list[float]:
     return found
 
 
+def errors_of_many_rows(
+    format: str, tokens: int, device: str, dtype: torch.dtype = torch.bfloat16, rows: int = 2048, **options
+) -> list[float]:
+    """The same of the last row of `prefill`, whose queries are of this dtype."""
+    cache = PagedKVCache.allocate(1, -(-tokens // PAGE), PAGE, HEADS, D, format=format, device=device)[0]
+    table, slots = pages(tokens, device)
+    q = torch.randn(1, HEADS, 1, D, device=device).to(dtype).expand(rows, HEADS, GROUP, D).flatten(1, 2).contiguous()
+    v = torch.linspace(0.5, 1.5, D, device=device).expand(tokens, HEADS, D).bfloat16().contiguous()
+    scale = math.log(tokens) / float(q[0].double().square().sum(-1).mean())
+    cu = torch.tensor([0, rows], dtype=torch.int32, device=device)
+    found = []
+    for place in (0, tokens // 2 + 3, tokens - 1):
+        k = 0.1 * torch.randn(tokens, HEADS, D, device=device).bfloat16()
+        k[place] = q[0, ::GROUP].to(k.dtype)
+        values = v.clone()
+        values[place] = -v[place].flip(-1)
+        tersekv.append(k, values, cache, slots)
+        got = tersekv.prefill(q, cache, table, lengths(tokens, device), cu, softmax_scale=scale, **options)
+        f, where = kv_format(format), data.places(table[0], tokens, PAGE)
+        stored = (
+            data.values(c, s, f, where) for c, s in ((cache.k, cache.k_scale_cache), (cache.v, cache.v_scale_cache))
+        )
+        found.append(judged(got[-1], data.attend(q[-1].float(), *stored, scale), v[0, 0]))
+    return found
+
+
 def latent_errors(format: str, tokens: int, device: str) -> list[float]:
     """The same of `mla_decode`: the rotary part finds the needle, the latents are the values."""
     cache = PagedLatentCache.allocate(1, -(-tokens // PAGE), PAGE, format=format, device=device)[0]

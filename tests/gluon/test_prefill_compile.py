@@ -52,8 +52,8 @@ def _grid(config: prefill.Config) -> tuple[int, ...]:
 
 
 @cache
-def compiled(fmt: str) -> dict:
-    call = call_of(fmt)
+def compiled(fmt: str, dtype: torch.dtype = torch.bfloat16) -> dict:
+    call = call_of(fmt, dtype=dtype)
     (kernel,) = compile_launches(prefill.run, call, prefill.configure(facts_of(call)), 90)
     return kernel
 
@@ -77,6 +77,31 @@ def test_products_stay_in_flight_and_nothing_spills_in_the_long_loop(fmt):
     # Once an item, and in tiles at the causal edge: bf16 40 bytes a thread, int8 104.
     assert k["n_spills"] <= since({(3, 6): 112, (3, 7): 256})
     assert "UTMALDG.4D" in sass
+
+
+def test_an_e4m3_query_meets_codes_of_keys():
+    """Four products of 32 columns a tile: as many as Hopper's sums of 8-bit products may hold. No spills there."""
+    k = compiled("fp8_e4m3", torch.float8_e4m3fn)
+    assert k["shared"] <= SHARED
+    tiles = loops(k["sass"](), "GMMA")
+    assert all((count(tile, "QGMMA"), count(tile, "HGMMA")) == (4, 8) for tile in tiles)
+    long = [tile for tile in tiles if not count(tile, "ISETP.") or count(tile, "FSEL") == 0]
+    assert len(long) == 2, "one for each warpgroup"
+    for tile in long:
+        waits = [line for line in tile if "WARPGROUP.DEPBAR" in line]
+        assert len(waits) == 2
+        assert sum("0x0" in line for line in waits) == 1, "weights are computed while values are added"
+        assert count(tile, "LDL") + count(tile, "STL") <= since({(3, 6): 0, (3, 7): 1})
+    assert k["n_spills"] <= since({(3, 6): 112, (3, 7): 256})  # as of queries in 16 bits
+
+
+def test_only_e4m3_queries_over_e4m3_codes_are_multiplied_in_8_bits():
+    e4m3 = torch.float8_e4m3fn
+    shapes = {fmt: shape_of(facts_of(call_of(fmt, dtype=e4m3))) for fmt in FORMATS if fmt not in ("bf16", "fp16")}
+    assert [fmt for fmt, c in shapes.items() if c.KEYS_8] == ["fp8_e4m3"]
+    assert not shape_of(facts_of(call_of("fp8_e4m3"))).KEYS_8
+    assert not shape_of(facts_of(call_of("fp8_e4m3", dtype=torch.float8_e5m2))).KEYS_8
+    assert not shape_of(facts_of(call_of("fp8_e4m3", dtype=e4m3, new=True))).KEYS_8, "new rows are in 16 bits"
 
 
 def test_a_plan_needs_no_gpu():

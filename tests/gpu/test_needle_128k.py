@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from needle import LIMIT, errors, latent_errors
+from needle import LIMIT, errors, errors_of_many_rows, latent_errors
 
 from tersekv import KV_FORMATS, LATENT_FORMATS
 
@@ -15,6 +15,13 @@ TOKENS = 131072 - 29  # the last page is filled in part
 def test_decode_finds_one_key_among_many(fmt):
     torch.manual_seed(1)
     assert max(errors(fmt, TOKENS, "cuda")) <= LIMIT
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), [("bf16", torch.bfloat16), ("fp8_e4m3", torch.float8_e4m3fn)])
+def test_prefill_finds_one_key_among_many(fmt, dtype):
+    """Of an 8-bit query scores are sums of 8-bit products."""
+    torch.manual_seed(3)
+    assert max(errors_of_many_rows(fmt, TOKENS, "cuda", dtype)) <= LIMIT
 
 
 @pytest.mark.parametrize("fmt", LATENT_FORMATS)

@@ -23,6 +23,7 @@ _BASE = Case(
     "prefill", "bf16", "", ragged=True, heads=2, group=4, dim=128, page=64, lens=(700, 300, 9, 0, 256, 1500),
     q_lens=(700, 41, 1, 0, 256, 130),
 )  # fmt: skip
+_E4M3 = {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16"}
 VARIANTS = {
     "plain": {},
     "pages of 16, heads apart": {"page": 16, "layout": "HND"},
@@ -45,6 +46,16 @@ VARIANTS = {
     "scale tensors": {"scale": "tensor"},
     "scale per head, e4m3 out": {"scale": "head", "out_dtype": "float8_e4m3fn"},
     "e4m3 query": {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "scale": "float"},
+    "e4m3 query, pages of 16, heads apart": {**_E4M3, "page": 16, "layout": "HND", "sinks": True},
+    "e4m3 query, window": {**_E4M3, "window": 100},
+    "e4m3 query, narrow window": {**_E4M3, "window": 3, "page": 16},
+    "e4m3 query, soft cap, scale per head": {**_E4M3, "softcap": 20.0, "scale": "head"},
+    "e4m3 query, scale tensors": {**_E4M3, "scale": "tensor", "spread": True},
+    "e4m3 query, D 64": {**_E4M3, "dim": 64, "group": 6},
+    "e4m3 query, D 96": {**_E4M3, "dim": 96, "group": 5},
+    "e4m3 query, more rows than tokens": {**_E4M3, "lens": (3, 90), "q_lens": (90, 9), "page": 16},
+    "e4m3 query, many requests": {**_E4M3, "lens": (40,) * 70, "q_lens": (33,) * 70, "page": 16},
+    "e4m3 query, large": {**_E4M3, "heads": 4, "lens": (4096, 2500), "q_lens": (1024, 700), "page": 16},
     "e5m2 query": {"dtype": "float8_e5m2", "out_dtype": "float16", "dim": 64},
     "fp16 query": {"dtype": "float16"},
     "D 256": {"dim": 256},
@@ -77,9 +88,10 @@ _SEEN_ONCE = (
     *("plain", "pages of 16, heads apart", "window", "many requests", "group of 128", "D 96", "soft cap", "large"),
     *(name for name in VARIANTS if name.startswith("new rows")),
 )
+_DIRECT = tuple(name for name in VARIANTS if name.startswith("e4m3 query"))  # such queries meet codes of keys
 FORMATS = {
     "bf16": _SEEN_ONCE,
-    "fp8_e4m3": _SEEN_ONCE,
+    "fp8_e4m3": (*_SEEN_ONCE, *_DIRECT),
     "fp16": _FEW,
     "fp8_e5m2": ("plain", "D 64"),
     "int8_per_token_head": _OF_TOKENS,

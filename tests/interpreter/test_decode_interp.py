@@ -29,7 +29,7 @@ TURNED = [
 CASES += [c for c in cases(("decode",)) if c.id.removeprefix("decode/") in TURNED]
 CASES += [c for c in cases(("decode",), ("bf16", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head")) if c.name == "plain"]
 CASES += [c for c in cases(("decode",), ("fp8_e4m3",)) if "tensor" in c.name or "query" in c.name]
-# A variant's branches and a format's are not each other's: every variant in one of the two formats; a turned one is one.
+# A variant's branches and a format's are not each other's: every variant in one of two formats, and the turned ones.
 QUICK = drawn(CASES, 2) + [c for c in CASES if c.id.removeprefix("decode/") in TURNED]
 
 

@@ -56,7 +56,7 @@ class View(NamedTuple):
 
 @gluon.constexpr_function
 def score_layout(c):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.TILE, 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.TILE, 32 if c.KEYS_8 else 16])
 
 
 @gluon.constexpr_function
@@ -65,8 +65,24 @@ def sum_layout(c):
 
 
 @gluon.jit
+def eight_bits(queries, HALF: gl.constexpr, DTYPE: gl.constexpr, c: gl.constexpr):
+    """8-bit query rows, where they came: in the first half of the memory that they would take in 16 bits."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(c.D, 128), 8, 2)
+    return reinterpret(queries.tiles, DTYPE, [4, ROWS, c.D], LAYOUT).index(2 * HALF)
+
+
+@gluon.jit
+def turn_sign(x, sign, LAYOUT: gl.constexpr):
+    """Rows in shared memory times the sign."""
+    if sign < 0:
+        x.store((x.load(LAYOUT).to(gl.float32) * -1.0).to(x.dtype))
+        fence_async_shared()
+        thread_barrier()
+
+
+@gluon.jit
 def query_of(queries, HALF: gl.constexpr, sign, DTYPE: gl.constexpr, c: gl.constexpr):
-    """(query rows in 16 bits as an operand in shared memory, a factor of their scores).
+    """(query rows as an operand in shared memory, in 16 bits or as keys are, a factor of their scores).
 
     fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back. The query
     takes the scale's sign, so that the highest score has the largest product.
@@ -75,15 +91,14 @@ def query_of(queries, HALF: gl.constexpr, sign, DTYPE: gl.constexpr, c: gl.const
     read_as: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, score_layout(c)))
     if x16.dtype == DTYPE:
-        if sign < 0:
-            x16.store((x16.load(read_as).to(gl.float32) * -1.0).to(DTYPE))
-            fence_async_shared()
-            thread_barrier()
+        turn_sign(x16, sign, read_as)
+    elif c.KEYS_8:
+        x16 = eight_bits(queries, HALF, DTYPE, c)
+        turn_sign(x16, sign, read_as)
     else:
         x = x16
         if DTYPE.primitive_bitwidth == 8:
-            LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(c.D, 128), 8, 2)
-            x = reinterpret(queries.tiles, DTYPE, [4, ROWS, c.D], LAYOUT).index(2 * HALF)
+            x = eight_bits(queries, HALF, DTYPE, c)
         else:
             x = reinterpret(queries.tiles, DTYPE, queries.tiles.shape, queries.tiles.layout).index(HALF)
         x = x.load(read_as).to(gl.float32) * sign

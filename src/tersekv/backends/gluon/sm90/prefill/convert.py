@@ -186,7 +186,8 @@ def convert(stored, queries, facts, key_codes, value_codes, keys, values, c: gl.
                 own = (stored.of_keys, here[0])
             elif c.BLOCK_SCALES:
                 of_keys = stored.of_keys.index(place)
-            convert_tile(key_codes, keys, of_keys, turn, code_turn, low - start, top - start, edge, own, False, c)
+            if not c.KEYS_8:
+                convert_tile(key_codes, keys, of_keys, turn, code_turn, low - start, top - start, edge, own, False, c)
             convert_tile(value_codes, values, of_values, turn, code_turn, low - start, top - start, edge, own, True, c)
             turn += 1
             code_turn += 1

@@ -1,7 +1,8 @@
 """Prefill of keys and values on sm_90: a persistent program copies, converts where codes are stored, and multiplies.
 
 A warp copies queries and tiles by tensor copies (`produce`); two warpgroups attend 64 query rows each (`attend`); over
-a cache of codes a third makes 16-bit tiles of them (`convert`), for both. Each waits for the others by barriers in
+a cache of codes a third makes 16-bit tiles of them (`convert`), for both; of values only, where an e4m3 query meets
+e4m3 keys. Each waits for the others by barriers in
 shared memory alone. What is done, and in which order, is in `items`.
 """
 
@@ -9,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ...versions import reinterpret
 from ..parts.convert import multiplied
 from ..parts.ring import barriers, launch_dependents, wait_for_previous
 from ..parts.schedule import LOG2E, scalar
@@ -25,6 +27,14 @@ def make_ring(dtype: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS:
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(2 * COLUMNS, 128), 16, 2)
     tiles = gl.allocate_shared_memory(dtype, [N, ROWS, COLUMNS], LAYOUT)
     return Ring(tiles, barriers(N, 1), barriers(N, READERS))
+
+
+@gluon.jit
+def as_codes(ring, c: gl.constexpr):
+    """A ring of words of keys, as the e4m3 codes that they hold."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(c.D, 128), 8, 2)
+    tiles = reinterpret(ring.tiles, gl.float8e4nv, [c.CODE_STAGES, c.TILE, c.D], LAYOUT)
+    return Ring(tiles, ring.full, ring.free)
 
 
 @gluon.jit
@@ -87,7 +97,10 @@ def prefill_kernel(
     DTYPE: gl.constexpr = Q.dtype
     STAGES: gl.constexpr = c.STAGES
     queries = make_ring(X, 2, ROWS, c.D, 1)
-    keys = make_ring(X, c.STAGES, c.TILE, c.D, 2)
+    if c.KEYS_8:
+        keys = make_ring(gl.int16, c.CODE_STAGES, c.TILE, c.WORDS_K, 2)
+    else:
+        keys = make_ring(X, c.STAGES, c.TILE, c.D, 2)
     values = make_ring(X, c.STAGES, c.TILE, c.DV, 2)
     facts = gl.allocate_shared_memory(gl.int32, [3, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -105,7 +118,10 @@ def prefill_kernel(
     key_codes, value_codes = keys, values
     if c.CODE_STAGES > 0:
         queries = Ring(queries.tiles, barriers(3, 1), barriers(3, 1))
-        key_codes = make_ring(gl.int16, c.CODE_STAGES, c.TILE, c.WORDS_K, 1)
+        if c.KEYS_8:
+            keys = as_codes(key_codes, c)
+        else:
+            key_codes = make_ring(gl.int16, c.CODE_STAGES, c.TILE, c.WORDS_K, 1)
         value_codes = make_ring(gl.int16, c.CODE_STAGES, c.TILE, c.WORDS_V, 1)
     fence_async_shared()
     wait_for_previous()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
-from .....formats import BLOCK, E4M3_MAX, E5M2_MAX, TOKEN_HEAD, kv_format
+from .....formats import BLOCK, E4M3_MAX, E5M2_MAX, TENSOR, TOKEN_HEAD, kv_format
 from ....host import launch
 from ....host.record import Record
 from ..parts.tensor_maps import tensor_map, unfit
@@ -26,6 +26,7 @@ class Shape(Record):
 
     CODE: str  # KVFormat.code
     CONVERTED: bool  # codes are; else keys and values are multiplied as they are stored
+    KEYS_8: bool  # an e4m3 query meets codes of keys as they are: only those of values are converted
     PARTS: int  # codes in a 16-bit word
     TOKEN_SCALES: bool
     BLOCK_SCALES: bool
@@ -78,6 +79,7 @@ def shape_of(f: SimpleNamespace) -> Shape:
     return Shape(
         CODE=fmt.code,
         CONVERTED=codes,
+        KEYS_8=_keys_8(f),
         PARTS=parts,
         TOKEN_SCALES=fmt.scale == TOKEN_HEAD,
         BLOCK_SCALES=fmt.scale == BLOCK,
@@ -116,6 +118,12 @@ def shape_of(f: SimpleNamespace) -> Shape:
         K_SCALE_STRIDES=_of_scales(f.k_scale_cache),
         V_SCALE_STRIDES=_of_scales(f.v_scale_cache),
     )
+
+
+def _keys_8(f: SimpleNamespace) -> bool:
+    """New rows come in 16 bits, and their query is made 16 bits: then it stays so."""
+    fmt = kv_format(f.format)
+    return (fmt.code, fmt.scale, f.q.dtype) == ("e4m3", TENSOR, torch.float8_e4m3fn) and f.k is None
 
 
 def of_new_rows(c: Shape) -> Shape:
