@@ -151,6 +151,13 @@ class DecodeCall(NamedTuple):
     k_channel_scale: Tensor | None = None  # [H, D] fp32: rows lie divided by it, before they were rotated
     v_channel_scale: Tensor | None = None  # [H, Dv]
 
+    @property
+    def k(self) -> None:
+        """No field: all keys come from the cache, and so the kernels of prefill take a record without a mask."""
+        return None
+
+    v = k
+
 
 class PrefillCall(NamedTuple):
     """All that decode's record has, but the mask; so the kernels of decode take it as it is."""

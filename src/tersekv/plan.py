@@ -28,6 +28,10 @@ from .keys import FIELDS, Seen, tensor_key
 # In the order in which they are tried. On a GPU the oracle is never chosen silently: ask for it by name.
 BACKENDS = ("gluon", "triton", "cpu", "torch")
 _AUTO = {"cuda": ("gluon", "triton"), "cpu": ("cpu", "torch")}
+_OF_MANY_ROWS = ("gluon", "triton")  # with kernels for these of their own
+# Query rows of a KV head: those of a request for which decode's kernels read keys once, and those that requests must
+# have on the average. With fewer, reading is the bound, and decode's cut a request's keys evenly.
+_MOST_ROWS, _ON_AVERAGE = 64, 32
 _MAX_PLANS = 16384  # shapes change with the batch; beyond this the cache starts afresh
 
 
@@ -121,6 +125,7 @@ def facts(op: str, call: tuple, arch: int | None = None) -> SimpleNamespace:
 
 def why_not(f: SimpleNamespace, backend: str) -> str | None:
     """Why `backend` cannot run a call with these facts; None: it can."""
+    f = as_taken(f, backend)
     if not _has(backend, f.op):
         return f"has no {f.op}"
     reason = _of_all(backend, "why_not", f) or broken(f, backend)
@@ -129,6 +134,24 @@ def why_not(f: SimpleNamespace, backend: str) -> str | None:
     module = _module(backend, f.op)
     assert module is not None
     return refusal(f, module)
+
+
+def as_taken(f: SimpleNamespace, backend: str) -> SimpleNamespace:
+    """The facts, as of the operation whose kernels are asked: a decode of many rows is a prefill, if these take it.
+
+    Without a mask both compute the same. A request's bound alone does not say that there are many: it may be all rows.
+    """
+    if f.op != "decode" or f.mask is not None or backend not in _OF_MANY_ROWS or not f.k_cache.shape[2]:
+        return f
+    group = f.q.shape[1] // f.k_cache.shape[2]
+    tokens, requests = f.q.shape[0], f.seq_lens.shape[0]
+    if tokens <= requests or tokens * group < _ON_AVERAGE * requests:
+        return f
+    if f.max_q_len * group <= _MOST_ROWS and refusal(f, _module(backend, f.op)) is None:
+        return f
+    facts = {n: x for n, x in vars(f).items() if n != "mask"} | {"op": "prefill", "k": None, "v": None}
+    many = SimpleNamespace(**facts)
+    return many if refusal(many, _module(backend, "prefill")) is None else f
 
 
 def refusal(f: SimpleNamespace, module: Any) -> str | None:
@@ -171,17 +194,18 @@ def _make(op: str, call: tuple, backend: str | None, arch: int | None) -> Plan:
     doors = (wanted,) if wanted else doors_of(op, kind)
     reasons: list[str] = []
     for name in doors:
-        reason = why_not(f, name)
-        if not wanted and (off := broken(f, name)) is not None:
+        taken = as_taken(f, name)
+        reason = why_not(taken, name)
+        if not wanted and (off := broken(taken, name)) is not None:
             _warn(f"{op}: {name} is off, slower kernels run: it {off}")
         if reason is None:
-            module = _module(name, op)
+            module = _module(name, taken.op)
             assert module is not None
             index = f.device.index if f.device.type == "cuda" and torch.cuda.device_count() > 1 else None
             if _log.isEnabledFor(logging.DEBUG):
                 passed_over = "; ".join(["", *map(str.strip, reasons)])
                 _log.debug("%s %s on %s: %s%s", op, _describe(f), _where(f), name, passed_over)
-            return Plan(name, module.run, module.configure(f), index, getattr(module, "bind", None))
+            return Plan(name, module.run, module.configure(taken), index, getattr(module, "bind", None))
         reasons.append(f"  {name}: {reason}")
     if not wanted and kind == "cuda":
         reasons.append("  torch: can be asked for by name (backend='torch'); it is the slow reference")

@@ -15,8 +15,8 @@ from tersekv import checks
 from tersekv.backends.gluon import decode, prefill
 from tersekv.backends.gluon.sm90.prefill.shape import described, descriptor, items_of, shape_of
 from tersekv.cache import PagedKVCache
-from tersekv.calls import PrefillCall
-from tersekv.plan import facts
+from tersekv.calls import DecodeCall, PrefillCall
+from tersekv.plan import facts, plan
 
 FORMATS = (
     *("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4"),
@@ -163,6 +163,35 @@ def test_few_rows_are_decodes():
     assert isinstance(prefill.configure(more), prefill.Config)
     new = call_of("fp8_e4m3", max_q_len=8, new=True)
     assert isinstance(prefill.configure(facts_of(new)), prefill.Config), "decode would not read them"
+
+
+def as_decode(call: PrefillCall, requests: int, even: bool, **changes) -> DecodeCall:
+    fields = {n: x for n, x in call._asdict().items() if n not in ("k", "v")} | changes
+    rows = {"cu_seqlens_q": None, "max_q_len": call.q.shape[0] // requests} if even else {}
+    return DecodeCall(**fields | {"mask": None} | rows)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])
+@pytest.mark.parametrize("even", [False, True])
+def test_a_decode_of_many_rows_takes_the_kernel_of_many(fmt, even):
+    """With groups of 4: no number of rows between 1 and 8192 is left to portable kernels, or reads keys twice."""
+    most = {"bf16": 4, "fp8_e4m3": 16}[fmt]
+    for rows in (1, 4, 8, 16, 17, 64, 100, 2048, 8192):
+        call = as_decode(call_of(fmt, tokens=16 * rows, requests=16), 16, even, max_q_len=rows)
+        p = plan("decode", call, "gluon", arch=90)
+        assert isinstance(p.config, prefill.Config if rows > most else decode.Config), rows
+        if rows == 64:  # no argument that the record of a decode lacks
+            (kernel,) = compile_launches(p.run, call, p.config, 90)
+            assert "HGMMA" in kernel["sass"]()
+    call = as_decode(call_of(fmt, tokens=16, requests=16), 16, False)
+    p = plan("decode", call, arch=90)
+    assert not isinstance(p.config, prefill.Config), "the bound says no more than that all rows may be one request's"
+
+
+def test_a_tree_mask_stays_with_decodes_kernels():
+    call = as_decode(call_of("fp8_e4m3", tokens=1600, requests=16), 16, True)
+    call = call._replace(mask=torch.zeros(1600, 8, dtype=torch.uint16))
+    assert isinstance(plan("decode", call, "gluon", arch=90).config, decode.Config)
 
 
 def test_few_blocks_over_many_keys_are_cut_by_decode():

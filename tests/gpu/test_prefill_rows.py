@@ -101,6 +101,22 @@ FORMATS = {
 }
 
 
+def decodes() -> list[Case]:
+    """Of many rows: ragged ones, and as many of every request, which no tensor says."""
+    ragged = replace(_BASE, op="decode")
+    even = replace(ragged, ragged=False, lens=(700, 300, 40, 1500), q_lens=(60,) * 4)
+    return [
+        replace(case, format=fmt, name=f"decode, {name}")
+        for fmt in ("bf16", "fp8_e4m3")
+        for name, case in (
+            ("ragged", ragged),
+            ("even", even),
+            ("one request", replace(even, lens=(3000,), q_lens=(1000,))),
+            ("ragged, e4m3 query", replace(ragged, **_E4M3)),
+        )
+    ]
+
+
 def cases() -> list[Case]:
     found = []
     for fmt, names in FORMATS.items():
@@ -111,7 +127,7 @@ def cases() -> list[Case]:
             if not fmt.startswith(("fp8_e", "nvfp4")):
                 changes.pop("scale", None)
             found.append(replace(_BASE, format=fmt, name=name, **changes))
-    return found
+    return found + decodes()
 
 
 @pytest.fixture(scope="module")
@@ -128,4 +144,4 @@ def test_what_the_reference_says(case, results):
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.format}-{case.name}")
 def test_these_cases_get_the_kernel_for_many_rows(case):
-    assert isinstance(plan("prefill", make(case), "gluon", arch=90).config.shape, Shape)
+    assert isinstance(plan(case.op, make(case), "gluon", arch=90).config.shape, Shape)

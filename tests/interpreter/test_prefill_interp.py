@@ -52,6 +52,17 @@ def test_few_rows_take_decodes_kernels_and_many_their_own(monkeypatch):
     assert (few.out.double() - other.out.double()).norm() <= 3e-3 * other.out.double().norm()
 
 
+@pytest.mark.parametrize("q_lens", [(30, 20, 0), (25, 25, 25)])
+def test_a_decode_of_many_rows_takes_the_kernel_of_many(q_lens):
+    """Where requests begin, the kernel reads, or is told how many rows every one has."""
+    case = replace(SMALL, op="decode", lens=(41, 20, 27), q_lens=q_lens, ragged=len(set(q_lens)) > 1, group=4)
+    call = make(case)
+    assert (call.cu_seqlens_q is None) != case.ragged
+    assert isinstance(plan.plan("decode", call, "triton").config, prefill.Config)
+    result = verify.run(case, "cpu", "triton")
+    assert result.status == verify.PASSED, result.message
+
+
 def close(call, tolerance: float = 3e-3) -> None:
     """What the kernel gives is what the oracle gives."""
     other = moved(call, "cpu")

@@ -40,6 +40,8 @@ def decode(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Paged attention of a few new tokens per request: MHA, GQA or MQA, any cache format.
 
+    Many new tokens are right too: on a GPU, without a mask, they take the kernels of `prefill`.
+
         q:              [T, Hq, D]  bf16 | fp16 | fp32 | e4m3 | e5m2; T = B × drafts, or ragged by cu_seqlens_q
         cache:          PagedKVLayer, or bare tensors as `PagedKVLayer.of` reads them; Hq a multiple of its heads
         page_table:     [B, max_pages]  int32 | int64 | uint32; entries past ceil(seq_len / S) are never read

@@ -11,7 +11,7 @@ import torch
 from ...formats import kv_format
 from ..host import launch
 from ..host.bind import Bound, Described, Launches, Template, given, strides
-from ..host.split_merge import is_empty
+from ..host.split_merge import is_empty, rows_of
 from . import decode
 from .sm90.prefill.kernel import prefill_kernel
 from .sm90.prefill.shape import Shape, descriptor, items_of, of_new_rows, shape_of, why_not_copied
@@ -67,8 +67,8 @@ def configure(f: SimpleNamespace) -> Any:
     if f.k is None:
         arguments |= {"KN": None, "VN": None}
     arguments |= {
-        **given(KS="k_scale_cache", VS="v_scale_cache", TABLE="page_table", LENS="seq_lens", CU="cu_seqlens_q"),
-        **given(SINKS="sinks", OUT="out", LSE="lse"),
+        **given(KS="k_scale_cache", VS="v_scale_cache", TABLE="page_table", LENS="seq_lens"),
+        **rows_of(f), **given(SINKS="sinks", OUT="out", LSE="lse"),
         **given(SOFTMAX_T="softmax_scale_t", K_T="k_scale_t", V_T="v_scale_t", OUT_T="out_scale_t"),
         **strides(f.out, so_="th"), **strides(f.lse, sl_="th"), "st_b": f.page_table.stride[0],
         "softmax_scale": f.softmax_scale, "k_scale": f.k_scale, "v_scale": f.v_scale, "out_scale": f.out_scale,

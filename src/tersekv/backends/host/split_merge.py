@@ -27,6 +27,11 @@ def reads(f: SimpleNamespace) -> dict[str, Any]:
     return tensors | sizes | {"st_b": f.page_table.stride[0]}
 
 
+def rows_of(f: SimpleNamespace) -> dict[str, Any]:
+    """Of a kernel of many rows, the argument that says where requests begin, or how many rows every one has."""
+    return {"CU": f.max_q_len} if f.cu_seqlens_q is None else given(CU="cu_seqlens_q")
+
+
 def writes(f: SimpleNamespace, as_bytes: bool = False) -> dict[str, Any]:
     """Arguments of either launch: the outputs, and the scratch. as_bytes: kernels write fp8 by bit arithmetic."""
     tensors = given(LSE="lse", PART=PART, OUT_T="out_scale_t") | given(BYTES if as_bytes else "", OUT="out")

@@ -10,7 +10,7 @@ from ....formats import pair_of
 from ...host import launch
 from ...host.bind import BYTES, WORDS, Bound, Instead, Launches, Template, given, strides
 from ...host.record import Record
-from ...host.split_merge import is_empty, see_nothing, written
+from ...host.split_merge import is_empty, rows_of, see_nothing, written
 from ..decode import entry as decode
 from .kernels import prefill_kernel
 from .tune import Tiles, tiles
@@ -83,7 +83,7 @@ def configure(f: SimpleNamespace) -> Config | decode.Config:
     if is_empty(f):
         return Config(c, Instead(see_nothing))
     arguments = _strides(f) | decode.turns_of(f) | {
-        **given(KN="k", VN="v", TABLE="page_table", LENS="seq_lens", CU="cu_seqlens_q", SINKS="sinks", LSE="lse"),
+        **given(KN="k", VN="v", TABLE="page_table", LENS="seq_lens", SINKS="sinks", LSE="lse"), **rows_of(f),
         **given(SOFTMAX_T="softmax_scale_t", K_T="k_scale_t", V_T="v_scale_t", OUT_T="out_scale_t"),
         **given(WORDS, K="k_cache", V="v_cache"),
         **given(BYTES if c.Q_BYTES else "", Q="q"),

@@ -18,12 +18,21 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def first_row(CU, b, live):
+    """First query row of requests b, of those that are live. CU: [B + 1], or how many rows every request has."""
+    if CU.dtype.is_ptr():
+        return tl.load(CU + b, mask=live, other=0).to(tl.int64)
+    else:
+        return tl.where(live, b * CU, 0).to(tl.int64)
+
+
+@triton.jit
 def locate(CU, B, block, c: tl.constexpr):
     """(request of a block, index of the block in the request)."""
     found, start = -1, 0
     for i in range(0, B, c.BLOCK_B):
         o_b = i + tl.arange(0, c.BLOCK_B)
-        begins = tl.load(CU + o_b, mask=o_b < B, other=0).to(tl.int64) * c.GROUP // c.ROWS + o_b
+        begins = first_row(CU, o_b, o_b < B) * c.GROUP // c.ROWS + o_b
         passed = (begins <= block) & (o_b < B)
         found += tl.sum(passed.to(tl.int32))
         start = tl.maximum(start, tl.max(tl.where(passed, begins, 0)).to(tl.int32))
@@ -39,7 +48,7 @@ def range_of(begin, end, low, high, c: tl.constexpr):
     return Range(start, tl.maximum(tl.minimum(end, high), start), low, high)
 
 
-@triton.jit(do_not_specialize=["B", "T"])
+@triton.jit(do_not_specialize=["CU", "B", "T"])
 def prefill_kernel(
     Q, KN, VN, K, V, KS, VS, TABLE, LENS, CU, SINKS, OUT, LSE, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
@@ -50,11 +59,11 @@ def prefill_kernel(
     """Attend one block of query rows. See the module's docstring."""
     PARTS: tl.constexpr = c.PARTS
     program, programs = tl.program_id(0), tl.num_programs(0)
-    zero_padding(OUT, LSE, tl.load(CU + B).to(tl.int32), T, program, programs, so_t, so_h, sl_t, sl_h, c)
+    zero_padding(OUT, LSE, first_row(CU, B, True).to(tl.int32), T, program, programs, so_t, so_h, sl_t, sl_h, c)
     h = program % c.HEADS
     b, block = locate(CU, B, (programs - 1 - program) // c.HEADS, c)
-    q0 = tl.load(CU + b).to(tl.int64)
-    rows = (tl.load(CU + b + 1).to(tl.int64) - q0).to(tl.int32)
+    q0 = first_row(CU, b, True)
+    rows = (first_row(CU, b + 1, True) - q0).to(tl.int32)
     r0 = block * c.ROWS
     if r0 < rows * c.GROUP:
         n = tl.load(LENS + b).to(tl.int32)

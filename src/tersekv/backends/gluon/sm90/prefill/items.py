@@ -42,11 +42,20 @@ class Prefix(NamedTuple):
 
 
 @gluon.jit
+def first_row(CU, b, live):
+    """First query row of requests b, of those that are live. CU: [B + 1], or how many rows every request has."""
+    if CU.dtype.is_ptr():
+        return gl.load(CU + b, mask=live, other=0).to(gl.int32)
+    else:
+        return gl.where(live, b * CU, 0).to(gl.int32)
+
+
+@gluon.jit
 def blocks_of(CU, B, first, c: gl.constexpr):
     """Blocks of tokens of the requests from `first` on: [CHUNK]."""
     o_b = first + gl.arange(0, CHUNK, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     m_b = o_b < B
-    rows = gl.load(CU + o_b + 1, mask=m_b, other=0).to(gl.int32) - gl.load(CU + o_b, mask=m_b, other=0).to(gl.int32)
+    rows = first_row(CU, o_b + 1, m_b) - first_row(CU, o_b, m_b)
     return (rows + c.TOKENS - 1) // c.TOKENS
 
 

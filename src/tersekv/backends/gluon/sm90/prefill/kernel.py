@@ -17,7 +17,7 @@ from ..parts.schedule import LOG2E, scalar
 from .attend import ROWS, Numbers, attend
 from .attend_new import Both, attend_new
 from .convert import Stored, convert
-from .items import FIELDS
+from .items import FIELDS, first_row
 from .produce import Ring, produce
 
 
@@ -87,7 +87,7 @@ def run_new(tensors, numbers, strides, shared, codes, stored, maps, new, given, 
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["B", "T"])
+@gluon.jit(do_not_specialize=["CU", "B", "T"])
 def prefill_kernel(
     Q, K, V, KN, VN, KS, VS, TABLE, LENS, CU, SINKS, OUT, LSE,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
@@ -126,7 +126,7 @@ def prefill_kernel(
     fence_async_shared()
     wait_for_previous()
     strides = (so_t, so_h, sl_t, sl_h)
-    zero_padding(OUT, LSE, gl.load(CU + B).to(gl.int32), T, strides, c)
+    zero_padding(OUT, LSE, first_row(CU, B, True), T, strides, c)
     scores = scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E
     of_output = scalar(out_scale, OUT_T, c.OUT_T)
     of_pages, of_values = scores * c.K_FACTOR, softcap * 0.0 + c.V_FACTOR  # a tensor, where there is no scale either

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...versions import reinterpret, tma_load
 from ..parts.ring import wait_free
-from .items import CHUNK, Item, Prefix, blocks_of, item_of_round, place_of, publish
+from .items import CHUNK, Item, Prefix, blocks_of, first_row, item_of_round, place_of, publish
 
 NOWHERE = gl.constexpr(-1)  # a page that is not there: the copy engine writes zeros
 
@@ -107,8 +107,8 @@ def tiles_of(low, top, c: gl.constexpr):
 @gluon.jit
 def item_at(b, block, bundle, LENS, CU, c: gl.constexpr):
     """(item, prefix)"""
-    q0 = gl.load(CU + b).to(gl.int32)
-    rows = gl.load(CU + b + 1).to(gl.int32) - q0
+    q0 = first_row(CU, b, True)
+    rows = first_row(CU, b + 1, True) - q0
     i0 = block * c.TOKENS
     n = gl.load(LENS + b).to(gl.int32)
     left = rows - i0
