@@ -156,7 +156,9 @@ class DecodeCall(NamedTuple):
         """No field: all keys come from the cache, and so the kernels of prefill take a record without a mask."""
         return None
 
-    v = k
+    @property
+    def v(self) -> None:
+        return None
 
 
 class PrefillCall(NamedTuple):
