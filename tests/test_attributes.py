@@ -78,7 +78,7 @@ def test_outlier_channels_cost_less_where_rows_are_rotated_and_nothing_where_cha
     assert scaled < 1.3 * untouched < 0.2 * plain
 
 
-def test_channel_scales_are_root_mean_squares_of_mean_1_a_head():
+def test_channel_scales_are_largest_magnitudes_of_mean_1_a_head():
     k = torch.randn(500, 2, 8, dtype=torch.float64) * torch.tensor([1.0, 10.0])[:, None]
     k[..., 5] *= 30
     k[:, 1, 2] = 0
@@ -86,7 +86,8 @@ def test_channel_scales_are_root_mean_squares_of_mean_1_a_head():
     assert (got.shape, got.dtype) == ((2, 8), torch.float32)
     torch.testing.assert_close(got.mean(-1), torch.ones(2))
     assert (got > 0).all()
-    torch.testing.assert_close(got[0, 5] / got[0, 4], torch.tensor(30.0), rtol=0.15, atol=0)
+    largest = k.bfloat16().double().abs().amax(0)
+    torch.testing.assert_close((got[0, 5] / got[0, 4]).double(), largest[0, 5] / largest[0, 4])
     with pytest.raises(ValueError, match=r"^rows: want \[T, H, D\] with at least one token, got \[0, 2, 8\]"):
         tersekv.channel_scale(k[:0])
 

@@ -133,25 +133,33 @@ def test_the_reference_is_measured_even_if_not_asked_for(heldout):
     assert [m.format for m in result.formats] == ["bf16", "nvfp4"]
 
 
-def test_calibration_sets_the_scales_so_that_the_largest_value_just_fits(name, heldout, monkeypatch):
+def test_calibration_sets_the_scales_so_that_the_largest_value_of_another_text_just_fits(name, heldout, monkeypatch):
     seen = {}
     original = tool.run_format
 
     def spy(subject, format, tokens, prompt, settings, scales, tick, options):
-        run = original(subject, format, tokens, prompt, settings, scales, tick, options)
-        seen[format] = (scales, run.largest)
-        return run
+        seen[format] = scales
+        return original(subject, format, tokens, prompt, settings, scales, tick, options)
 
     monkeypatch.setattr(tool, "run_format", spy)
     wanted = ["fp8_e4m3", "fp16", "nvfp4", "fp8_ds_mla"]
-    measure(name, heldout[:60], dataclasses.replace(QUICK, calibrate=True), wanted)
-    largest = seen["bf16"][1]
-    assert all(x > 0 for layer in largest for x in layer)
-    assert seen["bf16"][0] is None
-    assert seen["fp8_e4m3"][0] == [tuple(x / 448.0 for x in layer) for layer in largest]
-    assert all(x == 1.0 for layer in seen["fp16"][0] for x in layer)
+    paged, other = runner(name, "bf16", 1, 40, 16), heldout[600:640]
+    logits(paged, other[:-1], 40)
+    largest = [tuple(float(x.abs().max()) for x in layer) for layer in paged.rows()]
+    if name == "deepseek":  # one scale for latent and rotary part
+        largest = [(max(layer),) for layer in largest]
+    calibrated = dataclasses.replace(QUICK, calibrate=True, chunk=40)
+    measure(name, heldout[:60], calibrated, wanted, None, None, other)
+    assert seen["bf16"] is None
+    assert seen["fp8_e4m3"] == [tuple(x / 448.0 for x in layer) for layer in largest]
+    assert all(x == 1.0 for layer in seen["fp16"] for x in layer)
     if name == "llama":
-        assert seen["nvfp4"][0] == [tuple(x / (6 * 448.0) for x in layer) for layer in largest]
+        assert seen["nvfp4"] == [tuple(x / (6 * 448.0) for x in layer) for layer in largest]
+    measure(name, heldout[:60], QUICK, ["fp8_e4m3", "fp8_e4m3+fitted"], None, None, other)
+    assert seen["fp8_e4m3"] is None
+    assert seen["fp8_e4m3+fitted"][0][0] == pytest.approx(largest[0][0] / 448)
+    with pytest.raises(ValueError, match="other: want another part of the text to calibrate on, got None"):
+        measure(name, heldout[:60], calibrated, wanted)
 
 
 def test_a_format_without_a_kernel_is_told_not_hidden(heldout, monkeypatch):
@@ -329,11 +337,13 @@ def test_without_matplotlib_the_picture_is_left_out_and_that_is_said(tmp_path, c
         (("eval", "--text", __file__, "--model", "./x", "--device", "nonsense"), "--device nonsense: "),
         (("eval", "--text", __file__, "--context", "9"), "--context and --dtype are of Hugging Face models"),
         (("eval", "--text", __file__, "--model", "deepseek", "--formats", "nvfp4"), "want a format of a model"),
+        (("eval", "--text", "short", "--calibrate"), "text: want at least 9 bytes, a part of them to calibrate on"),
     ],
     ids=lambda x: " ".join(x[:3]) if isinstance(x, tuple) else None,
 )
 def test_bad_arguments_exit_with_2_and_say_why(argv, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "short").write_bytes(b"8 bytes.")
     try:
         code = main.main(argv)
     except SystemExit as stop:  # argparse's own way out

@@ -36,14 +36,15 @@ def signs(dim: int, device: torch.device | None = None) -> Tensor:
 
 
 def channel_scale(rows: Tensor) -> Tensor:
-    """[H, D] fp32: each channel's root mean square over rows [T, H, D], normalised to mean 1 a head: channel scales.
+    """[H, D] fp32: each channel's largest magnitude over rows [T, H, D], normalised to mean 1 a head: channel scales.
 
     Rows are what an append gets, keys after their rotary embedding: of some text that is like what will be cached. A
     channel counts with a thousandth of the head's mean at least. Raises ValueError for rows of another rank or none.
     """
     if rows.dim() != 3 or not len(rows):
         raise ValueError(f"rows: want [T, H, D] with at least one token, got {list(rows.shape)}")
-    size = rows.to(torch.float64).square().mean(0).sqrt()
+    # Not the root mean square: what is uneven within a channel would cost the whole row its steps (docs/choosing.md).
+    size = rows.to(torch.float64).abs().amax(0)
     mean = size.mean(-1, keepdim=True)
     size = torch.where(mean > 0, torch.maximum(size / mean, torch.full_like(size, _SMALLEST)), 1.0)
     return (size / size.mean(-1, keepdim=True)).to(torch.float32)

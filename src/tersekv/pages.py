@@ -255,5 +255,12 @@ def copy_pages(cache: PagedKVCache | PagedLatentCache, copies: Sequence[tuple[in
                 t[dst_pages] = t[src_pages]
 
 
+def written_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The rows that were written into tensors [P, S, …] of a zeroed cache in 16 bits, as [T, …] each, by slot."""
+    rows = [x.flatten(0, 1) for x in tensors]
+    there = torch.stack([x.flatten(1).any(1) for x in rows]).any(0)
+    return tuple(x[there] for x in rows)
+
+
 def _int32(values: list, device: Device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)

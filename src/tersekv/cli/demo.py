@@ -17,8 +17,8 @@ from torch import Tensor
 from .. import __version__
 from ..demo import text
 from ..demo.attend import RUNNERS
-from ..demo.measure import REFERENCE, ModelResult, Settings, formats_of, measure
-from ..demo.recipe import recipe, searched
+from ..demo.measure import ModelResult, Settings, formats_of, measure
+from ..demo.recipe import REFERENCE, recipe, searched
 from ..demo.report import as_json, frontier_table, plot, samples, table
 from ..demo.subject import BuiltIn, Subject
 from ..errors import UnsupportedError
@@ -41,6 +41,8 @@ from .verify import device_name, environment
 
 _FORMATS = tuple(ALL_FORMATS)
 NONE = "none"
+NEEDLES = 16  # keys of each head that a search looks for
+_LEAST = 9  # tokens, of which a quarter are two
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,15 +64,17 @@ def add_common(parser: argparse.ArgumentParser, stem: str) -> None:
     parser.add_argument(
         "--formats", type=_recipes,
         help=f"comma-separated, of {', '.join(_FORMATS)}; default: all; bf16 is always measured, as the reference; of "
-        "K/V caches also K/V, as in int8_per_token_head/nvfp4, and behind it +rotated, +channels (scales of channels, "
-        "calibrated on the bf16 rows) and +ends=FORMAT (of the first and the last layer)",
+        "K/V caches also K/V, as in int8_per_token_head/int4_per_token_head, and behind it +rotated, +channels (scales "
+        "of channels) and +ends=FORMAT (of the first and the last layer); behind any that takes a scale +fitted; what "
+        "has to be calibrated is on a part of the text that is not scored",
     )  # fmt: skip
     parser.add_argument(
         "--tokens", type=positive, default=4096, help="bytes (of other models: tokens) to score; default: %(default)s"
     )
     parser.add_argument(
         "--calibrate", action="store_true",
-        help="scales of fp8_e4m3, fp8_e5m2 and nvfp4 from the largest values in the bf16 cache; default: 1.0",
+        help="+fitted for every format: scales of fp8_e4m3, fp8_e5m2 and nvfp4 from the largest values of a part of "
+        "the text that is not scored; default: 1.0",
     )  # fmt: skip
     parser.add_argument(
         "--threads", type=threads, default=1,
@@ -115,11 +119,16 @@ def show(
     subjects = [s for s in subjects if s not in idle]
     search, within = getattr(args, "search", False), getattr(args, "within", None)
     wanted = _searched(subjects, args.formats) if search else args.formats
-    settings = replace(settings or Settings(), calibrate=args.calibrate)
+    settings = replace(settings or Settings(), calibrate=args.calibrate, needles=NEEDLES if search else 0)
     console, start = screen(), time.perf_counter()
-    used = tokens[: args.tokens + 1]  # the first one is only read
+    apart = args.calibrate or search or any(recipe(f).calibrated for f in wanted or ())
+    used, other = _parts(tokens, args.tokens, max(s.context for s in subjects) * settings.batch if apart else 0)
+    if apart and len(other) < 2:
+        least = f"at least {_LEAST} {subjects[0].unit}s, a part of them to calibrate on"
+        return complain(args, f"text: want {least}, got {len(tokens)}")
     what = f"{len(used) - 1} of {len(tokens) - 1} {subjects[0].unit}s of {source}"
-    console.print(f"tersekv {__version__} on {device_name(args.device)}: {what}", highlight=False)
+    told = f"; calibrated on {len(other)} others" if apart else ""
+    console.print(f"tersekv {__version__} on {device_name(args.device)}: {what}{told}", highlight=False)
     for s in idle:
         console.print(f"{s.name} is left out: its cache has none of {', '.join(args.formats)}", highlight=False)
     begun: list[ModelResult] = []
@@ -127,7 +136,7 @@ def show(
     torch.set_num_threads(args.threads)
     try:
         with Interruption() as stop:
-            _measure(subjects, used.to(args.device), settings, wanted, console, begun)
+            _measure(subjects, (used.to(args.device), other.to(args.device)), settings, wanted, console, begun)
     except UnsupportedError as e:
         return complain(args, str(e))
     finally:
@@ -143,6 +152,7 @@ def show(
     options = {
         "tokens": len(used) - 1,
         "calibrate": args.calibrate,
+        "calibrated_on": len(other),
         "page_size": settings.page_size,
         "threads": args.threads,
         "dtype": str(subjects[0].dtype).split(".")[-1],
@@ -158,6 +168,14 @@ def show(
     console.print(f"{seconds:.0f} s; wrote {', '.join(written)}", highlight=False, soft_wrap=True)
     stop.pass_on()
     return 0
+
+
+def _parts(tokens: Tensor, most: int, apart: int) -> tuple[Tensor, Tensor]:
+    """What is scored of a text, up to `most` tokens behind its first one; and behind that up to `apart` others, for
+    which a short text gives a quarter."""
+    given = len(tokens) - 1
+    used = tokens[: min(most, given - given // 4 if apart else given) + 1]  # the first one is only read
+    return used, tokens[len(used) :][:apart]
 
 
 def _searched(subjects: Sequence[Subject], formats: Sequence[str] | None) -> list[str]:
@@ -176,20 +194,22 @@ def _print(results: list[ModelResult], console: Console) -> None:
 
 
 def _measure(
-    subjects: Sequence[Subject], tokens: Tensor, settings: Settings, formats: Sequence[str] | None, console: Console,
-    begun: list[ModelResult],
+    subjects: Sequence[Subject], parts: tuple[Tensor, Tensor], settings: Settings, formats: Sequence[str] | None,
+    console: Console, begun: list[ModelResult],
 ) -> None:  # fmt: skip
+    tokens, other = parts
     runs = sum(len(formats_of(s, formats)) for s in subjects)
     room = (BarColumn(), MofNCompleteColumn()) if console.width >= 100 else ()
     columns = (TextColumn("{task.description}"), *room, TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("loading", total=runs * (len(tokens) - 1 + settings.generate))
+        work = runs * (len(tokens) - 1 + settings.generate) + len(subjects) * len(other)
+        task = progress.add_task("loading", total=work)
 
         def tick(label: str, work: float) -> None:
             progress.update(task, description=label, advance=work)
 
         for s in subjects:
-            measure(s, tokens, settings, formats, tick, begun)
+            measure(s, tokens, settings, formats, tick, begun, other if len(other) else None)
 
 
 def _drawn(results: list[ModelResult], title: str, path: str, console: Console) -> bool:

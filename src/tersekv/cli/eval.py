@@ -111,7 +111,7 @@ def _other(args: argparse.Namespace, data: bytes, source: str) -> int:
         return complain(args, f"--text {args.text}: want UTF-8 text for a tokenizer, got {e.reason} at byte {e.start}")
     try:
         model = HuggingFaceModel(args.model, args.device, args.dtype, args.context)
-        tokens = model.encode(written, args.tokens + 1)
+        tokens = model.encode(written, args.tokens + 1 + model.context)  # so many to calibrate on
         # Requests one by one: a large model fills the machine with one window of text.
         return show(args, [model], tokens, source, Settings(batch=1, chunk=512, page_size=64))
     except torch.OutOfMemoryError as e:

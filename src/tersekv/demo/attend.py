@@ -9,21 +9,18 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..attributes import channel_scale
 from ..cache import PagedKVCache, PagedLatentCache
 from ..formats import KV_FORMATS, LATENT_FORMATS
 from ..ops.append import rope_append
 from ..ops.decode import decode
 from ..ops.mla import MLAPrefillPlan, mla_append, mla_decode, mla_prefill, mla_prefill_plan
 from ..ops.prefill import MANY_ROWS, prefill
-from ..pages import PagePool
+from ..pages import PagePool, written_rows
 from .deepseek import DeepseekLayer, DeepseekLM, freqs_cis
 from .llama import LlamaLM, cos_sin_cache
 from .models import DemoModel
 from .parts import half_split_table, rms_norm
 
-# Channel scales of K and V in each layer.
-Channels = Sequence[tuple[Tensor, ...]]
 # Dequantising scales of one layer's tensors: (k, v), or (latent row,).
 Scales = Sequence[tuple[float, ...]]
 
@@ -125,14 +122,9 @@ class PagedLlama(Paged):
             out = decode(q, layer, s.page_table, s.seq_lens, softmax_scale=self.softmax_scale, **s.rows)
         return cast(Tensor, out)
 
-    def largest(self) -> list[tuple[float, ...]]:
-        """Largest magnitude of K and of V in each layer of a 16-bit cache."""
-        return [tuple(float(x.abs().max()) for x in (layer.k, layer.v)) for layer in self.cache.layers]
-
-    def channels(self) -> Channels:
-        """Channel scales of K and V in each layer, from the rows of a 16-bit cache."""
-        # Slots that were never written are rows of zeros: they change no channel beside another.
-        return [tuple(channel_scale(x.flatten(0, 1)) for x in (layer.k, layer.v)) for layer in self.cache.layers]
+    def rows(self) -> list[tuple[Tensor, ...]]:
+        """K and V [T, H, D] in each layer of a 16-bit cache."""
+        return [written_rows(layer.k, layer.v) for layer in self.cache.layers]
 
 
 class PagedDeepseek(Paged):
@@ -195,9 +187,9 @@ class PagedDeepseek(Paged):
     def _plan(self, seq_lens: list[int], counts: list[int]) -> MLAPrefillPlan | None:
         return None if max(counts) == 1 else mla_prefill_plan(seq_lens, counts, device=self.device)
 
-    def largest(self) -> list[tuple[float, ...]]:
-        """Largest magnitude in each layer of a 16-bit cache, latent and rotary part alike."""
-        return [(max(float(x.abs().max()) for x in (layer.ckv, layer.kpe)),) for layer in self.cache.layers]
+    def rows(self) -> list[tuple[Tensor, ...]]:
+        """Latent and rotary parts [T, L], [T, R] in each layer of a 16-bit cache."""
+        return [written_rows(layer.ckv, layer.kpe) for layer in self.cache.layers]
 
 
 RUNNERS: dict[str, type[PagedLlama] | type[PagedDeepseek]] = {"llama": PagedLlama, "deepseek": PagedDeepseek}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..formats import ALL_FORMATS, KV_FORMATS
+from ..formats import KV_FORMATS
 from . import text
-from .attend import Channels, Scales
-from .recipe import Recipe, recipe
+from .attend import Scales
+from .calibrate import Calibration, Tick, score, windows
+from .needle import Needles
+from .recipe import REFERENCE, Recipe, recipe
 from .subject import Runner, Subject
 
-REFERENCE = "bf16"
 _ROWS = 256  # rows of logits that are compared at once: in fp64 those of a large vocabulary take much memory
-Tick = Callable[[str, float], None]  # (what is being done, work done since the last call)
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Settings:
     generate: int = 48
     prompt: int = 160
     calibrate: bool = False
+    needles: int = 0  # keys of each K/V head to look for; of another part of the text
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Measured:
     tokens_per_s: float | None = None  # of the generation, one request
     sample: str | None = None
     same: int | None = None  # leading tokens of the sample that equal the reference's
+    needles: int | None = None  # keys that are found among all others, of those that the model's result counts
     unsupported: str | None = None
 
 
@@ -63,6 +65,7 @@ class ModelResult:
     formats: list[Measured]
     title: str | None = None
     unit: str = "byte"
+    needles: int | None = None  # keys that were looked for
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,6 @@ class Run:
     sample: Tensor  # [generate]
     tokens_per_s: float
     bytes_per_token: int
-    largest: list[tuple[float, ...]]  # of every layer's tensors
-    channels: Channels  # of the reference's K and V in every layer
 
 
 def formats_of(subject: Subject, wanted: Sequence[str] | None = None) -> list[str]:
@@ -86,20 +87,16 @@ def formats_of(subject: Subject, wanted: Sequence[str] | None = None) -> list[st
 
 def _held(subject: Subject, r: Recipe) -> bool:
     """Whether the model's caches can be made so: of its own formats, and anything but one format only of K and V."""
-    return {*r.formats, *(r.ends or ())} <= {*subject.formats} <= {*KV_FORMATS}
-
-
-def windows(tokens: Tensor, context: int) -> list[Tensor]:
-    """Pieces of up to context + 1 tokens, neighbours sharing one: every token but the first is predicted once."""
-    return [tokens[i : i + context + 1] for i in range(0, len(tokens) - 1, context)]
+    return {*r.formats, *(r.ends or ())} <= {*subject.formats} and (r.plain or {*subject.formats} <= {*KV_FORMATS})
 
 
 def measure(
     subject: Subject, tokens: Tensor, settings: Settings, formats: Sequence[str] | None = None,
-    tick: Tick | None = None, begun: list[ModelResult] | None = None,
+    tick: Tick | None = None, begun: list[ModelResult] | None = None, other: Tensor | None = None,
 ) -> ModelResult:  # fmt: skip
     """Run a model on tokens [N >= 2] of its device through the paged cache, once for each format.
 
+    other:  of another part of the text, to calibrate on; raises ValueError where it is wanted and None
     begun:  gets the result before the first format is run: what is measured is kept if the run is cut short
     """
     tick = tick or (lambda what, work: None)
@@ -107,37 +104,34 @@ def measure(
     generate = min(settings.generate, subject.positions // 2)
     settings = replace(settings, generate=generate, prompt=min(settings.prompt, subject.positions - generate))
     prompt = subject.prompt(tokens, settings.prompt)
+    calibration = Calibration(subject, other, settings.batch, settings.chunk, tick)
     reference, targets = None, tokens[1:].cpu()
     context = min(subject.context, len(targets))
     result = ModelResult(
         subject.name, len(targets), context, subject.decode(prompt), [], subject.title, subject.unit
     )  # fmt: skip
+    needles = None
+    if settings.needles and other is not None and {*subject.formats} <= {*KV_FORMATS}:
+        needles = Needles(calibration, settings.needles, subject.dtype)
+        result = replace(result, needles=needles.number)
     if begun is not None:
         begun.append(result)
     for format in formats_of(subject, formats):
-        scales = None
-        if settings.calibrate and reference is not None:
-            scales = fitting_scales(format, reference.largest)
-        options: Mapping[str, Any] | None = None if reference is None else recipe(format).options(reference.channels)
+        r, scales = recipe(format), None
         try:
+            if r.fitted or (settings.calibrate and format != REFERENCE):
+                scales = calibration.scales(r)
+            options = calibration.options(r)
             run = run_format(subject, format, tokens, prompt, settings, scales, tick, options)
+            found = None if needles is None else needles.found(replace(r, fitted=scales is not None))
         except UnsupportedError as e:
             result.formats.append(Measured(format, unsupported=str(e)))
             if reference is None:
                 raise
             continue
         reference = reference or run
-        result.formats.append(compare(format, run, reference, targets, subject))
+        result.formats.append(replace(compare(format, run, reference, targets, subject), needles=found))
     return result
-
-
-def fitting_scales(format: str, largest: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """Scales of each layer's tensors that let their largest values just fit."""
-    each = recipe(format).layers(len(largest))
-    return [
-        tuple(ALL_FORMATS[name].fitting_scale(x) for name, x in zip(names, layer, strict=False))
-        for names, layer in zip(each, largest, strict=True)
-    ]
 
 
 @torch.inference_mode()
@@ -148,37 +142,16 @@ def run_format(
     pieces = windows(tokens, subject.context)
     longest = max(len(pieces[0]), len(prompt) + settings.generate)
     more = () if options is None else (options,)
-    paged = subject.runner(format, settings.batch, longest, settings.page_size, scales, *more)
-    label, largest = f"{subject.name} {format}", None
+    paged = subject.runner(recipe(format).formats[0], settings.batch, longest, settings.page_size, scales, *more)
+    label = f"{subject.name} {format}"
     logits: list[Tensor] = []
     for i in range(0, len(pieces), settings.batch):
         some = dict(enumerate(pieces[i : i + settings.batch]))
         for step in score(paged, {r: piece[:-1] for r, piece in some.items()}, settings.chunk, logits):
             tick(label, step)
-        if format == REFERENCE:
-            here = paged.largest()
-            largest = here if largest is None else [_wider(a, b) for a, b in zip(largest, here, strict=True)]
-    calibrated = paged.channels() if format == REFERENCE and set(subject.formats) <= set(KV_FORMATS) else []
     sample, rate = generate(paged, prompt, settings.generate)
     tick(label, settings.generate)
-    return Run(torch.cat(logits), sample, rate, paged.bytes_per_token, largest or [], calibrated)
-
-
-def score(paged: Runner, inputs: dict[Hashable, Tensor], chunk: int, logits: list[Tensor]) -> Iterator[int]:
-    """Prefill each request in chunks, through the cache, and append its logits [t, vocab] to the list.
-
-    Yields the number of tokens of each step. Every token attends to cached rows alone, its own row among them.
-    """
-    parts: dict[Hashable, list[Tensor]] = {r: [] for r in inputs}
-    for begin in range(0, max(len(x) for x in inputs.values()), chunk):
-        new = {r: x[begin : begin + chunk] for r, x in inputs.items() if begin < len(x)}
-        counts = [len(x) for x in new.values()]
-        for r, part in zip(new, paged.step(new).float().cpu().split(counts), strict=True):
-            parts[r].append(part)
-        yield sum(counts)
-    for r in inputs:
-        paged.free(r)
-        logits.append(torch.cat(parts[r]))
+    return Run(torch.cat(logits), sample, rate, paged.bytes_per_token)
 
 
 def generate(paged: Runner, prompt: Tensor, num_tokens: int) -> tuple[Tensor, float]:
@@ -221,7 +194,3 @@ def compare(format: str, run: Run, reference: Run, targets: Tensor, subject: Sub
         subject.decode(run.sample),
         int(same),
     )
-
-
-def _wider(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(max(x, y) for x, y in zip(a, b, strict=True))

@@ -1,7 +1,8 @@
 """What a cache is made of, in one word: `int8_per_token_head/nvfp4+rotated+ends=bf16`.
 
-A format, or K's and V's with a `/` between them; then, of K/V caches, `+rotated` (K and V), `+channels` (K and V scaled
-by channel, calibrated on the reference's rows), and `+ends=FORMAT` or `+ends=K/V`: of the first and the last layer.
+A format, or K's and V's with a `/` between them; behind it `+fitted`: scales of the tensors in which the largest values
+just fit. Of K/V caches also `+rotated` (K and V), `+channels` (K and V scaled by channel), and `+ends=FORMAT` or
+`+ends=K/V`: of the first and the last layer. Numbers are calibrated on another part of the text than is measured.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import ALL_FORMATS, KV_FORMATS
+from ..attributes import HADAMARD
+from ..formats import ALL_FORMATS, BLOCK, KV_FORMATS, TENSOR
 
-_PLAIN = ("rotated", "channels")
-_FOUR_BITS = ("nvfp4",)
+REFERENCE = "bf16"
+_PLAIN = ("rotated", "channels", "fitted")
+_FOUR_BITS = ("int4_per_token_head", "nvfp4")
 _EIGHT_BITS = ("int8_per_token_head", "fp8_per_token_head")
 
 
@@ -28,11 +31,17 @@ class Recipe:
     rotated: bool = False
     channels: bool = False
     ends: tuple[str, str] | None = None
+    fitted: bool = False
 
     @property
     def plain(self) -> bool:
-        """Whether it is a format and nothing else: what latent caches have too."""
-        return self == Recipe((self.formats[0],) * 2)
+        """Whether it is a format, its scales aside, and nothing else: what latent caches have too."""
+        return self == Recipe((self.formats[0],) * 2, fitted=self.fitted)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it has numbers that a text has to give."""
+        return self.channels or self.fitted
 
     def layers(self, count: int) -> list[tuple[str, str]]:
         """The formats of each layer."""
@@ -41,14 +50,12 @@ class Recipe:
             each[0] = each[-1] = self.ends
         return each
 
-    def options(self, channels: Sequence[tuple[Tensor, ...]]) -> dict[str, Any] | None:
-        """As caches take them in place of a format; None: it is one alone. channels: scales of K and V by layer."""
-        if self.plain:
-            return None
-        options: dict[str, Any] = {"layer_formats": self.layers(len(channels))}
+    def options(self, layers: int, channels: Sequence[tuple[Tensor, ...]] | None) -> dict[str, Any]:
+        """As K/V caches take them in place of a format. channels: scales of K and V by layer, where it has them."""
+        options: dict[str, Any] = {"layer_formats": self.layers(layers)}
         if self.rotated:
-            options["rotation"] = "hadamard"
-        if self.channels:
+            options["rotation"] = HADAMARD
+        if channels is not None:
             sides = (torch.stack(side) for side in zip(*channels, strict=True))
             options.update(zip(("k_channel_scale", "v_channel_scale"), sides, strict=True))
         return options
@@ -65,10 +72,12 @@ def recipe(text: str) -> Recipe:
         elif word in _PLAIN and word not in found:
             found.add(word)
         else:
-            raise ValueError(f"want +rotated, +channels or +ends=FORMAT once each, got +{word}")
-    made = Recipe(formats, "rotated" in found, "channels" in found, ends)
+            raise ValueError(f"want +rotated, +channels, +fitted or +ends=FORMAT once each, got +{word}")
+    made = Recipe(formats, "rotated" in found, "channels" in found, ends, "fitted" in found)
     if not made.plain and not {*formats, *(ends or formats)} <= set(KV_FORMATS):
         raise ValueError(f"want formats of K/V caches ({', '.join(KV_FORMATS)}) for {text!r}")
+    if made.fitted and not any(ALL_FORMATS[f].scale in (TENSOR, BLOCK) for f in (*formats, *(ends or ()))):
+        raise ValueError(f"want a format that takes a scale for +fitted, got {text!r}")
     return made
 
 
@@ -80,13 +89,14 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def searched(formats: Sequence[str]) -> list[str]:
-    """What a search tries where these formats are: each alone; those of few bits rotated, with channel scales, beside
-    8 bits for K, and with 8 bits in the first and last layer."""
+    """What a search tries where these formats are: each alone, and with fitted scales where it takes some; those of few
+    bits rotated, with channel scales, beside 8 bits for K, and with 8 bits in the first and last layer."""
     few = [f for f in _FOUR_BITS if f in formats]
     eight = next((f for f in _EIGHT_BITS if f in formats), None)
+    fitted = [f"{f}+fitted" for f in formats if ALL_FORMATS[f].scale in (TENSOR, BLOCK)]
     if eight is None or not set(formats) <= set(KV_FORMATS):
-        return list(formats)
-    found = [*formats, f"{eight}+rotated"]
+        return [*formats, *fitted]
+    found = [*formats, *fitted, f"{eight}+rotated"]
     for f in few:
         found += [f"{f}+rotated", f"{f}+channels", f"{f}+rotated+channels", f"{f}+ends={eight}"]
         found += [f"{eight}/{f}", f"{f}/{eight}", f"{eight}/{f}+rotated", f"{eight}/{f}+channels"]

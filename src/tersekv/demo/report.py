@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..formats import KV_FORMATS
-from .measure import REFERENCE, Measured, ModelResult
+from .measure import Measured, ModelResult
+from .recipe import REFERENCE
 from .subject import TITLES
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#332288", "#882255", "#117733")
@@ -37,9 +38,18 @@ def table(result: ModelResult) -> Table:
     )
     for head in heads:  # in two lines: the table fits into 80 columns
         t.add_column(head, justify="right", no_wrap=True)
+    if result.needles is not None:
+        t.add_column("needles\nfound", justify="right", no_wrap=True)
     for m in result.formats:
-        t.add_row(m.format, *_cells(m))
+        t.add_row(m.format, *_cells(m), *_found(m, result))
     return t
+
+
+def _found(m: Measured, result: ModelResult) -> list[str]:
+    """The cell of the needles, where some were looked for."""
+    if result.needles is None:
+        return []
+    return ["-" if m.needles is None else f"{m.needles}/{result.needles}"]
 
 
 def frontier(result: ModelResult) -> list[Measured]:
@@ -59,11 +69,13 @@ def frontier_table(result: ModelResult, within: float | None) -> RenderableType:
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False,
     )  # fmt: skip
     t.add_column("cache", no_wrap=True)
-    for head in ("bytes/token", f"KL, nats per {result.unit}", "perplexity"):
+    found = [] if result.needles is None else ["needles found"]
+    for head in ("bytes/token", f"KL, nats per {result.unit}", "perplexity", *found):
         t.add_column(head, justify="right", no_wrap=True)
     best = frontier(result)
     for m in best:
-        t.add_row(m.format, str(m.bytes_per_token), "(ref.)" if m.format == REFERENCE else f"{m.kl:.1e}", _cells(m)[2])
+        size, _, perplexity, kl, *_ = _cells(m)
+        t.add_row(m.format, size, kl, perplexity, *_found(m, result))
     if within is None:
         return t
     near = next((m for m in best if m.kl is not None and m.kl <= within), None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import text
-from .attend import RUNNERS, Channels, Scales
+from .attend import RUNNERS, Scales
 from .models import DemoModel, load
 
 TITLES = {"llama": "Llama-style model, K/V cache", "deepseek": "DeepSeek-style model, latent (MLA) cache"}
@@ -35,12 +35,8 @@ class Runner(Protocol):
         """Forget a request."""
         ...
 
-    def largest(self) -> list[tuple[float, ...]]:
-        """Of a 16-bit cache: the largest magnitude in each of a layer's tensors, of all requests so far."""
-        ...
-
-    def channels(self) -> Channels:
-        """Of a 16-bit K/V cache: channel scales of K and V in each layer, of the requests that its pages hold."""
+    def rows(self) -> list[tuple[Tensor, ...]]:
+        """Of a 16-bit cache: the rows [T, …] that its pages hold of each of a layer's tensors, freed requests' too."""
         ...
 
 
@@ -65,6 +61,11 @@ class Subject(Protocol):
 
     @property
     def formats(self) -> tuple[str, ...]: ...
+
+    @property
+    def num_layers(self) -> int:
+        """Of the cache."""
+        ...
 
     @property
     def context(self) -> int:
@@ -108,6 +109,10 @@ class BuiltIn:
     @cached_property
     def model(self) -> DemoModel:
         return load(self.name, self.device, self.dtype)
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.config.num_layers
 
     @property
     def context(self) -> int:

@@ -102,6 +102,10 @@ class HuggingFaceModel:
                 logging.enable_progress_bar()
         return model.to(self._device).eval().requires_grad_(False)
 
+    @property
+    def num_layers(self) -> int:
+        return len(layer_windows(self._config))
+
     def encode(self, text: str, most: int) -> Tensor:
         """At least `most` tokens of a text, if it has as many: [N] int64."""
         ids = self._tokenizer(text[: most * _CHARACTERS])["input_ids"]
@@ -159,14 +163,11 @@ class PagedModel:
         cache.reset()
         self._spare.append(cache)
 
-    def largest(self) -> list[tuple[float, ...]]:
-        """Of a 16-bit cache: the largest magnitudes in each layer, of the requests that its pages last held."""
-        each = [c.largest() for c in (*self._caches.values(), *self._spare)]
-        return [tuple(max(sizes) for sizes in zip(*layer, strict=True)) for layer in zip(*each, strict=True)]
-
-    def channels(self) -> list[tuple[Tensor, ...]]:
-        """Of a 16-bit cache: channel scales of each layer, of the request that a cache's pages last held."""
-        return (*self._caches.values(), *self._spare)[0].channel_scales()
+    def rows(self) -> list[tuple[Tensor, ...]]:
+        """Of a 16-bit cache: the rows that its pages hold of each of a layer's tensors, of all requests so far."""
+        caches = *self._caches.values(), *self._spare
+        each = [[layer.store.rows() for layer in c.paged if layer.store is not None] for c in caches]
+        return [tuple(map(torch.cat, zip(*layer, strict=True))) for layer in zip(*each, strict=True)]
 
     def _fresh(self) -> TersekvCache:
         return TersekvCache(self._model.config, self._format, **self._options)

@@ -16,7 +16,7 @@ from ..ops.append import append
 from ..ops.decode import decode
 from ..ops.mla import mla_append, mla_decode
 from ..ops.prefill import MANY_ROWS, prefill
-from ..pages import PageCopy, copy_pages
+from ..pages import PageCopy, copy_pages, written_rows
 from .transformers_pages import Piece
 
 
@@ -74,6 +74,10 @@ class KVStore:
         """Largest magnitude of K and of V in a 16-bit cache."""
         return tuple(float(x.abs().max()) for x in (self.cache[0].k, self.cache[0].v))
 
+    def rows(self) -> tuple[Tensor, ...]:
+        """K and V [T, H, D], [T, H, Dv] in a 16-bit cache."""
+        return written_rows(self.cache[0].k, self.cache[0].v)
+
     def channel_scales(self) -> tuple[Tensor, ...]:
         """Of K and of V in a 16-bit cache."""
         # Slots that were never written are rows of zeros: they change no channel beside another.
@@ -120,6 +124,10 @@ class LatentStore:
         """The same rows in more pages."""
         old, self.cache = self.cache[0], PagedLatentCache.allocate(num_pages=num_pages, **self._sizes)
         _refill(self.cache[0], old, ("ckv", "kpe", "ckv_scale_cache"))
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """Latent and rotary parts [T, L], [T, R] in a 16-bit cache."""
+        return written_rows(self.cache[0].ckv, self.cache[0].kpe)
 
     def largest(self) -> tuple[float, ...]:
         """Largest magnitude in a 16-bit cache, latent and rotary part alike."""
