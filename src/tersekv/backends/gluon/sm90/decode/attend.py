@@ -62,9 +62,7 @@ def scores_of_box(codes, scales, i_box, q, scale, softcap, key, by, MASKED: gl.c
         row = scale_box(scales, i_box, False, g).load(gl.SliceLayout(2, MMA))
         if g.K.CODE == "int4":
             # As a number by way of 2^23 + the zero point.
-            zero = (zero_bits(row) | 0x4B000000).to(
-                gl.float32, bitcast=True
-            ) - 8388608.0
+            zero = (zero_bits(row) | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
             s = s - zero[:, :, None] * q.total[:, None, :]
         s = s * scale[:, None, :] * row[:, :, None]
     else:
