@@ -52,8 +52,8 @@ def _grid(config: prefill.Config) -> tuple[int, ...]:
 
 
 @cache
-def compiled(fmt: str, dtype: torch.dtype = torch.bfloat16) -> dict:
-    call = call_of(fmt, dtype=dtype)
+def compiled(fmt: str, dtype: torch.dtype = torch.bfloat16, precision: str = "exact") -> dict:
+    call = call_of(fmt, dtype=dtype, precision=precision)
     (kernel,) = compile_launches(prefill.run, call, prefill.configure(facts_of(call)), 90)
     return kernel
 
@@ -95,10 +95,33 @@ def test_an_e4m3_query_meets_codes_of_keys():
     assert k["n_spills"] <= since({(3, 6): 112, (3, 7): 256})  # as of queries in 16 bits
 
 
+def test_with_precision_fast_values_meet_weights_in_8_bits():
+    """Values in two halves, of sums of their own; transposed by loads and stores of matrices and one permute a word."""
+    k = compiled("fp8_e4m3", torch.float8_e4m3fn, "fast")
+    assert k["shared"] <= SHARED
+    sass = k["sass"]()
+    tiles = loops(sass, "GMMA")
+    assert all((count(tile, "QGMMA"), count(tile, "HGMMA")) == (12, 0) for tile in tiles)
+    long = [tile for tile in tiles if not count(tile, "ISETP.") or count(tile, "FSEL") == 0]
+    assert len(long) == 2, "one for each warpgroup"
+    for tile in long:
+        waits = [line for line in tile if "WARPGROUP.DEPBAR" in line]
+        assert len(waits) == 3, "where ptxas serialises products, each has a wait of its own"
+        assert sum("0x0" in line for line in waits) == 1, "weights are computed while values are multiplied"
+        assert count(tile, "LDL") + count(tile, "STL") <= since({(3, 6): 0, (3, 7): 1})
+        assert count(tile, "PRMT") + count(tile, "SHFL") <= 4, "weights become an operand where they are"
+    assert k["n_spills"] <= since({(3, 6): 112, (3, 7): 256})  # at the causal edge
+    assert "LDSM.16.MT88.4" in sass
+    assert "STSM.16.M88.4" in sass
+
+
 def test_only_e4m3_queries_over_e4m3_codes_are_multiplied_in_8_bits():
     e4m3 = torch.float8_e4m3fn
     shapes = {fmt: shape_of(facts_of(call_of(fmt, dtype=e4m3))) for fmt in FORMATS if fmt not in ("bf16", "fp16")}
     assert [fmt for fmt, c in shapes.items() if c.KEYS_8] == ["fp8_e4m3"]
+    fast = [shape_of(facts_of(call_of("fp8_e4m3", dtype=q, precision="fast"))) for q in (e4m3, torch.bfloat16)]
+    assert [c.VALUES_8 for c in fast] == [True, False]
+    assert not any(c.VALUES_8 for c in shapes.values()), "a permission that was not given"
     assert not shape_of(facts_of(call_of("fp8_e4m3"))).KEYS_8
     assert not shape_of(facts_of(call_of("fp8_e4m3", dtype=torch.float8_e5m2))).KEYS_8
     assert not shape_of(facts_of(call_of("fp8_e4m3", dtype=e4m3, new=True))).KEYS_8, "new rows are in 16 bits"

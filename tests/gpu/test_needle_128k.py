@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from needle import LIMIT, errors, errors_of_many_rows, latent_errors
+from needle import FAST, LIMIT, errors, errors_of_many_rows, latent_errors
 
 from tersekv import KV_FORMATS, LATENT_FORMATS
 
@@ -22,6 +22,12 @@ def test_prefill_finds_one_key_among_many(fmt, dtype):
     """Of an 8-bit query scores are sums of 8-bit products."""
     torch.manual_seed(3)
     assert max(errors_of_many_rows(fmt, TOKENS, "cuda", dtype)) <= LIMIT
+
+
+def test_prefill_finds_it_with_probabilities_in_8_bits():
+    """Of one key, and of all the others: their probabilities are 2^-17 of its."""
+    torch.manual_seed(4)
+    assert max(errors_of_many_rows("fp8_e4m3", TOKENS, "cuda", torch.float8_e4m3fn, precision="fast")) <= FAST
 
 
 @pytest.mark.parametrize("fmt", LATENT_FORMATS)

@@ -24,6 +24,18 @@ _BASE = Case(
     q_lens=(700, 41, 1, 0, 256, 130),
 )  # fmt: skip
 _E4M3 = {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16"}
+_FAST = {
+    "plain": {},
+    "pages of 16, heads apart": {"page": 16, "layout": "HND", "sinks": True},
+    "window": {"window": 100},
+    "narrow window": {"window": 3, "page": 16},
+    "soft cap, scale per head": {"softcap": 20.0, "scale": "head"},
+    "D 64": {"dim": 64, "group": 6},
+    "D 96": {"dim": 96, "group": 5},
+    "more rows than tokens": {"lens": (3, 90), "q_lens": (90, 9), "page": 16},
+    "many requests": {"lens": (40,) * 70, "q_lens": (33,) * 70, "page": 16},
+    "large": {"heads": 4, "lens": (4096, 2500), "q_lens": (1024, 700), "page": 16},
+}
 VARIANTS = {
     "plain": {},
     "pages of 16, heads apart": {"page": 16, "layout": "HND"},
@@ -56,6 +68,7 @@ VARIANTS = {
     "e4m3 query, more rows than tokens": {**_E4M3, "lens": (3, 90), "q_lens": (90, 9), "page": 16},
     "e4m3 query, many requests": {**_E4M3, "lens": (40,) * 70, "q_lens": (33,) * 70, "page": 16},
     "e4m3 query, large": {**_E4M3, "heads": 4, "lens": (4096, 2500), "q_lens": (1024, 700), "page": 16},
+    **{f"fast, {name}": {**_E4M3, "precision": "fast", **more} for name, more in _FAST.items()},
     "e5m2 query": {"dtype": "float8_e5m2", "out_dtype": "float16", "dim": 64},
     "fp16 query": {"dtype": "float16"},
     "D 256": {"dim": 256},
@@ -88,7 +101,7 @@ _SEEN_ONCE = (
     *("plain", "pages of 16, heads apart", "window", "many requests", "group of 128", "D 96", "soft cap", "large"),
     *(name for name in VARIANTS if name.startswith("new rows")),
 )
-_DIRECT = tuple(name for name in VARIANTS if name.startswith("e4m3 query"))  # such queries meet codes of keys
+_DIRECT = tuple(name for name in VARIANTS if name.startswith(("e4m3 query", "fast")))  # such queries meet codes of keys
 FORMATS = {
     "bf16": _SEEN_ONCE,
     "fp8_e4m3": (*_SEEN_ONCE, *_DIRECT),

@@ -20,8 +20,9 @@ from ..decode.work import finish
 from ..parts.ring import give_back, place_of
 from ..parts.schedule import output
 from ..parts.softmax import packed, shares_of_sum, unpacked
+from . import attend_eight as eight
 from .items import read
-from .softmax import weigh
+from .softmax import Reference, weigh
 
 ROWS = gl.constexpr(64)
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf times it is −inf
@@ -205,8 +206,11 @@ def step(state, view, q, scale, scales, softcap, queries, keys, values, turn, co
          HALF: gl.constexpr, MASKED: gl.constexpr, c: gl.constexpr):  # fmt: skip
     """Scores of the tile that begins with key `start`, while the values of the tile before are added; its weights."""
     before, _ = place_of(turn - 1, c.STAGES)
-    s = start_scores(q, keys, turn, c)
-    acc = start_values(state, values, turn - 1, c)
+    if c.VALUES_8:
+        s, low, high = scores_and_half(state, q, keys, values, turn, True, c)
+    else:
+        s = start_scores(q, keys, turn, c)
+        acc = start_values(state, values, turn - 1, c)
     of_tile = tile_scales(scales, code_turn, c)
     s = with_scales(warpgroup_mma_wait(1, [s]), scales, turn, c)
     give_back(keys.free, turn, c.STAGES)
@@ -217,13 +221,30 @@ def step(state, view, q, scale, scales, softcap, queries, keys, values, turn, co
     weight, total, m, shrink = tile_weights(s, state.m, view, start, scale, of_tile, softcap, MASKED, c)
     L: gl.constexpr = gl.SliceLayout(1, state.l.type.layout)
     l = state.l * gl.convert_layout(shrink, L)[:, None] + total
-    words = packed(weight, values.tiles.dtype)
+    if not c.VALUES_8:
+        words = packed(weight, values.tiles.dtype)
     CLEAN: gl.constexpr = MASKED and (c.WINDOW > 0 or c.NEW) and not c.CONVERTED
     values_come(values, turn, view, start, at_edge(view, start, c), CLEAN, c)
-    acc = warpgroup_mma_wait(0, [acc])
-    mbarrier.arrive(values.free.index(before), count=1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return State(acc, m, l, words)
+    if c.VALUES_8:
+        high = warpgroup_mma_wait(0, [high])
+        mbarrier.arrive(values.free.index(before), count=1)
+        high = eight.added(state.high, high, state.shrink)
+        return eight.State(low, high, shrink, m, l, eight.packed(weight))
+    else:
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(values.free.index(before), count=1)
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+        return State(acc, m, l, words)
+
+
+@gluon.jit
+def scores_and_half(state, q, keys, values, turn, more, c: gl.constexpr):
+    """(scores, sums of half the values' columns, product of the others) of 8 bits: the first and the last under way."""
+    weights = eight.unpacked(state.words, c)
+    low = eight.start_half(weights, values, turn - 1, 0, c)
+    s = start_scores(q, keys, turn, c, more)
+    low = eight.added(state.low, warpgroup_mma_wait(1, [low]), state.shrink)
+    return s, low, eight.start_half(weights, values, turn - 1, 1, c)
 
 
 @gluon.jit
@@ -303,8 +324,14 @@ def begin_item(item, queries, numbers, HALF: gl.constexpr, DTYPE: gl.constexpr, 
 def first_weights(s, acc_m, view, start, scale, of_tile, softcap, DTYPE: gl.constexpr, c: gl.constexpr):
     """The state after an item's first scores."""
     acc, m = acc_m
-    weight, total, m, _ = tile_weights(s, m, view, start, scale, of_tile, softcap, True, c)
-    return State(acc, m, total, packed(weight, DTYPE))
+    if c.VALUES_8:
+        m = Reference(m, m)
+    weight, total, m, shrink = tile_weights(s, m, view, start, scale, of_tile, softcap, True, c)
+    if c.VALUES_8:
+        none = eight.nothing(ROWS, c)
+        return eight.State(none, none, shrink, m, total, eight.packed(weight))
+    else:
+        return State(acc, m, total, packed(weight, DTYPE))
 
 
 @gluon.jit
@@ -368,16 +395,23 @@ def attend(tensors, numbers, strides, queries, facts, keys, values, scales, HALF
             more = item.tiles > 0
             q, scale, view = begin_item(item, queries, numbers, HALF, DTYPE, c)
             start = (item.end - 1) * c.TILE
-            s = start_scores(q, keys, turn, c, more)
-            acc = start_values(state, values, turn - 1, c)
+            if c.VALUES_8:
+                s, low, high = scores_and_half(state, q, keys, values, turn, more, c)
+            else:
+                s = start_scores(q, keys, turn, c, more)
+                acc = start_values(state, values, turn - 1, c)
             of_tile = tile_scales(scales, turn, c)
             s = with_scales(warpgroup_mma_wait(1, [s]), scales, turn, c)
             mbarrier.arrive(keys.free.index(place_of(turn, c.STAGES)[0]), count=1, pred=more)
             mbarrier.arrive(queries.free.index(HALF), count=1, pred=item.tiles == 1)
-            acc = warpgroup_mma_wait(0, [acc])
+            if c.VALUES_8:
+                high = eight.added(state.high, warpgroup_mma_wait(0, [high]), state.shrink)
+                acc, m = eight.whole(low, high, sum_layout(c)), state.m.m
+            else:
+                acc, m = warpgroup_mma_wait(0, [acc]), state.m
             give_back(values.free, turn - 1, c.STAGES)
             value_scale = scale_of_values(ended, numbers, c)
-            store(OUT, LSE, SINKS, ended, State(acc, state.m, state.l, state.words), value_scale, strides, HALF, c)
+            store(OUT, LSE, SINKS, ended, State(acc, m, state.l, state.words), value_scale, strides, HALF, c)
             state = first_weights(s, empty(c), view, start, scale, of_tile, softcap, V, c)
             values_come(values, turn, view, start, more & at_edge(view, start, c), CLEAN, c, more)
             turn += 1

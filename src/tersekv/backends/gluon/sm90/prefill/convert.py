@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...versions import reinterpret, thread_barrier
 from ..parts.ring import place_of, wait_free, wait_full
+from .attend_eight import transpose_tile
 from .codes import blocks_layout, in_16_bits, row_word, words_layout
 from .items import read
 
@@ -188,7 +189,12 @@ def convert(stored, queries, facts, key_codes, value_codes, keys, values, c: gl.
                 of_keys = stored.of_keys.index(place)
             if not c.KEYS_8:
                 convert_tile(key_codes, keys, of_keys, turn, code_turn, low - start, top - start, edge, own, False, c)
-            convert_tile(value_codes, values, of_values, turn, code_turn, low - start, top - start, edge, own, True, c)
+            if c.VALUES_8:
+                transpose_tile(value_codes, values, turn, code_turn, low - start, top - start, edge, c)
+            else:
+                convert_tile(
+                    value_codes, values, of_values, turn, code_turn, low - start, top - start, edge, own, True, c
+                )
             turn += 1
             code_turn += 1
             start -= c.TILE

@@ -30,10 +30,11 @@ def make_ring(dtype: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS:
 
 
 @gluon.jit
-def as_codes(ring, c: gl.constexpr):
-    """A ring of words of keys, as the e4m3 codes that they hold."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(c.D, 128), 8, 2)
-    tiles = reinterpret(ring.tiles, gl.float8e4nv, [c.CODE_STAGES, c.TILE, c.D], LAYOUT)
+def as_codes(ring):
+    """A ring of words, as the e4m3 codes that they hold."""
+    COLUMNS: gl.constexpr = 2 * ring.tiles.shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(COLUMNS, 128), 8, 2)
+    tiles = reinterpret(ring.tiles, gl.float8e4nv, [ring.tiles.shape[0], ring.tiles.shape[1], COLUMNS], LAYOUT)
     return Ring(tiles, ring.full, ring.free)
 
 
@@ -101,7 +102,10 @@ def prefill_kernel(
         keys = make_ring(gl.int16, c.CODE_STAGES, c.TILE, c.WORDS_K, 2)
     else:
         keys = make_ring(X, c.STAGES, c.TILE, c.D, 2)
-    values = make_ring(X, c.STAGES, c.TILE, c.DV, 2)
+    if c.VALUES_8:
+        values = make_ring(gl.int16, c.STAGES, c.DV, c.TILE // 2, 2)
+    else:
+        values = make_ring(X, c.STAGES, c.TILE, c.DV, 2)
     facts = gl.allocate_shared_memory(gl.int32, [3, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BYTES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -119,7 +123,7 @@ def prefill_kernel(
     if c.CODE_STAGES > 0:
         queries = Ring(queries.tiles, barriers(3, 1), barriers(3, 1))
         if c.KEYS_8:
-            keys = as_codes(key_codes, c)
+            keys = as_codes(key_codes)
         else:
             key_codes = make_ring(gl.int16, c.CODE_STAGES, c.TILE, c.WORDS_K, 1)
         value_codes = make_ring(gl.int16, c.CODE_STAGES, c.TILE, c.WORDS_V, 1)
@@ -143,11 +147,14 @@ def prefill_kernel(
         run_new(tensors, both, strides, shared, codes, stored, maps, new, given, B, DTYPE, NEW_DTYPE, c, n)
     elif c.CODE_STAGES > 0:
         numbers = Numbers(of_pages, K_T, of_values * of_output, V_T, softcap)
+        read = values
+        if c.VALUES_8:
+            read = as_codes(values)
         gl.warp_specialize(
             [
                 (convert, (stored, queries, facts, key_codes, value_codes, keys, values, c)),
-                (attend, (tensors, numbers, strides, queries, facts, keys, values, stored, 0, DTYPE, c)),
-                (attend, (tensors, numbers, strides, queries, facts, keys, values, stored, 1, DTYPE, c)),
+                (attend, (tensors, numbers, strides, queries, facts, keys, read, stored, 0, DTYPE, c)),
+                (attend, (tensors, numbers, strides, queries, facts, keys, read, stored, 1, DTYPE, c)),
                 (produce, (maps, maps, given, B, st_b, queries, facts, key_codes, value_codes, maps, 3, c)),
             ],
             [4, 4, 1], [c.REGISTERS, c.REGISTERS, 24],

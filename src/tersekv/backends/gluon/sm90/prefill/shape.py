@@ -27,6 +27,7 @@ class Shape(Record):
     CODE: str  # KVFormat.code
     CONVERTED: bool  # codes are; else keys and values are multiplied as they are stored
     KEYS_8: bool  # an e4m3 query meets codes of keys as they are: only those of values are converted
+    VALUES_8: bool  # and weights in 8 bits meet codes of values: these are transposed
     PARTS: int  # codes in a 16-bit word
     TOKEN_SCALES: bool
     BLOCK_SCALES: bool
@@ -80,6 +81,7 @@ def shape_of(f: SimpleNamespace) -> Shape:
         CODE=fmt.code,
         CONVERTED=codes,
         KEYS_8=_keys_8(f),
+        VALUES_8=_keys_8(f) and f.precision == "fast",
         PARTS=parts,
         TOKEN_SCALES=fmt.scale == TOKEN_HEAD,
         BLOCK_SCALES=fmt.scale == BLOCK,
@@ -114,7 +116,7 @@ def shape_of(f: SimpleNamespace) -> Shape:
         OUT_MAX=_OUT_MAX.get(f.out.dtype, 0.0),
         K_FACTOR=left_over,
         V_FACTOR=left_over,
-        REGISTERS=208 if codes else 240,
+        REGISTERS=240 if not codes else 216 if f.precision == "fast" and _keys_8(f) else 208,
         K_SCALE_STRIDES=_of_scales(f.k_scale_cache),
         V_SCALE_STRIDES=_of_scales(f.v_scale_cache),
     )

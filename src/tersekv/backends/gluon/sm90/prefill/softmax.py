@@ -1,10 +1,23 @@
 """Weights of a tile of scores: masks, soft caps, and the running maximum of each row."""
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..parts.schedule import LOG2E
 from ..parts.softmax import largest
+
+# Weights in e4m3, which holds 2^-9 to 448, are at most two to the first. They are judged by their own tile's highest
+# score, or many small ones would be lost beside a large one; but sums must not leave fp32.
+RAISED, FAR = gl.constexpr(8.0), gl.constexpr(40.0)
+
+
+class Reference(NamedTuple):
+    """Of weights in 8 bits: what is taken from their scores, and the highest score of a row."""
+
+    m: gl.tensor
+    highest: gl.tensor
 
 
 @gluon.jit
@@ -21,7 +34,7 @@ def masked(s, last, low, keys, c: gl.constexpr):
 
 @gluon.jit
 def weigh(s, m, last, low, keys, scale, values_log, softcap, MASKED: gl.constexpr, c: gl.constexpr):
-    """(weights fp32, m, shrink) of a tile of scores; scale > 0: of each row.
+    """(weights fp32, m, shrink) of a tile of scores; scale > 0: of each row. m: of weights in 8 bits a Reference.
 
     last, low, keys: of the tile, the last key that each row sees by its place, the first that there is, and their end
     values_log: with scales of tokens, the tile's values are to be multiplied by two to this: that joins the exponent
@@ -35,11 +48,18 @@ def weigh(s, m, last, low, keys, scale, values_log, softcap, MASKED: gl.constexp
         top = top * scale
     if c.TOKEN_SCALES:
         top = top + values_log
-    m_new = gl.maximum(m, top)
-    base = m_new
+    if c.VALUES_8:
+        before = m.m
+        highest = gl.maximum(m.highest, top)
+        base = gl.maximum(top, highest - FAR) - RAISED
+        m_new = Reference(base, highest)
+    else:
+        before = m
+        base = gl.maximum(m, top)
+        m_new = base
     if MASKED:
-        base = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row may have seen nothing yet
-    shrink = gl.exp2(m - base)
+        base = gl.where(base == float("-inf"), 0.0, base)  # a row may have seen nothing yet
+    shrink = gl.exp2(before - base)
     if c.TOKEN_SCALES:
         base = base - values_log
     if not c.SOFTCAP:
