@@ -18,7 +18,6 @@ from .attend_eight import transpose_tile
 from .codes import blocks_layout, in_16_bits, row_word, words_layout
 from .items import read
 
-PIECE_KEYS = gl.constexpr(32)  # that are converted at once
 LISTENER = gl.constexpr(2)  # among those who are told of items
 
 
@@ -53,25 +52,23 @@ def convert_tile(codes, tiles, factors, turn, code_turn, low, keys, edge, own, V
     """
     WORDS: gl.constexpr = codes.tiles.shape[2] // 2
     L: gl.constexpr = words_layout(WORDS)
-    PIECE: gl.constexpr = PIECE_KEYS
-    o_n = gl.arange(0, PIECE, gl.SliceLayout(1, L))
     source = as_words(codes).index(wait_full(codes.full, code_turn, c.CODE_STAGES))
     into = as_words(tiles).index(wait_free(tiles.free, turn, c.STAGES))
     if c.TOKEN_SCALES and not VALUES:
         own[0].index(place_of(turn, c.STAGES)[0]).store(own[1])
-    for i in gl.static_range(gl.constexpr(c.TILE // PIECE)):
-        words = source.slice(i * PIECE, PIECE).load(L)
-        # Those of whole numbers that are dead have a scale of 0.
-        if VALUES and (c.CODE == "e4m3" or c.CODE == "e5m2"):  # noqa: SIM102 - known to the compiler, unlike the other
-            if edge:
-                live = (o_n >= low - i * PIECE) & (o_n < keys - i * PIECE)
-                words = gl.where(live[:, None], words, 0)
-        rows = o_n
-        if c.BLOCK_SCALES:
-            rows = factors.slice(i * PIECE, PIECE).load(gl.SliceLayout(2, blocks_layout(WORDS)))
-        elif c.TOKEN_SCALES and (VALUES or c.CODE == "int4"):
-            rows = factors.slice(i * PIECE, PIECE).load(gl.SliceLayout(1, L))
-        into.slice(i * PIECE, PIECE).store(in_16_bits(words, rows, VALUES, c))
+    # NOTE: a tile at once. Of pieces, the compiler lets all threads meet before each is stored.
+    words = source.load(L)
+    o_n = gl.arange(0, c.TILE, gl.SliceLayout(1, L))
+    # Those of whole numbers that are dead have a scale of 0.
+    if VALUES and (c.CODE == "e4m3" or c.CODE == "e5m2"):  # noqa: SIM102 - known to the compiler, unlike the other
+        if edge:
+            words = gl.where(((o_n >= low) & (o_n < keys))[:, None], words, 0)
+    rows = o_n
+    if c.BLOCK_SCALES:
+        rows = factors.load(gl.SliceLayout(2, blocks_layout(WORDS)))
+    elif c.TOKEN_SCALES and (VALUES or c.CODE == "int4"):
+        rows = factors.load(gl.SliceLayout(1, L))
+    into.store(in_16_bits(words, rows, VALUES, c))
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(tiles.full.index(place_of(turn, c.STAGES)[0]))
