@@ -56,6 +56,8 @@ def test_the_default_grid_holds_every_cell():
     for cell in ("16 x 8192", "64 x 8192"):
         assert f"decode / fp8_e4m3 / {cell} / H 32 / page 16" in every
         assert f"decode / fp8_e4m3 / {cell} / H 32 / page 64 / uneven" in every
+        assert f"decode / nvfp4 / {cell} / H 32 / page 64 / tail" in every
+        assert f"decode / fp8_e4m3/int4_per_token_head / {cell} / H 32 / page 64" in every
     for cell in ("1 x 8192", "16 x 8192", "64 x 4096", "128 x 8192"):
         assert all(f"mla_decode / fp8_ds_mla / {cell} / H {h} / page 64" in every for h in (16, 128))
     for n in (1, 32, 256, 2048, 16384):
@@ -111,6 +113,17 @@ def test_bytes_of_a_decode_are_the_rows_of_the_live_tokens():
     p = decode.Decode(Case("decode", "fp8_per_token_head", 3, 20, page=16, uneven=True), CPU)
     assert p.nbytes == int(data.lengths(p.case).sum()) * 8 * 2 * (128 + 4)
     assert p.flops == 4 * p.total * 32 * 128
+
+
+@pytest.mark.parametrize("name", ["int4_per_token_head", *cases.PAIRS])
+def test_a_pair_with_its_scales_in_the_tails_of_pages_is_judged(name):
+    p = decode.Decode(Case("decode", name, 2, 40, page=16, scales="tail"), CPU)
+    rows = {"int4_per_token_head": 68 + 68, cases.PAIRS[0]: 128 + 68, cases.PAIRS[1]: 132 + 68}
+    assert p.nbytes == 80 * 8 * rows[name]
+    p.poison()
+    assert p.error(p.calls[0]()) <= p.limit
+    p.layer.v_scale_cache.mul_(1.5)
+    assert p.error(None) > p.limit
 
 
 def test_flops_of_a_prefill_are_the_projection_and_the_causal_half():
@@ -424,6 +437,7 @@ def test_the_command_exits_with_1_on_red(monkeypatch, capsys):
     (["--random", "3", "--preset", "shapes"], "--preset: want it without --random"),
     (["--seed", "3"], "--seed: want it beside --random"),
     (["--random", "3", "--ops", "append"], "no case fits these options on this device"),
+    (["--preset", "shapes", "--formats", cases.PAIRS[0]], "--preset shapes: want formats of both, got fp8_e4m3/int4"),
     (["--cells", "0x5"], "--cells: want requests x tokens such as 64x8192, or new tokens such as 2048, got '0x5'"),
     (["--json", "missing/r.jsonl"], "--json missing/r.jsonl: want a file in a folder that exists"),
     (["--plot", "missing/r.png"], "--plot missing/r.png: want a file in a folder that exists"),

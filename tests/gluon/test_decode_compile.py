@@ -24,14 +24,15 @@ def call_of(
     fmt: str, *, page_size: int = 64, head_dim: int = 128, requests: int = 64, drafts: int = 1, max_pages: int = 128,
     heads: int = 8, group: int = 4, layout: str = "NHD", scales: str = "apart", **changes,
 ) -> DecodeCall:  # fmt: skip
-    c = PagedKVCache.allocate(
-        1, 8, page_size, heads, head_dim, format=fmt, layout=layout, scales=scales
-    )[0]  # fmt: skip
+    """fmt: a name, or "K's/V's"."""
+    names = (fmt.split("/") * 2)[:2]
+    c = PagedKVCache.allocate(1, 8, page_size, heads, head_dim, format=names, layout=layout, scales=scales)[0]
+    changes = {"v_format": names[1] if names[1] != names[0] else "", **changes}
     q = torch.empty(requests * drafts, heads * group, head_dim, dtype=torch.bfloat16)
     table, lens = torch.empty(requests, max_pages, dtype=torch.int32), torch.empty(requests, dtype=torch.int32)
     return DecodeCall(
         q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, table, lens, None, None, None, torch.empty_like(q), None,
-        fmt, drafts, 0, 0.0, 0.1, None, 1.0, None, 1.0, None, 1.0, None, "exact",
+        names[0], drafts, 0, 0.0, 0.1, None, 1.0, None, 1.0, None, 1.0, None, "exact",
     )._replace(**changes)  # fmt: skip
 
 
@@ -74,6 +75,25 @@ def test_tuned_for_hopper(fmt):
 def test_few_instructions_a_step(fmt, limit):
     """Two products, their conversions and their share of the softmax: instructions of a warp per 16 keys."""
     assert instructions_of_a_step(tuned(fmt)[0]["sass"]()) <= limit
+
+
+@pytest.mark.parametrize(
+    ("pair", "options", "limit"),
+    [
+        ("fp8_e4m3/int4_per_token_head", {}, 215),
+        ("int8_per_token_head/int4_per_token_head", {}, 270),
+        ("fp8_per_token_head/nvfp4", {"scales": "tail"}, 255),
+        ("int4_per_token_head/fp8_e4m3", {"heads": 2}, 175),
+        ("nvfp4/int4_per_token_head", {"head_dim": 64, "layout": "HND"}, None),
+        ("fp8_e4m3/int8_per_token_head", {"page_size": 32}, None),
+    ],
+)
+def test_keys_and_values_may_have_formats_of_their_own(pair, options, limit):
+    split, *merge = compiled(call_of(pair, **options))
+    assert split["shared"] <= 232448
+    assert all(x["n_spills"] == 0 for x in (split, *merge))
+    if limit is not None:
+        assert instructions_of_a_step(split["sass"]()) <= limit
 
 
 def test_threads_meet_three_times_a_tile():
@@ -296,6 +316,8 @@ def test_bounds_on_ragged_rows_share_their_kernels():
         ("nvfp4", {"scales": "inline"}, "multiples of 16 bytes"),
         ("fp8_per_token_head", {"heads": 6}, "stored scales"),
         ("int4_per_token_head", {"group": 8, "drafts": 8}, "at most 32 query rows"),
+        ("fp8_e4m3/int4_per_token_head", {"group": 8, "drafts": 8}, "at most 32 query rows"),
+        ("bf16/int4_per_token_head", {}, "takes no pairs with 16 bits"),
     ],
 )
 def test_refuses_what_it_does_not_run(fmt, options, reason):

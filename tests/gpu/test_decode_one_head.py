@@ -10,6 +10,7 @@ from tersekv.testing.cases import Case
 from tersekv.testing.verify import PASSED, run
 
 FORMATS = ("bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+FORMATS += ("int4_per_token_head",)
 
 
 def passes(fmt: str, **options: Any) -> None:
@@ -44,7 +45,7 @@ def test_one_head_in_pages_of_16_with(fmt, options):
     passes(fmt, **{"heads": 1, "page": 16, "lens": (6000, 3, 5, 900, 3333), "dim": 64, **options})
 
 
-@pytest.mark.parametrize("fmt", ["fp8_per_token_head", "int8_per_token_head", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_one_head_of_many_requests(fmt, layout, dim):

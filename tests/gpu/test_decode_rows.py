@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tersekv import plan
 from tersekv.backends.gluon.sm90.decode import tune as decode_tune
@@ -13,15 +14,16 @@ from tersekv.testing.cases import Case
 from tersekv.testing.verify import PASSED, run
 
 FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
+FORMATS += ("int4_per_token_head",)
 LENS = (70, 9, 0, 400, 129)
 
 
-def passes(fmt: str, drafts: int, group: int, **options: Any) -> None:
+def passes(fmt: str, drafts: int, group: int, backend: str | None = None, **options: Any) -> None:
     case = Case(
         "decode", fmt, "rows", lens=LENS, q_lens=(drafts,) * len(LENS), heads=4, group=group, dim=128, page=64,
         mask=True, spread=True,
     )  # fmt: skip
-    result = run(replace(case, **options), "cuda")
+    result = run(replace(case, **options), "cuda", backend)
     assert result.status == PASSED, result.message
 
 
@@ -31,7 +33,7 @@ def test_any_number_of_query_rows(fmt, drafts, group):
     passes(fmt, drafts, group)
 
 
-@pytest.mark.parametrize("fmt", ["fp8_per_token_head", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["fp8_per_token_head", "nvfp4", "int4_per_token_head"])
 @pytest.mark.parametrize("group", [4, 8])
 @pytest.mark.parametrize(
     "options",
@@ -73,5 +75,48 @@ def room_for_many_keys(monkeypatch):
     ids=str,
 )
 @pytest.mark.parametrize("group", [3, 4])
-def test_a_warp_unpacks_four_bits_once_for_32_rows(room_for_many_keys, group, options):
-    passes("nvfp4", 8, group, **options)
+@pytest.mark.parametrize("fmt", ["nvfp4", "int4_per_token_head"])
+def test_a_warp_unpacks_four_bits_once_for_32_rows(room_for_many_keys, fmt, group, options):
+    passes(fmt, 8, group, **options)
+
+
+HOPPER = "gluon" if torch.cuda.get_device_capability() == (9, 0) else None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"layout": "HND"}, {"heads": 2}, {"heads": 1}, {"heads": 3, "layout": "HND"}, {"page": 16}, {"dim": 64}],
+    ids=str,
+)
+@pytest.mark.parametrize("fmt", ["fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head"])
+def test_scales_in_the_tails_of_pages(fmt, options):
+    """Few rows and many; of 4-bit integers Hopper's kernels take few."""
+    passes(fmt, 1, 4, HOPPER, scales="tail", **options)
+    passes(fmt, 4, 4, HOPPER, scales="tail", **options)
+    passes(fmt, 8, 8, None if fmt == "int4_per_token_head" else HOPPER, scales="tail", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"heads": 8},
+        {"heads": 2, "layout": "HND", "scales": "tail"},
+        {"page": 16, "window": 40, "mask": False, "sinks": True, "scales": "tail"},
+        {"dim": 64, "scale": "tensor", "softcap": 20.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("fmt", "v"),
+    [
+        ("fp8_e4m3", "int4_per_token_head"),
+        ("int8_per_token_head", "int4_per_token_head"),
+        ("fp8_per_token_head", "nvfp4"),
+        ("int4_per_token_head", "fp8_e5m2"),
+        ("nvfp4", "int4_per_token_head"),
+        ("fp8_e4m3", "int8_per_token_head"),
+    ],
+)
+def test_keys_and_values_of_different_formats(fmt, v, options):
+    for group in (4, 16):
+        passes(fmt, 1, group, HOPPER, v_format=v, **options)

@@ -13,7 +13,7 @@ import torch
 from ..formats import ALL_FORMATS
 from ..plan import BACKENDS
 from ..testing.bench import peers, random_cells
-from ..testing.bench.cases import OPS, Case, Sizes, grid, sizes, with_cells
+from ..testing.bench.cases import OPS, PAIRS, Case, Sizes, grid, sizes, with_cells
 from ..testing.bench.cliffs import CLIFF, compared
 from ..testing.bench.cliffs import line as cliff_line
 from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench, peers_of
@@ -38,7 +38,7 @@ _PRECISIONS = ("exact", "fast")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    formats = tuple(ALL_FORMATS)
+    formats = (*ALL_FORMATS, *PAIRS)
     add_device(parser)
     parser.add_argument("--ops", type=names(OPS), default=OPS, help=f"comma-separated, of {', '.join(OPS)}")
     parser.add_argument("--formats", type=names(formats), help=f"comma-separated, of {', '.join(formats)}")
@@ -158,6 +158,8 @@ def idle_option(args: argparse.Namespace) -> str | None:
         idle = [name for name, set_ in {**of_preset, **given}.items() if set_]
         mode = f"--preset {args.preset}" if args.preset else "--random"
         takes = ["--device", *([] if args.preset else ["--ops", "--peers"]), "--formats", "--backend"]
+        if not idle and set(args.formats or ()) & set(PAIRS):
+            return f"{mode}: want formats of both, got {', '.join(args.formats)}"
         return f"{mode}: want {', '.join(takes)} and --json beside it, got {', '.join(idle)}" if idle else None
     attentions = {"decode", "mla_decode", "mla_decode_branch"}
     for cell in args.cells:

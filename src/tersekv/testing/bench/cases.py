@@ -9,6 +9,7 @@ HEAD_DIM, RANK, ROPE, NOPE = 128, 512, 64, 128  # of a K/V head; of MLA's latent
 Q_HEADS, KV_HEADS = 32, 8
 APPEND_FORMATS = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
 DECODE_FORMATS = ("bf16", *APPEND_FORMATS)
+PAIRS = ("fp8_e4m3/int4_per_token_head", "int8_per_token_head/int4_per_token_head")  # K's and V's
 LATENT_FORMATS = ("bf16", "fp8_e4m3", "fp8_ds_mla")
 OPS = ("append", "rope_append", "mla_append", "decode", "mla_decode", "mla_decode_branch", "mla_prefill", "host")
 
@@ -18,7 +19,7 @@ class Case:
     """One thing to time. A case without `requests` writes or prefills `tokens` new ones."""
 
     op: str
-    format: str
+    format: str  # of decode also a pair, K's and V's: "fp8_e4m3/int4_per_token_head"
     requests: int
     tokens: int  # cached tokens of a request; of appends and prefill: new tokens
     heads: int = Q_HEADS
@@ -27,6 +28,7 @@ class Case:
     host: bool = False  # the host's time of an eager call
     precision: str = "exact"
     query: str = "bf16"  # type of the queries; of MLA decode also fp8_e4m3
+    scales: str = "apart"  # where stored scales lie; of decode also "tail"
 
     @property
     def cell(self) -> str:
@@ -41,7 +43,7 @@ class Case:
     def id(self) -> str:
         parts = [self.op, self.format, self.cell, *self.sizes]
         parts += ["uneven"] * self.uneven + ["host"] * self.host + ["fast"] * (self.precision == "fast")
-        parts += [f"q {self.query}"] * (self.query != "bf16")
+        parts += [f"q {self.query}"] * (self.query != "bf16") + [self.scales] * (self.scales != "apart")
         return " / ".join(parts)
 
     def as_dict(self) -> dict:
@@ -173,6 +175,8 @@ def _decode(s: Sizes) -> Iterator[Case]:
     for b, n in s.extra:
         yield from (Case("decode", name, b, n, page=16) for name in DECODE_FORMATS)
         yield from (Case("decode", name, b, n, uneven=True) for name in DECODE_FORMATS)
+        yield from (Case("decode", name, b, n, scales="tail") for name in APPEND_FORMATS[1:])
+        yield from (Case("decode", name, b, n) for name in PAIRS)
 
 
 def _mla_decode(s: Sizes) -> Iterator[Case]:

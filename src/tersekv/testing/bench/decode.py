@@ -59,13 +59,14 @@ class _Paged:
 
 class Decode(_Paged):
     def __init__(self, case: Case, device: torch.device, backend: str | None = None) -> None:
-        super().__init__(case, device, kv_bytes_per_token(case.format, KV_HEADS, HEAD_DIM))
-        self.format, self.scale = kv_format(case.format), HEAD_DIM**-0.5
+        names = (case.format.split("/") * 2)[:2]
+        super().__init__(case, device, kv_bytes_per_token(names, KV_HEADS, HEAD_DIM))
+        self.formats, self.scale = [kv_format(name) for name in names], HEAD_DIM**-0.5
         self.layer = layer = PagedKVCache.allocate(
-            1, self.num_pages, case.page, KV_HEADS, HEAD_DIM, format=case.format, device=device
+            1, self.num_pages, case.page, KV_HEADS, HEAD_DIM, format=names, scales=case.scales, device=device
         )[0]
-        data.fill(layer.k, layer.k_scale_cache, self.format)
-        data.fill(layer.v, layer.v_scale_cache, self.format)
+        data.fill(layer.k, layer.k_scale_cache, self.formats[0])
+        data.fill(layer.v, layer.v_scale_cache, self.formats[1])
         self.q = torch.randn(case.requests, case.heads, HEAD_DIM, device=device).bfloat16()
         self.out = torch.empty_like(self.q)
         self.flops = 4 * self.total * case.heads * HEAD_DIM
@@ -79,8 +80,8 @@ class Decode(_Paged):
 
     def kv(self, b: int) -> tuple[Tensor, Tensor]:
         """fp64 keys and values [n, H, D] of request b."""
-        where, a, f = self.where(b), self.layer, self.format
-        return data.values(a.k, a.k_scale_cache, f, where), data.values(a.v, a.v_scale_cache, f, where)
+        where, a, (k, v) = self.where(b), self.layer, self.formats
+        return data.values(a.k, a.k_scale_cache, k, where), data.values(a.v, a.v_scale_cache, v, where)
 
     def expected(self, b: int) -> Tensor:
         return data.attend(self.q[b], *self.kv(b), self.scale)

@@ -95,7 +95,7 @@ def bench(
     of_e4m3: dict[Case, tuple[Peer, ...]] = {}
     for case in cases:
         result = run(case, device, libraries, backend)
-        twin = replace(case, format="fp8_e4m3", precision="exact", query="bf16")
+        twin = replace(case, format="fp8_e4m3", precision="exact", query="bf16", scales="apart")
         if case == twin and result.best_peer is not None:
             of_e4m3[twin] = result.peers
         if result.status == OK and result.best_peer is None and case.format != "bf16" and twin in of_e4m3:

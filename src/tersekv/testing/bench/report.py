@@ -26,7 +26,7 @@ def line(r: Result, limits: Limits) -> str:
     c = r.case
     shape = [f"{c.op:<11} {c.format:<19} {c.cell:>12}", *(f"{words:<7}" for words in c.sizes)]
     shape += ["uneven"] * c.uneven + ["fast"] * (c.precision == "fast") + ["host"] * c.host
-    shape += [f"q {c.query}"] * (c.query != "bf16")
+    shape += [f"q {c.query}"] * (c.query != "bf16") + [c.scales] * (c.scales != "apart")
     head = "  ".join(shape)
     if r.status == UNSUPPORTED:
         return f"{head}  not run: {r.reason}"

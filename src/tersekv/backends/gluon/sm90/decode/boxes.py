@@ -74,7 +74,7 @@ class Box(NamedTuple):
 
 
 def boxes_of(f: SimpleNamespace, hb: int, keys: int, wide: bool) -> tuple[list[Box], list[Box | None]]:
-    """Of K and V codes, and of stored scales that are copied; a copy has `keys` keys of `hb` heads."""
+    """Of K and V codes, and stored scales where there are any that are copied; `keys` keys of `hb` heads a copy."""
     codes = [code_box(x, hb, keys) for x in (f.k_cache, f.v_cache)]
     scales = [
         None if x is None or wide else scale_box(x, hb, keys, fmt.scale == BLOCK)

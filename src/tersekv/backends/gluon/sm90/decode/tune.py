@@ -107,10 +107,12 @@ def tiles(f: SimpleNamespace) -> Tiles:
         t = _MANY_ROWS._replace(row_warps=rows // 16, heads=max(1, 128 // rows))
     elif t.programs_per_sm > 2 and width * rows > 1024:  # twice the accumulators
         t = t._replace(programs_per_sm=2, max_registers=255)
-    row = row_bytes(f)
-    limit = launch.shared_memory(f) // t.programs_per_sm - 2048
-    while t.tile > 16 and t.stages * t.tile * row * heads_of(f) > limit:
+    key = row_bytes(f) * heads_of(f)
+    limit, most = launch.shared_memory(f) // t.programs_per_sm - 2048, t.tile
+    while t.tile > 16 and t.stages * t.tile * key > limit:
         t = t._replace(tile=t.tile // 2)
+    if t.copier and t.tile < most:  # smaller tiles, as many of them as keep the memory busy
+        t = t._replace(stages=max(t.stages, min(4, limit // (t.tile * key))))
     return t
 
 
