@@ -64,7 +64,8 @@ tests: $(NATIVE)
 
 # A second Triton beside the first, found before it on the path. What may differ between them: machine code, launchers,
 # hooks, the interpreter's arithmetic. How the attentions take their cases does not: `make versions` has the rest.
-NEWEST_TESTS ?= tests/gluon tests/triton --ignore tests/gluon/test_bind_gluon.py --ignore tests/triton/test_bind.py \
+NEWEST_TESTS ?= tests/gluon tests/triton $(addprefix --ignore tests/,gluon/test_bind_gluon.py gluon/test_hooks_gluon.py \
+	triton/test_bind.py triton/test_compile_mla_prefill.py triton/test_compile_mla_project.py) \
 	-k "not test_interpreted or test_casts or test_codes or test_append or test_verify_cases"
 newest: $(READY)
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton "$(NEWEST_TRITON)"
@@ -90,8 +91,8 @@ vllm: $(NATIVE) .venv/vllm/ready
 sweep: $(READY)
 	$(BIN)/python scripts/compile_sweep.py $(SWEEP)
 
-# Every Triton that the kernels are held to, and the CPU suite on both ends of PyTorch. OLDEST_TORCH and NEWEST_TORCH are
-# several gigabytes each with the libraries they depend on: name a smaller build where there is one, or "" for none.
+# Every Triton that the kernels are held to, and the CPU suite on both ends of PyTorch. Builds for CUDA run on a CPU too, but
+# are 4 to 7 GB each with the libraries they depend on: name a smaller build where there is one, or "" for none.
 versions: $(READY)
 	set -e; for v in $(TRITONS); do \
 		$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/triton-$$v "triton==$$v"; \
