@@ -10,6 +10,8 @@ OLDEST_TORCH ?= torch==2.10.0
 NEWEST_TORCH ?= torch
 VLLM ?= vllm==0.33.0
 WORKERS ?= 2
+# Neighbours share kernels that a process compiles once: they go to one worker, and who is done takes from the other.
+SHARED := -n $(WORKERS) --dist worksteal
 
 BIN := .venv/bin
 READY := .venv/.tersekv-ready
@@ -60,7 +62,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 tests: $(NATIVE)
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest $(SHARED)
 
 # A second Triton beside the first, found before it on the path. What may differ between them: machine code, launchers,
 # hooks, the interpreter's arithmetic. How the attentions take their cases does not: `make versions` has the rest.
@@ -69,7 +71,7 @@ NEWEST_TESTS ?= tests/gluon tests/triton $(addprefix --ignore tests/,gluon/test_
 	-k "not test_interpreted or test_casts or test_codes or test_append or test_verify_cases"
 newest: $(READY)
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton "$(NEWEST_TRITON)"
-	PYTHONPATH=.venv/newest-triton $(BIN)/python -m pytest -n $(WORKERS) -p no:cacheprovider $(NEWEST_TESTS)
+	PYTHONPATH=.venv/newest-triton $(BIN)/python -m pytest $(SHARED) -p no:cacheprovider $(NEWEST_TESTS)
 
 engines: vllm
 
@@ -96,12 +98,12 @@ sweep: $(READY)
 versions: $(READY)
 	set -e; for v in $(TRITONS); do \
 		$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/triton-$$v "triton==$$v"; \
-		PYTEST_ADDOPTS="-m ''" PYTHONPATH=.venv/triton-$$v $(BIN)/python -m pytest -n $(WORKERS) -p no:cacheprovider tests/gluon tests/triton; \
+		PYTEST_ADDOPTS="-m ''" PYTHONPATH=.venv/triton-$$v $(BIN)/python -m pytest $(SHARED) -p no:cacheprovider tests/gluon tests/triton; \
 	done
 	set -e; for t in $(OLDEST_TORCH) $(NEWEST_TORCH); do \
 		$(PYTHON) -m venv --clear .venv/torch; \
 		.venv/torch/bin/python -m pip install --quiet "$$t" -e ".[test]"; \
-		.venv/torch/bin/python -m pytest -n $(WORKERS) -p no:cacheprovider tests \
+		.venv/torch/bin/python -m pytest $(SHARED) -p no:cacheprovider tests \
 			--ignore tests/gluon --ignore tests/triton; \
 	done
 
