@@ -237,7 +237,7 @@ def rows_compiled(fmt: str, **options) -> tuple[dict, str]:
 def test_many_rows_are_attended_while_codes_are_converted(fmt, options):
     """Up to 128 query rows of a KV head: by warpgroups of their own, in one or two programs a multiprocessor."""
     split, sass = rows_compiled(fmt, **options)
-    assert split["name"] == "decode_many_kernel"
+    assert split["name"] == "decode_rows64_kernel"
     assert split["n_spills"] <= since({(3, 6): 64, (3, 9): 96})  # nvfp4; ptxas 13 has 88 where 12.9 has none
     programs = 1 if options["group"] == 16 else 2
     assert programs * (split["shared"] + 1024) <= 233472
@@ -265,7 +265,7 @@ def test_few_rows_of_four_bits_are_fewer_where_heads_do_not_come_by_fours():
         for drafts, group in ((4, 4), (8, 4), (8, 8)):
             f = facts("decode", call_of(fmt, drafts=drafts, group=group, heads=heads), arch=90)
             names[fmt, heads, drafts * group] = decode.configure(f).launches.templates[0].launch.fn.__name__
-    many = {k for k, v in names.items() if v == "decode_many_kernel"}
+    many = {k for k, v in names.items() if v == "decode_rows64_kernel"}
     assert many == {("fp8_e4m3", 8, 64), ("nvfp4", 8, 64), ("nvfp4", 2, 32), ("nvfp4", 2, 64)}
 
 

@@ -9,7 +9,7 @@ from test_compile_mla_decode_branch import call_of, launches
 from tersekv import plan
 from tersekv.backends.gluon import mla_decode_branch
 
-MERGE, SPLIT, FEW = "merge_project_kernel", "mla_decode_pair_kernel", "mla_decode_few_kernel"
+MERGE, SPLIT, FEW = "merge_project_kernel", "mla_decode_two_warpgroups_kernel", "mla_decode_sixteen_bits_kernel"
 
 
 @pytest.mark.parametrize("tokens", [1, 8])

@@ -83,7 +83,7 @@ def test_the_loop_multiplies_on_the_matrix_unit_and_spills_nothing(format, heads
 
 @pytest.mark.parametrize("heads", [16, 32])
 def test_16_bit_latents_of_few_heads_are_multiplied_where_they_lie_and_not_padded(heads):
-    split = compiled(replace_requests(make("bf16", heads), 512))["mla_decode_few_kernel"]
+    split = compiled(replace_requests(make("bf16", heads), 512))["mla_decode_sixteen_bits_kernel"]
     assert split["shared"] <= SHARED
     loop = loop_of_tiles(split["sass"](), 60)
     # Scores: 9 boxes of 64 columns × 4 steps. Values: 8 boxes × 4 steps of 16 keys, transposed. All 64 keys × heads.
@@ -105,7 +105,8 @@ def test_a_query_of_16_bit_latents_is_padded_to_what_its_kernel_takes(heads, dra
 def test_warpgroups_of_many_heads_keep_their_products_under_way(format, q_dtype):
     kernels = compiled(make(format, 128, q_dtype=q_dtype))
     assert all(k["shared"] <= SHARED for k in kernels.values())
-    sass, terms, rotary = kernels["mla_decode_trio_kernel"]["sass"](), 2 if q_dtype == BF16 else 1, format == "fp8_e4m3"
+    sass = kernels["mla_decode_three_warpgroups_kernel"]["sass"]()
+    terms, rotary = 2 if q_dtype == BF16 else 1, format == "fp8_e4m3"
     values, scores = loop_of_tiles(sass, 16), loop_of_tiles(sass, terms * 4 * 4 + 2)
     # 4 tiles of 64 columns × 4 steps of 16 keys, each code converted once, two in one instruction; four waits.
     assert (count(values, "HGMMA"), count(values, "QGMMA"), count(values, "F2FP")) == (16, 0, 64)

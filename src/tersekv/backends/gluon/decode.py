@@ -20,7 +20,7 @@ from .sm90.decode.boxes import Box, Side, boxes_of, code_box, descriptor, joined
 from .sm90.decode.four_bits import decode_four_bits_kernel
 from .sm90.decode.kernel import decode_kernel
 from .sm90.decode.merge import merge_kernel
-from .sm90.decode.rows64 import decode_many_kernel
+from .sm90.decode.rows64 import decode_rows64_kernel
 from .sm90.decode.tune import (
     FEW_ROWS,
     MOST_ROWS_OF_16_BITS,
@@ -157,7 +157,7 @@ def _kernel(t: Tiles, hb: int) -> tuple[Any, dict[str, Any]]:
     """The split pass's kernel and how it is compiled."""
     if t.many:
         registers = 65536 // (32 * (4 + t.row_warps) * t.programs_per_sm) // 8 * 8
-        return decode_many_kernel, {"num_warps": 4, "maxnreg": registers}
+        return decode_rows64_kernel, {"num_warps": 4, "maxnreg": registers}
     warps = {"num_warps": hb * t.row_warps}
     if t.copier:  # it comes with three idle warps; registers are dealt out by four
         return decode_four_bits_kernel, warps | {"maxnreg": 65536 // (256 * t.programs_per_sm) // 8 * 8}

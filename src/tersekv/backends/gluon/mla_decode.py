@@ -237,15 +237,15 @@ def _merge_tile(rows: int, segments: int, programs: int) -> tuple[int, int, int,
 def _kernel(half: bool, k: Choice) -> Any:
     # Imported when first needed: there are many.
     from .sm90.mla_decode.eight_bits import mla_decode_codes_kernel
-    from .sm90.mla_decode.sixteen_bits import mla_decode_few_kernel
-    from .sm90.mla_decode.two_warpgroups import mla_decode_pair_kernel
+    from .sm90.mla_decode.sixteen_bits import mla_decode_sixteen_bits_kernel
+    from .sm90.mla_decode.two_warpgroups import mla_decode_two_warpgroups_kernel
 
     if k.trio:
-        from .sm90.mla_decode.three_warpgroups import mla_decode_trio_kernel
+        from .sm90.mla_decode.three_warpgroups import mla_decode_three_warpgroups_kernel
 
-        return mla_decode_trio_kernel
+        return mla_decode_three_warpgroups_kernel
     if half:
-        return mla_decode_few_kernel if k.rows <= _FEW else mla_decode_pair_kernel
+        return mla_decode_sixteen_bits_kernel if k.rows <= _FEW else mla_decode_two_warpgroups_kernel
     return mla_decode_codes_kernel
 
 

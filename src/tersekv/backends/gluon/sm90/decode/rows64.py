@@ -158,7 +158,7 @@ def attend(tensors, scales, strides, hand, share, which: gl.constexpr, c: gl.con
 
 
 @gluon.jit
-def decode_many_kernel(
+def decode_rows64_kernel(
     Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
     B, T, sq_t, sq_h, st_b, sm_t, so_t, so_h, sl_t, sl_h, c: gl.constexpr, g: gl.constexpr,

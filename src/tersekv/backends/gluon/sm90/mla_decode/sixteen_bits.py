@@ -17,7 +17,7 @@ from .sixteen_bits_tiles import BOX, BOXES
 
 
 @gluon.jit
-def mla_decode_few_kernel(
+def mla_decode_sixteen_bits_kernel(
     QN, QP, BOX_C, BOX_P, BOX_S, TABLE, LENS, CU, OUT, LSE, PART,
     softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T,
     B, T, nowhere, s_pitch, max_segments, sn_t, sn_h, sr_t, sr_h, st_b, so_t, so_h, sl_t, sl_h,

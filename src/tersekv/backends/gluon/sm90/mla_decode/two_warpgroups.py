@@ -349,7 +349,7 @@ def consume(tensors, q, rings, bars, ends, notes, scales, share, strides, LEFT: 
 
 
 @gluon.jit
-def mla_decode_pair_kernel(
+def mla_decode_two_warpgroups_kernel(
     QN, QP, BOX_C, BOX_P, BOX_S, TABLE, LENS, CU, OUT, LSE, PART,
     softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T,
     B, T, nowhere, s_pitch, max_segments, sn_t, sn_h, sr_t, sr_h, st_b, so_t, so_h, sl_t, sl_h,

@@ -1,4 +1,4 @@
-"""How a warpgroup of the paired MLA decode reads its half of a query, and writes its half of the output."""
+"""How a warpgroup of `two_warpgroups` reads its half of a query, and writes its half of the output."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
