@@ -17,6 +17,8 @@ _NAMES = {
 _PARTS = {
     "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "q_proj": "self_attn.q_proj",
     "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj", "o_proj": "self_attn.o_proj",
+    "kv_a_proj": "self_attn.kv_a_proj_with_mqa", "kv_norm_gamma": "self_attn.kv_a_layernorm.weight",
+    "kv_b_proj": "self_attn.kv_b_proj.weight",
 }  # fmt: skip
 
 
@@ -33,6 +35,27 @@ def llama(folder: Path, model_type: str = "llama", architecture: str = "LlamaFor
         "rms_norm_eps": c.norm_eps, "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
         "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": None,
         "eos_token_id": None, **config,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(entries))
+    return folder
+
+
+def deepseek(folder: Path) -> Path:
+    """Write the byte-level DeepSeek: latent attention, plain feed-forward layers."""
+    model = models.load("deepseek", dtype=torch.bfloat16)
+    c = model.config
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {_renamed(n): x.contiguous() for n, x in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    entries = {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": c.vocab_size,
+        "hidden_size": c.dim, "intermediate_size": c.mlp_dim, "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_heads, "q_lora_rank": None,
+        "kv_lora_rank": c.kv_lora_rank, "qk_nope_head_dim": c.qk_nope_head_dim, "v_head_dim": c.head_dim_v,
+        "qk_rope_head_dim": c.qk_rope_head_dim, "max_position_embeddings": c.max_pos, "rms_norm_eps": c.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta}, "hidden_act": "silu",
+        "first_k_dense_replace": c.num_layers, "moe_layer_freq": 1,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(entries))
     return folder

@@ -18,8 +18,10 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
 from tersekv.attributes import signs
+from tersekv.demo import models
+from tersekv.demo.parts import rms_norm, rotate_interleaved
 from tersekv.demo.recipe import recipe
-from tersekv.formats import kv_format
+from tersekv.formats import BF16, FP8_DS_MLA, KVFormat, kv_format, latent_format
 from tersekv.testing.codes import column, decode_row, encode_row
 
 
@@ -116,3 +118,37 @@ def hold(results: list[tuple[list[int], Tensor]], wanted: list[Tensor], most: fl
     every = torch.cat(apart)
     assert every.max() < most, f"KL {every.max():.2e} at one token"
     assert every.mean() < mean, f"KL {every.mean():.2e} on average"
+
+
+@torch.no_grad()
+def score_latents(prompt: list[int], tokens: list[int], format: str, scale: float = 1.0) -> Tensor:
+    """Log-probabilities [tokens, vocabulary] fp64 of the byte-level DeepSeek in fp32, its cached rows as a latent
+    format gives them back."""
+    model = models.load("deepseek")
+    c, f, attend = model.config, latent_format(format), model.dense_attention()
+    table = attend.table[: len(prompt) + len(tokens) - 1]
+
+    def cached(layer_idx: int, q: Tensor, kv_c: Tensor, k_pe: Tensor) -> Tensor:
+        layer = model.layers[layer_idx]
+        latent = rms_norm(kv_c, layer.kv_norm_gamma, c.norm_eps)
+        k_pe = rotate_interleaved(k_pe.unsqueeze(-2), table).squeeze(-2)
+        rotary = (BF16, 1.0) if f is FP8_DS_MLA else (f, scale)
+        latent, k_pe = (_back(x, *how) for x, how in ((latent, (f, scale)), (k_pe, rotary)))
+        k_nope, v = (
+            torch.nn.functional.linear(latent, layer.kv_b_proj)
+            .unflatten(-1, (c.num_heads, -1))
+            .split((c.qk_nope_head_dim, c.head_dim_v), -1)
+        )
+        q_nope, q_pe = q.split((c.qk_nope_head_dim, c.qk_rope_head_dim), -1)
+        q_pe = rotate_interleaved(q_pe, table)
+        scores = torch.einsum("qhd,khd->hqk", q_nope, k_nope) + torch.einsum("qhd,kd->hqk", q_pe, k_pe)
+        seen = torch.ones(scores.shape[1:]).tril().bool()
+        return torch.einsum("hqk,khd->qhd", (scores * c.softmax_scale).masked_fill(~seen, -math.inf).softmax(-1), v)
+
+    logits = model(torch.tensor(prompt + tokens[:-1]), cached)
+    return logits[len(prompt) - 1 :].double().log_softmax(-1)
+
+
+def _back(x: Tensor, f: KVFormat, scale: float) -> Tensor:
+    codes, stored = encode_row(x, f, column(scale))
+    return decode_row(codes, stored, f, column(scale)).to(x.dtype)

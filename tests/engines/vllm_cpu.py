@@ -110,6 +110,18 @@ def _let_backends_through() -> None:
             raise ValueError(f"{selected.name}: {reasons}")
         return selected.get_path()
 
+    # Without AMX, the platform takes latent attention for its own kernel's, which knows no chunks and no prefixes.
+    configure = CpuPlatform.check_and_update_config.__func__
+
+    def check(cls, config):
+        has_amx = torch.cpu._is_amx_tile_supported
+        torch.cpu._is_amx_tile_supported = lambda: True
+        try:
+            configure(cls, config)
+        finally:
+            torch.cpu._is_amx_tile_supported = has_amx
+
+    CpuPlatform.check_and_update_config = classmethod(check)
     CpuPlatform.get_attn_backend_cls = classmethod(
         lambda cls, selected, attn_selector_config, num_heads=None: choose(
             cls, selected, attn_selector_config, num_heads
@@ -121,7 +133,7 @@ _without_numba()
 _let_backends_through()
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
-from vllm.model_executor.models import ModelRegistry, gemma2, granite  # noqa: E402
+from vllm.model_executor.models import ModelRegistry, deepseek_v2, gemma2, granite  # noqa: E402
 from vllm.model_executor.models import llama as llama_model  # noqa: E402
 from vllm.plugins import load_general_plugins  # noqa: E402
 
@@ -129,7 +141,10 @@ from tersekv.integrations.vllm import name  # noqa: E402
 
 load_general_plugins()
 # Classes by name are looked at in a process of their own, which imports all of vLLM again.
-for _model in (llama_model.LlamaForCausalLM, granite.GraniteForCausalLM, gemma2.Gemma2ForCausalLM):
+for _model in (
+    llama_model.LlamaForCausalLM, granite.GraniteForCausalLM, gemma2.Gemma2ForCausalLM,
+    deepseek_v2.DeepseekV2ForCausalLM,
+):  # fmt: skip
     ModelRegistry.register_model(_model.__name__, _model)
 
 

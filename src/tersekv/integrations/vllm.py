@@ -1,5 +1,7 @@
 """tersekv as an attention backend of vLLM: `vllm serve MODEL --attention-backend TERSEKV --kv-cache-dtype fp8`.
 
+For models with latent attention, such as DeepSeek's, the name is TERSEKV_MLA.
+
 Installing tersekv is enough: vLLM calls `register` in each of its processes, through the entry point `tersekv` of its
 plugin group `vllm.general_plugins`. Releases before 0.32 know no names of plugins: there it is CUSTOM.
 
@@ -12,26 +14,31 @@ from typing import Any
 
 NAME = "TERSEKV"
 BACKEND = "tersekv.integrations.vllm_attention.TersekvBackend"
+MLA_NAME = "TERSEKV_MLA"
+MLA_BACKEND = "tersekv.integrations.vllm_mla.TersekvMLABackend"
 _FIRST_MODE = 1 << 16  # of our members of vLLM's KVQuantMode
 
 
 def register() -> None:
-    """Make tersekv the backends TERSEKV and CUSTOM, and its cache dtypes known. Calling it again changes nothing."""
+    """Make tersekv the backends TERSEKV, CUSTOM and TERSEKV_MLA, and its cache dtypes known. Calling it again changes
+    nothing."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
-    if hasattr(AttentionBackendEnum, "register") and NAME not in AttentionBackendEnum.__members__:
-        register_backend(NAME, BACKEND)
-        # A spawned process unpickles vLLM's configuration before it loads plugins: the name must bring itself along.
-        AttentionBackendEnum[NAME].__reduce_ex__ = lambda protocol: (_registered, ())
+    if hasattr(AttentionBackendEnum, "register"):
+        for name, backend in ((NAME, BACKEND), (MLA_NAME, MLA_BACKEND)):
+            if name not in AttentionBackendEnum.__members__:
+                register_backend(name, backend)
+                # A spawned process unpickles vLLM's configuration before it loads plugins: the name must bring itself.
+                AttentionBackendEnum[name].__reduce_ex__ = lambda protocol, name=name: (_registered, (name,))
     _register_cache_dtypes()
 
 
-def _registered() -> Any:
+def _registered(name: str) -> Any:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     register()
-    return AttentionBackendEnum[NAME]
+    return AttentionBackendEnum[name]
 
 
 def name() -> str:

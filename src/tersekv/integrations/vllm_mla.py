@@ -1,0 +1,207 @@
+"""The classes that vLLM asks for where a model has latent attention (MLA): see `tersekv.integrations.vllm`.
+
+vLLM's layer does the projections and calls here for what touches the cache. Pages are vLLM's own bytes in every cache
+dtype, so what it brings for prompts reads them too: on a GPU its prefill backends attend, over latents that its
+operators gather. On a CPU these operators are missing, and prompts are decoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+    split_kv_b_proj,
+)
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+
+from ..layers import PagedLatentLayer
+from ..ops.mla import mla_append, mla_decode
+from .vllm import MLA_NAME
+
+FORMATS = {"bfloat16": "bf16", "float16": "fp16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_ds_mla": "fp8_ds_mla"}
+# "auto" is the model's dtype.
+_AUTO = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_STORAGE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_ds_mla": torch.uint8}
+
+
+class TersekvMLABackend(MLACommonBackend):
+    supported_dtypes = [torch.float16, torch.bfloat16]  # noqa: RUF012 (vLLM's own way)
+    supported_kv_cache_dtypes = ["auto", *FORMATS]  # noqa: RUF012
+
+    @staticmethod
+    def get_name() -> str:
+        return MLA_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[TersekvMLAImpl]:
+        return TersekvMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TersekvMLAMetadataBuilder]:
+        return TersekvMLAMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """A latent and its rotary part."""
+        return [576]
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        """A float32 model is taken on CPUs alone."""
+        return dtype in cls.supported_dtypes or (dtype == torch.float32 and current_platform.is_cpu())
+
+
+@dataclass
+class TersekvMLAMetadata(MLACommonMetadata):
+    seq_lens: Tensor | None = None  # [B] of all requests, new tokens included
+
+
+class TersekvMLAMetadataBuilder(MLACommonMetadataBuilder[TersekvMLAMetadata]):
+    # What is decoded are requests of equal numbers of rows: one, or one and drafts.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support = QueryLenSupport.UNIFORM
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, TersekvMLAMetadata)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> TersekvMLAMetadata:
+        if common_attn_metadata.causal is not True:
+            raise NotImplementedError("causal: want True, tersekv attends causally only")
+        m = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        m.seq_lens = common_attn_metadata.seq_lens
+        return m
+
+
+class TersekvMLAImpl(MLACommonImpl[TersekvMLAMetadata]):
+    can_return_lse_for_decode = True
+    supports_dcp, supports_pcp = True, False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla: Any,
+    ) -> None:
+        refused = {
+            "alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap,
+            "indexer": mla.get("indexer"),
+        }  # fmt: skip
+        for option, value in refused.items():
+            if value is not None:
+                raise NotImplementedError(f"tersekv has no {option} for latent attention (got {value!r})")
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"tersekv attends to a decoder's cache only, got attn_type={attn_type!r}")
+        if kv_cache_dtype != "auto" and kv_cache_dtype not in FORMATS:
+            raise ValueError(f"kv_cache_dtype: want auto, {', '.join(FORMATS)} for MLA, got {kv_cache_dtype!r}")
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            attn_type, kv_sharing_target_layer_name, **mla,
+        )  # fmt: skip
+        # Kernels for every cache take a query of 16 bits, which keeps its digits.
+        self.supports_quant_query_input = False
+        self._pages: tuple[Any, PagedLatentLayer] | None = None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write the rows that have a slot: kv_c_normed [T or more, L], k_pe [T or more, 1, R] rotated."""
+        n = slot_mapping.shape[0]
+        if kv_cache.numel():  # vLLM profiles its memory without pages
+            pages = self._layer(kv_cache, k_scale)
+            mla_append(kv_c_normed[:n], k_pe[:n].view(-1, k_pe.shape[-1])[:n], pages, slot_mapping)
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Absorbed attention of the decoded requests' rows [T, H, L + R], whose last is a request's last token.
+
+        The LSE [T, H] fp32 comes along for context parallelism: of the keys of this rank, −inf where it has none.
+        """
+        pages, m = self._layer(kv_c_and_k_pe_cache, layer._k_scale), attn_metadata.decode
+        done = mla_decode(
+            q, pages, m.block_table, m.seq_lens, softmax_scale=self.scale,
+            return_lse=self.need_to_return_lse_for_decode,
+        )  # fmt: skip
+        return done if isinstance(done, tuple) else (done, None)
+
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        k_scale: Tensor,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+    ) -> None:
+        """Prompts and chunks of them, q [T, H, Dn + R] into output [T, H · Dv]."""
+        if not current_platform.is_cpu():
+            super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
+            return
+        if output_scale is not None:
+            raise NotImplementedError("output_scale: want None, since tersekv quantises no output for vLLM")
+        m, sizes = attn_metadata.prefill, (self.num_heads, self.qk_nope_head_dim, self.v_head_dim)
+        w_uk, w_uv = split_kv_b_proj(self.kv_b_proj, q.dtype, self.kv_lora_rank, *sizes)
+        q_nope, q_pe = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        latent = mla_decode(
+            (torch.einsum("thn,lhn->thl", q_nope, w_uk), q_pe), self._layer(kv_c_and_k_pe_cache, k_scale),
+            m.block_table, attn_metadata.seq_lens[attn_metadata.num_decodes :], softmax_scale=self.scale,
+            cu_seqlens_q=m.query_start_loc, max_q_len=m.max_query_len,
+        )  # fmt: skip
+        output.view(-1, self.num_heads, self.v_head_dim).copy_(torch.einsum("thl,lhv->thv", latent, w_uv))
+
+    def _layer(self, kv_cache: Tensor, k_scale: Tensor) -> PagedLatentLayer:
+        """The pages [P, S, row] as tersekv sees them, made again when vLLM has other pages or scales."""
+        key = (
+            kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype, k_scale.data_ptr(), k_scale.shape,
+        )  # fmt: skip
+        if self._pages is None or self._pages[0] != key:
+            self._pages = key, latents_of(kv_cache, self.kv_cache_dtype, self.kv_lora_rank, k_scale)
+        return self._pages[1]
+
+
+def latents_of(kv_cache: Tensor, kv_cache_dtype: str, kv_lora_rank: int, k_scale: Tensor) -> PagedLatentLayer:
+    """vLLM's pages [blocks, tokens, row] of one latent layer as a PagedLatentLayer, without copying.
+
+    k_scale: vLLM's dequantising fp32 scale of one element, of the latent and of its rotary part; seen and not copied
+
+    Raises ValueError for pages of another dtype, and for another scale.
+    """
+    name = _AUTO.get(kv_cache.dtype) if kv_cache_dtype == "auto" else FORMATS.get(kv_cache_dtype)
+    if name is None:
+        raise ValueError(f"kv_cache: want pages of bfloat16 or float16 for {kv_cache_dtype!r}, got {kv_cache.dtype}")
+    if name != "fp8_e4m3":
+        return PagedLatentLayer.of(kv_cache.view(_STORAGE[name]), format=name, kv_lora_rank=kv_lora_rank)
+    if k_scale.dtype != torch.float32 or k_scale.numel() != 1:
+        raise ValueError(f"layer._k_scale: want float32 with 1 element, got {list(k_scale.shape)} {k_scale.dtype}")
+    rows, scale = kv_cache.view(_STORAGE[name]), k_scale.detach().view(-1)
+    return PagedLatentLayer.of(rows, format=name, kv_lora_rank=kv_lora_rank, kv_scale=scale)
