@@ -14,6 +14,7 @@ from ..formats import FP8
 from ..layers import PagedLatentLayer
 from ..ops.registry import submit
 from ..ops.scales import split
+from ..recall import Way, again
 from ._adapt import dtype_name, renamed, scalar, tensor, whole
 from ._flashinfer_views import layer
 
@@ -93,6 +94,14 @@ def rope_quantize_fp8_append_paged_kv_cache(
     RoPE and scaling are fp32 with no 16-bit rounding before the saturating cast. Returns (q_rope_out, q_nope_out);
     q_nope_out is [T, Hq, 0] where there is no q_nope. Raises ValueError or TypeError for a bad argument.
     """
+    way = _rope_way(
+        (q_rope, q_nope, k_rope, k_nope, v, cos_sin_cache, pos_ids, q_rope_out, q_nope_out), paged_kv_cache,
+        (batch_indices, positions, kv_indptr, kv_indices), quant_scale_q, quant_scale_kv,
+        (is_neox, quantize_dtype, page_size, kv_layout),
+    )  # fmt: skip
+    done = None if way is None else renamed(_ROPE_NAMES, again, _rope_op(v), way.options, way.given)
+    if done is not None:
+        return _made_query(done, q_rope, q_rope_out, q_nope_out)
     dtype = _quantize_dtype(quantize_dtype, q_rope_out, q_nope_out)
     tensor("q_rope", q_rope, "T, Hq, R")
     if tensor("k_rope", k_rope).dim() not in (2, 3):
@@ -104,6 +113,8 @@ def rope_quantize_fp8_append_paged_kv_cache(
     has_rest = q_rest.shape[-1] > 0
     q_parts = (q_rope, q_rest if has_rest else None)
     out_parts = (q_rope_out, q_nope_out if has_rest else None)
+    made = {"q_rope_out": q_rope_out} | ({"q_nope_out": q_nope_out} if has_rest else {})
+    way = None if way is None else way._replace(made=made)
     place = _place(batch_indices, positions, kv_indptr, kv_indices)
     mul_q = split(scalar("quant_scale_q", quant_scale_q, q_rope.device))
     mul_kv = split(scalar("quant_scale_kv", quant_scale_kv, q_rope.device))
@@ -120,7 +131,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
             *q_parts, k_nope, k_rope, cos_sin_cache, pos_ids, *out_parts, latent.ckv, latent.kpe, None, *place,
             latent.format, interleaved, *mul_q, *mul_kv, True, True,
         )  # fmt: skip
-        renamed(_ROPE_NAMES, submit, "mla_append", call, None)
+        renamed(_ROPE_NAMES, submit, "mla_append", call, None, way)
         return q_rope_out, q_nope_out
     if v is None:
         raise ValueError("v: want a tensor [T, H, Dv] for GQA/MHA (a 3-D k_rope), got None")
@@ -132,7 +143,47 @@ def rope_quantize_fp8_append_paged_kv_cache(
         *q_parts, k_rope, k_nope, v, cos_sin_cache, pos_ids, *out_parts, kv.k, kv.v, None, None, *place,
         kv.formats[0], interleaved, *mul_q, *mul_kv, *mul_kv, True, True,
     )  # fmt: skip
-    renamed(_ROPE_NAMES, submit, "rope_append", call, None)
+    renamed(_ROPE_NAMES, submit, "rope_append", call, None, way)
+    return q_rope_out, q_nope_out
+
+
+def _rope_op(v: Tensor | None) -> str:
+    return "mla_append" if v is None else "rope_append"
+
+
+def _rope_way(
+    rows: tuple, caches: object, place: tuple, scale_q: float | Tensor, scale_kv: float | Tensor, options: tuple
+) -> Way | None:
+    """A call as its caller gave it, in the order of the record; None: of caches that are no pair."""
+    if type(caches) not in (tuple, list) or len(caches) != 2:  # type: ignore[arg-type]
+        return None
+    q_t, kv_t = (x if isinstance(x, Tensor) else None for x in (scale_q, scale_kv))
+    q_rope, q_nope, k_rope, k_nope, v, cos_sin, pos_ids, *outs = rows
+    batch_indices, positions, kv_indptr, kv_indices = place
+    # What is given twice is one tensor, of which the other field is a part.
+    parts = {"kv_positions": "positions"} if positions is pos_ids else {}
+    place = (None, batch_indices, None if parts else positions, kv_indptr, kv_indices)
+    numbers = (*options, None if q_t is not None else scale_q, None if kv_t is not None else scale_kv)
+    options = ("flashinfer", bool(parts), *numbers, *map(type, numbers))  # 1 is no bool
+    if v is None:
+        given = (q_rope, q_nope, k_nope, k_rope, cos_sin, pos_ids, *outs, *caches, None)  # type: ignore[misc]
+        return Way(options, (*given, *place, q_t, kv_t), parts=parts)
+    if kv_t is not None:
+        parts["v_scale_t"] = "k_scale_t"
+    given = (*rows, *caches, None, None, *place, q_t, kv_t, None, None, None, None, None)  # type: ignore[misc]
+    return Way(options, given, parts=parts)
+
+
+def _made_query(
+    made: list[Tensor], q_rope: Tensor, q_rope_out: Tensor | None, q_nope_out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(q_rope_out, q_nope_out) of a call like one before: the caller's, or those that it made."""
+    if q_rope_out is None:
+        q_rope_out, *made = made
+    if q_nope_out is None:
+        q_nope_out = (
+            made[0] if made else torch.empty(*q_rope.shape[:2], 0, dtype=q_rope_out.dtype, device=q_rope.device)
+        )
     return q_rope_out, q_nope_out
 
 
