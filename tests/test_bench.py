@@ -211,6 +211,33 @@ def test_refusals_and_errors_are_told_and_end_nothing(monkeypatch):
     assert got[1].reason == "RuntimeError: out of memory"
 
 
+def test_what_batch_invariance_costs_is_told():
+    asked = list(
+        grid(with_cells(CPU_QUICK, ["2x40"]), ("decode", "mla_decode", "host"), ("fp8_e4m3",), batch_invariant=True)
+    )
+    assert [(c.op, c.batch_invariant, c.query) for c in asked] == [
+        (op, on, query)
+        for op, query in (("decode", "bf16"), ("mla_decode", "bf16"), ("mla_decode", "fp8_e4m3"))
+        for on in (False, True)
+    ]
+    got = list(engine.bench(asked[:2], CPU, ["sdpa"]))
+    assert [(r.status, len(r.peers)) for r in got] == [(OK, 1), (OK, 0)]
+    timed = [replace(r, us=us) for r, us in zip(got, (10.0, 12.0), strict=True)]
+    text = "\n".join(report.summary(timed, LIMITS))
+    assert f"batch invariant: 1.2x the time of the same calls without it (1 cases), at most 1.2x: {asked[1].id}" in text
+    assert asked[1].id.endswith("/ batch invariant")
+    assert "batch invariant" in report.line(timed[1], LIMITS)
+
+
+def test_the_option_is_in_the_call(monkeypatch):
+    seen = []
+    monkeypatch.setattr(decode, "decode", lambda *args, batch_invariant, **options: seen.append(batch_invariant))
+    monkeypatch.setattr(decode, "mla_decode", lambda *args, batch_invariant, **options: seen.append(batch_invariant))
+    for op in ("decode", "mla_decode"):
+        engine.run(replace(SMALL[op], batch_invariant=True), CPU)
+    assert seen == [True, True]
+
+
 def test_host_time_is_of_eager_calls():
     r = engine.run(replace(SMALL["decode"], host=True), CPU)
     assert r.status == OK

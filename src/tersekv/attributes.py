@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .formats import CHANNELS, FP8, PAIRS, ROTATION
+from .formats import BATCH_INVARIANCE, CHANNELS, FP8, PAIRS, ROTATION
 from .shapes import Shapes, dtype_name, require
 
 HADAMARD = "hadamard"
@@ -51,15 +51,16 @@ def channel_scale(rows: Tensor) -> Tensor:
 
 
 def wanted(f: Any) -> list[str]:
-    """What of these a call's facts have."""
+    """What of these a call's facts have, and what else it asks for that a backend's file may not take."""
+    invariant = [BATCH_INVARIANCE] if getattr(f, "batch_invariant", False) else []
     if not hasattr(f, "v_format"):
-        return []
+        return invariant
     has = {
         PAIRS: f.v_format not in ("", f.format),
         ROTATION: f.k_signs is not None or f.v_signs is not None,
         CHANNELS: f.k_channel_scale is not None or f.v_channel_scale is not None,
     }
-    return [what for what, there in has.items() if there]
+    return [what for what, there in has.items() if there] + invariant
 
 
 def check(f: SimpleNamespace, s: Shapes, dims: tuple[int, int]) -> None:

@@ -150,6 +150,7 @@ class DecodeCall(NamedTuple):
     v_signs: Tensor | None = None
     k_channel_scale: Tensor | None = None  # [H, D] fp32: rows lie divided by it, before they were rotated
     v_channel_scale: Tensor | None = None  # [H, Dv]
+    batch_invariant: bool = False  # what is beside a request must not change its bits
 
     @property
     def k(self) -> None:
@@ -195,6 +196,7 @@ class PrefillCall(NamedTuple):
     v_signs: Tensor | None = None
     k_channel_scale: Tensor | None = None  # [H, D] fp32: rows lie divided by it, before they were rotated
     v_channel_scale: Tensor | None = None  # [H, Dv]
+    batch_invariant: bool = False  # what is beside a request must not change its bits
 
     @property
     def mask(self) -> None:
@@ -222,6 +224,7 @@ class MLADecodeCall(NamedTuple):
     out_scale: float
     out_scale_t: Tensor | None
     precision: str
+    batch_invariant: bool = False  # as in decode
 
 
 class MLAPrefillCall(NamedTuple):

@@ -25,6 +25,7 @@ GROUP = "group"  # one fp32 per group of 128 latent values, stored in the row
 # What K/V caches may have beside (`attributes.py`), as a backend's file lists what it takes (`TAKES`) and as a refusal
 # names it.
 PAIRS, ROTATION, CHANNELS = "K and V of different formats", "rotated rows", "channel scales"
+BATCH_INVARIANCE = "batch invariance"  # what calls ask for, not caches
 
 
 @dataclass(frozen=True, slots=True)

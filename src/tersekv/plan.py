@@ -140,8 +140,15 @@ def as_taken(f: SimpleNamespace, backend: str) -> SimpleNamespace:
     """The facts, as of the operation whose kernels are asked: a decode of many rows is a prefill, if these take it.
 
     Without a mask both compute the same. A request's bound alone does not say that there are many: it may be all rows.
+    Who asks for the same bits beside any requests gets decode's: how many rows there are is those others' doing too.
     """
-    if f.op != "decode" or f.mask is not None or backend not in _OF_MANY_ROWS or not f.k_cache.shape[2]:
+    if (
+        f.op != "decode"
+        or f.batch_invariant
+        or f.mask is not None
+        or backend not in _OF_MANY_ROWS
+        or not f.k_cache.shape[2]
+    ):
         return f
     group = f.q.shape[1] // f.k_cache.shape[2]
     tokens, requests = f.q.shape[0], f.seq_lens.shape[0]
@@ -155,8 +162,8 @@ def as_taken(f: SimpleNamespace, backend: str) -> SimpleNamespace:
 
 
 def refusal(f: SimpleNamespace, module: Any) -> str | None:
-    """Why an operation's file of a backend cannot run a call: its `why_not`, and before that what the cache has and the
-    file does not say it takes, which its kernels would overlook."""
+    """Why an operation's file of a backend cannot run a call: its `why_not`, and before that what the cache has or the
+    call asks for and the file does not say it takes, which its kernels would overlook."""
     lacking = [x for x in attributes.wanted(f) if x not in getattr(module, "TAKES", ())]
     if lacking and not isinstance(module, _Absent):
         return f"takes no {lacking[0]} yet"

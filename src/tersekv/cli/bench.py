@@ -54,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=("exact",),
         help="exact,fast also times precision='fast' (exact too, so far)",
     )
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="decode and mla_decode also with that option, and what it costs"
+    )
     parser.add_argument("--backend", choices=BACKENDS, help="default: the one that a call gets on this device")
     parser.add_argument(
         "--peers", type=names((*peers.LIBRARIES, "none")),
@@ -152,7 +155,8 @@ def idle_option(args: argparse.Namespace) -> str | None:
     if args.preset or args.random:
         given = {
             "--cells": args.cells, "--page-size": args.page_size, "--uneven": args.uneven,
-            "--precision": args.precision != ("exact",), "--plot": args.plot, "--quick": args.quick,
+            "--precision": args.precision != ("exact",), "--batch-invariant": args.batch_invariant,
+            "--plot": args.plot, "--quick": args.quick,
         }  # fmt: skip
         of_preset = {"--ops": args.ops != OPS, "--peers": args.peers} if args.preset else {}
         idle = [name for name, set_ in {**of_preset, **given}.items() if set_]
@@ -186,7 +190,12 @@ def cases_of(args: argparse.Namespace, cells: Sizes, device: torch.device) -> li
     if args.random:
         args.seed = args.seed or 0
         return random_cells.cells(args.seed, args.random, device.type, args.ops, args.formats)
-    return list(grid(cells, args.ops, args.formats, page=args.page_size, uneven=args.uneven, precisions=args.precision))
+    return list(
+        grid(
+            cells, args.ops, args.formats, page=args.page_size, uneven=args.uneven, precisions=args.precision,
+            batch_invariant=args.batch_invariant,
+        )
+    )  # fmt: skip
 
 
 def results_of(

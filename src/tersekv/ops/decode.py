@@ -36,6 +36,7 @@ def decode(
     lse: Tensor | None = None,
     return_lse: bool = False,
     precision: str = "exact",
+    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Paged attention of a few new tokens per request: MHA, GQA or MQA, any cache format.
@@ -61,6 +62,9 @@ def decode(
         precision:      "exact"; "fast" is a permission: a backend may then hold probabilities in 8 bits where
                         arithmetic is the bound (about 2.5e-2 relative norm). Where it takes the kernels of `prefill` it
                         is as there; all else is computed exactly
+        batch_invariant:  a request's bits do not depend on what stands beside it: its keys are cut by its own length
+                        alone. Of one device and backend, for equal sizes, strides and options; docs/serving.md has
+                        the cost
 
     Returns out, or (out, lse) with `return_lse`. No host synchronisation; safe under CUDA graphs when lengths and
     tables change between replays. Raises ValueError or TypeError for arguments that do not fit together.
@@ -73,6 +77,7 @@ def decode(
     softcap = capped(softcap)
     max_q_len = None if max_q_len is None else whole("max_q_len", max_q_len)
     window = None if window is None else whole("window", window)
+    batch_invariant = flag("batch_invariant", batch_invariant)
     format, v_format, more = attributes(c)
     given = (
         q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, lse,
@@ -80,7 +85,7 @@ def decode(
     )  # fmt: skip
     options = (
         c.format, max_q_len, window, softcap, scale, k_scale, v_scale, o_scale, out_dtype, return_lse, precision,
-        backend,
+        batch_invariant, backend,
     )  # fmt: skip
     done = again("decode", options, given)
     if done is not None:
@@ -99,6 +104,7 @@ def decode(
         q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, lse,
         format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), seen_keys(window), softcap,
         scale, scale_t, k_scale, k_scale_t, v_scale, v_scale_t, o_scale, o_scale_t, precision, v_format, *more,
+        batch_invariant,
     )  # fmt: skip
     submit("decode", call, backend, Way(options, given, made))
     return outputs([], out, lse, return_lse)

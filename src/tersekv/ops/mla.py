@@ -11,7 +11,7 @@ from torch import Tensor
 from ..cache import device_of
 from ..calls import MLAAppendCall, MLADecodeCall, MLAPrefillCall, MLAProjectCall
 from ..checks import tensor
-from ..counts import number, positive, whole
+from ..counts import flag, number, positive, whole
 from ..layers import PagedLatentLayer
 from ..recall import Way, again
 from .append import like_query
@@ -94,6 +94,7 @@ def mla_decode(
     lse: Tensor | None = None,
     return_lse: bool = False,
     precision: str = "exact",
+    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Absorbed MLA attention over a paged latent cache: one latent row is key and value of every head.
@@ -107,6 +108,7 @@ def mla_decode(
         out:            [T, H, L]; out_dtype default q's, bf16 for an 8-bit q; out_scale multiplies it
         lse:            [T, H] fp32, natural log
         precision:      "exact"; "fast" is a permission to compute less exactly, as in `decode`; unused today
+        batch_invariant:  a request's bits do not depend on what stands beside it, as in `decode`
 
     Returns out, or (out, lse) with `return_lse`. Raises ValueError or TypeError for arguments that do not fit.
     """
@@ -115,13 +117,17 @@ def mla_decode(
     o_scale, o_scale_t = split(out_scale, "out_scale")
     scale, scale_t = split(softmax_scale, "softmax_scale")
     max_q_len = None if max_q_len is None else whole("max_q_len", max_q_len)
+    batch_invariant = flag("batch_invariant", batch_invariant)
     joined = isinstance(q, Tensor)
     q_nope, q_pe = q if isinstance(q, (tuple, list)) and len(q) == 2 else (q, None)
     given = (
         q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
         scale_t, kv_scale_t, o_scale_t,
     )  # fmt: skip
-    options = (c.format, joined, max_q_len, scale, kv_scale, o_scale, out_dtype, return_lse, precision, backend)
+    options = (
+        c.format, joined, max_q_len, scale, kv_scale, o_scale, out_dtype, return_lse, precision, batch_invariant,
+        backend,
+    )  # fmt: skip
     done = again("mla_decode", options, given)
     if done is not None:
         return outputs(done, out, lse, return_lse)
@@ -143,7 +149,7 @@ def mla_decode(
     call = MLADecodeCall(
         q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
         c.format, query_rows(shape[0], seq_lens, cu_seqlens_q, max_q_len), scale, scale_t, kv_scale, kv_scale_t,
-        o_scale, o_scale_t, precision,
+        o_scale, o_scale_t, precision, batch_invariant,
     )  # fmt: skip
     submit("mla_decode", call, backend, Way(options, given, made, _JOINED if joined else {}))
     return outputs([], out, lse, return_lse)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..calls import PrefillCall
 from ..checks import tensor
-from ..counts import whole
+from ..counts import flag, whole
 from ..layers import PagedKVLayer
 from ..recall import Way, again
 from .append import KVLike
@@ -40,6 +40,7 @@ def prefill(
     lse: Tensor | None = None,
     return_lse: bool = False,
     precision: str = "exact",
+    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Paged attention of many new tokens, causal: prompts, and chunks of them, over any cache format.
@@ -68,6 +69,9 @@ def prefill(
         precision:      "exact"; "fast" is a permission: a backend may then hold probabilities in 8 bits where
                         arithmetic is the bound (about 2.5e-2 relative norm). Hopper's does for e4m3 queries over an
                         fp8_e4m3 cache without `k` and `v`; all else is computed exactly
+        batch_invariant:  a request's bits do not depend on what stands beside it: its keys are cut by its own length
+                        alone. Of one device and backend, for equal sizes, strides and options; docs/serving.md has
+                        the cost
 
     Returns out, or (out, lse) with `return_lse`. No host synchronisation; safe under CUDA graphs when lengths and
     tables change between replays. Raises ValueError or TypeError for arguments that do not fit together.
@@ -80,6 +84,7 @@ def prefill(
     softcap = capped(softcap)
     max_q_len = None if max_q_len is None else whole("max_q_len", max_q_len)
     window = None if window is None else whole("window", window)
+    batch_invariant = flag("batch_invariant", batch_invariant)
     format, v_format, more = attributes(c)
     given = (
         q, k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, sinks, out, lse,
@@ -87,7 +92,7 @@ def prefill(
     )  # fmt: skip
     options = (
         c.format, max_q_len, window, softcap, scale, k_scale, v_scale, o_scale, out_dtype, return_lse, precision,
-        backend,
+        batch_invariant, backend,
     )  # fmt: skip
     done = again("prefill", options, given)
     if done is not None:
@@ -104,6 +109,7 @@ def prefill(
         q, k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, sinks, out, lse,
         format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), seen_keys(window), softcap,
         scale, scale_t, k_scale, k_scale_t, v_scale, v_scale_t, o_scale, o_scale_t, precision, v_format, *more,
+        batch_invariant,
     )  # fmt: skip
     submit("prefill", call, backend, Way(options, given, made))
     return outputs([], out, lse, return_lse)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from tersekv.formats import BLOCK, CHANNELS, PAIRS, ROTATION, TOKEN_HEAD, KVFormat, pair_of
+from tersekv.formats import BATCH_INVARIANCE, BLOCK, CHANNELS, PAIRS, ROTATION, TOKEN_HEAD, KVFormat, pair_of
 
 from . import library
 from .library import Bound, Launch
 from .records import CODES, DTYPES, NO_TURN, NONE, TURNS, Attention, Facts, Indices, Matrix, Place
 
-TAKES = (PAIRS, ROTATION, CHANNELS)
+TAKES = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
 TENSORS = (
     "q", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "mask",
     "sinks", "out", "lse", "softmax_scale_t", "k_scale_t", "v_scale_t", "out_scale_t", *TURNS,
@@ -55,6 +55,7 @@ def attention(facts: Facts, heads: int, group: int) -> Attention:
     record.heads, record.group = heads, group
     record.requests, record.max_pages = f.page_table.shape
     record.rows, record.max_q_len = f.out.shape[0], f.max_q_len
+    record.batch_invariant = f.batch_invariant
     for name in ("page_table", "seq_lens", "cu_seqlens_q"):
         setattr(record, name, facts.indices(name))
     record.mask, record.sinks = Indices(NONE), NONE

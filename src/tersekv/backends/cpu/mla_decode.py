@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tersekv.formats import TENSOR, latent_format, rope_dtype
+from tersekv.formats import BATCH_INVARIANCE, TENSOR, latent_format, rope_dtype
 
 from . import library
 from .decode import attention
@@ -20,6 +20,7 @@ _TENSORS = (
 )  # fmt: skip
 # That the kernels read by name: of another, they would take the codes for what they are not.
 _FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
+TAKES = (BATCH_INVARIANCE,)
 _STEP = 8  # columns that kernels read together
 
 

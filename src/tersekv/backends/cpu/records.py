@@ -53,6 +53,7 @@ class Attention(Structure):
         ("query_dtype", c_int64), ("mask", Indices), *_numbers("window", "sinks"), ("out", Place), ("lse", Place),
         ("out_dtype", c_int64), ("softcap", c_double), ("softmax_scale", Scale), ("k_scale", Scale),
         ("v_scale", Scale), ("out_scale", Scale), ("key_turn", Turn), ("value_turn", Turn),
+        ("batch_invariant", c_int64),
     ]  # fmt: skip
 
 

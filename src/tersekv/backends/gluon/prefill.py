@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...formats import kv_format
+from ...formats import BATCH_INVARIANCE, kv_format
 from ..host import launch
 from ..host.bind import Bound, Described, Launches, Template, given, strides
 from ..host.split_merge import is_empty, rows_of
@@ -22,6 +22,7 @@ _FORMATS = (
 )
 _DESCRIBED = {"Q": "q", "K": "k_cache", "V": "v_cache", "KN": "k", "VN": "v"}
 _MANY_KEYS = 16384
+TAKES = (BATCH_INVARIANCE,)  # of the kernel for many rows, in which nothing is cut
 
 
 class Config(NamedTuple):
@@ -31,7 +32,7 @@ class Config(NamedTuple):
 
 def why_not(f: SimpleNamespace) -> str | None:
     reason = _why_not_own(f)
-    if reason is None or f.k is not None:
+    if reason is None or f.k is not None or f.batch_invariant:
         return reason
     by_decode = decode.why_not(as_decode(f))
     return None if by_decode is None else f"{reason}; of decode's kernels: {by_decode}"
@@ -58,7 +59,7 @@ def _why_not_own(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Any:
-    if f.k is None and (_why_not_own(f) is not None or _few_rows(f)):
+    if f.k is None and not f.batch_invariant and (_why_not_own(f) is not None or _few_rows(f)):
         return decode.configure(as_decode(f))
     c = shape_of(f)
     arguments: dict[str, Any] = {

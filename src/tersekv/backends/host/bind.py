@@ -109,6 +109,10 @@ class Template:
         arguments = {n: other(x) for n, x in self.arguments.items()}
         return Template(self.launch.fn, self.grid, arguments, **self.launch.options)
 
+    def also(self, **arguments: Any) -> Template:
+        """The same launch with other values of these arguments."""
+        return Template(self.launch.fn, self.grid, self.arguments | arguments, **self.launch.options)
+
     def names(self) -> set[str]:
         """Of all tensors that a call brings, whether they are there or not."""
         return {x.name for x in self._arguments if isinstance(x, (Given, Described))}

@@ -11,6 +11,10 @@ from ...formats import E4M3_MAX, E5M2_MAX
 from . import launch
 from .bind import BYTES, PART, Instead, Launches, Scratch, Template, given, strides
 
+# Where a request is cut by its own length (docs/serving.md).
+PIECE_KEYS = 512  # of a piece at least
+MOST_PIECES = 128  # of a segment, as `triton/parts/shares` has it
+MANY_PAGES = 1 << 24  # of a request, where kernels are chosen for any length
 _OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
 _OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
@@ -56,6 +60,39 @@ def written(f: SimpleNamespace) -> dict[str, Any]:
         "OUT_MAX": _OUT_MAX.get(f.out.dtype, 0.0),
         "OUT_KIND": "float" if launch.rounds_to_fp8(f) else _OUT_KIND.get(f.out.dtype, "float"),
     }
+
+
+def alone(f: SimpleNamespace, rows: int = 1) -> SimpleNamespace:
+    """The facts by which kernels are chosen: where no other request may count, none of a batch's bounds does.
+
+    rows: query rows of a request, for which a kernel is then chosen
+    """
+    if not f.batch_invariant:
+        return f
+    table = f.page_table._replace(shape=(1, MANY_PAGES))
+    return SimpleNamespace(**vars(f) | {"max_q_len": rows, "page_table": table})
+
+
+def piece_tiles(f: SimpleNamespace, tile: int) -> int:
+    """PIECE of `triton/parts/shares`: least tiles of a piece, where requests are cut by their own lengths; else 0."""
+    return max(1, PIECE_KEYS // tile) if f.batch_invariant else 0
+
+
+def merged_pieces(
+    f: SimpleNamespace, split: Template, kernel: Any, arguments: dict[str, Any], page: int
+) -> Launches | Instead:
+    """The split pass, with room for every piece that there can be, and the merge of all pieces.
+
+    arguments: of the merge; page: slots of a page
+    """
+    c = arguments["c"]
+    tiles = -(-f.page_table.shape[1] * page // c.TILE)
+    slots = max(1, min(MOST_PIECES, -(-tiles // c.PIECE)))
+    segments = f.out.shape[0] * c.GROUP // c.ROWS + f.seq_lens.shape[0]
+    arguments = arguments | given(LENS="seq_lens", CU="cu_seqlens_q") | {"B": f.seq_lens.shape[0], "slots": slots}
+    split = split.also(slots=slots)
+    merge = Template(kernel, (segments * c.HEADS, c.PART_ROWS), arguments, num_warps=4) if slots > 1 else None
+    return launches(f, split, merge, segments * slots * c.HEADS * c.PART_ROWS * c.PART_COLUMNS)
 
 
 def see_nothing(call: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tersekv.formats import BLOCK, CHANNELS, PAIRS, ROTATION, KVFormat, pair_of
+from tersekv.formats import BATCH_INVARIANCE, BLOCK, CHANNELS, PAIRS, ROTATION, KVFormat, pair_of
 
 from . import rotation
 from .append import why_no_codecs
@@ -15,13 +15,13 @@ from .attention import Results, attend, by_head, finish, scale_of
 from .exact import exact
 from .gather import PagedRows, Places, load_blocks
 from .quantize import zero_points
-from .requests import Rules, batches
+from .requests import Rules, batches, why_together
 
-TAKES = (PAIRS, ROTATION, CHANNELS)
+TAKES = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return why_no_codecs(f)
+    return why_no_codecs(f) or why_together(f)
 
 
 def configure(f: SimpleNamespace) -> None:

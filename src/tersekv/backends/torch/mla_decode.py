@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.formats import latent_format
+from tersekv.formats import BATCH_INVARIANCE, latent_format
 
 from .attention import Results, attend, by_head, finish, scale_of
 from .exact import exact
 from .gather import PagedRows, Places, load_blocks
 from .quantize import why_no_codec
-from .requests import Rules, batches
+from .requests import Rules, batches, why_together
+
+TAKES = (BATCH_INVARIANCE,)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return why_no_codec(latent_format(f.format))
+    return why_no_codec(latent_format(f.format)) or why_together(f)
 
 
 def configure(f: SimpleNamespace) -> None:

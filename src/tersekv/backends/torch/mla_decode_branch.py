@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 
+from tersekv.formats import latent_format
+
 from . import mla_decode, mla_project
 from .exact import exact
 from .mla_latents import place
 from .mla_prefill import append, new_places, spread
+from .quantize import why_no_codec
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return mla_decode.why_not(f)
+    return why_no_codec(latent_format(f.format))
 
 
 def configure(f: SimpleNamespace) -> None:

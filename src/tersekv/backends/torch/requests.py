@@ -35,6 +35,13 @@ class Rules(NamedTuple):
     softcap: float = 0.0
 
 
+def why_together(f: Any) -> str | None:
+    """Why requests of a call cannot stay apart, as batch invariance wants it; None: they can, or need not."""
+    if not f.batch_invariant or f.device.type == "cpu":
+        return None
+    return f"takes the requests of a call together on {f.device.type}, which is no batch invariance"
+
+
 def batches(call: Any, rules: Rules, num_pages: int, page_size: int, *, new_rows: bool = False) -> Iterator[Batch]:
     """The requests of a call, one by one on a CPU (those with nothing to do left out), together elsewhere.
 

@@ -29,6 +29,7 @@ class Case:
     precision: str = "exact"
     query: str = "bf16"  # type of the queries; of MLA decode also fp8_e4m3
     scales: str = "apart"  # where stored scales lie; of decode also "tail"
+    batch_invariant: bool = False
 
     @property
     def cell(self) -> str:
@@ -44,6 +45,7 @@ class Case:
         parts = [self.op, self.format, self.cell, *self.sizes]
         parts += ["uneven"] * self.uneven + ["host"] * self.host + ["fast"] * (self.precision == "fast")
         parts += [f"q {self.query}"] * (self.query != "bf16") + [self.scales] * (self.scales != "apart")
+        parts += ["batch invariant"] * self.batch_invariant
         return " / ".join(parts)
 
     def as_dict(self) -> dict:
@@ -134,11 +136,13 @@ def grid(
     page: int | None = None,
     uneven: bool = False,
     precisions: Iterable[str] = ("exact",),
+    batch_invariant: bool = False,
 ) -> Iterator[Case]:
     """The cases of the operations and formats named (None: all).
 
     page:    the only page size; None: 64, and 16 too in the `extra` cells
     uneven:  unequal lengths only, in every cell
+    batch_invariant:  each case of `decode` and `mla_decode` once more, with that option
     """
     asked, precisions = set(ops), set(precisions)
     every = [case for op in OPS if op in asked for case in _GRIDS[op](s)]
@@ -152,6 +156,8 @@ def grid(
             yield case
             if "fast" in precisions and case.op == "mla_decode" and case.format != "bf16" and not case.host:
                 yield replace(case, precision="fast")
+            if batch_invariant and case.op in ("decode", "mla_decode") and not case.host:
+                yield replace(case, batch_invariant=True)
 
 
 def _append(s: Sizes) -> Iterator[Case]:

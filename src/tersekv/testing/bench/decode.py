@@ -73,8 +73,9 @@ class Decode(_Paged):
 
         def call(table: Tensor) -> Any:
             return lambda: decode(
-                self.q, layer, table, self.lens, out=self.out, precision=case.precision, backend=backend
-            )
+                self.q, layer, table, self.lens, out=self.out, precision=case.precision,
+                batch_invariant=case.batch_invariant, backend=backend,
+            )  # fmt: skip
 
         self.calls = [call(table) for table in self.tables]
 
@@ -103,7 +104,7 @@ class MLADecode(_Paged):
         def call(table: Tensor) -> Any:
             return lambda: mla_decode(
                 self.q, layer, table, self.lens, softmax_scale=self.scale, out=self.out,
-                precision=case.precision, backend=backend,
+                precision=case.precision, batch_invariant=case.batch_invariant, backend=backend,
             )  # fmt: skip
 
         self.calls = [call(table) for table in self.tables]

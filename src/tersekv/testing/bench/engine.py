@@ -95,10 +95,12 @@ def bench(
     of_e4m3: dict[Case, tuple[Peer, ...]] = {}
     for case in cases:
         result = run(case, device, libraries, backend)
-        twin = replace(case, format="fp8_e4m3", precision="exact", query="bf16", scales="apart")
+        plain = {"scales": "apart", "batch_invariant": False}
+        twin = replace(case, format="fp8_e4m3", precision="exact", query="bf16", **plain)
         if case == twin and result.best_peer is not None:
             of_e4m3[twin] = result.peers
-        if result.status == OK and result.best_peer is None and case.format != "bf16" and twin in of_e4m3:
+        stands_in = result.status == OK and result.best_peer is None and not case.batch_invariant
+        if stands_in and case.format != "bf16" and twin in of_e4m3:
             result = replace(result, peers=of_e4m3[twin], peers_format="fp8_e4m3")
         yield result
 
@@ -116,7 +118,8 @@ def run(case: Case, device: torch.device, libraries: Sequence[str] = (), backend
             wrong = f"want error <= {problem.limit:g} before anything is timed, got {error:.2e}"
             return replace(result, status=RED, reason=wrong)
         result = replace(result, status=OK, us=time_of(problem.calls, case, device))
-        return replace(result, peers=tuple(rivals(problem, device, libraries)))
+        # A peer promises nothing of the kind; of its time beside the same case without the option there is a line.
+        return replace(result, peers=() if case.batch_invariant else tuple(rivals(problem, device, libraries)))
     except UnsupportedError as e:
         return replace(result, status=UNSUPPORTED, reason="; ".join(line.strip() for line in str(e).splitlines()))
     except Exception as e:

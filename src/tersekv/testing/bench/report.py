@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import geometric_mean
@@ -27,6 +28,7 @@ def line(r: Result, limits: Limits) -> str:
     shape = [f"{c.op:<11} {c.format:<19} {c.cell:>12}", *(f"{words:<7}" for words in c.sizes)]
     shape += ["uneven"] * c.uneven + ["fast"] * (c.precision == "fast") + ["host"] * c.host
     shape += [f"q {c.query}"] * (c.query != "bf16") + [c.scales] * (c.scales != "apart")
+    shape += ["batch invariant"] * c.batch_invariant
     head = "  ".join(shape)
     if r.status == UNSUPPORTED:
         return f"{head}  not run: {r.reason}"
@@ -69,7 +71,8 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
     groups: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     for r in results:
         if r.us is not None:
-            key = (r.case.op, r.case.format, *(("host",) if r.case.host else ()))
+            more = ["host"] * r.case.host + ["batch invariant"] * r.case.batch_invariant
+            key = (r.case.op, r.case.format, *more)
             groups[key].append(r)
     if groups:
         yield "geometric means"
@@ -82,6 +85,13 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
         if ratios:
             parts.append(f"{geometric_mean(ratios):.3g}x the best peer ({len(ratios)} cases)")
         yield "  ".join(parts)
+    costs = cost_of_invariance(results)
+    if costs:
+        worst = max(costs, key=costs.__getitem__)
+        yield (
+            f"batch invariant: {geometric_mean(costs.values()):.3g}x the time of the same calls without it "
+            f"({len(costs)} cases), at most {costs[worst]:.3g}x: {worst}"
+        )
     lost = list(losses(results))
     if lost:
         yield "slower than a peer"
@@ -91,6 +101,13 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
             yield f"  {r.case.id}: {r.us:.2f} us, {best.name} {best.us:.2f} us ({best.us / r.us:.3g}x)"
     count = {s: sum(r.status == s for r in results) for s in (OK, UNSUPPORTED, RED, FAILED)}
     yield f"{count[OK]} timed, {count[UNSUPPORTED]} not run, {count[RED]} red, {count[FAILED]} failed"
+
+
+def cost_of_invariance(results: Iterable[Result]) -> dict[str, float]:
+    """Time of each batch-invariant case over that of the same case without the option, by its id."""
+    us = {r.case: r.us for r in results if r.us is not None}
+    plain = {case: us.get(replace(case, batch_invariant=False)) for case in us if case.batch_invariant}
+    return {case.id: us[case] / x for case, x in plain.items() if x is not None}
 
 
 def losses(results: Iterable[Result]) -> Iterator[Result]:

@@ -57,6 +57,7 @@ struct Attention {
     double softcap;
     Scale softmax_scale, k_scale, v_scale, out_scale;
     Turn key_turn, value_turn;
+    int64_t batch_invariant;  // keys of a request are cut by its own length alone
 };
 
 // Rows of one or two tensors side by side, cast or quantised, to a cache or to a tensor [token, head].

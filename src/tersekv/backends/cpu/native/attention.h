@@ -14,6 +14,7 @@ constexpr int64_t MOST_FEW = 8;    // … by `few.h`
 // over the keys [begin, end).
 struct Item {
     int64_t request, row, rows, head, heads, begin, end;
+    bool few;  // by `few.h`
     int64_t state;  // its place among the states of pieces that are joined; -1: it is whole
     int64_t join;
 };

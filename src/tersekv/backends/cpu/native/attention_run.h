@@ -9,6 +9,7 @@ namespace {
 // Work is counted in codes × (query rows + CONVERSION): that is what converting a code takes. Another thread is woken
 // for no less than WORTH_A_THREAD, some 50 µs; pieces of keys are not made shorter than SHORTEST.
 constexpr int64_t CONVERSION = 4, WORTH_A_THREAD = 4 << 20, SHORTEST = 4 * TILE, ITEMS_PER_THREAD = 4;
+constexpr int64_t INVARIANT = 32 * TILE;  // keys of a piece where neither other requests nor threads may count
 
 // Whether few rows of queries are attended by `few.h`: one factor at most for a row, or e2m1's.
 inline bool made_for_few(const Attention& c) {
@@ -31,9 +32,9 @@ struct Run {
     int64_t* left;  // of each join: pieces that are not done
     int64_t* first_piece;
     float* states;
-    int64_t piece_floats, state_stride;
+    int64_t piece_floats;
     size_t tile_bytes;
-    bool few, no_memory;
+    bool no_memory;
 
     Run(const Attention& call, Addresses addresses, int64_t n, Report& r) : c(call), at(addresses), threads(n), report(r) {}
 
@@ -51,6 +52,7 @@ private:
         const Request& r = requests[request];
         Item item = {};
         item.request = request, item.row = index * MOST_ROWS, item.heads = item_heads;
+        item.few = Unit::VALUES == 2 && r.rows * c.group <= MOST_FEW && made_for_few(c);
         item.rows = r.rows * c.group - item.row;
         if (item.rows > MOST_ROWS) item.rows = MOST_ROWS;
         Sight sight = {r.keys, r.keys - r.rows, c.window, c.mask.tensor < 0 ? nullptr : at[c.mask.tensor], 0};
@@ -80,7 +82,6 @@ private:
         for (int64_t b = 0; b < c.requests; b++)
             if (requests[b].keys > 0 && requests[b].rows > longest) longest = requests[b].rows;
         most_rows = longest * c.group < MOST_ROWS ? longest * c.group : MOST_ROWS;
-        few = Unit::VALUES == 2 && most_rows <= MOST_FEW && made_for_few(c);
         // Heads that lie side by side are read together, as long as their state stays small.
         bool beside = c.heads == 1 || c.values.codes.strides[2] <= c.values.codes.strides[1];
         item_heads = beside && c.heads * most_rows <= MOST_ROWS ? c.heads : 1;
@@ -91,6 +92,7 @@ private:
         double share = threads > 1 ? total / (threads * ITEMS_PER_THREAD) : total;
         auto pieces = [&](const Item& item) {
             int64_t keys = item.end - item.begin, most = keys / SHORTEST;
+            if (c.batch_invariant) return keys > 0 ? (keys + INVARIANT - 1) / INVARIANT : 1;
             int64_t n = static_cast<int64_t>(cost(item) / (share > 1 ? share : 1) + 0.5);
             n = n < most ? n : most;
             return n > 1 ? n : 1;
@@ -122,10 +124,15 @@ private:
     }
 
     bool lay_out() {
-        Tiles<Unit> tiles(c, few);
-        tile_bytes = tiles.lay_out(nullptr, item_heads, most_rows);
-        piece_floats = up(item_heads * most_rows * (tiles.state_stride + 2), 16);
-        state_stride = tiles.state_stride;
+        const bool each[] = {false, true};
+        tile_bytes = piece_floats = 0;
+        for (bool few : each) {
+            Tiles<Unit> tiles(c, few);
+            size_t bytes = tiles.lay_out(nullptr, item_heads, most_rows);
+            int64_t floats = up(item_heads * most_rows * (tiles.state_stride + 2), 16);
+            tile_bytes = bytes > tile_bytes ? bytes : tile_bytes;
+            piece_floats = floats > piece_floats ? floats : piece_floats;
+        }
         size_t item_bytes = up(num_items * sizeof(Item), 64), join_bytes = up(num_joins * 8, 64);
         char* p = kept(FOR_CALL, item_bytes + 2 * join_bytes + 4 * piece_floats * num_pieces + 64);
         if (p == nullptr) return false;
@@ -187,35 +194,35 @@ private:
     static void work(void* context, int64_t index) {
         Run& self = *static_cast<Run*>(context);
         const Item& item = self.items[index];
-        Attend<Unit> attend(self.c, self.at, self.few);
+        Attend<Unit> attend(self.c, self.at, item.few);
         char* memory = kept(FOR_ITEM, self.tile_bytes);
         if (memory == nullptr) return __atomic_store_n(&self.no_memory, true, __ATOMIC_RELAXED);
         attend.tiles.lay_out(memory, self.item_heads, self.most_rows);
-        State state = item.state < 0 ? attend.tiles.own : self.state_of(item.state);
+        State state = item.state < 0 ? attend.tiles.own : self.state_of(item.state, attend.tiles.state_stride);
         attend.run(item, self.requests[item.request], state);
         if (item.state < 0) return self.finish(item, state);
         // Whoever is the last of a join's pieces joins them all.
-        if (__atomic_sub_fetch(&self.left[item.join], 1, __ATOMIC_ACQ_REL) == 0) self.join(item);
+        if (__atomic_sub_fetch(&self.left[item.join], 1, __ATOMIC_ACQ_REL) == 0) self.join(item, state.stride);
     }
 
-    State state_of(int64_t piece) const {
+    State state_of(int64_t piece, int64_t stride) const {
         float* values = states + piece * piece_floats;
-        return {values, reinterpret_cast<Running*>(values + item_heads * most_rows * state_stride), state_stride};
+        return {values, reinterpret_cast<Running*>(values + item_heads * most_rows * stride), stride};
     }
 
     // The states of a join's pieces into the first.
-    void join(const Item& item) {
+    void join(const Item& item, int64_t stride) {
         int64_t begin = first_piece[item.join], end = item.join + 1 < num_joins ? first_piece[item.join + 1] : num_pieces;
-        State whole = state_of(begin);
+        State whole = state_of(begin, stride);
         for (int64_t p = begin + 1; p < end; p++) {
-            State part = state_of(p);
+            State part = state_of(p, stride);
             for (int64_t i = 0; i < item.heads * item.rows; i++) {
                 Running &a = whole.running[i], b = part.running[i];
                 float top = b.top > a.top ? b.top : a.top, base = top == NEGATIVE_INFINITY ? 0.0f : top;
                 float by_a = exp2(all(a.top - base))[0], by_b = exp2(all(b.top - base))[0];
                 a = {top, a.total * by_a + b.total * by_b};
-                float *x = whole.values + i * state_stride, *y = part.values + i * state_stride;
-                for (int64_t j = 0; j < state_stride; j += W)
+                float *x = whole.values + i * stride, *y = part.values + i * stride;
+                for (int64_t j = 0; j < stride; j += W)
                     store(x + j, load<VecF>(x + j) * by_a + load<VecF>(y + j) * by_b);
             }
         }

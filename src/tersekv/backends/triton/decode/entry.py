@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ....formats import BLOCK, CHANNELS, PAIRS, ROTATION, TOKEN_HEAD, KVFormat, pair_of
+from ....formats import BATCH_INVARIANCE, BLOCK, CHANNELS, PAIRS, ROTATION, TOKEN_HEAD, KVFormat, pair_of
 from ...host import launch
 from ...host.bind import BYTES, WORDS, Bound, Described, Instead, Launches, Template, given, strides
 from ...host.record import Record
-from ...host.split_merge import features, launches, reads, writes
-from ..parts.merge import merge_kernel
+from ...host.split_merge import alone, features, launches, merged_pieces, piece_tiles, reads, writes
+from ..parts.merge import merge_kernel, merge_pieces_kernel
 from ..parts.shares import META_FIELDS
 from .kernels import decode_kernel
 from .tune import Tiles, tiles, two_terms
 
-TAKES = (PAIRS, ROTATION, CHANNELS)
+TAKES = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,11 @@ class Constants(Record):
     OUT_KIND: str  # "e4m3" or "e5m2": the output is written as bytes, by bit arithmetic; "float": by the chip's cast
     K_FACTOR: float
     V_FACTOR: float
+    PART_ROWS: int  # of a state
     PART_COLUMNS: int
     MERGE_PIECES: int
     MERGE_COLUMNS: int
+    PIECE: int = 0  # least tiles of a piece, where requests are cut by their own lengths; 0: equal shares
     FAR: bool = False  # a page is longer than int32 counts
 
 
@@ -113,7 +115,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Config:
-    t = tiles(f, pair_of(f)[0])
+    t = tiles(alone(f), pair_of(f)[0])
     caches = _described(f, t)
     c = constants(f, t, bool(caches))
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.stages}
@@ -124,11 +126,14 @@ def configure(f: SimpleNamespace) -> Config:
     split = both | reads(f) | _strides(f) | turns_of(f) | (caches or given(WORDS, K="k_cache", V="v_cache")) | {
         **given(BYTES if c.Q_BYTES else "", Q="q"),
         **given(BYTES if c.BYTES else "", KS="k_scale_cache", VS="v_scale_cache"),
-        **given(K_T="k_scale_t"), **mask_of(f), "k_scale": f.k_scale, "softcap": f.softcap,
+        **given(K_T="k_scale_t"), **mask_of(f), "k_scale": f.k_scale, "softcap": f.softcap, "slots": 0,
     }  # fmt: skip
+    first = Template(decode_kernel, (num_programs,), split, **options)
+    if c.PIECE:
+        return Config(c, merged_pieces(f, first, merge_pieces_kernel, both, c.PAGE))
     merge_rows = min(t.rows, f.max_q_len * c.GROUP)
     return Config(c, launches(
-        f, Template(decode_kernel, (num_programs,), split, **options),
+        f, first,
         Template(merge_kernel, (num_programs, merge_rows), both, num_warps=4),
         num_programs * (2 * c.ROWS * c.PART_COLUMNS + META_FIELDS.value),
     ))  # fmt: skip
@@ -211,9 +216,11 @@ def _geometry(f: SimpleNamespace, t: Tiles, tma: bool) -> dict[str, Any]:
         "ROWS": t.rows,
         "BLOCK_B": min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
         "MIN_TILES": t.min_tiles,
+        "PART_ROWS": min(t.rows, f.max_q_len * (f.q.shape[1] // max(heads, 1))) if f.batch_invariant else t.rows,
         "PART_COLUMNS": parts * columns["BLOCK_DV"] + 2,
         "MERGE_PIECES": 16,
         "MERGE_COLUMNS": parts * columns["BLOCK_DV"],
+        "PIECE": piece_tiles(f, t.tile),
         "FAR": launch.spans_far(f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache),
     }
 

@@ -7,7 +7,18 @@ import triton
 import triton.language as tl
 
 from ..parts.merge import LOG2E, finish, output, scalar
-from ..parts.shares import META_FIELDS, locate, meta_of, request_tiles, row_places, share, zero_padding
+from ..parts.shares import (
+    META_FIELDS,
+    first_segment,
+    locate,
+    meta_of,
+    piece_tiles,
+    request_tiles,
+    row_places,
+    share,
+    to_next_piece,
+    zero_padding,
+)  # fmt: skip
 from .tiles import attend, load_query, turned_back
 
 
@@ -26,7 +37,7 @@ def store_rows(OUT, acc, factor, tokens, heads, m_row, so_t, so_h, c: tl.constex
 def decode_kernel(
     Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
-    B, T, sq_t, sq_h, sk_p, sk_s, sk_h, sv_p, sv_s, sv_h,
+    B, T, slots, sq_t, sq_h, sk_p, sk_s, sk_h, sv_p, sv_s, sv_h,
     sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, skc_h, svc_h, st_b, sm_t, so_t, so_h, sl_t, sl_h,
     c: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +45,8 @@ def decode_kernel(
     p = tl.program_id(0)
     num_programs = tl.num_programs(0)
     META = meta_of(PART, num_programs, c)
-    tl.store(META + p * META_FIELDS, 0)
+    if c.PIECE == 0:
+        tl.store(META + p * META_FIELDS, 0)
     if c.RAGGED:
         zero_padding(OUT, LSE, tl.load(CU + B).to(tl.int32), T, p, num_programs, so_t, so_h, sl_t, sl_h, c)
     x, end, per = share(LENS, CU, B, p // c.HEADS, num_programs // c.HEADS, c)
@@ -43,6 +55,8 @@ def decode_kernel(
         b, base = locate(LENS, CU, B, x, c)
         score_scale = scalar(softmax_scale, SOFTMAX_T, 0, c.SOFTMAX_T) * LOG2E
         tiles, segments, first, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
+        if c.PIECE > 0:
+            x += to_next_piece(x - base, tiles, c)
         while x < end:
             while x - base >= tiles * segments:
                 base += tiles * segments
@@ -50,7 +64,7 @@ def decode_kernel(
                 tiles, segments, first, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
             segment = (x - base) // tiles
             t0 = (x - base) % tiles
-            t1 = tl.minimum(t0 + end - x, tiles)
+            t1 = tl.minimum(t0 + (end - x if c.PIECE == 0 else piece_tiles(tiles, c)), tiles)
             tokens, heads, m_row = row_places(segment, h, q0, rows, c)
             scale = score_scale * scalar(k_scale, K_T, h * c.K_T_STRIDE, c.K_T)
             q, row_scale = load_query(Q, tokens, heads, m_row, sq_t, sq_h, (K_SIGNS, K_CHANNELS, skc_h), h, c)
@@ -68,7 +82,10 @@ def decode_kernel(
                     tl.store(LSE + tokens * sl_t + heads * sl_h, lse, mask=m_row)
             else:
                 slot = 2 * p
-                if t0 == 0:
+                if c.PIECE > 0:
+                    slot = (first_segment(b, q0, c) + segment) * slots + t0 // piece_tiles(tiles, c)
+                    slot = slot * c.HEADS + h
+                elif t0 == 0:
                     slot += 1
                     tl.store(META + p * META_FIELDS, (base + (segment + 1) * tiles - 1) // per - p // c.HEADS + 1)
                     tl.store(META + p * META_FIELDS + 1, q0)
@@ -84,7 +101,7 @@ def store_part(PART, slot, m, l, acc, m_row, c: tl.constexpr):
     PARTS: tl.constexpr = c.PARTS
     o_r = tl.arange(0, c.ROWS)
     o_d = tl.arange(0, c.BLOCK_DV)
-    p_row = PART + (slot.to(tl.int64) * c.ROWS + o_r) * c.PART_COLUMNS
+    p_row = PART + (slot.to(tl.int64) * c.PART_ROWS + o_r) * c.PART_COLUMNS
     for j in tl.static_range(PARTS):
         tl.store(p_row[None, :] + j * c.BLOCK_DV + o_d[:, None], acc[j], mask=m_row[None, :])
     tl.store(p_row + c.PART_COLUMNS - 2, m, mask=m_row)

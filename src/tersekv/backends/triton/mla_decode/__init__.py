@@ -1,5 +1,5 @@
 """Paged MLA decode in Triton."""
 
-from .entry import bind, configure, run, why_not
+from .entry import TAKES, bind, configure, run, why_not
 
-__all__ = ["bind", "configure", "run", "why_not"]
+__all__ = ["TAKES", "bind", "configure", "run", "why_not"]

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ....formats import GROUP, LATENT_GROUP, KVFormat, latent_format
+from ....formats import BATCH_INVARIANCE, GROUP, LATENT_GROUP, KVFormat, latent_format
 from ...host import launch
 from ...host.bind import BYTES, WORDS, Bound, Described, Instead, Launches, Template, given, strides
 from ...host.record import Record
-from ...host.split_merge import features, launches, reads, writes
-from ..parts.merge import merge_kernel
+from ...host.split_merge import alone, features, launches, merged_pieces, piece_tiles, reads, writes
+from ..parts.merge import merge_kernel, merge_pieces_kernel
 from ..parts.shares import META_FIELDS
 from .kernels import mla_decode_kernel
 from .tune import Tiles, tiles
@@ -65,6 +65,7 @@ class Constants(Record):
     OUT_T: bool
     OUT_MAX: float
     OUT_KIND: str  # "e4m3" or "e5m2": the output is written as bytes, by bit arithmetic; "float": by the chip's cast
+    PART_ROWS: int  # of a state
     PART_COLUMNS: int
     MERGE_COLUMNS: int
     MERGE_PIECES: int = 16
@@ -72,6 +73,7 @@ class Constants(Record):
     HAS_SINKS: bool = False
     V_T_STRIDE: int = 0
     V_FACTOR: float = 1.0
+    PIECE: int = 0  # least tiles of a piece, where requests are cut by their own lengths; 0: equal shares
     FAR: bool = False  # a page is longer than int32 counts
     WHOLE: bool = False  # of the Gluon kernels: a program has a segment, and nothing is cut
 
@@ -88,6 +90,9 @@ class Config(NamedTuple):
     constants: Constants
     boxes: tuple[Box, ...]  # of ckv and kpe; empty: pointers
     launches: Launches | Instead
+
+
+TAKES = (BATCH_INVARIANCE,)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -112,7 +117,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> Config:
     fmt = latent_format(f.format)
-    t = tiles(f, fmt)
+    t = tiles(alone(f), fmt)
     heads = f.q_nope.shape[1]
     # Blocks of heads read the same rows side by side; where heads do not fill blocks, rows are cut into segments.
     blocks = heads // t.rows if heads and heads % t.rows == 0 else 1
@@ -125,12 +130,15 @@ def configure(f: SimpleNamespace) -> Config:
     both = writes(f, c.OUT_KIND != "float") | {"c": c}
     split = both | queries(f, BYTES if c.Q_BYTES else "") | reads(f) | _strides(f) | {
         **given(WORDS, CKV="ckv", KPE="kpe"), "BOX_C": None, "BOX_P": None, **_described(boxes, c),
-        **given(SCALES="ckv_scale_cache"),
+        **given(SCALES="ckv_scale_cache"), "slots": 0,
     }  # fmt: skip
     merge = both | given(V_T="kv_scale_t") | {"SINKS": None, "v_scale": f.kv_scale}
+    first = Template(mla_decode_kernel, (num_programs,), split, **options)
+    if c.PIECE:
+        return Config(c, boxes, merged_pieces(f, first, merge_pieces_kernel, merge, c.PAGE))
     merge_rows = min(t.rows, f.max_q_len * c.GROUP)
     return Config(c, boxes, launches(
-        f, Template(mla_decode_kernel, (num_programs,), split, **options),
+        f, first,
         Template(merge_kernel, (num_programs, merge_rows), merge, num_warps=4),
         num_programs * (2 * c.ROWS * c.PART_COLUMNS + META_FIELDS.value),
     ))  # fmt: skip
@@ -185,8 +193,10 @@ def _geometry(f: SimpleNamespace, fmt: KVFormat, t: Tiles, blocks: int, tma: boo
         "ROWS": t.rows,
         "BLOCK_B": min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
         "MIN_TILES": t.min_tiles,
+        "PART_ROWS": min(t.rows, f.max_q_len * (f.q_nope.shape[1] // blocks)) if f.batch_invariant else t.rows,
         "PART_COLUMNS": parts * block_dv + 2,
         "MERGE_COLUMNS": parts * block_dv,
+        "PIECE": piece_tiles(f, t.tile),
         "FAR": launch.spans_far(f.ckv, f.kpe, f.ckv_scale_cache),
     }
 

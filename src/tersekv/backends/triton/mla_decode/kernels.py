@@ -15,7 +15,18 @@ import triton.language as tl
 
 from ..parts.merge import LOG2E, finish, output, scalar
 from ..parts.pages import page_of, slots_of
-from ..parts.shares import META_FIELDS, locate, meta_of, request_tiles, row_places, share, zero_padding
+from ..parts.shares import (
+    META_FIELDS,
+    first_segment,
+    locate,
+    meta_of,
+    piece_tiles,
+    request_tiles,
+    row_places,
+    share,
+    to_next_piece,
+    zero_padding,
+)  # fmt: skip
 from ..parts.tiles import e4m3_bytes_to_fp16, unpack
 
 MIN_SCALE = tl.constexpr(1e-30)  # of a token's values: its reciprocal is finite
@@ -311,7 +322,7 @@ def store_part(PART, slot, m, l, acc, m_row, c: tl.constexpr):
     """Write a cut segment's state as decode's merge reads it: part j's words, then the next part's, then m and l."""
     CHUNKS: tl.constexpr = c.CHUNKS
     PARTS: tl.constexpr = c.PARTS
-    p_row = PART + (slot.to(tl.int64) * c.ROWS + tl.arange(0, c.ROWS)) * c.PART_COLUMNS
+    p_row = PART + (slot.to(tl.int64) * c.PART_ROWS + tl.arange(0, c.ROWS)) * c.PART_COLUMNS
     for i in tl.static_range(CHUNKS):
         o_w = i * c.CHUNK + tl.arange(0, c.CHUNK)
         mask = (o_w < c.BLOCK_DV)[:, None] & m_row[None, :]
@@ -325,14 +336,15 @@ def store_part(PART, slot, m, l, acc, m_row, c: tl.constexpr):
 def mla_decode_kernel(
     QN, QP, CKV, KPE, BOX_C, BOX_P, SCALES, TABLE, LENS, CU, OUT, LSE, PART,
     softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T,
-    B, T, sn_t, sn_h, sr_t, sr_h, sc_p, sc_s, sp_p, sp_s, ss_p, ss_s, st_b, so_t, so_h, sl_t, sl_h,
+    B, T, slots, sn_t, sn_h, sr_t, sr_h, sc_p, sc_s, sp_p, sp_s, ss_p, ss_s, st_b, so_t, so_h, sl_t, sl_h,
     c: tl.constexpr,
 ):  # fmt: skip
     """Attend one share of all tiles for one block of heads. See the module's docstring and `parts/shares`."""
     p = tl.program_id(0)
     num_programs = tl.num_programs(0)
     META = meta_of(PART, num_programs, c)
-    tl.store(META + p * META_FIELDS, 0)
+    if c.PIECE == 0:
+        tl.store(META + p * META_FIELDS, 0)
     if c.RAGGED:
         zero_padding(OUT, LSE, tl.load(CU + B).to(tl.int32), T, p, num_programs, so_t, so_h, sl_t, sl_h, c)
     x, end, per = share(LENS, CU, B, p // c.HEADS, num_programs // c.HEADS, c)
@@ -343,6 +355,8 @@ def mla_decode_kernel(
         score_scale = scalar(softmax_scale, SOFTMAX_T, 0, c.SOFTMAX_T) * LOG2E * scale_kv
         value_factor = scale_kv * scalar(out_scale, OUT_T, 0, c.OUT_T)
         tiles, segments, _, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
+        if c.PIECE > 0:
+            x += to_next_piece(x - base, tiles, c)
         while x < end:
             while x - base >= tiles * segments:
                 base += tiles * segments
@@ -350,7 +364,7 @@ def mla_decode_kernel(
                 tiles, segments, _, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
             segment = (x - base) // tiles
             t0 = (x - base) % tiles
-            t1 = tl.minimum(t0 + end - x, tiles)
+            t1 = tl.minimum(t0 + (end - x if c.PIECE == 0 else piece_tiles(tiles, c)), tiles)
             tokens, heads, m_row = row_places(segment, h, q0, rows, c)
             q_nope, q_pe, row_scale = load_query(QN, QP, tokens, heads, m_row, sn_t, sn_h, sr_t, sr_h, c)
             m, l, acc = attend(
@@ -364,7 +378,10 @@ def mla_decode_kernel(
                     tl.store(LSE + tokens * sl_t + heads * sl_h, lse, mask=m_row)
             else:
                 slot = 2 * p
-                if t0 == 0:
+                if c.PIECE > 0:
+                    slot = (first_segment(b, q0, c) + segment) * slots + t0 // piece_tiles(tiles, c)
+                    slot = slot * c.HEADS + h
+                elif t0 == 0:
                     slot += 1
                     tl.store(META + p * META_FIELDS, (base + (segment + 1) * tiles - 1) // per - p // c.HEADS + 1)
                     tl.store(META + p * META_FIELDS + 1, q0)

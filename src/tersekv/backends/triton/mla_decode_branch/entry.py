@@ -51,7 +51,7 @@ def parts(f: SimpleNamespace) -> Parts:
     given |= {"q_nope": q_nope, "q_pe": rows(rope), "seq_lens": lens, "out": latents, "lse": None, "out_scale": 1.0}
     return Parts(
         SimpleNamespace(x=x, weight=f.w_uk, weight_scale=f.w_uk_scale, out=q_nope, **where),
-        SimpleNamespace(**given, out_scale_t=None, precision="exact"),
+        SimpleNamespace(**given, out_scale_t=None, precision="exact", batch_invariant=False),
         SimpleNamespace(x=latents, weight=f.w_uv, weight_scale=f.w_uv_scale, out=f.out, **where),
     )
 

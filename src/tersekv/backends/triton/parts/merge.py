@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .quant import cast
-from .shares import META_FIELDS, meta_of
+from .shares import META_FIELDS, meta_of, piece_tiles, request_tiles, segment_of
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -67,31 +67,65 @@ def merge_kernel(
         segment = tl.load(META + p * META_FIELDS + 3)
         h, row = p % c.HEADS, segment * c.ROWS + r
         if row < rows * c.GROUP:
-            o_i, o_d = tl.arange(0, c.MERGE_PIECES), tl.arange(0, c.MERGE_COLUMNS)
-            m = tl.full([], float("-inf"), tl.float32)
-            l = tl.full([], 0.0, tl.float32)
-            acc = tl.full([c.MERGE_COLUMNS], 0.0, tl.float32)
-            for i in range(0, pieces, c.MERGE_PIECES):
-                m_i = i + o_i < pieces
-                slots = (2 * (p + (i + o_i) * c.HEADS) + tl.where(i + o_i == 0, 1, 0)).to(tl.int64)
-                p_part = PART + (slots * c.ROWS + r) * c.PART_COLUMNS
-                m_part = tl.load(p_part + c.PART_COLUMNS - 2, mask=m_i, other=float("-inf"))
-                l_part = tl.load(p_part + c.PART_COLUMNS - 1, mask=m_i, other=0.0)
-                m_both = m_i[:, None]
-                parts = tl.load(p_part[:, None] + o_d[None, :], mask=m_both, other=0.0)
-                m_new = tl.maximum(m, tl.max(m_part, 0))
-                base = tl.where(m_new == float("-inf"), 0.0, m_new)
-                weights = tl.exp2(m_part - base)
-                old = tl.exp2(m - base)
-                acc = acc * old + tl.sum(parts * weights[:, None], 0)
-                l = l * old + tl.sum(l_part * weights, 0)
-                m = m_new
-            head = h * c.GROUP + row % c.GROUP
-            token = (q0 + row // c.GROUP).to(tl.int64)
-            h_scale = scalar(v_scale, V_T, h * c.V_T_STRIDE, c.V_T) * scalar(out_scale, OUT_T, 0, c.OUT_T)
-            factor, lse = finish(m, l, h_scale * c.V_FACTOR, SINKS, head, True, c)
-            word = o_d % c.BLOCK_DV
-            p_out = OUT + token * so_t + head * so_h + c.PARTS * word + o_d // c.BLOCK_DV
-            tl.store(p_out, output(acc * factor, OUT, c), mask=word < c.WORDS_V)
-            if c.HAS_LSE:
-                tl.store(LSE + token * sl_t + head * sl_h, lse)
+            m, l, acc = joined(PART, 2 * p, 2 * c.HEADS, 1, pieces, r, c)
+            write(
+                m, l, acc, SINKS, OUT, LSE, v_scale, V_T, out_scale, OUT_T, q0, h, row, so_t, so_h, sl_t, sl_h, c
+            )  # fmt: skip
+
+
+@triton.jit
+def merge_pieces_kernel(
+    LENS, CU, SINKS, OUT, LSE, PART, v_scale, V_T, out_scale, OUT_T, B, slots, so_t, so_h, sl_t, sl_h, c: tl.constexpr
+):  # fmt: skip
+    """Merge one row of a segment that fell into pieces: those of `shares.first_segment`'s number, by its length."""
+    p, r = tl.program_id(0), tl.program_id(1)
+    i, h = p // c.HEADS, p % c.HEADS
+    b, segment = segment_of(CU, B, i, c)
+    tiles, _, _, _, rows, q0 = request_tiles(LENS, CU, b, True, c)
+    row, piece = segment * c.ROWS + r, piece_tiles(tiles, c)
+    if (row < rows * c.GROUP) & (piece < tiles):
+        m, l, acc = joined(PART, i * slots * c.HEADS + h, c.HEADS, 0, tl.cdiv(tiles, piece), r, c)
+        write(
+            m, l, acc, SINKS, OUT, LSE, v_scale, V_T, out_scale, OUT_T, q0, h, row, so_t, so_h, sl_t, sl_h, c
+        )  # fmt: skip
+
+
+@triton.jit
+def joined(PART, slot, step, ahead, pieces, r, c: tl.constexpr):
+    """The state of row r over all pieces: in slots `slot`, `slot` + `step`, …, the first one so far `ahead`."""
+    o_i, o_d = tl.arange(0, c.MERGE_PIECES), tl.arange(0, c.MERGE_COLUMNS)
+    m = tl.full([], float("-inf"), tl.float32)
+    l = tl.full([], 0.0, tl.float32)
+    acc = tl.full([c.MERGE_COLUMNS], 0.0, tl.float32)
+    for i in range(0, pieces, c.MERGE_PIECES):
+        m_i = i + o_i < pieces
+        slots = (slot + (i + o_i) * step + tl.where(i + o_i == 0, ahead, 0)).to(tl.int64)
+        p_part = PART + (slots * c.PART_ROWS + r) * c.PART_COLUMNS
+        m_part = tl.load(p_part + c.PART_COLUMNS - 2, mask=m_i, other=float("-inf"))
+        l_part = tl.load(p_part + c.PART_COLUMNS - 1, mask=m_i, other=0.0)
+        m_both = m_i[:, None]
+        parts = tl.load(p_part[:, None] + o_d[None, :], mask=m_both, other=0.0)
+        m_new = tl.maximum(m, tl.max(m_part, 0))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weights = tl.exp2(m_part - base)
+        old = tl.exp2(m - base)
+        acc = acc * old + tl.sum(parts * weights[:, None], 0)
+        l = l * old + tl.sum(l_part * weights, 0)
+        m = m_new
+    return m, l, acc
+
+
+@triton.jit
+def write(m, l, acc, SINKS, OUT, LSE, v_scale, V_T, out_scale, OUT_T, q0, h, row, so_t, so_h, sl_t, sl_h,
+          c: tl.constexpr):  # fmt: skip
+    """Write the output of one row of a KV head, and its LSE."""
+    o_d = tl.arange(0, c.MERGE_COLUMNS)
+    head = h * c.GROUP + row % c.GROUP
+    token = (q0 + row // c.GROUP).to(tl.int64)
+    h_scale = scalar(v_scale, V_T, h * c.V_T_STRIDE, c.V_T) * scalar(out_scale, OUT_T, 0, c.OUT_T)
+    factor, lse = finish(m, l, h_scale * c.V_FACTOR, SINKS, head, True, c)
+    word = o_d % c.BLOCK_DV
+    p_out = OUT + token * so_t + head * so_h + c.PARTS * word + o_d // c.BLOCK_DV
+    tl.store(p_out, output(acc * factor, OUT, c), mask=word < c.WORDS_V)
+    if c.HAS_LSE:
+        tl.store(LSE + token * sl_t + head * sl_h, lse)

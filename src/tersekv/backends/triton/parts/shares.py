@@ -6,6 +6,10 @@ between replays of a CUDA graph.
 A share covers whole segments, written to `out` at once, and at most two cut ones: the first, if it began earlier
 (scratch slot 2p), and the last, if it goes on (slot 2p + 1). The program in which a cut segment begins also notes it in
 META, from which `merge_kernel` works.
+
+Batch invariance (PIECE > 0): a segment falls into pieces by its own length alone, each attended as if it stood alone. A
+share takes the pieces that begin in it, and their states go to slots of their own, in which `merge_pieces_kernel` finds
+them by the lengths, without META.
 """
 
 import triton
@@ -18,6 +22,45 @@ META_FIELDS = tl.constexpr(4)  # pieces, first query row of the request, rows of
 def meta_of(PART, num_programs, c: tl.constexpr):
     """META [programs, META_FIELDS] int32, behind the states of cut segments in the same scratch."""
     return (PART + 2 * num_programs * c.ROWS * c.PART_COLUMNS).to(tl.pointer_type(tl.int32))
+
+
+MOST_PIECES = tl.constexpr(128)  # of a segment
+
+
+@triton.jit
+def piece_tiles(tiles, c: tl.constexpr):
+    """Tiles of a piece of a segment, where PIECE > 0."""
+    return tl.maximum(tl.cdiv(tiles, MOST_PIECES), c.PIECE)
+
+
+@triton.jit
+def to_next_piece(x, tiles, c: tl.constexpr):
+    """How many tiles behind x, counted from the request's first, the next piece begins; 0: there."""
+    t, piece = x % tiles, piece_tiles(tiles, c)
+    return tl.minimum((piece - t % piece) % piece, tiles - t)
+
+
+@triton.jit
+def first_segment(b, q0, c: tl.constexpr):
+    """Where the segments of request b begin among those that B requests of T query rows have at most. Rows of requests
+    lie one after the other, so that there is room for all that are before it."""
+    return q0 * c.GROUP // c.ROWS + b
+
+
+@triton.jit
+def segment_of(CU, B, i, c: tl.constexpr):
+    """(request, segment) of which `first_segment` and its followers make number i; there may be no such segment."""
+    b, start = -1, 0
+    for j in range(0, B, c.BLOCK_B):
+        o_b = j + tl.arange(0, c.BLOCK_B)
+        q0 = o_b * c.MAX_Q
+        if c.RAGGED:
+            q0 = tl.load(CU + o_b, mask=o_b < B, other=0).to(tl.int32)
+        begins = first_segment(o_b, q0, c)
+        passed = (begins <= i) & (o_b < B)
+        b += tl.sum(passed.to(tl.int32))
+        start = tl.maximum(start, tl.max(tl.where(passed, begins, 0)))
+    return b, i - start
 
 
 @triton.jit

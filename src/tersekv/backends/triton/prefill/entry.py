@@ -10,13 +10,14 @@ from ....formats import pair_of
 from ...host import launch
 from ...host.bind import BYTES, WORDS, Bound, Instead, Launches, Template, given, strides
 from ...host.record import Record
-from ...host.split_merge import is_empty, rows_of, see_nothing, written
+from ...host.split_merge import alone, is_empty, rows_of, see_nothing, written
 from ..decode import entry as decode
 from .kernels import prefill_kernel
 from .tune import Tiles, tiles
 
-TAKES = decode.TAKES
+TAKES = decode.TAKES  # a block of rows is one program's, and sees all its keys in their order
 _AT_ONCE = 1024  # requests among which a block looks for its own
+_ANY_ROWS = 1 << 10  # of a request, where its blocks are not chosen by those of others
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,10 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Config | decode.Config:
-    t = tiles(f, *pair_of(f))
+    t = tiles(alone(f, _ANY_ROWS), *pair_of(f))
     heads, requests = f.k_cache.shape[2], f.seq_lens.shape[0]
     blocks = f.q.shape[0] * (f.q.shape[1] // max(heads, 1)) // t.rows + requests
-    if f.k is None and blocks * heads < launch.num_sms(f):
+    if f.k is None and blocks * heads < launch.num_sms(f) and not f.batch_invariant:
         return decode.configure(_as_decode(f))
     c = constants(f, t)
     if is_empty(f):
