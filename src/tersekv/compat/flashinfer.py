@@ -173,7 +173,8 @@ def xqa_batch_decode_with_kv_cache(
 
 def _decode_way(query: Tensor, caches: tuple, rest: tuple, scales: tuple, options: tuple) -> Way | None:
     """A call as its caller gave it, in the order of the record; None: where it has what no such call would be like."""
-    pairs, parts = [], {}
+    pairs: list = []
+    parts: dict[str, str] = {}
     for name, x in zip(("cache", "scale_cache"), caches, strict=True):
         if type(x) in (tuple, list) and len(x) == 2:
             pairs.append(x)

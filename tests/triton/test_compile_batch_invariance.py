@@ -1,0 +1,58 @@
+"""Kernels that cut requests by their own lengths compile, by choices that do not know the batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from compile_tools import compile_launches
+
+from tersekv import plan
+from tersekv.backends.triton import decode, mla_decode, prefill
+from tersekv.testing.cases import Case
+from tersekv.testing.make import make
+
+OPS = {"decode": decode, "mla_decode": mla_decode, "prefill": prefill}
+
+
+def planned(case: Case, arch=90):
+    call = make(case)._replace(batch_invariant=True)
+    return call, OPS[case.op].configure(plan.facts(case.op, call, arch))
+
+
+# Bytes a thread that a loop over pieces spills beside the loop over tiles, which has none: bf16 on sm_80 24.
+A_FEW = 32
+
+
+@pytest.mark.parametrize(("format", "arch"), [("fp8_e4m3", 90), ("bf16", 80)])
+def test_decode(format, arch):
+    case = Case("decode", format, "x", lens=(5000, 70), q_lens=(1, 1), heads=8, group=4, dim=128, page=64)
+    call, config = planned(case, arch)
+    split, merge = compile_launches(decode.run, call, config, arch)
+    assert [split["name"], merge["name"]] == ["decode_kernel", "merge_pieces_kernel"]
+    assert split["n_spills"] <= A_FEW
+    assert merge["n_spills"] == 0
+
+
+def test_mla_decode():
+    case = Case("mla_decode", "fp8_e4m3", "x", lens=(5000, 70), q_lens=(1, 1), heads=16, page=64)
+    call, config = planned(case)
+    split, merge = compile_launches(mla_decode.run, call, config, 90)
+    assert [split["name"], merge["name"]] == ["mla_decode_kernel", "merge_pieces_kernel"]
+    plain = mla_decode.configure(plan.facts("mla_decode", call._replace(batch_invariant=False), 90))
+    assert split["n_spills"] <= compile_launches(mla_decode.run, call, plain, 90)[0]["n_spills"] + A_FEW
+    assert merge["n_spills"] == 0
+
+
+# Where they may differ: how many requests are looked at together, and how states and rows lie.
+OF_A_BATCH = {"BLOCK_B", "PART_ROWS", "MAX_Q", "RAGGED"}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_choices_do_not_know_the_batch(op):
+    one = Case(op, "fp8_e4m3", "x", lens=(30,), q_lens=(1,), heads=2, group=4, dim=64, page=16)
+    many = replace(one, lens=(30, 2100, 40), q_lens=(1, 40, 1))
+    found = [planned(case)[1].constants for case in (one, many)]
+    assert {n for n in found[0] if found[0][n] != found[1][n]} <= OF_A_BATCH
+    templates = [planned(case)[1].launches.templates[0] for case in (one, many)]
+    assert templates[0].launch.options == templates[1].launch.options
