@@ -127,6 +127,25 @@ def test_only_e4m3_queries_over_e4m3_codes_are_multiplied_in_8_bits():
     assert not shape_of(facts_of(call_of("fp8_e4m3", dtype=e4m3, new=True))).KEYS_8, "new rows are in 16 bits"
 
 
+def test_the_converting_warps_meet_seldom_and_sort_no_halves_of_registers():
+    """A tile of keys and one of values: codes of four, two permutes, and scales are multiplied as pairs."""
+    tiles = [tile for tile in loops(compiled("int8_per_token_head")["sass"](), "STS.128") if not count(tile, "UTMALDG")]
+    (tile,) = tiles
+    assert count(tile, "LDS.128") == 16
+    assert count(tile, "STS.128") == 32
+    assert count(tile, "PRMT") <= since({(3, 6): 136, (3, 7): 144})
+    assert count(tile, "BAR.SYNC") <= 9
+    assert count(tile, "LDL") + count(tile, "STL") <= since({(3, 6): 0, (3, 7): 4})
+
+
+def test_page_ids_are_loaded_together_a_tile_ahead():
+    call = call_of("bf16", page_size=16)
+    (k,) = compile_launches(prefill.run, call, prefill.configure(facts_of(call)), 90)
+    (tile,) = loops(k["sass"](), "UTMALDG.4D")
+    assert count(tile, "UTMALDG.4D") == 32
+    assert count(tile, "LDG.E") == 1
+
+
 def test_a_plan_needs_no_gpu():
     call = call_of("fp8_e4m3")
     f = facts_of(call)

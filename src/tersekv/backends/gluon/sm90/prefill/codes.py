@@ -94,7 +94,7 @@ def twice(x):
 
 @gluon.jit
 def row_word(factor, zero_k, zero_v):
-    """What a token's value is multiplied by in fp16, and zero points of 4 bits of its key and value, as one word."""
+    """What a token's value is multiplied by in fp16, and of int4 the zero points of value and key, as one word."""
     return (factor.to(gl.float16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) | (zero_v << 16) | (zero_k << 20)
 
 

@@ -28,8 +28,8 @@ class Stored(NamedTuple):
     VS: gl.tensor
     TABLE: gl.tensor
     st_b: gl.tensor
-    # Scales of tokens: of a tile's keys [STAGES, TILE] fp32; what its conversion needs of each, `codes.row_word`, as
-    # int32. Of blocks: the stored bytes [STAGES, TILE, blocks] of both.
+    # Scales of tokens: of a tile's keys [STAGES, TILE] fp32; what its conversion needs of each, `codes.row_word`. Of
+    # blocks: the stored bytes [STAGES, TILE, blocks] of both.
     of_keys: gl.shared_memory_descriptor
     of_values: gl.shared_memory_descriptor
     tiles: gl.shared_memory_descriptor  # [2 × STAGES, 2] fp32: `attend.TileScales`
@@ -67,7 +67,7 @@ def convert_tile(codes, tiles, factors, turn, code_turn, low, keys, edge, own, V
     if c.BLOCK_SCALES:
         rows = factors.load(gl.SliceLayout(2, blocks_layout(WORDS)))
     elif c.TOKEN_SCALES and (VALUES or c.CODE == "int4"):
-        rows = factors.load(gl.SliceLayout(1, L))
+        rows = factors.load(gl.SliceLayout(1, L)).to(gl.int32)
     into.store(in_16_bits(words, rows, VALUES, c))
     fence_async_shared()
     thread_barrier()
@@ -143,7 +143,8 @@ def put_scales(stored, scales, turn, c: gl.constexpr):
         zero_k, zero_v = 0, 0
         if c.CODE == "int4":
             zero_k, zero_v = k.to(gl.int32, bitcast=True) & 15, v.to(gl.int32, bitcast=True) & 15
-        stored.of_values.index(place).store(row_word(v * as_float(254 - field), zero_k, zero_v))
+        row = row_word(v * as_float(254 - field), zero_k, zero_v)
+        stored.of_values.index(place).store(row.to(stored.of_values.dtype))
     else:
         stored.of_keys.index(place).store(k)
         stored.of_values.index(place).store(v)

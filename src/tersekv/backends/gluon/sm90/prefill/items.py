@@ -14,6 +14,7 @@ from ...versions import thread_barrier
 from ..parts.schedule import add
 
 FIELDS = gl.constexpr(16)
+PAGES = gl.constexpr(3)  # behind the facts for three listeners: pages of the tile that is copied
 CHUNK = gl.constexpr(32)  # requests that are looked through at once
 
 
@@ -91,7 +92,7 @@ def publish(FACTS, item, prefix):
 
 @gluon.jit
 def field(facts, i: gl.constexpr):
-    return gl.sum(gl.where(gl.arange(0, FIELDS, facts.type.layout) == i, facts, 0), 0)
+    return gl.sum(gl.where(gl.arange(0, facts.shape[0], facts.type.layout) == i, facts, 0), 0)
 
 
 @gluon.jit

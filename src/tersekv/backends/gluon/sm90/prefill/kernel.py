@@ -17,7 +17,7 @@ from ..parts.schedule import LOG2E, scalar
 from .attend import ROWS, Numbers, attend
 from .attend_new import Both, attend_new
 from .convert import Stored, convert
-from .items import FIELDS, first_row
+from .items import FIELDS, PAGES, first_row
 from .produce import Ring, produce
 
 
@@ -106,13 +106,14 @@ def prefill_kernel(
         values = make_ring(gl.int16, c.STAGES, c.DV, c.TILE // 2, 2)
     else:
         values = make_ring(X, c.STAGES, c.TILE, c.DV, 2)
-    facts = gl.allocate_shared_memory(gl.int32, [3, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    facts = gl.allocate_shared_memory(gl.int32, [PAGES + 1, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BYTES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     stored = Stored(KS, VS, TABLE, st_b, facts, facts, facts)  # without stored scales none is read
     if c.TOKEN_SCALES:
         of_keys = gl.allocate_shared_memory(gl.float32, [STAGES, c.TILE], PLAIN)
-        of_values = gl.allocate_shared_memory(gl.int32, [STAGES, c.TILE], PLAIN)
+        ROW: gl.constexpr = gl.int32 if c.CODE == "int4" else gl.int16  # `codes.row_word`
+        of_values = gl.allocate_shared_memory(ROW, [STAGES, c.TILE], PLAIN)
         of_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 2], PLAIN)
         stored = Stored(KS, VS, TABLE, st_b, of_keys, of_values, of_tiles)
     elif c.BLOCK_SCALES:

@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...versions import reinterpret, tma_load
+from ...versions import reinterpret, thread_barrier, tma_load
 from ..parts.ring import wait_free
-from .items import CHUNK, Item, Prefix, blocks_of, first_row, item_of_round, place_of, publish
+from .items import CHUNK, PAGES, Item, Prefix, blocks_of, field, first_row, item_of_round, place_of, publish
 
 NOWHERE = gl.constexpr(-1)  # a page that is not there: the copy engine writes zeros
 
@@ -23,13 +23,29 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def page_ids(table, tile, low, top, wanted, c: gl.constexpr):
-    """Page of each of a tile's copies. Of keys outside [low, top) no table entry is read."""
-    ids = ()
-    for j in gl.static_range(gl.constexpr(c.TILE // c.COPY)):
-        key = tile * c.TILE + j * c.COPY
-        seen = wanted & (key < top) & (key + c.COPY > low)
-        ids = ids + (gl.load(table + key // c.PAGE, mask=seen, other=NOWHERE).to(gl.int32),)
-    return ids
+    """Page of each of a tile's copies, one a lane. Of keys outside [low, top) no table entry is read.
+
+    NOTE: of scalars the compiler keeps copies in uniform registers, so that the load ahead is waited for at once.
+    """
+    COPIES: gl.constexpr = c.TILE // c.COPY
+    key = tile * c.TILE + c.COPY * gl.arange(0, COPIES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    seen = wanted & (key < top) & (key + c.COPY > low)
+    return gl.load(table + key // c.PAGE, mask=seen, other=NOWHERE).to(gl.int32)
+
+
+@gluon.jit
+def as_scalars(ids, memory):
+    """What lanes hold, as many scalars."""
+    COPIES: gl.constexpr = ids.shape[0]
+    memory = memory.slice(0, COPIES)
+    thread_barrier()
+    memory.store(ids)
+    thread_barrier()
+    ids = memory.load(gl.BlockedLayout([COPIES], [32], [gl.num_warps()], [0]))
+    out = ()
+    for j in gl.static_range(COPIES):
+        out = out + (field(ids, j),)
+    return out
 
 
 @gluon.jit
@@ -146,7 +162,7 @@ def copy_pages(maps, table, keys, values, end, tiles, low, top, turn, h, first, 
     tile = end - 1
     ids = page_ids(table, tile, low, top, tiles > 0, c)
     for i in range(tiles):
-        here = ids
+        here = as_scalars(ids, facts.index(PAGES))
         ids = page_ids(table, tile - 1, low, top, i + 1 < tiles, c)
         copy_tile(K, keys, here, tile, turn, h, STAGES, c)
         if not c.NEW:  # noqa: SIM102 - known to the compiler, unlike the other
