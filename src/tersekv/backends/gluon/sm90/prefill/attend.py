@@ -148,11 +148,19 @@ def tile_scales(scales, turn, c: gl.constexpr):
 
 
 @gluon.jit
-def with_scales(s, scales, turn, c: gl.constexpr):
-    """Scores times their keys' scales, where tokens have them: before the keys are given back."""
+def key_scales(scales, turn, c: gl.constexpr):
+    """Scales of a tile's keys, where tokens have them: loaded while their scores are computed, before any is waited for
+    and before the keys are given back."""
     if c.TOKEN_SCALES:
-        column = scales.of_keys.index(place_of(turn, c.STAGES)[0]).load(gl.SliceLayout(0, s.type.layout))
-        s = s * column[None, :]
+        return scales.of_keys.index(place_of(turn, c.STAGES)[0]).load(gl.SliceLayout(0, score_layout(c)))
+    else:
+        return turn
+
+
+@gluon.jit
+def with_scales(s, columns, c: gl.constexpr):
+    if c.TOKEN_SCALES:
+        s = s * columns[None, :]
     return s
 
 
@@ -212,7 +220,8 @@ def step(state, view, q, scale, scales, softcap, queries, keys, values, turn, co
         s = start_scores(q, keys, turn, c)
         acc = start_values(state, values, turn - 1, c)
     of_tile = tile_scales(scales, code_turn, c)
-    s = with_scales(warpgroup_mma_wait(1, [s]), scales, turn, c)
+    columns = key_scales(scales, turn, c)
+    s = with_scales(warpgroup_mma_wait(1, [s]), columns, c)
     give_back(keys.free, turn, c.STAGES)
     mbarrier.arrive(queries.free.index(HALF), count=1, pred=is_last)
     # NOTE: ptxas moves no arithmetic across the branch of a wait. This one, which never waits, keeps the arrival before
@@ -376,7 +385,9 @@ def attend(tensors, numbers, strides, queries, facts, keys, values, scales, HALF
     if item.tiles > 0:
         q, scale, view = begin_item(item, queries, numbers, HALF, DTYPE, c)
         start = (item.end - 1) * c.TILE
-        s = with_scales(warpgroup_mma_wait(0, [start_scores(q, keys, turn, c)]), scales, turn, c)
+        s = start_scores(q, keys, turn, c)
+        columns = key_scales(scales, turn, c)
+        s = with_scales(warpgroup_mma_wait(0, [s]), columns, c)
         of_tile = tile_scales(scales, turn, c)
         give_back(keys.free, turn, c.STAGES)
         mbarrier.arrive(queries.free.index(HALF), count=1, pred=item.tiles == 1)
@@ -401,7 +412,8 @@ def attend(tensors, numbers, strides, queries, facts, keys, values, scales, HALF
                 s = start_scores(q, keys, turn, c, more)
                 acc = start_values(state, values, turn - 1, c)
             of_tile = tile_scales(scales, turn, c)
-            s = with_scales(warpgroup_mma_wait(1, [s]), scales, turn, c)
+            columns = key_scales(scales, turn, c)
+            s = with_scales(warpgroup_mma_wait(1, [s]), columns, c)
             mbarrier.arrive(keys.free.index(place_of(turn, c.STAGES)[0]), count=1, pred=more)
             mbarrier.arrive(queries.free.index(HALF), count=1, pred=item.tiles == 1)
             if c.VALUES_8:

@@ -19,6 +19,7 @@ from .attend import (
     at_edge,
     empty,
     first_weights,
+    key_scales,
     query_of,
     start_scores,
     start_values,
@@ -73,7 +74,8 @@ def over_to_pages(state, view, q, scale, scales, unit, softcap, queries, keys, v
     s = start_scores(q, keys, turn, c)
     acc = start_values(state, new_values, turn - 1, n)
     of_tile = tile_scales(scales, code_turn, c)
-    s = with_scales(warpgroup_mma_wait(1, [s]), scales, turn, c)
+    columns = key_scales(scales, turn, c)
+    s = with_scales(warpgroup_mma_wait(1, [s]), columns, c)
     give_back(keys.free, turn, c.STAGES)
     mbarrier.arrive(queries.free.index(HALF), count=1, pred=is_last)
     weight, total, m, shrink = tile_weights(s, state.m, view, start, scale, of_tile, softcap, True, c)
