@@ -16,6 +16,12 @@ def products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (x * y).astype(np.float16).view(np.uint32)
 
 
+def differences(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """sub.f16x2 of multiples of one power of two, below fp16's smallest normal number too."""
+    x, y = (np.ascontiguousarray(v, np.uint32).view(np.float16).astype(np.float32) for v in (a, b))
+    return (x - y).astype(np.float16).view(np.uint32)
+
+
 def lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
     terms = [
         (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8) if table >> i & 1
@@ -23,9 +29,9 @@ def lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
     return np.bitwise_or.reduce(terms)
 
 
-def run(ptx: str, words: np.ndarray, factor: np.ndarray) -> list[np.ndarray]:
-    """The four results of straight PTX on registers of 32 bits, whose inputs are $4 and $5."""
-    registers = {"$4": words, "$5": factor}
+def run(ptx: str, *inputs: np.ndarray) -> list[np.ndarray]:
+    """The four results of straight PTX on registers of 32 bits, whose inputs are $4, $5, …"""
+    words, registers = inputs[0], {f"${4 + i}": x for i, x in enumerate(inputs)}
 
     def value(name: str) -> np.ndarray:
         return registers[name] if name in registers else np.full_like(words, int(name, 0))
@@ -44,8 +50,12 @@ def run(ptx: str, words: np.ndarray, factor: np.ndarray) -> list[np.ndarray]:
                 out = value(names[0]) + value(names[1])
             case "shr.u32":
                 out = value(names[0]) >> value(names[1])
+            case "and.b32":
+                out = value(names[0]) & value(names[1])
             case "mul.f16x2":
                 out = products(value(names[0]), value(names[1]))
+            case "sub.f16x2":
+                out = differences(value(names[0]), value(names[1]))
         registers[to] = out
     return [registers[f"${i}"] for i in range(4)]
 
@@ -69,3 +79,23 @@ def test_every_e2m1_code_beside_any_others_times_every_scale_is_exact():
             want = np.where(code & 8, -1, 1) * E2M1[code & 7] * scales.astype(np.float64) * 2.0**-14
             got = (out[i] >> (16 * unit) & 0xFFFF).astype(np.uint16).view(np.float16)
             assert np.array_equal(got.astype(np.float64), want), (i, unit)
+
+
+def test_every_int4_code_beside_any_others_is_exact_with_and_without_its_zero_point():
+    """Of keys as they are, of values less the zero points of the two keys in a register; odd codes 16 times larger."""
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 2**32, (4096, 1), np.uint32)
+    zeros = np.arange(256, dtype=np.uint32)  # of both keys
+    words, low = np.broadcast_arrays(words, (zeros & 15 | zeros >> 4 << 16)[None, :])
+    words, low = words.copy(), low.copy()
+    keys, values = run(decode_codes._INT4_K.value, words), run(decode_codes._INT4_V.value, words, low, low << 4)
+    for i in range(4):
+        scale = 2.0**-24 * (decode_codes.INT4_ODD.value if i % 2 else 1.0)
+        for unit in range(2):
+            code = (words >> (16 * unit + 4 * i) & 0xF).astype(np.float64)
+            zero = (low >> (16 * unit) & 0xF).astype(np.float64)
+            for out, want in ((keys, code), (values, code - zero)):
+                got = (out[i] >> (16 * unit) & 0xFFFF).astype(np.uint16).view(np.float16)
+                assert np.array_equal(got.astype(np.float64), want * scale), (i, unit)
+    # What is left over of products whose even codes met numbers that are larger by INT4_ODD.
+    assert decode_codes.INT4_FACTOR.value * decode_codes.INT4_ODD.value * 2.0**-24 == 1.0

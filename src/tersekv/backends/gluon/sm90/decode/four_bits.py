@@ -1,4 +1,4 @@
-"""The split pass of paged decode of 4-bit caches on Hopper: `kernel` with a fifth warp that copies.
+"""The split pass of paged decode on Hopper where keys or values are of 4 bits: `kernel` with a fifth warp that copies.
 
 Unpacking 4 bits keeps the four warps of a program busy with instructions. So starting the copies, which takes them as
 many per tile as unpacking 10 keys, and four times as many with pages of 16, is left to a warp of its own.
