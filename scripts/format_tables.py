@@ -20,8 +20,12 @@ import torch
 from torch import Tensor
 
 import tersekv
+from tersekv.demo.measure import Measured, ModelResult
+from tersekv.demo.recipe import recipe
+from tersekv.demo.report import frontier
 from tersekv.formats import KV_FORMATS, LATENT_FORMATS
 from tersekv.testing.codes import decode_row
+from tersekv.testing.reference_rotation import back
 
 sys.path.insert(0, str(Path(__file__).parent))
 import pages
@@ -31,9 +35,21 @@ RESULTS = ROOT / "benchmarks" / "results"
 FILES = {
     "docs/index.md": ("demo",), "docs/formats.md": ("errors", "latent-errors", "demo", "demo-mla"),
     "docs/scales.md": ("scales", "calibrated"), "README.md": ("demo",),
+    "docs/choosing.md": ("search", "outliers", "outlier-pairs"),
 }  # fmt: skip
 HEADS, DIM, TOKENS, QUERIES, RANK, ROPE = 4, 128, 1024, 32, 512, 64
+MIXED = (
+    "int8_per_token_head/int4_per_token_head", "fp8_e4m3/int4_per_token_head", "int8_per_token_head+rotated",
+    "int4_per_token_head+rotated", "nvfp4+rotated", "int8_per_token_head+channels", "int4_per_token_head+channels",
+    "nvfp4+channels",
+)  # fmt: skip
 SOME = ("bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
+
+
+def other(x: Tensor) -> Tensor:
+    """Rows like these, but for their numbers."""
+    size = x.square().mean((0, 1)).sqrt()
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(6)) * size
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -52,8 +68,12 @@ def rows(seed: int, outliers: bool = False) -> Tensor:
     return x
 
 
-def kv_layer(name: str, k: Tensor, v: Tensor, scale: float = 1.0) -> tersekv.PagedKVLayer:
-    layer = tersekv.PagedKVCache.allocate(1, TOKENS // 64, 64, HEADS, DIM, format=name, k_scale=scale, v_scale=scale)[0]
+def kv_layer(word: str, k: Tensor, v: Tensor, scale: float = 1.0) -> tersekv.PagedKVLayer:
+    """The rows in a cache of one layer; its channel scales are those of other rows of the same kind."""
+    options = recipe(word).options(1, [tuple(tersekv.channel_scale(other(x)) for x in (k, v))])
+    if not recipe(word).channels:
+        options = {name: x for name, x in options.items() if "channel" not in name}
+    layer = tersekv.PagedKVCache.allocate(1, TOKENS // 64, 64, HEADS, DIM, **options, k_scale=scale, v_scale=scale)[0]
     tersekv.append(k, v, layer, torch.arange(TOKENS), backend="torch")
     return layer
 
@@ -61,7 +81,8 @@ def kv_layer(name: str, k: Tensor, v: Tensor, scale: float = 1.0) -> tersekv.Pag
 def read_back(layer: tersekv.PagedKVLayer) -> Tensor:
     """K as it is stored: code × scale."""
     stored = None if layer.k_scale_cache is None else layer.k_scale_cache.flatten(0, 1)
-    return decode_row(layer.k.flatten(0, 1), stored, KV_FORMATS[layer.format], torch.tensor(layer.k_scale))
+    codes = decode_row(layer.k.flatten(0, 1), stored, KV_FORMATS[layer.formats[0]], torch.tensor(layer.k_scale))
+    return back(codes, layer.k_signs, layer.k_channel_scale)
 
 
 def attend(layer: tersekv.PagedKVLayer, q: Tensor) -> Tensor:
@@ -81,21 +102,25 @@ def _tensor(x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 @cache
 def errors() -> str:
-    """Error of rows and of attention, K/V formats."""
+    """Error of rows and of attention, K/V caches."""
     out = []
-    for name, f in KV_FORMATS.items():
-        cells = [f"`{name}`", f"{8 * f.row_bytes(DIM) / DIM:g}"]
+    for word in (*KV_FORMATS, *MIXED):
+        r = recipe(word)
+        bits = [8 * KV_FORMATS[f].row_bytes(DIM) / DIM for f in dict.fromkeys(r.formats)]
+        cells = [f"`{word}`", " / ".join(f"{b:g}" for b in bits)]
         for outliers in (False, True):
             k, v = rows(1, outliers), rows(2)
             small = torch.ones(DIM, dtype=torch.bool)
             small[::32] = not outliers
-            layer = kv_layer(name, k, v)
+            layer = kv_layer(word, k, v)
             q = torch.randn(QUERIES, HEADS, DIM, generator=torch.Generator().manual_seed(3))
             q[..., ::32] /= 20 if outliers else 1  # scores of the same size
             attention = relative(attend(layer, q), dense(q, k, v))
             cells += [percent(relative(read_back(layer)[..., small], k[..., small])), percent(attention)]
         out.append(cells)
-    return table(("format", "bits a value", "rows", "attention", "rows, outliers", "attention, outliers"), out)
+    return table(
+        ("format", "bits a value", "rows of K", "attention", "rows of K, outliers", "attention, outliers"), out
+    )
 
 
 @cache
@@ -144,6 +169,48 @@ def demo(model: str, names: Sequence[str], file: str = "demo_cpu.json") -> Itera
                    kl, f"{m['top1']:.1%}".replace("100.0%", "100%")]  # fmt: skip
 
 
+def search() -> str:
+    """Every cache that a search tried, the smallest first; in bold what no other beats."""
+    (model,) = json.loads((RESULTS / "search_cpu.json").read_text())["models"]
+    measured = [Measured(**m) for m in model["formats"]]
+    found, best = [], frontier(ModelResult(model["model"], 0, 0, "", measured))
+    for m in sorted(measured, key=lambda m: (m.bytes_per_token, m.kl)):
+        kl = "reference" if m.format == "bf16" else f"{m.kl:.1e}"
+        name = f"**{m.format}**" if m in best else m.format
+        found.append([name, str(m.bytes_per_token), kl, f"{m.perplexity:.4f}", f"{m.needles}/{model['needles']}"])
+    return table(("cache", "bytes/token", "KL, nats/byte", "perplexity", "needles found"), found)
+
+
+def outliers() -> str:
+    """K alone in a format, on the model as it is and with outliers."""
+    plain, hurt, *_ = (m["kl"] for m in _outlier_models())
+    ways = ("", "+rotated", "+channels", "+rotated+channels")
+    found = []
+    for f in dict.fromkeys(word.split("/")[0] for word in plain if "/" in word):
+        kls = [(hurt[f"{f}/bf16{way}"], plain[f"{f}/bf16"]) for way in ways]
+        asis = [f"{plain[f'{f}/bf16{way}']:.1e}" for way in ways[:3]]
+        found.append([f"`{f}`", *asis, *(f"{kl:.1e} ({kl / was:.3g} ×)" for kl, was in kls)])
+    each = ("plain", "rotated", "channel scales")
+    return table(("K in", *each, *(f"outliers, {way}" for way in (*each, "both"))), found)
+
+
+def outlier_pairs() -> str:
+    """K in int4, by which pairs are made outliers."""
+    ways = ("", "+rotated", "+channels", "+rotated+channels")
+    found = [
+        [
+            ", ".join(map(str, m["pairs"])) or "none",
+            *(f"{m['kl'][f'int4_per_token_head/bf16{way}']:.1e}" for way in ways),
+        ]
+        for m in _outlier_models()
+    ]
+    return table(("outlier pairs", "plain", "rotated", "channel scales", "both"), found)
+
+
+def _outlier_models() -> list[dict]:
+    return json.loads((RESULTS / "outliers_cpu.json").read_text())["models"]
+
+
 DEMO = ("format", "bytes/token", "times smaller", "perplexity", "KL, nats/byte", "same top-1")
 TABLES: dict[str, Callable[[], str]] = {
     "errors": errors,
@@ -151,6 +218,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "scales": scales,
     "demo": lambda: table(DEMO, demo("llama", SOME)),
     "demo-mla": lambda: table(DEMO, demo("deepseek", tuple(LATENT_FORMATS))),
+    "search": search,
+    "outliers": outliers,
+    "outlier-pairs": outlier_pairs,
     "calibrated": lambda: table(("model", "scales", *DEMO), [
         [model, how, *row]
         for model, names in (("Llama-style", ("fp8_e4m3", "fp8_e5m2", "nvfp4")), ("MLA", ("fp8_e4m3", "fp8_e5m2")))

@@ -13,7 +13,7 @@ from tersekv.demo.calibrate import Calibration
 from tersekv.demo.measure import Measured, ModelResult, Settings, measure
 from tersekv.demo.outliers import make_outliers
 from tersekv.demo.recipe import Recipe, recipe, searched
-from tersekv.demo.report import frontier
+from tersekv.demo.report import _named, frontier
 from tersekv.demo.subject import BuiltIn
 from tersekv.formats import KV_FORMATS, LATENT_FORMATS
 
@@ -61,6 +61,15 @@ def test_the_frontier_is_what_nothing_else_beats():
     )]  # fmt: skip
     result = ModelResult("m", 1, 1, "", [*found, Measured("g", unsupported="no")])
     assert [m.format for m in frontier(result)] == ["c", "e", "a"]
+
+
+def test_the_picture_of_a_search_names_what_nothing_beats():
+    rows = [Measured(word, 100 - i, kl=1 / (1 + i % 3)) for i, word in enumerate(searched(list(KV_FORMATS)))]
+    many, few = ModelResult("m", 1, 1, "", rows), ModelResult("m", 1, 1, "", rows[: len(KV_FORMATS)])
+    shown = _named(many)
+    assert list(shown) == [m.format for m in rows]
+    assert {name for name, named in shown.items() if named} == {m.format for m in frontier(many)}
+    assert all(_named(few).values())
 
 
 def test_eval_searches_and_names_the_smallest_within_a_distance(tmp_path, capsys):

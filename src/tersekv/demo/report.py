@@ -132,27 +132,39 @@ def as_json(results: Sequence[ModelResult]) -> list[dict[str, Any]]:
 
 
 def plot(results: Sequence[ModelResult], title: str, path: str) -> None:
-    """Write the picture: distance to the 16-bit cache over bytes per token. ImportError without matplotlib."""
+    """Write the picture: distance to the 16-bit cache over bytes per token. ImportError without matplotlib.
+
+    A search has more points than names have room: of these it names those that no other beats.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4 * len(results), 5.2), layout="constrained")
     FigureCanvasAgg(figure)
-    names = list(dict.fromkeys(m.format for r in results for m in r.formats))
+    names = list(dict.fromkeys(name for r in results for name, shown in _named(r).items() if shown))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
     panels = [
         (figure.add_subplot(1, len(results), i + 1), result) for i, result in enumerate(results)
     ]  # all exist before labels are placed: the layout depends on every panel
-    points = [_panel(axes, result, colours) for axes, result in panels]
+    points = [_panel(axes, result, _named(result), colours) for axes, result in panels]
     figure.suptitle(title, fontsize=11)
     figure.draw_without_rendering()  # fixes the layout, in whose pixels the labels are placed
-    for (axes, _), here in zip(panels, points, strict=True):
-        _label(axes, here, colours)
+    for (axes, result), here in zip(panels, points, strict=True):
+        _label(axes, here, _named(result), colours)
     figure.savefig(path, dpi=150)
 
 
-def _panel(axes: Any, result: ModelResult, colours: dict[str, str]) -> dict[str, tuple[float, float]]:
-    """Draw the points of a model; returns where the formats lie."""
+def _named(result: ModelResult) -> dict[str, bool]:
+    """The points of a picture, and whether each is named."""
+    known = [m.format for m in result.formats if m.kl is not None and m.bytes_per_token is not None]
+    best = {m.format for m in frontier(result)} if len(known) > len(KV_FORMATS) else known
+    return {name: name in best for name in known}
+
+
+def _panel(
+    axes: Any, result: ModelResult, named: dict[str, bool], colours: dict[str, str]
+) -> dict[str, tuple[float, float]]:
+    """Draw the points of a model; returns where they lie."""
     known = [m for m in result.formats if m.kl is not None and m.bytes_per_token is not None]
     # A KL of 0 has no place on a log axis: the reference, and whatever equals it, lies on the floor.
     seen = [m.kl for m in known if m.kl]
@@ -160,14 +172,19 @@ def _panel(axes: Any, result: ModelResult, colours: dict[str, str]) -> dict[str,
     top = 10.0 ** math.ceil(math.log10(max(seen, default=1e-3)) + 0.3)
     points = {m.format: (float(m.bytes_per_token or 0), m.kl or floor) for m in known}
     for name, (x, y) in points.items():
+        if not named[name]:
+            axes.plot(x, y, "o", color="0.72", markersize=6, markeredgewidth=0, zorder=2.5)
+            continue
         hollow = y == floor
         axes.plot(
             x, y, "o", color=colours[name], markersize=9, markerfacecolor="white" if hollow else colours[name],
-            markeredgewidth=2 if hollow else 0, clip_on=False, zorder=3,
+            markeredgewidth=2 if hollow else 0, clip_on=False, zorder=5,
         )  # fmt: skip
-    if len(points) > len(KV_FORMATS):  # a search: what the line leaves above it is beaten
+    if not all(named.values()):  # a search: what the line leaves above it is beaten
         steps = [points[m.format] for m in frontier(result)]
         axes.plot(*zip(*steps, strict=True), "-", color="0.6", linewidth=1, zorder=2, drawstyle="steps-post")
+        axes.plot([], [], "o", color="0.72", markersize=6, label="beaten by one that is as small and nearer")
+        axes.legend(loc="upper right", frameon=False, fontsize=9)
     axes.set_yscale("log")
     axes.set_ylim(floor, top)
     axes.set_xlim(0, 1.25 * max((x for x, _ in points.values()), default=1.0))
@@ -179,13 +196,15 @@ def _panel(axes: Any, result: ModelResult, colours: dict[str, str]) -> dict[str,
     return points
 
 
-def _label(axes: Any, points: dict[str, tuple[float, float]], colours: dict[str, str]) -> None:
-    """Name each point at the first spot around it where nothing lies yet."""
+def _label(axes: Any, points: dict[str, tuple[float, float]], named: dict[str, bool], colours: dict[str, str]) -> None:
+    """Name points at the first spot around each where nothing lies yet."""
     renderer = axes.figure.canvas.get_renderer()
     dots = [axes.transData.transform(p) for p in points.values()]
     frame = axes.get_window_extent(renderer)
     taken: list[Any] = []
     for name, point in points.items():
+        if not named[name]:
+            continue
         label = f"{name} (reference, KL = 0)" if name == REFERENCE else name
         text = None
         for dx, dy in _SPOTS:
@@ -194,11 +213,12 @@ def _label(axes: Any, points: dict[str, tuple[float, float]], colours: dict[str,
             text = axes.annotate(
                 label, point, (9 * dx, 11 * dy), textcoords="offset points", color=colours[name], fontsize=10,
                 ha={1: "left", 0: "center", -1: "right"}[dx], va={0: "center"}.get(dy, "bottom" if dy > 0 else "top"),
+                bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}, zorder=4,
             )  # fmt: skip
             extent = text.get_window_extent(renderer)
             near = extent.expanded(1.02, 1.1)
             clear = not any(near.overlaps(other) for other in taken)
-            clear = clear and not any(near.contains(*dot) for dot in dots)
+            clear = clear and not any(extent.expanded(1.04, 1.7).contains(*dot) for dot in dots)
             if clear and frame.x0 <= extent.x0 and extent.x1 <= frame.x1 and frame.y0 < near.y0 and near.y1 < frame.y1:
                 break
         if text is not None:
