@@ -13,18 +13,27 @@ from torch import Tensor
 
 import tersekv
 from tersekv import PagedKVCache, PagedLatentCache
+from tersekv.demo.recipe import recipe
 from tersekv.formats import kv_format, latent_format
 from tersekv.testing.bench import data
+from tersekv.testing.reference_rotation import back
 
 PAGE, HEADS, GROUP, D = 64, 2, 4, 128  # K/V heads, query heads of each
 LATENT_HEADS, RANK, ROPE = 16, 512, 64
 LIMIT = 3e-3  # relative norm, of a 16-bit output
 FAST = 3e-2  # with precision="fast"
+MIXED = (
+    "int8_per_token_head/int4_per_token_head", "fp8_e4m3/int4_per_token_head", "int4_per_token_head+rotated",
+    "nvfp4+rotated", "int4_per_token_head+channels", "int8_per_token_head/int4_per_token_head+rotated+channels",
+)  # fmt: skip
 
 
-def errors(format: str, tokens: int, device: str) -> list[float]:
-    """Relative error of `decode` with the needle in the first, in a middle and in the last token."""
-    cache = PagedKVCache.allocate(1, -(-tokens // PAGE), PAGE, HEADS, D, format=format, device=device)[0]
+def errors(word: str, tokens: int, device: str) -> list[float]:
+    """Relative error of `decode` over a recipe's cache, with the needle in the first, a middle and the last token."""
+    r = recipe(word)
+    scales = [(torch.rand(HEADS, D, device=device) + 0.5, torch.rand(HEADS, D, device=device) + 0.5)]
+    options = r.options(1, scales if r.channels else None)
+    cache = PagedKVCache.allocate(1, -(-tokens // PAGE), PAGE, HEADS, D, device=device, **options)[0]
     table, slots = pages(tokens, device)
     q = torch.randn(1, HEADS, 1, D, device=device).expand(1, HEADS, GROUP, D).flatten(1, 2).bfloat16()
     v = torch.linspace(0.5, 1.5, D, device=device).expand(tokens, HEADS, D).bfloat16().contiguous()
@@ -37,10 +46,10 @@ def errors(format: str, tokens: int, device: str) -> list[float]:
         values[place] = -v[place].flip(-1)
         tersekv.append(k, values, cache, slots)
         got = tersekv.decode(q, cache, table, lengths(tokens, device), softmax_scale=scale)
-        f, where = kv_format(format), data.places(table[0], tokens, PAGE)
-        stored = (
-            data.values(c, s, f, where) for c, s in ((cache.k, cache.k_scale_cache), (cache.v, cache.v_scale_cache))
-        )
+        where = data.places(table[0], tokens, PAGE)
+        k_rows = data.values(cache.k, cache.k_scale_cache, kv_format(cache.formats[0]), where)
+        v_rows = data.values(cache.v, cache.v_scale_cache, kv_format(cache.formats[1]), where)
+        stored = back(k_rows, cache.k_signs, cache.k_channel_scale), back(v_rows, cache.v_signs, cache.v_channel_scale)
         found.append(judged(got[0], data.attend(q[0], *stored, scale), v[0, 0]))
     return found
 

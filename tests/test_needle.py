@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from needle import LIMIT, errors, latent_errors
+from needle import LIMIT, MIXED, errors, latent_errors
 
 from tersekv import KV_FORMATS, LATENT_FORMATS
 
 TOKENS = 3001
 
 
-@pytest.mark.parametrize("fmt", KV_FORMATS)
+@pytest.mark.parametrize("fmt", [*KV_FORMATS, *MIXED])
 def test_decode_finds_one_key_among_many(fmt):
     torch.manual_seed(1)
     assert max(errors(fmt, TOKENS, "cpu")) <= LIMIT

@@ -1,17 +1,17 @@
-"""One matching key among 131071 others, in every format."""
+"""One matching key among 131071 others, in every format, mixed and rotated ones among them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from needle import FAST, LIMIT, errors, errors_of_many_rows, latent_errors
+from needle import FAST, LIMIT, MIXED, errors, errors_of_many_rows, latent_errors
 
 from tersekv import KV_FORMATS, LATENT_FORMATS
 
 TOKENS = 131072 - 29  # the last page is filled in part
 
 
-@pytest.mark.parametrize("fmt", KV_FORMATS)
+@pytest.mark.parametrize("fmt", [*KV_FORMATS, *MIXED])
 def test_decode_finds_one_key_among_many(fmt):
     torch.manual_seed(1)
     assert max(errors(fmt, TOKENS, "cuda")) <= LIMIT

@@ -43,7 +43,7 @@ def together(q: Tensor, k: Tensor, signs: Tensor | None, channel_scale: Tensor |
 def _matrix(signs: Tensor, dim: int) -> Tensor:
     """R [dim, dim] of rows that are multiplied from the left: diag(signs) · H / sqrt(b), block by block."""
     b = len(signs)
-    i = torch.arange(b)
+    i = torch.arange(b, device=signs.device)
     common = i[:, None] & i
     ones = torch.stack([common >> bit & 1 for bit in range(b.bit_length())]).sum(0)
     sylvester = 1.0 - 2.0 * (ones % 2).double()
