@@ -116,7 +116,8 @@ class Problem:
     def decode(self) -> Callable[[], Any]:
         return lambda: tersekv.decode(
             self.q, self.layer, self.table, self.lens, cu_seqlens_q=self.cu, max_q_len=max(self.cell.new),
-            window=self.cell.window or None, out=self.out, backend=self.options.backend,
+            window=self.cell.window or None, out=self.out, precision="fast" if self.options.fast else "exact",
+            backend=self.options.backend,
         )  # fmt: skip
 
     def kv(self, b: int) -> tuple[Tensor, Tensor]:

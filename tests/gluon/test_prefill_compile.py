@@ -108,9 +108,9 @@ def test_with_precision_fast_values_meet_weights_in_8_bits():
         waits = [line for line in tile if "WARPGROUP.DEPBAR" in line]
         assert len(waits) == 3, "where ptxas serialises products, each has a wait of its own"
         assert sum("0x0" in line for line in waits) == 1, "weights are computed while values are multiplied"
-        assert count(tile, "LDL") + count(tile, "STL") <= since({(3, 6): 0, (3, 7): 1})
+        assert count(tile, "LDL") + count(tile, "STL") <= since({(3, 6): 0, (3, 9): 66})
         assert count(tile, "PRMT") + count(tile, "SHFL") <= 4, "weights become an operand where they are"
-    assert k["n_spills"] <= since({(3, 6): 112, (3, 7): 256})  # at the causal edge
+    assert k["n_spills"] <= since({(3, 6): 64, (3, 8): 264, (3, 9): 352})  # at the causal edge, on 3.9 everywhere
     assert "LDSM.16.MT88.4" in sass
     assert "STSM.16.M88.4" in sass
 
