@@ -328,6 +328,8 @@ def test_a_float32_model_reads_codes_alone():
 @pytest.mark.parametrize(("rows", "pad", "uniform"), [(1, (1, 1), True), (3, (2, 6), True), (3, (1, 2), False)])
 def test_a_batch_that_is_padded_for_a_graph(rows, pad, uniform):
     model = Model("fp8")
+    drafts = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=rows - 1))
+    model.builder = TersekvMetadataBuilder(None, ["layer"], drafts, torch.device("cpu"))
     model.step({"a": 20, "b": 7})
     before = model.cache.clone()
     new = {"a": rows, "b": rows}

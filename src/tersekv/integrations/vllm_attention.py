@@ -27,9 +27,10 @@ from ..ops.decode import decode
 from ..ops.prefill import prefill
 from .vllm import name
 from .vllm_pages import BLOCK_STEP, FORMATS, known, pages_of, pages_shape, with_scales
+from .vllm_warm_up import DECODE_ROWS, Limits, warm_up
 
-# Requests with this many new rows or fewer are decoded; others, prompts and chunks of them, are prefilled.
-DECODE_ROWS = 16
+# What layers of this process were compiled for.
+_compiled: set[str] = set()
 
 
 class TersekvBackend(AttentionBackend):
@@ -118,6 +119,7 @@ class TersekvMetadata(AttentionMetadata):
     rows:           how decode tells the requests' rows apart; empty where all have the same number
     starts:         [B - few + 1] first query row of each other request, from 0
     most_rows:      the host's bound on their rows
+    limits:         of all batches; None: unknown
     """
 
     num_actual_tokens: int
@@ -129,6 +131,7 @@ class TersekvMetadata(AttentionMetadata):
     rows: dict[str, Any]
     starts: Tensor
     most_rows: int
+    limits: Limits | None = None
 
 
 class TersekvMetadataBuilder(AttentionMetadataBuilder):
@@ -140,6 +143,10 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         # vLLM puts requests of so many rows first: those of one token, and of one token and drafts.
         drafts = getattr(getattr(vllm_config, "speculative_config", None), "num_speculative_tokens", None)
         self.reorder_batch_threshold = min(1 + (drafts or 0), DECODE_ROWS)
+        scheduler = getattr(vllm_config, "scheduler_config", None)
+        self.limits = None
+        if scheduler is not None:
+            self.limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.reorder_batch_threshold)
         # Its query lengths are computed on the device and copied to the host without waiting for them.
         if getattr(getattr(vllm_config, "cache_config", None), "kv_sharing_fast_prefill", False):
             raise NotImplementedError("kv_sharing_fast_prefill: want False, tersekv attends to every row of a prompt")
@@ -155,13 +162,14 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         rows = m.num_actual_tokens if few == len(counts) else starts[few]
         real = few - next((i for i, n in enumerate(reversed(counts[:few])) if n), few)
         most = max(counts[:few], default=0)
-        uniform = set(counts[:real]) <= {most} and rows == few * most
+        # Graphs are captured for these numbers of rows; others are too many to compile for each.
+        uniform = most in (0, 1, self.reorder_batch_threshold) and set(counts[:real]) <= {most} and rows == few * most
         ragged = {} if uniform else {"cu_seqlens_q": m.query_start_loc[: few + 1], "max_q_len": most}
         # A graph is captured over vLLM's own tensors, which outlive it: nothing is computed where nothing must be.
         rest = m.query_start_loc[few:] - rows if 0 < few < len(counts) else m.query_start_loc[few:]
         return TersekvMetadata(
             m.num_actual_tokens, m.seq_lens, m.block_table_tensor, m.slot_mapping, rows, few, ragged,
-            rest, max(counts[few:], default=0),
+            rest, max(counts[few:], default=0), self.limits,
         )  # fmt: skip
 
 
@@ -235,6 +243,7 @@ class TersekvImpl(AttentionImpl):
         options: dict[str, Any] = {
             "softmax_scale": self.scale, "window": self.window, "sinks": self._sinks_fp32(), "softcap": self.softcap,
         }  # fmt: skip
+        self._compile_once(query, pages, m, options)
         n = m.few_rows
         if n:
             decode(query[:n], pages, m.block_table[: m.few], m.seq_lens[: m.few], out=out[:n], **m.rows, **options)
@@ -247,14 +256,31 @@ class TersekvImpl(AttentionImpl):
             )  # fmt: skip
         return output
 
+    def _compile_once(self, query: Tensor, pages: PagedKVLayer, m: TersekvMetadata, options: dict[str, Any]) -> None:
+        """With the first batch that a kind of layer sees with its pages, which is one of vLLM's own warm-up."""
+        if m.limits is None or not query.is_cuda:
+            return
+        tensors = (pages.k, pages.v, pages.k_scale_cache, pages.v_scale_cache)
+        kind = (
+            pages.formats, pages.rotation, [(x.shape[1:], x.stride()) for x in tensors if x is not None],
+            [s.shape if isinstance(s, Tensor) else s for s in (pages.k_scale, pages.v_scale)],
+            query.shape[1:], query.dtype, m.block_table.shape[1], m.limits, self.kv_sharing_target_layer_name is None,
+            [x.shape if isinstance(x, Tensor) else x for x in options.values()],
+        )  # fmt: skip
+        if repr(kind) not in _compiled and not torch.cuda.is_current_stream_capturing():
+            _compiled.add(repr(kind))
+            warm_up(query, pages, m, self._brings_rows(query), options)
+
+    def _brings_rows(self, query: Tensor) -> bool:
+        """Whether prompts attend to their own rows as they came: to those of 16 bits, where the layer stores them."""
+        # A layer that shares another's cache is given rows that nobody stores: only the pages count.
+        return self.kv_sharing_target_layer_name is None and query.dtype != torch.float32
+
     def _own_rows(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, rows: slice
     ) -> tuple[Tensor | None, Tensor | None]:
         """The new tokens' keys and values as they came: nearer than their codes, and dense. Those of 16 bits alone."""
-        # A layer that shares another's cache is given rows that nobody stores: only the pages count.
-        if self.kv_sharing_target_layer_name is not None or key is None or value is None:
-            return None, None
-        if query.dtype == torch.float32:
+        if key is None or value is None or not self._brings_rows(query):
             return None, None
         return key[rows], value[rows]
 

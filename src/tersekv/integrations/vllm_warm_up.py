@@ -1,0 +1,92 @@
+"""Every kernel that vLLM's batches will need, compiled before its first request.
+
+vLLM warms up and captures graphs with batches of its own choice, and with no prompt among them. So the first of them
+that a layer sees with its pages makes its calls for batches of all kinds, on rows of zeros: slots of −1 leave the cache
+as it is, and what they attend to is thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layers import PagedKVLayer
+from ..ops.append import append
+from ..ops.decode import decode
+from ..ops.prefill import prefill
+
+# Requests with this many new rows or fewer are decoded; others, prompts and chunks of them, are prefilled.
+DECODE_ROWS = 16
+CUT = 32
+
+
+class Limits(NamedTuple):
+    """What a batch may have at most: requests, rows, and rows of each request of a graph's batch."""
+
+    requests: int
+    rows: int
+    decode_rows: int
+
+
+def warm_up(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options: dict[str, Any]) -> None:
+    """Make the calls of every kind of batch.
+
+    q:         [T, Hq, D] of a batch that is like all in dtype, and in its metadata's index tensors
+    metadata:  of that batch, with `limits`
+    own_rows:  whether prompts bring keys and values
+    """
+    for call in calls(q, pages, metadata, own_rows, options):
+        call()
+
+
+def calls(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options: dict[str, Any]) -> Iterator[partial]:
+    """Kernels are chosen by sizes in powers of two, and for numbers that are 1, multiples of 16, or others."""
+    limits, table = metadata.limits, metadata.block_table
+
+    def rows(n: int) -> list[Tensor]:
+        heads = (q.shape[1:], (pages.num_kv_heads, pages.head_dim), (pages.num_kv_heads, pages.head_dim_v))
+        return [q.new_zeros(n, *shape) for shape in heads]
+
+    def nothing(requests: int, after: int = 0) -> dict[str, Any]:
+        """A table and lengths of 0. after: requests before them in the tensors, whose addresses are aligned or not."""
+        every = table.new_zeros(after + requests, table.shape[1]), metadata.seq_lens.new_zeros(after + requests)
+        return {"page_table": every[0][after:], "seq_lens": every[1][after:]}
+
+    def ends(requests: int, n: int) -> Tensor:
+        """n rows, dealt evenly."""
+        return (torch.arange(requests + 1, device=q.device) * n // requests).to(torch.int32)
+
+    for n in sizes(limits.rows):
+        _, k, v = rows(n)
+        yield partial(append, k, v, pages, metadata.slot_mapping.new_full((n,), -1))
+    steps = sizes(limits.requests)
+    # Few requests are cut among multiprocessors, each number of them otherwise.
+    for b in sorted({*range(1, min(limits.requests, CUT) + 1), *steps}):
+        for n in {1, limits.decode_rows}:
+            yield partial(decode, rows(b * n)[0], pages, **nothing(b), **options)
+        for most in (2, 4, 8, 9, DECODE_ROWS):
+            least = b + most - 1
+            for n in (
+                {least, min(least + 1, b * most), -(-least // 16) * 16, b * most} if b in steps else {least, b * most}
+            ):
+                ragged: dict[str, Any] = {"cu_seqlens_q": ends(b, n), "max_q_len": most}
+                yield partial(decode, rows(n)[0], pages, **nothing(b), **ragged, **options)
+    for most in filter(lambda n: n > DECODE_ROWS, sizes(limits.rows)):
+        for b in steps:
+            for n in {most} if b == 1 else {-(-most // 16) * 16, -(-most // 16) * 16 + 1}:
+                new, k, v = rows(n)
+                own: dict[str, Any] = {"k": k, "v": v} if own_rows else {}
+                for after in (0, 1, 2):
+                    where, cu = nothing(b, after), ends(b, n)
+                    where["seq_lens"] += cu.diff()  # no token before the new ones
+                    yield partial(prefill, new, pages, **where, cu_seqlens_q=cu, max_q_len=most, **own, **options)
+
+
+def sizes(most: int) -> list[int]:
+    """The powers of two and their successors, up to `most` and with it."""
+    powers = [1 << i for i in range(most.bit_length())]
+    return sorted({min(n, most) for p in powers for n in (p, p + 1)} | {most})

@@ -1,0 +1,86 @@
+"""What tersekv calls for in vLLM's warm-up compiles every kernel that batches to come need, on Hopper and elsewhere."""
+
+from __future__ import annotations
+
+import random
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from compile_tools import record, target
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from tersekv.integrations.vllm_pages import FORMATS, pages_of
+from tersekv.integrations.vllm_warm_up import DECODE_ROWS, Limits, calls
+from tersekv.ops.append import append
+from tersekv.ops.decode import decode
+from tersekv.ops.prefill import prefill
+from tersekv.plan import plan
+
+LIMITS = Limits(requests=12, rows=300, decode_rows=3)
+HEADS, KV_HEADS, DIM, PAGE, COLUMNS = 32, 8, 128, 16, 64
+OPTIONS = {"softmax_scale": 0.1, "window": None, "sinks": None, "softcap": 0.0}
+
+
+@pytest.fixture
+def compiled(request, monkeypatch):
+    """Calls are planned for a chip and not run: what their kernels would be compiled for."""
+    found: set[tuple[str, str, str]] = set()
+
+    def note(op, call, backend, way=None):
+        p = plan(op, call, backend, arch=request.param)
+        for fn, _, args, kwargs in record(p.run, call, p.config):
+            bind = create_function_from_signature(fn.signature, fn.params, make_backend(target(request.param)))
+            _, specialization, options = bind(*args, **kwargs)
+            found.add((fn.__name__, str(specialization), str(options)))
+
+    for op in (append, decode, prefill):
+        monkeypatch.setattr(sys.modules[op.__module__], "submit", note)
+    return found
+
+
+def batch(counts: list[int]):
+    """The calls of a batch with these rows of each request, as `vllm_attention` makes them."""
+    few = next((i for i, n in enumerate(counts) if n > DECODE_ROWS), len(counts))
+    t, rows = sum(counts), sum(counts[:few])
+    starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    q, k, v = (torch.zeros(t, h, DIM, dtype=torch.bfloat16) for h in (HEADS, KV_HEADS, KV_HEADS))
+    table, lens = torch.zeros(len(counts), COLUMNS, dtype=torch.int32), torch.zeros(len(counts), dtype=torch.int32)
+    return q, k, v, table, lens, starts, few, rows
+
+
+@pytest.mark.parametrize(
+    ("compiled", "name"), [(80, "auto"), (90, "fp8"), (90, "int8_per_token_head")], indirect=["compiled"]
+)
+def test_no_kernel_is_compiled_after_the_warm_up(compiled, name):
+    kind = FORMATS.get(name)
+    dtype, row = (torch.bfloat16, 2 * DIM) if kind is None else (kind.dtype, kind.row_bytes(DIM, DIM))
+    one = torch.ones(())
+    pages = pages_of(torch.zeros(4, KV_HEADS, PAGE, row, dtype=dtype), name, DIM, one, one)
+    q, _, _, table, lens, *_ = batch([1])
+    first = SimpleNamespace(
+        limits=LIMITS, block_table=table, seq_lens=lens, slot_mapping=torch.zeros(1, dtype=torch.int64)
+    )
+    for call in calls(q, pages, first, True, OPTIONS):
+        call()
+    assert compiled
+    warm, draw = set(compiled), random.Random(0)
+    for _ in range(25):
+        counts = sorted(draw.choice((1, 1, 1, 2, 3, 9, 16)) for _ in range(draw.randint(0, LIMITS.requests - 2)))
+        counts = [counts[0]] * len(counts) if counts and draw.random() < 0.5 and counts[0] in (1, 3) else counts
+        counts += [draw.randint(DECODE_ROWS + 1, 70) for _ in range(draw.randint(0 if counts else 1, 2))]
+        q, k, v, table, lens, starts, few, n = batch(counts)
+        append(k, v, pages, torch.full((len(q),), -1))
+        if n:
+            ragged = {} if {*counts[:few]} in ({1}, {LIMITS.decode_rows}) else {
+                "cu_seqlens_q": starts[: few + 1], "max_q_len": max(counts[:few])
+            }  # fmt: skip
+            decode(q[:n], pages, table[:few], lens[:few], **ragged, **OPTIONS)
+        if n < len(q):
+            prefill(
+                q[n:], pages, table[few:], lens[few:], starts[few:] - n, k=k[n:], v=v[n:], max_q_len=max(counts[few:]),
+                **OPTIONS,
+            )  # fmt: skip
+        assert compiled == warm, (counts, compiled - warm)
