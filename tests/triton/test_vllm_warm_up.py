@@ -13,7 +13,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tersekv.integrations.vllm_pages import FORMATS, pages_of
-from tersekv.integrations.vllm_warm_up import DECODE_ROWS, Limits, calls
+from tersekv.integrations.vllm_warm_up import DECODE_ROWS, Limits, calls, warm_up
 from tersekv.ops.append import append
 from tersekv.ops.decode import decode
 from tersekv.ops.prefill import prefill
@@ -84,3 +84,16 @@ def test_no_kernel_is_compiled_after_the_warm_up(compiled, name):
                 **OPTIONS,
             )  # fmt: skip
         assert compiled == warm, (counts, compiled - warm)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8_per_token_head", "nvfp4+rotated"])
+def test_the_cache_stays_as_it_is(name):
+    kind, one = FORMATS[name], torch.ones(())
+    raw = torch.full((4, 2, 16, kind.row_bytes(32, 32)), 1, dtype=torch.uint8)
+    pages = pages_of(raw.view(kind.dtype), name, 32, one, one)
+    q, _, _, table, lens, *_ = batch([1])
+    index = {"block_table": table, "seq_lens": lens, "slot_mapping": torch.zeros(1, dtype=torch.int64)}
+    warm_up(
+        torch.zeros(1, 4, 32, dtype=q.dtype), pages, SimpleNamespace(limits=Limits(4, 40, 2), **index), True, OPTIONS
+    )
+    assert (raw == 1).all()
