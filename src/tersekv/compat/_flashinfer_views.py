@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..formats import BLOCK, TOKEN_HEAD, kv_format
 from ..layers import PagedKVLayer, PagedLatentLayer
-from ..recall import tracing
+from ..recall import Way, tracing
 from ._adapt import dtype_name, joined, tensor, whole
 
 
@@ -128,3 +128,24 @@ def latent_rows(name: str, x: Tensor, page_size: int) -> Tensor:
             f"{name}: want [tokens, dim], [P, S, dim] or [P, S, 1, dim] with page_size={page_size}, got {list(x.shape)}"
         )
     return rows
+
+
+def decode_way(query: Tensor, caches: tuple, rest: tuple, scales: tuple, options: tuple) -> Way | None:
+    """A call as its caller gave it, in the order of the record; None: where it has what no such call would be like."""
+    pairs: list = []
+    parts: dict[str, str] = {}
+    for name, x in zip(("cache", "scale_cache"), caches, strict=True):
+        if type(x) in (tuple, list) and len(x) == 2:
+            pairs.append(x)
+        elif x is None or isinstance(x, Tensor):  # values lie in the same tensor
+            pairs.append((x, None))
+            parts |= {} if x is None else {f"v_{name}": f"k_{name}"}
+        else:
+            return None
+    bmm1, bmm2, o = (x if isinstance(x, Tensor) else None for x in scales)
+    if o is not None:
+        return None
+    (k, v), (ks, vs) = pairs
+    numbers = (*options, scales[0] if bmm1 is None else None, scales[1] if bmm2 is None else None, scales[2])
+    given = (query, k, v, ks, vs, *rest, None, bmm1, None, None, bmm2, None, None, None, None)
+    return Way(("flashinfer", *numbers, *map(type, numbers)), given, parts=parts)  # 1 is no bool

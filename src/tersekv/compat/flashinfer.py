@@ -20,7 +20,7 @@ from ..layers import PagedKVLayer, PagedLatentLayer
 from ..ops.decode import mask_rows
 from ..ops.registry import same_place, submit
 from ..ops.scales import split
-from ..recall import Way, again
+from ..recall import again
 from ._adapt import dtype_name, joined, renamed, scalar, tensor, whole
 from ._flashinfer_append import (
     append_paged_kv_cache,
@@ -29,7 +29,7 @@ from ._flashinfer_append import (
     get_seq_lens,
     rope_quantize_fp8_append_paged_kv_cache,
 )
-from ._flashinfer_views import beam_lens, beam_rows, draft_rows, head_rows, latent_layer, latent_rows, layer
+from ._flashinfer_views import beam_lens, beam_rows, decode_way, draft_rows, head_rows, latent_layer, latent_rows, layer
 from ._flashinfer_wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -143,7 +143,7 @@ def xqa_batch_decode_with_kv_cache(
     Scales are floats or 1-element fp32 tensors on the device. A tensor bmm2_scale with o_scale != 1 and a cache of
     bf16, fp16 or int8 costs one more tiny kernel. Raises ValueError or TypeError for a bad argument.
     """
-    way = _decode_way(
+    way = decode_way(
         query, (kv_cache, kv_cache_sf), (block_tables, seq_lens, q_cu_seq_lens, mask, sinks, out),
         (bmm1_scale, bmm2_scale, o_scale), (window_left, kv_layout, q_len_per_req),
     )  # fmt: skip
@@ -169,27 +169,6 @@ def xqa_batch_decode_with_kv_cache(
     call = _decode_call(query, kv, block_tables, lens, q_cu_seq_lens, mask, sinks, out, rows, window, logits, outputs)
     renamed(_DECODE_NAMES, submit, "decode", call, None, None if way is None else way._replace(made={"out": out}))
     return out
-
-
-def _decode_way(query: Tensor, caches: tuple, rest: tuple, scales: tuple, options: tuple) -> Way | None:
-    """A call as its caller gave it, in the order of the record; None: where it has what no such call would be like."""
-    pairs: list = []
-    parts: dict[str, str] = {}
-    for name, x in zip(("cache", "scale_cache"), caches, strict=True):
-        if type(x) in (tuple, list) and len(x) == 2:
-            pairs.append(x)
-        elif x is None or isinstance(x, Tensor):  # values lie in the same tensor
-            pairs.append((x, None))
-            parts |= {} if x is None else {f"v_{name}": f"k_{name}"}
-        else:
-            return None
-    bmm1, bmm2, o = (x if isinstance(x, Tensor) else None for x in scales)
-    if o is not None:
-        return None
-    (k, v), (ks, vs) = pairs
-    numbers = (*options, scales[0] if bmm1 is None else None, scales[1] if bmm2 is None else None, scales[2])
-    given = (query, k, v, ks, vs, *rest, None, bmm1, None, None, bmm2, None, None, None, None)
-    return Way(("flashinfer", *numbers, *map(type, numbers)), given, parts=parts)  # 1 is no bool
 
 
 def xqa(
