@@ -95,8 +95,7 @@ def bench(
     of_e4m3: dict[Case, tuple[Peer, ...]] = {}
     for case in cases:
         result = run(case, device, libraries, backend)
-        plain = {"scales": "apart", "batch_invariant": False}
-        twin = replace(case, format="fp8_e4m3", precision="exact", query="bf16", **plain)
+        twin = replace(case, format="fp8_e4m3", precision="exact", query="bf16", scales="apart", batch_invariant=False)
         if case == twin and result.best_peer is not None:
             of_e4m3[twin] = result.peers
         stands_in = result.status == OK and result.best_peer is None and not case.batch_invariant
