@@ -262,3 +262,17 @@ def test_one_code_of_a_stored_row_may_be_the_next_one_and_no_more():
         worse = got.clone()
         worse[1, column] = value
         assert "token 1" in judged(worse, step=step).message
+
+
+@pytest.mark.parametrize("query", ["float8_e4m3fn", "bfloat16"])
+def test_an_lse_may_move_by_what_sums_of_8_bit_products_lose(query):
+    """Where a product may be off by 2**-10 of itself, an LSE may by 2**-10 of its scores' products; else by nothing."""
+    case = dataclasses.replace(one("prefill", "fp8_e4m3"), dtype=query, out_dtype="bfloat16", spread=True)
+    call = make(case)
+    found = reference.run("prefill", call)
+    lse, rounding = found.values["lse"], found.lse_rounding
+    assert (query == "bfloat16") == (not rounding.any())
+    for off, right in ((3 * rounding, True), (2 * compare.LSE + 7 * rounding, False)):
+        call.lse.copy_(lse + off)
+        report = compare._lse(codes.decode(call.lse), lse, rounding)
+        assert (report.message is None) == right

@@ -61,13 +61,14 @@ def _decode(call: DecodeCall | PrefillCall) -> Expected:
     group = call.q.shape[1] // heads
     out, lse = _empty(call.out)
     turn = call.k_signs, call.k_channel_scale
-    rounding = None if turn == (None, None) else torch.zeros_like(lse)
+    eight = call.q.dtype == call.k_cache.dtype == torch.float8_e4m3fn
+    rounding = torch.zeros_like(lse)
     for b, (start, stop) in enumerate(_rows(call)):
         n = int(call.seq_lens[b])
         k, v = _keys_and_values(call, b, n, start, stop)
         q = decode(call.q[start:stop]).unflatten(1, (heads, group))
-        scores = torch.einsum("rhgd,nhd->rhgn", q, k).flatten(1, 2)
-        scores = scores * float(_pick(call, "softmax_scale"))
+        scale = float(_pick(call, "softmax_scale"))
+        scores = torch.einsum("rhgd,nhd->rhgn", q, k).flatten(1, 2) * scale
         if call.softcap:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         mask = None if call.mask is None else call.mask[start:stop]
@@ -75,10 +76,13 @@ def _decode(call: DecodeCall | PrefillCall) -> Expected:
         p, lse[start:stop] = _softmax(scores, visible, call.sinks)
         o = torch.einsum("rhgn,nhd->rhgd", p.unflatten(1, (heads, group)), v)
         out[start:stop] = o.flatten(1, 2)
-        if rounding is not None:
+        if eight:
+            products = torch.einsum("rhgd,nhd->rhgn", q.square(), k.square()).flatten(1, 2)
+            rounding[start:stop] = _moved(p, products, scale)
+        if turn != (None, None):
             q, k = reference_rotation.together(q, k, *turn)
             each = q * torch.einsum("rhgn,nhd->rhgd", p.unflatten(1, (heads, group)), k)
-            rounding[start:stop] = TURNED * float(_pick(call, "softmax_scale")) * each.norm(dim=-1).flatten(1)
+            rounding[start:stop] += TURNED * scale * each.norm(dim=-1).flatten(1)
     return _attention(call, out * float(_pick(call, "out_scale")), lse)._replace(lse_rounding=rounding)
 
 
