@@ -30,16 +30,18 @@ def prefill() -> str:
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     about: dict[str, str] = {}
     columns: list[str] = []
+    peers: set[str] = set()
     for r in kept["cases"]:
         name = named(r["cell"]["name"], r)
         about[name] = told(r["cell"])
-        found = {column(r): r, **{f"{peer}, {r['format']}": p for peer, p in r["peers"].items()}}
-        for head, x in found.items():
+        others = {f"{peer}, {r['format']}": p for peer, p in r["peers"].items()}
+        peers |= set(others)
+        for head, x in ({column(r): r} | others).items():
             if "us" not in x:
                 continue
             columns += [head] * (head not in columns)
             cells[name][head] = f"{x['tflops']:.0f}"
-    columns.sort(key=lambda head: ", " in head)  # what is plain comes first
+    columns.sort(key=lambda head: (head in peers, ", " in head))  # what is plain comes first, what is not ours last
     rows = [[f"{name}: {about[name]}", *(found.get(head, "-") for head in columns)] for name, found in cells.items()]
     return (
         f"\n{kept['device']}, PyTorch {kept['torch']}; TFLOP/s\n\n"

@@ -44,6 +44,11 @@ def test_tables_are_up_to_date():
         assert tables.renewed(text, kinds) == text, f"{name}: run `make table`"
 
 
+def test_tables_of_single_runs_are_up_to_date():
+    for path, text in script("scripts/runs_page.py").wanted().items():
+        assert text == path.read_text(), f"{path.name}: run `make table`"
+
+
 def test_the_support_table_follows_why_not(monkeypatch):
     tables = script("scripts/support_table.py")
 
