@@ -9,6 +9,7 @@ TRITONS ?= 3.6.0 3.7.0 3.7.1 3.8.0 3.9.0
 OLDEST_TORCH ?= torch==2.10.0
 NEWEST_TORCH ?= torch
 VLLM ?= vllm==0.33.0
+SGLANG ?= sglang==0.5.23
 WORKERS ?= 2
 # Neighbours share kernels that a process compiles once: they go to one worker, and who is done takes from the other.
 SHARED := -n $(WORKERS) --dist worksteal
@@ -18,14 +19,14 @@ READY := .venv/.tersekv-ready
 
 NATIVE := src/tersekv/backends/cpu/_native.so
 
-.PHONY: help setup demo test lint types tests newest engines vllm versions sweep verify sanitize wheel table docs clean
+.PHONY: help setup demo test lint types tests newest engines vllm sglang versions sweep verify sanitize wheel table docs clean
 
 help:
 	@echo "make demo    compare the cache formats on a small built-in model"
 	@echo "make test    lint, types and all tests; alone: make lint, make types, make tests"
 	@echo "             one test: .venv/bin/python -m pytest tests/test_pages.py -k fork"
 	@echo "make newest  compile and interpret the kernels with the newest Triton that installs"
-	@echo "make engines run the tests inside real inference engines, on the CPU; alone: make vllm"
+	@echo "make engines run the tests inside real inference engines, on the CPU; alone: make vllm, make sglang"
 	@echo "make sweep   compile the kernels of every pair of what they are specialised on; long"
 	@echo "make versions  the same with every Triton from 3.6 on, and the CPU tests with the oldest and newest PyTorch"
 	@echo "make verify  run every operation x format on this machine's device and judge the results"
@@ -73,7 +74,7 @@ newest: $(READY)
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton "$(NEWEST_TRITON)"
 	PYTHONPATH=.venv/newest-triton $(BIN)/python -m pytest $(SHARED) -p no:cacheprovider $(NEWEST_TESTS)
 
-engines: vllm
+engines: vllm sglang
 
 # vLLM has no CPU build on the index. Of its CUDA build the Python files are enough, 60 of 810 MB: the tests bring the few
 # operators that an engine calls on a CPU. It takes the torch and transformers that are here.
@@ -88,6 +89,19 @@ engines: vllm
 
 vllm: $(NATIVE) .venv/vllm/ready
 	PYTHONPATH=.venv/vllm $(BIN)/python -m pytest -p no:cacheprovider tests/engines
+
+# SGLang likewise, with the transformers that it is pinned to and the torch that is here; kernels for GPUs stay out.
+.venv/sglang/ready: tests/engines/sglang.txt | $(READY)
+	rm -rf .venv/sglang .venv/sglang-wheel
+	$(BIN)/python -m pip download --quiet --no-deps --dest .venv/sglang-wheel "$(SGLANG)"
+	$(BIN)/python -c "import glob, zipfile; z = zipfile.ZipFile(*glob.glob('.venv/sglang-wheel/*.whl')); \
+		z.extractall('.venv/sglang', [n for n in z.namelist() if not n.endswith('.so')])"
+	rm -rf .venv/sglang-wheel
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target .venv/sglang -r tests/engines/sglang.txt
+	touch $@
+
+sglang: $(NATIVE) .venv/sglang/ready
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv/sglang $(BIN)/python -m pytest -p no:cacheprovider tests/engines
 
 # SWEEP="--archs 90 --ops decode --part 0.2": less. PYTHONPATH=.venv/newest-triton before it: with that Triton.
 sweep: $(READY)

@@ -9,6 +9,8 @@ VARIABLES = {
     "read when a call is first planned",
     "TERSEKV_CHECKED": "1: also check tensor values (page ids, slots, positions); synchronises. 0, false, off, no: off",
     "TERSEKV_STRICT": "1: where kernels made for the device do not compile, raise instead of a warning and slower ones",
+    "TERSEKV_SGLANG_FORMAT": "format of SGLang's K/V pool with --attention-backend tersekv; unset: "
+    "--kv-cache-dtype's; read when the engine starts",
 }
 # Every call asks for this one, and os.environ itself takes a microsecond to answer: it looks a name up as bytes, and
 # raises where there is none.
@@ -33,6 +35,10 @@ def checked() -> bool:
 
 def strict() -> bool:
     return os.environ.get("TERSEKV_STRICT", "0").lower() not in ("0", "", "false", "off", "no")
+
+
+def sglang_format() -> str | None:
+    return os.environ.get("TERSEKV_SGLANG_FORMAT") or None
 
 
 def values() -> dict[str, str | None]:

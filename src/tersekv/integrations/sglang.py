@@ -1,0 +1,79 @@
+"""tersekv as an attention backend of SGLang: `TERSEKV_SGLANG_FORMAT=nvfp4 … --attention-backend tersekv`.
+
+Installing tersekv is enough: SGLang calls `register` in each of its processes, through the entry point `tersekv` of its
+plugin group `sglang.srt.plugins`. `--kv-cache-dtype` takes no names but SGLang's own, so an environment variable names
+the format of the pool; without it the format is the one of `--kv-cache-dtype`.
+
+What it covers and what it refuses is in docs/serving.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+NAME = "tersekv"
+
+
+def register() -> None:
+    """Make tersekv an attention backend with a pool of its own. Calling it again changes nothing."""
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if NAME in ATTENTION_BACKEND_CHOICES:
+        return
+    add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(_backend)
+    sizes = "sglang.srt.model_executor.pool_configurator."
+    for place, hook in (
+        ("sglang.srt.platforms.interface.SRTPlatform.get_kv_pool_cls", _pool_class),
+        (sizes + "DefaultPoolConfigurator._compute_cell_size", _bytes_per_token),
+        (sizes + "HybridSWAPoolConfigurator.__init__", _bytes_of_both_pools),
+    ):
+        HookRegistry.register(place, hook, HookType.AROUND)
+
+
+def _backend(runner: Any) -> Any:
+    from .sglang_attention import TersekvBackend
+
+    return TersekvBackend(runner)
+
+
+def _chosen() -> bool:
+    """Whether this process attends with tersekv. Raises ValueError where another backend would read its pool."""
+    from sglang.srt.runtime_context import attention_backends
+
+    prefill, decode = attention_backends()
+    if (prefill == NAME) != (decode == NAME):
+        raise ValueError(f"attention_backend: want {NAME} for prefill and decode, got {prefill!r} and {decode!r}")
+    return prefill == NAME
+
+
+def _pool_class(original: Callable, platform: Any, *, kind: str) -> type | None:
+    """SGLang's own seam for pools, which a plugin reaches on every platform."""
+    if kind != "mha" or not _chosen():
+        return original(platform, kind=kind)
+    from .sglang_pool import TersekvPool
+
+    return TersekvPool
+
+
+def _bytes_per_token(original: Callable, configurator: Any, kvc: Any, num_layers: int) -> int:
+    """What a token takes in all layers, from which SGLang sizes its pool."""
+    own = original(configurator, kvc, num_layers)
+    if kvc.use_mla_backend or not _chosen():
+        return own
+    from .sglang_pool import bytes_of_heads
+
+    return bytes_of_heads(kvc)[0] * num_layers
+
+
+def _bytes_of_both_pools(original: Callable, configurator: Any, kvc: Any) -> None:
+    """The same for models whose layers with a window have a pool of their own: what a token takes in one layer."""
+    original(configurator, kvc)
+    if not kvc.use_mla_backend and _chosen():
+        from .sglang_pool import bytes_of_heads
+
+        configurator._full_per_token, configurator._swa_per_token = bytes_of_heads(kvc)
+        configurator._recompute_cell_size()

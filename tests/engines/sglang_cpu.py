@@ -1,0 +1,114 @@
+"""SGLang's real engine on a machine without a GPU. Import this before anything of SGLang.
+
+The package index has no build of SGLang for CPUs. Its own code runs on one as it is: scheduler, prefix tree, pool,
+models, sampler. Its kernels for GPUs are stood in for, since no CPU calls them.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+os.environ.update(SGLANG_USE_CPU_ENGINE="1", TOKENIZERS_PARALLELISM="false", TORCHDYNAMO_DISABLE="1")
+
+import torch
+
+
+class _Anything(ModuleType):
+    """A package of kernels whose every name can be imported; calling one is an error of its own."""
+
+    __path__: list[str] = []  # noqa: RUF012
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = type(name, (), {}) if name[0].isupper() else _Anything(f"{self.__name__}.{name}")
+        setattr(self, name, made)
+        return made
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.split(".")[0] == "sgl_kernel":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return _Anything(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+sys.meta_path.append(_Finder())
+# torchvision's own operators are made for CUDA; it names two of them when it is imported.
+_library = torch.library.Library("torchvision", "FRAGMENT")
+_library.define("nms(Tensor a, Tensor b, float c) -> Tensor")
+_library.define("qnms(Tensor a, Tensor b, float c) -> Tensor")
+# SGLang spawns processes, each of which would import all of it again; forked ones have it.
+_start = multiprocessing.set_start_method
+multiprocessing.set_start_method = lambda method, force=False: _start("fork", force=True)
+
+import sglang  # noqa: E402
+import sglang.srt.managers.scheduler  # noqa: E402 (what forked processes need, imported once)
+import sglang.srt.models.registry  # noqa: E402
+
+from tersekv.integrations.sglang import NAME  # noqa: E402
+
+
+def _failed(*signal: Any) -> None:
+    """Else SGLang kills the process that started the engine."""
+    raise RuntimeError("a process of the engine failed: its error is in what pytest captured")
+
+
+@contextmanager
+def engine(folder: os.PathLike | str, format: str | None = None, **options: Any) -> Iterator[sglang.Engine]:
+    """An engine over a checkpoint, with tersekv's attention and its pool in a format."""
+    given = {
+        "device": "cpu",
+        "attention_backend": NAME,
+        "skip_tokenizer_init": True,
+        "disable_cuda_graph": True,
+        "sampling_backend": "pytorch",
+        "dtype": "float32",
+        "page_size": 16,
+        "max_total_tokens": 3200,
+        "max_running_requests": 8,
+        "context_length": 512,
+        "log_level": "warning",
+        "custom_sigquit_handler": _failed,
+        **options,
+    }
+    os.environ.pop("TERSEKV_SGLANG_FORMAT", None)
+    if format is not None:
+        os.environ["TERSEKV_SGLANG_FORMAT"] = format
+    made = sglang.Engine(model_path=str(folder), **given)
+    try:
+        yield made
+    finally:
+        made.shutdown()
+        os.environ.pop("TERSEKV_SGLANG_FORMAT", None)
+
+
+def generate(
+    made: sglang.Engine, prompts: list[list[int]], tokens: int
+) -> tuple[list[tuple[list[int], torch.Tensor]], list[dict[str, Any]]]:
+    """Greedy tokens of every prompt and the log-probabilities of the whole vocabulary at each of them; and what SGLang
+    tells of each request."""
+    params = {"max_new_tokens": tokens, "temperature": 0}
+    outs = made.generate(input_ids=prompts, sampling_params=params, return_logprob=True, top_logprobs_num=256)
+    results = []
+    for out in outs:
+        rows = torch.empty(tokens, 256, dtype=torch.float64)
+        for row, entries in zip(rows, out["meta_info"]["output_top_logprobs"], strict=True):
+            for logprob, token, _ in entries:
+                row[token] = logprob
+        results.append((list(out["output_ids"]), rows))
+    return results, [out["meta_info"] for out in outs]
