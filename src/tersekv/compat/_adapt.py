@@ -1,4 +1,5 @@
-"""What the compat modules share: calls whose errors name the caller's arguments, and views instead of copies."""
+"""What the compat modules share: the short way of a call like one before it, errors that name the caller's arguments,
+and views instead of copies."""
 
 from __future__ import annotations
 
@@ -12,8 +13,32 @@ from torch import Tensor
 from .. import counts
 from ..checks import dtype_name, joined
 from ..counts import number
+from ..recall import Way, again
 
-__all__ = ["dtype_name", "first_rows", "joined", "number", "renamed", "scalar", "tensor", "whole"]
+__all__ = [
+    "apart", "asked", "dtype_name", "first_rows", "joined", "number", "renamed", "scalar", "tensor", "whole",
+]  # fmt: skip
+_NOTHING: Mapping[str, str] = {}
+
+
+def asked(
+    names: Mapping[str, str], op: str, options: tuple, given: tuple, parts: Mapping[str, str] = _NOTHING
+) -> tuple[Way, list[Tensor] | None]:
+    """A call as its caller gave it, to remember it by; and what it made, if it was like one before: the short way.
+
+    options:  all that is no tensor, the function's own name first, so that no two functions' calls are alike
+    given:    the caller's tensors where the operation's record has a tensor that begins where they do, else None
+    parts:    fields of the record that lie within one of these, by the field that it stands for
+
+    Nothing has to be checked before. A call that this says too little of is not remembered (`recall.remember`).
+    """
+    way = Way((*options, *map(type, options)), given, parts=parts)  # 1 is no bool
+    return way, renamed(names, again, op, way.options, given)
+
+
+def apart(scale: Any) -> tuple[Any, Tensor | None]:
+    """(number, tensor) of a scale as it is given; the number is not looked at yet."""
+    return (None, scale) if isinstance(scale, Tensor) else (scale, None)
 
 
 def renamed(names: Mapping[str, str], function: Callable[..., Any], *args: Any) -> Any:

@@ -14,9 +14,8 @@ from ..formats import FP8
 from ..layers import PagedLatentLayer
 from ..ops.registry import submit
 from ..ops.scales import split
-from ..recall import Way, again
-from ._adapt import dtype_name, renamed, scalar, tensor, whole
-from ._flashinfer_views import layer
+from ._adapt import apart, asked, dtype_name, renamed, scalar, tensor, whole
+from ._flashinfer_views import halves, layer
 
 _UNSCALED = (torch.bfloat16, torch.float16, *FP8)  # caches that can be written without stored scales
 _ROPE_NAMES = {
@@ -94,12 +93,12 @@ def rope_quantize_fp8_append_paged_kv_cache(
     RoPE and scaling are fp32 with no 16-bit rounding before the saturating cast. Returns (q_rope_out, q_nope_out);
     q_nope_out is [T, Hq, 0] where there is no q_nope. Raises ValueError or TypeError for a bad argument.
     """
-    way = _rope_way(
+    op, options, given, parts = _rope_tensors(
         (q_rope, q_nope, k_rope, k_nope, v, cos_sin_cache, pos_ids, q_rope_out, q_nope_out), paged_kv_cache,
         (batch_indices, positions, kv_indptr, kv_indices), quant_scale_q, quant_scale_kv,
-        (is_neox, quantize_dtype, page_size, kv_layout),
     )  # fmt: skip
-    done = None if way is None else renamed(_ROPE_NAMES, again, _rope_op(v), way.options, way.given)
+    options = (is_neox, quantize_dtype, page_size, kv_layout, *options)
+    way, done = asked(_ROPE_NAMES, op, ("rope", *options), given, parts)
     if done is not None:
         return _made_query(done, q_rope, q_rope_out, q_nope_out)
     dtype = _quantize_dtype(quantize_dtype, q_rope_out, q_nope_out)
@@ -114,7 +113,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
     q_parts = (q_rope, q_rest if has_rest else None)
     out_parts = (q_rope_out, q_nope_out if has_rest else None)
     made = {"q_rope_out": q_rope_out} | ({"q_nope_out": q_nope_out} if has_rest else {})
-    way = None if way is None else way._replace(made=made)
+    way = way._replace(made=made)
     place = _place(batch_indices, positions, kv_indptr, kv_indices)
     mul_q = split(scalar("quant_scale_q", quant_scale_q, q_rope.device))
     mul_kv = split(scalar("quant_scale_kv", quant_scale_kv, q_rope.device))
@@ -147,31 +146,24 @@ def rope_quantize_fp8_append_paged_kv_cache(
     return q_rope_out, q_nope_out
 
 
-def _rope_op(v: Tensor | None) -> str:
-    return "mla_append" if v is None else "rope_append"
-
-
-def _rope_way(
-    rows: tuple, caches: object, place: tuple, scale_q: float | Tensor, scale_kv: float | Tensor, options: tuple
-) -> Way | None:
-    """A call as its caller gave it, in the order of the record; None: of caches that are no pair."""
-    if type(caches) not in (tuple, list) or len(caches) != 2:  # type: ignore[arg-type]
-        return None
-    q_t, kv_t = (x if isinstance(x, Tensor) else None for x in (scale_q, scale_kv))
+def _rope_tensors(
+    rows: tuple, caches: object, place: tuple, scale_q: float | Tensor, scale_kv: float | Tensor
+) -> tuple[str, tuple, tuple, dict[str, str]]:
+    """The operation, numbers, tensors in the order of its record, and the parts of these."""
+    (q_number, q_t), (kv_number, kv_t) = apart(scale_q), apart(scale_kv)
     q_rope, q_nope, k_rope, k_nope, v, cos_sin, pos_ids, *outs = rows
     batch_indices, positions, kv_indptr, kv_indices = place
     # What is given twice is one tensor, of which the other field is a part.
     parts = {"kv_positions": "positions"} if positions is pos_ids else {}
     place = (None, batch_indices, None if parts else positions, kv_indptr, kv_indices)
-    numbers = (*options, None if q_t is not None else scale_q, None if kv_t is not None else scale_kv)
-    options = ("flashinfer", bool(parts), *numbers, *map(type, numbers))  # 1 is no bool
+    options, (k, kpe, *_) = (bool(parts), q_number, kv_number), halves(caches)[0]
     if v is None:
-        given = (q_rope, q_nope, k_nope, k_rope, cos_sin, pos_ids, *outs, *caches, None)  # type: ignore[misc]
-        return Way(options, (*given, *place, q_t, kv_t), parts=parts)
+        given = (q_rope, q_nope, k_nope, k_rope, cos_sin, pos_ids, *outs, k, kpe, None)
+        return "mla_append", options, (*given, *place, q_t, kv_t), parts
     if kv_t is not None:
         parts["v_scale_t"] = "k_scale_t"
-    given = (*rows, *caches, None, None, *place, q_t, kv_t, None, None, None, None, None)  # type: ignore[misc]
-    return Way(options, given, parts=parts)
+    given = (*rows, k, kpe, None, None, *place, q_t, kv_t, None, None, None, None, None)
+    return "rope_append", options, given, parts
 
 
 def _made_query(
@@ -208,16 +200,23 @@ def append_paged_kv_cache(
     An fp8 cache gets the saturating cast of the rows; codes of its own dtype are copied, NaN too. Raises ValueError or
     TypeError for a bad argument.
     """
+    (k, v, *_), parts = halves(paged_kv_cache)
+    place = batch_indices, positions, kv_indptr, kv_indices
+    way, done = asked(
+        _APPEND_NAMES, "append", ("append", kv_layout),
+        (append_key, append_value, k, v, None, None, None, *place, None, None, None, None, None, None), parts,
+    )  # fmt: skip
+    if done is not None:
+        return
     for t in paged_kv_cache if isinstance(paged_kv_cache, (tuple, list)) else (paged_kv_cache,):
         if isinstance(t, Tensor) and t.dtype not in _UNSCALED:
             want = " | ".join(map(dtype_name, _UNSCALED))
             raise ValueError(f"paged_kv_cache: want {want}, got {dtype_name(t.dtype)}")
     kv = renamed(_APPEND_NAMES, layer, paged_kv_cache, kv_layout, None)
     call = AppendCall(
-        append_key, append_value, kv.k, kv.v, None, None, *_place(batch_indices, positions, kv_indptr, kv_indices),
-        kv.formats[0], 1.0, None, 1.0, None, True,
+        append_key, append_value, kv.k, kv.v, None, None, *_place(*place), kv.formats[0], 1.0, None, 1.0, None, True,
     )  # fmt: skip
-    renamed(_APPEND_NAMES, submit, "append", call, None)
+    renamed(_APPEND_NAMES, submit, "append", call, None, way)
 
 
 def append_paged_mla_kv_cache(
@@ -240,14 +239,21 @@ def append_paged_mla_kv_cache(
     An fp8 cache gets the saturating cast of the rows; codes of its own dtype are copied, NaN too. Raises ValueError or
     TypeError for a bad argument.
     """
+    place = batch_indices, positions, kv_indptr, kv_indices
+    nothing = None, None, None, None
+    way, done = asked(
+        _APPEND_NAMES, "mla_append", ("append_mla",),
+        (None, None, append_ckv, append_kpe, *nothing, ckv_cache, kpe_cache, None, None, *place, None, None),
+    )  # fmt: skip
+    if done is not None:
+        return
     pair = tensor("ckv_cache", ckv_cache, "P, S, L"), tensor("kpe_cache", kpe_cache, "P, S, R")
     latent = renamed(_APPEND_NAMES, PagedLatentLayer.of, pair)
     call = MLAAppendCall(
-        None, None, append_ckv, append_kpe, None, None, None, None, latent.ckv, latent.kpe, None,
-        *_place(batch_indices, positions, kv_indptr, kv_indices), latent.format, False,
-        1.0, None, 1.0, None, True, False,
+        None, None, append_ckv, append_kpe, *nothing, latent.ckv, latent.kpe, None, *_place(*place), latent.format,
+        False, 1.0, None, 1.0, None, True, False,
     )  # fmt: skip
-    renamed(_APPEND_NAMES, submit, "mla_append", call, None)
+    renamed(_APPEND_NAMES, submit, "mla_append", call, None, way)
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..formats import BLOCK, TOKEN_HEAD, kv_format
 from ..layers import PagedKVLayer, PagedLatentLayer
-from ..recall import Way, tracing
+from ..recall import tracing
 from ._adapt import dtype_name, joined, tensor, whole
 
 
@@ -130,22 +131,18 @@ def latent_rows(name: str, x: Tensor, page_size: int) -> Tensor:
     return rows
 
 
-def decode_way(query: Tensor, caches: tuple, rest: tuple, scales: tuple, options: tuple) -> Way | None:
-    """A call as its caller gave it, in the order of the record; None: where it has what no such call would be like."""
-    pairs: list = []
-    parts: dict[str, str] = {}
-    for name, x in zip(("cache", "scale_cache"), caches, strict=True):
-        if type(x) in (tuple, list) and len(x) == 2:
-            pairs.append(x)
-        elif x is None or isinstance(x, Tensor):  # values lie in the same tensor
-            pairs.append((x, None))
-            parts |= {} if x is None else {f"v_{name}": f"k_{name}"}
-        else:
-            return None
-    bmm1, bmm2, o = (x if isinstance(x, Tensor) else None for x in scales)
-    if o is not None:
-        return None
-    (k, v), (ks, vs) = pairs
-    numbers = (*options, scales[0] if bmm1 is None else None, scales[1] if bmm2 is None else None, scales[2])
-    given = (query, k, v, ks, vs, *rest, None, bmm1, None, None, bmm2, None, None, None, None)
-    return Way(("flashinfer", *numbers, *map(type, numbers)), given, parts=parts)  # 1 is no bool
+def halves(kv_cache: Any, sf: Any = None) -> tuple[tuple, dict[str, str]]:
+    """K, V and their stored scales as a call gives them, and what of these is part of another (`_adapt.asked`).
+
+    Values that lie in K's tensor are part of it; scales of raw int8 codes are those of `layer`.
+    """
+    parts = {}
+    k, v = kv_cache if type(kv_cache) in (tuple, list) and len(kv_cache) == 2 else (kv_cache, None)
+    if v is None:
+        parts["v_cache"] = "k_cache"
+    if sf is None and isinstance(k, Tensor) and k.dtype == torch.int8:
+        sf = _one(k.device)
+    ks, vs = sf if type(sf) in (tuple, list) and len(sf) == 2 else (sf, None)
+    if ks is not None and vs is None:
+        parts["v_scale_cache"] = "k_scale_cache"
+    return (k, v, ks, vs), parts

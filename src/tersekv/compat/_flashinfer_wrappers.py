@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..calls import DecodeCall, PrefillCall
 from ..errors import UnsupportedError
 from ..layers import PagedKVLayer
-from ..ops.decode import decode
-from ..ops.prefill import prefill
-from ._adapt import dtype_name, renamed, tensor, whole
-from ._flashinfer_views import layer
+from ..ops.decode import outputs, receivers
+from ..ops.registry import submit
+from ..ops.scales import split
+from ..recall import tracing
+from ._adapt import apart, asked, dtype_name, number, renamed, tensor, whole
+from ._flashinfer_views import halves, layer
 
 Scale = float | Tensor
 _LOG2E = math.log2(math.e)
@@ -54,6 +58,11 @@ class _Plan(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     rows_alone: bool
 
+    @property
+    def one_row_each(self) -> bool:
+        """Whether this is decode of one row a request."""
+        return self.max_q_len == 1 and self.rows == len(self.seq_lens)
+
 
 class _Wrapper:
     """What both wrappers share. Workspaces and buffers are accepted and not used: see the module."""
@@ -64,6 +73,7 @@ class _Wrapper:
         self.device = tensor("float_workspace_buffer", float_workspace_buffer).device
         self._kv_layout, self._use_cuda_graph = kv_layout, use_cuda_graph
         self._plan: _Plan | None = None
+        self._options: tuple = ()  # of the plan, all that is no tensor
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -78,6 +88,7 @@ class _Wrapper:
     def _keep(self, plan: _Plan) -> None:
         """A plan for the next runs. Under CUDA graphs into the tensors that were captured."""
         old = self._plan
+        self._options = "wrapper", self._kv_layout, plan.one_row_each, plan[3:]
         if not self._use_cuda_graph or old is None:
             self._plan = plan
             return
@@ -105,24 +116,27 @@ class _Wrapper:
         kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None,
     ) -> Any:  # fmt: skip
         p = self._planned()
-        kv: PagedKVLayer = renamed(_NAMES, layer, paged_kv_cache, self._kv_layout, kv_cache_sf)
-        _as_planned(p, tensor("q", q, "T, Hq, D"), kv)
-        scale: Scale = q.shape[-1] ** -0.5 if p.sm_scale is None else p.sm_scale
+        scale: Scale = tensor("q", q, "T, Hq, D").shape[-1] ** -0.5 if p.sm_scale is None else p.sm_scale
         for name in ("q_scale", "k_scale"):
             scale = _times(scale, scales[name])
-        window = _window(p.window_left if window_left is None else window_left)
-        if window is not None and p.rows_alone:
-            raise UnsupportedError("window_left: want -1 with causal=False and several rows a request, got a window")
-        options: dict[str, Any] = {
-            "softmax_scale": scale, "window": window, "softcap": p.softcap, "sinks": sinks, "out": out,
-            "out_dtype": p.dtypes[2] if out is None else None, "out_scale": _times(1.0, scales["v_scale"]),
-            "lse": lse, "return_lse": return_lse,
-        }  # fmt: skip
-        if p.max_q_len == 1 and p.rows == len(p.seq_lens):
-            found = renamed(_NAMES, lambda: decode(q, kv, p.page_table, p.seq_lens, **options))
-        else:
-            options["max_q_len"] = p.max_q_len
-            found = renamed(_NAMES, lambda: prefill(q, kv, p.page_table, p.seq_lens, p.cu_seqlens_q, **options))
+        out_scale = _times(1.0, scales["v_scale"])
+        one_row, (caches, parts) = self._options[2], halves(paged_kv_cache, kv_cache_sf)
+        (scale_number, scale_t), (out_number, out_t) = apart(scale), apart(out_scale)
+        tensors = (*caches, p.page_table, p.seq_lens, None if one_row else p.cu_seqlens_q)
+        given = (*((q,) if one_row else (q, None, None)), *tensors, *((None,) if one_row else ()), sinks, out, lse,
+                 scale_t, None, None, out_t, None, None, None, None)  # fmt: skip
+        op, options = "decode" if one_row else "prefill", (window_left, scale_number, out_number, return_lse)
+        way, done = asked(_NAMES, op, (*self._options, *options), given, parts)
+        if done is None:
+            done = []
+            kv: PagedKVLayer = renamed(_NAMES, layer, paged_kv_cache, self._kv_layout, kv_cache_sf)
+            _as_planned(p, q, kv)
+            shape, dtype = (*q.shape[:2], kv.head_dim_v), p.dtypes[2] if out is None else None
+            out, lse, made = renamed(_NAMES, receivers, q, shape, out, dtype, lse, return_lse)
+            window = _window(p, window_left)
+            call = _call(p, q, kv, sinks, out, lse, window, scale, out_scale)
+            renamed(_NAMES, submit, op, call, None, way._replace(made=made))
+        found = outputs(done, out, lse, return_lse)
         if not return_lse:
             return found
         # NOTE: FlashInfer's LSE is base 2, tersekv's natural.
@@ -295,17 +309,32 @@ def single_prefill_with_kv_cache(
     """`flashinfer.single_prefill_with_kv_cache`: the last rows q [T, Hq, D] of one request over k, v [N, H, D] (HND:
     [H, N, D]) that lie in no cache, of any dtype that a cache may have. One page holds them all. LSE in base 2."""
     _refuse(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(tensor("q", q, "T, Hq, D"), kv_layout)
-    tokens, heads = (0, 1) if kv_layout == "NHD" else (1, 0)
-    n, kinds = tensor("k", k, "N, H, D").shape[tokens], (q.dtype, k.dtype, o_dtype or q.dtype)
-    wrapper.plan(
-        torch.tensor([0, len(q)]), torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([n]), q.shape[1],
-        k.shape[heads], q.shape[2], max(n, 1), causal=causal, pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale,
-        window_left=window_left, logits_soft_cap=logits_soft_cap, q_data_type=kinds[0], kv_data_type=kinds[1],
-        o_data_type=kinds[2],
+    heads = 1 if kv_layout == "NHD" else 0
+    (t, q_heads, d), ks = tensor("q", q, "T, Hq, D").shape, tensor("k", k, "N, H, D").shape
+    sm_scale = None if sm_scale is None else number("sm_scale", sm_scale)
+    cap = None if logits_soft_cap is None else number("logits_soft_cap", logits_soft_cap)
+    make = _planned.__wrapped__ if tracing() else _planned  # a traced tensor is of its trace alone
+    wrapper = make(
+        q.device, str(kv_layout), str(pos_encoding_mode), t, ks[1 - heads], (q_heads, ks[heads], d), bool(causal),
+        sm_scale, whole("window_left", window_left), cap, (q.dtype, k.dtype, o_dtype or q.dtype),
     )  # fmt: skip
     scales = (scale_q, scale_k, scale_v)
     return wrapper.run(q, (k[None], tensor("v", v, "N, H, D")[None]), *scales, return_lse=return_lse)
+
+
+@functools.lru_cache(maxsize=64)
+def _planned(
+    device: torch.device, layout: str, positions: str, t: int, n: int, heads: tuple[int, int, int], causal: bool,
+    sm_scale: float | None, window_left: int, softcap: float | None, kinds: tuple[torch.dtype, ...],
+) -> BatchPrefillWithPagedKVCacheWrapper:  # fmt: skip
+    """A wrapper planned for t rows of one request over n keys in one page. Kept: to plan copies to the device."""
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device=device), layout)
+    wrapper.plan(
+        torch.tensor([0, t]), torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([n]), heads[0], heads[1], heads[2],
+        max(n, 1), causal=causal, pos_encoding_mode=positions, sm_scale=sm_scale, window_left=window_left,
+        logits_soft_cap=softcap, q_data_type=kinds[0], kv_data_type=kinds[1], o_data_type=kinds[2],
+    )  # fmt: skip
+    return wrapper
 
 
 def _pages(
@@ -344,15 +373,31 @@ def _as_planned(p: _Plan, q: Tensor, kv: PagedKVLayer) -> None:
         raise ValueError(f"paged_kv_cache: want page_size {p.page_size} as planned, got {kv.page_size}")
 
 
-def _window(left: int) -> int | None:
-    """tersekv's window counts the query's own key too."""
-    return None if left < 0 else left + 1
+def _window(p: _Plan, left: int | None) -> int:
+    """`window_left` of a run, or of its plan, as a record has it: tersekv's window counts the query's own key too."""
+    window = whole("window_left", p.window_left if left is None else left) + 1
+    if window > 0 and p.rows_alone:
+        raise UnsupportedError("window_left: want -1 with causal=False and several rows a request, got a window")
+    return max(window, 0)
+
+
+def _call(
+    p: _Plan, q: Tensor, kv: PagedKVLayer, sinks: Tensor | None, out: Tensor, lse: Tensor | None, window: int,
+    scale: Scale, out_scale: Scale,
+) -> tuple:  # fmt: skip
+    caches = kv.k, kv.v, kv.k_scale_cache, kv.v_scale_cache, p.page_table, p.seq_lens
+    options = kv.formats[0], p.max_q_len, window, p.softcap
+    scales = *renamed(_NAMES, split, scale, "softmax_scale"), 1.0, None, 1.0, None
+    more = (*options, *scales, *renamed(_NAMES, split, out_scale, "out_scale"), "exact")
+    if p.one_row_each:
+        return DecodeCall(q, *caches, None, None, sinks, out, lse, *more)
+    return PrefillCall(q, None, None, *caches, p.cu_seqlens_q, sinks, out, lse, *more)
 
 
 def _times(a: Scale, b: Scale | None) -> Scale:
     """A product, of fp32 tensors [1] on the device too; a scale of each head is refused by who takes it."""
-    if b is None:
-        return a
+    if b is None or (type(a) is float and a == 1.0):
+        return a if b is None else b
     product = a * b
     return product.reshape(1) if isinstance(product, Tensor) and product.numel() == 1 else product
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import env
+from ..calls import MLADecodeBranchCall, MLAPrefillCall
 from ..layers import PagedLatentLayer
-from ..ops.mla import MLAPrefillPlan, mla_prefill
-from ..ops.mla_branch import mla_decode_branch
-from ._adapt import number, renamed, tensor, whole
-from ._max_cache import PagedKVCacheCollection
+from ..ops.decode import query_rows
+from ..ops.registry import submit
+from ..recall import Way
+from ._adapt import asked, number, renamed, tensor, whole
+from ._max_cache import PagedKVCache, PagedKVCacheCollection
 
 _NAMES = {
     "out": "output",
@@ -32,6 +33,9 @@ _NAMES = {
     "kv_c": "kv_input",
     "k_pe": "kv_input",
 }
+
+
+_JOINED = {"kpe": "ckv", "ckv_scale_cache": "ckv", "k_pe": "kv_c"}  # of one tensor each
 
 
 class Step(NamedTuple):
@@ -56,51 +60,63 @@ def prefill(
     length = whole("buffer_length", buffer_length)
     if length == 0:
         return
-    layer = _layer(step)
+    cache = _cache(step)
+    given = step.freqs_cis, step.kv_norm_gamma, weight, weight_scale, rows, starts, step.output, None, None, None, None
+    way, done = _asked(step, cache, "mla_prefill", (step.input_row_offsets, *given), length)
+    if done is not None:
+        return
+    latent, kv_c, k_pe = _latents(step, cache)
     for name, x in (("buffer_row_offsets", rows), ("cache_offsets", starts)):
         if tensor(name, x).dim() != 1:
             raise ValueError(f"{name}: want [B + 1], one chunk, got {list(x.shape)}")
+    nope_rows = step.q.shape[1] * (step.q.shape[2] - latent.kpe.shape[-1])
+    if tensor("kv_b_proj", weight).dim() != 2 or len(weight) <= nope_rows:
+        raise ValueError(f"kv_b_proj: want more than H * Dn = {nope_rows} rows, got {list(weight.shape)}")
     if env.checked():
         _has_room(step, length)
-    plan = MLAPrefillPlan(rows[None], starts[None], [length], _max_q_len(step))
-    kv_c, k_pe = _raw(step, layer)
-    call = partial(
-        mla_prefill, softmax_scale=number("scale", step.scale), epsilon=number("epsilon", step.epsilon),
-        kv_b_proj_scale=weight_scale, kv_c=kv_c, k_pe=k_pe, out=step.output, backend=step.backend,
+    call = MLAPrefillCall(
+        step.q, kv_c, k_pe, latent.ckv, latent.kpe, latent.ckv_scale_cache, cache.lookup_table, cache.cache_lengths,
+        step.input_row_offsets, step.freqs_cis, step.kv_norm_gamma, weight, weight_scale, rows[None], starts[None],
+        step.output, None, [length], latent.format, _max_q_len(step), number("scale", step.scale),
+        number("epsilon", step.epsilon), 1.0, None, "exact",
     )  # fmt: skip
-    kv = step.kv_collection
-    renamed(
-        _NAMES, call, step.q, layer, kv.lookup_table, kv.cache_lengths, step.input_row_offsets, step.freqs_cis,
-        step.kv_norm_gamma, weight, plan,
-    )  # fmt: skip
+    renamed(_NAMES, submit, "mla_prefill", call, step.backend, way)
 
 
 def decode(step: Step, w_uk: Tensor, w_uk_scale: Tensor | None, w_uv: Tensor, w_uv_scale: Tensor | None) -> None:
-    layer, kv = _layer(step), step.kv_collection
-    kv_c, k_pe = _raw(step, layer)
-    call = partial(
-        mla_decode_branch, softmax_scale=number("scale", step.scale), epsilon=number("epsilon", step.epsilon),
-        w_uk_scale=w_uk_scale, w_uv_scale=w_uv_scale, kv_c=kv_c, k_pe=k_pe, cu_seqlens_q=step.input_row_offsets,
-        max_q_len=_max_q_len(step), out=step.output, backend=step.backend,
+    cache = _cache(step)
+    weights = step.freqs_cis, step.kv_norm_gamma, w_uk, w_uk_scale, w_uv, w_uv_scale
+    given = step.input_row_offsets, *weights, step.output, None, None
+    way, done = _asked(step, cache, "mla_decode_branch", given)
+    if done is not None:
+        return
+    latent, kv_c, k_pe = _latents(step, cache)
+    tensor("w_uv", w_uv, "H, Dv, L")
+    rows = query_rows(step.q.shape[0], cache.cache_lengths, step.input_row_offsets, _max_q_len(step))
+    call = MLADecodeBranchCall(
+        step.q, kv_c, k_pe, latent.ckv, latent.kpe, latent.ckv_scale_cache, cache.lookup_table, cache.cache_lengths,
+        step.input_row_offsets, *weights, step.output, latent.format, rows, number("scale", step.scale), None,
+        number("epsilon", step.epsilon), 1.0, None,
     )  # fmt: skip
-    renamed(
-        _NAMES, call, step.q, layer, kv.lookup_table, kv.cache_lengths, step.freqs_cis, step.kv_norm_gamma, w_uk, w_uv
-    )
+    renamed(_NAMES, submit, "mla_decode_branch", call, step.backend, way)
 
 
-def _raw(step: Step, layer: PagedLatentLayer) -> tuple[Tensor | None, Tensor | None]:
-    """The new tokens' raw latents, if they are not in the cache."""
-    raw, rank = step.kv_input, layer.ckv.shape[-1]
-    if raw is None:
-        return None, None
-    tensor("kv_input", raw, "T, L + R")
-    return raw[:, :rank], raw[:, rank:]
+def _asked(step: Step, cache: PagedKVCache, op: str, rest: tuple, length: int = 0) -> tuple[Way, list[Tensor] | None]:
+    """`asked`: rows of a layer are one tensor, and so are raw ones; rest: the tensors of `op` behind the lengths."""
+    given = step.q, step.kv_input, None, cache.blocks, None, None, cache.lookup_table, cache.cache_lengths, *rest
+    options = ("max", length, cache.max_seq_length, cache.scales is None, step.scale, step.epsilon, step.backend)
+    return asked(_NAMES, op, options, given, _JOINED)
 
 
-def _layer(step: Step) -> PagedLatentLayer:
-    """The layer's rows; the shapes that are looked at before the operations check them all."""
+def _cache(step: Step) -> PagedKVCache:
     if not isinstance(step.kv_collection, PagedKVCacheCollection):
         raise TypeError(f"kv_collection: want PagedKVCacheCollection, got {type(step.kv_collection).__name__}")
+    return step.kv_collection.get_key_cache(step.layer_idx)
+
+
+def _latents(step: Step, cache: PagedKVCache) -> tuple[PagedLatentLayer, Tensor | None, Tensor | None]:
+    """The layer's rows, and the new tokens' raw latents, if they are not in the cache; shapes that are looked at before
+    the operations check them all."""
     for name, x in (("output", step.output), ("q", step.q)):
         if tensor(name, x).dim() != 3:
             raise ValueError(f"{name}: want [T, H, dim], got {list(x.shape)}")
@@ -109,8 +125,12 @@ def _layer(step: Step) -> PagedLatentLayer:
     ):  # fmt: skip
         if tensor(name, x).dim() != dims:
             raise ValueError(f"{name}: want {dims} dimension, got {list(x.shape)}")
-    cache = step.kv_collection.get_key_cache(step.layer_idx)
-    return renamed(_NAMES, cache.latent, step.kv_norm_gamma.shape[0])
+    latent: PagedLatentLayer = renamed(_NAMES, cache.latent, step.kv_norm_gamma.shape[0])
+    raw, rank = step.kv_input, latent.ckv.shape[-1]
+    if raw is None:
+        return latent, None, None
+    tensor("kv_input", raw, "T, L + R")
+    return latent, raw[:, :rank], raw[:, rank:]
 
 
 def _has_room(step: Step, length: int) -> None:

@@ -93,7 +93,7 @@ class PagedKVCacheCollection:
         if not 0 <= layer < layers:
             raise ValueError(f"layer_idx: want a number in [0, {layers}), got {layer}")
         return PagedKVCache(
-            self.blocks[:, side, layer],
+            self.blocks.select(1, side).select(1, layer),
             self.cache_lengths,
             self.lookup_table,
             self.max_seq_length,

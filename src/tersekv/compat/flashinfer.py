@@ -9,19 +9,16 @@ Workspaces, semaphores, `enable_pdl` and `sm_count` are accepted and have no eff
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from ..calls import DecodeCall, MergeCall, MLADecodeCall
+from ..calls import DecodeCall, MLADecodeCall
 from ..formats import BLOCK, FP8, TENSOR, kv_format, latent_format
 from ..layers import PagedKVLayer, PagedLatentLayer
 from ..ops.decode import mask_rows
 from ..ops.registry import same_place, submit
 from ..ops.scales import split
-from ..recall import again
-from ._adapt import dtype_name, joined, renamed, scalar, tensor, whole
+from ._adapt import apart, asked, dtype_name, joined, renamed, scalar, tensor, whole
 from ._flashinfer_append import (
     append_paged_kv_cache,
     append_paged_mla_kv_cache,
@@ -29,7 +26,8 @@ from ._flashinfer_append import (
     get_seq_lens,
     rope_quantize_fp8_append_paged_kv_cache,
 )
-from ._flashinfer_views import beam_lens, beam_rows, decode_way, draft_rows, head_rows, latent_layer, latent_rows, layer
+from ._flashinfer_merge import merge_state, merge_states
+from ._flashinfer_views import beam_lens, beam_rows, draft_rows, halves, head_rows, latent_layer, latent_rows, layer
 from ._flashinfer_wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -54,7 +52,7 @@ __all__ = [
 ]
 
 Scale = float | Tensor
-_LN2 = math.log(2.0)
+_JOINED = {"q_pe": "q_nope", "kpe": "ckv", "ckv_scale_cache": "ckv"}  # of one tensor each
 _DECODE_NAMES = {
     "q": "query",
     "page_table": "block_tables",
@@ -143,11 +141,14 @@ def xqa_batch_decode_with_kv_cache(
     Scales are floats or 1-element fp32 tensors on the device. A tensor bmm2_scale with o_scale != 1 and a cache of
     bf16, fp16 or int8 costs one more tiny kernel. Raises ValueError or TypeError for a bad argument.
     """
-    way = decode_way(
-        query, (kv_cache, kv_cache_sf), (block_tables, seq_lens, q_cu_seq_lens, mask, sinks, out),
-        (bmm1_scale, bmm2_scale, o_scale), (window_left, kv_layout, q_len_per_req),
+    caches, parts = halves(kv_cache, kv_cache_sf)
+    (bmm1, bmm1_t), (bmm2, bmm2_t) = apart(bmm1_scale), apart(bmm2_scale)
+    way, done = asked(
+        _DECODE_NAMES, "decode", ("xqa_batch", window_left, kv_layout, q_len_per_req, bmm1, bmm2, o_scale),
+        (query, *caches, block_tables, seq_lens, q_cu_seq_lens, mask, sinks, out, None, bmm1_t, None, None, bmm2_t,
+         None, None, None, None),
+        parts,
     )  # fmt: skip
-    done = None if way is None else renamed(_DECODE_NAMES, again, "decode", way.options, way.given)
     if done is not None:
         return done[0] if out is None else out
     tensor("query", query, "T, Hq, D")
@@ -167,7 +168,7 @@ def xqa_batch_decode_with_kv_cache(
     if window < 0:
         raise ValueError(f"window_left: want a number of keys, or -1 for all, got {window_left}")
     call = _decode_call(query, kv, block_tables, lens, q_cu_seq_lens, mask, sinks, out, rows, window, logits, outputs)
-    renamed(_DECODE_NAMES, submit, "decode", call, None, None if way is None else way._replace(made={"out": out}))
+    renamed(_DECODE_NAMES, submit, "decode", call, None, way._replace(made={"out": out}))
     return out
 
 
@@ -213,6 +214,19 @@ def xqa(
     FlashInfer ignores `kv_scale` beside a 16-bit cache; here the formula is the same for every dtype. Raises ValueError
     or TypeError for a bad argument.
     """
+    caches, parts = halves((k_cache, v_cache), None if k_sf_cache is v_sf_cache is None else (k_sf_cache, v_sf_cache))
+    (q_number, q_t), (kv_number, kv_t) = apart(q_scale), apart(kv_scale)
+    if q_t is None and kv_t is not None:  # it multiplies the scores too
+        q_t, kv_t, parts["out_scale_t"] = kv_t, None, "softmax_scale_t"
+    way, done = asked(
+        _XQA_NAMES, "decode",
+        ("xqa", num_kv_heads, page_size, sliding_win_size, kv_layout, q_seq_len, q_number, kv_number, rcp_out_scale),
+        (q, *caches, page_table, seq_lens, q_cu_seq_lens, mask, sinks, output, None, q_t, None, None, kv_t,
+         None, None, None, None),
+        parts,
+    )  # fmt: skip
+    if done is not None:
+        return
     rows = q_seq_len if q_cu_seq_lens is None else None
     query, result = beam_rows("q", q, rows), beam_rows("output", output, rows)
     lens = beam_lens(seq_lens)
@@ -243,7 +257,7 @@ def xqa(
         query, kv, page_table, lens, q_cu_seq_lens, mask, sinks, result, rows, window,
         logits, outputs,
     )  # fmt: skip
-    renamed(_XQA_NAMES, submit, "decode", call, None)
+    renamed(_XQA_NAMES, submit, "decode", call, None, way)
 
 
 def xqa_mla(
@@ -274,6 +288,13 @@ def xqa_mla(
 
     Raises ValueError or TypeError for a bad argument.
     """
+    (q_number, q_t), (kv_number, kv_t) = apart(q_scale), apart(kv_scale)
+    way, done = asked(
+        _XQA_NAMES, "mla_decode", ("xqa_mla", page_size, _seen_rows(k_cache, v_cache), q_number, kv_number),
+        (q, None, k_cache, None, None, page_table, seq_lens, None, output, None, q_t, kv_t, None), _JOINED,
+    )  # fmt: skip
+    if done is not None:
+        return
     query, result = beam_rows("q", q, 1), beam_rows("output", output, 1)
     lens = beam_lens(seq_lens)
     rank = output.shape[-1]
@@ -301,7 +322,7 @@ def xqa_mla(
     scaled = latent_format(latent.format).scale == TENSOR
     softmax_scale = q_scale if scaled else _times(q_scale, kv_scale)
     scales = (softmax_scale, kv_scale if scaled else 1.0, 1.0 if scaled else kv_scale)
-    renamed(_XQA_NAMES, submit, "mla_decode", _mla_call(query, latent, page_table, lens, result, 1, *scales), None)
+    renamed(_XQA_NAMES, submit, "mla_decode", _mla_call(query, latent, page_table, lens, result, 1, *scales), None, way)
 
 
 def xqa_batch_decode_with_kv_cache_mla(
@@ -333,6 +354,13 @@ def xqa_batch_decode_with_kv_cache_mla(
     NOTE: FlashInfer multiplies the scores by bmm2_scale too; here it multiplies the output alone, as documented.
     Raises ValueError or TypeError for a bad argument.
     """
+    (bmm1, bmm1_t), (bmm2, bmm2_t) = apart(bmm1_scale), apart(bmm2_scale)
+    way, done = asked(
+        _DECODE_MLA_NAMES, "mla_decode", ("xqa_batch_mla", kv_lora_rank, qk_rope_head_dim, sinks, bmm1, bmm2),
+        (query, None, kv_cache, None, None, block_tables, seq_lens, None, out, None, bmm1_t, None, bmm2_t), _JOINED,
+    )  # fmt: skip
+    if done is not None:
+        return done[0] if out is None else out
     tensor("query", query, "B, Q, H, L + R"), tensor("kv_cache", kv_cache)
     rank, rope = whole("kv_lora_rank", kv_lora_rank, 1), whole("qk_rope_head_dim", qk_rope_head_dim, 1)
     rows = kv_cache[:, 0] if kv_cache.dim() == 4 and kv_cache.shape[1] == 1 else kv_cache
@@ -354,7 +382,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     scalar("bmm1_scale", bmm1_scale, query.device), scalar("bmm2_scale", bmm2_scale, query.device)
     latent = renamed(_DECODE_MLA_NAMES, latent_layer, rows, rank)
     call = _mla_call(joined("query", query), latent, block_tables, seq_lens, result, q_len, bmm1_scale, 1.0, bmm2_scale)
-    renamed(_DECODE_MLA_NAMES, submit, "mla_decode", call, None)
+    renamed(_DECODE_MLA_NAMES, submit, "mla_decode", call, None, way._replace(made={"out": out}))
     return out
 
 
@@ -376,56 +404,16 @@ def _mla_call(
     )  # fmt: skip
 
 
+def _seen_rows(k_cache: Tensor, v_cache: Tensor) -> tuple | None:
+    """What `xqa_mla` looks at of values that are not k_cache itself."""
+    if v_cache is k_cache or not isinstance(v_cache, Tensor):
+        return None if v_cache is k_cache else (type(v_cache),)
+    return same_place(k_cache, v_cache), v_cache.shape, v_cache.stride(), v_cache.dtype
+
+
 def _same_rows(k: Tensor, v: Tensor) -> bool:
     """Whether two views have the same first element and strides; while tracing, where this is unknown, False."""
     return same_place(k, v) and v.stride() == k.stride()
-
-
-def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    """`flashinfer.merge_state`: merge two attention results over disjoint keys.
-
-        v_a, v_b:  [T, H, D]  bf16 | fp16 | fp32
-        s_a, s_b:  [T, H]     fp32 LSE, base 2
-
-    Returns (v [T, H, D], s [T, H]), s base 2. Raises ValueError for tensors that do not fit together.
-    """
-    for name, x, shape in (
-        ("v_a", v_a, "T, H, D"),
-        ("s_a", s_a, "T, H"),
-        ("v_b", v_b, "T, H, D"),
-        ("s_b", s_b, "T, H"),
-    ):
-        tensor(name, x, shape)
-    for name, a, b in (("v_b", v_a, v_b), ("s_b", s_a, s_b)):
-        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-            raise ValueError(
-                f"{name}: want {list(a.shape)} {dtype_name(a.dtype)} on {a.device}, "
-                f"got {list(b.shape)} {dtype_name(b.dtype)} on {b.device}"
-            )
-    names = {"outs": "v_a", "lses": "s_a"}
-    return _merge(names, torch.stack((v_a, v_b)), torch.stack((s_a, s_b)))
-
-
-def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """`flashinfer.merge_states`: merge any number of attention results over disjoint keys.
-
-        v:  [T, n, H, D]  bf16 | fp16 | fp32
-        s:  [T, n, H]     fp32 LSE, base 2
-
-    Returns (v [T, H, D], s [T, H]), s base 2. Raises ValueError for tensors that do not fit together.
-    """
-    tensor("v", v, "T, n, H, D"), tensor("s", s, "T, n, H")
-    return _merge({"outs": "v", "lses": "s"}, v.transpose(0, 1), s.transpose(0, 1))
-
-
-def _merge(names: dict[str, str], outs: Tensor, base2: Tensor) -> tuple[Tensor, Tensor]:
-    if base2.dtype != torch.float32:  # a product with a number may be one
-        raise ValueError(f"{names['lses']}: want float32, got {dtype_name(base2.dtype)}")
-    # NOTE: FlashInfer's LSE is base 2, tersekv's natural: two multiplications of a tensor as small as the LSE.
-    out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
-    lse = torch.empty(outs.shape[1:3], dtype=torch.float32, device=outs.device)
-    renamed(names, submit, "merge_states", MergeCall(outs, base2 * _LN2, out, lse), None)
-    return out, lse.mul_(1 / _LN2)
 
 
 def _decode_call(

@@ -14,13 +14,12 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from ..calls import AppendCall
+from ..calls import AppendCall, MLAAppendCall
 from ..formats import latent_bytes_per_token
-from ..layers import PagedKVLayer, PagedLatentLayer
-from ..ops.append import append
-from ..ops.mla import mla_append
+from ..layers import PagedLatentLayer
 from ..ops.registry import submit
-from ._adapt import dtype_name, first_rows, number, renamed, tensor
+from ..ops.scales import multiplier
+from ._adapt import apart, asked, dtype_name, first_rows, number, renamed, tensor
 from ._vllm_rotation import rotated
 
 __all__ = [
@@ -43,6 +42,7 @@ _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NAMED_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
 _NAMED_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _FP8_FORMAT = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+_JOINED = {"kpe": "ckv", "ckv_scale_cache": "ckv"}  # of one tensor
 _NAMES = {
     "k": "key",
     "v": "value",
@@ -89,6 +89,12 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
 
     Raises ValueError that lists the supported cache dtypes, and ValueError or TypeError for other bad arguments.
     """
+    caches = key_cache, value_cache, k_scale_cache, v_scale_cache
+    way, done = asked(
+        _NAMES, "append", ("per_token_head", kv_quant_mode), (key, value, *caches, slot_mapping, *[None] * 10)
+    )
+    if done is not None:
+        return
     dtype = tensor("key_cache", key_cache).dtype
     if dtype not in _PER_TOKEN_HEAD:
         raise ValueError(
@@ -103,23 +109,16 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
         want = f"{own.upper()} ({_QUANT_MODE[own]}) beside a {dtype_name(dtype)} cache{or_none}"
         raise ValueError(f"kv_quant_mode: want {want}, got {type(kv_quant_mode).__name__ if mode is None else mode}")
     key, value = _token_rows(key, value, slot_mapping)
-    if own == "int4_per_token_head":
-        call = AppendCall(
-            rotated("key", key), rotated("value", value), _row_heads("key_cache", key_cache, key.shape[2] // 2),
-            _row_heads("value_cache", value_cache, value.shape[2] // 2), k_scale_cache, v_scale_cache, slot_mapping,
-            None, None, None, None, own, 1.0, None, 1.0, None, False, widen=False,
-        )  # fmt: skip
-        return renamed(_NAMES, submit, "append", call, None)
-    layer = PagedKVLayer(
-        _row_heads("key_cache", key_cache, key.shape[2]),
-        _row_heads("value_cache", value_cache, value.shape[2]),
-        _PER_TOKEN_HEAD[dtype],
-        1.0,
-        1.0,
-        k_scale_cache,
-        v_scale_cache,
-    )
-    renamed(_NAMES, append, key, value, layer, slot_mapping)
+    four_bits = own == "int4_per_token_head"
+    if four_bits:
+        key, value = rotated("key", key), rotated("value", value)
+    k_cache = _row_heads("key_cache", key_cache, key.shape[2] // (1 + four_bits))
+    v_cache = _row_heads("value_cache", value_cache, value.shape[2] // (1 + four_bits))
+    call = AppendCall(
+        key, value, k_cache, v_cache, k_scale_cache, v_scale_cache, slot_mapping, None, None, None, None, own,
+        1.0, None, 1.0, None, False, widen=not four_bits,
+    )  # fmt: skip
+    renamed(_NAMES, submit, "append", call, None, way)
 
 
 def reshape_and_cache_flash(
@@ -145,14 +144,27 @@ def reshape_and_cache_flash(
     x is multiplied by the correctly rounded 1 / scale, where vLLM divides. Raises ValueError or TypeError for a bad
     argument.
     """
+    scaled = isinstance(kv_cache_dtype, str) and kv_cache_dtype in _NAMED_FP8
+    (k_number, k_t), (v_number, v_t) = (apart(x) if scaled else (None, None) for x in (k_scale, v_scale))
+    parts = {"v_scale_t": "k_scale_t"} if k_t is v_t is not None else {}
+    way, done = asked(
+        _NAMES, "append", ("reshape_and_cache", kv_cache_dtype, k_number, v_number),
+        (key, value, key_cache, value_cache, None, None, slot_mapping, None, None, None, None, k_t,
+         None if parts else v_t, None, None, None, None),
+        parts,
+    )  # fmt: skip
+    if done is not None:
+        return
     key, value = _token_rows(key, value, slot_mapping)
     format, stored = _cache_format(kv_cache_dtype, "key_cache", tensor("key_cache", key_cache))
     k_cache = _row_heads("key_cache", _seen_as("key_cache", key_cache, stored), key.shape[2])
     v_cache = _row_heads("value_cache", _seen_as("value_cache", value_cache, stored), value.shape[2])
-    scales: tuple[float | Tensor, float | Tensor] = (1.0, 1.0)
-    if stored in _FP8_FORMAT:
-        scales = _scale("k_scale", k_scale), _scale("v_scale", v_scale)
-    renamed(_NAMES, append, key, value, PagedKVLayer(k_cache, v_cache, format, *scales), slot_mapping)
+    scales = _scale("k_scale", k_scale, scaled), _scale("v_scale", v_scale, scaled)
+    call = AppendCall(
+        key, value, k_cache, v_cache, None, None, slot_mapping, None, None, None, None, format,
+        *scales[0], *scales[1], False,
+    )  # fmt: skip
+    renamed(_NAMES, submit, "append", call, None, way)
 
 
 def concat_and_cache_mla(
@@ -175,6 +187,15 @@ def concat_and_cache_mla(
     fp8_ds_mla group scales are rounded up to powers of two, which every reader of the format takes. Raises ValueError
     or TypeError for a bad argument.
     """
+    scaled = isinstance(kv_cache_dtype, str) and kv_cache_dtype in _NAMED_FP8
+    scale_number, scale_t = apart(scale) if scaled else (None, None)
+    nothing = None, None, None, None
+    way, done = asked(
+        _MLA_NAMES, "mla_append", ("concat_and_cache", kv_cache_dtype, scale_number),
+        (None, None, kv_c, k_pe, *nothing, kv_cache, None, None, slot_mapping, *nothing, None, scale_t), _JOINED,
+    )  # fmt: skip
+    if done is not None:
+        return
     tokens = tensor("slot_mapping", slot_mapping, "T").shape[0]
     kv_c = first_rows("kv_c", tensor("kv_c", kv_c), tokens, "slot_mapping")
     k_pe = first_rows("k_pe", tensor("k_pe", k_pe), tokens, "slot_mapping")
@@ -191,9 +212,12 @@ def concat_and_cache_mla(
         sizes = f"{kv_c.shape[1]} (kv_c) and {k_pe.shape[-1]} (k_pe)"
         got = f"{list(rows.shape)} {dtype_name(rows.dtype)}"
         raise ValueError(f"kv_cache: want rows of {row} bytes for {sizes} in {format}, got {got}")
-    kv_scale = _scale("scale", scale) if format in _FP8_FORMAT.values() else 1.0
-    layer = renamed(_MLA_NAMES, _latent_layer, rows, format, kv_c.shape[1], kv_scale)
-    renamed(_MLA_NAMES, mla_append, kv_c, k_pe, layer, slot_mapping)
+    layer: PagedLatentLayer = renamed(_MLA_NAMES, _latent_layer, rows, format, kv_c.shape[1])
+    call = MLAAppendCall(
+        None, None, kv_c, k_pe, *nothing, layer.ckv, layer.kpe, layer.ckv_scale_cache, slot_mapping, *nothing,
+        format, True, 1.0, None, *_scale("scale", scale, scaled), False, False,
+    )  # fmt: skip
+    renamed(_MLA_NAMES, submit, "mla_append", call, None, way)
 
 
 def _cache_format(name: str, cache_name: str, cache: Tensor, more: str = "") -> tuple[str, torch.dtype]:
@@ -237,14 +261,12 @@ def _row_heads(name: str, cache: Tensor, dim: int) -> Tensor:
     return cache if cache.shape[3] == dim else cache[..., :dim]
 
 
-def _scale(name: str, x: float | Tensor) -> float | Tensor:
-    if isinstance(x, Tensor):
-        return x
-    x = number(name, x, "a number or Tensor")
-    if not x > 0:
-        raise ValueError(f"{name}: want a positive number, got {x}")
-    return x
+def _scale(name: str, x: float | Tensor, scaled: bool) -> tuple[float, Tensor | None]:
+    """(multiplier, tensor) of a scale for a call record; a cache that is not `scaled` has none."""
+    if not scaled:
+        return 1.0, None
+    return multiplier(x if isinstance(x, Tensor) else number(name, x, "a number or Tensor"), name)
 
 
-def _latent_layer(rows: Tensor, format: str, rank: int, scale: float | Tensor) -> PagedLatentLayer:
-    return PagedLatentLayer.of(rows, format=format, kv_lora_rank=rank, kv_scale=scale)
+def _latent_layer(rows: Tensor, format: str, rank: int) -> PagedLatentLayer:
+    return PagedLatentLayer.of(rows, format=format, kv_lora_rank=rank)
