@@ -23,7 +23,7 @@ from pages import ROOT
 
 PICTURES = ROOT / "docs" / "pictures"
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
-KEY = ("chip", "op", "format", "requests", "tokens", "heads", "page", "uneven", "host", "precision", "query")
+KEY = ("chip", "op", "format", "requests", "tokens", "heads", "page", "uneven", "host", "precision", "query", "through")
 OPS = ("decode", "mla_decode", "mla_decode_branch", "append", "rope_append", "mla_append", "mla_prefill")
 TITLES = {
     "decode": "Paged decode: 32 query heads, 8 K/V heads, D 128",
@@ -46,7 +46,7 @@ def load(folder: Path) -> list[Record]:
     latest = {}
     for r, *_ in sorted(stored, key=lambda s: (s[0]["date"], *s[1:])):
         if not r.get("batch_invariant"):  # what that costs is told by the benchmark, beside the same cases without it
-            latest[tuple(r.get(k) for k in KEY)] = r
+            latest[tuple(r.get(k) or None for k in KEY)] = r  # what older lines lack is off
     return list(latest.values())
 
 
@@ -122,7 +122,8 @@ def rows(records: list[Record]) -> Iterator[str]:
     lines = []
     for r in records:
         best = best_peer(r)
-        name = f"{r['op']}, {r['format']}" if host else f"{r['format']}, {cell(r)}"
+        name = r.get("through") or f"{r['op']}, {r['format']}"
+        name = name if host else f"{r['format']}, {cell(r)}"
         rate = [] if host else [speed(r), f"{r['share_of_limit']:.0%}"]
         own = f" ({r['peers_format']})" if r.get("peers_format") else ""
         lines.append([name, us(r["us"]), *rate, peer(best) + own, f"{best[1] / r['us']:.2f}" if best else "-"])
@@ -134,7 +135,8 @@ def means(timed: list[Record]) -> Iterator[str]:
     half = {place(r): best[1] for r in timed if r["format"] == "bf16" and (best := best_peer(r))}
     groups: dict[tuple[str, str, bool], list[Record]] = defaultdict(list)
     for r in timed:
-        groups[r["op"], r["format"] + query(r), r["host"]].append(r)
+        if not r.get("through"):  # host times alone, each a line above
+            groups[r["op"], r["format"] + query(r), r["host"]].append(r)
     lines = []
     for (op, name, host), group in groups.items():
         shares = [r["share_of_limit"] for r in group if r["share_of_limit"]]

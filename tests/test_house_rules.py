@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "recall": {"env", "calls", "failures", "keys", "plan"},
     "ops": CORE,
     "compat": VERBS,
-    "testing": VERBS,
+    "testing": VERBS | {"compat"},
     "demo": VERBS,
     "integrations": VERBS,
     "cli": VERBS | {"testing", "demo", "integrations"},

@@ -30,6 +30,7 @@ class Case:
     query: str = "bf16"  # type of the queries; of MLA decode also fp8_e4m3
     scales: str = "apart"  # where stored scales lie; of decode also "tail"
     batch_invariant: bool = False
+    through: str = ""  # the function of `compat` that makes the call: "flashinfer.xqa"
 
     @property
     def cell(self) -> str:
@@ -45,7 +46,7 @@ class Case:
         parts = [self.op, self.format, self.cell, *self.sizes]
         parts += ["uneven"] * self.uneven + ["host"] * self.host + ["fast"] * (self.precision == "fast")
         parts += [f"q {self.query}"] * (self.query != "bf16") + [self.scales] * (self.scales != "apart")
-        parts += ["batch invariant"] * self.batch_invariant
+        parts += ["batch invariant"] * self.batch_invariant + [self.through] * bool(self.through)
         return " / ".join(parts)
 
     def as_dict(self) -> dict:
@@ -212,7 +213,37 @@ def _host(s: Sizes) -> Iterator[Case]:
     yield Case("mla_decode", "fp8_e4m3", b, n, heads=16, host=True)
     yield Case("mla_decode_branch", "fp8_e4m3", b, n, heads=16, host=True)
     yield Case("mla_prefill", "bf16", 0, 64, heads=16, host=True)
+    for library, functions in _THROUGH.items():
+        for function, op, format in functions:
+            case = Case(op, format, 0, b, host=True, through=f"{library}.{function}")
+            if "decode" in op:
+                case = replace(case, requests=1 if "single" in function else b, tokens=n)
+            if "single" in function:  # its keys lie in one page
+                case = replace(case, page=n)
+            heads = 16 if "mla" in op else KV_HEADS if op == "append" else Q_HEADS
+            yield replace(case, heads=heads, tokens=64 if op == "mla_prefill" else case.tokens)
 
+
+_ROPE = "rope_quantize_fp8_append_paged_kv_cache"
+# Functions of `compat`: library → (name, operation, format).
+_THROUGH = {
+    "flashinfer": (
+        ("xqa_batch_decode_with_kv_cache", "decode", "fp8_e4m3"), ("xqa", "decode", "fp8_e4m3"),
+        ("BatchDecodeWithPagedKVCacheWrapper", "decode", "fp8_e4m3"),
+        ("BatchPrefillWithPagedKVCacheWrapper", "decode", "bf16"),
+        ("single_prefill_with_kv_cache", "decode", "bf16"), ("xqa_mla", "mla_decode", "fp8_e4m3"),
+        ("xqa_batch_decode_with_kv_cache_mla", "mla_decode", "fp8_e4m3"), (_ROPE, "rope_append", "fp8_e4m3"),
+        (_ROPE, "mla_append", "fp8_e4m3"), ("append_paged_kv_cache", "append", "bf16"),
+        ("append_paged_mla_kv_cache", "mla_append", "bf16"), ("merge_state", "merge_states", "bf16"),
+        ("merge_states", "merge_states", "bf16"), ("get_seq_lens", "places", "int32"),
+        ("get_batch_indices_positions", "places", "int32"),
+    ),
+    "vllm": (
+        ("triton_reshape_and_cache_flash_per_token_head_quant", "append", "fp8_per_token_head"),
+        ("reshape_and_cache_flash", "append", "fp8_e4m3"), ("concat_and_cache_mla", "mla_append", "fp8_e4m3"),
+    ),
+    "max": (("mla_decode_branch_fp8", "mla_decode_branch", "bf16"), ("mla_prefill_branch_fp8", "mla_prefill", "bf16")),
+}  # fmt: skip
 
 _GRIDS = {
     "append": _append,

@@ -133,7 +133,7 @@ class Branch(_Paged):
             return torch.randn(*shape, device=device).bfloat16()
 
         self.q, self.kv_c, self.k_pe = normal(b, h, NOPE + ROPE), normal(b, RANK), normal(b, ROPE)
-        gamma, cached = 1 + normal(RANK) / 10, self.lens - 1
+        self.gamma, cached = 1 + normal(RANK) / 10, self.lens - 1
         self.freqs = data.freqs_cis(int(self.host_lens.max()), ROPE, device)
         sizes = (h, RANK, NOPE), (h, NOPE, RANK)
         of_weights = sum(h * n * k for h, n, k in sizes)
@@ -146,7 +146,7 @@ class Branch(_Paged):
         def call(table: Tensor, i: int) -> Any:
             (w_uk, uk_scale), (w_uv, uv_scale) = self.weights[i % sets]
             return lambda: mla_decode_branch(
-                self.q, layer, table, cached, self.freqs, gamma, w_uk, w_uv, softmax_scale=self.scale,
+                self.q, layer, table, cached, self.freqs, self.gamma, w_uk, w_uv, softmax_scale=self.scale,
                 w_uk_scale=uk_scale, w_uv_scale=uv_scale, kv_c=self.kv_c, k_pe=self.k_pe, out=self.out, backend=backend,
             )  # fmt: skip
 

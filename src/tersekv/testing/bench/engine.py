@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...errors import UnsupportedError
-from . import measure, peers
+from . import compat, measure, peers
 from .append import Append
 from .cases import Case
 from .data import Problem
@@ -98,7 +98,7 @@ def bench(
         twin = replace(case, format="fp8_e4m3", precision="exact", query="bf16", scales="apart", batch_invariant=False)
         if case == twin and result.best_peer is not None:
             of_e4m3[twin] = result.peers
-        stands_in = result.status == OK and result.best_peer is None and not case.batch_invariant
+        stands_in = result.status == OK and result.best_peer is None and not (case.batch_invariant or case.through)
         if stands_in and case.format != "bf16" and twin in of_e4m3:
             result = replace(result, peers=of_e4m3[twin], peers_format="fp8_e4m3")
         yield result
@@ -108,7 +108,7 @@ def run(case: Case, device: torch.device, libraries: Sequence[str] = (), backend
     """One case. An error that is no UnsupportedError is told in the result, and the other cases are to run."""
     result = Result(case, FAILED)
     try:
-        problem = PROBLEMS[case.op](case, device, backend)
+        problem = problem_of(case, device, backend)
         result = replace(result, nbytes=problem.nbytes, flops=problem.flops)
         problem.poison()
         error = problem.error(problem.calls[0]())
@@ -128,6 +128,12 @@ def run(case: Case, device: torch.device, libraries: Sequence[str] = (), backend
         release(device)
 
 
+def problem_of(case: Case, device: torch.device, backend: str | None) -> Problem:
+    if case.through:
+        return compat.through(case, PROBLEMS.get(case.op), device, backend)
+    return PROBLEMS[case.op](case, device, backend)
+
+
 def time_of(calls: Sequence[measure.Call], case: Case, device: torch.device) -> float:
     return measure.host_us(calls, device) if case.host else measure.device_us(calls, device)
 
@@ -136,7 +142,7 @@ def peers_of(case: Case, device: torch.device, libraries: Sequence[str]) -> tupl
     """The peers of a case alone."""
     problem = None
     try:
-        problem = PROBLEMS[case.op](case, device, None)
+        problem = problem_of(case, device, None)
         return tuple(rivals(problem, device, libraries))
     except Exception as e:
         return (Peer("peers", reason=told(e)),)

@@ -23,12 +23,12 @@ def peers(problem: Problem) -> Iterator[tuple[str, Build]]:
     """The functions that have the problem's case."""
     case = problem.case
     if is_decode(problem) and case.format in ("bf16", "fp8_e4m3"):
-        yield "flashinfer xqa", lambda: _xqa(problem)
-        yield "flashinfer fa2", lambda: _fa2(problem)
+        yield "flashinfer xqa", lambda: xqa_batch(theirs("decode", "xqa_batch_decode_with_kv_cache"), problem)
+        yield "flashinfer fa2", lambda: fa2(theirs("decode", "BatchDecodeWithPagedKVCacheWrapper"), problem)
     elif isinstance(problem, MLADecode) and case.format in ("bf16", "fp8_e4m3") and _plain(case):
         yield "flashinfer fa3", lambda: _mla(problem)
     elif isinstance(problem, Append) and case.op != "append" and case.format == "fp8_e4m3":
-        yield "flashinfer", lambda: _rope_append(problem)
+        yield "flashinfer", lambda: rope_append(theirs("rope", "rope_quantize_fp8_append_paged_kv_cache"), problem)
 
 
 def is_decode(problem: Problem) -> TypeGuard[Decode | ShapeDecode]:
@@ -40,25 +40,27 @@ def _plain(case: Case) -> bool:
     return case.precision == "exact" and case.query == "bf16"
 
 
-def _xqa(p: Decode | ShapeDecode) -> list:
-    fn = importlib.import_module("flashinfer.decode").xqa_batch_decode_with_kv_cache
-    workspace = _workspace(p.q)
+def theirs(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"flashinfer.{module}"), name)
+
+
+def xqa_batch(fn: Callable, p: Decode | ShapeDecode) -> list:
+    room = workspace(p.q)
     lens, longest, kv = p.lens.view(torch.uint32), int(p.host_lens.max()), (p.layer.k, p.layer.v)
 
     def call(table: Tensor) -> Callable:
-        return lambda: fn(p.q, kv, workspace, table, lens, longest, bmm1_scale=p.scale, out=p.out)
+        return lambda: fn(p.q, kv, room, table, lens, longest, bmm1_scale=p.scale, out=p.out)
 
     return [call(table) for table in p.tables]
 
 
-def _fa2(p: Decode | ShapeDecode) -> list:
-    wrapper = importlib.import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
-    workspace, kv = _workspace(p.q), (p.layer.k, p.layer.v)
+def fa2(wrapper: Callable, p: Decode | ShapeDecode) -> list:
+    room, kv = workspace(p.q), (p.layer.k, p.layer.v)
     last, (kv_heads, head_dim) = (p.host_lens - 1) % p.case.page + 1, p.layer.k.shape[2:]
 
     def call(table: Tensor) -> Callable:
-        w = wrapper(workspace, "NHD", use_tensor_cores=True, backend="fa2")
-        indptr, indices = _csr(p, table)
+        w = wrapper(room, "NHD", use_tensor_cores=True, backend="fa2")
+        indptr, indices = csr(p, table)
         w.plan(
             indptr, indices, last.to(p.q.device), p.case.heads, kv_heads, head_dim, p.case.page,
             q_data_type=p.q.dtype, kv_data_type=p.layer.k.dtype, sm_scale=p.scale,
@@ -69,15 +71,15 @@ def _fa2(p: Decode | ShapeDecode) -> list:
 
 
 def _mla(p: MLADecode) -> list:
-    wrapper = importlib.import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper
-    workspace, device = _workspace(p.q), p.q.device
+    wrapper = theirs("mla", "BatchMLAPagedAttentionWrapper")
+    room, device = workspace(p.q), p.q.device
     q_nope, q_pe = p.q[..., :RANK].contiguous(), p.q[..., RANK:].contiguous()
     rows = torch.arange(p.case.requests + 1, dtype=torch.int32, device=device)
     scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if p.case.format == "fp8_e4m3" else {}
 
     def call(table: Tensor) -> Callable:
-        w = wrapper(workspace, backend="fa3")
-        indptr, indices = _csr(p, table)
+        w = wrapper(room, backend="fa3")
+        indptr, indices = csr(p, table)
         w.plan(
             rows, indptr, indices, p.lens, p.case.heads, RANK, ROPE, p.case.page, False, p.scale,
             p.q.dtype, p.layer.ckv.dtype,
@@ -87,9 +89,8 @@ def _mla(p: MLADecode) -> list:
     return [call(table) for table in p.tables]
 
 
-def _rope_append(p: Append) -> list:
+def rope_append(fn: Callable, p: Append) -> list:
     """One request owns all new tokens; the problem's tables hold its pages."""
-    fn = importlib.import_module("flashinfer.rope").rope_quantize_fp8_append_paged_kv_cache
     latent, a = p.latent, p.layer
     cache: Any = (a.ckv, a.kpe) if latent else (a.k, a.v)  # type: ignore[union-attr]
     indptr = torch.tensor([0, p.pages], dtype=torch.int32, device=p.device)
@@ -110,11 +111,11 @@ def _rope_append(p: Append) -> list:
     return [call(x, out, table) for x, out, table in zip(p.inputs, p.outs, p.tables, strict=True)]
 
 
-def _workspace(like: Tensor) -> Tensor:
+def workspace(like: Tensor) -> Tensor:
     return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=like.device)
 
 
-def _csr(p: Decode | ShapeDecode | MLADecode, table: Tensor) -> tuple[Tensor, Tensor]:
+def csr(p: Decode | ShapeDecode | MLADecode, table: Tensor) -> tuple[Tensor, Tensor]:
     """(indptr [B + 1], indices) of a page table."""
     used = -(-p.host_lens // p.case.page)
     indptr = torch.nn.functional.pad(used.cumsum(0), (1, 0)).to(torch.int32)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from ..memory import storage_bytes
-from . import flashinfer
+from . import compat, flashinfer
 from .append import Append
 from .data import Problem, rotations
 from .decode import Decode
@@ -40,7 +40,7 @@ class FlashInfer:
         return not_importable("flashinfer")
 
     def peers(self, problem: Problem) -> Iterator[tuple[str, Build]]:
-        return flashinfer.peers(problem)
+        return compat.peers("flashinfer", problem) if problem.case.through else flashinfer.peers(problem)
 
 
 class VLLM:
@@ -53,19 +53,15 @@ class VLLM:
 
     def peers(self, problem: Problem) -> Iterator[tuple[str, Build]]:
         case = problem.case
-        if isinstance(problem, Append) and case.op == "append" and case.format.endswith("per_token_head"):
-            yield "vllm", lambda: self._append(problem)
+        if case.through:
+            yield from compat.peers("vllm", problem)
+        elif isinstance(problem, Append) and case.op == "append" and case.format.endswith("per_token_head"):
+            yield "vllm", lambda: compat.per_token_head(self._function(), problem)
 
     @staticmethod
-    def _append(problem: Append) -> list:
+    def _function() -> Callable:
         module = importlib.import_module("vllm.v1.attention.ops.triton_reshape_and_cache_flash")
-        fn, a = module.triton_reshape_and_cache_flash_per_token_head_quant, problem.layer
-        caches = [getattr(a, n) for n in ("k", "v", "k_scale_cache", "v_scale_cache")]
-
-        def call(x: dict, slots: torch.Tensor) -> Callable:
-            return lambda: fn(x["k"], x["v"], *caches, slots)
-
-        return [call(x, s.long()) for x, s in zip(problem.inputs, problem.slots, strict=True)]
+        return module.triton_reshape_and_cache_flash_per_token_head_quant
 
 
 class SDPA:
@@ -77,7 +73,7 @@ class SDPA:
         return None
 
     def peers(self, problem: Problem) -> Iterator[tuple[str, Build]]:
-        if flashinfer.is_decode(problem) and not problem.case.uneven:
+        if flashinfer.is_decode(problem) and not problem.case.through and not problem.case.uneven:
             yield "sdpa on bf16", lambda: self._decode(problem)
 
     @staticmethod

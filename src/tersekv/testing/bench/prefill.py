@@ -15,7 +15,7 @@ from . import data
 from .cases import NOPE, RANK, ROPE, Case
 
 _COPIES = 2
-_EPSILON = 1e-6
+EPSILON = 1e-6
 
 
 class Prefill:
@@ -51,7 +51,7 @@ class Prefill:
             return lambda: mla_prefill(
                 q, self.layer, table, lens, cu, self.freqs, self.gamma, self.weight, self.plan,
                 softmax_scale=self.scale, kv_b_proj_scale=self.weight_scale, kv_c=self.kv_c, k_pe=self.k_pe,
-                epsilon=_EPSILON, out=self.out, backend=backend,
+                epsilon=EPSILON, out=self.out, backend=backend,
             )  # fmt: skip
 
         self.calls = [call(q, table) for q, table in zip(self.qs, self.tables, strict=True)]
@@ -68,7 +68,7 @@ class Prefill:
         f = latent_format(self.case.format)
         ckv, kpe = data.values(self.layer.ckv, None, f, where), data.values(self.layer.kpe, None, f, where)
         x = self.kv_c.double()
-        normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPSILON)).bfloat16() * self.gamma
+        normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)).bfloat16() * self.gamma
         turned = data.rotated(self.k_pe.double(), self.freqs)
         wrong = max(data.relative(ckv, normed.double()), data.relative(kpe, turned))
         if not wrong <= (STORED if f.storage == torch.bfloat16 else 10 * STORED):

@@ -28,7 +28,7 @@ def line(r: Result, limits: Limits) -> str:
     shape = [f"{c.op:<11} {c.format:<19} {c.cell:>12}", *(f"{words:<7}" for words in c.sizes)]
     shape += ["uneven"] * c.uneven + ["fast"] * (c.precision == "fast") + ["host"] * c.host
     shape += [f"q {c.query}"] * (c.query != "bf16") + [c.scales] * (c.scales != "apart")
-    shape += ["batch invariant"] * c.batch_invariant
+    shape += ["batch invariant"] * c.batch_invariant + [c.through] * bool(c.through)
     head = "  ".join(shape)
     if r.status == UNSUPPORTED:
         return f"{head}  not run: {r.reason}"
@@ -72,6 +72,7 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
     for r in results:
         if r.us is not None:
             more = ["host"] * r.case.host + ["batch invariant"] * r.case.batch_invariant
+            more += [r.case.through] * bool(r.case.through)
             key = (r.case.op, r.case.format, *more)
             groups[key].append(r)
     if groups:
