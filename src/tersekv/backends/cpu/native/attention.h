@@ -4,6 +4,7 @@
 #include "softmax.h"
 #include "few.h"
 #include "turn.h"
+#include "weights.h"
 
 namespace {
 
@@ -37,8 +38,8 @@ template <class Unit>
 struct Tiles {
     bool few;  // rows: of `few.h`
     int64_t query_units, value_columns, value_stride, state_stride, key_factors, value_factors;
-    uint32_t *queries, *keys, *values, *weights;
-    float *scores, *factors, *query_sums, *shifts;
+    uint32_t *queries, *keys, *values, *weights, *shifts;
+    float *scores, *factors, *query_sums;
     State own;
 
     // Factors of a row; few rows meet those of e2m1 in the codes.
@@ -72,7 +73,7 @@ struct Tiles {
         scores = reinterpret_cast<float*>(take(MOST_ROWS * TILE));
         factors = reinterpret_cast<float*>(take((key_factors > value_factors ? key_factors : value_factors) * TILE));
         query_sums = reinterpret_cast<float*>(take(most));
-        shifts = reinterpret_cast<float*>(take(TILE));
+        shifts = reinterpret_cast<uint32_t*>(take(TILE));
         own.values = reinterpret_cast<float*>(take(most * state_stride));
         own.running = reinterpret_cast<Running*>(take(most * 2));
         own.stride = state_stride;
@@ -109,47 +110,6 @@ float pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, bo
     }
     return sum;
 }
-
-// Probabilities times the factors of the values. What is not seen stays 0, whatever its factor.
-inline VecF weights_at(const float* p, const float* factors, int64_t t) {
-    VecF x = load<VecF>(p + t);
-    return factors == nullptr ? x : x == 0.0f ? VecF{} : x * load<VecF>(factors + t);
-}
-
-// Weights as units. `sum` grows by them where units round; then the answer is whether one of them has more than a
-// sixteenth of it: its rounding error would show, where many small ones cancel, and `pack_rest` is wanted.
-inline bool pack_weights(Floats, const float* p, const float* factors, int64_t padded, uint32_t* out, float&) {
-    for (int64_t t = 0; t < padded; t += W) store(out + t, weights_at(p, factors, t));
-    return false;
-}
-
-// What rounding took from the weights.
-inline void pack_rest(Floats, const float*, const float*, int64_t, uint32_t*) {}
-
-#if HAS_PAIRS
-inline VecF rounded(VecF x) {
-    return (VecF)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
-}
-
-inline bool pack_weights(Pairs, const float* p, const float* factors, int64_t padded, uint32_t* out, float& sum) {
-    VecF total = {}, most = {};
-    for (int64_t t = 0; t < padded; t += W) {
-        VecF x = weights_at(p, factors, t), magnitude = (VecF)((VecI)x & 0x7FFFFFFF);
-        _mm256_storeu_si256((__m256i*)(out + t / 2), (__m256i)_mm512_cvtneps_pbh((__m512)x));
-        total += magnitude;
-        most = larger(magnitude, most);
-    }
-    sum += _mm512_reduce_add_ps((__m512)total);
-    return _mm512_reduce_max_ps((__m512)most) * 16 > sum;
-}
-
-inline void pack_rest(Pairs, const float* p, const float* factors, int64_t padded, uint32_t* out) {
-    for (int64_t t = 0; t < padded; t += W) {
-        VecF x = weights_at(p, factors, t);
-        _mm256_storeu_si256((__m256i*)(out + t / 2), (__m256i)_mm512_cvtneps_pbh((__m512)(x - rounded(x))));
-    }
-}
-#endif
 
 inline float value_of_unit(Floats, const uint32_t* values, int64_t stride, int64_t t, int64_t c) {
     return from_bits(values[t * stride + c]);
@@ -389,13 +349,24 @@ private:
 
     // The zero points of a tile's keys: once a key and row, its shift times the sum of the query.
     void lift(int64_t rows, const float* sums, int64_t padded) {
-        shifts_of(tiles.factors, padded, tiles.shifts);
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t t = 0; t < padded; t += W) {
+        for (int64_t t = 0; t < padded; t += W) {
+            VecF lacks = shift_at(tiles.factors, t, middle()) * load<VecF>(tiles.factors + t);
+            for (int64_t r = 0; r < rows; r++) {
                 float* s = tiles.scores + r * TILE + t;
-                store(s, fma(load<VecF>(tiles.shifts + t), all(sums[r]), load<VecF>(s)));
+                store(s, fma(lacks, all(sums[r]), load<VecF>(s)));
             }
+        }
     }
+
+    // The zero points of a tile's values, as units: exact, since they are whole and small.
+    void pack_shifts(int64_t padded) {
+        for (int64_t t = 0; t < padded; t += W) store(tiles.shifts + t, shift_at(tiles.factors, t, middle()));
+        float unused = 0.0f;
+        pack_weights(Unit(), reinterpret_cast<float*>(tiles.shifts), nullptr, padded, tiles.shifts, unused);
+    }
+
+    // The code of int4 that is read as 0.
+    float middle() const { return tiles.few ? FEW_INT4_MIDDLE : INT4_MIDDLE; }
 
     // Adds probabilities × values to the state.
     void weigh(const Item& item, int64_t head, const Now& now, bool whole, const State& state) {
@@ -406,14 +377,7 @@ private:
         if (!straight) pack(rows, by);
         int64_t factored = tiles.groups(m), groups = factored ? factored : 1, columns = tiles.value_columns / groups;
         if (factored) read_factors(m.factor_dtype, by, groups, tiles.factors);
-        if (m.dtype == INT4) {
-            shifts_of(tiles.factors, padded, tiles.shifts);
-            for (int64_t r = 0; r < item.rows; r++) {
-                VecF sum = {};
-                for (int64_t t = 0; t < padded; t += W) sum += weights_at(tiles.scores + r * TILE, tiles.shifts, t);
-                sums_of(state, r)[1] += ::sum(sum);
-            }
-        }
+        if (m.dtype == INT4) pack_shifts(padded);
         bool finite = whole || all_finite(count);
         Operands o = {};
         o.a = tiles.weights, o.a_stride = TILE / Unit::VALUES;
@@ -433,6 +397,9 @@ private:
             o.b = tiles.values + g * columns;
             o.c = state.values + g * columns;
             auto add = [&] {
+                // Like one more column of values, so that what rounding takes of a weight meets code less zero point.
+                for (int64_t r = 0; m.dtype == INT4 && r < item.rows; r++)
+                    sums_of(state, r)[1] += dot(Unit(), tiles.weights + r * o.a_stride, tiles.shifts, padded);
                 if (!straight) return multiply<Unit>(o, item.rows, groups == 1 ? up(columns, W) : columns);
                 if constexpr (Unit::VALUES == 2)
                     values_of_few(Unit(), m.dtype, rows, by, m.columns, tiles.weights, item.rows, o.c, o.c_stride);

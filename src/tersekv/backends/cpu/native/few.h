@@ -33,15 +33,33 @@ struct Products {
 };
 constexpr Products PRODUCTS;
 
+// int4 without look-ups: a code put into the first bits behind the point of 16 is the bf16 number 16 + code. For each byte
+// here: from which bit on eight are taken, of eight bytes; so that codes of a row, or of two rows in turns, come into
+// words of their own, whose other bits are masked out. That 16 is too much goes into what is done for zero points.
+struct Shifts {
+    uint8_t keys[2][64], values[4][64];
+    constexpr Shifts() : keys(), values() {
+        for (int i = 0; i < 64; i += 2) {
+            for (int v = 0; v < 2; v++) keys[v][i] = at(8 * v + i / 32 * 4 + i / 2 % 4);
+            for (int v = 0; v < 4; v++) values[v][i] = at(2 * v + i / 4 % 2 + i / 2 % 2 * 8);
+        }
+    }
+    static constexpr uint8_t at(int nibble) { return (4 * nibble + 61) % 64; }
+};
+alignas(64) constexpr Shifts SHIFTS;
+
 // Of the i-th of 64 columns of keys, and of values: which column it is.
 constexpr int64_t key_order(int64_t dtype, int64_t i) {
     int64_t chunk = i / 8, base = chunk % 4 * 16;
-    return dtype == BF16 ? i : nibbles(dtype) ? base + chunk / 4 + i % 8 * 2 : base + chunk / 4 * 8 + i % 8;
+    if (dtype == BF16) return i;
+    if (dtype == INT4) return i / 4 % 4 * 16 + i / 32 * 8 + i / 16 % 2 * 4 + i % 4;
+    return dtype == E2M1 ? base + chunk / 4 + i % 8 * 2 : base + chunk / 4 * 8 + i % 8;
 }
 constexpr int64_t value_order(int64_t dtype, int64_t i) {
     int64_t v = i / 16, lane = i % 16 / 4, j = i % 4;
     if (dtype == BF16) return v / 2 * 32 + lane * 8 + v % 2 * 4 + j;
-    return nibbles(dtype) ? lane * 16 + v / 2 + v % 2 * 8 + j * 2 : lane * 16 + v * 4 + j;
+    if (dtype == INT4) return i % 16 / 2 * 8 + v * 2 + i % 2;
+    return dtype == E2M1 ? lane * 16 + v / 2 + v % 2 * 8 + j * 2 : lane * 16 + v * 4 + j;
 }
 
 #define INLINE inline __attribute__((always_inline))
@@ -76,7 +94,10 @@ struct Codes {
         __m512i x = _mm512_maskz_loadu_epi8(inside[0] & there, row + byte);
         if constexpr (DTYPE == BF16) return {x, _mm512_maskz_loadu_epi8(inside[1] & there, row + byte + 64)};
         else if constexpr (DTYPE == E2M1) return products(spread(x), factors);
-        else if constexpr (DTYPE == INT4) return unpacked(look_up<INT4>(spread(x)));
+        else if constexpr (DTYPE == INT4) {
+            x = _mm512_shuffle_i64x2(x, x, 0x44);
+            return {int4(x, SHIFTS.keys[0]), int4(x, SHIFTS.keys[1])};
+        }
         else return unpacked(table(x));
     }
 
@@ -87,7 +108,14 @@ struct Codes {
         __mmask64 there = both ? ~0ull : 0;
         const uint8_t *row[2] = {rows.of(t), rows.of(second)}, *factors[2] = {};
         if (DTYPE == E2M1) factors[0] = by.of(t), factors[1] = by.of(second);
-        if constexpr (DTYPE == BF16 || nibbles(DTYPE)) {
+        if constexpr (DTYPE == INT4) {
+            __m512i a = _mm512_maskz_loadu_epi8(inside[0], row[0] + byte);
+            __m512i b = _mm512_maskz_loadu_epi8(inside[0] & there, row[1] + byte);
+            const __m512i turns = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            __m512i x = _mm512_permutex2var_epi32(a, turns, b);
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; v++) out[v] = int4(x, SHIFTS.values[v]);
+        } else if constexpr (DTYPE == BF16 || DTYPE == E2M1) {
             Two a = keys(row[0], factors[0]), b = keys(row[1], factors[1], there);
             out[0] = _mm512_unpacklo_epi16(a.first, b.first), out[1] = _mm512_unpackhi_epi16(a.first, b.first);
             out[2] = _mm512_unpacklo_epi16(a.second, b.second), out[3] = _mm512_unpackhi_epi16(a.second, b.second);
@@ -106,6 +134,11 @@ struct Codes {
     }
 
 private:
+    static INLINE __m512i int4(__m512i x, const uint8_t (&from)[64]) {
+        x = _mm512_multishift_epi64_epi8(_mm512_load_si512(from), x);
+        return _mm512_ternarylogic_epi32(x, _mm512_set1_epi16(0x78), _mm512_set1_epi16(0x4180), 0xEA);  // x & 0x78 | 16.0
+    }
+
     // Nibbles of 64 columns. A lane is a block of 16: first its even columns, then its odd ones.
     static INLINE __m512i spread(__m512i x) {
         x = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), x);

@@ -25,6 +25,9 @@ struct Ahead {
         byte += 64;
         if (byte >= bytes) byte = 0, row++;
     }
+    void rest() {
+        while (row < rows) some();
+    }
 };
 
 // Where a tile's rows lie: `of(t)` for t < count.
@@ -185,21 +188,18 @@ inline void pack_values(Floats, int64_t dtype, const Rows& rows, int64_t columns
 // Factor g of token t at out[g * TILE + t]; past the last token it is repeated.
 inline void read_factors(int64_t dtype, const Rows& rows, int64_t count, float* out) {
     if (dtype == E4M3) return keys_in_floats<E4M3>(rows, count, reinterpret_cast<uint32_t*>(out));
-    for (int64_t t = 0; t < up(rows.count, W); t++) {
-        const uint8_t* row = rows.of(t < rows.count ? t : rows.count - 1);
-        for (int64_t g = 0; g < count; g++) out[g * TILE + t] = load<float>(row + 4 * g);
-        rows.ahead->some();
+    for (int64_t g = 0; g < count; g++, out += TILE) {
+        for (int64_t t = 0; t < rows.count; t++) out[t] = load<float>(rows.of(t) + 4 * g);
+        for (int64_t t = rows.count; t < up(rows.count, W); t++) out[t] = out[rows.count - 1];
     }
+    rows.ahead->rest();
 }
 
-// What every value of a row of int4 lacks, given the factors of its rows: (middle - zero point) * factor.
-inline void shifts_of(const float* factors, int64_t padded, float* out) {
+// What every value of a row of int4 lacks, in units of its factor, where code c is read as the number c - middle.
+inline VecF shift_at(const float* factors, int64_t t, float middle) {
     constexpr float MAGIC = 8388608.0f;  // 2^23: the bits of a small whole number put into its last ones are added to it
-    for (int64_t t = 0; t < padded; t += W) {
-        VecF f = load<VecF>(factors + t);
-        VecF zero = (VecF)(((VecI)f & 15) | static_cast<int32_t>(0x4B000000));
-        store(out + t, ((MAGIC + INT4_MIDDLE) - zero) * f);
-    }
+    VecF zero = (VecF)(((VecI)load<VecF>(factors + t) & 15) | static_cast<int32_t>(0x4B000000));
+    return (MAGIC + middle) - zero;
 }
 
 }  // namespace
