@@ -107,8 +107,9 @@ sglang: $(NATIVE) .venv/sglang/ready
 sweep: $(READY)
 	$(BIN)/python scripts/compile_sweep.py $(SWEEP)
 
-# Every Triton that the kernels are held to, and the CPU suite on both ends of PyTorch. Builds for CUDA run on a CPU too, but
-# are 4 to 7 GB each with the libraries they depend on: name a smaller build where there is one, or "" for none.
+# Every Triton that the kernels are held to, the CPU suite on both ends of PyTorch, and native kernels compiled for NEON.
+# Builds for CUDA run on a CPU too, but are 4 to 7 GB each with the libraries they depend on: name a smaller build where
+# there is one, or "" for none.
 versions: $(READY)
 	set -e; for v in $(TRITONS); do \
 		$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/triton-$$v "triton==$$v"; \
@@ -120,6 +121,8 @@ versions: $(READY)
 		.venv/torch/bin/python -m pytest $(SHARED) -p no:cacheprovider tests \
 			--ignore tests/gluon --ignore tests/triton; \
 	done
+	$(BIN)/python -m pip install --quiet --no-deps --target .venv/zig ziglang
+	PYTHONPATH=.venv/zig $(BIN)/python -m pytest -p no:cacheprovider tests/test_cpu.py -k neon
 
 verify: $(NATIVE)
 	$(BIN)/tersekv verify

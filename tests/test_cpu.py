@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
+import os
 import shutil
+import sys
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -250,6 +254,43 @@ def test_a_forked_process_computes_with_threads_of_its_own(native):
         torch.set_num_threads(1)
 
 
+def test_a_process_forks_while_a_thread_of_it_computes(native):
+    torch.set_num_threads(2)
+    case, q = kv_case("bf16", [9000], head_dim=128), torch.randn(1, 16, 128).to(BF)
+    want, done = tersekv.decode(q, case.layer, case.page_table, case.seq_lens, backend="cpu"), threading.Event()
+
+    def compute():
+        while not done.is_set():
+            tersekv.decode(q, case.layer, case.page_table, case.seq_lens, backend="cpu")
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        for _ in range(3):
+            child = multiprocessing.get_context("fork").Process(target=_decode_in_child, args=(case, q, want))
+            child.start()
+            child.join(60)
+            assert child.exitcode == 0
+    finally:
+        done.set()
+        thread.join()
+        torch.set_num_threads(1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_threads_that_wait_for_the_next_call_take_no_time(native):
+    case, q = kv_case("bf16", [9000], head_dim=128), torch.randn(1, 16, 128).to(BF)
+    torch.set_num_threads(4)
+    try:
+        tersekv.decode(q, case.layer, case.page_table, case.seq_lens, backend="cpu")
+        assert len(os.listdir("/proc/self/task")) >= 4
+        before = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.1  # one that spins would take 0.5, or its share of a busy core
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_threads_of_the_program_call_side_by_side(native):
     torch.set_num_threads(2)
     case, wrong = kv_case("fp8_e4m3", [4000, 900], head_dim=128), []
@@ -309,6 +350,17 @@ def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
         assert "does not load" in library.loaded()
     finally:
         library.loaded.cache_clear()
+
+
+@pytest.mark.parametrize("unit", ["kernels", "entry", "pool"])
+def test_the_kernels_compile_elsewhere_with_neon(unit, tmp_path):
+    if importlib.util.find_spec("ziglang") is None:
+        pytest.skip("ziglang, whose compiler knows aarch64, is not here: `make versions` brings it")
+    source, target = build.SOURCES / f"{unit}.cpp", tmp_path / f"{unit}.o"
+    told = ["-Werror", "-DLEVEL=plain", "-DHAS_PLAIN", '-DTERSEKV_SOURCES="x"', "-c", str(source), "-o", str(target)]
+    compiler = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-gnu"]
+    assert build._run([*compiler, *build._FLAGS, *told]) == ""
+    assert target.read_bytes()[18:20] == b"\xb7\x00"  # an ELF file's machine: aarch64
 
 
 def test_a_compiler_that_fails_is_told(tmp_path):
