@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..errors import UnsupportedError
+from ..errors import OutOfPagesError, UnsupportedError
 from .transformers_cache import ATTENTION, EAGER, INSTEAD, TersekvCache, TersekvLayer, handover
+from .transformers_static import TersekvStaticCache
 from .transformers_store import Rules, named
 
-__all__ = ["ATTENTION", "TersekvCache", "TersekvLayer", "attention", "padding"]
+__all__ = ["ATTENTION", "TersekvCache", "TersekvLayer", "TersekvStaticCache", "attention", "padding"]
 
 # What a model may ask for that no paged kernel computes.
 _REFUSED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask")
@@ -32,9 +33,31 @@ _REFUSED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask")
 _OTHER = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
+def attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """The attention function of `attn_implementation="tersekv"`; transformers calls it right after `Cache.update`.
+
+        query:           [B, Hq, T, D]
+        key, value:      the new tokens, as `TersekvLayer.update` got them; latents are taken from there
+        attention_mask:  what `padding` made
+        options:         see `_attention`
+
+    Returns ([B, T, Hq, Dv], None). No gradient flows. Raises RuntimeError without a `TersekvCache`, and
+    UnsupportedError for what the kernels do not compute.
+    """
+    layer = handover.layer
+    within = layer is not None and layer.is_compileable
+    return (_attention if within else _outside)(module, query, key, value, attention_mask, **options)
+
+
 # NOTE: a compiled model leaves its graph here and in `TersekvLayer.update`, and comes back after them.
 @torch.compiler.disable(reason=EAGER)
-def attention(
+def _outside(*args: Any, **options: Any) -> tuple[Tensor, None]:
+    return _attention(*args, **options)
+
+
+def _attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -48,16 +71,10 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of `attn_implementation="tersekv"`; transformers calls it right after `Cache.update`.
+    """See `attention`.
 
-        query:           [B, Hq, T, D]
-        key, value:      the new tokens, as `TersekvLayer.update` got them; latents are taken from there
-        attention_mask:  [B, past + T] bool, False for padding, or None: what `padding` made
-        scaling:         softmax scale; None: 1 / sqrt(D)
-        sliding_window, softcap, s_aux:  of the layer; s_aux are gpt-oss's sinks [Hq]
-
-    Returns ([B, T, Hq, Dv], None). No gradient flows. Raises RuntimeError without a `TersekvCache`, and
-    UnsupportedError for what the kernels do not compute.
+    scaling:                         softmax scale; None: 1 / sqrt(D)
+    sliding_window, softcap, s_aux:  of the layer; s_aux are gpt-oss's sinks [Hq]
     """
     layer = handover.take()
     if is_causal is False or getattr(module, "is_causal", True) is False:
@@ -84,7 +101,7 @@ def attention(
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise UnsupportedError(f"{name}: want None with attn_implementation='tersekv', got a value")
-    if attention_mask is not None and attention_mask.dim() != 2:
+    if attention_mask is not None and attention_mask.dim() != 2 and not _marks(attention_mask, query, layer):
         got = "another kind" if attention_mask is _OTHER else f"{list(attention_mask.shape)}"
         raise UnsupportedError(
             f"attention_mask: want [B, tokens], 0 for padding, since {named(module)} runs with causal and "
@@ -96,17 +113,37 @@ def attention(
     return layer.attend(query, value.shape[-1], attention_mask, rules, module), None
 
 
+def _marks(mask: Tensor, query: Tensor, layer: TersekvLayer) -> bool:
+    """Whether a mask tells new tokens from padding, as `padding` makes it for a static cache."""
+    want = query.shape[0], 1, query.shape[2], 1
+    return layer.is_compileable and mask is not _OTHER and tuple(mask.shape) == want
+
+
 def padding(
     *, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False, **kwargs: Any,
+    allow_is_bidirectional_skip: bool = False, use_vmap: bool = False, q_length: int = 0, kv_length: int = 0,
+    q_offset: int | Tensor = 0, **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
     """The mask function of `attn_implementation="tersekv"`: where there is padding, and nothing else.
 
-    The kernels know causality and windows themselves. Returns attention_mask [B, past + T] as it is; for a mask that is
-    neither (blocks of an image that see each other, packed sequences, a prefix) one that `attention` refuses, since
-    models make masks for encoders, too, that then nobody attends to.
+    The kernels know causality and windows themselves. Returns attention_mask [B, past + T] as it is, or, for a static
+    cache, whose offset is a tensor, that of the new tokens [B, 1, T, 1], which keeps its shape from token to token; for
+    a mask that is neither (blocks of an image that see each other, packed sequences, a prefix) one that `attention`
+    refuses, since models make masks for encoders, too, that then nobody attends to.
     """
-    return attention_mask if allow_is_causal_skip and not allow_is_bidirectional_skip else _OTHER
+    static = isinstance(q_offset, Tensor)
+    # For one new token and a static cache transformers wants a mask in any case.
+    allowed = allow_is_causal_skip or (static and q_length == 1 and not use_vmap)
+    if not allowed or allow_is_bidirectional_skip:
+        return _OTHER
+    if attention_mask is None or not static:
+        return attention_mask
+    if attention_mask.shape[1] > kv_length:
+        raise OutOfPagesError(
+            f"max_tokens: want at least {attention_mask.shape[1]} in TersekvStaticCache, prompt and new tokens with "
+            f"their padding, got {kv_length}"
+        )
+    return attention_mask[:, None, -q_length:, None]
 
 
 AttentionInterface.register(ATTENTION, attention)

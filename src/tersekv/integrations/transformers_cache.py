@@ -67,6 +67,10 @@ class TersekvLayer(CacheLayerMixin):
     # NOTE: a compiled model leaves its graph here and in the attention function, and comes back after them.
     @torch.compiler.disable(reason=EAGER)
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See `hand_over`."""
+        return self.hand_over(key_states, value_states)
+
+    def hand_over(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Hand the new tokens over to the attention function, which writes them and attends.
 
             key_states, value_states:  [B, H, T, D], [B, H, T, Dv]; latents: [B, 1, T, L], [B, 1, T, R]
@@ -106,7 +110,7 @@ class TersekvLayer(CacheLayerMixin):
                 f"to its cache, got {list(query.shape)}: attention to another sequence is not supported; {INSTEAD}"
             )
         if self._cache.holds_latents(*self.new):
-            if self.columns == 0:
+            if self.first:
                 check_expanded(module, *self.new, key, value)
             return
         for name, got, gave, version in zip(("key", "value"), (key, value), self.new, self._versions, strict=True):
@@ -135,11 +139,11 @@ class TersekvLayer(CacheLayerMixin):
                 f"sliding_window: want {self.window} in layer {self.index}, as the config says, got {rules.window} "
                 f"from {named(module)}: a window has to reach the attention function; {INSTEAD}"
             )
-        step = self._cache.book.step(self.window, self.columns, batch, length, mask, key.device)
-        store = seen = self._ready(key, value, step)
-        if self.columns == 0 and self._cache.exact_prefill:
+        step, store = self._begin(key, value, mask)
+        seen = store
+        if self.first and self._cache.exact_prefill:
             seen = self._cache.exact_store(key, value, step.num_pages)
-        self.columns += length
+        self._count(length)
         q, k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         outs = []
         for piece in step.pieces:
@@ -147,17 +151,28 @@ class TersekvLayer(CacheLayerMixin):
             store.append(here[1], here[2], piece.slots)
             if seen is not store:
                 seen.append(here[1], here[2], piece.slots)
-            outs.append(seen.attend(here[0], piece, rules, module))
+            out = seen.attend(here[0], piece, rules, module)
+            outs.append(out if piece.real is None else out.where(piece.real[:, None, None], 0.0))
         return _placed(outs, step, query, width).unflatten(0, (batch, length))
 
-    def _ready(self, key: Tensor, value: Tensor, step: Step) -> Store:
-        """The store with all pages of a step."""
+    @property
+    def first(self) -> bool:
+        """Whether no token of this batch was written yet."""
+        return self.columns == 0
+
+    def _begin(self, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Step, Store]:
+        """What this layer does with new tokens, and the store with all pages for it."""
+        step = self._cache.book.step(self.window, self.columns, key.shape[0], key.shape[2], mask, key.device)
         if self.store is None:
             self.store = self._cache.make_store(self.index, key, value, step.num_pages)
         if step.num_pages > self.store.cache.num_pages:
             self.store.grow(step.num_pages)
         copy(self.store, step.copies)
-        return self.store
+        return step, self.store
+
+    def _count(self, length: int) -> None:
+        """So many new tokens of every row, padding included, were written."""
+        self.columns += length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys, offset): every token counts, in layers with a window too."""
@@ -214,6 +229,8 @@ class TersekvCache(Cache):
     through `AttentionInterface`.
     """
 
+    layer_kind: type[TersekvLayer] = TersekvLayer
+
     def __init__(
         self,
         config: Any,
@@ -261,9 +278,13 @@ class TersekvCache(Cache):
         }  # fmt: skip
         half = all(entry in HALF for entry in self.formats)
         self.format, self.exact_prefill = self.formats[0], exact_prefill and not half
-        self.book = Book(Capacity(page_size, chunk, max_tokens, num_pages))
-        self.paged = [TersekvLayer(self, i, w) for i, w in enumerate(windows)]
+        self.book = self.make_book(Capacity(page_size, chunk, max_tokens, num_pages), windows)
+        self.paged = [self.layer_kind(self, i, w) for i, w in enumerate(windows)]
         super().__init__(layers=list(self.paged))
+
+    def make_book(self, capacity: Capacity, windows: Sequence[int | None]) -> Any:
+        """Which token lies where, for layers with these windows."""
+        return Book(capacity)
 
     def holds_latents(self, key: Tensor, value: Tensor) -> bool:
         """Whether [B, H, T, D] and [B, H, T, Dv] are the latents and rotary keys of MLA."""
@@ -433,8 +454,8 @@ def _check_class(config: Any) -> None:
 
 
 def _version(x: Tensor) -> int:
-    """How often a tensor was written in place, where torch counts it."""
-    return -1 if x.is_inference() else x._version
+    """How often a tensor was written in place, where torch counts it and nothing is being traced."""
+    return -1 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def _formats_of_layers(entries: list[Formats], own: bool, layers: int) -> list[Formats]:

@@ -28,6 +28,7 @@ class Piece(NamedTuple):
     seq_lens:      [B] int32, tokens of each request, those of this piece included
     cu_seqlens_q:  [B + 1] int32; None: as many of every request
     max_q_len:     most tokens of one request
+    real:          [T] bool, which of the rows are tokens: the outputs of others are 0; None: all
     """
 
     rows: Tensor | None
@@ -36,6 +37,7 @@ class Piece(NamedTuple):
     seq_lens: Tensor
     cu_seqlens_q: Tensor | None
     max_q_len: int
+    real: Tensor | None = None
 
 
 class Step(NamedTuple):
@@ -69,6 +71,11 @@ class Capacity(NamedTuple):
     num_pages: int | None
 
 
+def ring_pages(window: int, chunk: int, page_size: int) -> int:
+    """Pages in which a request with a sliding window always finds what `chunk` new tokens see."""
+    return -(-(window - 1 + chunk) // page_size) + 1
+
+
 class RequestPages:
     """The pages of B requests, for all layers of one window.
 
@@ -81,7 +88,7 @@ class RequestPages:
         size = capacity.page_size
         self._capacity = capacity
         self._window = window
-        self.ring = None if window is None else -(-(window - 1 + capacity.chunk) // size) + 1
+        self.ring = None if window is None else ring_pages(window, capacity.chunk, size)
         each = -(-max(first, capacity.max_tokens or 0) // size) + 1
         most = len(counts) * (each if self.ring is None else min(each, self.ring))
         self.pool = PagePool(max(1, most if capacity.num_pages is None else capacity.num_pages), size)

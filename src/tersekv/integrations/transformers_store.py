@@ -52,6 +52,11 @@ class KVStore:
         """key, value: [T, H, D], [T, H, Dv]."""
         append(key, value, self.cache[0], slots)
 
+    def tensors(self) -> list[Tensor]:
+        """All that is written into."""
+        layer = self.cache[0]
+        return [x for x in (layer.k, layer.v, layer.k_scale_cache, layer.v_scale_cache) if x is not None]
+
     def attend(self, q: Tensor, piece: Piece, rules: Rules, module: torch.nn.Module) -> Tensor:
         """q [T, Hq, D] → [T, Hq, Dv]."""
         rows = piece.cu_seqlens_q
@@ -96,10 +101,32 @@ class LatentStore:
             "qk_rope_head_dim": value.shape[-1], "format": format, "kv_scale": kv_scale, "device": key.device,
         }  # fmt: skip
         self.cache = PagedLatentCache.allocate(num_pages=num_pages, **self._sizes)
+        self._joined: Tensor | None = None
+
+    @property
+    def layer(self) -> PagedLatentLayer:
+        """What is written and read."""
+        if self._joined is None:
+            return self.cache[0]
+        more = {name: self._sizes[name] for name in ("format", "kv_lora_rank", "kv_scale")}
+        return PagedLatentLayer.of(self._joined, **more)
+
+    def join(self) -> None:
+        """From now on rows are seen through one tensor of whole ones: the graph of a compiled model takes no two views
+        of one memory."""
+        layer = self.cache[0]
+        whole = torch.empty(0, dtype=torch.uint8, device=layer.device).set_(layer.ckv.untyped_storage())
+        rows = whole.view(layer.num_pages, layer.page_size, -1)
+        self._joined = rows if layer.ckv_scale_cache is not None else rows.view(layer.ckv.dtype)
 
     def append(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """key, value: [T, 1, L], [T, 1, R]."""
-        mla_append(key[:, 0], value[:, 0], self.cache[0], slots)
+        mla_append(key[:, 0], value[:, 0], self.layer, slots)
+
+    def tensors(self) -> list[Tensor]:
+        """All that is written into."""
+        assert self._joined is not None
+        return [self._joined]
 
     def attend(self, q: Tensor, piece: Piece, rules: Rules, module: torch.nn.Module) -> Tensor:
         """q [T, H, Dn + R] → [T, H, Dv]: absorbed, so that one latent row is key and value of every head."""
@@ -111,7 +138,7 @@ class LatentStore:
         q_nope, q_pe = q.split((w_uk.shape[1], q.shape[-1] - w_uk.shape[1]), dim=-1)
         q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1).contiguous()
         out = mla_decode(
-            (q_latent, q_pe.contiguous()), self.cache[0], piece.page_table, piece.seq_lens,
+            (q_latent, q_pe.contiguous()), self.layer, piece.page_table, piece.seq_lens,
             softmax_scale=rules.softmax_scale, cu_seqlens_q=piece.cu_seqlens_q, max_q_len=piece.max_q_len,
         )  # fmt: skip
         return torch.bmm(cast(Tensor, out).transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
