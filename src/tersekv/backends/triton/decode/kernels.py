@@ -54,27 +54,27 @@ def decode_kernel(
     if x < end:
         b, base = locate(LENS, CU, B, x, c)
         score_scale = scalar(softmax_scale, SOFTMAX_T, 0, c.SOFTMAX_T) * LOG2E
-        tiles, segments, first, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
+        request = request_tiles(LENS, CU, b, True, c)
         if c.PIECE > 0:
-            x += to_next_piece(x - base, tiles, c)
+            x += to_next_piece(x - base, request.tiles, c)
         while x < end:
-            while x - base >= tiles * segments:
-                base += tiles * segments
+            while x - base >= request.tiles * request.segments:
+                base += request.tiles * request.segments
                 b += 1
-                tiles, segments, first, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
-            segment = (x - base) // tiles
-            t0 = (x - base) % tiles
-            t1 = tl.minimum(t0 + (end - x if c.PIECE == 0 else piece_tiles(tiles, c)), tiles)
-            tokens, heads, m_row = row_places(segment, h, q0, rows, c)
+                request = request_tiles(LENS, CU, b, True, c)
+            segment = (x - base) // request.tiles
+            t0 = (x - base) % request.tiles
+            t1 = tl.minimum(t0 + (end - x if c.PIECE == 0 else piece_tiles(request.tiles, c)), request.tiles)
+            tokens, heads, m_row = row_places(segment, h, request.q0, request.rows, c)
             scale = score_scale * scalar(k_scale, K_T, h * c.K_T_STRIDE, c.K_T)
             q, row_scale = load_query(Q, tokens, heads, m_row, sq_t, sq_h, (K_SIGNS, K_CHANNELS, skc_h), h, c)
             m, l, acc = attend(
                 K, V, KS, VS, TABLE + b.to(tl.int64) * st_b, MASK, q, scale * row_scale, softcap,
-                first + t0, first + t1, n, rows, segment * c.ROWS, q0, h,
+                request.first + t0, request.first + t1, request.keys, request.rows, segment * c.ROWS, request.q0, h,
                 sk_p, sk_s, sk_h, sv_p, sv_s, sv_h, sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, sm_t, c,
             )  # fmt: skip
             acc = turned_back(acc, (V_SIGNS, V_CHANNELS, svc_h), h, c)
-            if t1 - t0 == tiles:
+            if t1 - t0 == request.tiles:
                 h_scale = scalar(v_scale, V_T, h * c.V_T_STRIDE, c.V_T) * scalar(out_scale, OUT_T, 0, c.OUT_T)
                 factor, lse = finish(m, l, h_scale * c.V_FACTOR, SINKS, heads, m_row, c)
                 store_rows(OUT, acc, factor, tokens, heads, m_row, so_t, so_h, c)
@@ -83,13 +83,14 @@ def decode_kernel(
             else:
                 slot = 2 * p
                 if c.PIECE > 0:
-                    slot = (first_segment(b, q0, c) + segment) * slots + t0 // piece_tiles(tiles, c)
+                    slot = (first_segment(b, request.q0, c) + segment) * slots + t0 // piece_tiles(request.tiles, c)
                     slot = slot * c.HEADS + h
                 elif t0 == 0:
                     slot += 1
-                    tl.store(META + p * META_FIELDS, (base + (segment + 1) * tiles - 1) // per - p // c.HEADS + 1)
-                    tl.store(META + p * META_FIELDS + 1, q0)
-                    tl.store(META + p * META_FIELDS + 2, rows)
+                    pieces = (base + (segment + 1) * request.tiles - 1) // per - p // c.HEADS + 1
+                    tl.store(META + p * META_FIELDS, pieces)
+                    tl.store(META + p * META_FIELDS + 1, request.q0)
+                    tl.store(META + p * META_FIELDS + 2, request.rows)
                     tl.store(META + p * META_FIELDS + 3, segment)
                 store_part(PART, slot, m, l, acc, m_row, c)
             x += t1 - t0

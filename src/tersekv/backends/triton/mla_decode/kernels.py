@@ -354,24 +354,24 @@ def mla_decode_kernel(
         scale_kv = scalar(kv_scale, KV_T, 0, c.V_T)
         score_scale = scalar(softmax_scale, SOFTMAX_T, 0, c.SOFTMAX_T) * LOG2E * scale_kv
         value_factor = scale_kv * scalar(out_scale, OUT_T, 0, c.OUT_T)
-        tiles, segments, _, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
+        request = request_tiles(LENS, CU, b, True, c)
         if c.PIECE > 0:
-            x += to_next_piece(x - base, tiles, c)
+            x += to_next_piece(x - base, request.tiles, c)
         while x < end:
-            while x - base >= tiles * segments:
-                base += tiles * segments
+            while x - base >= request.tiles * request.segments:
+                base += request.tiles * request.segments
                 b += 1
-                tiles, segments, _, n, rows, q0 = request_tiles(LENS, CU, b, True, c)
-            segment = (x - base) // tiles
-            t0 = (x - base) % tiles
-            t1 = tl.minimum(t0 + (end - x if c.PIECE == 0 else piece_tiles(tiles, c)), tiles)
-            tokens, heads, m_row = row_places(segment, h, q0, rows, c)
+                request = request_tiles(LENS, CU, b, True, c)
+            segment = (x - base) // request.tiles
+            t0 = (x - base) % request.tiles
+            t1 = tl.minimum(t0 + (end - x if c.PIECE == 0 else piece_tiles(request.tiles, c)), request.tiles)
+            tokens, heads, m_row = row_places(segment, h, request.q0, request.rows, c)
             q_nope, q_pe, row_scale = load_query(QN, QP, tokens, heads, m_row, sn_t, sn_h, sr_t, sr_h, c)
             m, l, acc = attend(
                 CKV, KPE, BOX_C, BOX_P, SCALES, TABLE + b.to(tl.int64) * st_b, q_nope, q_pe, score_scale * row_scale,
-                t0, t1, n, rows, segment * c.ROWS, sc_p, sc_s, sp_p, sp_s, ss_p, ss_s, c,
+                t0, t1, request.keys, request.rows, segment * c.ROWS, sc_p, sc_s, sp_p, sp_s, ss_p, ss_s, c,
             )  # fmt: skip
-            if t1 - t0 == tiles:
+            if t1 - t0 == request.tiles:
                 factor, lse = finish(m, l, value_factor, None, heads, m_row, c)
                 store_rows(OUT, acc, factor, tokens, heads, m_row, so_t, so_h, c)
                 if c.HAS_LSE:
@@ -379,13 +379,14 @@ def mla_decode_kernel(
             else:
                 slot = 2 * p
                 if c.PIECE > 0:
-                    slot = (first_segment(b, q0, c) + segment) * slots + t0 // piece_tiles(tiles, c)
+                    slot = (first_segment(b, request.q0, c) + segment) * slots + t0 // piece_tiles(request.tiles, c)
                     slot = slot * c.HEADS + h
                 elif t0 == 0:
                     slot += 1
-                    tl.store(META + p * META_FIELDS, (base + (segment + 1) * tiles - 1) // per - p // c.HEADS + 1)
-                    tl.store(META + p * META_FIELDS + 1, q0)
-                    tl.store(META + p * META_FIELDS + 2, rows)
+                    pieces = (base + (segment + 1) * request.tiles - 1) // per - p // c.HEADS + 1
+                    tl.store(META + p * META_FIELDS, pieces)
+                    tl.store(META + p * META_FIELDS + 1, request.q0)
+                    tl.store(META + p * META_FIELDS + 2, request.rows)
                     tl.store(META + p * META_FIELDS + 3, segment)
                 store_part(PART, slot, m, l, acc, m_row, c)
             x += t1 - t0

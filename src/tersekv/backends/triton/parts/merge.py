@@ -81,12 +81,12 @@ def merge_pieces_kernel(
     p, r = tl.program_id(0), tl.program_id(1)
     i, h = p // c.HEADS, p % c.HEADS
     b, segment = segment_of(CU, B, i, c)
-    tiles, _, _, _, rows, q0 = request_tiles(LENS, CU, b, True, c)
-    row, piece = segment * c.ROWS + r, piece_tiles(tiles, c)
-    if (row < rows * c.GROUP) & (piece < tiles):
-        m, l, acc = joined(PART, i * slots * c.HEADS + h, c.HEADS, 0, tl.cdiv(tiles, piece), r, c)
+    request = request_tiles(LENS, CU, b, True, c)
+    row, piece = segment * c.ROWS + r, piece_tiles(request.tiles, c)
+    if (row < request.rows * c.GROUP) & (piece < request.tiles):
+        m, l, acc = joined(PART, i * slots * c.HEADS + h, c.HEADS, 0, tl.cdiv(request.tiles, piece), r, c)
         write(
-            m, l, acc, SINKS, OUT, LSE, v_scale, V_T, out_scale, OUT_T, q0, h, row, so_t, so_h, sl_t, sl_h, c
+            m, l, acc, SINKS, OUT, LSE, v_scale, V_T, out_scale, OUT_T, request.q0, h, row, so_t, so_h, sl_t, sl_h, c
         )  # fmt: skip
 
 

@@ -12,10 +12,23 @@ share takes the pieces that begin in it, and their states go to slots of their o
 them by the lengths, without META.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 META_FIELDS = tl.constexpr(4)  # pieces, first query row of the request, rows of the request, segment in the request
+
+
+class Request(NamedTuple):
+    """What its lengths say of a request; or of several, then all are tensors."""
+
+    tiles: Any  # of a segment
+    segments: Any
+    first: Any  # tile that some row's window reaches
+    keys: Any
+    rows: Any  # of the query
+    q0: Any  # the first of them
 
 
 @triton.jit
@@ -65,7 +78,7 @@ def segment_of(CU, B, i, c: tl.constexpr):
 
 @triton.jit
 def request_tiles(LENS, CU, b, m_b, c: tl.constexpr):
-    """(tiles of a segment, segments, first tile, keys, query rows, first query row) of request(s) b."""
+    """The Request, or Requests, b."""
     n = tl.load(LENS + b, mask=m_b, other=0).to(tl.int32)
     if c.RAGGED:
         q0 = tl.load(CU + b, mask=m_b, other=0).to(tl.int32)
@@ -79,7 +92,7 @@ def request_tiles(LENS, CU, b, m_b, c: tl.constexpr):
     # A request without keys still has outputs to write: one empty tile.
     tiles = tl.maximum(tl.cdiv(n, c.TILE) - first, 1)
     segments = tl.cdiv(rows * c.GROUP, c.ROWS)
-    return tiles, segments, first, n, rows, q0
+    return Request(tiles, segments, first, n, rows, q0)
 
 
 @triton.jit
@@ -88,8 +101,8 @@ def share(LENS, CU, B, i_share, num_shares, c: tl.constexpr):
     total = 0
     for i in range(0, B, c.BLOCK_B):
         o_b = i + tl.arange(0, c.BLOCK_B)
-        tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
-        total += tl.sum(tiles * segments)
+        r = request_tiles(LENS, CU, o_b, o_b < B, c)
+        total += tl.sum(r.tiles * r.segments)
     per = tl.maximum(tl.cdiv(total, num_shares), c.MIN_TILES)
     start = i_share * per
     return start, tl.minimum(start + per, total), per
@@ -101,12 +114,12 @@ def locate(LENS, CU, B, x, c: tl.constexpr):
     b, base, before = 0, 0, 0
     for i in range(0, B, c.BLOCK_B):
         o_b = i + tl.arange(0, c.BLOCK_B)
-        tiles, segments, _, _, _, _ = request_tiles(LENS, CU, o_b, o_b < B, c)
-        ends = before + tl.cumsum(tiles * segments, 0)
+        r = request_tiles(LENS, CU, o_b, o_b < B, c)
+        ends = before + tl.cumsum(r.tiles * r.segments, 0)
         passed = (ends <= x) & (o_b < B)
         b += tl.sum(passed.to(tl.int32))
         base = tl.maximum(base, tl.max(tl.where(passed, ends, 0)))
-        before += tl.sum(tiles * segments)
+        before += tl.sum(r.tiles * r.segments)
     return b, base
 
 
