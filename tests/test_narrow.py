@@ -35,7 +35,7 @@ def every_case(*args, **options):
             yield tool.Result(Case(op, name, "other"), "triton", tool.PASSED, 0.0)
 
 
-def every_format(subject, tokens, settings, formats, tick, begun):
+def every_format(subject, tokens, settings, formats, tick, begun, other):
     numbers = (123456, 12.34, 98765.4321, 1.2e-4, 0.98765, 12345.6, "for key in d: print(key)", 3)
     measured = [Measured(name, *numbers) for name in ALL_FORMATS]
     begun.append(ModelResult(subject.name, 4096, 512, "a prompt", measured))

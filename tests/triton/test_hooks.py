@@ -43,12 +43,16 @@ def launches(backend: str) -> Any:
     """(module, call, configuration) of every case that the backend takes on Hopper."""
     for op in OPS:
         for case in drawn(cases((op,)), 3):
-            call = make(case)
-            f = plan.facts(op, call, 90)
-            checks.facts(f)
-            module = plan._module(backend, op)
-            if module is not None and plan.refusal(f, module) is None:
-                yield module, call, module.configure(f)
+            call, module = make(case), plan._module(backend, op)
+            if module is None:
+                continue
+            # Those of batch invariance have kernels of their own.
+            either = [call, call._replace(batch_invariant=True)] if hasattr(call, "batch_invariant") else [call]
+            for call in either:
+                f = plan.facts(op, call, 90)
+                checks.facts(f)
+                if plan.refusal(f, module) is None:
+                    yield module, call, module.configure(f)
 
 
 def assert_hooks_get_json(backend: str, knobs: Any) -> set[str]:

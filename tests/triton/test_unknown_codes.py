@@ -27,8 +27,8 @@ def launches_of(op: str, backend: str, format: str, arch: int) -> list[tuple]:
 
 
 def with_another_code(x: Any) -> Any:
-    if hasattr(x, "K") and hasattr(x.K, "CODE"):  # of keys and of values
-        return replace(x, K=replace(x.K, CODE=TOY), V=replace(x.V, CODE=TOY))
+    if hasattr(x, "K") and hasattr(x.K, "CODE"):  # of keys; the record's own is of values
+        x = replace(x, K=replace(x.K, CODE=TOY))
     return replace(x, CODE=TOY) if isinstance(x, Stored) or hasattr(x, "CODE") else x
 
 
