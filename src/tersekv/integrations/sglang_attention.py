@@ -141,7 +141,9 @@ class TersekvBackend(AttentionBackend):
         if self.two_pools:
             index, windowed = self.pool.layers_mapping[layer.layer_id]
             pool = self.pool.swa_kv_pool if windowed else self.pool.full_kv_pool
-            table = m.window_table if windowed else table
+            if windowed:
+                assert m.window_table is not None
+                table = m.window_table
         own: dict[str, Any] = {}
         if save_kv_cache and k is not None:
             where = KVWriteLoc.for_batch(forward_batch, swa_loc=m.window_slots)
@@ -150,6 +152,7 @@ class TersekvBackend(AttentionBackend):
             own = {} if q.dtype == torch.float32 else {"k": k, "v": v}
         pages = pool.layer(index, layer.k_scale, layer.v_scale)
         rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = q.new_empty(len(rows), layer.tp_q_head_num, layer.v_head_dim)
         options: dict[str, Any] = {
             "softmax_scale": float(layer.scaling), "softcap": float(layer.logit_cap or 0.0),
             # SGLang counts the keys before a query's own.
@@ -157,10 +160,10 @@ class TersekvBackend(AttentionBackend):
             "sinks": None if sinks is None else sinks.detach().float(),
         }  # fmt: skip
         if m.rows is not None and m.rows["max_q_len"] > DECODE_ROWS:
-            out = prefill(rows, pages, table, m.seq_lens, **m.rows, **own, **options)
+            prefill(rows, pages, table, m.seq_lens, **m.rows, **own, out=out, **options)
         else:
-            out = decode(rows, pages, table, m.seq_lens, **(m.rows or {}), **options)
-        return out.reshape(q.shape[0], -1)
+            decode(rows, pages, table, m.seq_lens, **(m.rows or {}), out=out, **options)
+        return out.view(q.shape[0], -1)
 
     def _refuse_layer(self, layer: Any, batch: Any, more: dict[str, Any]) -> None:
         """What a layer may ask for that would change who sees what, looked at once; what a call may, each time."""

@@ -79,7 +79,8 @@ class TersekvPool(MHATokenToKVPool):
         if self.is_quantized_kv_cache or self.kv_cache_layout != "nhd":
             got = f"{type(self.quant_method).__name__} in layout {self.kv_cache_layout!r}"
             raise NotImplementedError(f"kv_cache_dtype: want a plain pool in layout 'nhd' for tersekv's, got {got}")
-        self.kind = kind_of(self.dtype)
+        dtype: torch.dtype = self.dtype
+        self.kind = kind_of(dtype)
         k, v, _ = self.kind
         held(k, "head_dim", self.head_dim)
         held(v, "v_head_dim", self.v_head_dim)
