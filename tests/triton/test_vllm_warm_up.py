@@ -1,4 +1,4 @@
-"""What tersekv calls for in vLLM's warm-up compiles every kernel that batches to come need, on Hopper and elsewhere."""
+"""What tersekv calls for in an engine's warm-up compiles every kernel that batches to come need, Hopper's and other."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from compile_tools import record, target
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+import tersekv
 from tersekv.integrations.vllm_pages import FORMATS, pages_of
 from tersekv.integrations.vllm_warm_up import DECODE_ROWS, Limits, calls, warm_up
 from tersekv.ops.append import append
@@ -83,6 +84,32 @@ def test_no_kernel_is_compiled_after_the_warm_up(compiled, name):
                 q[n:], pages, table[few:], lens[few:], starts[few:] - n, k=k[n:], v=v[n:], max_q_len=max(counts[few:]),
                 **OPTIONS,
             )  # fmt: skip
+        assert compiled == warm, (counts, compiled - warm)
+
+
+@pytest.mark.parametrize(("compiled", "format"), [(80, "nvfp4"), (90, "fp8_per_token_head")], indirect=["compiled"])
+def test_nor_after_sglangs(compiled, format):
+    """Its batches, as `sglang_attention` makes them: single tokens, or prompts and chunks of any length, unsorted."""
+    cache = tersekv.PagedKVCache.allocate(1, 4, PAGE, KV_HEADS, DIM, format=format)[0]
+    q, _, _, table, lens, *_ = batch([1])
+    limits = LIMITS._replace(decode_rows=1)
+    first = SimpleNamespace(limits=limits, block_table=table, seq_lens=lens, slot_mapping=torch.zeros(1).long())
+    for call in calls(q, cache, first, True, OPTIONS):
+        call()
+    assert compiled
+    warm, draw = set(compiled), random.Random(1)
+    for _ in range(40):
+        most = draw.choice((1, 2, 16, 17, 70, 300))
+        counts = [draw.randint(1, most) for _ in range(draw.randint(1, LIMITS.requests))]
+        while sum(counts) > LIMITS.rows:
+            counts.remove(max(counts))
+        q, k, v, table, lens, starts, *_ = batch(counts)
+        append(k, v, cache, torch.full((len(q),), -1))
+        rows = {} if max(counts) == 1 else {"cu_seqlens_q": starts, "max_q_len": max(counts)}
+        if max(counts) > DECODE_ROWS:
+            prefill(q, cache, table, lens, **rows, k=k, v=v, **OPTIONS)
+        else:
+            decode(q, cache, table, lens, **rows, **OPTIONS)
         assert compiled == warm, (counts, compiled - warm)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from .. import env
+from ..layers import PagedKVLayer
 from ..ops.decode import decode
 from ..ops.prefill import prefill
 from .sglang_pool import TersekvPool
+from .vllm_warm_up import DECODE_ROWS, Limits, warm_up
 
-# Prompts whose requests bring this many rows or fewer are decoded; others, and chunks of them, are prefilled.
-DECODE_ROWS = 16
 # Options of SGLang's that would have another part of it read or write the pool, or attend otherwise, and the value that
 # leaves them off.
 _REFUSED: dict[str, Any] = {
@@ -60,9 +61,12 @@ class Metadata:
 
 
 class TersekvBackend(AttentionBackend):
+    needs_cpu_seq_lens = False
+
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        _refuse(runner)
+        given = resolved_view(runner.server_args)
+        _refuse(runner, given)
         self.pool = runner.token_to_kv_pool
         self.two_pools = isinstance(self.pool, SWAKVPool)
         parts = (self.pool.full_kv_pool, self.pool.swa_kv_pool) if self.two_pools else (self.pool,)
@@ -72,19 +76,18 @@ class TersekvBackend(AttentionBackend):
         self.page_size = parts[0].page_size
         self.slots = runner.req_to_token_pool.req_to_token  # [requests, tokens]
         self.chunked = runner.model_config.attention_chunk_size is not None
+        self.limits = _limits(given, *self.slots.shape)
         self._seen: set[int] = set()
+        self._compiled: set[str] = set()
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        lens = forward_batch.seq_lens_cpu
-        longest = self.slots.shape[1] if lens is None else int(lens.max()) if lens.numel() else 1
-        self.forward_metadata = self._metadata(forward_batch, longest)
+        self.forward_metadata = self._metadata(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """For a graph of decodes: no value is read on the host, and what a replay changes is read from tensors that
-        stay. The table is as wide as the longest request that may come."""
+        """For a graph of decodes: what a replay changes is read from tensors that stay."""
         if not forward_batch.forward_mode.is_decode():
             raise NotImplementedError(f"forward_mode: want DECODE in a graph, got {forward_batch.forward_mode.name}")
-        self.forward_metadata = self._metadata(forward_batch, self.slots.shape[1])
+        self.forward_metadata = self._metadata(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing: a graph's tables lie in its own memory."""
@@ -96,17 +99,21 @@ class TersekvBackend(AttentionBackend):
         """Whether SGLang may use kernels of Triton's beside."""
         return self.slots.is_cuda
 
-    def _metadata(self, batch: Any, longest: int) -> Metadata:
-        first = self.slots[:, : longest : self.page_size].index_select(0, batch.req_pool_indices)
+    def _metadata(self, batch: Any) -> Metadata:
+        """No value of a tensor is read on the host. A table has room for the longest request that may come, so that all
+        batches are alike in it."""
+        first = self.slots[:, :: self.page_size].index_select(0, batch.req_pool_indices)
         window_table = window_slots = None
         if self.two_pools:
             window_table = self._pages(self.pool.translate_loc_from_full_to_swa(first))
             window_slots = self.pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
         mode, rows = batch.forward_mode, None
         if mode in _EXTENDS:
-            ends = batch.extend_seq_lens.cumsum(0, dtype=torch.int32)
-            most = max(batch.extend_seq_lens_cpu, default=0)
-            rows = {"cu_seqlens_q": torch.nn.functional.pad(ends, (1, 0)), "max_q_len": int(most)}
+            told = batch.extend_seq_lens_cpu
+            most = batch.out_cache_loc.shape[0] if told is None else max(told, default=1)
+            if most > 1:
+                ends = batch.extend_seq_lens.cumsum(0, dtype=torch.int32)
+                rows = {"cu_seqlens_q": torch.nn.functional.pad(ends, (1, 0)), "max_q_len": int(most)}
         elif not mode.is_decode_or_idle():
             raise NotImplementedError(f"forward_mode: want DECODE, EXTEND, MIXED or SPLIT_PREFILL, got {mode.name}")
         return Metadata(batch.seq_lens.to(torch.int32), self._pages(first), window_table, window_slots, rows)
@@ -134,7 +141,7 @@ class TersekvBackend(AttentionBackend):
     ) -> Tensor:
         """Attention of q [T, Hq × D] over the pool, which takes k and v [T, H, D] first. Without `save_kv_cache` it has
         them already, from the model itself."""
-        self._refuse_layer(layer, forward_batch, more)
+        _refuse_call(forward_batch, more)
         m = self.forward_metadata
         assert isinstance(m, Metadata)
         table, pool, index = m.table, self.pool, layer.layer_id - self.pool.start_layer
@@ -144,47 +151,81 @@ class TersekvBackend(AttentionBackend):
             if windowed:
                 assert m.window_table is not None
                 table = m.window_table
-        own: dict[str, Any] = {}
-        if save_kv_cache and k is not None:
-            where = KVWriteLoc.for_batch(forward_batch, swa_loc=m.window_slots)
-            self.pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
-            # Nearer than their codes, and dense. Those of 16 bits alone.
-            own = {} if q.dtype == torch.float32 else {"k": k, "v": v}
         pages = pool.layer(index, layer.k_scale, layer.v_scale)
         rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = q.new_empty(len(rows), layer.tp_q_head_num, layer.v_head_dim)
         options: dict[str, Any] = {
             "softmax_scale": float(layer.scaling), "softcap": float(layer.logit_cap or 0.0),
             # SGLang counts the keys before a query's own.
             "window": None if layer.sliding_window_size < 0 else layer.sliding_window_size + 1,
             "sinks": None if sinks is None else sinks.detach().float(),
         }  # fmt: skip
+        # New rows as they came are nearer than their codes, and dense. Those of 16 bits alone, and of this layer's own.
+        brings = save_kv_cache and k is not None and q.dtype != torch.float32
+        self._first_look(layer, rows, pages, table, forward_batch, brings, options)
+        if save_kv_cache and k is not None:
+            where = KVWriteLoc.for_batch(forward_batch, swa_loc=m.window_slots)
+            self.pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
+        out = q.new_empty(len(rows), layer.tp_q_head_num, layer.v_head_dim)
         if m.rows is not None and m.rows["max_q_len"] > DECODE_ROWS:
+            own: dict[str, Any] = {"k": k, "v": v} if brings else {}
             prefill(rows, pages, table, m.seq_lens, **m.rows, **own, out=out, **options)
         else:
             decode(rows, pages, table, m.seq_lens, **(m.rows or {}), out=out, **options)
         return out.view(q.shape[0], -1)
 
-    def _refuse_layer(self, layer: Any, batch: Any, more: dict[str, Any]) -> None:
-        """What a layer may ask for that would change who sees what, looked at once; what a call may, each time."""
-        asked = [name for name, x in more.items() if x is not None and x is not False]
-        if asked or batch.encoder_lens is not None or batch.mha_return_lse:
-            raise NotImplementedError(f"tersekv has no {', '.join(asked) or 'encoder_lens and no mha_return_lse'}")
-        if layer.layer_id in self._seen:
+    def _first_look(
+        self,
+        layer: Any,
+        q: Tensor,
+        pages: PagedKVLayer,
+        table: Tensor,
+        batch: Any,
+        brings: bool,
+        options: dict[str, Any],
+    ) -> None:
+        """A layer is looked at once: on a GPU, within SGLang's own warm-up, all that its kind needs is compiled."""
+        if layer.layer_id in self._seen or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        plain = {
-            "is_cross_attention": False, "attn_type": AttentionType.DECODER, "pos_encoding_mode": "NONE",
-            "logit_capping_method": "tanh", "xai_temperature_len": -1,
-        }  # fmt: skip
-        if self.chunked:
-            plain["use_irope"] = False
-        for name, want in plain.items():
-            if getattr(layer, name) != want:
-                raise NotImplementedError(f"{name}: want {want!r} for tersekv, got {getattr(layer, name)!r}")
+        _refuse_layer(layer, self.chunked)
         self._seen.add(layer.layer_id)
+        values = [x.shape if isinstance(x, Tensor) else x for x in options.values()]
+        kind = repr((pages, q.shape[1:], q.dtype, brings, values))
+        if q.is_cuda and kind not in self._compiled:
+            self._compiled.add(kind)
+            assert isinstance(self.forward_metadata, Metadata)
+            like = SimpleNamespace(
+                limits=self.limits, block_table=table, seq_lens=self.forward_metadata.seq_lens,
+                slot_mapping=batch.out_cache_loc,
+            )  # fmt: skip
+            warm_up(q, pages, like, brings, options)
 
 
-def _refuse(runner: Any) -> None:
+def _refuse_call(batch: Any, more: dict[str, Any]) -> None:
+    """What a call may ask for that would change who sees what."""
+    asked = [name for name, x in more.items() if x is not None and x is not False]
+    asked += [name for name in ("encoder_lens", "mha_return_lse") if getattr(batch, name) not in (None, False)]
+    if asked:
+        raise NotImplementedError(f"tersekv has no {', '.join(asked)}")
+
+
+def _refuse_layer(layer: Any, chunked: bool) -> None:
+    plain = {
+        "is_cross_attention": False, "attn_type": AttentionType.DECODER, "pos_encoding_mode": "NONE",
+        "logit_capping_method": "tanh", "xai_temperature_len": -1, **({"use_irope": False} if chunked else {}),
+    }  # fmt: skip
+    for name, want in plain.items():
+        if getattr(layer, name) != want:
+            raise NotImplementedError(f"{name}: want {want!r} for tersekv, got {getattr(layer, name)!r}")
+
+
+def _limits(given: Any, requests: int, tokens: int) -> Limits:
+    """Of all batches: requests, and rows."""
+    chunk = given.chunked_prefill_size or -1
+    rows = chunk if chunk > 0 else max(given.max_prefill_tokens, tokens)
+    return Limits(requests, rows + (requests if given.enable_mixed_chunk else 0), 1)
+
+
+def _refuse(runner: Any, given: Any) -> None:
     """What this backend would not serve right, by name."""
     if runner.use_mla_backend:
         raise NotImplementedError("attention_backend: tersekv serves no latent attention (MLA) in SGLang; want another")
@@ -192,7 +233,6 @@ def _refuse(runner: Any) -> None:
         raise NotImplementedError(
             "tersekv in SGLang wants CUDA or a CPU: on ROCm, models write rows of their own dtype"
         )
-    given = resolved_view(runner.server_args)
     for name, off in _REFUSED.items():
         got = getattr(given, name, off)
         if got != off:

@@ -71,6 +71,8 @@ class TersekvPool(MHATokenToKVPool):
     """k_buffer, v_buffer: [slots, H, elements] a layer; k_scale_buffer, v_scale_buffer: [slots, H, bytes] where K or V
     stores scales, else None."""
 
+    dtype: torch.dtype
+
     def _create_buffers(self) -> None:
         if self.post_capture_active:
             raise NotImplementedError(
@@ -79,8 +81,7 @@ class TersekvPool(MHATokenToKVPool):
         if self.is_quantized_kv_cache or self.kv_cache_layout != "nhd":
             got = f"{type(self.quant_method).__name__} in layout {self.kv_cache_layout!r}"
             raise NotImplementedError(f"kv_cache_dtype: want a plain pool in layout 'nhd' for tersekv's, got {got}")
-        dtype: torch.dtype = self.dtype
-        self.kind = kind_of(dtype)
+        self.kind = kind_of(self.dtype)
         k, v, _ = self.kind
         held(k, "head_dim", self.head_dim)
         held(v, "v_head_dim", self.v_head_dim)

@@ -1,4 +1,4 @@
-"""Every kernel that vLLM's batches will need, compiled before its first request.
+"""Every kernel that vLLM's batches will need, compiled before its first request; SGLang's are among them.
 
 vLLM warms up and captures graphs with batches of its own choice, and with no prompt among them. So the first of them
 that a layer sees with its pages makes its calls for batches of all kinds, on rows of zeros: slots of −1 leave the cache
