@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Packs vLLM for a machine without a network that has PyTorch, transformers and the usual packages: what an engine imports
+# on one Hopper GPU or several, of dense models. Left out: FlashAttention 2, operators of mixtures of experts, the server in
+# Rust, kernels for Blackwell and for sparse attention.
+#
+#     scripts/pack_vllm.sh 0.26.0 3.12 FOLDER      writes FOLDER/vllm-0.26.0.tar.xz.00 and .01, less than 60 MB each
+#
+# There, outside the working tree, both parts at once or one after the other:
+#
+#     mkdir -p "$THERE" && cat FOLDER/vllm-0.26.0.tar.xz.* | tar -xJ -C "$THERE"
+#     PYTHONPATH="$THERE:src" python benchmarks/vllm_serving.py …
+#
+# vLLM finds a plugin by the entry points of an installed distribution: the archive brings tersekv's, without its code.
+set -euo pipefail
+version=$1 python=$2 folder=$3
+tree=$(cd "$(dirname "$0")/.." && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+platforms=$(printf -- '--platform manylinux_2_%s_x86_64 ' 5 12 17 24 27 28 31 34 35)
+# shellcheck disable=SC2086
+python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version "$python" --implementation cp $platforms \
+    --platform manylinux2014_x86_64 --dest "$work" -r "$tree/scripts/pack_vllm.txt" "vllm==$version"
+python3 - "$work" "$tree" <<'PYTHON'
+import re
+import sys
+import zipfile
+from pathlib import Path
+import tomllib
+work, tree = map(Path, sys.argv[1:])
+here = work / "here"
+left_out = re.compile(
+    r"vllm/(vllm-rs|_moe_C|_flashmla|_qutlass|_rust_|third_party/(deep_gemm|fmha_sm100)/|vllm_flash_attn/_vllm_fa2)"
+    r"|vllm/entrypoints/serve/instrumentator/static/|mistral_common/data/|pycountry/locales/|.*\.(pyi|h|hpp|cuh|inl)$"
+)
+for wheel in sorted(work.glob("*.whl")):
+    with zipfile.ZipFile(wheel) as z:
+        z.extractall(here, [n for n in z.namelist() if not left_out.match(n)])
+project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
+info = here / "tersekv-0.dist-info"
+info.mkdir()
+(info / "METADATA").write_text("Metadata-Version: 2.1\nName: tersekv\nVersion: 0\n")
+lines = [f"[{group}]\n{name} = {what}\n" for group, of in project["entry-points"].items() for name, what in of.items()]
+(info / "entry_points.txt").write_text("\n".join(lines))
+PYTHON
+mkdir -p "$folder"
+rm -f "$folder/vllm-$version.tar.xz."*
+(cd "$work/here" && tar -cf - --sort=name --exclude=__pycache__ .) | xz -T0 -6 >"$work/all.xz"
+split -n 2 -d "$work/all.xz" "$folder/vllm-$version.tar.xz."
+ls -l "$folder"

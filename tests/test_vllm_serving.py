@@ -1,0 +1,79 @@
+"""benchmarks/vllm_serving.py without an engine: what runs in which order, what a failure costs, what is kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from script import script
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import vllm_engine
+from vllm_engine import Case
+
+serving = script("benchmarks/vllm_serving.py")
+
+
+def test_the_reference_of_a_kind_runs_before_what_is_judged_by_it():
+    names = [c.name for c in serving.cases(["speed", "windows"], ["fp8"], True, False)]
+    assert names == [
+        "speed FLASH_ATTN auto", "speed FLASH_ATTN fp8", "speed TRITON_ATTN int8_per_token_head",
+        "speed FLASHINFER fp8", "speed tersekv fp8", "windows FLASH_ATTN auto", "windows tersekv fp8",
+    ]  # fmt: skip
+    first, second = serving.cases(["speed"], ["nvfp4"], False, False)
+    assert (first.name, first.is_reference) == ("speed FLASH_ATTN auto", True)
+    assert (second.name, second.is_reference) == ("speed tersekv nvfp4", False)
+    tiny = serving.cases(["speed"], ["fp8"], True, True)
+    assert [c.name for c in tiny] == ["speed tersekv auto", "speed tersekv fp8"]
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [
+    ("auto", 16), ("fp8", 8), ("int8_per_token_head", 8), ("nvfp4", 4), ("int4_per_token_head+rotated", 4),
+    ("fp8_e4m3/int4_per_token_head", 4), ("fp8_e4m3/fp8_per_token_head", 8),
+])  # fmt: skip
+def test_limits_are_those_of_the_side_with_fewer_bits(dtype, bits):
+    assert Case("speed", "tersekv", dtype).bits == bits
+
+
+def test_a_case_that_fails_costs_itself(tmp_path, monkeypatch, capsys):
+    """No engine is here, so every process ends with an error; one is given no time."""
+    monkeypatch.setattr(sys, "argv", ["vllm_serving.py"])
+    file = tmp_path / "kept.jsonl"
+    kept = {"kind": "speed", "backend": "tersekv", "dtype": "nvfp4", "tiny": False, "step_ms": 1.5}
+    file.write_text(json.dumps(kept))
+    ask = ["--only", "speed", "--formats", "fp8", "--no-peers", "--work", str(tmp_path / "work"), "--json", str(file)]
+    assert serving.main(ask) == 1
+    old, first, second = map(json.loads, file.read_text().splitlines())
+    assert old["step_ms"] == 1.5
+    assert (first["backend"], second["backend"]) == ("FLASH_ATTN", "tersekv")
+    assert "No module named 'vllm'" in first["reason"]
+    assert "No module named 'vllm'" in second["reason"]
+    assert "speed tersekv fp8: ; FAILED: exit code 1" in capsys.readouterr().out
+    assert serving.main([*ask, "--seconds", "0.01"]) == 1
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line.get("reason") for line in lines] == [None, *["took more than 0.01 s"] * 2]
+    assert not serving.RUNNING
+
+
+def test_what_triton_compiles_is_counted_and_told_on(monkeypatch):
+    from triton import knobs
+
+    told = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **given: told.append(given))
+    compiled = vllm_engine.Compiled()
+    knobs.runtime.jit_post_compile_hook(fn=type("Fn", (), {"name": "decode_kernel"}), key="k")
+    assert told[0]["key"] == "k"
+    assert (compiled.clear(), compiled.clear()) == (["decode_kernel"], [])
+
+
+def test_how_far_apart_log_probabilities_are():
+    want = torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]).double()
+    assert vllm_engine.apart(want + 3, want) == pytest.approx(0)
+    got = want.clone()
+    got[1] = 1
+    assert vllm_engine.apart(got, want) == pytest.approx(1)
+    p, q = (torch.tensor(x).double()[None].log() for x in ([0.5, 0.5], [0.25, 0.75]))
+    assert vllm_engine.divergence(q, p) == pytest.approx(0.1438, abs=1e-4)
