@@ -133,7 +133,7 @@ def score_latents(prompt: list[int], tokens: list[int], format: str, scale: floa
         latent = rms_norm(kv_c, layer.kv_norm_gamma, c.norm_eps)
         k_pe = rotate_interleaved(k_pe.unsqueeze(-2), table).squeeze(-2)
         rotary = (BF16, 1.0) if f is FP8_DS_MLA else (f, scale)
-        latent, k_pe = (_back(x, *how) for x, how in ((latent, (f, scale)), (k_pe, rotary)))
+        latent, k_pe = (given_back(x, *how) for x, how in ((latent, (f, scale)), (k_pe, rotary)))
         k_nope, v = (
             torch.nn.functional.linear(latent, layer.kv_b_proj)
             .unflatten(-1, (c.num_heads, -1))
@@ -149,6 +149,6 @@ def score_latents(prompt: list[int], tokens: list[int], format: str, scale: floa
     return logits[len(prompt) - 1 :].double().log_softmax(-1)
 
 
-def _back(x: Tensor, f: KVFormat, scale: float) -> Tensor:
+def given_back(x: Tensor, f: KVFormat, scale: float) -> Tensor:
     codes, stored = encode_row(x, f, column(scale))
     return decode_row(codes, stored, f, column(scale)).to(x.dtype)

@@ -8,11 +8,13 @@ import pytest
 import torch
 import vllm_cpu  # noqa: F401 (before anything of vLLM)
 from checkpoints import deepseek, text
-from reference import hold, score_latents
+from reference import given_back, hold, score_latents
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_cpu import count, engine, generate
 
+from tersekv.formats import latent_format
+from tersekv.integrations import vllm_mla_prefill
 from tersekv.integrations.vllm import MLA_NAME
 from tersekv.integrations.vllm_mla import TersekvMLABackend, TersekvMLAImpl
 
@@ -36,6 +38,43 @@ def test_pages_chunks_mixed_batches_and_prefix_hits(model, name, format, block):
         assert count(llm, "prefix_cache_hits") >= sum(len(p) // block * block for p in prompts[-3:])
     for results, asked in ((first, prompts), (again, longer)):
         hold(results, [score_latents(p, tokens, format) for p, (tokens, _) in zip(asked, results, strict=True)])
+
+
+@pytest.mark.parametrize("most", [2 << 30, 1 << 17], ids=["all heads at once", "some heads at a time"])
+def test_prompts_attend_to_their_own_rows_and_to_pages_before_them(model, monkeypatch, most):
+    """In 16 bits, chunks of 96 tokens and prefix hits."""
+    monkeypatch.setattr(vllm_mla_prefill, "BYTES", most)
+    prompts = [text(3000 * i + 7, n) for i, n in enumerate((63, 64, 65, 200))]
+    options = {"attention_backend": MLA_NAME, "dtype": "float16", "max_num_batched_tokens": 96}
+    with engine(model, **options) as llm:
+        first = generate(llm, prompts, 8)
+        longer = [p + tokens + text(500, 30) for p, (tokens, _) in zip(prompts[-2:], first[-2:], strict=True)]
+        again = generate(llm, longer, 8)
+        assert count(llm, "prefix_cache_hits") >= 64 + 192
+    for results, asked in ((first, prompts), (again, longer)):
+        hold(results, [score_latents(p, tokens, "fp16") for p, (tokens, _) in zip(asked, results, strict=True)])
+
+
+@pytest.mark.parametrize(("name", "format"), [("auto", "bf16"), ("fp8", "fp8_e4m3"), ("fp8_ds_mla", "fp8_ds_mla")])
+def test_rows_are_gathered_as_the_format_gives_them_back(name, format):
+    impl, g = made(name), torch.Generator().manual_seed(5)
+    dtype, row = (torch.bfloat16, RANK + ROTARY) if name == "auto" else (torch.uint8, 656 if "ds" in name else 576)
+    pages, scale = torch.full((12, PAGE, row), 255, dtype=torch.uint8).to(dtype), torch.tensor(0.5)
+    kv_c, k_pe = (torch.randn(80, *n, generator=g).bfloat16() for n in ((RANK,), (1, ROTARY)))
+    tables = torch.tensor([[7, 2, 9, 3, 5], [11, 99, 99, 99, 99], [1, 99, 99, 99, 99]], dtype=torch.int32)
+    slots = torch.cat([tables[0].long()[:, None] * PAGE + torch.arange(PAGE)]).flatten()
+    slots = torch.cat([slots[:70], 11 * PAGE + torch.arange(10)])
+    impl.do_kv_cache_update(kv_c, k_pe, pages, slots, name, scale)
+    if name == "fp8":
+        pages = pages.view(torch.float8_e4m3fn)
+    latent, rotary = vllm_mla_prefill.gathered(impl._layer(pages, scale), tables, [70, 9, 0], torch.float32)
+    assert [len(latent), len(rotary)] == [192, 192]
+    rotary_format = "bf16" if name == "fp8_ds_mla" else format
+    for got, given, how in ((latent, kv_c, format), (rotary, k_pe[:, 0], rotary_format)):
+        want = given_back(given.float(), latent_format(how), 0.5 if how == "fp8_e4m3" else 1.0)
+        assert torch.equal(got[:70], want[:70])
+        assert torch.equal(got[128:137], want[70:79])
+        assert torch.equal(got[69].expand(58, -1), got[70:128])
 
 
 def test_rows_of_drafts(model):

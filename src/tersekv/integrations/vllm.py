@@ -16,6 +16,7 @@ NAME = "TERSEKV"
 BACKEND = "tersekv.integrations.vllm_attention.TersekvBackend"
 MLA_NAME = "TERSEKV_MLA"
 MLA_BACKEND = "tersekv.integrations.vllm_mla.TersekvMLABackend"
+MLA_PREFILL = "tersekv.integrations.vllm_mla_prefill.TersekvMLAPrefill"
 _FIRST_MODE = 1 << 16  # of our members of vLLM's KVQuantMode
 
 
@@ -31,6 +32,10 @@ def register() -> None:
                 register_backend(name, backend)
                 # A spawned process unpickles vLLM's configuration before it loads plugins: the name must bring itself.
                 AttentionBackendEnum[name].__reduce_ex__ = lambda protocol, name=name: (_registered, (name,))
+        # Every release that can name TERSEKV_MLA has this.
+        from vllm.v1.attention.backends.mla.prefill import MLAPrefillBackendEnum, register_mla_prefill_backend
+
+        register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, MLA_PREFILL)
     _register_cache_dtypes()
 
 

@@ -2,7 +2,8 @@
 
 vLLM's layer does the projections and calls here for what touches the cache. Pages are vLLM's own bytes in every cache
 dtype, so what it brings for prompts reads them too: on a GPU its prefill backends attend, over latents that its
-operators gather. On a CPU these operators are missing, and prompts are decoded.
+operators gather, or tersekv does (`vllm_mla_prefill.py`), if it is asked to. On a CPU these operators are missing:
+there tersekv attends, and prompts of a float32 model, whose keys no page could hold, are decoded.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, Multipl
 from ..layers import PagedLatentLayer
 from ..ops.mla import mla_append, mla_decode
 from .vllm import MLA_NAME
+from .vllm_mla_prefill import TersekvMLAPrefill, prompts
 
 FORMATS = {"bfloat16": "bf16", "float16": "fp16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_ds_mla": "fp8_ds_mla"}
 # "auto" is the model's dtype.
@@ -164,20 +166,37 @@ class TersekvMLAImpl(MLACommonImpl[TersekvMLAMetadata]):
         output_scale: Tensor | None = None,
     ) -> None:
         """Prompts and chunks of them, q [T, H, Dn + R] into output [T, H · Dv]."""
-        if not current_platform.is_cpu():
+        m = attn_metadata.prefill
+        if not current_platform.is_cpu() and not isinstance(m.prefill_backend, TersekvMLAPrefill):
             super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
             return
+        if self.dcp_world_size > 1:
+            raise NotImplementedError("mla_prefill_backend: want one of vLLM's for pages dealt to ranks, got tersekv's")
         if output_scale is not None:
             raise NotImplementedError("output_scale: want None, since tersekv quantises no output for vLLM")
-        m, sizes = attn_metadata.prefill, (self.num_heads, self.qk_nope_head_dim, self.v_head_dim)
-        w_uk, w_uv = split_kv_b_proj(self.kv_b_proj, q.dtype, self.kv_lora_rank, *sizes)
+        sizes = self.num_heads, self.qk_nope_head_dim, self.v_head_dim
+        weights = split_kv_b_proj(self.kv_b_proj, q.dtype, self.kv_lora_rank, *sizes)
+        pages, out = self._layer(kv_c_and_k_pe_cache, k_scale), output.view(-1, self.num_heads, self.v_head_dim)
+        seq_lens = attn_metadata.seq_lens[attn_metadata.num_decodes :]
+        if q.dtype == torch.float32:
+            self._by_decode(q, pages, m, seq_lens, weights, out)
+            return
+        context = [0] * len(seq_lens) if m.chunked_context is None else m.chunked_context.context_lens_list
+        prompts(
+            q, kv_c_normed, k_pe.squeeze(1), pages, m.block_table, context, seq_lens, m.query_start_loc, weights, out,
+            softmax_scale=self.scale, max_q_len=m.max_query_len,
+        )  # fmt: skip
+
+    def _by_decode(
+        self, q: Tensor, pages: PagedLatentLayer, m: Any, seq_lens: Tensor, weights: tuple[Tensor, Tensor], out: Tensor
+    ) -> None:
+        w_k, w_v = weights
         q_nope, q_pe = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         latent = mla_decode(
-            (torch.einsum("thn,lhn->thl", q_nope, w_uk), q_pe), self._layer(kv_c_and_k_pe_cache, k_scale),
-            m.block_table, attn_metadata.seq_lens[attn_metadata.num_decodes :], softmax_scale=self.scale,
-            cu_seqlens_q=m.query_start_loc, max_q_len=m.max_query_len,
+            (torch.einsum("thn,lhn->thl", q_nope, w_k), q_pe), pages, m.block_table, seq_lens,
+            softmax_scale=self.scale, cu_seqlens_q=m.query_start_loc, max_q_len=m.max_query_len,
         )  # fmt: skip
-        output.view(-1, self.num_heads, self.v_head_dim).copy_(torch.einsum("thl,lhv->thv", latent, w_uv))
+        out.copy_(torch.einsum("thl,lhv->thv", latent, w_v))
 
     def _layer(self, kv_cache: Tensor, k_scale: Tensor) -> PagedLatentLayer:
         """The pages [P, S, row] as tersekv sees them, made again when vLLM has other pages or scales."""
