@@ -96,6 +96,43 @@ def test_keys_and_values_may_have_formats_of_their_own(pair, options, limit):
         assert instructions_of_a_step(split["sass"]()) <= limit
 
 
+def turned(call: DecodeCall, rotation: str, channels: str) -> DecodeCall:
+    """The call over a cache whose keys ("k") and values ("v") lie rotated, or divided by channel scales."""
+    heads, d = call.k_cache.shape[2], call.q.shape[2]
+    signs = {f"{side}_signs": torch.empty(d) for side in rotation}
+    return call._replace(**signs, **{f"{side}_channel_scale": torch.empty(heads, d) for side in channels})
+
+
+@pytest.mark.parametrize(
+    ("fmt", "options", "turn"),
+    [
+        ("fp8_e4m3", {}, ("kv", "kv")),
+        ("int4_per_token_head", {}, ("kv", "kv")),
+        ("fp8_e4m3/int4_per_token_head", {"page_size": 32}, ("k", "v")),
+        ("bf16", {"group": 8}, ("v", "v")),
+        ("int4_per_token_head", {"drafts": 8}, ("kv", "k")),
+        ("int8_per_token_head", {"drafts": 8, "group": 8}, ("kv", "kv")),
+        ("fp8_e4m3", {"drafts": 8, "group": 8, "head_dim": 256}, ("kv", "")),
+    ],
+    ids=str,
+)
+def test_rotated_rows_and_channel_scales(fmt, options, turn):
+    """Queries are turned as they are loaded, values as they are stored, in registers; nothing is launched for it."""
+    call = call_of(fmt, **options)
+    plain = decode.configure(facts("decode", call, arch=90)).launches.templates
+    split, *merge = compiled(turned(call, *turn))
+    assert [x["name"] for x in (split, *merge)] == [x.launch.fn.__name__ for x in plain]
+    assert split["grid"] == plain[0].grid
+    assert split["shared"] <= 232448
+    assert split["n_spills"] <= (since({(3, 6): 64, (3, 8): 128}) if "drafts" in options else 0)
+    assert all(x["n_spills"] == 0 for x in merge)
+    sass = split["sass"]()
+    assert "SHFL.BFLY" in sass
+    if "group" in options:  # what spills does so where a segment begins or ends
+        steps = [run for run in straight_runs(sass) if any(op.startswith(("HGMMA", "HMMA")) for op in run)]
+        assert not any(op.startswith(("LDL", "STL")) for run in steps for op in run)
+
+
 def test_threads_meet_three_times_a_tile():
     """More barriers between the copies of a tile would say that they share a buffer or a barrier of arrival."""
     # From 3.8 on there is one between the scales of keys and of values.
@@ -325,9 +362,13 @@ def test_refuses_what_it_does_not_run(fmt, options, reason):
 
 
 def test_bf16_keys_leave_a_finer_query_to_triton():
+    """Turned it is of fp32, and bf16 would round it."""
     call = call_of("bf16")
-    assert why_not(call) is None
+    assert why_not(call) is why_not(turned(call, "v", "v")) is None
     assert "got float16" in why_not(call._replace(q=call.q.half()))
+    for turn in (("k", ""), ("", "k"), ("kv", "kv")):
+        assert "wants keys that lie as they are with bf16" in why_not(turned(call, *turn))
+        assert why_not(turned(call_of("fp16"), *turn)) is None
 
 
 def test_queries_come_ahead_where_they_can():

@@ -96,6 +96,48 @@ def test_scales_in_the_tails_of_pages(fmt, options):
     passes(fmt, 8, 8, None if fmt == "int4_per_token_head" else HOPPER, scales="tail", **options)
 
 
+TURNS = {
+    "rotated": {"rotation": "kv"},
+    "channel scales": {"channels": "kv"},
+    "both": {"rotation": "kv", "channels": "kv"},
+    "keys rotated, values scaled": {"rotation": "k", "channels": "v"},
+    "values alone": {"rotation": "v", "channels": "v"},
+}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        ((1, 4), {"heads": 8}),
+        ((1, 16), {"heads": 1, "page": 16, "scales": "tail"}),
+        ((3, 5), {"dim": 64, "layout": "HND", "dtype": "float16"}),
+        ((8, 4), {"window": 40, "mask": False, "sinks": True}),
+        ((8, 8), {"heads": 3, "out_dtype": "float8_e4m3fn"}),
+        ((8, 16), {"ragged": True, "q_lens": (8, 1, 0, 5, 3)}),
+        ((1, 4), {"dim": 256}),
+        ((8, 8), {"dim": 256, "softcap": 20.0}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fmt", ["fp16", "fp8_e4m3", "int8_per_token_head", "nvfp4", "int4_per_token_head"])
+def test_rotated_rows_and_channel_scales(fmt, rows, options, turn):
+    """By Hopper's kernels wherever they take as many rows of the format."""
+    many = rows[0] * rows[1] > {"fp16": 16, "int4_per_token_head": 16}.get(fmt, 128)
+    passes(fmt, *rows, None if many else HOPPER, **options, **TURNS[turn])
+
+
+def test_values_of_16_bits_may_lie_turned():
+    passes("bf16", 1, 4, HOPPER, rotation="v", channels="v")
+    passes("bf16", 1, 4, rotation="kv", channels="kv")
+
+
+def test_four_bits_of_32_rows_that_lie_turned(room_for_many_keys):
+    for fmt in ("nvfp4", "int4_per_token_head"):
+        for turn in TURNS.values():
+            passes(fmt, 8, 4, HOPPER, **turn)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -120,3 +162,4 @@ def test_scales_in_the_tails_of_pages(fmt, options):
 def test_keys_and_values_of_different_formats(fmt, v, options):
     for group in (4, 16):
         passes(fmt, 1, group, HOPPER, v_format=v, **options)
+    passes(fmt, 1, 8, HOPPER, v_format=v, rotation="kv", channels="kv", **options)

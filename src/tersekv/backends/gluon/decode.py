@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...formats import BLOCK, PAIRS, pair_of
+from ...formats import BLOCK, CHANNELS, PAIRS, ROTATION, pair_of
 from ..host import launch
 from ..host.bind import Bound, Described, Instead, Launches, Template, given, strides
 from ..host.record import Record
@@ -37,6 +37,7 @@ from .sm90.decode.tune import (
     tiles,
 )
 from .sm90.parts.convert import INT4_FACTOR
+from .sm90.parts.turn import turn_of
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Shape(Record):
 
 
 CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8", "e2m1", "int4")
-TAKES = (PAIRS,)
+TAKES = (PAIRS, ROTATION, CHANNELS)
 
 
 class Config(NamedTuple):
@@ -91,8 +92,10 @@ def why_not(f: SimpleNamespace) -> str | None:
         return f"wants at most {FEW_ROWS} query rows of a KV head with {name}, got {query_rows(f)}"
     if fmt.storage.itemsize == 2 and query_rows(f) > MOST_ROWS_OF_16_BITS:
         return f"wants at most {MOST_ROWS_OF_16_BITS} query rows of a KV head with {f.format}, got {query_rows(f)}"
-    if f.format == "bf16" and f.q.dtype == torch.float16:  # Triton's multiplies it in two tiles
-        return "wants a bfloat16 or 8-bit q with bf16, got float16"
+    if portable_tune.two_terms(f, fmt):  # Triton's multiplies it in two tiles
+        if f.q.dtype == torch.float16:
+            return "wants a bfloat16 or 8-bit q with bf16, got float16"
+        return "wants keys that lie as they are with bf16, got rotated ones or such with channel scales"
     d, dv = f.q.shape[2], f.out.shape[2]
     dims = (64, 128, 256)
     if d not in dims or dv not in dims:
@@ -118,7 +121,8 @@ def configure(f: SimpleNamespace) -> Config:
     if t.copier:
         codes = [joined(box) for box in codes]
     rows, groups = rows_at_once(f), heads // hb
-    k, v = (side_of(*x, hb, t.stages) for x in zip((fmt, v_fmt), codes, scales, strict=True))
+    turns = turn_of(f.k_signs, f.k_channel_scale), turn_of(f.v_signs, f.v_channel_scale)
+    k, v = (side_of(*x, hb, t.stages) for x in zip((fmt, v_fmt), codes, scales, turns, strict=True))
     shares = max(launch.num_sms(f) * t.programs_per_sm * max(4 // (hb * t.row_warps), 1) // groups, 1)
     live = rows if f.cu_seqlens_q is not None else min(rows, query_rows(f))
     # A bound on ragged rows that changes with the batch must not compile anew every time.
@@ -176,6 +180,7 @@ def _reads(f: SimpleNamespace, boxes: dict[str, Box | None]) -> dict[str, Any]:
     caches = {"K": "k_cache", "V": "v_cache", "KS": "k_scale_cache", "VS": "v_scale_cache"}
     described = {n: Described(caches[n], partial(descriptor, box=box)) for n, box in boxes.items() if box is not None}
     tensors = given(Q="q", K_T="k_scale_t", **caches) | portable.mask_of(f)
+    tensors |= given(K_SIGNS="k_signs", V_SIGNS="v_signs", K_CHANNELS="k_channel_scale", V_CHANNELS="v_channel_scale")
     numbers = {"k_scale": f.k_scale, "softcap": f.softcap, "sm_t": f.mask.stride[0] if f.mask is not None else 0}
     return reads(f) | tensors | described | numbers | strides(f.q, sq_="th")
 

@@ -14,6 +14,7 @@ from .....formats import BLOCK, TOKEN_HEAD, KVFormat, pair_of
 from ....host import launch
 from ....host.record import Record
 from ..parts.tensor_maps import place_of, tensor_map, unfit
+from ..parts.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Side(Record):
     SWIZZLE: int
     RING: tuple[int, ...]  # boxes of a copy in all stages, heads, keys, words
     BYTES: int  # of a copy
+    TURN: Turn
     SCALE_RING: tuple[int, ...] = ()  # boxes, heads and keys or the other way, and words if there are several
     SCALE_BYTES: int = 0  # of a copy; 0: none are copied
     SCALE_PLACE: int = 0  # bytes from one copy to the next
@@ -152,11 +154,11 @@ def scale_box(x: Any, hb: int, keys: int, blocks: bool) -> Box | None:
     return None
 
 
-def side_of(fmt: KVFormat, codes: Box, scales: Box | None, hb: int, stages: int) -> Side:
+def side_of(fmt: KVFormat, codes: Box, scales: Box | None, turn: Turn, hb: int, stages: int) -> Side:
     parts = 2 * fmt.values_per_element // fmt.storage.itemsize
     ring = (stages * codes.block[-4], *codes.block[-3:])
     stored = fmt.scale if fmt.scale in (TOKEN_HEAD, BLOCK) else ""
-    side = Side(fmt.code, parts, stored, codes.swizzle, ring, codes.nbytes())
+    side = Side(fmt.code, parts, stored, codes.swizzle, ring, codes.nbytes(), turn)
     if scales is None:
         return side
     words = math.prod(scales.block[-2:]) // (16 * hb)

@@ -20,6 +20,7 @@ from .query import loaded_query
 from .records import Boxes, Query, Scales, SeenBy, Strides, Tables, Tensors
 from .seen import whole_tiles
 from .tiles import keep_part, mma_layout, query_image
+from .turns import keep_turns, load_turns, make_turns, turned_back
 from .work import even_share_of, per_head
 
 
@@ -46,7 +47,7 @@ def produce(boxes, tables, rings, full, free, h0, share, c: gl.constexpr, g: gl.
 
 
 @gluon.jit
-def consume(tensors, scales, strides, rings, image, full, free, share, c: gl.constexpr, g: gl.constexpr):
+def consume(tensors, scales, strides, rings, turns, image, full, free, share, c: gl.constexpr, g: gl.constexpr):
     """Attend the share's tiles for HB heads."""
     LENS, CU, MASK = tensors.LENS, tensors.CU, tensors.MASK
     x, end, b, base = share.x, share.end, share.b, share.base
@@ -60,7 +61,7 @@ def consume(tensors, scales, strides, rings, image, full, free, share, c: gl.con
         b, base, request = request_at(LENS, CU, x, b, base, request, c)
         segment = segment_at(x, end, b, base, request)
         r0 = segment.i * c.ROWS
-        q, factor = loaded_query(tensors, strides, segment, h0, c, g)
+        q, factor = loaded_query(tensors, strides, turns, segment, h0, c, g)
         if c.ROWS > 16:
             thread_barrier()
             for i in gl.static_range(gl.constexpr(g.K.PARTS)):
@@ -83,6 +84,8 @@ def consume(tensors, scales, strides, rings, image, full, free, share, c: gl.con
             mbarrier.arrive(free.index(stage))
             turn += 1
         state = ended(state, c, g)
+        if g.V.TURN.ANY:
+            state = turned_back(state, turns, c, g)
         if segment.t0 == 0:
             pieces = pieces_from(segment, share.per, share.i)
             note_cut(meta_at(tensors.META, segment, share.group, g), pieces, share.i)
@@ -96,7 +99,7 @@ def consume(tensors, scales, strides, rings, image, full, free, share, c: gl.con
 
 @gluon.jit
 def decode_four_bits_kernel(
-    Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART,
+    Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
     B, T, sq_t, sq_h, st_b, sm_t, so_t, so_h, sl_t, sl_h, c: gl.constexpr, g: gl.constexpr,
 ):  # fmt: skip
@@ -106,13 +109,16 @@ def decode_four_bits_kernel(
     i_group = p % g.GROUPS
     META = meta_of(PART, num_shares * c.HEADS, c)
     rings = make_rings(g)
+    turns = make_turns(rings.k[0], c, g)
     image = query_image(c.WORDS_K, c, g) if c.ROWS > 16 else rings.k[0]
     full, free = barrier_sets(g.STAGES, (1, 1))
     fence_async_shared()
     wait_for_previous()
     if c.RAGGED:
         zero_padding(OUT, LSE, gl.load(CU + B).to(gl.int32), T, p, gl.num_programs(0), so_t, so_h, sl_t, sl_h, c)
+    factors = load_turns((K_SIGNS, V_SIGNS), (K_CHANNELS, V_CHANNELS), i_group * g.HB, c, g)
     share = even_share_of(LENS, CU, B, i_share, num_shares, i_group, c)
+    keep_turns(turns, factors)
     tensors = Tensors(Q, LENS, CU, MASK, SINKS, OUT, LSE, PART, META)
     scales = Scales(
         scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E, k_scale, K_T, v_scale, V_T,
@@ -123,7 +129,7 @@ def decode_four_bits_kernel(
     thread_barrier()  # what partitions are given may lie where sums were read from
     gl.warp_specialize(
         [
-            (consume, (tensors, scales, strides, rings, image, full, free, share, c, g)),
+            (consume, (tensors, scales, strides, rings, turns, image, full, free, share, c, g)),
             (produce, (boxes, tables, rings, full, free, i_group * g.HB, share, c, g)),
         ],
         [1],

@@ -12,6 +12,7 @@ and META: of each segment, how many programs share it and which is the first.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...versions import thread_barrier
 from ..parts.ring import acquire, launch_dependents, make_barriers, release, wait_for_previous
 from ..parts.schedule import (
     LOG2E,
@@ -34,6 +35,7 @@ from .records import Boxes, Cut, Scales, SeenBy, Strides, Tables, Tensors
 from .rows import store_rows_of_head, store_state_of_head
 from .seen import whole_tiles
 from .tiles import mma_layout
+from .turns import keep_turns, load_turns, make_turns, turned_back
 from .work import finish, per_head, share_of
 
 
@@ -97,7 +99,7 @@ def note_cut(p_meta, pieces, i_share):
 
 @gluon.jit
 def decode_kernel(
-    Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART,
+    Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
     B, T, sq_t, sq_h, st_b, sm_t, so_t, so_h, sl_t, sl_h, c: gl.constexpr, g: gl.constexpr,
 ):  # fmt: skip
@@ -111,6 +113,7 @@ def decode_kernel(
     SETS: gl.constexpr = 2 + scale_sets(g)
     full = make_barriers(SETS, g.STAGES)
     rings = make_rings(g)
+    turns = make_turns(rings.k[0], c, g)
     if g.QUERIES > 0:
         queries = make_queries(Q, c, g)
     if g.WIDE:
@@ -122,8 +125,12 @@ def decode_kernel(
         zero_padding(
             OUT, LSE, gl.load(CU + B).to(gl.int32), T, p, gl.num_programs(0), so_t, so_h, sl_t, sl_h, c,
         )  # fmt: skip
+    factors = load_turns((K_SIGNS, V_SIGNS), (K_CHANNELS, V_CHANNELS), h0, c, g)
     share = share_of(LENS, CU, B, i_share, num_shares, p % g.GROUPS, c)
     x, end, b, base = share.x, share.end, share.b, share.base
+    keep_turns(turns, factors)
+    if g.K.TURN.ANY or g.V.TURN.ANY:
+        thread_barrier()
     if x < end:
         cursor = cursor_at(tables, share, c, g)
         asked, used = 0, 0
@@ -155,17 +162,17 @@ def decode_kernel(
                 cut = Cut(i_share, first_share, pieces_from(segment, share.per, first_share))
                 seen = look_at(PART, cut, c, g)
             if g.WIDE:
-                scale = k_scales * wide.query_to_shared(tensors, strides, segment, h0, buffers.q, c, g)
+                scale = k_scales * wide.query_to_shared(tensors, strides, turns, segment, h0, buffers.q, c, g)
                 state, cursor, turn = wide.attend_segment(
                     scale, softcap, cursor, turn, full, rings, boxes, tables, buffers, b, h0,
                     request.first + segment.t0, request.first + segment.t1, u0, u1, seen_by, end, c, g,
                 )  # fmt: skip
             else:
                 if g.QUERIES > 0:
-                    q, factor = arrived_query(queries, used, c, g)
+                    q, factor = arrived_query(queries, turns, used, c, g)
                     used += 1
                 else:
-                    q, factor = loaded_query(tensors, strides, segment, h0, c, g)
+                    q, factor = loaded_query(tensors, strides, turns, segment, h0, c, g)
                 scale = k_scales[:, None] * factor
                 attend: gl.constexpr = attend_rows if c.ROWS > 16 else attend_tile
                 sums = empty_rows(c, g) if c.ROWS > 16 else empty_state(c, g)
@@ -182,6 +189,8 @@ def decode_kernel(
                         sums = attend(sums, rings, turn % g.STAGES, q, scale, softcap, t, seen_by, True, c, g)
                     turn += 1
                 state = ended(sums, c, g)
+            if g.V.TURN.ANY:
+                state = turned_back(state, turns, c, g)
             whole = segment.t1 - segment.t0 == segment.tiles
             if (g.JOIN_ROWS == 0) & (segment.t0 == 0):
                 p_meta = meta_at(tensors.META, segment, share.group, g)

@@ -11,6 +11,7 @@ from ...versions import async_load
 from ..parts.convert import INT4_FACTOR, INT4_ODD, multiplied
 from .records import Query
 from .tiles import mma_layout, query_words
+from .turns import turned_query
 
 
 @gluon.constexpr_function
@@ -61,14 +62,14 @@ def fetch_query(tensors, strides, queries, count, cursor, end, h0, FIRST: gl.con
 
 
 @gluon.jit
-def operands_of(x, c: gl.constexpr, g: gl.constexpr):
+def operands_of(x, turns, c: gl.constexpr, g: gl.constexpr):
     """A query [HB, ROWS, D] (layout query_words) as the right operand, a Query, and a factor of its scores [HB, ROWS].
 
     fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back.
     """
     MMA: gl.constexpr = mma_layout(g.HB, g.RB)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    x = x.to(gl.float32)
+    x = turned_query(x.to(gl.float32), turns, 2, c, g)
     field = gl.max(gl.abs(x), 2).to(gl.int32, bitcast=True) >> 23
     field = gl.maximum(field & 0xFF, 1)  # exponent of the largest magnitude
     inverse = (gl.maximum(254 - field, 1) << 23).to(gl.float32, bitcast=True)
@@ -101,15 +102,15 @@ def operands_of(x, c: gl.constexpr, g: gl.constexpr):
 
 
 @gluon.jit
-def arrived_query(queries, i, c: gl.constexpr, g: gl.constexpr):
+def arrived_query(queries, turns, i, c: gl.constexpr, g: gl.constexpr):
     """The i-th query that was copied."""
     async_copy.wait_group(0)
     x = queries.index(i % g.QUERIES).load(query_words(g.HB, g.RB, c.ROWS, c.WORDS_K, g.K.PARTS))
-    return operands_of(x, c, g)
+    return operands_of(x, turns, c, g)
 
 
 @gluon.jit
-def loaded_query(tensors, strides, segment, h0, c: gl.constexpr, g: gl.constexpr):
+def loaded_query(tensors, strides, turns, segment, h0, c: gl.constexpr, g: gl.constexpr):
     """A segment's query that was not copied; a lane loads the stretches that its keys have."""
     L: gl.constexpr = query_words(g.HB, g.RB, c.ROWS, c.WORDS_K, g.K.PARTS)
     h = h0 + gl.arange(0, g.HB, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
@@ -117,4 +118,4 @@ def loaded_query(tensors, strides, segment, h0, c: gl.constexpr, g: gl.constexpr
     o_d = gl.arange(0, c.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     p_q = pointers_of(tensors.Q, strides, segment.q0, h, r, c) + o_d
     live, p_q = gl.broadcast(r < segment.rows * c.GROUP, p_q)
-    return operands_of(gl.load(p_q, mask=live, other=0.0), c, g)
+    return operands_of(gl.load(p_q, mask=live, other=0.0), turns, c, g)

@@ -83,6 +83,13 @@ class Share(NamedTuple):
     base: gl.tensor  # flat index of the request's first tile
 
 
+class Turns(NamedTuple):
+    """What columns of queries and of weighted values are multiplied by (`turns`), where rows lie rotated or scaled."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+
+
 class Cursor(NamedTuple):
     """Where the copies are: ahead of the tiles in use, over the ends of segments and requests."""
 

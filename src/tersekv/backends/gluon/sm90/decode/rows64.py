@@ -22,6 +22,7 @@ from .rows import column_of, store_rows_of_head, store_state_of_head
 from .rows64_convert import KINDS, SCALE_TURNS, convert_share
 from .rows64_softmax import LANES, ROWS, by_lane, lanes_of, scaled, score_layout, weigh
 from .seen import whole_tiles
+from .turns import keep_turns, load_turns, make_turns, turned_back, turned_query
 from .work import per_head, share_of
 
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf times it is −inf
@@ -33,7 +34,7 @@ def sum_layout(c):
 
 
 @gluon.jit
-def query_in_registers(tensors, strides, segment, h, r0, sign, c: gl.constexpr):
+def query_in_registers(tensors, strides, turns, segment, h, r0, sign, c: gl.constexpr, g: gl.constexpr):
     """(query rows from r0 on in fp16 as the left operand, a factor of their scores [ROWS]): see `query.operands_of`."""
     S: gl.constexpr = score_layout(c)
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
@@ -41,6 +42,7 @@ def query_in_registers(tensors, strides, segment, h, r0, sign, c: gl.constexpr):
     o_d = column_of(gl.arange(0, c.PARTS * c.WORDS_K, gl.SliceLayout(0, A)), c)
     p_row = pointers_of(tensors.Q, strides, segment.q0, h, o_r, c)
     x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < segment.rows * c.GROUP)[:, None], other=0.0).to(gl.float32)
+    x = turned_query(x, turns, 1, c, g)
     field = gl.maximum((gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) >> 23) & 0xFF, 1)
     inverse = (gl.maximum(254 - field, 1) << 23).to(gl.float32, bitcast=True) * sign
     factor = gl.convert_layout((field << 23).to(gl.float32, bitcast=True) * c.K_FACTOR, gl.SliceLayout(1, S))
@@ -114,7 +116,7 @@ def attend_ahead(q, scale, softcap, hand, turn, t0, t1, u0, u1, seen_by, c: gl.c
 
 
 @gluon.jit
-def attend(tensors, scales, strides, hand, share, which: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
+def attend(tensors, scales, strides, turns, hand, share, which: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
     """Attend 64 query rows over the share's tiles."""
     LENS, CU, h = tensors.LENS, tensors.CU, share.group
     x, end, b, base = share.x, share.end, share.b, share.base
@@ -128,7 +130,7 @@ def attend(tensors, scales, strides, hand, share, which: gl.constexpr, c: gl.con
         b, base, request = request_at(LENS, CU, x, b, base, request, c)
         segment = segment_at(x, end, b, base, request)
         r0 = segment.i * c.ROWS + which * ROWS
-        q, factor = query_in_registers(tensors, strides, segment, h, r0, sign, c)
+        q, factor = query_in_registers(tensors, strides, turns, segment, h, r0, sign, c, g)
         scale = factor * (k_scales * sign)
         scale = gl.where(scale < MIN_SCALE, MIN_SCALE, scale)
         LANE: gl.constexpr = lanes_of(by_lane(gl.full([ROWS, c.TILE], 0.0, gl.float32, score_layout(c))).type.layout)
@@ -144,6 +146,8 @@ def attend(tensors, scales, strides, hand, share, which: gl.constexpr, c: gl.con
         ROW: gl.constexpr = gl.SliceLayout(1, sums.acc.type.layout)
         m, l = gl.convert_layout(gl.max(sums.m, 1), ROW), gl.convert_layout(gl.sum(sums.l, 1), ROW)
         state = State(m, l, sums.acc)
+        if g.V.TURN.ANY:
+            state = turned_back(state, turns, c, g)
         o_m = gl.arange(0, ROWS, ROW)
         if segment.t0 == 0:  # all warpgroups write the same
             pieces = pieces_from(segment, share.per, share.i)
@@ -159,7 +163,7 @@ def attend(tensors, scales, strides, hand, share, which: gl.constexpr, c: gl.con
 
 @gluon.jit
 def decode_rows64_kernel(
-    Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART,
+    Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
     B, T, sq_t, sq_h, st_b, sm_t, so_t, so_h, sl_t, sl_h, c: gl.constexpr, g: gl.constexpr,
 ):  # fmt: skip
@@ -176,13 +180,16 @@ def decode_rows64_kernel(
     if c.TOKEN_SCALES:
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         columns = gl.allocate_shared_memory(gl.float32, [SCALE_TURNS * KINDS, c.TILE], PLAIN)
+    turns = make_turns(tiles16, c, g)
     full = make_barriers(2, g.STAGES)
     ready, empty = barriers(g.SLOTS, 1), barriers(g.SLOTS, g.RB // 4)
     fence_async_shared()
     wait_for_previous()
     if c.RAGGED:
         zero_padding(OUT, LSE, gl.load(CU + B).to(gl.int32), T, p, gl.num_programs(0), so_t, so_h, sl_t, sl_h, c)
+    factors = load_turns((K_SIGNS, V_SIGNS), (K_CHANNELS, V_CHANNELS), h, c, g)
     share = share_of(LENS, CU, B, i_share, num_shares, h, c)
+    keep_turns(turns, factors)
     tensors = Tensors(Q, LENS, CU, MASK, SINKS, OUT, LSE, PART, META)
     scales = Scales(
         scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E, k_scale, K_T, v_scale, V_T,
@@ -196,7 +203,7 @@ def decode_rows64_kernel(
         gl.warp_specialize(
             [
                 (convert_share, (boxes, tables, rings, full, hand, share, c, g)),
-                (attend, (tensors, scales, strides, hand, share, 0, c, g)),
+                (attend, (tensors, scales, strides, turns, hand, share, 0, c, g)),
             ],
             [4],
             [176],
@@ -205,8 +212,8 @@ def decode_rows64_kernel(
         gl.warp_specialize(
             [
                 (convert_share, (boxes, tables, rings, full, hand, share, c, g)),
-                (attend, (tensors, scales, strides, hand, share, 0, c, g)),
-                (attend, (tensors, scales, strides, hand, share, 1, c, g)),
+                (attend, (tensors, scales, strides, turns, hand, share, 0, c, g)),
+                (attend, (tensors, scales, strides, turns, hand, share, 1, c, g)),
             ],
             [4, 4],
             [208, 208],

@@ -27,6 +27,7 @@ from .query import pointers_of
 from .records import Buffers, State
 from .rows import column_of, visible_of_tile
 from .seen import live_keys
+from .turns import turned_query
 
 
 @gluon.constexpr_function
@@ -97,7 +98,7 @@ def make_buffers(c: gl.constexpr, g: gl.constexpr):
 
 
 @gluon.jit
-def query_to_shared(tensors, strides, segment, h, q_s, c: gl.constexpr, g: gl.constexpr):
+def query_to_shared(tensors, strides, turns, segment, h, q_s, c: gl.constexpr, g: gl.constexpr):
     """A segment's query rows into shared memory, in fp16; a factor of their scores [ROWS] (see `query.operands_of`)."""
     D: gl.constexpr = c.PARTS * c.WORDS_K
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [g.RB, 1], [1, 0])
@@ -105,6 +106,7 @@ def query_to_shared(tensors, strides, segment, h, q_s, c: gl.constexpr, g: gl.co
     o_d = column_of(gl.arange(0, D, gl.SliceLayout(0, L)), c)
     p_row = pointers_of(tensors.Q, strides, segment.q0, h, o_r, c)
     x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < segment.rows * c.GROUP)[:, None], other=0.0).to(gl.float32)
+    x = turned_query(x, turns, 1, c, g)
     top = gl.max(gl.abs(x), 1)
     field = gl.maximum((top.to(gl.int32, bitcast=True) >> 23) & 0xFF, 1)
     inverse = (gl.maximum(254 - field, 1) << 23).to(gl.float32, bitcast=True)

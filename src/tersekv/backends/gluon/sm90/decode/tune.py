@@ -49,6 +49,12 @@ def row_bytes(f: SimpleNamespace) -> int:
     return k.row_bytes(f.q.shape[2]) + v.row_bytes(f.out.shape[2])
 
 
+def turned_bytes(f: SimpleNamespace, heads: int) -> int:
+    """Of what columns of a program's heads are multiplied by, where rows lie rotated or scaled."""
+    sides = ((f.k_signs, f.k_channel_scale, f.q), (f.v_signs, f.v_channel_scale, f.out))
+    return sum(4 * heads * x.shape[2] for *given, x in sides if given != [None, None])
+
+
 def _unpacks_once(f: SimpleNamespace) -> bool:
     """four_bits takes 32 rows: one warp of four heads' unpacks for all of them.
 
@@ -108,7 +114,7 @@ def tiles(f: SimpleNamespace) -> Tiles:
     elif t.programs_per_sm > 2 and width * rows > 1024:  # twice the accumulators
         t = t._replace(programs_per_sm=2, max_registers=255)
     key = row_bytes(f) * heads_of(f)
-    limit, most = launch.shared_memory(f) // t.programs_per_sm - 2048, t.tile
+    limit, most = launch.shared_memory(f) // t.programs_per_sm - 2048 - turned_bytes(f, heads_of(f)), t.tile
     while t.tile > 16 and t.stages * t.tile * key > limit:
         t = t._replace(tile=t.tile // 2)
     if t.copier and t.tile < most:  # smaller tiles, as many of them as keep the memory busy
@@ -123,7 +129,7 @@ def _wide(f: SimpleNamespace, rows: int) -> Tiles:
     if max(d, dv) > 128:
         t = t._replace(tile=32)
     query = 0 if rows == t.tile and d <= 128 else rows  # else it is held in registers
-    fixed = 2 * (query * d + t.tile * (d + dv)) + 4096
+    fixed = 2 * (query * d + t.tile * (d + dv)) + 4096 + turned_bytes(f, 1)
     stage = t.tile * (fmt.code_bytes(d) + fmt.code_bytes(dv))
     return t._replace(stages=max(2, min(6, (launch.shared_memory(f) // t.programs_per_sm - fixed) // stage)))
 
@@ -134,6 +140,7 @@ def _many(f: SimpleNamespace, rows: int) -> Tiles:
     programs = 128 // rows
     # 1 KB of a program is the driver's; barriers, and stored scales of four tiles.
     room = (launch.shared_memory(f) + 1024) // programs - 1536 - (4096 if fmt.scale == TOKEN_HEAD else 0)
+    room -= turned_bytes(f, 1)
     stage, slot = 2 * 64 * fmt.code_bytes(d), 2 * 64 * d
     slots = 4 if room - 4 * slot >= 3 * stage else 3
     return _MANY._replace(
@@ -152,6 +159,7 @@ def queries_ahead(f: SimpleNamespace, t: Tiles, hb: int) -> int:
     if t.wide or rows > 8 or four_bits(f) or not whole:
         return 0
     needed = t.stages * t.tile * hb * row_bytes(f) + (t.stages - 1) * hb * rows * d * f.q.dtype.itemsize
+    needed += turned_bytes(f, hb)
     return t.stages - 1 if needed <= launch.shared_memory(f) // t.programs_per_sm - 1024 else 0
 
 
