@@ -289,13 +289,13 @@ def test_no_requests_and_no_rows():
 def test_many_chunks_give_what_one_gives(format, monkeypatch):
     case = kv_case(format, [300, 65, 64], page_size=3)
     q = queries(6, 4, 32)
-    monkeypatch.setattr(attention, "_ELEMENTS_CPU", 1)
+    monkeypatch.setattr(attention, "_ELEMENTS", 1)
     check(case, q, window=250, softcap=3.0, mask=tree_mask([2, 2, 2]), sinks=torch.randn(4))
     check(case, q)
 
 
 def test_what_is_unpacked_at_once_does_not_grow_with_the_context(monkeypatch):
-    monkeypatch.setattr(attention, "_ELEMENTS_CPU", 1 << 12)
+    monkeypatch.setattr(attention, "_ELEMENTS", 1 << 12)
     taken = []
     to_float = gather.to_float
 

@@ -129,8 +129,7 @@ def test_no_requests_and_no_rows():
 def test_many_chunks_and_the_path_without_host_reads_give_the_same(format, monkeypatch):
     case = latent_case(format, [200, 0, 65, 3], page_size=3)
     q, cu = queries(6, 3), torch.tensor([0, 2, 2, 4, 5])
-    for name in ("_ELEMENTS_CPU", "_ELEMENTS"):
-        monkeypatch.setattr(attention, name, 1)
+    monkeypatch.setattr(attention, "_ELEMENTS", 1)
     check(case, q, cu_seqlens_q=cu, max_q_len=3)
     wanted = run(case, q, cu_seqlens_q=cu, max_q_len=3)
     for module in (attention, requests):

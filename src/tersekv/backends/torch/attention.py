@@ -5,7 +5,6 @@ Rows are B * H groups of M = drafts × query heads of a KV head, so that a chunk
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,13 +13,11 @@ from torch import Tensor
 from tersekv.formats import FP8
 
 from .codes import may_read
-from .gather import Places
+from .gather import Places, places
 from .requests import Batch, Rules, visible
 
-# Elements of a chunk's keys in fp32.
-_ELEMENTS_CPU, _ELEMENTS = 1 << 20, 1 << 26
+_ELEMENTS = 1 << 22  # of a chunk's keys in fp32
 _MIN_CHUNK = 64
-_LOG2E = 1.0 / math.log(2.0)  # a CPU's exp2 is twice as fast as its exp, and 30 times where exp underflows
 
 
 class Source(Protocol):
@@ -31,10 +28,10 @@ class Source(Protocol):
     heads: int
     widest: int  # columns of the longest row
 
-    def keys(self, places: Places) -> tuple[list[Tensor], Tensor | None]:
+    def keys(self, at: Places) -> tuple[list[Tensor], Tensor | None]:
         """Parts [B * H, C, D_i] of the keys, and the factor of each key's scores [B * H, C]."""
 
-    def values(self, places: Places) -> tuple[Tensor, Tensor | None]:
+    def values(self, at: Places) -> tuple[Tensor, Tensor | None]:
         """[B * H, C, Dv] and the factor of each value [B * H, C]; after `keys` of the same places."""
 
 
@@ -96,28 +93,23 @@ def attend(q: list[Tensor], source: Source, batch: Batch, rules: Rules, state: S
     state:  of other keys that the rows have attended to
     """
     groups, m, _ = q[0].shape
-    one_by_one = may_read(q[0])
-    elements = _ELEMENTS_CPU if one_by_one else _ELEMENTS
-    chunk = max(_MIN_CHUNK, elements // (groups * max(source.widest, m)))
+    chunk = max(_MIN_CHUNK, _ELEMENTS // (groups * max(source.widest, m)))
     for begin in range(batch.start, batch.stop, chunk):
         end = min(begin + chunk, batch.stop)
-        places = Places(batch.table, source.page_size, begin, end, None if one_by_one else batch.seq_lens)
-        seen = None
-        if not one_by_one or begin < batch.plain[0] or end > batch.plain[1]:
-            seen = visible(batch, begin, end, rules)
-        state = _step(q, source, places, seen, rules.softcap, state)
+        at = places(batch.table, source.page_size, begin, end, None if may_read(q[0]) else batch.seq_lens)
+        state = _step(q, source, at, visible(batch, begin, end, rules), rules.softcap, state)
     return state
 
 
 def _step(
     q: list[Tensor],
     source: Source,
-    places: Places,
-    seen: Tensor | None,
+    at: Places,
+    seen: Tensor,
     softcap: float,
     state: State | None,
 ) -> State:
-    keys, factor = source.keys(places)
+    keys, factor = source.keys(at)
     s = torch.bmm(q[0], keys[0].transpose(1, 2))
     for q_part, k_part in zip(q[1:], keys[1:], strict=True):
         s.baddbmm_(q_part, k_part.transpose(1, 2))
@@ -125,21 +117,19 @@ def _step(
         s.mul_(factor[:, None])
     if softcap:
         s.div_(softcap).tanh_().mul_(softcap)
-    if seen is not None:
-        _hide(s, seen, source.heads, -torch.inf)
+    _hide(s, seen, source.heads, -torch.inf)
 
     top = s.amax(-1, keepdim=True)
     if state is not None:
         top = torch.maximum(state.top, top)
     base = top.masked_fill(top == -torch.inf, 0.0)  # nothing seen yet: exp(−inf − 0) is 0, exp(−inf + inf) is not
-    p = s.sub_(base).mul_(_LOG2E).exp2_()
+    p = s.sub_(base).exp_()
     total = p.sum(-1, keepdim=True)
-    values, factor = source.values(places)
+    values, factor = source.values(at)
     if factor is not None:
         p.mul_(factor[:, None])
-        if seen is not None:
-            _hide(p, seen, source.heads, 0.0)  # a stale factor may be NaN
-    acc = weigh(p, values, seen, source.heads)
+        _hide(p, seen, source.heads, 0.0)  # a stale factor may be NaN
+    acc = _weigh(p, values, seen, source.heads)
     if state is None:
         return State(top, total, acc)
     old = (state.top - base).exp_()
@@ -152,9 +142,9 @@ def _hide(x: Tensor, seen: Tensor, heads: int, value: float) -> None:
     x.view(b, heads, q, -1, c).masked_fill_(~seen[:, None, :, None], value)
 
 
-def weigh(p: Tensor, values: Tensor, seen: Tensor | None, heads: int) -> Tensor:
+def _weigh(p: Tensor, values: Tensor, seen: Tensor, heads: int) -> Tensor:
     """p [B * H, Q * G, C] × values [B * H, C, Dv], in which a value that is not seen weighs nothing, even if NaN."""
-    if seen is None or (may_read(values) and values.sum().isfinite()):
+    if may_read(values) and values.sum().isfinite():
         return torch.bmm(p, values)
     b, drafts, c = seen.shape
     p, values = p.view(b, heads, drafts, -1, c), values.view(b, heads, c, -1)

@@ -54,21 +54,21 @@ class KVSource:
         self.num_pages, self.page_size, self.heads = call.k_cache.shape[:3]
         self.widest = max(call.q.shape[2], call.out.shape[2])
 
-    def keys(self, places: Places) -> tuple[list[Tensor], Tensor | None]:
-        x, factor = self._load(self._k_format, self._k, self._ks, places)
+    def keys(self, at: Places) -> tuple[list[Tensor], Tensor | None]:
+        x, factor = self._load(self._k_format, self._k, self._ks, at)
         return [x], factor
 
-    def values(self, places: Places) -> tuple[Tensor, Tensor | None]:
-        return self._load(self._v_format, self._v, self._vs, places)
+    def values(self, at: Places) -> tuple[Tensor, Tensor | None]:
+        return self._load(self._v_format, self._v, self._vs, at)
 
     def _load(
-        self, f: KVFormat, codes: PagedRows, scales: PagedRows | None, places: Places
+        self, f: KVFormat, codes: PagedRows, scales: PagedRows | None, at: Places
     ) -> tuple[Tensor, Tensor | None]:
         if scales is None:
-            return codes.load(places), None
+            return codes.load(at), None
         if f.scale == BLOCK:
-            return load_blocks(codes, scales, places), None
-        x, factor = codes.load(places), scales.load(places)
+            return load_blocks(codes, scales, at), None
+        x, factor = codes.load(at), scales.load(at)
         return x - zero_points(factor)[..., None] if f.code == "int4" else x, factor
 
 

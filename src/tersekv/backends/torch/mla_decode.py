@@ -54,13 +54,13 @@ class LatentSource:
         self.widest = call.ckv.shape[2]
         self._latents: Tensor | None = None
 
-    def keys(self, places: Places) -> tuple[list[Tensor], Tensor | None]:
+    def keys(self, at: Places) -> tuple[list[Tensor], Tensor | None]:
         if self._scales is None:
-            self._latents = self._ckv.load(places)
+            self._latents = self._ckv.load(at)
         else:
-            self._latents = load_blocks(self._ckv, self._scales, places)
-        return [self._latents, self._kpe.load(places)], None
+            self._latents = load_blocks(self._ckv, self._scales, at)
+        return [self._latents, self._kpe.load(at)], None
 
-    def values(self, places: Places) -> tuple[Tensor, Tensor | None]:
+    def values(self, at: Places) -> tuple[Tensor, Tensor | None]:
         assert self._latents is not None
         return self._latents, None

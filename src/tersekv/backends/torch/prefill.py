@@ -52,11 +52,11 @@ class NewRows:
         self.num_pages, self.heads = call.k.shape[:2]
         self.widest = max(call.q.shape[2], call.out.shape[2])
 
-    def keys(self, places: Places) -> tuple[list[Tensor], Tensor | None]:
-        return [self._k.load(places)], None
+    def keys(self, at: Places) -> tuple[list[Tensor], Tensor | None]:
+        return [self._k.load(at)], None
 
-    def values(self, places: Places) -> tuple[Tensor, Tensor | None]:
-        return self._v.load(places), None
+    def values(self, at: Places) -> tuple[Tensor, Tensor | None]:
+        return self._v.load(at), None
 
 
 def _seeing(batch: Batch, t: int) -> Batch:
@@ -76,7 +76,7 @@ def _before(batch: Batch) -> Batch:
 def _among(batch: Batch, t: int) -> Batch:
     """The new rows as the keys of requests that have no others: token i of one lies in page `rows[i]`."""
     table, stop = batch.rows.clamp(max=t - 1), batch.rows.shape[1]
-    return batch._replace(table=table, seq_lens=batch.q_lens, start=0, stop=stop, plain=(0, 0))
+    return batch._replace(table=table, seq_lens=batch.q_lens, start=0, stop=stop)
 
 
 def _as_new_rows(state: State, call: Any, factor: float | Tensor, heads: int) -> State:

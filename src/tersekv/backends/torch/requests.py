@@ -24,7 +24,6 @@ class Batch(NamedTuple):
     rows: Tensor  # [B, Q] int64: query row of each draft; T where a request has fewer
     start: int  # keys [start, stop) are looked at
     stop: int
-    plain: tuple[int, int]  # keys [lo, hi) of them are seen by every row
 
 
 class Rules(NamedTuple):
@@ -76,11 +75,10 @@ def _one(call: Any, b: int, n: int, t0: int, t1: int, rules: Rules, page_size: i
         raise ValueError(f"max_q_len: want at least {t1 - t0}, the rows of request {b}, got {call.max_q_len}")
     first = n - (t1 - t0)  # position of the first draft
     start = max(0, first - rules.window + 1) if rules.window else 0
-    plain = max(0, n - rules.window) if rules.window else 0, first if rules.mask is not None else first + 1
     table = call.page_table[b : b + 1, :used].to(torch.int64)
     lengths = torch.tensor([n, t1 - t0], device=table.device)
     rows = torch.arange(t0, t1, device=table.device)[None]
-    return Batch(table, lengths[:1], lengths[1:], rows, start, stop, plain)
+    return Batch(table, lengths[:1], lengths[1:], rows, start, stop)
 
 
 def _check_pages(ids: Tensor, b: int, num_pages: int) -> None:
@@ -105,7 +103,7 @@ def _together(call: Any, page_size: int) -> Batch:
         draft = torch.arange(call.max_q_len, device=device)
         rows = torch.where(draft < q_lens[:, None], starts[:-1, None] + draft, t)
     table = call.page_table.to(torch.int64)
-    return Batch(table, seq_lens, q_lens, rows, 0, table.shape[1] * page_size, (0, 0))
+    return Batch(table, seq_lens, q_lens, rows, 0, table.shape[1] * page_size)
 
 
 def visible(batch: Batch, begin: int, end: int, rules: Rules) -> Tensor:
