@@ -180,11 +180,14 @@ def doors_of(op: str, kind: str) -> tuple[str, ...]:
     return tuple(name for name in _AUTO.get(kind, ("torch",)) if _has(name, op))
 
 
-def forget_scratch() -> None:
-    """Let this thread's next call allocate scratch that GPU backends keep between calls."""
+def forget_scratch(side_streams: bool = False) -> None:
+    """Let this thread's next call allocate scratch that GPU backends keep between calls.
+
+    side_streams:  only where it runs on another than the default stream
+    """
     kept = sys.modules.get(f"{__package__}.backends.host.launch")  # not loaded: nothing is kept
     if kept is not None:
-        kept.forget_scratch()
+        kept.forget_scratch(side_streams)
 
 
 def _make(op: str, call: tuple, backend: str | None, arch: int | None) -> Plan:

@@ -14,6 +14,8 @@ import triton
 from tersekv.backends.host import bind, launch
 from tersekv.backends.host.bind import Launches, Template
 from tersekv.backends.host.launch import Launch, scratch
+from tersekv.calls import AppendCall
+from tersekv.ops import registry
 
 STREAM = 77
 
@@ -174,6 +176,19 @@ def test_scratch_is_kept_by_stream_and_thread_and_a_capture_gets_its_own(monkeyp
         assert other.submit(take, 100).result() is not first
     state["capturing"] = True
     assert take(100) is not first
+
+
+def test_a_registered_operator_keeps_no_scratch_of_a_side_stream(monkeypatch):
+    state = {"stream": 0}
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: state["stream"], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    taken = []
+    monkeypatch.setattr(registry, "dispatch", lambda *call: taken.append(scratch(100, OnCuda())))
+    operator = registry._implementation("append")
+    for state["stream"] in (0, 7, 0, 7):
+        operator(*AppendCall._fields, None)
+    assert taken[2] is taken[0]
+    assert taken[3] is not taken[1]
 
 
 def test_the_interpreter_compiles_nothing_and_runs_every_time():

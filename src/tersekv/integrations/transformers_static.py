@@ -221,7 +221,7 @@ class TersekvStaticLayer(TersekvLayer):
 
 
 class TersekvStaticCache(TersekvCache):
-    """A paged cache for compiled models: on a GPU `model.generate(..., past_key_values=cache)` compiles the decode step.
+    """A paged cache for compiled models: on a GPU `generate` compiles its decode step by itself.
 
         config, format, ...:  as `TersekvCache` takes them, but for `num_pages`
         max_tokens:           tokens of a sequence that there is room for, padding included: prompt and new ones

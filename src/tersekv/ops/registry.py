@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import checks
 from ..calls import CALLS
-from ..plan import dispatch, facts
+from ..plan import dispatch, facts, forget_scratch
 from ..recall import Way, remember, tracing
 
 _SCHEMA_NAMES = {Tensor: "Tensor", str: "str", int: "SymInt", float: "float", bool: "bool"}
@@ -41,6 +41,8 @@ def _implementation(op: str) -> Callable[..., None]:
 
     def run(*flat: object) -> None:
         dispatch(op, record(*flat[:-1]), typing.cast("str | None", flat[-1]))
+        # torch.compile warms its CUDA graphs up beside the default stream, in memory that they get back.
+        forget_scratch(side_streams=True)
 
     return run
 

@@ -237,9 +237,10 @@ def kept_scratch(n: int, device: torch.device, stream: int) -> Tensor:
     return found[1]
 
 
-def forget_scratch() -> None:
-    """Allocate anew when this thread next needs scratch."""
-    _kept.by_stream.clear()
+def forget_scratch(side_streams: bool = False) -> None:
+    """Allocate anew when this thread next needs scratch; side_streams: only on others than the default stream."""
+    for key in [key for key in _kept.by_stream if key[1] != 0 or not side_streams]:
+        del _kept.by_stream[key]
 
 
 class Address:
