@@ -84,6 +84,7 @@ ASKS = {
     ("integrations/transformers_eval.py", "_dtype"): "the dtype that an evaluation runs in",
     ("integrations/transformers_store.py", "absorbed_weights"): "autocast has a dtype for each device",
     ("integrations/vllm_attention.py", "supports_dtype"): "float32 queries are taken on CPUs alone (README, Limits)",
+    ("integrations/sglang_attention.py", "_first_look"): "a graph's capture, and a CPU compiles nothing",
     ("integrations/sglang_attention.py", "support_triton"): "SGLang asks whether a kernel of its own fits the device",
     ("integrations/vllm_attention.py", "_compile_once"): "a CPU compiles nothing",
     ("integrations/vllm_mla.py", "forward_mha"): "prompts that vLLM's own kernels for GPUs attend to",

@@ -93,7 +93,8 @@ def gathered(
     rows = torch.tensor([-(-n // PAGE) * PAGE for n in context], device=device)
     n = sum(-(-n // PAGE) * PAGE for n in context)
     if n == 0:
-        return tuple(torch.zeros(PAGE, x.shape[-1], dtype=dtype, device=device) for x in (pages.ckv, pages.kpe))
+        ckv, kpe = (torch.zeros(PAGE, x.shape[-1], dtype=dtype, device=device) for x in (pages.ckv, pages.kpe))
+        return ckv, kpe
     request = torch.repeat_interleave(torch.arange(len(context), device=device), rows, output_size=n)
     at = torch.arange(n, device=device) - (rows.cumsum(0) - rows)[request]
     at = torch.minimum(at, torch.tensor(context, device=device)[request] - 1)
