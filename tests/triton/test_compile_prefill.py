@@ -98,3 +98,11 @@ def test_other_numbers_of_rows_and_requests_compile_nothing_new():
         found.add((kernel.launch.fn, kernel.arguments["c"]))
     assert len({(fn, tuple(c.items())) for fn, c in found}) == 1
     assert {p.name for p in prefill.prefill_kernel.params if p.do_not_specialize} == {"B", "CU", "T"}
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dv", "tile"), [("bf16", 32, 32), ("bf16", 64, 64), ("fp8_e4m3", 64, 32), ("nvfp4", 128, 32)]
+)
+def test_narrow_values_are_taken_in_small_tiles_on_hopper(fmt, dv, tile):
+    f = facts("prefill", call_of(fmt, dv=dv), arch=90)
+    assert prefill.configure(f).constants.TILE == tile
