@@ -155,39 +155,62 @@ def test_a_pool_stays_sglangs_where_another_backend_attends(monkeypatch):
     assert plugin._pool_class(lambda self, kind: kind, None, kind="mha") == "mha"
 
 
+class Model:
+    """Two layers, the second with a window: over one pool, or each over its own."""
+
+    def __init__(self, two_pools: bool, monkeypatch) -> None:
+        pool = pool_of("int8_per_token_head", monkeypatch)
+        if two_pools:
+            sizes = {"head_num": KV_HEADS, "head_dim": DIM, "v_head_dim": DIM_V}
+            pool = SWAKVPool(
+                SIZE, SIZE, PAGE, torch.bfloat16, swa_attention_layer_ids=[1], full_attention_layer_ids=[0],
+                device="cpu", token_to_kv_pool_class=TersekvPool, **sizes,
+            )  # fmt: skip
+            # Pages of the other pool lie in the opposite order; 0 stays.
+            n = torch.arange(SIZE + PAGE)
+            pool.register_mapping(torch.where(n < PAGE, n, (SIZE // PAGE + 1 - n // PAGE) * PAGE + n % PAGE))
+        self.runner, self.layers = runner_of(pool), [layer_of(), layer_of(1, sliding_window_size=39)]
+        self.backend = TersekvBackend(self.runner)
+
+    def step(self, mode: ForwardMode, lens: list[int], new: list[int], seed: int):
+        batch = batch_of(self.runner, mode, lens, new)
+        self.backend.init_forward_metadata(batch)
+        return batch, self.attend(batch, seed)
+
+    def attend(self, batch, seed: int) -> list[torch.Tensor]:
+        return [attend(self.backend, layer, batch, seed) for layer in self.layers]
+
+
+def test_layers_with_a_window_attend_alike_over_a_pool_of_their_own(monkeypatch):
+    one, two = Model(False, monkeypatch), Model(True, monkeypatch)
+    for mode, lens, new in (
+        (ForwardMode.EXTEND, [60, 150, 17], [60, 150, 17]),
+        (ForwardMode.MIXED, [61, 152, 18, 40], [1, 2, 1, 40]),
+        (ForwardMode.DECODE, [62, 153, 19, 41], [1] * 4),
+    ):
+        (_, want), (_, got) = (model.step(mode, lens, new, seed=lens[0]) for model in (one, two))
+        assert all(map(torch.equal, got, want))
+        assert not torch.equal(*got)
+
+
 @pytest.mark.parametrize("two_pools", [False, True])
 def test_a_graph_of_decodes_reads_no_value_on_the_host_and_attends_as_without(two_pools, monkeypatch):
-    pool, layers = pool_of("int8_per_token_head", monkeypatch), [layer_of(), layer_of(1, sliding_window_size=39)]
-    if two_pools:
-        sizes = {"head_num": KV_HEADS, "head_dim": DIM, "v_head_dim": DIM_V}
-        pool = SWAKVPool(SIZE, SIZE, PAGE, torch.bfloat16, swa_attention_layer_ids=[1], full_attention_layer_ids=[0],
-                         device="cpu", token_to_kv_pool_class=TersekvPool, **sizes)  # fmt: skip
-        # Pages of the other pool lie in the opposite order; 0 stays.
-        n = torch.arange(SIZE + PAGE)
-        pool.register_mapping(torch.where(n < PAGE, n, (SIZE // PAGE + 1 - n // PAGE) * PAGE + n % PAGE))
-    runner = runner_of(pool)
-    backend = TersekvBackend(runner)
-    prompts = batch_of(runner, ForwardMode.EXTEND, [60, 150, 17], [60, 150, 17])
-    backend.init_forward_metadata(prompts)
-    for layer in layers:
-        attend(backend, layer, prompts, 10)
-    batch = batch_of(runner, ForwardMode.DECODE, [61, 151, 18, 1], [1, 1, 1, 1])
-    backend.init_forward_metadata(batch)
-    eager = [attend(backend, layer, batch, 20) for layer in layers]
-    assert not torch.equal(*eager)
-    backend.init_cuda_graph_state(4, 4)
-    backend.init_forward_metadata_in_graph(batch)
-    for layer, want in zip(layers, eager, strict=True):
-        assert torch.equal(attend(backend, layer, batch, 20), want)
+    model = Model(two_pools, monkeypatch)
+    prompts, _ = model.step(ForwardMode.EXTEND, [60, 150, 17], [60, 150, 17], 10)
+    batch, want = model.step(ForwardMode.DECODE, [61, 151, 18, 1], [1, 1, 1, 1], 20)
+    model.backend.init_cuda_graph_state(4, 4)
+    model.backend.forward_metadata = None
+    model.backend.init_forward_metadata_in_graph(batch)
+    assert all(map(torch.equal, model.attend(batch, 20), want))
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:  # raises where a value is asked for
         like = SimpleNamespace(**vars(batch))
         for name in ("seq_lens", "req_pool_indices", "out_cache_loc"):
             setattr(like, name, fake.from_tensor(getattr(batch, name)))
-        backend.init_forward_metadata_in_graph(like)
+        model.backend.init_forward_metadata_in_graph(like)
         with pytest.raises(DataDependentOutputException):
             like.seq_lens.max().item()
     with pytest.raises(NotImplementedError, match="forward_mode: want DECODE in a graph, got EXTEND"):
-        backend.init_forward_metadata_in_graph(prompts)
+        model.backend.init_forward_metadata_in_graph(prompts)
 
 
 def test_rows_that_the_model_wrote_itself_are_read_from_the_pool(monkeypatch):
