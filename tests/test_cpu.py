@@ -130,6 +130,19 @@ def test_few_rows_are_right_in_every_number_of_rows_and_columns(format, native):
         assert (got - want).norm() < 3e-3 * want.norm(), (rows, dim)
 
 
+def test_zero_points_cost_a_long_request_no_digits(native):
+    layer = tersekv.PagedKVCache.allocate(1, 512, 64, 1, 128, format="int4_per_token_head")[0]
+    torch.manual_seed(0)
+    k, v, q = torch.randn(32768, 1, 128), torch.randn(32768, 1, 128), torch.randn(1, 4, 128).to(BF)
+    tersekv.append(k, v, layer, torch.arange(32768), backend="cpu")
+    call = (q, layer, torch.arange(512)[None].int(), torch.tensor([32768], dtype=torch.int32))
+    want = tersekv.decode(*call, out_dtype=torch.float32, backend="torch")
+    got = tersekv.decode(*call, out_dtype=torch.float32, backend="cpu")
+    rounded = tersekv.decode(*call, backend="cpu")
+    assert (got - want).norm() < 3e-6 * want.norm()
+    assert (rounded - want).norm() < 2.8e-3 * want.norm()
+
+
 @pytest.mark.parametrize("rotation", [None, "hadamard"])
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_per_token_head", "nvfp4", "int4_per_token_head"])
 def test_new_rows_are_met_as_they_are_after_a_prefix_that_is_cut_into_pieces(format, rotation, native):

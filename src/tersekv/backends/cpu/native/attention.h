@@ -21,8 +21,7 @@ struct Item {
 };
 
 // The state of `count` rows: weighted values [count, stride], and a maximum and a sum for each. Behind a row's values
-// comes, for each factor of a value, the sum of the weights, of which a key that weighs much is known; behind that, where
-// values are int4, what each of the row's values lacks: the sum of weights times shifts.
+// comes, for each factor of a value, the sum of the weights, of which a key that weighs much is known.
 struct State {
     float* values;
     Running* running;
@@ -165,13 +164,8 @@ struct Attend {
     }
 
 private:
-    // Weighted values of a KV head as they are meant: with what int4 lacks, in the order of columns, turned back.
+    // Weighted values of a KV head as they are meant: in the order of columns, turned back.
     void settle(int64_t head, float* row) const {
-        if (c.values.dtype == INT4) {
-            float& lacks = row[tiles.value_stride + 1];
-            for (int64_t j = 0; j < tiles.value_stride; j += W) store(row + j, load<VecF>(row + j) + lacks);
-            lacks = 0.0f;
-        }
         if constexpr (Unit::VALUES == 2)
             if (tiles.few) columns_of_few(Unit(), c.values.dtype, c.values.columns, row);
         turn_back(c.value_turn, at, head, row, c.values.columns);
@@ -397,12 +391,16 @@ private:
             o.b = tiles.values + g * columns;
             o.c = state.values + g * columns;
             auto add = [&] {
-                // Like one more column of values, so that what rounding takes of a weight meets code less zero point.
-                for (int64_t r = 0; m.dtype == INT4 && r < item.rows; r++)
-                    sums_of(state, r)[1] += dot(Unit(), tiles.weights + r * o.a_stride, tiles.shifts, padded);
+                // By the weights as they are rounded, so that what is lost of one meets its code less the zero point.
+                float lacks[MOST_ROWS];
+                for (int64_t r = 0; m.dtype == INT4 && r < item.rows; r++) {
+                    lacks[r] = dot(Unit(), tiles.weights + r * o.a_stride, tiles.shifts, padded);
+                    float* x = o.c + r * o.c_stride;
+                    for (int64_t i = 0; !straight && i < up(columns, W); i += W) store(x + i, load<VecF>(x + i) + lacks[r]);
+                }
                 if (!straight) return multiply<Unit>(o, item.rows, groups == 1 ? up(columns, W) : columns);
                 if constexpr (Unit::VALUES == 2)
-                    values_of_few(Unit(), m.dtype, rows, by, m.columns, tiles.weights, item.rows, o.c, o.c_stride);
+                    values_of_few(Unit(), m.dtype, rows, by, m.columns, tiles.weights, lacks, item.rows, o.c, o.c_stride);
             };
             add();
             if (!shows) continue;

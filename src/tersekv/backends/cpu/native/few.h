@@ -229,15 +229,20 @@ void few_scores_of(const Rows& rows, const Rows& factors, int64_t columns, const
     }
 }
 
-// Rows [ROWS, columns] of a state += weights [ROWS, TILE / 2 units] × values of a tile.
+// Rows [ROWS, columns] of a state += weights [ROWS, TILE / 2 units] × values of a tile. Of int4 each row has `lacks`
+// beside: sums start from there, since without it they would be large, and their last digits lost in a long state.
 template <int64_t DTYPE, int ROWS>
-void few_values(const Rows& rows, const Rows& factors, int64_t columns, const uint32_t* weights, float* out, int64_t stride) {
+void few_values(const Rows& rows, const Rows& factors, int64_t columns, const uint32_t* weights, const float* lacks,
+                float* out, int64_t stride) {
     Codes<DTYPE> codes(columns);
     for (int64_t c = 0; c < columns; c += SPAN) {
         codes.at(c);
         __m512 sum[ROWS][4];
 #pragma GCC unroll 16
-        for (int i = 0; i < ROWS * 4; i++) sum[i / 4][i % 4] = _mm512_loadu_ps(out + i / 4 * stride + c + i % 4 * W);
+        for (int i = 0; i < ROWS * 4; i++) {
+            const float* x = out + i / 4 * stride + c + i % 4 * W;
+            sum[i / 4][i % 4] = DTYPE == INT4 ? _mm512_set1_ps(lacks[i / 4]) : _mm512_loadu_ps(x);
+        }
         for (int64_t t = 0; t < rows.count; t += 2) {
             __m512i units[4];
             codes.values(rows, factors, t, units);
@@ -251,18 +256,22 @@ void few_values(const Rows& rows, const Rows& factors, int64_t columns, const ui
             }
         }
 #pragma GCC unroll 16
-        for (int i = 0; i < ROWS * 4; i++) _mm512_storeu_ps(out + i / 4 * stride + c + i % 4 * W, sum[i / 4][i % 4]);
+        for (int i = 0; i < ROWS * 4; i++) {
+            float* x = out + i / 4 * stride + c + i % 4 * W;
+            __m512 y = sum[i / 4][i % 4];
+            _mm512_storeu_ps(x, DTYPE == INT4 ? _mm512_add_ps(_mm512_loadu_ps(x), y) : y);
+        }
     }
 }
 
 template <int64_t DTYPE>
-void few_values_of(const Rows& rows, const Rows& factors, int64_t columns, const uint32_t* weights, int64_t count,
-                   float* out, int64_t stride) {
-    for (; count > 0; count -= 4, weights += 4 * (TILE / 2), out += 4 * stride) switch (count) {
-            case 1: few_values<DTYPE, 1>(rows, factors, columns, weights, out, stride); break;
-            case 2: few_values<DTYPE, 2>(rows, factors, columns, weights, out, stride); break;
-            case 3: few_values<DTYPE, 3>(rows, factors, columns, weights, out, stride); break;
-            default: few_values<DTYPE, 4>(rows, factors, columns, weights, out, stride);
+void few_values_of(const Rows& rows, const Rows& factors, int64_t columns, const uint32_t* weights, const float* lacks,
+                   int64_t count, float* out, int64_t stride) {
+    for (; count > 0; count -= 4, weights += 4 * (TILE / 2), lacks += 4, out += 4 * stride) switch (count) {
+            case 1: few_values<DTYPE, 1>(rows, factors, columns, weights, lacks, out, stride); break;
+            case 2: few_values<DTYPE, 2>(rows, factors, columns, weights, lacks, out, stride); break;
+            case 3: few_values<DTYPE, 3>(rows, factors, columns, weights, lacks, out, stride); break;
+            default: few_values<DTYPE, 4>(rows, factors, columns, weights, lacks, out, stride);
         }
 }
 
@@ -296,8 +305,8 @@ inline void scores_of_few(Pairs, int64_t dtype, const Rows& rows, const Rows& fa
 }
 
 inline void values_of_few(Pairs, int64_t dtype, const Rows& rows, const Rows& factors, int64_t columns,
-                          const uint32_t* weights, int64_t count, float* out, int64_t stride) {
-    BY_DTYPE_OF_FEW(dtype, few_values_of, rows, factors, columns, weights, count, out, stride)
+                          const uint32_t* weights, const float* lacks, int64_t count, float* out, int64_t stride) {
+    BY_DTYPE_OF_FEW(dtype, few_values_of, rows, factors, columns, weights, lacks, count, out, stride)
 }
 
 inline void pairs_of_few(Pairs, int64_t dtype, const Rows& rows, const Rows& factors, int64_t columns, uint32_t* out,
