@@ -21,7 +21,7 @@ LATENTS = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "first_k_dense_replace": 2,
 }  # fmt: skip
 CASES = {
-    "every format, one a layer": ("llama", {"num_hidden_layers": len(KV_FORMATS)}, {"layer_formats": KV_FORMATS}),
+    "every format, one a layer": ("llama", {"num_hidden_layers": len(KV_FORMATS)}, {"layer_formats": list(KV_FORMATS)}),
     "windows, and a softcap": ("gemma2", {}, {"format": "int8_per_token_head"}),
     "sinks": ("gpt_oss", {}, {"format": "fp8_e4m3"}),
     "latents": ("deepseek_v3", LATENTS, {"layer_formats": ["fp8_ds_mla", "fp8_e4m3"]}),

@@ -15,11 +15,12 @@ from tersekv import KV_FORMATS, OutOfPagesError, UnsupportedError
 from tersekv.integrations import transformers_store
 from tersekv.integrations.transformers import TersekvCache, TersekvStaticCache
 
-PAIR = ("int8_per_token_head", "nvfp4")
+FORMATS = list(KV_FORMATS)
+PAIRS = list(zip(FORMATS[::2], FORMATS[1::2], strict=True))  # every format, on one side
 ATTRIBUTES = {
     "rotation": ("hadamard", None),
-    "k_channel_scale": torch.linspace(0.2, 5, 2 * 2 * 16).view(2, 2, 16),
-    "v_channel_scale": torch.linspace(5, 0.2, 2 * 2 * 16).view(2, 2, 16),
+    "k_channel_scale": torch.linspace(0.2, 5, len(PAIRS) * 2 * 16).view(-1, 2, 16),
+    "v_channel_scale": torch.linspace(5, 0.2, len(PAIRS) * 2 * 16).view(-1, 2, 16),
 }
 ROOM = {"page_size": 8, "chunk": 16}
 
@@ -59,11 +60,12 @@ def compiled(graphs):
 
 
 CASES = {
-    "every format, one a layer": ("llama", {"num_hidden_layers": 9}, {"layer_formats": [*KV_FORMATS, PAIR]}),
-    "a pair, rotated, with channel scales": ("llama", {}, {"format": PAIR, **ATTRIBUTES}),
+    "pairs, rotated, with channel scales": (
+        "llama", {"num_hidden_layers": len(PAIRS)}, {"layer_formats": PAIRS, **ATTRIBUTES}
+    ),
     "windows, and a softcap": ("gemma2", {}, {"format": "fp8_per_token_head"}),
-    "latents": ("deepseek_v3", {}, {"layer_formats": ["fp8_ds_mla", "fp8_e4m3"]}),
-}
+    "latents": ("deepseek_v3", {"first_k_dense_replace": 2}, {"layer_formats": ["fp8_ds_mla", "fp8_e4m3"]}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -168,7 +170,7 @@ def test_a_copy_goes_its_own_way(family, ids):
 
 def test_a_prompt_is_compiled_too_once_there_are_pages(ids):
     torch._dynamo.reset()
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     want = model(ids, past_key_values=TersekvCache(model.config, **ROOM)).logits
     whole = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"run it eagerly, as generate does, or call early_init"):
