@@ -5,7 +5,8 @@
 A family works if `generate` writes the tokens, and the logits, of eager attention over transformers' own cache whose
 rows went through the same codec: greedily, for a batch with padding on the left, in bf16 and in an 8-bit format. Or it
 is refused, by an UnsupportedError that names the family or its class; or it cannot be built small, with the reason.
-All else is a failure: another result in silence, another error. Prints a line for each; exit code 1 for a failure.
+All else is a failure: another result in silence, another error. Of a family that works it is told whether its decode
+step is one graph over a `TersekvStaticCache`, with the same tokens. Prints a line for each; exit code 1 for a failure.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, CompileConfig, DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tersekv import UnsupportedError
 from tersekv.formats import kv_format
-from tersekv.integrations.transformers import ATTENTION, TersekvCache
+from tersekv.integrations.transformers import ATTENTION, TersekvCache, TersekvStaticCache
 from tersekv.testing.codes import column, decode_row, encode_row
 
 WORKS, REFUSED, NOT_BUILT, FAILS = "works", "refused", "not built", "fails"
+COMPILES = "one graph"
 FORMATS = ("bf16", "fp8_e4m3")
 BATCH, PROMPT, NEW, PADDED = 2, 40, 12, 11
 VOCABULARY, WINDOW = 97, 24
@@ -154,7 +156,7 @@ def model_of(config: Any, kind: Any) -> Any:
     return model.float().requires_grad_(False)
 
 
-def generated(model: Any, cache: Any, attention: str) -> tuple[Tensor, Tensor]:
+def generated(model: Any, cache: Any, attention: str, **options: Any) -> tuple[Tensor, Tensor]:
     """New tokens [B, NEW] and their logits [B, NEW, vocabulary]."""
     model.set_attn_implementation(attention)
     ids = torch.randint(2, VOCABULARY, (BATCH, PROMPT), generator=torch.Generator().manual_seed(2))
@@ -162,7 +164,7 @@ def generated(model: Any, cache: Any, attention: str) -> tuple[Tensor, Tensor]:
     mask[1, :PADDED] = 0
     out = model.generate(
         ids.where(mask.bool(), 0), attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False,
-        output_logits=True, return_dict_in_generate=True,
+        output_logits=True, return_dict_in_generate=True, **options,
     )  # fmt: skip
     if cache.get_seq_length() != PROMPT + NEW - 1:
         raise SilentError(f"the cache holds {cache.get_seq_length()} tokens of {PROMPT + NEW - 1}")
@@ -180,8 +182,8 @@ def apart(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> tuple[floa
     return float((got[1] - want[1])[seen].norm() / want[1][seen].norm()), int(same.sum())
 
 
-def measured(model: Any) -> dict[str, Any]:
-    """Distances by format. Raises SilentError for one that is too large, and for a model that feels no format."""
+def measured(model: Any, graphs: bool) -> dict[str, Any]:
+    """Distances by format; graphs: and whether it compiles. Raises SilentError for one that is too large, and for a model that feels no format."""
     told, wants = {}, {}
     for format in FORMATS:
         try:
@@ -193,14 +195,40 @@ def measured(model: Any) -> dict[str, Any]:
         if not off < CLOSE:
             raise SilentError(f"{format}: logits are off by {off:.1e}, {same} of {BATCH * NEW} tokens are the same")
         told[format] = {"off": float(f"{off:.1e}"), "same": same}
+    if graphs:
+        told["compiled"] = compiled(model, got)
     felt, _ = apart(wants[FORMATS[1]], wants[FORMATS[0]])
     if not felt > 4 * CLOSE:
         raise SilentError(f"its logits do not tell {' from '.join(FORMATS)}: {felt:.1e}")
     return told
 
 
-def judge(name: str) -> dict[str, Any]:
-    """What comes of a family."""
+def compiled(model: Any, want: tuple[Tensor, Tensor]) -> str:
+    """Whether the decode step becomes one graph, and one alone: COMPILES, or why not. Raises SilentError for other tokens
+    than those of a `TersekvCache`.
+    """
+    torch._dynamo.reset()
+    config = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    config._compile_all_devices = True  # without it, generate compiles on GPUs alone
+    cache = TersekvStaticCache(model.config, FORMATS[-1], max_tokens=PROMPT + NEW)
+    try:
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            got = generated(model, cache, ATTENTION, compile_config=config)
+    except SilentError:
+        raise
+    # Whatever the compiler or the model raises: it is what is looked for.
+    except Exception as e:
+        return first_line(e)
+    finally:
+        vars(model).pop("_compiled_call", None)
+    off, same = apart(got, want)
+    if not off < CLOSE:
+        raise SilentError(f"compiled: logits are off by {off:.1e}, {same} of {BATCH * NEW} tokens are the same")
+    return COMPILES
+
+
+def judge(name: str, graphs: bool = False) -> dict[str, Any]:
+    """What comes of a family. graphs: compile it, too, which takes some seconds."""
     told: dict[str, Any] = {"family": name}
     words = {name}
     try:
@@ -210,7 +238,7 @@ def judge(name: str) -> dict[str, Any]:
         TersekvCache(config)  # a family that is refused by its config need not be built
         model = model_of(config, kind)
         words |= {type(module).__name__ for module in model.modules()}
-        return {**told, "found": WORKS, **measured(model)}
+        return {**told, "found": WORKS, **measured(model, graphs)}
     except NotBuiltError as e:
         return {**told, "found": NOT_BUILT, "why": str(e)}
     except UnsupportedError as e:
@@ -234,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     rows = []
     for name in args.only.split(",") if args.only else families():
-        rows.append(judge(name))
+        rows.append(judge(name, graphs=True))
         print(*(f"{value}" for value in rows[-1].values()), flush=True)
     counts = {found: sum(row["found"] == found for row in rows) for found in (WORKS, REFUSED, NOT_BUILT, FAILS)}
     print(", ".join(f"{n} {found}" for found, n in counts.items()))

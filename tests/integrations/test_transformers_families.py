@@ -9,6 +9,7 @@ import torch
 from script import ROOT, script
 
 from tersekv.integrations import transformers as integration
+from tersekv.integrations.transformers_static import StaticBook
 from tersekv.integrations.transformers_store import KVStore
 
 families = script("benchmarks/transformers_families.py")
@@ -52,6 +53,14 @@ def test_another_result_in_silence_is_a_failure(monkeypatch):
     told = families.judge("llama")
     assert told["found"] == families.FAILS
     assert "bf16: logits are off by" in told["why"]
+
+
+def test_other_tokens_of_a_graph_are_a_failure(monkeypatch):
+    right = StaticBook._slots
+    monkeypatch.setattr(StaticBook, "_slots", lambda self, table, places: right(self, table, places) ^ 1)
+    told = families.judge("llama", graphs=True)
+    assert told["found"] == families.FAILS
+    assert "compiled: logits are off by" in told["why"]
 
 
 def test_a_cache_that_a_model_ignores_is_a_failure(monkeypatch):

@@ -179,6 +179,8 @@ def test_a_prompt_is_compiled_too_once_there_are_pages(ids):
     cache = static(model)
     cache.early_initialization(3, 2, 16, torch.float32, ids.device)
     assert torch.equal(whole(ids, past_key_values=cache).logits, want)
+    with pytest.raises(UnsupportedError, match=r"^early_initialization: want a model that caches K and V"):
+        static(tiny("deepseek_v3")).early_initialization(3, 4, 16, torch.float32, ids.device)
 
 
 def test_a_full_cache_is_named(ids):

@@ -239,6 +239,18 @@ class TersekvStaticCache(TersekvCache):
             raise ValueError("num_pages: want None for a TersekvStaticCache, whose room is max_tokens, got a number")
         super().__init__(config, format, max_tokens=positive("max_tokens", max_tokens), **options)
 
+    def early_initialization(
+        self, batch_size: int, num_heads: int | list[int], head_dim: int | list[int], dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """Allocate the pages before the first forward, so that this can be compiled, too; K's and V's heads alike."""
+        if None not in self._latent_sizes:
+            raise UnsupportedError(
+                "early_initialization: want a model that caches K and V, got one whose latents have sizes of their "
+                "own; run the first forward eagerly, as generate does"
+            )
+        super().early_initialization(batch_size, num_heads, head_dim, dtype, device)
+
     def make_book(self, capacity: Capacity, windows: Sequence[int | None]) -> StaticBook:
         """Which token lies where, for layers with these windows."""
         return StaticBook(capacity, windows)
