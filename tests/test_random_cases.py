@@ -83,6 +83,8 @@ def test_a_case_is_a_line_and_back(case):
     [
         ("decode/bf16", "want operation/format/name"),
         ("encode/bf16/x", "the operation one of append, "),
+        ("decode/bf16/plian", "want a name of decode/bf16, one of plain, "),
+        ("decode/fp8_ds_mla/plain", "want a format of decode, one of bf16, "),
         ("decode/bf16/x lens", "want field=value"),
         ("decode/bf16/x length=3", "want field=value with a field of lens"),
         ("decode/bf16/x lens=3x,1", "lens: want lengths such as 24x6000,1"),

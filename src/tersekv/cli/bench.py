@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         type=names(_PRECISIONS),
         default=("exact",),
-        help="exact,fast also times precision='fast' (exact too, so far)",
+        help="exact,fast also times precision='fast'",
     )
     parser.add_argument(
         "--batch-invariant", action="store_true", help="decode and mla_decode also with that option, and what it costs"

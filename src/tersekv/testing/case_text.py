@@ -6,14 +6,16 @@ repeat are counted.
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from functools import cache
 from itertools import groupby
 from typing import Any
 
-from .cases import OPS, Case, Lens, cases
+from .cases import OPS, Case, Lens, cases, formats_of
 
 _FIELDS = {f.name: f for f in fields(Case) if f.name not in ("op", "format", "name", "quick")}
+_DRAWN = re.compile(r"\d+\.\d+")  # seed and number: the name of a random case
 
 
 @cache
@@ -42,6 +44,12 @@ def case_of(text: str) -> Case:
     parts = head.split("/")
     if len(parts) != 3 or parts[0] not in OPS or not all(parts):
         raise ValueError(f"want operation/format/name, the operation one of {', '.join(OPS)}, got {head!r}")
+    if parts[1] not in formats_of(parts[0]):
+        raise ValueError(f"want a format of {parts[0]}, one of {', '.join(formats_of(parts[0]))}, got {parts[1]!r}")
+    # A name alone says nothing of the case: without fields, one that is not listed is misspelt.
+    if not words and not _DRAWN.fullmatch(parts[2]):
+        names = [c.name for c in _listed().values() if (c.op, c.format) == (parts[0], parts[1])]
+        raise ValueError(f"want a name of {parts[0]}/{parts[1]}, one of {', '.join(names)}, got {parts[2]!r}")
     values: dict[str, Any] = dict(zip(("op", "format", "name"), parts, strict=True))
     for word in words:
         name, equals, value = word.partition("=")
