@@ -90,6 +90,10 @@ def test_channel_scales_are_largest_magnitudes_of_mean_1_a_head():
     torch.testing.assert_close((got[0, 5] / got[0, 4]).double(), largest[0, 5] / largest[0, 4])
     with pytest.raises(ValueError, match=r"^rows: want \[T, H, D\] with at least one token, got \[0, 2, 8\]"):
         tersekv.channel_scale(k[:0])
+    for value in (float("inf"), float("nan")):
+        k[3, 1, 4] = value
+        with pytest.raises(ValueError, match=f"^rows: want finite numbers, got {value}$"):
+            tersekv.channel_scale(k)
 
 
 def test_signs_are_the_same_at_every_call_and_for_every_size_that_has_the_power_of_two():

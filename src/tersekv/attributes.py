@@ -39,12 +39,15 @@ def channel_scale(rows: Tensor) -> Tensor:
     """[H, D] fp32: each channel's largest magnitude over rows [T, H, D], normalised to mean 1 a head: channel scales.
 
     Rows are what an append gets, keys after their rotary embedding: of some text that is like what will be cached. A
-    channel counts with a thousandth of the head's mean at least. Raises ValueError for rows of another rank or none.
+    channel counts with a thousandth of the head's mean at least. Raises ValueError for rows of another
+    rank, for none, and for rows that hold an infinity or a NaN: a calibration looks at values on the host.
     """
     if rows.dim() != 3 or not len(rows):
         raise ValueError(f"rows: want [T, H, D] with at least one token, got {list(rows.shape)}")
     # Not the root mean square: what is uneven within a channel would cost the whole row its steps (docs/choosing.md).
     size = rows.to(torch.float64).abs().amax(0)
+    if not size.isfinite().all():
+        raise ValueError(f"rows: want finite numbers, got {rows[~rows.isfinite()][0].item()}")
     mean = size.mean(-1, keepdim=True)
     size = torch.where(mean > 0, torch.maximum(size / mean, torch.full_like(size, _SMALLEST)), 1.0)
     return (size / size.mean(-1, keepdim=True)).to(torch.float32)

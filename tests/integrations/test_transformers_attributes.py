@@ -31,6 +31,18 @@ def test_attributes_change_the_rounding_alone():
     assert distance(got, want) < 2e-2
 
 
+def test_channel_scales_without_a_dimension_of_layers_are_those_of_every_layer():
+    model, scale = tiny("llama"), torch.linspace(0.2, 5, 2 * 16).view(2, 16)
+    one = logits(model, TersekvCache(model.config, "int4_per_token_head", k_channel_scale=scale))
+    each = logits(model, TersekvCache(model.config, "int4_per_token_head", k_channel_scale=scale.expand(2, 2, 16)))
+    assert torch.equal(one, each)
+    with pytest.raises(ValueError, match=r"k_channel_scale: want \[2, 16\] .*, got \[3, 16\]"):
+        logits(model, TersekvCache(model.config, "int4_per_token_head", k_channel_scale=torch.ones(3, 16)))
+    for layers in (1, 3):
+        with pytest.raises(ValueError, match=r"k_channel_scale: .* one for each of 2 layers, got \[., 2, 16\]"):
+            TersekvCache(model.config, "int4_per_token_head", k_channel_scale=torch.ones(layers, 2, 16))
+
+
 def test_layers_have_formats_of_their_own_and_keep_attributes_as_they_grow():
     model = tiny("llama")
     each = ["bf16", PAIR]

@@ -212,7 +212,7 @@ class TersekvCache(Cache):
                      where latents are (DeepSeek)
         layer_formats:  instead of it, such an entry for each layer
         rotation, k_channel_scale, v_channel_scale:  where K and V are cached, as `PagedKVCache.allocate` takes them;
-                     the scales [layers, H, D] and [layers, H, Dv]
+                     the scales for all layers, or [layers, H, D] and [layers, H, Dv]
         page_size:   tokens of a page
         max_tokens:  tokens of a sequence that there is room for from the start; longer ones make the cache grow
         num_pages:   a limit for each layer, beyond which OutOfPagesError is raised; None: grow as tokens come
@@ -276,6 +276,11 @@ class TersekvCache(Cache):
         self._attributes = {
             "rotation": rotation, "k_channel_scale": k_channel_scale, "v_channel_scale": v_channel_scale,
         }  # fmt: skip
+        for name in ("k_channel_scale", "v_channel_scale"):
+            scale = self._attributes[name]
+            if isinstance(scale, Tensor) and scale.dim() == 3 and len(scale) != len(windows):
+                got = list(scale.shape)
+                raise ValueError(f"{name}: want [H, D], or one for each of {len(windows)} layers, got {got}")
         half = all(entry in HALF for entry in self.formats)
         self.format, self.exact_prefill = self.formats[0], exact_prefill and not half
         self.book = self.make_book(Capacity(page_size, chunk, max_tokens, num_pages), windows)
@@ -299,7 +304,8 @@ class TersekvCache(Cache):
             if self._scales[name][index] != 1.0 and latents != (kind == "latents"):
                 got = f"{self._scales[name][index]:g} in layer {index}"
                 raise ValueError(f"{name}: want 1.0 for a model that does not cache {kind}, got {got}")
-        own = {n: x[index] if isinstance(x, Tensor) else x for n, x in self._attributes.items() if x is not None}
+        given = {n: x for n, x in self._attributes.items() if x is not None}
+        own = {n: x[index] if isinstance(x, Tensor) and x.dim() == 3 else x for n, x in given.items()}
         format = self.formats[index]
         if latents:
             if own or not isinstance(format, str):
