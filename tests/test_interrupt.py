@@ -101,6 +101,14 @@ def test_ctrl_c_while_a_command_is_running(command, tmp_path):
     told(process, command)
 
 
+def test_ctrl_c_while_processes_that_run_cases_are_loading(tmp_path):
+    process = start("verify", "--device", "cpu", "--random", "100", "--workers", "2", folder=tmp_path)
+    wait(lambda: len(left(process.pid)) == 4)  # it, what multiprocessing keeps beside it, and two
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    told(process, "verify")
+
+
 def test_ctrl_c_while_a_text_is_typed(tmp_path):
     process = start("eval", "--device", "cpu", "--text", "-", folder=tmp_path, stdin=subprocess.PIPE)
     wait(lambda: "libtorch_cpu" in maps(process))

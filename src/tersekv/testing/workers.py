@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -76,7 +77,8 @@ class _Worker:
         self.connection, theirs = spawn.Pipe()
         pool = self.pool
         self.process = spawn.Process(target=_serve, args=(theirs, pool.device, pool.backend, pool.runner), daemon=True)
-        self.process.start()
+        with _deaf():
+            self.process.start()
         self.began = False
         theirs.close()
 
@@ -126,6 +128,17 @@ class _Worker:
         return code
 
 
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """A process that is started within hears no Ctrl-C, while it loads PyTorch neither: whoever started it ends it."""
+    resource_tracker.ensure_running()  # the first process would start it, and that unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _ended(code: int | None) -> str:
     if code is None:
         return "the process gave no result"
@@ -135,7 +148,6 @@ def _ended(code: int | None) -> str:
 
 def _serve(connection: Connection, device: str, backend: str | None, runner: Runner) -> None:
     """Run what is asked for until nobody asks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started the pool ends it
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
         connection.send(None)
