@@ -51,17 +51,28 @@ def _grid(config: prefill.Config) -> tuple[int, ...]:
     return kernel.grid
 
 
+def turned(call: PrefillCall, rotation: str = "kv", channels: str = "kv") -> PrefillCall:
+    """The call over a cache whose keys ("k") and values ("v") lie rotated, or divided by channel scales."""
+    heads, d = call.k_cache.shape[2], call.q.shape[2]
+    signs = {f"{side}_signs": torch.empty(d & -d) for side in rotation}
+    return call._replace(**signs, **{f"{side}_channel_scale": torch.empty(heads, d) for side in channels})
+
+
 @cache
-def compiled(fmt: str, dtype: torch.dtype = torch.bfloat16, precision: str = "exact") -> dict:
+def compiled(fmt: str, dtype: torch.dtype = torch.bfloat16, precision: str = "exact", lies: str = "") -> dict:
     call = call_of(fmt, dtype=dtype, precision=precision)
+    if lies:
+        call = turned(call)
     (kernel,) = compile_launches(prefill.run, call, prefill.configure(facts_of(call)), 90)
     return kernel
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "int8_per_token_head"])
-def test_products_stay_in_flight_and_nothing_spills_in_the_long_loop(fmt):
+@pytest.mark.parametrize(
+    ("fmt", "lies"), [("bf16", ""), ("int8_per_token_head", ""), ("int8_per_token_head", "turned")]
+)
+def test_products_stay_in_flight_and_nothing_spills_in_the_long_loop(fmt, lies):
     """Each warpgroup's loop over tiles without a mask: sixteen products are started, and waited for twice."""
-    k = compiled(fmt)
+    k = compiled(fmt, lies=lies)
     assert k["shared"] <= SHARED
     sass = k["sass"]()
     tiles = loops(sass, "HGMMA")
@@ -77,6 +88,28 @@ def test_products_stay_in_flight_and_nothing_spills_in_the_long_loop(fmt):
     # Once an item, and in tiles at the causal edge: bf16 40 bytes a thread, int8 104.
     assert k["n_spills"] <= since({(3, 6): 112, (3, 7): 256})
     assert "UTMALDG.4D" in sass
+    assert "SHFL.BFLY" in sass or not lies, "butterflies whose partners are in other lanes"
+
+
+def test_turned_values_meet_those_of_new_rows():
+    """Sums of new rows' values are turned as the cache's rows are, and all are turned back: in one launch."""
+    call = turned(call_of("fp8_e4m3", new=True), "kv", "v")
+    (k,) = compile_launches(prefill.run, call, prefill.configure(facts_of(call)), 90)
+    assert k["shared"] <= SHARED
+    assert k["n_spills"] <= since({(3, 6): 112, (3, 7): 256})
+    assert "SHFL.BFLY" in k["sass"]()
+
+
+def test_a_turned_query_is_no_code_and_bf16_keys_leave_it_to_triton():
+    call = turned(call_of("fp8_e4m3", dtype=torch.float8_e4m3fn, precision="fast"))
+    assert prefill.why_not(facts_of(call)) is None
+    c = shape_of(facts_of(call))
+    assert (c.KEYS_8, c.VALUES_8, c.K_TURN.ROTATED, c.V_TURN.STRIDE) == (False, False, True, 128)
+    assert shape_of(facts_of(turned(call_of("fp8_e4m3", dtype=torch.float8_e4m3fn), "v", "v"))).KEYS_8
+    for rotation, channels in (("k", ""), ("", "k"), ("kv", "kv")):
+        call = turned(call_of("bf16"), rotation, channels)
+        assert "wants keys that lie as they are with bf16" in prefill.why_not(facts_of(call))
+    assert prefill.why_not(facts_of(turned(call_of("bf16"), "v", "v"))) is None
 
 
 def test_an_e4m3_query_meets_codes_of_keys():

@@ -84,7 +84,23 @@ VARIANTS = {
     "new rows, D 64": {"new_rows": True, "dim": 64, "group": 6},
     "new rows, prompts": {"new_rows": True, "lens": (900, 20), "q_lens": (900, 20)},
     "large": {"heads": 4, "lens": (4096, 2500), "q_lens": (1024, 700), "page": 16},
-}
+    "turned values": {"rotation": "v", "channels": "v", "sinks": True},
+    "turned values, new rows": {"rotation": "v", "channels": "v", "new_rows": True, "window": 150},
+    "turned": {"rotation": "kv", "channels": "kv"},
+    "turned, keys rotated, values scaled": {"rotation": "k", "channels": "v", "softcap": 20.0, "scale": "head"},
+    "turned, D 96": {"rotation": "kv", "channels": "k", "dim": 96, "group": 5},
+    "turned, D 64, pages of 16": {"rotation": "kv", "dim": 64, "group": 6, "page": 16, "layout": "HND"},
+    "turned, fp16 query": {"rotation": "kv", "dtype": "float16", "spread": True},
+    "turned, e4m3 query": {**_E4M3, "rotation": "kv", "channels": "kv"},
+    "turned, e4m3 query, fast": {**_E4M3, "channels": "k", "rotation": "v", "precision": "fast"},
+    "turned, new rows": {"rotation": "kv", "channels": "kv", "new_rows": True, "window": 150},
+    "turned, new rows, prompts": {"rotation": "kv", "new_rows": True, "lens": (900, 20), "q_lens": (900, 20)},
+    "turned, new rows, more than tokens": {
+        "rotation": "v", "channels": "kv", "new_rows": True, "lens": (3, 90, 400), "q_lens": (90, 9, 500), "page": 16,
+    },
+    "turned, new rows, e4m3 query, D 64": {**_E4M3, "rotation": "k", "channels": "v", "new_rows": True, "dim": 64},
+    "turned, large": {"rotation": "kv", "heads": 4, "lens": (4096, 2500), "q_lens": (1024, 700), "page": 16},
+}  # fmt: skip
 
 
 _FEW = ("plain", "window", "group of 6", "D 64", "e5m2 query", "fp16 query", "D 256", "new rows", "new rows, window")
@@ -102,15 +118,16 @@ _SEEN_ONCE = (
     *(name for name in VARIANTS if name.startswith("new rows")),
 )
 _DIRECT = tuple(name for name in VARIANTS if name.startswith(("e4m3 query", "fast")))  # such queries meet codes of keys
+_TURNED = tuple(name for name in VARIANTS if name.startswith("turned"))
 FORMATS = {
-    "bf16": _SEEN_ONCE,
-    "fp8_e4m3": (*_SEEN_ONCE, *_DIRECT),
-    "fp16": _FEW,
+    "bf16": (*_SEEN_ONCE, "turned values", "turned values, new rows"),
+    "fp8_e4m3": (*_SEEN_ONCE, *_DIRECT, *_TURNED),
+    "fp16": (*_FEW, "turned", "turned, D 96", "turned, new rows"),
     "fp8_e5m2": ("plain", "D 64"),
-    "int8_per_token_head": _OF_TOKENS,
+    "int8_per_token_head": (*_OF_TOKENS, *_TURNED),
     "fp8_per_token_head": ("plain", "wide window", "spread", "new rows"),
-    "int4_per_token_head": _OF_TOKENS,
-    "nvfp4": _OF_BLOCKS,
+    "int4_per_token_head": (*_OF_TOKENS, *_TURNED),
+    "nvfp4": (*_OF_BLOCKS, "turned", "turned, D 96", "turned, new rows"),
 }
 
 

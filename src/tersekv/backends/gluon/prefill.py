@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...formats import BATCH_INVARIANCE, kv_format
+from ...formats import BATCH_INVARIANCE, CHANNELS, ROTATION, kv_format
 from ..host import launch
 from ..host.bind import Bound, Described, Launches, Template, given, strides
 from ..host.split_merge import is_empty, rows_of
 from . import decode
+from .sm90.parts.turn import turn_of
 from .sm90.prefill.kernel import prefill_kernel
 from .sm90.prefill.shape import Shape, descriptor, items_of, of_new_rows, shape_of, why_not_copied
 
@@ -22,7 +23,7 @@ _FORMATS = (
 )
 _DESCRIBED = {"Q": "q", "K": "k_cache", "V": "v_cache", "KN": "k", "VN": "v"}
 _MANY_KEYS = 16384
-TAKES = (BATCH_INVARIANCE,)  # of the kernel for many rows, in which nothing is cut
+TAKES = (ROTATION, CHANNELS, BATCH_INVARIANCE)  # the last of the kernel for many rows, in which nothing is cut
 
 
 class Config(NamedTuple):
@@ -49,6 +50,8 @@ def _why_not_own(f: SimpleNamespace) -> str | None:
         return "wants a 16-bit or 8-bit q, got float32"
     if fmt.storage == torch.bfloat16 and f.q.dtype == torch.float16:  # Triton's multiplies it in two tiles
         return "wants a bfloat16 or 8-bit q with bf16, got float16"
+    if fmt.storage == torch.bfloat16 and turn_of(f.k_signs, f.k_channel_scale).ANY:
+        return "wants keys that lie as they are with bf16, got rotated ones or such with channel scales"
     widest = 128 if fmt.storage.itemsize == 1 else 256
     d, dv = f.q.shape[2], f.out.shape[2]
     if d > widest or dv > widest:
@@ -69,6 +72,7 @@ def configure(f: SimpleNamespace) -> Any:
         arguments |= {"KN": None, "VN": None}
     arguments |= {
         **given(KS="k_scale_cache", VS="v_scale_cache", TABLE="page_table", LENS="seq_lens"),
+        **given(K_SIGNS="k_signs", V_SIGNS="v_signs", K_CHANNELS="k_channel_scale", V_CHANNELS="v_channel_scale"),
         **rows_of(f), **given(SINKS="sinks", OUT="out", LSE="lse"),
         **given(SOFTMAX_T="softmax_scale_t", K_T="k_scale_t", V_T="v_scale_t", OUT_T="out_scale_t"),
         **strides(f.out, so_="th"), **strides(f.lse, sl_="th"), "st_b": f.page_table.stride[0],

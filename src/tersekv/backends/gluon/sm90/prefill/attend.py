@@ -23,6 +23,7 @@ from ..parts.softmax import packed, shares_of_sum, unpacked
 from . import attend_eight as eight
 from .items import read
 from .softmax import Reference, weigh
+from .turns import Turns, turned_back, turned_query
 
 ROWS = gl.constexpr(64)
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf times it is −inf
@@ -45,6 +46,7 @@ class Numbers(NamedTuple):
     of_values: gl.tensor
     V_T: gl.tensor
     softcap: gl.tensor
+    turns: Turns
 
 
 class View(NamedTuple):
@@ -82,7 +84,13 @@ def turn_sign(x, sign, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def query_of(queries, HALF: gl.constexpr, sign, DTYPE: gl.constexpr, c: gl.constexpr):
+def head_of(item, c: gl.constexpr):
+    """KV head of an item."""
+    return item.bundle * c.PACKED // c.GROUP
+
+
+@gluon.jit
+def query_of(queries, HALF: gl.constexpr, sign, turns, h, DTYPE: gl.constexpr, c: gl.constexpr):
     """(query rows as an operand in shared memory, in 16 bits or as keys are, a factor of their scores).
 
     fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back. The query
@@ -91,7 +99,7 @@ def query_of(queries, HALF: gl.constexpr, sign, DTYPE: gl.constexpr, c: gl.const
     x16 = queries.tiles.index(HALF)
     read_as: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, score_layout(c)))
-    if x16.dtype == DTYPE:
+    if x16.dtype == DTYPE and not c.K_TURN.ANY:
         turn_sign(x16, sign, read_as)
     elif c.KEYS_8:
         x16 = eight_bits(queries, HALF, DTYPE, c)
@@ -103,7 +111,9 @@ def query_of(queries, HALF: gl.constexpr, sign, DTYPE: gl.constexpr, c: gl.const
         else:
             x = reinterpret(queries.tiles, DTYPE, queries.tiles.shape, queries.tiles.layout).index(HALF)
         x = x.load(read_as).to(gl.float32) * sign
-        if gl.bfloat16 == DTYPE:
+        if c.K_TURN.ANY:
+            x = turned_query(x, turns, h, c)
+        if gl.bfloat16 == DTYPE or c.K_TURN.ANY:
             bits = (gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) >> 23) & 0xFF
             bits = gl.maximum(bits, 1)
             x = x * (gl.maximum(254 - bits, 1) << 23).to(gl.float32, bitcast=True)[:, None]
@@ -281,7 +291,7 @@ def store(OUT, LSE, SINKS, item, state, value_scale, strides, HALF: gl.constexpr
 def scale_of_values(item, numbers, c: gl.constexpr):
     x = numbers.of_values
     if c.V_T:
-        x = x * gl.load(numbers.V_T + item.bundle * c.PACKED // c.GROUP * c.V_T_STRIDE)
+        x = x * gl.load(numbers.V_T + head_of(item, c) * c.V_T_STRIDE)
     return x
 
 
@@ -320,12 +330,12 @@ def borders(item, HALF: gl.constexpr, c: gl.constexpr):
 @gluon.jit
 def begin_item(item, queries, numbers, HALF: gl.constexpr, DTYPE: gl.constexpr, c: gl.constexpr):
     """(query, factor of its scores in base 2, what its rows see) of an item whose query has come."""
-    h = item.bundle * c.PACKED // c.GROUP
+    h = head_of(item, c)
     k = numbers.of_scores
     if c.K_T:
         k = k * gl.load(numbers.K_T + h * c.K_T_STRIDE)
     sign = gl.where(k < 0, -1.0, 1.0)
-    q, factor = query_of(queries, HALF, sign, DTYPE, c)
+    q, factor = query_of(queries, HALF, sign, numbers.turns, h, DTYPE, c)
     return q, gl.maximum(factor * (k * sign), MIN_SCALE), view_of(item, HALF, c)
 
 
@@ -422,6 +432,8 @@ def attend(tensors, numbers, strides, queries, facts, keys, values, scales, HALF
             else:
                 acc, m = warpgroup_mma_wait(0, [acc]), state.m
             give_back(values.free, turn - 1, c.STAGES)
+            if c.V_TURN.ANY:
+                acc = turned_back(acc, numbers.turns, head_of(ended, c), c)
             value_scale = scale_of_values(ended, numbers, c)
             store(OUT, LSE, SINKS, ended, State(acc, m, state.l, state.words), value_scale, strides, HALF, c)
             state = first_weights(s, empty(c), view, start, scale, of_tile, softcap, V, c)

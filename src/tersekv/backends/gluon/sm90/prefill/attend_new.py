@@ -19,6 +19,7 @@ from .attend import (
     at_edge,
     empty,
     first_weights,
+    head_of,
     key_scales,
     query_of,
     start_scores,
@@ -33,6 +34,7 @@ from .attend import (
 )
 from .items import Item, read
 from .produce import Ring
+from .turns import Turns, turned_as_rows, turned_back
 
 LEAST_UNIT = gl.constexpr(1e-30)  # of the pages' values, in which sums are kept
 
@@ -47,6 +49,7 @@ class Both(NamedTuple):
     V_T: gl.tensor
     of_output: gl.tensor
     softcap: gl.tensor
+    turns: Turns
 
 
 @gluon.jit
@@ -57,7 +60,7 @@ def seen_as(ring, DTYPE: gl.constexpr):
 @gluon.jit
 def scales_of_pages(item, numbers, c: gl.constexpr):
     """(of scores, of values)"""
-    h = item.bundle * c.PACKED // c.GROUP
+    h = head_of(item, c)
     k, v = numbers.of_pages, numbers.of_values
     if c.K_T:
         k = k * gl.load(numbers.K_T + h * c.K_T_STRIDE)
@@ -67,7 +70,7 @@ def scales_of_pages(item, numbers, c: gl.constexpr):
 
 
 @gluon.jit
-def over_to_pages(state, view, q, scale, scales, unit, softcap, queries, keys, values, new_values, turn, code_turn,
+def over_to_pages(state, view, q, scale, scales, unit, numbers, h, queries, keys, values, new_values, turn, code_turn,
                   start, is_last, HALF: gl.constexpr, c: gl.constexpr, n: gl.constexpr):  # fmt: skip
     """`attend.step`, but the tile before is the last of new rows."""
     before, _ = place_of(turn - 1, c.STAGES)
@@ -78,7 +81,7 @@ def over_to_pages(state, view, q, scale, scales, unit, softcap, queries, keys, v
     s = with_scales(warpgroup_mma_wait(1, [s]), columns, c)
     give_back(keys.free, turn, c.STAGES)
     mbarrier.arrive(queries.free.index(HALF), count=1, pred=is_last)
-    weight, total, m, shrink = tile_weights(s, state.m, view, start, scale, of_tile, softcap, True, c)
+    weight, total, m, shrink = tile_weights(s, state.m, view, start, scale, of_tile, numbers.softcap, True, c)
     l = state.l * gl.convert_layout(shrink, gl.SliceLayout(1, state.l.type.layout))[:, None] + total
     words = packed(weight, values.tiles.dtype)
     CLEAN: gl.constexpr = not c.CONVERTED
@@ -86,6 +89,8 @@ def over_to_pages(state, view, q, scale, scales, unit, softcap, queries, keys, v
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(values.free.index(before), count=1)
     acc = acc * gl.convert_layout(shrink / unit, gl.SliceLayout(1, acc.type.layout))[:, None]
+    if c.V_TURN.ANY:
+        acc = turned_as_rows(acc, numbers.turns, h, c)
     return State(acc, m, l, words)
 
 
@@ -102,7 +107,7 @@ def attend_new(tensors, numbers, strides, queries, facts, keys, values, scales, 
     item, prefix = read(facts.index(HALF))
     while item.tiles > 0:
         only = prefix.tiles == 0
-        q, factor = query_of(new_queries, HALF, sign, DTYPE, n)
+        q, factor = query_of(new_queries, HALF, sign, numbers.turns, head_of(item, c), DTYPE, n)
         scale = gl.maximum(factor * (numbers.of_rows * sign), MIN_SCALE)
         view = view_of(item, HALF, n)
         start = (item.end - 1) * c.TILE
@@ -124,17 +129,19 @@ def attend_new(tensors, numbers, strides, queries, facts, keys, values, scales, 
             # Names of their own: they are of other types than those of new rows.
             pages_scale = of_pages * sign
             pages_sign = gl.where(pages_scale < 0, -1.0, 1.0)
-            pages_q, pages_factor = query_of(queries, HALF, pages_sign, NEW_DTYPE, c)
+            pages_q, pages_factor = query_of(queries, HALF, pages_sign, numbers.turns, head_of(item, c), NEW_DTYPE, c)
             pages_scale = gl.maximum(pages_factor * (pages_scale * pages_sign), MIN_SCALE)
             part = Item(item.row, item.left, prefix.limit, prefix.keys, prefix.tiles, prefix.end, prefix.low,
                         item.bundle, item.request)  # fmt: skip
             pages_view = view_of(part, HALF, c)
-            state = over_to_pages(state, pages_view, pages_q, pages_scale, scales, unit, numbers.softcap, queries, keys,
-                                  values, new_values, turn, code_turn, (prefix.end - 1) * c.TILE, prefix.tiles == 1,
-                                  HALF, c, n)  # fmt: skip
+            state = over_to_pages(state, pages_view, pages_q, pages_scale, scales, unit, numbers, head_of(item, c),
+                                  queries, keys, values, new_values, turn, code_turn,
+                                  (prefix.end - 1) * c.TILE, prefix.tiles == 1, HALF, c, n)  # fmt: skip
             state, turn, code_turn = steps(state, pages_view, pages_q, pages_scale, scales, numbers.softcap, queries,
                                            keys, values, turn + 1, code_turn + 1, part, True, HALF, c)  # fmt: skip
             acc = warpgroup_mma_wait(0, [start_values(state, values, turn - 1, c)])
+            if c.V_TURN.ANY:
+                acc = turned_back(acc, numbers.turns, head_of(item, c), c)
             state = State(acc, state.m, state.l, state.words)
         give_back(values.free, turn - 1, c.STAGES)
         store(OUT, LSE, SINKS, item, state, unit * numbers.of_output, strides, HALF, c)

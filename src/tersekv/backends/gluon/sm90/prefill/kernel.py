@@ -19,6 +19,7 @@ from .attend_new import Both, attend_new
 from .convert import Stored, convert
 from .items import FIELDS, PAGES, first_row
 from .produce import Ring, produce
+from .turns import Turns
 
 
 @gluon.jit
@@ -90,7 +91,7 @@ def run_new(tensors, numbers, strides, shared, codes, stored, maps, new, given, 
 
 @gluon.jit(do_not_specialize=["CU", "B", "T"])
 def prefill_kernel(
-    Q, K, V, KN, VN, KS, VS, TABLE, LENS, CU, SINKS, OUT, LSE,
+    Q, K, V, KN, VN, KS, VS, TABLE, LENS, CU, SINKS, OUT, LSE, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
     B, T, st_b, so_t, so_h, sl_t, sl_h, c: gl.constexpr, n: gl.constexpr,
 ):  # fmt: skip
@@ -139,15 +140,15 @@ def prefill_kernel(
         of_pages = of_pages * k_scale
     if not c.V_T:
         of_values = of_values * v_scale
-    tensors = (OUT, LSE, SINKS)
+    tensors, turns = (OUT, LSE, SINKS), Turns(K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS)
     maps, given = (Q, K, V), (TABLE, LENS, CU)
     if c.NEW:
-        both = Both(scores, of_pages, K_T, of_values, V_T, of_output, softcap)
+        both = Both(scores, of_pages, K_T, of_values, V_T, of_output, softcap, turns)
         NEW_DTYPE: gl.constexpr = KN.dtype
         shared, codes, new = (queries, facts, keys, values), (key_codes, value_codes), (KN, VN)
         run_new(tensors, both, strides, shared, codes, stored, maps, new, given, B, DTYPE, NEW_DTYPE, c, n)
     elif c.CODE_STAGES > 0:
-        numbers = Numbers(of_pages, K_T, of_values * of_output, V_T, softcap)
+        numbers = Numbers(of_pages, K_T, of_values * of_output, V_T, softcap, turns)
         read = values
         if c.VALUES_8:
             read = as_codes(values)
@@ -161,7 +162,7 @@ def prefill_kernel(
             [4, 4, 1], [c.REGISTERS, c.REGISTERS, 24],
         )  # fmt: skip
     else:
-        numbers = Numbers(of_pages, K_T, of_values * of_output, V_T, softcap)
+        numbers = Numbers(of_pages, K_T, of_values * of_output, V_T, softcap, turns)
         gl.warp_specialize(
             [
                 (attend, (tensors, numbers, strides, queries, facts, keys, values, stored, 0, DTYPE, c)),

@@ -13,6 +13,7 @@ from .....formats import BLOCK, E4M3_MAX, E5M2_MAX, TENSOR, TOKEN_HEAD, kv_forma
 from ....host import launch
 from ....host.record import Record
 from ..parts.tensor_maps import tensor_map, unfit
+from ..parts.turn import Turn, turn_of
 
 ROWS = 64  # query rows of a warpgroup
 BLOCK_ROWS = 2 * ROWS  # of an item
@@ -65,6 +66,8 @@ class Shape(Record):
     REGISTERS: int  # of a thread that attends
     K_SCALE_STRIDES: tuple[int, ...]  # of pages, slots and heads
     V_SCALE_STRIDES: tuple[int, ...]
+    K_TURN: Turn
+    V_TURN: Turn
 
 
 def shape_of(f: SimpleNamespace) -> Shape:
@@ -119,18 +122,21 @@ def shape_of(f: SimpleNamespace) -> Shape:
         REGISTERS=240 if not codes else 216 if f.precision == "fast" and _keys_8(f) else 208,
         K_SCALE_STRIDES=_of_scales(f.k_scale_cache),
         V_SCALE_STRIDES=_of_scales(f.v_scale_cache),
+        K_TURN=turn_of(f.k_signs, f.k_channel_scale),
+        V_TURN=turn_of(f.v_signs, f.v_channel_scale),
     )
 
 
 def _keys_8(f: SimpleNamespace) -> bool:
-    """New rows come in 16 bits, and their query is made 16 bits: then it stays so."""
-    fmt = kv_format(f.format)
-    return (fmt.code, fmt.scale, f.q.dtype) == ("e4m3", TENSOR, torch.float8_e4m3fn) and f.k is None
+    """New rows come in 16 bits, and their query is made 16 bits: then it stays so. A turned one is no code any more."""
+    fmt, as_is = kv_format(f.format), f.k is None and not turn_of(f.k_signs, f.k_channel_scale).ANY
+    return as_is and (fmt.code, fmt.scale, f.q.dtype) == ("e4m3", TENSOR, torch.float8_e4m3fn)
 
 
 def of_new_rows(c: Shape) -> Shape:
     """As c, of tiles that are multiplied as they come with the call."""
-    return replace(c, CONVERTED=False, TOKEN_SCALES=False, BLOCK_SCALES=False)
+    plain = turn_of(None, None)
+    return replace(c, CONVERTED=False, TOKEN_SCALES=False, BLOCK_SCALES=False, K_TURN=plain, V_TURN=plain)
 
 
 def items_of(f: SimpleNamespace, c: Shape) -> int:
