@@ -29,6 +29,13 @@ def lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
     return np.bitwise_or.reduce(terms)
 
 
+def permuted(a: np.ndarray, b: np.ndarray, selector: int) -> np.ndarray:
+    """prmt.b32 without signs."""
+    both = a.astype(np.uint64) | b.astype(np.uint64) << 32
+    found = [(both >> (8 * (selector >> 4 * i & 7)) & 0xFF) << (8 * i) for i in range(4)]
+    return np.bitwise_or.reduce(found).astype(np.uint32)
+
+
 def run(ptx: str, *inputs: np.ndarray) -> list[np.ndarray]:
     """The four results of straight PTX on registers of 32 bits, whose inputs are $4, $5, …"""
     words, registers = inputs[0], {f"${4 + i}": x for i, x in enumerate(inputs)}
@@ -52,6 +59,8 @@ def run(ptx: str, *inputs: np.ndarray) -> list[np.ndarray]:
                 out = value(names[0]) >> value(names[1])
             case "and.b32":
                 out = value(names[0]) & value(names[1])
+            case "prmt.b32":
+                out = permuted(*map(value, names[:2]), int(names[2], 0))
             case "mul.f16x2":
                 out = products(value(names[0]), value(names[1]))
             case "sub.f16x2":
@@ -81,6 +90,11 @@ def test_every_e2m1_code_beside_any_others_times_every_scale_is_exact():
             assert np.array_equal(got.astype(np.float64), want), (i, unit)
 
 
+def zeroed(words: np.ndarray, zeros: np.ndarray) -> np.ndarray:
+    """The zero point of one key, for both units of a register."""
+    return np.broadcast_to(((zeros & 15) * 0x10001)[None, :], words.shape).copy()
+
+
 def test_every_int4_code_beside_any_others_is_exact_with_and_without_its_zero_point():
     """Of keys as they are, of values less the zero points of the two keys in a register; odd codes 16 times larger."""
     rng = np.random.default_rng(0)
@@ -97,5 +111,14 @@ def test_every_int4_code_beside_any_others_is_exact_with_and_without_its_zero_po
             for out, want in ((keys, code), (values, code - zero)):
                 got = (out[i] >> (16 * unit) & 0xFFFF).astype(np.uint16).view(np.float16)
                 assert np.array_equal(got.astype(np.float64), want * scale), (i, unit)
+    # In the order of a row, as other kernels want them: no power of two is left over.
+    rows = run(
+        decode_codes._INT4_ROW.value, words, zeroed(words, zeros) | 0x64006400, zeroed(words, zeros) << 4 | 0x54005400
+    )
+    for out, pair in zip(rows, ((0, 2), (4, 6), (1, 3), (5, 7)), strict=True):
+        for half, i in enumerate(pair):
+            got = (out >> (16 * half) & 0xFFFF).astype(np.uint16).view(np.float16)
+            want = (words >> (4 * i) & 0xF).astype(np.float64) - (zeros & 15)
+            assert np.array_equal(got.astype(np.float64), want), i
     # What is left over of products whose even codes met numbers that are larger by INT4_ODD.
     assert decode_codes.INT4_FACTOR.value * decode_codes.INT4_ODD.value * 2.0**-24 == 1.0

@@ -86,6 +86,7 @@ def test_few_instructions_a_step(fmt, limit):
         ("int4_per_token_head/fp8_e4m3", {"heads": 2}, 175),
         ("nvfp4/int4_per_token_head", {"head_dim": 64, "layout": "HND"}, None),
         ("fp8_e4m3/int8_per_token_head", {"page_size": 32}, None),
+        ("fp8_e4m3/int4_per_token_head", {"drafts": 8, "heads": 2}, None),
     ],
 )
 def test_keys_and_values_may_have_formats_of_their_own(pair, options, limit):
@@ -268,6 +269,8 @@ def rows_compiled(fmt: str, **options) -> tuple[dict, str]:
         ("int8_per_token_head", {"group": 8, "window": 100, "softcap": 20.0}),
         ("nvfp4", {"group": 16}),
         ("nvfp4", {"group": 4, "layout": "HND", "heads": 2}),
+        ("int4_per_token_head", {"group": 8, "scales": "tail"}),
+        ("int4_per_token_head", {"group": 16, "page_size": 16, "head_dim": 64}),
     ],
     ids=str,
 )
@@ -352,7 +355,7 @@ def test_bounds_on_ragged_rows_share_their_kernels():
         ("fp8_e4m3", {"page_size": 8}, "pages of a multiple of 16"),
         ("nvfp4", {"scales": "inline"}, "multiples of 16 bytes"),
         ("fp8_per_token_head", {"heads": 6}, "stored scales"),
-        ("int4_per_token_head", {"group": 8, "drafts": 8}, "at most 32 query rows"),
+        ("int4_per_token_head", {"group": 8, "drafts": 8, "head_dim": 256}, "head sizes up to 128 with 64 query rows"),
         ("fp8_e4m3/int4_per_token_head", {"group": 8, "drafts": 8}, "at most 32 query rows"),
         ("bf16/int4_per_token_head", {}, "takes no pairs with 16 bits"),
     ],

@@ -90,10 +90,10 @@ HOPPER = "gluon" if torch.cuda.get_device_capability() == (9, 0) else None
 )
 @pytest.mark.parametrize("fmt", ["fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head"])
 def test_scales_in_the_tails_of_pages(fmt, options):
-    """Few rows and many; of 4-bit integers Hopper's kernels take few."""
+    """Few rows and many."""
     passes(fmt, 1, 4, HOPPER, scales="tail", **options)
     passes(fmt, 4, 4, HOPPER, scales="tail", **options)
-    passes(fmt, 8, 8, None if fmt == "int4_per_token_head" else HOPPER, scales="tail", **options)
+    passes(fmt, 8, 8, HOPPER, scales="tail", **options)
 
 
 TURNS = {
@@ -123,8 +123,26 @@ TURNS = {
 @pytest.mark.parametrize("fmt", ["fp16", "fp8_e4m3", "int8_per_token_head", "nvfp4", "int4_per_token_head"])
 def test_rotated_rows_and_channel_scales(fmt, rows, options, turn):
     """By Hopper's kernels wherever they take as many rows of the format."""
-    many = rows[0] * rows[1] > {"fp16": 16, "int4_per_token_head": 16}.get(fmt, 128)
+    wide = fmt == "int4_per_token_head" and options.get("dim") == 256
+    many = rows[0] * rows[1] > (16 if fmt == "fp16" else 32 if wide else 128)
     passes(fmt, *rows, None if many else HOPPER, **options, **TURNS[turn])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dim": 64, "page": 16, "layout": "HND"},
+        {"window": 40, "mask": False, "sinks": True, "heads": 3},
+        {"ragged": True, "q_lens": (8, 1, 0, 5, 3), "dtype": "float16", "softcap": 20.0},
+        {"lens": (3000, 1, 700), "q_lens": (8, 1, 8), "ragged": True, "out_dtype": "float8_e4m3fn"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("group", [3, 8, 16])
+def test_many_rows_share_what_4_bit_integers_become(group, options):
+    """24 to 128 rows and more: zero points are taken off where codes are converted."""
+    passes("int4_per_token_head", 8, group, HOPPER, **options)
 
 
 def test_values_of_16_bits_may_lie_turned():
@@ -160,6 +178,6 @@ def test_four_bits_of_32_rows_that_lie_turned(room_for_many_keys):
     ],
 )
 def test_keys_and_values_of_different_formats(fmt, v, options):
-    for group in (4, 16):
-        passes(fmt, 1, group, HOPPER, v_format=v, **options)
+    for drafts, group in ((1, 4), (1, 16), (8, 4)):
+        passes(fmt, drafts, group, HOPPER, v_format=v, **options)
     passes(fmt, 1, 8, HOPPER, v_format=v, rotation="kv", channels="kv", **options)

@@ -22,10 +22,11 @@ from .sm90.decode.kernel import decode_kernel
 from .sm90.decode.merge import merge_kernel
 from .sm90.decode.rows64 import decode_rows64_kernel
 from .sm90.decode.tune import (
-    FEW_ROWS,
     MOST_ROWS_OF_16_BITS,
     Tiles,
+    converts_apart,
     copy_keys,
+    few_rows,
     heads_of,
     join_tile,
     joins,
@@ -87,9 +88,12 @@ def why_not(f: SimpleNamespace) -> str | None:
         return reason
     if fmt != v_fmt and 2 in (fmt.storage.itemsize, v_fmt.storage.itemsize):
         return f"takes no pairs with 16 bits, got {fmt.name} and {v_fmt.name}"
-    if many_rows(f) and (fmt != v_fmt or fmt.code == "int4"):
-        name = fmt.name if fmt == v_fmt else f"{fmt.name} and {v_fmt.name}"
-        return f"wants at most {FEW_ROWS} query rows of a KV head with {name}, got {query_rows(f)}"
+    if many_rows(f) and fmt != v_fmt:
+        return (
+            f"wants at most {few_rows(f)} query rows of a KV head with {fmt.name} and {v_fmt.name}, got {query_rows(f)}"
+        )
+    if many_rows(f) and fmt.code == "int4" and not converts_apart(f):
+        return f"wants equal head sizes up to 128 with {query_rows(f)} query rows of a KV head and {fmt.name}"
     if fmt.storage.itemsize == 2 and query_rows(f) > MOST_ROWS_OF_16_BITS:
         return f"wants at most {MOST_ROWS_OF_16_BITS} query rows of a KV head with {f.format}, got {query_rows(f)}"
     if portable_tune.two_terms(f, fmt):  # Triton's multiplies it in two tiles
@@ -172,7 +176,7 @@ def _left_over(code: str, wide: bool) -> float:
     """By `parts/convert`, for the factors of scores and values."""
     if code == "e2m1":
         return 64.0 if wide else 16384.0
-    return INT4_FACTOR.value if code == "int4" else 1.0
+    return INT4_FACTOR.value if code == "int4" and not wide else 1.0
 
 
 def _reads(f: SimpleNamespace, boxes: dict[str, Box | None]) -> dict[str, Any]:

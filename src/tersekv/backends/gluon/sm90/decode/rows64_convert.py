@@ -4,15 +4,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...versions import reinterpret
-from ..parts.convert import SCALE_BYTE, key_parts, log2_and_inverse, scaled_e2m1
+from ...versions import reinterpret, thread_barrier
+from ..parts.convert import SCALE_BYTE, int4_in_rows, key_parts, log2_and_inverse, scaled_e2m1
 from ..parts.ring import place_of, signal, wait_free
 from ..parts.schedule import request_at, request_tiles, segment_at
+from .attend import zero_bits
 from .fetch import advance, cursor_at, fetch
 from .seen import live_keys
 
 SCALE_TURNS = gl.constexpr(4)  # tiles of stored scales in shared memory
-KINDS = gl.constexpr(4)  # of a tile's stored scales there: of keys; of values logarithms and reciprocals; one not used
+# Of a tile's stored scales there: of keys; of values logarithms and reciprocals; zero points of values and keys.
+KINDS = gl.constexpr(4)
 
 
 @gluon.constexpr_function
@@ -107,13 +109,42 @@ def load_words(codes, bars, turn, wanted, c: gl.constexpr, g: gl.constexpr):
 
 
 @gluon.jit
-def converted(words, scales, c: gl.constexpr, g: gl.constexpr):
+def keep_zeros(hand, turn, scales, c: gl.constexpr):
+    """Zero points of a tile's int4 rows go to where the threads that convert these find them."""
+    if c.CODE == "int4":
+        word = (zero_bits(scales[1]) << 4) | zero_bits(scales[0])
+        hand.columns.index(turn % SCALE_TURNS * KINDS + 3).store(word.to(gl.float32, bitcast=True))
+        thread_barrier()
+
+
+@gluon.jit
+def factors_of(hand, turn, scales, VALUES: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
+    """What `converted` needs beside codes: block scales as they were loaded, or zero points, of each copy [COPY]."""
+    if c.CODE == "int4":
+        L: gl.constexpr = gl.SliceLayout(1, words_layout(c.WORDS_K, g))
+        words = hand.columns.index(turn % SCALE_TURNS * KINDS + 3)
+        zeros = ()
+        for j in gl.static_range(gl.constexpr(g.COPIES)):
+            word = words.slice(j * g.COPY, g.COPY).load(L).to(gl.int32, bitcast=True)
+            zeros = zeros + (((word >> (4 if VALUES else 0)) & 15).to(gl.int16),)
+        return zeros
+    else:
+        return scales[1 if VALUES else 0]
+
+
+@gluon.jit
+def converted(words, factors, c: gl.constexpr, g: gl.constexpr):
     """Codes → fp16, for each copy [COPY, PARTS × W]."""
     W: gl.constexpr = c.WORDS_K
     out = ()
     for j in gl.static_range(gl.constexpr(g.COPIES)):
-        if c.BLOCK_SCALES:
-            low0, low1, high0, high1 = scaled_e2m1(words[j], block_factor(scales[j], W, g), True)
+        if c.PARTS == 4:
+            if c.BLOCK_SCALES:
+                parts = scaled_e2m1(words[j], block_factor(factors[j], W, g), True)
+            else:
+                gl.static_assert(c.CODE == "int4", "a code that nobody here knows")
+                parts = int4_in_rows(words[j], factors[j])
+            low0, low1, high0, high1 = parts
             x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
             x = x.reshape([g.COPY, W // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
         else:
@@ -173,7 +204,8 @@ def convert_share(boxes, tables, rings, full, hand, share, c: gl.constexpr, g: g
             here = after
             after = stored_scales(boxes, table, page, h, t + 1, n, rows, t < last, c, g)
             page = page_of(table, t + 2, t + 1 < last, c)
-            k = converted(words, here[0], c, g)
+            keep_zeros(hand, turn, here, c)
+            k = converted(words, factors_of(hand, turn, here, False, c, g), c, g)
             slot = wait_free(hand.empty, 2 * turn, g.SLOTS)
             if c.TOKEN_SCALES:
                 column = turn % SCALE_TURNS * KINDS
@@ -187,7 +219,7 @@ def convert_share(boxes, tables, rings, full, hand, share, c: gl.constexpr, g: g
             if not c.BLOCK_SCALES:  # those of dead keys are 0  # noqa: SIM102 - known to the compiler
                 if ((t + 1) * c.TILE > n) | (c.WINDOW > 0):
                     words = without_dead(words, t, n, rows, c, g)
-            v = converted(words, here[1], c, g)
+            v = converted(words, factors_of(hand, turn, here, True, c, g), c, g)
             store_item(v, hand.tiles, wait_free(hand.empty, 2 * turn + 1, g.SLOTS), g)
             words = load_words(rings.k, full[0], turn + 1, turn + 1 < turns, c, g)
             publish(hand, 2 * turn + 1, g)

@@ -32,10 +32,18 @@ def query_rows(f: SimpleNamespace) -> int:
     return f.max_q_len * f.q.shape[1] // max(f.k_cache.shape[2], 1)
 
 
+def few_rows(f: SimpleNamespace) -> int:
+    """Query rows of a KV head up to which warps convert the codes for themselves. Pairs have no other kernel.
+
+    int4 goes by what was measured of nvfp4.
+    """
+    k, v = pair_of(f)
+    apart = four_bits(f) and k == v and converts_apart(f) and not _unpacks_once(f)
+    return FEW_ROWS_OF_4_BITS if apart else FEW_ROWS
+
+
 def many_rows(f: SimpleNamespace) -> bool:
-    """Too many query rows for warps that convert the codes for themselves."""
-    apart = four_bits(f) and _converts_apart(f) and not _unpacks_once(f)
-    return query_rows(f) > (FEW_ROWS_OF_4_BITS if apart else FEW_ROWS)
+    return query_rows(f) > few_rows(f)
 
 
 def four_bits(f: SimpleNamespace) -> bool:
@@ -65,7 +73,7 @@ def _unpacks_once(f: SimpleNamespace) -> bool:
     return heads_of(f) == 4 and room >= MANY_KEYS
 
 
-def _converts_apart(f: SimpleNamespace) -> bool:
+def converts_apart(f: SimpleNamespace) -> bool:
     """rows64 takes these heads, in which two fp16 tiles of each kind fit; else shared_tiles does."""
     return f.q.shape[2] == f.out.shape[2] <= 128
 
@@ -106,8 +114,8 @@ def tiles(f: SimpleNamespace) -> Tiles:
     if fmt.storage.itemsize == 2 and width > 64:
         t = t._replace(tile=32)
     if many_rows(f):
-        return _many(f, rows) if _converts_apart(f) else _wide(f, rows)
-    if rows > 16 and t.copier and _converts_apart(f):
+        return _many(f, rows) if converts_apart(f) else _wide(f, rows)
+    if rows > 16 and t.copier and converts_apart(f):
         t = _MANY_ROWS_OF_4_BITS
     elif rows > 16:
         t = _MANY_ROWS._replace(row_warps=rows // 16, heads=max(1, 128 // rows))

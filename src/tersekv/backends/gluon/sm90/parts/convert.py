@@ -119,6 +119,26 @@ _INT4_V = gl.constexpr(
     sub.f16x2 $3, $3, $6;
     }"""
 )
+# Less the zero points of their keys, in the order of `_E2M1_ROW`: a code in the lowest bits under the exponent of 1024,
+# or four bits higher under that of 64; subtracted is the zero point under the same exponents.
+_INT4_ROW = gl.constexpr(
+    """{
+    .reg .b32 a, b, c, d;
+    lop3.b32 a, $4, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 b, $4, 0x00F000F0, 0x54005400, 0xEA;
+    shr.u32 d, $4, 8;
+    lop3.b32 c, d, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 d, d, 0x00F000F0, 0x54005400, 0xEA;
+    sub.f16x2 a, a, $5;
+    sub.f16x2 b, b, $6;
+    sub.f16x2 c, c, $5;
+    sub.f16x2 d, d, $6;
+    prmt.b32 $0, a, c, 0x5410;
+    prmt.b32 $1, a, c, 0x7632;
+    prmt.b32 $2, b, d, 0x5410;
+    prmt.b32 $3, b, d, 0x7632;
+    }"""
+)
 INT4_ODD = gl.constexpr(16.0)  # odd codes are larger by this than even ones, which are the code × 2^-24
 INT4_FACTOR = gl.constexpr(2.0**20)  # left over of products, where even codes have been multiplied by INT4_ODD
 # A byte of e4m3 chosen by a selector out of a word, as fp16 twice; and the same byte of two words.
@@ -217,6 +237,22 @@ def centred_int4(words, zero):
     high, words = gl.broadcast(zero << 4, words)
     return gl.inline_asm_elementwise(
         _INT4_V, "=&r,=&r,=&r,=&r,r,r,r", [words, low, high], (gl.float16, gl.float16, gl.float16, gl.float16), True, 2
+    )
+
+
+@gluon.jit
+def int4_in_rows(words, zero):
+    """int4 units of rows [keys, W] less the zero points (int16) of their keys [keys]: four operands, in the order that
+    `scaled_e2m1` has IN_ROWS."""
+    low, words = gl.broadcast((zero | 0x6400)[:, None], words)
+    high, words = gl.broadcast(((zero << 4) | 0x5400)[:, None], words)
+    return gl.inline_asm_elementwise(
+        _INT4_ROW,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [words, low, high],
+        (gl.float16, gl.float16, gl.float16, gl.float16),
+        True,
+        2,
     )
 
 
