@@ -100,6 +100,21 @@ def test_turned_values_meet_those_of_new_rows():
     assert "SHFL.BFLY" in k["sass"]()
 
 
+def test_few_rows_over_a_pair_go_by_decode():
+    def chosen(rows: int, **changes):
+        call = call_of("fp8_e4m3", tokens=rows, requests=1)
+        call = call._replace(v_format="fp8_e5m2", v_cache=call.v_cache.view(torch.float8_e5m2), **changes)
+        return facts_of(call)
+
+    f = chosen(8)
+    assert prefill.why_not(f) is None
+    assert isinstance(prefill.configure(f), decode.Config)
+    assert "has no kernel for many query rows of fp8_e4m3 and fp8_e5m2; of decode's" in prefill.why_not(chosen(9))
+    assert prefill.why_not(chosen(8, batch_invariant=True)) == (
+        "has no kernel for many query rows of fp8_e4m3 and fp8_e5m2"
+    )
+
+
 def test_a_turned_query_is_no_code_and_bf16_keys_leave_it_to_triton():
     call = turned(call_of("fp8_e4m3", dtype=torch.float8_e4m3fn, precision="fast"))
     assert prefill.why_not(facts_of(call)) is None

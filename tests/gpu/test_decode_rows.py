@@ -145,6 +145,14 @@ def test_many_rows_share_what_4_bit_integers_become(group, options):
     passes("int4_per_token_head", 8, group, HOPPER, **options)
 
 
+@pytest.mark.parametrize("turn", [{}, TURNS["both"]], ids=["plain", "turned"])
+@pytest.mark.parametrize(("fmt", "v"), [("fp8_e4m3", "int4_per_token_head"), ("int8_per_token_head", "nvfp4")])
+def test_prefills_of_few_rows_over_pairs(fmt, v, turn):
+    case = Case("prefill", fmt, "few", v_format=v, lens=(70, 9, 0, 400), q_lens=(8, 1, 0, 5), ragged=True, **turn)
+    result = run(replace(case, heads=4, group=4, dim=128, page=64), "cuda", HOPPER)
+    assert result.status == PASSED, result.message
+
+
 def test_values_of_16_bits_may_lie_turned():
     passes("bf16", 1, 4, HOPPER, rotation="v", channels="v")
     passes("bf16", 1, 4, rotation="kv", channels="kv")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...formats import BATCH_INVARIANCE, CHANNELS, ROTATION, kv_format
+from ...formats import BATCH_INVARIANCE, CHANNELS, PAIRS, ROTATION, kv_format, pair_of
 from ..host import launch
 from ..host.bind import Bound, Described, Launches, Template, given, strides
 from ..host.split_merge import is_empty, rows_of
@@ -23,7 +23,8 @@ _FORMATS = (
 )
 _DESCRIBED = {"Q": "q", "K": "k_cache", "V": "v_cache", "KN": "k", "VN": "v"}
 _MANY_KEYS = 16384
-TAKES = (ROTATION, CHANNELS, BATCH_INVARIANCE)  # the last of the kernel for many rows, in which nothing is cut
+# Pairs go by decode's kernels alone; batch invariance by the one for many rows, in which nothing is cut.
+TAKES = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
 
 
 class Config(NamedTuple):
@@ -43,6 +44,9 @@ def _why_not_own(f: SimpleNamespace) -> str | None:
     """What the kernel for many query rows does not take."""
     if f.format not in _FORMATS:
         return f"has no kernel for many query rows of {f.format}"
+    k, v = pair_of(f)
+    if k != v:
+        return f"has no kernel for many query rows of {k.name} and {v.name}"
     if is_empty(f) or 0 in f.q.shape:
         return "wants a query row"
     fmt = kv_format(f.format)
