@@ -105,4 +105,4 @@ def test_other_numbers_of_rows_and_requests_compile_nothing_new():
 )
 def test_narrow_values_are_taken_in_small_tiles_on_hopper(fmt, dv, tile):
     f = facts("prefill", call_of(fmt, dv=dv), arch=90)
-    assert prefill.configure(f).constants.TILE == tile
+    assert tile == prefill.configure(f).constants.TILE
