@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 import zlib
@@ -46,7 +45,7 @@ class Case:
 
 
 class Compiled:
-    """Names of the kernels that Triton compiled or loaded since `clear`."""
+    """Names of the kernels that Triton compiled, or loaded from its cache, since `clear`."""
 
     def __init__(self) -> None:
         from triton import knobs
@@ -56,12 +55,17 @@ class Compiled:
         knobs.runtime.jit_post_compile_hook = self
 
     def __call__(self, **told: Any) -> Any:
-        self.names.append(str(getattr(told.get("fn"), "name", told.get("repr"))))
+        self.names.append(f"{told['fn'].module}.{told['fn'].name}")
         return self._before(**told) if self._before is not None else None
 
     def clear(self) -> list[str]:
         names, self.names = self.names, []
         return names
+
+
+def of_ours(names: list[str]) -> list[str]:
+    """Those of tersekv: vLLM compiles some of its own with its first requests."""
+    return [name for name in names if name.startswith("tersekv.")]
 
 
 def prepare(case: Case) -> None:
@@ -81,9 +85,12 @@ def prepare(case: Case) -> None:
 def engine(folder: Path, case: Case, **options: Any) -> Iterator[Any]:
     """An engine over a checkpoint, or over random weights with load_format="dummy"."""
     from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.plugins import load_general_plugins
 
     from tersekv.integrations.vllm import name
 
+    load_general_plugins()
     given = {
         "skip_tokenizer_init": True, "dtype": "bfloat16", "kv_cache_dtype": case.dtype, "seed": 0,
         "attention_backend": name() if case.backend == OURS else case.backend, "disable_log_stats": True, **options,
@@ -95,6 +102,8 @@ def engine(folder: Path, case: Case, **options: Any) -> Iterator[Any]:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
 
 
 def config(folder: Path, **sizes: Any) -> Path:
@@ -152,8 +161,3 @@ def apart(got: Any, want: Any) -> float:
 def divergence(got: Any, want: Any) -> float:
     """The mean of KL(want, got), nats."""
     return float((want.exp() * (want - got)).sum(-1).mean())
-
-
-def finite(x: float) -> float | None:
-    """As JSON knows numbers."""
-    return x if math.isfinite(x) else None

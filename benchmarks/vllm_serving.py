@@ -1,6 +1,6 @@
 """tersekv inside vLLM, beside vLLM's own attention: whether it is right there, and what it buys.
 
-    python benchmarks/vllm_serving.py --json PATH [--only speed] [--formats auto fp8] [--gpus 2] [--seconds 240]
+    python benchmarks/vllm_serving.py --json PATH [--only speed] [--formats auto fp8] [--gpus 2] [--seconds 300]
 
 Speed (`vllm_speed.py`): a Llama with the sizes of Llama-3-8B, 8 layers and random weights, blocks of 64, full CUDA
 graphs of decode steps: prefill rate, time to the first token, a decode step of 32 requests of 8192 tokens, and the
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="tersekv's, as --kv-cache-dtype")
     parser.add_argument("--no-peers", action="store_true", help="the reference alone beside tersekv")
     parser.add_argument("--gpus", type=int, default=1, help="cases at a time, one a GPU")
-    parser.add_argument("--seconds", type=float, default=240, help="of a case, at most")
+    parser.add_argument("--seconds", type=float, default=300, help="of a case, at most")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, as a test of this script")
     parser.add_argument("--json", type=Path, help="lines to keep")
     parser.add_argument("--work", type=Path, help="folder for models, the reference and logs; default: a new one")

@@ -64,9 +64,12 @@ def test_what_triton_compiles_is_counted_and_told_on(monkeypatch):
     told = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **given: told.append(given))
     compiled = vllm_engine.Compiled()
-    knobs.runtime.jit_post_compile_hook(fn=type("Fn", (), {"name": "decode_kernel"}), key="k")
-    assert told[0]["key"] == "k"
-    assert (compiled.clear(), compiled.clear()) == (["decode_kernel"], [])
+    for module, name in (("tersekv.backends.triton.append", "append_kernel"), ("vllm.v1.sample", "rank")):
+        knobs.runtime.jit_post_compile_hook(fn=type("Fn", (), {"module": module, "name": name}), key=name)
+    assert [given["key"] for given in told] == ["append_kernel", "rank"]
+    names = compiled.clear()
+    assert (vllm_engine.of_ours(names), len(names)) == (["tersekv.backends.triton.append.append_kernel"], 2)
+    assert compiled.clear() == []
 
 
 def test_how_far_apart_log_probabilities_are():
@@ -77,3 +80,50 @@ def test_how_far_apart_log_probabilities_are():
     assert vllm_engine.apart(got, want) == pytest.approx(1)
     p, q = (torch.tensor(x).double()[None].log() for x in ([0.5, 0.5], [0.25, 0.75]))
     assert vllm_engine.divergence(q, p) == pytest.approx(0.1438, abs=1e-4)
+
+
+SPEED = {
+    "kind": "speed", "backend": "FLASH_ATTN", "dtype": "auto", "tiny": False, "gpu": "NVIDIA H200", "torch": "2.11.0",
+    "prefill_tokens_s": 154000.4, "first_token_ms": 55.2, "step_ms": 3.118, "cache_tokens": 294912,
+    "serve_tokens_s": 20000.0, "apart": 0.0, "apart_cached": 0.0123,
+}  # fmt: skip
+
+
+def test_the_table_of_what_a_cache_dtype_buys():
+    page = script("scripts/vllm_page.py")
+    ours = {**SPEED, "backend": "tersekv", "dtype": "nvfp4", "step_ms": 1.9, "serve_tokens_s": 40000.0}
+    failed = {"kind": "speed", "backend": "FLASHINFER", "dtype": "fp8", "tiny": False, "reason": "took more than 240 s"}
+    late = {**ours, "dtype": "fp8", "reason": "want no kernel compiled after the engine began, got 1"}
+    rows = page.speed([SPEED, ours, failed, late]).splitlines()
+    assert rows[1] == "NVIDIA H200, PyTorch 2.11.0"
+    assert rows[5:9] == [
+        "| FLASH_ATTN | `auto` | 154,000 | 55 | 3.12 | 294,912 | 20,000 (1.00 ×) | 0.012 |",
+        "| tersekv | `nvfp4` | 154,000 | 55 | 1.90 | 294,912 | 40,000 (2.00 ×) | 0.012 |",
+        "| FLASHINFER | `fp8` | - | - | - | - | - | took more than 240 s |",
+        "| tersekv | `fp8` | 154,000 | 55 | 1.90 | 294,912 | 40,000 (2.00 ×) | 0.012; want no kernel compiled after "
+        "the engine began, got 1 |",
+    ]
+    assert "No run is kept yet." in page.speed([])
+
+
+def test_the_table_of_what_was_found_right():
+    page = script("scripts/vllm_page.py")
+    whole = {"kind": "perplexity", "backend": "tersekv", "dtype": "fp8", "perplexity": 3.34219, "kl": 2.2e-3,
+             "kl_decoded": 1e-3}  # fmt: skip
+    ranks = {"kind": "ranks", "backend": "tersekv", "dtype": "auto"}
+    for model in ("1 KV head a rank", "2 KV heads a rank"):
+        ranks |= {f"perplexity, {model}": 3.2, f"kl, {model}": 1e-4, f"kl_decoded, {model}": 0.0}
+    broken = {"kind": "windows", "backend": "tersekv", "dtype": "auto", "reason": "exit code 1: "}
+    rows = page.accepted([SPEED, whole, ranks, broken]).splitlines()
+    assert rows[3:7] == [
+        "| plain | tersekv | `fp8` | 3.3422 | 2.2e-03 | 1.0e-03 |  |",
+        "| 2 GPUs, 1 KV head a rank | tersekv | `auto` | 3.2000 | 1.0e-04 | 0.0e+00 |  |",
+        "| 2 GPUs, 2 KV heads a rank | tersekv | `auto` | 3.2000 | 1.0e-04 | 0.0e+00 |  |",
+        "| windows and sinks | tersekv | `auto` | - | - | - | exit code 1:  |",
+    ]
+
+
+def test_the_tables_of_the_page_are_those_of_the_kept_lines():
+    page = script("scripts/vllm_page.py")
+    for path, want in page.wanted().items():
+        assert path.read_text() == want

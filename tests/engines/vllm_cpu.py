@@ -6,6 +6,7 @@ engines call are defined here, plainly. All else is vLLM's own: scheduler, block
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -121,6 +122,9 @@ def _let_backends_through() -> None:
         finally:
             torch.cpu._is_amx_tile_supported = has_amx
 
+    # What it replaces stays replaced: it need not search all modules again for each engine.
+    replace = functools.cache(CpuPlatform.register_triton_kernel_overrides.__func__)
+    CpuPlatform.register_triton_kernel_overrides = classmethod(replace)
     CpuPlatform.check_and_update_config = classmethod(check)
     CpuPlatform.get_attn_backend_cls = classmethod(
         lambda cls, selected, attn_selector_config, num_heads=None: choose(
@@ -164,7 +168,8 @@ def engine(folder: os.PathLike | str, **options: Any) -> Iterator[LLM]:
         "disable_log_stats": False,
         **options,
     }
-    # What is imported by now stays: the collector need not look at it, as often as an engine calls it.
+    # What is here by now stays: the collector need not look at it, as often as an engine calls it and undoes this.
+    gc.unfreeze = lambda: None
     gc.freeze()
     llm = LLM(str(folder), **given)
     try:
