@@ -1,6 +1,6 @@
 """`TersekvCache` against transformers' own caches: bytes, prefill and decode time of one random Llama-style model.
 
-    python benchmarks/transformers_cache.py [--tokens 2048,8192] [--batch 1] [--device cpu] [--json PATH]
+    python benchmarks/transformers_cache.py [--tokens 2048,8192] [--batch 1] [--device cpu] [--compiled] [--json PATH]
 
 Every cache runs in a process of its own. `DynamicCache` is the default one, 16 bits, with SDPA; `QuantizedCache` is
 transformers' own with its backends fp8, quanto and hqq (the latter two need `optimum-quanto` and `hqq`; a cache that is
@@ -8,6 +8,9 @@ not installed is said to be missing). The weights are random, so that the error 
 other and says nothing of a trained model. All of them attend to exact keys and values in the first forward (tersekv
 with `exact_prefill`). What is timed: the whole forward, of which attention is a part. "beside it" is the most memory
 that decoding takes on top of the cache and the weights.
+
+--compiled times caches of fixed room instead, transformers' own `StaticCache` with SDPA and `TersekvStaticCache`, with
+a decode step that runs eagerly and with a compiled one, which on a GPU is a CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ CACHES = (
     "dynamic", "fp8", "quanto int4", "quanto int2", "hqq int8", "hqq int4", "tersekv bf16", "tersekv fp8_e4m3",
     "tersekv fp8_per_token_head", "tersekv int8_per_token_head", "tersekv nvfp4",
 )  # fmt: skip
+STATIC = ("static", "static bf16", "static fp8_e4m3", "static int8_per_token_head", "static nvfp4")
+COMPILED = " compiled"
+GRAPHS = ("dynamic", *(name + how for name in STATIC for how in ("", COMPILED)))
 STEPS, WARM = 24, 4
 SIZES = {
     "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
@@ -56,6 +62,13 @@ def cache_of(name: str, model: Any, tokens: int) -> Any:
 
         model.set_attn_implementation("tersekv")
         return TersekvCache(model.config, what, max_tokens=tokens, exact_prefill=True)
+    if kind == "static" and what:
+        from tersekv.integrations.transformers import TersekvStaticCache
+
+        model.set_attn_implementation("tersekv")
+        return TersekvStaticCache(model.config, what, max_tokens=tokens, exact_prefill=True)
+    if kind == "static":
+        return transformers.StaticCache(config=model.config, max_cache_len=tokens)
     if kind == "dynamic":
         return transformers.DynamicCache(config=model.config)
     options = {} if kind == "fp8" else {"nbits": int(what[3:])}
@@ -100,6 +113,13 @@ def resident(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
+def step_of(name: str, model: Any, device: str) -> Any:
+    """What decodes a token."""
+    if not name.endswith(COMPILED):
+        return model
+    return torch.compile(model.__call__, mode="default" if device == "cpu" else "reduce-overhead", fullgraph=True)
+
+
 def timed(model: Any, ids: Tensor, cache: Any, position: int) -> tuple[Tensor, float, float]:
     """Logits of the last token, seconds, and seconds of the processor, which other programs disturb less."""
     start, work = time.perf_counter(), time.process_time()
@@ -111,7 +131,8 @@ def timed(model: Any, ids: Tensor, cache: Any, position: int) -> tuple[Tensor, f
 @torch.inference_mode()
 def run(name: str, tokens: int, batch: int, device: str) -> dict[str, Any]:
     model = model_of(device)
-    cache = cache_of(name, model, tokens + STEPS)
+    cache = cache_of(name.removesuffix(COMPILED), model, tokens + STEPS)
+    step = step_of(name, model, device)
     ids = torch.randint(1024, (batch, tokens + STEPS), device=device)
     _, prefill, prefill_cpu = timed(model, ids[:, :tokens], cache, 0)
     gc.collect()
@@ -125,7 +146,7 @@ def run(name: str, tokens: int, batch: int, device: str) -> dict[str, Any]:
         before = torch.cuda.memory_allocated()
     logits, seconds, work = [], [], []
     for i in range(tokens, tokens + STEPS):
-        out, took, cpu = timed(model, ids[:, i : i + 1], cache, i)
+        out, took, cpu = timed(step, ids[:, i : i + 1], cache, i)
         logits.append(out)
         seconds.append(took)
         work.append(cpu)
@@ -155,7 +176,8 @@ def report(row: dict[str, Any], base: dict[str, Any]) -> str:
         return f"{row['cache']:28} {row['why']}"
     return (
         f"{row['cache']:28} {row['cache_bytes'] / 2**20:8.1f} MiB {base['cache_bytes'] / row['cache_bytes']:5.2f}x   "
-        f"decode {row['decode_ms_median']:7.1f} ms (least {row['decode_ms_min']:.1f}, processor "
+        f"decode {row['decode_ms_median']:7.2f} ms, {row['batch'] / row['decode_ms_median'] * 1e3:7.1f} tokens/s "
+        f"(least {row['decode_ms_min']:.2f} ms, processor "
         f"{row['decode_cpu_ms_median']:.1f})   beside it {row['decode_extra_bytes'] / 2**20:6.1f} MiB   "
         f"prefill {row['prefill_s']:6.2f} s (processor {row['prefill_cpu_s']:.2f})   logits off by {row['error']:.1e}"
     )
@@ -167,8 +189,9 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compiled", action="store_true", help="caches of fixed room, eager and compiled")
     parser.add_argument("--json")
-    parser.add_argument("--one", choices=CACHES, help="run this cache alone and print one line of JSON")
+    parser.add_argument("--one", choices=(*CACHES, *GRAPHS), help="run this cache alone and print one line of JSON")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.one:
@@ -178,7 +201,7 @@ def main() -> int:
     for tokens in map(int, args.tokens.split(",")):
         print(f"\n{args.batch} x {tokens} tokens")
         base = None
-        for name in CACHES:
+        for name in GRAPHS if args.compiled else CACHES:
             row = one(name, tokens, args)
             if "why" not in row:
                 logits = torch.tensor(row.pop("logits"))

@@ -183,7 +183,9 @@ def apart(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> tuple[floa
 
 
 def measured(model: Any, graphs: bool) -> dict[str, Any]:
-    """Distances by format; graphs: and whether it compiles. Raises SilentError for one that is too large, and for a model that feels no format."""
+    """Distances by format; graphs: and whether it compiles. Raises SilentError for one that is too large, and for a
+    model that feels no format.
+    """
     told, wants = {}, {}
     for format in FORMATS:
         try:
@@ -204,8 +206,8 @@ def measured(model: Any, graphs: bool) -> dict[str, Any]:
 
 
 def compiled(model: Any, want: tuple[Tensor, Tensor]) -> str:
-    """Whether the decode step becomes one graph, and one alone: COMPILES, or why not. Raises SilentError for other tokens
-    than those of a `TersekvCache`.
+    """Whether the decode step becomes one graph, and one alone: COMPILES, or why not. Raises SilentError for other
+    tokens than those of a `TersekvCache`.
     """
     torch._dynamo.reset()
     config = CompileConfig(fullgraph=True, backend="eager", mode=None)

@@ -20,6 +20,7 @@ import pages
 from pages import ROOT, table
 
 KEPT = ROOT / "benchmarks" / "results" / "transformers_families.json"
+COMPILES = "one graph"
 PAGE = ROOT / "docs" / "transformers.md"
 # What a refusal says -> what the table says. The first that fits; a refusal that none fits is an error.
 REASONS = (
@@ -36,6 +37,21 @@ REASONS = (
 )
 
 
+# The same, of what compilers and models raise where a decode step is not one graph.
+NO_GRAPH = (
+    (r"data-dependent expression.*expert", "its code asks the host which experts have tokens"),
+    (r"likely to be a Dynamo bug", "torch's compiler does not take its code"),
+)
+
+
+def no_graph(why: str) -> str:
+    """Why a decode step is not one graph, in a few words."""
+    for pattern, words in NO_GRAPH:
+        if re.search(pattern, why):
+            return words
+    raise ValueError(f"no words for {why!r}")
+
+
 def reason(why: str) -> str:
     """A refusal in a few words."""
     for pattern, words in REASONS:
@@ -48,12 +64,14 @@ def reason(why: str) -> str:
 def families(kept: dict[str, Any]) -> str:
     """Markdown: what comes of each family."""
     works, refused, other = [], defaultdict(list), []
+    graphs: dict[str, list[str]] = defaultdict(list)
     parts: dict[str, list[str]] = defaultdict(list)
     for row in kept["rows"]:
         name = f"`{row['family']}`"
         inner = re.fullmatch(r"its language model is (\S+)", row.get("why", ""))
         if row["found"] == "works":
             works.append(name)
+            graphs[row["compiled"]].append(name)
         elif row["found"] == "refused":
             refused[reason(row["why"])].append(name)
         elif inner:
@@ -64,6 +82,10 @@ def families(kept: dict[str, Any]) -> str:
             raise ValueError(f"{row['family']} fails: {row['why']}")
     inside = [f"{', '.join(names)}: see {model}" for model, names in parts.items()]
     rows = [(f"works ({len(works)})", joined(works))]
+    whole = len(graphs.pop(COMPILES, []))
+    broken = "; ".join(f"{joined(names)}: {no_graph(why)}" for why, names in graphs.items())
+    which = f"all but {broken}" if broken else "all"
+    rows.append((f"of these, a decode step over a `TersekvStaticCache` is one graph ({whole})", which))
     rows += [(f"refused ({len(names)}): {why}", joined(names)) for why, names in sorted(refused.items())]
     rows += [(why, name) for name, why in other]
     rows.append((f"a language model inside a larger one ({len(inside)})", "; ".join(inside)))
