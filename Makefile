@@ -138,6 +138,7 @@ table: $(READY)
 	$(BIN)/python scripts/format_tables.py --write
 	$(BIN)/python scripts/performance_page.py --write
 	$(BIN)/python scripts/runs_page.py --write
+	$(BIN)/python scripts/cpu_page.py --write
 	$(BIN)/python scripts/drawings.py --write
 	$(BIN)/python scripts/troubleshooting.py --write
 	$(BIN)/python scripts/families_table.py --write

@@ -1,19 +1,21 @@
-"""Runs the native kernels for CPUs under the address, undefined and thread sanitizers: every case of `tersekv verify`
-on every instruction set that runs here, with three threads, and attention over keys that are cut into pieces.
+"""Runs the native kernels for CPUs under the address, undefined and thread sanitizers, with three threads: every case
+of `tersekv verify` and keys cut into pieces, on every instruction set that runs here, then tests/test_cpu.py.
 
-    python scripts/sanitize.py [--only address,undefined | --only thread] [--levels avx2,…]
+    python scripts/sanitize.py [--only address,undefined | --only thread] [--levels avx2,…] [--json PATH]
 
-Exit code 1 if a sanitizer or a case complains. It needs gcc or clang with its sanitizer libraries, on Linux.
+Exit code 1 if a sanitizer, a case or a test complains. It needs gcc or clang with its sanitizer libraries, on Linux.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,8 +31,17 @@ OPTIONS = {
 }
 
 
-def child(path: str, levels: list[str]) -> int:
+OPS = ("append", "rope_append", "mla_append", "decode", "prefill", "mla_decode", "merge_states")
+TESTS = Path(__file__).parent.parent / "tests" / "test_cpu.py"
+# A forked child leaves the sanitizer's threads behind; what is compiled anew is not compiled for a sanitizer.
+LEFT_OUT = "not every_instruction_set and not forked and not of_other_sources and not leaner and not elsewhere"
+
+
+def child(path: str, levels: list[str], result: str) -> int:
     """In a process that the sanitizer was loaded into before Python."""
+    import pytest
+    import torch
+
     from tersekv.backends.cpu import library
     from tersekv.testing import verify
 
@@ -39,18 +50,21 @@ def child(path: str, levels: list[str]) -> int:
     assert isinstance(native, library.Library), native
     # PyTorch's own threads, which the thread sanitizer cannot follow, are not asked for.
     library.torch = SimpleNamespace(get_num_threads=lambda: 3)
-    wrong = total = 0
+    torch.set_num_threads = lambda n: None
+    cases, wrong = {}, 0
     for level in levels or native.levels():
         native.use_level(level)
-        for result in verify.verify("cpu", "cpu", ops=("append", "rope_append", "mla_append", "decode", "prefill",
-                                                       "mla_decode", "merge_states")):  # fmt: skip
-            total += 1
-            if result.status != verify.PASSED:
+        for verdict in verify.verify("cpu", "cpu", ops=OPS):
+            cases[level] = cases.get(level, 0) + 1
+            if verdict.status != verify.PASSED:
                 wrong += 1
-                print(level, result.case.id, result.status, result.message)
+                print(level, verdict.case.id, verdict.status, verdict.message)
         in_pieces()
-    print(f"{total} cases, {wrong} wrong, on {', '.join(levels or native.levels())}")
-    return 1 if wrong else 0
+    print(f"{wrong} wrong of {cases}", flush=True)
+    native.use_level(native.levels()[-1])
+    failed = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", LEFT_OUT, str(TESTS)])
+    Path(result).write_text(json.dumps({"cases": cases, "wrong": wrong, "tests": int(failed)}))
+    return 1 if wrong or failed else 0
 
 
 def in_pieces() -> None:
@@ -71,32 +85,43 @@ def in_pieces() -> None:
             assert out.isfinite().all(), format
 
 
-def run(sanitizer: str, levels: list[str]) -> int:
+def run(sanitizer: str, levels: list[str]) -> dict:
     compiler = next(filter(None, map(shutil.which, build._COMPILERS)))
     found = [subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
              for name in SANITIZERS[sanitizer]]  # fmt: skip
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "native.so"
+        target, result = Path(folder) / "native.so", Path(folder) / "result.json"
         build.build(target, compiler, (f"-fsanitize={sanitizer}", *FLAGS), levels)
         # Where addresses are drawn from more bits than the thread sanitizer knows, it does not start.
         still = [tool, "-R"] if sanitizer == "thread" and (tool := shutil.which("setarch")) else []
-        command = [*still, sys.executable, __file__, "--child", str(target), "--levels", ",".join(levels)]
+        command = [*still, sys.executable, __file__, "--child", str(target), "--result", str(result),
+                   "--levels", ",".join(levels)]  # fmt: skip
         done = subprocess.run(command, env={**os.environ, **OPTIONS, "LD_PRELOAD": " ".join(found)})
-    print(f"{sanitizer}: {'clean' if done.returncode == 0 else f'exit code {done.returncode}'}")
-    return done.returncode
+        judged = json.loads(result.read_text()) if result.exists() else {}
+    print(f"{sanitizer}: {'clean' if done.returncode == 0 else f'exit code {done.returncode}'}", flush=True)
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.splitlines()[0]
+    return {
+        "sanitizer": sanitizer, "exit_code": done.returncode, **judged, "seconds": round(time.perf_counter() - start),
+        "compiler": version, "sources": build.digest(),
+    }  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--only", choices=SANITIZERS, help="default: all")
     parser.add_argument("--levels", default="", help="instruction sets, comma-separated; default: all that run here")
+    parser.add_argument("--json", type=Path, help="write what was found here")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
     args = parser.parse_args()
     levels = [name for name in args.levels.split(",") if name]
     if args.child:
-        return child(args.child, levels)
-    codes = [run(sanitizer, levels) for sanitizer in ([args.only] if args.only else SANITIZERS)]
-    return max(map(bool, codes))
+        return child(args.child, levels, args.result)
+    runs = [run(sanitizer, levels) for sanitizer in ([args.only] if args.only else SANITIZERS)]
+    if args.json:
+        args.json.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    return max(bool(r["exit_code"]) for r in runs)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,91 @@
+"""Writes what benchmarks/cpu_decode.py --json stored in benchmarks/results/cpu_*.json into docs/performance.md.
+
+python scripts/cpu_page.py            check: exit code 1 if the page is out of date
+python scripts/cpu_page.py --write    bring it up to date
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import pages
+from pages import ROOT, table
+
+PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+Row = dict
+
+
+def tables() -> str:
+    return "\n" + "\n".join(part for path in sorted(RESULTS.glob("cpu_*.json")) for part in of(path)) + "\n"
+
+
+def of(path: Path) -> Iterator[str]:
+    """Of one run: where, decode with most threads, how it scales, prompts, losses."""
+    record = json.loads(path.read_text())
+    machine, rows = record["machine"], record["rows"]
+    name = f"{machine['cpu']}, " if "cpu" in machine else ""
+    amx = {True: ", AMX", False: ", no AMX", None: ""}[machine.get("amx")]
+    yield f"`{path.name}`: {name}{machine['cores']} cores, {machine['native']}{amx}, torch {machine['torch']}.\n"
+    counts = sorted({r["threads"] for r in rows})
+    for title in dict.fromkeys(title_of(r) for r in rows):
+        mine = [r for r in rows if title_of(r) == title]
+        yield f"{title}, {mine[-1]['threads']} threads, peer {mine[-1]['peer']}:\n"
+        yield (prompts if mine[0]["shape"]["new"] > 1 else decodes)([r for r in mine if r["threads"] == counts[-1]])
+    if len(counts) > 1:
+        yield "Times as fast as with one thread, by the shortest times:\n"
+        yield scaling(rows, counts)
+    lost = [r for r in rows if r["ratio"] > 1]
+    told = "; ".join(f"{r['format']}, {title_of(r)}, {r['threads']} threads: {r['ratio']:.2f}" for r in lost)
+    yield f"Slower than the peer, by medians, in {len(lost)} of {len(rows)} cases{': ' * bool(told)}{told}.\n"
+
+
+def title_of(r: Row) -> str:
+    s = r["shape"]
+    new = f", {s['new']} of them new" if s["new"] > 1 else ""
+    return f"1 × {s['length']} tokens{new}, {s['q_heads']}/{s['heads']} heads, D {s['head_dim']}"
+
+
+def decodes(rows: list[Row]) -> str:
+    head = ["format", "ms, median", "shortest", "GB/s", "of the read rate", "peer, ms", "ratio", "of shortest"]
+    llama = any("llama_cpp" in r for r in rows)
+    lines = []
+    for r in rows:
+        second = r.get("llama_cpp")
+        ms = f"{second['type']} {second['ms_median']:.3g}" if second else "-"
+        lines.append([
+            r["format"], f"{r['ms_median']:.3g}", f"{r['ms_min']:.3g}", f"{r['bytes'] / r['ms_min'] / 1e6:.1f}",
+            f"{r['share_of_read_rate']:.2f}", f"{r['peer_ms_median']:.3g}", f"{r['ratio']:.2f}",
+            f"{r['ratio_of_mins']:.2f}", *[ms] * llama,
+        ])  # fmt: skip
+    return table([*head, *["llama.cpp, ms"] * llama], lines)
+
+
+def prompts(rows: list[Row]) -> str:
+    head = ("format", "ms, median", "shortest", "GFLOP/s", "peer, ms", "ratio", "of shortest")
+    return table(head, ([
+        r["format"], f"{r['ms_median']:.3g}", f"{r['ms_min']:.3g}", f"{r['flops'] / r['ms_min'] / 1e6:.0f}",
+        f"{r['peer_ms_median']:.3g}", f"{r['ratio']:.2f}", f"{r['ratio_of_mins']:.2f}",
+    ] for r in rows))  # fmt: skip
+
+
+def scaling(rows: list[Row], counts: list[int]) -> str:
+    by = {(title_of(r), r["format"], r["threads"]): r for r in rows if r["shape"]["new"] == 1}
+    lines = []
+    for title in dict.fromkeys(key[0] for key in by):
+        formats = list(dict.fromkeys(key[1] for key in by if key[0] == title))
+        for name, field in (*((f, "ms_min") for f in formats), ("peer", "peer_ms_min")):
+            mine = [by[title, formats[0] if name == "peer" else name, n][field] for n in counts]
+            lines.append([title, name, *(f"{mine[0] / ms:.2f}" for ms in mine)])
+    return table(["case", "format", *(f"{n}" for n in counts)], lines)
+
+
+def wanted() -> dict[Path, str]:
+    return {PAGE: pages.renewed(PAGE.read_text(), {"cpu": tables}, ["cpu"])}
+
+
+if __name__ == "__main__":
+    sys.exit(pages.main(__doc__ or "", wanted))
