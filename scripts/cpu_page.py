@@ -1,4 +1,5 @@
-"""Writes what benchmarks/cpu_decode.py --json stored in benchmarks/results/cpu_*.json into docs/performance.md.
+"""Writes into docs/performance.md what is kept of CPUs in benchmarks/results/: cpu_*.json of benchmarks/cpu_decode.py,
+demo_speed_*.json of benchmarks/demo_speed.py, and sanitize_cpu.json of scripts/sanitize.py.
 
 python scripts/cpu_page.py            check: exit code 1 if the page is out of date
 python scripts/cpu_page.py --write    bring it up to date
@@ -17,6 +18,7 @@ from pages import ROOT, table
 
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 Row = dict
+NONE = "\nNo run is stored yet.\n"
 
 
 def tables() -> str:
@@ -83,8 +85,41 @@ def scaling(rows: list[Row], counts: list[int]) -> str:
     return table(["case", "format", *(f"{n}" for n in counts)], lines)
 
 
+def demo() -> str:
+    """Tokens a second of the demo's models, eager and native."""
+    parts = []
+    for path in sorted(RESULTS.glob("demo_speed_*.json")):
+        record = json.loads(path.read_text())
+        rows = (
+            (r["model"], r["format"], f"{r['tokens_per_s']['eager']:.0f}", f"{r['tokens_per_s']['native']:.0f}",
+             f"{r['tokens_per_s']['native'] / r['tokens_per_s']['eager']:.2f}")
+            for r in record["rows"]
+        )  # fmt: skip
+        parts.append(f"\n`{path.name}`: torch {record['environment']['torch']}, {record['options']['threads']} thread, "
+                     f"the fastest of {record['rounds']} rounds.\n\n")  # fmt: skip
+        parts.append(table(("model", "format", "eager, tokens/s", "native", "times"), rows))
+    return ("".join(parts) or NONE) + "\n"
+
+
+def sanitized() -> str:
+    """What each sanitizer said of the native kernels."""
+    path, rows = RESULTS / "sanitize_cpu.json", []
+    if not path.exists():
+        return f"{NONE}\n"
+    for r in json.loads(path.read_text())["runs"]:
+        # Of a run that a sanitizer ended, only its exit code is known.
+        cases = ", ".join(f"{level} {n}" for level, n in r.get("cases", {}).items()) or "-"
+        tests = {None: "-", 0: "passed"}.get(r.get("tests"), "failed")
+        said = "nothing" if r["exit_code"] == 0 else f"exit code {r['exit_code']}"
+        rows.append((r["sanitizer"].replace(",", ", "), cases, str(r.get("wrong", "-")), tests, said))
+    return "\n" + table(("sanitizer", "cases", "wrong", "tests/test_cpu.py", "reported"), rows) + "\n"
+
+
+TABLES = {"cpu": tables, "demo-speed": demo, "sanitized": sanitized}
+
+
 def wanted() -> dict[Path, str]:
-    return {PAGE: pages.renewed(PAGE.read_text(), {"cpu": tables}, ["cpu"])}
+    return {PAGE: pages.renewed(PAGE.read_text(), TABLES, TABLES)}
 
 
 if __name__ == "__main__":

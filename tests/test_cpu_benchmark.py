@@ -63,6 +63,21 @@ def test_the_page_is_up_to_date_and_tells_losses_and_a_second_peer(tmp_path):
     assert "in 1 of 1 cases: int8_per_token_head, 1 × 512 tokens, 8/2 heads, D 64, 1 threads: 1.25" in text
 
 
+def test_the_page_shows_the_demos_speed_and_what_sanitizers_said(tmp_path, monkeypatch):
+    page = script("scripts/cpu_page.py")
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    assert page.demo() == page.sanitized() == "\nNo run is stored yet.\n\n"
+    speed = {"model": "llama", "format": "nvfp4", "tokens_per_s": {"eager": 50.0, "native": 150.0}}
+    about = {"environment": {"torch": "2.13.0"}, "options": {"threads": 1}, "rounds": 5, "rows": [speed]}
+    (tmp_path / "demo_speed_x.json").write_text(json.dumps(about))
+    assert "| llama | nvfp4 | 50 | 150 | 3.00 |" in page.demo()
+    clean = {"sanitizer": "thread", "cases": {"plain": 700, "avx2": 700}, "wrong": 0, "tests": 0, "exit_code": 0}
+    failed = {"sanitizer": "address,undefined", "exit_code": 66}
+    (tmp_path / "sanitize_cpu.json").write_text(json.dumps({"runs": [clean, failed]}))
+    assert "| thread | plain 700, avx2 700 | 0 | passed | nothing |" in page.sanitized()
+    assert "| address, undefined | - | - | - | exit code 66 |" in page.sanitized()
+
+
 def test_llama_cpps_blocks_are_read_as_it_writes_them(benchmark):
     import ggml
 
