@@ -347,12 +347,48 @@ def test_bounds_on_ragged_rows_share_their_kernels():
     assert shapes[0] == shapes[1] == shapes[2]
 
 
+def of_sizes(fmt: str, d: int, dv: int, **options) -> DecodeCall:
+    """A call whose values have another size than its keys."""
+    call, values = call_of(fmt, head_dim=d, **options), call_of(fmt, head_dim=dv, **options)
+    return call._replace(v_cache=values.v_cache, out=values.out)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dims", "options"),
+    [
+        ("fp8_e4m3", (96, 96), {"group": 8}),
+        ("fp8_e4m3", (192, 128), {}),
+        ("fp8_e4m3", (192, 192), {"heads": 2, "layout": "HND"}),
+        ("bf16", (80, 80), {}),
+        ("int8_per_token_head", (112, 112), {"drafts": 8}),
+        ("fp8_per_token_head", (80, 80), {"page_size": 16, "group": 16}),
+        ("int4_per_token_head", (96, 96), {"drafts": 4}),
+    ],
+)
+def test_rows_that_are_no_power_of_two_lie_in_rows_that_are(fmt, dims, options):
+    """Copies fill the rest with zeros; no spills, and no columns of a row beyond it are loaded or stored."""
+    call = of_sizes(fmt, *dims, **options)
+    config = decode.configure(facts("decode", call, arch=90))
+    for side, d in zip("KV", dims, strict=True):
+        box, codes = config.boxes[side], config.shape.K.PARTS
+        assert box.shape[-1] == d // codes
+        assert box.block[-1] == (128 if d < 128 else 1 << (d - 1).bit_length()) // codes
+    assert dims == (config.shape.Q_COLUMNS, config.constants.DV)
+    split, *merge = compiled(call)
+    assert split["shared"] <= 232448
+    assert all(x["n_spills"] == 0 for x in (split, *merge))
+    assert "UTMALDG" in split["sass"]()
+
+
 @pytest.mark.parametrize(
     ("fmt", "options", "reason"),
     [
         ("bf16", {"drafts": 8}, "at most 16 query rows"),
-        ("fp8_e4m3", {"head_dim": 96}, "head sizes"),
+        ("fp8_e4m3", {"head_dim": 88}, "head sizes"),
         ("nvfp4", {"head_dim": 32}, "head sizes"),
+        ("nvfp4", {"head_dim": 96}, "head sizes of 64, 128 or 256 with nvfp4"),
+        ("fp8_e4m3", {"head_dim": 96, "group": 8, "drafts": 8}, "head sizes of 64, 128 or 256 with 64 query rows"),
+        ("int4_per_token_head", {"head_dim": 80}, "multiples of 16 bytes"),
         ("fp8_e4m3", {"page_size": 8}, "pages of a multiple of 16"),
         ("nvfp4", {"scales": "inline"}, "multiples of 16 bytes"),
         ("fp8_per_token_head", {"heads": 6}, "stored scales"),

@@ -32,9 +32,11 @@ from .sm90.decode.tune import (
     joins,
     many_rows,
     merge_tile,
+    padded,
     queries_ahead,
     query_rows,
     rows_at_once,
+    tile_dims,
     tiles,
 )
 from .sm90.parts.convert import INT4_FACTOR
@@ -54,6 +56,7 @@ class Shape(Record):
     COPY: int  # keys of one tensor copy: of one page
     COPIES: int  # of a tile
     STAGES: int
+    Q_COLUMNS: int  # of a query's row; D is a power of two
     QUERIES: int  # fetched ahead with their tiles; 0: a segment loads its query when it begins
     SLOTS: int  # of decode_many: fp16 tiles of keys or values
     K: Side
@@ -101,9 +104,13 @@ def why_not(f: SimpleNamespace) -> str | None:
             return "wants a bfloat16 or 8-bit q with bf16, got float16"
         return "wants keys that lie as they are with bf16, got rotated ones or such with channel scales"
     d, dv = f.q.shape[2], f.out.shape[2]
-    dims = (64, 128, 256)
-    if d not in dims or dv not in dims:
-        return f"wants head sizes of {' or '.join(map(str, dims))}, got {d} and {dv}"
+    if any(n % 16 or not 64 <= n <= 256 for n in (d, dv)):
+        return f"wants head sizes that are multiples of 16 from 64 to 256, got {d} and {dv}"
+    if padded(f) and (many_rows(f) or BLOCK in (fmt.scale, v_fmt.scale)):
+        what = f.format if not many_rows(f) else f"{query_rows(f)} query rows of a KV head"
+        return f"wants head sizes of 64, 128 or 256 with {what}, got {d} and {dv}"
+    if padded(f) and any(x is not None for x in (f.k_signs, f.v_signs, f.k_channel_scale, f.v_channel_scale)):
+        return f"wants head sizes of 64, 128 or 256 with rotated rows or channel scales, got {d} and {dv}"
     if f.k_cache.shape[1] % 16:
         return f"wants pages of a multiple of 16, got {f.k_cache.shape[1]}"
     if f.q.dtype == torch.float32:
@@ -124,14 +131,14 @@ def configure(f: SimpleNamespace) -> Config:
     codes, scales = boxes_of(f, hb, copy_keys(f, t), t.wide)
     if t.copier:
         codes = [joined(box) for box in codes]
-    rows, groups = rows_at_once(f), heads // hb
+    rows, groups, (d, dv) = rows_at_once(f), heads // hb, tile_dims(f)
     turns = turn_of(f.k_signs, f.k_channel_scale), turn_of(f.v_signs, f.v_channel_scale)
     k, v = (side_of(*x, hb, t.stages) for x in zip((fmt, v_fmt), codes, scales, turns, strict=True))
     shares = max(launch.num_sms(f) * t.programs_per_sm * max(4 // (hb * t.row_warps), 1) // groups, 1)
     live = rows if f.cu_seqlens_q is not None else min(rows, query_rows(f))
     # A bound on ragged rows that changes with the batch must not compile anew every time.
     segments = launch.next_power_of_2(-(-query_rows(f) // rows))
-    words_v = f.out.shape[2] // v.PARTS
+    words_v = dv // v.PARTS
     block_dv = max(16, launch.next_power_of_2(words_v))
     columns = v.PARTS * block_dv
     joining = (0, 0, 0)
@@ -139,7 +146,7 @@ def configure(f: SimpleNamespace) -> Config:
         joining = join_tile(live, columns)
     c = replace(
         base, ROWS=rows, TILE=t.tile, MIN_TILES=t.min_tiles, K_PITCH=codes[0].pitch, V_PITCH=codes[1].pitch,
-        PARTS=v.PARTS, WORDS_K=f.q.shape[2] // k.PARTS, WORDS_V=words_v, BLOCK_DV=block_dv,
+        D=d, PARTS=v.PARTS, WORDS_K=d // k.PARTS, WORDS_V=words_v, BLOCK_DV=block_dv,
         K_FACTOR=_left_over(k.CODE, t.wide), V_FACTOR=_left_over(v.CODE, t.wide),
         PART_COLUMNS=columns + (4 if any(joining) else 2),
     )  # fmt: skip
@@ -204,6 +211,7 @@ def _shape(
         k, v = (replace(x, SCALE_STRIDES=s.stride[:3]) for x, s in ((k, f.k_scale_cache), (v, f.v_scale_cache)))
     return Shape(
         hb, t.row_warps, t.wide, f.k_cache.shape[2] // hb, 16, t.tile // 16, copy, t.tile // copy, t.stages,
+        f.q.shape[2],
         queries_ahead(f, t, hb),
         t.slots,
         k, v, *merge,

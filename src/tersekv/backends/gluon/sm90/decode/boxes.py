@@ -100,7 +100,8 @@ def code_box(x: Any, hb: int, keys: int) -> Box | None:
     """[rows / 16, heads, 16, words] of a cache; [pages, slots / 16, heads, 16, words] where rows do not lie at equal
     distances through all pages, as with scales in their tails. None: copies cannot reach them.
 
-    Words are 16 bits. A copy of many keys lies in shared memory as boxes of 16 keys.
+    Words are 16 bits. A copy of many keys lies in shared memory as boxes of 16 keys, whose rows are a power of two: the
+    engine fills what a shorter row has not with zeros.
     """
     pages, slots, heads, width = x.shape
     size = x.dtype.itemsize
@@ -110,13 +111,14 @@ def code_box(x: Any, hb: int, keys: int) -> Box | None:
         return None
     words = width * size // 2
     inner = [16 * s_s * size // 2, s_h * size // 2, s_s * size // 2, 1]
-    block, pitch = [keys // 16, hb, 16, words], s_p // s_s
+    wide = launch.next_power_of_2(words)
+    block, pitch = [keys // 16, hb, 16, wide], s_p // s_s
     rows = (pages - 1) * pitch + slots
     if s_p % (16 * s_s) == 0 and 16 <= rows < 2**31:
-        box = Box([rows // 16, heads, 16, words], inner, block, min(words * 2, 128), torch.int16, pitch)
+        box = Box([rows // 16, heads, 16, words], inner, block, min(wide * 2, 128), torch.int16, pitch)
         return box.legal()
     shape, strides = [pages, slots // 16, heads, 16, words], [s_p * size // 2, *inner]
-    return Box(shape, strides, [1, *block], min(words * 2, 128), torch.int16, 0).legal()
+    return Box(shape, strides, [1, *block], min(wide * 2, 128), torch.int16, 0).legal()
 
 
 def scale_box(x: Any, hb: int, keys: int, blocks: bool) -> Box | None:

@@ -123,7 +123,7 @@ def write_joined(tensors, scales, strides, m, l, acc, j, h0, q0, r0, rows_left, 
     word = o_d % c.BLOCK_DV
     p_row = OUT + at * strides.out_t + heads * strides.out_h
     p_out = p_row[:, None] + (c.PARTS * word + o_d // c.BLOCK_DV)[None, :]
-    gl.store(p_out, output(acc * factor[:, None], OUT, c), mask=m_row[:, None] & (word < c.WORDS_V)[None, :])
+    gl.store(p_out, output(acc * factor[:, None], OUT, c), mask=m_row[:, None] & (word < c.DV // c.PARTS)[None, :])
     if c.HAS_LSE:
         gl.store(LSE + at * strides.lse_t + heads * strides.lse_h, lse, mask=m_row)
 

@@ -61,6 +61,15 @@ def store_state_of_heads(PART, slot, state, h0, rows_left, c: gl.constexpr, g: g
 
 
 @gluon.jit
+def in_rows(m_row, o_d, c: gl.constexpr):
+    """Words of rows that are there: a value's in `out` may be shorter than in shared memory."""
+    mask = m_row[:, None, :]
+    if c.DV < c.PARTS * c.WORDS_V:
+        mask = mask & (o_d < c.DV // c.PARTS)
+    return mask
+
+
+@gluon.jit
 def store_rows_of_heads(tensors, strides, state, h_scale, h0, segment, c: gl.constexpr, g: gl.constexpr):
     """Write finished rows to `out`, and their LSE."""
     OUT, LSE = tensors.OUT, tensors.LSE
@@ -78,7 +87,7 @@ def store_rows_of_heads(tensors, strides, state, h_scale, h0, segment, c: gl.con
         gl.store(
             p_out + j,
             output(state.acc[j] * factor[:, None, :], OUT, c),
-            mask=m_row[:, None, :],
+            mask=in_rows(m_row, o_d, c),
         )
     if c.HAS_LSE:
         gl.store(LSE + at * strides.lse_t + heads * strides.lse_h, lse, mask=m_row)

@@ -62,7 +62,7 @@ def merge_kernel(
         tl.store(
             p_out,
             output(acc * factor[:, None], OUT, c),
-            mask=m_row[:, None] & (word < c.WORDS_V)[None, :],
+            mask=m_row[:, None] & (word < c.DV // c.PARTS)[None, :],
         )
         if c.HAS_LSE:
             tl.store(LSE + token * sl_t + head * sl_h, lse, mask=m_row & (j % CHUNKS == 0))

@@ -118,4 +118,6 @@ def loaded_query(tensors, strides, turns, segment, h0, c: gl.constexpr, g: gl.co
     o_d = gl.arange(0, c.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     p_q = pointers_of(tensors.Q, strides, segment.q0, h, r, c) + o_d
     live, p_q = gl.broadcast(r < segment.rows * c.GROUP, p_q)
+    if g.Q_COLUMNS < c.D:
+        live = live & (o_d < g.Q_COLUMNS)
     return operands_of(gl.load(p_q, mask=live, other=0.0), turns, c, g)

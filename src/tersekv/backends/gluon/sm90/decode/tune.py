@@ -46,15 +46,25 @@ def many_rows(f: SimpleNamespace) -> bool:
     return query_rows(f) > few_rows(f)
 
 
+def tile_dims(f: SimpleNamespace) -> tuple[int, int]:
+    """Columns of a key and of a value in shared memory, powers of two: copies fill those that rows have not with 0."""
+    return launch.next_power_of_2(f.q.shape[2]), launch.next_power_of_2(f.out.shape[2])
+
+
+def padded(f: SimpleNamespace) -> bool:
+    """Rows are shorter than in shared memory."""
+    return tile_dims(f) != (f.q.shape[2], f.out.shape[2])
+
+
 def four_bits(f: SimpleNamespace) -> bool:
     """Keys or values are of 4 bits."""
     return any(fmt.values_per_element > 1 for fmt in pair_of(f))
 
 
 def row_bytes(f: SimpleNamespace) -> int:
-    """Of a key and its value, stored scales included."""
-    k, v = pair_of(f)
-    return k.row_bytes(f.q.shape[2]) + v.row_bytes(f.out.shape[2])
+    """Of a key and its value in shared memory, stored scales included."""
+    (k, v), (d, dv) = pair_of(f), tile_dims(f)
+    return k.row_bytes(d) + v.row_bytes(dv)
 
 
 def turned_bytes(f: SimpleNamespace, heads: int) -> int:
@@ -75,7 +85,8 @@ def _unpacks_once(f: SimpleNamespace) -> bool:
 
 def converts_apart(f: SimpleNamespace) -> bool:
     """rows64 takes these heads, in which two fp16 tiles of each kind fit; else shared_tiles does."""
-    return f.q.shape[2] == f.out.shape[2] <= 128
+    d, dv = tile_dims(f)
+    return d == dv <= 128
 
 
 def rows_at_once(f: SimpleNamespace) -> int:
@@ -110,8 +121,8 @@ def tiles(f: SimpleNamespace) -> Tiles:
     t = _NARROW if f.k_cache.shape[1] % 64 else _WIDE
     if four_bits(f):
         t = _FOUR_BITS._replace(copier=heads_of(f) == 4)
-    width, rows = max(f.q.shape[2], f.out.shape[2]), rows_at_once(f)
-    if fmt.storage.itemsize == 2 and width > 64:
+    width, rows = max(tile_dims(f)), rows_at_once(f)
+    if (fmt.storage.itemsize == 2 and width > 64) or (padded(f) and width > 128):
         t = t._replace(tile=32)
     if many_rows(f):
         return _many(f, rows) if converts_apart(f) else _wide(f, rows)
@@ -160,11 +171,12 @@ def queries_ahead(f: SimpleNamespace, t: Tiles, hb: int) -> int:
     """Queries of a program that are fetched ahead with their tiles; 0 where that cannot be, or does not pay.
 
     16 × 8K, unequal: fp8 49.8 → 48.2 µs, per token and head 53.1 → 51.1, bf16 88.2 → 87.2; 64 × 8K, unequal: 221 → 219.
-    With 16 rows it costs: bf16 502 → 506 (64 × 8K).
+    With 16 rows it costs: bf16 502 → 506 (64 × 8K). Rows shorter than in shared memory are loaded with a mask, which
+    spilled registers here.
     """
-    rows, d = rows_at_once(f), f.q.shape[2]
+    rows, d = rows_at_once(f), tile_dims(f)[0]
     whole = f.q.aligned and all(n % 16 == 0 for n in f.q.stride[:2])  # copies of 16 bytes
-    if t.wide or rows > 8 or four_bits(f) or not whole:
+    if t.wide or rows > 8 or four_bits(f) or padded(f) or not whole:
         return 0
     needed = t.stages * t.tile * hb * row_bytes(f) + (t.stages - 1) * hb * rows * d * f.q.dtype.itemsize
     needed += turned_bytes(f, hb)
@@ -210,5 +222,5 @@ def copy_keys(f: SimpleNamespace, t: Tiles) -> int:
     keys = t.tile
     while f.k_cache.shape[1] % keys:
         keys //= 2
-    k, v = pair_of(f)
-    return keys if max(k.code_bytes(f.q.shape[2]), v.code_bytes(f.out.shape[2])) <= 128 else 16
+    (k, v), (d, dv) = pair_of(f), tile_dims(f)
+    return keys if max(k.code_bytes(d), v.code_bytes(dv)) <= 128 else 16

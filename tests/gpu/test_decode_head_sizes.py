@@ -1,0 +1,60 @@
+"""Hopper's decode with head sizes that are no powers of two: its rows in shared memory are, filled up with zeros."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tersekv.testing.cases import Case
+from tersekv.testing.verify import PASSED, run
+
+pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="kernels for Hopper")
+FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head")
+LENS = (70, 9, 0, 400, 129)
+
+
+def passes(fmt: str, dim: int, dim_v: int = 0, drafts: int = 1, group: int = 4, **options: Any) -> None:
+    fields = {"lens": LENS, "heads": 4, "page": 64, "mask": drafts > 1, "spread": True, **options}
+    fields = {"q_lens": (drafts,) * len(fields["lens"]), **fields}
+    case = Case("decode", fmt, "sizes", group=group, dim=dim, dim_v=dim_v, **fields)
+    result = run(case, "cuda", "gluon")
+    assert result.status == PASSED, result.message
+
+
+@pytest.mark.parametrize("group", [1, 5, 8])
+@pytest.mark.parametrize(("dim", "dim_v"), [(80, 0), (96, 0), (112, 0), (144, 0), (192, 0), (192, 128), (64, 96)])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_one_row(fmt, dim, dim_v, group):
+    passes(fmt, dim, dim_v, group=group)
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(96, 0), (192, 0), (192, 128), (224, 96)])
+def test_four_bit_integers(dim, dim_v):
+    for drafts in (1, 4):
+        passes("int4_per_token_head", dim, dim_v, drafts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layout": "HND"},
+        {"heads": 2},
+        {"heads": 1, "page": 128},
+        {"page": 16, "window": 40, "sinks": True},
+        {"drafts": 8},
+        {"ragged": True, "q_lens": (3, 1, 0, 2, 4), "dtype": "float16"},
+        {"softcap": 20.0, "scale": "tensor"},
+        {"out_dtype": "float8_e4m3fn", "lse": False, "strided": True},
+        {"scales": "tail"},
+        {"lens": (9000, 1, 17)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [80, 112, 192])
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "int8_per_token_head"])
+def test_with(fmt, dim, options):
+    if fmt == "fp8_e4m3":
+        options = {n: x for n, x in options.items() if n != "scales"}
+    passes(fmt, dim, **options)
