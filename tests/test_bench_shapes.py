@@ -31,6 +31,20 @@ def test_a_right_shape_is_timed(shape):
     assert (result.status, result.us) == (OK, 10.0), result.reason
 
 
+SMALLER = [
+    s for name, (of, formats) in shapes.PRESETS.items() if name != "shapes" for f in formats[1:2] for s in of(f, "cuda")
+]
+
+
+@pytest.mark.usefixtures("_no_clock")
+@pytest.mark.parametrize("shape", SMALLER, ids=lambda s: f"{s.name}-{s.cell}")
+def test_a_shape_of_another_preset_is_right(shape):
+    small = replace(shape, requests=3, tokens=40, longest=min(shape.longest, 99))
+    result = engine.run(small, CPU)
+    assert (result.status, result.us) == (OK, 10.0), result.reason
+    assert result.nbytes == small.all_keys * small.bytes_per_token
+
+
 @pytest.mark.usefixtures("_no_clock")
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"sinks": False}, {"tree": False}], ids=str)
 def test_a_shape_whose_option_is_ignored_is_red(wrong):
@@ -45,12 +59,12 @@ def test_a_shape_whose_option_is_ignored_is_red(wrong):
 
 
 def test_the_plain_case_has_as_many_bytes():
-    for device in ("cpu", "cuda"):
-        for shape in shapes.shapes("nvfp4", device):
-            read = shape.requests * shape.keys * shape.bytes_per_token
-            plain = shape.plain
-            assert plain.requests * plain.keys * plain.bytes_per_token == pytest.approx(read, rel=0.02)
-            assert plain == plain.plain
+    every = [(of, device) for of, _ in shapes.PRESETS.values() for device in ("cpu", "cuda")]
+    for shape in (s for of, device in every for s in of("fp8_per_token_head", device)):
+        plain = shape.plain
+        assert plain.all_keys * plain.bytes_per_token == pytest.approx(shape.all_keys * shape.bytes_per_token, rel=0.02)
+        assert plain == plain.plain
+    assert shapes.Shape("shape", "bf16", 5, 10, longest=100).all_keys == 140
 
 
 def test_gpu_shapes_are_those_of_the_goals():
@@ -77,7 +91,7 @@ def test_a_cliff_is_told():
 @pytest.mark.usefixtures("_no_clock")
 def test_the_command_prints_a_line_per_shape_and_the_worst(monkeypatch, capsys, tmp_path):
     few = [tiny(s) for s in list(shapes.shapes("bf16", "cpu"))[:2]]
-    monkeypatch.setattr("tersekv.cli.bench.shapes", lambda name, device: few)
+    monkeypatch.setitem(shapes.PRESETS, "shapes", (lambda name, device: few, ("bf16",)))
     monkeypatch.setattr(measure, "copy_rate", lambda device: 1e9)
     monkeypatch.setattr(measure, "matmul_rate", lambda device: 1e12)
     path = tmp_path / "shapes.jsonl"

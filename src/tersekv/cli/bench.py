@@ -19,7 +19,7 @@ from ..testing.bench.cliffs import line as cliff_line
 from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench, peers_of
 from ..testing.bench.engine import run as time_one
 from ..testing.bench.report import environment, line, notes, record, speed, summary
-from ..testing.bench.shapes import shapes
+from ..testing.bench.shapes import PRESETS
 from .arguments import (
     PICTURES,
     Interruption,
@@ -68,9 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="few cells")
     parser.add_argument(
-        "--preset", choices=("shapes",),
-        help="shapes: decode with other head sizes, groups, layouts, drafts, windows and lengths, each against the "
-        "plain case with as many bytes; takes --device, --formats (fp8_e4m3), --backend and --json",
+        "--preset", type=names(tuple(PRESETS)),
+        help=f"comma-separated, of {', '.join(PRESETS)}: decode in other shapes, each against the plain case with as "
+        "many bytes. shapes: head sizes, groups, layouts, drafts, windows, lengths; drafts: 2 to 32 rows, chains and "
+        "trees; uneven: one long request among short ones, a thousand short ones; sizes: head sizes and pages that few "
+        "models have, scales behind rows. Takes --device, --formats, --backend and --json",
     )  # fmt: skip
     parser.add_argument(
         "--random", type=positive, metavar="N",
@@ -127,7 +129,8 @@ def run(args: argparse.Namespace) -> int:
 
 def run_shapes(args: argparse.Namespace, device: torch.device) -> int:
     """Print a line per shape, and the worst. Returns 1 if a result was wrong."""
-    cases = [s for name in args.formats or ("fp8_e4m3",) for s in shapes(name, device.type)]
+    presets = [PRESETS[name] for name in args.preset]
+    cases = [s for of, formats in presets for name in args.formats or formats for s in of(name, device.type)]
     where, limits, ratios, bad = environment(device, ()), Limits.of(device), [], False
     say(f"{where['chip']}: torch {where['torch']}, triton {where['triton']}, tersekv {where['tersekv']}")
     with Interruption() as stop, ExitStack() as stack:
@@ -160,7 +163,7 @@ def idle_option(args: argparse.Namespace) -> str | None:
         }  # fmt: skip
         of_preset = {"--ops": args.ops != OPS, "--peers": args.peers} if args.preset else {}
         idle = [name for name, set_ in {**of_preset, **given}.items() if set_]
-        mode = f"--preset {args.preset}" if args.preset else "--random"
+        mode = f"--preset {','.join(args.preset)}" if args.preset else "--random"
         takes = ["--device", *([] if args.preset else ["--ops", "--peers"]), "--formats", "--backend"]
         if not idle and set(args.formats or ()) & set(PAIRS):
             return f"{mode}: want formats of both, got {', '.join(args.formats)}"

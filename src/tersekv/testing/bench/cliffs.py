@@ -27,10 +27,12 @@ def line(r: Result, plain: Result, ratio: float | None) -> str:
     """One shape: time, rate, and its rate over the plain case's."""
     c = r.case
     assert isinstance(c, Shape)
-    head = f"{c.name:<16} {c.format:<19} {c.cell:>12}  H {c.heads}/{c.kv_heads}  D {c.head_dim:<3}"
+    head = f"{c.name:<19} {c.format:<19} {c.cell:>12}  {'  '.join(f'{words:<8}' for words in c.sizes)}"
     if r.us is None:
         return f"{head}  {r.status.upper()}: {r.reason}"
     told = f"{head}  {r.us:>9.2f} us  {speed(r.nbytes / r.us, 'B/s'):>12}  error {r.error:.1e}"
+    if c.drafts > 1:
+        told += f"  {speed(r.flops / r.us, 'FLOP/s')}"
     if ratio is None:
         return f"{told}  plain {plain.case.cell}: {plain.status.upper()}"
     cliff = f"  UNDER {CLIFF:.0%}" if ratio < CLIFF else ""
