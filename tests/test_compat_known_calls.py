@@ -239,7 +239,7 @@ CASES = {
 for _name in ("mla_prefill_decode_graph_fp8", "mla_prefill_decode_graph_bf16"):
     CASES[_name] = [(f, {"max_seq_len": 1, **options}) for f, options in CASES[_name]]
 
-# What makes no call of an operation, or takes the verb's own short way after tensors of its own.
+# What makes no call of an operation, or one with tensors of its own: that it is short is asked below.
 OTHERS = {
     "get_batch_indices_positions", "get_seq_lens", "merge_state", "merge_states", "mla_prefill_plan", "PagedKVCache",
     "PagedKVCacheCollection",
@@ -336,3 +336,17 @@ def test_every_option_is_a_part_of_what_is_known(name, machine):
     machine.given.clear()
     function(**call)
     assert machine.given, "the call itself is known still"
+
+
+def test_a_second_merge_takes_the_short_way(machine):
+    parts = x(T, HQ, D), x(T, HQ, dtype=F32)
+    for call in (
+        lambda: fi.merge_state(*parts, *parts),
+        lambda: fi.merge_states(x(T, 3, HQ, D), x(T, 3, HQ, dtype=F32)),
+    ):
+        call()
+        long = len(machine.calls)
+        machine.given.clear()
+        out, lse = call()
+        assert (len(machine.calls), len(machine.given)) == (long, 1)
+        assert (machine.given[0]["out"], machine.given[0]["lse"]) == (out.data_ptr(), lse.data_ptr())

@@ -20,7 +20,7 @@ from tersekv.plan import facts, plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 
-DIMS = ((64, 64), (128, 128), (256, 256), (64, 128), (256, 64))
+DIMS = ((64, 64), (128, 128), (256, 256), (64, 128), (256, 64), (96, 96), (192, 128))
 OWN_SCALES = ("fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
 
 

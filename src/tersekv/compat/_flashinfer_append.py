@@ -289,11 +289,11 @@ def get_batch_indices_positions(
     indices, places = (_index_receiver(name, x, token) for name, x in given)
     if ends.numel() == 0:
         return indices.fill_(-1), places.zero_()
-    request = torch.searchsorted(ends, token, right=True)
-    known = request < ends.numel()
-    b = request.clamp(max=ends.numel() - 1)
-    position = lens[b] - ends[b] + token
-    return indices.copy_(torch.where(known, request, -1)), places.copy_(torch.where(known, position, 0))
+    # Each line is a launch.
+    torch.searchsorted(ends, token, right=True, out_int32=True, out=indices)
+    behind = indices >= ends.numel()
+    position = (lens - ends).index_select(0, indices.clamp(max=ends.numel() - 1)).add_(token)
+    return indices.masked_fill_(behind, -1), places.copy_(position.masked_fill_(behind, 0))
 
 
 def _index_receiver(name: str, out: Tensor | None, token: Tensor) -> Tensor:

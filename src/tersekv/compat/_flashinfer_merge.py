@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..calls import MergeCall
 from ..ops.registry import submit
-from ._adapt import dtype_name, renamed, tensor
+from ._adapt import asked, dtype_name, renamed, tensor
 
 _LN2 = math.log(2.0)
 
@@ -55,7 +55,12 @@ def _merge(names: dict[str, str], outs: Tensor, base2: Tensor) -> tuple[Tensor, 
     if base2.dtype != torch.float32:  # a product with a number may be one
         raise ValueError(f"{names['lses']}: want float32, got {dtype_name(base2.dtype)}")
     # NOTE: FlashInfer's LSE is base 2, tersekv's natural: two multiplications of a tensor as small as the LSE.
+    lses = base2 * _LN2
+    way, done = asked(names, "merge_states", ("merge",), (outs, lses, None, None))
+    if done is not None:
+        return done[0], done[1].mul_(1 / _LN2)
     out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     lse = torch.empty(outs.shape[1:3], dtype=torch.float32, device=outs.device)
-    renamed(names, submit, "merge_states", MergeCall(outs, base2 * _LN2, out, lse), None)
+    call = MergeCall(outs, lses, out, lse)
+    renamed(names, submit, "merge_states", call, None, way._replace(made={"out": out, "lse": lse}))
     return out, lse.mul_(1 / _LN2)
