@@ -181,6 +181,12 @@ def test_the_file_is_safetensors(tmp_path):
         PagedKVCache.allocate_saved(tmp_path / "other", 1, 1)
 
 
+def test_a_place_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
+    for path in (tmp_path, tmp_path / "none" / "x"):
+        with pytest.raises(OSError, match=str(path)):
+            everything().save_attributes(path)
+
+
 @pytest.mark.parametrize("data", [b"", b"\xff" * 40, b"\x02\0\0\0\0\0\0\0[]", b'\x10\0\0\0\0\0\0\0{"x":{"dtype":3}}'])
 def test_a_file_of_another_kind_is_named(data, tmp_path):
     (tmp_path / "x").write_bytes(data)

@@ -210,7 +210,8 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
 
     def save_attributes(self, path: str | os.PathLike) -> None:
         """What pages of this cache need to be read again, in a safetensors file: of each layer its formats, its scales
-        of the tensor, signs and channel scales. Not the pages."""
+        of the tensor, signs and channel scales. Not the pages. OSError: no place to write."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         words, tensors = [], {}
@@ -225,7 +226,10 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
             words.append(word)
         sizes = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "head_dim_v": self.head_dim_v}
         told = {"tersekv": _ATTRIBUTES, "sizes": json.dumps(sizes), "layers": json.dumps(words)}
-        save_file(tensors, path, told)
+        try:
+            save_file(tensors, path, told)
+        except SafetensorError as e:
+            raise OSError(f"{os.fspath(path)}: {e}") from None
 
     @classmethod
     def allocate_saved(
