@@ -3,7 +3,9 @@
 # on one Hopper GPU or several, of dense models. Left out: FlashAttention 2, operators of mixtures of experts, the server in
 # Rust, kernels for Blackwell and for sparse attention.
 #
-#     scripts/pack_vllm.sh 0.26.0 3.12 FOLDER      writes FOLDER/vllm-0.26.0.tar.xz.00 and .01, less than 60 MB each
+#     scripts/pack_vllm.sh 0.26.0 3.12 FOLDER [MORE]      writes FOLDER/vllm-0.26.0.tar.xz.00 and .01, 43 MB each
+#
+# MORE: further requirements, such as flashinfer-python==0.6.14, which then compiles its kernels there.
 #
 # There, outside the working tree, both parts at once or one after the other:
 #
@@ -13,13 +15,14 @@
 # vLLM finds a plugin by the entry points of an installed distribution: the archive brings tersekv's, without its code.
 set -euo pipefail
 version=$1 python=$2 folder=$3
+shift 3
 tree=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 platforms=$(printf -- '--platform manylinux_2_%s_x86_64 ' 5 12 17 24 27 28 31 34 35)
 # shellcheck disable=SC2086
 python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version "$python" --implementation cp $platforms \
-    --platform manylinux2014_x86_64 --dest "$work" -r "$tree/scripts/pack_vllm.txt" "vllm==$version"
+    --platform manylinux2014_x86_64 --dest "$work" -r "$tree/scripts/pack_vllm.txt" "vllm==$version" "$@"
 python3 - "$work" "$tree" <<'PYTHON'
 import re
 import sys
@@ -30,7 +33,7 @@ work, tree = map(Path, sys.argv[1:])
 here = work / "here"
 left_out = re.compile(
     r"vllm/(vllm-rs|_moe_C|_flashmla|_qutlass|_rust_|third_party/(deep_gemm|fmha_sm100)/|vllm_flash_attn/_vllm_fa2)"
-    r"|vllm/entrypoints/serve/instrumentator/static/|mistral_common/data/|pycountry/locales/|.*\.(pyi|h|hpp|cuh|inl)$"
+    r"|vllm/entrypoints/serve/instrumentator/static/|vllm/.*\.(h|hpp|cuh|inl)$|mistral_common/data/|pycountry/locales/|.*\.pyi$"
 )
 for wheel in sorted(work.glob("*.whl")):
     with zipfile.ZipFile(wheel) as z:
