@@ -15,6 +15,8 @@ WORKERS ?= 2
 SHARED := -n $(WORKERS) --dist worksteal
 
 BIN := .venv/bin
+# What a user installs; and with what tests, docs and lint want.
+INSTALLED := .venv/.tersekv-installed
 READY := .venv/.tersekv-ready
 
 NATIVE := src/tersekv/backends/cpu/_native.so
@@ -35,19 +37,23 @@ help:
 	@echo "make table   write tables and pictures of README.md and docs/ anew"
 	@echo "make docs    build the site into build/site; a link that leads nowhere is an error"
 
-setup: $(NATIVE)
+setup: $(NATIVE) $(READY)
 
-$(READY): pyproject.toml setup.py
+$(INSTALLED): pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
 ifeq ($(shell uname -s)-$(shell uname -m),Linux-x86_64)
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install "$(TRITON)"
 endif
-	$(BIN)/python -m pip install -e ".[test]"
-	touch $(READY)
+	$(BIN)/python -m pip install -e ".[plot]"
+	touch $@
+
+$(READY): $(INSTALLED)
+	$(BIN)/python -m pip install "tersekv[test]"
+	touch $@
 
 # The installation compiles it first; without a compiler everything runs in eager PyTorch.
-$(NATIVE): $(wildcard src/tersekv/backends/cpu/native/*) src/tersekv/backends/cpu/build.py | $(READY)
+$(NATIVE): $(wildcard src/tersekv/backends/cpu/native/*) src/tersekv/backends/cpu/build.py | $(INSTALLED)
 	-$(BIN)/python src/tersekv/backends/cpu/build.py
 
 demo: $(NATIVE)
@@ -62,7 +68,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-tests: $(NATIVE)
+tests: $(NATIVE) $(READY)
 	$(BIN)/python -m pytest $(SHARED)
 
 # A second Triton beside the first, found before it on the path. What may differ between them: machine code, launchers,
