@@ -83,10 +83,10 @@ def test_products_stay_in_flight_and_nothing_spills_in_the_long_loop(fmt, lies):
         waits = [line for line in tile if "WARPGROUP.DEPBAR" in line]
         assert len(waits) == 2, "where ptxas serialises products, each has a wait of its own"
         assert sum("0x0" in line for line in waits) == 1, "weights are computed while values are added"
-        assert count(tile, "LDL") + count(tile, "STL") <= since({(3, 6): 0, (3, 7): 1})
+        assert count(tile, "LDL") + count(tile, "STL") <= since({(3, 6): 0, (3, 7): 1, (3, 9): 3 if lies else 1})
         assert count(tile, "MUFU.EX2") <= 66  # 64 weights a thread, and what sums shrink by
-    # Once an item, and in tiles at the causal edge: bf16 40 bytes a thread, int8 104.
-    assert k["n_spills"] <= since({(3, 6): 112, (3, 7): 256})
+    # Once an item, and in tiles at the causal edge: bf16 40 bytes a thread, int8 104, turned 112 and on 3.9 552.
+    assert k["n_spills"] <= since({(3, 6): 112, (3, 7): 256, (3, 9): 560 if lies else 256})
     assert "UTMALDG.4D" in sass
     assert "SHFL.BFLY" in sass or not lies, "butterflies whose partners are in other lanes"
 

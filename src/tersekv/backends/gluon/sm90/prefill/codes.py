@@ -104,26 +104,29 @@ def _times(x, factor):
     return gl.inline_asm_elementwise("mul.f16x2 $0, $1, $2;", "=r,r,r", [x, factor], gl.int32, True, 1)
 
 
+# NOTE: types of results are written out below: Triton 3.9 takes no tuple of them by a name.
 @gluon.jit
 def _of_blocks(words, byte):
     """e2m1 times block scales, × 2^-6."""
     N: gl.constexpr = words.shape[0]
     W: gl.constexpr = words.shape[1]
-    I4: gl.constexpr = (gl.int32, gl.int32, gl.int32, gl.int32)
     factor = gl.inline_asm_elementwise(_SCALE, "=r,r", [byte.to(gl.int32)], gl.int32, True, 1)
     factor, _ = gl.broadcast(factor[:, :, None], gl.full([N, W // 2, 2], 0, gl.int32, blocks_layout(W)))
     factor = gl.convert_layout(factor.reshape([N, W]), words_layout(W), assert_trivial=True)
-    return gl.inline_asm_elementwise(_E2M1, "=&r,=&r,=&r,=&r,r,r", [words, factor], I4, True, 1)
+    return gl.inline_asm_elementwise(
+        _E2M1, "=&r,=&r,=&r,=&r,r,r", [words, factor], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+    )
 
 
 @gluon.jit
 def _of_nibbles(words, rows, VALUES: gl.constexpr):
     """int4 without their zero points; values × factors of their rows."""
-    I4: gl.constexpr = (gl.int32, gl.int32, gl.int32, gl.int32)
     zero = twice((rows >> (16 if VALUES else 20)) & 15)
     low, _ = gl.broadcast((zero | 0x64006400)[:, None], words)
     high, _ = gl.broadcast(((zero << 4) | 0x54005400)[:, None], words)
-    x = gl.inline_asm_elementwise(_INT4, "=&r,=&r,=&r,=&r,r,r,r", [words, low, high], I4, True, 1)
+    x = gl.inline_asm_elementwise(
+        _INT4, "=&r,=&r,=&r,=&r,r,r,r", [words, low, high], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+    )
     if VALUES:
         factor = twice(rows)[:, None]
         x = (_times(x[0], factor), _times(x[1], factor), _times(x[2], factor), _times(x[3], factor))
@@ -132,14 +135,13 @@ def _of_nibbles(words, rows, VALUES: gl.constexpr):
 
 @gluon.jit
 def _of_bytes(words, c: gl.constexpr):
-    I2: gl.constexpr = (gl.int32, gl.int32)
     if c.CODE == "e4m3":
-        return gl.inline_asm_elementwise(E4M3_K, "=r,=r,r", [words], I2, True, 1)
+        return gl.inline_asm_elementwise(E4M3_K, "=r,=r,r", [words], (gl.int32, gl.int32), True, 1)
     elif c.CODE == "e5m2":
-        return gl.inline_asm_elementwise(E5M2_K, "=&r,=&r,r", [words], I2, True, 1)
+        return gl.inline_asm_elementwise(E5M2_K, "=&r,=&r,r", [words], (gl.int32, gl.int32), True, 1)
     else:
         gl.static_assert(c.CODE == "int8", "a code that nobody here knows")
-        return gl.inline_asm_elementwise(INT8_K, "=r,=r,r", [words], I2, True, 1)
+        return gl.inline_asm_elementwise(INT8_K, "=r,=r,r", [words], (gl.int32, gl.int32), True, 1)
 
 
 @gluon.jit
