@@ -9,20 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..counts import positive, whole
 from ..errors import UnsupportedError
 from ..formats import ALL_FORMATS, KV_FORMATS
 from ..layers import Formats, pair
+from .transformers_layers import INSTEAD, layer_windows
 from .transformers_pages import Book, Capacity, Step
 from .transformers_store import KVStore, LatentStore, Rules, Store, check_expanded, copy, named
 
 ATTENTION = "tersekv"
 HALF = ("bf16", "fp16")
 EAGER = "a TersekvCache counts tokens and pages on the host: its update and its attention run outside of graphs"
-INSTEAD = "run it with attn_implementation='sdpa' or 'eager' and one of transformers' own caches"
 
 
 class Handover(threading.local):
@@ -403,60 +402,6 @@ class TersekvCache(Cache):
         if not all(entry in HALF for entry in self.formats):
             raise ValueError(f"channel_scales: want a cache in {' or '.join(HALF)}, got {self.format}")
         return [store.channel_scales() for store in stores]
-
-
-def layer_windows(config: Any) -> list[int | None]:
-    """The sliding window of each layer, None where there is none. Raises UnsupportedError for other kinds of layer, and
-    for families that a `TersekvCache` cannot serve whatever their layers.
-    """
-    _check_class(config)
-    kinds = getattr(config, "layer_types", None) or []
-    if "chunked_attention" in kinds or (not kinds and getattr(config, "attention_chunk_size", None)):
-        raise UnsupportedError(
-            f"config: want full or sliding-window attention in every layer of {config.model_type}, got chunked "
-            f"attention; {INSTEAD}"
-        )
-    if getattr(config, "num_kv_shared_layers", None):
-        raise UnsupportedError(
-            f"config: want keys and values of its own in every layer of {config.model_type}, got layers that share "
-            f"them; {INSTEAD}"
-        )
-    windows: list[int | None] = []
-    try:
-        layers = DynamicCache(config=config).layers
-    except AttributeError as e:
-        raise UnsupportedError(
-            f"config: want the layers of a language model, got {type(config).__name__} of {config.model_type}, which "
-            f"does not tell them ({e}); {INSTEAD}"
-        ) from e
-    for i, layer in enumerate(layers):
-        # By type, not by isinstance: layers with a state of their own are subclasses of these.
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise UnsupportedError(
-                f"config: want full or sliding-window attention in every layer of {config.model_type}, got "
-                f"{kinds[i] if kinds else type(layer).__name__} in layer {i}; {INSTEAD}"
-            )
-        windows.append(getattr(layer, "sliding_window", None))
-    return windows
-
-
-# Only the image tower of these goes through the interface; transformers looks for its name in the file alone.
-_OWN_ATTENTION = ("git",)
-
-
-def _check_class(config: Any) -> None:
-    """Raises UnsupportedError for a family whose model cannot ask for the attention function, or has no attention."""
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    for kind in found if isinstance(found, tuple) else (found,):
-        if kind is None:
-            continue
-        if getattr(kind, "_is_stateful", False) and not getattr(config, "layer_types", None):
-            does = "keeps a state instead of keys and values"
-        elif config.model_type in _OWN_ATTENTION or not kind._can_set_attn_implementation():
-            does = "computes attention in its own code, past transformers' AttentionInterface"
-        else:
-            continue
-        raise UnsupportedError(f"config: {kind.__name__} of {config.model_type} {does}; {INSTEAD}")
 
 
 def _version(x: Tensor) -> int:

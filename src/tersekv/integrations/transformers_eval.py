@@ -16,7 +16,7 @@ from transformers.utils import logging
 from ..errors import UnsupportedError
 from ..formats import KV_FORMATS, LATENT_FORMATS, MAX_HEAD_DIM_V
 from .transformers import ATTENTION, TersekvCache
-from .transformers_cache import layer_windows
+from .transformers_layers import layer_windows
 
 _CONTEXT = 2048
 _SENTENCE = re.compile(r"(?<=[.!?]) +(?=[A-Z])")
