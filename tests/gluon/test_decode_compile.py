@@ -376,7 +376,9 @@ def test_rows_that_are_no_power_of_two_lie_in_rows_that_are(fmt, dims, options):
     assert dims == (config.shape.Q_COLUMNS, config.constants.DV)
     split, *merge = compiled(call)
     assert split["shared"] <= 232448
-    assert all(x["n_spills"] == 0 for x in (split, *merge))
+    # int4 with 16 rows; 16 bytes where rows are not padded.
+    assert split["n_spills"] <= since({(3, 6): 0, (3, 9): 8})
+    assert all(x["n_spills"] == 0 for x in merge)
     assert "UTMALDG" in split["sass"]()
 
 
