@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from compile_tools import compile_launches
+from compile_tools import compile_launches, since
 
 from tersekv import plan
 from tersekv.backends.triton import decode, mla_decode, prefill
@@ -30,7 +30,7 @@ def test_decode(format, arch):
     call, config = planned(case, arch)
     split, merge = compile_launches(decode.run, call, config, arch)
     assert [split["name"], merge["name"]] == ["decode_kernel", "merge_pieces_kernel"]
-    assert split["n_spills"] <= A_FEW
+    assert split["n_spills"] <= since({(3, 6): A_FEW, (3, 9): 104})
     assert merge["n_spills"] == 0
 
 
