@@ -457,3 +457,11 @@ def test_scales_of_heads_must_lie_side_by_side(side):
     for bad in (torch.ones(16)[::2], torch.ones(1).expand(8)):
         with pytest.raises(ValueError, match=f"{side}: want stride 1"):
             checks.facts(facts("decode", call_of("fp8_e4m3", **{f"{side}_t": bad}), arch=90))
+
+
+@pytest.mark.parametrize("sides", [("k", ""), ("", "v")])
+def test_rows_that_are_padded_are_not_turned(sides):
+    """A rotation goes by the head's size, and the tile has another."""
+    call = of_sizes("fp8_e4m3", 96, 96)
+    assert decode.why_not(facts("decode", call, arch=90)) is None
+    assert "rotated rows or channel scales" in decode.why_not(facts("decode", turned(call, *sides), arch=90))
