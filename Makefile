@@ -11,6 +11,9 @@ NEWEST_TORCH ?= torch
 VLLM ?= vllm==0.33.0
 SGLANG ?= sglang==0.5.23
 WORKERS ?= 2
+# Of what is compiled and interpreted, `make tests` runs one part and `make newest` the other; SHARE=1/1: all.
+SHARE ?= 1/2
+NEWEST_SHARE ?= 2/2
 # Neighbours share kernels that a process compiles once: they go to one worker, and who is done takes from the other.
 SHARED := -n $(WORKERS) --dist worksteal
 
@@ -69,7 +72,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 tests: $(NATIVE) $(READY)
-	$(BIN)/python -m pytest $(SHARED)
+	TERSEKV_SHARE=$(SHARE) $(BIN)/python -m pytest $(SHARED)
 
 # A second Triton beside the first, found before it on the path. What may differ between them: machine code, launchers,
 # hooks, the interpreter's arithmetic. How the attentions take their cases does not: `make versions` has the rest.
@@ -78,7 +81,8 @@ NEWEST_TESTS ?= tests/gluon tests/triton $(addprefix --ignore tests/,gluon/test_
 	-k "not test_interpreted or test_casts or test_codes or test_append or test_verify_cases"
 newest: $(READY)
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton "$(NEWEST_TRITON)"
-	PYTHONPATH=.venv/newest-triton $(BIN)/python -m pytest $(SHARED) -p no:cacheprovider $(NEWEST_TESTS)
+	TERSEKV_SHARE=$(NEWEST_SHARE) PYTHONPATH=.venv/newest-triton \
+		$(BIN)/python -m pytest $(SHARED) -p no:cacheprovider $(NEWEST_TESTS)
 
 engines: vllm sglang
 

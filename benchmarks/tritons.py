@@ -1,8 +1,9 @@
-"""Times the same cells with several versions of Triton, in turns, each in processes of its own.
+"""Times the same cells with several versions of Triton, or of tersekv, in turns, each in processes of its own.
 
     python benchmarks/tritons.py FOLDER ... [--rounds 3] [--cells "H 128"] [--json FILE]
 
-FOLDER: an unpacked Triton that is put in front of the path (scripts/pack_triton.sh); the installed one comes first.
+FOLDER: an unpacked Triton that is put in front of the path (scripts/pack_triton.sh), or the `src` of another commit of
+tersekv, which is named by the folder that it lies in; what is installed comes first.
 Prints a line per cell: its time with each version and the ratio to the installed one, then geometric means. Every
 result is checked before it is timed. The least of all rounds counts; every second round takes the versions the other
 way round, since a GPU that is warm from one of them keeps the next below its power limit. Exit code 1: a result was
@@ -16,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from statistics import geometric_mean
 
 K = 1024
@@ -64,7 +66,10 @@ def measured(folder: str | None, args: argparse.Namespace) -> list[dict]:
     if done.returncode:
         print(done.stderr, file=sys.stderr)
         raise SystemExit(f"no results with {folder or 'the installed Triton'}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if folder and Path(folder, "tersekv").exists():
+        found = [{**r, "triton": f"tersekv of {Path(folder).absolute().parent.name}"} for r in found]
+    return found
 
 
 def main() -> int:

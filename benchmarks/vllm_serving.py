@@ -45,7 +45,7 @@ def cases(kinds: list[str], formats: list[str], peers: bool, tiny: bool) -> list
     found = []
     for kind in kinds:
         others = [p for p in PEERS if kind == "speed" or p == PEERS[0]] if peers and not tiny else []
-        made = [Case(kind, *p, tiny) for p in [*others, *((OURS, f) for f in formats)]]
+        made = [Case(kind, *p, tiny) for p in [*((OURS, f) for f in formats), *others]]
         if not any(c.is_reference for c in made):
             made.append(Case(kind, *((OURS, "auto") if tiny else PEERS[0]), tiny))
         found += sorted(made, key=lambda c: not c.is_reference)

@@ -35,7 +35,7 @@ def test_few_heads_of_any_page_size(fmt, heads, page, layout):
         {"group": 32},
         {"dim_v": 128},
         {"dim": 128, "dim_v": 64, "layout": "HND"},
-        {"dim": 256, "inline": True},
+        {"dim": 256, "scales": "inline"},
         {"q_lens": (3, 3, 3, 3, 3), "mask": True},
         {"window": 100, "sinks": True, "softcap": 20.0},
     ],
