@@ -216,6 +216,35 @@ def test_compiles_with(fmt, options):
 
 
 @pytest.mark.parametrize(
+    ("fmt", "options"),
+    [
+        ("bf16", {"page_size": 8, "heads": 1}),
+        ("fp8_e4m3", {"page_size": 40, "head_dim": 256}),
+        ("fp8_per_token_head", {"page_size": 8}),
+        ("int8_per_token_head", {"page_size": 24, "layout": "HND"}),
+        ("nvfp4", {"page_size": 8}),
+        ("nvfp4", {"page_size": 8, "layout": "HND", "heads": 2}),
+        ("int4_per_token_head", {"page_size": 24, "scales": "tail"}),
+        ("fp8_e4m3", {"page_size": 8, "drafts": 8, "group": 8}),
+        ("fp8_e4m3", {"page_size": 8, "drafts": 8, "group": 8, "head_dim": 256}),
+    ],
+    ids=str,
+)
+def test_copies_of_8_keys(fmt, options):
+    """A box of 16 keys takes two; what attends does not see it."""
+    split, *merge = compiled(call_of(fmt, **options))
+    assert split["shared"] <= 232448
+    assert split["n_spills"] <= 64
+    assert all(x["n_spills"] == 0 for x in merge)
+    sass = split["sass"]()
+    if "drafts" not in options:
+        assert "LDSM.16.MT88.4" in sass
+        whole, *_ = compiled(call_of(fmt, **{**options, "page_size": 16}))
+        steps = [instructions_of_a_step(x) for x in (sass, whole["sass"]())]
+        assert steps[0] <= steps[1] + 2
+
+
+@pytest.mark.parametrize(
     ("fmt", "options", "launches"),
     [
         ("fp8_e4m3", {"requests": 1024}, 1),
@@ -391,7 +420,8 @@ def test_rows_that_are_no_power_of_two_lie_in_rows_that_are(fmt, dims, options):
         ("nvfp4", {"head_dim": 96}, "head sizes of 64, 128 or 256 with nvfp4"),
         ("fp8_e4m3", {"head_dim": 96, "group": 8, "drafts": 8}, "head sizes of 64, 128 or 256 with 64 query rows"),
         ("int4_per_token_head", {"head_dim": 80}, "multiples of 16 bytes"),
-        ("fp8_e4m3", {"page_size": 8}, "pages of a multiple of 16"),
+        ("fp8_e4m3", {"page_size": 12}, "pages of a multiple of 8"),
+        ("int8_per_token_head", {"page_size": 24, "heads": 2}, "and 128 bytes of 8 keys in pages of no multiple of 16"),
         ("nvfp4", {"scales": "inline"}, "multiples of 16 bytes"),
         ("fp8_per_token_head", {"heads": 6}, "stored scales"),
         ("int4_per_token_head", {"group": 8, "drafts": 8, "head_dim": 256}, "head sizes up to 128 with 64 query rows"),

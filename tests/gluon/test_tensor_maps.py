@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from itertools import product
 
@@ -51,7 +53,7 @@ def assert_copies_are_possible(box: Box, places: int, step: int) -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_every_copy_of_decode_is_possible(fmt, layout):
     planned = 0
-    pages, packed = (16, 32, 48, 64, 256), (False, True)
+    pages, packed = (8, 16, 24, 32, 48, 64, 256), (False, True)
     inline = ("apart", "inline", "tail")[: 1 + 2 * (fmt in OWN_SCALES)]
     for heads, page, dims, p, i, group in product(range(1, 9), pages, DIMS, packed, inline, (1, 12, 40)):
         if p and (dims[0] != dims[1] or i == "tail"):
@@ -69,10 +71,11 @@ def test_every_copy_of_decode_is_possible(fmt, layout):
         assert len(config.boxes) == (4 if copied else 2), "a box that is not possible was left out"
         for side, name in ((g.K, "K"), (g.V, "V")):
             codes, scales = config.boxes[name], config.boxes.get(name + "S")
-            assert_copies_are_possible(codes, stages * side.BYTES, side.BYTES)
+            assert_copies_are_possible(codes, stages * g.HALVES * side.BYTES, side.BYTES)
+            assert 2 * math.prod(side.RING) == stages * g.HALVES * side.BYTES
             assert codes.nbytes() == side.BYTES, "what is expected is what arrives"
             if scales is not None:
-                assert_copies_are_possible(scales, stages * side.SCALE_PLACE, side.SCALE_PLACE)
+                assert_copies_are_possible(scales, stages * g.HALVES * side.SCALE_PLACE, side.SCALE_PLACE)
                 assert scales.nbytes() == side.SCALE_BYTES
                 assert_scales_are_read_where_they_lie(side, g)
         planned += 1
@@ -82,11 +85,13 @@ def test_every_copy_of_decode_is_possible(fmt, layout):
 def assert_scales_are_read_where_they_lie(side: Side, g: decode.Shape) -> None:
     """As `decode_attend.scale_box` counts boxes, and `decode_fetch.copy_scales` the places of copies."""
     per_copy = g.COPY // g.BOX
-    box = side.SCALE_BYTES // per_copy
-    assert side.SCALE_RING[0] * box == g.STAGES * side.SCALE_PLACE
+    box = g.HALVES * side.SCALE_BYTES // per_copy
+    stage_bytes = g.HALVES * side.SCALE_PLACE
+    assert side.SCALE_RING[0] * box == g.STAGES * stage_bytes
+    assert g.HALVES == 1 or side.SCALE_PLACE == side.SCALE_BYTES, "two copies lie side by side"
     step = side.SCALE_RING[0] // (g.STAGES * per_copy)
     read = [(stage * per_copy + j) * step * box for stage in range(g.STAGES) for j in range(per_copy)]
-    assert read == [stage * side.SCALE_PLACE + j * box for stage in range(g.STAGES) for j in range(per_copy)]
+    assert read == [stage * stage_bytes + j * box for stage in range(g.STAGES) for j in range(per_copy)]
 
 
 def test_places_are_whole_multiples_of_128_bytes():
@@ -150,7 +155,7 @@ def test_where_int32_does_not_count_all_rows_pages_are_a_dimension(name, strides
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_copies_are_asked_for_where_rows_lie(fmt, scales, layout):
     """Coordinates as `decode_fetch` makes them, of the first head of a program: the addresses of a copy's box."""
-    for heads, page in product((1, 2, 4, 8), (16, 64)):
+    for heads, page in product((1, 2, 4, 8), (8, 16, 24, 64)):
         call = call_of(fmt, heads, page, (128, 128), layout, 4, scales=scales)
         f = facts("decode", call, arch=90)
         if decode.why_not(f) is not None:  # too few heads side by side, apart
@@ -160,30 +165,68 @@ def test_copies_are_asked_for_where_rows_lie(fmt, scales, layout):
         for at, box in config.boxes.items():
             x = getattr(call, names[at])
             side, size, word = g.K if at[0] == "K" else g.V, x.element_size(), box.view.itemsize
-            i_page, slot, h0 = 3, page - g.COPY, heads - g.HB
-            box16 = [(i_page * box.pitch + slot) // 16] if box.pitch else [i_page, slot // 16]
+            copy, keys = g.COPY // g.HALVES, g.BOX // g.HALVES
+            i_page, slot, h0 = 3, page - copy, heads - g.HB
+            rows = [(i_page * box.pitch + slot) // keys] if box.pitch else [i_page, slot // keys]
             if len(at) == 1:
-                place = [*box16, h0 // (g.HB // box.block[-3]), 0, 0]
+                place = [*rows, h0 // (g.HB // box.block[-3]), 0, 0]
             elif side.SCALE_ROWS_ARE_KEYS:
-                place = [*box16, 0, h0 * side.SCALE_WORDS]
+                place = [*rows, 0, h0 * side.SCALE_WORDS]
             else:
-                place = [slot // 16, i_page * box.pitch + h0, 0] if box.pitch else [i_page, slot // 16, h0, 0]
+                place = [slot // keys, i_page * box.pitch + h0, 0] if box.pitch else [i_page, slot // keys, h0, 0]
             assert all(p + b <= n for p, b, n in zip(place, box.block, box.shape, strict=True))
             first = sum(p * s for p, s in zip(place, box.strides, strict=True))
             steps = torch.zeros([], dtype=torch.int64)
             for n, s in zip(box.block, box.strides, strict=True):
                 steps = steps[..., None] + s * torch.arange(n)
-            rows = x.stride(1) * torch.arange(slot, slot + g.COPY)[:, None, None]
+            rows = x.stride(1) * torch.arange(slot, slot + copy)[:, None, None]
             of_heads = x.stride(2) * torch.arange(h0, h0 + g.HB)[None, :, None]
             row_words = (x.shape[3] if x.dim() == 4 else 1) * size // word
             want = (i_page * x.stride(0) + rows + of_heads) * size + word * torch.arange(row_words)
-            if len(at) == 1 or not side.SCALE_ROWS_ARE_KEYS:  # boxes of 16 keys, then heads
-                want = want.reshape(g.COPY // 16, 16, g.HB, row_words).transpose(1, 2)
+            if len(at) == 1 or not side.SCALE_ROWS_ARE_KEYS:  # boxes of 16 keys, or halves of one, then heads
+                want = want.reshape(copy // keys, keys, g.HB, row_words).transpose(1, 2)
             got = (first + steps) * word
             if at in "KV" and box.block[-3] < g.HB:  # several heads a row
                 n = g.HB // box.block[-3]
-                got = got.reshape(-1, box.block[-3], 16, n, row_words).transpose(2, 3)
+                got = got.reshape(-1, box.block[-3], keys, n, row_words).transpose(2, 3)
             assert torch.equal(got.flatten(), want.flatten()), (at, heads, page)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "page", "dim", "layout"),
+    [
+        ("bf16", 8, 256, "NHD"),
+        ("fp8_e4m3", 24, 64, "NHD"),
+        ("int8_per_token_head", 8, 128, "HND"),
+        ("nvfp4", 8, 128, "HND"),
+    ],
+)
+def test_two_copies_of_8_keys_are_read_as_a_box_of_16(fmt, page, dim, layout):
+    """What the compiler makes of a box, as it says in TTGIR: for each element in memory, whose it is."""
+    call = make(Case("decode", fmt, "halves", heads=4, page=page, dim=dim, layout=layout))
+    p = plan("decode", call, arch=90)
+    assert p.backend == "gluon"
+    g, text = p.config.shape, compile_launches(p.run, call, p.config, 90)[0]["ttgir"]
+    encodings = dict(re.findall(r"^(#\w+) = #ttg\.shared_linear<{offset = (\[.*?\]\])", text, re.MULTILINE))
+    views = set(re.findall(r"memdesc_reshape .*? -> !ttg\.memdesc<([\dx]+)x([if]\d+), (#\w+)", text))
+    seen = set()
+    for dims, word, name in views:
+        shape = [int(n) for n in dims.split("x")]
+        heads, keys, width = (*shape, 1)[:3]
+        assert (heads, keys) == (g.HB, g.BOX)
+        at = torch.zeros(1, len(shape), dtype=torch.int64)
+        for base in json.loads(encodings[name]):  # of a bit of the offset
+            at = torch.cat([at, at ^ torch.tensor(base)])
+        head, key, column = (*at.T, torch.zeros(len(at), dtype=torch.int64))[:3]
+        panel = min(width, 64) if word == "i16" else width
+        line = ((key // 8 * (width // panel) + column // panel) * heads + head) * 8 + key % 8  # as they are copied
+        byte = (line * panel + column % panel) * (2 if word == "i16" else 4)
+        if word == "i16":
+            byte ^= (byte >> 7 & (panel * 2 // 16 - 1)) << 4  # a panel's swizzle
+        assert torch.equal(byte, torch.arange(len(at)) * (2 if word == "i16" else 4)), dims
+        seen.add(word)
+    stored = {"i32"} if g.K.STORED == "block" else {"f32"} if g.K.STORED else set()
+    assert seen == {"i16"} | stored
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ..host.record import Record
 from ..host.split_merge import launches, reads, writes
 from ..triton.decode import entry as portable
 from ..triton.decode import tune as portable_tune
-from .sm90.decode.boxes import Box, Side, boxes_of, code_box, descriptor, joined, scale_box, side_of
+from .sm90.decode.boxes import BOX, Box, Side, boxes_of, code_box, descriptor, joined, keys_at_once, scale_box, side_of
 from .sm90.decode.four_bits import decode_four_bits_kernel
 from .sm90.decode.kernel import decode_kernel
 from .sm90.decode.merge import merge_kernel
@@ -53,8 +53,9 @@ class Shape(Record):
     GROUPS: int  # programs that share a tile's keys
     BOX: int  # keys of one step of the products
     BOXES: int  # of a tile
-    COPY: int  # keys of one tensor copy: of one page
-    COPIES: int  # of a tile
+    COPY: int  # keys of a buffer: of one tensor copy, which is of one page, or of two
+    COPIES: int  # buffers of a tile
+    HALVES: int  # tensor copies of a buffer: two of 8 keys each, where pages hold no multiple of 16; else one
     STAGES: int
     Q_COLUMNS: int  # of a query's row; D is a power of two
     QUERIES: int  # fetched ahead with their tiles; 0: a segment loads its query when it begins
@@ -111,16 +112,18 @@ def why_not(f: SimpleNamespace) -> str | None:
         return f"wants head sizes of 64, 128 or 256 with {what}, got {d} and {dv}"
     if padded(f) and any(x is not None for x in (f.k_signs, f.v_signs, f.k_channel_scale, f.v_channel_scale)):
         return f"wants head sizes of 64, 128 or 256 with rotated rows or channel scales, got {d} and {dv}"
-    if f.k_cache.shape[1] % 16:
-        return f"wants pages of a multiple of 16, got {f.k_cache.shape[1]}"
+    if f.k_cache.shape[1] % 8:
+        return f"wants pages of a multiple of 8, got {f.k_cache.shape[1]}"
     if f.q.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
+    keys = keys_at_once(f.k_cache.shape[1])
     for name in ("k_cache", "v_cache"):
-        if code_box(getattr(f, name), 1, 16) is None:
+        if code_box(getattr(f, name), 1, keys) is None:
             return f"wants {name} with rows at equal distances that are multiples of 16 bytes"
     for x, side in ((fmt, f.k_scale_cache), (v_fmt, f.v_scale_cache)):
-        if side is not None and not many_rows(f) and scale_box(side, heads_of(f), 16, x.scale == BLOCK) is None:
-            return "wants stored scales with heads or slots side by side, at multiples of 16 bytes"
+        if side is not None and not many_rows(f) and scale_box(side, heads_of(f), keys, x.scale == BLOCK) is None:
+            beside = "wants stored scales with heads or slots side by side, at multiples of 16 bytes"
+            return beside if keys == BOX else f"{beside}, and 128 bytes of {keys} keys in pages of no multiple of {BOX}"
     return None
 
 
@@ -206,11 +209,12 @@ def _shape(
     merge: tuple[int, ...],
 ) -> Shape:
     """The record of constants; merge: its last fields."""
-    copy = codes.block[-4] * 16
+    halves = BOX // codes.block[-2]
+    copy = codes.block[-4] * codes.block[-2] * halves
     if t.wide and f.k_scale_cache is not None:
         k, v = (replace(x, SCALE_STRIDES=s.stride[:3]) for x, s in ((k, f.k_scale_cache), (v, f.v_scale_cache)))
     return Shape(
-        hb, t.row_warps, t.wide, f.k_cache.shape[2] // hb, 16, t.tile // 16, copy, t.tile // copy, t.stages,
+        hb, t.row_warps, t.wide, f.k_cache.shape[2] // hb, BOX, t.tile // BOX, copy, t.tile // copy, halves, t.stages,
         f.q.shape[2],
         queries_ahead(f, t, hb),
         t.slots,

@@ -60,8 +60,8 @@ def _why_not_own(f: SimpleNamespace) -> str | None:
     d, dv = f.q.shape[2], f.out.shape[2]
     if d > widest or dv > widest:
         return f"wants head sizes up to {widest} with {f.format}, got {d} and {dv}"
-    if f.k_cache.shape[1] % 16:
-        return f"wants pages of a multiple of 16, got {f.k_cache.shape[1]}"
+    if f.k_cache.shape[1] % 8:
+        return f"wants pages of a multiple of 8, got {f.k_cache.shape[1]}"
     return why_not_copied(f)
 
 

@@ -59,11 +59,11 @@ class Shape(Case):
 
     @property
     def plain(self) -> Shape:
-        """The plain case with as many bytes, in the requests of the ordinary cell."""
+        """The plain case with as many bytes, in the requests of the ordinary cell and in pages of 64."""
         requests = 64 if self.all_keys >= 1 << 16 else 4
         total = self.all_keys * self.bytes_per_token
         tokens = max(1, round(total / requests / kv_bytes_per_token(self.format, KV_HEADS, HEAD_DIM)))
-        return Shape("shape", self.format, requests, tokens, page=self.page)
+        return Shape("shape", self.format, requests, tokens)
 
 
 def shapes(format: str, device: str) -> Iterator[Shape]:
@@ -128,7 +128,7 @@ PRESETS: dict[str, tuple[Callable[[str, str], Iterator[Shape]], tuple[str, ...]]
     "shapes": (shapes, ("fp8_e4m3",)),
     "drafts": (drafts, EIGHT_BITS),
     "uneven": (uneven, EIGHT_BITS),
-    "sizes": (sizes, (*EIGHT_BITS, "bf16")),
+    "sizes": (sizes, (*EIGHT_BITS, "nvfp4", "bf16")),
 }
 
 

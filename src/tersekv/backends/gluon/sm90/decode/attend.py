@@ -13,8 +13,12 @@ from .tiles import as_operand, kept_part, key_factor, key_words, mma_layout, tra
 
 @gluon.jit
 def codes_of(buffer, i, W: gl.constexpr, g: gl.constexpr):
-    """Codes of box i of the ring: [HB, BOX, W]. A row of it may hold several heads (`boxes.joined`)."""
+    """Codes of box i of the ring: [HB, BOX, W]. A row of it may hold several heads (`boxes.joined`); two copies may
+    have brought it (`boxes.side_of`)."""
     box = buffer.index(i)
+    if g.HALVES == 2:  # [halves, panels, rows, 8, words]
+        SHAPE: gl.constexpr = [box.shape[2], g.BOX, box.shape[1] * box.shape[4]]
+        box = box.permute([2, 0, 3, 1, 4]).reshape(SHAPE)
     ROWS: gl.constexpr = box.shape[0]
     if ROWS < g.HB:
         box = box.reshape([ROWS, g.BOX, g.HB // ROWS, W]).permute([0, 2, 1, 3]).reshape([g.HB, g.BOX, W])
@@ -28,7 +32,12 @@ def scale_box(buffer, i, VALUES: gl.constexpr, g: gl.constexpr):
     SIDE: gl.constexpr = g.V if VALUES else g.K
     box = buffer.index(i * (buffer.shape[0] // (g.STAGES * g.COPY // g.BOX)))
     if not SIDE.SCALE_ROWS_ARE_KEYS:
-        return box
+        if g.HALVES == 2 and SIDE.STORED == "block":  # [halves, heads, 8, words]
+            return box.permute([1, 0, 2, 3]).reshape([g.HB, g.BOX, SIDE.SCALE_WORDS])
+        elif g.HALVES == 2:
+            return box.permute([1, 0, 2]).reshape([g.HB, g.BOX])
+        else:
+            return box
     elif SIDE.STORED == "block":
         return box.permute([1, 0, 2])
     else:

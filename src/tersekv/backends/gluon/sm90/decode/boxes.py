@@ -16,6 +16,8 @@ from ....host.record import Record
 from ..parts.tensor_maps import place_of, tensor_map, unfit
 from ..parts.turn import Turn
 
+BOX = 16  # keys of one step of the products
+
 
 @dataclass(frozen=True)
 class Side(Record):
@@ -25,7 +27,7 @@ class Side(Record):
     PARTS: int  # codes in a 16-bit word
     STORED: str  # KVFormat.scale of scales that are stored; "": there are none
     SWIZZLE: int
-    RING: tuple[int, ...]  # boxes of a copy in all stages, heads, keys, words
+    RING: tuple[int, ...]  # boxes of a buffer in all stages, heads, keys, words; of two copies a box: see `side_of`
     BYTES: int  # of a copy
     TURN: Turn
     SCALE_RING: tuple[int, ...] = ()  # boxes, heads and keys or the other way, and words if there are several
@@ -98,7 +100,7 @@ def joined(box: Box) -> Box:
 
 def code_box(x: Any, hb: int, keys: int) -> Box | None:
     """[rows / 16, heads, 16, words] of a cache; [pages, slots / 16, heads, 16, words] where rows do not lie at equal
-    distances through all pages, as with scales in their tails. None: copies cannot reach them.
+    distances through all pages, as with scales in their tails. None: copies cannot reach them. 8 for 16 in copies of 8.
 
     Words are 16 bits. A copy of many keys lies in shared memory as boxes of 16 keys, whose rows are a power of two: the
     engine fills what a shorter row has not with zeros.
@@ -109,63 +111,80 @@ def code_box(x: Any, hb: int, keys: int) -> Box | None:
     # Heads that share memory would be a tensor map with a stride of 0.
     if not x.aligned or 0 in (s_s, s_h) or any(n * size % 16 for n in (s_p, s_s, s_h)):
         return None
-    words = width * size // 2
-    inner = [16 * s_s * size // 2, s_h * size // 2, s_s * size // 2, 1]
+    words, n = width * size // 2, min(keys, BOX)
+    inner = [n * s_s * size // 2, s_h * size // 2, s_s * size // 2, 1]
     wide = launch.next_power_of_2(words)
-    block, pitch = [keys // 16, hb, 16, wide], s_p // s_s
+    block, pitch = [keys // n, hb, n, wide], s_p // s_s
     rows = (pages - 1) * pitch + slots
-    if s_p % (16 * s_s) == 0 and 16 <= rows < 2**31:
-        box = Box([rows // 16, heads, 16, words], inner, block, min(wide * 2, 128), torch.int16, pitch)
+    if s_p % (n * s_s) == 0 and n <= rows < 2**31:
+        box = Box([rows // n, heads, n, words], inner, block, min(wide * 2, 128), torch.int16, pitch)
         return box.legal()
-    shape, strides = [pages, slots // 16, heads, 16, words], [s_p * size // 2, *inner]
+    shape, strides = [pages, slots // n, heads, n, words], [s_p * size // 2, *inner]
     return Box(shape, strides, [1, *block], min(wide * 2, 128), torch.int16, 0).legal()
 
 
 def scale_box(x: Any, hb: int, keys: int, blocks: bool) -> Box | None:
+    """A map of stored scales; None: copies cannot reach them, or copies of 8 keys would not lie side by side."""
+    box = _scale_box(x, hb, keys, blocks)
+    return None if box is None or (keys < BOX and box.place() > box.nbytes()) else box
+
+
+def _scale_box(x: Any, hb: int, keys: int, blocks: bool) -> Box | None:
     """Stored scales, 4-byte words: [rows / 16, 16, heads] where heads lie side by side, or [slots / 16, heads, 16].
 
-    Where pages do not lie as such a matrix wants, [pages, slots / 16, …] of the same.
+    Where pages do not lie as such a matrix wants, [pages, slots / 16, …] of the same. 8 for 16 in copies of 8.
     """
-    pages, slots, heads = x.shape[:3]
+    (pages, slots, heads), n = x.shape[:3], min(keys, BOX)
     words = x.shape[3] // 4 if blocks else 1
-    if not x.aligned or any(n * x.dtype.itemsize % 4 for n in x.stride[:3]):
+    if not x.aligned or any(s * x.dtype.itemsize % 4 for s in x.stride[:3]):
         return None
-    s_p, s_s, s_h = (n * x.dtype.itemsize // 4 for n in x.stride[:3])
+    s_p, s_s, s_h = (s * x.dtype.itemsize // 4 for s in x.stride[:3])
     dtype = torch.int32 if blocks else torch.float32
     beside = s_h == words or heads == 1
     if beside and s_s % 4 == 0 and s_s and hb * words >= 4:
-        block, strides, pitch = [keys // 16, 16, hb * words], [16 * s_s, s_s, 1], s_p // s_s
+        block, strides, pitch = [keys // n, n, hb * words], [n * s_s, s_s, 1], s_p // s_s
         rows = (pages - 1) * pitch + slots
-        if s_p % (16 * s_s) == 0 and rows < 2**31:
-            return Box([rows // 16, 16, heads * words], strides, block, 0, dtype, pitch).legal()
-        shape = [pages, slots // 16, 16, heads * words]
+        if s_p % (n * s_s) == 0 and rows < 2**31:
+            return Box([rows // n, n, heads * words], strides, block, 0, dtype, pitch).legal()
+        shape = [pages, slots // n, n, heads * words]
         return Box(shape, [s_p, *strides], [1, *block], 0, dtype, 0).legal()
     if s_s == words:
         outer = s_p if heads == 1 else s_h
-        block, strides = [keys // 16, hb, 16 * words], [16 * words, outer, 1]
+        block, strides = [keys // n, hb, n * words], [n * words, outer, 1]
         rows = (pages - 1) * (s_p // max(outer, 1)) + heads
         if outer and s_p % outer == 0 and rows < 2**31:
-            shape = [slots // 16, rows, 16 * words]
+            shape = [slots // n, rows, n * words]
             return Box(shape, strides, block, 0, dtype, s_p // outer, False).legal()
-        shape = [pages, slots // 16, heads, 16 * words]
+        shape = [pages, slots // n, heads, n * words]
         return Box(shape, [s_p, *strides], [1, *block], 0, dtype, 0, False).legal()
     if beside and s_s == heads * words and hb == heads:  # too few for rows of 16 bytes: one row of 16 keys
-        run = 16 * s_s
-        shape = [pages, slots // 16, 1, run]
-        return Box(shape, [s_p, run, run, 1], [1, keys // 16, 1, run], 0, dtype, 0).legal()
+        run = n * s_s
+        shape = [pages, slots // n, 1, run]
+        return Box(shape, [s_p, run, run, 1], [1, keys // n, 1, run], 0, dtype, 0).legal()
     return None
 
 
+def keys_at_once(page: int) -> int:
+    """Keys of the smallest copy: a box's, or half of them where pages hold no whole number of boxes."""
+    return BOX if page % BOX == 0 else BOX // 2
+
+
 def side_of(fmt: KVFormat, codes: Box, scales: Box | None, turn: Turn, hb: int, stages: int) -> Side:
+    """Where copies bring 8 keys, two lie one behind the other in a box. Its codes are [halves, panels of a row, heads,
+    8, words], and its stored scales, if rows are heads, [halves, heads, 8, …]."""
     parts = 2 * fmt.values_per_element // fmt.storage.itemsize
-    ring = (stages * codes.block[-4], *codes.block[-3:])
+    *_, boxes, rows, keys, words = codes.block
+    ring: tuple[int, ...] = (stages * boxes, rows, keys, words)
+    if keys < BOX:
+        panel = min(words, codes.swizzle // 2)
+        ring = (stages, BOX // keys, words // panel, rows, keys, panel)
     stored = fmt.scale if fmt.scale in (TOKEN_HEAD, BLOCK) else ""
     side = Side(fmt.code, parts, stored, codes.swizzle, ring, codes.nbytes(), turn)
     if scales is None:
         return side
-    words = math.prod(scales.block[-2:]) // (16 * hb)
-    rows = (16, hb) if scales.rows_are_keys else (hb, 16)
+    words = math.prod(scales.block[-2:]) // (keys * hb)
     boxes = ring[0] * scales.place() // scales.nbytes()
+    rows = (BOX, hb) if scales.rows_are_keys else (hb, BOX) if keys == BOX else (BOX // keys, hb, keys)
     return replace(
         side,
         SCALE_RING=(boxes, *rows, words) if scales.view == torch.int32 else (boxes, *rows),

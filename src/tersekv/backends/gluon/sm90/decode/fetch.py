@@ -16,8 +16,8 @@ from .records import Cursor, Rings
 def page_ids(tables, b, tile, keys, wanted, c: gl.constexpr, g: gl.constexpr):
     """Page of each of the tile's copies; entries past the last key are not read."""
     ids = ()
-    for j in gl.static_range(gl.constexpr(g.COPIES)):
-        key = tile * c.TILE + j * g.COPY
+    for i in gl.static_range(gl.constexpr(g.COPIES * g.HALVES)):
+        key = tile * c.TILE + i * (g.COPY // g.HALVES)
         p_id = tables.TABLE + b.to(gl.int64) * tables.stride + key // c.PAGE
         ids = ids + (gl.load(p_id, mask=wanted & (key < keys), other=0).to(gl.int32),)
     return ids
@@ -72,7 +72,7 @@ def rings_of(VALUES: gl.constexpr, g: gl.constexpr):
         if SIDE.SCALE_BYTES > 0:
             # A tensor copy goes to a multiple of 128 bytes, which a plain layout does not ask for.
             ring = gl.allocate_shared_memory(
-                dtype, [g.STAGES * SIDE.SCALE_PLACE // 128, 1, 32], gl.NVMMASharedLayout(0, 32, 2)
+                dtype, [g.STAGES * g.HALVES * SIDE.SCALE_PLACE // 128, 1, 32], gl.NVMMASharedLayout(0, 32, 2)
             )
             scales = scales + (reinterpret(ring, dtype, SIDE.SCALE_RING, SIDE.SCALE_LAYOUT),)
         else:
@@ -88,49 +88,51 @@ def make_rings(g: gl.constexpr):
 
 
 @gluon.constexpr_function
-def places(stages, block, times=1):
+def places(g, block, times=1):
     """Shape of a ring of boxes of a tensor map; times: places are larger than boxes by this."""
-    return [stages, times * block[0], *block[1:]]
+    return [g.STAGES * g.HALVES, times * block[0], *block[1:]]
 
 
 @gluon.jit
-def copy_codes(X, buffer, bar, stage, page, h0, slot, wanted, PITCH: gl.constexpr, g: gl.constexpr):
-    """Codes of COPY keys of one page; in shared memory, boxes of 16 keys."""
-    SHAPE: gl.constexpr = places(g.STAGES, X.block_shape)
-    into = reinterpret(buffer, buffer.dtype, SHAPE, X.layout).index(stage)
+def copy_codes(X, buffer, bar, place, page, h0, slot, wanted, PITCH: gl.constexpr, g: gl.constexpr):
+    """Codes of a buffer's keys, or of half of them, of one page; in shared memory, boxes of 16 keys."""
+    SHAPE: gl.constexpr = places(g, X.block_shape)
+    KEYS: gl.constexpr = g.BOX // g.HALVES
+    into = reinterpret(buffer, buffer.dtype, SHAPE, X.layout).index(place)
     row = h0 // (g.HB // SHAPE[-3])  # of as many heads as a row holds
     if PITCH == 0:
-        at = [page, slot // 16, row, 0, 0]
+        at = [page, slot // KEYS, row, 0, 0]
     else:
-        at = [(page * PITCH + slot) // 16, row, 0, 0]
+        at = [(page * PITCH + slot) // KEYS, row, 0, 0]
     tma_load(X, at, bar, into, wanted)
 
 
 @gluon.jit
-def copy_scales(X, buffer, bar, stage, page, h0, slot, wanted, VALUES: gl.constexpr, g: gl.constexpr):
+def copy_scales(X, buffer, bar, place, page, h0, slot, wanted, VALUES: gl.constexpr, g: gl.constexpr):
     """Their stored scales. 16 of one head are 64 bytes, and leave the other half of their place."""
     SIDE: gl.constexpr = g.V if VALUES else g.K
     FIRST: gl.constexpr = X.block_shape[0]
-    SHAPE: gl.constexpr = places(g.STAGES, X.block_shape, SIDE.SCALE_PLACE // SIDE.SCALE_BYTES)
-    into = reinterpret(buffer, buffer.dtype, SHAPE, X.layout).index(stage)
+    SHAPE: gl.constexpr = places(g, X.block_shape, SIDE.SCALE_PLACE // SIDE.SCALE_BYTES)
+    KEYS: gl.constexpr = g.BOX // g.HALVES
+    into = reinterpret(buffer, buffer.dtype, SHAPE, X.layout).index(place)
     if SIDE.SCALE_PLACE > SIDE.SCALE_BYTES:
         into = into.slice(0, FIRST)
     if SIDE.SCALE_PITCH == 0:
         if SIDE.SCALE_ROWS_ARE_KEYS:
-            at = [page, slot // 16, 0, h0 * SIDE.SCALE_WORDS]
+            at = [page, slot // KEYS, 0, h0 * SIDE.SCALE_WORDS]
         else:
-            at = [page, slot // 16, h0, 0]
+            at = [page, slot // KEYS, h0, 0]
     elif SIDE.SCALE_ROWS_ARE_KEYS:
-        at = [(page * SIDE.SCALE_PITCH + slot) // 16, 0, h0 * SIDE.SCALE_WORDS]
+        at = [(page * SIDE.SCALE_PITCH + slot) // KEYS, 0, h0 * SIDE.SCALE_WORDS]
     else:
-        at = [slot // 16, page * SIDE.SCALE_PITCH + h0, 0]
+        at = [slot // KEYS, page * SIDE.SCALE_PITCH + h0, 0]
     tma_load(X, at, bar, into, wanted)
 
 
 @gluon.jit
 def fetch(cursor, turn, full, boxes, rings, h0, end, c: gl.constexpr, g: gl.constexpr):
     """Start the copies of the cursor's tile into the stage of this turn."""
-    COPIES: gl.constexpr = g.COPIES
+    COPIES: gl.constexpr = g.COPIES * g.HALVES
     wanted = cursor.x < end
     tile = cursor.first + cursor.t
     stage = turn % g.STAGES
@@ -140,13 +142,15 @@ def fetch(cursor, turn, full, boxes, rings, h0, end, c: gl.constexpr, g: gl.cons
         mbarrier.expect(full[2].index(stage), COPIES * g.K.SCALE_BYTES, wanted)
     if g.V.SCALE_BYTES > 0:
         mbarrier.expect(full[len(full) - 1].index(stage), COPIES * g.V.SCALE_BYTES, wanted)
-    for j in gl.static_range(COPIES):
-        page = cursor.pages[j]
-        slot = (tile * c.TILE + j * g.COPY) % c.PAGE
-        copy_codes(boxes.K, rings.k[j], full[0].index(stage), stage, page, h0, slot, wanted, c.K_PITCH, g)
-        copy_codes(boxes.V, rings.v[j], full[1].index(stage), stage, page, h0, slot, wanted, c.V_PITCH, g)
+    for i in gl.static_range(COPIES):
+        page, place = cursor.pages[i], stage * g.HALVES + i % g.HALVES
+        slot = (tile * c.TILE + i * (g.COPY // g.HALVES)) % c.PAGE
+        k, k_scales = rings.k[i // g.HALVES], rings.k_scales[i // g.HALVES]
+        v, v_scales = rings.v[i // g.HALVES], rings.v_scales[i // g.HALVES]
+        copy_codes(boxes.K, k, full[0].index(stage), place, page, h0, slot, wanted, c.K_PITCH, g)
+        copy_codes(boxes.V, v, full[1].index(stage), place, page, h0, slot, wanted, c.V_PITCH, g)
         if g.K.SCALE_BYTES > 0:
-            copy_scales(boxes.KS, rings.k_scales[j], full[2].index(stage), stage, page, h0, slot, wanted, False, g)
+            copy_scales(boxes.KS, k_scales, full[2].index(stage), place, page, h0, slot, wanted, False, g)
         if g.V.SCALE_BYTES > 0:
             bar = full[len(full) - 1].index(stage)
-            copy_scales(boxes.VS, rings.v_scales[j], bar, stage, page, h0, slot, wanted, True, g)
+            copy_scales(boxes.VS, v_scales, bar, place, page, h0, slot, wanted, True, g)

@@ -27,7 +27,7 @@ from .work import even_share_of, per_head
 @gluon.jit
 def produce(boxes, tables, rings, full, free, h0, share, c: gl.constexpr, g: gl.constexpr):
     """Copy every tile of the share, as places in the rings become free."""
-    COPIES: gl.constexpr = g.COPIES
+    COPIES: gl.constexpr = g.COPIES * g.HALVES
     BYTES: gl.constexpr = g.K.BYTES + g.K.SCALE_BYTES + g.V.BYTES + g.V.SCALE_BYTES
     cursor = cursor_at(tables, share, c, g)
     for turn in range(0, share.end - share.x):
@@ -35,14 +35,15 @@ def produce(boxes, tables, rings, full, free, h0, share, c: gl.constexpr, g: gl.
         mbarrier.wait(free.index(stage), ((turn // g.STAGES) & 1) ^ 1)
         bar = full.index(stage)
         mbarrier.expect(bar, COPIES * BYTES)
-        for j in gl.static_range(COPIES):
-            page, slot = cursor.pages[j], (tile * c.TILE + j * g.COPY) % c.PAGE
-            copy_codes(boxes.K, rings.k[j], bar, stage, page, h0, slot, True, c.K_PITCH, g)
+        for i in gl.static_range(COPIES):
+            page, place = cursor.pages[i], stage * g.HALVES + i % g.HALVES
+            slot = (tile * c.TILE + i * (g.COPY // g.HALVES)) % c.PAGE
+            copy_codes(boxes.K, rings.k[i // g.HALVES], bar, place, page, h0, slot, True, c.K_PITCH, g)
             if g.K.SCALE_BYTES > 0:
-                copy_scales(boxes.KS, rings.k_scales[j], bar, stage, page, h0, slot, True, False, g)
-            copy_codes(boxes.V, rings.v[j], bar, stage, page, h0, slot, True, c.V_PITCH, g)
+                copy_scales(boxes.KS, rings.k_scales[i // g.HALVES], bar, place, page, h0, slot, True, False, g)
+            copy_codes(boxes.V, rings.v[i // g.HALVES], bar, place, page, h0, slot, True, c.V_PITCH, g)
             if g.V.SCALE_BYTES > 0:
-                copy_scales(boxes.VS, rings.v_scales[j], bar, stage, page, h0, slot, True, True, g)
+                copy_scales(boxes.VS, rings.v_scales[i // g.HALVES], bar, place, page, h0, slot, True, True, g)
         cursor = advance(cursor, tables, share.end, c, g)
 
 

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...versions import reinterpret, thread_barrier
 from ..parts.convert import SCALE_BYTE, key_parts, log2_and_inverse, scaled_e2m1
 from ..parts.schedule import LOG2E
+from .attend import codes_of
 from .fetch import advance, fetch
 from .query import pointers_of
 from .records import Buffers, State
@@ -168,7 +169,11 @@ def convert(ring, scales, into, stage, t, n, rows, MASKED: gl.constexpr, VALUES:
     L: gl.constexpr = words_layout(W, c, g)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(SIDE.LAYOUT.swizzle_byte_width, 16, 2)
     for j in gl.static_range(gl.constexpr(g.COPIES)):
-        words = reinterpret(ring[j], gl.int16, [g.STAGES, g.COPY, W], LAYOUT).index(stage).load(L)
+        if g.HALVES == 2:
+            box = codes_of(ring[j], stage, W, g).reshape([g.COPY, W])
+        else:
+            box = reinterpret(ring[j], gl.int16, [g.STAGES, g.COPY, W], LAYOUT).index(stage)
+        words = box.load(L)
         o_n = t * c.TILE + j * g.COPY + gl.arange(0, g.COPY, gl.SliceLayout(1, L))
         live = live_keys(o_n, n, rows, c)[:, None]
         if MASKED:

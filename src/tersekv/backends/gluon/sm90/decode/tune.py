@@ -218,9 +218,9 @@ def join_tile(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def copy_keys(f: SimpleNamespace, t: Tiles) -> int:
-    """Keys of one tensor copy: as many of a tile as lie in one page, whatever its size."""
+    """Keys of one tensor copy: as many of a tile as lie in one page, whatever its size; at least 8."""
     keys = t.tile
     while f.k_cache.shape[1] % keys:
         keys //= 2
     (k, v), (d, dv) = pair_of(f), tile_dims(f)
-    return keys if max(k.code_bytes(d), v.code_bytes(dv)) <= 128 else 16
+    return keys if max(k.code_bytes(d), v.code_bytes(dv)) <= 128 else min(keys, 16)
