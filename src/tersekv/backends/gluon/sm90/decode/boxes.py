@@ -183,11 +183,11 @@ def side_of(fmt: KVFormat, codes: Box, scales: Box | None, turn: Turn, hb: int, 
     if scales is None:
         return side
     words = math.prod(scales.block[-2:]) // (keys * hb)
-    boxes = ring[0] * scales.place() // scales.nbytes()
-    rows = (BOX, hb) if scales.rows_are_keys else (hb, BOX) if keys == BOX else (BOX // keys, hb, keys)
+    box = (BOX, hb) if scales.rows_are_keys else (hb, BOX) if keys == BOX else (BOX // keys, hb, keys)
+    shape = (ring[0] * scales.place() // scales.nbytes(), *box)
     return replace(
         side,
-        SCALE_RING=(boxes, *rows, words) if scales.view == torch.int32 else (boxes, *rows),
+        SCALE_RING=(*shape, words) if scales.view == torch.int32 else shape,
         SCALE_BYTES=scales.nbytes(),
         SCALE_PLACE=scales.place(),
         SCALE_WORDS=words,
