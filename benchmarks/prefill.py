@@ -14,7 +14,6 @@ with as many rows too. FLOP: 4 x D x heads of every key that a row sees.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import platform
@@ -25,49 +24,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import tersekv
-from tersekv.formats import FP8, kv_format
-from tersekv.testing.bench import data, engine, measure
-
-Q_HEADS, HEADS, DIM = 32, 8, 128
-FORMATS = ("bf16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
-EXACT, FAST, PEER = 3e-3, 3e-2, 5e-2  # relative norms: ours, ours with precision="fast", and others that are timed
-WORKSPACE = 512 << 20
-
-
-@dataclass(frozen=True)
-class Cell:
-    """new: new tokens of each request; total: all its tokens."""
-
-    name: str
-    new: tuple[int, ...]
-    total: tuple[int, ...]
-    window: int = 0
-
-    @property
-    def flops(self) -> int:
-        """Of the causal half, or of what the window leaves of it."""
-        seen = 0
-        for new, total in zip(self.new, self.total, strict=True):
-            for position in range(total - new, total):
-                seen += min(position + 1, self.window) if self.window else position + 1
-        return 4 * Q_HEADS * DIM * seen
-
+from tersekv.formats import FP8
+from tersekv.testing.bench import engine, measure, peers
+from tersekv.testing.bench.cases import DECODE_FORMATS, Case
+from tersekv.testing.bench.prefill import Prefill, Prompts
 
 CELLS = (
-    Cell("whole", (8192,), (8192,)),
-    Cell("four chunks", (2048,) * 4, (8192,) * 4),
-    Cell("sixteen chunks", (512,) * 16, (16384,) * 16),
-    Cell("long prefix", (512,), (131072,)),
-    Cell("short prompts", (1024,) * 16, (1024,) * 16),
-    Cell("uneven", (37, 4096, 1, 700, 2048, 5, 1300), (9000, 4096, 3000, 700, 30000, 64, 1300)),
-    Cell("window 1024", (8192,), (8192,), 1024),
-    Cell("mixed", (2048, *(1,) * 63), (8192, *(4096,) * 63)),
+    Prompts("whole", (8192,), (8192,)),
+    Prompts("four chunks", (2048,) * 4, (8192,) * 4),
+    Prompts("sixteen chunks", (512,) * 16, (16384,) * 16),
+    Prompts("long prefix", (512,), (131072,)),
+    Prompts("short prompts", (1024,) * 16, (1024,) * 16),
+    Prompts("uneven", (37, 4096, 1, 700, 2048, 5, 1300), (9000, 4096, 3000, 700, 30000, 64, 1300)),
+    Prompts("window 1024", (8192,), (8192,), 1024),
+    Prompts("mixed", (2048, *(1,) * 63), (8192, *(4096,) * 63)),
 )
-SMALL = (Cell("whole", (300,), (300,)), Cell("uneven", (37, 1, 100), (200, 90, 100)), Cell("window", (80,), (300,), 33))
+SMALL = (
+    Prompts("whole", (300,), (300,)),
+    Prompts("uneven", (37, 1, 100), (200, 90, 100)),
+    Prompts("window", (80,), (300,), 33),
+)
 
 
 @dataclass(frozen=True)
@@ -80,143 +58,49 @@ class Options:
     backend: str | None
 
 
-class Problem:
-    """A cell on a device: a filled cache, random pages, queries, and what came of them."""
-
-    def __init__(self, cell: Cell, o: Options, device: torch.device) -> None:
-        self.cell, self.options, self.device = cell, o, device
-        self.format, self.scale = kv_format(o.format), DIM**-0.5
-        used = torch.tensor([-(-n // o.page) for n in cell.total])
-        self.layer = layer = tersekv.PagedKVCache.allocate(
-            1, int(used.sum()), o.page, HEADS, DIM, format=o.format, device=device
-        )[0]
-        data.fill(layer.k, layer.k_scale_cache, self.format)
-        data.fill(layer.v, layer.v_scale_cache, self.format)
-        self.table = data.page_tables(used, 1, device)[0]
-        self.lens = torch.tensor(cell.total, dtype=torch.int32, device=device)
-        starts = [0]
-        for n in cell.new:
-            starts.append(starts[-1] + n)
-        self.starts, self.cu = starts, torch.tensor(starts, dtype=torch.int32, device=device)
-        rows = starts[-1]
-        self.q = torch.randn(rows, Q_HEADS, DIM, device=device).to(kv_format(o.query).storage)
-        self.out = torch.empty(rows, Q_HEADS, DIM, dtype=torch.bfloat16, device=device)
-        self.k = self.v = None
-        if o.new_rows:
-            self.k, self.v = (torch.randn(rows, HEADS, DIM, device=device).bfloat16() for _ in range(2))
-        self.limit = FAST if o.fast else EXACT
-
-    def ours(self) -> Callable[[], Any]:
-        o = self.options
-        return lambda: tersekv.prefill(
-            self.q, self.layer, self.table, self.lens, self.cu, k=self.k, v=self.v, max_q_len=max(self.cell.new),
-            window=self.cell.window or None, out=self.out, precision="fast" if o.fast else "exact", backend=o.backend,
-        )  # fmt: skip
-
-    def decode(self) -> Callable[[], Any]:
-        return lambda: tersekv.decode(
-            self.q, self.layer, self.table, self.lens, cu_seqlens_q=self.cu, max_q_len=max(self.cell.new),
-            window=self.cell.window or None, out=self.out, precision="fast" if self.options.fast else "exact",
-            backend=self.options.backend,
-        )  # fmt: skip
-
-    def kv(self, b: int) -> tuple[Tensor, Tensor]:
-        """fp64 rows [n, H, D] that request b attends to."""
-        a, n = self.layer, self.cell.total[b]
-        where = data.places(self.table[b], n, self.options.page)
-        k, v = (data.values(x, s, self.format, where) for x, s in ((a.k, a.k_scale_cache), (a.v, a.v_scale_cache)))
-        if self.k is not None and self.v is not None:
-            rows = slice(self.starts[b], self.starts[b + 1])
-            k[n - self.cell.new[b] :], v[n - self.cell.new[b] :] = self.k[rows].double(), self.v[rows].double()
-        return k, v
-
-    def error(self) -> float:
-        """Relative norm of the worst of some rows: the first, the last and some between, of some requests."""
-        worst, last = 0.0, len(self.cell.new) - 1
-        for b in {0, last // 2, last}:
-            k, v = self.kv(b)
-            new, first = self.cell.new[b], self.cell.total[b] - self.cell.new[b]
-            for i in {0, new // 3, new - 2 if new > 1 else 0, new - 1}:
-                stop = first + i + 1
-                start = max(stop - self.cell.window, 0) if self.cell.window else 0
-                row = self.starts[b] + i
-                want = data.attend(self.q[row].float(), k[start:stop], v[start:stop], self.scale)
-                worst = max(worst, data.relative(self.out[row], want))
-        return worst
-
-    def run(self, call: Callable[[], Any], limit: float) -> dict[str, Any]:
-        """Judge a call that writes `out` or returns it, then time it."""
-        data.poison(self.out)
-        result = call()
-        if isinstance(result, Tensor):
-            self.out.copy_(result.reshape(self.out.shape))
-        error = self.error()
-        if not error <= limit:
-            return {"error": error, "reason": f"want error <= {limit:g} before anything is timed"}
-        us = measure.device_us([call], self.device)
-        return {"us": us, "tflops": self.cell.flops / us / 1e6, "error": error}
+def problem(cell: Prompts, o: Options, device: torch.device) -> Prefill:
+    precision = "fast" if o.fast else "exact"
+    what = Case("prefill", o.format, 0, max(cell.new), page=o.page, precision=precision, query=o.query)
+    return Prefill(what, device, o.backend, prompts=cell, new_rows=o.new_rows)
 
 
-def sdpa(p: Problem) -> Callable[[], Any] | None:
-    """Over contiguous bf16 copies: one request, all of whose rows are new."""
-    if len(p.cell.new) != 1 or p.cell.new != p.cell.total or p.cell.window:
-        return None
-    q = p.q.to(torch.bfloat16).transpose(0, 1)[None].contiguous()
-    k, v = (
-        x.to(torch.bfloat16).transpose(0, 1).repeat_interleave(Q_HEADS // HEADS, 0)[None].contiguous() for x in p.kv(0)
-    )
-
-    def call() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=p.scale)
-
-    def judged() -> Tensor:
-        return call().transpose(1, 2)[0]
-
-    judged.timed = call  # type: ignore[attr-defined]
-    return judged
-
-
-def flashinfer(p: Problem, backend: str) -> Callable[[], Any]:
-    wrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
-    w = wrapper(torch.zeros(WORKSPACE, dtype=torch.uint8, device=p.device), "NHD", backend=backend)
-    used = torch.tensor([-(-n // p.options.page) for n in p.cell.total])
-    indptr = F.pad(used.cumsum(0), (1, 0)).to(torch.int32)
-    live = torch.arange(p.table.shape[1]) < used[:, None]
-    last = torch.tensor([(n - 1) % p.options.page + 1 for n in p.cell.total], dtype=torch.int32)
-    w.plan(
-        p.cu, indptr.to(p.device), p.table[live.to(p.device)], last.to(p.device), Q_HEADS, HEADS, DIM, p.options.page,
-        causal=True, window_left=p.cell.window - 1 if p.cell.window else -1, sm_scale=p.scale, q_data_type=p.q.dtype,
-        kv_data_type=p.layer.k.dtype, o_data_type=torch.bfloat16,
+def decode(p: Prefill, o: Options) -> Callable[[], Any]:
+    return lambda: tersekv.decode(
+        p.q, p.layer, p.tables[0], p.lens, cu_seqlens_q=p.cu, max_q_len=max(p.prompts.new),
+        window=p.prompts.window or None, out=p.out, precision=p.case.precision, backend=o.backend,
     )  # fmt: skip
-    return lambda: w.run(p.q, (p.layer.k, p.layer.v), out=p.out)
 
 
-def rivals(p: Problem, names: list[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    if "sdpa" in names and p.options.format == "bf16" and (call := sdpa(p)) is not None:
-        yield "sdpa", call
-    if "flashinfer" in names and p.options.format in ("bf16", "fp8_e4m3") and p.k is None:
-        for backend in ("fa2", "fa3"):
-            yield f"flashinfer {backend}", lambda backend=backend: flashinfer(p, backend)  # type: ignore[misc]
+def run(p: Prefill, call: Callable[[], Any], limit: float) -> dict[str, Any]:
+    """Judge a call that writes `out` or returns it, then time it."""
+    p.poison()
+    error = p.error(call())
+    if not error <= limit:
+        return {"error": error, "reason": f"want error <= {limit:g} before anything is timed"}
+    us = measure.device_us([call], p.q.device)
+    return {"us": us, "tflops": p.flops / us / 1e6, "error": error}
 
 
-def case(cell: Cell, o: Options, device: torch.device, peers: list[str], decode: bool) -> dict[str, Any]:
+def rivals(p: Prefill, names: list[str]) -> Iterator[tuple[str, peers.Build]]:
+    """SDPA beside the bf16 cache alone: it is the same whatever the cache holds."""
+    for library in names:
+        if library != "sdpa" or p.case.format == "bf16":
+            for name, build in peers.LIBRARIES[library].peers(p):
+                yield name.removesuffix(" on bf16"), build
+
+
+def case(cell: Prompts, o: Options, device: torch.device, libraries: list[str], with_decode: bool) -> dict[str, Any]:
     """All that is known of a cell in a format. An error is told, and the other cases are to run."""
     record: dict[str, Any] = {"cell": asdict(cell), **asdict(o)}
     try:
-        p = Problem(cell, o, device)
-        record |= p.run(p.ours(), p.limit)
-        if decode and p.k is None:
-            record["decode"] = p.run(p.decode(), p.limit)
+        p = problem(cell, o, device)
+        record |= run(p, p.calls[0], p.limit)
+        if with_decode and p.k is None:
+            record["decode"] = run(p, decode(p, o), p.limit)
         record["peers"] = {}
-        for name, build in rivals(p, peers):
+        for name, build in rivals(p, libraries):
             try:
-                if name == "sdpa":
-                    found = p.run(build, PEER)
-                    found["us"] = measure.device_us([build.timed], device)  # type: ignore[attr-defined]
-                    found["tflops"] = cell.flops / found["us"] / 1e6
-                else:
-                    found = p.run(build(), PEER)
-                record["peers"][name] = found
+                record["peers"][name] = run(p, build()[0], p.peer_limit)
             except Exception as e:  # of whatever kind: another library's
                 record["peers"][name] = {"reason": engine.told(e)}
     except Exception as e:
@@ -242,7 +126,7 @@ def line(r: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--formats", nargs="+", default=list(DECODE_FORMATS))
     parser.add_argument("--cells", nargs="+", help="names of cells; default: all")
     parser.add_argument("--page", type=int, default=64)
     parser.add_argument("--query", default="bf16", choices=("bf16", "fp16", "fp8_e4m3"))
@@ -256,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
-    peers = [n for n in args.peers if n != "none" and (n == "sdpa" or importlib.util.find_spec(n) is not None)]
+    libraries = [n for n in args.peers if n != "none" and peers.LIBRARIES[n].missing() is None]
     records = []
     try:
         for cell, name in itertools.product(SMALL if args.small else CELLS, args.formats):
@@ -265,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
             if args.query in {f.name for f in tersekv.KV_FORMATS.values() if f.storage in FP8} and name == "bf16":
                 continue  # an 8-bit query is for 8-bit keys
             o = Options(name, args.page, args.query, args.new_rows, args.fast, args.backend)
-            records.append(case(cell, o, device, peers, args.decode))
+            records.append(case(cell, o, device, libraries, args.decode))
             print(line(records[-1]), flush=True)
     finally:
         if args.json:

@@ -23,10 +23,12 @@ from pages import ROOT
 
 PICTURES = ROOT / "docs" / "pictures"
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
-KEY = ("chip", "op", "format", "requests", "tokens", "heads", "page", "uneven", "host", "precision", "query", "through")
-OPS = ("decode", "mla_decode", "mla_decode_branch", "append", "rope_append", "mla_append", "mla_prefill")
+KEY = ("chip", "op", "format", "requests", "tokens", "heads", "page", "uneven", "host", "precision", "query", "through",
+       "total")  # fmt: skip
+OPS = ("decode", "prefill", "mla_decode", "mla_decode_branch", "append", "rope_append", "mla_append", "mla_prefill")
 TITLES = {
     "decode": "Paged decode: 32 query heads, 8 K/V heads, D 128",
+    "prefill": "Prefill of one request: 32 query heads, 8 K/V heads, D 128",
     "mla_decode": "MLA decode: latent 512 + 64",
     "mla_decode_branch": "MLA decode branch, from raw latents to values, e4m3 projections",
     "append": "append: 8 heads, D 128",
@@ -72,7 +74,7 @@ def section(chip: str, records: list[Record]) -> Iterator[str]:
         mine = [r for r in timed if r["op"] == op and not r["host"]]
         if mine:
             yield f"### {TITLES[op]}\n"
-            yield from (grid if op in ("decode", "mla_decode", "mla_decode_branch") else rows)(mine)
+            yield from (grid if op in ("decode", "prefill", "mla_decode", "mla_decode_branch") else rows)(mine)
             yield ""
     host = [r for r in timed if r["host"]]
     if host:
@@ -189,7 +191,8 @@ def drawn_cell(r: Record) -> str:
 
 def place(r: Record) -> tuple:
     """What a record shares with those of other formats."""
-    return tuple(r[k] for k in ("op", "requests", "tokens", "heads", "page", "uneven", "host", "precision"))
+    names = ("op", "requests", "tokens", "heads", "page", "uneven", "host", "precision", "total")
+    return tuple(r.get(k) or None for k in names)
 
 
 def query(r: Record) -> str:
@@ -234,6 +237,8 @@ def missing(records: list[Record]) -> Iterator[str]:
 
 def cell(r: Record) -> str:
     name = f"{r['requests']} × {short(r['tokens'])}" if r["requests"] else f"{r['tokens']} tokens"
+    if r.get("total"):
+        name = f"{r['tokens']} of {short(r['total'])} tokens"
     parts = [name, *([f"H {r['heads']}"] if r["op"].startswith("mla") else [])]
     parts += [f"pages of {r['page']}"] * (r["page"] != 64) + ["uneven"] * r["uneven"]
     return ", ".join(parts) + query(r) + ", fast" * (r["precision"] == "fast")

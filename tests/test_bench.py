@@ -1,9 +1,8 @@
-"""`tersekv bench`: the grid, the judge that comes before the clock, peers, what is printed and stored, the page."""
+"""What `tersekv bench` times: the grid, the judge that comes before the clock, peers."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 import types
 from dataclasses import replace
@@ -13,8 +12,19 @@ import pytest
 import torch
 
 from tersekv import UnsupportedError
-from tersekv.cli import main
-from tersekv.testing.bench import append, cases, data, decode, engine, flashinfer, measure, peers, prefill, report
+from tersekv.testing.bench import (
+    append,
+    cases,
+    data,
+    decode,
+    engine,
+    flashinfer,
+    measure,
+    mla_prefill,
+    peers,
+    prefill,
+    report,
+)
 from tersekv.testing.bench.cases import CPU_QUICK, GPU, Case, grid, with_cells
 from tersekv.testing.bench.engine import FAILED, OK, RED, UNSUPPORTED, Limits
 from tersekv.testing.bench.shapes import Shape
@@ -26,6 +36,7 @@ SMALL = {
     "rope_append": Case("rope_append", "fp8_e4m3", 0, 5, page=16),
     "mla_append": Case("mla_append", "fp8_ds_mla", 0, 5, heads=2, page=16),
     "decode": Case("decode", "nvfp4", 2, 40, page=16, uneven=True),
+    "prefill": Case("prefill", "nvfp4", 0, 24, page=16, total=70),
     "mla_decode": Case("mla_decode", "fp8_e4m3", 2, 40, heads=4, page=16),
     "mla_decode_branch": Case("mla_decode_branch", "fp8_ds_mla", 2, 40, heads=4, page=16, uneven=True),
     "mla_prefill": Case("mla_prefill", "bf16", 0, 24, heads=1, page=16),
@@ -63,6 +74,9 @@ def test_the_default_grid_holds_every_cell():
     for n in (1, 32, 256, 2048, 16384):
         assert f"mla_append / fp8_e4m3 / {n} / H 128 / page 64" in every
     assert "mla_prefill / bf16 / 4096 / H 128 / page 64" in every
+    for name in cases.DECODE_FORMATS:
+        assert {f"prefill / {name} / {cell} / H 32 / page 64" for cell in ("8192", "512 of 131072")} <= every
+    assert "prefill / fp8_e4m3 / 8192 / H 32 / page 64 / q fp8_e4m3" in every
     for cell in ("1 x 4096", "8 x 4096", "64 x 4096"):
         assert f"mla_decode_branch / bf16 / {cell} / H 128 / page 64" in every
     assert {c.op for c in grid(GPU) if c.host and not c.through} == set(engine.PROBLEMS) - {"shape"}
@@ -73,15 +87,17 @@ def test_no_case_comes_twice():
 
 
 def test_cells_named_replace_those_of_their_kind():
-    s = with_cells(GPU, ["2x100", "7"])
+    s = with_cells(GPU, ["2x100", "7", "5 of 30"])
     assert {c.cell for c in grid(s, ("decode", "mla_decode"))} == {"2 x 100"}
     assert {c.cell for c in grid(s, ("append", "mla_prefill"))} == {"7"}
+    assert {c.cell for c in grid(s, ("prefill",))} == {"7", "5 of 30"}
+    assert {c.cell for c in grid(with_cells(GPU, ["2x100"]), ("prefill",))} == {c.cell for c in grid(GPU, ("prefill",))}
     assert {c.cell for c in grid(with_cells(GPU, ["7"]), ("mla_decode",))} == {
         c.cell for c in grid(GPU, ("mla_decode",))
     }
 
 
-@pytest.mark.parametrize("cell", ["x", "0x5", "1x2x3", "", "-4"])
+@pytest.mark.parametrize("cell", ["x", "0x5", "1x2x3", "", "-4", "9of8", "3of", "2x3of4"])
 def test_a_cell_of_neither_kind_is_refused(cell):
     with pytest.raises(ValueError, match=r"^cells: want requests x tokens"):
         with_cells(GPU, [cell])
@@ -91,6 +107,8 @@ def test_options_of_the_grid():
     assert {c.page for c in grid(GPU, page=32)} == {32}
     assert all(c.uneven for c in grid(GPU, uneven=True))
     assert {c.format for c in grid(GPU, formats=("nvfp4",))} == {"nvfp4"}
+    fast = [c for c in grid(GPU, ("prefill",), precisions=("exact", "fast")) if c.precision == "fast"]
+    assert {(c.format, c.query) for c in fast} == {("fp8_e4m3", "fp8_e4m3")}
     fast = [c for c in grid(GPU, ("mla_decode",), precisions=("exact", "fast")) if c.precision == "fast"]
     assert {c.format for c in fast} == {"fp8_e4m3", "fp8_ds_mla"}
     asked = ("append", "decode")
@@ -99,6 +117,10 @@ def test_options_of_the_grid():
 
 def test_a_cpu_has_no_host_cases():
     assert not list(grid(cases.CPU, ("host",)))
+
+
+def test_quick_cells_are_few():
+    assert len(ids(CPU_QUICK)) < len(ids(cases.CPU)) < len(ids(GPU))
 
 
 # Problems
@@ -126,8 +148,27 @@ def test_a_pair_with_its_scales_in_the_tails_of_pages_is_judged(name):
     assert p.error(None) > p.limit
 
 
-def test_flops_of_a_prefill_are_the_projection_and_the_causal_half():
-    p = prefill.Prefill(SMALL["mla_prefill"], CPU)
+@pytest.mark.parametrize("window", [0, 1, 7, 33, 200])
+def test_flops_and_bytes_of_a_prefill_are_of_what_its_rows_see(window):
+    p = prefill.Prompts("some", (5, 1, 40), (33, 7, 40), window)
+    seen = [
+        range(max(0, i + 1 - window) if window else 0, i + 1)
+        for new, total in zip(p.new, p.total, strict=True)
+        for i in range(total - new, total)
+    ]
+    assert p.pairs == sum(map(len, seen))
+    requests = (seen[:5], seen[5:6], seen[6:])
+    assert p.keys == sum(len(set().union(*rows)) for rows in requests)
+
+
+def test_a_prefill_counts_its_keys_once_and_the_causal_half():
+    p = prefill.Prefill(SMALL["prefill"], CPU)
+    assert p.flops == 4 * 32 * 128 * sum(range(47, 71))
+    assert p.nbytes == 70 * 8 * 2 * (64 + 8) + 24 * 32 * 128 * (2 + 2)
+
+
+def test_flops_of_an_mla_prefill_are_the_projection_and_the_causal_half():
+    p = mla_prefill.MLAPrefill(SMALL["mla_prefill"], CPU)
     assert p.flops == 2 * 24 * 512 * 256 + 24 * 24 * 320
 
 
@@ -160,7 +201,10 @@ def test_a_right_result_is_timed(op):
 
 @pytest.mark.parametrize("op", SMALL)
 def test_a_result_that_is_not_written_is_red_and_not_timed(op, monkeypatch):
-    homes = dict.fromkeys(("decode", "mla_decode", "mla_decode_branch"), decode) | {"mla_prefill": prefill}
+    homes = dict.fromkeys(("decode", "mla_decode", "mla_decode_branch"), decode) | {
+        "mla_prefill": mla_prefill,
+        "prefill": prefill,
+    }
     module, name = homes.get(op, append), op
     real = getattr(module, name)
     judging = {"append", "rope_append", "mla_append"}  # their judge calls the operation itself, by backend
@@ -344,10 +388,12 @@ def test_peers_are_judged_and_told(monkeypatch):
     ]  # fmt: skip
 
 
-def test_sdpa_computes_the_same():
-    r = engine.run(Case("decode", "int8_per_token_head", 2, 20, page=16), CPU, ["sdpa"])
+@pytest.mark.parametrize(("op", "requests"), [("decode", 2), ("prefill", 0)])
+def test_sdpa_computes_the_same(op, requests):
+    r = engine.run(Case(op, "int8_per_token_head", requests, 20, page=16), CPU, ["sdpa"])
     assert [p.name for p in r.peers] == ["sdpa on bf16"]
     assert r.peers[0].us is not None, r.peers[0].reason
+    assert not list(peers.SDPA().peers(prefill.Prefill(SMALL["prefill"], CPU)))
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "vllm"])
@@ -358,6 +404,7 @@ def test_a_library_that_is_not_there_is_told(name, monkeypatch):
 
 def flashinfer_modules():
     """FlashInfer's public signatures over tersekv, to see that layouts and arguments are right."""
+    from tersekv.compat.flashinfer import BatchPrefillWithPagedKVCacheWrapper
     from tersekv.compat.flashinfer import rope_quantize_fp8_append_paged_kv_cache as rope
     from tersekv.compat.flashinfer import xqa_batch_decode_with_kv_cache as xqa
     from tersekv.ops.decode import decode as native
@@ -391,7 +438,17 @@ def flashinfer_modules():
             assert (ckv_scale is None) == (ckv.dtype == torch.bfloat16)
             return mla_decode((q_nope, q_pe), (ckv, kpe), self.table, self.lens, softmax_scale=self.scale, out=out)
 
+    class Prefill:
+        def __init__(self, workspace, layout, *, backend):
+            self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, layout, backend=backend)
+            self.run = self.wrapper.run
+
+        def plan(self, *places, causal, **options):
+            assert causal
+            self.wrapper.plan(*places, causal=causal, **options)
+
     parts = {
+        "flashinfer.prefill": {"BatchPrefillWithPagedKVCacheWrapper": Prefill},
         "flashinfer.decode": {"xqa_batch_decode_with_kv_cache": xqa, "BatchDecodeWithPagedKVCacheWrapper": Decode},
         "flashinfer.mla": {"BatchMLAPagedAttentionWrapper": MLA},
         "flashinfer.rope": {"rope_quantize_fp8_append_paged_kv_cache": rope},
@@ -409,6 +466,9 @@ def flashinfer_modules():
         (Case("decode", "nvfp4", 2, 40), []),
         (SHAPE, ["flashinfer xqa", "flashinfer fa2"]),
         (replace(SHAPE, window=9), []),
+        (replace(SMALL["prefill"], format="fp8_e4m3"), ["flashinfer fa2", "flashinfer fa3"]),
+        (Case("prefill", "bf16", 0, 24), ["flashinfer fa2", "flashinfer fa3"]),
+        (SMALL["prefill"], []),
         (Case("mla_decode", "fp8_e4m3", 3, 70, heads=4), ["flashinfer fa3"]),
         (Case("mla_decode", "bf16", 2, 40, heads=4, uneven=True), ["flashinfer fa3"]),
         (Case("rope_append", "fp8_e4m3", 0, 70), ["flashinfer"]),
@@ -425,69 +485,3 @@ def test_flashinfer_gets_the_same_work(case, names, monkeypatch):
     assert (r.status, r.reason) == (OK, "")
     assert [p.name for p in r.peers] == names
     assert all(p.us is not None for p in r.peers), r.peers
-
-
-# The command
-
-
-def test_the_command_prints_stores_and_draws(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Limits, "of", lambda device: LIMITS)
-    stored, picture = tmp_path / "r.jsonl", tmp_path / "r.png"
-    argv = ["bench", "--device", "cpu", "--quick", "--ops", "append,decode", "--formats", "fp8_e4m3,nvfp4"]
-    argv += ["--cells", "1x32,4", "--json", str(stored), "--plot", str(picture)]
-    assert main.main(argv) == 0
-    out = capsys.readouterr().out
-    assert "limits: copy 4 TB/s" in out
-    assert "4 timed, 0 not run, 0 red, 0 failed" in out
-    assert "sdpa on bf16" in out
-    lines = [json.loads(text) for text in stored.read_text().splitlines()]
-    assert [(r["op"], r["format"]) for r in lines] == [
-        (o, f) for o in ("append", "decode") for f in ("fp8_e4m3", "nvfp4")
-    ]
-    assert picture.stat().st_size > 10_000
-
-
-def test_the_command_exits_with_1_on_red(monkeypatch, capsys):
-    monkeypatch.setattr(Limits, "of", lambda device: LIMITS)
-    monkeypatch.setattr(decode, "decode", lambda *a, **k: None)
-    assert main.main(["bench", "--device", "cpu", "--ops", "decode", "--formats", "bf16", "--cells", "1x32"]) == 1
-    assert "RED: want error" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("argv", "why"), [
-    (["--ops", "append", "--cells", "1x64"], "--cells 1x64: none of append has such cells"),
-    (["--ops", "decode,mla_decode", "--cells", "64"], "--cells 64: none of decode, mla_decode has such cells"),
-    (["--preset", "shapes", "--ops", "append", "--cells", "4"],
-     "--preset shapes: want --device, --formats, --backend and --json beside it, got --ops, --cells"),
-    (["--random", "3", "--page-size", "16", "--cells", "4x4"],
-     "--random: want --device, --ops, --peers, --formats, --backend and --json beside it, got --cells, --page-size"),
-    (["--random", "3", "--preset", "shapes"], "--preset: want it without --random"),
-    (["--seed", "3"], "--seed: want it beside --random"),
-    (["--random", "3", "--ops", "append"], "no case fits these options on this device"),
-    (["--preset", "shapes", "--formats", cases.PAIRS[0]], "--preset shapes: want formats of both, got fp8_e4m3/int4"),
-    (["--cells", "0x5"], "--cells: want requests x tokens such as 64x8192, or new tokens such as 2048, got '0x5'"),
-    (["--json", "missing/r.jsonl"], "--json missing/r.jsonl: want a file in a folder that exists"),
-    (["--plot", "missing/r.png"], "--plot missing/r.png: want a file in a folder that exists"),
-    (["--json", "/sys/r.jsonl"], "--json /sys/r.jsonl: want a file that can be written, got "),
-    (["--json", "r.png", "--plot", "r.png"], "--plot r.png: want a file of its own, got that of --json"),
-])  # fmt: skip
-def test_an_option_that_would_be_ignored_or_fail_in_the_end_is_refused_at_once(argv, why, capsys):
-    assert main.main(["bench", "--device", "cpu", *argv]) == 2
-    assert f"tersekv bench: {why}" in capsys.readouterr().err
-
-
-def test_a_picture_of_no_known_kind_is_refused_at_once(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main.main(["bench", "--device", "cpu", "--plot", "p.txt"])
-    assert stop.value.code == 2
-    assert "want a name ending in .png, .svg, .pdf, got 'p.txt'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argv", [["--device", "cuda:99"], ["--cells", "z"], ["--ops", "host"]])
-def test_the_command_exits_with_2_where_there_is_nothing_to_do(argv, capsys):
-    assert main.main(["bench", "--device", "cpu", *argv]) == 2
-    assert "tersekv bench:" in capsys.readouterr().err
-
-
-def test_quick_cells_are_few():
-    assert len(ids(CPU_QUICK)) < len(ids(cases.CPU)) < len(ids(GPU))

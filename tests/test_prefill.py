@@ -11,6 +11,7 @@ from script import script
 
 import tersekv
 from tersekv.backends.torch import attention, requests
+from tersekv.testing.bench import prefill
 
 FORMATS = list(tersekv.KV_FORMATS)
 EXACT = 5e-6  # relative norm with fp32 outputs
@@ -180,7 +181,7 @@ def test_the_benchmark_judges_before_it_times(new_rows, monkeypatch, capsys):
     )
     assert benchmark.main([*options, "--cells", "uneven", "--peers", "none"]) == 0
     assert "TFLOP/s" in capsys.readouterr().out
-    monkeypatch.setattr(tersekv, "prefill", lambda *args, **options: None)
+    monkeypatch.setattr(prefill, "prefill", lambda *args, **options: None)
     assert benchmark.main([*options, "--cells", "uneven", "--peers", "none"]) == 1
     assert "before anything is timed" in capsys.readouterr().out
 

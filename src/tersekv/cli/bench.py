@@ -13,7 +13,7 @@ import torch
 from ..formats import ALL_FORMATS
 from ..plan import BACKENDS
 from ..testing.bench import peers, random_cells
-from ..testing.bench.cases import OPS, PAIRS, Case, Sizes, grid, sizes, with_cells
+from ..testing.bench.cases import OPS, PAIRS, Case, Sizes, grid, parsed, sizes, with_cells
 from ..testing.bench.cliffs import CLIFF, compared
 from ..testing.bench.cliffs import line as cliff_line
 from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench, peers_of
@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--formats", type=names(formats), help=f"comma-separated, of {', '.join(formats)}")
     parser.add_argument(
         "--cells", type=words, default=(), metavar="CELLS",
-        help="comma-separated: requests x tokens of the attentions such as 1x8192, or new tokens of the others",
+        help="comma-separated: requests x tokens of the decodes such as 1x8192, new tokens of the others such as 2048, "
+        "of prefill also new tokens of all such as 512of8192",
     )  # fmt: skip
     parser.add_argument("--page-size", type=positive, help="default: 64, in some cells 16 too")
     parser.add_argument("--uneven", action="store_true", help="lengths uniform in [1, 2 × tokens] in every cell")
@@ -168,10 +169,11 @@ def idle_option(args: argparse.Namespace) -> str | None:
         if not idle and set(args.formats or ()) & set(PAIRS):
             return f"{mode}: want formats of both, got {', '.join(args.formats)}"
         return f"{mode}: want {', '.join(takes)} and --json beside it, got {', '.join(idle)}" if idle else None
-    attentions = {"decode", "mla_decode", "mla_decode_branch"}
+    decodes = {"decode", "mla_decode", "mla_decode_branch"}
+    having = {"x": decodes, "of": {"prefill"}, "": {*OPS} - decodes - {"host"}}
     for cell in args.cells:
-        if not (attentions if "x" in cell.lower() else {*OPS} - attentions - {"host"}).intersection(args.ops):
-            what = "decodes have requests x tokens, appends and mla_prefill new tokens"
+        if not having[parsed(cell)[0]].intersection(args.ops):
+            what = "decodes have requests x tokens, the others new tokens, prefill new tokens of all too"
             return f"--cells {cell}: none of {', '.join(args.ops)} has such cells; {what}"
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -11,12 +12,17 @@ APPEND_FORMATS = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp
 DECODE_FORMATS = ("bf16", *APPEND_FORMATS)
 PAIRS = ("fp8_e4m3/int4_per_token_head", "int8_per_token_head/int4_per_token_head")  # K's and V's
 LATENT_FORMATS = ("bf16", "fp8_e4m3", "fp8_ds_mla")
-OPS = ("append", "rope_append", "mla_append", "decode", "mla_decode", "mla_decode_branch", "mla_prefill", "host")
+OPS = (
+    "append", "rope_append", "mla_append", "decode", "prefill", "mla_decode", "mla_decode_branch", "mla_prefill", "host"
+)  # fmt: skip
+
+
+_CELL = re.compile(r"(\d+)(?: *(x|of) *(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to time. A case without `requests` writes or prefills `tokens` new ones."""
+    """One thing to time. A case without `requests` writes or prefills `tokens` new ones, of one request."""
 
     op: str
     format: str  # of decode also a pair, K's and V's: "fp8_e4m3/int4_per_token_head"
@@ -27,14 +33,17 @@ class Case:
     uneven: bool = False  # lengths uniform in [1, 2 × tokens]
     host: bool = False  # the host's time of an eager call
     precision: str = "exact"
-    query: str = "bf16"  # type of the queries; of MLA decode also fp8_e4m3
+    query: str = "bf16"  # type of the queries; of prefill and MLA decode also fp8_e4m3
     scales: str = "apart"  # where stored scales lie; of decode also "tail"
     batch_invariant: bool = False
     through: str = ""  # the function of `compat` that makes the call: "flashinfer.xqa"
+    total: int = 0  # of prefill: tokens of the request, the new ones included; 0: all are new
 
     @property
     def cell(self) -> str:
-        return f"{self.requests} x {self.tokens}" if self.requests else f"{self.tokens}"
+        if self.requests:
+            return f"{self.requests} x {self.tokens}"
+        return f"{self.tokens} of {self.total}" if self.total else f"{self.tokens}"
 
     @property
     def sizes(self) -> tuple[str, ...]:
@@ -55,7 +64,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The cells of a grid: (requests, tokens) of the attentions, new tokens of appends, (tokens, heads) of prefill."""
+    """The cells of a grid: (requests, tokens) of the decodes, (new tokens, all or 0) of prefill, new tokens of appends,
+    (tokens, heads) of MLA prefill."""
 
     decode: tuple[tuple[int, int], ...]
     extra: tuple[tuple[int, int], ...]  # decode cells that are also timed with pages of 16 and with unequal lengths
@@ -64,6 +74,7 @@ class Sizes:
     branch: tuple[tuple[int, int], ...]
     append: tuple[int, ...]
     prefill: tuple[tuple[int, int], ...]
+    mla_prefill: tuple[tuple[int, int], ...]
     host: tuple[int, int] | None  # (requests, tokens) of the eager calls; None: host and device are one
 
 
@@ -75,16 +86,17 @@ GPU = Sizes(
     mla_heads=(16, 128),
     branch=((1, 4 * _K), (8, 4 * _K), (64, 4 * _K)),
     append=(1, 32, 256, 2048, 16384),
-    prefill=((4096, 16), (4096, 128)),
+    prefill=((_K, 0), (8 * _K, 0), (2 * _K, 32 * _K), (512, 128 * _K)),
+    mla_prefill=((4096, 16), (4096, 128)),
     host=(4, 256),
 )
 GPU_QUICK = Sizes(
     decode=((1, 8 * _K), (64, 8 * _K)), extra=(), mla=((16, 8 * _K),), mla_heads=(16, 128),
-    branch=((1, 4 * _K),), append=(32, 2048), prefill=((4096, 128),), host=(4, 256),
+    branch=((1, 4 * _K),), append=(32, 2048), prefill=((8 * _K, 0),), mla_prefill=((4096, 128),), host=(4, 256),
 )  # fmt: skip
 CPU = Sizes(
     decode=((1, 4 * _K), (4, _K)), extra=(), mla=((1, 2 * _K),), mla_heads=(16,), branch=((1, _K),),
-    append=(32, 256), prefill=((128, 4),), host=None,
+    append=(32, 256), prefill=((512, 0), (64, 2 * _K)), mla_prefill=((128, 4),), host=None,
 )  # fmt: skip
 CPU_QUICK = Sizes(
     decode=((1, 512),),
@@ -93,7 +105,8 @@ CPU_QUICK = Sizes(
     mla_heads=(16,),
     branch=((1, 256),),
     append=(32,),
-    prefill=((64, 1),),
+    prefill=((128, 0),),
+    mla_prefill=((64, 1),),
     host=None,
 )
 
@@ -105,27 +118,35 @@ def sizes(device: str, quick: bool) -> Sizes:
     return GPU_QUICK if quick else GPU
 
 
-def with_cells(s: Sizes, cells: Sequence[str]) -> Sizes:
-    """`s` with the cells named: "BxL" replaces those of the attentions, a plain number the new tokens of the others.
-
-    Raises ValueError for a cell of neither kind.
-    """
-    pairs, counts = [], []
-    for cell in cells:
-        numbers = cell.lower().split("x")
-        if len(numbers) > 2 or not all(n.strip().isdigit() and int(n) > 0 for n in numbers):
-            raise ValueError(f"cells: want requests x tokens such as 64x8192, or new tokens such as 2048, got {cell!r}")
-        if len(numbers) == 2:
-            pairs.append((int(numbers[0]), int(numbers[1])))
-        else:
-            counts.append(int(numbers[0]))
-    if pairs:
-        s = replace(
-            s, decode=tuple(pairs), mla=tuple(pairs), branch=tuple(pairs), extra=tuple(p for p in s.extra if p in pairs)
+def parsed(cell: str) -> tuple[str, int, int]:
+    """What stands between the numbers of a cell ("x", "of" or ""), and these. Raises ValueError for no kind of cell."""
+    found = _CELL.fullmatch(cell.strip().lower())
+    numbers = [int(n) for n in found.group(1, 3) if n] if found else [0]
+    new, total = numbers[0], numbers[-1]
+    if not found or not all(numbers) or (found[2] == "of" and new > total):
+        raise ValueError(
+            "cells: want requests x tokens such as 64x8192, new tokens such as 2048, or new tokens of all such as "
+            f"512of8192, got {cell!r}"
         )
+    return found[2] or "", new, total
+
+
+def with_cells(s: Sizes, cells: Sequence[str]) -> Sizes:
+    """`s` with the cells named: "BxL" replaces those of the decodes, "NofL" those of prefill, and a plain number the
+    new tokens of appends and both prefills.
+
+    Raises ValueError for no kind of cell.
+    """
+    found = [parsed(cell) for cell in cells]
+    pairs, counts = tuple((b, n) for kind, b, n in found if kind == "x"), [n for kind, n, _ in found if not kind]
+    prompts = tuple((new, 0 if kind == "" else total) for kind, new, total in found if kind != "x")
+    if pairs:
+        s = replace(s, decode=pairs, mla=pairs, branch=pairs, extra=tuple(p for p in s.extra if p in pairs))
+    if prompts:
+        s = replace(s, prefill=prompts)
     if counts:
-        heads = tuple(dict.fromkeys(h for _, h in s.prefill))
-        s = replace(s, append=tuple(counts), prefill=tuple((n, h) for n in counts for h in heads))
+        heads = tuple(dict.fromkeys(h for _, h in s.mla_prefill))
+        s = replace(s, append=tuple(counts), mla_prefill=tuple((n, h) for n in counts for h in heads))
     return s
 
 
@@ -155,10 +176,16 @@ def grid(
     for case in dict.fromkeys(every):
         if wanted is None or case.format in wanted:
             yield case
-            if "fast" in precisions and case.op == "mla_decode" and case.format != "bf16" and not case.host:
+            if "fast" in precisions and _may_be_fast(case):
                 yield replace(case, precision="fast")
             if batch_invariant and case.op in ("decode", "mla_decode") and not case.host:
                 yield replace(case, batch_invariant=True)
+
+
+def _may_be_fast(case: Case) -> bool:
+    """Whether precision="fast" permits more."""
+    eight_bits = case.format != "bf16" if case.op == "mla_decode" else case.op == "prefill" and case.query != "bf16"
+    return eight_bits and not case.host
 
 
 def _append(s: Sizes) -> Iterator[Case]:
@@ -186,6 +213,12 @@ def _decode(s: Sizes) -> Iterator[Case]:
         yield from (Case("decode", name, b, n) for name in PAIRS)
 
 
+def _prefill(s: Sizes) -> Iterator[Case]:
+    for n, total in s.prefill:
+        yield from (Case("prefill", name, 0, n, total=total) for name in DECODE_FORMATS)
+        yield Case("prefill", "fp8_e4m3", 0, n, total=total, query="fp8_e4m3")
+
+
 def _mla_decode(s: Sizes) -> Iterator[Case]:
     for heads in s.mla_heads:
         for b, n in s.mla:
@@ -199,7 +232,7 @@ def _mla_decode_branch(s: Sizes) -> Iterator[Case]:
 
 
 def _mla_prefill(s: Sizes) -> Iterator[Case]:
-    yield from (Case("mla_prefill", "bf16", 0, n, heads=heads) for n, heads in s.prefill)
+    yield from (Case("mla_prefill", "bf16", 0, n, heads=heads) for n, heads in s.mla_prefill)
 
 
 def _host(s: Sizes) -> Iterator[Case]:
@@ -210,6 +243,7 @@ def _host(s: Sizes) -> Iterator[Case]:
     yield Case("rope_append", "fp8_e4m3", 0, b, host=True)
     yield Case("mla_append", "fp8_e4m3", 0, b, heads=16, host=True)
     yield Case("decode", "fp8_e4m3", b, n, host=True)
+    yield Case("prefill", "fp8_e4m3", 0, 64, host=True)
     yield Case("mla_decode", "fp8_e4m3", b, n, heads=16, host=True)
     yield Case("mla_decode_branch", "fp8_e4m3", b, n, heads=16, host=True)
     yield Case("mla_prefill", "bf16", 0, 64, heads=16, host=True)
@@ -250,6 +284,7 @@ _GRIDS = {
     "rope_append": _rope_append,
     "mla_append": _mla_append,
     "decode": _decode,
+    "prefill": _prefill,
     "mla_decode": _mla_decode,
     "mla_decode_branch": _mla_decode_branch,
     "mla_prefill": _mla_prefill,

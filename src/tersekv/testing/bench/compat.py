@@ -20,7 +20,7 @@ from .append import Append
 from .cases import NOPE, RANK, ROPE, Case
 from .decode import Branch, Decode, MLADecode
 from .flashinfer import csr, fa2, rope_append, workspace, xqa_batch
-from .prefill import EPSILON, Prefill
+from .mla_prefill import EPSILON, MLAPrefill
 from .shapes import Shape, ShapeDecode
 
 
@@ -185,7 +185,7 @@ def _positions(fn: Callable, p: Places) -> list:
     return [partial(fn, p.starts, p.lens, 2 * p.case.tokens)]
 
 
-def _collection(p: Branch | Prefill, lens: Tensor, table: Tensor, most: int) -> PagedKVCacheCollection:
+def _collection(p: Branch | MLAPrefill, lens: Tensor, table: Tensor, most: int) -> PagedKVCacheCollection:
     """A layer's rows as MAX has them."""
     return PagedKVCacheCollection(_rows(p)[:, None, None, :, None], lens, table, most, int(lens.max()))  # type: ignore[arg-type]
 
@@ -203,7 +203,7 @@ def _max_decode(fn: Callable, p: Branch) -> list:
     ]  # fmt: skip
 
 
-def _max_prefill(fn: Callable, p: Prefill) -> list:
+def _max_prefill(fn: Callable, p: MLAPrefill) -> list:
     s = p.case.tokens
     lens, starts = torch.zeros_like(p.plan.cache_offsets[0]), p.plan.buffer_row_offsets[0]
     raw = torch.cat([p.kv_c, p.k_pe], -1)

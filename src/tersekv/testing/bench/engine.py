@@ -14,6 +14,7 @@ from .append import Append
 from .cases import Case
 from .data import Problem
 from .decode import Branch, Decode, MLADecode
+from .mla_prefill import MLAPrefill
 from .prefill import Prefill
 from .shapes import ShapeDecode
 
@@ -23,9 +24,10 @@ PROBLEMS: dict[str, Callable[[Case, torch.device, str | None], Problem]] = {
     "rope_append": Append,
     "mla_append": Append,
     "decode": Decode,
+    "prefill": Prefill,
     "mla_decode": MLADecode,
     "mla_decode_branch": Branch,
-    "mla_prefill": Prefill,
+    "mla_prefill": MLAPrefill,
     "shape": ShapeDecode,  # type: ignore[dict-item]
 }
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from .append import Q_DTYPE, Append
-from .cases import RANK, ROPE, Case
+from .cases import HEAD_DIM, KV_HEADS, RANK, ROPE, Case
 from .data import Problem
 from .decode import Decode, MLADecode
+from .prefill import Prefill
 from .shapes import ShapeDecode
 
-_WORKSPACE = 256 << 20
+_WORKSPACE = 512 << 20
 Build = Callable[[], list]
 
 
@@ -25,6 +26,9 @@ def peers(problem: Problem) -> Iterator[tuple[str, Build]]:
     if is_decode(problem) and case.format in ("bf16", "fp8_e4m3"):
         yield "flashinfer xqa", lambda: xqa_batch(theirs("decode", "xqa_batch_decode_with_kv_cache"), problem)
         yield "flashinfer fa2", lambda: fa2(theirs("decode", "BatchDecodeWithPagedKVCacheWrapper"), problem)
+    elif isinstance(problem, Prefill) and case.format in ("bf16", "fp8_e4m3") and problem.k is None:
+        yield "flashinfer fa2", lambda: _paged_prefill(problem, "fa2")
+        yield "flashinfer fa3", lambda: _paged_prefill(problem, "fa3")
     elif isinstance(problem, MLADecode) and case.format in ("bf16", "fp8_e4m3") and _plain(case):
         yield "flashinfer fa3", lambda: _mla(problem)
     elif isinstance(problem, Append) and case.op != "append" and case.format == "fp8_e4m3":
@@ -64,6 +68,23 @@ def fa2(wrapper: Callable, p: Decode | ShapeDecode) -> list:
         w.plan(
             indptr, indices, last.to(p.q.device), p.case.heads, kv_heads, head_dim, p.case.page,
             q_data_type=p.q.dtype, kv_data_type=p.layer.k.dtype, sm_scale=p.scale,
+        )  # fmt: skip
+        return lambda: w.run(p.q, kv, out=p.out)
+
+    return [call(table) for table in p.tables]
+
+
+def _paged_prefill(p: Prefill, backend: str) -> list:
+    wrapper = theirs("prefill", "BatchPrefillWithPagedKVCacheWrapper")
+    room, kv, window = workspace(p.q), (p.layer.k, p.layer.v), p.prompts.window
+    last = ((p.host_lens - 1) % p.case.page + 1).to(p.q.device)
+
+    def call(table: Tensor) -> Callable:
+        w = wrapper(room, "NHD", backend=backend)
+        w.plan(
+            p.cu, *csr(p, table), last, p.case.heads, KV_HEADS, HEAD_DIM, p.case.page, causal=True,
+            window_left=window - 1 if window else -1, sm_scale=p.scale, q_data_type=p.q.dtype,
+            kv_data_type=p.layer.k.dtype, o_data_type=p.out.dtype,
         )  # fmt: skip
         return lambda: w.run(p.q, kv, out=p.out)
 
@@ -115,7 +136,7 @@ def workspace(like: Tensor) -> Tensor:
     return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=like.device)
 
 
-def csr(p: Decode | ShapeDecode | MLADecode, table: Tensor) -> tuple[Tensor, Tensor]:
+def csr(p: Decode | ShapeDecode | MLADecode | Prefill, table: Tensor) -> tuple[Tensor, Tensor]:
     """(indptr [B + 1], indices) of a page table."""
     used = -(-p.host_lens // p.case.page)
     indptr = torch.nn.functional.pad(used.cumsum(0), (1, 0)).to(torch.int32)

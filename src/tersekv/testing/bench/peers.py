@@ -16,8 +16,10 @@ import torch
 from ..memory import storage_bytes
 from . import compat, flashinfer
 from .append import Append
+from .cases import KV_HEADS
 from .data import Problem, rotations
 from .decode import Decode
+from .prefill import Prefill, Prompts
 from .shapes import ShapeDecode
 
 Build = Callable[[], list]
@@ -65,7 +67,8 @@ class VLLM:
 
 
 class SDPA:
-    """PyTorch's own attention over a contiguous bf16 copy of the same values, heads grouped. Equal lengths only."""
+    """PyTorch's own attention over a contiguous bf16 copy of the same values: decodes of equal lengths, heads grouped;
+    whole prompts, heads repeated."""
 
     any_format = True
 
@@ -75,6 +78,8 @@ class SDPA:
     def peers(self, problem: Problem) -> Iterator[tuple[str, Build]]:
         if flashinfer.is_decode(problem) and not problem.case.through and not problem.case.uneven:
             yield "sdpa on bf16", lambda: self._decode(problem)
+        elif isinstance(problem, Prefill) and self.has(problem.prompts):
+            yield "sdpa on bf16", lambda: self.prompt(problem)
 
     @staticmethod
     def _decode(problem: Decode | ShapeDecode) -> list:
@@ -88,6 +93,20 @@ class SDPA:
             return lambda: sdpa(q, k, v, scale=problem.scale)
 
         return [call(k.clone(), v.clone()) for _ in range(copies)]
+
+    @staticmethod
+    def has(prompts: Prompts) -> bool:
+        """Whether it is one request, all of whose rows are new: what needs no mask but SDPA's own."""
+        return len(prompts.new) == 1 and prompts.new == prompts.total and not prompts.window
+
+    @staticmethod
+    def prompt(problem: Prefill) -> list:
+        """The calls for such a request. Repeated heads take the fast kernels on every device."""
+        q = problem.q.bfloat16().transpose(0, 1)[None].contiguous()
+        group = problem.case.heads // KV_HEADS
+        k, v = (x.bfloat16().transpose(0, 1).repeat_interleave(group, 0)[None].contiguous() for x in problem.kv(0))
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return [lambda: sdpa(q, k, v, is_causal=True, scale=problem.scale).transpose(1, 2)[0]]
 
 
 LIBRARIES: dict[str, Library] = {"flashinfer": FlashInfer(), "vllm": VLLM(), "sdpa": SDPA()}

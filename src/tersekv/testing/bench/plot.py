@@ -14,6 +14,7 @@ _MARKERS = {
     "rope_append": "v",
     "mla_append": "<",
     "decode": "o",
+    "prefill": "*",
     "mla_decode": "s",
     "mla_decode_branch": "P",
     "mla_prefill": "D",

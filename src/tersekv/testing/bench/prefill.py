@@ -1,89 +1,114 @@
-"""The whole MLA prefill of one request with an empty cache and an e4m3 up-projection; a few rows judged in fp64."""
+"""Prefill over a K/V cache: the last rows of requests, ragged and causal; a few judged by dense fp64 attention."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...cache import PagedLatentCache
-from ...formats import latent_format
-from ...ops.mla import mla_prefill, mla_prefill_plan
-from ..compare import EXACT, STORED
+from ...cache import PagedKVCache
+from ...formats import kv_bytes_per_token, kv_format
+from ...ops.prefill import prefill
+from ..compare import limit_of
 from . import data
-from .cases import NOPE, RANK, ROPE, Case
+from .cases import HEAD_DIM, KV_HEADS, Case
+from .decode import PEER_LIMIT
 
-_COPIES = 2
-EPSILON = 1e-6
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Requests whose last `new` of `total` tokens are new. window: keys that a row sees, its own included; 0: all."""
+
+    name: str
+    new: tuple[int, ...]
+    total: tuple[int, ...]
+    window: int = 0
+
+    @property
+    def pairs(self) -> int:
+        """Keys that rows see, of all rows together: the causal half, or what the window leaves of it."""
+        return sum(self._to(total) - self._to(total - new) for new, total in zip(self.new, self.total, strict=True))
+
+    @property
+    def keys(self) -> int:
+        """Keys that some row of a request sees, of all requests."""
+        if not self.window:
+            return sum(self.total)
+        return sum(min(total, self.window + new - 1) for new, total in zip(self.new, self.total, strict=True))
+
+    def _to(self, n: int) -> int:
+        """Keys that the first n rows of a request see together."""
+        w = min(self.window, n) or n
+        return w * (w + 1) // 2 + (n - w) * w
 
 
 class Prefill:
-    limit, peer_limit = EXACT, 3e-2
+    """prompts: None: the one request of the case. new_rows: the new tokens' own rows come in 16 bits."""
 
-    def __init__(self, case: Case, device: torch.device, backend: str | None = None) -> None:
-        self.case, s, h = case, case.tokens, case.heads
-        pages = -(-s // case.page)
-        self.layer = PagedLatentCache.allocate(
-            1, pages * _COPIES, case.page, format=case.format, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, device=device
+    peer_limit = PEER_LIMIT
+
+    def __init__(
+        self, case: Case, device: torch.device, backend: str | None = None, *,
+        prompts: Prompts | None = None, new_rows: bool = False,
+    ) -> None:  # fmt: skip
+        self.case, self.format, self.scale = case, kv_format(case.format), HEAD_DIM**-0.5
+        p = self.prompts = prompts or Prompts(case.cell, (case.tokens,), (case.total or case.tokens,))
+        self.host_lens = torch.tensor(p.total, dtype=torch.int32)
+        used, rows = -(-self.host_lens // case.page), sum(p.new)
+        each = kv_bytes_per_token(case.format, KV_HEADS, HEAD_DIM)
+        self.tables = data.page_tables(used, data.rotations(device, int(used.sum()) * case.page * each), device)
+        self.layer = layer = PagedKVCache.allocate(
+            1, len(self.tables) * int(used.sum()), case.page, KV_HEADS, HEAD_DIM, format=case.format, device=device
         )[0]
-        self.tables = data.page_tables(torch.tensor([pages]), _COPIES, device)
+        data.fill(layer.k, layer.k_scale_cache, self.format)
+        data.fill(layer.v, layer.v_scale_cache, self.format)
+        self.lens = self.host_lens.to(device)
+        self.starts = torch.nn.functional.pad(torch.tensor(p.new).cumsum(0), (1, 0)).tolist()
+        self.cu = torch.tensor(self.starts, dtype=torch.int32, device=device)
+        self.q = torch.randn(rows, case.heads, HEAD_DIM, device=device).to(kv_format(case.query).storage)
+        self.out = torch.empty(self.q.shape, dtype=torch.bfloat16, device=device)
+        self.k = self.v = None
+        if new_rows:
+            self.k, self.v = (torch.randn(rows, KV_HEADS, HEAD_DIM, device=device).bfloat16() for _ in range(2))
+        self.nbytes = p.keys * each + self.q.nbytes + self.out.nbytes
+        self.flops = 4 * p.pairs * case.heads * HEAD_DIM
+        self.limit = limit_of("out", case.precision)
 
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, device=device).bfloat16()
-
-        self.q0 = normal(s, h, NOPE + ROPE)
-        self.qs = [self.q0.clone() for _ in range(_COPIES)]  # rotated in place, again and again
-        self.kv_c, self.k_pe, self.gamma = normal(s, RANK), normal(s, ROPE), 1 + normal(RANK) / 10
-        rows = h * 2 * NOPE
-        self.weight, self.weight_scale = data.blockwise(rows, RANK, device=device)
-        self.freqs = data.freqs_cis(s, ROPE, device)
-        self.out = torch.empty(s, h, NOPE, dtype=torch.bfloat16, device=device)
-        self.plan = mla_prefill_plan([s], [s], device=device)
-        self.scale = (NOPE + ROPE) ** -0.5
-        self.flops = 2 * s * RANK * rows + s * s * h * (NOPE + ROPE + NOPE)
-        tensors = (self.q0, self.out, self.kv_c, self.k_pe, self.weight, self.weight_scale)
-        self.nbytes = sum(x.nbytes for x in tensors) + s * (RANK + ROPE) * latent_format(case.format).storage.itemsize
-        lens = torch.zeros(1, dtype=torch.int32, device=device)
-        cu = torch.tensor([0, s], dtype=torch.int32, device=device)
-
-        def call(q: Tensor, table: Tensor) -> Any:
-            return lambda: mla_prefill(
-                q, self.layer, table, lens, cu, self.freqs, self.gamma, self.weight, self.plan,
-                softmax_scale=self.scale, kv_b_proj_scale=self.weight_scale, kv_c=self.kv_c, k_pe=self.k_pe,
-                epsilon=EPSILON, out=self.out, backend=backend,
+        def call(table: Tensor) -> Any:
+            return lambda: prefill(
+                self.q, layer, table, self.lens, self.cu, k=self.k, v=self.v, max_q_len=max(p.new),
+                window=p.window or None, out=self.out, precision=case.precision, backend=backend,
             )  # fmt: skip
 
-        self.calls = [call(q, table) for q, table in zip(self.qs, self.tables, strict=True)]
+        self.calls = [call(table) for table in self.tables]
 
     def poison(self) -> None:
-        for x in (self.out, self.layer.ckv, self.layer.kpe):
-            data.poison(x)
-        self.qs[0].copy_(self.q0)
+        data.poison(self.out)
+
+    def kv(self, b: int) -> tuple[Tensor, Tensor]:
+        """fp64 rows [n, H, D] that request b attends to."""
+        a, n = self.layer, self.prompts.total[b]
+        where = data.places(self.tables[0, b], n, self.case.page)
+        k, v = (data.values(x, s, self.format, where) for x, s in ((a.k, a.k_scale_cache), (a.v, a.v_scale_cache)))
+        if self.k is not None and self.v is not None:
+            rows = slice(self.starts[b], self.starts[b + 1])
+            k[n - self.prompts.new[b] :], v[n - self.prompts.new[b] :] = self.k[rows].double(), self.v[rows].double()
+        return k, v
 
     def error(self, result: Any) -> float:
-        """Relative norm of some rows of some heads; inf where the stored rows are wrong."""
-        s, h = self.case.tokens, self.case.heads
-        where = data.places(self.tables[0, 0], s, self.case.page)
-        f = latent_format(self.case.format)
-        ckv, kpe = data.values(self.layer.ckv, None, f, where), data.values(self.layer.kpe, None, f, where)
-        x = self.kv_c.double()
-        normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)).bfloat16() * self.gamma
-        turned = data.rotated(self.k_pe.double(), self.freqs)
-        wrong = max(data.relative(ckv, normed.double()), data.relative(kpe, turned))
-        if not wrong <= (STORED if f.storage == torch.bfloat16 else 10 * STORED):
-            return float("inf")
-        rows = torch.tensor(sorted({0, s // 3, s // 2, s - 1}), device=x.device)
-        q = self.q0[rows].double()
-        q = torch.cat([q[..., :NOPE], data.rotated(q[..., NOPE:], self.freqs[rows]).bfloat16().double()], -1)
-        latent = data.quantised(ckv)
-        return max(self._head_error(head, rows, q[:, head], latent, kpe) for head in {0, h // 2, h - 1})
-
-    def _head_error(self, head: int, rows: Tensor, q: Tensor, latent: Tensor, kpe: Tensor) -> float:
-        part = slice(head * 2 * NOPE, (head + 1) * 2 * NOPE)
-        scale = self.weight_scale[head * 2 : head * 2 + 2].double()  # one row per 128 outputs: nope, then v
-        weight = self.weight[part].float().double() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        kv = (latent @ weight.T).bfloat16().double()
-        scores = (q @ torch.cat([kv[:, :NOPE], kpe], -1).T) * self.scale
-        later = torch.arange(len(latent), device=q.device) > rows[:, None]
-        return data.relative(self.out[rows, head], scores.masked_fill(later, -torch.inf).softmax(-1) @ kv[:, NOPE:])
+        """Relative norm of the worst of some rows: the first, the last and some between, of some requests; `result`:
+        the output, if it is not in `out`."""
+        out = result.view_as(self.out) if isinstance(result, Tensor) else self.out
+        p, worst, last = self.prompts, 0.0, len(self.prompts.new) - 1
+        for b in {0, last // 2, last}:
+            k, v = self.kv(b)
+            new, before = p.new[b], p.total[b] - p.new[b]
+            for i in {0, new // 3, max(new - 2, 0), new - 1}:
+                stop = before + i + 1
+                start = max(stop - p.window, 0) if p.window else 0
+                row = self.starts[b] + i
+                want = data.attend(self.q[row].float(), k[start:stop], v[start:stop], self.scale)
+                worst = max(worst, data.relative(out[row], want))
+        return worst

@@ -1,0 +1,80 @@
+"""`tersekv bench`, the command: what it prints and stores, what it refuses, how it exits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tersekv.cli import main
+from tersekv.testing.bench import cases, data, decode, measure
+from tersekv.testing.bench.engine import Limits
+
+LIMITS = Limits(copy=4e12, matmul=600e12)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Little memory to rotate over, and short counts."""
+    monkeypatch.setattr(data, "ROTATE", {"cpu": 1e5})
+    monkeypatch.setattr(measure, "_CPU_SECONDS", 0.01)
+
+
+def test_the_command_prints_stores_and_draws(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Limits, "of", lambda device: LIMITS)
+    stored, picture = tmp_path / "r.jsonl", tmp_path / "r.png"
+    argv = ["bench", "--device", "cpu", "--quick", "--ops", "append,decode", "--formats", "fp8_e4m3,nvfp4"]
+    argv += ["--cells", "1x32,4", "--json", str(stored), "--plot", str(picture)]
+    assert main.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "limits: copy 4 TB/s" in out
+    assert "4 timed, 0 not run, 0 red, 0 failed" in out
+    assert "sdpa on bf16" in out
+    lines = [json.loads(text) for text in stored.read_text().splitlines()]
+    assert [(r["op"], r["format"]) for r in lines] == [
+        (o, f) for o in ("append", "decode") for f in ("fp8_e4m3", "nvfp4")
+    ]
+    assert picture.stat().st_size > 10_000
+
+
+def test_the_command_exits_with_1_on_red(monkeypatch, capsys):
+    monkeypatch.setattr(Limits, "of", lambda device: LIMITS)
+    monkeypatch.setattr(decode, "decode", lambda *a, **k: None)
+    assert main.main(["bench", "--device", "cpu", "--ops", "decode", "--formats", "bf16", "--cells", "1x32"]) == 1
+    assert "RED: want error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("argv", "why"), [
+    (["--ops", "append", "--cells", "1x64"], "--cells 1x64: none of append has such cells"),
+    (["--ops", "decode,mla_decode", "--cells", "64"], "--cells 64: none of decode, mla_decode has such cells"),
+    (["--ops", "decode,append", "--cells", "4of64"], "--cells 4of64: none of decode, append has such cells"),
+    (["--preset", "shapes", "--ops", "append", "--cells", "4"],
+     "--preset shapes: want --device, --formats, --backend and --json beside it, got --ops, --cells"),
+    (["--random", "3", "--page-size", "16", "--cells", "4x4"],
+     "--random: want --device, --ops, --peers, --formats, --backend and --json beside it, got --cells, --page-size"),
+    (["--random", "3", "--preset", "shapes"], "--preset: want it without --random"),
+    (["--seed", "3"], "--seed: want it beside --random"),
+    (["--random", "3", "--ops", "append"], "no case fits these options on this device"),
+    (["--preset", "shapes", "--formats", cases.PAIRS[0]], "--preset shapes: want formats of both, got fp8_e4m3/int4"),
+    (["--cells", "0x5"], "--cells: want requests x tokens such as 64x8192, new tokens such as 2048, or new"),
+    (["--json", "missing/r.jsonl"], "--json missing/r.jsonl: want a file in a folder that exists"),
+    (["--plot", "missing/r.png"], "--plot missing/r.png: want a file in a folder that exists"),
+    (["--json", "/sys/r.jsonl"], "--json /sys/r.jsonl: want a file that can be written, got "),
+    (["--json", "r.png", "--plot", "r.png"], "--plot r.png: want a file of its own, got that of --json"),
+])  # fmt: skip
+def test_an_option_that_would_be_ignored_or_fail_in_the_end_is_refused_at_once(argv, why, capsys):
+    assert main.main(["bench", "--device", "cpu", *argv]) == 2
+    assert f"tersekv bench: {why}" in capsys.readouterr().err
+
+
+def test_a_picture_of_no_known_kind_is_refused_at_once(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(["bench", "--device", "cpu", "--plot", "p.txt"])
+    assert stop.value.code == 2
+    assert "want a name ending in .png, .svg, .pdf, got 'p.txt'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--device", "cuda:99"], ["--cells", "z"], ["--ops", "host"]])
+def test_the_command_exits_with_2_where_there_is_nothing_to_do(argv, capsys):
+    assert main.main(["bench", "--device", "cpu", *argv]) == 2
+    assert "tersekv bench:" in capsys.readouterr().err
