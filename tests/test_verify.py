@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tersekv import UnsupportedError, formats, plan
+from tersekv.cli import verify as command
 from tersekv.testing import cases as cases_module
 from tersekv.testing import codes, compare, memory, reference
 from tersekv.testing import verify as tool
@@ -248,6 +249,22 @@ def test_rows_of_two_values_hold_what_is_not_finite():
     case = next(c for c in cases(("mla_append",), ("fp8_e4m3",)) if c.special)
     rows = make(dataclasses.replace(case, rope=2)).k_pe.float().flatten()
     assert rows.isposinf().sum() == rows.isneginf().sum() == 1
+
+
+def test_an_error_is_told_beside_the_bound_of_its_own_output():
+    found = {c.id: tool.run(c) for c in cases(("decode", "append"), ("fp8_e4m3",)) if c.name in ("plain", "e5m2 out")}
+    plain, eight_bits = found["decode/fp8_e4m3/plain"], found["decode/fp8_e4m3/e5m2 out"]
+    assert 0 < plain.error < plain.bound == pytest.approx(compare.EXACT)
+    assert compare.FAST < eight_bits.error < eight_bits.bound < 2 * eight_bits.error
+    assert found["append/fp8_e4m3/plain"].error == found["append/fp8_e4m3/plain"].bound == 0
+
+
+def test_what_is_told_is_the_case_nearest_to_its_bound():
+    case = Case("decode", "bf16", "plain")
+    told = [(5e-2, 6e-2), (2.9e-3, 3e-3), (1e-3, 3e-3)]
+    rows = command.table([tool.Result(case, "cpu", tool.PASSED, error, bound=bound) for error, bound in told], "cpu")
+    assert [[*c.cells] for c in rows.columns[-2:]] == [["2.9e-3"], ["3.0e-3"]]
+    assert compare.share_of_bound(1e-9, 0.0) == torch.inf
 
 
 def test_one_code_of_a_stored_row_may_be_the_next_one_and_no_more():

@@ -29,14 +29,17 @@ PER_TOKEN = 2.0  # one token may err by this many times the limit of the whole
 
 
 class Report(NamedTuple):
-    """error: the largest relative norm, or the share of bytes that differ; message: None where all is well."""
+    """error: a relative norm, or the share of elements that differ; bound: the largest that is accepted, 0 where bytes
+    have to be equal; message: None where all is well."""
 
     error: float
     message: str | None
+    bound: float = 0.0
 
 
 def compare(op: str, got: Any, want: Any, expected: Expected) -> Report:
-    """Compare the written fields of two call records on the CPU. Overwrites both.
+    """Compare the written fields of two call records on the CPU. Overwrites both. Error and bound are of the field that
+    is nearest to its bound.
 
     got:       after the operation
     want:      after `reference.run`, which returned `expected`
@@ -66,7 +69,13 @@ def compare(op: str, got: Any, want: Any, expected: Expected) -> Report:
             reports.append(_bytes(name, getattr(got, name), getattr(want, name)))
     reports += [_unchanged(n, g, w) for n, g, w in zip(got._fields, got, want, strict=True) if n not in CALLS[op][1]]
     messages = dict.fromkeys(r.message for r in reports if r.message)
-    return Report(max(r.error for r in reports), "\n".join(messages) or None)
+    nearest = max(reports, key=lambda r: share_of_bound(r.error, r.bound))
+    return Report(nearest.error, "\n".join(messages) or None, nearest.bound)
+
+
+def share_of_bound(error: float, bound: float) -> float:
+    """How near an error is to what is accepted: from 1 on it is beyond."""
+    return error / bound if bound else torch.inf if error else 0.0
 
 
 def limit_of(name: str, precision: str) -> float:
@@ -94,7 +103,7 @@ def _values(
     wrong = ~got.isfinite()
     if wrong.any():
         i = _first(wrong)
-        return Report(torch.inf, f"{name}: want finite values, got {float(got[i])} at {list(i)}")
+        return Report(torch.inf, f"{name}: want finite values, got {float(got[i])} at {list(i)}", limit)
     own = torch.zeros_like(want)
     if dtype is not None and dtype.itemsize == 1:
         own, limit = decode(encode(want, dtype)) - want, 2 * limit
@@ -102,15 +111,18 @@ def _values(
     single = torch.where(far.abs() <= step * torch.maximum(got.abs(), want.abs()).flatten(1), far.abs(), 0.0).amax(1)
     excess = (far.norm(dim=1) - own.flatten(1).norm(dim=1) - single) / torch.where(size == 0, 1.0, size)
     token, worst = int(excess.argmax()), float(excess.max())
-    accepted = float(own.norm()) + float(single.max()) + limit * float(size.norm() or 1.0)
+    whole = float(size.norm()) or 1.0
+    accepted = float(own.norm()) + float(single.max()) + limit * whole
+    bound = accepted / whole
     if float(far.norm()) <= accepted and worst <= PER_TOKEN * limit:
-        return Report(error, None)
+        return Report(error, None, bound)
     i = _largest(got - want)
     rounding = " beside its own rounding" if own.any() else ""
     return Report(
         error,
         f"{name}: want relative error <= {limit:g} (one token: {PER_TOKEN * limit:g}){rounding}, got {error:.2e} "
         f"(token {token}: {worst:.2e}); at {list(i)} want {float(want[i]):.6g}, got {float(got[i]):.6g}",
+        bound,
     )
 
 

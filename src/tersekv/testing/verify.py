@@ -21,13 +21,15 @@ PASSED, FAILED, UNSUPPORTED = "passed", "failed", "unsupported"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case. error: relative norm of an attention, share of elements that differ of an append."""
+    """One case. error: relative norm of an attention, share of elements that differ of an append. bound: the largest
+    error that is accepted of this case."""
 
     case: Case
     backend: str | None
     status: str
     error: float | None = None
     message: str = ""
+    bound: float | None = None
 
     def as_dict(self) -> dict:
         return {**asdict(self), "case": self.case.id}
@@ -70,7 +72,7 @@ def run(case: Case, device: torch.device | str = "cpu", backend: str | None = No
     except Exception as e:  # the other cases are to run
         return Result(case, chosen, FAILED, message=f"{type(e).__name__}: {e}")
     message = "\n".join([*strays, *([report.message] if report.message else [])])
-    return Result(case, chosen, FAILED if message else PASSED, report.error, message)
+    return Result(case, chosen, FAILED if message else PASSED, report.error, message, report.bound)
 
 
 def _reason(e: UnsupportedError, backend: str | None) -> str:
