@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._subclasses import FakeTensorMode
 
 import tersekv
 from tersekv import PagedKVCache, PagedKVLayer, PagedLatentCache, UnsupportedError, kv_bytes_per_token
@@ -192,6 +193,31 @@ def test_a_file_of_another_kind_is_named(data, tmp_path):
     (tmp_path / "x").write_bytes(data)
     with pytest.raises(ValueError, match="x: want a safetensors file, got "):
         PagedKVCache.allocate_saved(tmp_path / "x", 1, 1)
+
+
+def test_a_folder_is_no_file_of_attributes(tmp_path):
+    with pytest.raises(ValueError, match=f"^{tmp_path}: want a file that save_attributes wrote, got a folder$"):
+        PagedKVCache.allocate_saved(tmp_path, 1, 1)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_channel_scales_that_rows_cannot_be_divided_by_are_refused_where_a_cache_is_made(value, tmp_path):
+    scale = torch.ones(2, 1, 16)
+    made = PagedKVCache.allocate(2, 2, 4, 1, 16, format="bf16", v_channel_scale=scale)
+    made[1].v_channel_scale[0, 3] = value
+    told = rf"^v_channel_scale: want positive, finite numbers, got {value} at \[{{}}0, 3\]$"
+    with pytest.raises(ValueError, match=told.format("1, ")):
+        PagedKVCache.allocate(2, 2, 4, 1, 16, format="bf16", v_channel_scale=scale)
+    made.save_attributes(tmp_path / "x")
+    with pytest.raises(ValueError, match=told.format("")):
+        PagedKVCache.allocate_saved(tmp_path / "x", 2, 4)
+
+
+def test_channel_scales_without_values_are_taken():
+    meta = torch.empty(1, 16, device="meta")
+    assert PagedKVCache.allocate(1, 2, 4, 1, 16, format="bf16", k_channel_scale=meta, device="meta")
+    with FakeTensorMode():
+        assert PagedKVCache.allocate(1, 2, 4, 1, 16, format="bf16", k_channel_scale=torch.ones(1, 16))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

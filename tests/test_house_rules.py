@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "env": set(),
     "calls": set(),
     "layers": {"attributes", "counts", "formats"},
-    "cache": {"counts", "formats", "layers"},
+    "cache": {"attributes", "counts", "formats", "layers"},
     "pages": {"counts", "errors", "cache", "layers"},
     "shapes": {"calls"},
     "attributes": {"formats", "shapes"},

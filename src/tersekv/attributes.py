@@ -8,11 +8,13 @@ and undoes it in its output.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from .formats import BATCH_INVARIANCE, CHANNELS, FP8, PAIRS, ROTATION
 from .shapes import Shapes, dtype_name, require
@@ -51,6 +53,35 @@ def channel_scale(rows: Tensor) -> Tensor:
     mean = size.mean(-1, keepdim=True)
     size = torch.where(mean > 0, torch.maximum(size / mean, torch.full_like(size, _SMALLEST)), 1.0)
     return (size / size.mean(-1, keepdim=True)).to(torch.float32)
+
+
+def channel_scales(
+    name: str, scale: Tensor | None, layers: int, shape: tuple[int, int], device: torch.device | None
+) -> Sequence[Tensor] | None:
+    """Channel scales of each layer."""
+    if scale is None:
+        return None
+    if not isinstance(scale, Tensor):
+        raise TypeError(f"{name}: want Tensor or None, got {type(scale).__name__}")
+    kind = (device or torch.get_default_device()).type
+    if scale.shape not in (shape, (layers, *shape)) or scale.dtype != torch.float32 or scale.device.type != kind:
+        got = f"{list(scale.shape)} {str(scale.dtype).removeprefix('torch.')} on {scale.device}"
+        want = f"{list(shape)} or {[layers, *shape]} float32 on {kind}"
+        raise ValueError(f"{name}: want {want}, got {got}")
+    all_positive(name, scale)
+    return [scale] * layers if scale.dim() == 2 else scale.unbind()
+
+
+def all_positive(name: str, scale: Tensor) -> None:
+    """Raise ValueError for a channel scale that rows cannot be divided by. Values are looked at here, where a cache is
+    made, and not in calls; where there are none to look at, checked mode finds them."""
+    capturing = scale.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing or scale.is_meta or isinstance(scale, FakeTensor) or torch.compiler.is_compiling():
+        return
+    wrong = ~((scale > 0) & scale.isfinite())
+    if wrong.any():
+        i = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{name}: want positive, finite numbers, got {float(scale[tuple(i)])} at {i}")
 
 
 def wanted(f: Any) -> list[str]:

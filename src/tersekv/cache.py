@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from .attributes import all_positive, channel_scales
 from .counts import flag, number, positive, single, whole
 from .formats import (
     BLOCK,
@@ -158,10 +159,11 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
                  that divides their size, which spreads what a few channels hold over a block; appends rotate,
                  attentions rotate queries and outputs back
         k_channel_scale, v_channel_scale:  fp32 [H, D] and [H, Dv], or [layers, H, ...], positive: rows are divided by
-                 them when appended, queries and outputs multiplied; `channel_scale` makes them
+                 them when appended, queries and outputs multiplied; `channel_scale` makes them. Their values are
+                 looked at, which waits for a GPU that they lie on, but not while a CUDA graph is captured
 
-        Raises ValueError for sizes that the format cannot hold or `decode` cannot read, and for scales that the format
-        does not have.
+        Raises ValueError for sizes that the format cannot hold or `decode` cannot read, for scales that the format
+        does not have, and for channel scales that are not positive and finite.
         """
         device, num_layers = device_of(device), positive("num_layers", num_layers)
         formats = _formats_of_layers(num_layers, format, layer_formats)
@@ -184,7 +186,7 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
             given.append(scale)
         drawn = attributes_of(rotation, dims, device, None, None)[:2]
         channels = [
-            _channel_scales(name, scale, num_layers, (num_kv_heads, d), device)
+            channel_scales(name, scale, num_layers, (num_kv_heads, d), device)
             for name, scale, d in zip(("k_channel_scale", "v_channel_scale"), (k_channel_scale, v_channel_scale), dims,
                                       strict=True)
         ]  # fmt: skip
@@ -249,6 +251,8 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
         """
         from safetensors import SafetensorError, safe_open
 
+        if os.path.isdir(path):
+            raise ValueError(f"{os.fspath(path)}: want a file that save_attributes wrote, got a folder")
         try:
             with safe_open(path, framework="pt") as file:
                 told = file.metadata() or {}
@@ -262,6 +266,8 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
         formats = [word.pop("format") for word in words]
         for key, x in tensors.items():
             i, name = key.split(".")
+            if name.endswith("channel_scale"):
+                all_positive(name, x)
             words[int(i)][name] = x.to(where)
         sizes = json.loads(told["sizes"])
         made = cls.allocate(len(words), num_pages, page_size, **sizes, layer_formats=formats, device=device, **options)
@@ -423,22 +429,6 @@ def _hold(both: tuple[KVFormat, KVFormat], dims: tuple[int, int]) -> None:
         step = f.scale_block or 8
         if not 0 < d <= limit or d % step:
             raise ValueError(f"{name}: want a positive multiple of {step} for {f.name}, at most {limit}, got {d}")
-
-
-def _channel_scales(
-    name: str, scale: Tensor | None, layers: int, shape: tuple[int, int], device: torch.device | None
-) -> Sequence[Tensor] | None:
-    """Channel scales of each layer."""
-    if scale is None:
-        return None
-    if not isinstance(scale, Tensor):
-        raise TypeError(f"{name}: want Tensor or None, got {type(scale).__name__}")
-    kind = (device or torch.get_default_device()).type
-    if scale.shape not in (shape, (layers, *shape)) or scale.dtype != torch.float32 or scale.device.type != kind:
-        got = f"{list(scale.shape)} {str(scale.dtype).removeprefix('torch.')} on {scale.device}"
-        want = f"{list(shape)} or {[layers, *shape]} float32 on {kind}"
-        raise ValueError(f"{name}: want {want}, got {got}")
-    return [scale] * layers if scale.dim() == 2 else scale.unbind()
 
 
 def _place_of_scales(scales: str, inline_scales: bool | None) -> str:
