@@ -282,7 +282,7 @@ WRONG = [
     ),
     (
         lambda: PagedLatentLayer.of(torch.zeros(1, 2, 656, dtype=torch.bool), format="fp8_ds_mla"),
-        "latent cache: want uint8 rows of 528 bytes and a torch.bfloat16 rotary part for fp8_ds_mla, "
+        "cache: want uint8 rows of 528 bytes and a torch.bfloat16 rotary part for fp8_ds_mla, "
         "got [1, 2, 656] torch.bool",
     ),
     (
@@ -317,14 +317,14 @@ WRONG = [
     ),
     (
         lambda: PagedKVLayer.of(torch.zeros(1, 3, 1, 1, 8, dtype=BF)),
-        "kv_cache: want (k, v) or one 5-D tensor [P, 2, ...], got [1, 3, 1, 1, 8]",
+        "cache: want (k, v) or one 5-D tensor [P, 2, ...], got [1, 3, 1, 1, 8]",
     ),
-    (lambda: PagedKVLayer.of([torch.zeros(1)] * 3), "kv_cache: want (k, v), got 3 entries"),
-    (lambda: PagedKVLayer.of([torch.zeros(1)] * 2), "kv_cache: want (k, v), each 4-D, got [1]"),
+    (lambda: PagedKVLayer.of([torch.zeros(1)] * 3), "cache: want (k, v), got 3 entries"),
+    (lambda: PagedKVLayer.of([torch.zeros(1)] * 2), "cache: want (k, v), each 4-D, got [1]"),
     (lambda: PagedKVLayer.of([torch.zeros(1, 1, 1, 8)] * 2, layout="X"), "layout: want 'NHD' or 'HND', got 'X'"),
     (
         lambda: PagedKVLayer.of([torch.zeros(1, 1, 1, 8)] * 2),
-        "kv_cache: want one of torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, "
+        "cache: want one of torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, "
         "torch.uint8, got torch.float32",
     ),
     (
@@ -341,25 +341,25 @@ WRONG = [
     ),
     (
         lambda: PagedLatentLayer.of(torch.zeros(1, 2, 512, dtype=BF)),
-        "latent cache: want rows longer than kv_lora_rank=512, got [1, 2, 512]",
+        "cache: want rows longer than kv_lora_rank=512, got [1, 2, 512]",
     ),
     (
         lambda: PagedLatentLayer.of(torch.zeros(1313, dtype=torch.uint8)[1:].view(1, 2, 656)),
-        "latent cache: want dense rows that begin at multiples of 4 bytes for fp8_ds_mla, "
+        "cache: want dense rows that begin at multiples of 4 bytes for fp8_ds_mla, "
         "got strides [1312, 656, 1] from byte 1",
     ),
     (
         lambda: PagedLatentLayer.of(torch.zeros(1, 2, 658, dtype=torch.uint8)),
-        "latent cache: want dense rows that begin at multiples of 4 bytes for fp8_ds_mla, "
+        "cache: want dense rows that begin at multiples of 4 bytes for fp8_ds_mla, "
         "got strides [1316, 658, 1] from byte 0",
     ),
     (
         lambda: PagedLatentLayer.of(torch.zeros(1, 2, 3, 576, dtype=BF)),
-        "latent cache: want [P, S, dim] or [P, S, 1, dim], got [1, 2, 3, 576]",
+        "cache: want [P, S, dim] or [P, S, 1, dim], got [1, 2, 3, 576]",
     ),
     (
         lambda: PagedLatentLayer.of(torch.zeros(1, 2, 528, dtype=torch.uint8)),
-        "latent cache: want uint8 rows of 528 bytes and a torch.bfloat16 rotary part for fp8_ds_mla, "
+        "cache: want uint8 rows of 528 bytes and a torch.bfloat16 rotary part for fp8_ds_mla, "
         "got [1, 2, 528] torch.uint8",
     ),
     (
@@ -372,15 +372,15 @@ WRONG = [
     ),
     (
         lambda: PagedKVLayer.of(ready(), k_scale=3.0, layout="HND", format="bf16"),
-        "kv_cache: want tensors beside format, k_scale, layout, got a layer, which has its own",
+        "cache: want tensors beside format, k_scale, layout, got a layer, which has its own",
     ),
     (
         lambda: PagedKVLayer.of(ready(), v_scale=torch.ones(2)),
-        "kv_cache: want tensors beside v_scale, got a layer, which has its own",
+        "cache: want tensors beside v_scale, got a layer, which has its own",
     ),
     (
         lambda: PagedLatentLayer.of(PagedLatentCache.allocate(1, 2, 4, format="bf16")[0], kv_lora_rank=256),
-        "latent cache: want tensors beside kv_lora_rank, got a layer, which has its own",
+        "cache: want tensors beside kv_lora_rank, got a layer, which has its own",
     ),
     (lambda: kv_bytes_per_token("nvfp4", 8, 100), "head_dim: want a positive multiple of 16 for nvfp4, got 100"),
     (lambda: kv_bytes_per_token("bf16", 8, 64, 0), "head_dim_v: want a positive multiple of 1 for bf16, got 0"),
@@ -407,18 +407,18 @@ def test_a_wrong_argument_is_named(make, message):
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: PagedKVLayer.of(None), "kv_cache: want (k, v) or one 5-D tensor, got NoneType"),
-    (lambda: PagedKVLayer.of((torch.zeros(1, 1, 1, 8), 3)), "kv_cache: want (k, v), each a Tensor, got int"),
-    (lambda: PagedLatentLayer.of(3.0), "latent cache: want Tensor or (ckv, kpe), got float"),
+    (lambda: PagedKVLayer.of(None), "cache: want (k, v) or one 5-D tensor, got NoneType"),
+    (lambda: PagedKVLayer.of((torch.zeros(1, 1, 1, 8), 3)), "cache: want (k, v), each a Tensor, got int"),
+    (lambda: PagedLatentLayer.of(3.0), "cache: want Tensor or (ckv, kpe), got float"),
     (lambda: PagedKVLayer.of(PagedKVCache.allocate(1, 1, 1, 1, 8, format="bf16")),
-     "kv_cache: want (k, v) or one 5-D tensor, got PagedKVCache, the cache of all layers (take one: cache[i])"),
+     "cache: want (k, v) or one 5-D tensor, got PagedKVCache, the cache of all layers (take one: cache[i])"),
     (lambda: PagedLatentLayer.of(PagedLatentCache.allocate(1, 1, 1, format="bf16")),
-     "latent cache: want Tensor or (ckv, kpe), got PagedLatentCache, the cache of all layers (take one: cache[i])"),
-    (lambda: PagedLatentLayer.of((torch.zeros(1, 1, 8), None)), "latent cache: want Tensor, got NoneType"),
+     "cache: want Tensor or (ckv, kpe), got PagedLatentCache, the cache of all layers (take one: cache[i])"),
+    (lambda: PagedLatentLayer.of((torch.zeros(1, 1, 8), None)), "cache: want Tensor, got NoneType"),
     (lambda: PagedKVLayer.from_buffer(None, 4, 1, 16, format="bf16"), "buffer: want Tensor, got NoneType"),
-    (lambda: PagedKVLayer.of(np.zeros((1, 2, 1, 1, 8))), "kv_cache: want (k, v) or one 5-D tensor, got ndarray"),
-    (lambda: PagedKVLayer.of([np.zeros((1, 1, 1, 8))] * 2), "kv_cache: want (k, v), each a Tensor, got ndarray"),
-    (lambda: PagedLatentLayer.of(np.zeros((1, 1, 576))), "latent cache: want Tensor or (ckv, kpe), got ndarray"),
+    (lambda: PagedKVLayer.of(np.zeros((1, 2, 1, 1, 8))), "cache: want (k, v) or one 5-D tensor, got ndarray"),
+    (lambda: PagedKVLayer.of([np.zeros((1, 1, 1, 8))] * 2), "cache: want (k, v), each a Tensor, got ndarray"),
+    (lambda: PagedLatentLayer.of(np.zeros((1, 1, 576))), "cache: want Tensor or (ckv, kpe), got ndarray"),
     (lambda: PagedKVCache.allocate(1, 2, 4, 1, "64", format="bf16"), "head_dim: want int, got str '64'"),
     (lambda: PagedKVCache.allocate(1, 2.0, 4, 1, 64, format="bf16"), "num_pages: want int, got float 2.0"),
     (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -45,14 +47,21 @@ def test_a_mask_in_three_dimensions_is_split_as_the_rows_are():
     flat = decode(Q, (K, V), TABLE, LENS, mask=MASK.view(6, 2))
     assert torch.equal(decode(Q, (K, V), TABLE, LENS, mask=MASK), flat)
     for shape in ((3, 2, 2), (1, 6, 2), (6, 1, 2)):
-        with pytest.raises(ValueError, match=r"^mask: want \[T=6, W\] or \[B=2, drafts=3, W\], got "):
+        with pytest.raises(ValueError, match=r"^mask: want \[T=6, W\] or \[B=2, drafts=3, W\] uint16, W = "):
             decode(Q, (K, V), TABLE, LENS, mask=MASK.view(shape))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [([3], "int32"), ([6, 2], "int16"), ([3, 2, 2], "uint16"), ([], "bool")])
+def test_a_wrong_mask_is_told_what_is_documented_and_what_came(shape, dtype):
+    want = "mask: want [T=6, W] or [B=2, drafts=3, W] uint16, W = 2 × ceil(drafts / 32)"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{want}, got {shape} {dtype}')}$"):
+        decode(Q, (K, V), TABLE, LENS, mask=torch.zeros(shape, dtype=getattr(torch, dtype)))
 
 
 @pytest.mark.parametrize("call", [lambda m: xqa_batch(Q4, m, 2), lambda m: xqa(Q4, 2, 2, mask=m)])
 def test_flashinfers_masks_are_split_as_the_rows_are(call):
     assert torch.equal(call(MASK4), call(MASK4.view(4, 2)))
-    with pytest.raises(ValueError, match=r"^mask: want \[T=4, W\] or \[B=2, drafts=2, W\], got \[1, 4, 2\]"):
+    with pytest.raises(ValueError, match=r"^mask: want \[T=4, W\] or \[B=2, drafts=2, W\] uint16, .*, got \[1, 4, 2\]"):
         call(MASK4.view(1, 4, 2))
 
 

@@ -24,6 +24,8 @@ INDEX = (torch.int32, torch.int64, torch.uint32)
 F32 = (torch.float32,)
 HALF = (torch.bfloat16, torch.float16)
 FLOAT = (*HALF, torch.float32)
+# None only where tokens are placed otherwise.
+_PLACES = ("slot_mapping", "batch_indices", "kv_positions", "kv_indptr", "kv_indices")
 
 
 def types(record: type, call: tuple) -> None:
@@ -36,21 +38,16 @@ def types(record: type, call: tuple) -> None:
         if want is float and isinstance(x, (int, float)) and not isinstance(x, bool):
             continue
         if not isinstance(x, want):
-            names = " | ".join(w.__name__ for w in (want if isinstance(want, tuple) else (want,)))
+            names = " or ".join(w.__name__ for w in (want if isinstance(want, tuple) else (want,)))
+            names = names.replace(" or NoneType", "" if name in _PLACES else " or None")
             raise TypeError(f"{argument(record, name)}: want {names}, got {type(x).__name__}")
         if isinstance(x, Tensor) and x.layout != torch.strided:
             raise TypeError(f"{argument(record, name)}: want a dense Tensor, got one of {x.layout}")
 
 
 def _hints(record: type) -> dict[str, Any]:
-    out = {}
-    for name, hint in typing.get_type_hints(record).items():
-        args = typing.get_args(hint)
-        if isinstance(hint, _types.UnionType):
-            out[name] = tuple(args)
-        else:
-            out[name] = typing.get_origin(hint) or hint
-    return out
+    hints = typing.get_type_hints(record).items()
+    return {n: typing.get_args(h) if isinstance(h, _types.UnionType) else typing.get_origin(h) or h for n, h in hints}
 
 
 def tensor(name: str, x: Any, pattern: str) -> None:

@@ -102,15 +102,15 @@ class PagedKVLayer:
         beside a ready layer.
         """
         if isinstance(kv, PagedKVLayer):
-            _no_options("kv_cache", format=format, k_scale=k_scale, v_scale=v_scale, scale_cache=scale_cache,
+            _no_options("cache", format=format, k_scale=k_scale, v_scale=v_scale, scale_cache=scale_cache,
                         layout=None if layout == "NHD" else layout, rotation=rotation,
                         k_channel_scale=k_channel_scale, v_channel_scale=v_channel_scale)  # fmt: skip
             return kv
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
-        k, v = _split_pair("kv_cache", kv, 5)
+        k, v = _split_pair("cache", kv, 5)
         if format is None:
-            format = _format_of(k.dtype, _KV_OF_DTYPE, "kv_cache")
+            format = _format_of(k.dtype, _KV_OF_DTYPE, "cache")
         formats = [kv_format(name) for name in pair("format", format)]
         ks, vs = _stored(scale_cache, formats)
         if layout == "HND":
@@ -251,21 +251,19 @@ class PagedLatentLayer:
         kv_lora_rank = positive("kv_lora_rank", kv_lora_rank)
         if isinstance(rows, PagedLatentLayer):
             rank = None if kv_lora_rank in (512, rows.kv_lora_rank) else kv_lora_rank
-            _no_options("latent cache", format=format, kv_scale=kv_scale, kv_lora_rank=rank)
+            _no_options("cache", format=format, kv_scale=kv_scale, kv_lora_rank=rank)
             return rows
         if not isinstance(rows, Tensor):
             if not isinstance(rows, (tuple, list)) or len(rows) != 2:
-                raise TypeError(f"latent cache: want Tensor or (ckv, kpe), got {_kind(rows)}")
-            ckv, kpe = (_drop_head(t, "latent cache") for t in rows)
+                raise TypeError(f"cache: want Tensor or (ckv, kpe), got {_kind(rows)}")
+            ckv, kpe = (_drop_head(t, "cache") for t in rows)
             return PagedLatentLayer(ckv, kpe, format or _format_of(ckv.dtype, _LATENT_OF_DTYPE, "ckv"), kv_scale)
-        rows = _drop_head(rows, "latent cache")
-        format = format or _format_of(rows.dtype, _LATENT_OF_DTYPE, "latent cache")
+        rows = _drop_head(rows, "cache")
+        format = format or _format_of(rows.dtype, _LATENT_OF_DTYPE, "cache")
         f = latent_format(format)
         if f.scale_dtype is None:
             if rows.shape[-1] <= kv_lora_rank:
-                raise ValueError(
-                    f"latent cache: want rows longer than kv_lora_rank={kv_lora_rank}, got {list(rows.shape)}"
-                )
+                raise ValueError(f"cache: want rows longer than kv_lora_rank={kv_lora_rank}, got {list(rows.shape)}")
             return PagedLatentLayer(rows[..., :kv_lora_rank], rows[..., kv_lora_rank:], format, kv_scale)
         ckv, scales, kpe = _latent_row_views(rows, f, kv_lora_rank)
         return PagedLatentLayer(ckv, kpe, format, kv_scale, scales)
@@ -367,7 +365,7 @@ def _latent_row_views(rows: Tensor, f: KVFormat, rank: int) -> tuple[Tensor, Ten
     rope = rope_dtype(f)
     if rows.dtype != torch.uint8 or rows.shape[-1] <= row or (rows.shape[-1] - row) % rope.itemsize:
         raise ValueError(
-            f"latent cache: want uint8 rows of {row} bytes and a {rope} rotary part for {f.name}, "
+            f"cache: want uint8 rows of {row} bytes and a {rope} rotary part for {f.name}, "
             f"got {list(rows.shape)} {rows.dtype}"
         )
     try:
@@ -375,7 +373,7 @@ def _latent_row_views(rows: Tensor, f: KVFormat, rank: int) -> tuple[Tensor, Ten
     except RuntimeError:  # a view of wider elements wants every row to begin at one
         want = f"dense rows that begin at multiples of {f.scale_dtype.itemsize} bytes for {f.name}"
         got = f"strides {list(rows.stride())} from byte {rows.storage_offset()}"
-        raise ValueError(f"latent cache: want {want}, got {got}") from None
+        raise ValueError(f"cache: want {want}, got {got}") from None
 
 
 def _page_part(pages: Tensor, start: int, dtype: torch.dtype, inner: tuple[int, int], width: int) -> Tensor:

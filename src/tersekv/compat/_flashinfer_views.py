@@ -11,7 +11,9 @@ from torch import Tensor
 from ..formats import BLOCK, TOKEN_HEAD, kv_format
 from ..layers import PagedKVLayer, PagedLatentLayer
 from ..recall import tracing
-from ._adapt import dtype_name, joined, tensor, whole
+from ._adapt import dtype_name, joined, renamed, tensor, whole
+
+_CACHE = {"cache": "kv_cache"}
 
 
 def layer(
@@ -22,7 +24,7 @@ def layer(
         raise TypeError(f"kv_cache: want Tensor or a tuple of two, got {type(kv_cache).__name__}")
     for t in kv_cache if isinstance(kv_cache, (tuple, list)) else ():
         tensor("kv_cache", t)
-    kv = PagedKVLayer.of(kv_cache, layout=layout)
+    kv = renamed(_CACHE, lambda: PagedKVLayer.of(kv_cache, layout=layout))
     f = kv_format(kv.formats[0])
     if f.scale == BLOCK and sf is None:
         raise ValueError(f"scale_cache: want the e4m3 block scales of a {dtype_name(kv.k.dtype)} cache, got None")

@@ -20,7 +20,7 @@ _NAMES = {
     "out": "output",
     "ckv": "kv_collection.blocks",
     "kpe": "kv_collection.blocks",
-    "latent cache": "kv_collection.blocks",
+    "cache": "kv_collection.blocks",
     "kv_lora_rank": "length of kv_norm_gamma",
     "page_table": "kv_collection.lookup_table",
     "cache_lens": "kv_collection.cache_lengths",

@@ -86,11 +86,11 @@ _XQA_NAMES = {
     "q_pe": "q",
     "ckv": "k_cache",
     "kpe": "k_cache",
-    "latent cache": "k_cache",
+    "cache": "k_cache",
 }
 _DECODE_MLA_NAMES = {
     **dict.fromkeys(("q_nope", "q_pe"), "query"),
-    **dict.fromkeys(("ckv", "kpe", "latent cache"), "kv_cache"),
+    **dict.fromkeys(("ckv", "kpe", "cache"), "kv_cache"),
     "page_table": "block_tables",
     "softmax_scale": "bmm1_scale",
     "out_scale": "bmm2_scale",
@@ -433,8 +433,8 @@ def _decode_call(
     scaled = kv_format(kv.formats[0]).scale in (TENSOR, BLOCK)
     softmax_scale, k_scale = _spread(scaled, logit_factors, q.device)
     out_scale, v_scale = _spread(scaled, out_factors, q.device)
-    if mask is not None and tensor("mask", mask).dim() == 3:
-        mask = mask_rows(mask, seq_lens, q.shape[0])
+    if mask is not None:
+        mask = mask_rows(tensor("mask", mask), seq_lens, q.shape[0])
     return DecodeCall(
         q, kv.k, kv.v, kv.k_scale_cache, kv.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, None,
         kv.formats[0], max_q_len, window, 0.0,

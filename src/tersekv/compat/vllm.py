@@ -55,7 +55,7 @@ _MLA_NAMES = {
     "ckv": "kv_cache",
     "kpe": "kv_cache",
     "ckv_scale_cache": "kv_cache",
-    "latent cache": "kv_cache",
+    "cache": "kv_cache",
     "kv_lora_rank": "kv_c",
     "qk_rope_head_dim": "k_pe",
     "kv_scale": "scale",

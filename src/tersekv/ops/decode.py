@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..calls import DecodeCall
-from ..checks import FLOAT, joined, tensor
+from ..checks import FLOAT, dtype_name, joined, tensor
 from ..checks import dtype as check_dtype
 from ..counts import flag, number, whole
 from ..formats import FP8
@@ -96,7 +96,7 @@ def decode(
     t, heads, d = q.shape
     dv = c.head_dim_v
     out, lse, made = receivers(q, (t, heads, dv), out, out_dtype, lse, return_lse)
-    if isinstance(mask, Tensor) and mask.dim() == 3:
+    if isinstance(mask, Tensor):
         mask = mask_rows(mask, seq_lens, t)
     if scale is None:
         scale = max(d, 1) ** -0.5  # of no column: the checks name it
@@ -146,13 +146,17 @@ def seen_keys(window: int | None) -> int:
 
 
 def mask_rows(mask: Tensor, seq_lens: Tensor, t: int) -> Tensor:
-    """A mask [B, drafts, W] as [T, W], without copying; a request's rows must be its own."""
+    """A mask [T, W] as it is, or [B, drafts, W] as [T, W], without copying; a request's rows must be its own."""
     tensor("seq_lens", seq_lens, "B")
-    b = seq_lens.shape[0]
-    if mask.shape[0] != b or b * mask.shape[1] != t:
-        split = f" or [B={b}, drafts={t // b}, W]" if b and t % b == 0 else ""
-        raise ValueError(f"mask: want [T={t}, W]{split}, got {list(mask.shape)}")
-    return joined("mask", mask)
+    b, split = seq_lens.shape[0], mask.dim() == 3
+    rows = mask.shape[:2].numel() if split else len(mask) if mask.dim() == 2 else None
+    if rows != t or (split and mask.shape[0] != b) or mask.dtype != torch.uint16:
+        by_request = f" or [B={b}, drafts={t // b}, W]" if b and t % b == 0 else ""
+        raise ValueError(
+            f"mask: want [T={t}, W]{by_request} uint16, W = 2 × ceil(drafts / 32), "
+            f"got {list(mask.shape)} {dtype_name(mask.dtype)}"
+        )
+    return joined("mask", mask) if split else mask
 
 
 def query_rows(t: int, seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_q_len: int | None) -> int:
