@@ -22,7 +22,7 @@ from torch import Tensor
 import tersekv
 from tersekv.demo.measure import Measured, ModelResult
 from tersekv.demo.recipe import recipe
-from tersekv.demo.report import frontier
+from tersekv.demo.report import agreement, frontier
 from tersekv.formats import KV_FORMATS, LATENT_FORMATS
 from tersekv.testing.codes import decode_row
 from tersekv.testing.reference_rotation import back
@@ -166,7 +166,7 @@ def demo(model: str, names: Sequence[str], file: str = "demo_cpu.json") -> Itera
         if m["format"] in names:
             kl = "reference" if m["format"] == "bf16" else f"{m['kl']:.1e}"
             yield [m["format"], str(m["bytes_per_token"]), f"{m['times_smaller']:.2f}", f"{m['perplexity']:.4f}",
-                   kl, f"{m['top1']:.1%}".replace("100.0%", "100%")]  # fmt: skip
+                   kl, agreement(m["top1"])]  # fmt: skip
 
 
 def search() -> str:

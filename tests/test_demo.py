@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from tersekv.demo import report, text
 from tersekv.demo.attend import RUNNERS
 from tersekv.demo.measure import Measured, ModelResult, Settings, windows
 from tersekv.demo.subject import BuiltIn
+
+ROOT = Path(__file__).parent.parent
 
 QUICK = Settings(chunk=96, batch=2, generate=5, prompt=40)
 NAMES = tuple(RUNNERS)
@@ -190,6 +193,16 @@ def test_the_table_fits_into_80_columns(measured):
     out = printed(report.table(measured))
     assert "…" not in out
     assert all(m.format in out for m in measured.formats)
+
+
+def test_the_command_rounds_as_the_tables_of_the_docs_do():
+    kept = json.loads((ROOT / "benchmarks" / "results" / "demo_cpu.json").read_text())["models"][0]
+    told = printed(report.table(ModelResult("llama", 9, 9, "p", [Measured(**m) for m in kept["formats"]])))
+    page = (ROOT / "README.md").read_text()
+    for m in kept["formats"]:
+        line = next((row for row in page.splitlines() if row.startswith(f"| {m['format']} | ") and "%" in row), None)
+        if line is not None:
+            assert f" {line.split(' | ')[-1].removesuffix(' |')} " in told, line
 
 
 def test_equal_samples_share_a_line():

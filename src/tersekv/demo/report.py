@@ -95,7 +95,12 @@ def _cells(m: Measured) -> list[str]:
     kl = "(ref.)" if m.format == REFERENCE else f"{m.kl:.1e}"
     speed = "-" if m.tokens_per_s is None else f"{m.tokens_per_s:.0f}"
     perplexity = f"{m.perplexity:.4f}" if m.perplexity < 1000 else f"{m.perplexity:.5g}"
-    return [str(m.bytes_per_token), f"{m.times_smaller:.2f}x", perplexity, kl, f"{m.top1:.2%}", speed]
+    return [str(m.bytes_per_token), f"{m.times_smaller:.2f}x", perplexity, kl, agreement(m.top1), speed]
+
+
+def agreement(top1: float) -> str:
+    """A share of places where both find the same one the likeliest, as tables tell it: 100% where all are."""
+    return "100%" if top1 == 1 else f"{top1:.1%}"
 
 
 def samples(result: ModelResult) -> RenderableType:
