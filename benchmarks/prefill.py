@@ -119,7 +119,7 @@ def line(r: dict[str, Any]) -> str:
     parts = [f"{r['cell']['name']:<15} {r['format']:<19} q {r['query']:<9} {told(r)}"]
     others = {**({"decode": r["decode"]} if "decode" in r else {}), **r.get("peers", {})}
     for name, x in others.items():
-        ratio = f"{x['us'] / r['us']:.2f}x " if "us" in x and "us" in r else ""
+        ratio = f"{x['us'] / r['us']:.2f}x as fast as " if "us" in x and "us" in r else ""
         parts.append(f"    {ratio}{name}: {told(x)}")
     return "\n".join(parts)
 

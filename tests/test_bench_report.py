@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
+from matplotlib.figure import Figure
 from script import script
 
-from tersekv.testing.bench import random_cells, report
+from tersekv.testing.bench import plot, random_cells, report
 from tersekv.testing.bench.cases import Case
 from tersekv.testing.bench.engine import OK, RED, UNSUPPORTED, Limits, Peer, Result
 from tersekv.testing.bench.shapes import Shape
@@ -37,9 +39,16 @@ def results() -> list[Result]:
 
 def test_a_line_tells_time_rate_share_error_and_peers():
     lines = [report.line(r, LIMITS) for r in results()]
-    for part in ("64 x 8192", "250.00 us", "4 TB/s", "100% of limit", "error 1.0e-03", "1.2x flashinfer xqa (300.00)"):
+    for part in (
+        "64 x 8192",
+        "250.00 us",
+        "4 TB/s",
+        "100% of limit",
+        "error 1.0e-03",
+        "1.2x as fast as flashinfer xqa (300.00 us)",
+    ):
         assert part in lines[0]
-    assert "0.5x flashinfer xqa on fp8_e4m3 (100.00)" in lines[1]
+    assert "0.5x as fast as flashinfer xqa on fp8_e4m3 (100.00 us)" in lines[1]
     assert "730 TFLOP/s  122% of limit" in lines[2]
     assert "of limit" not in lines[3]
     assert lines[4].endswith("not run: triton: no")
@@ -48,9 +57,28 @@ def test_a_line_tells_time_rate_share_error_and_peers():
 
 def test_the_summary_has_means_losses_and_counts():
     text = "\n".join(report.summary(results(), LIMITS))
-    assert "1.2x the best peer (1 cases)" in text
+    assert "1.2x as fast as the best peer (1 cases)" in text
     assert "slower than a peer\n  decode / nvfp4 / 64 x 8192 / H 32 / page 64: 200.00 us, flashinfer xqa 100.00" in text
     assert text.endswith("4 timed, 1 not run, 1 red, 0 failed")
+
+
+@pytest.mark.parametrize("us", [1e-3, 1.0, 1e6])
+def test_the_picture_shows_the_line_of_the_limit(us):
+    axes = Figure().add_subplot()
+    case = Result(Case("decode", "bf16", 1, 8), OK, us, 1e-3, "", 4_000_000, 8)
+    plot._panel(axes, "bytes", [case], LIMITS, ["bf16"])
+    (low, high), line = axes.get_ylim(), axes.get_lines()[0]
+    assert line.get_label() == "copy, 4 TB/s"
+    assert low < min(line.get_ydata()) < max(line.get_ydata()) < high
+    assert low < us < high
+
+
+def test_a_drawn_decode_is_called_what_it_is():
+    shape = Result(Shape("shape", "bf16", 2, 30, kv_heads=8), OK, 5.0, 1e-3, "", 9, 9)
+    assert report.line(shape, LIMITS).startswith("decode      bf16 ")
+    assert any(text.startswith("  decode bf16") for text in report.summary([shape], LIMITS))
+    assert shape.case.id.startswith("decode / bf16 / 2 x 30")
+    assert shape.case.as_dict()["op"] == "shape"
 
 
 def records() -> list[dict]:

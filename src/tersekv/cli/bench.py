@@ -230,7 +230,7 @@ def conclude(args: argparse.Namespace, results: list[Result], where: dict) -> No
     told = "no cell has a peer"
     if found["cells"]:
         told = (
-            f"{found['geometric_mean']:.3g}x the best peer, geometric mean of {found['cells']} cells; "
+            f"{found['geometric_mean']:.3g}x as fast as the best peer, geometric mean of {found['cells']} cells; "
             f"worst {found['worst']:.3g}x: {found['worst_cell']}; {found['lost']} slower than a peer"
         )
     say(f"seed {args.seed}: {told}")

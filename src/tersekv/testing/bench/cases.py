@@ -46,13 +46,18 @@ class Case:
         return f"{self.tokens} of {self.total}" if self.total else f"{self.tokens}"
 
     @property
+    def verb(self) -> str:
+        """The operation as a reader knows it."""
+        return self.op
+
+    @property
     def sizes(self) -> tuple[str, ...]:
         """What the cell does not say of the shape, in words."""
         return f"H {self.heads}", f"page {self.page}"
 
     @property
     def id(self) -> str:
-        parts = [self.op, self.format, self.cell, *self.sizes]
+        parts = [self.verb, self.format, self.cell, *self.sizes]
         parts += ["uneven"] * self.uneven + ["host"] * self.host + ["fast"] * (self.precision == "fast")
         parts += [f"q {self.query}"] * (self.query != "bf16") + [self.scales] * (self.scales != "apart")
         parts += ["batch invariant"] * self.batch_invariant + [self.through] * bool(self.through)

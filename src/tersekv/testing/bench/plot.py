@@ -61,7 +61,8 @@ def _panel(axes: Any, bound: str, here: Sequence[Result], limits: Limits, format
     axes.set_xscale("log")
     axes.set_yscale("log")
     shown = [us for r in here for us in (r.us, r.best_peer.us if r.best_peer else None) if us is not None]
-    axes.set_ylim(min(shown) / 1.6, 2 * max(*shown, ends[1] / rate * 1e6))  # the line is long where cases are short
+    # The line is seen too, where it is long because cases are short, and where no case is near it.
+    axes.set_ylim(min(*shown, ends[0] / rate * 1e6) / 1.6, 2 * max(*shown, ends[1] / rate * 1e6))
     axes.set_xlabel(f"{unit} of one call")
     axes.set_ylabel("microseconds")
     axes.set_title(f"bound by {'memory' if bound == 'bytes' else 'arithmetic'}", fontsize=11)

@@ -25,7 +25,7 @@ _WHERE = Path(__file__).parent
 def line(r: Result, limits: Limits) -> str:
     """One case: time, rate, share of the limit, error, peers."""
     c = r.case
-    shape = [f"{c.op:<11} {c.format:<19} {c.cell:>12}", *(f"{words:<7}" for words in c.sizes)]
+    shape = [f"{c.verb:<11} {c.format:<19} {c.cell:>12}", *(f"{words:<7}" for words in c.sizes)]
     shape += ["uneven"] * c.uneven + ["fast"] * (c.precision == "fast") + ["host"] * c.host
     shape += [f"q {c.query}"] * (c.query != "bf16") + [c.scales] * (c.scales != "apart")
     shape += ["batch invariant"] * c.batch_invariant + [c.through] * bool(c.through)
@@ -41,7 +41,7 @@ def line(r: Result, limits: Limits) -> str:
         parts.append(f"{rate:>12}  {share:4.0%} of limit")
     parts.append(f"error {r.error:.1e}" if r.error else "error 0")
     of = f" on {r.peers_format}" if r.peers_format else ""
-    parts += [f"{p.us / r.us:.3g}x {p.name}{of} ({p.us:.2f})" for p in r.peers if p.us is not None]
+    parts += [f"{p.us / r.us:.3g}x as fast as {p.name}{of} ({p.us:.2f} us)" for p in r.peers if p.us is not None]
     return "  ".join(parts)
 
 
@@ -73,7 +73,7 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
         if r.us is not None:
             more = ["host"] * r.case.host + ["batch invariant"] * r.case.batch_invariant
             more += [r.case.through] * bool(r.case.through)
-            key = (r.case.op, r.case.format, *more)
+            key = (r.case.verb, r.case.format, *more)
             groups[key].append(r)
     if groups:
         yield "geometric means"
@@ -84,7 +84,7 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
             parts.append(f"{geometric_mean(shares):4.0%} of limit")
         ratios = [x for r in group if (x := r.ratio) is not None]
         if ratios:
-            parts.append(f"{geometric_mean(ratios):.3g}x the best peer ({len(ratios)} cases)")
+            parts.append(f"{geometric_mean(ratios):.3g}x as fast as the best peer ({len(ratios)} cases)")
         yield "  ".join(parts)
     costs = cost_of_invariance(results)
     if costs:
@@ -99,7 +99,7 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
     for r in lost:
         best = r.best_peer
         if best is not None and best.us and r.us:
-            yield f"  {r.case.id}: {r.us:.2f} us, {best.name} {best.us:.2f} us ({best.us / r.us:.3g}x)"
+            yield f"  {r.case.id}: {r.us:.2f} us, {best.name} {best.us:.2f} us ({best.us / r.us:.3g}x as fast)"
     count = {s: sum(r.status == s for r in results) for s in (OK, UNSUPPORTED, RED, FAILED)}
     yield f"{count[OK]} timed, {count[UNSUPPORTED]} not run, {count[RED]} red, {count[FAILED]} failed"
 

@@ -34,6 +34,10 @@ class Shape(Case):
     longest: int = 0  # tokens of one request among the others; 0: it is as these
 
     @property
+    def verb(self) -> str:
+        return "decode"
+
+    @property
     def sizes(self) -> tuple[str, ...]:
         dims = f"D {self.head_dim}" + f"/{self.head_dim_v}" * bool(self.head_dim_v)
         return f"H {self.heads}/{self.kv_heads}", dims, f"page {self.page}"
