@@ -25,7 +25,8 @@ PICTURES = ROOT / "docs" / "pictures"
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 KEY = ("chip", "op", "format", "requests", "tokens", "heads", "page", "uneven", "host", "precision", "query", "through",
        "total")  # fmt: skip
-OPS = ("decode", "prefill", "mla_decode", "mla_decode_branch", "append", "rope_append", "mla_append", "mla_prefill")
+OPS = ("decode", "prefill", "mla_decode", "mla_decode_branch", "append", "rope_append", "mla_append", "mla_prefill",
+       "mla_project", "merge_states")  # fmt: skip
 TITLES = {
     "decode": "Paged decode: 32 query heads, 8 K/V heads, D 128",
     "prefill": "Prefill of one request: 32 query heads, 8 K/V heads, D 128",
@@ -35,6 +36,8 @@ TITLES = {
     "rope_append": "rope_append: 32 query and 8 K/V heads, D 128, full rotary, e4m3 query",
     "mla_append": "mla_append with its query (512 + 64 a head, e4m3)",
     "mla_prefill": "MLA prefill, the whole operation, e4m3 up-projection",
+    "mla_project": "mla_project: from 128 to 512 columns a head, by the format of the weights",
+    "merge_states": "merge_states: two parts, 32 heads, D 128",
 }
 EVEN = 0.995  # a ratio to a peer from here on reads 1.00, and is no loss
 

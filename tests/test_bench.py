@@ -20,7 +20,9 @@ from tersekv.testing.bench import (
     engine,
     flashinfer,
     measure,
+    merge_states,
     mla_prefill,
+    mla_project,
     peers,
     prefill,
     report,
@@ -40,6 +42,8 @@ SMALL = {
     "mla_decode": Case("mla_decode", "fp8_e4m3", 2, 40, heads=4, page=16),
     "mla_decode_branch": Case("mla_decode_branch", "fp8_ds_mla", 2, 40, heads=4, page=16, uneven=True),
     "mla_prefill": Case("mla_prefill", "bf16", 0, 24, heads=1, page=16),
+    "mla_project": Case("mla_project", "fp8_e4m3", 0, 5, heads=2),
+    "merge_states": Case("merge_states", "bf16", 0, 5, heads=2),
 }
 SHAPE = Shape("shape", "fp8_e4m3", 3, 40, heads=6, page=16, uneven=True, kv_heads=2, head_dim=64)
 
@@ -148,6 +152,14 @@ def test_a_pair_with_its_scales_in_the_tails_of_pages_is_judged(name):
     assert p.error(None) > p.limit
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3"])
+def test_a_wrong_weight_of_a_projection_is_red(name):
+    p = mla_project.MLAProject(replace(SMALL["mla_project"], format=name), CPU)
+    assert p.error(p.calls[0]()) <= p.limit
+    p.weights[0][0][0, 5] = 0
+    assert p.error(None) > p.limit
+
+
 @pytest.mark.parametrize("window", [0, 1, 7, 33, 200])
 def test_flops_and_bytes_of_a_prefill_are_of_what_its_rows_see(window):
     p = prefill.Prompts("some", (5, 1, 40), (33, 7, 40), window)
@@ -201,10 +213,8 @@ def test_a_right_result_is_timed(op):
 
 @pytest.mark.parametrize("op", SMALL)
 def test_a_result_that_is_not_written_is_red_and_not_timed(op, monkeypatch):
-    homes = dict.fromkeys(("decode", "mla_decode", "mla_decode_branch"), decode) | {
-        "mla_prefill": mla_prefill,
-        "prefill": prefill,
-    }
+    homes = dict.fromkeys(("decode", "mla_decode", "mla_decode_branch"), decode)
+    homes |= {m.__name__.rpartition(".")[2]: m for m in (prefill, mla_prefill, mla_project, merge_states)}
     module, name = homes.get(op, append), op
     real = getattr(module, name)
     judging = {"append", "rope_append", "mla_append"}  # their judge calls the operation itself, by backend

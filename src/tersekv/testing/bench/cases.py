@@ -13,7 +13,8 @@ DECODE_FORMATS = ("bf16", *APPEND_FORMATS)
 PAIRS = ("fp8_e4m3/int4_per_token_head", "int8_per_token_head/int4_per_token_head")  # K's and V's
 LATENT_FORMATS = ("bf16", "fp8_e4m3", "fp8_ds_mla")
 OPS = (
-    "append", "rope_append", "mla_append", "decode", "prefill", "mla_decode", "mla_decode_branch", "mla_prefill", "host"
+    "append", "rope_append", "mla_append", "decode", "prefill", "merge_states", "mla_decode", "mla_decode_branch",
+    "mla_prefill", "mla_project", "host",
 )  # fmt: skip
 
 
@@ -69,8 +70,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The cells of a grid: (requests, tokens) of the decodes, (new tokens, all or 0) of prefill, new tokens of appends,
-    (tokens, heads) of MLA prefill."""
+    """The cells of a grid: (requests, tokens) of the decodes, (new tokens, all or 0) of prefill, (tokens, heads) of MLA
+    prefill, tokens of the others."""
 
     decode: tuple[tuple[int, int], ...]
     extra: tuple[tuple[int, int], ...]  # decode cells that are also timed with pages of 16 and with unequal lengths
@@ -138,7 +139,7 @@ def parsed(cell: str) -> tuple[str, int, int]:
 
 def with_cells(s: Sizes, cells: Sequence[str]) -> Sizes:
     """`s` with the cells named: "BxL" replaces those of the decodes, "NofL" those of prefill, and a plain number the
-    new tokens of appends and both prefills.
+    tokens of all but the decodes.
 
     Raises ValueError for no kind of cell.
     """
@@ -224,6 +225,15 @@ def _prefill(s: Sizes) -> Iterator[Case]:
         yield Case("prefill", "fp8_e4m3", 0, n, total=total, query="fp8_e4m3")
 
 
+def _merge_states(s: Sizes) -> Iterator[Case]:
+    yield from (Case("merge_states", "bf16", 0, n) for n in s.append)
+
+
+def _mla_project(s: Sizes) -> Iterator[Case]:
+    for name in ("bf16", "fp8_e4m3"):
+        yield from (Case("mla_project", name, 0, n, heads=max(s.mla_heads)) for n in s.append)
+
+
 def _mla_decode(s: Sizes) -> Iterator[Case]:
     for heads in s.mla_heads:
         for b, n in s.mla:
@@ -252,6 +262,8 @@ def _host(s: Sizes) -> Iterator[Case]:
     yield Case("mla_decode", "fp8_e4m3", b, n, heads=16, host=True)
     yield Case("mla_decode_branch", "fp8_e4m3", b, n, heads=16, host=True)
     yield Case("mla_prefill", "bf16", 0, 64, heads=16, host=True)
+    yield Case("mla_project", "bf16", 0, b, heads=16, host=True)
+    yield Case("merge_states", "bf16", 0, b, host=True)
     for library, functions in _THROUGH.items():
         for function, op, format in functions:
             case = Case(op, format, 0, b, host=True, through=f"{library}.{function}")
@@ -290,8 +302,10 @@ _GRIDS = {
     "mla_append": _mla_append,
     "decode": _decode,
     "prefill": _prefill,
+    "merge_states": _merge_states,
     "mla_decode": _mla_decode,
     "mla_decode_branch": _mla_decode_branch,
     "mla_prefill": _mla_prefill,
+    "mla_project": _mla_project,
     "host": _host,
 }

@@ -14,7 +14,9 @@ from .append import Append
 from .cases import Case
 from .data import Problem
 from .decode import Branch, Decode, MLADecode
+from .merge_states import MergeStates
 from .mla_prefill import MLAPrefill
+from .mla_project import MLAProject
 from .prefill import Prefill
 from .shapes import ShapeDecode
 
@@ -25,9 +27,11 @@ PROBLEMS: dict[str, Callable[[Case, torch.device, str | None], Problem]] = {
     "mla_append": Append,
     "decode": Decode,
     "prefill": Prefill,
+    "merge_states": MergeStates,
     "mla_decode": MLADecode,
     "mla_decode_branch": Branch,
     "mla_prefill": MLAPrefill,
+    "mla_project": MLAProject,
     "shape": ShapeDecode,  # type: ignore[dict-item]
 }
 

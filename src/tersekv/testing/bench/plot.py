@@ -18,6 +18,8 @@ _MARKERS = {
     "mla_decode": "s",
     "mla_decode_branch": "P",
     "mla_prefill": "D",
+    "mla_project": "h",
+    "merge_states": "X",
 }
 
 
