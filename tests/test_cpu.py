@@ -188,6 +188,19 @@ def test_a_nan_that_a_draft_does_not_see_does_not_reach_it(dtype, native):
     assert out.isnan().all()
 
 
+@pytest.mark.parametrize("format", ["int8_per_token_head", "nvfp4", "int4_per_token_head"])
+def test_a_factor_that_is_nan_of_a_draft_that_nobody_sees_reaches_nobody(format, native):
+    case = kv_case(format, [70], heads=1, head_dim=144)
+    mask = tree_mask([6])
+    mask.view(torch.int16)[:, 0] &= ~4  # draft 2
+    q = torch.randn(6, 1, 144).to(BF)
+    want, _ = attention(case, q, mask=mask, backend="torch")
+    for stored in (case.layer.k_scale_cache, case.layer.v_scale_cache):
+        stored[case.page_table[0, 66 // 16], 66 % 16] = torch.nan
+    got = tersekv.decode(q, case.layer, case.page_table, case.seq_lens, mask=mask, backend="cpu")
+    assert (got - want).norm() < 3e-3 * want.norm()
+
+
 def test_what_does_not_fit_is_told_in_the_oracles_words(native):
     case = kv_case("bf16", [40, 20])
     q, starts = torch.randn(3, 4, 32).to(BF), torch.tensor([0, 2, 3], dtype=torch.int32)

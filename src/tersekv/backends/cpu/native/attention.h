@@ -41,7 +41,7 @@ struct Tiles {
     float *scores, *factors, *query_sums;
     State own;
 
-    // Factors of a row; few rows meet those of e2m1 in the codes.
+    // Factors of a row; few rows meet those of e2m1 in their own way.
     int64_t groups(const Matrix& m) const { return m.width && !(few && m.dtype == E2M1) ? m.columns / m.width : 0; }
 
     Tiles(const Attention& c, bool few_rows) : few(few_rows), query_units(0), key_factors(0) {
@@ -344,7 +344,7 @@ private:
     // The zero points of a tile's keys: once a key and row, its shift times the sum of the query.
     void lift(int64_t rows, const float* sums, int64_t padded) {
         for (int64_t t = 0; t < padded; t += W) {
-            VecF lacks = shift_at(tiles.factors, t, middle()) * load<VecF>(tiles.factors + t);
+            VecF lacks = shift_at(tiles.factors, t) * load<VecF>(tiles.factors + t);
             for (int64_t r = 0; r < rows; r++) {
                 float* s = tiles.scores + r * TILE + t;
                 store(s, fma(lacks, all(sums[r]), load<VecF>(s)));
@@ -354,25 +354,23 @@ private:
 
     // The zero points of a tile's values, as units: exact, since they are whole and small.
     void pack_shifts(int64_t padded) {
-        for (int64_t t = 0; t < padded; t += W) store(tiles.shifts + t, shift_at(tiles.factors, t, middle()));
+        for (int64_t t = 0; t < padded; t += W) store(tiles.shifts + t, shift_at(tiles.factors, t));
         float unused = 0.0f;
         pack_weights(Unit(), reinterpret_cast<float*>(tiles.shifts), nullptr, padded, tiles.shifts, unused);
     }
-
-    // The code of int4 that is read as 0.
-    float middle() const { return tiles.few ? FEW_INT4_MIDDLE : INT4_MIDDLE; }
 
     // Adds probabilities × values to the state.
     void weigh(const Item& item, int64_t head, const Now& now, bool whole, const State& state) {
         const Matrix& m = *values;
         int64_t count = now.count, padded = up(count, W);
         Rows rows = rows_of(VALUES, head, now), by = m.width ? rows_of(VALUE_FACTORS, head, now) : Rows{};
-        bool straight = tiles.few && whole;
-        if (!straight) pack(rows, by);
+        // A value that no row sees weighs 0 with its factor: of whole numbers that is enough.
+        bool straight = tiles.few && (whole || m.dtype == INT8 || nibbles(m.dtype));
+        if (!straight) pack(rows);
         int64_t factored = tiles.groups(m), groups = factored ? factored : 1, columns = tiles.value_columns / groups;
         if (factored) read_factors(m.factor_dtype, by, groups, tiles.factors);
         if (m.dtype == INT4) pack_shifts(padded);
-        bool finite = whole || all_finite(count);
+        bool finite = whole || straight || all_finite(count);
         Operands o = {};
         o.a = tiles.weights, o.a_stride = TILE / Unit::VALUES;
         o.b_stride = tiles.value_stride, o.c_stride = state.stride;
@@ -390,7 +388,7 @@ private:
                                       sums_of(state, r)[g]);
             o.b = tiles.values + g * columns;
             o.c = state.values + g * columns;
-            auto add = [&] {
+            auto add = [&](bool rest) {
                 // By the weights as they are rounded, so that what is lost of one meets its code less the zero point.
                 float lacks[MOST_ROWS];
                 for (int64_t r = 0; m.dtype == INT4 && r < item.rows; r++) {
@@ -400,21 +398,22 @@ private:
                 }
                 if (!straight) return multiply<Unit>(o, item.rows, groups == 1 ? up(columns, W) : columns);
                 if constexpr (Unit::VALUES == 2)
-                    values_of_few(Unit(), m.dtype, rows, by, m.columns, tiles.weights, lacks, item.rows, o.c, o.c_stride);
+                    values_of_few(Unit(), m.dtype, rows, by, m.columns, {tiles.weights, tiles.scores, rest, lacks}, item.rows,
+                                  o.c, o.c_stride);
             };
-            add();
+            add(false);
             if (!shows) continue;
             for (int64_t r = 0; r < item.rows; r++)
                 pack_rest(Unit(), tiles.scores + r * TILE, factors, padded, tiles.weights + r * o.a_stride);
-            add();
+            add(true);
         }
     }
 
-    void pack(const Rows& rows, const Rows& factors) {
+    void pack(const Rows& rows) {
         const Matrix& m = *values;
         if (!tiles.few) return pack_values(Unit(), m.dtype, rows, m.columns, tiles.values, tiles.value_stride);
         if constexpr (Unit::VALUES == 2)
-            pairs_of_few(Unit(), m.dtype, rows, factors, m.columns, tiles.values, tiles.value_stride);
+            pairs_of_few(Unit(), m.dtype, rows, m.columns, tiles.values, tiles.value_stride);
     }
 
     float* sums_of(const State& state, int64_t row) const { return state.values + row * state.stride + tiles.value_stride; }

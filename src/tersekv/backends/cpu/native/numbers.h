@@ -132,8 +132,7 @@ constexpr Values<4, 3> E4M3_VALUES;
 constexpr Values<5, 2> E5M2_VALUES;
 constexpr float E2M1_VALUES[16] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
 // Codes of int4 are read from their middle on, so that sums of them stay small; a row's shift (tile.h) makes up for it.
-// Where few rows make products exact, 16 + code is taken, which needs no look-up (few.h).
-constexpr float INT4_MIDDLE = 8, FEW_INT4_MIDDLE = -16;
+constexpr float INT4_MIDDLE = 8;
 constexpr float INT4_VALUES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
 // n dense numbers of a dtype → fp32.

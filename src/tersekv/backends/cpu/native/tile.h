@@ -195,11 +195,11 @@ inline void read_factors(int64_t dtype, const Rows& rows, int64_t count, float* 
     rows.ahead->rest();
 }
 
-// What every value of a row of int4 lacks, in units of its factor, where code c is read as the number c - middle.
-inline VecF shift_at(const float* factors, int64_t t, float middle) {
+// What every value of a row of int4 lacks, in units of its factor.
+inline VecF shift_at(const float* factors, int64_t t) {
     constexpr float MAGIC = 8388608.0f;  // 2^23: the bits of a small whole number put into its last ones are added to it
     VecF zero = (VecF)(((VecI)load<VecF>(factors + t) & 15) | static_cast<int32_t>(0x4B000000));
-    return (MAGIC + middle) - zero;
+    return (MAGIC + INT4_MIDDLE) - zero;
 }
 
 }  // namespace
