@@ -151,6 +151,19 @@ def test_means_are_like_for_like_and_tell_the_ratio_to_a_peer_over_16_bits(tmp_p
     assert "a ratio from 0.995 on counts as even" in text
 
 
+def test_the_page_tells_chunks_of_a_prompt_from_the_whole(tmp_path):
+    whole = Case("prefill", "bf16", 0, 512)
+    mine = [
+        Result(case, OK, us, 1e-3, "", 10, 600_000_000)
+        for case, us in ((whole, 10.0), (replace(whole, total=8192), 20.0), (replace(whole, total=2048), 30.0))
+    ]
+    where = {**report.environment(CPU, ()), "chip": "NVIDIA H200", "date": "2026-01-02"}
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(report.record(r, LIMITS, where)) for r in mine))
+    text = page().results(page().load(tmp_path))
+    for told in ("512 tokens | 10.0 (60 T", "512 of 8K tokens | 20.0 (30 T", "512 of 2K tokens | 30.0 (20 T"):
+        assert f"| {told}FLOP/s) |" in text
+
+
 def test_of_two_results_of_a_case_the_later_counts(tmp_path):
     old, new = records()[0], {**records()[0], "date": "2026-01-03", "us": 240.0}
     (tmp_path / "a.jsonl").write_text(json.dumps(new))
