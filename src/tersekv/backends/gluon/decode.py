@@ -16,7 +16,19 @@ from ..host.record import Record
 from ..host.split_merge import launches, reads, writes
 from ..triton.decode import entry as portable
 from ..triton.decode import tune as portable_tune
-from .sm90.decode.boxes import BOX, Box, Side, boxes_of, code_box, descriptor, joined, keys_at_once, scale_box, side_of
+from .sm90.decode.boxes import (
+    BOX,
+    PAGE_KEYS,
+    Box,
+    Side,
+    boxes_of,
+    code_box,
+    descriptor,
+    joined,
+    keys_at_once,
+    scale_box,
+    side_of,
+)
 from .sm90.decode.four_bits import decode_four_bits_kernel
 from .sm90.decode.kernel import decode_kernel
 from .sm90.decode.merge import merge_kernel
@@ -112,8 +124,8 @@ def why_not(f: SimpleNamespace) -> str | None:
         return f"wants head sizes of 64, 128 or 256 with {what}, got {d} and {dv}"
     if padded(f) and any(x is not None for x in (f.k_signs, f.v_signs, f.k_channel_scale, f.v_channel_scale)):
         return f"wants head sizes of 64, 128 or 256 with rotated rows or channel scales, got {d} and {dv}"
-    if f.k_cache.shape[1] % 8:
-        return f"wants pages of a multiple of 8, got {f.k_cache.shape[1]}"
+    if f.k_cache.shape[1] % PAGE_KEYS:
+        return f"wants pages of a multiple of {PAGE_KEYS}, got {f.k_cache.shape[1]}"
     if f.q.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
     keys = keys_at_once(f.k_cache.shape[1])

@@ -13,6 +13,7 @@ from ..host import launch
 from ..host.bind import Bound, Described, Launches, Template, given, strides
 from ..host.split_merge import is_empty, rows_of
 from . import decode
+from .sm90.decode.boxes import PAGE_KEYS
 from .sm90.parts.turn import turn_of
 from .sm90.prefill.kernel import prefill_kernel
 from .sm90.prefill.shape import Shape, descriptor, items_of, of_new_rows, shape_of, why_not_copied
@@ -60,8 +61,8 @@ def _why_not_own(f: SimpleNamespace) -> str | None:
     d, dv = f.q.shape[2], f.out.shape[2]
     if d > widest or dv > widest:
         return f"wants head sizes up to {widest} with {f.format}, got {d} and {dv}"
-    if f.k_cache.shape[1] % 8:
-        return f"wants pages of a multiple of 8, got {f.k_cache.shape[1]}"
+    if f.k_cache.shape[1] % PAGE_KEYS:
+        return f"wants pages of a multiple of {PAGE_KEYS}, got {f.k_cache.shape[1]}"
     return why_not_copied(f)
 
 

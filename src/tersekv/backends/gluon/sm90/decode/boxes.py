@@ -17,6 +17,8 @@ from ..parts.tensor_maps import place_of, tensor_map, unfit
 from ..parts.turn import Turn
 
 BOX = 16  # keys of one step of the products
+# What a page's keys are a multiple of. Copies of half a box compile, and no GPU has run them yet: then this is 8.
+PAGE_KEYS = BOX
 
 
 @dataclass(frozen=True)
