@@ -34,6 +34,7 @@ _FAST = {
     "D 96": {"dim": 96, "group": 5},
     "more rows than tokens": {"lens": (3, 90), "q_lens": (90, 9), "page": 16},
     "many requests": {"lens": (40,) * 70, "q_lens": (33,) * 70, "page": 16},
+    "new rows, two tiles and two of pages": {"new_rows": True, "lens": (400,) * 40, "q_lens": (200,) * 40},
     "large": {"heads": 4, "lens": (4096, 2500), "q_lens": (1024, 700), "page": 16},
 }
 VARIANTS = {

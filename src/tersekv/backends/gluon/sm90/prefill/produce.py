@@ -207,9 +207,11 @@ def produce(maps, new, given, B, st_b, queries, facts, keys, values, rows, LISTE
             if c.NEW:
                 for i in range(item.tiles):
                     tile, row = item.end - 1 - i, item.row - item.limit
-                    copy_rows(new[0], rows[0], row, tile, turn_of_rows, h, c.STAGES, c)
+                    # NOTE: queries first: once theirs are free, so are all earlier keys. The places of tiles that are
+                    # converted this warp has not waited for, and a wait sees no further back than one turn of a place.
                     if i == 0:
                         give_queries(maps[0], queries, facts, item, prefix, done, c)
+                    copy_rows(new[0], rows[0], row, tile, turn_of_rows, h, c.STAGES, c)
                     copy_rows(new[1], rows[1], row, tile, turn_of_rows, h, c.STAGES, c)
                     turn_of_rows += 1
                 if c.CODE_STAGES > 0:
