@@ -64,11 +64,18 @@ inline float sum(VecF x) {
     return total;
 }
 
-// 2^x for x <= 0, within 2e-7; below 2^-126 it is 0. NaN stays NaN.
+// 2^x for x <= 0, within 2e-7; below 2^-126 it is 0, or less than that. NaN stays NaN.
 inline VecF exp2(VecF x) {
+#if defined(__AVX512F__)
+    // Of NaN and a number `max` gives the second.
+    __m512 low = _mm512_max_ps(_mm512_set1_ps(-160.0f), (__m512)x);
+    __m512 whole = _mm512_roundscale_ps(low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    VecF f = (VecF)_mm512_sub_ps(low, whole);
+#else
     const VecF magic = all(12582912.0f);  // 1.5 × 2^23: a sum with it rounds to a whole number
     VecF low = x < -126.0f ? all(-126.0f) : x;
     VecF shifted = low + magic, f = low - (shifted - magic);
+#endif
     VecF p = all(1.5345810e-4f);
     p = fma(p, f, all(1.3399931e-3f));
     p = fma(p, f, all(9.6184891e-3f));
@@ -76,9 +83,13 @@ inline VecF exp2(VecF x) {
     p = fma(p, f, all(2.4022646e-1f));
     p = fma(p, f, all(6.9314718e-1f));
     p = fma(p, f, all(1.0f));
+#if defined(__AVX512F__)
+    return (VecF)_mm512_scalef_ps((__m512)p, whole);
+#else
     VecF y = (VecF)((VecI)p + (((VecI)shifted - (VecI)magic) << 23));
     y = x < -126.0f ? VecF{} : y;
     return x == x ? y : x;
+#endif
 }
 
 // A W × W block, rows become columns.

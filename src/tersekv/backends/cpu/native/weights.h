@@ -41,7 +41,7 @@ inline bool pack_weights(Pairs, const float* p, const float* factors, int64_t pa
         most = larger(magnitude, most);
     }
     sum += _mm512_reduce_add_ps((__m512)total);
-    return _mm512_reduce_max_ps((__m512)most) * 16 > sum;
+    return _mm512_cmp_ps_mask((__m512)(most * 16.0f), _mm512_set1_ps(sum), _CMP_GT_OQ) != 0;
 }
 
 inline void pack_rest(Pairs, const float* p, const float* factors, int64_t padded, uint32_t* out) {
