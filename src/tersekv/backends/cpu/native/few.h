@@ -56,8 +56,9 @@ struct Codes {
     // Pairs of tokens t and t + 1; past the last token they are 0, or any number of 4 bits.
     INLINE void values(const Rows& rows, int64_t t, __m512i (&out)[4]) const {
         bool both = t + 1 < rows.count;
+        int64_t next = both ? t + 1 : t;
         __mmask64 there = both ? ~0ull : 0;
-        const uint8_t *first = rows.of(t), *second = rows.of(both ? t + 1 : t);
+        const uint8_t *first = rows.of(t), *second = rows.of(next);
         if constexpr (nibbles(DTYPE)) {
             nibble.pairs(first + byte, second + byte, static_cast<__mmask32>(inside[0]), out);
         } else if constexpr (DTYPE == BF16) {
@@ -163,6 +164,7 @@ struct Weights {
 // Rows [ROWS, columns] of a state += weights × values of a tile.
 template <int64_t DTYPE, int ROWS>
 void few_values(const Rows& rows, const Rows& factors, int64_t columns, const Weights& weights, float* out, int64_t stride) {
+    const uint32_t* of_rows = weights.units;
     Codes<DTYPE> codes(columns);
     BlockWeights<ROWS> by_block;  // of e2m1
     for (int64_t c = 0; c < columns; c += SPAN) {
@@ -183,7 +185,7 @@ void few_values(const Rows& rows, const Rows& factors, int64_t columns, const We
             for (int r = 0; r < ROWS; r++) {
                 __m512i w;
                 if constexpr (DTYPE == E2M1) w = by_block.at(r, t / 2, c);
-                else w = _mm512_set1_epi32(static_cast<int>(weights.units[r * (TILE / 2) + t / 2]));
+                else w = _mm512_set1_epi32(static_cast<int>(of_rows[r * (TILE / 2) + t / 2]));
 #pragma GCC unroll 4
                 for (int v = 0; v < 4; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], (__m512bh)w, (__m512bh)units[v]);
             }
