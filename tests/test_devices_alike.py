@@ -75,8 +75,9 @@ def test_the_prefill_of_max_takes_a_buffer_of_any_size(rows):
 
 # Rooms that decide whether a call is right, and where they ask for the device all the same: file, function, why.
 ASKS = {
-    ("cache.py", "_fitting"): "a scale lies on the kind of device that the cache lies on",
-    ("cache.py", "_channel_scales"): "as a scale",
+    ("attributes.py", "all_positive"): "its values are not looked at while a stream is captured",
+    ("attributes.py", "channel_scales"): "a scale lies on the kind of device that the cache lies on",
+    ("cache.py", "_fitting"): "likewise",
     ("compat/_flashinfer_views.py", "_one"): "a constant is kept for each stream",
     ("compat/_max_branches.py", "check_variant"): "`target` names the device",
     ("failures.py", "_chip"): "the words of an error",

@@ -20,8 +20,8 @@ serving = script("benchmarks/vllm_serving.py")
 def test_the_reference_of_a_kind_runs_before_what_is_judged_by_it():
     names = [c.name for c in serving.cases(["speed", "windows"], ["fp8"], True, False)]
     assert names == [
-        "speed FLASH_ATTN auto", "speed FLASH_ATTN fp8", "speed TRITON_ATTN int8_per_token_head",
-        "speed FLASHINFER fp8", "speed tersekv fp8", "windows FLASH_ATTN auto", "windows tersekv fp8",
+        "speed FLASH_ATTN auto", "speed tersekv fp8", "speed FLASH_ATTN fp8", "speed TRITON_ATTN int8_per_token_head",
+        "speed FLASHINFER fp8", "windows FLASH_ATTN auto", "windows tersekv fp8",
     ]  # fmt: skip
     first, second = serving.cases(["speed"], ["nvfp4"], False, False)
     assert (first.name, first.is_reference) == ("speed FLASH_ATTN auto", True)
