@@ -11,9 +11,9 @@ NEWEST_TORCH ?= torch
 VLLM ?= vllm==0.33.0
 SGLANG ?= sglang==0.5.23
 WORKERS ?= 2
-# Of what is compiled and interpreted, `make tests` runs one part and `make newest` the other; SHARE=1/1: all.
-SHARE ?= 1/2
-NEWEST_SHARE ?= 2/2
+# Of what is compiled and interpreted, `make tests` runs a third and `make newest` another; SHARE=1/1: all.
+SHARE ?= 1/3
+NEWEST_SHARE ?= 2/3
 # Neighbours share kernels that a process compiles once: they go to one worker, and who is done takes from the other.
 SHARED := -n $(WORKERS) --dist worksteal
 
