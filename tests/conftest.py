@@ -1,7 +1,7 @@
 """What every test begins with: one thread a process, since the tests run side by side and small tensors gain nothing
 from more; and the same random numbers, whatever ran before it.
 
-TERSEKV_SHARE=1/3: of tests with parameters that compile or interpret kernels, those of the first of three parts, by name.
+TERSEKV_SHARE=1/3: of tests with parameters that compile or interpret kernels, the first of three parts, by name.
 `make test` gives the oldest Triton one part, `make newest` the newest another; `make versions` gives every Triton all.
 """
 
