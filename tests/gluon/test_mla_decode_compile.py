@@ -146,6 +146,8 @@ def test_two_warpgroups_take_turns_where_two_programs_do_not_fit():
     split = compiled(replace_requests(make("fp8_ds_mla", 32), 512))["mla_decode_codes_kernel"]
     assert split["shared"] <= SHARED
     assert split["n_regs"] * 384 <= 65536
+    # Three places, and for each a barrier of either: whoever waits has waited for the phase before.
+    assert "memdesc<6x1xi64" in split["ttgir"]
 
 
 @pytest.mark.parametrize(("format", "heads"), [("fp8_e4m3", 16), ("fp8_ds_mla", 128), ("bf16", 16), ("bf16", 128)])

@@ -67,7 +67,10 @@ def mla_decode_codes_kernel(
         q_ready, noted, given = (barriers(1), barriers(1)), (barriers(1), barriers(1)), (barriers(1), barriers(1))
         notes = gl.allocate_shared_memory(gl.float32, [4, c.ROWS], FLAT)
         places = gl.allocate_shared_memory(gl.float32, [c.CHUNKS, c.CHUNK, c.ROWS], X)
-    bars = Bars(barriers(STAGES), barriers(STAGES))
+    # NOTE: of two warpgroups that take turns each waits for every other tile, and a wait sees no further back than one
+    # phase. Of three barriers, one for a place, the phase before would be that of the other's tile, which may still be
+    # under way when a later one has come: so each warpgroup has its own.
+    bars = Bars(barriers(TURNS * STAGES), barriers(STAGES))
     call_scales = scales_of(softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T, c)
     share = share_of(LENS, CU, B, loaded, i_share, num_shares, max_segments, p, c)
     q, rings = Query(q_c, q_r), Rings(codes, rotary, scales)

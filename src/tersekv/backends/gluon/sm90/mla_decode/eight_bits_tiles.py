@@ -275,6 +275,7 @@ def attend_eight_bits(q, rings, bars, hand, scale, segment, k, ME: gl.constexpr,
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
     CHUNKS: gl.constexpr = c.CHUNKS
     full, free = bars.full, bars.free
+    BARRIERS: gl.constexpr = full.shape[0]
     m = gl.full([c.ROWS], float("-inf"), gl.float32, COLUMN)
     l = fold(gl.full([c.TILE, c.ROWS], 0.0, gl.float32, S))  # summed over all keys only at the end
     acc = ()
@@ -285,7 +286,7 @@ def attend_eight_bits(q, rings, bars, hand, scale, segment, k, ME: gl.constexpr,
     for t in range(t0 + ME, t1, TURNS):
         turn = k + t - t0
         slot = turn % STAGES
-        mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+        mbarrier.wait(full.index(turn % BARRIERS), (turn // BARRIERS) & 1)
         if (t + 1) * c.TILE > n:
             drop_stale(rings.latents, slot, n - t * c.TILE, c)
         # NOTE: `here` is 0. A constant would make the compiler keep, and spill, the descriptor of every piece of q.

@@ -14,9 +14,9 @@ from .sixteen_bits_tiles import BOX, BOXES, attend_sixteen_bits, query_by_boxes
 
 
 class Bars(NamedTuple):
-    """Of the ring: a place is full, a place is free."""
+    """Of the ring: a tile has come, a place is free."""
 
-    full: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # a multiple of the places: tiles take them in turn
     free: gl.shared_memory_descriptor
 
 

@@ -29,8 +29,12 @@ def box_of(ring, slot, i, STAGES: gl.constexpr):
 
 @gluon.jit
 def produce(boxes, tables, full, free, rings, share, more, STAGES: gl.constexpr, c: gl.constexpr):
-    """Copy every tile of the share. A row `nowhere` lies behind the cache and reads as 0. more: nothing, or a More."""
+    """Copy every tile of the share. A row `nowhere` lies behind the cache and reads as 0. more: nothing, or a More.
+
+    full: barriers that tiles take in turn, one for each place of the ring or more
+    """
     MORE: gl.constexpr = len(more) > 0
+    BARRIERS: gl.constexpr = full.shape[0]
     BOX_C, BOX_P, BOX_S = boxes
     x, end, b, base, nowhere = share.x, share.end, share.b, share.base, tables.nowhere
     PIECE: gl.constexpr = BOX_C.block_shape[0]
@@ -59,7 +63,7 @@ def produce(boxes, tables, full, free, rings, share, more, STAGES: gl.constexpr,
             if MORE:  # noqa: SIM102 - known to the compiler, unlike the other
                 if k == 1:
                     mbarrier.wait(more.started.index(0), 0)
-            bar = full.index(slot)
+            bar = full.index(k % BARRIERS)
             mbarrier.expect(bar, BYTES)
             for j in gl.static_range(PIECES):
                 place = rings.rotary.index(slot).slice(j * PIECE, PIECE)
@@ -71,7 +75,7 @@ def produce(boxes, tables, full, free, rings, share, more, STAGES: gl.constexpr,
                     place = box_of(rings.latents, slot, i, STAGES).slice(j * PIECE, PIECE)
                     tma_load(BOX_C, [rows_c[j], i * WIDTH], bar, place)
             if c.GROUP_SCALES and MORE:
-                mbarrier.wait(bar, (k // STAGES) & 1)
+                mbarrier.wait(bar, (k // BARRIERS) & 1)
                 spread_scales(rings.scales.index(slot), more.columns, more.ratios, slot, n - t * c.TILE)
                 signal(more.spread.index(slot))
             k += 1
