@@ -6,6 +6,7 @@ They also bring the query, half of its rows each, and write the output.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -46,6 +47,7 @@ def drop_stale(words, first, keys):
         place = words.index(first + i)
         x = place.load(L)
         place.store(gl.where(real[:, None], x, 0))
+    fence_async_shared()  # tensor copies write there next
 
 
 @gluon.jit
