@@ -34,7 +34,6 @@ _FAST = {
     "D 96": {"dim": 96, "group": 5},
     "more rows than tokens": {"lens": (3, 90), "q_lens": (90, 9), "page": 16},
     "many requests": {"lens": (40,) * 70, "q_lens": (33,) * 70, "page": 16},
-    "new rows, two tiles and two of pages": {"new_rows": True, "lens": (400,) * 40, "q_lens": (200,) * 40},
     "large": {"heads": 4, "lens": (4096, 2500), "q_lens": (1024, 700), "page": 16},
 }
 VARIANTS = {
@@ -84,6 +83,7 @@ VARIANTS = {
     "new rows, fp16": {"new_rows": True, "dtype": "float16", "scale": "tensor"},
     "new rows, D 64": {"new_rows": True, "dim": 64, "group": 6},
     "new rows, prompts": {"new_rows": True, "lens": (900, 20), "q_lens": (900, 20)},
+    "new rows, two tiles and two of pages": {"new_rows": True, "lens": (400,) * 40, "q_lens": (200,) * 40},
     "large": {"heads": 4, "lens": (4096, 2500), "q_lens": (1024, 700), "page": 16},
     "turned values": {"rotation": "v", "channels": "v", "sinks": True},
     "turned values, new rows": {"rotation": "v", "channels": "v", "new_rows": True, "window": 150},
