@@ -52,7 +52,7 @@ def test_a_warpgroup_takes_no_tile_for_its_own_that_is_the_others(slow):
     config = mla_decode.configure(f)
     mla_decode.run(call, config)
     first, first_lse = call.out.clone(), call.lse.clone()
-    assert relative(first.double(), out.double()) < 3e-3
+    assert relative(first.double(), out.double()) < 5e-3  # one wrong tile: 0.015
     torch.testing.assert_close(first_lse, lse, rtol=0, atol=1e-3)
     for _ in range(200):
         call.out.fill_(float("nan"))

@@ -68,8 +68,9 @@ def mla_decode_codes_kernel(
         notes = gl.allocate_shared_memory(gl.float32, [4, c.ROWS], FLAT)
         places = gl.allocate_shared_memory(gl.float32, [c.CHUNKS, c.CHUNK, c.ROWS], X)
     # NOTE: of two warpgroups that take turns each waits for every other tile, and a wait sees no further back than one
-    # phase. Of three barriers, one for a place, the phase before would be that of the other's tile, which may still be
-    # under way when a later one has come: so each warpgroup has its own.
+    # phase. With a barrier for each of three places the phase before would be that of the other's tile, which may still
+    # be under way when a later tile has come. Of twice as many, one is the same warpgroup's all through a segment; at
+    # its end both have met.
     bars = Bars(barriers(TURNS * STAGES), barriers(STAGES))
     call_scales = scales_of(softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T, c)
     share = share_of(LENS, CU, B, loaded, i_share, num_shares, max_segments, p, c)
