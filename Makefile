@@ -11,9 +11,9 @@ NEWEST_TORCH ?= torch
 VLLM ?= vllm==0.33.0
 SGLANG ?= sglang==0.5.23
 WORKERS ?= 2
-# Of what is compiled and interpreted, `make tests` runs a third and `make newest` another; SHARE=1/1: all.
-SHARE ?= 1/3
-NEWEST_SHARE ?= 2/3
+# Of what is compiled and interpreted, `make tests` runs a quarter and `make newest` another; SHARE=1/1: all.
+SHARE ?= 1/4
+NEWEST_SHARE ?= 2/4
 # Neighbours share kernels that a process compiles once: they go to one worker, and who is done takes from the other.
 SHARED := -n $(WORKERS) --dist worksteal
 
@@ -77,7 +77,7 @@ tests: $(NATIVE) $(READY)
 # A second Triton beside the first, found before it on the path. What may differ between them: machine code, launchers,
 # hooks, the interpreter's arithmetic. How the attentions take their cases does not: `make versions` has the rest.
 NEWEST_TESTS ?= tests/gluon tests/triton $(addprefix --ignore tests/,gluon/test_bind_gluon.py gluon/test_hooks_gluon.py \
-	triton/test_bind.py triton/test_compile_mla_prefill.py triton/test_compile_mla_project.py) \
+	triton/test_bind.py triton/test_compile_sweep.py triton/test_compile_mla_prefill.py triton/test_compile_mla_project.py) \
 	-k "not test_interpreted or test_casts or test_codes or test_append or test_verify_cases"
 newest: $(READY)
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton "$(NEWEST_TRITON)"

@@ -1,7 +1,7 @@
 """What every test begins with: one thread a process, since the tests run side by side and small tensors gain nothing
 from more; and the same random numbers, whatever ran before it.
 
-TERSEKV_SHARE=1/3: of tests with parameters that compile or interpret kernels, the first of three parts, by name.
+TERSEKV_SHARE=1/4: of tests with parameters that compile or interpret kernels, the first of four parts, by name.
 `make test` gives the oldest Triton one part, `make newest` the newest another; `make versions` gives every Triton all.
 """
 
@@ -27,8 +27,8 @@ def pytest_collection_modifyitems(config, items) -> None:
     part, parts = map(int, os.environ.get("TERSEKV_SHARE", "1/1").split("/"))
 
     def is_of(item) -> bool:
-        # What a file of the interpreter's holds is shared in the process that it runs in.
-        shared = hasattr(item, "callspec") and item.path.stem != "test_interpreter_suite"
+        # What a file of the interpreter's holds is shared in the process that it runs in; the sweep is a part already.
+        shared = hasattr(item, "callspec") and item.path.stem not in ("test_interpreter_suite", "test_compile_sweep")
         return not (shared and item.path.parent in KERNELS) or zlib.crc32(item.nodeid.encode()) % parts == part - 1
 
     config.hook.pytest_deselected(items=[i for i in items if not is_of(i)])

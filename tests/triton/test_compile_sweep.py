@@ -19,7 +19,7 @@ def failures(todo, arch) -> list:
     return [(one.op, one.row, error) for one in sweep.sweep(todo, arch) for _, _, error in one.kernels if error]
 
 
-@pytest.mark.parametrize(("arch", "n"), [(80, 1), (90, 1)])
+@pytest.mark.parametrize(("arch", "n"), [pytest.param(80, 1, marks=pytest.mark.long), (90, 1)])
 def test_rows_that_hold_many_pairs_compile(arch, n):
     todo = [(op, row) for op in AXES for row in sweep.first_rows(op, arch, seed=0, n=n)]
     assert [op for op, _ in todo] == [op for op in AXES for _ in range(n)], "an operation without a row"
