@@ -267,6 +267,16 @@ def test_what_is_told_is_the_case_nearest_to_its_bound():
     assert compare.share_of_bound(1e-9, 0.0) == torch.inf
 
 
+def test_fp16_rounds_its_subnormals_by_no_small_share():
+    values = torch.full((2, 64), 3.3e-7)
+    values[1] = 1.0
+    stored = values.half().double()
+    assert compare._values("out", stored, values.double(), compare.EXACT, torch.float16).message is None
+    assert compare._values("out", stored, values.double(), compare.EXACT).message
+    stored[0] += 2 * torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps  # two steps off
+    assert compare._values("out", stored, values.double(), compare.EXACT, torch.float16).message
+
+
 def test_one_code_of_a_stored_row_may_be_the_next_one_and_no_more():
     want = torch.full((3, 128), 0.1, dtype=torch.float64)
     want[1, 5], want[1, 7] = 2.5, 2.5

@@ -93,7 +93,8 @@ def _values(
     name: str, got: Tensor, want: Tensor, limit: float, dtype: torch.dtype | None = None, step: float = 0.0
 ) -> Report:
     """dtype: of an output. One of 8 bits may be the nearest code of anything within the limit, so that its own rounding
-    comes on top: |code(y) − want| <= |code(want) − want| + 2 |y − want|, among subnormals too.
+    comes on top: |code(y) − want| <= |code(want) − want| + 2 |y − want|, among subnormals too. Of fp16 it does so among
+    subnormals only, where it is no small share of a value.
 
     step: of stored rows. One code of a row may be the next one whatever it weighs in the row, since the sum that it is
     rounded from may lie on either side of a border; of all rows together one, too.
@@ -107,6 +108,8 @@ def _values(
     own = torch.zeros_like(want)
     if dtype is not None and dtype.itemsize == 1:
         own, limit = decode(encode(want, dtype)) - want, 2 * limit
+    elif dtype == torch.float16:
+        own = torch.where(want.abs() < torch.finfo(dtype).tiny, want.to(dtype).to(want.dtype) - want, 0.0)
     error, far, size = relative(got, want), (got - want).flatten(1), want.flatten(1).norm(dim=1)
     single = torch.where(far.abs() <= step * torch.maximum(got.abs(), want.abs()).flatten(1), far.abs(), 0.0).amax(1)
     excess = (far.norm(dim=1) - own.flatten(1).norm(dim=1) - single) / torch.where(size == 0, 1.0, size)
