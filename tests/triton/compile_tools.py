@@ -6,7 +6,8 @@ Two ways in, one result:
     compile_launches(run, call, config, arch)          every kernel that a backend's `run(call, config)` launches,
                                                        specialised exactly as the real launch would be
 
-Tensor copies of a Gluon kernel that a GPU would trap on raise (`copies.faults`). The result is a dict:
+Tensor copies of a Gluon kernel that a GPU would trap on raise (`copies.faults`), and so do Hopper's products of
+matrices whose place got lost (`descriptors.faults`). The result is a dict:
     n_regs, n_spills, shared    registers a thread, bytes of local memory a thread (0: no spills), shared bytes a block
     ttir, ttgir, llir, ptx      texts of the stages; on AMD `amdgcn` instead of `ptx`
     sass                        a function: the disassembly (NVIDIA; takes a moment)
@@ -23,6 +24,7 @@ import subprocess
 import tempfile
 from typing import Any
 
+import descriptors
 import triton
 from copies import faults
 from triton.backends.compiler import GPUTarget
@@ -131,6 +133,9 @@ def _compile(fn, signature, constexprs, attrs, arch, options) -> dict[str, Any]:
         cubin = compiled.asm["cubin"]
         out["n_regs"], out["n_spills"] = _nvidia_usage(cubin)
         out["sass"] = lambda: _tool("cuobjdump", ["-sass"], cubin)
+        if "wgmma.mma_async" in texts["ptx"] and not fn.is_gluon():
+            lost = descriptors.faults(out["sass"]())
+            assert not lost, f"{compiled.metadata.name}: {lost}"
     return out
 
 

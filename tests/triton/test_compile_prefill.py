@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
 from compile_tools import FEW_SPILLS, compile_launches
 
 from tersekv import checks
@@ -106,3 +107,14 @@ def test_other_numbers_of_rows_and_requests_compile_nothing_new():
 def test_narrow_values_are_taken_in_small_tiles_on_hopper(fmt, dv, tile):
     f = facts("prefill", call_of(fmt, dv=dv), arch=90)
     assert tile == prefill.configure(f).constants.TILE
+
+
+def test_a_place_that_the_assembler_lost_is_found(monkeypatch):
+    """The kernel that these tiles are for, in larger ones, as ptxas 12.8 compiles it."""
+    real = prefill.tiles
+    monkeypatch.setattr(prefill, "tiles", lambda *given: real(*given)._replace(tile=64))
+    if triton.knobs.nvidia.ptxas.version == "12.8":
+        with pytest.raises(AssertionError, match=r"HGMMA.* at 0x"):
+            compiled(call_of("bf16", d=64, dv=32, new=True), 90)
+    else:
+        compiled(call_of("bf16", d=64, dv=32, new=True), 90)

@@ -1,0 +1,188 @@
+"""The descriptors of matrices that a compiled kernel's warpgroup products read, found in its SASS.
+
+`faults(sass)` lists the products whose descriptor has an upper word that is not one constant on every way there. That
+word says how a matrix lies in shared memory, which the compiler knows; the lower one is an address, to which offsets
+are added. ptxas 12.8 has lost the instruction that puts the lower word of a base into the uniform registers where
+offsets are added, together with the zero that is the base's part of the upper word: products then read whatever lay
+there before. What is not constant is such a loss.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from itertools import pairwise
+from typing import NamedTuple
+
+_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[T\d]) )?\s*([A-Z][\w.]*)\s*(.*?)\s*;")
+_REGISTER = re.compile(r"U?R(?:\d+|Z)")
+_STACK = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]")
+_PRODUCT = re.compile(r"[HQI]GMMA\.(?:SP\.)?64x(\d+)x")
+_ENDS = ("EXIT", "BRA", "BRX", "RET", "KILL")
+_SUMS = ("IADD3", "UIADD3", "IMAD.X", "IMAD.IADD", "VIADD")
+_MOVES = ("MOV", "UMOV", "R2UR", "IMAD.MOV", "IMAD.U32", "IMAD.MOV.U32")
+Known = dict[str, int]
+
+
+class Instruction(NamedTuple):
+    at: int
+    predicate: str | None
+    op: str
+    operands: list[str]
+
+
+def instructions(sass: str) -> list[Instruction]:
+    found = (_LINE.match(line) for line in sass.splitlines())
+    return [Instruction(int(m[1], 16), m[2], m[3], re.split(r",\s*", m[4]) if m[4] else []) for m in found if m]
+
+
+def faults(sass: str) -> list[str]:
+    code = instructions(sass)
+    blocks = _blocks(code)
+    entering: dict[int, Known] = {code[0].at: {}} if code else {}
+    todo = list(entering)
+    while todo:
+        at = todo.pop()
+        known = dict(entering[at])
+        for i in blocks[at].code:
+            _step(i, known)
+        for after in blocks[at].followers:
+            old = entering.get(after)
+            new = known if old is None else {k: x for k, x in old.items() if known.get(k) == x}
+            if new != old:
+                entering[after] = dict(new)
+                todo.append(after)
+    out = []
+    for at, start in entering.items():
+        known = dict(start)
+        for i in blocks[at].code:
+            out += [f"{i.op} at {i.at:#x}: {r}" for r in _upper_words(i) if r not in known]
+            _step(i, known)
+    return sorted(out)
+
+
+class _Block(NamedTuple):
+    code: list[Instruction]
+    followers: list[int]
+
+
+def _blocks(code: list[Instruction]) -> dict[int, _Block]:
+    """By the address of the first instruction. A way that depends on a register is not followed: such code raises."""
+    starts = {code[0].at} if code else set()
+    for i, after in pairwise(code):
+        if i.op.startswith(_ENDS):
+            starts.add(after.at)
+            if i.op.startswith("BRA"):
+                starts.add(int(i.operands[-1], 16))
+    out: dict[int, _Block] = {}
+    block: list[Instruction] = []
+    for i, after in zip(code, [*code[1:], None], strict=True):
+        block.append(i)
+        if after is not None and after.at not in starts:
+            continue
+        followers = [] if after is None else [after.at]
+        if i.op.startswith(_ENDS):
+            if i.op.startswith(("BRX", "RET")):
+                raise ValueError(f"{i.op} at {i.at:#x}: where it leads is not in the text")
+            always = i.predicate is None and i.operands[:1] != ["UP0"] and len(i.operands) < 2
+            followers = [] if always else followers
+            if i.op.startswith("BRA"):
+                followers.append(int(i.operands[-1], 16))
+        out[block[0].at] = _Block(block, followers)
+        block = []
+    return out
+
+
+def _upper_words(i: Instruction) -> list[str]:
+    """Of b, and of a where a descriptor says where it is."""
+    if not _PRODUCT.match(i.op):
+        return []
+    given = next(n for n, x in enumerate(i.operands) if x.startswith("gdesc"))
+    first = int(re.search(r"UR(\d+)", i.operands[given])[1])
+    return [f"UR{first + 3}"] + ([f"UR{first + 1}"] if given == 1 else [])
+
+
+def _value(text: str, known: Known) -> int | None:
+    """Of an operand without its sign."""
+    text = text.removesuffix(".reuse")
+    if text in ("RZ", "URZ", "SRZ"):
+        return 0
+    if _REGISTER.fullmatch(text):
+        return known.get(text)
+    return int(text, 0) if re.fullmatch(r"0x[0-9a-f]+", text) else None
+
+
+def _sum(terms: list[str], known: Known) -> int | None:
+    total = 0
+    for term in terms:
+        x = _value(term.lstrip("-"), known)
+        if x is None:
+            return None
+        total += -x if term.startswith("-") else x
+    return total & 0xFFFFFFFF
+
+
+def _results(i: Instruction, known: Known) -> list[int | None] | None:
+    """What an instruction puts into its first register and the next ones; None: it is not among those followed."""
+    x = [o for o in i.operands[1:] if not re.fullmatch(r"!?U?P[T\d]", o)]
+    if i.op.startswith("LDL"):
+        return [known.get(word) for word in _stack(x[0], _words(i.op))] or None
+    if i.op in _MOVES:
+        return [_sum(x[-1:], known)]
+    if i.op.startswith("CS2R"):
+        return [_value(x[0], known)] * (1 if i.op.endswith(".32") else 2)
+    if i.op.startswith("HFMA2") and x[:2] == ["-RZ", "RZ"]:
+        high, low = (int.from_bytes(struct.pack("<e", float(o)), "little") for o in x[2:4])
+        return [high << 16 | low]
+    if i.op == "UIADD3.64":
+        upper = [re.sub(r"\d+$", lambda n: str(int(n[0]) + 1), o) if _REGISTER.match(o) else "RZ" for o in x]
+        return [_sum(x, known), _sum(upper, known)]
+    if i.op.startswith(_SUMS):
+        # Of IMAD only sums are followed. Carries are none: an address and its offsets stay within their word.
+        return [_sum(x[2:] if i.op == "IMAD.X" and x[:2] == ["RZ", "RZ"] else x, known)]
+    return None
+
+
+def _step(i: Instruction, known: Known) -> None:
+    """What is known after an instruction. Words of the stack are names too: a register waits there for its turn."""
+    if i.op.startswith("STL"):
+        put = _stack(i.operands[0], _words(i.op))
+        if not put:  # somewhere
+            for name in [k for k in known if k.startswith("[")]:
+                del known[name]
+        _set(put, [_value(r, known) for r in _following(i.operands[1], len(put))], i.predicate, known)
+        return
+    if not i.operands or not (first := _REGISTER.fullmatch(i.operands[0])):
+        return
+    if first[0].endswith("Z"):
+        return
+    results = _results(i, known)
+    if results is None:
+        product = _PRODUCT.match(i.op)
+        results = [None] * (int(product[1]) // 2 if product else _words(i.op))
+    _set(_following(first[0], len(results)), results, i.predicate, known)
+
+
+def _set(names: list[str], values: list[int | None], predicate: str | None, known: Known) -> None:
+    for name, x in zip(names, values, strict=True):
+        if x is None or (predicate is not None and known.get(name) != x):
+            known.pop(name, None)
+        else:
+            known[name] = x
+
+
+def _words(op: str) -> int:
+    """Registers that an instruction writes, or the most that it may."""
+    return 4 if "128" in op else 2 if re.search(r"64|WIDE", op) else 1
+
+
+def _following(register: str, n: int) -> list[str]:
+    """A register and those after it; of the one that is always 0, itself."""
+    name, number = re.match(r"(U?R)(\d+|Z)", register).groups()
+    return [register.removesuffix(".reuse") if number == "Z" else f"{name}{int(number) + k}" for k in range(n)]
+
+
+def _stack(place: str, n: int) -> list[str]:
+    """The words at a fixed place of the stack; none where it is another."""
+    found = _STACK.fullmatch(place)
+    return [f"[{int(found[1] or '0', 16) + 4 * k}]" for k in range(n)] if found else []
