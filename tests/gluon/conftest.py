@@ -6,8 +6,6 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "triton"))  # compile_tools
 
 if importlib.util.find_spec("triton") is None:
@@ -17,12 +15,3 @@ else:
 
     if triton.knobs.runtime.interpret:
         collect_ignore_glob = ["test_*.py"]
-
-
-@pytest.fixture(autouse=True)
-def pages_that_no_gpu_has_run(monkeypatch):
-    """Copies of 8 keys are compiled here, though calls do not get them yet."""
-    from tersekv.backends.gluon import decode, prefill
-
-    for backend in (decode, prefill):
-        monkeypatch.setattr(backend, "PAGE_KEYS", 8)

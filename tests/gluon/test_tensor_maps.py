@@ -12,8 +12,8 @@ import torch
 from compile_tools import compile_launch, compile_launches, record
 from copies import copies, faults
 
-from tersekv.backends.gluon import decode, prefill
-from tersekv.backends.gluon.sm90.decode.boxes import BOX, Box, Side
+from tersekv.backends.gluon import decode
+from tersekv.backends.gluon.sm90.decode.boxes import Box, Side
 from tersekv.backends.gluon.sm90.parts.tensor_maps import PLACE, place_of, unfit
 from tersekv.cache import PagedKVCache
 from tersekv.calls import DecodeCall
@@ -262,10 +262,3 @@ def _side(side: Side) -> Side:
     return type(side)(
         **{**vars(side), "SCALE_PLACE": 64, "SCALE_RING": (side.SCALE_RING[0] // 2, *side.SCALE_RING[1:])}
     )
-
-
-@pytest.mark.parametrize("op", ["decode", "prefill"])
-def test_calls_do_not_get_what_no_gpu_has_run(op, monkeypatch):
-    for backend in (decode, prefill):
-        monkeypatch.setattr(backend, "PAGE_KEYS", BOX)
-    assert plan(op, make(Case(op, "fp8_e4m3", "pages of 8", heads=4, page=8, dim=128)), arch=90).backend == "triton"

@@ -7,20 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from tersekv.backends.gluon import decode, prefill
 from tersekv.testing.cases import Case
 from tersekv.testing.verify import PASSED, run
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="kernels for Hopper")
 FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
 LENS = (70, 9, 0, 400, 129)
-
-
-@pytest.fixture(autouse=True)
-def taken(monkeypatch):
-    """Until all of these have passed, calls do not get them."""
-    for backend in (decode, prefill):
-        monkeypatch.setattr(backend, "PAGE_KEYS", 8)
 
 
 def passes(fmt: str, op: str = "decode", **options: Any) -> None:

@@ -17,8 +17,7 @@ from ..parts.tensor_maps import place_of, tensor_map, unfit
 from ..parts.turn import Turn
 
 BOX = 16  # keys of one step of the products
-# What a page's keys are a multiple of. Copies of half a box compile, and no GPU has run them yet: then this is 8.
-PAGE_KEYS = BOX
+PAGE_KEYS = BOX // 2  # what a page's keys are a multiple of: a copy brings a box or half of one
 
 
 @dataclass(frozen=True)
