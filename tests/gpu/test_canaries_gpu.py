@@ -23,17 +23,10 @@ def stray(X, offset):
     tl.store(X + offset, 1.0)
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """Scratch that kernels were given."""
-    found, real = [], launch.kept_scratch
-
-    def kept(*args):
-        found.append(real(*args))
-        return found[-1]
-
-    monkeypatch.setattr(launch, "kept_scratch", kept)
-    return found
+def kept_scratch() -> torch.Tensor:
+    """What kernels were given, by whichever way the call went."""
+    ((_, scratch),) = launch._kept.by_stream.values()
+    return scratch
 
 
 def after(monkeypatch, do) -> None:
@@ -48,9 +41,9 @@ def after(monkeypatch, do) -> None:
 
 @pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.parametrize("what", ["out", "scratch"])
-def test_a_store_beside_is_found(what, where, made, monkeypatch):
+def test_a_store_beside_is_found(what, where, monkeypatch):
     def beside(call):
-        x = call.out if what == "out" else made[-1]
+        x = call.out if what == "out" else kept_scratch()
         stray[(1,)](x, -1 if where == "before" else x.numel())
 
     after(monkeypatch, beside)
@@ -60,7 +53,7 @@ def test_a_store_beside_is_found(what, where, made, monkeypatch):
     assert f"bytes {where} it, the nearest" in result.message
 
 
-def test_kept_scratch_is_poisoned_at_every_call_and_begins_aligned(made):
+def test_kept_scratch_is_poisoned_at_every_call_and_begins_aligned():
     for _ in range(2):
         guarded = canaries.Guarded(make(CASE), "cuda")
         with guarded.scratch():
