@@ -29,7 +29,7 @@ def tiles(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> Tiles:
     kinds = k.scale, v.scale
     if width > 64 and (operands or TOKEN_HEAD in kinds or (BLOCK in kinds and f.k is not None)):
         t = t._replace(tile=min(t.tile, 32))
-    # In tiles of 64 keys over values of at most 64 bytes a row, where new rows follow pages, ptxas 12.8 does not move the
+    # In tiles of 64 keys over values of at most 64 bytes a row, where new rows follow pages, ptxas 12.8 never moves the
     # values' place to the uniform registers that offsets are added in: products read beside shared memory.
     if not operands and v.code_bytes(values) <= 64:
         t = t._replace(tile=min(t.tile, 32))
