@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import struct
-from itertools import pairwise
+from itertools import dropwhile, pairwise, takewhile
 from typing import NamedTuple
 
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[T\d]) )?\s*([A-Z][\w.]*)\s*(.*?)\s*;")
@@ -19,6 +19,7 @@ _REGISTER = re.compile(r"U?R(?:\d+|Z)")
 _STACK = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]")
 _PRODUCT = re.compile(r"[HQI]GMMA\.(?:SP\.)?64x(\d+)x")
 _ENDS = ("EXIT", "BRA", "BRX", "RET", "KILL")
+_CALLS = ("CALL.REL.NOINC", "CALL.ABS.NOINC")
 _SUMS = ("IADD3", "UIADD3", "IMAD.X", "IMAD.IADD", "VIADD")
 _MOVES = ("MOV", "UMOV", "R2UR", "IMAD.MOV", "IMAD.U32", "IMAD.MOV.U32")
 Known = dict[str, int]
@@ -32,8 +33,16 @@ class Instruction(NamedTuple):
 
 
 def instructions(sass: str) -> list[Instruction]:
+    """Of a call, the operands are the registers that the function writes."""
     found = (_LINE.match(line) for line in sass.splitlines())
-    return [Instruction(int(m[1], 16), m[2], m[3], re.split(r",\s*", m[4]) if m[4] else []) for m in found if m]
+    code = [Instruction(int(m[1], 16), m[2], m[3], re.split(r",\s*", m[4]) if m[4] else []) for m in found if m]
+    return [i._replace(operands=_written(code, int(i.operands[-1], 16))) if i.op in _CALLS else i for i in code]
+
+
+def _written(code: list[Instruction], start: int) -> list[str]:
+    body = takewhile(lambda i: not i.op.startswith("RET"), dropwhile(lambda i: i.at != start, code))
+    firsts = [(i, _REGISTER.fullmatch(i.operands[0])) for i in body if i.operands]
+    return sorted({r for i, first in firsts if first for r in _following(first[0], _words(i.op))})
 
 
 def faults(sass: str) -> list[str]:
@@ -82,10 +91,10 @@ def _blocks(code: list[Instruction]) -> dict[int, _Block]:
             continue
         followers = [] if after is None else [after.at]
         if i.op.startswith(_ENDS):
-            if i.op.startswith(("BRX", "RET")):
+            if i.op.startswith("BRX"):
                 raise ValueError(f"{i.op} at {i.at:#x}: where it leads is not in the text")
             always = i.predicate is None and i.operands[:1] != ["UP0"] and len(i.operands) < 2
-            followers = [] if always else followers
+            followers = [] if always or i.op.startswith("RET") else followers
             if i.op.startswith("BRA"):
                 followers.append(int(i.operands[-1], 16))
         out[block[0].at] = _Block(block, followers)
@@ -145,6 +154,10 @@ def _results(i: Instruction, known: Known) -> list[int | None] | None:
 
 def _step(i: Instruction, known: Known) -> None:
     """What is known after an instruction. Words of the stack are names too: a register waits there for its turn."""
+    if i.op in _CALLS:
+        for register in i.operands:
+            known.pop(register, None)
+        return
     if i.op.startswith("STL"):
         put = _stack(i.operands[0], _words(i.op))
         if not put:  # somewhere
