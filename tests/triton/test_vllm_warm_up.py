@@ -66,7 +66,7 @@ def test_no_kernel_is_compiled_after_the_warm_up(compiled, name):
     )
     for call in calls(q, pages, first, True, OPTIONS):
         call()
-    assert compiled
+    assert 0 < len(compiled) <= 60  # an engine waits for each
     warm, draw = set(compiled), random.Random(0)
     for _ in range(25):
         counts = sorted(draw.choice((1, 1, 1, 2, 3, 9, 16)) for _ in range(draw.randint(0, LIMITS.requests - 2)))

@@ -177,7 +177,8 @@ def configure(f: SimpleNamespace) -> Config:
     split = Template(kernel, (shares * groups,), both | _reads(f, boxes), launch_pdl=True, **options)
     merge, notes = None, 8 * shares * groups  # counters
     if not any(joining):
-        rest = given(CU="cu_seqlens_q") | {"num_shares": shares}
+        # It looks at one request: kernels that differ in more would be the same.
+        rest = given(CU="cu_seqlens_q") | {"num_shares": shares, "c": replace(c, BLOCK_B=1)}
         merge, notes = Template(merge_kernel, grid, both | rest, num_warps=4, launch_pdl=True), 2 * grid[0]  # META
     scratch = 2 * shares * heads * rows * c.PART_COLUMNS + notes
     return Config(c, shape, {n: box for n, box in boxes.items() if box is not None}, launches(f, split, merge, scratch))

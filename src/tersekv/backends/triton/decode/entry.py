@@ -197,6 +197,11 @@ def columns_of(f: SimpleNamespace) -> dict[str, int]:
     }
 
 
+def at_once(requests: int) -> int:
+    """Requests that a kernel looks at together. Few sizes, since each is a kernel: one, or lanes of warps."""
+    return next((n for n in (1, 32, 128, 512) if requests <= n), 1024)
+
+
 def _geometry(f: SimpleNamespace, t: Tiles, tma: bool) -> dict[str, Any]:
     page, heads, parts, columns = f.k_cache.shape[1], f.k_cache.shape[2], codes_a_word(pair_of(f)[1]), columns_of(f)
     return {
@@ -214,7 +219,7 @@ def _geometry(f: SimpleNamespace, t: Tiles, tma: bool) -> dict[str, Any]:
         "V_HEAD_ROWS": _head_rows(f.v_cache) if tma else 0,
         "UNROLL": t.unroll,
         "ROWS": t.rows,
-        "BLOCK_B": min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
+        "BLOCK_B": at_once(f.seq_lens.shape[0]),
         "MIN_TILES": t.min_tiles,
         "PART_ROWS": min(t.rows, f.max_q_len * (f.q.shape[1] // max(heads, 1))) if f.batch_invariant else t.rows,
         "PART_COLUMNS": parts * columns["BLOCK_DV"] + 2,
