@@ -113,6 +113,22 @@ def test_nor_after_sglangs(compiled, format):
         assert compiled == warm, (counts, compiled - warm)
 
 
+@pytest.mark.parametrize("compiled", [80, 90], indirect=True)
+@pytest.mark.parametrize("format", ["bf16", "fp8_e4m3", "nvfp4"])
+def test_numbers_of_requests_and_rows_compile_no_kernel_anew(compiled, format):
+    """But one for each size of batch whose lengths are summed at once (`at_once`)."""
+    cache = tersekv.PagedKVCache.allocate(1, 4, PAGE, KV_HEADS, DIM, format=format)[0]
+    for requests in (33, 64, 65, 144):
+        q, _, _, table, lens, *_ = batch([1] * requests)
+        decode(q, cache, table, lens, **OPTIONS)
+        for more in (0, 1):
+            q, _, _, table, lens, starts, *_ = batch([2] * (requests - 1) + [1 + more])
+            decode(q, cache, table, lens, cu_seqlens_q=starts, max_q_len=2, **OPTIONS)
+    splits = [kernel for kernel in compiled if "merge" not in kernel[0]]
+    # Those of one row, and of two; up to 64 requests, and up to 256.
+    assert (len(splits), len(compiled) - len(splits)) == (4, 2)
+
+
 @pytest.mark.parametrize("name", ["fp8", "int8_per_token_head", "nvfp4+rotated"])
 def test_the_cache_stays_as_it_is(name):
     kind, one = FORMATS[name], torch.ones(())

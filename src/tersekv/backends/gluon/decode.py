@@ -173,12 +173,13 @@ def configure(f: SimpleNamespace) -> Config:
         -(-hb * live // merging[0]) * (columns // merging[2]),
     )
     kernel, options = _kernel(t, hb)
-    both = writes(f) | given(SINKS="sinks", V_T="v_scale_t") | {"v_scale": f.v_scale, "c": c, "g": shape}
-    split = Template(kernel, (shares * groups,), both | _reads(f, boxes), launch_pdl=True, **options)
+    both = writes(f) | given(SINKS="sinks", V_T="v_scale_t") | {"v_scale": f.v_scale}
+    # Each is told of nothing that the other alone reads: numbers of requests would compile it anew.
+    unmerged = {"c": c, "g": replace(shape, MERGE_ROWS=0, MERGE_PIECES=0, MERGE_COLUMNS=0)}
+    split = Template(kernel, (shares * groups,), both | unmerged | _reads(f, boxes), launch_pdl=True, **options)
     merge, notes = None, 8 * shares * groups  # counters
     if not any(joining):
-        # It looks at one request: kernels that differ in more would be the same.
-        rest = given(CU="cu_seqlens_q") | {"num_shares": shares, "c": replace(c, BLOCK_B=1)}
+        rest = given(CU="cu_seqlens_q") | {"num_shares": shares, "c": replace(c, BLOCK_B=0), "g": shape}
         merge, notes = Template(merge_kernel, grid, both | rest, num_warps=4, launch_pdl=True), 2 * grid[0]  # META
     scratch = 2 * shares * heads * rows * c.PART_COLUMNS + notes
     return Config(c, shape, {n: box for n, box in boxes.items() if box is not None}, launches(f, split, merge, scratch))

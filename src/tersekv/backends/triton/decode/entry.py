@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -134,7 +134,8 @@ def configure(f: SimpleNamespace) -> Config:
     merge_rows = min(t.rows, f.max_q_len * c.GROUP)
     return Config(c, launches(
         f, first,
-        Template(merge_kernel, (num_programs, merge_rows), both, num_warps=4),
+        # It reads no lengths: numbers of requests would compile it anew.
+        Template(merge_kernel, (num_programs, merge_rows), both | {"c": replace(c, BLOCK_B=0)}, num_warps=4),
         num_programs * (2 * c.ROWS * c.PART_COLUMNS + META_FIELDS.value),
     ))  # fmt: skip
 

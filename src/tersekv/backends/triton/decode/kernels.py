@@ -33,7 +33,7 @@ def store_rows(OUT, acc, factor, tokens, heads, m_row, so_t, so_h, c: tl.constex
         tl.store(p_out, output(acc[j] * factor[None, :], OUT, c), mask=mask)
 
 
-@triton.jit(do_not_specialize=["B", "T"])
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["B"])
 def decode_kernel(
     Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,

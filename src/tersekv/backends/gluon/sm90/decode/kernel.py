@@ -106,7 +106,7 @@ def note_cut(p_meta, pieces, i_share):
     gl.store(p_meta + 1, i_share)
 
 
-@gluon.jit(do_not_specialize=["B", "T"])
+@gluon.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["B"])
 def decode_kernel(
     Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,

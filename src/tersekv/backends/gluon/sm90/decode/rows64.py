@@ -161,7 +161,7 @@ def attend(tensors, scales, strides, turns, hand, share, which: gl.constexpr, c:
         x += segment.t1 - segment.t0
 
 
-@gluon.jit(do_not_specialize=["B", "T"])
+@gluon.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["B"])
 def decode_rows64_kernel(
     Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,

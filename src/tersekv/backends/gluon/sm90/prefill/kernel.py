@@ -89,7 +89,7 @@ def run_new(tensors, numbers, strides, shared, codes, stored, maps, new, given, 
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["CU", "B", "T"])
+@gluon.jit(do_not_specialize=["LENS", "CU", "B", "T"])
 def prefill_kernel(
     Q, K, V, KN, VN, KS, VS, TABLE, LENS, CU, SINKS, OUT, LSE, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
