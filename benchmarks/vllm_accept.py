@@ -59,7 +59,9 @@ def measure(case: Case, model: Path, ranks: int) -> dict[str, Any]:
         },
         **({"num_gpu_blocks_override": 64} if case.tiny else {"gpu_memory_utilization": 0.3}),
     }  # fmt: skip
-    if ranks > 1:
+    if case.kind == "ranks" and not case.tiny:
+        # A worker of its own for each model, with one rank too: vLLM captures all graphs of a process in one pool, and
+        # PyTorch refuses the pool ("use_count > 0") to a second engine once the first one's graphs are gone.
         options |= {"distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
     compiled = Compiled()
     with engine(model, case, **options) as llm:

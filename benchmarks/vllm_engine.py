@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +16,17 @@ from typing import Any
 ENGINES = Path(__file__).parent.parent / "tests" / "engines"  # trained checkpoints, and vLLM's engine on a CPU
 REFERENCE = ("FLASH_ATTN", "auto")
 OURS = "tersekv"
+PHASE = "PHASE "
+BEGAN = time.perf_counter()
 # How far log-probabilities may lie from the reference's: relative norm of the centred ones, worst of some prompts,
 # by bits of the cache. A model of such weights with 8 layers of 1024 columns and prompts of up to 2049 tokens, in the
 # engine on a CPU: 0.015 in bf16, 0.053 in fp8, 0.17 in nvfp4 and int4; 0.96 without attention.
 LIMITS = {16: 0.05, 8: 0.15, 4: 0.4}
+
+
+def phase(what: str) -> None:
+    """Tell what begins now, and when."""
+    print(f"{PHASE}{time.perf_counter() - BEGAN:.1f} s: {what}", flush=True)
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ class Compiled:
 
     def __call__(self, **told: Any) -> Any:
         self.names.append(f"{told['fn'].module}.{told['fn'].name}")
+        if of_ours(self.names[-1:]):
+            phase(f"kernel {len(of_ours(self.names))}, {self.names[-1]}, is compiled")
         return self._before(**told) if self._before is not None else None
 
     def clear(self) -> list[str]:
@@ -97,7 +107,9 @@ def engine(folder: Path, case: Case, **options: Any) -> Iterator[Any]:
     }  # fmt: skip
     if case.tiny:
         given |= {"enforce_eager": True, "compilation_config": {"mode": 0, "custom_ops": ["none"]}}
+    phase("the engine starts")
     llm = LLM(str(folder), **given)
+    phase("the engine is ready")
     try:
         yield llm
     finally:

@@ -9,7 +9,8 @@ reference's is not timed; one in which a kernel is compiled after the engine beg
 Acceptance (`vllm_accept.py`): perplexity of a text, windows and sinks, two ranks.
 
 Every case is a process of its own with a time limit: what fails costs itself. Lines are kept as they come, in place of
-those of the same case, so an interrupt loses the running case alone. Exit code 1 if one of tersekv's failed.
+those of the same case, so an interrupt loses the running case alone. What a case says as it runs lies in --work/logs,
+apart from models and tensors; one that its limit ends tells how far it came. Exit code 1 if one of tersekv's failed.
 --tiny: everything on a CPU, with the engine of tests/engines; its times mean nothing.
 """
 
@@ -31,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import vllm_accept
 import vllm_speed
-from vllm_engine import OURS, Case, prepare
+from vllm_engine import OURS, PHASE, Case, prepare
 
 PEERS = (("FLASH_ATTN", "auto"), ("FLASH_ATTN", "fp8"), ("TRITON_ATTN", "int8_per_token_head"), ("FLASHINFER", "fp8"))
 FORMATS = ("auto", "fp8", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
@@ -63,23 +64,30 @@ def child(case: Case, work: Path, gpus: str | None, limit: float) -> dict[str, A
     told = json.dumps(asdict(case))
     env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus is not None else {})
     command = [sys.executable, __file__, "--case", told, "--work", str(work)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
-    )
+    log = work / "logs" / f"{case.name.replace('/', '+').replace(' ', '_')}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     RUNNING.add(process)
     try:
-        said, _ = process.communicate(timeout=limit)
+        process.wait(limit)
     except subprocess.TimeoutExpired:
         end(process)
-        return {"reason": f"took more than {limit:g} s"}
+        return {"reason": f"took more than {limit:g} s{how_far(log)}"}
     finally:
         RUNNING.discard(process)
-    (work / f"{case.name.replace('/', '+').replace(' ', '_')}.log").write_text(said)
-    for line in reversed(said.splitlines()):
+    said = log.read_text(errors="replace").splitlines()
+    for line in reversed(said):
         if line.startswith(RESULT):
             return json.loads(line.removeprefix(RESULT))
-    last = [line.strip() for line in said.splitlines() if line.strip()][-3:]
+    last = [line.strip() for line in said if line.strip()][-3:]
     return {"reason": f"exit code {process.returncode}: {' | '.join(last)[-600:]}"}
+
+
+def how_far(log: Path) -> str:
+    """The last phase that began."""
+    phases = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(PHASE)]
+    return f"; since {phases[-1].removeprefix(PHASE)}" if phases else ""
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -18,6 +18,7 @@ from vllm_engine import (
     generate,
     log_probabilities,
     of_ours,
+    phase,
 )
 
 MODEL = {
@@ -66,11 +67,14 @@ def run(case: Case, work: Path) -> dict[str, Any]:
         llm.apply_model(draw_weights)
         record: dict[str, Any] = {"init_s": time.perf_counter() - began, "compiled_before": len(compiled.clear())}
         record |= {"cache_tokens": tokens_of(llm), "gpu": gpu(), "torch": torch.__version__}
+        phase("first tokens beside the reference's")
         record |= check(llm, case, s, work)
         record["compiled_at_first"] = compiled.clear()
         if record["apart"] > LIMITS[case.bits] or record["apart_cached"] > LIMITS[case.bits]:
             return {**record, "reason": f"want log-probabilities within {LIMITS[case.bits]:g} before anything is timed"}
-        record |= time_to_first_token(llm, s) | prefill_and_step(llm, s) | at_fixed_memory(llm, s)
+        for measure in (time_to_first_token, prefill_and_step, at_fixed_memory):
+            phase(measure.__name__.replace("_", " "))
+            record |= measure(llm, s)
         record["compiled_after"] = compiled.clear()
     late = of_ours(record["compiled_at_first"] + record["compiled_after"])
     if late:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from script import script
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import vllm_accept
 import vllm_engine
 from vllm_engine import Case
 
@@ -56,6 +61,46 @@ def test_a_case_that_fails_costs_itself(tmp_path, monkeypatch, capsys):
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line.get("reason") for line in lines] == [None, *["took more than 0.01 s"] * 2]
     assert not serving.RUNNING
+    assert {path.suffix for path in (tmp_path / "work" / "logs").iterdir()} == {".log"}
+
+
+def test_a_case_that_its_limit_ends_tells_how_far_it_came(tmp_path, monkeypatch):
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        f"import sys, time; sys.path.insert(0, {str(Path(vllm_engine.__file__).parent)!r})\n"
+        "import vllm_engine as e; e.phase('the engine starts'); e.phase('kernel 7'); print('x', flush=True)\n"
+        "open(sys.argv[-1] + '/told', 'w').close(); time.sleep(600)"
+    )
+    monkeypatch.setattr(serving, "__file__", str(slow))
+    wait = serving.subprocess.Popen.wait
+
+    def limited(process, timeout=None):
+        """The limit passes when the case has told."""
+        while timeout is not None and not (tmp_path / "told").exists():
+            assert process.poll() is None, "the case ended by itself"
+            time.sleep(0.01)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(serving.subprocess.Popen, "wait", limited)
+    reason = serving.child(Case("speed", "tersekv", "fp8"), tmp_path, None, 0.01)["reason"]
+    assert re.fullmatch(r"took more than 0\.01 s; since \d+\.\d s: kernel 7", reason), reason
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("FLASH_ATTN", 1), ("tersekv", 2)])
+def test_each_model_of_the_ranks_has_workers_of_its_own(backend, ranks, tmp_path, monkeypatch):
+    """Two engines of one process would share its pool of CUDA graphs, which PyTorch does not open twice."""
+    made = []
+
+    def engine(model, case, **options):
+        made.append((options["tensor_parallel_size"], options["distributed_executor_backend"]))
+        raise InterruptedError
+
+    monkeypatch.setitem(sys.modules, "checkpoints", SimpleNamespace(text=lambda start, n: [1] * n, llama=Path))
+    monkeypatch.setattr(vllm_accept, "engine", engine)
+    monkeypatch.setattr(vllm_accept, "more_kv_heads", lambda folder, target: target)
+    with pytest.raises(InterruptedError):
+        vllm_accept.run(Case("ranks", backend, "auto"), tmp_path)
+    assert made == [(ranks, "mp")]
 
 
 def test_what_triton_compiles_is_counted_and_told_on(monkeypatch):
