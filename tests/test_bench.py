@@ -476,6 +476,7 @@ def flashinfer_modules():
         (Case("decode", "nvfp4", 2, 40), []),
         (SHAPE, ["flashinfer xqa", "flashinfer fa2"]),
         (replace(SHAPE, window=9), []),
+        (replace(SHAPE, head_dim=96), ["flashinfer xqa"]),
         (replace(SMALL["prefill"], format="fp8_e4m3"), ["flashinfer fa2", "flashinfer fa3"]),
         (Case("prefill", "bf16", 0, 24), ["flashinfer fa2", "flashinfer fa3"]),
         (SMALL["prefill"], []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from tersekv.cli import main
 from tersekv.formats import latent_bytes_per_token
 from tersekv.testing.bench import data, decode, engine, measure, random_cells, shapes
+from tersekv.testing.bench.apart import Apart
 from tersekv.testing.bench.cases import DECODE_FORMATS, LATENT_FORMATS, OPS, RANK, ROPE, Case
 from tersekv.testing.bench.engine import OK, RED, Limits, Peer, Result
 
@@ -119,6 +121,33 @@ def test_peers_of_a_cell_that_does_not_fit_are_told(monkeypatch):
 
     monkeypatch.setitem(engine.PROBLEMS, "shape", full)
     assert engine.peers_of(UNEVEN, CPU, ["sdpa"]) == (Peer("peers", reason="OutOfMemoryError: CUDA out of memory"),)
+
+
+def broken_by_peers(case, device, libraries=(), backend=None):
+    """A peer that takes its process with it."""
+    if libraries:
+        os._exit(3)
+    return Result(case, OK, us=1.0, reason=str(os.getpid()))
+
+
+def broken(case, device, *_):
+    raise RuntimeError("an illegal memory access")
+
+
+def test_a_peer_that_ends_its_process_costs_its_own_cell(monkeypatch):
+    monkeypatch.setattr(engine, "run", broken_by_peers)
+    monkeypatch.setattr(engine, "peers_of", broken_by_peers)
+    with Apart() as apart:
+        first, again = apart.run(UNEVEN, CPU), apart.run(UNEVEN, CPU)
+        lost, after = apart.run(UNEVEN, CPU, ["p"]), apart.run(UNEVEN, CPU)
+        (peer,) = apart.peers_of(UNEVEN, CPU, ["p"])
+        monkeypatch.setattr(engine, "run", broken)
+        assert apart.run(UNEVEN, CPU, ["p"]).reason == "RuntimeError: an illegal memory access"
+    assert first.reason == again.reason != str(os.getpid())
+    assert lost.reason == after.reason != first.reason
+    assert (lost.status, lost.us, lost.peers) == (OK, 1.0, (peer,))
+    assert peer.us is None
+    assert peer.reason.startswith("BrokenProcessPool: ")
 
 
 def test_the_verdict_has_the_mean_and_the_worst():

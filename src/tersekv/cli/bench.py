@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TextIO
 
 import torch
 
 from ..formats import ALL_FORMATS
 from ..plan import BACKENDS
-from ..testing.bench import peers, random_cells
+from ..testing.bench import engine, peers, random_cells
+from ..testing.bench.apart import Apart
 from ..testing.bench.cases import OPS, PAIRS, Case, Sizes, grid, parsed, sizes, with_cells
 from ..testing.bench.cliffs import CLIFF, compared
 from ..testing.bench.cliffs import line as cliff_line
-from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench, peers_of
+from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench
 from ..testing.bench.engine import run as time_one
 from ..testing.bench.report import environment, line, notes, record, speed, summary
 from ..testing.bench.shapes import PRESETS
@@ -208,13 +209,16 @@ def results_of(
 ) -> Iterator[Result]:
     """Run the cases one by one."""
     if not args.random:
-        return bench(cases, device, libraries, args.backend)
+        yield from bench(cases, device, libraries, args.backend)
+        return
     of_formats = [name for name in libraries if not peers.LIBRARIES[name].any_format]
-    return random_cells.compared(
-        cases,
-        lambda case: time_one(case, device, libraries, args.backend),
-        lambda case: peers_of(case, device, of_formats) if of_formats else (),
-    )
+    # Nobody tried these cells with the peers' kernels: some lose the device.
+    with Apart() if device.type == "cuda" else nullcontext(engine) as place:
+        yield from random_cells.compared(
+            cases,
+            lambda case: place.run(case, device, libraries, args.backend),
+            lambda case: place.peers_of(case, device, of_formats) if of_formats else (),
+        )
 
 
 def show(r: Result, limits: Limits, where: dict, out: TextIO | None) -> None:

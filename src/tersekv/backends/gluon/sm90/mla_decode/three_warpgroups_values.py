@@ -170,14 +170,17 @@ def add_values(tensors, q, rings, bars, hand, scale_in, share, strides, which: g
     k, count = 0, 0
     while x < end:
         segment = next_segment(tensors.LENS, tensors.CU, x, end, b, base, c)
-        b, base, n = segment.b, segment.base, segment.keys
+        b, base, n, t0, t1 = segment.b, segment.base, segment.keys, segment.t0, segment.t1
+        # All that can be known now is: registers are short in the loop.
+        part, whole = 2 * p + (t0 == 0).to(gl.int32), t1 - t0 == segment.tiles
+        x += t1 - t0
         here = Block(segment.i, p % c.HEADS, segment.q0, segment.rows)
         mbarrier.wait(bars.stored.index(0), (count & 1) ^ 1)  # both are done with the last query's memory
         bring_query(tensors, q, hand.factors, here, scale_in, strides, which, TERMS, c)
         signal(bars.ready.index(0))
         mbarrier.arrive(bars.started.index(0), pred=count == 0)
         acc = (zero, zero, zero, zero)
-        for t in range(segment.t0, segment.t1):
+        for t in range(t0, t1):
             slot = k % STAGES
             mbarrier.wait(bars.full.index(slot), (k // STAGES) & 1)
             first = slot * c.CHUNKS + CHUNKS * which
@@ -191,10 +194,8 @@ def add_values(tensors, q, rings, bars, hand, scale_in, share, strides, which: g
             k += 1
         turn = k + count
         mbarrier.wait(given.index(turn % TURNS), (turn // TURNS) & 1)
-        part, whole = 2 * p + (segment.t0 == 0).to(gl.int32), segment.t1 - segment.t0 == segment.tiles
         note = hand.notes.index(turn % TURNS)
         store_segment(tensors, q.latents, acc, note, whole, part, here, strides, which, c)
         signal(taken.index(turn % TURNS))
         mbarrier.arrive(bars.stored.index(0))
         count += 1
-        x += segment.t1 - segment.t0
