@@ -1,4 +1,4 @@
-"""Writes the tables of docs/serving.md about vLLM on a GPU: what each cache dtype buys, and what was found right.
+"""Writes the tables and the picture of docs/serving.md about vLLM on a GPU: what a cache dtype buys, what was right.
 
     python scripts/vllm_page.py            check: exit code 1 if a table is out of date
     python scripts/vllm_page.py --write    bring them up to date
@@ -17,9 +17,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import pages
 from pages import ROOT
+from svg import Picture
 
 PAGE, RESULTS = ROOT / "docs" / "serving.md", ROOT / "benchmarks" / "results" / "h200_vllm.jsonl"
+PICTURE = ROOT / "docs" / "pictures" / "vllm_h200.svg"
 REFERENCE = ("FLASH_ATTN", "auto")
+# What the picture shows, and how its numbers are written.
+BARS = {
+    "step_ms": ("decode step, ms", "{:.2f}"),
+    "cache_tokens": ("tokens that fit", "{:,}"),
+    "serve_tokens_s": ("tokens/s, many requests", "{:,.0f}"),
+}
 ACCEPTED = {"perplexity": "", "windows": "windows and sinks", "ranks": "2 GPUs"}
 
 
@@ -48,7 +56,27 @@ def speed(lines: Iterable[dict[str, Any]]) -> str:
     where = "; ".join(f"{gpu}, PyTorch {torch}" for gpu, torch in sorted(about))
     head = ["backend", "`--kv-cache-dtype`", "prefill, tokens/s", "first token, ms", "decode step, ms",
             "tokens that fit", "tokens/s, many requests", "log-probabilities apart"]  # fmt: skip
-    return f"\n{where}\n\n{pages.table(head, rows)}\n"
+    shown = f"![A bar a cache dtype: {', '.join(what for what, _ in BARS.values())}](pictures/{PICTURE.name})"
+    return f"\n{where}\n\n{shown}\n\n{pages.table(head, rows)}\n"
+
+
+def drawn(lines: Iterable[dict[str, Any]]) -> str:
+    """A bar a backend and dtype, one chart beside the other."""
+    found = [r for r in lines if r["kind"] == "speed" and "step_ms" in r]
+    top, left, width = 66, 216, 200
+    p = Picture(860, top + 28 * len(found) + 12, "What each cache dtype buys in vLLM: a bar a dtype")
+    p.text(24, 26, "--kv-cache-dtype", bold=True, mono=True)
+    for i, r in enumerate(found):
+        y = top + 28 * i
+        p.text(24, y, r["dtype"], mono=True, size=13)
+        p.text(left - 12, y, "" if r["backend"] == "tersekv" else r["backend"], size=11, fill="soft", anchor="end")
+        for j, (what, (_, form)) in enumerate(BARS.items()):
+            x, share = left + (width + 12) * j, r[what] / max(other[what] for other in found)
+            p.rect(x, y - 10, share * (width - 70), 20, "blue" if r["backend"] == "tersekv" else "orange")
+            p.text(x + share * (width - 70) + 6, y, form.format(r[what]), size=12)
+    for j, (head, _) in enumerate(BARS.values()):
+        p.text(left + (width + 12) * j, 26, head, size=13, bold=True)
+    return p.svg()
 
 
 def ratio(r: dict[str, Any], first: dict[str, Any], of: str) -> str:
@@ -79,7 +107,8 @@ TABLES = {"vllm_speed": lambda: speed(kept()), "vllm_accepted": lambda: accepted
 
 
 def wanted() -> dict[Path, str]:
-    return {PAGE: pages.renewed(PAGE.read_text(), TABLES, TABLES)}
+    picture = {PICTURE: drawn(kept())} if any(r["kind"] == "speed" for r in kept()) else {}
+    return {PAGE: pages.renewed(PAGE.read_text(), TABLES, TABLES)} | picture
 
 
 if __name__ == "__main__":

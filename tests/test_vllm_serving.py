@@ -148,6 +148,8 @@ def test_the_table_of_what_a_cache_dtype_buys():
         "the engine began, got 1 |",
     ]
     assert "No run is kept yet." in page.speed([])
+    picture = page.drawn([SPEED, ours, failed])
+    assert "40,000" in picture and "1.90" in picture and "FLASHINFER" not in picture
 
 
 def test_the_table_of_what_was_found_right():
