@@ -98,7 +98,7 @@ def test_other_numbers_of_rows_and_requests_compile_nothing_new():
         kernel = prefill.configure(facts("prefill", call, arch=90)).launches.templates[0]
         found.add((kernel.launch.fn, kernel.arguments["c"]))
     assert len({(fn, tuple(c.items())) for fn, c in found}) == 1
-    assert {p.name for p in prefill.prefill_kernel.params if p.do_not_specialize} == {"B", "CU", "T"}
+    assert {p.name for p in prefill.prefill_kernel.params if p.do_not_specialize} == {"TABLE", "LENS", "CU", "B", "T"}
 
 
 @pytest.mark.parametrize(

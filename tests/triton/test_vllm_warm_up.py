@@ -115,7 +115,7 @@ def test_nor_after_sglangs(compiled, format):
 
 @pytest.mark.parametrize("compiled", [80, 90], indirect=True)
 @pytest.mark.parametrize("format", ["bf16", "fp8_e4m3", "nvfp4"])
-def test_numbers_of_requests_and_rows_compile_no_kernel_anew(compiled, format):
+def test_numbers_of_requests_and_rows_compile_no_kernel_anew(request, compiled, format):
     """But one for each size of batch whose lengths are summed at once (`at_once`)."""
     cache = tersekv.PagedKVCache.allocate(1, 4, PAGE, KV_HEADS, DIM, format=format)[0]
     for requests in (33, 64, 65, 144):
@@ -127,6 +127,15 @@ def test_numbers_of_requests_and_rows_compile_no_kernel_anew(compiled, format):
     splits = [kernel for kernel in compiled if "merge" not in kernel[0]]
     # Those of one row, and of two; up to 64 requests, and up to 256.
     assert (len(splits), len(compiled) - len(splits)) == (4, 2)
+    decoded = set(compiled)
+    for requests in (33, 64, 65, 144):
+        q, k, v, table, lens, starts, *_ = batch([70] * requests)
+        for after in (0, 1):  # of requests that are decoded before
+            prefill(
+                q[70 * after :], cache, table[after:], lens[after:], starts[after:] - 70 * after, k=k[70 * after :],
+                v=v[70 * after :], max_q_len=70, **OPTIONS,
+            )  # fmt: skip
+    assert len(compiled - decoded) == (2 if request.node.callspec.params["compiled"] == 80 else 1)
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8_per_token_head", "nvfp4+rotated"])

@@ -22,6 +22,7 @@ from ..ops.prefill import prefill
 # Requests with this many new rows or fewer are decoded; others, prompts and chunks of them, are prefilled.
 DECODE_ROWS = 16
 CUT = 32
+BLOCK = 128  # rows of a program of prefill, at most
 
 
 class Limits(NamedTuple):
@@ -75,9 +76,10 @@ def calls(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options
             ):
                 ragged: dict[str, Any] = {"cu_seqlens_q": ends(b, n), "max_q_len": most}
                 yield partial(decode, rows(n)[0], pages, **nothing(b), **ragged, **options)
-    for most in filter(lambda n: n > DECODE_ROWS, sizes(limits.rows)):
+    # Keys and values of their own: no kernel is chosen by the number of rows, nor by a request's beyond a block of them.
+    for most in (n for n in sizes(limits.rows) if n > DECODE_ROWS and (not own_rows or n <= BLOCK or n == limits.rows)):
         for b in steps:
-            for n in {most} if b == 1 else {-(-most // 16) * 16, -(-most // 16) * 16 + 1}:
+            for n in {most} if b == 1 or own_rows else {-(-most // 16) * 16, -(-most // 16) * 16 + 1}:
                 new, k, v = rows(n)
                 own: dict[str, Any] = {"k": k, "v": v} if own_rows else {}
                 for after in (0, 1, 2):

@@ -16,7 +16,6 @@ from .kernels import prefill_kernel
 from .tune import Tiles, tiles
 
 TAKES = decode.TAKES  # a block of rows is one program's, and sees all its keys in their order
-_AT_ONCE = 1024  # requests among which a block looks for its own
 _ANY_ROWS = 1 << 10  # of a request, where its blocks are not chosen by those of others
 
 
@@ -125,7 +124,7 @@ def _geometry(f: SimpleNamespace, t: Tiles) -> dict[str, Any]:
         "ROWS": t.rows,
         "TILE": t.tile,
         "ONE_PAGE": page % t.tile == 0,
-        "BLOCK_B": min(_AT_ONCE, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
+        "BLOCK_B": decode.at_once(f.seq_lens.shape[0]),
         "FAR": launch.spans_far(f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache),
     }
 

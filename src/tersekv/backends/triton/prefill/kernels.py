@@ -48,7 +48,7 @@ def range_of(begin, end, low, high, c: tl.constexpr):
     return Range(start, tl.maximum(tl.minimum(end, high), start), low, high)
 
 
-@triton.jit(do_not_specialize=["CU", "B", "T"])
+@triton.jit(do_not_specialize=["TABLE", "LENS", "CU", "B", "T"])
 def prefill_kernel(
     Q, KN, VN, K, V, KS, VS, TABLE, LENS, CU, SINKS, OUT, LSE, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
     softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
