@@ -116,7 +116,7 @@ def test_rows_behind_the_last_request_are_0():
 
 def test_blocks_find_their_requests(monkeypatch):
     """More requests than are looked at at once, in blocks that hold several tokens of a group that divides none."""
-    monkeypatch.setattr(prefill, "_AT_ONCE", 4)
+    monkeypatch.setattr(prefill.decode, "at_once", lambda requests: 4)
     lens = (3, 0, 0, 9, 20, 1, 0, 5, 2, 7, 0)
     q_lens = tuple(n - n // 3 for n in lens)
     close(make(replace(SMALL, lens=lens, q_lens=q_lens, group=3, heads=1, dim=16, format="bf16")))
