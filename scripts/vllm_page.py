@@ -19,7 +19,7 @@ import pages
 from pages import ROOT
 from svg import Picture
 
-PAGE, RESULTS = ROOT / "docs" / "serving.md", ROOT / "benchmarks" / "results" / "h200_vllm.jsonl"
+PAGE, RESULTS = ROOT / "docs" / "serving.md", ROOT / "benchmarks" / "results" / "vllm" / "h200.jsonl"
 PICTURE = ROOT / "docs" / "pictures" / "vllm_h200.svg"
 REFERENCE = ("FLASH_ATTN", "auto")
 # What the picture shows, and how its numbers are written.

@@ -25,6 +25,8 @@ def same_random_numbers() -> None:
 
 def pytest_collection_modifyitems(config, items) -> None:
     part, parts = map(int, os.environ.get("TERSEKV_SHARE", "1/1").split("/"))
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"TERSEKV_SHARE: want a part such as 2/4, got {part}/{parts}")
 
     def is_of(item) -> bool:
         # What a file of the interpreter's holds is shared in the process that it runs in; the sweep is a part already.

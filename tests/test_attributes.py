@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tersekv
 from tersekv import PagedKVCache, PagedKVLayer, PagedLatentCache, UnsupportedError, kv_bytes_per_token
@@ -218,6 +219,10 @@ def test_channel_scales_without_values_are_taken():
     assert PagedKVCache.allocate(1, 2, 4, 1, 16, format="bf16", k_channel_scale=meta, device="meta")
     with FakeTensorMode():
         assert PagedKVCache.allocate(1, 2, 4, 1, 16, format="bf16", k_channel_scale=torch.ones(1, 16))
+        cuda = torch.ones(1, 16, device="cuda")
+        assert PagedKVCache.allocate(1, 2, 4, 1, 16, format="bf16", k_channel_scale=cuda, device="cuda")
+    traced = make_fx(lambda x: PagedKVCache.allocate(1, 2, 4, 1, 16, format="bf16", k_channel_scale=x)[0].k * 1)
+    assert traced(torch.ones(1, 16))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

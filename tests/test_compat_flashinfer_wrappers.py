@@ -113,6 +113,11 @@ def test_one_request_whose_keys_lie_in_no_cache(layout):
     assert lse.shape == (5, 4)
 
 
+def decodes(indptr=(0, 3), last=(1,), **options):
+    w = fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(16, dtype=torch.uint8))
+    w.plan(i32(indptr), i32([5, 2, 7]), i32(last), 4, 2, 32, S, **options)
+
+
 BAD = {
     "layout": (
         lambda: fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1), "SHD"), ValueError, "kv_layout: want 'NHD'",
@@ -124,6 +129,15 @@ BAD = {
     "mask": (lambda: prefills(BF16, custom_mask=torch.ones(3)), UnsupportedError, "custom_mask: want None"),
     "rope": (lambda: prefills(BF16, pos_encoding_mode="ALIBI"), UnsupportedError, "pos_encoding_mode: want 'NONE'"),
     "requests": (lambda: prefills(BF16, rows=[1, 2]), ValueError, "qo_indptr: want B \\+ 1 = 4 entries, got 3"),
+    "first": (lambda: decodes(indptr=[1, 2]), ValueError, "^indptr: want numbers that begin with 0 and never fall"),
+    "falling": (lambda: decodes(indptr=[0, 2, 1], last=[1, 1]), ValueError, "^indptr: want numbers that begin with 0"),
+    "beyond": (lambda: decodes(indptr=[0, 9]), ValueError, "^indptr: want at most 3, the indices, got 9"),
+    "none": (lambda: decodes(last=[0]), ValueError, f"^last_page_len: want 1 to page_size {S}, got 0"),
+    "over": (lambda: decodes(last=[S + 1]), ValueError, f"^last_page_len: want 1 to page_size {S}, got {S + 1}"),
+    "lengths": (lambda: decodes(seq_lens=i32([100])), ValueError, f"^seq_lens: want 0 to {3 * S}, the room"),
+    "list": (lambda: decodes(seq_lens=[3]), TypeError, "^seq_lens: want Tensor"),
+    "dtype": (lambda: decodes(q_data_type="fp16"), TypeError, "^q_data_type: want a torch.dtype or its name"),
+    "rows": (lambda: prefills(BF16, rows=[-1, 2, 3]), ValueError, "^qo_indptr: want numbers that begin with 0"),
     "window": (lambda: prefills(BF16, window_left=-2), ValueError, "window_left: want -1 or more, got -2"),
 }  # fmt: skip
 
@@ -141,6 +155,8 @@ def test_a_run_is_what_was_planned():
         ((q.half(), cache), "q: want bfloat16 as planned, got float16"),
         ((q[1:], cache), "q: want 19 rows as planned, got 18"),
         ((q[:, :2], cache), "q, paged_kv_cache: want \\(4, 2\\) heads as planned, got \\(2, 2\\)"),
+        ((q[..., :16], cache), "q, paged_kv_cache: want head_dim_qk and head_dim_vo \\(32, 32\\) as planned"),
+        ((q, cache[0]), "^paged_kv_cache: want "),
         ((q, (cache[0][:, :2], cache[1][:, :2])), "paged_kv_cache: want page_size 4 as planned, got 2"),
         ((q, (cache[0].half(), cache[1].half())), "paged_kv_cache: want bfloat16 as planned, got float16"),
     ):

@@ -26,7 +26,7 @@ GPU_ROOMS = {"backends.triton": {"backends.host"}, "backends.gluon": {"backends.
 
 # Room -> the rooms that it may import. A room may always import itself. `plan` loads backends lazily, by name.
 BASE = {"counts", "formats", "errors", "env"}
-CORE = BASE | {"attributes", "calls", "cache", "layers", "checks", "plan", "recall"}
+CORE = BASE | {"attributes", "calls", "cache", "layers", "checks", "plan", "recall", "tracing"}
 VERBS = CORE | {"ops", "pages"}
 MAY_IMPORT = {
     "counts": set(),
@@ -38,14 +38,15 @@ MAY_IMPORT = {
     "cache": {"attributes", "counts", "formats", "layers"},
     "pages": {"counts", "errors", "cache", "layers"},
     "shapes": {"calls"},
-    "attributes": {"formats", "shapes"},
+    "tracing": set(),
+    "attributes": {"formats", "shapes", "tracing"},
     "checks": {"attributes", "counts", "formats", "calls", "shapes"},
     "checked": set(),
     "keys": {"calls"},
     "places": {"calls", "keys", "shapes"},
     "failures": {"errors", "keys"},
     "plan": {"attributes", "errors", "env", "calls", "checks", "checked", "failures", "keys", "places"},
-    "recall": {"env", "calls", "failures", "keys", "plan"},
+    "recall": {"env", "calls", "failures", "keys", "plan", "tracing"},
     "ops": CORE,
     "compat": VERBS,
     "testing": VERBS | {"compat"},

@@ -181,3 +181,10 @@ def test_a_block_that_ends_by_itself_is_not_interrupted():
     stop.pass_on()
     with pytest.raises(ZeroDivisionError), demo.Interruption():
         raise ZeroDivisionError
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly(tmp_path):
+    process = start("bench", "--device", "cpu", "--quick", "--ops", "append", "--cells", "64", folder=tmp_path)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 141

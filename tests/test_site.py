@@ -90,8 +90,9 @@ def test_charts_are_up_to_date():
 
 
 def test_no_picture_is_left_over():
-    page, drawings = script("scripts/performance_page.py"), script("scripts/drawings.py")
+    page, drawings, vllm = (script(f"scripts/{name}.py") for name in ("performance_page", "drawings", "vllm_page"))
     known = {path.name for path in page.pictures()} | {f"{name}.svg" for name in drawings.PICTURES}
+    known.add(vllm.PICTURE.name)
     assert {path.name for path in PICTURES.iterdir()} == known
 
 

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensor
 
 from .formats import BATCH_INVARIANCE, CHANNELS, FP8, PAIRS, ROTATION
 from .shapes import Shapes, dtype_name, require
+from .tracing import tracing
 
 HADAMARD = "hadamard"
 _SEED = 0x9E3779B9
@@ -65,7 +66,7 @@ def channel_scales(
         raise TypeError(f"{name}: want Tensor or None, got {type(scale).__name__}")
     kind = (device or torch.get_default_device()).type
     if scale.shape not in (shape, (layers, *shape)) or scale.dtype != torch.float32 or scale.device.type != kind:
-        got = f"{list(scale.shape)} {str(scale.dtype).removeprefix('torch.')} on {scale.device}"
+        got = f"{list(scale.shape)} {dtype_name(scale.dtype)} on {scale.device}"
         want = f"{list(shape)} or {[layers, *shape]} float32 on {kind}"
         raise ValueError(f"{name}: want {want}, got {got}")
     all_positive(name, scale)
@@ -75,8 +76,9 @@ def channel_scales(
 def all_positive(name: str, scale: Tensor) -> None:
     """Raise ValueError for a channel scale that rows cannot be divided by. Values are looked at here, where a cache is
     made, and not in calls; where there are none to look at, checked mode finds them."""
-    capturing = scale.is_cuda and torch.cuda.is_current_stream_capturing()
-    if capturing or scale.is_meta or isinstance(scale, FakeTensor) or torch.compiler.is_compiling():
+    if scale.is_meta or isinstance(scale, FakeTensor) or tracing():
+        return
+    if scale.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     wrong = ~((scale > 0) & scale.isfinite())
     if wrong.any():

@@ -18,12 +18,11 @@ from . import env, failures
 from .calls import CALLS
 from .keys import FIELDS, TENSORS, Seen
 from .plan import Plan
+from .tracing import tracing
 
 _KEPT = 4  # calls with the same options that are tried one after the other
 _MAX_CALLS = 16384  # a layer has its own if its scales are its own; beyond this the memory starts afresh
 _NOTHING: Mapping[str, Any] = {}
-_modes = torch._C._len_torch_dispatch_stack
-_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
 class Way(NamedTuple):
@@ -80,13 +79,6 @@ class _Known:
 
 _latest: dict[tuple, list[_Known]] = {}  # by operation and options, the latest first
 _all: dict[tuple, _Known] = {}  # by these and the tensors' shapes
-
-
-def tracing() -> bool:
-    """Whether operators are recorded, and tensors may have no memory: torch.compile, make_fx, FakeTensorMode."""
-    if torch.compiler.is_compiling():
-        return True
-    return _modes() > 0 and any(torch._C._get_dispatch_mode(m) for m in _TRACERS)
 
 
 def again(op: str, options: tuple, given: tuple[Tensor | None, ...]) -> list[Tensor] | None:

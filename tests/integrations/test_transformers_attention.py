@@ -215,6 +215,14 @@ def test_a_limit_of_pages_is_kept(ids):
     cache = TersekvCache(model.config, "bf16", page_size=8, num_pages=15)
     with pytest.raises(OutOfPagesError, match="num_pages: want more than 15 pages of 8 tokens"):
         model(ids, past_key_values=cache)
+    # As if it had not come: shorter ones may, and tokens that came before stay.
+    assert cache.get_seq_length() == 0
+    first = logits(model, ids[:, :30], cache, [30])
+    with pytest.raises(OutOfPagesError, match="num_pages: want more than 15 pages of 8 tokens"):
+        model(ids[:, 30:], past_key_values=cache)
+    assert cache.get_seq_length() == 30
+    both = torch.cat((first, logits(model, ids[:, 30:56], cache, [26])), 1)
+    assert distance(both, eager(model, ids[:, :56], "bf16", [30, 26])) < CLOSE
     cache.reset()
     assert distance(logits(model, ids[:, :56], cache, [56]), eager(model, ids[:, :56], "bf16", [56])) < CLOSE
 

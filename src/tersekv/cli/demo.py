@@ -19,7 +19,7 @@ from ..demo import text
 from ..demo.attend import RUNNERS
 from ..demo.measure import ModelResult, Settings, formats_of, measure
 from ..demo.recipe import REFERENCE, recipe, searched
-from ..demo.report import as_json, frontier_table, plot, samples, table
+from ..demo.report import as_json, frontier_table, plot, samples, smallest_within, table
 from ..demo.subject import BuiltIn, Subject
 from ..errors import UnsupportedError
 from ..formats import ALL_FORMATS
@@ -147,7 +147,9 @@ def show(
     seconds = time.perf_counter() - start
     _print(results, console)
     for result in results if search or within is not None else ():
-        console.print(frontier_table(result, within))
+        console.print(Fitted(frontier_table(result)))
+        if within is not None:
+            console.print(smallest_within(result, within))
         console.print()
     options = {
         "tokens": len(used) - 1,

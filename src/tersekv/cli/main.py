@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         start = "\n" if sys.stderr.isatty() else ""
         print(f"{start}{' '.join(filter(None, ('tersekv', wanted)))}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        return INTERRUPTED + 11  # as of a program that SIGPIPE ended
 
 
 def _run(argv: list[str], wanted: str | None) -> int:

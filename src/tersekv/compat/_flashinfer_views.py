@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..formats import BLOCK, TOKEN_HEAD, kv_format
 from ..layers import PagedKVLayer, PagedLatentLayer
-from ..recall import tracing
+from ..tracing import tracing
 from ._adapt import dtype_name, joined, renamed, tensor, whole
 
 _CACHE = {"cache": "kv_cache"}

@@ -15,7 +15,7 @@ from ..layers import PagedKVLayer
 from ..ops.decode import outputs, receivers
 from ..ops.registry import submit
 from ..ops.scales import split
-from ..recall import tracing
+from ..tracing import tracing
 from ._adapt import apart, asked, dtype_name, number, renamed, tensor, whole
 from ._flashinfer_views import halves, layer
 
@@ -23,6 +23,7 @@ Scale = float | Tensor
 _LOG2E = math.log2(math.e)
 _NAMES = {
     "cache": "paged_kv_cache",
+    "kv_cache": "paged_kv_cache",
     "k_cache": "paged_kv_cache[0]",
     "v_cache": "paged_kv_cache[1]",
     "scale_cache": "kv_cache_sf",
@@ -51,6 +52,7 @@ class _Plan(NamedTuple):
     rows: int
     max_q_len: int
     heads: tuple[int, int]
+    head_dims: tuple[int, int]
     page_size: int
     sm_scale: float | None
     window_left: int
@@ -190,8 +192,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         )  # fmt: skip
         _refuse_positions(pos_encoding_mode)
         rows = tensor("qo_indptr", qo_indptr, "B + 1").to("cpu", torch.int64)
-        pages = _pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, seq_lens)
-        counts = rows.diff()
+        pages = _pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, seq_lens, "paged_kv_")
+        counts = _counts("qo_indptr", rows)
         if len(counts) != len(pages[1]):
             raise ValueError(f"qo_indptr: want B + 1 = {len(pages[1]) + 1} entries, got {len(rows)}")
         table, lens = pages
@@ -203,7 +205,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         dtypes = _dtypes(q_data_type, kv_data_type, o_data_type)
         self._keep(_Plan(
             table.to(self.device, torch.int32), lens.to(self.device, torch.int32),
-            rows.to(self.device, torch.int32), int(rows[-1]), most, (num_qo_heads, num_kv_heads), page_size, sm_scale,
+            rows.to(self.device, torch.int32), int(rows[-1]), most, (num_qo_heads, num_kv_heads),
+            (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo), page_size, sm_scale,
             whole("window_left", window_left, -1), float(logits_soft_cap or 0.0), dtypes, alone,
         ))  # fmt: skip
 
@@ -272,7 +275,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         dtypes = _dtypes("float16" if q_data_type is None else q_data_type, kv_data_type, o_data_type)
         self._keep(_Plan(
             table.to(self.device, torch.int32), lens.to(self.device, torch.int32),
-            rows.to(self.device, torch.int32), int(rows[-1]), n, (num_qo_heads, num_kv_heads), page_size, sm_scale,
+            rows.to(self.device, torch.int32), int(rows[-1]), n, (num_qo_heads, num_kv_heads), (head_dim, head_dim),
+            page_size, sm_scale,
             whole("window_left", window_left, -1), float(logits_soft_cap or 0.0), dtypes, False,
         ))  # fmt: skip
 
@@ -311,52 +315,86 @@ def single_prefill_with_kv_cache(
     _refuse(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
     heads = 1 if kv_layout == "NHD" else 0
     (t, q_heads, d), ks = tensor("q", q, "T, Hq, D").shape, tensor("k", k, "N, H, D").shape
+    dv = tensor("v", v, "N, H, D").shape[2]
     sm_scale = None if sm_scale is None else number("sm_scale", sm_scale)
     cap = None if logits_soft_cap is None else number("logits_soft_cap", logits_soft_cap)
     make = _planned.__wrapped__ if tracing() else _planned  # a traced tensor is of its trace alone
     wrapper = make(
-        q.device, str(kv_layout), str(pos_encoding_mode), t, ks[1 - heads], (q_heads, ks[heads], d), bool(causal),
+        q.device, str(kv_layout), str(pos_encoding_mode), t, ks[1 - heads], (q_heads, ks[heads], d, dv), bool(causal),
         sm_scale, whole("window_left", window_left), cap, (q.dtype, k.dtype, o_dtype or q.dtype),
     )  # fmt: skip
     scales = (scale_q, scale_k, scale_v)
-    return wrapper.run(q, (k[None], tensor("v", v, "N, H, D")[None]), *scales, return_lse=return_lse)
+    return wrapper.run(q, (k[None], v[None]), *scales, return_lse=return_lse)
 
 
 @functools.lru_cache(maxsize=64)
 def _planned(
-    device: torch.device, layout: str, positions: str, t: int, n: int, heads: tuple[int, int, int], causal: bool,
+    device: torch.device, layout: str, positions: str, t: int, n: int, heads: tuple[int, int, int, int], causal: bool,
     sm_scale: float | None, window_left: int, softcap: float | None, kinds: tuple[torch.dtype, ...],
 ) -> BatchPrefillWithPagedKVCacheWrapper:  # fmt: skip
     """A wrapper planned for t rows of one request over n keys in one page. Kept: to plan copies to the device."""
     wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device=device), layout)
     wrapper.plan(
         torch.tensor([0, t]), torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([n]), heads[0], heads[1], heads[2],
-        max(n, 1), causal=causal, pos_encoding_mode=positions, sm_scale=sm_scale, window_left=window_left,
-        logits_soft_cap=softcap, q_data_type=kinds[0], kv_data_type=kinds[1], o_data_type=kinds[2],
+        max(n, 1), head_dim_vo=heads[3], causal=causal, pos_encoding_mode=positions, sm_scale=sm_scale,
+        window_left=window_left, logits_soft_cap=softcap, q_data_type=kinds[0], kv_data_type=kinds[1],
+        o_data_type=kinds[2],
     )  # fmt: skip
     return wrapper
 
 
 def _pages(
-    indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int, seq_lens: Tensor | None
+    indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int, seq_lens: Tensor | None, prefix: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """(page table [B, max_pages], lengths [B]) of FlashInfer's ragged pages, on the host."""
-    starts = tensor("indptr", indptr, "B + 1").to("cpu", torch.int64)
-    counts, page_size = starts.diff(), whole("page_size", page_size, 1)
-    last = tensor("last_page_len", last_page_len, "B").to("cpu", torch.int64)
+    """(page table [B, max_pages], lengths [B]) of FlashInfer's ragged pages, on the host; what they say is checked.
+
+    prefix: of the caller's names
+    """
+    starts = tensor(f"{prefix}indptr", indptr, "B + 1").to("cpu", torch.int64)
+    counts, page_size = _counts(f"{prefix}indptr", starts), whole("page_size", page_size, 1)
+    last = tensor(f"{prefix}last_page_len", last_page_len, "B").to("cpu", torch.int64)
     if len(last) != len(counts):
-        raise ValueError(f"last_page_len: want B = {len(counts)} entries as in indptr, got {len(last)}")
-    lens = torch.where(counts > 0, (counts - 1) * page_size + last, 0)
-    if seq_lens is not None:
-        lens = seq_lens.to("cpu", torch.int64).flatten()
-    ids, width = tensor("indices", indices, "pages").to("cpu", torch.int64), int(counts.max()) if len(counts) else 0
+        want = f"B = {len(counts)} entries as in {prefix}indptr"
+        raise ValueError(f"{prefix}last_page_len: want {want}, got {len(last)}")
+    ids, width = (
+        tensor(f"{prefix}indices", indices, "pages").to("cpu", torch.int64),
+        int(counts.max()) if len(counts) else 0,
+    )
+    if len(counts) and int(starts[-1]) > len(ids):
+        raise ValueError(f"{prefix}indptr: want at most {len(ids)}, the {prefix}indices, got {int(starts[-1])}")
+    if seq_lens is None:
+        wrong = (counts > 0) & ((last < 1) | (last > page_size))
+        if wrong.any():
+            raise ValueError(f"{prefix}last_page_len: want 1 to page_size {page_size}, got {int(last[wrong][0])}")
+        lens = torch.where(counts > 0, (counts - 1) * page_size + last, 0)
+    else:
+        lens = tensor("seq_lens", seq_lens).to("cpu", torch.int64).flatten()
+        if len(lens) != len(counts):
+            raise ValueError(f"seq_lens: want B = {len(counts)} entries as in {prefix}indptr, got {len(lens)}")
+        wrong = (lens < 0) | (lens > counts * page_size)
+        if wrong.any():
+            most, got = int((counts * page_size)[wrong][0]), int(lens[wrong][0])
+            raise ValueError(f"seq_lens: want 0 to {most}, the room of the request's pages, got {got}")
     place = (starts[:-1, None] + torch.arange(max(width, 1))).clamp(max=max(len(ids) - 1, 0))
     return ids[place] if len(ids) else ids.new_zeros(place.shape), lens
 
 
+def _counts(name: str, starts: Tensor) -> Tensor:
+    """Of each request, of where they start: from 0 on, never falling."""
+    counts = starts.diff()
+    if len(starts) and (int(starts[0]) != 0 or bool((counts < 0).any())):
+        raise ValueError(f"{name}: want numbers that begin with 0 and never fall, got {starts.tolist()[:8]}")
+    return counts
+
+
 def _dtypes(q: Any, kv: Any, o: Any) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     kinds = q, q if kv is None else kv, q if o is None else o
-    found = [getattr(torch, x) if isinstance(x, str) else x for x in kinds]
+    found = []
+    for name, x in zip(("q_data_type", "kv_data_type", "o_data_type"), kinds, strict=True):
+        kind = getattr(torch, x, None) if isinstance(x, str) else x
+        if not isinstance(kind, torch.dtype):
+            raise TypeError(f"{name}: want a torch.dtype or its name, such as float16, got {x!r}")
+        found.append(kind)
     return found[0], found[1], found[2]
 
 
@@ -369,6 +407,9 @@ def _as_planned(p: _Plan, q: Tensor, kv: PagedKVLayer) -> None:
         raise ValueError(f"q: want {p.rows} rows as planned, got {q.shape[0]}")
     if (q.shape[1], kv.num_kv_heads) != p.heads:
         raise ValueError(f"q, paged_kv_cache: want {p.heads} heads as planned, got {(q.shape[1], kv.num_kv_heads)}")
+    dims = q.shape[2], kv.head_dim_v
+    if dims != p.head_dims:
+        raise ValueError(f"q, paged_kv_cache: want head_dim_qk and head_dim_vo {p.head_dims} as planned, got {dims}")
     if kv.page_size != p.page_size:
         raise ValueError(f"paged_kv_cache: want page_size {p.page_size} as planned, got {kv.page_size}")
 

@@ -62,8 +62,8 @@ def frontier(result: ModelResult) -> list[Measured]:
     return found
 
 
-def frontier_table(result: ModelResult, within: float | None) -> RenderableType:
-    """The frontier, and the smallest cache within a distance of the reference."""
+def frontier_table(result: ModelResult) -> Table:
+    """The frontier, a row a cache."""
     t = Table(
         title=f"{_title(result)}: nothing else is as small and as near", title_justify="left", title_style="bold",
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False,
@@ -72,17 +72,19 @@ def frontier_table(result: ModelResult, within: float | None) -> RenderableType:
     found = [] if result.needles is None else ["needles found"]
     for head in ("bytes/token", f"KL, nats per {result.unit}", "perplexity", *found):
         t.add_column(head, justify="right", no_wrap=True)
-    best = frontier(result)
-    for m in best:
+    for m in frontier(result):
         size, _, perplexity, kl, *_ = _cells(m)
         t.add_row(m.format, size, kl, perplexity, *_found(m, result))
-    if within is None:
-        return t
-    near = next((m for m in best if m.kl is not None and m.kl <= within), None)
+    return t
+
+
+def smallest_within(result: ModelResult, within: float) -> Text:
+    """The smallest cache within a distance of the reference."""
+    near = next((m for m in frontier(result) if m.kl is not None and m.kl <= within), None)
     if near is None:
-        return Group(t, Text(f"none is within {within:g} nats per {result.unit}", style="yellow"))
+        return Text(f"none is within {within:g} nats per {result.unit}", style="yellow")
     told = f"the smallest within {within:g} nats per {result.unit}: {near.format}, {near.bytes_per_token} bytes a token"
-    return Group(t, Text(told, style="bold"))
+    return Text(told, style="bold")
 
 
 def _title(result: ModelResult) -> str:

@@ -215,6 +215,11 @@ class Book:
         """
         if start == self.columns:
             self._begin(batch, length, mask)
+            try:
+                self._steps[window] = {device: self._place(window, length, device)}
+            except OutOfPagesError:  # no layer has seen it: the forward may come again, shorter
+                self._take_back()
+                raise
         elif start + length != self.columns or len(self.counts) != batch:
             raise RuntimeError(
                 f"past_key_values: a layer is at token {start}, the cache at {self.columns}: the last forward did not "
@@ -281,6 +286,13 @@ class Book:
         self._history.append((length, real))
         self.columns += length
         self._steps = {}
+
+    def _take_back(self) -> None:
+        """Forget the forward that has just begun."""
+        self.columns -= self._history.pop()[0]
+        self.counts, self._steps = self._before, {}
+        if not self.columns:
+            self.counts, self._requests = [], {}
 
     def _real(self, mask: Tensor, batch: int, length: int) -> Tensor | None:
         """Which new columns are real, bool [B, length] on the host; None: all."""

@@ -138,7 +138,18 @@ class StaticBook:
 
     def _slots(self, table: Tensor, places: Tensor) -> Tensor:
         """Slots of the tokens at `places` [B, n]. Beyond the room there are none: indexing fails on every device."""
-        return table.gather(1, places // self.page_size).long() * self.page_size + places % self.page_size
+        pages = places // self.page_size
+        held = table.gather(1, pages) if torch.compiler.is_compiling() else self._within(table, pages)
+        return held.long() * self.page_size + places % self.page_size
+
+    def _within(self, table: Tensor, pages: Tensor) -> Tensor:
+        """table.gather(1, pages); a CPU tells at once what is beyond the room."""
+        try:
+            return table.gather(1, pages)
+        except RuntimeError as e:
+            if int(pages.max()) < table.shape[1]:
+                raise
+            raise OutOfPagesError(f"max_tokens: want room for all tokens of a request, got {self.room}") from e
 
 
 def _rows(batch: int, begin: int, end: int, length: int, device: torch.device) -> Tensor:

@@ -76,7 +76,7 @@ def calls(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options
             ):
                 ragged: dict[str, Any] = {"cu_seqlens_q": ends(b, n), "max_q_len": most}
                 yield partial(decode, rows(n)[0], pages, **nothing(b), **ragged, **options)
-    # Keys and values of their own: no kernel is chosen by the number of rows, nor by a request's beyond a block of them.
+    # With keys and values of their own no kernel is chosen by the number of rows, nor by a request's beyond a block.
     for most in (n for n in sizes(limits.rows) if n > DECODE_ROWS and (not own_rows or n <= BLOCK or n == limits.rows)):
         for b in steps:
             for n in {most} if b == 1 or own_rows else {-(-most // 16) * 16, -(-most // 16) * 16 + 1}:

@@ -17,7 +17,8 @@ from torch import Tensor
 from .. import checks
 from ..calls import CALLS
 from ..plan import dispatch, facts, forget_scratch
-from ..recall import Way, remember, tracing
+from ..recall import Way, remember
+from ..tracing import tracing
 
 _SCHEMA_NAMES = {Tensor: "Tensor", str: "str", int: "SymInt", float: "float", bool: "bool"}
 

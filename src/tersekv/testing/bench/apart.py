@@ -55,6 +55,8 @@ class Apart:
         try:
             return self._pool.submit(_call, fn, case, device, *args).result()
         except Exception:
+            for process in list((self._pool._processes or {}).values()):
+                process.kill()  # an orderly exit may wait for the device forever
             self.__exit__()
             raise
 

@@ -200,7 +200,7 @@ def columns_of(f: SimpleNamespace) -> dict[str, int]:
 
 def at_once(requests: int) -> int:
     """Requests that a kernel looks at together. Few sizes, since each is a kernel to compile."""
-    return next((n for n in (1, 16, 64, 256) if requests <= n), 1024)
+    return next((n for n in (1, 16, 64, 256, 512) if requests <= n), 1024)
 
 
 def _geometry(f: SimpleNamespace, t: Tiles, tma: bool) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def share_of(LENS, CU, B, i_share, num_shares, group, c: gl.constexpr):
 def even_share_of(LENS, CU, B, i_share, num_shares, group, c: gl.constexpr):
     """As `share_of`, but shares grow by up to 5% to hold whole segments or like parts, if these come out even.
 
-    What is not cut needs no merge, and what is cut once needs one query. With 1024 requests or more shares never grow.
+    What is not cut needs no merge, and what is cut once needs one query. With more than 512 requests shares never grow.
     """
     if c.BLOCK_B == 1024:  # perhaps more requests
         return share_of(LENS, CU, B, i_share, num_shares, group, c)
