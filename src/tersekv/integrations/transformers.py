@@ -46,9 +46,7 @@ def attention(
     Returns ([B, T, Hq, Dv], None). No gradient flows. Raises RuntimeError without a `TersekvCache`, and
     UnsupportedError for what the kernels do not compute.
     """
-    layer = handover.layer
-    within = layer is not None and layer.is_compileable
-    return (_attention if within else _outside)(module, query, key, value, attention_mask, **options)
+    return (_attention if handover.compileable else _outside)(module, query, key, value, attention_mask, **options)
 
 
 # NOTE: a compiled model leaves its graph here and in `TersekvLayer.update`, and comes back after them.

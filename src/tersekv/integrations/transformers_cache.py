@@ -31,6 +31,9 @@ class Handover(threading.local):
     """
 
     layer: TersekvLayer | None = None
+    compileable = (
+        False  # of the last layer: compiled models look at it, and PyTorch 2.10 has no guard for the layer itself
+    )
 
     def take(self) -> TersekvLayer | None:
         """The layer whose `update` came last, if nobody took it yet."""
@@ -90,7 +93,8 @@ class TersekvLayer(CacheLayerMixin):
                 f"model.set_attn_implementation({ATTENTION!r}), and reset() the cache (a model whose attention does "
                 "not go through transformers' AttentionInterface cannot run with it)"
             )
-        self.new, self.waiting, handover.layer = (key_states, value_states), True, self
+        self.new, self.waiting = (key_states, value_states), True
+        handover.layer, handover.compileable = self, self.is_compileable
         self._versions = tuple(map(_version, self.new))
         if self._cache.holds_latents(key_states, value_states):
             return key_states[:, :, -1:], value_states[:, :, -1:]
