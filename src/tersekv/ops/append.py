@@ -74,7 +74,7 @@ def rope_append(
                         (in checked mode it raises)
         interleaved:    pairs (2i, 2i + 1) instead of NeoX's (i, i + R/2)
         q_out, q_dtype: where and in what q is returned: bf16, fp16, fp32, e4m3 or e5m2; default: q's own
-        q_scale:        dequantising scale of an 8-bit q_out (q ≈ code × q_scale)
+        q_scale:        dequantising scale of an 8-bit q_out (q ≈ code × q_scale); wider ones are divided by it too
 
     RoPE and the scale are computed in fp32, with no 16-bit rounding before the cast. Raises ValueError or
     TypeError for arguments that do not fit together.

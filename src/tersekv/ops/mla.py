@@ -51,7 +51,7 @@ def mla_append(
         positions:       [T]  rows of cos_sin_cache
         interleaved:     pairs (2i, 2i + 1), DeepSeek's; False: (i, i + R/2)
         q_nope, q_pe:    [T, H, Nq], [T, H, R]; with cos_sin_cache also rotate q_pe and cast both to q_dtype
-        q_scale:         dequantising scale of an 8-bit q
+        q_scale:         dequantising scale of an 8-bit q; a wider one is divided by it too
 
     Returns (q_nope_out, q_pe_out), None where no query was given. Raises ValueError or TypeError for arguments
     that do not fit together.
