@@ -31,9 +31,8 @@ class Handover(threading.local):
     """
 
     layer: TersekvLayer | None = None
-    compileable = (
-        False  # of the last layer: compiled models look at it, and PyTorch 2.10 has no guard for the layer itself
-    )
+    # Of the last layer. Compiled models look at it: PyTorch 2.10 has no guard for the layer itself.
+    compileable = False
 
     def take(self) -> TersekvLayer | None:
         """The layer whose `update` came last, if nobody took it yet."""
