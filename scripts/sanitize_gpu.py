@@ -31,10 +31,10 @@ ROOT = Path(__file__).parent.parent
 # What racecheck reports of programs that are right, by where both accesses stand in the source. It does not know that
 # warps of `warp_specialize` begin and end by state that Triton itself keeps for them in shared memory; nor that what
 # lies in memory before a barrier is told to expect a copy is there when the copy has come (`--control`: "copying").
-# And two warpgroups may both put 0 in place of the same NaN: whoever comes second reads what it would have written.
+# And two warpgroups may both put 0 in place of the same values: whoever comes second reads what it would have written.
 _STARTS = "warp_specialize"
 _ORDERED_BY_COPIES = {"publish"}  # functions whose stores that holds for
-_WRITE_THE_SAME = "drop_nan"
+_WRITE_THE_SAME = {"drop_nan", "drop_dead"}
 _ERROR = re.compile(r"^========= (?:Error: |ERROR: )?(Invalid .*|.*[Rr]ace reported .*)$")
 _PLACE = re.compile(r" in ([\w.]+\.py):(\d+)")
 _AT = re.compile(r"\bat (?:.*\b)?(\w+)\+0x")
@@ -131,7 +131,7 @@ def _kind(lines: list[str]) -> str:
     places = [_standing(kernel, m[1], int(m[2])) for line in lines for m in _PLACE.finditer(line)]
     if places and all(p == _STARTS for p in places):
         return "warps begin and end"
-    if places and all(p == _WRITE_THE_SAME for p in places):
+    if places and _WRITE_THE_SAME.issuperset(places):
         return "both write the same"
     return "a copy's barrier orders them" if _ORDERED_BY_COPIES & set(places) else ""
 

@@ -36,14 +36,15 @@ def kept() -> list[dict[str, Any]]:
 
 
 def speed(lines: Iterable[dict[str, Any]]) -> str:
-    """A row a backend and dtype; ratios are to FLASH_ATTN's 16 bits."""
+    """A row a backend and dtype; ratios are to FLASH_ATTN's 16 bits in the same run, on the same machine."""
     found = [r for r in lines if r["kind"] == "speed"]
     if not found:
         return "\nNo run is kept yet.\n\n"
-    first = next((r for r in found if (r["backend"], r["dtype"]) == REFERENCE), {})
+    firsts = {r.get("run"): r for r in found if (r["backend"], r["dtype"]) == REFERENCE}
     rows = []
     for r in found:
-        name = [r["backend"], f"`{r['dtype']}`"]
+        first = firsts.get(r.get("run"), {})
+        name = [backend(r), f"`{r['dtype']}`"]
         if "step_ms" not in r:
             rows.append([*name, *["-"] * 5, r["reason"]])
             continue
@@ -69,7 +70,7 @@ def drawn(lines: Iterable[dict[str, Any]]) -> str:
     for i, r in enumerate(found):
         y = top + 28 * i
         p.text(24, y, r["dtype"], mono=True, size=13)
-        p.text(left - 12, y, "" if r["backend"] == "tersekv" else r["backend"], size=11, fill="soft", anchor="end")
+        p.text(left - 12, y, backend(r).removeprefix("tersekv").lstrip(", "), size=11, fill="soft", anchor="end")
         for j, (what, (_, form)) in enumerate(BARS.items()):
             x, share = left + (width + 12) * j, r[what] / max(other[what] for other in found)
             p.rect(x, y - 10, share * (width - 70), 20, "blue" if r["backend"] == "tersekv" else "orange")
@@ -77,6 +78,11 @@ def drawn(lines: Iterable[dict[str, Any]]) -> str:
     for j, (head, _) in enumerate(BARS.values()):
         p.text(left + (width + 12) * j, 26, head, size=13, bold=True)
     return p.svg()
+
+
+def backend(r: dict[str, Any]) -> str:
+    """Its name, and in which run it was, if not the first."""
+    return ", ".join(filter(None, (r["backend"], r.get("run"))))
 
 
 def ratio(r: dict[str, Any], first: dict[str, Any], of: str) -> str:
