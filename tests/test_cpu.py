@@ -6,6 +6,7 @@ import importlib.util
 import multiprocessing
 import os
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -27,6 +28,16 @@ BF = torch.bfloat16
 LEVELS = tuple(build._LEVELS)
 COMPILER = next(filter(None, map(shutil.which, build._COMPILERS)), None)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is here: the backend refuses every call")
+
+
+@pytest.fixture(params=["team", "own"])
+def threads_of(request, native):
+    """Whose threads work: those of PyTorch's OpenMP, which it has here, or the library's own."""
+    before, wanted = native.team, request.param == "team"
+    native.use_team(wanted)
+    assert native.team == wanted
+    yield request.param
+    native.use_team(before)
 
 
 @pytest.fixture
@@ -97,7 +108,7 @@ LONG = {
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
 @pytest.mark.parametrize("what", LONG)
-def test_keys_cut_into_pieces_are_joined(what, threads, native):
+def test_keys_cut_into_pieces_are_joined(what, threads, native, threads_of):
     case = kv_case("int8_per_token_head", head_dim=128, **LONG[what])
     q = torch.randn(len(case.seq_lens), 16, 128).to(BF)
     want = attention(case, q, backend="torch")
@@ -246,7 +257,7 @@ def test_the_short_way_computes_the_same(native):
         tersekv.decode(q, case.layer, *tables, return_lse=True, backend="cpu")
 
 
-def test_of_two_tokens_with_one_slot_the_last_stays_whole(native):
+def test_of_two_tokens_with_one_slot_the_last_stays_whole(native, threads_of):
     torch.set_num_threads(4)
     try:
         layer = tersekv.PagedKVCache.allocate(1, 4, 4, 8, 128, format="int8_per_token_head")[0]
@@ -267,7 +278,7 @@ def _decode_in_child(case, q, want):
     raise SystemExit(0 if torch.equal(got, want) else 1)
 
 
-def test_a_forked_process_computes_with_threads_of_its_own(native):
+def test_a_forked_process_computes_with_threads_of_its_own(native, threads_of):
     torch.set_num_threads(2)
     try:
         case, q = kv_case("bf16", [9000], head_dim=128), torch.randn(1, 16, 128).to(BF)
@@ -280,7 +291,7 @@ def test_a_forked_process_computes_with_threads_of_its_own(native):
         torch.set_num_threads(1)
 
 
-def test_a_process_forks_while_a_thread_of_it_computes(native):
+def test_a_process_forks_while_a_thread_of_it_computes(native, threads_of):
     torch.set_num_threads(2)
     case, q = kv_case("bf16", [9000], head_dim=128), torch.randn(1, 16, 128).to(BF)
     want, done = tersekv.decode(q, case.layer, case.page_table, case.seq_lens, backend="cpu"), threading.Event()
@@ -303,8 +314,42 @@ def test_a_process_forks_while_a_thread_of_it_computes(native):
         torch.set_num_threads(1)
 
 
+_COUNTS = """
+import os, torch, tersekv
+from tersekv.backends.cpu import library
+def threads(): return len(os.listdir("/proc/self/task"))
+torch.set_num_threads(4)
+torch.ones(1 << 22).sum()
+counts = [threads()]
+layer = tersekv.PagedKVCache.allocate(1, 256, 64, 8, 128, format="int8_per_token_head")[0]
+table, lens = torch.arange(256, dtype=torch.int32)[None], torch.tensor([16384], dtype=torch.int32)
+for team in (True, False):
+    library.loaded().use_team(team)
+    tersekv.decode(torch.ones(1, 32, 128), layer, table, lens, backend="cpu")
+    counts.append(threads())
+print(*counts)
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-def test_threads_that_wait_for_the_next_call_take_no_time(native):
+def test_pytorchs_threads_work_where_it_has_some(native):
+    told = subprocess.run([sys.executable, "-c", _COUNTS], capture_output=True, text=True, check=True, timeout=120)
+    before, team, own = map(int, told.stdout.split())
+    assert (team - before, own - before) == (0, 3)
+
+
+def test_without_openmp_the_library_has_threads_of_its_own(native, monkeypatch):
+    monkeypatch.setattr(torch.__config__, "parallel_info", lambda: "ATen parallel backend: native thread pool")
+    assert native.team
+    native.use_team(True)
+    assert not native.team
+    monkeypatch.undo()
+    native.use_team(True)
+    assert native.team
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_threads_that_wait_for_the_next_call_take_no_time(native, threads_of):
     case, q = kv_case("bf16", [9000], head_dim=128), torch.randn(1, 16, 128).to(BF)
     torch.set_num_threads(4)
     try:
@@ -317,7 +362,7 @@ def test_threads_that_wait_for_the_next_call_take_no_time(native):
         torch.set_num_threads(1)
 
 
-def test_threads_of_the_program_call_side_by_side(native):
+def test_threads_of_the_program_call_side_by_side(native, threads_of):
     torch.set_num_threads(2)
     case, wrong = kv_case("fp8_e4m3", [4000, 900], head_dim=128), []
     q = torch.randn(2, 16, 128).to(BF)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import CDLL, POINTER, byref, c_char_p, c_int64, c_void_p
 from functools import cache
 from operator import itemgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,10 @@ class Library:
         self.attention, self.append, self.merge = lib.tersekv_attention, lib.tersekv_append, lib.tersekv_merge
         lib.tersekv_levels.argtypes = [POINTER(c_char_p)]
         lib.tersekv_use_level.argtypes = [c_char_p]
+        lib.tersekv_use_team.argtypes = [c_void_p]
         self._lib = lib
+        self.team = False
+        self.use_team(True)
 
     def levels(self) -> list[str]:
         """The instruction sets that are compiled and run here, the best last."""
@@ -51,6 +55,28 @@ class Library:
     def use_level(self, name: str) -> None:
         if not self._lib.tersekv_use_level(name.encode()):
             raise ValueError(f"level: want one of {', '.join(self.levels())}, got {name!r}")
+
+    def use_team(self, wanted: bool) -> None:
+        """Work on the threads of PyTorch's OpenMP, if it has them, or on threads of this library. `team`: on the former.
+
+        PyTorch's spin for a while after each of its calls, unless OMP_WAIT_POLICY=passive; beside others on the same
+        cores they would take half of these.
+        """
+        parallel = _openmp() if wanted else None
+        self._lib.tersekv_use_team(parallel)
+        self.team = parallel is not None
+
+
+def _openmp() -> int | None:
+    """The address of GOMP_parallel in the runtime that PyTorch computes with; None: there is none."""
+    if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return None
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:  # it is loaded already, and is asked for what it depends on
+            return ctypes.cast(CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel, c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None
 
 
 @cache

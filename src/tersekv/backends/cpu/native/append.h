@@ -220,9 +220,9 @@ void append(const Append& c, Addresses at, int64_t threads) {
         numbers += n * c.streams[i].heads * c.tokens;
     }
     int64_t wanted = numbers / WORTH_A_THREAD + 1;
-    if (wanted < threads) threads = wanted;
-    AppendRun run = {c, at, threads, longest};
-    parallel(threads, threads, AppendRun::work, &run);
+    int64_t shares = wanted < threads ? wanted : threads;
+    AppendRun run = {c, at, shares, longest};
+    parallel(shares, shares, threads, AppendRun::work, &run);
 }
 
 }  // namespace

@@ -7,8 +7,9 @@
 namespace {
 
 // Work is counted in codes × (query rows + CONVERSION): that is what converting a code takes. Another thread is woken
-// for no less than WORTH_A_THREAD, some 50 µs; pieces of keys are not made shorter than SHORTEST.
-constexpr int64_t CONVERSION = 4, WORTH_A_THREAD = 4 << 20, SHORTEST = 4 * TILE, ITEMS_PER_THREAD = 4;
+// for no less than WORTH_A_THREAD, some 50 µs; of a team, which may well be awake, for WORTH_A_TEAM. Pieces of keys are
+// not made shorter than SHORTEST.
+constexpr int64_t CONVERSION = 4, WORTH_A_THREAD = 4 << 20, WORTH_A_TEAM = 1 << 20, SHORTEST = 4 * TILE, ITEMS_PER_THREAD = 4;
 constexpr int64_t INVARIANT = 32 * TILE;  // keys of a piece where neither other requests nor threads may count
 
 // Whether few rows of queries are attended by `few.h`: one factor at most for a row, or e2m1's.
@@ -24,7 +25,7 @@ template <class Unit>
 struct Run {
     const Attention& c;
     Addresses at;
-    int64_t threads;
+    int64_t threads, worth;  // worth: of these threads, for so little work
     Report& report;
     Request* requests;
     Item* items;
@@ -36,11 +37,11 @@ struct Run {
     size_t tile_bytes;
     bool no_memory;
 
-    Run(const Attention& call, Addresses addresses, int64_t n, Report& r) : c(call), at(addresses), threads(n), report(r) {}
+    Run(const Attention& call, Addresses addresses, int64_t n, Report& r) : c(call), at(addresses), threads(n), worth(1), report(r) {}
 
     void operator()() {
         if (!plan()) return;
-        parallel(num_items, threads, work, this);
+        parallel(num_items, worth, threads, work, this);
         if (__atomic_load_n(&no_memory, __ATOMIC_RELAXED)) report.fault = NO_MEMORY;
     }
 
@@ -87,9 +88,9 @@ private:
         item_heads = beside && c.heads * most_rows <= MOST_ROWS ? c.heads : 1;
         double total = 0;
         each_block([&](const Item& item) { total += cost(item) * (c.heads / item_heads); });
-        int64_t wanted = static_cast<int64_t>(total / WORTH_A_THREAD) + 1;
-        if (wanted < threads) threads = wanted;
-        double share = threads > 1 ? total / (threads * ITEMS_PER_THREAD) : total;
+        worth = static_cast<int64_t>(total / (has_team() ? WORTH_A_TEAM : WORTH_A_THREAD)) + 1;
+        if (worth > threads) worth = threads;
+        double share = worth > 1 ? total / (worth * ITEMS_PER_THREAD) : total;
         auto pieces = [&](const Item& item) {
             int64_t keys = item.end - item.begin, most = keys / SHORTEST;
             if (c.batch_invariant) return keys > 0 ? (keys + INVARIANT - 1) / INVARIANT : 1;

@@ -1,5 +1,6 @@
 // What Python calls. The best kernels that this machine can run are chosen once.
 #include "api.h"
+#include "pool.h"
 
 #include <string.h>
 
@@ -64,6 +65,9 @@ PUBLIC int tersekv_use_level(const char* name) {
         if (strcmp(known[i]->name, name) == 0) return kernels = known[i], 1;
     return 0;
 }
+
+// Whose threads work: those of OpenMP's GOMP_parallel, or null, the library's own.
+PUBLIC void tersekv_use_team(void* parallel) { use_team(reinterpret_cast<Team>(parallel)); }
 
 // Of the records, for Python to compare with its own.
 PUBLIC void tersekv_sizes(int64_t* sizes) { sizes[0] = sizeof(Attention), sizes[1] = sizeof(Append), sizes[2] = sizeof(Merge); }

@@ -59,9 +59,9 @@ struct MergeRun {
 void merge(const Merge& c, Addresses at, int64_t threads) {
     constexpr int64_t WORTH_A_THREAD = 1 << 15;  // numbers
     int64_t rows = c.rows * c.heads, wanted = rows * c.parts * c.columns / WORTH_A_THREAD + 1;
-    if (wanted < threads) threads = wanted;
-    MergeRun run = {c, at, (rows + threads - 1) / threads};
-    parallel(threads, threads, MergeRun::work, &run);
+    int64_t shares = wanted < threads ? wanted : threads;
+    MergeRun run = {c, at, (rows + shares - 1) / shares};
+    parallel(shares, shares, threads, MergeRun::work, &run);
 }
 
 }  // namespace

@@ -27,6 +27,7 @@ constexpr size_t STACK = 1 << 20;
 pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;  // of the workers: one call at a time uses them
 Worker* workers[MOST];
 int64_t count = 0;
+Team team = nullptr;
 
 void take(Job& job) {
     for (;;) {
@@ -35,6 +36,8 @@ void take(Job& job) {
         job.work(job.context, item);
     }
 }
+
+void take_in_team(void* job) { take(*static_cast<Job*>(job)); }
 
 void* serve(void* given) {
     Worker& self = *static_cast<Worker*>(given);
@@ -55,14 +58,17 @@ void* serve(void* given) {
 void forget() {
     pthread_mutex_init(&owner, nullptr);
     count = 0;
+    team = nullptr;
+}
+
+bool told_of_forks() {
+    static bool registered = false;  // under `owner`
+    if (!registered) registered = pthread_atfork(nullptr, nullptr, forget) == 0;
+    return registered;
 }
 
 bool hire() {
-    static bool registered = false;  // under `owner`
-    if (!registered) {
-        if (pthread_atfork(nullptr, nullptr, forget) != 0) return false;
-        registered = true;
-    }
+    if (!told_of_forks()) return false;
     Worker* w = static_cast<Worker*>(malloc(sizeof(Worker)));
     if (w == nullptr) return false;
     pthread_mutex_init(&w->mutex, nullptr);
@@ -106,9 +112,11 @@ void make_key() { pthread_key_create(&memory_key, release); }
 
 }  // namespace
 
-void parallel(int64_t items, int64_t threads, Work work, void* context) {
+void parallel(int64_t items, int64_t worth, int64_t threads, Work work, void* context) {
     Job job{work, context, items, 0, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
-    int64_t helpers = (threads < items ? threads : items) - 1;
+    int64_t helpers = (worth < items ? worth : items) - 1;
+    // All of the team, as PyTorch calls it: GNU's runtime ends threads that a smaller one leaves out.
+    if (helpers > 0 && team != nullptr) return team(take_in_team, &job, static_cast<unsigned>(threads), 0);
     if (helpers > MOST) helpers = MOST;
     // Where another thread's call has the workers, the caller does all by itself.
     if (helpers <= 0 || pthread_mutex_trylock(&owner) != 0) return take(job);
@@ -127,6 +135,14 @@ void parallel(int64_t items, int64_t threads, Work work, void* context) {
     pthread_mutex_unlock(&job.mutex);
     pthread_mutex_unlock(&owner);
 }
+
+void use_team(Team given) {
+    pthread_mutex_lock(&owner);
+    team = told_of_forks() ? given : nullptr;
+    pthread_mutex_unlock(&owner);
+}
+
+bool has_team() { return team != nullptr; }
 
 char* kept(Use use, size_t bytes) {
     pthread_once(&memory_once, make_key);

@@ -1,4 +1,4 @@
-// Threads that wait for work without spinning, and memory that a thread keeps from call to call.
+// Threads to share work among, and memory that a thread keeps from call to call.
 #pragma once
 
 #include <stddef.h>
@@ -6,8 +6,17 @@
 
 using Work = void (*)(void* context, int64_t item);
 
-// Runs work(context, 0) … work(context, items - 1) on up to `threads` threads, the caller among them.
-void parallel(int64_t items, int64_t threads, Work work, void* context);
+// Runs work(context, 0) … work(context, items - 1) on the caller alone, if one thread is worth it, else on a team of
+// `threads`, the caller among them, or on up to `worth` of this library, which wait for work without spinning.
+void parallel(int64_t items, int64_t worth, int64_t threads, Work work, void* context);
+
+// How OpenMP runs a function on a team of so many threads: GOMP_parallel of GNU's runtime, which LLVM's and Intel's have
+// too. PyTorch's threads spin for a while after its own calls: others beside them would share their cores with them.
+using Team = void (*)(void (*function)(void*), void* context, unsigned threads, unsigned flags);
+
+// Whose threads `parallel` takes from now on; null: its own. A forked child takes its own: the team stayed behind.
+void use_team(Team team);
+bool has_team();
 
 // Memory of the calling thread, aligned to 64 bytes, valid until the thread asks for the same `use` again; null: none.
 enum Use { FOR_REQUESTS, FOR_CALL, FOR_ITEM, USES };
