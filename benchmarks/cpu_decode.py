@@ -5,7 +5,7 @@
 
 Without arguments: decode with 1, 2, 4 … threads up to all cores, prefill with all of them, in three to four minutes.
 Run it alone. Where other programs use the cores too, set OMP_WAIT_POLICY=passive, or every parallel step waits for
-them.
+them. Ours and PyTorch's calls are made by the same threads, where PyTorch has OpenMP.
 
 Every case is first compared with a dense fp64 attention over dequantised rows, as it is timed and with an fp32 output;
 nothing is timed if one is wrong. GB/s are the bytes of codes and scales by the shortest time; "of read" is their share
