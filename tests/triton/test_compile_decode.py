@@ -161,3 +161,26 @@ def test_a_changing_bound_on_ragged_rows_compiles_nothing_new():
         call = call_of("fp8_e4m3", drafts=4)._replace(cu_seqlens_q=torch.empty(3, dtype=torch.int32), max_q_len=bound)
         constants.add(decode.configure(facts("decode", call, arch=90)).constants)
     assert len(constants) == 1
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dim", "scales", "nbytes"),
+    [
+        ("fp8_e4m3", 80, "apart", 16),
+        ("int4_per_token_head", 80, "apart", 8),
+        ("nvfp4", 112, "apart", 8),
+        ("int8_per_token_head", 128, "inline", 4),
+    ],
+)
+def test_rows_at_no_multiples_of_32_bytes_are_copied_in_wide_pieces(fmt, dim, scales, nbytes):
+    """Triton knows of multiples of 16 elements alone, and loads the words of others one by one, unless it is told."""
+    split, _ = compiled(make(Case("decode", fmt, "", lens=(900,) * 8, heads=8, dim=dim, page=64, scales=scales)), 80)
+    sizes = re.findall(r"cp\.async\.c\w\.shared\.global \[[^\]]*\], *\[[^\]]*\], *(\w+)", split["ptx"])
+    assert sizes
+    assert {int(n, 0) for n in sizes} == {nbytes}
+
+
+def test_block_scales_are_loaded_by_words():
+    split, _ = compiled(call_of("nvfp4"), 80)
+    assert "ld.global.b8" not in split["ptx"]
+    assert "ld.global.u8" not in split["ptx"]

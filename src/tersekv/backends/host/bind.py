@@ -6,6 +6,7 @@ one, long way or short, fills addresses into arguments that lie ready.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from operator import attrgetter, itemgetter
@@ -73,6 +74,15 @@ def strides(x: Any, **names: str) -> dict[str, int]:
     ((prefix, letters),) = names.items()
     steps = (0,) * len(letters) if x is None else x.stride
     return {prefix + letter: step for letter, step in zip(letters, steps, strict=False)}
+
+
+def step_of(x: Any, distances: tuple[int, ...], most: int) -> int:
+    """Elements that all rows at these distances lie at multiples of, at most those of 16 bytes; 1: multiples of 16, which
+    Triton sees by itself, or a tensor that begins elsewhere.
+
+    In units of it strides tell the compiler what it would not know of others: it loads pieces, not elements.
+    """
+    return math.gcd(most, *distances) if x.aligned and any(n % 16 for n in distances) else 1
 
 
 class Template:

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....formats import BATCH_INVARIANCE, BLOCK, CHANNELS, PAIRS, ROTATION, TOKEN_HEAD, KVFormat, pair_of
 from ...host import launch
-from ...host.bind import BYTES, WORDS, Bound, Described, Instead, Launches, Template, given, strides
+from ...host.bind import BYTES, WORDS, Bound, Described, Instead, Launches, Template, given, step_of, strides
 from ...host.record import Record
 from ...host.split_merge import alone, features, launches, merged_pieces, piece_tiles, reads, writes
 from ..parts.merge import merge_kernel, merge_pieces_kernel
@@ -33,6 +33,8 @@ class Codes(Record):
     BLOCK_SCALES: bool
     BYTES: bool  # e4m3 block scales come as uint8 and are converted by hand
     ASM: bool  # unpack by PTX
+    STEP: int  # words: the unit of strides, by `step_of`
+    SCALE_STEP: int  # of rows of block scales, in bytes
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Constants(Record):
     BLOCK_SCALES: bool
     BYTES: bool
     ASM: bool
+    STEP: int
+    SCALE_STEP: int
     BF16: bool  # multiply in bf16; else fp16
     TWO: bool  # the query is multiplied as the sum of two bf16 tiles
     Q_BYTES: bool  # the query is e4m3 and comes as bytes
@@ -171,8 +175,10 @@ def format_constants(f: SimpleNamespace) -> dict[str, Any]:
             BLOCK_SCALES=fmt.scale == BLOCK,
             BYTES=by_hand,
             ASM=launch.has_ptx(f) and not (fmt.code == "e4m3" and by_hand),
+            STEP=step_of(x, word_strides(x), 8),
+            SCALE_STEP=step_of(s, s.stride[:3], 16) if fmt.scale == BLOCK else 1,
         )
-        for fmt in (k, v)
+        for fmt, x, s in ((k, f.k_cache, f.k_scale_cache), (v, f.v_cache, f.v_scale_cache))
     )
     return {
         "K": k_codes,
@@ -252,10 +258,21 @@ def option_constants(f: SimpleNamespace) -> dict[str, Any]:
 
 def _strides(f: SimpleNamespace) -> dict[str, int]:
     """Of what the split pass reads; caches in words."""
-    found = strides(f.q, sq_="th") | strides(f.k_scale_cache, sks_="psh") | strides(f.v_scale_cache, svs_="psh")
-    for prefix, x in (("sk_", f.k_cache), ("sv_", f.v_cache)):
-        found |= {prefix + letter: n for letter, n in zip("psh", word_strides(x), strict=True)}
+    found = strides(f.q, sq_="th") | cache_strides(f)
     return found | {"sm_t": f.mask.stride[0] if f.mask is not None else 0}
+
+
+def cache_strides(f: SimpleNamespace) -> dict[str, int]:
+    """Of pages, slots and heads: codes in words, all in units of their side's STEP or SCALE_STEP."""
+    found, constants = {}, format_constants(f)
+    keys = constants["K"]
+    for side, x, scales, step, scale_step in (
+        ("k", f.k_cache, f.k_scale_cache, keys.STEP, keys.SCALE_STEP),
+        ("v", f.v_cache, f.v_scale_cache, constants["STEP"], constants["SCALE_STEP"]),
+    ):
+        found |= {f"s{side}_{letter}": n // step for letter, n in zip("psh", word_strides(x), strict=True)}
+        found |= {name: n // scale_step for name, n in strides(scales, **{f"s{side}s_": "psh"}).items()}
+    return found
 
 
 def run(call: Any, config: Config) -> None:

@@ -82,15 +82,18 @@ def pages_of(table, t, n, UNROLL: tl.constexpr, c: tl.constexpr):
 
 
 @triton.jit
-def rows_of(pages, t, h, s_p, s_s, s_h, c: tl.constexpr):
-    """Offsets of head h's rows of tile t. pages: int64; the rest is int32 where a page is not longer than that."""
+def rows_of(pages, t, h, s_p, s_s, s_h, STEP: tl.constexpr, c: tl.constexpr):
+    """Offsets of head h's rows of tile t, whose strides are in units of STEP elements (`Codes.STEP`).
+
+    pages: int64; the rest is int32 where a page is not longer than that
+    """
     head = h.to(tl.int64) if c.FAR else h
-    return pages * s_p + slots_of(t, c) * s_s + head * s_h
+    return (pages * s_p + slots_of(t, c) * s_s + head * s_h) * STEP
 
 
 @triton.jit
 def load_tile(X, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: tl.constexpr, PITCH: tl.constexpr,
-              HEAD_ROWS: tl.constexpr, MASKED: tl.constexpr, c: tl.constexpr):  # fmt: skip
+              HEAD_ROWS: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, c: tl.constexpr):  # fmt: skip
     """Words [TILE, BLOCK] of tile t: a tensor-descriptor load of a piece of one page, or pointers.
 
     PITCH: rows of the descriptor per page. HEAD_ROWS: rows per head (HND), or 0 where heads lie along the columns.
@@ -100,10 +103,10 @@ def load_tile(X, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: tl.
         if HEAD_ROWS > 0:
             return X.load([(pages * PITCH).to(tl.int32) + h * HEAD_ROWS + slot, 0])
         else:
-            return X.load([(pages * PITCH).to(tl.int32) + slot, (h * s_h).to(tl.int32)])
+            return X.load([(pages * PITCH).to(tl.int32) + slot, (h * s_h * STEP).to(tl.int32)])
     else:
         o_d = tl.arange(0, BLOCK)
-        p_x = X + rows_of(pages, t, h, s_p, s_s, s_h, c)[:, None] + o_d[None, :]
+        p_x = X + rows_of(pages, t, h, s_p, s_s, s_h, STEP, c)[:, None] + o_d[None, :]
         if MASKED:
             return tl.load(p_x, mask=m_n[:, None] & (o_d < SIZE)[None, :], other=0.0)
         elif BLOCK == SIZE:
@@ -116,7 +119,7 @@ def load_tile(X, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: tl.
 def load_scales(XS, pages, t, m_n, s_p, s_s, s_h, h, BLOCK: tl.constexpr, SIZE: tl.constexpr, side: tl.constexpr,
                 c: tl.constexpr):  # fmt: skip
     """Stored scales of tile t: fp32 [TILE] per token, or e4m3 [TILE, blocks]; a block of 16 values is four words."""
-    p_row = XS + rows_of(pages, t, h, s_p, s_s, s_h, c)
+    p_row = XS + rows_of(pages, t, h, s_p, s_s, s_h, side.SCALE_STEP, c)
     if side.TOKEN_SCALES:
         return tl.load(p_row, mask=m_n, other=0.0)
     else:
@@ -167,7 +170,8 @@ def scores(K, ks, MASK, q, scale, softcap, page, t, n, rows, r0, q0, h, sk_p, sk
     KEYS: tl.constexpr = c.K
     PARTS: tl.constexpr = KEYS.PARTS
     m_n = t * c.TILE + tl.arange(0, c.TILE) < n
-    k = load_tile(K, page, t, m_n, sk_p, sk_s, sk_h, h, c.BLOCK_D, c.WORDS_K, c.K_PITCH, c.K_HEAD_ROWS, MASKED, c)
+    k = load_tile(K, page, t, m_n, sk_p, sk_s, sk_h, h, c.BLOCK_D, c.WORDS_K, c.K_PITCH, c.K_HEAD_ROWS, KEYS.STEP,
+                  MASKED, c)  # fmt: skip
     k = unpack(k, KEYS)
     if KEYS.BLOCK_SCALES:
         factor = block_scales(ks[J], c.TILE, c.BLOCK_D // 4, 4, KEYS)
@@ -200,7 +204,7 @@ def values_of(V, pages, t, n, h, sv_p, sv_s, sv_h, UNROLL: tl.constexpr, MASKED:
     for j in tl.static_range(UNROLL):
         m_n = (t + j) * c.TILE + tl.arange(0, c.TILE) < n
         v = v + (load_tile(V, pages[j], t + j, m_n, sv_p, sv_s, sv_h, h, c.BLOCK_DV, c.WORDS_V, c.V_PITCH,
-                           c.V_HEAD_ROWS, MASKED, c),)  # fmt: skip
+                           c.V_HEAD_ROWS, c.STEP, MASKED, c),)  # fmt: skip
     return v
 
 

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....formats import BATCH_INVARIANCE, GROUP, LATENT_GROUP, KVFormat, latent_format
 from ...host import launch
-from ...host.bind import BYTES, WORDS, Bound, Described, Instead, Launches, Template, given, strides
+from ...host.bind import BYTES, WORDS, Bound, Described, Instead, Launches, Template, given, step_of, strides
 from ...host.record import Record
 from ...host.split_merge import alone, features, launches, merged_pieces, piece_tiles, reads, writes
 from ..parts.merge import merge_kernel, merge_pieces_kernel
@@ -75,6 +75,8 @@ class Constants(Record):
     V_FACTOR: float = 1.0
     PIECE: int = 0  # least tiles of a piece, where requests are cut by their own lengths; 0: equal shares
     FAR: bool = False  # a page is longer than int32 counts
+    C_STEP: int = 1  # words: the unit of the latent rows' strides, by `step_of`
+    P_STEP: int = 1  # of the rotary parts'
     WHOLE: bool = False  # of the Gluon kernels: a program has a segment, and nothing is cut
 
 
@@ -198,6 +200,8 @@ def _geometry(f: SimpleNamespace, fmt: KVFormat, t: Tiles, blocks: int, tma: boo
         "MERGE_COLUMNS": parts * block_dv,
         "PIECE": piece_tiles(f, t.tile),
         "FAR": launch.spans_far(f.ckv, f.kpe, f.ckv_scale_cache),
+        "C_STEP": step_of(f.ckv, _word_strides(f.ckv), 8),
+        "P_STEP": step_of(f.kpe, _word_strides(f.kpe), 8),
     }
 
 
@@ -206,10 +210,12 @@ def _features(f: SimpleNamespace) -> dict[str, Any]:
 
 
 def _strides(f: SimpleNamespace) -> dict[str, int]:
-    """Of caches, in words, and of their stored scales."""
+    """Of caches, in words and units of C_STEP and P_STEP, and of their stored scales."""
     found = strides(f.ckv_scale_cache, ss_="ps")
     for prefix, x in (("sc_", f.ckv), ("sp_", f.kpe)):
-        found |= {prefix + letter: n for letter, n in zip("ps", _word_strides(x), strict=True)}
+        distances = _word_strides(x)
+        step = step_of(x, distances, 8)
+        found |= {prefix + letter: n // step for letter, n in zip("ps", distances, strict=True)}
     return found
 
 

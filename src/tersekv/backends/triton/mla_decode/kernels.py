@@ -33,11 +33,14 @@ MIN_SCALE = tl.constexpr(1e-30)  # of a token's values: its reciprocal is finite
 
 
 @triton.jit
-def load_words(X, page, t, n, s_p, s_s, FIRST: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
-               MASKED: tl.constexpr, c: tl.constexpr):  # fmt: skip
-    """Words [TILE, BLOCK] from word FIRST on of tile t's rows, of SIZE words, by pointers; 0 where there are none."""
+def load_words(X, page, t, n, s_p, s_s, STEP: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+               SIZE: tl.constexpr, MASKED: tl.constexpr, c: tl.constexpr):  # fmt: skip
+    """Words [TILE, BLOCK] from word FIRST on of tile t's rows, of SIZE words, by pointers; 0 where there are none.
+
+    Strides are in units of STEP words.
+    """
     o_w = FIRST + tl.arange(0, BLOCK)
-    p_x = X + (page * s_p + slots_of(t, c) * s_s)[:, None] + o_w[None, :]
+    p_x = X + ((page * s_p + slots_of(t, c) * s_s) * STEP)[:, None] + o_w[None, :]
     if MASKED:
         m_n = t * c.TILE + tl.arange(0, c.TILE) < n
         return tl.load(p_x, mask=m_n[:, None] & (o_w < SIZE)[None, :], other=0)
@@ -56,7 +59,7 @@ def load_chunk(CKV, BOX_C, page, t, n, sc_p, sc_s, I: tl.constexpr, MASKED: tl.c
     if c.TMA:
         return BOX_C.load([(page * c.C_PITCH).to(tl.int32) + (t % (c.PAGE // c.TILE)) * c.TILE, I * c.CHUNK])
     else:
-        return load_words(CKV, page, t, n, sc_p, sc_s, I * c.CHUNK, c.CHUNK, c.WORDS_V, MASKED, c)
+        return load_words(CKV, page, t, n, sc_p, sc_s, c.C_STEP, I * c.CHUNK, c.CHUNK, c.WORDS_V, MASKED, c)
 
 
 @triton.jit
@@ -65,7 +68,7 @@ def load_rotary(KPE, BOX_P, page, t, n, sp_p, sp_s, MASKED: tl.constexpr, c: tl.
     if c.TMA:
         return BOX_P.load([(page * c.P_PITCH).to(tl.int32) + (t % (c.PAGE // c.TILE)) * c.TILE, 0])
     else:
-        return load_words(KPE, page, t, n, sp_p, sp_s, 0, c.BLOCK_R, c.WORDS_R, MASKED, c)
+        return load_words(KPE, page, t, n, sp_p, sp_s, c.P_STEP, 0, c.BLOCK_R, c.WORDS_R, MASKED, c)
 
 
 @triton.jit
@@ -74,8 +77,8 @@ def load_row(CKV, KPE, page, t, n, sc_p, sc_s, sp_p, sp_s, c: tl.constexpr):
     CHUNKS: tl.constexpr = c.CHUNKS
     words = ()
     for i in tl.static_range(CHUNKS):
-        words = words + (load_words(CKV, page, t, n, sc_p, sc_s, i * c.CHUNK, c.CHUNK, c.WORDS_V, True, c),)
-    return words, load_words(KPE, page, t, n, sp_p, sp_s, 0, c.BLOCK_R, c.WORDS_R, True, c)
+        words = words + (load_words(CKV, page, t, n, sc_p, sc_s, c.C_STEP, i * c.CHUNK, c.CHUNK, c.WORDS_V, True, c),)
+    return words, load_words(KPE, page, t, n, sp_p, sp_s, c.P_STEP, 0, c.BLOCK_R, c.WORDS_R, True, c)
 
 
 @triton.jit
@@ -215,7 +218,7 @@ def add_values(acc, old, words, probs, ratios, CKV, page, t, n, sc_p, sc_s, MASK
     for i in tl.static_range(CHUNKS):
         w = words[i]
         if MASKED:
-            w = load_words(CKV, page, t, n, sc_p, sc_s, i * c.CHUNK, c.CHUNK, c.WORDS_V, True, c)
+            w = load_words(CKV, page, t, n, sc_p, sc_s, c.C_STEP, i * c.CHUNK, c.CHUNK, c.WORDS_V, True, c)
         v = unpack(tl.trans(w), c)
         p = probs
         if c.GROUP_SCALES:

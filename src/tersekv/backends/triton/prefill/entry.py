@@ -30,6 +30,8 @@ class Constants(Record):
     BLOCK_SCALES: bool
     BYTES: bool
     ASM: bool
+    STEP: int
+    SCALE_STEP: int
     BF16: bool  # multiply in bf16; else fp16
     TWO: bool  # the query is multiplied as the sum of two bf16 tiles
     Q_BYTES: bool  # the query is e4m3 and comes as bytes
@@ -130,9 +132,12 @@ def _geometry(f: SimpleNamespace, t: Tiles) -> dict[str, Any]:
 
 
 def _strides(f: SimpleNamespace) -> dict[str, int]:
-    """Of all tensors; caches in 16-bit words."""
+    """Of all tensors; of caches see `decode.cache_strides`."""
     found = strides(f.q, sq_="th") | strides(f.k, skn_="th") | strides(f.v, svn_="th")
-    found |= strides(f.k_scale_cache, sks_="psh") | strides(f.v_scale_cache, svs_="psh")
-    for prefix, x in (("sk_", f.k_cache), ("sv_", f.v_cache)):
-        found |= {prefix + letter: n for letter, n in zip("psh", decode.word_strides(x), strict=True)}
-    return found | strides(f.out, so_="th") | strides(f.lse, sl_="th") | {"st_b": f.page_table.stride[0]}
+    return (
+        found
+        | decode.cache_strides(f)
+        | strides(f.out, so_="th")
+        | strides(f.lse, sl_="th")
+        | {"st_b": f.page_table.stride[0]}
+    )

@@ -100,21 +100,21 @@ def query(x, c: tl.constexpr):
 
 
 @triton.jit
-def offsets(rows: Rows, pages, t, h, NEW: tl.constexpr, c: tl.constexpr):
-    """Of head h's rows of tile t."""
+def offsets(rows: Rows, pages, t, h, NEW: tl.constexpr, STEP: tl.constexpr, c: tl.constexpr):
+    """Of head h's rows of tile t; strides of rows in pages are in units of STEP elements (`Codes.STEP`)."""
     if NEW:
         return (t * c.TILE + tl.arange(0, c.TILE)).to(tl.int64) * rows.slot + h.to(tl.int64) * rows.head
     else:
         head = h.to(tl.int64) if c.FAR else h
-        return pages * rows.page + slots_of(t, c) * rows.slot + head * rows.head
+        return (pages * rows.page + slots_of(t, c) * rows.slot + head * rows.head) * STEP
 
 
 @triton.jit
 def load_tile(rows: Rows, pages, t, live, h, BLOCK: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr,
-              NEW: tl.constexpr, c: tl.constexpr):  # fmt: skip
+              NEW: tl.constexpr, STEP: tl.constexpr, c: tl.constexpr):  # fmt: skip
     """Words [TILE, BLOCK] of tile t; 0 for keys that are not live, which only a masked tile has."""
     o_d = tl.arange(0, BLOCK)
-    p_x = rows.x + offsets(rows, pages, t, h, NEW, c)[:, None] + o_d[None, :]
+    p_x = rows.x + offsets(rows, pages, t, h, NEW, STEP, c)[:, None] + o_d[None, :]
     if MASKED:
         return tl.load(p_x, mask=live[:, None] & (o_d < SIZE)[None, :], other=0.0)
     elif BLOCK == SIZE:
@@ -130,13 +130,13 @@ def load_scales(side: Side, pages, t, live, h, BLOCK: tl.constexpr, SIZE: tl.con
     if NEW:
         return ()
     elif codes.TOKEN_SCALES:
-        p_row = side.scales.x + offsets(side.scales, pages, t, h, NEW, c)
+        p_row = side.scales.x + offsets(side.scales, pages, t, h, NEW, codes.SCALE_STEP, c)
         if MASKED:
             return (tl.load(p_row, mask=live, other=1.0),)
         else:
             return (tl.load(p_row),)
     elif codes.BLOCK_SCALES:
-        return (load_tile(side.scales, pages, t, live, h, BLOCK // 4, SIZE // 4, MASKED, NEW, c),)
+        return (load_tile(side.scales, pages, t, live, h, BLOCK // 4, SIZE // 4, MASKED, NEW, codes.SCALE_STEP, c),)
     else:
         return ()
 
@@ -195,7 +195,7 @@ def take_tile(q, state, K: Side, V: Side, pages, t, span: Range, o_row, h, scale
     live = (o_n >= span.start) & (o_n < span.stop)
     ks = load_scales(K, pages, t, live, h, c.BLOCK_D, c.WORDS_K, MASKED, NEW, KEYS, c)
     vs = load_scales(V, pages, t, live, h, c.BLOCK_DV, c.WORDS_V, MASKED, NEW, c, c)
-    words = load_tile(K.codes, pages, t, live, h, WIDE_K * c.BLOCK_D, WIDE_K * c.WORDS_K, MASKED, NEW, c)
+    words = load_tile(K.codes, pages, t, live, h, WIDE_K * c.BLOCK_D, WIDE_K * c.WORDS_K, MASKED, NEW, KEYS.STEP, c)
     s = scores(q, numbers(words, ks, c.BLOCK_D, NEW, KEYS), scale, ks, softcap, NEW, c)
     if c.TOKEN_SCALES and not NEW:
         # The value's scale joins the exponent, so that the probabilities that meet the codes lie in (0, 1].
@@ -216,7 +216,7 @@ def take_tile(q, state, K: Side, V: Side, pages, t, span: Range, o_row, h, scale
         l = l * old + tl.sum(p * (1.0 / v_scales)[None, :], 1)
     else:
         l = l * old + tl.sum(p, 1)
-    words = load_tile(V.codes, pages, t, live, h, WIDE_V * c.BLOCK_DV, WIDE_V * c.WORDS_V, MASKED, NEW, c)
+    words = load_tile(V.codes, pages, t, live, h, WIDE_V * c.BLOCK_DV, WIDE_V * c.WORDS_V, MASKED, NEW, c.STEP, c)
     values = numbers(words, vs, c.BLOCK_DV, NEW, c)
     out = ()
     for j in tl.static_range(PARTS):
