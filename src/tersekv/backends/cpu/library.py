@@ -57,7 +57,7 @@ class Library:
             raise ValueError(f"level: want one of {', '.join(self.levels())}, got {name!r}")
 
     def use_team(self, wanted: bool) -> None:
-        """Work on the threads of PyTorch's OpenMP, if it has them, or on threads of this library. `team`: on the former.
+        """Work on the threads of PyTorch's OpenMP, if it has them, or on threads of this library; `team` tells.
 
         PyTorch's spin for a while after each of its calls, unless OMP_WAIT_POLICY=passive; beside others on the same
         cores they would take half of these.

@@ -77,8 +77,8 @@ def strides(x: Any, **names: str) -> dict[str, int]:
 
 
 def step_of(x: Any, distances: tuple[int, ...], most: int) -> int:
-    """Elements that all rows at these distances lie at multiples of, at most those of 16 bytes; 1: multiples of 16, which
-    Triton sees by itself, or a tensor that begins elsewhere.
+    """Elements that all rows at these distances lie at multiples of, at most those of 16 bytes; 1: multiples of 16,
+    which Triton sees by itself, or a tensor that begins elsewhere.
 
     In units of it strides tell the compiler what it would not know of others: it loads pieces, not elements.
     """

@@ -264,7 +264,8 @@ def _strides(f: SimpleNamespace) -> dict[str, int]:
 
 def cache_strides(f: SimpleNamespace) -> dict[str, int]:
     """Of pages, slots and heads: codes in words, all in units of their side's STEP or SCALE_STEP."""
-    found, constants = {}, format_constants(f)
+    found: dict[str, int] = {}
+    constants = format_constants(f)
     keys = constants["K"]
     for side, x, scales, step, scale_step in (
         ("k", f.k_cache, f.k_scale_cache, keys.STEP, keys.SCALE_STEP),
