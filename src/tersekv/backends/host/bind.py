@@ -6,9 +6,8 @@ one, long way or short, fills addresses into arguments that lie ready.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from math import gcd, prod
 from operator import attrgetter, itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -82,7 +81,7 @@ def step_of(x: Any, distances: tuple[int, ...], most: int) -> int:
 
     In units of it strides tell the compiler what it would not know of others: it loads pieces, not elements.
     """
-    return math.gcd(most, *distances) if x.aligned and any(n % 16 for n in distances) else 1
+    return gcd(most, *distances) if x.aligned and any(n % 16 for n in distances) else 1
 
 
 class Template:
