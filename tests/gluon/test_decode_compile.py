@@ -376,6 +376,48 @@ def test_bounds_on_ragged_rows_share_their_kernels():
     assert shapes[0] == shapes[1] == shapes[2]
 
 
+@pytest.mark.parametrize(
+    ("fmt", "options"),
+    [
+        ("fp8_e4m3", {}),
+        ("int8_per_token_head", {"page_size": 16}),
+        ("fp8_per_token_head", {"heads": 1}),
+        ("int4_per_token_head", {"heads": 1, "page_size": 16}),
+        ("nvfp4", {"heads": 2}),
+        ("int4_per_token_head", {}),
+        ("bf16", {}),
+    ],
+    ids=str,
+)
+def test_16_rows_of_wide_heads_are_dealt_to_two_warps(fmt, options):
+    """One's registers do not hold their accumulators: it spilled, and took up to twice the time."""
+    call = call_of(fmt, head_dim=256, group=16, **options)
+    split, *merge = compiled(call)
+    assert decode.configure(facts("decode", call, arch=90)).shape.RB == 2
+    assert split["n_spills"] <= since({(3, 6): 40})
+    assert all(x["n_spills"] == 0 for x in merge)
+    assert split["shared"] <= 232448
+
+
+@pytest.mark.parametrize(
+    ("fmt", "page", "requests", "pages", "tile", "joined"),
+    [
+        ("int8_per_token_head", 64, 1000, 2, 32, True),
+        ("fp8_e4m3", 64, 256, 6, 32, True),
+        ("fp8_e4m3", 64, 256, 7, 64, True),  # longer
+        ("fp8_e4m3", 64, 64, 2, 64, True),  # fewer
+        ("int8_per_token_head", 16, 136, 27, 32, True),
+        ("int8_per_token_head", 16, 100, 27, 32, False),  # pieces of segments are many
+        ("nvfp4", 64, 1000, 16, 32, False),  # a warp copies
+        ("nvfp4", 64, 100, 16, 64, False),
+    ],
+)
+def test_many_short_requests_are_little_cut(fmt, page, requests, pages, tile, joined):
+    call = call_of(fmt, page_size=page, requests=requests, max_pages=pages)
+    config = decode.configure(facts("decode", call, arch=90))
+    assert (config.constants.TILE, config.shape.JOIN_ROWS > 0) == (tile, joined)
+
+
 def of_sizes(fmt: str, d: int, dv: int, **options) -> DecodeCall:
     """A call whose values have another size than its keys."""
     call, values = call_of(fmt, head_dim=d, **options), call_of(fmt, head_dim=dv, **options)

@@ -202,10 +202,19 @@ def environment(device: str) -> dict[str, str | None]:
         "tersekv": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": _triton(),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "device": device_name(device),
     }
+
+
+def _triton() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
 
 
 def _indented(text: str) -> str:

@@ -132,7 +132,7 @@ PRESETS: dict[str, tuple[Callable[[str, str], Iterator[Shape]], tuple[str, ...]]
     "shapes": (shapes, ("fp8_e4m3",)),
     "drafts": (drafts, EIGHT_BITS),
     "uneven": (uneven, EIGHT_BITS),
-    "sizes": (sizes, (*EIGHT_BITS, "nvfp4", "bf16")),
+    "sizes": (sizes, (*EIGHT_BITS, "nvfp4", "int4_per_token_head", "bf16")),
 }
 
 

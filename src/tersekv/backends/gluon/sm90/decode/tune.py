@@ -10,6 +10,8 @@ from ....host import launch
 
 FEW_ROWS = 32  # of a KV head, to which `attend` is the faster kernel
 FEW_ROWS_OF_4_BITS = 16  # where four_bits does not take 32
+SHORT_KEYS, SHORT_KEYS_OF_4_BITS = 384, 1024  # that page tables have room for: up to here requests are short
+LITTLE_CUT = 1.5  # pieces of a segment, on average: with no more, few are cut
 MANY_KEYS = 2**17  # that page tables have room for: from here on it does
 MOST_ROWS_OF_16_BITS = 16  # to which it is faster than Triton's: 32 rows of bf16, 64 × 8K, 522 against 515 µs
 
@@ -118,9 +120,9 @@ _WIDE_ROWS = Tiles(64, 4, 2, 255, heads=1, wide=True)
 
 def tiles(f: SimpleNamespace) -> Tiles:
     fmt = kv_format(f.format)
-    t = _NARROW if f.k_cache.shape[1] % 64 else _WIDE
+    t = _NARROW if f.k_cache.shape[1] % 64 or _many_short(f, SHORT_KEYS) else _WIDE
     if four_bits(f):
-        t = _FOUR_BITS._replace(copier=heads_of(f) == 4)
+        t = _FOUR_BITS._replace(copier=heads_of(f) == 4, tile=32 if _many_short(f, SHORT_KEYS_OF_4_BITS) else 64)
     width, rows = max(tile_dims(f)), rows_at_once(f)
     if (fmt.storage.itemsize == 2 and width > 64) or (padded(f) and width > 128):
         t = t._replace(tile=32)
@@ -132,13 +134,39 @@ def tiles(f: SimpleNamespace) -> Tiles:
         t = _MANY_ROWS._replace(row_warps=rows // 16, heads=max(1, 128 // rows))
     elif t.programs_per_sm > 2 and width * rows > 1024:  # twice the accumulators
         t = t._replace(programs_per_sm=2, max_registers=255)
-    key = row_bytes(f) * heads_of(f)
-    limit, most = launch.shared_memory(f) // t.programs_per_sm - 2048 - turned_bytes(f, heads_of(f)), t.tile
+    if rows == 16 and width > 128:
+        t = _dealt_to_two_warps(t, 2 if fmt.storage.itemsize == 2 else 4, heads_of(f))
+    heads = heads_of(f, t.heads)
+    key = row_bytes(f) * heads
+    limit, most = launch.shared_memory(f) // t.programs_per_sm - 2048 - turned_bytes(f, heads), t.tile
     while t.tile > 16 and t.stages * t.tile * key > limit:
         t = t._replace(tile=t.tile // 2)
     if t.copier and t.tile < most:  # smaller tiles, as many of them as keep the memory busy
         t = t._replace(stages=max(t.stages, min(4, limit // (t.tile * key))))
     return t
+
+
+def _many_short(f: SimpleNamespace, keys: int) -> bool:
+    """So many requests, page tables having room for no more keys, that programs have some to themselves: small tiles
+    waste less of their ends, and three programs of a multiprocessor wait less than one.
+
+    1000 × 100: fp8 85.7 → 74.3 µs, int8 98.6 → 82.3 (89.8 without joining), nvfp4 75.8 → 72.1; 1000 × 300: int8
+    202 → 178, nvfp4 156 → 125. Longer ones gain nothing: 300 × 500 fp8 85.2 → 87.8.
+    """
+    groups = f.k_cache.shape[2] // heads_of(f)
+    few = f.seq_lens.shape[0] * LITTLE_CUT < launch.num_sms(f) * _NARROW.programs_per_sm // groups
+    return not few and f.page_table.shape[1] * f.k_cache.shape[1] <= keys
+
+
+def _dealt_to_two_warps(t: Tiles, most: int, heads: int) -> Tiles:
+    """Query rows of a head dealt to two warps: accumulators of 16 rows of more than 128 columns do not fit in one's
+    registers.
+
+    D 256, 16 heads over one, 4 × 254383: nvfp4 258 → 177 µs, int4 208 → 131; 4 × 200000, fp8_per_token_head: 280 →
+    125. Over eight, 64 × 2048: nvfp4 214 → 171, int4 157 → 125, fp8 189 → 170; 64 × 1024, bf16: 166 → 155.
+    """
+    t = t._replace(row_warps=2, heads=most, copier=False)
+    return t._replace(programs_per_sm=1, max_registers=255) if min(heads, most) == 4 else t
 
 
 def _wide(f: SimpleNamespace, rows: int) -> Tiles:
@@ -200,14 +228,16 @@ def joins(f: SimpleNamespace, tile: int, programs: int, shares: int, numbers: in
 
     A launch less costs the host 4 µs less; 64 × 1K 36.1 → 35.4 µs, 64 × 8K 246 → 244. Where pieces are many one program
     alone merges longer than a second launch takes, 2 µs (8 × 8K 38.3 → 40.0, 16 unequal requests 65.7 → 67.7); and
-    programs that share a multiprocessor hold each other up (nvfp4 64 × 1K 35.9 → 38.3, pages of 16 42.2 → 44.1).
+    programs that share a multiprocessor hold each other up (nvfp4 64 × 1K 35.9 → 38.3, pages of 16 42.2 → 44.1), unless
+    little is cut (int8, pages of 16: 256 × 300 56.7 → 52.5, 400 × 150 50.1 → 46.4, 136 × 424 43.4 → 41.7).
     Pieces are no more than the page table has room for: 4 × 256 6.7 → 6.7 µs, 4 × 512 6.8 → 7.8.
     """
     rows = 1 if f.cu_seqlens_q is not None else -(-query_rows(f) // rows_at_once(f))
     most = -(-f.page_table.shape[1] * f.k_cache.shape[1] // tile)
     pieces = min(shares / max(f.seq_lens.shape[0] * rows, 1), most)  # of a segment, where all are alike
     small = rows_at_once(f) <= 16 and numbers <= 4096 and pieces * numbers <= 8192
-    return small and (pieces <= 3 or most <= 4) and programs <= launch.num_sms(f)
+    alone = programs <= launch.num_sms(f)
+    return small and (pieces <= LITTLE_CUT or (alone and (pieces <= 3 or most <= 4)))
 
 
 def join_tile(rows: int, columns: int) -> tuple[int, int, int]:

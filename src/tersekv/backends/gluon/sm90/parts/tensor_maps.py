@@ -12,6 +12,7 @@ from ....host.launch import Address
 
 PLACE = 128  # bytes: a copy's destination in shared memory begins at a multiple of them
 _UNIT = 16  # bytes: what lies in memory begins at a multiple of them
+_LEAST_SWIZZLE = 32  # bytes of a row: layouts of shorter ones there are none
 _MOST = 256  # elements of a box in one dimension
 
 
@@ -36,7 +37,7 @@ def unfit(
         return f"a shape of {list(shape)}"
     if strides[-1] != 1 or not all(0 < n * itemsize < 2**40 and n * itemsize % _UNIT == 0 for n in strides[:-1]):
         return f"strides of {list(strides)}"
-    if swizzle and inner > swizzle:
+    if swizzle and (inner > swizzle or inner < _LEAST_SWIZZLE):
         inner = swizzle if inner % swizzle == 0 else 0
     widest = max(*block[:-1], inner // itemsize) if len(block) > 1 else inner // itemsize
     if inner == 0 or inner % _UNIT or widest > _MOST or any(n & (n - 1) for n in block):
