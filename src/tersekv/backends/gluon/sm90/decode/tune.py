@@ -153,8 +153,9 @@ def _many_short(f: SimpleNamespace, keys: int) -> bool:
     1000 × 100: fp8 85.7 → 74.3 µs, int8 98.6 → 82.3 (89.8 without joining), nvfp4 75.8 → 72.1; 1000 × 300: int8
     202 → 178, nvfp4 156 → 125. Longer ones gain nothing: 300 × 500 fp8 85.2 → 87.8.
     """
-    groups = f.k_cache.shape[2] // heads_of(f)
-    few = f.seq_lens.shape[0] * LITTLE_CUT < launch.num_sms(f) * _NARROW.programs_per_sm // groups
+    heads = heads_of(f)
+    programs = launch.num_sms(f) * _NARROW.programs_per_sm * (4 // heads)
+    few = f.seq_lens.shape[0] * LITTLE_CUT < programs // (f.k_cache.shape[2] // heads)
     return not few and f.page_table.shape[1] * f.k_cache.shape[1] <= keys
 
 
