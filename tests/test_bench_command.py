@@ -55,6 +55,7 @@ def test_the_command_exits_with_1_on_red(monkeypatch, capsys):
     (["--random", "3", "--preset", "shapes"], "--preset: want it without --random"),
     (["--seed", "3"], "--seed: want it beside --random"),
     (["--random", "3", "--ops", "append"], "no case fits these options on this device"),
+    (["--ops", "mla_decode", "--formats", "nvfp4"], "on this device; formats there are (mla_decode: bf16,"),
     (["--preset", "shapes", "--formats", cases.PAIRS[0]], "--preset shapes: want formats of both, got fp8_e4m3/int4"),
     (["--cells", "0x5"], "--cells: want requests x tokens such as 64x8192, new tokens such as 2048, or new"),
     (["--json", "missing/r.jsonl"], "--json missing/r.jsonl: want a file in a folder that exists"),

@@ -416,6 +416,15 @@ def test_a_text_with_nothing_to_score_exits_with_2_and_says_why(tmp_path, capsys
     assert f"want at least 2 bytes, got {size}" in capsys.readouterr().err
 
 
+def test_a_format_that_no_model_has_is_left_out_and_that_is_said(tmp_path, capsys):
+    (tmp_path / "text").write_bytes(b"abc" * 20)
+    argv = ("--formats", "fp8_ds_mla,nvfp4", "--tokens", "20", "--json", str(tmp_path / "x.json"), "--plot", "none")
+    assert main.main(("eval", "--device", "cpu", "--model", "llama", "--text", str(tmp_path / "text"), *argv)) == 0
+    out = capsys.readouterr().out
+    assert "fp8_ds_mla is left out: no model's cache has it" in out
+    assert "nvfp4 is left out" not in out
+
+
 def test_a_model_without_a_wanted_format_is_left_out_and_that_is_said(tmp_path, capsys):
     argv = ("--formats", "nvfp4", "--tokens", "20", "--json", str(tmp_path / "x.json"), "--plot", "none")
     assert main.main(("demo", "--device", "cpu", *argv)) == 0

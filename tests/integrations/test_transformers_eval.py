@@ -223,6 +223,14 @@ def test_a_device_without_room_for_the_model_is_told(folder, capsys, monkeypatch
     assert complaints(capsys)[0].endswith("want a model that fits into the device's memory; tried to allocate 2 GiB")
 
 
+def test_a_folder_that_is_not_there_is_no_name_on_the_hub(tmp_path, capsys):
+    missing, text = tmp_path / "nothere", tmp_path / "text"
+    text.write_text("a text")
+    assert main.main(("eval", "--model", str(missing), "--text", str(text), "--plot", "none")) == 2
+    [told] = complaints(capsys)
+    assert told.endswith(f"--model {missing}: want a folder, or a model's name on the hub; there is no such folder")
+
+
 def test_a_folder_without_weights_is_refused(tmp_path, capsys):
     (saved(tiny("llama", vocab_size=257), tmp_path) / "model.safetensors").unlink()
     code, _ = evaluate(tmp_path)

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         return run_shapes(args, device)
     cases = cases_of(args, cells, device)
     if not cases:
-        return complain(args, "no case fits these options on this device")
+        return complain(args, _nothing_fits(args, cells))
     libraries = usable(args.peers, device)
     where = environment(device, libraries)
     limits = Limits.of(device)
@@ -202,6 +202,13 @@ def cases_of(args: argparse.Namespace, cells: Sizes, device: torch.device) -> li
             batch_invariant=args.batch_invariant,
         )
     )  # fmt: skip
+
+
+def _nothing_fits(args: argparse.Namespace, cells: Sizes) -> str:
+    """What to ask for instead, where no case is."""
+    of_any = {op: dict.fromkeys(c.format for c in grid(cells, (op,), None)) for op in args.ops}
+    has = "; ".join(f"{op}: {', '.join(formats)}" for op, formats in of_any.items() if formats)
+    return f"no case fits these options on this device; formats there are ({has})"
 
 
 def results_of(

@@ -131,6 +131,9 @@ def show(
     console.print(f"tersekv {__version__} on {device_name(args.device)}: {what}{told}", highlight=False)
     for s in idle:
         console.print(f"{s.name} is left out: its cache has none of {', '.join(args.formats)}", highlight=False)
+    for name in args.formats or ():
+        if not any(formats_of(s, [name]) for s in subjects):
+            console.print(f"{name} is left out: no model's cache has it", highlight=False)
     begun: list[ModelResult] = []
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class HuggingFaceModel:
     def __init__(self, name: str, device: str = "cpu", dtype: str = "auto", context: int | None = None) -> None:
         self.name, self._device = name.rstrip("/").split("/")[-1], torch.device(device)
         self._path = name
+        if name.startswith((".", "/", "~")) and not Path(name).is_dir():  # no name on the hub begins so
+            raise NotAModelError("want a folder, or a model's name on the hub; there is no such folder")
         with _reading("no config of a model that can run"):
             config = AutoConfig.from_pretrained(name)
             if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
