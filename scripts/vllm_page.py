@@ -64,8 +64,8 @@ def speed(lines: Iterable[dict[str, Any]]) -> str:
 def drawn(lines: Iterable[dict[str, Any]]) -> str:
     """A bar a backend and dtype, one chart beside the other."""
     found = [r for r in lines if r["kind"] == "speed" and "step_ms" in r]
-    top, left, width = 66, 216, 200
-    p = Picture(860, top + 28 * len(found) + 12, "What each cache dtype buys in vLLM: a bar a dtype")
+    top, left, width = 66, 300, 200
+    p = Picture(944, top + 28 * len(found) + 12, "What each cache dtype buys in vLLM: a bar a dtype")
     p.text(24, 26, "--kv-cache-dtype", bold=True, mono=True)
     for i, r in enumerate(found):
         y = top + 28 * i
