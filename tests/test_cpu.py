@@ -291,6 +291,29 @@ def test_a_forked_process_computes_with_threads_of_its_own(native, threads_of):
         torch.set_num_threads(1)
 
 
+_FORKED_FIRST = """
+import os, signal, torch, tersekv
+from tersekv.backends.cpu import library
+torch.set_num_threads(2)
+layer = tersekv.PagedKVCache.allocate(1, 256, 64, 8, 128, format="int8_per_token_head")[0]
+table, lens = torch.arange(256, dtype=torch.int32)[None], torch.tensor([16384], dtype=torch.int32)
+torch.ones(1 << 22).sum()  # OpenMP's threads stay in the parent
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    tersekv.decode(torch.ones(1, 32, 128), layer, table, lens, backend="cpu")
+    library.loaded().use_team(True)
+    tersekv.decode(torch.ones(1, 32, 128), layer, table, lens, backend="cpu")
+    os._exit(library.loaded().team)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that it was forked")
+def test_a_forked_process_may_be_the_first_to_compute(native):
+    assert subprocess.run([sys.executable, "-c", _FORKED_FIRST], timeout=100).returncode == 0
+
+
 def test_a_process_forks_while_a_thread_of_it_computes(native, threads_of):
     torch.set_num_threads(2)
     case, q = kv_case("bf16", [9000], head_dim=128), torch.randn(1, 16, 128).to(BF)

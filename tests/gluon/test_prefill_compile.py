@@ -236,9 +236,9 @@ def test_refusals_say_what_was_wanted():
     assert "bfloat16 or 8-bit q" in why_not(dtype=torch.float16)
     wide = torch.empty(512 * 4096 + 4, dtype=torch.bfloat16)[4:].view(512, 32, 128)
     assert "wants q on a multiple of 16 bytes" in why_not(q=wide)
-    for fmt in ("nvfp4", "int4_per_token_head"):  # rows of 16 bytes
+    for fmt in ("nvfp4", "int4_per_token_head"):
         f = facts_of(call_of(fmt, head_dim=32))
-        assert "wants k_cache as the copy engine takes it, got boxes of" in prefill.why_not(f)
+        assert "wants k_cache as the copy engine takes it, got rows of 16 bytes" in prefill.why_not(f)
         assert prefill.why_not(facts_of(call_of(fmt, head_dim=64))) is None
 
 

@@ -109,9 +109,9 @@ def test_places_are_whole_multiples_of_128_bytes():
         ({"strides": [2**39, 1]}, "strides of"),
         ({"strides": [64, 2]}, "strides of [64, 2]"),
         ({"block": [512, 64]}, "boxes of [512, 64]"),
-        ({"block": [16, 4]}, "boxes of [16, 4]"),
+        ({"block": [16, 4]}, "rows of 8 bytes"),
         ({"block": [24, 64]}, "boxes of [24, 64]"),
-        ({"block": [64, 8]}, "boxes of [64, 8]"),  # 16 bytes, which no swizzle has
+        ({"block": [64, 8]}, "rows of 16 bytes"),
         ({"block": [1, 512], "swizzle": 0}, "boxes of [1, 512]"),
         ({"block": [1, 32], "swizzle": 64}, "boxes that lie 64 bytes apart"),
         ({"place": 192}, "boxes that lie 192 bytes apart"),

@@ -36,7 +36,39 @@ def instructions(sass: str) -> list[Instruction]:
     """Of a call, the operands are the registers that the function writes."""
     found = (_LINE.match(line) for line in sass.splitlines())
     code = [Instruction(int(m[1], 16), m[2], m[3], re.split(r",\s*", m[4]) if m[4] else []) for m in found if m]
+    code = _with_swaps(code)
     return [i._replace(operands=_written(code, int(i.operands[-1], 16))) if i.op in _CALLS else i for i in code]
+
+
+def _with_swaps(code: list[Instruction]) -> list[Instruction]:
+    """Two registers that are swapped by three exclusive ors, as one instruction of that name where the third is."""
+    out: list[Instruction | None] = [*code]
+    for n, i in enumerate(code):
+        if out[n] is None or not _is_xor(i) or (pair := {*i.operands[1:3]}) != {i.operands[0], *pair} or len(pair) != 2:
+            continue
+        touching = (m for m in range(n + 1, len(code)) if _touches(code[m], pair))
+        second, third = next(touching, n), next(touching, n)
+        if [code[m].op[0] for m in (second, third) if _is_xor(code[m]) and {*code[m].operands[1:3]} == pair] != [
+            i.op[0]
+        ] * 2:
+            continue
+        if (code[second].operands[0], code[third].operands[0]) == (*(pair - {i.operands[0]}), i.operands[0]):
+            out[n] = out[second] = None
+            out[third] = code[third]._replace(op="SWAP", operands=sorted(pair))
+    return [i for i in out if i is not None]
+
+
+def _is_xor(i: Instruction) -> bool:
+    return i.predicate is None and i.op.endswith("LOP3.LUT") and i.operands[4:5] == ["0x3c"]
+
+
+def _touches(i: Instruction, registers: set[str]) -> bool:
+    def named(operand: str) -> set[str]:
+        n = 4 if operand.startswith("gdesc") else _words(i.op)
+        found = re.findall(r"(U?R)(\d+)", operand)
+        return {f"{kind}{int(first) + k}" for kind, first in found for k in range(n)}
+
+    return any(named(o) & registers for o in i.operands)
 
 
 def _written(code: list[Instruction], start: int) -> list[str]:
@@ -164,6 +196,10 @@ def _step(i: Instruction, known: Known) -> None:
             for name in [k for k in known if k.startswith("[")]:
                 del known[name]
         _set(put, [_value(r, known) for r in _following(i.operands[1], len(put))], i.predicate, known)
+        return
+    if i.op == "SWAP":
+        a, b = i.operands
+        _set([a, b], [known.get(b), known.get(a)], None, known)
         return
     if not i.operands or not (first := _REGISTER.fullmatch(i.operands[0])):
         return

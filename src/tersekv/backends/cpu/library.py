@@ -18,6 +18,7 @@ from .records import Append, Attention, Merge, Report
 
 Bound = Callable[[list[int]], bool]  # launches for the addresses in a list; whether it did
 _RECORDS = (Attention, Append, Merge)
+_FORKNOEXEC = 0x40  # of a process's flags (linux/sched.h)
 _HOW = "python -m tersekv.backends.cpu.build"
 
 
@@ -30,7 +31,9 @@ class Library:
         self.sources = lib.tersekv_sources().decode()
         sizes = (c_int64 * len(_RECORDS))()
         lib.tersekv_sizes(sizes)
-        self.sizes = list(sizes)
+        self.is_current = self.sources == build.digest() and list(sizes) == [ctypes.sizeof(r) for r in _RECORDS]
+        if not self.is_current:
+            return  # of other sources: it may lack the rest
         for name in ("attention", "append", "merge"):
             f = getattr(lib, f"tersekv_{name}")
             f.argtypes = [c_void_p, c_void_p, c_int64, *([c_void_p] if name == "attention" else [])]
@@ -38,9 +41,8 @@ class Library:
         self.attention, self.append, self.merge = lib.tersekv_attention, lib.tersekv_append, lib.tersekv_merge
         lib.tersekv_levels.argtypes = [POINTER(c_char_p)]
         lib.tersekv_use_level.argtypes = [c_char_p]
-        lib.tersekv_use_team.argtypes = [c_void_p]
+        lib.tersekv_use_team.argtypes, lib.tersekv_has_team.restype = [c_void_p], c_int64
         self._lib = lib
-        self.team = False
         self.use_team(True)
 
     def levels(self) -> list[str]:
@@ -60,23 +62,37 @@ class Library:
         """Work on the threads of PyTorch's OpenMP, if it has them, or on threads of this library; `team` tells.
 
         PyTorch's spin for a while after each of its calls, unless OMP_WAIT_POLICY=passive; beside others on the same
-        cores they would take half of these.
+        cores they would take half of these. A forked process has the library's own: there OpenMP waits for threads
+        that stayed behind.
         """
-        parallel = _openmp() if wanted else None
-        self._lib.tersekv_use_team(parallel)
-        self.team = parallel is not None
+        self._lib.tersekv_use_team(_openmp() if wanted and not _forked() else None)
+
+    @property
+    def team(self) -> bool:
+        return bool(self._lib.tersekv_has_team())
 
 
 def _openmp() -> int | None:
     """The address of GOMP_parallel in the runtime that PyTorch computes with; None: there is none."""
     if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return None
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        try:  # it is loaded already, and is asked for what it depends on
-            return ctypes.cast(CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel, c_void_p).value
+    # What is loaded for all comes first, also for PyTorch: another runtime may stand before its own, by LD_PRELOAD.
+    # Then libtorch_cpu, which is loaded already, is asked for what it depends on.
+    for path in (None, *(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{end}") for end in ("so", "dylib"))):
+        try:
+            return ctypes.cast(CDLL(path).GOMP_parallel, c_void_p).value
         except (OSError, AttributeError):
             continue
     return None
+
+
+def _forked() -> bool:
+    """Whether this process is a fork's child that has executed no program since. Only Linux tells."""
+    try:
+        flags = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[6]
+    except OSError:
+        return False
+    return bool(int(flags) & _FORKNOEXEC)
 
 
 @cache
@@ -88,7 +104,7 @@ def loaded() -> Library | str:
         library = Library(str(build.LIBRARY))
     except (OSError, AttributeError) as e:
         return f"does not load ({e}); compile it here: {_HOW}"
-    if library.sources != build.digest() or library.sizes != [ctypes.sizeof(r) for r in _RECORDS]:
+    if not library.is_current:
         return f"was compiled from other sources; compile it anew: {_HOW}"
     return library
 

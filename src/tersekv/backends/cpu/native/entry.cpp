@@ -67,6 +67,7 @@ PUBLIC int tersekv_use_level(const char* name) {
 }
 
 // Whose threads work: those of OpenMP's GOMP_parallel, or null, the library's own.
+PUBLIC int64_t tersekv_has_team() { return has_team(); }
 PUBLIC void tersekv_use_team(void* parallel) { use_team(reinterpret_cast<Team>(parallel)); }
 
 // Of the records, for Python to compare with its own.

@@ -27,7 +27,8 @@ constexpr size_t STACK = 1 << 20;
 pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;  // of the workers: one call at a time uses them
 Worker* workers[MOST];
 int64_t count = 0;
-Team team = nullptr;
+Team team = nullptr;   // read without the lock
+bool forked = false;   // this process is a fork's child
 
 void take(Job& job) {
     for (;;) {
@@ -58,6 +59,7 @@ void* serve(void* given) {
 void forget() {
     pthread_mutex_init(&owner, nullptr);
     count = 0;
+    forked = true;
     team = nullptr;
 }
 
@@ -115,11 +117,15 @@ void make_key() { pthread_key_create(&memory_key, release); }
 void parallel(int64_t items, int64_t worth, int64_t threads, Work work, void* context) {
     Job job{work, context, items, 0, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
     int64_t helpers = (worth < items ? worth : items) - 1;
-    // All of the team, as PyTorch calls it: GNU's runtime ends threads that a smaller one leaves out.
-    if (helpers > 0 && team != nullptr) return team(take_in_team, &job, static_cast<unsigned>(threads), 0);
-    if (helpers > MOST) helpers = MOST;
-    // Where another thread's call has the workers, the caller does all by itself.
+    // Where another thread's call has the workers, the caller does all by itself: OpenMP would make it a team of its own.
     if (helpers <= 0 || pthread_mutex_trylock(&owner) != 0) return take(job);
+    if (team != nullptr) {
+        // All of the team, as PyTorch calls it: GNU's runtime ends threads that a smaller one leaves out.
+        team(take_in_team, &job, static_cast<unsigned>(threads), 0);
+        pthread_mutex_unlock(&owner);
+        return;
+    }
+    if (helpers > MOST) helpers = MOST;
     while (count < helpers && hire()) {}
     if (helpers > count) helpers = count;
     job.active = helpers;
@@ -138,11 +144,11 @@ void parallel(int64_t items, int64_t worth, int64_t threads, Work work, void* co
 
 void use_team(Team given) {
     pthread_mutex_lock(&owner);
-    team = told_of_forks() ? given : nullptr;
+    __atomic_store_n(&team, told_of_forks() && !forked ? given : nullptr, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&owner);
 }
 
-bool has_team() { return team != nullptr; }
+bool has_team() { return __atomic_load_n(&team, __ATOMIC_RELAXED) != nullptr; }
 
 char* kept(Use use, size_t bytes) {
     pthread_once(&memory_once, make_key);

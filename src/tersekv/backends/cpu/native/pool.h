@@ -6,15 +6,16 @@
 
 using Work = void (*)(void* context, int64_t item);
 
-// Runs work(context, 0) … work(context, items - 1) on the caller alone, if one thread is worth it, else on a team of
-// `threads`, the caller among them, or on up to `worth` of this library, which wait for work without spinning.
+// Runs work(context, 0) … work(context, items - 1). The caller does it alone if no more than one thread is worth it, or if
+// another call has the threads; else there help a team, all `threads` of it, or up to `worth` threads of this library,
+// which wait for work without spinning.
 void parallel(int64_t items, int64_t worth, int64_t threads, Work work, void* context);
 
 // How OpenMP runs a function on a team of so many threads: GOMP_parallel of GNU's runtime, which LLVM's and Intel's have
 // too. PyTorch's threads spin for a while after its own calls: others beside them would share their cores with them.
 using Team = void (*)(void (*function)(void*), void* context, unsigned threads, unsigned flags);
 
-// Whose threads `parallel` takes from now on; null: its own. A forked child takes its own: the team stayed behind.
+// Whose threads `parallel` takes from now on; null: its own. A forked child keeps its own: the team stayed behind.
 void use_team(Team team);
 bool has_team();
 

@@ -257,7 +257,7 @@ def option_constants(f: SimpleNamespace) -> dict[str, Any]:
 
 
 def _strides(f: SimpleNamespace) -> dict[str, int]:
-    """Of what the split pass reads; caches in words."""
+    """Of what the split pass reads; of caches as `cache_strides`."""
     found = strides(f.q, sq_="th") | cache_strides(f)
     return found | {"sm_t": f.mask.stride[0] if f.mask is not None else 0}
 

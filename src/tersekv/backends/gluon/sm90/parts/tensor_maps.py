@@ -37,7 +37,9 @@ def unfit(
         return f"a shape of {list(shape)}"
     if strides[-1] != 1 or not all(0 < n * itemsize < 2**40 and n * itemsize % _UNIT == 0 for n in strides[:-1]):
         return f"strides of {list(strides)}"
-    if swizzle and (inner > swizzle or inner < _LEAST_SWIZZLE):
+    if swizzle and inner < _LEAST_SWIZZLE:
+        return f"rows of {inner} bytes"
+    if swizzle and inner > swizzle:
         inner = swizzle if inner % swizzle == 0 else 0
     widest = max(*block[:-1], inner // itemsize) if len(block) > 1 else inner // itemsize
     if inner == 0 or inner % _UNIT or widest > _MOST or any(n & (n - 1) for n in block):
