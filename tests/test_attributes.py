@@ -269,7 +269,8 @@ def allocate(**options) -> PagedKVCache:
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: allocate(), "format: want it, or layer_formats with an entry for each layer, got neither"),
+    (lambda: allocate(), "format: want it, or layer_formats with an entry for each layer, got neither; formats are "
+     "bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_per_token_head, int8_per_token_head, nvfp4, int4_per_token_head"),
     (lambda: allocate(format="bf16", layer_formats=["bf16"] * 2),
      "format: want it, or layer_formats with an entry for each layer, got both"),
     (lambda: allocate(layer_formats=["bf16"]), "layer_formats: want 2 entries, one a layer, got ['bf16']"),

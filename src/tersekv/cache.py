@@ -16,6 +16,7 @@ from .attributes import all_positive, channel_scales
 from .counts import flag, number, positive, single, whole
 from .formats import (
     BLOCK,
+    KV_FORMATS,
     MAX_HEAD_DIM,
     MAX_HEAD_DIM_V,
     TENSOR,
@@ -411,7 +412,8 @@ def _formats_of_layers(
     """K's and V's format of each layer."""
     if (format is None) == (layer_formats is None):
         got = "neither" if format is None else "both"
-        raise ValueError(f"format: want it, or layer_formats with an entry for each layer, got {got}")
+        known = f"; formats are {', '.join(KV_FORMATS)}" if format is None else ""
+        raise ValueError(f"format: want it, or layer_formats with an entry for each layer, got {got}{known}")
     if layer_formats is None:
         entries, name = [format] * count, "format"
     else:

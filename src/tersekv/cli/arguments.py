@@ -65,7 +65,9 @@ def unusable(device: str, backend: str | None = None) -> str | None:
     if backend is None and wanted is not None and wanted not in BACKENDS:
         return f"TERSEKV_BACKEND: want one of {', '.join(BACKENDS)}, got {wanted!r}"
     try:
-        torch.ones(1, device=device).add(1).item()  # read, too: a meta device has no values
+        if torch.device(device).type == "meta":
+            return f"--device {device}: want one that holds values, cpu or cuda"
+        torch.ones(1, device=device).add(1)
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         return f"--device {device}: {str(e).splitlines()[0].split('. ')[0]}"  # a list of all its backends may follow
     return None
