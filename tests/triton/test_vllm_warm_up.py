@@ -125,8 +125,11 @@ def test_numbers_of_requests_and_rows_compile_no_kernel_anew(request, compiled, 
             q, _, _, table, lens, starts, *_ = batch([2] * (requests - 1) + [1 + more])
             decode(q, cache, table, lens, cu_seqlens_q=starts, max_q_len=2, **OPTIONS)
     splits = [kernel for kernel in compiled if "merge" not in kernel[0]]
-    # Those of one row, and of two; up to 64 requests, and up to 256.
-    assert (len(splits), len(compiled) - len(splits)) == (4, 2)
+    # Those of one row, and of two; up to 64 requests, and up to 256; on Hopper others where so few are cut that they
+    # join themselves, or come in smaller tiles.
+    hopper = request.node.callspec.params["compiled"] == 90
+    merges = 4 if hopper and format == "nvfp4" else 2  # they know the tiles
+    assert (len(splits), len(compiled) - len(splits)) == (6 if hopper else 4, merges)
     decoded = set(compiled)
     for requests in (33, 64, 65, 144):
         q, k, v, table, lens, starts, *_ = batch([70] * requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,11 +129,8 @@ def show(
     what = f"{len(used) - 1} of {len(tokens) - 1} {subjects[0].unit}s of {source}"
     told = f"; calibrated on {len(other)} others" if apart else ""
     console.print(f"tersekv {__version__} on {device_name(args.device)}: {what}{told}", highlight=False)
-    for s in idle:
-        console.print(f"{s.name} is left out: its cache has none of {', '.join(args.formats)}", highlight=False)
-    for name in args.formats or ():
-        if not any(formats_of(s, [name]) for s in subjects):
-            console.print(f"{name} is left out: no model's cache has it", highlight=False)
+    for left_out in _left_out(args.formats, subjects, idle):
+        console.print(left_out, highlight=False)
     begun: list[ModelResult] = []
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads)
@@ -181,6 +178,15 @@ def _parts(tokens: Tensor, most: int, apart: int) -> tuple[Tensor, Tensor]:
     given = len(tokens) - 1
     used = tokens[: min(most, given - given // 4 if apart else given) + 1]  # the first one is only read
     return used, tokens[len(used) :][:apart]
+
+
+def _left_out(formats: Sequence[str] | None, subjects: Sequence[Subject], idle: Sequence[Subject]) -> Iterator[str]:
+    """What is not measured of the formats that were named, and of the models."""
+    for s in idle:
+        yield f"{s.name} is left out: its cache has none of {', '.join(formats or ())}"
+    for name in formats or ():
+        if not any(formats_of(s, [name]) for s in subjects):
+            yield f"{name} is left out: no model's cache has it"
 
 
 def _searched(subjects: Sequence[Subject], formats: Sequence[str] | None) -> list[str]:
