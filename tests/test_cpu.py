@@ -361,6 +361,43 @@ def test_pytorchs_threads_work_where_it_has_some(native):
     assert (team - before, own - before) == (0, 3)
 
 
+_BEFORE = """
+#include <dlfcn.h>
+static int calls = 0;
+extern "C" void GOMP_parallel(void (*f)(void*), void* x, unsigned n, unsigned flags) {
+    ++calls;
+    ((void (*)(void (*)(void*), void*, unsigned, unsigned))dlsym(RTLD_NEXT, "GOMP_parallel"))(f, x, n, flags);
+}
+extern "C" int calls_so_far() { return calls; }
+"""
+_THROUGH = """
+import ctypes, sys, torch, tersekv
+torch.set_num_threads(2)
+told = ctypes.CDLL(sys.argv[1]).calls_so_far
+layer = tersekv.PagedKVCache.allocate(1, 256, 64, 8, 128, format="int8_per_token_head")[0]
+table, lens = torch.arange(256, dtype=torch.int32)[None], torch.tensor([16384], dtype=torch.int32)
+q = torch.ones(1, 32, 128)
+tersekv.decode(q, layer, table, lens, backend="cpu")
+before = told()
+for _ in range(3):
+    tersekv.decode(q, layer, table, lens, backend="cpu")
+print(told() - before)
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
+def test_a_runtime_that_stands_before_pytorchs_is_taken(native, tmp_path):
+    source, preloaded = tmp_path / "before.cpp", tmp_path / "before.so"
+    source.write_text(_BEFORE)
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-w", "-o", preloaded, source, "-ldl"], check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", _THROUGH, preloaded], env=os.environ | {"LD_PRELOAD": str(preloaded)},
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert int(told.stdout) >= 3
+
+
 def test_without_openmp_the_library_has_threads_of_its_own(native, monkeypatch):
     monkeypatch.setattr(torch.__config__, "parallel_info", lambda: "ATen parallel backend: native thread pool")
     assert native.team

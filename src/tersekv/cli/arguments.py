@@ -67,7 +67,7 @@ def unusable(device: str, backend: str | None = None) -> str | None:
     try:
         if torch.device(device).type == "meta":
             return f"--device {device}: want one that holds values, cpu or cuda"
-        torch.ones(1, device=device).add(1)
+        torch.ones(1, device=device).add(1).item()  # read, too: what a GPU cannot do may come to light then
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         return f"--device {device}: {str(e).splitlines()[0].split('. ')[0]}"  # a list of all its backends may follow
     return None

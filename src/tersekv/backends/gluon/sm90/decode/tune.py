@@ -150,8 +150,8 @@ def _many_short(f: SimpleNamespace, keys: int) -> bool:
     """There are so many requests that programs have some to themselves, and page tables have room for no more keys.
     Then small tiles waste less of requests' ends, and three programs of a multiprocessor wait less than one.
 
-    1000 × 100: fp8 85.7 → 74.3 µs, int8 98.6 → 82.3 (89.8 without joining), nvfp4 75.8 → 72.1; 1000 × 300: int8
-    202 → 178, nvfp4 156 → 125. Longer ones gain nothing: 300 × 500 fp8 85.2 → 87.8.
+    1000 × 100: uneven fp8 85.7 → 74.3 µs, int8 98.6 → 82.3 (89.8 without joining), nvfp4 75.8 → 72.1; 1000 × 300:
+    int8 202 → 178, nvfp4 156 → 125. Longer ones gain nothing: 300 × 500 fp8 85.2 → 87.8.
     """
     heads = heads_of(f)
     programs = launch.num_sms(f) * _NARROW.programs_per_sm * (4 // heads)
