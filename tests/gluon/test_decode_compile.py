@@ -405,15 +405,17 @@ def of_sizes(fmt: str, d: int, dv: int, **options) -> DecodeCall:
         ("int8_per_token_head", (112, 112), {"drafts": 8}),
         ("fp8_per_token_head", (80, 80), {"page_size": 16, "group": 16}),
         ("int4_per_token_head", (96, 96), {"drafts": 4}),
+        ("int4_per_token_head", (80, 80), {}),
+        ("int4_per_token_head", (112, 112), {"drafts": 4, "page_size": 16}),
     ],
 )
 def test_rows_that_are_no_power_of_two_lie_in_rows_that_are(fmt, dims, options):
-    """Copies fill the rest with zeros; no spills, and no columns of a row beyond it are loaded or stored."""
+    """Copies fill the rest (zeros or neighbours); no spills, and no columns of a row beyond it are loaded or stored."""
     call = of_sizes(fmt, *dims, **options)
     config = decode.configure(facts("decode", call, arch=90))
     for side, d in zip("KV", dims, strict=True):
         box, codes = config.boxes[side], config.shape.K.PARTS
-        assert box.shape[-1] == d // codes
+        assert box.shape[-1] == (d // codes if box.windows == 1 else box.block[-1])
         assert box.block[-1] == (128 if d < 128 else 1 << (d - 1).bit_length()) // codes
     assert dims == (config.shape.Q_COLUMNS, config.constants.DV)
     split, *merge = compiled(call)

@@ -94,6 +94,47 @@ def assert_scales_are_read_where_they_lie(side: Side, g: decode.Shape) -> None:
     assert read == [stage * stage_bytes + j * box for stage in range(g.STAGES) for j in range(per_copy)]
 
 
+@pytest.mark.parametrize(
+    ("fmt", "heads", "dims", "windows"),
+    [
+        ("fp8_e4m3", 8, (80, 80), (4, 4)),
+        ("fp8_e4m3", 6, (80, 112), (2, 2)),
+        ("int8_per_token_head", 8, (80, 112), (4, 2)),
+        ("fp8_e5m2", 4, (144, 96), (4, 1)),
+        ("fp8_e4m3", 5, (80, 80), (1, 1)),
+        ("int4_per_token_head", 8, (80, 96), (4, 2)),
+        ("int4_per_token_head", 4, (112, 176), (2, 4)),
+        ("int4_per_token_head", 12, (144, 144), (4, 4)),
+        ("bf16", 8, (80, 80), (1, 1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("page", [8, 64])
+def test_every_heads_row_lies_where_it_is_read_in_its_window(fmt, heads, dims, windows, page):
+    """The map seen with strides, all of it within the cache: in its box, a row is STEP units on from the last one's."""
+    call = call_of(fmt, heads, page, dims, "NHD", 4)
+    call = call._replace(k_cache=_random_like(call.k_cache), v_cache=_random_like(call.v_cache))
+    f = facts("decode", call, arch=90)
+    assert decode.why_not(f) is None
+    config = decode.configure(f)
+    shape = config.shape
+    for side, name, cache, n in ((shape.K, "K", call.k_cache, windows[0]), (shape.V, "V", call.v_cache, windows[1])):
+        box, units = config.boxes[name], cache.view(torch.int16).flatten(0, 1)
+        assert side.WINDOWS == n == box.windows
+        rows = torch.as_strided(units, box.shape, box.strides)  # raises beyond the cache
+        assert box.shape[-1] <= box.block[-1]
+        for h in range(heads):
+            row = rows[:, h // n, h % n] if n > 1 else rows[:, h]
+            own = row.flatten(0, 1)[:, side.STEP * (h % n) :][:, : units.shape[2]]
+            assert torch.equal(own, units[:, h])
+        aligned = all(units % 16 == 0 for units in box.strides[:-1])
+        assert n == 1 or aligned or fmt.startswith("int4"), "copies of 8 bits begin at multiples of 32 bytes"
+
+
+def _random_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.randint(256, (*x.shape[:-1], x.shape[-1] * x.element_size()), dtype=torch.uint8).view(x.dtype)
+
+
 def test_places_are_whole_multiples_of_128_bytes():
     assert [place_of(n) for n in (1, 64, 128, 129, 512)] == [128, 128, 128, 256, 512]
     assert PLACE == 128

@@ -1,4 +1,5 @@
-"""Hopper's decode with head sizes that are no powers of two: its rows in shared memory are, filled up with zeros."""
+"""Hopper's decode with head sizes that are no powers of two: its rows in shared memory are, filled up with zeros or
+with what lies beside them (`boxes._windows`)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tersekv.plan import plan
 from tersekv.testing.cases import Case
+from tersekv.testing.make import make
 from tersekv.testing.verify import PASSED, run
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="kernels for Hopper")
@@ -30,10 +33,40 @@ def test_one_row(fmt, dim, dim_v, group):
     passes(fmt, dim, dim_v, group=group)
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), [(96, 0), (192, 0), (192, 128), (224, 96)])
-def test_four_bit_integers(dim, dim_v):
+@pytest.mark.parametrize(("heads", "page"), [(2, 64), (4, 8), (8, 16)])
+@pytest.mark.parametrize(
+    ("dim", "dim_v"),
+    [(80, 0), (96, 0), (112, 0), (144, 0), (176, 0), (192, 0), (192, 128), (224, 96), (112, 80), (128, 80)],
+)
+def test_four_bit_integers(dim, dim_v, page, heads):
     for drafts in (1, 4):
-        passes("int4_per_token_head", dim, dim_v, drafts)
+        passes("int4_per_token_head", dim, dim_v, drafts, heads=heads, page=page)
+
+
+@pytest.mark.parametrize("heads", [3, 6])
+@pytest.mark.parametrize("dim", [80, 112])
+def test_any_number_of_heads(dim, heads):
+    passes("fp8_e4m3", dim, heads=heads, packed=True)
+
+
+@pytest.mark.parametrize("dim", [80, 112, 144])
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])
+def test_what_is_no_number_stays_in_its_head(fmt, dim):
+    """Rows are copied with some of their neighbours' columns, whose NaN must not get into the products."""
+    call = make(Case("decode", fmt, "no number", lens=LENS, heads=8, page=64, dim=dim), "cuda")
+    expected = plan("decode", call, "gluon")
+    expected.run(call, expected.config)
+    out = call.out.clone()
+    for side in (call.k_cache, call.v_cache):
+        side.view(torch.uint8)[:, :, 2::4] = 0x7F
+    call.out.fill_(7)
+    expected.run(call, expected.config)
+    there = call.seq_lens > 0
+    group = call.q.shape[1] // 8
+    ill = [h for h in range(call.q.shape[1]) if h // group % 4 == 2]
+    well = [h for h in range(call.q.shape[1]) if h // group % 4 != 2]
+    assert torch.equal(call.out[:, well], out[:, well])
+    assert call.out[there][:, ill].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -41,6 +74,8 @@ def test_four_bit_integers(dim, dim_v):
     [
         {"layout": "HND"},
         {"heads": 2},
+        {"heads": 8, "page": 8},
+        {"heads": 8, "packed": True},
         {"heads": 1, "page": 128},
         {"page": 16, "window": 40, "sinks": True},
         {"drafts": 8},

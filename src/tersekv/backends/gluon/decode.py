@@ -130,7 +130,7 @@ def why_not(f: SimpleNamespace) -> str | None:
         return "wants a 16-bit or 8-bit q, got float32"
     keys = keys_at_once(f.k_cache.shape[1])
     for name in ("k_cache", "v_cache"):
-        if code_box(getattr(f, name), 1, keys) is None:
+        if code_box(getattr(f, name), heads_of(f), keys) is None:
             return f"wants {name} with rows at equal distances that are multiples of 16 bytes"
     for x, side in ((fmt, f.k_scale_cache), (v_fmt, f.v_scale_cache)):
         if side is not None and not many_rows(f) and scale_box(side, heads_of(f), keys, x.scale == BLOCK) is None:
@@ -224,7 +224,7 @@ def _shape(
 ) -> Shape:
     """The record of constants; merge: its last fields."""
     halves = BOX // codes.block[-2]
-    copy = codes.block[-4] * codes.block[-2] * halves
+    copy = codes.block[1 if codes.pitch == 0 else 0] * codes.block[-2] * halves
     if t.wide and f.k_scale_cache is not None:
         k, v = (replace(x, SCALE_STRIDES=s.stride[:3]) for x, s in ((k, f.k_scale_cache), (v, f.v_scale_cache)))
     return Shape(

@@ -8,7 +8,7 @@ from ..parts.convert import centred_int4, key_parts, log2_and_inverse, multiplie
 from ..parts.schedule import LOG2E
 from .records import State
 from .seen import live_keys, visible
-from .tiles import as_operand, kept_part, key_factor, key_words, mma_layout, transposed, value_factor
+from .tiles import as_operand, kept_part, key_factor, key_words, mma_layout, own_words, transposed, value_factor
 
 
 @gluon.jit
@@ -60,6 +60,8 @@ def scores_of_box(codes, scales, i_box, q, scale, softcap, key, by, MASKED: gl.c
         k = scaled_e2m1(words, key_factor(scale_box(scales, i_box, False, g), c, g), False)
     else:
         K: gl.constexpr = g.K
+        if K.FOREIGN_NAN:
+            words = own_words(words, g)
         k = key_parts(words, K)
     s = gl.full([g.HB, g.BOX, c.ROWS], 0, gl.float32, MMA)
     for i in gl.static_range(gl.constexpr(g.K.PARTS)):

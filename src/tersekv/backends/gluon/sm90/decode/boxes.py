@@ -31,6 +31,9 @@ class Side(Record):
     RING: tuple[int, ...]  # boxes of a buffer in all stages, heads, keys, words; of two copies a box: see `side_of`
     BYTES: int  # of a copy
     TURN: Turn
+    WINDOWS: int = 1  # heads whose rows are copied by windows (`_windows`)
+    STEP: int = 0  # units by which a head's row begins later in its window than that of the head before
+    ROW: int = 0  # units of a row
     SCALE_RING: tuple[int, ...] = ()  # boxes, heads and keys or the other way, and words if there are several
     SCALE_BYTES: int = 0  # of a copy; 0: none are copied
     SCALE_PLACE: int = 0  # bytes from one copy to the next
@@ -45,13 +48,18 @@ class Side(Record):
         return gl.NVMMASharedLayout(self.SWIZZLE, 16, len(self.RING) - 1)
 
     @property
+    def FOREIGN_NAN(self) -> bool:
+        """A copied row may hold a neighbour's NaN."""
+        return self.WINDOWS > 1 and self.CODE in ("e4m3", "e5m2")
+
+    @property
     def SCALE_LAYOUT(self) -> gl.SwizzledSharedLayout:
         return gl.SwizzledSharedLayout(1, 1, 1, list(range(len(self.SCALE_RING) - 1))[::-1])
 
 
 class Box(NamedTuple):
     """A cache as a tensor map: shape, strides and the box of one copy in elements of `view`; rows per page, or 0 where
-    pages are a dimension of their own."""
+    pages are a dimension of their own; windows: of a group of heads (`_windows`)."""
 
     shape: list[int]
     strides: list[int]
@@ -60,6 +68,7 @@ class Box(NamedTuple):
     view: torch.dtype
     pitch: int
     rows_are_keys: bool = True
+    windows: int = 1
 
     def layout(self) -> gl.NVMMASharedLayout:
         return gl.NVMMASharedLayout(self.swizzle, 8 * self.view.itemsize, len(self.block))
@@ -104,24 +113,47 @@ def code_box(x: Any, hb: int, keys: int) -> Box | None:
     distances through all pages, as with scales in their tails. None: copies cannot reach them. 8 for 16 in copies of 8.
 
     Words are 16 bits. A copy of many keys lies in shared memory as boxes of 16 keys, whose rows are a power of two: the
-    engine fills what a shorter row has not with zeros.
+    engine fills what a shorter row has not with zeros, or brings of its neighbours (`_windows`).
     """
     pages, slots, heads, width = x.shape
     size = x.dtype.itemsize
     s_p, s_s, s_h = x.stride[:3]
     # Heads that share memory would be a tensor map with a stride of 0.
-    if not x.aligned or 0 in (s_s, s_h) or any(n * size % 16 for n in (s_p, s_s, s_h)):
+    if not x.aligned or 0 in (s_s, s_h) or any(n * size % 16 for n in (s_p, s_s)):
         return None
     words, n = width * size // 2, min(keys, BOX)
-    inner = [n * s_s * size // 2, s_h * size // 2, s_s * size // 2, 1]
-    wide = launch.next_power_of_2(words)
-    block, pitch = [keys // n, hb, n, wide], s_p // s_s
+    wide, outer, step = launch.next_power_of_2(words), [n * s_s * size // 2], s_s * size // 2
+    pitch, swizzle = s_p // s_s, min(wide * 2, 128)
     rows = (pages - 1) * pitch + slots
-    if s_p % (n * s_s) == 0 and n <= rows < 2**31:
-        box = Box([rows // n, heads, n, words], inner, block, min(wide * 2, 128), torch.int16, pitch)
-        return box.legal()
+    flat = s_p % (n * s_s) == 0 and n <= rows < 2**31
+    windows, begins = _windows(2 * words, hb) if s_h == width else (1, 0)
+    if flat and windows > 1:
+        room = words + (windows - 1) * begins
+        shape, block = [rows // n, heads // windows, windows, n, room], [keys // n, hb // windows, windows, n, wide]
+        strides = [*outer, windows * words, words - begins, step, 1]
+        return Box(shape, strides, block, swizzle, torch.int16, pitch, windows=windows).legal()
+    if s_h * size % 16:
+        return None
+    inner, block = [*outer, s_h * size // 2, step, 1], [keys // n, hb, n, wide]
+    if flat:
+        return Box([rows // n, heads, n, words], inner, block, swizzle, torch.int16, pitch).legal()
     shape, strides = [pages, slots // n, heads, n, words], [s_p * size // 2, *inner]
-    return Box(shape, strides, [1, *block], min(wide * 2, 128), torch.int16, 0).legal()
+    return Box(shape, strides, [1, *block], swizzle, torch.int16, 0).legal()
+
+
+def _windows(row: int, heads: int) -> tuple[int, int]:
+    """(heads of a group, words by which each one's row begins later in its window), or (1, 0), for rows of so many
+    bytes, heads side by side.
+
+    Rows that begin at odd multiples of 16 bytes cost the engine up to four requests to the L2 each, and those at odd
+    multiples of 8 it cannot copy. So each head of a group is copied from a multiple of 32, or of 16, before its row on:
+    a row as long as shared memory has it, of which the ends are the neighbours'. `query` and `kernel` know where in it
+    the head's own columns are.
+    """
+    begins = 16 if row % 32 == 16 else 8 if row % 16 == 8 else 0
+    room = (launch.next_power_of_2(row) - row) // begins + 1 if begins else 1
+    windows = next(n for n in (8, 4, 2, 1) if n <= min(heads, room))
+    return (windows, begins // 2) if windows > 1 else (1, 0)
 
 
 def scale_box(x: Any, hb: int, keys: int, blocks: bool) -> Box | None:
@@ -174,13 +206,17 @@ def side_of(fmt: KVFormat, codes: Box, scales: Box | None, turn: Turn, hb: int, 
     """Where copies bring 8 keys, two lie one behind the other in a box. Its codes are [halves, panels of a row, heads,
     8, words], and its stored scales, if rows are heads, [halves, heads, 8, …]."""
     parts = 2 * fmt.values_per_element // fmt.storage.itemsize
-    *_, boxes, rows, keys, words = codes.block
+    boxes, (keys, words) = codes.block[1 if codes.pitch == 0 else 0], codes.block[-2:]
+    rows = math.prod(codes.block) // (boxes * keys * words)
     ring: tuple[int, ...] = (stages * boxes, rows, keys, words)
     if keys < BOX:
         panel = min(words, codes.swizzle // 2)
         ring = (stages, BOX // keys, words // panel, rows, keys, panel)
     stored = fmt.scale if fmt.scale in (TOKEN_HEAD, BLOCK) else ""
     side = Side(fmt.code, parts, stored, codes.swizzle, ring, codes.nbytes(), turn)
+    if codes.windows > 1:
+        row = codes.strides[1] // codes.windows
+        side = replace(side, WINDOWS=codes.windows, STEP=row - codes.strides[2], ROW=row)
     if scales is None:
         return side
     words = math.prod(scales.block[-2:]) // (keys * hb)

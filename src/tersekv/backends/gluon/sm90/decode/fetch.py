@@ -99,11 +99,12 @@ def copy_codes(X, buffer, bar, place, page, h0, slot, wanted, PITCH: gl.constexp
     SHAPE: gl.constexpr = places(g, X.block_shape)
     KEYS: gl.constexpr = g.BOX // g.HALVES
     into = reinterpret(buffer, buffer.dtype, SHAPE, X.layout).index(place)
-    row = h0 // (g.HB // SHAPE[-3])  # of as many heads as a row holds
     if PITCH == 0:
-        at = [page, slot // KEYS, row, 0, 0]
+        at = [page, slot // KEYS, h0 // (g.HB // SHAPE[-3]), 0, 0]  # a row may hold several heads
+    elif len(SHAPE) == 6:  # heads in groups (`boxes._windows`)
+        at = [(page * PITCH + slot) // KEYS, h0 // SHAPE[-3], 0, 0, 0]
     else:
-        at = [(page * PITCH + slot) // KEYS, row, 0, 0]
+        at = [(page * PITCH + slot) // KEYS, h0 // (g.HB // SHAPE[-3]), 0, 0]
     tma_load(X, at, bar, into, wanted)
 
 

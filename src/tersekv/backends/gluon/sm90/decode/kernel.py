@@ -34,7 +34,7 @@ from .query import arrived_query, fetch_query, loaded_query, make_queries
 from .records import Boxes, Cut, Scales, SeenBy, Strides, Tables, Tensors
 from .rows import store_rows_of_head, store_state_of_head
 from .seen import whole_tiles
-from .tiles import mma_layout
+from .tiles import begin_of, mma_layout
 from .turns import keep_turns, load_turns, make_turns, turned_back
 from .work import finish, per_head, share_of
 
@@ -53,7 +53,9 @@ def store_state_of_heads(PART, slot, state, h0, rows_left, c: gl.constexpr, g: g
     slots = slot + 2 * gl.arange(0, g.HB, gl.SliceLayout(1, HN)).to(gl.int64)
     p_row = PART + (slots[:, None] * c.ROWS + o_r[None, :]) * c.PART_COLUMNS
     m_row = (o_r < rows_left)[None, :] & (slots >= 0)[:, None]
-    o_d = gl.arange(0, c.WORDS_V, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
+    o_d = columns_of_values(h0, c, g)
+    if g.V.WINDOWS > 1:
+        o_d = o_d & (c.BLOCK_DV - 1)  # what is not the head's own goes behind what is
     for j in gl.static_range(gl.constexpr(c.PARTS)):
         gl.store(p_row[:, None, :] + j * c.BLOCK_DV + o_d, state.acc[j], mask=m_row[:, None, :])
     gl.store(p_row + c.PART_COLUMNS - 2, state.m, mask=m_row)
@@ -61,11 +63,24 @@ def store_state_of_heads(PART, slot, state, h0, rows_left, c: gl.constexpr, g: g
 
 
 @gluon.jit
-def in_rows(m_row, o_d, c: gl.constexpr):
+def columns_of_values(h0, c: gl.constexpr, g: gl.constexpr):
+    """Units of `out`'s rows that accumulators hold: [HB or 1, WORDS_V, 1]."""
+    MMA: gl.constexpr = mma_layout(g.HB, g.RB)
+    WORDS: gl.constexpr = gl.SliceLayout(2, MMA)
+    o_d = gl.arange(0, c.WORDS_V, gl.SliceLayout(0, WORDS))[None, :, None]
+    if g.V.WINDOWS > 1:
+        o_d = o_d - begin_of(heads_of(h0, gl.SliceLayout(1, gl.SliceLayout(2, MMA)), g), True, g)[:, None, None]
+    return o_d
+
+
+@gluon.jit
+def in_rows(m_row, o_d, c: gl.constexpr, g: gl.constexpr):
     """Words of rows that are there: a value's in `out` may be shorter than in shared memory."""
     mask = m_row[:, None, :]
     if c.DV < c.PARTS * c.WORDS_V:
         mask = mask & (o_d < c.DV // c.PARTS)
+    if g.V.WINDOWS > 1:
+        mask = mask & (o_d >= 0)
     return mask
 
 
@@ -81,13 +96,13 @@ def store_rows_of_heads(tensors, strides, state, h_scale, h0, segment, c: gl.con
     at = (segment.q0 + o_r // c.GROUP).to(gl.int64)[None, :]
     m_row = (o_r < segment.rows * c.GROUP)[None, :] & (h >= 0)[:, None]
     factor, lse = finish(state.m, state.l, h_scale[:, None] * c.V_FACTOR, tensors.SINKS, heads, m_row, c)
-    o_d = gl.arange(0, c.WORDS_V, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
+    o_d = columns_of_values(h0, c, g)
     p_out = (OUT + at * strides.out_t + heads * strides.out_h)[:, None, :] + c.PARTS * o_d
     for j in gl.static_range(gl.constexpr(c.PARTS)):
         gl.store(
             p_out + j,
             output(state.acc[j] * factor[:, None, :], OUT, c),
-            mask=in_rows(m_row, o_d, c),
+            mask=in_rows(m_row, o_d, c, g),
         )
     if c.HAS_LSE:
         gl.store(LSE + at * strides.lse_t + heads * strides.lse_h, lse, mask=m_row)

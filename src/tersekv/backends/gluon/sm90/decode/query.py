@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from ...versions import async_load
 from ..parts.convert import INT4_FACTOR, INT4_ODD, multiplied
 from .records import Query
-from .tiles import mma_layout, query_words
+from .tiles import begin_of, mma_layout, query_words
 from .turns import turned_query
 
 
@@ -116,8 +116,12 @@ def loaded_query(tensors, strides, turns, segment, h0, c: gl.constexpr, g: gl.co
     h = h0 + gl.arange(0, g.HB, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     r = segment.i * c.ROWS + gl.arange(0, c.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     o_d = gl.arange(0, c.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    if g.K.WINDOWS > 1:
+        o_d = o_d - g.K.PARTS * begin_of(h, False, g)
     p_q = pointers_of(tensors.Q, strides, segment.q0, h, r, c) + o_d
     live, p_q = gl.broadcast(r < segment.rows * c.GROUP, p_q)
     if g.Q_COLUMNS < c.D:
         live = live & (o_d < g.Q_COLUMNS)
+    if g.K.WINDOWS > 1:
+        live = live & (o_d >= 0)
     return operands_of(gl.load(p_q, mask=live, other=0.0), turns, c, g)

@@ -165,6 +165,24 @@ def kept_part(image, j: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
 
 
 @gluon.jit
+def begin_of(h, VALUES: gl.constexpr, g: gl.constexpr):
+    """Unit of a copied row at which heads h's own begins (`boxes._windows`)."""
+    SIDE: gl.constexpr = g.V if VALUES else g.K
+    return h % SIDE.WINDOWS * SIDE.STEP
+
+
+@gluon.jit
+def own_words(words, g: gl.constexpr):
+    """Keys [HB, BOX, W] in layout key_words, 0 where a copied row is a neighbour's: that may be NaN, and 0 × NaN is."""
+    L: gl.constexpr = words.type.layout
+    STEP: gl.constexpr = g.K.STEP
+    o_h = gl.arange(0, g.HB, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None] % g.K.WINDOWS
+    step = gl.arange(0, words.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :] // STEP
+    own = gl.where((step >= o_h) & (step < o_h + g.K.ROW // STEP), -1, 0).to(gl.int16)
+    return words & own
+
+
+@gluon.jit
 def as_operand(x, c: gl.constexpr, g: gl.constexpr):
     """Keys [HB, BOX, W] in layout key_words → the left operand, units in the order of `query.operands_of`."""
     STRETCH: gl.constexpr = min(c.WORDS_K, 64) // 4
