@@ -24,7 +24,7 @@ from pages import ROOT
 PICTURES = ROOT / "docs" / "pictures"
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 KEY = ("chip", "op", "format", "requests", "tokens", "heads", "page", "uneven", "host", "precision", "query", "through",
-       "total")  # fmt: skip
+       "total", "rotated")  # fmt: skip
 OPS = ("decode", "prefill", "mla_decode", "mla_decode_branch", "append", "rope_append", "mla_append", "mla_prefill",
        "mla_project", "merge_states")  # fmt: skip
 TITLES = {
@@ -244,7 +244,7 @@ def cell(r: Record) -> str:
         name = f"{r['tokens']} of {short(r['total'])} tokens"
     parts = [name, *([f"H {r['heads']}"] if r["op"].startswith("mla") else [])]
     parts += [f"pages of {r['page']}"] * (r["page"] != 64) + ["uneven"] * r["uneven"]
-    return ", ".join(parts) + query(r) + ", fast" * (r["precision"] == "fast")
+    return ", ".join(parts) + query(r) + ", fast" * (r["precision"] == "fast") + ", rotated" * bool(r.get("rotated"))
 
 
 def short(n: int) -> str:

@@ -28,11 +28,14 @@ def test_the_command_prints_stores_and_draws(tmp_path, monkeypatch, capsys):
     assert main.main(argv) == 0
     out = capsys.readouterr().out
     assert "limits: copy 4 TB/s" in out
-    assert "4 timed, 0 not run, 0 red, 0 failed" in out
+    assert "6 timed, 0 not run, 0 red, 0 failed" in out
     assert "sdpa on bf16" in out
     lines = [json.loads(text) for text in stored.read_text().splitlines()]
-    assert [(r["op"], r["format"]) for r in lines] == [
-        (o, f) for o in ("append", "decode") for f in ("fp8_e4m3", "nvfp4")
+    assert [(r["op"], r["format"], r["rotated"]) for r in lines] == [
+        (op, f, rotated)
+        for op, ways in (("append", (False, True)), ("decode", (False,)))
+        for f in ("fp8_e4m3", "nvfp4")
+        for rotated in ways
     ]
     assert picture.stat().st_size > 10_000
 

@@ -11,8 +11,8 @@ import torch
 from matplotlib.figure import Figure
 from script import script
 
-from tersekv.testing.bench import plot, random_cells, report
-from tersekv.testing.bench.cases import Case
+from tersekv.testing.bench import engine, plot, random_cells, report
+from tersekv.testing.bench.cases import CPU_QUICK, Case, grid, with_cells
 from tersekv.testing.bench.engine import OK, RED, UNSUPPORTED, Limits, Peer, Result
 from tersekv.testing.bench.shapes import Shape
 
@@ -198,3 +198,27 @@ def test_the_page_shows_draws_and_their_cells_the_worst_first(tmp_path):
         "| int4_per_token_head, 7 × 1000, pages of 8, uneven, 12/3 heads, D 96 | 40.0 | 2 TB/s | - | - |",
     ]
     assert "No draw is stored yet." in page().drawn(tmp_path / "none")
+
+
+def test_what_a_rotation_of_appended_rows_costs_is_told():
+    asked = list(grid(with_cells(CPU_QUICK, ["16"]), ("append", "rope_append"), ("fp8_e4m3",)))
+    assert [(c.op, c.rotated) for c in asked] == [(op, on) for op in ("append", "rope_append") for on in (False, True)]
+    got = list(engine.bench(asked, CPU, ["flashinfer"]))
+    assert [r.status for r in got] == [OK] * 4
+    # No peer rotates: not even one that is not installed is asked.
+    assert [len(r.peers) for r in got] == [0, 0, 1, 0]
+    timed = [replace(r, us=us) for r, us in zip(got, (10.0, 12.0, 20.0, 21.0), strict=True)]
+    text = "\n".join(report.summary(timed, LIMITS))
+    assert f"rotated: 1.12x the time of the same calls without it (2 cases), at most 1.2x: {asked[1].id}" in text
+    assert asked[1].id.endswith("/ rotated")
+    assert "rotated" in report.line(timed[1], LIMITS)
+
+
+def test_the_pages_tables_tell_rotated_appends_apart(tmp_path):
+    page = script("scripts/performance_page.py")
+    plain = Result(Case("append", "fp8_e4m3", 0, 16384, heads=8), OK, 25.0, 0.0, "", 100_000_000, 0, ())
+    turned = replace(plain, case=replace(plain.case, rotated=True), us=27.0)
+    where = {"chip": "NVIDIA H200", "date": "2026-11-24"}
+    text = "\n".join(json.dumps(report.record(r, LIMITS, where)) for r in (plain, turned))
+    (tmp_path / "r.jsonl").write_text(text)
+    assert [page.cell(r) for r in page.load(tmp_path)] == ["16384 tokens", "16384 tokens, rotated"]

@@ -63,8 +63,9 @@ class Append:
                 device=self.device,
             )[0]  # fmt: skip
         return PagedKVCache.allocate(
-            1, num_pages, case.page, KV_HEADS, HEAD_DIM, format=case.format, device=self.device
-        )[0]
+            1, num_pages, case.page, KV_HEADS, HEAD_DIM, format=case.format,
+            rotation="hadamard" if case.rotated else None, device=self.device,
+        )[0]  # fmt: skip
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Rows of the inputs, by name; those of a query start with q."""

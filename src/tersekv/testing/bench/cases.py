@@ -39,6 +39,7 @@ class Case:
     batch_invariant: bool = False
     through: str = ""  # the function of `compat` that makes the call: "flashinfer.xqa"
     total: int = 0  # of prefill: tokens of the request, the new ones included; 0: all are new
+    rotated: bool = False  # of append and rope_append: rows of K and V lie rotated
 
     @property
     def cell(self) -> str:
@@ -61,7 +62,8 @@ class Case:
         parts = [self.verb, self.format, self.cell, *self.sizes]
         parts += ["uneven"] * self.uneven + ["host"] * self.host + ["fast"] * (self.precision == "fast")
         parts += [f"q {self.query}"] * (self.query != "bf16") + [self.scales] * (self.scales != "apart")
-        parts += ["batch invariant"] * self.batch_invariant + [self.through] * bool(self.through)
+        parts += ["batch invariant"] * self.batch_invariant + ["rotated"] * self.rotated
+        parts += [self.through] * bool(self.through)
         return " / ".join(parts)
 
     def as_dict(self) -> dict:
@@ -197,11 +199,13 @@ def _may_be_fast(case: Case) -> bool:
 def _append(s: Sizes) -> Iterator[Case]:
     for name in APPEND_FORMATS:
         yield from (Case("append", name, 0, n, heads=KV_HEADS) for n in s.append)
+        yield Case("append", name, 0, max(s.append), heads=KV_HEADS, rotated=True)
 
 
 def _rope_append(s: Sizes) -> Iterator[Case]:
     for name in ("fp8_e4m3", "fp8_per_token_head"):
         yield from (Case("rope_append", name, 0, n) for n in s.append)
+        yield Case("rope_append", name, 0, max(s.append), rotated=True)
 
 
 def _mla_append(s: Sizes) -> Iterator[Case]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -152,7 +153,15 @@ def _append_mla(fn: Callable, p: Append) -> list:
 
 def per_token_head(fn: Callable, p: Append) -> list:
     caches = [getattr(p.layer, n) for n in ("k", "v", "k_scale_cache", "v_scale_cache")]
-    return [partial(fn, x["k"], x["v"], *caches, s.long()) for x, s in zip(p.inputs, p.slots, strict=True)]
+    # Newer vLLM's wants its own mode, which ours need not be told.
+    told = fn.__module__.startswith("vllm") and "kv_quant_mode" in signature(fn).parameters
+    mode = {"kv_quant_mode": quant_mode(p.case.format)} if told else {}
+    return [partial(fn, x["k"], x["v"], *caches, s.long(), **mode) for x, s in zip(p.inputs, p.slots, strict=True)]
+
+
+def quant_mode(format: str) -> Any:
+    """vLLM's name of a format whose scales are stored per token and head."""
+    return importlib.import_module("vllm.v1.kv_cache_interface").KVQuantMode[format.upper()]
 
 
 def _reshape(fn: Callable, p: Append) -> list:

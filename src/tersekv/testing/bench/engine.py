@@ -160,12 +160,13 @@ def peers_of(case: Case, device: torch.device, libraries: Sequence[str]) -> tupl
 def rivals(problem: Problem, device: torch.device, libraries: Sequence[str]) -> Iterator[Peer]:
     """Every peer that has the problem's case, judged before it is timed."""
     for library in libraries:
-        for name, build in peers.LIBRARIES[library].peers(problem):
+        for name, build, back, limit in (peers.Rival(*x) for x in peers.LIBRARIES[library].peers(problem)):
             try:
                 calls = build()
                 problem.poison()
-                error = problem.error(calls[0]())
-                if error <= problem.peer_limit:
+                result = calls[0]()
+                error = problem.error(result if back is None else back(result))
+                if error <= (problem.peer_limit if limit is None else limit):
                     yield Peer(name, time_of(calls, problem.case, device), error)
                 else:
                     yield Peer(name, None, error, f"its result is wrong: error {error:.2e}")

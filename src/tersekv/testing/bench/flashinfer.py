@@ -34,7 +34,7 @@ def peers(problem: Problem) -> Iterator[tuple[str, Build]]:
         yield "flashinfer fa3", lambda: _paged_prefill(problem, "fa3")
     elif isinstance(problem, MLADecode) and case.format in ("bf16", "fp8_e4m3") and _plain(case):
         yield "flashinfer fa3", lambda: _mla(problem)
-    elif isinstance(problem, Append) and case.op != "append" and case.format == "fp8_e4m3":
+    elif isinstance(problem, Append) and case.op != "append" and case.format == "fp8_e4m3" and not case.rotated:
         yield "flashinfer", lambda: rope_append(theirs("rope", "rope_quantize_fp8_append_paged_kv_cache"), problem)
 
 

@@ -1,4 +1,4 @@
-"""Other libraries, where they are installed. Each yields (name, build); build() makes the calls to time.
+"""Other libraries, where they are installed. Each yields the fields of a `Rival`.
 
 A call writes into the problem's own output, or returns its output. A build or a call that raises is told beside the
 case and ends nothing.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..memory import storage_bytes
-from . import compat, flashinfer
-from .append import Append
+from . import compat, flashinfer, vllm
 from .cases import KV_HEADS
 from .data import Problem, rotations
 from .decode import Decode
@@ -25,6 +24,15 @@ from .shapes import ShapeDecode
 Build = Callable[[], list]
 
 
+class Rival(NamedTuple):
+    """What a library has for a problem."""
+
+    name: str
+    build: Build  # makes the calls to time
+    back: Callable[[Any], Any] | None = None  # from what a call returns to what is judged; None: the same
+    limit: float | None = None  # largest error that is right; None: the problem's own for peers
+
+
 class Library(Protocol):
     """`missing` None: it can be used; else why not. any_format: its peers take the values of any cache."""
 
@@ -32,7 +40,7 @@ class Library(Protocol):
 
     def missing(self) -> str | None: ...
 
-    def peers(self, problem: Problem) -> Iterator[tuple[str, Build]]: ...
+    def peers(self, problem: Problem) -> Iterator[tuple]: ...
 
 
 class FlashInfer:
@@ -46,24 +54,13 @@ class FlashInfer:
 
 
 class VLLM:
-    """Its per-token-head append. Its decode kernel is called with the engine's metadata and is left out."""
-
     any_format = False
 
     def missing(self) -> str | None:
         return not_importable("vllm")
 
-    def peers(self, problem: Problem) -> Iterator[tuple[str, Build]]:
-        case = problem.case
-        if case.through:
-            yield from compat.peers("vllm", problem)
-        elif isinstance(problem, Append) and case.op == "append" and case.format.endswith("per_token_head"):
-            yield "vllm", lambda: compat.per_token_head(self._function(), problem)
-
-    @staticmethod
-    def _function() -> Callable:
-        module = importlib.import_module("vllm.v1.attention.ops.triton_reshape_and_cache_flash")
-        return module.triton_reshape_and_cache_flash_per_token_head_quant
+    def peers(self, problem: Problem) -> Iterator[tuple]:
+        return compat.peers("vllm", problem) if problem.case.through else vllm.peers(problem)
 
 
 class SDPA:

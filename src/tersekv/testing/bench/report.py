@@ -28,7 +28,7 @@ def line(r: Result, limits: Limits) -> str:
     shape = [f"{c.verb:<11} {c.format:<19} {c.cell:>12}", *(f"{words:<7}" for words in c.sizes)]
     shape += ["uneven"] * c.uneven + ["fast"] * (c.precision == "fast") + ["host"] * c.host
     shape += [f"q {c.query}"] * (c.query != "bf16") + [c.scales] * (c.scales != "apart")
-    shape += ["batch invariant"] * c.batch_invariant + [c.through] * bool(c.through)
+    shape += ["batch invariant"] * c.batch_invariant + ["rotated"] * c.rotated + [c.through] * bool(c.through)
     head = "  ".join(shape)
     if r.status == UNSUPPORTED:
         return f"{head}  not run: {r.reason}"
@@ -71,7 +71,7 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
     groups: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     for r in results:
         if r.us is not None:
-            more = ["host"] * r.case.host + ["batch invariant"] * r.case.batch_invariant
+            more = ["host"] * r.case.host + ["batch invariant"] * r.case.batch_invariant + ["rotated"] * r.case.rotated
             more += [r.case.through] * bool(r.case.through)
             key = (r.case.verb, r.case.format, *more)
             groups[key].append(r)
@@ -86,13 +86,14 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
         if ratios:
             parts.append(f"{geometric_mean(ratios):.3g}x as fast as the best peer ({len(ratios)} cases)")
         yield "  ".join(parts)
-    costs = cost_of_invariance(results)
-    if costs:
-        worst = max(costs, key=costs.__getitem__)
-        yield (
-            f"batch invariant: {geometric_mean(costs.values()):.3g}x the time of the same calls without it "
-            f"({len(costs)} cases), at most {costs[worst]:.3g}x: {worst}"
-        )
+    for option in ("batch_invariant", "rotated"):
+        costs = cost_of(option, results)
+        if costs:
+            worst = max(costs, key=costs.__getitem__)
+            yield (
+                f"{option.replace('_', ' ')}: {geometric_mean(costs.values()):.3g}x the time of the same calls without "
+                f"it ({len(costs)} cases), at most {costs[worst]:.3g}x: {worst}"
+            )
     lost = list(losses(results))
     if lost:
         yield "slower than a peer"
@@ -104,10 +105,10 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
     yield f"{count[OK]} timed, {count[UNSUPPORTED]} not run, {count[RED]} red, {count[FAILED]} failed"
 
 
-def cost_of_invariance(results: Iterable[Result]) -> dict[str, float]:
-    """Time of each batch-invariant case over that of the same case without the option, by its id."""
+def cost_of(option: str, results: Iterable[Result]) -> dict[str, float]:
+    """Time of each case with the option over that of the same case without it, by its id."""
     us = {r.case: r.us for r in results if r.us is not None}
-    plain = {case: us.get(replace(case, batch_invariant=False)) for case in us if case.batch_invariant}
+    plain = {case: us.get(replace(case, batch_invariant=False, rotated=False)) for case in us if getattr(case, option)}
     return {case.id: us[case] / x for case, x in plain.items() if x is not None}
 
 
