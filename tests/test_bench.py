@@ -378,9 +378,9 @@ class Fake:
             raise ImportError("no nvcc\nmore")
 
         if problem.case.format == "fp8_e4m3":
-            yield "right", right
-            yield "wrong", lambda: [lambda: None]
-            yield "absent", raises
+            yield data.Rival("right", right)
+            yield data.Rival("wrong", lambda: [lambda: None])
+            yield data.Rival("absent", raises)
 
 
 def test_peers_are_judged_and_told(monkeypatch):

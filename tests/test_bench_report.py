@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from script import script
 
-from tersekv.testing.bench import engine, plot, random_cells, report
+from tersekv.testing.bench import data, engine, peers, plot, random_cells, report
 from tersekv.testing.bench.cases import CPU_QUICK, Case, grid, with_cells
 from tersekv.testing.bench.engine import OK, RED, UNSUPPORTED, Limits, Peer, Result
 from tersekv.testing.bench.shapes import Shape
@@ -222,3 +222,24 @@ def test_the_pages_tables_tell_rotated_appends_apart(tmp_path):
     text = "\n".join(json.dumps(report.record(r, LIMITS, where)) for r in (plain, turned))
     (tmp_path / "r.jsonl").write_text(text)
     assert [page.cell(r) for r in page.load(tmp_path)] == ["16384 tokens", "16384 tokens, rotated"]
+
+
+def test_a_peer_of_a_format_does_not_hide_those_of_e4m3(monkeypatch):
+    """Where another library is the faster over e4m3, it counts beside one that has the format."""
+
+    class Library:
+        any_format = False
+
+        def peers(self, problem):
+            yield data.Rival(f"theirs, {problem.case.format}", lambda: problem.calls)
+
+    times = iter((5.0, 3.0, 5.0, 4.0))
+    monkeypatch.setitem(peers.LIBRARIES, "library", Library())
+    monkeypatch.setattr(engine, "time_of", lambda calls, case, device: next(times))
+    case = Case("decode", "fp8_e4m3", 1, 20)
+    own, other = engine.bench([case, replace(case, format="int4_per_token_head")], CPU, ["library"])
+    assert [(p.name, p.us) for p in own.peers] == [("theirs, fp8_e4m3", 3.0)]
+    assert [(p.name, p.us) for p in other.peers] == [
+        ("theirs, int4_per_token_head", 4.0), ("theirs, fp8_e4m3 on fp8_e4m3", 3.0)
+    ]  # fmt: skip
+    assert (other.peers_format, other.best_peer.us) == (None, 3.0)

@@ -18,8 +18,12 @@ interpret.install()
 import torch
 from tersekv.testing.bench import data, engine, measure
 from tersekv.testing.bench.cases import Case
+from tersekv.testing.bench.shapes import Shape
 data.ROTATE, measure.device_us = {"cpu": 1.0}, lambda calls, device: 1.0
-case, cpu = Case(*sys.argv[1:3], *map(int, sys.argv[3:5]), heads=8, page=16), torch.device("cpu")
+cpu, (op, fmt, *sizes) = torch.device("cpu"), sys.argv[1:]
+case = Case(op, fmt, *map(int, sizes), heads=8, page=16)
+if op == "D 80":
+    case = Shape("shape", fmt, *map(int, sizes), heads=8, page=16, kv_heads=2, head_dim=80)
 rivals = engine.rivals(engine.problem_of(case, cpu, None), cpu, ["vllm"])
 print(json.dumps([(p.name, p.us, p.error, p.reason) for p in rivals]))
 """
@@ -31,6 +35,7 @@ print(json.dumps([(p.name, p.us, p.error, p.reason) for p in rivals]))
         ("decode", "fp8_per_token_head", {"vllm triton": 1e-2}),
         ("decode", "int4_per_token_head", {"vllm triton": 1e-2, "vllm turboquant_4bit_nc": 0.25}),
         ("decode", "fp8_e4m3/int4_per_token_head", {"vllm turboquant_k8v4": 2e-2}),
+        ("D 80", "fp8_per_token_head", {"vllm triton": 1e-2}),
         ("append", "fp8_per_token_head", {"vllm": 0.02}),
     ],
 )

@@ -98,7 +98,7 @@ def test_refuses_what_a_tensor_map_cannot_hold():
     call = call_of("fp8_e4m3")
     k = call.k_cache
     behind = torch.empty(k.numel() + 8, dtype=torch.uint8)[8:].view(k.dtype).view(k.shape)
-    for bad in (narrowed(k, 136), behind, k[:, :, :1].expand_as(k), k[:, :1].expand_as(k), k[:0]):
+    for bad in (narrowed(k, 136), behind, k[:, :, :1].expand_as(k), k[:, :1].expand_as(k), k[:1].expand_as(k), k[:0]):
         for changes in ({"k_cache": bad}, {"v_cache": bad}):
             assert "rows at equal distances" in why_not(call._replace(**changes))
     assert why_not(call._replace(k_cache=narrowed(k, 144))) is None

@@ -131,7 +131,8 @@ def why_not(f: SimpleNamespace) -> str | None:
     keys = keys_at_once(f.k_cache.shape[1])
     for name in ("k_cache", "v_cache"):
         if code_box(getattr(f, name), heads_of(f), keys) is None:
-            return f"wants {name} with rows at equal distances that are multiples of 16 bytes"
+            apart = "multiples of 16 bytes, or of 8 with heads side by side, an even number of them"
+            return f"wants {name} with rows at equal distances that are {apart}"
     for x, side in ((fmt, f.k_scale_cache), (v_fmt, f.v_scale_cache)):
         if side is not None and not many_rows(f) and scale_box(side, heads_of(f), keys, x.scale == BLOCK) is None:
             beside = "wants stored scales with heads or slots side by side, at multiples of 16 bytes"
@@ -224,7 +225,7 @@ def _shape(
 ) -> Shape:
     """The record of constants; merge: its last fields."""
     halves = BOX // codes.block[-2]
-    copy = codes.block[1 if codes.pitch == 0 else 0] * codes.block[-2] * halves
+    copy = codes.boxes * codes.block[-2] * halves
     if t.wide and f.k_scale_cache is not None:
         k, v = (replace(x, SCALE_STRIDES=s.stride[:3]) for x, s in ((k, f.k_scale_cache), (v, f.v_scale_cache)))
     return Shape(

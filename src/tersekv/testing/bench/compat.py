@@ -274,10 +274,10 @@ def through(case: Case, own: Callable[..., Any] | None, device: torch.device, ba
     return problem
 
 
-def peers(library: str, problem: Any) -> Iterator[tuple[str, Callable[[], list]]]:
+def peers(library: str, problem: Any) -> Iterator[data.Rival]:
     """The function that the case's stands in for, if it is of this library."""
     owner, _, name = problem.case.through.partition(".")
     function = FUNCTIONS[problem.case.through]
     if owner == library and function.theirs is not None:
         home = function.theirs
-        yield library, lambda: function.calls(getattr(importlib.import_module(home), name), problem)
+        yield data.Rival(library, lambda: function.calls(getattr(importlib.import_module(home), name), problem))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,15 @@ class Problem(Protocol):
 
     def error(self, result: Any) -> float:
         """How wrong what the first call wrote, or returned, is."""
+
+
+class Rival(NamedTuple):
+    """What another library has for a problem."""
+
+    name: str
+    build: Callable[[], list]  # makes the calls to time
+    back: Callable[[Any], Any] | None = None  # from what a call returns to what is judged; None: the same
+    limit: float | None = None  # largest error that is right; None: the problem's own for peers
 
 
 def rotations(device: torch.device, nbytes: float, most: int = 128) -> int:

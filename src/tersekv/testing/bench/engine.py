@@ -97,16 +97,21 @@ class Result:
 def bench(
     cases: Iterable[Case], device: torch.device, libraries: Sequence[str] = (), backend: str | None = None
 ) -> Iterator[Result]:
-    """Run the cases one by one. Peers of fp8_e4m3 stand in where no peer has an 8-bit or smaller format."""
+    """Run the cases one by one. Those of fp8_e4m3 stand beside peers of other formats of 8 bits or less, or in for
+    them."""
     of_e4m3: dict[Case, tuple[Peer, ...]] = {}
     for case in cases:
         result = run(case, device, libraries, backend)
         twin = replace(case, format="fp8_e4m3", precision="exact", query="bf16", scales="apart", batch_invariant=False)
         if case == twin and result.best_peer is not None:
             of_e4m3[twin] = result.peers
-        stands_in = result.status == OK and result.best_peer is None and not (case.batch_invariant or case.through)
-        if stands_in and case.format != "bf16" and twin in of_e4m3:
-            result = replace(result, peers=of_e4m3[twin], peers_format="fp8_e4m3")
+        stands_in = result.status == OK and not (case.batch_invariant or case.through)
+        if stands_in and case.format not in ("bf16", "fp8_e4m3") and twin in of_e4m3:
+            if result.best_peer is None:
+                result = replace(result, peers=of_e4m3[twin], peers_format="fp8_e4m3")
+            else:
+                beside = (replace(p, name=f"{p.name} on fp8_e4m3") for p in of_e4m3[twin])
+                result = replace(result, peers=(*result.peers, *beside))
         yield result
 
 
@@ -160,7 +165,7 @@ def peers_of(case: Case, device: torch.device, libraries: Sequence[str]) -> tupl
 def rivals(problem: Problem, device: torch.device, libraries: Sequence[str]) -> Iterator[Peer]:
     """Every peer that has the problem's case, judged before it is timed."""
     for library in libraries:
-        for name, build, back, limit in (peers.Rival(*x) for x in peers.LIBRARIES[library].peers(problem)):
+        for name, build, back, limit in peers.LIBRARIES[library].peers(problem):
             try:
                 calls = build()
                 problem.poison()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .append import Q_DTYPE, Append
 from .cases import HEAD_DIM, KV_HEADS, RANK, ROPE, Case
-from .data import Problem
+from .data import Problem, Rival
 from .decode import Decode, MLADecode
 from .prefill import Prefill
 from .shapes import ShapeDecode
@@ -19,23 +19,23 @@ from .shapes import ShapeDecode
 _WORKSPACE = 512 << 20
 # fa2's sizes of heads. With 80, 96, 112 and 192 it ends in an illegal address or instruction, and the device is lost.
 _FA2_DIMS = (64, 128, 256)
-Build = Callable[[], list]
 
 
-def peers(problem: Problem) -> Iterator[tuple[str, Build]]:
+def peers(problem: Problem) -> Iterator[Rival]:
     """The functions that have the problem's case."""
     case = problem.case
     if is_decode(problem) and case.format in ("bf16", "fp8_e4m3"):
-        yield "flashinfer xqa", lambda: xqa_batch(theirs("decode", "xqa_batch_decode_with_kv_cache"), problem)
+        yield Rival("flashinfer xqa", lambda: xqa_batch(theirs("decode", "xqa_batch_decode_with_kv_cache"), problem))
         if problem.q.shape[2] in _FA2_DIMS:
-            yield "flashinfer fa2", lambda: fa2(theirs("decode", "BatchDecodeWithPagedKVCacheWrapper"), problem)
+            yield Rival("flashinfer fa2", lambda: fa2(theirs("decode", "BatchDecodeWithPagedKVCacheWrapper"), problem))
     elif isinstance(problem, Prefill) and case.format in ("bf16", "fp8_e4m3") and problem.k is None:
-        yield "flashinfer fa2", lambda: _paged_prefill(problem, "fa2")
-        yield "flashinfer fa3", lambda: _paged_prefill(problem, "fa3")
+        yield Rival("flashinfer fa2", lambda: _paged_prefill(problem, "fa2"))
+        yield Rival("flashinfer fa3", lambda: _paged_prefill(problem, "fa3"))
     elif isinstance(problem, MLADecode) and case.format in ("bf16", "fp8_e4m3") and _plain(case):
-        yield "flashinfer fa3", lambda: _mla(problem)
+        yield Rival("flashinfer fa3", lambda: _mla(problem))
     elif isinstance(problem, Append) and case.op != "append" and case.format == "fp8_e4m3" and not case.rotated:
-        yield "flashinfer", lambda: rope_append(theirs("rope", "rope_quantize_fp8_append_paged_kv_cache"), problem)
+        name = "rope_quantize_fp8_append_paged_kv_cache"
+        yield Rival("flashinfer", lambda: rope_append(theirs("rope", name), problem))
 
 
 def is_decode(problem: Problem) -> TypeGuard[Decode | ShapeDecode]:

@@ -1,4 +1,4 @@
-"""Other libraries, where they are installed. Each yields the fields of a `Rival`.
+"""Other libraries, where they are installed. Each yields `Rival`s.
 
 A call writes into the problem's own output, or returns its output. A build or a call that raises is told beside the
 case and ends nothing.
@@ -9,28 +9,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from ..memory import storage_bytes
 from . import compat, flashinfer, vllm
 from .cases import KV_HEADS
-from .data import Problem, rotations
+from .data import Problem, Rival, rotations
 from .decode import Decode
 from .prefill import Prefill, Prompts
 from .shapes import ShapeDecode
-
-Build = Callable[[], list]
-
-
-class Rival(NamedTuple):
-    """What a library has for a problem."""
-
-    name: str
-    build: Build  # makes the calls to time
-    back: Callable[[Any], Any] | None = None  # from what a call returns to what is judged; None: the same
-    limit: float | None = None  # largest error that is right; None: the problem's own for peers
 
 
 class Library(Protocol):
@@ -40,7 +29,7 @@ class Library(Protocol):
 
     def missing(self) -> str | None: ...
 
-    def peers(self, problem: Problem) -> Iterator[tuple]: ...
+    def peers(self, problem: Problem) -> Iterator[Rival]: ...
 
 
 class FlashInfer:
@@ -49,7 +38,7 @@ class FlashInfer:
     def missing(self) -> str | None:
         return not_importable("flashinfer")
 
-    def peers(self, problem: Problem) -> Iterator[tuple[str, Build]]:
+    def peers(self, problem: Problem) -> Iterator[Rival]:
         return compat.peers("flashinfer", problem) if problem.case.through else flashinfer.peers(problem)
 
 
@@ -59,7 +48,7 @@ class VLLM:
     def missing(self) -> str | None:
         return not_importable("vllm")
 
-    def peers(self, problem: Problem) -> Iterator[tuple]:
+    def peers(self, problem: Problem) -> Iterator[Rival]:
         return compat.peers("vllm", problem) if problem.case.through else vllm.peers(problem)
 
 
@@ -72,11 +61,11 @@ class SDPA:
     def missing(self) -> str | None:
         return None
 
-    def peers(self, problem: Problem) -> Iterator[tuple[str, Build]]:
+    def peers(self, problem: Problem) -> Iterator[Rival]:
         if flashinfer.is_decode(problem) and not problem.case.through and not problem.case.uneven:
-            yield "sdpa on bf16", lambda: self._decode(problem)
+            yield Rival("sdpa on bf16", lambda: self._decode(problem))
         elif isinstance(problem, Prefill) and self.has(problem.prompts):
-            yield "sdpa on bf16", lambda: self.prompt(problem)
+            yield Rival("sdpa on bf16", lambda: self.prompt(problem))
 
     @staticmethod
     def _decode(problem: Decode | ShapeDecode) -> list:

@@ -1,7 +1,7 @@
 """vLLM's Triton kernels on the problems' tensors. The Python files of its wheel are enough: nothing compiled is called.
 
-Its int4 kernel rotates queries and outputs by itself, in launches of its own, and TurboQuant queries; that is theirs to
-pay for. So queries are given to the one as what its rotation makes these, and the other has a cache of its own.
+Its int4 kernel rotates queries and outputs itself, in launches that count: it is given queries rotated back, and what
+it returns is rotated before it is judged. TurboQuant has a cache of its own, of the same rows as it rounds them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import compat
 from .append import Append
-from .data import Problem
+from .data import Problem, Rival
 from .decode import Decode
 from .flashinfer import is_decode
 from .shapes import ShapeDecode
@@ -30,20 +30,21 @@ _OF_ROUNDING = 0.4  # TurboQuant stores other codes than those that are judged: 
 _OPS, _TURBO = "vllm.v1.attention.ops", "vllm.model_executor.layers.quantization.turboquant"
 
 
-def peers(problem: Problem) -> Iterator[tuple]:
-    """The functions that have the problem's case, as `peers.Rival`."""
+def peers(problem: Problem) -> Iterator[Rival]:
+    """The functions that have the problem's case."""
     case = problem.case
     if isinstance(problem, Append):
         if case.op == "append" and case.format in _FORMATS and case.format != _INT4 and not case.rotated:
             name = "triton_reshape_and_cache_flash"
             function = partial(_theirs, f"{_OPS}.{name}", f"{name}_per_token_head_quant")
-            yield "vllm", lambda: compat.per_token_head(function(), problem)
+            yield Rival("vllm", lambda: compat.per_token_head(function(), problem))
     elif is_decode(problem) and case.scales == "apart":
         if case.format in _FORMATS:
-            yield "vllm triton", lambda: _unified(problem), _turned_back if case.format == _INT4 else None
-        if case.format in _PRESETS:
+            yield Rival("vllm triton", lambda: _unified(problem), _turned_back if case.format == _INT4 else None)
+        dim = problem.q.shape[2]
+        if case.format in _PRESETS and dim & (dim - 1) == 0:  # a matrix of Hadamard's by Sylvester
             preset = _PRESETS[case.format]
-            yield f"vllm {preset}", lambda: _turboquant(problem, preset), None, _OF_ROUNDING
+            yield Rival(f"vllm {preset}", lambda: _turboquant(problem, preset), None, _OF_ROUNDING)
 
 
 def _theirs(module: str, name: str) -> Any:
@@ -62,7 +63,8 @@ def _turned_back(out: Tensor) -> Tensor:
 def _unified(p: Decode | ShapeDecode) -> list:
     fn, layer = _theirs(f"{_OPS}.triton_unified_attention", "unified_attention"), p.layer
     (b, heads, dim), kv_heads, device = p.q.shape, layer.k.shape[2], p.q.device
-    parts = torch.empty(b, heads, _PIECES, dim + 2, device=device)
+    sums = partial(torch.empty, b, heads, _PIECES, device=device)
+    columns = 1 << (dim - 1).bit_length()  # what its kernels write of a row
     q = _turned(p.q, back=True) if p.case.format == _INT4 else p.q
     out = torch.empty_like(p.out)
     rows = torch.arange(b + 1, dtype=torch.int32, device=device)
@@ -73,8 +75,8 @@ def _unified(p: Decode | ShapeDecode) -> list:
         "kv_quant_mode": compat.quant_mode(p.case.format),
         "k_scale_cache": layer.k_scale_cache, "v_scale_cache": layer.v_scale_cache,
         "seq_threshold_3D": _FEWEST_PROGRAMS // kv_heads, "num_par_softmax_segments": _PIECES,
-        "softmax_segm_output": parts[..., :dim].contiguous(), "softmax_segm_max": parts[..., dim].contiguous(),
-        "softmax_segm_expsum": parts[..., dim + 1].contiguous(),
+        "softmax_segm_output": torch.empty(b, heads, _PIECES, columns, device=device), "softmax_segm_max": sums(),
+        "softmax_segm_expsum": sums(),
     }  # fmt: skip
 
     def call(table: Tensor) -> Callable:

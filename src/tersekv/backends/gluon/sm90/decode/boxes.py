@@ -70,6 +70,11 @@ class Box(NamedTuple):
     rows_are_keys: bool = True
     windows: int = 1
 
+    @property
+    def boxes(self) -> int:
+        """That one copy of codes brings, of 16 keys, or of 8."""
+        return self.block[1 if self.pitch == 0 else 0]
+
     def layout(self) -> gl.NVMMASharedLayout:
         return gl.NVMMASharedLayout(self.swizzle, 8 * self.view.itemsize, len(self.block))
 
@@ -122,19 +127,20 @@ def code_box(x: Any, hb: int, keys: int) -> Box | None:
     if not x.aligned or 0 in (s_s, s_h) or any(n * size % 16 for n in (s_p, s_s)):
         return None
     words, n = width * size // 2, min(keys, BOX)
-    wide, outer, step = launch.next_power_of_2(words), [n * s_s * size // 2], s_s * size // 2
+    wide, token = launch.next_power_of_2(words), s_s * size // 2
     pitch, swizzle = s_p // s_s, min(wide * 2, 128)
     rows = (pages - 1) * pitch + slots
-    flat = s_p % (n * s_s) == 0 and n <= rows < 2**31
-    windows, begins = _windows(2 * words, hb) if s_h == width else (1, 0)
+    # Pages that share memory have no pitch: a distance of 0 is refused below.
+    flat = s_p > 0 and s_p % (n * s_s) == 0 and n <= rows < 2**31
+    windows, shift = _windows(2 * words, hb) if s_h == width else (1, 0)
     if flat and windows > 1:
-        room = words + (windows - 1) * begins
-        shape, block = [rows // n, heads // windows, windows, n, room], [keys // n, hb // windows, windows, n, wide]
-        strides = [*outer, windows * words, words - begins, step, 1]
+        longest = words + (windows - 1) * shift  # of a group's last row, from its window's begin on
+        shape, block = [rows // n, heads // windows, windows, n, longest], [keys // n, hb // windows, windows, n, wide]
+        strides = [n * token, windows * words, words - shift, token, 1]
         return Box(shape, strides, block, swizzle, torch.int16, pitch, windows=windows).legal()
     if s_h * size % 16:
         return None
-    inner, block = [*outer, s_h * size // 2, step, 1], [keys // n, hb, n, wide]
+    inner, block = [n * token, s_h * size // 2, token, 1], [keys // n, hb, n, wide]
     if flat:
         return Box([rows // n, heads, n, words], inner, block, swizzle, torch.int16, pitch).legal()
     shape, strides = [pages, slots // n, heads, n, words], [s_p * size // 2, *inner]
@@ -150,10 +156,10 @@ def _windows(row: int, heads: int) -> tuple[int, int]:
     a row as long as shared memory has it, of which the ends are the neighbours'. `query` and `kernel` know where in it
     the head's own columns are.
     """
-    begins = 16 if row % 32 == 16 else 8 if row % 16 == 8 else 0
-    room = (launch.next_power_of_2(row) - row) // begins + 1 if begins else 1
-    windows = next(n for n in (8, 4, 2, 1) if n <= min(heads, room))
-    return (windows, begins // 2) if windows > 1 else (1, 0)
+    shift = 16 if row % 32 == 16 else 8 if row % 16 == 8 else 0  # bytes
+    most = (launch.next_power_of_2(row) - row) // shift + 1 if shift else 1
+    windows = next(n for n in (8, 4, 2, 1) if n <= min(heads, most))
+    return (windows, shift // 2) if windows > 1 else (1, 0)
 
 
 def scale_box(x: Any, hb: int, keys: int, blocks: bool) -> Box | None:
@@ -206,7 +212,7 @@ def side_of(fmt: KVFormat, codes: Box, scales: Box | None, turn: Turn, hb: int, 
     """Where copies bring 8 keys, two lie one behind the other in a box. Its codes are [halves, panels of a row, heads,
     8, words], and its stored scales, if rows are heads, [halves, heads, 8, …]."""
     parts = 2 * fmt.values_per_element // fmt.storage.itemsize
-    boxes, (keys, words) = codes.block[1 if codes.pitch == 0 else 0], codes.block[-2:]
+    boxes, (keys, words) = codes.boxes, codes.block[-2:]
     rows = math.prod(codes.block) // (boxes * keys * words)
     ring: tuple[int, ...] = (stages * boxes, rows, keys, words)
     if keys < BOX:

@@ -173,7 +173,7 @@ def begin_of(h, VALUES: gl.constexpr, g: gl.constexpr):
 
 @gluon.jit
 def own_words(words, g: gl.constexpr):
-    """Keys [HB, BOX, W] in layout key_words, 0 where a copied row is a neighbour's: that may be NaN, and 0 × NaN is."""
+    """Keys [HB, BOX, W] in layout key_words, 0 where a copied row is a neighbour's: 0 × NaN is NaN."""
     L: gl.constexpr = words.type.layout
     STEP: gl.constexpr = g.K.STEP
     o_h = gl.arange(0, g.HB, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None] % g.K.WINDOWS

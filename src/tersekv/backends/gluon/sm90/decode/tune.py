@@ -49,7 +49,7 @@ def many_rows(f: SimpleNamespace) -> bool:
 
 
 def tile_dims(f: SimpleNamespace) -> tuple[int, int]:
-    """Columns of a key and of a value in shared memory, powers of two: copies fill those that rows have not with 0."""
+    """Columns of a key and of a value in shared memory, powers of two: what rows have not is 0 or a neighbour's."""
     return launch.next_power_of_2(f.q.shape[2]), launch.next_power_of_2(f.out.shape[2])
 
 
