@@ -97,8 +97,8 @@ class Result:
 def bench(
     cases: Iterable[Case], device: torch.device, libraries: Sequence[str] = (), backend: str | None = None
 ) -> Iterator[Result]:
-    """Run the cases one by one. Those of fp8_e4m3 stand beside peers of other formats of 8 bits or less, or in for
-    them."""
+    """Run the cases one by one. Peers over fp8_e4m3 count beside those of other formats of 8 bits or less; where these
+    have none, they stand in."""
     of_e4m3: dict[Case, tuple[Peer, ...]] = {}
     for case in cases:
         result = run(case, device, libraries, backend)

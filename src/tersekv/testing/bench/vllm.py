@@ -66,10 +66,9 @@ def _unified(p: Decode | ShapeDecode) -> list:
     sums = partial(torch.empty, b, heads, _PIECES, device=device)
     columns = 1 << (dim - 1).bit_length()  # what its kernels write of a row
     q = _turned(p.q, back=True) if p.case.format == _INT4 else p.q
-    out = torch.empty_like(p.out)
     rows = torch.arange(b + 1, dtype=torch.int32, device=device)
     given = {
-        "q": q, "k": layer.k, "v": layer.v, "out": out, "cu_seqlens_q": rows, "max_seqlen_q": 1, "seqused_k": p.lens,
+        "q": q, "k": layer.k, "v": layer.v, "out": p.out, "cu_seqlens_q": rows, "max_seqlen_q": 1, "seqused_k": p.lens,
         "max_seqlen_k": int(p.host_lens.max()), "softmax_scale": p.scale, "causal": True, "window_size": (-1, -1),
         "softcap": 0.0, "q_descale": None, "k_descale": None, "v_descale": None,
         "kv_quant_mode": compat.quant_mode(p.case.format),
@@ -82,7 +81,7 @@ def _unified(p: Decode | ShapeDecode) -> list:
     def call(table: Tensor) -> Callable:
         def run() -> Tensor:
             fn(**given, block_table=table)
-            return out
+            return p.out
 
         return run
 
