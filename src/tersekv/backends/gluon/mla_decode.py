@@ -65,7 +65,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def choose(f: SimpleNamespace) -> Choice:
-    """What the choices follow, on an H200, 2026-11-21, 128 × 8K (docs/measured.md has more).
+    """What the choices follow, on an H200, 2026-11-21, 128 × 8K (notes/mla.md has more).
 
     fp8_e4m3, 32 heads: two programs of 32 rows 188 µs, with an e4m3 query 165; one whose two warpgroups take turns 182
     and 161, but 60 requests of up to 1024 43 for 34; a trio of warpgroups of 64 rows, half of them dead, 254 and 197.

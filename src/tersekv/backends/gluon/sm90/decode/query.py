@@ -1,6 +1,6 @@
 """Decode's query: the rows of a segment come into shared memory with its first tile's copies, ahead of their use.
 
-A load at the start of a segment would queue behind all copies under way, some 3 µs (docs/measured.md).
+A load at the start of a segment would queue behind all copies under way, some 3 µs (notes/decode.md).
 """
 
 from triton.experimental import gluon

@@ -1,4 +1,4 @@
-"""Tile choices of Gluon's decode, from facts. Measured on an H200, 2026-11-21 (docs/measured.md), D 128, 32/8 heads."""
+"""Tile choices of Gluon's decode, from facts. Measured on an H200, 2026-11-21 (notes/decode.md), D 128, 32/8 heads."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ _E2M1_ROW = gl.constexpr(
 # A field of four bits, sign s and magnitude e, becomes fp16's by one multiplication: the field itself at bit 12 puts s
 # where the sign goes, and a copy at bit 9 puts e where exponent and mantissa go; the bits between are masked. What is
 # multiplied is s and not(e), so that the sum of both carries into the sign for -0 alone, which becomes 0. So fewer
-# instructions than by way of e4m3, and half of them not on the pipe of logical operations (docs/measured.md).
+# instructions than by way of e4m3, and half of them not on the pipe of logical operations (notes/decode.md).
 _E2M1 = gl.constexpr(
     """{
     .reg .b32 x, y, r;

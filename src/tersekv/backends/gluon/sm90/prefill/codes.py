@@ -2,7 +2,7 @@
 
 NOTE: tiles are seen as 32-bit words on both sides. Of 16-bit elements the compiler takes every register apart and puts
 it together again, wherever it cannot follow their order: 250 byte permutes a tile, of which a multiprocessor does half
-as many a cycle as multiplications (docs/measured.md).
+as many a cycle as multiplications (notes/prefill.md).
 """
 
 from triton.experimental import gluon
