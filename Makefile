@@ -1,19 +1,18 @@
-# `make demo` and `make test` need nothing but Python >= 3.10: they make .venv and install into it, once.
+# `make demo` and `make test` need nothing but Python >= 3.11: they make .venv and install into it, once, in the versions of
+# requirements/.
 
 PYTHON ?= python3
-# Pinned and installed in a step of its own: left to itself, pip may choose a build of several gigabytes.
-TORCH ?= torch==2.13.0
-TRITON ?= triton==3.6.0
-NEWEST_TRITON ?= triton
+# The locked version; a path or an address names another build of it.
+TORCH ?= torch
+# The second one, beside that of requirements/triton.txt.
+SECOND ?= $(shell sed -n 's/^triton==//p' requirements/triton-second.txt)
 TRITONS ?= 3.6.0 3.7.0 3.7.1 3.8.0 3.9.0
-OLDEST_TORCH ?= torch==2.10.0
-NEWEST_TORCH ?= torch
-VLLM ?= vllm==0.33.0
-SGLANG ?= sglang==0.5.23
+OLDEST_TORCH ?= torch
+NEWEST_TORCH ?= torch==2.15.0
 WORKERS ?= 2
-# Of what is compiled and interpreted, `make tests` runs a quarter and `make newest` another; SHARE=1/1: all.
+# Of what is compiled and interpreted, `make tests` runs a quarter and `make second` another; SHARE=1/1: all.
 SHARE ?= 1/4
-NEWEST_SHARE ?= 2/4
+SECOND_SHARE ?= 2/4
 # Neighbours share kernels that a process compiles once: they go to one worker, and who is done takes from the other.
 SHARED := -n $(WORKERS) --dist worksteal
 
@@ -24,36 +23,39 @@ READY := .venv/.tersekv-ready
 
 NATIVE := src/tersekv/backends/cpu/_native.so
 
-.PHONY: help setup demo test lint types tests newest engines vllm sglang versions sweep verify sanitize wheel table docs clean
+.PHONY: help setup demo test lint types tests second engines vllm sglang newest lock versions sweep verify sanitize wheel table docs clean
 
 help:
 	@echo "make demo    compare the cache formats on a small built-in model"
 	@echo "make test    lint, types and all tests; alone: make lint, make types, make tests"
 	@echo "             one test: .venv/bin/python -m pytest tests/test_pages.py -k fork"
-	@echo "make newest  compile and interpret the kernels with the newest Triton that installs"
+	@echo "make second  compile and interpret the kernels with a second, locked Triton"
 	@echo "make engines run the tests inside real inference engines, on the CPU; alone: make vllm, make sglang"
+	@echo "make newest  what breaks with the newest torch, Triton, transformers, vLLM and SGLang that install; long"
+	@echo "make lock    write requirements/ anew: the versions that all of these install"
 	@echo "make sweep   compile the kernels of every pair of what they are specialised on; long"
 	@echo "make versions  the same with every Triton from 3.6 on, and the CPU tests with the oldest and newest PyTorch"
 	@echo "make verify  run every operation x format on this machine's device and judge the results"
 	@echo "make sanitize  run the kernels for CPUs under the address, undefined and thread sanitizers"
-	@echo "make wheel   build a wheel for this platform and one for all, and try each in an empty environment"
+	@echo "make wheel   build a wheel for this platform and one for all, and try each, and the sources, in an empty environment"
 	@echo "make table   write tables and pictures of README.md and docs/ anew"
 	@echo "make docs    build the site into build/site; a link that leads nowhere is an error"
 
 setup: $(NATIVE) $(READY)
 
-$(INSTALLED): pyproject.toml setup.py
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
-ifeq ($(shell uname -s)-$(shell uname -m),Linux-x86_64)
-	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install "$(TRITON)"
-endif
-	$(BIN)/python -m pip install -e ".[plot]"
+# Triton last: torch's CUDA build asks for one of its own, by `==`, and brings it each time.
+define install
+	$(BIN)/python -m pip install -c requirements/test.txt $(1)
+	$(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),$(BIN)/python -m pip install --no-deps -r requirements/triton.txt)
 	touch $@
+endef
+
+$(INSTALLED): pyproject.toml setup.py requirements/test.txt requirements/triton.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(call install,"$(TORCH)" -e ".[plot]")
 
 $(READY): $(INSTALLED)
-	$(BIN)/python -m pip install "tersekv[test]"
-	touch $@
+	$(call install,"tersekv[test]")
 
 # The installation compiles it first; without a compiler everything runs in eager PyTorch.
 $(NATIVE): $(wildcard src/tersekv/backends/cpu/native/*) src/tersekv/backends/cpu/build.py | $(INSTALLED)
@@ -74,60 +76,54 @@ types: $(READY)
 tests: $(NATIVE) $(READY)
 	TERSEKV_SHARE=$(SHARE) $(BIN)/python -m pytest $(SHARED)
 
-# A second Triton beside the first, found before it on the path. What may differ between them: machine code, launchers,
-# hooks, the interpreter's arithmetic. How the attentions take their cases does not: `make versions` has the rest.
-NEWEST_TESTS ?= tests/gluon tests/triton $(addprefix --ignore tests/,gluon/test_bind_gluon.py gluon/test_hooks_gluon.py \
+# A Triton beside that of requirements/triton.txt, found before it on the path.
+.venv/triton-%/ready: | $(READY)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) "triton==$*"
+	touch $@
+
+# What may differ between Tritons: machine code, launchers, hooks, the interpreter's arithmetic. How the attentions take
+# their cases does not: `make versions` has the rest.
+SECOND_TESTS ?= tests/gluon tests/triton $(addprefix --ignore tests/,gluon/test_bind_gluon.py gluon/test_hooks_gluon.py \
 	triton/test_bind.py triton/test_compile_sweep.py triton/test_compile_mla_prefill.py triton/test_compile_mla_project.py) \
 	-k "not test_interpreted or test_casts or test_codes or test_append or test_verify_cases"
-newest: $(READY)
-	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton "$(NEWEST_TRITON)"
-	TERSEKV_SHARE=$(NEWEST_SHARE) PYTHONPATH=.venv/newest-triton \
-		$(BIN)/python -m pytest $(SHARED) -p no:cacheprovider $(NEWEST_TESTS)
+second: .venv/triton-$(SECOND)/ready
+	TERSEKV_SHARE=$(SECOND_SHARE) PYTHONPATH=$(<D) $(BIN)/python -m pytest $(SHARED) -p no:cacheprovider $(SECOND_TESTS)
 
 engines: vllm sglang
 
-# vLLM has no CPU build on the index. Of its CUDA build the Python files are enough, 60 of 810 MB: the tests bring the few
-# operators that an engine calls on a CPU. It takes the torch and transformers that are here.
-.venv/vllm/ready: tests/engines/vllm.txt | $(READY)
-	rm -rf .venv/vllm .venv/vllm-wheel
-	$(BIN)/python -m pip download --quiet --no-deps --dest .venv/vllm-wheel "$(VLLM)"
-	$(BIN)/python -c "import glob, zipfile; z = zipfile.ZipFile(*glob.glob('.venv/vllm-wheel/*.whl')); \
-		z.extractall('.venv/vllm', [n for n in z.namelist() if n.endswith(('.py', '.json', 'METADATA'))])"
-	rm -rf .venv/vllm-wheel
-	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target .venv/vllm -r tests/engines/vllm.txt
+.venv/%/ready: requirements/%.txt scripts/engine.py | $(READY)
+	$(BIN)/python scripts/engine.py $* $(@D)
 	touch $@
 
 vllm: $(NATIVE) .venv/vllm/ready
 	PYTHONPATH=.venv/vllm $(BIN)/python -m pytest -p no:cacheprovider tests/engines
 
-# SGLang likewise, with the transformers that it is pinned to and the torch that is here; kernels for GPUs stay out.
-.venv/sglang/ready: tests/engines/sglang.txt | $(READY)
-	rm -rf .venv/sglang .venv/sglang-wheel
-	$(BIN)/python -m pip download --quiet --no-deps --dest .venv/sglang-wheel "$(SGLANG)"
-	$(BIN)/python -c "import glob, zipfile; z = zipfile.ZipFile(*glob.glob('.venv/sglang-wheel/*.whl')); \
-		z.extractall('.venv/sglang', [n for n in z.namelist() if not n.endswith('.so')])"
-	rm -rf .venv/sglang-wheel
-	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target .venv/sglang -r tests/engines/sglang.txt
-	touch $@
-
 sglang: $(NATIVE) .venv/sglang/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=.venv/sglang $(BIN)/python -m pytest -p no:cacheprovider tests/engines
 
-# SWEEP="--archs 90 --ops decode --part 0.2": less. PYTHONPATH=.venv/newest-triton before it: with that Triton.
+# The canary, by hand: releases elsewhere decide what it says. NEWEST="transformers vllm": these alone.
+newest: $(NATIVE) $(READY)
+	TERSEKV_SHARE=$(SHARE) $(BIN)/python scripts/newest.py $(NEWEST)
+
+# LOCK=vllm: that file alone. PIN="torch==2.14.0 vllm==0.34.0": torch and the engines stay as they are unless named.
+lock: $(READY)
+	$(BIN)/python scripts/lock.py $(LOCK) $(addprefix --pin ,$(PIN))
+
+# SWEEP="--archs 90 --ops decode --part 0.2": less. PYTHONPATH=.venv/triton-3.9.0 before it: with that Triton.
 sweep: $(READY)
 	$(BIN)/python scripts/compile_sweep.py $(SWEEP)
 
-# Every Triton that the kernels are held to, the CPU suite on both ends of PyTorch, and native kernels compiled for NEON.
+# Every Triton that the kernels are held to, the CPU suite on both ends of pyproject.toml's ranges, and native kernels compiled for NEON.
 # Builds for CUDA run on a CPU too, but are 4 to 7 GB each with the libraries they depend on: name a smaller build where
 # there is one, or "" for none.
-versions: $(READY)
+versions: $(READY) $(TRITONS:%=.venv/triton-%/ready)
 	set -e; for v in $(TRITONS); do \
-		$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/triton-$$v "triton==$$v"; \
 		PYTEST_ADDOPTS="-m ''" PYTHONPATH=.venv/triton-$$v $(BIN)/python -m pytest $(SHARED) -p no:cacheprovider tests/gluon tests/triton; \
 	done
-	set -e; for t in $(OLDEST_TORCH) $(NEWEST_TORCH); do \
+	set -e; for t in $(if $(OLDEST_TORCH),"-c requirements/oldest.txt $(OLDEST_TORCH)") $(if $(NEWEST_TORCH),"$(NEWEST_TORCH)"); do \
 		$(PYTHON) -m venv --clear .venv/torch; \
-		.venv/torch/bin/python -m pip install --quiet "$$t" -e ".[test]"; \
+		.venv/torch/bin/python -m pip install --quiet $$t -e ".[test]"; \
 		.venv/torch/bin/python -m pytest $(SHARED) -p no:cacheprovider tests \
 			--ignore tests/gluon --ignore tests/triton; \
 	done

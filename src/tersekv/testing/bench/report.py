@@ -10,7 +10,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -158,7 +158,7 @@ def environment(device: torch.device, libraries: Sequence[str]) -> dict:
         "versions": {name: v for name in libraries if (v := _version(name) or _version(f"{name}-python"))},
         "python": platform.python_version(),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
     }
 
