@@ -14,13 +14,17 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from script import script
 
 import tersekv
 
 ROOT = Path(__file__).parent.parent
-SHIPPED = ("src", "tests", "docs", "examples", "scripts", "benchmarks", ".ci", "Makefile", "MANIFEST.in",
-    "pyproject.toml", "setup.py", "LICENSE", "NOTICE")  # fmt: skip
+SHIPPED = ("src", "tests", "docs", "examples", "requirements", "scripts", "benchmarks", ".ci", "CITATION.cff", "Makefile",
+    "MANIFEST.in", "pyproject.toml", "setup.py", "LICENSE", "NOTICE")  # fmt: skip
 JUNK = ("__pycache__", "*.egg-info")
+LINUX = sys.platform == "linux"
+# As a release is built.
+COMPILER = {"CXX": str(ROOT / "scripts" / "manylinux_cxx.sh")} if LINUX else {}
 
 
 def run(*command: object, **options) -> str:
@@ -43,7 +47,7 @@ def dist(tmp_path_factory) -> Path:
         (sources / name).parent.mkdir(parents=True, exist_ok=True)
         (sources / name).write_text("must not be shipped")
     # setuptools is here already: nothing is fetched. The wheel is built from the source distribution.
-    run(sys.executable, "-m", "build", "--no-isolation", sources)
+    run(sys.executable, "-m", "build", "--no-isolation", sources, env={**os.environ, **COMPILER})
     return sources / "dist"
 
 
@@ -93,13 +97,24 @@ def test_the_source_distribution_holds_the_repository_and_no_caches(dist):
     with tarfile.open(archive) as tar:
         names = {n.removeprefix(top) for n in tar.getnames()}
     wanted = [
-        "README.md", "LICENSE", "NOTICE", "CHANGELOG.md", "Makefile", "pyproject.toml", ".ci/run",
+        "README.md", "LICENSE", "NOTICE", "CHANGELOG.md", "SECURITY.md", "CITATION.cff", "Makefile", "pyproject.toml",
+        ".ci/run", "requirements/test.txt", "scripts/manylinux.h",
         "src/tersekv/demo/weights/llama.safetensors", "scripts/support_table.py", "docs/formats.md",
         *[str(p.relative_to(ROOT)) for d in ("tests", "examples", "docs") for p in (ROOT / d).rglob("*.[pm][yd]")],
     ]  # fmt: skip
     assert not [n for n in wanted if n not in names]
     unwanted = {"__pycache__", ".venv", ".dev", ".hypothesis", ".pytest_cache", ".mypy_cache", "build", "dist"}
     assert not [n for n in names if n.endswith(".pyc") or unwanted & set(Path(n).parts)]
+
+
+@pytest.mark.skipif(not LINUX, reason="auditwheel reads Linux's libraries")
+def test_the_wheel_loads_on_older_systems(wheel, tmp_path):
+    """Its library asks for nothing newer than glibc 2.28 and for no library beside glibc's; auditwheel would add those."""
+    made = script("scripts/try_wheels.py").repaired(wheel, tmp_path)
+    before, after = (zipfile.ZipFile(w) for w in (wheel, made))
+    assert {*before.namelist()} == {*after.namelist()}
+    library = "tersekv/backends/cpu/_native.so"
+    assert before.read(library) == after.read(library)
 
 
 def test_the_notice_names_what_is_not_this_projects_own(wheel):
