@@ -4,7 +4,8 @@
 
 On Linux the platform's wheel is made to load where glibc is 2.28 (scripts/manylinux_cxx.sh) and gets its tag from
 auditwheel, which fails if it would not. Each is installed by pip with all that it asks for, in the versions of
-requirements/, and has to pass the quick cases; one with `[gpu]` too, whose Triton has to be imported.
+requirements/, and has to pass the quick cases; the platform's wheel is asked for `[gpu]` too, which has to bring a
+Triton that was tested.
 """
 
 from __future__ import annotations
@@ -37,24 +38,31 @@ level = native if isinstance(native, str) else native.level()
 print(f"{tersekv.__file__}: {len(results)} cases passed, decode by {', '.join(chosen)} ({level})")
 assert chosen == {WANT}, chosen
 """
+TRITON = """
+import triton
+from tersekv.backends.host import versions
+print(f"[gpu] brings Triton {triton.__version__}")
+assert versions.tested(triton.__version__), versions.RANGE
+"""
 
 
 def run(*command: object, **options) -> None:
     subprocess.run([str(c) for c in command], check=True, **options)
 
 
-def tried(wanted: str, backend: str) -> None:
+def tried(made: Path, backend: str, gpu: bool = False) -> None:
     """Raise unless this, put into an empty environment by pip, passes the quick cases, decode with this backend."""
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         python = Path(folder) / "bin" / "python"
-        run(python, "-m", "pip", "install", "--quiet", "-c", LOCKED, wanted)
         here = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": ""}}
-        if "[gpu]" in wanted and sys.platform == "linux":
-            run(python, "-c", "import triton; from tersekv.backends.host import versions as v;"
-                "assert v.tested(triton.__version__), triton.__version__", **here)  # fmt: skip
-        run(python, "-m", "pip", "check", **here)
+        install = [python, "-m", "pip", "install", "--quiet", "-c", LOCKED]
+        run(*install, made)
         run(python, "-c", TRY.replace("WANT", repr(backend)), **here)
+        if gpu:
+            run(*install, f"{made}[gpu]")
+            run(python, "-c", TRITON, **here)
+        run(python, "-m", "pip", "check", **here)
         run(python.with_name("tersekv"), "doctor", stdout=subprocess.DEVNULL, **here)
 
 
@@ -97,8 +105,9 @@ def main() -> None:
         assert pure.name.endswith("-py3-none-any.whl"), pure.name
         assert not native.name.endswith("-any.whl"), native.name
         native = repaired(native, folder / "repaired") if linux else native
-        for wanted, backend in ((archive, "cpu"), (native, "cpu"), (f"{native}[gpu]", "cpu"), (pure, "torch")):
-            tried(str(wanted), backend)
+        tried(archive, "cpu")
+        tried(native, "cpu", gpu=linux)
+        tried(pure, "torch")
         for made in (archive, native, pure):
             print(shutil.copy(made, out))
 

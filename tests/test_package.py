@@ -19,8 +19,8 @@ from script import script
 import tersekv
 
 ROOT = Path(__file__).parent.parent
-SHIPPED = ("src", "tests", "docs", "examples", "requirements", "scripts", "benchmarks", ".ci", "CITATION.cff", "Makefile",
-    "MANIFEST.in", "pyproject.toml", "setup.py", "LICENSE", "NOTICE")  # fmt: skip
+SHIPPED = ("src", "tests", "docs", "examples", "requirements", "scripts", "benchmarks", ".ci", "CITATION.cff",
+    "Makefile", "MANIFEST.in", "pyproject.toml", "setup.py", "LICENSE", "NOTICE")  # fmt: skip
 JUNK = ("__pycache__", "*.egg-info")
 LINUX = sys.platform == "linux"
 # As a release is built.
@@ -109,10 +109,10 @@ def test_the_source_distribution_holds_the_repository_and_no_caches(dist):
 
 @pytest.mark.skipif(not LINUX, reason="auditwheel reads Linux's libraries")
 def test_the_wheel_loads_on_older_systems(wheel, tmp_path):
-    """Its library asks for nothing newer than glibc 2.28 and for no library beside glibc's; auditwheel would add those."""
+    """Its library wants nothing newer than glibc 2.28, and no library but glibc's: auditwheel would add those."""
     made = script("scripts/try_wheels.py").repaired(wheel, tmp_path)
     before, after = (zipfile.ZipFile(w) for w in (wheel, made))
-    assert {*before.namelist()} == {*after.namelist()}
+    assert {n for n in after.namelist() if not n.endswith("/")} == {*before.namelist()}
     library = "tersekv/backends/cpu/_native.so"
     assert before.read(library) == after.read(library)
 
