@@ -77,7 +77,7 @@ def test(pins: dict[str, str]) -> dict[str, str]:
 
 
 def engine(name: str, locked: dict[str, str], pins: dict[str, str]) -> dict[str, str]:
-    """The engine and the packages that its lock lists, in versions that the engine's metadata admits.
+    """The engine, the packages that its lock lists, as the engine's metadata admits them, and what these ask for.
 
     pins: of the engine too; an engine without one is the newest.
     """
@@ -88,9 +88,11 @@ def engine(name: str, locked: dict[str, str], pins: dict[str, str]) -> dict[str,
     ranges = [r for r in ranges if not r.marker or r.marker.evaluate({"extra": ""})]
     bounds = [f"{r.name}{r.specifier}" for r in ranges if canonicalize_name(r.name) in listed - {*pins}]
     # Whatever torch the engine wants, it gets the one that is here, and so what fits that.
-    held = {"torch": read(FOLDER / "test.txt")["torch"], **{n: v for n, v in pins.items() if n != name}}
+    here = read(FOLDER / "test.txt")
+    held = {"torch": here["torch"], **{n: v for n, v in pins.items() if n != name}}
     found = resolve(sorted(listed), [*bounds, *(f"{n}=={v}" for n, v in held.items())])
-    return {name: public(metadata), **{n: public(found[n]) for n in listed}}
+    kept = [n for n in found if n in listed or (n not in here and not n.startswith(LEFT_OUT))]
+    return {name: public(metadata), **{n: public(found[n]) for n in kept}}
 
 
 def main() -> None:

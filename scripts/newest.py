@@ -53,10 +53,24 @@ def installed(name: str, folder: Path) -> tuple[str, dict[str, str]]:
     return python, {**env, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [env.get("PYTHONPATH")])])}
 
 
-def broken(report: Path, code: int) -> tuple[int, list[str]]:
+def watched(command: list[str], env: dict[str, str]) -> tuple[int, str]:
+    """pytest's code, and the last error that it printed on the way."""
+    last = ""
+    with subprocess.Popen(
+        command, env=env, cwd=lock.ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as p:
+        assert p.stdout is not None
+        for line in p.stdout:
+            print(line, end="", flush=True)
+            last = line[1:].strip() if line.startswith("E  ") else last
+    return p.returncode, last
+
+
+def broken(report: Path, code: int, last: str) -> tuple[int, list[str]]:
     """How many tests ran, and a line for each that broke."""
+    ended = f"pytest ended with code {code}: {last}"
     if not report.exists():
-        return 0, [f"pytest ended with code {code}"]
+        return 0, [ended]
     cases = list(ElementTree.parse(report).iter("testcase"))
     lines = []
     for case in cases:
@@ -64,7 +78,7 @@ def broken(report: Path, code: int) -> tuple[int, list[str]]:
             said = (found.get("message") or "").strip().split("\n")[0][:160]
             lines.append(f"{case.get('classname')}::{case.get('name')}: {said}")
     # 5: nothing was chosen, which is no answer.
-    return len(cases), lines or ([f"pytest ended with code {code}"] if code else [])
+    return len(cases), lines or ([ended] if code else [])
 
 
 def tried(name: str, folder: Path) -> tuple[str, list[str]]:
@@ -77,8 +91,7 @@ def tried(name: str, folder: Path) -> tuple[str, list[str]]:
     report = folder / f"{name}.xml"
     report.unlink(missing_ok=True)
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS[name]]
-    code = subprocess.run(command, env=env, cwd=lock.ROOT).returncode
-    ran, lines = broken(report, code)
+    ran, lines = broken(report, *watched(command, env))
     return f"{name} {asked.stdout.strip()}: {ran} tests, {len(lines) or 'none'} broke", lines
 
 

@@ -148,7 +148,7 @@ def test_writing_a_lock_sorts_it_and_keeps_the_comment(tmp_path):
 
 
 def test_an_engine_s_lock_follows_what_the_engine_asks_for(monkeypatch):
-    """Only for the packages that are listed, beside the torch that is here."""
+    """For the packages that are listed and what they drag along, beside what is here and without CUDA's libraries."""
     bounds = []
 
     def resolve(wanted, constraints=(), *options):
@@ -156,11 +156,13 @@ def test_an_engine_s_lock_follows_what_the_engine_asks_for(monkeypatch):
             ranges = ["torch==2.11.0", "openai<3,>=2", "numba==0.1", "gpu-only==1; extra == 'gpu'"]
             return {"vllm": {"version": "0.40.0", "requires_dist": ranges}}
         bounds.extend(constraints)
-        return {name: {"version": "9"} for name in (*wanted, "numba")}
+        return {
+            name: {"version": "9"} for name in (*wanted, "opentelemetry-api", "torch", "nvidia-nccl-cu13", "triton")
+        }
 
     monkeypatch.setattr(lock, "resolve", resolve)
     got = lock.engine("vllm", {"vllm": "0.33.0", "openai": "2.8", "gpu-only": "0"}, {"gpu-only": "7"})
-    assert got == {"vllm": "0.40.0", "openai": "9", "gpu-only": "9"}
+    assert got == {"vllm": "0.40.0", "openai": "9", "gpu-only": "9", "opentelemetry-api": "9"}
     assert bounds == ["openai<3,>=2", f"torch=={LOCKED['torch']}", "gpu-only==7"]
 
 
@@ -168,17 +170,17 @@ def test_the_canary_says_what_broke_in_a_line_each(tmp_path):
     script("scripts/engine.py")  # which it imports
     newest = script("scripts/newest.py")
     report = tmp_path / "report.xml"
-    assert newest.broken(report, 3) == (0, ["pytest ended with code 3"])
+    assert newest.broken(report, 4, "No module named x") == (0, ["pytest ended with code 4: No module named x"])
     report.write_text(
         "<testsuites><testsuite><testcase classname='tests.a' name='fine'/><testcase classname='tests.a' name='late'>"
         "<failure message='TypeError: no kwargs&#10;in a line'/></testcase><testcase classname='' name='tests.b'>"
         "<error message='collection failure'/></testcase></testsuite></testsuites>"
     )
-    ran, lines = newest.broken(report, 1)
+    ran, lines = newest.broken(report, 1, "")
     assert ran == 3
     assert lines == ["tests.a::late: TypeError: no kwargs", "::tests.b: collection failure"]
     report.write_text("<testsuites><testsuite/></testsuites>")
-    assert newest.broken(report, 5)[1], "no test is no answer"
+    assert newest.broken(report, 5, "")[1], "no test is no answer"
     missing = [p for paths in newest.TESTS.values() for p in paths if not (ROOT / p.split("=")[-1]).exists()]
     assert not missing
 
