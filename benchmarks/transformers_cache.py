@@ -32,6 +32,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from tersekv.integrations.transformers_layers import CACHE_ARGUMENT
+
 CACHES = (
     "dynamic", "fp8", "quanto int4", "quanto int2", "hqq int8", "hqq int4", "tersekv bf16", "tersekv fp8_e4m3",
     "tersekv fp8_per_token_head", "tersekv int8_per_token_head", "tersekv nvfp4",
@@ -124,7 +126,7 @@ def timed(model: Any, ids: Tensor, cache: Any, position: int) -> tuple[Tensor, f
     """Logits of the last token, seconds, and seconds of the processor, which other programs disturb less."""
     start, work = time.perf_counter(), time.process_time()
     places = torch.arange(position, position + ids.shape[1], device=ids.device)[None]
-    out = model(ids, past_key_values=cache, logits_to_keep=1, position_ids=places).logits[:, -1].float().cpu()
+    out = model(ids, **{CACHE_ARGUMENT: cache}, logits_to_keep=1, position_ids=places).logits[:, -1].float().cpu()
     return out, time.perf_counter() - start, time.process_time() - work
 
 

@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tersekv import UnsupportedError
 from tersekv.formats import kv_format
 from tersekv.integrations.transformers import ATTENTION, TersekvCache, TersekvStaticCache
+from tersekv.integrations.transformers_layers import CACHE_ARGUMENT
 from tersekv.testing.codes import column, decode_row, encode_row
 
 WORKS, REFUSED, NOT_BUILT, FAILS = "works", "refused", "not built", "fails"
@@ -163,7 +164,7 @@ def generated(model: Any, cache: Any, attention: str, **options: Any) -> tuple[T
     mask = torch.ones_like(ids)
     mask[1, :PADDED] = 0
     out = model.generate(
-        ids.where(mask.bool(), 0), attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False,
+        ids.where(mask.bool(), 0), attention_mask=mask, **{CACHE_ARGUMENT: cache}, max_new_tokens=NEW, do_sample=False,
         output_logits=True, return_dict_in_generate=True, **options,
     )  # fmt: skip
     if cache.get_seq_length() != PROMPT + NEW - 1:

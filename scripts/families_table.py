@@ -26,6 +26,7 @@ PAGE = ROOT / "docs" / "transformers.md"
 REASONS = (
     (r"in every layer of \S+ got (chunked) attention", "layers: `{}_attention`"),
     (r"in every layer of \S+ got (\w+) in layer", "layers: `{}`"),
+    (r"got layers that run in loops", "layers that run several times in a forward"),
     (r"got layers that share", "keys and values shared between layers"),
     (r"in its own code, past", "attention past `AttentionInterface`"),
     (r"keeps a state instead", "a state instead of keys and values"),

@@ -22,6 +22,7 @@ from tersekv.demo import models
 from tersekv.demo.parts import rms_norm, rotate_interleaved
 from tersekv.demo.recipe import recipe
 from tersekv.formats import BF16, FP8_DS_MLA, KVFormat, kv_format, latent_format
+from tersekv.integrations.transformers_layers import CACHE_ARGUMENT
 from tersekv.testing.codes import column, decode_row, encode_row
 
 
@@ -91,7 +92,7 @@ class Reference:
         parts = [rows[:own_rows], rows[own_rows:]]
         logits = []
         for part in filter(None, parts):
-            logits.append(self.model(torch.tensor([part]), past_key_values=cache).logits[0])
+            logits.append(self.model(torch.tensor([part]), **{CACHE_ARGUMENT: cache}).logits[0])
             cache.own = False
         return torch.cat(logits)[len(prompt) - 1 :].double().log_softmax(-1)
 

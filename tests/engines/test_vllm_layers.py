@@ -10,6 +10,8 @@ from reference import Reference, Rows, hold
 from safetensors.torch import load_file, save_file
 from vllm_cpu import engine, generate, llama_model
 
+from tersekv.integrations.transformers_layers import CACHE_ARGUMENT
+
 PROMPTS = [text(2200 * i + 60, n) for i, n in enumerate((5, 47, 48, 49, 150))]
 
 
@@ -59,7 +61,7 @@ def test_softcap(tmp_path):
     for prompt, (tokens, _) in zip(PROMPTS, results, strict=True):
         cache = Rows(["int8_per_token_head"] * 2, [(1.0, 1.0)] * 2, {}, False)
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + tokens[:-1]]), past_key_values=cache).logits[0]
+            logits = model(torch.tensor([prompt + tokens[:-1]]), **{CACHE_ARGUMENT: cache}).logits[0]
         wanted.append(logits[len(prompt) - 1 :].double().log_softmax(-1))
     hold(results, wanted)
 

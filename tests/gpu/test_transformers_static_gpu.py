@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 pytest.importorskip("transformers", reason="the cache is of Hugging Face transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
-from transformers_models import VOCABULARY, distance, tiny
+from transformers_models import VOCABULARY, distance, over, tiny
 
 from tersekv import KV_FORMATS
 from tersekv.integrations.transformers import TersekvCache, TersekvStaticCache
@@ -47,7 +47,7 @@ def static(model, options):
 
 def prefilled(model, cache, ids, mask):
     places = (mask.cumsum(1) - 1).clamp(min=0)
-    model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], position_ids=places[:, :PROMPT], past_key_values=cache)
+    model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], position_ids=places[:, :PROMPT], **over(cache))
     return places
 
 
@@ -61,7 +61,7 @@ def wanted(case):
     model, options, ids, mask = case
     cache = TersekvCache(model.config, **options)
     places = prefilled(model, cache, ids, mask)
-    return stepped(lambda x, at: model(x, position_ids=at, past_key_values=cache).logits, ids, places)
+    return stepped(lambda x, at: model(x, position_ids=at, **over(cache)).logits, ids, places)
 
 
 @torch.no_grad()
@@ -75,13 +75,13 @@ def test_a_captured_token_is_replayed_for_those_after_it(case):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # compiles kernels; the token is written again below
-        model(x, position_ids=at, past_key_values=cache)
+        model(x, position_ids=at, **over(cache))
     torch.cuda.current_stream().wait_stream(side)
     cache.book.counts.copy_(counts)
     cache.book.columns.copy_(columns)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        logits = model(x, position_ids=at, past_key_values=cache).logits
+        logits = model(x, position_ids=at, **over(cache)).logits
 
     def replay(token, place):
         x.copy_(token)
@@ -106,7 +106,7 @@ def test_reduce_overhead_records_one_graph_and_waits_for_nothing(case):
 
     def step(x, at):
         torch.compiler.cudagraph_mark_step_begin()
-        return compiled(x, position_ids=at, past_key_values=cache).logits
+        return compiled(x, position_ids=at, **over(cache)).logits
 
     for turn in range(2):  # the same pages again
         places = prefilled(model, cache, ids, mask)
@@ -132,9 +132,7 @@ def test_generate_compiles_by_itself(case):
     model, options, ids, mask = case
     counters.clear()
     cache = static(model, options)
-    model.generate(
-        ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], past_key_values=cache, max_new_tokens=NEW, do_sample=False
-    )
+    model.generate(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], **over(cache), max_new_tokens=NEW, do_sample=False)
     assert counters["stats"]["unique_graphs"] == 1
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert int(cache.get_seq_length()) == PROMPT + NEW - 1

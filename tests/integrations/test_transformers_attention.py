@@ -5,22 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import DynamicCache, Gemma3nTextConfig, Llama4TextConfig, Qwen3NextConfig
-from transformers_models import FAMILIES, LATENT, VOCABULARY, WINDOW, SamePrecision, distance, tiny
+from transformers_models import FAMILIES, LATENT, VOCABULARY, WINDOW, SamePrecision, distance, over, tiny
 
 from tersekv import KV_FORMATS, LATENT_FORMATS, OutOfPagesError, UnsupportedError
 from tersekv.integrations.transformers import TersekvCache
+from tersekv.integrations.transformers_layers import CACHE_ARGUMENT
 from tersekv.integrations.transformers_pages import Book, Capacity
 
 # fp32 models: what is left is the order of sums, and a rounding here and there that falls on the other side.
 CLOSE = 2e-3
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(params=FAMILIES)
 def family(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model(family):
     return tiny(family)
 
@@ -40,7 +41,7 @@ def logits(model, ids, cache, sizes, mask=None):
     for n in sizes:
         here = None if mask is None else mask[:, : done + n]
         positions = None if here is None else (here.cumsum(1) - 1).clamp(min=0)[:, done:]
-        out = model(ids[:, done : done + n], attention_mask=here, position_ids=positions, past_key_values=cache)
+        out = model(ids[:, done : done + n], attention_mask=here, position_ids=positions, **over(cache))
         outs.append(out.logits)
         done += n
     assert done == ids.shape[1]
@@ -83,8 +84,8 @@ def test_an_exact_prefill_sees_16_bits_and_later_tokens_what_is_stored(family, m
     first, rest = ids[:, :50], ids[:, 50:]
 
     class Late(SamePrecision):
-        def update(self, key_states, value_states, *args):
-            held = super().update(key_states, value_states, *args)
+        def update(self, key_states, value_states, *args, **kwargs):
+            held = super().update(key_states, value_states, *args, **kwargs)
             half = (key_states.bfloat16().float(), value_states.bfloat16().float())
             return half if key_states.shape[2] == 50 else held
 
@@ -92,7 +93,7 @@ def test_an_exact_prefill_sees_16_bits_and_later_tokens_what_is_stored(family, m
     want = logits(model, ids, Late(model.config, "fp8_e5m2"), [50, 11])
     model.set_attn_implementation("tersekv")
     cache = TersekvCache(model.config, "fp8_e5m2", exact_prefill=True, **options)
-    got = torch.cat((model(first, past_key_values=cache).logits, model(rest, past_key_values=cache).logits), 1)
+    got = torch.cat((model(first, **over(cache)).logits, model(rest, **over(cache)).logits), 1)
     assert distance(got, want) < CLOSE
     assert {layer.store.cache.format for layer in cache.layers} == {"fp8_e5m2"}
 
@@ -173,14 +174,14 @@ def test_autocast_is_followed_as_other_attentions_follow_it(family, model, ids, 
     exact = eager(model, ids, own, [50, 1, 10])
     assert distance(got, exact) < 1.5 * distance(want, exact)  # experts may be chosen otherwise: large, in both
     with torch.autocast("cpu", dtype=dtype):
-        assert model(ids[:, :1], past_key_values=cache).logits.isfinite().all()
+        assert model(ids[:, :1], **over(cache)).logits.isfinite().all()
 
 
 def test_a_layer_that_brings_two_dtypes_is_told_by_their_names(ids):
     model = tiny("llama")
     model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda module, args, out: out.bfloat16())
     with pytest.raises(UnsupportedError, match=r"query, key, value: want one dtype .* got float32, float32, bfloat16"):
-        model(ids, past_key_values=TersekvCache(model.config))
+        model(ids, **over(TersekvCache(model.config)))
 
 
 def test_a_window_bounds_the_pages(ids):
@@ -206,7 +207,7 @@ def test_room_from_the_start_is_not_copied(ids):
     cache = TersekvCache(model.config, "bf16", page_size=8, max_tokens=61)
     logits(model, ids[:, :3], cache, [3])
     before = cache.layers[0].store.cache[0].k.data_ptr()
-    model(ids[:, 3:], past_key_values=cache)
+    model(ids[:, 3:], **over(cache))
     assert cache.layers[0].store.cache[0].k.data_ptr() == before
 
 
@@ -214,12 +215,12 @@ def test_a_limit_of_pages_is_kept(ids):
     model = tiny("llama")
     cache = TersekvCache(model.config, "bf16", page_size=8, num_pages=15)
     with pytest.raises(OutOfPagesError, match="num_pages: want more than 15 pages of 8 tokens"):
-        model(ids, past_key_values=cache)
+        model(ids, **over(cache))
     # As if it had not come: shorter ones may, and tokens that came before stay.
     assert cache.get_seq_length() == 0
     first = logits(model, ids[:, :30], cache, [30])
     with pytest.raises(OutOfPagesError, match="num_pages: want more than 15 pages of 8 tokens"):
-        model(ids[:, 30:], past_key_values=cache)
+        model(ids[:, 30:], **over(cache))
     assert cache.get_seq_length() == 30
     both = torch.cat((first, logits(model, ids[:, 30:56], cache, [26])), 1)
     assert distance(both, eager(model, ids[:, :56], "bf16", [30, 26])) < CLOSE
@@ -231,10 +232,10 @@ def test_another_attention_is_told_to_the_user(ids):
     model = tiny("llama", attention="sdpa")
     cache = TersekvCache(model.config, "bf16")
     with pytest.raises(RuntimeError, match="attn_implementation: want 'tersekv'"):
-        model(ids, past_key_values=cache)
+        model(ids, **over(cache))
     model.set_attn_implementation("tersekv")
     cache.reset()
-    model(ids, past_key_values=cache)
+    model(ids, **over(cache))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -244,9 +245,9 @@ def test_a_forward_that_wants_gradients_is_refused(ids, training, part):
     for name, weight in model.named_parameters():
         weight.requires_grad_(part in name)
     with pytest.raises(UnsupportedError, match=r"requires_grad: want a forward under torch.no_grad\(\)"):
-        model(ids, past_key_values=TersekvCache(model.config, "bf16"))
+        model(ids, **over(TersekvCache(model.config, "bf16")))
     with torch.no_grad():
-        model(ids, past_key_values=TersekvCache(model.config, "bf16"))
+        model(ids, **over(TersekvCache(model.config, "bf16")))
 
 
 def test_a_latent_format_for_a_model_without_latents_is_refused_at_once():
@@ -260,13 +261,13 @@ def test_a_latent_format_for_a_model_without_latents_is_refused_at_once():
 def test_scales_of_the_other_kind_of_cache_are_refused(name, scale, ids):
     model = tiny(name)
     with pytest.raises(ValueError, match=f"{scale}: want 1.0 for a model that does not cache"):
-        model(ids, past_key_values=TersekvCache(model.config, "fp8_e4m3", **{scale: 0.5}))
+        model(ids, **over(TersekvCache(model.config, "fp8_e4m3", **{scale: 0.5})))
 
 
 def test_largest_wants_a_16_bit_cache(ids):
     model = tiny("llama")
     cache = TersekvCache(model.config, "fp8_e4m3")
-    model(ids, past_key_values=cache)
+    model(ids, **over(cache))
     with pytest.raises(ValueError, match="largest: want a cache in bf16 or fp16, got fp8_e4m3"):
         cache.largest()
 
@@ -274,19 +275,19 @@ def test_largest_wants_a_16_bit_cache(ids):
 @pytest.mark.parametrize("cache", [None, DynamicCache])
 def test_another_cache_is_told_to_the_user(ids, cache):
     model = tiny("llama")
-    with pytest.raises(RuntimeError, match="past_key_values: want a TersekvCache"):
-        model(ids, past_key_values=cache and cache(config=model.config), use_cache=cache is not None)
+    with pytest.raises(RuntimeError, match=rf"^{CACHE_ARGUMENT}: want a TersekvCache"):
+        model(ids, **over(cache and cache(config=model.config)), use_cache=cache is not None)
 
 
 def test_a_failed_forward_leaves_no_tokens_for_another_cache(ids):
     model = tiny("llama")
     cache = TersekvCache(model.config, "bf16")
     with pytest.raises(UnsupportedError, match="dropout"):
-        model.train()(ids, past_key_values=cache) if _with_dropout(model) else None
+        model.train()(ids, **over(cache)) if _with_dropout(model) else None
     with pytest.raises(RuntimeError, match="want a TersekvCache"):
         model.eval()(ids, use_cache=False)
     cache.reset()
-    model(ids, past_key_values=cache)
+    model(ids, **over(cache))
 
 
 def _with_dropout(model):
@@ -317,7 +318,7 @@ def test_formats_of_the_other_kind_of_cache_are_refused(name, ids):
     model = tiny(name)
     wrong = "nvfp4" if name in LATENT else "fp8_ds_mla"
     with pytest.raises(ValueError, match=f"format: want one of .*got '{wrong}'"):
-        model(ids, past_key_values=TersekvCache(model.config, wrong))
+        model(ids, **over(TersekvCache(model.config, wrong)))
 
 
 def test_models_with_other_layers_are_refused():
@@ -330,27 +331,27 @@ def test_masks_of_another_shape_are_refused(ids):
     model = tiny("llama")
     mask = torch.ones(2, 1, 61, 61, dtype=torch.bool)
     with pytest.raises(UnsupportedError, match=r"attention_mask: want \[B, tokens\]"):
-        model(ids, attention_mask=mask, past_key_values=TersekvCache(model.config))
+        model(ids, attention_mask=mask, **over(TersekvCache(model.config)))
 
 
 def test_a_past_that_is_hidden_later_is_refused(ids):
     model = tiny("llama")
     cache, mask = TersekvCache(model.config), torch.ones_like(ids)
-    model(ids[:, :60], attention_mask=mask[:, :60], past_key_values=cache)
+    model(ids[:, :60], attention_mask=mask[:, :60], **over(cache))
     mask[0, 3] = 0
     with pytest.raises(ValueError, match=r"attention_mask: want the past as it was"):
-        model(ids[:, 60:], attention_mask=mask, past_key_values=cache)
+        model(ids[:, 60:], attention_mask=mask, **over(cache))
     cache.reset()
     with pytest.raises(ValueError, match=r"attention_mask: want \[2, 61\]"):
-        model(ids, attention_mask=mask[:, :9], past_key_values=cache)
+        model(ids, attention_mask=mask[:, :9], **over(cache))
 
 
 def test_a_batch_of_another_size_is_refused(ids):
     model = tiny("llama")
     cache = TersekvCache(model.config)
-    model(ids, past_key_values=cache)
+    model(ids, **over(cache))
     with pytest.raises(ValueError, match="input_ids: want a batch of 2, which the cache holds, got 1"):
-        model(ids[:1], past_key_values=cache)
+        model(ids[:1], **over(cache))
 
 
 def test_attention_that_is_not_causal_is_refused(ids):
@@ -358,7 +359,7 @@ def test_attention_that_is_not_causal_is_refused(ids):
     cache = TersekvCache(model.config)
     model.model.layers[0].self_attn.is_causal = False
     with pytest.raises(UnsupportedError, match="LlamaAttention of llama is not causal"):
-        model(ids, past_key_values=cache)
+        model(ids, **over(cache))
 
 
 def test_layers_on_several_devices_share_the_same_pages():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers_models import distance, tiny
+from transformers_models import distance, over, tiny
 
 from tersekv import kv_bytes_per_token
 from tersekv.integrations.transformers import TersekvCache
@@ -20,7 +20,7 @@ ATTRIBUTES = {
 def logits(model, cache) -> torch.Tensor:
     ids = torch.arange(5, 45)[None]
     with torch.inference_mode():
-        return torch.cat([model(x, past_key_values=cache).logits for x in (ids[:, :39], ids[:, 39:])], 1)
+        return torch.cat([model(x, **over(cache)).logits for x in (ids[:, :39], ids[:, 39:])], 1)
 
 
 def test_attributes_change_the_rounding_alone():

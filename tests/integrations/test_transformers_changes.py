@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.utils import parametrize
 from transformers import StaticCache
-from transformers_models import VOCABULARY, distance, tiny
+from transformers_models import VOCABULARY, distance, over, tiny
 
 from tersekv import UnsupportedError
 from tersekv.integrations.transformers import TersekvCache
@@ -49,22 +49,22 @@ def test_rows_that_are_not_those_of_the_update_are_refused(ids, name, past):
     what, change = CHANGES[name]
     cache = TersekvCache(model.config)
     if past:
-        model(ids[:, :past], past_key_values=cache)
+        model(ids[:, :past], **over(cache))
     message = rf"^{what}: want \[2, 2, .* as LlamaAttention of llama gave it .*'sdpa'"
     with pytest.raises(UnsupportedError, match=message):
-        model(ids[:, past:], past_key_values=changed(cache, change))
+        model(ids[:, past:], **over(changed(cache, change)))
     del cache.layers[0].update
     cache.reset()
-    want = model(ids, past_key_values=TersekvCache(model.config)).logits
-    assert torch.equal(model(ids, past_key_values=cache).logits, want)
+    want = model(ids, **over(TersekvCache(model.config))).logits
+    assert torch.equal(model(ids, **over(cache)).logits, want)
 
 
 def test_rows_in_inference_mode_are_told_by_their_identity(ids):
     model = tiny("llama")
     with torch.inference_mode():
-        model(ids, past_key_values=TersekvCache(model.config))
+        model(ids, **over(TersekvCache(model.config)))
         with pytest.raises(UnsupportedError, match=r"^value: want \[2, 2, 21, 16\]"):
-            model(ids, past_key_values=changed(TersekvCache(model.config), CHANGES["value"][1]))
+            model(ids, **over(changed(TersekvCache(model.config), CHANGES["value"][1])))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
@@ -80,7 +80,7 @@ def test_latents_that_are_expanded_otherwise_are_refused(name, part, rows, ids):
     module.kv_b_proj.register_forward_hook(adapt)
     message = rf"^{part}: want what kv_b_proj makes of the latents that DeepseekV.Attention of {name} gave"
     with pytest.raises(UnsupportedError, match=message):
-        model(ids, past_key_values=TersekvCache(model.config))
+        model(ids, **over(TersekvCache(model.config)))
 
 
 class Adapter(torch.nn.Module):
@@ -96,8 +96,8 @@ def test_a_changed_weight_is_absorbed_as_it_is(ids):
     for layer, other in zip(model.model.layers, want.model.layers, strict=True):
         other.self_attn.kv_b_proj.weight.copy_(Adapter()(layer.self_attn.kv_b_proj.weight))
         parametrize.register_parametrization(layer.self_attn.kv_b_proj, "weight", Adapter())
-    got = model(ids, past_key_values=TersekvCache(model.config, "bf16")).logits
-    assert distance(got, want(ids, past_key_values=TersekvCache(want.config, "bf16")).logits) < 1e-5
+    got = model(ids, **over(TersekvCache(model.config, "bf16"))).logits
+    assert distance(got, want(ids, **over(TersekvCache(want.config, "bf16"))).logits) < 1e-5
 
 
 @pytest.mark.parametrize("tokens", [21, 1])
@@ -106,7 +106,7 @@ def test_a_static_cache_is_named(ids, tokens):
     cache = StaticCache(config=model.config, max_cache_len=64)
     message = rf"got another cache or none.* LlamaAttention of llama 64 keys for {tokens} queries"
     with pytest.raises(RuntimeError, match=message):
-        model(ids[:, :tokens], past_key_values=cache)
+        model(ids[:, :tokens], **over(cache))
     with pytest.raises(RuntimeError, match=r"'sdpa'\) for every other cache \(StaticCache"):
         model.generate(ids, attention_mask=torch.ones_like(ids), cache_implementation="static", max_new_tokens=2)
 
@@ -115,9 +115,9 @@ def test_attention_to_another_sequence_is_refused(ids):
     model = tiny("llama")
     cache = TersekvCache(model.config)
     update = cache.layers[0].update
-    cache.layers[0].update = lambda k, v, *args: update(k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1))
+    cache.layers[0].update = lambda k, v, *args, **kwargs: update(k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1))
     with pytest.raises(UnsupportedError, match=r"^query: want .*LlamaAttention of llama .*got \[2, 4, 21, 16\]"):
-        model(ids, past_key_values=cache)
+        model(ids, **over(cache))
 
 
 DENSE = {"llama": {}, "deepseek_v3": {"first_k_dense_replace": 2}}
@@ -130,7 +130,7 @@ def test_a_compiled_model_generates_the_same(name, whole, ids):
     mask[1, :9] = 0
 
     def generate():
-        options = {"max_new_tokens": 3, "do_sample": False, "past_key_values": TersekvCache(model.config, page_size=8)}
+        options = {"max_new_tokens": 3, "do_sample": False, **over(TersekvCache(model.config, page_size=8))}
         return model.generate(ids, attention_mask=mask, **options)
 
     want = generate()
@@ -151,4 +151,4 @@ def test_one_whole_graph_is_refused_with_the_reason(ids):
     torch._dynamo.reset()
     model = torch.compile(tiny("llama"), backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="a TersekvCache counts tokens and pages on the host"):
-        model(ids, past_key_values=TersekvCache(model.config))
+        model(ids, **over(TersekvCache(model.config)))

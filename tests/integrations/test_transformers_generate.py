@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from transformers import DynamicCache
-from transformers_models import FAMILIES, VOCABULARY, SamePrecision, distance, tiny
+from transformers_models import FAMILIES, VOCABULARY, SamePrecision, distance, over, tiny
 
 from tersekv import UnsupportedError
 from tersekv.integrations.transformers import TersekvCache
@@ -15,7 +15,7 @@ from tersekv.integrations.transformers import TersekvCache
 NEW = 12
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(params=FAMILIES)
 def model(request):
     return tiny(request.param)
 
@@ -33,14 +33,14 @@ def generate(model, ids, cache=None, **options):
     """The new tokens [B, n] over a cache; None: eager attention over one of the same precision."""
     model.set_attn_implementation("tersekv" if isinstance(cache, TersekvCache) else "eager")
     options = {"max_new_tokens": NEW, "do_sample": False, **options}
-    out = model.generate(ids, past_key_values=cache or SamePrecision(model.config, "bf16"), **options)
+    out = model.generate(ids, **over(cache or SamePrecision(model.config, "bf16")), **options)
     return out[:, ids.shape[1] :]
 
 
 def test_greedy_tokens_are_those_of_the_default_cache(model, ids):
     model.set_attn_implementation("eager")
     options = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    out = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    out = model.generate(ids, **over(DynamicCache(config=model.config)), **options)
     want, got = out.sequences[:, ids.shape[1] :], generate(model, ids, paged(model))
     best = torch.stack(out.logits, 1).topk(2).values
     # Random models are often undecided between two tokens; from there on, 16 bits and 32 may go different ways.
@@ -127,7 +127,7 @@ def test_a_conversation_goes_on_where_the_cache_stands(model, ids):
 def test_a_copied_prompt_serves_several_continuations(ids):
     model = tiny("gemma3")
     prompt = paged(model, page_size=4, chunk=8)
-    model(ids, past_key_values=prompt)
+    model(ids, **over(prompt))
     for tail in (ids[:, :3], ids[:, 3:8]):
         whole = torch.cat((ids, tail), 1)
         got = generate(model, whole, copy.deepcopy(prompt))
@@ -147,11 +147,11 @@ def test_reset_makes_room_for_another_batch(model, ids):
 def test_crop_forgets_the_last_tokens(model, ids):
     cache = paged(model, page_size=4, chunk=16)
     model.set_attn_implementation("tersekv")
-    model(ids, past_key_values=cache)
+    model(ids, **over(cache))
     cache.crop(-9)
     assert cache.get_seq_length() == 28
-    want = model(ids, past_key_values=paged(model)).logits[:, 28:]
-    assert distance(model(ids[:, 28:], past_key_values=cache).logits, want) < 2e-3
+    want = model(ids, **over(paged(model))).logits[:, 28:]
+    assert distance(model(ids[:, 28:], **over(cache)).logits, want) < 2e-3
     with pytest.raises(ValueError, match="tokens_to_remove: want 0 or a negative number, got 3"):
         cache.crop(3)
     with pytest.raises(ValueError, match="crop: want at most 37 tokens to remove, got 99"):
@@ -164,18 +164,18 @@ def test_crop_over_padding_keeps_the_real_tokens(ids):
     mask = torch.ones_like(ids)
     mask[1, 30:34] = 0
     cache = paged(model)
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **over(cache))
     cache.crop(-5)
     assert cache.book.counts == [32, 30]
     with pytest.raises(ValueError, match="attention_mask"):
-        model(ids[:, 32:], past_key_values=cache, attention_mask=torch.ones_like(ids))
+        model(ids[:, 32:], **over(cache), attention_mask=torch.ones_like(ids))
 
 
 def test_a_window_says_when_it_cannot_go_back(ids):
     model = tiny("mistral")
     long = ids.repeat(1, 4)
     cache = paged(model, page_size=4, chunk=8)
-    model(long, past_key_values=cache)
+    model(long, **over(cache))
     with pytest.raises(ValueError, match=r"crop: want at least .* tokens kept in request 0, since a window of 24"):
         cache.crop(-60)
     assert cache.get_seq_length() == long.shape[1]
@@ -183,7 +183,7 @@ def test_a_window_says_when_it_cannot_go_back(ids):
     with pytest.raises(ValueError, match=r"crop: want at least .* tokens kept in request 0"):
         cache.crop(-60)
     cache.crop(-long.shape[1])
-    assert distance(model(ids, past_key_values=cache).logits, model(ids, past_key_values=paged(model)).logits) < 2e-3
+    assert distance(model(ids, **over(cache)).logits, model(ids, **over(paged(model))).logits) < 2e-3
     cache.crop(-5)
     assert cache.get_seq_length() == 32
 
@@ -192,12 +192,12 @@ def test_a_window_says_when_it_cannot_go_back(ids):
 def test_rows_are_repeated_and_selected(name, ids):
     model = tiny(name)
     cache = paged(model, page_size=4, chunk=8)
-    model(ids[:, :36], past_key_values=cache)
+    model(ids[:, :36], **over(cache))
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([3, 0, 1]))
     again = ids[[1, 0, 0]]
-    want = model(again, past_key_values=paged(model)).logits[:, 36:]
-    assert distance(model(again[:, 36:], past_key_values=cache).logits, want) < 2e-3
+    want = model(again, **over(paged(model))).logits[:, 36:]
+    assert distance(model(again[:, 36:], **over(cache)).logits, want) < 2e-3
     cache.batch_select_indices(torch.tensor([False, True, True]))
     assert cache.batch_size == 2
     with pytest.raises(ValueError, match=r"beam_idx: want rows in \[0, 2\)"):
@@ -207,7 +207,7 @@ def test_rows_are_repeated_and_selected(name, ids):
 def test_rows_that_are_not_there_cannot_be_selected(ids):
     model = tiny("llama")
     cache = TersekvCache(model.config)
-    model(ids[:2, :5], past_key_values=cache)
+    model(ids[:2, :5], **over(cache))
     with pytest.raises(TypeError, match="indices: want Tensor, got list"):
         cache.batch_select_indices([0])
     for wrong in (torch.tensor([0, 2]), torch.tensor([-3]), torch.ones(3, dtype=torch.bool)):
@@ -221,7 +221,7 @@ def test_rows_that_are_not_there_cannot_be_selected(ids):
 def test_what_runs_the_model_without_the_cache_is_told_what_to_do(ids):
     model, cache = tiny("llama"), TersekvCache(tiny("llama").config)
     mask = torch.ones_like(ids[:1])
-    options = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 2, "do_sample": False}
+    options = {"attention_mask": mask, **over(cache), "max_new_tokens": 2, "do_sample": False}
     for more, word in (
         ({"guidance_scale": 1.5}, "guidance_scale"),
         ({"assistant_model": tiny("llama")}, "assistant_model"),

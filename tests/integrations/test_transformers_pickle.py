@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from transformers_models import tiny
+from transformers_models import over, tiny
 
 from tersekv import KV_FORMATS
 from tersekv.integrations.transformers import TersekvCache
@@ -23,8 +23,8 @@ def test_a_copy_goes_on_as_the_cache_does(family, format, way):
     model, ids = tiny(family), torch.arange(5, 25)[None]
     cache = TersekvCache(model.config, format=format)
     with torch.inference_mode():
-        model(ids, past_key_values=cache)
+        model(ids, **over(cache))
         other = WAYS[way](cache)
-        want = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(3)]
-        got = [model(ids[:, i : i + 1], past_key_values=other).logits for i in range(3)]
+        want = [model(ids[:, i : i + 1], **over(cache)).logits for i in range(3)]
+        got = [model(ids[:, i : i + 1], **over(other)).logits for i in range(3)]
     assert torch.equal(torch.cat(want), torch.cat(got))

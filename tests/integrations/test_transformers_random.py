@@ -6,11 +6,10 @@ After every forward each row is compared with eager attention over its real toke
 from __future__ import annotations
 
 import random
-from functools import cache as once
 
 import pytest
 import torch
-from transformers_models import FAMILIES, LATENT, VOCABULARY, SamePrecision, distance, tiny
+from transformers_models import FAMILIES, LATENT, VOCABULARY, SamePrecision, distance, over, tiny
 
 from tersekv.integrations.transformers import TersekvCache
 
@@ -19,7 +18,6 @@ FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
 # of 8 bits one step is up to a quarter of a value. A wrong token or page is of order 1.
 CLOSE = {"bf16": 2e-3, "fp16": 2e-3}
 CODES = 2e-2
-model_of = once(tiny)
 
 
 class History:
@@ -28,7 +26,7 @@ class History:
     def __init__(self, seed):
         self.draw = random.Random(seed)
         self.name = self.draw.choice(list(FAMILIES))
-        self.model = model_of(self.name)
+        self.model = tiny(self.name)
         of_keys = () if self.name in LATENT else ("fp8_per_token_head", "int8_per_token_head")
         self.format = self.draw.choice((*FORMATS, *of_keys))
         self.chunk = self.draw.choice((1, 3, 8, 16, 64))
@@ -64,7 +62,7 @@ class History:
         ids = torch.tensor([[c or 0 for c in row[-length:]] for row in self.rows])
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -length:]
         given = None if bool(mask.all()) and self.draw.random() < 0.5 else mask
-        out = self.model(ids, attention_mask=given, position_ids=positions, past_key_values=self.cache).logits
+        out = self.model(ids, attention_mask=given, position_ids=positions, **over(self.cache)).logits
         for row, had, got, new in zip(self.rows, before, out, mask[:, -length:].bool(), strict=True):
             alone = torch.tensor([[c for c in row if c is not None]])
             if new.any():
@@ -75,7 +73,7 @@ class History:
     def eager(self, ids):
         self.model.set_attn_implementation("eager")
         try:
-            return self.model(ids, past_key_values=SamePrecision(self.model.config, self.format)).logits
+            return self.model(ids, **over(SamePrecision(self.model.config, self.format))).logits
         finally:
             self.model.set_attn_implementation("tersekv")
 
@@ -115,8 +113,8 @@ def test_the_histories_draw_every_kind():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_forward_of_padding_alone_stores_nothing_and_gives_finite_logits(name):
-    model = model_of(name)
+    model = tiny(name)
     cache = TersekvCache(model.config)
     ids, mask = torch.ones(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64)
-    assert model(ids, attention_mask=mask, past_key_values=cache).logits.isfinite().all()
+    assert model(ids, attention_mask=mask, **over(cache)).logits.isfinite().all()
     assert cache.book.counts == [0, 0]

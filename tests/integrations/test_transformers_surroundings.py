@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers_models import tiny
+from transformers_models import over, tiny
 
 from tersekv.integrations.transformers import TersekvCache
 from tersekv.integrations.transformers_pages import Book, Capacity
@@ -22,10 +22,10 @@ def step(model, **options):
     mask[1, :9] = 0
     beams = torch.tensor([1, 1])
     with torch.no_grad():
-        model(ids, past_key_values=cache, attention_mask=mask)
+        model(ids, **over(cache), attention_mask=mask)
         cache.reorder_cache(beams)
         mask = torch.cat((mask[1:].expand(2, -1), mask[:, -1:]), 1)
-        return model(ids[:, :1], past_key_values=cache, attention_mask=mask).logits
+        return model(ids[:, :1], **over(cache), attention_mask=mask).logits
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

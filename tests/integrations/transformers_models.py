@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from tersekv.formats import kv_format, latent_format
 from tersekv.integrations.transformers import ATTENTION
+from tersekv.integrations.transformers_layers import CACHE_ARGUMENT
 from tersekv.testing.codes import column, decode_row, encode_row
 
 VOCABULARY = 97
@@ -51,6 +52,11 @@ def tiny(family, attention=ATTENTION, dtype=torch.float32, seed=0, **more):
         if weight.dim() > 1 or "sinks" in name:
             torch.nn.init.normal_(weight, std=1.0 if "sinks" in name else 1.5 * weight.shape[-1] ** -0.5)
     return model.to(dtype).requires_grad_(False)
+
+
+def over(cache):
+    """The argument by which a model, or its `generate`, gets a cache."""
+    return {CACHE_ARGUMENT: cache}
 
 
 class SamePrecision(DynamicCache):

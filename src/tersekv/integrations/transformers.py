@@ -4,7 +4,7 @@
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tersekv")
     cache = tersekv_hf.TersekvCache(model.config, format="fp8_per_token_head")
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, cache=cache)  # transformers before 5.24: past_key_values=cache
 
 `TersekvCache` keeps the past; the attention function writes new tokens into its pages and attends to them: a prompt in
 pieces of `chunk` tokens with `tersekv.prefill`, later tokens one by one and drafts together with `tersekv.decode`, and
@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..errors import OutOfPagesError, UnsupportedError
 from .transformers_cache import ATTENTION, EAGER, INSTEAD, TersekvCache, TersekvLayer, handover
+from .transformers_layers import CACHE_ARGUMENT
 from .transformers_static import TersekvStaticCache
 from .transformers_store import Rules, named
 
@@ -82,11 +83,11 @@ def _attention(
         )
     if layer is None:
         raise RuntimeError(
-            "past_key_values: want a TersekvCache with attn_implementation='tersekv', got another cache or none, which "
-            f"gives {named(module)} {key.shape[2]} keys for {query.shape[2]} queries; pass "
-            "past_key_values=TersekvCache(model.config, format=...), or call model.set_attn_implementation('sdpa') for "
-            "every other cache (StaticCache, QuantizedCache, ...), as generate needs it of its assistant_model, and of "
-            "the model itself for guidance_scale"
+            f"{CACHE_ARGUMENT}: want a TersekvCache with attn_implementation='tersekv', got another cache or none, "
+            f"which gives {named(module)} {key.shape[2]} keys for {query.shape[2]} queries; pass "
+            f"{CACHE_ARGUMENT}=TersekvCache(model.config, format=...), or call model.set_attn_implementation('sdpa') "
+            "for every other cache (StaticCache, QuantizedCache, ...), as generate needs it of its assistant_model, "
+            "and of the model itself for guidance_scale"
         )
     layer.check_brought(module, query, key, value)
     if dropout:

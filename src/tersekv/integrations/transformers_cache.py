@@ -206,7 +206,7 @@ class TersekvLayer(CacheLayerMixin):
 
 
 class TersekvCache(Cache):
-    """A paged cache in any format for `model.generate(..., past_key_values=cache)`.
+    """A paged cache in any format for `model.generate(..., cache=cache)`, before transformers 5.24 `past_key_values=`.
 
         config:      the model's config; tells layers with a sliding window from those without
         format:      bf16 | fp16 | fp8_e4m3 | fp8_e5m2 for every model; fp8_per_token_head | int8_per_token_head |

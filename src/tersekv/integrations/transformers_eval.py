@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..errors import UnsupportedError
 from ..formats import KV_FORMATS, LATENT_FORMATS, MAX_HEAD_DIM_V
 from .transformers import ATTENTION, TersekvCache
-from .transformers_layers import layer_windows
+from .transformers_layers import CACHE_ARGUMENT, layer_windows
 
 _CONTEXT = 2048
 _SENTENCE = re.compile(r"(?<=[.!?]) +(?=[A-Z])")
@@ -157,7 +157,7 @@ class PagedModel:
             if request not in self._caches:
                 self._caches[request] = self._spare.pop() if self._spare else self._fresh()
             ids = tokens[None].to(self.device)
-            out.append(self._model(ids, past_key_values=self._caches[request]).logits[0])
+            out.append(self._model(ids, **{CACHE_ARGUMENT: self._caches[request]}).logits[0])
         return torch.cat(out)
 
     def free(self, request: Hashable) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import UnsupportedError
 
+# What transformers calls the cache in `generate` and in a model's forward: 5.24 renamed it, and warns of the old name.
+CACHE_ARGUMENT = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
 INSTEAD = "run it with attn_implementation='sdpa' or 'eager' and one of transformers' own caches"
 
 
@@ -27,6 +34,11 @@ def layer_windows(config: Any) -> list[int | None]:
         raise UnsupportedError(
             f"config: want keys and values of its own in every layer of {config.model_type}, got layers that share "
             f"them; {INSTEAD}"
+        )
+    if getattr(config, "n_recurrent_loops", 1) > 1:  # the model gives its cache a copy of a layer for each loop
+        raise UnsupportedError(
+            f"config: want every layer of {config.model_type} once in a forward, got layers that run in loops; "
+            f"{INSTEAD}"
         )
     windows: list[int | None] = []
     try:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import OutOfPagesError
 from ..pages import PageCopy, PagePool
+from .transformers_layers import CACHE_ARGUMENT
 
 _TABLE_STEP = 8  # page tables grow in steps of this many columns, so that few shapes are ever planned for
 
@@ -222,7 +223,7 @@ class Book:
                 raise
         elif start + length != self.columns or len(self.counts) != batch:
             raise RuntimeError(
-                f"past_key_values: a layer is at token {start}, the cache at {self.columns}: the last forward did not "
+                f"{CACHE_ARGUMENT}: a layer is at token {start}, the cache at {self.columns}: the last forward did not "
                 "reach all layers; call reset() and start again"
             )
         if window not in self._steps:
@@ -313,7 +314,7 @@ class Book:
         if window not in self._requests:
             if any(self._before):
                 raise RuntimeError(
-                    "past_key_values: want every layer from the first forward on, got one that was left out of it; "
+                    f"{CACHE_ARGUMENT}: want every layer from the first forward on, got one that was left out of it; "
                     "call reset() and start again"
                 )
             self._requests[window] = RequestPages(window, self._capacity, self._before, max(self.counts))

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..counts import positive
 from ..errors import OutOfPagesError, UnsupportedError
 from .transformers_cache import Formats, TersekvCache, TersekvLayer
+from .transformers_layers import CACHE_ARGUMENT
 from .transformers_pages import Capacity, Piece, Step, ring_pages
 from .transformers_store import LatentStore, Store
 
@@ -93,7 +94,7 @@ class StaticBook:
         self.allocate(batch, self.counts.device)
         if index != self._next:
             raise RuntimeError(
-                f"past_key_values: want layer {self._next}, since a forward goes through all layers in order, got "
+                f"{CACHE_ARGUMENT}: want layer {self._next}, since a forward goes through all layers in order, got "
                 f"layer {index}; call reset() and start again"
             )
         if index == 0:
@@ -205,7 +206,7 @@ class TersekvStaticLayer(TersekvLayer):
             mask = mask[:, 0, :, 0] if mask.dim() == 4 else mask[:, -length:]
         if key.device != self._cache.book.counts.device:
             raise UnsupportedError(
-                f"past_key_values: want all layers on {self._cache.book.counts.device} for a TersekvStaticCache, got "
+                f"{CACHE_ARGUMENT}: want all layers on {self._cache.book.counts.device} for a TersekvStaticCache, got "
                 f"layer {self.index} on {key.device}; {INSTEAD} have layers on several devices"
             )
         return self._cache.book.step(self.index, self.window, key.shape[0], length, mask), self.store
