@@ -7,6 +7,7 @@ next append, then `slot_mapping`, `page_table` and `seq_lens` for the kernels.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,14 @@ class PagePool:
         self._owners = [0] * self.num_pages
         self._pages: dict[Hashable, list[int]] = {}
         self._tokens: dict[Hashable, int] = {}
+
+    def __copy__(self) -> PagePool:
+        """The same requests in a pool of its own: what happens to one is not seen in the other."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        other._free, other._owners, other._tokens = list(self._free), list(self._owners), dict(self._tokens)
+        other._pages = {request: list(pages) for request, pages in self._pages.items()}
+        return other
 
     def __repr__(self) -> str:
         free = f"{len(self._free)} of {self.num_pages} pages free"
@@ -98,18 +107,34 @@ class PagePool:
 
         Raises OutOfPagesError and leaves the pool as it was.
         """
-        pages, old = self._pages[self._known(request_id)], self._tokens[request_id]
-        num_tokens = not_negative("num_tokens", num_tokens)
-        if num_tokens == 0:
-            return []
-        shared = old % self.page_size > 0 and self._owners[pages[-1]] > 1
-        fresh = self._take(-(-(old + num_tokens) // self.page_size) - len(pages) + shared)
+        return self.extend_all([request_id], [num_tokens])
+
+    def extend_all(self, request_ids: Sequence[Hashable], num_tokens: Iterable[int]) -> list[PageCopy]:
+        """Room for `num_tokens[i]` more in each request, or in none. Returns the pages to copy before they are written.
+
+        Raises OutOfPagesError and leaves the pool as it was.
+        """
+        counts = [not_negative("num_tokens", n) for n in num_tokens]
+        if len(request_ids) != len(counts):
+            raise ValueError(f"num_tokens: want {len(request_ids)} numbers, got {len(counts)}")
+        self._once(request_ids)
+        wanted: list[tuple[int, bool]] = []  # fresh pages of each request, and whether the first is a copy
+        owners: dict[int, int] = {}  # of partly filled pages, once the requests before have copies of their own
+        for request, n in zip(request_ids, counts, strict=True):
+            pages, old = self._pages[request], self._tokens[request]
+            shared = n > 0 and old % self.page_size > 0 and owners.setdefault(pages[-1], self._owners[pages[-1]]) > 1
+            if shared:
+                owners[pages[-1]] -= 1
+            wanted.append((-(-(old + n) // self.page_size) - len(pages) + shared, shared))
+        fresh = iter(self._take(sum(more for more, _ in wanted)))
         copies = []
-        if shared:
-            copies.append(PageCopy(pages[-1], fresh[0]))
-            self._owners[pages.pop()] -= 1
-        pages += fresh
-        self._tokens[request_id] = old + num_tokens
+        for request, n, (more, shared) in zip(request_ids, counts, wanted, strict=True):
+            pages, new = self._pages[request], list(islice(fresh, more))
+            if shared:
+                copies.append(PageCopy(pages[-1], new[0]))
+                self._owners[pages.pop()] -= 1
+            pages += new
+            self._tokens[request] += n
         return copies
 
     def fork(self, source_id: Hashable, request_id: Hashable) -> None:
@@ -188,16 +213,21 @@ class PagePool:
         counts = [whole("new_tokens", n) for n in numbers]
         if len(request_ids) != len(counts):
             raise ValueError(f"new_tokens: want {len(request_ids)} numbers, got {len(counts)}")
-        out, seen = [], set()
+        self._once(request_ids)
+        out = []
         for request, n in zip(request_ids, counts, strict=True):
             total = self.num_tokens(request)
-            if request in seen:
-                raise ValueError(f"request_ids: want each request once, got {request!r} again")
-            seen.add(request)
             if not 0 <= n <= total:
                 raise ValueError(f"new_tokens: want in [0, {total}] for request {request!r}, got {n}")
             out += [(request, position) for position in range(total - n, total)]
         return out
+
+    def _once(self, request_ids: Sequence[Hashable]) -> None:
+        seen = set()
+        for request in map(self._known, request_ids):
+            if request in seen:
+                raise ValueError(f"request_ids: want each request once, got {request!r} again")
+            seen.add(request)
 
     def _take(self, n: int) -> list[int]:
         if n > len(self._free):

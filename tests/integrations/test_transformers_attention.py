@@ -363,7 +363,7 @@ def test_attention_that_is_not_causal_is_refused(ids):
 
 
 def test_layers_on_several_devices_share_the_same_pages():
-    book = Book(Capacity(4, 16, None, None))
+    book = Book(Capacity(4, 16, None, None), [None])
     here, there = torch.device("cpu"), torch.device("meta")
     mask = torch.ones(2, 7, dtype=torch.bool)
     mask[0, :3] = False

@@ -1,4 +1,4 @@
-"""What transformers calls the cache: `past_key_values` before 5.24, then `cache`; the old name still works, and warns."""
+"""What transformers calls the cache: `past_key_values` before 5.24, then `cache`; the old name works, and warns."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def ids():
     return torch.randint(2, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(4))
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @cache_of
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])

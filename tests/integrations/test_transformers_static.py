@@ -193,7 +193,7 @@ def test_a_full_cache_is_named(ids):
     model(ids, **over(cache))
     for _ in range(3):
         model(ids[:, :1], **over(cache))
-    with pytest.raises(OutOfPagesError, match=r"^max_tokens: want room for all tokens of a request, got 40"):
+    with pytest.raises(OutOfPagesError, match=r"^max_tokens: want room for 41 tokens of a request, got 40"):
         model(ids[:, :1], **over(cache))
 
 

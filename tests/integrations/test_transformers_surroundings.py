@@ -41,7 +41,7 @@ def test_the_pages_are_counted_on_the_host_whatever_the_default_device():
     mask[1, :9] = 0
 
     def pieces():
-        book = Book(Capacity(4, 16, None, None))
+        book = Book(Capacity(4, 16, None, None), [12])
         first = book.step(12, 0, 2, 40, mask, torch.device("cpu")).pieces
         book.select([1, 1])
         return [*first, *book.step(12, 40, 2, 1, None, torch.device("cpu")).pieces]

@@ -47,13 +47,20 @@ def attention(
     Returns ([B, T, Hq, Dv], None). No gradient flows. Raises RuntimeError without a `TersekvCache`, and
     UnsupportedError for what the kernels do not compute.
     """
-    return (_attention if handover.compileable else _outside)(module, query, key, value, attention_mask, **options)
+    within = handover.compileable and torch.compiler.is_compiling()
+    return (_attention if within else _outside)(module, query, key, value, attention_mask, **options)
 
 
 # NOTE: a compiled model leaves its graph here and in `TersekvLayer.update`, and comes back after them.
 @torch.compiler.disable(reason=EAGER)
 def _outside(*args: Any, **options: Any) -> tuple[Tensor, None]:
-    return _attention(*args, **options)
+    layer = handover.layer
+    try:
+        return _attention(*args, **options)
+    except BaseException:
+        if layer is not None:
+            layer.take_back()
+        raise
 
 
 def _attention(

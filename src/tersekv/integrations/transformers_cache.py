@@ -145,7 +145,6 @@ class TersekvLayer(CacheLayerMixin):
         seen = store
         if self.first and self._cache.exact_prefill:
             seen = self._cache.exact_store(key, value, step.num_pages)
-        self._count(length)
         q, k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         outs = []
         for piece in step.pieces:
@@ -155,7 +154,16 @@ class TersekvLayer(CacheLayerMixin):
                 seen.append(here[1], here[2], piece.slots)
             out = seen.attend(here[0], piece, rules, module)
             outs.append(out if piece.real is None else out.where(piece.real[:, None, None], 0.0))
-        return _placed(outs, step, query, width).unflatten(0, (batch, length))
+        placed = _placed(outs, step, query, width).unflatten(0, (batch, length))
+        self._count(length)
+        return placed
+
+    def take_back(self) -> None:
+        """Undo the forward under way, in which this layer failed."""
+        self.new = None
+        columns = self._cache.book.take_back(self.columns)
+        for layer in self._cache.paged:
+            layer.columns = min(layer.columns, columns)
 
     @property
     def first(self) -> bool:
@@ -164,11 +172,12 @@ class TersekvLayer(CacheLayerMixin):
 
     def _begin(self, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Step, Store]:
         """What this layer does with new tokens, and the store with all pages for it."""
+        begins = self.columns == self._cache.book.columns
         step = self._cache.book.step(self.window, self.columns, key.shape[0], key.shape[2], mask, key.device)
+        if begins:  # all layers' tensors grow before one of them is written
+            self._cache.make_room()
         if self.store is None:
             self.store = self._cache.make_store(self.index, key, value, step.num_pages)
-        if step.num_pages > self.store.cache.num_pages:
-            self.store.grow(step.num_pages)
         copy(self.store, step.copies)
         return step, self.store
 
@@ -291,7 +300,7 @@ class TersekvCache(Cache):
 
     def make_book(self, capacity: Capacity, windows: Sequence[int | None]) -> Any:
         """Which token lies where, for layers with these windows."""
-        return Book(capacity)
+        return Book(capacity, windows)
 
     def holds_latents(self, key: Tensor, value: Tensor) -> bool:
         """Whether [B, H, T, D] and [B, H, T, Dv] are the latents and rotary keys of MLA."""
@@ -322,6 +331,14 @@ class TersekvCache(Cache):
         if self.holds_latents(key, value):
             return LatentStore(key, value, half, num_pages, size, 1.0)
         return KVStore(key, value, half, num_pages, size, 1.0, 1.0)
+
+    def make_room(self) -> None:
+        """All pages that the book counts, in every layer that has been written."""
+        for layer in self.paged:
+            if layer.store is not None:
+                pages = self.book.num_pages(layer.window)
+                if pages > layer.store.cache.num_pages:
+                    layer.store.grow(pages)
 
     def reset(self) -> None:
         """Forget all tokens, and the size of the batch. The pages stay allocated."""
@@ -356,21 +373,27 @@ class TersekvCache(Cache):
             except IndexError:
                 got = list(indices.shape) if indices.dtype == torch.bool else indices.tolist()
                 raise ValueError(f"indices: want rows in [0, {len(rows)}), or a mask of all, got {got}") from None
+            if not len(chosen):
+                raise ValueError("indices: want a row at least, got none")
             self._select(chosen.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
+        repeats = positive("repeats", repeats)
         if self.book.columns:
             self._select([row for row in range(len(self.book.counts)) for _ in range(repeats)])
 
     def _select(self, sources: list[int]) -> None:
-        copies = self.book.select(sources)
-        for layer in self.paged:
-            if layer.store is not None and layer.window in copies:
-                pages = self.book.num_pages(layer.window)
-                if pages > layer.store.cache.num_pages:
-                    layer.store.grow(pages)
-                copy(layer.store, copies[layer.window])
+        with self.book.undone() as before:
+            copies = self.book.select(sources)
+            self.make_room()
+            try:
+                for layer in self.paged:
+                    if layer.store is not None:
+                        copy(layer.store, copies[layer.window])
+            except BaseException:
+                self.book.lost = before.overwritten(copies)
+                raise
 
     @property
     def batch_size(self) -> int:

@@ -7,7 +7,9 @@ what the kernels need is made once per forward and shared by the layers that see
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,10 @@ from ..errors import OutOfPagesError
 from ..pages import PageCopy, PagePool
 from .transformers_layers import CACHE_ARGUMENT
 
+LOST = (
+    f"{CACHE_ARGUMENT}: want all tokens that a window sees, got one whose older ones a failed call has overwritten; "
+    "call reset() and start again"
+)
 _TABLE_STEP = 8  # page tables grow in steps of this many columns, so that few shapes are ever planned for
 
 
@@ -100,18 +106,18 @@ class RequestPages:
         for request in self._ids:
             self.pool.add(request)
 
+    def __copy__(self) -> RequestPages:
+        """The same pages, to go back to."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        other.pool, other._tables, other._intact = copy.copy(self.pool), dict(self._tables), list(self._intact)
+        return other
+
     def extend(self, counts: Sequence[int]) -> list[PageCopy]:
-        """Room for `counts[b]` tokens in all of request b. Raises OutOfPagesError and leaves everything as it was."""
-        copies: list[PageCopy] = []
-        before, used = [self.pool.num_tokens(r) for r in self._ids], self._used
-        for b, request in enumerate(self._ids):
-            new = self._held(counts[b]) - before[b]
-            try:
-                copies += self._with_room(lambda r=request, n=new: self.pool.extend(r, n))
-            except OutOfPagesError:
-                for r, n in zip(self._ids[:b], before, strict=False):
-                    self.pool.truncate(r, n)
-                raise
+        """Room for `counts[b]` tokens in all of request b, of every request or of none: raises OutOfPagesError."""
+        used = self._used
+        new = [self._held(n) - self.pool.num_tokens(r) for r, n in zip(self._ids, counts, strict=True)]
+        copies = self._with_room(lambda: self.pool.extend_all(self._ids, new))
         if copies or self._used != used:
             self._tables = {}
         if self.ring is not None:
@@ -131,7 +137,10 @@ class RequestPages:
         return self._tables[width]
 
     def select(self, sources: Sequence[int]) -> list[PageCopy]:
-        """Request i becomes a copy of what request sources[i] was. Pages are shared; those of a window are copied."""
+        """Request i becomes a copy of what request sources[i] was. Pages are shared; those of a window are copied.
+
+        Half done where it raises OutOfPagesError: see `Book.undone`.
+        """
         self._generation += 1
         self._tables = {}
         new = [(self._generation, b) for b in range(len(sources))]
@@ -151,6 +160,14 @@ class RequestPages:
                     copies += [PageCopy(*pair) for pair in both]
         self._ids, self._intact = new, [self._intact[s] for s in sources]
         return copies
+
+    def hold(self, pages: set[int]) -> bool:
+        """Whether a request has one of these pages."""
+        return any(not pages.isdisjoint(self.pool.pages(request)) for request in self._ids)
+
+    def lose(self, by: RequestPages) -> None:
+        """What later pages of the same requests have overwritten, these have lost as well."""
+        self._intact = list(by._intact)
 
     def check_crop(self, counts: Sequence[int]) -> None:
         """Raise unless every request can go back to `counts[b]` tokens."""
@@ -176,7 +193,7 @@ class RequestPages:
         """Tokens that the pool is asked to keep of a request that has `tokens`."""
         return tokens if self.ring is None else min(tokens, self.ring * self.pool.page_size)
 
-    def _with_room(self, take):
+    def _with_room(self, take: Callable[[], Any]) -> Any:
         """Take pages; make the pool larger as long as it has too few and may grow."""
         while True:
             try:
@@ -191,11 +208,28 @@ class RequestPages:
                 self.pool.grow(pages + max(len(self._ids), pages // 4))
 
 
-class Book:
-    """The tokens of one batch: how many columns there are, which of them are real, and where each lies."""
+class Past(NamedTuple):
+    """What a `Book` knows of all forwards so far: the columns that each brought, and which of them are real."""
 
-    def __init__(self, capacity: Capacity) -> None:
-        self._capacity = capacity
+    columns: int
+    counts: list[int]
+    history: list[tuple[int, Tensor | None]]
+    requests: dict[int | None, RequestPages]
+
+    def overwritten(self, copies: dict[int | None, list[PageCopy]]) -> bool:
+        """Whether some of these copies go to pages that hold its tokens."""
+        return any(pages.hold({c.dst for c in copies[window]}) for window, pages in self.requests.items())
+
+
+class Book:
+    """The tokens of one batch: how many columns there are, which of them are real, and where each lies.
+
+    A forward, and whatever else changes the batch, happens whole or not at all. What cannot be undone, since a window's
+    pages were written again, ends in an error that asks for `reset`.
+    """
+
+    def __init__(self, capacity: Capacity, windows: Sequence[int | None]) -> None:
+        self._capacity, self._windows = capacity, list(dict.fromkeys(windows))
         self.reset()
 
     def reset(self) -> None:
@@ -205,7 +239,19 @@ class Book:
         self._history: list[tuple[int, Tensor | None]] = []  # of every forward: columns, and which are real
         self._requests: dict[int | None, RequestPages] = {}
         self._steps: dict[int | None, dict[torch.device, Step]] = {}
-        self._before: list[int] = []
+        self._copies: dict[int | None, list[PageCopy]] = {}  # of the last forward
+        self._before: Past | None = None  # what the last forward came after
+        self.lost = False  # pages were written for what was undone
+
+    @contextmanager
+    def undone(self) -> Iterator[Past]:
+        """If what is done within fails, it was not done. Brings what there was before."""
+        before = self._past()
+        try:
+            yield before
+        except BaseException:
+            self._go_back(before)
+            raise
 
     def step(
         self, window: int | None, start: int, batch: int, length: int, mask: Tensor | None, device: torch.device
@@ -214,13 +260,13 @@ class Book:
 
         mask: [B, start + length] bool, False for padding; None: no padding
         """
+        if self.lost:
+            raise RuntimeError(LOST)
         if start == self.columns:
-            self._begin(batch, length, mask)
-            try:
-                self._steps[window] = {device: self._place(window, length, device)}
-            except OutOfPagesError:  # no layer has seen it: the forward may come again, shorter
-                self._take_back()
-                raise
+            with self.undone() as before:
+                self._begin(batch, length, mask)
+                self._copies = {w: pages.extend(self.counts) for w, pages in self._requests.items()}
+                self._before = before
         elif start + length != self.columns or len(self.counts) != batch:
             raise RuntimeError(
                 f"{CACHE_ARGUMENT}: a layer is at token {start}, the cache at {self.columns}: the last forward did not "
@@ -246,16 +292,20 @@ class Book:
         wrong = [s for s in sources if not 0 <= s < len(self.counts)]
         if wrong:
             raise ValueError(f"beam_idx: want rows in [0, {len(self.counts)}), got {wrong[0]}")
-        self._steps = {}
-        self.counts = [self.counts[s] for s in sources]
         index = torch.tensor(list(sources), dtype=torch.int64, device="cpu")
-        self._history = [(n, None if real is None else real[index]) for n, real in self._history]
-        return {window: pages.select(sources) for window, pages in self._requests.items()}
+        history = [(n, None if real is None else real[index]) for n, real in self._history]
+        with self.undone():
+            copies = {window: pages.select(sources) for window, pages in self._requests.items()}
+        self._history, self.counts = history, [self.counts[s] for s in sources]
+        self._steps, self._before = {}, None
+        return copies
 
     def crop(self, columns: int) -> None:
         """Forget the last `columns` columns. Raises ValueError and changes nothing where that is not possible."""
         if not 0 <= columns <= self.columns:
             raise ValueError(f"crop: want at most {self.columns} tokens to remove, got {columns}")
+        if columns == self.columns:  # a batch without tokens has no size
+            return self.reset()
         history, counts, left = list(self._history), list(self.counts), columns
         while left:
             n, real = history.pop()
@@ -269,7 +319,30 @@ class Book:
             pages.check_crop(counts)
         for pages in self._requests.values():
             pages.crop(counts)
-        self._history, self.counts, self.columns, self._steps = history, counts, self.columns - columns, {}
+        self._history, self.counts, self.columns = history, counts, self.columns - columns
+        self._steps, self._before = {}, None
+
+    def take_back(self, start: int) -> int:
+        """Undo the forward under way, in which the layer that was at token `start` failed. Returns the columns left."""
+        before = self._before
+        if before is not None and start == before.columns < self.columns:
+            try:
+                for window, pages in before.requests.items():
+                    after = self._requests[window]
+                    after.check_crop(before.counts)
+                    pages.lose(after)
+            except ValueError:
+                self.lost = True
+            self._go_back(before)
+        return self.columns
+
+    def _past(self) -> Past:
+        requests = {window: copy.copy(pages) for window, pages in self._requests.items()}
+        return Past(self.columns, self.counts, list(self._history), requests)
+
+    def _go_back(self, past: Past) -> None:
+        self.columns, self.counts, self._history, self._requests = past
+        self._steps, self._before = {}, None
 
     def _begin(self, batch: int, length: int, mask: Tensor | None) -> None:
         """Count a new forward."""
@@ -281,19 +354,14 @@ class Book:
                 "call reset() for another batch"
             )
         real = None if mask is None else self._real(mask, batch, length)
-        self._before = list(self.counts)
         new = [length] * batch if real is None else real.sum(1).tolist()
-        self.counts = [have + more for have, more in zip(self.counts, new, strict=True)]
+        after = [have + more for have, more in zip(self.counts, new, strict=True)]
+        if not self.columns:
+            self._requests = {w: RequestPages(w, self._capacity, self.counts, max(after)) for w in self._windows}
+        self.counts = after
         self._history.append((length, real))
         self.columns += length
         self._steps = {}
-
-    def _take_back(self) -> None:
-        """Forget the forward that has just begun."""
-        self.columns -= self._history.pop()[0]
-        self.counts, self._steps = self._before, {}
-        if not self.columns:
-            self.counts, self._requests = [], {}
 
     def _real(self, mask: Tensor, batch: int, length: int) -> Tensor | None:
         """Which new columns are real, bool [B, length] on the host; None: all."""
@@ -311,23 +379,18 @@ class Book:
         return None if bool(real.all()) else real
 
     def _place(self, window: int | None, length: int, device: torch.device) -> Step:
-        if window not in self._requests:
-            if any(self._before):
-                raise RuntimeError(
-                    f"{CACHE_ARGUMENT}: want every layer from the first forward on, got one that was left out of it; "
-                    "call reset() and start again"
-                )
-            self._requests[window] = RequestPages(window, self._capacity, self._before, max(self.counts))
+        assert self._before is not None
         pages = self._requests[window]
-        copies = pages.extend(self.counts)
         table, real = pages.table(max(self.counts)), self._history[-1][1]
-        before, pieces = torch.tensor(self._before, device="cpu"), []
+        # Of the first forward there were no counts before.
+        before = torch.tensor(self._before.counts or [0] * len(self.counts), device="cpu")
+        pieces: list[Piece] = []
         for begin in range(0, length, self._capacity.chunk):
             piece, before = _piece(begin, min(begin + self._capacity.chunk, length), length, real, before, table,
                                    self._capacity.page_size, device)  # fmt: skip
             if piece is not None:
                 pieces.append(piece)
-        return Step(copies, pages.pool.num_pages, pieces)
+        return Step(self._copies[window], pages.pool.num_pages, pieces)
 
 
 def _piece(

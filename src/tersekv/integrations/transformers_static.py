@@ -18,7 +18,7 @@ from ..counts import positive
 from ..errors import OutOfPagesError, UnsupportedError
 from .transformers_cache import Formats, TersekvCache, TersekvLayer
 from .transformers_layers import CACHE_ARGUMENT
-from .transformers_pages import Capacity, Piece, Step, ring_pages
+from .transformers_pages import LOST, Capacity, Piece, Step, ring_pages
 from .transformers_store import LatentStore, Store
 
 FIRST = (
@@ -46,7 +46,10 @@ class StaticBook:
         self.counts = self.columns  # [B] int64: real tokens of each request
         self.tables: dict[int | None, Tensor] = {}  # [B, max_pages] int32
         self._next = 0  # the layer that comes next in this forward
+        self._length = 0  # new tokens of a request in this forward
         self._after: tuple[Tensor, Tensor] | None = None  # columns and counts behind it
+        self.first = True  # no forward has come to its end
+        self.lost = False  # a window's pages were written for a forward that was undone
         self._steps: dict[int | None, Step] = {}
 
     def allocate(self, batch: int, device: torch.device) -> None:
@@ -80,7 +83,7 @@ class StaticBook:
         """Forget all tokens."""
         self.columns.zero_()
         self.counts.zero_()
-        self._next, self._after, self._steps = 0, None, {}
+        self._next, self._after, self._steps, self.first, self.lost = 0, None, {}, True, False
 
     def select(self, indices: Tensor) -> None:
         """Row i takes the counts of row indices[i]."""
@@ -92,6 +95,8 @@ class StaticBook:
         mask: [B, length] bool, False for padding; None: no padding
         """
         self.allocate(batch, self.counts.device)
+        if self.lost:
+            raise RuntimeError(LOST)
         if index != self._next:
             raise RuntimeError(
                 f"{CACHE_ARGUMENT}: want layer {self._next}, since a forward goes through all layers in order, got "
@@ -101,16 +106,26 @@ class StaticBook:
             if length > self.room:
                 raise OutOfPagesError(f"max_tokens: want room for {length} new tokens of a request, got {self.room}")
             new = length if mask is None else mask.sum(1)
-            self._after = self.columns + length, self.counts + new
+            self._length, self._after = length, (self.columns + length, self.counts + new)
         if window not in self._steps:
             self._steps[window] = Step([], self.num_pages(window), self._pieces(self.tables[window], length, mask))
-        step, self._next = self._steps[window], index + 1
+        return self._steps[window]
+
+    def count(self) -> None:
+        """A layer has written its tokens. Behind the last one, they are counted."""
+        self._next += 1
         if self._next == self._layers:
             assert self._after is not None
             self.columns.copy_(self._after[0])
             self.counts.copy_(self._after[1])
+            self._next, self._after, self._steps, self.first = 0, None, {}, False
+
+    def take_back(self, index: int) -> None:
+        """Undo the forward under way, in which layer `index` failed: what lies beyond the counts is not seen."""
+        if index == self._next and self._after is not None:
+            windows = any(w is not None for w in self._windows)
+            self.lost = windows and self._length > self._chunk and not self.first
             self._next, self._after, self._steps = 0, None, {}
-        return step
 
     def _pieces(self, table: Tensor, length: int, mask: Tensor | None) -> list[Piece]:
         before, pieces = self.counts, []
@@ -139,18 +154,21 @@ class StaticBook:
 
     def _slots(self, table: Tensor, places: Tensor) -> Tensor:
         """Slots of the tokens at `places` [B, n]. Beyond the room there are none: indexing fails on every device."""
-        pages = places // self.page_size
-        held = table.gather(1, pages) if torch.compiler.is_compiling() else self._within(table, pages)
+        held = (self._pages if torch.compiler.is_compiling() else self._within)(table, places)
         return held.long() * self.page_size + places % self.page_size
 
-    def _within(self, table: Tensor, pages: Tensor) -> Tensor:
-        """table.gather(1, pages); a CPU tells at once what is beyond the room."""
+    def _pages(self, table: Tensor, places: Tensor) -> Tensor:
+        return table.gather(1, places // self.page_size)
+
+    def _within(self, table: Tensor, places: Tensor) -> Tensor:
+        """The same; a CPU tells at once what is beyond the room."""
         try:
-            return table.gather(1, pages)
+            return self._pages(table, places)
         except RuntimeError as e:
-            if int(pages.max()) < table.shape[1]:
+            wanted = int(places.max()) + 1
+            if wanted <= self.room:
                 raise
-            raise OutOfPagesError(f"max_tokens: want room for all tokens of a request, got {self.room}") from e
+            raise OutOfPagesError(f"max_tokens: want room for {wanted} tokens of a request, got {self.room}") from e
 
 
 def _rows(batch: int, begin: int, end: int, length: int, device: torch.device) -> Tensor:
@@ -166,10 +184,6 @@ class TersekvStaticLayer(TersekvLayer):
     is_croppable = False
     supports_early_init = True
 
-    def __init__(self, cache: TersekvCache, index: int, window: int | None) -> None:
-        super().__init__(cache, index, window)
-        self._first = True
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `hand_over`."""
         if not self.is_initialized:
@@ -180,10 +194,14 @@ class TersekvStaticLayer(TersekvLayer):
     @torch.compiler.disable(reason=FIRST)
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate this layer's pages; only sizes, dtype and device are looked at."""
-        with torch.inference_mode(False):  # else nothing outside of that mode could write into them
-            self._cache.book.allocate(key_states.shape[0], key_states.device)
-            pages = self._cache.book.num_pages(self.window)
-            self.store = self._cache.make_store(self.index, key_states, value_states, pages)
+        try:
+            with torch.inference_mode(False):  # else nothing outside of that mode could write into them
+                self._cache.book.allocate(key_states.shape[0], key_states.device)
+                pages = self._cache.book.num_pages(self.window)
+                self.store = self._cache.make_store(self.index, key_states, value_states, pages)
+        except BaseException:
+            self._cache.release()
+            raise
         self.is_initialized = True
         self.mark()
 
@@ -197,7 +215,7 @@ class TersekvStaticLayer(TersekvLayer):
 
     @property
     def first(self) -> bool:
-        return self._first
+        return self._cache.book.first
 
     def _begin(self, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Step, Store]:
         assert self.store is not None
@@ -212,7 +230,12 @@ class TersekvStaticLayer(TersekvLayer):
         return self._cache.book.step(self.index, self.window, key.shape[0], length, mask), self.store
 
     def _count(self, length: int) -> None:
-        self._first = False
+        self._cache.book.count()
+
+    def take_back(self) -> None:
+        """Undo the forward under way, in which this layer failed."""
+        self.new = None
+        self._cache.book.take_back(self.index)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys, offset): all that there is room for."""
@@ -225,11 +248,6 @@ class TersekvStaticLayer(TersekvLayer):
     def get_max_length(self) -> int:
         """Tokens of a row that there is room for."""
         return self._cache.book.room
-
-    def forget(self) -> None:
-        """Start again; pages stay allocated."""
-        super().forget()
-        self._first = True
 
 
 class TersekvStaticCache(TersekvCache):
@@ -267,6 +285,13 @@ class TersekvStaticCache(TersekvCache):
         """Which token lies where, for layers with these windows."""
         return StaticBook(capacity, windows)
 
+    def release(self) -> None:
+        """Without tokens, pages and size of the batch, as before the first forward."""
+        for layer in self.paged:
+            layer.store, layer.is_initialized = None, False
+        self.reset()
+        self.book.batch = 0
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         for layer in self.paged:
@@ -291,13 +316,16 @@ class TersekvStaticCache(TersekvCache):
                 f"{list(indices.shape)} {indices.dtype}; {INSTEAD} shrink and grow"
             )
         indices = indices.to(book.counts.device)
+        # As bytes: some devices gather no fp8.
+        pages = [
+            x.view(torch.uint8).view(book.batch, -1)
+            for layer in self.paged if layer.store is not None for x in layer.store.tensors()
+        ]  # fmt: skip
+        # One copy for all, made before anything is changed.
+        room = torch.empty(max((x.numel() for x in pages), default=0), dtype=torch.uint8, device=indices.device)
         book.select(indices)
-        for layer in self.paged:
-            if layer.store is not None:
-                for x in layer.store.tensors():
-                    # As bytes: some devices gather no fp8.
-                    pages = x.view(torch.uint8).view(book.batch, -1)
-                    pages.copy_(pages.index_select(0, indices))
+        for x in pages:
+            x.copy_(torch.index_select(x, 0, indices, out=room[: x.numel()].view(x.shape)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refused, unless once: the batch keeps its size."""

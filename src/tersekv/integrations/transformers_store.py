@@ -72,8 +72,9 @@ class KVStore:
 
     def grow(self, num_pages: int) -> None:
         """The same rows in more pages."""
-        old, self.cache = self.cache[0], PagedKVCache.allocate(num_pages=num_pages, **self._sizes)
-        _refill(self.cache[0], old, ("k", "v", "k_scale_cache", "v_scale_cache"))
+        larger = PagedKVCache.allocate(num_pages=num_pages, **self._sizes)
+        _refill(larger[0], self.cache[0], ("k", "v", "k_scale_cache", "v_scale_cache"))
+        self.cache = larger
 
     def largest(self) -> tuple[float, ...]:
         """Largest magnitude of K and of V in a 16-bit cache."""
@@ -149,8 +150,9 @@ class LatentStore:
 
     def grow(self, num_pages: int) -> None:
         """The same rows in more pages."""
-        old, self.cache = self.cache[0], PagedLatentCache.allocate(num_pages=num_pages, **self._sizes)
-        _refill(self.cache[0], old, ("ckv", "kpe", "ckv_scale_cache"))
+        larger = PagedLatentCache.allocate(num_pages=num_pages, **self._sizes)
+        _refill(larger[0], self.cache[0], ("ckv", "kpe", "ckv_scale_cache"))
+        self.cache = larger
 
     def rows(self) -> tuple[Tensor, ...]:
         """Latent and rotary parts [T, L], [T, R] in a 16-bit cache."""
@@ -222,7 +224,8 @@ def named(module: Any) -> str:
 
 def copy(store: Store, copies: list[PageCopy]) -> None:
     """Copy whole pages of a store."""
-    copy_pages(store.cache, copies)
+    if copies:
+        copy_pages(store.cache, copies)
 
 
 def _refill(new: PagedKVLayer | PagedLatentLayer, old: PagedKVLayer | PagedLatentLayer, names: Sequence[str]) -> None:

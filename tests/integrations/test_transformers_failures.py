@@ -1,0 +1,250 @@
+"""Both caches as state machines: forwards, beams, crops and resets, each of which may fail wherever pages are taken,
+tensors allocated, rows written or pages copied. What fails has not happened: attention reads the tokens of before.
+
+No model runs. Keys hold the numbers of their tokens, and in place of attention the pages are read and compared.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from transformers import Gemma2Config, LlamaConfig, Qwen2Config
+
+from tersekv import OutOfPagesError, PagePool, UnsupportedError
+from tersekv.cache import PagedKVCache
+from tersekv.integrations import transformers_store as store
+from tersekv.integrations.transformers import TersekvCache, TersekvStaticCache, attention
+
+WINDOW, HEADS, SIZE = 5, 1, 8
+NUMBERS = 251  # that bf16 holds exactly
+_SIZES = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": HEADS}
+_SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+CONFIGS = {
+    "full": LlamaConfig(**_SIZES),
+    "full, then a window": Qwen2Config(**_SIZES, **_SLIDING),
+    "a window, then full": Gemma2Config(**_SIZES, sliding_window=WINDOW),
+}
+failures = st.one_of(st.none(), st.integers(0, 12))  # which of the calls that may fail does; None: none
+
+
+class InjectedError(RuntimeError):
+    """Memory that ran out."""
+
+
+class Histories(RuleBasedStateMachine):
+    """`rows` is what the cache should hold: the columns of each row, None for padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch, self.left, self.token, self.rows = pytest.MonkeyPatch(), None, 0, []
+        for owner, name in (
+            (PagePool, "_take"), (PagedKVCache, "allocate"), (store, "append"), (store, "copy_pages"),
+        ):  # fmt: skip
+            self.patch.setattr(owner, name, self.failing(getattr(owner, name)))
+        self.patch.setattr(store.KVStore, "attend", lambda this, *args: self.read(this.cache, *args))
+
+    def teardown(self):
+        self.patch.undo()
+
+    def failing(self, call):
+        def may_fail(*args, **kwargs):
+            if self.left is not None:
+                self.left -= 1
+                if self.left < 0:
+                    raise InjectedError(call.__name__)
+            return call(*args, **kwargs)
+
+        return may_fail
+
+    def read(self, cache, q, piece, rules, module):
+        """In place of attention: every token that a query sees lies where the kernels are told to look."""
+        keys, size, ends = cache[0].k[:, :, 0, 0].flatten(), cache.page_size, piece.cu_seqlens_q
+        for b, n in enumerate(piece.seq_lens.tolist()):
+            new = piece.max_q_len if ends is None else int(ends[b + 1] - ends[b])
+            seen = torch.arange(max(0, n - new - rules.window + 1) if rules.window else 0, n)
+            slots = piece.page_table[b].long()[seen // size] * size + seen % size
+            assert keys[slots].tolist() == self.tokens[b][int(seen[0]) if n else 0 : n]
+        return q
+
+    def run(self, cache, new, past=None):
+        """A forward that brings `new` columns of each row, through both layers."""
+        rows = [old + more for old, more in zip(past or self.rows or [[]] * len(new), new, strict=True)]
+        self.tokens = [[x for x in row if x is not None] for row in rows]
+        mask = torch.tensor([[x is not None for x in row] for row in rows])
+        keys = torch.tensor([[x or 0 for x in row] for row in new]).float()[:, None, :, None].expand(-1, -1, -1, SIZE)
+        for layer in cache.layers:
+            module = torch.nn.Module()
+            k, v = cache.update(keys.clone(), keys.clone(), layer.index)
+            attention(module, k, k, v, mask, sliding_window=layer.window)
+        return rows
+
+    def happens(self, fail, act):
+        """What `act` returns; None if it fails, as it was to, or for want of pages."""
+        before, expected = self.state(), [OutOfPagesError] * self.limited + [InjectedError] * (fail is not None)
+        self.left = fail
+        try:
+            return act()
+        except tuple(expected):
+            assert any(self.cache.is_sliding) if self.lost else self.state() == before
+        finally:
+            self.left = None
+        return None
+
+    def columns(self, data, batch):
+        length = data.draw(st.integers(1, 7))
+        real = data.draw(st.lists(st.lists(st.booleans(), min_size=length, max_size=length), min_size=batch,
+                                  max_size=batch))  # fmt: skip
+        return [[self.number() if r else None for r in row] for row in real]
+
+    def number(self):
+        self.token = self.token % NUMBERS + 1
+        return self.token
+
+    @property
+    def lost(self):
+        return self.cache.book.lost
+
+    @rule(data=st.data(), fail=failures)
+    def forward(self, data, fail):
+        new = self.columns(data, self.batch(data))
+        if self.lost:
+            with pytest.raises(RuntimeError, match="overwritten; call reset"):
+                self.run(self.cache, new)
+            return
+        self.rows = self.happens(fail, lambda: self.run(self.cache, new)) or self.rows
+
+    @precondition(lambda self: self.rows and not self.lost)
+    @rule(by=st.sampled_from([-1, 1]), data=st.data())
+    def forward_of_another_batch(self, by, data):
+        before, wrong = self.state(), len(self.rows) + by
+        past = (self.rows + [[None] * len(self.rows[0])])[:wrong]
+        new = self.columns(data, max(wrong, 1))
+        if wrong:
+            with pytest.raises(ValueError, match=rf"^input_ids: want a batch of {len(self.rows)}, .* got {wrong}"):
+                self.run(self.cache, new, past)
+        assert self.state() == before
+
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        self.rows = []
+
+    @invariant()
+    def the_next_token_sees_its_past(self):
+        if self.rows and not self.lost:
+            other = copy.deepcopy(self.cache)
+            try:
+                self.run(other, [[self.number()] for _ in self.rows])
+            except OutOfPagesError:
+                assert self.limited
+
+
+class PagedHistories(Histories):
+    limited = False
+
+    @initialize(config=st.sampled_from([*CONFIGS]), page_size=st.integers(1, 4), chunk=st.integers(1, 6),
+                num_pages=st.one_of(st.none(), st.integers(4, 16)), data=st.data())  # fmt: skip
+    def start(self, config, page_size, chunk, num_pages, data):
+        self.limited = num_pages is not None
+        options = {"page_size": page_size, "chunk": chunk, "num_pages": num_pages}
+        self.cache = TersekvCache(CONFIGS[config], "bf16", **options)
+
+    def state(self):
+        book = self.cache.book
+        held = {w: (p.pool.num_pages, [p.pool.pages(r) for r in p._ids]) for w, p in book._requests.items()}
+        return book.columns, book.counts, self.cache.batch_size, held, [x.columns for x in self.cache.layers]
+
+    def batch(self, data):
+        return len(self.rows) or data.draw(st.integers(1, 3))
+
+    @precondition(lambda self: self.rows and not self.lost)
+    @rule(data=st.data(), fail=failures)
+    def select(self, data, fail):
+        sources = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=1, max_size=4))
+        if self.happens(fail, lambda: self.cache.reorder_cache(torch.tensor(sources)) or True):
+            self.rows = [self.rows[s] for s in sources]
+
+    @precondition(lambda self: 0 < len(self.rows) < 3 and not self.lost)
+    @rule(repeats=st.integers(1, 2), fail=failures)
+    def repeat(self, repeats, fail):
+        if self.happens(fail, lambda: self.cache.batch_repeat_interleave(repeats) or True):
+            self.rows = [row for row in self.rows for _ in range(repeats)]
+
+    @precondition(lambda self: self.rows and not self.lost)
+    @rule(wrong=st.sampled_from([[7], [-9, 0], []]))
+    def select_wrong_rows(self, wrong):
+        before = self.state()
+        with pytest.raises(ValueError, match=r"^indices: want"):
+            self.cache.batch_select_indices(torch.tensor(wrong, dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"^repeats: want"):
+            self.cache.batch_repeat_interleave(0)
+        assert self.state() == before
+
+    @precondition(lambda self: self.rows and not self.lost)
+    @rule(data=st.data())
+    def crop(self, data):
+        before, whole = self.state(), len(self.rows[0])
+        n = data.draw(st.one_of(st.integers(0, whole), st.just(whole)))
+        try:
+            self.cache.crop(-n)
+        except ValueError:
+            assert any(self.cache.is_sliding)
+            assert n < whole
+            assert self.state() == before
+            return
+        self.rows = [row[: whole - n] for row in self.rows] if n < whole else []
+
+
+class StaticHistories(Histories):
+    limited = True
+    size = 0  # of the batch, once there are pages
+
+    @initialize(config=st.sampled_from([*CONFIGS]), page_size=st.integers(1, 4), chunk=st.integers(1, 6),
+                max_tokens=st.integers(4, 30))  # fmt: skip
+    def start(self, config, page_size, chunk, max_tokens):
+        options = {"page_size": page_size, "chunk": chunk, "max_tokens": max_tokens}
+        self.cache = TersekvStaticCache(CONFIGS[config], "bf16", **options)
+
+    def state(self):
+        book = self.cache.book
+        counted = (book.counts.tolist(), book.batch) if self.rows else None  # pages may stay for a batch without tokens
+        return int(book.columns), counted, book._next, book.first
+
+    def happens(self, fail, act):
+        done = super().happens(fail, act)
+        self.size = self.cache.book.batch
+        return done
+
+    def batch(self, data):
+        return self.size or data.draw(st.integers(1, 3))
+
+    @precondition(lambda self: self.rows and not self.lost)
+    @rule(data=st.data())
+    def select(self, data):
+        sources = data.draw(st.lists(st.integers(0, self.size - 1), min_size=self.size, max_size=self.size))
+        self.cache.reorder_cache(torch.tensor(sources))
+        self.rows = [self.rows[s] for s in sources]
+
+    @precondition(lambda self: self.rows)
+    @rule()
+    def what_needs_another_size_is_refused(self):
+        before = self.state()
+        for act in (
+            lambda: self.cache.crop(-1), lambda: self.cache.batch_repeat_interleave(2),
+            lambda: self.cache.batch_select_indices(torch.zeros(self.size + 1, dtype=torch.int64)),
+        ):  # fmt: skip
+            with pytest.raises(UnsupportedError):
+                act()
+        with pytest.raises(IndexError):
+            self.cache.batch_select_indices(torch.full((self.size,), self.size))
+        assert self.state() == before
+
+
+TestPagedHistories, TestStaticHistories = PagedHistories.TestCase, StaticHistories.TestCase
+TestPagedHistories.settings = settings(deadline=None, max_examples=80, stateful_step_count=25)
+TestStaticHistories.settings = settings(deadline=None, max_examples=60, stateful_step_count=20)
