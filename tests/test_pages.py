@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from tersekv import OutOfPagesError, PagedKVCache, PagedLatentCache, PagePool, copy_pages
+
+
+def no_page(n):
+    raise OutOfPagesError(f"want {n} free pages")
 
 
 class PoolAgainstLists(RuleBasedStateMachine):
@@ -75,6 +81,36 @@ class PoolAgainstLists(RuleBasedStateMachine):
         for src, dst in self.pool.extend(request, n):
             self.memory[dst] = list(self.memory[src])
         self.write(request, n)
+
+    @rule(data=st.data(), together=st.lists(requests, unique=True, max_size=4), fails=st.booleans())
+    def extend_together(self, data, together, fails):
+        """All, as one after the other; or none, where pages run out, or taking them fails."""
+        counts, before = [data.draw(st.integers(0, 6)) for _ in together], self.state()
+        alone = copy.copy(self.pool)
+        try:
+            for request, n in zip(together, counts, strict=True):
+                alone.extend(request, n)
+        except OutOfPagesError:
+            fails = True
+        assert self.state() == before
+        if fails:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(self.pool, "_take", no_page)
+                with pytest.raises(OutOfPagesError):
+                    self.pool.extend_all(together, counts)
+            assert self.state() == before
+            return
+        for src, dst in self.pool.extend_all(together, counts):
+            self.memory[dst] = list(self.memory[src])
+        assert self.pool.num_free_pages == alone.num_free_pages
+        for request, n in zip(together, counts, strict=True):
+            self.write(request, n)
+
+    @rule(more=st.integers(0, 3))
+    def grow(self, more):
+        if self.pool.num_pages < 12:
+            self.pool.grow(self.pool.num_pages + more)
+            self.memory += [[-1] * self.pool.page_size for _ in range(more)]
 
     @rule(target=requests, source=requests)
     def fork(self, source):
@@ -226,6 +262,10 @@ def test_copies_take_every_byte_of_a_page_in_order(make):
     (lambda p: p.page_table(["x"]), "request_id: want a request of this pool, got 'x'"),
     (lambda p: p.add("b", -1), "num_tokens: want 0 or more, got -1"),
     (lambda p: p.extend("a", -1), "num_tokens: want 0 or more, got -1"),
+    (lambda p: p.extend_all(["a", "x"], [1, 1]), "request_id: want a request of this pool, got 'x'"),
+    (lambda p: p.extend_all(["a"], [1, 1]), "num_tokens: want 1 numbers, got 2"),
+    (lambda p: p.extend_all(["a", "a"], [1, 1]), "request_ids: want each request once, got 'a' again"),
+    (lambda p: p.extend_all(["a"], [-1]), "num_tokens: want 0 or more, got -1"),
     (lambda p: p.truncate("a", 6), "num_tokens: want in [0, 5], got 6"),
     (lambda p: p.page_table(["a"], max_pages=1), "max_pages: want at least 2, got 1"),
     (lambda p: p.slot_mapping(["a"], [6]), "new_tokens: want in [0, 5] for request 'a', got 6"),
@@ -310,6 +350,19 @@ def test_a_count_that_changes_later_does_not_change_the_pool():
     pool.add("a", count)
     count.add_(3)
     assert pool.num_tokens("a") == 5
+
+
+def test_requests_that_share_a_page_grow_together_or_not_at_all():
+    pool = PagePool(5, 4)
+    pool.add("a", 6)
+    pool.fork("a", "b")
+    pool.fork("a", "c")
+    with pytest.raises(OutOfPagesError, match=r"^want 4 free pages, got 3 of 5$"):
+        pool.extend_all("abc", [1, 1, 7])
+    assert {pool.pages(r) for r in "abc"} == {(0, 1)}
+    assert pool.extend_all("abc", [1, 1, 2]) == [(1, 2), (1, 3)]
+    assert [pool.pages(r) for r in "abc"] == [(0, 2), (0, 3), (0, 1)]
+    assert pool.num_free_pages == 1
 
 
 def test_a_pool_that_grows_keeps_its_requests():

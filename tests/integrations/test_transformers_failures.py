@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from transformers import Gemma2Config, LlamaConfig, Qwen2Config
+from transformers_models import VOCABULARY, over, tiny
 
 from tersekv import OutOfPagesError, PagePool, UnsupportedError
 from tersekv.cache import PagedKVCache
@@ -246,5 +247,87 @@ class StaticHistories(Histories):
 
 
 TestPagedHistories, TestStaticHistories = PagedHistories.TestCase, StaticHistories.TestCase
-TestPagedHistories.settings = settings(deadline=None, max_examples=80, stateful_step_count=25)
+TestPagedHistories.settings = settings(deadline=None, max_examples=60, stateful_step_count=20)
 TestStaticHistories.settings = settings(deadline=None, max_examples=60, stateful_step_count=20)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(2, VOCABULARY, (2, 14), generator=torch.Generator().manual_seed(6))
+
+
+def test_beams_that_found_no_page_still_read_what_they_share(ids):
+    model = tiny("llama")
+    caches = [TersekvCache(model.config, "bf16", page_size=4, num_pages=n) for n in (3, None)]
+    for cache in caches:
+        model(ids[:1, :6], **over(cache))
+        cache.reorder_cache(torch.tensor([0, 0, 0]))
+    with pytest.raises(OutOfPagesError, match=r"^num_pages: want more than 3 pages .*want 2 free pages, got 1"):
+        model(ids[:1, 6:7].expand(3, 1), **over(caches[0]))
+    for cache in caches:
+        cache.reorder_cache(torch.tensor([0, 1]))
+    got, want = (model(ids[:, 6:8], **over(cache)).logits for cache in caches)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "deepseek_v3"])
+def test_after_a_crop_of_everything_comes_any_batch(family, ids):
+    model = tiny(family)
+    cache = TersekvCache(model.config, page_size=4)
+    for batch in (1, 2, 1):
+        assert cache.batch_size == -1
+        want = model(ids[:batch], **over(TersekvCache(model.config, page_size=4))).logits
+        assert torch.equal(model(ids[:batch], **over(cache)).logits, want)
+        cache.crop(-14)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_rows_that_found_no_page_to_be_repeated_in_stay_as_they_were(family, ids):
+    model = tiny(family)
+    limited, free = (TersekvCache(model.config, page_size=4, num_pages=n) for n in (14, None))
+    for cache in (limited, free):
+        model(ids, **over(cache))
+    with pytest.raises(OutOfPagesError, match=r"^num_pages: want more than 14 pages"):
+        limited.batch_repeat_interleave(3)
+    assert limited.batch_size == 2
+    assert torch.equal(model(ids, **over(limited)).logits, model(ids, **over(free)).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_memory_that_runs_out_while_a_layer_grows_costs_no_token(family, layer, ids, monkeypatch):
+    model = tiny(family)
+    cache, want = (TersekvCache(model.config, page_size=4) for _ in range(2))
+    for each in (cache, want):
+        model(ids[:, :6], **over(each))
+
+    def no_room(num_pages):
+        raise torch.OutOfMemoryError(f"{num_pages} pages")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.paged[layer].store, "grow", no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(ids.repeat(1, 3), **over(cache))
+        assert cache.get_seq_length() == 6
+        assert torch.equal(model(ids[:, 6:7], **over(cache)).logits, model(ids[:, 6:7], **over(want)).logits)
+    assert torch.equal(model(ids.repeat(1, 3), **over(cache)).logits, model(ids.repeat(1, 3), **over(want)).logits)
+
+
+def test_a_static_cache_without_memory_takes_another_batch(ids, monkeypatch):
+    model = tiny("llama")
+    cache = TersekvStaticCache(model.config, page_size=4, max_tokens=20)
+    make, made = TersekvStaticCache.make_store, []
+
+    def room_for_one(*args):
+        made.append(1)
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("no room")
+        return make(*args)
+
+    monkeypatch.setattr(TersekvStaticCache, "make_store", room_for_one)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(ids, **over(cache))
+    assert cache.batch_size == -1
+    assert cache.nbytes == 0
+    want = model(ids[:1], **over(TersekvCache(model.config, page_size=4))).logits
+    assert torch.equal(model(ids[:1], **over(cache)).logits, want)
