@@ -1,7 +1,7 @@
 """PagePool: which request owns which page of a cache. Plain host bookkeeping; tensors are made when asked for.
 
-Typical step: `copies += pool.extend(request, new_tokens)` for each request, `copy_pages(cache, copies)` before the
-next append, then `slot_mapping`, `page_table` and `seq_lens` for the kernels.
+Typical step: `copies = pool.extend_all(requests, new_tokens)`, `copy_pages(cache, copies)` before the next append, then
+`slot_mapping`, `page_table` and `seq_lens` for the kernels.
 """
 
 from __future__ import annotations

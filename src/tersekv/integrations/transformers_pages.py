@@ -288,14 +288,16 @@ class Book:
         return self._requests[window].pool.num_pages
 
     def select(self, sources: Sequence[int]) -> dict[int | None, list[PageCopy]]:
-        """Rows become copies of rows, as in beam search. Returns the pages to copy, for the layers of each window."""
+        """Rows become copies of rows, as in beam search. Returns the pages to copy, for the layers of each window.
+
+        Half done where it raises OutOfPagesError: see `undone`.
+        """
         wrong = [s for s in sources if not 0 <= s < len(self.counts)]
         if wrong:
             raise ValueError(f"beam_idx: want rows in [0, {len(self.counts)}), got {wrong[0]}")
         index = torch.tensor(list(sources), dtype=torch.int64, device="cpu")
         history = [(n, None if real is None else real[index]) for n, real in self._history]
-        with self.undone():
-            copies = {window: pages.select(sources) for window, pages in self._requests.items()}
+        copies = {window: pages.select(sources) for window, pages in self._requests.items()}
         self._history, self.counts = history, [self.counts[s] for s in sources]
         self._steps, self._before = {}, None
         return copies
