@@ -32,6 +32,9 @@ _OF_MANY_ROWS = ("gluon", "triton")  # with kernels for these of their own
 # Query rows of a KV head: those of a request for which decode's kernels read keys once, and those that requests must
 # have on the average. With fewer, reading is the bound, and decode's cut a request's keys evenly.
 _MOST_ROWS, _ON_AVERAGE = 64, 32
+# A window as long is none, whatever the lengths: no request has as many keys. Less the rows of a request, that may all
+# stand before its first key, and those that pad a block: in 32 bits every row's position less its window is a number.
+_ALL_KEYS = 2**31 - 1024
 _MAX_PLANS = 16384  # shapes change with the batch; beyond this the cache starts afresh
 
 
@@ -114,12 +117,17 @@ def plan(op: str, call: tuple, backend: str | None = None, *, arch: int | None =
 
 
 def facts(op: str, call: tuple, arch: int | None = None) -> SimpleNamespace:
-    """Every field of the call by name, tensors as TensorFact; plus `op`, `device` and `arch` (None off CUDA)."""
+    """Every field of the call by name, tensors as TensorFact; plus `op`, `device` and `arch` (None off CUDA).
+
+    A `window` that hides no key is 0.
+    """
     fields = CALLS[op][0]._fields  # type: ignore[attr-defined]
     f = SimpleNamespace(**{n: _fact(x) for n, x in zip(fields, call, strict=True)})
     f.op = op
     f.device = next(x.device for x in call if isinstance(x, Tensor))
     f.arch = arch if arch is not None else _arch(f.device)
+    if hasattr(f, "window") and f.window > _ALL_KEYS - f.max_q_len:
+        f.window = 0
     return f
 
 

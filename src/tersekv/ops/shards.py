@@ -151,7 +151,7 @@ def local_rows(
     if window is None or window % (deal.interleave * deal.world) == 0:
         local = None if window is None else window // deal.world
         return LocalRows(table, until, None, 1, None, local, False)
-    since = deal.owned(position + 1 - window)
+    since = deal.owned(position + 1 - min(window, 2**62))  # rows may stand before the first token
     # At least one column: a table without columns has no entry to point at.
     width = max(min(deal.most_owned(window), table.shape[1] * page_size), 1)
     token = since[:, None] + torch.arange(width, device=table.device)
