@@ -4,11 +4,10 @@ import triton
 import triton.language as tl
 
 from ..parts.pages import page_of, slots_of
+from ..parts.softcap import softcapped
 from ..parts.tiles import INT4, block_scales, e4m3_bytes_to_fp16, unpack, zero_points
 from ..parts.turn import back
 from ..parts.turn import query as turned
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -190,8 +189,7 @@ def scores(K, ks, MASK, q, scale, softcap, page, t, n, rows, r0, q0, h, sk_p, sk
     if KEYS.TOKEN_SCALES:
         s *= ks[J][:, None]
     if c.SOFTCAP:
-        # tanh by exp2: 1 - 2 / (e^2x + 1); s carries log2(e).
-        s = (softcap * LOG2E) * (1.0 - 2.0 / (tl.exp2(s * (2.0 / softcap)) + 1.0))
+        s = softcapped(s, softcap)
     if MASKED:
         s = tl.where(visible(t, n, rows, r0, q0, m_n, MASK, sm_t, c), s, float("-inf"))
     return s

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from ..parts.pages import page_of, slots_of
+from ..parts.softcap import softcapped
 from ..parts.tiles import INT4, block_scales, e4m3_bytes_to_fp16, unpack, zero_points
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Rows(NamedTuple):
@@ -177,8 +176,7 @@ def scores(q, keys, scale, ks, softcap, NEW: tl.constexpr, c: tl.constexpr):
     if c.K.TOKEN_SCALES and not NEW:
         s *= ks[0][None, :]
     if c.SOFTCAP:
-        # tanh by exp2: 1 - 2 / (e^2x + 1); s carries log2(e).
-        s = (softcap * LOG2E) * (1.0 - 2.0 / (tl.exp2(s * (2.0 / softcap)) + 1.0))
+        s = softcapped(s, softcap)
     return s
 
 

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from ..parts.convert import centred_int4, key_parts, log2_and_inverse, multiplied, scaled_e2m1, value_parts
-from ..parts.schedule import LOG2E
+from ..parts.softmax import softcapped
 from .records import State
 from .seen import live_keys, visible
 from .tiles import as_operand, kept_part, key_factor, key_words, mma_layout, own_words, transposed, value_factor
@@ -79,8 +79,7 @@ def scores_of_box(codes, scales, i_box, q, scale, softcap, key, by, MASKED: gl.c
     else:
         s = s * scale[:, None, :]
     if c.SOFTCAP:
-        # tanh by exp2: 1 - 2 / (e^2x + 1); s carries log2(e).
-        s = (softcap * LOG2E) * (1.0 - 2.0 / (gl.exp2(s * (2.0 / softcap)) + 1.0))
+        s = softcapped(s, softcap)
     if MASKED:
         L: gl.constexpr = gl.SliceLayout(0, MMA)
         o_n = key + gl.arange(0, g.BOX, gl.SliceLayout(1, L))

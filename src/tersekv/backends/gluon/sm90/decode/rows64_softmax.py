@@ -8,8 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..parts.raising import RAISE_PTX, multiply_where_needed
-from ..parts.schedule import LOG2E
-from ..parts.softmax import halves, shares_of_sum
+from ..parts.softmax import halves, shares_of_sum, softcapped
 from .rows import visible_of_tile
 from .rows64_convert import KINDS, SCALE_TURNS
 
@@ -78,7 +77,7 @@ def weigh(s, m, scale, softcap, columns, turn, t, whole, seen_by, c: gl.constexp
         x = by_lane(s)
         s = joined(x * spread(scale, x), s)
     if c.SOFTCAP:
-        s = (softcap * LOG2E) * (1.0 - 2.0 / (gl.exp2(s * (2.0 / softcap)) + 1.0))
+        s = softcapped(s, softcap)
     if c.TOKEN_SCALES:  # as with few rows: the value's scale joins the exponent
         s = s + load_column(columns, turn, 1, c)
     if not whole:

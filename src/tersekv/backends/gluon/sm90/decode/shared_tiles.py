@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import reinterpret, thread_barrier
 from ..parts.convert import SCALE_BYTE, key_parts, log2_and_inverse, scaled_e2m1
-from ..parts.schedule import LOG2E
+from ..parts.softmax import softcapped
 from .attend import codes_of
 from .fetch import advance, fetch
 from .query import pointers_of
@@ -209,7 +209,7 @@ def softmax_step(s, m, l, scale, softcap, scales, t, by, MASKED: gl.constexpr, c
     if c.TOKEN_SCALES:
         s = s * scales[0].load(gl.SliceLayout(0, S))[None, :]
     if c.SOFTCAP:
-        s = (softcap * LOG2E) * (1.0 - 2.0 / (gl.exp2(s * (2.0 / softcap)) + 1.0))
+        s = softcapped(s, softcap)
     if c.TOKEN_SCALES:  # as with few rows: the value's scale joins the exponent
         s = s + scales[1].load(gl.SliceLayout(0, S))[None, :]
     if MASKED:

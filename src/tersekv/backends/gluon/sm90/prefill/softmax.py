@@ -5,8 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..parts.schedule import LOG2E
-from ..parts.softmax import largest
+from ..parts.softmax import largest, softcapped
 
 # Weights in e4m3, which holds 2^-9 to 448, are at most two to the first. They are judged by their own tile's highest
 # score, or many small ones would be lost beside a large one; but sums must not leave fp32.
@@ -40,7 +39,7 @@ def weigh(s, m, last, low, keys, scale, values_log, softcap, MASKED: gl.constexp
     values_log: with scales of tokens, the tile's values are to be multiplied by two to this: that joins the exponent
     """
     if c.SOFTCAP:
-        s = (softcap * LOG2E) * (1.0 - 2.0 / (gl.exp2(s * ((2.0 / softcap) * scale)[:, None]) + 1.0))
+        s = softcapped(s * scale[:, None], softcap)
     if MASKED:
         s = masked(s, last, low, keys, c)
     top = largest(s)
