@@ -70,3 +70,33 @@ def test_mla_decode(name):
     case = Case("mla_decode", "bf16", "far", lens=(3,), page=3, heads=1, group=2, rank=64, rope=16, split=True)
     call, near = alone(make(case), "ckv", "kpe")
     check(mla_decode, "mla_decode", call._replace(**{name: spread(getattr(call, name), 1)}), near)
+
+
+def head_by_head(x: Tensor) -> Tensor:
+    """Memory for x [T, Hq, D] whose last head lies 2^31 elements behind the first, and as many lie before that: there
+    32 bits would lead."""
+    strides = (x.shape[2] + 16, -(-(2**31) // (x.shape[1] - 1)), 1)
+    room = torch.empty(2**32 + x.shape[0] * strides[0], dtype=x.dtype)
+    return room.as_strided(x.shape, strides, 2**31).fill_(torch.nan)
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "batch invariant"])
+@pytest.mark.parametrize("op", ["decode", "prefill", "mla_decode"])
+def test_outputs_that_lie_head_by_head(op, invariant, monkeypatch):
+    """Rows of requests, of requests that are cut, and those behind the last request."""
+    monkeypatch.setattr(launch, "num_sms", lambda f: 4 if op != "prefill" else 1)
+    sizes = (
+        {"rank": 64, "rope": 16, "heads": 1, "group": 4} if op == "mla_decode" else {"heads": 2, "dim": 16, "group": 2}
+    )
+    case = Case(op, "bf16", "far", lens=(700, 5), q_lens=(2, 2), page=16, ragged=True, **sizes)
+    near = make(case)
+    near.cu_seqlens_q[-1] = 3  # a row of no request
+    near = near._replace(batch_invariant=invariant)
+    far = moved(near, "cpu")
+    far = far._replace(out=head_by_head(near.out))
+    backend = {"decode": decode, "prefill": prefill, "mla_decode": mla_decode}[op]
+    for call in (far, near):
+        backend.run(call, backend.configure(plan.facts(op, call)))
+    assert near.out.isfinite().all()
+    assert torch.equal(far.out, near.out)
+    assert torch.equal(far.lse, near.lse)

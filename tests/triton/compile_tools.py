@@ -7,7 +7,8 @@ Two ways in, one result:
                                                        specialised exactly as the real launch would be
 
 Tensor copies of a Gluon kernel that a GPU would trap on raise (`copies.faults`), and so do Hopper's products of
-matrices whose place got lost (`descriptors.faults`). The result is a dict:
+matrices whose place got lost (`descriptors.faults`) and offsets that 32 bits do not hold (`strides.faults`). The result
+is a dict:
     n_regs, n_spills, shared    registers a thread, bytes of local memory a thread (0: no spills), shared bytes a block
     ttir, ttgir, llir, ptx      texts of the stages; on AMD `amdgcn` instead of `ptx`
     sass                        a function: the disassembly (NVIDIA; takes a moment)
@@ -25,6 +26,7 @@ import tempfile
 from typing import Any
 
 import descriptors
+import strides
 import triton
 from copies import faults
 from triton.backends.compiler import GPUTarget
@@ -125,6 +127,8 @@ def _compile(fn, signature, constexprs, attrs, arch, options) -> dict[str, Any]:
     texts = {k: v for k, v in compiled.asm.items() if isinstance(v, str)}
     if fn.is_gluon():
         assert not faults(texts["ttgir"]), f"{compiled.metadata.name}: {faults(texts['ttgir'])}"
+    short = strides.faults(texts["ttgir" if fn.is_gluon() else "ttir"])
+    assert not short, f"{compiled.metadata.name}: {short}"
     out: dict[str, Any] = {**texts, "metadata": compiled.metadata, "name": compiled.metadata.name}
     out["shared"] = compiled.metadata.shared
     if isinstance(arch, str):

@@ -45,3 +45,32 @@ def test_launches_are_compiled_as_they_would_be_specialised():
     assert aligned[0]["metadata"].num_warps == 2
     assert aligned[0]["ttir"].count("tt.divisibility = 16") == 2
     assert skewed[0]["ttir"].count("tt.divisibility = 16") == 1
+
+
+@triton.jit
+def strided_kernel(p_x, so_h, sk_s, N: tl.constexpr, WIDE: tl.constexpr):
+    """A row of a head each; sk_s: of slots in a page, of which 32 bits count the elements."""
+    head = tl.program_id(0)
+    if WIDE:
+        head = head.to(tl.int64)
+    tl.store(p_x + (head * so_h + (tl.program_id(1) % N) * sk_s) + tl.arange(0, N), 0.0)
+
+
+@triton.jit
+def strided_rows_kernel(p_x, so_h, N: tl.constexpr, WIDE: tl.constexpr):
+    heads = tl.arange(0, N)
+    if WIDE:
+        heads = heads.to(tl.int64)
+    tl.store(p_x + (heads * so_h)[:, None] + tl.arange(0, N)[None, :], tl.zeros([N, N], tl.float32))
+
+
+@pytest.mark.parametrize("kind", ["i32", "i64"])
+@pytest.mark.parametrize("kernel", [strided_kernel, strided_rows_kernel])
+def test_strides_that_are_multiplied_in_32_bits_raise(kernel, kind):
+    signature = {"p_x": "*fp32", "so_h": kind, "sk_s": "i32"}
+    compile_kernel(kernel, signature, {"N": 16, "WIDE": True}, 90)
+    if kind == "i64":  # as strides of 2^31 and more come: the product is as wide
+        compile_kernel(kernel, signature, {"N": 16, "WIDE": False}, 90)
+    else:
+        with pytest.raises(AssertionError, match="an index times so_h in 32 bits"):
+            compile_kernel(kernel, signature, {"N": 16, "WIDE": False}, 90)

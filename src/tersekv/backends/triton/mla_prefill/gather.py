@@ -90,7 +90,7 @@ def gather_kernel(
     if OUT_SCALES is not None:
         codes, scale = quantise_groups(x, L_PAD, NATIVE)
         o_g = tl.arange(0, L_PAD // GROUP)
-        tl.store(OUT_SCALES + o_g * stride_os + row, scale, mask=o_g < L // GROUP)
+        tl.store(OUT_SCALES + o_g.to(tl.int64) * stride_os + row, scale, mask=o_g < L // GROUP)
         tl.store(OUT + row * L + o_l, codes, mask=o_l < L)
     else:
         tl.store(OUT + row * L + o_l, x.to(OUT.dtype.element_ty), mask=o_l < L)

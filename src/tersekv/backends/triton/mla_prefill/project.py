@@ -47,17 +47,18 @@ def load_block(
 def weight_scale(W_SCALE, column, N, k_block, stride_ws, BLOCK_N: tl.constexpr):
     """Scales of BLOCK_N rows of the weight for one block of 128 columns: one number if they lie in one block."""
     if BLOCK_N <= GROUP:
-        return tl.load(W_SCALE + column // GROUP * stride_ws + k_block)
+        return tl.load(W_SCALE + (column // GROUP).to(tl.int64) * stride_ws + k_block)
     else:
         o_n = column + tl.arange(0, BLOCK_N)
-        return tl.load(W_SCALE + o_n // GROUP * stride_ws + k_block, mask=o_n < N, other=0.0)[None, :]
+        p_scale = W_SCALE + (o_n // GROUP).to(tl.int64) * stride_ws + k_block
+        return tl.load(p_scale, mask=o_n < N, other=0.0)[None, :]
 
 
 @triton.jit
 def latent_scale(A_SCALE, row, rows, k_block, stride_as, BLOCK_M: tl.constexpr):
     """Scales of BLOCK_M latents for one block of 128 columns, [BLOCK_M, 1]."""
     o_m = row + tl.arange(0, BLOCK_M)
-    return tl.load(A_SCALE + k_block * stride_as + o_m, mask=o_m < rows, other=0.0)[:, None]
+    return tl.load(A_SCALE + tl.cast(k_block, tl.int64) * stride_as + o_m, mask=o_m < rows, other=0.0)[:, None]
 
 
 @triton.jit

@@ -120,7 +120,7 @@ def write(m, l, acc, SINKS, OUT, LSE, v_scale, V_T, out_scale, OUT_T, q0, h, row
           c: tl.constexpr):  # fmt: skip
     """Write the output of one row of a KV head, and its LSE."""
     o_d = tl.arange(0, c.MERGE_COLUMNS)
-    head = h * c.GROUP + row % c.GROUP
+    head = (h * c.GROUP + row % c.GROUP).to(tl.int64)
     token = (q0 + row // c.GROUP).to(tl.int64)
     h_scale = scalar(v_scale, V_T, h * c.V_T_STRIDE, c.V_T) * scalar(out_scale, OUT_T, 0, c.OUT_T)
     factor, lse = finish(m, l, h_scale * c.V_FACTOR, SINKS, head, True, c)

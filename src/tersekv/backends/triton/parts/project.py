@@ -90,7 +90,7 @@ def ask(w_of, h, column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr
     if W_SCALE is not None:
         # One for all rows of weights, or one for each.
         o_s = column // GROUP if BLOCK_N <= GROUP else o_n // GROUP
-        p_scale = W_SCALE + h * stride_sh + o_s * stride_sn
+        p_scale = W_SCALE + h * stride_sh + o_s.to(tl.int64) * stride_sn
     weights, scales = (), ()
     for g in tl.static_range(AHEAD):
         weights = weights + (load(p_w, (o_n < N)[:, None], g * GROUP, K),)

@@ -137,7 +137,8 @@ def zero_padding(OUT, LSE, t, T, p, num_programs, so_t, so_h, sl_t, sl_h, c: tl.
     o_d = tl.arange(0, c.PARTS * c.BLOCK_DV)
     t += p
     while t < T:
-        for head in range(c.HEADS * c.GROUP):
+        for i in range(c.HEADS * c.GROUP):
+            head = tl.cast(i, tl.int64)
             p_out = OUT + t.to(tl.int64) * so_t + head * so_h + o_d
             tl.store(p_out, (o_d * 0).to(tl.float32).to(OUT.dtype.element_ty), mask=o_d < c.DV)
             if c.HAS_LSE:

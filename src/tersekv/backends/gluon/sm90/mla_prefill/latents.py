@@ -110,7 +110,7 @@ def latents_kernel(
     if CODE_SCALES is not None:
         codes, scale = quantise_groups(x, L_PAD, NATIVE)
         o_g = tl.arange(0, L_PAD // GROUP)
-        tl.store(CODE_SCALES + o_g * stride_os + row, scale, mask=o_g < L // GROUP)
+        tl.store(CODE_SCALES + o_g.to(tl.int64) * stride_os + row, scale, mask=o_g < L // GROUP)
         tl.store(CODES + row * L + o_l, codes, mask=o_l < L)
     else:
         tl.store(CODES + row * L + o_l, x.to(CODES.dtype.element_ty), mask=o_l < L)

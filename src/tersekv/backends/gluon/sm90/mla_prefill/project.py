@@ -95,8 +95,9 @@ def start(a, w, RIGHT: gl.constexpr, ACC: gl.constexpr):
 @gluon.jit
 def scales_of_step(scales, row, panel, i, o_m, rows):
     """Scales of a step: of its latents, and of its block of the weight."""
-    a_scale = gl.load(scales.A + i * scales.a_stride + row * TILE + o_m, mask=row * TILE + o_m < rows, other=0.0)
-    return a_scale, gl.load(scales.W + panel * scales.w_stride + i)
+    p_a = scales.A + i * scales.a_stride.to(gl.int64) + row * TILE + o_m
+    a_scale = gl.load(p_a, mask=row * TILE + o_m < rows, other=0.0)
+    return a_scale, gl.load(scales.W + panel.to(gl.int64) * scales.w_stride + i)
 
 
 @gluon.jit

@@ -47,10 +47,10 @@ def zero_padding(OUT, LSE, t, T, strides, c: gl.constexpr):
     t += gl.program_id(0)
     while t < T:
         for head in range(c.HEADS * c.GROUP):
-            p_out = OUT + t.to(gl.int64) * so_t + head * so_h + o_d
+            p_out = OUT + t.to(gl.int64) * so_t + head.to(gl.int64) * so_h + o_d
             gl.store(p_out, (o_d * 0).to(gl.float32).to(OUT.dtype.element_ty), mask=o_d < c.HEAD_DV)
             if c.HAS_LSE:
-                gl.store(LSE + t.to(gl.int64) * sl_t + head * sl_h, float("-inf"))
+                gl.store(LSE + t.to(gl.int64) * sl_t + head.to(gl.int64) * sl_h, float("-inf"))
         t += gl.num_programs(0)
 
 
