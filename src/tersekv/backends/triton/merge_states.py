@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..host import blocks, launch
 from ..host.bind import Bound, Launches, Template, given
-from .parts.rows import offsets, token_and_head, write
+from .parts.rows import offsets, own_rows, token_and_head, write
 
 _TENSORS = given(p_outs="outs", p_lses="lses", p_out="out", p_lse="lse")
 MAX_UNROLLED = 8  # parts; more are counted by a loop, so that their number compiles nothing anew
@@ -48,7 +48,8 @@ def merge_kernel(
         merged += weight * x.to(tl.float32)
     # One part at least weighs 1, unless all are empty.
     merged = merged / tl.where(empty, 1.0, total)
-    write(p_out + offsets(token, head, strides_out, UNIT), merged.to(p_out.dtype.element_ty), D)
+    own = own_rows(tl.program_id(0), tokens, H, ROWS)
+    write(p_out + offsets(token, head, strides_out, UNIT), merged.to(p_out.dtype.element_ty), own, D)
     if p_lse is not None:
         tl.store(p_lse + offsets(token, head, strides_lse, 1), base + tl.log(total))
 

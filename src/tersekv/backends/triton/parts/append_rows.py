@@ -13,6 +13,7 @@ from .rows import (
     join_pairs,
     locate,
     offsets,
+    own_rows,
     read,
     read_codes,
     read_cos_sin,
@@ -129,13 +130,14 @@ def query_rows(
     multiplier, _ = factors(p_scale, scale, head, False, QUANTIZES)
     x = cast(tl.where(live, x * multiplier, 0.0), p_out.dtype.element_ty, KIND, NATIVE)
     y = cast(tl.where(live, y * multiplier, 0.0), p_out.dtype.element_ty, KIND, NATIVE)
+    own = own_rows(block, tokens, H, ROWS)
     if not ROTARY:
-        write(p_out, x, D)
+        write(p_out, x, own, D)
     elif INTERLEAVED:
-        write(p_out, join_pairs(x, y), D)
+        write(p_out, join_pairs(x, y), own, D)
     else:
-        write(p_out, x, HALF)
-        write(p_out + HALF, y, HALF)
+        write(p_out, x, own, HALF)
+        write(p_out + HALF, y, own, HALF)
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 
 A program handles ROWS rows of one tensor; row r is head r % H of token r // H. Where ROWS divides H, a program's rows
 belong to one token: its place, position, cos and sin are read once. Past the last row the last one is repeated, so that
-rows need no mask; the repeated writes are equal.
+reads need no mask, nor writes to a cache, which are equal. What may be written over what was read is written by the row
+itself alone (`own_rows`): another warp may read it for the repeated row only afterwards.
 """
 
 from __future__ import annotations
@@ -51,6 +52,15 @@ def token_and_head(block, tokens, H: tl.constexpr, ROWS: tl.constexpr):
     else:
         row = tl.minimum(first + i, tokens * H - 1)
         return row // H, row % H
+
+
+@triton.jit
+def own_rows(block, tokens, H: tl.constexpr, ROWS: tl.constexpr):
+    """Which rows of a block are not repeated: [ROWS, 1], or [1, 1] where none is."""
+    if H % ROWS == 0:
+        return tl.full([1, 1], True, tl.int1)
+    else:
+        return (block * ROWS + tl.arange(0, ROWS) < tokens * H)[:, None]
 
 
 @triton.jit
@@ -149,13 +159,10 @@ def read_codes(p, at, D: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def write(p, x, D: tl.constexpr):
-    """Columns up to D of rows x [ROWS, C], in p's type, at pointers p [ROWS, 1]."""
+def write(p, x, own, D: tl.constexpr):
+    """Columns up to D of rows x [ROWS, C], in p's type, at pointers p [ROWS, 1]; own: of `own_rows`."""
     c = tl.arange(0, x.shape[1])[None, :]
-    if x.shape[1] == D:
-        tl.store(p + c, x)
-    else:
-        tl.store(p + c, x, mask=c < D)
+    tl.store(p + c, x, mask=own if x.shape[1] == D else own & (c < D))
 
 
 @triton.jit
