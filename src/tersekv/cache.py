@@ -38,6 +38,7 @@ from .layers import (
     together,
     values_of,
 )  # fmt: skip
+from .tracing import tracing
 
 _ATTRIBUTES = "attributes of a PagedKVCache, 1"  # what a file of them says of itself
 _SAVED = ("k_scale", "v_scale", "k_signs", "v_signs", "k_channel_scale", "v_channel_scale")
@@ -464,8 +465,8 @@ def _fitting(name: str, scale: Scale, f: KVFormat, device: torch.device | None, 
     """The scale, a number as Python's own. Raises unless the format has such a scale, and fp32 holds the number and its
     reciprocal, or a tensor is fp32 on such a device, of one element or one a head; what it holds is for the calls."""
     value = None if isinstance(scale, Tensor) else number(name, scale, "a number or a Tensor")
-    given = "a tensor" if value is None else f"{value:.6g}"
     if f.scale not in (TENSOR, BLOCK) and value != 1:
+        given = "a tensor" if value is None else f"{value:.6g}"
         raise ValueError(f"{name}: want 1.0 for {f.name}, which has no scale of the tensor, got {given}")
     if isinstance(scale, Tensor):
         kind = (device or torch.get_default_device()).type
@@ -476,10 +477,12 @@ def _fitting(name: str, scale: Scale, f: KVFormat, device: torch.device | None, 
         return scale
     assert value is not None
     if not 0 < value < float("inf"):
-        raise ValueError(f"{name}: want a positive, finite number, got {given}")
+        raise ValueError(f"{name}: want a positive, finite number, got {value:.6g}")
+    if tracing():  # a symbol has no fp32 value yet: that is for the calls
+        return value
     stored = single(value)
     if not stored or not 0 < single(1 / stored) < float("inf"):
-        raise ValueError(f"{name}: want a positive number that fp32 holds, and its reciprocal too, got {given}")
+        raise ValueError(f"{name}: want a positive number that fp32 holds, and its reciprocal too, got {value:.6g}")
     return value
 
 

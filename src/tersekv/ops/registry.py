@@ -19,6 +19,7 @@ from ..calls import CALLS
 from ..plan import dispatch, facts, forget_scratch
 from ..recall import Way, remember
 from ..tracing import tracing
+from .scales import reciprocal
 
 _SCHEMA_NAMES = {Tensor: "Tensor", str: "str", int: "SymInt", float: "float", bool: "bool"}
 
@@ -34,14 +35,27 @@ def schema(op: str) -> str:
         if name in written:
             kind += f"(a{i}!)"
         args.append(f"{kind}{'?' if optional else ''} {name}")
-    return f"{op}({', '.join([*args, 'str? backend'])}) -> ()"
+    args.append("str? backend")
+    if "scales_quantize" in record._fields:  # type: ignore[attr-defined]
+        args.append("bool floats_dequantise=False")
+    return f"{op}({', '.join(args)}) -> ()"
+
+
+def _call_of(op: str, flat: tuple) -> tuple[typing.Any, str | None]:
+    """The record and the backend that an operator's arguments are. With `floats_dequantise` its float scales become
+    what an append multiplies with: while torch traces they may be symbols, which have no fp32 value yet."""
+    record = CALLS[op][0]
+    n = len(record._fields)  # type: ignore[attr-defined]
+    call, backend, dequantise = record(*flat[:n]), flat[n], flat[n + 1 :] == (True,)
+    if dequantise:
+        scales = [name for name in ("q_scale", "k_scale", "v_scale", "kv_scale") if hasattr(call, name)]
+        call = call._replace(**{name: reciprocal(getattr(call, name), name) for name in scales})  # type: ignore[attr-defined]
+    return call, backend
 
 
 def _implementation(op: str) -> Callable[..., None]:
-    record, _ = CALLS[op]
-
     def run(*flat: object) -> None:
-        dispatch(op, record(*flat[:-1]), typing.cast("str | None", flat[-1]))
+        dispatch(op, *_call_of(op, flat))
         # torch.compile warms its CUDA graphs up beside the default stream, in memory that they get back.
         forget_scratch(side_streams=True)
 
@@ -53,7 +67,7 @@ def _fake(op: str) -> Callable[..., None]:
 
     def check(*flat: object) -> None:
         if not any(map(_symbolic, flat)):  # symbols would be bound by comparisons; the run checks such a call
-            call = record(*flat[:-1])
+            call, _ = _call_of(op, flat)
             checks.types(record, call)
             checks.facts(facts(op, call, arch=0))  # of no chip: no backend is asked
 
@@ -86,7 +100,9 @@ def submit(op: str, call: tuple, backend: str | None, way: Way | None = None) ->
     way: to remember an eager call by, for `recall.again`
     """
     if tracing():
-        getattr(torch.ops.tersekv, op)(*call, backend)
+        # An append's scales are as `scales.multiplier` leaves them, but for a call in FlashInfer's terms.
+        dequantise = (True,) if getattr(call, "scales_quantize", None) is False else ()
+        getattr(torch.ops.tersekv, op)(*call, backend, *dequantise)
         return
     plan = dispatch(op, call, backend)
     if way is not None:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..counts import number, single
 from ..layers import PagedKVLayer
+from ..tracing import tracing
 
 TURNS = ("k_signs", "v_signs", "k_channel_scale", "v_channel_scale")
 Turn = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -27,16 +28,22 @@ def attributes(layer: PagedKVLayer) -> tuple[str, str, Turn]:
 
 
 def multiplier(scale: float | Tensor, name: str = "scale") -> tuple[float, Tensor | None]:
-    """As `split`, with a float turned into its fp32 reciprocal: what an append multiplies with."""
+    """As `split`, with a float turned into its fp32 reciprocal: what an append multiplies with. Where torch is tracing
+    the float stays, and the operator turns it (`registry`): it may be a symbol, which has no fp32 value yet."""
     if type(scale) is float and scale == 1.0:
         return 1.0, None
     value, tensor = split(scale, name)
-    if tensor is None and not value > 0:
-        raise ValueError(f"{name}: want a positive number, got {value}")
     if tensor is not None:
         return 1.0, tensor
+    return (value if tracing() else reciprocal(value, name)), None
+
+
+def reciprocal(value: float, name: str) -> float:
+    """The fp32 reciprocal of a scale. Raises ValueError unless fp32 holds both, positive."""
+    if not value > 0:
+        raise ValueError(f"{name}: want a positive number, got {value}")
     stored = single(value)
     inverse = single(1.0 / stored) if stored else 0.0
     if not 0.0 < inverse < float("inf"):
         raise ValueError(f"{name}: want a positive number that fp32 holds, and its reciprocal too, got {value}")
-    return inverse, None
+    return inverse
