@@ -1,4 +1,4 @@
-"""Numbers that differ from call to call under torch.compile, as scales do from layer to layer: results equal eager ones."""
+"""Numbers that differ from call to call under torch.compile, as layers' scales do: equal results."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .formats import BATCH_INVARIANCE, CHANNELS, FP8, PAIRS, ROTATION
+from .counts import number, single
+from .formats import BATCH_INVARIANCE, BLOCK, CHANNELS, FP8, PAIRS, ROTATION, TENSOR, KVFormat
 from .shapes import Shapes, dtype_name, require
 from .tracing import tracing
 
@@ -84,6 +85,41 @@ def all_positive(name: str, scale: Tensor) -> None:
     if wrong.any():
         i = wrong.nonzero()[0].tolist()
         raise ValueError(f"{name}: want positive, finite numbers, got {float(scale[tuple(i)])} at {i}")
+
+
+def all_signs(name: str, signs: Tensor) -> None:
+    """Raise ValueError for signs of a rotation that are not."""
+    wrong = signs.abs() != 1
+    if wrong.any():
+        i = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{name}: want 1 or -1, got {float(signs[tuple(i)])} at {i}")
+
+
+def fitting_scale(
+    name: str, scale: float | Tensor, f: KVFormat, device: torch.device | None, heads: int = 1
+) -> float | Tensor:
+    """The scale, a number as Python's own. Raises unless the format has such a scale, and fp32 holds the number and its
+    reciprocal, or a tensor is fp32 on such a device, of one element or one a head; what it holds is for the calls."""
+    value = None if isinstance(scale, Tensor) else number(name, scale, "a number or a Tensor")
+    if f.scale not in (TENSOR, BLOCK) and value != 1:
+        given = "a tensor" if value is None else f"{value:.6g}"
+        raise ValueError(f"{name}: want 1.0 for {f.name}, which has no scale of the tensor, got {given}")
+    if isinstance(scale, Tensor):
+        kind = (device or torch.get_default_device()).type
+        if scale.shape not in ((), (1,), (heads,)) or scale.dtype != torch.float32 or scale.device.type != kind:
+            want = f"float32 with {' or '.join(map(str, sorted({1, heads})))} elements on {kind}"
+            got = f"{list(scale.shape)} {str(scale.dtype).removeprefix('torch.')} on {scale.device}"
+            raise ValueError(f"{name}: want {want}, got {got}")
+        return scale
+    assert value is not None
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name}: want a positive, finite number, got {value:.6g}")
+    if tracing():  # a symbol has no fp32 value yet: that is for the calls
+        return value
+    stored = single(value)
+    if not stored or not 0 < single(1 / stored) < float("inf"):
+        raise ValueError(f"{name}: want a positive number that fp32 holds, and its reciprocal too, got {value:.6g}")
+    return value
 
 
 def wanted(f: Any) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Sequence
@@ -12,13 +11,11 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .attributes import all_positive, channel_scales
-from .counts import flag, number, positive, single, whole
+from . import saved
+from .attributes import channel_scales, fitting_scale
+from .counts import flag, positive, whole
 from .formats import (
-    BLOCK,
     KV_FORMATS,
-    MAX_HEAD_DIM,
-    MAX_HEAD_DIM_V,
     TENSOR,
     KVFormat,
     kv_bytes_per_token,
@@ -26,6 +23,7 @@ from .formats import (
     kv_page_bytes,
     latent_bytes_per_token,
     latent_format,
+    readable,
 )
 from .layers import (
     Formats,
@@ -38,10 +36,7 @@ from .layers import (
     together,
     values_of,
 )  # fmt: skip
-from .tracing import tracing
 
-_ATTRIBUTES = "attributes of a PagedKVCache, 1"  # what a file of them says of itself
-_SAVED = ("k_scale", "v_scale", "k_signs", "v_signs", "k_channel_scale", "v_channel_scale")
 _SCALES = ("apart", "inline", "tail")
 _Layer = TypeVar("_Layer", PagedKVLayer, PagedLatentLayer)
 
@@ -176,7 +171,7 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
         for both in dict.fromkeys(formats):
-            _hold(both, dims)
+            readable(both, dims)
             if packed and dims[1] != head_dim:
                 raise ValueError(f"packed: want head_dim_v == head_dim={head_dim}, got {dims[1]}")
             if packed and both[0] != both[1]:
@@ -184,7 +179,7 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
         given = []
         for name, scale, of in (("k_scale", k_scale, 0), ("v_scale", v_scale, 1)):
             for f in dict.fromkeys(both[of] for both in formats):
-                scale = _fitting(name, scale, f, device, num_kv_heads if f.scale == TENSOR else 1)
+                scale = fitting_scale(name, scale, f, device, num_kv_heads if f.scale == TENSOR else 1)
             given.append(scale)
         drawn = attributes_of(rotation, dims, device, None, None)[:2]
         channels = [
@@ -215,25 +210,9 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
     def save_attributes(self, path: str | os.PathLike) -> None:
         """What pages of this cache need to be read again, in a safetensors file: of each layer its formats, its scales
         of the tensor, signs and channel scales. Not the pages. OSError: no place to write."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        words, tensors = [], {}
-        for i, layer in enumerate(self.layers):
-            word: dict = {"format": layer.format}
-            for name in _SAVED:
-                value = getattr(layer, name)
-                if isinstance(value, Tensor):
-                    tensors[f"{i}.{name}"] = value.detach().contiguous().clone()  # layers may share one
-                elif value is not None:
-                    word[name] = value
-            words.append(word)
-        sizes = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "head_dim_v": self.head_dim_v}
-        told = {"tersekv": _ATTRIBUTES, "sizes": json.dumps(sizes), "layers": json.dumps(words)}
-        try:
-            save_file(tensors, path, told)
-        except SafetensorError as e:
-            raise OSError(f"{os.fspath(path)}: {e}") from None
+        saved.write(
+            path, self.layers, {name: getattr(self, name) for name in ("num_kv_heads", "head_dim", "head_dim_v")}
+        )
 
     @classmethod
     def allocate_saved(
@@ -249,31 +228,18 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
 
         options:  layout, packed, scales: as `allocate` takes them
 
-        Raises ValueError for a file that `save_attributes` did not write.
+        Raises ValueError for a file that `save_attributes` did not write, or that was changed since, with the name of
+        the file and the entry.
         """
-        from safetensors import SafetensorError, safe_open
-
-        if os.path.isdir(path):
-            raise ValueError(f"{os.fspath(path)}: want a file that save_attributes wrote, got a folder")
-        try:
-            with safe_open(path, framework="pt") as file:
-                told = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except SafetensorError as e:
-            raise ValueError(f"{os.fspath(path)}: want a safetensors file, got {e}") from None
-        if told.get("tersekv") != _ATTRIBUTES:
-            what = told.get("tersekv", "another's")
-            raise ValueError(f"{os.fspath(path)}: want a file that save_attributes wrote, got {what}")
-        words, where = json.loads(told["layers"]), device_of(device) or torch.get_default_device()
-        formats = [word.pop("format") for word in words]
-        for key, x in tensors.items():
-            i, name = key.split(".")
-            if name.endswith("channel_scale"):
-                all_positive(name, x)
-            words[int(i)][name] = x.to(where)
-        sizes = json.loads(told["sizes"])
-        made = cls.allocate(len(words), num_pages, page_size, **sizes, layer_formats=formats, device=device, **options)
-        layers = [replace(layer, **word) for layer, word in zip(made.layers, words, strict=True)]
+        sizes, formats, attributes = saved.read(path)
+        made = cls.allocate(
+            len(formats), num_pages, page_size, **sizes, layer_formats=formats, device=device, **options
+        )
+        where = device_of(device) or torch.get_default_device()
+        layers = [
+            replace(layer, **{name: x.to(where) if isinstance(x, Tensor) else x for name, x in values.items()})
+            for layer, values in zip(made.layers, attributes, strict=True)
+        ]
         return cls(layers, made.head_dim, made.head_dim_v)
 
     @property
@@ -325,7 +291,7 @@ class PagedLatentCache(_PagedCache[PagedLatentLayer]):
             raise ValueError(f"qk_rope_head_dim: want a positive even number, got {qk_rope_head_dim}")
         if flag("split", split) and f.scale_dtype is not None:
             raise ValueError(f"split: want False for {format}, which keeps a token's parts in one row, got True")
-        kv_scale = _fitting("kv_scale", kv_scale, f, device)
+        kv_scale = fitting_scale("kv_scale", kv_scale, f, device)
         layers = []
         for _ in range(num_layers):
             if split:
@@ -425,15 +391,6 @@ def _formats_of_layers(
     return [(kv_format(k), kv_format(v)) for k, v in pairs]
 
 
-def _hold(both: tuple[KVFormat, KVFormat], dims: tuple[int, int]) -> None:
-    """Raise ValueError unless rows of the formats hold heads of these sizes, and decode reads them."""
-    most = MAX_HEAD_DIM, MAX_HEAD_DIM_V
-    for name, f, d, limit in zip(("head_dim", "head_dim_v"), both, dims, most, strict=True):
-        step = f.scale_block or 8
-        if not 0 < d <= limit or d % step:
-            raise ValueError(f"{name}: want a positive multiple of {step} for {f.name}, at most {limit}, got {d}")
-
-
 def _place_of_scales(scales: str, inline_scales: bool | None) -> str:
     """`scales`, or what its older name asks for."""
     if scales not in _SCALES:
@@ -459,31 +416,6 @@ def _geometry(layer: PagedKVLayer | PagedLatentLayer) -> tuple:
     if isinstance(layer, PagedKVLayer):  # of any formats
         return layer.num_pages, layer.page_size, layer.num_kv_heads, layer.head_dim, layer.head_dim_v
     return layer.format, layer.ckv.shape, layer.kpe.shape
-
-
-def _fitting(name: str, scale: Scale, f: KVFormat, device: torch.device | None, heads: int = 1) -> Scale:
-    """The scale, a number as Python's own. Raises unless the format has such a scale, and fp32 holds the number and its
-    reciprocal, or a tensor is fp32 on such a device, of one element or one a head; what it holds is for the calls."""
-    value = None if isinstance(scale, Tensor) else number(name, scale, "a number or a Tensor")
-    if f.scale not in (TENSOR, BLOCK) and value != 1:
-        given = "a tensor" if value is None else f"{value:.6g}"
-        raise ValueError(f"{name}: want 1.0 for {f.name}, which has no scale of the tensor, got {given}")
-    if isinstance(scale, Tensor):
-        kind = (device or torch.get_default_device()).type
-        if scale.shape not in ((), (1,), (heads,)) or scale.dtype != torch.float32 or scale.device.type != kind:
-            want = f"float32 with {' or '.join(map(str, sorted({1, heads})))} elements on {kind}"
-            got = f"{list(scale.shape)} {str(scale.dtype).removeprefix('torch.')} on {scale.device}"
-            raise ValueError(f"{name}: want {want}, got {got}")
-        return scale
-    assert value is not None
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name}: want a positive, finite number, got {value:.6g}")
-    if tracing():  # a symbol has no fp32 value yet: that is for the calls
-        return value
-    stored = single(value)
-    if not stored or not 0 < single(1 / stored) < float("inf"):
-        raise ValueError(f"{name}: want a positive number that fp32 holds, and its reciprocal too, got {value:.6g}")
-    return value
 
 
 def device_of(device: torch.device | str | int | None) -> torch.device | None:

@@ -136,6 +136,15 @@ def held(f: KVFormat, name: str, dim: int) -> int:
     return dim
 
 
+def readable(both: tuple[KVFormat, KVFormat], dims: tuple[int, int]) -> None:
+    """Raise ValueError unless rows of the formats hold heads of these sizes, and decode reads them."""
+    most = MAX_HEAD_DIM, MAX_HEAD_DIM_V
+    for name, f, d, limit in zip(("head_dim", "head_dim_v"), both, dims, most, strict=True):
+        step = f.scale_block or 8
+        if not 0 < d <= limit or d % step:
+            raise ValueError(f"{name}: want a positive multiple of {step} for {f.name}, at most {limit}, got {d}")
+
+
 def _sides(format: str | Sequence[str], head_dim: int, head_dim_v: int | None) -> tuple[list[KVFormat], list[int]]:
     """K's and V's format, and head sizes that they can hold."""
     pair = isinstance(format, (tuple, list)) and len(format) == 2
