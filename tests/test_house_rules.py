@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "layers": {"attributes", "counts", "formats"},
     "saved": {"attributes", "counts", "formats", "layers", "shapes"},
     "cache": {"attributes", "counts", "formats", "layers", "saved"},
-    "pages": {"counts", "errors", "cache", "layers"},
+    "pages": {"counts", "errors", "cache", "layers", "tracing"},
     "shapes": {"calls"},
     "tracing": set(),
     "attributes": {"counts", "formats", "shapes", "tracing"},

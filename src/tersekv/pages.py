@@ -17,6 +17,7 @@ from .cache import PagedKVCache, PagedLatentCache
 from .counts import not_negative, positive, whole
 from .errors import OutOfPagesError
 from .layers import PagedKVLayer
+from .tracing import tracing
 
 Device = torch.device | str | None
 
@@ -274,15 +275,33 @@ def copy_pages(cache: PagedKVCache | PagedLatentCache, copies: Sequence[tuple[in
     if not first:
         return
     src_pages, dst_pages = torch.tensor([[*first.values()], [*first]], device=cache.device)
+    for tensors in _by_memory(cache):
+        rows = [t[src_pages] for t in tensors]  # all before any is written
+        for t, x in zip(tensors, rows, strict=True):
+            t[dst_pages] = x
+
+
+def _by_memory(cache: PagedKVCache | PagedLatentCache) -> list[list[Tensor]]:
+    """The tensors of all layers, those together that may share memory: K and V, or two layers, may be one tensor."""
+    tensors = []
     for layer in cache.layers:
         if isinstance(layer, PagedKVLayer):
-            tensors = [layer.k, layer.v, layer.k_scale_cache, layer.v_scale_cache]
+            of_layer = [layer.k, layer.v, layer.k_scale_cache, layer.v_scale_cache]
         else:
-            tensors = [layer.ckv, layer.kpe, layer.ckv_scale_cache]
-        for t in tensors:
-            if t is not None:
-                t = t.view(torch.uint8) if t.element_size() == 1 else t  # some devices index no fp8
-                t[dst_pages] = t[src_pages]
+            of_layer = [layer.ckv, layer.kpe, layer.ckv_scale_cache]
+        # As bytes: some devices index no fp8.
+        tensors += [t.view(torch.uint8) if t.element_size() == 1 else t for t in of_layer if t is not None]
+    if tracing():  # tensors may have no addresses
+        return [tensors]
+    groups: list[list[Tensor]] = []
+    end = -1
+    for t in sorted((t for t in tensors if t.numel()), key=Tensor.data_ptr):
+        if t.data_ptr() >= end:
+            groups.append([])
+        groups[-1].append(t)
+        last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+        end = max(end, t.data_ptr() + (last + 1) * t.element_size())
+    return groups
 
 
 def written_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
