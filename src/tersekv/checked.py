@@ -41,7 +41,7 @@ def _attributes(call: Any) -> None:
 
 def _requests(call: Any, pages: int, size: int) -> None:
     """Rows, lengths and pages of the requests of an attention."""
-    new = _query_rows(call)
+    new, room = _query_rows(call), call.page_table.shape[1] * size
     if hasattr(call, "seq_lens"):
         lens, name, what = call.seq_lens.to(torch.int64), "seq_lens", "(max_pages * S)"
         _at_least_0(name, lens)
@@ -49,12 +49,12 @@ def _requests(call: Any, pages: int, size: int) -> None:
             lens, what = (lens - new).clamp(min=0), "before the new tokens (max_pages * S)"
     else:
         cached = call.cache_lens.to(torch.int64)
-        lens, name, what = cached + new, "cache_lens", "(max_pages * S, the new tokens included)"
+        lens = torch.where(cached > room, cached, cached + new)  # a sum could overflow
+        name, what = "cache_lens", "(max_pages * S, the new tokens included)"
         _at_least_0(name, cached)
         longest = int(lens[new > 0].max()) if (new > 0).any() else 0
         if longest > call.freqs_cis.shape[0]:
             raise ValueError(f"freqs_cis: want a row for each of {longest} tokens, got {call.freqs_cis.shape[0]}")
-    room = call.page_table.shape[1] * size
     if (lens > room).any():
         i = int((lens > room).nonzero()[0, 0])
         raise ValueError(f"{name}: want at most {room} {what}, got {int(lens[i])} at {i}")
@@ -71,9 +71,9 @@ def _query_rows(call: Any) -> Tensor:
     starts = call.cu_seqlens_q.to(torch.int64)
     if starts[0] != 0:  # rows before the first are no request's, and may not be written
         raise ValueError(f"cu_seqlens_q: want a first entry of 0, got {int(starts[0])}")
-    new = starts.diff()
-    if (new < 0).any() or starts[-1] > total:
+    if (starts[1:] < starts[:-1]).any() or starts[-1] > total:  # a difference could overflow
         raise ValueError(f"cu_seqlens_q: want rows in [0, {total}] that never fall, got {starts.tolist()}")
+    new = starts.diff()
     if (new > call.max_q_len).any():
         raise ValueError(f"max_q_len: want at least {int(new.max())} as in cu_seqlens_q, got {call.max_q_len}")
     return new
@@ -114,6 +114,7 @@ def _kv_indices(call: Any, pages: int, size: int) -> None:
     _range("batch_indices", b, None, call.kv_indptr.shape[0] - 1)
     b, pos = b[live], pos[live]
     ptr = call.kv_indptr.to(torch.int64)
+    _range("kv_indptr", ptr, 0, call.kv_indices.shape[0] + 1)
     room = (ptr[b + 1] - ptr[b]) * size
     bad = (pos < 0) | (pos >= room)
     if bad.any():

@@ -92,6 +92,8 @@ def chunk_places(call: Any, chunk: int, length: int) -> Places:
     rows = [min(row, length) for row in call.buffer_row_offsets[chunk].tolist()]
     if rows != sorted(rows):
         raise ValueError(f"plan.buffer_row_offsets: want rows that never fall, got {rows} in chunk {chunk}")
+    if rows[0] < 0:
+        raise ValueError(f"plan.buffer_row_offsets: want rows from 0 on, got {rows} in chunk {chunk}")
     request, index = spread(rows, call.q.device)
     position = call.cache_offsets[chunk].to(torch.int64)[request] + index
     try:

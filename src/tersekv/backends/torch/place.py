@@ -52,7 +52,7 @@ def slots(call: Any, num_pages: int, page_size: int) -> Tensor:
     live = (b >= 0) & (pos >= 0)
     b = b.clamp(0, max(requests, 0))
     index = start[b] + pos // page_size
-    live &= (index >= 0) & (index < start[b + 1])
+    live &= (start[b] >= 0) & (index >= 0) & (index < start[b + 1])
     page = pages[index.clamp(0, pages.numel() - 1)]
     live &= (page >= 0) & (page < num_pages)  # before the product, which could overflow into the cache
     return torch.where(live, page * page_size + pos % page_size, -1)

@@ -82,12 +82,9 @@ def _one(call: Any, b: int, n: int, t0: int, t1: int, rules: Rules, page_size: i
 
 
 def _check_pages(ids: Tensor, b: int, num_pages: int) -> None:
-    if ids.numel() == 0:
-        return
-    low, high = (int(x) for x in ids.aminmax())
-    if low < 0 or high >= num_pages:
-        bad = low if low < 0 else high
-        raise ValueError(f"page_table: want page ids in [0, {num_pages}), got {bad} at request {b}")
+    bad = (ids < 0) | (ids >= num_pages)
+    if bad.any():
+        raise ValueError(f"page_table: want page ids in [0, {num_pages}), got {int(ids[bad][0])} at request {b}")
 
 
 def _together(call: Any, page_size: int) -> Batch:
@@ -101,7 +98,8 @@ def _together(call: Any, page_size: int) -> Batch:
         starts = call.cu_seqlens_q.to(torch.int64)
         q_lens = starts.diff()
         draft = torch.arange(call.max_q_len, device=device)
-        rows = torch.where(draft < q_lens[:, None], starts[:-1, None] + draft, t)
+        rows = starts[:-1, None] + draft
+        rows = torch.where((draft < q_lens[:, None]) & (rows >= 0) & (rows < t), rows, t)
     table = call.page_table.to(torch.int64)
     return Batch(table, seq_lens, q_lens, rows, 0, table.shape[1] * page_size)
 
@@ -121,5 +119,5 @@ def visible(batch: Batch, begin: int, end: int, rules: Rules) -> Tensor:
         word = mask.gather(2, (j >> 4).clamp(0, mask.shape[2] - 1).expand(b, q, -1))
         seen = (j < 0) | ((word >> (j & 15)) & 1).to(torch.bool)
     if rules.window:
-        seen = seen & (key > first + draft - rules.window)
+        seen = seen & (first + draft - key < rules.window)  # a window may be any number: nothing is added to it
     return seen & (key < n)

@@ -65,7 +65,7 @@ struct AppendRun {
         int64_t start = read_index(at[c.indptr.tensor], c.indptr.dtype, b);
         int64_t stop = read_index(at[c.indptr.tensor], c.indptr.dtype, b + 1);
         int64_t left = position / c.page_size;
-        if (start < 0 || left >= stop - start || left >= c.num_indices - start) return;
+        if (start < 0 || stop <= start || left >= stop - start || left >= c.num_indices - start) return;
         int64_t page = read_index(at[c.indices.tensor], c.indices.dtype, start + left);
         if (page >= 0 && page < c.num_pages) to.page = page, to.entry = position % c.page_size;
     }

@@ -32,6 +32,9 @@ struct Request {
     int64_t keys, row, rows;  // rows of q from `row` on
 };
 
+// The window of a request's rows: one that holds all of its keys is none, so that what is computed from it stays small.
+inline int64_t window_of(const Attention& c, int64_t keys) { return c.window < keys ? c.window : 0; }
+
 // The sizes of an item's tiles, in units of four bytes, and its memory. They depend on the call alone.
 template <class Unit>
 struct Tiles {
@@ -160,7 +163,7 @@ struct Attend {
 
     Sight sight_of(const Request& r) const {
         const char* mask = c.mask.tensor < 0 ? nullptr : at[c.mask.tensor] + r.row * c.mask.stride;
-        return {r.keys, r.keys - r.rows, c.window, mask, c.mask.stride};
+        return {r.keys, r.keys - r.rows, window_of(c, r.keys), mask, c.mask.stride};
     }
 
 private:

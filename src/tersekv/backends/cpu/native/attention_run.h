@@ -56,7 +56,7 @@ private:
         item.few = Unit::VALUES == 2 && r.rows * c.group <= MOST_FEW && made_for_few(c);
         item.rows = r.rows * c.group - item.row;
         if (item.rows > MOST_ROWS) item.rows = MOST_ROWS;
-        Sight sight = {r.keys, r.keys - r.rows, c.window, c.mask.tensor < 0 ? nullptr : at[c.mask.tensor], 0};
+        Sight sight = {r.keys, r.keys - r.rows, window_of(c, r.keys), c.mask.tensor < 0 ? nullptr : at[c.mask.tensor], 0};
         item.begin = sight.low(item.row / c.group);
         item.end = sight.high((item.row + item.rows - 1) / c.group);
         if (item.end < item.begin) item.end = item.begin;
@@ -88,8 +88,8 @@ private:
         item_heads = beside && c.heads * most_rows <= MOST_ROWS ? c.heads : 1;
         double total = 0;
         each_block([&](const Item& item) { total += cost(item) * (c.heads / item_heads); });
-        worth = static_cast<int64_t>(total / (has_team() ? WORTH_A_TEAM : WORTH_A_THREAD)) + 1;
-        if (worth > threads) worth = threads;
+        double wanted = total / (has_team() ? WORTH_A_TEAM : WORTH_A_THREAD);
+        worth = wanted < threads - 1 ? static_cast<int64_t>(wanted) + 1 : threads;
         double share = worth > 1 ? total / (worth * ITEMS_PER_THREAD) : total;
         auto pieces = [&](const Item& item) {
             int64_t keys = item.end - item.begin, most = keys / SHORTEST;
@@ -150,28 +150,30 @@ private:
         return false;
     }
 
-    // Reads and checks lengths, rows and pages, and writes the rows that have nothing to attend to.
+    // Reads and checks lengths, rows and pages, and writes the rows that have nothing to attend to. Lengths and offsets
+    // are any numbers until they are checked.
     bool read_requests() {
-        int64_t next = 0;
+        int64_t next = 0, room = product(c.max_pages, c.page_size);
         for (int64_t b = 0; b < c.requests; b++) {
             Request& r = requests[b];
             r.keys = read_index(at[c.seq_lens.tensor], c.seq_lens.dtype, b);
             bool ragged = c.cu_seqlens_q.tensor >= 0;
             const char* starts = ragged ? at[c.cu_seqlens_q.tensor] : nullptr;
             r.row = ragged ? read_index(starts, c.cu_seqlens_q.dtype, b) : b * c.max_q_len;
-            r.rows = (ragged ? read_index(starts, c.cu_seqlens_q.dtype, b + 1) : r.row + c.max_q_len) - r.row;
-            if (r.keys <= 0 || r.rows <= 0) {
+            int64_t stop = ragged ? read_index(starts, c.cu_seqlens_q.dtype, b + 1) : r.row + c.max_q_len;
+            if (r.keys <= 0 || stop <= r.row) {
                 r.keys = 0;
                 continue;
             }
+            r.rows = difference(stop, r.row);
             bool fresh = c.new_keys.codes.tensor >= 0;
-            int64_t paged = !fresh ? r.keys : r.keys > r.rows ? r.keys - r.rows : 0, room = c.max_pages * c.page_size;
+            int64_t paged = !fresh ? r.keys : r.keys > r.rows ? r.keys - r.rows : 0;
             if (paged > room) return fail(fresh ? PREFIX_TOO_LONG : TOO_LONG, b, room, paged);
-            if (r.row < 0 || r.row + r.rows > c.rows) return fail(ROWS_OUTSIDE, b, r.row, r.row + r.rows);
+            if (r.row < 0 || stop > c.rows) return fail(ROWS_OUTSIDE, b, r.row, stop);
             if (r.rows > c.max_q_len) return fail(TOO_MANY_ROWS, b, r.rows, c.max_q_len);
-            int64_t first = r.keys - r.rows - c.window + 1;
+            Sight sight = {r.keys, r.keys - r.rows, window_of(c, r.keys), nullptr, 0};
             const char* table = at[c.page_table.tensor] + b * c.page_table.stride;
-            for (int64_t i = c.window && first > 0 ? first / c.page_size : 0; i * c.page_size < paged; i++) {
+            for (int64_t i = sight.low(0) / c.page_size, used = paged / c.page_size + (paged % c.page_size > 0); i < used; i++) {
                 int64_t page = read_index(table, c.page_table.dtype, i);
                 if (page < 0 || page >= c.num_pages) return fail(PAGE_OUTSIDE, b, c.num_pages, page);
             }

@@ -158,6 +158,16 @@ inline void write_floats(const float* x, int64_t dtype, char* p, int64_t n) {
     }
 }
 
+// a − b and a × b of numbers of which nothing is known yet; what is too large becomes the largest.
+inline int64_t difference(int64_t a, int64_t b) {
+    int64_t out;
+    return __builtin_sub_overflow(a, b, &out) ? INT64_MAX : out;
+}
+inline int64_t product(int64_t a, int64_t b) {
+    int64_t out;
+    return __builtin_mul_overflow(a, b, &out) ? INT64_MAX : out;
+}
+
 inline int64_t read_index(const char* p, int64_t dtype, int64_t i) {
     if (dtype == I64) return load<int64_t>(p + 8 * i);
     return dtype == I32 ? static_cast<int64_t>(load<int32_t>(p + 4 * i)) : static_cast<int64_t>(load<uint32_t>(p + 4 * i));
