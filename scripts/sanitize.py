@@ -1,5 +1,6 @@
 """Runs the native kernels for CPUs under the address, undefined and thread sanitizers, with three threads: every case
-of `tersekv verify` and keys cut into pieces, on every instruction set that runs here, then tests/test_cpu.py.
+of `tersekv verify` and keys cut into pieces, on every instruction set that runs here, then tests/test_cpu.py and
+tests/test_extremes.py.
 
     python scripts/sanitize.py [--only address,undefined | --only thread] [--levels avx2,…] [--json PATH]
 
@@ -32,7 +33,7 @@ OPTIONS = {
 
 
 OPS = ("append", "rope_append", "mla_append", "decode", "prefill", "mla_decode", "merge_states")
-TESTS = Path(__file__).parent.parent / "tests" / "test_cpu.py"
+TESTS = [str(Path(__file__).parent.parent / "tests" / name) for name in ("test_cpu.py", "test_extremes.py")]
 # The first ran above. A forked child leaves the sanitizer's threads behind; what is compiled anew is not for one;
 # threads are three, not those that a test asks for and counts; and OpenMP's the thread sanitizer cannot follow.
 LEFT_OUT = "not every_instruction_set and not fork and not of_other_sources and not elsewhere and not take_no_time"
@@ -65,7 +66,7 @@ def child(path: str, levels: list[str], result: str) -> int:
         in_pieces()
         print(f"{level}: {cases[level]} cases, {wrong} wrong up to here", flush=True)
     native.use_level(native.levels()[-1])
-    failed = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", LEFT_OUT, str(TESTS)])
+    failed = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", LEFT_OUT, *TESTS])
     Path(result).write_text(json.dumps({"cases": cases, "wrong": wrong, "tests": int(failed)}))
     return 1 if wrong or failed else 0
 

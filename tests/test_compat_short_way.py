@@ -67,6 +67,15 @@ def results(call):
 
 
 ONE = torch.tensor([0.5])
+NO_Q, NO_K = torch.empty(T, HQ, 0, dtype=torch.bfloat16), torch.empty(T, H, 0, dtype=torch.bfloat16)
+NO_OUT = torch.empty(T, HQ, 0, dtype=E4M3)
+# As callers have them for whom all columns are rotated, or whose query has none to pass on.
+NO_COLUMNS = [
+    {"whole": True, "q_nope_out": NO_OUT}, {"whole": True, "q_nope": NO_Q}, {"whole": True, "k_nope": NO_K},
+    {"whole": True, "q_nope": NO_Q, "k_nope": NO_K, "q_nope_out": NO_OUT}, {"latent": True, "q_nope": NO_Q},
+    {"whole": True, "q_nope": NO_Q, "q_rope_out": torch.empty(T, HQ, D, dtype=E4M3)},
+    {"latent": True, "q_nope": NO_Q, "q_nope_out": NO_OUT, "quant_scale_kv": ONE},
+]  # fmt: skip
 
 
 def named(options):
@@ -77,7 +86,7 @@ def named(options):
 @pytest.mark.parametrize("options", [
     {}, {"whole": True}, {"latent": True}, {"quant_scale_kv": ONE, "quant_scale_q": ONE.clone()}, {"is_neox": False},
     {"q_rope_out": torch.empty(T, HQ, R, dtype=E4M3)}, {"latent": True, "quant_scale_kv": ONE},
-    {"q_nope_out": torch.empty(T, HQ, D - R, dtype=E4M3)},
+    {"q_nope_out": torch.empty(T, HQ, D - R, dtype=E4M3)}, *NO_COLUMNS,
 ], ids=named)  # fmt: skip
 def test_a_second_append_is_short_and_the_same(options, only_short):
     call = rope_call(**options)
@@ -88,6 +97,23 @@ def test_a_second_append_is_short_and_the_same(options, only_short):
     assert first[2].any()
     other = results({**call, "positions": call["positions"] - 2})  # values are read anew
     assert not torch.equal(first[2], other[2])
+
+
+@pytest.mark.parametrize("options", NO_COLUMNS, ids=named)
+def test_what_has_no_columns_is_still_what_a_call_is_known_by(options, only_short):
+    call = rope_call(**options)
+    first = rope(**call)
+    only_short()
+    again = rope(**call)
+    assert [(x.shape, x.dtype) for x in again] == [(x.shape, x.dtype) for x in first]
+    if "q_nope_out" in options:
+        assert again[1] is options["q_nope_out"]
+    for name in ("q_nope", "k_nope", "q_nope_out"):
+        x = options.get(name)
+        others = [] if x is None else [x[:-1], x.float(), x[..., None, :], torch.empty(*x.shape[:2], 8, dtype=x.dtype)]
+        for other in (*others, 3):
+            with pytest.raises((LongWay, ValueError, TypeError)):
+                rope(**{**call, name: other})
 
 
 def test_positions_that_are_given_twice_are_one_tensor(only_short):

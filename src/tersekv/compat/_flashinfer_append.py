@@ -100,7 +100,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
     options = (is_neox, quantize_dtype, page_size, kv_layout, *options)
     way, done = asked(_ROPE_NAMES, op, ("rope", *options), given, parts)
     if done is not None:
-        return _made_query(done, q_rope, q_rope_out, q_nope_out)
+        return _made_query(done, q_rope, q_nope, q_rope_out, q_nope_out)
     dtype = _quantize_dtype(quantize_dtype, q_rope_out, q_nope_out)
     tensor("q_rope", q_rope, "T, Hq, R")
     if tensor("k_rope", k_rope).dim() not in (2, 3):
@@ -156,26 +156,34 @@ def _rope_tensors(
     # What is given twice is one tensor, of which the other field is a part.
     parts = {"kv_positions": "positions"} if positions is pos_ids else {}
     place = (None, batch_indices, None if parts else positions, kv_indptr, kv_indices)
-    options, (k, kpe, *_) = (bool(parts), q_number, kv_number), halves(caches)[0]
+    # What has no columns is in no record; of the call only its facts are kept.
+    empty = tuple(map(_empty, (q_nope, k_nope, outs[1])))
+    q_nope, k_nope, q_nope_out = (None if e else x for e, x in zip(empty, (q_nope, k_nope, outs[1]), strict=True))
+    options, (k, kpe, *_) = (bool(parts), q_number, kv_number, empty), halves(caches)[0]
     if v is None:
-        given = (q_rope, q_nope, k_nope, k_rope, cos_sin, pos_ids, *outs, k, kpe, None)
+        given = (q_rope, q_nope, k_nope, k_rope, cos_sin, pos_ids, outs[0], q_nope_out, k, kpe, None)
         return "mla_append", options, (*given, *place, q_t, kv_t), parts
     if kv_t is not None:
         parts["v_scale_t"] = "k_scale_t"
+    rows = (q_rope, q_nope, k_rope, k_nope, v, cos_sin, pos_ids, outs[0], q_nope_out)
     given = (*rows, k, kpe, None, None, *place, q_t, kv_t, None, None, None, None, None)
     return "rope_append", options, given, parts
 
 
+def _empty(x: object) -> tuple | None:
+    """What a call may depend on of a tensor without columns; None of any other."""
+    return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) and x.shape[-1:] == (0,) else None
+
+
 def _made_query(
-    made: list[Tensor], q_rope: Tensor, q_rope_out: Tensor | None, q_nope_out: Tensor | None
+    made: list[Tensor], q_rope: Tensor, q_nope: Tensor | None, q_rope_out: Tensor | None, q_nope_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(q_rope_out, q_nope_out) of a call like one before: the caller's, or those that it made."""
     if q_rope_out is None:
         q_rope_out, *made = made
     if q_nope_out is None:
-        q_nope_out = (
-            made[0] if made else torch.empty(*q_rope.shape[:2], 0, dtype=q_rope_out.dtype, device=q_rope.device)
-        )
+        rest = q_rope[..., :0] if q_nope is None else q_nope
+        q_nope_out = made[0] if made else torch.empty(rest.shape, dtype=q_rope_out.dtype, device=rest.device)
     return q_rope_out, q_nope_out
 
 
