@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+import tersekv
 from tersekv.cli.main import main
 from tersekv.formats import KV_FORMATS
 from tersekv.testing import random_cases, verify
@@ -60,6 +62,87 @@ def test_every_parameter_is_drawn_with_all_its_values():
     assert all(seen[name] == {True, False} for name in listed), [n for n in listed if len(seen[n]) < 2]
     fixed = {n for n, values in seen.items() if len(values) == 1}
     assert fixed == {"quick", "sharp"}, "what is drawn in one way only"
+
+
+# How the random cases draw each parameter of each verb: fields of a case, or, as a sentence, why they do not.
+CACHE = "format page gaps scale"
+KV, LATENT = f"{CACHE} v_format layout packed scales rotation channels heads dim dim_v", f"{CACHE} rank rope split"
+QUERIES, PLACES, BACKEND = (
+    "lens q_lens dtype strided head_major group",
+    "skip index place",
+    "Not drawn: verify --backend.",
+)
+OUT = {"out": "strided head_major", "out_dtype": "out_dtype", "out_scale": "scale", "lse": "lse head_major"}
+OUT |= {"return_lse": "lse", "precision": "precision", "batch_invariant": "batch_invariant"}
+REQUESTS = {"page_table": "index lens page", "seq_lens": "index lens", "cu_seqlens_q": "ragged", "max_q_len": "slack"}
+ATTENTION = {"q": QUERIES, "cache": KV, **REQUESTS, "window": "window", "sinks": "sinks", "softcap": "softcap", **OUT}
+ATTENTION |= {"softmax_scale": "scale dim", "backend": BACKEND}
+NEW_LATENTS = {
+    "cache": LATENT, "page_table": "index lens page", "cache_lens": "index lens q_lens", "cu_seqlens_q": "ragged",
+    "freqs_cis": "rope weight", "kv_norm_gamma": "rank dtype", "kv_c": "raw_in_cache", "k_pe": "raw_in_cache",
+    "epsilon": "epsilon", "out": "strided head_major", "backend": BACKEND,
+}  # fmt: skip
+ROTATED = {"slot_mapping": PLACES, "cache": KV, "interleaved": "interleaved", "q_dtype": "out_dtype"}
+ROTATED |= {"q_scale": "scale", "positions": "index lens skip", "backend": BACKEND}
+EMPTY_PLAN = "Not drawn: with plans that hold no rows alone, as tests/test_mla_prefill.py has them."
+DRAWN = {
+    "append": {
+        "k": "lens q_lens dtype strided head_major special widen", "v": "dim_v", "cache": KV, "slot_mapping": PLACES,
+        "backend": BACKEND,
+    },
+    "rope_append": {
+        "q": "query group", "k": QUERIES, "v": "dim_v", "cos_sin_cache": "rotary", "q_out": "strided head_major",
+        **ROTATED,
+    },
+    "mla_append": {
+        "kv_c": "dtype strided special", "k_pe": "rope dtype", "cos_sin_cache": "rotate", **ROTATED, "cache": LATENT,
+        "q_nope": "query q_nope", "q_pe": "query", "q_nope_out": "strided head_major", "q_pe_out": "head_major",
+    },
+    "decode": {**ATTENTION, "mask": "mask"},
+    "prefill": {**ATTENTION, "cu_seqlens_q": "q_lens index", "k": "new_rows", "v": "new_rows"},
+    "mla_decode": {**REQUESTS, **OUT, "q": QUERIES, "cache": LATENT, "softmax_scale": "scale", "backend": BACKEND},
+    "mla_prefill": {
+        "q": QUERIES, **NEW_LATENTS, "cu_seqlens_q": "q_lens index", "kv_b_proj": "weight nope dim_v",
+        "kv_b_proj_scale": "weight", "plan": "chunk slack", "softmax_scale": "nope rope", "head_dim_v": "dim_v",
+        "lse": "lse head_major", "return_lse": "lse", "q_pe_out": EMPTY_PLAN, "seq_lens_out": EMPTY_PLAN,
+        "precision": "Not drawn: every backend is exact, whatever it says.",
+    },
+    "mla_project": {
+        "x": "lens group dim strided head_major spread", "weight": "format dim_v", "weight_scale": "format",
+        "out": "strided head_major", "backend": BACKEND,
+    },
+    "mla_decode_branch": {
+        "q": QUERIES, **NEW_LATENTS, "w_uk": "weight nope", "w_uv": "weight dim_v", "w_uk_scale": "weight",
+        "w_uv_scale": "weight", "softmax_scale": "scale nope", "max_q_len": "slack",
+    },
+    "merge_states": {
+        "outs": "format parts lens heads dim strided", "lses": "parts", "out": "out_dtype strided head_major",
+        "lse": "lse head_major", "backend": BACKEND,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_parameter_of_every_verb_is_drawn_or_says_why_not(op):
+    assert DRAWN[op].keys() == inspect.signature(getattr(tersekv, op)).parameters.keys()
+    mine = [c for c in MANY if c.op == op]
+    for name, how in DRAWN[op].items():
+        if how.startswith("Not drawn: "):
+            continue
+        for field in how.split():
+            values = {getattr(c, field) for c in mine}
+            assert len(values) > 1, f"{op}, {name}: {field} is always {values}"
+
+
+def test_numbers_are_drawn_over_all_that_they_may_be():
+    caps = [c.softcap for c in MANY if c.softcap]
+    for decade in range(-3, 7):
+        assert any(10.0**decade <= x < 10.0 ** (decade + 1) for x in caps), decade
+    windows = {c.window for c in MANY}
+    for end in (2**31, 2**32, 2**63):
+        assert windows & {*range(end - 2, min(end + 3, 2**63))}, end
+    epsilons = [c.epsilon for c in MANY]
+    assert min(epsilons) < 1e-9 < 1e-1 < max(epsilons)
 
 
 def test_sizes_reach_from_nothing_to_hundreds_of_requests_and_tens_of_thousands_of_tokens():

@@ -28,6 +28,7 @@ class Case:
     dtype: str = "bfloat16"  # of queries and new rows
     index: str = "int32"  # of every index tensor; "mixed": each has its own
     strided: bool = False  # rows are slices of wider buffers, outputs have gaps
+    head_major: bool = False  # queries and outputs [T, H, D] lie head by head, LSEs too
     gaps: str = ""  # caches are parts of wider ones: of more "slots" or "heads" a page, or of longer rows ("columns")
 
     # K/V caches
@@ -67,17 +68,20 @@ class Case:
 
     # attention
     ragged: bool = False  # cu_seqlens_q
+    slack: int = 0  # ragged: max_q_len is so much more than it has to be
     mask: bool = False
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
     lse: bool = True
     precision: str = "exact"
+    batch_invariant: bool = False
     new_rows: bool = False  # prefill: the new tokens' k and v are given, their slots hold nothing
 
     # mla_prefill, mla_decode_branch
     nope: int = 128
     chunk: int = 0  # rows of the buffer; 0: all
+    epsilon: float = 1e-6
     weight: str = "float8_e4m3fn"
     raw_in_cache: bool = False
     sharp: bool = False  # scores differ by tens: many keys in vain before the one that counts

@@ -52,7 +52,8 @@ def draw(seed: int, i: int, ops: Sequence[str] | None = None, formats: Sequence[
         raise ValueError("no operation named has a format named")
     weights = [_WEIGHTS[op] / len(formats_of(op)) for op, _ in known]
     op, name = dice.some(known, weights)
-    return _DRAWS[op](dice, Case(op, name, f"{seed}.{i}"))
+    case = _DRAWS[op](dice, Case(op, name, f"{seed}.{i}"))
+    return replace(case, head_major=dice.maybe(0.15))
 
 
 def _lens(dice: Dice, most: int) -> Lens:
@@ -215,9 +216,22 @@ def _kv_attention(dice: Dice, case: Case) -> Case:
     case = replace(_attention(dice, case, lens, case.heads * group, case.dim_v or case.dim), group=group)
     fast = dice.maybe(0.1)
     return replace(
-        case, window=dice.log(1, 5000) if dice.maybe(0.25) else 0, sinks=dice.maybe(0.2),
-        softcap=dice.some((0.0, 0.0, 0.0, 20.0, 50.0)), spread=dice.maybe(0.2), precision="fast" if fast else "exact",
+        case, window=_window(dice), sinks=dice.maybe(0.2), softcap=_softcap(dice), spread=dice.maybe(0.2),
+        precision="fast" if fast else "exact", batch_invariant=dice.maybe(0.1),
     )  # fmt: skip
+
+
+def _window(dice: Dice) -> int:
+    """None, some keys, or more than there are, up to the end of the types that kernels count in."""
+    if not dice.maybe(0.25):
+        return 0
+    end = dice.some((2**31, 2**32, 2**63))
+    return min(end - dice.randint(-2, 2), 2**63 - 1) if dice.maybe(0.2) else dice.log(1, 5000)
+
+
+def _softcap(dice: Dice) -> float:
+    """None, usual ones, or any over ten decades: from where scores are all but signs to where they are as they were."""
+    return dice.some((0.0, 20.0, 50.0, 10.0 ** dice.uniform(-3, 7)), (6, 1, 1, 2))
 
 
 def _mla_decode(dice: Dice, case: Case) -> Case:
@@ -225,7 +239,8 @@ def _mla_decode(dice: Dice, case: Case) -> Case:
     group = dice.some((1, 4, 8, 16, 16, 32, 64, 128, dice.randint(1, 128)))
     lens = _lens(dice, _live(dice, case.rank + case.rope))
     case = replace(_attention(dice, case, lens, group, case.rank), group=group)
-    return replace(case, precision="fast" if dice.maybe(0.1) else "exact", spread=dice.maybe(0.2))
+    fast, alone = dice.maybe(0.1), dice.maybe(0.1)
+    return replace(case, precision="fast" if fast else "exact", spread=dice.maybe(0.2), batch_invariant=alone)
 
 
 def _live(dice: Dice, values: int) -> int:
@@ -246,9 +261,18 @@ def _attention(dice: Dice, case: Case, lens: Lens, heads: int, columns: int) -> 
         q_lens = tuple(dice.randint(0, rows) for _ in range(requests))
     dtype = dice.some((*_FLOAT, *_FP8), (5, 4, 1, 2, 0.5))
     return replace(
-        case, lens=lens, q_lens=q_lens, ragged=how == "ragged", dtype=dtype, lse=dice.maybe(0.6),
+        case, lens=lens, q_lens=q_lens, ragged=how == "ragged", slack=_slack(dice), dtype=dtype, lse=dice.maybe(0.6),
         out_dtype=dice.some(("", *_HALF, "float32", *_FP8), (6, 1, 1, 1, 1, 0.5)),
     )  # fmt: skip
+
+
+def _slack(dice: Dice) -> int:
+    """How far max_q_len is above the most rows of a request, as where the host knows no more than a bound."""
+    return dice.log(1, 100) if dice.maybe(0.2) else 0
+
+
+def _epsilon(dice: Dice) -> float:
+    return dice.some((1e-6, 1e-5, 10.0 ** dice.uniform(-12, 1)), (3, 1, 1))
 
 
 def _weights(dice: Dice, case: Case) -> Case:
@@ -257,7 +281,7 @@ def _weights(dice: Dice, case: Case) -> Case:
     nope, dim_v = (dice.some((128, 128, 128, 256)) if blocks else dice.some((128, 64, 32, 96, 192)) for _ in "kv")
     return replace(
         case, weight="float8_e4m3fn" if blocks else "", nope=nope, dim_v=dim_v, dtype=dice.some(_HALF, (3, 1)),
-        raw_in_cache=case.format in _16_BITS and dice.maybe(0.3),
+        raw_in_cache=case.format in _16_BITS and dice.maybe(0.3), epsilon=_epsilon(dice), slack=_slack(dice),
     )  # fmt: skip
 
 

@@ -61,6 +61,12 @@ class _Maker:
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
         return torch.rand(*shape, generator=self.random) * (high - low) + low
 
+    def by_token(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """As `view`; [T, H, D] head by head, if the case has that."""
+        if not self.case.head_major or len(shape) != 3:
+            return self.view(*shape, dtype=dtype)
+        return self.view(shape[1], shape[0], shape[2], dtype=dtype).transpose(0, 1)
+
     def view(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Poisoned memory; if the case is strided, a part of wider memory that starts off a 16-byte boundary."""
         if not self.case.strided:
@@ -95,7 +101,7 @@ class _Maker:
         return self.placed(encode(x, self.dtype))
 
     def placed(self, x: Tensor) -> Tensor:
-        out = self.view(*x.shape, dtype=x.dtype)
+        out = self.by_token(*x.shape, dtype=x.dtype)
         as_bytes(out).copy_(as_bytes(x))
         return out
 
@@ -153,14 +159,14 @@ class _Maker:
         return PagedLatentLayer(ckv, kpe, c.format, scale, None if stored is None else stored[:, : c.page])
 
     def output(self, *shape: int) -> Tensor:
-        return self.view(*shape, dtype=self.out_dtype)
+        return self.by_token(*shape, dtype=self.out_dtype)
 
     def lse(self, tokens: int, heads: int) -> Tensor | None:
         if not self.case.lse:
             return None
-        shape = (heads, tokens) if self.case.strided else (tokens, heads)
-        lse = poisoned(*shape, dtype=torch.float32)
-        return lse.T if self.case.strided else lse
+        turned = self.case.strided or self.case.head_major
+        lse = poisoned(*((heads, tokens) if turned else (tokens, heads)), dtype=torch.float32)
+        return lse.T if turned else lse
 
     def quantising(self, scale: Scale) -> tuple[float, Tensor | None]:
         """(float, tensor) of a scale for an append's record."""
@@ -257,6 +263,8 @@ def _kv_attention(m: _Maker) -> dict[str, Any]:
     }
     if c.scale == "tensor":
         scales |= {"softmax_scale": torch.full((1,), c.dim**-0.5), "out_scale": torch.full((1,), 3.0)}
+    if c.scale == "float":
+        scales["out_scale"] = 0.4
     given: dict[str, Any] = dict(zip(TURNS, more, strict=True))
     for name, scale in scales.items():
         given[name], given[f"{name}_t"] = split(scale)
@@ -266,6 +274,7 @@ def _kv_attention(m: _Maker) -> dict[str, Any]:
         "sinks": m.normal(heads) + 1 if c.sinks else None, "out": m.output(r.tokens, heads, dv),
         "lse": m.lse(r.tokens, heads), "format": format, "max_q_len": r.max_q_len, "window": c.window,
         "softcap": c.softcap, "precision": c.precision, "v_format": v_format,
+        "batch_invariant": c.batch_invariant,
     }  # fmt: skip
 
 
@@ -280,10 +289,13 @@ def _mla_decode(m: _Maker) -> MLADecodeCall:
     out_scale: Scale = 1.0
     if c.scale == "tensor":
         softmax_scale, out_scale = torch.full((1,), 192**-0.5), torch.full((1,), 3.0)
+    if c.scale == "float":
+        out_scale = 0.4
     return MLADecodeCall(
         q[..., : c.rank], q[..., c.rank :], a.ckv, a.kpe, a.ckv_scale_cache, r.page_table(), r.seq_lens(),
         r.cu_seqlens() if c.ragged else None, m.output(r.tokens, heads, c.rank), m.lse(r.tokens, heads),
         c.format, r.max_q_len, *split(softmax_scale), *split(a.kv_scale), *split(out_scale), c.precision,
+        c.batch_invariant,
     )  # fmt: skip
 
 
@@ -314,7 +326,7 @@ def _mla_prefill(m: _Maker) -> MLAPrefillCall:
         r.freqs_cis(c.rope, torch.float32 if c.weight else dtype), (1 + 0.1 * m.normal(c.rank)).to(dtype),
         weight if c.weight else weight.to(dtype), weight_scale, r.index(plan.buffer_row_offsets), r.index(starts),
         m.output(r.tokens, heads, dv), m.lse(r.tokens, heads), plan.buffer_lengths, c.format, r.max_q_len,
-        (c.nope + c.rope) ** -0.5, 1e-6, *split(a.kv_scale), c.precision,
+        (c.nope + c.rope) ** -0.5, c.epsilon, *split(a.kv_scale), c.precision,
     )  # fmt: skip
 
 
@@ -345,7 +357,7 @@ def _mla_decode_branch(m: _Maker) -> MLADecodeBranchCall:
         r.index([n - q for n, q in zip(c.lens, r.q_lens, strict=True)]), r.cu_seqlens() if c.ragged else None,
         r.freqs_cis(c.rope, torch.float32 if c.weight else m.dtype), (1 + 0.1 * m.normal(c.rank)).to(m.dtype),
         *weights[0], *weights[1], m.output(r.tokens, heads, dv), c.format, r.max_q_len,
-        *split(torch.full((1,), scale) if c.scale == "tensor" else scale), 1e-6, *split(a.kv_scale),
+        *split(torch.full((1,), scale) if c.scale == "tensor" else scale), c.epsilon, *split(a.kv_scale),
     )  # fmt: skip
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .cases import Case
 
-_HUGE = {torch.int32: 2**31 - 1, torch.int64: 2**40, torch.uint32: 2**32 - 1}
-_FAR = 2**62  # among values: what becomes the huge number of their dtype
+_HUGE = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1, torch.uint32: 2**32 - 1}
+_FAR = 2**62  # among values: what becomes the largest number of their dtype; negative: the smallest
 _SPARE_PAGES = 3
 _BEYOND_TABLE = 7  # added to the size of cos_sin_cache: a position outside it
 
@@ -26,6 +26,8 @@ class Requests:
         self.q_lens = case.q_lens if case.q_lens is not None else (1,) * len(case.lens)
         self.tokens = sum(self.q_lens)
         self.max_q_len = max(self.q_lens, default=0)
+        if case.ragged:
+            self.max_q_len = min(self.max_q_len + case.slack, max(self.tokens, self.max_q_len))
         self._mixed = Random(case.id) if case.index == "mixed" else None
         used = [-(-n // case.page) for n in case.lens]
         self.num_pages = sum(used) + _SPARE_PAGES
@@ -34,13 +36,14 @@ class Requests:
         self.max_pos = max(case.lens, default=0) + 2
 
     def index(self, values: Any, *, signed: bool = False) -> Tensor:
-        """An index tensor in the case's dtype, or in one that holds a sign too; _FAR becomes a huge number."""
+        """An index tensor in the case's dtype, or in one that holds a sign too; _FAR becomes the largest number."""
         if self._mixed is None:
             dtype = getattr(torch, self.case.index)
             dtype = torch.int32 if signed and dtype == torch.uint32 else dtype
         else:
             dtype = self._mixed.choice([d for d in _HUGE if not signed or d.is_signed])
         values = torch.as_tensor(values, dtype=torch.int64)
+        values = torch.where(values == -_FAR, torch.iinfo(dtype).min, values)
         return torch.where(values == _FAR, _HUGE[dtype], values).to(dtype)
 
     def seq_lens(self) -> Tensor:
@@ -76,30 +79,33 @@ class Requests:
     def place(self) -> Placement:
         """slot_mapping, or batch_indices, kv_positions, kv_indptr and kv_indices.
 
-        With `skip`, token 1 is skipped, tokens 3 and 6 point outside the cache.
+        With `skip`, tokens 1 and 7 are skipped, tokens 3 and 6 point outside the cache.
         """
         size, tokens = self.case.page, self.new_tokens()
         outside = self.num_pages * size + 5
         if self.case.place == "slots":
             slots = [self.pages[b][pos // size] * size + pos % size for b, pos in tokens]
             negative = self.case.index != "uint32"
-            for i, wrong in ((1, -1 if negative else outside), (3, outside), (6, _FAR)):
+            skipped = (-1, -_FAR) if negative else (outside, _FAR)
+            for i, wrong in ((1, skipped[0]), (3, outside), (6, _FAR), (7, skipped[1])):
                 if self.case.skip and i < len(slots):
                     slots[i] = wrong
             return self.index(slots, signed=negative), None, None, None, None
         batch, positions = [b for b, _ in tokens], [pos for _, pos in tokens]
         if self.case.skip:
-            batch[1:2], positions[3:4] = [-1] * len(batch[1:2]), [outside] * len(positions[3:4])
+            for values, i, wrong in ((batch, 1, -1), (positions, 3, outside), (positions, 6, _FAR), (batch, 7, -_FAR)):
+                values[i : i + 1] = [wrong] * len(values[i : i + 1])
         indptr = [sum(len(p) for p in self.pages[:b]) for b in range(len(self.pages) + 1)]
         indices = [page for p in self.pages for page in p] + [_FAR] * 2
         where = self.index(batch, signed=True), self.index(positions), self.index(indptr), self.index(indices)
         return None, *where
 
     def positions(self) -> Tensor:
-        """RoPE positions; with `skip`, that of token 5 lies outside the table."""
+        """RoPE positions; with `skip`, those of tokens 5 and 8 lie outside the table."""
         positions = [pos for _, pos in self.new_tokens()]
-        if self.case.skip and len(positions) > 5:
-            positions[5] = self.max_pos + _BEYOND_TABLE
+        for i, wrong in ((5, self.max_pos + _BEYOND_TABLE), (8, _FAR)):
+            if self.case.skip and i < len(positions):
+                positions[i] = wrong
         return self.index(positions)
 
     def _angles(self, rotary: int) -> Tensor:
