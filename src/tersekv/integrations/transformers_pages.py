@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -155,7 +156,7 @@ class RequestPages:
             for b, source in enumerate(sources):
                 if heirs[source] != b:
                     tokens = self.pool.num_tokens(new[heirs[source]])
-                    self._with_room(lambda r=new[b], n=tokens: self.pool.add(r, n))
+                    self._with_room(partial(self.pool.add, new[b], tokens))
                     both = zip(self.pool.pages(new[heirs[source]]), self.pool.pages(new[b]), strict=True)
                     copies += [PageCopy(*pair) for pair in both]
         self._ids, self._intact = new, [self._intact[s] for s in sources]
