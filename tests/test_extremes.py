@@ -1,4 +1,4 @@
-"""Windows, lengths, offsets and indices at the ends of their types: right, refused or dropped, and never followed."""
+"""Windows, softcaps, lengths, offsets and indices at the ends of their types: right, refused or dropped, and never followed."""
 
 from __future__ import annotations
 
@@ -43,6 +43,16 @@ WINDOWS = (1, 2, 19, 299, 300, 301, 320, *(e for e in ENDS if 2**31 - 3 < e < 2*
 @pytest.mark.parametrize("name", [n for n in ATTENTIONS if n != "mla_decode"])
 def test_any_window_is_right(name, window, backend):
     case = replace(ATTENTIONS[name], window=window)
+    want, got = make(case), make(case)
+    plan.dispatch(case.op, got, backend)
+    assert compare(case.op, got, want, reference.run(case.op, want, got)).message is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [1e-38, 1e-20, 1e-3, 0.3, 1e3, 1e5, 1e7, 1e12, 1e25, 2.4e38, 3.3e38])
+@pytest.mark.parametrize("name", [n for n in ATTENTIONS if n != "mla_decode"])
+def test_any_softcap_is_right(name, softcap, backend):
+    case = replace(ATTENTIONS[name], softcap=softcap)
     want, got = make(case), make(case)
     plan.dispatch(case.op, got, backend)
     assert compare(case.op, got, want, reference.run(case.op, want, got)).message is None

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -235,11 +235,10 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
         made = cls.allocate(
             len(formats), num_pages, page_size, **sizes, layer_formats=formats, device=device, **options
         )
-        where = device_of(device) or torch.get_default_device()
-        layers = [
-            replace(layer, **{name: x.to(where) if isinstance(x, Tensor) else x for name, x in values.items()})
-            for layer, values in zip(made.layers, attributes, strict=True)
-        ]
+        where, layers = device_of(device) or torch.get_default_device(), []
+        for layer, values in zip(made.layers, attributes, strict=True):
+            own: dict[str, Any] = {n: x.to(where) if isinstance(x, Tensor) else x for n, x in values.items()}
+            layers.append(replace(layer, **own))
         return cls(layers, made.head_dim, made.head_dim_v)
 
     @property

@@ -31,7 +31,7 @@ _MOST_HEADS = 1 << 16
 
 
 class Saved(NamedTuple):
-    sizes: dict[str, int]  # as `PagedKVCache.allocate` takes them
+    sizes: dict[str, Any]  # numbers, as `PagedKVCache.allocate` takes them
     formats: list[Any]  # of each layer
     attributes: list[dict[str, Any]]  # fields of each layer
 

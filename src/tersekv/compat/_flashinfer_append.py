@@ -161,12 +161,14 @@ def _rope_tensors(
     q_nope, k_nope, q_nope_out = (None if e else x for e, x in zip(empty, (q_nope, k_nope, outs[1]), strict=True))
     options, (k, kpe, *_) = (bool(parts), q_number, kv_number, empty), halves(caches)[0]
     if v is None:
-        given = (q_rope, q_nope, k_nope, k_rope, cos_sin, pos_ids, outs[0], q_nope_out, k, kpe, None)
-        return "mla_append", options, (*given, *place, q_t, kv_t), parts
+        rows = (q_rope, q_nope, k_nope, k_rope, cos_sin, pos_ids, outs[0], q_nope_out)
+        return "mla_append", options, (*rows, k, kpe, None, *place, q_t, kv_t), parts
     if kv_t is not None:
         parts["v_scale_t"] = "k_scale_t"
-    rows = (q_rope, q_nope, k_rope, k_nope, v, cos_sin, pos_ids, outs[0], q_nope_out)
-    given = (*rows, k, kpe, None, None, *place, q_t, kv_t, None, None, None, None, None)
+    given = (
+        q_rope, q_nope, k_rope, k_nope, v, cos_sin, pos_ids, outs[0], q_nope_out, k, kpe, None, None, *place, q_t, kv_t,
+        None, None, None, None, None,
+    )  # fmt: skip
     return "rope_append", options, given, parts
 
 

@@ -66,12 +66,13 @@ inline float advance(float* s, int64_t padded, Running& r) {
 // cap × tanh(s / cap) × log2(e)
 inline void bend(float* s, int64_t padded, float cap) {
     for (int64_t t = 0; t < padded; t += W) {
-        VecF x = load<VecF>(s + t) / cap, a = (VecF)((VecI)x & 0x7FFFFFFF);
+        VecF score = load<VecF>(s + t), x = score / cap, a = (VecF)((VecI)x & 0x7FFFFFFF);
         VecF e = exp2(a * (-2 * LOG2E)), y = (1.0f - e) / (1.0f + e);
-        // Where the difference would lose digits, the series: its next term is below 1e-8 of it.
-        VecF square = x * x, series = x * (1.0f - square * (1.0f / 3 - square * (2.0f / 15)));
+        // Where the difference would lose digits, the series: its next term is below 1e-8 of it. Of the score itself: a
+        // large cap leaves no digits in their quotient.
+        VecF square = x * x, series = score * (1.0f - square * (1.0f / 3 - square * (2.0f / 15)));
         y = (VecF)((VecI)y | ((VecI)x & INT32_MIN));
-        store(s + t, (a < 0.02f ? series : y) * (cap * LOG2E));
+        store(s + t, a < 0.02f ? series * LOG2E : y * (cap * LOG2E));
     }
 }
 
