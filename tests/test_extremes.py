@@ -1,4 +1,4 @@
-"""Windows, softcaps, lengths, offsets and indices at the ends of their types: right, refused or dropped, and never followed."""
+"""Windows, softcaps, lengths, offsets and indices at the ends of their types: right, refused or dropped."""
 
 from __future__ import annotations
 
