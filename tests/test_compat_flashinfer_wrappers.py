@@ -88,6 +88,30 @@ def test_decodes(n):
     assert lse.shape == (3 * n, 4)
 
 
+def test_the_older_forward_replaces_the_plans_options():
+    w, q, cache, (k, v), _ = prefills(FP16, FP16, causal=False, window_left=2, sm_scale=9.0)
+    out, lse = w.forward_return_lse(q, cache, True, k_scale=0.5, v_scale=2.0, window_left=4, sm_scale=0.3)
+    close(out, attention(q, k, v, TABLE, LENS, ROWS, logits=0.15, out=2.0, window=5))
+    again = w.run(q, cache, k_scale=0.5, v_scale=2.0)  # what it was told stays, as in FlashInfer
+    assert torch.equal(out, again)
+    assert lse.shape == (sum(ROWS), 4)
+    close(w.forward(q, cache), attention(q, k, v, TABLE, LENS, ROWS, logits=32**-0.5, sees=lambda b, i, j: True))
+    capped = w.forward(q, cache, causal=True, logits_soft_cap=1e-6)[:4]
+    assert not torch.equal(capped, w.forward(q, cache, causal=True)[:4])
+    with pytest.raises(UnsupportedError, match="pos_encoding_mode: want 'NONE'"):
+        w.forward(q, cache, pos_encoding_mode="ALIBI")
+
+    lens, rows = [9, 1, 14], [1] * 3
+    d = fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(16, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="plan: want a call of plan"):
+        d.forward(q[:3], cache)
+    d.begin_forward(*pages(), 4, 2, 32, S, q_data_type=FP16, window_left=1, logits_soft_cap=1.0)
+    out, lse = d.forward_return_lse(q[:3], cache, q_scale=0.5, k_scale=0.5, v_scale=2.0, window_left=4, sm_scale=2.0)
+    assert lse.shape == (3, 4)
+    close(out, attention(q[:3], k, v, TABLE, lens, rows, logits=0.5, out=2.0, window=5))
+    close(d.forward(q[:3], cache), attention(q[:3], k, v, TABLE, lens, rows, logits=32**-0.5))
+
+
 def test_a_graphs_plan_is_overwritten_in_place():
     w = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(16, dtype=torch.uint8), use_cuda_graph=True)
     assert w.is_cuda_graph_enabled

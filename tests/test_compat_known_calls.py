@@ -55,6 +55,11 @@ def xqa_batch(dtype=E4M3, joint=False, hnd=False, **more):
     return fi.xqa_batch_decode_with_kv_cache, dict(zip(names, values, strict=True)) | layout | more
 
 
+def trtllm(dtype=E4M3, joint=False, **more):
+    _, call = xqa_batch(dtype, joint, hnd=True)
+    return fi.trtllm_batch_decode_with_kv_cache, call | more
+
+
 def xqa(dtype=E4M3, flat=False, sf=False, **more):
     table, lens = requests()
     dim = D // 2 if sf else D
@@ -131,6 +136,12 @@ def single_prefill(**more):
     return fi.single_prefill_with_kv_cache, {"q": x(3, HQ, D), "k": x(9, H, D), "v": x(9, H, D), **more}
 
 
+def single_decode(dtype=BF, hnd=False, **more):
+    k, v = (x(H, 99, D, dtype=dtype) if hnd else x(99, H, D, dtype=dtype) for _ in range(2))
+    layout = {"kv_layout": "HND"} if hnd else {}
+    return fi.single_decode_with_kv_cache, {"q": x(HQ, D), "k": k, "v": v, **layout, **more}
+
+
 def per_token_head(dtype=E4M3, padding=0, **more):
     return vllm.triton_reshape_and_cache_flash_per_token_head_quant, {
         "key": x(T + padding, H, D), "value": x(T + padding, H, D), "key_cache": x(P, S, H, D + 4, dtype=dtype),
@@ -184,6 +195,11 @@ CASES = {
         (xqa_batch, {"dtype": torch.int8}), (xqa_batch, {"dtype": torch.int8, "joint": True}),
         (xqa_batch, {"bmm2_scale": scale(), "bmm1_scale": scale()}), (xqa_batch, {"out": x(T, HQ, D)}),
     ],
+    "trtllm_batch_decode_with_kv_cache": [
+        (trtllm, {}), (trtllm, {"joint": True}), (trtllm, {"return_lse": True, "out_dtype": torch.float16}),
+        (trtllm, {"q_len_per_req": None, "cum_seq_lens_q": i32(0, 1, 2, 3), "max_q_len": 1}),
+        (trtllm, {"out": x(T, HQ, D), "lse": x(T, HQ, dtype=F32), "bmm1_scale": scale(), "bmm2_scale": scale()}),
+    ],
     "xqa": [
         (xqa, {}), (xqa, {"flat": True}), (xqa, {"dtype": U8, "sf": True}), (xqa, {"kv_scale": scale()}),
         (xqa, {"q_scale": scale(), "kv_scale": 0.5}), (xqa, {"dtype": torch.int8}),
@@ -214,6 +230,10 @@ CASES = {
         (prefill_wrapper, {"window_left": 2, "out": x(9, HQ, D)}),
     ],
     "single_prefill_with_kv_cache": [(single_prefill, {}), (single_prefill, {"causal": True, "return_lse": True})],
+    "single_decode_with_kv_cache": [
+        (single_decode, {}), (single_decode, {"hnd": True, "return_lse": True}), (single_decode, {"window_left": 70}),
+        (single_decode, {"dtype": E4M3, "q_scale": 0.5, "k_scale": 0.5, "v_scale": scale()}),
+    ],
     "triton_reshape_and_cache_flash_per_token_head_quant": [
         (per_token_head, {}), (per_token_head, {"dtype": torch.int8, "padding": 2, "kv_quant_mode": 2}),
     ],
@@ -314,6 +334,7 @@ def _of_caller(x: Tensor, call: dict) -> bool:
 IDLE = {
     "workspace_buffer", "semaphores", "max_seq_len", "enable_pdl", "sm_count", "qk_nope_head_dim", "kv_last_page_len",
     "ctx", "args", "pos_encoding_mode", "use_fp16_qk_reduction", "rope_scale", "rope_theta", "backend",
+    "use_tensor_cores", "multi_ctas_kv_counter_buffer", "bf16q_fp8kv_transform_mode",
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tersekv import recall
 from tersekv.backends.cpu import library
-from tersekv.compat import _flashinfer_append, flashinfer
+from tersekv.compat import _flashinfer_append, _flashinfer_decode, flashinfer
 from tersekv.compat.flashinfer import rope_quantize_fp8_append_paged_kv_cache as rope
 from tersekv.compat.flashinfer import xqa_batch_decode_with_kv_cache as xqa
 from tersekv.testing.memory import as_bytes
@@ -34,7 +34,7 @@ def only_short(monkeypatch):
         raise LongWay
 
     def arm():
-        for module in (_flashinfer_append, flashinfer):
+        for module in (_flashinfer_append, _flashinfer_decode, flashinfer):
             monkeypatch.setattr(module, "submit", refuse)
 
     return arm

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +14,11 @@ from ..layers import PagedKVLayer
 from ..ops.decode import outputs, receivers
 from ..ops.registry import submit
 from ..ops.scales import split
-from ..tracing import tracing
-from ._adapt import apart, asked, dtype_name, number, renamed, tensor, whole
+from ._adapt import apart, asked, dtype_name, renamed, tensor, whole
+from ._flashinfer_decode import LOG2E
 from ._flashinfer_views import halves, layer
 
 Scale = float | Tensor
-_LOG2E = math.log2(math.e)
 _NAMES = {
     "cache": "paged_kv_cache",
     "kv_cache": "paged_kv_cache",
@@ -90,9 +88,8 @@ class _Wrapper:
     def _keep(self, plan: _Plan) -> None:
         """A plan for the next runs. Under CUDA graphs into the tensors that were captured."""
         old = self._plan
-        self._options = "wrapper", self._kv_layout, plan.one_row_each, plan[3:]
         if not self._use_cuda_graph or old is None:
-            self._plan = plan
+            self._take(plan)
             return
         kept = {}
         for name in ("page_table", "seq_lens", "cu_seqlens_q"):
@@ -105,7 +102,15 @@ class _Wrapper:
                 )
             mine[tuple(slice(n) for n in new.shape)].copy_(new)
             kept[name] = mine
-        self._plan = plan._replace(**kept)
+        self._take(plan._replace(**kept))
+
+    def _take(self, plan: _Plan) -> None:
+        self._plan, self._options = plan, ("wrapper", self._kv_layout, plan.one_row_each, plan[3:])
+
+    def _replan(self, window_left: int, logits_soft_cap: float | None, sm_scale: float | None) -> None:
+        """The same plan, but for what `forward` is told."""
+        left, cap = whole("window_left", window_left, -1), float(logits_soft_cap or 0.0)
+        self._take(self._planned()._replace(window_left=left, softcap=cap, sm_scale=sm_scale))
 
     def _planned(self) -> _Plan:
         if self._plan is None:
@@ -120,8 +125,8 @@ class _Wrapper:
         p = self._planned()
         scale: Scale = tensor("q", q, "T, Hq, D").shape[-1] ** -0.5 if p.sm_scale is None else p.sm_scale
         for name in ("q_scale", "k_scale"):
-            scale = _times(scale, scales[name])
-        out_scale = _times(1.0, scales["v_scale"])
+            scale = multiplied(scale, scales[name])
+        out_scale = multiplied(1.0, scales["v_scale"])
         one_row, (caches, parts) = self._options[2], halves(paged_kv_cache, kv_cache_sf)
         (scale_number, scale_t), (out_number, out_t) = apart(scale), apart(out_scale)
         tensors = (*caches, p.page_table, p.seq_lens, None if one_row else p.cu_seqlens_q)
@@ -142,7 +147,7 @@ class _Wrapper:
         if not return_lse:
             return found
         # NOTE: FlashInfer's LSE is base 2, tersekv's natural.
-        return found[0], found[1].mul_(_LOG2E)
+        return found[0], found[1].mul_(LOG2E)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -160,7 +165,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         custom_mask_buf: Tensor | None = None, mask_indptr_buf: Tensor | None = None, backend: str = "auto",
         jit_args: list | None = None, jit_kwargs: dict | None = None,
     ) -> None:  # fmt: skip
-        _refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
+        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
 
     def plan(
@@ -186,29 +191,33 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         Raises UnsupportedError for custom masks, positions encoded in the kernel and scores of several items, and for a
         window where rows are not causal.
         """
-        _refuse(
+        refuse(
             custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, prefix_len_ptr=prefix_len_ptr,
             token_pos_in_items_ptr=token_pos_in_items_ptr, max_item_len_ptr=max_item_len_ptr,
         )  # fmt: skip
-        _refuse_positions(pos_encoding_mode)
+        refuse_positions(pos_encoding_mode)
         rows = tensor("qo_indptr", qo_indptr, "B + 1").to("cpu", torch.int64)
         pages = _pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, seq_lens, "paged_kv_")
         counts = _counts("qo_indptr", rows)
         if len(counts) != len(pages[1]):
             raise ValueError(f"qo_indptr: want B + 1 = {len(pages[1]) + 1} entries, got {len(rows)}")
-        table, lens = pages
-        most = int(counts.max()) if len(counts) else 0
-        alone = not causal and most > 1
-        if alone:
-            table, lens = (x.repeat_interleave(counts, 0) for x in (table, lens))
-            rows, most = torch.arange(int(rows[-1]) + 1), 1
         dtypes = _dtypes(q_data_type, kv_data_type, o_data_type)
-        self._keep(_Plan(
-            table.to(self.device, torch.int32), lens.to(self.device, torch.int32),
-            rows.to(self.device, torch.int32), int(rows[-1]), most, (num_qo_heads, num_kv_heads),
-            (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo), page_size, sm_scale,
-            whole("window_left", window_left, -1), float(logits_soft_cap or 0.0), dtypes, alone,
-        ))  # fmt: skip
+
+        def planned(causal: bool) -> _Plan:
+            (table, lens), begin, most = pages, rows, int(counts.max()) if len(counts) else 0
+            alone = not causal and most > 1
+            if alone:
+                table, lens = (x.repeat_interleave(counts, 0) for x in (table, lens))
+                begin, most = torch.arange(int(rows[-1]) + 1), 1
+            return _Plan(
+                table.to(self.device, torch.int32), lens.to(self.device, torch.int32),
+                begin.to(self.device, torch.int32), int(rows[-1]), most, (num_qo_heads, num_kv_heads),
+                (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo), page_size, sm_scale,
+                whole("window_left", window_left, -1), float(logits_soft_cap or 0.0), dtypes, alone,
+            )  # fmt: skip
+
+        self._keep(planned(causal))
+        self._plan_for, self._causal = planned, causal
 
     begin_forward = plan
 
@@ -227,17 +236,36 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         kv_cache_sf:       e4m3 block scales of an NVFP4 cache, linear, in the layout of the cache
         *args:             scales of q, K and V of an fp8 query, as its third kernel takes them
         """
-        _refuse(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        refuse(skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         if len(args) not in (0, 3):
             raise ValueError(f"args: want no scales, or those of q, K and V, got {len(args)}")
         for name, scale in zip(scales, args, strict=False):
             named = scales[name]
-            scales[name] = scale if named is None else _times(named, scale)
+            scales[name] = scale if named is None else multiplied(named, scale)
         return self._run(q, paged_kv_cache, scales, out, lse, return_lse, window_left, sinks, kv_cache_sf)
 
     def run_return_lse(self, *args: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         return self.run(*args, **options, return_lse=True)
+
+    def _forward(
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], causal: bool = False,
+        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, k_scale: Scale | None = None,
+        v_scale: Scale | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
+        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+        *, return_lse: bool,
+    ) -> Any:  # fmt: skip
+        """FlashInfer's older `run`: its options replace the plan's, `causal` too."""
+        self._planned()
+        refuse_positions(pos_encoding_mode)
+        if causal != self._causal:
+            self._keep(self._plan_for(causal))
+            self._causal = causal
+        self._replan(window_left, logits_soft_cap, sm_scale)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    forward = functools.partialmethod(_forward, return_lse=False)
+    forward_return_lse = functools.partialmethod(_forward, return_lse=True)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
@@ -249,7 +277,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         paged_kv_indices_buffer: Tensor | None = None, paged_kv_last_page_len_buffer: Tensor | None = None,
         backend: str = "auto", jit_args: list | None = None,
     ) -> None:  # fmt: skip
-        _refuse(jit_args=jit_args)
+        refuse(jit_args=jit_args)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
 
     def plan(
@@ -266,7 +294,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
 
         data_type:  q_data_type and kv_data_type where they are not given
         """
-        _refuse_positions(pos_encoding_mode)
+        refuse_positions(pos_encoding_mode)
         table, lens = _pages(indptr, indices, last_page_len, page_size, seq_lens)
         n = whole("q_len_per_req", q_len_per_req, 1)
         rows = torch.arange(len(lens) + 1) * n
@@ -301,46 +329,20 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     def run_return_lse(self, *args: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
         return self.run(*args, **options, return_lse=True)
 
+    def _forward(
+        self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], pos_encoding_mode: str = "NONE",
+        q_scale: Scale | None = None, k_scale: Scale | None = None, v_scale: Scale | None = None,
+        window_left: int = -1, logits_soft_cap: float | None = None, sm_scale: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None, *, return_lse: bool,
+    ) -> Any:  # fmt: skip
+        """FlashInfer's older `run`: its options replace the plan's."""
+        refuse_positions(pos_encoding_mode)
+        self._replan(window_left, logits_soft_cap, sm_scale)
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        return self.run(q, paged_kv_cache, **scales, return_lse=return_lse)
 
-def single_prefill_with_kv_cache(
-    q: Tensor, k: Tensor, v: Tensor, scale_q: Tensor | None = None, scale_k: Tensor | None = None,
-    scale_v: Tensor | None = None, o_dtype: torch.dtype | None = None, custom_mask: Tensor | None = None,
-    packed_custom_mask: Tensor | None = None, causal: bool = False, kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
-    window_left: int = -1, logits_soft_cap: float | None = None, rope_scale: float | None = None,
-    rope_theta: float | None = None, backend: str = "auto", return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`flashinfer.single_prefill_with_kv_cache`: the last rows q [T, Hq, D] of one request over k, v [N, H, D] (HND:
-    [H, N, D]) that lie in no cache, of any dtype that a cache may have. One page holds them all. LSE in base 2."""
-    _refuse(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
-    heads = 1 if kv_layout == "NHD" else 0
-    (t, q_heads, d), ks = tensor("q", q, "T, Hq, D").shape, tensor("k", k, "N, H, D").shape
-    dv = tensor("v", v, "N, H, D").shape[2]
-    sm_scale = None if sm_scale is None else number("sm_scale", sm_scale)
-    cap = None if logits_soft_cap is None else number("logits_soft_cap", logits_soft_cap)
-    make = _planned.__wrapped__ if tracing() else _planned  # a traced tensor is of its trace alone
-    wrapper = make(
-        q.device, str(kv_layout), str(pos_encoding_mode), t, ks[1 - heads], (q_heads, ks[heads], d, dv), bool(causal),
-        sm_scale, whole("window_left", window_left), cap, (q.dtype, k.dtype, o_dtype or q.dtype),
-    )  # fmt: skip
-    scales = (scale_q, scale_k, scale_v)
-    return wrapper.run(q, (k[None], v[None]), *scales, return_lse=return_lse)
-
-
-@functools.lru_cache(maxsize=64)
-def _planned(
-    device: torch.device, layout: str, positions: str, t: int, n: int, heads: tuple[int, int, int, int], causal: bool,
-    sm_scale: float | None, window_left: int, softcap: float | None, kinds: tuple[torch.dtype, ...],
-) -> BatchPrefillWithPagedKVCacheWrapper:  # fmt: skip
-    """A wrapper planned for t rows of one request over n keys in one page. Kept: to plan copies to the device."""
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, device=device), layout)
-    wrapper.plan(
-        torch.tensor([0, t]), torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([n]), heads[0], heads[1], heads[2],
-        max(n, 1), head_dim_vo=heads[3], causal=causal, pos_encoding_mode=positions, sm_scale=sm_scale,
-        window_left=window_left, logits_soft_cap=softcap, q_data_type=kinds[0], kv_data_type=kinds[1],
-        o_data_type=kinds[2],
-    )  # fmt: skip
-    return wrapper
+    forward = functools.partialmethod(_forward, return_lse=False)
+    forward_return_lse = functools.partialmethod(_forward, return_lse=True)
 
 
 def _pages(
@@ -435,7 +437,7 @@ def _call(
     return PrefillCall(q, None, None, *caches, p.cu_seqlens_q, sinks, out, lse, *more)
 
 
-def _times(a: Scale, b: Scale | None) -> Scale:
+def multiplied(a: Scale, b: Scale | None) -> Scale:
     """A product, of fp32 tensors [1] on the device too; a scale of each head is refused by who takes it."""
     if b is None or (type(a) is float and a == 1.0):
         return a if b is None else b
@@ -443,12 +445,12 @@ def _times(a: Scale, b: Scale | None) -> Scale:
     return product.reshape(1) if isinstance(product, Tensor) and product.numel() == 1 else product
 
 
-def _refuse(**given: Any) -> None:
+def refuse(**given: Any) -> None:
     for name, x in given.items():
         if x is not None:
             raise UnsupportedError(f"{name}: want None, which tersekv's kernels need, got a value")
 
 
-def _refuse_positions(mode: str) -> None:
+def refuse_positions(mode: str) -> None:
     if mode != "NONE":
         raise UnsupportedError(f"pos_encoding_mode: want 'NONE' (rotate before appending), got {mode!r}")

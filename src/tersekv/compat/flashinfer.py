@@ -12,10 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..calls import DecodeCall, MLADecodeCall
-from ..formats import BLOCK, FP8, TENSOR, kv_format, latent_format
-from ..layers import PagedKVLayer, PagedLatentLayer
-from ..ops.decode import mask_rows
+from ..calls import MLADecodeCall
+from ..formats import FP8, TENSOR, latent_format
+from ..layers import PagedLatentLayer
 from ..ops.registry import same_place, submit
 from ..ops.scales import split
 from ._adapt import apart, asked, dtype_name, joined, renamed, scalar, tensor, whole
@@ -26,13 +25,17 @@ from ._flashinfer_append import (
     get_seq_lens,
     rope_quantize_fp8_append_paged_kv_cache,
 )
-from ._flashinfer_merge import merge_state, merge_states
-from ._flashinfer_views import beam_lens, beam_rows, draft_rows, halves, head_rows, latent_layer, latent_rows, layer
-from ._flashinfer_wrappers import (
-    BatchDecodeWithPagedKVCacheWrapper,
-    BatchPrefillWithPagedKVCacheWrapper,
-    single_prefill_with_kv_cache,
+from ._flashinfer_decode import (
+    Scale,
+    decode_call,
+    times,
+    trtllm_batch_decode_with_kv_cache,
+    xqa_batch_decode_with_kv_cache,
 )
+from ._flashinfer_merge import merge_state, merge_states
+from ._flashinfer_single import single_decode_with_kv_cache, single_prefill_with_kv_cache
+from ._flashinfer_views import beam_lens, beam_rows, draft_rows, halves, head_rows, latent_layer, latent_rows, layer
+from ._flashinfer_wrappers import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -44,31 +47,51 @@ __all__ = [
     "merge_state",
     "merge_states",
     "rope_quantize_fp8_append_paged_kv_cache",
+    "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
     "xqa",
     "xqa_batch_decode_with_kv_cache",
     "xqa_batch_decode_with_kv_cache_mla",
     "xqa_mla",
 ]
 
-Scale = float | Tensor
-_JOINED = {"q_pe": "q_nope", "kpe": "ckv", "ckv_scale_cache": "ckv"}  # of one tensor each
-_DECODE_NAMES = {
-    "q": "query",
-    "page_table": "block_tables",
-    "cu_seqlens_q": "q_cu_seq_lens",
-    "max_q_len": "q_len_per_req",
-    "k_cache": "kv_cache[0]",
-    "v_cache": "kv_cache[1]",
-    "layout": "kv_layout",
-    "scale_cache": "kv_cache_sf",
-    "k_scale_cache": "kv_cache_sf[0]",
-    "v_scale_cache": "kv_cache_sf[1]",
-    "softmax_scale": "bmm1_scale",
-    "k_scale": "bmm1_scale",
-    "v_scale": "bmm2_scale",
-    "out_scale": "bmm2_scale",
+# FlashInfer's names that are not here, and what to use instead.
+ABSENT = {
+    "BatchAttention": "tersekv.prefill, which takes decodes and prompts of one batch",
+    "BatchAttentionWithAttentionSinkWrapper": "BatchPrefillWithPagedKVCacheWrapper, with sinks= of its run",
+    "BatchDecodeMlaWithPagedKVCacheWrapper": "xqa_batch_decode_with_kv_cache_mla, or tersekv.mla_decode",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper": "one wrapper for the prefix and one for the rest, each with "
+    "return_lse=True, and merge_state",
+    "BatchMLAPagedAttentionWrapper": "xqa_batch_decode_with_kv_cache_mla, or tersekv.mla_decode and "
+    "tersekv.mla_prefill",
+    "BatchPODWithPagedKVCacheWrapper": "tersekv.prefill, which takes decodes and prompts of one batch",
+    "BatchPrefillWithRaggedKVCacheWrapper": "tersekv.prefill with the rows as k= and v=, over pages that hold the "
+    "tokens before them; single_prefill_with_kv_cache for one request without pages",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper": "one wrapper for the prefix (causal=False) and one for the rest "
+    "(causal=True), each with return_lse=True, and merge_state",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": "BatchDecodeWithPagedKVCacheWrapper with use_cuda_graph=True",
+    "MultiLevelCascadeAttentionWrapper": "a wrapper for each level with return_lse=True, and merge_states; requests "
+    "that share pages need no cascade to be right",
+    "PODWithPagedKVCacheWrapper": "tersekv.prefill, which takes decodes and prompts of one batch",
+    "cudnn_batch_decode_with_kv_cache": "trtllm_batch_decode_with_kv_cache",
+    "fast_decode_plan": "plan of BatchDecodeWithPagedKVCacheWrapper",
+    "merge_state_in_place": "merge_state, which returns its result, or tersekv.merge_states with out=",
+    "nvfp4_quantize_append_paged_kv_cache": 'tersekv.append to a cache of format="nvfp4"',
+    "single_prefill_with_kv_cache_return_lse": "single_prefill_with_kv_cache with return_lse=True",
+    "trtllm_batch_context_with_kv_cache": "BatchPrefillWithPagedKVCacheWrapper, or tersekv.prefill",
+    "trtllm_batch_decode_with_kv_cache_mla": "xqa_batch_decode_with_kv_cache_mla, or tersekv.mla_decode",
 }
+
+
+def __getattr__(name: str) -> object:
+    # `from ... import` would drop the words of an AttributeError.
+    if name in ABSENT:
+        raise ImportError(f"tersekv.compat.flashinfer has no {name}: use {ABSENT[name]}", name=__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_JOINED = {"q_pe": "q_nope", "kpe": "ckv", "ckv_scale_cache": "ckv"}  # of one tensor each
 _XQA_NAMES = {
     "out": "output",
     "kv_cache": "k_cache",
@@ -95,81 +118,6 @@ _DECODE_MLA_NAMES = {
     "softmax_scale": "bmm1_scale",
     "out_scale": "bmm2_scale",
 }
-
-
-def xqa_batch_decode_with_kv_cache(
-    query: Tensor,
-    kv_cache: Tensor | tuple[Tensor, Tensor],
-    workspace_buffer: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    bmm1_scale: float | Tensor = 1.0,
-    bmm2_scale: float | Tensor = 1.0,
-    window_left: int = -1,
-    out: Tensor | None = None,
-    sinks: Tensor | None = None,
-    kv_layout: str = "NHD",
-    enable_pdl: bool | None = None,
-    q_len_per_req: int | None = 1,
-    o_scale: float | None = 1.0,
-    mask: Tensor | None = None,
-    kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
-    q_cu_seq_lens: Tensor | None = None,
-) -> Tensor:
-    """`flashinfer.decode.xqa_batch_decode_with_kv_cache`: out = softmax(bmm1_scale · q·k) · v · bmm2_scale.
-
-        query:            [B × q_len_per_req, Hq, D]  fp16 | bf16 | fp8
-        kv_cache:         (k, v) of 4-D tensors, or one 5-D tensor [P, 2, ...]; [P, 1, ...]: K is V. fp16, bf16, e4m3,
-                          e5m2, int8, or uint8 NVFP4 (two e2m1, low nibble first), of which the raw codes count
-        block_tables:     [B, max_pages]; entries past the request's pages are never read
-        seq_lens:         [B]  int32 | int64 | uint32, the drafts included
-        bmm1_scale:       all that multiplies q·k: q_scale × k_scale / sqrt(D), natural-log softmax
-        bmm2_scale:       all that multiplies the output, for every cache dtype
-        window_left:      keys seen before the query's own, for each draft row; -1: all. NOTE: tersekv's `window` counts
-                          the query's own too
-        out:              [B × q_len_per_req, Hq, Dv]; default: a new tensor in query's dtype
-        sinks:            [Hq] fp32, one more score in the softmax, with a zero value
-        o_scale:          multiplies a 16-bit output too; not an fp8 output, which holds real / o_scale where the caller
-                          puts 1 / o_scale into bmm2_scale
-        mask:             [B, q_len_per_req, 2 × ceil(q_len_per_req / 32)] uint16: bit j of row i: draft i sees draft j;
-                          None: causal
-        kv_cache_sf:      e4m3 block scales of NVFP4 (k, v), [..., D/16] in the layout of the cache
-        q_cu_seq_lens:    [B + 1] ragged drafts: query and mask rows are packed by it, q_len_per_req is the largest
-        max_seq_len, workspace_buffer, enable_pdl:  accepted, without effect
-
-    Scales are floats or 1-element fp32 tensors on the device. A tensor bmm2_scale with o_scale != 1 and a cache of
-    bf16, fp16 or int8 costs one more tiny kernel. Raises ValueError or TypeError for a bad argument.
-    """
-    caches, parts = halves(kv_cache, kv_cache_sf)
-    (bmm1, bmm1_t), (bmm2, bmm2_t) = apart(bmm1_scale), apart(bmm2_scale)
-    way, done = asked(
-        _DECODE_NAMES, "decode", ("xqa_batch", window_left, kv_layout, q_len_per_req, bmm1, bmm2, o_scale),
-        (query, *caches, block_tables, seq_lens, q_cu_seq_lens, mask, sinks, out, None, bmm1_t, None, None, bmm2_t,
-         None, None, None, None),
-        parts,
-    )  # fmt: skip
-    if done is not None:
-        return done[0] if out is None else out
-    tensor("query", query, "T, Hq, D")
-    kv = renamed(_DECODE_NAMES, layer, kv_cache, kv_layout, kv_cache_sf)
-    lens = beam_lens(seq_lens)
-    rows = draft_rows("query", "q_len_per_req", query.shape[0], lens.shape[0], q_len_per_req, q_cu_seq_lens)
-    if out is not None:
-        tensor("out", out, "T, Hq, Dv")
-    else:
-        dv = kv.v.shape[-1] * kv_format(kv.formats[0]).values_per_element
-        out = torch.empty(*query.shape[:2], dv, dtype=query.dtype, device=query.device)
-    logits: dict[str, Scale] = {"bmm1_scale": bmm1_scale}
-    outputs: dict[str, Scale] = {"bmm2_scale": bmm2_scale}
-    if o_scale is not None and out.dtype not in FP8:
-        outputs["o_scale"] = o_scale
-    window = whole("window_left", window_left) + 1
-    if window < 0:
-        raise ValueError(f"window_left: want a number of keys, or -1 for all, got {window_left}")
-    call = _decode_call(query, kv, block_tables, lens, q_cu_seq_lens, mask, sinks, out, rows, window, logits, outputs)
-    renamed(_DECODE_NAMES, submit, "decode", call, None, way._replace(made={"out": out}))
-    return out
 
 
 def xqa(
@@ -253,8 +201,8 @@ def xqa(
     scalar("rcp_out_scale", rcp_out_scale, q.device)
     if output.dtype in FP8:
         outputs["rcp_out_scale"] = rcp_out_scale
-    call = _decode_call(
-        query, kv, page_table, lens, q_cu_seq_lens, mask, sinks, result, rows, window,
+    call = decode_call(
+        query, kv, page_table, lens, q_cu_seq_lens, mask, sinks, result, None, rows, window,
         logits, outputs,
     )  # fmt: skip
     renamed(_XQA_NAMES, submit, "decode", call, None, way)
@@ -312,7 +260,7 @@ def xqa_mla(
             raise ValueError("v_cache: want k_cache itself, or a view of its rows, for rows of fp8_ds_mla, got a copy")
         kv = renamed(_XQA_NAMES, layer, (k[:, :, None], v[:, :, None, :rank]), "NHD", None)
         factors: tuple[dict[str, Scale], ...] = {"q_scale": q_scale, "kv_scale": kv_scale}, {"kv_scale": kv_scale}
-        call: tuple = _decode_call(query, kv, page_table, lens, None, None, None, result, 1, 0, *factors)
+        call: tuple = decode_call(query, kv, page_table, lens, None, None, None, result, None, 1, 0, *factors)
         renamed(_XQA_NAMES, submit, "decode", call, None)
         return
     latent = renamed(_XQA_NAMES, latent_layer, k, rank)
@@ -320,7 +268,7 @@ def xqa_mla(
         raise ValueError(f"q: want rows of {rank} + {latent.kpe.shape[-1]}, got {list(q.shape)}")
     scalar("q_scale", q_scale, q.device), scalar("kv_scale", kv_scale, q.device)
     scaled = latent_format(latent.format).scale == TENSOR
-    softmax_scale = q_scale if scaled else _times(q_scale, kv_scale)
+    softmax_scale = q_scale if scaled else times(q_scale, kv_scale)
     scales = (softmax_scale, kv_scale if scaled else 1.0, 1.0 if scaled else kv_scale)
     renamed(_XQA_NAMES, submit, "mla_decode", _mla_call(query, latent, page_table, lens, result, 1, *scales), None, way)
 
@@ -414,55 +362,3 @@ def _seen_rows(k_cache: Tensor, v_cache: Tensor) -> tuple | None:
 def _same_rows(k: Tensor, v: Tensor) -> bool:
     """Whether two views have the same first element and strides; while tracing, where this is unknown, False."""
     return same_place(k, v) and v.stride() == k.stride()
-
-
-def _decode_call(
-    q: Tensor,
-    kv: PagedKVLayer,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    out: Tensor,
-    max_q_len: int,
-    window: int,
-    logit_factors: dict[str, Scale],
-    out_factors: dict[str, Scale],
-) -> DecodeCall:
-    scaled = kv_format(kv.formats[0]).scale in (TENSOR, BLOCK)
-    softmax_scale, k_scale = _spread(scaled, logit_factors, q.device)
-    out_scale, v_scale = _spread(scaled, out_factors, q.device)
-    if mask is not None:
-        mask = mask_rows(tensor("mask", mask), seq_lens, q.shape[0])
-    return DecodeCall(
-        q, kv.k, kv.v, kv.k_scale_cache, kv.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, None,
-        kv.formats[0], max_q_len, window, 0.0,
-        *split(softmax_scale), *split(k_scale), *split(v_scale), *split(out_scale), "exact",
-    )  # fmt: skip
-
-
-def _spread(scaled: bool, factors: dict[str, Scale], device: torch.device) -> tuple[Scale, Scale]:
-    """Two scales whose product is that of `factors`; the second is 1.0 unless the cache format has one (`scaled`).
-
-    Floats are multiplied here and a tensor takes a place of its own, so that the device multiplies only where there
-    are more factors than places.
-    """
-    number, parts = 1.0, []
-    for name, factor in factors.items():
-        if isinstance(scalar(name, factor, device), Tensor):
-            parts.append(factor)
-        else:
-            number *= float(factor)
-    if number != 1.0 or not parts:
-        parts.append(number)
-    while len(parts) > (2 if scaled else 1):
-        parts[-2:] = [_times(parts[-2], parts[-1])]
-    return parts[0], (parts[1] if len(parts) > 1 else 1.0)
-
-
-def _times(a: Scale, b: Scale) -> Scale:
-    """a × b, without a kernel where one of them is a plain 1."""
-    if not isinstance(a, Tensor) and a == 1.0:
-        return b
-    return a if not isinstance(b, Tensor) and b == 1.0 else a * b

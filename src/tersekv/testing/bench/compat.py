@@ -110,6 +110,10 @@ def _xqa_batch_mla(fn: Callable, p: MLADecode) -> list:
     return [partial(fn, q, rows, room, *sizes, table, lens, longest, **more) for table in p.tables]
 
 
+def _trtllm(fn: Callable, p: Decode) -> list:
+    return xqa_batch(partial(fn, kv_layout="NHD"), p)
+
+
 def _prefill_wrapper(fn: Callable, p: ShapeDecode) -> list:
     room, kv, c = workspace(p.q), (p.layer.k, p.layer.v), p.case
     rows = torch.arange(c.requests + 1, dtype=torch.int32, device=p.q.device) * c.drafts
@@ -130,6 +134,12 @@ def _single_prefill(fn: Callable, p: ShapeDecode) -> list:
     """Of one request, whose keys are one page."""
     pages = [(p.layer.k[int(table[0, 0])], p.layer.v[int(table[0, 0])]) for table in p.tables]
     return [partial(fn, p.q, k, v, causal=True, sm_scale=p.scale) for k, v in pages]
+
+
+def _single_decode(fn: Callable, p: ShapeDecode) -> list:
+    """Of one request, whose keys are one page."""
+    pages = [(p.layer.k[int(table[0, 0])], p.layer.v[int(table[0, 0])]) for table in p.tables]
+    return [partial(fn, p.q[0], k, v, sm_scale=p.scale) for k, v in pages]
 
 
 def _place(p: Append, table: Tensor) -> tuple:
@@ -233,9 +243,14 @@ class Function(NamedTuple):
     problem: Callable[[Case, torch.device, str | None], Any] | None = None
 
 
-def _drafts(case: Case, device: torch.device, backend: str | None) -> ShapeDecode:
-    """Eight causal rows a request, for functions of many rows."""
-    return ShapeDecode(Shape(**(case.as_dict() | {"op": "shape", "name": "rows", "drafts": 8})), device, backend)
+def _rows_of(drafts: int) -> Callable[[Case, torch.device, str | None], ShapeDecode]:
+    """The problem of a decode with so many causal rows a request."""
+
+    def problem(case: Case, device: torch.device, backend: str | None) -> ShapeDecode:
+        shape = Shape(**(case.as_dict() | {"op": "shape", "name": "rows", "drafts": drafts}))
+        return ShapeDecode(shape, device, backend)
+
+    return problem
 
 
 _TRITON = "triton_reshape_and_cache_flash"
@@ -243,8 +258,10 @@ FUNCTIONS = {
     "flashinfer.xqa_batch_decode_with_kv_cache": Function(xqa_batch, "flashinfer.decode"),
     "flashinfer.xqa": Function(_xqa, "flashinfer.xqa"),
     "flashinfer.BatchDecodeWithPagedKVCacheWrapper": Function(fa2, "flashinfer.decode"),
-    "flashinfer.BatchPrefillWithPagedKVCacheWrapper": Function(_prefill_wrapper, "flashinfer.prefill", _drafts),
-    "flashinfer.single_prefill_with_kv_cache": Function(_single_prefill, "flashinfer.prefill", _drafts),
+    "flashinfer.BatchPrefillWithPagedKVCacheWrapper": Function(_prefill_wrapper, "flashinfer.prefill", _rows_of(8)),
+    "flashinfer.single_prefill_with_kv_cache": Function(_single_prefill, "flashinfer.prefill", _rows_of(8)),
+    "flashinfer.single_decode_with_kv_cache": Function(_single_decode, "flashinfer.decode", _rows_of(1)),
+    "flashinfer.trtllm_batch_decode_with_kv_cache": Function(_trtllm, "flashinfer.decode"),
     "flashinfer.xqa_mla": Function(_xqa_mla, "flashinfer.xqa"),
     "flashinfer.xqa_batch_decode_with_kv_cache_mla": Function(_xqa_batch_mla, "flashinfer.mla"),
     "flashinfer.rope_quantize_fp8_append_paged_kv_cache": Function(rope_append, "flashinfer.rope"),
