@@ -77,7 +77,7 @@ def run(p: Prefill, call: Callable[[], Any], limit: float) -> dict[str, Any]:
     error = p.error(call())
     if not error <= limit:
         return {"error": error, "reason": f"want error <= {limit:g} before anything is timed"}
-    us = measure.device_us([call], p.q.device)
+    us = measure.device_time([call], p.q.device).us
     return {"us": us, "tflops": p.flops / us / 1e6, "error": error}
 
 

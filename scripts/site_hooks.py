@@ -41,6 +41,15 @@ def on_page_content(html: str, **_: Any) -> str:
     return re.sub(r'<p><img alt="([^"]*)" src="([^"]*pictures/([\w]+\.svg))" ?/?></p>', _inline, html)
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """What the theme loads from elsewhere to search without a server, the site has itself: docs/search_worker.js."""
+    return output.replace("https://unpkg.com/iframe-worker/shim", "search_worker.js")
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    return on_post_page(output_content)
+
+
 def _inline(match: re.Match) -> str:
     svg = (ROOT / "docs" / "pictures" / match[3]).read_text()
     return f'<figure class="drawing" role="figure" aria-label="{match[1]}">{svg}</figure>'

@@ -23,7 +23,7 @@ HOMES = {"flashinfer": fi, "vllm": vllm}
 def _small(monkeypatch):
     monkeypatch.setattr(data, "ROTATE", {"cpu": 1.0})
     monkeypatch.setattr(flashinfer, "_WORKSPACE", 1 << 10)
-    monkeypatch.setattr(measure, "host_us", lambda calls, device: 1.0)
+    monkeypatch.setattr(measure, "host_time", lambda calls, device: measure.Timing(1.0))
     monkeypatch.setattr(engine, "release", lambda device: None)
 
 

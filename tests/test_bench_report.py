@@ -14,6 +14,7 @@ from script import script
 from tersekv.testing.bench import data, engine, peers, plot, random_cells, report
 from tersekv.testing.bench.cases import CPU_QUICK, Case, grid, with_cells
 from tersekv.testing.bench.engine import OK, RED, UNSUPPORTED, Limits, Peer, Result
+from tersekv.testing.bench.measure import Timing
 from tersekv.testing.bench.shapes import Shape
 
 ROOT = Path(__file__).parent.parent
@@ -57,7 +58,7 @@ def test_a_line_tells_time_rate_share_error_and_peers():
 
 def test_the_summary_has_means_losses_and_counts():
     text = "\n".join(report.summary(results(), LIMITS))
-    assert "1.2x as fast as the best peer (1 cases)" in text
+    assert "1.2x as fast as the best peer (1 case)" in text
     assert "slower than a peer\n  decode / nvfp4 / 64 x 8192 / H 32 / page 64: 200.00 us, flashinfer xqa 100.00" in text
     assert text.endswith("4 timed, 1 not run, 1 red, 0 failed")
 
@@ -75,7 +76,7 @@ def test_the_picture_shows_the_line_of_the_limit(us):
 
 def test_a_drawn_decode_is_called_what_it_is():
     shape = Result(Shape("shape", "bf16", 2, 30, kv_heads=8), OK, 5.0, 1e-3, "", 9, 9)
-    assert report.line(shape, LIMITS).startswith("decode      bf16 ")
+    assert report.line(shape, LIMITS).startswith("decode             bf16 ")
     assert any(text.startswith("  decode bf16") for text in report.summary([shape], LIMITS))
     assert shape.case.id.startswith("decode / bf16 / 2 x 30")
     assert shape.case.as_dict()["op"] == "shape"
@@ -104,8 +105,9 @@ def test_a_record_carries_the_case_the_result_and_the_environment():
         assert name in r
     assert (r["us"], r["tb_s"], r["share_of_limit"]) == (250.0, 4.0, 1.0)
     assert r["peers"] == {
-        "flashinfer xqa": {"us": 300.0, "ratio": 1.2}, "flashinfer fa2": {"us": None, "reason": "no nvcc"}
-    }  # fmt: skip
+        "flashinfer xqa": {"us": 300.0, "ratio": 1.2, "spread": 0.0, "waited": 0.0},
+        "flashinfer fa2": {"us": None, "reason": "no nvcc"},
+    }
 
 
 # The page
@@ -207,7 +209,7 @@ def test_what_a_rotation_of_appended_rows_costs_is_told():
     assert [r.status for r in got] == [OK] * 4
     # No peer rotates: not even one that is not installed is asked.
     assert [len(r.peers) for r in got] == [0, 0, 1, 0]
-    timed = [replace(r, us=us) for r, us in zip(got, (10.0, 12.0, 20.0, 21.0), strict=True)]
+    timed = [replace(r, us=us, spread=0.0, waited=0.0) for r, us in zip(got, (10.0, 12.0, 20.0, 21.0), strict=True)]
     text = "\n".join(report.summary(timed, LIMITS))
     assert f"rotated: 1.12x the time of the same calls without it (2 cases), at most 1.2x: {asked[1].id}" in text
     assert asked[1].id.endswith("/ rotated")
@@ -235,7 +237,7 @@ def test_a_peer_of_a_format_does_not_hide_those_of_e4m3(monkeypatch):
 
     times = iter((5.0, 3.0, 5.0, 4.0))
     monkeypatch.setitem(peers.LIBRARIES, "library", Library())
-    monkeypatch.setattr(engine, "time_of", lambda calls, case, device: next(times))
+    monkeypatch.setattr(engine, "time_of", lambda calls, case, device: Timing(next(times)))
     case = Case("decode", "fp8_e4m3", 1, 20)
     own, other = engine.bench([case, replace(case, format="int4_per_token_head")], CPU, ["library"])
     assert [(p.name, p.us) for p in own.peers] == [("theirs, fp8_e4m3", 3.0)]
@@ -243,3 +245,60 @@ def test_a_peer_of_a_format_does_not_hide_those_of_e4m3(monkeypatch):
         ("theirs, int4_per_token_head", 4.0), ("theirs, fp8_e4m3 on fp8_e4m3", 3.0)
     ]  # fmt: skip
     assert (other.peers_format, other.best_peer.us) == (None, 3.0)
+
+
+def unsteady(spread=0.0, waited=0.0):
+    case = Case("decode", "fp8_e4m3", 1, 20)
+    best, other = Peer("a", 50.0), Peer("b", 99.0, spread=0.9)
+    return Result(case, OK, 100.0, 1e-3, "", 10, 10, (best, other), spread=spread, waited=waited)
+
+
+def test_no_ratio_is_made_of_times_that_are_unsteady():
+    steady, noisy, starved = unsteady(), unsteady(spread=0.5), unsteady(waited=0.25)
+    assert "0.5x as fast as a (50.00 us)" in report.line(steady, LIMITS)
+    assert "b: 99.00 us, UNSTEADY, runs differ by 90%" in report.line(steady, LIMITS)
+    for r, why in ((noisy, "runs differ by 50%"), (starved, "threads waited for a core 25% of their time")):
+        line = report.line(r, LIMITS)
+        assert f"UNSTEADY, {why}" in line
+        assert "as fast as" not in line
+        assert r.ratio is None
+        assert not list(report.losses([r]))
+        told = report.record(r, LIMITS, {})
+        assert (told["spread"], told["waited"], told["peers"]["a"]["ratio"]) == (r.spread, r.waited, None)
+    assert report.record(steady, LIMITS, {})["peers"]["a"]["ratio"] == 0.5
+    text = "\n".join(report.advice([noisy, starved], CPU))
+    assert text.startswith("4 of 6 times unsteady, 3 times over: runs differ by more than 20%")
+    assert "OMP_WAIT_POLICY=passive" in text
+    assert "other processes" in text
+    assert "nvidia-smi" in "\n".join(report.advice([noisy], torch.device("cuda")))
+    assert not list(report.advice([replace(steady, peers=())], CPU))
+
+
+def test_what_an_option_costs_is_told_of_steady_times_only():
+    plain = unsteady()
+    more = replace(plain, case=replace(plain.case, rotated=True))
+    assert report.cost_of("rotated", [plain, more])
+    assert not report.cost_of("rotated", [plain, replace(more, spread=0.5)])
+
+
+def test_a_peer_that_reads_a_copy_in_16_bits_stands_once_beside_a_case(monkeypatch):
+    class Library:
+        any_format = True
+
+        def peers(self, problem):
+            yield data.Rival("sdpa on bf16", lambda: problem.calls)
+
+    monkeypatch.setitem(peers.LIBRARIES, "library", Library())
+    monkeypatch.setattr(engine, "time_of", lambda calls, case, device: Timing(1.0))
+    case = Case("decode", "fp8_e4m3", 1, 20)
+    _, other = engine.bench([case, replace(case, format="int4_per_token_head")], CPU, ["library"])
+    assert [p.name for p in other.peers] == ["sdpa on bf16"]
+
+
+def test_sizes_and_counts_are_told_in_words():
+    line = report.line(unsteady(), LIMITS)
+    assert "1 x 20 tokens  32 heads  page 64" in line
+    text = "\n".join(report.summary([replace(unsteady(), peers=(Peer("a", 50.0),))], LIMITS))
+    assert "1 case " in text
+    assert "(1 case)" in text
+    assert "1 cases" not in text

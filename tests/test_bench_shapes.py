@@ -20,7 +20,7 @@ def tiny(shape: shapes.Shape) -> shapes.Shape:
 
 @pytest.fixture
 def _no_clock(monkeypatch):
-    monkeypatch.setattr(measure, "device_us", lambda calls, device: 10.0)
+    monkeypatch.setattr(measure, "device_time", lambda calls, device: measure.Timing(10.0))
     monkeypatch.setattr(shapes.data, "ROTATE", {"cpu": 1, "cuda": 1})
 
 

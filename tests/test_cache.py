@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tersekv
 from tersekv import (
     KV_FORMATS,
     LATENT_FORMATS,
@@ -456,3 +457,12 @@ def test_a_wrong_type_is_named(make, message):
 @pytest.mark.parametrize("scale", [torch.ones(()), torch.ones(1), torch.ones(2)], ids=lambda x: str(list(x.shape)))
 def test_a_scale_on_the_device_may_be_one_or_one_a_head(scale):
     assert PagedKVCache.allocate(2, 2, 4, 2, 16, format="fp8_e4m3", k_scale=scale)[1].k_scale is scale
+
+
+@pytest.mark.parametrize("layer", [2, 5, -3])
+def test_a_layer_that_a_cache_does_not_have_is_named(layer):
+    cache = tersekv.PagedKVCache.allocate(2, 4, 16, 2, 32, format="bf16")
+    with pytest.raises(IndexError, match=f"^layer: want 0 to 1, the cache's layers, got {layer}$"):
+        cache[layer]
+    assert len([*cache]) == 2, "what ends a loop over a cache is an IndexError"
+    assert cache[-1] is cache[1]

@@ -7,15 +7,19 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tersekv import __version__, env, plan
+from tersekv.backends.host import versions
 from tersekv.cli import arguments, doctor, main
 from tersekv.cli import verify as command
 from tersekv.testing import verify as tool
 from tersekv.testing.cases import Case
+
+README = Path(__file__).parent.parent / "README.md"
 
 
 def run(*argv: str) -> int:
@@ -192,6 +196,29 @@ def test_doctor_tells_versions_backends_and_variables(capsys, monkeypatch):
 def test_doctor_counts_threads(threads, told, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert told in dict(doctor.devices())["cpu"]
+
+
+@pytest.mark.parametrize(("torch_version", "triton"), [
+    ("2.10.0+cu128", "3.6"), ("2.11.0", "3.6"), ("2.12.1+cpu", "3.7"), ("2.14.0", "3.8"), ("2.15.0", "3.9"),
+    ("2.9.1", "3.6"), ("2.99.0a0+git123", "3.9"), ("unknown", "3.9"),
+])  # fmt: skip
+def test_doctor_names_the_triton_that_fits(torch_version, triton, monkeypatch):
+    monkeypatch.setattr(doctor, "installed", lambda package: None)
+    monkeypatch.setattr(doctor.torch, "__version__", torch_version)
+    monkeypatch.setattr(doctor.platform, "system", lambda: "Linux")
+    [hint] = [text for text in doctor.hints() if "Triton" in text]
+    assert hint == f"GPU kernels need Triton; with torch {torch_version}: pip install 'triton=={triton}.*'"
+
+
+def test_readme_says_the_same_of_triton_and_torch():
+    rows = re.findall(r"^\| (3\.[\d., ]*) \| (2\.[^|]*) \|", README.read_text(), re.M)
+    told = {}
+    for tritons, torches in rows:
+        minors = [int(x) for x in re.findall(r"2\.(\d+)", torches)]
+        every = range(minors[0], minors[-1] + 1) if " to " in torches else minors
+        told |= {(2, minor): tritons.strip().split(", ") for minor in every}
+    assert told.keys() == versions.OF_TORCH.keys()
+    assert all(versions.of_torch(f"{a}.{b}.0") in tritons for (a, b), tritons in told.items())
 
 
 def test_doctor_warns_of_a_backend_that_is_not(capsys, monkeypatch):

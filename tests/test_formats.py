@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tersekv import KV_FORMATS, LATENT_FORMATS, kv_bytes_per_token, latent_bytes_per_token
+import tersekv
+from tersekv import KV_FORMATS, LATENT_FORMATS, formats, kv_bytes_per_token, latent_bytes_per_token
 from tersekv.backends.torch import quantize
 from tersekv.formats import FP8_DS_MLA, INT8_PER_TOKEN_HEAD, NVFP4
 from tersekv.testing.codes import encode_row
@@ -72,7 +73,10 @@ def test_bytes_of_a_latent_row(name, nbytes):
 
 
 def test_an_unknown_format_is_refused_with_the_list():
-    with pytest.raises(ValueError, match=r"^format: want one of bf16, fp16, .*, nvfp4, .* for K/V caches, got 'fp4'$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^format: want one of bf16, .*, nvfp4, .* for K/V caches, got 'fp4'; did you mean 'nvfp4'\?$",
+    ):
         kv_bytes_per_token("fp4", 1, 16)
     with pytest.raises(ValueError, match=r"^format: want one of .*fp8_ds_mla for latent caches, got 'nvfp4'$"):
         latent_bytes_per_token("nvfp4")
@@ -304,3 +308,24 @@ def test_nan_and_inf_spoil_no_more_than_they_must():
     assert codes[0, :2].tolist() == [0x05, 0x70]
     assert codes[1, :2].tolist() == [0x70, 0x0F]
     assert scales.float()[1].tolist() == [448.0]
+
+
+@pytest.mark.parametrize(("name", "near"), [
+    ("int8", "int8_per_token_head"), ("int4", "int4_per_token_head"), ("fp8", "fp8_e4m3"), ("fp4", "nvfp4"),
+    ("bfloat16", "bf16"), ("float16", "fp16"), ("FP8_E4M3", "fp8_e4m3"), ("fp8-e5m2", "fp8_e5m2"),
+    ("int8_per_head_token", "int8_per_token_head"), ("nvfp", "nvfp4"),
+])  # fmt: skip
+def test_a_name_that_is_near_to_a_formats_is_told(name, near):
+    with pytest.raises(ValueError, match=f"got {name!r}; did you mean {near!r}\\?$"):
+        tersekv.PagedKVCache.allocate(1, 4, 16, 2, 32, format=name)
+    assert formats.meant(name, formats.ALL_FORMATS) == f"; did you mean {near!r}?"
+
+
+@pytest.mark.parametrize("name", ["gguf", "", 8, None, ("bf16",)])
+def test_of_a_name_that_is_near_to_none_nothing_is_guessed(name):
+    assert formats.meant(name, formats.ALL_FORMATS) == ""
+
+
+def test_what_a_cache_cannot_have_is_not_suggested():
+    with pytest.raises(ValueError, match=r"for latent caches, got 'int8'$"):
+        tersekv.PagedLatentCache.allocate(1, 4, 16, format="int8")

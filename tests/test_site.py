@@ -26,7 +26,8 @@ def site(tmp_path_factory):
         command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return {path.stem: path.read_text() for path in folder.glob("*.html")}
+    scripts = {name: (folder / name).read_text() for name in ("search/search_index.js", "search_worker.js")}
+    return {path.stem: path.read_text() for path in folder.glob("*.html")} | scripts
 
 
 def test_every_page_is_built(site):
@@ -38,6 +39,16 @@ def test_pages_load_nothing_from_elsewhere(site):
         loads = re.findall(r"<(?:script|img|iframe)[^>]*\bsrc=\"(\w+:)?//", html)
         loads += re.findall(r"<link[^>]*\bhref=\"(?:\w+:)?//[^\"]*\"[^>]*>", html)
         assert not loads, name
+
+
+def test_search_needs_no_server(site):
+    """A browser lets a page of a folder neither fetch the index nor start a worker: both come as scripts."""
+    assert site["search/search_index.js"].startswith("var __index =")
+    assert "window.Worker =" in site["search_worker.js"]
+    for name in (p.stem for p in (ROOT / "docs").glob("*.md")):
+        before, _, after = site[name].partition('<script src="search_worker.js">')
+        assert "assets/javascripts/bundle" in after, name  # which starts the search
+        assert "<script src" not in before, name
 
 
 def test_drawings_lie_in_their_pages_with_the_page_s_colours(site):

@@ -66,7 +66,10 @@ class _PagedCache(Generic[_Layer]):
         return len(self.layers)
 
     def __getitem__(self, layer: int) -> _Layer:
-        return self.layers[layer]
+        try:
+            return self.layers[layer]
+        except IndexError:
+            raise IndexError(f"layer: want 0 to {len(self) - 1}, the cache's layers, got {layer}") from None
 
     @property
     def num_layers(self) -> int:

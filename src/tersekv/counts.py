@@ -71,3 +71,8 @@ def single(value: float) -> float:
         return struct.unpack("f", struct.pack("f", value))[0]
     except OverflowError:
         return float("inf") if value > 0 else -float("inf")
+
+
+def counted(n: int, noun: str) -> str:
+    """How many of them, in words: "1 case", "2 cases"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

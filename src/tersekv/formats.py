@@ -6,7 +6,8 @@ docs/formats.md. Backends branch on `code` and `scale`, and refuse what they do 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,8 +125,25 @@ def latent_format(name: str) -> KVFormat:
 
 def _lookup(name: str, table: dict[str, KVFormat], what: str) -> KVFormat:
     if not isinstance(name, str) or name not in table:
-        raise ValueError(f"format: want one of {', '.join(table)} for {what}, got {name!r}")
+        raise ValueError(f"format: want one of {', '.join(table)} for {what}, got {name!r}{meant(name, table)}")
     return table[name]
+
+
+# What a format may be called where it is one of a few bits among others.
+_SHORT = {
+    "int8": "int8_per_token_head", "int4": "int4_per_token_head", "fp8": "fp8_e4m3", "e4m3": "fp8_e4m3",
+    "e5m2": "fp8_e5m2", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "fp4": "nvfp4", "mxfp4": "nvfp4",
+    "bfloat16": "bf16", "float16": "fp16", "half": "fp16",
+}  # fmt: skip
+
+
+def meant(name: object, known: Iterable[str]) -> str:
+    """`; did you mean …?`, for a name that is none of the known ones but near to one; else empty."""
+    if not isinstance(name, str):
+        return ""
+    known, asked = list(known), name.strip().lower().replace("-", "_").removeprefix("torch.")
+    near = [x for x in (asked, _SHORT.get(asked)) if x in known] or difflib.get_close_matches(asked, known, 1, 0.7)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def held(f: KVFormat, name: str, dim: int) -> int:

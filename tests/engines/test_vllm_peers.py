@@ -19,7 +19,7 @@ import torch
 from tersekv.testing.bench import data, engine, measure
 from tersekv.testing.bench.cases import Case
 from tersekv.testing.bench.shapes import Shape
-data.ROTATE, measure.device_us = {"cpu": 1.0}, lambda calls, device: 1.0
+data.ROTATE, measure.device_time = {"cpu": 1.0}, lambda calls, device: measure.Timing(1.0)
 cpu, (op, fmt, *sizes) = torch.device("cpu"), sys.argv[1:]
 case = Case(op, fmt, *map(int, sizes), heads=8, page=16)
 if op == "D 80":

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from .. import env
+from ..formats import meant
 from ..plan import BACKENDS
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -27,7 +28,8 @@ def names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         found = words(text)
         if not found or any(word not in known for word in found):
-            raise argparse.ArgumentTypeError(f"want some of {', '.join(known)}, got {text!r}")
+            near = next((told for word in found if word not in known and (told := meant(word, known))), "")
+            raise argparse.ArgumentTypeError(f"want some of {', '.join(known)}, got {text!r}{near}")
         return found
 
     return parse

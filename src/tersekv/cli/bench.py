@@ -10,6 +10,7 @@ from typing import TextIO
 
 import torch
 
+from ..counts import counted
 from ..formats import ALL_FORMATS
 from ..plan import BACKENDS
 from ..testing.bench import engine, peers, random_cells
@@ -19,7 +20,7 @@ from ..testing.bench.cliffs import CLIFF, compared
 from ..testing.bench.cliffs import line as cliff_line
 from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench
 from ..testing.bench.engine import run as time_one
-from ..testing.bench.report import environment, line, notes, record, speed, summary
+from ..testing.bench.report import advice, environment, line, notes, record, speed, summary
 from ..testing.bench.shapes import PRESETS
 from .arguments import (
     PICTURES,
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         for r in results_of(cases, device, libraries, args):
             show(r, limits, {**where, "backend": args.backend, **({"seed": args.seed} if args.random else {})}, out)
             results.append(r)
-    for text in summary(results, limits):
+    for text in (*summary(results, limits), *advice(results, device)):
         say(text)
     if args.random:
         conclude(args, results, where)
@@ -134,11 +135,13 @@ def run_shapes(args: argparse.Namespace, device: torch.device) -> int:
     presets = [PRESETS[name] for name in args.preset]
     cases = [s for of, formats in presets for name in args.formats or formats for s in of(name, device.type)]
     where, limits, ratios, bad = environment(device, ()), Limits.of(device), [], False
+    results: list[Result] = []
     say(f"{where['chip']}: torch {where['torch']}, triton {where['triton']}, tersekv {where['tersekv']}")
     with Interruption() as stop, ExitStack() as stack:
         out = stack.enter_context(open(args.json, "a")) if args.json else None
         for r, plain, ratio in compared(cases, lambda case: time_one(case, device, (), args.backend)):
             say(cliff_line(r, plain, ratio))
+            results.append(r)
             bad |= r.status in (RED, FAILED) or plain.status in (RED, FAILED)
             if ratio is not None:
                 ratios.append(ratio)
@@ -147,8 +150,10 @@ def run_shapes(args: argparse.Namespace, device: torch.device) -> int:
             )
     if ratios:
         say(f"worst {min(ratios):.0%} of the plain rate; {sum(x < CLIFF for x in ratios)} under {CLIFF:.0%}")
+    for text in advice(results, device):
+        say(text)
     stop.pass_on()
-    return 1 if bad or not ratios else 0
+    return 1 if bad or not any(r.status == OK for r in results) else 0
 
 
 def idle_option(args: argparse.Namespace) -> str | None:
@@ -241,7 +246,8 @@ def conclude(args: argparse.Namespace, results: list[Result], where: dict) -> No
     told = "no cell has a peer"
     if found["cells"]:
         told = (
-            f"{found['geometric_mean']:.3g}x as fast as the best peer, geometric mean of {found['cells']} cells; "
+            f"{found['geometric_mean']:.3g}x as fast as the best peer, geometric mean of "
+            f"{counted(found['cells'], 'cell')}; "
             f"worst {found['worst']:.3g}x: {found['worst_cell']}; {found['lost']} slower than a peer"
         )
     say(f"seed {args.seed}: {told}")

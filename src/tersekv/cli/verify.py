@@ -15,6 +15,7 @@ from rich import box
 from rich.table import Table
 
 from .. import __version__, env
+from ..counts import counted
 from ..plan import BACKENDS
 from ..testing import random_cases
 from ..testing.case_text import case_of, text_of
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     for text in refusals(results):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     count = {status: sum(r.status == status for r in results) for status in (PASSED, FAILED, UNSUPPORTED)}
-    drawn = f" of {args.random} random cases, seed {args.seed}, in {seconds:.0f} s" if args.random else ""
+    drawn = f" of {counted(args.random, 'random case')}, seed {args.seed}, in {seconds:.0f} s" if args.random else ""
     console.print(", ".join(f"{n} {status}" for status, n in count.items()) + drawn, highlight=False)
     if args.json:
         report: dict = {"environment": environment(args.device), "interrupted": stop.came}
@@ -186,7 +187,7 @@ def refusals(results: Iterable[Result]) -> list[str]:
         if r.status == UNSUPPORTED:
             cases[r.case.op, r.message].append(r)
     return [
-        f"unsupported: {op}, {len(them)} case{'s' * (len(them) > 1)} such as {them[0].case.id}\n{_indented(reason)}"
+        f"unsupported: {op}, {counted(len(them), 'case')} such as {them[0].case.id}\n{_indented(reason)}"
         for (op, reason), them in cases.items()
     ]
 

@@ -53,8 +53,9 @@ def mla_append(
         q_nope, q_pe:    [T, H, Nq], [T, H, R]; with cos_sin_cache also rotate q_pe and cast both to q_dtype
         q_scale:         dequantising scale of an 8-bit q; a wider one is divided by it too
 
-    Returns (q_nope_out, q_pe_out), None where no query was given. Raises ValueError or TypeError for arguments
-    that do not fit together.
+    Returns (q_nope_out, q_pe_out): new tensors of the shapes given in q_dtype, or those to write into; q_pe_out is
+    rotated; None where no query was given. docs/operations.md has a decode step whole. Raises ValueError or
+    TypeError for arguments that do not fit together.
     """
     c = cache if isinstance(cache, PagedLatentLayer) else PagedLatentLayer.of(cache)
     (q_mul, q_scale_t), (kv_mul, kv_scale_t) = multiplier(q_scale, "q_scale"), multiplier(c.kv_scale, "kv_scale")

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 OLDEST, NEWEST = (3, 6), (3, 9)  # releases that tests/gluon and tests/triton hold on, and those between
 RANGE = f"Triton {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+# PyTorch → the Triton that it brings on Linux; README's table says the same.
+OF_TORCH = {(2, 10): (3, 6), (2, 11): (3, 6), (2, 12): (3, 7), (2, 13): (3, 7), (2, 14): (3, 8), (2, 15): (3, 9)}
 _log = logging.getLogger("tersekv")
 
 
@@ -21,6 +23,14 @@ def tested(version: str) -> bool:
     """Whether the tests hold on this version. A build between releases counts as none that was tested."""
     found = re.fullmatch(r"(\d+)\.(\d+)\.\d+(?:\.post\d+)?", version)
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
+
+
+def of_torch(version: str) -> str:
+    """The release of Triton that a PyTorch was built with, "3.6"; for one that is not known, the nearest that is."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    asked = (int(found[1]), int(found[2])) if found else max(OF_TORCH)
+    major, minor = OF_TORCH[max((v for v in OF_TORCH if v <= asked), default=min(OF_TORCH))]
+    return f"{major}.{minor}"
 
 
 def compiler_options(fn: Any) -> dict[str, Any]:

@@ -50,17 +50,24 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another library on the same case. reason: why it has no time."""
+    """Another library on the same case. reason: why it has no time; spread, waited: see `measure.Timing`."""
 
     name: str
     us: float | None = None
     error: float | None = None
     reason: str = ""
+    spread: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def steady(self) -> bool:
+        return steady(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case. peers_format: the format of the peers, where none of them has the case's own."""
+    """One case. peers_format: the format of the peers, where none of them has the case's own; spread, waited: see
+    `measure.Timing`."""
 
     case: Case
     status: str
@@ -71,6 +78,17 @@ class Result:
     flops: int = 0
     peers: tuple[Peer, ...] = field(default=())
     peers_format: str | None = None
+    spread: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def steady(self) -> bool:
+        return steady(self)
+
+    @property
+    def unsteady_times(self) -> int:
+        """How many of its times, the peers' included, no comparison stands on."""
+        return sum(x.us is not None and not x.steady for x in (self, *self.peers))
 
     @property
     def best_peer(self) -> Peer | None:
@@ -79,9 +97,11 @@ class Result:
 
     @property
     def ratio(self) -> float | None:
-        """The best peer's time over ours; None: one of them has none."""
+        """The best peer's time over ours; None: one of them has none, or none that is steady."""
         best = self.best_peer
-        return best.us / self.us if self.us and best is not None and best.us else None
+        if best is None or not (self.us and best.us and self.steady and best.steady):
+            return None
+        return best.us / self.us
 
     def bound(self, limits: Limits) -> str:
         """What the case is bound by at best: "bytes" or "flops"."""
@@ -92,6 +112,10 @@ class Result:
         if self.us is None or self.case.host:
             return None
         return max(self.nbytes / limits.copy, self.flops / limits.matmul) * 1e6 / self.us
+
+
+def steady(x: Peer | Result) -> bool:
+    return x.us is None or measure.Timing(x.us, x.spread, x.waited).steady
 
 
 def bench(
@@ -110,7 +134,8 @@ def bench(
             if result.best_peer is None:
                 result = replace(result, peers=of_e4m3[twin], peers_format="fp8_e4m3")
             else:
-                beside = (replace(p, name=f"{p.name} on fp8_e4m3") for p in of_e4m3[twin])
+                own = {p.name for p in result.peers}  # a peer that reads a copy in 16 bits is here already
+                beside = (replace(p, name=f"{p.name} on fp8_e4m3") for p in of_e4m3[twin] if p.name not in own)
                 result = replace(result, peers=(*result.peers, *beside))
         yield result
 
@@ -127,7 +152,7 @@ def run(case: Case, device: torch.device, libraries: Sequence[str] = (), backend
         if not error <= problem.limit:
             wrong = f"want error <= {problem.limit:g} before anything is timed, got {error:.2e}"
             return replace(result, status=RED, reason=wrong)
-        result = replace(result, status=OK, us=time_of(problem.calls, case, device))
+        result = replace(result, status=OK, **time_of(problem.calls, case, device)._asdict())
         # A peer promises nothing of the kind; of its time beside the same case without the option there is a line.
         return replace(result, peers=() if case.batch_invariant else tuple(rivals(problem, device, libraries)))
     except UnsupportedError as e:
@@ -145,8 +170,9 @@ def problem_of(case: Case, device: torch.device, backend: str | None) -> Problem
     return PROBLEMS[case.op](case, device, backend)
 
 
-def time_of(calls: Sequence[measure.Call], case: Case, device: torch.device) -> float:
-    return measure.host_us(calls, device) if case.host else measure.device_us(calls, device)
+def time_of(calls: Sequence[measure.Call], case: Case, device: torch.device) -> measure.Timing:
+    once = measure.host_time if case.host else measure.device_time
+    return measure.steadiest(lambda: once(calls, device))
 
 
 def peers_of(case: Case, device: torch.device, libraries: Sequence[str]) -> tuple[Peer, ...]:
@@ -172,7 +198,7 @@ def rivals(problem: Problem, device: torch.device, libraries: Sequence[str]) -> 
                 result = calls[0]()
                 error = problem.error(result if back is None else back(result))
                 if error <= (problem.peer_limit if limit is None else limit):
-                    yield Peer(name, time_of(calls, problem.case, device), error)
+                    yield Peer(name, error=error, **time_of(calls, problem.case, device)._asdict())
                 else:
                     yield Peer(name, None, error, f"its result is wrong: error {error:.2e}")
             except Exception as e:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import os
 import platform
 import shutil
 import subprocess
@@ -17,7 +18,9 @@ from statistics import geometric_mean
 import torch
 
 from ... import __version__
-from .engine import FAILED, OK, RED, UNSUPPORTED, Limits, Result
+from ...counts import counted
+from .engine import FAILED, OK, RED, UNSUPPORTED, Limits, Peer, Result
+from .measure import MOST_SPREAD, MOST_WAITED, ROUNDS
 
 _WHERE = Path(__file__).parent
 
@@ -25,7 +28,7 @@ _WHERE = Path(__file__).parent
 def line(r: Result, limits: Limits) -> str:
     """One case: time, rate, share of the limit, error, peers."""
     c = r.case
-    shape = [f"{c.verb:<11} {c.format:<19} {c.cell:>12}", *(f"{words:<7}" for words in c.sizes)]
+    shape = [f"{c.verb:<17}  {c.format:<19} {c.cell:>11} tokens", *(f"{_spelt(words):<8}" for words in c.sizes)]
     shape += ["uneven"] * c.uneven + ["fast"] * (c.precision == "fast") + ["host"] * c.host
     shape += [f"q {c.query}"] * (c.query != "bf16") + [c.scales] * (c.scales != "apart")
     shape += ["batch invariant"] * c.batch_invariant + ["rotated"] * c.rotated + [c.through] * bool(c.through)
@@ -41,8 +44,51 @@ def line(r: Result, limits: Limits) -> str:
         parts.append(f"{rate:>12}  {share:4.0%} of limit")
     parts.append(f"error {r.error:.1e}" if r.error else "error 0")
     of = f" on {r.peers_format}" if r.peers_format else ""
-    parts += [f"{p.us / r.us:.3g}x as fast as {p.name}{of} ({p.us:.2f} us)" for p in r.peers if p.us is not None]
+    if doubt(r):
+        parts.append(doubt(r))
+    for p in r.peers:
+        if p.us is None:
+            continue
+        name = f"{p.name}{of}"
+        if r.steady and p.steady:
+            parts.append(f"{p.us / r.us:.3g}x as fast as {name} ({p.us:.2f} us)")
+        else:
+            parts.append(f"{name}: {p.us:.2f} us" + (f", {doubt(p)}" if doubt(p) else ""))
     return "  ".join(parts)
+
+
+def _spelt(words: str) -> str:
+    """Of a case's sizes: H is a letter of shapes."""
+    return f"{words[2:]} heads" if words.startswith("H ") else words
+
+
+def doubt(x: Result | Peer) -> str:
+    """Why nothing can be said of a time beside another; empty: it is steady."""
+    if x.steady:
+        return ""
+    why = [f"runs differ by {x.spread:.0%}"] if x.spread > MOST_SPREAD else []
+    why += [f"threads waited for a core {x.waited:.0%} of their time"] * (x.waited > MOST_WAITED)
+    return f"UNSTEADY, {' and '.join(why)}"
+
+
+def advice(results: Iterable[Result], device: torch.device) -> Iterator[str]:
+    """How many times cannot be compared, and what would help."""
+    results = list(results)
+    times = sum(x.us is not None for r in results for x in (r, *r.peers))
+    unsteady = sum(r.unsteady_times for r in results)
+    if not unsteady:
+        return
+    yield (
+        f"{unsteady} of {counted(times, 'time')} unsteady, {ROUNDS} times over: runs differ by more than "
+        f"{MOST_SPREAD:.0%}, or threads waited for a core more than {MOST_WAITED:.0%} of their time. No ratio is made "
+        "of them. What helps:"
+    )
+    if device.type == "cuda":
+        yield "  no other process on this GPU (nvidia-smi), and fixed clocks (nvidia-smi --lock-gpu-clocks=...)"
+        return
+    load = f" (load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs)" if hasattr(os, "getloadavg") else ""
+    yield f"  fewer other processes on this machine{load}, and fixed clocks"
+    yield "  OMP_WAIT_POLICY=passive in the environment: threads that wait for others then leave their core"
 
 
 def notes(r: Result) -> Iterator[str]:
@@ -78,13 +124,13 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
     if groups:
         yield "geometric means"
     for key, group in groups.items():
-        parts = [f"  {' '.join(key):<34} {len(group):>3} cases"]
+        parts = [f"  {' '.join(key):<34} {counted(len(group), 'case'):>9}"]
         shares = [s for r in group if (s := r.share(limits)) is not None]
         if shares:
             parts.append(f"{geometric_mean(shares):4.0%} of limit")
         ratios = [x for r in group if (x := r.ratio) is not None]
         if ratios:
-            parts.append(f"{geometric_mean(ratios):.3g}x as fast as the best peer ({len(ratios)} cases)")
+            parts.append(f"{geometric_mean(ratios):.3g}x as fast as the best peer ({counted(len(ratios), 'case')})")
         yield "  ".join(parts)
     for option in ("batch_invariant", "rotated"):
         costs = cost_of(option, results)
@@ -92,7 +138,7 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
             worst = max(costs, key=costs.__getitem__)
             yield (
                 f"{option.replace('_', ' ')}: {geometric_mean(costs.values()):.3g}x the time of the same calls without "
-                f"it ({len(costs)} cases), at most {costs[worst]:.3g}x: {worst}"
+                f"it ({counted(len(costs), 'case')}), at most {costs[worst]:.3g}x: {worst}"
             )
     lost = list(losses(results))
     if lost:
@@ -107,15 +153,14 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
 
 def cost_of(option: str, results: Iterable[Result]) -> dict[str, float]:
     """Time of each case with the option over that of the same case without it, by its id."""
-    us = {r.case: r.us for r in results if r.us is not None}
+    us = {r.case: r.us for r in results if r.us is not None and r.steady}
     plain = {case: us.get(replace(case, batch_invariant=False, rotated=False)) for case in us if getattr(case, option)}
     return {case.id: us[case] / x for case, x in plain.items() if x is not None}
 
 
 def losses(results: Iterable[Result]) -> Iterator[Result]:
     for r in results:
-        best = r.best_peer
-        if r.us is not None and best is not None and best.us is not None and best.us < r.us:
+        if r.ratio is not None and r.ratio < 1:
             yield r
 
 
@@ -127,6 +172,8 @@ def record(r: Result, limits: Limits, where: dict) -> dict:
         "status": r.status,
         "reason": r.reason,
         "us": r.us,
+        "spread": r.spread,
+        "waited": r.waited,
         "bytes": r.nbytes,
         "flops": r.flops,
         "tb_s": tb_s(r) if timed else None,
@@ -135,7 +182,14 @@ def record(r: Result, limits: Limits, where: dict) -> dict:
         "share_of_limit": share,
         "error": r.error if r.error is None or math.isfinite(r.error) else str(r.error),
         "peers": {
-            p.name: {"us": p.us, "ratio": p.us / r.us} if p.us and r.us else {"us": p.us, "reason": p.reason}
+            p.name: {
+                "us": p.us,
+                "ratio": p.us / r.us if r.steady and p.steady else None,
+                "spread": p.spread,
+                "waited": p.waited,
+            }
+            if p.us and r.us
+            else {"us": p.us, "reason": p.reason}
             for p in r.peers
         },
         "peers_format": r.peers_format,
