@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from script import script
 
 from tersekv.testing.bench import data, engine, peers, plot, random_cells, report
-from tersekv.testing.bench.cases import CPU_QUICK, Case, grid, with_cells
+from tersekv.testing.bench.cases import CPU_QUICK, GPU, OPS, Case, grid, with_cells
 from tersekv.testing.bench.engine import OK, RED, UNSUPPORTED, Limits, Peer, Result
 from tersekv.testing.bench.measure import Timing
 from tersekv.testing.bench.shapes import Shape
@@ -72,6 +72,29 @@ def test_the_picture_shows_the_line_of_the_limit(us):
     assert line.get_label() == "copy, 4 TB/s"
     assert low < min(line.get_ydata()) < max(line.get_ydata()) < high
     assert low < us < high
+
+
+@pytest.mark.parametrize("ops", [OPS, ("append",), ("decode", "mla_decode")])
+def test_all_that_the_picture_says_lies_on_its_page(ops):
+    """With every operation and format that a GPU is timed with, and a chip of a long name."""
+    cases = [c for c in grid(GPU, ops, None) if not c.host]
+    timed = [Result(c, OK, 9.0 + i, 1e-3, "", 10**6, 10**6 if i % 2 else 10**10) for i, c in enumerate(cases)]
+    title = "tersekv 0.1.0 on CPU Intel(R) Xeon(R) Platinum 8488C Processor @ 2.40GHz of a longer name, 2026-11-25"
+    figure = plot.drawn(timed, LIMITS, title)
+    figure.canvas.draw()
+    [legend] = figure.legends
+    told = {text.get_text() for text in legend.get_texts()}
+    assert {c.op for c in cases} | {c.format for c in cases} <= told
+    box, heading, page = (x.get_window_extent() for x in (legend, figure._suptitle, figure.patch))
+    for part in (box, heading, *(text.get_window_extent() for text in legend.get_texts())):
+        assert page.x0 <= part.x0 < part.x1 <= page.x1
+        assert page.y0 <= part.y0 < part.y1 <= page.y1
+    for axes in figure.axes:
+        assert axes.get_tightbbox().x1 <= box.x0
+        assert axes.get_tightbbox().y1 <= heading.y0
+    assert not heading.overlaps(box)
+    colours = [h.get_color() for h in legend.legend_handles if h.get_marker() == "s" and h.get_color() != "0.45"]
+    assert len({*colours}) == len(colours), "a colour is one format's"
 
 
 def test_a_drawn_decode_is_called_what_it_is():

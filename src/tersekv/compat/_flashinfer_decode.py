@@ -192,7 +192,7 @@ def _refuse_trtllm(
 def _batch_decode(
     names: dict[str, str], function: tuple, query: Tensor, kv_cache: Tensor | tuple[Tensor, Tensor],
     block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | None, rows: Callable[[int], int],
-    bmm1_scale: Scale, bmm2_scale: Scale, window_left: int, out: Tensor | None, out_dtype: torch.dtype | None,
+    bmm1_scale: Scale, bmm2_scale: Scale, window_left: int, out: Tensor | None, out_dtype: Any,
     lse: Tensor | None, return_lse: bool, sinks: Tensor | None, kv_layout: str, o_scale: float | None,
     mask: Tensor | None, kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None,
 ) -> Any:  # fmt: skip

@@ -73,11 +73,10 @@ def single_decode_with_kv_cache(
         done, pages = [], renamed(_NAMES, layer, kv, "NHD", None)
         shape = (*row.shape[:2], pages.head_dim_v)
         out, lse, made = receivers(row, shape, None, q.dtype, None, return_lse)
-        call = DecodeCall(
-            row, pages.k, pages.v, pages.k_scale_cache, pages.v_scale_cache, table, lens, None, None, None, out, lse,
-            pages.formats[0], 1, 0, cap, *renamed(_NAMES, split, scale, "softmax_scale"), 1.0, None, 1.0, None,
-            *renamed(_NAMES, split, out_scale, "out_scale"), "exact",
-        )  # fmt: skip
+        scales = *renamed(_NAMES, split, scale, "softmax_scale"), 1.0, None, 1.0, None
+        more = (*scales, *renamed(_NAMES, split, out_scale, "out_scale"), "exact")
+        caches = pages.k, pages.v, pages.k_scale_cache, pages.v_scale_cache
+        call = DecodeCall(row, *caches, table, lens, None, None, None, out, lse, pages.formats[0], 1, 0, cap, *more)
         renamed(_NAMES, submit, "decode", call, None, way._replace(made=made))
     else:
         out = None

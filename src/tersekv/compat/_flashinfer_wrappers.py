@@ -338,8 +338,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         """FlashInfer's older `run`: its options replace the plan's."""
         refuse_positions(pos_encoding_mode)
         self._replan(window_left, logits_soft_cap, sm_scale)
-        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        return self.run(q, paged_kv_cache, **scales, return_lse=return_lse)
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward = functools.partialmethod(_forward, return_lse=False)
     forward_return_lse = functools.partialmethod(_forward, return_lse=True)

@@ -34,7 +34,6 @@ def table(result: ModelResult) -> Table:
         "per-\nplexity",
         f"KL, nats\nper {result.unit}",
         "same\ntop-1",
-        "tokens\nper s",
     )
     for head in heads:  # in two lines: the table fits into 80 columns
         t.add_column(head, justify="right", no_wrap=True)
@@ -93,11 +92,10 @@ def _title(result: ModelResult) -> str:
 
 def _cells(m: Measured) -> list[str]:
     if m.unsupported is not None or m.perplexity is None or m.kl is None or m.top1 is None:
-        return ["refused", *["-"] * 5]
+        return ["refused", *["-"] * 4]
     kl = "(ref.)" if m.format == REFERENCE else f"{m.kl:.1e}"
-    speed = "-" if m.tokens_per_s is None else f"{m.tokens_per_s:.0f}"
     perplexity = f"{m.perplexity:.4f}" if m.perplexity < 1000 else f"{m.perplexity:.5g}"
-    return [str(m.bytes_per_token), f"{m.times_smaller:.2f}x", perplexity, kl, agreement(m.top1), speed]
+    return [str(m.bytes_per_token), f"{m.times_smaller:.2f}x", perplexity, kl, agreement(m.top1)]
 
 
 def agreement(top1: float) -> str:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from .engine import Limits, Result
 from .report import speed
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#882255")
+_COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#332288",
+    "#882255",
+    "#999933",
+    "#000000",
+)
 _MARKERS = {
     "append": "^",
     "rope_append": "v",
@@ -26,8 +38,14 @@ _MARKERS = {
 def plot(results: Sequence[Result], limits: Limits, title: str, path: str) -> None:
     """Write the picture: on the left what the bytes bound, on the right what arithmetic bounds. ImportError without
     matplotlib; ValueError where nothing was timed."""
+    drawn(results, limits, title).savefig(path, dpi=150)
+
+
+def drawn(results: Sequence[Result], limits: Limits, title: str) -> Any:
+    """The picture as a figure of matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     timed = [r for r in results if r.us is not None and not r.case.host]
     if not timed:
@@ -38,12 +56,18 @@ def plot(results: Sequence[Result], limits: Limits, title: str, path: str) -> No
     formats = list(dict.fromkeys(r.case.format for r in timed))
     for i, (bound, here) in enumerate(panels):
         _panel(figure.add_subplot(1, len(panels), i + 1), bound, here, limits, formats)
-    handles = {}
+    handles: dict[str, Any] = {}
     for axes in figure.axes:
         handles.update(dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)))
-    figure.legend(list(handles.values()), list(handles), loc="outside right upper", fontsize=9, frameon=False)
-    figure.suptitle(title, fontsize=12)
-    figure.savefig(path, dpi=150)
+    # A marker for each operation and a colour for each format: one entry for each pair would not fit beside them.
+    dot: dict[str, Any] = {"linestyle": "", "markersize": 6, "markeredgewidth": 0}
+    for op in dict.fromkeys(r.case.op for r in timed):
+        handles[op] = Line2D([], [], marker=_MARKERS[op], color="0.45", **dot)
+    for name in formats:
+        handles[name] = Line2D([], [], marker="s", color=_colour(name, formats), **dot)
+    figure.legend(list(handles.values()), list(handles), loc="outside right center", fontsize=9, frameon=False)
+    figure.suptitle(textwrap.fill(title, 70 * len(panels)), fontsize=11)
+    return figure
 
 
 def _panel(axes: Any, bound: str, here: Sequence[Result], limits: Limits, formats: Sequence[str]) -> None:
@@ -57,8 +81,8 @@ def _panel(axes: Any, bound: str, here: Sequence[Result], limits: Limits, format
         if best is not None and best.us is not None and r.peers_format is None:
             axes.plot(_work(r, bound), best.us, "x", color="0.45", markersize=7, zorder=2, label="best peer")
         axes.plot(
-            _work(r, bound), r.us, _MARKERS[r.case.op], color=_COLOURS[formats.index(r.case.format) % len(_COLOURS)],
-            markersize=6, alpha=0.85, markeredgewidth=0, zorder=3, label=f"{r.case.op} {r.case.format}",
+            _work(r, bound), r.us, _MARKERS[r.case.op], color=_colour(r.case.format, formats), markersize=6,
+            alpha=0.85, markeredgewidth=0, zorder=3,
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -70,6 +94,10 @@ def _panel(axes: Any, bound: str, here: Sequence[Result], limits: Limits, format
     axes.set_title(f"bound by {'memory' if bound == 'bytes' else 'arithmetic'}", fontsize=11)
     axes.grid(True, which="major", color="0.88", linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def _colour(name: str, formats: Sequence[str]) -> str:
+    return _COLOURS[formats.index(name) % len(_COLOURS)]
 
 
 def _work(r: Result, bound: str) -> int:

@@ -74,7 +74,7 @@ def doubt(x: Result | Peer) -> str:
 def advice(results: Iterable[Result], device: torch.device) -> Iterator[str]:
     """How many times cannot be compared, and what would help."""
     results = list(results)
-    times = sum(x.us is not None for r in results for x in (r, *r.peers))
+    times = sum((r.us is not None) + sum(p.us is not None for p in r.peers) for r in results)
     unsteady = sum(r.unsteady_times for r in results)
     if not unsteady:
         return
