@@ -88,7 +88,7 @@ class Result:
     @property
     def unsteady_times(self) -> int:
         """How many of its times, the peers' included, no comparison stands on."""
-        return sum(not steady(x) for x in (self, *self.peers))
+        return (not self.steady) + sum(not p.steady for p in self.peers)
 
     @property
     def best_peer(self) -> Peer | None:
