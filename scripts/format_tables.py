@@ -21,9 +21,9 @@ from torch import Tensor
 
 import tersekv
 from tersekv.demo.measure import Measured, ModelResult
-from tersekv.demo.recipe import recipe
 from tersekv.demo.report import agreement, frontier
 from tersekv.formats import KV_FORMATS, LATENT_FORMATS
+from tersekv.recipe import recipe
 from tersekv.testing.codes import decode_row
 from tersekv.testing.reference_rotation import back
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import tersekv
 from tersekv import PagedKVCache, PagedLatentCache
-from tersekv.demo.recipe import recipe
 from tersekv.formats import kv_format, latent_format
+from tersekv.recipe import recipe
 from tersekv.testing.bench import data
 from tersekv.testing.reference_rotation import back
 

@@ -26,7 +26,7 @@ GPU_ROOMS = {"backends.triton": {"backends.host"}, "backends.gluon": {"backends.
 
 # Room -> the rooms that it may import. A room may always import itself. `plan` loads backends lazily, by name.
 BASE = {"counts", "formats", "errors", "env"}
-CORE = BASE | {"attributes", "calls", "cache", "layers", "checks", "plan", "recall", "tracing"}
+CORE = BASE | {"attributes", "calls", "cache", "layers", "checks", "plan", "recall", "recipe", "saved", "tracing"}
 VERBS = CORE | {"ops", "pages"}
 MAY_IMPORT = {
     "counts": set(),
@@ -35,8 +35,9 @@ MAY_IMPORT = {
     "env": set(),
     "calls": set(),
     "layers": {"attributes", "counts", "formats"},
+    "recipe": {"attributes", "formats"},
     "saved": {"attributes", "counts", "formats", "layers", "shapes"},
-    "cache": {"attributes", "counts", "formats", "layers", "saved"},
+    "cache": {"attributes", "counts", "formats", "layers", "recipe", "saved"},
     "pages": {"counts", "errors", "cache", "layers", "tracing"},
     "shapes": {"calls"},
     "tracing": set(),

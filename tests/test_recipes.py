@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 
+from tersekv import PagedKVCache
 from tersekv.cli.main import main
 from tersekv.demo import text
 from tersekv.demo.calibrate import Calibration
 from tersekv.demo.measure import Measured, ModelResult, Settings, measure
 from tersekv.demo.outliers import make_outliers
-from tersekv.demo.recipe import Recipe, recipe, searched
 from tersekv.demo.report import _named, frontier
+from tersekv.demo.search import searched
 from tersekv.demo.subject import BuiltIn
 from tersekv.formats import KV_FORMATS, LATENT_FORMATS
+from tersekv.recipe import Recipe, recipe
 
 
 @pytest.mark.parametrize(("word", "want"), [
@@ -43,6 +46,41 @@ def test_a_word_is_a_recipe(word, want):
 def test_a_word_that_is_none_is_refused(word, message):
     with pytest.raises(ValueError, match=message):
         recipe(word)
+
+
+def allocate(format, layers=3, **options):
+    return PagedKVCache.allocate(layers, 2, 4, 2, 64, format=format, **options)
+
+
+def test_a_word_allocates_what_keywords_do():
+    cache = allocate("int4_per_token_head/nvfp4+rotated+ends=int8_per_token_head")
+    assert cache.layer_formats == ("int8_per_token_head", ("int4_per_token_head", "nvfp4"), "int8_per_token_head")
+    assert {layer.rotation for layer in cache.layers} == {"hadamard"}
+    plain = allocate("int4_per_token_head/nvfp4", rotation=(None, "hadamard"), v_channel_scale=torch.ones(2, 64))
+    assert plain.format == ("int4_per_token_head", "nvfp4")
+    assert plain[0].rotation == (None, "hadamard")
+    # All that a search tries, but for what wants numbers.
+    for word in searched(list(KV_FORMATS)):
+        if not recipe(word).calibrated:
+            assert allocate(word).layer_formats == allocate(None, layer_formats=recipe(word).layers(3)).layer_formats
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"format": "nvfp4+rotated", "rotation": "hadamard"}, "rotation: want it or +rotated of format='nvfp4+rotated', "),
+    ({"format": "nvfp4+ends=bf16", "layer_formats": ["bf16"] * 3}, "layer_formats: want it or format='nvfp4+ends="),
+    ({"format": "nvfp4+channels", "k_channel_scale": torch.ones(2, 64)}, "k_channel_scale: want it or +channels of "),
+    ({"format": "nvfp4+fitted", "k_scale": 2.0}, "k_scale: want it or +fitted of format='nvfp4+fitted', got both"),
+    ({"format": "nvfp4+fitted", "k_scale": torch.ones(1)}, "k_scale: want it or +fitted of format='nvfp4+fitted', got"),
+    ({"format": "nvfp4+fitted"}, "format: want the numbers of +fitted by allocate_saved(FILE, ...), a file that "
+     "`tersekv eval --save FILE` wrote, or by k_scale and v_scale without +fitted; got 'nvfp4+fitted' alone"),
+    ({"format": "nvfp4+channels"}, "or by k_channel_scale and v_channel_scale without +channels; got 'nvfp4+chan"),
+    ({"format": "nvfp4+turned"}, "format: want +rotated, +channels, +fitted or +ends=FORMAT once each, got +turned"),
+    ({"format": "nvfp4/int3"}, "format: want one of bf16, "),
+    ({"format": "nvfp4+ends=bf16", "layers": 1}, "format: want at least 2 layers for +ends, got 1 for "),
+])  # fmt: skip
+def test_a_word_that_says_half_or_what_keywords_say_is_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        allocate(**options)
 
 
 def test_a_search_tries_mixes_of_few_bits_and_leaves_latents_alone():

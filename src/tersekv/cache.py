@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import saved
-from .attributes import channel_scales, fitting_scale
+from .attributes import HADAMARD, channel_scales, fitting_scale
 from .counts import flag, positive, whole
 from .formats import (
     KV_FORMATS,
@@ -36,6 +36,7 @@ from .layers import (
     together,
     values_of,
 )  # fmt: skip
+from .recipe import spelt
 
 _SCALES = ("apart", "inline", "tail")
 _Layer = TypeVar("_Layer", PagedKVLayer, PagedLatentLayer)
@@ -147,7 +148,8 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
     ) -> PagedKVCache:
         """Allocate a zeroed cache.
 
-        format:  a name, or K's and V's: ("fp8_e4m3", "nvfp4"); or instead of it layer_formats, such an entry a layer
+        format:  a name, K's and V's: ("fp8_e4m3", "nvfp4"), or a word of `tersekv eval`, for instance
+                 "fp8_e4m3/nvfp4+rotated+ends=bf16"; or instead of it layer_formats, a name or a pair a layer
         layout:  memory order inside a page: "NHD" [slot, head, dim] or "HND" [head, slot, dim]
         packed:  K and V of a layer in one 5-D tensor [P, 2, ...] (needs head_dim_v == head_dim)
         scales:  where stored scales lie, of formats that have them: "apart", in tensors of their own; "inline", behind
@@ -166,6 +168,13 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
         does not have, and for channel scales that are not positive and finite.
         """
         device, num_layers = device_of(device), positive("num_layers", num_layers)
+        word = spelt(
+            format, num_layers, "allocate_saved(FILE, ...)", layer_formats=layer_formats, rotation=rotation,
+            k_channel_scale=k_channel_scale, v_channel_scale=v_channel_scale, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        if word is not None:
+            format, layer_formats = None, word.layers(num_layers)
+            rotation = HADAMARD if word.rotated else rotation
         formats = _formats_of_layers(num_layers, format, layer_formats)
         num_pages, page_size = positive("num_pages", num_pages), positive("page_size", page_size)
         num_kv_heads, head_dim = positive("num_kv_heads", num_kv_heads), whole("head_dim", head_dim)

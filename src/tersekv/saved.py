@@ -24,8 +24,8 @@ from .shapes import dtype_name
 
 _KIND = "attributes of a PagedKVCache, 2"  # what a file of them says of itself
 _SIZES = ("num_kv_heads", "head_dim", "head_dim_v")
-_NAMES = ("k_scale", "v_scale", "k_signs", "v_signs", "k_channel_scale", "v_channel_scale")
-_NUMBERS = _NAMES[:2]
+NAMES = ("k_scale", "v_scale", "k_signs", "v_signs", "k_channel_scale", "v_channel_scale")
+_NUMBERS = NAMES[:2]
 _TENSOR = "tensor"
 _MOST_HEADS = 1 << 16
 
@@ -44,7 +44,7 @@ def write(path: str | os.PathLike, layers: Sequence[PagedKVLayer], sizes: Mappin
     words, tensors = [], {}
     for i, layer in enumerate(layers):
         word: dict[str, Any] = {"format": layer.format}
-        for name in _NAMES:
+        for name in NAMES:
             value = getattr(layer, name)
             if isinstance(value, Tensor):
                 tensors[f"{i}.{name}"] = value.detach().contiguous().clone()  # layers may share one
@@ -119,8 +119,8 @@ class _File:
             for name in ("format", *_NUMBERS):
                 self.require(name in word, f"layers.{i}.{name}", "an entry", "none")
             for name, x in word.items():
-                known = name in ("format", *_NAMES)
-                self.require(known, f"layers.{i}.{name}", f"one of format, {', '.join(_NAMES)}", "another name")
+                known = name in ("format", *NAMES)
+                self.require(known, f"layers.{i}.{name}", f"one of format, {', '.join(NAMES)}", "another name")
                 number_too = name in ("format", *_NUMBERS)
                 self.require(number_too or x == _TENSOR, f"layers.{i}.{name}", repr(_TENSOR), repr(x))
         return words

@@ -20,9 +20,9 @@ from transformers import AttentionInterface, DynamicCache
 from tersekv.attributes import signs
 from tersekv.demo import models
 from tersekv.demo.parts import rms_norm, rotate_interleaved
-from tersekv.demo.recipe import recipe
 from tersekv.formats import BF16, FP8_DS_MLA, KVFormat, kv_format, latent_format
 from tersekv.integrations.transformers_layers import CACHE_ARGUMENT
+from tersekv.recipe import recipe
 from tersekv.testing.codes import column, decode_row, encode_row
 
 
@@ -62,7 +62,7 @@ def through(x: Tensor, format: str, scale: Any, rotated: bool = False) -> Tensor
 
 
 class Reference:
-    """format: of all layers, or one each, as `demo.recipe` reads it; windows, sinks: of layers by index;
+    """format: of all layers, or one each, as `tersekv.recipe` reads it; windows, sinks: of layers by index;
     scales: (k, v) of each layer; shared: layer → whose cache it reads."""
 
     def __init__(

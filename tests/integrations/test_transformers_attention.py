@@ -264,12 +264,12 @@ def test_scales_of_the_other_kind_of_cache_are_refused(name, scale, ids):
         model(ids, **over(TersekvCache(model.config, "fp8_e4m3", **{scale: 0.5})))
 
 
-def test_largest_wants_a_16_bit_cache(ids):
+def test_fitted_scales_want_a_16_bit_cache(ids):
     model = tiny("llama")
     cache = TersekvCache(model.config, "fp8_e4m3")
     model(ids, **over(cache))
-    with pytest.raises(ValueError, match="largest: want a cache in bf16 or fp16, got fp8_e4m3"):
-        cache.largest()
+    with pytest.raises(ValueError, match="fitted_scales: want a cache in bf16 or fp16, got fp8_e4m3"):
+        cache.fitted_scales("nvfp4")
 
 
 @pytest.mark.parametrize("cache", [None, DynamicCache])

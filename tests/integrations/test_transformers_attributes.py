@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers_models import distance, over, tiny
 
-from tersekv import kv_bytes_per_token
-from tersekv.integrations.transformers import TersekvCache
+from tersekv import PagedKVCache, kv_bytes_per_token
+from tersekv.integrations.transformers import TersekvCache, TersekvStaticCache
 
 PAIR = ("int8_per_token_head", "nvfp4")
 ATTRIBUTES = {
@@ -57,7 +60,7 @@ def test_channel_scales_come_of_the_rows_of_a_16_bit_cache():
     model = tiny("llama")
     cache = TersekvCache(model.config, "bf16", page_size=8)
     logits(model, cache)
-    k, v = cache.channel_scales()[1]
+    k, v = (side[1] for side in cache.channel_scales().values())
     rows = cache.paged[1].store.cache[0].k.float().abs().amax((0, 1))
     torch.testing.assert_close(k, rows / rows.mean(-1, keepdim=True))
     assert v.shape == (2, 16)
@@ -67,6 +70,76 @@ def test_channel_scales_come_of_the_rows_of_a_16_bit_cache():
     logits(tiny("deepseek_v3"), latents)
     with pytest.raises(ValueError, match="channel_scales: want a cache of K and V, got one of latents"):
         latents.channel_scales()
+
+
+KINDS = [TersekvCache, lambda *a, **k: TersekvStaticCache(*a, max_tokens=64, **k)]
+
+
+@pytest.mark.parametrize("make", KINDS, ids=["dynamic", "static"])
+def test_a_word_is_a_cache_made_by_keywords(make):
+    model = tiny("llama")
+    word = make(model.config, "nvfp4/int4_per_token_head+rotated+ends=fp8_e4m3/bf16")
+    keywords = make(model.config, layer_formats=[("fp8_e4m3", "bf16")] * 2, rotation="hadamard")
+    assert word.formats == keywords.formats == [("fp8_e4m3", "bf16")] * 2  # two layers: the first and the last
+    assert torch.equal(logits(model, word), logits(model, keywords))
+    assert not torch.equal(logits(model, make(model.config, ("fp8_e4m3", "bf16"))), logits(model, make(model.config)))
+
+
+@pytest.mark.parametrize("make", KINDS, ids=["dynamic", "static"])
+@pytest.mark.parametrize("format", ["nvfp4", "fp8_e4m3"])
+def test_what_a_16_bit_cache_observed_is_what_another_takes(make, format, tmp_path):
+    model = tiny("llama")
+    seen = TersekvCache(model.config, "bf16")
+    with pytest.raises(ValueError, match="channel_scales: want a cache that a forward has written, got an empty one"):
+        seen.channel_scales()
+    logits(model, seen)
+    for numbers in (seen.channel_scales(), seen.fitted_scales(format)):
+        direct = logits(model, make(model.config, format, rotation="hadamard", **numbers))
+        kept = PagedKVCache.allocate(
+            2, 1, 1, 2, 16, format=format, rotation="hadamard",
+            **{n: x for n, x in numbers.items() if isinstance(x, torch.Tensor)},
+        )  # fmt: skip
+        each = zip(kept.layers, *(numbers.get(n, [1.0] * 2) for n in ("k_scale", "v_scale")), strict=True)
+        layers = [replace(layer, k_scale=k, v_scale=v) for layer, k, v in each]
+        PagedKVCache(layers, 16, 16).save_attributes(tmp_path / "x")
+        assert torch.equal(logits(model, make(model.config, saved=tmp_path / "x")), direct)
+
+
+def test_a_saved_cache_keeps_its_attributes_as_it_grows(tmp_path):
+    model = tiny("llama")
+    made = PagedKVCache.allocate(2, 1, 1, 2, 16, format="int8_per_token_head", rotation="hadamard")
+    made[0].k_signs[1] *= -1  # another's signs: those of the file count
+    made.save_attributes(tmp_path / "x")
+    caches = [TersekvCache(model.config, saved=tmp_path / "x", page_size=4, max_tokens=n) for n in (4, 64)]
+    assert torch.equal(*(logits(model, cache) for cache in caches))
+    for cache in caches:
+        assert cache.paged[0].store.cache[0].k_signs.equal(made[0].k_signs)
+
+
+def test_a_file_of_another_model_is_refused(tmp_path):
+    model = tiny("llama")
+    sizes = r"saved: want \(H, D, Dv\) = \(2, 16, 16\), as the model has, got \(4, 16, 16\)"
+    for layers, heads, message in ((3, 2, "saved: want attributes of 2 layers, got 3 in"), (2, 4, sizes)):
+        PagedKVCache.allocate(layers, 1, 1, heads, 16, format="nvfp4").save_attributes(tmp_path / "x")
+        with pytest.raises(ValueError, match=message):
+            logits(model, TersekvCache(model.config, saved=tmp_path / "x"))
+
+
+@pytest.mark.parametrize("make", KINDS, ids=["dynamic", "static"])
+@pytest.mark.parametrize(("options", "message"), [
+    ({"format": "nvfp4", "saved": "x"}, "format: want it or saved='x', which holds it, got both"),
+    ({"saved": "x", "k_scale": [2.0, 3.0]}, "k_scale: want it or saved='x', which holds it, got both"),
+    ({"format": "nvfp4", "layer_formats": ["bf16"] * 2}, "format: want it or layer_formats, got both"),
+    ({"format": "nvfp4+rotated", "rotation": "hadamard"}, "rotation: want it or +rotated of format='nvfp4+rotated'"),
+    ({"format": "nvfp4+ends=bf16", "layer_formats": ["bf16"] * 2}, "layer_formats: want it or format='nvfp4+ends="),
+    ({"format": "nvfp4+fitted", "v_scale": [2.0, 3.0]}, "v_scale: want it or +fitted of format='nvfp4+fitted', got "),
+    ({"format": "nvfp4+fitted"}, "format: want the numbers of +fitted by saved=FILE, a file that `tersekv eval "),
+    ({"format": "nvfp4+channels"}, "format: want the numbers of +channels by saved=FILE, a file that `tersekv eval "),
+    ({"format": "nvfp4+turned"}, "format: want +rotated, +channels, +fitted or +ends=FORMAT once each, got +turned"),
+])  # fmt: skip
+def test_what_is_said_twice_or_half_is_refused(options, message, make):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(tiny("llama").config, **options)
 
 
 @pytest.mark.parametrize(("options", "message"), [

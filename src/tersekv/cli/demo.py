@@ -18,11 +18,12 @@ from .. import __version__
 from ..demo import text
 from ..demo.attend import RUNNERS
 from ..demo.measure import ModelResult, Settings, formats_of, measure
-from ..demo.recipe import REFERENCE, recipe, searched
 from ..demo.report import as_json, frontier_table, plot, samples, smallest_within, table
+from ..demo.search import REFERENCE, searched
 from ..demo.subject import BuiltIn, Subject
 from ..errors import UnsupportedError
 from ..formats import ALL_FORMATS
+from ..recipe import recipe
 from .arguments import (
     PICTURES,
     Interruption,

@@ -14,8 +14,9 @@ from ..cache import PagedKVCache
 from ..formats import ALL_FORMATS, KV_FORMATS
 from ..layers import PagedKVLayer
 from ..ops.append import append
+from ..recipe import Recipe
 from .attend import Scales
-from .recipe import REFERENCE, Recipe
+from .search import REFERENCE
 from .subject import Runner, Subject
 
 _PAGE = 16

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..formats import KV_FORMATS
+from ..recipe import Recipe, recipe
 from . import text
 from .attend import Scales
 from .calibrate import Calibration, Tick, score, windows
 from .needle import Needles
-from .recipe import REFERENCE, Recipe, recipe
+from .search import REFERENCE
 from .subject import Runner, Subject
 
 _ROWS = 256  # rows of logits that are compared at once: in fp64 those of a large vocabulary take much memory

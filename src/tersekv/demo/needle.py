@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..ops.decode import decode
+from ..recipe import Recipe
 from .calibrate import Calibration
-from .recipe import Recipe
 
 _HALVINGS = 30
 _RIDGE = 1e-2  # on the correlations of channels: what hardly varies tells nothing

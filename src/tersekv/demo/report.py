@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..formats import KV_FORMATS
 from .measure import Measured, ModelResult
-from .recipe import REFERENCE
+from .search import REFERENCE
 from .subject import TITLES
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#332288", "#882255", "#117733")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterable, Sequence
-from numbers import Real
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..counts import positive, whole
 from ..errors import UnsupportedError
 from ..formats import ALL_FORMATS, KV_FORMATS
 from ..layers import Formats, pair
+from .transformers_formats import chosen, scale_of_layers
 from .transformers_layers import INSTEAD, layer_windows
 from .transformers_pages import Book, Capacity, Step
 from .transformers_store import KVStore, LatentStore, Rules, Store, check_expanded, copy, named
@@ -220,8 +221,11 @@ class TersekvCache(Cache):
         config:      the model's config; tells layers with a sliding window from those without
         format:      bf16 | fp16 | fp8_e4m3 | fp8_e5m2 for every model; fp8_per_token_head | int8_per_token_head |
                      nvfp4 | int4_per_token_head where K and V are cached, or two of these, K's and V's; fp8_ds_mla
-                     where latents are (DeepSeek)
-        layer_formats:  instead of it, such an entry for each layer
+                     where latents are (DeepSeek); or a word of `tersekv eval`, such as
+                     "int8_per_token_head/nvfp4+rotated+ends=bf16". None: fp8_e4m3
+        layer_formats:  instead of it, a name or K's and V's for each layer
+        saved:       instead of these, scales and attributes, a file that `tersekv eval --save` or
+                     `PagedKVCache.save_attributes` wrote for this model
         rotation, k_channel_scale, v_channel_scale:  where K and V are cached, as `PagedKVCache.allocate` takes them;
                      the scales for all layers, or [layers, H, D] and [layers, H, Dv]
         page_size:   tokens of a page
@@ -245,9 +249,10 @@ class TersekvCache(Cache):
     def __init__(
         self,
         config: Any,
-        format: Formats = "fp8_e4m3",
+        format: Formats | None = None,
         *,
         layer_formats: Sequence[Formats] | None = None,
+        saved: str | os.PathLike | None = None,
         rotation: str | Sequence[str | None] | None = None,
         k_channel_scale: Tensor | None = None,
         v_channel_scale: Tensor | None = None,
@@ -260,11 +265,6 @@ class TersekvCache(Cache):
         v_scale: float | Sequence[float] = 1.0,
         kv_scale: float | Sequence[float] = 1.0,
     ) -> None:
-        each = [format] if layer_formats is None else [*layer_formats]
-        for entry in each:
-            for name in pair("format", entry):
-                if not isinstance(name, str) or name not in ALL_FORMATS:
-                    raise ValueError(f"format: want one of {', '.join(ALL_FORMATS)}, got {name!r}")
         page_size, chunk = positive("page_size", page_size), positive("chunk", chunk)
         max_tokens = None if max_tokens is None else positive("max_tokens", max_tokens)
         num_pages = None if num_pages is None else positive("num_pages", num_pages)
@@ -275,7 +275,9 @@ class TersekvCache(Cache):
         config = config.get_text_config(decoder=True)
         windows = layer_windows(config)
         scales = {"k_scale": k_scale, "v_scale": v_scale, "kv_scale": kv_scale}
-        self._scales = {name: _each(name, s, len(windows)) for name, s in scales.items()}
+        attributes = {"rotation": rotation, "k_channel_scale": k_channel_scale, "v_channel_scale": v_channel_scale}
+        each, self._attributes, self._saved = chosen(len(windows), format, layer_formats, saved, attributes, scales)
+        self._scales = {name: scale_of_layers(name, s, len(windows)) for name, s in scales.items()}
         self._latent_sizes = (getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None))
         for name in (name for entry in each for name in pair("format", entry)):
             if name not in KV_FORMATS and None in self._latent_sizes:
@@ -283,10 +285,7 @@ class TersekvCache(Cache):
                 raise ValueError(
                     f"format: want one of {known} for {config.model_type}, which caches K and V, got {name!r}"
                 )
-        self.formats = _formats_of_layers(each, layer_formats is not None, len(windows))
-        self._attributes = {
-            "rotation": rotation, "k_channel_scale": k_channel_scale, "v_channel_scale": v_channel_scale,
-        }  # fmt: skip
+        self.formats = each
         for name in ("k_channel_scale", "v_channel_scale"):
             scale = self._attributes[name]
             if isinstance(scale, Tensor) and scale.dim() == 3 and len(scale) != len(windows):
@@ -319,10 +318,12 @@ class TersekvCache(Cache):
         own = {n: x[index] if isinstance(x, Tensor) and x.dim() == 3 else x for n, x in given.items()}
         format = self.formats[index]
         if latents:
-            if own or not isinstance(format, str):
-                got = ", ".join(own) or f"format={format!r}"
+            if own or self._saved or not isinstance(format, str):
+                got = ", ".join(own) or ("saved" if self._saved else f"format={format!r}")
                 raise ValueError(f"format: want one and no attributes for a model that caches latents, got {got}")
             return LatentStore(key, value, format, num_pages, size, kv_scale)
+        if self._saved is not None:
+            return KVStore(key, value, format, num_pages, size, 1.0, 1.0, saved=self._saved[index])
         return KVStore(key, value, format, num_pages, size, k_scale, v_scale, own)
 
     def exact_store(self, key: Tensor, value: Tensor, num_pages: int) -> Store:
@@ -410,45 +411,49 @@ class TersekvCache(Cache):
         """Bytes of all pages that are allocated."""
         return sum(layer.store.cache.nbytes for layer in self.paged if layer.store is not None)
 
-    def largest(self) -> list[tuple[float, ...]]:
-        """Of a 16-bit cache: the largest magnitude of K and of V (of latents: one) in each layer, to choose scales.
+    def fitted_scales(self, format: Formats) -> dict[str, list[float]]:
+        """Of a 16-bit cache: the scales of each layer that let the largest values that it holds just fit `format`.
 
-        Raises ValueError for other formats, whose codes do not tell.
+            >>> TersekvCache(config, "fp8_e4m3", **observed.fitted_scales("fp8_e4m3"))
+
+        format:  a name, or K's and V's; 1.0 for one that takes no scale
+
+        They go with unrotated rows without channel scales. Raises ValueError for a cache in another format, whose
+        codes do not tell, and for an empty one.
         """
-        if not all(entry in HALF for entry in self.formats):
-            raise ValueError(f"largest: want a cache in {' or '.join(HALF)}, got {self.format}")
-        return [layer.store.largest() for layer in self.paged if layer.store is not None]
+        largest = [store.largest() for store in self._observed("fitted_scales")]
+        wanted = [ALL_FORMATS.get(name) for name in pair("format", format)]
+        if None in wanted:
+            raise ValueError(f"format: want one of {', '.join(ALL_FORMATS)}, or K's and V's, got {format!r}")
+        names = ("kv_scale",) if len(largest[0]) == 1 else ("k_scale", "v_scale")
+        each = zip(names, wanted, zip(*largest, strict=True), strict=False)
+        return {name: [f.fitting_scale(x) for x in sizes] for name, f, sizes in each if f is not None}
 
-    def channel_scales(self) -> list[tuple[Tensor, ...]]:
-        """Of a 16-bit cache: K's and V's channel scales [H, D], [H, Dv] of each layer, from the rows that it holds.
+    def channel_scales(self) -> dict[str, Tensor]:
+        """Of a 16-bit cache: K's and V's channel scales [layers, H, D], [layers, H, Dv], from the rows that it holds.
 
-        Raises ValueError for other formats, and for a cache of latents.
+            >>> TersekvCache(config, "int4_per_token_head", **observed.channel_scales())
+
+        Raises ValueError for a cache in another format, for an empty one and for one of latents.
         """
+        k, v = zip(*(store.channel_scales() for store in self._observed("channel_scales")), strict=True)
+        where = k[0].device  # layers may lie on several
+        sides = (torch.stack([x.to(where) for x in side]) for side in (k, v))
+        return dict(zip(("k_channel_scale", "v_channel_scale"), sides, strict=True))
+
+    def _observed(self, what: str) -> list[Store]:
+        """The store of each layer of a 16-bit cache that holds tokens."""
         stores = [layer.store for layer in self.paged if layer.store is not None]
         if not all(entry in HALF for entry in self.formats):
-            raise ValueError(f"channel_scales: want a cache in {' or '.join(HALF)}, got {self.format}")
-        return [store.channel_scales() for store in stores]
+            raise ValueError(f"{what}: want a cache in {' or '.join(HALF)}, got {self.format}")
+        if len(stores) < len(self.paged):
+            raise ValueError(f"{what}: want a cache that a forward has written, got an empty one")
+        return stores
 
 
 def _version(x: Tensor) -> int:
     """How often a tensor was written in place, where torch counts it and nothing is being traced."""
     return -1 if torch.compiler.is_compiling() or x.is_inference() else x._version
-
-
-def _formats_of_layers(entries: list[Formats], own: bool, layers: int) -> list[Formats]:
-    """One name or pair for each layer."""
-    if own and len(entries) != layers:
-        raise ValueError(f"layer_formats: want {layers} entries, one a layer, got {len(entries)}")
-    each = entries if own else entries * layers
-    return [k if k == v else (k, v) for k, v in (pair("format", entry) for entry in each)]
-
-
-def _each(name: str, scale: float | Sequence[float], layers: int) -> list[float]:
-    """One number for each layer."""
-    each = list(scale) if isinstance(scale, Iterable) else [scale] * layers
-    if len(each) != layers or not all(isinstance(s, Real) and not isinstance(s, bool) and float(s) > 0 for s in each):
-        raise ValueError(f"{name}: want a positive number, or one for each of {layers} layers, got {scale!r}")
-    return [float(s) for s in each]
 
 
 def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

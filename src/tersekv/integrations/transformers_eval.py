@@ -129,18 +129,19 @@ class HuggingFaceModel:
         options: Mapping[str, Any] | None = None,
     ) -> PagedModel:  # fmt: skip
         """The model over new caches, one for each request. options: of these, in place of their format."""
-        options = {"page_size": page_size, "max_tokens": longest, **(options or {})}
+        options = {"page_size": page_size, "max_tokens": longest, **(options or {"format": format})}
         if scales is not None:
             names = ("kv_scale",) if self._latent else ("k_scale", "v_scale")
             options.update(zip(names, (list(s) for s in zip(*scales, strict=True)), strict=True))
-        return PagedModel(self.model, format, options)
+        return PagedModel(self.model, options)
 
 
 class PagedModel:
     """A model whose requests have a `TersekvCache` each. `step` runs new tokens of some requests."""
 
-    def __init__(self, model: Any, format: str, options: Mapping[str, Any]) -> None:
-        self._model, self._format, self._options = model, format, options
+    def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
+        """options: of the caches"""
+        self._model, self._options = model, options
         self._caches: dict[Hashable, TersekvCache] = {}
         self._spare: list[TersekvCache] = []
         self.device: torch.device = model.device
@@ -173,7 +174,7 @@ class PagedModel:
         return [tuple(map(torch.cat, zip(*layer, strict=True))) for layer in zip(*each, strict=True)]
 
     def _fresh(self) -> TersekvCache:
-        return TersekvCache(self._model.config, self._format, **self._options)
+        return TersekvCache(self._model.config, **self._options)
 
 
 def _dtype(wanted: str, stored: Any, device: torch.device) -> torch.dtype:

@@ -264,7 +264,7 @@ class TersekvStaticCache(TersekvCache):
 
     layer_kind = TersekvStaticLayer
 
-    def __init__(self, config: Any, format: Formats = "fp8_e4m3", *, max_tokens: int, **options: Any) -> None:
+    def __init__(self, config: Any, format: Formats | None = None, *, max_tokens: int, **options: Any) -> None:
         if options.pop("num_pages", None) is not None:
             raise ValueError("num_pages: want None for a TersekvStaticCache, whose room is max_tokens, got a number")
         super().__init__(config, format, max_tokens=positive("max_tokens", max_tokens), **options)

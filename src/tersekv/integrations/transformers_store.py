@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,6 +18,7 @@ from ..ops.decode import decode
 from ..ops.mla import mla_append, mla_decode
 from ..ops.prefill import MANY_ROWS, prefill
 from ..pages import PageCopy, copy_pages, written_rows
+from ..saved import NAMES
 from .transformers_pages import Piece
 
 
@@ -34,11 +36,12 @@ class KVStore:
 
     def __init__(
         self, key: Tensor, value: Tensor, format: Formats, num_pages: int, page_size: int, k_scale: float,
-        v_scale: float, attributes: Mapping[str, Any] | None = None,
+        v_scale: float, attributes: Mapping[str, Any] | None = None, saved: PagedKVLayer | None = None,
     ) -> None:  # fmt: skip
         """key, value: [B, H, T, D], [B, H, T, Dv] of the first forward: sizes and device.
 
         attributes: rotation and channel scales, as `PagedKVCache.allocate` takes them
+        saved:      a layer whose scales and attributes this one gets instead
         """
         more = {n: x.to(key.device) if isinstance(x, Tensor) else x for n, x in (attributes or {}).items()}
         self._sizes: dict[str, Any] = {
@@ -46,7 +49,21 @@ class KVStore:
             "head_dim_v": value.shape[-1], "format": format, "k_scale": k_scale, "v_scale": v_scale,
             "device": key.device, **more,
         }  # fmt: skip
-        self.cache = PagedKVCache.allocate(num_pages=num_pages, **self._sizes)
+        self._saved: dict[str, Any] = {}
+        if saved is not None:
+            sizes = key.shape[1], key.shape[-1], value.shape[-1]
+            if sizes != (saved.num_kv_heads, saved.head_dim, saved.head_dim_v):
+                want = f"(H, D, Dv) = {sizes}, as the model has"
+                raise ValueError(f"saved: want {want}, got {(saved.num_kv_heads, saved.head_dim, saved.head_dim_v)}")
+            values = {name: getattr(saved, name) for name in NAMES}
+            self._saved = {n: x.to(key.device) if isinstance(x, Tensor) else x for n, x in values.items()}
+        self.cache = self._allocate(num_pages)
+
+    def _allocate(self, num_pages: int) -> PagedKVCache:
+        made = PagedKVCache.allocate(num_pages=num_pages, **self._sizes)
+        if not self._saved:
+            return made
+        return PagedKVCache([replace(made[0], **self._saved)], made.head_dim, made.head_dim_v)
 
     def append(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """key, value: [T, H, D], [T, H, Dv]."""
@@ -72,7 +89,7 @@ class KVStore:
 
     def grow(self, num_pages: int) -> None:
         """The same rows in more pages."""
-        larger = PagedKVCache.allocate(num_pages=num_pages, **self._sizes)
+        larger = self._allocate(num_pages)
         _refill(larger[0], self.cache[0], ("k", "v", "k_scale_cache", "v_scale_cache"))
         self.cache = larger
 

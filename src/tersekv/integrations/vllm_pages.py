@@ -60,7 +60,7 @@ _VLLM = {  # vLLM's kv_cache_dtype → ours; "auto" follows the pages' dtype
 _QUANTISED = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
 _PAIRS = {f"{k}/{v}": (k, v) for k, v in permutations(_QUANTISED, 2)}
 _FOUR_BITS = {name: (name, name) for name in _QUANTISED if kv_format(name).values_per_element == 2}
-# Names that vLLM has not: `recipe` of the demo reads them too.
+# Names that vLLM has not: `tersekv.recipe` reads them too.
 OWN = {name: _kind(*both) for name, both in _PAIRS.items()} | {
     f"{name}+rotated": _kind(*both, True) for name, both in (_FOUR_BITS | _PAIRS).items()
 }

@@ -2,7 +2,8 @@
 
 A format, or K's and V's with a `/` between them; behind it `+fitted`: scales of the tensors in which the largest values
 just fit. Of K/V caches also `+rotated` (K and V), `+channels` (K and V scaled by channel), and `+ends=FORMAT` or
-`+ends=K/V`: of the first and the last layer. Numbers are calibrated on another part of the text than is measured.
+`+ends=K/V`: of the first and the last layer. The numbers of `+channels` and `+fitted` come from a calibration:
+`tersekv eval --save FILE` keeps them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attributes import HADAMARD
-from ..formats import ALL_FORMATS, BLOCK, KV_FORMATS, TENSOR
+from .attributes import HADAMARD
+from .formats import ALL_FORMATS, BLOCK, KV_FORMATS, TENSOR
 
-REFERENCE = "bf16"
 _PLAIN = ("rotated", "channels", "fitted")
-_FOUR_BITS = ("int4_per_token_head", "nvfp4")
-_EIGHT_BITS = ("int8_per_token_head", "fp8_per_token_head")
+# The keywords that say the same as a word's parts.
+_KEYWORDS = {
+    "rotated": ("rotation",),
+    "channels": ("k_channel_scale", "v_channel_scale"),
+    "fitted": ("k_scale", "v_scale", "kv_scale"),
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,38 @@ class Recipe:
         return options
 
 
+def spelt(format: object, count: int, saved: str, **keywords: Any) -> Recipe | None:
+    """The recipe of a `format` that is more than a name, for a cache of `count` layers; None: a name, or no word.
+
+    saved:     how the cache takes numbers from a file
+    keywords:  those of the cache that may say the same, None or 1.0 where they were not given
+
+    Raises ValueError for a word that is none, for one that wants numbers, and for what is said twice.
+    """
+    if not isinstance(format, str) or not {"/", "+"} & {*format}:
+        return None
+    try:
+        found = recipe(format)
+    except ValueError as e:
+        raise ValueError(f"format: {e}") from None
+    if keywords["layer_formats"] is not None:
+        raise ValueError(f"layer_formats: want it or format={format!r}, got both")
+    parts = {"rotated": found.rotated, "channels": found.channels, "fitted": found.fitted}
+    for part in (name for name, there in parts.items() if there):
+        for keyword in _KEYWORDS[part]:
+            value = keywords.get(keyword)
+            if value is not None and not (isinstance(value, float) and value == 1.0):
+                raise ValueError(f"{keyword}: want it or +{part} of format={format!r}, got both")
+        if part in ("channels", "fitted"):
+            raise ValueError(
+                f"format: want the numbers of +{part} by {saved}, a file that `tersekv eval --save FILE` wrote, or by "
+                f"{' and '.join(k for k in _KEYWORDS[part] if k in keywords)} without +{part}; got {format!r} alone"
+            )
+    if found.ends and count < 2:
+        raise ValueError(f"format: want at least 2 layers for +ends, got {count} for {format!r}")
+    return found
+
+
 def recipe(text: str) -> Recipe:
     """The recipe of a word. Raises ValueError that says what of it is wrong."""
     first, *more = text.split("+")
@@ -86,19 +122,3 @@ def _pair(text: str) -> tuple[str, str]:
     if len(names) > 2 or not all(name in ALL_FORMATS for name in names):
         raise ValueError(f"want one of {', '.join(ALL_FORMATS)}, or K/V of two, got {text!r}")
     return names[0], names[-1]
-
-
-def searched(formats: Sequence[str]) -> list[str]:
-    """What a search tries where these formats are: each alone, and with fitted scales where it takes some; those of few
-    bits rotated, with channel scales, beside 8 bits for K, and with 8 bits in the first and last layer."""
-    few = [f for f in _FOUR_BITS if f in formats]
-    eight = next((f for f in _EIGHT_BITS if f in formats), None)
-    fitted = [f"{f}+fitted" for f in formats if ALL_FORMATS[f].scale in (TENSOR, BLOCK)]
-    if eight is None or not set(formats) <= set(KV_FORMATS):
-        return [*formats, *fitted]
-    found = [*formats, *fitted, f"{eight}+rotated"]
-    for f in few:
-        found += [f"{f}+rotated", f"{f}+channels", f"{f}+rotated+channels", f"{f}+ends={eight}"]
-        found += [f"{eight}/{f}", f"{f}/{eight}", f"{eight}/{f}+rotated", f"{eight}/{f}+channels"]
-    found += [f"{a}/{b}" for a in few for b in few if a != b]
-    return list(dict.fromkeys(found))
