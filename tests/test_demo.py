@@ -176,7 +176,7 @@ def test_a_format_without_a_kernel_is_told_not_hidden(heldout, monkeypatch):
     monkeypatch.setattr(tool, "run_format", refuse)
     result = measure("llama", heldout[:40], QUICK, ["fp16", "nvfp4"])
     assert result.formats[-1] == Measured("nvfp4", unsupported="decode has no backend for nvfp4")
-    assert "nvfp4 is refused: decode has no backend" in printed(report.samples(result))
+    assert "nvfp4 is refused: decode has no backend" in printed(report.refusals(result)[0])
     assert "refused" in printed(report.table(result))
 
 
@@ -245,7 +245,7 @@ def test_demo_prints_tables_and_writes_json_and_picture(tmp_path, capsys):
     argv = ("--tokens", "80", "--formats", "fp8_e4m3,nvfp4", "--json", str(stored), "--plot", str(picture))
     assert main.main(("demo", "--device", "cpu", *argv)) == 0
     out = capsys.readouterr().out
-    assert "80 of " in out
+    assert "the first 80 bytes of held-out" in out
     assert "Llama-style" in out
     assert "DeepSeek-style" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -267,16 +267,16 @@ def test_demo_prints_tables_and_writes_json_and_picture(tmp_path, capsys):
 def test_eval_measures_any_file_of_at_least_two_bytes(tmp_path, capsys):
     file, stored = tmp_path / "x.bin", tmp_path / "x.json"
     file.write_bytes(bytes([255, 0, 7]))
-    argv = ("--text", str(file), "--model", "llama", "--formats", "nvfp4", "--json", str(stored), "--plot", "none")
+    argv = ("--text", str(file), "--model", "llama", "--formats", "nvfp4", "--json", str(stored))
     assert main.main(("eval", "--device", "cpu", *argv)) == 0
-    assert "2 of 2 bytes of x.bin" in capsys.readouterr().out
+    assert ": 2 bytes of x.bin" in capsys.readouterr().out
     [told] = json.loads(stored.read_text())["models"]
     assert told["bytes_scored"] == 2
     assert list(tmp_path.glob("*.png")) == []
 
 
 def eval_of_stdin(tmp_path, stdin, **options):
-    files = ("--json", str(tmp_path / "x.json"), "--plot", "none")
+    files = ("--json", str(tmp_path / "x.json"))
     argv = ("eval", "--device", "cpu", "--text", "-", "--model", "llama", "--formats", "bf16", *files)
     command = [sys.executable, "-m", "tersekv", *argv]
     return subprocess.run(command, stdin=stdin, capture_output=True, text=True, timeout=300, **options)
@@ -287,7 +287,7 @@ def test_eval_reads_a_pipe(tmp_path):
     with open(tmp_path / "text", "rb") as stdin:
         done = eval_of_stdin(tmp_path, stdin)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "13 of 13 bytes of standard input" in done.stdout
+    assert ": 13 bytes of standard input" in done.stdout
     assert json.loads((tmp_path / "x.json").read_text())["text"] == "standard input"
 
 
@@ -297,7 +297,7 @@ def test_eval_says_on_a_terminal_that_it_waits_for_a_text(tmp_path):
     done = eval_of_stdin(tmp_path, its)
     os.close(its), os.close(mine)
     assert (done.returncode, done.stderr) == (0, "reading the text from the terminal; Ctrl-D on a new line ends it\n")
-    assert "12 of 12 bytes of standard input" in done.stdout
+    assert ": 12 bytes of standard input" in done.stdout
 
 
 def test_the_file_on_standard_input_is_not_written_over(tmp_path):
@@ -338,6 +338,8 @@ def test_without_matplotlib_the_picture_is_left_out_and_that_is_said(tmp_path, c
         (("demo", "--device", "meta"), "--device meta: "),
         (("demo", "--device", "nonsense"), "--device nonsense: "),
         (("demo", "--device", "xla"), "with arguments from the 'XLA' backend\n"),
+        (("demo", "--json", "none"), "--json none: want the name of a file; without --json none is written"),
+        (("demo", "--plot", "none"), "want a name ending in .png, .svg, .pdf, got 'none'"),
         (("demo", "--json", "-"), "--json -: want the name of a file"),
         (("demo", "--json", "/sys/x.json"), "--json /sys/x.json: want a file that can be written, got "),
         (("demo", "--json", "x.png", "--plot", "x.png"), "--plot x.png: want a file of its own, got that of --json"),
@@ -369,7 +371,7 @@ def test_bad_arguments_exit_with_2_and_say_why(argv, message, capsys, tmp_path, 
 def test_a_folder_with_a_model_and_a_built_in_models_name_is_not_passed_over(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()
-    argv = ("eval", "--text", __file__, "--model", "llama", "--device", "cpu", "--plot", "none")
+    argv = ("eval", "--text", __file__, "--model", "llama", "--device", "cpu")
     assert main.main((*argv, "--tokens", "5", "--formats", "fp16")) == 0, "the folder holds no model"
     (tmp_path / "llama" / "config.json").write_text("{}")
     capsys.readouterr()
@@ -418,7 +420,7 @@ def test_a_text_with_nothing_to_score_exits_with_2_and_says_why(tmp_path, capsys
 
 def test_a_format_that_no_model_has_is_left_out_and_that_is_said(tmp_path, capsys):
     (tmp_path / "text").write_bytes(b"abc" * 20)
-    argv = ("--formats", "fp8_ds_mla,nvfp4", "--tokens", "20", "--json", str(tmp_path / "x.json"), "--plot", "none")
+    argv = ("--formats", "fp8_ds_mla,nvfp4", "--tokens", "20", "--json", str(tmp_path / "x.json"))
     assert main.main(("eval", "--device", "cpu", "--model", "llama", "--text", str(tmp_path / "text"), *argv)) == 0
     out = capsys.readouterr().out
     assert "fp8_ds_mla is left out: no model's cache has it" in out
@@ -426,6 +428,6 @@ def test_a_format_that_no_model_has_is_left_out_and_that_is_said(tmp_path, capsy
 
 
 def test_a_model_without_a_wanted_format_is_left_out_and_that_is_said(tmp_path, capsys):
-    argv = ("--formats", "nvfp4", "--tokens", "20", "--json", str(tmp_path / "x.json"), "--plot", "none")
+    argv = ("--formats", "nvfp4", "--tokens", "20", "--json", str(tmp_path / "x.json"))
     assert main.main(("demo", "--device", "cpu", *argv)) == 0
     assert "deepseek is left out: its cache has none of nvfp4" in capsys.readouterr().out

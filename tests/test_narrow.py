@@ -53,7 +53,7 @@ def commands(monkeypatch, tmp_path):
         bench, "bench", lambda *a: (engine.Result(c, engine.OK, us=12.5, nbytes=1 << 20, error=1e-3) for c in cells)
     )
     monkeypatch.setattr(bench.Limits, "of", lambda device: bench.Limits(1e11, 1e12))
-    files = ("--json", "j", "--plot", "none")
+    files = ("--json", "j")
     return {
         "demo": ("demo", "--device", "cpu", *files),
         "eval": ("eval", "--device", "cpu", "--text", "t", *files),

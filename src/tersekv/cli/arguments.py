@@ -84,6 +84,8 @@ def unwritable(text: str | None = None, **files: str | None) -> str | None:
     for option, path in files.items():
         if path is None:
             continue
+        if path == "none":
+            return f"--{option} none: want the name of a file; without --{option} none is written"
         if path == "-":
             return f"--{option} -: want the name of a file, since standard output gets the tables"
         owner = taken.setdefault(_identity(path), f"--{option}")
@@ -121,10 +123,17 @@ def _closed(path: str) -> str | None:
     return None
 
 
+class Screen(Console):
+    """Of standard output or error. Where a reader has gone, the command ends as `main` ends it."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def screen() -> Console:
     """Of standard output. A pipe or a file has no width, and takes tables as wide as they are."""
-    found = Console()
-    return found if found.is_terminal else Console(width=200)
+    found = Screen()
+    return found if found.is_terminal else Screen(width=200)
 
 
 class Interruption:
@@ -147,5 +156,5 @@ class Interruption:
 
 def complain(args: argparse.Namespace, why: str, code: int = 2) -> int:
     """Say on stderr why the command stops; returns the exit code."""
-    Console(stderr=True).print(f"tersekv {args.command}: {why}", markup=False, highlight=False, soft_wrap=True)
+    Screen(stderr=True).print(f"tersekv {args.command}: {why}", markup=False, highlight=False, soft_wrap=True)
     return code

@@ -6,8 +6,10 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,8 +19,9 @@ from torch import Tensor
 from .. import __version__
 from ..demo import text
 from ..demo.attend import RUNNERS
+from ..demo.calibrate import Calibration
 from ..demo.measure import ModelResult, Settings, formats_of, measure
-from ..demo.report import as_json, frontier_table, plot, samples, smallest_within, table
+from ..demo.report import as_json, frontier_table, plot, refusals, samples, smallest_within, table
 from ..demo.search import REFERENCE, searched
 from ..demo.subject import BuiltIn, Subject
 from ..errors import UnsupportedError
@@ -37,17 +40,17 @@ from .arguments import (
     unusable,
     unwritable,
 )
+from .chosen import as_measured, chosen, lines, unsaveable
 from .tables import Fitted
 from .verify import device_name, environment
 
 _FORMATS = tuple(ALL_FORMATS)
-NONE = "none"
 NEEDLES = 16  # keys of each head that a search looks for
 _LEAST = 9  # tokens, of which a quarter are two
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common(parser, "tersekv-demo")
+    add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     return show(args, subjects, text.encode(text.heldout_text()), "held-out Python documentation")
 
 
-def add_common(parser: argparse.ArgumentParser, stem: str) -> None:
-    """The arguments that `demo` and `eval` share. stem: of the files that they write."""
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `demo` and `eval` share."""
     add_device(parser)
     parser.add_argument(
         "--formats", type=_recipes,
@@ -81,11 +84,8 @@ def add_common(parser: argparse.ArgumentParser, stem: str) -> None:
         "--threads", type=threads, default=1,
         help="CPU threads; default: 1, since threads that wait for each other make small models slow on a busy machine",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", default=f"{stem}.json", help="results; default: %(default)s")
-    parser.add_argument(
-        "--plot", metavar="FILE", type=_picture_or_none, default=f"{stem}.png",
-        help=f"picture ({', '.join(PICTURES)}), or {NONE}; default: %(default)s",
-    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
+    parser.add_argument("--plot", metavar="FILE", type=picture, help=f"draw them into FILE ({', '.join(PICTURES)})")
 
 
 def _recipes(text: str) -> tuple[str, ...]:
@@ -106,52 +106,44 @@ def _recipes(text: str) -> tuple[str, ...]:
 
 def blocked(args: argparse.Namespace, text: str | None = None) -> str | None:
     """Why these options cannot work, whatever the model; None: they can. text: the file of --text."""
-    return unusable(args.device) or unwritable(text, json=args.json, plot=None if args.plot == NONE else args.plot)
+    files = {name: getattr(args, name, None) for name in ("json", "plot", "save")}
+    return unusable(args.device) or unwritable(text, **files)
 
 
 def show(
     args: argparse.Namespace, subjects: Sequence[Subject], tokens: Tensor, source: str, settings: Settings | None = None
 ) -> int:
-    """Measure the models on the first tokens of a text; print, and write the JSON file and the picture."""
-    obstacle = _obstacle(args, subjects, tokens)
+    """Measure the models on the first tokens of a text; write the files that were asked for, and print."""
+    obstacle = _obstacle(args, subjects, tokens) or unsaveable(args, subjects)
     if obstacle:
         return complain(args, obstacle)
     idle = [s for s in subjects if not formats_of(s, args.formats)]
     subjects = [s for s in subjects if s not in idle]
-    search, within = getattr(args, "search", False), getattr(args, "within", None)
+    search, save = getattr(args, "search", False), getattr(args, "save", None)
     wanted = _searched(subjects, args.formats) if search else args.formats
     settings = replace(settings or Settings(), calibrate=args.calibrate, needles=NEEDLES if search else 0)
     console, start = screen(), time.perf_counter()
-    apart = args.calibrate or search or any(recipe(f).calibrated for f in wanted or ())
+    apart = args.calibrate or search or save or any(recipe(f).calibrated for f in wanted or ())
     used, other = _parts(tokens, args.tokens, max(s.context for s in subjects) * settings.batch if apart else 0)
     if apart and len(other) < 2:
         least = f"at least {_LEAST} {subjects[0].unit}s, a part of them to calibrate on"
         return complain(args, f"text: want {least}, got {len(tokens)}")
-    what = f"{len(used) - 1} of {len(tokens) - 1} {subjects[0].unit}s of {source}"
+    what = f"{len(used) - 1} {subjects[0].unit}s of {source}"
+    what = f"the first {what}" if len(used) < len(tokens) else what
     told = f"; calibrated on {len(other)} others" if apart else ""
     console.print(f"tersekv {__version__} on {device_name(args.device)}: {what}{told}", highlight=False)
     for left_out in _left_out(args.formats, subjects, idle):
         console.print(left_out, highlight=False)
-    begun: list[ModelResult] = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(args.threads)
+    run = _Run(args, subjects, settings)
     try:
-        with Interruption() as stop:
-            _measure(subjects, (used.to(args.device), other.to(args.device)), settings, wanted, console, begun)
+        with Interruption() as stop, _with_threads(args.threads):
+            run.measure((used.to(args.device), other.to(args.device)), wanted, console)
     except UnsupportedError as e:
         return complain(args, str(e))
-    finally:
-        torch.set_num_threads(before)
-    results = [r for r in begun if r.formats]
+    results = [r for r in run.begun if r.formats]
     if not results:
         stop.pass_on()
     seconds = time.perf_counter() - start
-    _print(results, console)
-    for result in results if search or within is not None else ():
-        console.print(Fitted(frontier_table(result)))
-        if within is not None:
-            console.print(smallest_within(result, within))
-        console.print()
     options = {
         "tokens": len(used) - 1,
         "calibrate": args.calibrate,
@@ -164,13 +156,115 @@ def show(
         "command": args.command, "text": source, "options": options, "environment": environment(args.device),
         "seconds": round(seconds, 2), "interrupted": stop.came, "models": as_json(results),
     }  # fmt: skip
-    Path(args.json).write_text(json.dumps(stored, indent=1) + "\n")
-    written = [args.json]
-    if args.plot != NONE and _drawn(results, f"{what}, on {device_name(args.device)}", args.plot, console):
-        written.append(args.plot)
-    console.print(f"{seconds:.0f} s; wrote {', '.join(written)}", highlight=False, soft_wrap=True)
+    # Before anything is printed: what was measured outlives a console that fails.
+    written = run.write(results, stored, f"{what}, on {device_name(args.device)}", stop.came)
+    run.print(results, console)
+    files = f"; wrote {', '.join(written)}" if written else ""
+    console.print(f"{seconds:.0f} s{files}", highlight=False, soft_wrap=True)
     stop.pass_on()
-    return 0
+    return 1 if save is not None and save not in written else 0
+
+
+@contextmanager
+def _with_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Run:
+    """What a command measures, and what it makes of it."""
+
+    def __init__(self, args: argparse.Namespace, subjects: Sequence[Subject], settings: Settings) -> None:
+        self._args, self._settings = args, settings
+        self._subjects = {s.name: s for s in subjects}
+        self._calibrations: dict[str, Calibration] = {}
+        self._notes: list[str] = []  # why a file is missing
+        self._saved = False
+        self.begun: list[ModelResult] = []
+
+    def measure(self, parts: tuple[Tensor, Tensor], formats: Sequence[str] | None, console: Console) -> None:
+        """parts: tokens to score, and those to calibrate on"""
+        (tokens, other), settings, subjects = parts, self._settings, self._subjects.values()
+        runs = sum(len(formats_of(s, formats)) for s in subjects)
+        room = (BarColumn(), MofNCompleteColumn()) if console.width >= 100 else ()
+        columns = (TextColumn("{task.description}"), *room, TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            work = runs * (len(tokens) - 1 + settings.generate) + len(subjects) * len(other)
+            task = progress.add_task("loading", total=work)
+
+            def tick(label: str, work: float) -> None:
+                progress.update(task, description=label, advance=work)
+
+            for s in subjects:
+                known = Calibration(s, other, settings.batch, settings.chunk, tick) if len(other) else None
+                if known is not None:
+                    self._calibrations[s.name] = known
+                measure(s, tokens, settings, formats, tick, self.begun, known)
+            if getattr(self._args, "save", None) is not None:
+                self._save(self.begun[0])
+
+    def _save(self, result: ModelResult) -> None:
+        args, word = self._args, chosen(self._args, result)
+        if word is None:
+            self._notes.append(f"{args.save} is not written: no cache is as near as --within wants it")
+            return
+        try:
+            self._calibrations[result.model].attributes(as_measured(args, word)).save_attributes(args.save)
+        except (ValueError, OSError) as e:
+            self._notes.append(f"{args.save} is not written: {e}")
+            return
+        self._saved = True
+
+    def write(self, results: list[ModelResult], stored: dict[str, Any], title: str, interrupted: bool) -> list[str]:
+        """Write the files that were asked for; returns their names."""
+        args, written = self._args, []
+        if self._saved:
+            written.append(args.save)
+            stored["saved"] = {"file": args.save, "cache": chosen(args, results[0])}
+        elif interrupted and getattr(args, "save", None) is not None:
+            self._notes.append(f"{args.save} is not written: not all caches were measured")
+        if args.json is not None:
+            Path(args.json).write_text(json.dumps(stored, indent=1) + "\n")
+            written.append(args.json)
+        if args.plot is not None:
+            try:
+                plot(results, title, args.plot)
+                written.append(args.plot)
+            except ImportError:
+                self._notes.append("no picture: it needs matplotlib (pip install matplotlib)")
+        return written
+
+    def print(self, results: list[ModelResult], console: Console) -> None:
+        """Tables, then the caches to choose and how to make them; of a search, what they write only if it is asked."""
+        args = self._args
+        search, within = getattr(args, "search", False), getattr(args, "within", None)
+        for result in results:
+            console.print()
+            console.print(Fitted(table(result)))
+            for refusal in refusals(result):
+                console.print(refusal)
+            console.print()
+            if search or within is not None:
+                console.print(Fitted(frontier_table(result)))
+                console.print("" if within is None else smallest_within(result, within))
+            word = chosen(args, result)
+            if word is not None and args.command == "eval":
+                known = self._calibrations.get(result.model)
+                for line in lines(args, self._subjects[result.model], word, known, self._saved):
+                    console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+            elif search:
+                console.print("any of these by its name: format=NAME; --within KL names one", highlight=False)
+        if not search or args.samples:
+            for result in results:
+                console.print()
+                console.print(samples(result), highlight=False)
+        console.print()
+        for note in self._notes:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def _parts(tokens: Tensor, most: int, apart: int) -> tuple[Tensor, Tensor]:
@@ -196,43 +290,6 @@ def _searched(subjects: Sequence[Subject], formats: Sequence[str] | None) -> lis
     return list(dict.fromkeys([*(f for own in each for f in searched(own)), *(formats or ())]))
 
 
-def _print(results: list[ModelResult], console: Console) -> None:
-    for result in results:
-        console.print()
-        console.print(Fitted(table(result)))
-        console.print()
-        console.print(samples(result), highlight=False)
-    console.print()
-
-
-def _measure(
-    subjects: Sequence[Subject], parts: tuple[Tensor, Tensor], settings: Settings, formats: Sequence[str] | None,
-    console: Console, begun: list[ModelResult],
-) -> None:  # fmt: skip
-    tokens, other = parts
-    runs = sum(len(formats_of(s, formats)) for s in subjects)
-    room = (BarColumn(), MofNCompleteColumn()) if console.width >= 100 else ()
-    columns = (TextColumn("{task.description}"), *room, TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        work = runs * (len(tokens) - 1 + settings.generate) + len(subjects) * len(other)
-        task = progress.add_task("loading", total=work)
-
-        def tick(label: str, work: float) -> None:
-            progress.update(task, description=label, advance=work)
-
-        for s in subjects:
-            measure(s, tokens, settings, formats, tick, begun, other if len(other) else None)
-
-
-def _drawn(results: list[ModelResult], title: str, path: str, console: Console) -> bool:
-    try:
-        plot(results, title, path)
-    except ImportError:
-        console.print("no picture: it needs matplotlib (pip install matplotlib)", markup=False)
-        return False
-    return True
-
-
 def _obstacle(args: argparse.Namespace, subjects: Sequence[Subject], tokens: Tensor) -> str | None:
     """Why these models cannot be measured on this text; None: they can."""
     if len(tokens) < 2:
@@ -241,10 +298,3 @@ def _obstacle(args: argparse.Namespace, subjects: Sequence[Subject], tokens: Ten
         has = "; ".join(f"{s.name}: {', '.join(s.formats)}" for s in subjects)
         return f"--formats {','.join(args.formats)}: want a format of a model that runs ({has})"
     return None
-
-
-def _picture_or_none(text: str) -> str:
-    try:
-        return text if text == NONE else picture(text)
-    except argparse.ArgumentTypeError as e:
-        raise argparse.ArgumentTypeError(f"{e} ({NONE}: no picture)") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import sys
 from pathlib import Path
 
@@ -45,7 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--within", type=_distance, metavar="KL",
         help="name the smallest cache whose distance from the bf16 one is at most so many nats a byte or token",
     )  # fmt: skip
-    add_common(parser, "tersekv-eval")
+    parser.add_argument(
+        "--save", metavar="FILE",
+        help="keep the cache that --within names, or the one of --formats, in a safetensors file: its formats, signs, "
+        "scales and channel scales, of a model that caches K and V; TersekvCache(config, saved=FILE) loads it",
+    )  # fmt: skip
+    parser.add_argument("--samples", action="store_true", help="print what the caches of a --search write, too")
+    add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,16 +63,24 @@ def run(args: argparse.Namespace) -> int:
     if obstacle:
         return complain(args, obstacle)
     try:
-        data = _piped() if piped else Path(args.text).read_bytes()
-    except OSError as e:
-        return complain(args, f"--text {args.text}: {e.strerror or e}")
-    source = "standard input" if piped else Path(args.text).name
-    if not built_in:
-        return _other(args, data, source)
+        if not built_in:
+            return _other(args)
+        names = tuple(RUNNERS) if args.model == BOTH else (args.model,)
+        subjects, settings = [BuiltIn(name, args.device) for name in names], Settings()
+        data = _read(args, args.tokens + 1 + settings.batch * max(s.context for s in subjects))
+    except TextError as e:
+        return complain(args, f"--text {args.text}: {e}")
     none = torch.empty(0, dtype=torch.uint8)
     tokens = (torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else none).to(torch.int64)
-    names = tuple(RUNNERS) if args.model == BOTH else (args.model,)
-    return show(args, [BuiltIn(name, args.device) for name in names], tokens, source)
+    return show(args, subjects, tokens, _source(args), settings)
+
+
+class TextError(ValueError):
+    """The text cannot be read."""
+
+
+def _source(args: argparse.Namespace) -> str:
+    return "standard input" if args.text == STDIN else Path(args.text).name
 
 
 def _distance(text: str) -> float:
@@ -88,17 +103,25 @@ def _mistaken(args: argparse.Namespace) -> str | None:
     return None
 
 
-def _piped() -> bytes:
-    """What comes on standard input, up to its end; on a terminal, who waits for whom is said."""
-    if sys.stdin is None:
-        raise OSError("there is no standard input")
-    if sys.stdin.isatty():
-        print("reading the text from the terminal; Ctrl-D on a new line ends it", file=sys.stderr, flush=True)
-    return sys.stdin.buffer.read()
+def _read(args: argparse.Namespace, most: int) -> bytes:
+    """The first bytes of the text, at most so many. On a terminal, who waits for whom is said. Raises TextError."""
+    try:
+        if args.text != STDIN:
+            with open(args.text, "rb") as file:
+                return file.read(most)
+        if sys.stdin is None:
+            raise TextError("there is no standard input")
+        if sys.stdin.isatty():
+            print("reading the text from the terminal; Ctrl-D on a new line ends it", file=sys.stderr, flush=True)
+        return sys.stdin.buffer.read(most)
+    except OSError as e:
+        raise TextError(e.strerror or e) from None
 
 
-def _other(args: argparse.Namespace, data: bytes, source: str) -> int:
-    """Measure a Hugging Face model."""
+def _other(args: argparse.Namespace) -> int:
+    """Measure a Hugging Face model. Raises TextError."""
+    if args.text != STDIN:
+        _read(args, 0)  # before a model is looked for
     try:
         from ..integrations.transformers_eval import HuggingFaceModel, NotAModelError
     except ImportError as e:
@@ -106,15 +129,20 @@ def _other(args: argparse.Namespace, data: bytes, source: str) -> int:
             raise
         return complain(args, f"--model {args.model}: needs transformers (pip install transformers)")
     try:
-        written = data.decode("utf-8")
-    except UnicodeDecodeError as e:
-        return complain(args, f"--text {args.text}: want UTF-8 text for a tokenizer, got {e.reason} at byte {e.start}")
-    try:
         model = HuggingFaceModel(args.model, args.device, args.dtype, args.context)
-        tokens = model.encode(written, args.tokens + 1 + model.context)  # so many to calibrate on
+        most = args.tokens + 1 + model.context  # so many to calibrate on
+        tokens = model.encode(_decoded(_read(args, model.bytes_of(most)), model.bytes_of(most)), most)
         # Requests one by one: a large model fills the machine with one window of text.
-        return show(args, [model], tokens, source, Settings(batch=1, chunk=512, page_size=64))
+        return show(args, [model], tokens, _source(args), Settings(batch=1, chunk=512, page_size=64))
     except torch.OutOfMemoryError as e:
         return complain(args, f"--model {args.model}: want a model that fits into the device's memory; {e}")
     except NotAModelError as e:
         return complain(args, f"--model {args.model}: {e}")
+
+
+def _decoded(data: bytes, most: int) -> str:
+    """UTF-8 text of a file's first bytes, of which the last letter may lack some. Raises TextError."""
+    try:
+        return codecs.getincrementaldecoder("utf-8")().decode(data, final=len(data) < most)
+    except UnicodeDecodeError as e:
+        raise TextError(f"want UTF-8 text for a tokenizer, got {e.reason} at byte {e.start}") from None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -19,15 +21,26 @@ COMMANDS = {
     "doctor": "what is installed, which backends can run here, and why not",
 }
 
+# What consoles without the letter get for it: "?" for all that is not listed.
+_LETTERS = {"“": '"', "”": '"', "’": "'", "…": "...", "↵": "\\n", "×": "x", "µ": "u", "–": "-", "−": "-", "·": "-"}
+_PLAIN = "tersekv.plain"
+codecs.register_error(_PLAIN, lambda e: ("".join(_LETTERS.get(c, "?") for c in e.object[e.start : e.end]), e.end))  # type: ignore
+
 INTERRUPTED = 130  # what shells say of a command that Ctrl-C ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors=_PLAIN)
     wanted = next((a for a in argv if a in COMMANDS), None)
     try:
-        return _run(argv, wanted)
+        code = _run(argv, wanted)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a reader that has gone is noticed here, not when Python ends
+        return code
     except KeyboardInterrupt:
         # On a terminal the line begins with ^C.
         start = "\n" if sys.stderr.isatty() else ""

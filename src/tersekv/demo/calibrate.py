@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -105,6 +106,24 @@ class Calibration:
         )  # fmt: skip
         append(k, v, made[0], torch.arange(len(k), device=k.device))
         return made[0]
+
+    def attributes(self, r: Recipe) -> PagedKVCache:
+        """A K/V cache of one slot with a recipe's formats, scales, signs and channel scales, for `save_attributes`.
+
+        Raises ValueError for a model whose layers have heads of different sizes.
+        """
+        sizes = list(dict.fromkeys((k.shape[1], k.shape[2], v.shape[2]) for k, v in self.rows))
+        if len(sizes) > 1:
+            raise ValueError(f"want layers whose heads are alike, got (H, D, Dv) of {', '.join(map(str, sizes))}")
+        (heads, dim, dim_v), layers = sizes[0], self._subject.num_layers
+        options = r.options(layers, self.channels if r.channels else None)
+        made = PagedKVCache.allocate(
+            layers, 1, 1, heads, dim, head_dim_v=dim_v, device=self.rows[0][0].device, **options
+        )  # fmt: skip
+        if not r.fitted:
+            return made
+        each = zip(made.layers, self.scales(r), strict=True)
+        return PagedKVCache([replace(layer, k_scale=k, v_scale=v) for layer, (k, v) in each], dim, dim_v)
 
     def _of_layer(self, r: Recipe, i: int) -> tuple[float, ...]:
         stored = self.rows[i]

@@ -93,11 +93,11 @@ def _held(subject: Subject, r: Recipe) -> bool:
 
 def measure(
     subject: Subject, tokens: Tensor, settings: Settings, formats: Sequence[str] | None = None,
-    tick: Tick | None = None, begun: list[ModelResult] | None = None, other: Tensor | None = None,
+    tick: Tick | None = None, begun: list[ModelResult] | None = None, other: Tensor | Calibration | None = None,
 ) -> ModelResult:  # fmt: skip
     """Run a model on tokens [N >= 2] of its device through the paged cache, once for each format.
 
-    other:  of another part of the text, to calibrate on; raises ValueError where it is wanted and None
+    other:  another part of the text, to calibrate on, or what came of it; raises ValueError where it is wanted and None
     begun:  gets the result before the first format is run: what is measured is kept if the run is cut short
     """
     tick = tick or (lambda what, work: None)
@@ -105,7 +105,9 @@ def measure(
     generate = min(settings.generate, subject.positions // 2)
     settings = replace(settings, generate=generate, prompt=min(settings.prompt, subject.positions - generate))
     prompt = subject.prompt(tokens, settings.prompt)
-    calibration = Calibration(subject, other, settings.batch, settings.chunk, tick)
+    calibration = other
+    if not isinstance(calibration, Calibration):
+        calibration = Calibration(subject, other, settings.batch, settings.chunk, tick)  # type: ignore[arg-type]
     reference, targets = None, tokens[1:].cpu()
     context = min(subject.context, len(targets))
     result = ModelResult(

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..formats import KV_FORMATS
+from ..formats import ALL_FORMATS, KV_FORMATS
 from .measure import Measured, ModelResult
 from .search import REFERENCE
 from .subject import TITLES
@@ -77,9 +77,14 @@ def frontier_table(result: ModelResult) -> Table:
     return t
 
 
-def smallest_within(result: ModelResult, within: float) -> Text:
+def smallest(result: ModelResult, within: float) -> Measured | None:
     """The smallest cache within a distance of the reference."""
-    near = next((m for m in frontier(result) if m.kl is not None and m.kl <= within), None)
+    return next((m for m in frontier(result) if m.kl is not None and m.kl <= within), None)
+
+
+def smallest_within(result: ModelResult, within: float) -> Text:
+    """`smallest`, in words."""
+    near = smallest(result, within)
     if near is None:
         return Text(f"none is within {within:g} nats per {result.unit}", style="yellow")
     told = f"the smallest within {within:g} nats per {result.unit}: {near.format}, {near.bytes_per_token} bytes a token"
@@ -113,10 +118,13 @@ def samples(result: ModelResult) -> RenderableType:
     for written, who in writers.items():
         lines.append(Text(f"  {_one_line(written)}", style="bold"))
         lines.append(Text(f"      {', '.join(m.format for m in who)}"))
-    for m in result.formats:
-        if m.unsupported is not None:
-            lines.append(Text(f"{m.format} is refused: {m.unsupported}", style="yellow"))
     return Group(*lines)
+
+
+def refusals(result: ModelResult) -> list[Text]:
+    """What each refused format was refused for."""
+    refused = [m for m in result.formats if m.unsupported is not None]
+    return [Text(f"{m.format} is refused: {m.unsupported}", style="yellow") for m in refused]
 
 
 def _one_line(written: str) -> str:
@@ -139,12 +147,14 @@ def as_json(results: Sequence[ModelResult]) -> list[dict[str, Any]]:
 def plot(results: Sequence[ModelResult], title: str, path: str) -> None:
     """Write the picture: distance to the 16-bit cache over bytes per token. ImportError without matplotlib.
 
-    A search has more points than names have room: of these it names those that no other beats.
+    A search has more points than names have room: of these it names those that no other beats. Names of formats stand
+    beside their points, longer ones in a legend below.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4 * len(results), 5.2), layout="constrained")
+    entries = max(sum(_named(r).values()) + 1 if _legend(r) else 0 for r in results)
+    figure = Figure(figsize=(6.4 * len(results), 5.2 + 0.2 * entries), layout="constrained")
     FigureCanvasAgg(figure)
     names = list(dict.fromkeys(name for r in results for name, shown in _named(r).items() if shown))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
@@ -155,7 +165,8 @@ def plot(results: Sequence[ModelResult], title: str, path: str) -> None:
     figure.suptitle(title, fontsize=11)
     figure.draw_without_rendering()  # fixes the layout, in whose pixels the labels are placed
     for (axes, result), here in zip(panels, points, strict=True):
-        _label(axes, here, _named(result), colours)
+        if not _legend(result):
+            _label(axes, here, _named(result), colours)
     figure.savefig(path, dpi=150)
 
 
@@ -164,6 +175,11 @@ def _named(result: ModelResult) -> dict[str, bool]:
     known = [m.format for m in result.formats if m.kl is not None and m.bytes_per_token is not None]
     best = {m.format for m in frontier(result)} if len(known) > len(KV_FORMATS) else known
     return {name: name in best for name in known}
+
+
+def _legend(result: ModelResult) -> bool:
+    """Whether names stand below the picture: some are too long to stand in it."""
+    return not {*_named(result)} <= {*ALL_FORMATS}
 
 
 def _panel(
@@ -176,20 +192,21 @@ def _panel(
     floor = 10.0 ** math.floor(math.log10(min(seen, default=1e-6)) - 0.3)
     top = 10.0 ** math.ceil(math.log10(max(seen, default=1e-3)) + 0.3)
     points = {m.format: (float(m.bytes_per_token or 0), m.kl or floor) for m in known}
-    for name, (x, y) in points.items():
+    for name, (x, y) in sorted(points.items(), key=lambda point: point[1]):
         if not named[name]:
             axes.plot(x, y, "o", color="0.72", markersize=6, markeredgewidth=0, zorder=2.5)
             continue
         hollow = y == floor
         axes.plot(
             x, y, "o", color=colours[name], markersize=9, markerfacecolor="white" if hollow else colours[name],
-            markeredgewidth=2 if hollow else 0, clip_on=False, zorder=5,
+            markeredgewidth=2 if hollow else 0, clip_on=False, zorder=5, label=_text(name),
         )  # fmt: skip
     if not all(named.values()):  # a search: what the line leaves above it is beaten
         steps = [points[m.format] for m in frontier(result)]
         axes.plot(*zip(*steps, strict=True), "-", color="0.6", linewidth=1, zorder=2, drawstyle="steps-post")
         axes.plot([], [], "o", color="0.72", markersize=6, label="beaten by one that is as small and nearer")
-        axes.legend(loc="upper right", frameon=False, fontsize=9)
+    if _legend(result):
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False, fontsize=9)
     axes.set_yscale("log")
     axes.set_ylim(floor, top)
     axes.set_xlim(0, 1.25 * max((x for x, _ in points.values()), default=1.0))
@@ -201,6 +218,10 @@ def _panel(
     return points
 
 
+def _text(name: str) -> str:
+    return f"{name} (reference, KL = 0)" if name == REFERENCE else name
+
+
 def _label(axes: Any, points: dict[str, tuple[float, float]], named: dict[str, bool], colours: dict[str, str]) -> None:
     """Name points at the first spot around each where nothing lies yet."""
     renderer = axes.figure.canvas.get_renderer()
@@ -210,13 +231,12 @@ def _label(axes: Any, points: dict[str, tuple[float, float]], named: dict[str, b
     for name, point in points.items():
         if not named[name]:
             continue
-        label = f"{name} (reference, KL = 0)" if name == REFERENCE else name
         text = None
         for dx, dy in _SPOTS:
             if text is not None:
                 text.remove()
             text = axes.annotate(
-                label, point, (9 * dx, 11 * dy), textcoords="offset points", color=colours[name], fontsize=10,
+                _text(name), point, (9 * dx, 11 * dy), textcoords="offset points", color=colours[name], fontsize=10,
                 ha={1: "left", 0: "center", -1: "right"}[dx], va={0: "center"}.get(dy, "bottom" if dy > 0 else "top"),
                 bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}, zorder=4,
             )  # fmt: skip

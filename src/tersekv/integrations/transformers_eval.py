@@ -109,6 +109,10 @@ class HuggingFaceModel:
     def num_layers(self) -> int:
         return len(layer_windows(self._config))
 
+    def bytes_of(self, tokens: int) -> int:
+        """The bytes of UTF-8 text that `encode` looks at for so many tokens."""
+        return 4 * _CHARACTERS * tokens
+
     def encode(self, text: str, most: int) -> Tensor:
         """At least `most` tokens of a text, if it has as many: [N] int64."""
         ids = self._tokenizer(text[: most * _CHARACTERS])["input_ids"]

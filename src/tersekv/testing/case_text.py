@@ -40,7 +40,7 @@ def case_of(text: str) -> Case:
     text = text.strip()
     if text in _listed():
         return _listed()[text]
-    head, *words = text.split()
+    head, *words = text.split() or [""]
     parts = head.split("/")
     if len(parts) != 3 or parts[0] not in OPS or not all(parts):
         raise ValueError(f"want operation/format/name, the operation one of {', '.join(OPS)}, got {head!r}")
