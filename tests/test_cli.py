@@ -232,3 +232,10 @@ def test_doctor_tells_for_which_formats_a_backend_refuses():
     assert doctor.told({"bf16": None, "nvfp4": None}) == "runs"
     assert doctor.told({"bf16": "needs sm_90", "nvfp4": "needs sm_90"}) == "needs sm_90"
     assert doctor.told({"bf16": None, "nvfp4": "no D [16]"}) == "runs, but not nvfp4: no D [16]"
+
+
+@pytest.mark.parametrize("line", ["", "  "])
+def test_an_empty_case_is_named(line, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run("verify", "--case", line)
+    assert "argument --case: want operation/format/name" in " ".join(capsys.readouterr().err.split())
