@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers_models import tiny
 
+import tersekv
 from tersekv import KV_FORMATS, LATENT_FORMATS, kv_bytes_per_token, latent_bytes_per_token
 from tersekv.cli import main
 from tersekv.integrations.transformers_eval import HuggingFaceModel, NotAModelError, PagedModel
@@ -241,3 +242,22 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(NotAModelError):
         HuggingFaceModel(str(tmp_path))
+
+
+def test_the_lines_that_eval_prints_make_the_cache_that_it_saved(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    latent, kept = "deepseek" in folder.name, folder / "kept.safetensors"
+    word = "fp8_e4m3+fitted" if latent else "int8_per_token_head/nvfp4+channels+fitted"
+    argv = ("--tokens", "60", "--context", "40", "--formats", word)
+    assert evaluate(folder, *argv, *(() if latent else ("--save", "kept.safetensors")))[0] == 0
+    subject = HuggingFaceModel(str(folder))
+    names: dict = {"model": subject.model, "tersekv": tersekv}
+    exec("\n".join(x.strip() for x in capsys.readouterr().out.splitlines()
+                   if x.startswith(("    from ", "    cache = TersekvCache"))), names)  # fmt: skip
+    cache = names["cache"]
+    subject.model(subject.encode(TEXT, 30)[None], past_key_values=cache)
+    layer = cache.paged[1].store.cache[0]
+    assert (layer.kv_scale if latent else layer.v_scale) != 1.0
+    if not latent:
+        assert layer.format == ("int8_per_token_head", "nvfp4")
+        assert layer.k_channel_scale.equal(tersekv.PagedKVCache.allocate_saved(kept, 1, 1)[1].k_channel_scale)
