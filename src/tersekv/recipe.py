@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .attributes import HADAMARD
-from .formats import ALL_FORMATS, BLOCK, KV_FORMATS, TENSOR
+from .formats import ALL_FORMATS, BLOCK, KV_FORMATS, TENSOR, meant
 
 _PLAIN = ("rotated", "channels", "fitted")
 # The keywords that say the same as a word's parts.
@@ -120,5 +120,6 @@ def recipe(text: str) -> Recipe:
 def _pair(text: str) -> tuple[str, str]:
     names = text.split("/")
     if len(names) > 2 or not all(name in ALL_FORMATS for name in names):
-        raise ValueError(f"want one of {', '.join(ALL_FORMATS)}, or K/V of two, got {text!r}")
+        near = next(filter(None, (meant(name, ALL_FORMATS) for name in names if name not in ALL_FORMATS)), "")
+        raise ValueError(f"want one of {', '.join(ALL_FORMATS)}, or K/V of two, got {text!r}{near}")
     return names[0], names[-1]

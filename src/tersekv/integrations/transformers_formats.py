@@ -9,7 +9,7 @@ from typing import Any
 
 from ..attributes import HADAMARD
 from ..cache import PagedKVCache
-from ..formats import ALL_FORMATS
+from ..formats import ALL_FORMATS, meant
 from ..layers import Formats, PagedKVLayer, pair
 from ..recipe import spelt
 
@@ -51,7 +51,7 @@ def _pairs(entries: Sequence[Formats]) -> list[Formats]:
     both = [pair("format", entry) for entry in entries]
     for name in (name for names in both for name in names):
         if not isinstance(name, str) or name not in ALL_FORMATS:
-            raise ValueError(f"format: want one of {', '.join(ALL_FORMATS)}, got {name!r}")
+            raise ValueError(f"format: want one of {', '.join(ALL_FORMATS)}, got {name!r}{meant(name, ALL_FORMATS)}")
     return [k if k == v else (k, v) for k, v in both]
 
 
