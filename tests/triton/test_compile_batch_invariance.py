@@ -30,7 +30,7 @@ def test_decode(format, arch):
     call, config = planned(case, arch)
     split, merge = compile_launches(decode.run, call, config, arch)
     assert [split["name"], merge["name"]] == ["decode_kernel", "merge_pieces_kernel"]
-    assert split["n_spills"] <= since({(3, 6): A_FEW, (3, 9): 104})
+    assert split["n_spills"] <= since({(3, 6): A_FEW, (3, 7): 112, (3, 9): 104})
     assert merge["n_spills"] == 0
 
 
