@@ -29,8 +29,11 @@ from tersekv.testing.codes import column, decode_row, encode_row
 class Rows(DynamicCache):
     """A cache of what the formats make of rows. own: the call's own rows are returned as they were given."""
 
-    def __init__(self, formats: list[str], scales: list[tuple], shared: dict[int, int], own: bool) -> None:
+    def __init__(
+        self, formats: list[str], scales: list[tuple], shared: dict[int, int], own: bool, channels: list | None = None
+    ) -> None:
         super().__init__()
+        self.channels = channels or [(None, None)] * len(formats)
         self.formats, self.scales, self.shared, self.own = formats, scales, shared, own
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
@@ -39,7 +42,8 @@ class Rows(DynamicCache):
             return layer.keys, layer.values
         made, given = recipe(self.formats[layer_idx]), (key_states, value_states)
         stored = [
-            through(x, f, s, made.rotated) for x, f, s in zip(given, made.formats, self.scales[layer_idx], strict=True)
+            through(x, f, s, made.rotated, c)
+            for x, f, s, c in zip(given, made.formats, self.scales[layer_idx], self.channels[layer_idx], strict=True)
         ]
         every = super().update(*stored, layer_idx, *args, **kwargs)
         if not self.own:
@@ -48,22 +52,28 @@ class Rows(DynamicCache):
         return tuple(torch.cat([a[:, :, :old], x], 2) for a, x in zip(every, given, strict=True))
 
 
-def through(x: Tensor, format: str, scale: Any, rotated: bool = False) -> Tensor:
-    """Rows [B, H, T, D] as a format gives them back."""
+def through(x: Tensor, format: str, scale: Any, rotated: bool = False, channels: Tensor | None = None) -> Tensor:
+    """Rows [B, H, T, D] as a format gives them back. channels: [H, D] that they are divided by first."""
+    if channels is not None:
+        c = channels[:, None]
+        return (through(x / c, format, scale, rotated) * c).to(x.dtype)
     f = kv_format(format)
-    if f.scale == "none":
+    if f.scale == "none" and not rotated:
         return x.to(f.storage).to(x.dtype)
     turn = rotation(signs(x.shape[-1])) if rotated else torch.eye(x.shape[-1], dtype=torch.float64)
     b = len(turn)
     s, rows = column(scale), (x.double().unflatten(-1, (-1, b)) @ turn).flatten(-2)
-    codes, stored = encode_row(rows.transpose(1, 2).float(), f, s)
-    back = decode_row(codes, stored, f, s).transpose(1, 2)
+    if f.scale == "none":
+        back = rows.float().to(f.storage).double()
+    else:
+        codes, stored = encode_row(rows.transpose(1, 2).float(), f, s)
+        back = decode_row(codes, stored, f, s).transpose(1, 2)
     return (back.unflatten(-1, (-1, b)) @ turn.T).flatten(-2).to(x.dtype)
 
 
 class Reference:
     """format: of all layers, or one each, as `tersekv.recipe` reads it; windows, sinks: of layers by index;
-    scales: (k, v) of each layer; shared: layer → whose cache it reads."""
+    scales, channels: (k, v) of each layer; shared: layer → whose cache it reads."""
 
     def __init__(
         self,
@@ -74,6 +84,7 @@ class Reference:
         sinks: dict[int, Tensor] | None = None,
         scales: list[tuple] | None = None,
         shared: dict[int, int] | None = None,
+        channels: list[tuple] | None = None,
     ) -> None:
         AttentionInterface.register("plain", self._attend)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -82,13 +93,14 @@ class Reference:
         n = self.model.config.num_hidden_layers
         self.formats = [format] * n if isinstance(format, str) else format
         self.windows, self.sinks, self.shared = windows or {}, sinks or {}, shared or {}
-        self.scales = scales or [(1.0, 1.0)] * n
+        self.scales, self.channels = scales or [(1.0, 1.0)] * n, channels
 
     @torch.no_grad()
     def score(self, prompt: list[int], tokens: list[int], own_rows: int = 0) -> Tensor:
         """Log-probabilities [tokens, vocabulary] fp64 before each token; own_rows: of these first rows, attention sees
         each as it was before the codec."""
-        cache, rows = Rows(self.formats, self.scales, self.shared, own_rows > 0), prompt + tokens[:-1]
+        cache = Rows(self.formats, self.scales, self.shared, own_rows > 0, self.channels)
+        rows = prompt + tokens[:-1]
         parts = [rows[:own_rows], rows[own_rows:]]
         logits = []
         for part in filter(None, parts):

@@ -26,10 +26,13 @@ import tersekv
 from tersekv.integrations import sglang as plugin
 from tersekv.integrations import sglang_attention, sglang_pool
 from tersekv.integrations.sglang_attention import TersekvBackend
-from tersekv.integrations.sglang_pool import TersekvPool, kind_of
+from tersekv.integrations.sglang_pool import TersekvPool, chosen
 
 HEADS, KV_HEADS, DIM, DIM_V, PAGE, SIZE, LAYERS = 4, 2, 64, 32, 16, 640, 2
-FORMATS = [*tersekv.KV_FORMATS, "nvfp4+rotated", "fp8_e4m3/int4_per_token_head", "int8_per_token_head/nvfp4+rotated"]
+FORMATS = [
+    *tersekv.KV_FORMATS, "nvfp4+rotated", "fp8_e4m3/int4_per_token_head", "int8_per_token_head/nvfp4+rotated",
+    "bf16/nvfp4",
+]  # fmt: skip
 
 
 def pool_of(format: str, monkeypatch, page: int = PAGE, **options) -> TersekvPool:
@@ -84,7 +87,8 @@ def layer_of(index: int = 0, **options) -> RadixAttention:
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_pool_holds_the_codes_of_append_and_no_bytes_more(format, monkeypatch):
     pool = pool_of(format, monkeypatch)
-    k, v, rotated = kind_of(torch.bfloat16)
+    what = chosen(torch.bfloat16, LAYERS)
+    (k, v), rotated = what.kinds[0], what.rotated
     slots = torch.tensor([PAGE, 35, 600, 17])
     rows = rows_of(4, KV_HEADS, DIM, 1), rows_of(4, KV_HEADS, DIM_V, 2)
     for i in range(LAYERS):
@@ -118,10 +122,14 @@ def test_what_moves_slots_moves_all_of_a_row(format, monkeypatch):
 def test_sglang_is_told_what_a_token_takes(monkeypatch):
     model = SimpleNamespace(
         get_num_kv_heads=lambda tp, dcp=1: 8 // tp, head_dim=128, v_head_dim=128, is_hybrid_swa=True,
-        get_swa_num_kv_heads=lambda tp: 4 // tp, swa_head_dim=64, swa_v_head_dim=64,
+        get_swa_num_kv_heads=lambda tp: 4 // tp, swa_head_dim=64, swa_v_head_dim=64, num_hidden_layers=32,
     )  # fmt: skip
-    kvc = SimpleNamespace(kv_cache_dtype=torch.bfloat16, use_mla_backend=False, model_config=model)
-    monkeypatch.setattr(sglang_pool, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2, attn_dcp_size=1))
+    kvc = SimpleNamespace(
+        kv_cache_dtype=torch.bfloat16, use_mla_backend=False, model_config=model,
+        layer_info=SimpleNamespace(start_layer=0, end_layer=32),
+    )  # fmt: skip
+    parallel = SimpleNamespace(attn_tp_size=2, attn_dcp_size=1, pp_size=1)
+    monkeypatch.setattr(sglang_pool, "get_parallel", lambda: parallel)
     monkeypatch.setattr(plugin, "_chosen", lambda: True)
     for format, full, window in (("nvfp4", 4 * 2 * 72, 2 * 2 * 36), ("int8_per_token_head", 4 * 2 * 132, 2 * 2 * 68)):
         monkeypatch.setenv("TERSEKV_SGLANG_FORMAT", format)
@@ -278,7 +286,7 @@ def test_pools_and_graphs_that_are_refused(monkeypatch):
         pool_of("nvfp4", monkeypatch, head_dim=40)
 
 
-@pytest.mark.parametrize("word", ["int8", "nvfp4+", "nvfp4+turned", "a/b", "nvfp4/nvfp4/nvfp4", "bf16/nvfp4"])
+@pytest.mark.parametrize("word", ["int8", "nvfp4+", "nvfp4+turned", "a/b", "nvfp4/nvfp4/nvfp4", "fp8_ds_mla"])
 def test_a_format_that_is_none_is_refused(word, monkeypatch):
     with pytest.raises(ValueError, match=r"TERSEKV_SGLANG_FORMAT: want .*, got '"):
         pool_of(word, monkeypatch)
@@ -286,9 +294,9 @@ def test_a_format_that_is_none_is_refused(word, monkeypatch):
 
 def test_a_pool_in_fp32_wants_a_format(monkeypatch):
     monkeypatch.delenv("TERSEKV_SGLANG_FORMAT", raising=False)
-    assert kind_of(torch.float8_e5m2).k.name == "fp8_e5m2"
+    assert chosen(torch.float8_e5m2, 1).kinds[0].k.name == "fp8_e5m2"
     with pytest.raises(ValueError, match=r"got None for a pool of torch\.float32"):
-        kind_of(torch.float32)
+        chosen(torch.float32, 1)
 
 
 @pytest.mark.parametrize(("option", "value"), [

@@ -40,7 +40,8 @@ MODES = {
     "auto": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8, "fp8_e5m2": torch.uint8,
     "fp8_per_token_head": torch.uint8, "int8_per_token_head": torch.int8, "nvfp4": torch.uint8,
     "int4_per_token_head": torch.uint8, "nvfp4+rotated": torch.uint8, "fp8_e4m3/int4_per_token_head": torch.uint8,
-    "int8_per_token_head/nvfp4+rotated": torch.uint8,
+    "int8_per_token_head/nvfp4+rotated": torch.uint8, "int8_per_token_head+rotated": torch.uint8,
+    "fp8_e4m3+rotated": torch.float8_e4m3fn,
 }  # fmt: skip
 UNEVEN = "int8_per_token_head/nvfp4+rotated"  # its rows, of 36 and 18 bytes, can not each have aligned scales behind it
 WHOLE = TersekvBackend.supported_kv_cache_layouts()

@@ -66,7 +66,7 @@ def _bytes_per_token(original: Callable, configurator: Any, kvc: Any, num_layers
         return own
     from .sglang_pool import bytes_of_heads
 
-    return bytes_of_heads(kvc)[0] * num_layers
+    return bytes_of_heads(kvc, num_layers)[0]
 
 
 def _bytes_of_both_pools(original: Callable, configurator: Any, kvc: Any) -> None:
@@ -75,5 +75,5 @@ def _bytes_of_both_pools(original: Callable, configurator: Any, kvc: Any) -> Non
     if not kvc.use_mla_backend and _chosen():
         from .sglang_pool import bytes_of_heads
 
-        configurator._full_per_token, configurator._swa_per_token = bytes_of_heads(kvc)
+        configurator._full_per_token, configurator._swa_per_token = bytes_of_heads(kvc, 1)
         configurator._recompute_cell_size()

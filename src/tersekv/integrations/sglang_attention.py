@@ -188,7 +188,8 @@ class TersekvBackend(AttentionBackend):
             return
         _refuse_layer(layer, self.chunked)
         self._seen.add(layer.layer_id)
-        values = [x.shape if isinstance(x, Tensor) else x for x in options.values()]
+        given = (*options.values(), pages.k_scale, pages.v_scale)
+        values = [x.shape if isinstance(x, Tensor) else x for x in given]
         kind = repr((pages, q.shape[1:], q.dtype, brings, values))
         if q.is_cuda and kind not in self._compiled:
             self._compiled.add(kind)

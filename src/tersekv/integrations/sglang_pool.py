@@ -5,7 +5,9 @@ Every buffer begins with a token's slot, as SGLang's own do, so that whatever mo
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,8 @@ from ..attributes import HADAMARD
 from ..formats import BLOCK, KV_FORMATS, TENSOR, KVFormat, held, kv_format
 from ..layers import PagedKVLayer, attributes_of
 from ..ops.append import append
+from ..recipe import recipe
+from .saved_layers import read, saved_layers
 
 _OF_DTYPE = {
     torch.bfloat16: "bf16",
@@ -28,43 +32,93 @@ _OF_DTYPE = {
 }
 
 
+_FORMAT = "TERSEKV_SGLANG_FORMAT"
+
+
 class Kind(NamedTuple):
-    """K's and V's format, and whether their rows lie rotated."""
+    """K's and V's format of a layer."""
 
     k: KVFormat
     v: KVFormat
-    rotated: bool
 
     def row_bytes(self, head_dim: int, head_dim_v: int) -> int:
         return self.k.row_bytes(head_dim) + self.v.row_bytes(head_dim_v)
 
 
-def kind_of(dtype: torch.dtype) -> Kind:
-    """What a pool holds: as the environment says, or a pool of SGLang's dtype.
+class Chosen(NamedTuple):
+    """What the layers of a pool hold, by index.
 
-    A format's name, K's and V's with a slash between, and `+rotated` behind either.
+    alike:  whether all of the model's have the same formats, whichever are in the pool
+    saved:  the file that says it, if one does
+    """
+
+    kinds: list[Kind]
+    alike: bool
+    rotated: bool = False
+    saved: str | None = None
+
+
+def chosen(dtype: torch.dtype, layers: int, first: int = 0) -> Chosen:
+    """What a pool holds: as the environment says, by a recipe's word or a file, or as SGLang's dtype.
+
+    layers, first:  how many there are in the pool, and the model's index of its first
     """
     word = env.sglang_format() or _OF_DTYPE.get(dtype)
-    names, plus, rotated = (word or "").partition("+")
-    both = names.split("/")
-    if word is None or len(both) > 2 or not {*both} <= {*KV_FORMATS} or (plus and rotated != "rotated"):
-        want = f"one of {', '.join(KV_FORMATS)}, two of them as K/V, or one of these +rotated"
-        raise ValueError(f"TERSEKV_SGLANG_FORMAT: want {want}, got {word!r} for a pool of {dtype}")
-    k, v = kv_format(both[0]), kv_format(both[-1])
-    if k.storage.itemsize != v.storage.itemsize:
-        raise ValueError(f"TERSEKV_SGLANG_FORMAT: want K and V in elements of the same size, got {word!r}")
-    return Kind(k, v, bool(plus))
+    if word is None:
+        raise ValueError(f"{_FORMAT}: want a format, a recipe or a file, got None for a pool of {dtype}")
+    try:
+        made = recipe(word)
+        if not {*made.formats, *(made.ends or ())} <= {*KV_FORMATS}:
+            raise ValueError(f"want formats of K/V caches ({', '.join(KV_FORMATS)}), got {word!r}")
+    except ValueError as e:
+        if os.path.exists(word):
+            return _of_file(word, layers, first)
+        want = f"a recipe ({e}) or a file that `tersekv eval --save FILE` wrote"
+        raise ValueError(f"{_FORMAT}: want {want}, got {word!r}") from None
+    if made.calibrated:
+        want = "a file that `tersekv eval --save FILE` wrote, which has the numbers of +channels and +fitted"
+        raise ValueError(f"{_FORMAT}: want {want}, got {word!r}")
+    if made.ends is not None and (layers < 2 or get_parallel().pp_size > 1):
+        raise ValueError(
+            f"{_FORMAT}: want no +ends for parts of a model's layers, got {word!r}; a file has them by layer"
+        )
+    alike = made.ends in (None, made.formats)
+    return Chosen([Kind(kv_format(k), kv_format(v)) for k, v in made.layers(layers)], alike, made.rotated)
 
 
-def bytes_of_heads(kvc: Any) -> tuple[int, int]:
-    """Bytes of a token in a layer that sees everything, and in one with a window, on this rank."""
-    kind, model, parallel = kind_of(kvc.kv_cache_dtype), kvc.model_config, get_parallel()
+def _of_file(path: str, layers: int, first: int) -> Chosen:
+    every = read(path).formats
+    alike = len({*every}) == 1
+    own = (every if alike else every[first:])[:layers]
+    if len(own) < layers:
+        raise ValueError(f"{_FORMAT}: want layers {first} to {first + layers - 1}, got {len(every)} in {path!r}")
+    return Chosen([Kind(kv_format(k), kv_format(v)) for k, v in own], alike, saved=path)
+
+
+def _two_pools() -> str:
+    more = "with --disable-hybrid-swa-memory there is one"
+    return f"{_FORMAT}: want the same formats in all layers of two pools, got {env.sglang_format()!r}; {more}"
+
+
+def bytes_of_heads(kvc: Any, layers: int) -> tuple[int, int]:
+    """Bytes of a token in the layers that see everything, and in one with a window, on this rank.
+
+    layers:  of the pool that everything is in; 1 where there are two, in one format
+    """
+    model, parallel, info = kvc.model_config, get_parallel(), kvc.layer_info
+    every = chosen(kvc.kv_cache_dtype, info.end_layer - info.start_layer, info.start_layer)
+    if every.saved is not None and len(read(every.saved).formats) != model.num_hidden_layers:
+        got = f"{len(read(every.saved).formats)} in {every.saved!r}"
+        raise ValueError(f"{_FORMAT}: want attributes of {model.num_hidden_layers} layers, got {got}")
+    kinds = every.kinds[:1] * layers if every.alike else every.kinds
+    if len(kinds) != layers:
+        raise NotImplementedError(_two_pools())
     heads = model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
-    full = heads * kind.row_bytes(model.head_dim, model.v_head_dim)
+    full = heads * sum(kind.row_bytes(model.head_dim, model.v_head_dim) for kind in kinds)
     if not model.is_hybrid_swa:
         return full, full
     heads = model.get_swa_num_kv_heads(parallel.attn_tp_size)
-    return full, heads * kind.row_bytes(model.swa_head_dim, model.swa_v_head_dim)
+    return full, heads * kinds[0].row_bytes(model.swa_head_dim, model.swa_v_head_dim)
 
 
 class TersekvPool(MHATokenToKVPool):
@@ -81,43 +135,43 @@ class TersekvPool(MHATokenToKVPool):
         if self.is_quantized_kv_cache or self.kv_cache_layout != "nhd":
             got = f"{type(self.quant_method).__name__} in layout {self.kv_cache_layout!r}"
             raise NotImplementedError(f"kv_cache_dtype: want a plain pool in layout 'nhd' for tersekv's, got {got}")
-        self.kind = kind_of(self.dtype)
-        k, v, _ = self.kind
-        held(k, "head_dim", self.head_dim)
-        held(v, "v_head_dim", self.v_head_dim)
+        self.chosen = chosen(self.dtype, self.layer_num, self.start_layer)
+        kinds, dims = self.chosen.kinds, (self.head_dim, self.v_head_dim)
+        for k, v in dict.fromkeys(kinds):
+            held(k, "head_dim", self.head_dim)
+            held(v, "v_head_dim", self.v_head_dim)
+        self._saved = None
+        if self.chosen.saved is not None:
+            parallel = get_parallel()
+            self._saved = saved_layers(
+                _FORMAT, self.chosen.saved, self.head_num, dims, parallel.attn_tp_rank, parallel.attn_tp_size
+            )
         # Not bfloat16 unless the rows are: on CUDA, models then write rows of 16 bits into the buffers themselves.
-        self.dtype = k.storage
+        dtypes = {f.storage for kind in kinds for f in kind}
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         # PyTorch indexes no tensors of 8-bit floats.
-        self.store_dtype = torch.uint8 if k.storage.itemsize == 1 else k.storage
+        self.store_dtype = torch.uint8 if self.dtype.itemsize == 1 else self.dtype
         self.native_k_scale_buffer = self.native_v_scale_buffer = self.dq_k_buffer = self.dq_v_buffer = None
         memory = torch.cuda.use_mem_pool(self.custom_mem_pool) if self.enable_custom_mem_pool else nullcontext()
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), memory:
-            self.k_buffer = self._rows(k.elements(self.head_dim), self.store_dtype)
-            self.v_buffer = self._rows(v.elements(self.v_head_dim), self.store_dtype)
-            self.k_scale_buffer = self.v_scale_buffer = None
-            if k.scale_dtype is not None or v.scale_dtype is not None:
-                self.k_scale_buffer = self._rows(k.scale_bytes(self.head_dim), torch.uint8)
-                self.v_scale_buffer = self._rows(v.scale_bytes(self.v_head_dim), torch.uint8)
-        signs = (
-            attributes_of(
-                HADAMARD if self.kind.rotated else None,
-                (self.head_dim, self.v_head_dim),
-                self.k_buffer[0].device,
-                None,
-                None,
+            self.k_buffer, self.v_buffer = (
+                [self._rows(kind[side].code_bytes(dims[side]), self.store_dtype) for kind in kinds] for side in (0, 1)
             )
-            if self.layer_num
-            else (None,) * 4
-        )
-        self._signs = signs[:2]
+            self.k_scale_buffer = self.v_scale_buffer = None
+            if any(f.scale_dtype is not None for kind in kinds for f in kind):
+                self.k_scale_buffer, self.v_scale_buffer = (
+                    [self._rows(kind[side].scale_bytes(dims[side]), torch.uint8) for kind in kinds] for side in (0, 1)
+                )
+        rotation = HADAMARD if self.chosen.rotated else None
+        self._signs = attributes_of(rotation, dims, torch.device(self.device), None, None)[:2]
         self._layers: dict[int, tuple[Any, Any, PagedKVLayer]] = {}
         self._kv_buffer_descs = self._build_kv_buffer_descs()
         self._init_data_ptrs_and_strides()
 
-    def _rows(self, elements: int, dtype: torch.dtype) -> list[Tensor]:
+    def _rows(self, nbytes: int, dtype: torch.dtype) -> Tensor:
         # Slot 0 and the rest of its page take the rows of padding.
-        shape = (self.size + self.page_size, self.head_num, elements)
-        return [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(self.layer_num)]
+        shape = (self.size + self.page_size, self.head_num, nbytes // dtype.itemsize)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def layer(self, index: int, k_scale: Any = None, v_scale: Any = None) -> PagedKVLayer:
         """The pages of the pool's layer `index`. k_scale, v_scale: SGLang's of the layer, one number or none."""
@@ -136,12 +190,17 @@ class TersekvPool(MHATokenToKVPool):
             scales = pages(buffers[index], f.scale_dtype)
             return scales if f.scale_block else scales[..., 0]
 
-        k, v, _ = self.kind
-        return PagedKVLayer(
+        if not self.chosen.alike and self.model_layer_ids[index] != self.start_layer + index:
+            raise NotImplementedError(_two_pools())  # which of the model's are whose, is told after they are made
+        k, v = self.chosen.kinds[index]
+        made = PagedKVLayer(
             pages(self.k_buffer[index], k.storage), pages(self.v_buffer[index], v.storage), (k.name, v.name),
             _one("k_scale", k_scale, k), _one("v_scale", v_scale, v),
             stored(self.k_scale_buffer, k), stored(self.v_scale_buffer, v), *self._signs,
         )  # fmt: skip
+        if self._saved is None:
+            return made
+        return replace(made, **self._saved.attributes(self.model_layer_ids[index], made.device))
 
     def set_kv_buffer(
         self,

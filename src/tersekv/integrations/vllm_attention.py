@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
@@ -26,7 +27,8 @@ from ..ops.append import append
 from ..ops.decode import decode
 from ..ops.prefill import prefill
 from .vllm import name
-from .vllm_pages import BLOCK_STEP, FORMATS, known, pages_of, pages_shape, with_scales
+from .vllm_pages import BLOCK_STEP, FORMATS, kind_of, known, pages_of, pages_shape, with_scales
+from .vllm_saved import index_of, layers_of
 from .vllm_warm_up import DECODE_ROWS, Limits, warm_up
 
 # What layers of this process were compiled for.
@@ -211,6 +213,7 @@ class TersekvImpl(AttentionImpl):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
         self.window, self.softcap, self.sinks = sliding_window, float(logits_soft_cap or 0.0), sinks
+        self.saved = layers_of(get_current_vllm_config_or_none(), self.num_kv_heads, head_size)
         self._pages: tuple[Any, PagedKVLayer] | None = None
 
     def do_kv_cache_update(
@@ -264,6 +267,7 @@ class TersekvImpl(AttentionImpl):
         kind = (
             pages.formats, pages.rotation, [(x.shape[1:], x.stride()) for x in tensors if x is not None],
             [s.shape if isinstance(s, Tensor) else s for s in (pages.k_scale, pages.v_scale)],
+            [c is None for c in (pages.k_channel_scale, pages.v_channel_scale)],
             query.shape[1:], query.dtype, m.block_table.shape[1], m.limits, self.kv_sharing_target_layer_name is None,
             [x.shape if isinstance(x, Tensor) else x for x in options.values()],
         )  # fmt: skip
@@ -292,20 +296,19 @@ class TersekvImpl(AttentionImpl):
             k_scale.data_ptr(), k_scale.shape, v_scale.data_ptr(), v_scale.shape,
         )  # fmt: skip
         if self._pages is None or self._pages[0] != key:
-            size_v = getattr(layer, "head_size_v", None)
-            self._pages = (
-                key,
-                pages_of(
-                    kv_cache,
-                    self.kv_cache_dtype,
-                    self.head_size,
-                    k_scale,
-                    v_scale,
-                    size_v,
-                    inline=has_kv_transfer_group(),
-                ),
-            )
+            self._pages = key, self._seen(layer, kv_cache)
         return self._pages[1]
+
+    def _seen(self, layer: Any, kv_cache: Tensor) -> PagedKVLayer:
+        index, dtype = 0, self.kv_cache_dtype
+        if self.saved is not None:  # a layer that shares another's pages reads them as that one wrote them
+            index = index_of(self.saved, self.kv_sharing_target_layer_name or layer.layer_name)
+            dtype = kind_of(*self.saved.formats[index])
+        pages = pages_of(
+            kv_cache, dtype, self.head_size, layer._k_scale, layer._v_scale, getattr(layer, "head_size_v", None),
+            inline=has_kv_transfer_group(),
+        )  # fmt: skip
+        return pages if self.saved is None else replace(pages, **self.saved.attributes(index, kv_cache.device))
 
     def _sinks_fp32(self) -> Tensor | None:
         """The sinks as they are now: weights may be loaded anew in place, also between the replays of a graph."""

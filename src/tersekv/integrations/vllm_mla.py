@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonImpl,
@@ -28,6 +29,7 @@ from ..layers import PagedLatentLayer
 from ..ops.mla import mla_append, mla_decode
 from .vllm import MLA_NAME
 from .vllm_mla_prefill import TersekvMLAPrefill, prompts
+from .vllm_saved import saved_file
 
 FORMATS = {"bfloat16": "bf16", "float16": "fp16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_ds_mla": "fp8_ds_mla"}
 # "auto" is the model's dtype.
@@ -116,6 +118,8 @@ class TersekvMLAImpl(MLACommonImpl[TersekvMLAMetadata]):
             raise NotImplementedError(f"tersekv attends to a decoder's cache only, got attn_type={attn_type!r}")
         if kv_cache_dtype != "auto" and kv_cache_dtype not in FORMATS:
             raise ValueError(f"kv_cache_dtype: want auto, {', '.join(FORMATS)} for MLA, got {kv_cache_dtype!r}")
+        if (saved := saved_file(get_current_vllm_config_or_none())) is not None:
+            raise NotImplementedError(f"additional_config.tersekv.saved: want none for latent attention, got {saved!r}")
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             attn_type, kv_sharing_target_layer_name, **mla,

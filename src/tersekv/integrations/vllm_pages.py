@@ -42,7 +42,7 @@ class Kind(NamedTuple):
         return self.k.row_bytes(head_size) + self.v.row_bytes(head_size_v)
 
 
-def _kind(k: str, v: str, rotated: bool = False) -> Kind:
+def kind_of(k: str, v: str, rotated: bool = False) -> Kind:
     return Kind(kv_format(k), kv_format(v), rotated)
 
 
@@ -59,13 +59,13 @@ _VLLM = {  # vLLM's kv_cache_dtype → ours; "auto" follows the pages' dtype
 }
 _QUANTISED = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
 _PAIRS = {f"{k}/{v}": (k, v) for k, v in permutations(_QUANTISED, 2)}
-_FOUR_BITS = {name: (name, name) for name in _QUANTISED if kv_format(name).values_per_element == 2}
+_ALIKE = {name: (name, name) for name in _QUANTISED}
 # Names that vLLM has not: `tersekv.recipe` reads them too.
-OWN = {name: _kind(*both) for name, both in _PAIRS.items()} | {
-    f"{name}+rotated": _kind(*both, True) for name, both in (_FOUR_BITS | _PAIRS).items()
+OWN = {name: kind_of(*both) for name, both in _PAIRS.items()} | {
+    f"{name}+rotated": kind_of(*both, True) for name, both in (_ALIKE | _PAIRS).items()
 }
-FORMATS = {name: _kind(ours, ours) for name, ours in _VLLM.items()} | OWN
-_AUTO = {torch.bfloat16: _kind("bf16", "bf16"), torch.float16: _kind("fp16", "fp16")}
+FORMATS = {name: kind_of(ours, ours) for name, ours in _VLLM.items()} | OWN
+_AUTO = {torch.bfloat16: kind_of("bf16", "bf16"), torch.float16: kind_of("fp16", "fp16")}
 # A block of so many tokens takes a multiple of 16 bytes in every format and head size.
 BLOCK_STEP = 8
 
@@ -73,7 +73,7 @@ BLOCK_STEP = 8
 def known(kv_cache_dtype: str) -> str:
     """The name itself, if pages of that kind can be kept."""
     if kv_cache_dtype != "auto" and kv_cache_dtype not in FORMATS:
-        own = f"a pair of {', '.join(_QUANTISED)} as K/V, or one with 4 bits or a pair +rotated"
+        own = f"a pair of {', '.join(_QUANTISED)} as K/V, or one of these or a pair +rotated"
         raise ValueError(f"kv_cache_dtype: want auto, {', '.join(_VLLM)}, {own}, got {kv_cache_dtype!r}")
     return kv_cache_dtype
 
@@ -95,7 +95,7 @@ def pages_shape(blocks: int, tokens: int, heads: int, head_size: int, kv_cache_d
 
 def pages_of(
     kv_cache: Tensor,
-    kv_cache_dtype: str,
+    kv_cache_dtype: str | Kind,
     head_size: int,
     k_scale: Tensor,
     v_scale: Tensor,
@@ -105,6 +105,7 @@ def pages_of(
 ) -> PagedKVLayer:
     """vLLM's pages [blocks, H, tokens, content] of one layer as a PagedKVLayer, without copying.
 
+    kv_cache_dtype:   vLLM's name, or what the pages hold where a file says it
     k_scale, v_scale: vLLM's dequantising fp32 scales, seen and not copied: one element, or one a head (nvfp4: one, the
                       global scale)
     head_size_v:      of V, where it is not K's
@@ -113,7 +114,10 @@ def pages_of(
     Raises ValueError for a content that is not K's row and V's row of the format, for a page in pieces that should have
     a tail, and for scales of another dtype.
     """
-    kind = _AUTO.get(kv_cache.dtype) if kv_cache_dtype == "auto" else FORMATS.get(kv_cache_dtype)
+    if isinstance(kv_cache_dtype, Kind):
+        kind: Kind | None = kv_cache_dtype
+    else:
+        kind = _AUTO.get(kv_cache.dtype) if kv_cache_dtype == "auto" else FORMATS.get(kv_cache_dtype)
     if kind is None:
         wanted = ", ".join(map(str, _AUTO))
         raise ValueError(f"kv_cache: want pages of {wanted} for {kv_cache_dtype!r}, got {kv_cache.dtype}")
