@@ -9,8 +9,8 @@ VARIABLES = {
     "read when a call is first planned",
     "TERSEKV_CHECKED": "1: also check tensor values (page ids, slots, positions); synchronises. 0, false, off, no: off",
     "TERSEKV_STRICT": "1: where kernels made for the device do not compile, raise instead of a warning and slower ones",
-    "TERSEKV_SGLANG_FORMAT": "format of SGLang's K/V pool with --attention-backend tersekv; unset: "
-    "--kv-cache-dtype's; read when the engine starts",
+    "TERSEKV_SGLANG_FORMAT": "format of SGLang's K/V pool with --attention-backend tersekv, a recipe, or a file of "
+    "`tersekv eval --save`; unset: --kv-cache-dtype's; read when the engine starts",
 }
 # Every call asks for this one, and os.environ itself takes a microsecond to answer: it looks a name up as bytes, and
 # raises where there is none.

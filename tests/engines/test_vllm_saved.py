@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from checkpoints import llama, text
+from checkpoints import deepseek, llama, text
 from reference import Reference, hold
 from saved_files import write
-from vllm_cpu import engine, generate
+from vllm_cpu import engine, generate, llama_model
 
 from tersekv.integrations.vllm import MLA_NAME
 
@@ -45,6 +45,24 @@ def test_layers_have_the_files_attributes(name, model, tmp_path):
         hold(results, [plain.score(p, r[0]) for p, r in zip(PROMPTS, results, strict=True)], *bounds)
 
 
+def test_a_layer_that_shares_anothers_pages_reads_them_as_that_one_wrote_them(model, tmp_path, monkeypatch):
+    attention = llama_model.Attention
+
+    def sharing(*args, prefix="", **options):
+        if prefix == "model.layers.3.self_attn.attn":
+            options["kv_sharing_target_layer_name"] = "model.layers.2.self_attn.attn"
+        return attention(*args, prefix=prefix, **options)
+
+    monkeypatch.setattr(llama_model, "Attention", sharing)
+    kept = tmp_path / "kept.safetensors"
+    told = write(kept, [INT] * 4)
+    saved = {"additional_config": {"tersekv": {"saved": str(kept)}}}
+    with engine(model, dtype="float32", kv_cache_dtype=INT, **saved) as llm:
+        results = generate(llm, PROMPTS, 12)
+    reference = Reference(model, **told, shared={3: 2})
+    hold(results, [reference.score(p, r[0]) for p, r in zip(PROMPTS, results, strict=True)])
+
+
 def test_cache_dtypes_that_are_not_the_files_are_refused_before_weights_are_loaded(tmp_path):
     folder, kept = llama(tmp_path / "llama"), tmp_path / "kept.safetensors"
     (folder / "model.safetensors").write_bytes(b"none")
@@ -59,8 +77,6 @@ def test_cache_dtypes_that_are_not_the_files_are_refused_before_weights_are_load
 
 
 def test_latent_attention_has_no_attributes(tmp_path):
-    from checkpoints import deepseek
-
     folder, kept = deepseek(tmp_path / "deepseek"), tmp_path / "kept.safetensors"
     options = {"attention_backend": MLA_NAME, "additional_config": {"tersekv": {"saved": str(kept)}}}
     with (

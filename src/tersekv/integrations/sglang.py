@@ -2,7 +2,8 @@
 
 Installing tersekv is enough: SGLang calls `register` in each of its processes, through the entry point `tersekv` of its
 plugin group `sglang.srt.plugins`. `--kv-cache-dtype` takes no names but SGLang's own, so an environment variable names
-the format of the pool; without it the format is the one of `--kv-cache-dtype`.
+the format of the pool, a recipe, or a file of `tersekv eval --save`; without it the format is the one of
+`--kv-cache-dtype`.
 
 What it covers and what it refuses is in docs/serving.md.
 """

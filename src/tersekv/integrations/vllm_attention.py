@@ -27,7 +27,7 @@ from ..ops.append import append
 from ..ops.decode import decode
 from ..ops.prefill import prefill
 from .vllm import name
-from .vllm_pages import BLOCK_STEP, FORMATS, kind_of, known, pages_of, pages_shape, with_scales
+from .vllm_pages import BLOCK_STEP, FORMATS, Kind, kind_of, known, pages_of, pages_shape, with_scales
 from .vllm_saved import index_of, layers_of
 from .vllm_warm_up import DECODE_ROWS, Limits, warm_up
 
@@ -300,15 +300,16 @@ class TersekvImpl(AttentionImpl):
         return self._pages[1]
 
     def _seen(self, layer: Any, kv_cache: Tensor) -> PagedKVLayer:
-        index, dtype = 0, self.kv_cache_dtype
+        holds: str | Kind = self.kv_cache_dtype
+        attributes: dict[str, Any] = {}
         if self.saved is not None:  # a layer that shares another's pages reads them as that one wrote them
             index = index_of(self.saved, self.kv_sharing_target_layer_name or layer.layer_name)
-            dtype = kind_of(*self.saved.formats[index])
+            holds, attributes = kind_of(*self.saved.formats[index]), self.saved.attributes(index, kv_cache.device)
         pages = pages_of(
-            kv_cache, dtype, self.head_size, layer._k_scale, layer._v_scale, getattr(layer, "head_size_v", None),
+            kv_cache, holds, self.head_size, layer._k_scale, layer._v_scale, getattr(layer, "head_size_v", None),
             inline=has_kv_transfer_group(),
         )  # fmt: skip
-        return pages if self.saved is None else replace(pages, **self.saved.attributes(index, kv_cache.device))
+        return replace(pages, **attributes)
 
     def _sinks_fp32(self) -> Tensor | None:
         """The sinks as they are now: weights may be loaded anew in place, also between the replays of a graph."""
