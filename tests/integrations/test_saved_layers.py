@@ -1,4 +1,4 @@
-"""Files of attributes, as far as no engine is needed: heads of a rank, and which file vLLM's pages can hold.
+"""Files of attributes, as far as no engine is needed: heads of a rank, and what vLLM's layers ask for.
 
 The rest is in tests/engines.
 """
@@ -14,7 +14,8 @@ import torch
 
 import tersekv
 from tersekv.integrations.saved_layers import saved_layers
-from tersekv.integrations.vllm_saved import index_of, layers_of
+from tersekv.integrations.vllm_pages import FORMATS
+from tersekv.integrations.vllm_saved import give_formats, index_of, layers_of
 
 H, D, DV = 4, 32, 16
 INT, TNI = "int8_per_token_head/int4_per_token_head", "int4_per_token_head/int8_per_token_head"
@@ -84,57 +85,33 @@ def config_of(saved: object, dtype: str = "auto", skipped: tuple = (), layers: i
     )  # fmt: skip
 
 
-TAKEN = [
-    ([INT] * 4, INT, ()),
-    ([INT] * 4, f"{INT}+rotated", ()),
-    (["fp8_per_token_head", *["int8_per_token_head"] * 2, "fp8_per_token_head"], "fp8_per_token_head", ()),
-    (["fp8_e4m3"] * 4, "fp8", ()),
-    (["bf16", INT, INT, "fp16"], INT, ("0", "3")),
-    (["bf16"] * 4, "auto", ()),
-    (["bf16"] * 4, "bfloat16", ()),
-]
-
-
-@pytest.mark.parametrize(("formats", "dtype", "skipped"), TAKEN)
-def test_a_file_whose_layers_have_the_bytes_of_vllms_pages_is_taken(tmp_path, formats, dtype, skipped):
-    path = str(tmp_path / "kept")
+@pytest.mark.parametrize("dtype", ["auto", INT, "float16", "fp8"])
+def test_each_layer_asks_for_pages_of_its_formats(tmp_path, dtype):
+    path, formats = str(tmp_path / "kept"), ["fp16", INT, "fp8_e4m3", "nvfp4"]
     write(path, formats)
-    found = layers_of(config_of({"saved": path}, dtype, skipped), H, D)
-    assert ["/".join(dict.fromkeys(both)) for both in found.formats] == formats
-    assert index_of(found, "model.layers.3.self_attn.attn") == 3
+    found = layers_of(config_of({"saved": path}, dtype), H, D)
+    layers = {f"model.layers.{i}.self_attn.attn": SimpleNamespace(impl=object()) for i in range(4)}
+    for i, layer in enumerate(layers.values()):
+        give_formats(found, {"model.other.9": SimpleNamespace(), **layers}, layer.impl)
+        assert layer.kv_cache_dtype == ("float16", INT, "fp8", "nvfp4")[i]
+        assert layer.kv_cache_torch_dtype == FORMATS[layer.kv_cache_dtype].dtype
     for name in ("model.layers.4.attn", "model.attn", "model.layers.1.experts.2.attn"):
         with pytest.raises(ValueError, match=f"want layers named by a number below 4, .* got '{name}'"):
             index_of(found, name)
 
 
-MIXED = [INT, "nvfp4", "nvfp4", INT]
-
-
 @pytest.mark.parametrize(("formats", "dtype", "skipped", "want"), [
-    ([INT] * 4, "auto", (), f"kv_cache_dtype: want {INT} with kv_cache_dtype_skip_layers none, as .*got auto with"),
-    ([INT] * 4, TNI, (), f"kv_cache_dtype: want {INT} with .* got {TNI} with"),
-    ([INT] * 4, INT, ("0",), f"want {INT} with kv_cache_dtype_skip_layers none, .*got {INT} .*_skip_layers 0"),
-    (["bf16", INT, INT, "bf16"], INT, (), f"want {INT} with kv_cache_dtype_skip_layers 0 3, .*_skip_layers none"),
-    (["bf16"] * 4, "fp8", (), "want auto with kv_cache_dtype_skip_layers none, .* got fp8"),
-    (MIXED, INT, (), rf"saved: want formats of equal bytes .*\+ends=bf16\), got {INT}, nvfp4 in"),
-    (["bf16/nvfp4"] * 4, "auto", (), "that vLLM has a cache dtype for, .* got bf16/nvfp4 in"),
+    ([INT] * 4, TNI, (), f"kv_cache_dtype: want auto or {INT} without .* got {TNI} with none"),
+    ([INT] * 4, INT, ("0",), f"want auto or {INT} without kv_cache_dtype_skip_layers, as .*got {INT} with 0"),
+    (["bf16"] * 4, "fp8", (), "want auto or bfloat16 without .* got fp8"),
+    ([INT, *["bf16/nvfp4"] * 3], "auto", (), "want formats that vLLM has a cache dtype for, got bf16/nvfp4 in"),
     ([INT] * 3, INT, (), "saved: want attributes of 4 layers, got 3 in"),
 ])  # fmt: skip
-def test_a_file_that_vllms_pages_can_not_hold_is_refused_with_the_options_to_give(
-    tmp_path, formats, dtype, skipped, want
-):
+def test_a_file_that_does_not_fit_is_refused(tmp_path, formats, dtype, skipped, want):
     path = str(tmp_path / "kept")
     write(path, formats)
     with pytest.raises(ValueError, match=want):
         layers_of(config_of({"saved": path}, dtype, skipped), H, D)
-
-
-def test_a_cache_dtype_that_is_rotated_wants_a_file_that_is(tmp_path):
-    path = str(tmp_path / "kept")
-    write(path, [INT] * 4, rotation=None)
-    assert layers_of(config_of({"saved": path}, INT), H, D).formats
-    with pytest.raises(ValueError, match=rf"kv_cache_dtype: want {INT} with .* got {INT}\+rotated with"):
-        layers_of(config_of({"saved": path}, f"{INT}+rotated"), H, D)
 
 
 @pytest.mark.parametrize("given", ["kept", {"file": "kept"}, {"saved": 3}, {"saved": "a", "more": "b"}, {}])

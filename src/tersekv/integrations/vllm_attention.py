@@ -28,7 +28,7 @@ from ..ops.decode import decode
 from ..ops.prefill import prefill
 from .vllm import name
 from .vllm_pages import BLOCK_STEP, FORMATS, Kind, kind_of, known, pages_of, pages_shape, with_scales
-from .vllm_saved import index_of, layers_of
+from .vllm_saved import give_formats, index_of, layers_of
 from .vllm_warm_up import DECODE_ROWS, Limits, warm_up
 
 # What layers of this process were compiled for.
@@ -213,8 +213,13 @@ class TersekvImpl(AttentionImpl):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
         self.window, self.softcap, self.sinks = sliding_window, float(logits_soft_cap or 0.0), sinks
-        self.saved = layers_of(get_current_vllm_config_or_none(), self.num_kv_heads, head_size)
+        self._config = get_current_vllm_config_or_none()
+        self.saved = layers_of(self._config, self.num_kv_heads, head_size)
         self._pages: tuple[Any, PagedKVLayer] | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        if self.saved is not None:
+            give_formats(self.saved, self._config.compilation_config.static_forward_context, self)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

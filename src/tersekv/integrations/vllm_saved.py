@@ -1,21 +1,18 @@
-"""`--additional-config '{"tersekv": {"saved": "FILE"}}'`: vLLM's layers with the attributes of a file.
+"""`--additional-config '{"tersekv": {"saved": "FILE"}}'`: vLLM's layers with the formats and attributes of a file.
 
-A spec tells its backend the cache dtype and not its layer. So `--kv-cache-dtype` says what pages take, with
-`--kv-cache-dtype-skip-layers` for layers in 16 bits, and has to agree with the file; the layer's number, which its name
-holds, then picks its formats and attributes.
+A layer's number is in its name. When weights are loaded, and before vLLM asks what its pages take, each gets the cache
+dtype of its formats; its pages then get the attributes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from .saved_layers import SavedLayers, saved_layers
-from .vllm_pages import FORMATS, kind_of
+from .vllm_pages import FORMATS
 
 _OPTION = "additional_config"
 _SAVED = f"{_OPTION}.tersekv.saved"
-_SIXTEEN = ("auto", "bfloat16", "float16")
 
 
 def saved_file(config: Any) -> str | None:
@@ -53,33 +50,28 @@ def layers_of(config: Any, heads: int, head_size: int) -> SavedLayers | None:
 
 
 def _require_dtypes(found: SavedLayers, dtype: str, skipped: list[str]) -> None:
-    """Raise ValueError, with the options to give, unless vLLM's pages have each layer's bytes."""
-    plain = {i for i, both in enumerate(found.formats) if both in (("bf16", "bf16"), ("fp16", "fp16"))}
-    others = [i for i in range(len(found.formats)) if i not in plain]
-    names, wanted = list(_SIXTEEN), set[str]()
-    if others:
-        sizes, attributes = found.found.sizes, found.found.attributes
-        rotated = all({"k_signs", "v_signs"} <= attributes[i].keys() for i in others)
-        named = {both: _names(both, rotated) for both, _ in Counter(found.formats[i] for i in others).most_common()}
-        taken = {kind_of(*both).row_bytes(sizes["head_dim"], sizes["head_dim_v"]) for both in named}
-        if not all(named.values()) or len(taken) > 1:
-            got = ", ".join("/".join(dict.fromkeys(both)) for both in named)
-            raise ValueError(
-                f"{_SAVED}: want formats of equal bytes that vLLM has a cache dtype for, beside layers in 16 bits "
-                f"(+ends=bf16), got {got} in {found.path!r}"
-            )
-        names, wanted = [name for every in named.values() for name in every], {str(i) for i in plain}
-    if dtype not in names or {*skipped} != wanted:
-        want, got = (
-            f"{name} with kv_cache_dtype_skip_layers {' '.join(map(str, layers)) or 'none'}"
-            for name, layers in ((names[0], sorted(wanted, key=int)), (dtype, skipped))
-        )
-        raise ValueError(f"kv_cache_dtype: want {want}, as {found.path!r} has its layers, got {got}")
+    """Raise ValueError for formats that vLLM has no cache dtype for, and for options that say otherwise."""
+    of = {both: _cache_dtypes(both) for both in found.formats}
+    if not all(of.values()):
+        got = ", ".join("/".join(dict.fromkeys(both)) for both, names in of.items() if not names)
+        raise ValueError(f"{_SAVED}: want formats that vLLM has a cache dtype for, got {got} in {found.path!r}")
+    names = [name for each in of.values() for name in each]
+    if dtype not in ("auto", *names) or skipped:
+        want = f"auto or {', '.join(names)} without kv_cache_dtype_skip_layers, as {found.path!r} has its layers"
+        raise ValueError(f"kv_cache_dtype: want {want}, got {dtype} with {' '.join(skipped) or 'none'}")
 
 
-def _names(both: tuple[str, str], rotated: bool) -> list[str]:
-    """The cache dtypes whose pages hold these formats."""
-    return [n for n, kind in FORMATS.items() if (kind.k.name, kind.v.name) == both and (rotated or not kind.rotated)]
+def _cache_dtypes(both: tuple[str, str]) -> list[str]:
+    """vLLM's names for pages of these formats; whether rows lie rotated is for the file to say."""
+    return [n for n, kind in FORMATS.items() if (kind.k.name, kind.v.name) == both and not kind.rotated]
+
+
+def give_formats(found: SavedLayers, layers: dict[str, Any], impl: Any) -> None:
+    """Let vLLM's layer that has this implementation ask for pages of the file's formats."""
+    for name, layer in layers.items():
+        if getattr(layer, "impl", None) is impl:
+            layer.kv_cache_dtype = _cache_dtypes(found.formats[index_of(found, name)])[0]
+            layer.kv_cache_torch_dtype = FORMATS[layer.kv_cache_dtype].dtype
 
 
 def index_of(found: SavedLayers, layer_name: str) -> int:
