@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 # lies in memory before a barrier is told to expect a copy is there when the copy has come (`--control`: "copying").
 # And two warpgroups may both put 0 in place of the same values: whoever comes second reads what it would have written.
 _STARTS = "warp_specialize"
-_ORDERED_BY_COPIES = {"publish"}  # functions whose stores that holds for
+_ORDERED_BY_COPIES = {"publish_work_tile"}  # functions whose stores that holds for
 _WRITE_THE_SAME = {"drop_nan", "drop_dead"}
 _ERROR = re.compile(r"^========= (?:Error: |ERROR: )?(Invalid .*|.*[Rr]ace reported .*)$")
 _PLACE = re.compile(r" in ([\w.]+\.py):(\d+)")

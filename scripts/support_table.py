@@ -17,8 +17,9 @@ from unittest.mock import patch
 
 import torch
 
-from tersekv import formats, plan
+from tersekv import formats
 from tersekv.backends.cpu import library
+from tersekv.dispatch import plan
 from tersekv.testing.cases import OPS, Case, cases
 from tersekv.testing.make import make
 
@@ -31,7 +32,7 @@ GPU = ("gluon", "triton")  # in the order in which a plan tries them
 
 # Column -> (backends tried, compute capability × 10 or None, seen as a GPU)
 DEVICES: dict[str, tuple[tuple[str, ...], int | None, bool]] = {
-    "CPU": (plan.doors_of("decode", "cpu"), None, False),
+    "CPU": (plan.candidate_backends("decode", "cpu"), None, False),
     "sm_80": (GPU, 80, True),
     "sm_90": (GPU, 90, True),
     "sm_100": (GPU, 100, True),
@@ -42,7 +43,7 @@ DEVICES: dict[str, tuple[tuple[str, ...], int | None, bool]] = {
 @cache
 def support() -> str:
     """Markdown: operation × formats × device, and why some calls are refused. Kernels for CPUs count as compiled."""
-    with patch.object(library, "missing", lambda: None):
+    with patch.object(library, "why_no_library", lambda: None):
         return _support()
 
 
@@ -98,7 +99,7 @@ def _cell(
     used: dict[str, None] = {}
     numbers = set()
     for case, call in mine:
-        doors = plan.doors_of(case.op, "cuda") if gpu else doors
+        doors = plan.candidate_backends(case.op, "cuda") if gpu else doors
         f = _facts(case.op, call, arch, gpu)
         reasons = {name: plan.why_not(f, name) for name in doors}
         fit = next((name for name in doors if reasons[name] is None), None)

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 import tersekv
-from tersekv import plan
 from tersekv.compat import flashinfer, vllm
+from tersekv.dispatch import plan
 from tersekv.ops.context_parallel import ContextParallel, shard_slot_mapping
 
 sys.path.insert(0, str(Path(__file__).parent))

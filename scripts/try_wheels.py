@@ -25,7 +25,7 @@ LOCKED = ROOT / "requirements" / "test.txt"
 PLATFORM = f"manylinux_2_28_{platform.machine()}"
 TRY = """
 import tersekv
-from tersekv import plan
+from tersekv.dispatch import plan
 from tersekv.backends.cpu import library
 from tersekv.testing import verify
 from tersekv.testing.cases import cases

@@ -260,7 +260,7 @@ def check_bytes_on_the_wire(how: str) -> None:
         return name, real, call
 
     others = world - 1
-    gather = exchange._newest("all_gather_single", "all_gather_into_tensor").__name__
+    gather = exchange._collective("all_gather_single", "all_gather_into_tensor").__name__
     fakes = [counted(gather, (others, 1)), counted("all_to_all_single", (others, world))]
     fakes.append(counted("all_reduce", (others, world)))
     for name, _, call in fakes:

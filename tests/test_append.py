@@ -12,7 +12,7 @@ from no_sync import NoHostReads
 
 from tersekv import KV_FORMATS, PagedKVCache, PagedKVLayer, PagedLatentCache, append, mla_append
 from tersekv.calls import AppendCall
-from tersekv.plan import dispatch
+from tersekv.dispatch.plan import dispatch
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 INDEX = (torch.int32, torch.int64, torch.uint32)

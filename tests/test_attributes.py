@@ -23,9 +23,8 @@ BACKENDS = ["torch", "cpu"]
 def rows(seed: int, outliers: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v of fp32 rows; channels 3 and 40 of each key are larger, of each query smaller."""
     g = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(*s, generator=g) for s in (
-        (1, HEADS * GROUP, DIM), (TOKENS, HEADS, DIM), (TOKENS, HEADS, DIM_V)
-    ))  # fmt: skip
+    q, k, v = (torch.randn(*s, generator=g) for s in ( (1, HEADS * GROUP, DIM), (TOKENS, HEADS, DIM),
+                                                      (TOKENS, HEADS, DIM_V) ))  # fmt: skip
     for channel in (3, 40):
         k[..., channel] *= outliers
         q[..., channel] /= outliers
@@ -236,7 +235,7 @@ def test_a_backend_that_does_not_say_it_takes_an_attribute_refuses_it(options, w
     layer = PagedKVCache.allocate(1, 2, 4, HEADS, 64, **options)[0]
     k, slots = torch.zeros(1, HEADS, 64), torch.zeros(1, dtype=torch.int32)
     tersekv.append(k, k, layer, slots, backend=backend)
-    monkeypatch.delattr(module, "TAKES")
+    monkeypatch.delattr(module, "SUPPORTS")
     with pytest.raises(UnsupportedError, match=f"{backend}: takes no {what} yet"):
         tersekv.append(k.half(), k.half(), layer, slots, backend=backend)
 

@@ -16,7 +16,6 @@ from tersekv import (
     PagedLatentLayer,
     UnsupportedError,
     append,
-    checks,
     decode,
     merge_states,
     mla_append,
@@ -25,12 +24,11 @@ from tersekv import (
     mla_prefill,
     mla_prefill_plan,
     mla_project,
-    plan,
     prefill,
-    recall,
     rope_append,
 )
 from tersekv.calls import CALLS, AppendCall
+from tersekv.dispatch import checks, launch_cache, plan
 from tersekv.ops import registry
 from tersekv.testing.cases import cases
 from tersekv.testing.make import make
@@ -165,7 +163,7 @@ BAD_VALUES = [
      "k_scale_cache: want None for fp8_e4m3, got a tensor"),
     ("append", {"cache": PagedKVLayer(kv().k, kv().v, "fp4")},
      "format: want one of bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_per_token_head, int8_per_token_head, nvfp4, "
-     "int4_per_token_head for K/V caches, got 'fp4'"),
+     "int4_per_token_head for K/V caches, got 'fp4'; did you mean 'nvfp4'?"),
     ("append", {"backend": "cuda"}, f"backend: want one of {', '.join(plan.BACKENDS)}, got 'cuda'"),
     ("append", {"backend": ""}, f"backend: want one of {', '.join(plan.BACKENDS)}, got ''"),
     ("decode", {"backend": 0}, f"backend: want one of {', '.join(plan.BACKENDS)}, got 0"),
@@ -385,7 +383,7 @@ def known(request, monkeypatch):
         module = plan._module("torch", op)
         monkeypatch.setattr(module, "bind", lambda config, at: lambda a: launched.append(a) or True, raising=False)
         monkeypatch.setattr(module, "run", lambda call, config: None)
-    for home, memory in ((plan, "_plans"), (plan, "_latest"), (recall, "_latest"), (recall, "_all")):
+    for home, memory in ((plan, "_plans"), (plan, "_recent"), (launch_cache, "_recent"), (launch_cache, "_launches")):
         monkeypatch.setattr(home, memory, {})
 
     def make(op: str) -> None:

@@ -12,7 +12,7 @@ from tersekv.backends.cpu import library
 
 LENS, ONE = (5000, 3, 2049, 700, 0, 2048), (1,) * 6
 DRAFTS = (2, 3, 1, 40, 1, 9)  # few rows and many
-NATIVE = pytest.mark.skipif(library.missing() is not None, reason="no native library here")
+NATIVE = pytest.mark.skipif(library.why_no_library() is not None, reason="no native library here")
 
 
 @pytest.fixture
@@ -87,10 +87,10 @@ def test_results_are_right(op):
 def test_a_backend_that_cannot_is_refused_by_name():
     case, q = problem("decode", "bf16", (40,), (1,))
     where = (q, case.layer, case.page_table, case.seq_lens)
-    facts = tersekv.plan.facts("decode", _call(*where), arch=90)
-    assert tersekv.plan.why_not(facts, "gluon") == "takes no batch invariance yet"
+    facts = tersekv.dispatch.plan.facts("decode", _call(*where), arch=90)
+    assert tersekv.dispatch.plan.why_not(facts, "gluon") == "takes no batch invariance yet"
     facts.device = torch.device("cuda")
-    assert tersekv.plan.why_not(facts, "torch") == (
+    assert tersekv.dispatch.plan.why_not(facts, "torch") == (
         "takes the requests of a call together on cuda, which is no batch invariance"
     )
     with pytest.raises(TypeError, match="batch_invariant: want bool, got int"):

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tersekv import plan
 from tersekv.calls import CALLS
+from tersekv.dispatch import plan
 from tersekv.testing import canaries, memory
 from tersekv.testing import verify as tool
 from tersekv.testing.cases import OPS, Case, cases
@@ -92,7 +92,7 @@ def fake(monkeypatch, run) -> None:
     module = SimpleNamespace(why_not=lambda f: None, configure=lambda f: None, run=run)
     monkeypatch.setattr(plan, "_module", lambda backend, op="": module)
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "_latest", {})
+    monkeypatch.setattr(plan, "_recent", {})
 
 
 KEPT = "tersekv.backends.host.launch"
@@ -101,7 +101,7 @@ MADE = {
     "new_empty": lambda out: out.new_empty(out.shape, dtype=torch.float32),
     "empty_like": lambda out: torch.empty_like(out, dtype=torch.float32),
     "kept": lambda out: (
-        pytest.importorskip(KEPT).kept_scratch(out.numel(), out.device, 0)[: out.numel()].view(out.shape)
+        pytest.importorskip(KEPT).cached_workspace(out.numel(), out.device, 0)[: out.numel()].view(out.shape)
     ),
 }
 
@@ -140,13 +140,13 @@ def test_a_byte_beside_scratch_is_found_and_the_scratch_named(how, where, monkey
 
 def test_kept_scratch_is_given_back_after_a_case():
     launch = pytest.importorskip(KEPT)
-    before = launch.kept_scratch(8, torch.device("cpu"), 0)
+    before = launch.cached_workspace(8, torch.device("cpu"), 0)
     guarded = canaries.Guarded(make(CASES["append"]), "cpu")
     with guarded.scratch():
-        inside = launch.kept_scratch(8, torch.device("cpu"), 0)
+        inside = launch.cached_workspace(8, torch.device("cpu"), 0)
         assert inside.data_ptr() != before.data_ptr()
         assert inside.isnan().all()
-    assert launch.kept_scratch(8, torch.device("cpu"), 0).data_ptr() != inside.data_ptr()
+    assert launch.cached_workspace(8, torch.device("cpu"), 0).data_ptr() != inside.data_ptr()
     assert guarded.strays() == []
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tersekv import __version__, env, plan
+from tersekv import __version__, env
 from tersekv.backends.host import versions
 from tersekv.cli import arguments, doctor, main
 from tersekv.cli import verify as command
+from tersekv.dispatch import plan
 from tersekv.testing import verify as tool
 from tersekv.testing.cases import Case
 

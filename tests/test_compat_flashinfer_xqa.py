@@ -128,8 +128,8 @@ def test_xqa_mla_reads_one_row_as_key_and_value_without_a_root(form, monkeypatch
     k = kv_codes(E4M3, 1, 576)[0][:, :, 0]
     output = torch.full((3, 1, 5, 512), float("nan"), dtype=BF16)
     ops = []
-    submit = fi.submit
-    monkeypatch.setattr(fi, "submit", lambda op, *rest: (ops.append(op), submit(op, *rest)))
+    dispatch_call = fi.dispatch_call
+    monkeypatch.setattr(fi, "dispatch_call", lambda op, *rest: (ops.append(op), dispatch_call(op, *rest)))
     assert mla_call(q, *MLA_FORMS[form](k), output, q_scale=0.05, kv_scale=0.5) is None
     keys = k[:, :, None].double()
     want = attention(q[:, 0], keys, keys[..., :512], TABLE, LENS, [1] * 3, logits=0.05 * 0.5, out=0.5)

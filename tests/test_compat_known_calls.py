@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tersekv import UnsupportedError, recall
+from tersekv import UnsupportedError
 from tersekv.calls import CALLS
 from tersekv.compat import flashinfer as fi
 from tersekv.compat import max as mx
 from tersekv.compat import vllm
+from tersekv.dispatch import launch_cache
+from tersekv.dispatch.plan import Plan
 from tersekv.ops import registry
-from tersekv.plan import Plan
 
 BF, E4M3, E5M2, F32, U8 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.uint8
 T, HQ, H, D, P, S, L, R = 3, 4, 2, 32, 6, 8, 128, 16
@@ -287,8 +288,8 @@ def machine(monkeypatch):
         return Plan("fake", print, None, None, bind)
 
     monkeypatch.setattr(registry, "dispatch", dispatch)
-    for known in ("_all", "_latest"):
-        monkeypatch.setattr(recall, known, {})
+    for known in ("_launches", "_recent"):
+        monkeypatch.setattr(launch_cache, known, {})
     return seen
 
 
@@ -311,8 +312,8 @@ def test_a_known_call_is_launched_with_the_addresses_of_the_long_way(name, make,
     _, second = make(**{n: fresh(v) for n, v in options.items()})
     result = function(**second)
     assert len(machine.calls) == 1, "the second call took the long way"
-    monkeypatch.setattr(recall, "_latest", {})
-    monkeypatch.setattr(recall, "_all", {})
+    monkeypatch.setattr(launch_cache, "_recent", {})
+    monkeypatch.setattr(launch_cache, "_launches", {})
     function(**second)
     op, call = machine.calls[-1]
     long, (short,) = call._asdict(), machine.given

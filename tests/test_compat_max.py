@@ -196,7 +196,7 @@ def test_the_graph_decodes_where_every_request_has_one_token_and_prefills_otherw
 
 def test_the_bound_on_the_new_tokens_of_a_request_is_handed_on(monkeypatch):
     bounds = []
-    monkeypatch.setattr(_max_branches, "submit", lambda op, call, *rest: bounds.append(call.max_q_len))
+    monkeypatch.setattr(_max_branches, "dispatch_call", lambda op, call, *rest: bounds.append(call.max_q_len))
     step = Step()
     step.prefill()
     step.kv.max_seq_length = 1000  # more than there are tokens

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tersekv import recall
 from tersekv.backends.cpu import library
 from tersekv.compat import _flashinfer_append, _flashinfer_decode, flashinfer
 from tersekv.compat.flashinfer import rope_quantize_fp8_append_paged_kv_cache as rope
 from tersekv.compat.flashinfer import xqa_batch_decode_with_kv_cache as xqa
+from tersekv.dispatch import launch_cache
 from tersekv.testing.memory import as_bytes
 
-pytestmark = pytest.mark.skipif(library.missing() is not None, reason="no native library here")
+pytestmark = pytest.mark.skipif(library.why_no_library() is not None, reason="no native library here")
 E4M3, T, HQ, H, D, R, S = torch.float8_e4m3fn, 3, 4, 2, 32, 16, 8
 
 
@@ -22,8 +22,8 @@ class LongWay(Exception):
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch):
-    for known in ("_all", "_latest"):
-        monkeypatch.setattr(recall, known, {})
+    for known in ("_launches", "_recent"):
+        monkeypatch.setattr(launch_cache, known, {})
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def only_short(monkeypatch):
 
     def arm():
         for module in (_flashinfer_append, _flashinfer_decode, flashinfer):
-            monkeypatch.setattr(module, "submit", refuse)
+            monkeypatch.setattr(module, "dispatch_call", refuse)
 
     return arm
 

@@ -191,7 +191,7 @@ def test_uneven_heads_are_refused():
 
 
 def test_windows_that_match_the_deal_use_the_cache_as_it_is():
-    deal, lens = shards.Deal(1, 4, 8), torch.tensor([100, 7])
+    deal, lens = shards.TokenSharding(1, 4, 8), torch.tensor([100, 7])
     table = torch.zeros(2, 5, dtype=torch.int32)
     fits = shards.local_rows(deal, 2, table, lens, None, 1, window=64, page_size=8)
     assert (fits.window, fits.by_token) == (16, False)
@@ -213,7 +213,7 @@ def test_local_rows_read_nothing_on_the_host():
     with NoHostReads():
         for rows, starts, window, masks in ((3, None, None, True), (6, None, None, True), (6, cu, None, True),
                                             (6, cu, None, False), (6, cu, 13, True), (6, None, 32, True)):  # fmt: skip
-            deal = shards.Deal(1, 4, 8)
+            deal = shards.TokenSharding(1, 4, 8)
             shards.local_rows(deal, rows, table, lens, starts, 3, window=window, page_size=8, masks=masks)
 
 

@@ -17,9 +17,9 @@ import torch
 from paged_case import kv_case, latent_case, nan_like, tree_mask
 
 import tersekv
-from tersekv import plan
 from tersekv.backends.cpu import build, library
 from tersekv.cli import doctor
+from tersekv.dispatch import plan
 from tersekv.formats import KV_FORMATS
 from tersekv.testing import verify as tool
 
@@ -446,7 +446,7 @@ def test_threads_of_the_program_call_side_by_side(native, threads_of):
 
 
 def test_without_a_library_the_oracle_runs_and_doctor_says_what_it_costs(monkeypatch, capsys):
-    for name in ("_plans", "_latest"):
+    for name in ("_plans", "_recent"):
         monkeypatch.setattr(plan, name, {})
     monkeypatch.setattr(library, "loaded", lambda: "is not compiled; with a C++ compiler: try")
     call = tool.make(next(tool.cases(("decode",), ("bf16",))))
@@ -459,7 +459,7 @@ def test_without_a_library_the_oracle_runs_and_doctor_says_what_it_costs(monkeyp
 
 def test_the_native_kernels_are_taken_first_on_a_cpu(native):
     call = tool.make(next(tool.cases(("decode",), ("bf16",))))
-    assert plan.doors_of("decode", "cpu") == ("cpu", "torch")
+    assert plan.candidate_backends("decode", "cpu") == ("cpu", "torch")
     assert plan.plan("decode", call).backend == "cpu"
     assert plan.why_not(plan.facts("decode", call, 90), "cpu") == "needs a CPU, got sm_90"
 

@@ -12,8 +12,9 @@ import test_bad_calls as bad
 import torch
 from test_compat_max import Step
 
-from tersekv import UnsupportedError, plan
+from tersekv import UnsupportedError
 from tersekv.calls import DecodeCall, MLADecodeCall, MLAPrefillCall
+from tersekv.dispatch import plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 
@@ -77,10 +78,11 @@ def test_the_prefill_of_max_takes_a_buffer_of_any_size(rows):
 ASKS = {
     ("attributes.py", "all_positive"): "its values are not looked at while a stream is captured",
     ("attributes.py", "channel_scales"): "a scale lies on the kind of device that the cache lies on",
-    ("cache.py", "_fitting"): "likewise",
+    ("attributes.py", "fitting_scale"): "likewise",
+    ("compat/_flashinfer_single.py", "_pages_of"): "a constant is kept for each stream",
     ("compat/_flashinfer_views.py", "_one"): "a constant is kept for each stream",
     ("compat/_max_branches.py", "check_variant"): "`target` names the device",
-    ("failures.py", "_chip"): "the words of an error",
+    ("dispatch/kernel_errors.py", "_describe_chip"): "the words of an error",
     ("integrations/transformers_cache.py", "_one_dtype"): "autocast has a dtype for each device",
     ("integrations/transformers_eval.py", "_dtype"): "the dtype that an evaluation runs in",
     ("integrations/transformers_store.py", "absorbed_weights"): "autocast has a dtype for each device",
@@ -92,10 +94,10 @@ ASKS = {
     ("integrations/vllm_mla.py", "supports_dtype"): "as above",
     ("ops/exchange.py", "_sum_and_scatter"): "the process group's backend for the device",
     ("ops/warm_up.py", "warm_up"): "waits for the device's clock",
-    ("plan.py", "_arch"): "the chip",
-    ("plan.py", "_make"): "which backends there are",
-    ("plan.py", "_where"): "the words of a refusal",
-    ("recall.py", "_captured"): "a graph's capture",
+    ("dispatch/plan.py", "_arch"): "the chip",
+    ("dispatch/plan.py", "_make_plan"): "which backends there are",
+    ("dispatch/plan.py", "_where"): "the words of a refusal",
+    ("dispatch/launch_cache.py", "_is_captured"): "a graph's capture",
 }
 _ASKING = {"is_cuda", "is_cpu", "is_meta"}
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tersekv import plan
 from tersekv.backends.cpu import library
 from tersekv.calls import CALLS
+from tersekv.dispatch import plan
 from tersekv.testing import reference
 from tersekv.testing.canaries import Guarded
 from tersekv.testing.cases import Case
@@ -19,8 +19,8 @@ from tersekv.testing.compare import compare
 from tersekv.testing.make import make
 from tersekv.testing.memory import as_bytes
 
-BACKENDS = ("cpu", "torch") if library.missing() is None else ("torch",)
-native = pytest.mark.skipif(library.missing() is not None, reason="no native library here")
+BACKENDS = ("cpu", "torch") if library.why_no_library() is None else ("torch",)
+native = pytest.mark.skipif(library.why_no_library() is not None, reason="no native library here")
 I64, I32, U32 = (-(2**63), 2**63 - 1), (-(2**31), 2**31 - 1), (0, 2**32 - 1)
 ENDS = sorted({e + d for ends in (I64, I32, U32) for e in ends for d in (-2, -1, 0, 1, 2)} | {2**62, -(2**62), 2**40})
 

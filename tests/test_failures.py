@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tersekv
-from tersekv import failures, plan, recall
+from tersekv.dispatch import kernel_errors, launch_cache, plan
 from tersekv.testing import verify as judge
 from tersekv.testing.cases import cases
 
@@ -167,12 +167,12 @@ def test_a_call_like_one_before_says_as_much(monkeypatch):
             raise e
         return True
 
-    for home in (plan, recall):
-        monkeypatch.setattr(home, "_latest", {})
+    for home in (plan, launch_cache):
+        monkeypatch.setattr(home, "_recent", {})
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(recall, "_all", {})
+    monkeypatch.setattr(launch_cache, "_launches", {})
     monkeypatch.setattr(plan._module("torch", "merge_states"), "bind", lambda config, at: launch, raising=False)
-    monkeypatch.setitem(failures._INSTEAD, "torch", ())
+    monkeypatch.setitem(kernel_errors._FALLBACK_ADVICE, "torch", ())
     outs, lses = torch.zeros(2, 3, 4, 64, dtype=BF), torch.zeros(2, 3, 4)
     for _ in range(2):
         tersekv.merge_states(outs, lses, backend="torch")

@@ -163,7 +163,7 @@ def test_rows_are_encoded_as_in_the_slow_reference(name, blocks, multiplier, see
     f = ALL[name]
     multiplier = float(np.float32(multiplier))
     x = slow.spicy(np.random.default_rng(seed), (6, 2, blocks * 128), torch.float32, f.storage.itemsize == 1)
-    codes, scales = quantize.encode_rows(x, f, multiplier)
+    codes, scales = quantize.quantize_rows(x, f, multiplier)
     want_codes, want_scales = slow.rows(x.numpy(), name, multiplier)
     assert codes.dtype == f.storage
     np.testing.assert_array_equal(codes.contiguous().view(torch.uint8).numpy(), want_codes)
@@ -178,7 +178,7 @@ def test_rows_are_encoded_as_in_the_slow_reference(name, blocks, multiplier, see
 def test_what_is_read_back_is_within_half_a_step_of_what_was_written(name, multiplier, seed):
     f = ALL[name]
     x = torch.from_numpy(np.random.default_rng(seed).standard_normal((4, 256)).astype(np.float32))
-    codes, scales = quantize.encode_rows(x, f, multiplier)
+    codes, scales = quantize.quantize_rows(x, f, multiplier)
     back = quantize.dequantize(codes, scales, f, 1.0 if f.scale in ("none", "group", "token_head") else 1 / multiplier)
     # (relative, of the row's largest, absolute): half a step of normal codes, of the scale's smallest code, and near 0.
     relative, of_largest, absolute = HALF_STEP[name]
@@ -189,16 +189,16 @@ def test_what_is_read_back_is_within_half_a_step_of_what_was_written(name, multi
 def test_a_zero_row_has_the_smallest_scale_and_zero_codes():
     zero = torch.zeros(1, 128)
     for name in ("fp8_per_token_head", "int8_per_token_head"):
-        codes, scales = quantize.encode_rows(zero, KV_FORMATS[name])
+        codes, scales = quantize.quantize_rows(zero, KV_FORMATS[name])
         assert scales.tolist() == [float(np.float32(1e-6))]
         assert not codes.view(torch.uint8).any()
-    codes, scales = quantize.encode_rows(zero, KV_FORMATS["int4_per_token_head"])
+    codes, scales = quantize.quantize_rows(zero, KV_FORMATS["int4_per_token_head"])
     assert not codes.any()
     assert scales.view(torch.int32).tolist() == [int(np.float32(1e-6).view(np.int32)) & ~15]
-    codes, scales = quantize.encode_rows(zero, NVFP4)
+    codes, scales = quantize.quantize_rows(zero, NVFP4)
     assert not codes.any()
     assert not scales.view(torch.uint8).any()
-    codes, scales = quantize.encode_rows(zero, FP8_DS_MLA)
+    codes, scales = quantize.quantize_rows(zero, FP8_DS_MLA)
     assert scales.tolist() == [[2.0**-13]]
     assert not codes.view(torch.uint8).any()
 
@@ -239,9 +239,9 @@ def test_int4_is_what_rational_numbers_give(seed, size, shift, widen):
     rows = torch.from_numpy(x)[None]
     f = KV_FORMATS["int4_per_token_head"]
     for got, stored in (
-        quantize.encode_rows(rows, f, widen=widen), encode_row(rows, f, torch.tensor(1.0), widen=widen)
+        quantize.quantize_rows(rows, f, widen=widen), encode_row(rows, f, torch.tensor(1.0), widen=widen)
     ):  # fmt: skip
-        assert quantize.nibbles(got)[0].tolist() == codes
+        assert quantize.unpack_nibbles(got)[0].tolist() == codes
         assert int(stored.view(torch.int32)) == bits
 
 
@@ -249,31 +249,31 @@ def test_a_row_of_one_sign_is_kept_by_a_range_that_holds_0():
     f = KV_FORMATS["int4_per_token_head"]
     x = torch.linspace(10, 11, 16)[None]
     for rows in (x, -x):
-        assert (quantize.dequantize(*quantize.encode_rows(rows, f), f) - rows).abs().max() < 0.4
-    back = quantize.dequantize(*quantize.encode_rows(x, f, widen=False), f)
+        assert (quantize.dequantize(*quantize.quantize_rows(rows, f), f) - rows).abs().max() < 0.4
+    back = quantize.dequantize(*quantize.quantize_rows(x, f, widen=False), f)
     assert (back < 1.1).all(), "as others write it: a zero point below 0 is cut off, and the row with it"
 
 
 def test_int4_adds_a_half_and_cuts_off_so_that_just_below_a_half_becomes_one():
     x = torch.tensor([0.0, 0.49999997, 1.4999999, 15.0]).repeat(2)[None]
-    codes, stored = quantize.encode_rows(x, KV_FORMATS["int4_per_token_head"])
-    assert quantize.nibbles(codes)[0, :4].tolist() == [0, 1, 1, 15]
+    codes, stored = quantize.quantize_rows(x, KV_FORMATS["int4_per_token_head"])
+    assert quantize.unpack_nibbles(codes)[0, :4].tolist() == [0, 1, 1, 15]
     assert stored.tolist() == [1.0]
 
 
 def test_a_block_whose_scale_rounds_to_zero_is_all_zero_even_where_negative():
     x = torch.full((1, 16), -6 * 2.0**-10)
-    codes, scales = quantize.encode_rows(x, NVFP4)
+    codes, scales = quantize.quantize_rows(x, NVFP4)
     assert scales.view(torch.uint8).tolist() == [[0]]
     assert codes.tolist() == [[0] * 8]
-    codes, scales = quantize.encode_rows(1.01 * x, NVFP4)
+    codes, scales = quantize.quantize_rows(1.01 * x, NVFP4)
     assert scales.view(torch.uint8).tolist() == [[1]]
 
 
 def test_the_sign_of_zero_is_kept_and_the_even_element_is_the_low_nibble():
     x = torch.zeros(1, 16)
     x[0, :4] = torch.tensor([6.0, -6.0, -0.0, 0.5])
-    codes, _ = quantize.encode_rows(x, NVFP4)
+    codes, _ = quantize.quantize_rows(x, NVFP4)
     assert codes[0, :2].tolist() == [0xF7, 0x18]
 
 
@@ -285,26 +285,26 @@ def test_a_latent_group_scale_is_the_next_power_of_two_and_powers_stay():
     assert torch.equal(quantize.ceil_power_of_two(torch.nextafter(exact, torch.zeros(()))), exact)
     x = torch.zeros(2, 128)
     x[:, 5] = torch.tensor([448.0 * 4, 449.0 * 4])
-    codes, scales = quantize.encode_rows(x, FP8_DS_MLA)
+    codes, scales = quantize.quantize_rows(x, FP8_DS_MLA)
     assert scales[:, 0].tolist() == [4.0, 8.0]
     assert codes[:, 5].float().tolist() == [448.0, 224.0]
 
 
 def test_nan_and_inf_spoil_no_more_than_they_must():
     x = torch.tensor([[1.0, torch.nan, -torch.nan, 2.0] * 4, [1.0, torch.inf, -torch.inf, 0.0] * 4])
-    codes, scales = quantize.encode_rows(x, INT8_PER_TOKEN_HEAD)
+    codes, scales = quantize.quantize_rows(x, INT8_PER_TOKEN_HEAD)
     assert codes[0, :4].tolist() == [64, 0, 0, 127]
     assert codes[1].tolist() == [0] * 16
     assert scales[1].isinf()
-    codes, scales = quantize.encode_rows(x, KV_FORMATS["fp8_per_token_head"])
+    codes, scales = quantize.quantize_rows(x, KV_FORMATS["fp8_per_token_head"])
     assert codes.view(torch.uint8)[:, 1:3].tolist() == [[0x7F, 0x7F]] * 2
     assert codes[0, 3].float() == 448
-    codes, scales = quantize.encode_rows(x, KV_FORMATS["int4_per_token_head"])
+    codes, scales = quantize.quantize_rows(x, KV_FORMATS["int4_per_token_head"])
     back = quantize.dequantize(codes, scales, KV_FORMATS["int4_per_token_head"])
     torch.testing.assert_close(back[0, :4], torch.tensor([1.0, 0.0, 0.0, 2.0]), rtol=0, atol=0.07)
     assert scales[1].isinf()
     assert back[1].isnan().all()
-    codes, scales = quantize.encode_rows(x, NVFP4)
+    codes, scales = quantize.quantize_rows(x, NVFP4)
     assert codes[0, :2].tolist() == [0x05, 0x70]
     assert codes[1, :2].tolist() == [0x70, 0x0F]
     assert scales.float()[1].tolist() == [448.0]

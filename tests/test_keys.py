@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tersekv
-from tersekv import keys, plan
 from tersekv.calls import DecodeCall
+from tersekv.dispatch import plan, signature
 
 BYTES = torch.zeros(1 << 16, dtype=torch.uint8)
 
@@ -24,7 +24,7 @@ def call(**other) -> DecodeCall:
 
 
 def tensors(c: DecodeCall) -> tuple:
-    return keys.FIELDS["decode"][0](c)
+    return signature.FIELD_GETTERS["decode"][0](c)
 
 
 def at(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -51,22 +51,22 @@ OTHERS = {
 def test_tensors_that_differ_in_what_a_plan_depends_on_are_told_apart(what):
     base = call(v_scale_t=torch.ones(1)) if what == "another-field" else call()
     other = call(**OTHERS[what])
-    assert not keys.Seen(tensors(base)).like(tensors(other))
-    assert not keys.Seen(tensors(other)).like(tensors(base))
-    assert tuple(map(keys.tensor_key, tensors(base))) != tuple(map(keys.tensor_key, tensors(other)))
+    assert not signature.TensorSignature(tensors(base)).matches(tensors(other))
+    assert not signature.TensorSignature(tensors(other)).matches(tensors(base))
+    assert tuple(map(signature.tensor_key, tensors(base))) != tuple(map(signature.tensor_key, tensors(other)))
 
 
 def test_values_and_addresses_are_no_facts():
-    assert keys.Seen(tensors(call())).like(tensors(call(q=torch.ones(3, 4, 16, dtype=HALF))))
-    assert keys.Seen(tensors(call())).like(tensors(call(q=at(16, (3, 4, 16), HALF))))
-    key = keys.tensor_key(torch.zeros(1, 4).as_strided((1, 4), (99, 1)))
-    assert key == keys.tensor_key(torch.zeros(1, 4))
+    assert signature.TensorSignature(tensors(call())).matches(tensors(call(q=torch.ones(3, 4, 16, dtype=HALF))))
+    assert signature.TensorSignature(tensors(call())).matches(tensors(call(q=at(16, (3, 4, 16), HALF))))
+    key = signature.tensor_key(torch.zeros(1, 4).as_strided((1, 4), (99, 1)))
+    assert key == signature.tensor_key(torch.zeros(1, 4))
 
 
 def test_the_next_call_needs_no_key(monkeypatch):
     first = plan.plan("decode", call())
     made = []
-    monkeypatch.setattr(plan, "tensor_key", lambda x: made.append(x) or keys.tensor_key(x))
+    monkeypatch.setattr(plan, "tensor_key", lambda x: made.append(x) or signature.tensor_key(x))
     assert plan.plan("decode", call()) is first
     assert not made
     assert plan.plan("decode", call(window=3)) is not first  # other options are looked up apart
@@ -77,10 +77,10 @@ def test_the_next_call_needs_no_key(monkeypatch):
 
 
 def test_without_guards_the_key_finds_the_plan(monkeypatch):
-    monkeypatch.setattr(keys, "_guards", None)
+    monkeypatch.setattr(signature, "_guards", None)
     c = call(softmax_scale=0.7)
     first = plan.plan("decode", c)
-    assert not keys.Seen(tensors(c)).like(tensors(c))
+    assert not signature.TensorSignature(tensors(c)).matches(tensors(c))
     assert plan.plan("decode", call(softmax_scale=0.7)) is first
 
 

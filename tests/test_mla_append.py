@@ -13,7 +13,7 @@ from test_rope_append import OUT, poke_q, rotated, table
 
 from tersekv import LATENT_FORMATS, PagedLatentCache, PagedLatentLayer, mla_append
 from tersekv.calls import MLAAppendCall
-from tersekv.plan import dispatch
+from tersekv.dispatch.plan import dispatch
 
 F32 = np.float32
 SCALED = ("fp8_e4m3", "fp8_e5m2")

@@ -9,7 +9,7 @@ import torch
 import tersekv
 from tersekv.compat import flashinfer as fi
 from tersekv.compat import vllm as vl
-from tersekv.counts import number, single, whole
+from tersekv.scalars import as_float, as_int, round_to_fp32
 
 BF = torch.bfloat16
 E4M3 = torch.float8_e4m3fn
@@ -143,7 +143,7 @@ def test_the_largest_and_the_smallest_number_of_fp32_pass():
 
 
 def test_the_helpers_give_pythons_own_numbers():
-    assert type(number("x", np.float32(2))) is type(number("x", np.int8(2))) is type(number("x", 2)) is float
-    assert type(whole("x", np.int64(2))) is int
-    assert [single(x) for x in (1e39, -1e39, 1e-46)] == [float("inf"), -float("inf"), 0.0]
-    assert single(0.1) == float(np.float32(0.1))
+    assert type(as_float("x", np.float32(2))) is type(as_float("x", np.int8(2))) is type(as_float("x", 2)) is float
+    assert type(as_int("x", np.int64(2))) is int
+    assert [round_to_fp32(x) for x in (1e39, -1e39, 1e-46)] == [float("inf"), -float("inf"), 0.0]
+    assert round_to_fp32(0.1) == float(np.float32(0.1))

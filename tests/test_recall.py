@@ -11,9 +11,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tersekv
-from tersekv import keys, plan, recall
 from tersekv.calls import MergeCall
-from tersekv.keys import TENSORS
+from tersekv.dispatch import launch_cache, plan, signature
+from tersekv.dispatch.signature import TENSOR_FIELDS
 
 BF = torch.bfloat16
 
@@ -45,9 +45,9 @@ def bound(monkeypatch) -> Backend:
     """Operations of the torch backend can be bound, nothing is known yet."""
     backend = Backend()
     monkeypatch.setenv("TERSEKV_BACKEND", "torch")
-    for op in TENSORS:
+    for op in TENSOR_FIELDS:
         monkeypatch.setattr(plan._module("torch", op), "bind", backend.bind(op), raising=False)
-    for home, memory in ((plan, "_plans"), (plan, "_latest"), (recall, "_latest"), (recall, "_all")):
+    for home, memory in ((plan, "_plans"), (plan, "_recent"), (launch_cache, "_recent"), (launch_cache, "_launches")):
         monkeypatch.setattr(home, memory, {})
     return backend
 
@@ -213,12 +213,12 @@ def test_a_launch_that_declines_goes_the_long_way_and_is_remembered_once(bound):
     for _ in range(5):
         tersekv.decode(query(), LAYER, **indices())
     assert not bound.calls
-    ((known,),) = recall._latest.values()
+    ((known,),) = launch_cache._recent.values()
     bound.willing = True
     tersekv.decode(query(), LAYER, **indices())
     assert len(bound.calls) == 1
-    assert list(recall._latest.values()) == [[known]]
-    assert list(recall._all.values()) == [known]
+    assert list(launch_cache._recent.values()) == [[known]]
+    assert list(launch_cache._launches.values()) == [known]
 
 
 def test_many_shapes_are_known_the_latest_first(bound):
@@ -229,16 +229,16 @@ def test_many_shapes_are_known_the_latest_first(bound):
     for b in (*sizes, 2, 8, 7):
         tersekv.decode(query(b), LAYER, **indices(b))
     assert len(bound.calls) == len(sizes) + 3
-    ((first, *others),) = recall._latest.values()
-    assert first.like((query(7), LAYER.k, LAYER.v, None, None, *indices(7).values(), *[None] * 13))
-    assert len(others) == recall._KEPT - 1 == 3
+    ((first, *others),) = launch_cache._recent.values()
+    assert first.matches((query(7), LAYER.k, LAYER.v, None, None, *indices(7).values(), *[None] * 13))
+    assert len(others) == launch_cache._MAX_TRIED - 1 == 3
 
 
 def test_the_memory_is_bounded(bound, monkeypatch):
-    monkeypatch.setattr(recall, "_MAX_CALLS", 3)
+    monkeypatch.setattr(launch_cache, "_MAX_CALLS", 3)
     for scale in range(1, 9):
         tersekv.decode(query(), LAYER, **indices(), softmax_scale=float(scale))
-        assert len(recall._latest) == len(recall._all) <= 3
+        assert len(launch_cache._recent) == len(launch_cache._launches) <= 3
 
 
 def test_checked_mode_goes_the_long_way(bound, monkeypatch):
@@ -264,14 +264,14 @@ def test_no_tensor_is_kept_alive(bound):
 
 
 def test_nothing_is_remembered_while_a_graph_is_captured(bound, monkeypatch):
-    monkeypatch.setattr(recall, "_captured", lambda x: True)
+    monkeypatch.setattr(launch_cache, "_is_captured", lambda x: True)
     for _ in range(2):
         tersekv.decode(query(), LAYER, **indices())
     assert not bound.calls
 
 
 def test_without_guards_every_call_goes_the_long_way(bound, monkeypatch):
-    monkeypatch.setattr(keys, "_guards", None)
+    monkeypatch.setattr(signature, "_guards", None)
     for _ in range(3):
         tersekv.decode(query(), LAYER, **indices())
     assert not bound.calls
@@ -293,11 +293,11 @@ def test_a_call_that_is_traced_is_recorded_though_one_like_it_is_known(bound):
 def test_backends_that_bind_nothing_are_not_remembered(monkeypatch):
     monkeypatch.setenv("TERSEKV_BACKEND", "torch")
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "_latest", {})
-    monkeypatch.setattr(recall, "_all", {})
+    monkeypatch.setattr(plan, "_recent", {})
+    monkeypatch.setattr(launch_cache, "_launches", {})
     for _ in range(2):
         tersekv.decode(query(), LAYER, **indices())
-    assert not recall._all
+    assert not launch_cache._launches
 
 
 def test_a_backend_that_has_nothing_to_bind_yet_is_asked_again(bound, monkeypatch):
@@ -306,7 +306,7 @@ def test_a_backend_that_has_nothing_to_bind_yet_is_asked_again(bound, monkeypatc
     for _ in range(3):
         tersekv.decode(query(), LAYER, **indices())
     assert len(asked) == 3
-    assert not recall._all
+    assert not launch_cache._launches
 
 
 def test_a_record_with_a_tensor_from_elsewhere_is_not_remembered(bound):
@@ -314,10 +314,10 @@ def test_a_record_with_a_tensor_from_elsewhere_is_not_remembered(bound):
     out, lse = torch.empty(2, 4, 32), torch.empty(2, 4)
     call, given = MergeCall(outs, lses, out, lse), (outs, lses, None, None)
     p = plan.dispatch("merge_states", call)
-    recall.remember("merge_states", recall.Way((), given, {"out": out}), call, p)
-    assert not recall._all  # nobody said where lse comes from
-    recall.remember("merge_states", recall.Way((), given, {"out": out, "lse": lse}), call, p)
-    assert recall._all
+    launch_cache.insert("merge_states", launch_cache.CallSignature((), given, {"out": out}), call, p)
+    assert not launch_cache._launches  # nobody said where lse comes from
+    launch_cache.insert("merge_states", launch_cache.CallSignature((), given, {"out": out, "lse": lse}), call, p)
+    assert launch_cache._launches
 
 
 def test_a_count_that_changes_behind_its_holders_back_is_read_anew(bound):
@@ -325,7 +325,7 @@ def test_a_count_that_changes_behind_its_holders_back_is_read_anew(bound):
     for n in (3, 3, 1):
         window.fill_(n)
         tersekv.decode(query(), LAYER, **indices(), window=window)
-        known = {x for (_, options), _ in recall._all for x in options if type(x) is int}
+        known = {x for (_, options), _ in launch_cache._launches for x in options if type(x) is int}
     assert known >= {3, 1}
 
 
@@ -333,7 +333,7 @@ def test_a_tensor_that_is_given_twice_is_not_remembered(bound):
     k = torch.randn(2, 2, 32).to(BF)
     for _ in range(3):
         tersekv.append(k, k, LAYER, torch.arange(2))
-    assert not recall._all
+    assert not launch_cache._launches
 
 
 def test_one_is_not_true_and_a_pair_with_none_no_joined_query(bound):

@@ -12,7 +12,7 @@ from no_sync import NoHostReads
 
 from tersekv import KV_FORMATS, PagedKVCache, rope_append
 from tersekv.calls import RopeAppendCall
-from tersekv.plan import dispatch
+from tersekv.dispatch.plan import dispatch
 
 OUT = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 INDEX = (torch.int32, torch.int64, torch.uint32)

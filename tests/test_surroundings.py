@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tersekv
-from tersekv import plan
 from tersekv.calls import CALLS
 from tersekv.compat import _flashinfer_views, flashinfer
+from tersekv.dispatch import plan
 from tersekv.testing.cases import OPS, cases
 from tersekv.testing.make import make
 

@@ -8,8 +8,9 @@ import functools
 import pytest
 import torch
 
-from tersekv import UnsupportedError, formats, plan
+from tersekv import UnsupportedError, formats
 from tersekv.cli import verify as command
+from tersekv.dispatch import plan
 from tersekv.testing import cases as cases_module
 from tersekv.testing import codes, compare, memory, reference
 from tersekv.testing import verify as tool

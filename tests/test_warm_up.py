@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import tersekv
-from tersekv import plan, recall
+from tersekv.dispatch import launch_cache, plan
 
 KV, LATENT = ("bf16", "int8_per_token_head", "nvfp4"), ("fp8_e4m3", "fp8_ds_mla")
 
 
 @pytest.fixture(autouse=True)
 def _no_plans(monkeypatch):
-    for home, memory in ((plan, "_plans"), (plan, "_latest"), (recall, "_latest"), (recall, "_all")):
+    for home, memory in ((plan, "_plans"), (plan, "_recent"), (launch_cache, "_recent"), (launch_cache, "_launches")):
         monkeypatch.setattr(home, memory, {})
 
 

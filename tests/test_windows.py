@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tersekv import plan
+from tersekv.dispatch import plan
 from tersekv.ops import shards
 from tersekv.testing import verify
 from tersekv.testing.cases import Case
@@ -39,7 +39,7 @@ def test_rows_before_the_first_key_see_nothing_and_the_others_all(op, backend, w
 
 @pytest.mark.parametrize("window", [2**31 - 1, 2**63 - 1])  # no multiples of interleave * world
 def test_across_ranks_too(window):
-    deal = shards.Deal(0, 2, 4)
+    deal = shards.TokenSharding(0, 2, 4)
     table, lens = torch.arange(8, dtype=torch.int32).view(2, 4), torch.tensor([1, 20])
     cu = torch.tensor([0, 5, 10], dtype=torch.int32)
     near, far = (shards.local_rows(deal, 10, table, lens, cu, 5, window=n, page_size=8) for n in (999, window))

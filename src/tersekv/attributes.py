@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .counts import number, single
 from .formats import BATCH_INVARIANCE, BLOCK, CHANNELS, FP8, PAIRS, ROTATION, TENSOR, KVFormat
-from .shapes import Shapes, dtype_name, require
+from .scalars import as_float, round_to_fp32
+from .shapes import ShapeChecker, dtype_name, require
 from .tracing import tracing
 
 HADAMARD = "hadamard"
@@ -100,7 +100,7 @@ def fitting_scale(
 ) -> float | Tensor:
     """The scale, a number as Python's own. Raises unless the format has such a scale, and fp32 holds the number and its
     reciprocal, or a tensor is fp32 on such a device, of one element or one a head; what it holds is for the calls."""
-    value = None if isinstance(scale, Tensor) else number(name, scale, "a number or a Tensor")
+    value = None if isinstance(scale, Tensor) else as_float(name, scale, "a number or a Tensor")
     if f.scale not in (TENSOR, BLOCK) and value != 1:
         given = "a tensor" if value is None else f"{value:.6g}"
         raise ValueError(f"{name}: want 1.0 for {f.name}, which has no scale of the tensor, got {given}")
@@ -116,13 +116,13 @@ def fitting_scale(
         raise ValueError(f"{name}: want a positive, finite number, got {value:.6g}")
     if tracing():  # a symbol has no fp32 value yet: that is for the calls
         return value
-    stored = single(value)
-    if not stored or not 0 < single(1 / stored) < float("inf"):
+    stored = round_to_fp32(value)
+    if not stored or not 0 < round_to_fp32(1 / stored) < float("inf"):
         raise ValueError(f"{name}: want a positive number that fp32 holds, and its reciprocal too, got {value:.6g}")
     return value
 
 
-def wanted(f: Any) -> list[str]:
+def required_features(f: Any) -> list[str]:
     """What of these a call's facts have, and what else it asks for that a backend's file may not take."""
     invariant = [BATCH_INVARIANCE] if getattr(f, "batch_invariant", False) else []
     if not hasattr(f, "v_format"):
@@ -135,14 +135,14 @@ def wanted(f: Any) -> list[str]:
     return [what for what, there in has.items() if there] + invariant
 
 
-def check(f: SimpleNamespace, s: Shapes, dims: tuple[int, int]) -> None:
+def check_attributes(f: SimpleNamespace, s: ShapeChecker, dims: tuple[int, int]) -> None:
     """Raise ValueError unless signs and scales of channels fit heads of these sizes, K's and V's."""
     for side, dim in zip("kv", dims, strict=True):
         s.see(f"{side}_signs", str(block_of(dim)), _F32)
         s.see(f"{side}_channel_scale", f"H {dim}", _F32)
 
 
-def check_rows(f: SimpleNamespace) -> None:
+def check_no_attributes(f: SimpleNamespace) -> None:
     """Raise ValueError for rows of codes, which are stored as they are, where the cache has something of these."""
-    for what in wanted(f):
+    for what in required_features(f):
         require(f.k.dtype not in FP8, "k", f"values for a cache with {what}", f"{dtype_name(f.k.dtype)} codes")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from . import saved
 from .attributes import HADAMARD, channel_scales, fitting_scale
-from .counts import flag, positive, whole
 from .formats import (
     KV_FORMATS,
     TENSOR,
@@ -30,13 +29,14 @@ from .layers import (
     PagedKVLayer,
     PagedLatentLayer,
     Scale,
-    apart,
-    attributes_of,
-    pair,
-    together,
-    values_of,
+    field_values,
+    from_buffers,
+    kv_pair,
+    make_attributes,
+    to_buffers,
 )  # fmt: skip
 from .recipe import spelt
+from .scalars import as_bool, as_int, as_positive_int
 
 _SCALES = ("apart", "inline", "tail")
 _Layer = TypeVar("_Layer", PagedKVLayer, PagedLatentLayer)
@@ -58,7 +58,7 @@ class _PagedCache(Generic[_Layer]):
         self.layers: tuple[_Layer, ...] = tuple(layers)
 
     def __reduce__(self) -> tuple:
-        return _restored, (type(self), *apart([values_of(layer) for layer in self.layers]))
+        return _restored, (type(self), *to_buffers([field_values(layer) for layer in self.layers]))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} layers, the first {self[0]!r})"
@@ -167,7 +167,7 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
         Raises ValueError for sizes that the format cannot hold or `decode` cannot read, for scales that the format
         does not have, and for channel scales that are not positive and finite.
         """
-        device, num_layers = device_of(device), positive("num_layers", num_layers)
+        device, num_layers = device_of(device), as_positive_int("num_layers", num_layers)
         word = spelt(
             format, num_layers, "allocate_saved(FILE, ...)", layer_formats=layer_formats, rotation=rotation,
             k_channel_scale=k_channel_scale, v_channel_scale=v_channel_scale, k_scale=k_scale, v_scale=v_scale,
@@ -176,10 +176,10 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
             format, layer_formats = None, word.layers(num_layers)
             rotation = HADAMARD if word.rotated else rotation
         formats = _formats_of_layers(num_layers, format, layer_formats)
-        num_pages, page_size = positive("num_pages", num_pages), positive("page_size", page_size)
-        num_kv_heads, head_dim = positive("num_kv_heads", num_kv_heads), whole("head_dim", head_dim)
-        dims = head_dim, head_dim if head_dim_v is None else whole("head_dim_v", head_dim_v)
-        packed, scales = flag("packed", packed), _place_of_scales(scales, inline_scales)
+        num_pages, page_size = as_positive_int("num_pages", num_pages), as_positive_int("page_size", page_size)
+        num_kv_heads, head_dim = as_positive_int("num_kv_heads", num_kv_heads), as_int("head_dim", head_dim)
+        dims = head_dim, head_dim if head_dim_v is None else as_int("head_dim_v", head_dim_v)
+        packed, scales = as_bool("packed", packed), _place_of_scales(scales, inline_scales)
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
         for both in dict.fromkeys(formats):
@@ -193,7 +193,7 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
             for f in dict.fromkeys(both[of] for both in formats):
                 scale = fitting_scale(name, scale, f, device, num_kv_heads if f.scale == TENSOR else 1)
             given.append(scale)
-        drawn = attributes_of(rotation, dims, device, None, None)[:2]
+        drawn = make_attributes(rotation, dims, device, None, None)[:2]
         channels = [
             channel_scales(name, scale, num_layers, (num_kv_heads, d), device)
             for name, scale, d in zip(("k_channel_scale", "v_channel_scale"), (k_channel_scale, v_channel_scale), dims,
@@ -292,15 +292,15 @@ class PagedLatentCache(_PagedCache[PagedLatentLayer]):
         if rotation is not None:
             raise ValueError(f"rotation: want None for a latent cache, got {rotation!r}")
         f, device = latent_format(format), device_of(device)
-        num_layers, num_pages = positive("num_layers", num_layers), positive("num_pages", num_pages)
-        page_size, kv_lora_rank = positive("page_size", page_size), whole("kv_lora_rank", kv_lora_rank)
-        qk_rope_head_dim = whole("qk_rope_head_dim", qk_rope_head_dim)
+        num_layers, num_pages = as_positive_int("num_layers", num_layers), as_positive_int("num_pages", num_pages)
+        page_size, kv_lora_rank = as_positive_int("page_size", page_size), as_int("kv_lora_rank", kv_lora_rank)
+        qk_rope_head_dim = as_int("qk_rope_head_dim", qk_rope_head_dim)
         step = f.scale_block or 8
         if kv_lora_rank <= 0 or kv_lora_rank % step:
             raise ValueError(f"kv_lora_rank: want a positive multiple of {step} for {format}, got {kv_lora_rank}")
         if qk_rope_head_dim <= 0 or qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim: want a positive even number, got {qk_rope_head_dim}")
-        if flag("split", split) and f.scale_dtype is not None:
+        if as_bool("split", split) and f.scale_dtype is not None:
             raise ValueError(f"split: want False for {format}, which keeps a token's parts in one row, got True")
         kv_scale = fitting_scale("kv_scale", kv_scale, f, device)
         layers = []
@@ -339,7 +339,7 @@ class PagedLatentCache(_PagedCache[PagedLatentLayer]):
 
 def _restored(kind: type, buffers: list[Tensor], listed: list[list]) -> PagedKVCache | PagedLatentCache:
     """A cache, unpickled."""
-    return kind.from_tensors(together(kind._kind, buffers, listed))  # type: ignore[attr-defined]
+    return kind.from_tensors(from_buffers(kind._kind, buffers, listed))  # type: ignore[attr-defined]
 
 
 torch.serialization.add_safe_globals([_restored, PagedKVCache, PagedLatentCache])
@@ -398,7 +398,7 @@ def _formats_of_layers(
         entries, name = [*layer_formats], "layer_formats"
         if isinstance(layer_formats, str) or len(entries) != count:
             raise ValueError(f"layer_formats: want {count} entries, one a layer, got {layer_formats!r}")
-    pairs = [pair(name, entry) for entry in entries]
+    pairs = [kv_pair(name, entry) for entry in entries]
     return [(kv_format(k), kv_format(v)) for k, v in pairs]
 
 
@@ -408,7 +408,7 @@ def _place_of_scales(scales: str, inline_scales: bool | None) -> str:
         raise ValueError(f"scales: want {', '.join(map(repr, _SCALES[:-1]))} or {_SCALES[-1]!r}, got {scales!r}")
     if inline_scales is None:
         return scales
-    inline = flag("inline_scales", inline_scales)
+    inline = as_bool("inline_scales", inline_scales)
     if scales != "apart":
         raise ValueError(f"inline_scales: want it without scales={scales!r}, whose older name it is, got {inline}")
     warnings.warn("inline_scales is scales='inline' now, and will go", DeprecationWarning, stacklevel=3)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .counts import positive, whole
+from .scalars import as_int, as_positive_int
 
 # What the scale belongs to.
 NONE = "none"  # 16-bit formats
@@ -23,8 +23,8 @@ BLOCK = "block"  # one e4m3 per block of 16 values, times a per-tensor global sc
 GROUP = "group"  # one fp32 per group of 128 latent values, stored in the row
 
 
-# What K/V caches may have beside (`attributes.py`), as a backend's file lists what it takes (`TAKES`) and as a refusal
-# names it.
+# What K/V caches may have beside (`attributes.py`), as a backend's file lists what it takes (`SUPPORTS`) and as a
+# refusal names it.
 PAIRS, ROTATION, CHANNELS = "K and V of different formats", "rotated rows", "channel scales"
 BATCH_INVARIANCE = "batch invariance"  # what calls ask for, not caches
 
@@ -148,7 +148,7 @@ def meant(name: object, known: Iterable[str]) -> str:
 
 def held(f: KVFormat, name: str, dim: int) -> int:
     """dim, which has to be a row's size that the format can hold."""
-    step, dim = f.scale_block or f.values_per_element, whole(name, dim)
+    step, dim = f.scale_block or f.values_per_element, as_int(name, dim)
     if dim <= 0 or dim % step:
         raise ValueError(f"{name}: want a positive multiple of {step} for {f.name}, got {dim}")
     return dim
@@ -179,7 +179,7 @@ def kv_bytes_per_token(
     Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
     """
     row = sum(f.row_bytes(d) for f, d in zip(*_sides(format, head_dim, head_dim_v), strict=True))
-    return positive("num_kv_heads", num_kv_heads) * row
+    return as_positive_int("num_kv_heads", num_kv_heads) * row
 
 
 def kv_page_bytes(
@@ -190,7 +190,9 @@ def kv_page_bytes(
     Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
     """
     formats, dims = _sides(format, head_dim, head_dim_v)
-    return page_tail(formats, positive("page_size", page_size) * positive("num_kv_heads", num_kv_heads), dims)[1]
+    return page_tail(
+        formats, as_positive_int("page_size", page_size) * as_positive_int("num_kv_heads", num_kv_heads), dims
+    )[1]
 
 
 def page_tail(formats: Sequence[KVFormat], rows: int, dims: Sequence[int]) -> tuple[list[int], int]:
@@ -215,7 +217,7 @@ def latent_bytes_per_token(format: str, kv_lora_rank: int = 512, qk_rope_head_di
 
     Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
     """
-    f, rotary = latent_format(format), positive("qk_rope_head_dim", qk_rope_head_dim)
+    f, rotary = latent_format(format), as_positive_int("qk_rope_head_dim", qk_rope_head_dim)
     return f.row_bytes(held(f, "kv_lora_rank", kv_lora_rank)) + rotary * rope_dtype(f).itemsize
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .attributes import HADAMARD, signs
-from .counts import positive
 from .formats import KVFormat, held, kv_format, latent_format, page_tail, rope_dtype
+from .scalars import as_positive_int
 
 Scale = float | Tensor
 Formats = str | Sequence[str]  # a name for both, or K's and V's
@@ -63,11 +63,11 @@ class PagedKVLayer:
     v_channel_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        k, v = pair("format", self.format)
+        k, v = kv_pair("format", self.format)
         object.__setattr__(self, "format", k if k == v else (k, v))
 
     def __reduce__(self) -> tuple:
-        return restored, (PagedKVLayer, *apart([values_of(self)]))
+        return unpickle, (PagedKVLayer, *to_buffers([field_values(self)]))
 
     def __repr__(self) -> str:
         more = "" if self.rotation is None else f", rotation={self.rotation!r}"
@@ -102,7 +102,7 @@ class PagedKVLayer:
         beside a ready layer.
         """
         if isinstance(kv, PagedKVLayer):
-            _no_options("cache", format=format, k_scale=k_scale, v_scale=v_scale, scale_cache=scale_cache,
+            _refuse_options("cache", format=format, k_scale=k_scale, v_scale=v_scale, scale_cache=scale_cache,
                         layout=None if layout == "NHD" else layout, rotation=rotation,
                         k_channel_scale=k_channel_scale, v_channel_scale=v_channel_scale)  # fmt: skip
             return kv
@@ -111,13 +111,13 @@ class PagedKVLayer:
         k, v = _split_pair("cache", kv, 5)
         if format is None:
             format = _format_of(k.dtype, _KV_OF_DTYPE, "cache")
-        formats = [kv_format(name) for name in pair("format", format)]
-        ks, vs = _stored(scale_cache, formats)
+        formats = [kv_format(name) for name in kv_pair("format", format)]
+        ks, vs = _stored_scales(scale_cache, formats)
         if layout == "HND":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             ks, vs = (None if s is None else s.transpose(1, 2) for s in (ks, vs))
         dims = [x.shape[-1] * f.values_per_element for x, f in zip((k, v), formats, strict=True)]
-        more = attributes_of(rotation, dims, k.device, k_channel_scale, v_channel_scale)
+        more = make_attributes(rotation, dims, k.device, k_channel_scale, v_channel_scale)
         return PagedKVLayer(k, v, (formats[0].name, formats[1].name), k_scale, v_scale, ks, vs, *more)
 
     @staticmethod
@@ -147,14 +147,14 @@ class PagedKVLayer:
         short or whose pages do not begin where its elements may.
         """
         if not isinstance(buffer, Tensor):
-            raise TypeError(f"buffer: want Tensor, got {_kind(buffer)}")
+            raise TypeError(f"buffer: want Tensor, got {_type_name(buffer)}")
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout: want 'NHD' or 'HND', got {layout!r}")
-        formats = [kv_format(name) for name in pair("format", format)]
+        formats = [kv_format(name) for name in kv_pair("format", format)]
         dims = head_dim, head_dim if head_dim_v is None else head_dim_v
         for f, name, d in zip(formats, ("head_dim", "head_dim_v"), dims, strict=True):
             held(f, name, d)
-        rows = positive("page_size", page_size) * positive("num_kv_heads", num_kv_heads)
+        rows = as_positive_int("page_size", page_size) * as_positive_int("num_kv_heads", num_kv_heads)
         starts, nbytes = page_tail(formats, rows, dims)
         if buffer.dim() != 2 or buffer.element_size() != 1 or buffer.shape[1] < nbytes:
             got = f"{list(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"
@@ -162,17 +162,17 @@ class PagedKVLayer:
         inner = (page_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, page_size)
         sides, pages = list(zip(formats, dims, strict=True)), buffer.view(torch.uint8)
         codes = [
-            _page_part(pages, at, f.storage, inner, f.elements(d)) for at, (f, d) in zip(starts[:2], sides, strict=True)
+            _page_view(pages, at, f.storage, inner, f.elements(d)) for at, (f, d) in zip(starts[:2], sides, strict=True)
         ]
         scales = [
-            None if f.scale_dtype is None else _page_part(pages, at, f.scale_dtype, inner, f.scales(d))
+            None if f.scale_dtype is None else _page_view(pages, at, f.scale_dtype, inner, f.scales(d))
             for at, (f, d) in zip(starts[2:], sides, strict=True)
         ]
         k, v, ks, vs = (x if x is None or layout == "NHD" else x.transpose(1, 2) for x in (*codes, *scales))
         ks, vs = (x if x is None or f.scale_block else x[..., 0] for x, f in zip((ks, vs), formats, strict=True))
         assert k is not None  # codes always exist; only stored scales may not
         assert v is not None
-        more = attributes_of(rotation, dims, buffer.device, k_channel_scale, v_channel_scale)
+        more = make_attributes(rotation, dims, buffer.device, k_channel_scale, v_channel_scale)
         return PagedKVLayer(k, v, (formats[0].name, formats[1].name), k_scale, v_scale, ks, vs, *more)
 
     @property
@@ -227,7 +227,7 @@ class PagedLatentLayer:
     ckv_scale_cache: Tensor | None = None
 
     def __reduce__(self) -> tuple:
-        return restored, (PagedLatentLayer, *apart([values_of(self)]))
+        return unpickle, (PagedLatentLayer, *to_buffers([field_values(self)]))
 
     def __repr__(self) -> str:
         shapes = f"ckv={list(self.ckv.shape)}, kpe={list(self.kpe.shape)}"
@@ -248,14 +248,14 @@ class PagedLatentLayer:
         A ready layer is returned as it is. Raises ValueError for an unknown rank, dtype or row length, and for an
         option beside a ready layer.
         """
-        kv_lora_rank = positive("kv_lora_rank", kv_lora_rank)
+        kv_lora_rank = as_positive_int("kv_lora_rank", kv_lora_rank)
         if isinstance(rows, PagedLatentLayer):
             rank = None if kv_lora_rank in (512, rows.kv_lora_rank) else kv_lora_rank
-            _no_options("cache", format=format, kv_scale=kv_scale, kv_lora_rank=rank)
+            _refuse_options("cache", format=format, kv_scale=kv_scale, kv_lora_rank=rank)
             return rows
         if not isinstance(rows, Tensor):
             if not isinstance(rows, (tuple, list)) or len(rows) != 2:
-                raise TypeError(f"cache: want Tensor or (ckv, kpe), got {_kind(rows)}")
+                raise TypeError(f"cache: want Tensor or (ckv, kpe), got {_type_name(rows)}")
             ckv, kpe = (_drop_head(t, "cache") for t in rows)
             return PagedLatentLayer(ckv, kpe, format or _format_of(ckv.dtype, _LATENT_OF_DTYPE, "ckv"), kv_scale)
         rows = _drop_head(rows, "cache")
@@ -289,7 +289,7 @@ class PagedLatentLayer:
         return self.ckv.shape[0]
 
 
-def pair(name: str, value: Any) -> tuple[Any, Any]:
+def kv_pair(name: str, value: Any) -> tuple[Any, Any]:
     """K's and V's of what is given for both, or in a pair."""
     if not isinstance(value, (tuple, list)):
         return value, value
@@ -298,24 +298,24 @@ def pair(name: str, value: Any) -> tuple[Any, Any]:
     return value[0], value[1]
 
 
-def attributes_of(
+def make_attributes(
     rotation: Any, dims: Sequence[int], device: torch.device | None, k_channel_scale: Tensor | None,
     v_channel_scale: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Signs of K and V, and their channel scales, as a layer has them."""
     drawn = []
-    for kind, d in zip(pair("rotation", rotation), dims, strict=True):
+    for kind, d in zip(kv_pair("rotation", rotation), dims, strict=True):
         if kind not in (None, HADAMARD):
             raise ValueError(f"rotation: want None or {HADAMARD!r}, or one each for K and V, got {rotation!r}")
         drawn.append(None if kind is None else signs(d, device))
     return drawn[0], drawn[1], k_channel_scale, v_channel_scale
 
 
-def values_of(layer: PagedKVLayer | PagedLatentLayer) -> list:
+def field_values(layer: PagedKVLayer | PagedLatentLayer) -> list:
     return [getattr(layer, f.name) for f in fields(layer)]
 
 
-def apart(values: Sequence[Sequence]) -> tuple[list[Tensor], list[list]]:
+def to_buffers(values: Sequence[Sequence]) -> tuple[list[Tensor], list[list]]:
     """The values of some objects as what can be pickled and saved: whole buffers in bytes, each once, and the rest.
 
     A tensor becomes (buffer, offset, dtype, shape, strides): pickle knows no fp8, and torch.save no views of one buffer
@@ -335,8 +335,8 @@ def apart(values: Sequence[Sequence]) -> tuple[list[Tensor], list[list]]:
     return [whole for _, whole in buffers.values()], listed
 
 
-def together(kind: type, buffers: list[Tensor], listed: list[list]) -> list:
-    """The objects whose values `apart` took apart, over the same buffers."""
+def from_buffers(kind: type, buffers: list[Tensor], listed: list[list]) -> list:
+    """The objects whose values `to_buffers` took apart, over the same buffers."""
 
     def view(x: Any) -> Any:
         if not isinstance(x, tuple):
@@ -348,14 +348,14 @@ def together(kind: type, buffers: list[Tensor], listed: list[list]) -> list:
     return [kind(*map(view, values)) for values in listed]
 
 
-def restored(kind: type, buffers: list[Tensor], listed: list[list]) -> Any:
+def unpickle(kind: type, buffers: list[Tensor], listed: list[list]) -> Any:
     """One object, unpickled."""
-    (found,) = together(kind, buffers, listed)
+    (found,) = from_buffers(kind, buffers, listed)
     return found
 
 
 # So that torch.load takes them with weights_only, which is its default.
-torch.serialization.add_safe_globals([restored, PagedKVLayer, PagedLatentLayer])
+torch.serialization.add_safe_globals([unpickle, PagedKVLayer, PagedLatentLayer])
 
 
 def _latent_row_views(rows: Tensor, f: KVFormat, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -376,7 +376,7 @@ def _latent_row_views(rows: Tensor, f: KVFormat, rank: int) -> tuple[Tensor, Ten
         raise ValueError(f"cache: want {want}, got {got}") from None
 
 
-def _page_part(pages: Tensor, start: int, dtype: torch.dtype, inner: tuple[int, int], width: int) -> Tensor:
+def _page_view(pages: Tensor, start: int, dtype: torch.dtype, inner: tuple[int, int], width: int) -> Tensor:
     """Elements [P, *inner, width] of byte pages [P, n], from byte `start` of each on."""
     rows = inner[0] * inner[1]
     try:
@@ -394,7 +394,7 @@ def _split_pair(name: str, pair, rank: int) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{name}: want (k, v) or one {rank}-D tensor [P, 2, ...], got {list(pair.shape)}")
         return pair[:, 0], pair[:, -1]
     if not isinstance(pair, (tuple, list)):
-        raise TypeError(f"{name}: want (k, v) or one {rank}-D tensor, got {_kind(pair)}")
+        raise TypeError(f"{name}: want (k, v) or one {rank}-D tensor, got {_type_name(pair)}")
     if len(pair) != 2:
         raise ValueError(f"{name}: want (k, v), got {len(pair)} entries")
     for t in pair:
@@ -405,7 +405,7 @@ def _split_pair(name: str, pair, rank: int) -> tuple[Tensor, Tensor]:
     return pair[0], pair[1]
 
 
-def _stored(given: Any, formats: Sequence[KVFormat]) -> tuple[Tensor | None, Tensor | None]:
+def _stored_scales(given: Any, formats: Sequence[KVFormat]) -> tuple[Tensor | None, Tensor | None]:
     """Stored scales of K and V: given as one tensor, or one each."""
     if given is None:
         return None, None
@@ -419,14 +419,14 @@ def _stored(given: Any, formats: Sequence[KVFormat]) -> tuple[Tensor | None, Ten
     return k, v
 
 
-def _no_options(name: str, **options: object) -> None:
+def _refuse_options(name: str, **options: object) -> None:
     """Raise if an option (not None, and no scale of 1) comes with a layer that is ready: it would be ignored."""
     given = [n for n, x in options.items() if x is not None and not (isinstance(x, Real) and x == 1)]
     if given:
         raise ValueError(f"{name}: want tensors beside {', '.join(given)}, got a layer, which has its own")
 
 
-def _kind(x: object) -> str:
+def _type_name(x: object) -> str:
     """The type of what is no cache of a layer."""
     every = isinstance(getattr(x, "layers", None), tuple)
     return type(x).__name__ + (", the cache of all layers (take one: cache[i])" if every else "")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .cache import PagedKVCache, PagedLatentCache
-from .counts import not_negative, positive, whole
 from .errors import OutOfPagesError
 from .layers import PagedKVLayer
+from .scalars import as_int, as_non_negative_int, as_positive_int
 from .tracing import tracing
 
 Device = torch.device | str | None
@@ -45,7 +45,10 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages, self.page_size = positive("num_pages", num_pages), positive("page_size", page_size)
+        self.num_pages, self.page_size = (
+            as_positive_int("num_pages", num_pages),
+            as_positive_int("page_size", page_size),
+        )
         self._free = list(range(self.num_pages - 1, -1, -1))  # the last is taken first
         self._owners = [0] * self.num_pages
         self._pages: dict[Hashable, list[int]] = {}
@@ -81,7 +84,7 @@ class PagePool:
 
     def grow(self, num_pages: int) -> None:
         """Make the pool larger: the cache's tensors have `num_pages` pages now. Pages keep their owners."""
-        num_pages = whole("num_pages", num_pages)
+        num_pages = as_int("num_pages", num_pages)
         if num_pages < self.num_pages:
             raise ValueError(f"num_pages: want at least {self.num_pages}, got {num_pages}")
         self._free = [*range(num_pages - 1, self.num_pages - 1, -1), *self._free]
@@ -99,7 +102,7 @@ class PagePool:
     def add(self, request_id: Hashable, num_tokens: int = 0) -> None:
         """A new request with room for `num_tokens`. Raises OutOfPagesError and leaves the pool as it was."""
         self._new(request_id)
-        num_tokens = not_negative("num_tokens", num_tokens)
+        num_tokens = as_non_negative_int("num_tokens", num_tokens)
         self._pages[request_id] = self._take(-(-num_tokens // self.page_size))
         self._tokens[request_id] = num_tokens
 
@@ -115,7 +118,7 @@ class PagePool:
 
         Raises OutOfPagesError and leaves the pool as it was.
         """
-        counts = [not_negative("num_tokens", n) for n in num_tokens]
+        counts = [as_non_negative_int("num_tokens", n) for n in num_tokens]
         if len(request_ids) != len(counts):
             raise ValueError(f"num_tokens: want {len(request_ids)} numbers, got {len(counts)}")
         self._once(request_ids)
@@ -149,7 +152,7 @@ class PagePool:
     def truncate(self, request_id: Hashable, num_tokens: int) -> None:
         """Keep the first `num_tokens` of a request, such as the accepted drafts; free the pages after them."""
         pages, old = self._pages[self._known(request_id)], self._tokens[request_id]
-        num_tokens = whole("num_tokens", num_tokens)
+        num_tokens = as_int("num_tokens", num_tokens)
         if not 0 <= num_tokens <= old:
             raise ValueError(f"num_tokens: want in [0, {old}], got {num_tokens}")
         keep = -(-num_tokens // self.page_size)
@@ -168,7 +171,7 @@ class PagePool:
         """[B, max_pages] int32, −1 after a request's pages. max_pages: None takes the longest request's."""
         rows = [self._pages[self._known(r)] for r in request_ids]
         longest = max(map(len, rows), default=0)
-        width = longest if max_pages is None else whole("max_pages", max_pages)
+        width = longest if max_pages is None else as_int("max_pages", max_pages)
         if width < longest:
             raise ValueError(f"max_pages: want at least {longest}, got {max_pages}")
         return _int32([row + [-1] * (width - len(row)) for row in rows], device).view(len(rows), width)
@@ -211,7 +214,7 @@ class PagePool:
         except TypeError:  # a tensor or an array without dimensions has an __iter__ too
             kind = type(new_tokens).__name__
             raise TypeError(f"new_tokens: want a number for each request, got {kind}") from None
-        counts = [whole("new_tokens", n) for n in numbers]
+        counts = [as_int("new_tokens", n) for n in numbers]
         if len(request_ids) != len(counts):
             raise ValueError(f"new_tokens: want {len(request_ids)} numbers, got {len(counts)}")
         self._once(request_ids)
@@ -268,7 +271,7 @@ def copy_pages(cache: PagedKVCache | PagedLatentCache, copies: Sequence[tuple[in
     for pair in copies:
         if not isinstance(pair, Sequence) or len(pair) != 2:
             raise TypeError(f"copies: want (src, dst) pairs, got {pair!r}")
-        src, dst = (whole("copies", page) for page in pair)
+        src, dst = (as_int("copies", page) for page in pair)
         if not (0 <= src < cache.num_pages and 0 <= dst < cache.num_pages):
             raise ValueError(f"copies: want pages in [0, {cache.num_pages}), got ({src}, {dst})")
         first[dst] = first.get(src, src)

@@ -11,15 +11,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .attributes import all_positive, all_signs, block_of, fitting_scale
-from .counts import number, positive
 from .formats import TENSOR, KVFormat, kv_format, readable
 from .layers import PagedKVLayer
+from .scalars import as_float, as_positive_int
 from .shapes import dtype_name
 
 _KIND = "attributes of a PagedKVCache, 2"  # what a file of them says of itself
@@ -38,8 +39,7 @@ class Saved(NamedTuple):
 
 def write(path: str | os.PathLike, layers: Sequence[PagedKVLayer], sizes: Mapping[str, int]) -> None:
     """Write a file. OSError: no place to write."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     words, tensors = [], {}
     for i, layer in enumerate(layers):
@@ -50,13 +50,11 @@ def write(path: str | os.PathLike, layers: Sequence[PagedKVLayer], sizes: Mappin
                 tensors[f"{i}.{name}"] = value.detach().contiguous().clone()  # layers may share one
                 word[name] = _TENSOR
             elif value is not None:
-                word[name] = number(name, value, "a number or a Tensor")  # of NumPy's JSON knows none
+                word[name] = as_float(name, value, "a number or a Tensor")  # of NumPy's JSON knows none
         words.append(word)
     told = {"tersekv": _KIND, "sizes": json.dumps(dict(sizes)), "layers": json.dumps(words)}
-    try:
-        save_file(tensors, path, told)
-    except SafetensorError as e:
-        raise OSError(f"{os.fspath(path)}: {e}") from None
+    # Not `save_file`, whose files only their owner reads.
+    Path(path).write_bytes(save(tensors, told))
 
 
 def read(path: str | os.PathLike) -> Saved:
@@ -105,7 +103,7 @@ class _File:
     def sizes(self) -> dict[str, int]:
         found = self._json("sizes", dict, f"an object of {', '.join(_SIZES)}")
         self.require(found.keys() == set(_SIZES), "sizes", f"an object of {', '.join(_SIZES)}", found)
-        sizes = {name: self._taken(f"sizes.{name}", positive, name, found[name]) for name in _SIZES}
+        sizes = {name: self._taken(f"sizes.{name}", as_positive_int, name, found[name]) for name in _SIZES}
         heads = sizes["num_kv_heads"]
         self.require(heads <= _MOST_HEADS, "sizes.num_kv_heads", f"at most {_MOST_HEADS}", heads)
         return sizes

@@ -24,19 +24,20 @@ def require(ok: bool, name: str, want: str, got: Any) -> None:
         raise ValueError(f"{name}: want {want}, got {got}")
 
 
-def argument(record: type, field: str) -> str:
+def argument_of_field(record: type, field: str) -> str:
     """The argument that a field comes from. A scale's tensor goes by the name of the scale."""
     return _ARGUMENTS.get(record, {}).get(field, field).removesuffix("_t")
 
 
 def argument_of(op: str, call: Any, field: str) -> str:
-    """As `argument`, of a call or its facts: tersekv's own rope_append takes whole what FlashInfer's takes in parts."""
-    name = argument(CALLS[op][0], field)
+    """As `argument_of_field`, of a call or its facts: tersekv's own rope_append takes whole what FlashInfer's takes in
+    parts."""
+    name = argument_of_field(CALLS[op][0], field)
     whole = op == "rope_append" and call.slot_mapping is not None
     return name.replace("_rope", "").replace("_nope", "") if whole else name
 
 
-class Shapes:
+class ShapeChecker:
     """Binds dimension letters at first sight and compares at every later one."""
 
     def __init__(self, f: SimpleNamespace) -> None:
@@ -52,7 +53,7 @@ class Shapes:
         fact = getattr(self.f, name)
         if fact is None:
             return False
-        name = argument(CALLS[self.f.op][0], name)
+        name = argument_of_field(CALLS[self.f.op][0], name)
         tokens = pattern.split()
         wanted = [self._size(t) for t in tokens]
         dtypes = tuple(dtypes)
@@ -71,7 +72,7 @@ class Shapes:
         if last_dim_dense and fact.shape and fact.shape[-1] > 1 and 0 not in fact.shape and fact.stride[-1] != 1:
             raise ValueError(f"{name}: want stride 1 in the last dimension, got strides {list(fact.stride)}")
         if fact.device != self.f.device:
-            raise ValueError(odd_one_out(self.f))
+            raise ValueError(find_other_device(self.f))
         for token, got in zip(tokens, fact.shape, strict=True):
             if token.isidentifier():
                 self.dims.setdefault(token, got)
@@ -102,14 +103,14 @@ class Shapes:
         return self.dims[letter]
 
 
-def odd_one_out(f: SimpleNamespace) -> str:
+def find_other_device(f: SimpleNamespace) -> str:
     """Which tensor is not where most of them are."""
     record = CALLS[f.op][0]
     where = {name: x.device for name, x in vars(f).items() if hasattr(x, "aligned")}
     most = Counter(where.values()).most_common(1)[0][0]
     # Tensors that a check put together again come after the record's own, and are what the caller knows.
     name = min((n for n in where if where[n] != most), key=lambda n: n in record._fields)  # type: ignore[attr-defined]
-    return f"{argument(record, name)}: want device {most}, got {where[name]}"
+    return f"{argument_of_field(record, name)}: want device {most}, got {where[name]}"
 
 
 def overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

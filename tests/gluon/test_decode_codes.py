@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tersekv.backends.gluon.sm90.parts import convert as decode_codes
+from tersekv.backends.gluon.sm90.parts import dequant as decode_codes
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
 
@@ -81,7 +81,7 @@ def test_every_e2m1_code_beside_any_others_times_every_scale_is_exact():
             words = np.append(words, [[others & ~field | code << 4 * place] for code in range(16)], 0).astype(np.uint32)
     factor = scales.view(np.uint16).astype(np.uint32) * 0x10001
     words, factor = np.broadcast_arrays(words, factor[None, :])
-    out = run(decode_codes._E2M1.value, words.copy(), factor.copy())
+    out = run(decode_codes._E2M1_PTX.value, words.copy(), factor.copy())
     for i in range(4):
         for unit in range(2):
             code = words >> (16 * unit + 4 * i) & 0xF
@@ -102,9 +102,9 @@ def test_every_int4_code_beside_any_others_is_exact_with_and_without_its_zero_po
     zeros = np.arange(256, dtype=np.uint32)  # of both keys
     words, low = np.broadcast_arrays(words, (zeros & 15 | zeros >> 4 << 16)[None, :])
     words, low = words.copy(), low.copy()
-    keys, values = run(decode_codes._INT4_K.value, words), run(decode_codes._INT4_V.value, words, low, low << 4)
+    keys, values = run(decode_codes._INT4_K_PTX.value, words), run(decode_codes._INT4_V_PTX.value, words, low, low << 4)
     for i in range(4):
-        scale = 2.0**-24 * (decode_codes.INT4_ODD.value if i % 2 else 1.0)
+        scale = 2.0**-24 * (decode_codes.INT4_ODD_SCALE.value if i % 2 else 1.0)
         for unit in range(2):
             code = (words >> (16 * unit + 4 * i) & 0xF).astype(np.float64)
             zero = (low >> (16 * unit) & 0xF).astype(np.float64)
@@ -113,12 +113,13 @@ def test_every_int4_code_beside_any_others_is_exact_with_and_without_its_zero_po
                 assert np.array_equal(got.astype(np.float64), want * scale), (i, unit)
     # In the order of a row, as other kernels want them: no power of two is left over.
     rows = run(
-        decode_codes._INT4_ROW.value, words, zeroed(words, zeros) | 0x64006400, zeroed(words, zeros) << 4 | 0x54005400
-    )
+        decode_codes._INT4_ROW_PTX.value, words, zeroed(words, zeros) | 0x64006400,
+        zeroed(words, zeros) << 4 | 0x54005400,
+    )  # fmt: skip
     for out, pair in zip(rows, ((0, 2), (4, 6), (1, 3), (5, 7)), strict=True):
         for half, i in enumerate(pair):
             got = (out >> (16 * half) & 0xFFFF).astype(np.uint16).view(np.float16)
             want = (words >> (4 * i) & 0xF).astype(np.float64) - (zeros & 15)
             assert np.array_equal(got.astype(np.float64), want), i
     # What is left over of products whose even codes met numbers that are larger by INT4_ODD.
-    assert decode_codes.INT4_FACTOR.value * decode_codes.INT4_ODD.value * 2.0**-24 == 1.0
+    assert decode_codes.INT4_RESIDUAL_SCALE.value * decode_codes.INT4_ODD_SCALE.value * 2.0**-24 == 1.0

@@ -10,11 +10,11 @@ import torch
 from compile_tools import compile_launches, since
 from test_mla_prefill_compile import loops
 
-from tersekv import checks
 from tersekv.backends.gluon import decode
 from tersekv.cache import PagedKVCache
 from tersekv.calls import DecodeCall
-from tersekv.plan import facts
+from tersekv.dispatch import checks
+from tersekv.dispatch.plan import facts
 
 FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4")
 FORMATS += ("int4_per_token_head",)
@@ -121,7 +121,7 @@ def turned(call: DecodeCall, rotation: str, channels: str) -> DecodeCall:
 def test_rotated_rows_and_channel_scales(fmt, options, turn):
     """Queries are turned as they are loaded, values as they are stored, in registers; nothing is launched for it."""
     call = call_of(fmt, **options)
-    plain = decode.configure(facts("decode", call, arch=90)).launches.templates
+    plain = decode.configure(facts("decode", call, arch=90)).launches.kernel_launches
     split, *merge = compiled(turned(call, *turn))
     assert [x["name"] for x in (split, *merge)] == [x.launch.fn.__name__ for x in plain]
     assert split["grid"] == plain[0].grid
@@ -146,7 +146,7 @@ def test_threads_meet_three_times_a_tile():
 def test_a_warp_of_its_own_copies_four_bits():
     """Where four warps attend; they wait once and meet twice a tile, and start no copies."""
     split = tuned("nvfp4")[0]
-    assert split["name"] == "decode_four_bits_kernel"
+    assert split["name"] == "decode_producer_warp_kernel"
     sass = split["sass"]()
     assert copies_and_barriers(sass).count("c") == 4, "where the other kernel starts copies before and in its loop"
     steps = [x for x in straight_runs(sass) if sum(op.startswith("HMMA") for op in x) >= 64]
@@ -155,14 +155,17 @@ def test_a_warp_of_its_own_copies_four_bits():
     assert compiled(call_of("nvfp4", heads=2))[0]["name"] == "decode_kernel"
     for x in ({"head_dim": 256}, {"group": 16}):  # twice the accumulators
         split = compiled(call_of("nvfp4", **x))[0]
-        assert (split["name"], split["n_spills"]) == ("decode_four_bits_kernel", 0)
+        assert (split["name"], split["n_spills"]) == ("decode_producer_warp_kernel", 0)
 
 
 def test_two_heads_of_four_bits_lie_in_a_row_of_128_bytes():
     """Where they lie side by side in the cache."""
-    boxes = [decode.configure(facts("decode", call_of("nvfp4", layout=x), arch=90)).boxes["K"] for x in ("NHD", "HND")]
-    assert [box.block for box in boxes] == [[4, 2, 16, 64], [4, 4, 16, 32]]
-    assert [box.swizzle for box in boxes] == [128, 64]
+    specs = [
+        decode.configure(facts("decode", call_of("nvfp4", layout=x), arch=90)).tensor_map_specs["K"]
+        for x in ("NHD", "HND")
+    ]
+    assert [spec.box for spec in specs] == [[4, 2, 16, 64], [4, 4, 16, 32]]
+    assert [spec.swizzle for spec in specs] == [128, 64]
 
 
 def copies_and_barriers(sass: str) -> str:
@@ -265,7 +268,7 @@ def test_copies_of_8_keys(fmt, options):
 )
 def test_few_pieces_are_merged_where_they_arise(fmt, options, launches):
     f = facts("decode", call_of(fmt, **options), arch=90)
-    assert len(decode.configure(f).launches.templates) == launches
+    assert len(decode.configure(f).launches.kernel_launches) == launches
 
 
 def test_whoever_arrives_last_sees_every_piece():
@@ -307,7 +310,7 @@ def rows_compiled(fmt: str, **options) -> tuple[dict, str]:
 def test_many_rows_are_attended_while_codes_are_converted(fmt, options):
     """Up to 128 query rows of a KV head: by warpgroups of their own, in one or two programs a multiprocessor."""
     split, sass = rows_compiled(fmt, **options)
-    assert split["name"] == "decode_rows64_kernel"
+    assert split["name"] == "decode_rows_64_kernel"
     # ptxas 13 has 88 bytes of nvfp4 where 12.9 has none, 168 of int4 where that has 32.
     assert split["n_spills"] <= since({(3, 6): 64, (3, 9): 176 if fmt == "int4_per_token_head" else 96})
     programs = 1 if options["group"] == 16 else 2
@@ -335,8 +338,8 @@ def test_few_rows_of_four_bits_are_fewer_where_heads_do_not_come_by_fours():
     for fmt, heads in (("fp8_e4m3", 8), ("nvfp4", 8), ("nvfp4", 2)):
         for drafts, group in ((4, 4), (8, 4), (8, 8)):
             f = facts("decode", call_of(fmt, drafts=drafts, group=group, heads=heads), arch=90)
-            names[fmt, heads, drafts * group] = decode.configure(f).launches.templates[0].launch.fn.__name__
-    many = {k for k, v in names.items() if v == "decode_rows64_kernel"}
+            names[fmt, heads, drafts * group] = decode.configure(f).launches.kernel_launches[0].launch.fn.__name__
+    many = {k for k, v in names.items() if v == "decode_rows_64_kernel"}
     assert many == {("fp8_e4m3", 8, 64), ("nvfp4", 8, 64), ("nvfp4", 2, 32), ("nvfp4", 2, 64)}
 
 
@@ -352,7 +355,7 @@ def test_few_rows_of_four_bits_are_fewer_where_heads_do_not_come_by_fours():
 )
 def test_a_warp_unpacks_four_bits_once_for_32_rows(fmt, options):
     split, merge = compiled(call_of(fmt, drafts=8, **options))
-    assert split["name"] == "decode_four_bits_kernel"
+    assert split["name"] == "decode_producer_warp_kernel"
     assert split["n_spills"] <= since({(3, 6): 16, (3, 8): 128})  # 80, and 112 with small pages
     assert merge["n_spills"] == 0
     assert 2 * (split["shared"] + 1024) <= 233472
@@ -384,7 +387,7 @@ def test_16_rows_of_wide_heads_are_dealt_to_two_warps(fmt, options):
     """One's registers do not hold their accumulators: it spilled, and took up to twice the time."""
     call = call_of(fmt, head_dim=256, group=16, **options)
     split, *merge = compiled(call)
-    assert decode.configure(facts("decode", call, arch=90)).shape.RB == 2
+    assert decode.configure(facts("decode", call, arch=90)).shape.WARPS_PER_HEAD == 2
     # What waits in local memory is for a segment's begin and end.
     assert split["n_spills"] <= since({(3, 6): 40, (3, 7): 48, (3, 8): 40})
     tiles = loops(split["sass"](), "HMMA")
@@ -420,10 +423,10 @@ def test_rows_that_are_no_power_of_two_lie_in_rows_that_are(fmt, dims, options):
     call = of_sizes(fmt, *dims, **options)
     config = decode.configure(facts("decode", call, arch=90))
     for side, d in zip("KV", dims, strict=True):
-        box, codes = config.boxes[side], config.shape.K.PARTS
-        assert box.shape[-1] == (d // codes if box.windows == 1 else box.block[-1])
-        assert box.block[-1] == (128 if d < 128 else 1 << (d - 1).bit_length()) // codes
-    assert dims == (config.shape.Q_COLUMNS, config.constants.DV)
+        spec, codes = config.tensor_map_specs[side], config.shape.K.PACK
+        assert spec.shape[-1] == (d // codes if spec.padded_heads == 1 else spec.box[-1])
+        assert spec.box[-1] == (128 if d < 128 else 1 << (d - 1).bit_length()) // codes
+    assert dims == (config.shape.Q_HEAD_DIM, config.constants.DV)
     split, *merge = compiled(call)
     assert split["shared"] <= 232448
     # int4 with 16 rows; 16 bytes where rows are not padded.

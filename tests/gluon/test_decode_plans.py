@@ -6,10 +6,10 @@ import pytest
 import torch
 from test_decode_compile import FORMATS, FOUR_BITS, call_of, of_sizes, tuned, turned, why_not
 
-from tersekv import checks
 from tersekv.backends.gluon import decode
 from tersekv.calls import DecodeCall
-from tersekv.plan import facts
+from tersekv.dispatch import checks
+from tersekv.dispatch.plan import facts
 
 
 def test_bounds_on_ragged_rows_share_their_kernels():
@@ -38,7 +38,7 @@ def test_bounds_on_ragged_rows_share_their_kernels():
 def test_many_short_requests_are_little_cut(fmt, page, requests, pages, tile, joined):
     call = call_of(fmt, page_size=page, requests=requests, max_pages=pages)
     config = decode.configure(facts("decode", call, arch=90))
-    assert (config.constants.TILE, config.shape.JOIN_ROWS > 0) == (tile, joined)
+    assert (config.constants.BLOCK_N, config.shape.FUSED_COMBINE_ROWS > 0) == (tile, joined)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,9 @@ def test_queries_come_ahead_where_they_can():
 
     def ahead(fmt, q=None, **options):
         call = call_of(fmt, **options)
-        return decode.configure(facts("decode", call if q is None else call._replace(q=q), arch=90)).shape.QUERIES
+        return decode.configure(
+            facts("decode", call if q is None else call._replace(q=q), arch=90)
+        ).shape.NUM_QUERY_STAGES
 
     for fmt in FORMATS:
         assert ahead(fmt) == (0 if fmt in FOUR_BITS else 2)
@@ -110,7 +112,7 @@ def test_more_rows_than_fit_31_bits_are_named_by_their_pages():
     for x, dims in ((many, 4), (too_many, 5)):  # 2^40 elements, and twice that
         wide = call._replace(k_cache=x, v_cache=x)
         assert why_not(wide) is None
-        assert len(decode.configure(facts("decode", wide, arch=90)).boxes["K"].shape) == dims
+        assert len(decode.configure(facts("decode", wide, arch=90)).tensor_map_specs["K"].shape) == dims
 
 
 @pytest.mark.parametrize("side", ["k_scale", "v_scale"])

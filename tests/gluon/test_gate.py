@@ -15,10 +15,10 @@ import pytest
 import torch
 import triton
 
-from tersekv import plan
 from tersekv.backends.gluon import compiles
 from tersekv.backends.host import versions
 from tersekv.cli import doctor
+from tersekv.dispatch import plan
 from tersekv.errors import UnsupportedError
 from tersekv.testing import compiles as probe
 from tersekv.testing.cases import cases
@@ -30,10 +30,10 @@ NEW = "9.9.0"  # of Triton, which nobody has tested
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     """Nothing is known, planned, told or kept."""
-    monkeypatch.setattr(compiles, "_known", {})
-    monkeypatch.setattr(plan, "_told", set())
+    monkeypatch.setattr(compiles, "_results", {})
+    monkeypatch.setattr(plan, "_warned", set())
     monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "_latest", {})
+    monkeypatch.setattr(plan, "_recent", {})
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.delenv("TERSEKV_STRICT", raising=False)
     monkeypatch.delenv("TERSEKV_BACKEND", raising=False)
@@ -49,7 +49,7 @@ def newer(monkeypatch):
         found.tried.append(op)
         return found.reason, found.lasting
 
-    monkeypatch.setattr(compiles, "_tried", tried)
+    monkeypatch.setattr(compiles, "_try_to_compile", tried)
     return found
 
 
@@ -62,8 +62,8 @@ def backend_of(op: str = "decode", arch: int = 90, **options) -> str:
 
 
 def test_the_installed_version_is_tested_and_trusted(monkeypatch):
-    monkeypatch.setattr(compiles, "_tried", lambda op: pytest.fail("compiled to see whether it does"))
-    assert versions.tested(triton.__version__)
+    monkeypatch.setattr(compiles, "_try_to_compile", lambda op: pytest.fail("compiled to see whether it does"))
+    assert versions.is_tested(triton.__version__)
     assert backend_of() == "gluon"
 
 
@@ -79,7 +79,7 @@ def test_each_operation_is_tried_once_and_kept_for_other_processes(newer):
     with pytest.warns(RuntimeWarning):
         assert [backend_of(), backend_of("mla_decode"), backend_of()] == ["triton"] * 3
     assert newer.tried == ["decode", "mla_decode"]
-    compiles._known.clear()  # another process
+    compiles._results.clear()  # another process
     plan._plans.clear()
     assert compiles.why_not("decode") == f"does not compile with Triton {NEW}: no such name. Install {versions.RANGE}"
     assert newer.tried == ["decode", "mla_decode"]
@@ -89,8 +89,8 @@ def test_another_version_or_other_sources_are_tried_anew(newer, monkeypatch):
     compiles.why_not("decode")
     monkeypatch.setattr(triton, "__version__", "9.10.0")
     compiles.why_not("decode")
-    compiles._known.clear()
-    monkeypatch.setattr(compiles, "_sources", lambda: "edited")
+    compiles._results.clear()
+    monkeypatch.setattr(compiles, "_kernel_sources", lambda: "edited")
     compiles.why_not("decode")
     assert newer.tried == ["decode"] * 3
 
@@ -144,7 +144,7 @@ def test_nothing_is_tried_while_a_graph_is_captured(newer, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert backend_of() == "gluon"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    compiles._known.clear()
+    compiles._results.clear()
     assert compiles.why_not("decode") is None, "what is kept is read"
 
 
@@ -157,7 +157,7 @@ def test_threads_try_once(newer):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"triton": 1}', "\x00\xff"])
 def test_what_was_damaged_is_found_out_anew(newer, text):
-    path = compiles._place(NEW, "decode")
+    path = compiles._result_path(NEW, "decode")
     path.parent.mkdir(parents=True)
     path.write_text(text)
     assert compiles.why_not("decode") is None
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(newer, tmp_path):
 def test_what_may_be_chance_is_not_kept(newer):
     newer.reason, newer.lasting = "it could not be tried", False
     assert "could not be tried" in compiles.why_not("decode")
-    assert not compiles._place(NEW, "decode").exists()
+    assert not compiles._result_path(NEW, "decode").exists()
 
 
 @pytest.mark.parametrize(("done", "reason", "lasting"), [
@@ -188,29 +188,29 @@ def test_what_may_be_chance_is_not_kept(newer):
 def test_what_a_process_of_its_own_says(done, reason, lasting, monkeypatch):
     ended = SimpleNamespace(returncode=done[0], stdout=done[1], stderr=done[2])
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: ended)
-    assert compiles._tried("decode") == (reason, lasting)
+    assert compiles._try_to_compile("decode") == (reason, lasting)
 
 
 def test_a_process_that_cannot_be_started_is_no_verdict(monkeypatch):
     monkeypatch.setattr(sys, "executable", "no such program")
-    reason, lasting = compiles._tried("decode")
+    reason, lasting = compiles._try_to_compile("decode")
     assert reason.startswith("it could not be tried: ")
     assert not lasting
 
 
 def test_every_kernel_of_an_operation_is_compiled_in_a_process_of_its_own(monkeypatch):
     """Really: with the Triton that is installed. The shortest of the operations."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(compiles._place(NEW, "x").parent))
-    assert compiles._tried("mla_decode_branch") == (None, True)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(compiles._result_path(NEW, "x").parent))
+    assert compiles._try_to_compile("mla_decode_branch") == (None, True)
 
 
 def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
-    from tersekv.backends.gluon.sm90.decode import merge as decode_merge
+    from tersekv.backends.gluon.sm90.decode import combine as decode_merge
 
     def broken(self, *args, **options):
         raise TypeError("no such name") from AttributeError("module has no attribute thread_barrier")
 
-    monkeypatch.setattr(type(decode_merge.merge_kernel), "run", broken)
+    monkeypatch.setattr(type(decode_merge.combine_kernel), "run", broken)
     assert probe.why_not("decode") == "AttributeError: module has no attribute thread_barrier"
 
 
@@ -223,8 +223,8 @@ def test_a_name_that_is_gone_is_told(monkeypatch):
 
 
 def test_what_is_tried_reaches_every_kernel(monkeypatch):
-    source = "".join(p.read_text() for p in sorted(Path(compiles.__file__).parent.glob("*.py")))
-    defined = set(re.findall(r"^def (\w+_kernel)\(", source, re.M))
+    source = "".join(p.read_text() for p in sorted(Path(compiles.__file__).parent.rglob("*.py")))
+    defined = set(re.findall(r"^def ([a-z]\w*_kernel)\(", source, re.M))
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *args, **options: None)
     tried: set[str] = set()
     for op in probe.PROBES:

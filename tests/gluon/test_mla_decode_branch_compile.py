@@ -6,16 +6,16 @@ import pytest
 from compile_tools import compile_launch
 from test_compile_mla_decode_branch import call_of, launches
 
-from tersekv import plan
 from tersekv.backends.gluon import mla_decode_branch
+from tersekv.dispatch import plan
 
-MERGE, SPLIT, FEW = "merge_project_kernel", "mla_decode_two_warpgroups_kernel", "mla_decode_sixteen_bits_kernel"
+MERGE, SPLIT, FEW = "combine_project_kernel", "mla_decode_two_warpgroups_kernel", "mla_decode_small_m_bf16_kernel"
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_few_tokens_are_three_launches(tokens):
     found = launches(mla_decode_branch, call_of(tokens, heads=128), 90)
-    assert list(found) == ["enter_kernel", SPLIT if tokens > 1 else FEW, MERGE]
+    assert list(found) == ["rope_store_project_kernel", SPLIT if tokens > 1 else FEW, MERGE]
     fn, grid, args, options = found[MERGE]
     kernel = compile_launch(fn, args, options, 90)
     assert grid == (128, 1, 1)
@@ -30,12 +30,12 @@ def test_few_tokens_are_three_launches(tokens):
 @pytest.mark.parametrize(("tokens", "heads", "fp8"), [(64, 128, True), (8, 128, False), (1, 16, True)])
 def test_many_tokens_few_heads_and_wide_weights_are_merged_and_projected_apart(tokens, heads, fp8):
     names = list(launches(mla_decode_branch, call_of(tokens, heads=heads, fp8=fp8), 90))
-    assert names == ["enter_kernel", SPLIT if heads > 16 else FEW, "merge_kernel", "project_kernel"]
+    assert names == ["rope_store_project_kernel", SPLIT if heads > 16 else FEW, "combine_kernel", "project_kernel"]
 
 
 def test_what_is_not_cut_needs_no_merge():
     names = list(launches(mla_decode_branch, call_of(2, heads=128, pages=4), 90))
-    assert names == ["enter_kernel", SPLIT, "project_kernel"]
+    assert names == ["rope_store_project_kernel", SPLIT, "project_kernel"]
 
 
 @pytest.mark.parametrize(("format", "heads"), [("fp8_e4m3", 128), ("fp8_ds_mla", 256)])

@@ -9,11 +9,11 @@ import pytest
 import torch
 from compile_tools import compile_launch, record, since
 
-from tersekv import plan
 from tersekv.backends.gluon import mla_decode
-from tersekv.backends.host.launch import Launch
+from tersekv.backends.host.launch import CompiledKernel
 from tersekv.cache import PagedLatentCache
 from tersekv.calls import MLADecodeCall
+from tersekv.dispatch import plan
 
 SHARED = 227 << 10
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -65,7 +65,7 @@ def count(code: list[str], *names: str) -> int:
 def test_the_loop_multiplies_on_the_matrix_unit_and_spills_nothing(format, heads, q_dtype):
     kernels = compiled(replace_requests(make(format, heads, q_dtype=q_dtype), 512))
     assert all(k["shared"] <= SHARED for k in kernels.values())
-    split = next(k for name, k in kernels.items() if name != "merge_kernel")
+    split = next(k for name, k in kernels.items() if name != "combine_kernel")
     loop = loop_of_tiles(split["sass"](), 20 if format == "bf16" else 31)
     assert count(loop, "STL", "LDL") <= 2 * (format == "fp8_ds_mla")  # a counter of tiles
     if format == "bf16":
@@ -83,7 +83,7 @@ def test_the_loop_multiplies_on_the_matrix_unit_and_spills_nothing(format, heads
 
 @pytest.mark.parametrize("heads", [16, 32])
 def test_16_bit_latents_of_few_heads_are_multiplied_where_they_lie_and_not_padded(heads):
-    split = compiled(replace_requests(make("bf16", heads), 512))["mla_decode_sixteen_bits_kernel"]
+    split = compiled(replace_requests(make("bf16", heads), 512))["mla_decode_small_m_bf16_kernel"]
     assert split["shared"] <= SHARED
     loop = loop_of_tiles(split["sass"](), 60)
     # Scores: 9 boxes of 64 columns × 4 steps. Values: 8 boxes × 4 steps of 16 keys, transposed. All 64 keys × heads.
@@ -96,9 +96,9 @@ def test_16_bit_latents_of_few_heads_are_multiplied_where_they_lie_and_not_padde
 @pytest.mark.parametrize(("heads", "drafts", "rows"), [(16, 1, 16), (5, 3, 16), (17, 1, 32), (8, 4, 32), (33, 1, 64)])
 def test_a_query_of_16_bit_latents_is_padded_to_what_its_kernel_takes(heads, drafts, rows):
     f = facts(make("bf16", heads, drafts=drafts)._replace(page_table=torch.empty(4, 1024, dtype=torch.int32)))
-    kernel = mla_decode.configure(f).launches.templates[0].launch.fn.fn.__name__
-    assert mla_decode.choose(f).rows == rows
-    assert kernel == ("mla_decode_two_warpgroups_kernel" if rows == 64 else "mla_decode_sixteen_bits_kernel")
+    kernel = mla_decode.configure(f).launches.kernel_launches[0].launch.fn.fn.__name__
+    assert mla_decode.choose_config(f).block_m == rows
+    assert kernel == ("mla_decode_two_warpgroups_kernel" if rows == 64 else "mla_decode_small_m_bf16_kernel")
 
 
 @pytest.mark.parametrize("q_dtype", [BF16, E4M3])
@@ -124,7 +124,7 @@ def test_warpgroups_of_many_heads_keep_their_products_under_way(format, q_dtype)
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_ds_mla"])
 def test_few_heads_vote_once_a_tile_and_convert_values_beside_the_scores(format):
-    loop = loop_of_tiles(compiled(make(format))["mla_decode_codes_kernel"]["sass"]())
+    loop = loop_of_tiles(compiled(make(format))["mla_decode_small_m_fp8_kernel"]["sass"]())
     places = [i for i, t in enumerate(loop) if "VOTE.ANY" in t or t.startswith("STSM")]
     first, last = places[0], places[-1]
     # Whether a reference is raised is known from a byte of each warp; shuffles are behind the branch.
@@ -137,13 +137,13 @@ def test_few_heads_vote_once_a_tile_and_convert_values_beside_the_scores(format)
 
 @pytest.mark.parametrize(("format", "heads"), [("fp8_e4m3", 16), ("fp8_ds_mla", 16), ("fp8_e4m3", 32)])
 def test_two_programs_of_few_heads_fit_a_multiprocessor(format, heads):
-    split = compiled(replace_requests(make(format, heads), 512))["mla_decode_codes_kernel"]
+    split = compiled(replace_requests(make(format, heads), 512))["mla_decode_small_m_fp8_kernel"]
     assert 2 * (split["shared"] + 1024) <= 228 << 10
     assert 2 * split["n_regs"] * 256 <= 65536
 
 
 def test_two_warpgroups_take_turns_where_two_programs_do_not_fit():
-    split = compiled(replace_requests(make("fp8_ds_mla", 32), 512))["mla_decode_codes_kernel"]
+    split = compiled(replace_requests(make("fp8_ds_mla", 32), 512))["mla_decode_small_m_fp8_kernel"]
     assert split["shared"] <= SHARED
     assert split["n_regs"] * 384 <= 65536
     # Three places, and for each a barrier of either: whoever waits has waited for the phase before.
@@ -154,7 +154,7 @@ def test_two_warpgroups_take_turns_where_two_programs_do_not_fit():
 def test_what_partitions_are_given_is_written_when_all_warps_have_read_what_lay_there(format, heads):
     for requests in (4, 2000):
         kernels = compiled(replace_requests(make(format, heads), requests))
-        sass = next(k for name, k in kernels.items() if name != "merge_kernel")["sass"]()
+        sass = next(k for name, k in kernels.items() if name != "combine_kernel")["sass"]()
         shared = re.findall(r"\b(?:STS|LDS|BAR\.SYNC|USETMAXREG)\b.*?;", sass)
         # Where partitions begin: what they are given, a barrier of all warps, and registers given back.
         befores = []
@@ -169,7 +169,7 @@ def test_what_partitions_are_given_is_written_when_all_warps_have_read_what_lay_
 def test_every_barrier_has_memory_of_its_own(format, heads):
     # What nobody waits for would lie where sums are exchanged before the partitions begin.
     kernels = compiled(replace_requests(make(format, heads), 512))
-    sass = next(k for name, k in kernels.items() if name != "merge_kernel")["sass"]()
+    sass = next(k for name, k in kernels.items() if name != "combine_kernel")["sass"]()
     places = re.findall(r"SYNCS\.EXCH\.64 URZ, \[(.*?)\]", sass)
     assert len(places) == len(set(places)) >= 4
 
@@ -183,13 +183,13 @@ def test_every_barrier_has_memory_of_its_own(format, heads):
 def test_heads_are_dealt_in_blocks_that_fill_their_rows(heads, drafts, rows, blocks):
     # The page table has room for many tiles.
     f = facts(make(heads=heads, drafts=drafts)._replace(page_table=torch.empty(4, 1024, dtype=torch.int32)))
-    k, config = mla_decode.choose(f), mla_decode.configure(f)
+    k, config = mla_decode.choose_config(f), mla_decode.configure(f)
     c = config.constants
-    assert (k.rows, c.HEADS) == (rows, blocks)
+    assert (k.block_m, c.HEADS) == (rows, blocks)
     assert heads == c.HEADS * c.GROUP
-    assert config.launches.templates[0].grid[0] % c.HEADS == 0
+    assert config.launches.kernel_launches[0].grid[0] % c.HEADS == 0
     segments = -(-drafts * c.GROUP // rows)
-    assert config.launches.templates[1].grid[0] == 4 * segments * c.HEADS  # of four requests
+    assert config.launches.kernel_launches[1].grid[0] == 4 * segments * c.HEADS  # of four requests
 
 
 @pytest.mark.parametrize(
@@ -230,11 +230,11 @@ def test_rows_that_a_tensor_map_cannot_hold_are_refused(part, pitch, first):
 def test_caches_that_share_memory_but_not_their_scales_have_descriptors_of_their_own(monkeypatch):
     call = make("fp8_ds_mla")
     first, second = (call._replace(ckv_scale_cache=torch.empty(4, 64, 4)) for _ in range(2))
-    split = mla_decode.configure(facts(first)).launches.templates[0]
-    monkeypatch.setattr(Launch, "encoded", lambda self, *made: [(d.base.data_ptr(),) for d in made])
+    split = mla_decode.configure(facts(first)).launches.kernel_launches[0]
+    monkeypatch.setattr(CompiledKernel, "encode_tensor_maps", lambda self, *made: [(d.base.data_ptr(),) for d in made])
     for c in (first, second, first):
         addresses = [x.data_ptr() for x in (c.ckv, c.kpe, c.ckv_scale_cache)]
-        found = split.start(SimpleNamespace(**c._asdict(), part=c.out))
+        found = split.prepare(SimpleNamespace(**c._asdict(), part=c.out))
         assert [x for x in found if x in addresses] == addresses
 
 
@@ -249,8 +249,8 @@ def test_few_requests_are_merged_by_many_small_programs():
     call = make()
     one = replace_requests(call, 1)
     many = replace_requests(call, 512)
-    assert mla_decode.configure(facts(one)).launches.templates[1].grid[2] > 1
-    assert mla_decode.configure(facts(many)).launches.templates[1].grid[2] == 1
+    assert mla_decode.configure(facts(one)).launches.kernel_launches[1].grid[2] > 1
+    assert mla_decode.configure(facts(many)).launches.kernel_launches[1].grid[2] == 1
 
 
 def replace_requests(call: MLADecodeCall, n: int) -> MLADecodeCall:
@@ -274,7 +274,7 @@ def test_few_tiles_of_many_heads_go_in_more_blocks_and_fewer_pieces(requests, pa
     c = mla_decode.configure(facts(call)).constants
     assert heads == c.GROUP
     assert 128 // heads == c.HEADS
-    assert c.ROWS == 64
+    assert c.BLOCK_M == 64
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_few_tiles_of_many_heads_go_in_more_blocks_and_fewer_pieces(requests, pa
 )  # fmt: skip
 def test_few_tiles_of_16_bit_latents_go_in_blocks_that_are_not_padded(heads, requests, rows, blocks):
     c = mla_decode.configure(facts(replace_requests(make("bf16", heads), requests))).constants
-    assert (rows, blocks) == (c.ROWS, c.HEADS)
+    assert (rows, blocks) == (c.BLOCK_M, c.HEADS)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_few_tiles_of_16_bit_latents_go_in_blocks_that_are_not_padded(heads, req
 )
 def test_few_tiles_of_32_heads_go_in_two_blocks(format, requests, rows, blocks):
     c = mla_decode.configure(facts(replace_requests(make(format, 32), requests))).constants
-    assert (rows, blocks) == (c.ROWS, c.HEADS)
+    assert (rows, blocks) == (c.BLOCK_M, c.HEADS)
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -319,12 +319,12 @@ def test_the_split_pass_and_the_merge_wait_for_the_launch_in_front_before_they_r
 def test_segments_that_a_page_table_bounds_are_not_cut(format, heads, pages, page, whole):
     f = facts(make(format, heads, page)._replace(page_table=torch.empty(4, pages, dtype=torch.int32)))
     config = mla_decode.configure(f)
-    assert whole == config.constants.WHOLE
-    assert (len(config.launches.templates) == 1) == whole
+    assert whole == config.constants.UNSPLIT
+    assert (len(config.launches.kernel_launches) == 1) == whole
     if whole:
-        assert config.launches.templates[0].grid[0] == 4 * config.constants.HEADS
+        assert config.launches.kernel_launches[0].grid[0] == 4 * config.constants.HEADS
 
 
 def test_more_segments_than_fit_at_once_are_dealt_in_equal_shares():
     narrow = [replace_requests(make(), n)._replace(page_table=torch.empty(n, 4, dtype=torch.int32)) for n in (264, 265)]
-    assert [len(mla_decode.configure(facts(c)).launches.templates) for c in narrow] == [1, 2]
+    assert [len(mla_decode.configure(facts(c)).launches.kernel_launches) for c in narrow] == [1, 2]

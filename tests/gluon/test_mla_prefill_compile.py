@@ -12,10 +12,10 @@ import pytest
 import torch
 from compile_tools import compile_launch, record, since
 
-from tersekv import plan
 from tersekv.backends.gluon import mla_prefill
 from tersekv.cache import PagedLatentCache
 from tersekv.calls import MLAPrefillCall
+from tersekv.dispatch import plan
 
 SHARED = 227 << 10
 
@@ -83,12 +83,12 @@ def count(lines: list[str], what: str) -> int:
 
 def test_every_kernel_fits_a_multiprocessor():
     kernels = compiled()
-    assert [name for name, _ in kernels] == ["product_kernel", "attention_kernel"]
+    assert [name for name, _ in kernels] == ["blockwise_gemm_kernel", "attention_kernel"]
     assert all(k["shared"] <= SHARED for k in kernels.values())
 
 
 def test_the_product_keeps_its_matrix_instructions_in_flight_and_never_spills():
-    k = compiled()["product_kernel", 2]
+    k = compiled()["blockwise_gemm_kernel", 2]
     sass = k["sass"]()
     assert k["n_spills"] == 0
     tiles = loops(sass, "QGMMA")
@@ -105,15 +105,15 @@ def test_the_product_keeps_its_matrix_instructions_in_flight_and_never_spills():
 
 @pytest.mark.parametrize("rank", [128, 256, 384])
 def test_the_product_of_fewer_columns_fits_too(rank):
-    k = compiled(rank=rank)["product_kernel", 2]
+    k = compiled(rank=rank)["blockwise_gemm_kernel", 2]
     assert (k["n_spills"], count(k["sass"]().splitlines(), "QGMMA")) == (0, 2 * 2 * 4 * rank // 128)
 
 
 def test_the_queries_are_rotated_once_and_without_fused_multiply_adds():
     call = call_of(tokens=512, chunks=2)
     launches = record(mla_prefill.run, call, mla_prefill.configure(facts(call)))
-    latents = [(fn, args, kwargs) for fn, _, args, kwargs in launches if fn.fn.__name__ == "latents_kernel"]
-    assert [dict(zip(fn.arg_names, args, strict=True))["FIRST"] for fn, args, _ in latents] == [True, False]
+    latents = [(fn, args, kwargs) for fn, _, args, kwargs in launches if fn.fn.__name__ == "gather_latents_kernel"]
+    assert [dict(zip(fn.arg_names, args, strict=True))["IS_FIRST_CHUNK"] for fn, args, _ in latents] == [True, False]
     fn, args, kwargs = latents[0]
     assert compile_launch(fn, args, kwargs, 90)["ptx"].count("fma.rn") == 0
 
@@ -136,8 +136,10 @@ def test_attention_hides_the_softmax_behind_the_products():
 
 def test_with_much_to_do_three_warpgroups_go_first_and_two_again_if_they_failed():
     found = compiled(heads=128)
-    assert [name for name, _ in found] == ["product_kernel", "attention_of_three_kernel", "attention_kernel"]
-    k = found["attention_of_three_kernel", 3]
+    assert [name for name, _ in found] == [
+        "blockwise_gemm_kernel", "attention_three_warpgroups_kernel", "attention_kernel",
+    ]  # fmt: skip
+    k = found["attention_three_warpgroups_kernel", 3]
     assert k["shared"] <= SHARED
     steps = [step for step in loops(k["sass"](), "HGMMA") if count(step, "BAR.SYNC") < 9]
     assert len(steps) == 3
@@ -156,7 +158,7 @@ def test_with_much_to_do_three_warpgroups_go_first_and_two_again_if_they_failed(
 def test_three_warpgroups_are_for_one_chunk_of_many_items_in_bf16(sizes):
     call = call_of(heads=128, **sizes)
     names = [fn.fn.__name__ for fn, *_ in record(mla_prefill.run, call, mla_prefill.configure(facts(call)))]
-    assert "attention_of_three_kernel" not in names
+    assert "attention_three_warpgroups_kernel" not in names
 
 
 def test_later_chunks_keep_their_matrix_instructions_in_flight_too():
@@ -183,7 +185,7 @@ def test_a_launch_waits_for_the_one_ahead_of_it():
 def test_a_call_that_only_appends_takes_its_turn_before_it_reads():
     call = call_of(tokens=1)._replace(buffer_lengths=[0])
     ((fn, _, args, kwargs),) = record(mla_prefill.run, call, mla_prefill.configure(facts(call)))
-    assert fn.fn.__name__ == "prepare_kernel"
+    assert fn.fn.__name__ == "rope_norm_store_kernel"
     assert kwargs["launch_pdl"]
     before, behind = compile_launch(fn, args, kwargs, 90)["ptx"].split("griddepcontrol.wait")
     assert "griddepcontrol.launch_dependents" in before
@@ -201,16 +203,19 @@ def test_other_calls_fit(sizes):
         assert k["shared"] <= SHARED, name
         # Addresses that only an item's end needs may lie in local memory; the loops are looked at above.
         two, three = since({(3, 6): (128, 160), (3, 8): (128, 256), (3, 9): (464, 256)})
-        assert k["n_spills"] <= {"attention_kernel": two, "attention_of_three_kernel": three}.get(name, 0), name
+        assert k["n_spills"] <= {"attention_kernel": two, "attention_three_warpgroups_kernel": three}.get(name, 0), name
 
 
 def test_a_later_call_only_fills_in_addresses():
     call = call_of(tokens=512, chunks=2)
     config = mla_prefill.configure(facts(call))
     names = [fn.fn.__name__ for fn, *_ in record(mla_prefill.run, call, config)]
-    assert names == ["prepare_kernel", *["latents_kernel", "product_kernel", "attention_kernel"] * 2]
-    scratch = config.launches.scratch
-    memory = torch.empty(scratch.numbers)
+    assert names == [
+        "rope_norm_store_kernel",
+        *["gather_latents_kernel", "blockwise_gemm_kernel", "attention_kernel"] * 2,
+    ]
+    scratch = config.launches.workspace
+    memory = torch.empty(scratch.num_floats)
     offsets = scratch.offsets()
     for name, tensor in scratch.views(memory).items():
         assert (tensor is None) == (name not in offsets)
@@ -220,8 +225,8 @@ def test_a_later_call_only_fills_in_addresses():
 def test_a_16_bit_weight_takes_the_portable_product():
     call = call_of(fp8=False)
     names = [fn.fn.__name__ for fn, *_ in record(mla_prefill.run, call, mla_prefill.configure(facts(call)))]
-    assert names == ["prepare_kernel", "latents_kernel", "product_kernel", "attention_kernel"]
-    assert not mla_prefill.configure(facts(call)).own_product
+    assert names == ["rope_norm_store_kernel", "gather_latents_kernel", "blockwise_gemm_kernel", "attention_kernel"]
+    assert not mla_prefill.configure(facts(call)).own_gemm
 
 
 @pytest.mark.parametrize(
@@ -252,4 +257,4 @@ def test_a_weight_that_no_tensor_map_takes_goes_to_the_portable_product():
     w = call.kv_b_proj
     wide = torch.empty(w.shape[0], 528, dtype=w.dtype)
     for weight, own in ((wide[:, :512], True), (wide[:, 8:520], False), (w[:1].expand_as(w), False)):
-        assert mla_prefill.configure(facts(call._replace(kv_b_proj=weight))).own_product is own
+        assert mla_prefill.configure(facts(call._replace(kv_b_proj=weight))).own_gemm is own

@@ -11,12 +11,17 @@ import torch
 from compile_tools import compile_launches, since
 from test_mla_prefill_compile import SHARED, count, loops
 
-from tersekv import checks
 from tersekv.backends.gluon import decode, prefill
-from tersekv.backends.gluon.sm90.prefill.shape import described, descriptor, items_of, shape_of
+from tersekv.backends.gluon.sm90.prefill.config import (
+    make_prefill_config,
+    max_work_tiles,
+    tensor_map_by_name,
+    tma_tensor_names,
+)
 from tersekv.cache import PagedKVCache
 from tersekv.calls import DecodeCall, PrefillCall
-from tersekv.plan import facts, plan
+from tersekv.dispatch import checks
+from tersekv.dispatch.plan import facts, plan
 
 FORMATS = (
     *("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4"),
@@ -47,7 +52,7 @@ def facts_of(call: PrefillCall, arch: int = 90) -> SimpleNamespace:
 
 
 def _grid(config: prefill.Config) -> tuple[int, ...]:
-    (kernel,) = config.launches.templates
+    (kernel,) = config.launches.kernel_launches
     return kernel.grid
 
 
@@ -118,9 +123,9 @@ def test_few_rows_over_a_pair_go_by_decode():
 def test_a_turned_query_is_no_code_and_bf16_keys_leave_it_to_triton():
     call = turned(call_of("fp8_e4m3", dtype=torch.float8_e4m3fn, precision="fast"))
     assert prefill.why_not(facts_of(call)) is None
-    c = shape_of(facts_of(call))
-    assert (c.KEYS_8, c.VALUES_8, c.K_TURN.ROTATED, c.V_TURN.STRIDE) == (False, False, True, 128)
-    assert shape_of(facts_of(turned(call_of("fp8_e4m3", dtype=torch.float8_e4m3fn), "v", "v"))).KEYS_8
+    c = make_prefill_config(facts_of(call))
+    assert (c.FP8_QK, c.FP8_PV, c.K_ROTATION.ROTATED, c.V_ROTATION.CHANNEL_SCALES_STRIDE) == (False, False, True, 128)
+    assert make_prefill_config(facts_of(turned(call_of("fp8_e4m3", dtype=torch.float8_e4m3fn), "v", "v"))).FP8_QK
     for rotation, channels in (("k", ""), ("", "k"), ("kv", "kv")):
         call = turned(call_of("bf16"), rotation, channels)
         assert "wants keys that lie as they are with bf16" in prefill.why_not(facts_of(call))
@@ -165,14 +170,20 @@ def test_with_precision_fast_values_meet_weights_in_8_bits():
 
 def test_only_e4m3_queries_over_e4m3_codes_are_multiplied_in_8_bits():
     e4m3 = torch.float8_e4m3fn
-    shapes = {fmt: shape_of(facts_of(call_of(fmt, dtype=e4m3))) for fmt in FORMATS if fmt not in ("bf16", "fp16")}
-    assert [fmt for fmt, c in shapes.items() if c.KEYS_8] == ["fp8_e4m3"]
-    fast = [shape_of(facts_of(call_of("fp8_e4m3", dtype=q, precision="fast"))) for q in (e4m3, torch.bfloat16)]
-    assert [c.VALUES_8 for c in fast] == [True, False]
-    assert not any(c.VALUES_8 for c in shapes.values()), "a permission that was not given"
-    assert not shape_of(facts_of(call_of("fp8_e4m3"))).KEYS_8
-    assert not shape_of(facts_of(call_of("fp8_e4m3", dtype=torch.float8_e5m2))).KEYS_8
-    assert not shape_of(facts_of(call_of("fp8_e4m3", dtype=e4m3, new=True))).KEYS_8, "new rows are in 16 bits"
+    shapes = {
+        fmt: make_prefill_config(facts_of(call_of(fmt, dtype=e4m3))) for fmt in FORMATS if fmt not in ("bf16", "fp16")
+    }
+    assert [fmt for fmt, c in shapes.items() if c.FP8_QK] == ["fp8_e4m3"]
+    fast = [
+        make_prefill_config(facts_of(call_of("fp8_e4m3", dtype=q, precision="fast"))) for q in (e4m3, torch.bfloat16)
+    ]
+    assert [c.FP8_PV for c in fast] == [True, False]
+    assert not any(c.FP8_PV for c in shapes.values()), "a permission that was not given"
+    assert not make_prefill_config(facts_of(call_of("fp8_e4m3"))).FP8_QK
+    assert not make_prefill_config(facts_of(call_of("fp8_e4m3", dtype=torch.float8_e5m2))).FP8_QK
+    assert not make_prefill_config(facts_of(call_of("fp8_e4m3", dtype=e4m3, new=True))).FP8_QK, (
+        "new rows are in 16 bits"
+    )
 
 
 def test_the_converting_warps_meet_seldom_and_sort_no_halves_of_registers():
@@ -202,15 +213,15 @@ def test_a_plan_needs_no_gpu():
     assert isinstance(config, prefill.Config)
     assert _grid(config) == (132, 1, 1)
     # Every request may end in a block that is not full: 512 tokens in blocks of 32, of 8 KV heads.
-    assert items_of(f, config.shape) == (16 + 2) * 8
+    assert max_work_tiles(f, config.shape) == (16 + 2) * 8
     few = facts_of(call_of("fp8_e4m3", tokens=8, requests=1, heads=1, group=8))
     assert _grid(prefill.configure(few)) == (2, 1, 1)
 
 
 @pytest.mark.parametrize(("group", "packed"), [(1, 1), (4, 4), (5, 1), (6, 2), (12, 4), (64, 64), (128, 64)])
 def test_as_many_heads_share_a_block_as_fill_it_evenly(group, packed):
-    c = shape_of(facts_of(call_of("bf16", heads=1, group=group)))
-    assert (packed, 128 // packed, group // packed) == (c.PACKED, c.TOKENS, c.BUNDLES)
+    c = make_prefill_config(facts_of(call_of("bf16", heads=1, group=group)))
+    assert (packed, 128 // packed, group // packed) == (c.HEADS_PER_TILE, c.TOKENS_PER_TILE, c.HEAD_TILES)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -218,8 +229,8 @@ def test_as_many_heads_share_a_block_as_fill_it_evenly(group, packed):
 def test_pages_are_a_dimension_of_the_maps(fmt, page_size):
     """A copy is of one page, and takes its place in panels of 128 bytes."""
     call = call_of(fmt, page_size=page_size, layout="HND", new=True)
-    c = shape_of(facts_of(call))
-    q, k, v, *new = (descriptor(getattr(call, name), name, c) for name in described(call))
+    c = make_prefill_config(facts_of(call))
+    q, k, v, *new = (tensor_map_by_name(getattr(call, name), name, c) for name in tma_tensor_names(call))
     assert list(q.block_shape) == [16, 4, 64]
     assert k.block_shape[:3] == v.block_shape[:3] == [1, 1, min(page_size & -page_size, 128)]
     assert k.shape[0] == 8
@@ -298,5 +309,5 @@ def test_few_blocks_over_many_keys_are_cut_by_decode():
 
 def test_a_batchs_lengths_do_not_compile_anew():
     """What the kernel is compiled for holds neither the number of tokens nor of requests."""
-    shapes = [shape_of(facts_of(call_of("bf16", tokens=n, requests=b))) for n, b in ((512, 2), (4000, 70))]
+    shapes = [make_prefill_config(facts_of(call_of("bf16", tokens=n, requests=b))) for n, b in ((512, 2), (4000, 70))]
     assert shapes[0] == shapes[1] == replace(shapes[0])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tersekv.backends.gluon.sm90.parts import softmax
+from tersekv.backends.gluon.sm90.parts import online_softmax
 
 EX2 = 2.0**-22  # relative error of the hardware's power of two, and of its quotient
 
@@ -19,13 +19,13 @@ def test_every_score_has_its_digits(cap, error, monkeypatch):
     def power(x):
         return np.exp2(x) * np.float32(1 + error)
 
-    monkeypatch.setattr(softmax, "gl", SimpleNamespace(exp2=power, where=np.where, abs=np.abs))
-    monkeypatch.setattr(softmax, "LOG2E", math.log2(math.e))
+    monkeypatch.setattr(online_softmax, "gl", SimpleNamespace(exp2=power, where=np.where, abs=np.abs))
+    monkeypatch.setattr(online_softmax, "LOG2E", math.log2(math.e))
     x = np.logspace(-9, 2, 4096)
     scores = (np.concatenate((x, -x)) * cap / math.log(2)).astype(np.float32)
     cap = np.float32(cap)
     with np.errstate(over="ignore"):
-        got = softmax.softcapped.fn(scores, cap)
+        got = online_softmax.apply_softcap.fn(scores, cap)
     assert got.dtype == np.float32
     want = float(cap) * np.tanh(scores.astype(np.float64) * (math.log(2) / float(cap))) / math.log(2)
     assert np.abs(got / want - 1).max() < 6e-7

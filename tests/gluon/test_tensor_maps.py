@@ -13,12 +13,12 @@ from compile_tools import compile_launch, compile_launches, record
 from copies import copies, faults
 
 from tersekv.backends.gluon import decode
-from tersekv.backends.gluon.sm90.decode.boxes import Box, Side
-from tersekv.backends.gluon.sm90.parts.tensor_maps import PLACE, place_of, unfit
+from tersekv.backends.gluon.sm90.decode.copy_tiles import KVLayout, TensorMapSpec
+from tersekv.backends.gluon.sm90.parts.tensor_maps import SMEM_ALIGNMENT, align_smem_bytes, why_no_tensor_map
 from tersekv.cache import PagedKVCache
 from tersekv.calls import DecodeCall
+from tersekv.dispatch.plan import facts, plan
 from tersekv.formats import KV_FORMATS
-from tersekv.plan import facts, plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 
@@ -41,15 +41,15 @@ def call_of(fmt: str, heads: int, page: int, dims: tuple[int, int], layout: str,
     )  # fmt: skip
 
 
-def assert_copies_are_possible(box: Box, places: int, step: int) -> None:
+def assert_copies_are_possible(spec: TensorMapSpec, places: int, step: int) -> None:
     """places: bytes of the ring; step: bytes from one copy to the next."""
-    assert unfit(box.shape, box.strides, box.block, box.view.itemsize, box.swizzle, step) is None
+    assert why_no_tensor_map(spec.shape, spec.strides, spec.box, spec.view.itemsize, spec.swizzle, step) is None
     assert step % 128 == 0
-    assert step >= box.nbytes()
+    assert step >= spec.nbytes()
     assert places % step == 0
 
 
-@pytest.mark.parametrize("fmt", [name for name, f in KV_FORMATS.items() if f.code in decode.CODES])
+@pytest.mark.parametrize("fmt", [name for name, f in KV_FORMATS.items() if f.code in decode.SUPPORTED_CODES])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_every_copy_of_decode_is_possible(fmt, layout):
     planned = 0
@@ -66,32 +66,36 @@ def test_every_copy_of_decode_is_possible(fmt, layout):
         if decode.why_not(f) is not None:
             continue
         config = decode.configure(f)
-        g, stages = config.shape, config.shape.STAGES
-        copied = bool(g.K.STORED) and not g.WIDE
-        assert len(config.boxes) == (4 if copied else 2), "a box that is not possible was left out"
-        for side, name in ((g.K, "K"), (g.V, "V")):
-            codes, scales = config.boxes[name], config.boxes.get(name + "S")
-            assert_copies_are_possible(codes, stages * g.HALVES * side.BYTES, side.BYTES)
-            assert 2 * math.prod(side.RING) == stages * g.HALVES * side.BYTES
-            assert codes.nbytes() == side.BYTES, "what is expected is what arrives"
+        tile_cfg, stages = config.shape, config.shape.STAGES
+        copied = bool(tile_cfg.K.SCALE_KIND) and not tile_cfg.LARGE_M
+        assert len(config.tensor_map_specs) == (4 if copied else 2), "a box that is not possible was left out"
+        for side, name in ((tile_cfg.K, "K"), (tile_cfg.V, "V")):
+            codes, scales = config.tensor_map_specs[name], config.tensor_map_specs.get(name + "_SCALES")
+            assert_copies_are_possible(codes, stages * tile_cfg.COPIES_PER_BUFFER * side.COPY_BYTES, side.COPY_BYTES)
+            assert 2 * math.prod(side.SMEM_SHAPE) == stages * tile_cfg.COPIES_PER_BUFFER * side.COPY_BYTES
+            assert codes.nbytes() == side.COPY_BYTES, "what is expected is what arrives"
             if scales is not None:
-                assert_copies_are_possible(scales, stages * g.HALVES * side.SCALE_PLACE, side.SCALE_PLACE)
-                assert scales.nbytes() == side.SCALE_BYTES
-                assert_scales_are_read_where_they_lie(side, g)
+                assert_copies_are_possible(
+                    scales, stages * tile_cfg.COPIES_PER_BUFFER * side.SCALE_SMEM_PITCH, side.SCALE_SMEM_PITCH
+                )
+                assert scales.nbytes() == side.SCALE_COPY_BYTES
+                assert_scales_are_read_where_they_lie(side, tile_cfg)
         planned += 1
     assert planned > 100
 
 
-def assert_scales_are_read_where_they_lie(side: Side, g: decode.Shape) -> None:
+def assert_scales_are_read_where_they_lie(side: KVLayout, tile_cfg: decode.DecodeTileConfig) -> None:
     """As `decode_attend.scale_box` counts boxes, and `decode_fetch.copy_scales` the places of copies."""
-    per_copy = g.COPY // g.BOX
-    box = g.HALVES * side.SCALE_BYTES // per_copy
-    stage_bytes = g.HALVES * side.SCALE_PLACE
-    assert side.SCALE_RING[0] * box == g.STAGES * stage_bytes
-    assert g.HALVES == 1 or side.SCALE_PLACE == side.SCALE_BYTES, "two copies lie side by side"
-    step = side.SCALE_RING[0] // (g.STAGES * per_copy)
-    read = [(stage * per_copy + j) * step * box for stage in range(g.STAGES) for j in range(per_copy)]
-    assert read == [stage * stage_bytes + j * box for stage in range(g.STAGES) for j in range(per_copy)]
+    per_copy = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
+    scale_bytes = tile_cfg.COPIES_PER_BUFFER * side.SCALE_COPY_BYTES // per_copy
+    stage_bytes = tile_cfg.COPIES_PER_BUFFER * side.SCALE_SMEM_PITCH
+    assert side.SCALE_SMEM_SHAPE[0] * scale_bytes == tile_cfg.STAGES * stage_bytes
+    assert tile_cfg.COPIES_PER_BUFFER == 1 or side.SCALE_SMEM_PITCH == side.SCALE_COPY_BYTES, (
+        "two copies lie side by side"
+    )
+    step = side.SCALE_SMEM_SHAPE[0] // (tile_cfg.STAGES * per_copy)
+    read = [(stage * per_copy + j) * step * scale_bytes for stage in range(tile_cfg.STAGES) for j in range(per_copy)]
+    assert read == [stage * stage_bytes + j * scale_bytes for stage in range(tile_cfg.STAGES) for j in range(per_copy)]
 
 
 @pytest.mark.parametrize(
@@ -119,15 +123,15 @@ def test_every_heads_row_lies_where_it_is_read_in_its_window(fmt, heads, dims, w
     config = decode.configure(f)
     shape = config.shape
     for side, name, cache, n in ((shape.K, "K", call.k_cache, windows[0]), (shape.V, "V", call.v_cache, windows[1])):
-        box, units = config.boxes[name], cache.view(torch.int16).flatten(0, 1)
-        assert side.WINDOWS == n == box.windows
-        rows = torch.as_strided(units, box.shape, box.strides)  # raises beyond the cache
-        assert box.shape[-1] <= box.block[-1]
+        spec, units = config.tensor_map_specs[name], cache.view(torch.int16).flatten(0, 1)
+        assert side.PADDED_HEADS == n == spec.padded_heads
+        rows = torch.as_strided(units, spec.shape, spec.strides)  # raises beyond the cache
+        assert spec.shape[-1] <= spec.box[-1]
         for h in range(heads):
             row = rows[:, h // n, h % n] if n > 1 else rows[:, h]
-            own = row.flatten(0, 1)[:, side.STEP * (h % n) :][:, : units.shape[2]]
+            own = row.flatten(0, 1)[:, side.HEAD_SHIFT * (h % n) :][:, : units.shape[2]]
             assert torch.equal(own, units[:, h])
-        aligned = all(units % 16 == 0 for units in box.strides[:-1])
+        aligned = all(units % 16 == 0 for units in spec.strides[:-1])
         assert n == 1 or aligned or fmt.startswith("int4"), "copies of 8 bits begin at multiples of 32 bytes"
 
 
@@ -136,8 +140,8 @@ def _random_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_places_are_whole_multiples_of_128_bytes():
-    assert [place_of(n) for n in (1, 64, 128, 129, 512)] == [128, 128, 128, 256, 512]
-    assert PLACE == 128
+    assert [align_smem_bytes(n) for n in (1, 64, 128, 129, 512)] == [128, 128, 128, 256, 512]
+    assert SMEM_ALIGNMENT == 128
 
 
 @pytest.mark.parametrize(
@@ -149,22 +153,22 @@ def test_places_are_whole_multiples_of_128_bytes():
         ({"strides": [60, 1]}, "strides of [60, 1]"),
         ({"strides": [2**39, 1]}, "strides of"),
         ({"strides": [64, 2]}, "strides of [64, 2]"),
-        ({"block": [512, 64]}, "boxes of [512, 64]"),
-        ({"block": [16, 4]}, "rows of 8 bytes"),
-        ({"block": [24, 64]}, "boxes of [24, 64]"),
-        ({"block": [64, 8]}, "rows of 16 bytes"),
-        ({"block": [1, 512], "swizzle": 0}, "boxes of [1, 512]"),
-        ({"block": [1, 32], "swizzle": 64}, "boxes that lie 64 bytes apart"),
-        ({"place": 192}, "boxes that lie 192 bytes apart"),
-        ({"place": 1024}, "boxes that lie 1024 bytes apart"),
-        ({"shape": [1] * 6, "strides": [8] * 5 + [1], "block": [8] * 6}, "6 dimensions"),
+        ({"box": [512, 64]}, "boxes of [512, 64]"),
+        ({"box": [16, 4]}, "rows of 8 bytes"),
+        ({"box": [24, 64]}, "boxes of [24, 64]"),
+        ({"box": [64, 8]}, "rows of 16 bytes"),
+        ({"box": [1, 512], "swizzle": 0}, "boxes of [1, 512]"),
+        ({"box": [1, 32], "swizzle": 64}, "boxes that lie 64 bytes apart"),
+        ({"smem_pitch": 192}, "boxes that lie 192 bytes apart"),
+        ({"smem_pitch": 1024}, "boxes that lie 1024 bytes apart"),
+        ({"shape": [1] * 6, "strides": [8] * 5 + [1], "box": [8] * 6}, "6 dimensions"),
     ],
     ids=str,
 )
 def test_a_copy_that_is_not_possible_says_why(wrong, says):
-    right = {"shape": [100, 64], "strides": [64, 1], "block": [16, 64], "swizzle": 128, "place": 0}
-    assert unfit(**right, itemsize=2) is None
-    reason = unfit(**{**right, **wrong}, itemsize=2)
+    right = {"shape": [100, 64], "strides": [64, 1], "box": [16, 64], "swizzle": 128, "smem_pitch": 0}
+    assert why_no_tensor_map(**right, itemsize=2) is None
+    reason = why_no_tensor_map(**{**right, **wrong}, itemsize=2)
     assert reason is not None
     assert reason.startswith(says)
 
@@ -188,8 +192,8 @@ def test_where_int32_does_not_count_all_rows_pages_are_a_dimension(name, strides
         )  # fmt: skip
         f = facts("decode", call._replace(**dict.fromkeys(names, wide)), arch=90)
         assert decode.why_not(f) is None
-        boxes = decode.configure(f).boxes
-        assert {len(boxes[n].shape) for n in (("KS", "VS") if name == "scale" else "KV")} == {rank}
+        specs = decode.configure(f).tensor_map_specs
+        assert {len(specs[n].shape) for n in (("K_SCALES", "V_SCALES") if name == "scale" else "KV")} == {rank}
 
 
 @pytest.mark.parametrize("fmt", OWN_SCALES)
@@ -203,34 +207,44 @@ def test_copies_are_asked_for_where_rows_lie(fmt, scales, layout):
         if decode.why_not(f) is not None:  # too few heads side by side, apart
             continue
         config = decode.configure(f)
-        g, names = config.shape, {"K": "k_cache", "V": "v_cache", "KS": "k_scale_cache", "VS": "v_scale_cache"}
-        for at, box in config.boxes.items():
+        tile_cfg, names = (
+            config.shape,
+            {"K": "k_cache", "V": "v_cache", "K_SCALES": "k_scale_cache", "V_SCALES": "v_scale_cache"},
+        )
+        for at, spec in config.tensor_map_specs.items():
             x = getattr(call, names[at])
-            side, size, word = g.K if at[0] == "K" else g.V, x.element_size(), box.view.itemsize
-            copy, keys = g.COPY // g.HALVES, g.BOX // g.HALVES
-            i_page, slot, h0 = 3, page - copy, heads - g.HB
-            rows = [(i_page * box.pitch + slot) // keys] if box.pitch else [i_page, slot // keys]
+            side, size, word = tile_cfg.K if at[0] == "K" else tile_cfg.V, x.element_size(), spec.view.itemsize
+            copy, keys = (
+                tile_cfg.KEYS_PER_BUFFER // tile_cfg.COPIES_PER_BUFFER,
+                tile_cfg.MMA_KEYS // tile_cfg.COPIES_PER_BUFFER,
+            )
+            i_page, slot, h0 = 3, page - copy, heads - tile_cfg.HEADS_PER_CTA
+            rows = [(i_page * spec.rows_per_page + slot) // keys] if spec.rows_per_page else [i_page, slot // keys]
             if len(at) == 1:
-                place = [*rows, h0 // (g.HB // box.block[-3]), 0, 0]
+                place = [*rows, h0 // (tile_cfg.HEADS_PER_CTA // spec.box[-3]), 0, 0]
             elif side.SCALE_ROWS_ARE_KEYS:
                 place = [*rows, 0, h0 * side.SCALE_WORDS]
             else:
-                place = [slot // keys, i_page * box.pitch + h0, 0] if box.pitch else [i_page, slot // keys, h0, 0]
-            assert all(p + b <= n for p, b, n in zip(place, box.block, box.shape, strict=True))
-            first = sum(p * s for p, s in zip(place, box.strides, strict=True))
+                place = (
+                    [slot // keys, i_page * spec.rows_per_page + h0, 0]
+                    if spec.rows_per_page
+                    else [i_page, slot // keys, h0, 0]
+                )
+            assert all(p + b <= n for p, b, n in zip(place, spec.box, spec.shape, strict=True))
+            first = sum(p * s for p, s in zip(place, spec.strides, strict=True))
             steps = torch.zeros([], dtype=torch.int64)
-            for n, s in zip(box.block, box.strides, strict=True):
+            for n, s in zip(spec.box, spec.strides, strict=True):
                 steps = steps[..., None] + s * torch.arange(n)
             rows = x.stride(1) * torch.arange(slot, slot + copy)[:, None, None]
-            of_heads = x.stride(2) * torch.arange(h0, h0 + g.HB)[None, :, None]
+            of_heads = x.stride(2) * torch.arange(h0, h0 + tile_cfg.HEADS_PER_CTA)[None, :, None]
             row_words = (x.shape[3] if x.dim() == 4 else 1) * size // word
             want = (i_page * x.stride(0) + rows + of_heads) * size + word * torch.arange(row_words)
             if len(at) == 1 or not side.SCALE_ROWS_ARE_KEYS:  # boxes of 16 keys, or halves of one, then heads
-                want = want.reshape(copy // keys, keys, g.HB, row_words).transpose(1, 2)
+                want = want.reshape(copy // keys, keys, tile_cfg.HEADS_PER_CTA, row_words).transpose(1, 2)
             got = (first + steps) * word
-            if at in "KV" and box.block[-3] < g.HB:  # several heads a row
-                n = g.HB // box.block[-3]
-                got = got.reshape(-1, box.block[-3], keys, n, row_words).transpose(2, 3)
+            if at in "KV" and spec.box[-3] < tile_cfg.HEADS_PER_CTA:  # several heads a row
+                n = tile_cfg.HEADS_PER_CTA // spec.box[-3]
+                got = got.reshape(-1, spec.box[-3], keys, n, row_words).transpose(2, 3)
             assert torch.equal(got.flatten(), want.flatten()), (at, heads, page)
 
 
@@ -248,14 +262,14 @@ def test_two_copies_of_8_keys_are_read_as_a_box_of_16(fmt, page, dim, layout):
     call = make(Case("decode", fmt, "halves", heads=4, page=page, dim=dim, layout=layout))
     p = plan("decode", call, arch=90)
     assert p.backend == "gluon"
-    g, text = p.config.shape, compile_launches(p.run, call, p.config, 90)[0]["ttgir"]
+    tile_cfg, text = p.config.shape, compile_launches(p.run, call, p.config, 90)[0]["ttgir"]
     encodings = dict(re.findall(r"^(#\w+) = #ttg\.shared_linear<{offset = (\[.*?\]\])", text, re.MULTILINE))
     views = set(re.findall(r"memdesc_reshape .*? -> !ttg\.memdesc<([\dx]+)x([if]\d+), (#\w+)", text))
     seen = set()
     for dims, word, name in views:
         shape = [int(n) for n in dims.split("x")]
         heads, keys, width = (*shape, 1)[:3]
-        assert (heads, keys) == (g.HB, g.BOX)
+        assert (heads, keys) == (tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS)
         at = torch.zeros(1, len(shape), dtype=torch.int64)
         for base in json.loads(encodings[name]):  # of a bit of the offset
             at = torch.cat([at, at ^ torch.tensor(base)])
@@ -267,7 +281,7 @@ def test_two_copies_of_8_keys_are_read_as_a_box_of_16(fmt, page, dim, layout):
             byte ^= (byte >> 7 & (panel * 2 // 16 - 1)) << 4  # a panel's swizzle
         assert torch.equal(byte, torch.arange(len(at)) * (2 if word == "i16" else 4)), dims
         seen.add(word)
-    stored = {"i32"} if g.K.STORED == "block" else {"f32"} if g.K.STORED else set()
+    stored = {"i32"} if tile_cfg.K.SCALE_KIND == "block" else {"f32"} if tile_cfg.K.SCALE_KIND else set()
     assert seen == {"i16"} | stored
 
 
@@ -289,10 +303,10 @@ def test_what_is_wrong_with_copies_is_seen():
     call = make(Case("decode", "int8_per_token_head", "copies", heads=1, page=16))
     p = plan("decode", call, arch=90)
     fn, _, args, kwargs = record(p.run, call, p.config)[0]
-    g = args[-1]
-    assert (g.K.SCALE_BYTES, g.K.SCALE_PLACE) == (64, 128)
-    packed = _side(g.K), _side(g.V)
-    wrong = type(g)(**{**vars(g), "K": packed[0], "V": packed[1]})
+    tile_cfg = args[-1]
+    assert (tile_cfg.K.SCALE_COPY_BYTES, tile_cfg.K.SCALE_SMEM_PITCH) == (64, 128)
+    packed = _side(tile_cfg.K), _side(tile_cfg.V)
+    wrong = type(tile_cfg)(**{**vars(tile_cfg), "K": packed[0], "V": packed[1]})
     with pytest.raises(AssertionError, match="a copy begins at a multiple of 64 bytes"):
         compile_launch(fn, (*args[:-1], wrong), kwargs, 90)
     text = compile_launch(fn, args, kwargs, 90)["ttgir"]
@@ -300,7 +314,11 @@ def test_what_is_wrong_with_copies_is_seen():
     assert "expects" in faults(re.sub(r"(barrier_expect %\w+), 2048", r"\1, 2064", text))[0]
 
 
-def _side(side: Side) -> Side:
+def _side(side: KVLayout) -> KVLayout:
     return type(side)(
-        **{**vars(side), "SCALE_PLACE": 64, "SCALE_RING": (side.SCALE_RING[0] // 2, *side.SCALE_RING[1:])}
+        **{
+            **vars(side),
+            "SCALE_SMEM_PITCH": 64,
+            "SCALE_SMEM_SHAPE": (side.SCALE_SMEM_SHAPE[0] // 2, *side.SCALE_SMEM_SHAPE[1:]),
+        }
     )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tersekv.backends.gluon.sm90.decode import rows, tiles
-from tersekv.backends.gluon.sm90.parts import turn
+from tersekv.backends.gluon.sm90.decode import epilogue, layouts
+from tersekv.backends.gluon.sm90.parts import hadamard
 from tersekv.testing.reference_rotation import row as reference
 
 LANES = 32
@@ -91,13 +91,13 @@ def on_numpy(monkeypatch):
         assert assert_trivial
         return placed(np.asarray(x), layout)
 
-    monkeypatch.setattr(turn, "gl", SimpleNamespace(
+    monkeypatch.setattr(hadamard, "gl", SimpleNamespace(
         static_range=range, reshape=np.reshape, permute=np.transpose, join=lambda a, b: np.stack((a, b), -1),
         split=lambda x: (x[..., 0], x[..., 1]), convert_layout=converted, inline_asm_elementwise=run_ptx,
         to_linear_layout=lambda layout, shape: layout, float32=None, constexpr=None,
     ))  # fmt: skip
-    for name in ("butterfly", "sums", "sums_of_parts"):
-        monkeypatch.setattr(turn, name, getattr(turn, name).fn)
+    for name in ("hadamard_butterfly", "blockwise_hadamard", "blockwise_hadamard_unpacked"):
+        monkeypatch.setattr(hadamard, name, getattr(hadamard, name).fn)
 
 
 def wgmma(columns: int) -> Layout:
@@ -107,10 +107,10 @@ def wgmma(columns: int) -> Layout:
                   warp_bases=[[16, 0], [32, 0]])  # fmt: skip
 
 
-def mma(heads: int, words: int, rows: int) -> Layout:
+def mma(heads: int, words: int, epilogue: int) -> Layout:
     """An accumulator of values [heads, words, rows] on mma.sync; a head a warp."""
     more = [[0, 16 << i, 0] for i in range((words // 16).bit_length() - 1)]
-    more += [[0, 0, 8 << i] for i in range((rows // 8).bit_length() - 1)]
+    more += [[0, 0, 8 << i] for i in range((epilogue // 8).bit_length() - 1)]
     return Layout(reg_bases=[[0, 0, 1], [0, 8, 0], *more],
                   lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
                   warp_bases=[[1 << i, 0, 0] for i in range(heads.bit_length() - 1)])  # fmt: skip
@@ -129,16 +129,16 @@ def close(x: np.ndarray, y: np.ndarray) -> None:
 
 @pytest.mark.parametrize(("words", "parts"), [(16, 4), (32, 4), (64, 4), (32, 2), (64, 2), (128, 2), (64, 1), (256, 1)])
 def test_queries_in_the_layout_of_their_keys(on_numpy, words, parts):
-    layout = tiles.query_words(4, 1, 16, words, parts)
+    layout = layouts.query_load_layout(4, 1, 16, words, parts)
     x = np.random.default_rng(0).standard_normal((4, 16, words * parts))
-    close(turn.sums(placed(x, layout), 2, words * parts), law(x))
+    close(hadamard.blockwise_hadamard(placed(x, layout), 2, words * parts), law(x))
 
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.parametrize("block", [16, 64])
 def test_rows_of_a_warpgroup_in_blocks(on_numpy, columns, block):
     x = np.random.default_rng(1).standard_normal((64, columns))
-    close(turn.sums(placed(x, wgmma(columns)), 1, block), law(x.reshape(-1, block)))
+    close(hadamard.blockwise_hadamard(placed(x, wgmma(columns)), 1, block), law(x.reshape(-1, block)))
 
 
 @pytest.mark.parametrize(("columns", "parts"), [(64, 4), (256, 4), (128, 2), (64, 1)])
@@ -146,15 +146,17 @@ def test_weighted_values_in_parts(on_numpy, columns, parts):
     layout = mma(4, columns // parts, 16)
     x = np.random.default_rng(2).standard_normal((4, columns, 16))
     given = tuple(placed(x[:, j::parts], layout) for j in range(parts))
-    found = np.stack([np.asarray(y) for y in turn.sums_of_parts(given, parts, 1, columns)], 2).reshape(x.shape)
+    found = np.stack(
+        [np.asarray(y) for y in hadamard.blockwise_hadamard_unpacked(given, parts, 1, columns)], 2
+    ).reshape(x.shape)
     close(np.moveaxis(found, 1, -1), law(np.moveaxis(x, 1, -1)))
 
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_columns_of_converted_codes_only_change_places_within_eight(parts):
     """So a product with the Hadamard matrix, which knows no order of the bits of a column, may run over places."""
-    place, c = np.arange(128), SimpleNamespace(PARTS=parts)
-    column = rows.column_of.fn(place, c)
+    place, c = np.arange(128), SimpleNamespace(PACK=parts)
+    column = epilogue.logical_column.fn(place, c)
     assert sorted(column) == list(place)
     for bit in range(7):  # bits go to bits
         assert bin(column[1 << bit]).count("1") == 1
@@ -163,6 +165,6 @@ def test_columns_of_converted_codes_only_change_places_within_eight(parts):
 
 def test_a_row_in_two_warps_is_refused():
     split = Layout(reg_bases=[[0, 1]], lane_bases=[[0, 2], [1, 0], [2, 0], [4, 0], [8, 0]], warp_bases=[[0, 4]])
-    assert [turn.lane_of(split, 1, step) for step in (1, 2)] == [0, 1]
+    assert [hadamard.lane_of_partner(split, 1, step) for step in (1, 2)] == [0, 1]
     with pytest.raises(AssertionError, match="more than one warp"):
-        turn.lane_of(split, 1, 4)
+        hadamard.lane_of_partner(split, 1, 4)

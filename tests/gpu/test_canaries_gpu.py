@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tersekv import plan
 from tersekv.backends.host import launch
+from tersekv.dispatch import plan
 from tersekv.testing import canaries
 from tersekv.testing import verify as tool
 from tersekv.testing.cases import Case
@@ -25,7 +25,7 @@ def stray(X, offset):
 
 def kept_scratch() -> torch.Tensor:
     """What kernels were given, by whichever way the call went."""
-    ((_, scratch),) = launch._kept.by_stream.values()
+    ((_, scratch),) = launch._workspaces.by_stream.values()
     return scratch
 
 
@@ -57,7 +57,7 @@ def test_kept_scratch_is_poisoned_at_every_call_and_begins_aligned():
     for _ in range(2):
         guarded = canaries.Guarded(make(CASE), "cuda")
         with guarded.scratch():
-            part = launch.scratch(1000, guarded.call.q)
+            part = launch.workspace(1000, guarded.call.q)
             assert part.isnan().all()
             assert part.data_ptr() % canaries.ALIGNED == 0
             part.zero_()

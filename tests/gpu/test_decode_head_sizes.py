@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tersekv.plan import plan
+from tersekv.dispatch.plan import plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.verify import PASSED, run

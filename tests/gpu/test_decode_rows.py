@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tersekv import plan
-from tersekv.backends.gluon.sm90.decode import tune as decode_tune
+from tersekv.backends.gluon.sm90.decode import config as decode_tune
+from tersekv.dispatch import plan
 from tersekv.testing.cases import Case
 from tersekv.testing.verify import PASSED, run
 
@@ -54,12 +54,12 @@ def test_many_rows_with(fmt, group, options):
 @pytest.fixture
 def room_for_many_keys(monkeypatch):
     """As if page tables had it: plans are made anew."""
-    monkeypatch.setattr(decode_tune, "MANY_KEYS", 0)
+    monkeypatch.setattr(decode_tune, "LARGE_CACHE_KEYS", 0)
     plan._plans.clear()
-    plan._latest.clear()
+    plan._recent.clear()
     yield
     plan._plans.clear()
-    plan._latest.clear()
+    plan._recent.clear()
 
 
 @pytest.mark.parametrize(

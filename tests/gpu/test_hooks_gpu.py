@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 import tersekv
-from tersekv import plan, recall
 from tersekv.backends.host import bind, launch
 from tersekv.backends.triton import append
+from tersekv.dispatch import launch_cache, plan
 
 CUDA, BF = "cuda", torch.bfloat16
 B, PAGES, S, CALLS = 4, 24, 64, 5
@@ -97,7 +97,7 @@ def test_hooks_are_called_at_every_launch(case, warm):
     make, *options = CASES[case]
     call = make(*options)
     want = call()
-    for memory in (plan._plans, plan._latest, recall._all, recall._latest):
+    for memory in (plan._plans, plan._recent, launch_cache._launches, launch_cache._recent):
         memory.clear()
     for _ in range(3 * warm):
         call()
@@ -197,9 +197,11 @@ def store_kernel(X):
 
 def refused_append() -> Callable[[], torch.Tensor]:
     """An append whose grid has more rows than the driver takes."""
-    for memory in (plan._plans, plan._latest):
+    for memory in (plan._plans, plan._recent):
         memory.clear()
-    append.configure = lambda f: bind.Launches(bind.Template(store_kernel, (1, 70000), bind.given(X="k")))
+    append.configure = lambda f: bind.LaunchSequence(
+        bind.KernelLaunch(store_kernel, (1, 70000), bind.tensor_args(X="k"))
+    )
     return append_rows("fp8_e5m2")
 
 
@@ -208,7 +210,7 @@ def refused(monkeypatch):
     monkeypatch.setattr(append, "configure", append.configure)
     yield refused_append()
     plan._plans.clear()
-    plan._latest.clear()
+    plan._recent.clear()
 
 
 def assert_told(e: BaseException) -> None:
@@ -230,12 +232,12 @@ def test_what_the_driver_refuses_is_told(refused, compiled):
 
 
 def test_a_later_launch_that_the_driver_refuses():
-    one, x = launch.Launch(store_kernel), rows(1)
-    one.first((1, 1, 1), (x,))
+    one, x = launch.CompiledKernel(store_kernel), rows(1)
+    one.compile_and_launch((1, 1, 1), (x,))
     with pytest.raises(RuntimeError, match="Triton Error") as raised:
-        one.again([*one.head((1, 70000, 1)), x.data_ptr()])
+        one.relaunch([*one.leading_args((1, 70000, 1)), x.data_ptr()])
     assert raised.value.kernel == "store_kernel"
-    one.again([*one.head((1, 1, 1)), x.data_ptr()])
+    one.relaunch([*one.leading_args((1, 1, 1)), x.data_ptr()])
     torch.cuda.synchronize()
 
 

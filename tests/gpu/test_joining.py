@@ -49,7 +49,7 @@ def test_agrees_with_two_launches(calls):
 def test_memory_need_not_be_clean(calls, filler):
     steps, want, _ = calls
     for _ in range(20):
-        kept = launch.scratch(1, want[0][0])
+        kept = launch.workspace(1, want[0][0])
         if filler is None:
             kept.view(torch.int32).random_()
         else:

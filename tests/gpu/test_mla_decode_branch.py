@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tersekv import plan
+from tersekv.dispatch import plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.memory import moved

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tersekv import plan
 from tersekv.backends.gluon import mla_prefill as hopper
 from tersekv.backends.triton.mla_prefill import entry as portable
 from tersekv.compat.max import PagedKVCacheCollection, mla_decode_branch_fp8
+from tersekv.dispatch import plan
 from tersekv.testing.cases import Case
 from tersekv.testing.compare import relative
 from tersekv.testing.make import make

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tersekv import plan
 from tersekv.backends.gluon import mla_decode
 from tersekv.cache import PagedLatentCache
 from tersekv.calls import MLADecodeCall
+from tersekv.dispatch import plan
 from tersekv.testing.compare import relative
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90")
@@ -45,8 +45,10 @@ def call_of(slow: int, requests: int = 64, tiles: int = 128) -> MLADecodeCall:
 def test_a_warpgroup_takes_no_tile_for_its_own_that_is_the_others(slow):
     call = call_of(slow)
     f = plan.facts("mla_decode", call)
-    assert mla_decode.choose(f).turns == 2
-    alone = mla_decode.configure(f, mla_decode.Choice(rows=16, stages=2, programs_per_sm=2, heads=16))
+    assert mla_decode.choose_config(f).num_consumers == 2
+    alone = mla_decode.configure(
+        f, mla_decode.MLADecodeConfig(block_m=16, num_stages=2, ctas_per_sm=2, heads_per_block=16)
+    )
     mla_decode.run(call, alone)
     out, lse = call.out.clone(), call.lse.clone()
     config = mla_decode.configure(f)

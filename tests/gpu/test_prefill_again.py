@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tersekv import plan
 from tersekv.backends.gluon.sm90.mla_prefill import three_warpgroups as mla_prefill_trio
-from tersekv.backends.gluon.sm90.mla_prefill.attention import FAILED
-from tersekv.backends.host.bind import Scratch
+from tersekv.backends.gluon.sm90.mla_prefill.attention import OVERFLOWED
+from tersekv.backends.host.bind import Workspace
+from tersekv.dispatch import plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.memory import moved
@@ -22,16 +22,16 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs sm_90")
 @pytest.mark.parametrize("times", [1.0, 60.0], ids=["alike", "far apart"])
 def test_scores_however_far_apart_give_what_the_portable_kernels_give(times, monkeypatch):
-    monkeypatch.setattr(mla_prefill_trio, "_ITEMS", 1)  # of a smaller call than those that it is for
+    monkeypatch.setattr(mla_prefill_trio, "_MIN_WORK_TILES_PER_SM", 1)  # of a smaller call than those that it is for
     want = make(CASE)
     want = want._replace(softmax_scale=want.softmax_scale * times)
     calls = {backend: moved(want, torch.device("cuda")) for backend in ("gluon", "triton")}
-    scratches, views = [], Scratch.views
-    monkeypatch.setattr(Scratch, "views", lambda *given: scratches.append(views(*given)) or scratches[-1])
+    scratches, views = [], Workspace.views
+    monkeypatch.setattr(Workspace, "views", lambda *given: scratches.append(views(*given)) or scratches[-1])
     plan.dispatch("mla_prefill", calls["triton"], "triton")
     launches = plan.dispatch("mla_prefill", calls["gluon"], "gluon").config.launches
-    assert "attention_of_three_kernel" in [t.launch.fn.__name__ for t in launches.templates]
-    failed = bool(scratches[-1]["COUNTER"][FAILED].item())
+    assert "attention_three_warpgroups_kernel" in [t.launch.fn.__name__ for t in launches.kernel_launches]
+    failed = bool(scratches[-1]["WORK_COUNTER"][OVERFLOWED].item())
     assert failed == (times > 1), "what three warpgroups could not hold is computed again, and only that"
     a, b = (calls[backend].out.double() for backend in ("gluon", "triton"))
     assert (a - b).norm() <= (3e-3 if times == 1 else 2e-2) * b.norm()

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tersekv.backends.gluon.sm90.prefill.shape import Shape
-from tersekv.plan import plan
+from tersekv.backends.gluon.sm90.prefill.config import PrefillConfig
+from tersekv.dispatch.plan import plan
 from tersekv.testing import verify
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
@@ -175,4 +175,4 @@ def test_what_the_reference_says(case, results):
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.format}-{case.name}")
 def test_these_cases_get_the_kernel_for_many_rows(case):
-    assert isinstance(plan(case.op, make(case), "gluon", arch=90).config.shape, Shape)
+    assert isinstance(plan(case.op, make(case), "gluon", arch=90).config.shape, PrefillConfig)

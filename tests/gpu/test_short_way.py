@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tersekv
-from tersekv import recall
+from tersekv.dispatch import launch_cache
 
 CUDA, BF = "cuda", torch.bfloat16
 B, PAGES, S = 4, 24, 64
@@ -90,18 +90,20 @@ def test_the_short_way_gives_the_bits_of_the_long_way(case, width, monkeypatch):
     def round_of_calls():
         return [[x.contiguous().view(torch.uint8).clone() for x in call()] for call in calls]
 
-    monkeypatch.setattr(recall, "_latest", {})
-    monkeypatch.setattr(recall, "_all", {})
+    monkeypatch.setattr(launch_cache, "_recent", {})
+    monkeypatch.setattr(launch_cache, "_launches", {})
     round_of_calls()
     round_of_calls()
     with monkeypatch.context() as only_long:
-        only_long.setattr(recall, "_latest", {})
-        only_long.setattr(recall, "_all", {})
-        only_long.setattr(recall._Known, "__call__", lambda self, given: None)
+        only_long.setattr(launch_cache, "_recent", {})
+        only_long.setattr(launch_cache, "_launches", {})
+        only_long.setattr(launch_cache._CachedLaunch, "__call__", lambda self, given: None)
         want = round_of_calls()
     taken = []
-    short = recall._Known.__call__
-    monkeypatch.setattr(recall._Known, "__call__", lambda self, given: taken.append(short(self, given)) or taken[-1])
+    short = launch_cache._CachedLaunch.__call__
+    monkeypatch.setattr(
+        launch_cache._CachedLaunch, "__call__", lambda self, given: taken.append(short(self, given)) or taken[-1]
+    )
     got = round_of_calls()
     assert sum(x is not None for x in taken) == len(calls)
     assert all(torch.equal(x, y) for a, b in zip(got, want, strict=True) for x, y in zip(a, b, strict=True))

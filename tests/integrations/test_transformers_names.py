@@ -53,7 +53,7 @@ def test_no_deprecated_name_is_ours(make, ids, caplog):
             model.generate(ids, attention_mask=torch.ones_like(ids), **over(cache), max_new_tokens=3, do_sample=False)
             cache.reset()
             model(ids, **over(cache))
-            PagedModel(model, "bf16", {}).step({"request": ids[0]})
+            PagedModel(model, {"format": "bf16"}).step({"request": ids[0]})
     finally:
         logging.getLogger("transformers").removeHandler(caplog.handler)
     assert "deprecated" not in caplog.text

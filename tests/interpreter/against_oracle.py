@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv import checks
-from tersekv.backends.host import blocks
-from tersekv.plan import facts
+from tersekv.backends.host import row_programs
+from tersekv.dispatch import checks
+from tersekv.dispatch.plan import facts
 from tersekv.testing.cases import Case, cases
 from tersekv.testing.make import make
 from tersekv.testing.memory import moved, storage_bytes
@@ -42,7 +42,7 @@ def assert_bytes_equal(op: str, call: Any) -> None:
 
 
 def one_program_a_tensor(monkeypatch) -> None:
-    monkeypatch.setattr(blocks, "SMALL", WHOLE)
+    monkeypatch.setattr(row_programs, "SMALL", WHOLE)
 
 
 def check(case: Case) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from against_oracle import assert_bytes_equal, check, one_program_a_tensor, write_cases
 
-from tersekv.backends.host import blocks, launch
+from tersekv.backends.host import launch, row_programs
 from tersekv.cache import PagedKVCache
 from tersekv.calls import AppendCall
 from tersekv.formats import KV_FORMATS
@@ -36,7 +36,7 @@ def test_many_programs_write_what_one_writes(case):
 @pytest.mark.parametrize("case", write_cases(OP, quick=True), ids=lambda c: c.id)
 def test_bit_arithmetic_gives_the_bytes_of_the_instruction(case, monkeypatch):
     one_program_a_tensor(monkeypatch)
-    monkeypatch.setattr(launch, "rounds_to_fp8", lambda f: False)
+    monkeypatch.setattr(launch, "casts_to_fp8_natively", lambda f: False)
     check(case)
 
 
@@ -62,7 +62,7 @@ def test_rows_of_strange_values(fmt, dtype):
 @pytest.mark.parametrize("head_dim", [32, 96, 128, 48, 16])
 def test_nvfp4_scales_in_pairs(head_dim, monkeypatch):
     """As programs of many rows write them; scales of an odd number of blocks go one by one."""
-    monkeypatch.setattr(blocks, "MIN_PROGRAMS", 0)
+    monkeypatch.setattr(row_programs, "MIN_PROGRAMS", 0)
     k = (torch.randn(5, 2, head_dim) * torch.tensor([1e-3, 1, 30, 1e4, 0])[:, None, None]).bfloat16()
     slots = torch.tensor([7, 0, -1, 22, 13])
     assert_bytes_equal(OP, call(k, "nvfp4", (slots, None, None, None, None)))

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tersekv.backends.torch import quantize
-from tersekv.backends.triton.parts.quant import encode_e2m1, encode_fp8, encode_int4, encode_int8, reciprocal
+from tersekv.backends.triton.parts.quant import encode_e2m1, encode_fp8, encode_int4, encode_int8, reciprocal_rn
 
 N = 65536
 
@@ -41,7 +41,7 @@ def int4_kernel(p_x, p_y, N: tl.constexpr):
 @triton.jit
 def reciprocal_kernel(p_x, p_y, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(p_y + i, reciprocal(tl.load(p_x + i)))
+    tl.store(p_y + i, reciprocal_rn(tl.load(p_x + i)))
 
 
 def all_bf16() -> Tensor:

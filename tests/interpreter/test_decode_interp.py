@@ -8,10 +8,10 @@ import pytest
 import torch
 from drawn import drawn, long_but_for
 
-from tersekv import plan
 from tersekv.backends.host import launch
 from tersekv.backends.torch import decode as oracle
 from tersekv.backends.triton.decode import entry as decode
+from tersekv.dispatch import plan
 from tersekv.testing import verify
 from tersekv.testing.cases import cases
 from tersekv.testing.make import make
@@ -56,10 +56,10 @@ def test_queries_and_outputs_as_bytes_give_the_same_bits(out, monkeypatch):
     call = make(replace(plain, dtype="float8_e4m3fn", out_dtype=out))
     other = moved(call, "cpu")
     decode.run(call, decode.configure(plan.facts("decode", call)))
-    monkeypatch.setattr(launch, "e4m3_by_hand", lambda f: True)
-    monkeypatch.setattr(launch, "rounds_to_fp8", lambda f: False)
+    monkeypatch.setattr(launch, "emulates_e4m3", lambda f: True)
+    monkeypatch.setattr(launch, "casts_to_fp8_natively", lambda f: False)
     config = decode.configure(plan.facts("decode", other))
-    assert config.constants.Q_BYTES
+    assert config.constants.Q_AS_BYTES
     assert (config.constants.OUT_KIND == "float") == (out == "bfloat16")
     decode.run(other, config)
     assert as_bytes(call.out).any()

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 import tersekv
-from tersekv import plan
 from tersekv.backends.host import bind
 from tersekv.backends.triton import append
+from tersekv.dispatch import plan
 
 
 @triton.jit
@@ -21,9 +21,9 @@ def wrong_kernel(X):
 def test_the_error_says_the_call_and_the_cause(monkeypatch):
     k = torch.zeros(2, 3, 24, dtype=torch.float16)
     layer = tersekv.PagedKVCache.allocate(1, 4, 5, 3, 24, format="int8_per_token_head")[0]
-    for memory in ("_plans", "_latest"):
+    for memory in ("_plans", "_recent"):
         monkeypatch.setattr(plan, memory, {})
-    launches = bind.Launches(bind.Template(wrong_kernel, (1,), bind.given(X="k")))
+    launches = bind.LaunchSequence(bind.KernelLaunch(wrong_kernel, (1,), bind.tensor_args(X="k")))
     monkeypatch.setattr(append, "configure", lambda f: launches)
     with pytest.raises(tersekv.KernelError) as raised:
         tersekv.append(k, k, layer, torch.arange(2), backend="triton")

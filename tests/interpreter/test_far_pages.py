@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tersekv import plan
 from tersekv.backends.host import launch
 from tersekv.backends.triton.decode import entry as decode
 from tersekv.backends.triton.mla_decode import entry as mla_decode
 from tersekv.backends.triton.prefill import entry as prefill
+from tersekv.dispatch import plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.memory import moved
@@ -43,7 +43,7 @@ def alone(call, *names: str):
 def check(backend, op: str, far, near) -> None:
     for call in (far, near):
         config = backend.configure(plan.facts(op, call))
-        assert (call is far) == config.constants.FAR
+        assert (call is far) == config.constants.INT64_OFFSETS
         backend.run(call, config)
     assert near.out.isfinite().all()
     assert torch.equal(far.out, near.out)

@@ -12,7 +12,7 @@ from against_oracle import backends
 from triton.runtime import interpreter
 
 from tersekv.calls import MergeCall
-from tersekv.plan import facts
+from tersekv.dispatch.plan import facts
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.memory import moved

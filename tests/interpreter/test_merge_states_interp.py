@@ -7,7 +7,7 @@ import torch
 from against_oracle import assert_close, backends, write_cases
 
 from tersekv.calls import MergeCall
-from tersekv.plan import facts
+from tersekv.dispatch.plan import facts
 from tersekv.testing.make import make
 from tersekv.testing.memory import moved
 

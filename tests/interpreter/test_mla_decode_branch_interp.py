@@ -8,9 +8,9 @@ import pytest
 import torch
 from branch_cases import BASE, RAGGED
 
-from tersekv import plan
 from tersekv.backends.torch import mla_decode_branch as oracle
 from tersekv.backends.triton.mla_decode_branch import entry as mla_decode_branch
+from tersekv.dispatch import plan
 from tersekv.formats import LATENT_FORMATS
 from tersekv.testing import verify
 from tersekv.testing.make import make

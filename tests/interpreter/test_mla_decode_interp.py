@@ -18,10 +18,10 @@ from drawn import half
 from paged_case import latent_case, nan_like
 
 import tersekv
-from tersekv import plan
 from tersekv.backends.host import launch
+from tersekv.backends.triton.mla_decode import config as mla_decode_tune
 from tersekv.backends.triton.mla_decode import entry as mla_decode
-from tersekv.backends.triton.mla_decode import tune as mla_decode_tune
+from tersekv.dispatch import plan
 from tersekv.formats import LATENT_FORMATS
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -35,12 +35,14 @@ SCALE = 0.3
 def few_programs_and_small_tiles(monkeypatch):
     """Three programs, so that shares cut requests and requests end in the middle of a share."""
     monkeypatch.setattr(launch, "num_sms", lambda f: 3)
-    choose(monkeypatch, tile=16, rows=16, chunk=64, programs_per_sm=1)
+    choose(monkeypatch, block_n=16, block_m=16, chunk_columns=64, programs_per_sm=1)
 
 
 def choose(monkeypatch, **changes):
     plan._plans.clear()
-    monkeypatch.setattr(mla_decode, "tiles", lambda f, fmt: mla_decode_tune.tiles(f, fmt)._replace(**changes))
+    monkeypatch.setattr(
+        mla_decode, "choose_tile_config", lambda f, fmt: mla_decode_tune.choose_tile_config(f, fmt)._replace(**changes)
+    )
 
 
 def size(format):
@@ -183,7 +185,7 @@ def test_portable_bit_arithmetic_gives_the_same(format, monkeypatch):
     case = latent_case(format, [37, 5], page_size=16, **size(format))
     q = queries(2, 3, case, torch.float8_e4m3fn)
     wanted = check(case, q)
-    monkeypatch.setattr(launch, "e4m3_by_hand", lambda f: True)
+    monkeypatch.setattr(launch, "emulates_e4m3", lambda f: True)
     plan._plans.clear()
     for a, b in zip(check(case, q), wanted, strict=True):
         assert torch.equal(a, b)
@@ -194,7 +196,7 @@ def test_pointers_and_descriptors_give_the_same_bits(format, monkeypatch):
     case = latent_case(format, [37, 70], page_size=16, **size(format))
     q = queries(4, 6, case)
     wanted = check(case, q)
-    choose(monkeypatch, tile=16, rows=16, chunk=64, programs_per_sm=1, tma=False)
+    choose(monkeypatch, block_n=16, block_m=16, chunk_columns=64, programs_per_sm=1, use_tma=False)
     for a, b in zip(check(case, q), wanted, strict=True):
         assert torch.equal(a, b)
 
@@ -202,7 +204,7 @@ def test_pointers_and_descriptors_give_the_same_bits(format, monkeypatch):
 @pytest.mark.parametrize("programs", [1, 7])
 def test_however_work_is_cut(programs, monkeypatch):
     monkeypatch.setattr(launch, "num_sms", lambda f: programs)
-    choose(monkeypatch, tile=16, rows=16, chunk=32, programs_per_sm=1)
+    choose(monkeypatch, block_n=16, block_m=16, chunk_columns=32, programs_per_sm=1)
     case = latent_case("fp8_e4m3", [150, 0, 33, 1], page_size=16, **SMALL)
     check(case, queries(8, 32, case))
 

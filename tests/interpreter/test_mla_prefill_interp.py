@@ -9,16 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tersekv import mla_prefill_plan, plan
-from tersekv.backends.gluon.sm90.mla_prefill import latents
-from tersekv.backends.host.bind import Scratch
+from tersekv import mla_prefill_plan
+from tersekv.backends.gluon.sm90.mla_prefill import gather_latents
+from tersekv.backends.host.bind import Workspace
 from tersekv.backends.torch import mla_latents
 from tersekv.backends.torch import mla_prefill as oracle
+from tersekv.backends.triton.mla_prefill import blockwise_gemm as gemm_blockwise
 from tersekv.backends.triton.mla_prefill import entry as mla_prefill
-from tersekv.backends.triton.mla_prefill import gather as gathering
-from tersekv.backends.triton.mla_prefill import prepare as preparing
-from tersekv.backends.triton.mla_prefill import project as gemm_blockwise
-from tersekv.backends.triton.mla_prefill.tune import AttentionTile, Choice, ProductTile
+from tersekv.backends.triton.mla_prefill import gather_latents as gathering
+from tersekv.backends.triton.mla_prefill import rope_norm_store as preparing
+from tersekv.backends.triton.mla_prefill.config import AttentionTile, GemmTile, MLAPrefillConfig
+from tersekv.dispatch import plan
 from tersekv.formats import LATENT_FORMATS
 from tersekv.testing import reference
 from tersekv.testing.cases import Case
@@ -32,32 +33,32 @@ SMALL = Case(
     nope=32, dim_v=32,
 )  # fmt: skip
 # Tiles so small (the interpreter takes any) that whole, masked and cut ones all occur.
-TILED = Choice(AttentionTile(4, 4, 4, 2, False), ProductTile(16, 64, 128, 4, 2, False), False, False)
-HALF = replace(TILED, product=ProductTile(16, 64, 32, 4, 2, False))
-TMA = Choice(AttentionTile(8, 4, 4, 2, True), ProductTile(16, 128, 64, 4, 2, True), True, True)
+TILED = MLAPrefillConfig(AttentionTile(4, 4, 4, 2, False), GemmTile(16, 64, 128, 4, 2, False), False, False)
+HALF = replace(TILED, product=GemmTile(16, 64, 32, 4, 2, False))
+TMA = MLAPrefillConfig(AttentionTile(8, 4, 4, 2, True), GemmTile(16, 128, 64, 4, 2, True), True, True)
 MIXED = replace(TMA, native_casts=False)  # sm_89
 
 
 def run(call, config):
-    mla_prefill.launches(plan.facts("mla_prefill", call), config)(call)
+    mla_prefill.make_launches(plan.facts("mla_prefill", call), config)(call)
 
 
 def prepare(call, native, **options):
-    preparing.prepared(plan.facts("mla_prefill", call), native, **options)(call)
+    preparing.make_rope_norm_store_launch(plan.facts("mla_prefill", call), native, **options)(call)
 
 
 def scratch(call, rows):
     """Places for a chunk of up to so many rows."""
-    found = Scratch(0, gathering.places(plan.facts("mla_prefill", call), rows))
-    return SimpleNamespace(**found.views(torch.empty(found.numbers)))
+    found = Workspace(0, gathering.gathered_chunk_workspace(plan.facts("mla_prefill", call), rows))
+    return SimpleNamespace(**found.views(torch.empty(found.num_floats)))
 
 
 def gather(call, chunk, rows, to, native):
-    found = gathering.prepared(plan.facts("mla_prefill", call), chunk, rows, to.CODES.shape[0], native)
+    found = gathering.make_gather_launch(plan.facts("mla_prefill", call), chunk, rows, to.CODES.shape[0], native)
     found(SimpleNamespace(**call._asdict(), **vars(to)))
 
 
-def check(case: Case, config: Choice) -> float:
+def check(case: Case, config: MLAPrefillConfig) -> float:
     """Run a case and judge everything that it writes. Returns the relative error."""
     want = make(case)
     got = moved(want, "cpu")
@@ -133,7 +134,7 @@ def test_a_chunk_without_rows_appends_and_gives_zero():
     call = make(SMALL)
     want = moved(call, "cpu")
     call = call._replace(buffer_lengths=[0])
-    oracle.append(want, want.cu_seqlens_q.tolist())
+    oracle.rope_and_store_new_rows(want, want.cu_seqlens_q.tolist())
     run(call, TILED)
     assert (call.out == 0).all()
     assert (call.lse == -math.inf).all()
@@ -148,7 +149,7 @@ def test_rotated_parts_and_lengths_go_where_they_are_wanted(index):
     call = call._replace(
         buffer_lengths=[0], q_pe_out=torch.full_like(call.q[..., -SMALL.rope :], math.nan), seq_lens_out=lens
     )
-    oracle.append(want, want.cu_seqlens_q.tolist())
+    oracle.rope_and_store_new_rows(want, want.cu_seqlens_q.tolist())
     run(call, TILED)
     assert torch.equal(as_bytes(call.q), as_bytes(before))
     assert torch.equal(call.q_pe_out, want.q[..., -SMALL.rope :])
@@ -233,7 +234,7 @@ def test_the_append_has_the_bits_of_the_oracle(name, freqs):
     call = make(replace(SMALL, format=name, scale="tensor", spread=True, strided=True))
     call = call._replace(freqs_cis=call.freqs_cis.to(freqs))
     want = moved(call, "cpu")
-    oracle.append(want, want.cu_seqlens_q.tolist())
+    oracle.rope_and_store_new_rows(want, want.cu_seqlens_q.tolist())
     prepare(call, freqs == torch.float32)
     assert torch.equal(call.q, want.q)
     assert torch.equal(as_bytes(call.kpe), as_bytes(want.kpe))
@@ -253,7 +254,7 @@ def test_a_nan_of_either_sign_is_appended_as_0x7f(name, native):
     call.kv_c[2, 5] = minus  # the norm spreads it over the row
     call.k_pe[3, 4] = minus  # the rotation over a pair
     want = moved(call, "cpu")
-    oracle.append(want, want.cu_seqlens_q.tolist())
+    oracle.rope_and_store_new_rows(want, want.cu_seqlens_q.tolist())
     prepare(call, native)
     nan = as_bytes(want.ckv).view(torch.uint8) == 0x7F
     assert nan.sum() == call.ckv.shape[-1]
@@ -291,9 +292,9 @@ def test_gathered_codes_and_scales_have_the_bits_of_the_oracle(name, native):
     at = table[0, torch.arange(9) // 3], torch.arange(9) % 3
     rotary = torch.randn(9, 16)
     scale = torch.tensor([call.kv_scale])
-    mla_latents.store(x, rotary, call.ckv, call.kpe, call.ckv_scale_cache, at, f, scale)
-    latent, k_pe, _ = oracle.gather(call, 0, 9)
-    codes, scales = mla_latents.quantise_latents(latent)
+    mla_latents.store_latents(x, rotary, call.ckv, call.kpe, call.ckv_scale_cache, at, f, scale)
+    latent, k_pe, _ = oracle.gather_latents(call, 0, 9)
+    codes, scales = mla_latents.quantize_latents(latent)
     got = scratch(call, 11)
     gather(call, 0, 9, got, native)
     assert torch.equal(got.CODES[:9].view(torch.uint8), codes.view(torch.uint8))
@@ -304,10 +305,12 @@ def test_gathered_codes_and_scales_have_the_bits_of_the_oracle(name, native):
 def stored_and_gathered(call, chunk, rows, to, first):
     """The launches of the Hopper backend for a chunk. Returns (counter, dirty)."""
     if first:
-        prepare(call, True, queries=False)
+        prepare(call, True, rope_queries=False)
     counter, dirty = torch.ones(1, dtype=torch.int32), torch.full((rows,), 7, dtype=torch.int8)
-    found = latents.prepared(plan.facts("mla_prefill", call), chunk, rows, to.CODES.shape[0], True, first, False)
-    found(SimpleNamespace(**call._asdict(), **vars(to), COUNTER=counter, DIRTY=dirty))
+    found = gather_latents.make_gather_launch(
+        plan.facts("mla_prefill", call), chunk, rows, to.CODES.shape[0], True, first, False
+    )
+    found(SimpleNamespace(**call._asdict(), **vars(to), WORK_COUNTER=counter, MAY_HAVE_NAN=dirty))
     return counter, dirty
 
 
@@ -329,7 +332,9 @@ def test_the_latents_of_the_hopper_backend_have_the_bits_of_the_portable_ones(na
         for x, y in zip(vars(a).values(), vars(b).values(), strict=True):
             assert torch.equal(as_bytes(x), as_bytes(y))
         assert counter.tolist() == [0]
-        assert torch.equal(dirty != 0, oracle.gather(two, i, n)[0].isnan().any(1) | (two.q.dtype == torch.float16))
+        assert torch.equal(
+            dirty != 0, oracle.gather_latents(two, i, n)[0].isnan().any(1) | (two.q.dtype == torch.float16)
+        )
     for field in ("q", "ckv", "kpe"):
         assert torch.equal(as_bytes(getattr(two, field)), as_bytes(getattr(one, field))), field
     assert (one.out[-1] == 0).all()
@@ -354,7 +359,7 @@ def test_a_request_reads_as_cached_what_another_of_the_same_call_appends(child):
 
 def test_rows_that_no_request_has_are_gathered_as_zero():
     call = make(SMALL)
-    oracle.append(call, call.cu_seqlens_q.tolist())
+    oracle.rope_and_store_new_rows(call, call.cu_seqlens_q.tolist())
     rows = call.buffer_lengths[0] + 2
     got = scratch(call, rows)
     gather(call, 0, rows, got, False)
@@ -365,7 +370,7 @@ def test_rows_that_no_request_has_are_gathered_as_zero():
 
 @pytest.mark.parametrize(
     "tile",
-    [TILED.product, ProductTile(16, 256, 128, 4, 2, False), ProductTile(16, 128, 32, 4, 2, False), TMA.product],
+    [TILED.product, GemmTile(16, 256, 128, 4, 2, False), GemmTile(16, 128, 32, 4, 2, False), TMA.product],
     ids=str,
 )
 @pytest.mark.parametrize("rows", [1, 37])
@@ -379,7 +384,7 @@ def test_the_blockwise_product_adds_scaled_partial_sums_in_fp32(tile, rows):
     native = tile.tma
     f = SimpleNamespace(kv_b_proj=plan._fact(codes[1]), kv_b_proj_scale=plan._fact(w_scale))
     call = SimpleNamespace(CODES=codes[0], SCALES=scales, KV=out, kv_b_proj=codes[1], kv_b_proj_scale=w_scale)
-    gemm_blockwise.prepared(f, rows, 40, tile, native)(call)
+    gemm_blockwise.make_gemm_launch(f, rows, 40, tile, native)(call)
     a, w = (c.float().double() for c in codes)
     a = a * a_scale.double().repeat_interleave(128, 1)
     w = w * w_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tersekv import plan
 from tersekv.backends.torch import mla_project as oracle
-from tersekv.backends.torch.mla_latents import quantise_latents
+from tersekv.backends.torch.mla_latents import quantize_latents
 from tersekv.backends.triton import mla_project
 from tersekv.calls import MLAProjectCall
+from tersekv.dispatch import plan
 from tersekv.testing import verify
 from tersekv.testing.cases import cases
 
@@ -29,8 +29,10 @@ def test_rows_are_quantised_as_the_oracle_does_it(native):
         x, torch.eye(128)[None].to(torch.float8_e4m3fn), torch.ones(1, 1, 1), torch.full_like(x, torch.nan)
     )
     f = plan.facts("mla_project", call)
-    mla_project.prepared(f, mla_project.choose(f)._replace(native_fp8=native, native_casts=native))(call)
-    codes, scale = quantise_latents(x)
+    mla_project.make_projection_launch(
+        f, mla_project.choose_projection_config(f)._replace(native_fp8=native, native_casts=native)
+    )(call)
+    codes, scale = quantize_latents(x)
     assert torch.equal(call.out, (codes.float() * scale).bfloat16())
 
 

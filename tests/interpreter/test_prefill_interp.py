@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tersekv import plan
 from tersekv.backends.host import launch
 from tersekv.backends.torch import prefill as oracle
 from tersekv.backends.triton.prefill import entry as prefill
+from tersekv.dispatch import plan
 from tersekv.testing import verify
 from tersekv.testing.cases import Case, cases
 from tersekv.testing.make import make
@@ -88,10 +88,10 @@ def test_queries_and_outputs_as_bytes_give_the_same_bits(out, monkeypatch):
     call = make(replace(SMALL, format="nvfp4", dtype="float8_e4m3fn", out_dtype=out))
     other = moved(call, "cpu")
     prefill.run(call, prefill.configure(plan.facts("prefill", call)))
-    monkeypatch.setattr(launch, "e4m3_by_hand", lambda f: True)
-    monkeypatch.setattr(launch, "rounds_to_fp8", lambda f: False)
+    monkeypatch.setattr(launch, "emulates_e4m3", lambda f: True)
+    monkeypatch.setattr(launch, "casts_to_fp8_natively", lambda f: False)
     config = prefill.configure(plan.facts("prefill", other))
-    assert config.constants.Q_BYTES
+    assert config.constants.Q_AS_BYTES
     prefill.run(other, config)
     assert as_bytes(call.out).any()
     assert torch.equal(as_bytes(call.out), as_bytes(other.out))
@@ -116,7 +116,7 @@ def test_rows_behind_the_last_request_are_0():
 
 def test_blocks_find_their_requests(monkeypatch):
     """More requests than are looked at at once, in blocks that hold several tokens of a group that divides none."""
-    monkeypatch.setattr(prefill.decode, "at_once", lambda requests: 4)
+    monkeypatch.setattr(prefill.decode, "request_block_size", lambda requests: 4)
     lens = (3, 0, 0, 9, 20, 1, 0, 5, 2, 7, 0)
     q_lens = tuple(n - n // 3 for n in lens)
     close(make(replace(SMALL, lens=lens, q_lens=q_lens, group=3, heads=1, dim=16, format="bf16")))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tersekv import plan
 from tersekv.backends.host import launch
 from tersekv.backends.triton import decode, prefill
+from tersekv.dispatch import plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 from tersekv.testing.memory import as_bytes, moved

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 
 # Within a page: the host knows how long that is, and has kernels compiled otherwise where 32 bits do not count it
-# (`launch.spans_far`).
-_INSIDE_PAGES = re.compile(r"s(k|v|ks|vs|c|p|s)_[sh]$")
+# (`launch.exceeds_int32`).
+_INSIDE_PAGES = re.compile(r"stride_((k|v|k_scales|v_scales|ckv|kpe|scales)_[sh]|slot|head)$|sk_s$")
 _STRIDE = re.compile(r"(s[a-z]{1,3}_[a-z]|strides?_\w+)$")
 _SAME = ("tt.splat", "tt.broadcast", "tt.expand_dims", "ttg.convert_layout")
 _DEFINED = re.compile(r"\s*%([\w#]+) = ([\w.]+) (.*?)(?: loc\(.*)?$")

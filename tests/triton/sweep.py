@@ -21,8 +21,8 @@ from sweep_axes import AXES, Row, call_of, covering
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from tersekv import plan
 from tersekv.backends.host.launch import shared_memory_of
+from tersekv.dispatch import plan
 from tersekv.errors import UnsupportedError
 
 Arch = int | str

@@ -10,10 +10,10 @@ from drawn import drawn
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tersekv import checks, plan
 from tersekv.backends.host import bind, launch
 from tersekv.backends.triton.mla_decode_branch import entry
-from tersekv.keys import FIELDS, TENSORS
+from tersekv.dispatch import checks, plan
+from tersekv.dispatch.signature import FIELD_GETTERS, TENSOR_FIELDS
 from tersekv.testing.cases import OPS, cases
 from tersekv.testing.make import make
 
@@ -30,16 +30,18 @@ def launched(monkeypatch):
         self._compiled, self._fixed = object(), (name, *[None] * 5)
         self._run = lambda *args: runs.append(args)
         described = [x for x in args if isinstance(x, TensorDescriptor | GluonDescriptor)]
-        encoded = dict(zip(map(id, described), self.encoded(*described), strict=True))
+        encoded = dict(zip(map(id, described), self.encode_tensor_maps(*described), strict=True))
         values = [encoded.get(id(x), (x.data_ptr() if hasattr(x, "data_ptr") else x,)) for x in args]
         runs.append((*grid, 77, *self._fixed, *(x for one in values for x in one)))
 
-    monkeypatch.setattr(launch.Launch, "first", first)
-    monkeypatch.setattr(launch.Launch, "encoded", lambda self, *d: [(x.base.data_ptr(), "box") for x in d])
+    monkeypatch.setattr(launch.CompiledKernel, "compile_and_launch", first)
+    monkeypatch.setattr(
+        launch.CompiledKernel, "encode_tensor_maps", lambda self, *d: [(x.base.data_ptr(), "box") for x in d]
+    )
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 77, raising=False)
     part = torch.empty(SCRATCH)
-    monkeypatch.setattr(launch, "scratch", lambda n, like: part)
-    monkeypatch.setattr(bind, "kept_scratch", lambda n, device, stream: part)
+    monkeypatch.setattr(launch, "workspace", lambda n, like: part)
+    monkeypatch.setattr(bind, "cached_workspace", lambda n, device, stream: part)
     return runs
 
 
@@ -48,14 +50,14 @@ def prepared(call, op: str, backend: str):
     f = plan.facts(op, call, 90)
     checks.facts(f)
     module = plan._module(backend, op)
-    return (module, module.configure(f)) if plan.refusal(f, module) is None else None
+    return (module, module.configure(f)) if plan.why_op_cannot(f, module) is None else None
 
 
 def assert_bound_as_run(op: str, backend: str, launched: list) -> None:
     seen = 0
     for case in drawn(cases((op,)), 3):
         call = make(case)
-        tensors = {n: x for n, x in zip(TENSORS[op], FIELDS[op][0](call), strict=True) if x is not None}
+        tensors = {n: x for n, x in zip(TENSOR_FIELDS[op], FIELD_GETTERS[op][0](call), strict=True) if x is not None}
         found = prepared(call, op, backend)
         if found is None:
             continue
@@ -85,8 +87,8 @@ def test_bound_launches_get_what_the_long_way_gives(op, launched):
 def assert_unknown_caches_are_refused(backend: str, launched: list) -> None:
     call = make(next(c for c in cases(("decode",), ("fp8_e4m3",)) if c.page == 64))
     module, config = prepared(call, "decode", backend)
-    tensors = [x for x in FIELDS["decode"][0](call) if x is not None]
-    names = [n for n, x in zip(TENSORS["decode"], FIELDS["decode"][0](call), strict=True) if x is not None]
+    tensors = [x for x in FIELD_GETTERS["decode"][0](call) if x is not None]
+    names = [n for n, x in zip(TENSOR_FIELDS["decode"], FIELD_GETTERS["decode"][0](call), strict=True) if x is not None]
     module.run(call, config)
     ready = module.bind(config, {n: i for i, n in enumerate(names)})
     addresses = [x.data_ptr() for x in tensors]
@@ -107,13 +109,17 @@ def test_much_scratch_is_not_kept(launched, monkeypatch):
     op = "mla_decode_branch"
     call = make(next(cases((op,))))
     module, config = prepared(call, op, "triton")
-    at = {n: i for i, (n, x) in enumerate(zip(TENSORS[op], FIELDS[op][0](call), strict=True)) if x is not None}
+    at = {
+        n: i
+        for i, (n, x) in enumerate(zip(TENSOR_FIELDS[op], FIELD_GETTERS[op][0](call), strict=True))
+        if x is not None
+    }
     module.run(call, config)
     assert module.bind(config, at) is not None
-    monkeypatch.setattr(entry, "_MOST_KEPT", 4 * config.launches.scratch.numbers - 4)
+    monkeypatch.setattr(entry, "_MAX_CACHED_WORKSPACE", 4 * config.launches.workspace.num_floats - 4)
     module, config = prepared(call, op, "triton")
-    fresh = torch.empty(config.launches.scratch.numbers)
-    monkeypatch.setattr(bind, "_fresh", lambda n, device, stream: fresh)
+    fresh = torch.empty(config.launches.workspace.num_floats)
+    monkeypatch.setattr(bind, "_allocate", lambda n, device, stream: fresh)
     launched.clear()
     for _ in range(2):
         module.run(call, config)
@@ -122,12 +128,12 @@ def test_much_scratch_is_not_kept(launched, monkeypatch):
 
 
 def test_nothing_is_bound_before_it_is_compiled():
-    template = bind.Template(SimpleNamespace(arg_names=["Q"]), (1,), bind.given(Q="q"))
-    assert bind.Launches(template).bind({"q": 0}) is None
+    template = bind.KernelLaunch(SimpleNamespace(arg_names=["Q"]), (1,), bind.tensor_args(Q="q"))
+    assert bind.LaunchSequence(template).bind({"q": 0}) is None
 
 
 def test_every_argument_is_given_by_its_name():
     fn = SimpleNamespace(arg_names=["Q", "N"], __name__="some_kernel")
     for arguments in ({"Q": 1}, {"Q": 1, "N": 2, "M": 3}):
         with pytest.raises(TypeError, match=f"some_kernel: .*{sorted(arguments.keys() ^ {'Q', 'N'})[0]}"):
-            bind.Template(fn, (1,), arguments)
+            bind.KernelLaunch(fn, (1,), arguments)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from compile_tools import compile_launches, since
 
-from tersekv import plan
 from tersekv.backends.triton import decode, mla_decode, prefill
+from tersekv.dispatch import plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 
@@ -29,7 +29,7 @@ def test_decode(format, arch):
     case = Case("decode", format, "x", lens=(5000, 70), q_lens=(1, 1), heads=8, group=4, dim=128, page=64)
     call, config = planned(case, arch)
     split, merge = compile_launches(decode.run, call, config, arch)
-    assert [split["name"], merge["name"]] == ["decode_kernel", "merge_pieces_kernel"]
+    assert [split["name"], merge["name"]] == ["decode_kernel", "combine_batch_invariant_kernel"]
     assert split["n_spills"] <= since({(3, 6): A_FEW, (3, 7): 112, (3, 9): 104})
     assert merge["n_spills"] == 0
 
@@ -38,14 +38,14 @@ def test_mla_decode():
     case = Case("mla_decode", "fp8_e4m3", "x", lens=(5000, 70), q_lens=(1, 1), heads=16, page=64)
     call, config = planned(case)
     split, merge = compile_launches(mla_decode.run, call, config, 90)
-    assert [split["name"], merge["name"]] == ["mla_decode_kernel", "merge_pieces_kernel"]
+    assert [split["name"], merge["name"]] == ["mla_decode_kernel", "combine_batch_invariant_kernel"]
     plain = mla_decode.configure(plan.facts("mla_decode", call._replace(batch_invariant=False), 90))
     assert split["n_spills"] <= compile_launches(mla_decode.run, call, plain, 90)[0]["n_spills"] + A_FEW
     assert merge["n_spills"] == 0
 
 
 # Where they may differ: how many requests are looked at together, and how states and rows lie.
-OF_A_BATCH = {"BLOCK_B", "PART_ROWS", "MAX_Q", "RAGGED"}
+OF_A_BATCH = {"BLOCK_B", "PARTIAL_ROWS", "MAX_SEQLEN_Q", "RAGGED"}
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -54,5 +54,5 @@ def test_choices_do_not_know_the_batch(op):
     many = replace(one, lens=(30, 2100, 40), q_lens=(1, 40, 1))
     found = [planned(case)[1].constants for case in (one, many)]
     assert {n for n in found[0] if found[0][n] != found[1][n]} <= OF_A_BATCH
-    templates = [planned(case)[1].launches.templates[0] for case in (one, many)]
+    templates = [planned(case)[1].launches.kernel_launches[0] for case in (one, many)]
     assert templates[0].launch.options == templates[1].launch.options

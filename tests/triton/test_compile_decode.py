@@ -9,12 +9,12 @@ import pytest
 import torch
 from compile_tools import FEW_SPILLS, compile_launches
 
-from tersekv import checks
 from tersekv.backends.host import launch
 from tersekv.backends.triton.decode import entry as decode
 from tersekv.cache import PagedKVCache
 from tersekv.calls import DecodeCall
-from tersekv.plan import facts
+from tersekv.dispatch import checks
+from tersekv.dispatch.plan import facts
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 
@@ -74,7 +74,7 @@ def test_turned_rows_in_two_formats_take_no_launch_more(k, v, arch):
         scales="tail", rotation="kv", channels="kv",
     )  # fmt: skip
     split, merge = compiled(make(case), arch)
-    assert (split["name"], merge["name"]) == ("decode_kernel", "merge_kernel")
+    assert (split["name"], merge["name"]) == ("decode_kernel", "combine_kernel")
     assert split["shared"] <= (launch.shared_memory_of(arch) if isinstance(arch, int) else 65536)
     if arch == 90:
         assert split["n_spills"] <= FEW_SPILLS

@@ -9,11 +9,11 @@ import pytest
 import torch
 from compile_tools import compile_launch, record
 
-from tersekv import plan
+from tersekv.backends.triton.mla_decode import config as mla_decode_tune
 from tersekv.backends.triton.mla_decode import entry as mla_decode
-from tersekv.backends.triton.mla_decode import tune as mla_decode_tune
 from tersekv.cache import PagedLatentCache
 from tersekv.calls import MLADecodeCall
+from tersekv.dispatch import plan
 from tersekv.formats import latent_format
 
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -118,17 +118,17 @@ def test_an_fp16_query_on_a_bf16_cache_fits():
 def test_query_heads_are_dealt_in_blocks_that_read_the_same_tiles(heads, drafts, rows, blocks):
     config = configure(make(heads=heads, drafts=drafts), 90)
     c = config.constants
-    assert (rows, blocks, heads) == (c.ROWS, c.HEADS, c.GROUP * c.HEADS)
-    assert config.launches.templates[0].grid[0] % blocks == 0
-    assert config.launches.templates[1].grid[1] == min(rows, drafts * c.GROUP)
+    assert (rows, blocks, heads) == (c.BLOCK_M, c.HEADS, c.GROUP * c.HEADS)
+    assert config.launches.kernel_launches[0].grid[0] % blocks == 0
+    assert config.launches.kernel_launches[1].grid[1] == min(rows, drafts * c.GROUP)
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "bf16", "fp8_ds_mla"])
 def test_whole_rows_are_loaded_by_descriptors_where_pages_hold_tiles(format):
-    assert configure(make(format), 90).boxes[0].columns == 512 // configure(make(format), 90).constants.PARTS
-    assert configure(make(format, page=16), 90).constants.TMA
-    assert not configure(make(format, page=24), 90).constants.TMA
-    assert not configure(make(format), 80).constants.TMA
+    assert configure(make(format), 90).cache_matrices[0].columns == 512 // configure(make(format), 90).constants.PACK
+    assert configure(make(format, page=16), 90).constants.USE_TMA
+    assert not configure(make(format, page=24), 90).constants.USE_TMA
+    assert not configure(make(format), 80).constants.USE_TMA
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "bf16", "fp8_ds_mla"])
@@ -136,6 +136,6 @@ def test_whole_rows_are_loaded_by_descriptors_where_pages_hold_tiles(format):
 def test_candidates_begin_with_the_choice_and_are_few(format, heads):
     call = make(format, heads)
     f = plan.facts("mla_decode", call, 90)
-    listed = mla_decode_tune.candidates(f, latent_format(format))
-    assert listed[0] == mla_decode_tune.tiles(f, latent_format(format))
+    listed = mla_decode_tune.tile_config_candidates(f, latent_format(format))
+    assert listed[0] == mla_decode_tune.choose_tile_config(f, latent_format(format))
     assert len(listed) == len(set(listed)) <= 8

@@ -6,10 +6,10 @@ import pytest
 import torch
 from compile_tools import ARCHS, FEW_SPILLS, compile_launch, record
 
-from tersekv import plan
 from tersekv.backends.triton.mla_decode_branch import entry as mla_decode_branch
 from tersekv.cache import PagedLatentCache
 from tersekv.calls import MLADecodeBranchCall
+from tersekv.dispatch import plan
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -42,7 +42,7 @@ def launches(backend, call: MLADecodeBranchCall, arch: int | str) -> dict[str, t
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("fp8", [True, False], ids=["e4m3", "bf16"])
 def test_every_chip_compiles_the_first_launch_without_spills(fp8, arch):
-    fn, _, args, options = launches(mla_decode_branch, call_of(fp8=fp8), arch)["enter_kernel"]
+    fn, _, args, options = launches(mla_decode_branch, call_of(fp8=fp8), arch)["rope_store_project_kernel"]
     kernel = compile_launch(fn, args, options, arch)
     assert kernel["n_spills"] <= FEW_SPILLS
     assert kernel["shared"] <= {80: 163, 90: 227, 100: 227, "gfx942": 64}.get(arch, 99) << 10
@@ -51,18 +51,18 @@ def test_every_chip_compiles_the_first_launch_without_spills(fp8, arch):
 @pytest.mark.parametrize(("format", "tokens", "ragged"), [("fp8_e4m3", 8, False), ("fp8_ds_mla", 64, True)])
 def test_it_stores_rows_of_every_format(format, tokens, ragged):
     call = call_of(tokens, format=format, ragged=ragged)
-    fn, grid, args, options = launches(mla_decode_branch, call, 90)["enter_kernel"]
+    fn, grid, args, options = launches(mla_decode_branch, call, 90)["rope_store_project_kernel"]
     kernel = compile_launch(fn, args, options, 90)
     assert kernel["n_spills"] <= FEW_SPILLS
     # Rows and rotated heads of each token, the lengths, and the projection's programs.
-    projection = mla_decode_branch.configure(plan.facts("mla_decode_branch", call, 90)).first.tile
+    projection = mla_decode_branch.configure(plan.facts("mla_decode_branch", call, 90)).query_projection.tile
     columns, rows = -(-512 // projection.block_n), -(-tokens // projection.block_m)
     assert grid[0] == 2 * tokens + 1 + 16 * columns * rows
 
 
 def test_launches_overlap_where_the_chip_lets_them():
     for arch, overlaps in ((80, False), (90, True)):
-        fn, _, args, options = launches(mla_decode_branch, call_of(), arch)["enter_kernel"]
+        fn, _, args, options = launches(mla_decode_branch, call_of(), arch)["rope_store_project_kernel"]
         text = compile_launch(fn, args, options, arch)["ptx"]
         assert ("griddepcontrol.launch_dependents" in text) == overlaps
         assert options.get("launch_pdl", False) == overlaps
@@ -70,4 +70,4 @@ def test_launches_overlap_where_the_chip_lets_them():
 
 def test_the_branch_is_as_many_launches_as_decode_and_two():
     names = list(launches(mla_decode_branch, call_of(heads=128), 90))
-    assert names == ["enter_kernel", "mla_decode_kernel", "merge_kernel", "project_kernel"]
+    assert names == ["rope_store_project_kernel", "mla_decode_kernel", "combine_kernel", "project_kernel"]

@@ -9,11 +9,12 @@ import pytest
 import torch
 from compile_tools import FEW_SPILLS, compile_launch, record, since
 
-from tersekv import UnsupportedError, plan
+from tersekv import UnsupportedError
 from tersekv.backends.triton.mla_prefill import entry as mla_prefill
-from tersekv.backends.triton.mla_prefill.tune import AttentionTile, Choice, ProductTile, candidates
+from tersekv.backends.triton.mla_prefill.config import AttentionTile, GemmTile, MLAPrefillConfig, tile_candidates
 from tersekv.cache import PagedLatentCache
 from tersekv.calls import MLAPrefillCall
+from tersekv.dispatch import plan
 
 # Of wide heads, and of a tile that Hopper does not choose.
 WIDE_SPILLS = since({(3, 6): 0, (3, 7): 104, (3, 9): 32})
@@ -46,11 +47,13 @@ def facts(call: MLAPrefillCall, arch: int | str) -> SimpleNamespace:
     return plan.facts("mla_prefill", call, None if isinstance(arch, str) else arch)
 
 
-def compiled(call: MLAPrefillCall, arch: int | str, choice: Choice | None = None, only: str = "") -> dict[str, Any]:
+def compiled(
+    call: MLAPrefillCall, arch: int | str, choice: MLAPrefillConfig | None = None, only: str = ""
+) -> dict[str, Any]:
     """What each distinct kernel of a call compiles to, by name."""
     out = {}
     f = facts(call, arch)
-    config = mla_prefill.Config(choice, mla_prefill.launches(f, choice)) if choice else mla_prefill.configure(f)
+    config = mla_prefill.Config(choice, mla_prefill.make_launches(f, choice)) if choice else mla_prefill.configure(f)
     for fn, _, args, kwargs in record(mla_prefill.run, call, config):
         if only in fn.fn.__name__:
             result = compile_launch(fn, args, kwargs, arch)
@@ -61,14 +64,19 @@ def compiled(call: MLAPrefillCall, arch: int | str, choice: Choice | None = None
 @pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
 def test_products_use_the_matrix_units_and_tiles_fit(arch):
     kernels = compiled(make(), arch)
-    assert set(kernels) == {"prepare_kernel", "gather_kernel", "product_kernel", "attention_kernel"}
+    assert set(kernels) == {
+        "rope_norm_store_kernel",
+        "gather_latents_kernel",
+        "blockwise_gemm_kernel",
+        "attention_kernel",
+    }
     for name, k in kernels.items():
         assert k["shared"] <= SHARED[arch], name
         # Descriptor kernels for sm_120 have 8 bytes of stack; more would be spills.
         assert k["n_spills"] <= max(0 if arch == 90 else 8, FEW_SPILLS), name
-        assert name in ("prepare_kernel", "gather_kernel") or MATRIX[arch] in k["ptx"], name
-    product = kernels["product_kernel"]["ptx"]
-    assert ("e4m3" in product or "f8f6f4" in product) == (arch >= 89)
+        assert name in ("rope_norm_store_kernel", "gather_latents_kernel") or MATRIX[arch] in k["ptx"], name
+    blockwise_gemm = kernels["blockwise_gemm_kernel"]["ptx"]
+    assert ("e4m3" in blockwise_gemm or "f8f6f4" in blockwise_gemm) == (arch >= 89)
 
 
 def test_amd_compiles():
@@ -77,13 +85,13 @@ def test_amd_compiles():
 
 
 def test_rotation_is_compiled_without_fused_multiply_adds():
-    ptx = compiled(make(), 90, only="prepare_kernel")["prepare_kernel"]["ptx"]
+    ptx = compiled(make(), 90, only="rope_norm_store_kernel")["rope_norm_store_kernel"]["ptx"]
     assert "fma.rn.f32" not in ptx
     assert "sqrt.rn.f32" in ptx
 
 
 def test_fp8_products_on_hopper_start_every_128_columns_afresh_and_run_in_flight():
-    sass = compiled(make(), 90, only="product_kernel")["product_kernel"]["sass"]()
+    sass = compiled(make(), 90, only="blockwise_gemm_kernel")["blockwise_gemm_kernel"]["sass"]()
     products = [line for line in sass.splitlines() if "QGMMA" in line]
     assert len(products) == 4  # a step of 128 columns, 32 a time
     assert sum("RZ" in line for line in products) == 1
@@ -103,15 +111,17 @@ def test_attention_on_hopper_loads_tiles_by_tma_and_keeps_products_in_flight():
 
 def test_every_candidate_on_hopper_compiles_without_spills():
     call = make()
-    attention, products = candidates(facts(call, 90))
+    attention, products = tile_candidates(facts(call, 90))
     assert 2 <= len(attention) <= 4
     assert 2 <= len(products) <= 4
     for tile in attention[1:]:
-        k = compiled(call, 90, Choice(tile, products[0], True, True), "attention")["attention_kernel"]
+        k = compiled(call, 90, MLAPrefillConfig(tile, products[0], True, True), "attention")["attention_kernel"]
         assert k["n_spills"] <= WIDE_SPILLS, (tile, k["n_spills"])
         assert k["shared"] <= SHARED[90], tile
     for tile in products[1:]:
-        k = compiled(call, 90, Choice(attention[0], tile, True, True), "product")["product_kernel"]
+        k = compiled(call, 90, MLAPrefillConfig(attention[0], tile, True, True), "blockwise_gemm")[
+            "blockwise_gemm_kernel"
+        ]
         assert (k["n_spills"] <= FEW_SPILLS, k["shared"] <= SHARED[90]) == (True, True), tile
 
 
@@ -132,8 +142,8 @@ def test_other_sizes_fit(arch, sizes):
 
 
 def test_the_measured_choices_come_first_on_hopper():
-    assert mla_prefill.configure(facts(make(), 90)).choice == Choice(
-        AttentionTile(128, 64, 8, 3, True), ProductTile(64, 128, 128, 4, 3, True), native_fp8=True, native_casts=True
+    assert mla_prefill.configure(facts(make(), 90)).choice == MLAPrefillConfig(
+        AttentionTile(128, 64, 8, 3, True), GemmTile(64, 128, 128, 4, 3, True), native_fp8=True, native_casts=True
     )
 
 
@@ -141,17 +151,17 @@ def test_sm_89_multiplies_e4m3_but_rounds_to_it_by_bit_arithmetic():
     call = make(format="fp8_e4m3")
     config = mla_prefill.configure(facts(call, 89)).choice
     assert (config.native_fp8, config.native_casts) == (True, False)
-    for name in ("prepare", "gather"):  # sm_89 converts through fp16, rounded toward zero
+    for name in ("rope_norm_store", "gather_latents"):  # sm_89 converts through fp16, rounded toward zero
         assert "cvt.rn.satfinite.e4m3x2" not in compiled(call, 89, only=name)[f"{name}_kernel"]["ptx"]
-    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled(call, 90, only="gather")["gather_kernel"]["ptx"]
+    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled(call, 90, only="gather_latents")["gather_latents_kernel"]["ptx"]
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"])
 def test_every_format_compiles(arch, format):
     call = make(format=format)
-    assert set(compiled(call, arch, only="prepare")) | set(compiled(call, arch, only="gather")) == {
-        "prepare_kernel", "gather_kernel",
+    assert set(compiled(call, arch, only="rope_norm_store")) | set(compiled(call, arch, only="gather_latents")) == {
+        "rope_norm_store_kernel", "gather_latents_kernel",
     }  # fmt: skip
 
 
@@ -159,7 +169,10 @@ def test_several_chunks_launch_once_each_and_carry_their_state():
     call = make(chunks=3)
     launches = record(mla_prefill.run, call, mla_prefill.configure(facts(call, 90)))
     names = [fn.fn.__name__ for fn, *_ in launches]
-    assert names == ["prepare_kernel", *["gather_kernel", "product_kernel", "attention_kernel"] * 3]
+    assert names == [
+        "rope_norm_store_kernel",
+        *["gather_latents_kernel", "blockwise_gemm_kernel", "attention_kernel"] * 3,
+    ]
 
 
 @pytest.mark.parametrize(

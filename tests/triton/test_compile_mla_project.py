@@ -7,10 +7,10 @@ import torch
 from compile_tools import ARCHS, FEW_SPILLS, compile_launches, record
 from drawn import half
 
-from tersekv import plan
-from tersekv.backends.host.bind import Launches
+from tersekv.backends.host.bind import LaunchSequence
 from tersekv.backends.triton import mla_project
 from tersekv.calls import MLAProjectCall
+from tersekv.dispatch import plan
 
 
 def call_of(tokens: int = 64, fp8: bool = True, columns: int = 128, rows: int = 512) -> MLAProjectCall:
@@ -20,11 +20,11 @@ def call_of(tokens: int = 64, fp8: bool = True, columns: int = 128, rows: int = 
     return MLAProjectCall(x, weight, scale if fp8 else None, out)
 
 
-def tile_of(call: MLAProjectCall) -> mla_project.Tile:
-    return mla_project.choose(plan.facts("mla_project", call, 90)).tile
+def tile_of(call: MLAProjectCall) -> mla_project.ProjectionTile:
+    return mla_project.choose_projection_config(plan.facts("mla_project", call, 90)).tile
 
 
-def config_of(call: MLAProjectCall, arch: int | str) -> Launches:
+def config_of(call: MLAProjectCall, arch: int | str) -> LaunchSequence:
     return mla_project.configure(plan.facts("mla_project", call, None if isinstance(arch, str) else arch))
 
 
@@ -61,7 +61,7 @@ def test_programs_of_few_tokens_fit_beside_those_of_the_launch_in_front(tokens):
     (kernel,) = compile_launches(mla_project.run, call, config_of(call, 90), 90)
     assert kernel["shared"] <= 16 << 10
     programs = kernel["grid"][1] * 128 / 132
-    assert kernel["n_regs"] * 32 * mla_project.choose(
+    assert kernel["n_regs"] * 32 * mla_project.choose_projection_config(
         plan.facts("mla_project", call, 90)
     ).tile.warps * programs <= 65536 >> (FEW_SPILLS == 0)
 

@@ -7,12 +7,12 @@ import torch
 import triton
 from compile_tools import FEW_SPILLS, compile_launches
 
-from tersekv import checks
 from tersekv.backends.host import launch
 from tersekv.backends.triton.prefill import entry as prefill
 from tersekv.cache import PagedKVCache
 from tersekv.calls import PrefillCall
-from tersekv.plan import facts
+from tersekv.dispatch import checks
+from tersekv.dispatch.plan import facts
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 
@@ -95,10 +95,16 @@ def test_other_numbers_of_rows_and_requests_compile_nothing_new():
     found = set()
     for rows in (4096, 5001, 1 << 15):
         call = call_of("fp8_e4m3", rows=rows)
-        kernel = prefill.configure(facts("prefill", call, arch=90)).launches.templates[0]
-        found.add((kernel.launch.fn, kernel.arguments["c"]))
-    assert len({(fn, tuple(c.items())) for fn, c in found}) == 1
-    assert {p.name for p in prefill.prefill_kernel.params if p.do_not_specialize} == {"TABLE", "LENS", "CU", "B", "T"}
+        kernel = prefill.configure(facts("prefill", call, arch=90)).launches.kernel_launches[0]
+        found.add((kernel.launch.fn, kernel.arguments["cfg"]))
+    assert len({(fn, tuple(cfg.items())) for fn, cfg in found}) == 1
+    assert {p.name for p in prefill.prefill_kernel.params if p.do_not_specialize} == {
+        "PAGE_TABLE",
+        "SEQ_LENS",
+        "CU_SEQLENS_Q",
+        "B",
+        "T",
+    }
 
 
 @pytest.mark.parametrize(
@@ -106,13 +112,13 @@ def test_other_numbers_of_rows_and_requests_compile_nothing_new():
 )
 def test_narrow_values_are_taken_in_small_tiles_on_hopper(fmt, dv, tile):
     f = facts("prefill", call_of(fmt, dv=dv), arch=90)
-    assert tile == prefill.configure(f).constants.TILE
+    assert tile == prefill.configure(f).constants.BLOCK_N
 
 
 def test_a_place_that_the_assembler_lost_is_found(monkeypatch):
     """The kernel that these tiles are for, in larger ones, as ptxas 12.8 compiles it."""
-    real = prefill.tiles
-    monkeypatch.setattr(prefill, "tiles", lambda *given: real(*given)._replace(tile=64))
+    real = prefill.choose_tile_config
+    monkeypatch.setattr(prefill, "choose_tile_config", lambda *given: real(*given)._replace(block_n=64))
     if triton.knobs.nvidia.ptxas.version == "12.8":
         with pytest.raises(AssertionError, match=r"HGMMA.* at 0x"):
             compiled(call_of("bf16", d=64, dv=32, new=True), 90)

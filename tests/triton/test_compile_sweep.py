@@ -9,8 +9,8 @@ import pytest
 import sweep
 from sweep_axes import AXES, all_pairs, call_of, covering, pairs_of
 
+from tersekv.dispatch.plan import plan
 from tersekv.errors import UnsupportedError
-from tersekv.plan import plan
 
 KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "compile_sweep.json"
 

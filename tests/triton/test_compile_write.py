@@ -11,12 +11,12 @@ import torch
 from compile_tools import ARCHS, compile_launches, since
 from drawn import half
 
-from tersekv import checks
-from tersekv.backends.host import blocks
+from tersekv.backends.host import row_programs
 from tersekv.cache import PagedKVCache, PagedLatentCache
 from tersekv.calls import AppendCall, MergeCall, MLAAppendCall, RopeAppendCall
+from tersekv.dispatch import checks
+from tersekv.dispatch.plan import facts
 from tersekv.formats import KV_FORMATS
-from tersekv.plan import facts
 
 T = 2048
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -260,11 +260,11 @@ def test_places_by_kv_indices_compile_for_every_index_dtype(placed, dtypes):
 
 def test_rotated_rows_are_cut_by_how_many_there_are():
     token = 48 * 128
-    fp8 = [blocks.rotated(n * token, "fp8_e4m3") for n in (1, 128, 256, 2048)]
+    fp8 = [row_programs.rotated_program_size(n * token, "fp8_e4m3") for n in (1, 128, 256, 2048)]
     assert fp8 == [(1024, 4), (1024, 4), (2048, 8), (2048, 4)]
-    per_head = [blocks.rotated(n * token, "fp8_per_token_head") for n in (1, 256, 512, 2048)]
+    per_head = [row_programs.rotated_program_size(n * token, "fp8_per_token_head") for n in (1, 256, 512, 2048)]
     assert per_head == [(1024, 4), (2048, 4), (2048, 4), (4096, 4)]
-    assert [blocks.ordered(n * token) for n in (1, 256, 2048, 16384)] == [True, True, False, True]
+    assert [row_programs.issues_loads_first(n * token) for n in (1, 256, 2048, 16384)] == [True, True, False, True]
 
 
 def test_ptxas_fuses_nothing_either():

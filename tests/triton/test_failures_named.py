@@ -34,7 +34,7 @@ def named(e: Any) -> str:
 
 
 def test_a_kernel_that_does_not_compile(knobs):
-    template = bind.Template(wrong_kernel, (1,), bind.given(X="x") | {"N": 3})
+    template = bind.KernelLaunch(wrong_kernel, (1,), bind.tensor_args(X="x") | {"N": 3})
     for _ in range(2):  # it is tried again
         with pytest.raises(triton.compiler.errors.CompileTimeAssertionFailure, match="want two") as e:
             template(SimpleNamespace(x=torch.zeros(4)))
@@ -58,8 +58,8 @@ class Refusing:
 
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_launch_that_the_driver_refuses(bound):
-    template = bind.Template(Jitted(Compiled(Refusing())), (1,), bind.given(X="x") | {"N": 3})
-    launches, call = bind.Launches(template), SimpleNamespace(x=torch.zeros(4))
+    template = bind.KernelLaunch(Jitted(Compiled(Refusing())), (1,), bind.tensor_args(X="x") | {"N": 3})
+    launches, call = bind.LaunchSequence(template), SimpleNamespace(x=torch.zeros(4))
     launches(call)
     ready = launches.bind({"x": 0})
     assert ready is not None
@@ -72,9 +72,9 @@ def test_a_descriptor_that_the_driver_refuses():
     def refuse(*args):
         raise RuntimeError("Triton Error [CUDA]: invalid argument")
 
-    one = launch.Launch(SimpleNamespace(__name__="some_kernel"))
+    one = launch.CompiledKernel(SimpleNamespace(__name__="some_kernel"))
     one._launcher = Launcher(print, (), 0, refuse)
     one._compiled = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[{}]))
     with pytest.raises(RuntimeError, match="invalid argument") as e:
-        one.encoded(SimpleNamespace())
+        one.encode_tensor_maps(SimpleNamespace())
     assert named(e) == "some_kernel"

@@ -16,8 +16,8 @@ from drawn import drawn
 from triton.compiler import CompiledKernel, LazyDict
 from triton.runtime.jit import JITFunction
 
-from tersekv import checks, plan
 from tersekv.backends.host import bind, launch
+from tersekv.dispatch import checks, plan
 from tersekv.testing.cases import OPS, cases
 from tersekv.testing.make import make
 
@@ -35,8 +35,8 @@ def knobs(monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     with triton.knobs.runtime.scope(), triton.knobs.compilation.scope():
         yield triton.knobs
-    assert not (*launch.entering.calls, *launch.leaving.calls)
-    assert not launch.replaced()
+    assert not (*launch.enter_hooks.calls, *launch.exit_hooks.calls)
+    assert not launch.hooks_replaced()
 
 
 def launches(backend: str) -> Any:
@@ -51,7 +51,7 @@ def launches(backend: str) -> Any:
             for call in either:
                 f = plan.facts(op, call, 90)
                 checks.facts(f)
-                if plan.refusal(f, module) is None:
+                if plan.why_op_cannot(f, module) is None:
                     yield module, call, module.configure(f)
 
 
@@ -175,16 +175,16 @@ class Ways:
     def __init__(self, bound: bool, launcher: type[Launcher]) -> None:
         self.events: list[tuple] = []
         self.x, self.bound = torch.zeros(4), bound
-        arguments = bind.given(X="x") | {"N": 3}
-        self.template = bind.Template(Jitted(Compiled(launcher(self.events))), (7, 2), arguments)
+        arguments = bind.tensor_args(X="x") | {"N": 3}
+        self.template = bind.KernelLaunch(Jitted(Compiled(launcher(self.events))), (7, 2), arguments)
 
     def __call__(self) -> list[tuple]:
         """Launch; what happened."""
         self.events.clear()
-        ready = bind.bound([self.template] * 2, {"x": 0}) if self.bound else None
+        ready = bind.bind_addresses([self.template] * 2, {"x": 0}) if self.bound else None
         if ready is None:
             self.template(SimpleNamespace(x=self.x))
-            self.template.start(SimpleNamespace(x=self.x))
+            self.template.prepare(SimpleNamespace(x=self.x))
         else:
             assert ready([self.x.data_ptr()])
         return [*self.events]
@@ -255,7 +255,7 @@ def test_other_hooks_cost_a_launch_nothing(ways, knobs, monkeypatch):
     def tell(*args):
         raise AssertionError("nobody listens to launches")
 
-    monkeypatch.setattr(launch.Launch, "tell", tell)
+    monkeypatch.setattr(launch.CompiledKernel, "add_hook_args", tell)
     knobs.runtime.jit_post_compile_hook = print  # lies where a replaced chain would
     for _ in range(3):
         assert set(ways()) == {ways.launched()}

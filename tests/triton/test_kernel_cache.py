@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tersekv.backends.host.launch import Launch
+from tersekv.backends.host.launch import CompiledKernel
 
 # Every kernel that warm_up would launch on an sm_90, compiled through Triton's cache; prints {kernel: from disk?}.
 COMPILE_ALL = """
@@ -21,7 +21,7 @@ import torch, triton
 sys.path.insert(0, sys.argv[1])
 import compile_tools
 import tersekv
-from tersekv import plan
+from tersekv.dispatch import plan
 
 torch.set_num_threads(1)
 found = {}
@@ -32,7 +32,7 @@ def compile_only(op, call, backend, way=None):
     compile_tools.compile_launches(p.run, call, p.config, 90)
 
 for module in ("append", "decode", "mla"):
-    __import__(f"tersekv.ops.{module}", fromlist=["submit"]).submit = compile_only
+    __import__(f"tersekv.ops.{module}", fromlist=["dispatch_call"]).dispatch_call = compile_only
 kv = tersekv.PagedKVCache.allocate(2, 8, 64, 2, 64, format="int8_per_token_head")
 tersekv.warm_up(kv, 8, batch_sizes=(2,), cos_sin_cache=torch.zeros(128, 64))
 latent = tersekv.PagedLatentCache.allocate(1, 8, 64, format="fp8_e4m3")
@@ -55,7 +55,7 @@ def two_processes(tmp_path_factory) -> list[dict[str, list[bool]]]:
     return found
 
 
-KERNELS = {"rope_append_kernel", "decode_kernel", "merge_kernel", "mla_append_kernel"}
+KERNELS = {"rope_append_kernel", "decode_kernel", "combine_kernel", "mla_append_kernel"}
 
 
 def test_the_first_process_compiles_each_kernel_once_for_all_layers(two_processes):
@@ -65,7 +65,7 @@ def test_the_first_process_compiles_each_kernel_once_for_all_layers(two_processe
     assert any(kernel.startswith("mla_decode") for kernel in first)
     for kernel, from_disk in first.items():
         # merge_kernel serves both kinds of decode; a second layer with equal facts launches what the first compiled
-        assert from_disk.count(False) <= (2 if kernel == "merge_kernel" else 1), (kernel, from_disk)
+        assert from_disk.count(False) <= (2 if kernel == "combine_kernel" else 1), (kernel, from_disk)
         assert from_disk[0] is False
 
 
@@ -83,6 +83,6 @@ def test_a_first_launch_is_logged(caplog):
             return lambda *args, **options: None
 
     with caplog.at_level(logging.DEBUG, logger="tersekv"):
-        Launch(Kernel()).first((1,), ("an argument",))
+        CompiledKernel(Kernel()).compile_and_launch((1,), ("an argument",))
     (line,) = [r.getMessage() for r in caplog.records]
     assert re.fullmatch(r"some_kernel ready after 0\.\d{3} s", line)

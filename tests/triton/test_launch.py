@@ -12,8 +12,8 @@ import torch
 import triton
 
 from tersekv.backends.host import bind, launch
-from tersekv.backends.host.bind import Launches, Template
-from tersekv.backends.host.launch import Launch, scratch
+from tersekv.backends.host.bind import KernelLaunch, LaunchSequence
+from tersekv.backends.host.launch import CompiledKernel, workspace
 from tersekv.calls import AppendCall
 from tersekv.ops import registry
 
@@ -64,8 +64,8 @@ def test_the_second_call_runs_what_the_first_compiled():
     jitted = Jitted(compiled, "X", "NOTHING", "strides", "CODES", "N", "FORMAT", "FLAG")
     call = SimpleNamespace(x=torch.zeros(4), none=None, codes=torch.zeros(4, dtype=torch.float8_e4m3fn))
     numbers = {"FLAG": True, "FORMAT": "fp8", "N": 3, "strides": (1, 2)}
-    tensors = bind.given(CODES="codes") | bind.given(bind.BYTES, X="x", NOTHING="none")
-    template = Template(jitted, (7,), numbers | tensors | bind.given(bind.BYTES, CODES="codes"), num_warps=4)
+    tensors = bind.tensor_args(CODES="codes") | bind.tensor_args(bind.BYTES, X="x", NOTHING="none")
+    template = KernelLaunch(jitted, (7,), numbers | tensors | bind.tensor_args(bind.BYTES, CODES="codes"), num_warps=4)
     for _ in range(3):
         template(call)
     ((grid, args, options),) = jitted.launches
@@ -82,11 +82,13 @@ def test_the_second_call_runs_what_the_first_compiled():
     assert compiled.runs == [run, run]
 
 
-@pytest.mark.parametrize("kind", [Template, Launches])
+@pytest.mark.parametrize("kind", [KernelLaunch, LaunchSequence])
 def test_later_calls_launch_with_their_own_tensors(kind):
     compiled = Compiled()
-    template = Template(Jitted(compiled, "NOTHING", "N", "X"), (7,), {"N": 3, **bind.given(NOTHING="none", X="x")})
-    launches = template if kind is Template else Launches(template)
+    template = KernelLaunch(
+        Jitted(compiled, "NOTHING", "N", "X"), (7,), {"N": 3, **bind.tensor_args(NOTHING="none", X="x")}
+    )
+    launches = template if kind is KernelLaunch else LaunchSequence(template)
     for x in (torch.zeros(4), torch.ones(4), torch.ones(4)):
         launches(SimpleNamespace(none=None, x=x))
         assert not compiled.runs or compiled.runs[-1][-3:] == (None, 3, x.data_ptr())
@@ -96,7 +98,9 @@ def test_later_calls_launch_with_their_own_tensors(kind):
 def test_a_row_of_a_tensor_is_bound_by_what_lies_before_it():
     compiled, x = Compiled(), torch.arange(6, dtype=torch.int32).view(3, 2)
     jitted = Jitted(compiled, "ROW", "ALL")
-    launches = Launches(Template(jitted, (7,), bind.given(ALL="x") | {"ROW": bind.Given("x", row=2)}))
+    launches = LaunchSequence(
+        KernelLaunch(jitted, (7,), bind.tensor_args(ALL="x") | {"ROW": bind.TensorArg("x", row=2)})
+    )
     for _ in range(2):
         launches(SimpleNamespace(x=x))
     assert jitted.launches[0][1][0].tolist() == [4, 5]
@@ -106,10 +110,16 @@ def test_a_row_of_a_tensor_is_bound_by_what_lies_before_it():
 def test_descriptors_go_where_the_kernel_wants_them(monkeypatch):
     """As many arguments as each is encoded to, and encoded once for tensors at the same places."""
     compiled, made = Compiled(), []
-    monkeypatch.setattr(Launch, "encoded", lambda self, *d: made.append(d) or [(x, "box", "rows") for x in d])
+    monkeypatch.setattr(
+        CompiledKernel, "encode_tensor_maps", lambda self, *d: made.append(d) or [(x, "box", "rows") for x in d]
+    )
     jitted = Jitted(compiled, "X", "K", "N", "V", "Y")
-    arguments = {"N": 3, "K": bind.Described("k", lambda x: ("of", x)), "V": bind.Described("v", lambda x: ("of", x))}
-    launches = Launches(Template(jitted, (7,), arguments | bind.given(X="x", Y="y")))
+    arguments = {
+        "N": 3,
+        "K": bind.TensorMapArg("k", lambda x: ("of", x)),
+        "V": bind.TensorMapArg("v", lambda x: ("of", x)),
+    }
+    launches = LaunchSequence(KernelLaunch(jitted, (7,), arguments | bind.tensor_args(X="x", Y="y")))
     x, y, k, v, other = (torch.zeros(4) for _ in range(5))
     for second in (v, v, other, v):
         launches(SimpleNamespace(x=x, y=y, k=k, v=second))
@@ -122,23 +132,25 @@ def test_descriptors_go_where_the_kernel_wants_them(monkeypatch):
 
 
 def test_so_many_descriptors_are_kept_and_no_more(monkeypatch):
-    monkeypatch.setattr(Launch, "encoded", lambda self, *d: [(x,) for x in d])
-    monkeypatch.setattr(bind, "_MAX_DESCRIBED", 2)
-    template = Template(Jitted(Compiled(), "X"), (7,), {"X": bind.Described("x", id)})
-    launches, tensors = Launches(template), [torch.zeros(4) for _ in range(4)]
+    monkeypatch.setattr(CompiledKernel, "encode_tensor_maps", lambda self, *d: [(x,) for x in d])
+    monkeypatch.setattr(bind, "_MAX_TENSOR_MAPS", 2)
+    template = KernelLaunch(Jitted(Compiled(), "X"), (7,), {"X": bind.TensorMapArg("x", id)})
+    launches, tensors = LaunchSequence(template), [torch.zeros(4) for _ in range(4)]
     for x in (*tensors, *tensors):
         launches(SimpleNamespace(x=x))
-        assert len(template.known) <= 2
+        assert len(template.prepared) <= 2
 
 
 def test_places_of_a_scratch_lie_apart_and_are_bound_from_its_beginning(monkeypatch):
-    scratch_of = bind.Scratch(3, {"A": ((2, 2), torch.bfloat16), "B": None, "C": ((5,), torch.int8)})
-    memory = torch.zeros(scratch_of.numbers)
-    monkeypatch.setattr(launch, "scratch", lambda n, like: memory)
-    monkeypatch.setattr(bind, "kept_scratch", lambda n, device, stream: memory)
+    scratch_of = bind.Workspace(3, {"A": ((2, 2), torch.bfloat16), "B": None, "C": ((5,), torch.int8)})
+    memory = torch.zeros(scratch_of.num_floats)
+    monkeypatch.setattr(launch, "workspace", lambda n, like: memory)
+    monkeypatch.setattr(bind, "cached_workspace", lambda n, device, stream: memory)
     jitted, compiled = Jitted(None, "PART", "A", "B", "C"), Compiled()
     jitted.compiled = compiled
-    launches = Launches(Template(jitted, (7,), bind.given(PART=bind.PART, A="A", B="B", C="C")), scratch=scratch_of)
+    launches = LaunchSequence(
+        KernelLaunch(jitted, (7,), bind.tensor_args(PART=bind.WORKSPACE, A="A", B="B", C="C")), workspace=scratch_of
+    )
     call = Call(torch.zeros(1))
     for _ in range(2):
         launches(call)
@@ -162,7 +174,7 @@ def test_scratch_is_kept_by_stream_and_thread_and_a_capture_gets_its_own(monkeyp
     state = {"stream": 5, "capturing": False}
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: state["stream"], raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: state["capturing"], raising=False)
-    take = partial(scratch, like=OnCuda())
+    take = partial(workspace, like=OnCuda())
     first = take(100)
     assert take(60) is first
     assert first.numel() >= 100
@@ -183,7 +195,7 @@ def test_a_registered_operator_keeps_no_scratch_of_a_side_stream(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: state["stream"], raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     taken = []
-    monkeypatch.setattr(registry, "dispatch", lambda *call: taken.append(scratch(100, OnCuda())))
+    monkeypatch.setattr(registry, "dispatch", lambda *call: taken.append(workspace(100, OnCuda())))
     operator = registry._implementation("append")
     for state["stream"] in (0, 7, 0, 7):
         operator(*AppendCall._fields, None)
@@ -193,7 +205,7 @@ def test_a_registered_operator_keeps_no_scratch_of_a_side_stream(monkeypatch):
 
 def test_the_interpreter_compiles_nothing_and_runs_every_time():
     jitted = Jitted(None, "X")
-    launches = Launches(Template(jitted, (1,), bind.given(X="x")))
+    launches = LaunchSequence(KernelLaunch(jitted, (1,), bind.tensor_args(X="x")))
     for _ in range(2):
         launches(SimpleNamespace(x=torch.zeros(1)))
     assert len(jitted.launches) == 2

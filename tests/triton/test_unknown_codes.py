@@ -11,9 +11,10 @@ import torch
 from compile_tools import compile_launch, record
 from triton.compiler.errors import CompilationError
 
-from tersekv import formats, plan
-from tersekv.backends.host.blocks import Stored
-from tersekv.keys import FIELDS
+from tersekv import formats
+from tersekv.backends.host.row_programs import StoredFormat
+from tersekv.dispatch import plan
+from tersekv.dispatch.signature import FIELD_GETTERS
 from tersekv.testing.cases import cases
 from tersekv.testing.make import make
 
@@ -29,7 +30,7 @@ def launches_of(op: str, backend: str, format: str, arch: int) -> list[tuple]:
 def with_another_code(x: Any) -> Any:
     if hasattr(x, "K") and hasattr(x.K, "CODE"):  # of keys; the record's own is of values
         x = replace(x, K=replace(x.K, CODE=TOY))
-    return replace(x, CODE=TOY) if isinstance(x, Stored) or hasattr(x, "CODE") else x
+    return replace(x, CODE=TOY) if isinstance(x, StoredFormat) or hasattr(x, "CODE") else x
 
 
 def causes(e: BaseException | None) -> Iterator[str]:
@@ -62,6 +63,6 @@ def test_backends_refuse_a_format_of_another_code_whatever_its_storage_and_scale
         monkeypatch.setitem(table, TOY, toy)
     for op in ("append", "decode", "mla_append", "mla_decode", "mla_prefill", "mla_decode_branch"):
         call = make(next(cases((op,), ("bf16",))))._replace(format=TOY)
-        assert FIELDS[op][0](call)
+        assert FIELD_GETTERS[op][0](call)
         for backend in ("triton", "gluon"):
             assert "has no " in plan.why_not(plan.facts(op, call, 90), backend)

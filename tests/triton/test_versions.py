@@ -12,7 +12,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tersekv.backends.host import versions
-from tersekv.backends.host.launch import Launch
+from tersekv.backends.host.launch import CompiledKernel
 
 FUNCTION, METADATA, STREAM = 1234, (4, 1, 0), 77
 
@@ -58,7 +58,7 @@ def by_triton(k, *args, told=(None, None, None)) -> None:
 
 def by_us(k, *args) -> versions.Launcher:
     found = versions.launcher(k)
-    found.run(5, 6, 7, STREAM, *found.fixed, *args)
+    found.run(5, 6, 7, STREAM, *found.fixed_args, *args)
     return found
 
 
@@ -105,8 +105,8 @@ def test_hooks_and_what_they_are_told_go_where_triton_puts_them(calls):
     k = compiled(calls, {0: "i32"}, [])
     by_triton(k, 3, told=("told", "enter", "leave"))
     found = versions.launcher(k)
-    args = [5, 6, 7, STREAM, *found.fixed, 3]
-    args[found.hooks_at : found.hooks_at + 3] = "told", "enter", "leave"
+    args = [5, 6, 7, STREAM, *found.fixed_args, 3]
+    args[found.hooks_index : found.hooks_index + 3] = "told", "enter", "leave"
     found.run(*args)
     assert plain(calls[0]) == plain(calls[1])
 
@@ -151,12 +151,12 @@ def test_a_launch_uses_it_from_the_second_time_on(calls, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     k, (x, y) = compiled(calls, DESCRIBED, METAS), descriptors()
-    launch = Launch({(5, 6, 7): lambda *args, **options: k})
+    launch = CompiledKernel({(5, 6, 7): lambda *args, **options: k})
     t = torch.zeros(4)
-    launch.first((5, 6, 7), (t, x, y, 3))
+    launch.compile_and_launch((5, 6, 7), (t, x, y, 3))
     assert not calls, "by Triton"
-    first, second = launch.encoded(x, y)
-    launch.again([*launch.head((5, 6, 7)), t.data_ptr(), *first, *second, 3])
+    first, second = launch.encode_tensor_maps(x, y)
+    launch.relaunch([*launch.leading_args((5, 6, 7)), t.data_ptr(), *first, *second, 3])
     by_triton(k, t.data_ptr(), x, y, 3)
     assert plain(calls[0]) == plain(calls[1])
 
@@ -166,11 +166,11 @@ def test_a_launch_uses_it_from_the_second_time_on(calls, monkeypatch):
     ("3.5.1", False), ("3.10.0", False), ("4.0.0", False), ("3.9.0+git1234", False), ("3.7.0a1", False), ("", False),
 ])  # fmt: skip
 def test_what_counts_as_tested(version, wanted):
-    assert versions.tested(version) is wanted
+    assert versions.is_tested(version) is wanted
 
 
 def test_every_version_is_asked_for_the_same():
     """Whatever its default is: products and sums join, and ptxas allocates Gluon's registers at its own level."""
     triton_kernel, gluon_kernel = SimpleNamespace(is_gluon=lambda: False), SimpleNamespace(is_gluon=lambda: True)
-    assert Launch(triton_kernel, num_warps=2).options == {"enable_fp_fusion": True, "num_warps": 2}
-    assert Launch(gluon_kernel).options == {"enable_fp_fusion": True, "ptx_options": "--regAllocOptLevel=4"}
+    assert CompiledKernel(triton_kernel, num_warps=2).options == {"enable_fp_fusion": True, "num_warps": 2}
+    assert CompiledKernel(gluon_kernel).options == {"enable_fp_fusion": True, "ptx_options": "--regAllocOptLevel=4"}

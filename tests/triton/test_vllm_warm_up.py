@@ -13,12 +13,12 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 import tersekv
+from tersekv.dispatch.plan import plan
 from tersekv.integrations.vllm_pages import FORMATS, pages_of
 from tersekv.integrations.vllm_warm_up import DECODE_ROWS, Limits, calls, warm_up
 from tersekv.ops.append import append
 from tersekv.ops.decode import decode
 from tersekv.ops.prefill import prefill
-from tersekv.plan import plan
 
 LIMITS = Limits(requests=12, rows=300, decode_rows=3)
 HEADS, KV_HEADS, DIM, PAGE, COLUMNS = 32, 8, 128, 16, 64
@@ -38,7 +38,7 @@ def compiled(request, monkeypatch):
             found.add((fn.__name__, str(specialization), str(options)))
 
     for op in (append, decode, prefill):
-        monkeypatch.setattr(sys.modules[op.__module__], "submit", note)
+        monkeypatch.setattr(sys.modules[op.__module__], "dispatch_call", note)
     return found
 
 
@@ -124,12 +124,12 @@ def test_numbers_of_requests_and_rows_compile_no_kernel_anew(request, compiled, 
         for more in (0, 1):
             q, _, _, table, lens, starts, *_ = batch([2] * (requests - 1) + [1 + more])
             decode(q, cache, table, lens, cu_seqlens_q=starts, max_q_len=2, **OPTIONS)
-    splits = [kernel for kernel in compiled if "merge" not in kernel[0]]
+    splits = [kernel for kernel in compiled if "combine" not in kernel[0]]
     # Those of one row, and of two; up to 64 requests, and up to 256; on Hopper others where so few are cut that they
     # join themselves, or come in smaller tiles.
     hopper = request.node.callspec.params["compiled"] == 90
-    merges = 4 if hopper and format == "nvfp4" else 2  # they know the tiles
-    assert (len(splits), len(compiled) - len(splits)) == (6 if hopper else 4, merges)
+    combines = 4 if hopper and format == "nvfp4" else 2  # they know the tiles
+    assert (len(splits), len(compiled) - len(splits)) == (6 if hopper else 4, combines)
     decoded = set(compiled)
     for requests in (33, 64, 65, 144):
         q, k, v, table, lens, starts, *_ = batch([70] * requests)

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 
 from .. import env
+from ..dispatch.plan import BACKENDS
 from ..formats import meant
-from ..plan import BACKENDS
 
 PICTURES = (".png", ".svg", ".pdf")
 

@@ -10,9 +10,9 @@ from typing import TextIO
 
 import torch
 
-from ..counts import counted
+from ..dispatch.plan import BACKENDS
 from ..formats import ALL_FORMATS
-from ..plan import BACKENDS
+from ..scalars import counted
 from ..testing.bench import engine, peers, random_cells
 from ..testing.bench.apart import Apart
 from ..testing.bench.cases import OPS, PAIRS, Case, Sizes, grid, parsed, sizes, with_cells

@@ -15,7 +15,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from .. import __version__, env, plan
+from .. import __version__, env
+from ..dispatch import plan
 from ..testing.cases import OPS, cases
 from ..testing.make import make
 from .arguments import screen
@@ -86,7 +87,7 @@ def off(device: str) -> Iterator[str]:
     for op in OPS:
         f = plan.facts(op, make(next(cases((op,), quick=True)), device))
         for backend in plan.BACKENDS:
-            reason = plan.broken(f, backend)
+            reason = plan.why_disabled(f, backend)
             if reason is not None:
                 yield f"{op}: {backend} {reason}"
 

@@ -15,8 +15,8 @@ from rich import box
 from rich.table import Table
 
 from .. import __version__, env
-from ..counts import counted
-from ..plan import BACKENDS
+from ..dispatch.plan import BACKENDS
+from ..scalars import counted
 from ..testing import random_cases
 from ..testing.case_text import case_of, text_of
 from ..testing.cases import OPS, Case, cases, formats_of

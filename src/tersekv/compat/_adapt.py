@@ -10,20 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import counts
-from ..checks import dtype_name, joined
-from ..counts import number
-from ..recall import Way, again
+from .. import scalars
+from ..dispatch.checks import dtype_name, joined
+from ..dispatch.launch_cache import CallSignature, lookup
+from ..scalars import as_float
 
 __all__ = [
-    "apart", "asked", "dtype_name", "first_rows", "joined", "number", "renamed", "scalar", "tensor", "whole",
+    "as_float",
+    "as_host_int",
+    "dtype_name",
+    "first_rows",
+    "joined",
+    "lookup_cached",
+    "number_or_tensor",
+    "scalar",
+    "tensor",
+    "with_caller_names",
 ]  # fmt: skip
 _NOTHING: Mapping[str, str] = {}
 
 
-def asked(
-    names: Mapping[str, str], op: str, options: tuple, given: tuple, parts: Mapping[str, str] = _NOTHING
-) -> tuple[Way, list[Tensor] | None]:
+def lookup_cached(
+    names: Mapping[str, str], op: str, options: tuple, inputs: tuple, views: Mapping[str, str] = _NOTHING
+) -> tuple[CallSignature, list[Tensor] | None]:
     """A call as its caller gave it, to remember it by; and what it made, if it was like one before: the short way.
 
     options:  all that is no tensor, the function's own name first, so that no two functions' calls are alike
@@ -32,16 +41,16 @@ def asked(
 
     Nothing has to be checked before. A call that this says too little of is not remembered (`recall.remember`).
     """
-    way = Way((*options, *map(type, options)), given, parts=parts)  # 1 is no bool
-    return way, renamed(names, again, op, way.options, given)
+    signature = CallSignature((*options, *map(type, options)), inputs, views=views)  # 1 is no bool
+    return signature, with_caller_names(names, lookup, op, signature.options, inputs)
 
 
-def apart(scale: Any) -> tuple[Any, Tensor | None]:
+def number_or_tensor(scale: Any) -> tuple[Any, Tensor | None]:
     """(number, tensor) of a scale as it is given; the number is not looked at yet."""
     return (None, scale) if isinstance(scale, Tensor) else (scale, None)
 
 
-def renamed(names: Mapping[str, str], function: Callable[..., Any], *args: Any) -> Any:
+def with_caller_names(names: Mapping[str, str], function: Callable[..., Any], *args: Any) -> Any:
     """function(*args); an error about one of tersekv's arguments names the caller's instead.
 
     names:  tersekv's name -> the caller's, where they differ
@@ -51,10 +60,10 @@ def renamed(names: Mapping[str, str], function: Callable[..., Any], *args: Any) 
     except (TypeError, ValueError) as e:
         field, colon, rest = str(e).partition(":")
         rest = re.sub(r"\b(as in|where) ([\w.]+)", lambda m: f"{m[1]} {names.get(m[2], m[2])}", rest)
-        told = f"{names.get(field, field)}:{rest}"
-        if not colon or told == str(e):
+        message = f"{names.get(field, field)}:{rest}"
+        if not colon or message == str(e):
             raise
-        raise type(e)(told) from None
+        raise type(e)(message) from None
 
 
 def first_rows(name: str, x: Tensor, n: int, beside: str) -> Tensor:
@@ -73,14 +82,14 @@ def tensor(name: str, x: object, shape: str = "") -> Tensor:
     return x
 
 
-def whole(name: str, x: object, least: int | None = None) -> int:
+def as_host_int(name: str, x: object, least: int | None = None) -> int:
     """x, an integer of at least `least`. A tensor is refused, since reading it could wait for the device."""
     if isinstance(x, Tensor):
         raise TypeError(f"{name}: want int, got Tensor")
-    number = counts.whole(name, x)
-    if least is not None and number < least:
-        raise ValueError(f"{name}: want {least} or more, got {number}")
-    return number
+    n = scalars.as_int(name, x)
+    if least is not None and n < least:
+        raise ValueError(f"{name}: want {least} or more, got {n}")
+    return n
 
 
 def scalar(name: str, x: object, device: torch.device) -> float | Tensor:
@@ -92,4 +101,4 @@ def scalar(name: str, x: object, device: torch.device) -> float | Tensor:
                 f"got {list(x.shape)} {dtype_name(x.dtype)} on {x.device}"
             )
         return x
-    return number(name, x, "a number or Tensor")
+    return as_float(name, x, "a number or Tensor")

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..calls import AppendCall, MLAAppendCall, RopeAppendCall
 from ..formats import FP8
 from ..layers import PagedLatentLayer
-from ..ops.registry import submit
-from ..ops.scales import split
-from ._adapt import apart, asked, dtype_name, renamed, scalar, tensor, whole
+from ..ops.registry import dispatch_call
+from ..ops.scales import float_and_tensor
+from ._adapt import as_host_int, dtype_name, lookup_cached, number_or_tensor, scalar, tensor, with_caller_names
 from ._flashinfer_views import halves, layer
 
 _UNSCALED = (torch.bfloat16, torch.float16, *FP8)  # caches that can be written without stored scales
@@ -98,9 +98,9 @@ def rope_quantize_fp8_append_paged_kv_cache(
         (batch_indices, positions, kv_indptr, kv_indices), quant_scale_q, quant_scale_kv,
     )  # fmt: skip
     options = (is_neox, quantize_dtype, page_size, kv_layout, *options)
-    way, done = asked(_ROPE_NAMES, op, ("rope", *options), given, parts)
-    if done is not None:
-        return _made_query(done, q_rope, q_nope, q_rope_out, q_nope_out)
+    signature, found = lookup_cached(_ROPE_NAMES, op, ("rope", *options), given, parts)
+    if found is not None:
+        return _made_query(found, q_rope, q_nope, q_rope_out, q_nope_out)
     dtype = _quantize_dtype(quantize_dtype, q_rope_out, q_nope_out)
     tensor("q_rope", q_rope, "T, Hq, R")
     if tensor("k_rope", k_rope).dim() not in (2, 3):
@@ -113,11 +113,11 @@ def rope_quantize_fp8_append_paged_kv_cache(
     q_parts = (q_rope, q_rest if has_rest else None)
     out_parts = (q_rope_out, q_nope_out if has_rest else None)
     made = {"q_rope_out": q_rope_out} | ({"q_nope_out": q_nope_out} if has_rest else {})
-    way = way._replace(made=made)
+    signature = signature._replace(outputs=made)
     place = _place(batch_indices, positions, kv_indptr, kv_indices)
-    mul_q = split(scalar("quant_scale_q", quant_scale_q, q_rope.device))
-    mul_kv = split(scalar("quant_scale_kv", quant_scale_kv, q_rope.device))
-    interleaved = not (is_neox if isinstance(is_neox, bool) else whole("is_neox", is_neox))
+    mul_q = float_and_tensor(scalar("quant_scale_q", quant_scale_q, q_rope.device))
+    mul_kv = float_and_tensor(scalar("quant_scale_kv", quant_scale_kv, q_rope.device))
+    interleaved = not (is_neox if isinstance(is_neox, bool) else as_host_int("is_neox", is_neox))
     if k_rope.dim() == 2:
         if v is not None:
             raise ValueError("v: want None for MLA (a 2-D k_rope), got a tensor")
@@ -125,24 +125,24 @@ def rope_quantize_fp8_append_paged_kv_cache(
             raise ValueError("k_nope: want the latents [T, L] for MLA (a 2-D k_rope), got None")
         tensor("k_nope", k_nope, "T, L")
         _cache_fits(paged_kv_cache, 3, dtype, page_size, 1)
-        latent = renamed(_ROPE_NAMES, PagedLatentLayer.of, paged_kv_cache)
+        latent = with_caller_names(_ROPE_NAMES, PagedLatentLayer.of, paged_kv_cache)
         call: tuple = MLAAppendCall(
             *q_parts, k_nope, k_rope, cos_sin_cache, pos_ids, *out_parts, latent.ckv, latent.kpe, None, *place,
             latent.format, interleaved, *mul_q, *mul_kv, True, True,
         )  # fmt: skip
-        renamed(_ROPE_NAMES, submit, "mla_append", call, None, way)
+        with_caller_names(_ROPE_NAMES, dispatch_call, "mla_append", call, None, signature)
         return q_rope_out, q_nope_out
     if v is None:
         raise ValueError("v: want a tensor [T, H, Dv] for GQA/MHA (a 3-D k_rope), got None")
     _cache_fits(paged_kv_cache, 4, dtype, page_size, 2 if kv_layout == "HND" else 1)
-    kv = renamed(_ROPE_NAMES, layer, paged_kv_cache, kv_layout, None)
+    kv = with_caller_names(_ROPE_NAMES, layer, paged_kv_cache, kv_layout, None)
     if k_nope is not None and tensor("k_nope", k_nope, "T, H, N").shape[-1] == 0:
         k_nope = None
     call = RopeAppendCall(
         *q_parts, k_rope, k_nope, v, cos_sin_cache, pos_ids, *out_parts, kv.k, kv.v, None, None, *place,
         kv.formats[0], interleaved, *mul_q, *mul_kv, *mul_kv, True, True,
     )  # fmt: skip
-    renamed(_ROPE_NAMES, submit, "rope_append", call, None, way)
+    with_caller_names(_ROPE_NAMES, dispatch_call, "rope_append", call, None, signature)
     return q_rope_out, q_nope_out
 
 
@@ -150,7 +150,7 @@ def _rope_tensors(
     rows: tuple, caches: object, place: tuple, scale_q: float | Tensor, scale_kv: float | Tensor
 ) -> tuple[str, tuple, tuple, dict[str, str]]:
     """The operation, numbers, tensors in the order of its record, and the parts of these."""
-    (q_number, q_t), (kv_number, kv_t) = apart(scale_q), apart(scale_kv)
+    (q_number, q_t), (kv_number, kv_t) = number_or_tensor(scale_q), number_or_tensor(scale_kv)
     q_rope, q_nope, k_rope, k_nope, v, cos_sin, pos_ids, *outs = rows
     batch_indices, positions, kv_indptr, kv_indices = place
     # What is given twice is one tensor, of which the other field is a part.
@@ -212,21 +212,21 @@ def append_paged_kv_cache(
     """
     (k, v, *_), parts = halves(paged_kv_cache)
     place = batch_indices, positions, kv_indptr, kv_indices
-    way, done = asked(
+    signature, found = lookup_cached(
         _APPEND_NAMES, "append", ("append", kv_layout),
         (append_key, append_value, k, v, None, None, None, *place, None, None, None, None, None, None), parts,
     )  # fmt: skip
-    if done is not None:
+    if found is not None:
         return
     for t in paged_kv_cache if isinstance(paged_kv_cache, (tuple, list)) else (paged_kv_cache,):
         if isinstance(t, Tensor) and t.dtype not in _UNSCALED:
             want = " | ".join(map(dtype_name, _UNSCALED))
             raise ValueError(f"paged_kv_cache: want {want}, got {dtype_name(t.dtype)}")
-    kv = renamed(_APPEND_NAMES, layer, paged_kv_cache, kv_layout, None)
+    kv = with_caller_names(_APPEND_NAMES, layer, paged_kv_cache, kv_layout, None)
     call = AppendCall(
         append_key, append_value, kv.k, kv.v, None, None, *_place(*place), kv.formats[0], 1.0, None, 1.0, None, True,
     )  # fmt: skip
-    renamed(_APPEND_NAMES, submit, "append", call, None, way)
+    with_caller_names(_APPEND_NAMES, dispatch_call, "append", call, None, signature)
 
 
 def append_paged_mla_kv_cache(
@@ -251,19 +251,19 @@ def append_paged_mla_kv_cache(
     """
     place = batch_indices, positions, kv_indptr, kv_indices
     nothing = None, None, None, None
-    way, done = asked(
+    signature, found = lookup_cached(
         _APPEND_NAMES, "mla_append", ("append_mla",),
         (None, None, append_ckv, append_kpe, *nothing, ckv_cache, kpe_cache, None, None, *place, None, None),
     )  # fmt: skip
-    if done is not None:
+    if found is not None:
         return
     pair = tensor("ckv_cache", ckv_cache, "P, S, L"), tensor("kpe_cache", kpe_cache, "P, S, R")
-    latent = renamed(_APPEND_NAMES, PagedLatentLayer.of, pair)
+    latent = with_caller_names(_APPEND_NAMES, PagedLatentLayer.of, pair)
     call = MLAAppendCall(
         None, None, append_ckv, append_kpe, *nothing, latent.ckv, latent.kpe, None, *_place(*place), latent.format,
         False, 1.0, None, 1.0, None, True, False,
     )  # fmt: skip
-    renamed(_APPEND_NAMES, submit, "mla_append", call, None, way)
+    with_caller_names(_APPEND_NAMES, dispatch_call, "mla_append", call, None, signature)
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
@@ -273,7 +273,7 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     """
     pages = _signed("kv_indptr", kv_indptr, "B + 1").diff()
     last = _alike("kv_last_page_len", kv_last_page_len, pages)
-    return (pages - 1).clamp(min=0) * whole("page_size", page_size, 1) + last
+    return (pages - 1).clamp(min=0) * as_host_int("page_size", page_size, 1) + last
 
 
 def get_batch_indices_positions(
@@ -294,7 +294,7 @@ def get_batch_indices_positions(
     """
     ends = _signed("append_indptr", append_indptr, "B + 1")[1:]
     lens = _alike("seq_lens", seq_lens, ends)
-    token = torch.arange(whole("nnz", nnz, 0), dtype=ends.dtype, device=ends.device)
+    token = torch.arange(as_host_int("nnz", nnz, 0), dtype=ends.dtype, device=ends.device)
     given = (("batch_indices", batch_indices), ("positions", positions))
     indices, places = (_index_receiver(name, x, token) for name, x in given)
     if ends.numel() == 0:
@@ -316,8 +316,10 @@ def _index_receiver(name: str, out: Tensor | None, token: Tensor) -> Tensor:
     return out
 
 
-def _quantize_dtype(asked: torch.dtype | None, q_rope_out: Tensor | None, q_nope_out: Tensor | None) -> torch.dtype:
-    dtype, name = asked, "quantize_dtype"
+def _quantize_dtype(
+    lookup_cached: torch.dtype | None, q_rope_out: Tensor | None, q_nope_out: Tensor | None
+) -> torch.dtype:
+    dtype, name = lookup_cached, "quantize_dtype"
     for out_name, out in (("q_rope_out", q_rope_out), ("q_nope_out", q_nope_out)):
         if out is not None:
             tensor(out_name, out)
@@ -366,7 +368,7 @@ def _cache_fits(pair: tuple[Tensor, Tensor], rank: int, dtype: torch.dtype, page
             raise ValueError(
                 f"{name}: want {rank} dimensions in {dtype_name(dtype)}, got {list(t.shape)} {dtype_name(t.dtype)}"
             )
-    if pair[0].shape[page_dim] != whole("page_size", page_size):
+    if pair[0].shape[page_dim] != as_host_int("page_size", page_size):
         raise ValueError(f"page_size: want the cache's own {pair[0].shape[page_dim]}, got {page_size}")
 
 

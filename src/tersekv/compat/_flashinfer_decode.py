@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ..calls import DecodeCall
-from ..counts import flag
 from ..errors import UnsupportedError
 from ..formats import BLOCK, FP8, TENSOR, kv_format
 from ..layers import PagedKVLayer
-from ..ops.decode import mask_rows, outputs, receivers
-from ..ops.registry import submit
-from ..ops.scales import split
-from ._adapt import apart, asked, renamed, scalar, tensor, whole
+from ..ops.decode import allocate_outputs, attention_outputs, mask_rows
+from ..ops.registry import dispatch_call
+from ..ops.scales import float_and_tensor
+from ..scalars import as_bool
+from ._adapt import as_host_int, lookup_cached, number_or_tensor, scalar, tensor, with_caller_names
 from ._flashinfer_views import beam_lens, draft_rows, halves, layer
 
 Scale = float | Tensor
@@ -145,8 +145,8 @@ def trtllm_batch_decode_with_kv_cache(
     """
     _refuse_trtllm(
         out, out_dtype, o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, bmm1_scale_log2,
-        flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx),
-        flag("enable_block_sparse_attention", enable_block_sparse_attention),
+        as_bool("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx),
+        as_bool("enable_block_sparse_attention", enable_block_sparse_attention),
     )  # fmt: skip
     if backend not in ("auto", "xqa", "trtllm-gen"):
         raise ValueError(f"backend: want auto, xqa or trtllm-gen, got {backend!r}")
@@ -158,7 +158,7 @@ def trtllm_batch_decode_with_kv_cache(
             return draft_rows("query", "q_len_per_req", query.shape[0], b, q_len_per_req, None)
         if q_len_per_req not in (None, 1):
             raise ValueError(f"q_len_per_req: want None beside cum_seq_lens_q, got {q_len_per_req}")
-        return whole("max_q_len", max_q_len, 1)
+        return as_host_int("max_q_len", max_q_len, 1)
 
     o_scale = 1.0 if backend == "trtllm-gen" else o_scale
     return _batch_decode(
@@ -198,36 +198,36 @@ def _batch_decode(
 ) -> Any:  # fmt: skip
     """What both functions do; function: its name and what else only it has; rows(B): the most rows of a request."""
     caches, parts = halves(kv_cache, kv_cache_sf)
-    (bmm1, bmm1_t), (bmm2, bmm2_t) = apart(bmm1_scale), apart(bmm2_scale)
-    way, done = asked(
+    (bmm1, bmm1_t), (bmm2, bmm2_t) = number_or_tensor(bmm1_scale), number_or_tensor(bmm2_scale)
+    signature, cached = lookup_cached(
         names, "decode", (*function, window_left, kv_layout, bmm1, bmm2, o_scale, out_dtype, return_lse),
         (query, *caches, block_tables, seq_lens, cu_seqlens_q, mask, sinks, out, lse, bmm1_t, None, None, bmm2_t,
          None, None, None, None),
         parts,
     )  # fmt: skip
-    if done is None:
-        done = []
+    if cached is None:
+        cached = []
         tensor("query", query, "T, Hq, D")
-        kv = renamed(names, layer, kv_cache, kv_layout, kv_cache_sf)
+        kv = with_caller_names(names, layer, kv_cache, kv_layout, kv_cache_sf)
         lens = beam_lens(seq_lens)
         most = rows(lens.shape[0])
         if out is not None:
             tensor("out", out, "T, Hq, Dv")
         shape = (*query.shape[:2], kv.v.shape[-1] * kv_format(kv.formats[0]).values_per_element)
         dtype = query.dtype if out is None and out_dtype is None else out_dtype
-        out, lse, made = renamed(names, receivers, query, shape, out, dtype, lse, return_lse)
+        out, lse, made = with_caller_names(names, allocate_outputs, query, shape, out, dtype, lse, return_lse)
         logits: dict[str, Scale] = {"bmm1_scale": bmm1_scale}
         factors: dict[str, Scale] = {"bmm2_scale": bmm2_scale}
         if o_scale is not None and out.dtype not in FP8:
             factors["o_scale"] = o_scale
-        window = whole("window_left", window_left) + 1
+        window = as_host_int("window_left", window_left) + 1
         if window < 0:
             raise ValueError(f"window_left: want a number of keys, or -1 for all, got {window_left}")
         call = decode_call(
             query, kv, block_tables, lens, cu_seqlens_q, mask, sinks, out, lse, most, window, logits, factors
         )
-        renamed(names, submit, "decode", call, None, way._replace(made=made))
-    found = outputs(done, out, lse, return_lse)
+        with_caller_names(names, dispatch_call, "decode", call, None, signature._replace(outputs=made))
+    found = attention_outputs(cached, out, lse, return_lse)
     if lse is not None:  # NOTE: FlashInfer's LSE is base 2, tersekv's natural.
         lse.mul_(LOG2E)
     elif return_lse:
@@ -249,7 +249,8 @@ def decode_call(
     return DecodeCall(
         q, kv.k, kv.v, kv.k_scale_cache, kv.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, lse,
         kv.formats[0], max_q_len, window, 0.0,
-        *split(softmax_scale), *split(k_scale), *split(v_scale), *split(out_scale), "exact",
+        *float_and_tensor(softmax_scale), *float_and_tensor(k_scale), *float_and_tensor(v_scale),
+        *float_and_tensor(out_scale), "exact",
     )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..calls import MergeCall
-from ..ops.registry import submit
-from ._adapt import asked, dtype_name, renamed, tensor
+from ..ops.registry import dispatch_call
+from ._adapt import dtype_name, lookup_cached, tensor, with_caller_names
 
 _LN2 = math.log(2.0)
 
@@ -56,11 +56,13 @@ def _merge(names: dict[str, str], outs: Tensor, base2: Tensor) -> tuple[Tensor, 
         raise ValueError(f"{names['lses']}: want float32, got {dtype_name(base2.dtype)}")
     # NOTE: FlashInfer's LSE is base 2, tersekv's natural: two multiplications of a tensor as small as the LSE.
     lses = base2 * _LN2
-    way, done = asked(names, "merge_states", ("merge",), (outs, lses, None, None))
-    if done is not None:
-        return done[0], done[1].mul_(1 / _LN2)
+    signature, found = lookup_cached(names, "merge_states", ("merge",), (outs, lses, None, None))
+    if found is not None:
+        return found[0], found[1].mul_(1 / _LN2)
     out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     lse = torch.empty(outs.shape[1:3], dtype=torch.float32, device=outs.device)
     call = MergeCall(outs, lses, out, lse)
-    renamed(names, submit, "merge_states", call, None, way._replace(made={"out": out, "lse": lse}))
+    with_caller_names(
+        names, dispatch_call, "merge_states", call, None, signature._replace(outputs={"out": out, "lse": lse})
+    )
     return out, lse.mul_(1 / _LN2)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..calls import DecodeCall
-from ..ops.decode import outputs, receivers
-from ..ops.registry import submit
-from ..ops.scales import split
+from ..ops.decode import allocate_outputs, attention_outputs
+from ..ops.registry import dispatch_call
+from ..ops.scales import float_and_tensor
 from ..tracing import tracing
-from ._adapt import apart, asked, number, renamed, tensor, whole
+from ._adapt import as_float, as_host_int, lookup_cached, number_or_tensor, tensor, with_caller_names
 from ._flashinfer_decode import LOG2E
 from ._flashinfer_views import halves, layer
 from ._flashinfer_wrappers import BatchPrefillWithPagedKVCacheWrapper, multiplied, refuse, refuse_positions
@@ -52,35 +52,35 @@ def single_decode_with_kv_cache(
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"v: want N and H of k, {list(k.shape[:2])} (as NHD), got {list(v.shape[:2])}")
-    seen = whole("window_left", window_left, -1) + 1
+    seen = as_host_int("window_left", window_left, -1) + 1
     if 0 < seen < len(k):
         k, v = k[-seen:], v[-seen:]
-    scale: Any = q.shape[-1] ** -0.5 if sm_scale is None else number("sm_scale", sm_scale)
+    scale: Any = q.shape[-1] ** -0.5 if sm_scale is None else as_float("sm_scale", sm_scale)
     scale, out_scale = multiplied(multiplied(scale, q_scale), k_scale), multiplied(1.0, v_scale)
-    cap = 0.0 if logits_soft_cap is None else number("logits_soft_cap", logits_soft_cap)
+    cap = 0.0 if logits_soft_cap is None else as_float("logits_soft_cap", logits_soft_cap)
 
     table, lens = _pages_of(q.device, len(k))
     row, kv = q[None], (_as_pages(k), _as_pages(v))
-    (scale_number, scale_t), (out_number, out_t) = apart(scale), apart(out_scale)
+    (scale_number, scale_t), (out_number, out_t) = number_or_tensor(scale), number_or_tensor(out_scale)
     caches, parts = halves(kv)
-    way, done = asked(
+    signature, cached = lookup_cached(
         _NAMES, "decode", ("single", cap, scale_number, out_number, return_lse),
         (row, *caches, table, lens, None, None, None, None, None, scale_t, None, None, out_t, None, None, None, None),
         parts,
     )  # fmt: skip
     lse = None
-    if done is None:
-        done, pages = [], renamed(_NAMES, layer, kv, "NHD", None)
+    if cached is None:
+        cached, pages = [], with_caller_names(_NAMES, layer, kv, "NHD", None)
         shape = (*row.shape[:2], pages.head_dim_v)
-        out, lse, made = receivers(row, shape, None, q.dtype, None, return_lse)
-        scales = *renamed(_NAMES, split, scale, "softmax_scale"), 1.0, None, 1.0, None
-        more = (*scales, *renamed(_NAMES, split, out_scale, "out_scale"), "exact")
+        out, lse, made = allocate_outputs(row, shape, None, q.dtype, None, return_lse)
+        scales = *with_caller_names(_NAMES, float_and_tensor, scale, "softmax_scale"), 1.0, None, 1.0, None
+        more = (*scales, *with_caller_names(_NAMES, float_and_tensor, out_scale, "out_scale"), "exact")
         caches = pages.k, pages.v, pages.k_scale_cache, pages.v_scale_cache
         call = DecodeCall(row, *caches, table, lens, None, None, None, out, lse, pages.formats[0], 1, 0, cap, *more)
-        renamed(_NAMES, submit, "decode", call, None, way._replace(made=made))
+        with_caller_names(_NAMES, dispatch_call, "decode", call, None, signature._replace(outputs=made))
     else:
         out = None
-    found = outputs(done, out, lse, return_lse)
+    found = attention_outputs(cached, out, lse, return_lse)
     if not return_lse:
         return found[0]
     return found[0][0], found[1].mul_(LOG2E)[0]  # NOTE: FlashInfer's LSE is base 2, tersekv's natural.
@@ -136,12 +136,12 @@ def single_prefill_with_kv_cache(
     heads = 1 if kv_layout == "NHD" else 0
     (t, q_heads, d), ks = tensor("q", q, "T, Hq, D").shape, tensor("k", k, "N, H, D").shape
     dv = tensor("v", v, "N, H, D").shape[2]
-    sm_scale = None if sm_scale is None else number("sm_scale", sm_scale)
-    cap = None if logits_soft_cap is None else number("logits_soft_cap", logits_soft_cap)
+    sm_scale = None if sm_scale is None else as_float("sm_scale", sm_scale)
+    cap = None if logits_soft_cap is None else as_float("logits_soft_cap", logits_soft_cap)
     make = _planned.__wrapped__ if tracing() else _planned  # a traced tensor is of its trace alone
     wrapper = make(
         q.device, str(kv_layout), str(pos_encoding_mode), t, ks[1 - heads], (q_heads, ks[heads], d, dv), bool(causal),
-        sm_scale, whole("window_left", window_left), cap, (q.dtype, k.dtype, o_dtype or q.dtype),
+        sm_scale, as_host_int("window_left", window_left), cap, (q.dtype, k.dtype, o_dtype or q.dtype),
     )  # fmt: skip
     scales = (scale_q, scale_k, scale_v)
     return wrapper.run(q, (k[None], v[None]), *scales, return_lse=return_lse)

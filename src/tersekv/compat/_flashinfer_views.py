@@ -11,7 +11,7 @@ from torch import Tensor
 from ..formats import BLOCK, TOKEN_HEAD, kv_format
 from ..layers import PagedKVLayer, PagedLatentLayer
 from ..tracing import tracing
-from ._adapt import dtype_name, joined, renamed, tensor, whole
+from ._adapt import as_host_int, dtype_name, joined, tensor, with_caller_names
 
 _CACHE = {"cache": "kv_cache"}
 
@@ -24,7 +24,7 @@ def layer(
         raise TypeError(f"kv_cache: want Tensor or a tuple of two, got {type(kv_cache).__name__}")
     for t in kv_cache if isinstance(kv_cache, (tuple, list)) else ():
         tensor("kv_cache", t)
-    kv = renamed(_CACHE, lambda: PagedKVLayer.of(kv_cache, layout=layout))
+    kv = with_caller_names(_CACHE, lambda: PagedKVLayer.of(kv_cache, layout=layout))
     f = kv_format(kv.formats[0])
     if f.scale == BLOCK and sf is None:
         raise ValueError(f"scale_cache: want the e4m3 block scales of a {dtype_name(kv.k.dtype)} cache, got None")
@@ -70,7 +70,7 @@ def latent_layer(rows: Tensor, rank: int) -> PagedLatentLayer:
 def draft_rows(name: str, option: str, t: int, b: int, rows: int | None, cu_seqlens_q: Tensor | None) -> int:
     """The largest number of query rows of a request."""
     if rows is not None:
-        rows = whole(option, rows)
+        rows = as_host_int(option, rows)
     if cu_seqlens_q is None:
         rows = (t // b if b else 1) if rows is None else rows
         if t != b * rows:
@@ -107,7 +107,7 @@ def head_rows(name: str, x: Tensor | None, heads: int, page_size: int, layout: s
     if layout not in ("NHD", "HND"):
         raise ValueError(f"kv_layout: want 'NHD' or 'HND', got {layout!r}")
     x = tensor(name, x)
-    heads, page_size = whole("num_kv_heads", heads), whole("page_size", page_size)
+    heads, page_size = as_host_int("num_kv_heads", heads), as_host_int("page_size", page_size)
     if x.dim() == 2 and x.shape[0] % max(page_size * heads, 1) == 0:
         inner = (page_size, heads) if layout == "NHD" else (heads, page_size)
         x = x.unflatten(0, (x.shape[0] // max(page_size * heads, 1), *inner))
@@ -122,7 +122,7 @@ def head_rows(name: str, x: Tensor | None, heads: int, page_size: int, layout: s
 
 def latent_rows(name: str, x: Tensor, page_size: int) -> Tensor:
     """Latent rows as [P, S, dim], checked against the caller's page size."""
-    page_size = whole("page_size", page_size)
+    page_size = as_host_int("page_size", page_size)
     if tensor(name, x).dim() == 2 and page_size > 0 and x.shape[0] % page_size == 0:
         return x.unflatten(0, (x.shape[0] // page_size, page_size))
     rows = x[:, :, 0] if x.dim() == 4 and x.shape[2] == 1 else x
@@ -134,7 +134,7 @@ def latent_rows(name: str, x: Tensor, page_size: int) -> Tensor:
 
 
 def halves(kv_cache: Any, sf: Any = None) -> tuple[tuple, dict[str, str]]:
-    """K, V and their stored scales as a call gives them, and what of these is part of another (`_adapt.asked`).
+    """K, V and their stored scales as a call gives them, and what of these is part of another (`_adapt.lookup_cached`).
 
     Values that lie in K's tensor are part of it; scales of raw int8 codes are those of `layer`.
     """

@@ -11,10 +11,10 @@ from torch import Tensor
 from ..calls import DecodeCall, PrefillCall
 from ..errors import UnsupportedError
 from ..layers import PagedKVLayer
-from ..ops.decode import outputs, receivers
-from ..ops.registry import submit
-from ..ops.scales import split
-from ._adapt import apart, asked, dtype_name, renamed, tensor, whole
+from ..ops.decode import allocate_outputs, attention_outputs
+from ..ops.registry import dispatch_call
+from ..ops.scales import float_and_tensor
+from ._adapt import as_host_int, dtype_name, lookup_cached, number_or_tensor, tensor, with_caller_names
 from ._flashinfer_decode import LOG2E
 from ._flashinfer_views import halves, layer
 
@@ -109,7 +109,7 @@ class _Wrapper:
 
     def _replan(self, window_left: int, logits_soft_cap: float | None, sm_scale: float | None) -> None:
         """The same plan, but for what `forward` is told."""
-        left, cap = whole("window_left", window_left, -1), float(logits_soft_cap or 0.0)
+        left, cap = as_host_int("window_left", window_left, -1), float(logits_soft_cap or 0.0)
         self._take(self._planned()._replace(window_left=left, softcap=cap, sm_scale=sm_scale))
 
     def _planned(self) -> _Plan:
@@ -128,22 +128,22 @@ class _Wrapper:
             scale = multiplied(scale, scales[name])
         out_scale = multiplied(1.0, scales["v_scale"])
         one_row, (caches, parts) = self._options[2], halves(paged_kv_cache, kv_cache_sf)
-        (scale_number, scale_t), (out_number, out_t) = apart(scale), apart(out_scale)
+        (scale_number, scale_t), (out_number, out_t) = number_or_tensor(scale), number_or_tensor(out_scale)
         tensors = (*caches, p.page_table, p.seq_lens, None if one_row else p.cu_seqlens_q)
         given = (*((q,) if one_row else (q, None, None)), *tensors, *((None,) if one_row else ()), sinks, out, lse,
                  scale_t, None, None, out_t, None, None, None, None)  # fmt: skip
         op, options = "decode" if one_row else "prefill", (window_left, scale_number, out_number, return_lse)
-        way, done = asked(_NAMES, op, (*self._options, *options), given, parts)
-        if done is None:
-            done = []
-            kv: PagedKVLayer = renamed(_NAMES, layer, paged_kv_cache, self._kv_layout, kv_cache_sf)
+        signature, cached = lookup_cached(_NAMES, op, (*self._options, *options), given, parts)
+        if cached is None:
+            cached = []
+            kv: PagedKVLayer = with_caller_names(_NAMES, layer, paged_kv_cache, self._kv_layout, kv_cache_sf)
             _as_planned(p, q, kv)
             shape, dtype = (*q.shape[:2], kv.head_dim_v), p.dtypes[2] if out is None else None
-            out, lse, made = renamed(_NAMES, receivers, q, shape, out, dtype, lse, return_lse)
+            out, lse, made = with_caller_names(_NAMES, allocate_outputs, q, shape, out, dtype, lse, return_lse)
             window = _window(p, window_left)
             call = _call(p, q, kv, sinks, out, lse, window, scale, out_scale)
-            renamed(_NAMES, submit, op, call, None, way._replace(made=made))
-        found = outputs(done, out, lse, return_lse)
+            with_caller_names(_NAMES, dispatch_call, op, call, None, signature._replace(outputs=made))
+        found = attention_outputs(cached, out, lse, return_lse)
         if not return_lse:
             return found
         # NOTE: FlashInfer's LSE is base 2, tersekv's natural.
@@ -213,7 +213,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
                 table.to(self.device, torch.int32), lens.to(self.device, torch.int32),
                 begin.to(self.device, torch.int32), int(rows[-1]), most, (num_qo_heads, num_kv_heads),
                 (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo), page_size, sm_scale,
-                whole("window_left", window_left, -1), float(logits_soft_cap or 0.0), dtypes, alone,
+                as_host_int("window_left", window_left, -1), float(logits_soft_cap or 0.0), dtypes, alone,
             )  # fmt: skip
 
         self._keep(planned(causal))
@@ -296,7 +296,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         """
         refuse_positions(pos_encoding_mode)
         table, lens = _pages(indptr, indices, last_page_len, page_size, seq_lens)
-        n = whole("q_len_per_req", q_len_per_req, 1)
+        n = as_host_int("q_len_per_req", q_len_per_req, 1)
         rows = torch.arange(len(lens) + 1) * n
         if data_type is not None:
             q_data_type, kv_data_type = data_type, data_type if kv_data_type is None else kv_data_type
@@ -305,7 +305,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             table.to(self.device, torch.int32), lens.to(self.device, torch.int32),
             rows.to(self.device, torch.int32), int(rows[-1]), n, (num_qo_heads, num_kv_heads), (head_dim, head_dim),
             page_size, sm_scale,
-            whole("window_left", window_left, -1), float(logits_soft_cap or 0.0), dtypes, False,
+            as_host_int("window_left", window_left, -1), float(logits_soft_cap or 0.0), dtypes, False,
         ))  # fmt: skip
 
     begin_forward = plan
@@ -352,7 +352,7 @@ def _pages(
     prefix: of the caller's names
     """
     starts = tensor(f"{prefix}indptr", indptr, "B + 1").to("cpu", torch.int64)
-    counts, page_size = _counts(f"{prefix}indptr", starts), whole("page_size", page_size, 1)
+    counts, page_size = _counts(f"{prefix}indptr", starts), as_host_int("page_size", page_size, 1)
     last = tensor(f"{prefix}last_page_len", last_page_len, "B").to("cpu", torch.int64)
     if len(last) != len(counts):
         want = f"B = {len(counts)} entries as in {prefix}indptr"
@@ -417,7 +417,7 @@ def _as_planned(p: _Plan, q: Tensor, kv: PagedKVLayer) -> None:
 
 def _window(p: _Plan, left: int | None) -> int:
     """`window_left` of a run, or of its plan, as a record has it: tersekv's window counts the query's own key too."""
-    window = whole("window_left", p.window_left if left is None else left) + 1
+    window = as_host_int("window_left", p.window_left if left is None else left) + 1
     if window > 0 and p.rows_alone:
         raise UnsupportedError("window_left: want -1 with causal=False and several rows a request, got a window")
     return max(window, 0)
@@ -429,8 +429,8 @@ def _call(
 ) -> tuple:  # fmt: skip
     caches = kv.k, kv.v, kv.k_scale_cache, kv.v_scale_cache, p.page_table, p.seq_lens
     options = kv.formats[0], p.max_q_len, window, p.softcap
-    scales = *renamed(_NAMES, split, scale, "softmax_scale"), 1.0, None, 1.0, None
-    more = (*options, *scales, *renamed(_NAMES, split, out_scale, "out_scale"), "exact")
+    scales = *with_caller_names(_NAMES, float_and_tensor, scale, "softmax_scale"), 1.0, None, 1.0, None
+    more = (*options, *scales, *with_caller_names(_NAMES, float_and_tensor, out_scale, "out_scale"), "exact")
     if p.one_row_each:
         return DecodeCall(q, *caches, None, None, sinks, out, lse, *more)
     return PrefillCall(q, None, None, *caches, p.cu_seqlens_q, sinks, out, lse, *more)

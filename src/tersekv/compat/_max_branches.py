@@ -9,11 +9,11 @@ from torch import Tensor
 
 from .. import env
 from ..calls import MLADecodeBranchCall, MLAPrefillCall
+from ..dispatch.launch_cache import CallSignature
 from ..layers import PagedLatentLayer
-from ..ops.decode import query_rows
-from ..ops.registry import submit
-from ..recall import Way
-from ._adapt import asked, number, renamed, tensor, whole
+from ..ops.decode import max_query_rows
+from ..ops.registry import dispatch_call
+from ._adapt import as_float, as_host_int, lookup_cached, tensor, with_caller_names
 from ._max_cache import PagedKVCache, PagedKVCacheCollection
 
 _NAMES = {
@@ -57,13 +57,13 @@ class Step(NamedTuple):
 def prefill(
     step: Step, rows: Tensor, starts: Tensor, buffer_length: int, weight: Tensor, weight_scale: Tensor | None
 ) -> None:
-    length = whole("buffer_length", buffer_length)
+    length = as_host_int("buffer_length", buffer_length)
     if length == 0:
         return
     cache = _cache(step)
     given = step.freqs_cis, step.kv_norm_gamma, weight, weight_scale, rows, starts, step.output, None, None, None, None
-    way, done = _asked(step, cache, "mla_prefill", (step.input_row_offsets, *given), length)
-    if done is not None:
+    signature, found = _lookup_cached(step, cache, "mla_prefill", (step.input_row_offsets, *given), length)
+    if found is not None:
         return
     latent, kv_c, k_pe = _latents(step, cache)
     for name, x in (("buffer_row_offsets", rows), ("cache_offsets", starts)):
@@ -77,35 +77,38 @@ def prefill(
     call = MLAPrefillCall(
         step.q, kv_c, k_pe, latent.ckv, latent.kpe, latent.ckv_scale_cache, cache.lookup_table, cache.cache_lengths,
         step.input_row_offsets, step.freqs_cis, step.kv_norm_gamma, weight, weight_scale, rows[None], starts[None],
-        step.output, None, [length], latent.format, _max_q_len(step), number("scale", step.scale),
-        number("epsilon", step.epsilon), 1.0, None, "exact",
+        step.output, None, [length], latent.format, _max_q_len(step), as_float("scale", step.scale),
+        as_float("epsilon", step.epsilon), 1.0, None, "exact",
     )  # fmt: skip
-    renamed(_NAMES, submit, "mla_prefill", call, step.backend, way)
+    with_caller_names(_NAMES, dispatch_call, "mla_prefill", call, step.backend, signature)
 
 
 def decode(step: Step, w_uk: Tensor, w_uk_scale: Tensor | None, w_uv: Tensor, w_uv_scale: Tensor | None) -> None:
     cache = _cache(step)
     weights = step.freqs_cis, step.kv_norm_gamma, w_uk, w_uk_scale, w_uv, w_uv_scale
     given = step.input_row_offsets, *weights, step.output, None, None
-    way, done = _asked(step, cache, "mla_decode_branch", given)
-    if done is not None:
+    signature, found = _lookup_cached(step, cache, "mla_decode_branch", given)
+    if found is not None:
         return
     latent, kv_c, k_pe = _latents(step, cache)
     tensor("w_uv", w_uv, "H, Dv, L")
-    rows = query_rows(step.q.shape[0], cache.cache_lengths, step.input_row_offsets, _max_q_len(step))
+    rows = max_query_rows(step.q.shape[0], cache.cache_lengths, step.input_row_offsets, _max_q_len(step))
     call = MLADecodeBranchCall(
         step.q, kv_c, k_pe, latent.ckv, latent.kpe, latent.ckv_scale_cache, cache.lookup_table, cache.cache_lengths,
-        step.input_row_offsets, *weights, step.output, latent.format, rows, number("scale", step.scale), None,
-        number("epsilon", step.epsilon), 1.0, None,
+        step.input_row_offsets, *weights, step.output, latent.format, rows, as_float("scale", step.scale), None,
+        as_float("epsilon", step.epsilon), 1.0, None,
     )  # fmt: skip
-    renamed(_NAMES, submit, "mla_decode_branch", call, step.backend, way)
+    with_caller_names(_NAMES, dispatch_call, "mla_decode_branch", call, step.backend, signature)
 
 
-def _asked(step: Step, cache: PagedKVCache, op: str, rest: tuple, length: int = 0) -> tuple[Way, list[Tensor] | None]:
-    """`asked`: rows of a layer are one tensor, and so are raw ones; rest: the tensors of `op` behind the lengths."""
+def _lookup_cached(
+    step: Step, cache: PagedKVCache, op: str, rest: tuple, length: int = 0
+) -> tuple[CallSignature, list[Tensor] | None]:
+    """`lookup_cached`: rows of a layer are one tensor, and so are raw ones; rest: the tensors of `op` behind the
+    lengths."""
     given = step.q, step.kv_input, None, cache.blocks, None, None, cache.lookup_table, cache.cache_lengths, *rest
     options = ("max", length, cache.max_seq_length, cache.scales is None, step.scale, step.epsilon, step.backend)
-    return asked(_NAMES, op, options, given, _JOINED)
+    return lookup_cached(_NAMES, op, options, given, _JOINED)
 
 
 def _cache(step: Step) -> PagedKVCache:
@@ -125,7 +128,7 @@ def _latents(step: Step, cache: PagedKVCache) -> tuple[PagedLatentLayer, Tensor 
     ):  # fmt: skip
         if tensor(name, x).dim() != dims:
             raise ValueError(f"{name}: want {dims} dimension, got {list(x.shape)}")
-    latent: PagedLatentLayer = renamed(_NAMES, cache.latent, step.kv_norm_gamma.shape[0])
+    latent: PagedLatentLayer = with_caller_names(_NAMES, cache.latent, step.kv_norm_gamma.shape[0])
     raw, rank = step.kv_input, latent.ckv.shape[-1]
     if raw is None:
         return latent, None, None

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import env
-from ..layers import PagedLatentLayer, apart, restored
-from ._adapt import tensor, whole
+from ..layers import PagedLatentLayer, to_buffers, unpickle
+from ._adapt import as_host_int, tensor
 
 
 class PagedKVCache(NamedTuple):
@@ -23,7 +23,7 @@ class PagedKVCache(NamedTuple):
     scales: Tensor | None = None
 
     def __reduce__(self) -> tuple:
-        return restored, (PagedKVCache, *apart([self]))
+        return unpickle, (PagedKVCache, *to_buffers([self]))
 
     def cache_length(self, request: int) -> int:
         """Tokens that a request held before this step. Reads the tensor on the host."""
@@ -66,13 +66,13 @@ class PagedKVCacheCollection:
         self.blocks, self.scales = blocks, scales
         self.cache_lengths = tensor("cache_lengths", cache_lengths)
         self.lookup_table = tensor("lookup_table", lookup_table)
-        self.max_seq_length = whole("max_seq_length", max_seq_length)
-        self.max_cache_length = whole("max_cache_length", max_cache_length)
+        self.max_seq_length = as_host_int("max_seq_length", max_seq_length)
+        self.max_cache_length = as_host_int("max_cache_length", max_cache_length)
 
     def __reduce__(self) -> tuple:
         bounds = self.max_seq_length, self.max_cache_length
         values = self.blocks, self.cache_lengths, self.lookup_table, *bounds, self.scales
-        return restored, (PagedKVCacheCollection, *apart([values]))
+        return unpickle, (PagedKVCacheCollection, *to_buffers([values]))
 
     def get_key_cache(self, layer_idx: int) -> PagedKVCache:
         """Keys of a layer (MLA: its latent rows), a view."""
@@ -89,7 +89,7 @@ class PagedKVCacheCollection:
         return int(self.cache_lengths[request])
 
     def _get(self, side: int, layer_idx: int) -> PagedKVCache:
-        layer, layers = whole("layer_idx", layer_idx), self.blocks.shape[2]
+        layer, layers = as_host_int("layer_idx", layer_idx), self.blocks.shape[2]
         if not 0 <= layer < layers:
             raise ValueError(f"layer_idx: want a number in [0, {layers}), got {layer}")
         return PagedKVCache(

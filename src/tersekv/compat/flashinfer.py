@@ -15,9 +15,9 @@ from torch import Tensor
 from ..calls import MLADecodeCall
 from ..formats import FP8, TENSOR, latent_format
 from ..layers import PagedLatentLayer
-from ..ops.registry import same_place, submit
-from ..ops.scales import split
-from ._adapt import apart, asked, dtype_name, joined, renamed, scalar, tensor, whole
+from ..ops.registry import dispatch_call, same_address
+from ..ops.scales import float_and_tensor
+from ._adapt import as_host_int, dtype_name, joined, lookup_cached, number_or_tensor, scalar, tensor, with_caller_names
 from ._flashinfer_append import (
     append_paged_kv_cache,
     append_paged_mla_kv_cache,
@@ -163,17 +163,17 @@ def xqa(
     or TypeError for a bad argument.
     """
     caches, parts = halves((k_cache, v_cache), None if k_sf_cache is v_sf_cache is None else (k_sf_cache, v_sf_cache))
-    (q_number, q_t), (kv_number, kv_t) = apart(q_scale), apart(kv_scale)
+    (q_number, q_t), (kv_number, kv_t) = number_or_tensor(q_scale), number_or_tensor(kv_scale)
     if q_t is None and kv_t is not None:  # it multiplies the scores too
         q_t, kv_t, parts["out_scale_t"] = kv_t, None, "softmax_scale_t"
-    way, done = asked(
+    signature, found = lookup_cached(
         _XQA_NAMES, "decode",
         ("xqa", num_kv_heads, page_size, sliding_win_size, kv_layout, q_seq_len, q_number, kv_number, rcp_out_scale),
         (q, *caches, page_table, seq_lens, q_cu_seq_lens, mask, sinks, output, None, q_t, None, None, kv_t,
          None, None, None, None),
         parts,
     )  # fmt: skip
-    if done is not None:
+    if found is not None:
         return
     rows = q_seq_len if q_cu_seq_lens is None else None
     query, result = beam_rows("q", q, rows), beam_rows("output", output, rows)
@@ -186,7 +186,7 @@ def xqa(
         pair = (("k_sf_cache", k_sf_cache), ("v_sf_cache", v_sf_cache))
         k_sf, v_sf = (head_rows(n, t, num_kv_heads, page_size, kv_layout) for n, t in pair)
         sf = (k_sf, v_sf)
-    kv = renamed(_XQA_NAMES, layer, (k, v), "NHD", sf)
+    kv = with_caller_names(_XQA_NAMES, layer, (k, v), "NHD", sf)
     rows = draft_rows("q", "q_seq_len", query.shape[0], lens.shape[0], q_seq_len, q_cu_seq_lens)
     if sinks is not None and tensor("sinks", sinks).dim() == 2:
         per_head = [k.shape[2], query.shape[1] // max(k.shape[2], 1)]
@@ -195,7 +195,7 @@ def xqa(
         sinks = joined("sinks", sinks)
     logits: dict[str, Scale] = {"q_scale": q_scale, "kv_scale": kv_scale, "sqrt(D)": max(query.shape[-1], 1) ** -0.5}
     outputs: dict[str, Scale] = {"kv_scale": kv_scale}
-    window = whole("sliding_win_size", sliding_win_size)
+    window = as_host_int("sliding_win_size", sliding_win_size)
     if window < 0:
         raise ValueError(f"sliding_win_size: want a number of keys, or 0 for all, got {window}")
     scalar("rcp_out_scale", rcp_out_scale, q.device)
@@ -205,7 +205,7 @@ def xqa(
         query, kv, page_table, lens, q_cu_seq_lens, mask, sinks, result, None, rows, window,
         logits, outputs,
     )  # fmt: skip
-    renamed(_XQA_NAMES, submit, "decode", call, None, way)
+    with_caller_names(_XQA_NAMES, dispatch_call, "decode", call, None, signature)
 
 
 def xqa_mla(
@@ -236,12 +236,12 @@ def xqa_mla(
 
     Raises ValueError or TypeError for a bad argument.
     """
-    (q_number, q_t), (kv_number, kv_t) = apart(q_scale), apart(kv_scale)
-    way, done = asked(
+    (q_number, q_t), (kv_number, kv_t) = number_or_tensor(q_scale), number_or_tensor(kv_scale)
+    signature, found = lookup_cached(
         _XQA_NAMES, "mla_decode", ("xqa_mla", page_size, _seen_rows(k_cache, v_cache), q_number, kv_number),
         (q, None, k_cache, None, None, page_table, seq_lens, None, output, None, q_t, kv_t, None), _JOINED,
     )  # fmt: skip
-    if done is not None:
+    if found is not None:
         return
     query, result = beam_rows("q", q, 1), beam_rows("output", output, 1)
     lens = beam_lens(seq_lens)
@@ -258,19 +258,22 @@ def xqa_mla(
     if v_cache is not k_cache and not _same_rows(k, v):
         if k.dtype == torch.uint8:
             raise ValueError("v_cache: want k_cache itself, or a view of its rows, for rows of fp8_ds_mla, got a copy")
-        kv = renamed(_XQA_NAMES, layer, (k[:, :, None], v[:, :, None, :rank]), "NHD", None)
+        kv = with_caller_names(_XQA_NAMES, layer, (k[:, :, None], v[:, :, None, :rank]), "NHD", None)
         factors: tuple[dict[str, Scale], ...] = {"q_scale": q_scale, "kv_scale": kv_scale}, {"kv_scale": kv_scale}
         call: tuple = decode_call(query, kv, page_table, lens, None, None, None, result, None, 1, 0, *factors)
-        renamed(_XQA_NAMES, submit, "decode", call, None)
+        with_caller_names(_XQA_NAMES, dispatch_call, "decode", call, None)
         return
-    latent = renamed(_XQA_NAMES, latent_layer, k, rank)
+    latent = with_caller_names(_XQA_NAMES, latent_layer, k, rank)
     if query.shape[-1] != rank + latent.kpe.shape[-1]:
         raise ValueError(f"q: want rows of {rank} + {latent.kpe.shape[-1]}, got {list(q.shape)}")
     scalar("q_scale", q_scale, q.device), scalar("kv_scale", kv_scale, q.device)
     scaled = latent_format(latent.format).scale == TENSOR
     softmax_scale = q_scale if scaled else times(q_scale, kv_scale)
     scales = (softmax_scale, kv_scale if scaled else 1.0, 1.0 if scaled else kv_scale)
-    renamed(_XQA_NAMES, submit, "mla_decode", _mla_call(query, latent, page_table, lens, result, 1, *scales), None, way)
+    with_caller_names(
+        _XQA_NAMES, dispatch_call, "mla_decode", _mla_call(query, latent, page_table, lens, result, 1, *scales), None,
+        signature,
+    )  # fmt: skip
 
 
 def xqa_batch_decode_with_kv_cache_mla(
@@ -302,15 +305,15 @@ def xqa_batch_decode_with_kv_cache_mla(
     NOTE: FlashInfer multiplies the scores by bmm2_scale too; here it multiplies the output alone, as documented.
     Raises ValueError or TypeError for a bad argument.
     """
-    (bmm1, bmm1_t), (bmm2, bmm2_t) = apart(bmm1_scale), apart(bmm2_scale)
-    way, done = asked(
+    (bmm1, bmm1_t), (bmm2, bmm2_t) = number_or_tensor(bmm1_scale), number_or_tensor(bmm2_scale)
+    signature, found = lookup_cached(
         _DECODE_MLA_NAMES, "mla_decode", ("xqa_batch_mla", kv_lora_rank, qk_rope_head_dim, sinks, bmm1, bmm2),
         (query, None, kv_cache, None, None, block_tables, seq_lens, None, out, None, bmm1_t, None, bmm2_t), _JOINED,
     )  # fmt: skip
-    if done is not None:
-        return done[0] if out is None else out
+    if found is not None:
+        return found[0] if out is None else out
     tensor("query", query, "B, Q, H, L + R"), tensor("kv_cache", kv_cache)
-    rank, rope = whole("kv_lora_rank", kv_lora_rank, 1), whole("qk_rope_head_dim", qk_rope_head_dim, 1)
+    rank, rope = as_host_int("kv_lora_rank", kv_lora_rank, 1), as_host_int("qk_rope_head_dim", qk_rope_head_dim, 1)
     rows = kv_cache[:, 0] if kv_cache.dim() == 4 and kv_cache.shape[1] == 1 else kv_cache
     for name, x, width, shape in (
         ("query", query, query.shape[-1], "[B, Q, H, L + R]"),
@@ -328,9 +331,11 @@ def xqa_batch_decode_with_kv_cache_mla(
         raise ValueError(f"out: want [B, Q, H, L] = {[b, q_len, heads, rank]}, got {list(out.shape)}")
     result = out if out.dim() == 3 else joined("out", out)
     scalar("bmm1_scale", bmm1_scale, query.device), scalar("bmm2_scale", bmm2_scale, query.device)
-    latent = renamed(_DECODE_MLA_NAMES, latent_layer, rows, rank)
+    latent = with_caller_names(_DECODE_MLA_NAMES, latent_layer, rows, rank)
     call = _mla_call(joined("query", query), latent, block_tables, seq_lens, result, q_len, bmm1_scale, 1.0, bmm2_scale)
-    renamed(_DECODE_MLA_NAMES, submit, "mla_decode", call, None, way._replace(made={"out": out}))
+    with_caller_names(
+        _DECODE_MLA_NAMES, dispatch_call, "mla_decode", call, None, signature._replace(outputs={"out": out})
+    )
     return out
 
 
@@ -348,7 +353,8 @@ def _mla_call(
     rank = latent.ckv.shape[-1]
     return MLADecodeCall(
         q[..., :rank], q[..., rank:], latent.ckv, latent.kpe, latent.ckv_scale_cache, page_table, seq_lens, None,
-        out, None, latent.format, q_len, *split(softmax_scale), *split(kv_scale), *split(out_scale), "exact",
+        out, None, latent.format, q_len, *float_and_tensor(softmax_scale), *float_and_tensor(kv_scale),
+        *float_and_tensor(out_scale), "exact",
     )  # fmt: skip
 
 
@@ -356,9 +362,9 @@ def _seen_rows(k_cache: Tensor, v_cache: Tensor) -> tuple | None:
     """What `xqa_mla` looks at of values that are not k_cache itself."""
     if v_cache is k_cache or not isinstance(v_cache, Tensor):
         return None if v_cache is k_cache else (type(v_cache),)
-    return same_place(k_cache, v_cache), v_cache.shape, v_cache.stride(), v_cache.dtype
+    return same_address(k_cache, v_cache), v_cache.shape, v_cache.stride(), v_cache.dtype
 
 
 def _same_rows(k: Tensor, v: Tensor) -> bool:
     """Whether two views have the same first element and strides; while tracing, where this is unknown, False."""
-    return same_place(k, v) and v.stride() == k.stride()
+    return same_address(k, v) and v.stride() == k.stride()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._adapt import tensor, whole
+from ._adapt import as_host_int, tensor
 from ._max_branches import Step, check_granularity, check_variant, decode, prefill
 from ._max_cache import PagedKVCache, PagedKVCacheCollection, plan_into
 
@@ -148,7 +148,7 @@ def mla_prefill_decode_graph_fp8(
         output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
         backend,
     )  # fmt: skip
-    if whole("max_seq_len", max_seq_len) == 1:
+    if as_host_int("max_seq_len", max_seq_len) == 1:
         decode(step, w_uk, tensor("w_uk_scale", w_uk_scale), w_uv, tensor("w_uv_scale", w_uv_scale))
     else:
         kv_b_proj_scale = tensor("kv_b_proj_scale", kv_b_proj_scale)
@@ -168,7 +168,7 @@ def mla_prefill_decode_graph_bf16(
         output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
         backend,
     )  # fmt: skip
-    if whole("max_seq_len", max_seq_len) == 1:
+    if as_host_int("max_seq_len", max_seq_len) == 1:
         decode(step, w_uk, None, w_uv, None)
     else:
         prefill(step, buffer_row_offsets, cache_offsets, buffer_length, kv_b_proj, None)
@@ -191,7 +191,7 @@ def mla_prefill_plan(
     lengths [32, 8]. Tokens beyond max_chunks are in no chunk; in checked mode they raise ValueError, as shapes that do
     not fit do everywhere. `tersekv.mla_prefill_plan` plans on the host.
     """
-    size = whole("buffer_token_size", buffer_token_size)
+    size = as_host_int("buffer_token_size", buffer_token_size)
     if size <= 0:
         raise ValueError(f"buffer_token_size: want a positive number, got {size}")
     lens = getattr(k_cache, "cache_lengths", None)

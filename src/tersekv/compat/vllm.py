@@ -17,9 +17,9 @@ from torch import Tensor
 from ..calls import AppendCall, MLAAppendCall
 from ..formats import latent_bytes_per_token
 from ..layers import PagedLatentLayer
-from ..ops.registry import submit
-from ..ops.scales import multiplier
-from ._adapt import apart, asked, dtype_name, first_rows, number, renamed, tensor
+from ..ops.registry import dispatch_call
+from ..ops.scales import multiplying_scale
+from ._adapt import as_float, dtype_name, first_rows, lookup_cached, number_or_tensor, tensor, with_caller_names
 from ._vllm_rotation import rotated
 
 __all__ = [
@@ -90,10 +90,10 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
     Raises ValueError that lists the supported cache dtypes, and ValueError or TypeError for other bad arguments.
     """
     caches = key_cache, value_cache, k_scale_cache, v_scale_cache
-    way, done = asked(
+    signature, found = lookup_cached(
         _NAMES, "append", ("per_token_head", kv_quant_mode), (key, value, *caches, slot_mapping, *[None] * 10)
     )
-    if done is not None:
+    if found is not None:
         return
     dtype = tensor("key_cache", key_cache).dtype
     if dtype not in _PER_TOKEN_HEAD:
@@ -118,7 +118,7 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
         key, value, k_cache, v_cache, k_scale_cache, v_scale_cache, slot_mapping, None, None, None, None, own,
         1.0, None, 1.0, None, False, widen=not four_bits,
     )  # fmt: skip
-    renamed(_NAMES, submit, "append", call, None, way)
+    with_caller_names(_NAMES, dispatch_call, "append", call, None, signature)
 
 
 def reshape_and_cache_flash(
@@ -145,15 +145,15 @@ def reshape_and_cache_flash(
     argument.
     """
     scaled = isinstance(kv_cache_dtype, str) and kv_cache_dtype in _NAMED_FP8
-    (k_number, k_t), (v_number, v_t) = (apart(x) if scaled else (None, None) for x in (k_scale, v_scale))
+    (k_number, k_t), (v_number, v_t) = (number_or_tensor(x) if scaled else (None, None) for x in (k_scale, v_scale))
     parts = {"v_scale_t": "k_scale_t"} if k_t is v_t is not None else {}
-    way, done = asked(
+    signature, found = lookup_cached(
         _NAMES, "append", ("reshape_and_cache", kv_cache_dtype, k_number, v_number),
         (key, value, key_cache, value_cache, None, None, slot_mapping, None, None, None, None, k_t,
          None if parts else v_t, None, None, None, None),
         parts,
     )  # fmt: skip
-    if done is not None:
+    if found is not None:
         return
     key, value = _token_rows(key, value, slot_mapping)
     format, stored = _cache_format(kv_cache_dtype, "key_cache", tensor("key_cache", key_cache))
@@ -164,7 +164,7 @@ def reshape_and_cache_flash(
         key, value, k_cache, v_cache, None, None, slot_mapping, None, None, None, None, format,
         *scales[0], *scales[1], False,
     )  # fmt: skip
-    renamed(_NAMES, submit, "append", call, None, way)
+    with_caller_names(_NAMES, dispatch_call, "append", call, None, signature)
 
 
 def concat_and_cache_mla(
@@ -188,13 +188,13 @@ def concat_and_cache_mla(
     or TypeError for a bad argument.
     """
     scaled = isinstance(kv_cache_dtype, str) and kv_cache_dtype in _NAMED_FP8
-    scale_number, scale_t = apart(scale) if scaled else (None, None)
+    scale_number, scale_t = number_or_tensor(scale) if scaled else (None, None)
     nothing = None, None, None, None
-    way, done = asked(
+    signature, found = lookup_cached(
         _MLA_NAMES, "mla_append", ("concat_and_cache", kv_cache_dtype, scale_number),
         (None, None, kv_c, k_pe, *nothing, kv_cache, None, None, slot_mapping, *nothing, None, scale_t), _JOINED,
     )  # fmt: skip
-    if done is not None:
+    if found is not None:
         return
     tokens = tensor("slot_mapping", slot_mapping, "T").shape[0]
     kv_c = first_rows("kv_c", tensor("kv_c", kv_c), tokens, "slot_mapping")
@@ -207,17 +207,17 @@ def concat_and_cache_mla(
     else:
         format, stored = _cache_format(kv_cache_dtype, "kv_cache", tensor("kv_cache", kv_cache), ", fp8_ds_mla")
         rows = _seen_as("kv_cache", kv_cache, stored)
-    row = renamed(_MLA_NAMES, latent_bytes_per_token, format, kv_c.shape[1], k_pe.shape[-1])
+    row = with_caller_names(_MLA_NAMES, latent_bytes_per_token, format, kv_c.shape[1], k_pe.shape[-1])
     if rows.dim() > 0 and rows.shape[-1] * rows.element_size() != row:
         sizes = f"{kv_c.shape[1]} (kv_c) and {k_pe.shape[-1]} (k_pe)"
         got = f"{list(rows.shape)} {dtype_name(rows.dtype)}"
         raise ValueError(f"kv_cache: want rows of {row} bytes for {sizes} in {format}, got {got}")
-    layer: PagedLatentLayer = renamed(_MLA_NAMES, _latent_layer, rows, format, kv_c.shape[1])
+    layer: PagedLatentLayer = with_caller_names(_MLA_NAMES, _latent_layer, rows, format, kv_c.shape[1])
     call = MLAAppendCall(
         None, None, kv_c, k_pe, *nothing, layer.ckv, layer.kpe, layer.ckv_scale_cache, slot_mapping, *nothing,
         format, True, 1.0, None, *_scale("scale", scale, scaled), False, False,
     )  # fmt: skip
-    renamed(_MLA_NAMES, submit, "mla_append", call, None, way)
+    with_caller_names(_MLA_NAMES, dispatch_call, "mla_append", call, None, signature)
 
 
 def _cache_format(name: str, cache_name: str, cache: Tensor, more: str = "") -> tuple[str, torch.dtype]:
@@ -265,7 +265,7 @@ def _scale(name: str, x: float | Tensor, scaled: bool) -> tuple[float, Tensor | 
     """(multiplier, tensor) of a scale for a call record; a cache that is not `scaled` has none."""
     if not scaled:
         return 1.0, None
-    return multiplier(x if isinstance(x, Tensor) else number(name, x, "a number or Tensor"), name)
+    return multiplying_scale(x if isinstance(x, Tensor) else as_float(name, x, "a number or Tensor"), name)
 
 
 def _latent_layer(rows: Tensor, format: str, rank: int) -> PagedLatentLayer:

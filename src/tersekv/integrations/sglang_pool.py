@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import env
 from ..attributes import HADAMARD
 from ..formats import BLOCK, KV_FORMATS, TENSOR, KVFormat, held, kv_format
-from ..layers import PagedKVLayer, attributes_of
+from ..layers import PagedKVLayer, make_attributes
 from ..ops.append import append
 from ..recipe import recipe
 from .saved_layers import read, saved_layers
@@ -163,7 +163,7 @@ class TersekvPool(MHATokenToKVPool):
                     [self._rows(kind[side].scale_bytes(dims[side]), torch.uint8) for kind in kinds] for side in (0, 1)
                 )
         rotation = HADAMARD if self.chosen.rotated else None
-        self._signs = attributes_of(rotation, dims, torch.device(self.device), None, None)[:2]
+        self._signs = make_attributes(rotation, dims, torch.device(self.device), None, None)[:2]
         self._layers: dict[int, tuple[Any, Any, PagedKVLayer]] = {}
         self._kv_buffer_descs = self._build_kv_buffer_descs()
         self._init_data_ptrs_and_strides()

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..counts import positive, whole
 from ..errors import UnsupportedError
 from ..formats import ALL_FORMATS, KV_FORMATS
-from ..layers import Formats, pair
+from ..layers import Formats, kv_pair
+from ..scalars import as_int, as_positive_int
 from .transformers_formats import chosen, scale_of_layers
 from .transformers_layers import INSTEAD, layer_windows
 from .transformers_pages import Book, Capacity, Step
@@ -265,9 +265,9 @@ class TersekvCache(Cache):
         v_scale: float | Sequence[float] = 1.0,
         kv_scale: float | Sequence[float] = 1.0,
     ) -> None:
-        page_size, chunk = positive("page_size", page_size), positive("chunk", chunk)
-        max_tokens = None if max_tokens is None else positive("max_tokens", max_tokens)
-        num_pages = None if num_pages is None else positive("num_pages", num_pages)
+        page_size, chunk = as_positive_int("page_size", page_size), as_positive_int("chunk", chunk)
+        max_tokens = None if max_tokens is None else as_positive_int("max_tokens", max_tokens)
+        num_pages = None if num_pages is None else as_positive_int("num_pages", num_pages)
         if not isinstance(exact_prefill, bool):
             raise TypeError(f"exact_prefill: want True or False, got {exact_prefill!r}")
         if not hasattr(config, "get_text_config"):
@@ -279,7 +279,7 @@ class TersekvCache(Cache):
         each, self._attributes, self._saved = chosen(len(windows), format, layer_formats, saved, attributes, scales)
         self._scales = {name: scale_of_layers(name, s, len(windows)) for name, s in scales.items()}
         self._latent_sizes = (getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None))
-        for name in (name for entry in each for name in pair("format", entry)):
+        for name in (name for entry in each for name in kv_pair("format", entry)):
             if name not in KV_FORMATS and None in self._latent_sizes:
                 known = ", ".join(KV_FORMATS)
                 raise ValueError(
@@ -352,7 +352,7 @@ class TersekvCache(Cache):
 
         Raises ValueError for a positive number, and where a sliding window no longer holds what it would see.
         """
-        tokens_to_remove = whole("tokens_to_remove", tokens_to_remove)  # transformers 5.17 brings a tensor
+        tokens_to_remove = as_int("tokens_to_remove", tokens_to_remove)  # transformers 5.17 brings a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: want 0 or a negative number, got {tokens_to_remove}")
         self.book.crop(-tokens_to_remove)
@@ -380,7 +380,7 @@ class TersekvCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
-        repeats = positive("repeats", repeats)
+        repeats = as_positive_int("repeats", repeats)
         if self.book.columns:
             self._select([row for row in range(len(self.book.counts)) for _ in range(repeats)])
 
@@ -422,7 +422,7 @@ class TersekvCache(Cache):
         codes do not tell, and for an empty one.
         """
         largest = [store.largest() for store in self._observed("fitted_scales")]
-        wanted = [ALL_FORMATS.get(name) for name in pair("format", format)]
+        wanted = [ALL_FORMATS.get(name) for name in kv_pair("format", format)]
         if None in wanted:
             raise ValueError(f"format: want one of {', '.join(ALL_FORMATS)}, or K's and V's, got {format!r}")
         names = ("kv_scale",) if len(largest[0]) == 1 else ("k_scale", "v_scale")

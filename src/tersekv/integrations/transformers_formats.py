@@ -10,7 +10,7 @@ from typing import Any
 from ..attributes import HADAMARD
 from ..cache import PagedKVCache
 from ..formats import ALL_FORMATS, meant
-from ..layers import Formats, PagedKVLayer, pair
+from ..layers import Formats, PagedKVLayer, kv_pair
 from ..recipe import spelt
 
 _DEFAULT = "fp8_e4m3"
@@ -48,7 +48,7 @@ def chosen(
 
 def _pairs(entries: Sequence[Formats]) -> list[Formats]:
     """The entries, K's and V's as one name where they are the same."""
-    both = [pair("format", entry) for entry in entries]
+    both = [kv_pair("format", entry) for entry in entries]
     for name in (name for names in both for name in names):
         if not isinstance(name, str) or name not in ALL_FORMATS:
             raise ValueError(f"format: want one of {', '.join(ALL_FORMATS)}, got {name!r}{meant(name, ALL_FORMATS)}")

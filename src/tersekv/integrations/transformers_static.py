@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..counts import positive
 from ..errors import OutOfPagesError, UnsupportedError
+from ..scalars import as_positive_int
 from .transformers_cache import Formats, TersekvCache, TersekvLayer
 from .transformers_layers import CACHE_ARGUMENT
 from .transformers_pages import LOST, Capacity, Piece, Step, ring_pages
@@ -267,7 +267,7 @@ class TersekvStaticCache(TersekvCache):
     def __init__(self, config: Any, format: Formats | None = None, *, max_tokens: int, **options: Any) -> None:
         if options.pop("num_pages", None) is not None:
             raise ValueError("num_pages: want None for a TersekvStaticCache, whose room is max_tokens, got a number")
-        super().__init__(config, format, max_tokens=positive("max_tokens", max_tokens), **options)
+        super().__init__(config, format, max_tokens=as_positive_int("max_tokens", max_tokens), **options)
 
     def early_initialization(
         self, batch_size: int, num_heads: int | list[int], head_dim: int | list[int], dtype: torch.dtype,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..attributes import HADAMARD
 from ..formats import BLOCK, TENSOR, KVFormat, kv_format
-from ..layers import PagedKVLayer, attributes_of
+from ..layers import PagedKVLayer, make_attributes
 
 
 class Kind(NamedTuple):
@@ -143,7 +143,7 @@ def pages_of(
     k_row = kind.k.row_bytes(dims[0]) // kind.dtype.itemsize
     k, ks = _codes_and_scales(content[..., :k_row], kind.k, dims[0], kind)
     v, vs = _codes_and_scales(content[..., k_row:], kind.v, dims[1], kind)
-    signs = attributes_of(rotation, dims, kv_cache.device, None, None)
+    signs = make_attributes(rotation, dims, kv_cache.device, None, None)
     return PagedKVLayer(k, v, formats, one[0], one[1], ks, vs, *signs)
 
 

@@ -1,4 +1,4 @@
-"""Write into a K/V cache: `append` and `rope_append`."""
+"""Writes to a K/V cache: `append` and `rope_append`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..calls import AppendCall, RopeAppendCall
-from ..checks import FLOAT, dtype, tensor
+from ..dispatch.checks import FLOAT, dtype, tensor
+from ..dispatch.launch_cache import CallSignature, lookup
 from ..formats import FP8
 from ..layers import PagedKVLayer
-from ..recall import Way, again
-from .registry import submit
-from .scales import attributes, multiplier
+from .registry import dispatch_call
+from .scales import attributes, multiplying_scale
 
 KVLike = PagedKVLayer | Tensor | Sequence[Tensor]
 
@@ -32,20 +32,20 @@ def append(k: Tensor, v: Tensor, cache: KVLike, slot_mapping: Tensor, *, backend
     leave one of them. Raises ValueError or TypeError for arguments that do not fit together.
     """
     c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
-    k_scale, k_scale_t = multiplier(c.k_scale, "k_scale")
-    v_scale, v_scale_t = multiplier(c.v_scale, "v_scale")
+    k_scale, k_scale_t = multiplying_scale(c.k_scale, "k_scale")
+    v_scale, v_scale_t = multiplying_scale(c.v_scale, "v_scale")
     format, v_format, more = attributes(c)
-    given = (
+    inputs = (
         k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, slot_mapping, None, None, None, None, k_scale_t, v_scale_t,
         *more,
     )  # fmt: skip
     options = (c.format, k_scale, v_scale, backend)
-    if again("append", options, given) is None:
+    if lookup("append", options, inputs) is None:
         call = AppendCall(
             k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, slot_mapping, None, None, None, None,
             format, k_scale, k_scale_t, v_scale, v_scale_t, False, v_format, *more,
         )  # fmt: skip
-        submit("append", call, backend, Way(options, given))
+        dispatch_call("append", call, backend, CallSignature(options, inputs))
 
 
 def rope_append(
@@ -80,40 +80,40 @@ def rope_append(
     TypeError for arguments that do not fit together.
     """
     c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
-    k_scale, k_scale_t = multiplier(c.k_scale, "k_scale")
-    v_scale, v_scale_t = multiplier(c.v_scale, "v_scale")
-    q_mul, q_scale_t = multiplier(q_scale, "q_scale")
+    k_scale, k_scale_t = multiplying_scale(c.k_scale, "k_scale")
+    v_scale, v_scale_t = multiplying_scale(c.v_scale, "v_scale")
+    q_mul, q_scale_t = multiplying_scale(q_scale, "q_scale")
     format, v_format, more = attributes(c)
-    given = (
+    inputs = (
         q, None, k, None, v, cos_sin_cache, positions, q_out, None, c.k, c.v, c.k_scale_cache, c.v_scale_cache,
         slot_mapping, None, None, None, None, q_scale_t, k_scale_t, v_scale_t, *more,
     )  # fmt: skip
     options = (c.format, interleaved, type(interleaved), q_mul, k_scale, v_scale, q_dtype, backend)  # 1 is no bool
-    done = again("rope_append", options, given)
-    if done is not None:
-        return done[0] if done else q_out
+    cached = lookup("rope_append", options, inputs)
+    if cached is not None:
+        return cached[0] if cached else q_out
 
-    q_out = like_query(q, q_out, q_dtype)
+    q_out = query_output(q, q_out, q_dtype)
     try:
         r = cos_sin_cache.shape[1]
         whole = k.shape[2] == r and (q is None or q.shape[2] == r) and (q_out is None or q_out.shape[2] == r)
     except (AttributeError, IndexError):
-        whole = False  # what is wrong is found below
-    parts: Any = (q, None, k, None, q_out, None) if whole else in_parts(q, k, q_out, cos_sin_cache)
+        whole = False  # the checks below raise
+    parts: Any = (q, None, k, None, q_out, None) if whole else split_rope_nope(q, k, q_out, cos_sin_cache)
     q_rope, q_nope, k_rope, k_nope, q_rope_out, q_nope_out = parts
     call = RopeAppendCall(
         q_rope, q_nope, k_rope, k_nope, v, cos_sin_cache, positions, q_rope_out, q_nope_out,
         c.k, c.v, c.k_scale_cache, c.v_scale_cache, slot_mapping, None, None, None, None,
         format, interleaved, q_mul, q_scale_t, k_scale, k_scale_t, v_scale, v_scale_t, False, False, v_format, *more,
     )  # fmt: skip
-    made = {} if q_out is None else {"q_rope_out": q_out}
+    made_outputs = {} if q_out is None else {"q_rope_out": q_out}
     nope = {"q_nope": "q_rope", "k_nope": "k_rope", "q_nope_out": "q_rope_out"}
-    submit("rope_append", call, backend, Way(options, given, made, nope))
+    dispatch_call("rope_append", call, backend, CallSignature(options, inputs, made_outputs, nope))
     return q_out
 
 
-def like_query(q: Tensor | None, out: Tensor | None, q_dtype: torch.dtype | None) -> Tensor | None:
-    """The tensor that receives the query: `out`, or a new one."""
+def query_output(q: Tensor | None, out: Tensor | None, q_dtype: torch.dtype | None) -> Tensor | None:
+    """Returns the tensor that receives the query: `out`, or a new one."""
     if q_dtype is not None:
         own = out.dtype if isinstance(out, Tensor) else None
         dtype("q_dtype", q_dtype, FLOAT + FP8, own, "q_out")
@@ -124,8 +124,10 @@ def like_query(q: Tensor | None, out: Tensor | None, q_dtype: torch.dtype | None
     return torch.empty(*q.shape, dtype=q_dtype or q.dtype, device=q.device)
 
 
-def in_parts(q: Tensor | None, k: Tensor, q_out: Tensor | None, cos_sin_cache: Tensor) -> tuple[Tensor | None, ...]:
-    """The first R columns and the rest (None where there is none) of q, of k, and of q_out."""
+def split_rope_nope(
+    q: Tensor | None, k: Tensor, q_out: Tensor | None, cos_sin_cache: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Returns the first R columns and the rest (None if empty) of q, of k, and of q_out."""
     rows = {"q": q, "k": k, "q_out": q_out}
     for name, x in rows.items():
         if x is not None or name == "k":

@@ -1,7 +1,7 @@
-"""Decode over a cache whose tokens are dealt across the ranks of a process group.
+"""Decode over a cache whose tokens are sharded across the ranks of a process group.
 
-Every rank attends to its own tokens and gets an output and an LSE for all heads; one exchange merges them, and every
-rank ends with its share of the heads. See docs/context_parallel.md.
+Every rank attends to its own tokens and computes an output and an LSE for all heads; one exchange merges them and
+leaves each rank with its own heads. See docs/context_parallel.md.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import require, tensor
+from ..dispatch.checks import require, tensor
 from ..errors import UnsupportedError
 from ..layers import PagedKVLayer, PagedLatentLayer
 from .append import KVLike
-from .decode import decode, query_rows
+from .decode import decode, max_query_rows
 from .exchange import Exchange, Parts
 from .mla import LatentLike, mla_decode
 from .shards import (
-    Deal,
     ExchangeCost,
     HeadShard,
     LocalRows,
+    TokenSharding,
     exchange_cost,
     local_rows,
     shard_heads,
@@ -46,14 +46,14 @@ __all__ = [
 
 
 class ContextParallel:
-    """One rank's view of a group that shares caches. Hold one per group, and call it from every rank alike.
+    """One rank's view of a group that shares caches. Hold one per group, and call it on every rank.
 
     group:       process group; None: the default group, or a single rank where none is initialised
-    interleave:  tokens that lie together on a rank before the next rank's turn; the page size deals whole pages
+    interleave:  consecutive tokens on a rank before the next rank's; the page size shards whole pages
     exchange:    "all_to_all": output and LSE in one message, merged by the receiver;
                  "reduce_scatter": LSE gathered, outputs weighted by their owner and summed on the way
     sharded_q:   True: q holds this rank's heads (tensor parallelism), and is gathered; False: q holds all heads on
-                 every rank. The results are this rank's share of the heads either way, in order of rank
+                 every rank. Either way the results are this rank's heads, in order of rank
     wire_dtype:  of outputs in an all_to_all: fp32, or fp16 | bf16 for half the bytes; sums travel in fp32
     workspace:   uint8 tensor [workspace_bytes(...)] for the exchange, not used by two calls at a time; None: new
                  buffers at each call
@@ -74,7 +74,7 @@ class ContextParallel:
     ) -> None:
         alone = group is None and not (dist.is_available() and dist.is_initialized())
         self.rank, self.world = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
-        self.deal = Deal(self.rank, self.world, interleave).checked()
+        self.deal = TokenSharding(self.rank, self.world, interleave).checked()
         self.interleave = self.deal.interleave
         self.exchange = Exchange(group, self.rank, self.world, exchange, sharded_q, wire_dtype, workspace)
 
@@ -213,7 +213,7 @@ class ContextParallel:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Calls inside do all but the collectives; what they return is meaningless.
+        """Calls inside skip the collectives; their results are meaningless.
 
         The first step of a process compiles kernels, for seconds on each rank. In a rehearsal no rank waits for another
         meanwhile: do it once, synchronise the device, meet at a barrier, and only then run or capture steps.
@@ -225,15 +225,15 @@ class ContextParallel:
             self.exchange.silent = False
 
     def local_seq_lens(self, seq_lens: Tensor) -> Tensor:
-        """This rank's tokens of each request: `shard_seq_lens` for this group."""
+        """Returns this rank's tokens of each request: `shard_seq_lens` for this group."""
         return shard_seq_lens(seq_lens, self.rank, self.world, self.interleave)
 
     def workspace_bytes(
         self, max_rows: int, num_heads: int, head_dim: int, head_dim_v: int, q_dtype: torch.dtype = torch.bfloat16
     ) -> int:
-        """Bytes of workspace that calls with up to `max_rows` query rows need.
+        """Returns the bytes of workspace that calls with up to `max_rows` query rows need.
 
-        num_heads: heads of q as it is given; MLA: head_dim L + R, head_dim_v L
+        num_heads: heads of q as passed; MLA: head_dim L + R, head_dim_v L
         """
         return self.exchange.workspace_bytes(max_rows, num_heads, head_dim, head_dim_v, q_dtype)
 
@@ -241,7 +241,7 @@ class ContextParallel:
         self, lens: Tensor | None, rows: int, page_table: Tensor, seq_lens: Tensor, cu: Tensor | None,
         window: int | None,
     ) -> LocalRows | None:  # fmt: skip
-        """Our part of a decode whose lengths the caller has worked out; None where they are still to be."""
+        """Returns this rank's part of a decode from the caller's local lengths; None without them."""
         if lens is None:
             return None
         tensor("local_seq_lens", lens, "B")
@@ -264,4 +264,4 @@ class ContextParallel:
         if cu is not None:
             tensor("cu_seqlens_q", cu, "B+1")
             require(len(cu) == b + 1, "cu_seqlens_q", f"[B+1={b + 1}]", list(cu.shape))
-        return query_rows(t, seq_lens, cu, max_q_len)
+        return max_query_rows(t, seq_lens, cu, max_q_len)

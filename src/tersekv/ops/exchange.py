@@ -1,7 +1,7 @@
-"""The exchange of a context-parallel decode: gather queries, attend, merge; each rank ends with its share of heads.
+"""The exchange of a context-parallel decode: gather queries, attend, merge; each rank ends with its own heads.
 
-Buffers have heads first, so that the share of a rank is one piece of memory: the attention writes its outputs where
-they are sent from, and nothing is packed by hand. Heads that fill up the last share are sent and never looked at.
+Buffers have heads first, so that the heads of a rank are contiguous: the attention stores its outputs directly in the
+send buffer, without packing. Padding heads of the last rank are sent and never read.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import FLOAT, require
+from ..dispatch.checks import FLOAT, require
 from ..errors import UnsupportedError
-from .decode import output
+from .decode import output_tensor
 from .merge import merge_states
 from .shards import ALIGNMENT, EXCHANGES, head_pitch
 
-# Waits for the query parts of all heads, [T, Hq, D_i]: what does not need them goes before.
+# Waits for and returns the query parts of all heads, [T, Hq, D_i]; work that does not need them comes before.
 Parts = Callable[[], Sequence[Tensor]]
-# (parts, out [T, Hq, Dv], lse [T, Hq]) → out and lse are written
+# Stores an attention: (parts, out [T, Hq, Dv], lse [T, Hq])
 Attend = Callable[[Parts, Tensor, Tensor], Any]
-# (out [T, padded heads, Dv], lse [T, padded heads]) → written
+# Fills (out [T, padded heads, Dv], lse [T, padded heads])
 Fill = Callable[[Tensor, Tensor], None]
 
 
 class Exchange:
-    """How the ranks of a group merge their parts. See `ContextParallel` for the arguments."""
+    """Merges the partial results of a group's ranks. See `ContextParallel` for the arguments."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, rank: int, world: int, how: str, sharded_q: bool,
@@ -54,15 +54,15 @@ class Exchange:
         self, parts: Sequence[Tensor], dv: int, attend: Attend, sinks: Tensor | None, out: Tensor | None,
         out_dtype: torch.dtype | None, lse: Tensor | None, return_lse: bool, backend: str | None, overlap: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """Attention of this rank's share of the heads; query parts [T, heads, D_i] as `ContextParallel` got them.
+        """Returns the attention of this rank's heads; query parts [T, heads, D_i] as passed to `ContextParallel`.
 
-        overlap: `attend` has work to do before it asks for the parts
+        overlap: `attend` has work to do before it waits for the parts
         """
         t, given = parts[0].shape[:2]
         heads, share = self._heads(given)
         mine = min(share, max(heads - self.rank * share, 0))
         shape = (t, mine, dv)
-        out = output(parts[0], shape, out, out_dtype)
+        out = output_tensor(parts[0], shape, out, out_dtype)
         require(tuple(out.shape) == shape, "out", f"[T, share, Dv] = {list(shape)}", list(out.shape))
         if out.dtype not in FLOAT:
             raise UnsupportedError(f"out: want bf16, fp16 or fp32 over several ranks, got {out.dtype}")
@@ -77,7 +77,7 @@ class Exchange:
         if t > 0 and heads > 0:
             x = self._take(self._buffers(t, given, sum(p.shape[2] for p in parts), dv, parts[0].dtype), out.device)
             all_parts = self._gather_queries(x, parts, overlap) if self.sharded_q else lambda: parts
-            # `backend` names the attention's; not every one of them has a merge, but the oracle must run everywhere.
+            # `backend` is the attention's; not all backends have a merge, but the oracle must run everywhere.
             backend = "torch" if backend == "torch" else None
             merge = self._all_to_all if self.how == "all_to_all" else self._reduce_scatter
             merge(x, lambda o, s: attend(all_parts, o[:, :heads], s[:, :heads]), sinks, out, lse, backend)
@@ -87,7 +87,7 @@ class Exchange:
         self, rows: int, num_heads: int, head_dim: int, head_dim_v: int, device: torch.device,
         q_dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
-        """The collectives of one `run` and nothing else: to connect the ranks before a capture, and to time them."""
+        """Run the collectives of one `run` only, to connect the ranks before a capture, or to time them."""
         if self.world == 1:
             return
         x = self._take(self._buffers(rows, num_heads, head_dim, head_dim_v, q_dtype), device)
@@ -100,14 +100,14 @@ class Exchange:
             self._sum_and_scatter(x)
 
     def _heads(self, given: int) -> tuple[int, int]:
-        """Heads of all ranks, and the share of a rank."""
+        """Returns the heads of all ranks, and the padded heads of one rank."""
         heads = given * self.world if self.sharded_q else given
         return heads, -(-heads // self.world)
 
     def _buffers(
         self, t: int, given: int, d: int, dv: int, q_dtype: torch.dtype
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every buffer."""
+        """Returns shape and dtype of every buffer."""
         heads, share = self._heads(given)
         padded, f32 = share * self.world, torch.float32
         buffers: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -121,7 +121,7 @@ class Exchange:
         return buffers | {"all_lse": ((self.world * padded, t), f32), "summed": ((share, t, dv), f32)}
 
     def _take(self, buffers: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> SimpleNamespace:
-        """The buffers: in the workspace, or new."""
+        """Returns the buffers: views of the workspace, or new tensors."""
         if self.workspace is None:
             return SimpleNamespace(**{n: torch.empty(s, dtype=d, device=device) for n, (s, d) in buffers.items()})
         need, raw = sum(_bytes(*b) for b in buffers.values()), self.workspace
@@ -137,7 +137,7 @@ class Exchange:
         return taken
 
     def _gather_queries(self, x: SimpleNamespace, parts: Sequence[Tensor], overlap: bool) -> Parts:
-        """Start our heads → all heads. A change of streams costs microseconds, so only to overlap."""
+        """Start the all-gather of query heads; returns its wait. Async only to overlap: a stream switch costs µs."""
         dims, ours = [p.shape[2] for p in parts], parts[0].transpose(0, 1)
         if len(parts) > 1 or not ours.is_contiguous():
             ours = x.q
@@ -155,34 +155,34 @@ class Exchange:
     def _all_to_all(
         self, x: SimpleNamespace, fill: Fill, sinks: Tensor | None, out: Tensor, lse: Tensor, backend: str | None
     ) -> None:
-        """Each rank sends every other the part of its heads; the receiver merges."""
+        """Each rank sends every other its partial results of that rank's heads; the receiver merges."""
         t, mine, dv = out.shape
-        fill(*_packed(x.send, t, dv, self.wire_dtype))
+        fill(*_pack_partials(x.send, t, dv, self.wire_dtype))
         self._swap(x)
         if mine == 0:
             return
-        outs, lses = _packed(x.received.unflatten(0, (self.world, -1)), t, dv, self.wire_dtype)
+        outs, lses = _pack_partials(x.received.unflatten(0, (self.world, -1)), t, dv, self.wire_dtype)
         merged = out if sinks is None else x.merged[:, :mine]
         merge_states(outs[:, :, :mine], lses[:, :, :mine], out=merged, lse=lse, backend=backend)
         if sinks is not None:
-            _add_sinks(merged, lse, sinks)
+            _merge_sinks(merged, lse, sinks)
             out.copy_(merged)
 
     def _reduce_scatter(
         self, x: SimpleNamespace, fill: Fill, sinks: Tensor | None, out: Tensor, lse: Tensor, backend: str | None
     ) -> None:
-        """Each rank learns the LSE of all, and weighs its part; the sum is a plain one."""
+        """Each rank gathers all LSEs and rescales its partial outputs, which a reduce-scatter then sums."""
         mine = out.shape[1]
         fill(x.partial.transpose(0, 1), x.lse.T)
         self._all_gather(x.all_lse, x.lse)
         total = torch.logsumexp(x.all_lse.unflatten(0, (self.world, -1)), 0)
-        # Where we hold nothing: −inf − −inf would be NaN where nobody does.
+        # A rank without keys: −inf − −inf would be NaN where no rank has any.
         x.partial.mul_(torch.where(x.lse == -torch.inf, 0.0, torch.exp(x.lse - total))[..., None])
         summed, first = self._sum_and_scatter(x), self.rank * len(x.summed)
         merged = summed[:mine].transpose(0, 1)
         lse.copy_(total[first : first + mine].T)
         if sinks is not None:
-            _add_sinks(merged, lse, sinks)
+            _merge_sinks(merged, lse, sinks)
         out.copy_(merged)
 
     def _swap(self, x: SimpleNamespace) -> None:
@@ -190,40 +190,39 @@ class Exchange:
             dist.all_to_all_single(x.received, x.send, group=self.group)
 
     def _sum_and_scatter(self, x: SimpleNamespace) -> Tensor:
-        """Sum over ranks of our share of x.partial."""
+        """Returns the sum over ranks of x.partial for this rank's heads."""
         if self.silent:
             return x.summed
         if f"{x.partial.device.type}:gloo" in dist.get_backend_config(self.group).split(","):
-            # Some versions of gloo have no reduce_scatter; everything else must do without this, which sends twice
-            # as much.
+            # Some versions of gloo have no reduce_scatter. Only there: an all_reduce sends twice as much.
             dist.all_reduce(x.partial, group=self.group)
             return x.partial.unflatten(0, (self.world, -1))[self.rank]
-        _newest("reduce_scatter_single", "reduce_scatter_tensor")(x.summed, x.partial, group=self.group)
+        _collective("reduce_scatter_single", "reduce_scatter_tensor")(x.summed, x.partial, group=self.group)
         return x.summed
 
     def _all_gather(self, everything: Tensor, ours: Tensor, async_op: bool = False) -> Any:
         if self.silent:
             return None
-        # As bytes: not every transport knows every dtype.
-        gather = _newest("all_gather_single", "all_gather_into_tensor")
+        # As bytes: not every transport supports every dtype.
+        gather = _collective("all_gather_single", "all_gather_into_tensor")
         return gather(everything.view(torch.uint8), ours.view(torch.uint8), group=self.group, async_op=async_op)
 
 
-def _newest(name: str, older: str) -> Callable[..., Any]:
-    """A collective by the name that this torch prefers: 2.13 renamed two of them."""
+def _collective(name: str, older: str) -> Callable[..., Any]:
+    """Returns a collective by its name in this torch: 2.13 renamed two of them."""
     return getattr(dist, name, None) or getattr(dist, older)
 
 
-def _packed(buffer: Tensor, t: int, dv: int, wire: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Outputs [..., T, heads, Dv] and LSE [..., T, heads] in bytes [..., heads, pitch]: a head's rows, then its LSE."""
+def _pack_partials(buffer: Tensor, t: int, dv: int, wire: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns views of bytes [..., heads, pitch], rows then LSE: outputs [..., T, heads, Dv], LSE [..., T, heads]."""
     values = buffer.view(wire)[..., : t * dv].unflatten(-1, (t, dv))
     first = t * dv * wire.itemsize // torch.float32.itemsize
     lses = buffer.view(torch.float32)[..., first : first + t]
     return values.transpose(-3, -2), lses.transpose(-2, -1)
 
 
-def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """One more score a head, with a zero value, for rows that see a key. In place."""
+def _merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Add one more score a head, with a zero value, to rows with a visible key, in place."""
     total = torch.where(lse == -torch.inf, -torch.inf, torch.logaddexp(lse, sinks))
     out.mul_(torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))[..., None])
     lse.copy_(total)

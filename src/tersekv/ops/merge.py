@@ -1,4 +1,4 @@
-"""Merge partial attention results."""
+"""Merging of partial attention results."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..calls import MergeCall
-from ..checks import tensor
-from ..recall import Way, again
-from .registry import submit
+from ..dispatch.checks import tensor
+from ..dispatch.launch_cache import CallSignature, lookup
+from .registry import dispatch_call
 
 
 def merge_states(
@@ -24,29 +24,32 @@ def merge_states(
     """Merge attention results over disjoint sets of keys: lse = logsumexp(lses), out = Σ exp(lse_i − lse) · out_i.
 
         outs:  [n, T, H, D] bf16 | fp16 | fp32, or a list of n tensors [T, H, D]
-        lses:  [n, T, H] fp32, natural log, or a list; a part with −inf weighs nothing, whatever its values
+        lses:  [n, T, H] fp32, natural log, or a list; a part with −inf is ignored, whatever its values
         out:   [T, H, D] to write into, or outs[0] itself; default: a new tensor in outs' dtype
         lse:   [T, H] fp32 likewise, in memory of its own
 
     Computed in fp32. All parts empty: out 0, lse −inf. Returns (out, lse). Raises ValueError for shapes that differ.
     """
     outs, lses = _stacked("outs", outs, "n T H D"), _stacked("lses", lses, "n T H")
-    options, given = (backend,), (outs, lses, out, lse)
-    done = again("merge_states", options, given)
-    if done is not None:
-        return done[0] if out is None else out, done[-1] if lse is None else lse
+    options, inputs = (backend,), (outs, lses, out, lse)
+    cached = lookup("merge_states", options, inputs)
+    if cached is not None:
+        return cached[0] if out is None else out, cached[-1] if lse is None else lse
 
     _, t, heads, d = outs.shape
     if out is None:
         out = torch.empty(t, heads, d, dtype=outs.dtype, device=outs.device)
     if lse is None:
         lse = torch.empty(t, heads, dtype=torch.float32, device=outs.device)
-    submit("merge_states", MergeCall(outs, lses, out, lse), backend, Way(options, given, {"out": out, "lse": lse}))
+    dispatch_call(
+        "merge_states", MergeCall(outs, lses, out, lse), backend,
+        CallSignature(options, inputs, {"out": out, "lse": lse}),
+    )  # fmt: skip
     return out, lse
 
 
 def _stacked(name: str, parts: Tensor | Sequence[Tensor], pattern: str) -> Tensor:
-    """Parts as one tensor with the shape of `pattern`."""
+    """Returns the parts as one tensor with the shape of `pattern`."""
     if isinstance(parts, (tuple, list)):
         if not parts:
             raise ValueError(f"{name}: want at least one part, got none")

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ..cache import device_of
 from ..calls import MLAAppendCall, MLADecodeCall, MLAPrefillCall, MLAProjectCall
-from ..checks import tensor
-from ..counts import flag, number, positive, whole
+from ..dispatch.checks import tensor
+from ..dispatch.launch_cache import CallSignature, lookup
 from ..layers import PagedLatentLayer
-from ..recall import Way, again
-from .append import like_query
-from .decode import output, outputs, query_rows, receivers
-from .registry import submit
-from .scales import multiplier, split
+from ..scalars import as_bool, as_float, as_int, as_positive_int
+from .append import query_output
+from .decode import allocate_outputs, attention_outputs, max_query_rows, output_tensor
+from .registry import dispatch_call
+from .scales import float_and_tensor, multiplying_scale
 
 _JOINED = {"q_pe": "q_nope"}  # as one tensor
 
@@ -54,29 +54,32 @@ def mla_append(
         q_scale:         dequantising scale of an 8-bit q; a wider one is divided by it too
 
     Returns (q_nope_out, q_pe_out): new tensors of the shapes given in q_dtype, or those to write into; q_pe_out is
-    rotated; None where no query was given. docs/operations.md has a decode step whole. Raises ValueError or
+    rotated; None without a query. docs/operations.md has a complete decode step. Raises ValueError or
     TypeError for arguments that do not fit together.
     """
     c = cache if isinstance(cache, PagedLatentLayer) else PagedLatentLayer.of(cache)
-    (q_mul, q_scale_t), (kv_mul, kv_scale_t) = multiplier(q_scale, "q_scale"), multiplier(c.kv_scale, "kv_scale")
-    given = (
+    (q_mul, q_scale_t), (kv_mul, kv_scale_t) = (
+        multiplying_scale(q_scale, "q_scale"),
+        multiplying_scale(c.kv_scale, "kv_scale"),
+    )
+    inputs = (
         q_pe, q_nope, kv_c, k_pe, cos_sin_cache, positions, q_pe_out, q_nope_out, c.ckv, c.kpe, c.ckv_scale_cache,
         slot_mapping, None, None, None, None, q_scale_t, kv_scale_t,
     )  # fmt: skip
     options = (c.format, interleaved, type(interleaved), q_mul, kv_mul, q_dtype, backend)  # 1 is no bool
-    done = again("mla_append", options, given)
-    if done is not None:
-        return done[-1] if q_nope is not None and q_nope_out is None else q_nope_out, (
-            done[0] if q_pe is not None and q_pe_out is None else q_pe_out
+    cached = lookup("mla_append", options, inputs)
+    if cached is not None:
+        return cached[-1] if q_nope is not None and q_nope_out is None else q_nope_out, (
+            cached[0] if q_pe is not None and q_pe_out is None else q_pe_out
         )
 
-    q_pe_out, q_nope_out = like_query(q_pe, q_pe_out, q_dtype), like_query(q_nope, q_nope_out, q_dtype)
+    q_pe_out, q_nope_out = query_output(q_pe, q_pe_out, q_dtype), query_output(q_nope, q_nope_out, q_dtype)
     call = MLAAppendCall(
         q_pe, q_nope, kv_c, k_pe, cos_sin_cache, positions, q_pe_out, q_nope_out, c.ckv, c.kpe, c.ckv_scale_cache,
         slot_mapping, None, None, None, None, c.format, interleaved, q_mul, q_scale_t, kv_mul, kv_scale_t, False, False,
     )  # fmt: skip
-    made = {n: x for n, x in (("q_rope_out", q_pe_out), ("q_nope_out", q_nope_out)) if x is not None}
-    submit("mla_append", call, backend, Way(options, given, made))
+    made_outputs = {n: x for n, x in (("q_rope_out", q_pe_out), ("q_nope_out", q_nope_out)) if x is not None}
+    dispatch_call("mla_append", call, backend, CallSignature(options, inputs, made_outputs))
     return q_nope_out, q_pe_out
 
 
@@ -109,19 +112,19 @@ def mla_decode(
         out:            [T, H, L]; out_dtype default q's, bf16 for an 8-bit q; out_scale multiplies it
         lse:            [T, H] fp32, natural log
         precision:      "exact"; "fast" is a permission to compute less exactly, as in `decode`; unused today
-        batch_invariant:  a request's bits do not depend on what stands beside it, as in `decode`
+        batch_invariant:  a request's bits do not depend on the other requests, as in `decode`
 
     Returns out, or (out, lse) with `return_lse`. Raises ValueError or TypeError for arguments that do not fit.
     """
     c = cache if isinstance(cache, PagedLatentLayer) else PagedLatentLayer.of(cache)
-    kv_scale, kv_scale_t = split(c.kv_scale, "kv_scale")
-    o_scale, o_scale_t = split(out_scale, "out_scale")
-    scale, scale_t = split(softmax_scale, "softmax_scale")
-    max_q_len = None if max_q_len is None else whole("max_q_len", max_q_len)
-    batch_invariant = flag("batch_invariant", batch_invariant)
+    kv_scale, kv_scale_t = float_and_tensor(c.kv_scale, "kv_scale")
+    o_scale, o_scale_t = float_and_tensor(out_scale, "out_scale")
+    scale, scale_t = float_and_tensor(softmax_scale, "softmax_scale")
+    max_q_len = None if max_q_len is None else as_int("max_q_len", max_q_len)
+    batch_invariant = as_bool("batch_invariant", batch_invariant)
     joined = isinstance(q, Tensor)
     q_nope, q_pe = q if isinstance(q, (tuple, list)) and len(q) == 2 else (q, None)
-    given = (
+    inputs = (
         q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
         scale_t, kv_scale_t, o_scale_t,
     )  # fmt: skip
@@ -129,9 +132,9 @@ def mla_decode(
         c.format, joined, max_q_len, scale, kv_scale, o_scale, out_dtype, return_lse, precision, batch_invariant,
         backend,
     )  # fmt: skip
-    done = again("mla_decode", options, given)
-    if done is not None:
-        return outputs(done, out, lse, return_lse)
+    cached = lookup("mla_decode", options, inputs)
+    if cached is not None:
+        return attention_outputs(cached, out, lse, return_lse)
 
     if isinstance(q, Tensor):
         for name, x, dims in (("q", q, "T H L+R"), ("ckv", c.ckv, "P S L"), ("kpe", c.kpe, "P S R")):
@@ -146,14 +149,14 @@ def mla_decode(
     else:
         raise TypeError(f"q: want Tensor or (q_nope, q_pe), got {type(q).__name__}")
     shape = q_nope.shape
-    out, lse, made = receivers(q_nope, shape, out, out_dtype, lse, return_lse)
+    out, lse, made_outputs = allocate_outputs(q_nope, shape, out, out_dtype, lse, return_lse)
     call = MLADecodeCall(
         q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
-        c.format, query_rows(shape[0], seq_lens, cu_seqlens_q, max_q_len), scale, scale_t, kv_scale, kv_scale_t,
+        c.format, max_query_rows(shape[0], seq_lens, cu_seqlens_q, max_q_len), scale, scale_t, kv_scale, kv_scale_t,
         o_scale, o_scale_t, precision, batch_invariant,
     )  # fmt: skip
-    submit("mla_decode", call, backend, Way(options, given, made, _JOINED if joined else {}))
-    return outputs([], out, lse, return_lse)
+    dispatch_call("mla_decode", call, backend, CallSignature(options, inputs, made_outputs, _JOINED if joined else {}))
+    return attention_outputs([], out, lse, return_lse)
 
 
 def mla_project(
@@ -164,7 +167,7 @@ def mla_project(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Every head's rows through its own matrix: what comes before and after an absorbed MLA decode.
+    """Multiply each head's rows by its own matrix: the projections before and after an absorbed MLA decode.
 
         x:             [T, H, K]  bf16 | fp16
         weight:        [H, N, K]  x's dtype; or e4m3 with weight_scale [H, N/128, K/128] fp32: rows are then quantised
@@ -176,14 +179,17 @@ def mla_project(
 
     Returns out. Raises ValueError or TypeError for arguments that do not fit together.
     """
-    options, given = (backend,), (x, weight, weight_scale, out)
-    done = again("mla_project", options, given)
-    if done is not None:
-        return done[0] if out is None else out
+    options, inputs = (backend,), (x, weight, weight_scale, out)
+    cached = lookup("mla_project", options, inputs)
+    if cached is not None:
+        return cached[0] if out is None else out
     tensor("x", x, "T H K")
     tensor("weight", weight, "H N K")
-    out = output(x, (*x.shape[:2], weight.shape[1]), out, None)
-    submit("mla_project", MLAProjectCall(x, weight, weight_scale, out), backend, Way(options, given, {"out": out}))
+    out = output_tensor(x, (*x.shape[:2], weight.shape[1]), out, None)
+    dispatch_call(
+        "mla_project", MLAProjectCall(x, weight, weight_scale, out), backend,
+        CallSignature(options, inputs, {"out": out}),
+    )  # fmt: skip
     return out
 
 
@@ -231,7 +237,7 @@ def mla_prefill_plan(
     if len(seq_lens) != len(q_lens) or any(not 0 <= n <= s for s, n in zip(seq_lens, q_lens, strict=False)):
         raise ValueError(f"q_lens: want one number in [0, seq_len] for each of {seq_lens}, got {q_lens}")
     total, device = sum(seq_lens), device_of(device)
-    buffer_tokens = total if buffer_tokens is None else whole("buffer_tokens", buffer_tokens)
+    buffer_tokens = total if buffer_tokens is None else as_int("buffer_tokens", buffer_tokens)
     if buffer_tokens <= 0 < total:
         raise ValueError(f"buffer_tokens: want a positive number, got {buffer_tokens}")
     for name, most in (("seq_lens", max(seq_lens, default=0)), ("buffer_tokens", min(buffer_tokens, total))):
@@ -240,13 +246,13 @@ def mla_prefill_plan(
     rows: list[list[int]] = []
     starts: list[list[int]] = []
     lengths: list[int] = []
-    done = [0] * len(seq_lens)
-    while done != seq_lens or not lengths:
+    cached = [0] * len(seq_lens)
+    while cached != seq_lens or not lengths:
         offsets, room = [0], buffer_tokens
-        starts.append(list(done))
+        starts.append(list(cached))
         for b, n in enumerate(seq_lens):
-            take = min(n - done[b], room)
-            done[b] += take
+            take = min(n - cached[b], room)
+            cached[b] += take
             room -= take
             offsets.append(offsets[-1] + take)
         rows.append(offsets)
@@ -258,7 +264,7 @@ def mla_prefill_plan(
 def _counts(name: str, values: Iterable[int]) -> list[int]:
     if not isinstance(values, Iterable):
         raise TypeError(f"{name}: want a number for each request, got {type(values).__name__} {values!r}")
-    return [whole(name, n) for n in values]
+    return [as_int(name, n) for n in values]
 
 
 def mla_prefill(
@@ -307,10 +313,10 @@ def mla_prefill(
         head_dim_v:       Dv; default: rows of kv_b_proj / H − Dn
         out:              [T, H, Dv] in q's dtype; lse [T, H] fp32, natural log
         q_pe_out:         [T, H, R] in q's dtype; the rotated parts go here and q stays. With buffer_lengths all 0 only,
-                          as is seq_lens_out [B] int32: gets cache_lens and the new tokens, what `mla_decode` asks for;
+                          as is seq_lens_out [B] int32: gets cache_lens plus the new tokens, as `mla_decode` wants them;
                           not the memory of cache_lens
         precision:        "exact"; "fast" is a permission to compute less exactly, as in `decode`. Every backend is
-                          exact with it too: on Hopper 8-bit weights and values were not faster
+                          exact with it too: on Hopper 8-bit P and V were not faster
 
     Query i of request b sees key j iff j <= cache_lens[b] + i. Returns out, or (out, lse) with `return_lse`.
     Raises ValueError or TypeError for arguments that do not fit together.
@@ -318,22 +324,22 @@ def mla_prefill(
     c = cache if isinstance(cache, PagedLatentLayer) else PagedLatentLayer.of(cache)
     if not isinstance(plan, MLAPrefillPlan):
         raise TypeError(f"plan: want an MLAPrefillPlan, as mla_prefill_plan makes it, got {type(plan).__name__}")
-    kv_scale, kv_scale_t = split(c.kv_scale, "kv_scale")
-    scale, epsilon = number("softmax_scale", softmax_scale), number("epsilon", epsilon)
-    given = (
+    kv_scale, kv_scale_t = float_and_tensor(c.kv_scale, "kv_scale")
+    scale, epsilon = as_float("softmax_scale", softmax_scale), as_float("epsilon", epsilon)
+    inputs = (
         q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis, kv_norm_gamma,
         kv_b_proj, kv_b_proj_scale, plan.buffer_row_offsets, plan.cache_offsets, out, lse, kv_scale_t, q_pe_out,
         seq_lens_out,
     )  # fmt: skip
-    lengths = [whole("plan.buffer_lengths", n) for n in plan.buffer_lengths]
-    longest = whole("plan.max_q_len", plan.max_q_len)
-    head_dim_v = None if head_dim_v is None else positive("head_dim_v", head_dim_v)
+    lengths = [as_int("plan.buffer_lengths", n) for n in plan.buffer_lengths]
+    longest = as_int("plan.max_q_len", plan.max_q_len)
+    head_dim_v = None if head_dim_v is None else as_positive_int("head_dim_v", head_dim_v)
     options = (
         c.format, *lengths, longest, scale, epsilon, head_dim_v, kv_scale, return_lse, precision, backend,
     )  # fmt: skip
-    done = again("mla_prefill", options, given)
-    if done is not None:
-        return outputs(done, out, lse, return_lse)
+    cached = lookup("mla_prefill", options, inputs)
+    if cached is not None:
+        return attention_outputs(cached, out, lse, return_lse)
 
     tensor("q", q, "T H Dq")
     tensor("kv_b_proj", kv_b_proj, "N L")
@@ -346,11 +352,11 @@ def mla_prefill(
     if head_dim_v <= 0:
         nope_rows = heads * (dq - c.kpe.shape[-1])
         raise ValueError(f"kv_b_proj: want more than H * Dn = {nope_rows} rows, got {len(kv_b_proj)}")
-    out, lse, made = receivers(q, (t, heads, head_dim_v), out, None, lse, return_lse)
+    out, lse, made_outputs = allocate_outputs(q, (t, heads, head_dim_v), out, None, lse, return_lse)
     call = MLAPrefillCall(
         q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis,
         kv_norm_gamma, kv_b_proj, kv_b_proj_scale, plan.buffer_row_offsets, plan.cache_offsets, out, lse,
         lengths, c.format, longest, scale, epsilon, kv_scale, kv_scale_t, precision, q_pe_out, seq_lens_out,
     )  # fmt: skip
-    submit("mla_prefill", call, backend, Way(options, given, made))
-    return outputs([], out, lse, return_lse)
+    dispatch_call("mla_prefill", call, backend, CallSignature(options, inputs, made_outputs))
+    return attention_outputs([], out, lse, return_lse)

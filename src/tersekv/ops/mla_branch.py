@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..calls import MLADecodeBranchCall
-from ..checks import tensor
-from ..counts import number, whole
+from ..dispatch.checks import tensor
+from ..dispatch.launch_cache import CallSignature, lookup
 from ..layers import PagedLatentLayer
-from ..recall import Way, again
-from .decode import output, query_rows
+from ..scalars import as_float, as_int
+from .decode import max_query_rows, output_tensor
 from .mla import LatentLike
-from .registry import submit
-from .scales import split
+from .registry import dispatch_call
+from .scales import float_and_tensor
 
 
 def mla_decode_branch(
@@ -55,7 +55,7 @@ def mla_decode_branch(
         out:              [T, H, Dv] in q's dtype; not where another argument begins
 
     What `mla_prefill` with an empty plan, `mla_project`, `mla_decode` and `mla_project` compute, in one call: projected
-    and rotated queries and the latents that are attended to are rounded to q's dtype. Zero tokens: nothing happens.
+    and rotated queries and the attended latents are rounded to q's dtype. Zero tokens: nothing happens.
 
     NOTE: as in `mla_project`, earlier launches that may still be running may not write the weights or their scales:
     synchronise once after they are written.
@@ -64,26 +64,27 @@ def mla_decode_branch(
     not fit together, before anything is written.
     """
     c = cache if isinstance(cache, PagedLatentLayer) else PagedLatentLayer.of(cache)
-    kv_scale, kv_scale_t = split(c.kv_scale, "kv_scale")
-    scale, scale_t = split(softmax_scale, "softmax_scale")
-    epsilon = number("epsilon", epsilon)
-    max_q_len = None if max_q_len is None else whole("max_q_len", max_q_len)
-    given = (
+    kv_scale, kv_scale_t = float_and_tensor(c.kv_scale, "kv_scale")
+    scale, scale_t = float_and_tensor(softmax_scale, "softmax_scale")
+    epsilon = as_float("epsilon", epsilon)
+    max_q_len = None if max_q_len is None else as_int("max_q_len", max_q_len)
+    inputs = (
         q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis, kv_norm_gamma,
         w_uk, w_uk_scale, w_uv, w_uv_scale, out, scale_t, kv_scale_t,
     )  # fmt: skip
     options = (c.format, max_q_len, scale, epsilon, kv_scale, backend)
-    done = again("mla_decode_branch", options, given)
-    if done is not None:
-        return done[0] if out is None else out
+    cached = lookup("mla_decode_branch", options, inputs)
+    if cached is not None:
+        return cached[0] if out is None else out
     tensor("q", q, "T H Dq")
     tensor("w_uv", w_uv, "H Dv L")
     tensor("cache_lens", cache_lens, "B")
-    out = output(q, (*q.shape[:2], w_uv.shape[1]), out, None)
+    out = output_tensor(q, (*q.shape[:2], w_uv.shape[1]), out, None)
     call = MLADecodeBranchCall(
         q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis, kv_norm_gamma,
-        w_uk, w_uk_scale, w_uv, w_uv_scale, out, c.format, query_rows(q.shape[0], cache_lens, cu_seqlens_q, max_q_len),
+        w_uk, w_uk_scale, w_uv, w_uv_scale, out, c.format, max_query_rows(q.shape[0], cache_lens, cu_seqlens_q,
+                                                                          max_q_len),
         scale, scale_t, epsilon, kv_scale, kv_scale_t,
     )  # fmt: skip
-    submit("mla_decode_branch", call, backend, Way(options, given, {"out": out}))
+    dispatch_call("mla_decode_branch", call, backend, CallSignature(options, inputs, {"out": out}))
     return out

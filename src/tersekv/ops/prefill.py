@@ -1,4 +1,4 @@
-"""Attend to a K/V cache with many new tokens."""
+"""Attention over a K/V cache with many new tokens."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from ..calls import PrefillCall
-from ..checks import tensor
-from ..counts import flag, whole
+from ..dispatch.checks import tensor
+from ..dispatch.launch_cache import CallSignature, lookup
 from ..layers import PagedKVLayer
-from ..recall import Way, again
+from ..scalars import as_bool, as_int
 from .append import KVLike
-from .decode import capped, outputs, query_rows, receivers, seen_keys
-from .registry import submit
-from .scales import attributes, split
+from .decode import allocate_outputs, attention_outputs, max_query_rows, softcap_value, window_size
+from .registry import dispatch_call
+from .scales import attributes, float_and_tensor
 
-# New tokens of a request from which on engines do well to call `prefill` and not `decode`: with groups of 4 heads they
-# fill a block of its kernels' rows.
+# New tokens of a request from which on engines should call `prefill` instead of `decode`: with groups of 4 heads they
+# fill one BLOCK_M of its kernels.
 MANY_ROWS = 32
 
 
@@ -69,24 +69,24 @@ def prefill(
         precision:      "exact"; "fast" is a permission: a backend may then hold probabilities in 8 bits where
                         arithmetic is the bound (about 2.5e-2 relative norm). Hopper's does for e4m3 queries over an
                         fp8_e4m3 cache without `k` and `v`; all else is computed exactly
-        batch_invariant:  a request's bits do not depend on what stands beside it: its keys are cut by its own length
-                        alone. Of one device and backend, for equal sizes, strides and options; docs/serving.md has
+        batch_invariant:  a request's bits do not depend on the other requests: its keys are split by its own length
+                        alone. On one device and backend, for equal sizes, strides and options; docs/serving.md has
                         the cost
 
     Returns out, or (out, lse) with `return_lse`. No host synchronisation; safe under CUDA graphs when lengths and
     tables change between replays. Raises ValueError or TypeError for arguments that do not fit together.
     """
     c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
-    k_scale, k_scale_t = split(c.k_scale, "k_scale")
-    v_scale, v_scale_t = split(c.v_scale, "v_scale")
-    o_scale, o_scale_t = split(out_scale, "out_scale")
-    scale, scale_t = (None, None) if softmax_scale is None else split(softmax_scale, "softmax_scale")
-    softcap = capped(softcap)
-    max_q_len = None if max_q_len is None else whole("max_q_len", max_q_len)
-    window = None if window is None else whole("window", window)
-    batch_invariant = flag("batch_invariant", batch_invariant)
+    k_scale, k_scale_t = float_and_tensor(c.k_scale, "k_scale")
+    v_scale, v_scale_t = float_and_tensor(c.v_scale, "v_scale")
+    o_scale, o_scale_t = float_and_tensor(out_scale, "out_scale")
+    scale, scale_t = (None, None) if softmax_scale is None else float_and_tensor(softmax_scale, "softmax_scale")
+    softcap = softcap_value(softcap)
+    max_q_len = None if max_q_len is None else as_int("max_q_len", max_q_len)
+    window = None if window is None else as_int("window", window)
+    batch_invariant = as_bool("batch_invariant", batch_invariant)
     format, v_format, more = attributes(c)
-    given = (
+    inputs = (
         q, k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, sinks, out, lse,
         scale_t, k_scale_t, v_scale_t, o_scale_t, *more,
     )  # fmt: skip
@@ -94,22 +94,22 @@ def prefill(
         c.format, max_q_len, window, softcap, scale, k_scale, v_scale, o_scale, out_dtype, return_lse, precision,
         batch_invariant, backend,
     )  # fmt: skip
-    done = again("prefill", options, given)
-    if done is not None:
-        return outputs(done, out, lse, return_lse)
+    cached = lookup("prefill", options, inputs)
+    if cached is not None:
+        return attention_outputs(cached, out, lse, return_lse)
 
     tensor("q", q, "T Hq D")
     tensor("v_cache", c.v, "P S H Dv")
     tensor("cu_seqlens_q", cu_seqlens_q, "B+1")
     t, heads, d = q.shape
-    out, lse, made = receivers(q, (t, heads, c.head_dim_v), out, out_dtype, lse, return_lse)
+    out, lse, made_outputs = allocate_outputs(q, (t, heads, c.head_dim_v), out, out_dtype, lse, return_lse)
     if scale is None:
-        scale = max(d, 1) ** -0.5  # of no column: the checks name it
+        scale = max(d, 1) ** -0.5  # the checks report D = 0
     call = PrefillCall(
         q, k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, sinks, out, lse,
-        format, query_rows(t, seq_lens, cu_seqlens_q, max_q_len), seen_keys(window), softcap,
+        format, max_query_rows(t, seq_lens, cu_seqlens_q, max_q_len), window_size(window), softcap,
         scale, scale_t, k_scale, k_scale_t, v_scale, v_scale_t, o_scale, o_scale_t, precision, v_format, *more,
         batch_invariant,
     )  # fmt: skip
-    submit("prefill", call, backend, Way(options, given, made))
-    return outputs([], out, lse, return_lse)
+    dispatch_call("prefill", call, backend, CallSignature(options, inputs, made_outputs))
+    return attention_outputs([], out, lse, return_lse)

@@ -1,8 +1,8 @@
 """Every operation as a registered `torch.library` operator: tersekv::append, tersekv::decode, …
 
-Eager calls go straight to the dispatcher of `plan`; under torch.compile, torch.export, make_fx and FakeTensorMode the
-call becomes the registered operator, which does the same. All operators write into arguments and return nothing, so
-the fake implementation has nothing to shape: it checks.
+Eager calls go straight to `plan.dispatch`; under torch.compile, torch.export, make_fx and FakeTensorMode the call
+becomes the registered operator, which does the same. Operators write to arguments and return nothing, so the fake
+implementation only checks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import checks
 from ..calls import CALLS
-from ..plan import dispatch, facts, forget_scratch
-from ..recall import Way, remember
+from ..dispatch import checks
+from ..dispatch.launch_cache import CallSignature, insert
+from ..dispatch.plan import dispatch, facts, release_workspace
 from ..tracing import tracing
 from .scales import reciprocal
 
@@ -25,7 +25,7 @@ _SCHEMA_NAMES = {Tensor: "Tensor", str: "str", int: "SymInt", float: "float", bo
 
 
 def schema(op: str) -> str:
-    """The operator's schema, from the annotations of its call record."""
+    """Returns the operator's schema, from the annotations of its call record."""
     record, written = CALLS[op]
     args = []
     for i, (name, hint) in enumerate(typing.get_type_hints(record).items()):
@@ -42,8 +42,8 @@ def schema(op: str) -> str:
 
 
 def _call_of(op: str, flat: tuple) -> tuple[typing.Any, str | None]:
-    """The record and the backend that an operator's arguments are. With `floats_dequantise` its float scales become
-    what an append multiplies with: while torch traces they may be symbols, which have no fp32 value yet."""
+    """Returns the record and the backend of an operator's arguments. With `floats_dequantise` float scales are inverted
+    to multipliers here: while torch traces they may be symbols, which have no fp32 value yet."""
     record = CALLS[op][0]
     n = len(record._fields)  # type: ignore[attr-defined]
     call, backend, dequantise = record(*flat[:n]), flat[n], flat[n + 1 :] == (True,)
@@ -56,8 +56,8 @@ def _call_of(op: str, flat: tuple) -> tuple[typing.Any, str | None]:
 def _implementation(op: str) -> Callable[..., None]:
     def run(*flat: object) -> None:
         dispatch(op, *_call_of(op, flat))
-        # torch.compile warms its CUDA graphs up beside the default stream, in memory that they get back.
-        forget_scratch(side_streams=True)
+        # torch.compile warms up its CUDA graphs on a side stream, in a pool that it frees.
+        release_workspace(side_streams=True)
 
     return run
 
@@ -66,16 +66,16 @@ def _fake(op: str) -> Callable[..., None]:
     record, _ = CALLS[op]
 
     def check(*flat: object) -> None:
-        if not any(map(_symbolic, flat)):  # symbols would be bound by comparisons; the run checks such a call
+        if not any(map(_is_symbolic, flat)):  # comparisons would specialise symbols; `run` checks such a call
             call, _ = _call_of(op, flat)
             checks.types(record, call)
-            checks.facts(facts(op, call, arch=0))  # of no chip: no backend is asked
+            checks.facts(facts(op, call, arch=0))  # no chip: no backend is selected
 
     return check
 
 
-def _symbolic(x: object) -> bool:
-    """Whether a number, or a size of a tensor, is not known yet."""
+def _is_symbolic(x: object) -> bool:
+    """Returns whether a number, or a size of a tensor, is symbolic."""
     numbers = (*x.shape, *x.stride()) if isinstance(x, Tensor) else x if isinstance(x, (list, tuple)) else (x,)
     return any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in numbers)
 
@@ -87,23 +87,23 @@ for _op in CALLS:
     torch.library.register_fake(f"tersekv::{_op}", _fake(_op), lib=_library)
 
 
-def same_place(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two tensors begin with the same element; of tensors that may have no memory this is unknown: False."""
+def same_address(a: Tensor | None, b: Tensor | None) -> bool:
+    """Returns whether two tensors begin at the same address; False for tensors that may have no memory."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or tracing() or a.numel() == 0 or b.numel() == 0:
         return False
     return a.data_ptr() == b.data_ptr() != 0
 
 
-def submit(op: str, call: tuple, backend: str | None, way: Way | None = None) -> None:
+def dispatch_call(op: str, call: tuple, backend: str | None, signature: CallSignature | None = None) -> None:
     """Run a call: eagerly, or as the registered operator where torch is tracing.
 
-    way: to remember an eager call by, for `recall.again`
+    signature: key of an eager call for `launch_cache.insert`; None: not cached
     """
     if tracing():
-        # An append's scales are as `scales.multiplier` leaves them, but for a call in FlashInfer's terms.
+        # While tracing, `scales.multiplying_scale` leaves an append's scales dequantising; FlashInfer's quantise.
         dequantise = (True,) if getattr(call, "scales_quantize", None) is False else ()
         getattr(torch.ops.tersekv, op)(*call, backend, *dequantise)
         return
     plan = dispatch(op, call, backend)
-    if way is not None:
-        remember(op, way, call, plan)
+    if signature is not None:
+        insert(op, signature, call, plan)

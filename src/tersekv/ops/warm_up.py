@@ -1,4 +1,4 @@
-"""Compile what a model will need before its first request."""
+"""Compiles a model's kernels before its first request."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..cache import PagedKVCache, PagedLatentCache
-from ..counts import positive
 from ..layers import PagedKVLayer, PagedLatentLayer
+from ..scalars import as_positive_int
 from .append import append, rope_append
 from .decode import decode
 from .mla import mla_append, mla_decode
@@ -37,9 +37,9 @@ def warm_up(
     backend: str | None = None,
     **options: Any,
 ) -> dict[str, float]:
-    """Run every write and every decode that a model will make, on rows that do not exist; the cache stays as it is.
+    """Run every append and every decode of a model on skipped rows; the cache stays unchanged.
 
-        cache:          the cache itself: its formats, strides, alignment and scales are what kernels are compiled for
+        cache:          the model's own: kernels are compiled for its formats, strides, alignment and scales
         num_q_heads:    of the calls to come
         batch_sizes:    requests in a step; a CUDA graph needs the sizes that it is captured for
         drafts:         new tokens of each request, the same for all
@@ -54,21 +54,21 @@ def warm_up(
     Index tensors are of the types that `PagePool` makes: int32 tables and lengths, int64 slots and positions. Other
     types, like other options, are other kernels. Not covered: `k` and `v` of `prefill`, `mla_prefill`,
     `mla_decode_branch`, `merge_states`, and numbers of drafts or rows that are not given here; with logging at DEBUG,
-    "tersekv" tells what is compiled and when.
+    "tersekv" reports what is compiled and when.
 
     Returns seconds per kind of call, compiling included: near zero where Triton's cache on disk has it all.
-    Raises UnsupportedError where no backend can run what is asked for, ValueError or TypeError for a bad argument.
+    Raises UnsupportedError if no backend can run a call, ValueError or TypeError for a bad argument.
     """
     _check(cache, dtype, options)
     batches, rows = _counts("batch_sizes", batch_sizes), _counts("drafts", drafts)
     tokens = _counts("ragged_tokens", ragged_tokens)
-    heads = positive("num_q_heads", num_q_heads)
-    columns = cache.num_pages if max_pages is None else positive("max_pages", max_pages)
+    heads = as_positive_int("num_q_heads", num_q_heads)
+    columns = cache.num_pages if max_pages is None else as_positive_int("max_pages", max_pages)
     rope: dict[str, Any] = {}
     if cos_sin_cache is not None:
         rope = {"cos_sin_cache": cos_sin_cache} | ({} if interleaved is None else {"interleaved": interleaved})
-    steps = [_Step(b, b * n, False) for b in batches for n in rows]
-    steps += [_Step(b, t, True) for b in batches for t in tokens]
+    steps = [_BatchShape(b, b * n, False) for b in batches for n in rows]
+    steps += [_BatchShape(b, t, True) for b in batches for t in tokens]
     taken: dict[str, float] = {}
     for step in steps:
         for layer in cache.layers:
@@ -90,7 +90,7 @@ def warm_up(
 def _counts(name: str, values: Iterable[int]) -> list[int]:
     if not isinstance(values, Iterable):
         raise TypeError(f"{name}: want a sequence of int, got {values!r}")
-    return [positive(name, n) for n in values]
+    return [as_positive_int(name, n) for n in values]
 
 
 def _check(cache: Any, dtype: Any, options: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ def _check(cache: Any, dtype: Any, options: dict[str, Any]) -> None:
         raise ValueError("softmax_scale: want a number or a Tensor for a latent cache, got None")
 
 
-class _Step(NamedTuple):
+class _BatchShape(NamedTuple):
     requests: int
     rows: int
     ragged: bool
@@ -111,7 +111,7 @@ class _Step(NamedTuple):
         return f"{self.requests} requests, {self.rows} rows{', ragged' if self.ragged else ''}"
 
     def page_arguments(self, max_pages: int, device: torch.device) -> dict[str, Any]:
-        """What a decode is told of pages and rows: lengths 0, so that nothing is read."""
+        """Returns the page and row arguments of a decode: lengths 0, so that it reads nothing."""
         found: dict[str, Any] = {
             "page_table": torch.full((self.requests, max_pages), -1, dtype=torch.int32, device=device),
             "seq_lens": torch.zeros(self.requests, dtype=torch.int32, device=device),

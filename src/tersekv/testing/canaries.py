@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .. import plan
+from ..dispatch import plan
 from .memory import POISON, rehoused, storage_bytes, view_of
 
 ZONE = 1 << 16  # bytes on either side: more than a row of any cache, or a tile of any kernel
@@ -74,12 +74,12 @@ class Guarded:
     @contextmanager
     def scratch(self) -> Iterator[None]:
         """Memory that is made meanwhile lies among guard zones too, and is poisoned."""
-        plan.forget_scratch()
+        plan.release_workspace()
         try:
             with _Guarding(self._scratch):
                 yield
         finally:
-            plan.forget_scratch()
+            plan.release_workspace()
 
     def strays(self) -> list[str]:
         """What was written beside a buffer, a line for each."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from .. import plan
+from ..dispatch import plan
 from .cases import Case
 from .make import make
 

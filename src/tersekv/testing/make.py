@@ -29,7 +29,7 @@ from ..calls import (
 )
 from ..formats import FP8, kv_format, latent_format
 from ..ops.mla import mla_prefill_plan
-from ..ops.scales import TURNS, attributes, multiplier, split
+from ..ops.scales import ATTRIBUTE_FIELDS, attributes, float_and_tensor, multiplying_scale
 from .cases import Case
 from .codes import column, encode, write_rows
 from .memory import POISON, as_bytes, moved, poisoned, put, storage_bytes
@@ -170,7 +170,7 @@ class _Maker:
 
     def quantising(self, scale: Scale) -> tuple[float, Tensor | None]:
         """(float, tensor) of a scale for an append's record."""
-        value, tensor = multiplier(scale)
+        value, tensor = multiplying_scale(scale)
         return value, (1.0 / tensor if tensor is not None and self.case.reciprocal else tensor)
 
     def query_scale(self) -> tuple[float, Tensor | None]:
@@ -265,9 +265,9 @@ def _kv_attention(m: _Maker) -> dict[str, Any]:
         scales |= {"softmax_scale": torch.full((1,), c.dim**-0.5), "out_scale": torch.full((1,), 3.0)}
     if c.scale == "float":
         scales["out_scale"] = 0.4
-    given: dict[str, Any] = dict(zip(TURNS, more, strict=True))
+    given: dict[str, Any] = dict(zip(ATTRIBUTE_FIELDS, more, strict=True))
     for name, scale in scales.items():
-        given[name], given[f"{name}_t"] = split(scale)
+        given[name], given[f"{name}_t"] = float_and_tensor(scale)
     return given | {
         "q": m.rows(r.tokens, heads, c.dim), "k_cache": a.k, "v_cache": a.v, "k_scale_cache": a.k_scale_cache,
         "v_scale_cache": a.v_scale_cache, "page_table": r.page_table(new=not c.new_rows), "seq_lens": r.seq_lens(),
@@ -294,7 +294,8 @@ def _mla_decode(m: _Maker) -> MLADecodeCall:
     return MLADecodeCall(
         q[..., : c.rank], q[..., c.rank :], a.ckv, a.kpe, a.ckv_scale_cache, r.page_table(), r.seq_lens(),
         r.cu_seqlens() if c.ragged else None, m.output(r.tokens, heads, c.rank), m.lse(r.tokens, heads),
-        c.format, r.max_q_len, *split(softmax_scale), *split(a.kv_scale), *split(out_scale), c.precision,
+        c.format, r.max_q_len, *float_and_tensor(softmax_scale), *float_and_tensor(a.kv_scale),
+        *float_and_tensor(out_scale), c.precision,
         c.batch_invariant,
     )  # fmt: skip
 
@@ -326,7 +327,7 @@ def _mla_prefill(m: _Maker) -> MLAPrefillCall:
         r.freqs_cis(c.rope, torch.float32 if c.weight else dtype), (1 + 0.1 * m.normal(c.rank)).to(dtype),
         weight if c.weight else weight.to(dtype), weight_scale, r.index(plan.buffer_row_offsets), r.index(starts),
         m.output(r.tokens, heads, dv), m.lse(r.tokens, heads), plan.buffer_lengths, c.format, r.max_q_len,
-        (c.nope + c.rope) ** -0.5, c.epsilon, *split(a.kv_scale), c.precision,
+        (c.nope + c.rope) ** -0.5, c.epsilon, *float_and_tensor(a.kv_scale), c.precision,
     )  # fmt: skip
 
 
@@ -357,7 +358,8 @@ def _mla_decode_branch(m: _Maker) -> MLADecodeBranchCall:
         r.index([n - q for n, q in zip(c.lens, r.q_lens, strict=True)]), r.cu_seqlens() if c.ragged else None,
         r.freqs_cis(c.rope, torch.float32 if c.weight else m.dtype), (1 + 0.1 * m.normal(c.rank)).to(m.dtype),
         *weights[0], *weights[1], m.output(r.tokens, heads, dv), c.format, r.max_q_len,
-        *split(torch.full((1,), scale) if c.scale == "tensor" else scale), c.epsilon, *split(a.kv_scale),
+        *float_and_tensor(torch.full((1,), scale) if c.scale == "tensor" else scale), c.epsilon,
+        *float_and_tensor(a.kv_scale),
     )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from ..dispatch.plan import dispatch, plan
 from ..errors import UnsupportedError
-from ..plan import dispatch, plan
 from . import reference
 from .canaries import Guarded
 from .cases import Case, cases

@@ -1,1 +1,1 @@
-"""Native kernels for CPUs, in C++ behind a plain C interface: `native/` is compiled by `build`, loaded by `library`."""
+"""Native CPU kernels in C++ behind a plain C interface: `build` compiles `native/`, `library` loads it."""

@@ -1,4 +1,4 @@
-"""append, natively: rows are quantised and written. What every append says is here, for the others too."""
+"""append, natively: quantises rows and stores them. Builds the records of all append operations."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from tersekv.formats import BLOCK, CHANNELS, GROUP, NONE, PAIRS, ROTATION, TENSOR, TOKEN_HEAD, KVFormat, pair_of
 
 from . import library, records
-from .library import Bound, Launch
-from .records import CODES, DTYPES, NO_TURN, Append, Facts, Place, Scale, Stream, Turn
+from .library import BoundLaunch, NativeLaunch
+from .records import CODES, DTYPES, NO_TRANSFORM, Append, CallFacts, RowTransform, Scale, Stream, StridedTensor
 
-TAKES = (PAIRS, ROTATION, CHANNELS)
-PLACES = ("slot_mapping", "batch_indices", "kv_positions", "kv_indptr", "kv_indices")
-_TENSORS = ("k", "v", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "k_scale_t", "v_scale_t", *PLACES,
-            *records.TURNS)  # fmt: skip
-# That the kernels store by name: what they do not know, they would cast.
+SUPPORTS = (PAIRS, ROTATION, CHANNELS)
+SLOT_FIELDS = ("slot_mapping", "batch_indices", "kv_positions", "kv_indptr", "kv_indices")
+_TENSORS = ("k", "v", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "k_scale_t", "v_scale_t", *SLOT_FIELDS,
+            *records.TRANSFORMS)  # fmt: skip
+# Formats that the kernels store; an unknown one they would cast.
 _FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4",
             "int4_per_token_head")  # fmt: skip
 _KINDS = {
     NONE: records.NO_SCALE, TENSOR: records.TENSOR_SCALE, TOKEN_HEAD: records.ROW_SCALE, BLOCK: records.BLOCK_SCALE,
     GROUP: records.GROUP_SCALE,
 }  # fmt: skip
-_NO_TENSOR = Place(records.NONE)
+_NO_TENSOR = StridedTensor(records.NONE)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -30,27 +30,30 @@ def why_not(f: SimpleNamespace) -> str | None:
     return f"has no {unknown[0]}" if unknown else library.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> Launch:
-    facts = Facts(f, _TENSORS)
-    record = append(facts, f.k, f.k_cache, [kv_stream(facts, "k"), kv_stream(facts, "v")])
-    return Launch("append", record, _TENSORS)
+def configure(f: SimpleNamespace) -> NativeLaunch:
+    facts = CallFacts(f, _TENSORS)
+    record = append_record(facts, f.k, f.k_cache, [kv_row_stream(facts, "k"), kv_row_stream(facts, "v")])
+    return NativeLaunch("append", record, _TENSORS)
 
 
-def kv_stream(facts: Facts, side: str, first: str | None = None, second: str = "", rotated: bool = False) -> Stream:
-    """Rows of `first` (by default `side` itself), beside those of `second`, to the cache of a side, "k" or "v"."""
+def kv_row_stream(
+    facts: CallFacts, side: str, first: str | None = None, second: str = "", rotated: bool = False
+) -> Stream:
+    """Returns the stream of rows `first` (default: `side`) and `second`, side by side, to the cache of "k" or "v"."""
     f, fmt, first = facts.f, pair_of(facts.f)["kv".index(side)], first or side
     scales = _NO_TENSOR if getattr(f, f"{side}_scale_cache") is None else facts.place(f"{side}_scale_cache")
-    return stored(
+    return quantized_stream(
         facts, first, fmt, facts.place(f"{side}_cache"), scales, facts.scale(f"{side}_scale"), second, rotated,
         facts.turn(side),
     )  # fmt: skip
 
 
-def stored(
-    facts: Facts, first: str, fmt: KVFormat, out: Place, scales: Place, multiplier: Scale, second: str = "",
-    rotated: bool = False, turn: Turn = NO_TURN,
+def quantized_stream(
+    facts: CallFacts, first: str, fmt: KVFormat, out: StridedTensor, scales: StridedTensor, multiplier: Scale,
+    second: str = "",
+    rotated: bool = False, turn: RowTransform = NO_TRANSFORM,
 ) -> Stream:  # fmt: skip
-    """Rows to a cache, in a format."""
+    """Returns a stream that quantises rows to a cache in a format."""
     f = facts.f
     x, y = getattr(f, first), getattr(f, second) if second else None
     return Stream(
@@ -60,28 +63,28 @@ def stored(
     )  # fmt: skip
 
 
-def query_streams(facts: Facts) -> list[Stream]:
-    """Rows of the query to q_rope_out and q_nope_out, where they are given."""
+def query_streams(facts: CallFacts) -> list[Stream]:
+    """Returns the streams of query rows to q_rope_out and q_nope_out; none without a query."""
     streams = []
     for name, rotated in (("q_rope", True), ("q_nope", False)):
         x = getattr(facts.f, name)
         if x is not None:
             streams.append(Stream(
                 facts.place(name), _NO_TENSOR, x.shape[-1], 0, rotated, x.shape[1], False, facts.place(f"{name}_out"),
-                facts.dtype(f"{name}_out"), records.NO_SCALE, _NO_TENSOR, facts.scale("q_scale"), NO_TURN,
+                facts.dtype(f"{name}_out"), records.NO_SCALE, _NO_TENSOR, facts.scale("q_scale"), NO_TRANSFORM,
             ))  # fmt: skip
     return streams
 
 
-def append(facts: Facts, rows: Any, cache: Any, streams: list[Stream]) -> Append:
-    """A record of streams, with where tokens go and, where there is one, the table that they are rotated by."""
+def append_record(facts: CallFacts, rows: Any, cache: Any, streams: list[Stream]) -> Append:
+    """Returns the record of an append: its streams, the slots of tokens, and the rotary table if there is one."""
     f, record = facts.f, Append()
     record.num_streams = len(streams)
     for i, stream in enumerate(streams):
         record.streams[i] = stream
     record.tokens, record.dtype = rows.shape[0], DTYPES[rows.dtype]
     record.num_pages, record.page_size = cache.shape[:2]
-    for field, name in zip(("slots", "batch", "kv_positions", "indptr", "indices"), PLACES, strict=True):
+    for field, name in zip(("slots", "batch", "kv_positions", "indptr", "indices"), SLOT_FIELDS, strict=True):
         setattr(record, field, facts.indices(name))
     if f.kv_indptr is not None:
         record.num_requests, record.num_indices = f.kv_indptr.shape[0] - 1, f.kv_indices.shape[0]
@@ -96,9 +99,9 @@ def append(facts: Facts, rows: Any, cache: Any, streams: list[Stream]) -> Append
     return record
 
 
-def run(call: Any, config: Launch) -> None:
+def run(call: Any, config: NativeLaunch) -> None:
     config.run(call)
 
 
-def bind(config: Launch, at: dict[str, int]) -> Bound:
+def bind(config: NativeLaunch, at: dict[str, int]) -> BoundLaunch:
     return config.bind(at)

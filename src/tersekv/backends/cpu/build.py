@@ -1,9 +1,9 @@
-"""Compiles `native/` into one shared library beside this file: the installation does, and so does
+"""Compiles `native/` into one shared library beside this file, at installation or by
 
     python -m tersekv.backends.cpu.build [--compiler c++]
 
-Every instruction set that the compiler knows is compiled from the same source; which one runs is chosen when the
-library is loaded. This file stands alone, so that the installation can use it before tersekv can be imported.
+The same source is compiled for every instruction set that the compiler knows; loading the library selects one. This
+file imports nothing of tersekv, so that the installation can use it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ SOURCES = HERE / "native"
 LIBRARY = HERE / "_native.so"
 
 _COMPILERS = ("c++", "g++", "clang++")
-# No step of an append may be fused or reordered: its codes are compared byte for byte. Attention asks for fused
-# multiply-adds by name.
+# No step of an append may be fused or reordered: its codes are compared byte for byte. Attention calls fused
+# multiply-adds explicitly.
 _FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics",
     "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-pthread",
 )  # fmt: skip
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-# Names of the levels, as entry.cpp knows them; `plain` is what every machine of its kind has (SSE2, NEON).
+# Levels by their names in entry.cpp; `plain` is the baseline of the architecture (SSE2, NEON).
 _LEVELS: dict[str, tuple[str, ...]] = {"plain": ()}
 if platform.machine().lower() in ("x86_64", "amd64"):
     _LEVELS |= {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512vbmi", "-mavx512bf16")}
 
 
 def digest() -> str:
-    """Of the sources: a library that was built from others is not used."""
+    """Returns the hash of the sources; a library built from other sources is not used."""
     names = sorted(SOURCES.glob("*.[ch]*"))
     return hashlib.sha256(b"".join(p.name.encode() + p.read_bytes() for p in names)).hexdigest()[:16]
 
@@ -48,9 +48,9 @@ def digest() -> str:
 def build(
     target: Path = LIBRARY, compiler: str | None = None, flags: Sequence[str] = (), levels: Sequence[str] = ()
 ) -> list[str]:
-    """Compile and link `target`; returns the levels in it. Raises RuntimeError with the compiler's words.
+    """Compile and link `target`. Returns the levels in it. Raises RuntimeError with the compiler's message.
 
-    A level whose instructions the compiler does not know is left out; `levels` asks for some alone, beside `plain`.
+    A level that the compiler does not support is left out; `levels` restricts the levels, `plain` always included.
     """
     found = compiler or next(filter(None, map(shutil.which, _COMPILERS)), None)
     if found is None:
@@ -60,7 +60,7 @@ def build(
         objects = {name: str(Path(folder) / f"{name}.o") for name in wanted}
 
         def compiled(name: str) -> str:
-            """The compiler's complaint, if it has one."""
+            """Returns the compiler's error, or ""."""
             command = [*_FLAGS, *flags, *wanted[name], f"-DLEVEL={name}", str(SOURCES / "kernels.cpp")]
             return _run([found, "-c", *command, "-o", objects[name]])
 
@@ -71,8 +71,8 @@ def build(
         made = [name for name, complaint in complaints.items() if not complaint]
         known = [f"-DHAS_{name.upper()}" for name in made]
         told = [f'-DTERSEKV_SOURCES="{digest()}"', *known]
-        others = [str(SOURCES / name) for name in ("entry.cpp", "pool.cpp")]
-        # Written beside its place and moved there whole: another process may have the old one loaded.
+        others = [str(SOURCES / name) for name in ("entry.cpp", "thread_pool.cpp")]
+        # Linked under another name and renamed atomically: another process may have the old library loaded.
         part = target.with_name(f"{target.name}.{os.getpid()}")
         parts = [*others, *(objects[name] for name in made)]
         complaint = _run([found, "-shared", *_FLAGS, *flags, *told, *parts, "-lm", "-o", str(part)])
@@ -83,7 +83,7 @@ def build(
 
 
 def _run(command: list[str]) -> str:
-    """What a command complains about; nothing if it succeeds."""
+    """Returns a command's error; "" if it succeeds."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as e:

@@ -10,15 +10,26 @@ import torch
 from tersekv.formats import BATCH_INVARIANCE, BLOCK, CHANNELS, PAIRS, ROTATION, TOKEN_HEAD, KVFormat, pair_of
 
 from . import library
-from .library import Bound, Launch
-from .records import CODES, DTYPES, NO_TURN, NONE, TURNS, Attention, Facts, Indices, Matrix, Place
+from .library import BoundLaunch, NativeLaunch
+from .records import (
+    CODES,
+    DTYPES,
+    NO_TRANSFORM,
+    NONE,
+    TRANSFORMS,
+    Attention,
+    CallFacts,
+    IndexTensor,
+    PagedMatrix,
+    StridedTensor,
+)
 
-TAKES = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
+SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
 TENSORS = (
     "q", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "mask",
-    "sinks", "out", "lse", "softmax_scale_t", "k_scale_t", "v_scale_t", "out_scale_t", *TURNS,
+    "sinks", "out", "lse", "softmax_scale_t", "k_scale_t", "v_scale_t", "out_scale_t", *TRANSFORMS,
 )  # fmt: skip
-# That the kernels read by name: of another, they would take the codes for what they are not.
+# Formats that the kernels read; the codes of another they would misread.
 _FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4",
             "int4_per_token_head")  # fmt: skip
 
@@ -28,18 +39,18 @@ def why_not(f: SimpleNamespace) -> str | None:
     return f"has no {unknown[0]}" if unknown else library.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> Launch:
-    return Launch("attention", paged(Facts(f, TENSORS)), TENSORS)
+def configure(f: SimpleNamespace) -> NativeLaunch:
+    return NativeLaunch("attention", paged_attention_record(CallFacts(f, TENSORS)), TENSORS)
 
 
-def paged(facts: Facts) -> Attention:
-    """A record of the attention to a K/V cache."""
+def paged_attention_record(facts: CallFacts) -> Attention:
+    """Returns the record of an attention over a K/V cache."""
     f, (k_format, v_format) = facts.f, pair_of(facts.f)
-    record = attention(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
+    record = attention_record(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
     record.num_keys = 1
-    record.keys[0] = _matrix(facts, "k", k_format, f.q.shape[2])
+    record.keys[0] = _paged_matrix(facts, "k", k_format, f.q.shape[2])
     record.keys[0].query = facts.place("q")
-    record.values = _matrix(facts, "v", v_format, f.out.shape[2])
+    record.values = _paged_matrix(facts, "v", v_format, f.out.shape[2])
     record.num_pages, record.page_size = f.k_cache.shape[:2]
     record.query_dtype = facts.dtype("q")
     record.mask, record.window, record.sinks = facts.indices("mask"), f.window, facts.at("sinks")
@@ -49,8 +60,8 @@ def paged(facts: Facts) -> Attention:
     return record
 
 
-def attention(facts: Facts, heads: int, group: int) -> Attention:
-    """A record with what every attention says of its requests and its outputs."""
+def attention_record(facts: CallFacts, heads: int, group: int) -> Attention:
+    """Returns a record with the requests and outputs that all attention operations share."""
     f, record = facts.f, Attention()
     record.heads, record.group = heads, group
     record.requests, record.max_pages = f.page_table.shape
@@ -58,25 +69,27 @@ def attention(facts: Facts, heads: int, group: int) -> Attention:
     record.batch_invariant = f.batch_invariant
     for name in ("page_table", "seq_lens", "cu_seqlens_q"):
         setattr(record, name, facts.indices(name))
-    record.mask, record.sinks = Indices(NONE), NONE
-    record.key_turn = record.value_turn = NO_TURN
-    record.new_keys = record.new_values = Matrix(Place(NONE))
+    record.mask, record.sinks = IndexTensor(NONE), NONE
+    record.key_turn = record.value_turn = NO_TRANSFORM
+    record.new_keys = record.new_values = PagedMatrix(StridedTensor(NONE))
     record.out, record.lse, record.out_dtype = facts.place("out"), facts.place("lse"), facts.dtype("out")
     record.softmax_scale, record.out_scale = facts.scale("softmax_scale"), facts.scale("out_scale")
     return record
 
 
-def _matrix(facts: Facts, side: str, fmt: KVFormat, columns: int) -> Matrix:
-    m = Matrix(facts.place(f"{side}_cache"), CODES[fmt.code], columns, Place(NONE), 0, 0, Place(NONE))
+def _paged_matrix(facts: CallFacts, side: str, fmt: KVFormat, columns: int) -> PagedMatrix:
+    m = PagedMatrix(
+        facts.place(f"{side}_cache"), CODES[fmt.code], columns, StridedTensor(NONE), 0, 0, StridedTensor(NONE)
+    )
     if fmt.scale in (BLOCK, TOKEN_HEAD):
         m.factors = facts.place(f"{side}_scale_cache")
         m.width, m.factor_dtype = fmt.scale_block or columns, DTYPES[fmt.scale_dtype or torch.float32]
     return m
 
 
-def run(call: Any, config: Launch) -> None:
+def run(call: Any, config: NativeLaunch) -> None:
     config.run(call)
 
 
-def bind(config: Launch, at: dict[str, int]) -> Bound:
+def bind(config: NativeLaunch, at: dict[str, int]) -> BoundLaunch:
     return config.bind(at)

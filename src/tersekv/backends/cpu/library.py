@@ -1,4 +1,4 @@
-"""The compiled kernels: loaded once, called with a record and the addresses of its tensors."""
+"""The compiled kernels: loaded once, launched with a record and the addresses of its tensors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 from . import build
 from .records import Append, Attention, Merge, Report
 
-Bound = Callable[[list[int]], bool]  # launches for the addresses in a list; whether it did
+BoundLaunch = Callable[[list[int]], bool]  # launches for a list of addresses; returns whether it launched
 _RECORDS = (Attention, Append, Merge)
-_FORKNOEXEC = 0x40  # of a process's flags (linux/sched.h)
+_FORKNOEXEC = 0x40  # a process flag (linux/sched.h)
 _HOW = "python -m tersekv.backends.cpu.build"
 
 
@@ -33,7 +33,7 @@ class Library:
         lib.tersekv_sizes(sizes)
         self.is_current = self.sources == build.digest() and list(sizes) == [ctypes.sizeof(r) for r in _RECORDS]
         if not self.is_current:
-            return  # of other sources: it may lack the rest
+            return  # built from other sources: it may lack the rest
         for name in ("attention", "append", "merge"):
             f = getattr(lib, f"tersekv_{name}")
             f.argtypes = [c_void_p, c_void_p, c_int64, *([c_void_p] if name == "attention" else [])]
@@ -46,12 +46,12 @@ class Library:
         self.use_team(True)
 
     def levels(self) -> list[str]:
-        """The instruction sets that are compiled and run here, the best last."""
+        """Returns the compiled instruction sets that this machine runs, the best last."""
         names = (c_char_p * 8)()
         return [names[i].decode() for i in range(self._lib.tersekv_levels(names))]  # type: ignore[union-attr]
 
     def level(self) -> str:
-        """The instruction set that is used."""
+        """Returns the instruction set in use."""
         return self._lib.tersekv_level().decode()
 
     def use_level(self, name: str) -> None:
@@ -59,25 +59,25 @@ class Library:
             raise ValueError(f"level: want one of {', '.join(self.levels())}, got {name!r}")
 
     def use_team(self, wanted: bool) -> None:
-        """Work on the threads of PyTorch's OpenMP, if it has them, or on threads of this library; `team` tells.
+        """Run on the threads of PyTorch's OpenMP, if it has them, or on this library's own; `team` returns which.
 
-        PyTorch's spin for a while after each of its calls, unless OMP_WAIT_POLICY=passive; beside others on the same
-        cores they would take half of these. A forked process has the library's own: there OpenMP waits for threads
-        that stayed behind.
+        PyTorch's threads spin for a while after each of its calls, unless OMP_WAIT_POLICY=passive, and would take half
+        of the cores from other threads. A forked process uses the library's own: its OpenMP waits for threads that the
+        fork did not copy.
         """
-        self._lib.tersekv_use_team(_openmp() if wanted and not _forked() else None)
+        self._lib.tersekv_use_team(_find_gomp_parallel() if wanted and not _is_forked_child() else None)
 
     @property
     def team(self) -> bool:
         return bool(self._lib.tersekv_has_team())
 
 
-def _openmp() -> int | None:
-    """The address of GOMP_parallel in the runtime that PyTorch computes with; None: there is none."""
+def _find_gomp_parallel() -> int | None:
+    """Returns the address of GOMP_parallel in the OpenMP runtime that PyTorch uses; None without one."""
     if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return None
-    # What is loaded for all comes first, also for PyTorch: another runtime may stand before its own, by LD_PRELOAD.
-    # Then libtorch_cpu, which is loaded already, is asked for what it depends on.
+    # Global symbols come first, for PyTorch too: LD_PRELOAD may put another runtime before its own. Then those of
+    # libtorch_cpu, which is loaded already, and its dependencies.
     for path in (None, *(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{end}") for end in ("so", "dylib"))):
         try:
             return ctypes.cast(CDLL(path).GOMP_parallel, c_void_p).value
@@ -86,8 +86,8 @@ def _openmp() -> int | None:
     return None
 
 
-def _forked() -> bool:
-    """Whether this process is a fork's child that has executed no program since. Only Linux tells."""
+def _is_forked_child() -> bool:
+    """Returns whether this process is a forked child without an exec since. Linux only; else False."""
     try:
         flags = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[6]
     except OSError:
@@ -97,7 +97,7 @@ def _forked() -> bool:
 
 @cache
 def loaded() -> Library | str:
-    """The library, or why there is none and how to get it."""
+    """Returns the library, or why it cannot be used and how to build it."""
     if not build.LIBRARY.exists():
         return f"is not compiled; with a C++ compiler: {_HOW}"
     try:
@@ -110,20 +110,20 @@ def loaded() -> Library | str:
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    """What every kernel here needs; None: all of it is here."""
+    """Returns why no kernel here can run a call; None: one can."""
     if f.arch is not None or f.device.type != "cpu":
         return f"needs a CPU, got {f.device.type if f.arch is None else f'sm_{f.arch}'}"
-    return missing()
+    return why_no_library()
 
 
-def missing() -> str | None:
-    """Why there is no library; None: there is one."""
+def why_no_library() -> str | None:
+    """Returns why there is no library; None: there is one."""
     library = loaded()
     return library if isinstance(library, str) else None
 
 
-class Launch:
-    """A record, and the names of the tensors whose addresses it wants."""
+class NativeLaunch:
+    """A record, and the names of the tensors whose addresses it needs."""
 
     __slots__ = ("_array", "_function", "_judged", "_record", "names")
 
@@ -146,22 +146,22 @@ class Launch:
             return
         report = Report()
         if self._function(byref(self._record), given, threads, byref(report)):
-            _tell(report, self._record)
+            _raise_reported_fault(report, self._record)
 
-    def bind(self, at: Mapping[str, int]) -> Bound:
-        """For a list of addresses, in which the tensors stand where `at` says."""
+    def bind(self, at: Mapping[str, int]) -> BoundLaunch:
+        """Returns a launch for a list of addresses. at: index of each tensor in the list."""
         pick = itemgetter(*(at.get(n, -1) for n in self.names))
 
         def launch(addresses: list[int]) -> bool:
-            addresses.append(0)  # found at −1, for tensors that are not there
+            addresses.append(0)  # index −1: the null address of absent tensors
             self(pick(addresses))
             return True
 
         return launch
 
 
-def _tell(report: Report, call: Attention) -> None:
-    """Raise for a value that does not fit; the words are those of the `torch` backend."""
+def _raise_reported_fault(report: Report, call: Attention) -> None:
+    """Raise for a bad value, with the messages of the `torch` backend."""
     b, (x, y) = report.request, report.values
     messages = {
         1: f"seq_lens: want at most {x} (max_pages * S), got {y} at {b}",

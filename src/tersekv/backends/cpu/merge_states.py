@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import library
-from .library import Bound, Launch
-from .records import Facts, Merge
+from .library import BoundLaunch, NativeLaunch
+from .records import CallFacts, Merge
 
 _TENSORS = ("outs", "lses", "out", "lse")
 
@@ -17,19 +17,19 @@ def why_not(f: SimpleNamespace) -> str | None:
     return library.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> Launch:
-    facts, (parts, rows, heads, columns) = Facts(f, _TENSORS), f.outs.shape
+def configure(f: SimpleNamespace) -> NativeLaunch:
+    facts, (parts, rows, heads, columns) = CallFacts(f, _TENSORS), f.outs.shape
     outs, lses = ((c_int64 * 3)(*facts.strides(name)[:3]) for name in ("outs", "lses"))
     record = Merge(
         parts, rows, heads, columns, facts.dtype("outs"), facts.dtype("out"), facts.at("outs"), outs,
         facts.at("lses"), lses, facts.place("out"), facts.place("lse"),
     )  # fmt: skip
-    return Launch("merge", record, _TENSORS)
+    return NativeLaunch("merge", record, _TENSORS)
 
 
-def run(call: Any, config: Launch) -> None:
+def run(call: Any, config: NativeLaunch) -> None:
     config.run(call)
 
 
-def bind(config: Launch, at: dict[str, int]) -> Bound:
+def bind(config: NativeLaunch, at: dict[str, int]) -> BoundLaunch:
     return config.bind(at)

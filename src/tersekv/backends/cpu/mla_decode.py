@@ -1,4 +1,4 @@
-"""Absorbed MLA decode, natively: keys are a latent row beside a rotary one, values the latent row again."""
+"""Absorbed MLA decode, natively: a key is a latent row beside a rotary one, a value the latent row again."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from tersekv.formats import BATCH_INVARIANCE, TENSOR, latent_format, rope_dtype
 
 from . import library
-from .decode import attention
-from .library import Bound, Launch
-from .records import CODES, DTYPES, NONE, Facts, Matrix, Place, Scale
+from .decode import attention_record
+from .library import BoundLaunch, NativeLaunch
+from .records import CODES, DTYPES, NONE, CallFacts, PagedMatrix, Scale, StridedTensor
 
 _TENSORS = (
     "q_nope", "q_pe", "ckv", "kpe", "ckv_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "out", "lse",
     "softmax_scale_t", "kv_scale_t", "out_scale_t",
 )  # fmt: skip
-# That the kernels read by name: of another, they would take the codes for what they are not.
+# Formats that the kernels read; the codes of another they would misread.
 _FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
-TAKES = (BATCH_INVARIANCE,)
-_STEP = 8  # columns that kernels read together
+SUPPORTS = (BATCH_INVARIANCE,)
+_STEP = 8  # columns that kernels load together
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -33,20 +33,20 @@ def why_not(f: SimpleNamespace) -> str | None:
     return library.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> Launch:
-    facts, fmt = Facts(f, _TENSORS), latent_format(f.format)
-    record = attention(facts, heads=1, group=f.q_nope.shape[1])
-    scales = Place(NONE) if f.ckv_scale_cache is None else facts.place("ckv_scale_cache", heads=False)
+def configure(f: SimpleNamespace) -> NativeLaunch:
+    facts, fmt = CallFacts(f, _TENSORS), latent_format(f.format)
+    record = attention_record(facts, heads=1, group=f.q_nope.shape[1])
+    scales = StridedTensor(NONE) if f.ckv_scale_cache is None else facts.place("ckv_scale_cache", heads=False)
     width = fmt.scale_block or 0
-    latent = Matrix(
+    latent = PagedMatrix(
         facts.place("ckv", heads=False), CODES[fmt.code], f.ckv.shape[-1], scales, width, DTYPES[torch.float32],
         facts.place("q_nope"),
     )  # fmt: skip
-    rotary = Matrix(
+    rotary = PagedMatrix(
         facts.place("kpe", heads=False),
         DTYPES[rope_dtype(fmt)],
         f.kpe.shape[-1],
-        Place(NONE),
+        StridedTensor(NONE),
         0,
         0,
         facts.place("q_pe"),
@@ -55,15 +55,15 @@ def configure(f: SimpleNamespace) -> Launch:
     record.keys[0], record.keys[1], record.values = latent, rotary, latent
     record.num_pages, record.page_size = f.ckv.shape[:2]
     record.query_dtype = facts.dtype("q_nope")
-    # Only a scale of the tensor covers the rotary part.
+    # Only a per-tensor scale applies to the rotary part.
     one = Scale(1.0, NONE, 0)
     record.k_scale = record.v_scale = facts.scale("kv_scale") if fmt.scale == TENSOR else one
-    return Launch("attention", record, _TENSORS)
+    return NativeLaunch("attention", record, _TENSORS)
 
 
-def run(call: Any, config: Launch) -> None:
+def run(call: Any, config: NativeLaunch) -> None:
     config.run(call)
 
 
-def bind(config: Launch, at: dict[str, int]) -> Bound:
+def bind(config: NativeLaunch, at: dict[str, int]) -> BoundLaunch:
     return config.bind(at)

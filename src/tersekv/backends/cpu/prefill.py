@@ -1,27 +1,27 @@
-"""Paged prefill, natively: decode's attention, for which new rows in 16 bits are keys that lie in no page."""
+"""Paged prefill, natively: decode's attention, with the 16-bit new rows, if any, as keys outside the pages."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 from . import decode
-from .library import Launch
-from .records import DTYPES, NONE, Facts, Matrix, Place
+from .library import NativeLaunch
+from .records import DTYPES, NONE, CallFacts, PagedMatrix, StridedTensor
 
 _TENSORS = (*decode.TENSORS, "k", "v")
-TAKES, why_not, run, bind = decode.TAKES, decode.why_not, decode.run, decode.bind
+SUPPORTS, why_not, run, bind = decode.SUPPORTS, decode.why_not, decode.run, decode.bind
 
 
-def configure(f: SimpleNamespace) -> Launch:
-    facts = Facts(SimpleNamespace(**vars(f), mask=None), _TENSORS)
-    record = decode.paged(facts)
+def configure(f: SimpleNamespace) -> NativeLaunch:
+    facts = CallFacts(SimpleNamespace(**vars(f), mask=None), _TENSORS)
+    record = decode.paged_attention_record(facts)
     if f.k is not None:
-        record.new_keys, record.new_values = _rows(facts, "k"), _rows(facts, "v")
-    return Launch("attention", record, _TENSORS)
+        record.new_keys, record.new_values = _rows_as_pages(facts, "k"), _rows_as_pages(facts, "v")
+    return NativeLaunch("attention", record, _TENSORS)
 
 
-def _rows(facts: Facts, name: str) -> Matrix:
-    """Rows [T, H, D] as rows of a cache whose pages hold one token."""
+def _rows_as_pages(facts: CallFacts, name: str) -> PagedMatrix:
+    """Returns rows [T, H, D] as a cache with pages of one token."""
     x, (token, head) = getattr(facts.f, name), facts.strides(name)[:2]
-    at = Place(facts.at(name), (token, 0, head))
-    return Matrix(at, DTYPES[x.dtype], x.shape[2], Place(NONE), 0, 0, Place(NONE))
+    at = StridedTensor(facts.at(name), (token, 0, head))
+    return PagedMatrix(at, DTYPES[x.dtype], x.shape[2], StridedTensor(NONE), 0, 0, StridedTensor(NONE))

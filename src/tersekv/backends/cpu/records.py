@@ -1,4 +1,4 @@
-"""The records of native/api.h, field by field, and what facts become in them. Strides are in bytes."""
+"""The records of native/api.h, field by field, and their values from facts. Strides are in bytes."""
 
 from __future__ import annotations
 
@@ -14,82 +14,88 @@ DTYPES = {
 }  # fmt: skip
 CODES = {"bf16": 1, "fp16": 2, "e4m3": 3, "e5m2": 4, "int8": 5, "e2m1": 6, "int4": 7}  # of a format
 NO_SCALE, TENSOR_SCALE, ROW_SCALE, BLOCK_SCALE, GROUP_SCALE = range(5)
-NONE = -1  # in place of a tensor
-TURNS = ("k_signs", "v_signs", "k_channel_scale", "v_channel_scale")
+NONE = -1  # index of an absent tensor
+TRANSFORMS = ("k_signs", "v_signs", "k_channel_scale", "v_channel_scale")
 
 
-def _numbers(*names: str) -> list[tuple[str, Any]]:
+def _enum_values(*names: str) -> list[tuple[str, Any]]:
     return [(name, c_int64) for name in names]
 
 
-class Indices(Structure):
-    _fields_ = _numbers("tensor", "dtype", "stride")
+class IndexTensor(Structure):
+    _fields_ = _enum_values("tensor", "dtype", "stride")
 
 
-class Place(Structure):
+class StridedTensor(Structure):
     _fields_ = [("tensor", c_int64), ("strides", c_int64 * 3)]
 
 
 class Scale(Structure):
-    _fields_ = [("value", c_double), *_numbers("tensor", "stride")]
+    _fields_ = [("value", c_double), *_enum_values("tensor", "stride")]
 
 
-class Matrix(Structure):
+class PagedMatrix(Structure):
     _fields_ = [
-        ("codes", Place), *_numbers("dtype", "columns"), ("factors", Place), *_numbers("width", "factor_dtype"),
-        ("query", Place),
+        ("codes", StridedTensor), *_enum_values("dtype", "columns"), ("factors", StridedTensor),
+        *_enum_values("width", "factor_dtype"),
+        ("query", StridedTensor),
     ]  # fmt: skip
 
 
-class Turn(Structure):
-    _fields_ = _numbers("signs", "block", "channels", "stride")
+class RowTransform(Structure):
+    _fields_ = _enum_values("signs", "block", "channels", "stride")
 
 
 class Attention(Structure):
     _fields_ = [
-        ("num_keys", c_int64), ("keys", Matrix * 2), ("values", Matrix), ("new_keys", Matrix), ("new_values", Matrix),
-        ("page_table", Indices), ("seq_lens", Indices), ("cu_seqlens_q", Indices),
-        *_numbers("requests", "rows", "heads", "group", "max_q_len", "max_pages", "num_pages", "page_size"),
-        ("query_dtype", c_int64), ("mask", Indices), *_numbers("window", "sinks"), ("out", Place), ("lse", Place),
+        ("num_keys", c_int64), ("keys", PagedMatrix * 2), ("values", PagedMatrix), ("new_keys", PagedMatrix),
+        ("new_values", PagedMatrix),
+        ("page_table", IndexTensor), ("seq_lens", IndexTensor), ("cu_seqlens_q", IndexTensor),
+        *_enum_values("requests", "rows", "heads", "group", "max_q_len", "max_pages", "num_pages", "page_size"),
+        ("query_dtype", c_int64), ("mask", IndexTensor), *_enum_values("window", "sinks"), ("out", StridedTensor),
+        ("lse", StridedTensor),
         ("out_dtype", c_int64), ("softcap", c_double), ("softmax_scale", Scale), ("k_scale", Scale),
-        ("v_scale", Scale), ("out_scale", Scale), ("key_turn", Turn), ("value_turn", Turn),
+        ("v_scale", Scale), ("out_scale", Scale), ("key_turn", RowTransform), ("value_turn", RowTransform),
         ("batch_invariant", c_int64),
     ]  # fmt: skip
 
 
 class Stream(Structure):
     _fields_ = [
-        ("first", Place), ("second", Place), *_numbers("first_columns", "second_columns", "rotated", "heads", "cached"),
-        ("out", Place), *_numbers("out_dtype", "scale_kind"), ("scales", Place), ("multiplier", Scale),
-        ("turn", Turn),
+        ("first", StridedTensor), ("second", StridedTensor), *_enum_values("first_columns", "second_columns", "rotated",
+                                                                           "heads", "cached"),
+        ("out", StridedTensor), *_enum_values("out_dtype", "scale_kind"), ("scales", StridedTensor),
+        ("multiplier", Scale),
+        ("turn", RowTransform),
     ]  # fmt: skip
 
 
 class Append(Structure):
     _fields_ = [
-        ("num_streams", c_int64), ("streams", Stream * 4), *_numbers("tokens", "dtype", "page_size", "num_pages"),
-        ("slots", Indices), ("batch", Indices), ("kv_positions", Indices), ("indptr", Indices), ("indices", Indices),
-        *_numbers("num_requests", "num_indices", "cos_sin", "cos_sin_stride", "max_position", "rotary"),
-        ("positions", Indices), *_numbers("interleaved", "zero_padding", "scales_quantize", "widen"),
+        ("num_streams", c_int64), ("streams", Stream * 4), *_enum_values("tokens", "dtype", "page_size", "num_pages"),
+        ("slots", IndexTensor), ("batch", IndexTensor), ("kv_positions", IndexTensor), ("indptr", IndexTensor),
+        ("indices", IndexTensor),
+        *_enum_values("num_requests", "num_indices", "cos_sin", "cos_sin_stride", "max_position", "rotary"),
+        ("positions", IndexTensor), *_enum_values("interleaved", "zero_padding", "scales_quantize", "widen"),
     ]  # fmt: skip
 
 
 class Merge(Structure):
     _fields_ = [
-        *_numbers("parts", "rows", "heads", "columns", "dtype", "out_dtype", "outs"), ("outs_strides", c_int64 * 3),
-        ("lses", c_int64), ("lses_strides", c_int64 * 3), ("out", Place), ("lse", Place),
+        *_enum_values("parts", "rows", "heads", "columns", "dtype", "out_dtype", "outs"), ("outs_strides", c_int64 * 3),
+        ("lses", c_int64), ("lses_strides", c_int64 * 3), ("out", StridedTensor), ("lse", StridedTensor),
     ]  # fmt: skip
 
 
-NO_TURN = Turn(NONE, 0, NONE, 0)
+NO_TRANSFORM = RowTransform(NONE, 0, NONE, 0)
 
 
 class Report(Structure):
-    _fields_ = [*_numbers("fault", "request"), ("values", c_int64 * 2)]
+    _fields_ = [*_enum_values("fault", "request"), ("values", c_int64 * 2)]
 
 
-class Facts:
-    """The facts of a call, and the places of its tensors in the list of addresses."""
+class CallFacts:
+    """The facts of a call, and the indices of its tensors in the list of addresses."""
 
     def __init__(self, f: Any, names: Sequence[str]) -> None:
         self.f = f
@@ -105,29 +111,31 @@ class Facts:
     def dtype(self, name: str) -> int:
         return DTYPES[getattr(self.f, name).dtype]
 
-    def place(self, name: str, *, heads: bool = True) -> Place:
-        """A tensor [page, slot, head, …] or [token, head, …]; without `heads`, or in two dimensions, of one head."""
+    def place(self, name: str, *, heads: bool = True) -> StridedTensor:
+        """Returns a tensor [page, slot, head, …] or [token, head, …]; of one head without `heads` or in 2 dims."""
         if self.at(name) == NONE:
-            return Place(NONE)
+            return StridedTensor(NONE)
         strides = self.strides(name)
         dims = 3 if name.endswith("_cache") or name in ("ckv", "kpe") else 2
         if not heads or (dims == 2 and len(strides) == 2 and name != "lse"):
             dims -= 1
-        return Place(self.at(name), (c_int64 * 3)(*strides[:dims]))
+        return StridedTensor(self.at(name), (c_int64 * 3)(*strides[:dims]))
 
-    def indices(self, name: str) -> Indices:
+    def indices(self, name: str) -> IndexTensor:
         if self.at(name) == NONE:
-            return Indices(NONE)
-        return Indices(self.at(name), self.dtype(name), self.strides(name)[0])
+            return IndexTensor(NONE)
+        return IndexTensor(self.at(name), self.dtype(name), self.strides(name)[0])
 
-    def turn(self, side: str) -> Turn:
-        """What the rows of K or V, "k" or "v", lie turned by."""
+    def turn(self, side: str) -> RowTransform:
+        """Returns the rotation and channel scales of stored rows of "k" or "v"."""
         signs, channels = f"{side}_signs", f"{side}_channel_scale"
         b, stride = getattr(self.f, signs), self.strides(channels)
-        return Turn(self.at(signs), 0 if b is None else b.shape[0], self.at(channels), stride[0] if stride else 0)
+        return RowTransform(
+            self.at(signs), 0 if b is None else b.shape[0], self.at(channels), stride[0] if stride else 0
+        )
 
     def scale(self, name: str) -> Scale:
-        """A float, or the tensor [1] or [H] that wins over it."""
+        """Returns a scale: a float, or the tensor [1] or [H] that overrides it."""
         tensor = getattr(self.f, f"{name}_t")
         stride = 0 if tensor is None or tensor.shape[0] == 1 else 1
         return Scale(getattr(self.f, name), self.at(f"{name}_t"), stride)

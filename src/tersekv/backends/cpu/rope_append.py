@@ -1,4 +1,4 @@
-"""rope_append, natively: rotate queries and keys, quantise, and write keys and values."""
+"""rope_append, natively: rotates queries and keys, quantises, and stores keys and values."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import append
-from .append import kv_stream, query_streams
-from .library import Bound, Launch
-from .records import TURNS, Facts
+from .append import kv_row_stream, query_streams
+from .library import BoundLaunch, NativeLaunch
+from .records import TRANSFORMS, CallFacts
 
-TAKES = append.TAKES
+SUPPORTS = append.SUPPORTS
 _TENSORS = (
     "q_rope", "q_nope", "k_rope", "k_nope", "v", "cos_sin_cache", "positions", "q_rope_out", "q_nope_out",
     "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "q_scale_t", "k_scale_t", "v_scale_t",
-    *append.PLACES, *TURNS,
+    *append.SLOT_FIELDS, *TRANSFORMS,
 )  # fmt: skip
 
 
@@ -22,15 +22,17 @@ def why_not(f: SimpleNamespace) -> str | None:
     return append.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> Launch:
-    facts = Facts(f, _TENSORS)
-    streams = [*query_streams(facts), kv_stream(facts, "k", "k_rope", "k_nope", rotated=True), kv_stream(facts, "v")]
-    return Launch("append", append.append(facts, f.k_rope, f.k_cache, streams), _TENSORS)
+def configure(f: SimpleNamespace) -> NativeLaunch:
+    facts = CallFacts(f, _TENSORS)
+    streams = [
+        *query_streams(facts), kv_row_stream(facts, "k", "k_rope", "k_nope", rotated=True), kv_row_stream(facts, "v"),
+    ]  # fmt: skip
+    return NativeLaunch("append", append.append_record(facts, f.k_rope, f.k_cache, streams), _TENSORS)
 
 
-def run(call: Any, config: Launch) -> None:
+def run(call: Any, config: NativeLaunch) -> None:
     config.run(call)
 
 
-def bind(config: Launch, at: dict[str, int]) -> Bound:
+def bind(config: NativeLaunch, at: dict[str, int]) -> BoundLaunch:
     return config.bind(at)

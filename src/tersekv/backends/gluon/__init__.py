@@ -1,4 +1,4 @@
-"""Gluon kernels for Hopper: hand-scheduled forms of operations whose portable kernels are in Triton."""
+"""Gluon kernels for Hopper: hand-scheduled versions of operations whose portable kernels are in Triton."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from . import compiles
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    """What every kernel here needs; None: all of it is here."""
+    """Returns why the kernels here cannot run; None: they can."""
     if f.arch != 90:
         return f"needs sm_90, got {'sm_' + str(f.arch) if f.arch else f.device.type}"
     return "has no interpreter" if interpreting() else None
 
 
-def broken(f: SimpleNamespace) -> str | None:
-    """Why this operation's kernels are off though they are made for the device; None: they are not."""
+def why_disabled(f: SimpleNamespace) -> str | None:
+    """Returns why this operation's kernels are off although they are made for the device; None: they are on."""
     return compiles.why_not(f.op) if why_not(f) is None else None

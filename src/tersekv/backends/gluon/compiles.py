@@ -1,7 +1,7 @@
-"""Whether an operation's kernels compile with a Triton that no test was run on.
+"""Whether an operation's kernels compile with a Triton version that no test was run on.
 
-Each is compiled once, in a process of its own: what aborts there does no harm here. What was found is kept beside
-Triton's cache, for this version of Triton and of these sources. With a version that is `tested` nothing is looked at.
+Each is compiled once, in a subprocess: an abort there does no harm here. The result is kept beside Triton's cache, for
+this version of Triton and of these sources. Versions that are `is_tested` are not checked.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from pathlib import Path
 import torch
 import triton
 
-from ..host.versions import RANGE, tested
+from ..host.versions import RANGE, is_tested
 
 _LIMIT_S = 1800.0  # on a busy machine; one core of an EPYC takes half a minute
 _log = logging.getLogger("tersekv")
 _lock = threading.Lock()
-_known: dict[tuple[str, str], str | None] = {}  # by Triton's version and operation
+_results: dict[tuple[str, str], str | None] = {}  # by Triton's version and operation
 
 
 def why_not(op: str) -> str | None:
-    """Why the operation's kernels do not compile here, and what to install; None: they do."""
+    """Returns why the operation's kernels do not compile here, and what to install; None: they do."""
     version = triton.__version__
-    if tested(version):
+    if is_tested(version):
         return None
     with _lock:
-        if (version, op) not in _known:
-            _known[version, op] = _found(version, op)
-        reason = _known[version, op]
+        if (version, op) not in _results:
+            _results[version, op] = _compiles_cached(version, op)
+        reason = _results[version, op]
     return None if reason is None else f"does not compile with Triton {version}: {reason}. Install {RANGE}"
 
 
-def _found(version: str, op: str) -> str | None:
-    path = _place(version, op)
+def _compiles_cached(version: str, op: str) -> str | None:
+    path = _result_path(version, op)
     try:
         kept = json.loads(path.read_text())
         return kept["reason"]
-    except (OSError, ValueError, TypeError, KeyError):  # not there, or not what was written
+    except (OSError, ValueError, TypeError, KeyError):  # missing, or not valid
         pass
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -54,14 +54,14 @@ def _found(version: str, op: str) -> str | None:
             "CUDA graph is captured: call it once before"
         )
     _log.info("compiling the kernels of %s, to see whether Triton %s can", op, version)
-    reason, lasting = _tried(op)
+    reason, lasting = _try_to_compile(op)
     if lasting:
-        _keep(path, {"triton": version, "op": op, "reason": reason})
+        _store_result(path, {"triton": version, "op": op, "reason": reason})
     return reason
 
 
-def _tried(op: str) -> tuple[str | None, bool]:
-    """(why the kernels do not compile, whether that would be so the next time too)."""
+def _try_to_compile(op: str) -> tuple[str | None, bool]:
+    """Returns (why the kernels do not compile or None, whether the result is permanent)."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from tersekv.testing import compiles; compiles.main({op!r})"
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_LIMIT_S)
@@ -75,8 +75,8 @@ def _tried(op: str) -> tuple[str | None, bool]:
     return f"the compiler ended with exit code {done.returncode}: {said}", died
 
 
-def _keep(path: Path, found: dict) -> None:
-    """Whole or not at all: several processes may find the same out at once. A folder that is not ours keeps nothing."""
+def _store_result(path: Path, found: dict) -> None:
+    """Stores the result atomically: several processes may write at once. Unwritable folders are skipped."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -86,14 +86,14 @@ def _keep(path: Path, found: dict) -> None:
         _log.info("%s is not kept: %s", path, e)
 
 
-def _place(version: str, op: str) -> Path:
-    key = hashlib.sha256(f"{version} {_sources()}".encode()).hexdigest()[:16]
+def _result_path(version: str, op: str) -> Path:
+    key = hashlib.sha256(f"{version} {_kernel_sources()}".encode()).hexdigest()[:16]
     return Path(triton.knobs.cache.dir) / "tersekv" / f"{op}-{key}.json"
 
 
 @cache
-def _sources() -> str:
-    """What the kernels are made of."""
+def _kernel_sources() -> str:
+    """Returns a hash of the kernels' sources."""
     found = hashlib.sha256()
     backends = Path(__file__).parent.parent
     for folder in ("gluon", "host", "triton"):

@@ -1,4 +1,4 @@
-"""Paged decode on Hopper: a split pass, and a second launch if it does not join its cuts."""
+"""Paged decode on Hopper: a split pass, and a second launch to combine splits unless the first one does."""
 
 from __future__ import annotations
 
@@ -11,229 +11,267 @@ import torch
 
 from ...formats import BLOCK, CHANNELS, PAIRS, ROTATION, pair_of
 from ..host import launch
-from ..host.bind import Bound, Described, Instead, Launches, Template, given, strides
-from ..host.record import Record
-from ..host.split_merge import launches, reads, writes
+from ..host.bind import BoundLaunches, HostAction, KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
+from ..host.kernel_config import KernelConfig
+from ..host.split_combine import attention_launches, output_args, split_pass_args
+from ..triton.decode import config as portable_tune
 from ..triton.decode import entry as portable
-from ..triton.decode import tune as portable_tune
-from .sm90.decode.boxes import (
-    BOX,
-    PAGE_KEYS,
-    Box,
-    Side,
-    boxes_of,
-    code_box,
-    descriptor,
-    joined,
-    keys_at_once,
-    scale_box,
-    side_of,
+from .sm90.decode.combine import combine_kernel
+from .sm90.decode.config import (
+    MAX_ROWS_16BIT,
+    TileConfig,
+    choose_block_m,
+    choose_combine_tile,
+    choose_fused_combine_tile,
+    choose_heads_per_cta,
+    choose_keys_per_copy,
+    choose_tile_config,
+    has_padded_head_dims,
+    is_large_m,
+    max_small_m_rows,
+    num_prefetched_queries,
+    num_query_rows,
+    padded_head_dims,
+    uses_converter_warpgroup,
+    uses_fused_combine,
 )
-from .sm90.decode.four_bits import decode_four_bits_kernel
+from .sm90.decode.copy_tiles import (
+    MIN_KEYS_PER_COPY,
+    MMA_KEYS,
+    KVLayout,
+    TensorMapSpec,
+    kv_map_spec,
+    make_kv_layout,
+    make_tensor_map_specs,
+    merge_adjacent_heads,
+    min_keys_per_copy,
+    scale_map_spec,
+    tensor_map_from_spec,
+)
 from .sm90.decode.kernel import decode_kernel
-from .sm90.decode.merge import merge_kernel
-from .sm90.decode.rows64 import decode_rows64_kernel
-from .sm90.decode.tune import (
-    MOST_ROWS_OF_16_BITS,
-    Tiles,
-    converts_apart,
-    copy_keys,
-    few_rows,
-    heads_of,
-    join_tile,
-    joins,
-    many_rows,
-    merge_tile,
-    padded,
-    queries_ahead,
-    query_rows,
-    rows_at_once,
-    tile_dims,
-    tiles,
-)
-from .sm90.parts.convert import INT4_FACTOR
-from .sm90.parts.turn import turn_of
+from .sm90.decode.kernel_producer_warp import decode_producer_warp_kernel
+from .sm90.decode.rows_64 import decode_rows_64_kernel
+from .sm90.parts.dequant import INT4_RESIDUAL_SCALE
+from .sm90.parts.hadamard import make_rotation
 
 
 @dataclass(frozen=True)
-class Shape(Record):
-    """What the split pass is compiled for, beyond the Triton kernels' constants. The names are the kernel's."""
+class DecodeTileConfig(KernelConfig):
+    """Compile-time configuration of the split pass, beyond the Triton kernels' constants. The names are the
+    kernel's."""
 
-    HB: int  # KV heads of a program
-    RB: int  # warps of a head: they share its keys, and its query rows are dealt among them
-    WIDE: bool  # many rows: decode_wide or decode_many, one head a program and 64 rows in every four of RB warps
-    GROUPS: int  # programs that share a tile's keys
-    BOX: int  # keys of one step of the products
-    BOXES: int  # of a tile
-    COPY: int  # keys of a buffer: of one tensor copy, which is of one page, or of two
-    COPIES: int  # buffers of a tile
-    HALVES: int  # tensor copies of a buffer: two of 8 keys each, where pages hold no multiple of 16; else one
+    HEADS_PER_CTA: int  # KV heads
+    WARPS_PER_HEAD: int  # they share its keys; its query rows are divided among them
+    LARGE_M: bool  # by shared_tiles or rows_64: one head per CTA, 64 rows per warpgroup
+    HEAD_GROUPS: int  # CTAs that process the same n_block
+    MMA_KEYS: int  # keys of one MMA tile
+    NUM_MMA_TILES: int  # of an n_block
+    KEYS_PER_BUFFER: int  # keys of one tensor copy, from one page, or of two
+    NUM_BUFFERS: int  # of an n_block
+    COPIES_PER_BUFFER: (
+        int  # tensor copies of a buffer: two of 8 keys each, where pages hold no multiple of 16; else one
+    )
     STAGES: int
-    Q_COLUMNS: int  # of a query's row; D is a power of two
-    QUERIES: int  # fetched ahead with their tiles; 0: a segment loads its query when it begins
-    SLOTS: int  # of decode_many: fp16 tiles of keys or values
-    K: Side
-    V: Side
-    SEGMENTS: int  # of a request, at most
-    LIVE_ROWS: int  # of ROWS
-    MERGE_ROWS: int
-    MERGE_PIECES: int
-    MERGE_COLUMNS: int
-    JOIN_ROWS: int  # of a head, where the split pass joins what it cuts; 0: a second launch does
-    JOIN_PIECES: int  # at once
-    JOIN_COLUMNS: int  # at once
+    Q_HEAD_DIM: int  # columns of a query row; D is a power of two
+    NUM_QUERY_STAGES: int  # of prefetched queries; 0: a work tile loads its query when it begins
+    CONVERTED_STAGES: int  # of rows_64: fp16 tiles of K or V
+    K: KVLayout
+    V: KVLayout
+    MAX_M_BLOCKS: int  # of a request, at most
+    VALID_ROWS: int  # of BLOCK_M
+    COMBINE_ROWS: int
+    COMBINE_SPLITS: int
+    COMBINE_COLUMNS: int
+    FUSED_COMBINE_ROWS: int  # of a head, where the split pass combines; 0: a second launch does
+    FUSED_COMBINE_SPLITS: int  # loaded at once
+    FUSED_COMBINE_COLUMNS: int  # loaded at once
 
 
-CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8", "e2m1", "int4")
-TAKES = (PAIRS, ROTATION, CHANNELS)
+SUPPORTED_CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8", "e2m1", "int4")
+SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 
 
 class Config(NamedTuple):
     constants: portable.Constants
-    shape: Shape
-    boxes: dict[str, Box]  # by the argument that is described so
-    launches: Launches | Instead  # without a merge where the split pass joins what it cuts
+    shape: DecodeTileConfig
+    tensor_map_specs: dict[str, TensorMapSpec]  # by kernel argument
+    launches: LaunchSequence | HostAction  # without a combine where the split pass does it
 
 
 def why_not(f: SimpleNamespace) -> str | None:
     fmt, v_fmt = pair_of(f)
     for x in (fmt, v_fmt):
-        if x.code not in CODES:
+        if x.code not in SUPPORTED_CODES:
             return f"has no {x.name}"
     if reason := launch.why_not(f):
         return reason
     if fmt != v_fmt and 2 in (fmt.storage.itemsize, v_fmt.storage.itemsize):
         return f"takes no pairs with 16 bits, got {fmt.name} and {v_fmt.name}"
-    if many_rows(f) and fmt != v_fmt:
-        return (
-            f"wants at most {few_rows(f)} query rows of a KV head with {fmt.name} and {v_fmt.name}, got {query_rows(f)}"
-        )
-    if many_rows(f) and fmt.code == "int4" and not converts_apart(f):
-        return f"wants equal head sizes up to 128 with {query_rows(f)} query rows of a KV head and {fmt.name}"
-    if fmt.storage.itemsize == 2 and query_rows(f) > MOST_ROWS_OF_16_BITS:
-        return f"wants at most {MOST_ROWS_OF_16_BITS} query rows of a KV head with {f.format}, got {query_rows(f)}"
-    if portable_tune.two_terms(f, fmt):  # Triton's multiplies it in two tiles
+    if is_large_m(f) and fmt != v_fmt:
+        want, got = max_small_m_rows(f), num_query_rows(f)
+        return f"wants at most {want} query rows of a KV head with {fmt.name} and {v_fmt.name}, got {got}"
+    if is_large_m(f) and fmt.code == "int4" and not uses_converter_warpgroup(f):
+        return f"wants equal head sizes up to 128 with {num_query_rows(f)} query rows of a KV head and {fmt.name}"
+    if fmt.storage.itemsize == 2 and num_query_rows(f) > MAX_ROWS_16BIT:
+        return f"wants at most {MAX_ROWS_16BIT} query rows of a KV head with {f.format}, got {num_query_rows(f)}"
+    if portable_tune.needs_two_term_query(f, fmt):  # Triton's kernel multiplies Q in two terms
         if f.q.dtype == torch.float16:
             return "wants a bfloat16 or 8-bit q with bf16, got float16"
         return "wants keys that lie as they are with bf16, got rotated ones or such with channel scales"
     d, dv = f.q.shape[2], f.out.shape[2]
     if any(n % 16 or not 64 <= n <= 256 for n in (d, dv)):
         return f"wants head sizes that are multiples of 16 from 64 to 256, got {d} and {dv}"
-    if padded(f) and (many_rows(f) or BLOCK in (fmt.scale, v_fmt.scale)):
-        what = f.format if not many_rows(f) else f"{query_rows(f)} query rows of a KV head"
+    if has_padded_head_dims(f) and (is_large_m(f) or BLOCK in (fmt.scale, v_fmt.scale)):
+        what = f.format if not is_large_m(f) else f"{num_query_rows(f)} query rows of a KV head"
         return f"wants head sizes of 64, 128 or 256 with {what}, got {d} and {dv}"
-    if padded(f) and any(x is not None for x in (f.k_signs, f.v_signs, f.k_channel_scale, f.v_channel_scale)):
+    if has_padded_head_dims(f) and any(
+        x is not None for x in (f.k_signs, f.v_signs, f.k_channel_scale, f.v_channel_scale)
+    ):
         return f"wants head sizes of 64, 128 or 256 with rotated rows or channel scales, got {d} and {dv}"
-    if f.k_cache.shape[1] % PAGE_KEYS:
-        return f"wants pages of a multiple of {PAGE_KEYS}, got {f.k_cache.shape[1]}"
+    if f.k_cache.shape[1] % MIN_KEYS_PER_COPY:
+        return f"wants pages of a multiple of {MIN_KEYS_PER_COPY}, got {f.k_cache.shape[1]}"
     if f.q.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
-    keys = keys_at_once(f.k_cache.shape[1])
+    keys = min_keys_per_copy(f.k_cache.shape[1])
     for name in ("k_cache", "v_cache"):
-        if code_box(getattr(f, name), heads_of(f), keys) is None:
+        if kv_map_spec(getattr(f, name), choose_heads_per_cta(f), keys) is None:
             apart = "multiples of 16 bytes, or of 8 with heads side by side, an even number of them"
             return f"wants {name} with rows at equal distances that are {apart}"
     for x, side in ((fmt, f.k_scale_cache), (v_fmt, f.v_scale_cache)):
-        if side is not None and not many_rows(f) and scale_box(side, heads_of(f), keys, x.scale == BLOCK) is None:
+        if (
+            side is not None
+            and not is_large_m(f)
+            and scale_map_spec(side, choose_heads_per_cta(f), keys, x.scale == BLOCK) is None
+        ):
             beside = "wants stored scales with heads or slots side by side, at multiples of 16 bytes"
-            return beside if keys == BOX else f"{beside}, and 128 bytes of {keys} keys in pages of no multiple of {BOX}"
+            return (
+                beside
+                if keys == MMA_KEYS
+                else f"{beside}, and 128 bytes of {keys} keys in pages of no multiple of {MMA_KEYS}"
+            )
     return None
 
 
 def configure(f: SimpleNamespace) -> Config:
-    (fmt, v_fmt), t = pair_of(f), tiles(f)
-    base = portable.constants(f, portable_tune.tiles(f, fmt), True)
-    heads, hb, requests = f.k_cache.shape[2], heads_of(f, t.heads), f.seq_lens.shape[0]
-    codes, scales = boxes_of(f, hb, copy_keys(f, t), t.wide)
-    if t.copier:
-        codes = [joined(box) for box in codes]
-    rows, groups, (d, dv) = rows_at_once(f), heads // hb, tile_dims(f)
-    turns = turn_of(f.k_signs, f.k_channel_scale), turn_of(f.v_signs, f.v_channel_scale)
-    k, v = (side_of(*x, hb, t.stages) for x in zip((fmt, v_fmt), codes, scales, turns, strict=True))
-    shares = max(launch.num_sms(f) * t.programs_per_sm * max(4 // (hb * t.row_warps), 1) // groups, 1)
-    live = rows if f.cu_seqlens_q is not None else min(rows, query_rows(f))
-    # A bound on ragged rows that changes with the batch must not compile anew every time.
-    segments = launch.next_power_of_2(-(-query_rows(f) // rows))
-    words_v = dv // v.PARTS
-    block_dv = max(16, launch.next_power_of_2(words_v))
-    columns = v.PARTS * block_dv
-    joining = (0, 0, 0)
-    if not t.copier and joins(f, t.tile, shares * groups, shares, hb * live * columns):
-        joining = join_tile(live, columns)
-    c = replace(
-        base, ROWS=rows, TILE=t.tile, MIN_TILES=t.min_tiles, K_PITCH=codes[0].pitch, V_PITCH=codes[1].pitch,
-        D=d, PARTS=v.PARTS, WORDS_K=d // k.PARTS, WORDS_V=words_v, BLOCK_DV=block_dv,
-        K_FACTOR=_left_over(k.CODE, t.wide), V_FACTOR=_left_over(v.CODE, t.wide),
-        PART_COLUMNS=columns + (4 if any(joining) else 2),
-    )  # fmt: skip
-    merging = merge_tile(shares // max(requests, 1) + 2, hb * live, columns)
-    shape = _shape(f, t, k, v, codes[0], hb, (segments, live, *merging, *joining))
-    boxes = dict(zip(("K", "V", "KS", "VS"), (*codes, *scales), strict=True))
-    grid = (
-        requests * segments * groups,
-        -(-hb * live // merging[0]) * (columns // merging[2]),
+    (fmt, v_fmt), tuned = pair_of(f), choose_tile_config(f)
+    base_cfg = portable.kernel_constants(f, portable_tune.choose_tile_config(f, fmt), True)
+    heads, cta_heads, requests = f.k_cache.shape[2], choose_heads_per_cta(f, tuned.heads_per_cta), f.seq_lens.shape[0]
+    kv_specs, scales = make_tensor_map_specs(f, cta_heads, choose_keys_per_copy(f, tuned), tuned.shared_tiles)
+    if tuned.producer_warp:
+        kv_specs = [merge_adjacent_heads(spec) for spec in kv_specs]
+    block_m, groups, (d, dv) = choose_block_m(f), heads // cta_heads, padded_head_dims(f)
+    rotations = make_rotation(f.k_signs, f.k_channel_scale), make_rotation(f.v_signs, f.v_channel_scale)
+    k, v = (
+        make_kv_layout(*x, cta_heads, tuned.num_stages)
+        for x in zip((fmt, v_fmt), kv_specs, scales, rotations, strict=True)
     )
-    kernel, options = _kernel(t, hb)
-    both = writes(f) | given(SINKS="sinks", V_T="v_scale_t") | {"v_scale": f.v_scale}
-    # Each is told of nothing that the other alone reads: numbers of requests would compile it anew.
-    unmerged = {"c": c, "g": replace(shape, MERGE_ROWS=0, MERGE_PIECES=0, MERGE_COLUMNS=0)}
-    split = Template(kernel, (shares * groups,), both | unmerged | _reads(f, boxes), launch_pdl=True, **options)
-    merge, notes = None, 8 * shares * groups  # counters
-    if not any(joining):
-        rest = given(CU="cu_seqlens_q") | {"num_shares": shares, "c": replace(c, BLOCK_B=0), "g": shape}
-        merge, notes = Template(merge_kernel, grid, both | rest, num_warps=4, launch_pdl=True), 2 * grid[0]  # META
-    scratch = 2 * shares * heads * rows * c.PART_COLUMNS + notes
-    return Config(c, shape, {n: box for n, box in boxes.items() if box is not None}, launches(f, split, merge, scratch))
+    ranges = max(launch.num_sms(f) * tuned.ctas_per_sm * max(4 // (cta_heads * tuned.warps_per_head), 1) // groups, 1)
+    valid_rows = block_m if f.cu_seqlens_q is not None else min(block_m, num_query_rows(f))
+    # A power of two, so that a bound on ragged rows that changes with the batch does not recompile every time.
+    m_blocks = launch.next_power_of_2(-(-num_query_rows(f) // block_m))
+    packed_v = dv // v.PACK
+    block_dv = max(16, launch.next_power_of_2(packed_v))
+    partial_columns = v.PACK * block_dv
+    fused_tile = (0, 0, 0)
+    if not tuned.producer_warp and uses_fused_combine(
+        f, tuned.block_n, ranges * groups, ranges, cta_heads * valid_rows * partial_columns
+    ):
+        fused_tile = choose_fused_combine_tile(valid_rows, partial_columns)
+    cfg = replace(
+        base_cfg, BLOCK_M=block_m, BLOCK_N=tuned.block_n, MIN_BLOCKS_PER_RANGE=tuned.min_blocks_per_range,
+        K_ROWS_PER_PAGE=kv_specs[0].rows_per_page, V_ROWS_PER_PAGE=kv_specs[1].rows_per_page,
+        D=d, PACK=v.PACK, PACKED_K=d // k.PACK, PACKED_V=packed_v, BLOCK_DV=block_dv,
+        K_RESIDUAL_SCALE=_residual_scale(k.CODE, tuned.shared_tiles),
+        V_RESIDUAL_SCALE=_residual_scale(v.CODE, tuned.shared_tiles),
+        PARTIAL_COLUMNS=partial_columns + (4 if any(fused_tile) else 2),
+    )  # fmt: skip
+    combine_tile = choose_combine_tile(ranges // max(requests, 1) + 2, cta_heads * valid_rows, partial_columns)
+    tiles = m_blocks, valid_rows, *combine_tile, *fused_tile
+    shape = _make_tile_config(f, tuned, k, v, kv_specs[0], cta_heads, tiles)
+    tensor_map_specs = dict(zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True))
+    combine_ctas = -(-cta_heads * valid_rows // combine_tile[0]) * (partial_columns // combine_tile[2])
+    grid = requests * m_blocks * groups, combine_ctas
+    kernel, options = _select_kernel(tuned, cta_heads)
+    shared_args = output_args(f) | tensor_args(SINKS="sinks", V_SCALE="v_scale_t") | {"v_scale": f.v_scale}
+    # Neither kernel gets constants that only the other reads: the number of requests would recompile it.
+    split_configs = {"cfg": cfg, "tile_cfg": replace(shape, COMBINE_ROWS=0, COMBINE_SPLITS=0, COMBINE_COLUMNS=0)}
+    split_pass = KernelLaunch(
+        kernel, (ranges * groups,), shared_args | split_configs | _split_pass_args(f, tensor_map_specs),
+        launch_pdl=True, **options,
+    )  # fmt: skip
+    combine, metadata_size = None, 8 * ranges * groups  # of counters
+    if not any(fused_tile):
+        sizes = {"num_ranges": ranges, "cfg": replace(cfg, BLOCK_B=0), "tile_cfg": shape}
+        args = shared_args | tensor_args(CU_SEQLENS_Q="cu_seqlens_q") | sizes
+        combine = KernelLaunch(combine_kernel, grid, args, num_warps=4, launch_pdl=True)
+        metadata_size = 2 * grid[0]
+    scratch = 2 * ranges * heads * block_m * cfg.PARTIAL_COLUMNS + metadata_size
+    return Config(
+        cfg, shape, {n: spec for n, spec in tensor_map_specs.items() if spec is not None},
+        attention_launches(f, split_pass, combine, scratch),
+    )  # fmt: skip
 
 
-def _kernel(t: Tiles, hb: int) -> tuple[Any, dict[str, Any]]:
-    """The split pass's kernel and how it is compiled."""
-    if t.many:
-        registers = 65536 // (32 * (4 + t.row_warps) * t.programs_per_sm) // 8 * 8
-        return decode_rows64_kernel, {"num_warps": 4, "maxnreg": registers}
-    warps = {"num_warps": hb * t.row_warps}
-    if t.copier:  # it comes with three idle warps; registers are dealt out by four
-        return decode_four_bits_kernel, warps | {"maxnreg": 65536 // (256 * t.programs_per_sm) // 8 * 8}
-    return decode_kernel, warps if t.max_registers is None else warps | {"maxnreg": t.max_registers}
+def _select_kernel(tuned: TileConfig, heads_per_cta: int) -> tuple[Any, dict[str, Any]]:
+    """Returns the split pass's kernel and its compile options."""
+    if tuned.rows_64:
+        max_registers = 65536 // (32 * (4 + tuned.warps_per_head) * tuned.ctas_per_sm) // 8 * 8
+        return decode_rows_64_kernel, {"num_warps": 4, "maxnreg": max_registers}
+    warps = {"num_warps": heads_per_cta * tuned.warps_per_head}
+    if tuned.producer_warp:  # it adds three idle warps; registers are allocated per four warps
+        return decode_producer_warp_kernel, warps | {"maxnreg": 65536 // (256 * tuned.ctas_per_sm) // 8 * 8}
+    return decode_kernel, warps if tuned.max_registers is None else warps | {"maxnreg": tuned.max_registers}
 
 
-def _left_over(code: str, wide: bool) -> float:
-    """By `parts/convert`, for the factors of scores and values."""
+def _residual_scale(code: str, shared_tiles: bool) -> float:
+    """Returns the scale left over by `parts/dequant`, for scores and values."""
     if code == "e2m1":
-        return 64.0 if wide else 16384.0
-    return INT4_FACTOR.value if code == "int4" and not wide else 1.0
+        return 64.0 if shared_tiles else 16384.0
+    return INT4_RESIDUAL_SCALE.value if code == "int4" and not shared_tiles else 1.0
 
 
-def _reads(f: SimpleNamespace, boxes: dict[str, Box | None]) -> dict[str, Any]:
-    """Arguments of the split pass: what has a box is described."""
-    caches = {"K": "k_cache", "V": "v_cache", "KS": "k_scale_cache", "VS": "v_scale_cache"}
-    described = {n: Described(caches[n], partial(descriptor, box=box)) for n, box in boxes.items() if box is not None}
-    tensors = given(Q="q", K_T="k_scale_t", **caches) | portable.mask_of(f)
-    tensors |= given(K_SIGNS="k_signs", V_SIGNS="v_signs", K_CHANNELS="k_channel_scale", V_CHANNELS="v_channel_scale")
-    numbers = {"k_scale": f.k_scale, "softcap": f.softcap, "sm_t": f.mask.stride[0] if f.mask is not None else 0}
-    return reads(f) | tensors | described | numbers | strides(f.q, sq_="th")
+def _split_pass_args(f: SimpleNamespace, tensor_map_specs: dict[str, TensorMapSpec | None]) -> dict[str, Any]:
+    """Returns the arguments of the split pass; those with a spec are passed as tensor maps."""
+    cache_names = {"K": "k_cache", "V": "v_cache", "K_SCALES": "k_scale_cache", "V_SCALES": "v_scale_cache"}
+    tensor_map_args = {
+        n: TensorMapArg(cache_names[n], partial(tensor_map_from_spec, spec=spec))
+        for n, spec in tensor_map_specs.items()
+        if spec is not None
+    }
+    tensors = tensor_args(Q="q", K_SCALE="k_scale_t", **cache_names) | portable.mask_args(f)
+    tensors |= tensor_args(
+        K_SIGNS="k_signs", V_SIGNS="v_signs", K_CHANNEL_SCALES="k_channel_scale", V_CHANNEL_SCALES="v_channel_scale"
+    )
+    scalar_args = {
+        "k_scale": f.k_scale,
+        "softcap": f.softcap,
+        "stride_mask_t": f.mask.stride[0] if f.mask is not None else 0,
+    }
+    return split_pass_args(f) | tensors | tensor_map_args | scalar_args | stride_args(f.q, stride_q_="th")
 
 
-def _shape(
+def _make_tile_config(
     f: SimpleNamespace,
-    t: Tiles,
-    k: Side,
-    v: Side,
-    codes: Box,
-    hb: int,
-    merge: tuple[int, ...],
-) -> Shape:
-    """The record of constants; merge: its last fields."""
-    halves = BOX // codes.block[-2]
-    copy = codes.boxes * codes.block[-2] * halves
-    if t.wide and f.k_scale_cache is not None:
+    tuned: TileConfig,
+    k: KVLayout,
+    v: KVLayout,
+    k_spec: TensorMapSpec,
+    heads_per_cta: int,
+    combine_fields: tuple[int, ...],
+) -> DecodeTileConfig:
+    """Returns the record of constants; combine_fields: its last fields."""
+    copies_per_buffer = MMA_KEYS // k_spec.box[-2]
+    keys_per_buffer = k_spec.tiles_per_copy * k_spec.box[-2] * copies_per_buffer
+    if tuned.shared_tiles and f.k_scale_cache is not None:
         k, v = (replace(x, SCALE_STRIDES=s.stride[:3]) for x, s in ((k, f.k_scale_cache), (v, f.v_scale_cache)))
-    return Shape(
-        hb, t.row_warps, t.wide, f.k_cache.shape[2] // hb, BOX, t.tile // BOX, copy, t.tile // copy, halves, t.stages,
+    return DecodeTileConfig(
+        heads_per_cta, tuned.warps_per_head, tuned.shared_tiles, f.k_cache.shape[2] // heads_per_cta, MMA_KEYS,
+        tuned.block_n // MMA_KEYS, keys_per_buffer, tuned.block_n // keys_per_buffer, copies_per_buffer,
+        tuned.num_stages,
         f.q.shape[2],
-        queries_ahead(f, t, hb),
-        t.slots,
-        k, v, *merge,
+        num_prefetched_queries(f, tuned, heads_per_cta),
+        tuned.converted_stages,
+        k, v, *combine_fields,
     )  # fmt: skip
 
 
@@ -241,5 +279,5 @@ def run(call: Any, config: Config) -> None:
     config.launches(call)
 
 
-def bind(config: Config, at: dict[str, int]) -> Bound | None:
+def bind(config: Config, at: dict[str, int]) -> BoundLaunches | None:
     return config.launches.bind(at)

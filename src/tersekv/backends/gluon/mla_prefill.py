@@ -1,8 +1,8 @@
-"""MLA prefill on Hopper: new rows are stored, a chunk's latents gathered, multiplied blockwise and attended to.
+"""MLA prefill on Hopper: store the new rows; per chunk gather its latents, up-project them, attend.
 
-A launch may begin before the one ahead of it has ended. The queries are rotated beside the first chunk's latents. Where
-there is much to attend to, a launch of three warpgroups a block goes first, and the usual one behind it does everything
-again if that failed.
+A launch may begin before the one before it has ended (PDL). The queries are rotated beside the first chunk's gather.
+Large calls launch attention with three warpgroups a CTA first, and the usual one behind it computes everything again on
+overflow.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ..host import launch
-from ..host.bind import Bound, Instead, Launches
-from ..host.blocks import overlaps
+from ..host.bind import BoundLaunches, HostAction, LaunchSequence
+from ..host.row_programs import uses_pdl
 from ..triton.mla_prefill import entry as portable
-from ..triton.mla_prefill.prepare import prepared
-from ..triton.mla_prefill.tune import Choice, choose
+from ..triton.mla_prefill.config import MLAPrefillConfig, choose_mla_prefill_config
+from ..triton.mla_prefill.rope_norm_store import make_rope_norm_store_launch
 
 
 class Config(NamedTuple):
-    portable: Choice  # of the stages that are the Triton backend's
-    own_product: bool
-    launches: Launches | Instead
+    portable: MLAPrefillConfig  # of the stages of the Triton backend
+    own_gemm: bool
+    launches: LaunchSequence | HostAction
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -42,27 +42,29 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Config:
-    w = f.kv_b_proj
-    rows = w.aligned and w.stride[0] % 16 == 0 and w.stride[0] >= w.shape[1]  # a tensor map takes them
-    own = w.dtype == torch.float8_e4m3fn and rows and w.shape[1] in (128, 256, 384, 512)
-    choice = choose(f)
-    return Config(choice, own, _launches(f, choice, own))
+    weight = f.kv_b_proj
+    fits_tensor_map = (
+        weight.aligned and weight.stride[0] % 16 == 0 and weight.stride[0] >= weight.shape[1]
+    )  # alignment and strides of a tensor map
+    own_gemm = weight.dtype == torch.float8_e4m3fn and fits_tensor_map and weight.shape[1] in (128, 256, 384, 512)
+    choice = choose_mla_prefill_config(f)
+    return Config(choice, own_gemm, _make_launches(f, choice, own_gemm))
 
 
-def _launches(f: SimpleNamespace, choice: Choice, own_product: bool) -> Launches | Instead:
+def _make_launches(f: SimpleNamespace, choice: MLAPrefillConfig, own_gemm: bool) -> LaunchSequence | HostAction:
     if 0 in f.q.shape[:2]:
-        return portable.launches(f, choice)
-    if not portable.attends(f):
-        return Launches(prepared(f, choice.native_casts, ends=True, overlaps=overlaps(f)))
-    # Imported when `why_not` has seen the version and the chip.
-    from .sm90.mla_prefill import stages
+        return portable.make_launches(f, choice)
+    if not portable.has_keys_and_queries(f):
+        return LaunchSequence(make_rope_norm_store_launch(f, choice.native_casts, no_keys=True, use_pdl=uses_pdl(f)))
+    # Imported only after `why_not` has checked the version and the chip.
+    from .sm90.mla_prefill import launch_sequence
 
-    return stages.launches(f, choice, launch.num_sms(f), own_product, overlaps(f))
+    return launch_sequence.make_launches(f, choice, launch.num_sms(f), own_gemm, uses_pdl(f))
 
 
 def run(call: Any, config: Config) -> None:
     config.launches(call)
 
 
-def bind(config: Config, at: dict[str, int]) -> Bound | None:
+def bind(config: Config, at: dict[str, int]) -> BoundLaunches | None:
     return config.launches.bind(at)

@@ -1,4 +1,4 @@
-"""Paged prefill on Hopper: by a kernel of its own where there are many query rows, else by those of decode."""
+"""Paged prefill on Hopper: the prefill kernel for many query rows, decode's kernels for few."""
 
 from __future__ import annotations
 
@@ -10,98 +10,113 @@ import torch
 
 from ...formats import BATCH_INVARIANCE, CHANNELS, PAIRS, ROTATION, kv_format, pair_of
 from ..host import launch
-from ..host.bind import Bound, Described, Launches, Template, given, strides
-from ..host.split_merge import is_empty, rows_of
+from ..host.bind import BoundLaunches, KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
+from ..host.split_combine import has_no_work, query_offset_args
 from . import decode
-from .sm90.decode.boxes import PAGE_KEYS
-from .sm90.parts.turn import turn_of
+from .sm90.decode.copy_tiles import MIN_KEYS_PER_COPY
+from .sm90.parts.hadamard import make_rotation
+from .sm90.prefill.config import (
+    PrefillConfig,
+    config_of_new_kv,
+    make_prefill_config,
+    max_work_tiles,
+    tensor_map_by_name,
+    why_not_tensor_maps,
+)
 from .sm90.prefill.kernel import prefill_kernel
-from .sm90.prefill.shape import Shape, descriptor, items_of, of_new_rows, shape_of, why_not_copied
 
 _FORMATS = (
     *("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4"),
     "int4_per_token_head",
 )
-_DESCRIBED = {"Q": "q", "K": "k_cache", "V": "v_cache", "KN": "k", "VN": "v"}
-_MANY_KEYS = 16384
-# Pairs go by decode's kernels alone; batch invariance by the one for many rows, in which nothing is cut.
-TAKES = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
+_TENSOR_MAP_ARGS = {"Q": "q", "K": "k_cache", "V": "v_cache", "K_NEW": "k", "V_NEW": "v"}
+_LONG_CONTEXT = 16384
+# Only decode's kernels support pairs; only the prefill kernel, which never splits keys, is batch invariant.
+SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
 
 
 class Config(NamedTuple):
-    shape: Shape
-    launches: Launches
+    shape: PrefillConfig
+    launches: LaunchSequence
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    reason = _why_not_own(f)
+    reason = _why_not_prefill_kernel(f)
     if reason is None or f.k is not None or f.batch_invariant:
         return reason
-    by_decode = decode.why_not(as_decode(f))
+    by_decode = decode.why_not(as_decode_facts(f))
     return None if by_decode is None else f"{reason}; of decode's kernels: {by_decode}"
 
 
-def _why_not_own(f: SimpleNamespace) -> str | None:
-    """What the kernel for many query rows does not take."""
+def _why_not_prefill_kernel(f: SimpleNamespace) -> str | None:
+    """Returns why the prefill kernel cannot run these facts, or None."""
     if f.format not in _FORMATS:
         return f"has no kernel for many query rows of {f.format}"
     k, v = pair_of(f)
     if k != v:
         return f"has no kernel for many query rows of {k.name} and {v.name}"
-    if is_empty(f) or 0 in f.q.shape:
+    if has_no_work(f) or 0 in f.q.shape:
         return "wants a query row"
     fmt = kv_format(f.format)
     if f.q.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
-    if fmt.storage == torch.bfloat16 and f.q.dtype == torch.float16:  # Triton's multiplies it in two tiles
+    if fmt.storage == torch.bfloat16 and f.q.dtype == torch.float16:  # Triton's kernel multiplies it as two tiles
         return "wants a bfloat16 or 8-bit q with bf16, got float16"
-    if fmt.storage == torch.bfloat16 and turn_of(f.k_signs, f.k_channel_scale).ANY:
+    if fmt.storage == torch.bfloat16 and make_rotation(f.k_signs, f.k_channel_scale).ENABLED:
         return "wants keys that lie as they are with bf16, got rotated ones or such with channel scales"
     widest = 128 if fmt.storage.itemsize == 1 else 256
     d, dv = f.q.shape[2], f.out.shape[2]
     if d > widest or dv > widest:
         return f"wants head sizes up to {widest} with {f.format}, got {d} and {dv}"
-    if f.k_cache.shape[1] % PAGE_KEYS:
-        return f"wants pages of a multiple of {PAGE_KEYS}, got {f.k_cache.shape[1]}"
-    return why_not_copied(f)
+    if f.k_cache.shape[1] % MIN_KEYS_PER_COPY:
+        return f"wants pages of a multiple of {MIN_KEYS_PER_COPY}, got {f.k_cache.shape[1]}"
+    return why_not_tensor_maps(f)
 
 
 def configure(f: SimpleNamespace) -> Any:
-    if f.k is None and not f.batch_invariant and (_why_not_own(f) is not None or _few_rows(f)):
-        return decode.configure(as_decode(f))
-    c = shape_of(f)
+    if f.k is None and not f.batch_invariant and (_why_not_prefill_kernel(f) is not None or _prefers_decode_kernels(f)):
+        return decode.configure(as_decode_facts(f))
+    cfg = make_prefill_config(f)
     arguments: dict[str, Any] = {
-        n: Described(name, partial(descriptor, name=name, c=c)) for n, name in _DESCRIBED.items()
+        new_cfg: TensorMapArg(name, partial(tensor_map_by_name, name=name, cfg=cfg))
+        for new_cfg, name in _TENSOR_MAP_ARGS.items()
     }
     if f.k is None:
-        arguments |= {"KN": None, "VN": None}
+        arguments |= {"K_NEW": None, "V_NEW": None}
     arguments |= {
-        **given(KS="k_scale_cache", VS="v_scale_cache", TABLE="page_table", LENS="seq_lens"),
-        **given(K_SIGNS="k_signs", V_SIGNS="v_signs", K_CHANNELS="k_channel_scale", V_CHANNELS="v_channel_scale"),
-        **rows_of(f), **given(SINKS="sinks", OUT="out", LSE="lse"),
-        **given(SOFTMAX_T="softmax_scale_t", K_T="k_scale_t", V_T="v_scale_t", OUT_T="out_scale_t"),
-        **strides(f.out, so_="th"), **strides(f.lse, sl_="th"), "st_b": f.page_table.stride[0],
+        **tensor_args(K_SCALES="k_scale_cache", V_SCALES="v_scale_cache", PAGE_TABLE="page_table", SEQ_LENS="seq_lens"),
+        **tensor_args(K_SIGNS="k_signs", V_SIGNS="v_signs", K_CHANNEL_SCALES="k_channel_scale",
+                      V_CHANNEL_SCALES="v_channel_scale"),
+        **query_offset_args(f), **tensor_args(SINKS="sinks", OUT="out", LSE="lse"),
+        **tensor_args(SOFTMAX_SCALE="softmax_scale_t", K_SCALE="k_scale_t", V_SCALE="v_scale_t",
+                      OUT_SCALE="out_scale_t"),
+        **stride_args(f.out, stride_out_="th"), **stride_args(f.lse, stride_lse_="th"),
+        "stride_table_b": f.page_table.stride[0],
         "softmax_scale": f.softmax_scale, "k_scale": f.k_scale, "v_scale": f.v_scale, "out_scale": f.out_scale,
-        "softcap": f.softcap, "B": f.seq_lens.shape[0], "T": f.q.shape[0], "c": c, "n": of_new_rows(c),
+        "softcap": f.softcap, "B": f.seq_lens.shape[0], "T": f.q.shape[0], "cfg": cfg, "new_cfg": config_of_new_kv(cfg),
     }  # fmt: skip
-    programs = min(launch.num_sms(f), items_of(f, c))
-    return Config(c, Launches(Template(prefill_kernel, (programs,), arguments, num_warps=4, launch_pdl=True)))
+    num_ctas = min(launch.num_sms(f), max_work_tiles(f, cfg))
+    return Config(
+        cfg, LaunchSequence(KernelLaunch(prefill_kernel, (num_ctas,), arguments, num_warps=4, launch_pdl=True))
+    )
 
 
-def _few_rows(f: SimpleNamespace) -> bool:
-    """Decode's kernels are made for these, and take them.
+def _prefers_decode_kernels(f: SimpleNamespace) -> bool:
+    """Returns whether decode's kernels are faster and support these facts.
 
-    They cut a request's keys among programs. The other does not: with fewer blocks of rows than multiprocessors, it
-    leaves the rest of these idle, which counts where there may be many keys.
+    They split a request's keys among CTAs. The prefill kernel does not: with fewer work tiles than SMs it leaves SMs
+    idle, which matters where there may be many keys.
     """
-    c = shape_of(f)
-    many_keys = f.page_table.shape[1] * f.k_cache.shape[1] >= _MANY_KEYS
-    idle = 4 * -(-f.q.shape[0] // c.TOKENS) * c.BUNDLES < 3 * launch.num_sms(f)
-    return (f.max_q_len * c.GROUP <= 32 or (many_keys and idle)) and decode.why_not(as_decode(f)) is None
+    cfg = make_prefill_config(f)
+    many_keys = f.page_table.shape[1] * f.k_cache.shape[1] >= _LONG_CONTEXT
+    leaves_sms_idle = 4 * -(-f.q.shape[0] // cfg.TOKENS_PER_TILE) * cfg.HEAD_TILES < 3 * launch.num_sms(f)
+    return (f.max_q_len * cfg.GROUP <= 32 or (many_keys and leaves_sms_idle)) and decode.why_not(
+        as_decode_facts(f)
+    ) is None
 
 
-def as_decode(f: SimpleNamespace) -> SimpleNamespace:
-    """The facts as decode's: without a mask its rows are causal."""
+def as_decode_facts(f: SimpleNamespace) -> SimpleNamespace:
+    """Returns the facts for decode: without a mask, rows are causal."""
     return SimpleNamespace(**vars(f), mask=None)
 
 
@@ -109,5 +124,5 @@ def run(call: Any, config: Any) -> None:
     config.launches(call)
 
 
-def bind(config: Any, at: dict[str, int]) -> Bound | None:
+def bind(config: Any, at: dict[str, int]) -> BoundLaunches | None:
     return config.launches.bind(at)

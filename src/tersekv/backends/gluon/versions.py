@@ -1,16 +1,16 @@
-"""Names of Gluon that differ between versions of Triton, as kernels use them. What differs on the host is in
+"""Gluon names that differ between versions of Triton, for kernels. What differs on the host is in
 `backends/host/versions.py`.
 
-Each is chosen by what the module has, never by a version: so a newer Triton than any that was tried is tried too.
+Each is chosen by what the module has, never by a version: so newer Triton versions are tried too.
 """
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# All threads of the program, or of the partition, meet. So called from 3.7 on.
+# Barrier of all threads of the CTA, or of the partition. So named from 3.7 on.
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-# Tensor copies, and copies of single elements. So called from 3.8 on; 3.9 keeps the old names, and they raise.
+# TMA copies, and cp.async copies. So named from 3.8 on; 3.9 keeps the old names, and they raise.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared

@@ -1,1 +1,1 @@
-"""What every GPU backend needs on the host: launches, what they are bound to, versions of Triton. No kernel."""
+"""Host code that every GPU backend shares: launches, their arguments, versions of Triton. No kernel."""

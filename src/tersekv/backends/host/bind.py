@@ -1,7 +1,7 @@
-"""The launches of a plan: a kernel's arguments by their names, made with the plan and bound to the addresses of calls.
+"""Launches of a plan: kernel arguments by name, prepared once and bound to the addresses of each call's tensors.
 
-`run` and `bind` of every GPU backend come through here. The first call launches by Triton, which compiles; every later
-one, long way or short, fills addresses into arguments that lie ready.
+`run` and `bind` of every GPU backend use this file. The first call launches through Triton, which compiles; later calls
+write addresses into prepared argument lists.
 """
 
 from __future__ import annotations
@@ -18,240 +18,251 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .launch import Launch, blame, entering, kept_scratch, leaving, put, replaced
+from .launch import (
+    CompiledKernel,
+    attach_kernel_name,
+    cached_workspace,
+    enter_hooks,
+    exit_hooks,
+    hooks_replaced,
+    knob_overrides,
+)
 
-Bound = Callable[[list[int]], bool]  # launches for the addresses in a list; whether it did
-PART = "part"  # among a launch's tensors: the scratch
-BYTES, WORDS = "bytes", "words"  # what a kernel takes an 8-bit tensor as: bytes, if it holds floats; words of 16 bits
-_MAX_DESCRIBED = 1024  # sets of tensors whose descriptors a launch keeps: a model has some hundred layers
-_ALIGNED = 256  # bytes: what lies in the scratch begins at a multiple of them
+BoundLaunches = Callable[[list[int]], bool]  # launches for a list of addresses; returns whether it launched
+WORKSPACE = "part"  # name of the workspace among a launch's tensors
+BYTES, WORDS = "bytes", "words"  # how a kernel reads an 8-bit tensor: fp8 as uint8; or as packed 16-bit words
+_MAX_TENSOR_MAPS = 1024  # sets of tensor maps that a launch keeps: a model has about a hundred layers
+_SLICE_ALIGNMENT = 256  # bytes: alignment of every slice of the workspace
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class Given(NamedTuple):
-    """Stands for a tensor that each call brings, or that lies in its scratch.
+class TensorArg(NamedTuple):
+    """Placeholder for a tensor of the call or of its workspace.
 
-    name: the field of the call, or the place in the scratch
-    seen: BYTES, WORDS, or as it is
-    row:  from which row on, of the first dimension
+    name:    the call's field, or the workspace slice
+    view_as: BYTES, WORDS, or "" for its own dtype
+    row:     first row passed, of the first dimension
     """
 
     name: str
-    seen: str = ""
+    view_as: str = ""
     row: int = 0
 
-    def of(self, call: Any) -> Any:
+    def resolve(self, call: Any) -> Any:
         x = getattr(call, self.name)
         if x is None:
             return None
         x = x[self.row] if self.row else x
-        if self.seen == BYTES and x.dtype in _FP8:
+        if self.view_as == BYTES and x.dtype in _FP8:
             return triton.reinterpret(x, tl.uint8)
-        return x.view(torch.int16) if self.seen == WORDS and x.element_size() == 1 else x
+        return x.view(torch.int16) if self.view_as == WORDS and x.element_size() == 1 else x
 
 
-class Described(NamedTuple):
-    """Stands for a descriptor of such a tensor, made by a function of the tensor."""
+class TensorMapArg(NamedTuple):
+    """Placeholder for the tensor map of such a tensor; `make_map` builds it from the tensor."""
 
     name: str
-    make: Callable[[Tensor], Any]
+    make_map: Callable[[Tensor], Any]
 
-    def of(self, call: Any) -> Any:
-        return self.make(getattr(call, self.name))
-
-
-def given(seen: str = "", /, **names: str) -> dict[str, Given]:
-    """Arguments of a kernel, by their names in the kernel, that are tensors of the call."""
-    return {argument: Given(name, seen) for argument, name in names.items()}
+    def resolve(self, call: Any) -> Any:
+        return self.make_map(getattr(call, self.name))
 
 
-def strides(x: Any, **names: str) -> dict[str, int]:
-    """Strides of a tensor's fact, by their names in the kernel, in order of its dimensions; 0 where there is none.
+def tensor_args(view_as: str = "", /, **names: str) -> dict[str, TensorArg]:
+    """Returns kernel arguments that are tensors of the call: kernel name → TensorArg of the call's field."""
+    return {argument: TensorArg(name, view_as) for argument, name in names.items()}
 
-    The one keyword is what the names begin with, its value the letters in which they end.
+
+def stride_args(x: Any, **names: str) -> dict[str, int]:
+    """Returns the strides of a tensor fact by kernel name, in the order of its dimensions; 0 where x is None.
+
+    The one keyword is the prefix of the names, its value their last letters: stride_out_="th".
     """
     ((prefix, letters),) = names.items()
     steps = (0,) * len(letters) if x is None else x.stride
     return {prefix + letter: step for letter, step in zip(letters, steps, strict=False)}
 
 
-def step_of(x: Any, distances: tuple[int, ...], most: int) -> int:
-    """Elements that all rows at these distances lie at multiples of, at most those of 16 bytes; 1: multiples of 16,
-    which Triton sees by itself, or a tensor that begins elsewhere.
+def common_stride_unit(x: Any, distances: tuple[int, ...], most: int) -> int:
+    """Returns the largest unit, at most `most` (16 bytes of elements), that divides all distances. 1 where all are
+    multiples of 16, which Triton specialises on by itself, or where x is not aligned.
 
-    In units of it strides tell the compiler what it would not know of others: it loads pieces, not elements.
+    Strides passed in this unit prove alignment to the compiler, which then vectorises the loads.
     """
     return gcd(most, *distances) if x.aligned and any(n % 16 for n in distances) else 1
 
 
-class Template:
+class KernelLaunch:
     """A launch of a kernel for one set of facts.
 
-    arguments: values of all of the kernel's parameters by name, constants included; Given or Described for tensors
+    arguments: all of the kernel's parameters by name, constants included; TensorArg or TensorMapArg for tensors
     """
 
-    __slots__ = ("_arguments", "described", "grid", "known", "launch", "live")
+    __slots__ = ("_arguments", "address_slots", "grid", "launch", "mapped_tensors", "prepared")
 
     def __init__(self, fn: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: Any) -> None:
         if arguments.keys() != set(fn.arg_names):
             odd = sorted(arguments.keys() ^ set(fn.arg_names))
             raise TypeError(f"{fn.__name__}: want every argument by its name, and no other; it is not so of {odd}")
-        self.launch, self.grid = Launch(fn, **options), (*grid, 1, 1)[:3]
+        self.launch, self.grid = CompiledKernel(fn, **options), (*grid, 1, 1)[:3]
         self._arguments = tuple(arguments[n] for n in fn.arg_names)
-        self.described = tuple(x.name for x in self._arguments if isinstance(x, Described))
-        # What a launch starts from: the launcher's arguments with descriptors, by the addresses of what is described.
-        self.known: dict[tuple[int, ...], list] = {}
-        # Where the address of each tensor goes among them, and what is added to it. None: nothing is compiled yet.
-        self.live: list[tuple[int, str, int]] | None = None
+        self.mapped_tensors = tuple(x.name for x in self._arguments if isinstance(x, TensorMapArg))
+        # The launcher's arguments with encoded tensor maps, by the addresses of the mapped tensors.
+        self.prepared: dict[tuple[int, ...], list] = {}
+        # (index in the arguments, tensor name, byte offset) of each address. None: not compiled yet.
+        self.address_slots: list[tuple[int, str, int]] | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
         return dict(zip(self.launch.fn.arg_names, self._arguments, strict=True))
 
-    def renamed(self, names: Mapping[str, str | None]) -> Template:
-        """A launch of the same kernel that takes tensors of other names; None: there is no such tensor."""
+    def with_tensor_names(self, tensor_names: Mapping[str, str | None]) -> KernelLaunch:
+        """Returns a launch of the same kernel with renamed tensors; a name of None passes None."""
 
         def other(x: Any) -> Any:
-            name = names.get(x.name, x.name) if isinstance(x, (Given, Described)) else ""
+            name = tensor_names.get(x.name, x.name) if isinstance(x, (TensorArg, TensorMapArg)) else ""
             return x._replace(name=name) if name else None if name is None else x
 
         arguments = {n: other(x) for n, x in self.arguments.items()}
-        return Template(self.launch.fn, self.grid, arguments, **self.launch.options)
+        return KernelLaunch(self.launch.fn, self.grid, arguments, **self.launch.options)
 
-    def also(self, **arguments: Any) -> Template:
-        """The same launch with other values of these arguments."""
-        return Template(self.launch.fn, self.grid, self.arguments | arguments, **self.launch.options)
+    def with_args(self, **arguments: Any) -> KernelLaunch:
+        """Returns the same launch with these arguments replaced."""
+        return KernelLaunch(self.launch.fn, self.grid, self.arguments | arguments, **self.launch.options)
 
-    def names(self) -> set[str]:
-        """Of all tensors that a call brings, whether they are there or not."""
-        return {x.name for x in self._arguments if isinstance(x, (Given, Described))}
+    def tensor_names(self) -> set[str]:
+        """Returns the names of all tensor arguments, present or None."""
+        return {x.name for x in self._arguments if isinstance(x, (TensorArg, TensorMapArg))}
 
     def __call__(self, call: Any) -> None:
-        """Launch with the tensors of a call, and of its scratch, by their names."""
+        """Launch with the tensors of a call and of its workspace."""
         if not self.launch.compiled:
-            values = (x.of(call) if isinstance(x, (Given, Described)) else x for x in self._arguments)
-            self.launch.first(self.grid, tuple(values))
+            values = (x.resolve(call) if isinstance(x, (TensorArg, TensorMapArg)) else x for x in self._arguments)
+            self.launch.compile_and_launch(self.grid, tuple(values))
             return
-        args = self.start(call).copy()
-        assert self.live is not None
-        for place, name, offset in self.live:
+        args = self.prepare(call).copy()
+        assert self.address_slots is not None
+        for place, name, offset in self.address_slots:
             args[place] = getattr(call, name).data_ptr() + offset
-        self.launch.again(args)
+        self.launch.relaunch(args)
 
-    def start(self, call: Any) -> list:
-        """What a compiled launch for these tensors starts from. Descriptors are encoded once, and kept."""
-        key = tuple(getattr(call, name).data_ptr() for name in self.described)
-        found = self.known.get(key)
+    def prepare(self, call: Any) -> list:
+        """Returns the argument list of a compiled launch for these tensors. Tensor maps are encoded once and kept."""
+        key = tuple(getattr(call, name).data_ptr() for name in self.mapped_tensors)
+        found = self.prepared.get(key)
         if found is None:
-            if len(self.known) >= _MAX_DESCRIBED:
-                self.known.clear()
-            found = self.known[key] = self._started(call)
+            if len(self.prepared) >= _MAX_TENSOR_MAPS:
+                self.prepared.clear()
+            found = self.prepared[key] = self._prepare(call)
         return found
 
-    def _started(self, call: Any) -> list:
-        described = [x.of(call) for x in self._arguments if isinstance(x, Described)]
-        encoded = iter(self.launch.encoded(*described) if described else ())
-        args, live = self.launch.head(self.grid), []
+    def _prepare(self, call: Any) -> list:
+        mapped_tensors = [x.resolve(call) for x in self._arguments if isinstance(x, TensorMapArg)]
+        encoded = iter(self.launch.encode_tensor_maps(*mapped_tensors) if mapped_tensors else ())
+        args, address_slots = self.launch.leading_args(self.grid), []
         for x in self._arguments:
-            if isinstance(x, Described):
+            if isinstance(x, TensorMapArg):
                 args += next(encoded)
                 continue
-            tensor = x.of(call) if isinstance(x, Given) else None
+            tensor = x.resolve(call) if isinstance(x, TensorArg) else None
             if tensor is not None:
-                live.append((len(args), x.name, tensor.data_ptr() - getattr(call, x.name).data_ptr()))
-            args.append(None if isinstance(x, Given) else x)
-        self.live = live  # equal facts: what is None stays None
+                address_slots.append((len(args), x.name, tensor.data_ptr() - getattr(call, x.name).data_ptr()))
+            args.append(None if isinstance(x, TensorArg) else x)
+        self.address_slots = address_slots  # equal facts: the same arguments are None
         return args
 
 
-class Place(NamedTuple):
-    """A part of the scratch."""
+class WorkspaceSlice(NamedTuple):
+    """A slice of the workspace."""
 
     offset: int  # bytes
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class Scratch:
-    """What launches of a call hand to one another: one allocation, PART, and named places in it.
+class Workspace:
+    """Memory through which the launches of a call pass data: one allocation, WORKSPACE, and named slices of it.
 
-    numbers:   fp32 numbers at its beginning
-    places:    behind them, shapes and dtypes by name; None: there is no such tensor
-    most_kept: largest allocation, in bytes, that is kept for the next call; None: any
+    num_floats:       fp32 numbers at its beginning
+    slices:           shape and dtype by name, placed behind them; None: no such tensor
+    max_cached_bytes: largest allocation that is kept for the next call; None: any
     """
 
     def __init__(
-        self, numbers: int, places: Mapping[str, tuple[Sequence[int], torch.dtype] | None] | None = None,
-        most_kept: int | None = None,
+        self, num_floats: int, slices: Mapping[str, tuple[Sequence[int], torch.dtype] | None] | None = None,
+        max_cached_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        end = 4 * numbers
-        self.places: dict[str, Place | None] = {}
-        for name, wanted in (places or {}).items():
-            self.places[name] = None
+        end = 4 * num_floats
+        self.slices: dict[str, WorkspaceSlice | None] = {}
+        for name, wanted in (slices or {}).items():
+            self.slices[name] = None
             if wanted is not None:
-                place = Place(-(-end // _ALIGNED) * _ALIGNED, tuple(wanted[0]), wanted[1])
-                self.places[name], end = place, place.offset + prod(place.shape) * place.dtype.itemsize
-        self.numbers = -(-end // 4)
-        self.kept = most_kept is None or end <= most_kept
+                slice_ = WorkspaceSlice(-(-end // _SLICE_ALIGNMENT) * _SLICE_ALIGNMENT, tuple(wanted[0]), wanted[1])
+                self.slices[name], end = slice_, slice_.offset + prod(slice_.shape) * slice_.dtype.itemsize
+        self.num_floats = -(-end // 4)
+        self.cached = max_cached_bytes is None or end <= max_cached_bytes
 
     def offsets(self) -> dict[str, int]:
-        """Where the address of each part lies, in bytes from the beginning."""
-        return {PART: 0} | {name: place.offset for name, place in self.places.items() if place is not None}
+        """Returns the byte offset of each slice by name."""
+        return {WORKSPACE: 0} | {name: slice_.offset for name, slice_ in self.slices.items() if slice_ is not None}
 
-    def beside(self, call: Any) -> SimpleNamespace:
-        """The tensors of a call, and those of a scratch for it."""
+    def with_workspace(self, call: Any) -> SimpleNamespace:
+        """Returns the tensors of the call together with those of its workspace."""
         like = next(x for x in call if isinstance(x, Tensor))
-        memory = launch.scratch(self.numbers, like) if self.kept else _fresh(self.numbers, like.device, 0)
-        return SimpleNamespace(**call._asdict() | {PART: memory} | self.views(memory))
+        memory = launch.workspace(self.num_floats, like) if self.cached else _allocate(self.num_floats, like.device, 0)
+        return SimpleNamespace(**call._asdict() | {WORKSPACE: memory} | self.views(memory))
 
     def views(self, memory: Tensor) -> dict[str, Tensor | None]:
         as_bytes = memory.view(torch.uint8)
         return {
             name: None if p is None
             else as_bytes[p.offset : p.offset + prod(p.shape) * p.dtype.itemsize].view(p.dtype).view(p.shape)
-            for name, p in self.places.items()
+            for name, p in self.slices.items()
         }  # fmt: skip
 
 
-class Launches:
-    """The launches of a plan, in order; none: there is nothing to do."""
+class LaunchSequence:
+    """The launches of a plan, in order; may be empty."""
 
-    def __init__(self, *templates: Template, scratch: Scratch | None = None) -> None:
-        self.templates, self.scratch = templates, scratch
-        self._again: Bound | None = None
-        self._tensors: Any = None
+    def __init__(self, *kernel_launches: KernelLaunch, workspace: Workspace | None = None) -> None:
+        self.kernel_launches, self.workspace = kernel_launches, workspace
+        self._bound: BoundLaunches | None = None
+        self._tensors_of: Any = None
 
     def __call__(self, call: Any) -> None:
-        again = self._again
-        if again is None or not again([x.data_ptr() for x in self._tensors(call)]):
-            self._long(call)
+        bound = self._bound
+        if bound is None or not bound([x.data_ptr() for x in self._tensors_of(call)]):
+            self._first_call(call)
 
-    def bind(self, at: Mapping[str, int]) -> Bound | None:
-        """The launches for lists of addresses. None: there are none, they are not compiled, or scratch is not kept.
+    def bind(self, at: Mapping[str, int]) -> BoundLaunches | None:
+        """Returns the launches bound to a list of addresses. None: there are no launches, they are not compiled, or
+        the workspace is not cached.
 
-        at: where the address of a call's tensor stands in the list
+        at: index of each tensor's address in the list
         """
-        if not self.templates or (self.scratch is not None and not self.scratch.kept):
+        if not self.kernel_launches or (self.workspace is not None and not self.workspace.cached):
             return None
-        return bound(self.templates, at, self.scratch)
+        return bind_addresses(self.kernel_launches, at, self.workspace)
 
-    def _long(self, call: Any) -> None:
-        """Compile what is not compiled, describe what is not described, and launch."""
-        everything = call if self.scratch is None else self.scratch.beside(call)
-        for template in self.templates:
-            template(everything)
-        if self._again is None and self.templates and all(t.launch.compiled for t in self.templates):
-            for template in self.templates:
-                template.start(everything)
-            names = sorted({n for t in self.templates for n in t.names() if getattr(call, n, None) is not None})
-            self._tensors = attrgetter(*names) if len(names) > 1 else lambda call: [getattr(call, n) for n in names]
-            self._again = bound(self.templates, {n: i for i, n in enumerate(names)}, self.scratch)
+    def _first_call(self, call: Any) -> None:
+        """Compile and encode whatever is missing, and launch."""
+        tensors = call if self.workspace is None else self.workspace.with_workspace(call)
+        for template in self.kernel_launches:
+            template(tensors)
+        if self._bound is None and self.kernel_launches and all(t.launch.compiled for t in self.kernel_launches):
+            for template in self.kernel_launches:
+                template.prepare(tensors)
+            names = sorted(
+                {n for t in self.kernel_launches for n in t.tensor_names() if getattr(call, n, None) is not None}
+            )
+            self._tensors_of = attrgetter(*names) if len(names) > 1 else lambda call: [getattr(call, n) for n in names]
+            self._bound = bind_addresses(self.kernel_launches, {n: i for i, n in enumerate(names)}, self.workspace)
 
 
-class Instead:
-    """What is done where there is nothing to launch for."""
+class HostAction:
+    """A host function in place of launches, for calls without work."""
 
-    templates: tuple[Template, ...] = ()
+    kernel_launches: tuple[KernelLaunch, ...] = ()
 
     def __init__(self, do: Callable[[Any], None]) -> None:
         self._do = do
@@ -263,66 +274,70 @@ class Instead:
         return None
 
 
-def bound(templates: Sequence[Template], at: Mapping[str, int], scratch: Scratch | None = None) -> Bound | None:
-    """Launches with everything but the addresses filled in. None: they are not compiled yet.
+def bind_addresses(
+    kernel_launches: Sequence[KernelLaunch], at: Mapping[str, int], workspace: Workspace | None = None
+) -> BoundLaunches | None:
+    """Returns a function that launches all kernels for a list of addresses. None: not compiled yet.
 
-    at: where the address of a call's tensor stands in the list
+    at: index of each tensor's address in the list
     """
-    if any(t.live is None for t in templates):
+    if any(t.address_slots is None for t in kernel_launches):
         return None
-    places = {} if scratch is None else scratch.offsets()
-    at = dict(at) | {name: len(at) + i for i, name in enumerate(places)}
-    launches, described = [], []
-    for t in templates:
-        live = [(place, at[name]) for place, name, offset in t.live or () if not offset]
-        moved = [(place, at[name], offset) for place, name, offset in t.live or () if offset]
-        launches.append((t.launch, t.launch.run, None if t.described else t.known[()], live, moved))
-        if t.described:
-            described.append((t.known, _picked([at[name] for name in t.described])))
-    index, offsets = templates[0].launch.device, tuple(places.values())
+    offsets_by_name = {} if workspace is None else workspace.offsets()
+    at = dict(at) | {name: len(at) + i for i, name in enumerate(offsets_by_name)}
+    launches, mapped = [], []
+    for t in kernel_launches:
+        address_slots = [(slot, at[name]) for slot, name, offset in t.address_slots or () if not offset]
+        offset_slots = [(slot, at[name], offset) for slot, name, offset in t.address_slots or () if offset]
+        launches.append(
+            (t.launch, t.launch.run, None if t.mapped_tensors else t.prepared[()], address_slots, offset_slots)
+        )
+        if t.mapped_tensors:
+            mapped.append((t.prepared, _address_getter([at[name] for name in t.mapped_tensors])))
+    index, offsets = kernel_launches[0].launch.device, tuple(offsets_by_name.values())
     device = torch.device("cuda", index)
-    numbers = 0 if scratch is None else scratch.numbers
-    take = kept_scratch if scratch is None or scratch.kept else _fresh
+    num_floats = 0 if workspace is None else workspace.num_floats
+    allocate = cached_workspace if workspace is None or workspace.cached else _allocate
 
-    def go(a: list[int]) -> bool:
+    def launch_all(a: list[int]) -> bool:
         stream = torch._C._cuda_getCurrentRawStream(index)
-        if numbers:
-            part = take(numbers, device, stream)
-            begin = part.data_ptr()
+        if num_floats:
+            memory = allocate(num_floats, device, stream)
+            begin = memory.data_ptr()
             for offset in offsets:
                 a.append(begin + offset)
-        starts = []
-        for known, pick in described:
-            found = known.get(pick(a))
+        prefixes = []
+        for prepared, pick in mapped:
+            found = prepared.get(pick(a))
             if found is None:
                 return False
-            starts.append(found)
-        i, told = 0, entering.calls or leaving.calls or (put and replaced())
-        for one, run, start, live, moved in launches:
-            if start is None:
-                start, i = starts[i], i + 1
-            args = start.copy()
-            for place, of in live:
-                args[place] = a[of]
-            for place, of, offset in moved:
-                args[place] = a[of] + offset
+            prefixes.append(found)
+        i, has_hooks = 0, enter_hooks.calls or exit_hooks.calls or (knob_overrides and hooks_replaced())
+        for kernel, run, prefix, address_slots, offset_slots in launches:
+            if prefix is None:
+                prefix, i = prefixes[i], i + 1
+            args = prefix.copy()
+            for slot, i_address in address_slots:
+                args[slot] = a[i_address]
+            for slot, i_address, offset in offset_slots:
+                args[slot] = a[i_address] + offset
             args[3] = stream
-            if told:
-                one.tell(args)
+            if has_hooks:
+                kernel.add_hook_args(args)
             try:
                 run(*args)
             except Exception as e:
-                blame(one.fn, e)
+                attach_kernel_name(kernel.fn, e)
                 raise
         return True
 
-    return go
+    return launch_all
 
 
-def _picked(places: list[int]) -> Callable[[list[int]], tuple[int, ...]]:
-    """The addresses at these places of a list, as a tuple."""
+def _address_getter(places: list[int]) -> Callable[[list[int]], tuple[int, ...]]:
+    """Returns a getter of the list entries at `places`, as a tuple."""
     return itemgetter(*places) if len(places) > 1 else lambda a: (a[places[0]],)
 
 
-def _fresh(n: int, device: torch.device, stream: int) -> Tensor:
+def _allocate(n: int, device: torch.device, stream: int) -> Tensor:
     return torch.empty(n, dtype=torch.float32, device=device)

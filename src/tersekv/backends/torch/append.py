@@ -1,4 +1,4 @@
-"""append: quantise new rows and write them."""
+"""append: quantises new rows and stores them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from tersekv.formats import CHANNELS, PAIRS, ROTATION, pair_of
 
 from . import rotation
-from .exact import exact
-from .place import Places, place, write
-from .quantize import encode, values, why_no_codec
+from .exact import without_autocast
+from .place import TokenSlots, scatter_rows, token_slots
+from .quantize import as_quantizer_input, quantize_with_call_scale, why_no_codec
 
-TAKES = (PAIRS, ROTATION, CHANNELS)
+SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return why_no_codecs(f)
+    return why_no_codec_pair(f)
 
 
-def why_no_codecs(f: SimpleNamespace) -> str | None:
+def why_no_codec_pair(f: SimpleNamespace) -> str | None:
     k, v = (why_no_codec(fmt) for fmt in pair_of(f))
     return k or v
 
@@ -30,18 +30,18 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@exact
+@without_autocast
 def run(call: Any, config: None) -> None:
     if call.k.shape[0] == 0:
         return
     num_pages, page_size = call.k_cache.shape[:2]
-    places = place(call, num_pages, page_size)
+    places = token_slots(call, num_pages, page_size)
     if places is not None:
-        write_kv(call, values(call.k), values(call.v), places)
+        quantize_and_scatter_kv(call, as_quantizer_input(call.k), as_quantizer_input(call.v), places)
 
 
-def write_kv(call: Any, k: Tensor, v: Tensor, places: Places) -> None:
-    """Quantise k [T, H, D] and v [T, H, Dv], both fp32 or codes, and write codes and scales to the caches of `call`."""
+def quantize_and_scatter_kv(call: Any, k: Tensor, v: Tensor, places: TokenSlots) -> None:
+    """Quantise k [T, H, D] and v [T, H, Dv], both fp32 or codes; store codes and scales in the caches of `call`."""
     if call.k_signs is not None or call.k_channel_scale is not None:
         k = rotation.row(k, call.k_signs, call.k_channel_scale)
     if call.v_signs is not None or call.v_channel_scale is not None:
@@ -52,7 +52,9 @@ def write_kv(call: Any, k: Tensor, v: Tensor, places: Places) -> None:
         (v, v_format, call.v_cache, call.v_scale_cache, call.v_scale, call.v_scale_t),
     )
     for x, f, cache, scale_cache, scale, scale_t in sides:
-        codes, scales = encode(x, f, scale, scale_t, call.scales_quantize, getattr(call, "widen", True))
-        write(cache, codes, places)
+        codes, scales = quantize_with_call_scale(
+            x, f, scale, scale_t, call.scales_quantize, getattr(call, "widen", True)
+        )
+        scatter_rows(cache, codes, places)
         if scales is not None:
-            write(scale_cache, scales, places)
+            scatter_rows(scale_cache, scales, places)

@@ -1,6 +1,6 @@
-"""Attention over paged keys, chunk by chunk with a running softmax, in fp32. Shared by decode and MLA decode.
+"""Attention over paged keys in fp32: online softmax over chunks of keys. Shared by decode and MLA decode.
 
-Rows are B * H groups of M = drafts × query heads of a KV head, so that a chunk's keys are read once for all of them.
+Rows are B * H groups of M = drafts × query heads of a KV head, so that all of a group read a chunk's keys once.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from torch import Tensor
 from tersekv.formats import FP8
 
 from .codes import may_read
-from .gather import Places, places
-from .requests import Batch, Rules, visible
+from .gather import KeyPlaces, key_places
+from .requests import Batch, Rules, visibility_mask
 
-_ELEMENTS = 1 << 22  # of a chunk's keys in fp32
+_ELEMENTS = 1 << 22  # most elements of a chunk's keys in fp32
 _MIN_CHUNK = 64
 
 
-class Source(Protocol):
+class PagedSource(Protocol):
     """A paged cache."""
 
     num_pages: int
     page_size: int
     heads: int
-    widest: int  # columns of the longest row
+    widest: int  # columns of the longest row of keys or values
 
-    def keys(self, at: Places) -> tuple[list[Tensor], Tensor | None]:
-        """Parts [B * H, C, D_i] of the keys, and the factor of each key's scores [B * H, C]."""
+    def keys(self, at: KeyPlaces) -> tuple[list[Tensor], Tensor | None]:
+        """Returns parts [B * H, C, D_i] of the keys, and a scale per key [B * H, C] for its scores."""
 
-    def values(self, at: Places) -> tuple[Tensor, Tensor | None]:
-        """[B * H, C, Dv] and the factor of each value [B * H, C]; after `keys` of the same places."""
+    def values(self, at: KeyPlaces) -> tuple[Tensor, Tensor | None]:
+        """Returns values [B * H, C, Dv] and a scale per value [B * H, C]; called after `keys` with the same `at`."""
 
 
 class State(NamedTuple):
-    """Running softmax of rows [B * H, M]: maximum and sum [..., 1], weighted values [..., Dv]."""
+    """Online softmax state of rows [B * H, M]: row_max and row_sum [..., 1], acc_o [..., Dv]."""
 
     top: Tensor
     total: Tensor
@@ -44,21 +44,21 @@ class State(NamedTuple):
 
 
 class Results:
-    """Outputs of all query rows in fp32: 0 and −inf until written. Row T takes what belongs to no row."""
+    """Outputs and LSEs of all query rows in fp32: 0 and −inf until written. Row T receives padding rows."""
 
     def __init__(self, rows: int, heads: int, head_dim_v: int, device: torch.device) -> None:
         self.out = torch.zeros(rows + 1, heads, head_dim_v, dtype=torch.float32, device=device)
         self.lse = torch.full((rows + 1, heads), -torch.inf, dtype=torch.float32, device=device)
 
     def put(self, batch: Batch, out: Tensor, lse: Tensor) -> None:
-        """out [B * H, Q * G, Dv], lse [B * H, Q * G]."""
+        """Store out [B * H, Q * G, Dv] and lse [B * H, Q * G] of a batch."""
         b, q = batch.rows.shape
         t = batch.rows.flatten()
-        self.out.index_copy_(0, t, _by_row(out, b, q))
-        self.lse.index_copy_(0, t, _by_row(lse[..., None], b, q)[..., 0])
+        self.out.index_copy_(0, t, _heads_by_row(out, b, q))
+        self.lse.index_copy_(0, t, _heads_by_row(lse[..., None], b, q)[..., 0])
 
     def write(self, call: Any, factor: float | Tensor) -> None:
-        """Multiply, cast to the dtype of call.out (fp8 saturates, NaN stays NaN) and write."""
+        """Store outputs × factor in call.out, cast to its dtype (fp8 saturates, NaN stays NaN), and the LSEs."""
         x = self.out[:-1] * factor
         if call.out.dtype in FP8:
             largest = torch.finfo(call.out.dtype).max
@@ -68,47 +68,51 @@ class Results:
             call.lse.copy_(self.lse[:-1])
 
 
-def scale_of(call: Any, name: str) -> float | Tensor:
-    """A scale of a call: its tensor where there is one, else its number."""
+def call_scale(call: Any, name: str) -> float | Tensor:
+    """Returns a scale of a call: its tensor if there is one, else its number."""
     tensor = getattr(call, f"{name}_t")
     return getattr(call, name) if tensor is None else tensor
 
 
-def by_head(x: Tensor, batch: Batch, heads: int) -> Tensor:
-    """Rows [T, H * G, D] of a batch as [B * H, Q * G, D]."""
+def rows_by_kv_head(x: Tensor, batch: Batch, heads: int) -> Tensor:
+    """Returns rows [T, H * G, D] of a batch as [B * H, Q * G, D]."""
     b, q = batch.rows.shape
     x = x[batch.rows.clamp(max=x.shape[0] - 1)]
     return x.view(b, q, heads, -1, x.shape[-1]).transpose(1, 2).reshape(b * heads, -1, x.shape[-1])
 
 
-def _by_row(x: Tensor, b: int, q: int) -> Tensor:
-    """[B * H, Q * G, D] as [B * Q, H * G, D]."""
+def _heads_by_row(x: Tensor, b: int, q: int) -> Tensor:
+    """Returns [B * H, Q * G, D] as [B * Q, H * G, D]."""
     d = x.shape[-1]
     return x.view(b, -1, q, x.shape[1] // q, d).transpose(1, 2).reshape(b * q, -1, d)
 
 
-def attend(q: list[Tensor], source: Source, batch: Batch, rules: Rules, state: State | None = None) -> State | None:
-    """Scores are the sum over parts of q [B * H, M, D_i] times the source's keys. None: there are no keys at all.
+def attend(
+    q: list[Tensor], source: PagedSource, batch: Batch, rules: Rules, state: State | None = None
+) -> State | None:
+    """Returns the softmax state after the batch's keys; None: there are no keys at all.
 
-    state:  of other keys that the rows have attended to
+    q:      parts [B * H, M, D_i]; scores are the sum of their products with the source's key parts
+    state:  of keys that the rows attended to before
     """
     groups, m, _ = q[0].shape
     chunk = max(_MIN_CHUNK, _ELEMENTS // (groups * max(source.widest, m)))
     for begin in range(batch.start, batch.stop, chunk):
         end = min(begin + chunk, batch.stop)
-        at = places(batch.table, source.page_size, begin, end, None if may_read(q[0]) else batch.seq_lens)
-        state = _step(q, source, at, visible(batch, begin, end, rules), rules.softcap, state)
+        at = key_places(batch.table, source.page_size, begin, end, None if may_read(q[0]) else batch.seq_lens)
+        state = _online_softmax_step(q, source, at, visibility_mask(batch, begin, end, rules), rules.softcap, state)
     return state
 
 
-def _step(
+def _online_softmax_step(
     q: list[Tensor],
-    source: Source,
-    at: Places,
+    source: PagedSource,
+    at: KeyPlaces,
     seen: Tensor,
     softcap: float,
     state: State | None,
 ) -> State:
+    # QK
     keys, factor = source.keys(at)
     s = torch.bmm(q[0], keys[0].transpose(1, 2))
     for q_part, k_part in zip(q[1:], keys[1:], strict=True):
@@ -117,33 +121,36 @@ def _step(
         s.mul_(factor[:, None])
     if softcap:
         s.div_(softcap).tanh_().mul_(softcap)
-    _hide(s, seen, source.heads, -torch.inf)
+    _mask_scores(s, seen, source.heads, -torch.inf)
 
+    # Online softmax
     top = s.amax(-1, keepdim=True)
     if state is not None:
         top = torch.maximum(state.top, top)
-    base = top.masked_fill(top == -torch.inf, 0.0)  # nothing seen yet: exp(−inf − 0) is 0, exp(−inf + inf) is not
+    base = top.masked_fill(top == -torch.inf, 0.0)  # all masked: exp(−inf − 0) is 0, exp(−inf + inf) is NaN
     p = s.sub_(base).exp_()
     total = p.sum(-1, keepdim=True)
+    # PV
     values, factor = source.values(at)
     if factor is not None:
         p.mul_(factor[:, None])
-        _hide(p, seen, source.heads, 0.0)  # a stale factor may be NaN
-    acc = _weigh(p, values, seen, source.heads)
+        _mask_scores(p, seen, source.heads, 0.0)  # the scale of a masked value may be NaN
+    acc = _multiply_pv(p, values, seen, source.heads)
     if state is None:
         return State(top, total, acc)
+    # Rescale of the older state
     old = (state.top - base).exp_()
     return State(top, total.addcmul_(state.total, old), acc.addcmul_(state.acc, old))
 
 
-def _hide(x: Tensor, seen: Tensor, heads: int, value: float) -> None:
-    """Fill the entries [B * H, Q * G, C] that are not seen [B, Q, C]."""
+def _mask_scores(x: Tensor, seen: Tensor, heads: int, value: float) -> None:
+    """Fill entries of x [B * H, Q * G, C] where `seen` [B, Q, C] is False."""
     b, q, c = seen.shape
     x.view(b, heads, q, -1, c).masked_fill_(~seen[:, None, :, None], value)
 
 
-def _weigh(p: Tensor, values: Tensor, seen: Tensor, heads: int) -> Tensor:
-    """p [B * H, Q * G, C] × values [B * H, C, Dv], in which a value that is not seen weighs nothing, even if NaN."""
+def _multiply_pv(p: Tensor, values: Tensor, seen: Tensor, heads: int) -> Tensor:
+    """Returns p [B * H, Q * G, C] × values [B * H, C, Dv]; masked values count as 0, even if NaN."""
     if may_read(values) and values.sum().isfinite():
         return torch.bmm(p, values)
     b, drafts, c = seen.shape
@@ -152,10 +159,10 @@ def _weigh(p: Tensor, values: Tensor, seen: Tensor, heads: int) -> Tensor:
     return torch.stack(rows, 2).flatten(0, 1).flatten(1, 2)
 
 
-def finish(state: State, sinks: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    """Output [B * H, M, Dv] and LSE [B * H, M]. A sink [H * G] is one more score, with a zero value."""
+def finalize_softmax(state: State, sinks: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
+    """Returns the output [B * H, M, Dv] and LSE [B * H, M]. A sink [H * G] is one more score, with a zero value."""
     top, total, acc = state
-    seen = total != 0  # NaN counts as seen
+    seen = total != 0  # a NaN row_sum counts as visible keys
     if sinks is not None:
         groups, m, _ = top.shape
         sink = sinks.view(1, heads, 1, -1).expand(groups // heads, heads, m // (len(sinks) // heads), -1)

@@ -1,4 +1,4 @@
-"""What every `run` of this backend is wrapped in: it computes in the dtypes that it names."""
+"""The wrapper of every `run` of this backend, which makes it compute in exactly the dtypes it names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 
-def exact(run: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """`run` without gradients and without autocast, which would round the operands of its products to 16 bits."""
+def without_autocast(run: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Returns `run` without gradients and without autocast, which would round operands of products to 16 bits."""
 
     @wraps(run)
     def plainly(call: Any, config: Any) -> None:

@@ -1,4 +1,4 @@
-"""merge_states: weigh partial attention results by the exponentials of their LSE."""
+"""merge_states: combines partial attention results, weighted by the exponentials of their LSE."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .exact import exact
+from .exact import without_autocast
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -18,23 +18,23 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@exact
+@without_autocast
 def run(call: Any, config: None) -> None:
     lses = call.lses
     shape = call.out.shape
     largest = lses.new_full(shape[:2], -torch.inf)
     for lse in lses:
         largest = torch.maximum(largest, lse)
-    # Where every part is empty, exp(−inf − 0) = 0 instead of exp(−inf + inf) = NaN.
+    # If every part is empty, exp(−inf − 0) = 0 instead of exp(−inf + inf) = NaN.
     base = torch.where(largest == -torch.inf, 0.0, largest)
     total = torch.zeros_like(base)
     weighted = base.new_zeros(shape)
     for out, lse in zip(call.outs, lses, strict=True):
         weight = torch.exp(lse - base)
         total += weight
-        # A part that saw nothing may hold anything, NaN included.
+        # A part without visible keys may hold anything, NaN included.
         weighted += torch.where((lse == -torch.inf)[..., None], 0.0, weight[..., None] * out.to(torch.float32))
-    # One part at least weighs 1, unless all are empty.
+    # At least one part has weight 1, unless all are empty.
     call.out.copy_(weighted / torch.where(largest == -torch.inf, 1.0, total)[..., None])
     if call.lse is not None:
         call.lse.copy_(base + torch.log(total))

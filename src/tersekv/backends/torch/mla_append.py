@@ -1,4 +1,4 @@
-"""mla_append: rotate queries and rotary keys, quantise latents, and write latent rows."""
+"""mla_append: rotates queries and rotary keys, quantises latents, and stores latent rows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from tersekv.formats import FP8, TENSOR, latent_format, rope_dtype
 
-from .exact import exact
-from .place import place, write
-from .quantize import cast, encode, multiplier, values, why_no_codec
-from .rope import lookup, rotate
+from .exact import without_autocast
+from .place import scatter_rows, token_slots
+from .quantize import as_quantizer_input, cast_rounded, quantize_with_call_scale, quantizing_multiplier, why_no_codec
+from .rope import apply_rope, lookup_cos_sin
 from .rope_append import write_queries
 
 
@@ -22,25 +22,27 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@exact
+@without_autocast
 def run(call: Any, config: None) -> None:
     if call.kv_c.shape[0] == 0:
         return
-    k_pe, cos, sin, known = values(call.k_pe), None, None, None
+    k_pe, cos, sin, known = as_quantizer_input(call.k_pe), None, None, None
     if call.cos_sin_cache is not None:
-        cos, sin, known = lookup(call.cos_sin_cache, call.positions)
-        k_pe = rotate(k_pe, cos, sin, call.interleaved)
+        cos, sin, known = lookup_cos_sin(call.cos_sin_cache, call.positions)
+        k_pe = apply_rope(k_pe, cos, sin, call.interleaved)
     write_queries(call, cos, sin, known)
     num_pages, page_size = call.ckv.shape[:2]
-    places = place(call, num_pages, page_size, known)
+    places = token_slots(call, num_pages, page_size, known)
     if places is None:
         return
     f = latent_format(call.format)
-    codes, scales = encode(values(call.kv_c), f, call.kv_scale, call.kv_scale_t, call.scales_quantize)
-    write(call.ckv, codes, places)
+    codes, scales = quantize_with_call_scale(
+        as_quantizer_input(call.kv_c), f, call.kv_scale, call.kv_scale_t, call.scales_quantize
+    )
+    scatter_rows(call.ckv, codes, places)
     if scales is not None:
-        write(call.ckv_scale_cache, scales, places)
-    # Only a scale of the tensor covers the rotary part; group scales are the latent's alone.
+        scatter_rows(call.ckv_scale_cache, scales, places)
+    # Only a per-tensor scale applies to the rotary part; group scales are the latent's alone.
     if f.scale == TENSOR and k_pe.dtype not in FP8:
-        k_pe = k_pe * multiplier(call.kv_scale, call.kv_scale_t, call.scales_quantize)
-    write(call.kpe, k_pe if k_pe.dtype in FP8 else cast(k_pe, rope_dtype(f)), places)
+        k_pe = k_pe * quantizing_multiplier(call.kv_scale, call.kv_scale_t, call.scales_quantize)
+    scatter_rows(call.kpe, k_pe if k_pe.dtype in FP8 else cast_rounded(k_pe, rope_dtype(f)), places)

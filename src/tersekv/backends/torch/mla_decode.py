@@ -10,40 +10,40 @@ from torch import Tensor
 
 from tersekv.formats import BATCH_INVARIANCE, latent_format
 
-from .attention import Results, attend, by_head, finish, scale_of
-from .exact import exact
-from .gather import PagedRows, Places, load_blocks
+from .attention import Results, attend, call_scale, finalize_softmax, rows_by_kv_head
+from .exact import without_autocast
+from .gather import KeyPlaces, PagedRows, dequant_blocks
 from .quantize import why_no_codec
-from .requests import Rules, batches, why_together
+from .requests import Rules, request_batches, why_not_batch_invariant
 
-TAKES = (BATCH_INVARIANCE,)
+SUPPORTS = (BATCH_INVARIANCE,)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return why_no_codec(latent_format(f.format)) or why_together(f)
+    return why_no_codec(latent_format(f.format)) or why_not_batch_invariant(f)
 
 
 def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@exact
+@without_autocast
 def run(call: Any, config: None) -> None:
     source = LatentSource(call)
     t, heads, rank = call.out.shape
     results = Results(t, heads, rank, call.out.device)
-    kv_scale = scale_of(call, "kv_scale")
-    factor = kv_scale * scale_of(call, "softmax_scale")
+    kv_scale = call_scale(call, "kv_scale")
+    factor = kv_scale * call_scale(call, "softmax_scale")
     q = [x.to(torch.float32) * factor for x in (call.q_nope, call.q_pe)]
-    for batch in batches(call, Rules(), source.num_pages, source.page_size):
-        state = attend([by_head(x, batch, 1) for x in q], source, batch, Rules())
+    for batch in request_batches(call, Rules(), source.num_pages, source.page_size):
+        state = attend([rows_by_kv_head(x, batch, 1) for x in q], source, batch, Rules())
         if state is not None:
-            results.put(batch, *finish(state, None, 1))
-    results.write(call, kv_scale * scale_of(call, "out_scale"))
+            results.put(batch, *finalize_softmax(state, None, 1))
+    results.write(call, kv_scale * call_scale(call, "out_scale"))
 
 
 class LatentSource:
-    """A latent cache as attention reads it, with one head; the scale of the tensor is the caller's."""
+    """A paged latent cache as a PagedSource with one head; the caller applies the per-tensor scale."""
 
     heads = 1
 
@@ -54,13 +54,13 @@ class LatentSource:
         self.widest = call.ckv.shape[2]
         self._latents: Tensor | None = None
 
-    def keys(self, at: Places) -> tuple[list[Tensor], Tensor | None]:
+    def keys(self, at: KeyPlaces) -> tuple[list[Tensor], Tensor | None]:
         if self._scales is None:
             self._latents = self._ckv.load(at)
         else:
-            self._latents = load_blocks(self._ckv, self._scales, at)
+            self._latents = dequant_blocks(self._ckv, self._scales, at)
         return [self._latents, self._kpe.load(at)], None
 
-    def values(self, at: Places) -> tuple[Tensor, Tensor | None]:
+    def values(self, at: KeyPlaces) -> tuple[Tensor, Tensor | None]:
         assert self._latents is not None
         return self._latents, None

@@ -1,4 +1,4 @@
-"""The decode branch of MLA from its parts: append, project the queries, attend, project what was attended to."""
+"""The decode branch of MLA, step by step: append, project the queries, attend, project the attended latents."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from tersekv.formats import latent_format
 
 from . import mla_decode, mla_project
-from .exact import exact
-from .mla_latents import place
-from .mla_prefill import append, new_places, spread
+from .exact import without_autocast
+from .mla_latents import page_and_slot
+from .mla_prefill import new_token_places, request_of_rows, rope_and_store_new_rows
 from .quantize import why_no_codec
 
 
@@ -24,7 +24,7 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@exact
+@without_autocast
 def run(call: Any, config: None) -> None:
     q, device = call.q, call.q.device
     tokens, heads, dq = q.shape
@@ -38,9 +38,9 @@ def run(call: Any, config: None) -> None:
     q_nope, latents = q.new_empty(tokens, heads, rank), q.new_empty(tokens, heads, rank)
     given = call._asdict() | {"cu_seqlens_q": torch.tensor(starts, device=device)}
     given = SimpleNamespace(**given, q_pe_out=q_pe, seq_lens_out=lens)
-    new = new_places(given, starts)
-    look_at_the_past(given)
-    append(given, starts, new)
+    new = new_token_places(given, starts)
+    check_cache_lens(given)
+    rope_and_store_new_rows(given, starts, new)
     x = q[..., : dq - rope]
     mla_project.run(SimpleNamespace(x=x, weight=call.w_uk, weight_scale=call.w_uk_scale, out=q_nope), None)
     given = call._asdict() | {"out": latents, "lse": None, "out_scale": 1.0, "out_scale_t": None}
@@ -48,13 +48,13 @@ def run(call: Any, config: None) -> None:
     mla_project.run(SimpleNamespace(x=latents, weight=call.w_uv, weight_scale=call.w_uv_scale, out=call.out), None)
 
 
-def look_at_the_past(call: Any) -> None:
-    """Raise ValueError for a request with more new tokens than are said, or, if it has new ones, for a token that has
-    no place: before anything is written."""
+def check_cache_lens(call: Any) -> None:
+    """Raise ValueError for a request with more than max_q_len new tokens, or with new tokens and a token outside the
+    page table or the cache: before anything is written."""
     new = call.cu_seqlens_q.diff().to(torch.int64)
     longest = int(new.max()) if len(new) else 0
     if longest > call.max_q_len:
         raise ValueError(f"max_q_len: want at least {longest} as in cu_seqlens_q, got {call.max_q_len}")
     held = torch.where(new > 0, call.cache_lens.to(torch.int64) + new, 0)
-    request, index = spread([0, *held.cumsum(0).tolist()], held.device)
-    place(call.page_table, request, index, call.ckv)
+    request, index = request_of_rows([0, *held.cumsum(0).tolist()], held.device)
+    page_and_slot(call.page_table, request, index, call.ckv)

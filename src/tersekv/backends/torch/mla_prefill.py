@@ -1,8 +1,8 @@
 """MLA prefill from a paged latent cache, step by step: append, then for each chunk gather, up-project, attend, merge.
 
-Attention is computed in fp32 from inputs in q's dtype. Heads and queries are taken in blocks, so that no intermediate
-grows beyond `_BLOCK` elements except what one head of one chunk, or one query of one request, needs. Lengths are read
-on the host, and a token outside the page table, the cache or freqs_cis raises before anything is written.
+Attention is computed in fp32 from inputs in q's dtype. Heads and queries are processed in blocks, so that intermediates
+stay below `_BLOCK` elements, or at what one head of a chunk, or one query of a request, needs. Lengths are read on the
+host; a token outside the page table, the cache or freqs_cis raises before anything is written.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tersekv.formats import LATENT_GROUP, latent_format
 
-from .exact import exact
-from .mla_latents import At, load, place, quantise_latents, rms_norm, store
+from .exact import without_autocast
+from .mla_latents import At, load_latents, page_and_slot, quantize_latents, rms_norm, store_latents
 from .quantize import why_no_codec
-from .rope import rotate
+from .rope import apply_rope
 
 _BLOCK = 1 << 24  # elements of an intermediate (64 MiB in fp32)
 
@@ -31,12 +31,12 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@exact
+@without_autocast
 def run(call: Any, config: None) -> None:
     starts = call.cu_seqlens_q.tolist()
-    new = new_places(call, starts)
+    new = new_token_places(call, starts)
     chunks = [(i, chunk_places(call, i, n)) for i, n in enumerate(call.buffer_lengths) if n]
-    append(call, starts, new)
+    rope_and_store_new_rows(call, starts, new)
     out = torch.zeros(call.out.shape, dtype=torch.float32, device=call.out.device)
     lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=out.device)
     for chunk, places in chunks:
@@ -46,58 +46,58 @@ def run(call: Any, config: None) -> None:
         call.lse.copy_(lse)
 
 
-class Places(NamedTuple):
-    """Where rows of the cache lie: those of the new tokens, or of a chunk."""
+class RowPlaces(NamedTuple):
+    """Pages and slots of cache rows: those of the new tokens, or of a chunk."""
 
-    position: Tensor  # [n] int64: place in the request
+    position: Tensor  # [n] int64: position in the request
     at: At
-    first: list[int]  # [B + 1] the requests' first rows
+    first: list[int]  # [B + 1] first row of each request
 
 
-def new_places(call: Any, starts: list[int]) -> Places:
-    """Where the new tokens go. Raises ValueError for one that has no place, or no row in freqs_cis."""
+def new_token_places(call: Any, starts: list[int]) -> RowPlaces:
+    """Returns pages and slots of the new tokens. Raises ValueError for one outside the cache or freqs_cis."""
     if starts != sorted(starts) or starts[0] < 0 or starts[-1] > call.q.shape[0]:
         raise ValueError(f"cu_seqlens_q: want rows in [0, {call.q.shape[0]}] that never fall, got {starts}")
     cached = call.cache_lens.to(torch.int64)
     if (cached < 0).any():
         i = int((cached < 0).nonzero()[0, 0])
         raise ValueError(f"cache_lens: want at least 0, got {int(cached[i])} at {i}")
-    request, index = spread(starts, call.q.device)
+    request, index = request_of_rows(starts, call.q.device)
     position = cached[request] + index
-    at = place(call.page_table, request, position, call.ckv)
+    at = page_and_slot(call.page_table, request, position, call.ckv)
     if (position >= call.freqs_cis.shape[0]).any():
         raise ValueError(f"freqs_cis: want at least {int(position.max()) + 1} rows, got {call.freqs_cis.shape[0]}")
-    return Places(position, at, starts)
+    return RowPlaces(position, at, starts)
 
 
-def append(call: Any, starts: list[int], new: Places | None = None) -> None:
-    """Rotate q, and store the new tokens' rotated k_pe and normed latents. Not idempotent."""
-    position, at, _ = new_places(call, starts) if new is None else new
+def rope_and_store_new_rows(call: Any, starts: list[int], new: RowPlaces | None = None) -> None:
+    """Rotate q; store the new tokens' rotated k_pe and normed latents. Not idempotent."""
+    position, at, _ = new_token_places(call, starts) if new is None else new
     cos, sin = call.freqs_cis[position].unflatten(-1, (-1, 2)).unbind(-1)
     rows = slice(starts[0], starts[-1])
     kv_c, k_pe = (call.ckv[at], call.kpe[at]) if call.kv_c is None else (call.kv_c[rows], call.k_pe[rows])
     q_pe = call.q[rows, :, call.q.shape[2] - call.kpe.shape[2] :]
     to = q_pe if call.q_pe_out is None else call.q_pe_out[rows]
-    to.copy_(rotate(q_pe.to(cos.dtype), cos, sin, interleaved=True))
+    to.copy_(apply_rope(q_pe.to(cos.dtype), cos, sin, interleaved=True))
     if call.seq_lens_out is not None:
         call.seq_lens_out.copy_(call.cache_lens.to(torch.int64) + call.cu_seqlens_q.to(torch.int64).diff())
-    store(
-        rms_norm(kv_c, call.kv_norm_gamma, call.epsilon), rotate(k_pe.to(cos.dtype), cos, sin, interleaved=True),
+    store_latents(
+        rms_norm(kv_c, call.kv_norm_gamma, call.epsilon), apply_rope(k_pe.to(cos.dtype), cos, sin, interleaved=True),
         call.ckv, call.kpe, call.ckv_scale_cache, at, latent_format(call.format), _kv_scale(call),
     )  # fmt: skip
 
 
-def chunk_places(call: Any, chunk: int, length: int) -> Places:
-    """Where the tokens of a chunk lie. Raises ValueError for one that has no place."""
+def chunk_places(call: Any, chunk: int, length: int) -> RowPlaces:
+    """Returns pages and slots of a chunk's tokens. Raises ValueError for one outside the cache."""
     rows = [min(row, length) for row in call.buffer_row_offsets[chunk].tolist()]
     if rows != sorted(rows):
         raise ValueError(f"plan.buffer_row_offsets: want rows that never fall, got {rows} in chunk {chunk}")
     if rows[0] < 0:
         raise ValueError(f"plan.buffer_row_offsets: want rows from 0 on, got {rows} in chunk {chunk}")
-    request, index = spread(rows, call.q.device)
+    request, index = request_of_rows(rows, call.q.device)
     position = call.cache_offsets[chunk].to(torch.int64)[request] + index
     try:
-        at = place(call.page_table, request, position, call.ckv)
+        at = page_and_slot(call.page_table, request, position, call.ckv)
     except ValueError:
         lens = call.cache_lens.to(torch.int64) + call.cu_seqlens_q.to(torch.int64).diff()
         beyond = (position < 0) | (position >= lens[request])
@@ -106,22 +106,24 @@ def chunk_places(call: Any, chunk: int, length: int) -> Places:
         b = int(request[beyond.nonzero()[0, 0]])
         got = f"{int(position[request == b].min())} to {int(position[request == b].max())} in chunk {chunk}"
         raise ValueError(f"plan: want tokens in [0, {int(lens[b])}) of request {b}, got {got}") from None
-    return Places(position, at, rows)
+    return RowPlaces(position, at, rows)
 
 
-def gather(call: Any, chunk: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Dequantised latents [M, L] and rotary parts [M, R] of a chunk's rows, and the requests' first rows [B + 1]."""
+def gather_latents(call: Any, chunk: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Returns dequantised latents [M, L], rotary parts [M, R] and the requests' first rows [B + 1] of a chunk."""
     places = chunk_places(call, chunk, length)
     return *_load(call, places), places.first
 
 
-def _load(call: Any, places: Places) -> tuple[Tensor, Tensor]:
-    return load(call.ckv, call.kpe, call.ckv_scale_cache, places.at, latent_format(call.format), _kv_scale(call))
+def _load(call: Any, places: RowPlaces) -> tuple[Tensor, Tensor]:
+    return load_latents(
+        call.ckv, call.kpe, call.ckv_scale_cache, places.at, latent_format(call.format), _kv_scale(call)
+    )
 
 
 def up_project(codes: Tensor, scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None) -> Tensor:
-    """[M, L] x [N, L] -> [M, N] fp32. With scales (codes' [M, L/128], weight's one per row and 128 columns [N, L/128])
-    the partial sums of 128 columns are scaled before they are added.
+    """Returns codes [M, L] × weight [N, L] → [M, N] fp32. With scales (of codes [M, L/128], of weight [N, L/128]) the
+    partial sums of 128 columns are scaled before they are added.
     """
     codes, weight = codes.to(torch.float32), weight.to(torch.float32)
     if scales is None or weight_scales is None:
@@ -134,8 +136,8 @@ def up_project(codes: Tensor, scales: Tensor | None, weight: Tensor, weight_scal
     return out
 
 
-def attend(q: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, ahead: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of queries i to keys j <= i + ahead: out [h, m, Dv] and lse [h, m], fp32; no key: 0 and -inf.
+def causal_attention(q: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, ahead: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns out [h, m, Dv] and lse [h, m], fp32, of queries i over keys j <= i + ahead; no key: 0 and -inf.
 
     q: [h, m, Dn + R]; k: [h, n, Dn]; k_pe: [n, R], shared by the heads; v: [h, n, Dv]
     """
@@ -150,7 +152,7 @@ def attend(q: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, ahead: int, scale: flo
     if v.isfinite().all():
         out = p @ v
     else:
-        # A weight of 0 does not hide an infinite or NaN value: give every query its own keys only.
+        # 0 times an infinite or NaN value is NaN: multiply each query with its visible keys only.
         counts = (seen + 1).clamp(0, n).tolist()
         out = torch.stack([(p[:, i : i + 1, :c] @ v[:, :c])[:, 0] for i, c in enumerate(counts)], 1)
     none = total == 0
@@ -158,16 +160,16 @@ def attend(q: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, ahead: int, scale: flo
     return out, (top[..., 0] + total.log()).masked_fill(none, -torch.inf)
 
 
-def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a partial result over other keys to (out [..., Dv], lse), in place."""
+def merge_partial(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a partial result over other keys into (out [..., Dv], lse), in place."""
     total = torch.logaddexp(lse, part_lse)
     base = total.masked_fill(total == -torch.inf, 0.0)
     out.mul_((lse - base).exp()[..., None]).add_((part_lse - base).exp()[..., None] * part)
     lse.copy_(total)
 
 
-def _attend_chunk(call: Any, chunk: int, places: Places, starts: list[int], out: Tensor, lse: Tensor) -> None:
-    """Merge the attention to one chunk's rows into (out, lse)."""
+def _attend_chunk(call: Any, chunk: int, places: RowPlaces, starts: list[int], out: Tensor, lse: Tensor) -> None:
+    """Merge the attention over one chunk's rows into (out, lse)."""
     dtype, heads, dim_v = call.q.dtype, call.q.shape[1], call.out.shape[2]
     dim = call.q.shape[2] - call.kpe.shape[2] + dim_v
     (latent, k_pe), rows = _load(call, places), places.first
@@ -175,7 +177,7 @@ def _attend_chunk(call: Any, chunk: int, places: Places, starts: list[int], out:
     if call.kv_b_proj_scale is None:
         latent = latent.to(dtype)
     else:
-        latent, scales = quantise_latents(latent)
+        latent, scales = quantize_latents(latent)
         weight_scales = call.kv_b_proj_scale.repeat_interleave(LATENT_GROUP, 0)
     k_pe = k_pe.to(dtype).to(torch.float32)
     cached, first = call.cache_lens.tolist(), call.cache_offsets[chunk].tolist()
@@ -196,7 +198,7 @@ def _attend_chunk(call: Any, chunk: int, places: Places, starts: list[int], out:
 def _attend_request(
     call: Any, tokens: slice, heads: slice, k: Tensor, k_pe: Tensor, v: Tensor, ahead: int, out: Tensor, lse: Tensor
 ) -> None:
-    """One request, some heads, in blocks of queries; query i sees key j of k where j <= i + ahead."""
+    """Merge one request's attention for some heads, in blocks of queries; query i sees keys j <= i + ahead."""
     step = max(1, _BLOCK // max(1, k.shape[0] * k.shape[1]))
     for t in range(tokens.start, tokens.stop, step):
         block = slice(t, min(t + step, tokens.stop))
@@ -205,19 +207,19 @@ def _attend_request(
         if n <= 0:
             continue
         q = call.q[block, heads].transpose(0, 1).to(torch.float32)
-        part, part_lse = attend(q, k[:, :n], k_pe[:n], v[:, :n], shift, call.softmax_scale)
-        merge(out[block, heads], lse[block, heads], part.transpose(0, 1), part_lse.transpose(0, 1))
+        part, part_lse = causal_attention(q, k[:, :n], k_pe[:n], v[:, :n], shift, call.softmax_scale)
+        merge_partial(out[block, heads], lse[block, heads], part.transpose(0, 1), part_lse.transpose(0, 1))
 
 
-def spread(starts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Request, and place within it, of rows starts[0] … starts[-1]."""
+def request_of_rows(starts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the request, and the index within it, of rows starts[0] … starts[-1]."""
     bounds = torch.tensor(starts, device=device)
     request = torch.repeat_interleave(torch.arange(len(starts) - 1, device=device), bounds.diff())
     return request, torch.arange(starts[0], starts[-1], device=device) - bounds[request]
 
 
 def _kv_scale(call: Any) -> Tensor:
-    """The dequantising scale of the cache, fp32 [1]; 1 in formats that have none."""
+    """Returns the dequantising scale of the cache, fp32 [1]; 1 for formats without one."""
     if call.kv_scale_t is not None:
         return call.kv_scale_t
     return torch.tensor([call.kv_scale], dtype=torch.float32, device=call.ckv.device)

@@ -1,4 +1,4 @@
-"""mla_project: every head's rows through its own matrix. With an e4m3 weight, rows are quantised as latents are."""
+"""mla_project: multiplies each head's rows by its own matrix. With an e4m3 weight, rows are quantised like latents."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tersekv.formats import LATENT_GROUP
 
-from .exact import exact
-from .mla_latents import quantise_latents
+from .exact import without_autocast
+from .mla_latents import quantize_latents
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -22,7 +22,7 @@ def configure(f: SimpleNamespace) -> None:
     return None
 
 
-@exact
+@without_autocast
 def run(call: Any, config: None) -> None:
     if not call.out.numel():
         return
@@ -32,8 +32,8 @@ def run(call: Any, config: None) -> None:
 
 
 def _blockwise(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """[H, T, K] x [H, N, K] -> [H, T, N] fp32, one block of 128 columns after the other."""
-    codes, scale = quantise_latents(x)
+    """Returns x [H, T, K] × weight [H, N, K] → [H, T, N] fp32, summed over blocks of 128 columns in order."""
+    codes, scale = quantize_latents(x)
     out = x.new_zeros((*x.shape[:2], weight.shape[1]), dtype=torch.float32)
     per_row = weight_scale.repeat_interleave(LATENT_GROUP, 1)
     for group in range(scale.shape[-1]):

@@ -1,7 +1,7 @@
-"""Where tokens go in a paged cache, and writing rows there, without a host synchronisation.
+"""Slots of tokens in a paged cache, and stores of rows there, without a host synchronisation.
 
-Nothing has a shape that depends on values: a token that is not written repeats the write of one that is, the same rows
-to the same place; where no token is written, the row at the first place is written back as it is.
+No shape depends on values: a skipped token repeats the store of a written one, the same row to the same slot; if no
+token is written, the row in the first slot is stored back unchanged.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Places(NamedTuple):
+class TokenSlots(NamedTuple):
     token: Tensor  # [T] int64: the token whose row is written
     page: Tensor  # [T] int64
     entry: Tensor  # [T] int64
     some: Tensor  # [] bool: any token is written
 
 
-def place(call: Any, num_pages: int, page_size: int, keep: Tensor | None = None) -> Places | None:
-    """The place of every token of an append call, by its slot_mapping or its kv_indices; None: there is no slot at all.
+def token_slots(call: Any, num_pages: int, page_size: int, keep: Tensor | None = None) -> TokenSlots | None:
+    """Returns the slot of each token of an append call, by slot_mapping or kv_indices; None: the cache has no slots.
 
-    A token is dropped where its index is negative, its place lies outside the cache or its request, or `keep` [T] bool
-    is False. Of several tokens with one place the last is written.
+    A token is dropped if its index is negative, its slot lies outside the cache or its request, or `keep` [T] bool is
+    False. Of several tokens with one slot the last is written.
     """
     if num_pages == 0:
         return None
-    slot = slots(call, num_pages, page_size)
+    slot = flat_slots(call, num_pages, page_size)
     live = (slot >= 0) & (slot < num_pages * page_size)
     if keep is not None:
         live = live & keep
-    live = live & _last_of_equals(torch.where(live, slot, -1))
+    live = live & _last_occurrence(torch.where(live, slot, -1))
     first = live.to(torch.uint8).argmax()
     token = torch.where(live, torch.arange(live.numel(), device=live.device), first)
     some = live.any()
     slot = torch.where(some, slot[token], 0)
-    return Places(token, slot // page_size, slot % page_size, some)
+    return TokenSlots(token, slot // page_size, slot % page_size, some)
 
 
-def slots(call: Any, num_pages: int, page_size: int) -> Tensor:
-    """[T] int64: page * S + offset of each token, negative (or past the last slot) for one that has no place."""
+def flat_slots(call: Any, num_pages: int, page_size: int) -> Tensor:
+    """Returns page * S + offset of each token, [T] int64; negative, or past the last slot, for one without a slot."""
     if call.slot_mapping is not None:
         return call.slot_mapping.to(torch.int64)
     b, pos = call.batch_indices.to(torch.int64), call.kv_positions.to(torch.int64)
-    # Padding: an unknown request has no pages, an index beyond kv_indices page −1.
+    # Padding: an unknown request gets no pages, an index beyond kv_indices page −1.
     start = F.pad(call.kv_indptr.to(torch.int64), (0, 2))
     pages = F.pad(call.kv_indices.to(torch.int64), (0, 1), value=-1)
     requests = call.kv_indptr.numel() - 1
@@ -58,22 +58,22 @@ def slots(call: Any, num_pages: int, page_size: int) -> Tensor:
     return torch.where(live, page * page_size + pos % page_size, -1)
 
 
-def padding(call: Any) -> Tensor:
-    """[T] bool: tokens that the caller skips with a negative index."""
+def skipped_tokens(call: Any) -> Tensor:
+    """Returns which tokens the caller skips with a negative index, [T] bool."""
     index = call.batch_indices if call.slot_mapping is None else call.slot_mapping
     return index.to(torch.int64) < 0
 
 
-def write(cache: Tensor, rows: Tensor, places: Places) -> None:
-    """cache [P, S, ...] of any strides ← rows [T, ...], in place."""
-    if cache.element_size() == 1:  # some devices index no fp8
+def scatter_rows(cache: Tensor, rows: Tensor, places: TokenSlots) -> None:
+    """Store rows [T, ...] in cache [P, S, ...] of any strides."""
+    if cache.element_size() == 1:  # some devices cannot index fp8
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
     old = cache[places.page, places.entry]
     cache[places.page, places.entry] = torch.where(places.some, rows[places.token], old)
 
 
-def _last_of_equals(x: Tensor) -> Tensor:
-    """[T] bool: no later entry of x has the same value."""
+def _last_occurrence(x: Tensor) -> Tensor:
+    """Returns whether no later entry of x has the same value, [T] bool."""
     order = x.argsort(stable=True)
     ordered = x[order]
     last = torch.ones_like(x, dtype=torch.bool)

@@ -1,10 +1,10 @@
-"""Codes and scales of every format, exactly: fp32 rows → what is stored, and back.
+"""Codes and scales of every format, exactly: quantises fp32 rows and dequantises them.
 
-Every step is one correctly rounded fp32 operation, so that any backend can give the same bytes. A quotient by a
-constant divides by a tensor: by a Python number, PyTorch on CUDA multiplies with a rounded reciprocal instead.
+Every step is one correctly rounded fp32 operation, so that any backend can give the same bytes. Division by a constant
+divides by a tensor: by a Python number, PyTorch on CUDA multiplies with a rounded reciprocal instead.
 
-NaN and inf: an amax ignores NaN; a NaN becomes 0x7F in fp8, and the code of 0 in the others, which have none. An inf
-saturates where the scale is given; where it makes the row's own fp32 scale, that is inf and the row reads back as NaN.
+NaN and inf: an amax ignores NaN; a NaN becomes 0x7F in fp8, and the code of 0 in formats without NaN. An inf saturates,
+unless it sets its row's own fp32 scale: then that scale is inf, and the row dequantises to NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tersekv.formats import (
 )
 
 Scale = float | Tensor
-# What is written here and read by `codes`: kind of scale and dtype of stored scales → codes.
+# Codes that are written here and read by `codes`: (kind of scale, dtype of stored scales) → codes.
 _CODECS = {
     (NONE, None): ("bf16", "fp16"),
     (TENSOR, None): ("e4m3", "e5m2"),
@@ -42,39 +42,39 @@ _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF  # of fp32
 
 
 def why_no_codec(f: KVFormat) -> str | None:
-    """Why rows of a format are neither written nor read; None: they are."""
+    """Returns why rows of a format cannot be quantised; None: they can."""
     if f.code in _CODECS.get((f.scale, f.scale_dtype), ()):
         return None
     stored = f"{f.scale_dtype} scales" if f.scale_dtype else "no stored scales"
     return f"has no codec for {f.name}: scale={f.scale!r}, codes of {f.code}, {stored}".replace("torch.", "")
 
 
-def values(x: Tensor) -> Tensor:
-    """Rows as `encode` takes them: in fp32, but codes as they are."""
+def as_quantizer_input(x: Tensor) -> Tensor:
+    """Returns rows as `quantize_with_call_scale` expects them: in fp32, but fp8 codes unchanged."""
     return x if x.dtype in FP8 else x.to(torch.float32)
 
 
-def encode(
+def quantize_with_call_scale(
     x: Tensor, f: KVFormat, value: float, tensor: Tensor | None, quantizes: bool, widen: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """`encode_rows` with the scale as a call carries it: a multiplying float, or a tensor [1] or [H] that dequantises
-    unless `quantizes`. x: [T, H, D], or [T, L] with a tensor [1]; codes of an fp8 cache stay as they are."""
+    """Returns `quantize_rows` with the scale of a call: a multiplying float, or a tensor [1] or [H] that dequantises
+    unless `quantizes`. x: [T, H, D], or [T, L] with a tensor [1]; fp8 codes are returned unchanged."""
     if x.dtype in FP8:
         return x, None
     global_scale = None if tensor is None or quantizes else tensor[:, None]
-    return encode_rows(x, f, multiplier(value, tensor, quantizes), global_scale, widen)
+    return quantize_rows(x, f, quantizing_multiplier(value, tensor, quantizes), global_scale, widen)
 
 
-def encode_rows(
+def quantize_rows(
     x: Tensor, f: KVFormat, multiplier: Scale = 1.0, global_scale: Scale | None = None, widen: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Quantise rows. Returns (codes, scales; None where the format stores none).
+    """Returns (codes, scales) of rows; scales is None if the format stores none.
 
         x:             [..., D] fp32
-        multiplier:    what x is multiplied with in a format whose scale the caller gives: float, or fp32 that
-                       broadcasts against x; for nvfp4 the reciprocal of the global scale
+        multiplier:    multiplies x in formats with a per-tensor scale: float, or fp32 that broadcasts against x; for
+                       nvfp4 the reciprocal of the global scale
         global_scale:  nvfp4: the global scale itself; None: the correctly rounded 1 / multiplier
-        widen:         int4: the range of a row is widened to hold 0
+        widen:         int4: the range of a row is widened to include 0
 
     codes [..., D] in f.storage (of 4 bits [..., D/2] uint8); scales fp32 [...] per token and head, e4m3 [..., D/16] for
     nvfp4, fp32 [..., D/128] for fp8_ds_mla.
@@ -84,50 +84,50 @@ def encode_rows(
     if f.scale == TENSOR:
         return cast_fp8(x * multiplier, f.storage), None
     if f.scale == BLOCK:
-        return _encode_blocks(x, f, multiplier, global_scale)
+        return _quantize_nvfp4(x, f, multiplier, global_scale)
     if f.scale == GROUP:
-        return _encode_groups(x, f)
+        return _quantize_latent_groups(x, f)
     if f.code == "int4":
-        return _encode_int4(x, widen)
-    scales = _divide(amax(x), f.max_value).clamp(min=MIN_TOKEN_HEAD_SCALE)
+        return _quantize_int4(x, widen)
+    scales = _divide_rounded(row_abs_max(x), f.max_value).clamp(min=MIN_TOKEN_HEAD_SCALE)
     y = x * reciprocal(scales)[..., None]
     return (round_int8(y) if f.code == "int8" else cast_fp8(y, f.storage)), scales
 
 
 def dequantize(codes: Tensor, scales: Tensor | None, f: KVFormat, scale: Scale = 1.0) -> Tensor:
-    """Stored rows → fp32 [..., D]: code × stored scale × `scale`, left to right.
+    """Returns fp32 [..., D] of stored rows: code × stored scale × `scale`, left to right.
 
-    codes, scales:  as `encode_rows` returns them
+    codes, scales:  as `quantize_rows` returns them
     scale:          the caller's dequantising scale: float, or fp32 that broadcasts against the rows ([H, 1])
     """
     x = unpack_e2m1(codes) if f.code == "e2m1" else codes.to(torch.float32)
     if f.code == "int4":
         assert scales is not None
-        x = (nibbles(codes) - zero_points(scales)[..., None]).to(torch.float32)
+        x = (unpack_nibbles(codes) - zero_points(scales)[..., None]).to(torch.float32)
     if scales is not None:
         s = scales.to(torch.float32)
         x = x * (s[..., None] if f.scale_block is None else s.repeat_interleave(f.scale_block, -1))
     return x * scale
 
 
-def multiplier(value: float, tensor: Tensor | None, quantizes: bool) -> Scale:
-    """What rows are multiplied with: the float, or the tensor ([n] → [n, 1]), as its reciprocal unless it quantises."""
+def quantizing_multiplier(value: float, tensor: Tensor | None, quantizes: bool) -> Scale:
+    """Returns the multiplier of rows: the float, or the tensor ([n] → [n, 1]), inverted unless it quantises."""
     if tensor is None:
         return value
     return (tensor if quantizes else reciprocal(tensor))[:, None]
 
 
-def amax(x: Tensor) -> Tensor:
-    """Largest magnitude of each row, NaN ignored: [..., D] → [...]."""
+def row_abs_max(x: Tensor) -> Tensor:
+    """Returns the largest magnitude of each row, NaN ignored: [..., D] → [...]."""
     return torch.where(x.isnan(), 0.0, x.abs()).amax(-1)
 
 
 def reciprocal(x: Tensor) -> Tensor:
-    """Correctly rounded 1 / x."""
+    """Returns the correctly rounded 1 / x."""
     return x.new_ones(()) / x
 
 
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 → the dtype of a query or an output, to nearest even; saturating for fp8."""
     return cast_fp8(x, dtype) if dtype in FP8 else x.to(dtype)
 
@@ -158,68 +158,68 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """[..., D/2] bytes of e2m1 codes → [..., D] fp32."""
-    code = nibbles(packed)
+    code = unpack_nibbles(packed)
     m = (code & 7).to(torch.float32)
     value = torch.where(m < 4, m * 0.5, torch.where(m < 6, m - 2, m * 2 - 8))
     return torch.where(code > 7, -value, value)
 
 
-def nibbles(packed: Tensor) -> Tensor:
+def unpack_nibbles(packed: Tensor) -> Tensor:
     """[..., D/2] bytes → codes [..., D]; the low nibble is the even element."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 def zero_points(scales: Tensor) -> Tensor:
-    """int32 zero points of int4 rows, from their stored fp32 scales."""
+    """Returns the int32 zero points of int4 rows, from their stored fp32 scales."""
     return scales.view(torch.int32) & ZERO_POINT
 
 
 def ceil_power_of_two(x: Tensor) -> Tensor:
-    """The smallest power of two that is not below x, from the bits of x (fp32, positive and normal, or inf)."""
+    """Returns the smallest power of two not below x, from the bits of x (fp32, positive and normal, or inf)."""
     return ((x.view(torch.int32) + _MANTISSA) & _EXPONENT).view(torch.float32)
 
 
-def _encode_blocks(x: Tensor, f: KVFormat, multiplier: Scale, global_scale: Scale | None) -> tuple[Tensor, Tensor]:
+def _quantize_nvfp4(x: Tensor, f: KVFormat, multiplier: Scale, global_scale: Scale | None) -> tuple[Tensor, Tensor]:
     if global_scale is None:
         global_scale = reciprocal(multiplier if isinstance(multiplier, Tensor) else x.new_full((), multiplier))
     blocks = x.unflatten(-1, (-1, f.scale_block))
-    scales = cast_fp8(_divide(amax(blocks), f.max_value) * multiplier, torch.float8_e4m3fn)
+    scales = cast_fp8(_divide_rounded(row_abs_max(blocks), f.max_value) * multiplier, torch.float8_e4m3fn)
     s = scales.to(torch.float32)
     codes = encode_e2m1(blocks * reciprocal(s * global_scale)[..., None])
     codes = codes.masked_fill((s == 0)[..., None], 0).flatten(-2)
-    return _packed(codes), scales
+    return _pack_nibbles(codes), scales
 
 
-def _encode_int4(x: Tensor, widen: bool) -> tuple[Tensor, Tensor]:
-    """Packed codes and stored scales of rows: 15 steps from the least to the largest value, and where 0 lies."""
+def _quantize_int4(x: Tensor, widen: bool) -> tuple[Tensor, Tensor]:
+    """Returns packed codes and stored scales of rows: 15 steps from least to largest value, and the zero point."""
     unknown = x.isnan()
     least = x.masked_fill(unknown, 0.0 if widen else math.inf).amin(-1)
     most = x.masked_fill(unknown, 0.0 if widen else -math.inf).amax(-1)
     if widen:
         least, most = least.clamp(max=0.0), most.clamp(min=0.0)
-    scales = torch.fmax(_divide(most - least, INT4_MAX), x.new_full((), MIN_TOKEN_HEAD_SCALE))
+    scales = torch.fmax(_divide_rounded(most - least, INT4_MAX), x.new_full((), MIN_TOKEN_HEAD_SCALE))
     zero = _round_int4(-least / scales)
     y = (x * reciprocal(scales)[..., None]).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
     codes = _round_int4(y + zero[..., None]).to(torch.uint8)
     stored = (scales.view(torch.int32) & ~ZERO_POINT) | zero.to(torch.int32)
-    return _packed(codes), stored.view(torch.float32)
+    return _pack_nibbles(codes), stored.view(torch.float32)
 
 
 def _round_int4(x: Tensor) -> Tensor:
-    """A whole number from 0 to 15. One half is added and the rest cut off, in fp32: 0.49999997 becomes 1."""
+    """Returns trunc(x + 0.5) in fp32, clamped to 0 … 15; 0.49999997 becomes 1."""
     return (x.nan_to_num(nan=0.0) + 0.5).trunc().clamp(0, INT4_MAX)
 
 
-def _packed(codes: Tensor) -> Tensor:
+def _pack_nibbles(codes: Tensor) -> Tensor:
     """Codes [..., D] of 4 bits → [..., D/2] bytes."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def _encode_groups(x: Tensor, f: KVFormat) -> tuple[Tensor, Tensor]:
+def _quantize_latent_groups(x: Tensor, f: KVFormat) -> tuple[Tensor, Tensor]:
     groups = x.unflatten(-1, (-1, f.scale_block))
-    scales = ceil_power_of_two(_divide(amax(groups), f.max_value).clamp(min=MIN_LATENT_GROUP_SCALE))
+    scales = ceil_power_of_two(_divide_rounded(row_abs_max(groups), f.max_value).clamp(min=MIN_LATENT_GROUP_SCALE))
     return cast_fp8(groups * reciprocal(scales)[..., None], f.storage).flatten(-2), scales
 
 
-def _divide(x: Tensor, by: float) -> Tensor:
+def _divide_rounded(x: Tensor, by: float) -> Tensor:
     return x / x.new_full((), by)

@@ -1,7 +1,7 @@
-"""The requests of a call, and which keys their query rows see.
+"""The requests of a call, and the mask of their query rows.
 
-On a CPU the requests are taken one by one, with their lengths read on the host, so that only keys that somebody sees
-are loaded. On other devices all go at once, nothing is read on the host, and what a request does not have is masked.
+On a CPU requests are processed one by one, with their lengths read on the host, so that only visible keys are loaded.
+On other devices all requests form one batch, nothing is read on the host, and keys past a request's end are masked.
 """
 
 from __future__ import annotations
@@ -16,54 +16,58 @@ from .codes import may_read
 
 
 class Batch(NamedTuple):
-    """Requests that are attended together."""
+    """Requests that are processed together."""
 
     table: Tensor  # [B, max_pages] int64
     seq_lens: Tensor  # [B] int64
     q_lens: Tensor  # [B] int64
-    rows: Tensor  # [B, Q] int64: query row of each draft; T where a request has fewer
-    start: int  # keys [start, stop) are looked at
+    rows: Tensor  # [B, Q] int64: query row of each draft; T for padding
+    start: int  # keys [start, stop) are loaded
     stop: int
 
 
 class Rules(NamedTuple):
-    """Who sees what, and how scores bend."""
+    """Window, draft mask and softcap."""
 
     window: int = 0
     mask: Tensor | None = None  # [T, W]
     softcap: float = 0.0
 
 
-def why_together(f: Any) -> str | None:
-    """Why requests of a call cannot stay apart, as batch invariance wants it; None: they can, or need not."""
+def why_not_batch_invariant(f: Any) -> str | None:
+    """Returns why a batch invariant call cannot run here; None: it can, or the call need not be."""
     if not f.batch_invariant or f.device.type == "cpu":
         return None
     return f"takes the requests of a call together on {f.device.type}, which is no batch invariance"
 
 
-def batches(call: Any, rules: Rules, num_pages: int, page_size: int, *, new_rows: bool = False) -> Iterator[Batch]:
-    """The requests of a call, one by one on a CPU (those with nothing to do left out), together elsewhere.
+def request_batches(
+    call: Any, rules: Rules, num_pages: int, page_size: int, *, new_rows: bool = False
+) -> Iterator[Batch]:
+    """Yields the requests of a call, one by one on a CPU (empty ones left out), in one batch elsewhere.
 
-    new_rows:  the last tokens are not looked for in pages, since the call brings them
+    new_rows:  the last tokens are not read from pages, since the call has their rows
     """
     t, count = call.out.shape[0], call.seq_lens.shape[0]
     if t == 0 or count == 0 or call.max_q_len == 0:
         return
     if not may_read(call.seq_lens):
         if num_pages or new_rows:
-            yield _together(call, page_size)
+            yield _all_requests_batch(call, page_size)
         return
     q_len = call.max_q_len
     starts = [q_len * b for b in range(count + 1)] if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
     for b, n in enumerate(call.seq_lens.tolist()):
         if n > 0 and starts[b + 1] > starts[b]:
-            batch = _one(call, b, n, starts[b], starts[b + 1], rules, page_size, new_rows)
-            _check_pages(batch.table[:, batch.start // page_size :], b, num_pages)
+            batch = _single_request_batch(call, b, n, starts[b], starts[b + 1], rules, page_size, new_rows)
+            _check_page_ids(batch.table[:, batch.start // page_size :], b, num_pages)
             yield batch
 
 
-def _one(call: Any, b: int, n: int, t0: int, t1: int, rules: Rules, page_size: int, new_rows: bool) -> Batch:
-    """Request b with n keys and query rows [t0, t1)."""
+def _single_request_batch(
+    call: Any, b: int, n: int, t0: int, t1: int, rules: Rules, page_size: int, new_rows: bool
+) -> Batch:
+    """Returns the batch of request b alone, with n keys and query rows [t0, t1). Raises ValueError for bad indices."""
     stop = max(n - (t1 - t0), 0) if new_rows else n
     used, room = -(-stop // page_size), call.page_table.shape[1]
     if used > room:
@@ -81,13 +85,13 @@ def _one(call: Any, b: int, n: int, t0: int, t1: int, rules: Rules, page_size: i
     return Batch(table, lengths[:1], lengths[1:], rows, start, stop)
 
 
-def _check_pages(ids: Tensor, b: int, num_pages: int) -> None:
+def _check_page_ids(ids: Tensor, b: int, num_pages: int) -> None:
     bad = (ids < 0) | (ids >= num_pages)
     if bad.any():
         raise ValueError(f"page_table: want page ids in [0, {num_pages}), got {int(ids[bad][0])} at request {b}")
 
 
-def _together(call: Any, page_size: int) -> Batch:
+def _all_requests_batch(call: Any, page_size: int) -> Batch:
     t, count = call.out.shape[0], call.seq_lens.shape[0]
     device = call.out.device
     seq_lens = call.seq_lens.to(torch.int64)
@@ -104,8 +108,8 @@ def _together(call: Any, page_size: int) -> Batch:
     return Batch(table, seq_lens, q_lens, rows, 0, table.shape[1] * page_size)
 
 
-def visible(batch: Batch, begin: int, end: int, rules: Rules) -> Tensor:
-    """Which keys of [begin, end) each draft sees: bool [B, Q, C]."""
+def visibility_mask(batch: Batch, begin: int, end: int, rules: Rules) -> Tensor:
+    """Returns which keys of [begin, end) are visible to each draft: bool [B, Q, C]."""
     b, q = batch.rows.shape
     key = torch.arange(begin, end, device=batch.rows.device)
     draft = torch.arange(q, device=batch.rows.device)[:, None]
@@ -119,5 +123,5 @@ def visible(batch: Batch, begin: int, end: int, rules: Rules) -> Tensor:
         word = mask.gather(2, (j >> 4).clamp(0, mask.shape[2] - 1).expand(b, q, -1))
         seen = (j < 0) | ((word >> (j & 15)) & 1).to(torch.bool)
     if rules.window:
-        seen = seen & (first + draft - key < rules.window)  # a window may be any number: nothing is added to it
+        seen = seen & (first + draft - key < rules.window)  # no sum with the window: it may be any number
     return seen & (key < n)

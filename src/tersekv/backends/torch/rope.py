@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 
-def lookup(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """cos and sin [T, R/2] of each position, and which positions [T] lie in the table.
+def lookup_cos_sin(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns cos and sin [T, R/2] of each position, and which positions [T] lie in the table.
 
-    cos_sin_cache [max_pos, R] fp32 is [cos | sin]; positions [T] int32 | int64 | uint32. Outside: another's.
+    cos_sin_cache [max_pos, R] fp32 is [cos | sin]; positions [T] int32 | int64 | uint32, clamped to the table.
     """
     position = positions.to(torch.int64)
     size, r = cos_sin_cache.shape
@@ -22,8 +22,8 @@ def lookup(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Te
     return rows[:, : r // 2], rows[:, r // 2 :], known
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [T, H, R] or [T, R] fp32, rotated by cos, sin [T, R/2]: pairs (i, i + R/2), or (2i, 2i + 1) if interleaved."""
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Returns x [T, H, R] or [T, R] fp32 rotated by cos, sin [T, R/2]: pairs (i, i + R/2); interleaved (2i, 2i + 1)."""
     if x.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
     if interleaved:

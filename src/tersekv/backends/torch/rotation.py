@@ -1,6 +1,6 @@
-"""Rotated rows and channel scales of a K/V cache: what an append does to rows, and an attention to queries and outputs.
+"""Hadamard rotation and channel scales of a K/V cache, applied to appended rows, queries and outputs.
 
-Every step of a row is one fp32 operation, in the order that calls.py gives, so that codes are the same everywhere.
+Every step on a row is one fp32 operation, in the order defined in calls.py, so that all backends give the same codes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from .quantize import reciprocal
 
 
 def row(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor:
-    """Rows [T, H, D] fp32 as they are quantised."""
+    """Returns rows [T, H, D] fp32, scaled and rotated for quantisation."""
     if channel_scale is not None:
         x = x * reciprocal(channel_scale)
     return x if signs is None else _butterflies(x, signs, len(signs))
 
 
 def query(call: Any) -> Tensor:
-    """q of a call in fp32, as it meets keys that lie scaled and rotated."""
+    """Returns q of a call in fp32, scaled and rotated to match the stored keys."""
     q = call.q.to(torch.float32)
     if call.k_channel_scale is not None:
         q = q * _of_query_heads(call.k_channel_scale, q)
@@ -29,13 +29,13 @@ def query(call: Any) -> Tensor:
 
 
 def output(call: Any, out: Tensor) -> Tensor:
-    """Weighted values [T, Hq, Dv] fp32, rotated back and multiplied by their channel scales."""
+    """Returns outputs [T, Hq, Dv] fp32, unrotated and multiplied by the channel scales of V."""
     scale = call.v_channel_scale
     return back(out, call.v_signs, None if scale is None else _of_query_heads(scale, out))
 
 
 def back(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor:
-    """Weighted values [..., Dv], rotated back and multiplied by scales that fit their shape."""
+    """Returns outputs [..., Dv], unrotated and multiplied by channel scales that broadcast against them."""
     if signs is not None:
         b = len(signs)
         # The transpose of a row's rotation: Hadamard first, then the signs.
@@ -44,7 +44,7 @@ def back(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tenso
 
 
 def _butterflies(x: Tensor, signs: Tensor | None, b: int) -> Tensor:
-    """[..., D] times signs and Sylvester's Hadamard matrix / sqrt(b), in blocks of b columns."""
+    """Returns x [..., D] times signs and Sylvester's Hadamard matrix / sqrt(b), in blocks of b columns."""
     y = x.unflatten(-1, (-1, b))
     if signs is not None:
         y = y * signs
@@ -58,5 +58,5 @@ def _butterflies(x: Tensor, signs: Tensor | None, b: int) -> Tensor:
 
 
 def _of_query_heads(channel_scale: Tensor, x: Tensor) -> Tensor:
-    """[H, D] for rows of the query heads [..., H * G, D]."""
+    """Returns channel scales [H, D] repeated for query heads [..., H * G, D]."""
     return channel_scale.repeat_interleave(x.shape[-2] // channel_scale.shape[0], 0)

@@ -1,1 +1,1 @@
-"""Portable GPU kernels in Triton, right on any NVIDIA GPU from SM80."""
+"""Portable GPU kernels in Triton, for any NVIDIA GPU from SM80."""

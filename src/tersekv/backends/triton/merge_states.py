@@ -1,4 +1,4 @@
-"""merge_states: weigh partial attention results by the exponentials of their LSE, in one launch."""
+"""merge_states: combine partial attention results by their LSE, in one launch."""
 
 from __future__ import annotations
 
@@ -8,74 +8,80 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..host import blocks, launch
-from ..host.bind import Bound, Launches, Template, given
-from .parts.rows import offsets, own_rows, token_and_head, write
+from ..host import launch, row_programs
+from ..host.bind import BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
+from .parts.token_rows import row_offsets, store_rows, token_and_head_of_rows, unique_rows_mask
 
-_TENSORS = given(p_outs="outs", p_lses="lses", p_out="out", p_lse="lse")
-MAX_UNROLLED = 8  # parts; more are counted by a loop, so that their number compiles nothing anew
+_TENSOR_ARGS = tensor_args(p_outs="outs", p_lses="lses", p_out="out", p_lse="lse")
+MAX_UNROLLED_STATES = 8  # states; more run in a dynamic loop, so that their number compiles no new kernel
 
 
-@triton.jit(do_not_specialize=["tokens", "parts"])
-def merge_kernel(
-    p_outs, p_lses, p_out, p_lse, strides_outs, strides_lses, strides_out, strides_lse, tokens, parts,
-    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
+@triton.jit(do_not_specialize=["num_tokens", "num_states"])
+def merge_states_kernel(
+    p_outs, p_lses, p_out, p_lse, strides_outs, strides_lses, strides_out, strides_lse, num_tokens, num_states,
+    H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, NUM_STATES: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows. PARTS: number of parts, or 0 to take it from `parts`."""
-    token, head = token_and_head(tl.program_id(0), tokens, H, ROWS)
-    if PARTS > 0:
-        parts = PARTS
-    c = tl.arange(0, C)[None, :]
-    p_outs += offsets(token, head, (strides_outs[1], strides_outs[2]), UNIT)
-    p_lses += offsets(token, head, (strides_lses[1], strides_lses[2]), 1)
+    """Merges one block of rows. NUM_STATES: number of states, or 0 to read it from `num_states`."""
+    token, head = token_and_head_of_rows(tl.program_id(0), num_tokens, H, ROWS)
+    if NUM_STATES > 0:
+        num_states = NUM_STATES
+    c = tl.arange(0, D_PAD)[None, :]
+    p_outs += row_offsets(token, head, (strides_outs[1], strides_outs[2]), STRIDE_UNIT)
+    p_lses += row_offsets(token, head, (strides_lses[1], strides_lses[2]), 1)
 
-    largest = tl.full([ROWS, 1], float("-inf"), tl.float32)
-    for i in range(parts):
-        largest = tl.maximum(largest, tl.load(p_lses + tl.cast(i, tl.int64) * strides_lses[0]))
-    # Where every part is empty, exp(-inf - 0) = 0 instead of exp(-inf + inf) = NaN.
-    empty = largest == float("-inf")
-    base = tl.where(empty, 0.0, largest)
+    lse_max = tl.full([ROWS, 1], float("-inf"), tl.float32)
+    for i in range(num_states):
+        lse_max = tl.maximum(lse_max, tl.load(p_lses + tl.cast(i, tl.int64) * strides_lses[0]))
+    # Where every state is empty, exp(-inf - 0) = 0 instead of exp(-inf + inf) = NaN.
+    is_empty = lse_max == float("-inf")
+    safe_max = tl.where(is_empty, 0.0, lse_max)
 
-    total = tl.zeros([ROWS, 1], tl.float32)
-    merged = tl.zeros([ROWS, C], tl.float32)
-    for i in range(parts):
+    exp_sum = tl.zeros([ROWS, 1], tl.float32)
+    acc_o = tl.zeros([ROWS, D_PAD], tl.float32)
+    for i in range(num_states):
         lse = tl.load(p_lses + tl.cast(i, tl.int64) * strides_lses[0])
-        weight = tl.exp(lse - base)
-        total += weight
-        # A part that saw nothing may hold anything, NaN included: it is not read.
-        live = (lse > float("-inf")) & (c < D)
-        x = tl.load(p_outs + tl.cast(i, tl.int64) * strides_outs[0] * UNIT + c, mask=live, other=0.0)
-        merged += weight * x.to(tl.float32)
-    # One part at least weighs 1, unless all are empty.
-    merged = merged / tl.where(empty, 1.0, total)
-    own = own_rows(tl.program_id(0), tokens, H, ROWS)
-    write(p_out + offsets(token, head, strides_out, UNIT), merged.to(p_out.dtype.element_ty), own, D)
+        scale = tl.exp(lse - safe_max)
+        exp_sum += scale
+        # An empty state may hold anything, NaN included: it is not loaded.
+        valid = (lse > float("-inf")) & (c < D)
+        x = tl.load(p_outs + tl.cast(i, tl.int64) * strides_outs[0] * STRIDE_UNIT + c, mask=valid, other=0.0)
+        acc_o += scale * x.to(tl.float32)
+    # At least one state has scale 1, unless all are empty.
+    acc_o = acc_o / tl.where(is_empty, 1.0, exp_sum)
+    m_unique = unique_rows_mask(tl.program_id(0), num_tokens, H, ROWS)
+    store_rows(
+        p_out + row_offsets(token, head, strides_out, STRIDE_UNIT), acc_o.to(p_out.dtype.element_ty), m_unique, D
+    )
     if p_lse is not None:
-        tl.store(p_lse + offsets(token, head, strides_lse, 1), base + tl.log(total))
+        tl.store(p_lse + row_offsets(token, head, strides_lse, 1), safe_max + tl.log(exp_sum))
 
 
 def why_not(f: SimpleNamespace) -> str | None:
     return launch.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> Launches:
-    parts, tokens, heads, d = f.outs.shape
-    if tokens * heads * d == 0:
-        return Launches()
-    c, unit = blocks.columns(d), blocks.unit(f.outs, f.out)
-    part = blocks.Part(tokens, heads, c, blocks.program_elements(tokens * heads * c))
-    arguments = _TENSORS | {
-        "strides_outs": blocks.strides(f.outs, 3, unit), "strides_lses": f.lses.stride,
-        "strides_out": blocks.strides(f.out, 2, unit), "strides_lse": (0, 0) if f.lse is None else f.lse.stride,
-        "tokens": tokens, "parts": parts, "H": heads, "D": d, "C": c, "ROWS": part.rows,
-        "PARTS": parts if parts <= MAX_UNROLLED else 0, "UNIT": unit,
+def configure(f: SimpleNamespace) -> LaunchSequence:
+    num_states, num_tokens, heads, d = f.outs.shape
+    if num_tokens * heads * d == 0:
+        return LaunchSequence()
+    c, unit = row_programs.padded_columns(d), row_programs.common_stride_unit(f.outs, f.out)
+    part = row_programs.RowPrograms(num_tokens, heads, c, row_programs.program_elements(num_tokens * heads * c))
+    arguments = _TENSOR_ARGS | {
+        "strides_outs": row_programs.strides_in_units(f.outs, 3, unit), "strides_lses": f.lses.stride,
+        "strides_out": row_programs.strides_in_units(f.out, 2, unit),
+        "strides_lse": (0, 0) if f.lse is None else f.lse.stride,
+        "num_tokens": num_tokens, "num_states": num_states, "H": heads, "D": d, "D_PAD": c, "ROWS": part.rows,
+        "NUM_STATES": num_states if num_states <= MAX_UNROLLED_STATES else 0, "STRIDE_UNIT": unit,
     }  # fmt: skip
-    return Launches(Template(merge_kernel, (part.programs,), arguments, num_warps=blocks.OPTIONS["num_warps"]))
+    return LaunchSequence(
+        KernelLaunch(merge_states_kernel, (part.programs,), arguments, num_warps=row_programs.OPTIONS["num_warps"])
+    )
 
 
-def run(call: Any, config: Launches) -> None:
+def run(call: Any, config: LaunchSequence) -> None:
     config(call)
 
 
-def bind(config: Launches, at: dict[str, int]) -> Bound | None:
+def bind(config: LaunchSequence, at: dict[str, int]) -> BoundLaunches | None:
     return config.bind(at)

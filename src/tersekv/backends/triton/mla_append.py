@@ -1,4 +1,4 @@
-"""mla_append: rotate q and the rotary key, quantise, and write latent rows into the cache, in one launch."""
+"""mla_append: rotate q and the rotary key, quantise, and store latent rows in the cache, in one launch."""
 
 from __future__ import annotations
 
@@ -10,68 +10,97 @@ import triton.language as tl
 
 from tersekv.formats import TENSOR, latent_format
 
-from ..host import blocks, launch
-from ..host.bind import BYTES, Bound, Launches, Template, given
-from .parts.append_rows import PLACES, QUERIES, append_rows, key_rows, query_rows
+from ..host import launch, row_programs
+from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
+from .parts.append_rows import (
+    QUERY_ARGS,
+    TOKEN_SLOT_ARGS,
+    quantize_and_append_rows,
+    rope_and_cast_queries,
+    rope_quantize_and_append_keys,
+)
 
-_TENSORS = PLACES | QUERIES | given(
+_TENSOR_ARGS = TOKEN_SLOT_ARGS | QUERY_ARGS | tensor_args(
     BYTES, p_kv_c="kv_c", p_k_pe="k_pe", p_ckv="ckv", p_kpe="kpe", p_scales="ckv_scale_cache", p_kv_scale="kv_scale_t"
 )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["max_pos", "tokens", "num_pages", "num_requests", "num_indices", "pe_end", "c_end", "rope_end"]
+    do_not_specialize=[
+        "max_pos",
+        "num_tokens",
+        "num_pages",
+        "num_requests",
+        "num_indices",
+        "pe_end",
+        "c_end",
+        "rope_end",
+    ]
 )
 def mla_append_kernel(
     p_q_rope, p_q_nope, p_kv_c, p_k_pe, p_cos_sin, p_rope_positions, p_q_rope_out, p_q_nope_out,
-    p_ckv, p_kpe, p_scales, p_q_scale, p_kv_scale, p_slots, p_batch, p_positions, p_indptr, p_indices,
+    p_ckv, p_kpe, p_scales, p_q_scale, p_kv_scale, p_slot_mapping, p_batch_indices, p_kv_positions, p_kv_indptr,
+    p_kv_indices,
     q_scale, kv_scale, strides_q_rope, strides_q_nope, strides_kv_c, strides_k_pe, strides_q_rope_out,
     strides_q_nope_out, strides_ckv, strides_kpe, strides_scales,
-    stride_cos_sin, max_pos, tokens, num_pages, num_requests, num_indices, pe_end, c_end, rope_end,
-    HQ: tl.constexpr, L: tl.constexpr, R: tl.constexpr, NQ: tl.constexpr,
-    CL: tl.constexpr, CR: tl.constexpr, CN: tl.constexpr,
+    stride_cos_sin, max_pos, num_tokens, num_pages, num_requests, num_indices, pe_end, c_end, rope_end,
+    Q_HEADS: tl.constexpr, L: tl.constexpr, R: tl.constexpr, Q_NOPE_DIM: tl.constexpr,
+    L_PAD: tl.constexpr, R_PAD: tl.constexpr, Q_NOPE_PAD: tl.constexpr,
     ROWS_C: tl.constexpr, ROWS_PE: tl.constexpr, ROWS_R: tl.constexpr, ROWS_N: tl.constexpr, PAGE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, PE_FORMAT: tl.constexpr, KIND: tl.constexpr,
-    ZERO_PADDING: tl.constexpr, QUANTIZES: tl.constexpr, NATIVE: tl.constexpr, UNIT: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, PE_FORMAT: tl.constexpr, QUERY_KIND: tl.constexpr,
+    ZERO_PADDING: tl.constexpr, SCALE_QUANTIZES: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs of the rotary key, of latents, of the rotary part of q, of its other part."""
-    block = tl.program_id(0)
-    places = (p_slots, p_batch, p_positions, p_indptr, p_indices, num_pages, num_requests, num_indices)
-    angles = (p_cos_sin, p_rope_positions, max_pos, stride_cos_sin)
-    turn = (None, None, 0)
-    if block < pe_end:
+    """Handles, by program: the rotary key, latents, q's rotary part, q's other part."""
+    i_block = tl.program_id(0)
+    slot_args = (
+        p_slot_mapping, p_batch_indices, p_kv_positions, p_kv_indptr, p_kv_indices, num_pages, num_requests,
+        num_indices,
+    )  # fmt: skip
+    rope_args = (p_cos_sin, p_rope_positions, max_pos, stride_cos_sin)
+    rotation = (None, None, 0)
+    if i_block < pe_end:
         if p_cos_sin is not None:
-            key_rows(
-                block, tokens, p_k_pe, strides_k_pe, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales, strides_scales,
-                p_kv_scale, kv_scale, places, angles,
-                1, R, R, CR, ROWS_PE, PAGE, INTERLEAVED, PE_FORMAT, False, QUANTIZES, NATIVE, UNIT, not INTERLEAVED,
-                OVERLAPS, False, True, turn,
+            rope_quantize_and_append_keys(
+                i_block, num_tokens, p_k_pe, strides_k_pe, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales,
+                strides_scales,
+                p_kv_scale, kv_scale, slot_args, rope_args,
+                1, R, R, R_PAD, ROWS_PE, PAGE, INTERLEAVED, PE_FORMAT, False, SCALE_QUANTIZES, NATIVE_FP8_CAST,
+                STRIDE_UNIT, not INTERLEAVED,
+                USE_PDL, False, True, rotation,
             )  # fmt: skip
         else:
-            append_rows(
-                block, tokens, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales, strides_scales, p_kv_scale, kv_scale,
-                places, angles, 1, R, CR, ROWS_PE, PAGE, PE_FORMAT, False, QUANTIZES, NATIVE, UNIT, False, False,
-                OVERLAPS, False, turn,
+            quantize_and_append_rows(
+                i_block, num_tokens, p_k_pe, strides_k_pe, p_kpe, strides_kpe, p_scales, strides_scales, p_kv_scale,
+                kv_scale,
+                slot_args, rope_args, 1, R, R_PAD, ROWS_PE, PAGE, PE_FORMAT, False, SCALE_QUANTIZES, NATIVE_FP8_CAST,
+                STRIDE_UNIT, False, False,
+                USE_PDL, False, rotation,
             )  # fmt: skip
-    elif block < c_end:
-        append_rows(
-            block - pe_end, tokens, p_kv_c, strides_kv_c, p_ckv, strides_ckv, p_scales, strides_scales, p_kv_scale,
-            kv_scale, places, angles, 1, L, CL, ROWS_C, PAGE, FORMAT, False, QUANTIZES, NATIVE, UNIT, False, False,
-            OVERLAPS, False, turn,
+    elif i_block < c_end:
+        quantize_and_append_rows(
+            i_block - pe_end, num_tokens, p_kv_c, strides_kv_c, p_ckv, strides_ckv, p_scales, strides_scales,
+            p_kv_scale,
+            kv_scale, slot_args, rope_args, 1, L, L_PAD, ROWS_C, PAGE, FORMAT, False, SCALE_QUANTIZES, NATIVE_FP8_CAST,
+            STRIDE_UNIT, False, False,
+            USE_PDL, False, rotation,
         )  # fmt: skip
-    elif block < rope_end:
+    elif i_block < rope_end:
         if p_q_rope is not None:
-            query_rows(
-                block - c_end, tokens, p_q_rope, strides_q_rope, p_q_rope_out, strides_q_rope_out, p_q_scale, q_scale,
-                places, angles, HQ, R, CR, ROWS_R, True, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
-                OVERLAPS, False, True,
+            rope_and_cast_queries(
+                i_block - c_end, num_tokens, p_q_rope, strides_q_rope, p_q_rope_out, strides_q_rope_out, p_q_scale,
+                q_scale,
+                slot_args, rope_args, Q_HEADS, R, R_PAD, ROWS_R, True, INTERLEAVED, QUERY_KIND, ZERO_PADDING,
+                SCALE_QUANTIZES, NATIVE_FP8_CAST, STRIDE_UNIT,
+                USE_PDL, False, True,
             )  # fmt: skip
     elif p_q_nope is not None:
-        query_rows(
-            block - rope_end, tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale, q_scale,
-            places, angles, HQ, NQ, CN, ROWS_N, False, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
-            OVERLAPS, False, True,
+        rope_and_cast_queries(
+            i_block - rope_end, num_tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale,
+            q_scale,
+            slot_args, rope_args, Q_HEADS, Q_NOPE_DIM, Q_NOPE_PAD, ROWS_N, False, INTERLEAVED, QUERY_KIND, ZERO_PADDING,
+            SCALE_QUANTIZES, NATIVE_FP8_CAST, STRIDE_UNIT,
+            USE_PDL, False, True,
         )  # fmt: skip
 
 
@@ -79,45 +108,57 @@ def why_not(f: SimpleNamespace) -> str | None:
     return launch.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> Launches:
-    (tokens, rank), r = f.kv_c.shape, f.k_pe.shape[1]
-    heads, q_nope = blocks.query_sizes(f)
-    cl, cr, cn = blocks.columns(rank, f.format), blocks.columns(r), blocks.columns(q_nope)
-    elements = blocks.program_elements(tokens * (cl + cr + heads * (r + q_nope)))
-    pe = blocks.Part(tokens, 1, cr, min(elements, blocks.most_keys(f.format, not f.interleaved)))
-    c = blocks.Part(tokens, 1, cl, elements)
-    rope = blocks.Part(tokens, heads if f.q_rope else 0, cr, elements)
-    nope = blocks.Part(tokens, heads if f.q_nope else 0, cn, elements)
-    *ends, end = blocks.ends(pe, c, rope, nope)
-    if end == 0:
-        return Launches()
+def configure(f: SimpleNamespace) -> LaunchSequence:
+    (num_tokens, rank), r = f.kv_c.shape, f.k_pe.shape[1]
+    heads, q_nope = row_programs.query_sizes(f)
+    l_pad, r_pad, q_nope_pad = (
+        row_programs.padded_columns(rank, f.format),
+        row_programs.padded_columns(r),
+        row_programs.padded_columns(q_nope),
+    )
+    elements_per_program = row_programs.program_elements(num_tokens * (l_pad + r_pad + heads * (r + q_nope)))
+    pe = row_programs.RowPrograms(
+        num_tokens, 1, r_pad, min(elements_per_program, row_programs.max_key_elements(f.format, not f.interleaved))
+    )
+    c = row_programs.RowPrograms(num_tokens, 1, l_pad, elements_per_program)
+    rope = row_programs.RowPrograms(num_tokens, heads if f.q_rope else 0, r_pad, elements_per_program)
+    nope = row_programs.RowPrograms(num_tokens, heads if f.q_nope else 0, q_nope_pad, elements_per_program)
+    *ends, num_programs = row_programs.program_ends(pe, c, rope, nope)
+    if num_programs == 0:
+        return LaunchSequence()
     rows = (f.q_rope, f.q_nope, f.kv_c, f.k_pe, f.q_rope_out, f.q_nope_out)
-    unit = blocks.unit(*rows, f.ckv, f.kpe)
+    unit = row_programs.common_stride_unit(*rows, f.ckv, f.kpe)
     max_pos, stride = (f.cos_sin_cache.shape[0], f.cos_sin_cache.stride[0]) if f.cos_sin_cache else (0, 0)
     # The rotary part of a row with group scales is 16-bit, and is not scaled.
     pe_format = f.format if latent_format(f.format).scale == TENSOR else "bf16"
-    arguments = _TENSORS | blocks.place_sizes(f, f.ckv.shape[0]) | {
+    arguments = _TENSOR_ARGS | row_programs.slot_mapping_bounds(f, f.ckv.shape[0]) | {
         "q_scale": f.q_scale, "kv_scale": f.kv_scale,
-        "strides_q_rope": blocks.strides(f.q_rope, 2, unit), "strides_q_nope": blocks.strides(f.q_nope, 2, unit),
-        "strides_kv_c": blocks.strides(f.kv_c, 2, unit), "strides_k_pe": blocks.strides(f.k_pe, 2, unit),
-        "strides_q_rope_out": blocks.strides(f.q_rope_out, 2, unit),
-        "strides_q_nope_out": blocks.strides(f.q_nope_out, 2, unit),
-        "strides_ckv": blocks.strides(f.ckv, 3, unit), "strides_kpe": blocks.strides(f.kpe, 3, unit),
-        "strides_scales": blocks.strides(f.ckv_scale_cache, 3),
-        "stride_cos_sin": stride, "max_pos": max_pos, "tokens": tokens,
-        "pe_end": ends[0], "c_end": ends[1], "rope_end": ends[2], "HQ": heads, "L": rank, "R": r, "NQ": q_nope,
-        "CL": cl, "CR": cr, "CN": cn, "ROWS_C": c.rows, "ROWS_PE": pe.rows, "ROWS_R": rope.rows, "ROWS_N": nope.rows,
+        "strides_q_rope": row_programs.strides_in_units(f.q_rope, 2, unit),
+        "strides_q_nope": row_programs.strides_in_units(f.q_nope, 2, unit),
+        "strides_kv_c": row_programs.strides_in_units(f.kv_c, 2, unit),
+        "strides_k_pe": row_programs.strides_in_units(f.k_pe, 2, unit),
+        "strides_q_rope_out": row_programs.strides_in_units(f.q_rope_out, 2, unit),
+        "strides_q_nope_out": row_programs.strides_in_units(f.q_nope_out, 2, unit),
+        "strides_ckv": row_programs.strides_in_units(f.ckv, 3, unit),
+        "strides_kpe": row_programs.strides_in_units(f.kpe, 3, unit),
+        "strides_scales": row_programs.strides_in_units(f.ckv_scale_cache, 3),
+        "stride_cos_sin": stride, "max_pos": max_pos, "num_tokens": num_tokens,
+        "pe_end": ends[0], "c_end": ends[1], "rope_end": ends[2], "Q_HEADS": heads, "L": rank, "R": r,
+        "Q_NOPE_DIM": q_nope,
+        "L_PAD": l_pad, "R_PAD": r_pad, "Q_NOPE_PAD": q_nope_pad, "ROWS_C": c.rows, "ROWS_PE": pe.rows,
+        "ROWS_R": rope.rows, "ROWS_N": nope.rows,
         "PAGE": f.ckv.shape[1], "INTERLEAVED": f.interleaved,
-        "FORMAT": blocks.stored(f.format), "PE_FORMAT": blocks.stored(pe_format),
-        "KIND": blocks.query_kind(f), "ZERO_PADDING": f.zero_padding, "QUANTIZES": f.scales_quantize,
-        "NATIVE": launch.rounds_to_fp8(f), "UNIT": unit, "OVERLAPS": blocks.overlaps(f),
+        "FORMAT": row_programs.stored_format(f.format), "PE_FORMAT": row_programs.stored_format(pe_format),
+        "QUERY_KIND": row_programs.query_output_kind(f), "ZERO_PADDING": f.zero_padding,
+        "SCALE_QUANTIZES": f.scales_quantize,
+        "NATIVE_FP8_CAST": launch.casts_to_fp8_natively(f), "STRIDE_UNIT": unit, "USE_PDL": row_programs.uses_pdl(f),
     }  # fmt: skip
-    return Launches(Template(mla_append_kernel, (end,), arguments, **blocks.options(f)))
+    return LaunchSequence(KernelLaunch(mla_append_kernel, (num_programs,), arguments, **row_programs.launch_options(f)))
 
 
-def run(call: Any, config: Launches) -> None:
+def run(call: Any, config: LaunchSequence) -> None:
     config(call)
 
 
-def bind(config: Launches, at: dict[str, int]) -> Bound | None:
+def bind(config: LaunchSequence, at: dict[str, int]) -> BoundLaunches | None:
     return config.bind(at)

@@ -1,4 +1,4 @@
-"""rope_append: rotate q and k, quantise, and write k and v into the cache, in one launch."""
+"""rope_append: rotate q and k, quantise, and store k and v in the cache, in one launch."""
 
 from __future__ import annotations
 
@@ -9,65 +9,96 @@ import triton
 import triton.language as tl
 
 from ...formats import CHANNELS, PAIRS, ROTATION, pair_of
-from ..host import blocks, launch
-from ..host.bind import BYTES, Bound, Launches, Template, given
-from .parts.append_rows import PLACES, QUERIES, TURNS, append_rows, key_rows, query_rows
+from ..host import launch, row_programs
+from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
+from .parts.append_rows import (
+    QUERY_ARGS,
+    ROTATION_ARGS,
+    TOKEN_SLOT_ARGS,
+    quantize_and_append_rows,
+    rope_and_cast_queries,
+    rope_quantize_and_append_keys,
+)
 
-TAKES = (PAIRS, ROTATION, CHANNELS)
-_TENSORS = PLACES | QUERIES | TURNS | given(
+SUPPORTS = (PAIRS, ROTATION, CHANNELS)
+_TENSOR_ARGS = TOKEN_SLOT_ARGS | QUERY_ARGS | ROTATION_ARGS | tensor_args(
     BYTES, p_k_rope="k_rope", p_k_nope="k_nope", p_v="v", p_k_codes="k_cache", p_v_codes="v_cache",
     p_k_scales="k_scale_cache", p_v_scales="v_scale_cache", p_k_scale="k_scale_t", p_v_scale="v_scale_t",
 )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["max_pos", "tokens", "num_pages", "num_requests", "num_indices", "k_end", "v_end", "rope_end"]
+    do_not_specialize=[
+        "max_pos",
+        "num_tokens",
+        "num_pages",
+        "num_requests",
+        "num_indices",
+        "k_end",
+        "v_end",
+        "rope_end",
+    ]
 )
 def rope_append_kernel(
     p_q_rope, p_q_nope, p_k_rope, p_k_nope, p_v, p_cos_sin, p_rope_positions, p_q_rope_out, p_q_nope_out,
     p_k_codes, p_v_codes, p_k_scales, p_v_scales, p_q_scale, p_k_scale, p_v_scale,
-    p_slots, p_batch, p_positions, p_indptr, p_indices, p_k_signs, p_v_signs, p_k_channels, p_v_channels,
+    p_slot_mapping, p_batch_indices, p_kv_positions, p_kv_indptr, p_kv_indices, p_k_signs, p_v_signs, p_k_channels,
+    p_v_channels,
     q_scale, k_scale, v_scale, strides_q_rope, strides_q_nope, strides_k_rope, strides_k_nope, strides_v,
     strides_q_rope_out, strides_q_nope_out, strides_k_codes, strides_v_codes, strides_k_scales, strides_v_scales,
-    stride_k_channels, stride_v_channels, stride_cos_sin, max_pos, tokens, num_pages, num_requests, num_indices,
+    stride_k_channels, stride_v_channels, stride_cos_sin, max_pos, num_tokens, num_pages, num_requests, num_indices,
     k_end, v_end, rope_end,
-    HQ: tl.constexpr, H: tl.constexpr, R: tl.constexpr, NQ: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    CR: tl.constexpr, CN: tl.constexpr, CK: tl.constexpr, CV: tl.constexpr,
+    Q_HEADS: tl.constexpr, H: tl.constexpr, R: tl.constexpr, Q_NOPE_DIM: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr,
+    R_PAD: tl.constexpr, Q_NOPE_PAD: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     ROWS_R: tl.constexpr, ROWS_N: tl.constexpr, ROWS_K: tl.constexpr, ROWS_V: tl.constexpr,
-    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, KIND: tl.constexpr,
-    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, ZERO_PADDING: tl.constexpr, QUANTIZES: tl.constexpr,
-    NATIVE: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr,
-    OVERLAPS: tl.constexpr, LATE: tl.constexpr, ORDERED: tl.constexpr,
+    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
+    QUERY_KIND: tl.constexpr,
+    K_SCALE_PER_HEAD: tl.constexpr, V_SCALE_PER_HEAD: tl.constexpr, ZERO_PADDING: tl.constexpr,
+    SCALE_QUANTIZES: tl.constexpr,
+    NATIVE_FP8_CAST: tl.constexpr, STRIDE_UNIT: tl.constexpr, SPLIT_HALVES: tl.constexpr, PACKED: tl.constexpr,
+    USE_PTX: tl.constexpr,
+    USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr, ORDER_LOADS: tl.constexpr,
 ):  # fmt: skip
-    """Programs of k, of v, of the rotary part of q, of its other part. k comes first: its chain of loads is longest."""
-    block = tl.program_id(0)
-    places = (p_slots, p_batch, p_positions, p_indptr, p_indices, num_pages, num_requests, num_indices)
-    angles = (p_cos_sin, p_rope_positions, max_pos, stride_cos_sin)
-    if block < k_end:
-        key_rows(
-            block, tokens, p_k_rope, strides_k_rope, p_k_nope, strides_k_nope, p_k_codes, strides_k_codes,
-            p_k_scales, strides_k_scales, p_k_scale, k_scale, places, angles,
-            H, R, DK, CK, ROWS_K, PAGE, INTERLEAVED, K_FORMAT, K_PER_HEAD, QUANTIZES, NATIVE, UNIT, HALVES,
-            OVERLAPS, LATE, ORDERED, (p_k_signs, p_k_channels, stride_k_channels),
+    """Handles, by program: k, v, q's rotary part, q's other part. k comes first: its chain of loads is longest."""
+    i_block = tl.program_id(0)
+    slot_args = (
+        p_slot_mapping, p_batch_indices, p_kv_positions, p_kv_indptr, p_kv_indices, num_pages, num_requests,
+        num_indices,
+    )  # fmt: skip
+    rope_args = (p_cos_sin, p_rope_positions, max_pos, stride_cos_sin)
+    if i_block < k_end:
+        rope_quantize_and_append_keys(
+            i_block, num_tokens, p_k_rope, strides_k_rope, p_k_nope, strides_k_nope, p_k_codes, strides_k_codes,
+            p_k_scales, strides_k_scales, p_k_scale, k_scale, slot_args, rope_args,
+            H, R, DK, DK_PAD, ROWS_K, PAGE, INTERLEAVED, K_FORMAT, K_SCALE_PER_HEAD, SCALE_QUANTIZES, NATIVE_FP8_CAST,
+            STRIDE_UNIT, SPLIT_HALVES,
+            USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS, (p_k_signs, p_k_channels, stride_k_channels),
         )  # fmt: skip
-    elif block < v_end:
-        append_rows(
-            block - k_end, tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales, p_v_scale,
-            v_scale, places, angles, H, DV, CV, ROWS_V, PAGE, V_FORMAT, V_PER_HEAD, QUANTIZES, NATIVE, UNIT, WORDS,
-            ASM, OVERLAPS, LATE, (p_v_signs, p_v_channels, stride_v_channels),
+    elif i_block < v_end:
+        quantize_and_append_rows(
+            i_block - k_end, num_tokens, p_v, strides_v, p_v_codes, strides_v_codes, p_v_scales, strides_v_scales,
+            p_v_scale,
+            v_scale, slot_args, rope_args, H, DV, DV_PAD, ROWS_V, PAGE, V_FORMAT, V_SCALE_PER_HEAD, SCALE_QUANTIZES,
+            NATIVE_FP8_CAST, STRIDE_UNIT, PACKED,
+            USE_PTX, USE_PDL, PDL_LAUNCH_LATE, (p_v_signs, p_v_channels, stride_v_channels),
         )  # fmt: skip
-    elif block < rope_end:
+    elif i_block < rope_end:
         if p_q_rope is not None:
-            query_rows(
-                block - v_end, tokens, p_q_rope, strides_q_rope, p_q_rope_out, strides_q_rope_out, p_q_scale, q_scale,
-                places, angles, HQ, R, CR, ROWS_R, True, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
-                OVERLAPS, LATE, ORDERED,
+            rope_and_cast_queries(
+                i_block - v_end, num_tokens, p_q_rope, strides_q_rope, p_q_rope_out, strides_q_rope_out, p_q_scale,
+                q_scale,
+                slot_args, rope_args, Q_HEADS, R, R_PAD, ROWS_R, True, INTERLEAVED, QUERY_KIND, ZERO_PADDING,
+                SCALE_QUANTIZES, NATIVE_FP8_CAST, STRIDE_UNIT,
+                USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS,
             )  # fmt: skip
     elif p_q_nope is not None:
-        query_rows(
-            block - rope_end, tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale, q_scale,
-            places, angles, HQ, NQ, CN, ROWS_N, False, INTERLEAVED, KIND, ZERO_PADDING, QUANTIZES, NATIVE, UNIT,
-            OVERLAPS, LATE, ORDERED,
+        rope_and_cast_queries(
+            i_block - rope_end, num_tokens, p_q_nope, strides_q_nope, p_q_nope_out, strides_q_nope_out, p_q_scale,
+            q_scale,
+            slot_args, rope_args, Q_HEADS, Q_NOPE_DIM, Q_NOPE_PAD, ROWS_N, False, INTERLEAVED, QUERY_KIND, ZERO_PADDING,
+            SCALE_QUANTIZES, NATIVE_FP8_CAST, STRIDE_UNIT,
+            USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS,
         )  # fmt: skip
 
 
@@ -75,52 +106,70 @@ def why_not(f: SimpleNamespace) -> str | None:
     return launch.why_not(f)
 
 
-def configure(f: SimpleNamespace) -> Launches:
-    tokens, heads, r = f.k_rope.shape
+def configure(f: SimpleNamespace) -> LaunchSequence:
+    num_tokens, heads, r = f.k_rope.shape
     dk, dv = r + (f.k_nope.shape[2] if f.k_nope else 0), f.v.shape[2]
     formats = [fmt.name for fmt in pair_of(f)]
-    q_heads, q_nope = blocks.query_sizes(f)
-    cr, cn = blocks.columns(r), blocks.columns(q_nope)
-    ck, cv = blocks.columns(dk, formats[0]), blocks.columns(dv, formats[1])
-    turned = f.k_signs is not None or f.k_channel_scale is not None
-    halves = not f.interleaved and r == dk and r % (2 * blocks.step(formats[0])) == 0 and not turned
-    total = tokens * (heads * (ck + cv) + q_heads * (r + q_nope))
-    elements, warps = min(blocks.rotated(total, name) for name in formats)
-    k = blocks.Part(tokens, heads, ck, min(elements, blocks.most_keys(formats[0], halves)))
-    v = blocks.Part(tokens, heads, cv, elements)
-    rope = blocks.Part(tokens, q_heads if f.q_rope else 0, cr, elements)
-    nope = blocks.Part(tokens, q_heads if f.q_nope else 0, cn, elements)
-    *ends, end = blocks.ends(k, v, rope, nope)
-    if end == 0:
-        return Launches()
+    q_heads, q_nope = row_programs.query_sizes(f)
+    r_pad, q_nope_pad = row_programs.padded_columns(r), row_programs.padded_columns(q_nope)
+    dk_pad, dv_pad = row_programs.padded_columns(dk, formats[0]), row_programs.padded_columns(dv, formats[1])
+    is_rotated = f.k_signs is not None or f.k_channel_scale is not None
+    split_halves = (
+        not f.interleaved
+        and r == dk
+        and r % (2 * row_programs.columns_stored_together(formats[0])) == 0
+        and not is_rotated
+    )
+    num_elements = num_tokens * (heads * (dk_pad + dv_pad) + q_heads * (r + q_nope))
+    elements_per_program, warps = min(row_programs.rotated_program_size(num_elements, name) for name in formats)
+    k = row_programs.RowPrograms(
+        num_tokens, heads, dk_pad, min(elements_per_program, row_programs.max_key_elements(formats[0], split_halves))
+    )
+    v = row_programs.RowPrograms(num_tokens, heads, dv_pad, elements_per_program)
+    rope = row_programs.RowPrograms(num_tokens, q_heads if f.q_rope else 0, r_pad, elements_per_program)
+    nope = row_programs.RowPrograms(num_tokens, q_heads if f.q_nope else 0, q_nope_pad, elements_per_program)
+    *ends, num_programs = row_programs.program_ends(k, v, rope, nope)
+    if num_programs == 0:
+        return LaunchSequence()
     rows = (f.q_rope, f.q_nope, f.k_rope, f.k_nope, f.v, f.q_rope_out, f.q_nope_out)
-    unit = blocks.unit(*rows, f.k_cache, f.v_cache)
+    unit = row_programs.common_stride_unit(*rows, f.k_cache, f.v_cache)
     names = ("q_rope", "q_nope", "k_rope", "k_nope", "v", "q_rope_out", "q_nope_out")
-    arguments: dict[str, Any] = dict(_TENSORS)
-    arguments |= {f"strides_{n}": blocks.strides(x, 2, unit) for n, x in zip(names, rows, strict=True)}
-    arguments |= blocks.place_sizes(f, f.k_cache.shape[0]) | blocks.turn_strides(f) | {
+    arguments: dict[str, Any] = dict(_TENSOR_ARGS)
+    arguments |= {f"strides_{n}": row_programs.strides_in_units(x, 2, unit) for n, x in zip(names, rows, strict=True)}
+    arguments |= row_programs.slot_mapping_bounds(f, f.k_cache.shape[0]) | row_programs.channel_scale_strides(f) | {
         "q_scale": f.q_scale, "k_scale": f.k_scale, "v_scale": f.v_scale,
-        "strides_k_codes": blocks.strides(f.k_cache, 3, unit), "strides_v_codes": blocks.strides(f.v_cache, 3, unit),
-        "strides_k_scales": blocks.scale_strides(f.k_scale_cache),
-        "strides_v_scales": blocks.scale_strides(f.v_scale_cache),
-        "stride_cos_sin": f.cos_sin_cache.stride[0], "max_pos": f.cos_sin_cache.shape[0], "tokens": tokens,
+        "strides_k_codes": row_programs.strides_in_units(f.k_cache, 3, unit),
+        "strides_v_codes": row_programs.strides_in_units(f.v_cache, 3, unit),
+        "strides_k_scales": row_programs.scale_strides(f.k_scale_cache),
+        "strides_v_scales": row_programs.scale_strides(f.v_scale_cache),
+        "stride_cos_sin": f.cos_sin_cache.stride[0], "max_pos": f.cos_sin_cache.shape[0], "num_tokens": num_tokens,
         "k_end": ends[0], "v_end": ends[1], "rope_end": ends[2],
-        "HQ": q_heads, "H": heads, "R": r, "NQ": q_nope, "DK": dk, "DV": dv, "CR": cr, "CN": cn, "CK": ck, "CV": cv,
+        "Q_HEADS": q_heads, "H": heads, "R": r, "Q_NOPE_DIM": q_nope, "DK": dk, "DV": dv, "R_PAD": r_pad,
+        "Q_NOPE_PAD": q_nope_pad, "DK_PAD": dk_pad, "DV_PAD": dv_pad,
         "ROWS_R": rope.rows, "ROWS_N": nope.rows, "ROWS_K": k.rows, "ROWS_V": v.rows, "PAGE": f.k_cache.shape[1],
-        "INTERLEAVED": f.interleaved, "K_FORMAT": blocks.stored(formats[0]), "V_FORMAT": blocks.stored(formats[1]),
-        "KIND": blocks.query_kind(f),
-        "K_PER_HEAD": blocks.per_head(f.k_scale_t), "V_PER_HEAD": blocks.per_head(f.v_scale_t),
-        "ZERO_PADDING": f.zero_padding, "QUANTIZES": f.scales_quantize, "NATIVE": launch.rounds_to_fp8(f),
-        "UNIT": unit, "HALVES": halves, "WORDS": min(blocks.in_words(f, unit, "v"), 1), "ASM": launch.has_ptx(f),
-        "OVERLAPS": blocks.overlaps(f), "LATE": any(blocks.late(name, elements, blocks.SIZES[1]) for name in formats),
-        "ORDERED": blocks.ordered(total),
+        "INTERLEAVED": f.interleaved, "K_FORMAT": row_programs.stored_format(formats[0]),
+        "V_FORMAT": row_programs.stored_format(formats[1]),
+        "QUERY_KIND": row_programs.query_output_kind(f),
+        "K_SCALE_PER_HEAD": row_programs.per_head(f.k_scale_t), "V_SCALE_PER_HEAD": row_programs.per_head(f.v_scale_t),
+        "ZERO_PADDING": f.zero_padding, "SCALE_QUANTIZES": f.scales_quantize,
+        "NATIVE_FP8_CAST": launch.casts_to_fp8_natively(f),
+        "STRIDE_UNIT": unit, "SPLIT_HALVES": split_halves, "PACKED": min(row_programs.reads_packed(f, unit, "v"), 1),
+        "USE_PTX": launch.has_ptx(f),
+        "USE_PDL": row_programs.uses_pdl(f),
+        "PDL_LAUNCH_LATE": any(
+            row_programs.launches_dependents_late(name, elements_per_program, row_programs.SIZES[1])
+            for name in formats
+        ),
+        "ORDER_LOADS": row_programs.issues_loads_first(num_elements),
     }  # fmt: skip
-    return Launches(Template(rope_append_kernel, (end,), arguments, **blocks.options(f, warps)))
+    return LaunchSequence(
+        KernelLaunch(rope_append_kernel, (num_programs,), arguments, **row_programs.launch_options(f, warps))
+    )
 
 
-def run(call: Any, config: Launches) -> None:
+def run(call: Any, config: LaunchSequence) -> None:
     config(call)
 
 
-def bind(config: Launches, at: dict[str, int]) -> Bound | None:
+def bind(config: LaunchSequence, at: dict[str, int]) -> BoundLaunches | None:
     return config.bind(at)

@@ -18,7 +18,7 @@ from statistics import geometric_mean
 import torch
 
 from ... import __version__
-from ...counts import counted
+from ...scalars import counted
 from .engine import FAILED, OK, RED, UNSUPPORTED, Limits, Peer, Result
 from .measure import MOST_SPREAD, MOST_WAITED, ROUNDS
 

@@ -1,15 +1,15 @@
-// Appends: rows are read, rotated, quantised and written. Every step is one correctly rounded fp32 operation.
+// Appends: loads, rotates, quantises and stores rows. Every step is one correctly rounded fp32 operation.
 #pragma once
 
 #include "numbers.h"
-#include "pool.h"
-#include "turn.h"
+#include "thread_pool.h"
+#include "row_transform.h"
 
 namespace {
 
-struct Target {
+struct TokenSlot {
     int64_t page, entry;  // page < 0: the token is dropped
-    int64_t position;     // row of the rotary table; -1: there is none
+    int64_t position;     // row of the rotary table; -1: none
     bool skipped;         // by a negative index
 };
 
@@ -21,15 +21,15 @@ struct AppendRun {
 
     static int64_t columns(const Stream& s) { return s.first_columns + s.second_columns; }
 
-    // A thread's share: rows whose slots are its own, so that of two tokens with one slot the last is written, and
-    // queries of every n-th token.
+    // Appends the rows of thread `mine`: those whose slot hashes to it, so that of two tokens with one slot the last is
+    // written, and the queries of every n-th token.
     static void work(void* context, int64_t mine) {
         const AppendRun& self = *static_cast<AppendRun*>(context);
-        float* x = reinterpret_cast<float*>(kept(FOR_ITEM, self.longest * 8 + 256));
+        float* x = reinterpret_cast<float*>(cached_buffer(FOR_ITEM, self.longest * 8 + 256));
         if (x == nullptr) return;
         uint8_t* codes = reinterpret_cast<uint8_t*>(x + self.longest);
         for (int64_t t = 0; t < self.c.tokens; t++) {
-            Target to = self.target(t);
+            TokenSlot to = self.locate_token(t);
             uint64_t slot = static_cast<uint64_t>(to.page) * self.c.page_size + to.entry;
             bool writes = to.page >= 0 && static_cast<int64_t>((slot * 0x9E3779B97F4A7C15ull >> 32) % self.threads) == mine;
             for (int64_t i = 0; i < self.c.num_streams; i++) {
@@ -40,8 +40,8 @@ struct AppendRun {
         }
     }
 
-    Target target(int64_t t) const {
-        Target to = {-1, 0, -1, false};
+    TokenSlot locate_token(int64_t t) const {
+        TokenSlot to = {-1, 0, -1, false};
         if (c.cos_sin >= 0) {
             to.position = read_index(at[c.positions.tensor], c.positions.dtype, t);
             if (to.position < 0 || to.position >= c.max_position) to.position = -1;
@@ -51,22 +51,22 @@ struct AppendRun {
             to.skipped = slot < 0;
             if (slot >= 0 && slot / c.page_size < c.num_pages) to.page = slot / c.page_size, to.entry = slot % c.page_size;
         } else {
-            place(t, to);
+            locate_by_indices(t, to);
         }
         if (c.cos_sin >= 0 && to.position < 0) to.page = -1;
         return to;
     }
 
-    void place(int64_t t, Target& to) const {
+    void locate_by_indices(int64_t t, TokenSlot& to) const {
         int64_t b = read_index(at[c.batch.tensor], c.batch.dtype, t);
         int64_t position = read_index(at[c.kv_positions.tensor], c.kv_positions.dtype, t);
         to.skipped = b < 0;
         if (b < 0 || b >= c.num_requests || position < 0) return;
         int64_t start = read_index(at[c.indptr.tensor], c.indptr.dtype, b);
         int64_t stop = read_index(at[c.indptr.tensor], c.indptr.dtype, b + 1);
-        int64_t left = position / c.page_size;
-        if (start < 0 || stop <= start || left >= stop - start || left >= c.num_indices - start) return;
-        int64_t page = read_index(at[c.indices.tensor], c.indices.dtype, start + left);
+        int64_t remaining = position / c.page_size;
+        if (start < 0 || stop <= start || remaining >= stop - start || remaining >= c.num_indices - start) return;
+        int64_t page = read_index(at[c.indices.tensor], c.indices.dtype, start + remaining);
         if (page >= 0 && page < c.num_pages) to.page = page, to.entry = position % c.page_size;
     }
 
@@ -76,7 +76,7 @@ struct AppendRun {
         return c.scales_quantize ? given : 1.0f / given;
     }
 
-    void row(const Stream& s, int64_t t, int64_t head, const Target& to, float* x, uint8_t* codes) const {
+    void row(const Stream& s, int64_t t, int64_t head, const TokenSlot& to, float* x, uint8_t* codes) const {
         int64_t n = columns(s);
         if (!s.cached) {
             char* out = at[s.out.tensor] + t * s.out.strides[0] + head * s.out.strides[1];
@@ -89,16 +89,16 @@ struct AppendRun {
             }
             return write_floats(x, s.out_dtype, out, n);
         }
-        auto at_place = [&](const Place& p) {
+        auto address_in = [&](const StridedTensor& p) {
             return at[p.tensor] + to.page * p.strides[0] + to.entry * p.strides[1] + head * p.strides[2];
         };
-        char* out = at_place(s.out);
-        if (s.scale_kind == TENSOR_SCALE && c.dtype == s.out_dtype) {  // codes already
+        char* out = address_in(s.out);
+        if (s.scale_kind == TENSOR_SCALE && c.dtype == s.out_dtype) {  // fp8 codes: copied
             memcpy(out, at[s.first.tensor] + t * s.first.strides[0] + head * s.first.strides[1], s.first_columns);
             return;
         }
         read(s, t, head, to, x);
-        turn_row(s.turn, at, head, x, n);
+        transform_row(s.turn, at, head, x, n);
         switch (s.scale_kind) {
             case NO_SCALE: return write_floats(x, s.out_dtype, out, n);
             case TENSOR_SCALE: {
@@ -107,14 +107,14 @@ struct AppendRun {
                 return write_floats(x, s.out_dtype, out, n);
             }
             case ROW_SCALE:
-                if (s.out_dtype == INT4) return store(at_place(s.scales), row_of_int4(x, n, codes, out));
-                return store(at_place(s.scales), scaled_row(x, n, s.out_dtype, out));
-            case BLOCK_SCALE: return blocks(s, head, x, n, codes, out, at_place(s.scales));
-            case GROUP_SCALE: return groups(x, n, s.out_dtype, out, at_place(s.scales));
+                if (s.out_dtype == INT4) return store(address_in(s.scales), quantize_int4_row(x, n, codes, out));
+                return store(address_in(s.scales), quantize_scaled_row(x, n, s.out_dtype, out));
+            case BLOCK_SCALE: return quantize_blocks(s, head, x, n, codes, out, address_in(s.scales));
+            case GROUP_SCALE: return quantize_groups(x, n, s.out_dtype, out, address_in(s.scales));
         }
     }
 
-    void read(const Stream& s, int64_t t, int64_t head, const Target& to, float* x) const {
+    void read(const Stream& s, int64_t t, int64_t head, const TokenSlot& to, float* x) const {
         read_floats(at[s.first.tensor] + t * s.first.strides[0] + head * s.first.strides[1], c.dtype, x, s.first_columns);
         if (s.second_columns > 0)
             read_floats(at[s.second.tensor] + t * s.second.strides[0] + head * s.second.strides[1], c.dtype,
@@ -122,7 +122,7 @@ struct AppendRun {
         if (s.rotated) rotate(x, to.position);
     }
 
-    // Pairs turned by the angles of a position: two products and a sum, each rounded.
+    // RoPE: rotates pairs by the angles of a position: two products and a sum, each rounded.
     void rotate(float* x, int64_t position) const {
         const char* cos = at[c.cos_sin] + position * c.cos_sin_stride;
         int64_t half = c.rotary / 2;
@@ -130,14 +130,14 @@ struct AppendRun {
         int64_t step = c.interleaved ? 2 : 1, away = c.interleaved ? 1 : half;
         for (int64_t i = 0; i < half; i++) {
             float *a = x + i * step, *b = a + away, first = *a, second = *b;
-            float turn = load<float>(cos + 4 * i), lift = load<float>(sin + 4 * i);
-            *a = first * turn - second * lift;
-            *b = second * turn + first * lift;
+            float cos_i = load<float>(cos + 4 * i), sin_i = load<float>(sin + 4 * i);
+            *a = first * cos_i - second * sin_i;
+            *b = second * cos_i + first * sin_i;
         }
     }
 
-    // The largest magnitude; NaN does not count.
-    static float largest(const float* x, int64_t n) {
+    // Returns the largest magnitude, NaN ignored.
+    static float max_of(const float* x, int64_t n) {
         uint32_t top = 0;
         for (int64_t i = 0; i < n; i++) {
             uint32_t a = bits(x[i]) & 0x7FFFFFFF;
@@ -147,8 +147,8 @@ struct AppendRun {
         return from_bits(top);
     }
 
-    static float scaled_row(float* x, int64_t n, int64_t dtype, char* out) {
-        float scale = largest(x, n) / (dtype == INT8 ? 127.0f : dtype == E4M3 ? 448.0f : 57344.0f);
+    static float quantize_scaled_row(float* x, int64_t n, int64_t dtype, char* out) {
+        float scale = max_of(x, n) / (dtype == INT8 ? 127.0f : dtype == E4M3 ? 448.0f : 57344.0f);
         scale = scale > 1e-6f ? scale : 1e-6f;
         float by = 1.0f / scale;
         for (int64_t i = 0; i < n; i++) x[i] *= by;
@@ -159,17 +159,17 @@ struct AppendRun {
         return scale;
     }
 
-    void blocks(const Stream& s, int64_t head, float* x, int64_t n, uint8_t* codes, char* out, char* scales) const {
+    void quantize_blocks(const Stream& s, int64_t head, float* x, int64_t n, uint8_t* codes, char* out, char* scales) const {
         float by = multiplier(s, head), whole;
         if (s.multiplier.tensor >= 0 && !c.scales_quantize)
             whole = load<float>(at[s.multiplier.tensor] + 4 * head * s.multiplier.stride);
         else
             whole = 1.0f / by;
         for (int64_t i = 0; i < n; i += 16) {
-            uint8_t scale = to_e4m3(largest(x + i, 16) / 6.0f * by);
+            uint8_t scale = to_e4m3(max_of(x + i, 16) / 6.0f * by);
             store(scales + i / 16, scale);
-            float value = E4M3_VALUES.of[scale], turn = 1.0f / (value * whole);
-            for (int64_t j = i; j < i + 16; j++) codes[j] = to_e2m1(x[j] * turn);
+            float value = E4M3_VALUES.of[scale], inverse = 1.0f / (value * whole);
+            for (int64_t j = i; j < i + 16; j++) codes[j] = to_e2m1(x[j] * inverse);
             if (value == 0.0f) memset(codes + i, 0, 16);
         }
         pack(codes, n, out);
@@ -179,10 +179,10 @@ struct AppendRun {
         for (int64_t i = 0; i < n / 2; i++) store(out + i, static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4));
     }
 
-    // Returns the stored scale: its four lowest bits are the zero point.
-    float row_of_int4(const float* x, int64_t n, uint8_t* codes, char* out) const {
+    // Returns the stored scale, with the zero point in its four lowest bits.
+    float quantize_int4_row(const float* x, int64_t n, uint8_t* codes, char* out) const {
         float least = c.widen ? 0.0f : -NEGATIVE_INFINITY, most = c.widen ? 0.0f : NEGATIVE_INFINITY;
-        for (int64_t i = 0; i < n; i++) {  // NaN does not count
+        for (int64_t i = 0; i < n; i++) {  // NaN is ignored
             least = x[i] < least ? x[i] : least;
             most = x[i] > most ? x[i] : most;
         }
@@ -198,9 +198,9 @@ struct AppendRun {
         return from_bits((bits(scale) & ~15u) | zero);
     }
 
-    static void groups(float* x, int64_t n, int64_t dtype, char* out, char* scales) {
+    static void quantize_groups(float* x, int64_t n, int64_t dtype, char* out, char* scales) {
         for (int64_t i = 0; i < n; i += 128) {
-            float scale = largest(x + i, 128) / 448.0f;
+            float scale = max_of(x + i, 128) / 448.0f;
             scale = scale > 1e-4f ? scale : 1e-4f;
             scale = from_bits((bits(scale) + 0x007FFFFF) & 0x7F800000);  // the next power of two
             store(scales + i / 128 * 4, scale);

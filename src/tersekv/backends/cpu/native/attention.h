@@ -1,30 +1,31 @@
-// Attention of some rows of a request over a range of its keys, tile by tile, KV head by KV head.
+// Attention of a work item: query rows of a request over a range of its keys, tile by tile, KV head by KV head.
+// Mask, softmax and rescale: `step`; combine: `attention_run.h`; no copies to wait for, only prefetches.
 #pragma once
 
-#include "softmax.h"
-#include "few.h"
-#include "turn.h"
-#include "weights.h"
+#include "online_softmax.h"
+#include "small_m.h"
+#include "row_transform.h"
+#include "probabilities.h"
 
 namespace {
 
-constexpr int64_t MOST_ROWS = 64;  // query rows of a KV head that are attended together
-constexpr int64_t MOST_FEW = 8;    // … by `few.h`
+constexpr int64_t MAX_BLOCK_M = 64;  // query rows of a KV head in one work item
+constexpr int64_t MAX_SMALL_M = 8;    // … with `small_m.h`
 
-// What one thread does at once: rows [row, row + rows) of a request's drafts × group, on KV heads [head, head + heads),
-// over the keys [begin, end).
-struct Item {
+// A work tile, done by one thread: rows [row, row + rows) of a request's drafts × group, of KV heads
+// [head, head + heads), over the keys [begin, end).
+struct WorkItem {
     int64_t request, row, rows, head, heads, begin, end;
-    bool few;  // by `few.h`
-    int64_t state;  // its place among the states of pieces that are joined; -1: it is whole
-    int64_t join;
+    bool small_m;  // uses `small_m.h`
+    int64_t state;  // index of its split's partial state; -1: not split
+    int64_t combine;
 };
 
-// The state of `count` rows: weighted values [count, stride], and a maximum and a sum for each. Behind a row's values
-// comes, for each factor of a value, the sum of the weights, of which a key that weighs much is known.
+// Softmax state of rows: acc_o [rows, stride], and a row_max and row_sum for each. Behind a row's acc_o, one sum of |P|
+// per scale of a value: the reference for `pack_p`'s test of rounding errors.
 struct State {
     float* values;
-    Running* running;
+    SoftmaxState* softmax;
     int64_t stride;
 };
 
@@ -32,73 +33,73 @@ struct Request {
     int64_t keys, row, rows;  // rows of q from `row` on
 };
 
-// The window of a request's rows: one that holds all of its keys is none, so that what is computed from it stays small.
+// Returns the window of a request's rows; 0 if it holds all keys, so that numbers computed from it stay small.
 inline int64_t window_of(const Attention& c, int64_t keys) { return c.window < keys ? c.window : 0; }
 
-// The sizes of an item's tiles, in units of four bytes, and its memory. They depend on the call alone.
-template <class Unit>
+// Sizes of a work item's tiles, in words of four bytes, and their memory. They depend on the call alone.
+template <class Packing>
 struct Tiles {
-    bool few;  // rows: of `few.h`
-    int64_t query_units, value_columns, value_stride, state_stride, key_factors, value_factors;
-    uint32_t *queries, *keys, *values, *weights, *shifts;
-    float *scores, *factors, *query_sums;
-    State own;
+    bool small_m;  // the layout of `small_m.h`
+    int64_t query_units, value_columns, value_stride, state_stride, num_key_scales, num_value_scales;
+    uint32_t *queries, *keys, *values, *packed_p, *shifts;
+    float *scores, *scales, *query_sums;
+    State item_state;
 
-    // Factors of a row; few rows meet those of e2m1 in their own way.
-    int64_t groups(const Matrix& m) const { return m.width && !(few && m.dtype == E2M1) ? m.columns / m.width : 0; }
+    // Returns the scales per row; 0 where small_m applies e2m1's block scales itself.
+    int64_t num_row_scales(const PagedMatrix& m) const { return m.width && !(small_m && m.dtype == E2M1) ? m.columns / m.width : 0; }
 
-    Tiles(const Attention& c, bool few_rows) : few(few_rows), query_units(0), key_factors(0) {
-        int64_t step = few ? 64 : 16;
+    Tiles(const Attention& c, bool is_small_m) : small_m(is_small_m), query_units(0), num_key_scales(0) {
+        int64_t step = small_m ? 64 : 16;
         for (int64_t i = 0; i < c.num_keys; i++) {
-            query_units += (few ? up(c.keys[i].columns, step) : c.keys[i].columns) / Unit::VALUES;
-            key_factors = groups(c.keys[i]) > key_factors ? groups(c.keys[i]) : key_factors;
+            query_units += (small_m ? round_up(c.keys[i].columns, step) : c.keys[i].columns) / Packing::VALUES;
+            num_key_scales = num_row_scales(c.keys[i]) > num_key_scales ? num_row_scales(c.keys[i]) : num_key_scales;
         }
-        value_stride = up(c.values.columns, step);
-        value_columns = few ? value_stride : c.values.columns;
-        value_factors = groups(c.values);
-        state_stride = value_stride + up(value_factors > 1 ? value_factors : 1, 16);
+        value_stride = round_up(c.values.columns, step);
+        value_columns = small_m ? value_stride : c.values.columns;
+        num_value_scales = num_row_scales(c.values);
+        state_stride = value_stride + round_up(num_value_scales > 1 ? num_value_scales : 1, 16);
     }
 
-    // Lays everything out in `memory`, if there is any; returns the bytes it takes. An item has `heads` of `rows` each.
-    size_t lay_out(char* memory, int64_t heads, int64_t rows) {
-        int64_t most = heads * (few ? MOST_FEW : rows);
+    // Places all tiles in `memory`, unless null. Returns the bytes needed by an item of `heads` with `rows` each.
+    size_t allocate(char* memory, int64_t heads, int64_t rows) {
+        int64_t most = heads * (small_m ? MAX_SMALL_M : rows);
         size_t p = 0;
-        auto take = [&p, memory](int64_t units) {
+        auto reserve = [&p, memory](int64_t units) {
             size_t start = p;
-            p += up(units * 4, 64);
+            p += round_up(units * 4, 64);
             return memory == nullptr ? nullptr : memory + start;
         };
-        queries = reinterpret_cast<uint32_t*>(take(most * query_units));
-        keys = reinterpret_cast<uint32_t*>(take(query_units * TILE));
-        values = reinterpret_cast<uint32_t*>(take(TILE / Unit::VALUES * value_stride));
-        weights = reinterpret_cast<uint32_t*>(take(MOST_ROWS * TILE / Unit::VALUES));
-        scores = reinterpret_cast<float*>(take(MOST_ROWS * TILE));
-        factors = reinterpret_cast<float*>(take((key_factors > value_factors ? key_factors : value_factors) * TILE));
-        query_sums = reinterpret_cast<float*>(take(most));
-        shifts = reinterpret_cast<uint32_t*>(take(TILE));
-        own.values = reinterpret_cast<float*>(take(most * state_stride));
-        own.running = reinterpret_cast<Running*>(take(most * 2));
-        own.stride = state_stride;
+        queries = reinterpret_cast<uint32_t*>(reserve(most * query_units));
+        keys = reinterpret_cast<uint32_t*>(reserve(query_units * BLOCK_N));
+        values = reinterpret_cast<uint32_t*>(reserve(BLOCK_N / Packing::VALUES * value_stride));
+        packed_p = reinterpret_cast<uint32_t*>(reserve(MAX_BLOCK_M * BLOCK_N / Packing::VALUES));
+        scores = reinterpret_cast<float*>(reserve(MAX_BLOCK_M * BLOCK_N));
+        scales = reinterpret_cast<float*>(reserve((num_key_scales > num_value_scales ? num_key_scales : num_value_scales) * BLOCK_N));
+        query_sums = reinterpret_cast<float*>(reserve(most));
+        shifts = reinterpret_cast<uint32_t*>(reserve(BLOCK_N));
+        item_state.values = reinterpret_cast<float*>(reserve(most * state_stride));
+        item_state.softmax = reinterpret_cast<SoftmaxState*>(reserve(most * 2));
+        item_state.stride = state_stride;
         return p;
     }
 };
 
-inline float number(const Scale& s, Addresses at, int64_t head) {
+inline float scale_value(const Scale& s, Addresses at, int64_t head) {
     return s.tensor < 0 ? static_cast<float>(s.value) : load<float>(at[s.tensor] + 4 * head * s.stride);
 }
 
-// Row `row` of the queries, as units, turned as cached keys are or not. In pairs it is exact: they are for queries of at
-// most 8 significant bits. Returns their sum.
-template <class Unit>
-float pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, bool turned, uint32_t* out) {
-    float x[LONGEST_TURN], sum = 0.0f;
+// Packs query row `row`, rotated like the cached keys if `transformed`. Returns the sum of its columns. bf16 pairs are
+// exact: they are used for queries of at most 8 significant bits.
+template <class Packing>
+float pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, bool transformed, uint32_t* out) {
+    float x[MAX_TRANSFORMED_COLUMNS], sum = 0.0f;
     for (int64_t i = 0; i < c.num_keys; i++) {
-        const Matrix& m = c.keys[i];
+        const PagedMatrix& m = c.keys[i];
         const char* p = at[m.query.tensor] + row * m.query.strides[0] + head * m.query.strides[1];
-        if (turned && turns(c.key_turn)) {
+        if (transformed && is_transformed(c.key_transform)) {
             read_floats(p, c.query_dtype, x, m.columns);
-            turn_query(c.key_turn, at, head / c.group, x, m.columns);
-            for (int64_t j = 0; j < m.columns; j += Unit::VALUES) *out++ = unit_of(Unit(), x + j);
+            rotate_query(c.key_transform, at, head / c.group, x, m.columns);
+            for (int64_t j = 0; j < m.columns; j += Packing::VALUES) *out++ = pack_one(Packing(), x + j);
             for (int64_t j = 0; j < m.columns; j++) sum += x[j];
             continue;
         }
@@ -106,329 +107,332 @@ float pack_query(const Attention& c, Addresses at, int64_t row, int64_t head, bo
         for (int64_t begin = 0; begin < m.columns; begin += 64) {
             int64_t n = m.columns - begin < 64 ? m.columns - begin : 64;
             read_floats(p + begin * size, c.query_dtype, x, n);
-            for (int64_t j = 0; j < n; j += Unit::VALUES) *out++ = unit_of(Unit(), x + j);
+            for (int64_t j = 0; j < n; j += Packing::VALUES) *out++ = pack_one(Packing(), x + j);
             for (int64_t j = 0; j < n; j++) sum += x[j];
         }
     }
     return sum;
 }
 
-inline float value_of_unit(Floats, const uint32_t* values, int64_t stride, int64_t t, int64_t c) {
+inline float value_of_unit(Fp32Packing, const uint32_t* values, int64_t stride, int64_t t, int64_t c) {
     return from_bits(values[t * stride + c]);
 }
-#if HAS_PAIRS
-inline float value_of_unit(Pairs, const uint32_t* values, int64_t stride, int64_t t, int64_t c) {
+#if HAS_BF16_PRODUCTS
+inline float value_of_unit(Bf16Packing, const uint32_t* values, int64_t stride, int64_t t, int64_t c) {
     uint32_t x = values[t / 2 * stride + c];
     return from_bits(t % 2 ? x & 0xFFFF0000 : x << 16);
 }
 #endif
 
-template <class Unit>
-struct Attend {
+template <class Packing>
+struct AttentionItem {
     const Attention& c;
     Addresses at;
-    Tiles<Unit> tiles;
-    // Offsets of the rows of this tile and of the next one, head 0, in each tensor that is read.
-    enum Read { KEYS, ROTARY, VALUES, KEY_FACTORS, VALUE_FACTORS, READS };
-    int64_t offset[2][READS][TILE];
-    Ahead ahead[READS];
-    // What is attended to now: pages, or the new tokens' own rows.
-    const Matrix *keys, *values;
+    Tiles<Packing> tiles;
+    // Row offsets of this tile and the next (two buffers), head 0, in each tensor.
+    enum Read { KEYS, ROTARY, VALUES, KEY_SCALES, VALUE_SCALES, NUM_READS };
+    int64_t offset[2][NUM_READS][BLOCK_N];
+    RowPrefetcher ahead[NUM_READS];
+    // The current source of keys and values: pages, or the unquantised new rows.
+    const PagedMatrix *keys, *values;
     bool in_pages;
 
-    Attend(const Attention& call, Addresses addresses, bool few) : c(call), at(addresses), tiles(call, few) {}
+    AttentionItem(const Attention& call, Addresses addresses, bool small_m) : c(call), at(addresses), tiles(call, small_m) {}
 
-    // Attends the rows of an item; `state` is that of all its rows, head by head.
-    void run(const Item& item, const Request& request, const State& state) {
-        Sight sight = sight_of(request);
+    // Computes the state of all rows of an item, head by head.
+    void run(const WorkItem& item, const Request& request, const State& state) {
+        MaskArgs mask_args = mask_args_of(request);
         int64_t all_rows = item.heads * item.rows;
         memset(state.values, 0, all_rows * state.stride * sizeof(float));
-        for (int64_t i = 0; i < all_rows; i++) state.running[i] = {NEGATIVE_INFINITY, 0.0f};
-        Item old = item, fresh = item;
+        for (int64_t i = 0; i < all_rows; i++) state.softmax[i] = {NEGATIVE_INFINITY, 0.0f};
+        WorkItem old = item, fresh = item;
         if (c.new_keys.codes.tensor >= 0) {
-            int64_t first = sight.first > item.begin ? sight.first : item.begin;
+            int64_t first = mask_args.first > item.begin ? mask_args.first : item.begin;
             old.end = fresh.begin = first < item.end ? first : item.end;
         }
         keys = c.keys, values = &c.values, in_pages = true;
         pack_queries(item, request);
-        sweep(old, request, sight, state);
-        for (int64_t i = 0; i < all_rows; i++) settle(item.head + i / item.rows, state.values + i * state.stride);
+        mainloop(old, request, mask_args, state);
+        for (int64_t i = 0; i < all_rows; i++) finish_values(item.head + i / item.rows, state.values + i * state.stride);
         if (c.new_keys.codes.tensor < 0) return;
         for (int64_t i = 0; i < all_rows; i++)
-            scale_values(state.values + i * state.stride, number(c.v_scale, at, item.head + i / item.rows));
+            scale_values(state.values + i * state.stride, scale_value(c.v_scale, at, item.head + i / item.rows));
         keys = &c.new_keys, values = &c.new_values, in_pages = false;
-        if (turns(c.key_turn)) pack_queries(item, request);
-        sweep(fresh, request, sight, state);
+        if (is_transformed(c.key_transform)) pack_queries(item, request);
+        mainloop(fresh, request, mask_args, state);
     }
 
-    Sight sight_of(const Request& r) const {
+    MaskArgs mask_args_of(const Request& r) const {
         const char* mask = c.mask.tensor < 0 ? nullptr : at[c.mask.tensor] + r.row * c.mask.stride;
         return {r.keys, r.keys - r.rows, window_of(c, r.keys), mask, c.mask.stride};
     }
 
 private:
-    // Weighted values of a KV head as they are meant: in the order of columns, turned back.
-    void settle(int64_t head, float* row) const {
-        if constexpr (Unit::VALUES == 2)
-            if (tiles.few) columns_of_few(Unit(), c.values.dtype, c.values.columns, row);
-        turn_back(c.value_turn, at, head, row, c.values.columns);
+    // Finishes acc_o over the pages: columns back in order, rotation and channel scales of V undone.
+    void finish_values(int64_t head, float* row) const {
+        if constexpr (Packing::VALUES == 2)
+            if (tiles.small_m) reorder_columns_small_m(Packing(), c.values.dtype, c.values.columns, row);
+        unrotate_values(c.value_transform, at, head, row, c.values.columns);
     }
 
-    // The new rows have a factor of their own. What weights were summed to is forgotten: they are rounded anew.
+    // Applies the scale of cached values, since new rows have none, and clears the sums of |P|.
     void scale_values(float* row, float by) const {
         for (int64_t j = 0; j < tiles.state_stride; j += W)
             store(row + j, j < tiles.value_stride ? load<VecF>(row + j) * by : VecF{});
     }
 
-    // Attends to the keys of an item that lie where `keys` and `values` say.
-    void sweep(const Item& item, const Request& request, const Sight& sight, const State& state) {
-        int64_t which = 0;
-        if (item.begin < item.end) locate(item, request, item.begin, which);
-        for (int64_t k = item.begin; k < item.end; k += TILE, which ^= 1) {
-            Now now = {tile_at(item, k), tile_at(item, k + TILE), which, ahead};
-            if (now.next > 0) locate(item, request, k + TILE, which ^ 1);
+    // Main loop over the item's key tiles in the current source, all heads per tile.
+    void mainloop(const WorkItem& item, const Request& request, const MaskArgs& mask_args, const State& state) {
+        int64_t buffer = 0;
+        if (item.begin < item.end) locate_rows(item, request, item.begin, buffer);
+        for (int64_t k = item.begin; k < item.end; k += BLOCK_N, buffer ^= 1) {
+            TilePosition position = {keys_in_tile(item, k), keys_in_tile(item, k + BLOCK_N), buffer, ahead};
+            if (position.next > 0) locate_rows(item, request, k + BLOCK_N, buffer ^ 1);
             for (int64_t h = 0; h < item.heads; h++) {
-                for (int read = 0; read < READS; read++) ahead[read] = share(item, read, h, now);
-                State part = {state.values + h * item.rows * state.stride, state.running + h * item.rows, state.stride};
-                step(item, sight, k, now, h, part);
+                for (int read = 0; read < NUM_READS; read++) ahead[read] = share(item, read, h, position);
+                State part = {state.values + h * item.rows * state.stride, state.softmax + h * item.rows, state.stride};
+                process_tile(item, mask_args, k, position, h, part);
             }
         }
     }
 
-    static int64_t tile_at(const Item& item, int64_t k) {
-        int64_t left = item.end - k;
-        return left < 0 ? 0 : left < TILE ? left : TILE;
+    static int64_t keys_in_tile(const WorkItem& item, int64_t k) {
+        int64_t remaining = item.end - k;
+        return remaining < 0 ? 0 : remaining < BLOCK_N ? remaining : BLOCK_N;
     }
 
-    // Keys of this tile and of the next one, which half of `offset` is this one's, and what to ask for meanwhile.
-    struct Now {
-        int64_t count, next, which;
-        Ahead* ahead;
+    // Keys in this tile and in the next, the half of `offset` for this one, and the prefetchers.
+    struct TilePosition {
+        int64_t count, next, buffer;
+        RowPrefetcher* ahead;
     };
 
-    // Queries as pages have them, or as they are.
-    void pack_queries(const Item& item, const Request& request) {
+    // Packs the queries, rotated for pages, or unrotated for new rows.
+    void pack_queries(const WorkItem& item, const Request& request) {
         for (int64_t h = 0; h < item.heads; h++) pack_queries(item, request, h);
     }
 
-    void pack_queries(const Item& item, const Request& request, int64_t h) {
+    void pack_queries(const WorkItem& item, const Request& request, int64_t h) {
         uint32_t* out = queries_of(item, h);
-        if (tiles.few) memset(out, 0, MOST_FEW * tiles.query_units * 4);
+        if (tiles.small_m) memset(out, 0, MAX_SMALL_M * tiles.query_units * 4);
         for (int64_t m = 0; m < item.rows; m++) {
             int64_t r = item.row + m, row = request.row + r / c.group, head = (item.head + h) * c.group + r % c.group;
             float& sum = tiles.query_sums[h * item.rows + m];
-            if (!tiles.few) {
-                sum = pack_query<Unit>(c, at, row, head, in_pages, out + m * tiles.query_units);
-            } else if constexpr (Unit::VALUES == 2) {
-                const Place& q = c.keys[0].query;
-                sum = query_of_few(Unit(), at[q.tensor] + row * q.strides[0] + head * q.strides[1], c.query_dtype,
+            if (!tiles.small_m) {
+                sum = pack_query<Packing>(c, at, row, head, in_pages, out + m * tiles.query_units);
+            } else if constexpr (Packing::VALUES == 2) {
+                const StridedTensor& q = c.keys[0].query;
+                sum = pack_query_small_m(Packing(), at[q.tensor] + row * q.strides[0] + head * q.strides[1], c.query_dtype,
                                    c.keys[0].columns, c.keys[0].dtype, out + m * tiles.query_units);
             }
         }
     }
 
-    uint32_t* queries_of(const Item& item, int64_t h) const {
-        return tiles.queries + h * (tiles.few ? MOST_FEW : item.rows) * tiles.query_units;
+    uint32_t* queries_of(const WorkItem& item, int64_t h) const {
+        return tiles.queries + h * (tiles.small_m ? MAX_SMALL_M : item.rows) * tiles.query_units;
     }
 
-    void locate(const Item& item, const Request& request, int64_t k, int64_t which) {
+    void locate_rows(const WorkItem& item, const Request& request, int64_t k, int64_t buffer) {
         if (!in_pages) {
             int64_t row = request.row + k - (request.keys - request.rows);
-            for (int64_t t = 0; t < tile_at(item, k); t++) {
-                offset[which][KEYS][t] = (row + t) * keys->codes.strides[0];
-                offset[which][VALUES][t] = (row + t) * values->codes.strides[0];
+            for (int64_t t = 0; t < keys_in_tile(item, k); t++) {
+                offset[buffer][KEYS][t] = (row + t) * keys->codes.strides[0];
+                offset[buffer][VALUES][t] = (row + t) * values->codes.strides[0];
             }
             return;
         }
         const char* table = at[c.page_table.tensor] + item.request * c.page_table.stride;
-        int64_t count = tile_at(item, k), column = k / c.page_size, slot = k % c.page_size;
+        int64_t count = keys_in_tile(item, k), column = k / c.page_size, slot = k % c.page_size;
         int64_t page = read_index(table, c.page_table.dtype, column);
         for (int64_t t = 0; t < count; t++, slot++) {
             if (slot == c.page_size) {
                 slot = 0;
                 page = read_index(table, c.page_table.dtype, ++column);
             }
-            for (int read = 0; read < READS; read++) {
-                const Place& p = place_of(read);
-                offset[which][read][t] = page * p.strides[0] + slot * p.strides[1];
+            for (int read = 0; read < NUM_READS; read++) {
+                const StridedTensor& p = tensor_of(read);
+                offset[buffer][read][t] = page * p.strides[0] + slot * p.strides[1];
             }
         }
     }
 
-    const Place& place_of(int read) const {
+    const StridedTensor& tensor_of(int read) const {
         switch (read) {
             case KEYS: return keys->codes;
             case ROTARY: return c.keys[1].codes;
             case VALUES: return values->codes;
-            case KEY_FACTORS: return keys->factors;
-            default: return values->factors;
+            case KEY_SCALES: return keys->scales;
+            default: return values->scales;
         }
     }
 
-    Rows rows_of(int read, int64_t head, const Now& now) const {
-        const Place& p = place_of(read);
-        return {at[p.tensor] + head * p.strides[2], offset[now.which][read], now.count, now.ahead + read};
+    Rows rows_of(int read, int64_t head, const TilePosition& position) const {
+        const StridedTensor& p = tensor_of(read);
+        return {at[p.tensor] + head * p.strides[2], offset[position.buffer][read], position.count, position.ahead + read};
     }
 
-    // The rows of the next tile that are asked for while this one's h-th head is computed, of all heads.
-    Ahead share(const Item& item, int read, int64_t h, const Now& now) const {
-        const Place& p = place_of(read);
-        const Matrix& m = read == ROTARY ? c.keys[1] : read == VALUES || read == VALUE_FACTORS ? *values : *keys;
-        bool latent = read == VALUES && p.tensor == keys->codes.tensor;  // they are there as keys
-        if (now.next == 0 || p.tensor < 0 || latent || (read == ROTARY && (c.num_keys == 1 || !in_pages))) return {};
+    // Returns the part of the next tile's rows, of all heads, to prefetch during this tile's h-th head.
+    RowPrefetcher share(const WorkItem& item, int read, int64_t h, const TilePosition& position) const {
+        const StridedTensor& p = tensor_of(read);
+        const PagedMatrix& m = read == ROTARY ? c.keys[1] : read == VALUES || read == VALUE_SCALES ? *values : *keys;
+        bool latent = read == VALUES && p.tensor == keys->codes.tensor;  // loaded as keys already
+        if (position.next == 0 || p.tensor < 0 || latent || (read == ROTARY && (c.num_keys == 1 || !in_pages))) return {};
         int64_t row = m.columns * bits_of(m.dtype) / 8;
-        if (read >= KEY_FACTORS) row = m.columns / m.width * (m.factor_dtype == F32 ? 4 : 1);
+        if (read >= KEY_SCALES) row = m.columns / m.width * (m.scale_dtype == F32 ? 4 : 1);
         int64_t bytes = (item.heads - 1) * p.strides[2] + row;
-        return {at[p.tensor] + item.head * p.strides[2], offset[now.which ^ 1][read], h * now.next / item.heads,
-                (h + 1) * now.next / item.heads, 0, bytes};
+        return {at[p.tensor] + item.head * p.strides[2], offset[position.buffer ^ 1][read], h * position.next / item.heads,
+                (h + 1) * position.next / item.heads, 0, bytes};
     }
 
-    void step(const Item& item, const Sight& sight, int64_t k, const Now& now, int64_t h, const State& state) {
-        int64_t head = item.head + h, count = now.count, padded = up(count, W);
-        tiles.few ? score_few(item, head, h, now) : score(item, head, h, now);
+    void process_tile(const WorkItem& item, const MaskArgs& mask_args, int64_t k, const TilePosition& position, int64_t h, const State& state) {
+        int64_t head = item.head + h, count = position.count, padded = round_up(count, W);
+        // QK.
+        tiles.small_m ? compute_scores_small_m(item, head, h, position) : compute_scores(item, head, h, position);
         int64_t first = item.row / c.group, last = (item.row + item.rows - 1) / c.group;
-        bool whole = sight.whole(first, last, k, k + count);
-        float factor = number(c.softmax_scale, at, 0) * (in_pages ? number(c.k_scale, at, head) : 1.0f);
+        bool whole = mask_args.whole(first, last, k, k + count);
+        float factor = scale_value(c.softmax_scale, at, 0) * (in_pages ? scale_value(c.k_scale, at, head) : 1.0f);
         float cap = static_cast<float>(c.softcap);
+        // Per row: scale, softcap, mask, online softmax, rescale of acc_o.
         for (int64_t m = 0; m < item.rows; m++) {
-            float* s = tiles.scores + m * TILE;
+            float* s = tiles.scores + m * BLOCK_N;
             float by = cap ? factor : factor * LOG2E;
             for (int64_t t = 0; t < padded; t += W) store(s + t, load<VecF>(s + t) * by);
-            if (cap) bend(s, padded, cap);
-            if (!whole) hide(s, sight, (item.row + m) / c.group, k, count);
+            if (cap) apply_softcap(s, padded, cap);
+            if (!whole) apply_mask(s, mask_args, (item.row + m) / c.group, k, count);
             for (int64_t t = count; t < padded; t++) s[t] = NEGATIVE_INFINITY;
-            float old = advance(s, padded, state.running[m]);
+            float old = online_softmax_step(s, padded, state.softmax[m]);
             if (old != 1.0f) {
                 float* acc = state.values + m * state.stride;
                 for (int64_t i = 0; i < state.stride; i += W) store(acc + i, load<VecF>(acc + i) * old);
             }
         }
-        weigh(item, head, now, whole, state);
+        // PV.
+        accumulate_pv(item, head, position, whole, state);
     }
 
-    // scores [rows, TILE] of a tile, without the scales of the tensor.
-    void score(const Item& item, int64_t head, int64_t h, const Now& now) {
+    // QK: scores [rows, BLOCK_N] of a tile, without per-tensor scales.
+    void compute_scores(const WorkItem& item, int64_t head, int64_t h, const TilePosition& position) {
         Operands o = {};
         o.a = queries_of(item, h);
         o.a_stride = tiles.query_units;
-        o.b_stride = TILE, o.c = tiles.scores, o.c_stride = TILE;
+        o.b_stride = BLOCK_N, o.c = tiles.scores, o.c_stride = BLOCK_N;
         for (int64_t i = 0; i < (in_pages ? c.num_keys : 1); i++) {
-            const Matrix& m = keys[i];
-            pack_keys(Unit(), m.dtype, rows_of(i == 0 ? KEYS : ROTARY, head, now), m.columns, tiles.keys);
+            const PagedMatrix& m = keys[i];
+            pack_keys(Packing(), m.dtype, rows_of(i == 0 ? KEYS : ROTARY, head, position), m.columns, tiles.keys);
             int64_t groups = m.width ? m.columns / m.width : 1;
-            if (m.width) read_factors(m.factor_dtype, rows_of(KEY_FACTORS, head, now), groups, tiles.factors);
+            if (m.width) load_scales(m.scale_dtype, rows_of(KEY_SCALES, head, position), groups, tiles.scales);
             o.b = tiles.keys;
-            o.depth = m.columns / groups / Unit::VALUES;
-            for (int64_t g = 0; g < groups; g++, o.a += o.depth, o.b += o.depth * TILE, o.add = true) {
-                o.factor = m.width ? tiles.factors + g * TILE : nullptr;
-                multiply<Unit>(o, item.rows, up(now.count, W));
+            o.depth = m.columns / groups / Packing::VALUES;
+            for (int64_t g = 0; g < groups; g++, o.a += o.depth, o.b += o.depth * BLOCK_N, o.add = true) {
+                o.factor = m.width ? tiles.scales + g * BLOCK_N : nullptr;
+                multiply<Packing>(o, item.rows, round_up(position.count, W));
             }
-            if (m.dtype == INT4) lift(item.rows, tiles.query_sums + h * item.rows, up(now.count, W));
+            if (m.dtype == INT4) add_zero_point_terms(item.rows, tiles.query_sums + h * item.rows, round_up(position.count, W));
         }
     }
 
-    void score_few(const Item& item, int64_t head, int64_t h, const Now& now) {
-        if constexpr (Unit::VALUES == 2) {
-            const Matrix& m = *keys;
-            Rows factors = m.width ? rows_of(KEY_FACTORS, head, now) : Rows{};
-            scores_of_few(Unit(), m.dtype, rows_of(KEYS, head, now), factors, m.columns, queries_of(item, h),
+    void compute_scores_small_m(const WorkItem& item, int64_t head, int64_t h, const TilePosition& position) {
+        if constexpr (Packing::VALUES == 2) {
+            const PagedMatrix& m = *keys;
+            Rows scales = m.width ? rows_of(KEY_SCALES, head, position) : Rows{};
+            scores_small_m(Packing(), m.dtype, rows_of(KEYS, head, position), scales, m.columns, queries_of(item, h),
                           item.rows, tiles.scores);
-            if (!tiles.groups(m)) return;
-            read_factors(m.factor_dtype, factors, 1, tiles.factors);
+            if (!tiles.num_row_scales(m)) return;
+            load_scales(m.scale_dtype, scales, 1, tiles.scales);
             for (int64_t r = 0; r < item.rows; r++)
-                for (int64_t t = 0; t < up(now.count, W); t += W) {
-                    float* s = tiles.scores + r * TILE + t;
-                    store(s, load<VecF>(s) * load<VecF>(tiles.factors + t));
+                for (int64_t t = 0; t < round_up(position.count, W); t += W) {
+                    float* s = tiles.scores + r * BLOCK_N + t;
+                    store(s, load<VecF>(s) * load<VecF>(tiles.scales + t));
                 }
-            if (m.dtype == INT4) lift(item.rows, tiles.query_sums + h * item.rows, up(now.count, W));
+            if (m.dtype == INT4) add_zero_point_terms(item.rows, tiles.query_sums + h * item.rows, round_up(position.count, W));
         }
     }
 
-    // The zero points of a tile's keys: once a key and row, its shift times the sum of the query.
-    void lift(int64_t rows, const float* sums, int64_t padded) {
+    // Adds the zero points of a tile's keys to the scores: shift × scale × sum of the query, per key and row.
+    void add_zero_point_terms(int64_t rows, const float* sums, int64_t padded) {
         for (int64_t t = 0; t < padded; t += W) {
-            VecF lacks = shift_at(tiles.factors, t) * load<VecF>(tiles.factors + t);
+            VecF lacks = zero_point_shift(tiles.scales, t) * load<VecF>(tiles.scales + t);
             for (int64_t r = 0; r < rows; r++) {
-                float* s = tiles.scores + r * TILE + t;
+                float* s = tiles.scores + r * BLOCK_N + t;
                 store(s, fma(lacks, all(sums[r]), load<VecF>(s)));
             }
         }
     }
 
-    // The zero points of a tile's values, as units: exact, since they are whole and small.
-    void pack_shifts(int64_t padded) {
-        for (int64_t t = 0; t < padded; t += W) store(tiles.shifts + t, shift_at(tiles.factors, t));
+    // Packs the zero-point shifts of a tile's values: exact, since they are small integers.
+    void pack_zero_point_shifts(int64_t padded) {
+        for (int64_t t = 0; t < padded; t += W) store(tiles.shifts + t, zero_point_shift(tiles.scales, t));
         float unused = 0.0f;
-        pack_weights(Unit(), reinterpret_cast<float*>(tiles.shifts), nullptr, padded, tiles.shifts, unused);
+        pack_p(Packing(), reinterpret_cast<float*>(tiles.shifts), nullptr, padded, tiles.shifts, unused);
     }
 
-    // Adds probabilities × values to the state.
-    void weigh(const Item& item, int64_t head, const Now& now, bool whole, const State& state) {
-        const Matrix& m = *values;
-        int64_t count = now.count, padded = up(count, W);
-        Rows rows = rows_of(VALUES, head, now), by = m.width ? rows_of(VALUE_FACTORS, head, now) : Rows{};
-        // A value that no row sees weighs 0 with its factor: of whole numbers that is enough.
-        bool straight = tiles.few && (whole || m.dtype == INT8 || nibbles(m.dtype));
+    // PV: acc_o += P × values.
+    void accumulate_pv(const WorkItem& item, int64_t head, const TilePosition& position, bool whole, const State& state) {
+        const PagedMatrix& m = *values;
+        int64_t count = position.count, padded = round_up(count, W);
+        Rows rows = rows_of(VALUES, head, position), by = m.width ? rows_of(VALUE_SCALES, head, position) : Rows{};
+        // Integer codes are never NaN: a P of 0 is enough to mask a value.
+        bool straight = tiles.small_m && (whole || m.dtype == INT8 || is_4_bit(m.dtype));
         if (!straight) pack(rows);
-        int64_t factored = tiles.groups(m), groups = factored ? factored : 1, columns = tiles.value_columns / groups;
-        if (factored) read_factors(m.factor_dtype, by, groups, tiles.factors);
-        if (m.dtype == INT4) pack_shifts(padded);
+        int64_t factored = tiles.num_row_scales(m), groups = factored ? factored : 1, columns = tiles.value_columns / groups;
+        if (factored) load_scales(m.scale_dtype, by, groups, tiles.scales);
+        if (m.dtype == INT4) pack_zero_point_shifts(padded);
         bool finite = whole || straight || all_finite(count);
         Operands o = {};
-        o.a = tiles.weights, o.a_stride = TILE / Unit::VALUES;
+        o.a = tiles.packed_p, o.a_stride = BLOCK_N / Packing::VALUES;
         o.b_stride = tiles.value_stride, o.c_stride = state.stride;
-        o.depth = (count + Unit::VALUES - 1) / Unit::VALUES;
+        o.depth = (count + Packing::VALUES - 1) / Packing::VALUES;
         o.add = true;
         for (int64_t g = 0; g < groups; g++) {
-            const float* factors = factored ? tiles.factors + g * TILE : nullptr;
+            const float* scales = factored ? tiles.scales + g * BLOCK_N : nullptr;
             if (!finite) {
-                weigh_seen(item.rows, count, factors, g, columns, state);
+                accumulate_pv_masked(item.rows, count, scales, g, columns, state);
                 continue;
             }
             bool shows = false;
             for (int64_t r = 0; r < item.rows; r++)
-                shows |= pack_weights(Unit(), tiles.scores + r * TILE, factors, padded, tiles.weights + r * o.a_stride,
+                shows |= pack_p(Packing(), tiles.scores + r * BLOCK_N, scales, padded, tiles.packed_p + r * o.a_stride,
                                       sums_of(state, r)[g]);
             o.b = tiles.values + g * columns;
             o.c = state.values + g * columns;
             auto add = [&](bool rest) {
-                // By the weights as they are rounded, so that what is lost of one meets its code less the zero point.
-                float lacks[MOST_ROWS];
+                // With P as rounded, so that its rounding error multiplies (code - zero point).
+                float lacks[MAX_BLOCK_M];
                 for (int64_t r = 0; m.dtype == INT4 && r < item.rows; r++) {
-                    lacks[r] = dot(Unit(), tiles.weights + r * o.a_stride, tiles.shifts, padded);
+                    lacks[r] = dot(Packing(), tiles.packed_p + r * o.a_stride, tiles.shifts, padded);
                     float* x = o.c + r * o.c_stride;
-                    for (int64_t i = 0; !straight && i < up(columns, W); i += W) store(x + i, load<VecF>(x + i) + lacks[r]);
+                    for (int64_t i = 0; !straight && i < round_up(columns, W); i += W) store(x + i, load<VecF>(x + i) + lacks[r]);
                 }
-                if (!straight) return multiply<Unit>(o, item.rows, groups == 1 ? up(columns, W) : columns);
-                if constexpr (Unit::VALUES == 2)
-                    values_of_few(Unit(), m.dtype, rows, by, m.columns, {tiles.weights, tiles.scores, rest, lacks}, item.rows,
+                if (!straight) return multiply<Packing>(o, item.rows, groups == 1 ? round_up(columns, W) : columns);
+                if constexpr (Packing::VALUES == 2)
+                    accumulate_values_small_m(Packing(), m.dtype, rows, by, m.columns, {tiles.packed_p, tiles.scores, rest, lacks}, item.rows,
                                   o.c, o.c_stride);
             };
             add(false);
             if (!shows) continue;
             for (int64_t r = 0; r < item.rows; r++)
-                pack_rest(Unit(), tiles.scores + r * TILE, factors, padded, tiles.weights + r * o.a_stride);
+                pack_p_residual(Packing(), tiles.scores + r * BLOCK_N, scales, padded, tiles.packed_p + r * o.a_stride);
             add(true);
         }
     }
 
     void pack(const Rows& rows) {
-        const Matrix& m = *values;
-        if (!tiles.few) return pack_values(Unit(), m.dtype, rows, m.columns, tiles.values, tiles.value_stride);
-        if constexpr (Unit::VALUES == 2)
-            pairs_of_few(Unit(), m.dtype, rows, m.columns, tiles.values, tiles.value_stride);
+        const PagedMatrix& m = *values;
+        if (!tiles.small_m) return pack_values(Packing(), m.dtype, rows, m.columns, tiles.values, tiles.value_stride);
+        if constexpr (Packing::VALUES == 2)
+            unpack_values_small_m(Packing(), m.dtype, rows, m.columns, tiles.values, tiles.value_stride);
     }
 
     float* sums_of(const State& state, int64_t row) const { return state.values + row * state.stride + tiles.value_stride; }
 
     bool all_finite(int64_t count) const {
         VecI wrong = {};
-        for (int64_t t = 0; t < count; t += Unit::VALUES)
+        for (int64_t t = 0; t < count; t += Packing::VALUES)
             for (int64_t i = 0; i < tiles.value_columns; i += W) {
-                VecI x = load<VecI>(tiles.values + t / Unit::VALUES * tiles.value_stride + i);
+                VecI x = load<VecI>(tiles.values + t / Packing::VALUES * tiles.value_stride + i);
                 VecI inside = i + W <= tiles.value_columns ? ~VecI{} : lanes_below(tiles.value_columns - i);
                 wrong |= inside & ((x & INFINITE) == all(static_cast<int32_t>(INFINITE)));
-                if (Unit::VALUES == 2) wrong |= inside & (((x << 16) & INFINITE) == all(static_cast<int32_t>(INFINITE)));
+                if (Packing::VALUES == 2) wrong |= inside & (((x << 16) & INFINITE) == all(static_cast<int32_t>(INFINITE)));
             }
         for (int i = 0; i < W; i++)
             if (wrong[i]) return false;
@@ -441,17 +445,17 @@ private:
         return x;
     }
 
-    // In a tile that not every row sees all of, a value that is not seen weighs nothing, even if NaN.
-    void weigh_seen(int64_t rows, int64_t count, const float* factors, int64_t g, int64_t columns, const State& state) {
+    // PV of a tile with masked keys and non-finite values: skips values with P = 0, even if NaN.
+    void accumulate_pv_masked(int64_t rows, int64_t count, const float* scales, int64_t g, int64_t columns, const State& state) {
         for (int64_t r = 0; r < rows; r++)
             for (int64_t t = 0; t < count; t++) {
-                float p = tiles.scores[r * TILE + t];
+                float p = tiles.scores[r * BLOCK_N + t];
                 if (p == 0.0f) continue;
-                if (factors != nullptr) p *= factors[t];
+                if (scales != nullptr) p *= scales[t];
                 sums_of(state, r)[g] += p < 0 ? -p : p;
                 float* acc = state.values + r * state.stride + g * columns;
                 for (int64_t i = 0; i < columns; i++)
-                    acc[i] += p * value_of_unit(Unit(), tiles.values, tiles.value_stride, t, g * columns + i);
+                    acc[i] += p * value_of_unit(Packing(), tiles.values, tiles.value_stride, t, g * columns + i);
             }
     }
 };

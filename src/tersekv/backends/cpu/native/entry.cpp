@@ -1,6 +1,6 @@
-// What Python calls. The best kernels that this machine can run are chosen once.
+// The functions that Python calls. The best kernels that this machine runs are selected at load.
 #include "api.h"
-#include "pool.h"
+#include "thread_pool.h"
 
 #include <string.h>
 
@@ -8,7 +8,7 @@ extern const Kernels kernels_plain, kernels_avx2, kernels_avx512, kernels_avx512
 
 namespace {
 
-// The levels that run here, the best last.
+// Lists the levels that this machine runs, the best last.
 int levels(const Kernels** out) {
     int n = 0;
     out[n++] = &kernels_plain;
@@ -45,7 +45,7 @@ const Kernels* kernels = chosen();
 
 extern "C" {
 
-// Names of the levels that run here, the best last.
+// Lists the names of the levels that this machine runs, the best last.
 PUBLIC int tersekv_levels(const char** names) {
     const Kernels* known[4];
     int n = levels(known);
@@ -55,10 +55,10 @@ PUBLIC int tersekv_levels(const char** names) {
 
 PUBLIC const char* tersekv_level() { return kernels->name; }
 
-// Of the sources that this was compiled from.
+// Returns the hash of the sources that this was compiled from.
 PUBLIC const char* tersekv_sources() { return TERSEKV_SOURCES; }
 
-// Tests run every level. 0: there is none of that name here.
+// Selects a level, for tests. Returns 0 if this machine has none of that name.
 PUBLIC int tersekv_use_level(const char* name) {
     const Kernels* known[4];
     for (int i = levels(known); i-- > 0;)
@@ -66,11 +66,11 @@ PUBLIC int tersekv_use_level(const char* name) {
     return 0;
 }
 
-// Whose threads work: those of OpenMP's GOMP_parallel, or null, the library's own.
+// Threads in use: those of OpenMP's GOMP_parallel, or null for the library's own.
 PUBLIC int64_t tersekv_has_team() { return has_team(); }
 PUBLIC void tersekv_use_team(void* parallel) { use_team(reinterpret_cast<Team>(parallel)); }
 
-// Of the records, for Python to compare with its own.
+// Sizes of the records, for Python to compare with its own.
 PUBLIC void tersekv_sizes(int64_t* sizes) { sizes[0] = sizeof(Attention), sizes[1] = sizeof(Append), sizes[2] = sizeof(Merge); }
 
 PUBLIC int64_t tersekv_attention(const Attention* call, Addresses at, int64_t threads, Report* report) {

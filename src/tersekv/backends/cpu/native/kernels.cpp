@@ -1,9 +1,9 @@
-// All kernels, compiled once for each instruction set under the name in LEVEL. Everything but their table is local to
-// this unit: what a newer instruction set may use must not be picked by the linker for an older one.
+// All kernels, compiled once per instruction set under the name in LEVEL. Everything but their table is local to this
+// translation unit: the linker must not merge a newer instruction set's functions into an older one's.
 #include "api.h"
 #include "attention_run.h"
 #include "append.h"
-#include "merge.h"
+#include "merge_by_lse.h"
 
 #define NAME_OF(level) kernels_##level
 #define TABLE(level) NAME_OF(level)

@@ -1,5 +1,5 @@
-// Numbers of every dtype from and to fp32, one at a time and without branches, so that loops over them are vectorised.
-// Each rounds once, to nearest even; this file is compiled without fused multiply-add.
+// Conversions of every dtype from and to fp32, one number at a time and branch-free, so that loops vectorise. Each
+// rounds once, to nearest even; this file is compiled without fused multiply-add.
 #pragma once
 
 #include <stdint.h>
@@ -43,14 +43,14 @@ inline uint16_t to_bf16(float x) {
 
 inline float from_bf16(uint16_t u) { return from_bits(static_cast<uint32_t>(u) << 16); }
 
-// A float of EXPONENT and MANTISSA bits. Magnitudes above `largest` (its fp32 bits) become it. Below the smallest
-// normal number a sum with `magic`, whose last bit has the weight of the smallest subnormal one, does the rounding.
+// fp32 → a float of EXPONENT and MANTISSA bits, saturating at `limit` (fp32 bits). Below the smallest normal number
+// a sum with `magic`, whose last bit is worth the smallest subnormal, does the rounding.
 template <int EXPONENT, int MANTISSA>
-inline uint32_t to_small(uint32_t magnitude, uint32_t largest) {
+inline uint32_t to_small(uint32_t magnitude, uint32_t limit) {
     constexpr int BIAS = (1 << (EXPONENT - 1)) - 1, DROPPED = 23 - MANTISSA;
     constexpr uint32_t SMALLEST_NORMAL = static_cast<uint32_t>(127 - BIAS + 1) << 23;
     constexpr uint32_t MAGIC = static_cast<uint32_t>(127 - BIAS + 1 - MANTISSA + 23) << 23;
-    uint32_t a = magnitude < largest ? magnitude : largest;
+    uint32_t a = magnitude < limit ? magnitude : limit;
     uint32_t normal = ((a + ((1u << (DROPPED - 1)) - 1) + ((a >> DROPPED) & 1)) >> DROPPED) - ((127u - BIAS) << MANTISSA);
     uint32_t subnormal = bits(from_bits(a) + from_bits(MAGIC)) - MAGIC;
     return a < SMALLEST_NORMAL ? subnormal : normal;
@@ -64,7 +64,7 @@ inline uint16_t to_f16(float x) {
 
 inline float from_f16(uint16_t h) {
     uint32_t a = (h & 0x7FFFu) << 13, sign = (h & 0x8000u) << 16;
-    // As the bits of an fp32 number these are 2^112 too small, subnormal ones included.
+    // Read as fp32 these bits are 2^112 too small, subnormals included.
     float value = from_bits(a) * from_bits((127 + 112) << 23);
     return from_bits((a >= 0x7C00u << 13 ? a + (112u << 23) + (112u << 23) : bits(value)) | sign);
 }
@@ -82,7 +82,7 @@ inline uint8_t to_e5m2(float x) {
     return static_cast<uint8_t>(a > INFINITE ? 0x7F : ((u >> 24) & 0x80) | code);
 }
 
-// To nearest, halves away from zero, saturating; NaN becomes 0.
+// fp32 → int8: to nearest, halves away from zero, saturating; NaN becomes 0.
 inline int8_t to_int8(float x) {
     x = x == x ? x : 0.0f;
     x = x < -129.0f ? -129.0f : x > 128.0f ? 128.0f : x;
@@ -93,7 +93,8 @@ inline int8_t to_int8(float x) {
     return static_cast<int8_t>(whole < -128 ? -128 : whole > 127 ? 127 : whole);
 }
 
-// To the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code, saturating; bit 3 is the sign; NaN becomes 0.
+// fp32 → e2m1: to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code, saturating; bit 3 is the sign; NaN
+// becomes 0.
 inline uint8_t to_e2m1(float x) {
     uint32_t u = bits(x);
     float a = from_bits(u & 0x7FFFFFFF);
@@ -101,7 +102,7 @@ inline uint8_t to_e2m1(float x) {
     return static_cast<uint8_t>(x == x ? code | ((u >> 28) & 8) : 0);
 }
 
-// One half more, without the fraction, in [0, 15]; NaN becomes 0.
+// fp32 → int4: trunc(x + 0.5) clamped to [0, 15]; NaN becomes 0.
 inline uint8_t to_int4(float x) {
     x += 0.5f;
     x = x > 0.0f ? x : 0.0f;
@@ -131,7 +132,7 @@ struct Values {
 constexpr Values<4, 3> E4M3_VALUES;
 constexpr Values<5, 2> E5M2_VALUES;
 constexpr float E2M1_VALUES[16] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
-// Codes of int4 are read from their middle on, so that sums of them stay small; a row's shift (tile.h) makes up for it.
+// int4 codes are decoded minus INT4_MIDDLE, so that their sums stay small; a row's shift (unpack.h) corrects it.
 constexpr float INT4_MIDDLE = 8;
 constexpr float INT4_VALUES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
@@ -158,7 +159,7 @@ inline void write_floats(const float* x, int64_t dtype, char* p, int64_t n) {
     }
 }
 
-// a − b and a × b of numbers of which nothing is known yet; what is too large becomes the largest.
+// a − b and a × b of unchecked numbers, saturating on overflow.
 inline int64_t difference(int64_t a, int64_t b) {
     int64_t out;
     return __builtin_sub_overflow(a, b, &out) ? INT64_MAX : out;

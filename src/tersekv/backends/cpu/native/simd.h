@@ -1,4 +1,4 @@
-// Vectors of W floats, W by the instruction set that this is compiled for.
+// Vectors of W floats; the instruction set that is compiled for sets W.
 #pragma once
 
 #include "numbers.h"
@@ -44,9 +44,9 @@ inline VecF fma(VecF a, VecF b, VecF c) {
 #endif
 }
 
-inline VecF larger(VecF a, VecF b) { return a > b ? a : b; }  // b where either is NaN
+inline VecF max_nan_last(VecF a, VecF b) { return a > b ? a : b; }  // b where either is NaN
 
-inline float largest(VecF x) {
+inline float max_of(VecF x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)x);
 #endif
@@ -64,15 +64,15 @@ inline float sum(VecF x) {
     return total;
 }
 
-// 2^x for x <= 0, within 2e-7; below 2^-126 it is 0, or less than that. NaN stays NaN.
+// 2^x for x <= 0, within 2e-7; results below 2^-126 may be flushed to 0. NaN stays NaN.
 inline VecF exp2(VecF x) {
 #if defined(__AVX512F__)
-    // Of NaN and a number `max` gives the second.
+    // `max` returns its second operand if one is NaN.
     __m512 low = _mm512_max_ps(_mm512_set1_ps(-160.0f), (__m512)x);
     __m512 whole = _mm512_roundscale_ps(low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     VecF f = (VecF)_mm512_sub_ps(low, whole);
 #else
-    const VecF magic = all(12582912.0f);  // 1.5 × 2^23: a sum with it rounds to a whole number
+    const VecF magic = all(12582912.0f);  // 1.5 × 2^23: adding it rounds to an integer
     VecF low = x < -126.0f ? all(-126.0f) : x;
     VecF shifted = low + magic, f = low - (shifted - magic);
 #endif
@@ -92,7 +92,7 @@ inline VecF exp2(VecF x) {
 #endif
 }
 
-// A W × W block, rows become columns.
+// Transposes a W × W block.
 inline void transpose(VecF (&r)[W]) {
 #if defined(__clang__)
 #define ZIP(a, b, ORDER) __builtin_shufflevector(a, b, ORDER)

@@ -1,4 +1,5 @@
-"""Kernel of paged decode: a split-KV pass over equal shares of all tiles (`parts/shares`); `parts/merge` joins cuts.
+"""The split-KV kernel of paged decode: each program takes an equal range of all key blocks (`parts/tile_scheduler`).
+The mask and the rescale are in `mainloop`, Triton pipelines the loads, and `parts/combine` combines splits.
 
 Keys lie on the matrix unit's M side and query rows on N, so few query heads waste little of it.
 """
@@ -6,104 +7,136 @@ Keys lie on the matrix unit's M side and query rows on N, so few query heads was
 import triton
 import triton.language as tl
 
-from ..parts.merge import LOG2E, finish, output, scalar
-from ..parts.shares import (
-    META_FIELDS,
-    first_segment,
-    locate,
-    meta_of,
-    piece_tiles,
-    request_tiles,
-    row_places,
-    share,
-    to_next_piece,
-    zero_padding,
+from ..parts.combine import LOG2E, cast_output, finalize_softmax, load_scale
+from ..parts.tile_scheduler import (
+    METADATA_FIELDS,
+    blocks_per_split,
+    blocks_to_next_split,
+    find_program_block_range,
+    find_request_of_block,
+    first_work_tile_index,
+    load_request_shape,
+    split_metadata_ptr,
+    token_and_head_of_q_rows,
+    zero_padding_rows,
 )  # fmt: skip
-from .tiles import attend, load_query, turned_back
+from .mainloop import load_query_tiles, mainloop, unrotate_acc
 
 
 @triton.jit
-def store_rows(OUT, acc, factor, tokens, heads, m_row, so_t, so_h, c: tl.constexpr):
-    """Write acc × factor to `out`; acc: PARTS tiles [words, ROWS]."""
-    PARTS: tl.constexpr = c.PARTS
-    o_d = tl.arange(0, c.BLOCK_DV)
-    mask = (o_d < c.WORDS_V)[:, None] & m_row[None, :]
-    for j in tl.static_range(PARTS):
-        p_out = OUT + (tokens * so_t + heads * so_h)[None, :] + (c.PARTS * o_d + j)[:, None]
-        tl.store(p_out, output(acc[j] * factor[None, :], OUT, c), mask=mask)
+def store_output(OUT, acc_o, acc_scale, tokens, heads, m_row, stride_out_t, stride_out_h, cfg: tl.constexpr):
+    """Stores acc_o × acc_scale to OUT; acc_o: PACK tiles [BLOCK_DV, BLOCK_M]."""
+    PACK: tl.constexpr = cfg.PACK
+    o_d = tl.arange(0, cfg.BLOCK_DV)
+    mask = (o_d < cfg.PACKED_V)[:, None] & m_row[None, :]
+    for j in tl.static_range(PACK):
+        p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[None, :] + (cfg.PACK * o_d + j)[:, None]
+        tl.store(p_out, cast_output(acc_o[j] * acc_scale[None, :], OUT, cfg), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["B"])
 def decode_kernel(
-    Q, K, V, KS, VS, TABLE, LENS, CU, MASK, SINKS, OUT, LSE, PART, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
-    softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
-    B, T, slots, sq_t, sq_h, sk_p, sk_s, sk_h, sv_p, sv_s, sv_h,
-    sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, skc_h, svc_h, st_b, sm_t, so_t, so_h, sl_t, sl_h,
-    c: tl.constexpr,
+    Q, K, V, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, K_SIGNS,
+    V_SIGNS, K_CHANNEL_SCALES, V_CHANNEL_SCALES,
+    softmax_scale, SOFTMAX_SCALE, k_scale, K_SCALE, v_scale, V_SCALE, out_scale, OUT_SCALE, softcap,
+    B, T, max_splits, stride_q_t, stride_q_h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
+    stride_k_scales_p, stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h,
+    stride_k_channel_scales_h, stride_v_channel_scales_h, stride_table_b, stride_mask_t, stride_out_t, stride_out_h,
+    stride_lse_t, stride_lse_h,
+    cfg: tl.constexpr,
 ):  # fmt: skip
-    """Attend one share of all tiles. See the module's docstring."""
-    p = tl.program_id(0)
+    """Attends to one program's range of key blocks. See the module's docstring."""
+    i_program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    META = meta_of(PART, num_programs, c)
-    if c.PIECE == 0:
-        tl.store(META + p * META_FIELDS, 0)
-    if c.RAGGED:
-        zero_padding(OUT, LSE, tl.load(CU + B).to(tl.int32), T, p, num_programs, so_t, so_h, sl_t, sl_h, c)
-    x, end, per = share(LENS, CU, B, p // c.HEADS, num_programs // c.HEADS, c)
-    h = p % c.HEADS
-    if x < end:
-        b, base = locate(LENS, CU, B, x, c)
-        score_scale = scalar(softmax_scale, SOFTMAX_T, 0, c.SOFTMAX_T) * LOG2E
-        request = request_tiles(LENS, CU, b, True, c)
-        if c.PIECE > 0:
-            x += to_next_piece(x - base, request.tiles, c)
-        while x < end:
-            while x - base >= request.tiles * request.segments:
-                base += request.tiles * request.segments
-                b += 1
-                request = request_tiles(LENS, CU, b, True, c)
-            segment = (x - base) // request.tiles
-            t0 = (x - base) % request.tiles
-            t1 = tl.minimum(t0 + (end - x if c.PIECE == 0 else piece_tiles(request.tiles, c)), request.tiles)
-            tokens, heads, m_row = row_places(segment, h, request.q0, request.rows, c)
-            scale = score_scale * scalar(k_scale, K_T, h * c.K_T_STRIDE, c.K_T)
-            q, row_scale = load_query(Q, tokens, heads, m_row, sq_t, sq_h, (K_SIGNS, K_CHANNELS, skc_h), h, c)
-            m, l, acc = attend(
-                K, V, KS, VS, TABLE + b.to(tl.int64) * st_b, MASK, q, scale * row_scale, softcap,
-                request.first + t0, request.first + t1, request.keys, request.rows, segment * c.ROWS, request.q0, h,
-                sk_p, sk_s, sk_h, sv_p, sv_s, sv_h, sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, sm_t, c,
+    SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_programs, cfg)
+    if cfg.SPLIT_BLOCKS == 0:
+        tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS, 0)
+    if cfg.VARLEN_Q:
+        zero_padding_rows(
+            OUT, LSE, tl.load(CU_SEQLENS_Q + B).to(tl.int32), T, i_program, num_programs, stride_out_t, stride_out_h,
+            stride_lse_t, stride_lse_h, cfg,
+        )  # fmt: skip
+    # Range of key blocks of this program
+    block, block_end, blocks_per_range = find_program_block_range(
+        SEQ_LENS, CU_SEQLENS_Q, B, i_program // cfg.HEADS, num_programs // cfg.HEADS, cfg
+    )
+    h = i_program % cfg.HEADS
+    if block < block_end:
+        i_request, n_block_base = find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
+        score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
+        request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
+        if cfg.SPLIT_BLOCKS > 0:
+            block += blocks_to_next_split(block - n_block_base, request.num_n_blocks, cfg)
+        while block < block_end:
+            while block - n_block_base >= request.num_n_blocks * request.num_m_blocks:
+                n_block_base += request.num_n_blocks * request.num_m_blocks
+                i_request += 1
+                request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
+            m_block = (block - n_block_base) // request.num_n_blocks
+            n_block_begin = (block - n_block_base) % request.num_n_blocks
+            n_block_end = tl.minimum(
+                n_block_begin
+                + (block_end - block if cfg.SPLIT_BLOCKS == 0 else blocks_per_split(request.num_n_blocks, cfg)),
+                request.num_n_blocks,
+            )
+            # Load Q
+            tokens, heads, m_row = token_and_head_of_q_rows(m_block, h, request.q_begin, request.num_q_rows, cfg)
+            scale = score_scale * load_scale(k_scale, K_SCALE, h * cfg.K_SCALE_STRIDE, cfg.HAS_K_SCALE)
+            q, q_scale = load_query_tiles(
+                Q, tokens, heads, m_row, stride_q_t, stride_q_h, (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h),
+                h, cfg,
             )  # fmt: skip
-            acc = turned_back(acc, (V_SIGNS, V_CHANNELS, svc_h), h, c)
-            if t1 - t0 == request.tiles:
-                h_scale = scalar(v_scale, V_T, h * c.V_T_STRIDE, c.V_T) * scalar(out_scale, OUT_T, 0, c.OUT_T)
-                factor, lse = finish(m, l, h_scale * c.V_FACTOR, SINKS, heads, m_row, c)
-                store_rows(OUT, acc, factor, tokens, heads, m_row, so_t, so_h, c)
-                if c.HAS_LSE:
-                    tl.store(LSE + tokens * sl_t + heads * sl_h, lse, mask=m_row)
+            row_max, row_sum, acc_o = mainloop(
+                K, V, K_SCALES, V_SCALES, PAGE_TABLE + i_request.to(tl.int64) * stride_table_b, MASK, q,
+                scale * q_scale, softcap,
+                request.first_n_block + n_block_begin, request.first_n_block + n_block_end, request.num_keys,
+                request.num_q_rows, m_block * cfg.BLOCK_M, request.q_begin, h,
+                stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_k_scales_p,
+                stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h,
+                stride_mask_t, cfg,
+            )  # fmt: skip
+            acc_o = unrotate_acc(acc_o, (V_SIGNS, V_CHANNEL_SCALES, stride_v_channel_scales_h), h, cfg)
+            # Epilogue: a whole work tile goes to OUT, a split to the workspace
+            if n_block_end - n_block_begin == request.num_n_blocks:
+                value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * load_scale(
+                    out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE
+                )
+                acc_scale, lse = finalize_softmax(
+                    row_max, row_sum, value_scale * cfg.V_RESIDUAL_SCALE, SINKS, heads, m_row, cfg
+                )
+                store_output(OUT, acc_o, acc_scale, tokens, heads, m_row, stride_out_t, stride_out_h, cfg)
+                if cfg.HAS_LSE:
+                    tl.store(LSE + tokens * stride_lse_t + heads * stride_lse_h, lse, mask=m_row)
             else:
-                slot = 2 * p
-                if c.PIECE > 0:
-                    slot = (first_segment(b, request.q0, c) + segment) * slots + t0 // piece_tiles(request.tiles, c)
-                    slot = slot * c.HEADS + h
-                elif t0 == 0:
-                    slot += 1
-                    pieces = (base + (segment + 1) * request.tiles - 1) // per - p // c.HEADS + 1
-                    tl.store(META + p * META_FIELDS, pieces)
-                    tl.store(META + p * META_FIELDS + 1, request.q0)
-                    tl.store(META + p * META_FIELDS + 2, request.rows)
-                    tl.store(META + p * META_FIELDS + 3, segment)
-                store_part(PART, slot, m, l, acc, m_row, c)
-            x += t1 - t0
+                split_slot = 2 * i_program
+                if cfg.SPLIT_BLOCKS > 0:
+                    split_slot = (
+                        first_work_tile_index(i_request, request.q_begin, cfg) + m_block
+                    ) * max_splits + n_block_begin // blocks_per_split(request.num_n_blocks, cfg)
+                    split_slot = split_slot * cfg.HEADS + h
+                elif n_block_begin == 0:
+                    split_slot += 1
+                    num_splits = (
+                        (n_block_base + (m_block + 1) * request.num_n_blocks - 1) // blocks_per_range
+                        - i_program // cfg.HEADS
+                        + 1
+                    )
+                    tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS, num_splits)
+                    tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 1, request.q_begin)
+                    tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 2, request.num_q_rows)
+                    tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 3, m_block)
+                store_partial(SPLIT_WORKSPACE, split_slot, row_max, row_sum, acc_o, m_row, cfg)
+            block += n_block_end - n_block_begin
 
 
 @triton.jit
-def store_part(PART, slot, m, l, acc, m_row, c: tl.constexpr):
-    """Write a cut segment's state: [ROWS, PARTS × BLOCK_DV + 2] fp32, the last two columns m and l."""
-    PARTS: tl.constexpr = c.PARTS
-    o_r = tl.arange(0, c.ROWS)
-    o_d = tl.arange(0, c.BLOCK_DV)
-    p_row = PART + (slot.to(tl.int64) * c.PART_ROWS + o_r) * c.PART_COLUMNS
-    for j in tl.static_range(PARTS):
-        tl.store(p_row[None, :] + j * c.BLOCK_DV + o_d[:, None], acc[j], mask=m_row[None, :])
-    tl.store(p_row + c.PART_COLUMNS - 2, m, mask=m_row)
-    tl.store(p_row + c.PART_COLUMNS - 1, l, mask=m_row)
+def store_partial(SPLIT_WORKSPACE, split_slot, row_max, row_sum, acc_o, m_row, cfg: tl.constexpr):
+    """Stores a split's softmax state: [BLOCK_M, PACK × BLOCK_DV + 2] fp32, the last two columns row_max and row_sum."""
+    PACK: tl.constexpr = cfg.PACK
+    o_r = tl.arange(0, cfg.BLOCK_M)
+    o_d = tl.arange(0, cfg.BLOCK_DV)
+    p_row = SPLIT_WORKSPACE + (split_slot.to(tl.int64) * cfg.PARTIAL_ROWS + o_r) * cfg.PARTIAL_COLUMNS
+    for j in tl.static_range(PACK):
+        tl.store(p_row[None, :] + j * cfg.BLOCK_DV + o_d[:, None], acc_o[j], mask=m_row[None, :])
+    tl.store(p_row + cfg.PARTIAL_COLUMNS - 2, row_max, mask=m_row)
+    tl.store(p_row + cfg.PARTIAL_COLUMNS - 1, row_sum, mask=m_row)

@@ -1,4 +1,4 @@
-"""Paged MLA decode in Triton: two launches, the split pass and decode's merge of cut segments."""
+"""Paged MLA decode in Triton: two launches, the split pass and decode's combine."""
 
 from __future__ import annotations
 
@@ -12,76 +12,95 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....formats import BATCH_INVARIANCE, GROUP, LATENT_GROUP, KVFormat, latent_format
 from ...host import launch
-from ...host.bind import BYTES, WORDS, Bound, Described, Instead, Launches, Template, given, step_of, strides
-from ...host.record import Record
-from ...host.split_merge import alone, features, launches, merged_pieces, piece_tiles, reads, writes
-from ..parts.merge import merge_kernel, merge_pieces_kernel
-from ..parts.shares import META_FIELDS
+from ...host.bind import (
+    BYTES,
+    WORDS,
+    BoundLaunches,
+    HostAction,
+    KernelLaunch,
+    LaunchSequence,
+    TensorMapArg,
+    common_stride_unit,
+    stride_args,
+    tensor_args,
+)
+from ...host.kernel_config import KernelConfig
+from ...host.split_combine import (
+    attention_constants,
+    attention_launches,
+    batch_invariant_facts,
+    min_split_blocks,
+    output_args,
+    split_and_combine_launches,
+    split_pass_args,
+)
+from ..parts.combine import combine_batch_invariant_kernel, combine_kernel
+from ..parts.tile_scheduler import METADATA_FIELDS
+from .config import TileConfig, choose_tile_config
 from .kernels import mla_decode_kernel
-from .tune import Tiles, tiles
 
 MAX_RANK, MAX_ROPE = 512, 128
 
 
 @dataclass(frozen=True)
-class Constants(Record):
-    """What the kernels are compiled for. The names are theirs and, for what they share, those of decode."""
+class Constants(KernelConfig):
+    """Compile-time configuration of the kernels, under the kernels' names; shared ones have decode's."""
 
     CODE: str  # KVFormat.code
-    PARTS: int  # codes in a 16-bit word of the latent part
-    PARTS_R: int  # of the rotary part
+    PACK: int  # codes in a 16-bit word of the latent part
+    PACK_PE: int  # of the rotary part
     GROUP_SCALES: bool
-    ASM: bool  # unpack by PTX
+    USE_PTX: bool  # unpack by PTX
     BF16: bool  # multiply latents in bf16; else fp16
-    BF16_R: bool  # rotary parts
-    TWO: bool  # an fp16 query meets bf16 latents as the sum of two bf16 tiles
-    TWO_R: bool
-    Q_SCALED: bool  # a power of two is taken out of each query row, which fp16 would not hold
-    Q_BYTES: bool  # the query is e4m3 and comes as bytes
+    BF16_PE: bool  # rotary parts
+    TWO_TERM_Q: bool  # over bf16 latents an fp16 query is the sum of two bf16 tiles
+    TWO_TERM_Q_PE: bool
+    Q_SCALED: bool  # a power of two is divided out of each query row, which fp16 would not hold
+    Q_AS_BYTES: bool  # the query is e4m3 and comes as bytes
     HEADS: int  # blocks of query heads
     GROUP: int  # query heads of a block
     DV: int
-    WORDS_V: int
-    WORDS_R: int
+    PACKED_V: int
+    PACKED_PE: int
     BLOCK_DV: int
-    BLOCK_R: int
-    CHUNK: int  # words of the latent part that are loaded and multiplied as one tile
+    BLOCK_PE: int
+    CHUNK: int  # 16-bit words of the latent part in one tile
     CHUNKS: int
     PAGE: int
-    TILE: int
-    ONE_PAGE: bool
-    TMA: bool
-    FETCH: bool  # rows are carried in registers from the step before, where Triton would not pipeline their loads
-    C_PITCH: int  # rows of a descriptor per page
-    P_PITCH: int
-    ROWS: int
+    BLOCK_N: int
+    ONE_PAGE_PER_BLOCK: bool
+    USE_TMA: bool
+    REGISTER_PREFETCH: bool  # rows are loaded an iteration ahead, where Triton would not pipeline it
+    CKV_ROWS_PER_PAGE: int  # rows of a descriptor per page
+    KPE_ROWS_PER_PAGE: int
+    BLOCK_M: int
     BLOCK_B: int
-    MIN_TILES: int
-    MAX_Q: int
-    RAGGED: bool
+    MIN_BLOCKS_PER_RANGE: int
+    MAX_SEQLEN_Q: int
+    VARLEN_Q: bool
     HAS_LSE: bool
-    SOFTMAX_T: bool
-    V_T: bool
-    OUT_T: bool
+    HAS_SOFTMAX_SCALE: bool
+    HAS_V_SCALE: bool
+    HAS_OUT_SCALE: bool
     OUT_MAX: float
     OUT_KIND: str  # "e4m3" or "e5m2": the output is written as bytes, by bit arithmetic; "float": by the chip's cast
-    PART_ROWS: int  # of a state
-    PART_COLUMNS: int
-    MERGE_COLUMNS: int
-    MERGE_PIECES: int = 16
+    PARTIAL_ROWS: int  # of a partial result
+    PARTIAL_COLUMNS: int
+    COMBINE_COLUMNS: int
+    COMBINE_SPLITS: int = 16
     WINDOW: int = 0
     HAS_SINKS: bool = False
-    V_T_STRIDE: int = 0
-    V_FACTOR: float = 1.0
-    PIECE: int = 0  # least tiles of a piece, where requests are cut by their own lengths; 0: equal shares
-    FAR: bool = False  # a page is longer than int32 counts
-    C_STEP: int = 1  # words: the unit of the latent rows' strides, by `step_of`
-    P_STEP: int = 1  # of the rotary parts'
-    WHOLE: bool = False  # of the Gluon kernels: a program has a segment, and nothing is cut
+    V_SCALE_STRIDE: int = 0
+    V_RESIDUAL_SCALE: float = 1.0
+    SPLIT_BLOCKS: int = 0  # least key blocks of a split, by request length; 0: equal ranges
+    INT64_OFFSETS: bool = False  # a page is longer than int32 counts
+    CKV_STRIDE_UNIT: int = 1  # of the latent rows' strides, in 16-bit words, by `common_stride_unit`
+    KPE_STRIDE_UNIT: int = 1  # of the rotary parts' strides
+    UNSPLIT: bool = False  # of the Gluon kernels: a CTA has one work tile, and nothing is split
 
 
-class Box(NamedTuple):
-    """A matrix that a descriptor reads, in 16-bit words."""
+class CacheMatrix(NamedTuple):
+    """A matrix that a tensor descriptor reads, in 16-bit words."""
 
     rows: int
     pitch: int
@@ -90,11 +109,11 @@ class Box(NamedTuple):
 
 class Config(NamedTuple):
     constants: Constants
-    boxes: tuple[Box, ...]  # of ckv and kpe; empty: pointers
-    launches: Launches | Instead
+    cache_matrices: tuple[CacheMatrix, ...]  # of ckv and kpe; empty: pointers
+    launches: LaunchSequence | HostAction
 
 
-TAKES = (BATCH_INVARIANCE,)
+SUPPORTS = (BATCH_INVARIANCE,)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -119,102 +138,112 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> Config:
     fmt = latent_format(f.format)
-    t = tiles(alone(f), fmt)
+    t = choose_tile_config(batch_invariant_facts(f), fmt)
     heads = f.q_nope.shape[1]
-    # Blocks of heads read the same rows side by side; where heads do not fill blocks, rows are cut into segments.
-    blocks = heads // t.rows if heads and heads % t.rows == 0 else 1
-    boxes = _boxes(f, t)
-    c = Constants(**_format(f, fmt), **_geometry(f, fmt, t, blocks, bool(boxes)), **_features(f))
-    options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.stages}
+    # Blocks of heads read the same rows side by side; where heads do not fill them, rows form more work tiles.
+    blocks = heads // t.block_m if heads and heads % t.block_m == 0 else 1
+    cache_matrices = _cache_matrices(f, t)
+    cfg = Constants(
+        **_format_constants(f, fmt), **_tile_constants(f, fmt, t, blocks, bool(cache_matrices)), **_feature_constants(f)
+    )
+    options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.num_stages}
     if launch.has_ptx(f):
         options["maxnreg"] = t.max_registers
     num_programs = max(launch.num_sms(f) * t.programs_per_sm // blocks, 1) * blocks
-    both = writes(f, c.OUT_KIND != "float") | {"c": c}
-    split = both | queries(f, BYTES if c.Q_BYTES else "") | reads(f) | _strides(f) | {
-        **given(WORDS, CKV="ckv", KPE="kpe"), "BOX_C": None, "BOX_P": None, **_described(boxes, c),
-        **given(SCALES="ckv_scale_cache"), "slots": 0,
+    both = output_args(f, cfg.OUT_KIND != "float") | {"cfg": cfg}
+    split = both | query_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args(f) | _cache_stride_args(f) | {
+        **tensor_args(WORDS, CKV="ckv", KPE="kpe"), "CKV_MAP": None, "KPE_MAP": None,
+        **_descriptor_args(cache_matrices, cfg),
+        **tensor_args(SCALES="ckv_scale_cache"), "max_splits": 0,
     }  # fmt: skip
-    merge = both | given(V_T="kv_scale_t") | {"SINKS": None, "v_scale": f.kv_scale}
-    first = Template(mla_decode_kernel, (num_programs,), split, **options)
-    if c.PIECE:
-        return Config(c, boxes, merged_pieces(f, first, merge_pieces_kernel, merge, c.PAGE))
-    merge_rows = min(t.rows, f.max_q_len * c.GROUP)
-    return Config(c, boxes, launches(
-        f, first,
-        Template(merge_kernel, (num_programs, merge_rows), merge, num_warps=4),
-        num_programs * (2 * c.ROWS * c.PART_COLUMNS + META_FIELDS.value),
-    ))  # fmt: skip
+    merge = both | tensor_args(V_SCALE="kv_scale_t") | {"SINKS": None, "v_scale": f.kv_scale}
+    first = KernelLaunch(mla_decode_kernel, (num_programs,), split, **options)
+    if cfg.SPLIT_BLOCKS:
+        return Config(
+            cfg, cache_matrices, split_and_combine_launches(f, first, combine_batch_invariant_kernel, merge, cfg.PAGE)
+        )
+    merge_rows = min(t.block_m, f.max_q_len * cfg.GROUP)
+    return Config(cfg, cache_matrices,
+                  attention_launches( f, first, KernelLaunch(combine_kernel, (num_programs, merge_rows), merge,
+                                                             num_warps=4),
+                                     num_programs * (2 * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS + METADATA_FIELDS.value),
+                                     ))  # fmt: skip
 
 
-def queries(f: SimpleNamespace, seen: str = "") -> dict[str, Any]:
-    """Arguments of any split pass: queries, and the scale of latents."""
-    tensors = given(seen, QN="q_nope", QP="q_pe") | given(KV_T="kv_scale_t")
-    return tensors | strides(f.q_nope, sn_="th") | strides(f.q_pe, sr_="th") | {"kv_scale": f.kv_scale}
+def query_args(f: SimpleNamespace, view_as: str = "") -> dict[str, Any]:
+    """Returns arguments of any split pass: queries, and the scale of latents."""
+    tensors = tensor_args(view_as, Q_NOPE="q_nope", Q_PE="q_pe") | tensor_args(KV_SCALE="kv_scale_t")
+    return (
+        tensors
+        | stride_args(f.q_nope, stride_q_nope_="th")
+        | stride_args(f.q_pe, stride_q_pe_="th")
+        | {"kv_scale": f.kv_scale}
+    )
 
 
-def _format(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
-    by_hand, q = launch.e4m3_by_hand(f), f.q_nope.dtype
+def _format_constants(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
+    by_hand, q = launch.emulates_e4m3(f), f.q_nope.dtype
     bf16, bf16_r = (x.dtype == torch.bfloat16 for x in (f.ckv, f.kpe))
     return {
         "CODE": fmt.code,
-        "PARTS": 2 // fmt.storage.itemsize,
-        "PARTS_R": 2 // f.kpe.dtype.itemsize,
+        "PACK": 2 // fmt.storage.itemsize,
+        "PACK_PE": 2 // f.kpe.dtype.itemsize,
         "GROUP_SCALES": fmt.scale == GROUP,
-        "ASM": launch.has_ptx(f) and not (fmt.code == "e4m3" and by_hand),
+        "USE_PTX": launch.has_ptx(f) and not (fmt.code == "e4m3" and by_hand),
         "BF16": bf16,
-        "BF16_R": bf16_r,
-        "TWO": bf16 and q == torch.float16,
-        "TWO_R": bf16_r and q == torch.float16,
+        "BF16_PE": bf16_r,
+        "TWO_TERM_Q": bf16 and q == torch.float16,
+        "TWO_TERM_Q_PE": bf16_r and q == torch.float16,
         "Q_SCALED": not bf16 and q == torch.bfloat16,
-        "Q_BYTES": by_hand and q == torch.float8_e4m3fn,
+        "Q_AS_BYTES": by_hand and q == torch.float8_e4m3fn,
     }
 
 
-def _geometry(f: SimpleNamespace, fmt: KVFormat, t: Tiles, blocks: int, tma: bool) -> dict[str, Any]:
-    rank, page, parts = f.ckv.shape[2], f.ckv.shape[1], 2 // fmt.storage.itemsize
-    words, words_r = rank // parts, f.kpe.shape[2] * f.kpe.dtype.itemsize // 2
+def _tile_constants(f: SimpleNamespace, fmt: KVFormat, t: TileConfig, blocks: int, tma: bool) -> dict[str, Any]:
+    rank, page, pack = f.ckv.shape[2], f.ckv.shape[1], 2 // fmt.storage.itemsize
+    words, words_r = rank // pack, f.kpe.shape[2] * f.kpe.dtype.itemsize // 2
     block_dv = max(16, launch.next_power_of_2(words))
-    chunk = min(LATENT_GROUP // parts if fmt.scale == GROUP else t.chunk, block_dv)
+    chunk = min(LATENT_GROUP // pack if fmt.scale == GROUP else t.chunk_columns, block_dv)
     return {
         "HEADS": blocks,
         "GROUP": f.q_nope.shape[1] // blocks,
         "DV": rank,
-        "WORDS_V": words,
-        "WORDS_R": words_r,
+        "PACKED_V": words,
+        "PACKED_PE": words_r,
         "BLOCK_DV": block_dv,
-        "BLOCK_R": max(16, launch.next_power_of_2(words_r)),
+        "BLOCK_PE": max(16, launch.next_power_of_2(words_r)),
         "CHUNK": chunk,
         "CHUNKS": -(-words // chunk),
         "PAGE": page,
-        "TILE": t.tile,
-        "ONE_PAGE": page % t.tile == 0,
-        "TMA": tma,
-        "FETCH": parts > 1 and not tma,
-        "C_PITCH": f.ckv.stride[0] // f.ckv.stride[1] if tma else 0,
-        "P_PITCH": f.kpe.stride[0] // f.kpe.stride[1] if tma else 0,
-        "ROWS": t.rows,
+        "BLOCK_N": t.block_n,
+        "ONE_PAGE_PER_BLOCK": page % t.block_n == 0,
+        "USE_TMA": tma,
+        "REGISTER_PREFETCH": pack > 1 and not tma,
+        "CKV_ROWS_PER_PAGE": f.ckv.stride[0] // f.ckv.stride[1] if tma else 0,
+        "KPE_ROWS_PER_PAGE": f.kpe.stride[0] // f.kpe.stride[1] if tma else 0,
+        "BLOCK_M": t.block_m,
         "BLOCK_B": min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
-        "MIN_TILES": t.min_tiles,
-        "PART_ROWS": min(t.rows, f.max_q_len * (f.q_nope.shape[1] // blocks)) if f.batch_invariant else t.rows,
-        "PART_COLUMNS": parts * block_dv + 2,
-        "MERGE_COLUMNS": parts * block_dv,
-        "PIECE": piece_tiles(f, t.tile),
-        "FAR": launch.spans_far(f.ckv, f.kpe, f.ckv_scale_cache),
-        "C_STEP": step_of(f.ckv, _word_strides(f.ckv), 8),
-        "P_STEP": step_of(f.kpe, _word_strides(f.kpe), 8),
+        "MIN_BLOCKS_PER_RANGE": t.min_blocks,
+        "PARTIAL_ROWS": min(t.block_m, f.max_q_len * (f.q_nope.shape[1] // blocks)) if f.batch_invariant else t.block_m,
+        "PARTIAL_COLUMNS": pack * block_dv + 2,
+        "COMBINE_COLUMNS": pack * block_dv,
+        "SPLIT_BLOCKS": min_split_blocks(f, t.block_n),
+        "INT64_OFFSETS": launch.exceeds_int32(f.ckv, f.kpe, f.ckv_scale_cache),
+        "CKV_STRIDE_UNIT": common_stride_unit(f.ckv, _packed_strides(f.ckv), 8),
+        "KPE_STRIDE_UNIT": common_stride_unit(f.kpe, _packed_strides(f.kpe), 8),
     }
 
 
-def _features(f: SimpleNamespace) -> dict[str, Any]:
-    return features(f) | {"V_T": f.kv_scale_t is not None}
+def _feature_constants(f: SimpleNamespace) -> dict[str, Any]:
+    return attention_constants(f) | {"HAS_V_SCALE": f.kv_scale_t is not None}
 
 
-def _strides(f: SimpleNamespace) -> dict[str, int]:
-    """Of caches, in words and units of C_STEP and P_STEP, and of their stored scales."""
-    found = strides(f.ckv_scale_cache, ss_="ps")
-    for prefix, x in (("sc_", f.ckv), ("sp_", f.kpe)):
-        distances = _word_strides(x)
-        step = step_of(x, distances, 8)
+def _cache_stride_args(f: SimpleNamespace) -> dict[str, int]:
+    """Returns strides of caches, in CKV_STRIDE_UNITs and KPE_STRIDE_UNITs, and of their stored scales."""
+    found = stride_args(f.ckv_scale_cache, stride_scales_="ps")
+    for prefix, x in (("stride_ckv_", f.ckv), ("stride_kpe_", f.kpe)):
+        distances = _packed_strides(x)
+        step = common_stride_unit(x, distances, 8)
         found |= {prefix + letter: n // step for letter, n in zip("ps", distances, strict=True)}
     return found
 
@@ -223,44 +252,44 @@ def run(call: Any, config: Config) -> None:
     config.launches(call)
 
 
-def bind(config: Config, at: dict[str, int]) -> Bound | None:
+def bind(config: Config, at: dict[str, int]) -> BoundLaunches | None:
     return config.launches.bind(at)
 
 
-def _described(boxes: tuple[Box, ...], c: Constants) -> dict[str, Described]:
-    """Both parts of a cache as descriptors of words; none without boxes."""
-    parts = zip(("BOX_C", "BOX_P"), ("ckv", "kpe"), boxes, (c.CHUNK, c.BLOCK_R), strict=False)
+def _descriptor_args(cache_matrices: tuple[CacheMatrix, ...], cfg: Constants) -> dict[str, TensorMapArg]:
+    """Returns both parts of a cache as tensor descriptors of 16-bit words; nothing without matrices."""
+    matrices = zip(("CKV_MAP", "KPE_MAP"), ("ckv", "kpe"), cache_matrices, (cfg.CHUNK, cfg.BLOCK_PE), strict=False)
     return {
-        argument: Described(name, partial(_descriptor, box=box, tile=c.TILE, block=block))
-        for argument, name, box, block in parts
+        argument: TensorMapArg(name, partial(_make_descriptor, matrix=matrix, block_n=cfg.BLOCK_N, block=block))
+        for argument, name, matrix, block in matrices
     }
 
 
-def _word_strides(x: Any) -> tuple[int, int]:
-    """Strides of page and slot in 16-bit words."""
+def _packed_strides(x: Any) -> tuple[int, int]:
+    """Returns strides of page and slot in 16-bit words."""
     return x.stride[0] * x.dtype.itemsize // 2, x.stride[1] * x.dtype.itemsize // 2
 
 
-def _boxes(f: SimpleNamespace, t: Tiles) -> tuple[Box, ...]:
-    """Of ckv and kpe; none where tiles do not lie in one page or a part is no matrix."""
-    if not t.tma or f.ckv.shape[1] % t.tile or not launch.has_tma(f):
+def _cache_matrices(f: SimpleNamespace, t: TileConfig) -> tuple[CacheMatrix, ...]:
+    """Returns matrices of ckv and kpe; none where a key block spans pages or a part is no matrix."""
+    if not t.use_tma or f.ckv.shape[1] % t.block_n or not launch.has_tma(f):
         return ()
-    found = _box(f.ckv), _box(f.kpe)
+    found = _as_matrix(f.ckv), _as_matrix(f.kpe)
     return () if found[0] is None or found[1] is None else (found[0], found[1])
 
 
-def _box(x: Any) -> Box | None:
-    """A part of a latent cache as one matrix of slots, in words. A descriptor gives 0 behind its columns."""
+def _as_matrix(x: Any) -> CacheMatrix | None:
+    """Returns a part of a latent cache as one matrix of slots, in 16-bit words. Descriptors load 0 past its columns."""
     pages, slots, columns = x.shape
-    s_p, s_s = _word_strides(x)
+    s_p, s_s = _packed_strides(x)
     words = columns * x.dtype.itemsize // 2
     if not x.aligned or s_s % 8 or s_s < words or s_p % s_s or pages == 0:
         return None
     rows = (pages - 1) * (s_p // s_s) + slots
-    return Box(rows, s_s, words) if rows < 2**31 else None
+    return CacheMatrix(rows, s_s, words) if rows < 2**31 else None
 
 
-def _descriptor(x: torch.Tensor, box: Box, tile: int, block: int) -> TensorDescriptor:
+def _make_descriptor(x: torch.Tensor, matrix: CacheMatrix, block_n: int, block: int) -> TensorDescriptor:
     words = x.view(torch.int16) if x.element_size() == 1 else x
-    base = words if launch.interpreting() else launch.Address(words)
-    return TensorDescriptor(base, [box.rows, box.columns], [box.pitch, 1], [tile, block])
+    base = words if launch.interpreting() else launch.RawAddress(words)
+    return TensorDescriptor(base, [matrix.rows, matrix.columns], [matrix.pitch, 1], [block_n, block])

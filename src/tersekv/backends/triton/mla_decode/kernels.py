@@ -1,134 +1,163 @@
-"""The split pass of MLA decode: a latent row, read once a tile, is key and value of every head.
+"""The split pass of MLA decode: a latent row, read once a key block, is key and value of every head. The mask is in
+`apply_mask`, the rescale in `softmax_and_pv_step`; Triton pipelines the loads, and `parts/combine` combines splits.
 
-Work is shared and cut as in decode (`parts/shares`), whose merge finishes what was cut. HEADS counts blocks of
-GROUP query heads, which read the same rows: programs of one share lie side by side, so that all but one find the tile
-in L2.
+Work is split as in decode (`parts/tile_scheduler`). HEADS counts blocks of GROUP query heads, which read the same rows:
+programs of one range lie side by side, so that all but one find the key block in L2.
 
-The codes of a row fall apart into CHUNKS of CHUNK 16-bit words, and these into PARTS (see tiles); the rotary part is
-one more tile. Queries and accumulators fall apart the same way: piece i * PARTS + j holds the columns
-PARTS * (i * CHUNK + word) + j. Rows lie on the matrix unit's M side, as keys and, transposed, as values; query rows
-lie on N. In fp8_ds_mla a chunk is a scale group.
+A row's packed codes form CHUNKS tiles of CHUNK 16-bit words, each unpacked into PACK tiles (`parts/dequant`); the
+rotary part is one more tile. Queries and accumulators are split the same way: tile i * PACK + j holds the columns PACK
+* (i * CHUNK + word) + j. Rows lie on the matrix unit's M side, as keys and, transposed, as values; query rows lie on N.
+In fp8_ds_mla a chunk is a scale group.
 """
 
 import triton
 import triton.language as tl
 
-from ..parts.merge import LOG2E, finish, output, scalar
-from ..parts.pages import page_of, slots_of
-from ..parts.shares import (
-    META_FIELDS,
-    first_segment,
-    locate,
-    meta_of,
-    piece_tiles,
-    request_tiles,
-    row_places,
-    share,
-    to_next_piece,
-    zero_padding,
+from ..parts.combine import LOG2E, cast_output, finalize_softmax, load_scale
+from ..parts.dequant import dequant_packed, e4m3_bytes_to_fp16
+from ..parts.page_table import load_page_ids, page_slots
+from ..parts.tile_scheduler import (
+    METADATA_FIELDS,
+    blocks_per_split,
+    blocks_to_next_split,
+    find_program_block_range,
+    find_request_of_block,
+    first_work_tile_index,
+    load_request_shape,
+    split_metadata_ptr,
+    token_and_head_of_q_rows,
+    zero_padding_rows,
 )  # fmt: skip
-from ..parts.tiles import e4m3_bytes_to_fp16, unpack
 
-MIN_SCALE = tl.constexpr(1e-30)  # of a token's values: its reciprocal is finite
+MIN_SCALE = tl.constexpr(1e-30)  # of a token's V scale: its reciprocal is finite
 
 
 @triton.jit
-def load_words(X, page, t, n, s_p, s_s, STEP: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
-               SIZE: tl.constexpr, MASKED: tl.constexpr, c: tl.constexpr):  # fmt: skip
-    """Words [TILE, BLOCK] from word FIRST on of tile t's rows, of SIZE words, by pointers; 0 where there are none.
+def load_packed_block(X, page_ids, n_block, num_keys, stride_page, stride_slot, STRIDE_UNIT: tl.constexpr,
+                      FIRST_PACKED: tl.constexpr, BLOCK: tl.constexpr, NUM_PACKED: tl.constexpr, MASKED: tl.constexpr,
+                      cfg: tl.constexpr):  # fmt: skip
+    """Loads packed codes [BLOCK_N, BLOCK] from column FIRST_PACKED of NUM_PACKED, by pointers; 0 outside where masked.
 
-    Strides are in units of STEP words.
+    Strides are in STRIDE_UNITs.
     """
-    o_w = FIRST + tl.arange(0, BLOCK)
-    p_x = X + ((page * s_p + slots_of(t, c) * s_s) * STEP)[:, None] + o_w[None, :]
+    o_w = FIRST_PACKED + tl.arange(0, BLOCK)
+    p_x = X + ((page_ids * stride_page + page_slots(n_block, cfg) * stride_slot) * STRIDE_UNIT)[:, None] + o_w[None, :]
     if MASKED:
-        m_n = t * c.TILE + tl.arange(0, c.TILE) < n
-        return tl.load(p_x, mask=m_n[:, None] & (o_w < SIZE)[None, :], other=0)
-    elif FIRST + BLOCK <= SIZE:
+        m_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N) < num_keys
+        return tl.load(p_x, mask=m_n[:, None] & (o_w < NUM_PACKED)[None, :], other=0)
+    elif FIRST_PACKED + BLOCK <= NUM_PACKED:
         return tl.load(p_x)
     else:
-        return tl.load(p_x, mask=(o_w < SIZE)[None, :], other=0)
+        return tl.load(p_x, mask=(o_w < NUM_PACKED)[None, :], other=0)
 
 
 @triton.jit
-def load_chunk(CKV, BOX_C, page, t, n, sc_p, sc_s, I: tl.constexpr, MASKED: tl.constexpr, c: tl.constexpr):
-    """Words [TILE, CHUNK] of chunk I of tile t.
+def load_latent_chunk(
+    CKV, CKV_MAP, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, I_CHUNK: tl.constexpr, MASKED: tl.constexpr,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """Loads packed codes [BLOCK_N, CHUNK] of chunk I_CHUNK of key block n_block.
 
-    NOTE: by descriptors the rows behind the last key are read too, and may hold NaN.
+    NOTE: tensor descriptors also read rows past the last key, which may hold NaN.
     """
-    if c.TMA:
-        return BOX_C.load([(page * c.C_PITCH).to(tl.int32) + (t % (c.PAGE // c.TILE)) * c.TILE, I * c.CHUNK])
+    if cfg.USE_TMA:
+        return CKV_MAP.load(
+            [
+                (page_ids * cfg.CKV_ROWS_PER_PAGE).to(tl.int32) + (n_block % (cfg.PAGE // cfg.BLOCK_N)) * cfg.BLOCK_N,
+                I_CHUNK * cfg.CHUNK,
+            ]
+        )
     else:
-        return load_words(CKV, page, t, n, sc_p, sc_s, c.C_STEP, I * c.CHUNK, c.CHUNK, c.WORDS_V, MASKED, c)
+        return load_packed_block(
+            CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, cfg.CKV_STRIDE_UNIT, I_CHUNK * cfg.CHUNK,
+            cfg.CHUNK, cfg.PACKED_V, MASKED, cfg,
+        )  # fmt: skip
 
 
 @triton.jit
-def load_rotary(KPE, BOX_P, page, t, n, sp_p, sp_s, MASKED: tl.constexpr, c: tl.constexpr):
-    """Rotary parts [TILE, BLOCK_R] of tile t, with the same NOTE."""
-    if c.TMA:
-        return BOX_P.load([(page * c.P_PITCH).to(tl.int32) + (t % (c.PAGE // c.TILE)) * c.TILE, 0])
+def load_k_pe_block(
+    KPE, KPE_MAP, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, MASKED: tl.constexpr, cfg: tl.constexpr
+):
+    """Loads rotary parts [BLOCK_N, BLOCK_PE] of key block n_block, with the same NOTE."""
+    if cfg.USE_TMA:
+        return KPE_MAP.load(
+            [(page_ids * cfg.KPE_ROWS_PER_PAGE).to(tl.int32) + (n_block % (cfg.PAGE // cfg.BLOCK_N)) * cfg.BLOCK_N, 0]
+        )
     else:
-        return load_words(KPE, page, t, n, sp_p, sp_s, c.P_STEP, 0, c.BLOCK_R, c.WORDS_R, MASKED, c)
+        return load_packed_block(
+            KPE, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, cfg.KPE_STRIDE_UNIT, 0, cfg.BLOCK_PE,
+            cfg.PACKED_PE, MASKED, cfg,
+        )  # fmt: skip
 
 
 @triton.jit
-def load_row(CKV, KPE, page, t, n, sc_p, sc_s, sp_p, sp_s, c: tl.constexpr):
-    """(CHUNKS tiles of words [TILE, CHUNK], rotary tile [TILE, BLOCK_R]) of tile t, by pointers."""
-    CHUNKS: tl.constexpr = c.CHUNKS
-    words = ()
+def load_latent_and_k_pe(
+    CKV, KPE, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg: tl.constexpr
+):
+    """Loads (CHUNKS packed tiles [BLOCK_N, CHUNK], rotary tile [BLOCK_N, BLOCK_PE]) of n_block, by pointers."""
+    CHUNKS: tl.constexpr = cfg.CHUNKS
+    packed = ()
     for i in tl.static_range(CHUNKS):
-        words = words + (load_words(CKV, page, t, n, sc_p, sc_s, c.C_STEP, i * c.CHUNK, c.CHUNK, c.WORDS_V, True, c),)
-    return words, load_words(KPE, page, t, n, sp_p, sp_s, c.P_STEP, 0, c.BLOCK_R, c.WORDS_R, True, c)
+        packed = packed + (
+            load_packed_block(
+                CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, cfg.CKV_STRIDE_UNIT, i * cfg.CHUNK,
+                cfg.CHUNK, cfg.PACKED_V, True, cfg,
+            ),
+        )  # fmt: skip
+    return packed, load_packed_block(
+        KPE, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, cfg.KPE_STRIDE_UNIT, 0, cfg.BLOCK_PE,
+        cfg.PACKED_PE, True, cfg,
+    )  # fmt: skip
 
 
 @triton.jit
-def load_scales(SCALES, page, t, n, ss_p, ss_s, c: tl.constexpr):
-    """Group scales of tile t: CHUNKS vectors [TILE]; none for other formats. Keys that are not there: 1."""
-    CHUNKS: tl.constexpr = c.CHUNKS
-    scales = ()
-    if c.GROUP_SCALES:
-        m_n = t * c.TILE + tl.arange(0, c.TILE) < n
-        p_row = SCALES + page * ss_p + slots_of(t, c) * ss_s
+def load_group_scales(SCALES, page_ids, n_block, num_keys, stride_scales_p, stride_scales_s, cfg: tl.constexpr):
+    """Loads group scales of n_block: CHUNKS vectors [BLOCK_N], 1 past the last key; empty for other formats."""
+    CHUNKS: tl.constexpr = cfg.CHUNKS
+    group_scales = ()
+    if cfg.GROUP_SCALES:
+        m_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N) < num_keys
+        p_row = SCALES + page_ids * stride_scales_p + page_slots(n_block, cfg) * stride_scales_s
         for i in tl.static_range(CHUNKS):
-            scales = scales + (tl.load(p_row + i, mask=m_n, other=1.0),)
-    return scales
+            group_scales = group_scales + (tl.load(p_row + i, mask=m_n, other=1.0),)
+    return group_scales
 
 
 @triton.jit
-def query_piece(p_row, m_row, FIRST: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
-                J: tl.constexpr, c: tl.constexpr):  # fmt: skip
-    """Columns PARTS * (FIRST + word) + J of the query rows, transposed: fp32 [BLOCK, ROWS]."""
-    o_w = FIRST + tl.arange(0, BLOCK)
-    p = p_row[None, :] + (PARTS * o_w + J)[:, None]
-    x = tl.load(p, mask=(o_w < SIZE)[:, None] & m_row[None, :], other=0.0)
-    if c.Q_BYTES:
+def load_query_chunk(p_row, m_row, FIRST_PACKED: tl.constexpr, BLOCK: tl.constexpr, NUM_PACKED: tl.constexpr,
+                     PACK: tl.constexpr, I_PACKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+    """Loads columns PACK * (FIRST_PACKED + i) + I_PACKED of the query rows, transposed: fp32 [BLOCK, BLOCK_M]."""
+    o_w = FIRST_PACKED + tl.arange(0, BLOCK)
+    p_q = p_row[None, :] + (PACK * o_w + I_PACKED)[:, None]
+    x = tl.load(p_q, mask=(o_w < NUM_PACKED)[:, None] & m_row[None, :], other=0.0)
+    if cfg.Q_AS_BYTES:
         x = e4m3_bytes_to_fp16(x)
     return x.to(tl.float32)
 
 
 @triton.jit
-def largest_query(p_nope, p_pe, m_row, c: tl.constexpr):
-    """Largest magnitude of each query row: fp32 [ROWS]."""
-    CHUNKS: tl.constexpr = c.CHUNKS
-    PARTS: tl.constexpr = c.PARTS
-    PARTS_R: tl.constexpr = c.PARTS_R
-    top = tl.full([c.ROWS], 0.0, tl.float32)
+def query_abs_max(p_nope, p_pe, m_row, cfg: tl.constexpr):
+    """Returns the largest magnitude of each query row: fp32 [BLOCK_M]."""
+    CHUNKS: tl.constexpr = cfg.CHUNKS
+    PACK: tl.constexpr = cfg.PACK
+    PACK_PE: tl.constexpr = cfg.PACK_PE
+    abs_max = tl.full([cfg.BLOCK_M], 0.0, tl.float32)
     for i in tl.static_range(CHUNKS):
-        for j in tl.static_range(PARTS):
-            x = query_piece(p_nope, m_row, i * c.CHUNK, c.CHUNK, c.WORDS_V, PARTS, j, c)
-            top = tl.maximum(top, tl.max(tl.abs(x), 0))
-    for j in tl.static_range(PARTS_R):
-        x = query_piece(p_pe, m_row, 0, c.BLOCK_R, c.WORDS_R, PARTS_R, j, c)
-        top = tl.maximum(top, tl.max(tl.abs(x), 0))
-    return top
+        for j in tl.static_range(PACK):
+            x = load_query_chunk(p_nope, m_row, i * cfg.CHUNK, cfg.CHUNK, cfg.PACKED_V, PACK, j, cfg)
+            abs_max = tl.maximum(abs_max, tl.max(tl.abs(x), 0))
+    for j in tl.static_range(PACK_PE):
+        x = load_query_chunk(p_pe, m_row, 0, cfg.BLOCK_PE, cfg.PACKED_PE, PACK_PE, j, cfg)
+        abs_max = tl.maximum(abs_max, tl.max(tl.abs(x), 0))
+    return abs_max
 
 
 @triton.jit
-def factors(x, BF16: tl.constexpr, TWO: tl.constexpr):
-    """What keys are multiplied with: x as one tile of 16 bits, or as two bf16 tiles whose sum holds all of fp16."""
+def to_query_operands(x, BF16: tl.constexpr, TWO_TERM_Q: tl.constexpr):
+    """Returns x as one 16-bit MMA operand, or as two bf16 tiles whose sum holds all of fp16."""
     if not BF16:
         return (x.to(tl.float16),)
-    elif TWO:
+    elif TWO_TERM_Q:
         high = x.to(tl.bfloat16)
         return high, (x - high.to(tl.float32)).to(tl.bfloat16)
     else:
@@ -136,260 +165,341 @@ def factors(x, BF16: tl.constexpr, TWO: tl.constexpr):
 
 
 @triton.jit
-def load_query(QN, QP, tokens, heads, m_row, sn_t, sn_h, sp_t, sp_h, c: tl.constexpr):
-    """(CHUNKS * PARTS pieces of q_nope [CHUNK, ROWS], pieces of q_pe, a factor of the scores [ROWS]).
+def load_query_tiles(
+    Q_NOPE, Q_PE, tokens, heads, m_row, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """Loads (CHUNKS * PACK tiles of q_nope [CHUNK, BLOCK_M], tiles of q_pe, the scale of the scores [BLOCK_M]).
 
-    fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back.
+    fp16 holds a bf16 row only after a power of two is divided out; the score scale multiplies it back.
     """
-    CHUNKS: tl.constexpr = c.CHUNKS
-    PARTS: tl.constexpr = c.PARTS
-    PARTS_R: tl.constexpr = c.PARTS_R
-    p_nope, p_pe = QN + tokens * sn_t + heads * sn_h, QP + tokens * sp_t + heads * sp_h
-    factor = tl.full([c.ROWS], 1.0, tl.float32)
-    inverse = factor
-    if c.Q_SCALED:
-        top = largest_query(p_nope, p_pe, m_row, c)
-        field = tl.maximum((top.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1)
-        inverse = (tl.maximum(254 - field, 1) << 23).to(tl.float32, bitcast=True)
-        factor = (field << 23).to(tl.float32, bitcast=True)
-    nope, pe = (), ()
+    CHUNKS: tl.constexpr = cfg.CHUNKS
+    PACK: tl.constexpr = cfg.PACK
+    PACK_PE: tl.constexpr = cfg.PACK_PE
+    p_nope, p_pe = (
+        Q_NOPE + tokens * stride_q_nope_t + heads * stride_q_nope_h,
+        Q_PE + tokens * stride_q_pe_t + heads * stride_q_pe_h,
+    )
+    q_scale = tl.full([cfg.BLOCK_M], 1.0, tl.float32)
+    inv_q_scale = q_scale
+    if cfg.Q_SCALED:
+        abs_max = query_abs_max(p_nope, p_pe, m_row, cfg)
+        exponent = tl.maximum((abs_max.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1)
+        inv_q_scale = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
+        q_scale = (exponent << 23).to(tl.float32, bitcast=True)
+    nope_tiles, pe_tiles = (), ()
     for i in tl.static_range(CHUNKS):
-        for j in tl.static_range(PARTS):
-            x = query_piece(p_nope, m_row, i * c.CHUNK, c.CHUNK, c.WORDS_V, PARTS, j, c) * inverse[None, :]
-            nope = nope + factors(x, c.BF16, c.TWO)
-    for j in tl.static_range(PARTS_R):
-        x = query_piece(p_pe, m_row, 0, c.BLOCK_R, c.WORDS_R, PARTS_R, j, c) * inverse[None, :]
-        pe = pe + factors(x, c.BF16_R, c.TWO_R)
-    return nope, pe, factor
+        for j in tl.static_range(PACK):
+            x = (
+                load_query_chunk(p_nope, m_row, i * cfg.CHUNK, cfg.CHUNK, cfg.PACKED_V, PACK, j, cfg)
+                * inv_q_scale[None, :]
+            )
+            nope_tiles = nope_tiles + to_query_operands(x, cfg.BF16, cfg.TWO_TERM_Q)
+    for j in tl.static_range(PACK_PE):
+        x = load_query_chunk(p_pe, m_row, 0, cfg.BLOCK_PE, cfg.PACKED_PE, PACK_PE, j, cfg) * inv_q_scale[None, :]
+        pe_tiles = pe_tiles + to_query_operands(x, cfg.BF16_PE, cfg.TWO_TERM_Q_PE)
+    return nope_tiles, pe_tiles, q_scale
 
 
 @triton.jit
-def product(words, q, FIRST: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr, s, HAS_S: tl.constexpr,
-            c: tl.constexpr):  # fmt: skip
-    """(s +) the products of a tile of keys and its query tiles, those from FIRST on: fp32 [TILE, ROWS]."""
-    k = (words,)
-    if PARTS > 1:
-        k = unpack(words, c)
-    EACH: tl.constexpr = 2 if TWO else 1
-    for j in tl.static_range(PARTS * EACH):
-        if HAS_S or j > 0:
-            s = tl.dot(k[j // EACH], q[FIRST * EACH + j], acc=s)
+def accumulate_qk(packed, q, FIRST_PACKED: tl.constexpr, TWO_TERM_Q: tl.constexpr, PACK: tl.constexpr, s,
+                  ACCUMULATE: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+    """Returns (s +) K Q for a packed key tile and its query tiles, from FIRST_PACKED on: fp32 [BLOCK_N, BLOCK_M]."""
+    k = (packed,)
+    if PACK > 1:
+        k = dequant_packed(packed, cfg)
+    TERMS: tl.constexpr = 2 if TWO_TERM_Q else 1
+    for j in tl.static_range(PACK * TERMS):
+        if ACCUMULATE or j > 0:
+            s = tl.dot(k[j // TERMS], q[FIRST_PACKED * TERMS + j], acc=s)
         else:
-            s = tl.dot(k[0], q[FIRST * EACH])
+            s = tl.dot(k[0], q[FIRST_PACKED * TERMS])
     return s
 
 
 @triton.jit
-def scores(fetched, rotary, scales, q_nope, q_pe, scale, CKV, KPE, BOX_C, BOX_P, page, t, n, sc_p, sc_s, sp_p, sp_s,
-           FETCHED: tl.constexpr, MASKED: tl.constexpr, c: tl.constexpr):  # fmt: skip
-    """(unmasked scores of tile t in units of log2 [TILE, ROWS], the tile's words), FETCHED before or loaded here.
+def compute_scores(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids,
+                   n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, PREFETCHED: tl.constexpr,
+                   MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+    """Returns (unmasked scores of n_block in units of log2 [BLOCK_N, BLOCK_M], its packed codes), PREFETCHED or loaded
+    here.
 
-    Each chunk is loaded where it is multiplied: that is where its words move to registers.
+    Each chunk is loaded where it is multiplied: that is where its packed codes move to registers.
     """
-    CHUNKS: tl.constexpr = c.CHUNKS
-    pe = rotary
-    if not FETCHED:
-        pe = load_rotary(KPE, BOX_P, page, t, n, sp_p, sp_s, MASKED, c)
-    s = product(pe, q_pe, 0, c.TWO_R, c.PARTS_R, None, False, c)
-    words = ()
+    CHUNKS: tl.constexpr = cfg.CHUNKS
+    k_pe_block = k_pe
+    if not PREFETCHED:
+        k_pe_block = load_k_pe_block(KPE, KPE_MAP, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, MASKED, cfg)
+    s = accumulate_qk(k_pe_block, q_pe, 0, cfg.TWO_TERM_Q_PE, cfg.PACK_PE, None, False, cfg)
+    packed = ()
     for i in tl.static_range(CHUNKS):
-        if FETCHED:
-            w = fetched[i]
+        if PREFETCHED:
+            packed_chunk = prefetched_ckv[i]
         else:
-            w = load_chunk(CKV, BOX_C, page, t, n, sc_p, sc_s, i, MASKED, c)
-        words = words + (w,)
-        if c.GROUP_SCALES:
-            s += product(w, q_nope, i * c.PARTS, c.TWO, c.PARTS, None, False, c) * scales[i][:, None]
+            packed_chunk = load_latent_chunk(
+                CKV, CKV_MAP, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, i, MASKED, cfg
+            )
+        packed = packed + (packed_chunk,)
+        if cfg.GROUP_SCALES:
+            s += (
+                accumulate_qk(packed_chunk, q_nope, i * cfg.PACK, cfg.TWO_TERM_Q, cfg.PACK, None, False, cfg)
+                * group_scales[i][:, None]
+            )
         else:
-            s = product(w, q_nope, i * c.PARTS, c.TWO, c.PARTS, s, True, c)
-    return s * scale[None, :], words
+            s = accumulate_qk(packed_chunk, q_nope, i * cfg.PACK, cfg.TWO_TERM_Q, cfg.PACK, s, True, cfg)
+    return s * scale[None, :], packed
 
 
 @triton.jit
-def add_values(acc, old, words, probs, ratios, CKV, page, t, n, sc_p, sc_s, MASKED: tl.constexpr, c: tl.constexpr):
-    """acc * old + the tile's values, transposed, times probs [TILE, ROWS]. ratios: of each chunk's scale, or none.
+def accumulate_pv(
+    acc_o, rescale, packed, p, group_ratios, CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s,
+    MASKED: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """Returns acc_o * rescale + Vᵀ P, p [BLOCK_N, BLOCK_M]. group_ratios: of each chunk's scale, or empty.
 
-    A masked tile's values are read once more, without stale rows (0 × NaN is NaN), each only when its turn comes: held
-    since they were keys, they would cost registers that all tiles would have to do without.
+    A MASKED block's V is loaded again chunk by chunk, without invalid rows (0 × NaN is NaN): kept since QK, it would
+    cost registers in every iteration.
     """
-    CHUNKS: tl.constexpr = c.CHUNKS
-    PARTS: tl.constexpr = c.PARTS
+    CHUNKS: tl.constexpr = cfg.CHUNKS
+    PACK: tl.constexpr = cfg.PACK
     out = ()
     for i in tl.static_range(CHUNKS):
-        w = words[i]
+        packed_chunk = packed[i]
         if MASKED:
-            w = load_words(CKV, page, t, n, sc_p, sc_s, c.C_STEP, i * c.CHUNK, c.CHUNK, c.WORDS_V, True, c)
-        v = unpack(tl.trans(w), c)
-        p = probs
-        if c.GROUP_SCALES:
-            p = probs * ratios[i][:, None]
-        for j in tl.static_range(PARTS):
-            out = out + (tl.dot(v[j], p.to(v[j].dtype), acc=acc[i * c.PARTS + j] * old[None, :]),)
+            packed_chunk = load_packed_block(
+                CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, cfg.CKV_STRIDE_UNIT, i * cfg.CHUNK,
+                cfg.CHUNK, cfg.PACKED_V, True, cfg,
+            )  # fmt: skip
+        v = dequant_packed(tl.trans(packed_chunk), cfg)
+        scaled_p = p
+        if cfg.GROUP_SCALES:
+            scaled_p = p * group_ratios[i][:, None]
+        for j in tl.static_range(PACK):
+            out = out + (tl.dot(v[j], scaled_p.to(v[j].dtype), acc=acc_o[i * cfg.PACK + j] * rescale[None, :]),)
     return out
 
 
 @triton.jit
-def value_scale(scales, c: tl.constexpr):
-    """(each token's largest group scale [TILE], its reciprocal, the ratios of its groups' scales to it)."""
-    CHUNKS: tl.constexpr = c.CHUNKS
-    top = tl.full([c.TILE], MIN_SCALE, tl.float32)
+def value_scale_and_group_ratios(group_scales, cfg: tl.constexpr):
+    """Returns (each token's largest group scale [BLOCK_N], its reciprocal, the ratios of its group scales to it)."""
+    CHUNKS: tl.constexpr = cfg.CHUNKS
+    max_scale = tl.full([cfg.BLOCK_N], MIN_SCALE, tl.float32)
     for i in tl.static_range(CHUNKS):
-        top = tl.maximum(top, tl.abs(scales[i]))
-    inverse = 1.0 / top
-    ratios = ()
+        max_scale = tl.maximum(max_scale, tl.abs(group_scales[i]))
+    inv_scale = 1.0 / max_scale
+    group_ratios = ()
     for i in tl.static_range(CHUNKS):
-        ratios = ratios + (scales[i] * inverse,)
-    return top, inverse, ratios
+        group_ratios = group_ratios + (group_scales[i] * inv_scale,)
+    return max_scale, inv_scale, group_ratios
 
 
 @triton.jit
-def hide(s, t, n, rows, r0, c: tl.constexpr):
-    """Scores of tile t with −inf where a query row does not see a key."""
-    o_n = t * c.TILE + tl.arange(0, c.TILE)
-    position = n - rows + (r0 + tl.arange(0, c.ROWS)) // c.GROUP
-    return tl.where((o_n < n)[:, None] & (o_n[:, None] <= position[None, :]), s, float("-inf"))
+def apply_mask(s, n_block, num_keys, num_q_rows, row_begin, cfg: tl.constexpr):
+    """Returns the scores of n_block with −inf where a query row does not see a key."""
+    o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
+    q_position = num_keys - num_q_rows + (row_begin + tl.arange(0, cfg.BLOCK_M)) // cfg.GROUP
+    return tl.where((o_n < num_keys)[:, None] & (o_n[:, None] <= q_position[None, :]), s, float("-inf"))
 
 
 @triton.jit
-def take_values(s, words, scales, m, l, acc, CKV, page, t, n, sc_p, sc_s, MASKED: tl.constexpr, c: tl.constexpr):
-    """One step of the running softmax, over the scores of tile t."""
-    ratios = ()
-    if c.GROUP_SCALES:
-        # The token's largest scale joins the exponent, so that the probabilities that meet the codes lie in [0, 1].
-        top, inverse, ratios = value_scale(scales, c)
-        s += tl.log2(top)[:, None]
-    m_new = tl.maximum(m, tl.max(s, 0))
-    base = tl.where(m_new == float("-inf"), 0.0, m_new)
-    old = tl.exp2(m - base)
-    probs = tl.exp2(s - base[None, :])
-    if c.GROUP_SCALES:
-        l = l * old[None, :] + probs * inverse[:, None]
+def softmax_and_pv_step(
+    s, packed, group_scales, row_max, row_sum, acc_o, CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s,
+    MASKED: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """Returns (row_max, row_sum, acc_o) after the scores of one key block: online softmax, rescale, PV."""
+    group_ratios = ()
+    if cfg.GROUP_SCALES:
+        # The token's largest scale joins the exponent, so that the P that multiplies codes lies in [0, 1].
+        max_scale, inv_scale, group_ratios = value_scale_and_group_ratios(group_scales, cfg)
+        s += tl.log2(max_scale)[:, None]
+    # Online softmax
+    row_max_new = tl.maximum(row_max, tl.max(s, 0))
+    safe_max = tl.where(row_max_new == float("-inf"), 0.0, row_max_new)
+    rescale = tl.exp2(row_max - safe_max)
+    p = tl.exp2(s - safe_max[None, :])
+    if cfg.GROUP_SCALES:
+        row_sum = row_sum * rescale[None, :] + p * inv_scale[:, None]
     else:
-        l = l * old[None, :] + probs
-    return m_new, l, add_values(acc, old, words, probs, ratios, CKV, page, t, n, sc_p, sc_s, MASKED, c)
+        row_sum = row_sum * rescale[None, :] + p
+    return (
+        row_max_new,
+        row_sum,
+        accumulate_pv(
+            acc_o, rescale, packed, p, group_ratios, CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s,
+            MASKED, cfg,
+        ),
+    )  # fmt: skip
 
 
 @triton.jit
-def attend(CKV, KPE, BOX_C, BOX_P, SCALES, table, q_nope, q_pe, scale, t0, t1, n, rows, r0, sc_p, sc_s, sp_p, sp_s,
-           ss_p, ss_s, c: tl.constexpr):  # fmt: skip
-    """Attend tiles [t0, t1) of a segment: (running maximum, sum, CHUNKS * PARTS accumulators [CHUNK, ROWS])."""
-    PIECES: tl.constexpr = c.CHUNKS * c.PARTS
-    m = tl.full([c.ROWS], float("-inf"), tl.float32)
-    l = tl.full([c.TILE, c.ROWS], 0.0, tl.float32)  # summed over keys only at the end
-    acc = ()
-    for _ in tl.static_range(PIECES):
-        acc = acc + (tl.full([c.CHUNK, c.ROWS], 0.0, tl.float32),)
-    # Tiles [t0, u1) are seen whole by every row; the others need masks.
-    u1 = tl.maximum(tl.minimum(t1, tl.maximum(n - rows + 1, 0) // c.TILE), t0)
-    # Page ids are read one step ahead of their tiles, and stored scales in the middle of the step before, so that no
-    # load waits for its own address. The depth of the pipeline is the launch's num_stages; see `attend` of decode.
-    page = page_of(table, t0, n, c)
-    scales = load_scales(SCALES, page, t0, n, ss_p, ss_s, c)
-    fetched, pe = (), page
-    if c.FETCH:
-        fetched, pe = load_row(CKV, KPE, page, t0, n, sc_p, sc_s, sp_p, sp_s, c)
-    for t in tl.range(t0, u1):
-        ahead = page_of(table, t + 1, n, c)
-        s, words = scores(fetched, pe, scales, q_nope, q_pe, scale, CKV, KPE, BOX_C, BOX_P, page, t, n, sc_p, sc_s,
-                          sp_p, sp_s, c.FETCH, False, c)  # fmt: skip
-        scales_ahead = load_scales(SCALES, ahead, t + 1, n, ss_p, ss_s, c)
-        if c.FETCH:
-            fetched, pe = load_row(CKV, KPE, ahead, t + 1, n, sc_p, sc_s, sp_p, sp_s, c)
-        m, l, acc = take_values(s, words, scales, m, l, acc, CKV, page, t, n, sc_p, sc_s, False, c)
-        page, scales = ahead, scales_ahead
-    for t in tl.range(u1, t1, num_stages=1):
-        here = page_of(table, t, n, c)
-        scales_here = load_scales(SCALES, here, t, n, ss_p, ss_s, c)
-        s, words = scores((), here, scales_here, q_nope, q_pe, scale, CKV, KPE, BOX_C, BOX_P, here, t, n, sc_p, sc_s,
-                          sp_p, sp_s, False, True, c)  # fmt: skip
-        s = hide(s, t, n, rows, r0, c)
-        m, l, acc = take_values(s, words, scales_here, m, l, acc, CKV, here, t, n, sc_p, sc_s, True, c)
-    return m, tl.sum(l, 0), acc
+def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, p_page_ids, q_nope, q_pe, scale, n_block_begin, n_block_end, num_keys,
+             num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p,
+             stride_scales_s, cfg: tl.constexpr):  # fmt: skip
+    """Returns (row_max, row_sum, CHUNKS * PACK tiles acc_o [CHUNK, BLOCK_M]) over [n_block_begin, n_block_end)."""
+    NUM_ACC_TILES: tl.constexpr = cfg.CHUNKS * cfg.PACK
+    row_max = tl.full([cfg.BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, tl.float32)  # summed over keys only at the end
+    acc_o = ()
+    for _ in tl.static_range(NUM_ACC_TILES):
+        acc_o = acc_o + (tl.full([cfg.CHUNK, cfg.BLOCK_M], 0.0, tl.float32),)
+    # Key blocks [n_block_begin, unmasked_end) are fully visible to every row; the others need a mask.
+    unmasked_end = tl.maximum(
+        tl.minimum(n_block_end, tl.maximum(num_keys - num_q_rows + 1, 0) // cfg.BLOCK_N), n_block_begin
+    )
+    # Page ids are loaded one iteration ahead, and stored scales in the middle of the iteration before, so that no
+    # load waits for its own address. The depth of the pipeline is the launch's num_stages; see `mainloop` of decode.
+    page_ids = load_page_ids(p_page_ids, n_block_begin, num_keys, cfg)
+    group_scales = load_group_scales(SCALES, page_ids, n_block_begin, num_keys, stride_scales_p, stride_scales_s, cfg)
+    prefetched_ckv, k_pe = (), page_ids
+    if cfg.REGISTER_PREFETCH:
+        prefetched_ckv, k_pe = load_latent_and_k_pe(
+            CKV, KPE, page_ids, n_block_begin, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg
+        )
+    # Unmasked key blocks: QK, prefetch, online softmax, PV
+    for n_block in tl.range(n_block_begin, unmasked_end):
+        next_page_ids = load_page_ids(p_page_ids, n_block + 1, num_keys, cfg)
+        s, packed = compute_scores(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP,
+                                   page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s,
+                                   cfg.REGISTER_PREFETCH, False, cfg)  # fmt: skip
+        next_group_scales = load_group_scales(
+            SCALES, next_page_ids, n_block + 1, num_keys, stride_scales_p, stride_scales_s, cfg
+        )
+        if cfg.REGISTER_PREFETCH:
+            prefetched_ckv, k_pe = load_latent_and_k_pe(
+                CKV, KPE, next_page_ids, n_block + 1, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s,
+                cfg,
+            )  # fmt: skip
+        row_max, row_sum, acc_o = softmax_and_pv_step(
+            s, packed, group_scales, row_max, row_sum, acc_o, CKV, page_ids, n_block, num_keys, stride_ckv_p,
+            stride_ckv_s, False, cfg,
+        )  # fmt: skip
+        page_ids, group_scales = next_page_ids, next_group_scales
+    # Masked key blocks, unpipelined
+    for n_block in tl.range(unmasked_end, n_block_end, num_stages=1):
+        page_ids_here = load_page_ids(p_page_ids, n_block, num_keys, cfg)
+        group_scales_here = load_group_scales(
+            SCALES, page_ids_here, n_block, num_keys, stride_scales_p, stride_scales_s, cfg
+        )
+        s, packed = compute_scores((), page_ids_here, group_scales_here, q_nope, q_pe, scale, CKV, KPE, CKV_MAP,
+                                   KPE_MAP, page_ids_here, n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p,
+                                   stride_kpe_s, False, True, cfg)  # fmt: skip
+        s = apply_mask(s, n_block, num_keys, num_q_rows, row_begin, cfg)
+        row_max, row_sum, acc_o = softmax_and_pv_step(
+            s, packed, group_scales_here, row_max, row_sum, acc_o, CKV, page_ids_here, n_block, num_keys, stride_ckv_p,
+            stride_ckv_s, True, cfg,
+        )  # fmt: skip
+    return row_max, tl.sum(row_sum, 0), acc_o
 
 
 @triton.jit
-def store_rows(OUT, acc, factor, tokens, heads, m_row, so_t, so_h, c: tl.constexpr):
-    """Write acc × factor to `out`."""
-    CHUNKS: tl.constexpr = c.CHUNKS
-    PARTS: tl.constexpr = c.PARTS
+def store_output(OUT, acc_o, acc_scale, tokens, heads, m_row, stride_out_t, stride_out_h, cfg: tl.constexpr):
+    """Stores acc_o × acc_scale to OUT."""
+    CHUNKS: tl.constexpr = cfg.CHUNKS
+    PACK: tl.constexpr = cfg.PACK
     for i in tl.static_range(CHUNKS):
-        o_w = i * c.CHUNK + tl.arange(0, c.CHUNK)
-        mask = (o_w < c.WORDS_V)[:, None] & m_row[None, :]
-        for j in tl.static_range(PARTS):
-            p_out = OUT + (tokens * so_t + heads * so_h)[None, :] + (c.PARTS * o_w + j)[:, None]
-            tl.store(p_out, output(acc[i * c.PARTS + j] * factor[None, :], OUT, c), mask=mask)
+        o_w = i * cfg.CHUNK + tl.arange(0, cfg.CHUNK)
+        mask = (o_w < cfg.PACKED_V)[:, None] & m_row[None, :]
+        for j in tl.static_range(PACK):
+            p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[None, :] + (cfg.PACK * o_w + j)[:, None]
+            tl.store(p_out, cast_output(acc_o[i * cfg.PACK + j] * acc_scale[None, :], OUT, cfg), mask=mask)
 
 
 @triton.jit
-def store_part(PART, slot, m, l, acc, m_row, c: tl.constexpr):
-    """Write a cut segment's state as decode's merge reads it: part j's words, then the next part's, then m and l."""
-    CHUNKS: tl.constexpr = c.CHUNKS
-    PARTS: tl.constexpr = c.PARTS
-    p_row = PART + (slot.to(tl.int64) * c.PART_ROWS + tl.arange(0, c.ROWS)) * c.PART_COLUMNS
+def store_partial(SPLIT_WORKSPACE, split_slot, row_max, row_sum, acc_o, m_row, cfg: tl.constexpr):
+    """Stores a split's softmax state in decode's layout: the columns of tile j, j + 1, …, then row_max and row_sum."""
+    CHUNKS: tl.constexpr = cfg.CHUNKS
+    PACK: tl.constexpr = cfg.PACK
+    p_row = (
+        SPLIT_WORKSPACE + (split_slot.to(tl.int64) * cfg.PARTIAL_ROWS + tl.arange(0, cfg.BLOCK_M)) * cfg.PARTIAL_COLUMNS
+    )
     for i in tl.static_range(CHUNKS):
-        o_w = i * c.CHUNK + tl.arange(0, c.CHUNK)
-        mask = (o_w < c.BLOCK_DV)[:, None] & m_row[None, :]
-        for j in tl.static_range(PARTS):
-            tl.store(p_row[None, :] + (j * c.BLOCK_DV + o_w)[:, None], acc[i * c.PARTS + j], mask=mask)
-    tl.store(p_row + c.PART_COLUMNS - 2, m, mask=m_row)
-    tl.store(p_row + c.PART_COLUMNS - 1, l, mask=m_row)
+        o_w = i * cfg.CHUNK + tl.arange(0, cfg.CHUNK)
+        mask = (o_w < cfg.BLOCK_DV)[:, None] & m_row[None, :]
+        for j in tl.static_range(PACK):
+            tl.store(p_row[None, :] + (j * cfg.BLOCK_DV + o_w)[:, None], acc_o[i * cfg.PACK + j], mask=mask)
+    tl.store(p_row + cfg.PARTIAL_COLUMNS - 2, row_max, mask=m_row)
+    tl.store(p_row + cfg.PARTIAL_COLUMNS - 1, row_sum, mask=m_row)
 
 
 @triton.jit
 def mla_decode_kernel(
-    QN, QP, CKV, KPE, BOX_C, BOX_P, SCALES, TABLE, LENS, CU, OUT, LSE, PART,
-    softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T,
-    B, T, slots, sn_t, sn_h, sr_t, sr_h, sc_p, sc_s, sp_p, sp_s, ss_p, ss_s, st_b, so_t, so_h, sl_t, sl_h,
-    c: tl.constexpr,
+    Q_NOPE, Q_PE, CKV, KPE, CKV_MAP, KPE_MAP, SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
+    softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
+    B, T, max_splits, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h, stride_ckv_p, stride_ckv_s,
+    stride_kpe_p, stride_kpe_s, stride_scales_p, stride_scales_s, stride_table_b, stride_out_t, stride_out_h,
+    stride_lse_t, stride_lse_h,
+    cfg: tl.constexpr,
 ):  # fmt: skip
-    """Attend one share of all tiles for one block of heads. See the module's docstring and `parts/shares`."""
-    p = tl.program_id(0)
+    """Attends to one program's range of key blocks for one block of heads. See the module's docstring."""
+    i_program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    META = meta_of(PART, num_programs, c)
-    if c.PIECE == 0:
-        tl.store(META + p * META_FIELDS, 0)
-    if c.RAGGED:
-        zero_padding(OUT, LSE, tl.load(CU + B).to(tl.int32), T, p, num_programs, so_t, so_h, sl_t, sl_h, c)
-    x, end, per = share(LENS, CU, B, p // c.HEADS, num_programs // c.HEADS, c)
-    h = p % c.HEADS
-    if x < end:
-        b, base = locate(LENS, CU, B, x, c)
-        scale_kv = scalar(kv_scale, KV_T, 0, c.V_T)
-        score_scale = scalar(softmax_scale, SOFTMAX_T, 0, c.SOFTMAX_T) * LOG2E * scale_kv
-        value_factor = scale_kv * scalar(out_scale, OUT_T, 0, c.OUT_T)
-        request = request_tiles(LENS, CU, b, True, c)
-        if c.PIECE > 0:
-            x += to_next_piece(x - base, request.tiles, c)
-        while x < end:
-            while x - base >= request.tiles * request.segments:
-                base += request.tiles * request.segments
-                b += 1
-                request = request_tiles(LENS, CU, b, True, c)
-            segment = (x - base) // request.tiles
-            t0 = (x - base) % request.tiles
-            t1 = tl.minimum(t0 + (end - x if c.PIECE == 0 else piece_tiles(request.tiles, c)), request.tiles)
-            tokens, heads, m_row = row_places(segment, h, request.q0, request.rows, c)
-            q_nope, q_pe, row_scale = load_query(QN, QP, tokens, heads, m_row, sn_t, sn_h, sr_t, sr_h, c)
-            m, l, acc = attend(
-                CKV, KPE, BOX_C, BOX_P, SCALES, TABLE + b.to(tl.int64) * st_b, q_nope, q_pe, score_scale * row_scale,
-                t0, t1, request.keys, request.rows, segment * c.ROWS, sc_p, sc_s, sp_p, sp_s, ss_p, ss_s, c,
+    SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_programs, cfg)
+    if cfg.SPLIT_BLOCKS == 0:
+        tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS, 0)
+    if cfg.VARLEN_Q:
+        zero_padding_rows(
+            OUT, LSE, tl.load(CU_SEQLENS_Q + B).to(tl.int32), T, i_program, num_programs, stride_out_t, stride_out_h,
+            stride_lse_t, stride_lse_h, cfg,
+        )  # fmt: skip
+    # Range of key blocks of this program
+    block, block_end, blocks_per_range = find_program_block_range(
+        SEQ_LENS, CU_SEQLENS_Q, B, i_program // cfg.HEADS, num_programs // cfg.HEADS, cfg
+    )
+    h = i_program % cfg.HEADS
+    if block < block_end:
+        i_request, n_block_base = find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
+        kv_scale_value = load_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
+        score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E * kv_scale_value
+        value_scale = kv_scale_value * load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
+        request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
+        if cfg.SPLIT_BLOCKS > 0:
+            block += blocks_to_next_split(block - n_block_base, request.num_n_blocks, cfg)
+        while block < block_end:
+            while block - n_block_base >= request.num_n_blocks * request.num_m_blocks:
+                n_block_base += request.num_n_blocks * request.num_m_blocks
+                i_request += 1
+                request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
+            m_block = (block - n_block_base) // request.num_n_blocks
+            n_block_begin = (block - n_block_base) % request.num_n_blocks
+            n_block_end = tl.minimum(
+                n_block_begin
+                + (block_end - block if cfg.SPLIT_BLOCKS == 0 else blocks_per_split(request.num_n_blocks, cfg)),
+                request.num_n_blocks,
+            )
+            # Load Q
+            tokens, heads, m_row = token_and_head_of_q_rows(m_block, h, request.q_begin, request.num_q_rows, cfg)
+            q_nope, q_pe, q_scale = load_query_tiles(
+                Q_NOPE, Q_PE, tokens, heads, m_row, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h, cfg
+            )
+            row_max, row_sum, acc_o = mainloop(
+                CKV, KPE, CKV_MAP, KPE_MAP, SCALES, PAGE_TABLE + i_request.to(tl.int64) * stride_table_b, q_nope, q_pe,
+                score_scale * q_scale,
+                n_block_begin, n_block_end, request.num_keys, request.num_q_rows, m_block * cfg.BLOCK_M, stride_ckv_p,
+                stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p, stride_scales_s, cfg,
             )  # fmt: skip
-            if t1 - t0 == request.tiles:
-                factor, lse = finish(m, l, value_factor, None, heads, m_row, c)
-                store_rows(OUT, acc, factor, tokens, heads, m_row, so_t, so_h, c)
-                if c.HAS_LSE:
-                    tl.store(LSE + tokens * sl_t + heads * sl_h, lse, mask=m_row)
+            # Epilogue: a whole work tile goes to OUT, a split to the workspace
+            if n_block_end - n_block_begin == request.num_n_blocks:
+                acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale, None, heads, m_row, cfg)
+                store_output(OUT, acc_o, acc_scale, tokens, heads, m_row, stride_out_t, stride_out_h, cfg)
+                if cfg.HAS_LSE:
+                    tl.store(LSE + tokens * stride_lse_t + heads * stride_lse_h, lse, mask=m_row)
             else:
-                slot = 2 * p
-                if c.PIECE > 0:
-                    slot = (first_segment(b, request.q0, c) + segment) * slots + t0 // piece_tiles(request.tiles, c)
-                    slot = slot * c.HEADS + h
-                elif t0 == 0:
-                    slot += 1
-                    pieces = (base + (segment + 1) * request.tiles - 1) // per - p // c.HEADS + 1
-                    tl.store(META + p * META_FIELDS, pieces)
-                    tl.store(META + p * META_FIELDS + 1, request.q0)
-                    tl.store(META + p * META_FIELDS + 2, request.rows)
-                    tl.store(META + p * META_FIELDS + 3, segment)
-                store_part(PART, slot, m, l, acc, m_row, c)
-            x += t1 - t0
+                split_slot = 2 * i_program
+                if cfg.SPLIT_BLOCKS > 0:
+                    split_slot = (
+                        first_work_tile_index(i_request, request.q_begin, cfg) + m_block
+                    ) * max_splits + n_block_begin // blocks_per_split(request.num_n_blocks, cfg)
+                    split_slot = split_slot * cfg.HEADS + h
+                elif n_block_begin == 0:
+                    split_slot += 1
+                    num_splits = (
+                        (n_block_base + (m_block + 1) * request.num_n_blocks - 1) // blocks_per_range
+                        - i_program // cfg.HEADS
+                        + 1
+                    )
+                    tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS, num_splits)
+                    tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 1, request.q_begin)
+                    tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 2, request.num_q_rows)
+                    tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 3, m_block)
+                store_partial(SPLIT_WORKSPACE, split_slot, row_max, row_sum, acc_o, m_row, cfg)
+            block += n_block_end - n_block_begin

@@ -1,4 +1,4 @@
-"""MLA prefill in Triton, stage by stage."""
+"""MLA prefill in Triton, in stages."""
 
 from .entry import bind, configure, run, why_not
 

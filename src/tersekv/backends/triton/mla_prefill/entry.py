@@ -1,6 +1,5 @@
 """MLA prefill in stages: rotate, norm and store the new tokens; then for each chunk gather and quantise its latents,
-up-project them, attend. One chunk's scratch is used by all of them.
-"""
+up-project them, attend. All chunks use one workspace."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ...host import launch
-from ...host.bind import Bound, Instead, Launches, Scratch, Template
-from . import attention, gather, prepare, project
-from .tune import Choice, choose
+from ...host.bind import BoundLaunches, HostAction, KernelLaunch, LaunchSequence, Workspace
+from . import attention, blockwise_gemm, gather_latents, rope_norm_store
+from .config import MLAPrefillConfig, choose_mla_prefill_config
 
 _MAX_HEAD_DIM, _MAX_ROPE, _MAX_RANK = 256, 128, 4096
-MOST_KEPT = 8 << 20  # bytes of scratch that are kept for the next call: an allocation takes the host 2 µs
+MAX_CACHED_WORKSPACE = 8 << 20  # bytes of workspace kept for the next call: an allocation takes the host 2 µs
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -36,52 +35,58 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 class Config(NamedTuple):
-    choice: Choice
-    launches: Launches | Instead
+    choice: MLAPrefillConfig
+    launches: LaunchSequence | HostAction
 
 
 def configure(f: SimpleNamespace) -> Config:
-    choice = choose(f)
-    return Config(choice, launches(f, choice))
+    choice = choose_mla_prefill_config(f)
+    return Config(choice, make_launches(f, choice))
 
 
-def attends(f: SimpleNamespace) -> bool:
-    """Whether there are both keys and queries; without, a call rotates, norms and stores, and its outputs are empty."""
+def has_keys_and_queries(f: SimpleNamespace) -> bool:
+    """Whether there are both keys and queries; if not, a call rotates, norms and stores, and its outputs are empty."""
     return any(f.buffer_lengths) and f.max_q_len > 0 and f.cache_lens.shape[0] > 0
 
 
-def launches(f: SimpleNamespace, choice: Choice) -> Launches | Instead:
+def make_launches(f: SimpleNamespace, choice: MLAPrefillConfig) -> LaunchSequence | HostAction:
     if f.q.shape[0] == 0:
-        return Instead(_take_lengths)
-    first = prepare.prepared(f, choice.native_casts, ends=not attends(f))
-    if f.q.shape[1] == 0 or not attends(f):
-        return Launches(first)
-    chunks, most = chunks_of(f)
-    templates: list[Template] = []
-    for i, (chunk, rows) in enumerate(chunks):
-        templates += (
-            gather.prepared(f, chunk, rows, most, choice.native_casts),
-            project.prepared(f, rows, most, choice.product, choice.native_fp8),
-            attention.prepared(f, chunk, rows, i > 0, i + 1 < len(chunks), choice.attention),
+        return HostAction(_copy_seq_lens)
+    rope_norm_store_launch = rope_norm_store.make_rope_norm_store_launch(
+        f, choice.native_casts, no_keys=not has_keys_and_queries(f)
+    )
+    if f.q.shape[1] == 0 or not has_keys_and_queries(f):
+        return LaunchSequence(rope_norm_store_launch)
+    chunks, max_rows = nonempty_chunks(f)
+    kernel_launches: list[KernelLaunch] = []
+    for i, (i_chunk, num_rows) in enumerate(chunks):
+        kernel_launches += (
+            gather_latents.make_gather_launch(f, i_chunk, num_rows, max_rows, choice.native_casts),
+            blockwise_gemm.make_gemm_launch(f, num_rows, max_rows, choice.product, choice.native_fp8),
+            attention.make_attention_launch(f, i_chunk, num_rows, i > 0, i + 1 < len(chunks), choice.attention),
         )
-    return Launches(first, *templates, scratch=Scratch(0, places(f), MOST_KEPT))
+    return LaunchSequence(
+        rope_norm_store_launch, *kernel_launches, workspace=Workspace(0, workspace_tensors(f), MAX_CACHED_WORKSPACE)
+    )
 
 
-def chunks_of(f: SimpleNamespace) -> tuple[list[tuple[int, int]], int]:
-    """(the chunks that are not empty, by their place and their rows; the rows of the longest)"""
-    chunks = [(chunk, rows) for chunk, rows in enumerate(f.buffer_lengths) if rows]
-    return chunks, max(rows for _, rows in chunks)
+def nonempty_chunks(f: SimpleNamespace) -> tuple[list[tuple[int, int]], int]:
+    """Returns ([(index, num_rows) of every chunk that is not empty], num_rows of the longest)."""
+    chunks = [(i_chunk, num_rows) for i_chunk, num_rows in enumerate(f.buffer_lengths) if num_rows]
+    return chunks, max(num_rows for _, num_rows in chunks)
 
 
-def places(f: SimpleNamespace) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
-    """What lies in the scratch, by name; all chunks use the same."""
-    chunks, most = chunks_of(f)
-    found = gather.places(f, most) | {"KV": ((most, f.kv_b_proj.shape[0]), f.q.dtype)}
-    return found | attention.places(f, len(chunks) > 1)
+def workspace_tensors(f: SimpleNamespace) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
+    """Returns the workspace tensors by name; all chunks use the same."""
+    chunks, max_rows = nonempty_chunks(f)
+    tensors = gather_latents.gathered_chunk_workspace(f, max_rows) | {
+        "KV": ((max_rows, f.kv_b_proj.shape[0]), f.q.dtype)
+    }
+    return tensors | attention.chunk_merge_workspace(f, len(chunks) > 1)
 
 
-def _take_lengths(call: Any) -> None:
-    """There are no new tokens."""
+def _copy_seq_lens(call: Any) -> None:
+    """Copies cache_lens to seq_lens_out: there are no new tokens."""
     if call.seq_lens_out is not None:
         call.seq_lens_out.copy_(call.cache_lens)
 
@@ -90,5 +95,5 @@ def run(call: Any, config: Config) -> None:
     config.launches(call)
 
 
-def bind(config: Config, at: dict[str, int]) -> Bound | None:
+def bind(config: Config, at: dict[str, int]) -> BoundLaunches | None:
     return config.launches.bind(at)

@@ -1,1 +1,1 @@
-"""What kernels of several operations share: rows and codes of the write side, tiles of the read side."""
+"""Kernel parts of several operations: quantisation (write side), dequantisation and scheduling (read side)."""

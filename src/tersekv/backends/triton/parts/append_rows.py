@@ -1,182 +1,199 @@
-"""Blocks of rows, as every append writes them: plain rows, rotated keys, and queries; and what their kernels share."""
+"""Blocks of rows as every append stores them: plain rows, rotated keys, and queries; and arguments of the kernels."""
 
 import triton
 import triton.language as tl
 
-from ...host.bind import BYTES, given
-from .quant import cast, store, store_halves, write_codes
-from .rows import (
-    all_asked,
-    cache_offsets,
-    factors,
-    find_angles,
-    join_pairs,
-    locate,
-    offsets,
-    own_rows,
-    read,
-    read_codes,
-    read_cos_sin,
-    read_place,
-    read_position,
-    read_rope_nope,
-    rotate,
-    rotate_rows,
-    split_pairs,
-    take_turn,
-    token_and_head,
-    write,
+from ...host.bind import BYTES, tensor_args
+from .hadamard import scale_and_rotate_rows
+from .packed_quant import load_packed_pairs, quantize_and_store_int4_pairs, quantize_and_store_nvfp4_pairs
+from .quant import quantize_and_store, quantize_and_store_halves, saturating_cast, store_codes
+from .token_rows import (
+    apply_rope,
+    apply_rope_to_rows,
+    cache_row_offsets,
+    cos_sin_row_ptr,
+    deinterleave_pairs,
+    interleave_pairs,
+    load_code_rows,
+    load_cos_sin,
+    load_quant_scales,
+    load_rope_nope_rows,
+    load_rope_position,
+    load_rows,
+    load_token_slot,
+    pdl_launch_or_order_loads,
+    pdl_wait_and_launch,
+    resolve_page_slot,
+    row_offsets,
+    store_rows,
+    token_and_head_of_rows,
+    unique_rows_mask,
 )
-from .turn import row as turned
-from .words import read_words, store_int4_words, store_words
 
-# Where tokens go, of every append.
-PLACES = given(
-    BYTES, p_slots="slot_mapping", p_batch="batch_indices", p_positions="kv_positions", p_indptr="kv_indptr",
-    p_indices="kv_indices",
+# The slots of tokens, of every append.
+TOKEN_SLOT_ARGS = tensor_args(
+    BYTES, p_slot_mapping="slot_mapping", p_batch_indices="batch_indices", p_kv_positions="kv_positions",
+    p_kv_indptr="kv_indptr",
+    p_kv_indices="kv_indices",
 )  # fmt: skip
-# Of appends to K/V caches: what rows are turned by (`turn.row`).
-TURNS = given(
+# Of appends to K/V caches: signs and channel scales (`hadamard.scale_and_rotate_rows`).
+ROTATION_ARGS = tensor_args(
     p_k_signs="k_signs", p_v_signs="v_signs", p_k_channels="k_channel_scale", p_v_channels="v_channel_scale",
 )  # fmt: skip
 # Queries, of every append that rotates.
-QUERIES = given(
+QUERY_ARGS = tensor_args(
     BYTES, p_q_rope="q_rope", p_q_nope="q_nope", p_cos_sin="cos_sin_cache", p_rope_positions="positions",
     p_q_rope_out="q_rope_out", p_q_nope_out="q_nope_out", p_q_scale="q_scale_t",
 )  # fmt: skip
 
 
 @triton.jit
-def append_rows(
-    block, tokens, p_x, strides, p_codes, strides_codes, p_scales, strides_scales, p_scale, scale, places, angles,
-    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
-    PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr, NATIVE: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr,
-    ASM: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr, turn,
+def quantize_and_append_rows(
+    i_block, num_tokens, p_x, strides, p_codes, strides_codes, p_scales, strides_scales, p_scale, scale, slot_args,
+    rope_args,
+    H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, FORMAT: tl.constexpr,
+    SCALE_PER_HEAD: tl.constexpr, SCALE_QUANTIZES: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, PACKED: tl.constexpr,
+    USE_PTX: tl.constexpr, USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr, rotation,
 ):  # fmt: skip
-    """Quantise and write one block of rows [tokens, H, D]; with `angles`, tokens that have no position are dropped.
+    """Quantises and stores one block of rows [tokens, H, D]; with `rope_args`, tokens without a position are skipped.
 
-    turn:  as `turn.row` takes it
+    rotation:  as `hadamard.scale_and_rotate_rows` takes it
 
-    Rows of bytes are codes of an fp8 cache, and are copied.
+    uint8 rows are codes of an fp8 cache, and are copied.
     """
     CODES: tl.constexpr = p_x.dtype.element_ty == tl.uint8
-    token, head = token_and_head(block, tokens, H, ROWS)
-    at_x = offsets(token, head, strides, UNIT // 2 if WORDS else UNIT)
-    take_turn(OVERLAPS, LATE)
+    token, head = token_and_head_of_rows(i_block, num_tokens, H, ROWS)
+    o_x = row_offsets(token, head, strides, STRIDE_UNIT // 2 if PACKED else STRIDE_UNIT)
+    pdl_wait_and_launch(USE_PDL, PDL_LAUNCH_LATE)
     if CODES:
-        x = read_codes(p_x, at_x, D, C)
+        x = load_code_rows(p_x, o_x, D, D_PAD)
     else:
-        x = read_words(p_x, at_x, D, C) if WORDS else read(p_x, at_x, D, C)
-    place = read_place(token, places)
-    if angles[0] is not None:
-        position = read_position(token, angles)
-    all_asked(OVERLAPS, LATE, False)
-    page, entry, written = locate(place, places, PAGE)
-    written = written[:, None]
-    if angles[0] is not None:
-        _, known = find_angles(position, angles)
-        written = written & known
-    at = cache_offsets(page, entry, head, strides_codes, UNIT)
-    at_scales = cache_offsets(page, entry, head, strides_scales, 1)
+        x = load_packed_pairs(p_x, o_x, D, D_PAD) if PACKED else load_rows(p_x, o_x, D, D_PAD)
+    token_slot = load_token_slot(token, slot_args)
+    if rope_args[0] is not None:
+        position = load_rope_position(token, rope_args)
+    pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, False)
+    page, page_slot, m_write = resolve_page_slot(token_slot, slot_args, PAGE)
+    m_write = m_write[:, None]
+    if rope_args[0] is not None:
+        _, has_position = cos_sin_row_ptr(position, rope_args)
+        m_write = m_write & has_position
+    o_codes = cache_row_offsets(page, page_slot, head, strides_codes, STRIDE_UNIT)
+    o_scales = cache_row_offsets(page, page_slot, head, strides_scales, 1)
     if CODES:
-        write_codes(p_codes, at, x, written, D)
+        store_codes(p_codes, o_codes, x, m_write, D)
         return
-    x = turned(x, turn, head, D)
-    multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
+    x = scale_and_rotate_rows(x, rotation, head, D)
+    quant_scale, global_scale = load_quant_scales(p_scale, scale, head, SCALE_PER_HEAD, SCALE_QUANTIZES)
     FP16: tl.constexpr = p_x.dtype.element_ty == tl.float16
-    if WORDS and FORMAT.CODE == "int4":
-        store_int4_words(x, p_codes, p_scales, at, at_scales, written, D, FP16, FORMAT.WIDEN)
-    elif WORDS:
+    if PACKED and FORMAT.CODE == "int4":
+        quantize_and_store_int4_pairs(x, p_codes, p_scales, o_codes, o_scales, m_write, D, FP16, FORMAT.WIDEN)
+    elif PACKED:
         tl.static_assert(FORMAT.CODE == "e2m1", "a code that words are not read for")
-        store_words(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FP16, ASM, WORDS == 2)
+        quantize_and_store_nvfp4_pairs(
+            x, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, D, FP16, USE_PTX, PACKED == 2
+        )
     else:
-        store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FORMAT, NATIVE)
+        quantize_and_store(
+            x, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, D, FORMAT, NATIVE_FP8_CAST
+        )
 
 
 @triton.jit
-def query_rows(
-    block, tokens, p_x, strides, p_out, strides_out, p_scale, scale, places, angles,
-    H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr, KIND: tl.constexpr, ZERO_PADDING: tl.constexpr, QUANTIZES: tl.constexpr,
-    NATIVE: tl.constexpr, UNIT: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr, ORDERED: tl.constexpr,
+def rope_and_cast_queries(
+    i_block, num_tokens, p_x, strides, p_out, strides_out, p_scale, scale, slot_args, rope_args,
+    H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr, QUERY_KIND: tl.constexpr, ZERO_PADDING: tl.constexpr, SCALE_QUANTIZES: tl.constexpr,
+    NATIVE_FP8_CAST: tl.constexpr, STRIDE_UNIT: tl.constexpr, USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr,
+    ORDER_LOADS: tl.constexpr,
 ):  # fmt: skip
-    """One block of query rows: rotated if ROTARY, scaled, cast, written; 0 where the token has no position, and, with
-    ZERO_PADDING, where it is skipped."""
-    token, head = token_and_head(block, tokens, H, ROWS)
-    p_x += offsets(token, head, strides, UNIT)
-    p_out += offsets(token, head, strides_out, UNIT)
-    take_turn(OVERLAPS, LATE)
+    """Rotates (if ROTARY), scales, casts and stores one block of query rows; 0 where the token has no position or, with
+    ZERO_PADDING, no slot."""
+    token, head = token_and_head_of_rows(i_block, num_tokens, H, ROWS)
+    p_x += row_offsets(token, head, strides, STRIDE_UNIT)
+    p_out += row_offsets(token, head, strides_out, STRIDE_UNIT)
+    pdl_wait_and_launch(USE_PDL, PDL_LAUNCH_LATE)
     HALF: tl.constexpr = D // 2
     if not ROTARY:
-        x = read(p_x, 0, D, C)
+        x = load_rows(p_x, 0, D, D_PAD)
         y = x
     elif INTERLEAVED:
-        x, y = split_pairs(read(p_x, 0, D, C))
+        x, y = deinterleave_pairs(load_rows(p_x, 0, D, D_PAD))
     else:
-        x, y = read(p_x, 0, HALF, C // 2), read(p_x, HALF, HALF, C // 2)
-    if angles[0] is not None:
-        position = read_position(token, angles)
+        x, y = load_rows(p_x, 0, HALF, D_PAD // 2), load_rows(p_x, HALF, HALF, D_PAD // 2)
+    if rope_args[0] is not None:
+        position = load_rope_position(token, rope_args)
     if ZERO_PADDING:
-        place, _ = read_place(token, places)
-    all_asked(OVERLAPS, LATE, ORDERED)
-    live = token[:, None] >= 0
-    if angles[0] is not None:
-        p_angles, live = find_angles(position, angles)
+        token_slot, _ = load_token_slot(token, slot_args)
+    pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS)
+    valid = token[:, None] >= 0
+    if rope_args[0] is not None:
+        p_cos_sin_row, valid = cos_sin_row_ptr(position, rope_args)
     if ROTARY:
-        cos, sin = read_cos_sin(p_angles, live, HALF, C // 2)
-        x, y = rotate(x, y, cos, sin)
+        cos, sin = load_cos_sin(p_cos_sin_row, valid, HALF, D_PAD // 2)
+        x, y = apply_rope(x, y, cos, sin)
     if ZERO_PADDING:
-        live = live & (place >= 0)[:, None]  # negative: the caller skips the token
-    multiplier, _ = factors(p_scale, scale, head, False, QUANTIZES)
-    x = cast(tl.where(live, x * multiplier, 0.0), p_out.dtype.element_ty, KIND, NATIVE)
-    y = cast(tl.where(live, y * multiplier, 0.0), p_out.dtype.element_ty, KIND, NATIVE)
-    own = own_rows(block, tokens, H, ROWS)
+        valid = valid & (token_slot >= 0)[:, None]  # negative: the caller skips the token
+    quant_scale, _ = load_quant_scales(p_scale, scale, head, False, SCALE_QUANTIZES)
+    x = saturating_cast(tl.where(valid, x * quant_scale, 0.0), p_out.dtype.element_ty, QUERY_KIND, NATIVE_FP8_CAST)
+    y = saturating_cast(tl.where(valid, y * quant_scale, 0.0), p_out.dtype.element_ty, QUERY_KIND, NATIVE_FP8_CAST)
+    m_unique = unique_rows_mask(i_block, num_tokens, H, ROWS)
     if not ROTARY:
-        write(p_out, x, own, D)
+        store_rows(p_out, x, m_unique, D)
     elif INTERLEAVED:
-        write(p_out, join_pairs(x, y), own, D)
+        store_rows(p_out, interleave_pairs(x, y), m_unique, D)
     else:
-        write(p_out, x, own, HALF)
-        write(p_out + HALF, y, own, HALF)
+        store_rows(p_out, x, m_unique, HALF)
+        store_rows(p_out + HALF, y, m_unique, HALF)
 
 
 @triton.jit
-def key_rows(
-    block, tokens, p_rope, strides_rope, p_nope, strides_nope, p_codes, strides_codes, p_scales, strides_scales,
-    p_scale, scale, places, angles,
-    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD: tl.constexpr, QUANTIZES: tl.constexpr,
-    NATIVE: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr, OVERLAPS: tl.constexpr, LATE: tl.constexpr,
-    ORDERED: tl.constexpr, turn,
+def rope_quantize_and_append_keys(
+    i_block, num_tokens, p_rope, strides_rope, p_nope, strides_nope, p_codes, strides_codes, p_scales, strides_scales,
+    p_scale, scale, slot_args, rope_args,
+    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FORMAT: tl.constexpr, SCALE_PER_HEAD: tl.constexpr, SCALE_QUANTIZES: tl.constexpr,
+    NATIVE_FP8_CAST: tl.constexpr, STRIDE_UNIT: tl.constexpr, SPLIT_HALVES: tl.constexpr, USE_PDL: tl.constexpr,
+    PDL_LAUNCH_LATE: tl.constexpr,
+    ORDER_LOADS: tl.constexpr, rotation,
 ):  # fmt: skip
-    """One block of key rows [rope | nope]: the first part rotated, all quantised and written; dropped where the token
-    has no position.
+    """Rotates the first part of one block of key rows [rope | nope], quantises and stores them; skips tokens without a
+    position.
 
-    turn:  as `turn.row` takes it; rows in HALVES are not turned
+    rotation:  as `hadamard.scale_and_rotate_rows` takes it; not applied to SPLIT_HALVES
     """
-    token, head = token_and_head(block, tokens, H, ROWS)
-    at_rope, at_nope = offsets(token, head, strides_rope, UNIT), offsets(token, head, strides_nope, UNIT)
+    token, head = token_and_head_of_rows(i_block, num_tokens, H, ROWS)
+    o_rope, o_nope = (
+        row_offsets(token, head, strides_rope, STRIDE_UNIT),
+        row_offsets(token, head, strides_nope, STRIDE_UNIT),
+    )
     HALF: tl.constexpr = D // 2
-    take_turn(OVERLAPS, LATE)
-    if HALVES:
-        a, b = read(p_rope, at_rope, HALF, C // 2), read(p_rope + HALF, at_rope, HALF, C // 2)
+    pdl_wait_and_launch(USE_PDL, PDL_LAUNCH_LATE)
+    if SPLIT_HALVES:
+        a, b = load_rows(p_rope, o_rope, HALF, D_PAD // 2), load_rows(p_rope + HALF, o_rope, HALF, D_PAD // 2)
     else:
-        x = read_rope_nope(p_rope, at_rope, p_nope, at_nope, R, D, C)
-    position, place = read_position(token, angles), read_place(token, places)
-    all_asked(OVERLAPS, LATE, ORDERED)
-    p_angles, known = find_angles(position, angles)
-    if HALVES:
-        cos, sin = read_cos_sin(p_angles, known, HALF, C // 2)
-        a, b = rotate(a, b, cos, sin)
+        x = load_rope_nope_rows(p_rope, o_rope, p_nope, o_nope, R, D, D_PAD)
+    position, token_slot = load_rope_position(token, rope_args), load_token_slot(token, slot_args)
+    pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS)
+    p_cos_sin_row, has_position = cos_sin_row_ptr(position, rope_args)
+    if SPLIT_HALVES:
+        cos, sin = load_cos_sin(p_cos_sin_row, has_position, HALF, D_PAD // 2)
+        a, b = apply_rope(a, b, cos, sin)
     else:
-        x = rotate_rows(x, p_rope, at_rope, p_angles, known, R, C, INTERLEAVED)
-        x = turned(x, turn, head, D)
-    page, entry, written = locate(place, places, PAGE)
-    multiplier, global_scale = factors(p_scale, scale, head, PER_HEAD, QUANTIZES)
-    at = cache_offsets(page, entry, head, strides_codes, UNIT)
-    at_scales = cache_offsets(page, entry, head, strides_scales, 1)
-    written = written[:, None] & known
-    if HALVES:
-        store_halves(a, b, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, HALF, FORMAT, NATIVE)
+        x = apply_rope_to_rows(x, p_rope, o_rope, p_cos_sin_row, has_position, R, D_PAD, INTERLEAVED)
+        x = scale_and_rotate_rows(x, rotation, head, D)
+    page, page_slot, m_write = resolve_page_slot(token_slot, slot_args, PAGE)
+    quant_scale, global_scale = load_quant_scales(p_scale, scale, head, SCALE_PER_HEAD, SCALE_QUANTIZES)
+    o_codes = cache_row_offsets(page, page_slot, head, strides_codes, STRIDE_UNIT)
+    o_scales = cache_row_offsets(page, page_slot, head, strides_scales, 1)
+    m_write = m_write[:, None] & has_position
+    if SPLIT_HALVES:
+        quantize_and_store_halves(
+            a, b, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, HALF, FORMAT,
+            NATIVE_FP8_CAST,
+        )  # fmt: skip
     else:
-        store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, D, FORMAT, NATIVE)
+        quantize_and_store(
+            x, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, D, FORMAT, NATIVE_FP8_CAST
+        )

@@ -2,7 +2,8 @@
 
 Bytes equal those of the torch oracle: every step is one correctly rounded fp32 operation. Kernels that use this file
 are launched with `enable_fp_fusion=False`, since a fused multiply-add rounds once where the oracle rounds twice.
-NATIVE: fp32 → fp8 is one exact instruction (`launch.rounds_to_fp8`); elsewhere bit arithmetic gives the same bytes.
+NATIVE_FP8_CAST: fp32 → fp8 is one exact instruction (`launch.casts_to_fp8_natively`); elsewhere bit arithmetic gives
+the same bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 
 from tersekv import formats
 
-# What a scale belongs to.
+# Scopes of a scale.
 TENSOR, TOKEN_HEAD = tl.constexpr(formats.TENSOR), tl.constexpr(formats.TOKEN_HEAD)
 BLOCK, GROUP = tl.constexpr(formats.BLOCK), tl.constexpr(formats.GROUP)
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
@@ -26,48 +27,53 @@ NVFP4_BLOCK = tl.constexpr(formats.NVFP4_BLOCK)
 LATENT_GROUP = tl.constexpr(formats.LATENT_GROUP)
 MIN_TOKEN_HEAD_SCALE = tl.constexpr(formats.MIN_TOKEN_HEAD_SCALE)
 MIN_LATENT_GROUP_SCALE = tl.constexpr(formats.MIN_LATENT_GROUP_SCALE)
-MAX_AMAX = tl.constexpr(formats.MAX_LATENT_AMAX)  # of a group of latents that are multiplied
-MAX_F32 = tl.constexpr(torch.finfo(torch.float32).max)
+MAX_LATENT_AMAX = tl.constexpr(formats.MAX_LATENT_AMAX)  # of a latent group in the GEMM
+FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
-def reciprocal(x):
+def reciprocal_rn(x):
+    """Returns 1 / x, rounded to nearest."""
     return tl.div_rn(1.0, x)
 
 
 @triton.jit
-def divide(x, BY: tl.constexpr):
-    return tl.div_rn(x, BY)
+def divide_rn(x, DIVISOR: tl.constexpr):
+    """Returns x / DIVISOR, rounded to nearest."""
+    return tl.div_rn(x, DIVISOR)
 
 
 @triton.jit
-def largest(x):
-    """Largest magnitude along the last axis, NaN ignored."""
+def row_abs_max(x):
+    """Returns the largest magnitude along the last axis, NaN ignored."""
     amax = tl.max(tl.abs(x), len(x.shape) - 1)
     return tl.where(amax > 0, amax, 0.0)  # a row of NaN alone counts as 0
 
 
 @triton.jit
-def round_magnitude(y, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, MAX: tl.constexpr):
-    """|y| rounded to a float with MANTISSA bits whose normals begin at 2^LOWEST, ties to even, saturating at MAX.
+def round_to_minifloat(y, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX_VALUE: tl.constexpr):
+    """Rounds |y| to a float with MANTISSA_BITS bits whose normals begin at 2^MIN_EXPONENT: ties to even, saturating at
+    MAX_VALUE.
 
     Returns (code without sign, uint32; value, fp32). NaN gives anything.
     """
-    size = tl.minimum(tl.abs(y), MAX)
-    # A size in [p, 2p) has steps of p / 2^MANTISSA. Adding p * 2^(23 - MANTISSA), of which these steps are the last
-    # bits, makes the adder round to them; below the normals the steps stay those of 2^LOWEST.
-    power = tl.maximum(size, 2.0**LOWEST).to(tl.uint32, bitcast=True) & 0x7F800000
-    magic = (power + ((23 - MANTISSA) << 23)).to(tl.float32, bitcast=True)
-    total = size + magic
+    magnitude = tl.minimum(tl.abs(y), MAX_VALUE)
+    # A size in [p, 2p) has steps of p / 2^MANTISSA_BITS. Adding p * 2^(23 - MANTISSA_BITS), of which these steps are
+    # the last bits, makes the adder round to them; below the normals the steps stay those of 2^MIN_EXPONENT.
+    power = tl.maximum(magnitude, 2.0**MIN_EXPONENT).to(tl.uint32, bitcast=True) & 0x7F800000
+    magic = (power + ((23 - MANTISSA_BITS) << 23)).to(tl.float32, bitcast=True)
+    total = magnitude + magic
     bits = total.to(tl.uint32, bitcast=True)
-    steps = bits & ((4 << MANTISSA) - 1)
-    return steps + (bits >> (23 - MANTISSA)) - ((127 + 23 - MANTISSA + LOWEST) << MANTISSA), total - magic
+    mantissa_steps = bits & ((4 << MANTISSA_BITS) - 1)
+    return mantissa_steps + (bits >> (23 - MANTISSA_BITS)) - (
+        (127 + 23 - MANTISSA_BITS + MIN_EXPONENT) << MANTISSA_BITS
+    ), total - magic
 
 
 @triton.jit
-def encode_fp8(y, E5M2: tl.constexpr, NATIVE: tl.constexpr):
-    """fp32 → uint8 codes of e4m3 (or e5m2): to nearest even, saturating; NaN becomes 0x7F."""
-    if NATIVE:
+def encode_fp8(y, E5M2: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
+    """Returns uint8 codes of e4m3 (or e5m2) of fp32: to nearest even, saturating; NaN becomes 0x7F."""
+    if NATIVE_FP8_CAST:
         # cvt.rn.satfinite saturates and makes NaN 0x7F by itself.
         if E5M2:
             return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
@@ -75,16 +81,16 @@ def encode_fp8(y, E5M2: tl.constexpr, NATIVE: tl.constexpr):
             return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         if E5M2:
-            code, _ = round_magnitude(y, 2, -14, E5M2_MAX)
+            code, _ = round_to_minifloat(y, 2, -14, E5M2_MAX)
         else:
-            code, _ = round_magnitude(y, 3, -6, E4M3_MAX)
+            code, _ = round_to_minifloat(y, 3, -6, E4M3_MAX)
         code = code | ((y.to(tl.uint32, bitcast=True) >> 24) & 0x80)
         return tl.where(y != y, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit
 def encode_int8(y):
-    """fp32 of magnitude below 127.5 → int8: to nearest, half away from zero."""
+    """Converts fp32 of magnitude below 127.5 to int8: to nearest, half away from zero."""
     # The largest float below 0.5 carries exact halves up, and nothing else. NaN converts to 0.
     half = ((y.to(tl.uint32, bitcast=True) & 0x80000000) | 0x3EFFFFFF).to(tl.float32, bitcast=True)
     return (y + half).to(tl.int32).to(tl.int8)
@@ -92,189 +98,202 @@ def encode_int8(y):
 
 @triton.jit
 def encode_e2m1(y):
-    """fp32 → codes 0 to 15, uint32: to nearest, ties to the even code, saturating; bit 3 the sign; NaN: 0."""
-    code, _ = round_magnitude(y, 1, 0, E2M1_MAX)
+    """Returns codes 0 to 15, uint32, of fp32: to nearest, ties to the even code, saturating; bit 3 the sign; NaN: 0."""
+    code, _ = round_to_minifloat(y, 1, 0, E2M1_MAX)
     code = code | ((y.to(tl.uint32, bitcast=True) >> 28) & 0x8)
     return tl.where(y == y, code, 0)
 
 
 @triton.jit
-def encode_blocks(x, multiplier, global_scale):
-    """nvfp4 of rows x [ROWS, D] fp32: bytes [ROWS, D/2], low nibble first, and e4m3 scales as bytes [ROWS, D/16].
+def encode_nvfp4(x, inv_global_scale, global_scale):
+    """Returns nvfp4 of rows x [ROWS, D] fp32: bytes [ROWS, D/2], low nibble first, and e4m3 scales as bytes [ROWS,
+    D/16].
 
-    multiplier, global_scale:  the global scale's reciprocal and itself, scalars
+    inv_global_scale, global_scale:  the global scale's reciprocal and itself, scalars
     """
     ROWS: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     blocks = tl.reshape(x, [ROWS, D // NVFP4_BLOCK, NVFP4_BLOCK])
-    scale_code, scale = round_magnitude(divide(largest(blocks), E2M1_MAX) * multiplier, 3, -6, E4M3_MAX)
+    scale_code, scale = round_to_minifloat(divide_rn(row_abs_max(blocks), E2M1_MAX) * inv_global_scale, 3, -6, E4M3_MAX)
     # Where the scale rounds to 0, NaN makes all codes 0.
-    inverse = tl.where(scale > 0, reciprocal(scale * global_scale), float("nan"))
-    codes = encode_e2m1(blocks * inverse[:, :, None])
-    low, high = tl.split(tl.reshape(codes, [ROWS, D // 2, 2]))
-    return (low | (high << 4)).to(tl.uint8), scale_code.to(tl.uint8)
+    inv_scale = tl.where(scale > 0, reciprocal_rn(scale * global_scale), float("nan"))
+    codes = encode_e2m1(blocks * inv_scale[:, :, None])
+    even_codes, odd_codes = tl.split(tl.reshape(codes, [ROWS, D // 2, 2]))
+    return (even_codes | (odd_codes << 4)).to(tl.uint8), scale_code.to(tl.uint8)
 
 
 @triton.jit
-def encode_groups(x, NATIVE: tl.constexpr):
-    """fp8_ds_mla of latents x [ROWS, L] fp32: e4m3 codes as bytes, and fp32 scales [ROWS, L/128], powers of two."""
+def encode_fp8_ds_mla(x, NATIVE_FP8_CAST: tl.constexpr):
+    """Returns fp8_ds_mla of latents x [ROWS, L] fp32: e4m3 bytes, and fp32 scales [ROWS, L/128], powers of two."""
     ROWS: tl.constexpr = x.shape[0]
     L: tl.constexpr = x.shape[1]
     groups = tl.reshape(x, [ROWS, L // LATENT_GROUP, LATENT_GROUP])
-    scale = tl.maximum(divide(largest(groups), E4M3_MAX), MIN_LATENT_GROUP_SCALE)
+    scale = tl.maximum(divide_rn(row_abs_max(groups), E4M3_MAX), MIN_LATENT_GROUP_SCALE)
     # The next power of two, from the bits: any mantissa carries into the exponent; inf stays.
     scale = ((scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    codes = encode_fp8(groups * reciprocal(scale)[:, :, None], False, NATIVE)
+    codes = encode_fp8(groups * reciprocal_rn(scale)[:, :, None], False, NATIVE_FP8_CAST)
     return tl.reshape(codes, [ROWS, L]), scale
 
 
 @triton.jit
-def token_head_scale(amax, INT8: tl.constexpr):
-    """fp32 scales of rows whose largest magnitudes are amax."""
+def token_head_scale_of_amax(amax, INT8: tl.constexpr):
+    """Returns fp32 scales of rows whose largest magnitudes are amax."""
     # No code saturates: x / scale stays below the largest code, but for one rounding.
-    return tl.maximum(divide(amax, INT8_MAX if INT8 else E4M3_MAX), MIN_TOKEN_HEAD_SCALE)
+    return tl.maximum(divide_rn(amax, INT8_MAX if INT8 else E4M3_MAX), MIN_TOKEN_HEAD_SCALE)
 
 
 @triton.jit
-def encode_scaled(y, INT8: tl.constexpr, NATIVE: tl.constexpr):
+def encode_int8_or_fp8(y, INT8: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
+    """Returns int8 codes, or e4m3 codes as uint8."""
     if INT8:
         return encode_int8(y)
     else:
-        return encode_fp8(y, False, NATIVE)
+        return encode_fp8(y, False, NATIVE_FP8_CAST)
 
 
 @triton.jit
-def encode_int4(u):
-    """fp32 → codes 0 to 15, int32: one half more, without the fraction; NaN: 0."""
-    u = u + 0.5
-    return tl.minimum(tl.where(u > 0, u, 0.0), INT4_MAX).to(tl.int32)
+def encode_int4(y):
+    """Returns codes 0 to 15, int32, of fp32: floor(y + 0.5), clamped; NaN: 0."""
+    y = y + 0.5
+    return tl.minimum(tl.where(y > 0, y, 0.0), INT4_MAX).to(tl.int32)
 
 
 @triton.jit
-def range_of(x, D: tl.constexpr, WIDEN: tl.constexpr):
-    """Least and largest of the first D columns of rows [ROWS, C], NaN ignored; WIDEN: and of 0."""
+def row_min_max(x, D: tl.constexpr, WIDEN: tl.constexpr):
+    """Returns minimum and maximum of the first D columns of rows [ROWS, C], NaN ignored; WIDEN: include 0."""
     if WIDEN:
         return tl.min(tl.where(x < 0, x, 0.0), 1), tl.max(tl.where(x > 0, x, 0.0), 1)
     else:
-        known = (x == x) & (tl.arange(0, x.shape[1])[None, :] < D)
-        return tl.min(tl.where(known, x, float("inf")), 1), tl.max(tl.where(known, x, float("-inf")), 1)
+        valid = (x == x) & (tl.arange(0, x.shape[1])[None, :] < D)
+        return tl.min(tl.where(valid, x, float("inf")), 1), tl.max(tl.where(valid, x, float("-inf")), 1)
 
 
 @triton.jit
-def int4_scales(low, high):
-    """Scale and zero point, both fp32 [ROWS], of rows with these ranges, and what is stored of them."""
-    scale = divide(high - low, INT4_MAX)
+def int4_scale_and_zero_point(row_min, row_max):
+    """Returns scale and zero point, both fp32 [ROWS], of rows with these ranges, and their stored form."""
+    scale = divide_rn(row_max - row_min, INT4_MAX)
     scale = tl.where(scale > MIN_TOKEN_HEAD_SCALE, scale, MIN_TOKEN_HEAD_SCALE)
-    zero = encode_int4(tl.div_rn(-low, scale))
-    stored = ((scale.to(tl.int32, bitcast=True) & ~ZERO_POINT) | zero).to(tl.float32, bitcast=True)
-    return scale, zero.to(tl.float32), stored
+    zero_point = encode_int4(tl.div_rn(-row_min, scale))
+    stored_scale = ((scale.to(tl.int32, bitcast=True) & ~ZERO_POINT) | zero_point).to(tl.float32, bitcast=True)
+    return scale, zero_point.to(tl.float32), stored_scale
 
 
 @triton.jit
-def int4_codes(x, scale, zero):
-    """Codes of rows x [ROWS, C] fp32, int32."""
-    y = x * reciprocal(scale)[:, None]
-    return encode_int4(tl.where(y == y, y, 0.0) + zero[:, None])
+def quantize_int4(x, scale, zero_point):
+    """Returns int32 codes of rows x [ROWS, C] fp32."""
+    y = x * reciprocal_rn(scale)[:, None]
+    return encode_int4(tl.where(y == y, y, 0.0) + zero_point[:, None])
 
 
 @triton.jit
-def write_int4(p, at, x, scale, zero, written, D: tl.constexpr):
-    """Bytes of two codes each of the first D columns of rows x [ROWS, C] fp32, low nibble first."""
+def pack_and_store_int4(p, o_codes, x, scale, zero_point, m_write, D: tl.constexpr):
+    """Stores the first D columns of rows x [ROWS, D_PAD] fp32 as bytes of two codes, low nibble first."""
     ROWS: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    low, high = tl.split(tl.reshape(int4_codes(x, scale, zero), [ROWS, C // 2, 2]))
-    write_codes(p, at, (low | (high << 4)).to(tl.uint8), written, D // 2)
+    D_PAD: tl.constexpr = x.shape[1]
+    even_codes, odd_codes = tl.split(tl.reshape(quantize_int4(x, scale, zero_point), [ROWS, D_PAD // 2, 2]))
+    store_codes(p, o_codes, (even_codes | (odd_codes << 4)).to(tl.uint8), m_write, D // 2)
 
 
 @triton.jit
-def write_codes(p, at, codes, written, D: tl.constexpr):
-    """Columns up to D of codes [ROWS, C] at p + at, where written."""
+def store_codes(p, o_codes, codes, m_write, D: tl.constexpr):
+    """Stores columns up to D of codes [ROWS, C] at p + o_codes where m_write."""
     c = tl.arange(0, codes.shape[1])[None, :]
-    tl.store(p + at + c, codes, mask=written if codes.shape[1] == D else written & (c < D))
+    tl.store(p + o_codes + c, codes, mask=m_write if codes.shape[1] == D else m_write & (c < D))
 
 
 @triton.jit
-def cast(y, element: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    """fp32 → element, or for KIND "e4m3" | "e5m2" bytes: to nearest even; 8-bit kinds saturate."""
+def saturating_cast(y, DTYPE: tl.constexpr, KIND: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
+    """Casts fp32 to DTYPE, or for KIND "e4m3" | "e5m2" to bytes: to nearest even; 8-bit kinds saturate."""
     if KIND == "float":
-        return y.to(element)
+        return y.to(DTYPE)
     else:
         tl.static_assert(KIND == "e4m3" or KIND == "e5m2", "a kind that cast does not know")
-        return encode_fp8(y, KIND == "e5m2", NATIVE)
+        return encode_fp8(y, KIND == "e5m2", NATIVE_FP8_CAST)
 
 
 @triton.jit
-def store(
-    x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale,
-    D: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+def quantize_and_store(
+    x, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale,
+    D: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
 ):  # fmt: skip
-    """Quantise rows x [ROWS, C] fp32 and write codes at offsets `at`, stored scales at `at_scales`; all [ROWS, 1].
+    """Quantises rows x [ROWS, D_PAD] fp32; stores codes at offsets `o_codes`, scales at `o_scales`, both [ROWS, 1].
 
-    FORMAT: what is stored (`blocks.Stored`): CODE, SCALE and WIDEN
+    FORMAT: the stored format (`row_programs.StoredFormat`): CODE, SCALE and WIDEN
     """
-    C: tl.constexpr = x.shape[1]
-    c = tl.arange(0, C)[None, :]
-    mask = written if D == C else written & (c < D)
+    D_PAD: tl.constexpr = x.shape[1]
+    c = tl.arange(0, D_PAD)[None, :]
+    mask = m_write if D == D_PAD else m_write & (c < D)
     if FORMAT.SCALE == BLOCK:
         tl.static_assert(FORMAT.CODE == "e2m1", "a code that has no blocks")
-        codes, scales = encode_blocks(x, multiplier, global_scale)
-        i = tl.arange(0, C // 2)[None, :]
-        tl.store(p_codes + at + i, codes, mask=written & (i < D // 2))
-        i = tl.arange(0, C // 16)[None, :]
-        tl.store(p_scales + at_scales + i, scales, mask=written & (i < D // 16))
+        codes, scales = encode_nvfp4(x, quant_scale, global_scale)
+        i = tl.arange(0, D_PAD // 2)[None, :]
+        tl.store(p_codes + o_codes + i, codes, mask=m_write & (i < D // 2))
+        i = tl.arange(0, D_PAD // 16)[None, :]
+        tl.store(p_scales + o_scales + i, scales, mask=m_write & (i < D // 16))
     elif FORMAT.SCALE == GROUP:
         tl.static_assert(FORMAT.CODE == "e4m3", "a code that has no groups")
-        codes, scales = encode_groups(x, NATIVE)
-        i = tl.arange(0, C // 128)[None, :]
-        tl.store(p_codes + at + c, codes, mask=mask)
-        tl.store(p_scales + at_scales + i, scales, mask=written & (i < D // 128))
+        codes, scales = encode_fp8_ds_mla(x, NATIVE_FP8_CAST)
+        i = tl.arange(0, D_PAD // 128)[None, :]
+        tl.store(p_codes + o_codes + c, codes, mask=mask)
+        tl.store(p_scales + o_scales + i, scales, mask=m_write & (i < D // 128))
     elif FORMAT.CODE == "int4" and FORMAT.SCALE == TOKEN_HEAD:
-        low, high = range_of(x, D, FORMAT.WIDEN)
-        scale, zero, stored = int4_scales(low, high)
-        write_int4(p_codes, at, x, scale, zero, written, D)
-        tl.store(p_scales + at_scales, stored[:, None], mask=written)
+        row_min, row_max = row_min_max(x, D, FORMAT.WIDEN)
+        scale, zero_point, stored_scale = int4_scale_and_zero_point(row_min, row_max)
+        pack_and_store_int4(p_codes, o_codes, x, scale, zero_point, m_write, D)
+        tl.store(p_scales + o_scales, stored_scale[:, None], mask=m_write)
     elif FORMAT.SCALE == TOKEN_HEAD:
         tl.static_assert(FORMAT.CODE == "int8" or FORMAT.CODE == "e4m3", "a code that has no scale of a row")
         INT8: tl.constexpr = FORMAT.CODE == "int8"
-        scale = token_head_scale(largest(x), INT8)
-        write_codes(p_codes, at, encode_scaled(x * reciprocal(scale)[:, None], INT8, NATIVE), written, D)
-        tl.store(p_scales + at_scales, scale[:, None], mask=written)
+        scale = token_head_scale_of_amax(row_abs_max(x), INT8)
+        store_codes(
+            p_codes, o_codes, encode_int8_or_fp8(x * reciprocal_rn(scale)[:, None], INT8, NATIVE_FP8_CAST), m_write, D
+        )
+        tl.store(p_scales + o_scales, scale[:, None], mask=m_write)
     elif FORMAT.SCALE == TENSOR:
         CODE: tl.constexpr = FORMAT.CODE
-        codes = cast(x * multiplier, tl.uint8, CODE, NATIVE)
-        tl.store(p_codes + at + c, codes, mask=mask)
+        codes = saturating_cast(x * quant_scale, tl.uint8, CODE, NATIVE_FP8_CAST)
+        tl.store(p_codes + o_codes + c, codes, mask=mask)
     else:
         tl.static_assert(FORMAT.CODE == "bf16" or FORMAT.CODE == "fp16", "a code that store does not know")
-        tl.store(p_codes + at + c, x.to(p_codes.dtype.element_ty), mask=mask)
+        tl.store(p_codes + o_codes + c, x.to(p_codes.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def store_halves(
-    x, y, p_codes, p_scales, at, at_scales, written, multiplier, global_scale,
-    HALF: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+def quantize_and_store_halves(
+    x, y, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale,
+    HALF: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
 ):  # fmt: skip
-    """As `store`, for rows that come as their first and their second HALF columns, [ROWS, C / 2] each."""
+    """Does `quantize_and_store` on rows passed as their first and their second HALF columns, [ROWS, C / 2] each."""
     if FORMAT.CODE == "int4" and FORMAT.SCALE == TOKEN_HEAD:
-        low, high = range_of(x, HALF, FORMAT.WIDEN)
-        low_y, high_y = range_of(y, HALF, FORMAT.WIDEN)
-        scale, zero, stored = int4_scales(tl.minimum(low, low_y), tl.maximum(high, high_y))
-        write_int4(p_codes, at, x, scale, zero, written, HALF)
-        write_int4(p_codes + HALF // 2, at, y, scale, zero, written, HALF)
-        tl.store(p_scales + at_scales, stored[:, None], mask=written)
+        row_min, row_max = row_min_max(x, HALF, FORMAT.WIDEN)
+        row_min_y, row_max_y = row_min_max(y, HALF, FORMAT.WIDEN)
+        scale, zero_point, stored_scale = int4_scale_and_zero_point(
+            tl.minimum(row_min, row_min_y), tl.maximum(row_max, row_max_y)
+        )
+        pack_and_store_int4(p_codes, o_codes, x, scale, zero_point, m_write, HALF)
+        pack_and_store_int4(p_codes + HALF // 2, o_codes, y, scale, zero_point, m_write, HALF)
+        tl.store(p_scales + o_scales, stored_scale[:, None], mask=m_write)
     elif FORMAT.SCALE == TOKEN_HEAD:
         tl.static_assert(FORMAT.CODE == "int8" or FORMAT.CODE == "e4m3", "a code that has no scale of a row")
         INT8: tl.constexpr = FORMAT.CODE == "int8"
-        scale = token_head_scale(tl.maximum(largest(x), largest(y)), INT8)
-        inverse = reciprocal(scale)[:, None]
-        write_codes(p_codes, at, encode_scaled(x * inverse, INT8, NATIVE), written, HALF)
-        write_codes(p_codes + HALF, at, encode_scaled(y * inverse, INT8, NATIVE), written, HALF)
-        tl.store(p_scales + at_scales, scale[:, None], mask=written)
+        scale = token_head_scale_of_amax(tl.maximum(row_abs_max(x), row_abs_max(y)), INT8)
+        inv_scale = reciprocal_rn(scale)[:, None]
+        store_codes(p_codes, o_codes, encode_int8_or_fp8(x * inv_scale, INT8, NATIVE_FP8_CAST), m_write, HALF)
+        store_codes(p_codes + HALF, o_codes, encode_int8_or_fp8(y * inv_scale, INT8, NATIVE_FP8_CAST), m_write, HALF)
+        tl.store(p_scales + o_scales, scale[:, None], mask=m_write)
     elif FORMAT.SCALE == BLOCK:
-        store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, HALF, FORMAT, NATIVE)
-        store(
-            y, p_codes + HALF // 2, p_scales + HALF // 16, at, at_scales, written, multiplier, global_scale, HALF,
-            FORMAT, NATIVE,
+        quantize_and_store(
+            x, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, HALF, FORMAT, NATIVE_FP8_CAST
+        )
+        quantize_and_store(
+            y, p_codes + HALF // 2, p_scales + HALF // 16, o_codes, o_scales, m_write, quant_scale, global_scale, HALF,
+            FORMAT, NATIVE_FP8_CAST,
         )  # fmt: skip
     else:
-        store(x, p_codes, p_scales, at, at_scales, written, multiplier, global_scale, HALF, FORMAT, NATIVE)
-        store(y, p_codes + HALF, p_scales, at, at_scales, written, multiplier, global_scale, HALF, FORMAT, NATIVE)
+        quantize_and_store(
+            x, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, HALF, FORMAT, NATIVE_FP8_CAST
+        )
+        quantize_and_store(
+            y, p_codes + HALF, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale, HALF, FORMAT,
+            NATIVE_FP8_CAST,
+        )  # fmt: skip

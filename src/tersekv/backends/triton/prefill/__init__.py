@@ -1,5 +1,5 @@
 """Paged prefill in Triton."""
 
-from .entry import TAKES, bind, configure, run, why_not
+from .entry import SUPPORTS, bind, configure, run, why_not
 
-__all__ = ["TAKES", "bind", "configure", "run", "why_not"]
+__all__ = ["SUPPORTS", "bind", "configure", "run", "why_not"]

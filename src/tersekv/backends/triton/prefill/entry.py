@@ -1,4 +1,4 @@
-"""Paged prefill in Triton: one launch, and decode's kernels where the rows are too few to fill a GPU."""
+"""Paged prefill in Triton: one launch, or decode's kernels where the rows are too few to fill a GPU."""
 
 from __future__ import annotations
 
@@ -8,136 +8,148 @@ from typing import Any, NamedTuple
 
 from ....formats import pair_of
 from ...host import launch
-from ...host.bind import BYTES, WORDS, Bound, Instead, Launches, Template, given, strides
-from ...host.record import Record
-from ...host.split_merge import alone, is_empty, rows_of, see_nothing, written
+from ...host.bind import BYTES, WORDS, BoundLaunches, HostAction, KernelLaunch, LaunchSequence, stride_args, tensor_args
+from ...host.kernel_config import KernelConfig
+from ...host.split_combine import (
+    batch_invariant_facts,
+    has_no_work,
+    output_constants,
+    query_offset_args,
+    write_empty_outputs,
+)
 from ..decode import entry as decode
+from .config import TileConfig, choose_tile_config
 from .kernels import prefill_kernel
-from .tune import Tiles, tiles
 
-TAKES = decode.TAKES  # a block of rows is one program's, and sees all its keys in their order
-_ANY_ROWS = 1 << 10  # of a request, where its blocks are not chosen by those of others
+SUPPORTS = decode.SUPPORTS  # one program attends to all keys of its rows, in order
+_BATCH_INVARIANT_ROWS = 1 << 10  # of a request, where BLOCK_M must not depend on the other requests
 
 
 @dataclass(frozen=True)
-class Constants(Record):
-    """What the kernel is compiled for. The names are its."""
+class Constants(KernelConfig):
+    """Compile-time configuration of the kernel, under the kernel's names."""
 
-    K: decode.Codes  # keys; those that follow are of values, and PARTS of outputs
+    K: decode.StoredRowFormat  # keys; the fields that follow describe values, and PACK outputs
     CODE: str
-    PARTS: int
+    PACK: int
     TOKEN_SCALES: bool
     BLOCK_SCALES: bool
-    BYTES: bool
-    ASM: bool
-    STEP: int
-    SCALE_STEP: int
+    SCALES_AS_BYTES: bool
+    USE_PTX: bool
+    STRIDE_UNIT: int
+    SCALE_STRIDE_UNIT: int
     BF16: bool  # multiply in bf16; else fp16
-    TWO: bool  # the query is multiplied as the sum of two bf16 tiles
-    Q_BYTES: bool  # the query is e4m3 and comes as bytes
-    NEW: bool  # k and v bring the new tokens' rows
+    TWO_TERM_Q: bool  # the query is multiplied as the sum of two bf16 tiles
+    Q_AS_BYTES: bool  # the query is e4m3 and comes as bytes
+    HAS_NEW_KV: bool  # k and v hold the new tokens' rows
     HEADS: int
     GROUP: int
     D: int
     DV: int
-    WORDS_K: int  # D / K.PARTS
-    WORDS_V: int
+    PACKED_K: int  # D / K.PACK
+    PACKED_V: int
     BLOCK_D: int
     BLOCK_DV: int
     PAGE: int
-    ROWS: int
-    TILE: int
-    ONE_PAGE: bool
+    BLOCK_M: int
+    BLOCK_N: int
+    ONE_PAGE_PER_BLOCK: bool
     BLOCK_B: int
     WINDOW: int
     HAS_SINKS: bool
     HAS_LSE: bool
-    SOFTCAP: bool
-    SOFTMAX_T: bool
-    K_T: bool
-    K_T_STRIDE: int
-    V_T: bool
-    V_T_STRIDE: int
-    OUT_T: bool
+    HAS_SOFTCAP: bool
+    HAS_SOFTMAX_SCALE: bool
+    HAS_K_SCALE: bool
+    K_SCALE_STRIDE: int
+    HAS_V_SCALE: bool
+    V_SCALE_STRIDE: int
+    HAS_OUT_SCALE: bool
     OUT_MAX: float
     OUT_KIND: str  # "e4m3" or "e5m2": the output is written as bytes, by bit arithmetic; "float": by the chip's cast
-    K_FACTOR: float
-    V_FACTOR: float
-    FAR: bool  # a page is longer than int32 counts
+    K_RESIDUAL_SCALE: float
+    V_RESIDUAL_SCALE: float
+    INT64_OFFSETS: bool  # a page is longer than int32 counts
 
 
 class Config(NamedTuple):
     constants: Constants
-    launches: Launches | Instead
+    launches: LaunchSequence | HostAction
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return decode.why_not(_as_decode(f))
+    return decode.why_not(_as_decode_facts(f))
 
 
 def configure(f: SimpleNamespace) -> Config | decode.Config:
-    t = tiles(alone(f, _ANY_ROWS), *pair_of(f))
+    t = choose_tile_config(batch_invariant_facts(f, _BATCH_INVARIANT_ROWS), *pair_of(f))
     heads, requests = f.k_cache.shape[2], f.seq_lens.shape[0]
-    blocks = f.q.shape[0] * (f.q.shape[1] // max(heads, 1)) // t.rows + requests
+    blocks = f.q.shape[0] * (f.q.shape[1] // max(heads, 1)) // t.block_m + requests
     if f.k is None and blocks * heads < launch.num_sms(f) and not f.batch_invariant:
-        return decode.configure(_as_decode(f))
-    c = constants(f, t)
-    if is_empty(f):
-        return Config(c, Instead(see_nothing))
-    arguments = _strides(f) | decode.turns_of(f) | {
-        **given(KN="k", VN="v", TABLE="page_table", LENS="seq_lens", SINKS="sinks", LSE="lse"), **rows_of(f),
-        **given(SOFTMAX_T="softmax_scale_t", K_T="k_scale_t", V_T="v_scale_t", OUT_T="out_scale_t"),
-        **given(WORDS, K="k_cache", V="v_cache"),
-        **given(BYTES if c.Q_BYTES else "", Q="q"),
-        **given(BYTES if c.BYTES else "", KS="k_scale_cache", VS="v_scale_cache"),
-        **given(BYTES if c.OUT_KIND != "float" else "", OUT="out"),
+        return decode.configure(_as_decode_facts(f))
+    cfg = kernel_constants(f, t)
+    if has_no_work(f):
+        return Config(cfg, HostAction(write_empty_outputs))
+    arguments = _stride_args(f) | decode.rotation_args(f) | {
+        **tensor_args(K_NEW="k", V_NEW="v", PAGE_TABLE="page_table", SEQ_LENS="seq_lens", SINKS="sinks", LSE="lse"),
+        **query_offset_args(f),
+        **tensor_args(SOFTMAX_SCALE="softmax_scale_t", K_SCALE="k_scale_t", V_SCALE="v_scale_t",
+                      OUT_SCALE="out_scale_t"),
+        **tensor_args(WORDS, K="k_cache", V="v_cache"),
+        **tensor_args(BYTES if cfg.Q_AS_BYTES else "", Q="q"),
+        **tensor_args(BYTES if cfg.SCALES_AS_BYTES else "", K_SCALES="k_scale_cache", V_SCALES="v_scale_cache"),
+        **tensor_args(BYTES if cfg.OUT_KIND != "float" else "", OUT="out"),
         "softmax_scale": f.softmax_scale, "k_scale": f.k_scale, "v_scale": f.v_scale, "out_scale": f.out_scale,
-        "softcap": f.softcap, "B": requests, "T": f.q.shape[0], "c": c,
+        "softcap": f.softcap, "B": requests, "T": f.q.shape[0], "cfg": cfg,
     }  # fmt: skip
-    kernel = Template(prefill_kernel, (blocks * heads,), arguments, num_warps=t.num_warps, num_stages=t.stages)
-    return Config(c, Launches(kernel))
+    kernel = KernelLaunch(prefill_kernel, (blocks * heads,), arguments, num_warps=t.num_warps, num_stages=t.num_stages)
+    return Config(cfg, LaunchSequence(kernel))
 
 
 def run(call: Any, config: Config | decode.Config) -> None:
     config.launches(call)
 
 
-def bind(config: Config | decode.Config, at: dict[str, int]) -> Bound | None:
+def bind(config: Config | decode.Config, at: dict[str, int]) -> BoundLaunches | None:
     return config.launches.bind(at)
 
 
-def constants(f: SimpleNamespace, t: Tiles) -> Constants:
-    return Constants(**decode.format_constants(f), **decode.option_constants(f), **written(f), **_geometry(f, t))
+def kernel_constants(f: SimpleNamespace, t: TileConfig) -> Constants:
+    return Constants(
+        **decode.format_constants(f), **decode.option_constants(f), **output_constants(f), **_tile_constants(f, t)
+    )
 
 
-def _as_decode(f: SimpleNamespace) -> SimpleNamespace:
-    """The facts as decode's: without a mask its rows are causal."""
+def _as_decode_facts(f: SimpleNamespace) -> SimpleNamespace:
+    """Returns the facts in decode's form: without a mask, rows are causal."""
     return SimpleNamespace(**vars(f), mask=None)
 
 
-def _geometry(f: SimpleNamespace, t: Tiles) -> dict[str, Any]:
+def _tile_constants(f: SimpleNamespace, t: TileConfig) -> dict[str, Any]:
     page = f.k_cache.shape[1]
     return {
-        **decode.columns_of(f),
-        "NEW": f.k is not None,
+        **decode.column_constants(f),
+        "HAS_NEW_KV": f.k is not None,
         "HEADS": f.k_cache.shape[2],
         "GROUP": f.q.shape[1] // max(f.k_cache.shape[2], 1),
         "PAGE": page,
-        "ROWS": t.rows,
-        "TILE": t.tile,
-        "ONE_PAGE": page % t.tile == 0,
-        "BLOCK_B": decode.at_once(f.seq_lens.shape[0]),
-        "FAR": launch.spans_far(f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache),
+        "BLOCK_M": t.block_m,
+        "BLOCK_N": t.block_n,
+        "ONE_PAGE_PER_BLOCK": page % t.block_n == 0,
+        "BLOCK_B": decode.request_block_size(f.seq_lens.shape[0]),
+        "INT64_OFFSETS": launch.exceeds_int32(f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache),
     }
 
 
-def _strides(f: SimpleNamespace) -> dict[str, int]:
-    """Of all tensors; of caches see `decode.cache_strides`."""
-    found = strides(f.q, sq_="th") | strides(f.k, skn_="th") | strides(f.v, svn_="th")
+def _stride_args(f: SimpleNamespace) -> dict[str, int]:
+    """Returns strides of all tensors but the caches (`decode.cache_stride_args`)."""
+    found = (
+        stride_args(f.q, stride_q_="th") | stride_args(f.k, stride_k_new_="th") | stride_args(f.v, stride_v_new_="th")
+    )
     return (
         found
-        | decode.cache_strides(f)
-        | strides(f.out, so_="th")
-        | strides(f.lse, sl_="th")
-        | {"st_b": f.page_table.stride[0]}
+        | decode.cache_stride_args(f)
+        | stride_args(f.out, stride_out_="th")
+        | stride_args(f.lse, stride_lse_="th")
+        | {"stride_table_b": f.page_table.stride[0]}
     )

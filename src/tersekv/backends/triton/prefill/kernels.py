@@ -1,119 +1,166 @@
-"""The kernel of paged prefill: a program takes a block of query rows of one request and KV head, against all its keys.
+"""The kernel of paged prefill: a program attends to all keys of one m_block of one request and KV head. The mask and
+the rescale are in `mainloop`, Triton pipelines the loads; nothing is split, so there is no combine.
 
-A row is a new token and a query head of the group; blocks are numbered over all requests without the host's knowing
-their lengths: request b has its first one at `cu[b] * GROUP // ROWS + b`, which leaves room enough for every request
-before it. Programs of late blocks, which see most keys, start first.
+A row is a new token and a query head of the group. m_blocks are numbered over all requests without their lengths on the
+host: request b begins at `cu[b] * GROUP // BLOCK_M + b`, which leaves room for every request before it. Programs of
+late blocks, which see most keys, start first.
 """
 
 import triton
 import triton.language as tl
 
-from ..parts.merge import finish, output, scalar
-from ..parts.shares import zero_padding
-from ..parts.turn import back
-from ..parts.turn import query as turned
-from .tiles import Range, Rows, Side, apart, attend, load_rows, query, together
+from ..parts.combine import cast_output, finalize_softmax, load_scale
+from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
+from ..parts.tile_scheduler import zero_padding_rows
+from .mainloop import (
+    KeyRange,
+    KVOperand,
+    StridedRows,
+    deinterleave_columns,
+    interleave_columns,
+    load_query_rows,
+    mainloop,
+    to_query_tiles,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def first_row(CU, b, live):
-    """First query row of requests b, of those that are live. CU: [B + 1], or how many rows every request has."""
-    if CU.dtype.is_ptr():
-        return tl.load(CU + b, mask=live, other=0).to(tl.int64)
+def load_q_begin(CU_SEQLENS_Q, i_request, m_request):
+    """Loads the first query row of requests where m_request. CU_SEQLENS_Q: [B + 1], or the rows of every request."""
+    if CU_SEQLENS_Q.dtype.is_ptr():
+        return tl.load(CU_SEQLENS_Q + i_request, mask=m_request, other=0).to(tl.int64)
     else:
-        return tl.where(live, b * CU, 0).to(tl.int64)
+        return tl.where(m_request, i_request * CU_SEQLENS_Q, 0).to(tl.int64)
 
 
 @triton.jit
-def locate(CU, B, block, c: tl.constexpr):
-    """(request of a block, index of the block in the request)."""
-    found, start = -1, 0
-    for i in range(0, B, c.BLOCK_B):
-        o_b = i + tl.arange(0, c.BLOCK_B)
-        begins = first_row(CU, o_b, o_b < B) * c.GROUP // c.ROWS + o_b
-        passed = (begins <= block) & (o_b < B)
-        found += tl.sum(passed.to(tl.int32))
-        start = tl.maximum(start, tl.max(tl.where(passed, begins, 0)).to(tl.int32))
-    return found, block - start
+def find_request_of_m_block(CU_SEQLENS_Q, B, m_block, cfg: tl.constexpr):
+    """Returns (request of an m_block, m_block in the request)."""
+    i_request, first_block = -1, 0
+    for i in range(0, B, cfg.BLOCK_B):
+        o_b = i + tl.arange(0, cfg.BLOCK_B)
+        first_index = load_q_begin(CU_SEQLENS_Q, o_b, o_b < B) * cfg.GROUP // cfg.BLOCK_M + o_b
+        is_before = (first_index <= m_block) & (o_b < B)
+        i_request += tl.sum(is_before.to(tl.int32))
+        first_block = tl.maximum(first_block, tl.max(tl.where(is_before, first_index, 0)).to(tl.int32))
+    return i_request, m_block - first_block
 
 
 @triton.jit
-def range_of(begin, end, low, high, c: tl.constexpr):
-    """The keys among [begin, end) that rows at places [low, high) see."""
-    start = begin
-    if c.WINDOW > 0:
-        start = tl.maximum(begin, low - c.WINDOW + 1)
-    return Range(start, tl.maximum(tl.minimum(end, high), start), low, high)
+def visible_key_range(key_begin, key_end, q_position_begin, q_position_end, cfg: tl.constexpr):
+    """Returns the KeyRange of keys [key_begin, key_end) visible to rows at [q_position_begin, q_position_end)."""
+    begin = key_begin
+    if cfg.WINDOW > 0:
+        begin = tl.maximum(key_begin, q_position_begin - cfg.WINDOW + 1)
+    return KeyRange(begin, tl.maximum(tl.minimum(key_end, q_position_end), begin), q_position_begin, q_position_end)
 
 
-@triton.jit(do_not_specialize=["TABLE", "LENS", "CU", "B", "T"])
+@triton.jit(do_not_specialize=["PAGE_TABLE", "SEQ_LENS", "CU_SEQLENS_Q", "B", "T"])
 def prefill_kernel(
-    Q, KN, VN, K, V, KS, VS, TABLE, LENS, CU, SINKS, OUT, LSE, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
-    softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
-    B, T, sq_t, sq_h, skn_t, skn_h, svn_t, svn_h, sk_p, sk_s, sk_h, sv_p, sv_s, sv_h,
-    sks_p, sks_s, sks_h, svs_p, svs_s, svs_h, skc_h, svc_h, st_b, so_t, so_h, sl_t, sl_h,
-    c: tl.constexpr,
+    Q, K_NEW, V_NEW, K, V, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, K_SIGNS, V_SIGNS,
+    K_CHANNEL_SCALES, V_CHANNEL_SCALES,
+    softmax_scale, SOFTMAX_SCALE, k_scale, K_SCALE, v_scale, V_SCALE, out_scale, OUT_SCALE, softcap,
+    B, T, stride_q_t, stride_q_h, stride_k_new_t, stride_k_new_h, stride_v_new_t, stride_v_new_h, stride_k_p,
+    stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
+    stride_k_scales_p, stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h,
+    stride_k_channel_scales_h, stride_v_channel_scales_h, stride_table_b, stride_out_t, stride_out_h, stride_lse_t,
+    stride_lse_h,
+    cfg: tl.constexpr,
 ):  # fmt: skip
-    """Attend one block of query rows. See the module's docstring."""
-    PARTS: tl.constexpr = c.PARTS
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    zero_padding(OUT, LSE, first_row(CU, B, True).to(tl.int32), T, program, programs, so_t, so_h, sl_t, sl_h, c)
-    h = program % c.HEADS
-    b, block = locate(CU, B, (programs - 1 - program) // c.HEADS, c)
-    q0 = first_row(CU, b, True)
-    rows = (first_row(CU, b + 1, True) - q0).to(tl.int32)
-    r0 = block * c.ROWS
-    if r0 < rows * c.GROUP:
-        n = tl.load(LENS + b).to(tl.int32)
-        first = n - rows  # place of the request's first new token
-        o_r = r0 + tl.arange(0, c.ROWS)
-        o_i = o_r // c.GROUP
-        tokens, heads = q0 + o_i, (h * c.GROUP + o_r % c.GROUP).to(tl.int64)
-        m_row = o_r < rows * c.GROUP
-        i0, i1 = r0 // c.GROUP, tl.minimum(tl.cdiv(r0 + c.ROWS, c.GROUP), rows)
+    """Attends one block of BLOCK_M query rows. See the module's docstring."""
+    PACK: tl.constexpr = cfg.PACK
+    i_program, num_programs = tl.program_id(0), tl.num_programs(0)
+    zero_padding_rows(
+        OUT, LSE, load_q_begin(CU_SEQLENS_Q, B, True).to(tl.int32), T, i_program, num_programs, stride_out_t,
+        stride_out_h, stride_lse_t, stride_lse_h, cfg,
+    )  # fmt: skip
+    h = i_program % cfg.HEADS
+    i_request, m_block = find_request_of_m_block(CU_SEQLENS_Q, B, (num_programs - 1 - i_program) // cfg.HEADS, cfg)
+    q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
+    num_q_rows = (load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin).to(tl.int32)
+    row_begin = m_block * cfg.BLOCK_M
+    if row_begin < num_q_rows * cfg.GROUP:
+        num_keys = tl.load(SEQ_LENS + i_request).to(tl.int32)
+        first_new_position = num_keys - num_q_rows  # position of the request's first new token
+        o_r = row_begin + tl.arange(0, cfg.BLOCK_M)
+        o_i = o_r // cfg.GROUP
+        tokens, heads = q_begin + o_i, (h * cfg.GROUP + o_r % cfg.GROUP).to(tl.int64)
+        m_row = o_r < num_q_rows * cfg.GROUP
+        token_begin, token_end = (
+            row_begin // cfg.GROUP,
+            tl.minimum(tl.cdiv(row_begin + cfg.BLOCK_M, cfg.GROUP), num_q_rows),
+        )
 
-        score_scale = scalar(softmax_scale, SOFTMAX_T, 0, c.SOFTMAX_T) * LOG2E
-        h_scale = scalar(v_scale, V_T, h * c.V_T_STRIDE, c.V_T) * c.V_FACTOR
-        x = load_rows(Q, tokens, heads, m_row, sq_t, sq_h, c)
-        q, row_scale = query(turned((x,), (K_SIGNS, K_CHANNELS, skc_h), h, 1, c.D)[0], c)
-        acc = ()
-        for _ in tl.static_range(PARTS):
-            acc = acc + (tl.full([c.ROWS, c.BLOCK_DV], 0.0, tl.float32),)
-        state = tl.full([c.ROWS], float("-inf"), tl.float32), tl.full([c.ROWS], 0.0, tl.float32), acc
-        keys = Side(Rows(K, sk_p, sk_s, sk_h), Rows(KS, sks_p, sks_s, sks_h))
-        values = Side(Rows(V, sv_p, sv_s, sv_h), Rows(VS, svs_p, svs_s, svs_h))
-        span = range_of(0, tl.maximum(first, 0) if c.NEW else n, first + i0, first + i1, c)
-        scale = row_scale * (score_scale * scalar(k_scale, K_T, h * c.K_T_STRIDE, c.K_T))
-        table = TABLE + b.to(tl.int64) * st_b
-        state = attend(q, state, keys, values, table, span, first + o_i, h, scale, softcap, False, c)
-        m, l, acc = state
-        acc = back(acc, (V_SIGNS, V_CHANNELS, svc_h), h, PARTS, c.DV)
-        if c.NEW:
-            held = ()
-            for j in tl.static_range(PARTS):
-                held = held + (acc[j] * h_scale,)
-            h_scale = 1.0
-            keys = Side(Rows(KN + q0 * skn_t, 0, skn_t, skn_h), Rows(None, 0, 0, 0))
-            values = Side(Rows(VN + q0 * svn_t, 0, svn_t, svn_h), Rows(None, 0, 0, 0))
-            span = range_of(tl.maximum(-first, 0), rows, i0, i1, c)
-            q = new_query(x, KN.dtype.element_ty, c)
-            scale = tl.full([c.ROWS], 1.0, tl.float32) * score_scale
-            m, l, acc = attend(q, (m, l, held), keys, values, table, span, o_i, h, scale, softcap, True, c)
-        h_scale *= scalar(out_scale, OUT_T, 0, c.OUT_T)
-        factor, lse = finish(m, l, h_scale, SINKS, heads, m_row, c)
-        o_d = tl.arange(0, PARTS * c.BLOCK_DV)
-        p_out = OUT + (tokens * so_t + heads * so_h)[:, None] + o_d[None, :]
+        score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
+        value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * cfg.V_RESIDUAL_SCALE
+        x = load_query_rows(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg)
+        q, row_scale = to_query_tiles(
+            scale_and_rotate_query((x,), (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h), h, 1, cfg.D)[0], cfg
+        )
+        acc_o = ()
+        for _ in tl.static_range(PACK):
+            acc_o = acc_o + (tl.full([cfg.BLOCK_M, cfg.BLOCK_DV], 0.0, tl.float32),)
+        softmax_state = (
+            tl.full([cfg.BLOCK_M], float("-inf"), tl.float32), tl.full([cfg.BLOCK_M], 0.0, tl.float32), acc_o,
+        )  # fmt: skip
+        keys = KVOperand(
+            StridedRows(K, stride_k_p, stride_k_s, stride_k_h),
+            StridedRows(K_SCALES, stride_k_scales_p, stride_k_scales_s, stride_k_scales_h),
+        )
+        values = KVOperand(
+            StridedRows(V, stride_v_p, stride_v_s, stride_v_h),
+            StridedRows(V_SCALES, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h),
+        )
+        key_range = visible_key_range(
+            0, tl.maximum(first_new_position, 0) if cfg.HAS_NEW_KV else num_keys, first_new_position + token_begin,
+            first_new_position + token_end, cfg,
+        )  # fmt: skip
+        scale = row_scale * (score_scale * load_scale(k_scale, K_SCALE, h * cfg.K_SCALE_STRIDE, cfg.HAS_K_SCALE))
+        p_page_ids = PAGE_TABLE + i_request.to(tl.int64) * stride_table_b
+        softmax_state = mainloop(
+            q, softmax_state, keys, values, p_page_ids, key_range, first_new_position + o_i, h, scale, softcap, False,
+            cfg,
+        )  # fmt: skip
+        row_max, row_sum, acc_o = softmax_state
+        acc_o = unrotate_and_rescale_output(
+            acc_o, (V_SIGNS, V_CHANNEL_SCALES, stride_v_channel_scales_h), h, PACK, cfg.DV
+        )
+        if cfg.HAS_NEW_KV:
+            scaled_acc = ()
+            for j in tl.static_range(PACK):
+                scaled_acc = scaled_acc + (acc_o[j] * value_scale,)
+            value_scale = 1.0
+            keys = KVOperand(
+                StridedRows(K_NEW + q_begin * stride_k_new_t, 0, stride_k_new_t, stride_k_new_h),
+                StridedRows(None, 0, 0, 0),
+            )
+            values = KVOperand(
+                StridedRows(V_NEW + q_begin * stride_v_new_t, 0, stride_v_new_t, stride_v_new_h),
+                StridedRows(None, 0, 0, 0),
+            )
+            key_range = visible_key_range(tl.maximum(-first_new_position, 0), num_q_rows, token_begin, token_end, cfg)
+            q = query_for_new_keys(x, K_NEW.dtype.element_ty, cfg)
+            scale = tl.full([cfg.BLOCK_M], 1.0, tl.float32) * score_scale
+            row_max, row_sum, acc_o = mainloop(
+                q, (row_max, row_sum, scaled_acc), keys, values, p_page_ids, key_range, o_i, h, scale, softcap, True,
+                cfg,
+            )  # fmt: skip
+        # Epilogue: unrotated acc_o × acc_scale, and LSE
+        value_scale *= load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
+        acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
+        o_d = tl.arange(0, PACK * cfg.BLOCK_DV)
+        p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[:, None] + o_d[None, :]
         out = ()
-        for j in tl.static_range(PARTS):
-            out = out + (output(acc[j] * factor[:, None], OUT, c),)
-        tl.store(p_out, together(out, PARTS), mask=m_row[:, None] & (o_d < c.DV)[None, :])
-        if c.HAS_LSE:
-            tl.store(LSE + tokens * sl_t + heads * sl_h, lse, mask=m_row)
+        for j in tl.static_range(PACK):
+            out = out + (cast_output(acc_o[j] * acc_scale[:, None], OUT, cfg),)
+        tl.store(p_out, interleave_columns(out, PACK), mask=m_row[:, None] & (o_d < cfg.DV)[None, :])
+        if cfg.HAS_LSE:
+            tl.store(LSE + tokens * stride_lse_t + heads * stride_lse_h, lse, mask=m_row)
 
 
 @triton.jit
-def new_query(x, DTYPE: tl.constexpr, c: tl.constexpr):
-    """Query rows as they meet the new keys: in their 16-bit type, which holds every query exactly."""
-    return apart(x.to(DTYPE), c.ROWS, c.BLOCK_D, c.K.PARTS)
+def query_for_new_keys(x, DTYPE: tl.constexpr, cfg: tl.constexpr):
+    """Returns query tiles for the new keys, in their 16-bit type, which holds every query exactly."""
+    return deinterleave_columns(x.to(DTYPE), cfg.BLOCK_M, cfg.BLOCK_D, cfg.K.PACK)

@@ -1,6 +1,6 @@
-"""Decode's query: the rows of a segment come into shared memory with its first tile's copies, ahead of their use.
+"""Loads decode's query: with its work tile's first n_block, into shared memory, ahead of use, or directly.
 
-A load at the start of a segment would queue behind all copies under way, some 3 µs (notes/decode.md).
+A load at the start of a work tile would queue behind all copies in flight, some 3 µs (notes/decode.md).
 """
 
 from triton.experimental import gluon
@@ -8,120 +8,140 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ...versions import async_load
-from ..parts.convert import INT4_FACTOR, INT4_ODD, multiplied
-from .records import Query
-from .tiles import begin_of, mma_layout, query_words
-from .turns import turned_query
+from ..parts.dequant import INT4_ODD_SCALE, INT4_RESIDUAL_SCALE, mma_dtype
+from .layouts import column_offset_of_heads, mma_layout, query_load_layout
+from .params import QueryOperands
+from .rotation import rotate_query
 
 
 @gluon.constexpr_function
-def _copying(g, c, size):
-    """Layout of [heads, rows, columns]: a lane copies 16 bytes."""
-    lanes = min(32, c.D * size // 16)
-    return gl.BlockedLayout([1, 1, 16 // size], [1, 32 // lanes, lanes], [g.HB, g.RB, 1], [2, 1, 0])
+def _copy_layout(tile_cfg, cfg, itemsize):
+    """Returns the layout of [heads, rows, columns]: a lane copies 16 bytes."""
+    lanes = min(32, cfg.D * itemsize // 16)
+    return gl.BlockedLayout(
+        [1, 1, 16 // itemsize], [1, 32 // lanes, lanes], [tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, 1], [2, 1, 0]
+    )
 
 
 @gluon.jit
-def make_queries(Q, c: gl.constexpr, g: gl.constexpr):
-    """A ring of queries [HB, ROWS, D]: of as many segments as may begin in the tiles that are fetched ahead."""
+def allocate_query_stages(Q, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Allocates a ring of queries [HEADS_PER_CTA, BLOCK_M, D]: of as many work tiles as may begin in the prefetched
+    n_blocks."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    return gl.allocate_shared_memory(Q.dtype.element_ty, [g.QUERIES, g.HB, c.ROWS, c.D], LAYOUT)
+    return gl.allocate_shared_memory(
+        Q.dtype.element_ty, [tile_cfg.NUM_QUERY_STAGES, tile_cfg.HEADS_PER_CTA, cfg.BLOCK_M, cfg.D], LAYOUT
+    )
 
 
 @gluon.jit
-def pointers_of(Q, strides, q0, h, r, c: gl.constexpr):
-    """Of query rows r of a request, all heads of a group counted, of KV heads h."""
-    p_token = Q + (q0 + r // c.GROUP).to(gl.int64) * strides.q_t
-    return p_token + (h * c.GROUP + r % c.GROUP).to(gl.int64) * strides.q_h
+def query_row_ptrs(Q, strides, q_begin, kv_heads, o_r, cfg: gl.constexpr):
+    """Returns pointers to query rows o_r of a request, all heads of a group counted, of KV heads kv_heads."""
+    p_token = Q + (q_begin + o_r // cfg.GROUP).to(gl.int64) * strides.q_t
+    return p_token + (kv_heads * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64) * strides.q_h
 
 
 @gluon.jit
-def fetch_query(tensors, strides, queries, count, cursor, end, h0, FIRST: gl.constexpr, c: gl.constexpr,
-                g: gl.constexpr):  # fmt: skip
-    """Start the copy of the cursor's query, if its tile, fetched next, is the first of the share or of a segment.
+def prefetch_query(tensors, strides, q_stages, num_prefetched_q, prefetch_pos, block_end, first_head,
+                   IS_FIRST: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
+    """Starts the copy of the query at prefetch_pos, if its n_block is the first of the CTA range or of a work tile.
 
-    The number of queries so far.
+    Returns the number of queries prefetched so far.
     """
-    Q, CU = tensors.Q, tensors.CU
-    if (cursor.x < end) & (FIRST | (cursor.t == 0)):
-        L: gl.constexpr = _copying(g, c, Q.dtype.element_ty.primitive_bitwidth // 8)
-        h = h0 + gl.arange(0, g.HB, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-        r = cursor.segment * c.ROWS + gl.arange(0, c.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
-        o_d = gl.arange(0, c.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-        if c.RAGGED:
-            q0 = gl.load(CU + cursor.b).to(gl.int32)
-            rows = gl.load(CU + cursor.b + 1).to(gl.int32) - q0
+    Q, CU_SEQLENS_Q = tensors.Q, tensors.CU_SEQLENS_Q
+    if (prefetch_pos.block < block_end) & (IS_FIRST | (prefetch_pos.n_block == 0)):
+        L: gl.constexpr = _copy_layout(tile_cfg, cfg, Q.dtype.element_ty.primitive_bitwidth // 8)
+        h = first_head + gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+        o_r = (
+            prefetch_pos.m_block * cfg.BLOCK_M
+            + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+        )
+        o_d = gl.arange(0, cfg.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+        if cfg.VARLEN_Q:
+            q_begin = gl.load(CU_SEQLENS_Q + prefetch_pos.i_request).to(gl.int32)
+            num_q_rows = gl.load(CU_SEQLENS_Q + prefetch_pos.i_request + 1).to(gl.int32) - q_begin
         else:
-            q0, rows = cursor.b * c.MAX_Q, c.MAX_Q
-        p_q = pointers_of(Q, strides, q0, h, r, c) + o_d
-        live, p_q = gl.broadcast(r < rows * c.GROUP, p_q)
-        async_load(queries.index(count % g.QUERIES), p_q, mask=live)
+            q_begin, num_q_rows = prefetch_pos.i_request * cfg.MAX_SEQLEN_Q, cfg.MAX_SEQLEN_Q
+        p_q = query_row_ptrs(Q, strides, q_begin, h, o_r, cfg) + o_d
+        valid, p_q = gl.broadcast(o_r < num_q_rows * cfg.GROUP, p_q)
+        async_load(q_stages.index(num_prefetched_q % tile_cfg.NUM_QUERY_STAGES), p_q, mask=valid)
         async_copy.commit_group()
-        count += 1
-    return count
+        num_prefetched_q += 1
+    return num_prefetched_q
 
 
 @gluon.jit
-def operands_of(x, turns, c: gl.constexpr, g: gl.constexpr):
-    """A query [HB, ROWS, D] (layout query_words) as the right operand, a Query, and a factor of its scores [HB, ROWS].
+def to_query_operands(x, rotation_smem, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns a query [HEADS_PER_CTA, BLOCK_M, D] (query_load_layout) as QueryOperands, and a scale of its scores
+    [HEADS_PER_CTA, BLOCK_M].
 
-    fp16 holds what bf16 holds only after a power of two is taken out of each row; the factor puts it back.
+    bf16 rows fit in fp16 only after a power of two is taken out of each; the scale restores it.
     """
-    MMA: gl.constexpr = mma_layout(g.HB, g.RB)
+    MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    x = turned_query(x.to(gl.float32), turns, 2, c, g)
-    field = gl.max(gl.abs(x), 2).to(gl.int32, bitcast=True) >> 23
-    field = gl.maximum(field & 0xFF, 1)  # exponent of the largest magnitude
-    inverse = (gl.maximum(254 - field, 1) << 23).to(gl.float32, bitcast=True)
-    x = (x * inverse[:, :, None]).to(multiplied(c))
+    x = rotate_query(x.to(gl.float32), rotation_smem, 2, cfg, tile_cfg)
+    exponent = gl.max(gl.abs(x), 2).to(gl.int32, bitcast=True) >> 23
+    exponent = gl.maximum(exponent & 0xFF, 1)  # of the largest magnitude
+    inv_scale = (gl.maximum(254 - exponent, 1) << 23).to(gl.float32, bitcast=True)
+    x = (x * inv_scale[:, :, None]).to(mma_dtype(cfg))
     L: gl.constexpr = gl.SliceLayout(1, MMA)
-    factor = gl.convert_layout((field << 23).to(gl.float32, bitcast=True) * c.K_FACTOR, L)
-    total = factor  # not used
-    if g.K.CODE == "int4":  # as the sums of products come
-        total = gl.convert_layout(gl.sum(x.to(gl.float32), 2) * (1.0 / INT4_FACTOR), L)
-    # [heads, rows, parts of a row, lanes, pairs of units, …] → operand j: the j-th codes. Four codes of a unit lie side
-    # by side; of one or two it is the pair's that do.
-    PAIRS: gl.constexpr = min(c.WORDS_K, 64) // 8
-    SHAPE: gl.constexpr = [g.HB, c.ROWS, c.WORDS_K // (8 * PAIRS), 4, PAIRS]
-    if g.K.PARTS == 4:
+    q_scales = gl.convert_layout((exponent << 23).to(gl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE, L)
+    row_sums = q_scales  # not used
+    if tile_cfg.K.CODE == "int4":  # at the scale of the QK accumulator
+        row_sums = gl.convert_layout(gl.sum(x.to(gl.float32), 2) * (1.0 / INT4_RESIDUAL_SCALE), L)
+    # [heads, rows, panels of a row, lanes, pairs of packed words, …] → operand j: the j-th codes. Four codes of a word
+    # are adjacent; of one or two codes, those of the pair are.
+    PAIRS: gl.constexpr = min(cfg.PACKED_K, 64) // 8
+    SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, cfg.BLOCK_M, cfg.PACKED_K // (8 * PAIRS), 4, PAIRS]
+    if tile_cfg.K.PACK == 4:
         x = x.reshape(SHAPE + [2, 4]).permute([0, 2, 4, 3, 5, 1, 6])
-        even, odd = x.reshape([g.HB, c.WORDS_K, c.ROWS, 2, 2]).split()
-        zeroth, second = even.split()
-        first, third = odd.split()
-        if g.K.CODE == "int4":
-            zeroth, second = (zeroth * INT4_ODD).to(x.dtype), (second * INT4_ODD).to(x.dtype)
-        parts = (zeroth, first, second, third)
+        even_codes, odd_codes = x.reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_K, cfg.BLOCK_M, 2, 2]).split()
+        zeroth, second = even_codes.split()
+        first, third = odd_codes.split()
+        if tile_cfg.K.CODE == "int4":
+            zeroth, second = (zeroth * INT4_ODD_SCALE).to(x.dtype), (second * INT4_ODD_SCALE).to(x.dtype)
+        tiles = (zeroth, first, second, third)
     else:
-        PARTS: gl.constexpr = g.K.PARTS
-        x = x.reshape(SHAPE + [PARTS, 2]).permute([0, 2, 4, 3, 6, 1, 5]).reshape([g.HB, c.WORDS_K, c.ROWS, PARTS])
-        parts = x.split() if PARTS == 2 else (x.reshape([g.HB, c.WORDS_K, c.ROWS]),)
-    out = ()
-    for j in gl.static_range(gl.constexpr(g.K.PARTS)):
-        out = out + (gl.convert_layout(parts[j], B, assert_trivial=True),)
-    return Query(out, total), factor
+        PACK: gl.constexpr = tile_cfg.K.PACK
+        x = (
+            x.reshape(SHAPE + [PACK, 2])
+            .permute([0, 2, 4, 3, 6, 1, 5])
+            .reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_K, cfg.BLOCK_M, PACK])
+        )
+        tiles = x.split() if PACK == 2 else (x.reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_K, cfg.BLOCK_M]),)
+    operands = ()
+    for j in gl.static_range(gl.constexpr(tile_cfg.K.PACK)):
+        operands = operands + (gl.convert_layout(tiles[j], B, assert_trivial=True),)
+    return QueryOperands(operands, row_sums), q_scales
 
 
 @gluon.jit
-def arrived_query(queries, turns, i, c: gl.constexpr, g: gl.constexpr):
-    """The i-th query that was copied."""
+def load_prefetched_query(q_stages, rotation_smem, i, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads the i-th prefetched query from shared memory; returns as `to_query_operands`."""
     async_copy.wait_group(0)
-    x = queries.index(i % g.QUERIES).load(query_words(g.HB, g.RB, c.ROWS, c.WORDS_K, g.K.PARTS))
-    return operands_of(x, turns, c, g)
+    x = q_stages.index(i % tile_cfg.NUM_QUERY_STAGES).load(
+        query_load_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, cfg.BLOCK_M, cfg.PACKED_K, tile_cfg.K.PACK)
+    )
+    return to_query_operands(x, rotation_smem, cfg, tile_cfg)
 
 
 @gluon.jit
-def loaded_query(tensors, strides, turns, segment, h0, c: gl.constexpr, g: gl.constexpr):
-    """A segment's query that was not copied; a lane loads the stretches that its keys have."""
-    L: gl.constexpr = query_words(g.HB, g.RB, c.ROWS, c.WORDS_K, g.K.PARTS)
-    h = h0 + gl.arange(0, g.HB, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-    r = segment.i * c.ROWS + gl.arange(0, c.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
-    o_d = gl.arange(0, c.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    if g.K.WINDOWS > 1:
-        o_d = o_d - g.K.PARTS * begin_of(h, False, g)
-    p_q = pointers_of(tensors.Q, strides, segment.q0, h, r, c) + o_d
-    live, p_q = gl.broadcast(r < segment.rows * c.GROUP, p_q)
-    if g.Q_COLUMNS < c.D:
-        live = live & (o_d < g.Q_COLUMNS)
-    if g.K.WINDOWS > 1:
-        live = live & (o_d >= 0)
-    return operands_of(gl.load(p_q, mask=live, other=0.0), turns, c, g)
+def load_query(tensors, strides, rotation_smem, work_tile, first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads a work tile's query that was not prefetched; a lane loads the same columns as of its keys."""
+    L: gl.constexpr = query_load_layout(
+        tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, cfg.BLOCK_M, cfg.PACKED_K, tile_cfg.K.PACK
+    )
+    h = first_head + gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    o_r = (
+        work_tile.m_block * cfg.BLOCK_M
+        + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    )
+    o_d = gl.arange(0, cfg.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    if tile_cfg.K.PADDED_HEADS > 1:
+        o_d = o_d - tile_cfg.K.PACK * column_offset_of_heads(h, False, tile_cfg)
+    p_q = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, h, o_r, cfg) + o_d
+    valid, p_q = gl.broadcast(o_r < work_tile.num_q_rows * cfg.GROUP, p_q)
+    if tile_cfg.Q_HEAD_DIM < cfg.D:
+        valid = valid & (o_d < tile_cfg.Q_HEAD_DIM)
+    if tile_cfg.K.PADDED_HEADS > 1:
+        valid = valid & (o_d >= 0)
+    return to_query_operands(gl.load(p_q, mask=valid, other=0.0), rotation_smem, cfg, tile_cfg)

@@ -1,13 +1,15 @@
-"""Decode with many query rows of a KV head: codes are converted once for all of them, in shared memory.
+"""Decode with many query rows of a KV head: codes are dequantized once for all rows, in shared memory.
 
-A program has one KV head. Rows are on M, 64 a warpgroup, keys on N; both products run as wgmma. What `attend`
-and `tiles` are to few rows, this is to many; shares, copies and cut segments are the same. Threads meet twice a
-tile: values are converted beside the first product, the next tile's keys beside the second. Columns lie in shared
-memory where the conversions leave them (`column_of`).
+A CTA has one KV head. Rows are on M, 64 a warpgroup, keys on N; both MMAs run as wgmma. This replaces `mainloop` and
+`layouts` of small M; CTA ranges, copies and splits are the same. Threads synchronize twice per n_block: V is
+dequantized while QK runs, the next K while PV runs. Columns in shared memory keep the order of the conversion
+(`logical_column`).
 
-Heads of at most 128 columns go by `rows64`. It cannot take 256: a thread's 255 registers do not hold the query (64)
-beside the accumulator (128) and two tiles of scores (64), and shared memory, 227 KB, does not hold that of 128 rows
-(64 KB) beside four fp16 tiles (128 KB) and two stages of codes (64 KB). Here are two tiles, and no scores ahead.
+Heads of at most 128 columns go by `rows_64`. It cannot take 256: a thread's 255 registers do not hold the query (64)
+beside the accumulator (128) and two tiles of scores (64), and shared memory, 227 KB, does not hold that of 128 rows (64
+KB) beside four fp16 tiles (128 KB) and two stages of codes (64 KB). Here are two tiles, and no overlapped QK.
+
+Mask and rescale: `softmax_step`, `mainloop`. Free stage: the second barrier in `mainloop`. Combine: `combine`.
 """
 
 from triton.experimental import gluon
@@ -20,275 +22,362 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret, thread_barrier
-from ..parts.convert import SCALE_BYTE, key_parts, log2_and_inverse, scaled_e2m1
-from ..parts.softmax import softcapped
-from .attend import codes_of
-from .fetch import advance, fetch
-from .query import pointers_of
-from .records import Buffers, State
-from .rows import column_of, visible_of_tile
-from .seen import live_keys
-from .turns import turned_query
+from ..parts.dequant import BLOCK_SCALE_PTX, dequant_e2m1, dequant_k, log2_and_reciprocal
+from ..parts.online_softmax import apply_softcap
+from .epilogue import is_visible_in_block, logical_column
+from .mainloop import smem_codes_of_mma_tile
+from .mask import valid_keys
+from .params import SmemOperands, SoftmaxState
+from .producer import advance_prefetch_position, copy_kv_block
+from .query import query_row_ptrs
+from .rotation import rotate_query
 
 
 @gluon.constexpr_function
-def score_layout(c, g):
-    return gl.NVMMADistributedLayout([3, 0], [g.RB, 1], [16, c.TILE, 16])
+def score_layout(cfg, tile_cfg):
+    return gl.NVMMADistributedLayout([3, 0], [tile_cfg.WARPS_PER_HEAD, 1], [16, cfg.BLOCK_N, 16])
 
 
 @gluon.constexpr_function
-def sum_layout(c, g):
-    return gl.NVMMADistributedLayout([3, 0], [g.RB, 1], [16, c.PARTS * c.WORDS_V, 16])
+def acc_layout(cfg, tile_cfg):
+    return gl.NVMMADistributedLayout([3, 0], [tile_cfg.WARPS_PER_HEAD, 1], [16, cfg.PACK * cfg.PACKED_V, 16])
 
 
 @gluon.constexpr_function
-def words_layout(W, c, g):
-    """Layout of codes [keys, W]: a lane takes eight of a row, which become 16 bytes, so that no banks conflict."""
-    lanes = W * c.PARTS // 8
-    return gl.BlockedLayout([1, 8 // c.PARTS], [32 // lanes, lanes], [g.RB, 1], [1, 0])
+def packed_layout(NUM_PACKED, cfg, tile_cfg):
+    """Returns the layout of codes [keys, NUM_PACKED]: a lane has eight of a row, 16 bytes of fp16, without bank
+    conflicts."""
+    lanes = NUM_PACKED * cfg.PACK // 8
+    return gl.BlockedLayout([1, 8 // cfg.PACK], [32 // lanes, lanes], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def halves_layout(W, c, g):
-    """The same of 4-bit codes as [keys, blocks, 2 halves, 2 words]."""
-    return gl.BlockedLayout([1, 1, 1, 2], [64 // W, W // 4, 2, 1], [g.RB, 1, 1, 1], [3, 2, 1, 0])
+def packed_blocks_layout(NUM_PACKED, cfg, tile_cfg):
+    """Returns the same layout of 4-bit codes as [keys, blocks, 2 halves, 2 packed]."""
+    return gl.BlockedLayout(
+        [1, 1, 1, 2], [64 // NUM_PACKED, NUM_PACKED // 4, 2, 1], [tile_cfg.WARPS_PER_HEAD, 1, 1, 1], [3, 2, 1, 0]
+    )
 
 
 @gluon.constexpr_function
-def keeps_query(c):
-    """Whether the query is held in registers and only passes through the buffer of the keys."""
-    return c.ROWS == c.TILE and c.PARTS * c.WORDS_K <= 128
+def keeps_query_in_registers(cfg):
+    """Returns whether Q is held in registers and only passes through the K buffer."""
+    return cfg.BLOCK_M == cfg.BLOCK_N and cfg.PACK * cfg.PACKED_K <= 128
 
 
 @gluon.constexpr_function
-def keys_layout(g):
-    return gl.BlockedLayout([1], [32], [g.RB], [0])
+def token_scale_layout(tile_cfg):
+    return gl.BlockedLayout([1], [32], [tile_cfg.WARPS_PER_HEAD], [0])
 
 
 @gluon.constexpr_function
-def bytes_layout(W, g):
-    """Layout of block scales [keys, bytes] as they are loaded: a thread takes those of a key."""
-    return gl.BlockedLayout([1, W // 4], [32, 1], [g.RB, 1], [1, 0])
+def block_scale_layout(NUM_PACKED, tile_cfg):
+    """Returns the layout of block scales [keys, bytes] as loaded: a thread has those of a key."""
+    return gl.BlockedLayout([1, NUM_PACKED // 4], [32, 1], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
 
 
 @gluon.jit
-def make_buffers(c: gl.constexpr, g: gl.constexpr):
-    """(query, keys, values, scales): fp16 operands; stored scales of a tile, as `attend_segment` stores them."""
-    D: gl.constexpr = c.PARTS * c.WORDS_K
-    DV: gl.constexpr = c.PARTS * c.WORDS_V
-    Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.ROWS, D], gl.float16)
-    K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.TILE, D], gl.float16)
-    V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.TILE, DV], gl.float16)
-    k = gl.allocate_shared_memory(gl.float16, [c.TILE, D], K)
-    if keeps_query(c):
+def allocate_smem_operands(cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Allocates (q, k, v, scales): fp16 operands, and the stored scales of an n_block as `mainloop` stores them."""
+    D: gl.constexpr = cfg.PACK * cfg.PACKED_K
+    DV: gl.constexpr = cfg.PACK * cfg.PACKED_V
+    Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_M, D], gl.float16)
+    K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, D], gl.float16)
+    V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, DV], gl.float16)
+    k = gl.allocate_shared_memory(gl.float16, [cfg.BLOCK_N, D], K)
+    if keeps_query_in_registers(cfg):
         q = k
     else:
-        q = gl.allocate_shared_memory(gl.float16, [c.ROWS, D], Q)
-    v = gl.allocate_shared_memory(gl.float16, [c.TILE, DV], V)
+        q = gl.allocate_shared_memory(gl.float16, [cfg.BLOCK_M, D], Q)
+    v = gl.allocate_shared_memory(gl.float16, [cfg.BLOCK_N, DV], V)
     scales = ()
-    if c.TOKEN_SCALES:
+    if cfg.TOKEN_SCALES:
         for _ in gl.static_range(3):
-            scales = scales + (gl.allocate_shared_memory(gl.float32, [c.TILE], gl.SwizzledSharedLayout(1, 1, 1, [0])),)
-    if c.BLOCK_SCALES:
+            scales = scales + (
+                gl.allocate_shared_memory(gl.float32, [cfg.BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+            )
+    if cfg.BLOCK_SCALES:
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         scales = (
-            gl.allocate_shared_memory(gl.uint8, [c.TILE, c.WORDS_K // 4], PLAIN),
-            gl.allocate_shared_memory(gl.uint8, [c.TILE, c.WORDS_V // 4], PLAIN),
+            gl.allocate_shared_memory(gl.uint8, [cfg.BLOCK_N, cfg.PACKED_K // 4], PLAIN),
+            gl.allocate_shared_memory(gl.uint8, [cfg.BLOCK_N, cfg.PACKED_V // 4], PLAIN),
         )
-    return Buffers(q, k, v, scales)
+    return SmemOperands(q, k, v, scales)
 
 
 @gluon.jit
-def query_to_shared(tensors, strides, turns, segment, h, q_s, c: gl.constexpr, g: gl.constexpr):
-    """A segment's query rows into shared memory, in fp16; a factor of their scores [ROWS] (see `query.operands_of`)."""
-    D: gl.constexpr = c.PARTS * c.WORDS_K
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [g.RB, 1], [1, 0])
-    o_r = segment.i * c.ROWS + gl.arange(0, c.ROWS, gl.SliceLayout(1, L))
-    o_d = column_of(gl.arange(0, D, gl.SliceLayout(0, L)), c)
-    p_row = pointers_of(tensors.Q, strides, segment.q0, h, o_r, c)
-    x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < segment.rows * c.GROUP)[:, None], other=0.0).to(gl.float32)
-    x = turned_query(x, turns, 1, c, g)
-    top = gl.max(gl.abs(x), 1)
-    field = gl.maximum((top.to(gl.int32, bitcast=True) >> 23) & 0xFF, 1)
-    inverse = (gl.maximum(254 - field, 1) << 23).to(gl.float32, bitcast=True)
-    thread_barrier()  # products of the segment before may still read
-    q_s.store((x * inverse[:, None]).to(gl.float16))
-    factor = (field << 23).to(gl.float32, bitcast=True) * c.K_FACTOR
-    return gl.convert_layout(factor, gl.SliceLayout(1, score_layout(c, g)))
+def store_query_to_smem(
+    tensors, strides, rotation_smem, work_tile, kv_head, q_smem, cfg: gl.constexpr, tile_cfg: gl.constexpr
+):
+    """Stores a work tile's query rows to shared memory in fp16; returns a scale of their scores [BLOCK_M] (see
+    `query.to_query_operands`)."""
+    D: gl.constexpr = cfg.PACK * cfg.PACKED_K
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
+    o_r = work_tile.m_block * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(1, L))
+    o_d = logical_column(gl.arange(0, D, gl.SliceLayout(0, L)), cfg)
+    p_row = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, kv_head, o_r, cfg)
+    x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < work_tile.num_q_rows * cfg.GROUP)[:, None], other=0.0).to(
+        gl.float32
+    )
+    x = rotate_query(x, rotation_smem, 1, cfg, tile_cfg)
+    abs_max = gl.max(gl.abs(x), 1)
+    exponent = gl.maximum((abs_max.to(gl.int32, bitcast=True) >> 23) & 0xFF, 1)
+    inv_scale = (gl.maximum(254 - exponent, 1) << 23).to(gl.float32, bitcast=True)
+    thread_barrier()  # MMAs of the previous work tile may still read
+    q_smem.store((x * inv_scale[:, None]).to(gl.float16))
+    q_scales = (exponent << 23).to(gl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
+    return gl.convert_layout(q_scales, gl.SliceLayout(1, score_layout(cfg, tile_cfg)))
 
 
 @gluon.jit
-def scale_places(tables, b, t, n, rows, wanted, L: gl.constexpr, c: gl.constexpr):
-    """(page, slot, is wanted) of a tile's keys."""
-    key = t * c.TILE + gl.arange(0, c.TILE, L)
-    m = wanted & live_keys(key, n, rows, c)
-    page = gl.load(tables.TABLE + b.to(gl.int64) * tables.stride + key // c.PAGE, mask=m, other=0).to(gl.int64)
-    return page, key % c.PAGE, m
+def page_and_slot_of_keys(
+    page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, L: gl.constexpr, cfg: gl.constexpr
+):
+    """Returns (page, slot, is valid) of an n_block's keys."""
+    o_key = n_block * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, L)
+    m_key = enabled & valid_keys(o_key, num_keys, num_q_rows, cfg)
+    page_id = gl.load(
+        page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride_table_b + o_key // cfg.PAGE,
+        mask=m_key,
+        other=0,
+    ).to(gl.int64)
+    return page_id, o_key % cfg.PAGE, m_key
 
 
 @gluon.jit
-def scales_of_tile(S, places, h, VALUES: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
-    """Stored scales of a tile's keys or values: [TILE] fp32, or [TILE, blocks] bytes."""
-    SIDE: gl.constexpr = g.V if VALUES else g.K
-    W: gl.constexpr = c.WORDS_V if VALUES else c.WORDS_K
-    page, slot, m = places
-    if c.FAR:
-        slot, h = slot.to(gl.int64), h.to(gl.int64)
-    at = page * SIDE.SCALE_STRIDES[0] + slot * SIDE.SCALE_STRIDES[1] + h * SIDE.SCALE_STRIDES[2]
-    if c.BLOCK_SCALES:
-        o_i = gl.arange(0, W // 4, gl.SliceLayout(0, bytes_layout(W, g)))
-        p_byte = S.to(gl.pointer_type(gl.uint8), bitcast=True) + at[:, None] + o_i[None, :]
-        return gl.load(p_byte, mask=m[:, None], other=0)
+def load_scales_of_side(SCALES, page_slots, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads the stored scales of an n_block's K or V: [BLOCK_N] fp32, or [BLOCK_N, blocks] bytes."""
+    SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
+    NUM_PACKED: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
+    page_id, page_slot, m_key = page_slots
+    if cfg.INT64_OFFSETS:
+        page_slot, kv_head = page_slot.to(gl.int64), kv_head.to(gl.int64)
+    o_scales = page_id * SIDE.SCALE_STRIDES[0] + page_slot * SIDE.SCALE_STRIDES[1] + kv_head * SIDE.SCALE_STRIDES[2]
+    if cfg.BLOCK_SCALES:
+        o_i = gl.arange(0, NUM_PACKED // 4, gl.SliceLayout(0, block_scale_layout(NUM_PACKED, tile_cfg)))
+        p_byte = SCALES.to(gl.pointer_type(gl.uint8), bitcast=True) + o_scales[:, None] + o_i[None, :]
+        return gl.load(p_byte, mask=m_key[:, None], other=0)
     else:
-        return gl.load(S + at, mask=m, other=1.0)
+        return gl.load(SCALES + o_scales, mask=m_key, other=1.0)
 
 
 @gluon.jit
-def stored_scales(boxes, tables, b, h, t, n, rows, wanted, c: gl.constexpr, g: gl.constexpr):
-    """Stored scales of a tile, in registers; they are loaded a tile ahead."""
-    if c.BLOCK_SCALES:
-        K: gl.constexpr = gl.SliceLayout(1, bytes_layout(c.WORDS_K, g))
-        V: gl.constexpr = gl.SliceLayout(1, bytes_layout(c.WORDS_V, g))
-        return (
-            scales_of_tile(boxes.KS, scale_places(tables, b, t, n, rows, wanted, K, c), h, False, c, g),
-            scales_of_tile(boxes.VS, scale_places(tables, b, t, n, rows, wanted, V, c), h, True, c, g),
-        )
-    elif c.TOKEN_SCALES:
-        places = scale_places(tables, b, t, n, rows, wanted, keys_layout(g), c)
-        return scales_of_tile(boxes.KS, places, h, False, c, g), scales_of_tile(boxes.VS, places, h, True, c, g)
-    else:
-        return t, t
-
-
-@gluon.jit
-def convert(ring, scales, into, stage, t, n, rows, MASKED: gl.constexpr, VALUES: gl.constexpr,
-            c: gl.constexpr, g: gl.constexpr):  # fmt: skip
-    """A stage's codes → fp16 in shared memory [TILE, PARTS × W]; dead keys become zeros if MASKED."""
-    W: gl.constexpr = c.WORDS_V if VALUES else c.WORDS_K
-    SIDE: gl.constexpr = g.V if VALUES else g.K
-    L: gl.constexpr = words_layout(W, c, g)
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(SIDE.LAYOUT.swizzle_byte_width, 16, 2)
-    for j in gl.static_range(gl.constexpr(g.COPIES)):
-        if g.HALVES == 2:
-            box = codes_of(ring[j], stage, W, g).reshape([g.COPY, W])
-        else:
-            box = reinterpret(ring[j], gl.int16, [g.STAGES, g.COPY, W], LAYOUT).index(stage)
-        words = box.load(L)
-        o_n = t * c.TILE + j * g.COPY + gl.arange(0, g.COPY, gl.SliceLayout(1, L))
-        live = live_keys(o_n, n, rows, c)[:, None]
-        if MASKED:
-            words = gl.where(live, words, 0)
-        if c.BLOCK_SCALES:
-            factor = block_factor(scales[1 if VALUES else 0].slice(j * g.COPY, g.COPY), W, c, g)
-            if MASKED:
-                factor = gl.where(live, factor, 0.0)
-            low0, low1, high0, high1 = scaled_e2m1(words, factor, True)
-            x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
-            x = x.reshape([g.COPY, W // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
-        else:
-            low, high = key_parts(words, c)
-            x = gl.join(low, high).reshape([g.COPY, W // 2, 2, 2]).permute([0, 1, 3, 2])
-        into.slice(j * g.COPY, g.COPY).store(x.reshape([g.COPY, c.PARTS * W]))
-
-
-@gluon.jit
-def block_factor(scales, W: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
-    """Block scales in shared memory [COPY, blocks] e4m3 → fp16 [COPY, W], as the codes lie."""
-    L4: gl.constexpr = halves_layout(W, c, g)
-    byte = scales.load(gl.SliceLayout(2, gl.SliceLayout(3, L4))).to(gl.int16)
-    factor = gl.inline_asm_elementwise(SCALE_BYTE, "=h,h", [byte], gl.float16, True, 1)
-    factor, _ = gl.broadcast(factor[:, :, None, None], gl.full([g.COPY, W // 4, 2, 2], 0, gl.float16, L4))
-    return gl.convert_layout(factor.reshape([g.COPY, W]), words_layout(W, c, g), assert_trivial=True)
-
-
-@gluon.jit
-def softmax_step(s, m, l, scale, softcap, scales, t, by, MASKED: gl.constexpr, c: gl.constexpr, g: gl.constexpr):
-    """(maximum, sum, probabilities, factor of what was summed before) after a tile's products of query and keys."""
-    S: gl.constexpr = score_layout(c, g)
-    s = s * scale[:, None]
-    if c.TOKEN_SCALES:
-        s = s * scales[0].load(gl.SliceLayout(0, S))[None, :]
-    if c.SOFTCAP:
-        s = softcapped(s, softcap)
-    if c.TOKEN_SCALES:  # as with few rows: the value's scale joins the exponent
-        s = s + scales[1].load(gl.SliceLayout(0, S))[None, :]
-    if MASKED:
-        s = gl.where(visible_of_tile(t, by, c.ROWS, S, c), s, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1))
-    base = gl.where(m_new == float("-inf"), 0.0, m_new)
-    old = gl.exp2(m - base)
-    p = gl.exp2(s - base[:, None])
-    if c.TOKEN_SCALES:
-        l = l * old + gl.sum(p * scales[2].load(gl.SliceLayout(0, S))[None, :], 1)
-    else:
-        l = l * old + gl.sum(p, 1)
-    return m_new, l, p, old
-
-
-@gluon.jit
-def attend_segment(
-    scale, softcap, cursor, turn, full, rings, boxes, tables, buffers, b, h0, t0, t1, u0, u1, by, end,
-    c: gl.constexpr, g: gl.constexpr,
+def load_stored_scales(
+    tensor_maps, page_lookup, i_request, kv_head, n_block, num_keys, num_q_rows, enabled, cfg: gl.constexpr,
+    tile_cfg: gl.constexpr,
 ):  # fmt: skip
-    """Tiles [t0, t1) of a segment. Returns (state, cursor, turn)."""
-    q_s, k_s, v_s, scale_s = buffers
-    n, rows = by.keys, by.rows
-    S: gl.constexpr = score_layout(c, g)
-    O: gl.constexpr = sum_layout(c, g)
-    m = gl.full([c.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-    l = gl.full([c.ROWS], 0, gl.float32, gl.SliceLayout(1, S))
-    acc = gl.full([c.ROWS, c.PARTS * c.WORDS_V], 0, gl.float32, O)
-    scales = stored_scales(boxes, tables, b, h0, t0, n, rows, True, c, g)
-    if c.BLOCK_SCALES:
-        scale_s[0].store(scales[0])
+    """Loads the stored scales of an n_block to registers, one n_block ahead."""
+    if cfg.BLOCK_SCALES:
+        K: gl.constexpr = gl.SliceLayout(1, block_scale_layout(cfg.PACKED_K, tile_cfg))
+        V: gl.constexpr = gl.SliceLayout(1, block_scale_layout(cfg.PACKED_V, tile_cfg))
+        return (
+            load_scales_of_side(
+                tensor_maps.K_SCALES,
+                page_and_slot_of_keys(page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, K, cfg), kv_head,
+                False, cfg, tile_cfg,
+            ),
+            load_scales_of_side(
+                tensor_maps.V_SCALES,
+                page_and_slot_of_keys(page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, V, cfg), kv_head,
+                True, cfg, tile_cfg,
+            ),
+        )  # fmt: skip
+    elif cfg.TOKEN_SCALES:
+        page_slots = page_and_slot_of_keys(
+            page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, token_scale_layout(tile_cfg), cfg
+        )
+        return load_scales_of_side(
+            tensor_maps.K_SCALES, page_slots, kv_head, False, cfg, tile_cfg
+        ), load_scales_of_side(tensor_maps.V_SCALES, page_slots, kv_head, True, cfg, tile_cfg)
+    else:
+        return n_block, n_block
+
+
+@gluon.jit
+def dequant_to_smem(stages, scale_smem, smem, stage, n_block, num_keys, num_q_rows, MASKED: gl.constexpr,
+                    IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
+    """Stores a stage's codes as fp16 to shared memory [BLOCK_N, PACK × NUM_PACKED]; invalid keys become zeros if
+    MASKED."""
+    NUM_PACKED: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
+    SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
+    L: gl.constexpr = packed_layout(NUM_PACKED, cfg, tile_cfg)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(SIDE.SMEM_LAYOUT.swizzle_byte_width, 16, 2)
+    for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
+        if tile_cfg.COPIES_PER_BUFFER == 2:
+            codes = smem_codes_of_mma_tile(stages[j], stage, NUM_PACKED, tile_cfg).reshape(
+                [tile_cfg.KEYS_PER_BUFFER, NUM_PACKED]
+            )
+        else:
+            codes = reinterpret(
+                stages[j], gl.int16, [tile_cfg.STAGES, tile_cfg.KEYS_PER_BUFFER, NUM_PACKED], LAYOUT
+            ).index(stage)
+        packed = codes.load(L)
+        o_n = (
+            n_block * cfg.BLOCK_N
+            + j * tile_cfg.KEYS_PER_BUFFER
+            + gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, L))
+        )
+        valid = valid_keys(o_n, num_keys, num_q_rows, cfg)[:, None]
+        if MASKED:
+            packed = gl.where(valid, packed, 0)
+        if cfg.BLOCK_SCALES:
+            block_scales = load_block_scales(
+                scale_smem[1 if IS_V else 0].slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER), NUM_PACKED,
+                cfg, tile_cfg,
+            )  # fmt: skip
+            if MASKED:
+                block_scales = gl.where(valid, block_scales, 0.0)
+            low0, low1, high0, high1 = dequant_e2m1(packed, block_scales, True)
+            x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
+            x = x.reshape([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
+        else:
+            low, high = dequant_k(packed, cfg)
+            x = gl.join(low, high).reshape([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED // 2, 2, 2]).permute([0, 1, 3, 2])
+        smem.slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER).store(
+            x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * NUM_PACKED])
+        )
+
+
+@gluon.jit
+def load_block_scales(scales, NUM_PACKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, NUM_PACKED], in the layout of the
+    codes."""
+    L4: gl.constexpr = packed_blocks_layout(NUM_PACKED, cfg, tile_cfg)
+    scale_bytes = scales.load(gl.SliceLayout(2, gl.SliceLayout(3, L4))).to(gl.int16)
+    block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes], gl.float16, True, 1)
+    block_scales, _ = gl.broadcast(
+        block_scales[:, :, None, None], gl.full([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED // 4, 2, 2], 0, gl.float16, L4)
+    )
+    return gl.convert_layout(
+        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED]),
+        packed_layout(NUM_PACKED, cfg, tile_cfg),
+        assert_trivial=True,
+    )
+
+
+@gluon.jit
+def softmax_step(
+    s, row_max, row_sum, score_scales, softcap, scale_smem, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
+    tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Returns (row_max, row_sum, p, rescale) of an n_block's scores."""
+    ACC_S: gl.constexpr = score_layout(cfg, tile_cfg)
+    s = s * score_scales[:, None]
+    if cfg.TOKEN_SCALES:
+        s = s * scale_smem[0].load(gl.SliceLayout(0, ACC_S))[None, :]
+    if cfg.HAS_SOFTCAP:
+        s = apply_softcap(s, softcap)
+    if cfg.TOKEN_SCALES:  # as in small M: the V scale is added to the exponent
+        s = s + scale_smem[1].load(gl.SliceLayout(0, ACC_S))[None, :]
+    if MASKED:
+        s = gl.where(is_visible_in_block(n_block, mask_args, cfg.BLOCK_M, ACC_S, cfg), s, float("-inf"))
+    row_max_new = gl.maximum(row_max, gl.max(s, 1))
+    safe_max = gl.where(row_max_new == float("-inf"), 0.0, row_max_new)
+    rescale = gl.exp2(row_max - safe_max)
+    p = gl.exp2(s - safe_max[:, None])
+    if cfg.TOKEN_SCALES:
+        row_sum = row_sum * rescale + gl.sum(p * scale_smem[2].load(gl.SliceLayout(0, ACC_S))[None, :], 1)
+    else:
+        row_sum = row_sum * rescale + gl.sum(p, 1)
+    return row_max_new, row_sum, p, rescale
+
+
+@gluon.jit
+def mainloop(
+    score_scales, softcap, prefetch_pos, iter, full_barriers, kv_stages, tensor_maps, page_lookup, smem_operands,
+    i_request, first_head, n_block_begin, n_block_end, unmasked_begin, unmasked_end, mask_args, block_end,
+    cfg: gl.constexpr, tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Processes n_blocks [n_block_begin, n_block_end) of a work tile. Returns (SoftmaxState, prefetch position, next
+    iter)."""
+    q_smem, k_smem, v_smem, scale_smem = smem_operands
+    num_keys, num_q_rows = mask_args.num_keys, mask_args.num_q_rows
+    ACC_S: gl.constexpr = score_layout(cfg, tile_cfg)
+    O: gl.constexpr = acc_layout(cfg, tile_cfg)
+    row_max = gl.full([cfg.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, ACC_S))
+    row_sum = gl.full([cfg.BLOCK_M], 0, gl.float32, gl.SliceLayout(1, ACC_S))
+    acc_o = gl.full([cfg.BLOCK_M, cfg.PACK * cfg.PACKED_V], 0, gl.float32, O)
+    scales = load_stored_scales(
+        tensor_maps, page_lookup, i_request, first_head, n_block_begin, num_keys, num_q_rows, True, cfg, tile_cfg
+    )
+    if cfg.BLOCK_SCALES:
+        scale_smem[0].store(scales[0])
         thread_barrier()
-    if keeps_query(c):
+    if keeps_query_in_registers(cfg):
         thread_barrier()
-        q = q_s.load(gl.DotOperandLayout(0, S, 2))
+        q = q_smem.load(gl.DotOperandLayout(0, ACC_S, 2))
         thread_barrier()
     else:
-        q = q_s
-    mbarrier.wait(full[0].index(turn % g.STAGES), (turn // g.STAGES) & 1)
-    convert(rings.k, scale_s, k_s, turn % g.STAGES, t0, n, rows, False, False, c, g)
-    for t in range(t0, t1):
-        stage = turn % g.STAGES
-        if c.TOKEN_SCALES:
-            scale_s[0].store(scales[0])
-            log, inverse = log2_and_inverse(gl.maximum(scales[1], 1e-30))
-            scale_s[1].store(log)
-            scale_s[2].store(inverse)
-        if c.BLOCK_SCALES:
-            scale_s[1].store(scales[1])
+        q = q_smem
+    mbarrier.wait(full_barriers[0].index(iter % tile_cfg.STAGES), (iter // tile_cfg.STAGES) & 1)
+    dequant_to_smem(
+        kv_stages.k, scale_smem, k_smem, iter % tile_cfg.STAGES, n_block_begin, num_keys, num_q_rows, False, False, cfg,
+        tile_cfg,
+    )  # fmt: skip
+    for n_block in range(n_block_begin, n_block_end):
+        stage = iter % tile_cfg.STAGES
+        if cfg.TOKEN_SCALES:
+            scale_smem[0].store(scales[0])
+            log2_v_scales, inv_v_scales = log2_and_reciprocal(gl.maximum(scales[1], 1e-30))
+            scale_smem[1].store(log2_v_scales)
+            scale_smem[2].store(inv_v_scales)
+        if cfg.BLOCK_SCALES:
+            scale_smem[1].store(scales[1])
+        # QK.
         fence_async_shared()
-        thread_barrier()  # keys are there, values may be overwritten
-        zero = gl.full([c.ROWS, c.TILE], 0, gl.float32, S)
-        s = warpgroup_mma(q, k_s.permute([1, 0]), zero, use_acc=False, is_async=True)
-        scales = stored_scales(boxes, tables, b, h0, t + 1, n, rows, t + 1 < t1, c, g)
-        mbarrier.wait(full[1].index(stage), (turn // g.STAGES) & 1)
-        whole = (t >= u0) & (t < u1)
-        if whole:
-            convert(rings.v, scale_s, v_s, stage, t, n, rows, False, True, c, g)
+        thread_barrier()  # K is in shared memory, V may be overwritten
+        zero = gl.full([cfg.BLOCK_M, cfg.BLOCK_N], 0, gl.float32, ACC_S)
+        s = warpgroup_mma(q, k_smem.permute([1, 0]), zero, use_acc=False, is_async=True)
+        scales = load_stored_scales(
+            tensor_maps, page_lookup, i_request, first_head, n_block + 1, num_keys, num_q_rows,
+            n_block + 1 < n_block_end, cfg, tile_cfg,
+        )  # fmt: skip
+        # Dequantize V, while QK runs.
+        mbarrier.wait(full_barriers[1].index(stage), (iter // tile_cfg.STAGES) & 1)
+        is_unmasked = (n_block >= unmasked_begin) & (n_block < unmasked_end)
+        if is_unmasked:
+            dequant_to_smem(
+                kv_stages.v, scale_smem, v_smem, stage, n_block, num_keys, num_q_rows, False, True, cfg, tile_cfg
+            )
         else:
-            convert(rings.v, scale_s, v_s, stage, t, n, rows, True, True, c, g)
+            dequant_to_smem(
+                kv_stages.v, scale_smem, v_smem, stage, n_block, num_keys, num_q_rows, True, True, cfg, tile_cfg
+            )
+        # Mask and online softmax.
         s = warpgroup_mma_wait(0, [s])
-        if whole:
-            m, l, p, old = softmax_step(s, m, l, scale, softcap, scale_s, t, by, False, c, g)
+        if is_unmasked:
+            row_max, row_sum, p, rescale = softmax_step(
+                s, row_max, row_sum, score_scales, softcap, scale_smem, n_block, mask_args, False, cfg, tile_cfg
+            )
         else:
-            m, l, p, old = softmax_step(s, m, l, scale, softcap, scale_s, t, by, True, c, g)
-        acc = acc * gl.convert_layout(old, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
-        right = gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
-        if c.BLOCK_SCALES:
-            scale_s[0].store(scales[0])
+            row_max, row_sum, p, rescale = softmax_step(
+                s, row_max, row_sum, score_scales, softcap, scale_smem, n_block, mask_args, True, cfg, tile_cfg
+            )
+        # Rescale and PV.
+        acc_o = acc_o * gl.convert_layout(rescale, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
+        p_operand = gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
+        if cfg.BLOCK_SCALES:
+            scale_smem[0].store(scales[0])
         fence_async_shared()
-        thread_barrier()  # values are there, keys may be overwritten, and the stage is free
-        acc = warpgroup_mma(right, v_s, acc, is_async=True)
-        fetch(cursor, turn + g.STAGES, full, boxes, rings, h0, end, c, g)
-        cursor = advance(cursor, tables, end, c, g)
-        turn += 1
-        if t + 1 < t1:
-            mbarrier.wait(full[0].index(turn % g.STAGES), (turn // g.STAGES) & 1)
-            convert(rings.k, scale_s, k_s, turn % g.STAGES, t + 1, n, rows, False, False, c, g)
-        acc = warpgroup_mma_wait(0, [acc])
+        thread_barrier()  # V is in shared memory, K may be overwritten, and the stage is free
+        acc_o = warpgroup_mma(p_operand, v_smem, acc_o, is_async=True)
+        # Refill the stage; dequantize the next K, while PV runs.
+        copy_kv_block(
+            prefetch_pos, iter + tile_cfg.STAGES, full_barriers, tensor_maps, kv_stages, first_head, block_end, cfg,
+            tile_cfg,
+        )  # fmt: skip
+        prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
+        iter += 1
+        if n_block + 1 < n_block_end:
+            mbarrier.wait(full_barriers[0].index(iter % tile_cfg.STAGES), (iter // tile_cfg.STAGES) & 1)
+            dequant_to_smem(
+                kv_stages.k, scale_smem, k_smem, iter % tile_cfg.STAGES, n_block + 1, num_keys, num_q_rows, False,
+                False, cfg, tile_cfg,
+            )  # fmt: skip
+        acc_o = warpgroup_mma_wait(0, [acc_o])
     HN: gl.constexpr = gl.SliceLayout(1, O)
-    m, l = gl.convert_layout(m, HN, assert_trivial=True), gl.convert_layout(l, HN, assert_trivial=True)
-    return State(m, l, acc), cursor, turn
+    row_max, row_sum = (
+        gl.convert_layout(row_max, HN, assert_trivial=True),
+        gl.convert_layout(row_sum, HN, assert_trivial=True),
+    )
+    return SoftmaxState(row_max, row_sum, acc_o), prefetch_pos, iter

@@ -1,4 +1,4 @@
-"""The query rows of `three_warpgroups` as the matrix unit takes them: as e4m3 terms."""
+"""Loads the query of `three_warpgroups` into shared memory as e4m3 terms."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...versions import reinterpret
-from .eight_bits_tiles import query_piece
+from .small_m_fp8_mainloop import load_query_chunk
 
-ROWS = gl.constexpr(64)  # of a segment
-MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf times it is −inf
-# Two pairs of bf16 → the larger magnitude of each two, as bits.
-LARGER_PTX = gl.constexpr(
+BLOCK_M = gl.constexpr(64)
+MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf × MIN_SCALE is −inf
+# Two pairs of bf16 → elementwise larger magnitude, as bits.
+MAX_ABS_BF16X2_PTX = gl.constexpr(
     """{
     .reg .b32 x, y;
     and.b32 x, $1, 0x7fff7fff;
@@ -20,9 +20,9 @@ LARGER_PTX = gl.constexpr(
     max.u16x2 $0, x, y;
     }"""
 )
-# Four bf16 and four factors, powers of two → e4m3 codes of the products, and of what those leave of them: all is exact
-# in fp16, of which these have 8 significant bits.
-TERMS_PTX = gl.constexpr(
+# Four bf16 times four scales, powers of two → e4m3 codes of the products, and of their remainders: exact in fp16, since
+# the products have 8 significant bits.
+SPLIT_IN_E4M3_TERMS_PTX = gl.constexpr(
     """{
     .reg .b32 x, y, f<4>, g, h, a, b;
     .reg .b16 p, q;
@@ -48,83 +48,87 @@ TERMS_PTX = gl.constexpr(
 )
 
 
-class Block(NamedTuple):
-    """A segment's query rows, of a block of heads."""
+class QueryBlock(NamedTuple):
+    """A work tile's query rows, of a block of heads."""
 
-    i: gl.tensor  # the segment's number in its request
+    m_block: gl.tensor  # of the request
     h: gl.tensor
-    q0: gl.tensor  # the request's first query row
-    rows: gl.tensor  # of the request's query
+    q_begin: gl.tensor  # first query row of the request
+    num_q_rows: gl.tensor  # of the request
 
 
 @gluon.jit
-def places(o_r, of, c: gl.constexpr):
-    """(tokens, query heads, row is real) of rows o_r of a Block."""
-    o_r += of.i * c.ROWS
-    heads = (of.h * c.GROUP + o_r % c.GROUP).to(gl.int64)
-    return (of.q0 + o_r // c.GROUP).to(gl.int64), heads, o_r < of.rows * c.GROUP
+def token_and_head_of_q_rows(o_r, q_block, cfg: gl.constexpr):
+    """Returns (tokens, query heads, whether the row exists) of rows o_r of a QueryBlock."""
+    o_r += q_block.m_block * cfg.BLOCK_M
+    heads = (q_block.h * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64)
+    return (q_block.q_begin + o_r // cfg.GROUP).to(gl.int64), heads, o_r < q_block.num_q_rows * cfg.GROUP
 
 
 @gluon.jit
-def load_rows(tensors, of, strides, first, STEP: gl.constexpr, WIDTH_R: gl.constexpr, c: gl.constexpr):
-    """Start the loads of STEP query rows from `first` on: their pieces of 128 columns, and last the rotary one."""
-    CHUNKS: gl.constexpr = c.CHUNKS
-    WIDTH: gl.constexpr = 2 * c.CHUNK
+def load_query_rows(
+    tensors, q_block, strides, first_row, STEP: gl.constexpr, WIDTH_PE: gl.constexpr, cfg: gl.constexpr
+):
+    """Loads STEP query rows from `first_row` on, as chunks of 128 columns, the rotary part last."""
+    CHUNKS: gl.constexpr = cfg.CHUNKS
+    WIDTH: gl.constexpr = 2 * cfg.CHUNK
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    o_r = first + gl.arange(0, STEP, gl.SliceLayout(1, L))
-    tokens, heads, m_row = places(o_r, of, c)
-    p_c = tensors.QN + tokens * strides.qn_t + heads * strides.qn_h
-    p_r = tensors.QP + tokens * strides.qp_t + heads * strides.qp_h
-    pieces = ()
+    o_r = first_row + gl.arange(0, STEP, gl.SliceLayout(1, L))
+    tokens, heads, m_row = token_and_head_of_q_rows(o_r, q_block, cfg)
+    p_q_nope = tensors.Q_NOPE + tokens * strides.q_nope_t + heads * strides.q_nope_h
+    p_q_pe = tensors.Q_PE + tokens * strides.q_pe_t + heads * strides.q_pe_h
+    chunks = ()
     for i in gl.static_range(CHUNKS):
-        pieces = pieces + (query_piece(p_c, m_row, i * WIDTH, WIDTH, L),)
-    return pieces + (query_piece(p_r, m_row, 0, WIDTH_R, L),)
+        chunks = chunks + (load_query_chunk(p_q_nope, m_row, i * WIDTH, WIDTH, L),)
+    return chunks + (load_query_chunk(p_q_pe, m_row, 0, WIDTH_PE, L),)
 
 
 @gluon.jit
-def larger(a, b):
-    """The larger magnitude of two tensors of bf16, as bits: int16."""
+def max_abs_bits(a, b):
+    """Returns the larger magnitude of two bf16 tensors, as bits: int16."""
     a, b = a.to(gl.int16, bitcast=True), b.to(gl.int16, bitcast=True)
-    return gl.inline_asm_elementwise(LARGER_PTX, "=r,r,r", [a, b], gl.int16, True, 2)
+    return gl.inline_asm_elementwise(MAX_ABS_BF16X2_PTX, "=r,r,r", [a, b], gl.int16, True, 2)
 
 
 @gluon.jit
-def normalise(pieces, negative, CHUNKS: gl.constexpr):
-    """(factors of rows of bf16, as bf16; factors of their scores), powers of two.
+def normalize_query_rows(chunks, flip_sign, CHUNKS: gl.constexpr):
+    """Returns (inv_scale of rows, as bf16; q_scale of their scores), powers of two.
 
-    Each row's largest element comes to lie in [128, 256): what is 2^-10 of that is still exact in two e4m3 terms.
+    Scaled, each row's largest element lies in [128, 256): elements down to 2^-10 of that are exact in two e4m3 terms.
     """
-    rotary = pieces[CHUNKS]
-    top = larger(pieces[0], pieces[1])
+    q_pe_chunk = chunks[CHUNKS]
+    abs_max = max_abs_bits(chunks[0], chunks[1])
     for i in gl.static_range(2, CHUNKS):
-        top = larger(top, pieces[i])
-    top = gl.maximum(gl.max(top, 1), gl.max(larger(rotary, rotary), 1)).to(gl.int32)
-    field = gl.maximum(top >> 7, 8)
-    inverse = ((261 - field) << 7 | gl.where(negative, 0x8000, 0)).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return inverse, gl.where(field == 255, float("nan"), ((field - 7) << 23).to(gl.float32, bitcast=True))
+        abs_max = max_abs_bits(abs_max, chunks[i])
+    abs_max = gl.maximum(gl.max(abs_max, 1), gl.max(max_abs_bits(q_pe_chunk, q_pe_chunk), 1)).to(gl.int32)
+    exponent = gl.maximum(abs_max >> 7, 8)
+    inv_scale = ((261 - exponent) << 7 | gl.where(flip_sign, 0x8000, 0)).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return inv_scale, gl.where(exponent == 255, float("nan"), ((exponent - 7) << 23).to(gl.float32, bitcast=True))
 
 
 @gluon.jit
-def by_steps(x, STEP: gl.constexpr):
-    """Query rows in shared memory, STEP of them at a time."""
-    COUNT: gl.constexpr = x.shape[0] * x.shape[1] // STEP
-    return reinterpret(x, x.dtype, [COUNT, STEP, x.shape[2]], x.layout)
+def view_by_row_steps(x, STEP: gl.constexpr):
+    """Returns a view of query rows in shared memory in steps of STEP rows."""
+    NUM_STEPS: gl.constexpr = x.shape[0] * x.shape[1] // STEP
+    return reinterpret(x, x.dtype, [NUM_STEPS, STEP, x.shape[2]], x.layout)
 
 
 @gluon.jit
-def store_terms(x, inverse, places, first):
-    """Put x × inverse into shared memory as e4m3, and behind all rows what that leaves of it."""
+def store_two_terms(x, inv_scale, smem_rows, i_step):
+    """Stores x × inv_scale in shared memory as e4m3, and its remainder behind all rows."""
     STEP: gl.constexpr = x.shape[0]
-    _, inverse = gl.broadcast(x, inverse[:, None])
-    high, low = gl.inline_asm_elementwise(TERMS_PTX, "=&r,=r,r,r,r,r", [x, inverse], [gl.int8, gl.int8], True, 4)
-    places.index(first).store(high.to(gl.float8e4nv, bitcast=True))
-    places.index(first + ROWS // STEP).store(low.to(gl.float8e4nv, bitcast=True))
+    _, inv_scale = gl.broadcast(x, inv_scale[:, None])
+    high_term, low_term = gl.inline_asm_elementwise(
+        SPLIT_IN_E4M3_TERMS_PTX, "=&r,=r,r,r,r,r", [x, inv_scale], [gl.int8, gl.int8], True, 4
+    )
+    smem_rows.index(i_step).store(high_term.to(gl.float8e4nv, bitcast=True))
+    smem_rows.index(i_step + BLOCK_M // STEP).store(low_term.to(gl.float8e4nv, bitcast=True))
 
 
 @gluon.jit
-def flipped(x, negative):
-    """e4m3 codes, with their signs changed if `negative`."""
-    mask = gl.where(negative, 0x80, 0).to(gl.int8)
+def flip_signs(x, flip_sign):
+    """Returns e4m3 codes, negated if `flip_sign`."""
+    mask = gl.where(flip_sign, 0x80, 0).to(gl.int8)
     x = x.to(gl.int8, bitcast=True)
     _, mask = gl.broadcast(x, gl.full([1, 1], 0, gl.int8, x.type.layout) | mask)
     x = gl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [x, mask], gl.int8, True, 4)
@@ -132,60 +136,63 @@ def flipped(x, negative):
 
 
 @gluon.jit
-def put_rows(pieces, q_c, q_r, factors, negative, step, TERMS: gl.constexpr, c: gl.constexpr):
-    """Put a step's query rows into shared memory, their signs changed if `negative`, and their factors."""
-    CHUNKS: gl.constexpr = c.CHUNKS
-    STEP: gl.constexpr = pieces[0].shape[0]
-    STEPS: gl.constexpr = TERMS * ROWS // STEP  # of a piece
-    rotary = pieces[CHUNKS]
-    ROW: gl.constexpr = gl.SliceLayout(1, rotary.type.layout)
-    if TERMS == 2:
-        inverse, factor = normalise(pieces, negative, CHUNKS)
+def store_query_rows(chunks, q_nope, q_pe, q_scales, flip_sign, i_step, Q_TERMS: gl.constexpr, cfg: gl.constexpr):
+    """Stores a step's query rows, negated if `flip_sign`, and their q_scales in shared memory."""
+    CHUNKS: gl.constexpr = cfg.CHUNKS
+    STEP: gl.constexpr = chunks[0].shape[0]
+    STEPS: gl.constexpr = Q_TERMS * BLOCK_M // STEP  # of a chunk
+    q_pe_chunk = chunks[CHUNKS]
+    ROW: gl.constexpr = gl.SliceLayout(1, q_pe_chunk.type.layout)
+    if Q_TERMS == 2:
+        inv_scale, q_scale = normalize_query_rows(chunks, flip_sign, CHUNKS)
         for i in gl.static_range(CHUNKS):
-            store_terms(pieces[i], inverse, q_c, STEPS * i + step)
-        if q_r.dtype == gl.bfloat16:
-            x = rotary.to(gl.float32) * inverse.to(gl.float32)[:, None]
-            q_r.index(step).store(x.to(gl.bfloat16))
+            store_two_terms(chunks[i], inv_scale, q_nope, STEPS * i + i_step)
+        if q_pe.dtype == gl.bfloat16:
+            x = q_pe_chunk.to(gl.float32) * inv_scale.to(gl.float32)[:, None]
+            q_pe.index(i_step).store(x.to(gl.bfloat16))
         else:
-            store_terms(rotary, inverse, q_r, step)
+            store_two_terms(q_pe_chunk, inv_scale, q_pe, i_step)
     else:
-        factor = gl.full([STEP], 1.0, gl.float32, ROW)
+        q_scale = gl.full([STEP], 1.0, gl.float32, ROW)
         for i in gl.static_range(CHUNKS):
-            q_c.index(STEPS * i + step).store(flipped(pieces[i], negative))
-        rotary = flipped(rotary, negative)
-        if q_r.dtype == gl.bfloat16:
-            rotary = rotary.to(gl.bfloat16)
-        q_r.index(step).store(rotary)
-    factors.index(step).store(factor)
+            q_nope.index(STEPS * i + i_step).store(flip_signs(chunks[i], flip_sign))
+        q_pe_chunk = flip_signs(q_pe_chunk, flip_sign)
+        if q_pe.dtype == gl.bfloat16:
+            q_pe_chunk = q_pe_chunk.to(gl.bfloat16)
+        q_pe.index(i_step).store(q_pe_chunk)
+    q_scales.index(i_step).store(q_scale)
 
 
 @gluon.jit
-def bring_query(tensors, q, factors, of, scale, strides, which: gl.constexpr, TERMS: gl.constexpr,
-                c: gl.constexpr):  # fmt: skip
-    """Put half of a segment's query rows into shared memory, where products may read them behind the next barrier.
+def load_query_half(tensors, q, q_scales, q_block, score_scale, strides, I_CONSUMER: gl.constexpr,
+                    Q_TERMS: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+    """Loads half of a work tile's query rows into shared memory; MMAs may read them after the next barrier.
 
-    Of two terms, not unrolled: code that runs once costs its way to the multiprocessor, some 45 cycles per 128 bytes.
+    With two terms, not unrolled: fetching code that runs once costs some 45 cycles per 128 bytes.
     """
-    q_c, q_r = q
-    WIDTH_R: gl.constexpr = q_r.shape[2]
-    STEP: gl.constexpr = 16 if TERMS == 2 else 32  # as many rows at a time as registers hold twice, or once
-    factors = reinterpret(factors, gl.float32, [ROWS // STEP, STEP], factors.layout)
-    HALF: gl.constexpr = ROWS // STEP // 2
-    places_c, places_r = by_steps(q_c, STEP), by_steps(q_r, STEP)
-    after = load_rows(tensors, of, strides, which * HALF * STEP, STEP, WIDTH_R, c)
+    q_nope, q_pe = q
+    WIDTH_PE: gl.constexpr = q_pe.shape[2]
+    STEP: gl.constexpr = 16 if Q_TERMS == 2 else 32  # rows that registers hold twice, or once
+    q_scales = reinterpret(q_scales, gl.float32, [BLOCK_M // STEP, STEP], q_scales.layout)
+    HALF: gl.constexpr = BLOCK_M // STEP // 2
+    q_nope_rows, q_pe_rows = view_by_row_steps(q_nope, STEP), view_by_row_steps(q_pe, STEP)
+    next_chunks = load_query_rows(tensors, q_block, strides, I_CONSUMER * HALF * STEP, STEP, WIDTH_PE, cfg)
     if HALF == 1:
-        put_rows(after, places_c, places_r, factors, scale < 0, which, TERMS, c)
+        store_query_rows(next_chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, I_CONSUMER, Q_TERMS, cfg)
     else:
-        for step in range(which * HALF, (which + 1) * HALF):
-            pieces = after
-            more = Block(of.i, of.h, of.q0, gl.where(step + 1 < (which + 1) * HALF, of.rows, 0))
-            after = load_rows(tensors, more, strides, (step + 1) * STEP, STEP, WIDTH_R, c)
-            put_rows(pieces, places_c, places_r, factors, scale < 0, step, TERMS, c)
+        for i_step in range(I_CONSUMER * HALF, (I_CONSUMER + 1) * HALF):
+            chunks = next_chunks
+            next_block = QueryBlock(
+                q_block.m_block, q_block.h, q_block.q_begin,
+                gl.where(i_step + 1 < (I_CONSUMER + 1) * HALF, q_block.num_q_rows, 0),
+            )  # fmt: skip
+            next_chunks = load_query_rows(tensors, next_block, strides, (i_step + 1) * STEP, STEP, WIDTH_PE, cfg)
+            store_query_rows(chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, i_step, Q_TERMS, cfg)
     fence_async_shared()
 
 
 @gluon.jit
-def score_factors(factors, scale, LAYOUT: gl.constexpr):
-    """What the scores of the rows in shared memory are multiplied with, which is positive: [ROWS]."""
-    factor = factors.load(LAYOUT) * gl.where(scale < 0, -scale, scale)
-    return gl.where(factor < MIN_SCALE, MIN_SCALE, factor)
+def load_score_scales(q_scales, score_scale, LAYOUT: gl.constexpr):
+    """Returns the positive scale of each row's scores: [BLOCK_M]."""
+    row_scale = q_scales.load(LAYOUT) * gl.where(score_scale < 0, -score_scale, score_scale)
+    return gl.where(row_scale < MIN_SCALE, MIN_SCALE, row_scale)

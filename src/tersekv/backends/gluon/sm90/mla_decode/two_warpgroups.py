@@ -1,12 +1,15 @@
-"""MLA decode over 16-bit latents for many heads on sm_90: two warpgroups that take turns, 64 query rows each CTA.
+"""MLA decode over 16-bit latents for many heads on sm_90: two alternating warpgroups, 64 query rows per CTA.
 
-Tiles of 64 keys come in pairs. The left warpgroup scores the first tile of a pair and holds columns 0 … 255 of the
-output, the right one scores the second and holds the others; while one is busy with its softmax, the other multiplies.
-They hand each other the running maximum and their probabilities; the latter lie where the tile's rotary part lay,
-which is no longer wanted then. A producer copies tiles by TMA, in groups of 128 columns, as each becomes free.
+Tiles of 64 keys come in pairs. The left warpgroup computes QK of the first tile of a pair and holds columns 0 … 255 of
+acc_o, the right one QK of the second and the other columns; the softmax of one overlaps the MMAs of the other. They
+exchange row_max and P through shared memory; P overwrites the tile's rotary part, which is no longer needed. A producer
+copies tiles by TMA, in groups of 128 columns, as each becomes free.
 
-Loops over groups are not unrolled, and what is rare is branched around by each warp alone: the code of all warps
-together should fit the instruction cache, and no vote of a whole warpgroup should delay its probabilities.
+Loops over groups are not unrolled, and each warp branches around rare work by itself: the code of all warps should fit
+the instruction cache, and no vote of a whole warpgroup should delay P.
+
+Mask: `apply_mask`; lazy row_max: `softmax_step`; rescale: `rescale_acc`; wait for a free group: `copy_kv_tile`;
+combine: `combine.py`.
 """
 
 from typing import NamedTuple
@@ -22,379 +25,496 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret, thread_barrier, tma_load
-from ..parts.raising import multiply_where_needed
-from ..parts.ring import barriers, signal, wait_for_previous
-from ..parts.schedule import finish, load_tiles, meta_of, next_segment, note_pieces, pieces_from, zero_padding
-from .records import (
-    Boxes,
-    Query,
-    Rings,
-    Share,
-    State,
-    Strides,
-    Tables,
-    Tensors,
-    holds_all,
-    scales_of,
-    share_of,
-    through_memory,
+from ..parts.lazy_rescaling import rescale_ptx
+from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
+from ..parts.tile_scheduler import (
+    count_splits,
+    finalize_softmax,
+    load_all_request_shapes,
+    next_work_tile,
+    split_metadata_ptr,
+    store_split_metadata,
+    zero_padding_rows,
 )
-from .two_warpgroups_ends import query_half, store_half
+from .params import (
+    AttentionTensors,
+    CtaRange,
+    KVStages,
+    PageLookup,
+    QuerySmem,
+    SoftmaxState,
+    Strides,
+    TensorMaps,
+    fits_all_requests,
+    load_call_scales,
+    make_cta_range,
+    make_uniform,
+)
+from .two_warpgroups_io import load_query_half, store_output_or_partial_half
 
-TILE = gl.constexpr(64)
-GROUPS = gl.constexpr(4)  # of columns of a tile
-COLUMNS = gl.constexpr(128)  # of a group
-MINE = gl.constexpr(2)  # groups of the output that a warpgroup holds: the left one the first, the right one the last
-BOX = gl.constexpr(64)  # columns of a TMA box
-SLACK = gl.constexpr(16.0)  # probabilities are at most 2^SLACK before they are normalised
-
-
-class Bars(NamedTuple):
-    full: gl.shared_memory_descriptor  # of each tile's groups, and behind them of the rotary parts
-    free: gl.shared_memory_descriptor  # of each tile's groups
-    p_left: gl.shared_memory_descriptor  # the left warpgroup's probabilities are there
-    p_right: gl.shared_memory_descriptor
-
-
-class Ends(NamedTuple):
-    """Barriers of both warpgroups at a segment's ends."""
-
-    q_ready: tuple  # its half of the query is there
-    l_ready: tuple  # its share of the sums is
-
-
-class Turns(NamedTuple):
-    """Tiles that were used so far: first ones of a pair, and second ones."""
-
-    k0: gl.tensor
-    k1: gl.tensor
+BLOCK_N = gl.constexpr(64)
+COLUMN_GROUPS = gl.constexpr(4)  # of a tile
+GROUP_COLUMNS = gl.constexpr(128)  # of a group
+GROUPS_PER_WARPGROUP = gl.constexpr(2)  # groups of acc_o that a warpgroup holds: left the first, right the last
+TILE_COLUMNS = gl.constexpr(64)  # columns of a copy tile
+RESCALE_THRESHOLD = gl.constexpr(16.0)  # P is at most 2^RESCALE_THRESHOLD before it is normalised
 
 
-@gluon.jit
-def rows_of(table, t, n, nowhere, PIECES: gl.constexpr, PIECE: gl.constexpr, c: gl.constexpr):
-    """Rows of the pieces of tile t in both matrices; `nowhere` lies behind the cache and reads as 0."""
-    rows_c, rows_p = (), ()
-    for j in gl.static_range(PIECES):
-        o = t * TILE + j * PIECE
-        page = gl.load(table + o // c.PAGE, mask=o < n, other=-1).to(gl.int32)
-        rows_c = rows_c + (gl.where(page < 0, nowhere, page * c.C_PITCH + o % c.PAGE),)
-        rows_p = rows_p + (gl.where(page < 0, nowhere, page * c.P_PITCH + o % c.PAGE),)
-    return rows_c, rows_p
+class Mbarriers(NamedTuple):
+    full: gl.shared_memory_descriptor  # of each tile's groups; behind them, of the rotary parts
+    empty: gl.shared_memory_descriptor  # of each tile's groups
+    p_left_full: gl.shared_memory_descriptor  # P and row_max of the left warpgroup
+    p_right_full: gl.shared_memory_descriptor
 
 
-@gluon.jit
-def copy_tile(boxes, rings, bars, slot: gl.constexpr, rows_c, rows_p, k, c: gl.constexpr):
-    """Start the copies of a tile's groups, each when it is free; the rotary part comes last."""
-    BOX_C, BOX_P = boxes.latents, boxes.rotary
-    full, free = bars.full, bars.free
-    ring_c, ring_p = rings.latents, rings.rotary
-    PIECE: gl.constexpr = BOX_C.block_shape[0]
-    PIECES: gl.constexpr = TILE // PIECE
-    BOXES: gl.constexpr = COLUMNS // BOX
-    none = k >> 30  # 0, which the compiler does not know: it would unroll
-    for j in range(GROUPS + none):
-        g = (j + slot * MINE) % GROUPS  # in the order in which they become free
-        mbarrier.wait(free.index(GROUPS * slot + g), (k & 1) ^ 1)
-        bar = full.index(GROUPS * slot + g)
-        mbarrier.expect(bar, 2 * TILE * COLUMNS)
-        places = reinterpret(ring_c.index(GROUPS * slot + g), BOX_C.dtype, [BOXES, TILE, BOX], BOX_C.layout)
-        for r in gl.static_range(PIECES):
-            for i in gl.static_range(BOXES):
-                place = places.index(i).slice(r * PIECE, PIECE)
-                tma_load(BOX_C, [rows_c[r], g * COLUMNS + i * BOX], bar, place)
-    bar = full.index(2 * GROUPS + slot)
-    mbarrier.expect(bar, 2 * TILE * c.BLOCK_R)
-    for r in gl.static_range(PIECES):
-        place = ring_p.index(slot).slice(r * PIECE, PIECE)
-        tma_load(BOX_P, [rows_p[r], 0], bar, place)
+class EpilogueBarriers(NamedTuple):
+    """Full barriers of both warpgroups at the start and end of a work tile."""
+
+    q_full: tuple  # of its half of the query
+    row_sum_full: tuple  # of its part of row_sum
+
+
+class TileCounts(NamedTuple):
+    """Tiles used so far: left and right ones of pairs."""
+
+    num_left_tiles: gl.tensor
+    num_right_tiles: gl.tensor
 
 
 @gluon.jit
-def produce(boxes, tables, rings, bars, share, c: gl.constexpr):
-    """Copy every tile of the share.
+def lookup_tile_rows(
+    p_page_ids, n_block, num_keys, oob_row, NUM_COPIES: gl.constexpr, KEYS_PER_COPY: gl.constexpr, cfg: gl.constexpr
+):
+    """Returns (ckv, kpe) rows of n_block's copies in both matrices; `oob_row` lies past the cache and reads as 0."""
+    ckv_rows, kpe_rows = (), ()
+    for j in gl.static_range(NUM_COPIES):
+        key = n_block * BLOCK_N + j * KEYS_PER_COPY
+        page = gl.load(p_page_ids + key // cfg.PAGE, mask=key < num_keys, other=-1).to(gl.int32)
+        ckv_rows = ckv_rows + (gl.where(page < 0, oob_row, page * cfg.CKV_ROWS_PER_PAGE + key % cfg.PAGE),)
+        kpe_rows = kpe_rows + (gl.where(page < 0, oob_row, page * cfg.KPE_ROWS_PER_PAGE + key % cfg.PAGE),)
+    return ckv_rows, kpe_rows
 
-    Not the producer of the other kernels: tiles come in pairs, and groups of their columns when each is free, which is
-    what lets one warpgroup multiply while the other still holds the rest.
+
+@gluon.jit
+def copy_kv_tile(
+    tensor_maps, kv_stages, mbarriers, stage: gl.constexpr, ckv_rows, kpe_rows, kv_iter, cfg: gl.constexpr
+):
+    """Starts the copies of a tile's groups, each once its stage is free; the rotary part comes last."""
+    CKV_MAP, KPE_MAP = tensor_maps.latents, tensor_maps.pe
+    full, empty = mbarriers.full, mbarriers.empty
+    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    KEYS_PER_COPY: gl.constexpr = CKV_MAP.block_shape[0]
+    NUM_COPIES: gl.constexpr = BLOCK_N // KEYS_PER_COPY
+    TILES_PER_GROUP: gl.constexpr = GROUP_COLUMNS // TILE_COLUMNS
+    opaque_zero = kv_iter >> 30  # 0, hidden from the compiler, which would unroll
+    for j in range(COLUMN_GROUPS + opaque_zero):
+        i_group = (j + stage * GROUPS_PER_WARPGROUP) % COLUMN_GROUPS  # in the order in which they become free
+        mbarrier.wait(empty.index(COLUMN_GROUPS * stage + i_group), (kv_iter & 1) ^ 1)
+        full_barrier = full.index(COLUMN_GROUPS * stage + i_group)
+        mbarrier.expect(full_barrier, 2 * BLOCK_N * GROUP_COLUMNS)
+        smem_tiles = reinterpret(
+            ckv.index(COLUMN_GROUPS * stage + i_group), CKV_MAP.dtype, [TILES_PER_GROUP, BLOCK_N, TILE_COLUMNS],
+            CKV_MAP.layout,
+        )  # fmt: skip
+        for r in gl.static_range(NUM_COPIES):
+            for i in gl.static_range(TILES_PER_GROUP):
+                smem_tile = smem_tiles.index(i).slice(r * KEYS_PER_COPY, KEYS_PER_COPY)
+                tma_load(CKV_MAP, [ckv_rows[r], i_group * GROUP_COLUMNS + i * TILE_COLUMNS], full_barrier, smem_tile)
+    full_barrier = full.index(2 * COLUMN_GROUPS + stage)
+    mbarrier.expect(full_barrier, 2 * BLOCK_N * cfg.BLOCK_PE)
+    for r in gl.static_range(NUM_COPIES):
+        smem_tile = k_pe.index(stage).slice(r * KEYS_PER_COPY, KEYS_PER_COPY)
+        tma_load(KPE_MAP, [kpe_rows[r], 0], full_barrier, smem_tile)
+
+
+@gluon.jit
+def producer(tensor_maps, page_lookup, kv_stages, mbarriers, cta_range, cfg: gl.constexpr):
+    """Copies every tile of the CTA range.
+
+    Unlike the other kernels' producer: tiles come in pairs, and groups of columns as each becomes free, so that one
+    warpgroup can multiply while the other still uses the rest.
     """
-    PIECE: gl.constexpr = boxes.latents.block_shape[0]
-    PIECES: gl.constexpr = TILE // PIECE
-    x, end, b, base, nowhere = share.x, share.end, share.b, share.base, tables.nowhere
-    k0, k1 = 0, 0
-    while x < end:
-        segment = next_segment(tables.LENS, tables.CU, x, end, b, base, c)
-        b, base, t1, n = segment.b, segment.base, segment.t1, segment.keys
-        table = tables.TABLE + b.to(gl.int64) * tables.stride
-        for t in range(segment.t0, t1, 2):
-            rows_c, rows_p = rows_of(table, t, n, nowhere, PIECES, PIECE, c)
-            more_c, more_p = rows_of(table, t + 1, n, nowhere, PIECES, PIECE, c)
-            copy_tile(boxes, rings, bars, 0, rows_c, rows_p, k0, c)
-            k0 += 1
-            if t + 1 < t1:
-                copy_tile(boxes, rings, bars, 1, more_c, more_p, k1, c)
-                k1 += 1
-        x += t1 - segment.t0
+    KEYS_PER_COPY: gl.constexpr = tensor_maps.latents.block_shape[0]
+    NUM_COPIES: gl.constexpr = BLOCK_N // KEYS_PER_COPY
+    block, block_end, i_request, n_block_base, oob_row = (
+        cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base, page_lookup.oob_row,
+    )  # fmt: skip
+    num_left_tiles, num_right_tiles = 0, 0
+    while block < block_end:
+        work_tile = next_work_tile(
+            page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg
+        )
+        i_request, n_block_base, n_block_end, num_keys = (
+            work_tile.i_request, work_tile.n_block_base, work_tile.n_block_end, work_tile.num_keys,
+        )  # fmt: skip
+        p_page_ids = page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride
+        for n_block in range(work_tile.n_block_begin, n_block_end, 2):
+            ckv_rows, kpe_rows = lookup_tile_rows(
+                p_page_ids, n_block, num_keys, oob_row, NUM_COPIES, KEYS_PER_COPY, cfg
+            )
+            ckv_rows_right, kpe_rows_right = lookup_tile_rows(
+                p_page_ids, n_block + 1, num_keys, oob_row, NUM_COPIES, KEYS_PER_COPY, cfg
+            )
+            copy_kv_tile(tensor_maps, kv_stages, mbarriers, 0, ckv_rows, kpe_rows, num_left_tiles, cfg)
+            num_left_tiles += 1
+            if n_block + 1 < n_block_end:
+                copy_kv_tile(tensor_maps, kv_stages, mbarriers, 1, ckv_rows_right, kpe_rows_right, num_right_tiles, cfg)
+                num_right_tiles += 1
+        block += n_block_end - work_tile.n_block_begin
 
 
 @gluon.jit
-def drop_stale(ring_c, full, slot: gl.constexpr, k, keys):
-    """Rows behind the tile's last key become 0: a probability of 0 does not hide a NaN."""
+def zero_invalid_v(ckv, full, stage: gl.constexpr, kv_iter, num_valid):
+    """Zeros rows past the tile's last key: 0 × NaN is NaN."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    real = gl.arange(0, TILE, gl.SliceLayout(1, L)) < keys
-    for g in gl.static_range(GROUPS):
-        mbarrier.wait(full.index(GROUPS * slot + g), k & 1)
-    for i in range(GROUPS + (keys >> 30)):
-        place = ring_c.index(slot * GROUPS + i)
-        x = place.load(L)
-        place.store(gl.where(real[:, None], x, gl.full([TILE, COLUMNS], 0.0, x.dtype, L)))
+    is_valid = gl.arange(0, BLOCK_N, gl.SliceLayout(1, L)) < num_valid
+    for i_group in gl.static_range(COLUMN_GROUPS):
+        mbarrier.wait(full.index(COLUMN_GROUPS * stage + i_group), kv_iter & 1)
+    for i in range(COLUMN_GROUPS + (num_valid >> 30)):
+        smem_tile = ckv.index(stage * COLUMN_GROUPS + i)
+        x = smem_tile.load(L)
+        smem_tile.store(gl.where(is_valid[:, None], x, gl.full([BLOCK_N, GROUP_COLUMNS], 0.0, x.dtype, L)))
     fence_async_shared()
 
 
 @gluon.jit
-def start_scores(q, rings, full, slot: gl.constexpr, k, t, n, S: gl.constexpr):
-    """Start the products of the query and a tile of keys, fp32 [ROWS, TILE]. What is stale is cleaned first."""
-    q_c, q_p = q
-    ring_c, ring_p = rings.latents, rings.rotary
-    ROWS: gl.constexpr = q_p.shape[1]
-    BOXES: gl.constexpr = COLUMNS // BOX
-    if (t + 1) * TILE > n:
-        drop_stale(ring_c, full, slot, k, n - t * TILE)
-    s = warpgroup_mma_init(gl.full([ROWS, TILE], 0.0, gl.float32, S))
-    q_boxes = reinterpret(q_c, q_c.dtype, [GROUPS * BOXES, ROWS, BOX], q_p.layout)
-    none = t >> 30
-    for j in range(GROUPS + none):
-        g = (j + slot * MINE) % GROUPS
-        mbarrier.wait(full.index(GROUPS * slot + g), k & 1)
-        keys = reinterpret(ring_c.index(GROUPS * slot + g), q_c.dtype, [BOXES, TILE, BOX], q_c.layout)
-        for i in gl.static_range(BOXES):
-            s = warpgroup_mma(q_boxes.index(g * BOXES + i), keys.index(none + i).permute((1, 0)), s, is_async=True)
-    mbarrier.wait(full.index(2 * GROUPS + slot), k & 1)
-    return warpgroup_mma(q_p.index(none), ring_p.index(none + slot).permute((1, 0)), s, is_async=True)
+def start_qk(q, kv_stages, full, stage: gl.constexpr, kv_iter, n_block, num_keys, S: gl.constexpr):
+    """Waits for a tile, zeros its invalid rows and starts QK; returns scores fp32 [BLOCK_M, BLOCK_N] in flight."""
+    q_nope, q_pe = q
+    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    ROWS: gl.constexpr = q_pe.shape[1]
+    TILES_PER_GROUP: gl.constexpr = GROUP_COLUMNS // TILE_COLUMNS
+    if (n_block + 1) * BLOCK_N > num_keys:
+        zero_invalid_v(ckv, full, stage, kv_iter, num_keys - n_block * BLOCK_N)
+    s = warpgroup_mma_init(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S))
+    q_tiles = reinterpret(q_nope, q_nope.dtype, [COLUMN_GROUPS * TILES_PER_GROUP, ROWS, TILE_COLUMNS], q_pe.layout)
+    opaque_zero = n_block >> 30
+    for j in range(COLUMN_GROUPS + opaque_zero):
+        i_group = (j + stage * GROUPS_PER_WARPGROUP) % COLUMN_GROUPS
+        mbarrier.wait(full.index(COLUMN_GROUPS * stage + i_group), kv_iter & 1)
+        k_tiles = reinterpret(
+            ckv.index(COLUMN_GROUPS * stage + i_group), q_nope.dtype, [TILES_PER_GROUP, BLOCK_N, TILE_COLUMNS],
+            q_nope.layout,
+        )  # fmt: skip
+        for i in gl.static_range(TILES_PER_GROUP):
+            s = warpgroup_mma(
+                q_tiles.index(i_group * TILES_PER_GROUP + i), k_tiles.index(opaque_zero + i).permute((1, 0)), s,
+                is_async=True,
+            )  # fmt: skip
+    mbarrier.wait(full.index(2 * COLUMN_GROUPS + stage), kv_iter & 1)
+    return warpgroup_mma(q_pe.index(opaque_zero), k_pe.index(opaque_zero + stage).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
-def hide(s, t, segment, c: gl.constexpr):
-    """Scores of tile t with −inf where a query row does not see a key."""
+def apply_mask(s, n_block, work_tile, cfg: gl.constexpr):
+    """Returns scores with −inf where a query row does not see a key of n_block."""
     S: gl.constexpr = s.type.layout
-    n, rows, r0 = segment.keys, segment.rows, segment.i * c.ROWS
-    if (t + 1) * TILE > n - rows + 1:
-        o_n = t * TILE + gl.arange(0, TILE, gl.SliceLayout(0, S))
-        position = n - rows + (r0 + gl.arange(0, c.ROWS, gl.SliceLayout(1, S))) // c.GROUP
-        s = gl.where((o_n < n)[None, :] & (o_n[None, :] <= position[:, None]), s, float("-inf"))
+    num_keys, num_q_rows, row_begin = work_tile.num_keys, work_tile.num_q_rows, work_tile.m_block * cfg.BLOCK_M
+    if (n_block + 1) * BLOCK_N > num_keys - num_q_rows + 1:
+        o_n = n_block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
+        position = num_keys - num_q_rows + (row_begin + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(1, S))) // cfg.GROUP
+        s = gl.where((o_n < num_keys)[None, :] & (o_n[None, :] <= position[:, None]), s, float("-inf"))
     return s
 
 
 @gluon.jit
-def power(x, top):
-    """2^(x − top); 0 where nothing was seen yet."""
-    return gl.exp2(x - gl.where(top == float("-inf"), 0.0, top))
+def exp2_minus_max(x, row_max):
+    """Returns 2^(x − row_max); 0 where no key was visible yet."""
+    return gl.exp2(x - gl.where(row_max == float("-inf"), 0.0, row_max))
 
 
 @gluon.jit
-def probabilities(s, m, scale, t, segment, c: gl.constexpr):
-    """(powers of two of the scaled scores less a reference, references), which follow m when powers pass 2^SLACK."""
-    s = hide(s, t, segment, c)
-    top = gl.max(s, 1) * scale
-    here = gl.where(top > m + SLACK, top, m)
-    return power(s * scale, here[:, None]), here
+def softmax_step(s, row_max, score_scale, n_block, work_tile, cfg: gl.constexpr):
+    """Returns (P, row_max_new) of masked scores; row_max is raised only where P would pass 2^RESCALE_THRESHOLD."""
+    s = apply_mask(s, n_block, work_tile, cfg)
+    block_max = gl.max(s, 1) * score_scale
+    row_max_new = gl.where(block_max > row_max + RESCALE_THRESHOLD, block_max, row_max)
+    return exp2_minus_max(s * score_scale, row_max_new[:, None]), row_max_new
 
 
-MULTIPLY, CONSTRAINTS = map(gl.constexpr, multiply_where_needed(MINE.value * COLUMNS.value // 2))
+RESCALE_PTX, RESCALE_CONSTRAINTS = map(gl.constexpr, rescale_ptx(GROUPS_PER_WARPGROUP.value * GROUP_COLUMNS.value // 2))
 
 
 @gluon.jit
-def scaled(acc, factor):
-    """An accumulator times a factor of each row, which is mostly 1."""
-    O: gl.constexpr = acc.type.layout
-    f, acc = gl.broadcast(gl.convert_layout(factor, gl.SliceLayout(1, O))[:, None], acc)
+def rescale_acc(acc_o, rescale):
+    """Returns acc_o × rescale of each row, which is mostly 1."""
+    O: gl.constexpr = acc_o.type.layout
+    f, acc_o = gl.broadcast(gl.convert_layout(rescale, gl.SliceLayout(1, O))[:, None], acc_o)
     return gl.inline_asm_elementwise(
-        MULTIPLY, CONSTRAINTS, [acc, f], gl.float32, is_pure=True, pack=MINE * COLUMNS // 2
+        RESCALE_PTX, RESCALE_CONSTRAINTS, [acc_o, f], gl.float32, is_pure=True,
+        pack=GROUPS_PER_WARPGROUP * GROUP_COLUMNS // 2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def start_pv(p, ckv, stage: gl.constexpr, FIRST_GROUP: gl.constexpr, acc_o):
+    """Starts acc_o += PV of a tile for GROUPS_PER_WARPGROUP groups of columns, in one MMA: P is read once."""
+    v_halves = reinterpret(
+        ckv, ckv.dtype, [2 * COLUMN_GROUPS // GROUPS_PER_WARPGROUP, BLOCK_N, GROUPS_PER_WARPGROUP * GROUP_COLUMNS],
+        ckv.layout,
+    )  # fmt: skip
+    return warpgroup_mma(
+        p, v_halves.index((COLUMN_GROUPS * stage + FIRST_GROUP) // GROUPS_PER_WARPGROUP), acc_o, is_async=True
     )
 
 
 @gluon.jit
-def start_values(p, ring_c, slot: gl.constexpr, FIRST: gl.constexpr, acc):
-    """Start to add the products of a tile's probabilities and MINE groups of its columns: each weight is read once."""
-    halves = reinterpret(ring_c, ring_c.dtype, [2 * GROUPS // MINE, TILE, MINE * COLUMNS], ring_c.layout)
-    return warpgroup_mma(p, halves.index((GROUPS * slot + FIRST) // MINE), acc, is_async=True)
-
-
-@gluon.jit
-def end_values(acc, free, slot: gl.constexpr, FIRST: gl.constexpr):
-    """Wait for them, and free each group."""
-    acc = warpgroup_mma_wait(0, [acc])
+def wait_pv_and_release(acc_o, empty, stage: gl.constexpr, FIRST_GROUP: gl.constexpr):
+    """Waits for PV and releases each group."""
+    acc_o = warpgroup_mma_wait(0, [acc_o])
     thread_barrier()
-    for i in gl.static_range(MINE):
-        mbarrier.arrive(free.index(GROUPS * slot + FIRST + i))
-    return acc
+    for i in gl.static_range(GROUPS_PER_WARPGROUP):
+        mbarrier.arrive(empty.index(COLUMN_GROUPS * stage + FIRST_GROUP + i))
+    return acc_o
 
 
 @gluon.jit
-def nothing(S: gl.constexpr, O: gl.constexpr, c: gl.constexpr):
-    """(references, sums, accumulator) before the first tile."""
+def init_softmax_state(S: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr):
+    """Returns (row_max, row_sum, acc_o) before the first tile."""
     ROW: gl.constexpr = gl.SliceLayout(1, S)
-    acc = gl.full([c.ROWS, MINE * COLUMNS], 0.0, gl.float32, O)
-    return gl.full([c.ROWS], float("-inf"), gl.float32, ROW), gl.full([c.ROWS], 0.0, gl.float32, ROW), acc
+    acc_o = gl.full([cfg.BLOCK_M, GROUPS_PER_WARPGROUP * GROUP_COLUMNS], 0.0, gl.float32, O)
+    return gl.full([cfg.BLOCK_M], float("-inf"), gl.float32, ROW), gl.full([cfg.BLOCK_M], 0.0, gl.float32, ROW), acc_o
 
 
 @gluon.jit
-def attend_left(q, rings, bars, notes, scale, segment, turns, S: gl.constexpr, O: gl.constexpr, c: gl.constexpr):
-    """(references, the left warpgroup's share of the sum, its columns; turns) of a segment."""
-    ring_c, ring_p = rings.latents, rings.rotary
-    full, free, p_left, p_right = bars
-    t0, t1, k0, k1 = segment.t0, segment.t1, turns.k0, turns.k1
-    m, l, acc = nothing(S, O, c)
-    for t in range(t0, t1, 2):
-        s = warpgroup_mma_wait(0, [start_scores(q, rings, full, 0, k0, t, segment.keys, S)])
-        p, here = probabilities(s, m, scale, t, segment, c)
-        x = p.to(ring_p.dtype)
-        notes.index(0).store(here)
-        ring_p.index(0).store(x)
+def mainloop_left(
+    q, kv_stages, mbarriers, row_stats, score_scale, work_tile, tile_counts, S: gl.constexpr, O: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Computes the left warpgroup's main loop of a work tile; returns (SoftmaxState, TileCounts).
+
+    row_sum is of left tiles only, acc_o of columns 0 … 255.
+    """
+    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    full, empty, p_left_full, p_right_full = mbarriers
+    n_block_begin, n_block_end, num_left_tiles, num_right_tiles = (
+        work_tile.n_block_begin, work_tile.n_block_end, tile_counts.num_left_tiles, tile_counts.num_right_tiles,
+    )  # fmt: skip
+    row_max, row_sum, acc_o = init_softmax_state(S, O, cfg)
+    for n_block in range(n_block_begin, n_block_end, 2):
+        # QK, mask and softmax of the left tile.
+        s = warpgroup_mma_wait(0, [start_qk(q, kv_stages, full, 0, num_left_tiles, n_block, work_tile.num_keys, S)])
+        p, row_max_new = softmax_step(s, row_max, score_scale, n_block, work_tile, cfg)
+        p_16bit = p.to(k_pe.dtype)
+        # Publish row_max and P.
+        row_stats.index(0).store(row_max_new)
+        k_pe.index(0).store(p_16bit)
         fence_async_shared()
-        signal(p_left.index(0))
-        old = power(m, here)
-        m, acc = here, scaled(acc, old)
-        acc = start_values(gl.convert_layout(x, gl.DotOperandLayout(0, O, 2)), ring_c, 0, 0, acc)
-        l = l * old + gl.sum(p, 1)
-        acc = end_values(acc, free, 0, 0)
-        k0 += 1
-        if t + 1 < t1:
-            mbarrier.wait(p_right.index(0), k1 & 1)
-            here = notes.index(1).load(m.type.layout)
-            old = power(m, here)
-            m, l, acc = here, l * old, scaled(acc, old)
-            acc = start_values(ring_p.index(1), ring_c, 1, 0, acc)
-            acc = end_values(acc, free, 1, 0)
-            k1 += 1
-    return State(m, l, acc), Turns(k0, k1)
+        sync_and_arrive(p_left_full.index(0))
+        # Rescale and PV of the left tile.
+        rescale = exp2_minus_max(row_max, row_max_new)
+        row_max, acc_o = row_max_new, rescale_acc(acc_o, rescale)
+        acc_o = start_pv(gl.convert_layout(p_16bit, gl.DotOperandLayout(0, O, 2)), ckv, 0, 0, acc_o)
+        row_sum = row_sum * rescale + gl.sum(p, 1)
+        acc_o = wait_pv_and_release(acc_o, empty, 0, 0)
+        num_left_tiles += 1
+        # Rescale and PV of the right tile, with the other warpgroup's P.
+        if n_block + 1 < n_block_end:
+            mbarrier.wait(p_right_full.index(0), num_right_tiles & 1)
+            row_max_new = row_stats.index(1).load(row_max.type.layout)
+            rescale = exp2_minus_max(row_max, row_max_new)
+            row_max, row_sum, acc_o = row_max_new, row_sum * rescale, rescale_acc(acc_o, rescale)
+            acc_o = start_pv(k_pe.index(1), ckv, 1, 0, acc_o)
+            acc_o = wait_pv_and_release(acc_o, empty, 1, 0)
+            num_right_tiles += 1
+    return SoftmaxState(row_max, row_sum, acc_o), TileCounts(num_left_tiles, num_right_tiles)
 
 
 @gluon.jit
-def take_first(m, l, acc, rings, p_left, notes, k0):
-    """Start the first tile's part of the right columns: (references, sums, accumulator)."""
-    ring_c, ring_p = rings.latents, rings.rotary
-    mbarrier.wait(p_left.index(0), k0 & 1)
-    here = notes.index(0).load(m.type.layout)
-    old = power(m, here)
-    return here, l * old, start_values(ring_p.index(0), ring_c, 0, MINE, scaled(acc, old))
+def start_pv_of_left_tile(row_max, row_sum, acc_o, kv_stages, p_left_full, row_stats, num_left_tiles):
+    """Waits for P of the left tile and starts its PV for the right columns; returns (row_max, row_sum, acc_o)."""
+    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    mbarrier.wait(p_left_full.index(0), num_left_tiles & 1)
+    row_max_new = row_stats.index(0).load(row_max.type.layout)
+    rescale = exp2_minus_max(row_max, row_max_new)
+    return (
+        row_max_new,
+        row_sum * rescale,
+        start_pv(k_pe.index(0), ckv, 0, GROUPS_PER_WARPGROUP, rescale_acc(acc_o, rescale)),
+    )
 
 
 @gluon.jit
-def attend_right(q, rings, bars, notes, scale, segment, turns, S: gl.constexpr, O: gl.constexpr, c: gl.constexpr):
-    """The right warpgroup's part of a segment, likewise. The last pair may have no second tile."""
-    ring_c, ring_p = rings.latents, rings.rotary
-    full, free, p_left, p_right = bars
-    t0, t1, k0, k1 = segment.t0, segment.t1, turns.k0, turns.k1
-    m, l, acc = nothing(S, O, c)
-    for t in range(t0, t1 - 1, 2):
-        s = start_scores(q, rings, full, 1, k1, t + 1, segment.keys, S)
-        m, l, acc = take_first(m, l, acc, rings, p_left, notes, k0)
+def mainloop_right(
+    q, kv_stages, mbarriers, row_stats, score_scale, work_tile, tile_counts, S: gl.constexpr, O: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Computes the right warpgroup's main loop, as `mainloop_left`. The last pair may have no right tile."""
+    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    full, empty, p_left_full, p_right_full = mbarriers
+    n_block_begin, n_block_end, num_left_tiles, num_right_tiles = (
+        work_tile.n_block_begin, work_tile.n_block_end, tile_counts.num_left_tiles, tile_counts.num_right_tiles,
+    )  # fmt: skip
+    row_max, row_sum, acc_o = init_softmax_state(S, O, cfg)
+    for n_block in range(n_block_begin, n_block_end - 1, 2):
+        # QK of the right tile, PV of the left one.
+        s = start_qk(q, kv_stages, full, 1, num_right_tiles, n_block + 1, work_tile.num_keys, S)
+        row_max, row_sum, acc_o = start_pv_of_left_tile(
+            row_max, row_sum, acc_o, kv_stages, p_left_full, row_stats, num_left_tiles
+        )
+        # Mask and softmax; publish row_max and P.
         s = warpgroup_mma_wait(1, [s])
-        p, here = probabilities(s, m, scale, t + 1, segment, c)
-        x = p.to(ring_p.dtype)
-        notes.index(1).store(here)
-        ring_p.index(1).store(x)
+        p, row_max_new = softmax_step(s, row_max, score_scale, n_block + 1, work_tile, cfg)
+        p_16bit = p.to(k_pe.dtype)
+        row_stats.index(1).store(row_max_new)
+        k_pe.index(1).store(p_16bit)
         fence_async_shared()
-        signal(p_right.index(0))
-        acc = end_values(acc, free, 0, MINE)
-        old = power(m, here)
-        m, acc = here, scaled(acc, old)
-        acc = start_values(gl.convert_layout(x, gl.DotOperandLayout(0, O, 2)), ring_c, 1, MINE, acc)
-        l = l * old + gl.sum(p, 1)
-        acc = end_values(acc, free, 1, MINE)
-        k0 += 1
-        k1 += 1
-    if (t1 - t0) % 2 == 1:
-        m, l, acc = take_first(m, l, acc, rings, p_left, notes, k0)
-        acc = end_values(acc, free, 0, MINE)
-        k0 += 1
-    return State(m, l, acc), Turns(k0, k1)
+        sync_and_arrive(p_right_full.index(0))
+        # Rescale and PV of the right tile.
+        acc_o = wait_pv_and_release(acc_o, empty, 0, GROUPS_PER_WARPGROUP)
+        rescale = exp2_minus_max(row_max, row_max_new)
+        row_max, acc_o = row_max_new, rescale_acc(acc_o, rescale)
+        acc_o = start_pv(gl.convert_layout(p_16bit, gl.DotOperandLayout(0, O, 2)), ckv, 1, GROUPS_PER_WARPGROUP, acc_o)
+        row_sum = row_sum * rescale + gl.sum(p, 1)
+        acc_o = wait_pv_and_release(acc_o, empty, 1, GROUPS_PER_WARPGROUP)
+        num_left_tiles += 1
+        num_right_tiles += 1
+    # PV of a left tile without a right one.
+    if (n_block_end - n_block_begin) % 2 == 1:
+        row_max, row_sum, acc_o = start_pv_of_left_tile(
+            row_max, row_sum, acc_o, kv_stages, p_left_full, row_stats, num_left_tiles
+        )
+        acc_o = wait_pv_and_release(acc_o, empty, 0, GROUPS_PER_WARPGROUP)
+        num_left_tiles += 1
+    return SoftmaxState(row_max, row_sum, acc_o), TileCounts(num_left_tiles, num_right_tiles)
 
 
 @gluon.jit
-def consume(tensors, q, rings, bars, ends, notes, scales, share, strides, LEFT: gl.constexpr, c: gl.constexpr):
-    """Attend the share's tiles, for one block of heads and half of the columns."""
-    p, x, end, b, base = share.p, share.x, share.end, share.b, share.base
-    ME: gl.constexpr = 0 if LEFT else 1
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MINE * COLUMNS, 16])
-    h = p % c.HEADS
-    turns, done = Turns(0, 0), 0
-    # The query takes the scale's sign, so that the largest score has the largest product.
-    sign = gl.where(scales.score < 0, -1.0, 1.0)
-    scale = gl.maximum(gl.abs(scales.score), 1e-30)
-    while x < end:
-        segment = next_segment(tensors.LENS, tensors.CU, x, end, b, base, c)
-        b, base = segment.b, segment.base
-        query_half(tensors, q, sign, segment, h, strides, ME, c)
-        signal(ends.q_ready[ME].index(0))
-        mbarrier.wait(ends.q_ready[1 - ME].index(0), done & 1)
-        attend: gl.constexpr = attend_left if LEFT else attend_right
-        sums, turns = attend(q, rings, bars, notes, scale, segment, turns, S, O, c)
-        l = sums.l
-        notes.index(2 + ME).store(l)
-        signal(ends.l_ready[ME].index(0))
-        mbarrier.wait(ends.l_ready[1 - ME].index(0), done & 1)
-        l += notes.index(3 - ME).load(gl.SliceLayout(1, S))
-        done += 1
-        if segment.t0 == 0:  # of both warpgroups, which write the same
-            pieces = pieces_from(segment, share.per, p // c.HEADS)
-            note_pieces(tensors.META, b, segment.i, share.max_segments, p, pieces, c)
-        m, l = gl.convert_layout(sums.m, gl.SliceLayout(1, O)), gl.convert_layout(l, gl.SliceLayout(1, O))
-        factor, lse = finish(m, l, scales.value)
-        slot = 2 * p + (segment.t0 == 0).to(gl.int32)
-        whole = segment.t1 - segment.t0 == segment.tiles
-        state = State(m, l, sums.acc)
-        store_half(state, factor, lse, q.latents, tensors, whole, slot, segment, h, strides, ME, c)
-        x += segment.t1 - segment.t0
+def consumer(
+    tensors, q, kv_stages, mbarriers, epilogue_barriers, row_stats, scales, cta_range, strides, LEFT: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Computes the CTA range for one block of heads and half of the columns."""
+    i_cta, block, block_end, i_request, n_block_base = (
+        cta_range.i_cta, cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
+    )  # fmt: skip
+    I_CONSUMER: gl.constexpr = 0 if LEFT else 1
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUPS_PER_WARPGROUP * GROUP_COLUMNS, 16])
+    h = i_cta % cfg.HEADS
+    tile_counts, num_work_tiles = TileCounts(0, 0), 0
+    # The query takes the score scale's sign: the maximum of the scaled scores is that of the products.
+    sign = gl.where(scales.score_scale < 0, -1.0, 1.0)
+    score_scale = gl.maximum(gl.abs(scales.score_scale), 1e-30)
+    while block < block_end:
+        work_tile = next_work_tile(
+            tensors.SEQ_LENS, tensors.CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg
+        )
+        i_request, n_block_base = work_tile.i_request, work_tile.n_block_base
+        # Load the query.
+        load_query_half(tensors, q, sign, work_tile, h, strides, I_CONSUMER, cfg)
+        sync_and_arrive(epilogue_barriers.q_full[I_CONSUMER].index(0))
+        mbarrier.wait(epilogue_barriers.q_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)
+        # Main loop; then sum row_sum of both warpgroups.
+        mainloop: gl.constexpr = mainloop_left if LEFT else mainloop_right
+        mainloop_state, tile_counts = mainloop(
+            q, kv_stages, mbarriers, row_stats, score_scale, work_tile, tile_counts, S, O, cfg
+        )
+        row_sum = mainloop_state.row_sum
+        row_stats.index(2 + I_CONSUMER).store(row_sum)
+        sync_and_arrive(epilogue_barriers.row_sum_full[I_CONSUMER].index(0))
+        mbarrier.wait(epilogue_barriers.row_sum_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)
+        row_sum += row_stats.index(3 - I_CONSUMER).load(gl.SliceLayout(1, S))
+        num_work_tiles += 1
+        # Epilogue: metadata, then the output or a partial state.
+        if work_tile.n_block_begin == 0:  # both warpgroups store the same
+            num_splits = count_splits(work_tile, cta_range.blocks_per_range, i_cta // cfg.HEADS)
+            store_split_metadata(
+                tensors.SPLIT_METADATA, i_request, work_tile.m_block, cta_range.max_m_blocks, i_cta, num_splits, cfg
+            )
+        row_max, row_sum = (
+            gl.convert_layout(mainloop_state.row_max, gl.SliceLayout(1, O)),
+            gl.convert_layout(row_sum, gl.SliceLayout(1, O)),
+        )
+        acc_scale, lse = finalize_softmax(row_max, row_sum, scales.value_scale)
+        partial_slot = 2 * i_cta + (work_tile.n_block_begin == 0).to(gl.int32)
+        is_unsplit = work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks
+        state = SoftmaxState(row_max, row_sum, mainloop_state.acc_o)
+        store_output_or_partial_half(
+            state, acc_scale, lse, q.latents, tensors, is_unsplit, partial_slot, work_tile, h, strides, I_CONSUMER, cfg
+        )
+        block += work_tile.n_block_end - work_tile.n_block_begin
 
 
 @gluon.jit
 def mla_decode_two_warpgroups_kernel(
-    QN, QP, BOX_C, BOX_P, BOX_S, TABLE, LENS, CU, OUT, LSE, PART,
-    softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T,
-    B, T, nowhere, s_pitch, max_segments, sn_t, sn_h, sr_t, sr_h, st_b, so_t, so_h, sl_t, sl_h,
-    STAGES: gl.constexpr, c: gl.constexpr,
+    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
+    softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
+    B, T, oob_row, scale_rows_per_page, max_m_blocks, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
+    stride_table_b, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
+    STAGES: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
-    """Attend one share of all tiles for one block of heads."""
-    gl.static_assert(c.CODE == "bf16", "a code that this kernel does not know")
-    wait_for_previous()
-    p = gl.program_id(0)
-    num_programs = gl.num_programs(0)
-    tensors = Tensors(QN, QP, LENS, CU, OUT, LSE, PART, meta_of(PART, num_programs, c))
-    strides = Strides(sn_t, sn_h, sr_t, sr_h, so_t, so_h, sl_t, sl_h)
-    boxes, tables = Boxes(BOX_C, BOX_P, BOX_S), Tables(TABLE, LENS, CU, st_b, nowhere, s_pitch)
-    if c.RAGGED:
-        padding = gl.load(CU + B).to(gl.int32)  # arrives with the lengths
-    loaded = load_tiles(LENS, CU, B, c, True) if holds_all(c) else ()
-    X: gl.constexpr = BOX_C.dtype
-    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ring_c = gl.allocate_shared_memory(X, [2 * GROUPS, TILE, COLUMNS], WIDE)
-    ring_p = gl.allocate_shared_memory(X, [2, TILE, c.BLOCK_R], WIDE)
-    q_c = gl.allocate_shared_memory(X, [2, c.DV // BOX // 2 * c.ROWS, BOX], WIDE)
-    q_p = gl.allocate_shared_memory(X, [1, c.ROWS, c.BLOCK_R], WIDE)
-    notes = gl.allocate_shared_memory(gl.float32, [4, c.ROWS], FLAT)
-    bars = Bars(barriers(2 * GROUPS + 2), barriers(2 * GROUPS), barriers(1), barriers(1))
-    ends = Ends((barriers(1), barriers(1)), (barriers(1), barriers(1)))
-    scales = scales_of(softmax_scale, SOFTMAX_T, kv_scale, KV_T, out_scale, OUT_T, c)
-    share = share_of(LENS, CU, B, loaded, p // c.HEADS, num_programs // c.HEADS, max_segments, p, c)
-    box = gl.allocate_shared_memory(gl.int32, [5, 1], FLAT)
-    share = Share(
-        max_segments, p, x=through_memory(box, 0, share.x), end=through_memory(box, 1, share.end),
-        per=through_memory(box, 2, share.per), b=through_memory(box, 3, share.b),
-        base=through_memory(box, 4, share.base),
+    """Computes one CTA range for one block of heads."""
+    gl.static_assert(cfg.CODE == "bf16", "a code that this kernel does not know")
+    pdl_wait()
+    i_cta = gl.program_id(0)
+    num_ctas = gl.num_programs(0)
+    tensors = AttentionTensors(
+        Q_NOPE, Q_PE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
+        split_metadata_ptr(SPLIT_WORKSPACE, num_ctas, cfg),
     )  # fmt: skip
-    q, rings = Query(q_c, q_p), Rings(ring_c, ring_p, ring_p)
-    thread_barrier()  # what partitions are given may lie where sums were read from
+    strides = Strides(
+        stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h, stride_out_t, stride_out_h, stride_lse_t,
+        stride_lse_h,
+    )  # fmt: skip
+    tensor_maps, page_lookup = (
+        TensorMaps(CKV_MAP, KPE_MAP, SCALES_MAP),
+        PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b, oob_row, scale_rows_per_page),
+    )
+    if cfg.VARLEN_Q:
+        padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths
+    request_shapes = load_all_request_shapes(SEQ_LENS, CU_SEQLENS_Q, B, cfg, True) if fits_all_requests(cfg) else ()
+    DTYPE: gl.constexpr = CKV_MAP.dtype
+    SWIZZLE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    FLAT_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ckv = gl.allocate_shared_memory(DTYPE, [2 * COLUMN_GROUPS, BLOCK_N, GROUP_COLUMNS], SWIZZLE_LAYOUT)
+    k_pe = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, cfg.BLOCK_PE], SWIZZLE_LAYOUT)
+    q_nope = gl.allocate_shared_memory(
+        DTYPE, [2, cfg.DV // TILE_COLUMNS // 2 * cfg.BLOCK_M, TILE_COLUMNS], SWIZZLE_LAYOUT
+    )
+    q_pe = gl.allocate_shared_memory(DTYPE, [1, cfg.BLOCK_M, cfg.BLOCK_PE], SWIZZLE_LAYOUT)
+    row_stats = gl.allocate_shared_memory(gl.float32, [4, cfg.BLOCK_M], FLAT_LAYOUT)
+    mbarriers = Mbarriers(
+        allocate_mbarriers(2 * COLUMN_GROUPS + 2), allocate_mbarriers(2 * COLUMN_GROUPS), allocate_mbarriers(1),
+        allocate_mbarriers(1),
+    )  # fmt: skip
+    epilogue_barriers = EpilogueBarriers(
+        (allocate_mbarriers(1), allocate_mbarriers(1)), (allocate_mbarriers(1), allocate_mbarriers(1))
+    )
+    scales = load_call_scales(softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg)
+    cta_range = make_cta_range(
+        SEQ_LENS, CU_SEQLENS_Q, B, request_shapes, i_cta // cfg.HEADS, num_ctas // cfg.HEADS, max_m_blocks, i_cta, cfg
+    )
+    uniform_smem = gl.allocate_shared_memory(gl.int32, [5, 1], FLAT_LAYOUT)
+    cta_range = CtaRange(
+        max_m_blocks, i_cta, block_begin=make_uniform(uniform_smem, 0, cta_range.block_begin),
+        block_end=make_uniform(uniform_smem, 1, cta_range.block_end),
+        blocks_per_range=make_uniform(uniform_smem, 2, cta_range.blocks_per_range),
+        i_request=make_uniform(uniform_smem, 3, cta_range.i_request),
+        n_block_base=make_uniform(uniform_smem, 4, cta_range.n_block_base),
+    )  # fmt: skip
+    q, kv_stages = QuerySmem(q_nope, q_pe), KVStages(ckv, k_pe, k_pe)
+    thread_barrier()  # arguments of the partitions may overwrite memory that reductions read
     # The producer is the default partition: it has four warps anyway.
     gl.warp_specialize(
         [
-            (produce, (boxes, tables, rings, bars, share, c)),
-            (consume, (tensors, q, rings, bars, ends, notes, scales, share, strides, True, c)),
-            (consume, (tensors, q, rings, bars, ends, notes, scales, share, strides, False, c)),
+            (producer, (tensor_maps, page_lookup, kv_stages, mbarriers, cta_range, cfg)),
+            (
+                consumer,
+                (tensors, q, kv_stages, mbarriers, epilogue_barriers, row_stats, scales, cta_range, strides, True, cfg),
+            ),
+            (
+                consumer,
+                (
+                    tensors, q, kv_stages, mbarriers, epilogue_barriers, row_stats, scales, cta_range, strides, False,
+                    cfg,
+                ),
+            ),
         ],
         [4, 4],
         [240, 240],
-    )
-    if c.RAGGED:
-        zero_padding(OUT, LSE, padding, T, p, num_programs, so_t, so_h, sl_t, sl_h, c)
+    )  # fmt: skip
+    if cfg.VARLEN_Q:
+        zero_padding_rows(
+            OUT, LSE, padding_begin, T, i_cta, num_ctas, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg
+        )

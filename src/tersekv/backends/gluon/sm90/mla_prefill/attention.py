@@ -1,10 +1,12 @@
 """Ragged causal attention of new tokens to one chunk of up-projected keys and values (MLA prefill, last stage), sm_90.
+The mask, the rescale and the consumer's waits are in `mainloop_step`, the waits for free stages in `producer`; chunks
+are combined in `finalize_and_store_output`.
 
-What it computes, and from what, is told in the Triton file of the same name. Here a persistent block runs three parts:
-a producer warp that takes items (request, head, 128 queries) from a counter, longest first, and copies their tiles by
-TMA; and two warpgroups of 64 queries each, whose scores of the next tile run while the values of the last are added.
+What it computes, and from what: see the Triton file of the same name. A persistent CTA is warp-specialised: a producer
+warp takes work tiles (request, head, 128 queries) from a counter, longest first, and copies their key blocks by TMA;
+two consumer warpgroups of 64 queries each run QK of the next key block while PV of the last one completes.
 
-Tiles of keys go from the last to the first, so that the masked ones come first and the long loop needs no mask.
+Key blocks go from the last to the first, so that the masked ones come first and the long loop needs no mask.
 """
 
 from __future__ import annotations
@@ -22,400 +24,450 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ....host.bind import Described, Given, Template, given, strides
-from ....triton.mla_prefill.attention import lse_of
-from ....triton.mla_prefill.gather import of_chunk
+from ....host.bind import KernelLaunch, TensorArg, TensorMapArg, stride_args, tensor_args
+from ....triton.mla_prefill.attention import lse_tensor_and_strides
+from ....triton.mla_prefill.gather_latents import chunk_offset_args
 from ...versions import thread_barrier, tma_load
-from ..parts.ring import barrier_sets, launch_dependents, wait_for_previous
-from ..parts.softmax import packed, shares_of_sum, unpacked, weigh
-from ..parts.tensor_maps import described
-from .items import (
-    FIELDS,
+from ..parts.online_softmax import lane_row_sums, pack_p, softmax_step, unpack_p
+from ..parts.pipeline import allocate_mbarrier_groups, pdl_launch_dependents, pdl_wait
+from ..parts.tensor_maps import tensor_map_arg
+from .tile_scheduler import (
     LN2,
     LOG2E,
-    ROWS,
-    Bars,
-    Buffers,
-    Items,
-    Maps,
+    ROWS_PER_WARPGROUP,
+    TILE_INFO_FIELDS,
+    Mbarriers,
+    SmemBuffers,
     Strides,
-    any_set,
-    begin,
-    drop_nan,
-    facts_of,
-    place_of_item,
-    publish,
-    request_of,
-    scores,
+    TensorMaps,
+    WorkQueue,
+    any_nonzero,
+    init_acc_and_max,
+    load_request_shape,
+    publish_work_tile,
+    start_qk,
+    unpack_work_tile,
+    work_tile_coords,
+    zero_invalid_v,
 )
 
 BLOCK_N, STAGES, REGISTERS = 128, 2, 240
-OF_THREE, FAILED = 1, 2  # in COUNTER, behind the items that this kernel took
+TAKEN_BY_THREE_WARPGROUPS, OVERFLOWED = 1, 2  # in WORK_COUNTER, after the work tiles that this kernel took
 _L2_BYTES = 32 << 20  # keys and values that stay in the L2 cache for a while
 
 
-class Dims(NamedTuple):
+class HeadDims(NamedTuple):
     heads: int
     nope: int
     rope: int
     dim_v: int
 
 
-BLOCK_M = gl.constexpr(128)  # queries of an item
+BLOCK_M = gl.constexpr(128)  # queries of a work tile
 
 
-class State(NamedTuple):
-    """Of a warpgroup's queries: values summed so far, maxima, sums, and the last tile's weights, packed."""
+class SoftmaxState(NamedTuple):
+    """State of a warpgroup's queries: acc_o, row_max, row_sum, and the last key block's P, packed."""
 
-    acc: gl.tensor
-    m: gl.tensor
-    l: gl.tensor
-    words: gl.tensor
+    acc_o: gl.tensor
+    row_max: gl.tensor
+    row_sum: gl.tensor
+    p_packed: gl.tensor
 
 
-class Handed(NamedTuple):
-    """What consumers are handed."""
+class ConsumerArgs(NamedTuple):
+    """Arguments of consumers."""
 
     OUT: gl.tensor
-    LOW: gl.tensor
+    OUT_RESIDUAL: gl.tensor
     LSE: gl.tensor
-    DIRTY: gl.tensor
-    rows: gl.tensor
+    MAY_HAVE_NAN: gl.tensor
+    num_rows: gl.tensor
     H: gl.tensor
-    qk_scale: gl.tensor
+    score_scale: gl.tensor
     strides: Strides
-    buffers: Buffers
-    bars: Bars
+    buffers: SmemBuffers
+    mbarriers: Mbarriers
 
 
 @gluon.jit
-def produce(maps, items, buffers, bars, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS: gl.constexpr):
-    """Take items and copy their tiles; the last is told by 0 tiles."""
-    k_full, k_free, v_full, v_free = bars.k_full, bars.k_free, bars.v_full, bars.v_free
+def producer(
+    tensor_maps, queue, buffers, mbarriers, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    HAS_PREVIOUS_CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Takes work tiles and copies their key blocks; num_n_blocks 0 ends the loop."""
+    k_full, k_empty, v_full, v_empty = mbarriers.k_full, mbarriers.k_empty, mbarriers.v_full, mbarriers.v_empty
     DN: gl.constexpr = buffers.q.shape[2]
     R: gl.constexpr = buffers.q_pe.shape[2]
-    bits: gl.constexpr = buffers.q.dtype.primitive_bitwidth // 8
-    item = gl.program_id(0)
-    done = 0  # items given to the consumers
-    at = 0  # tiles given
-    while item < items.items:
-        after = item
-        b, head, block = place_of_item(item, items.blocks, items.H, items.group)
-        r = request_of(items, b)
-        q0, queries, keys = r.q0, r.queries, r.keys
-        i0 = block * BLOCK_M
-        seen = gl.minimum(keys, gl.minimum(i0 + BLOCK_M, queries) + r.ahead)
-        wanted = i0 < queries
-        if HAS_PREVIOUS:
-            wanted = wanted & (seen > 0)
-        if wanted:
-            # An item without a key gets a tile that is masked whole: consumers know no other items.
-            tiles = gl.maximum((seen + BLOCK_N - 1) // BLOCK_N, 1)
-            column = head * (2 * DN)
-            for i in range(tiles):
-                row = r.first_row + (tiles - 1 - i) * BLOCK_N
-                stage = at % STAGES
-                phase = (at // STAGES) & 1
-                if i == tiles - 1:  # no earlier: whoever is done first takes the next item
-                    after = gl.atomic_add(items.COUNTER, 1, sem="relaxed") + gl.num_programs(0)
-                mbarrier.wait(k_free.index(stage), phase ^ 1)
-                mbarrier.expect(k_full.index(stage), BLOCK_N * (DN + R) * bits)
-                tma_load(maps.KEYS, [row, column], k_full.index(stage), buffers.k.index(stage))
-                tma_load(maps.KPE, [row, 0], k_full.index(stage), buffers.k_pe.index(stage))
+    element_bytes: gl.constexpr = buffers.q.dtype.primitive_bitwidth // 8
+    i_work_tile = gl.program_id(0)
+    num_done = 0  # work tiles published
+    kv_iter = 0  # key blocks copied
+    while i_work_tile < queue.num_work_tiles:
+        next_work_tile = i_work_tile
+        i_request, head, m_block = work_tile_coords(i_work_tile, queue.num_m_blocks, queue.H, queue.heads_per_group)
+        request = load_request_shape(queue, i_request)
+        q_begin, num_queries, num_keys = request.q_begin, request.num_queries, request.num_keys
+        m_start = m_block * BLOCK_M
+        visible_keys = gl.minimum(num_keys, gl.minimum(m_start + BLOCK_M, num_queries) + request.causal_offset)
+        has_work = m_start < num_queries
+        if HAS_PREVIOUS_CHUNK:
+            has_work = has_work & (visible_keys > 0)
+        if has_work:
+            # A work tile without keys gets one fully masked key block: consumers expect at least one.
+            num_n_blocks = gl.maximum((visible_keys + BLOCK_N - 1) // BLOCK_N, 1)
+            o_column = head * (2 * DN)
+            for i in range(num_n_blocks):
+                kv_row = request.chunk_row + (num_n_blocks - 1 - i) * BLOCK_N
+                stage = kv_iter % STAGES
+                phase = (kv_iter // STAGES) & 1
+                if i == num_n_blocks - 1:  # no earlier: the CTA that is done first takes the next work tile
+                    next_work_tile = gl.atomic_add(queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
+                # K: wait for a free stage, copy
+                mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                mbarrier.expect(k_full.index(stage), BLOCK_N * (DN + R) * element_bytes)
+                tma_load(tensor_maps.KEYS, [kv_row, o_column], k_full.index(stage), buffers.k.index(stage))
+                tma_load(tensor_maps.KPE_MAP, [kv_row, 0], k_full.index(stage), buffers.k_pe.index(stage))
                 if i == 0:
-                    for half in gl.static_range(2):
-                        bar, first = bars.q_full.index(half), q0 + i0 + half * ROWS
-                        mbarrier.wait(bars.q_free.index(half), (done & 1) ^ 1)
-                        publish(buffers.facts.index(half), q0 + i0, queries - i0, i0 + r.ahead, keys, tiles, head)
-                        mbarrier.expect(bar, ROWS * (DN + R) * bits)
-                        tma_load(maps.Q, [first, head * items.head_stride], bar, buffers.q.index(half))
-                        tma_load(maps.QPE, [first, head * items.head_stride + DN], bar, buffers.q_pe.index(half))
-                mbarrier.wait(v_free.index(stage), phase ^ 1)
-                mbarrier.expect(v_full.index(stage), BLOCK_N * DN * bits)
-                tma_load(maps.VALUES, [row, column + DN], v_full.index(stage), buffers.v.index(stage))
-                at += 1
-            done += 1
+                    for i_consumer in gl.static_range(2):
+                        q_full_barrier, q_row = (
+                            mbarriers.q_full.index(i_consumer),
+                            q_begin + m_start + i_consumer * ROWS_PER_WARPGROUP,
+                        )
+                        mbarrier.wait(mbarriers.q_empty.index(i_consumer), (num_done & 1) ^ 1)
+                        publish_work_tile(
+                            buffers.tile_info.index(i_consumer), q_begin + m_start, num_queries - m_start,
+                            m_start + request.causal_offset, num_keys, num_n_blocks, head,
+                        )  # fmt: skip
+                        mbarrier.expect(q_full_barrier, ROWS_PER_WARPGROUP * (DN + R) * element_bytes)
+                        tma_load(
+                            tensor_maps.Q, [q_row, head * queue.head_stride], q_full_barrier,
+                            buffers.q.index(i_consumer),
+                        )  # fmt: skip
+                        tma_load(
+                            tensor_maps.Q_PE_MAP, [q_row, head * queue.head_stride + DN], q_full_barrier,
+                            buffers.q_pe.index(i_consumer),
+                        )  # fmt: skip
+                # V: wait for a free stage, copy
+                mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                mbarrier.expect(v_full.index(stage), BLOCK_N * DN * element_bytes)
+                tma_load(tensor_maps.VALUES, [kv_row, o_column + DN], v_full.index(stage), buffers.v.index(stage))
+                kv_iter += 1
+            num_done += 1
         else:
-            after = gl.atomic_add(items.COUNTER, 1, sem="relaxed") + gl.num_programs(0)
-        item = after
-    for half in gl.static_range(2):
-        mbarrier.wait(bars.q_free.index(half), (done & 1) ^ 1)
-        publish(buffers.facts.index(half), 0, 0, 0, 0, 0, 0)
-        mbarrier.arrive(bars.q_full.index(half), count=1)
+            next_work_tile = gl.atomic_add(queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
+        i_work_tile = next_work_tile
+    for i_consumer in gl.static_range(2):
+        mbarrier.wait(mbarriers.q_empty.index(i_consumer), (num_done & 1) ^ 1)
+        publish_work_tile(buffers.tile_info.index(i_consumer), 0, 0, 0, 0, 0, 0)
+        mbarrier.arrive(mbarriers.q_full.index(i_consumer), count=1)
 
 
 @gluon.jit
-def step(
-    state, at, is_last, last, keys, dirty, buffers, bars, qk_scale, S: gl.constexpr, MASKED: gl.constexpr,
-    HALF: gl.constexpr, STAGES: gl.constexpr,
+def mainloop_step(
+    state, kv_iter, is_last, last_key, num_keys, may_have_nan, buffers, mbarriers, score_scale, S: gl.constexpr,
+    MASKED: gl.constexpr,
+    I_CONSUMER: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tile `at`, while the values of the tile before are added; then its weights."""
-    acc, m, l, words = state
-    q, q_pe = buffers.q.index(HALF), buffers.q_pe.index(HALF)
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
+    """Runs QK of key block `kv_iter` while PV of the block before completes; then its online softmax."""
+    acc_o, row_max, row_sum, p_packed = state
+    q, q_pe = buffers.q.index(I_CONSUMER), buffers.q_pe.index(I_CONSUMER)
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_o.type.layout, k_width=2)
     k_s, kpe_s, v_s = buffers.k, buffers.k_pe, buffers.v
-    k_full, k_free, v_full, v_free = bars.k_full, bars.k_free, bars.v_full, bars.v_free
-    stage, before = at % STAGES, (at - 1) % STAGES
-    mbarrier.wait(k_full.index(stage), (at // STAGES) & 1)
-    s = scores(q, q_pe, k_s.index(stage), kpe_s.index(stage), S)
-    acc = warpgroup_mma(unpacked(words, v_s.dtype, P), v_s.index(before), acc, is_async=True)
+    k_full, k_empty, v_full, v_empty = mbarriers.k_full, mbarriers.k_empty, mbarriers.v_full, mbarriers.v_empty
+    stage, prev_stage = kv_iter % STAGES, (kv_iter - 1) % STAGES
+    # QK of this key block, PV of the previous one
+    mbarrier.wait(k_full.index(stage), (kv_iter // STAGES) & 1)
+    s = start_qk(q, q_pe, k_s.index(stage), kpe_s.index(stage), S)
+    acc_o = warpgroup_mma(unpack_p(p_packed, v_s.dtype, P), v_s.index(prev_stage), acc_o, is_async=True)
     s = warpgroup_mma_wait(1, [s])
-    mbarrier.arrive(k_free.index(stage), count=1)
-    mbarrier.arrive(bars.q_free.index(HALF), count=1, pred=is_last)
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    mbarrier.arrive(mbarriers.q_empty.index(I_CONSUMER), count=1, pred=is_last)
     # NOTE: ptxas moves no arithmetic across the branch of a wait. This one, which never waits, keeps the arrival before
-    # the exponentials; the one below keeps them before the wait for the product that they are to hide behind.
-    mbarrier.wait(v_full.index(before), ((at - 1) // STAGES) & 1)
-    weight, m, shrink = weigh(s, m, last, qk_scale, MASKED)
-    l = l * gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))[:, None] + shares_of_sum(weight)
-    words = packed(weight, v_s.dtype)
-    mbarrier.wait(v_full.index(stage), (at // STAGES) & 1)
+    # the exponentials; the one below keeps them before the wait for PV, which they overlap.
+    mbarrier.wait(v_full.index(prev_stage), ((kv_iter - 1) // STAGES) & 1)
+    # Mask and online softmax
+    p, row_max, rescale = softmax_step(s, row_max, last_key, score_scale, MASKED)
+    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + lane_row_sums(p)
+    p_packed = pack_p(p, v_s.dtype)
+    mbarrier.wait(v_full.index(stage), (kv_iter // STAGES) & 1)
     if MASKED:  # noqa: SIM102 - known to the compiler, unlike the other
-        if dirty:
-            drop_nan(v_s.index(stage), keys)
-    acc = warpgroup_mma_wait(0, [acc])
-    mbarrier.arrive(v_free.index(before), count=1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return State(acc, m, l, words)
+        if may_have_nan:
+            zero_invalid_v(v_s.index(stage), num_keys)
+    # Wait for PV, free its stage, rescale
+    acc_o = warpgroup_mma_wait(0, [acc_o])
+    mbarrier.arrive(v_empty.index(prev_stage), count=1)
+    acc_o = acc_o * gl.convert_layout(rescale, gl.SliceLayout(1, acc_o.type.layout))[:, None]
+    return SoftmaxState(acc_o, row_max, row_sum, p_packed)
 
 
 @gluon.jit
-def places(given, facts, HALF: gl.constexpr, S: gl.constexpr, O: gl.constexpr, DV: gl.constexpr):
-    """Pointers of an item's out, low and lse; masks of out and lse."""
-    strides, row, queries = given.strides, facts.row, facts.rows
-    head = facts.head.to(gl.int64)
+def output_pointers(args, tile_info, I_CONSUMER: gl.constexpr, S: gl.constexpr, O: gl.constexpr, DV: gl.constexpr):
+    """Returns pointers to a work tile's out, OUT_RESIDUAL and lse; masks of out and lse."""
+    strides, q_row, num_queries = args.strides, tile_info.q_row, tile_info.num_rows
+    head = tile_info.head.to(gl.int64)
     o_v = gl.arange(0, DV, gl.SliceLayout(0, O))
-    o_mo = gl.arange(0, ROWS, gl.SliceLayout(1, O)) + HALF * ROWS
-    o_m = gl.arange(0, ROWS, gl.SliceLayout(1, S)) + HALF * ROWS
-    t, t_lse = (row + o_mo).to(gl.int64), (row + o_m).to(gl.int64)
-    p_out = given.OUT + t[:, None] * strides.out_t + head * strides.out_h + o_v[None, :]
-    p_low = given.LOW + (t * given.H + head)[:, None] * DV + o_v[None, :]
-    m_out = (o_mo < queries)[:, None] & (o_v >= 0)[None, :]
-    p_lse = given.LSE + t_lse * strides.lse_t + head * strides.lse_h
-    return p_out, p_low, p_lse, m_out, o_m < queries
+    o_mo = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, O)) + I_CONSUMER * ROWS_PER_WARPGROUP
+    o_m = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, S)) + I_CONSUMER * ROWS_PER_WARPGROUP
+    o_token, o_token_lse = (q_row + o_mo).to(gl.int64), (q_row + o_m).to(gl.int64)
+    p_out = args.OUT + o_token[:, None] * strides.out_t + head * strides.out_h + o_v[None, :]
+    p_residual = args.OUT_RESIDUAL + (o_token * args.H + head)[:, None] * DV + o_v[None, :]
+    m_out = (o_mo < num_queries)[:, None] & (o_v >= 0)[None, :]
+    p_lse = args.LSE + o_token_lse * strides.lse_t + head * strides.lse_h
+    return p_out, p_residual, p_lse, m_out, o_m < num_queries
 
 
 @gluon.jit
-def finish(
-    given, facts, acc, m, l, HALF: gl.constexpr, S: gl.constexpr,
-    HAS_PREVIOUS: gl.constexpr, HAS_NEXT: gl.constexpr, HAS_LSE: gl.constexpr,
+def finalize_and_store_output(
+    args, tile_info, acc_o, row_max, row_sum, I_CONSUMER: gl.constexpr, S: gl.constexpr,
+    HAS_PREVIOUS_CHUNK: gl.constexpr, HAS_NEXT_CHUNK: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Write an item's result, merged with what the chunk before left."""
-    O: gl.constexpr = acc.type.layout
-    l = gl.convert_layout(gl.sum(l, 1), m.type.layout)
-    p_out, p_low, p_lse, m_out, m_lse = places(given, facts, HALF, S, O, acc.shape[1])
-    if HAS_PREVIOUS:
-        # NOTE: an accumulator that begins as something else than 0 makes ptxas wait behind every product.
-        before = gl.load(p_lse, mask=m_lse, other=float("-inf")) * LOG2E
-        top = gl.maximum(m, before)
-        safe = gl.where(top == float("-inf"), 0.0, top)
-        new, old = gl.exp2(m - safe), gl.exp2(before - safe)
-        l = new * l + old
-        m = top
-    nothing = l == 0
-    l = gl.where(nothing, 1.0, l)
-    if HAS_PREVIOUS:
-        acc = acc * gl.convert_layout(new / l, gl.SliceLayout(1, O))[:, None]
-        x = gl.load(p_out, mask=m_out, other=0.0).to(gl.float32)
-        x += gl.load(p_low, mask=m_out, other=0.0).to(gl.float32)
-        acc += x * gl.convert_layout(old / l, gl.SliceLayout(1, O))[:, None]
+    """Stores a work tile's output, combined with the previous chunk's."""
+    O: gl.constexpr = acc_o.type.layout
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+    p_out, p_residual, p_lse, m_out, m_lse = output_pointers(args, tile_info, I_CONSUMER, S, O, acc_o.shape[1])
+    if HAS_PREVIOUS_CHUNK:
+        # NOTE: an accumulator that does not start at 0 makes ptxas wait after every MMA.
+        prev_lse = gl.load(p_lse, mask=m_lse, other=float("-inf")) * LOG2E
+        row_max_new = gl.maximum(row_max, prev_lse)
+        safe_max = gl.where(row_max_new == float("-inf"), 0.0, row_max_new)
+        rescale_new, rescale_prev = gl.exp2(row_max - safe_max), gl.exp2(prev_lse - safe_max)
+        row_sum = rescale_new * row_sum + rescale_prev
+        row_max = row_max_new
+    is_empty = row_sum == 0
+    row_sum = gl.where(is_empty, 1.0, row_sum)
+    if HAS_PREVIOUS_CHUNK:
+        acc_o = acc_o * gl.convert_layout(rescale_new / row_sum, gl.SliceLayout(1, O))[:, None]
+        prev_out = gl.load(p_out, mask=m_out, other=0.0).to(gl.float32)
+        prev_out += gl.load(p_residual, mask=m_out, other=0.0).to(gl.float32)
+        acc_o += prev_out * gl.convert_layout(rescale_prev / row_sum, gl.SliceLayout(1, O))[:, None]
     else:
-        acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
-    out = acc.to(given.OUT.dtype.element_ty)
+        acc_o = acc_o * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O))[:, None]
+    out = acc_o.to(args.OUT.dtype.element_ty)
     gl.store(p_out, out, mask=m_out)
-    if HAS_NEXT:
-        gl.store(p_low, (acc - out.to(gl.float32)).to(given.LOW.dtype.element_ty), mask=m_out)
+    if HAS_NEXT_CHUNK:
+        gl.store(p_residual, (acc_o - out.to(gl.float32)).to(args.OUT_RESIDUAL.dtype.element_ty), mask=m_out)
     if HAS_LSE:
-        gl.store(p_lse, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * LN2), mask=m_lse)
+        gl.store(p_lse, gl.where(is_empty, float("-inf"), (row_max + gl.log2(row_sum)) * LN2), mask=m_lse)
 
 
 @gluon.jit
-def attend_rows(
-    given, HALF: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS: gl.constexpr,
-    HAS_NEXT: gl.constexpr, HAS_LSE: gl.constexpr,
+def consumer(
+    args, I_CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS_CHUNK: gl.constexpr,
+    HAS_NEXT_CHUNK: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: 64 queries of every item of this block."""
-    qk_scale, buffers, bars = given.qk_scale, given.buffers, given.bars
+    """Attends, as one warpgroup, 64 queries of every work tile of this CTA."""
+    score_scale, buffers, mbarriers = args.score_scale, args.buffers, args.mbarriers
     k_s, kpe_s, v_s = buffers.k, buffers.k_pe, buffers.v
-    q_full, q_free, k_full, k_free, v_full, v_free = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = mbarriers
     DV: gl.constexpr = v_s.shape[2]
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
-    whole: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
-    q, q_pe = buffers.q.index(HALF), buffers.q_pe.index(HALF)
-    o_m = gl.arange(0, ROWS, gl.SliceLayout(1, S)) + HALF * ROWS
+    REPLICATED_LAYOUT: gl.constexpr = gl.BlockedLayout([TILE_INFO_FIELDS], [32], [4], [0])
+    q, q_pe = buffers.q.index(I_CONSUMER), buffers.q_pe.index(I_CONSUMER)
+    o_m = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, S)) + I_CONSUMER * ROWS_PER_WARPGROUP
 
-    dirty = any_set(given.DIRTY, given.rows)
-    at = 0  # tiles begun
-    done = 0  # items begun
-    mbarrier.wait(q_full.index(HALF), 0)
-    loaded = buffers.facts.index(HALF).load(whole)
-    thread_barrier()  # one thread will say that they may be written anew
-    facts = facts_of(loaded)
-    if facts.tiles > 0:
-        start = (facts.tiles - 1) * BLOCK_N
+    may_have_nan = any_nonzero(args.MAY_HAVE_NAN, args.num_rows)
+    kv_iter = 0  # key blocks begun
+    num_done = 0  # work tiles begun
+    mbarrier.wait(q_full.index(I_CONSUMER), 0)
+    info_fields = buffers.tile_info.index(I_CONSUMER).load(REPLICATED_LAYOUT)
+    thread_barrier()  # before one thread arrives on q_empty for all
+    tile_info = unpack_work_tile(info_fields)
+    if tile_info.num_n_blocks > 0:
+        # First key block of the first work tile: QK, mask, softmax
+        n_start = (tile_info.num_n_blocks - 1) * BLOCK_N
         mbarrier.wait(k_full.index(0), 0)
-        s = scores(q, q_pe, k_s.index(0), kpe_s.index(0), S)
+        s = start_qk(q, q_pe, k_s.index(0), kpe_s.index(0), S)
         mbarrier.wait(v_full.index(0), 0)
-        if dirty:
-            drop_nan(v_s.index(0), facts.keys - start)
+        if may_have_nan:
+            zero_invalid_v(v_s.index(0), tile_info.num_keys - n_start)
         s = warpgroup_mma_wait(0, [s])
-        mbarrier.arrive(k_free.index(0), count=1)
-        mbarrier.arrive(q_free.index(HALF), count=1, pred=facts.tiles == 1)
-        acc, m = begin(S, O, DV)
-        last = gl.minimum(o_m + facts.limit, facts.keys - 1)  # last key that a row sees
-        weight, m, _ = weigh(s, m, last - start, qk_scale, True)
-        l = shares_of_sum(weight)
-        words = packed(weight, v_s.dtype)
-        at += 1
-        while facts.tiles > 0:
-            tiles, keys = facts.tiles, facts.keys
-            full = gl.maximum(gl.minimum(keys, facts.limit + HALF * ROWS + 1), 0) // BLOCK_N  # tiles that all rows see
-            for t in range(1, tiles - full):
-                start -= BLOCK_N
-                acc, m, l, words = step(
-                    State(acc, m, l, words), at, t == tiles - 1, last - start, keys - start, dirty, buffers, bars,
-                    qk_scale, S, True, HALF, STAGES,
+        mbarrier.arrive(k_empty.index(0), count=1)
+        mbarrier.arrive(q_empty.index(I_CONSUMER), count=1, pred=tile_info.num_n_blocks == 1)
+        acc_o, row_max = init_acc_and_max(S, O, DV)
+        last_key = gl.minimum(o_m + tile_info.causal_limit, tile_info.num_keys - 1)  # last visible key of a row
+        p, row_max, _ = softmax_step(s, row_max, last_key - n_start, score_scale, True)
+        row_sum = lane_row_sums(p)
+        p_packed = pack_p(p, v_s.dtype)
+        kv_iter += 1
+        while tile_info.num_n_blocks > 0:
+            num_n_blocks, num_keys = tile_info.num_n_blocks, tile_info.num_keys
+            num_unmasked_blocks = (
+                gl.maximum(gl.minimum(num_keys, tile_info.causal_limit + I_CONSUMER * ROWS_PER_WARPGROUP + 1), 0)
+                // BLOCK_N
+            )  # visible to all rows
+            # Masked key blocks
+            for n_block in range(1, num_n_blocks - num_unmasked_blocks):
+                n_start -= BLOCK_N
+                acc_o, row_max, row_sum, p_packed = mainloop_step(
+                    SoftmaxState(acc_o, row_max, row_sum, p_packed), kv_iter, n_block == num_n_blocks - 1,
+                    last_key - n_start, num_keys - n_start, may_have_nan, buffers, mbarriers,
+                    score_scale, S, True, I_CONSUMER, STAGES,
                 )  # fmt: skip
-                at += 1
-            for t in range(gl.maximum(tiles - full, 1), tiles):
-                acc, m, l, words = step(
-                    State(acc, m, l, words), at, t == tiles - 1, last, keys, dirty, buffers, bars,
-                    qk_scale, S, False, HALF, STAGES,
+                kv_iter += 1
+            # Unmasked key blocks
+            for n_block in range(gl.maximum(num_n_blocks - num_unmasked_blocks, 1), num_n_blocks):
+                acc_o, row_max, row_sum, p_packed = mainloop_step(
+                    SoftmaxState(acc_o, row_max, row_sum, p_packed), kv_iter, n_block == num_n_blocks - 1, last_key,
+                    num_keys, may_have_nan, buffers, mbarriers,
+                    score_scale, S, False, I_CONSUMER, STAGES,
                 )  # fmt: skip
-                at += 1
-            # The item's last values are added under the next item's first scores. After the last item, scores of
-            # what lies in memory are computed and dropped.
-            written = facts
-            done += 1
-            mbarrier.wait(q_full.index(HALF), done & 1)
-            loaded = buffers.facts.index(HALF).load(whole)
+                kv_iter += 1
+            # The work tile's last PV overlaps the next work tile's first QK. After the last work tile, QK of stale
+            # shared memory is computed and discarded.
+            finished_tile = tile_info
+            num_done += 1
+            mbarrier.wait(q_full.index(I_CONSUMER), num_done & 1)
+            info_fields = buffers.tile_info.index(I_CONSUMER).load(REPLICATED_LAYOUT)
             thread_barrier()
-            facts = facts_of(loaded)
-            more = facts.tiles > 0
-            start = (facts.tiles - 1) * BLOCK_N
-            last = gl.minimum(o_m + facts.limit, facts.keys - 1)
-            stage, before = at % STAGES, (at - 1) % STAGES
-            mbarrier.wait(k_full.index(stage), (at // STAGES) & 1, pred=more)
-            s = scores(q, q_pe, k_s.index(stage), kpe_s.index(stage), S)
-            acc = warpgroup_mma(unpacked(words, v_s.dtype, P), v_s.index(before), acc, is_async=True)
+            tile_info = unpack_work_tile(info_fields)
+            has_next_tile = tile_info.num_n_blocks > 0
+            n_start = (tile_info.num_n_blocks - 1) * BLOCK_N
+            last_key = gl.minimum(o_m + tile_info.causal_limit, tile_info.num_keys - 1)
+            stage, prev_stage = kv_iter % STAGES, (kv_iter - 1) % STAGES
+            mbarrier.wait(k_full.index(stage), (kv_iter // STAGES) & 1, pred=has_next_tile)
+            s = start_qk(q, q_pe, k_s.index(stage), kpe_s.index(stage), S)
+            acc_o = warpgroup_mma(unpack_p(p_packed, v_s.dtype, P), v_s.index(prev_stage), acc_o, is_async=True)
             s = warpgroup_mma_wait(1, [s])
-            mbarrier.arrive(k_free.index(stage), count=1)
-            mbarrier.arrive(q_free.index(HALF), count=1, pred=facts.tiles == 1)
-            acc = warpgroup_mma_wait(0, [acc])
-            mbarrier.arrive(v_free.index(before), count=1)
-            finish(given, written, acc, m, l, HALF, S, HAS_PREVIOUS, HAS_NEXT, HAS_LSE)
-            acc, m = begin(S, O, DV)
-            weight, m, _ = weigh(s, m, last - start, qk_scale, True)
-            l = shares_of_sum(weight)
-            words = packed(weight, v_s.dtype)
-            mbarrier.wait(v_full.index(stage), (at // STAGES) & 1, pred=more)
-            if dirty:
-                drop_nan(v_s.index(stage), facts.keys - start)
-            at += 1
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.arrive(q_empty.index(I_CONSUMER), count=1, pred=tile_info.num_n_blocks == 1)
+            acc_o = warpgroup_mma_wait(0, [acc_o])
+            mbarrier.arrive(v_empty.index(prev_stage), count=1)
+            # Epilogue, then the softmax of the next work tile
+            finalize_and_store_output(
+                args, finished_tile, acc_o, row_max, row_sum, I_CONSUMER, S, HAS_PREVIOUS_CHUNK, HAS_NEXT_CHUNK, HAS_LSE
+            )
+            acc_o, row_max = init_acc_and_max(S, O, DV)
+            p, row_max, _ = softmax_step(s, row_max, last_key - n_start, score_scale, True)
+            row_sum = lane_row_sums(p)
+            p_packed = pack_p(p, v_s.dtype)
+            mbarrier.wait(v_full.index(stage), (kv_iter // STAGES) & 1, pred=has_next_tile)
+            if may_have_nan:
+                zero_invalid_v(v_s.index(stage), tile_info.num_keys - n_start)
+            kv_iter += 1
 
 
-@gluon.jit(do_not_specialize=["rows", "blocks", "group", "items"])
+@gluon.jit(do_not_specialize=["num_rows", "num_m_blocks", "heads_per_group", "num_work_tiles"])
 def attention_kernel(
-    Q, QPE, KV, KPE, OUT, LOW, LSE, COUNTER, WANTED, DIRTY, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group,
-    items, head_stride, qk_scale, stride_ot, stride_oh, stride_lt, stride_lh,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS: gl.constexpr, HAS_NEXT: gl.constexpr,
-    HAS_LSE: gl.constexpr, REGS: gl.constexpr, OVERLAPS: gl.constexpr, IF_WANTED: gl.constexpr,
+    Q, Q_PE_MAP, KV, KPE_MAP, OUT, OUT_RESIDUAL, LSE, WORK_COUNTER, OVERFLOW_FLAG, MAY_HAVE_NAN, CU_SEQLENS_Q,
+    CACHE_LENS, CHUNK_ROW_OFFSETS, CACHE_OFFSETS, num_rows, num_m_blocks, H, heads_per_group,
+    num_work_tiles, head_stride, score_scale, stride_ot, stride_oh, stride_lt, stride_lh,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HAS_PREVIOUS_CHUNK: gl.constexpr, HAS_NEXT_CHUNK: gl.constexpr,
+    HAS_LSE: gl.constexpr, REGISTERS_PER_THREAD: gl.constexpr, USE_PDL: gl.constexpr, ONLY_IF_OVERFLOWED: gl.constexpr,
 ):  # fmt: skip
-    """IF_WANTED: there is something to do only if WANTED is not 0."""
+    """Attends to one chunk, persistent and warp-specialised. ONLY_IF_OVERFLOWED: only if OVERFLOW_FLAG is not 0."""
     DN: gl.constexpr = KV.block_shape[1]
-    R: gl.constexpr = KPE.block_shape[1]
+    R: gl.constexpr = KPE_MAP.block_shape[1]
     dtype: gl.constexpr = KV.dtype
-    q_s = gl.allocate_shared_memory(dtype, [2, ROWS, DN], Q.layout)
-    qpe_s = gl.allocate_shared_memory(dtype, [2, ROWS, R], QPE.layout)
+    q_s = gl.allocate_shared_memory(dtype, [2, ROWS_PER_WARPGROUP, DN], Q.layout)
+    qpe_s = gl.allocate_shared_memory(dtype, [2, ROWS_PER_WARPGROUP, R], Q_PE_MAP.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DN], KV.layout)
-    kpe_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, R], KPE.layout)
+    kpe_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, R], KPE_MAP.layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DN], KV.layout)
-    facts_s = gl.allocate_shared_memory(gl.int32, [2, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full, q_free = barrier_sets(2, (1, 1))
-    k_full, k_free, v_full, v_free = barrier_sets(STAGES, (1, 2, 1, 2))
+    tile_info_s = gl.allocate_shared_memory(gl.int32, [2, TILE_INFO_FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full, q_empty = allocate_mbarrier_groups(2, (1, 1))
+    k_full, k_empty, v_full, v_empty = allocate_mbarrier_groups(STAGES, (1, 2, 1, 2))
     fence_async_shared()
-    if OVERLAPS:
-        launch_dependents()
-        wait_for_previous()
-    if IF_WANTED:
-        items = gl.where(gl.load(WANTED) != 0, items, 0)
-    buffers = Buffers(q_s, qpe_s, k_s, kpe_s, v_s, facts_s)
-    bars = Bars(q_full, q_free, k_full, k_free, v_full, v_free)
+    if USE_PDL:
+        pdl_launch_dependents()
+        pdl_wait()
+    if ONLY_IF_OVERFLOWED:
+        num_work_tiles = gl.where(gl.load(OVERFLOW_FLAG) != 0, num_work_tiles, 0)
+    buffers = SmemBuffers(q_s, qpe_s, k_s, kpe_s, v_s, tile_info_s)
+    mbarriers = Mbarriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)
     strides = Strides(stride_ot, stride_oh, stride_lt, stride_lh)
-    handed = Handed(OUT, LOW, LSE, DIRTY, rows, H, qk_scale, strides, buffers, bars)
-    maps = Maps(Q, QPE, KV, KV, KPE)
-    work = Items(COUNTER, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group, items, head_stride)
+    consumer_args = ConsumerArgs(
+        OUT, OUT_RESIDUAL, LSE, MAY_HAVE_NAN, num_rows, H, score_scale, strides, buffers, mbarriers
+    )
+    tensor_maps = TensorMaps(Q, Q_PE_MAP, KV, KV, KPE_MAP)
+    work_queue = WorkQueue(
+        WORK_COUNTER, CU_SEQLENS_Q, CACHE_LENS, CHUNK_ROW_OFFSETS, CACHE_OFFSETS, num_rows, num_m_blocks, H,
+        heads_per_group, num_work_tiles, head_stride,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (attend_rows, (handed, 0, BLOCK_N, STAGES, HAS_PREVIOUS, HAS_NEXT, HAS_LSE)),
-            (attend_rows, (handed, 1, BLOCK_N, STAGES, HAS_PREVIOUS, HAS_NEXT, HAS_LSE)),
-            (produce, (maps, work, buffers, bars, BLOCK_N, STAGES, HAS_PREVIOUS)),
+            (consumer, (consumer_args, 0, BLOCK_N, STAGES, HAS_PREVIOUS_CHUNK, HAS_NEXT_CHUNK, HAS_LSE)),
+            (consumer, (consumer_args, 1, BLOCK_N, STAGES, HAS_PREVIOUS_CHUNK, HAS_NEXT_CHUNK, HAS_LSE)),
+            (producer, (tensor_maps, work_queue, buffers, mbarriers, BLOCK_N, STAGES, HAS_PREVIOUS_CHUNK)),
         ],
-        [4, 1], [REGS, 24],
+        [4, 1], [REGISTERS_PER_THREAD, 24],
     )  # fmt: skip
 
 
-def of_keys(f: SimpleNamespace, rows: int, block: int) -> dict[str, Described]:
-    """Descriptors of queries and keys, by tiles of `block` keys."""
-    heads, nope, rope, dim_v = dims_of(f)
+def tensor_map_args(f: SimpleNamespace, num_rows: int, block_n: int) -> dict[str, TensorMapArg]:
+    """Returns tensor maps of queries and keys, by key blocks of `block_n`."""
+    heads, nope, rope, dim_v = head_dims(f)
     tokens = f.q.shape[0]
-    # Of a single token the stride may be anything, which a tensor map does not take.
+    # A single token's stride may be anything; a tensor map requires a valid one.
     pitch = f.q.stride[0] if tokens > 1 else heads * (nope + rope)
-    queries = [tokens, (heads - 1) * f.q.stride[1] + nope + rope], [pitch, 1]
-    columns, layout = heads * (nope + dim_v), gl.NVMMASharedLayout.get_default_for([ROWS.value, 64], gl.bfloat16)
+    query_matrix = [tokens, (heads - 1) * f.q.stride[1] + nope + rope], [pitch, 1]
+    columns, layout = (
+        heads * (nope + dim_v),
+        gl.NVMMASharedLayout.get_default_for([ROWS_PER_WARPGROUP.value, 64], gl.bfloat16),
+    )
     return {
-        "Q": described("q", *queries, [ROWS.value, nope], layout),
-        "QPE": described("q", *queries, [ROWS.value, rope], layout),
-        "KV": described("KV", [rows, columns], [columns, 1], [block, nope], layout),
-        "KPE": described("K_PE", [rows, rope], [rope, 1], [block, rope], layout),
+        "Q": tensor_map_arg("q", *query_matrix, [ROWS_PER_WARPGROUP.value, nope], layout),
+        "Q_PE_MAP": tensor_map_arg("q", *query_matrix, [ROWS_PER_WARPGROUP.value, rope], layout),
+        "KV": tensor_map_arg("KV", [num_rows, columns], [columns, 1], [block_n, nope], layout),
+        "KPE_MAP": tensor_map_arg("K_PE", [num_rows, rope], [rope, 1], [block_n, rope], layout),
     }
 
 
-def heads_of_group(rows: int, itemsize: int, requests: int, dims: Dims) -> int:
-    """Heads whose items come together, so that their keys and values stay in the L2 cache."""
-    bytes_of_head = rows * itemsize * (dims.nope + dims.dim_v)
-    if bytes_of_head * dims.heads <= _L2_BYTES * requests:
+def heads_per_l2_group(num_rows: int, itemsize: int, requests: int, dims: HeadDims) -> int:
+    """Returns how many heads' work tiles are scheduled together, so that their keys and values stay in the L2 cache."""
+    kv_bytes_per_head = num_rows * itemsize * (dims.nope + dims.dim_v)
+    if kv_bytes_per_head * dims.heads <= _L2_BYTES * requests:
         return dims.heads
-    return max(1, min(dims.heads, _L2_BYTES * requests // 2 // bytes_of_head))
+    return max(1, min(dims.heads, _L2_BYTES * requests // 2 // kv_bytes_per_head))
 
 
-def dims_of(f: SimpleNamespace) -> Dims:
+def head_dims(f: SimpleNamespace) -> HeadDims:
     rope = f.kpe.shape[-1]
-    return Dims(f.q.shape[1], f.q.shape[2] - rope, rope, f.out.shape[2])
+    return HeadDims(f.q.shape[1], f.q.shape[2] - rope, rope, f.out.shape[2])
 
 
-def of_items(f: SimpleNamespace, chunk: int, rows: int, block_m: int, several: bool) -> dict[str, Any]:
-    """Arguments of either attention of a chunk of `rows` rows, but for descriptors and what it counts with."""
-    dims, requests, blocks = dims_of(f), f.cache_lens.shape[0], -(-f.max_q_len // block_m)
-    lse, lse_strides = lse_of(f, several)
-    tensors = given(OUT="out", LSE=lse, DIRTY="DIRTY", CU="cu_seqlens_q", LENS="cache_lens")
-    found = of_chunk(chunk)
-    return tensors | strides(f.out, stride_o="th") | {
-        "STARTS_OF": found["ROWS"], "STARTS": found["STARTS"], "rows": rows, "blocks": blocks, "H": dims.heads,
-        "group": heads_of_group(rows, f.q.dtype.itemsize, requests, dims), "items": requests * blocks * dims.heads,
-        "head_stride": f.q.stride[1], "qk_scale": f.softmax_scale * math.log2(math.e),
+def attention_args(f: SimpleNamespace, chunk: int, num_rows: int, block_m: int, several_chunks: bool) -> dict[str, Any]:
+    """Returns arguments of either attention kernel for a chunk of `num_rows` rows, without tensor maps and counters."""
+    dims, requests, num_m_blocks = head_dims(f), f.cache_lens.shape[0], -(-f.max_q_len // block_m)
+    lse, lse_strides = lse_tensor_and_strides(f, several_chunks)
+    tensors = tensor_args(
+        OUT="out", LSE=lse, MAY_HAVE_NAN="MAY_HAVE_NAN", CU_SEQLENS_Q="cu_seqlens_q", CACHE_LENS="cache_lens"
+    )
+    chunk_offsets = chunk_offset_args(chunk)
+    return tensors | stride_args(f.out, stride_o="th") | {
+        "CHUNK_ROW_OFFSETS": chunk_offsets["CHUNK_ROW_OFFSETS"], "CACHE_OFFSETS": chunk_offsets["CACHE_OFFSETS"],
+        "num_rows": num_rows, "num_m_blocks": num_m_blocks, "H": dims.heads,
+        "heads_per_group": heads_per_l2_group(num_rows, f.q.dtype.itemsize, requests, dims),
+        "num_work_tiles": requests * num_m_blocks * dims.heads,
+        "head_stride": f.q.stride[1], "score_scale": f.softmax_scale * math.log2(math.e),
         "stride_lt": lse_strides[0], "stride_lh": lse_strides[1], "HAS_LSE": lse != "out",
     }  # fmt: skip
 
 
-def prepared(
-    f: SimpleNamespace, chunk: int, rows: int, has_previous: bool, has_next: bool, sms: int, overlaps: bool,
-    if_wanted: bool,
-) -> Template:  # fmt: skip
-    """The launch for a chunk of `rows` rows.
+def make_attention_launch(
+    f: SimpleNamespace, chunk: int, num_rows: int, has_previous_chunk: bool, has_next_chunk: bool, num_sms: int,
+    use_pdl: bool,
+    only_if_overflowed: bool,
+) -> KernelLaunch:  # fmt: skip
+    """Returns the launch for a chunk of `num_rows` rows.
 
-    LOW:     [T, H, Dv] in q's dtype, dense: what rounding took from out; there if there are several chunks
-    COUNTER: int32: items taken by this kernel, by that of three warpgroups, and whether that one failed; 0 at first
-    DIRTY:   whether values may be NaN
-    if_wanted: there is something to do only where that of three failed
+    OUT_RESIDUAL:     [T, H, Dv] in q's dtype, dense: the rounding error of out, if there are several chunks
+    WORK_COUNTER: int32: work tiles taken by this kernel, by that of three warpgroups, and whether that one overflowed;
+    initially 0
+    MAY_HAVE_NAN:   whether values may be NaN
+    only_if_overflowed: the kernel does something only where that of three warpgroups overflowed
     """
-    several = has_previous or has_next
-    arguments = of_keys(f, rows, BLOCK_N) | of_items(f, chunk, rows, BLOCK_M.value, several) | {
-        **given(LOW="LOW" if several else "out", COUNTER="COUNTER"),
-        "WANTED": Given("COUNTER", row=FAILED if if_wanted else 0),  # not looked at but if wanted
-        "BLOCK_N": BLOCK_N, "STAGES": STAGES, "HAS_PREVIOUS": has_previous, "HAS_NEXT": has_next, "REGS": REGISTERS,
-        "OVERLAPS": overlaps, "IF_WANTED": if_wanted,
+    several_chunks = has_previous_chunk or has_next_chunk
+    arguments = tensor_map_args(f, num_rows, BLOCK_N) | attention_args(f, chunk, num_rows, BLOCK_M.value,
+                                                                       several_chunks) | {
+        **tensor_args(OUT_RESIDUAL="OUT_RESIDUAL" if several_chunks else "out", WORK_COUNTER="WORK_COUNTER"),
+        # read only if needed
+        "OVERFLOW_FLAG": TensorArg("WORK_COUNTER", row=OVERFLOWED if only_if_overflowed else 0),
+        "BLOCK_N": BLOCK_N, "STAGES": STAGES, "HAS_PREVIOUS_CHUNK": has_previous_chunk,
+        "HAS_NEXT_CHUNK": has_next_chunk, "REGISTERS_PER_THREAD": REGISTERS,
+        "USE_PDL": use_pdl, "ONLY_IF_OVERFLOWED": only_if_overflowed,
     }  # fmt: skip
-    grid = (min(arguments["items"], sms),)
-    return Template(attention_kernel, grid, arguments, num_warps=4, launch_pdl=overlaps)
+    grid = (min(arguments["num_work_tiles"], num_sms),)
+    return KernelLaunch(attention_kernel, grid, arguments, num_warps=4, launch_pdl=use_pdl)

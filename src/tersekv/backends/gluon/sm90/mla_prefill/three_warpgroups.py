@@ -1,13 +1,14 @@
-"""MLA prefill's attention on sm_90 where there is much of it: three warpgroups of 64 queries share tiles, in one chunk.
+"""MLA prefill's attention on sm_90 for large calls: three warpgroups of 64 queries share key blocks, in one chunk. The
+mask, the rescale and the consumer's waits are in `mainloop_step`, the waits for free stages in `producer`; there is no
+combine.
 
-As in attention.py, but: three warpgroups read a third less from the L2 cache than two. Each does scores,
-weights and values in turn, while the others keep the matrix unit busy; values come in halves of a tile, which leaves
-room for three of them. Of a tile whose second half no row sees only the first is computed.
+Differences from attention.py: three warpgroups read a third less from the L2 cache than two. Each runs QK, softmax and
+PV in sequence, while the others keep the matrix unit busy; V is copied in half blocks, which leaves room for three of
+them. Of a key block whose second half no row sees only the first is computed.
 
-Under the chip's power limit every instruction costs time. So a row's maximum is found in the tiles that need a mask,
-which come first, and kept: any number not far from it will do. Where later scores are so far above it that weights or
-what they are multiplied to leave fp32, the launch says so in AGAIN, and the kernel of the other file, launched behind
-it, does everything again.
+Under the chip's power limit every instruction costs time. So row_max is computed only in the masked key blocks, which
+come first, and then kept: any number near it will do. Where later scores exceed it so far that P or PV overflow fp32,
+the kernel sets OVERFLOW_FLAG, and attention.py's kernel, launched behind it, computes everything again.
 """
 
 from __future__ import annotations
@@ -24,334 +25,393 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ....host.bind import Given, Template
+from ....host.bind import KernelLaunch, TensorArg
 from ...versions import thread_barrier, tma_load
-from ..parts.ring import barrier_sets, launch_dependents, wait_for_previous
-from ..parts.softmax import halves, packed, shares_of_sum, unpacked, weigh
-from ..parts.tensor_maps import described
-from .attention import FAILED, OF_THREE, of_items, of_keys
-from .items import (
-    FIELDS,
+from ..parts.online_softmax import lane_row_sums, pack_p, softmax_step, split_columns, unpack_p
+from ..parts.pipeline import allocate_mbarrier_groups, pdl_launch_dependents, pdl_wait
+from ..parts.tensor_maps import tensor_map_arg
+from .attention import OVERFLOWED, TAKEN_BY_THREE_WARPGROUPS, attention_args, tensor_map_args
+from .tile_scheduler import (
     LN2,
-    ROWS,
-    Bars,
-    Buffers,
-    Items,
-    Maps,
+    ROWS_PER_WARPGROUP,
+    TILE_INFO_FIELDS,
+    Mbarriers,
+    SmemBuffers,
     Strides,
-    any_set,
-    begin,
-    drop_nan,
-    facts_of,
-    place_of_item,
-    publish,
-    request_of,
-    scores,
+    TensorMaps,
+    WorkQueue,
+    any_nonzero,
+    init_acc_and_max,
+    load_request_shape,
+    publish_work_tile,
+    start_qk,
+    unpack_work_tile,
+    work_tile_coords,
+    zero_invalid_v,
 )
 
 REGISTERS = 160
-# For each multiprocessor; with few items, two warpgroups share the work more evenly. With 21 (H200, 4096 tokens, 128
+# Work tiles per SM; with few, two warpgroups balance the work better. With 21 (H200, 4096 tokens, 128
 # heads, 2026-11-21) the whole operation took 1265 µs against 1357, with 3 in an earlier form 200 against 196.
-_ITEMS = 20
+_MIN_WORK_TILES_PER_SM = 20
 
-PARTS = gl.constexpr(3)  # warpgroups
-BLOCK_M = gl.constexpr(192)  # queries of an item
-BLOCK_N = gl.constexpr(128)  # keys of a tile
-HALF_N = gl.constexpr(64)
+WARPGROUPS = gl.constexpr(3)  # warpgroups
+BLOCK_M = gl.constexpr(192)  # queries of a work tile
+BLOCK_N = gl.constexpr(128)  # keys of a key block
+HALF_BLOCK_N = gl.constexpr(64)
 STAGES_K = gl.constexpr(2)
-STAGES_V = gl.constexpr(3)  # of half a tile
-HUGE = gl.constexpr(2.0**100)  # of the sum of a row's weights
+STAGES_V = gl.constexpr(3)  # of half a key block
+MAX_ROW_SUM = gl.constexpr(2.0**100)  # of a row's sum of P
 
 
-class State(NamedTuple):
-    """Of a warpgroup's queries: values summed so far, references, and shares of the sums."""
+class SoftmaxState(NamedTuple):
+    """State of a warpgroup's queries: acc_o, row_max (fixed after the masked blocks), and row_sum by lane."""
 
-    acc: gl.tensor
-    m: gl.tensor
-    l: gl.tensor
+    acc_o: gl.tensor
+    row_max: gl.tensor
+    row_sum: gl.tensor
 
 
-class Handed(NamedTuple):
-    """What consumers are handed."""
+class ConsumerArgs(NamedTuple):
+    """Arguments of consumers."""
 
     OUT: gl.tensor
     LSE: gl.tensor
-    AGAIN: gl.tensor
-    DIRTY: gl.tensor
-    rows: gl.tensor
-    qk_scale: gl.tensor
+    OVERFLOW_FLAG: gl.tensor
+    MAY_HAVE_NAN: gl.tensor
+    num_rows: gl.tensor
+    score_scale: gl.tensor
     strides: Strides
-    buffers: Buffers
-    bars: Bars
+    buffers: SmemBuffers
+    mbarriers: Mbarriers
 
 
 @gluon.jit
-def give_values(maps, row, column, turn, buffers, bars):
-    """Copy half a tile of values."""
-    stage = turn % STAGES_V
-    mbarrier.wait(bars.v_free.index(stage), ((turn // STAGES_V) & 1) ^ 1)
-    mbarrier.expect(bars.v_full.index(stage), HALF_N * buffers.v.shape[2] * 2)
-    tma_load(maps.VALUES, [row, column], bars.v_full.index(stage), buffers.v.index(stage))
+def copy_v_half(tensor_maps, kv_row, o_column, v_iter, buffers, mbarriers):
+    """Copies half a key block of V."""
+    stage = v_iter % STAGES_V
+    mbarrier.wait(mbarriers.v_empty.index(stage), ((v_iter // STAGES_V) & 1) ^ 1)
+    mbarrier.expect(mbarriers.v_full.index(stage), HALF_BLOCK_N * buffers.v.shape[2] * 2)
+    tma_load(tensor_maps.VALUES, [kv_row, o_column], mbarriers.v_full.index(stage), buffers.v.index(stage))
 
 
 @gluon.jit
-def produce(maps, items, buffers, bars):
-    """Take items from a counter, longest first, and copy their tiles from the last to the first; −1 tiles: the end."""
-    k_full, k_free = bars.k_full, bars.k_free
+def producer(tensor_maps, queue, buffers, mbarriers):
+    """Takes work tiles, longest first; copies their key blocks from the last to the first. num_n_blocks −1: the end."""
+    k_full, k_empty = mbarriers.k_full, mbarriers.k_empty
     DN: gl.constexpr = buffers.q.shape[2]
     R: gl.constexpr = buffers.q_pe.shape[2]
-    item = gl.program_id(0)
-    done = 0  # items given to the consumers
-    at = 0  # tiles given
-    while item < items.items:
-        b, head, block = place_of_item(item, items.blocks, items.H, items.group)
-        r = request_of(items, b)
-        q0, queries, keys, first_row = r.q0, r.queries, r.keys, r.first_row
-        # Blocks are laid from the last query on, so that the one that is not full has the fewest keys.
-        i0 = queries - (gl.cdiv(queries, BLOCK_M) - block) * BLOCK_M
-        column = head * (2 * DN)
-        wanted = block * BLOCK_M < queries
-        if wanted:
-            # An item without a key gets a tile that no row sees: consumers know no other items.
-            tiles = gl.maximum((gl.minimum(keys, i0 + BLOCK_M + r.ahead) + BLOCK_N - 1) // BLOCK_N, 1)
-            row = first_row + (tiles - 1) * BLOCK_N
-            for i in range(tiles):
-                stage = at % STAGES_K
-                mbarrier.wait(k_free.index(stage), ((at // STAGES_K) & 1) ^ 1)
+    i_work_tile = gl.program_id(0)
+    num_done = 0  # work tiles published
+    kv_iter = 0  # key blocks copied
+    while i_work_tile < queue.num_work_tiles:
+        i_request, head, m_block = work_tile_coords(i_work_tile, queue.num_m_blocks, queue.H, queue.heads_per_group)
+        request = load_request_shape(queue, i_request)
+        q_begin, num_queries, num_keys, chunk_row = (
+            request.q_begin, request.num_queries, request.num_keys, request.chunk_row,
+        )  # fmt: skip
+        # m_blocks are aligned to the last query, so that the partial one has the fewest keys.
+        m_start = num_queries - (gl.cdiv(num_queries, BLOCK_M) - m_block) * BLOCK_M
+        o_column = head * (2 * DN)
+        has_work = m_block * BLOCK_M < num_queries
+        if has_work:
+            # A work tile without keys gets one fully masked key block: consumers expect at least one.
+            num_n_blocks = gl.maximum(
+                (gl.minimum(num_keys, m_start + BLOCK_M + request.causal_offset) + BLOCK_N - 1) // BLOCK_N, 1
+            )
+            kv_row = chunk_row + (num_n_blocks - 1) * BLOCK_N
+            for i in range(num_n_blocks):
+                stage = kv_iter % STAGES_K
+                # K: wait for a free stage, copy
+                mbarrier.wait(k_empty.index(stage), ((kv_iter // STAGES_K) & 1) ^ 1)
                 mbarrier.expect(k_full.index(stage), BLOCK_N * (DN + R) * 2)
-                tma_load(maps.KEYS, [row, column], k_full.index(stage), buffers.k.index(stage))
-                tma_load(maps.KPE, [row, 0], k_full.index(stage), buffers.k_pe.index(stage))
-                # Halves come free in this order: the second of a tile behind the keys of the next.
+                tma_load(tensor_maps.KEYS, [kv_row, o_column], k_full.index(stage), buffers.k.index(stage))
+                tma_load(tensor_maps.KPE_MAP, [kv_row, 0], k_full.index(stage), buffers.k_pe.index(stage))
+                # Halves are released in this order: the second of a block after the keys of the next.
                 if i > 0:
-                    give_values(maps, row + BLOCK_N + HALF_N, column + DN, 2 * at - 1, buffers, bars)
+                    copy_v_half(
+                        tensor_maps, kv_row + BLOCK_N + HALF_BLOCK_N, o_column + DN, 2 * kv_iter - 1, buffers, mbarriers
+                    )
                 else:
-                    for part in gl.static_range(PARTS):
-                        bar, first = bars.q_full.index(part), q0 + i0 + part * ROWS
-                        mbarrier.wait(bars.q_free.index(part), (done & 1) ^ 1)
-                        facts = buffers.facts.index(part)
-                        publish(facts, q0 + i0, gl.maximum(-i0, 0), i0 + r.ahead, keys, tiles, head)
-                        mbarrier.expect(bar, ROWS * (DN + R) * 2)
-                        tma_load(maps.Q, [first, head * items.head_stride], bar, buffers.q.index(part))
-                        tma_load(maps.QPE, [first, head * items.head_stride + DN], bar, buffers.q_pe.index(part))
-                give_values(maps, row, column + DN, 2 * at, buffers, bars)
-                at += 1
-                row -= BLOCK_N
-            done += 1
-        # No earlier: whoever is done first takes the next item.
-        after = gl.atomic_add(items.COUNTER, 1, sem="relaxed") + gl.num_programs(0)
-        if wanted:
-            give_values(maps, first_row + HALF_N, column + DN, 2 * at - 1, buffers, bars)
-        item = after
-    for part in gl.static_range(PARTS):
-        mbarrier.wait(bars.q_free.index(part), (done & 1) ^ 1)
-        publish(buffers.facts.index(part), 0, 0, 0, 0, -1, 0)
-        mbarrier.arrive(bars.q_full.index(part), count=1)
+                    for i_consumer in gl.static_range(WARPGROUPS):
+                        q_full_barrier, q_row = (
+                            mbarriers.q_full.index(i_consumer),
+                            q_begin + m_start + i_consumer * ROWS_PER_WARPGROUP,
+                        )
+                        mbarrier.wait(mbarriers.q_empty.index(i_consumer), (num_done & 1) ^ 1)
+                        tile_info = buffers.tile_info.index(i_consumer)
+                        publish_work_tile(
+                            tile_info, q_begin + m_start, gl.maximum(-m_start, 0), m_start + request.causal_offset,
+                            num_keys, num_n_blocks, head,
+                        )  # fmt: skip
+                        mbarrier.expect(q_full_barrier, ROWS_PER_WARPGROUP * (DN + R) * 2)
+                        tma_load(
+                            tensor_maps.Q, [q_row, head * queue.head_stride], q_full_barrier,
+                            buffers.q.index(i_consumer),
+                        )  # fmt: skip
+                        tma_load(
+                            tensor_maps.Q_PE_MAP, [q_row, head * queue.head_stride + DN], q_full_barrier,
+                            buffers.q_pe.index(i_consumer),
+                        )  # fmt: skip
+                copy_v_half(tensor_maps, kv_row, o_column + DN, 2 * kv_iter, buffers, mbarriers)
+                kv_iter += 1
+                kv_row -= BLOCK_N
+            num_done += 1
+        # No earlier: the CTA that is done first takes the next work tile.
+        next_work_tile = gl.atomic_add(queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
+        if has_work:
+            copy_v_half(tensor_maps, chunk_row + HALF_BLOCK_N, o_column + DN, 2 * kv_iter - 1, buffers, mbarriers)
+        i_work_tile = next_work_tile
+    for i_consumer in gl.static_range(WARPGROUPS):
+        mbarrier.wait(mbarriers.q_empty.index(i_consumer), (num_done & 1) ^ 1)
+        publish_work_tile(buffers.tile_info.index(i_consumer), 0, 0, 0, 0, -1, 0)
+        mbarrier.arrive(mbarriers.q_full.index(i_consumer), count=1)
 
 
 @gluon.jit
-def step(
-    state, at, is_last, last, keys, dirty, buffers, bars, qk_scale, S: gl.constexpr, MASKED: gl.constexpr,
-    PART: gl.constexpr,
+def mainloop_step(
+    state, kv_iter, is_last, last_key, num_keys, may_have_nan, buffers, mbarriers, score_scale, S: gl.constexpr,
+    MASKED: gl.constexpr,
+    I_CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Scores, weights and values of tile `at`, or of its first half. last: last key of the tile that a row sees."""
-    q, q_pe, k_s, kpe_s, v_s = buffers.q.index(PART), buffers.q_pe.index(PART), buffers.k, buffers.k_pe, buffers.v
-    k_full, k_free, v_full, v_free = bars.k_full, bars.k_free, bars.v_full, bars.v_free
-    acc, m, l = state
+    """Runs QK, softmax and PV of key block `kv_iter`, or of its first half. last_key: last visible key of each row."""
+    q, q_pe, k_s, kpe_s, v_s = (
+        buffers.q.index(I_CONSUMER), buffers.q_pe.index(I_CONSUMER), buffers.k, buffers.k_pe, buffers.v,
+    )  # fmt: skip
+    k_full, k_empty, v_full, v_empty = mbarriers.k_full, mbarriers.k_empty, mbarriers.v_full, mbarriers.v_empty
+    acc_o, row_max, row_sum = state
     COLUMNS: gl.constexpr = S.instr_shape[1]
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
-    stage = at % STAGES_K
-    mbarrier.wait(k_full.index(stage), (at // STAGES_K) & 1)
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_o.type.layout, k_width=2)
+    stage = kv_iter % STAGES_K
+    # QK
+    mbarrier.wait(k_full.index(stage), (kv_iter // STAGES_K) & 1)
     k, k_pe = k_s.index(stage).slice(0, COLUMNS), kpe_s.index(stage).slice(0, COLUMNS)
-    s = warpgroup_mma_wait(0, [scores(q, q_pe, k, k_pe, S)])
-    mbarrier.arrive(k_free.index(stage), count=1)
-    mbarrier.arrive(bars.q_free.index(PART), count=1, pred=is_last)
-    v0 = 2 * at % STAGES_V
+    s = warpgroup_mma_wait(0, [start_qk(q, q_pe, k, k_pe, S)])
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    mbarrier.arrive(mbarriers.q_empty.index(I_CONSUMER), count=1, pred=is_last)
+    first_v_stage = 2 * kv_iter % STAGES_V
     # NOTE: ptxas moves no arithmetic across the branch of a wait: this keeps the arrivals before the exponentials.
-    mbarrier.wait(v_full.index(v0), (2 * at // STAGES_V) & 1)
+    mbarrier.wait(v_full.index(first_v_stage), (2 * kv_iter // STAGES_V) & 1)
+    # Mask and online softmax; without a mask row_max is kept
     if MASKED:
-        M: gl.constexpr = m.type.layout
-        rows: gl.constexpr = gl.SliceLayout(1, S)
-        weight, m, shrink = weigh(s, gl.convert_layout(m, rows), gl.convert_layout(last, rows), qk_scale, True)
-        m, shrink = gl.convert_layout(m, M), gl.convert_layout(shrink, M)
-        sums = gl.convert_layout(shares_of_sum(weight), l.type.layout)
-        l = l * gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))[:, None] + sums
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+        M: gl.constexpr = row_max.type.layout
+        SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, S)
+        p, row_max, rescale = softmax_step(
+            s, gl.convert_layout(row_max, SCORE_ROWS), gl.convert_layout(last_key, SCORE_ROWS), score_scale, True
+        )
+        row_max, rescale = gl.convert_layout(row_max, M), gl.convert_layout(rescale, M)
+        row_sums = gl.convert_layout(lane_row_sums(p), row_sum.type.layout)
+        row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + row_sums
+        acc_o = acc_o * gl.convert_layout(rescale, gl.SliceLayout(1, acc_o.type.layout))[:, None]
     else:
-        weight = gl.exp2(s * qk_scale - m[:, None])
-        l = l + shares_of_sum(weight)
-    parts = (packed(weight, v_s.dtype),)
+        p = gl.exp2(s * score_scale - row_max[:, None])
+        row_sum = row_sum + lane_row_sums(p)
+    p_halves = (pack_p(p, v_s.dtype),)
     if COLUMNS == BLOCK_N:
-        parts = halves(parts[0])
+        p_halves = split_columns(p_halves[0])
+    # PV, in halves
     for i in gl.static_range(2):
-        turn = 2 * at + i
-        half = v_s.index(turn % STAGES_V)
+        v_iter = 2 * kv_iter + i
+        v_half = v_s.index(v_iter % STAGES_V)
         if i > 0:
-            mbarrier.wait(v_full.index(turn % STAGES_V), (turn // STAGES_V) & 1)
-        if i * HALF_N < COLUMNS:
+            mbarrier.wait(v_full.index(v_iter % STAGES_V), (v_iter // STAGES_V) & 1)
+        if i * HALF_BLOCK_N < COLUMNS:
             if MASKED:  # noqa: SIM102 - known to the compiler, unlike the other
-                if dirty:
-                    drop_nan(half, keys - i * HALF_N)
-            acc = warpgroup_mma(unpacked(parts[i], v_s.dtype, P), half, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, [acc])
+                if may_have_nan:
+                    zero_invalid_v(v_half, num_keys - i * HALF_BLOCK_N)
+            acc_o = warpgroup_mma(unpack_p(p_halves[i], v_s.dtype, P), v_half, acc_o, is_async=True)
+    acc_o = warpgroup_mma_wait(0, [acc_o])
     for i in gl.static_range(2):
-        mbarrier.arrive(v_free.index((2 * at + i) % STAGES_V), count=1)
-    return State(acc, m, l)
+        mbarrier.arrive(v_empty.index((2 * kv_iter + i) % STAGES_V), count=1)
+    return SoftmaxState(acc_o, row_max, row_sum)
 
 
 @gluon.jit
-def pass_over(at, tiles, bars):
-    """Give back so many tiles unread."""
-    k_full, k_free, v_full, v_free = bars.k_full, bars.k_free, bars.v_full, bars.v_free
-    for i in range(tiles):  # noqa: B007 - an underscore is a barrier already
-        mbarrier.wait(k_full.index(at % STAGES_K), (at // STAGES_K) & 1)
-        mbarrier.arrive(k_free.index(at % STAGES_K), count=1)
-        for half in gl.static_range(2):
-            turn = 2 * at + half
-            mbarrier.wait(v_full.index(turn % STAGES_V), (turn // STAGES_V) & 1)
-            mbarrier.arrive(v_free.index(turn % STAGES_V), count=1)
-        at += 1
-    return at
+def skip_tiles(kv_iter, num_tiles, mbarriers):
+    """Releases num_tiles key blocks unread."""
+    k_full, k_empty, v_full, v_empty = mbarriers.k_full, mbarriers.k_empty, mbarriers.v_full, mbarriers.v_empty
+    for i in range(num_tiles):  # noqa: B007 - an underscore is a barrier already
+        mbarrier.wait(k_full.index(kv_iter % STAGES_K), (kv_iter // STAGES_K) & 1)
+        mbarrier.arrive(k_empty.index(kv_iter % STAGES_K), count=1)
+        for i_half in gl.static_range(2):
+            v_iter = 2 * kv_iter + i_half
+            mbarrier.wait(v_full.index(v_iter % STAGES_V), (v_iter // STAGES_V) & 1)
+            mbarrier.arrive(v_empty.index(v_iter % STAGES_V), count=1)
+        kv_iter += 1
+    return kv_iter
 
 
 @gluon.jit
-def finish(given, facts, state, PART: gl.constexpr, HAS_LSE: gl.constexpr):
-    """Write an item's result, and whether it is wrong."""
-    OUT, strides, row, first = given.OUT, given.strides, facts.row, facts.rows
-    acc, m, l = state
-    O: gl.constexpr = acc.type.layout
-    M: gl.constexpr = m.type.layout
-    head = facts.head.to(gl.int64)
-    l = gl.convert_layout(gl.sum(l, 1), M)
-    o_v = gl.arange(0, acc.shape[1], gl.SliceLayout(0, O))
-    o_mo = gl.arange(0, ROWS, gl.SliceLayout(1, O)) + PART * ROWS
-    o_m = gl.arange(0, ROWS, M) + PART * ROWS
-    # NaN that was there before counts too: then all is done twice.
-    lost = gl.convert_layout(gl.max((gl.abs(acc) < float("inf")).to(gl.int32) ^ 1, 1), M)
-    gl.store(given.AGAIN + o_m * 0, gl.full([ROWS], 1, gl.int32, M), mask=((lost != 0) | (l > HUGE)) & (o_m >= first))
-    nothing = l == 0
-    l = gl.where(nothing, 1.0, l)
-    out = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
-    p_out = OUT + (row + o_mo).to(gl.int64)[:, None] * strides.out_t + head * strides.out_h + o_v[None, :]
-    gl.store(p_out, out.to(OUT.dtype.element_ty), mask=(o_mo >= first)[:, None] & (o_v >= 0)[None, :])
+def store_output_and_check_overflow(args, tile_info, state, I_CONSUMER: gl.constexpr, HAS_LSE: gl.constexpr):
+    """Stores a work tile's output, and sets OVERFLOW_FLAG where it overflowed."""
+    OUT, strides, q_row, first_valid_row = args.OUT, args.strides, tile_info.q_row, tile_info.num_rows
+    acc_o, row_max, row_sum = state
+    O: gl.constexpr = acc_o.type.layout
+    M: gl.constexpr = row_max.type.layout
+    head = tile_info.head.to(gl.int64)
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), M)
+    o_v = gl.arange(0, acc_o.shape[1], gl.SliceLayout(0, O))
+    o_mo = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, O)) + I_CONSUMER * ROWS_PER_WARPGROUP
+    o_m = gl.arange(0, ROWS_PER_WARPGROUP, M) + I_CONSUMER * ROWS_PER_WARPGROUP
+    # NaN of the input counts too: then everything is computed twice.
+    overflowed = gl.convert_layout(gl.max((gl.abs(acc_o) < float("inf")).to(gl.int32) ^ 1, 1), M)
+    gl.store(
+        args.OVERFLOW_FLAG + o_m * 0,
+        gl.full([ROWS_PER_WARPGROUP], 1, gl.int32, M),
+        mask=((overflowed != 0) | (row_sum > MAX_ROW_SUM)) & (o_m >= first_valid_row),
+    )
+    is_empty = row_sum == 0
+    row_sum = gl.where(is_empty, 1.0, row_sum)
+    out = acc_o * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O))[:, None]
+    p_out = OUT + (q_row + o_mo).to(gl.int64)[:, None] * strides.out_t + head * strides.out_h + o_v[None, :]
+    gl.store(p_out, out.to(OUT.dtype.element_ty), mask=(o_mo >= first_valid_row)[:, None] & (o_v >= 0)[None, :])
     if HAS_LSE:
-        p_lse = given.LSE + (row + o_m).to(gl.int64) * strides.lse_t + head * strides.lse_h
-        gl.store(p_lse, gl.where(nothing, float("-inf"), (m + gl.log2(l)) * LN2), mask=o_m >= first)
+        p_lse = args.LSE + (q_row + o_m).to(gl.int64) * strides.lse_t + head * strides.lse_h
+        gl.store(
+            p_lse, gl.where(is_empty, float("-inf"), (row_max + gl.log2(row_sum)) * LN2), mask=o_m >= first_valid_row
+        )
 
 
 @gluon.jit
-def attend_rows(given, PART: gl.constexpr, HAS_LSE: gl.constexpr):
-    """A warpgroup: 64 queries of every item of this block."""
-    qk_scale, buffers, bars = given.qk_scale, given.buffers, given.bars
+def consumer(args, I_CONSUMER: gl.constexpr, HAS_LSE: gl.constexpr):
+    """Attends, as one warpgroup, 64 queries of every work tile of this CTA."""
+    score_scale, buffers, mbarriers = args.score_scale, args.buffers, args.mbarriers
     DV: gl.constexpr = buffers.v.shape[2]
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
-    S_HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_N, 16])
+    S_HALF: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_BLOCK_N, 16]
+    )
     O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
-    whole: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
-    o_m = gl.arange(0, ROWS, gl.SliceLayout(1, S)) + PART * ROWS
+    REPLICATED_LAYOUT: gl.constexpr = gl.BlockedLayout([TILE_INFO_FIELDS], [32], [4], [0])
+    o_m = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, S)) + I_CONSUMER * ROWS_PER_WARPGROUP
 
-    dirty = any_set(given.DIRTY, given.rows)
-    at = 0  # tiles begun
-    done = 0  # items begun
-    tiles = 0
-    while tiles >= 0:
-        mbarrier.wait(bars.q_full.index(PART), done & 1)
-        loaded = buffers.facts.index(PART).load(whole)
-        thread_barrier()  # one thread will say that they may be written anew
-        facts = facts_of(loaded)
-        limit, keys, tiles = facts.limit, facts.keys, facts.tiles
-        done += 1
-        if tiles >= 0:
-            seen = gl.minimum(keys, limit + (PART + 1) * ROWS)  # keys of these rows
-            own = gl.where(facts.rows < (PART + 1) * ROWS, gl.maximum((seen + BLOCK_N - 1) // BLOCK_N, 0), 0)
-            at = pass_over(at, tiles - own, bars)
-            mbarrier.arrive(bars.q_free.index(PART), count=1, pred=own == 0)
-            acc, m = begin(S, O, DV)
-            l = shares_of_sum(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S))
-            last = gl.minimum(o_m + limit, keys - 1)  # last key that a row sees
-            # Tiles that all rows see, but for one: each row has a maximum when it comes to them.
-            full = gl.maximum(gl.minimum(keys - 1, limit + PART * ROWS), 0) // BLOCK_N
-            start = own * BLOCK_N
-            if (own > 0) & (seen + HALF_N <= start):
-                start -= BLOCK_N
-                acc, m, l = step(
-                    State(acc, m, l), at, start == 0, last - start, keys - start, dirty, buffers, bars, qk_scale,
-                    S_HALF, True, PART,
+    may_have_nan = any_nonzero(args.MAY_HAVE_NAN, args.num_rows)
+    kv_iter = 0  # key blocks begun
+    num_done = 0  # work tiles begun
+    num_n_blocks = 0
+    while num_n_blocks >= 0:
+        mbarrier.wait(mbarriers.q_full.index(I_CONSUMER), num_done & 1)
+        info_fields = buffers.tile_info.index(I_CONSUMER).load(REPLICATED_LAYOUT)
+        thread_barrier()  # before one thread arrives on q_empty for all
+        tile_info = unpack_work_tile(info_fields)
+        causal_limit, num_keys, num_n_blocks = tile_info.causal_limit, tile_info.num_keys, tile_info.num_n_blocks
+        num_done += 1
+        if num_n_blocks >= 0:
+            visible_keys = gl.minimum(num_keys, causal_limit + (I_CONSUMER + 1) * ROWS_PER_WARPGROUP)  # to these rows
+            num_own_blocks = gl.where(
+                tile_info.num_rows < (I_CONSUMER + 1) * ROWS_PER_WARPGROUP,
+                gl.maximum((visible_keys + BLOCK_N - 1) // BLOCK_N, 0),
+                0,
+            )
+            kv_iter = skip_tiles(kv_iter, num_n_blocks - num_own_blocks, mbarriers)
+            mbarrier.arrive(mbarriers.q_empty.index(I_CONSUMER), count=1, pred=num_own_blocks == 0)
+            acc_o, row_max = init_acc_and_max(S, O, DV)
+            row_sum = lane_row_sums(gl.full([ROWS_PER_WARPGROUP, BLOCK_N], 0.0, gl.float32, S))
+            last_key = gl.minimum(o_m + causal_limit, num_keys - 1)  # last visible key of a row
+            # Visible to all rows, less one block: each row has a row_max when it comes to them.
+            num_unmasked_blocks = (
+                gl.maximum(gl.minimum(num_keys - 1, causal_limit + I_CONSUMER * ROWS_PER_WARPGROUP), 0) // BLOCK_N
+            )
+            n_start = num_own_blocks * BLOCK_N
+            if (num_own_blocks > 0) & (visible_keys + HALF_BLOCK_N <= n_start):
+                n_start -= BLOCK_N
+                acc_o, row_max, row_sum = mainloop_step(
+                    SoftmaxState(acc_o, row_max, row_sum), kv_iter, n_start == 0, last_key - n_start,
+                    num_keys - n_start, may_have_nan, buffers, mbarriers, score_scale,
+                    S_HALF, True, I_CONSUMER,
                 )  # fmt: skip
-                at += 1
-                own -= 1
-            for i in range(full, own):  # noqa: B007
-                start -= BLOCK_N
-                acc, m, l = step(
-                    State(acc, m, l), at, start == 0, last - start, keys - start, dirty, buffers, bars, qk_scale,
-                    S, True, PART,
+                kv_iter += 1
+                num_own_blocks -= 1
+            # Masked key blocks
+            for i in range(num_unmasked_blocks, num_own_blocks):  # noqa: B007
+                n_start -= BLOCK_N
+                acc_o, row_max, row_sum = mainloop_step(
+                    SoftmaxState(acc_o, row_max, row_sum), kv_iter, n_start == 0, last_key - n_start,
+                    num_keys - n_start, may_have_nan, buffers, mbarriers, score_scale,
+                    S, True, I_CONSUMER,
                 )  # fmt: skip
-                at += 1
-            for i in range(gl.minimum(full, own)):  # noqa: B007
-                start -= BLOCK_N
-                acc, m, l = step(
-                    State(acc, m, l), at, start == 0, last, keys, dirty, buffers, bars, qk_scale, S, False, PART
-                )
-                at += 1
-            finish(given, facts, State(acc, m, l), PART, HAS_LSE)
+                kv_iter += 1
+            # Unmasked key blocks
+            for i in range(gl.minimum(num_unmasked_blocks, num_own_blocks)):  # noqa: B007
+                n_start -= BLOCK_N
+                acc_o, row_max, row_sum = mainloop_step(
+                    SoftmaxState(acc_o, row_max, row_sum), kv_iter, n_start == 0, last_key, num_keys, may_have_nan,
+                    buffers, mbarriers, score_scale, S, False, I_CONSUMER,
+                )  # fmt: skip
+                kv_iter += 1
+            # Epilogue
+            store_output_and_check_overflow(args, tile_info, SoftmaxState(acc_o, row_max, row_sum), I_CONSUMER, HAS_LSE)
 
 
-@gluon.jit(do_not_specialize=["rows", "blocks", "group", "items"])
-def attention_of_three_kernel(
-    Q, QPE, KEYS, VALUES, KPE, OUT, LSE, COUNTER, AGAIN, DIRTY, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group,
-    items, head_stride, qk_scale, stride_ot, stride_oh, stride_lt, stride_lh,
-    HAS_LSE: gl.constexpr, REGS: gl.constexpr, OVERLAPS: gl.constexpr,
+@gluon.jit(do_not_specialize=["num_rows", "num_m_blocks", "heads_per_group", "num_work_tiles"])
+def attention_three_warpgroups_kernel(
+    Q, Q_PE_MAP, KEYS, VALUES, KPE_MAP, OUT, LSE, WORK_COUNTER, OVERFLOW_FLAG, MAY_HAVE_NAN, CU_SEQLENS_Q, CACHE_LENS,
+    CHUNK_ROW_OFFSETS, CACHE_OFFSETS, num_rows, num_m_blocks, H, heads_per_group,
+    num_work_tiles, head_stride, score_scale, stride_ot, stride_oh, stride_lt, stride_lh,
+    HAS_LSE: gl.constexpr, REGISTERS_PER_THREAD: gl.constexpr, USE_PDL: gl.constexpr,
 ):  # fmt: skip
+    """Attends to the only chunk, as a persistent warp-specialised kernel."""
     DN: gl.constexpr = KEYS.block_shape[1]
-    R: gl.constexpr = KPE.block_shape[1]
+    R: gl.constexpr = KPE_MAP.block_shape[1]
     DV: gl.constexpr = VALUES.block_shape[1]
     dtype: gl.constexpr = KEYS.dtype
-    q_s = gl.allocate_shared_memory(dtype, [PARTS, ROWS, DN], Q.layout)
-    qpe_s = gl.allocate_shared_memory(dtype, [PARTS, ROWS, R], QPE.layout)
+    q_s = gl.allocate_shared_memory(dtype, [WARPGROUPS, ROWS_PER_WARPGROUP, DN], Q.layout)
+    qpe_s = gl.allocate_shared_memory(dtype, [WARPGROUPS, ROWS_PER_WARPGROUP, R], Q_PE_MAP.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, DN], KEYS.layout)
-    kpe_s = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, R], KPE.layout)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES_V, HALF_N, DV], VALUES.layout)
-    facts_s = gl.allocate_shared_memory(gl.int32, [PARTS, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full, q_free = barrier_sets(PARTS, (1, 1))
-    k_full, k_free = barrier_sets(STAGES_K, (1, PARTS))
-    v_full, v_free = barrier_sets(STAGES_V, (1, PARTS))
+    kpe_s = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, R], KPE_MAP.layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES_V, HALF_BLOCK_N, DV], VALUES.layout)
+    tile_info_s = gl.allocate_shared_memory(
+        gl.int32, [WARPGROUPS, TILE_INFO_FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    q_full, q_empty = allocate_mbarrier_groups(WARPGROUPS, (1, 1))
+    k_full, k_empty = allocate_mbarrier_groups(STAGES_K, (1, WARPGROUPS))
+    v_full, v_empty = allocate_mbarrier_groups(STAGES_V, (1, WARPGROUPS))
     fence_async_shared()
-    if OVERLAPS:
-        launch_dependents()
-        wait_for_previous()
-    buffers = Buffers(q_s, qpe_s, k_s, kpe_s, v_s, facts_s)
-    bars = Bars(q_full, q_free, k_full, k_free, v_full, v_free)
+    if USE_PDL:
+        pdl_launch_dependents()
+        pdl_wait()
+    buffers = SmemBuffers(q_s, qpe_s, k_s, kpe_s, v_s, tile_info_s)
+    mbarriers = Mbarriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)
     strides = Strides(stride_ot, stride_oh, stride_lt, stride_lh)
-    handed = Handed(OUT, LSE, AGAIN, DIRTY, rows, qk_scale, strides, buffers, bars)
-    maps = Maps(Q, QPE, KEYS, VALUES, KPE)
-    work = Items(COUNTER, CU, LENS, STARTS_OF, STARTS, rows, blocks, H, group, items, head_stride)
+    consumer_args = ConsumerArgs(
+        OUT, LSE, OVERFLOW_FLAG, MAY_HAVE_NAN, num_rows, score_scale, strides, buffers, mbarriers
+    )
+    tensor_maps = TensorMaps(Q, Q_PE_MAP, KEYS, VALUES, KPE_MAP)
+    work_queue = WorkQueue(
+        WORK_COUNTER, CU_SEQLENS_Q, CACHE_LENS, CHUNK_ROW_OFFSETS, CACHE_OFFSETS, num_rows, num_m_blocks, H,
+        heads_per_group, num_work_tiles, head_stride,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (attend_rows, (handed, 0, HAS_LSE)),
-            (attend_rows, (handed, 1, HAS_LSE)),
-            (attend_rows, (handed, 2, HAS_LSE)),
-            (produce, (maps, work, buffers, bars)),
+            (consumer, (consumer_args, 0, HAS_LSE)),
+            (consumer, (consumer_args, 1, HAS_LSE)),
+            (consumer, (consumer_args, 2, HAS_LSE)),
+            (producer, (tensor_maps, work_queue, buffers, mbarriers)),
         ],
-        [4, 4, 1], [REGS, REGS, 24],
+        [4, 4, 1], [REGISTERS_PER_THREAD, REGISTERS_PER_THREAD, 24],
     )  # fmt: skip
 
 
-def fits(f: SimpleNamespace, sms: int) -> bool:
-    """Whether three warpgroups are faster than two. A call with one chunk is assumed, in bf16: fp16 has no room for
-    large weights."""
-    longest, per_block = f.max_q_len, f.cache_lens.shape[0] * f.q.shape[1]
-    blocks = -(-longest // BLOCK_M.value)
-    return blocks * per_block >= _ITEMS * sms and blocks < -(-longest // (2 * ROWS.value))
+def is_faster_than_two_warpgroups(f: SimpleNamespace, num_sms: int) -> bool:
+    """Whether three warpgroups are faster than two. Assumes one chunk, in bf16: a large P overflows fp16."""
+    max_q_len, work_tiles_per_m_block = f.max_q_len, f.cache_lens.shape[0] * f.q.shape[1]
+    num_m_blocks = -(-max_q_len // BLOCK_M.value)
+    return num_m_blocks * work_tiles_per_m_block >= _MIN_WORK_TILES_PER_SM * num_sms and num_m_blocks < -(
+        -max_q_len // (2 * ROWS_PER_WARPGROUP.value)
+    )
 
 
-def prepared(f: SimpleNamespace, chunk: int, rows: int, sms: int, overlaps: bool) -> Template:
-    """The launch for a chunk of `rows` rows, the only one. What it counts with: see `attention.prepared`."""
-    maps, dim_v, columns = of_keys(f, rows, BLOCK_N.value), f.out.shape[2], f.kv_b_proj.shape[0]
-    layout = gl.NVMMASharedLayout.get_default_for([ROWS.value, 64], gl.bfloat16)
-    arguments = of_items(f, chunk, rows, BLOCK_M.value, False) | {
-        "Q": maps["Q"], "QPE": maps["QPE"], "KEYS": maps["KV"], "KPE": maps["KPE"],
-        "VALUES": described("KV", [rows, columns], [columns, 1], [HALF_N.value, dim_v], layout),
-        "COUNTER": Given("COUNTER", row=OF_THREE), "AGAIN": Given("COUNTER", row=FAILED), "REGS": REGISTERS,
-        "OVERLAPS": overlaps,
+def make_attention_launch(f: SimpleNamespace, chunk: int, num_rows: int, num_sms: int, use_pdl: bool) -> KernelLaunch:
+    """Returns the launch for the only chunk, of `num_rows` rows (WORK_COUNTER: `attention.make_attention_launch`)."""
+    tensor_maps, dim_v, columns = tensor_map_args(f, num_rows, BLOCK_N.value), f.out.shape[2], f.kv_b_proj.shape[0]
+    layout = gl.NVMMASharedLayout.get_default_for([ROWS_PER_WARPGROUP.value, 64], gl.bfloat16)
+    arguments = attention_args(f, chunk, num_rows, BLOCK_M.value, False) | {
+        "Q": tensor_maps["Q"], "Q_PE_MAP": tensor_maps["Q_PE_MAP"], "KEYS": tensor_maps["KV"],
+        "KPE_MAP": tensor_maps["KPE_MAP"],
+        "VALUES": tensor_map_arg("KV", [num_rows, columns], [columns, 1], [HALF_BLOCK_N.value, dim_v], layout),
+        "WORK_COUNTER": TensorArg("WORK_COUNTER", row=TAKEN_BY_THREE_WARPGROUPS),
+        "OVERFLOW_FLAG": TensorArg("WORK_COUNTER", row=OVERFLOWED), "REGISTERS_PER_THREAD": REGISTERS,
+        "USE_PDL": use_pdl,
     }  # fmt: skip
-    grid = (min(arguments["items"], sms),)
-    return Template(attention_of_three_kernel, grid, arguments, num_warps=4, launch_pdl=overlaps)
+    grid = (min(arguments["num_work_tiles"], num_sms),)
+    return KernelLaunch(attention_three_warpgroups_kernel, grid, arguments, num_warps=4, launch_pdl=use_pdl)

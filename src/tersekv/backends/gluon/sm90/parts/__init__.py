@@ -1,1 +1,1 @@
-"""What kernels of several operations share on Hopper."""
+"""Parts shared by Hopper kernels of several operations."""

@@ -1,4 +1,4 @@
-"""Tensor maps: memory as Hopper's copy engine sees it. The one home of what it can copy, and where to."""
+"""Tensor maps: which tiles Hopper's copy engine (TMA) can copy, and where to."""
 
 from __future__ import annotations
 
@@ -7,64 +7,70 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ....host.bind import Described
-from ....host.launch import Address
+from ....host.bind import TensorMapArg
+from ....host.launch import RawAddress
 
-PLACE = 128  # bytes: a copy's destination in shared memory begins at a multiple of them
-_UNIT = 16  # bytes: what lies in memory begins at a multiple of them
-_LEAST_SWIZZLE = 32  # bytes of a row: layouts of shorter ones there are none
-_MOST = 256  # elements of a box in one dimension
-
-
-def place_of(nbytes: int) -> int:
-    """Bytes from one copy's place to the next, for copies of so many bytes."""
-    return -(-nbytes // PLACE) * PLACE
+SMEM_ALIGNMENT = 128  # bytes, of a copy's destination
+_GLOBAL_ALIGNMENT = 16  # bytes, of the base, strides and rows
+_MIN_SWIZZLE = 32  # bytes of a row: no swizzled layout has shorter ones
+_MAX_BOX_DIM = 256  # elements of a box in one dimension
 
 
-def unfit(
-    shape: Sequence[int], strides: Sequence[int], block: Sequence[int], itemsize: int, swizzle: int, place: int = 0
+def align_smem_bytes(copy_bytes: int) -> int:
+    """Returns the pitch in bytes of copies of copy_bytes."""
+    return -(-copy_bytes // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
+
+
+def why_no_tensor_map(
+    shape: Sequence[int], strides: Sequence[int], box: Sequence[int], itemsize: int, swizzle: int, smem_pitch: int = 0
 ) -> str | None:
-    """Why the engine cannot copy boxes of `block` elements; None: it can. All but `swizzle` and `place` in elements.
+    """Returns why the engine cannot copy tiles of `box` elements; None: it can. All but `swizzle` and `smem_pitch` in
+    elements.
 
-    swizzle: bytes of a row in shared memory, to which the compiler cuts longer ones; 0: rows lie as they are
-    place:   bytes from one box's place to the next; 0: boxes lie side by side
+    swizzle: bytes of a row in shared memory, to which the compiler splits longer ones; 0: rows are not swizzled.
+
+    smem_pitch: bytes from one tile to the next; 0: tiles are adjacent.
     """
-    nbytes, inner = math.prod(block) * itemsize, block[-1] * itemsize
-    place = place or nbytes
-    if not 1 <= len(shape) == len(strides) == len(block) <= 5:
+    nbytes, row_bytes = math.prod(box) * itemsize, box[-1] * itemsize
+    smem_pitch = smem_pitch or nbytes
+    if not 1 <= len(shape) == len(strides) == len(box) <= 5:
         return f"{len(shape)} dimensions"
     if not all(1 <= n < 2**31 for n in shape):  # coordinates are int32
         return f"a shape of {list(shape)}"
-    if strides[-1] != 1 or not all(0 < n * itemsize < 2**40 and n * itemsize % _UNIT == 0 for n in strides[:-1]):
+    if strides[-1] != 1 or not all(
+        0 < n * itemsize < 2**40 and n * itemsize % _GLOBAL_ALIGNMENT == 0 for n in strides[:-1]
+    ):
         return f"strides of {list(strides)}"
-    if swizzle and inner < _LEAST_SWIZZLE:
-        return f"rows of {inner} bytes"
-    if swizzle and inner > swizzle:
-        inner = swizzle if inner % swizzle == 0 else 0
-    widest = max(*block[:-1], inner // itemsize) if len(block) > 1 else inner // itemsize
-    if inner == 0 or inner % _UNIT or widest > _MOST or any(n & (n - 1) for n in block):
-        return f"boxes of {list(block)}"
-    if place % PLACE or place < nbytes:
-        return f"boxes that lie {place} bytes apart"
+    if swizzle and row_bytes < _MIN_SWIZZLE:
+        return f"rows of {row_bytes} bytes"
+    if swizzle and row_bytes > swizzle:
+        row_bytes = swizzle if row_bytes % swizzle == 0 else 0
+    largest_dim = max(*box[:-1], row_bytes // itemsize) if len(box) > 1 else row_bytes // itemsize
+    if row_bytes == 0 or row_bytes % _GLOBAL_ALIGNMENT or largest_dim > _MAX_BOX_DIM or any(n & (n - 1) for n in box):
+        return f"boxes of {list(box)}"
+    if smem_pitch % SMEM_ALIGNMENT or smem_pitch < nbytes:
+        return f"boxes that lie {smem_pitch} bytes apart"
     return None
 
 
-def tensor_map(base: Any, shape: Sequence[int], strides: Sequence[int], block: Sequence[int], layout: Any,
-               place: int = 0) -> Any:  # fmt: skip
-    """The descriptor of boxes of `block` elements; base: a tensor, or what has an address and a dtype."""
-    # Imported when `why_not` has seen the version: other versions of Triton have other names.
+def make_tensor_map(base: Any, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], layout: Any,
+                    smem_pitch: int = 0) -> Any:  # fmt: skip
+    """Returns the tensor map of tiles of `box` elements; base: a tensor, or an object with an address and a dtype."""
+    # Imported after `why_not` has checked the version: other versions of Triton have other names.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    reason = unfit(shape, strides, block, base.dtype.itemsize, layout.swizzle_byte_width, place)
+    reason = why_no_tensor_map(shape, strides, box, base.dtype.itemsize, layout.swizzle_byte_width, smem_pitch)
     assert reason is None, reason
-    assert base.data_ptr() % _UNIT == 0
-    return TensorDescriptor(base, list(shape), list(strides), list(block), layout)
+    assert base.data_ptr() % _GLOBAL_ALIGNMENT == 0
+    return TensorDescriptor(base, list(shape), list(strides), list(box), layout)
 
 
-def described(name: str, shape: Sequence[int], strides: Sequence[int], block: Sequence[int], layout: Any) -> Described:
-    """That descriptor of the tensor of this name, as an argument of a kernel."""
-    return Described(name, partial(_mapped, shape=shape, strides=strides, block=block, layout=layout))
+def tensor_map_arg(
+    name: str, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], layout: Any
+) -> TensorMapArg:
+    """Returns that tensor map of the tensor of this name, as an argument of a kernel."""
+    return TensorMapArg(name, partial(_make_address_map, shape=shape, strides=strides, box=box, layout=layout))
 
 
-def _mapped(x: Any, **box: Any) -> Any:
-    return tensor_map(Address(x), **box)
+def _make_address_map(x: Any, **spec: Any) -> Any:
+    return make_tensor_map(RawAddress(x), **spec)

@@ -1,1 +1,1 @@
-"""Prefill of keys and values for Hopper: query rows in blocks of 128, keys and values brought by a warp of its own."""
+"""Prefill attention for Hopper: work tiles of 128 query rows; a producer warp copies keys and values by TMA."""

@@ -1,9 +1,11 @@
-"""Prefill of keys and values on sm_90: a persistent program copies, converts where codes are stored, and multiplies.
+"""Prefill attention on sm_90: a persistent, warp-specialized kernel.
 
-A warp copies queries and tiles by tensor copies (`produce`); two warpgroups attend 64 query rows each (`attend`); over
-a cache of codes a third makes 16-bit tiles of them (`convert`), for both; of values only, where an e4m3 query meets
-e4m3 keys. Each waits for the others by barriers in
-shared memory alone. What is done, and in which order, is in `items`.
+A producer warp copies queries and KV tiles by TMA (`producer`); two consumer warpgroups compute 64 query rows each
+(`mainloop`); over a quantised cache a converter warpgroup dequantises tiles to 16 bits for both (`converter`), V only
+where an e4m3 query meets e4m3 keys. They synchronise by mbarriers alone. `tile_scheduler` orders the work tiles.
+
+Mask and rescale: `online_softmax`; acc_o rescale: `mainloop.mainloop_step`; wait for a free stage:
+`producer_acquire` in `producer` and `converter`; combine: none, no work tile is split.
 """
 
 from triton.experimental import gluon
@@ -11,164 +13,208 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...versions import reinterpret
-from ..parts.convert import multiplied
-from ..parts.ring import barriers, launch_dependents, wait_for_previous
-from ..parts.schedule import LOG2E, scalar
-from .attend import ROWS, Numbers, attend
-from .attend_new import Both, attend_new
-from .convert import Stored, convert
-from .items import FIELDS, PAGES, first_row
-from .produce import Ring, produce
-from .turns import Turns
+from ..parts.dequant import mma_dtype
+from ..parts.pipeline import allocate_mbarriers, pdl_launch_dependents, pdl_wait
+from ..parts.tile_scheduler import LOG2E, load_scale
+from .converter import StoredScales, converter
+from .mainloop import ROWS_PER_WARPGROUP, CallScales, consumer
+from .mainloop_new_kv import NewAndCachedScales, consumer_new_kv
+from .producer import PipelineStages, producer
+from .rotation import RotationTensors
+from .tile_scheduler import PAGE_IDS_ROW, TILE_INFO_FIELDS, load_q_begin
 
 
 @gluon.jit
-def make_ring(dtype: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, READERS: gl.constexpr):
-    """N tiles [ROWS, COLUMNS] of 16 bits an element."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(2 * COLUMNS, 128), 16, 2)
-    tiles = gl.allocate_shared_memory(dtype, [N, ROWS, COLUMNS], LAYOUT)
-    return Ring(tiles, barriers(N, 1), barriers(N, READERS))
-
-
-@gluon.jit
-def as_codes(ring):
-    """A ring of words, as the e4m3 codes that they hold."""
-    COLUMNS: gl.constexpr = 2 * ring.tiles.shape[2]
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(COLUMNS, 128), 8, 2)
-    tiles = reinterpret(ring.tiles, gl.float8e4nv, [ring.tiles.shape[0], ring.tiles.shape[1], COLUMNS], LAYOUT)
-    return Ring(tiles, ring.full, ring.free)
-
-
-@gluon.jit
-def zero_padding(OUT, LSE, t, T, strides, c: gl.constexpr):
-    """Query rows behind the last request: output 0, LSE −inf."""
-    so_t, so_h, sl_t, sl_h = strides
-    o_d = gl.arange(0, c.DV, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    t += gl.program_id(0)
-    while t < T:
-        for head in range(c.HEADS * c.GROUP):
-            p_out = OUT + t.to(gl.int64) * so_t + head.to(gl.int64) * so_h + o_d
-            gl.store(p_out, (o_d * 0).to(gl.float32).to(OUT.dtype.element_ty), mask=o_d < c.HEAD_DV)
-            if c.HAS_LSE:
-                gl.store(LSE + t.to(gl.int64) * sl_t + head.to(gl.int64) * sl_h, float("-inf"))
-        t += gl.num_programs(0)
-
-
-@gluon.jit
-def run_new(tensors, numbers, strides, shared, codes, stored, maps, new, given, B, DTYPE: gl.constexpr,
-            NEW_DTYPE: gl.constexpr, c: gl.constexpr, n: gl.constexpr):  # fmt: skip
-    """The parts of a program, where the new rows' keys and values come with the call."""
-    queries, facts, keys, values = shared
-    rows = (keys, values)
-    if c.CODE_STAGES > 0:
-        gl.warp_specialize(
-            [
-                (convert, (stored, queries, facts, codes[0], codes[1], keys, values, c)),
-                (attend_new, (
-                    tensors, numbers, strides, queries, facts, keys, values, stored, 0, DTYPE, NEW_DTYPE, c, n,
-                )),
-                (attend_new, (
-                    tensors, numbers, strides, queries, facts, keys, values, stored, 1, DTYPE, NEW_DTYPE, c, n,
-                )),
-                (produce, (maps, new, given, B, stored.st_b, queries, facts, codes[0], codes[1], rows, 3, c)),
-            ],
-            [4, 4, 1], [c.REGISTERS, c.REGISTERS, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (attend_new, (
-                    tensors, numbers, strides, queries, facts, keys, values, stored, 0, DTYPE, NEW_DTYPE, c, n,
-                )),
-                (attend_new, (
-                    tensors, numbers, strides, queries, facts, keys, values, stored, 1, DTYPE, NEW_DTYPE, c, n,
-                )),
-                (produce, (maps, new, given, B, stored.st_b, queries, facts, keys, values, rows, 2, c)),
-            ],
-            [4, 1], [c.REGISTERS, 24],
-        )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["LENS", "CU", "B", "T"])
-def prefill_kernel(
-    Q, K, V, KN, VN, KS, VS, TABLE, LENS, CU, SINKS, OUT, LSE, K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS,
-    softmax_scale, SOFTMAX_T, k_scale, K_T, v_scale, V_T, out_scale, OUT_T, softcap,
-    B, T, st_b, so_t, so_h, sl_t, sl_h, c: gl.constexpr, n: gl.constexpr,
+def allocate_stages(
+    dtype: gl.constexpr, STAGES: gl.constexpr, NUM_ROWS: gl.constexpr, NUM_COLUMNS: gl.constexpr,
+    NUM_READERS: gl.constexpr,
 ):  # fmt: skip
-    X: gl.constexpr = multiplied(c)
+    """Allocates STAGES tiles [NUM_ROWS, NUM_COLUMNS] of 16-bit elements with full and empty barriers."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(2 * NUM_COLUMNS, 128), 16, 2)
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, NUM_ROWS, NUM_COLUMNS], LAYOUT)
+    return PipelineStages(tiles, allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, NUM_READERS))
+
+
+@gluon.jit
+def view_as_e4m3(stages):
+    """Returns a view of packed stages as e4m3 codes."""
+    NUM_COLUMNS: gl.constexpr = 2 * stages.tiles.shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(NUM_COLUMNS, 128), 8, 2)
+    tiles = reinterpret(
+        stages.tiles, gl.float8e4nv, [stages.tiles.shape[0], stages.tiles.shape[1], NUM_COLUMNS], LAYOUT
+    )
+    return PipelineStages(tiles, stages.full_barriers, stages.empty_barriers)
+
+
+@gluon.jit
+def zero_padding_rows(OUT, LSE, i_token, T, strides, cfg: gl.constexpr):
+    """Stores output 0 and LSE −inf for query rows behind the last request."""
+    stride_out_t, stride_out_h, stride_lse_t, stride_lse_h = strides
+    o_d = gl.arange(0, cfg.DV, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    i_token += gl.program_id(0)
+    while i_token < T:
+        for head in range(cfg.HEADS * cfg.GROUP):
+            p_out = OUT + i_token.to(gl.int64) * stride_out_t + head.to(gl.int64) * stride_out_h + o_d
+            gl.store(p_out, (o_d * 0).to(gl.float32).to(OUT.dtype.element_ty), mask=o_d < cfg.HEAD_DIM_V)
+            if cfg.HAS_LSE:
+                gl.store(LSE + i_token.to(gl.int64) * stride_lse_t + head.to(gl.int64) * stride_lse_h, float("-inf"))
+        i_token += gl.num_programs(0)
+
+
+@gluon.jit
+def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_stages, code_stages, stored_scales, tensor_maps,
+                                new_maps, lengths, B, DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
+                                new_cfg: gl.constexpr):  # fmt: skip
+    """Runs all warp roles where K and V of the new tokens are arguments of the call."""
+    q_stages, tile_info, k_stages, v_stages = smem_stages
+    new_kv_stages = (k_stages, v_stages)
+    if cfg.CODE_STAGES > 0:
+        gl.warp_specialize(
+            [
+                (converter, (stored_scales, q_stages, tile_info, code_stages[0], code_stages[1], k_stages, v_stages,
+                             cfg)),
+                (consumer_new_kv, (
+                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, 0, DTYPE,
+                    NEW_DTYPE, cfg, new_cfg,
+                )),
+                (consumer_new_kv, (
+                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, 1, DTYPE,
+                    NEW_DTYPE, cfg, new_cfg,
+                )),
+                (producer, (tensor_maps, new_maps, lengths, B, stored_scales.stride_table_b, q_stages, tile_info,
+                            code_stages[0], code_stages[1], new_kv_stages, 3, cfg)),
+            ],
+            [4, 4, 1], [cfg.CONSUMER_REGISTERS, cfg.CONSUMER_REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consumer_new_kv, (
+                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, 0, DTYPE,
+                    NEW_DTYPE, cfg, new_cfg,
+                )),
+                (consumer_new_kv, (
+                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, 1, DTYPE,
+                    NEW_DTYPE, cfg, new_cfg,
+                )),
+                (producer, (tensor_maps, new_maps, lengths, B, stored_scales.stride_table_b, q_stages, tile_info,
+                            k_stages, v_stages, new_kv_stages, 2, cfg)),
+            ],
+            [4, 1], [cfg.CONSUMER_REGISTERS, 24],
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["SEQ_LENS", "CU_SEQLENS_Q", "B", "T"])
+def prefill_kernel(
+    Q, K, V, K_NEW, V_NEW, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, K_SIGNS, V_SIGNS,
+    K_CHANNEL_SCALES, V_CHANNEL_SCALES,
+    softmax_scale, SOFTMAX_SCALE, k_scale, K_SCALE, v_scale, V_SCALE, out_scale, OUT_SCALE, softcap,
+    B, T, stride_table_b, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg: gl.constexpr,
+    new_cfg: gl.constexpr,
+):  # fmt: skip
+    """Computes this CTA's work tiles."""
+    # Shared memory: one pipeline for each of Q, K, V, scales and packed codes.
+    MMA_DTYPE: gl.constexpr = mma_dtype(cfg)
     DTYPE: gl.constexpr = Q.dtype
-    STAGES: gl.constexpr = c.STAGES
-    queries = make_ring(X, 2, ROWS, c.D, 1)
-    if c.KEYS_8:
-        keys = make_ring(gl.int16, c.CODE_STAGES, c.TILE, c.WORDS_K, 2)
+    STAGES: gl.constexpr = cfg.STAGES
+    q_stages = allocate_stages(MMA_DTYPE, 2, ROWS_PER_WARPGROUP, cfg.D, 1)
+    if cfg.FP8_QK:
+        k_stages = allocate_stages(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, 2)
     else:
-        keys = make_ring(X, c.STAGES, c.TILE, c.D, 2)
-    if c.VALUES_8:
-        values = make_ring(gl.int16, c.STAGES, c.DV, c.TILE // 2, 2)
+        k_stages = allocate_stages(MMA_DTYPE, cfg.STAGES, cfg.BLOCK_N, cfg.D, 2)
+    if cfg.FP8_PV:
+        v_stages = allocate_stages(gl.int16, cfg.STAGES, cfg.DV, cfg.BLOCK_N // 2, 2)
     else:
-        values = make_ring(X, c.STAGES, c.TILE, c.DV, 2)
-    facts = gl.allocate_shared_memory(gl.int32, [PAGES + 1, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BYTES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    stored = Stored(KS, VS, TABLE, st_b, facts, facts, facts)  # without stored scales none is read
-    if c.TOKEN_SCALES:
-        of_keys = gl.allocate_shared_memory(gl.float32, [STAGES, c.TILE], PLAIN)
-        ROW: gl.constexpr = gl.int32 if c.CODE == "int4" else gl.int16  # `codes.row_word`
-        of_values = gl.allocate_shared_memory(ROW, [STAGES, c.TILE], PLAIN)
-        of_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 2], PLAIN)
-        stored = Stored(KS, VS, TABLE, st_b, of_keys, of_values, of_tiles)
-    elif c.BLOCK_SCALES:
-        of_keys = gl.allocate_shared_memory(gl.uint8, [STAGES, c.TILE, c.WORDS_K // 4], BYTES)
-        of_values = gl.allocate_shared_memory(gl.uint8, [STAGES, c.TILE, c.WORDS_V // 4], BYTES)
-        stored = Stored(KS, VS, TABLE, st_b, of_keys, of_values, facts)
-    key_codes, value_codes = keys, values
-    if c.CODE_STAGES > 0:
-        queries = Ring(queries.tiles, barriers(3, 1), barriers(3, 1))
-        if c.KEYS_8:
-            keys = as_codes(key_codes)
+        v_stages = allocate_stages(MMA_DTYPE, cfg.STAGES, cfg.BLOCK_N, cfg.DV, 2)
+    tile_info = gl.allocate_shared_memory(
+        gl.int32, [PAGE_IDS_ROW + 1, TILE_INFO_FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    UNSWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    UNSWIZZLED_2D: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    stored_scales = StoredScales(
+        K_SCALES, V_SCALES, PAGE_TABLE, stride_table_b, tile_info, tile_info, tile_info
+    )  # placeholders: without stored scales none is read
+    if cfg.TOKEN_SCALES:
+        k_scales_smem = gl.allocate_shared_memory(gl.float32, [STAGES, cfg.BLOCK_N], UNSWIZZLED)
+        ROW: gl.constexpr = gl.int32 if cfg.CODE == "int4" else gl.int16  # `dequant.pack_row_scale`
+        v_scales_smem = gl.allocate_shared_memory(ROW, [STAGES, cfg.BLOCK_N], UNSWIZZLED)
+        tile_v_scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 2], UNSWIZZLED)
+        stored_scales = StoredScales(
+            K_SCALES, V_SCALES, PAGE_TABLE, stride_table_b, k_scales_smem, v_scales_smem, tile_v_scales
+        )
+    elif cfg.BLOCK_SCALES:
+        k_scales_smem = gl.allocate_shared_memory(gl.uint8, [STAGES, cfg.BLOCK_N, cfg.PACKED_K // 4], UNSWIZZLED_2D)
+        v_scales_smem = gl.allocate_shared_memory(gl.uint8, [STAGES, cfg.BLOCK_N, cfg.PACKED_V // 4], UNSWIZZLED_2D)
+        stored_scales = StoredScales(
+            K_SCALES, V_SCALES, PAGE_TABLE, stride_table_b, k_scales_smem, v_scales_smem, tile_info
+        )
+    k_code_stages, v_code_stages = k_stages, v_stages
+    if cfg.CODE_STAGES > 0:
+        q_stages = PipelineStages(q_stages.tiles, allocate_mbarriers(3, 1), allocate_mbarriers(3, 1))
+        if cfg.FP8_QK:
+            k_stages = view_as_e4m3(k_code_stages)
         else:
-            key_codes = make_ring(gl.int16, c.CODE_STAGES, c.TILE, c.WORDS_K, 1)
-        value_codes = make_ring(gl.int16, c.CODE_STAGES, c.TILE, c.WORDS_V, 1)
+            k_code_stages = allocate_stages(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, 1)
+        v_code_stages = allocate_stages(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_V, 1)
     fence_async_shared()
-    wait_for_previous()
-    strides = (so_t, so_h, sl_t, sl_h)
-    zero_padding(OUT, LSE, first_row(CU, B, True), T, strides, c)
-    scores = scalar(softmax_scale, SOFTMAX_T, c.SOFTMAX_T) * LOG2E
-    of_output = scalar(out_scale, OUT_T, c.OUT_T)
-    of_pages, of_values = scores * c.K_FACTOR, softcap * 0.0 + c.V_FACTOR  # a tensor, where there is no scale either
-    if not c.K_T:
-        of_pages = of_pages * k_scale
-    if not c.V_T:
-        of_values = of_values * v_scale
-    tensors, turns = (OUT, LSE, SINKS), Turns(K_SIGNS, V_SIGNS, K_CHANNELS, V_CHANNELS)
-    maps, given = (Q, K, V), (TABLE, LENS, CU)
-    if c.NEW:
-        both = Both(scores, of_pages, K_T, of_values, V_T, of_output, softcap, turns)
-        NEW_DTYPE: gl.constexpr = KN.dtype
-        shared, codes, new = (queries, facts, keys, values), (key_codes, value_codes), (KN, VN)
-        run_new(tensors, both, strides, shared, codes, stored, maps, new, given, B, DTYPE, NEW_DTYPE, c, n)
-    elif c.CODE_STAGES > 0:
-        numbers = Numbers(of_pages, K_T, of_values * of_output, V_T, softcap, turns)
-        read = values
-        if c.VALUES_8:
-            read = as_codes(values)
+    # Wait for the previous kernel; then scales and padding.
+    pdl_wait()
+    strides = (stride_out_t, stride_out_h, stride_lse_t, stride_lse_h)
+    zero_padding_rows(OUT, LSE, load_q_begin(CU_SEQLENS_Q, B, True), T, strides, cfg)
+    score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E
+    output_scale = load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE)
+    cached_score_scale, v_scales_smem = (
+        score_scale * cfg.K_RESIDUAL_SCALE,
+        softcap * 0.0 + cfg.V_RESIDUAL_SCALE,
+    )  # a tensor even without a scale
+    if not cfg.HAS_K_SCALE:
+        cached_score_scale = cached_score_scale * k_scale
+    if not cfg.HAS_V_SCALE:
+        v_scales_smem = v_scales_smem * v_scale
+    tensors, rotation = (OUT, LSE, SINKS), RotationTensors(K_SIGNS, V_SIGNS, K_CHANNEL_SCALES, V_CHANNEL_SCALES)
+    tensor_maps, lengths = (Q, K, V), (PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q)
+    # Warp roles: converter, two consumers, producer.
+    if cfg.HAS_NEW_KV:
+        call_scales = NewAndCachedScales(
+            score_scale, cached_score_scale, K_SCALE, v_scales_smem, V_SCALE, output_scale, softcap, rotation
+        )
+        NEW_DTYPE: gl.constexpr = K_NEW.dtype
+        smem_stages, code_stages, new_maps = (
+            (q_stages, tile_info, k_stages, v_stages), (k_code_stages, v_code_stages), (K_NEW, V_NEW),
+        )  # fmt: skip
+        warp_specialize_with_new_kv(
+            tensors, call_scales, strides, smem_stages, code_stages, stored_scales, tensor_maps, new_maps, lengths, B,
+            DTYPE, NEW_DTYPE, cfg, new_cfg,
+        )  # fmt: skip
+    elif cfg.CODE_STAGES > 0:
+        call_scales = CallScales(cached_score_scale, K_SCALE, v_scales_smem * output_scale, V_SCALE, softcap, rotation)
+        v_read_stages = v_stages
+        if cfg.FP8_PV:
+            v_read_stages = view_as_e4m3(v_stages)
         gl.warp_specialize(
             [
-                (convert, (stored, queries, facts, key_codes, value_codes, keys, values, c)),
-                (attend, (tensors, numbers, strides, queries, facts, keys, read, stored, 0, DTYPE, c)),
-                (attend, (tensors, numbers, strides, queries, facts, keys, read, stored, 1, DTYPE, c)),
-                (produce, (maps, maps, given, B, st_b, queries, facts, key_codes, value_codes, maps, 3, c)),
+                (converter, (stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, k_stages, v_stages,
+                             cfg)),
+                (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_read_stages, stored_scales,
+                            0, DTYPE, cfg)),
+                (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_read_stages, stored_scales,
+                            1, DTYPE, cfg)),
+                (producer, (tensor_maps, tensor_maps, lengths, B, stride_table_b, q_stages, tile_info, k_code_stages,
+                            v_code_stages, tensor_maps, 3, cfg)),
             ],
-            [4, 4, 1], [c.REGISTERS, c.REGISTERS, 24],
+            [4, 4, 1], [cfg.CONSUMER_REGISTERS, cfg.CONSUMER_REGISTERS, 24],
         )  # fmt: skip
     else:
-        numbers = Numbers(of_pages, K_T, of_values * of_output, V_T, softcap, turns)
+        call_scales = CallScales(cached_score_scale, K_SCALE, v_scales_smem * output_scale, V_SCALE, softcap, rotation)
         gl.warp_specialize(
             [
-                (attend, (tensors, numbers, strides, queries, facts, keys, values, stored, 0, DTYPE, c)),
-                (attend, (tensors, numbers, strides, queries, facts, keys, values, stored, 1, DTYPE, c)),
-                (produce, (maps, maps, given, B, st_b, queries, facts, keys, values, maps, 2, c)),
+                (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, 0,
+                            DTYPE, cfg)),
+                (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, 1,
+                            DTYPE, cfg)),
+                (producer, (tensor_maps, tensor_maps, lengths, B, stride_table_b, q_stages, tile_info, k_stages,
+                            v_stages, tensor_maps, 2, cfg)),
             ],
-            [4, 1], [c.REGISTERS, 24],
+            [4, 1], [cfg.CONSUMER_REGISTERS, 24],
         )  # fmt: skip
-    launch_dependents()
+    pdl_launch_dependents()

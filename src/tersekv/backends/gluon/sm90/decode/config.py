@@ -1,0 +1,293 @@
+"""Chooses the tile configuration of Gluon's decode, from facts.
+
+Measured on an H200, 2026-11-21 (notes/decode.md), D 128, 32/8 heads.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from .....formats import TOKEN_HEAD, kv_format, pair_of
+from ....host import launch
+
+SMALL_M_ROWS = 32  # of a KV head, up to which `mainloop` is the faster kernel
+SMALL_M_ROWS_4BIT = 16  # where decode_producer_warp does not take 32
+SHORT_CONTEXT, SHORT_CONTEXT_4BIT = 384, 1024  # keys of a page table row, up to which requests are short
+FEW_SPLITS = 1.5  # splits of a work tile, on average: with no more, few are split
+LARGE_CACHE_KEYS = 2**17  # keys of the page table, from which on decode_producer_warp takes 32 rows
+MAX_ROWS_16BIT = 16  # up to which it is faster than Triton's: 32 rows of bf16, 64 × 8K, 522 against 515 µs
+
+
+class TileConfig(NamedTuple):
+    """Tile configuration of the split pass."""
+
+    block_n: int  # keys of an iteration
+    num_stages: int
+    ctas_per_sm: int  # of four warps
+    max_registers: int | None  # so that ctas_per_sm fit; None: the compiler's choice
+    min_blocks_per_range: int = 1
+    heads_per_cta: int = 4  # KV heads, at most
+    warps_per_head: int = 1
+    shared_tiles: bool = False  # by shared_tiles or rows_64
+    producer_warp: bool = False  # by kernel_producer_warp: one warp copies for four others
+    rows_64: bool = False  # by rows_64
+    converted_stages: int = 0  # fp16 stages of rows_64
+
+
+def num_query_rows(f: SimpleNamespace) -> int:
+    """Returns the most query rows of a KV head in a request: tokens × group."""
+    return f.max_q_len * f.q.shape[1] // max(f.k_cache.shape[2], 1)
+
+
+def max_small_m_rows(f: SimpleNamespace) -> int:
+    """Returns the query rows of a KV head up to which each warp dequantizes for itself; pairs have no other kernel.
+
+    int4 follows the measurements of nvfp4.
+    """
+    k, v = pair_of(f)
+    takes_rows_64 = has_4bit_codes(f) and k == v and uses_converter_warpgroup(f) and not _takes_32_rows_per_warp(f)
+    return SMALL_M_ROWS_4BIT if takes_rows_64 else SMALL_M_ROWS
+
+
+def is_large_m(f: SimpleNamespace) -> bool:
+    """Returns whether rows share the dequantized tiles (shared_tiles, rows_64)."""
+    return num_query_rows(f) > max_small_m_rows(f)
+
+
+def padded_head_dims(f: SimpleNamespace) -> tuple[int, int]:
+    """Returns the columns of a K and a V row in shared memory, powers of two; the excess is 0 or a neighbour's."""
+    return launch.next_power_of_2(f.q.shape[2]), launch.next_power_of_2(f.out.shape[2])
+
+
+def has_padded_head_dims(f: SimpleNamespace) -> bool:
+    """Returns whether rows are shorter than in shared memory."""
+    return padded_head_dims(f) != (f.q.shape[2], f.out.shape[2])
+
+
+def has_4bit_codes(f: SimpleNamespace) -> bool:
+    """Returns whether keys or values have 4 bits."""
+    return any(fmt.values_per_element > 1 for fmt in pair_of(f))
+
+
+def kv_row_bytes(f: SimpleNamespace) -> int:
+    """Returns the bytes of a key and its value in shared memory, stored scales included."""
+    (k, v), (d, dv) = pair_of(f), padded_head_dims(f)
+    return k.row_bytes(d) + v.row_bytes(dv)
+
+
+def rotation_smem_bytes(f: SimpleNamespace, heads: int) -> int:
+    """Returns the bytes of the column scales of `heads` heads, where rows are rotated or have channel scales."""
+    sides = ((f.k_signs, f.k_channel_scale, f.q), (f.v_signs, f.v_channel_scale, f.out))
+    return sum(4 * heads * x.shape[2] for *rotation, x in sides if rotation != [None, None])
+
+
+def _takes_32_rows_per_warp(f: SimpleNamespace) -> bool:
+    """Returns whether decode_producer_warp takes 32 rows: each warp of four heads unpacks once for all of them.
+
+    64 × 8K: 413 → 352 µs, 16 × 8K: 140 → 110, pages of 16: 597 → 356; but it splits requests more often, which few keys
+    do not repay: 64 × 1K 68 → 78, 1 × 8K 22.6 → 28.7.
+    """
+    num_cache_keys = f.page_table.shape[0] * f.page_table.shape[1] * f.k_cache.shape[1]
+    return choose_heads_per_cta(f) == 4 and num_cache_keys >= LARGE_CACHE_KEYS
+
+
+def uses_converter_warpgroup(f: SimpleNamespace) -> bool:
+    """Returns whether rows_64 takes these heads: two fp16 tiles each of K and V fit; else shared_tiles does."""
+    d, dv = padded_head_dims(f)
+    return d == dv <= 128
+
+
+def choose_block_m(f: SimpleNamespace) -> int:
+    """Returns the query rows of a work tile."""
+    return min(max(64 if is_large_m(f) else 8, launch.next_power_of_2(num_query_rows(f))), 128)
+
+
+def choose_heads_per_cta(f: SimpleNamespace, max_heads: int = 4) -> int:
+    """Returns the KV heads of a CTA."""
+    return next(n for n in (8, 4, 2, 1) if n <= max_heads and f.k_cache.shape[2] % n == 0)
+
+
+# 64 × 8K: 249 µs, 64 × 1K: 37.3, 256 × 1K: 138, 256 × 8K: 947, 1 × 8K: 10.3, 1 × 128K: 67.6
+# bf16 in tiles of 32, 64 × 8K: 484 µs (Triton's kernel 492), 64 × 1K: 65.8 (69.5), 1 × 8K: 14.0 (15.7)
+_TILES_64_KEYS = TileConfig(64, 3, 1, 255)
+# 64 × 8K: 251 µs, 64 × 1K: 41.7, 256 × 1K: 143; with pages of 16 248 to 255, where _TILES_64_KEYS takes 260
+_TILES_32_KEYS = TileConfig(32, 2, 3, 168)
+# Four heads and a producer warp: 64 × 8K: 156 µs, 64 × 1K: 30.5, 256 × 1K: 86.3, 16 × 8K: 47.8, 1 × 8K: 9.7,
+# where three CTAs of two stages take 161, 33.4, 97.5, 53.3 and 11.0; four of half the keys 185, 32.8, 101 and 71.8
+_TILES_4BIT = TileConfig(64, 3, 2, 255)
+# 32 rows, 64 × 8K: fp8 309 µs, per token and head 360, int8 396
+_TILES_32_ROWS = TileConfig(64, 3, 1, 255)
+_TILES_32_ROWS_4BIT = TileConfig(16, 6, 2, 255, producer_warp=True)
+# 64 rows, 64 × 8K: fp8 346 µs (396 by shared_tiles), per token and head 420 (507), int8 435 (534), nvfp4 436 (502);
+# 128 rows: 510 (769), 700, 730, 630
+_TILES_ROWS_64 = TileConfig(64, 0, 2, None, heads_per_cta=1, shared_tiles=True, rows_64=True)
+_TILES_SHARED = TileConfig(64, 4, 2, 255, heads_per_cta=1, shared_tiles=True)
+
+
+def choose_tile_config(f: SimpleNamespace) -> TileConfig:
+    """Returns the tile configuration of the split pass."""
+    fmt = kv_format(f.format)
+    tile_config = (
+        _TILES_32_KEYS if f.k_cache.shape[1] % 64 or _has_many_short_requests(f, SHORT_CONTEXT) else _TILES_64_KEYS
+    )
+    if has_4bit_codes(f):
+        tile_config = _TILES_4BIT._replace(
+            producer_warp=choose_heads_per_cta(f) == 4,
+            block_n=32 if _has_many_short_requests(f, SHORT_CONTEXT_4BIT) else 64,
+        )
+    max_dim, block_m = max(padded_head_dims(f)), choose_block_m(f)
+    if (fmt.storage.itemsize == 2 and max_dim > 64) or (has_padded_head_dims(f) and max_dim > 128):
+        tile_config = tile_config._replace(block_n=32)
+    if is_large_m(f):
+        return _rows_64_config(f, block_m) if uses_converter_warpgroup(f) else _shared_tiles_config(f, block_m)
+    if block_m > 16 and tile_config.producer_warp and uses_converter_warpgroup(f):
+        tile_config = _TILES_32_ROWS_4BIT
+    elif block_m > 16:
+        tile_config = _TILES_32_ROWS._replace(warps_per_head=block_m // 16, heads_per_cta=max(1, 128 // block_m))
+    elif tile_config.ctas_per_sm > 2 and max_dim * block_m > 1024:  # twice the accumulators
+        tile_config = tile_config._replace(ctas_per_sm=2, max_registers=255)
+    if block_m == 16 and max_dim > 128:
+        tile_config = _with_two_warps_per_head(
+            tile_config, 2 if fmt.storage.itemsize == 2 else 4, choose_heads_per_cta(f)
+        )
+    heads = choose_heads_per_cta(f, tile_config.heads_per_cta)
+    bytes_per_key = kv_row_bytes(f) * heads
+    limit, max_block_n = (
+        launch.shared_memory(f) // tile_config.ctas_per_sm - 2048 - rotation_smem_bytes(f, heads),
+        tile_config.block_n,
+    )
+    while tile_config.block_n > 16 and tile_config.num_stages * tile_config.block_n * bytes_per_key > limit:
+        tile_config = tile_config._replace(block_n=tile_config.block_n // 2)
+    if (
+        tile_config.producer_warp and tile_config.block_n < max_block_n
+    ):  # more stages of fewer keys, to keep the memory busy
+        tile_config = tile_config._replace(
+            num_stages=max(tile_config.num_stages, min(4, limit // (tile_config.block_n * bytes_per_key)))
+        )
+    return tile_config
+
+
+def _has_many_short_requests(f: SimpleNamespace, max_keys: int) -> bool:
+    """Returns whether requests are short, and so many that some CTAs process whole ones. Then a small BLOCK_N wastes
+    less at the ends of requests, and three CTAs of an SM wait less than one.
+
+    1000 × 100: uneven fp8 85.7 → 74.3 µs, int8 98.6 → 82.3 (89.8 without fused combine), nvfp4 75.8 → 72.1; 1000 × 300:
+    int8 202 → 178, nvfp4 156 → 125. Longer ones gain nothing: 300 × 500 fp8 85.2 → 87.8.
+    """
+    heads = choose_heads_per_cta(f)
+    num_ctas = launch.num_sms(f) * _TILES_32_KEYS.ctas_per_sm * (4 // heads)
+    has_few_requests = f.seq_lens.shape[0] * FEW_SPLITS < num_ctas // (f.k_cache.shape[2] // heads)
+    return not has_few_requests and f.page_table.shape[1] * f.k_cache.shape[1] <= max_keys
+
+
+def _with_two_warps_per_head(tile_config: TileConfig, max_heads: int, heads: int) -> TileConfig:
+    """Returns the configuration with a head's query rows divided between two warps: accumulators of 16 rows of more
+    than 128 columns do not fit in one warp's registers.
+
+    D 256, 16 heads over one, 4 × 254383: nvfp4 258 → 177 µs, int4 208 → 131; 4 × 200000, fp8_per_token_head: 280 → 125.
+    Over eight, 64 × 2048: nvfp4 214 → 171, int4 157 → 125, fp8 189 → 170; 64 × 1024, bf16: 166 → 155.
+    """
+    tile_config = tile_config._replace(warps_per_head=2, heads_per_cta=max_heads, producer_warp=False)
+    return tile_config._replace(ctas_per_sm=1, max_registers=255) if min(heads, max_heads) == 4 else tile_config
+
+
+def _shared_tiles_config(f: SimpleNamespace, block_m: int) -> TileConfig:
+    """Returns the configuration of shared_tiles: as many stages as fit beside Q and the fp16 tiles of K and V."""
+    fmt, d, dv = kv_format(f.format), f.q.shape[2], f.out.shape[2]
+    tile_config = _TILES_SHARED._replace(warps_per_head=block_m // 16, ctas_per_sm=128 // block_m)
+    if max(d, dv) > 128:
+        tile_config = tile_config._replace(block_n=32)
+    query_rows = 0 if block_m == tile_config.block_n and d <= 128 else block_m  # 0: Q is held in registers
+    fixed_bytes = 2 * (query_rows * d + tile_config.block_n * (d + dv)) + 4096 + rotation_smem_bytes(f, 1)
+    stage_bytes = tile_config.block_n * (fmt.code_bytes(d) + fmt.code_bytes(dv))
+    return tile_config._replace(
+        num_stages=max(2, min(6, (launch.shared_memory(f) // tile_config.ctas_per_sm - fixed_bytes) // stage_bytes))
+    )
+
+
+def _rows_64_config(f: SimpleNamespace, block_m: int) -> TileConfig:
+    """Returns the configuration of rows_64: as many stages as fit beside the fp16 tiles."""
+    fmt, d = kv_format(f.format), f.q.shape[2]
+    ctas_per_sm = 128 // block_m
+    # 1 KB of a CTA is the driver's; mbarriers, and stored scales of four n_blocks.
+    smem_bytes = (launch.shared_memory(f) + 1024) // ctas_per_sm - 1536 - (4096 if fmt.scale == TOKEN_HEAD else 0)
+    smem_bytes -= rotation_smem_bytes(f, 1)
+    stage_bytes, converted_stage_bytes = 2 * 64 * fmt.code_bytes(d), 2 * 64 * d
+    converted_stages = 4 if smem_bytes - 4 * converted_stage_bytes >= 3 * stage_bytes else 3
+    return _TILES_ROWS_64._replace(
+        num_stages=min(6, (smem_bytes - converted_stages * converted_stage_bytes) // stage_bytes),
+        ctas_per_sm=ctas_per_sm, warps_per_head=block_m // 16, converted_stages=converted_stages,
+    )  # fmt: skip
+
+
+def num_prefetched_queries(f: SimpleNamespace, tile_config: TileConfig, heads_per_cta: int) -> int:
+    """Returns the stages of prefetched queries of a CTA; 0 where prefetch is impossible, or does not pay.
+
+    16 × 8K, unequal: fp8 49.8 → 48.2 µs, per token and head 53.1 → 51.1, bf16 88.2 → 87.2; 64 × 8K, unequal: 221 → 219.
+    With 16 rows it costs: bf16 502 → 506 (64 × 8K). Rows shorter than in shared memory are loaded with a mask, which
+    spilled registers here.
+    """
+    block_m, d = choose_block_m(f), padded_head_dims(f)[0]
+    is_aligned = f.q.aligned and all(n % 16 == 0 for n in f.q.stride[:2])  # copies of 16 bytes
+    if tile_config.shared_tiles or block_m > 8 or has_4bit_codes(f) or has_padded_head_dims(f) or not is_aligned:
+        return 0
+    smem_bytes = (
+        tile_config.num_stages * tile_config.block_n * heads_per_cta * kv_row_bytes(f)
+        + (tile_config.num_stages - 1) * heads_per_cta * block_m * d * f.q.dtype.itemsize
+    )
+    smem_bytes += rotation_smem_bytes(f, heads_per_cta)
+    return tile_config.num_stages - 1 if smem_bytes <= launch.shared_memory(f) // tile_config.ctas_per_sm - 1024 else 0
+
+
+def choose_combine_tile(num_splits: int, num_rows: int, columns: int) -> tuple[int, int, int]:
+    """Returns (rows, splits, columns) that a CTA of the combine loads at once: 64 numbers a thread.
+
+    At least 16 splits, since lengths may differ: 16 unequal requests of 8K 51.8 → 50.7 µs, equal ones 68.4 → 68.1.
+    """
+    num_splits = min(256, max(16, launch.next_power_of_2(num_splits)))
+    columns = min(8192 // num_splits, launch.next_power_of_2(columns))
+    return min(8192 // num_splits // columns, launch.next_power_of_2(num_rows)), num_splits, columns
+
+
+def uses_fused_combine(
+    f: SimpleNamespace, block_n: int, num_ctas: int, num_ranges: int, floats_per_partial: int
+) -> bool:
+    """Returns whether the last CTA to store a split of a work tile combines them, instead of a second launch.
+
+    floats_per_partial: numbers of a partial result
+
+    One launch less saves the host 4 µs; 64 × 1K 36.1 → 35.4 µs, 64 × 8K 246 → 244. With many splits a single CTA
+    combines longer than a second launch takes, 2 µs (8 × 8K 38.3 → 40.0, 16 unequal requests 65.7 → 67.7); and CTAs
+    that share an SM delay each other (nvfp4 64 × 1K 35.9 → 38.3, pages of 16 42.2 → 44.1), unless few work tiles are
+    split (int8, pages of 16: 256 × 300 56.7 → 52.5, 400 × 150 50.1 → 46.4, 136 × 424 43.4 → 41.7). Splits are bounded
+    by the page table's keys: 4 × 256 6.7 → 6.7 µs, 4 × 512 6.8 → 7.8.
+    """
+    num_m_blocks = 1 if f.cu_seqlens_q is not None else -(-num_query_rows(f) // choose_block_m(f))
+    max_blocks = -(-f.page_table.shape[1] * f.k_cache.shape[1] // block_n)
+    splits_per_work_tile = min(
+        num_ranges / max(f.seq_lens.shape[0] * num_m_blocks, 1), max_blocks
+    )  # for equal work tiles
+    is_small = (
+        choose_block_m(f) <= 16 and floats_per_partial <= 4096 and splits_per_work_tile * floats_per_partial <= 8192
+    )
+    has_one_cta_per_sm = num_ctas <= launch.num_sms(f)
+    return is_small and (
+        splits_per_work_tile <= FEW_SPLITS or (has_one_cta_per_sm and (splits_per_work_tile <= 3 or max_blocks <= 4))
+    )
+
+
+def choose_fused_combine_tile(num_rows: int, columns: int) -> tuple[int, int, int]:
+    """Returns (rows of a head, splits, columns) that a CTA combines at once, in 16 to 64 numbers a thread."""
+    num_rows = launch.next_power_of_2(num_rows)
+    columns = min(columns, max(16, 1024 // num_rows))
+    return num_rows, max(1, 1024 // (num_rows * columns)), columns
+
+
+def choose_keys_per_copy(f: SimpleNamespace, tile_config: TileConfig) -> int:
+    """Returns the keys of one tensor copy: as many of an n_block as any page holds together; at least 8."""
+    keys = tile_config.block_n
+    while f.k_cache.shape[1] % keys:
+        keys //= 2
+    (k, v), (d, dv) = pair_of(f), padded_head_dims(f)
+    return keys if max(k.code_bytes(d), v.code_bytes(dv)) <= 128 else min(keys, 16)

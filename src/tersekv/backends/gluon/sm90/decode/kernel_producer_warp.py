@@ -1,0 +1,237 @@
+"""Split pass of paged decode on Hopper for 4-bit keys or values: `kernel` with a fifth warp as the producer.
+
+Unpacking 4 bits keeps the four consumer warps busy. Starting the copies of an n_block costs as much as unpacking 10
+keys, and four times that with pages of 16, so a producer warp does it. For the same reason a warp has all of up to 32
+query rows of its head, and unpacks once (`mainloop_step_lazy_rescale`).
+
+Mask: `mainloop.compute_scores_of_mma_tile`. Free stage: `producer`, on empty_barriers. Rescale: `mainloop_step` or
+`mainloop_step_lazy_rescale`. Combine: `combine`, in a second launch.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ...versions import thread_barrier
+from ..parts.pipeline import allocate_mbarrier_groups, pdl_launch_dependents, pdl_wait
+from ..parts.tile_scheduler import (
+    LOG2E,
+    advance_to_request,
+    count_splits,
+    load_request_shape,
+    load_scale,
+    split_metadata_ptr,
+    work_tile_at,
+    zero_padding_rows,
+)
+from .cta_range import assign_rounded_cta_range, load_scale_per_head
+from .kernel import kv_heads_of_cta, store_output, store_partial, store_split_metadata, work_tile_metadata_ptr
+from .layouts import allocate_query_smem, mma_layout, store_query_operand
+from .mainloop import init_softmax_state, mainloop_step
+from .mainloop_lazy_rescale import init_lazy_softmax_state, mainloop_step_lazy_rescale, reduce_softmax_state
+from .mask import unmasked_range
+from .params import AttentionTensors, CallScales, MaskArgs, PageLookup, QueryOperands, Strides, TensorMaps
+from .producer import (
+    advance_prefetch_position,
+    allocate_kv_stages,
+    copy_kv_tile,
+    copy_scale_tile,
+    init_prefetch_position,
+)
+from .query import load_query
+from .rotation import allocate_rotation_smem, load_rotation_scales_of_heads, store_rotation_scales, unrotate_acc
+
+
+@gluon.jit
+def producer(
+    tensor_maps, page_lookup, kv_stages, full_barriers, empty_barriers, first_head, cta_range, cfg: gl.constexpr,
+    tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Copies every n_block of the CTA range as stages become free."""
+    NUM_COPIES: gl.constexpr = tile_cfg.NUM_BUFFERS * tile_cfg.COPIES_PER_BUFFER
+    BLOCK_BYTES: gl.constexpr = (
+        tile_cfg.K.COPY_BYTES + tile_cfg.K.SCALE_COPY_BYTES + tile_cfg.V.COPY_BYTES + tile_cfg.V.SCALE_COPY_BYTES
+    )
+    prefetch_pos = init_prefetch_position(page_lookup, cta_range, cfg, tile_cfg)
+    for iter in range(0, cta_range.block_end - cta_range.block_begin):
+        stage, n_block = iter % tile_cfg.STAGES, prefetch_pos.first_n_block + prefetch_pos.n_block
+        # Wait for a free stage, then start its copies.
+        mbarrier.wait(empty_barriers.index(stage), ((iter // tile_cfg.STAGES) & 1) ^ 1)
+        full_barrier = full_barriers.index(stage)
+        mbarrier.expect(full_barrier, NUM_COPIES * BLOCK_BYTES)
+        for i in gl.static_range(NUM_COPIES):
+            page_id, i_copy = (
+                prefetch_pos.page_ids[i],
+                stage * tile_cfg.COPIES_PER_BUFFER + i % tile_cfg.COPIES_PER_BUFFER,
+            )
+            page_slot = (
+                n_block * cfg.BLOCK_N + i * (tile_cfg.KEYS_PER_BUFFER // tile_cfg.COPIES_PER_BUFFER)
+            ) % cfg.PAGE
+            copy_kv_tile(
+                tensor_maps.K, kv_stages.k[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy, page_id, first_head,
+                page_slot, True, cfg.K_ROWS_PER_PAGE, tile_cfg,
+            )  # fmt: skip
+            if tile_cfg.K.SCALE_COPY_BYTES > 0:
+                copy_scale_tile(
+                    tensor_maps.K_SCALES, kv_stages.k_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy,
+                    page_id, first_head, page_slot, True, False, tile_cfg,
+                )  # fmt: skip
+            copy_kv_tile(
+                tensor_maps.V, kv_stages.v[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy, page_id, first_head,
+                page_slot, True, cfg.V_ROWS_PER_PAGE, tile_cfg,
+            )  # fmt: skip
+            if tile_cfg.V.SCALE_COPY_BYTES > 0:
+                copy_scale_tile(
+                    tensor_maps.V_SCALES, kv_stages.v_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy,
+                    page_id, first_head, page_slot, True, True, tile_cfg,
+                )  # fmt: skip
+        prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, cta_range.block_end, cfg, tile_cfg)
+
+
+@gluon.jit
+def consumer(
+    tensors, scales, strides, kv_stages, rotation_smem, q_smem, full_barriers, empty_barriers, cta_range,
+    cfg: gl.constexpr, tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Processes the n_blocks of the CTA range for HEADS_PER_CTA heads."""
+    SEQ_LENS, CU_SEQLENS_Q, MASK = tensors.SEQ_LENS, tensors.CU_SEQLENS_Q, tensors.MASK
+    block, block_end, i_request, n_block_base = (
+        cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
+    )  # fmt: skip
+    first_head = cta_range.head_group * tile_cfg.HEADS_PER_CTA
+    heads = kv_heads_of_cta(
+        first_head,
+        gl.SliceLayout(1, gl.SliceLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD))),
+        tile_cfg,
+    )
+    head_score_scales = scales.score_scale * load_scale_per_head(
+        scales.k_scale, scales.K_SCALE, heads, cfg.HAS_K_SCALE, cfg.K_SCALE_STRIDE
+    )
+    v_out_scale = (
+        load_scale_per_head(scales.v_scale, scales.V_SCALE, heads, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE)
+        * scales.out_scale
+    )
+    request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, block < block_end, cfg)
+    iter = 0
+    while block < block_end:
+        i_request, n_block_base, request = advance_to_request(
+            SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
+        )
+        work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
+        row_begin = work_tile.m_block * cfg.BLOCK_M
+        q, q_scales = load_query(tensors, strides, rotation_smem, work_tile, first_head, cfg, tile_cfg)
+        if cfg.BLOCK_M > 16:
+            thread_barrier()
+            for i in gl.static_range(gl.constexpr(tile_cfg.K.PACK)):
+                store_query_operand(q_smem, i, q.operands[i], cfg, tile_cfg)
+            thread_barrier()
+            q = QueryOperands(q_smem, q.row_sums)
+        score_scales = head_score_scales[:, None] * q_scales
+        mask_args = MaskArgs(
+            work_tile.num_keys, work_tile.num_q_rows, row_begin, work_tile.q_begin, MASK, strides.mask_t
+        )
+        unmasked_begin, unmasked_end = unmasked_range(request, cfg)
+        step: gl.constexpr = mainloop_step_lazy_rescale if cfg.BLOCK_M > 16 else mainloop_step
+        state = init_lazy_softmax_state(cfg, tile_cfg) if cfg.BLOCK_M > 16 else init_softmax_state(cfg, tile_cfg)
+        for n_block in range(
+            request.first_n_block + work_tile.n_block_begin, request.first_n_block + work_tile.n_block_end
+        ):
+            # Wait for the stage; QK, mask, online softmax, PV; release the stage.
+            stage = iter % tile_cfg.STAGES
+            mbarrier.wait(full_barriers.index(stage), (iter // tile_cfg.STAGES) & 1)
+            if (n_block >= unmasked_begin) & (n_block < unmasked_end):
+                state = step(
+                    state, kv_stages, stage, q, score_scales, scales.softcap, n_block, mask_args, False, cfg, tile_cfg
+                )
+            else:
+                state = step(
+                    state, kv_stages, stage, q, score_scales, scales.softcap, n_block, mask_args, True, cfg, tile_cfg
+                )
+            thread_barrier()
+            mbarrier.arrive(empty_barriers.index(stage))
+            iter += 1
+        # Epilogue: output of an unsplit work tile, else a partial result.
+        state = reduce_softmax_state(state, cfg, tile_cfg)
+        if tile_cfg.V.ROTATION.ENABLED:
+            state = unrotate_acc(state, rotation_smem, cfg, tile_cfg)
+        if work_tile.n_block_begin == 0:
+            num_splits = count_splits(work_tile, cta_range.blocks_per_range, cta_range.i_range)
+            store_split_metadata(
+                work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg),
+                num_splits,
+                cta_range.i_range,
+            )
+        if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
+            store_output(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
+        else:
+            partial_slot = 2 * (cta_range.i_range * cfg.HEADS + first_head) + gl.where(
+                work_tile.n_block_begin == 0, 1, 0
+            )
+            store_partial(
+                tensors.SPLIT_WORKSPACE, partial_slot, state, first_head, work_tile.num_q_rows * cfg.GROUP - row_begin,
+                cfg, tile_cfg,
+            )  # fmt: skip
+        block += work_tile.n_block_end - work_tile.n_block_begin
+
+
+@gluon.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["B"])
+def decode_producer_warp_kernel(
+    Q, K, V, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, K_SIGNS,
+    V_SIGNS, K_CHANNEL_SCALES, V_CHANNEL_SCALES,
+    softmax_scale, SOFTMAX_SCALE, k_scale, K_SCALE, v_scale, V_SCALE, out_scale, OUT_SCALE, softcap,
+    B, T, stride_q_t, stride_q_h, stride_table_b, stride_mask_t, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
+    cfg: gl.constexpr, tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Processes one CTA range for HEADS_PER_CTA heads. See the module's docstring, and `decode_kernel`'s."""
+    i_cta = gl.program_id(0)
+    i_range, num_ranges = i_cta // tile_cfg.HEAD_GROUPS, gl.num_programs(0) // tile_cfg.HEAD_GROUPS
+    head_group = i_cta % tile_cfg.HEAD_GROUPS
+    SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_ranges * cfg.HEADS, cfg)
+    kv_stages = allocate_kv_stages(tile_cfg)
+    rotation_smem = allocate_rotation_smem(kv_stages.k[0], cfg, tile_cfg)
+    q_smem = allocate_query_smem(cfg.PACKED_K, cfg, tile_cfg) if cfg.BLOCK_M > 16 else kv_stages.k[0]
+    full_barriers, empty_barriers = allocate_mbarrier_groups(tile_cfg.STAGES, (1, 1))
+    fence_async_shared()
+    pdl_wait()
+    if cfg.VARLEN_Q:
+        zero_padding_rows(
+            OUT, LSE, gl.load(CU_SEQLENS_Q + B).to(gl.int32), T, i_cta, gl.num_programs(0), stride_out_t, stride_out_h,
+            stride_lse_t, stride_lse_h, cfg,
+        )  # fmt: skip
+    rotation_scales = load_rotation_scales_of_heads(
+        (K_SIGNS, V_SIGNS), (K_CHANNEL_SCALES, V_CHANNEL_SCALES), head_group * tile_cfg.HEADS_PER_CTA, cfg, tile_cfg
+    )
+    cta_range = assign_rounded_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_group, cfg)
+    store_rotation_scales(rotation_smem, rotation_scales)
+    tensors = AttentionTensors(Q, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, SPLIT_METADATA)
+    scales = CallScales(
+        load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E, k_scale, K_SCALE, v_scale, V_SCALE,
+        load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE), softcap,
+    )  # fmt: skip
+    strides = Strides(stride_q_t, stride_q_h, stride_mask_t, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h)
+    tensor_maps, page_lookup = (
+        TensorMaps(K, V, K_SCALES, V_SCALES),
+        PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b),
+    )
+    thread_barrier()  # the partitions' arguments may overlap the scratch of the reductions above
+    gl.warp_specialize(
+        [
+            (
+                consumer,
+                (
+                    tensors, scales, strides, kv_stages, rotation_smem, q_smem, full_barriers, empty_barriers,
+                    cta_range, cfg, tile_cfg,
+                ),
+            ),
+            (
+                producer,
+                (
+                    tensor_maps, page_lookup, kv_stages, full_barriers, empty_barriers,
+                    head_group * tile_cfg.HEADS_PER_CTA, cta_range, cfg, tile_cfg,
+                ),
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+    pdl_launch_dependents()

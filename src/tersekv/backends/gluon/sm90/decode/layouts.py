@@ -1,0 +1,352 @@
+"""Register layouts of decode's tiles. Nothing crosses lanes: every layout conversion is trivial.
+
+A warp has a KV head, or one in WARPS_PER_HEAD of its query rows; its MMA tiles are 16 keys. Both MMAs run as m16n8k16
+with keys (or V columns) on M and query rows on N, so warps exchange nothing. The order of the contracted dimension is
+free: a lane loads a contiguous run of a key's row, and the same of the query's (`query.to_query_operands`). V is
+transposed by ldmatrix in 16-bit packed words; tile j of PACK holds the columns PACK * i + j, as in the Triton kernels.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..parts.dequant import K_BLOCK_SCALES_PTX, V_BLOCK_SCALES_PTX
+
+_MOVMATRIX_PTX = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
+
+
+@gluon.constexpr_function
+def _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, rank):
+    """Returns the warp bases: WARPS_PER_HEAD warps with the same keys, then a KV head each, heads in the first
+    dimension."""
+    bases, head = [[0] * rank] * (WARPS_PER_HEAD.bit_length() - 1), 1
+    while head < HEADS_PER_CTA:
+        bases.append([head] + [0] * (rank - 1))
+        head *= 2
+    return bases
+
+
+@gluon.constexpr_function
+def _key_register_bases(NUM_KEYS, rank, dim):
+    """Returns the register bases of the keys from 16 on."""
+    bases, key = [], 16
+    while key < NUM_KEYS:
+        bases.append([key if i == dim else 0 for i in range(rank)])
+        key *= 2
+    return bases
+
+
+@gluon.constexpr_function
+def _lane_stretch_and_panels(NUM_PACKED):
+    """Returns (packed words of a lane in each panel of at most 128 bytes of a row, number of panels)."""
+    return min(NUM_PACKED, 64) // 4, max(NUM_PACKED // 64, 1)
+
+
+@gluon.constexpr_function
+def k_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
+    """Returns the layout of packed K [HEADS_PER_CTA, NUM_KEYS, NUM_PACKED]: lane l has key l // 4 (and 8 more) and a
+    run of its row."""
+    stretch, panels = _lane_stretch_and_panels(NUM_PACKED)
+    regs = [[0, 0, 1 << i] for i in range(stretch.bit_length() - 1)]
+    regs += (
+        [[0, 8, 0]] + [[0, 0, 64 << i] for i in range(panels.bit_length() - 1)] + _key_register_bases(NUM_KEYS, 3, 1)
+    )
+    lanes = [[0, 0, stretch], [0, 0, 2 * stretch], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(
+        regs, lanes, _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 3), [], [HEADS_PER_CTA, NUM_KEYS, NUM_PACKED]
+    )
+
+
+@gluon.constexpr_function
+def query_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, ROWS, NUM_PACKED, PACK):
+    """Returns the layout of a query [HEADS_PER_CTA, ROWS, NUM_PACKED * PACK columns]: lane l has row l // 4 and the
+    same columns as of its keys."""
+    stretch, panels = _lane_stretch_and_panels(NUM_PACKED)
+    columns = stretch * PACK
+    rows = [[0, 8 << i, 0] for i in range((ROWS // 8).bit_length() - 1)]
+    heads = [[1 << i, 0, 0] for i in range(HEADS_PER_CTA.bit_length() - 1)]
+    shared = WARPS_PER_HEAD.bit_length() - 1
+    regs = [[0, 0, 1 << i] for i in range(columns.bit_length() - 1)]
+    regs += [[0, 0, (4 * columns) << i] for i in range(panels.bit_length() - 1)] + rows[shared:]
+    lanes = [[0, 0, columns], [0, 0, 2 * columns], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(regs, lanes, rows[:shared] + heads, [], [HEADS_PER_CTA, ROWS, NUM_PACKED * PACK])
+
+
+@gluon.constexpr_function
+def k_scale_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
+    """Returns the layout [HEADS_PER_CTA, NUM_KEYS, words, parts of a word] of a key's block scales: lane l % 4 has the
+    l-th part."""
+    num_words = NUM_PACKED // 16
+    lanes = {
+        1: [[0, 0, 0, 1], [0, 0, 0, 2]],
+        2: [[0, 0, 0, 1], [0, 0, 1, 0]],
+        4: [[0, 0, 1, 0], [0, 0, 2, 0]],
+    }[num_words]
+    lanes = lanes + [[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
+    return gl.DistributedLinearLayout(
+        [[0, 8, 0, 0], *_key_register_bases(NUM_KEYS, 4, 1)],
+        lanes,
+        _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
+        [],
+        [HEADS_PER_CTA, NUM_KEYS, num_words, 4 // num_words],
+    )
+
+
+@gluon.constexpr_function
+def k_scale_mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
+    """Returns `k_load_layout` with the packed words as [blocks, 4]."""
+    blocks = NUM_PACKED // 16  # of a lane
+    regs = [[0, 0, 0, 1], [0, 0, 0, 2]] + [[0, 0, 1 << i, 0] for i in range(blocks.bit_length() - 1)]
+    regs += [[0, 8, 0, 0], *_key_register_bases(NUM_KEYS, 4, 1)]
+    lanes = [
+        [0, 0, blocks, 0],
+        [0, 0, 2 * blocks, 0],
+        [0, 1, 0, 0],
+        [0, 2, 0, 0],
+        [0, 4, 0, 0],
+    ]
+    return gl.DistributedLinearLayout(
+        regs, lanes, _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 4), [], [HEADS_PER_CTA, NUM_KEYS, NUM_PACKED // 4, 4]
+    )
+
+
+@gluon.constexpr_function
+def _v_scale_register_bases(NUM_PACKED, rank):
+    """Returns the register bases of the words of block scales."""
+    return [[0, 1 << i] + [0] * (rank - 2) for i in range((NUM_PACKED // 16).bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def v_scale_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
+    """Returns the layout [HEADS_PER_CTA, words, 2 bytes of a half, 4 packed, NUM_KEYS] of V block scales, as the MMA
+    operand needs them."""
+    regs = (
+        [[0, 0, 0, 0, 1], [0, 0, 0, 0, 8]]
+        + _v_scale_register_bases(NUM_PACKED, 5)
+        + _key_register_bases(NUM_KEYS, 5, 4)
+    )
+    lanes = [
+        [0, 0, 0, 0, 2],
+        [0, 0, 0, 0, 4],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 2, 0],
+        [0, 0, 1, 0, 0],
+    ]
+    return gl.DistributedLinearLayout(
+        regs, lanes, _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 5), [],
+        [HEADS_PER_CTA, NUM_PACKED // 16, 2, 4, NUM_KEYS],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def v_scale_mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
+    """Returns the layout [HEADS_PER_CTA, blocks, 4 packed, NUM_KEYS]: the operand's, with the packed words as [blocks,
+    4]."""
+    regs = (
+        [[0, 0, 0, 1], [0, 0, 0, 8]]
+        + [[0, 2 << i, 0, 0] for i in range((NUM_PACKED // 8).bit_length() - 1)]
+        + _key_register_bases(NUM_KEYS, 4, 3)
+    )
+    lanes = [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0]]
+    return gl.DistributedLinearLayout(
+        regs, lanes, _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 4), [], [HEADS_PER_CTA, NUM_PACKED // 4, 4, NUM_KEYS]
+    )
+
+
+@gluon.constexpr_function
+def mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD):
+    """Returns the accumulator layout of both MMAs: [HEADS_PER_CTA, keys or V columns, BLOCK_M]."""
+    return gl.NVMMADistributedLayout([2, 0], [HEADS_PER_CTA, 1, WARPS_PER_HEAD], [1, 16, 8])
+
+
+@gluon.constexpr_function
+def _query_smem_copy_layout(NUM_PACKED, ROWS, tile_cfg):
+    """Returns the layout of a query operand in shared memory: each lane has one contiguous row."""
+    return gl.BlockedLayout([1, NUM_PACKED * ROWS // 32], [32, 1], [tile_cfg.HEADS_PER_CTA, 1], [1, 0])
+
+
+@gluon.jit
+def allocate_query_smem(NUM_PACKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Allocates shared memory for the PACK query operands: the elements of a lane are contiguous."""
+    SMEM_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    return gl.allocate_shared_memory(
+        gl.float16, [tile_cfg.K.PACK, tile_cfg.HEADS_PER_CTA * 32, NUM_PACKED * cfg.BLOCK_M // 32], SMEM_LAYOUT
+    )
+
+
+@gluon.jit
+def store_query_operand(q_smem, I_TILE: gl.constexpr, q_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Stores a query operand [HEADS_PER_CTA, PACKED_K, BLOCK_M], the right operand, to shared memory."""
+    NUM_PACKED: gl.constexpr = cfg.PACKED_K
+    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, NUM_PACKED // 16, 2, 4, 2, cfg.BLOCK_M // 8, 8]).permute(
+        [0, 6, 3, 5, 1, 2, 4]
+    )
+    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA * 32, NUM_PACKED * cfg.BLOCK_M // 32])
+    q_smem.index(I_TILE).store(
+        gl.convert_layout(q_tile, _query_smem_copy_layout(NUM_PACKED, cfg.BLOCK_M, tile_cfg), assert_trivial=True)
+    )
+
+
+@gluon.jit
+def load_query_operand(q_smem, I_TILE: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads a query operand from shared memory."""
+    NUM_PACKED: gl.constexpr = cfg.PACKED_K
+    q_tile = q_smem.index(I_TILE).load(_query_smem_copy_layout(NUM_PACKED, cfg.BLOCK_M, tile_cfg))
+    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, 8, 4, cfg.BLOCK_M // 8, NUM_PACKED // 16, 2, 2]).permute(
+        [0, 4, 5, 2, 6, 3, 1]
+    )
+    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, NUM_PACKED, cfg.BLOCK_M])
+    return gl.convert_layout(
+        q_tile,
+        gl.DotOperandLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2),
+        assert_trivial=True,
+    )
+
+
+@gluon.jit
+def column_offset_of_heads(kv_heads, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the packed column of a copied row at which a head's own columns begin
+    (`copy_tiles._padded_head_tiles`)."""
+    SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
+    return kv_heads % SIDE.PADDED_HEADS * SIDE.HEAD_SHIFT
+
+
+@gluon.jit
+def zero_neighbor_columns(packed, tile_cfg: gl.constexpr):
+    """Returns packed K (k_load_layout) with 0 where a copied row is a neighbour's: 0 × NaN is NaN."""
+    LAYOUT: gl.constexpr = packed.type.layout
+    HEAD_SHIFT: gl.constexpr = tile_cfg.K.HEAD_SHIFT
+    o_h = (
+        gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+        % tile_cfg.K.PADDED_HEADS
+    )
+    i_shift = gl.arange(0, packed.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :] // HEAD_SHIFT
+    own = gl.where((i_shift >= o_h) & (i_shift < o_h + tile_cfg.K.ROW_PACKED // HEAD_SHIFT), -1, 0).to(gl.int16)
+    return packed & own
+
+
+@gluon.jit
+def k_to_mma_operand(k, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns K [HEADS_PER_CTA, MMA_KEYS, PACKED_K] (k_load_layout) as the left operand, columns in the order of
+    `query.to_query_operands`."""
+    STRETCH: gl.constexpr = min(cfg.PACKED_K, 64) // 4
+    SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.PACKED_K // (4 * STRETCH), 4, STRETCH // 2, 2]
+    k = k.reshape(SHAPE).permute([0, 1, 2, 4, 3, 5]).reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.PACKED_K])
+    return gl.convert_layout(
+        k, gl.DotOperandLayout(0, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2), assert_trivial=True
+    )
+
+
+@gluon.jit
+def load_k_block_scales(scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads K block scales of an MMA tile [HEADS_PER_CTA, MMA_KEYS, words] as fp16 [HEADS_PER_CTA, MMA_KEYS, PACKED_K]
+    in k_load_layout."""
+    NUM_WORDS: gl.constexpr = cfg.PACKED_K // 16
+    PARTS_PER_WORD: gl.constexpr = 4 // NUM_WORDS
+    L4: gl.constexpr = k_scale_load_layout(
+        tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_K
+    )
+    scale_words = scales.load(gl.SliceLayout(3, L4))[:, :, :, None]
+    i_part = gl.arange(0, PARTS_PER_WORD, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L4))))[
+        None, None, None, :
+    ]
+    scale_words, i_part = gl.broadcast(
+        scale_words,
+        i_part + gl.full([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, NUM_WORDS, PARTS_PER_WORD], 0, gl.int32, L4),
+    )
+    # Two bytes from i_part * NUM_WORDS on; a lane with one block uses the first, one with four converts twice.
+    low, high = gl.inline_asm_elementwise(
+        K_BLOCK_SCALES_PTX,
+        "=h,=h,r,r",
+        [scale_words, i_part * (0x11 * NUM_WORDS) + 0x10],
+        (gl.float16, gl.float16),
+        True,
+        1,
+    )
+    if NUM_WORDS == 1:
+        block_scales = low
+    elif NUM_WORDS == 2:
+        block_scales = gl.join(low, high)
+    else:
+        third, fourth = gl.inline_asm_elementwise(
+            K_BLOCK_SCALES_PTX,
+            "=h,=h,r,r",
+            [scale_words, i_part + 0x32],
+            (gl.float16, gl.float16),
+            True,
+            1,
+        )
+        block_scales = gl.join(gl.join(low, third), gl.join(high, fourth))
+    block_scales = block_scales.reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.PACKED_K // 4])
+    LAYOUT: gl.constexpr = k_scale_mma_layout(
+        tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_K
+    )
+    block_scales = gl.convert_layout(block_scales, gl.SliceLayout(3, LAYOUT), assert_trivial=True)
+    block_scales, _ = gl.broadcast(
+        block_scales[:, :, :, None], gl.full([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.PACKED_K // 4, 4], 0,
+                                             gl.float16, LAYOUT)
+    )  # fmt: skip
+    return gl.convert_layout(
+        block_scales.reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.PACKED_K]),
+        k_load_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_K),
+        assert_trivial=True,
+    )
+
+
+@gluon.jit
+def load_v_block_scales(scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads V block scales of an MMA tile [HEADS_PER_CTA, words, MMA_KEYS] as fp16 [HEADS_PER_CTA, PACKED_V, MMA_KEYS],
+    the left operand's layout."""
+    NUM_WORDS: gl.constexpr = cfg.PACKED_V // 16
+    L5: gl.constexpr = v_scale_load_layout(
+        tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_V
+    )
+    L4: gl.constexpr = gl.SliceLayout(3, L5)
+    scale_words = scales.load(gl.SliceLayout(2, L4))[:, :, None, :]
+    odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L4))))[None, None, :, None]
+    scale_words, odd = gl.broadcast(
+        scale_words, odd + gl.full([tile_cfg.HEADS_PER_CTA, NUM_WORDS, 2, tile_cfg.MMA_KEYS], 0, gl.int32, L4)
+    )
+    # Bytes odd and odd + 2 of the words of two keys.
+    low, high = gl.inline_asm_elementwise(
+        V_BLOCK_SCALES_PTX,
+        "=r,=r,r,r,r,r",
+        [scale_words, odd * 0x1111 + 0x6240],
+        (gl.float16, gl.float16),
+        True,
+        2,
+    )
+    block_scales = (
+        gl.join(low, high)
+        .permute([0, 1, 4, 2, 3])
+        .reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_V // 4, tile_cfg.MMA_KEYS])
+    )
+    LAYOUT: gl.constexpr = v_scale_mma_layout(
+        tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_V
+    )
+    block_scales = gl.convert_layout(block_scales, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    block_scales, _ = gl.broadcast(
+        block_scales[:, :, None, :], gl.full([tile_cfg.HEADS_PER_CTA, cfg.PACKED_V // 4, 4, tile_cfg.MMA_KEYS], 0,
+                                             gl.float16, LAYOUT)
+    )  # fmt: skip
+    return gl.convert_layout(
+        block_scales.reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_V, tile_cfg.MMA_KEYS]),
+        gl.DotOperandLayout(0, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2),
+        assert_trivial=True,
+    )
+
+
+@gluon.jit
+def transpose_p(p, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns P [HEADS_PER_CTA, MMA_KEYS, BLOCK_M] in 16 bits (mma_layout) as the right operand of PV.
+
+    movmatrix transposes 8 × 8 blocks: its result at index [key, row] is the value of [row, key].
+    """
+    p = gl.inline_asm_elementwise(_MOVMATRIX_PTX, "=r,r", [p], p.dtype, False, 2)
+    p = (
+        p.reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS // 8, 8, cfg.BLOCK_M // 8, 8])
+        .permute([0, 1, 4, 3, 2])
+        .reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.BLOCK_M])
+    )
+    return gl.convert_layout(
+        p, gl.DotOperandLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2), assert_trivial=True
+    )

@@ -1,0 +1,102 @@
+"""The producer warp of MLA decode: copies the KV tiles of a CTA range by TMA, as stages become free.
+
+Wait for a free stage: in `producer`, on `empty`; mask, rescale, combine: none here.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ...versions import tma_load
+from ..parts.pipeline import sync_and_arrive
+from ..parts.tile_scheduler import advance_to_request, load_request_shape, work_tile_at
+from .three_warpgroups_scales import prepare_group_scales
+
+
+class ScalePrefetch(NamedTuple):
+    """Extra work of the producer: let the first query load before the second tile; prepare group scales."""
+
+    first_q_full: gl.shared_memory_descriptor  # full barrier of the first query
+    score_scales: gl.shared_memory_descriptor
+    v_scale_ratios: gl.shared_memory_descriptor
+    scales_full: gl.shared_memory_descriptor  # full barriers of score_scales and v_scale_ratios, by stage
+
+
+@gluon.jit
+def smem_tile_of_columns(stages, stage, i_column_tile, STAGES: gl.constexpr):
+    """Returns the shared memory of a stage's i-th column tile."""
+    return stages.index(stage * (stages.shape[0] // STAGES) + i_column_tile)
+
+
+@gluon.jit
+def producer(
+    tensor_maps, page_lookup, full, empty, kv_stages, cta_range, scale_prefetch, STAGES: gl.constexpr, cfg: gl.constexpr
+):
+    """Copies every tile of the CTA range. `oob_row` lies past the cache and reads as 0.
+
+    full: one barrier per stage or more, used in rotation; scale_prefetch: empty, or a ScalePrefetch
+    """
+    PREPARES_SCALES: gl.constexpr = len(scale_prefetch) > 0
+    NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]
+    CKV_MAP, KPE_MAP, SCALES_MAP = tensor_maps
+    block, block_end, i_request, n_block_base, oob_row = (
+        cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base, page_lookup.oob_row,
+    )  # fmt: skip
+    KEYS_PER_COPY: gl.constexpr = CKV_MAP.block_shape[0]
+    NUM_COPIES: gl.constexpr = cfg.BLOCK_N // KEYS_PER_COPY
+    WIDTH: gl.constexpr = CKV_MAP.block_shape[1]
+    COLUMN_TILES: gl.constexpr = cfg.DV // WIDTH
+    PE_BYTES: gl.constexpr = KPE_MAP.block_shape[1] * KPE_MAP.dtype.primitive_bitwidth // 8
+    LATENT_BYTES: gl.constexpr = cfg.DV * CKV_MAP.dtype.primitive_bitwidth // 8
+    STAGE_BYTES: gl.constexpr = cfg.BLOCK_N * (LATENT_BYTES + PE_BYTES + (4 * cfg.CHUNKS if cfg.GROUP_SCALES else 0))
+    kv_iter = 0
+    request = load_request_shape(page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, i_request, True, cfg)
+    while block < block_end:
+        i_request, n_block_base, request = advance_to_request(
+            page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
+        )
+        p_page_ids, num_keys = page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride, request.num_keys
+        work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
+        for n_block in range(work_tile.n_block_begin, work_tile.n_block_end):
+            # Page lookup.
+            stage = kv_iter % STAGES
+            ckv_rows, kpe_rows, scale_rows = (), (), ()
+            for j in gl.static_range(NUM_COPIES):
+                key = n_block * cfg.BLOCK_N + j * KEYS_PER_COPY
+                page = gl.load(p_page_ids + key // cfg.PAGE, mask=key < num_keys, other=-1).to(gl.int32)
+                ckv_rows = ckv_rows + (gl.where(page < 0, oob_row, page * cfg.CKV_ROWS_PER_PAGE + key % cfg.PAGE),)
+                kpe_rows = kpe_rows + (gl.where(page < 0, oob_row, page * cfg.KPE_ROWS_PER_PAGE + key % cfg.PAGE),)
+                scale_rows = scale_rows + (
+                    gl.where(page < 0, oob_row, page * page_lookup.scale_rows_per_page + key % cfg.PAGE),
+                )
+            # Wait for a free stage.
+            mbarrier.wait(empty.index(stage), ((kv_iter // STAGES) & 1) ^ 1)
+            if PREPARES_SCALES:  # noqa: SIM102 - known to the compiler, unlike the other
+                if kv_iter == 1:
+                    mbarrier.wait(scale_prefetch.first_q_full.index(0), 0)
+            # Copy the tile.
+            full_barrier = full.index(kv_iter % NUM_FULL_BARRIERS)
+            mbarrier.expect(full_barrier, STAGE_BYTES)
+            for j in gl.static_range(NUM_COPIES):
+                smem_tile = kv_stages.pe.index(stage).slice(j * KEYS_PER_COPY, KEYS_PER_COPY)
+                tma_load(KPE_MAP, [kpe_rows[j], 0], full_barrier, smem_tile)
+                if cfg.GROUP_SCALES:
+                    smem_tile = kv_stages.scales.index(stage).slice(j * KEYS_PER_COPY, KEYS_PER_COPY)
+                    tma_load(SCALES_MAP, [scale_rows[j], 0], full_barrier, smem_tile)
+                for i in gl.static_range(COLUMN_TILES):
+                    smem_tile = smem_tile_of_columns(kv_stages.latents, stage, i, STAGES).slice(
+                        j * KEYS_PER_COPY, KEYS_PER_COPY
+                    )
+                    tma_load(CKV_MAP, [ckv_rows[j], i * WIDTH], full_barrier, smem_tile)
+            # Wait for the tile and prepare its group scales.
+            if cfg.GROUP_SCALES and PREPARES_SCALES:
+                mbarrier.wait(full_barrier, (kv_iter // NUM_FULL_BARRIERS) & 1)
+                prepare_group_scales(
+                    kv_stages.scales.index(stage), scale_prefetch.score_scales, scale_prefetch.v_scale_ratios, stage,
+                    num_keys - n_block * cfg.BLOCK_N,
+                )  # fmt: skip
+                sync_and_arrive(scale_prefetch.scales_full.index(stage))
+            kv_iter += 1
+        block += work_tile.n_block_end - work_tile.n_block_begin

@@ -1,0 +1,276 @@
+"""Dequantization of codes to fp16, by the register: the only format branches of Gluon's decode.
+
+A register holds two 16-bit packed words of codes. K: adjacent words of one key's row. V: the same word of two keys, as
+ldmatrix transposes them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ....triton.parts.dequant import (  # of V: a pair is one column of the two keys in a register
+    E4M3_PTX,
+    E5M2_PTX,
+    INT8_PTX,
+)
+
+# Each converts a register of codes to f16x2 registers. K: one per pair of codes of a lane.
+E4M3_K_PTX = gl.constexpr(
+    """{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }"""
+)
+# e5m2 codes are the upper bytes of fp16.
+E5M2_K_PTX = gl.constexpr(
+    """{
+    prmt.b32 $0, $2, 0, 0x1404;
+    prmt.b32 $1, $2, 0, 0x3424;
+    }"""
+)
+# A byte permute puts a code, made unsigned, under the exponent of 1024; one subtraction removes it.
+INT8_K_PTX = gl.constexpr(
+    """{
+    .reg .b32 x, bias;
+    mov.b32 bias, 0x64806480;
+    xor.b32 x, $2, 0x80808080;
+    prmt.b32 $0, x, 0x64646464, 0x4140;
+    prmt.b32 $1, x, 0x64646464, 0x4342;
+    sub.f16x2 $0, $0, bias;
+    sub.f16x2 $1, $1, bias;
+    }"""
+)
+# e2m1 codes are multiplied by the block's scale, exact in fp16: six significant bits, multiples of 2^-24.
+# In row order, by way of e4m3, whose fields are those of e2m1 six binades lower.
+_E2M1_ROW_PTX = gl.constexpr(
+    """{
+    .reg .b32 a, m;
+    .reg .b16 low, high;
+    shl.b32 a, $4, 4;
+    shl.b32 m, $4, 2;
+    and.b32 m, m, 0x1C1C1C1C;
+    lop3.b32 a, a, 0x80808080, m, 0xEA;
+    mov.b32 {low, high}, a;
+    cvt.rn.f16x2.e4m3x2 a, low;
+    mul.f16x2 $0, a, $5;
+    cvt.rn.f16x2.e4m3x2 a, high;
+    mul.f16x2 $1, a, $5;
+    shr.b32 m, $4, 2;
+    and.b32 m, m, 0x1C1C1C1C;
+    lop3.b32 a, $4, 0x80808080, m, 0xEA;
+    mov.b32 {low, high}, a;
+    cvt.rn.f16x2.e4m3x2 a, low;
+    mul.f16x2 $2, a, $5;
+    cvt.rn.f16x2.e4m3x2 a, high;
+    mul.f16x2 $3, a, $5;
+    }"""
+)
+# A field of four bits, sign s and magnitude e, becomes fp16 by one multiplication: the field at bit 12 puts s at the
+# sign, and a copy at bit 9 puts e at exponent and mantissa; the bits between are masked. The multiplicand is s and
+# not(e), so that the sum of both carries into the sign for -0 alone, which becomes 0. This needs fewer instructions
+# than by way of e4m3, and half of them are not on the pipe of logical operations (notes/decode.md).
+_E2M1_PTX = gl.constexpr(
+    """{
+    .reg .b32 x, y, r;
+    lop3.b32 x, $4, 0x0F0F0F0F, 0x07070707, 0x6A;
+    lop3.b32 y, $4, 0xF0F0F0F0, 0x70707070, 0x6A;
+    mul.lo.u32 r, x, 0x1200;
+    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
+    mul.f16x2 $0, r, $5;
+    mul.lo.u32 r, y, 0x120;
+    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
+    mul.f16x2 $1, r, $5;
+    mul.lo.u32 r, x, 0x12;
+    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
+    mul.f16x2 $2, r, $5;
+    shr.u32 r, y, 3;
+    add.u32 r, r, y;
+    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
+    mul.f16x2 $3, r, $5;
+    }"""
+)
+# An int4 code in the lowest bits of fp16 is a subnormal number: code × 2^-24; four bits higher × 2^-20. MMAs hold both
+# exactly, so masking suffices. Of K; the zero point is subtracted from the score.
+_INT4_K_PTX = gl.constexpr(
+    """{
+    .reg .b32 x;
+    and.b32 $0, $4, 0x000F000F;
+    and.b32 $1, $4, 0x00F000F0;
+    shr.u32 x, $4, 8;
+    and.b32 $2, x, 0x000F000F;
+    and.b32 $3, x, 0x00F000F0;
+    }"""
+)
+# Of V, less the zero points of the two keys: the low ones as they are, the high ones four bits higher. NOTE: do not
+# subtract them from the accumulator instead: the MMA truncates its sums towards zero, and over many keys the error of
+# a sum of codes, all positive, would exceed the sum of values.
+_INT4_V_PTX = gl.constexpr(
+    """{
+    .reg .b32 x;
+    and.b32 $0, $4, 0x000F000F;
+    and.b32 $1, $4, 0x00F000F0;
+    shr.u32 x, $4, 8;
+    and.b32 $2, x, 0x000F000F;
+    and.b32 $3, x, 0x00F000F0;
+    sub.f16x2 $0, $0, $5;
+    sub.f16x2 $1, $1, $6;
+    sub.f16x2 $2, $2, $5;
+    sub.f16x2 $3, $3, $6;
+    }"""
+)
+# Less the zero points of their keys, in the order of `_E2M1_ROW_PTX`: a code in the lowest bits under the exponent of
+# 1024, or four bits higher under that of 64, minus the zero point under the same exponents.
+_INT4_ROW_PTX = gl.constexpr(
+    """{
+    .reg .b32 a, b, c, d;
+    lop3.b32 a, $4, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 b, $4, 0x00F000F0, 0x54005400, 0xEA;
+    shr.u32 d, $4, 8;
+    lop3.b32 c, d, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 d, d, 0x00F000F0, 0x54005400, 0xEA;
+    sub.f16x2 a, a, $5;
+    sub.f16x2 b, b, $6;
+    sub.f16x2 c, c, $5;
+    sub.f16x2 d, d, $6;
+    prmt.b32 $0, a, c, 0x5410;
+    prmt.b32 $1, a, c, 0x7632;
+    prmt.b32 $2, b, d, 0x5410;
+    prmt.b32 $3, b, d, 0x7632;
+    }"""
+)
+INT4_ODD_SCALE = gl.constexpr(16.0)  # odd codes are this times larger than even ones, which are code × 2^-24
+INT4_RESIDUAL_SCALE = gl.constexpr(2.0**20)  # left over in MMAs, with even codes times INT4_ODD_SCALE
+# Two bytes of e4m3 selected from a word, as fp16; and bytes of two words as two f16x2.
+K_BLOCK_SCALES_PTX = gl.constexpr(
+    """{
+    .reg .b32 x;
+    .reg .b16 low, high;
+    prmt.b32 x, $2, 0, $3;
+    mov.b32 {low, high}, x;
+    cvt.rn.f16x2.e4m3x2 x, low;
+    mov.b32 {$0, $1}, x;
+    }"""
+)
+V_BLOCK_SCALES_PTX = gl.constexpr(
+    """{
+    .reg .b32 x;
+    .reg .b16 low, high;
+    prmt.b32 x, $2, $3, $4;
+    mov.b32 {low, high}, x;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }"""
+)
+# A byte of e4m3 as fp16.
+BLOCK_SCALE_PTX = gl.constexpr(
+    """{
+    .reg .b32 x;
+    .reg .b16 high;
+    cvt.rn.f16x2.e4m3x2 x, $1;
+    mov.b32 {$0, high}, x;
+    }"""
+)
+# Of normal numbers.
+_LOG2_PTX = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
+_RECIPROCAL_PTX = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+
+
+@gluon.jit
+def log2_and_reciprocal(x):
+    """Returns log2(x) and 1 / x of normal positive numbers, to 2^-22."""
+    log = gl.inline_asm_elementwise(_LOG2_PTX, "=f,f", [x], gl.float32, True, 1)
+    return log, gl.inline_asm_elementwise(_RECIPROCAL_PTX, "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.constexpr_function
+def mma_dtype(cfg):
+    """Returns the dtype of both MMAs' operands."""
+    return gl.bfloat16 if cfg.BF16 else gl.float16
+
+
+@gluon.jit
+def dequant_k(packed, cfg: gl.constexpr):
+    """Returns packed K [HEADS_PER_CTA, MMA_KEYS, PACKED_K] (k_load_layout) as PACK operands in fp16; 16-bit caches
+    unchanged.
+
+    cfg: any record with CODE. int4: × 2^-24 and, every other one, × 2^-20; zero points are not subtracted.
+    """
+    if cfg.CODE == "bf16":
+        out = (packed.to(gl.bfloat16, bitcast=True),)
+    elif cfg.CODE == "fp16":
+        out = (packed.to(gl.float16, bitcast=True),)
+    elif cfg.CODE == "int4":
+        out = gl.inline_asm_elementwise(
+            _INT4_K_PTX, "=&r,=&r,=&r,=&r,r", [packed], (gl.float16, gl.float16, gl.float16, gl.float16), True, 2
+        )
+    elif cfg.CODE == "e4m3":
+        out = gl.inline_asm_elementwise(E4M3_K_PTX, "=r,=r,r", [packed], (gl.float16, gl.float16), True, 2)
+    elif cfg.CODE == "e5m2":
+        out = gl.inline_asm_elementwise(E5M2_K_PTX, "=&r,=&r,r", [packed], (gl.float16, gl.float16), True, 2)
+    else:
+        gl.static_assert(cfg.CODE == "int8", "a code that nobody here knows")
+        out = gl.inline_asm_elementwise(INT8_K_PTX, "=r,=r,r", [packed], (gl.float16, gl.float16), True, 2)
+    return out
+
+
+@gluon.jit
+def dequant_v(packed, cfg: gl.constexpr):
+    """Returns packed V [HEADS_PER_CTA, PACKED_V, MMA_KEYS] in the left operand's layout as PACK operands, as of K."""
+    if cfg.CODE == "bf16":
+        out = (packed.to(gl.bfloat16, bitcast=True),)
+    elif cfg.CODE == "fp16":
+        out = (packed.to(gl.float16, bitcast=True),)
+    elif cfg.CODE == "e4m3":
+        out = gl.inline_asm_elementwise(E4M3_PTX, "=r,=r,r", [packed], (gl.float16, gl.float16), True, 2)
+    elif cfg.CODE == "e5m2":
+        out = gl.inline_asm_elementwise(E5M2_PTX, "=&r,=&r,r", [packed], (gl.float16, gl.float16), True, 2)
+    else:
+        gl.static_assert(cfg.CODE == "int8", "a code that nobody here knows")
+        out = gl.inline_asm_elementwise(INT8_PTX, "=r,=r,r", [packed], (gl.float16, gl.float16), True, 2)
+    return out
+
+
+@gluon.jit
+def dequant_int4_v(packed, zero_points):
+    """Returns packed int4 V less the zero points (int16) of their keys: four operands, scaled as by `dequant_k`."""
+    zero_low, packed = gl.broadcast(zero_points, packed)
+    zero_high, packed = gl.broadcast(zero_points << 4, packed)
+    return gl.inline_asm_elementwise(
+        _INT4_V_PTX, "=&r,=&r,=&r,=&r,r,r,r", [packed, zero_low, zero_high],
+        (gl.float16, gl.float16, gl.float16, gl.float16), True, 2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def dequant_int4_rows(packed, zero_points):
+    """Returns packed int4 rows [keys, NUM_PACKED] less the zero points (int16) of their keys: four operands, in the
+    order of `dequant_e2m1` with IN_ROWS."""
+    zero_low, packed = gl.broadcast((zero_points | 0x6400)[:, None], packed)
+    zero_high, packed = gl.broadcast(((zero_points << 4) | 0x5400)[:, None], packed)
+    return gl.inline_asm_elementwise(
+        _INT4_ROW_PTX,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [packed, zero_low, zero_high],
+        (gl.float16, gl.float16, gl.float16, gl.float16),
+        True,
+        2,
+    )
+
+
+@gluon.jit
+def dequant_e2m1(packed, block_scales, IN_ROWS: gl.constexpr):
+    """Returns e2m1 codes, four in a packed word, times their block scales (fp16): four operands.
+
+    IN_ROWS: × 2^-6; a lane's two words are adjacent in a row, and so are the operands' pairs: codes 0 and 2, 4 and 6, 1
+    and 3, 5 and 7 of the two. Else × 2^-14, and operand i is code i of each word.
+    """
+    PTX: gl.constexpr = _E2M1_ROW_PTX if IN_ROWS else _E2M1_PTX
+    return gl.inline_asm_elementwise(
+        PTX,
+        "=&r,=&r,=&r,=&r,r,r",
+        [packed, block_scales],
+        (gl.float16, gl.float16, gl.float16, gl.float16),
+        True,
+        2,
+    )

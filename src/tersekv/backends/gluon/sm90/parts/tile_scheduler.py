@@ -1,0 +1,315 @@
+"""Tile scheduler of decode and MLA decode, on the device: the scheme of `triton/parts/tile_scheduler`, in Gluon.
+
+Each (request, m_block of query rows) is a work tile of n_blocks of BLOCK_N keys. All n_blocks are divided into equal,
+contiguous CTA ranges. A range splits at most two work tiles; their partial results go to workspace slots: 2p for the
+first, if it began in an earlier range, and 2p + 1 for the last, if it continues in a later one.
+"""
+
+import math
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LOG2E = gl.constexpr(math.log2(math.e))
+LN2 = gl.constexpr(math.log(2))
+
+
+class RequestShape(NamedTuple):
+    """The shape of one request, or of several: then all fields are tensors."""
+
+    num_n_blocks: gl.tensor  # of a work tile
+    num_m_blocks: gl.tensor
+    first_n_block: gl.tensor  # that some row's window reaches
+    num_keys: gl.tensor
+    num_q_rows: gl.tensor  # of the query
+    q_begin: gl.tensor  # the first of them
+
+
+class WorkTile(NamedTuple):
+    """The part of a work tile in a CTA range: n_blocks [n_block_begin, n_block_end), counted from its first_n_block."""
+
+    i_request: gl.tensor
+    n_block_base: gl.tensor  # flat index of the request's first n_block
+    m_block: gl.tensor  # in the request
+    n_block_begin: gl.tensor
+    n_block_end: gl.tensor
+    num_keys: gl.tensor
+    num_q_rows: gl.tensor  # of the request's query
+    q_begin: gl.tensor  # the first of them
+    num_n_blocks: gl.tensor  # of the whole work tile
+
+
+@gluon.jit
+def split_metadata_ptr(SPLIT_WORKSPACE, num_ctas, cfg: gl.constexpr):
+    """Returns the pointer to SPLIT_METADATA [B, max_m_blocks, HEADS, 2] int32, behind the partial results in the
+    workspace.
+
+    Per work tile: its number of splits (1 or less: unsplit) and the CTA in which it begins, which writes both.
+    """
+    return (SPLIT_WORKSPACE + 2 * num_ctas * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS).to(gl.pointer_type(gl.int32))
+
+
+@gluon.jit
+def first_visible_n_block(num_keys, num_q_rows, cfg: gl.constexpr):
+    """Returns the first n_block that some query row's window reaches."""
+    if cfg.WINDOW > 0:
+        return gl.maximum(num_keys - num_q_rows - cfg.WINDOW + 1, 0) // cfg.BLOCK_N
+    else:
+        return num_keys * 0
+
+
+@gluon.jit
+def load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, m_b, cfg: gl.constexpr):
+    """Loads the RequestShape of request i_request, or of several."""
+    num_keys = gl.load(SEQ_LENS + i_request, mask=m_b, other=0).to(gl.int32)
+    if cfg.VARLEN_Q:
+        q_begin = gl.load(CU_SEQLENS_Q + i_request, mask=m_b, other=0).to(gl.int32)
+        num_q_rows = gl.load(CU_SEQLENS_Q + i_request + 1, mask=m_b, other=0).to(gl.int32) - q_begin
+    else:
+        q_begin = i_request * cfg.MAX_SEQLEN_Q
+        num_q_rows = gl.where(m_b, cfg.MAX_SEQLEN_Q, 0)
+    first_n_block = first_visible_n_block(num_keys, num_q_rows, cfg)
+    # A request without keys still has outputs to write: one empty n_block.
+    num_n_blocks = gl.maximum((num_keys + cfg.BLOCK_N - 1) // cfg.BLOCK_N - first_n_block, 1)
+    num_m_blocks = (num_q_rows * cfg.GROUP + cfg.BLOCK_M - 1) // cfg.BLOCK_M
+    return RequestShape(num_n_blocks, num_m_blocks, first_n_block, num_keys, num_q_rows, q_begin)
+
+
+@gluon.jit
+def round_cta_range(total_blocks, max_n_blocks, i_range, num_ranges, cfg: gl.constexpr):
+    """Returns (block_begin, block_end, blocks_per_range) of a CTA range of `total_blocks` n_blocks."""
+    blocks_per_range = gl.maximum((total_blocks + num_ranges - 1) // num_ranges, cfg.MIN_BLOCKS_PER_RANGE)
+    rounded = (blocks_per_range + max_n_blocks - 1) // max_n_blocks * max_n_blocks
+    if blocks_per_range < max_n_blocks:
+        ranges_per_tile = max_n_blocks // blocks_per_range
+        rounded = (max_n_blocks + ranges_per_tile - 1) // ranges_per_tile
+    blocks_per_range = gl.where(20 * rounded <= 21 * blocks_per_range, rounded, blocks_per_range)
+    block_begin = i_range * blocks_per_range
+    return block_begin, gl.minimum(block_begin + blocks_per_range, total_blocks), blocks_per_range
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def whole_work_tile_range(SEQ_LENS, CU_SEQLENS_Q, B, i_work_tile, cfg: gl.constexpr):
+    """Returns (block_begin, block_end, blocks_per_range) of work tile i_work_tile as an unsplit CTA range, in flat
+    n_blocks."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    work_tiles_before, block_begin, num_blocks = 0, 0, 0
+    for j in range(0, B, cfg.BLOCK_B):
+        o_b = j + gl.arange(0, cfg.BLOCK_B, LAYOUT)
+        r = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        ends = work_tiles_before + gl.associative_scan(r.num_m_blocks, 0, add)
+        is_here = (ends > i_work_tile) & (ends - r.num_m_blocks <= i_work_tile)
+        blocks_inside = gl.where(is_here, (i_work_tile - ends + r.num_m_blocks) * r.num_n_blocks, 0)
+        block_begin += gl.sum(gl.where(ends <= i_work_tile, r.num_n_blocks * r.num_m_blocks, blocks_inside), 0)
+        num_blocks += gl.sum(gl.where(is_here, r.num_n_blocks, 0), 0)
+        work_tiles_before += gl.sum(r.num_m_blocks, 0)
+    return block_begin, block_begin + num_blocks, gl.maximum(block_begin + num_blocks, 1)
+
+
+@gluon.jit
+def prefers_whole_work_tiles(total_blocks, max_n_blocks, num_work_tiles, num_ranges, cfg: gl.constexpr):
+    """Returns whether each CTA should process one whole work tile, though the longest takes longer than an equal range.
+
+    With unequal lengths nearly every range would be split, and a split costs as much time as many n_blocks. NVIDIA
+    H200, 2026-11-21, lengths uniform between 0 and the maximum, 128 heads: 60 requests of up to 256, 512 and 1024
+    tokens 49.9, 57.7 and 76.0 → 23.0, 30.3 and 46.3 µs, bf16 37.4, 45.1, 60.5 → 20.0, 26.3, 41.3; 30 of up to 1024 51.2
+    → 41.5, bf16 40.4 → 36.5; 20 of up to 600 32.3 → 30.3, bf16 26.2 → 26.9: too few. 16 heads: 250 of up to 512 38.0 →
+    27.1, 100 of up to 256 14.2 → 15.6: too few.
+    """
+    blocks_per_range = (total_blocks + num_ranges - 1) // num_ranges
+    LARGE_M: gl.constexpr = cfg.GROUP >= 64
+    max_blocks = blocks_per_range + (15 if LARGE_M else 4)
+    fills_ctas = (3 if LARGE_M else 2) * num_work_tiles > num_ranges
+    return (
+        (max_n_blocks * num_work_tiles > total_blocks)
+        & (num_work_tiles <= num_ranges)
+        & fills_ctas
+        & (max_n_blocks <= max_blocks)
+    )
+
+
+@gluon.jit
+def find_cta_block_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl.constexpr):
+    """Returns (block_begin, block_end, blocks_per_range) of a CTA range, in flat n_blocks.
+
+    With equal lengths, ranges grow by up to 5% to hold whole work tiles or equal parts of one: an unsplit work tile
+    needs no combine, and one split once needs one query.
+    """
+    if cfg.UNSPLIT:
+        return whole_work_tile_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, cfg)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    total_blocks, max_n_blocks, num_work_tiles = 0, 1, 0
+    for i in range(0, B, cfg.BLOCK_B):
+        o_b = i + gl.arange(0, cfg.BLOCK_B, LAYOUT)
+        r = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        total_blocks += gl.sum(r.num_n_blocks * r.num_m_blocks, 0)
+        max_n_blocks = gl.maximum(max_n_blocks, gl.max(r.num_n_blocks, 0))
+        num_work_tiles += gl.sum(r.num_m_blocks, 0)
+    block_begin, block_end, blocks_per_range = round_cta_range(total_blocks, max_n_blocks, i_range, num_ranges, cfg)
+    if prefers_whole_work_tiles(total_blocks, max_n_blocks, num_work_tiles, num_ranges, cfg):
+        block_begin, block_end, blocks_per_range = whole_work_tile_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, cfg)
+    return block_begin, block_end, blocks_per_range
+
+
+@gluon.jit
+def find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg: gl.constexpr):
+    """Returns (request that holds flat n_block `block`, flat index of that request's first n_block)."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    i_request, n_block_base, blocks_before = 0, 0, 0
+    for i in range(0, B, cfg.BLOCK_B):
+        o_b = i + gl.arange(0, cfg.BLOCK_B, LAYOUT)
+        r = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        ends = blocks_before + gl.associative_scan(r.num_n_blocks * r.num_m_blocks, 0, add)
+        passed = (ends <= block) & (o_b < B)
+        i_request += gl.sum(passed.to(gl.int32), 0)
+        n_block_base = gl.maximum(n_block_base, gl.max(gl.where(passed, ends, 0), 0))
+        blocks_before += gl.sum(r.num_n_blocks * r.num_m_blocks, 0)
+    return i_request, n_block_base
+
+
+@gluon.jit
+def sum_and_max(sum_a, max_a, sum_b, max_b):
+    return sum_a + sum_b, gl.maximum(max_a, max_b)
+
+
+@gluon.jit
+def load_all_request_shapes(SEQ_LENS, CU_SEQLENS_Q, B, cfg: gl.constexpr, BY_WARP: gl.constexpr = False):
+    """Loads what `assign_cta_range` needs of all requests, early, so that other work can overlap the loads.
+
+    BY_WARP: each warp holds all requests, so that sums need no barriers, but more registers
+    """
+    REQUESTS_PER_THREAD: gl.constexpr = cfg.BLOCK_B // 32 if BY_WARP else 1
+    o_b = gl.arange(0, cfg.BLOCK_B, gl.BlockedLayout([REQUESTS_PER_THREAD], [32], [gl.num_warps()], [0]))
+    r = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+    return gl.where(o_b < B, r.num_n_blocks, 0), r.num_m_blocks
+
+
+@gluon.jit
+def assign_cta_range(request_shapes, i_range, num_ranges, cfg: gl.constexpr):
+    """Returns `find_cta_block_range` and `find_request_of_block` of its first n_block in one, for up to BLOCK_B
+    requests."""
+    num_n_blocks, num_m_blocks = request_shapes
+    ends = gl.associative_scan(num_n_blocks * num_m_blocks, 0, add)
+    total_blocks, max_n_blocks = gl.reduce((num_n_blocks * num_m_blocks, num_n_blocks), 0, sum_and_max)
+    block_begin, block_end, blocks_per_range = round_cta_range(
+        total_blocks, gl.maximum(max_n_blocks, 1), i_range, num_ranges, cfg
+    )
+    if prefers_whole_work_tiles(total_blocks, max_n_blocks, gl.sum(num_m_blocks, 0), num_ranges, cfg):
+        starts = gl.associative_scan(num_m_blocks, 0, add) - num_m_blocks
+        is_here = (starts <= i_range) & (i_range < starts + num_m_blocks)
+        blocks_inside = gl.where(is_here, (i_range - starts) * num_n_blocks, 0)
+        block_begin = gl.sum(gl.where(starts + num_m_blocks <= i_range, num_n_blocks * num_m_blocks, blocks_inside), 0)
+        block_end = block_begin + gl.sum(gl.where(is_here, num_n_blocks, 0), 0)
+        blocks_per_range = gl.maximum(block_end, 1)
+    passed = (ends <= gl.minimum(block_begin, block_end - 1)) & (num_n_blocks > 0)
+    i_request, n_block_base = gl.reduce((passed.to(gl.int32), gl.where(passed, ends, 0)), 0, sum_and_max)
+    return block_begin, block_end, blocks_per_range, i_request, n_block_base
+
+
+@gluon.jit
+def store_split_metadata(SPLIT_METADATA, i_request, m_block, max_m_blocks, i_cta, num_splits, cfg: gl.constexpr):
+    """Stores, for the combine, the number of splits of a work tile that begins in CTA i_cta."""
+    p_metadata = SPLIT_METADATA + 2 * ((i_request * max_m_blocks + m_block) * cfg.HEADS + i_cta % cfg.HEADS)
+    gl.store(p_metadata, num_splits)
+    gl.store(p_metadata + 1, i_cta)
+
+
+@gluon.jit
+def load_scale(host_scale, DEVICE_SCALE, HAS_DEVICE_SCALE: gl.constexpr):
+    """Returns a scale: from the device tensor if there is one, else the host's float."""
+    if HAS_DEVICE_SCALE:
+        return gl.load(DEVICE_SCALE)
+    else:
+        return host_scale
+
+
+@gluon.jit
+def cast_output(x, OUT, cfg: gl.constexpr):
+    """Returns fp32 x in the dtype of OUT; fp8 saturates, NaN stays NaN."""
+    if cfg.OUT_MAX > 0:
+        x = gl.where(x != x, x, gl.minimum(gl.maximum(x, -cfg.OUT_MAX), cfg.OUT_MAX))
+    return x.to(OUT.dtype.element_ty)
+
+
+@gluon.jit
+def finalize_softmax(row_max, row_sum, v_scale):
+    """Returns (acc_scale, LSE in natural log) of rows with a base-2 row_max and row_sum."""
+    not_empty = row_sum != 0  # true for NaN
+    denominator = gl.where(not_empty, row_sum, 1.0)
+    acc_scale = gl.where(not_empty, v_scale / denominator, 0.0)
+    lse = gl.where(not_empty, (gl.where(not_empty, row_max, 0.0) + gl.log2(denominator)) * LN2, float("-inf"))
+    return acc_scale, lse
+
+
+@gluon.jit
+def token_and_head_of_q_rows(m_block, h, q_begin, num_q_rows, LAYOUT: gl.constexpr, cfg: gl.constexpr):
+    """Returns (tokens [BLOCK_M], query heads [BLOCK_M], row exists [BLOCK_M]) of an m_block."""
+    o_r = m_block * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, LAYOUT)
+    tokens = (q_begin + o_r // cfg.GROUP).to(gl.int64)
+    return tokens, (h * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64), o_r < num_q_rows * cfg.GROUP
+
+
+@gluon.jit
+def zero_padding_rows(
+    OUT, LSE, i_token, T, i_cta, num_ctas, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg: gl.constexpr
+):
+    """Stores output 0 and LSE −inf for query rows behind the last request."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    o_d = gl.arange(0, cfg.PACK * cfg.BLOCK_DV, LAYOUT)
+    i_token += i_cta
+    while i_token < T:
+        for head in range(cfg.HEADS * cfg.GROUP):
+            p_out = OUT + i_token.to(gl.int64) * stride_out_t + head.to(gl.int64) * stride_out_h + o_d
+            gl.store(p_out, (o_d * 0).to(gl.float32).to(OUT.dtype.element_ty), mask=o_d < cfg.DV)
+            if cfg.HAS_LSE:
+                gl.store(LSE + i_token.to(gl.int64) * stride_lse_t + head.to(gl.int64) * stride_lse_h, float("-inf"))
+        i_token += num_ctas
+
+
+@gluon.jit
+def advance_to_request(SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg: gl.constexpr):
+    """Returns (request that holds flat n_block `block`, flat index of its first n_block, its shape)."""
+    while block - n_block_base >= request.num_n_blocks * request.num_m_blocks:
+        n_block_base += request.num_n_blocks * request.num_m_blocks
+        i_request += 1
+        request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg)
+    return i_request, n_block_base, request
+
+
+@gluon.jit
+def work_tile_at(block, block_end, i_request, n_block_base, request):
+    """Returns the WorkTile at flat n_block `block` of request i_request, as far as the CTA range that ends at
+    `block_end`."""
+    m_block = (block - n_block_base) // request.num_n_blocks
+    n_block_begin = (block - n_block_base) % request.num_n_blocks
+    n_block_end = gl.minimum(n_block_begin + block_end - block, request.num_n_blocks)
+    return WorkTile(
+        i_request, n_block_base, m_block, n_block_begin, n_block_end, request.num_keys, request.num_q_rows,
+        request.q_begin, request.num_n_blocks,
+    )  # fmt: skip
+
+
+@gluon.jit
+def next_work_tile(SEQ_LENS, CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg: gl.constexpr):
+    """Returns the WorkTile at flat n_block `block`, in request i_request or a later one."""
+    i_request, n_block_base, request = advance_to_request(
+        SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base,
+        load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg), cfg,
+    )  # fmt: skip
+    return work_tile_at(block, block_end, i_request, n_block_base, request)
+
+
+@gluon.jit
+def count_splits(work_tile, blocks_per_range, i_range):
+    """Returns the number of splits of a work tile that begins in CTA range i_range."""
+    return (
+        (work_tile.n_block_base + (work_tile.m_block + 1) * work_tile.num_n_blocks - 1) // blocks_per_range
+        - i_range
+        + 1
+    )

@@ -1,0 +1,220 @@
+"""Compile-time configuration and tensor maps of the prefill kernel, made from facts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from .....formats import BLOCK, E4M3_MAX, E5M2_MAX, TENSOR, TOKEN_HEAD, kv_format
+from ....host import launch
+from ....host.kernel_config import KernelConfig
+from ..parts.hadamard import Rotation, make_rotation
+from ..parts.tensor_maps import make_tensor_map, why_no_tensor_map
+
+ROWS_PER_WARPGROUP = 64  # query rows of a warpgroup
+BLOCK_M = 2 * ROWS_PER_WARPGROUP  # query rows of a work tile
+_OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
+_SWIZZLE = 128  # bytes: the widest panel of a row in shared memory
+
+
+@dataclass(frozen=True)
+class PrefillConfig(KernelConfig):
+    """Constants that the kernel is compiled for."""
+
+    CODE: str  # KVFormat.code
+    CONVERTS_KV: bool  # codes are dequantised; else keys and values are multiplied as stored
+    FP8_QK: bool  # an e4m3 query is multiplied by e4m3 keys as stored: only V is converted
+    FP8_PV: bool  # P in e4m3 is multiplied by e4m3 V, which is transposed
+    PACK: int  # codes in 16 bits
+    TOKEN_SCALES: bool
+    BLOCK_SCALES: bool
+    BF16: bool  # multiply in bf16; else fp16
+    D: int  # columns of a key in shared memory, the head's rounded up
+    DV: int  # of a value
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    PACKED_K: int  # packed columns (16 bits) of a key in shared memory
+    PACKED_V: int  # of a value
+    BLOCK_N: int  # keys
+    KEYS_PER_COPY: int  # of one TMA copy, all of one page
+    PAGE: int
+    STAGES: int  # of the pipelines of 16-bit tiles
+    CODE_STAGES: int  # of the pipelines of packed codes; 0: none
+    HEADS: int
+    GROUP: int
+    HEADS_PER_TILE: int  # query heads of a work tile: adjacent rows of one token
+    TOKENS_PER_TILE: int  # of a work tile
+    HEAD_TILES: int  # work tiles of a block of tokens
+    HAS_NEW_KV: bool  # K and V of the new tokens are arguments of the call
+    WINDOW: int
+    HAS_SINKS: bool
+    HAS_LSE: bool
+    HAS_SOFTCAP: bool
+    HAS_SOFTMAX_SCALE: bool
+    HAS_K_SCALE: bool
+    K_SCALE_STRIDE: int
+    HAS_V_SCALE: bool
+    V_SCALE_STRIDE: int
+    HAS_OUT_SCALE: bool
+    OUT_MAX: float
+    K_RESIDUAL_SCALE: float
+    V_RESIDUAL_SCALE: float
+    CONSUMER_REGISTERS: int  # of a consumer thread
+    STORED_K_SCALE_STRIDES: tuple[int, ...]  # of pages, slots and heads
+    STORED_V_SCALE_STRIDES: tuple[int, ...]
+    K_ROTATION: Rotation
+    V_ROTATION: Rotation
+
+
+def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
+    """Returns the kernel's configuration for these facts."""
+    fmt = kv_format(f.format)
+    heads, group = f.k_cache.shape[2], f.q.shape[1] // f.k_cache.shape[2]
+    heads_per_tile = min(group & -group, ROWS_PER_WARPGROUP)
+    pack = 2 * fmt.values_per_element // fmt.storage.itemsize
+    d, dv = (max(32, launch.next_power_of_2(n)) for n in (f.q.shape[2], f.out.shape[2]))
+    # The power of two that dequantising nvfp4 leaves out: see `parts/dequant.dequant_e2m1`.
+    residual_scale = 64.0 if fmt.scale == BLOCK else 1.0
+    block_n = 128 if max(d, dv) <= 128 else 64
+    has_codes = fmt.storage.itemsize == 1
+    return PrefillConfig(
+        CODE=fmt.code,
+        CONVERTS_KV=has_codes,
+        FP8_QK=_has_fp8_qk(f),
+        FP8_PV=_has_fp8_qk(f) and f.precision == "fast",
+        PACK=pack,
+        TOKEN_SCALES=fmt.scale == TOKEN_HEAD,
+        BLOCK_SCALES=fmt.scale == BLOCK,
+        BF16=fmt.storage == torch.bfloat16,
+        D=d,
+        DV=dv,
+        HEAD_DIM=f.q.shape[2],
+        HEAD_DIM_V=f.out.shape[2],
+        PACKED_K=d // pack,
+        PACKED_V=dv // pack,
+        BLOCK_N=block_n,
+        KEYS_PER_COPY=min(block_n, f.k_cache.shape[1] & -f.k_cache.shape[1]),
+        PAGE=f.k_cache.shape[1],
+        STAGES=2,
+        CODE_STAGES=2 if has_codes else 0,
+        HEADS=heads,
+        GROUP=group,
+        HEADS_PER_TILE=heads_per_tile,
+        TOKENS_PER_TILE=BLOCK_M // heads_per_tile,
+        HEAD_TILES=f.q.shape[1] // heads_per_tile,
+        HAS_NEW_KV=f.k is not None,
+        WINDOW=f.window,
+        HAS_SINKS=f.sinks is not None,
+        HAS_LSE=f.lse is not None,
+        HAS_SOFTCAP=f.softcap > 0,
+        HAS_SOFTMAX_SCALE=f.softmax_scale_t is not None,
+        HAS_K_SCALE=f.k_scale_t is not None,
+        K_SCALE_STRIDE=_per_head_stride(f.k_scale_t),
+        HAS_V_SCALE=f.v_scale_t is not None,
+        V_SCALE_STRIDE=_per_head_stride(f.v_scale_t),
+        HAS_OUT_SCALE=f.out_scale_t is not None,
+        OUT_MAX=_OUT_MAX.get(f.out.dtype, 0.0),
+        K_RESIDUAL_SCALE=residual_scale,
+        V_RESIDUAL_SCALE=residual_scale,
+        CONSUMER_REGISTERS=240 if not has_codes else 216 if f.precision == "fast" and _has_fp8_qk(f) else 208,
+        STORED_K_SCALE_STRIDES=_stored_scale_strides(f.k_scale_cache),
+        STORED_V_SCALE_STRIDES=_stored_scale_strides(f.v_scale_cache),
+        K_ROTATION=make_rotation(f.k_signs, f.k_channel_scale),
+        V_ROTATION=make_rotation(f.v_signs, f.v_channel_scale),
+    )
+
+
+def _has_fp8_qk(f: SimpleNamespace) -> bool:
+    """Returns whether QK runs in e4m3: not with new K and V, which are 16 bits, and not with a rotated query."""
+    fmt, as_is = kv_format(f.format), f.k is None and not make_rotation(f.k_signs, f.k_channel_scale).ENABLED
+    return as_is and (fmt.code, fmt.scale, f.q.dtype) == ("e4m3", TENSOR, torch.float8_e4m3fn)
+
+
+def config_of_new_kv(cfg: PrefillConfig) -> PrefillConfig:
+    """Returns `cfg` for tiles of new K and V: 16 bits, no scales, no rotation."""
+    plain = make_rotation(None, None)
+    return replace(cfg, CONVERTS_KV=False, TOKEN_SCALES=False, BLOCK_SCALES=False, K_ROTATION=plain, V_ROTATION=plain)
+
+
+def max_work_tiles(f: SimpleNamespace, cfg: PrefillConfig) -> int:
+    """Returns an upper bound of the number of work tiles."""
+    return (-(-f.q.shape[0] // cfg.TOKENS_PER_TILE) + f.seq_lens.shape[0]) * cfg.HEAD_TILES
+
+
+def why_not_tensor_maps(f: SimpleNamespace) -> str | None:
+    """Returns why TMA cannot copy these tensors, or None."""
+    cfg = make_prefill_config(f)
+    for name, x in ((name, getattr(f, name)) for name in tma_tensor_names(f)):
+        if not x.aligned:
+            return f"wants {name} on a multiple of 16 bytes"
+        dtype, shape, strides, box = _tensor_map_spec(x, name, cfg)
+        why_not = why_no_tensor_map(shape, strides, box, dtype.itemsize, _SWIZZLE)
+        if why_not is not None:
+            return f"wants {name} as the copy engine takes it, got {why_not}"
+    return None
+
+
+def tma_tensor_names(f: Any) -> tuple[str, ...]:
+    """Returns the names of the tensors that TMA reads."""
+    return ("q", "k_cache", "v_cache") + (() if f.k is None else ("k", "v"))
+
+
+def tensor_map_by_name(x: torch.Tensor, name: str, cfg: PrefillConfig) -> Any:
+    """Returns the tensor map of the tensor `name`."""
+    dtype, shape, strides, box = _tensor_map_spec(x, name, cfg)
+    width = min(box[-1] * dtype.itemsize, _SWIZZLE)
+    layout = gl.NVMMASharedLayout(width, 8 * dtype.itemsize, len(box))
+    return make_tensor_map(_TypedAddress(x, dtype), shape, strides, box, layout)
+
+
+class _TypedAddress(launch.RawAddress):
+    """A tensor viewed as another dtype, with any strides."""
+
+    __slots__ = ()
+
+    def __init__(self, x: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__(x)
+        self.dtype = dtype
+
+
+def _tensor_map_spec(x: Any, name: str, cfg: PrefillConfig) -> tuple[torch.dtype, list[int], list[int], list[int]]:
+    """Returns (dtype, shape, strides, box): rows [tokens, heads, columns], a cache [pages, heads, slots, packed].
+
+    Pages are a dimension of their own: their stride may be any multiple of 16 bytes.
+    """
+    strides = x.stride() if callable(x.stride) else x.stride
+    size = x.dtype.itemsize
+    if name in ("q", "k", "v"):
+        num_tokens, heads, d = x.shape
+        # The stride of a single token or head may be anything, which a tensor map refuses.
+        s_t, s_h = strides[0] if num_tokens > 1 else heads * d, strides[1] if heads > 1 else d
+        query_box = [ROWS_PER_WARPGROUP // cfg.HEADS_PER_TILE, cfg.HEADS_PER_TILE] if name == "q" else [cfg.BLOCK_N, 1]
+        return (
+            x.dtype, [num_tokens, heads, d], [s_t, s_h, 1],
+            [*query_box, min(cfg.DV if name == "v" else cfg.D, _SWIZZLE // size)],
+        )  # fmt: skip
+    pages, slots, heads, width = x.shape
+    columns_16bit, columns_packed = (cfg.D, cfg.PACKED_K) if name == "k_cache" else (cfg.DV, cfg.PACKED_V)
+    dtype, elements_per_view = (torch.int16, 2 // size) if cfg.CODE_STAGES else (x.dtype, 1)
+    s_p, s_s, s_h = (0 if n % elements_per_view else n // elements_per_view for n in strides[:3])  # 0: TMA refuses it
+    columns = min(columns_packed if cfg.CODE_STAGES else columns_16bit, _SWIZZLE // 2)
+    s_p, s_h = (
+        s_p if pages > 1 else slots * heads * width // elements_per_view,
+        s_h if heads > 1 else width // elements_per_view,
+    )
+    return (
+        dtype, [pages, heads, slots, width // elements_per_view], [s_p, s_h, s_s, 1],
+        [1, 1, cfg.KEYS_PER_COPY, columns],
+    )  # fmt: skip
+
+
+def _stored_scale_strides(x: Any) -> tuple[int, ...]:
+    return (0, 0, 0) if x is None else tuple(x.stride[:3])
+
+
+def _per_head_stride(t: Any) -> int:
+    return 1 if t is not None and t.shape[0] > 1 else 0

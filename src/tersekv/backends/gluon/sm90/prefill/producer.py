@@ -1,0 +1,294 @@
+"""The producer warp of prefill: copies queries, K and V of every work tile by TMA, from the last n_block to the first.
+
+Wait for a free stage: `producer_acquire` in `copy_kv_block` and `copy_new_kv_block`; mask, rescale, combine: none here.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ...versions import reinterpret, thread_barrier, tma_load
+from ..parts.pipeline import producer_acquire
+from .tile_scheduler import (
+    PAGE_IDS_ROW,
+    REQUESTS_PER_STEP,
+    CachedPrefix,
+    WorkTile,
+    extract_field,
+    load_num_m_blocks,
+    load_q_begin,
+    publish_work_tile,
+    work_tile_coords,
+    work_tile_of_round,
+)
+
+INVALID_PAGE = gl.constexpr(-1)  # out of bounds: TMA writes zeros
+
+
+class PipelineStages(NamedTuple):
+    """A pipeline: tiles in shared memory with full and empty barriers."""
+
+    tiles: gl.shared_memory_descriptor
+    full_barriers: gl.shared_memory_descriptor
+    empty_barriers: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def load_page_ids(page_table, n_block, key_begin, key_end, enabled, cfg: gl.constexpr):
+    """Loads the page of each of a tile's copies, one per lane. Reads no entry for keys outside [key_begin, key_end).
+
+    NOTE: scalars would go to uniform registers, which makes the compiler wait for the prefetch at once.
+    """
+    NUM_COPIES: gl.constexpr = cfg.BLOCK_N // cfg.KEYS_PER_COPY
+    o_key = n_block * cfg.BLOCK_N + cfg.KEYS_PER_COPY * gl.arange(
+        0, NUM_COPIES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    )
+    m_copy = enabled & (o_key < key_end) & (o_key + cfg.KEYS_PER_COPY > key_begin)
+    return gl.load(page_table + o_key // cfg.PAGE, mask=m_copy, other=INVALID_PAGE).to(gl.int32)
+
+
+@gluon.jit
+def lanes_to_scalars(page_ids, smem):
+    """Returns the lanes' page ids as a tuple of scalars."""
+    NUM_COPIES: gl.constexpr = page_ids.shape[0]
+    smem = smem.slice(0, NUM_COPIES)
+    thread_barrier()
+    smem.store(page_ids)
+    thread_barrier()
+    page_ids = smem.load(gl.BlockedLayout([NUM_COPIES], [32], [gl.num_warps()], [0]))
+    scalars = ()
+    for j in gl.static_range(NUM_COPIES):
+        scalars = scalars + (extract_field(page_ids, j),)
+    return scalars
+
+
+@gluon.jit
+def copy_kv_block(TENSOR_MAP, stages, page_ids, n_block, iter, kv_head, STAGES: gl.constexpr, cfg: gl.constexpr):
+    """Waits for a free stage and starts the copies of a K or V tile, in panels of 128 bytes a row."""
+    KEYS_PER_COPY: gl.constexpr = TENSOR_MAP.block_shape[2]
+    PANEL_COLUMNS: gl.constexpr = TENSOR_MAP.block_shape[3]
+    NUM_COPIES: gl.constexpr = stages.tiles.shape[1] // KEYS_PER_COPY
+    NUM_PANELS: gl.constexpr = stages.tiles.shape[2] // PANEL_COLUMNS
+    stage = producer_acquire(stages.empty_barriers, iter, STAGES)
+    full_barrier = stages.full_barriers.index(stage)
+    mbarrier.expect(full_barrier, NUM_COPIES * NUM_PANELS * KEYS_PER_COPY * PANEL_COLUMNS * 2)
+    smem = reinterpret(
+        stages.tiles, TENSOR_MAP.dtype, [STAGES * NUM_PANELS * NUM_COPIES, 1, 1, KEYS_PER_COPY, PANEL_COLUMNS],
+        TENSOR_MAP.layout,
+    )  # fmt: skip
+    for panel in gl.static_range(NUM_PANELS):
+        for j in gl.static_range(NUM_COPIES):
+            page_slot = (n_block * cfg.BLOCK_N + j * KEYS_PER_COPY) % cfg.PAGE
+            i_copy = (stage * NUM_PANELS + panel) * NUM_COPIES + j
+            tma_load(
+                TENSOR_MAP, [page_ids[j], kv_head, page_slot, panel * PANEL_COLUMNS], full_barrier, smem.index(i_copy)
+            )
+
+
+@gluon.jit
+def copy_query_tile(Q, q_stages, i_consumer, work_tile, cfg: gl.constexpr):
+    """Starts the copies of a consumer's 64 query rows, whose stage is free."""
+    PANEL_COLUMNS: gl.constexpr = Q.block_shape[2]
+    NUM_PANELS: gl.constexpr = q_stages.tiles.shape[2] // PANEL_COLUMNS
+    ITEMSIZE: gl.constexpr = Q.dtype.primitive_bitwidth // 8
+    TOKENS_PER_CONSUMER: gl.constexpr = cfg.TOKENS_PER_TILE // 2
+    full_barrier = q_stages.full_barriers.index(i_consumer)
+    mbarrier.expect(full_barrier, NUM_PANELS * TOKENS_PER_CONSUMER * cfg.HEADS_PER_TILE * PANEL_COLUMNS * ITEMSIZE)
+    # 8-bit queries fill the first half of the stage: consumers convert them to 16 bits in place.
+    NUM_PANELS_IN_SMEM: gl.constexpr = 2 * NUM_PANELS * 2 // ITEMSIZE
+    smem = reinterpret(
+        q_stages.tiles, Q.dtype, [NUM_PANELS_IN_SMEM, TOKENS_PER_CONSUMER, cfg.HEADS_PER_TILE, PANEL_COLUMNS], Q.layout
+    )
+    for panel in gl.static_range(NUM_PANELS):
+        i_panel = i_consumer * (NUM_PANELS_IN_SMEM // 2) + panel
+        tma_load(
+            Q,
+            [
+                work_tile.q_row + i_consumer * TOKENS_PER_CONSUMER,
+                work_tile.head_tile * cfg.HEADS_PER_TILE,
+                panel * PANEL_COLUMNS,
+            ],
+            full_barrier,
+            smem.index(i_panel),
+        )
+
+
+@gluon.jit
+def copy_new_kv_block(TENSOR_MAP, stages, q_row, n_block, iter, kv_head, STAGES: gl.constexpr, cfg: gl.constexpr):
+    """Waits for a free stage and starts the copies of a tile of new K or V."""
+    PANEL_COLUMNS: gl.constexpr = TENSOR_MAP.block_shape[2]
+    NUM_PANELS: gl.constexpr = stages.tiles.shape[2] // PANEL_COLUMNS
+    stage = producer_acquire(stages.empty_barriers, iter, STAGES)
+    full_barrier = stages.full_barriers.index(stage)
+    mbarrier.expect(full_barrier, NUM_PANELS * cfg.BLOCK_N * PANEL_COLUMNS * 2)
+    smem = reinterpret(
+        stages.tiles, TENSOR_MAP.dtype, [STAGES * NUM_PANELS, cfg.BLOCK_N, 1, PANEL_COLUMNS], TENSOR_MAP.layout
+    )
+    for panel in gl.static_range(NUM_PANELS):
+        tma_load(
+            TENSOR_MAP, [q_row + n_block * cfg.BLOCK_N, kv_head, panel * PANEL_COLUMNS], full_barrier,
+            smem.index(stage * NUM_PANELS + panel),
+        )  # fmt: skip
+
+
+@gluon.jit
+def publish_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_READERS: gl.constexpr):
+    """Publishes a work tile for the converter, if there is one."""
+    for i in gl.static_range(2, NUM_READERS):
+        mbarrier.wait(q_stages.empty_barriers.index(i), (num_done & 1) ^ 1)
+        publish_work_tile(tile_info.index(i), work_tile, cached_prefix)
+        mbarrier.arrive(q_stages.full_barriers.index(i), count=1)
+
+
+@gluon.jit
+def publish_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, num_done, cfg: gl.constexpr):
+    """Publishes a work tile for both consumers and starts the copies of their queries."""
+    for i_consumer in gl.static_range(2):
+        mbarrier.wait(q_stages.empty_barriers.index(i_consumer), (num_done & 1) ^ 1)
+        publish_work_tile(tile_info.index(i_consumer), work_tile, cached_prefix)
+        copy_query_tile(Q, q_stages, i_consumer, work_tile, cfg)
+
+
+@gluon.jit
+def n_block_range(key_begin, key_end, cfg: gl.constexpr):
+    """Returns (num_n_blocks, n_block_end) of keys [key_begin, key_end); without keys one block, fully masked."""
+    n_block_end = gl.maximum((key_end + cfg.BLOCK_N - 1) // cfg.BLOCK_N, 1)
+    return n_block_end - gl.minimum(key_begin // cfg.BLOCK_N, n_block_end - 1), n_block_end
+
+
+@gluon.jit
+def make_work_tile(i_request, m_block, head_tile, SEQ_LENS, CU_SEQLENS_Q, cfg: gl.constexpr):
+    """Returns (WorkTile, CachedPrefix) of a block of tokens and heads."""
+    q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
+    num_q_rows = load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin
+    first_token = m_block * cfg.TOKENS_PER_TILE
+    seq_len = gl.load(SEQ_LENS + i_request).to(gl.int32)
+    num_tokens_left = num_q_rows - first_token
+    position = seq_len - num_q_rows + first_token
+    num_cached = gl.maximum(seq_len - num_q_rows, 0)
+    key_begin = num_cached * 0
+    if cfg.WINDOW > 0:
+        key_begin = gl.maximum(position - cfg.WINDOW + 1, 0)
+    if cfg.HAS_NEW_KV:
+        # The work tile's keys are new rows, counted from the request's first; before token 0 there are none.
+        key_end = gl.minimum(num_q_rows, first_token + cfg.TOKENS_PER_TILE)
+        first_new = gl.maximum(num_q_rows - seq_len, 0)
+        if cfg.WINDOW > 0:
+            first_new = gl.maximum(first_new, first_token - cfg.WINDOW + 1)
+        num_n_blocks, n_block_end = n_block_range(first_new, key_end, cfg)
+        work_tile = WorkTile(
+            q_begin + first_token, num_tokens_left, first_token, key_end, num_n_blocks, n_block_end, first_new,
+            head_tile, i_request,
+        )  # fmt: skip
+        cached_block_end = (num_cached + cfg.BLOCK_N - 1) // cfg.BLOCK_N
+        cached_prefix = CachedPrefix(
+            position, num_cached, gl.maximum(cached_block_end - key_begin // cfg.BLOCK_N, 0), cached_block_end,
+            key_begin,
+        )  # fmt: skip
+    else:
+        # Consumers need at least one block: a work tile without keys gets one, fully masked.
+        key_end = gl.maximum(gl.minimum(seq_len, position + gl.minimum(cfg.TOKENS_PER_TILE, num_tokens_left)), 0)
+        num_n_blocks, n_block_end = n_block_range(key_begin, key_end, cfg)
+        work_tile = WorkTile(
+            q_begin + first_token, num_tokens_left, position, key_end, num_n_blocks, n_block_end, key_begin, head_tile,
+            i_request,
+        )  # fmt: skip
+        cached_prefix = CachedPrefix(key_begin, key_begin, key_begin * 0, key_begin, key_begin)
+    return work_tile, cached_prefix
+
+
+@gluon.jit
+def copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, n_block_end, num_n_blocks, key_begin, key_end, iter,
+                   kv_head, query_args, STAGES: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+    """Copies tiles of the paged cache, from the last to the first; returns the next `iter`.
+
+    query_args: without new K and V, the queries are copied after the first K tile
+    """
+    Q, K, V = tensor_maps
+    q_stages, tile_info, work_tile, cached_prefix, num_done = query_args
+    n_block = n_block_end - 1
+    page_ids = load_page_ids(page_table, n_block, key_begin, key_end, num_n_blocks > 0, cfg)
+    for i in range(num_n_blocks):
+        block_page_ids = lanes_to_scalars(page_ids, tile_info.index(PAGE_IDS_ROW))
+        page_ids = load_page_ids(page_table, n_block - 1, key_begin, key_end, i + 1 < num_n_blocks, cfg)
+        copy_kv_block(K, k_stages, block_page_ids, n_block, iter, kv_head, STAGES, cfg)
+        if not cfg.HAS_NEW_KV:  # noqa: SIM102 - known to the compiler, unlike the other
+            if i == 0:
+                publish_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, num_done, cfg)
+        copy_kv_block(V, v_stages, block_page_ids, n_block, iter, kv_head, STAGES, cfg)
+        iter += 1
+        n_block -= 1
+    return iter
+
+
+@gluon.jit
+def producer(
+    tensor_maps, new_maps, lengths, B, stride_table_b, q_stages, tile_info, k_stages, v_stages, new_kv_stages,
+    NUM_READERS: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """Copies all work tiles of this CTA, then publishes an empty work tile as the end.
+
+    k_stages, v_stages: pipelines of the paged cache; new_kv_stages: of new K and V, the same unless codes are converted
+    """
+    PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q = lengths
+    STAGES: gl.constexpr = cfg.CODE_STAGES if cfg.CODE_STAGES > 0 else cfg.STAGES
+    first_request = gl.program_id(0) * 0
+    work_tiles_before = first_request  # work tiles of the requests before `first_request`
+    num_m_blocks = load_num_m_blocks(CU_SEQLENS_Q, B, first_request, cfg)
+    num_work_tiles = gl.sum(num_m_blocks, 0) * cfg.HEAD_TILES
+    num_done = first_request  # work tiles published
+    iter = first_request  # tiles copied from the cache
+    new_iter = first_request  # tiles of new K and V; of both where they use the same stages
+    while first_request < B:
+        i_work_tile = work_tile_of_round(num_done) - work_tiles_before
+        if i_work_tile >= num_work_tiles:
+            work_tiles_before += num_work_tiles
+            first_request += REQUESTS_PER_STEP
+            num_m_blocks = load_num_m_blocks(CU_SEQLENS_Q, B, first_request, cfg)
+            num_work_tiles = gl.sum(num_m_blocks, 0) * cfg.HEAD_TILES
+        else:
+            i_request, m_block, head_tile = work_tile_coords(num_m_blocks, i_work_tile, cfg)
+            i_request += first_request
+            work_tile, cached_prefix = make_work_tile(i_request, m_block, head_tile, SEQ_LENS, CU_SEQLENS_Q, cfg)
+            page_table = PAGE_TABLE + i_request.to(gl.int64) * stride_table_b
+            kv_head = head_tile * cfg.HEADS_PER_TILE // cfg.GROUP
+            publish_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_READERS)
+            query_args = (q_stages, tile_info, work_tile, cached_prefix, num_done)
+            if cfg.HAS_NEW_KV:
+                for i in range(work_tile.num_n_blocks):
+                    n_block, q_row = work_tile.n_block_end - 1 - i, work_tile.q_row - work_tile.causal_limit
+                    # NOTE: queries first: once their stage is free, all earlier KV stages are. This warp never waited
+                    # for the stages that the converter filled, and a wait sees only one phase back.
+                    if i == 0:
+                        publish_and_copy_queries(
+                            tensor_maps[0], q_stages, tile_info, work_tile, cached_prefix, num_done, cfg
+                        )
+                    copy_new_kv_block(new_maps[0], new_kv_stages[0], q_row, n_block, new_iter, kv_head, cfg.STAGES, cfg)
+                    copy_new_kv_block(new_maps[1], new_kv_stages[1], q_row, n_block, new_iter, kv_head, cfg.STAGES, cfg)
+                    new_iter += 1
+                if cfg.CODE_STAGES > 0:
+                    iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, cached_prefix.n_block_end,
+                                          cached_prefix.num_n_blocks, cached_prefix.key_begin, cached_prefix.key_end,
+                                          iter, kv_head, query_args, STAGES, cfg)  # fmt: skip
+                    new_iter += cached_prefix.num_n_blocks
+                else:
+                    new_iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, cached_prefix.n_block_end,
+                                              cached_prefix.num_n_blocks, cached_prefix.key_begin,
+                                              cached_prefix.key_end, new_iter, kv_head, query_args, STAGES,
+                                              cfg)  # fmt: skip
+            else:
+                iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, work_tile.n_block_end,
+                                      work_tile.num_n_blocks, work_tile.key_begin, work_tile.key_end, iter, kv_head,
+                                      query_args, STAGES, cfg)  # fmt: skip
+            num_done += 1
+    # Publish the end.
+    zero = first_request * 0
+    no_tile = WorkTile(zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    no_prefix = CachedPrefix(zero, zero, zero, zero, zero)
+    for i_consumer in gl.static_range(2):
+        mbarrier.wait(q_stages.empty_barriers.index(i_consumer), (num_done & 1) ^ 1)
+        publish_work_tile(tile_info.index(i_consumer), no_tile, no_prefix)
+        mbarrier.arrive(q_stages.full_barriers.index(i_consumer), count=1)
+    publish_to_converter(no_tile, no_prefix, q_stages, tile_info, num_done, NUM_READERS)

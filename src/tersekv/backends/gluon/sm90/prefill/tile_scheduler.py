@@ -1,0 +1,130 @@
+"""Tile scheduler of prefill: finds a CTA's work tiles from lengths on the device; one kernel for every batch.
+
+A work tile is a block of a request's query rows: TOKENS_PER_TILE tokens, HEADS_PER_TILE heads of each. Work tiles are
+ordered by request, in each from the last m_block to the first: long ones come early. CTAs take them in rounds, every
+other round in reverse order, which balances lengths that fall evenly.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...versions import thread_barrier
+from ..parts.tile_scheduler import add
+
+TILE_INFO_FIELDS = gl.constexpr(16)
+PAGE_IDS_ROW = gl.constexpr(3)  # after the work tiles of three readers: pages of the tile being copied
+REQUESTS_PER_STEP = gl.constexpr(32)  # requests searched at once
+
+
+class WorkTile(NamedTuple):
+    """A work tile, as published to the warpgroups."""
+
+    q_row: gl.tensor  # first token's row of q
+    num_tokens_left: gl.tensor  # tokens of the request from q_row on
+    causal_limit: gl.tensor  # last key that the first token sees
+    key_end: gl.tensor  # end of the keys that any token sees
+    num_n_blocks: gl.tensor  # 0: no more work tiles
+    n_block_end: gl.tensor  # past the last n_block
+    key_begin: gl.tensor  # first key that any token sees
+    head_tile: gl.tensor  # tile of query heads
+    i_request: gl.tensor
+
+
+class CachedPrefix(NamedTuple):
+    """The cached keys of a work tile with new K and V; fields as of a WorkTile."""
+
+    causal_limit: gl.tensor
+    key_end: gl.tensor
+    num_n_blocks: gl.tensor  # may be 0
+    n_block_end: gl.tensor
+    key_begin: gl.tensor
+
+
+@gluon.jit
+def load_q_begin(CU_SEQLENS_Q, o_b, m_request):
+    """Loads the first query row of requests o_b, 0 outside m_request. CU_SEQLENS_Q: [B + 1], or rows per request."""
+    if CU_SEQLENS_Q.dtype.is_ptr():
+        return gl.load(CU_SEQLENS_Q + o_b, mask=m_request, other=0).to(gl.int32)
+    else:
+        return gl.where(m_request, o_b * CU_SEQLENS_Q, 0).to(gl.int32)
+
+
+@gluon.jit
+def load_num_m_blocks(CU_SEQLENS_Q, B, first_request, cfg: gl.constexpr):
+    """Returns num_m_blocks of the requests from `first_request` on: [REQUESTS_PER_STEP]."""
+    o_b = first_request + gl.arange(0, REQUESTS_PER_STEP, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    m_b = o_b < B
+    num_q_rows = load_q_begin(CU_SEQLENS_Q, o_b + 1, m_b) - load_q_begin(CU_SEQLENS_Q, o_b, m_b)
+    return (num_q_rows + cfg.TOKENS_PER_TILE - 1) // cfg.TOKENS_PER_TILE
+
+
+@gluon.jit
+def work_tile_coords(num_m_blocks, i_work_tile, cfg: gl.constexpr):
+    """Returns (i_request, m_block, head_tile) of work tile `i_work_tile` of these requests."""
+    o_b = gl.arange(0, REQUESTS_PER_STEP, num_m_blocks.type.layout)
+    work_tile_ends = gl.associative_scan(num_m_blocks, 0, add) * cfg.HEAD_TILES
+    i_request = gl.sum((work_tile_ends <= i_work_tile).to(gl.int32), 0)
+    i_work_tile -= gl.max(gl.where(work_tile_ends <= i_work_tile, work_tile_ends, 0), 0)
+    num_m_blocks_here = gl.sum(gl.where(o_b == i_request, num_m_blocks, 0), 0)
+    return i_request, num_m_blocks_here - 1 - i_work_tile // cfg.HEAD_TILES, i_work_tile % cfg.HEAD_TILES
+
+
+@gluon.jit
+def work_tile_of_round(i_round):
+    """Returns the index, among all, of this CTA's work tile in round `i_round`."""
+    i_cta, num_ctas = gl.program_id(0), gl.num_programs(0)
+    return i_round * num_ctas + gl.where(i_round % 2 == 0, i_cta, num_ctas - 1 - i_cta)
+
+
+@gluon.jit
+def publish_work_tile(SMEM, work_tile, cached_prefix):
+    """Stores a work tile in shared memory, for one reader."""
+    o_field = gl.arange(0, TILE_INFO_FIELDS, gl.BlockedLayout([TILE_INFO_FIELDS], [32], [gl.num_warps()], [0]))
+    fields = gl.where(
+        o_field == 0,
+        work_tile.q_row,
+        gl.where(
+            o_field == 1, work_tile.num_tokens_left, gl.where(o_field == 2, work_tile.causal_limit, work_tile.key_end)
+        ),
+    )
+    fields = gl.where(
+        o_field == 4,
+        work_tile.num_n_blocks,
+        gl.where(o_field == 5, work_tile.n_block_end, gl.where(o_field == 6, work_tile.key_begin, fields)),
+    )
+    fields = gl.where(
+        o_field == 7,
+        work_tile.head_tile,
+        gl.where(o_field == 8, work_tile.i_request, gl.where(o_field == 9, cached_prefix.causal_limit, fields)),
+    )
+    fields = gl.where(
+        o_field == 10,
+        cached_prefix.key_end,
+        gl.where(o_field == 11, cached_prefix.num_n_blocks, gl.where(o_field == 12, cached_prefix.n_block_end, fields)),
+    )
+    SMEM.store(gl.where(o_field == 13, cached_prefix.key_begin, fields))
+    thread_barrier()  # the thread that arrives is not the one that stored
+
+
+@gluon.jit
+def extract_field(tile_info, i: gl.constexpr):
+    """Returns element i as a scalar."""
+    return gl.sum(gl.where(gl.arange(0, tile_info.shape[0], tile_info.type.layout) == i, tile_info, 0), 0)
+
+
+@gluon.jit
+def read_work_tile(SMEM):
+    """Returns the published (WorkTile, CachedPrefix), as scalars in every thread."""
+    tile_info = SMEM.load(gl.BlockedLayout([TILE_INFO_FIELDS], [32], [gl.num_warps()], [0]))
+    thread_barrier()  # one thread will release it for all
+    work_tile = WorkTile(
+        extract_field(tile_info, 0), extract_field(tile_info, 1), extract_field(tile_info, 2),
+        extract_field(tile_info, 3), extract_field(tile_info, 4), extract_field(tile_info, 5),
+        extract_field(tile_info, 6), extract_field(tile_info, 7), extract_field(tile_info, 8),
+    )  # fmt: skip
+    return work_tile, CachedPrefix(
+        extract_field(tile_info, 9), extract_field(tile_info, 10), extract_field(tile_info, 11),
+        extract_field(tile_info, 12), extract_field(tile_info, 13),
+    )  # fmt: skip

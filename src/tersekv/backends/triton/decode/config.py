@@ -1,0 +1,104 @@
+"""Tile choices of paged decode, from facts. Measured on an H200 on 2026-11-21 (notes/decode.md), D 128, 32/8 heads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+
+from ....formats import TOKEN_HEAD, KVFormat, pair_of
+from ...host import launch
+
+
+class TileConfig(NamedTuple):
+    block_n: int  # keys of a key block
+    block_m: int  # query rows of a work tile
+    num_stages: int
+    blocks_per_step: int  # key blocks of one softmax step
+    num_warps: int
+    max_registers: int | None  # so that programs_per_sm fit; None: the compiler's choice
+    programs_per_sm: int
+    min_blocks: int  # of a program's range, so that the combine stays cheap
+    use_tma: bool
+
+
+# 64 × 8K, fp8: 258 µs; 16 × 64K: 497; 1 × 8K: 12.0 (three programs with one block a step: 269, 510, 13.6)
+_TWO_PROGRAMS_PER_SM = TileConfig(64, 16, 3, 2, 4, None, 2, 1, True)
+# 256 × 1K, fp8: 147 µs against 153 with two programs; per-token-head 64 × 8K: 284 against 294
+_THREE_PROGRAMS_PER_SM = TileConfig(64, 16, 3, 1, 4, 168, 3, 1, True)
+# 64 × 8K, bf16: 492 µs
+_TILES_16_BIT = TileConfig(64, 16, 3, 1, 4, None, 2, 1, True)
+
+_SHORT_CONTEXT = 2048  # tokens of the page table; below, ranges are short and their epilogues cost most
+
+
+def needs_two_term_query(f: SimpleNamespace, fmt: KVFormat) -> bool:
+    """Whether q is multiplied as the sum of two bf16 tiles: over bf16 keys, where bf16 would round it."""
+    turned = f.k_signs is not None or f.k_channel_scale is not None
+    return fmt.code == "bf16" and (turned or f.q.dtype == torch.float16)
+
+
+def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
+    """Returns the tile configuration. fmt: of keys; of values too, unless the facts name another."""
+    page = f.k_cache.shape[1]
+    group = f.q.shape[1] // max(f.k_cache.shape[2], 1)
+    block_m = max(16, min(64, launch.next_power_of_2(max(f.max_q_len * group, 1))))
+    width = max(f.q.shape[2], f.out.shape[2])
+    if fmt.storage.itemsize == 2 or fmt != pair_of(f)[1]:
+        t = _TILES_16_BIT
+    elif fmt.values_per_element > 1:
+        # V of small pages is prefetched into registers: beside the zero-point sums, one key block a step fits.
+        t = (
+            _TWO_PROGRAMS_PER_SM
+            if fmt.scale != TOKEN_HEAD or page % 64 == 0
+            else _TWO_PROGRAMS_PER_SM._replace(blocks_per_step=1)
+        )
+    elif fmt.scale == TOKEN_HEAD:
+        t = _THREE_PROGRAMS_PER_SM if page % 64 == 0 else _TWO_PROGRAMS_PER_SM
+    elif page % 64:
+        t = _THREE_PROGRAMS_PER_SM
+    else:
+        t = _THREE_PROGRAMS_PER_SM if f.page_table.shape[1] * page <= _SHORT_CONTEXT else _TWO_PROGRAMS_PER_SM
+    t = t._replace(block_m=block_m)
+    if block_m > 16 or width > 128:  # more accumulators: leave the registers to the compiler
+        t = t._replace(
+            blocks_per_step=1, max_registers=None, programs_per_sm=2 if block_m * width <= 4096 else 1, num_stages=3
+        )
+    if width > 128:
+        t = t._replace(block_n=32, num_stages=2, num_warps=4 if block_m <= 16 else 8)
+    return _shrink_to_fit(t, f, fmt)
+
+
+def _shrink_to_fit(t: TileConfig, f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
+    """Reduces stages, then BLOCK_N, then BLOCK_M, until the buffers fit the shared memory of one program."""
+    while not _fits_shared_memory(t, f, fmt, pair_of(f)[1]):
+        if t.blocks_per_step > 1:
+            t = t._replace(blocks_per_step=1)
+        elif t.num_stages > 2:
+            t = t._replace(num_stages=t.num_stages - 1)
+        elif t.block_n > 16:
+            t = t._replace(block_n=t.block_n // 2)
+        elif t.block_m > 16:
+            t = t._replace(block_m=t.block_m // 2)
+        else:
+            return t._replace(num_stages=1)
+    return t
+
+
+def _fits_shared_memory(t: TileConfig, f: SimpleNamespace, fmt: KVFormat, v_fmt: KVFormat) -> bool:
+    d, dv = f.q.shape[2], f.out.shape[2]
+    ring = t.num_stages * t.blocks_per_step * t.block_n * (fmt.code_bytes(d) + v_fmt.code_bytes(dv))
+    if ring > launch.shared_memory(f) - 8192:  # P and what the compiler adds
+        return False
+    # Measured of the compiler with many wide rows, for sm_80, 90 and 120: queries (two terms, where used), all stages
+    # but one, and one dequantised tile; two where a value has less than a byte.
+    d, dv = launch.next_power_of_2(d), launch.next_power_of_2(dv)
+    terms = 1 + needs_two_term_query(f, fmt)
+    queries, stage = (
+        t.block_m * d * 2 * terms,
+        t.blocks_per_step * t.block_n * (fmt.code_bytes(d) + v_fmt.code_bytes(dv)),
+    )
+    sizes = (n * 2 * (2 if x.values_per_element > 1 else 1) for n, x in ((d, fmt), (dv, v_fmt)))
+    converted = t.blocks_per_step * t.block_n * max(sizes)
+    return queries + (t.num_stages - 1) * stage + converted + 4096 <= launch.shared_memory(f)

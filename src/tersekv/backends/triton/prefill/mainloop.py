@@ -1,0 +1,308 @@
+"""The main loop of paged prefill: query rows of one request and KV head against a range of keys, block by block.
+`attend_kv_block` holds the mask, the rescale and PV; nothing is split, so there is no combine.
+
+Queries lie on the matrix unit's M side, one row per new token and query head, so that a key block is dequantised once
+for all BLOCK_M rows. Packed codes unpack into PACK tiles (`parts/dequant.py`); queries, accumulators and new rows are
+deinterleaved the same way.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..parts.dequant import INT4, dequant_packed, e4m3_bytes_to_fp16, expand_block_scales, int4_zero_points
+from ..parts.page_table import load_page_ids, page_slots
+from ..parts.softcap import apply_softcap
+
+
+class StridedRows(NamedTuple):
+    """Rows [P, S, H, ...]: pointer and strides; of new rows every token is a slot of one page."""
+
+    ptr: Any
+    stride_page: Any
+    stride_slot: Any
+    stride_head: Any
+
+
+class KVOperand(NamedTuple):
+    """K or V: stored codes and scales."""
+
+    codes: StridedRows
+    scales: StridedRows
+
+
+class KeyRange(NamedTuple):
+    """Keys [begin, end) visible to some row of a block of queries, and the positions of its rows."""
+
+    begin: Any
+    end: Any
+    q_position_begin: Any  # position of the first row's token
+    q_position_end: Any  # one past the last row's
+
+
+@triton.jit
+def deinterleave_columns(x, ROWS: tl.constexpr, NUM_PACKED: tl.constexpr, PACK: tl.constexpr):
+    """Returns PACK tiles [ROWS, NUM_PACKED] of [ROWS, PACK * NUM_PACKED]: tile j holds the columns PACK * i + j."""
+    if PACK == 1:
+        return (x,)
+    elif PACK == 2:
+        return tl.split(tl.reshape(x, [ROWS, NUM_PACKED, 2]))
+    else:
+        even, odd = tl.split(tl.reshape(x, [ROWS, NUM_PACKED, 2, 2]))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        return a, b, c, d
+
+
+@triton.jit
+def interleave_columns(tiles, PACK: tl.constexpr):
+    """Inverts `deinterleave_columns`."""
+    if PACK == 1:
+        return tiles[0]
+    elif PACK == 2:
+        return tl.interleave(tiles[0], tiles[1])
+    else:
+        return tl.interleave(tl.interleave(tiles[0], tiles[2]), tl.interleave(tiles[1], tiles[3]))
+
+
+@triton.jit
+def load_query_rows(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg: tl.constexpr):
+    """Loads query rows [BLOCK_M, PACK * BLOCK_D] as fp32."""
+    o_d = tl.arange(0, cfg.K.PACK * cfg.BLOCK_D)
+    p_q = Q + (tokens * stride_q_t + heads * stride_q_h)[:, None] + o_d[None, :]
+    x = tl.load(p_q, mask=m_row[:, None] & (o_d < cfg.D)[None, :], other=0.0)
+    if cfg.Q_AS_BYTES:
+        x = e4m3_bytes_to_fp16(x)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def to_query_tiles(x, cfg: tl.constexpr):
+    """Returns PACK query tiles [BLOCK_M, BLOCK_D] in the compute type of codes, and the scale of their scores
+    [BLOCK_M].
+
+    fp16 holds a bf16 row only after a power of two is divided out; the score scale multiplies it back. Over bf16 keys,
+    with TWO_TERM_Q, a second tile holds the rounding error of the first.
+    """
+    if cfg.BF16:
+        one = tl.full([cfg.BLOCK_M], 1.0, tl.float32)
+        high = x.to(tl.bfloat16)
+        if cfg.TWO_TERM_Q:
+            return (high, (x - high.to(tl.float32)).to(tl.bfloat16)), one
+        else:
+            return (high,), one
+    else:
+        abs_max = tl.max(tl.abs(x), 1)
+        exponent = tl.maximum((abs_max.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1)  # exponent of the largest magnitude
+        inv_scale = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
+        tiles = deinterleave_columns((x * inv_scale[:, None]).to(tl.float16), cfg.BLOCK_M, cfg.BLOCK_D, cfg.K.PACK)
+        return tiles, (exponent << 23).to(tl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
+
+
+@triton.jit
+def kv_row_offsets(
+    source: StridedRows, page_ids, n_block, h, IS_NEW_KV: tl.constexpr, STRIDE_UNIT: tl.constexpr, cfg: tl.constexpr
+):
+    """Returns offsets [BLOCK_N] of head h's rows in key block n_block; strides in pages count STRIDE_UNIT elements."""
+    if IS_NEW_KV:
+        return (n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)).to(tl.int64) * source.stride_slot + h.to(
+            tl.int64
+        ) * source.stride_head
+    else:
+        head = h.to(tl.int64) if cfg.INT64_OFFSETS else h
+        return (
+            page_ids * source.stride_page + page_slots(n_block, cfg) * source.stride_slot + head * source.stride_head
+        ) * STRIDE_UNIT
+
+
+@triton.jit
+def load_kv_block(source: StridedRows, page_ids, n_block, valid, h, BLOCK: tl.constexpr, NUM_PACKED: tl.constexpr,
+                  MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+                  cfg: tl.constexpr):  # fmt: skip
+    """Loads packed codes [BLOCK_N, BLOCK] of key block n_block; 0 for invalid keys, which only a MASKED block has."""
+    o_d = tl.arange(0, BLOCK)
+    p_x = source.ptr + kv_row_offsets(source, page_ids, n_block, h, IS_NEW_KV, STRIDE_UNIT, cfg)[:, None] + o_d[None, :]
+    if MASKED:
+        return tl.load(p_x, mask=valid[:, None] & (o_d < NUM_PACKED)[None, :], other=0.0)
+    elif BLOCK == NUM_PACKED:
+        return tl.load(p_x)
+    else:
+        return tl.load(p_x, mask=(o_d < NUM_PACKED)[None, :], other=0.0)
+
+
+@triton.jit
+def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: tl.constexpr, NUM_PACKED: tl.constexpr,
+                       MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr,
+                       cfg: tl.constexpr):  # fmt: skip
+    """Loads stored scales of key block n_block: fp32 [BLOCK_N] per token, e4m3 [BLOCK_N, BLOCK // 4], or none."""
+    if IS_NEW_KV:
+        return ()
+    elif row_format.TOKEN_SCALES:
+        p_row = operand.scales.ptr + kv_row_offsets(
+            operand.scales, page_ids, n_block, h, IS_NEW_KV, row_format.SCALE_STRIDE_UNIT, cfg
+        )
+        if MASKED:
+            return (tl.load(p_row, mask=valid, other=1.0),)
+        else:
+            return (tl.load(p_row),)
+    elif row_format.BLOCK_SCALES:
+        return (
+            load_kv_block(
+                operand.scales, page_ids, n_block, valid, h, BLOCK // 4, NUM_PACKED // 4, MASKED, IS_NEW_KV,
+                row_format.SCALE_STRIDE_UNIT, cfg,
+            ),
+        )  # fmt: skip
+    else:
+        return ()
+
+
+@triton.jit
+def dequant_kv_block(packed, scales, BLOCK: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr):
+    """Returns PACK tiles [BLOCK_N, BLOCK] for the matrix unit, dequantised from packed codes."""
+    PACK: tl.constexpr = row_format.PACK
+    BLOCK_N: tl.constexpr = packed.shape[0]
+    if IS_NEW_KV:
+        return deinterleave_columns(packed, BLOCK_N, BLOCK, PACK)
+    elif row_format.BLOCK_SCALES:
+        x, block_scale = (
+            dequant_packed(packed, row_format),
+            expand_block_scales(scales[0], BLOCK_N, BLOCK // 4, 4, row_format),
+        )
+        out = ()
+        for j in tl.static_range(PACK):
+            out = out + (x[j] * block_scale,)
+        return out
+    elif row_format.CODE == INT4:
+        x, zero_point = (
+            dequant_packed(packed, row_format),
+            int4_zero_points(scales[0]).to(tl.float16)[:, None],
+        )  # differences are exact
+        out = ()
+        for j in tl.static_range(PACK):
+            out = out + (x[j] - zero_point,)
+        return out
+    else:
+        return dequant_packed(packed, row_format)
+
+
+@triton.jit
+def compute_scores(q, keys, scale, k_scales, softcap, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr):
+    """Returns scores [BLOCK_M, BLOCK_N] in units of log2."""
+    PACK: tl.constexpr = cfg.K.PACK
+    s = tl.dot(q[0], tl.trans(keys[0]))
+    for j in tl.static_range(1, PACK):
+        s = tl.dot(q[j], tl.trans(keys[j]), acc=s)
+    if cfg.TWO_TERM_Q and not IS_NEW_KV:
+        s = tl.dot(q[1], tl.trans(keys[0]), acc=s)
+    s *= scale[:, None]
+    if cfg.K.TOKEN_SCALES and not IS_NEW_KV:
+        s *= k_scales[0][None, :]
+    if cfg.HAS_SOFTCAP:
+        s = apply_softcap(s, softcap)
+    return s
+
+
+@triton.jit
+def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_block, key_range: KeyRange, q_position, h,
+                    scale, softcap, MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+    """Attends to one key block. softmax_state: row_max (base 2), row_sum, PACK accumulators [BLOCK_M, BLOCK_DV]."""
+    PACK: tl.constexpr = cfg.PACK
+    K_FORMAT: tl.constexpr = cfg.K
+    K_TILES_PER_ROW: tl.constexpr = K_FORMAT.PACK if IS_NEW_KV else 1  # new rows are not packed
+    V_TILES_PER_ROW: tl.constexpr = cfg.PACK if IS_NEW_KV else 1
+    row_max, row_sum, acc_o = softmax_state
+    o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
+    valid = (o_n >= key_range.begin) & (o_n < key_range.end)
+    k_scales = load_stored_scales(
+        K, page_ids, n_block, valid, h, cfg.BLOCK_D, cfg.PACKED_K, MASKED, IS_NEW_KV, K_FORMAT, cfg
+    )
+    v_scales = load_stored_scales(
+        V, page_ids, n_block, valid, h, cfg.BLOCK_DV, cfg.PACKED_V, MASKED, IS_NEW_KV, cfg, cfg
+    )
+    # QK
+    packed = load_kv_block(
+        K.codes, page_ids, n_block, valid, h, K_TILES_PER_ROW * cfg.BLOCK_D, K_TILES_PER_ROW * cfg.PACKED_K, MASKED,
+        IS_NEW_KV, K_FORMAT.STRIDE_UNIT, cfg,
+    )  # fmt: skip
+    s = compute_scores(
+        q, dequant_kv_block(packed, k_scales, cfg.BLOCK_D, IS_NEW_KV, K_FORMAT), scale, k_scales, softcap, IS_NEW_KV,
+        cfg,
+    )  # fmt: skip
+    if cfg.TOKEN_SCALES and not IS_NEW_KV:
+        # V's scale joins the exponent, so that the P that multiplies codes lies in (0, 1].
+        safe_v_scales = tl.maximum(v_scales[0], 1e-30)
+        s += tl.log2(safe_v_scales)[None, :]
+    # Mask
+    if MASKED:
+        visible = valid[None, :] & (o_n[None, :] <= q_position[:, None])
+        if cfg.WINDOW > 0:
+            visible = visible & (o_n[None, :] > q_position[:, None] - cfg.WINDOW)
+        s = tl.where(visible, s, float("-inf"))
+    # Online softmax
+    row_max_new = tl.maximum(row_max, tl.max(s, 1))
+    safe_max = row_max_new
+    if MASKED:
+        safe_max = tl.where(row_max_new == float("-inf"), 0.0, row_max_new)  # a row may have no visible key yet
+    p = tl.exp2(s - safe_max[:, None])
+    rescale = tl.exp2(row_max - safe_max)
+    if cfg.TOKEN_SCALES and not IS_NEW_KV:
+        row_sum = row_sum * rescale + tl.sum(p * (1.0 / safe_v_scales)[None, :], 1)
+    else:
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+    # PV
+    packed = load_kv_block(
+        V.codes, page_ids, n_block, valid, h, V_TILES_PER_ROW * cfg.BLOCK_DV, V_TILES_PER_ROW * cfg.PACKED_V, MASKED,
+        IS_NEW_KV, cfg.STRIDE_UNIT, cfg,
+    )  # fmt: skip
+    values = dequant_kv_block(packed, v_scales, cfg.BLOCK_DV, IS_NEW_KV, cfg)
+    out = ()
+    for j in tl.static_range(PACK):
+        out = out + (tl.dot(p.to(values[j].dtype), values[j], acc=acc_o[j] * rescale[:, None]),)
+    return row_max_new, row_sum, out
+
+
+@triton.jit
+def load_page_ids_if_paged(p_page_ids, n_block, num_keys, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr):
+    """Loads page ids of key block n_block; new rows have none."""
+    if IS_NEW_KV:
+        return n_block
+    else:
+        return load_page_ids(p_page_ids, n_block, num_keys, cfg)
+
+
+@triton.jit
+def mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, key_range: KeyRange, q_position, h, scale,
+             softcap, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+    """Returns softmax_state after the keys of key_range. IS_NEW_KV: the keys are the new 16-bit rows themselves."""
+    n_block_begin = key_range.begin // cfg.BLOCK_N
+    n_block_end = tl.maximum(tl.cdiv(key_range.end, cfg.BLOCK_N), n_block_begin)
+    # Key blocks [unmasked_begin, unmasked_end) are fully visible to every row; the others need a mask.
+    unmasked_begin = tl.cdiv(key_range.begin, cfg.BLOCK_N)
+    if cfg.WINDOW > 0:
+        unmasked_begin = tl.maximum(
+            unmasked_begin, tl.cdiv(tl.maximum(key_range.q_position_end - cfg.WINDOW, 0), cfg.BLOCK_N)
+        )
+    unmasked_begin = tl.minimum(unmasked_begin, n_block_end)
+    unmasked_end = tl.maximum(
+        tl.minimum(key_range.end, tl.maximum(key_range.q_position_begin + 1, 0)) // cfg.BLOCK_N, unmasked_begin
+    )
+    # Page ids are loaded one iteration ahead, so that no load waits for its own address.
+    page_ids = load_page_ids_if_paged(p_page_ids, unmasked_begin, key_range.end, IS_NEW_KV, cfg)
+    # Unmasked key blocks
+    for n_block in tl.range(unmasked_begin, unmasked_end):
+        next_page_ids = load_page_ids_if_paged(p_page_ids, n_block + 1, key_range.end, IS_NEW_KV, cfg)
+        softmax_state = attend_kv_block(
+            q, softmax_state, K, V, page_ids, n_block, key_range, q_position, h, scale, softcap, False, IS_NEW_KV, cfg
+        )
+        page_ids = next_page_ids
+    # Masked key blocks, unpipelined
+    for i in tl.range(0, unmasked_begin - n_block_begin + n_block_end - unmasked_end, num_stages=1):
+        n_block = tl.where(
+            i < unmasked_begin - n_block_begin, n_block_begin + i, unmasked_end + i - (unmasked_begin - n_block_begin)
+        )
+        page_ids = load_page_ids_if_paged(p_page_ids, n_block, key_range.end, IS_NEW_KV, cfg)
+        softmax_state = attend_kv_block(
+            q, softmax_state, K, V, page_ids, n_block, key_range, q_position, h, scale, softcap, True, IS_NEW_KV, cfg
+        )
+    return softmax_state

@@ -1,0 +1,1 @@
+"""From a public verb to a launch: checks, plans, call signatures, the launch cache."""

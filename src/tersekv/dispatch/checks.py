@@ -1,0 +1,499 @@
+"""Checks of a call. Every message names the argument, what is wanted and what it got.
+
+They read no tensor values and run once per distinct set of facts; `value_checks` reads values.
+"""
+
+from __future__ import annotations
+
+import types as _types
+import typing
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import attributes
+from ..calls import CALLS
+from ..formats import FP8, MAX_HEAD_DIM, MAX_HEAD_DIM_V, KVFormat, kv_format, latent_format, pair_of, rope_dtype
+from ..scalars import round_to_fp32
+from ..shapes import ShapeChecker, argument_of, argument_of_field, dtype_name, overlaps, require
+
+INDEX = (torch.int32, torch.int64, torch.uint32)
+F32 = (torch.float32,)
+HALF = (torch.bfloat16, torch.float16)
+FLOAT = (*HALF, torch.float32)
+# None is allowed only where other arguments give the tokens' slots.
+_PLACES = ("slot_mapping", "batch_indices", "kv_positions", "kv_indptr", "kv_indices")
+
+
+def types(record: type, call: tuple) -> None:
+    """Raise TypeError unless every field has the type that the record declares."""
+    hints = _hints(record)
+    for name, x in zip(record._fields, call, strict=True):  # type: ignore[attr-defined]
+        want = hints[name]
+        if want is list:
+            want = (list, tuple)
+        if want is float and isinstance(x, (int, float)) and not isinstance(x, bool):
+            continue
+        if not isinstance(x, want):
+            names = " or ".join(w.__name__ for w in (want if isinstance(want, tuple) else (want,)))
+            names = names.replace(" or NoneType", "" if name in _PLACES else " or None")
+            raise TypeError(f"{argument_of_field(record, name)}: want {names}, got {type(x).__name__}")
+        if isinstance(x, Tensor) and x.layout != torch.strided:
+            raise TypeError(f"{argument_of_field(record, name)}: want a dense Tensor, got one of {x.layout}")
+
+
+def _hints(record: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(record).items()
+    return {n: typing.get_args(h) if isinstance(h, _types.UnionType) else typing.get_origin(h) or h for n, h in hints}
+
+
+def tensor(name: str, x: Any, pattern: str) -> None:
+    """Raise unless x is a tensor with one dimension per word of the pattern: for tensors that an op indexes itself."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: want Tensor, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}: want a dense Tensor, got one of {x.layout}")
+    if x.dim() != pattern.count(" ") + 1:
+        raise ValueError(f"{name}: want [{pattern.replace(' ', ', ')}], got {list(x.shape)}")
+
+
+def joined(name: str, x: Tensor) -> Tensor:
+    """Returns x with its first two dimensions merged, without copying."""
+    try:
+        return x.view(x.shape[0] * x.shape[1], *x.shape[2:])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: want strides that let the first two dimensions be viewed as one, "
+            f"got shape {list(x.shape)} with strides {list(x.stride())}"
+        ) from None
+
+
+def dtype(name: str, d: Any, allowed: Iterable[torch.dtype], own: torch.dtype | None = None, of: str = "") -> None:
+    """Raise unless an argument that chooses a dtype is None or allowed; beside a tensor `of` it is the tensor's own."""
+    if d is None or (own is None and d in allowed) or d == own:
+        return
+    if not isinstance(d, torch.dtype):
+        raise TypeError(f"{name}: want a torch.dtype or None, got {d!r}")
+    want = " | ".join(map(dtype_name, allowed)) if own is None else f"{of}'s own {dtype_name(own)} or None"
+    raise ValueError(f"{name}: want {want}, got {dtype_name(d)}")
+
+
+def facts(f: SimpleNamespace) -> None:
+    """Raise ValueError unless the facts fit together."""
+    _CHECKS[f.op](f)
+    record, written = CALLS[f.op]
+    for name in record._fields:  # type: ignore[attr-defined]
+        negated = getattr(getattr(f, name), "negated", False)
+        require(not negated, argument_of(f.op, f, name), "memory as it reads", "a negated view (x.resolve_neg())")
+    for name in written:
+        x = getattr(f, name)
+        if x is not None and overlaps(x.shape, x.stride):
+            what = argument_of(f.op, f, name)
+            raise ValueError(f"{what}: want memory for each element, got strides {list(x.stride)}")
+
+
+def _finite(name: str, want: str, value: float, fits: bool = True, got: Any = None) -> None:
+    """Raise unless a number is finite, in fp32 too, and `fits`. NaN never fits."""
+    got = value if got is None else got
+    require(fits and abs(value) < float("inf"), name, want, got)
+    require(abs(round_to_fp32(value)) < float("inf"), name, f"{want} in fp32", got)
+
+
+def _both(name: str, x: Any, other: str, y: Any) -> None:
+    """Raise unless both arguments are None, or neither is."""
+    require(x is None or y is not None, name, f"None without {other}", "a tensor")
+    require(x is not None or y is None, name, f"a tensor beside {other}", None)
+
+
+def _append(f: SimpleNamespace) -> None:
+    s = ShapeChecker(f)
+    s.see("k", "T H D", _rows(kv_format(f.format)))
+    s.see("v", "T H Dv", [f.k.dtype])
+    attributes.check_no_attributes(f)
+    _kv_caches(f, s, s["D"], s["Dv"], "k", "v")
+    _place(f, s)
+
+
+def _rows(fmt: KVFormat) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes of rows stored without rotation: floats, or an fp8 cache's own codes if it keeps the scale."""
+    return (*FLOAT, fmt.storage) if fmt.scale == "tensor" else FLOAT
+
+
+def _rope_append(f: SimpleNamespace) -> None:
+    own = f.slot_mapping is not None  # tersekv's own function takes undivided q and k, FlashInfer's divided ones
+    if own:
+        whole = {"k": (f.k_rope, f.k_nope), "q": (f.q_rope, f.q_nope), "q_out": (f.q_rope_out, f.q_nope_out)}
+        f = SimpleNamespace(**vars(f), **{name: _joined(*parts) for name, parts in whole.items()})
+    s = ShapeChecker(f)
+    if own:
+        _both("q_out", f.q_out, "q", f.q)
+        s.see("k", "T H D", FLOAT)
+        if s.see("q", "T Hq Dq", [f.k.dtype]):
+            r = f.k_rope.shape[-1]
+            require(s["Dq"] >= r, "q", f"rows of at least R={r} as in cos_sin_cache", s["Dq"])
+        s.see("q_out", "T Hq Dq", FLOAT + FP8)
+    s.see("k_rope", "T H R", HALF + F32)
+    dtype = [f.k_rope.dtype]
+    s.see("k_nope", "T H N", dtype)
+    s.dims.setdefault("N", 0)
+    s.see("v", "T H Dv", dtype)
+    _queries(f, s, dtype)
+    _rotary(f, s)
+    _kv_caches(f, s, s["R"] + s["N"], s["Dv"], "k", "v")
+    _place(f, s)
+
+
+def _joined(rope: Any, nope: Any) -> Any:
+    """Returns the fact of the tensor whose columns are these two."""
+    if nope is None:
+        return rope
+    return rope._replace(shape=(*rope.shape[:-1], rope.shape[-1] + nope.shape[-1]))
+
+
+def _mla_append(f: SimpleNamespace) -> None:
+    s = ShapeChecker(f)
+    s.see("kv_c", "T L", FLOAT if f.cos_sin_cache is not None else _rows(latent_format(f.format)))
+    dtype = [f.kv_c.dtype]
+    s.see("k_pe", "T R", dtype)
+    _queries(f, s, dtype)
+    if f.cos_sin_cache is not None:
+        require(f.positions is not None, "positions", "a tensor [T] beside cos_sin_cache", None)
+        _rotary(f, s)
+    else:
+        queries = f.q_rope is not None or f.q_nope is not None
+        require(not queries, "cos_sin_cache", "a tensor when a query is given", None)
+        require(f.positions is None, "positions", "None without cos_sin_cache", "a tensor")
+    _latent_cache(f, s)
+    _place(f, s)
+
+
+def _decode(f: SimpleNamespace) -> None:
+    s = _kv_attention(f)
+    if s.see("mask", "T W", [torch.uint16]):
+        words = 2 * -(-f.max_q_len // 32)
+        require(s["W"] >= words, "mask", f"at least {words} uint16 words a row for {f.max_q_len} drafts", s["W"])
+
+
+def _prefill(f: SimpleNamespace) -> None:
+    s = _kv_attention(f)
+    _both("v", f.v, "k", f.k)
+    s.see("k", "T H D", [f.q.dtype] if f.q.dtype in HALF else HALF)
+    s.see("v", "T H Dv", [f.k.dtype] if f.k is not None else HALF)
+
+
+def _kv_attention(f: SimpleNamespace) -> ShapeChecker:
+    s = ShapeChecker(f)
+    s.see("q", "T Hq D", FLOAT + FP8)
+    # 576 for joined latent rows whose values are a separate tensor; a backend may stop at 512.
+    fits = s["D"] % 8 == 0 and 0 < s["D"] <= MAX_HEAD_DIM
+    require(fits, "q", f"head_dim a multiple of 8 up to {MAX_HEAD_DIM}", s["D"])
+    dv = f.v_cache.shape[-1] * pair_of(f)[1].values_per_element
+    fits = dv % 8 == 0 and 0 < dv <= MAX_HEAD_DIM_V
+    require(fits, "v_cache", f"head_dim_v a multiple of 8 up to {MAX_HEAD_DIM_V}", dv)
+    _kv_caches(f, s, s["D"], dv, "q")
+    heads = s["H"]
+    require(s["Hq"] > 0, "q", "at least one head", s["Hq"])
+    require(heads > 0 and s["Hq"] % heads == 0, "q", f"num_q_heads a multiple of num_kv_heads={heads}", s["Hq"])
+    _requests(f, s)
+    s.see("sinks", "Hq", F32)
+    s.see("out", "T Hq Dv", FLOAT + FP8)
+    s.see("lse", "T Hq", F32, last_dim_dense=False)
+    require(f.window >= 0, "window", "a positive number of keys (own included), or None", f.window)
+    _finite(
+        "softcap", "0 (none) or a positive, finite number", f.softcap, f.softcap == 0 or round_to_fp32(f.softcap) > 0
+    )
+    _output_scales(f, s)
+    return s
+
+
+def _mla_decode(f: SimpleNamespace) -> None:
+    s = ShapeChecker(f)
+    s.see("q_nope", "T H L", FLOAT + FP8)
+    s.see("q_pe", "T H R", [f.q_nope.dtype])
+    _latent_cache(f, s)
+    _requests(f, s)
+    s.see("out", "T H L", FLOAT + FP8)
+    s.see("lse", "T H", F32, last_dim_dense=False)
+    _output_scales(f, s)
+
+
+def _mla_prefill(f: SimpleNamespace) -> None:
+    s = ShapeChecker(f)
+    s.see("q", "T H Dq", HALF)
+    half = [f.q.dtype]
+    nope = _new_latents(f, s)
+    s.see("out", "T H Dv", half)
+    rows = s["H"] * (nope + s["Dv"])
+    s.dims["N"] = rows
+    if f.kv_b_proj.shape[0] % max(s["H"], 1) == 0:  # whole heads: the output's size may be the wrong one
+        s.seen_in["N"] = "out"
+    if f.kv_b_proj.dtype == torch.float8_e4m3fn:
+        require(f.kv_b_proj_scale is not None, "kv_b_proj_scale", "a tensor beside an e4m3 kv_b_proj", None)
+        s.see("kv_b_proj", "N L", [torch.float8_e4m3fn])
+        require(s["L"] % 128 == 0 and rows % 128 == 0, "kv_b_proj", "both sizes multiples of 128", [rows, s["L"]])
+        s.see("kv_b_proj_scale", "N/128 L/128", F32)
+    else:
+        s.see("kv_b_proj", "N L", half)
+        require(f.kv_b_proj_scale is None, "kv_b_proj_scale", "None beside a 16-bit kv_b_proj", "a tensor")
+    s.see("buffer_row_offsets", "C B+1", INDEX)
+    extra = 1 if len(f.cache_offsets.shape) == 2 and f.cache_offsets.shape[1] == s["B"] + 1 else 0
+    s.see("cache_offsets", "C B+1" if extra else "C B", INDEX)
+    lengths, name = f.buffer_lengths, "plan.buffer_lengths"
+    require(len(lengths) == s["C"], name, f"C={s['C']} numbers", len(lengths))
+    require(all(n >= 0 for n in lengths), name, "no negative number", list(lengths))
+    s.see("lse", "T H", F32, last_dim_dense=False)
+    for name, sizes, dtypes in (("q_pe_out", "T H R", half), ("seq_lens_out", "B", [torch.int32])):
+        attends = any(f.buffer_lengths) and getattr(f, name) is not None
+        require(not attends, name, "None with a plan that holds rows", "a tensor")
+        s.see(name, sizes, dtypes)
+    _softmax_scale(f)
+    _finite("epsilon", "a finite number, not negative", f.epsilon, f.epsilon >= 0)
+    _precision(f)
+
+
+def _new_latents(f: SimpleNamespace, s: ShapeChecker) -> int:
+    """Check unrotated queries, raw latents, their cache, and the rotary and norm tensors. Returns Dn."""
+    half = [f.q.dtype]
+    _both("k_pe", f.k_pe, "kv_c", f.kv_c)
+    s.see("kv_c", "T L", half)
+    s.see("k_pe", "T R", half)
+    fmt = latent_format(f.format)
+    if f.kv_c is None:
+        require(fmt.scale == "none", "kv_c", f"the raw latents for a {f.format} cache (it holds no raw rows)", None)
+    _latent_cache(f, s)
+    nope = s["Dq"] - s["R"]
+    require(nope > 0, "q", f"rows longer than the rotary part R={s['R']}", s["Dq"])
+    require(s["R"] % 2 == 0, "kpe", "an even rotary part", s["R"])
+    s.see("page_table", "B max_pages", INDEX)
+    s.see("cache_lens", "B", INDEX)
+    s.see("cu_seqlens_q", "B+1", INDEX)
+    s.see("freqs_cis", "max_pos R", FLOAT)
+    s.see("kv_norm_gamma", "L", FLOAT)
+    return nope
+
+
+def _mla_project(f: SimpleNamespace) -> None:
+    s, half = ShapeChecker(f), [torch.bfloat16, torch.float16]
+    s.see("x", "T H K", half)
+    _weight(f, s, "weight", "H N K", f.x.dtype)
+    s.see("out", "T H N", [f.x.dtype])
+
+
+def _weight(f: SimpleNamespace, s: ShapeChecker, name: str, sizes: str, half: torch.dtype) -> None:
+    """Check a matrix per head, "H N K": e4m3 with scales per block, or the rows' dtype."""
+    heads, n, k = sizes.split()
+    scale = f"{name}_scale"
+    if getattr(f, name).dtype == torch.float8_e4m3fn:
+        require(getattr(f, scale) is not None, scale, f"a tensor beside an e4m3 {name}", None)
+        s.see(name, sizes, [torch.float8_e4m3fn])
+        require(s[n] % 128 == 0 and s[k] % 128 == 0, name, f"{n} and {k} multiples of 128", [s[n], s[k]])
+        s.see(scale, f"{heads} {n}/128 {k}/128", F32)
+    else:
+        s.see(name, sizes, [half])
+        require(getattr(f, scale) is None, scale, f"None beside a 16-bit {name}", "a tensor")
+
+
+def _mla_decode_branch(f: SimpleNamespace) -> None:
+    s = ShapeChecker(f)
+    s.see("q", "T H Dq", HALF)
+    s.dims["Dn"], s.seen_in["Dn"] = _new_latents(f, s), "q"
+    _query_rows(f, s)
+    _weight(f, s, "w_uk", "H L Dn", f.q.dtype)
+    _weight(f, s, "w_uv", "H Dv L", f.q.dtype)
+    s.see("out", "T H Dv", [f.q.dtype])
+    require(s["H"] > 0, "q", "at least one head", s["H"])
+    require(s["Dv"] > 0, "w_uv", "at least one value column", s["Dv"])
+    _softmax_scale(f)
+    _scalar(f, s, "softmax_scale_t")
+    _finite("epsilon", "a finite number, not negative", f.epsilon, f.epsilon >= 0)
+
+
+def _merge_states(f: SimpleNamespace) -> None:
+    s = ShapeChecker(f)
+    s.see("outs", "n T H D", FLOAT)
+    require(s["n"] > 0, "outs", "at least one part", "none")
+    s.see("lses", "n T H", F32, last_dim_dense=False)
+    s.see("out", "T H D", FLOAT)
+    s.see("lse", "T H", F32, last_dim_dense=False)
+
+
+_CHECKS = {
+    "append": _append,
+    "rope_append": _rope_append,
+    "mla_append": _mla_append,
+    "decode": _decode,
+    "prefill": _prefill,
+    "mla_decode": _mla_decode,
+    "mla_prefill": _mla_prefill,
+    "mla_project": _mla_project,
+    "mla_decode_branch": _mla_decode_branch,
+    "merge_states": _merge_states,
+}
+
+
+def _kv_caches(f: SimpleNamespace, s: ShapeChecker, d: int, dv: int, k_rows: str, v_rows: str = "") -> None:
+    """Check K/V caches and scales. k_rows, v_rows: names of the arguments with rows of size d and dv, or ""."""
+    if len(f.k_cache.shape) == 4 and "H" in s.dims:
+        _as_cache(k_rows, "num_kv_heads", s["H"], "k_cache", f.k_cache, f.k_cache.shape[2])
+    sides = list(zip("kv", (k_rows, v_rows), (d, dv), pair_of(f), strict=True))
+    for side, rows, dim, fmt in sides:
+        cache, size = getattr(f, f"{side}_cache"), _SIZES[side]
+        if rows and len(cache.shape) == 4:
+            _as_cache(rows, size, dim, f"{side}_cache", cache, cache.shape[-1] * fmt.values_per_element)
+    for side, _, dim, fmt in sides:
+        _head_dim(fmt, _SIZES[side], dim)
+    for side, _, dim, fmt in sides:
+        letter = "D" if side == "k" else "Dv"
+        s.dims[letter] = fmt.elements(dim)
+        s.see(f"{side}_cache", f"P S H {letter}", [fmt.storage])
+        s.dims[letter] = dim
+        _stored_scales(f, s, f"{side}_scale_cache", fmt, dim)
+        _scale_tensor(f, s, f"{side}_scale", fmt)
+    attributes.check_attributes(f, s, (d, dv))
+    require(s["S"] > 0, "k_cache", "at least one slot a page", s["S"])
+
+
+_SIZES = {"k": "head_dim", "v": "head_dim_v"}
+
+
+def _as_cache(rows: str, what: str, got: int, name: str, cache: Any, want: int) -> None:
+    """Check a size that rows share with a cache. The error blames the rows, since the cache is older."""
+    require(got == want, rows, f"{what} {want} as in {name} {list(cache.shape)}", got)
+
+
+def _head_dim(fmt: KVFormat, name: str, d: int) -> None:
+    step = fmt.scale_block or fmt.values_per_element
+    require(d > 0 and d % step == 0, name, f"a positive multiple of {step} for {fmt.name}", d)
+
+
+def _stored_scales(f: SimpleNamespace, s: ShapeChecker, name: str, fmt: KVFormat, dim: int) -> None:
+    if fmt.scale_dtype is None:
+        require(getattr(f, name) is None, name, f"None for {fmt.name}", "a tensor")
+        return
+    require(getattr(f, name) is not None, name, f"the stored {dtype_name(fmt.scale_dtype)} scales of {fmt.name}", None)
+    if fmt.scale_block is None:
+        s.see(name, "P S H", [fmt.scale_dtype], last_dim_dense=False)
+    else:
+        s.see(name, f"P S H {fmt.scales(dim)}", [fmt.scale_dtype])
+
+
+def _scale_tensor(f: SimpleNamespace, s: ShapeChecker, name: str, fmt: KVFormat) -> None:
+    given = getattr(f, f"{name}_t")
+    if fmt.scale not in ("tensor", "block"):
+        want = f"1.0 for {fmt.name}, which has no scale of the tensor"
+        require(given is None and getattr(f, name) == 1.0, name, want, _told(f, name))
+    _positive(f, name)
+    if given is not None:
+        sizes = list(dict.fromkeys((1, s["H"]) if fmt.scale == "tensor" else (1,)))
+        want = f"float32 with {' or '.join(map(str, sizes))} elements on {f.device}"
+        fits = given.dtype == torch.float32 and given.shape in [(n,) for n in sizes] and given.device == f.device
+        require(fits, name, want, f"{list(given.shape)} {dtype_name(given.dtype)} on {given.device}")
+        require(given.shape[0] == 1 or given.stride == (1,), name, "stride 1", list(given.stride))
+
+
+def _told(f: SimpleNamespace, name: str) -> str:
+    """Returns a scale as the caller passed it; records of appends may hold its reciprocal."""
+    if getattr(f, f"{name}_t") is not None:
+        return "a tensor"
+    value = getattr(f, name)
+    return f"{1 / value if value and getattr(f, 'scales_quantize', None) is False else value:.6g}"
+
+
+def _positive(f: SimpleNamespace, name: str) -> None:
+    value = getattr(f, name)
+    _finite(name, "a positive, finite number", value, value > 0, _told(f, name))
+    require(round_to_fp32(value) > 0, name, "a positive number that fp32 holds", _told(f, name))
+
+
+def _latent_cache(f: SimpleNamespace, s: ShapeChecker) -> None:
+    fmt = latent_format(f.format)
+    for letter, what, name in (("L", "a latent rank of", "ckv"), ("R", "a rotary size of", "kpe")):
+        cache = getattr(f, name)
+        if letter in s.dims and len(cache.shape) == 3:
+            _as_cache(s.seen_in[letter], what, s[letter], name, cache, cache.shape[-1])
+    s.see("ckv", "P S L", [fmt.storage])
+    s.see("kpe", "P S R", [rope_dtype(fmt)])
+    step = fmt.scale_block or 1
+    require(s["L"] % step == 0, "ckv", f"a latent rank that is a multiple of {step} for {f.format}", s["L"])
+    if fmt.scale_dtype is None:
+        require(f.ckv_scale_cache is None, "ckv_scale_cache", f"None for {f.format}", "a tensor")
+    else:
+        require(f.ckv_scale_cache is not None, "ckv_scale_cache", f"the stored scales of {f.format}", None)
+        s.see("ckv_scale_cache", f"P S {fmt.scales(s['L'])}", [fmt.scale_dtype])
+    require(s["S"] > 0, "ckv", "at least one slot a page", s["S"])
+    plain = f.kv_scale_t is None and f.kv_scale == 1.0
+    want = f"1.0 for {f.format}, which has no scale of the tensor"
+    require(fmt.scale == "tensor" or plain, "kv_scale", want, _told(f, "kv_scale"))
+    _positive(f, "kv_scale")
+    _scalar(f, s, "kv_scale_t")
+
+
+def _queries(f: SimpleNamespace, s: ShapeChecker, dtype: list) -> None:
+    q, out = (argument_of_field(CALLS[f.op][0], name) for name in ("q_rope", "q_rope_out"))
+    _both(out, f.q_rope_out, q, f.q_rope)
+    _both("q_nope_out", f.q_nope_out, "q_nope", f.q_nope)
+    s.see("q_rope", "T Hq R", dtype)
+    s.see("q_nope", "T Hq Nq", dtype)
+    s.see("q_rope_out", "T Hq R", FLOAT + FP8)
+    if f.q_nope is not None:
+        s.see("q_nope_out", "T Hq Nq", [f.q_rope_out.dtype] if f.q_rope_out is not None else FLOAT + FP8)
+    _positive(f, "q_scale")
+    _scalar(f, s, "q_scale_t")
+
+
+def _rotary(f: SimpleNamespace, s: ShapeChecker) -> None:
+    s.see("cos_sin_cache", "max_pos R", F32)
+    require(s["R"] % 2 == 0 and s["R"] > 0, "cos_sin_cache", "[max_pos, R] with R positive and even", s["R"])
+    s.see("positions", "T", INDEX)
+
+
+def _place(f: SimpleNamespace, s: ShapeChecker) -> None:
+    ragged = (f.batch_indices, f.kv_positions, f.kv_indptr, f.kv_indices)
+    if f.slot_mapping is not None:
+        require(all(x is None for x in ragged), "slot_mapping", "either slot_mapping or kv_indices, not both", "both")
+        s.see("slot_mapping", "T", INDEX)
+        return
+    require(all(x is not None for x in ragged), "slot_mapping", "a tensor [T] of page * S + offset", None)
+    s.see("batch_indices", "T", INDEX)
+    s.see("kv_positions", "T", INDEX)
+    s.see("kv_indptr", "B1", INDEX)
+    s.see("kv_indices", "num_indices", INDEX)
+
+
+def _requests(f: SimpleNamespace, s: ShapeChecker) -> None:
+    s.see("seq_lens", "B", INDEX)
+    s.see("page_table", "B max_pages", INDEX)
+    _query_rows(f, s)
+
+
+def _query_rows(f: SimpleNamespace, s: ShapeChecker) -> None:
+    t, b = s["T"], s["B"]
+    if f.cu_seqlens_q is not None:
+        s.see("cu_seqlens_q", "B+1", INDEX)
+        require(f.max_q_len >= 0, "max_q_len", "the largest number of query rows of a request", f.max_q_len)
+    else:
+        require(t == b * f.max_q_len, "q", f"T a multiple of B={b} (or cu_seqlens_q for ragged drafts)", f"T={t}")
+
+
+def _output_scales(f: SimpleNamespace, s: ShapeChecker) -> None:
+    _softmax_scale(f)
+    _finite("out_scale", "a finite number", f.out_scale)
+    _precision(f)
+    _scalar(f, s, "softmax_scale_t", "out_scale_t")
+
+
+def _softmax_scale(f: SimpleNamespace) -> None:
+    _finite("softmax_scale", "a finite number, not negative", f.softmax_scale, f.softmax_scale >= 0)
+
+
+def _scalar(f: SimpleNamespace, s: ShapeChecker, *names: str) -> None:
+    for name in names:
+        if getattr(f, name) is not None:
+            s.see(name, "1", F32)
+
+
+def _precision(f: SimpleNamespace) -> None:
+    require(f.precision in ("exact", "fast"), "precision", "'exact' or 'fast'", repr(f.precision))
