@@ -51,7 +51,7 @@ def ninth(monkeypatch):
 
 
 def test_a_format_that_no_backend_knows_is_refused_by_each(ninth, monkeypatch):
-    monkeypatch.setattr("tersekv.backends.cpu.library.missing", lambda: None)
+    monkeypatch.setattr("tersekv.backends.cpu.library.why_no_library", lambda: None)
     assert len(list(cases(None, ("ninth",)))) > 50, "every operation has cases of it"
     results = list(tool.verify("cpu", formats=("ninth",), quick=True))
     assert {r.status for r in results} == {tool.UNSUPPORTED, tool.FAILED}

@@ -113,7 +113,7 @@ class _File:
         words = self._json("layers", list, "a list with an object for each layer")
         self.require(len(words) > 0, "layers", "at least one layer", "none")
         for i, word in enumerate(words):
-            self.require(isinstance(word, dict), f"layers.{i}", "an object", word)
+            self.require(isinstance(word, dict), f"layers.{i}", "an object", repr(word))
             for name in ("format", *_NUMBERS):
                 self.require(name in word, f"layers.{i}.{name}", "an entry", "none")
             for name, x in word.items():
@@ -127,7 +127,7 @@ class _File:
         entry, given = f"layers.{i}.format", word["format"]
         names = given if isinstance(given, list) else [given, given]
         want = "the name of a format, or K's and V's"
-        self.require(len(names) == 2 and all(isinstance(x, str) for x in names), entry, want, given)
+        self.require(len(names) == 2 and all(isinstance(x, str) for x in names), entry, want, repr(given))
         k, v = (self._taken(entry, kv_format, name) for name in names)
         self._taken("sizes", readable, (k, v), (sizes["head_dim"], sizes["head_dim_v"]))
         return k, v
