@@ -102,9 +102,9 @@ def case(cell: Prompts, o: Options, device: torch.device, libraries: list[str], 
             try:
                 record["peers"][name] = run(p, build()[0], p.peer_limit)
             except Exception as e:  # of whatever kind: another library's
-                record["peers"][name] = {"reason": engine.told(e)}
+                record["peers"][name] = {"reason": engine.first_line(e)}
     except Exception as e:
-        record["reason"] = engine.told(e)
+        record["reason"] = engine.first_line(e)
     p = None  # type: ignore[assignment]
     engine.release(device)
     return record

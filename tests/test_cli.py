@@ -230,9 +230,9 @@ def test_doctor_warns_of_a_backend_that_is_not(capsys, monkeypatch):
 
 
 def test_doctor_tells_for_which_formats_a_backend_refuses():
-    assert doctor.told({"bf16": None, "nvfp4": None}) == "runs"
-    assert doctor.told({"bf16": "needs sm_90", "nvfp4": "needs sm_90"}) == "needs sm_90"
-    assert doctor.told({"bf16": None, "nvfp4": "no D [16]"}) == "runs, but not nvfp4: no D [16]"
+    assert doctor.support_cell({"bf16": None, "nvfp4": None}) == "runs"
+    assert doctor.support_cell({"bf16": "needs sm_90", "nvfp4": "needs sm_90"}) == "needs sm_90"
+    assert doctor.support_cell({"bf16": None, "nvfp4": "no D [16]"}) == "runs, but not nvfp4: no D [16]"
 
 
 @pytest.mark.parametrize("line", ["", "  "])

@@ -52,18 +52,18 @@ def write(path: str | os.PathLike, layers: Sequence[PagedKVLayer], sizes: Mappin
             elif value is not None:
                 word[name] = as_float(name, value, "a number or a Tensor")  # of NumPy's JSON knows none
         words.append(word)
-    told = {"tersekv": _KIND, "sizes": json.dumps(dict(sizes)), "layers": json.dumps(words)}
+    metadata = {"tersekv": _KIND, "sizes": json.dumps(dict(sizes)), "layers": json.dumps(words)}
     # Not `save_file`, whose files only their owner reads.
-    Path(path).write_bytes(save(tensors, told))
+    Path(path).write_bytes(save(tensors, metadata))
 
 
 def read(path: str | os.PathLike) -> Saved:
     """What a file holds. Raises ValueError for one that `write` did not write."""
-    told, tensors = _contents(path)
-    if told.get("tersekv") != _KIND:
-        got = repr(told["tersekv"]) if "tersekv" in told else "another's"
+    metadata, tensors = _contents(path)
+    if metadata.get("tersekv") != _KIND:
+        got = repr(metadata["tersekv"]) if "tersekv" in metadata else "another's"
         raise ValueError(f"{os.fspath(path)}: want a file that save_attributes wrote, got {got}")
-    file = _File(path, told, tensors)
+    file = _File(path, metadata, tensors)
     sizes, words = file.sizes(), file.words()
     formats = [file.formats(i, word, sizes) for i, word in enumerate(words)]
     named = {f"{i}.{name}" for i, word in enumerate(words) for name in word if word[name] == _TENSOR}
@@ -93,8 +93,8 @@ def _contents(path: str | os.PathLike) -> tuple[dict[str, str], dict[str, Tensor
 class _File:
     """A file's entries, each checked as it is taken."""
 
-    def __init__(self, path: str | os.PathLike, told: dict[str, str], tensors: dict[str, Tensor]) -> None:
-        self._path, self._told, self._tensors = os.fspath(path), told, tensors
+    def __init__(self, path: str | os.PathLike, metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
+        self._path, self._metadata, self._tensors = os.fspath(path), metadata, tensors
 
     def require(self, ok: bool, entry: str, want: str, got: Any) -> None:
         if not ok:
@@ -153,9 +153,9 @@ class _File:
         return x
 
     def _json(self, entry: str, kind: type, want: str) -> Any:
-        self.require(entry in self._told, entry, want, "none")
+        self.require(entry in self._metadata, entry, want, "none")
         try:
-            found = json.loads(self._told[entry])
+            found = json.loads(self._metadata[entry])
         except (ValueError, RecursionError) as e:
             raise ValueError(f"{self._path}: {entry}: want {want} in JSON, got {e}") from None
         self.require(isinstance(found, kind), entry, want, repr(found))

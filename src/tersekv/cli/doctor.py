@@ -76,7 +76,7 @@ def backends(device: str) -> Table:
         cells = []
         for backend in plan.BACKENDS:
             reasons = {name: plan.why_not(plan.facts(op, call), backend) for name, call in first.items()}
-            text = told(reasons)
+            text = support_cell(reasons)
             cells.append(Text(text, style="green" if text == "runs" else ""))
         t.add_row(op, *cells)
     return t
@@ -92,7 +92,7 @@ def off(device: str) -> Iterator[str]:
                 yield f"{op}: {backend} {reason}"
 
 
-def told(reasons: dict[str, str | None]) -> str:
+def support_cell(reasons: dict[str, str | None]) -> str:
     """One cell, from format → why not: that it runs, or for which formats it does not, and why."""
     refused = {name: reason for name, reason in reasons.items() if reason}
     if not refused:

@@ -134,14 +134,15 @@ class Row:
     nearest: tuple[float, float] = (0.0, 0.0)  # error and bound of the case that is nearest to its bound
 
 
-def _told(error: float) -> str:
+def _format_error(error: float) -> str:
     return f"{error:.1e}".replace("e-0", "e-") if error else "0"
 
 
 FOOTER = (
     "error, bound: of the case that is nearest to its bound. error: relative norm of the difference from fp64; of an "
-    f"append 0, since bytes have to be equal. bound: {_told(EXACT)}; with precision='fast' {_told(FAST)}; where "
-    f"something is quantised on the way {_told(REQUANTISED)}; of an 8-bit output twice that, and its own rounding"
+    f"append 0, since bytes have to be equal. bound: {_format_error(EXACT)}; with precision='fast' "
+    f"{_format_error(FAST)}; where something is quantised on the way {_format_error(REQUANTISED)}; of an 8-bit output "
+    "twice that, and its own rounding"
 )
 
 
@@ -166,7 +167,7 @@ def table(results: Iterable[Result], device: str) -> Table:
         t.add_row(
             op, fmt, ", ".join(sorted(row.backends)) or "-", str(row.counts[PASSED]),
             f"[red]{failed}[/red]" if failed else "0", str(unsupported),
-            *(map(_told, row.nearest) if row.backends else "--"),
+            *(map(_format_error, row.nearest) if row.backends else "--"),
         )  # fmt: skip
     return t
 

@@ -238,7 +238,7 @@ def xqa_mla(
     """
     (q_number, q_t), (kv_number, kv_t) = number_or_tensor(q_scale), number_or_tensor(kv_scale)
     signature, found = lookup_cached(
-        _XQA_NAMES, "mla_decode", ("xqa_mla", page_size, _seen_rows(k_cache, v_cache), q_number, kv_number),
+        _XQA_NAMES, "mla_decode", ("xqa_mla", page_size, _value_rows_key(k_cache, v_cache), q_number, kv_number),
         (q, None, k_cache, None, None, page_table, seq_lens, None, output, None, q_t, kv_t, None), _JOINED,
     )  # fmt: skip
     if found is not None:
@@ -358,7 +358,7 @@ def _mla_call(
     )  # fmt: skip
 
 
-def _seen_rows(k_cache: Tensor, v_cache: Tensor) -> tuple | None:
+def _value_rows_key(k_cache: Tensor, v_cache: Tensor) -> tuple | None:
     """What `xqa_mla` looks at of values that are not k_cache itself."""
     if v_cache is k_cache or not isinstance(v_cache, Tensor):
         return None if v_cache is k_cache else (type(v_cache),)

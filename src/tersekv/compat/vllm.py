@@ -157,8 +157,8 @@ def reshape_and_cache_flash(
         return
     key, value = _token_rows(key, value, slot_mapping)
     format, stored = _cache_format(kv_cache_dtype, "key_cache", tensor("key_cache", key_cache))
-    k_cache = _row_heads("key_cache", _seen_as("key_cache", key_cache, stored), key.shape[2])
-    v_cache = _row_heads("value_cache", _seen_as("value_cache", value_cache, stored), value.shape[2])
+    k_cache = _row_heads("key_cache", _view_as("key_cache", key_cache, stored), key.shape[2])
+    v_cache = _row_heads("value_cache", _view_as("value_cache", value_cache, stored), value.shape[2])
     scales = _scale("k_scale", k_scale, scaled), _scale("v_scale", v_scale, scaled)
     call = AppendCall(
         key, value, k_cache, v_cache, None, None, slot_mapping, None, None, None, None, format,
@@ -206,7 +206,7 @@ def concat_and_cache_mla(
         format, rows = "fp8_ds_mla", tensor("kv_cache", kv_cache)
     else:
         format, stored = _cache_format(kv_cache_dtype, "kv_cache", tensor("kv_cache", kv_cache), ", fp8_ds_mla")
-        rows = _seen_as("kv_cache", kv_cache, stored)
+        rows = _view_as("kv_cache", kv_cache, stored)
     row = with_caller_names(_MLA_NAMES, latent_bytes_per_token, format, kv_c.shape[1], k_pe.shape[-1])
     if rows.dim() > 0 and rows.shape[-1] * rows.element_size() != row:
         sizes = f"{kv_c.shape[1]} (kv_c) and {k_pe.shape[-1]} (k_pe)"
@@ -238,7 +238,7 @@ def _cache_format(name: str, cache_name: str, cache: Tensor, more: str = "") -> 
     return _FP8_FORMAT[_NAMED_FP8[name]], _NAMED_FP8[name]
 
 
-def _seen_as(name: str, cache: Tensor, stored: torch.dtype) -> Tensor:
+def _view_as(name: str, cache: Tensor, stored: torch.dtype) -> Tensor:
     """A view of the cache in its stored dtype; vLLM's fp8 caches come as uint8."""
     if tensor(name, cache).dtype == stored:
         return cache

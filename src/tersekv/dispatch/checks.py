@@ -384,7 +384,7 @@ def _scale_tensor(f: SimpleNamespace, s: ShapeChecker, name: str, fmt: KVFormat)
     given = getattr(f, f"{name}_t")
     if fmt.scale not in ("tensor", "block"):
         want = f"1.0 for {fmt.name}, which has no scale of the tensor"
-        require(given is None and getattr(f, name) == 1.0, name, want, _told(f, name))
+        require(given is None and getattr(f, name) == 1.0, name, want, _as_passed(f, name))
     _positive(f, name)
     if given is not None:
         sizes = list(dict.fromkeys((1, s["H"]) if fmt.scale == "tensor" else (1,)))
@@ -394,7 +394,7 @@ def _scale_tensor(f: SimpleNamespace, s: ShapeChecker, name: str, fmt: KVFormat)
         require(given.shape[0] == 1 or given.stride == (1,), name, "stride 1", list(given.stride))
 
 
-def _told(f: SimpleNamespace, name: str) -> str:
+def _as_passed(f: SimpleNamespace, name: str) -> str:
     """Returns a scale as the caller passed it; records of appends may hold its reciprocal."""
     if getattr(f, f"{name}_t") is not None:
         return "a tensor"
@@ -404,8 +404,8 @@ def _told(f: SimpleNamespace, name: str) -> str:
 
 def _positive(f: SimpleNamespace, name: str) -> None:
     value = getattr(f, name)
-    _finite(name, "a positive, finite number", value, value > 0, _told(f, name))
-    require(round_to_fp32(value) > 0, name, "a positive number that fp32 holds", _told(f, name))
+    _finite(name, "a positive, finite number", value, value > 0, _as_passed(f, name))
+    require(round_to_fp32(value) > 0, name, "a positive number that fp32 holds", _as_passed(f, name))
 
 
 def _latent_cache(f: SimpleNamespace, s: ShapeChecker) -> None:
@@ -426,7 +426,7 @@ def _latent_cache(f: SimpleNamespace, s: ShapeChecker) -> None:
     require(s["S"] > 0, "ckv", "at least one slot a page", s["S"])
     plain = f.kv_scale_t is None and f.kv_scale == 1.0
     want = f"1.0 for {f.format}, which has no scale of the tensor"
-    require(fmt.scale == "tensor" or plain, "kv_scale", want, _told(f, "kv_scale"))
+    require(fmt.scale == "tensor" or plain, "kv_scale", want, _as_passed(f, "kv_scale"))
     _positive(f, "kv_scale")
     _scalar(f, s, "kv_scale_t")
 

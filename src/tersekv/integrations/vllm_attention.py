@@ -301,10 +301,10 @@ class TersekvImpl(AttentionImpl):
             k_scale.data_ptr(), k_scale.shape, v_scale.data_ptr(), v_scale.shape,
         )  # fmt: skip
         if self._pages is None or self._pages[0] != key:
-            self._pages = key, self._seen(layer, kv_cache)
+            self._pages = key, self._view_pages(layer, kv_cache)
         return self._pages[1]
 
-    def _seen(self, layer: Any, kv_cache: Tensor) -> PagedKVLayer:
+    def _view_pages(self, layer: Any, kv_cache: Tensor) -> PagedKVLayer:
         holds: str | Kind = self.kv_cache_dtype
         attributes: dict[str, Any] = {}
         if self.saved is not None:  # a layer that shares another's pages reads them as that one wrote them

@@ -65,7 +65,7 @@ def why_not(op: str, backend: str = "gluon", arch: int = 90, tried: set[str] | N
                 assert reason is None, reason
                 module.run(call, module.configure(f))
     except Exception as e:  # of whatever kind: it would reach the caller of the operation
-        return _told(e)
+        return _root_cause(e)
     return None
 
 
@@ -95,7 +95,7 @@ def compiling(arch: int, tried: set[str]) -> Iterator[None]:
         driver._active, kernels.run = was, run
 
 
-def _told(e: BaseException) -> str:
+def _root_cause(e: BaseException) -> str:
     """The first cause, in a line."""
     while (cause := e.__cause__ or e.__context__) is not None:
         e = cause

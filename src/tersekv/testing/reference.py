@@ -277,13 +277,13 @@ def _visible(rows: int, n: int, mask: Tensor | None, window: int) -> Tensor:
     """Which of n keys each of the last `rows` tokens sees: [rows, n] bool."""
     i, j = torch.arange(n - rows, n)[:, None], torch.arange(n)
     if mask is None or not rows:
-        seen = j <= i
+        visible = j <= i
     else:
         bits = (mask.to(torch.int64)[..., None] >> torch.arange(16) & 1).flatten(1).bool()
         draft = j - (n - rows)
-        seen = (draft < 0) | bits[:, draft.clamp(min=0)]
-        seen = seen & (i >= 0)
-    return seen & (j > i - window) if window else seen
+        visible = (draft < 0) | bits[:, draft.clamp(min=0)]
+        visible = visible & (i >= 0)
+    return visible & (j > i - window) if window else visible
 
 
 def _softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ from tersekv.formats import CHANNELS, PAIRS, ROTATION, pair_of
 
 from . import rotation
 from .exact import without_autocast
-from .place import TokenSlots, scatter_rows, token_slots
 from .quantize import as_quantizer_input, quantize_with_call_scale, why_no_codec
+from .slots import TokenSlots, scatter_rows, token_slots
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 
@@ -35,12 +35,12 @@ def run(call: Any, config: None) -> None:
     if call.k.shape[0] == 0:
         return
     num_pages, page_size = call.k_cache.shape[:2]
-    places = token_slots(call, num_pages, page_size)
-    if places is not None:
-        quantize_and_scatter_kv(call, as_quantizer_input(call.k), as_quantizer_input(call.v), places)
+    slots = token_slots(call, num_pages, page_size)
+    if slots is not None:
+        quantize_and_scatter_kv(call, as_quantizer_input(call.k), as_quantizer_input(call.v), slots)
 
 
-def quantize_and_scatter_kv(call: Any, k: Tensor, v: Tensor, places: TokenSlots) -> None:
+def quantize_and_scatter_kv(call: Any, k: Tensor, v: Tensor, slots: TokenSlots) -> None:
     """Quantise k [T, H, D] and v [T, H, Dv], both fp32 or codes; store codes and scales in the caches of `call`."""
     if call.k_signs is not None or call.k_channel_scale is not None:
         k = rotation.row(k, call.k_signs, call.k_channel_scale)
@@ -55,6 +55,6 @@ def quantize_and_scatter_kv(call: Any, k: Tensor, v: Tensor, places: TokenSlots)
         codes, scales = quantize_with_call_scale(
             x, f, scale, scale_t, call.scales_quantize, getattr(call, "widen", True)
         )
-        scatter_rows(cache, codes, places)
+        scatter_rows(cache, codes, slots)
         if scales is not None:
-            scatter_rows(scale_cache, scales, places)
+            scatter_rows(scale_cache, scales, slots)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tersekv.formats import FP8
 
 from .codes import may_read
-from .gather import KeyPlaces, key_places
+from .gather import KeySlots, key_slots
 from .requests import Batch, Rules, visibility_mask
 
 _ELEMENTS = 1 << 22  # most elements of a chunk's keys in fp32
@@ -28,10 +28,10 @@ class PagedSource(Protocol):
     heads: int
     widest: int  # columns of the longest row of keys or values
 
-    def keys(self, at: KeyPlaces) -> tuple[list[Tensor], Tensor | None]:
+    def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
         """Returns parts [B * H, C, D_i] of the keys, and a scale per key [B * H, C] for its scores."""
 
-    def values(self, at: KeyPlaces) -> tuple[Tensor, Tensor | None]:
+    def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
         """Returns values [B * H, C, Dv] and a scale per value [B * H, C]; called after `keys` with the same `at`."""
 
 
@@ -99,7 +99,7 @@ def attend(
     chunk = max(_MIN_CHUNK, _ELEMENTS // (groups * max(source.widest, m)))
     for begin in range(batch.start, batch.stop, chunk):
         end = min(begin + chunk, batch.stop)
-        at = key_places(batch.table, source.page_size, begin, end, None if may_read(q[0]) else batch.seq_lens)
+        at = key_slots(batch.table, source.page_size, begin, end, None if may_read(q[0]) else batch.seq_lens)
         state = _online_softmax_step(q, source, at, visibility_mask(batch, begin, end, rules), rules.softcap, state)
     return state
 
@@ -107,8 +107,8 @@ def attend(
 def _online_softmax_step(
     q: list[Tensor],
     source: PagedSource,
-    at: KeyPlaces,
-    seen: Tensor,
+    at: KeySlots,
+    visible: Tensor,
     softcap: float,
     state: State | None,
 ) -> State:
@@ -121,7 +121,7 @@ def _online_softmax_step(
         s.mul_(factor[:, None])
     if softcap:
         s.div_(softcap).tanh_().mul_(softcap)
-    _mask_scores(s, seen, source.heads, -torch.inf)
+    _mask_scores(s, visible, source.heads, -torch.inf)
 
     # Online softmax
     top = s.amax(-1, keepdim=True)
@@ -134,8 +134,8 @@ def _online_softmax_step(
     values, factor = source.values(at)
     if factor is not None:
         p.mul_(factor[:, None])
-        _mask_scores(p, seen, source.heads, 0.0)  # the scale of a masked value may be NaN
-    acc = _multiply_pv(p, values, seen, source.heads)
+        _mask_scores(p, visible, source.heads, 0.0)  # the scale of a masked value may be NaN
+    acc = _multiply_pv(p, values, visible, source.heads)
     if state is None:
         return State(top, total, acc)
     # Rescale of the older state
@@ -143,33 +143,33 @@ def _online_softmax_step(
     return State(top, total.addcmul_(state.total, old), acc.addcmul_(state.acc, old))
 
 
-def _mask_scores(x: Tensor, seen: Tensor, heads: int, value: float) -> None:
-    """Fill entries of x [B * H, Q * G, C] where `seen` [B, Q, C] is False."""
-    b, q, c = seen.shape
-    x.view(b, heads, q, -1, c).masked_fill_(~seen[:, None, :, None], value)
+def _mask_scores(x: Tensor, visible: Tensor, heads: int, value: float) -> None:
+    """Fill entries of x [B * H, Q * G, C] where `visible` [B, Q, C] is False."""
+    b, q, c = visible.shape
+    x.view(b, heads, q, -1, c).masked_fill_(~visible[:, None, :, None], value)
 
 
-def _multiply_pv(p: Tensor, values: Tensor, seen: Tensor, heads: int) -> Tensor:
+def _multiply_pv(p: Tensor, values: Tensor, visible: Tensor, heads: int) -> Tensor:
     """Returns p [B * H, Q * G, C] × values [B * H, C, Dv]; masked values count as 0, even if NaN."""
     if may_read(values) and values.sum().isfinite():
         return torch.bmm(p, values)
-    b, drafts, c = seen.shape
+    b, drafts, c = visible.shape
     p, values = p.view(b, heads, drafts, -1, c), values.view(b, heads, c, -1)
-    rows = [p[:, :, i] @ values.masked_fill(~seen[:, None, i, :, None], 0.0) for i in range(drafts)]
+    rows = [p[:, :, i] @ values.masked_fill(~visible[:, None, i, :, None], 0.0) for i in range(drafts)]
     return torch.stack(rows, 2).flatten(0, 1).flatten(1, 2)
 
 
 def finalize_softmax(state: State, sinks: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
     """Returns the output [B * H, M, Dv] and LSE [B * H, M]. A sink [H * G] is one more score, with a zero value."""
     top, total, acc = state
-    seen = total != 0  # a NaN row_sum counts as visible keys
+    has_keys = total != 0  # a NaN row_sum counts as visible keys
     if sinks is not None:
         groups, m, _ = top.shape
         sink = sinks.view(1, heads, 1, -1).expand(groups // heads, heads, m // (len(sinks) // heads), -1)
         sink = sink.reshape(groups, m, 1)
-        base = top.masked_fill(~seen, 0.0)
+        base = top.masked_fill(~has_keys, 0.0)
         top = torch.maximum(base, sink)
         old = (base - top).exp()
         total, acc = total * old + (sink - top).exp(), acc * old
-    out = torch.where(seen, acc / total, 0.0)
-    return out, torch.where(seen, top + total.log(), -torch.inf)[..., 0]
+    out = torch.where(has_keys, acc / total, 0.0)
+    return out, torch.where(has_keys, top + total.log(), -torch.inf)[..., 0]

@@ -13,7 +13,7 @@ from . import rotation
 from .append import why_no_codec_pair
 from .attention import Results, attend, call_scale, finalize_softmax, rows_by_kv_head
 from .exact import without_autocast
-from .gather import KeyPlaces, PagedRows, dequant_blocks
+from .gather import KeySlots, PagedRows, dequant_blocks
 from .quantize import zero_points
 from .requests import Rules, request_batches, why_not_batch_invariant
 
@@ -54,15 +54,15 @@ class KVSource:
         self.num_pages, self.page_size, self.heads = call.k_cache.shape[:3]
         self.widest = max(call.q.shape[2], call.out.shape[2])
 
-    def keys(self, at: KeyPlaces) -> tuple[list[Tensor], Tensor | None]:
+    def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
         x, factor = self._load(self._k_format, self._k, self._ks, at)
         return [x], factor
 
-    def values(self, at: KeyPlaces) -> tuple[Tensor, Tensor | None]:
+    def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
         return self._load(self._v_format, self._v, self._vs, at)
 
     def _load(
-        self, f: KVFormat, codes: PagedRows, scales: PagedRows | None, at: KeyPlaces
+        self, f: KVFormat, codes: PagedRows, scales: PagedRows | None, at: KeySlots
     ) -> tuple[Tensor, Tensor | None]:
         if scales is None:
             return codes.load(at), None

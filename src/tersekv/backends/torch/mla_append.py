@@ -8,10 +8,10 @@ from typing import Any
 from tersekv.formats import FP8, TENSOR, latent_format, rope_dtype
 
 from .exact import without_autocast
-from .place import scatter_rows, token_slots
 from .quantize import as_quantizer_input, cast_rounded, quantize_with_call_scale, quantizing_multiplier, why_no_codec
 from .rope import apply_rope, lookup_cos_sin
 from .rope_append import write_queries
+from .slots import scatter_rows, token_slots
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -32,17 +32,17 @@ def run(call: Any, config: None) -> None:
         k_pe = apply_rope(k_pe, cos, sin, call.interleaved)
     write_queries(call, cos, sin, known)
     num_pages, page_size = call.ckv.shape[:2]
-    places = token_slots(call, num_pages, page_size, known)
-    if places is None:
+    slots = token_slots(call, num_pages, page_size, known)
+    if slots is None:
         return
     f = latent_format(call.format)
     codes, scales = quantize_with_call_scale(
         as_quantizer_input(call.kv_c), f, call.kv_scale, call.kv_scale_t, call.scales_quantize
     )
-    scatter_rows(call.ckv, codes, places)
+    scatter_rows(call.ckv, codes, slots)
     if scales is not None:
-        scatter_rows(call.ckv_scale_cache, scales, places)
+        scatter_rows(call.ckv_scale_cache, scales, slots)
     # Only a per-tensor scale applies to the rotary part; group scales are the latent's alone.
     if f.scale == TENSOR and k_pe.dtype not in FP8:
         k_pe = k_pe * quantizing_multiplier(call.kv_scale, call.kv_scale_t, call.scales_quantize)
-    scatter_rows(call.kpe, k_pe if k_pe.dtype in FP8 else cast_rounded(k_pe, rope_dtype(f)), places)
+    scatter_rows(call.kpe, k_pe if k_pe.dtype in FP8 else cast_rounded(k_pe, rope_dtype(f)), slots)

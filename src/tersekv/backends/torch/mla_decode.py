@@ -12,7 +12,7 @@ from tersekv.formats import BATCH_INVARIANCE, latent_format
 
 from .attention import Results, attend, call_scale, finalize_softmax, rows_by_kv_head
 from .exact import without_autocast
-from .gather import KeyPlaces, PagedRows, dequant_blocks
+from .gather import KeySlots, PagedRows, dequant_blocks
 from .quantize import why_no_codec
 from .requests import Rules, request_batches, why_not_batch_invariant
 
@@ -54,13 +54,13 @@ class LatentSource:
         self.widest = call.ckv.shape[2]
         self._latents: Tensor | None = None
 
-    def keys(self, at: KeyPlaces) -> tuple[list[Tensor], Tensor | None]:
+    def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
         if self._scales is None:
             self._latents = self._ckv.load(at)
         else:
             self._latents = dequant_blocks(self._ckv, self._scales, at)
         return [self._latents, self._kpe.load(at)], None
 
-    def values(self, at: KeyPlaces) -> tuple[Tensor, Tensor | None]:
+    def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
         assert self._latents is not None
         return self._latents, None

@@ -12,7 +12,7 @@ from tersekv.formats import latent_format
 from . import mla_decode, mla_project
 from .exact import without_autocast
 from .mla_latents import page_and_slot
-from .mla_prefill import new_token_places, request_of_rows, rope_and_store_new_rows
+from .mla_prefill import new_token_slots, request_of_rows, rope_and_store_new_rows
 from .quantize import why_no_codec
 
 
@@ -38,7 +38,7 @@ def run(call: Any, config: None) -> None:
     q_nope, latents = q.new_empty(tokens, heads, rank), q.new_empty(tokens, heads, rank)
     given = call._asdict() | {"cu_seqlens_q": torch.tensor(starts, device=device)}
     given = SimpleNamespace(**given, q_pe_out=q_pe, seq_lens_out=lens)
-    new = new_token_places(given, starts)
+    new = new_token_slots(given, starts)
     check_cache_lens(given)
     rope_and_store_new_rows(given, starts, new)
     x = q[..., : dq - rope]

@@ -34,19 +34,19 @@ def configure(f: SimpleNamespace) -> None:
 @without_autocast
 def run(call: Any, config: None) -> None:
     starts = call.cu_seqlens_q.tolist()
-    new = new_token_places(call, starts)
-    chunks = [(i, chunk_places(call, i, n)) for i, n in enumerate(call.buffer_lengths) if n]
+    new = new_token_slots(call, starts)
+    chunks = [(i, chunk_slots(call, i, n)) for i, n in enumerate(call.buffer_lengths) if n]
     rope_and_store_new_rows(call, starts, new)
     out = torch.zeros(call.out.shape, dtype=torch.float32, device=call.out.device)
     lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=out.device)
-    for chunk, places in chunks:
-        _attend_chunk(call, chunk, places, starts, out, lse)
+    for chunk, slots in chunks:
+        _attend_chunk(call, chunk, slots, starts, out, lse)
     call.out.copy_(out)
     if call.lse is not None:
         call.lse.copy_(lse)
 
 
-class RowPlaces(NamedTuple):
+class RowSlots(NamedTuple):
     """Pages and slots of cache rows: those of the new tokens, or of a chunk."""
 
     position: Tensor  # [n] int64: position in the request
@@ -54,7 +54,7 @@ class RowPlaces(NamedTuple):
     first: list[int]  # [B + 1] first row of each request
 
 
-def new_token_places(call: Any, starts: list[int]) -> RowPlaces:
+def new_token_slots(call: Any, starts: list[int]) -> RowSlots:
     """Returns pages and slots of the new tokens. Raises ValueError for one outside the cache or freqs_cis."""
     if starts != sorted(starts) or starts[0] < 0 or starts[-1] > call.q.shape[0]:
         raise ValueError(f"cu_seqlens_q: want rows in [0, {call.q.shape[0]}] that never fall, got {starts}")
@@ -67,12 +67,12 @@ def new_token_places(call: Any, starts: list[int]) -> RowPlaces:
     at = page_and_slot(call.page_table, request, position, call.ckv)
     if (position >= call.freqs_cis.shape[0]).any():
         raise ValueError(f"freqs_cis: want at least {int(position.max()) + 1} rows, got {call.freqs_cis.shape[0]}")
-    return RowPlaces(position, at, starts)
+    return RowSlots(position, at, starts)
 
 
-def rope_and_store_new_rows(call: Any, starts: list[int], new: RowPlaces | None = None) -> None:
+def rope_and_store_new_rows(call: Any, starts: list[int], new: RowSlots | None = None) -> None:
     """Rotate q; store the new tokens' rotated k_pe and normed latents. Not idempotent."""
-    position, at, _ = new_token_places(call, starts) if new is None else new
+    position, at, _ = new_token_slots(call, starts) if new is None else new
     cos, sin = call.freqs_cis[position].unflatten(-1, (-1, 2)).unbind(-1)
     rows = slice(starts[0], starts[-1])
     kv_c, k_pe = (call.ckv[at], call.kpe[at]) if call.kv_c is None else (call.kv_c[rows], call.k_pe[rows])
@@ -87,7 +87,7 @@ def rope_and_store_new_rows(call: Any, starts: list[int], new: RowPlaces | None 
     )  # fmt: skip
 
 
-def chunk_places(call: Any, chunk: int, length: int) -> RowPlaces:
+def chunk_slots(call: Any, chunk: int, length: int) -> RowSlots:
     """Returns pages and slots of a chunk's tokens. Raises ValueError for one outside the cache."""
     rows = [min(row, length) for row in call.buffer_row_offsets[chunk].tolist()]
     if rows != sorted(rows):
@@ -106,19 +106,17 @@ def chunk_places(call: Any, chunk: int, length: int) -> RowPlaces:
         b = int(request[beyond.nonzero()[0, 0]])
         got = f"{int(position[request == b].min())} to {int(position[request == b].max())} in chunk {chunk}"
         raise ValueError(f"plan: want tokens in [0, {int(lens[b])}) of request {b}, got {got}") from None
-    return RowPlaces(position, at, rows)
+    return RowSlots(position, at, rows)
 
 
 def gather_latents(call: Any, chunk: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
     """Returns dequantised latents [M, L], rotary parts [M, R] and the requests' first rows [B + 1] of a chunk."""
-    places = chunk_places(call, chunk, length)
-    return *_load(call, places), places.first
+    slots = chunk_slots(call, chunk, length)
+    return *_load(call, slots), slots.first
 
 
-def _load(call: Any, places: RowPlaces) -> tuple[Tensor, Tensor]:
-    return load_latents(
-        call.ckv, call.kpe, call.ckv_scale_cache, places.at, latent_format(call.format), _kv_scale(call)
-    )
+def _load(call: Any, slots: RowSlots) -> tuple[Tensor, Tensor]:
+    return load_latents(call.ckv, call.kpe, call.ckv_scale_cache, slots.at, latent_format(call.format), _kv_scale(call))
 
 
 def up_project(codes: Tensor, scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None) -> Tensor:
@@ -142,8 +140,8 @@ def causal_attention(q: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, ahead: int, 
     q: [h, m, Dn + R]; k: [h, n, Dn]; k_pe: [n, R], shared by the heads; v: [h, n, Dv]
     """
     m, n, dn = q.shape[1], k.shape[1], k.shape[2]
-    seen = torch.arange(m, device=q.device) + ahead
-    hidden = torch.arange(n, device=q.device) > seen[:, None]
+    last_visible = torch.arange(m, device=q.device) + ahead
+    hidden = torch.arange(n, device=q.device) > last_visible[:, None]
     scores = (q[..., :dn] @ k.transpose(1, 2) + q[..., dn:] @ k_pe.T) * scale
     scores = scores.masked_fill(hidden, -torch.inf)
     top = scores.amax(-1, keepdim=True)
@@ -153,7 +151,7 @@ def causal_attention(q: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, ahead: int, 
         out = p @ v
     else:
         # 0 times an infinite or NaN value is NaN: multiply each query with its visible keys only.
-        counts = (seen + 1).clamp(0, n).tolist()
+        counts = (last_visible + 1).clamp(0, n).tolist()
         out = torch.stack([(p[:, i : i + 1, :c] @ v[:, :c])[:, 0] for i, c in enumerate(counts)], 1)
     none = total == 0
     out = (out / total.masked_fill(none, 1.0)[..., None]).masked_fill(none[..., None], 0.0)
@@ -168,11 +166,11 @@ def merge_partial(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> N
     lse.copy_(total)
 
 
-def _attend_chunk(call: Any, chunk: int, places: RowPlaces, starts: list[int], out: Tensor, lse: Tensor) -> None:
+def _attend_chunk(call: Any, chunk: int, slots: RowSlots, starts: list[int], out: Tensor, lse: Tensor) -> None:
     """Merge the attention over one chunk's rows into (out, lse)."""
     dtype, heads, dim_v = call.q.dtype, call.q.shape[1], call.out.shape[2]
     dim = call.q.shape[2] - call.kpe.shape[2] + dim_v
-    (latent, k_pe), rows = _load(call, places), places.first
+    (latent, k_pe), rows = _load(call, slots), slots.first
     scales = weight_scales = None
     if call.kv_b_proj_scale is None:
         latent = latent.to(dtype)

@@ -11,7 +11,7 @@ from . import decode, rotation
 from .attention import Results, State, attend, call_scale, finalize_softmax, rows_by_kv_head
 from .decode import KVSource, per_head
 from .exact import without_autocast
-from .gather import KeyPlaces, PagedRows
+from .gather import KeySlots, PagedRows
 from .requests import Batch, Rules, request_batches
 
 SUPPORTS, why_not, configure = decode.SUPPORTS, decode.why_not, decode.configure
@@ -52,10 +52,10 @@ class NewRows:
         self.num_pages, self.heads = call.k.shape[:2]
         self.widest = max(call.q.shape[2], call.out.shape[2])
 
-    def keys(self, at: KeyPlaces) -> tuple[list[Tensor], Tensor | None]:
+    def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
         return [self._k.load(at)], None
 
-    def values(self, at: KeyPlaces) -> tuple[Tensor, Tensor | None]:
+    def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
         return self._v.load(at), None
 
 

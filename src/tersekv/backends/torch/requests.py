@@ -116,12 +116,12 @@ def visibility_mask(batch: Batch, begin: int, end: int, rules: Rules) -> Tensor:
     n = batch.seq_lens[:, None, None]
     first = n - batch.q_lens[:, None, None]
     if rules.mask is None:
-        seen = key <= first + draft
+        visible = key <= first + draft
     else:
         mask = rules.mask.to(torch.int32)[batch.rows.clamp(max=rules.mask.shape[0] - 1)]
         j = key - first
         word = mask.gather(2, (j >> 4).clamp(0, mask.shape[2] - 1).expand(b, q, -1))
-        seen = (j < 0) | ((word >> (j & 15)) & 1).to(torch.bool)
+        visible = (j < 0) | ((word >> (j & 15)) & 1).to(torch.bool)
     if rules.window:
-        seen = seen & (first + draft - key < rules.window)  # no sum with the window: it may be any number
-    return seen & (key < n)
+        visible = visible & (first + draft - key < rules.window)  # no sum with the window: it may be any number
+    return visible & (key < n)

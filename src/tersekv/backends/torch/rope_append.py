@@ -12,9 +12,9 @@ from tersekv.formats import CHANNELS, PAIRS, ROTATION
 
 from .append import quantize_and_scatter_kv, why_no_codec_pair
 from .exact import without_autocast
-from .place import skipped_tokens, token_slots
 from .quantize import cast_rounded, quantizing_multiplier
 from .rope import apply_rope, lookup_cos_sin
+from .slots import skipped_tokens, token_slots
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 
@@ -34,13 +34,13 @@ def run(call: Any, config: None) -> None:
     cos, sin, known = lookup_cos_sin(call.cos_sin_cache, call.positions)
     write_queries(call, cos, sin, known)
     num_pages, page_size = call.k_cache.shape[:2]
-    places = token_slots(call, num_pages, page_size, known)
-    if places is None:
+    slots = token_slots(call, num_pages, page_size, known)
+    if slots is None:
         return
     k = apply_rope(call.k_rope.to(torch.float32), cos, sin, call.interleaved)
     if call.k_nope is not None:
         k = torch.cat((k, call.k_nope.to(torch.float32)), -1)
-    quantize_and_scatter_kv(call, k, call.v.to(torch.float32), places)
+    quantize_and_scatter_kv(call, k, call.v.to(torch.float32), slots)
 
 
 def write_queries(call: Any, cos: Tensor | None, sin: Tensor | None, known: Tensor | None) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from . import engine
 from .cases import Case
-from .engine import FAILED, Peer, Result, told
+from .engine import FAILED, Peer, Result, first_line
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Apart:
             return self.call(engine.run, case, device, libraries, backend)
         except Exception as e:
             if not libraries:
-                return Result(case, FAILED, reason=told(e))
+                return Result(case, FAILED, reason=first_line(e))
             return replace(self.run(case, device, (), backend), peers=(_lost(e),))
 
     def peers_of(self, case: Case, device: torch.device, libraries: Sequence[str]) -> tuple[Peer, ...]:
@@ -62,7 +62,7 @@ class Apart:
 
 
 def _lost(e: Exception) -> Peer:
-    return Peer("peers", reason=told(e))
+    return Peer("peers", reason=first_line(e))
 
 
 def _call(fn: Callable[..., T], case: Case, device: torch.device, *args: Any) -> T:

@@ -158,7 +158,7 @@ def run(case: Case, device: torch.device, libraries: Sequence[str] = (), backend
     except UnsupportedError as e:
         return replace(result, status=UNSUPPORTED, reason="; ".join(line.strip() for line in str(e).splitlines()))
     except Exception as e:
-        return replace(result, status=FAILED, us=None, reason=told(e))
+        return replace(result, status=FAILED, us=None, reason=first_line(e))
     finally:
         problem = None  # type: ignore[assignment]
         release(device)
@@ -182,7 +182,7 @@ def peers_of(case: Case, device: torch.device, libraries: Sequence[str]) -> tupl
         problem = problem_of(case, device, None)
         return tuple(rivals(problem, device, libraries))
     except Exception as e:
-        return (Peer("peers", reason=told(e)),)
+        return (Peer("peers", reason=first_line(e)),)
     finally:
         problem = None
         release(device)
@@ -202,12 +202,12 @@ def rivals(problem: Problem, device: torch.device, libraries: Sequence[str]) -> 
                 else:
                     yield Peer(name, None, error, f"its result is wrong: error {error:.2e}")
             except Exception as e:
-                yield Peer(name, reason=told(e))
+                yield Peer(name, reason=first_line(e))
             calls = []
             release(device)
 
 
-def told(e: Exception) -> str:
+def first_line(e: Exception) -> str:
     lines = [line for line in str(e).splitlines() if line.strip()]
     return f"{type(e).__name__}: {lines[0].strip()[:300] if lines else ''}"
 

@@ -64,12 +64,12 @@ def skipped_tokens(call: Any) -> Tensor:
     return index.to(torch.int64) < 0
 
 
-def scatter_rows(cache: Tensor, rows: Tensor, places: TokenSlots) -> None:
+def scatter_rows(cache: Tensor, rows: Tensor, slots: TokenSlots) -> None:
     """Store rows [T, ...] in cache [P, S, ...] of any strides."""
     if cache.element_size() == 1:  # some devices cannot index fp8
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
-    old = cache[places.page, places.entry]
-    cache[places.page, places.entry] = torch.where(places.some, rows[places.token], old)
+    old = cache[slots.page, slots.entry]
+    cache[slots.page, slots.entry] = torch.where(slots.some, rows[slots.token], old)
 
 
 def _last_occurrence(x: Tensor) -> Tensor:
