@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -248,7 +249,7 @@ LOCAL = {"all_to_all": 15e-6, "reduce_scatter": 43e-6}
 
 
 def cost_table() -> list[str]:
-    """The rows of the table in docs/context_parallel.md, from its stated numbers."""
+    """The rows of which docs/context_parallel.md shows some, from its stated numbers."""
     rows, heads, length = 8, 128, 1_000_000
     lines = []
     for world in (1, 2, 4, 8, 16, 32, 64, 72):
@@ -267,7 +268,7 @@ def kept() -> list[dict]:
 
 
 def measured_table() -> list[str]:
-    """The rows of measurements in docs/context_parallel.md, from the stored results."""
+    """The rows of measurements of which docs/context_parallel.md shows some, from the stored results."""
     lines = []
     for r in kept():
         if r["exchange"] == "all_to_all" and r["wire"] == "float32":
@@ -279,11 +280,12 @@ def measured_table() -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("table", [cost_table, measured_table])
-def test_tables_of_the_docs_are_what_the_model_and_the_results_say(table):
+@pytest.mark.parametrize(("table", "row"), [(cost_table, r"\| \d+ \| \d"), (measured_table, r"\| (gqa|mla) ")])
+def test_tables_of_the_docs_are_what_the_model_and_the_results_say(table, row):
     text = (ROOT / "docs" / "context_parallel.md").read_text()
-    for line in table():
-        assert line in text, line
+    lines = [line for line in text.splitlines() if re.match(row, line)]
+    assert len(lines) > 4
+    assert set(lines) <= set(table())
 
 
 def test_the_fitted_latency_and_bandwidth_explain_the_measured_messages():
