@@ -224,9 +224,162 @@ def tree() -> Picture:
     return p
 
 
+def anatomy() -> Picture:
+    """The steps of an attention kernel, with the warps and memory that they use."""
+    p = Picture(860, 300, "The steps of an attention kernel: from the tile scheduler to the combine")
+    p.text(24, 28, "one CTA, from left to right; the marked steps repeat for every n_block", bold=True)
+    w, h, top = 112, 46, 70
+    steps = [
+        ("tile_scheduler", "which n_blocks", "blank"), ("producer", "TMA → stages", "orange"),
+        ("dequant", "codes → fp16", "purple"), ("mainloop", "QK … PV", "blue"),
+        ("epilogue", "acc_o / row_sum", "green"), ("combine", "of splits", "red"),
+    ]  # fmt: skip
+    p.rect(24 + 140 - 12, top - 14, 3 * 140 - 4, h + 44, "none", "soft", rx=6, dash="4 3")
+    for i, (name, what, fill) in enumerate(steps):
+        x = 24 + 140 * i
+        p.cell(x, top, w, h, "", fill)
+        p.text(x + w / 2, top + 15, name, size=13, anchor="middle", mono=True)
+        p.text(x + w / 2, top + 33, what, size=12, anchor="middle")
+        if i < len(steps) - 1:
+            p.arrow([(x + w, top + h / 2), (x + 138, top + h / 2)])
+    p.text(24 + 140 - 4, top + h + 18, "once per n_block of BLOCK_N keys", size=12, fill="soft")
+    p.text(24, 176, "inside the main loop, for one n_block:", bold=True)
+    inside = [
+        ("S = QK", "× K scales", "blue"), ("mask", "only at the edges", "blank"), ("row_max", "lazy rescale", "purple"),
+        ("P = exp2(S − max)", "V scale in the exponent", "purple"), ("acc_o += PV", "fp32", "blue"),
+    ]  # fmt: skip
+    for i, (name, what, fill) in enumerate(inside):
+        x = 24 + 164 * i
+        p.cell(x, 196, 142, h, "", fill)
+        p.text(x + 71, 211, name, size=13, anchor="middle")
+        p.text(x + 71, 229, what, size=12, anchor="middle")
+        if i < len(inside) - 1:
+            p.arrow([(x + 142, 219), (x + 162, 219)])
+    words = "Warps of one CTA may share the steps (decode) or specialise in them (prefill, many query rows)."
+    p.text(24, 272, words, size=13, fill="soft")
+    return p
+
+
+def cta_ranges() -> Picture:
+    """Equal CTA ranges over the n_blocks of a batch, and the splits that they make."""
+    p = Picture(860, 250, "The key blocks of three requests in a row, divided into four equal CTA ranges")
+    p.text(24, 28, "three requests of 7, 2 and 7 n_blocks, four CTAs: ranges of 4 n_blocks", bold=True)
+    unit, left, top = 46, 110, 66
+    lengths = (("a", 7, "blue"), ("b", 2, "orange"), ("c", 7, "green"))
+    p.text(24, top + 16, "work tiles", size=13, fill="soft")
+    p.text(24, top + 74, "CTA ranges", size=13, fill="soft")
+    x = float(left)
+    for name, count, fill in lengths:
+        for i in range(count):
+            p.cell(x, top, unit, 32, f"{name}{i}", fill, size=12)
+            x += unit
+    parts = (
+        ("a0 … a3", "a4 … a6, b0", "b1, c0 … c2", "c3 … c6"),
+        ("split of a", "split of a and of b", "split of b and of c", "split of c"),
+    )
+    for i in range(4):
+        at = left + 4 * unit * i
+        p.line([(at, top - 10), (at, top + 116)], "soft", 1.2, "4 3")
+        p.cell(at + 6, top + 58, 4 * unit - 12, 32, f"CTA {i}: {parts[0][i]}", "blank", size=12)
+        p.text(at + 2 * unit, top + 104, parts[1][i], size=12, fill="soft", anchor="middle")
+    p.line([(left + 16 * unit, top - 10), (left + 16 * unit, top + 116)], "soft", 1.2, "4 3")
+    p.text(
+        24,
+        206,
+        "A range splits at most two work tiles: the one it begins with and the one it ends with. The workspace has",
+        size=13,
+    )
+    p.text(24, 226, "two slots a range for their partial results; a whole work tile goes straight to out.", size=13)
+    return p
+
+
+def stages() -> Picture:
+    """A ring of stages in time, with the barriers and their phase."""
+    p = Picture(860, 270, "A ring of three stages: when the producer fills them and the consumers read them")
+    p.text(24, 28, "a ring of three stages over time: iteration i uses stage i % 3, in phase i // 3 & 1", bold=True)
+    unit, left = 100, 120
+    for i in range(7):
+        p.text(left + unit * (i + 0.5), 58, str(i), size=12, fill="soft", anchor="middle")
+    fills = ("blue", "orange", "green")
+    p.text(24, 58, "time", size=13, fill="soft")
+    p.text(24, 88, "producer", size=13, fill="soft")
+    p.text(24, 132, "consumers", size=13, fill="soft")
+    for i in range(6):
+        at = left + unit * i
+        p.cell(at + 4, 74, unit - 8, 28, f"fill {i % 3}", fills[i % 3], size=12)
+        p.cell(at + unit + 4, 118, unit - 8, 28, f"read {i % 3}: i = {i}", fills[i % 3], size=12)
+        p.arrow(
+            [(at + unit - 30, 102), (at + unit - 30, 110), (at + unit + 30, 110), (at + unit + 30, 118)],
+            "blue-ink",
+            1.2,
+        )
+    for stage in range(3):
+        p.cell(24 + 100 * stage, 180, 92, 26, f"stage {stage}", fills[stage], size=12)
+    p.text(340, 193, "each has a full and an empty mbarrier", size=13)
+    p.text(
+        24,
+        226,
+        "full: the copies of the stage have arrived (consumer_wait). empty: all readers are done, the stage may be",
+        size=13,
+    )
+    p.text(
+        24,
+        246,
+        "refilled (consumer_release → producer_acquire). A barrier's phase flips each time the ring comes round.",
+        size=13,
+    )
+    return p
+
+
+def warp_roles() -> Picture:
+    """Prefill's warp roles and the shared memory between them."""
+    p = Picture(
+        860,
+        320,
+        "Warp roles of prefill over a quantised cache: producer warp, converter warpgroup, two consumer warpgroups",
+    )
+    p.text(24, 28, "prefill, quantised cache: one CTA of 13 warps", bold=True)
+    p.cell(24, 60, 150, 60, "", "orange")
+    p.text(99, 80, "producer", anchor="middle", mono=True, size=13)
+    p.text(99, 100, "1 warp: TMA", anchor="middle", size=12)
+    p.cell(24, 190, 150, 60, "", "purple")
+    p.text(99, 210, "converter", anchor="middle", mono=True, size=13)
+    p.text(99, 230, "1 warpgroup: to fp16", anchor="middle", size=12)
+    for i, y in enumerate((72, 168)):
+        p.cell(660, y, 176, 60, "", "blue")
+        p.text(748, y + 20, f"consumer {i}", anchor="middle", mono=True, size=13)
+        p.text(748, y + 40, "1 warpgroup: 64 query rows", anchor="middle", size=12)
+    p.cell(300, 56, 250, 28, "query rows (2 tiles of 64)", "blank", size=12)
+    p.cell(300, 104, 250, 28, "code stages: K and V in the cache's bytes", "blank", size=12)
+    p.cell(300, 200, 250, 28, "16-bit stages: K and V", "blank", size=12)
+    p.text(550, 42, "shared memory", size=12, fill="soft", anchor="end")
+    p.arrow([(174, 70), (298, 70)], "orange-ink", 1.5)
+    p.arrow([(174, 110), (298, 110)], "orange-ink", 1.5)
+    p.arrow([(298, 124), (200, 124), (200, 206), (176, 206)], "purple-ink", 1.5)
+    p.arrow([(174, 222), (298, 222)], "purple-ink", 1.5)
+    p.arrow([(550, 68), (600, 68), (600, 90), (658, 90)], "blue-ink", 1.5)
+    p.arrow([(550, 76), (590, 76), (590, 182), (658, 182)], "blue-ink", 1.5)
+    p.arrow([(550, 208), (620, 208), (620, 118), (658, 118)], "blue-ink", 1.5)
+    p.arrow([(550, 218), (658, 218)], "blue-ink", 1.5)
+    p.text(
+        24,
+        284,
+        "Arrows are data; each ring also has full and empty barriers. Over a 16-bit cache there is no converter:",
+        size=13,
+    )
+    p.text(
+        24,
+        304,
+        "TMA writes the 16-bit stages. The consumers run QK of one n_block beside PV of the one before.",
+        size=13,
+    )
+    return p
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "pages": pages, "layouts": layouts, "kv_rows": kv_rows, "nvfp4": nvfp4, "latent_rows": latent_rows,
-    "shards": shards, "tree": tree,
+    "shards": shards, "tree": tree, "anatomy": anatomy, "cta_ranges": cta_ranges, "stages": stages,
+    "warp_roles": warp_roles,
 }  # fmt: skip
 
 
