@@ -17,7 +17,7 @@ from tersekv.testing.bench.engine import OK, RED, UNSUPPORTED, Limits, Peer, Res
 from tersekv.testing.bench.measure import Timing
 from tersekv.testing.bench.shapes import Shape
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 LIMITS = Limits(copy=4e12, matmul=600e12)
 

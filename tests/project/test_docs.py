@@ -20,7 +20,7 @@ from tersekv import KV_FORMATS
 from tersekv.cli import main as cli
 from tersekv.compat import flashinfer, max, vllm
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 NOT_RUN = "# not run by the tests: "  # first line of a block that a CPU cannot run; the reason follows

@@ -7,22 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from branch_cases import BASE, RAGGED
+from branch_cases import BASE, RAGGED, arguments
 
 import tersekv
 from tersekv import MLAPrefillPlan, PagedLatentLayer
 from tersekv.testing.make import make
 from tersekv.testing.memory import as_bytes, moved
-
-
-def arguments(call: Any) -> dict[str, Any]:
-    """A record as the public function takes it."""
-    layer = PagedLatentLayer(call.ckv, call.kpe, call.format, call.kv_scale, call.ckv_scale_cache)
-    names = (
-        "q page_table cache_lens freqs_cis kv_norm_gamma w_uk w_uv w_uk_scale w_uv_scale kv_c k_pe cu_seqlens_q out "
-        "softmax_scale"
-    )
-    return {n: getattr(call, n) for n in names.split()} | {"cache": layer}
 
 
 def stored(call: Any) -> list[torch.Tensor]:

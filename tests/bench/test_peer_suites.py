@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from script import script
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FILE = "tests/quantization/test_per_token_kv_cache.py"
 SUITE = """
 import os

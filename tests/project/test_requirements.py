@@ -20,7 +20,7 @@ from script import script
 import tersekv
 from tersekv.backends.host import versions
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "requirements"
 FILES = sorted(FOLDER.glob("*.txt"))
 lock = script("scripts/lock.py")

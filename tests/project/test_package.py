@@ -18,7 +18,7 @@ from script import script
 
 import tersekv
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SHIPPED = ("src", "tests", "docs", "examples", "requirements", "scripts", "benchmarks", ".ci", "CITATION.cff",
     "Makefile", "MANIFEST.in", "pyproject.toml", "setup.py", "LICENSE", "NOTICE")  # fmt: skip
 JUNK = ("__pycache__", "*.egg-info")

@@ -13,7 +13,7 @@ from tersekv import UnsupportedError
 from tersekv.compat import _flashinfer_single as single
 from tersekv.compat import flashinfer as fi
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def base2(q, k, lens, rows, *, logits, window=0, sinks=None, table=TABLE):

@@ -13,7 +13,7 @@ import pytest
 
 from tersekv import env
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "tersekv"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = [p for d in ("src", "tests", "scripts", "benchmarks", "examples") for p in sorted((ROOT / d).rglob("*.py"))]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import test_bad_calls as bad
 import torch
-from test_compat_max import Step
+from max_step import Step
 
 from tersekv import UnsupportedError
 from tersekv.calls import DecodeCall, MLADecodeCall, MLAPrefillCall
@@ -18,7 +18,7 @@ from tersekv.dispatch import plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "tersekv"
 LIMITS = " ".join(re.search(r"\n## Limits\n(.*?)\n\n[^-]", (ROOT / "README.md").read_text(), re.DOTALL)[1].split())
 

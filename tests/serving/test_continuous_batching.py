@@ -13,7 +13,7 @@ import torch
 
 import tersekv
 
-PATH = Path(__file__).parent.parent / "examples" / "continuous_batching.py"
+PATH = Path(__file__).parents[2] / "examples" / "continuous_batching.py"
 SMALL = ["--layers", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--dim", "32", "--mlp", "32"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from script import script
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 

@@ -20,7 +20,7 @@ from tersekv.dispatch import plan
 from tersekv.testing import verify as tool
 from tersekv.testing.cases import Case
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def run(*argv: str) -> int:

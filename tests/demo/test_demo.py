@@ -20,7 +20,7 @@ from tersekv.demo.attend import RUNNERS
 from tersekv.demo.measure import Measured, ModelResult, Settings, windows
 from tersekv.demo.subject import BuiltIn
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 QUICK = Settings(chunk=96, batch=2, generate=5, prompt=40)
 NAMES = tuple(RUNNERS)

@@ -84,7 +84,7 @@ NEW_LATENTS = {
 }  # fmt: skip
 ROTATED = {"slot_mapping": PLACES, "cache": KV, "interleaved": "interleaved", "q_dtype": "out_dtype"}
 ROTATED |= {"q_scale": "scale", "positions": "index lens skip", "backend": BACKEND}
-EMPTY_PLAN = "Not drawn: with plans that hold no rows alone, as tests/test_mla_prefill.py has them."
+EMPTY_PLAN = "Not drawn: with plans that hold no rows alone, as tests/mla/test_mla_prefill.py has them."
 DRAWN = {
     "append": {
         "k": "lens q_lens dtype strided head_major special widen", "v": "dim_v", "cache": KV, "slot_mapping": PLACES,

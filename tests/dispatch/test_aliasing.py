@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from branch_cases import BASE
-from test_mla_decode_branch import arguments
+from branch_cases import BASE, arguments
 
 import tersekv
 from tersekv import PagedKVLayer, PagedLatentLayer

@@ -14,7 +14,7 @@ from script import script
 
 import tersekv
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from script import script
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import vllm_accept
 import vllm_engine
 from vllm_engine import Case

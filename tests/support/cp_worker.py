@@ -1,4 +1,4 @@
-"""What every rank of tests/test_context_parallel.py runs: each case against one process with the whole cache.
+"""What every rank of tests/serving/test_context_parallel.py runs: each case against one process with the whole cache.
 
 All ranks make the same problem from the same seed, keep their part of it, and compare their share of the heads with a
 decode over the whole cache. Slots that a rank does not own are 0xFF bytes, dead page-table entries huge.

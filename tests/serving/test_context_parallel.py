@@ -28,7 +28,7 @@ from tersekv.ops.context_parallel import (
     shard_slot_mapping,
 )
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @cache
