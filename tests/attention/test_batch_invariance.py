@@ -98,11 +98,11 @@ def test_a_backend_that_cannot_is_refused_by_name():
 
 
 def _call(q, layer, table, lens):
-    from tersekv.calls import DecodeCall
+    from tersekv.calls import AttentionCall
 
-    return DecodeCall(
-        q, layer.k, layer.v, None, None, table, lens, None, None, None, torch.empty_like(q), None, "bf16", 1, 0, 0.0,
-        1.0, None, 1.0, None, 1.0, None, 1.0, None, "exact", batch_invariant=True,
+    return AttentionCall(
+        q=q, k_cache=layer.k, v_cache=layer.v, page_table=table, seq_lens=lens, out=torch.empty_like(q), format="bf16",
+        max_q_len=1, softmax_scale=1.0, batch_invariant=True,
     )  # fmt: skip
 
 

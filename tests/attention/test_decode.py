@@ -9,7 +9,7 @@ from no_sync import NoHostReads
 from paged_case import HUGE, kv_case, nan_like, raw, tree_mask
 
 import tersekv
-from tersekv.backends.torch import attention, gather, requests
+from tersekv.backends.torch import gather, online_softmax, requests
 
 FORMATS = list(tersekv.KV_FORMATS)
 EXACT = 5e-6  # relative norm with fp32 outputs
@@ -56,7 +56,7 @@ def queries(rows, heads, d, dtype=torch.float32):
 
 def device_path(monkeypatch):
     """Take the path of devices whose values the host must not read."""
-    for module in (attention, requests):
+    for module in (online_softmax, requests):
         monkeypatch.setattr(module, "may_read", lambda x: False)
 
 
@@ -289,13 +289,13 @@ def test_no_requests_and_no_rows():
 def test_many_chunks_give_what_one_gives(format, monkeypatch):
     case = kv_case(format, [300, 65, 64], page_size=3)
     q = queries(6, 4, 32)
-    monkeypatch.setattr(attention, "_ELEMENTS", 1)
+    monkeypatch.setattr(online_softmax, "_ELEMENTS", 1)
     check(case, q, window=250, softcap=3.0, mask=tree_mask([2, 2, 2]), sinks=torch.randn(4))
     check(case, q)
 
 
 def test_what_is_unpacked_at_once_does_not_grow_with_the_context(monkeypatch):
-    monkeypatch.setattr(attention, "_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(online_softmax, "_ELEMENTS", 1 << 12)
     taken = []
     to_float = gather.to_float
 
@@ -330,7 +330,7 @@ def test_the_path_without_host_reads_gives_the_same(format, monkeypatch):
     options = {"cu_seqlens_q": cu, "max_q_len": 9, "window": 30, "sinks": torch.randn(4)}
     wanted = [run(case, q, mask=m, **options) for m in (None, mask)]
     device_path(monkeypatch)
-    monkeypatch.setattr(attention, "_ELEMENTS", 1)  # chunks of the smallest size
+    monkeypatch.setattr(online_softmax, "_ELEMENTS", 1)  # chunks of the smallest size
     with NoHostReads():
         got = [run(case, q, mask=m, **options) for m in (None, mask)]
     for w, g in zip(wanted, got, strict=True):

@@ -10,7 +10,7 @@ from paged_case import HUGE, kv_case, nan_like, raw
 from script import script
 
 import tersekv
-from tersekv.backends.torch import attention, requests
+from tersekv.backends.torch import online_softmax, requests
 from tersekv.testing.bench import prefill
 
 FORMATS = list(tersekv.KV_FORMATS)
@@ -94,7 +94,7 @@ def test_options_hold_over_pages_and_new_rows_together(window, device_path, monk
     case, q, k, v, cu = problem("int8_per_token_head", page_size=5, group=3, head_dim_v=16)
     table = without_new(case, NEW)
     if device_path:
-        for module in (attention, requests):
+        for module in (online_softmax, requests):
             monkeypatch.setattr(module, "may_read", lambda x: False)
     options = {"window": window, "sinks": torch.randn(6), "softcap": 3.0, "softmax_scale": 0.3}
     check(case, q, cu, k=k, v=v, page_table=table, **options)
@@ -102,7 +102,7 @@ def test_options_hold_over_pages_and_new_rows_together(window, device_path, monk
 
 def test_the_device_path_reads_nothing_on_the_host(monkeypatch):
     case, q, k, v, cu = problem("nvfp4")
-    for module in (attention, requests):
+    for module in (online_softmax, requests):
         monkeypatch.setattr(module, "may_read", lambda x: False)
     with NoHostReads():
         for new in ({}, {"k": k, "v": v}):

@@ -13,7 +13,7 @@ import torch
 from max_step import Step
 
 from tersekv import UnsupportedError
-from tersekv.calls import DecodeCall, MLADecodeCall, MLAPrefillCall
+from tersekv.calls import AttentionCall, MLADecodeCall, MLAPrefillCall
 from tersekv.dispatch import plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
@@ -164,7 +164,7 @@ REFUSED = [
     (latents("mla_prefill", rank=4224, weight=""), "needs a latent rank of at most 4096", "4096 latent dims"),
     (latents("mla_prefill")._replace(softmax_scale=0.0), "needs softmax_scale > 0", "a softmax_scale of 0"),
 ]  # fmt: skip
-OPS = {DecodeCall: "decode", MLADecodeCall: "mla_decode", MLAPrefillCall: "mla_prefill"}
+OPS = {AttentionCall: "decode", MLADecodeCall: "mla_decode", MLAPrefillCall: "mla_prefill"}
 
 
 @pytest.mark.parametrize(("call", "words", "limit"), REFUSED, ids=[words for _, words, _ in REFUSED])

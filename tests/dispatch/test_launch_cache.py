@@ -11,7 +11,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tersekv
-from tersekv.calls import MergeCall
+from tersekv.calls import MergeCall, attention_inputs
 from tersekv.dispatch import launch_cache, plan, signature
 from tersekv.dispatch.signature import TENSOR_FIELDS
 
@@ -230,7 +230,7 @@ def test_many_shapes_are_known_the_latest_first(bound):
         tersekv.decode(query(b), LAYER, **indices(b))
     assert len(bound.calls) == len(sizes) + 3
     ((first, *others),) = launch_cache._recent.values()
-    assert first.matches((query(7), LAYER.k, LAYER.v, None, None, *indices(7).values(), *[None] * 13))
+    assert first.matches(attention_inputs(q=query(7), k_cache=LAYER.k, v_cache=LAYER.v, **indices(7)))
     assert len(others) == launch_cache._MAX_TRIED - 1 == 3
 
 

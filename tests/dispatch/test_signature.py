@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import tersekv
-from tersekv.calls import DecodeCall
+from tersekv.calls import AttentionCall, attention_inputs
 from tersekv.dispatch import plan, signature
 
 BYTES = torch.zeros(1 << 16, dtype=torch.uint8)
 
 
-def call(**other) -> DecodeCall:
+def call(**other) -> AttentionCall:
     layer = tersekv.PagedKVCache.allocate(1, 4, 8, 2, 16, format="bf16")[0]
     fields = {
         "q": torch.zeros(3, 4, 16, dtype=torch.bfloat16), "k_cache": layer.k, "v_cache": layer.v,
@@ -20,10 +20,10 @@ def call(**other) -> DecodeCall:
         "out": torch.zeros(3, 4, 16, dtype=torch.bfloat16), "format": "bf16", "max_q_len": 1, "window": 0,
         "softcap": 0.0, "softmax_scale": 0.25, "k_scale": 1.0, "v_scale": 1.0, "out_scale": 1.0, "precision": "exact",
     } | other  # fmt: skip
-    return DecodeCall(**{n: fields.get(n, DecodeCall._field_defaults.get(n)) for n in DecodeCall._fields})
+    return AttentionCall(**{n: fields.get(n, AttentionCall._field_defaults.get(n)) for n in AttentionCall._fields})
 
 
-def tensors(c: DecodeCall) -> tuple:
+def tensors(c: AttentionCall) -> tuple:
     return signature.FIELD_GETTERS["decode"][0](c)
 
 
@@ -91,3 +91,8 @@ def test_a_tensor_given_twice_finds_its_plan():
         x += 1
         tersekv.append(x, x, layer, torch.tensor([0, 9, 30]))
     assert (layer.k[[0, 1, 3], [0, 1, 6]] == 3).all()
+
+
+def test_attention_inputs_are_the_tensors_of_the_record_in_its_order():
+    names = signature.TENSOR_FIELDS["decode"]
+    assert attention_inputs(**{n: n for n in names}) == names == signature.TENSOR_FIELDS["prefill"]

@@ -131,7 +131,7 @@ def test_the_import_rule_sees_an_upward_import(tmp_path, monkeypatch):
 # Folders whose files and folders are operations; what two of these share lies in `parts`.
 OPERATIONS = ("backends.triton", "backends.gluon.sm90", "backends.gluon")
 # What an operation is made of. A Gluon operation also stands in for Triton's of the same name.
-MADE_OF = {"mla_decode_branch": {"mla_decode", "mla_project"}, "prefill": {"decode"}}
+MADE_OF = {"mla_decode_branch": {"mla_decode", "mla_project"}, "attention": {"decode", "prefill"}}
 
 
 def operation(module: str) -> str | None:

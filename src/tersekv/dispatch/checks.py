@@ -171,6 +171,7 @@ def _mla_append(f: SimpleNamespace) -> None:
 
 
 def _decode(f: SimpleNamespace) -> None:
+    require(f.k is f.v is None, "k, v", "None in decode, whose keys all lie in the cache", "a tensor")
     s = _kv_attention(f)
     if s.see("mask", "T W", [torch.uint16]):
         words = 2 * -(-f.max_q_len // 32)
@@ -178,6 +179,7 @@ def _decode(f: SimpleNamespace) -> None:
 
 
 def _prefill(f: SimpleNamespace) -> None:
+    require(f.mask is None, "mask", "None in prefill, whose rows are causal", "a tensor")
     s = _kv_attention(f)
     _both("v", f.v, "k", f.k)
     s.see("k", "T H D", [f.q.dtype] if f.q.dtype in HALF else HALF)

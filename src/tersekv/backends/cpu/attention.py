@@ -1,4 +1,4 @@
-"""Paged decode, natively."""
+"""Paged attention, natively; new rows of a prefill, if any, are keys outside the pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .records import (
 SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
 TENSORS = (
     "q", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "mask",
-    "sinks", "out", "lse", "softmax_scale_t", "k_scale_t", "v_scale_t", "out_scale_t", *TRANSFORMS,
+    "sinks", "out", "lse", "softmax_scale_t", "k_scale_t", "v_scale_t", "out_scale_t", *TRANSFORMS, "k", "v",
 )  # fmt: skip
 # Formats that the kernels read; the codes of another they would misread.
 _FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4",
@@ -40,12 +40,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
-    return NativeLaunch("attention", paged_attention_record(CallFacts(f, TENSORS)), TENSORS)
-
-
-def paged_attention_record(facts: CallFacts) -> Attention:
-    """Returns the record of an attention over a K/V cache."""
-    f, (k_format, v_format) = facts.f, pair_of(facts.f)
+    facts, (k_format, v_format) = CallFacts(f, TENSORS), pair_of(f)
     record = attention_record(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
     record.num_keys = 1
     record.keys[0] = _paged_matrix(facts, "k", k_format, f.q.shape[2])
@@ -57,7 +52,9 @@ def paged_attention_record(facts: CallFacts) -> Attention:
     record.softcap = f.softcap
     record.k_scale, record.v_scale = facts.scale("k_scale"), facts.scale("v_scale")
     record.key_turn, record.value_turn = facts.turn("k"), facts.turn("v")
-    return record
+    if f.k is not None:
+        record.new_keys, record.new_values = _rows_as_pages(facts, "k"), _rows_as_pages(facts, "v")
+    return NativeLaunch("attention", record, TENSORS)
 
 
 def attention_record(facts: CallFacts, heads: int, group: int) -> Attention:
@@ -85,6 +82,13 @@ def _paged_matrix(facts: CallFacts, side: str, fmt: KVFormat, columns: int) -> P
         m.factors = facts.place(f"{side}_scale_cache")
         m.width, m.factor_dtype = fmt.scale_block or columns, DTYPES[fmt.scale_dtype or torch.float32]
     return m
+
+
+def _rows_as_pages(facts: CallFacts, name: str) -> PagedMatrix:
+    """Returns rows [T, H, D] as a cache with pages of one token."""
+    x, (token, head) = getattr(facts.f, name), facts.strides(name)[:2]
+    at = StridedTensor(facts.at(name), (token, 0, head))
+    return PagedMatrix(at, DTYPES[x.dtype], x.shape[2], StridedTensor(NONE), 0, 0, StridedTensor(NONE))
 
 
 def run(call: Any, config: NativeLaunch) -> None:
