@@ -196,9 +196,8 @@ def _kv_attention(f: SimpleNamespace) -> ShapeChecker:
     fits = dv % 8 == 0 and 0 < dv <= MAX_HEAD_DIM_V
     require(fits, "v_cache", f"head_dim_v a multiple of 8 up to {MAX_HEAD_DIM_V}", dv)
     _kv_caches(f, s, s["D"], dv, "q")
-    heads = s["H"]
     require(s["Hq"] > 0, "q", "at least one head", s["Hq"])
-    require(heads > 0 and s["Hq"] % heads == 0, "q", f"num_q_heads a multiple of num_kv_heads={heads}", s["Hq"])
+    require(0 < s["H"] and s["Hq"] % s["H"] == 0, "q", f"num_q_heads a multiple of num_kv_heads={s['H']}", s["Hq"])
     _requests(f, s)
     s.see("sinks", "Hq", F32)
     s.see("out", "T Hq Dv", FLOAT + FP8)
