@@ -197,7 +197,7 @@ def _kv_attention(f: SimpleNamespace) -> ShapeChecker:
     require(fits, "v_cache", f"head_dim_v a multiple of 8 up to {MAX_HEAD_DIM_V}", dv)
     _kv_caches(f, s, s["D"], dv, "q")
     require(s["Hq"] > 0, "q", "at least one head", s["Hq"])
-    require(0 < s["H"] and s["Hq"] % s["H"] == 0, "q", f"num_q_heads a multiple of num_kv_heads={s['H']}", s["Hq"])
+    require(s["H"] > 0 and s["Hq"] % s["H"] == 0, "q", f"num_q_heads a multiple of num_kv_heads={s['H']}", s["Hq"])
     _requests(f, s)
     s.see("sinks", "Hq", F32)
     s.see("out", "T Hq Dv", FLOAT + FP8)
