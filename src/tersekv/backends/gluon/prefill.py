@@ -13,8 +13,8 @@ from ..host import launch
 from ..host.bind import BoundLaunches, KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
 from ..host.split_combine import has_no_work, query_offset_args
 from . import decode
-from .sm90.decode.copy_tiles import MIN_KEYS_PER_COPY
 from .sm90.parts.hadamard import make_rotation
+from .sm90.parts.tensor_maps import MIN_KEYS_PER_COPY
 from .sm90.prefill.config import (
     PrefillConfig,
     config_of_new_kv,
