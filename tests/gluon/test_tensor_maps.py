@@ -13,8 +13,13 @@ from compile_tools import compile_launch, compile_launches, record
 from copies import copies, faults
 
 from tersekv.backends.gluon import decode
-from tersekv.backends.gluon.sm90.decode.copy_tiles import KVLayout, TensorMapSpec
-from tersekv.backends.gluon.sm90.parts.tensor_maps import SMEM_ALIGNMENT, align_smem_bytes, why_no_tensor_map
+from tersekv.backends.gluon.sm90.parts.tensor_maps import (
+    SMEM_ALIGNMENT,
+    KVLayout,
+    TensorMapSpec,
+    align_smem_bytes,
+    why_no_tensor_map,
+)
 from tersekv.cache import PagedKVCache
 from tersekv.calls import AttentionCall
 from tersekv.dispatch.plan import facts, plan

@@ -36,7 +36,12 @@ from .sm90.decode.config import (
     uses_converter_warpgroup,
     uses_fused_combine,
 )
-from .sm90.decode.copy_tiles import (
+from .sm90.decode.kernel import decode_kernel
+from .sm90.decode.kernel_producer_warp import decode_producer_warp_kernel
+from .sm90.decode.rows_64 import decode_rows_64_kernel
+from .sm90.parts.dequant import INT4_RESIDUAL_SCALE
+from .sm90.parts.hadamard import make_rotation
+from .sm90.parts.tensor_maps import (
     MIN_KEYS_PER_COPY,
     MMA_KEYS,
     KVLayout,
@@ -49,11 +54,6 @@ from .sm90.decode.copy_tiles import (
     scale_map_spec,
     tensor_map_from_spec,
 )
-from .sm90.decode.kernel import decode_kernel
-from .sm90.decode.kernel_producer_warp import decode_producer_warp_kernel
-from .sm90.decode.rows_64 import decode_rows_64_kernel
-from .sm90.parts.dequant import INT4_RESIDUAL_SCALE
-from .sm90.parts.hadamard import make_rotation
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from ...formats import kv_format, pair_of
 from ..host import launch
 from ..host.bind import KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
 from ..host.split_combine import has_no_work, query_offset_args
-from .sm90.decode.copy_tiles import MIN_KEYS_PER_COPY
 from .sm90.parts.hadamard import make_rotation
+from .sm90.parts.tensor_maps import MIN_KEYS_PER_COPY
 from .sm90.prefill.config import (
     PrefillConfig,
     config_of_new_kv,

@@ -5,7 +5,9 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..parts.tile_scheduler import LOG2E, assign_cta_range, find_cta_block_range, find_request_of_block, load_scale
+from ..parts.dequant import load_scale
+from ..parts.online_softmax import LOG2E
+from ..parts.tile_scheduler import assign_cta_range, find_cta_block_range, find_request_of_block
 
 
 class AttentionTensors(NamedTuple):

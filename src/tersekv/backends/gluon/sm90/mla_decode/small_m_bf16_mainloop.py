@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import thread_barrier
-from ..parts.tile_scheduler import token_and_head_of_q_rows
+from ..parts.epilogue import token_and_head_of_q_rows
 from .params import SoftmaxState
 from .small_m_fp8_mainloop import any_score_above, fold_row_sums, rescale_to_new_max
 

@@ -10,15 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..parts.combine import count_splits, store_split_metadata
+from ..parts.epilogue import cast_output, finalize_softmax, token_and_head_of_q_rows
 from ..parts.pipeline import sync_and_arrive
-from ..parts.tile_scheduler import (
-    cast_output,
-    count_splits,
-    finalize_softmax,
-    next_work_tile,
-    store_split_metadata,
-    token_and_head_of_q_rows,
-)
+from ..parts.tile_scheduler import next_work_tile
 from .params import SoftmaxState
 from .small_m_bf16_mainloop import NUM_COLUMN_TILES, TILE_COLUMNS, load_query_tiles, mainloop_bf16
 from .small_m_fp8_mainloop import load_query_as_e4m3_terms, mainloop_fp8

@@ -15,8 +15,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...versions import thread_barrier
+from ..parts.combine import split_metadata_ptr
+from ..parts.epilogue import zero_padding_rows
 from ..parts.pipeline import allocate_mbarriers, pdl_wait
-from ..parts.tile_scheduler import load_all_request_shapes, split_metadata_ptr, zero_padding_rows
+from ..parts.tile_scheduler import load_all_request_shapes
 from .params import (
     AttentionTensors,
     KVStages,

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....triton.parts.dequant import E4M3_PTX
 from ...versions import reinterpret, thread_barrier
-from ..parts.tile_scheduler import token_and_head_of_q_rows
+from ..parts.epilogue import token_and_head_of_q_rows
 from .params import SoftmaxState
 
 WARP_ANY_PTX = gl.constexpr(

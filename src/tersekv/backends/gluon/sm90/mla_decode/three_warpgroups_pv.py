@@ -16,8 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret
+from ..parts.epilogue import cast_output
 from ..parts.pipeline import sync_and_arrive
-from ..parts.tile_scheduler import cast_output, next_work_tile
+from ..parts.tile_scheduler import next_work_tile
 from .small_m_fp8_mainloop import dequant_packed
 from .three_warpgroups_qk import BLOCK_N, KEY_HALVES, KEYS_PER_HALF, LANES_PER_ROW, P_STAGES
 from .three_warpgroups_query import BLOCK_M, QueryBlock, load_query_half, token_and_head_of_q_rows

@@ -14,9 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import thread_barrier
-from ..parts.lazy_rescaling import LAZY_ROW_MAX_PTX
+from ..parts.combine import count_splits, store_split_metadata
+from ..parts.epilogue import finalize_softmax
+from ..parts.online_softmax import LAZY_ROW_MAX_PTX
 from ..parts.pipeline import sync_and_arrive
-from ..parts.tile_scheduler import count_splits, finalize_softmax, next_work_tile, store_split_metadata
+from ..parts.tile_scheduler import next_work_tile
 from .params import make_uniform
 from .three_warpgroups_query import BLOCK_M, QueryBlock, load_score_scales, token_and_head_of_q_rows
 from .three_warpgroups_scales import SCALE_COLUMNS

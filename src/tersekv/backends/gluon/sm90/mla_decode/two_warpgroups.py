@@ -25,17 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret, thread_barrier, tma_load
-from ..parts.lazy_rescaling import rescale_ptx
+from ..parts.combine import count_splits, split_metadata_ptr, store_split_metadata
+from ..parts.epilogue import finalize_softmax, zero_padding_rows
+from ..parts.online_softmax import rescale_ptx
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import (
-    count_splits,
-    finalize_softmax,
-    load_all_request_shapes,
-    next_work_tile,
-    split_metadata_ptr,
-    store_split_metadata,
-    zero_padding_rows,
-)
+from ..parts.tile_scheduler import load_all_request_shapes, next_work_tile
 from .params import (
     AttentionTensors,
     CtaRange,

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...versions import reinterpret
-from ..parts.tile_scheduler import cast_output, token_and_head_of_q_rows
+from ..parts.epilogue import cast_output, token_and_head_of_q_rows
 
 TILE_COLUMNS = gl.constexpr(64)  # columns of a tile of the query
 ROWS_PER_STORE = gl.constexpr(16)  # output rows stored at once

@@ -13,7 +13,7 @@ from .....formats import BLOCK, E4M3_MAX, E5M2_MAX, TENSOR, TOKEN_HEAD, kv_forma
 from ....host import launch
 from ....host.kernel_config import KernelConfig
 from ..parts.hadamard import Rotation, make_rotation
-from ..parts.tensor_maps import make_tensor_map, why_no_tensor_map
+from ..parts.tensor_maps import TypedAddress, make_tensor_map, why_no_tensor_map
 
 ROWS_PER_WARPGROUP = 64  # query rows of a warpgroup
 BLOCK_M = 2 * ROWS_PER_WARPGROUP  # query rows of a work tile
@@ -168,17 +168,7 @@ def tensor_map_by_name(x: torch.Tensor, name: str, cfg: PrefillConfig) -> Any:
     dtype, shape, strides, box = _tensor_map_spec(x, name, cfg)
     width = min(box[-1] * dtype.itemsize, _SWIZZLE)
     layout = gl.NVMMASharedLayout(width, 8 * dtype.itemsize, len(box))
-    return make_tensor_map(_TypedAddress(x, dtype), shape, strides, box, layout)
-
-
-class _TypedAddress(launch.RawAddress):
-    """A tensor viewed as another dtype, with any strides."""
-
-    __slots__ = ()
-
-    def __init__(self, x: torch.Tensor, dtype: torch.dtype) -> None:
-        super().__init__(x)
-        self.dtype = dtype
+    return make_tensor_map(TypedAddress(x, dtype), shape, strides, box, layout)
 
 
 def _tensor_map_spec(x: Any, name: str, cfg: PrefillConfig) -> tuple[torch.dtype, list[int], list[int], list[int]]:
