@@ -52,10 +52,9 @@ def why_not(f: SimpleNamespace) -> str | None:
         return "wants a bfloat16 or 8-bit q with bf16, got float16"
     if fmt.storage == torch.bfloat16 and make_rotation(f.k_signs, f.k_channel_scale).ENABLED:
         return "wants keys that lie as they are with bf16, got rotated ones or such with channel scales"
-    widest = 128 if fmt.storage.itemsize == 1 else 256
     d, dv = f.q.shape[2], f.out.shape[2]
-    if d > widest or dv > widest:
-        return f"wants head sizes up to {widest} with {f.format}, got {d} and {dv}"
+    if max(d, dv) > 256:
+        return f"wants head sizes up to 256, got {d} and {dv}"
     if f.k_cache.shape[1] % MIN_KEYS_PER_COPY:
         return f"wants pages of a multiple of {MIN_KEYS_PER_COPY}, got {f.k_cache.shape[1]}"
     return why_not_tensor_maps(f)

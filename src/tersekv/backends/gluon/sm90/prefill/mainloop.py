@@ -88,7 +88,8 @@ def score_layout(cfg):
 
 @gluon.constexpr_function
 def acc_layout(cfg):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
+    # With a converter warpgroup ptxas allots 128 registers to an instruction: too few for 256 columns at once.
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(cfg.DV, 128) if cfg.CONVERTS_KV else cfg.DV, 16])
 
 
 # ---- query ----
