@@ -28,7 +28,7 @@ NATIVE := src/tersekv/backends/cpu/_native.so
 help:
 	@echo "make demo    compare the cache formats on a small built-in model"
 	@echo "make test    lint, types and all tests; alone: make lint, make types, make tests"
-	@echo "             one test: .venv/bin/python -m pytest tests/test_pages.py -k fork"
+	@echo "             one test: .venv/bin/python -m pytest tests/cache/test_pages.py -k fork"
 	@echo "make second  compile and interpret the kernels with a second, locked Triton"
 	@echo "make engines run the tests inside real inference engines, on the CPU; alone: make vllm, make sglang"
 	@echo "make newest  what breaks with the newest torch, Triton, transformers, vLLM and SGLang that install; long"
@@ -128,7 +128,7 @@ versions: $(READY) $(TRITONS:%=.venv/triton-%/ready)
 			--ignore tests/gluon --ignore tests/triton; \
 	done
 	$(BIN)/python -m pip install --quiet --no-deps --target .venv/zig ziglang
-	PYTHONPATH=.venv/zig $(BIN)/python -m pytest -p no:cacheprovider tests/test_cpu.py -k neon
+	PYTHONPATH=.venv/zig $(BIN)/python -m pytest -p no:cacheprovider tests/cpu/test_cpu.py -k neon
 
 verify: $(NATIVE)
 	$(BIN)/tersekv verify

@@ -112,7 +112,7 @@ def sanitized() -> str:
         tests = {None: "-", 0: "passed"}.get(r.get("tests"), "failed")
         said = "nothing" if r["exit_code"] == 0 else f"exit code {r['exit_code']}"
         rows.append((r["sanitizer"].replace(",", ", "), cases, str(r.get("wrong", "-")), tests, said))
-    return "\n" + table(("sanitizer", "cases", "wrong", "tests/test_cpu.py", "reported"), rows) + "\n"
+    return "\n" + table(("sanitizer", "cases", "wrong", "tests/cpu/test_cpu.py", "reported"), rows) + "\n"
 
 
 TABLES = {"cpu": tables, "demo-speed": demo, "sanitized": sanitized}

@@ -23,7 +23,7 @@ import lock
 TESTS = {
     "torch": ("tests", "--ignore=tests/gluon", "--ignore=tests/triton"),
     "triton": ("tests/gluon", "tests/triton"),
-    "transformers": ("tests/integrations", "tests/test_docs.py"),
+    "transformers": ("tests/integrations", "tests/project/test_docs.py"),
     "vllm": ("tests/engines", "tests/integrations/test_vllm_plugin.py"),
     "sglang": ("tests/engines",),
 }

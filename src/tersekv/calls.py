@@ -119,78 +119,36 @@ class MLAAppendCall(NamedTuple):
     zero_padding: bool
 
 
-class DecodeCall(NamedTuple):
+class AttentionCall(NamedTuple):
+    """Paged attention: `decode`, which has no k and v, and `prefill`, which has no mask. Always built by keyword."""
+
     q: Tensor  # [T, Hq, D] bf16 | fp16 | fp32 | e4m3 | e5m2
     k_cache: Tensor  # [P, S, H, D]
     v_cache: Tensor  # [P, S, H, Dv]
-    k_scale_cache: Tensor | None
-    v_scale_cache: Tensor | None
-    page_table: Tensor  # [B, max_pages]
-    seq_lens: Tensor  # [B] drafts included
-    cu_seqlens_q: Tensor | None  # [B + 1]; None: T / B query rows for every request
-    mask: Tensor | None  # [T, W] uint16 words, bit j of row i: draft i sees draft j; None: causal
-    sinks: Tensor | None  # [Hq] fp32
-    out: Tensor  # [T, Hq, Dv] written; 16-bit, fp32, e4m3 or e5m2
-    lse: Tensor | None  # [T, Hq] fp32 written, natural log
-    format: str
-    max_q_len: int  # largest number of query rows of a request
-    window: int  # keys seen by a query, its own included; 0: all
-    softcap: float  # 0: none
-    softmax_scale: float
-    softmax_scale_t: Tensor | None
-    k_scale: float  # dequantises
-    k_scale_t: Tensor | None  # [1] or [H]
-    v_scale: float
-    v_scale_t: Tensor | None
-    out_scale: float  # multiplies the output
-    out_scale_t: Tensor | None
-    precision: str  # "exact" | "fast"
-    v_format: str = ""  # where it is not K's
-    k_signs: Tensor | None = None  # [b] fp32, ±1: rows lie rotated, in blocks of b columns
-    v_signs: Tensor | None = None
-    k_channel_scale: Tensor | None = None  # [H, D] fp32: rows lie divided by it, before they were rotated
-    v_channel_scale: Tensor | None = None  # [H, Dv]
-    batch_invariant: bool = False  # what is beside a request must not change its bits
-
-    @property
-    def k(self) -> None:
-        """No field: all keys come from the cache, and so the kernels of prefill take a record without a mask."""
-        return None
-
-    @property
-    def v(self) -> None:
-        return None
-
-
-class PrefillCall(NamedTuple):
-    """All that decode's record has, but the mask; so the kernels of decode take it as it is."""
-
-    q: Tensor  # [T, Hq, D] bf16 | fp16 | fp32 | e4m3 | e5m2
-    k: Tensor | None  # [T, H, D] bf16 | fp16: the new tokens' own rows, in place of their slots; None: from the cache
-    v: Tensor | None  # [T, H, Dv]
-    k_cache: Tensor  # [P, S, H, D]
-    v_cache: Tensor  # [P, S, H, Dv]
-    k_scale_cache: Tensor | None
-    v_scale_cache: Tensor | None
     page_table: Tensor  # [B, max_pages]
     seq_lens: Tensor  # [B] new tokens included
-    cu_seqlens_q: Tensor  # [B + 1]
-    sinks: Tensor | None  # [Hq] fp32
     out: Tensor  # [T, Hq, Dv] written; 16-bit, fp32, e4m3 or e5m2
-    lse: Tensor | None  # [T, Hq] fp32 written, natural log
     format: str
     max_q_len: int  # largest number of query rows of a request
-    window: int  # keys seen by a query, its own included; 0: all
-    softcap: float  # 0: none
     softmax_scale: float
-    softmax_scale_t: Tensor | None
-    k_scale: float  # dequantises
-    k_scale_t: Tensor | None  # [1] or [H]
-    v_scale: float
-    v_scale_t: Tensor | None
-    out_scale: float  # multiplies the output
-    out_scale_t: Tensor | None
-    precision: str  # "exact" | "fast"
+    k: Tensor | None = None  # [T, H, D] bf16 | fp16: the new tokens' own rows, in place of their slots
+    v: Tensor | None = None  # [T, H, Dv]
+    k_scale_cache: Tensor | None = None
+    v_scale_cache: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None  # [B + 1]; None: T / B query rows for every request
+    mask: Tensor | None = None  # [T, W] uint16 words, bit j of row i: draft i sees draft j; None: causal
+    sinks: Tensor | None = None  # [Hq] fp32
+    lse: Tensor | None = None  # [T, Hq] fp32 written, natural log
+    window: int = 0  # keys seen by a query, its own included; 0: all
+    softcap: float = 0.0  # 0: none
+    softmax_scale_t: Tensor | None = None
+    k_scale: float = 1.0  # dequantises
+    k_scale_t: Tensor | None = None  # [1] or [H]
+    v_scale: float = 1.0
+    v_scale_t: Tensor | None = None
+    out_scale: float = 1.0  # multiplies the output
+    out_scale_t: Tensor | None = None
+    precision: str = "exact"  # or "fast"
     v_format: str = ""  # where it is not K's
     k_signs: Tensor | None = None  # [b] fp32, ±1: cached rows lie rotated, in blocks of b columns; k and v do not
     v_signs: Tensor | None = None
@@ -198,10 +156,21 @@ class PrefillCall(NamedTuple):
     v_channel_scale: Tensor | None = None  # [H, Dv]
     batch_invariant: bool = False  # what is beside a request must not change its bits
 
-    @property
-    def mask(self) -> None:
-        """No field: rows are causal."""
-        return None
+
+def attention_inputs(
+    *, q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor, out: Tensor | None = None,
+    k: Tensor | None = None, v: Tensor | None = None, k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None, cu_seqlens_q: Tensor | None = None, mask: Tensor | None = None,
+    sinks: Tensor | None = None, lse: Tensor | None = None, softmax_scale_t: Tensor | None = None,
+    k_scale_t: Tensor | None = None, v_scale_t: Tensor | None = None, out_scale_t: Tensor | None = None,
+    k_signs: Tensor | None = None, v_signs: Tensor | None = None, k_channel_scale: Tensor | None = None,
+    v_channel_scale: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Returns the tensors of an `AttentionCall` in its order: `inputs` of the launch cache."""
+    return (
+        q, k_cache, v_cache, page_table, seq_lens, out, k, v, k_scale_cache, v_scale_cache, cu_seqlens_q, mask, sinks,
+        lse, softmax_scale_t, k_scale_t, v_scale_t, out_scale_t, k_signs, v_signs, k_channel_scale, v_channel_scale,
+    )  # fmt: skip
 
 
 class MLADecodeCall(NamedTuple):
@@ -306,8 +275,8 @@ CALLS: dict[str, tuple[type, tuple[str, ...]]] = {
     "append": (AppendCall, _CACHES),
     "rope_append": (RopeAppendCall, _Q_OUT + _CACHES),
     "mla_append": (MLAAppendCall, _Q_OUT + _LATENT),
-    "decode": (DecodeCall, ("out", "lse")),
-    "prefill": (PrefillCall, ("out", "lse")),
+    "decode": (AttentionCall, ("out", "lse")),
+    "prefill": (AttentionCall, ("out", "lse")),
     "mla_decode": (MLADecodeCall, ("out", "lse")),
     "mla_prefill": (MLAPrefillCall, ("q", *_LATENT, "out", "lse", "q_pe_out", "seq_lens_out")),
     "mla_project": (MLAProjectCall, ("out",)),

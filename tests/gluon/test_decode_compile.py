@@ -10,9 +10,9 @@ import torch
 from compile_tools import compile_launches, since
 from test_mla_prefill_compile import loops
 
-from tersekv.backends.gluon import decode
+from tersekv.backends.gluon import attention, decode
 from tersekv.cache import PagedKVCache
-from tersekv.calls import DecodeCall
+from tersekv.calls import AttentionCall
 from tersekv.dispatch import checks
 from tersekv.dispatch.plan import facts
 
@@ -24,28 +24,28 @@ FOUR_BITS = ("nvfp4", "int4_per_token_head")
 def call_of(
     fmt: str, *, page_size: int = 64, head_dim: int = 128, requests: int = 64, drafts: int = 1, max_pages: int = 128,
     heads: int = 8, group: int = 4, layout: str = "NHD", scales: str = "apart", **changes,
-) -> DecodeCall:  # fmt: skip
+) -> AttentionCall:  # fmt: skip
     """fmt: a name, or "K's/V's"."""
     names = (fmt.split("/") * 2)[:2]
     c = PagedKVCache.allocate(1, 8, page_size, heads, head_dim, format=names, layout=layout, scales=scales)[0]
     changes = {"v_format": names[1] if names[1] != names[0] else "", **changes}
     q = torch.empty(requests * drafts, heads * group, head_dim, dtype=torch.bfloat16)
     table, lens = torch.empty(requests, max_pages, dtype=torch.int32), torch.empty(requests, dtype=torch.int32)
-    return DecodeCall(
-        q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, table, lens, None, None, None, torch.empty_like(q), None,
-        names[0], drafts, 0, 0.0, 0.1, None, 1.0, None, 1.0, None, 1.0, None, "exact",
+    return AttentionCall(
+        q=q, k_cache=c.k, v_cache=c.v, k_scale_cache=c.k_scale_cache, v_scale_cache=c.v_scale_cache, page_table=table,
+        seq_lens=lens, out=torch.empty_like(q), format=names[0], max_q_len=drafts, softmax_scale=0.1,
     )._replace(**changes)  # fmt: skip
 
 
-def why_not(call: DecodeCall, arch: int = 90) -> str | None:
+def why_not(call: AttentionCall, arch: int = 90) -> str | None:
     return decode.why_not(facts("decode", call, arch=arch))
 
 
-def compiled(call: DecodeCall) -> list[dict]:
+def compiled(call: AttentionCall) -> list[dict]:
     f = facts("decode", call, arch=90)
     checks.facts(f)
     assert decode.why_not(f) is None
-    return compile_launches(decode.run, call, decode.configure(f), 90)
+    return compile_launches(attention.run, call, decode.configure(f), 90)
 
 
 @cache
@@ -98,7 +98,7 @@ def test_keys_and_values_may_have_formats_of_their_own(pair, options, limit):
         assert instructions_of_a_step(split["sass"]()) <= limit
 
 
-def turned(call: DecodeCall, rotation: str, channels: str) -> DecodeCall:
+def turned(call: AttentionCall, rotation: str, channels: str) -> AttentionCall:
     """The call over a cache whose keys ("k") and values ("v") lie rotated, or divided by channel scales."""
     heads, d = call.k_cache.shape[2], call.q.shape[2]
     signs = {f"{side}_signs": torch.empty(d) for side in rotation}
@@ -398,7 +398,7 @@ def test_16_rows_of_wide_heads_are_dealt_to_two_warps(fmt, options):
     assert split["shared"] <= 232448
 
 
-def of_sizes(fmt: str, d: int, dv: int, **options) -> DecodeCall:
+def of_sizes(fmt: str, d: int, dv: int, **options) -> AttentionCall:
     """A call whose values have another size than its keys."""
     call, values = call_of(fmt, head_dim=d, **options), call_of(fmt, head_dim=dv, **options)
     return call._replace(v_cache=values.v_cache, out=values.out)

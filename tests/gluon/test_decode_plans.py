@@ -7,7 +7,7 @@ import torch
 from test_decode_compile import FORMATS, FOUR_BITS, call_of, of_sizes, tuned, turned, why_not
 
 from tersekv.backends.gluon import decode
-from tersekv.calls import DecodeCall
+from tersekv.calls import AttentionCall
 from tersekv.dispatch import checks
 from tersekv.dispatch.plan import facts
 
@@ -107,7 +107,7 @@ def test_refuses_what_a_tensor_map_cannot_hold():
 
 
 def test_more_rows_than_fit_31_bits_are_named_by_their_pages():
-    call = DecodeCall(*[x.to("meta") if isinstance(x, torch.Tensor) else x for x in call_of("fp8_e4m3")])
+    call = AttentionCall(*[x.to("meta") if isinstance(x, torch.Tensor) else x for x in call_of("fp8_e4m3")])
     many, too_many = (torch.empty(n, 64, 8, 128, dtype=call.k_cache.dtype, device="meta") for n in (2**24, 2**25))
     for x, dims in ((many, 4), (too_many, 5)):  # 2^40 elements, and twice that
         wide = call._replace(k_cache=x, v_cache=x)

@@ -83,7 +83,7 @@ def test_the_loop_multiplies_on_the_matrix_unit_and_spills_nothing(format, heads
 
 @pytest.mark.parametrize("heads", [16, 32])
 def test_16_bit_latents_of_few_heads_are_multiplied_where_they_lie_and_not_padded(heads):
-    split = compiled(replace_requests(make("bf16", heads), 512))["mla_decode_small_m_bf16_kernel"]
+    split = compiled(replace_requests(make("bf16", heads), 512))["mla_decode_small_m_kernel"]
     assert split["shared"] <= SHARED
     loop = loop_of_tiles(split["sass"](), 60)
     # Scores: 9 boxes of 64 columns × 4 steps. Values: 8 boxes × 4 steps of 16 keys, transposed. All 64 keys × heads.
@@ -98,7 +98,7 @@ def test_a_query_of_16_bit_latents_is_padded_to_what_its_kernel_takes(heads, dra
     f = facts(make("bf16", heads, drafts=drafts)._replace(page_table=torch.empty(4, 1024, dtype=torch.int32)))
     kernel = mla_decode.configure(f).launches.kernel_launches[0].launch.fn.fn.__name__
     assert mla_decode.choose_config(f).block_m == rows
-    assert kernel == ("mla_decode_two_warpgroups_kernel" if rows == 64 else "mla_decode_small_m_bf16_kernel")
+    assert kernel == ("mla_decode_two_warpgroups_kernel" if rows == 64 else "mla_decode_small_m_kernel")
 
 
 @pytest.mark.parametrize("q_dtype", [BF16, E4M3])
@@ -124,7 +124,7 @@ def test_warpgroups_of_many_heads_keep_their_products_under_way(format, q_dtype)
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_ds_mla"])
 def test_few_heads_vote_once_a_tile_and_convert_values_beside_the_scores(format):
-    loop = loop_of_tiles(compiled(make(format))["mla_decode_small_m_fp8_kernel"]["sass"]())
+    loop = loop_of_tiles(compiled(make(format))["mla_decode_small_m_kernel"]["sass"]())
     places = [i for i, t in enumerate(loop) if "VOTE.ANY" in t or t.startswith("STSM")]
     first, last = places[0], places[-1]
     # Whether a reference is raised is known from a byte of each warp; shuffles are behind the branch.
@@ -137,13 +137,13 @@ def test_few_heads_vote_once_a_tile_and_convert_values_beside_the_scores(format)
 
 @pytest.mark.parametrize(("format", "heads"), [("fp8_e4m3", 16), ("fp8_ds_mla", 16), ("fp8_e4m3", 32)])
 def test_two_programs_of_few_heads_fit_a_multiprocessor(format, heads):
-    split = compiled(replace_requests(make(format, heads), 512))["mla_decode_small_m_fp8_kernel"]
+    split = compiled(replace_requests(make(format, heads), 512))["mla_decode_small_m_kernel"]
     assert 2 * (split["shared"] + 1024) <= 228 << 10
     assert 2 * split["n_regs"] * 256 <= 65536
 
 
 def test_two_warpgroups_take_turns_where_two_programs_do_not_fit():
-    split = compiled(replace_requests(make("fp8_ds_mla", 32), 512))["mla_decode_small_m_fp8_kernel"]
+    split = compiled(replace_requests(make("fp8_ds_mla", 32), 512))["mla_decode_small_m_kernel"]
     assert split["shared"] <= SHARED
     assert split["n_regs"] * 384 <= 65536
     # Three places, and for each a barrier of either: whoever waits has waited for the phase before.

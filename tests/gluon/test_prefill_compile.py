@@ -11,7 +11,7 @@ import torch
 from compile_tools import compile_launches, since
 from test_mla_prefill_compile import SHARED, count, loops
 
-from tersekv.backends.gluon import decode, prefill
+from tersekv.backends.gluon import attention, decode, prefill
 from tersekv.backends.gluon.sm90.prefill.config import (
     make_prefill_config,
     max_work_tiles,
@@ -19,7 +19,7 @@ from tersekv.backends.gluon.sm90.prefill.config import (
     tma_tensor_names,
 )
 from tersekv.cache import PagedKVCache
-from tersekv.calls import DecodeCall, PrefillCall
+from tersekv.calls import AttentionCall
 from tersekv.dispatch import checks
 from tersekv.dispatch.plan import facts, plan
 
@@ -32,20 +32,21 @@ FORMATS = (
 def call_of(
     fmt: str, *, tokens: int = 512, requests: int = 2, page_size: int = 64, head_dim: int = 128, heads: int = 8,
     group: int = 4, layout: str = "NHD", dtype: torch.dtype = torch.bfloat16, new: bool = False, **changes,
-) -> PrefillCall:  # fmt: skip
+) -> AttentionCall:  # fmt: skip
     """A call whose tensors are never read."""
     c = PagedKVCache.allocate(1, 8, page_size, heads, head_dim, format=fmt, layout=layout)[0]
     q = torch.empty(tokens, heads * group, head_dim, dtype=dtype)
     rows = torch.empty(tokens, heads, head_dim, dtype=torch.bfloat16) if new else None
     i32 = torch.int32
-    return PrefillCall(
-        q, rows, rows, c.k, c.v, c.k_scale_cache, c.v_scale_cache, torch.empty(requests, 128, dtype=i32),
-        torch.empty(requests, dtype=i32), torch.empty(requests + 1, dtype=i32), None, q.bfloat16(), None, fmt, tokens,
-        0, 0.0, 0.1, None, 1.0, None, 1.0, None, 1.0, None, "exact",
+    return AttentionCall(
+        q=q, k=rows, v=rows, k_cache=c.k, v_cache=c.v, k_scale_cache=c.k_scale_cache, v_scale_cache=c.v_scale_cache,
+        page_table=torch.empty(requests, 128, dtype=i32), seq_lens=torch.empty(requests, dtype=i32),
+        cu_seqlens_q=torch.empty(requests + 1, dtype=i32), out=q.bfloat16(), format=fmt, max_q_len=tokens,
+        softmax_scale=0.1,
     )._replace(**changes)  # fmt: skip
 
 
-def facts_of(call: PrefillCall, arch: int = 90) -> SimpleNamespace:
+def facts_of(call: AttentionCall, arch: int = 90) -> SimpleNamespace:
     f = facts("prefill", call, arch=arch)
     checks.facts(f)
     return f
@@ -56,7 +57,7 @@ def _grid(config: prefill.Config) -> tuple[int, ...]:
     return kernel.grid
 
 
-def turned(call: PrefillCall, rotation: str = "kv", channels: str = "kv") -> PrefillCall:
+def turned(call: AttentionCall, rotation: str = "kv", channels: str = "kv") -> AttentionCall:
     """The call over a cache whose keys ("k") and values ("v") lie rotated, or divided by channel scales."""
     heads, d = call.k_cache.shape[2], call.q.shape[2]
     signs = {f"{side}_signs": torch.empty(d & -d) for side in rotation}
@@ -68,7 +69,7 @@ def compiled(fmt: str, dtype: torch.dtype = torch.bfloat16, precision: str = "ex
     call = call_of(fmt, dtype=dtype, precision=precision)
     if lies:
         call = turned(call)
-    (kernel,) = compile_launches(prefill.run, call, prefill.configure(facts_of(call)), 90)
+    (kernel,) = compile_launches(attention.run, call, attention.configure(facts_of(call)), 90)
     return kernel
 
 
@@ -99,7 +100,7 @@ def test_products_stay_in_flight_and_nothing_spills_in_the_long_loop(fmt, lies):
 def test_turned_values_meet_those_of_new_rows():
     """Sums of new rows' values are turned as the cache's rows are, and all are turned back: in one launch."""
     call = turned(call_of("fp8_e4m3", new=True), "kv", "v")
-    (k,) = compile_launches(prefill.run, call, prefill.configure(facts_of(call)), 90)
+    (k,) = compile_launches(attention.run, call, attention.configure(facts_of(call)), 90)
     assert k["shared"] <= SHARED
     assert k["n_spills"] <= since({(3, 6): 112, (3, 7): 256})
     assert "SHFL.BFLY" in k["sass"]()
@@ -112,24 +113,24 @@ def test_few_rows_over_a_pair_go_by_decode():
         return facts_of(call)
 
     f = chosen(8)
-    assert prefill.why_not(f) is None
-    assert isinstance(prefill.configure(f), decode.Config)
-    assert "has no kernel for many query rows of fp8_e4m3 and fp8_e5m2; of decode's" in prefill.why_not(chosen(9))
-    assert prefill.why_not(chosen(8, batch_invariant=True)) == (
+    assert attention.why_not(f) is None
+    assert isinstance(attention.configure(f), decode.Config)
+    assert "has no kernel for many query rows of fp8_e4m3 and fp8_e5m2; of decode's" in attention.why_not(chosen(9))
+    assert attention.why_not(chosen(8, batch_invariant=True)) == (
         "has no kernel for many query rows of fp8_e4m3 and fp8_e5m2"
     )
 
 
 def test_a_turned_query_is_no_code_and_bf16_keys_leave_it_to_triton():
     call = turned(call_of("fp8_e4m3", dtype=torch.float8_e4m3fn, precision="fast"))
-    assert prefill.why_not(facts_of(call)) is None
+    assert attention.why_not(facts_of(call)) is None
     c = make_prefill_config(facts_of(call))
     assert (c.FP8_QK, c.FP8_PV, c.K_ROTATION.ROTATED, c.V_ROTATION.CHANNEL_SCALES_STRIDE) == (False, False, True, 128)
     assert make_prefill_config(facts_of(turned(call_of("fp8_e4m3", dtype=torch.float8_e4m3fn), "v", "v"))).FP8_QK
     for rotation, channels in (("k", ""), ("", "k"), ("kv", "kv")):
         call = turned(call_of("bf16"), rotation, channels)
-        assert "wants keys that lie as they are with bf16" in prefill.why_not(facts_of(call))
-    assert prefill.why_not(facts_of(turned(call_of("bf16"), "v", "v"))) is None
+        assert "wants keys that lie as they are with bf16" in attention.why_not(facts_of(call))
+    assert attention.why_not(facts_of(turned(call_of("bf16"), "v", "v"))) is None
 
 
 def test_an_e4m3_query_meets_codes_of_keys():
@@ -199,7 +200,7 @@ def test_the_converting_warps_meet_seldom_and_sort_no_halves_of_registers():
 
 def test_page_ids_are_loaded_together_a_tile_ahead():
     call = call_of("bf16", page_size=16)
-    (k,) = compile_launches(prefill.run, call, prefill.configure(facts_of(call)), 90)
+    (k,) = compile_launches(attention.run, call, attention.configure(facts_of(call)), 90)
     (tile,) = loops(k["sass"](), "UTMALDG.4D")
     assert count(tile, "UTMALDG.4D") == 32
     assert count(tile, "LDG.E") == 1
@@ -208,14 +209,14 @@ def test_page_ids_are_loaded_together_a_tile_ahead():
 def test_a_plan_needs_no_gpu():
     call = call_of("fp8_e4m3")
     f = facts_of(call)
-    assert prefill.why_not(f) is None
-    config = prefill.configure(f)
+    assert attention.why_not(f) is None
+    config = attention.configure(f)
     assert isinstance(config, prefill.Config)
     assert _grid(config) == (132, 1, 1)
     # Every request may end in a block that is not full: 512 tokens in blocks of 32, of 8 KV heads.
     assert max_work_tiles(f, config.shape) == (16 + 2) * 8
     few = facts_of(call_of("fp8_e4m3", tokens=8, requests=1, heads=1, group=8))
-    assert _grid(prefill.configure(few)) == (2, 1, 1)
+    assert _grid(attention.configure(few)) == (2, 1, 1)
 
 
 @pytest.mark.parametrize(("group", "packed"), [(1, 1), (4, 4), (5, 1), (6, 2), (12, 4), (64, 64), (128, 64)])
@@ -240,7 +241,7 @@ def test_pages_are_a_dimension_of_the_maps(fmt, page_size):
 
 def test_refusals_say_what_was_wanted():
     def why_not(**changes):
-        return prefill.why_not(facts_of(call_of("bf16", **changes)))
+        return attention.why_not(facts_of(call_of("bf16", **changes)))
 
     assert "pages of a multiple of 8, got 12" in why_not(page_size=12)
     assert "head sizes up to 256 with bf16, got 512 and 512" in why_not(head_dim=512, heads=1)
@@ -249,31 +250,31 @@ def test_refusals_say_what_was_wanted():
     assert "wants q on a multiple of 16 bytes" in why_not(q=wide)
     for fmt in ("nvfp4", "int4_per_token_head"):
         f = facts_of(call_of(fmt, head_dim=32))
-        assert "wants k_cache as the copy engine takes it, got rows of 16 bytes" in prefill.why_not(f)
-        assert prefill.why_not(facts_of(call_of(fmt, head_dim=64))) is None
+        assert "wants k_cache as the copy engine takes it, got rows of 16 bytes" in attention.why_not(f)
+        assert attention.why_not(facts_of(call_of(fmt, head_dim=64))) is None
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_format_has_a_kernel_for_many_rows(fmt):
     call = call_of(fmt, new=True)
-    assert prefill.why_not(facts_of(call)) is None
+    assert attention.why_not(facts_of(call)) is None
     if fmt == "nvfp4":
-        assert prefill.why_not(facts_of(call._replace(k_scale_t=torch.ones(1)))) is None
+        assert attention.why_not(facts_of(call._replace(k_scale_t=torch.ones(1)))) is None
 
 
 def test_few_rows_are_decodes():
     f = facts_of(call_of("fp8_e4m3", max_q_len=8))
-    assert isinstance(prefill.configure(f), decode.Config)
+    assert isinstance(attention.configure(f), decode.Config)
     more = facts_of(call_of("fp8_e4m3", max_q_len=9))
-    assert isinstance(prefill.configure(more), prefill.Config)
+    assert isinstance(attention.configure(more), prefill.Config)
     new = call_of("fp8_e4m3", max_q_len=8, new=True)
-    assert isinstance(prefill.configure(facts_of(new)), prefill.Config), "decode would not read them"
+    assert isinstance(attention.configure(facts_of(new)), prefill.Config), "decode would not read them"
 
 
-def as_decode(call: PrefillCall, requests: int, even: bool, **changes) -> DecodeCall:
+def as_decode(call: AttentionCall, requests: int, even: bool, **changes) -> AttentionCall:
     fields = {n: x for n, x in call._asdict().items() if n not in ("k", "v")} | changes
     rows = {"cu_seqlens_q": None, "max_q_len": call.q.shape[0] // requests} if even else {}
-    return DecodeCall(**fields | {"mask": None} | rows)
+    return AttentionCall(**fields | rows)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])
@@ -302,9 +303,9 @@ def test_a_tree_mask_stays_with_decodes_kernels():
 def test_few_blocks_over_many_keys_are_cut_by_decode():
     table = torch.empty(2, 2048, dtype=torch.int32)
     some, enough = (facts_of(call_of("fp8_e4m3", tokens=n, page_table=table)) for n in (256, 512))
-    assert isinstance(prefill.configure(some), decode.Config)
-    assert isinstance(prefill.configure(enough), prefill.Config)
-    assert isinstance(prefill.configure(facts_of(call_of("bf16", tokens=256, page_table=table))), prefill.Config)
+    assert isinstance(attention.configure(some), decode.Config)
+    assert isinstance(attention.configure(enough), prefill.Config)
+    assert isinstance(attention.configure(facts_of(call_of("bf16", tokens=256, page_table=table))), prefill.Config)
 
 
 def test_a_batchs_lengths_do_not_compile_anew():

@@ -13,10 +13,15 @@ from compile_tools import compile_launch, compile_launches, record
 from copies import copies, faults
 
 from tersekv.backends.gluon import decode
-from tersekv.backends.gluon.sm90.decode.copy_tiles import KVLayout, TensorMapSpec
-from tersekv.backends.gluon.sm90.parts.tensor_maps import SMEM_ALIGNMENT, align_smem_bytes, why_no_tensor_map
+from tersekv.backends.gluon.sm90.parts.tensor_maps import (
+    SMEM_ALIGNMENT,
+    KVLayout,
+    TensorMapSpec,
+    align_smem_bytes,
+    why_no_tensor_map,
+)
 from tersekv.cache import PagedKVCache
-from tersekv.calls import DecodeCall
+from tersekv.calls import AttentionCall
 from tersekv.dispatch.plan import facts, plan
 from tersekv.formats import KV_FORMATS
 from tersekv.testing.cases import Case
@@ -35,9 +40,9 @@ def call_of(fmt: str, heads: int, page: int, dims: tuple[int, int], layout: str,
     c = cache[0]
     q = torch.empty(8, heads * group, d, dtype=torch.bfloat16, device="meta")
     table = torch.empty(8, 128, dtype=torch.int32, device="meta")
-    return DecodeCall(
-        q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, table, table[:, 0], None, None, None, q[..., :dv].contiguous(),
-        None, fmt, 1, 0, 0.0, 0.1, None, 1.0, None, 1.0, None, 1.0, None, "exact",
+    return AttentionCall(
+        q=q, k_cache=c.k, v_cache=c.v, k_scale_cache=c.k_scale_cache, v_scale_cache=c.v_scale_cache, page_table=table,
+        seq_lens=table[:, 0], out=q[..., :dv].contiguous(), format=fmt, max_q_len=1, softmax_scale=0.1,
     )  # fmt: skip
 
 

@@ -24,7 +24,8 @@ def write_cases(op: str, *, quick: bool = False) -> list[Case]:
 
 
 def backends(op: str) -> tuple[ModuleType, ModuleType]:
-    return tuple(importlib.import_module(f"tersekv.backends.{name}.{op}") for name in ("triton", "torch"))
+    module = "attention" if op in ("decode", "prefill") else op
+    return tuple(importlib.import_module(f"tersekv.backends.{name}.{module}") for name in ("triton", "torch"))
 
 
 def assert_bytes_equal(op: str, call: Any) -> None:

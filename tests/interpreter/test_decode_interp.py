@@ -9,7 +9,8 @@ import torch
 from drawn import drawn, long_but_for
 
 from tersekv.backends.host import launch
-from tersekv.backends.torch import decode as oracle
+from tersekv.backends.torch import attention as oracle
+from tersekv.backends.triton import attention
 from tersekv.backends.triton.decode import entry as decode
 from tersekv.dispatch import plan
 from tersekv.testing import verify
@@ -55,13 +56,13 @@ def test_queries_and_outputs_as_bytes_give_the_same_bits(out, monkeypatch):
     plain = next(c for c in cases(("decode",), ("fp8_e4m3",)) if c.name == "plain")
     call = make(replace(plain, dtype="float8_e4m3fn", out_dtype=out))
     other = moved(call, "cpu")
-    decode.run(call, decode.configure(plan.facts("decode", call)))
+    attention.run(call, decode.configure(plan.facts("decode", call)))
     monkeypatch.setattr(launch, "emulates_e4m3", lambda f: True)
     monkeypatch.setattr(launch, "casts_to_fp8_natively", lambda f: False)
     config = decode.configure(plan.facts("decode", other))
     assert config.constants.Q_AS_BYTES
     assert (config.constants.OUT_KIND == "float") == (out == "bfloat16")
-    decode.run(other, config)
+    attention.run(other, config)
     assert as_bytes(call.out).any()
     assert torch.equal(as_bytes(call.out), as_bytes(other.out))
 
@@ -75,7 +76,7 @@ def test_a_sink_far_from_every_score_is_weighed_in_whole_and_in_cut_requests(sin
         call.sinks.fill_(sink)
         other = moved(call, "cpu")
         oracle.run(other, None)
-        decode.run(call, decode.configure(plan.facts("decode", call)))
+        attention.run(call, decode.configure(plan.facts("decode", call)))
         assert (call.out - other.out).norm() <= 3e-3 * other.out.norm()
         torch.testing.assert_close(call.lse, other.lse, rtol=1e-6, atol=1e-5)
 
@@ -85,5 +86,5 @@ def test_an_fp16_query_over_bf16_keys_is_not_rounded_to_bf16():
     call = make(replace(base, dtype="float16", out_dtype="float32", spread=True))
     other = moved(call, "cpu")
     oracle.run(other, None)
-    decode.run(call, decode.configure(plan.facts("decode", call)))
+    attention.run(call, decode.configure(plan.facts("decode", call)))
     torch.testing.assert_close(call.lse, other.lse, rtol=0, atol=1e-4)

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from tersekv.backends.host import launch
-from tersekv.backends.triton.decode import entry as decode
+from tersekv.backends.triton import attention
 from tersekv.backends.triton.mla_decode import entry as mla_decode
-from tersekv.backends.triton.prefill import entry as prefill
 from tersekv.dispatch import plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
@@ -54,7 +53,7 @@ def check(backend, op: str, far, near) -> None:
 def test_decode(fmt, name, dim):
     case = Case("decode", fmt, "far", lens=(3,), page=3, heads=2, group=2, dim=16)
     call, near = alone(make(case), "k_cache", "v_cache", "k_scale_cache", "v_scale_cache")
-    check(decode, "decode", call._replace(**{name: spread(getattr(call, name), dim)}), near)
+    check(attention, "decode", call._replace(**{name: spread(getattr(call, name), dim)}), near)
 
 
 @pytest.mark.parametrize(("fmt", "name"), [("bf16", "k_cache"), ("nvfp4", "v_scale_cache")])
@@ -62,7 +61,7 @@ def test_prefill(fmt, name, monkeypatch):
     monkeypatch.setattr(launch, "num_sms", lambda f: 1)  # so many blocks of rows take prefill's own kernel
     case = Case("prefill", fmt, "far", lens=(3,), q_lens=(2,), page=3, heads=2, group=2, dim=16)
     call, near = alone(make(case), "k_cache", "v_cache", "k_scale_cache", "v_scale_cache")
-    check(prefill, "prefill", call._replace(**{name: spread(getattr(call, name), 1)}), near)
+    check(attention, "prefill", call._replace(**{name: spread(getattr(call, name), 1)}), near)
 
 
 @pytest.mark.parametrize("name", ["ckv", "kpe"])
@@ -94,7 +93,7 @@ def test_outputs_that_lie_head_by_head(op, invariant, monkeypatch):
     near = near._replace(batch_invariant=invariant)
     far = moved(near, "cpu")
     far = far._replace(out=head_by_head(near.out))
-    backend = {"decode": decode, "prefill": prefill, "mla_decode": mla_decode}[op]
+    backend = mla_decode if op == "mla_decode" else attention
     for call in (far, near):
         backend.run(call, backend.configure(plan.facts(op, call)))
     assert near.out.isfinite().all()

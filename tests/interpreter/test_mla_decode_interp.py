@@ -4,16 +4,11 @@ not be read poisoned."""
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import dense_reference as dense
+import pytest
+import torch
 from drawn import half
 from paged_case import latent_case, nan_like
 

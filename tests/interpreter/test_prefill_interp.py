@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tersekv.backends.host import launch
-from tersekv.backends.torch import prefill as oracle
+from tersekv.backends.torch import attention as oracle
+from tersekv.backends.triton import attention
 from tersekv.backends.triton.prefill import entry as prefill
 from tersekv.dispatch import plan
 from tersekv.testing import verify
@@ -43,10 +44,10 @@ def test_few_rows_take_decodes_kernels_and_many_their_own(monkeypatch):
     monkeypatch.setattr(launch, "num_sms", lambda f: 8)
     few = make(SMALL)
     f = plan.facts("prefill", few)
-    assert not isinstance(prefill.configure(f), prefill.Config)
+    assert not isinstance(attention.configure(f), prefill.Config)
     f.q = f.q._replace(shape=(4096 * 8, *f.q.shape[1:]))
-    assert isinstance(prefill.configure(f), prefill.Config)
-    prefill.run(few, prefill.configure(plan.facts("prefill", few)))
+    assert isinstance(attention.configure(f), prefill.Config)
+    attention.run(few, attention.configure(plan.facts("prefill", few)))
     other = moved(few, "cpu")
     oracle.run(other, None)
     assert (few.out.double() - other.out.double()).norm() <= 3e-3 * other.out.double().norm()
@@ -67,7 +68,7 @@ def close(call, tolerance: float = 3e-3) -> None:
     """What the kernel gives is what the oracle gives."""
     other = moved(call, "cpu")
     oracle.run(other, None)
-    prefill.run(call, prefill.configure(plan.facts("prefill", call)))
+    attention.run(call, attention.configure(plan.facts("prefill", call)))
     assert (call.out.double() - other.out.double()).norm() <= tolerance * other.out.double().norm()
     torch.testing.assert_close(call.lse, other.lse, rtol=1e-4, atol=1e-3)
 
@@ -87,12 +88,12 @@ def test_a_sink_far_from_every_score_is_weighed_in_once(sink):
 def test_queries_and_outputs_as_bytes_give_the_same_bits(out, monkeypatch):
     call = make(replace(SMALL, format="nvfp4", dtype="float8_e4m3fn", out_dtype=out))
     other = moved(call, "cpu")
-    prefill.run(call, prefill.configure(plan.facts("prefill", call)))
+    attention.run(call, attention.configure(plan.facts("prefill", call)))
     monkeypatch.setattr(launch, "emulates_e4m3", lambda f: True)
     monkeypatch.setattr(launch, "casts_to_fp8_natively", lambda f: False)
-    config = prefill.configure(plan.facts("prefill", other))
+    config = attention.configure(plan.facts("prefill", other))
     assert config.constants.Q_AS_BYTES
-    prefill.run(other, config)
+    attention.run(other, config)
     assert as_bytes(call.out).any()
     assert torch.equal(as_bytes(call.out), as_bytes(other.out))
 
@@ -101,14 +102,14 @@ def test_an_fp16_query_over_bf16_keys_is_not_rounded_to_bf16():
     call = make(replace(SMALL, format="bf16", dtype="float16", out_dtype="float32", spread=True))
     other = moved(call, "cpu")
     oracle.run(other, None)
-    prefill.run(call, prefill.configure(plan.facts("prefill", call)))
+    attention.run(call, attention.configure(plan.facts("prefill", call)))
     torch.testing.assert_close(call.lse, other.lse, rtol=0, atol=1e-4)
 
 
 def test_rows_behind_the_last_request_are_0():
     call = make(replace(SMALL, lens=(20, 9), q_lens=(4, 3)))
     call = call._replace(cu_seqlens_q=torch.tensor([0, 2, 5], dtype=torch.int32))
-    prefill.run(call, prefill.configure(plan.facts("prefill", call)))
+    attention.run(call, attention.configure(plan.facts("prefill", call)))
     assert (call.out[5:] == 0).all()
     assert call.lse[5:].isneginf().all()
     assert call.out[:5].isfinite().all()
@@ -116,7 +117,7 @@ def test_rows_behind_the_last_request_are_0():
 
 def test_blocks_find_their_requests(monkeypatch):
     """More requests than are looked at at once, in blocks that hold several tokens of a group that divides none."""
-    monkeypatch.setattr(prefill.decode, "request_block_size", lambda requests: 4)
+    monkeypatch.setattr(prefill, "request_block_size", lambda requests: 4)
     lens = (3, 0, 0, 9, 20, 1, 0, 5, 2, 7, 0)
     q_lens = tuple(n - n // 3 for n in lens)
     close(make(replace(SMALL, lens=lens, q_lens=q_lens, group=3, heads=1, dim=16, format="bf16")))

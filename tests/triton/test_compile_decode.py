@@ -10,29 +10,32 @@ import torch
 from compile_tools import FEW_SPILLS, compile_launches
 
 from tersekv.backends.host import launch
+from tersekv.backends.triton import attention
 from tersekv.backends.triton.decode import entry as decode
 from tersekv.cache import PagedKVCache
-from tersekv.calls import DecodeCall
+from tersekv.calls import AttentionCall
 from tersekv.dispatch import checks
 from tersekv.dispatch.plan import facts
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 
 
-def call_of(fmt: str, *, page_size: int = 64, head_dim: int = 128, drafts: int = 1, max_pages: int = 128) -> DecodeCall:
+def call_of(
+    fmt: str, *, page_size: int = 64, head_dim: int = 128, drafts: int = 1, max_pages: int = 128
+) -> AttentionCall:
     c = PagedKVCache.allocate(1, 8, page_size, 8, head_dim, format=fmt)[0]
     q = torch.empty(2 * drafts, 32, head_dim, dtype=torch.bfloat16)
     table, lens = torch.empty(2, max_pages, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
-    return DecodeCall(
-        q, c.k, c.v, c.k_scale_cache, c.v_scale_cache, table, lens, None, None, None, torch.empty_like(q), None,
-        fmt, drafts, 0, 0.0, 0.1, None, 1.0, None, 1.0, None, 1.0, None, "exact",
+    return AttentionCall(
+        q=q, k_cache=c.k, v_cache=c.v, k_scale_cache=c.k_scale_cache, v_scale_cache=c.v_scale_cache, page_table=table,
+        seq_lens=lens, out=torch.empty_like(q), format=fmt, max_q_len=drafts, softmax_scale=0.1,
     )  # fmt: skip
 
 
-def compiled(call: DecodeCall, arch: int | str) -> list[dict]:
+def compiled(call: AttentionCall, arch: int | str) -> list[dict]:
     f = facts("decode", call, arch=arch if isinstance(arch, int) else None)
     checks.facts(f)
-    return compile_launches(decode.run, call, decode.configure(f), arch)
+    return compile_launches(attention.run, call, decode.configure(f), arch)
 
 
 @pytest.mark.parametrize(

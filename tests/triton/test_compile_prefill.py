@@ -8,9 +8,10 @@ import triton
 from compile_tools import FEW_SPILLS, compile_launches
 
 from tersekv.backends.host import launch
+from tersekv.backends.triton import attention
 from tersekv.backends.triton.prefill import entry as prefill
 from tersekv.cache import PagedKVCache
-from tersekv.calls import PrefillCall
+from tersekv.calls import AttentionCall
 from tersekv.dispatch import checks
 from tersekv.dispatch.plan import facts
 from tersekv.testing.cases import Case
@@ -21,22 +22,22 @@ BF, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 def call_of(
     fmt: str, *, page: int = 64, d: int = 128, dv: int | None = None, rows: int = 4096, new: bool = False, **changed
-) -> PrefillCall:
+) -> AttentionCall:
     c = PagedKVCache.allocate(1, 8, page, 8, d, head_dim_v=dv or d, format=fmt)[0]
     k, v = (torch.empty(rows, 8, n, dtype=BF) if new else None for n in (d, dv or d))
-    call = PrefillCall(
-        torch.empty(rows, 32, d, dtype=BF), k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache,
-        torch.empty(2, 128, dtype=torch.int32), torch.empty(2, dtype=torch.int32), torch.empty(3, dtype=torch.int32),
-        None, torch.empty(rows, 32, dv or d, dtype=BF), None, fmt, rows, 0, 0.0, 0.1, None, 1.0, None, 1.0, None, 1.0,
-        None, "exact",
+    call = AttentionCall(
+        q=torch.empty(rows, 32, d, dtype=BF), k=k, v=v, k_cache=c.k, v_cache=c.v, k_scale_cache=c.k_scale_cache,
+        v_scale_cache=c.v_scale_cache, page_table=torch.empty(2, 128, dtype=torch.int32),
+        seq_lens=torch.empty(2, dtype=torch.int32), cu_seqlens_q=torch.empty(3, dtype=torch.int32),
+        out=torch.empty(rows, 32, dv or d, dtype=BF), format=fmt, max_q_len=rows, softmax_scale=0.1,
     )  # fmt: skip
     return call._replace(**changed)
 
 
-def compiled(call: PrefillCall, arch: int | str) -> dict:
+def compiled(call: AttentionCall, arch: int | str) -> dict:
     f = facts("prefill", call, arch=arch if isinstance(arch, int) else None)
     checks.facts(f)
-    (kernel,) = compile_launches(prefill.run, call, prefill.configure(f), arch)
+    (kernel,) = compile_launches(attention.run, call, prefill.configure(f), arch)
     limit = launch.shared_memory_of(arch) if isinstance(arch, int) else 65536
     assert kernel["shared"] <= limit
     return kernel

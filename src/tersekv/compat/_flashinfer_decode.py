@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import DecodeCall
+from ..calls import AttentionCall, attention_inputs
 from ..errors import UnsupportedError
 from ..formats import BLOCK, FP8, TENSOR, kv_format
 from ..layers import PagedKVLayer
-from ..ops.decode import allocate_outputs, attention_outputs, mask_rows
+from ..ops.attention import allocate_outputs, attention_outputs, mask_rows
 from ..ops.registry import dispatch_call
 from ..ops.scales import float_and_tensor
 from ..scalars import as_bool
@@ -197,12 +197,15 @@ def _batch_decode(
     mask: Tensor | None, kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None,
 ) -> Any:  # fmt: skip
     """What both functions do; function: its name and what else only it has; rows(B): the most rows of a request."""
-    caches, parts = halves(kv_cache, kv_cache_sf)
+    (k, v, k_scales, v_scales), parts = halves(kv_cache, kv_cache_sf)
     (bmm1, bmm1_t), (bmm2, bmm2_t) = number_or_tensor(bmm1_scale), number_or_tensor(bmm2_scale)
     signature, cached = lookup_cached(
         names, "decode", (*function, window_left, kv_layout, bmm1, bmm2, o_scale, out_dtype, return_lse),
-        (query, *caches, block_tables, seq_lens, cu_seqlens_q, mask, sinks, out, lse, bmm1_t, None, None, bmm2_t,
-         None, None, None, None),
+        attention_inputs(
+            q=query, k_cache=k, v_cache=v, k_scale_cache=k_scales, v_scale_cache=v_scales,
+            page_table=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, mask=mask, sinks=sinks, out=out,
+            lse=lse, softmax_scale_t=bmm1_t, out_scale_t=bmm2_t,
+        ),
         parts,
     )  # fmt: skip
     if cached is None:
@@ -239,18 +242,22 @@ def decode_call(
     q: Tensor, kv: PagedKVLayer, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | None,
     mask: Tensor | None, sinks: Tensor | None, out: Tensor, lse: Tensor | None, max_q_len: int, window: int,
     logit_factors: dict[str, Scale], out_factors: dict[str, Scale],
-) -> DecodeCall:  # fmt: skip
+) -> AttentionCall:  # fmt: skip
     """The record of a call whose scores and outputs are multiplied by these factors, by the caller's names."""
     scaled = kv_format(kv.formats[0]).scale in (TENSOR, BLOCK)
     softmax_scale, k_scale = _spread(scaled, logit_factors, q.device)
     out_scale, v_scale = _spread(scaled, out_factors, q.device)
     if mask is not None:
         mask = mask_rows(tensor("mask", mask), seq_lens, q.shape[0])
-    return DecodeCall(
-        q, kv.k, kv.v, kv.k_scale_cache, kv.v_scale_cache, page_table, seq_lens, cu_seqlens_q, mask, sinks, out, lse,
-        kv.formats[0], max_q_len, window, 0.0,
-        *float_and_tensor(softmax_scale), *float_and_tensor(k_scale), *float_and_tensor(v_scale),
-        *float_and_tensor(out_scale), "exact",
+    scales: dict[str, Any] = {}
+    for name, x in (
+        ("softmax_scale", softmax_scale), ("k_scale", k_scale), ("v_scale", v_scale), ("out_scale", out_scale)
+    ):  # fmt: skip
+        scales[name], scales[f"{name}_t"] = float_and_tensor(x)
+    return AttentionCall(
+        q=q, k_cache=kv.k, v_cache=kv.v, k_scale_cache=kv.k_scale_cache, v_scale_cache=kv.v_scale_cache,
+        page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, mask=mask, sinks=sinks, out=out, lse=lse,
+        format=kv.formats[0], max_q_len=max_q_len, window=window, **scales,
     )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import DecodeCall
-from ..ops.decode import allocate_outputs, attention_outputs
+from ..calls import AttentionCall, attention_inputs
+from ..ops.attention import allocate_outputs, attention_outputs
 from ..ops.registry import dispatch_call
 from ..ops.scales import float_and_tensor
 from ..tracing import tracing
@@ -62,10 +62,13 @@ def single_decode_with_kv_cache(
     table, lens = _pages_of(q.device, len(k))
     row, kv = q[None], (_as_pages(k), _as_pages(v))
     (scale_number, scale_t), (out_number, out_t) = number_or_tensor(scale), number_or_tensor(out_scale)
-    caches, parts = halves(kv)
+    (k_cache, v_cache, *_), parts = halves(kv)
     signature, cached = lookup_cached(
         _NAMES, "decode", ("single", cap, scale_number, out_number, return_lse),
-        (row, *caches, table, lens, None, None, None, None, None, scale_t, None, None, out_t, None, None, None, None),
+        attention_inputs(
+            q=row, k_cache=k_cache, v_cache=v_cache, page_table=table, seq_lens=lens, softmax_scale_t=scale_t,
+            out_scale_t=out_t,
+        ),
         parts,
     )  # fmt: skip
     lse = None
@@ -73,10 +76,14 @@ def single_decode_with_kv_cache(
         cached, pages = [], with_caller_names(_NAMES, layer, kv, "NHD", None)
         shape = (*row.shape[:2], pages.head_dim_v)
         out, lse, made = allocate_outputs(row, shape, None, q.dtype, None, return_lse)
-        scales = *with_caller_names(_NAMES, float_and_tensor, scale, "softmax_scale"), 1.0, None, 1.0, None
-        more = (*scales, *with_caller_names(_NAMES, float_and_tensor, out_scale, "out_scale"), "exact")
-        caches = pages.k, pages.v, pages.k_scale_cache, pages.v_scale_cache
-        call = DecodeCall(row, *caches, table, lens, None, None, None, out, lse, pages.formats[0], 1, 0, cap, *more)
+        softmax_number, softmax_t = with_caller_names(_NAMES, float_and_tensor, scale, "softmax_scale")
+        out_number, out_t = with_caller_names(_NAMES, float_and_tensor, out_scale, "out_scale")
+        call = AttentionCall(
+            q=row, k_cache=pages.k, v_cache=pages.v, k_scale_cache=pages.k_scale_cache,
+            v_scale_cache=pages.v_scale_cache, page_table=table, seq_lens=lens, out=out, lse=lse,
+            format=pages.formats[0], max_q_len=1, softcap=cap, softmax_scale=softmax_number, softmax_scale_t=softmax_t,
+            out_scale=out_number, out_scale_t=out_t,
+        )  # fmt: skip
         with_caller_names(_NAMES, dispatch_call, "decode", call, None, signature._replace(outputs=made))
     else:
         out = None

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..calls import DecodeCall, PrefillCall
+from ..calls import AttentionCall, attention_inputs
 from ..errors import UnsupportedError
 from ..layers import PagedKVLayer
-from ..ops.decode import allocate_outputs, attention_outputs
+from ..ops.attention import allocate_outputs, attention_outputs
 from ..ops.registry import dispatch_call
 from ..ops.scales import float_and_tensor
 from ._adapt import as_host_int, dtype_name, lookup_cached, number_or_tensor, tensor, with_caller_names
@@ -127,13 +127,15 @@ class _Wrapper:
         for name in ("q_scale", "k_scale"):
             scale = multiplied(scale, scales[name])
         out_scale = multiplied(1.0, scales["v_scale"])
-        one_row, (caches, parts) = self._options[2], halves(paged_kv_cache, kv_cache_sf)
+        one_row, ((k, v, k_scales, v_scales), parts) = self._options[2], halves(paged_kv_cache, kv_cache_sf)
         (scale_number, scale_t), (out_number, out_t) = number_or_tensor(scale), number_or_tensor(out_scale)
-        tensors = (*caches, p.page_table, p.seq_lens, None if one_row else p.cu_seqlens_q)
-        given = (*((q,) if one_row else (q, None, None)), *tensors, *((None,) if one_row else ()), sinks, out, lse,
-                 scale_t, None, None, out_t, None, None, None, None)  # fmt: skip
+        inputs = attention_inputs(
+            q=q, k_cache=k, v_cache=v, k_scale_cache=k_scales, v_scale_cache=v_scales, page_table=p.page_table,
+            seq_lens=p.seq_lens, cu_seqlens_q=None if one_row else p.cu_seqlens_q, sinks=sinks, out=out,
+            lse=lse, softmax_scale_t=scale_t, out_scale_t=out_t,
+        )  # fmt: skip
         op, options = "decode" if one_row else "prefill", (window_left, scale_number, out_number, return_lse)
-        signature, cached = lookup_cached(_NAMES, op, (*self._options, *options), given, parts)
+        signature, cached = lookup_cached(_NAMES, op, (*self._options, *options), inputs, parts)
         if cached is None:
             cached = []
             kv: PagedKVLayer = with_caller_names(_NAMES, layer, paged_kv_cache, self._kv_layout, kv_cache_sf)
@@ -426,14 +428,15 @@ def _window(p: _Plan, left: int | None) -> int:
 def _call(
     p: _Plan, q: Tensor, kv: PagedKVLayer, sinks: Tensor | None, out: Tensor, lse: Tensor | None, window: int,
     scale: Scale, out_scale: Scale,
-) -> tuple:  # fmt: skip
-    caches = kv.k, kv.v, kv.k_scale_cache, kv.v_scale_cache, p.page_table, p.seq_lens
-    options = kv.formats[0], p.max_q_len, window, p.softcap
-    scales = *with_caller_names(_NAMES, float_and_tensor, scale, "softmax_scale"), 1.0, None, 1.0, None
-    more = (*options, *scales, *with_caller_names(_NAMES, float_and_tensor, out_scale, "out_scale"), "exact")
-    if p.one_row_each:
-        return DecodeCall(q, *caches, None, None, sinks, out, lse, *more)
-    return PrefillCall(q, None, None, *caches, p.cu_seqlens_q, sinks, out, lse, *more)
+) -> AttentionCall:  # fmt: skip
+    softmax_number, softmax_t = with_caller_names(_NAMES, float_and_tensor, scale, "softmax_scale")
+    out_number, out_t = with_caller_names(_NAMES, float_and_tensor, out_scale, "out_scale")
+    return AttentionCall(
+        q=q, k_cache=kv.k, v_cache=kv.v, k_scale_cache=kv.k_scale_cache, v_scale_cache=kv.v_scale_cache,
+        page_table=p.page_table, seq_lens=p.seq_lens, cu_seqlens_q=None if p.one_row_each else p.cu_seqlens_q,
+        sinks=sinks, out=out, lse=lse, format=kv.formats[0], max_q_len=p.max_q_len, window=window, softcap=p.softcap,
+        softmax_scale=softmax_number, softmax_scale_t=softmax_t, out_scale=out_number, out_scale_t=out_t,
+    )  # fmt: skip
 
 
 def multiplied(a: Scale, b: Scale | None) -> Scale:

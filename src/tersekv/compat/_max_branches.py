@@ -11,7 +11,7 @@ from .. import env
 from ..calls import MLADecodeBranchCall, MLAPrefillCall
 from ..dispatch.launch_cache import CallSignature
 from ..layers import PagedLatentLayer
-from ..ops.decode import max_query_rows
+from ..ops.attention import max_query_rows
 from ..ops.registry import dispatch_call
 from ._adapt import as_float, as_host_int, lookup_cached, tensor, with_caller_names
 from ._max_cache import PagedKVCache, PagedKVCacheCollection

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..calls import MLADecodeCall
+from ..calls import MLADecodeCall, attention_inputs
 from ..formats import FP8, TENSOR, latent_format
 from ..layers import PagedLatentLayer
 from ..ops.registry import dispatch_call, same_address
@@ -162,15 +162,19 @@ def xqa(
     FlashInfer ignores `kv_scale` beside a 16-bit cache; here the formula is the same for every dtype. Raises ValueError
     or TypeError for a bad argument.
     """
-    caches, parts = halves((k_cache, v_cache), None if k_sf_cache is v_sf_cache is None else (k_sf_cache, v_sf_cache))
+    sf = None if k_sf_cache is v_sf_cache is None else (k_sf_cache, v_sf_cache)
+    (_, _, k_scales, v_scales), parts = halves((k_cache, v_cache), sf)
     (q_number, q_t), (kv_number, kv_t) = number_or_tensor(q_scale), number_or_tensor(kv_scale)
     if q_t is None and kv_t is not None:  # it multiplies the scores too
         q_t, kv_t, parts["out_scale_t"] = kv_t, None, "softmax_scale_t"
     signature, found = lookup_cached(
         _XQA_NAMES, "decode",
         ("xqa", num_kv_heads, page_size, sliding_win_size, kv_layout, q_seq_len, q_number, kv_number, rcp_out_scale),
-        (q, *caches, page_table, seq_lens, q_cu_seq_lens, mask, sinks, output, None, q_t, None, None, kv_t,
-         None, None, None, None),
+        attention_inputs(
+            q=q, k_cache=k_cache, v_cache=v_cache, k_scale_cache=k_scales, v_scale_cache=v_scales,
+            page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=q_cu_seq_lens, mask=mask, sinks=sinks, out=output,
+            softmax_scale_t=q_t, out_scale_t=kv_t,
+        ),
         parts,
     )  # fmt: skip
     if found is not None:

@@ -171,6 +171,7 @@ def _mla_append(f: SimpleNamespace) -> None:
 
 
 def _decode(f: SimpleNamespace) -> None:
+    require(f.k is f.v is None, "k, v", "None in decode, whose keys all lie in the cache", "a tensor")
     s = _kv_attention(f)
     if s.see("mask", "T W", [torch.uint16]):
         words = 2 * -(-f.max_q_len // 32)
@@ -178,6 +179,7 @@ def _decode(f: SimpleNamespace) -> None:
 
 
 def _prefill(f: SimpleNamespace) -> None:
+    require(f.mask is None, "mask", "None in prefill, whose rows are causal", "a tensor")
     s = _kv_attention(f)
     _both("v", f.v, "k", f.k)
     s.see("k", "T H D", [f.q.dtype] if f.q.dtype in HALF else HALF)
@@ -194,9 +196,8 @@ def _kv_attention(f: SimpleNamespace) -> ShapeChecker:
     fits = dv % 8 == 0 and 0 < dv <= MAX_HEAD_DIM_V
     require(fits, "v_cache", f"head_dim_v a multiple of 8 up to {MAX_HEAD_DIM_V}", dv)
     _kv_caches(f, s, s["D"], dv, "q")
-    heads = s["H"]
     require(s["Hq"] > 0, "q", "at least one head", s["Hq"])
-    require(heads > 0 and s["Hq"] % heads == 0, "q", f"num_q_heads a multiple of num_kv_heads={heads}", s["Hq"])
+    require(s["H"] > 0 and s["Hq"] % s["H"] == 0, "q", f"num_q_heads a multiple of num_kv_heads={s['H']}", s["Hq"])
     _requests(f, s)
     s.see("sinks", "Hq", F32)
     s.see("out", "T Hq Dv", FLOAT + FP8)

@@ -29,10 +29,8 @@ from .signature import FIELD_GETTERS, TensorSignature, tensor_key
 # In the order of trial. On a GPU the oracle is never chosen silently, only by name.
 BACKENDS = ("gluon", "triton", "cpu", "torch")
 _AUTO = {"cuda": ("gluon", "triton"), "cpu": ("cpu", "torch")}
-_BACKENDS_WITH_PREFILL = ("gluon", "triton")  # backends with prefill kernels of their own
-# Query rows per KV head: up to _MAX_DECODE_ROWS of a request decode's kernels read keys once; with less than
-# _MIN_MEAN_ROWS on average the call is memory bound, and decode's kernels balance a request's keys over CTAs.
-_MAX_DECODE_ROWS, _MIN_MEAN_ROWS = 64, 32
+# Operations that a backend's module of another name runs: it selects a kernel for both.
+_MODULE_OF = {"decode": "attention", "prefill": "attention"}
 # A window this long masks nothing: no request has as many keys. Less than 2^31 by a request's rows, which may all stand
 # before its first key, and by a block's padding rows: position − window must fit in 32 bits.
 _ALL_KEYS = 2**31 - 1024
@@ -135,7 +133,6 @@ def facts(op: str, call: tuple, arch: int | None = None) -> SimpleNamespace:
 
 def why_not(f: SimpleNamespace, backend: str) -> str | None:
     """Returns why `backend` cannot run a call with these facts; None: it can."""
-    f = route_to_prefill(f, backend)
     if not _has_op(backend, f.op):
         return f"has no {f.op}"
     reason = _ask_package(backend, "why_not", f) or why_disabled(f, backend)
@@ -144,31 +141,6 @@ def why_not(f: SimpleNamespace, backend: str) -> str | None:
     module = _module(backend, f.op)
     assert module is not None
     return why_op_cannot(f, module)
-
-
-def route_to_prefill(f: SimpleNamespace, backend: str) -> SimpleNamespace:
-    """Returns the facts, as a prefill's if a decode has many rows and the prefill kernels take it.
-
-    Without a mask both compute the same. max_q_len alone does not show many rows: its bound may be T. Batch invariant
-    calls stay decodes, since the mean number of rows depends on the other requests.
-    """
-    if (
-        f.op != "decode"
-        or f.batch_invariant
-        or f.mask is not None
-        or backend not in _BACKENDS_WITH_PREFILL
-        or not f.k_cache.shape[2]
-    ):
-        return f
-    group = f.q.shape[1] // f.k_cache.shape[2]
-    tokens, requests = f.q.shape[0], f.seq_lens.shape[0]
-    if tokens <= requests or tokens * group < _MIN_MEAN_ROWS * requests:
-        return f
-    if f.max_q_len * group <= _MAX_DECODE_ROWS and why_op_cannot(f, _module(backend, f.op)) is None:
-        return f
-    facts = {n: x for n, x in vars(f).items() if n != "mask"} | {"op": "prefill", "k": None, "v": None}
-    as_prefill = SimpleNamespace(**facts)
-    return as_prefill if why_op_cannot(as_prefill, _module(backend, "prefill")) is None else f
 
 
 def why_op_cannot(f: SimpleNamespace, module: Any) -> str | None:
@@ -214,18 +186,17 @@ def _make_plan(op: str, call: tuple, backend: str | None, arch: int | None) -> P
     candidates = (wanted,) if wanted else candidate_backends(op, kind)
     reasons: list[str] = []
     for name in candidates:
-        routed = route_to_prefill(f, name)
-        reason = why_not(routed, name)
-        if not wanted and (disabled := why_disabled(routed, name)) is not None:
+        reason = why_not(f, name)
+        if not wanted and (disabled := why_disabled(f, name)) is not None:
             _warn_once(f"{op}: {name} is off, slower kernels run: it {disabled}")
         if reason is None:
-            module = _module(name, routed.op)
+            module = _module(name, f.op)
             assert module is not None
             index = f.device.index if f.device.type == "cuda" and torch.cuda.device_count() > 1 else None
             if _log.isEnabledFor(logging.DEBUG):
                 passed_over = "; ".join(["", *map(str.strip, reasons)])
                 _log.debug("%s %s on %s: %s%s", op, _describe(f), _where(f), name, passed_over)
-            return Plan(name, module.run, module.configure(routed), index, getattr(module, "bind", None))
+            return Plan(name, module.run, module.configure(f), index, getattr(module, "bind", None))
         reasons.append(f"  {name}: {reason}")
     if not wanted and kind == "cuda":
         reasons.append("  torch: can be asked for by name (backend='torch'); it is the slow reference")
@@ -263,14 +234,14 @@ def _ask_package(backend: str, question: str, f: SimpleNamespace) -> str | None:
 
 @cache
 def _has_op(backend: str, op: str) -> bool:
-    room = Path(__file__).parent.parent / "backends" / backend / op
+    room = Path(__file__).parent.parent / "backends" / backend / _MODULE_OF.get(op, op)
     return room.with_suffix(".py").exists() or (room / "__init__.py").exists()
 
 
 @cache
 def _module(backend: str, op: str | None = None) -> ModuleType | None:
     """Returns the module of an operation, or the backend's package; None if it does not exist."""
-    name = f"{_PACKAGE}.backends.{backend}" + (f".{op}" if op else "")
+    name = f"{_PACKAGE}.backends.{backend}" + (f".{_MODULE_OF.get(op, op)}" if op else "")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as e:

@@ -18,7 +18,8 @@ from ..dispatch.checks import require, tensor
 from ..errors import UnsupportedError
 from ..layers import PagedKVLayer, PagedLatentLayer
 from .append import KVLike
-from .decode import decode, max_query_rows
+from .attention import max_query_rows
+from .decode import decode
 from .exchange import Exchange, Parts
 from .mla import LatentLike, mla_decode
 from .shards import (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..dispatch.checks import FLOAT, require
 from ..errors import UnsupportedError
-from .decode import output_tensor
+from .attention import output_tensor
 from .merge import merge_states
 from .shards import ALIGNMENT, EXCHANGES, head_pitch
 

@@ -15,7 +15,7 @@ from ..dispatch.launch_cache import CallSignature, lookup
 from ..layers import PagedLatentLayer
 from ..scalars import as_bool, as_float, as_int, as_positive_int
 from .append import query_output
-from .decode import allocate_outputs, attention_outputs, max_query_rows, output_tensor
+from .attention import allocate_outputs, attention_outputs, max_query_rows, output_tensor
 from .registry import dispatch_call
 from .scales import float_and_tensor, multiplying_scale
 

@@ -9,7 +9,7 @@ from ..dispatch.checks import tensor
 from ..dispatch.launch_cache import CallSignature, lookup
 from ..layers import PagedLatentLayer
 from ..scalars import as_float, as_int
-from .decode import max_query_rows, output_tensor
+from .attention import max_query_rows, output_tensor
 from .mla import LatentLike
 from .registry import dispatch_call
 from .scales import float_and_tensor

@@ -5,15 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..calls import PrefillCall
-from ..dispatch.checks import tensor
-from ..dispatch.launch_cache import CallSignature, lookup
-from ..layers import PagedKVLayer
-from ..scalars import as_bool, as_int
 from .append import KVLike
-from .decode import allocate_outputs, attention_outputs, max_query_rows, softcap_value, window_size
-from .registry import dispatch_call
-from .scales import attributes, float_and_tensor
+from .attention import attend
 
 # New tokens of a request from which on engines should call `prefill` instead of `decode`: with groups of 4 heads they
 # fill one BLOCK_M of its kernels.
@@ -76,40 +69,7 @@ def prefill(
     Returns out, or (out, lse) with `return_lse`. No host synchronisation; safe under CUDA graphs when lengths and
     tables change between replays. Raises ValueError or TypeError for arguments that do not fit together.
     """
-    c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
-    k_scale, k_scale_t = float_and_tensor(c.k_scale, "k_scale")
-    v_scale, v_scale_t = float_and_tensor(c.v_scale, "v_scale")
-    o_scale, o_scale_t = float_and_tensor(out_scale, "out_scale")
-    scale, scale_t = (None, None) if softmax_scale is None else float_and_tensor(softmax_scale, "softmax_scale")
-    softcap = softcap_value(softcap)
-    max_q_len = None if max_q_len is None else as_int("max_q_len", max_q_len)
-    window = None if window is None else as_int("window", window)
-    batch_invariant = as_bool("batch_invariant", batch_invariant)
-    format, v_format, more = attributes(c)
-    inputs = (
-        q, k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, sinks, out, lse,
-        scale_t, k_scale_t, v_scale_t, o_scale_t, *more,
+    return attend(
+        "prefill", q, cache, page_table, seq_lens, cu_seqlens_q, k, v, None, softmax_scale, window, sinks, softcap,
+        max_q_len, out, out_dtype, out_scale, lse, return_lse, precision, batch_invariant, backend,
     )  # fmt: skip
-    options = (
-        c.format, max_q_len, window, softcap, scale, k_scale, v_scale, o_scale, out_dtype, return_lse, precision,
-        batch_invariant, backend,
-    )  # fmt: skip
-    cached = lookup("prefill", options, inputs)
-    if cached is not None:
-        return attention_outputs(cached, out, lse, return_lse)
-
-    tensor("q", q, "T Hq D")
-    tensor("v_cache", c.v, "P S H Dv")
-    tensor("cu_seqlens_q", cu_seqlens_q, "B+1")
-    t, heads, d = q.shape
-    out, lse, made_outputs = allocate_outputs(q, (t, heads, c.head_dim_v), out, out_dtype, lse, return_lse)
-    if scale is None:
-        scale = max(d, 1) ** -0.5  # the checks report D = 0
-    call = PrefillCall(
-        q, k, v, c.k, c.v, c.k_scale_cache, c.v_scale_cache, page_table, seq_lens, cu_seqlens_q, sinks, out, lse,
-        format, max_query_rows(t, seq_lens, cu_seqlens_q, max_q_len), window_size(window), softcap,
-        scale, scale_t, k_scale, k_scale_t, v_scale, v_scale_t, o_scale, o_scale_t, precision, v_format, *more,
-        batch_invariant,
-    )  # fmt: skip
-    dispatch_call("prefill", call, backend, CallSignature(options, inputs, made_outputs))
-    return attention_outputs([], out, lse, return_lse)

@@ -17,14 +17,13 @@ from ..attributes import signs
 from ..cache import PagedKVCache, PagedKVLayer, PagedLatentCache, PagedLatentLayer
 from ..calls import (
     AppendCall,
-    DecodeCall,
+    AttentionCall,
     MergeCall,
     MLAAppendCall,
     MLADecodeBranchCall,
     MLADecodeCall,
     MLAPrefillCall,
     MLAProjectCall,
-    PrefillCall,
     RopeAppendCall,
 )
 from ..formats import FP8, kv_format, latent_format
@@ -224,20 +223,20 @@ def _mla_append(m: _Maker) -> MLAAppendCall:
     )  # fmt: skip
 
 
-def _decode(m: _Maker) -> DecodeCall:
+def _decode(m: _Maker) -> AttentionCall:
     c, r = m.case, m.requests
     mask = r.mask() if c.mask else None
-    return DecodeCall(**_kv_attention(m), cu_seqlens_q=r.cu_seqlens() if c.ragged else None, mask=mask)
+    return AttentionCall(**_kv_attention(m), cu_seqlens_q=r.cu_seqlens() if c.ragged else None, mask=mask)
 
 
-def _prefill(m: _Maker) -> PrefillCall:
+def _prefill(m: _Maker) -> AttentionCall:
     c, r = m.case, m.requests
     k = v = None
     if c.new_rows:
         half = m.dtype if m.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
         k = m.rows(r.tokens, c.heads, c.dim, spread=2.0 * c.spread, dtype=half)
         v = m.rows(r.tokens, c.heads, c.dim_v or c.dim, spread=3.0 * c.spread, dtype=half)
-    return PrefillCall(**_kv_attention(m), k=k, v=v, cu_seqlens_q=r.cu_seqlens())
+    return AttentionCall(**_kv_attention(m), k=k, v=v, cu_seqlens_q=r.cu_seqlens())
 
 
 def _kv_attention(m: _Maker) -> dict[str, Any]:

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from ..calls import (
-    DecodeCall,
+    AttentionCall,
     MergeCall,
     MLADecodeBranchCall,
     MLADecodeCall,
     MLAPrefillCall,
     MLAProjectCall,
-    PrefillCall,
 )
 from ..formats import latent_format, pair_of
 from . import reference_append, reference_rotation
@@ -56,13 +55,20 @@ def run(op: str, call: Any, done: Any = None) -> Expected:
     return _REFERENCES[op](call) or Expected({})
 
 
-def _decode(call: DecodeCall | PrefillCall) -> Expected:
+def _decode(call: AttentionCall) -> Expected:
+    return _kv_attention(call, eight_bit_products=False)
+
+
+def _prefill(call: AttentionCall) -> Expected:
+    return _kv_attention(call, eight_bit_products=call.q.dtype == call.k_cache.dtype == torch.float8_e4m3fn)
+
+
+def _kv_attention(call: AttentionCall, eight_bit_products: bool) -> Expected:
     heads = call.k_cache.shape[2]
     group = call.q.shape[1] // heads
     out, lse = _empty(call.out)
     turn = call.k_signs, call.k_channel_scale
     # A decode multiplies in 16 bits; one of many rows, which prefill's kernels take, holds its tighter bound too.
-    eight = isinstance(call, PrefillCall) and call.q.dtype == call.k_cache.dtype == torch.float8_e4m3fn
     rounding = torch.zeros_like(lse)
     for b, (start, stop) in enumerate(_rows(call)):
         n = int(call.seq_lens[b])
@@ -77,7 +83,7 @@ def _decode(call: DecodeCall | PrefillCall) -> Expected:
         p, lse[start:stop] = _softmax(scores, visible, call.sinks)
         o = torch.einsum("rhgn,nhd->rhgd", p.unflatten(1, (heads, group)), v)
         out[start:stop] = o.flatten(1, 2)
-        if eight:
+        if eight_bit_products:
             products = torch.einsum("rhgd,nhd->rhgn", q.square(), k.square()).flatten(1, 2)
             rounding[start:stop] = _moved(p, products, scale)
         if turn != (None, None):
@@ -195,7 +201,7 @@ _REFERENCES: dict[str, Callable[[Any], Expected | None]] = {
     "rope_append": reference_append.rope_append,
     "mla_append": reference_append.mla_append,
     "decode": _decode,
-    "prefill": _decode,
+    "prefill": _prefill,
     "mla_decode": _mla_decode,
     "mla_project": _mla_project,
     "merge_states": _merge_states,

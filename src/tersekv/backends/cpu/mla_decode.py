@@ -10,7 +10,7 @@ import torch
 from tersekv.formats import BATCH_INVARIANCE, TENSOR, latent_format, rope_dtype
 
 from . import library
-from .decode import attention_record
+from .attention import attention_record
 from .library import BoundLaunch, NativeLaunch
 from .records import CODES, DTYPES, NONE, CallFacts, PagedMatrix, Scale, StridedTensor
 

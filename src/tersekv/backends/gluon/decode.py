@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...formats import BLOCK, CHANNELS, PAIRS, ROTATION, pair_of
+from ...formats import BATCH_INVARIANCE, BLOCK, pair_of
 from ..host import launch
-from ..host.bind import BoundLaunches, HostAction, KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
+from ..host.bind import HostAction, KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
 from ..host.kernel_config import KernelConfig
 from ..host.split_combine import attention_launches, output_args, split_pass_args
 from ..triton.decode import config as portable_tune
 from ..triton.decode import entry as portable
+from ..triton.parts.kv_cache_args import mask_args, needs_two_term_query
 from .sm90.decode.combine import combine_kernel
 from .sm90.decode.config import (
     MAX_ROWS_16BIT,
@@ -35,7 +36,12 @@ from .sm90.decode.config import (
     uses_converter_warpgroup,
     uses_fused_combine,
 )
-from .sm90.decode.copy_tiles import (
+from .sm90.decode.kernel import decode_kernel
+from .sm90.decode.kernel_producer_warp import decode_producer_warp_kernel
+from .sm90.decode.rows_64 import decode_rows_64_kernel
+from .sm90.parts.dequant import INT4_RESIDUAL_SCALE
+from .sm90.parts.hadamard import make_rotation
+from .sm90.parts.tensor_maps import (
     MIN_KEYS_PER_COPY,
     MMA_KEYS,
     KVLayout,
@@ -48,11 +54,6 @@ from .sm90.decode.copy_tiles import (
     scale_map_spec,
     tensor_map_from_spec,
 )
-from .sm90.decode.kernel import decode_kernel
-from .sm90.decode.kernel_producer_warp import decode_producer_warp_kernel
-from .sm90.decode.rows_64 import decode_rows_64_kernel
-from .sm90.parts.dequant import INT4_RESIDUAL_SCALE
-from .sm90.parts.hadamard import make_rotation
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,6 @@ class DecodeTileConfig(KernelConfig):
 
 
 SUPPORTED_CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8", "e2m1", "int4")
-SUPPORTS = (PAIRS, ROTATION, CHANNELS)
 
 
 class Config(NamedTuple):
@@ -99,6 +99,8 @@ class Config(NamedTuple):
 
 
 def why_not(f: SimpleNamespace) -> str | None:
+    if f.batch_invariant:  # they split a request's keys by the whole batch
+        return f"takes no {BATCH_INVARIANCE} yet"
     fmt, v_fmt = pair_of(f)
     for x in (fmt, v_fmt):
         if x.code not in SUPPORTED_CODES:
@@ -114,7 +116,7 @@ def why_not(f: SimpleNamespace) -> str | None:
         return f"wants equal head sizes up to 128 with {num_query_rows(f)} query rows of a KV head and {fmt.name}"
     if fmt.storage.itemsize == 2 and num_query_rows(f) > MAX_ROWS_16BIT:
         return f"wants at most {MAX_ROWS_16BIT} query rows of a KV head with {f.format}, got {num_query_rows(f)}"
-    if portable_tune.needs_two_term_query(f, fmt):  # Triton's kernel multiplies Q in two terms
+    if needs_two_term_query(f, fmt):  # Triton's kernel multiplies Q in two terms
         if f.q.dtype == torch.float16:
             return "wants a bfloat16 or 8-bit q with bf16, got float16"
         return "wants keys that lie as they are with bf16, got rotated ones or such with channel scales"
@@ -238,7 +240,7 @@ def _split_pass_args(f: SimpleNamespace, tensor_map_specs: dict[str, TensorMapSp
         for n, spec in tensor_map_specs.items()
         if spec is not None
     }
-    tensors = tensor_args(Q="q", K_SCALE="k_scale_t", **cache_names) | portable.mask_args(f)
+    tensors = tensor_args(Q="q", K_SCALE="k_scale_t", **cache_names) | mask_args(f)
     tensors |= tensor_args(
         K_SIGNS="k_signs", V_SIGNS="v_signs", K_CHANNEL_SCALES="k_channel_scale", V_CHANNEL_SCALES="v_channel_scale"
     )
@@ -273,11 +275,3 @@ def _make_tile_config(
         tuned.converted_stages,
         k, v, *combine_fields,
     )  # fmt: skip
-
-
-def run(call: Any, config: Config) -> None:
-    config.launches(call)
-
-
-def bind(config: Config, at: dict[str, int]) -> BoundLaunches | None:
-    return config.launches.bind(at)

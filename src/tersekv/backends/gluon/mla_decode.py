@@ -136,7 +136,7 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
         if (is_16_bit and config.block_m > _SMALL_M_ROWS) or config.num_consumers == 2
         else 2
     )
-    # Of two warpgroups the consumer takes 232 registers (`small_m_bf16`): 168 each leave 104 to the producer.
+    # Of two warpgroups the consumer takes 232 registers (`small_m`): 168 each leave 104 to the producer.
     max_registers = min(65536 // (128 * warpgroups * config.ctas_per_sm), 168) // 8 * 8
     combine_constants = (
         replace(cfg, PACK=1, BLOCK_DV=RANK) if config.three_warpgroups else cfg
@@ -146,7 +146,7 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
         portable.query_args(f) | split_pass_args(f) | output_args(f) | _tensor_map_args(f, cfg, cache_matrices),
     )
     arguments |= {"max_m_blocks": max_m_blocks, "STAGES": config.num_stages, "cfg": cfg}
-    if "NUM_CONSUMERS" in kernel.arg_names:  # of the one kernel with alternating warpgroups
+    if "NUM_CONSUMERS" in kernel.arg_names:  # of `small_m`
         arguments["NUM_CONSUMERS"] = config.num_consumers
     split_launch = KernelLaunch(kernel, (num_ctas,), arguments, num_warps=4, maxnreg=max_registers, launch_pdl=True)
     combine_launch = (
@@ -276,17 +276,15 @@ def _combine_tile(rows: int, num_work_tiles: int, num_ctas: int) -> tuple[int, i
 
 def _select_kernel(is_16_bit: bool, config: MLADecodeConfig) -> Any:
     # Imported on first use: there are many.
-    from .sm90.mla_decode.small_m_bf16 import mla_decode_small_m_bf16_kernel
-    from .sm90.mla_decode.small_m_fp8 import mla_decode_small_m_fp8_kernel
+    from .sm90.mla_decode.small_m import mla_decode_small_m_kernel
+    from .sm90.mla_decode.three_warpgroups import mla_decode_three_warpgroups_kernel
     from .sm90.mla_decode.two_warpgroups import mla_decode_two_warpgroups_kernel
 
     if config.three_warpgroups:
-        from .sm90.mla_decode.three_warpgroups import mla_decode_three_warpgroups_kernel
-
         return mla_decode_three_warpgroups_kernel
-    if is_16_bit:
-        return mla_decode_small_m_bf16_kernel if config.block_m <= _SMALL_M_ROWS else mla_decode_two_warpgroups_kernel
-    return mla_decode_small_m_fp8_kernel
+    if is_16_bit and config.block_m > _SMALL_M_ROWS:
+        return mla_decode_two_warpgroups_kernel
+    return mla_decode_small_m_kernel
 
 
 def _cache_matrices(f: SimpleNamespace) -> list[portable.CacheMatrix | None]:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..host import launch
-from ..host.bind import BoundLaunches, HostAction, LaunchSequence
+from ..host.bind import BoundLaunches, HostAction, KernelLaunch, LaunchSequence, Workspace
 from ..host.row_programs import uses_pdl
+from ..triton.mla_prefill import blockwise_gemm as portable_gemm
 from ..triton.mla_prefill import entry as portable
 from ..triton.mla_prefill.config import MLAPrefillConfig, choose_mla_prefill_config
 from ..triton.mla_prefill.rope_norm_store import make_rope_norm_store_launch
@@ -56,10 +57,45 @@ def _make_launches(f: SimpleNamespace, choice: MLAPrefillConfig, own_gemm: bool)
         return portable.make_launches(f, choice)
     if not portable.has_keys_and_queries(f):
         return LaunchSequence(make_rope_norm_store_launch(f, choice.native_casts, no_keys=True, use_pdl=uses_pdl(f)))
-    # Imported only after `why_not` has checked the version and the chip.
-    from .sm90.mla_prefill import launch_sequence
+    launches = [make_rope_norm_store_launch(f, choice.native_casts, rope_queries=False)]
+    launches += _chunk_launches(f, choice, own_gemm, launch.num_sms(f), uses_pdl(f))
+    # WORK_COUNTER: see `attention.make_attention_launch`; the last is unused. MAY_HAVE_NAN: the row's V may be NaN.
+    _, max_rows = portable.nonempty_chunks(f)
+    workspace_tensors = portable.workspace_tensors(f) | {
+        "WORK_COUNTER": ((4,), torch.int32),
+        "MAY_HAVE_NAN": ((max_rows,), torch.int8),
+    }
+    return LaunchSequence(*launches, workspace=Workspace(0, workspace_tensors, portable.MAX_CACHED_WORKSPACE))
 
-    return launch_sequence.make_launches(f, choice, launch.num_sms(f), own_gemm, uses_pdl(f))
+
+def _chunk_launches(
+    f: SimpleNamespace, choice: MLAPrefillConfig, own_gemm: bool, num_sms: int, use_pdl: bool
+) -> list[KernelLaunch]:
+    """Returns the launches of all chunks: gather, GEMM, attention. A single chunk may use three warpgroups, followed by
+    the usual attention in case of overflow."""
+    # Imported only after `why_not` has checked the version and the chip.
+    from .sm90.mla_prefill import attention, blockwise_gemm, gather_latents, three_warpgroups
+
+    chunks, max_rows = portable.nonempty_chunks(f)
+    use_three_warpgroups = (
+        len(chunks) == 1
+        and own_gemm
+        and f.q.dtype == torch.bfloat16
+        and three_warpgroups.is_faster_than_two_warpgroups(f, num_sms)
+    )
+    launches: list[KernelLaunch] = []
+    for i, (i_chunk, num_rows) in enumerate(chunks):
+        has_previous_chunk, has_next_chunk = i > 0, i < len(chunks) - 1
+        launches += (
+            gather_latents.make_gather_launch(f, i_chunk, num_rows, max_rows, choice.native_casts, i == 0, use_pdl),
+            blockwise_gemm.make_gemm_launch(f, num_rows, max_rows, num_sms, use_pdl) if own_gemm
+            else portable_gemm.make_gemm_launch(f, num_rows, max_rows, choice.product, choice.native_fp8),
+            *([three_warpgroups.make_attention_launch(f, i_chunk, num_rows, num_sms,
+                                                      use_pdl)] if use_three_warpgroups else []),
+            attention.make_attention_launch(f, i_chunk, num_rows, has_previous_chunk, has_next_chunk, num_sms, use_pdl,
+                                            use_three_warpgroups),
+        )  # fmt: skip
+    return launches
 
 
 def run(call: Any, config: Config) -> None:

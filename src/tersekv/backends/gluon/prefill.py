@@ -1,4 +1,4 @@
-"""Paged prefill on Hopper: the prefill kernel for many query rows, decode's kernels for few."""
+"""Paged prefill on Hopper, for many query rows; keys are never split, so it is batch invariant."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...formats import BATCH_INVARIANCE, CHANNELS, PAIRS, ROTATION, kv_format, pair_of
+from ...formats import kv_format, pair_of
 from ..host import launch
-from ..host.bind import BoundLaunches, KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
+from ..host.bind import KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
 from ..host.split_combine import has_no_work, query_offset_args
-from . import decode
-from .sm90.decode.copy_tiles import MIN_KEYS_PER_COPY
 from .sm90.parts.hadamard import make_rotation
+from .sm90.parts.tensor_maps import MIN_KEYS_PER_COPY
 from .sm90.prefill.config import (
     PrefillConfig,
     config_of_new_kv,
@@ -31,8 +30,6 @@ _FORMATS = (
 )
 _TENSOR_MAP_ARGS = {"Q": "q", "K": "k_cache", "V": "v_cache", "K_NEW": "k", "V_NEW": "v"}
 _LONG_CONTEXT = 16384
-# Only decode's kernels support pairs; only the prefill kernel, which never splits keys, is batch invariant.
-SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
 
 
 class Config(NamedTuple):
@@ -41,15 +38,6 @@ class Config(NamedTuple):
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    reason = _why_not_prefill_kernel(f)
-    if reason is None or f.k is not None or f.batch_invariant:
-        return reason
-    by_decode = decode.why_not(as_decode_facts(f))
-    return None if by_decode is None else f"{reason}; of decode's kernels: {by_decode}"
-
-
-def _why_not_prefill_kernel(f: SimpleNamespace) -> str | None:
-    """Returns why the prefill kernel cannot run these facts, or None."""
     if f.format not in _FORMATS:
         return f"has no kernel for many query rows of {f.format}"
     k, v = pair_of(f)
@@ -64,18 +52,15 @@ def _why_not_prefill_kernel(f: SimpleNamespace) -> str | None:
         return "wants a bfloat16 or 8-bit q with bf16, got float16"
     if fmt.storage == torch.bfloat16 and make_rotation(f.k_signs, f.k_channel_scale).ENABLED:
         return "wants keys that lie as they are with bf16, got rotated ones or such with channel scales"
-    widest = 128 if fmt.storage.itemsize == 1 else 256
     d, dv = f.q.shape[2], f.out.shape[2]
-    if d > widest or dv > widest:
-        return f"wants head sizes up to {widest} with {f.format}, got {d} and {dv}"
+    if max(d, dv) > 256:
+        return f"wants head sizes up to 256, got {d} and {dv}"
     if f.k_cache.shape[1] % MIN_KEYS_PER_COPY:
         return f"wants pages of a multiple of {MIN_KEYS_PER_COPY}, got {f.k_cache.shape[1]}"
     return why_not_tensor_maps(f)
 
 
-def configure(f: SimpleNamespace) -> Any:
-    if f.k is None and not f.batch_invariant and (_why_not_prefill_kernel(f) is not None or _prefers_decode_kernels(f)):
-        return decode.configure(as_decode_facts(f))
+def configure(f: SimpleNamespace) -> Config:
     cfg = make_prefill_config(f)
     arguments: dict[str, Any] = {
         new_cfg: TensorMapArg(name, partial(tensor_map_by_name, name=name, cfg=cfg))
@@ -101,8 +86,8 @@ def configure(f: SimpleNamespace) -> Any:
     )
 
 
-def _prefers_decode_kernels(f: SimpleNamespace) -> bool:
-    """Returns whether decode's kernels are faster and support these facts.
+def prefers_decode(f: SimpleNamespace) -> bool:
+    """Returns whether decode's kernels are faster.
 
     They split a request's keys among CTAs. The prefill kernel does not: with fewer work tiles than SMs it leaves SMs
     idle, which matters where there may be many keys.
@@ -110,19 +95,4 @@ def _prefers_decode_kernels(f: SimpleNamespace) -> bool:
     cfg = make_prefill_config(f)
     many_keys = f.page_table.shape[1] * f.k_cache.shape[1] >= _LONG_CONTEXT
     leaves_sms_idle = 4 * -(-f.q.shape[0] // cfg.TOKENS_PER_TILE) * cfg.HEAD_TILES < 3 * launch.num_sms(f)
-    return (f.max_q_len * cfg.GROUP <= 32 or (many_keys and leaves_sms_idle)) and decode.why_not(
-        as_decode_facts(f)
-    ) is None
-
-
-def as_decode_facts(f: SimpleNamespace) -> SimpleNamespace:
-    """Returns the facts for decode: without a mask, rows are causal."""
-    return SimpleNamespace(**vars(f), mask=None)
-
-
-def run(call: Any, config: Any) -> None:
-    config.launches(call)
-
-
-def bind(config: Any, at: dict[str, int]) -> BoundLaunches | None:
-    return config.launches.bind(at)
+    return f.max_q_len * cfg.GROUP <= 32 or (many_keys and leaves_sms_idle)

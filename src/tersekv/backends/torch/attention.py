@@ -1,175 +1,158 @@
-"""Attention over paged keys in fp32: online softmax over chunks of keys. Shared by decode and MLA decode.
+"""Paged attention in fp32 over the exact codes, and over the unquantised new rows if the call has them.
 
-Rows are B * H groups of M = drafts × query heads of a KV head, so that all of a group read a chunk's keys once.
+See `online_softmax` for the softmax and `codes` for the conversions.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tersekv.formats import FP8
+from tersekv.formats import BATCH_INVARIANCE, BLOCK, CHANNELS, PAIRS, ROTATION, KVFormat, pair_of
 
-from .codes import may_read
-from .gather import KeySlots, key_slots
-from .requests import Batch, Rules, visibility_mask
+from . import rotation
+from .append import why_no_codec_pair
+from .exact import without_autocast
+from .gather import KeySlots, PagedRows, dequant_blocks
+from .online_softmax import Results, State, attend, call_scale, finalize_softmax, rows_by_kv_head
+from .quantize import zero_points
+from .requests import Batch, Rules, request_batches, why_not_batch_invariant
 
-_ELEMENTS = 1 << 22  # most elements of a chunk's keys in fp32
-_MIN_CHUNK = 64
+SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
 
 
-class PagedSource(Protocol):
-    """A paged cache."""
+def why_not(f: SimpleNamespace) -> str | None:
+    return why_no_codec_pair(f) or why_not_batch_invariant(f)
 
-    num_pages: int
-    page_size: int
-    heads: int
-    widest: int  # columns of the longest row of keys or values
+
+def configure(f: SimpleNamespace) -> None:
+    return None
+
+
+@without_autocast
+def run(call: Any, config: None) -> None:
+    if call.k is None:
+        _attend_to_pages(call)
+    else:
+        _attend_to_pages_and_new_rows(call)
+
+
+def _attend_to_pages(call: Any) -> None:
+    source = KVSource(call)
+    rules = Rules(call.window, call.mask, call.softcap)
+    t, q_heads, head_dim_v = call.out.shape
+    results = Results(t, q_heads, head_dim_v, call.out.device)
+    q = rotation.query(call)
+    k_factor = call_scale(call, "softmax_scale") * per_head(call_scale(call, "k_scale"), q_heads)
+    for batch in request_batches(call, rules, source.num_pages, source.page_size):
+        state = attend([rows_by_kv_head(q * k_factor, batch, source.heads)], source, batch, rules)
+        if state is not None:
+            results.put(batch, *finalize_softmax(state, call.sinks, source.heads))
+    results.out = rotation.output(call, results.out)
+    results.write(call, per_head(call_scale(call, "v_scale"), q_heads) * call_scale(call, "out_scale"))
+
+
+def _attend_to_pages_and_new_rows(call: Any) -> None:
+    pages, new = KVSource(call), NewRows(call)
+    rules = Rules(call.window, None, call.softcap)
+    t, q_heads, head_dim_v = call.out.shape
+    results = Results(t, q_heads, head_dim_v, call.out.device)
+    q_new = call.q.to(torch.float32) * call_scale(call, "softmax_scale")
+    q_pages = rotation.query(call) * call_scale(call, "softmax_scale") * per_head(call_scale(call, "k_scale"), q_heads)
+    v_factor = call_scale(call, "v_scale")
+    for batch in request_batches(call, rules, pages.num_pages, pages.page_size, new_rows=True):
+        rows = _drop_unseeing_rows(batch, t)
+        state = None
+        if pages.num_pages:
+            state = attend([rows_by_kv_head(q_pages, rows, pages.heads)], pages, _prefix_batch(rows), rules)
+        if state is not None:
+            state = _rescale_prefix_state(state, call, v_factor, pages.heads)
+        state = attend([rows_by_kv_head(q_new, rows, pages.heads)], new, _new_rows_as_keys(rows, t), rules, state)
+        if state is not None:
+            results.put(rows, *finalize_softmax(state, call.sinks, pages.heads))
+    results.write(call, call_scale(call, "out_scale"))
+
+
+class KVSource:
+    """A paged K/V cache as a PagedSource; the caller applies the per-tensor scales."""
+
+    def __init__(self, call: Any) -> None:
+        self._k_format, self._v_format = pair_of(call)
+        self._k, self._v = PagedRows(call.k_cache, self._k_format.code), PagedRows(call.v_cache, self._v_format.code)
+        self._ks, self._vs = (None if x is None else PagedRows(x) for x in (call.k_scale_cache, call.v_scale_cache))
+        self.num_pages, self.page_size, self.heads = call.k_cache.shape[:3]
+        self.widest = max(call.q.shape[2], call.out.shape[2])
 
     def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
-        """Returns parts [B * H, C, D_i] of the keys, and a scale per key [B * H, C] for its scores."""
+        x, factor = self._load(self._k_format, self._k, self._ks, at)
+        return [x], factor
 
     def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
-        """Returns values [B * H, C, Dv] and a scale per value [B * H, C]; called after `keys` with the same `at`."""
+        return self._load(self._v_format, self._v, self._vs, at)
+
+    def _load(
+        self, f: KVFormat, codes: PagedRows, scales: PagedRows | None, at: KeySlots
+    ) -> tuple[Tensor, Tensor | None]:
+        if scales is None:
+            return codes.load(at), None
+        if f.scale == BLOCK:
+            return dequant_blocks(codes, scales, at), None
+        x, factor = codes.load(at), scales.load(at)
+        return x - zero_points(factor)[..., None] if f.code == "int4" else x, factor
 
 
-class State(NamedTuple):
-    """Online softmax state of rows [B * H, M]: row_max and row_sum [..., 1], acc_o [..., Dv]."""
-
-    top: Tensor
-    total: Tensor
-    acc: Tensor
-
-
-class Results:
-    """Outputs and LSEs of all query rows in fp32: 0 and −inf until written. Row T receives padding rows."""
-
-    def __init__(self, rows: int, heads: int, head_dim_v: int, device: torch.device) -> None:
-        self.out = torch.zeros(rows + 1, heads, head_dim_v, dtype=torch.float32, device=device)
-        self.lse = torch.full((rows + 1, heads), -torch.inf, dtype=torch.float32, device=device)
-
-    def put(self, batch: Batch, out: Tensor, lse: Tensor) -> None:
-        """Store out [B * H, Q * G, Dv] and lse [B * H, Q * G] of a batch."""
-        b, q = batch.rows.shape
-        t = batch.rows.flatten()
-        self.out.index_copy_(0, t, _heads_by_row(out, b, q))
-        self.lse.index_copy_(0, t, _heads_by_row(lse[..., None], b, q)[..., 0])
-
-    def write(self, call: Any, factor: float | Tensor) -> None:
-        """Store outputs × factor in call.out, cast to its dtype (fp8 saturates, NaN stays NaN), and the LSEs."""
-        x = self.out[:-1] * factor
-        if call.out.dtype in FP8:
-            largest = torch.finfo(call.out.dtype).max
-            x = x.clamp_(-largest, largest)
-        call.out.copy_(x)
-        if call.lse is not None:
-            call.lse.copy_(self.lse[:-1])
+def per_head(scale: float | Tensor, q_heads: int) -> float | Tensor:
+    """Returns a scale [1] or [H] in a shape that broadcasts against rows [T, Hq, D]."""
+    if not isinstance(scale, Tensor) or len(scale) == 1:
+        return scale
+    return scale.repeat_interleave(q_heads // len(scale))[:, None]
 
 
-def call_scale(call: Any, name: str) -> float | Tensor:
-    """Returns a scale of a call: its tensor if there is one, else its number."""
-    tensor = getattr(call, f"{name}_t")
-    return getattr(call, name) if tensor is None else tensor
+class NewRows:
+    """New rows [T, H, D] as a PagedSource with pages of one token."""
+
+    page_size = 1
+
+    def __init__(self, call: Any) -> None:
+        self._k, self._v = (PagedRows(x.unsqueeze(1)) for x in (call.k, call.v))
+        self.num_pages, self.heads = call.k.shape[:2]
+        self.widest = max(call.q.shape[2], call.out.shape[2])
+
+    def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
+        return [self._k.load(at)], None
+
+    def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
+        return self._v.load(at), None
 
 
-def rows_by_kv_head(x: Tensor, batch: Batch, heads: int) -> Tensor:
-    """Returns rows [T, H * G, D] of a batch as [B * H, Q * G, D]."""
-    b, q = batch.rows.shape
-    x = x[batch.rows.clamp(max=x.shape[0] - 1)]
-    return x.view(b, q, heads, -1, x.shape[-1]).transpose(1, 2).reshape(b * heads, -1, x.shape[-1])
+def _drop_unseeing_rows(batch: Batch, t: int) -> Batch:
+    """Returns the batch without rows before their request's first token, which see no keys."""
+    none = (batch.q_lens - batch.seq_lens).clamp(min=0)
+    row = torch.arange(batch.rows.shape[1], device=batch.rows.device) + none[:, None]
+    rows = torch.where(row < batch.q_lens[:, None], batch.rows[:, :1] + row, t)
+    return batch._replace(rows=rows, q_lens=batch.q_lens - none)
 
 
-def _heads_by_row(x: Tensor, b: int, q: int) -> Tensor:
-    """Returns [B * H, Q * G, D] as [B * Q, H * G, D]."""
-    d = x.shape[-1]
-    return x.view(b, -1, q, x.shape[1] // q, d).transpose(1, 2).reshape(b * q, -1, d)
+def _prefix_batch(batch: Batch) -> Batch:
+    """Returns the batch over the keys before the new rows, all of which are visible to every row but for the window."""
+    first = batch.seq_lens - batch.q_lens
+    return batch._replace(seq_lens=first, q_lens=torch.zeros_like(first))
 
 
-def attend(
-    q: list[Tensor], source: PagedSource, batch: Batch, rules: Rules, state: State | None = None
-) -> State | None:
-    """Returns the softmax state after the batch's keys; None: there are no keys at all.
-
-    q:      parts [B * H, M, D_i]; scores are the sum of their products with the source's key parts
-    state:  of keys that the rows attended to before
-    """
-    groups, m, _ = q[0].shape
-    chunk = max(_MIN_CHUNK, _ELEMENTS // (groups * max(source.widest, m)))
-    for begin in range(batch.start, batch.stop, chunk):
-        end = min(begin + chunk, batch.stop)
-        at = key_slots(batch.table, source.page_size, begin, end, None if may_read(q[0]) else batch.seq_lens)
-        state = _online_softmax_step(q, source, at, visibility_mask(batch, begin, end, rules), rules.softcap, state)
-    return state
+def _new_rows_as_keys(batch: Batch, t: int) -> Batch:
+    """Returns the batch with only the new rows as keys: token i of a request lies in page `rows[i]`."""
+    table, stop = batch.rows.clamp(max=t - 1), batch.rows.shape[1]
+    return batch._replace(table=table, seq_lens=batch.q_lens, start=0, stop=stop)
 
 
-def _online_softmax_step(
-    q: list[Tensor],
-    source: PagedSource,
-    at: KeySlots,
-    visible: Tensor,
-    softcap: float,
-    state: State | None,
-) -> State:
-    # QK
-    keys, factor = source.keys(at)
-    s = torch.bmm(q[0], keys[0].transpose(1, 2))
-    for q_part, k_part in zip(q[1:], keys[1:], strict=True):
-        s.baddbmm_(q_part, k_part.transpose(1, 2))
-    if factor is not None:
-        s.mul_(factor[:, None])
-    if softcap:
-        s.div_(softcap).tanh_().mul_(softcap)
-    _mask_scores(s, visible, source.heads, -torch.inf)
-
-    # Online softmax
-    top = s.amax(-1, keepdim=True)
-    if state is not None:
-        top = torch.maximum(state.top, top)
-    base = top.masked_fill(top == -torch.inf, 0.0)  # all masked: exp(−inf − 0) is 0, exp(−inf + inf) is NaN
-    p = s.sub_(base).exp_()
-    total = p.sum(-1, keepdim=True)
-    # PV
-    values, factor = source.values(at)
-    if factor is not None:
-        p.mul_(factor[:, None])
-        _mask_scores(p, visible, source.heads, 0.0)  # the scale of a masked value may be NaN
-    acc = _multiply_pv(p, values, visible, source.heads)
-    if state is None:
-        return State(top, total, acc)
-    # Rescale of the older state
-    old = (state.top - base).exp_()
-    return State(top, total.addcmul_(state.total, old), acc.addcmul_(state.acc, old))
-
-
-def _mask_scores(x: Tensor, visible: Tensor, heads: int, value: float) -> None:
-    """Fill entries of x [B * H, Q * G, C] where `visible` [B, Q, C] is False."""
-    b, q, c = visible.shape
-    x.view(b, heads, q, -1, c).masked_fill_(~visible[:, None, :, None], value)
-
-
-def _multiply_pv(p: Tensor, values: Tensor, visible: Tensor, heads: int) -> Tensor:
-    """Returns p [B * H, Q * G, C] × values [B * H, C, Dv]; masked values count as 0, even if NaN."""
-    if may_read(values) and values.sum().isfinite():
-        return torch.bmm(p, values)
-    b, drafts, c = visible.shape
-    p, values = p.view(b, heads, drafts, -1, c), values.view(b, heads, c, -1)
-    rows = [p[:, :, i] @ values.masked_fill(~visible[:, None, i, :, None], 0.0) for i in range(drafts)]
-    return torch.stack(rows, 2).flatten(0, 1).flatten(1, 2)
-
-
-def finalize_softmax(state: State, sinks: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    """Returns the output [B * H, M, Dv] and LSE [B * H, M]. A sink [H * G] is one more score, with a zero value."""
-    top, total, acc = state
-    has_keys = total != 0  # a NaN row_sum counts as visible keys
-    if sinks is not None:
-        groups, m, _ = top.shape
-        sink = sinks.view(1, heads, 1, -1).expand(groups // heads, heads, m // (len(sinks) // heads), -1)
-        sink = sink.reshape(groups, m, 1)
-        base = top.masked_fill(~has_keys, 0.0)
-        top = torch.maximum(base, sink)
-        old = (base - top).exp()
-        total, acc = total * old + (sink - top).exp(), acc * old
-    out = torch.where(has_keys, acc / total, 0.0)
-    return out, torch.where(has_keys, top + total.log(), -torch.inf)[..., 0]
+def _rescale_prefix_state(state: State, call: Any, factor: float | Tensor, heads: int) -> State:
+    """Returns the state with acc in original units: rotation and scales of V undone. factor: [1] or [H]."""
+    requests = len(state.acc) // heads
+    if isinstance(factor, Tensor) and len(factor) > 1:
+        factor = factor.repeat(requests)[:, None, None]
+    scale = call.v_channel_scale
+    scale = None if scale is None else scale.repeat(requests, 1)[:, None]
+    return state._replace(acc=rotation.back(state.acc * factor, call.v_signs, scale))

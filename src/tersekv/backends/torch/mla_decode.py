@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tersekv.formats import BATCH_INVARIANCE, latent_format
 
-from .attention import Results, attend, call_scale, finalize_softmax, rows_by_kv_head
 from .exact import without_autocast
 from .gather import KeySlots, PagedRows, dequant_blocks
+from .online_softmax import Results, attend, call_scale, finalize_softmax, rows_by_kv_head
 from .quantize import why_no_codec
 from .requests import Rules, request_batches, why_not_batch_invariant
 

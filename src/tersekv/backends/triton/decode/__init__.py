@@ -1,5 +1,1 @@
 """Paged decode in Triton."""
-
-from .entry import SUPPORTS, bind, configure, run, why_not
-
-__all__ = ["SUPPORTS", "bind", "configure", "run", "why_not"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import torch
-
 from ....formats import TOKEN_HEAD, KVFormat, pair_of
 from ...host import launch
+from ..parts.kv_cache_args import needs_two_term_query
 
 
 class TileConfig(NamedTuple):
@@ -31,12 +30,6 @@ _THREE_PROGRAMS_PER_SM = TileConfig(64, 16, 3, 1, 4, 168, 3, 1, True)
 _TILES_16_BIT = TileConfig(64, 16, 3, 1, 4, None, 2, 1, True)
 
 _SHORT_CONTEXT = 2048  # tokens of the page table; below, ranges are short and their epilogues cost most
-
-
-def needs_two_term_query(f: SimpleNamespace, fmt: KVFormat) -> bool:
-    """Whether q is multiplied as the sum of two bf16 tiles: over bf16 keys, where bf16 would round it."""
-    turned = f.k_signs is not None or f.k_channel_scale is not None
-    return fmt.code == "bf16" and (turned or f.q.dtype == torch.float16)
 
 
 def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:

@@ -10,17 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ....formats import BATCH_INVARIANCE, BLOCK, CHANNELS, PAIRS, ROTATION, TOKEN_HEAD, KVFormat, pair_of
+from ....formats import pair_of
 from ...host import launch
 from ...host.bind import (
     BYTES,
     WORDS,
-    BoundLaunches,
     HostAction,
     KernelLaunch,
     LaunchSequence,
     TensorMapArg,
-    common_stride_unit,
     stride_args,
     tensor_args,
 )
@@ -35,25 +33,21 @@ from ...host.split_combine import (
     split_pass_args,
 )
 from ..parts.combine import combine_batch_invariant_kernel, combine_kernel
+from ..parts.kv_cache_args import (
+    StoredRowFormat,
+    cache_stride_args,
+    column_constants,
+    format_constants,
+    mask_args,
+    option_constants,
+    pack_factor,
+    packed_strides,
+    request_block_size,
+    rotation_args,
+)
 from ..parts.tile_scheduler import METADATA_FIELDS
-from .config import TileConfig, choose_tile_config, needs_two_term_query
+from .config import TileConfig, choose_tile_config
 from .kernels import decode_kernel
-
-SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
-
-
-@dataclass(frozen=True)
-class StoredRowFormat(KernelConfig):
-    """How rows of K or V are stored."""
-
-    CODE: str  # KVFormat.code
-    PACK: int  # codes in a 16-bit word
-    TOKEN_SCALES: bool
-    BLOCK_SCALES: bool
-    SCALES_AS_BYTES: bool  # e4m3 block scales come as uint8 and are converted by hand
-    USE_PTX: bool  # unpack by PTX
-    STRIDE_UNIT: int  # in packed words, by `common_stride_unit`
-    SCALE_STRIDE_UNIT: int  # strides of block scales, in bytes
 
 
 @dataclass(frozen=True)
@@ -168,75 +162,8 @@ def configure(f: SimpleNamespace) -> Config:
     ))  # fmt: skip
 
 
-def mask_args(f: SimpleNamespace) -> dict[str, Any]:
-    """Returns the tree mask as an argument; a prefill that runs these kernels has no such field."""
-    return {"MASK": None} if f.mask is None else tensor_args(MASK="mask")
-
-
-def rotation_args(f: SimpleNamespace) -> dict[str, Any]:
-    """Returns signs and channel scales as arguments."""
-    found = tensor_args(
-        K_SIGNS="k_signs", V_SIGNS="v_signs", K_CHANNEL_SCALES="k_channel_scale", V_CHANNEL_SCALES="v_channel_scale"
-    )
-    return (
-        found
-        | stride_args(f.k_channel_scale, stride_k_channel_scales_="h")
-        | stride_args(f.v_channel_scale, stride_v_channel_scales_="h")
-    )
-
-
 def kernel_constants(f: SimpleNamespace, t: TileConfig, tma: bool) -> Constants:
     return Constants(**format_constants(f), **_tile_constants(f, t, tma), **_feature_constants(f))
-
-
-def pack_factor(fmt: KVFormat) -> int:
-    """Returns the codes in a 16-bit word."""
-    return 2 * fmt.values_per_element // fmt.storage.itemsize
-
-
-def format_constants(f: SimpleNamespace) -> dict[str, Any]:
-    """Returns constants of the stored codes, the query, and dequantisation."""
-    by_hand, (k, v) = launch.emulates_e4m3(f), pair_of(f)
-    k_codes, v_codes = (
-        StoredRowFormat(
-            CODE=fmt.code,
-            PACK=pack_factor(fmt),
-            TOKEN_SCALES=fmt.scale == TOKEN_HEAD,
-            BLOCK_SCALES=fmt.scale == BLOCK,
-            SCALES_AS_BYTES=by_hand,
-            USE_PTX=launch.has_ptx(f) and not (fmt.code == "e4m3" and by_hand),
-            STRIDE_UNIT=common_stride_unit(x, packed_strides(x), 8),
-            SCALE_STRIDE_UNIT=common_stride_unit(s, s.stride[:3], 16) if fmt.scale == BLOCK else 1,
-        )
-        for fmt, x, s in ((k, f.k_cache, f.k_scale_cache), (v, f.v_cache, f.v_scale_cache))
-    )
-    return {
-        "K": k_codes,
-        **v_codes,
-        "BF16": k.code == "bf16",
-        "TWO_TERM_Q": needs_two_term_query(f, k),
-        "Q_AS_BYTES": by_hand and f.q.dtype == torch.float8_e4m3fn,
-        "K_RESIDUAL_SCALE": 128.0 if k.scale == BLOCK else 1.0,  # left over by `expand_block_scales`
-        "V_RESIDUAL_SCALE": 128.0 if v.scale == BLOCK else 1.0,
-    }
-
-
-def column_constants(f: SimpleNamespace) -> dict[str, int]:
-    """Returns row sizes, in columns and in packed words."""
-    d, dv, (k, v) = f.q.shape[2], f.out.shape[2], map(pack_factor, pair_of(f))
-    return {
-        "D": d,
-        "DV": dv,
-        "PACKED_K": d // k,
-        "PACKED_V": dv // v,
-        "BLOCK_D": max(16, launch.next_power_of_2(d // k)),
-        "BLOCK_DV": max(16, launch.next_power_of_2(dv // v)),
-    }
-
-
-def request_block_size(requests: int) -> int:
-    """Returns how many requests a kernel scans at once. Few sizes, since each is a kernel to compile."""
-    return next((n for n in (1, 16, 64, 256, 512) if requests <= n), 1024)
 
 
 def _tile_constants(f: SimpleNamespace, t: TileConfig, tma: bool) -> dict[str, Any]:
@@ -276,44 +203,10 @@ def _feature_constants(f: SimpleNamespace) -> dict[str, Any]:
     }
 
 
-def option_constants(f: SimpleNamespace) -> dict[str, Any]:
-    return {
-        "WINDOW": f.window,
-        "HAS_SINKS": f.sinks is not None,
-        "HAS_SOFTCAP": f.softcap > 0,
-        "HAS_K_SCALE": f.k_scale_t is not None,
-        "K_SCALE_STRIDE": per_head_stride(f.k_scale_t),
-        "HAS_V_SCALE": f.v_scale_t is not None,
-        "V_SCALE_STRIDE": per_head_stride(f.v_scale_t),
-    }
-
-
 def _stride_args(f: SimpleNamespace) -> dict[str, int]:
     """Returns strides of the split pass's tensors; of caches by `cache_stride_args`."""
     found = stride_args(f.q, stride_q_="th") | cache_stride_args(f)
     return found | {"stride_mask_t": f.mask.stride[0] if f.mask is not None else 0}
-
-
-def cache_stride_args(f: SimpleNamespace) -> dict[str, int]:
-    """Returns strides of pages, slots and heads: packed codes in STRIDE_UNITs, stored scales in SCALE_STRIDE_UNITs."""
-    found: dict[str, int] = {}
-    constants = format_constants(f)
-    keys = constants["K"]
-    for side, x, scales, step, scale_step in (
-        ("k", f.k_cache, f.k_scale_cache, keys.STRIDE_UNIT, keys.SCALE_STRIDE_UNIT),
-        ("v", f.v_cache, f.v_scale_cache, constants["STRIDE_UNIT"], constants["SCALE_STRIDE_UNIT"]),
-    ):
-        found |= {f"stride_{side}_{letter}": n // step for letter, n in zip("psh", packed_strides(x), strict=True)}
-        found |= {name: n // scale_step for name, n in stride_args(scales, **{f"stride_{side}_scales_": "psh"}).items()}
-    return found
-
-
-def run(call: Any, config: Config) -> None:
-    config.launches(call)
-
-
-def bind(config: Config, at: dict[str, int]) -> BoundLaunches | None:
-    return config.launches.bind(at)
 
 
 def _descriptor_args(f: SimpleNamespace, t: TileConfig) -> dict[str, TensorMapArg]:
@@ -333,15 +226,6 @@ def _descriptor_args(f: SimpleNamespace, t: TileConfig) -> dict[str, TensorMapAr
             name, partial(_make_descriptor, matrix=matrix, pack=pack, block_n=t.block_n, block=block)
         )
     return found
-
-
-def per_head_stride(t: Any) -> int:
-    return 1 if t is not None and t.shape[0] > 1 else 0
-
-
-def packed_strides(x: Any) -> tuple[int, ...]:
-    """Returns strides of page, slot and head in 16-bit words."""
-    return tuple(n * x.dtype.itemsize // 2 for n in x.stride[:3])
 
 
 def _rows_per_page(x: Any) -> int:

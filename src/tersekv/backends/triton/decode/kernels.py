@@ -46,6 +46,7 @@ def decode_kernel(
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Attends to one program's range of key blocks. See the module's docstring."""
+    # Query rows of no request; no splits so far
     i_program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_programs, cfg)
@@ -56,7 +57,7 @@ def decode_kernel(
             OUT, LSE, tl.load(CU_SEQLENS_Q + B).to(tl.int32), T, i_program, num_programs, stride_out_t, stride_out_h,
             stride_lse_t, stride_lse_h, cfg,
         )  # fmt: skip
-    # Range of key blocks of this program
+    # Tile scheduler: range of key blocks of this program
     block, block_end, blocks_per_range = find_program_block_range(
         SEQ_LENS, CU_SEQLENS_Q, B, i_program // cfg.HEADS, num_programs // cfg.HEADS, cfg
     )
@@ -68,6 +69,7 @@ def decode_kernel(
         if cfg.SPLIT_BLOCKS > 0:
             block += blocks_to_next_split(block - n_block_base, request.num_n_blocks, cfg)
         while block < block_end:
+            # Next work tile
             while block - n_block_base >= request.num_n_blocks * request.num_m_blocks:
                 n_block_base += request.num_n_blocks * request.num_m_blocks
                 i_request += 1
@@ -86,6 +88,7 @@ def decode_kernel(
                 Q, tokens, heads, m_row, stride_q_t, stride_q_h, (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h),
                 h, cfg,
             )  # fmt: skip
+            # Main loop
             row_max, row_sum, acc_o = mainloop(
                 K, V, K_SCALES, V_SCALES, PAGE_TABLE + i_request.to(tl.int64) * stride_table_b, MASK, q,
                 scale * q_scale, softcap,
@@ -95,8 +98,9 @@ def decode_kernel(
                 stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h,
                 stride_mask_t, cfg,
             )  # fmt: skip
+            # Unrotate
             acc_o = unrotate_acc(acc_o, (V_SIGNS, V_CHANNEL_SCALES, stride_v_channel_scales_h), h, cfg)
-            # Epilogue: a whole work tile goes to OUT, a split to the workspace
+            # Epilogue: a whole work tile goes to OUT, a split to the workspace, for the combine
             if n_block_end - n_block_begin == request.num_n_blocks:
                 value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * load_scale(
                     out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE

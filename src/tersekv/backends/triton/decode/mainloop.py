@@ -9,6 +9,8 @@ from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.page_table import load_page_ids, page_slots
 from ..parts.softcap import apply_softcap
 
+# Rotation and query.
+
 
 @triton.jit
 def transpose_tiles(tiles, PACK: tl.constexpr):
@@ -72,6 +74,9 @@ def load_query_tiles(Q, tokens, heads, m_row, stride_q_t, stride_q_h, rotation, 
         if cfg.K.CODE == INT4:
             q_tiles = q_tiles + (row_total,)
         return q_tiles, (exponent << 23).to(tl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
+
+
+# K and V: page ids, packed codes and stored scales of key blocks.
 
 
 @triton.jit
@@ -168,6 +173,9 @@ def load_kv_scales(
     return k_scales, v_scales
 
 
+# QK and mask.
+
+
 @triton.jit
 def is_visible(n_block, num_keys, num_q_rows, row_begin, q_begin, m_n, MASK, stride_mask_t, cfg: tl.constexpr):
     """Returns which keys of n_block each query row sees: [BLOCK_N, BLOCK_M]."""
@@ -230,6 +238,9 @@ def compute_scores(K, k_scales, MASK, q, scale, softcap, page_id, n_block, num_k
     return s
 
 
+# PV.
+
+
 @triton.jit
 def load_v_blocks(
     V, page_ids, n_block, num_keys, h, stride_v_p, stride_v_s, stride_v_h, UNROLL: tl.constexpr, MASKED: tl.constexpr,
@@ -279,6 +290,9 @@ def valid_keys(n_block, num_keys, num_q_rows, cfg: tl.constexpr):
     if cfg.WINDOW > 0:
         valid = valid & (o_n > num_keys - num_q_rows - cfg.WINDOW)
     return valid
+
+
+# Steps of several key blocks, and the main loop.
 
 
 @triton.jit
@@ -395,7 +409,7 @@ def mainloop(K, V, K_SCALES, V_SCALES, p_page_ids, MASK, q, scale, softcap, n_bl
                                                       stride_v_s, stride_v_h, cfg.UNROLL, False, cfg.REGISTER_PREFETCH,
                                                       cfg)  # fmt: skip
         page_ids, k_scales, v_scales, v = next_page_ids, next_k_scales, next_v_scales, next_v
-    # Masked key blocks, one at a time, unpipelined
+    # Masked key blocks, one at a time, unpipelined: QK, mask, online softmax, PV
     for i in tl.range(0, unmasked_begin - n_block_begin + n_block_end - unmasked_end, num_stages=1):
         n_block = tl.where(
             i < unmasked_begin - n_block_begin, n_block_begin + i, unmasked_end + i - (unmasked_begin - n_block_begin)

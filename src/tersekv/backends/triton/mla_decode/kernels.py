@@ -32,6 +32,9 @@ from ..parts.tile_scheduler import (
 MIN_SCALE = tl.constexpr(1e-30)  # of a token's V scale: its reciprocal is finite
 
 
+# K and V: packed codes, rotary parts and group scales of a key block.
+
+
 @triton.jit
 def load_packed_block(X, page_ids, n_block, num_keys, stride_page, stride_slot, STRIDE_UNIT: tl.constexpr,
                       FIRST_PACKED: tl.constexpr, BLOCK: tl.constexpr, NUM_PACKED: tl.constexpr, MASKED: tl.constexpr,
@@ -123,6 +126,9 @@ def load_group_scales(SCALES, page_ids, n_block, num_keys, stride_scales_p, stri
     return group_scales
 
 
+# Query.
+
+
 @triton.jit
 def load_query_chunk(p_row, m_row, FIRST_PACKED: tl.constexpr, BLOCK: tl.constexpr, NUM_PACKED: tl.constexpr,
                      PACK: tl.constexpr, I_PACKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
@@ -201,6 +207,9 @@ def load_query_tiles(
     return nope_tiles, pe_tiles, q_scale
 
 
+# Main loop: QK, mask, online softmax, PV.
+
+
 @triton.jit
 def accumulate_qk(packed, q, FIRST_PACKED: tl.constexpr, TWO_TERM_Q: tl.constexpr, PACK: tl.constexpr, s,
                   ACCUMULATE: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
@@ -227,10 +236,12 @@ def compute_scores(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV,
     Each chunk is loaded where it is multiplied: that is where its packed codes move to registers.
     """
     CHUNKS: tl.constexpr = cfg.CHUNKS
+    # QK of the rotary part
     k_pe_block = k_pe
     if not PREFETCHED:
         k_pe_block = load_k_pe_block(KPE, KPE_MAP, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, MASKED, cfg)
     s = accumulate_qk(k_pe_block, q_pe, 0, cfg.TWO_TERM_Q_PE, cfg.PACK_PE, None, False, cfg)
+    # QK of the latents
     packed = ()
     for i in tl.static_range(CHUNKS):
         if PREFETCHED:
@@ -316,11 +327,13 @@ def softmax_and_pv_step(
     row_max_new = tl.maximum(row_max, tl.max(s, 0))
     safe_max = tl.where(row_max_new == float("-inf"), 0.0, row_max_new)
     rescale = tl.exp2(row_max - safe_max)
+    # P, and row_sum rescaled
     p = tl.exp2(s - safe_max[None, :])
     if cfg.GROUP_SCALES:
         row_sum = row_sum * rescale[None, :] + p * inv_scale[:, None]
     else:
         row_sum = row_sum * rescale[None, :] + p
+    # acc_o rescaled, and PV
     return (
         row_max_new,
         row_sum,
@@ -374,7 +387,7 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, p_page_ids, q_nope, q_pe, scale
             stride_ckv_s, False, cfg,
         )  # fmt: skip
         page_ids, group_scales = next_page_ids, next_group_scales
-    # Masked key blocks, unpipelined
+    # Masked key blocks, unpipelined: QK, mask, online softmax, PV
     for n_block in tl.range(unmasked_end, n_block_end, num_stages=1):
         page_ids_here = load_page_ids(p_page_ids, n_block, num_keys, cfg)
         group_scales_here = load_group_scales(
@@ -389,6 +402,9 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, p_page_ids, q_nope, q_pe, scale
             stride_ckv_s, True, cfg,
         )  # fmt: skip
     return row_max, tl.sum(row_sum, 0), acc_o
+
+
+# Epilogue: the output, or a partial state for the combine.
 
 
 @triton.jit
@@ -421,6 +437,9 @@ def store_partial(SPLIT_WORKSPACE, split_slot, row_max, row_sum, acc_o, m_row, c
     tl.store(p_row + cfg.PARTIAL_COLUMNS - 1, row_sum, mask=m_row)
 
 
+# The kernel.
+
+
 @triton.jit
 def mla_decode_kernel(
     Q_NOPE, Q_PE, CKV, KPE, CKV_MAP, KPE_MAP, SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
@@ -431,6 +450,7 @@ def mla_decode_kernel(
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Attends to one program's range of key blocks for one block of heads. See the module's docstring."""
+    # Query rows of no request; no splits so far
     i_program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_programs, cfg)
@@ -441,7 +461,7 @@ def mla_decode_kernel(
             OUT, LSE, tl.load(CU_SEQLENS_Q + B).to(tl.int32), T, i_program, num_programs, stride_out_t, stride_out_h,
             stride_lse_t, stride_lse_h, cfg,
         )  # fmt: skip
-    # Range of key blocks of this program
+    # Tile scheduler: range of key blocks of this program
     block, block_end, blocks_per_range = find_program_block_range(
         SEQ_LENS, CU_SEQLENS_Q, B, i_program // cfg.HEADS, num_programs // cfg.HEADS, cfg
     )
@@ -455,6 +475,7 @@ def mla_decode_kernel(
         if cfg.SPLIT_BLOCKS > 0:
             block += blocks_to_next_split(block - n_block_base, request.num_n_blocks, cfg)
         while block < block_end:
+            # Next work tile
             while block - n_block_base >= request.num_n_blocks * request.num_m_blocks:
                 n_block_base += request.num_n_blocks * request.num_m_blocks
                 i_request += 1
@@ -471,13 +492,14 @@ def mla_decode_kernel(
             q_nope, q_pe, q_scale = load_query_tiles(
                 Q_NOPE, Q_PE, tokens, heads, m_row, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h, cfg
             )
+            # Main loop
             row_max, row_sum, acc_o = mainloop(
                 CKV, KPE, CKV_MAP, KPE_MAP, SCALES, PAGE_TABLE + i_request.to(tl.int64) * stride_table_b, q_nope, q_pe,
                 score_scale * q_scale,
                 n_block_begin, n_block_end, request.num_keys, request.num_q_rows, m_block * cfg.BLOCK_M, stride_ckv_p,
                 stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p, stride_scales_s, cfg,
             )  # fmt: skip
-            # Epilogue: a whole work tile goes to OUT, a split to the workspace
+            # Epilogue: a whole work tile goes to OUT, a split to the workspace, for the combine
             if n_block_end - n_block_begin == request.num_n_blocks:
                 acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale, None, heads, m_row, cfg)
                 store_output(OUT, acc_o, acc_scale, tokens, heads, m_row, stride_out_t, stride_out_h, cfg)

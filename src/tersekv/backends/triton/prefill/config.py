@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ....formats import BLOCK, TOKEN_HEAD, KVFormat
 from ...host import launch
-from ..decode.config import needs_two_term_query
+from ..parts.kv_cache_args import needs_two_term_query
 
 
 class TileConfig(NamedTuple):

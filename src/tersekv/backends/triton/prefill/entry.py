@@ -1,4 +1,4 @@
-"""Paged prefill in Triton: one launch, or decode's kernels where the rows are too few to fill a GPU."""
+"""Paged prefill in Triton: one launch; one program attends to all keys of its rows, in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ....formats import pair_of
 from ...host import launch
-from ...host.bind import BYTES, WORDS, BoundLaunches, HostAction, KernelLaunch, LaunchSequence, stride_args, tensor_args
+from ...host.bind import BYTES, WORDS, HostAction, KernelLaunch, LaunchSequence, stride_args, tensor_args
 from ...host.kernel_config import KernelConfig
 from ...host.split_combine import (
     batch_invariant_facts,
@@ -17,11 +17,18 @@ from ...host.split_combine import (
     query_offset_args,
     write_empty_outputs,
 )
-from ..decode import entry as decode
+from ..parts.kv_cache_args import (
+    StoredRowFormat,
+    cache_stride_args,
+    column_constants,
+    format_constants,
+    option_constants,
+    request_block_size,
+    rotation_args,
+)
 from .config import TileConfig, choose_tile_config
 from .kernels import prefill_kernel
 
-SUPPORTS = decode.SUPPORTS  # one program attends to all keys of its rows, in order
 _BATCH_INVARIANT_ROWS = 1 << 10  # of a request, where BLOCK_M must not depend on the other requests
 
 
@@ -29,7 +36,7 @@ _BATCH_INVARIANT_ROWS = 1 << 10  # of a request, where BLOCK_M must not depend o
 class Constants(KernelConfig):
     """Compile-time configuration of the kernel, under the kernel's names."""
 
-    K: decode.StoredRowFormat  # keys; the fields that follow describe values, and PACK outputs
+    K: StoredRowFormat  # keys; the fields that follow describe values, and PACK outputs
     CODE: str
     PACK: int
     TOKEN_SCALES: bool
@@ -77,20 +84,26 @@ class Config(NamedTuple):
     launches: LaunchSequence | HostAction
 
 
-def why_not(f: SimpleNamespace) -> str | None:
-    return decode.why_not(_as_decode_facts(f))
+def prefers_decode(f: SimpleNamespace) -> bool:
+    """Returns whether the query rows are too few to fill a GPU: decode's kernels split keys."""
+    return _num_m_blocks(f, _tile_config(f)) * f.k_cache.shape[2] < launch.num_sms(f)
 
 
-def configure(f: SimpleNamespace) -> Config | decode.Config:
-    t = choose_tile_config(batch_invariant_facts(f, _BATCH_INVARIANT_ROWS), *pair_of(f))
-    heads, requests = f.k_cache.shape[2], f.seq_lens.shape[0]
-    blocks = f.q.shape[0] * (f.q.shape[1] // max(heads, 1)) // t.block_m + requests
-    if f.k is None and blocks * heads < launch.num_sms(f) and not f.batch_invariant:
-        return decode.configure(_as_decode_facts(f))
+def _tile_config(f: SimpleNamespace) -> TileConfig:
+    return choose_tile_config(batch_invariant_facts(f, _BATCH_INVARIANT_ROWS), *pair_of(f))
+
+
+def _num_m_blocks(f: SimpleNamespace, t: TileConfig) -> int:
+    """Returns a bound on the M blocks of all requests, for a KV head."""
+    return f.q.shape[0] * (f.q.shape[1] // max(f.k_cache.shape[2], 1)) // t.block_m + f.seq_lens.shape[0]
+
+
+def configure(f: SimpleNamespace) -> Config:
+    t = _tile_config(f)
     cfg = kernel_constants(f, t)
     if has_no_work(f):
         return Config(cfg, HostAction(write_empty_outputs))
-    arguments = _stride_args(f) | decode.rotation_args(f) | {
+    arguments = _stride_args(f) | rotation_args(f) | {
         **tensor_args(K_NEW="k", V_NEW="v", PAGE_TABLE="page_table", SEQ_LENS="seq_lens", SINKS="sinks", LSE="lse"),
         **query_offset_args(f),
         **tensor_args(SOFTMAX_SCALE="softmax_scale_t", K_SCALE="k_scale_t", V_SCALE="v_scale_t",
@@ -100,35 +113,23 @@ def configure(f: SimpleNamespace) -> Config | decode.Config:
         **tensor_args(BYTES if cfg.SCALES_AS_BYTES else "", K_SCALES="k_scale_cache", V_SCALES="v_scale_cache"),
         **tensor_args(BYTES if cfg.OUT_KIND != "float" else "", OUT="out"),
         "softmax_scale": f.softmax_scale, "k_scale": f.k_scale, "v_scale": f.v_scale, "out_scale": f.out_scale,
-        "softcap": f.softcap, "B": requests, "T": f.q.shape[0], "cfg": cfg,
+        "softcap": f.softcap, "B": f.seq_lens.shape[0], "T": f.q.shape[0], "cfg": cfg,
     }  # fmt: skip
-    kernel = KernelLaunch(prefill_kernel, (blocks * heads,), arguments, num_warps=t.num_warps, num_stages=t.num_stages)
-    return Config(cfg, LaunchSequence(kernel))
-
-
-def run(call: Any, config: Config | decode.Config) -> None:
-    config.launches(call)
-
-
-def bind(config: Config | decode.Config, at: dict[str, int]) -> BoundLaunches | None:
-    return config.launches.bind(at)
-
-
-def kernel_constants(f: SimpleNamespace, t: TileConfig) -> Constants:
-    return Constants(
-        **decode.format_constants(f), **decode.option_constants(f), **output_constants(f), **_tile_constants(f, t)
+    grid = (_num_m_blocks(f, t) * f.k_cache.shape[2],)
+    return Config(
+        cfg,
+        LaunchSequence(KernelLaunch(prefill_kernel, grid, arguments, num_warps=t.num_warps, num_stages=t.num_stages)),
     )
 
 
-def _as_decode_facts(f: SimpleNamespace) -> SimpleNamespace:
-    """Returns the facts in decode's form: without a mask, rows are causal."""
-    return SimpleNamespace(**vars(f), mask=None)
+def kernel_constants(f: SimpleNamespace, t: TileConfig) -> Constants:
+    return Constants(**format_constants(f), **option_constants(f), **output_constants(f), **_tile_constants(f, t))
 
 
 def _tile_constants(f: SimpleNamespace, t: TileConfig) -> dict[str, Any]:
     page = f.k_cache.shape[1]
     return {
-        **decode.column_constants(f),
+        **column_constants(f),
         "HAS_NEW_KV": f.k is not None,
         "HEADS": f.k_cache.shape[2],
         "GROUP": f.q.shape[1] // max(f.k_cache.shape[2], 1),
@@ -136,19 +137,19 @@ def _tile_constants(f: SimpleNamespace, t: TileConfig) -> dict[str, Any]:
         "BLOCK_M": t.block_m,
         "BLOCK_N": t.block_n,
         "ONE_PAGE_PER_BLOCK": page % t.block_n == 0,
-        "BLOCK_B": decode.request_block_size(f.seq_lens.shape[0]),
+        "BLOCK_B": request_block_size(f.seq_lens.shape[0]),
         "INT64_OFFSETS": launch.exceeds_int32(f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache),
     }
 
 
 def _stride_args(f: SimpleNamespace) -> dict[str, int]:
-    """Returns strides of all tensors but the caches (`decode.cache_stride_args`)."""
+    """Returns strides of all tensors but the caches (`cache_stride_args`)."""
     found = (
         stride_args(f.q, stride_q_="th") | stride_args(f.k, stride_k_new_="th") | stride_args(f.v, stride_v_new_="th")
     )
     return (
         found
-        | decode.cache_stride_args(f)
+        | cache_stride_args(f)
         | stride_args(f.out, stride_out_="th")
         | stride_args(f.lse, stride_lse_="th")
         | {"stride_table_b": f.page_table.stride[0]}

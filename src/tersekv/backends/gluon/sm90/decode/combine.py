@@ -1,16 +1,312 @@
-"""Combine of the splits of decode's split pass: rescales and sums all partial results of a work tile.
+"""Combine of decode's splits: rescales and sums all partial results of a work tile, in the split pass or after it.
 
-A CTA has COMBINE_ROWS rows of a work tile and COMBINE_COLUMNS columns; COMBINE_SPLITS splits are loaded at once. It is
-launched before the split pass ends, and waits for it (PDL); the next kernel may be launched before it ends.
+In the split pass (`fused_combine`) the CTA that stores the last partial result of a work tile combines. Many splits are
+combined in two levels: first fan_in neighbours each, then their results. The order is always the same, whichever CTA
+combines, so equal calls give equal bits. Counters lie behind the partial results in the workspace.
+
+After it (`combine_kernel`) a CTA has COMBINE_ROWS rows of a work tile and COMBINE_COLUMNS columns; COMBINE_SPLITS
+splits are loaded at once. It is launched before the split pass ends, and waits for it (PDL); the next kernel may be
+launched before it ends.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ....triton.parts.combine import cast_output, finalize_softmax, load_scale
+from ....triton.parts import combine as portable
 from ....triton.parts.tile_scheduler import split_metadata_ptr
-from ..parts.combine_splits import accumulate_splits
+from ...versions import thread_barrier
+from ..parts.combine import accumulate_splits
+from ..parts.dequant import load_scale_per_head
+from ..parts.epilogue import cast_output, finalize_softmax_with_sinks
+
+# ---- counters of arrived splits: their memory needs no initialization ----
+# A counter is 8 bytes: MARK in its upper 48 bits marks the lower 16 as a count. Any other value is left over and counts
+# as 0: the CTA that reads it stores MARK and 0 (`read_counter`, `arrive_at_counter`). The last CTA resets the count to
+# 0, so the next launch may use the counter, and its memory may hold anything in between. Workspace in a CUDA graph thus
+# needs no clearing at replay; leftover bytes look like a count once in 2^48.
+#
+# All CTAs of a launch must expect the same number of arrivals, so lengths must not change while it runs: a count left
+# over would stay, and later combines would start too early.
+
+
+# MARK begins as an fp32 NaN that arithmetic does not produce.
+COUNTER_ZERO = gl.constexpr(0x7FA5C3E1965A << 16)
+_READ_COUNTER_PTX = gl.constexpr("ld.relaxed.gpu.global.b64 $0, [$1];")
+# One thread of each four warps, the one that counts: replace the observed value, unless it has MARK or has changed.
+_INIT_COUNTER_PTX = gl.constexpr(
+    """{
+    .reg .pred first, other;
+    .reg .b64 was, mark;
+    .reg .b32 i;
+    mov.u32 i, %tid.x;
+    and.b32 i, i, 127;
+    setp.eq.u32 first, i, 0;
+    shr.u64 mark, $2, 16;
+    setp.ne.and.u64 other, mark, 0x7FA5C3E1965A, first;
+    @other atom.relaxed.gpu.global.cas.b64 was, [$1], $2, 0x7FA5C3E1965A0000;
+    mov.u32 $0, 0;
+    }"""
+)
+
+
+@gluon.jit
+def read_counter(p_counter):
+    """Loads the counter; early, so that `arrive_at_counter` need not wait for it."""
+    return gl.inline_asm_elementwise(
+        _READ_COUNTER_PTX, "=l,l", [p_counter.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def arrive_at_counter(p_counter, observed):
+    """Publishes the stores of all threads of this CTA; returns how many CTAs arrived before it.
+
+    The last CTA sees the stores of all others. observed: by `read_counter`, in this launch
+    """
+    thread_barrier()
+    gl.inline_asm_elementwise(
+        _INIT_COUNTER_PTX, "=r,l,l", [p_counter.to(gl.int64), observed], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+    return (gl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu") - COUNTER_ZERO).to(gl.int32)
+
+
+@gluon.jit
+def reset_counter(p_counter):
+    """Resets the count to 0, after all have arrived."""
+    gl.store(p_counter, COUNTER_ZERO)
+
+
+# ---- fused combine: which splits ----
+
+
+MAX_FAN_IN = gl.constexpr(16)  # splits that one CTA combines in one level
+
+
+class SplitWorkTile(NamedTuple):
+    """A work tile that is split over several CTA ranges."""
+
+    i_range: gl.tensor  # this one
+    first_range: gl.tensor  # range in which the work tile begins
+    num_splits: gl.tensor
+
+
+@gluon.jit
+def choose_fan_in(num_splits):
+    """Returns how many neighbours are combined in the first level."""
+    fan_in = num_splits
+    if num_splits > MAX_FAN_IN:
+        fan_in = gl.where(num_splits <= 10 * MAX_FAN_IN, MAX_FAN_IN, 4 * MAX_FAN_IN)
+    return fan_in
+
+
+@gluon.jit
+def split_counter_ptr(SPLIT_WORKSPACE, level, lead_range, first_range, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the pointer to the counter of the splits combined with that of CTA range `lead_range`, in level
+    0 or 1."""
+    num_ranges, head_group = gl.num_programs(0) // tile_cfg.HEAD_GROUPS, gl.program_id(0) % tile_cfg.HEAD_GROUPS
+    COUNTERS = (SPLIT_WORKSPACE + 2 * num_ranges * cfg.HEADS * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS).to(
+        gl.pointer_type(gl.int64)
+    )
+    return (
+        COUNTERS
+        + (2 * (level * num_ranges + lead_range) + gl.where(lead_range == first_range, 1, 0)) * tile_cfg.HEAD_GROUPS
+        + head_group
+    )
+
+
+@gluon.jit
+def read_split_counter(SPLIT_WORKSPACE, split_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the value of the counter that `fused_combine` will need."""
+    fan_in = choose_fan_in(split_tile.num_splits)
+    return read_counter(
+        split_counter_ptr(
+            SPLIT_WORKSPACE, 0,
+            split_tile.first_range + (split_tile.i_range - split_tile.first_range) // fan_in * fan_in,
+            split_tile.first_range, cfg, tile_cfg,
+        )
+    )  # fmt: skip
+
+
+# ---- fused combine: load and sum ----
+
+
+@gluon.constexpr_function
+def combine_layout(tile_cfg, cfg, num_warps):
+    """Returns the layout of [rows, columns]: a warp has rows, a thread four adjacent columns."""
+    lanes = min(32, cfg.PACK * cfg.BLOCK_DV // 4)
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def load_partial(p_row, o_d, cfg: gl.constexpr):
+    """Loads (row_max, row_sum, acc_o) of a split."""
+    row_max = gl.load(p_row + cfg.PARTIAL_COLUMNS - 2, cache_modifier=".cg")
+    row_sum = gl.load(p_row + cfg.PARTIAL_COLUMNS - 1, cache_modifier=".cg")
+    return row_max, row_sum, gl.load(p_row[:, None] + o_d[None, :], cache_modifier=".cg")
+
+
+@gluon.jit
+def load_partials(p_row, o_d, i, num_partials, stride_partial, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads splits i, i + 1, …; behind the last one, the last again."""
+    partials = ()
+    for i_column_block in gl.static_range(gl.constexpr(tile_cfg.FUSED_COMBINE_SPLITS)):
+        partials = partials + (
+            load_partial(
+                p_row + gl.minimum(i + i_column_block, num_partials - 1).to(gl.int64) * stride_partial, o_d, cfg
+            ),
+        )
+    return partials
+
+
+@gluon.jit
+def combine_partials(
+    SPLIT_WORKSPACE, lead_range, first_range, range_step, num_partials, i_column_block, first_head, cfg: gl.constexpr,
+    tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Returns (row_max, row_sum, acc_o of column block i_column_block) of `num_partials` splits: those of CTA ranges
+    lead_range, lead_range + range_step, …"""
+    L: gl.constexpr = combine_layout(tile_cfg, cfg, gl.num_warps())
+    o_row = gl.arange(0, tile_cfg.HEADS_PER_CTA * tile_cfg.FUSED_COMBINE_ROWS, gl.SliceLayout(1, L))
+    o_d = i_column_block * tile_cfg.FUSED_COMBINE_COLUMNS + gl.arange(
+        0, tile_cfg.FUSED_COMBINE_COLUMNS, gl.SliceLayout(0, L)
+    )
+    partial_slots = 2 * (lead_range * cfg.HEADS + first_head + o_row // tile_cfg.FUSED_COMBINE_ROWS)
+    p_row = (
+        SPLIT_WORKSPACE
+        + (partial_slots.to(gl.int64) * cfg.BLOCK_M + o_row % tile_cfg.FUSED_COMBINE_ROWS) * cfg.PARTIAL_COLUMNS
+    )
+    stride_partial = range_step.to(gl.int64) * (2 * cfg.HEADS * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS)
+    row_max, row_sum, acc_o = load_partial(
+        p_row + gl.where(lead_range == first_range, cfg.BLOCK_M * cfg.PARTIAL_COLUMNS, 0), o_d, cfg
+    )
+    partials = load_partials(p_row, o_d, 1, num_partials, stride_partial, cfg, tile_cfg)
+    for i in range(1, num_partials, tile_cfg.FUSED_COMBINE_SPLITS):
+        next_partials = load_partials(
+            p_row, o_d, i + tile_cfg.FUSED_COMBINE_SPLITS, num_partials, stride_partial, cfg, tile_cfg
+        )
+        row_max_new = row_max
+        for n in gl.static_range(gl.constexpr(tile_cfg.FUSED_COMBINE_SPLITS)):
+            row_max_new = gl.maximum(row_max_new, gl.where(i + n < num_partials, partials[n][0], float("-inf")))
+        safe_max = gl.where(row_max_new == float("-inf"), 0.0, row_max_new)
+        rescale = gl.exp2(row_max - safe_max)
+        row_sum, acc_o = row_sum * rescale, acc_o * rescale[:, None]
+        for n in gl.static_range(gl.constexpr(tile_cfg.FUSED_COMBINE_SPLITS)):
+            split_scale = gl.where(i + n < num_partials, gl.exp2(partials[n][0] - safe_max), 0.0)
+            row_sum += partials[n][1] * split_scale
+            acc_o += partials[n][2] * split_scale[:, None]
+        row_max, partials = row_max_new, next_partials
+    return row_max, row_sum, acc_o
+
+
+# ---- fused combine: store ----
+
+
+@gluon.jit
+def store_combined_partial(
+    SPLIT_WORKSPACE, lead_range, first_range, row_max, row_sum, acc_o, i_column_block, first_head, num_rows_left,
+    cfg: gl.constexpr, tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Stores the result of the first level to the slot of its first split."""
+    L: gl.constexpr = acc_o.type.layout
+    o_row = gl.arange(0, tile_cfg.HEADS_PER_CTA * tile_cfg.FUSED_COMBINE_ROWS, gl.SliceLayout(1, L))
+    o_d = i_column_block * tile_cfg.FUSED_COMBINE_COLUMNS + gl.arange(
+        0, tile_cfg.FUSED_COMBINE_COLUMNS, gl.SliceLayout(0, L)
+    )
+    row_in_tile = o_row % tile_cfg.FUSED_COMBINE_ROWS
+    partial_slots = 2 * (lead_range * cfg.HEADS + first_head + o_row // tile_cfg.FUSED_COMBINE_ROWS) + gl.where(
+        lead_range == first_range, 1, 0
+    )
+    p_partial = SPLIT_WORKSPACE + (partial_slots.to(gl.int64) * cfg.BLOCK_M + row_in_tile) * cfg.PARTIAL_COLUMNS
+    thread_barrier()  # all threads have read the slot
+    gl.store(p_partial[:, None] + o_d[None, :], acc_o, mask=(row_in_tile < num_rows_left)[:, None])
+    if i_column_block == cfg.PACK * cfg.BLOCK_DV // tile_cfg.FUSED_COMBINE_COLUMNS - 1:
+        gl.store(p_partial + cfg.PARTIAL_COLUMNS - 2, row_max, mask=row_in_tile < num_rows_left)
+        gl.store(p_partial + cfg.PARTIAL_COLUMNS - 1, row_sum, mask=row_in_tile < num_rows_left)
+
+
+@gluon.jit
+def store_combined_output(tensors, scales, strides, row_max, row_sum, acc_o, i_column_block, first_head, q_begin,
+                          row_begin, num_rows_left, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
+    """Stores column block i_column_block of finished rows to `out`, and their LSE."""
+    OUT, LSE = tensors.OUT, tensors.LSE
+    L: gl.constexpr = acc_o.type.layout
+    o_row = gl.arange(0, tile_cfg.HEADS_PER_CTA * tile_cfg.FUSED_COMBINE_ROWS, gl.SliceLayout(1, L))
+    o_d = i_column_block * tile_cfg.FUSED_COMBINE_COLUMNS + gl.arange(
+        0, tile_cfg.FUSED_COMBINE_COLUMNS, gl.SliceLayout(0, L)
+    )
+    kv_heads, row_in_tile = first_head + o_row // tile_cfg.FUSED_COMBINE_ROWS, o_row % tile_cfg.FUSED_COMBINE_ROWS
+    m_row, q_row = row_in_tile < num_rows_left, row_begin + row_in_tile
+    q_heads = (kv_heads * cfg.GROUP + q_row % cfg.GROUP).to(gl.int64)
+    tokens = (q_begin + q_row // cfg.GROUP).to(gl.int64)
+    v_scale = load_scale_per_head(scales.v_scale, scales.V_SCALE, kv_heads, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE) * (
+        scales.out_scale * cfg.V_RESIDUAL_SCALE
+    )
+    acc_scale, lse = finalize_softmax_with_sinks(row_max, row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg)
+    packed_column = o_d % cfg.BLOCK_DV
+    p_row = OUT + tokens * strides.out_t + q_heads * strides.out_h
+    p_out = p_row[:, None] + (cfg.PACK * packed_column + o_d // cfg.BLOCK_DV)[None, :]
+    gl.store(
+        p_out,
+        cast_output(acc_o * acc_scale[:, None], OUT, cfg),
+        mask=m_row[:, None] & (packed_column < cfg.DV // cfg.PACK)[None, :],
+    )
+    if cfg.HAS_LSE:
+        gl.store(LSE + tokens * strides.lse_t + q_heads * strides.lse_h, lse, mask=m_row)
+
+
+@gluon.jit
+def fused_combine(
+    tensors, scales, strides, split_tile, counter_value, first_head, work_tile, cfg: gl.constexpr,
+    tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Combines the splits of a work tile, if this CTA's, already in its slot, is the last to arrive.
+
+    counter_value: by `read_split_counter`
+    """
+    SPLIT_WORKSPACE, first_range, num_splits, row_begin = (
+        tensors.SPLIT_WORKSPACE, split_tile.first_range, split_tile.num_splits, work_tile.m_block * cfg.BLOCK_M,
+    )  # fmt: skip
+    num_rows_left = work_tile.num_q_rows * cfg.GROUP - row_begin
+    fan_in = choose_fan_in(num_splits)
+    lead_range = first_range + (split_tile.i_range - first_range) // fan_in * fan_in
+    range_step, num_partials = gl.minimum(fan_in, 1), gl.minimum(fan_in, first_range + num_splits - lead_range)
+    p_counter = split_counter_ptr(SPLIT_WORKSPACE, 0, lead_range, first_range, cfg, tile_cfg)
+    is_last = arrive_at_counter(p_counter, counter_value) == num_partials - 1
+    # One iteration per level.
+    while is_last:
+        reset_counter(p_counter)
+        is_complete = range_step * num_partials >= num_splits
+        p_counter = split_counter_ptr(SPLIT_WORKSPACE, 1, first_range, first_range, cfg, tile_cfg)
+        if not is_complete:
+            counter_value = read_counter(p_counter)
+        for i_column_block in gl.static_range(gl.constexpr(cfg.PACK * cfg.BLOCK_DV // tile_cfg.FUSED_COMBINE_COLUMNS)):
+            row_max, row_sum, acc_o = combine_partials(
+                SPLIT_WORKSPACE, lead_range, first_range, range_step, num_partials, i_column_block, first_head, cfg,
+                tile_cfg,
+            )  # fmt: skip
+            if is_complete:
+                store_combined_output(
+                    tensors, scales, strides, row_max, row_sum, acc_o, i_column_block, first_head, work_tile.q_begin,
+                    row_begin, num_rows_left, cfg, tile_cfg,
+                )  # fmt: skip
+            else:
+                store_combined_partial(
+                    SPLIT_WORKSPACE, lead_range, first_range, row_max, row_sum, acc_o, i_column_block, first_head,
+                    num_rows_left, cfg, tile_cfg,
+                )  # fmt: skip
+        is_last = not is_complete
+        if is_last:
+            range_step, lead_range = fan_in, first_range
+            num_partials = (num_splits + fan_in - 1) // fan_in
+            is_last = arrive_at_counter(p_counter, counter_value) == num_partials - 1
+
+
+# ---- the second launch ----
 
 
 @triton.jit
@@ -61,8 +357,8 @@ def combine_kernel(
         v_scales = v_scale + tl.full([tile_cfg.COMBINE_ROWS], 0.0, tl.float32)
         if cfg.HAS_V_SCALE:
             v_scales = tl.load(V_SCALE + kv_heads * cfg.V_SCALE_STRIDE, mask=m_row, other=0.0)
-        v_out_scale = v_scales * load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
-        acc_scale, lse = finalize_softmax(
+        v_out_scale = v_scales * portable.load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
+        acc_scale, lse = portable.finalize_softmax(
             row_max, row_sum, v_out_scale * cfg.V_RESIDUAL_SCALE, SINKS, q_heads, m_row, cfg
         )
         packed_column = o_d % cfg.BLOCK_DV
@@ -73,7 +369,7 @@ def combine_kernel(
         )
         tl.store(
             p_out,
-            cast_output(acc_o * acc_scale[:, None], OUT, cfg),
+            portable.cast_output(acc_o * acc_scale[:, None], OUT, cfg),
             mask=m_row[:, None] & (packed_column < cfg.DV // cfg.PACK)[None, :],
         )
         if cfg.HAS_LSE:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .....formats import TOKEN_HEAD, kv_format, pair_of
 from ....host import launch
 
-SMALL_M_ROWS = 32  # of a KV head, up to which `mainloop` is the faster kernel
+SMALL_M_ROWS = 32  # of a KV head, up to which `kernel` is the faster one
 SMALL_M_ROWS_4BIT = 16  # where decode_producer_warp does not take 32
 SHORT_CONTEXT, SHORT_CONTEXT_4BIT = 384, 1024  # keys of a page table row, up to which requests are short
 FEW_SPLITS = 1.5  # splits of a work tile, on average: with no more, few are split

@@ -1,80 +1,425 @@
-"""Split pass of paged decode on Hopper. `fused_combine` combines the splits, or `combine` in a second launch.
+"""Split pass of paged decode on Hopper. `fused_combine` combines the splits, or `combine_kernel` in a second launch.
 
 A CTA has HEADS_PER_CTA × WARPS_PER_HEAD warps for HEADS_PER_CTA KV heads and processes one CTA range of n_blocks
-(`cta_range`). Tensor copies fill a ring of stages (`parts/pipeline`, `producer`), all heads of an n_block at once,
-stored scales included; a small query is prefetched with the first n_block of its work tile (`query`). Warps synchronize
-only before a stage is refilled: the MMAs are mma.sync, whose operands each warp holds itself (`mainloop`,
-`mainloop_lazy_rescale`, `layouts`). With LARGE_M a CTA has one head, whose rows share the dequantized tiles
-(`shared_tiles`).
+(`parts/tile_scheduler`), each in NUM_MMA_TILES tiles of MMA_KEYS keys. Tensor copies fill a ring of stages
+(`producer`), all heads of an n_block at once, stored scales included; a small query is prefetched with the first
+n_block of its work tile. Warps synchronize only before a stage is refilled: the MMAs are mma.sync, whose operands each
+warp holds itself (`layouts`). With LARGE_M a CTA has one head, whose rows share the dequantized tiles (`shared_tiles`).
 
-Mask: `mainloop.compute_scores_of_mma_tile`. Free stage: `sync_before_refill`. Rescale: `mainloop_step` or
-`mainloop_step_lazy_rescale`. Combine: `fused_combine` or `combine`. With LARGE_M: see `shared_tiles`.
+Mask: `compute_scores_of_mma_tile`. Free stage: the barrier before `copy_kv_block` in `decode_kernel`. Rescale:
+`mainloop_step` or `mainloop_step_lazy_rescale`. Combine: `combine`. With LARGE_M: see `shared_tiles`.
 
 SPLIT_WORKSPACE: two slots per CTA range and head, for the split work tile it begins with (even) and the one it ends
 with (odd). SPLIT_METADATA: the number of splits of each work tile and its first CTA range.
+
+NOTE: Triton's cache keys include the source of functions, not of records: clear it after reordering fields.
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from ...versions import thread_barrier
-from ..parts.pipeline import allocate_full_barriers, pdl_launch_dependents, pdl_wait, sync_before_refill, wait_copies
-from ..parts.tile_scheduler import (
-    LOG2E,
-    advance_to_request,
-    cast_output,
-    count_splits,
-    load_request_shape,
+from ..parts.combine import count_splits, split_metadata_ptr
+from ..parts.dequant import (
+    INT4_ODD_SCALE,
+    dequant_e2m1,
+    dequant_int4_v,
+    dequant_k,
+    dequant_v,
+    int4_zero_points,
     load_scale,
-    split_metadata_ptr,
-    work_tile_at,
-    zero_padding_rows,
+    load_scale_per_head,
+    log2_and_reciprocal,
+    mma_dtype,
 )
+from ..parts.epilogue import cast_output, finalize_softmax_with_sinks, zero_padding_rows
+from ..parts.hadamard import allocate_rotation_smem, load_rotation_scales_of_heads, store_rotation_scales, unrotate_acc
+from ..parts.mask import MaskArgs, is_visible, unmasked_range, valid_keys
+from ..parts.online_softmax import (
+    LOG2E,
+    SoftmaxState,
+    apply_softcap,
+    lazy_row_max_by_lane,
+    rescale_if_flagged,
+)
+from ..parts.pipeline import allocate_full_barriers, pdl_launch_dependents, pdl_wait, wait_copies
+from ..parts.tile_scheduler import advance_to_request, assign_equal_cta_range, load_request_shape, work_tile_at
 from . import shared_tiles as large_m
-from .cta_range import assign_equal_cta_range, finalize_softmax, load_scale_per_head
-from .epilogue import store_output_of_head, store_partial_of_head
-from .fused_combine import fused_combine, read_split_counter
-from .layouts import column_offset_of_heads, mma_layout
-from .mainloop import init_softmax_state, mainloop_step
-from .mainloop_lazy_rescale import init_lazy_softmax_state, mainloop_step_lazy_rescale, reduce_softmax_state
-from .mask import unmasked_range
-from .params import AttentionTensors, CallScales, MaskArgs, PageLookup, SplitWorkTile, Strides, TensorMaps
+from .combine import SplitWorkTile, fused_combine, read_split_counter
+from .layouts import (
+    column_offset_of_heads,
+    k_load_layout,
+    k_to_mma_operand,
+    load_k_block_scales,
+    load_query_operand,
+    load_v_block_scales,
+    mma_layout,
+    transpose_p,
+    zero_neighbor_columns,
+)
 from .producer import (
+    PageLookup,
+    TensorMaps,
     advance_prefetch_position,
     allocate_kv_stages,
+    allocate_query_stages,
     copy_kv_block,
     init_prefetch_position,
+    load_prefetched_query,
+    load_query,
     num_scale_copies,
+    prefetch_query,
+    smem_codes_of_mma_tile,
+    smem_scales_of_mma_tile,
 )
-from .query import allocate_query_stages, load_prefetched_query, load_query, prefetch_query
-from .rotation import allocate_rotation_smem, load_rotation_scales_of_heads, store_rotation_scales, unrotate_acc
+from .shared_tiles import store_output_of_head, store_partial_of_head
+
+# ---- arguments ----
+
+
+class AttentionTensors(NamedTuple):
+    """Tensors that the kernels load and store. SPLIT_METADATA: each work tile's number of splits and first CTA
+    range."""
+
+    Q: gl.tensor
+    SEQ_LENS: gl.tensor
+    CU_SEQLENS_Q: gl.tensor
+    MASK: gl.tensor
+    SINKS: gl.tensor
+    OUT: gl.tensor
+    LSE: gl.tensor
+    SPLIT_WORKSPACE: gl.tensor
+    SPLIT_METADATA: gl.tensor
+
+
+class CallScales(NamedTuple):
+    """Scalars of a call; K_SCALE and V_SCALE are device tensors that may replace k_scale and v_scale."""
+
+    score_scale: gl.tensor  # softmax_scale × log2(e)
+    k_scale: gl.tensor
+    K_SCALE: gl.tensor
+    v_scale: gl.tensor
+    V_SCALE: gl.tensor
+    out_scale: gl.tensor
+    softcap: gl.tensor
+
+
+class Strides(NamedTuple):
+    """Strides of Q, MASK, OUT and LSE."""
+
+    q_t: gl.tensor
+    q_h: gl.tensor
+    mask_t: gl.tensor
+    out_t: gl.tensor
+    out_h: gl.tensor
+    lse_t: gl.tensor
+    lse_h: gl.tensor
+
+
+# ---- mainloop: QK, scales, softcap and mask ----
+
+
+@gluon.jit
+def key_and_buffer_of_mma_tile(stage, n_block, j: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns (first key, index in the ring of its buffer) of the j-th MMA tile of an n_block."""
+    TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
+    return n_block * cfg.BLOCK_N + tile_cfg.MMA_KEYS * j, stage * TILES_PER_BUFFER + j % TILES_PER_BUFFER
+
+
+@gluon.jit
+def compute_scores_of_mma_tile(k_stages, k_scale_stages, i_tile, q, score_scales, softcap, first_key, mask_args,
+                               MASKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
+    """Returns the scores of an MMA tile in units of log2: [HEADS_PER_CTA, MMA_KEYS, BLOCK_M]."""
+    MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
+    packed = smem_codes_of_mma_tile(k_stages, i_tile, cfg.PACKED_K, tile_cfg).load(
+        k_load_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_K)
+    )
+    # Dequantize K.
+    if tile_cfg.K.SCALE_KIND == "block":
+        k = dequant_e2m1(
+            packed,
+            load_k_block_scales(smem_scales_of_mma_tile(k_scale_stages, i_tile, False, tile_cfg), cfg, tile_cfg),
+            False,
+        )
+    else:
+        K: gl.constexpr = tile_cfg.K
+        if K.MAY_HOLD_NEIGHBOR_NAN:
+            packed = zero_neighbor_columns(packed, tile_cfg)
+        k = dequant_k(packed, K)
+    # QK.
+    s = gl.full([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.BLOCK_M], 0, gl.float32, MMA)
+    for i in gl.static_range(gl.constexpr(tile_cfg.K.PACK)):
+        if cfg.BLOCK_M // tile_cfg.WARPS_PER_HEAD > 16:
+            s = mma_v2(k_to_mma_operand(k[i], cfg, tile_cfg), load_query_operand(q.operands, i, cfg, tile_cfg), s)
+        else:
+            s = mma_v2(k_to_mma_operand(k[i], cfg, tile_cfg), q.operands[i], s)
+    if tile_cfg.K.SCALE_KIND == "token_head":
+        token_scales = smem_scales_of_mma_tile(k_scale_stages, i_tile, False, tile_cfg).load(gl.SliceLayout(2, MMA))
+        if tile_cfg.K.CODE == "int4":
+            # 2^23 + the zero point, as fp32 bits, minus 2^23.
+            zero_points = (int4_zero_points(token_scales) | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
+            s = s - zero_points[:, :, None] * q.row_sums[:, None, :]
+        s = s * score_scales[:, None, :] * token_scales[:, :, None]
+    else:
+        s = s * score_scales[:, None, :]
+    if cfg.HAS_SOFTCAP:
+        s = apply_softcap(s, softcap)
+    # Mask.
+    if MASKED:
+        L: gl.constexpr = gl.SliceLayout(0, MMA)
+        o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(1, L))
+        o_q = (
+            mask_args.row_begin + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, L))
+        ) // cfg.GROUP  # query token of a row
+        s = gl.where(is_visible(o_n[:, None], o_q[None, :], mask_args, cfg)[None, :, :], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def load_log2_v_scales(
+    v_scale_stages, i_tile, first_key, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
+):
+    """Returns log2 and reciprocals of the V scales of an MMA tile: [HEADS_PER_CTA, MMA_KEYS]."""
+    MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
+    v_scales = gl.maximum(
+        smem_scales_of_mma_tile(v_scale_stages, i_tile, True, tile_cfg).load(gl.SliceLayout(2, MMA)), 1e-30
+    )
+    if MASKED:
+        o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
+        v_scales = gl.where(valid_keys(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, :], v_scales, 1.0)
+    return log2_and_reciprocal(v_scales)
+
+
+@gluon.jit
+def compute_scores(
+    kv_stages, stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
+    tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Returns (scores of each MMA tile, their maximum by lane and row, reciprocals of each tile's V scales)."""
+    TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
+    s, inv_v_scales = (), ()
+    for j in gl.static_range(gl.constexpr(tile_cfg.NUM_MMA_TILES)):
+        first_key, i_tile = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
+        k_stages, k_scale_stages = kv_stages.k[j // TILES_PER_BUFFER], kv_stages.k_scales[j // TILES_PER_BUFFER]
+        tile_scores = compute_scores_of_mma_tile(
+            k_stages, k_scale_stages, i_tile, q, score_scales, softcap, first_key, mask_args, MASKED, cfg, tile_cfg
+        )
+        if tile_cfg.V.SCALE_KIND == "token_head":
+            # The V scale is added to the exponent, so that the P multiplied with V codes lies in (0, 1].
+            log2_v_scales, inv_v_scale = load_log2_v_scales(
+                kv_stages.v_scales[j // TILES_PER_BUFFER], i_tile, first_key, mask_args, MASKED, cfg, tile_cfg
+            )
+            tile_scores = tile_scores + log2_v_scales[:, :, None]
+            inv_v_scales = inv_v_scales + (inv_v_scale,)
+        s = s + (tile_scores,)
+        if j == 0:
+            lane_max = tile_scores
+        else:
+            lane_max = gl.maximum(lane_max, tile_scores)
+    return s, lane_max, inv_v_scales
+
+
+# ---- mainloop: PV ----
+
+
+@gluon.jit
+def accumulate_pv_of_mma_tile(acc_o, v_stages, v_scale_stages, i_tile, p, first_key, mask_args, MASKED: gl.constexpr,
+                              cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
+    """Returns acc_o + V^T P of an MMA tile; p: [HEADS_PER_CTA, MMA_KEYS, BLOCK_M]."""
+    A: gl.constexpr = gl.DotOperandLayout(0, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2)
+    p_operand = transpose_p(p.to(mma_dtype(cfg)), cfg, tile_cfg)
+    packed = smem_codes_of_mma_tile(v_stages, i_tile, cfg.PACKED_V, tile_cfg).permute([0, 2, 1]).load(A)
+    if MASKED:  # an invalid slot may hold NaN, and 0 × NaN is NaN
+        o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(1, A)))
+        valid = valid_keys(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, None, :]
+        packed = gl.where(valid, packed, 0)
+    if tile_cfg.V.CODE == "int4":
+        token_scales = smem_scales_of_mma_tile(v_scale_stages, i_tile, True, tile_cfg).load(gl.SliceLayout(1, A))
+        v = dequant_int4_v(packed, int4_zero_points(token_scales).to(gl.int16)[:, None, :])
+    elif tile_cfg.V.SCALE_KIND == "block":
+        block_scales = load_v_block_scales(
+            smem_scales_of_mma_tile(v_scale_stages, i_tile, True, tile_cfg).permute([0, 2, 1]), cfg, tile_cfg
+        )
+        if MASKED:
+            block_scales = gl.where(valid, block_scales, 0.0)
+        v = dequant_e2m1(packed, block_scales, False)
+    else:
+        V: gl.constexpr = tile_cfg.V
+        v = dequant_v(packed, V)
+    acc_new = ()
+    for i in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
+        acc_new = acc_new + (mma_v2(v[i], p_operand, acc_o[i]),)
+    return acc_new
+
+
+# ---- mainloop: online softmax, up to 16 query rows ----
+
+
+@gluon.jit
+def init_softmax_state(cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the SoftmaxState before the first n_block."""
+    MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
+    row_max = gl.full([tile_cfg.HEADS_PER_CTA, cfg.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+    row_sum = gl.full([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.BLOCK_M], 0, gl.float32, MMA)
+    acc_o = ()
+    for _ in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
+        acc_o = acc_o + (gl.full([tile_cfg.HEADS_PER_CTA, cfg.PACKED_V, cfg.BLOCK_M], 0, gl.float32, MMA),)
+    return SoftmaxState(row_max, row_sum, acc_o)
+
+
+@gluon.jit
+def mainloop_step(
+    state, kv_stages, stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
+    tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Returns the SoftmaxState after one n_block: (row_max, row_sum for each key of a lane, PACK accumulators)."""
+    TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
+    # QK and mask.
+    s, lane_max, inv_v_scales = compute_scores(
+        kv_stages, stage, q, score_scales, softcap, n_block, mask_args, MASKED, cfg, tile_cfg
+    )
+    # Online softmax: new row_max, rescale.
+    row_max_new = gl.maximum(state.row_max, gl.max(lane_max, 1))
+    safe_max = gl.where(row_max_new == float("-inf"), 0.0, row_max_new)
+    rescale = gl.exp2(state.row_max - safe_max)
+    row_sum = state.row_sum * rescale[:, None, :]
+    acc_o = ()
+    for i in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
+        acc_o = acc_o + (state.acc_o[i] * rescale[:, None, :],)
+    # P and PV, one MMA tile at a time.
+    for j in gl.static_range(gl.constexpr(tile_cfg.NUM_MMA_TILES)):
+        p = gl.exp2(s[j] - safe_max[:, None, :])
+        if tile_cfg.V.SCALE_KIND == "token_head":
+            row_sum = row_sum + p * inv_v_scales[j][:, :, None]
+        else:
+            row_sum = row_sum + p
+        first_key, i_tile = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
+        v_stages, v_scale_stages = kv_stages.v[j // TILES_PER_BUFFER], kv_stages.v_scales[j // TILES_PER_BUFFER]
+        acc_o = accumulate_pv_of_mma_tile(
+            acc_o, v_stages, v_scale_stages, i_tile, p, first_key, mask_args, MASKED, cfg, tile_cfg
+        )
+    return SoftmaxState(row_max_new, row_sum, acc_o)
+
+
+# ---- mainloop: online softmax with lazy rescaling, 17 to 32 query rows ----
+# A row's row_max is raised only where P would overflow fp16, which is rare; else nothing is rescaled. row_max and
+# row_sum are kept for each lane that holds keys of a row, [HEADS_PER_CTA, 8, BLOCK_M], so lanes exchange nothing. For
+# 4-bit codes, the costliest to unpack, a warp has all 32 rows (`kernel_producer_warp`): then the accumulator takes half
+# of its registers, the query stays in shared memory, and an n_block has 16 keys.
+
+
+@gluon.jit
+def view_by_lane(x):
+    """Returns [HEADS_PER_CTA, N, BLOCK_M] as [HEADS_PER_CTA, N / 8, 8, BLOCK_M]: the elements of a row by lane."""
+    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8, x.shape[2]])
+
+
+@gluon.jit
+def broadcast_by_lane(x, like):
+    """Returns one number per row and lane, broadcast to `view_by_lane` of the row."""
+    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None, :, :]
+
+
+@gluon.jit
+def rescale_acc(acc_o, rescale, flag, tile_cfg: gl.constexpr):
+    """Returns an accumulator [HEADS_PER_CTA, 16 or 32, BLOCK_M] times each row's rescale, skipped where all are 1."""
+    x = view_by_lane(acc_o)
+    scales, x = gl.broadcast(broadcast_by_lane(rescale, x), x)
+    flags, x = gl.broadcast(broadcast_by_lane(flag, x), x)
+    NUM_ELEMENTS: gl.constexpr = acc_o.shape[1] * acc_o.shape[2] // (32 * tile_cfg.WARPS_PER_HEAD)
+    x = rescale_if_flagged(x, scales, flags, NUM_ELEMENTS)
+    return gl.convert_layout(gl.reshape(x, acc_o.shape), acc_o.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def init_lazy_softmax_state(cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the SoftmaxState before the first n_block, by lane."""
+    zeros = gl.max(
+        view_by_lane(
+            gl.full(
+                [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.BLOCK_M], 0.0, gl.float32,
+                mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD),
+            )
+        ),
+        1,
+    )  # fmt: skip
+    acc_o = ()
+    for _ in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
+        acc_o = acc_o + (
+            gl.full(
+                [tile_cfg.HEADS_PER_CTA, cfg.PACKED_V, cfg.BLOCK_M], 0, gl.float32,
+                mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD),
+            ),
+        )  # fmt: skip
+    return SoftmaxState(zeros + float("-inf"), zeros, acc_o)
+
+
+@gluon.jit
+def mainloop_step_lazy_rescale(
+    state, kv_stages, stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
+    tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Returns the SoftmaxState after one n_block: (row_max, row_sum, both by lane, PACK accumulators).
+
+    Differs from `mainloop_step` after the scores: there all lanes agree on row_max in every n_block, here none waits.
+    """
+    TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
+    # QK and mask.
+    s, lane_max, inv_v_scales = compute_scores(
+        kv_stages, stage, q, score_scales, softcap, n_block, mask_args, MASKED, cfg, tile_cfg
+    )
+    # Online softmax: lazy row_max, rescale where it was raised.
+    row_max, rescale, flag = lazy_row_max_by_lane(
+        gl.max(view_by_lane(lane_max), 1), state.row_max, cfg.BLOCK_M // tile_cfg.WARPS_PER_HEAD // 4
+    )
+    safe_max, row_sum = gl.where(row_max == float("-inf"), 0.0, row_max), state.row_sum * rescale
+    acc_o = ()
+    for i in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
+        acc_o = acc_o + (rescale_acc(state.acc_o[i], rescale, flag, tile_cfg),)
+    # P and PV, one MMA tile at a time.
+    for j in gl.static_range(gl.constexpr(tile_cfg.NUM_MMA_TILES)):
+        x = view_by_lane(s[j])
+        x = gl.exp2(x - broadcast_by_lane(safe_max, x))
+        p = gl.convert_layout(gl.reshape(x, s[j].shape), s[j].type.layout, assert_trivial=True)
+        if tile_cfg.V.SCALE_KIND == "token_head":
+            row_sum = row_sum + gl.sum(view_by_lane(p * inv_v_scales[j][:, :, None]), 1)
+        else:
+            row_sum = row_sum + gl.sum(x, 1)
+        first_key, i_tile = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
+        v_stages, v_scale_stages = kv_stages.v[j // TILES_PER_BUFFER], kv_stages.v_scales[j // TILES_PER_BUFFER]
+        acc_o = accumulate_pv_of_mma_tile(
+            acc_o, v_stages, v_scale_stages, i_tile, p, first_key, mask_args, MASKED, cfg, tile_cfg
+        )
+    return SoftmaxState(row_max, row_sum, acc_o)
+
+
+@gluon.jit
+def reduce_softmax_state(state, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns a step's SoftmaxState with row_max and row_sum reduced over lanes, and all columns at one scale."""
+    acc_o = state.acc_o
+    if tile_cfg.V.CODE == "int4":
+        acc_o = (acc_o[0] * INT4_ODD_SCALE, acc_o[1], acc_o[2] * INT4_ODD_SCALE, acc_o[3])
+    if cfg.BLOCK_M > 16:
+        L: gl.constexpr = gl.SliceLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD))
+        row_max, row_sum = (
+            gl.convert_layout(gl.max(state.row_max, 1), L),
+            gl.convert_layout(gl.sum(state.row_sum, 1), L),
+        )
+        return SoftmaxState(row_max, row_sum, acc_o)
+    else:
+        return SoftmaxState(state.row_max, gl.sum(state.row_sum, 1), acc_o)
+
+
+# ---- epilogue ----
 
 
 @gluon.jit
 def kv_heads_of_cta(first_head, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the KV heads of the CTA: [HEADS_PER_CTA]."""
     return first_head + gl.arange(0, tile_cfg.HEADS_PER_CTA, LAYOUT)
-
-
-@gluon.jit
-def store_partial(
-    SPLIT_WORKSPACE, partial_slot, state, first_head, num_rows_left, cfg: gl.constexpr, tile_cfg: gl.constexpr
-):
-    """Stores the partial results of split work tiles: slot + 2 h, [BLOCK_M, PARTIAL_COLUMNS] fp32, whose last two
-    columns are row_max and row_sum."""
-    MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
-    HN: gl.constexpr = gl.SliceLayout(1, MMA)
-    o_r = gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, HN))
-    partial_slots = partial_slot + 2 * gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, HN)).to(gl.int64)
-    p_row = SPLIT_WORKSPACE + (partial_slots[:, None] * cfg.BLOCK_M + o_r[None, :]) * cfg.PARTIAL_COLUMNS
-    m_row = (o_r < num_rows_left)[None, :] & (partial_slots >= 0)[:, None]
-    o_d = output_columns(first_head, cfg, tile_cfg)
-    if tile_cfg.V.PADDED_HEADS > 1:
-        o_d = o_d & (cfg.BLOCK_DV - 1)  # columns of neighbouring heads go behind the head's own
-    for j in gl.static_range(gl.constexpr(cfg.PACK)):
-        gl.store(p_row[:, None, :] + j * cfg.BLOCK_DV + o_d, state.acc_o[j], mask=m_row[:, None, :])
-    gl.store(p_row + cfg.PARTIAL_COLUMNS - 2, state.row_max, mask=m_row)
-    gl.store(p_row + cfg.PARTIAL_COLUMNS - 1, state.row_sum, mask=m_row)
 
 
 @gluon.jit
@@ -117,7 +462,7 @@ def store_output(
     q_heads = (kv_heads[:, None] * cfg.GROUP + (o_r % cfg.GROUP)[None, :]).to(gl.int64)
     tokens = (work_tile.q_begin + o_r // cfg.GROUP).to(gl.int64)[None, :]
     m_row = (o_r < work_tile.num_q_rows * cfg.GROUP)[None, :] & (kv_heads >= 0)[:, None]
-    acc_scale, lse = finalize_softmax(
+    acc_scale, lse = finalize_softmax_with_sinks(
         state.row_max, state.row_sum, v_out_scale[:, None] * cfg.V_RESIDUAL_SCALE, tensors.SINKS, q_heads, m_row, cfg
     )
     o_d = output_columns(first_head, cfg, tile_cfg)
@@ -130,6 +475,27 @@ def store_output(
         )
     if cfg.HAS_LSE:
         gl.store(LSE + tokens * strides.lse_t + q_heads * strides.lse_h, lse, mask=m_row)
+
+
+@gluon.jit
+def store_partial(
+    SPLIT_WORKSPACE, partial_slot, state, first_head, num_rows_left, cfg: gl.constexpr, tile_cfg: gl.constexpr
+):
+    """Stores the partial results of split work tiles: slot + 2 h, [BLOCK_M, PARTIAL_COLUMNS] fp32, whose last two
+    columns are row_max and row_sum."""
+    MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
+    HN: gl.constexpr = gl.SliceLayout(1, MMA)
+    o_r = gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, HN))
+    partial_slots = partial_slot + 2 * gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, HN)).to(gl.int64)
+    p_row = SPLIT_WORKSPACE + (partial_slots[:, None] * cfg.BLOCK_M + o_r[None, :]) * cfg.PARTIAL_COLUMNS
+    m_row = (o_r < num_rows_left)[None, :] & (partial_slots >= 0)[:, None]
+    o_d = output_columns(first_head, cfg, tile_cfg)
+    if tile_cfg.V.PADDED_HEADS > 1:
+        o_d = o_d & (cfg.BLOCK_DV - 1)  # columns of neighbouring heads go behind the head's own
+    for j in gl.static_range(gl.constexpr(cfg.PACK)):
+        gl.store(p_row[:, None, :] + j * cfg.BLOCK_DV + o_d, state.acc_o[j], mask=m_row[:, None, :])
+    gl.store(p_row + cfg.PARTIAL_COLUMNS - 2, state.row_max, mask=m_row)
+    gl.store(p_row + cfg.PARTIAL_COLUMNS - 1, state.row_sum, mask=m_row)
 
 
 @gluon.jit
@@ -146,6 +512,9 @@ def store_split_metadata(p_metadata, num_splits, i_range):
     """Stores, for the combine, the number of splits of a work tile that begins in CTA range i_range."""
     gl.store(p_metadata, num_splits)
     gl.store(p_metadata + 1, i_range)
+
+
+# ---- kernel ----
 
 
 @gluon.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["B"])
@@ -165,10 +534,9 @@ def decode_kernel(
         split_metadata_ptr(SPLIT_WORKSPACE, num_ranges * cfg.HEADS, cfg),
     )  # fmt: skip
     strides = Strides(stride_q_t, stride_q_h, stride_mask_t, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h)
-    page_lookup, tensor_maps = (
-        PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b),
-        TensorMaps(K, V, K_SCALES, V_SCALES),
-    )
+    tensor_maps = TensorMaps(K, V, K_SCALES, V_SCALES)
+    page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b)
+    # Shared memory.
     NUM_BARRIER_GROUPS: gl.constexpr = 2 + num_scale_copies(tile_cfg)
     full_barriers = allocate_full_barriers(NUM_BARRIER_GROUPS, tile_cfg.STAGES)
     kv_stages = allocate_kv_stages(tile_cfg)
@@ -177,6 +545,7 @@ def decode_kernel(
         q_stages = allocate_query_stages(Q, cfg, tile_cfg)
     if tile_cfg.LARGE_M:
         smem_operands = large_m.allocate_smem_operands(cfg, tile_cfg)
+    # Wait for the previous kernel; then padding, and this CTA's range.
     pdl_wait()
     if tile_cfg.FUSED_COMBINE_ROWS > 0:
         pdl_launch_dependents()
@@ -211,6 +580,7 @@ def decode_kernel(
                 prefetch_pos, i_prefetch, full_barriers, tensor_maps, kv_stages, first_head, block_end, cfg, tile_cfg
             )
             prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
+        # Scales of scores and of outputs.
         if tile_cfg.LARGE_M:
             heads = first_head
         else:
@@ -243,12 +613,14 @@ def decode_kernel(
                 work_tile.num_keys, work_tile.num_q_rows, row_begin, work_tile.q_begin, MASK, stride_mask_t
             )
             unmasked_begin, unmasked_end = unmasked_range(request, cfg)
+            # Splits of this work tile, if this launch combines them.
             if tile_cfg.FUSED_COMBINE_ROWS > 0:
                 first_range = (n_block_base + work_tile.m_block * work_tile.num_n_blocks) // cta_range.blocks_per_range
                 split_tile = SplitWorkTile(
                     i_range, first_range, count_splits(work_tile, cta_range.blocks_per_range, first_range)
                 )
                 counter_value = read_split_counter(SPLIT_WORKSPACE, split_tile, cfg, tile_cfg)
+            # Query, then the main loop.
             if tile_cfg.LARGE_M:
                 score_scales = head_score_scales * large_m.store_query_to_smem(
                     tensors, strides, rotation_smem, work_tile, first_head, smem_operands.q, cfg, tile_cfg
@@ -273,9 +645,9 @@ def decode_kernel(
                 for n_block in range(
                     request.first_n_block + work_tile.n_block_begin, request.first_n_block + work_tile.n_block_end
                 ):
-                    # Wait for the stage, refill the previous one.
+                    # Wait for the stage; once all warps have left the previous one, refill it.
                     wait_copies(full_barriers, iter, NUM_BARRIER_GROUPS, tile_cfg.STAGES)
-                    sync_before_refill()
+                    thread_barrier()
                     if tile_cfg.NUM_QUERY_STAGES > 0:
                         num_prefetched_q = prefetch_query(
                             tensors, strides, q_stages, num_prefetched_q, prefetch_pos, block_end, first_head, False,

@@ -4,8 +4,8 @@ Unpacking 4 bits keeps the four consumer warps busy. Starting the copies of an n
 keys, and four times that with pages of 16, so a producer warp does it. For the same reason a warp has all of up to 32
 query rows of its head, and unpacks once (`mainloop_step_lazy_rescale`).
 
-Mask: `mainloop.compute_scores_of_mma_tile`. Free stage: `producer`, on empty_barriers. Rescale: `mainloop_step` or
-`mainloop_step_lazy_rescale`. Combine: `combine`, in a second launch.
+Mask: `kernel.compute_scores_of_mma_tile`. Free stage: `producer`, on empty_barriers. Rescale: `mainloop_step` or
+`mainloop_step_lazy_rescale`, of `kernel`. Combine: `combine_kernel`, in a second launch.
 """
 
 from triton.experimental import gluon
@@ -13,33 +13,43 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...versions import thread_barrier
+from ..parts.combine import count_splits, split_metadata_ptr
+from ..parts.dequant import load_scale, load_scale_per_head
+from ..parts.epilogue import zero_padding_rows
+from ..parts.hadamard import allocate_rotation_smem, load_rotation_scales_of_heads, store_rotation_scales, unrotate_acc
+from ..parts.mask import MaskArgs, unmasked_range
+from ..parts.online_softmax import LOG2E
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_launch_dependents, pdl_wait
-from ..parts.tile_scheduler import (
-    LOG2E,
-    advance_to_request,
-    count_splits,
-    load_request_shape,
-    load_scale,
-    split_metadata_ptr,
-    work_tile_at,
-    zero_padding_rows,
+from ..parts.tile_scheduler import advance_to_request, assign_rounded_cta_range, load_request_shape, work_tile_at
+from .kernel import (
+    AttentionTensors,
+    CallScales,
+    Strides,
+    init_lazy_softmax_state,
+    init_softmax_state,
+    kv_heads_of_cta,
+    mainloop_step,
+    mainloop_step_lazy_rescale,
+    reduce_softmax_state,
+    store_output,
+    store_partial,
+    store_split_metadata,
+    work_tile_metadata_ptr,
 )
-from .cta_range import assign_rounded_cta_range, load_scale_per_head
-from .kernel import kv_heads_of_cta, store_output, store_partial, store_split_metadata, work_tile_metadata_ptr
 from .layouts import allocate_query_smem, mma_layout, store_query_operand
-from .mainloop import init_softmax_state, mainloop_step
-from .mainloop_lazy_rescale import init_lazy_softmax_state, mainloop_step_lazy_rescale, reduce_softmax_state
-from .mask import unmasked_range
-from .params import AttentionTensors, CallScales, MaskArgs, PageLookup, QueryOperands, Strides, TensorMaps
 from .producer import (
+    PageLookup,
+    QueryOperands,
+    TensorMaps,
     advance_prefetch_position,
     allocate_kv_stages,
     copy_kv_tile,
     copy_scale_tile,
     init_prefetch_position,
+    load_query,
 )
-from .query import load_query
-from .rotation import allocate_rotation_smem, load_rotation_scales_of_heads, store_rotation_scales, unrotate_acc
+
+# ---- producer warp ----
 
 
 @gluon.jit
@@ -88,6 +98,9 @@ def producer(
         prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, cta_range.block_end, cfg, tile_cfg)
 
 
+# ---- consumer warps ----
+
+
 @gluon.jit
 def consumer(
     tensors, scales, strides, kv_stages, rotation_smem, q_smem, full_barriers, empty_barriers, cta_range,
@@ -114,11 +127,13 @@ def consumer(
     request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, block < block_end, cfg)
     iter = 0
     while block < block_end:
+        # Next work tile.
         i_request, n_block_base, request = advance_to_request(
             SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
         work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
         row_begin = work_tile.m_block * cfg.BLOCK_M
+        # Query: 32 rows stay in shared memory.
         q, q_scales = load_query(tensors, strides, rotation_smem, work_tile, first_head, cfg, tile_cfg)
         if cfg.BLOCK_M > 16:
             thread_barrier()
@@ -156,11 +171,8 @@ def consumer(
             state = unrotate_acc(state, rotation_smem, cfg, tile_cfg)
         if work_tile.n_block_begin == 0:
             num_splits = count_splits(work_tile, cta_range.blocks_per_range, cta_range.i_range)
-            store_split_metadata(
-                work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg),
-                num_splits,
-                cta_range.i_range,
-            )
+            p_metadata = work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg)
+            store_split_metadata(p_metadata, num_splits, cta_range.i_range)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
             store_output(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
         else:
@@ -172,6 +184,9 @@ def consumer(
                 cfg, tile_cfg,
             )  # fmt: skip
         block += work_tile.n_block_end - work_tile.n_block_begin
+
+
+# ---- kernel ----
 
 
 @gluon.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["B"])
@@ -187,11 +202,13 @@ def decode_producer_warp_kernel(
     i_range, num_ranges = i_cta // tile_cfg.HEAD_GROUPS, gl.num_programs(0) // tile_cfg.HEAD_GROUPS
     head_group = i_cta % tile_cfg.HEAD_GROUPS
     SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_ranges * cfg.HEADS, cfg)
+    # Shared memory.
     kv_stages = allocate_kv_stages(tile_cfg)
     rotation_smem = allocate_rotation_smem(kv_stages.k[0], cfg, tile_cfg)
     q_smem = allocate_query_smem(cfg.PACKED_K, cfg, tile_cfg) if cfg.BLOCK_M > 16 else kv_stages.k[0]
     full_barriers, empty_barriers = allocate_mbarrier_groups(tile_cfg.STAGES, (1, 1))
     fence_async_shared()
+    # Wait for the previous kernel; then padding, and this CTA's range.
     pdl_wait()
     if cfg.VARLEN_Q:
         zero_padding_rows(
@@ -209,10 +226,9 @@ def decode_producer_warp_kernel(
         load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE), softcap,
     )  # fmt: skip
     strides = Strides(stride_q_t, stride_q_h, stride_mask_t, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h)
-    tensor_maps, page_lookup = (
-        TensorMaps(K, V, K_SCALES, V_SCALES),
-        PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b),
-    )
+    tensor_maps = TensorMaps(K, V, K_SCALES, V_SCALES)
+    page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b)
+    # Warp roles: consumers, producer.
     thread_barrier()  # the partitions' arguments may overlap the scratch of the reductions above
     gl.warp_specialize(
         [

@@ -2,7 +2,7 @@
 
 A warp has a KV head, or one in WARPS_PER_HEAD of its query rows; its MMA tiles are 16 keys. Both MMAs run as m16n8k16
 with keys (or V columns) on M and query rows on N, so warps exchange nothing. The order of the contracted dimension is
-free: a lane loads a contiguous run of a key's row, and the same of the query's (`query.to_query_operands`). V is
+free: a lane loads a contiguous run of a key's row, and the same of the query's (`producer.to_query_operands`). V is
 transposed by ldmatrix in 16-bit packed words; tile j of PACK holds the columns PACK * i + j, as in the Triton kernels.
 """
 
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ..parts.dequant import K_BLOCK_SCALES_PTX, V_BLOCK_SCALES_PTX
 
-_MOVMATRIX_PTX = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
+# ---- layouts ----
 
 
 @gluon.constexpr_function
@@ -39,6 +39,12 @@ def _key_register_bases(NUM_KEYS, rank, dim):
 def _lane_stretch_and_panels(NUM_PACKED):
     """Returns (packed words of a lane in each panel of at most 128 bytes of a row, number of panels)."""
     return min(NUM_PACKED, 64) // 4, max(NUM_PACKED // 64, 1)
+
+
+@gluon.constexpr_function
+def mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD):
+    """Returns the accumulator layout of both MMAs: [HEADS_PER_CTA, keys or V columns, BLOCK_M]."""
+    return gl.NVMMADistributedLayout([2, 0], [HEADS_PER_CTA, 1, WARPS_PER_HEAD], [1, 16, 8])
 
 
 @gluon.constexpr_function
@@ -152,10 +158,7 @@ def v_scale_mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
     )
 
 
-@gluon.constexpr_function
-def mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD):
-    """Returns the accumulator layout of both MMAs: [HEADS_PER_CTA, keys or V columns, BLOCK_M]."""
-    return gl.NVMMADistributedLayout([2, 0], [HEADS_PER_CTA, 1, WARPS_PER_HEAD], [1, 16, 8])
+# ---- query operands in shared memory ----
 
 
 @gluon.constexpr_function
@@ -202,10 +205,13 @@ def load_query_operand(q_smem, I_TILE: gl.constexpr, cfg: gl.constexpr, tile_cfg
     )
 
 
+# ---- K and V as operands ----
+
+
 @gluon.jit
 def column_offset_of_heads(kv_heads, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the packed column of a copied row at which a head's own columns begin
-    (`copy_tiles._padded_head_tiles`)."""
+    (`tensor_maps._padded_head_tiles`)."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     return kv_heads % SIDE.PADDED_HEADS * SIDE.HEAD_SHIFT
 
@@ -227,13 +233,16 @@ def zero_neighbor_columns(packed, tile_cfg: gl.constexpr):
 @gluon.jit
 def k_to_mma_operand(k, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns K [HEADS_PER_CTA, MMA_KEYS, PACKED_K] (k_load_layout) as the left operand, columns in the order of
-    `query.to_query_operands`."""
+    `producer.to_query_operands`."""
     STRETCH: gl.constexpr = min(cfg.PACKED_K, 64) // 4
     SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.PACKED_K // (4 * STRETCH), 4, STRETCH // 2, 2]
     k = k.reshape(SHAPE).permute([0, 1, 2, 4, 3, 5]).reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.PACKED_K])
     return gl.convert_layout(
         k, gl.DotOperandLayout(0, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2), assert_trivial=True
     )
+
+
+# ---- block scales ----
 
 
 @gluon.jit
@@ -333,6 +342,12 @@ def load_v_block_scales(scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
         gl.DotOperandLayout(0, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2),
         assert_trivial=True,
     )
+
+
+# ---- P as an operand ----
+
+
+_MOVMATRIX_PTX = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 
 
 @gluon.jit

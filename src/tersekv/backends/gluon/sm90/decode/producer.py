@@ -1,16 +1,153 @@
-"""Producer of decode: the position of the next n_block, and its copies into a stage of the ring.
+"""Producer of decode: copies of K and V into the stages of the ring, and the query, ahead of use or directly.
 
 The prefetch position runs ahead of the n_blocks in use, across the ends of work tiles and requests, so that copies
-never pause there.
+never pause there. The query comes with its work tile's first n_block: a load at the start of a work tile would queue
+behind all copies in flight, some 3 µs (notes/decode.md).
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...versions import reinterpret, tma_load
+from ...versions import async_load, reinterpret, tma_load
+from ..parts.dequant import INT4_ODD_SCALE, INT4_RESIDUAL_SCALE, exponent_to_float, mma_dtype, normalize_exponent
+from ..parts.hadamard import rotate_query
 from ..parts.tile_scheduler import load_request_shape
-from .params import KVStages, PrefetchPosition
+from .layouts import column_offset_of_heads, mma_layout, query_load_layout
+
+
+class PageLookup(NamedTuple):
+    """Tensors that locate keys. stride_table_b: of the page table's rows."""
+
+    PAGE_TABLE: gl.tensor
+    SEQ_LENS: gl.tensor
+    CU_SEQLENS_Q: gl.tensor
+    stride_table_b: gl.tensor
+
+
+class TensorMaps(NamedTuple):
+    """Tensor maps; for stored scales, pointers where they are loaded one by one."""
+
+    K: gl.tensor
+    V: gl.tensor
+    K_SCALES: gl.tensor
+    V_SCALES: gl.tensor
+
+
+class KVStages(NamedTuple):
+    """Shared memory of codes and stored scales: a buffer for each copy of an n_block, with all its stages."""
+
+    k: tuple
+    k_scales: tuple
+    v: tuple
+    v_scales: tuple
+
+
+class PrefetchPosition(NamedTuple):
+    """Position of the copies, ahead of the n_blocks in use, across the ends of work tiles and requests."""
+
+    block: gl.tensor  # flat index of the n_block
+    i_request: gl.tensor
+    n_block: gl.tensor  # in its work tile
+    m_block: gl.tensor
+    num_n_blocks: gl.tensor  # of a work tile
+    num_m_blocks: gl.tensor
+    first_n_block: gl.tensor  # n_block of the request that a work tile begins with
+    num_keys: gl.tensor
+    page_ids: tuple  # of the n_block's copies
+
+
+class QueryOperands(NamedTuple):
+    """Of a work tile: PACK right operands of QK, and the sums of its rows, for int4 keys."""
+
+    operands: tuple  # or their copy in shared memory
+    row_sums: gl.tensor
+
+
+# ---- stages ----
+
+
+@gluon.constexpr_function
+def num_scale_copies(tile_cfg):
+    """Returns how many of K and V have stored scales that are copied."""
+    return (tile_cfg.K.SCALE_COPY_BYTES > 0) + (tile_cfg.V.SCALE_COPY_BYTES > 0)
+
+
+@gluon.jit
+def allocate_side_stages(IS_V: gl.constexpr, tile_cfg: gl.constexpr):
+    """Allocates (buffers of codes, buffers of stored scales) of K or V."""
+    SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
+    gl.static_assert((SIDE.CODE == "e2m1") == (SIDE.SCALE_KIND == "block"), "a code that these kernels do not know")
+    dtype: gl.constexpr = gl.int32 if SIDE.SCALE_KIND == "block" else gl.float32
+    codes, scales = (), ()
+    for _ in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
+        stages = gl.allocate_shared_memory(gl.int16, SIDE.SMEM_SHAPE, SIDE.SMEM_LAYOUT)
+        codes = codes + (stages,)
+        if SIDE.SCALE_COPY_BYTES > 0:
+            # A tensor copy needs a destination aligned to 128 bytes, which a plain layout does not guarantee.
+            stages = gl.allocate_shared_memory(
+                dtype,
+                [tile_cfg.STAGES * tile_cfg.COPIES_PER_BUFFER * SIDE.SCALE_SMEM_PITCH // 128, 1, 32],
+                gl.NVMMASharedLayout(0, 32, 2),
+            )
+            scales = scales + (reinterpret(stages, dtype, SIDE.SCALE_SMEM_SHAPE, SIDE.SCALE_SMEM_LAYOUT),)
+        else:
+            scales = scales + (stages,)  # never read
+    return codes, scales
+
+
+@gluon.jit
+def allocate_kv_stages(tile_cfg: gl.constexpr):
+    """Allocates the KVStages of codes and stored scales."""
+    k, k_scales = allocate_side_stages(False, tile_cfg)
+    v, v_scales = allocate_side_stages(True, tile_cfg)
+    return KVStages(k, k_scales, v, v_scales)
+
+
+@gluon.jit
+def smem_codes_of_mma_tile(stages, i_tile, NUM_PACKED: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the codes of MMA tile i_tile of the ring: [HEADS_PER_CTA, MMA_KEYS, NUM_PACKED]. A row in shared memory
+    may hold several heads (`tensor_maps.merge_adjacent_heads`); a tile may consist of two copies
+    (`tensor_maps.make_kv_layout`)."""
+    tile = stages.index(i_tile)
+    if tile_cfg.COPIES_PER_BUFFER == 2:  # [halves, panels, rows, 8, packed]
+        SHAPE: gl.constexpr = [tile.shape[2], tile_cfg.MMA_KEYS, tile.shape[1] * tile.shape[4]]
+        tile = tile.permute([2, 0, 3, 1, 4]).reshape(SHAPE)
+    TILE_ROWS: gl.constexpr = tile.shape[0]
+    if TILE_ROWS < tile_cfg.HEADS_PER_CTA:
+        tile = (
+            tile.reshape([TILE_ROWS, tile_cfg.MMA_KEYS, tile_cfg.HEADS_PER_CTA // TILE_ROWS, NUM_PACKED])
+            .permute([0, 2, 1, 3])
+            .reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, NUM_PACKED])
+        )
+    return tile
+
+
+@gluon.jit
+def smem_scales_of_mma_tile(scale_stages, i_tile, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the stored scales of MMA tile i_tile of the ring: [HEADS_PER_CTA, MMA_KEYS], or [HEADS_PER_CTA, MMA_KEYS,
+    SCALE_WORDS]. Where the pitch of a copy exceeds its bytes, the ring has a multiple of the tiles."""
+    SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
+    tile = scale_stages.index(
+        i_tile * (scale_stages.shape[0] // (tile_cfg.STAGES * tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS))
+    )
+    if not SIDE.SCALE_ROWS_ARE_KEYS:
+        if tile_cfg.COPIES_PER_BUFFER == 2 and SIDE.SCALE_KIND == "block":  # [halves, heads, 8, words]
+            return tile.permute([1, 0, 2, 3]).reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, SIDE.SCALE_WORDS])
+        elif tile_cfg.COPIES_PER_BUFFER == 2:
+            return tile.permute([1, 0, 2]).reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS])
+        else:
+            return tile
+    elif SIDE.SCALE_KIND == "block":
+        return tile.permute([1, 0, 2])
+    else:
+        return tile.permute([1, 0])
+
+
+# ---- position ----
 
 
 @gluon.jit
@@ -65,41 +202,7 @@ def advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg: gl.cons
     )
 
 
-@gluon.constexpr_function
-def num_scale_copies(tile_cfg):
-    """Returns how many of K and V have stored scales that are copied."""
-    return (tile_cfg.K.SCALE_COPY_BYTES > 0) + (tile_cfg.V.SCALE_COPY_BYTES > 0)
-
-
-@gluon.jit
-def allocate_side_stages(IS_V: gl.constexpr, tile_cfg: gl.constexpr):
-    """Allocates (buffers of codes, buffers of stored scales) of K or V."""
-    SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
-    gl.static_assert((SIDE.CODE == "e2m1") == (SIDE.SCALE_KIND == "block"), "a code that these kernels do not know")
-    dtype: gl.constexpr = gl.int32 if SIDE.SCALE_KIND == "block" else gl.float32
-    codes, scales = (), ()
-    for _ in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
-        stages = gl.allocate_shared_memory(gl.int16, SIDE.SMEM_SHAPE, SIDE.SMEM_LAYOUT)
-        codes = codes + (stages,)
-        if SIDE.SCALE_COPY_BYTES > 0:
-            # A tensor copy needs a destination aligned to 128 bytes, which a plain layout does not guarantee.
-            stages = gl.allocate_shared_memory(
-                dtype,
-                [tile_cfg.STAGES * tile_cfg.COPIES_PER_BUFFER * SIDE.SCALE_SMEM_PITCH // 128, 1, 32],
-                gl.NVMMASharedLayout(0, 32, 2),
-            )
-            scales = scales + (reinterpret(stages, dtype, SIDE.SCALE_SMEM_SHAPE, SIDE.SCALE_SMEM_LAYOUT),)
-        else:
-            scales = scales + (stages,)  # never read
-    return codes, scales
-
-
-@gluon.jit
-def allocate_kv_stages(tile_cfg: gl.constexpr):
-    """Allocates the KVStages of codes and stored scales."""
-    k, k_scales = allocate_side_stages(False, tile_cfg)
-    v, v_scales = allocate_side_stages(True, tile_cfg)
-    return KVStages(k, k_scales, v, v_scales)
+# ---- copies of K and V ----
 
 
 @gluon.constexpr_function
@@ -125,7 +228,7 @@ def copy_kv_tile(
             0,
             0,
         ]  # a row may hold several heads (`merge_adjacent_heads`)
-    elif len(SMEM_SHAPE) == 6:  # heads in groups (`copy_tiles._padded_head_tiles`)
+    elif len(SMEM_SHAPE) == 6:  # heads in groups (`tensor_maps._padded_head_tiles`)
         coords = [(page_id * ROWS_PER_PAGE + page_slot) // KEYS_PER_COPY, first_head // SMEM_SHAPE[-3], 0, 0, 0]
     else:
         coords = [
@@ -204,3 +307,137 @@ def copy_kv_block(
                 tensor_maps.V_SCALES, v_scales, full_barrier, i_copy, page_id, first_head, page_slot, enabled, True,
                 tile_cfg,
             )  # fmt: skip
+
+
+# ---- query ----
+
+
+@gluon.constexpr_function
+def _query_copy_layout(tile_cfg, cfg, itemsize):
+    """Returns the layout of [heads, rows, columns]: a lane copies 16 bytes."""
+    lanes = min(32, cfg.D * itemsize // 16)
+    return gl.BlockedLayout(
+        [1, 1, 16 // itemsize], [1, 32 // lanes, lanes], [tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, 1], [2, 1, 0]
+    )
+
+
+@gluon.jit
+def allocate_query_stages(Q, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Allocates a ring of queries [HEADS_PER_CTA, BLOCK_M, D]: of as many work tiles as may begin in the prefetched
+    n_blocks."""
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    return gl.allocate_shared_memory(
+        Q.dtype.element_ty, [tile_cfg.NUM_QUERY_STAGES, tile_cfg.HEADS_PER_CTA, cfg.BLOCK_M, cfg.D], LAYOUT
+    )
+
+
+@gluon.jit
+def query_row_ptrs(Q, strides, q_begin, kv_heads, o_r, cfg: gl.constexpr):
+    """Returns pointers to query rows o_r of a request, all heads of a group counted, of KV heads kv_heads."""
+    p_token = Q + (q_begin + o_r // cfg.GROUP).to(gl.int64) * strides.q_t
+    return p_token + (kv_heads * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64) * strides.q_h
+
+
+@gluon.jit
+def prefetch_query(tensors, strides, q_stages, num_prefetched_q, prefetch_pos, block_end, first_head,
+                   IS_FIRST: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
+    """Starts the copy of the query at prefetch_pos, if its n_block is the first of the CTA range or of a work tile.
+
+    Returns the number of queries prefetched so far.
+    """
+    Q, CU_SEQLENS_Q = tensors.Q, tensors.CU_SEQLENS_Q
+    if (prefetch_pos.block < block_end) & (IS_FIRST | (prefetch_pos.n_block == 0)):
+        L: gl.constexpr = _query_copy_layout(tile_cfg, cfg, Q.dtype.element_ty.primitive_bitwidth // 8)
+        h = first_head + gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+        o_r = (
+            prefetch_pos.m_block * cfg.BLOCK_M
+            + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+        )
+        o_d = gl.arange(0, cfg.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+        if cfg.VARLEN_Q:
+            q_begin = gl.load(CU_SEQLENS_Q + prefetch_pos.i_request).to(gl.int32)
+            num_q_rows = gl.load(CU_SEQLENS_Q + prefetch_pos.i_request + 1).to(gl.int32) - q_begin
+        else:
+            q_begin, num_q_rows = prefetch_pos.i_request * cfg.MAX_SEQLEN_Q, cfg.MAX_SEQLEN_Q
+        p_q = query_row_ptrs(Q, strides, q_begin, h, o_r, cfg) + o_d
+        valid, p_q = gl.broadcast(o_r < num_q_rows * cfg.GROUP, p_q)
+        async_load(q_stages.index(num_prefetched_q % tile_cfg.NUM_QUERY_STAGES), p_q, mask=valid)
+        async_copy.commit_group()
+        num_prefetched_q += 1
+    return num_prefetched_q
+
+
+@gluon.jit
+def to_query_operands(x, rotation_smem, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns a query [HEADS_PER_CTA, BLOCK_M, D] (query_load_layout) as QueryOperands, and a scale of its scores
+    [HEADS_PER_CTA, BLOCK_M].
+
+    bf16 rows fit in fp16 only after a power of two is taken out of each; the scale restores it.
+    """
+    MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    x = rotate_query(x.to(gl.float32), rotation_smem, 2, cfg, tile_cfg)
+    exponent, inv_scale = normalize_exponent(gl.max(gl.abs(x), 2))
+    x = (x * inv_scale[:, :, None]).to(mma_dtype(cfg))
+    L: gl.constexpr = gl.SliceLayout(1, MMA)
+    q_scales = gl.convert_layout(exponent_to_float(exponent) * cfg.K_RESIDUAL_SCALE, L)
+    row_sums = q_scales  # not used
+    if tile_cfg.K.CODE == "int4":  # at the scale of the QK accumulator
+        row_sums = gl.convert_layout(gl.sum(x.to(gl.float32), 2) * (1.0 / INT4_RESIDUAL_SCALE), L)
+    # [heads, rows, panels of a row, lanes, pairs of packed words, …] → operand j: the j-th codes. Four codes of a word
+    # are adjacent; of one or two codes, those of the pair are.
+    PAIRS: gl.constexpr = min(cfg.PACKED_K, 64) // 8
+    SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, cfg.BLOCK_M, cfg.PACKED_K // (8 * PAIRS), 4, PAIRS]
+    if tile_cfg.K.PACK == 4:
+        x = x.reshape(SHAPE + [2, 4]).permute([0, 2, 4, 3, 5, 1, 6])
+        even_codes, odd_codes = x.reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_K, cfg.BLOCK_M, 2, 2]).split()
+        zeroth, second = even_codes.split()
+        first, third = odd_codes.split()
+        if tile_cfg.K.CODE == "int4":
+            zeroth, second = (zeroth * INT4_ODD_SCALE).to(x.dtype), (second * INT4_ODD_SCALE).to(x.dtype)
+        tiles = (zeroth, first, second, third)
+    else:
+        PACK: gl.constexpr = tile_cfg.K.PACK
+        x = (
+            x.reshape(SHAPE + [PACK, 2])
+            .permute([0, 2, 4, 3, 6, 1, 5])
+            .reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_K, cfg.BLOCK_M, PACK])
+        )
+        tiles = x.split() if PACK == 2 else (x.reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_K, cfg.BLOCK_M]),)
+    operands = ()
+    for j in gl.static_range(gl.constexpr(tile_cfg.K.PACK)):
+        operands = operands + (gl.convert_layout(tiles[j], B, assert_trivial=True),)
+    return QueryOperands(operands, row_sums), q_scales
+
+
+@gluon.jit
+def load_prefetched_query(q_stages, rotation_smem, i, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads the i-th prefetched query from shared memory; returns as `to_query_operands`."""
+    async_copy.wait_group(0)
+    x = q_stages.index(i % tile_cfg.NUM_QUERY_STAGES).load(
+        query_load_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, cfg.BLOCK_M, cfg.PACKED_K, tile_cfg.K.PACK)
+    )
+    return to_query_operands(x, rotation_smem, cfg, tile_cfg)
+
+
+@gluon.jit
+def load_query(tensors, strides, rotation_smem, work_tile, first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads a work tile's query that was not prefetched; a lane loads the same columns as of its keys."""
+    L: gl.constexpr = query_load_layout(
+        tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, cfg.BLOCK_M, cfg.PACKED_K, tile_cfg.K.PACK
+    )
+    h = first_head + gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    o_r = (
+        work_tile.m_block * cfg.BLOCK_M
+        + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    )
+    o_d = gl.arange(0, cfg.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    if tile_cfg.K.PADDED_HEADS > 1:
+        o_d = o_d - tile_cfg.K.PACK * column_offset_of_heads(h, False, tile_cfg)
+    p_q = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, h, o_r, cfg) + o_d
+    valid, p_q = gl.broadcast(o_r < work_tile.num_q_rows * cfg.GROUP, p_q)
+    if tile_cfg.Q_HEAD_DIM < cfg.D:
+        valid = valid & (o_d < tile_cfg.Q_HEAD_DIM)
+    if tile_cfg.K.PADDED_HEADS > 1:
+        valid = valid & (o_d >= 0)
+    return to_query_operands(gl.load(p_q, mask=valid, other=0.0), rotation_smem, cfg, tile_cfg)

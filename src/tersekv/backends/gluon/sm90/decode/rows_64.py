@@ -5,16 +5,56 @@ them to fp16 in a ring of CONVERTED_STAGES, once for all rows. Each consumer war
 all keys (N) with wgmma, and waits only where the converted ring is empty. Item 2 k of that ring is K of the k-th
 n_block, item 2 k + 1 its V. Columns in shared memory keep the order of the conversion (`logical_column`).
 
-Mask: `rows_64_softmax.softmax_step`. Free stage: `producer_acquire` in `converter`. Rescale: lazy, `rescale_acc`.
-Combine: `combine`, in a second launch.
+Mask: `softmax_step`. Free stage: `producer_acquire` in `converter`. Rescale: lazy, `rescale_acc`. Combine:
+`combine_kernel`, in a second launch.
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from ...versions import thread_barrier
-from ..parts.online_softmax import pack_p, unpack_p
+from ...versions import reinterpret, thread_barrier
+from ..parts.combine import count_splits, split_metadata_ptr
+from ..parts.dequant import (
+    BLOCK_SCALE_PTX,
+    dequant_e2m1,
+    dequant_int4_rows,
+    dequant_k,
+    exponent_to_float,
+    int4_zero_points,
+    load_scale,
+    load_scale_per_head,
+    log2_and_reciprocal,
+    logical_column,
+    normalize_exponent,
+)
+from ..parts.epilogue import zero_padding_rows
+from ..parts.hadamard import (
+    allocate_rotation_smem,
+    load_rotation_scales_of_heads,
+    rotate_query,
+    store_rotation_scales,
+    unrotate_acc,
+)
+from ..parts.mask import MaskArgs, is_visible_in_block, unmasked_range, valid_keys
+from ..parts.online_softmax import (
+    LAZY_ROW_MAX_PTX,
+    LOG2E,
+    SoftmaxState,
+    apply_softcap,
+    lane_row_sums,
+    pack_p,
+    rescale_ptx,
+    split_columns,
+    unpack_p,
+)
 from ..parts.pipeline import (
     allocate_full_barriers,
     allocate_mbarriers,
@@ -22,52 +62,46 @@ from ..parts.pipeline import (
     consumer_wait,
     pdl_launch_dependents,
     pdl_wait,
+    producer_acquire,
+    stage_and_phase,
+    sync_and_arrive,
 )
-from ..parts.tile_scheduler import (
-    LOG2E,
-    advance_to_request,
-    count_splits,
-    load_request_shape,
-    load_scale,
-    split_metadata_ptr,
-    work_tile_at,
-    zero_padding_rows,
-)
-from .cta_range import assign_equal_cta_range, load_scale_per_head
-from .epilogue import logical_column, store_output_of_head, store_partial_of_head
-from .kernel import store_split_metadata, work_tile_metadata_ptr
-from .mask import unmasked_range
-from .params import (
-    AttentionTensors,
-    CallScales,
-    ConvertedStages,
-    MaskArgs,
+from ..parts.tile_scheduler import advance_to_request, assign_equal_cta_range, load_request_shape, work_tile_at
+from .kernel import AttentionTensors, CallScales, Strides, store_split_metadata, work_tile_metadata_ptr
+from .producer import (
     PageLookup,
-    SoftmaxState,
-    Strides,
     TensorMaps,
+    advance_prefetch_position,
+    allocate_kv_stages,
+    copy_kv_block,
+    init_prefetch_position,
+    query_row_ptrs,
 )
-from .producer import allocate_kv_stages
-from .query import query_row_ptrs
-from .rotation import (
-    allocate_rotation_smem,
-    load_rotation_scales_of_heads,
-    rotate_query,
-    store_rotation_scales,
-    unrotate_acc,
-)
-from .rows_64_converter import NUM_SCALE_VECTORS, SCALE_STAGES, converter
-from .rows_64_softmax import (
-    LANES_PER_ROW,
-    ROWS_PER_WARPGROUP,
-    rescale_acc,
-    row_per_lane_layout,
-    score_layout,
-    softmax_step,
-    view_by_lane,
-)
+from .shared_tiles import store_output_of_head, store_partial_of_head
 
+SCALE_STAGES = gl.constexpr(4)  # n_blocks of stored scales in shared memory
+# Per n_block: K scales; log2 and reciprocals of V scales; zero points of V and K.
+NUM_SCALE_VECTORS = gl.constexpr(4)
+ROWS_PER_WARPGROUP = gl.constexpr(64)
+LANES_PER_ROW = gl.constexpr(4)  # that share a row of an accumulator
 MIN_SCALE = gl.constexpr(1e-30)  # of scores; not 0, since −inf × 0 is NaN
+
+
+class ConvertedStages(NamedTuple):
+    """fp16 stages that the converter warpgroup fills, and their barriers."""
+
+    kv: gl.shared_memory_descriptor  # fp16: K and V alternate
+    token_scales: gl.shared_memory_descriptor  # vectors of stored scales of SCALE_STAGES n_blocks
+    full_barriers: gl.shared_memory_descriptor  # the item is in its stage
+    empty_barriers: gl.shared_memory_descriptor  # the stage may be refilled
+
+
+# ---- layouts ----
+
+
+@gluon.constexpr_function
+def score_layout(cfg):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.BLOCK_N, 16])
 
 
 @gluon.constexpr_function
@@ -75,12 +109,321 @@ def acc_layout(cfg):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.PACK * cfg.PACKED_V, 16])
 
 
+@gluon.constexpr_function
+def packed_per_lane(NUM_PACKED, tile_cfg):
+    """Returns the consecutive packed columns of a lane."""
+    return max(4, min(8, NUM_PACKED // (4 if tile_cfg.KEYS_PER_BUFFER >= 32 else 8)))
+
+
+@gluon.constexpr_function
+def packed_layout(NUM_PACKED, tile_cfg):
+    """Returns the layout of codes [keys, NUM_PACKED]: eight lanes hold the same columns of eight keys, in different
+    banks."""
+    NUM_WARPS_DOWN = min(4, tile_cfg.KEYS_PER_BUFFER // 8)
+    return gl.BlockedLayout(
+        [1, packed_per_lane(NUM_PACKED, tile_cfg)], [8, 4], [NUM_WARPS_DOWN, 4 // NUM_WARPS_DOWN], [0, 1]
+    )
+
+
+@gluon.constexpr_function
+def packed_blocks_layout(NUM_PACKED, tile_cfg):
+    """Returns the same layout of 4-bit codes as [keys, blocks, 4 packed]."""
+    NUM_WARPS_DOWN = min(4, tile_cfg.KEYS_PER_BUFFER // 8)
+    return gl.BlockedLayout(
+        [1, packed_per_lane(NUM_PACKED, tile_cfg) // 4, 4], [8, 4, 1], [NUM_WARPS_DOWN, 4 // NUM_WARPS_DOWN, 1],
+        [2, 0, 1],
+    )  # fmt: skip
+
+
+# ---- converter: stored scales ----
+
+
+@gluon.jit
+def load_page_id(page_table, n_block, enabled, cfg: gl.constexpr):
+    """Loads the page of an n_block that lies in one page."""
+    return gl.load(page_table + n_block * cfg.BLOCK_N // cfg.PAGE, mask=enabled, other=0).to(gl.int64)
+
+
+@gluon.jit
+def load_scales_of_copy(SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, IS_V: gl.constexpr,
+                        LAYOUT: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
+    """Loads stored scales of K or V: fp32, or a byte for each block; 1, or 0, for invalid keys."""
+    SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
+    if cfg.INT64_OFFSETS:
+        first_key, kv_head = first_key.to(gl.int64), kv_head.to(gl.int64)
+    if tile_cfg.NUM_BUFFERS == 1:
+        p_scale = SCALES + (
+            page_id * SIDE.SCALE_STRIDES[0]
+            + first_key % cfg.PAGE * SIDE.SCALE_STRIDES[1]
+            + kv_head * SIDE.SCALE_STRIDES[2]
+        )
+        o_scales = o_n * SIDE.SCALE_STRIDES[1]
+    else:
+        p_scale, first_key = SCALES, first_key + o_n
+        page_id = gl.load(page_table + first_key // cfg.PAGE, mask=m_key, other=0).to(gl.int64)
+        o_scales = (
+            page_id * SIDE.SCALE_STRIDES[0]
+            + first_key % cfg.PAGE * SIDE.SCALE_STRIDES[1]
+            + kv_head * SIDE.SCALE_STRIDES[2]
+        )
+    if cfg.BLOCK_SCALES:
+        o_i = gl.arange(0, cfg.PACKED_K // 4, gl.SliceLayout(0, LAYOUT))
+        p_byte = p_scale.to(gl.pointer_type(gl.uint8), bitcast=True) + o_scales[:, None] + o_i[None, :]
+        return gl.load(p_byte, mask=m_key[:, None], other=0)
+    else:
+        return gl.load(p_scale + o_scales, mask=m_key, other=1.0)
+
+
+@gluon.jit
+def load_stored_scales(
+    tensor_maps, page_table, page_id, kv_head, n_block, num_keys, num_q_rows, enabled, cfg: gl.constexpr,
+    tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Loads the stored scales of an n_block's K and V to registers: per buffer if they are block scales, else for all
+    keys."""
+    K_SCALES, V_SCALES = tensor_maps.K_SCALES, tensor_maps.V_SCALES
+    if cfg.BLOCK_SCALES:
+        L: gl.constexpr = gl.SliceLayout(2, packed_blocks_layout(cfg.PACKED_K, tile_cfg))
+        k, v = (), ()
+        for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
+            first_key, o_n = (
+                n_block * cfg.BLOCK_N + j * tile_cfg.KEYS_PER_BUFFER,
+                gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, L)),
+            )
+            m_key = enabled & valid_keys(first_key + o_n, num_keys, num_q_rows, cfg)
+            k = k + (
+                load_scales_of_copy(
+                    K_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, False, L, cfg, tile_cfg
+                ),
+            )
+            v = v + (
+                load_scales_of_copy(
+                    V_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, True, L, cfg, tile_cfg
+                ),
+            )
+        return k, v
+    elif cfg.TOKEN_SCALES:
+        first_key, o_n = n_block * cfg.BLOCK_N, gl.arange(0, cfg.BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
+        m_key = enabled & valid_keys(first_key + o_n, num_keys, num_q_rows, cfg)
+        k = load_scales_of_copy(
+            K_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, False, None, cfg, tile_cfg
+        )
+        return k, load_scales_of_copy(
+            V_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, True, None, cfg, tile_cfg
+        )
+    else:
+        return n_block, n_block
+
+
+@gluon.jit
+def store_zero_points(converted_stages, iter, scales, cfg: gl.constexpr):
+    """Stores the zero points of an n_block's int4 rows to shared memory, for the threads that convert these rows."""
+    if cfg.CODE == "int4":
+        packed_zeros = (int4_zero_points(scales[1]) << 4) | int4_zero_points(scales[0])
+        converted_stages.token_scales.index(iter % SCALE_STAGES * NUM_SCALE_VECTORS + 3).store(
+            packed_zeros.to(gl.float32, bitcast=True)
+        )
+        thread_barrier()
+
+
+@gluon.jit
+def load_dequant_scales(converted_stages, iter, scales, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns what `dequant_block` needs beside codes: block scales as loaded, or zero points, per buffer
+    [KEYS_PER_BUFFER]."""
+    if cfg.CODE == "int4":
+        L: gl.constexpr = gl.SliceLayout(1, packed_layout(cfg.PACKED_K, tile_cfg))
+        packed_zeros = converted_stages.token_scales.index(iter % SCALE_STAGES * NUM_SCALE_VECTORS + 3)
+        zero_points = ()
+        for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
+            tile_zeros = (
+                packed_zeros.slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER)
+                .load(L)
+                .to(gl.int32, bitcast=True)
+            )
+            zero_points = zero_points + (((tile_zeros >> (4 if IS_V else 0)) & 15).to(gl.int16),)
+        return zero_points
+    else:
+        return scales[1 if IS_V else 0]
+
+
+# ---- converter: dequant ----
+
+
+@gluon.jit
+def load_packed_block(stages, full_barriers, iter, enabled, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Waits for an iteration's codes and loads them: per buffer [KEYS_PER_BUFFER, PACKED_K]."""
+    stage, phase = stage_and_phase(iter, tile_cfg.STAGES)
+    mbarrier.wait(full_barriers.index(stage), phase, pred=enabled)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(tile_cfg.K.SMEM_LAYOUT.swizzle_byte_width, 16, 2)
+    packed = ()
+    for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
+        codes = reinterpret(
+            stages[j], gl.int16, [tile_cfg.STAGES, tile_cfg.KEYS_PER_BUFFER, cfg.PACKED_K], LAYOUT
+        ).index(stage)
+        packed = packed + (codes.load(packed_layout(cfg.PACKED_K, tile_cfg)),)
+    return packed
+
+
+@gluon.jit
+def expand_block_scales(scale_bytes, NUM_PACKED: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, NUM_PACKED], in the layout of the
+    codes."""
+    L3: gl.constexpr = packed_blocks_layout(NUM_PACKED, tile_cfg)
+    block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes.to(gl.int16)], gl.float16, True, 1)
+    block_scales, _ = gl.broadcast(
+        block_scales[:, :, None], gl.full([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED // 4, 4], 0, gl.float16, L3)
+    )
+    return gl.convert_layout(
+        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED]),
+        packed_layout(NUM_PACKED, tile_cfg),
+        assert_trivial=True,
+    )
+
+
+@gluon.jit
+def dequant_block(packed, dequant_scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns codes as fp16, per buffer [KEYS_PER_BUFFER, PACK × PACKED_K]."""
+    NUM_PACKED: gl.constexpr = cfg.PACKED_K
+    out = ()
+    for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
+        if cfg.PACK == 4:
+            if cfg.BLOCK_SCALES:
+                halves = dequant_e2m1(packed[j], expand_block_scales(dequant_scales[j], NUM_PACKED, tile_cfg), True)
+            else:
+                gl.static_assert(cfg.CODE == "int4", "a code that nobody here knows")
+                halves = dequant_int4_rows(packed[j], dequant_scales[j])
+            low0, low1, high0, high1 = halves
+            x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
+            x = x.reshape([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
+        else:
+            low, high = dequant_k(packed[j], cfg)
+            x = gl.join(low, high).reshape([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED // 2, 2, 2]).permute([0, 1, 3, 2])
+        out = out + (x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * NUM_PACKED]),)
+    return out
+
+
+@gluon.jit
+def zero_invalid_v(packed, n_block, num_keys, num_q_rows, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns V codes with zeros for keys that no row sees: P = 0 does not hide NaN."""
+    out = ()
+    for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
+        o_n = (
+            n_block * cfg.BLOCK_N
+            + j * tile_cfg.KEYS_PER_BUFFER
+            + gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, packed[j].type.layout))
+        )
+        out = out + (gl.where(valid_keys(o_n, num_keys, num_q_rows, cfg)[:, None], packed[j], 0),)
+    return out
+
+
+@gluon.jit
+def store_converted_block(block, converted_kv, stage, tile_cfg: gl.constexpr):
+    """Stores fp16 buffers of an n_block to a stage of the converted ring."""
+    for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
+        converted_kv.index(stage).slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER).store(block[j])
+
+
+@gluon.jit
+def arrive_converted_full(converted_stages, converted_iter, tile_cfg: gl.constexpr):
+    """Signals that item converted_iter is in its stage."""
+    fence_async_shared()
+    stage, _ = stage_and_phase(converted_iter, tile_cfg.CONVERTED_STAGES)
+    sync_and_arrive(converted_stages.full_barriers.index(stage))
+
+
+# ---- converter warpgroup ----
+
+
+@gluon.jit
+def converter(
+    tensor_maps, page_lookup, kv_stages, full_barriers, converted_stages, cta_range, cfg: gl.constexpr,
+    tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Copies every n_block of the CTA range and converts it to fp16."""
+    SEQ_LENS, CU_SEQLENS_Q, kv_head = page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, cta_range.head_group
+    block, block_end, i_request, n_block_base = (
+        cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
+    )  # fmt: skip
+    num_blocks, iter = block_end - block, 0
+    prefetch_pos = init_prefetch_position(page_lookup, cta_range, cfg, tile_cfg)
+    # Prologue: fill the ring of codes.
+    for i_prefetch in gl.static_range(gl.constexpr(tile_cfg.STAGES)):
+        copy_kv_block(
+            prefetch_pos, i_prefetch, full_barriers, tensor_maps, kv_stages, kv_head, block_end, cfg, tile_cfg
+        )
+        prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
+    request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, block < block_end, cfg)
+    packed = load_packed_block(kv_stages.k, full_barriers[0], iter, num_blocks > 0, cfg, tile_cfg)
+    while block < block_end:
+        # Next work tile.
+        i_request, n_block_base, request = advance_to_request(
+            SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
+        )
+        work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
+        num_keys, num_q_rows = request.num_keys, request.num_q_rows
+        page_table = page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride_table_b
+        n_block_end = request.first_n_block + work_tile.n_block_end
+        last_block, n_block_begin = n_block_end - 1, request.first_n_block + work_tile.n_block_begin
+        page_id = load_page_id(page_table, n_block_begin, num_keys > 0, cfg)
+        next_scales = load_stored_scales(
+            tensor_maps, page_table, page_id, kv_head, n_block_begin, num_keys, num_q_rows, True, cfg, tile_cfg
+        )
+        page_id = load_page_id(page_table, n_block_begin + 1, n_block_begin < last_block, cfg)
+        for n_block in range(n_block_begin, n_block_end):
+            # Prefetch the next n_block's stored scales.
+            scales = next_scales
+            next_scales = load_stored_scales(
+                tensor_maps, page_table, page_id, kv_head, n_block + 1, num_keys, num_q_rows, n_block < last_block, cfg,
+                tile_cfg,
+            )  # fmt: skip
+            page_id = load_page_id(page_table, n_block + 2, n_block + 1 < last_block, cfg)
+            # Convert K into a free stage.
+            store_zero_points(converted_stages, iter, scales, cfg)
+            k = dequant_block(
+                packed, load_dequant_scales(converted_stages, iter, scales, False, cfg, tile_cfg), cfg, tile_cfg
+            )
+            stage = producer_acquire(converted_stages.empty_barriers, 2 * iter, tile_cfg.CONVERTED_STAGES)
+            if cfg.TOKEN_SCALES:
+                i_vector = iter % SCALE_STAGES * NUM_SCALE_VECTORS
+                converted_stages.token_scales.index(i_vector).store(scales[0])
+                log2_v_scales, inv_v_scales = log2_and_reciprocal(gl.maximum(scales[1], 1e-30))
+                converted_stages.token_scales.index(i_vector + 1).store(log2_v_scales)
+                converted_stages.token_scales.index(i_vector + 2).store(inv_v_scales)
+            store_converted_block(k, converted_stages.kv, stage, tile_cfg)
+            packed = load_packed_block(kv_stages.v, full_barriers[1], iter, True, cfg, tile_cfg)
+            arrive_converted_full(converted_stages, 2 * iter, tile_cfg)
+            # Convert V into a free stage.
+            if not cfg.BLOCK_SCALES:  # those of invalid keys are 0  # noqa: SIM102 - known to the compiler
+                if ((n_block + 1) * cfg.BLOCK_N > num_keys) | (cfg.WINDOW > 0):
+                    packed = zero_invalid_v(packed, n_block, num_keys, num_q_rows, cfg, tile_cfg)
+            v = dequant_block(
+                packed, load_dequant_scales(converted_stages, iter, scales, True, cfg, tile_cfg), cfg, tile_cfg
+            )
+            store_converted_block(
+                v, converted_stages.kv,
+                producer_acquire(converted_stages.empty_barriers, 2 * iter + 1, tile_cfg.CONVERTED_STAGES), tile_cfg,
+            )  # fmt: skip
+            packed = load_packed_block(kv_stages.k, full_barriers[0], iter + 1, iter + 1 < num_blocks, cfg, tile_cfg)
+            arrive_converted_full(converted_stages, 2 * iter + 1, tile_cfg)
+            # Refill the stage of codes.
+            copy_kv_block(
+                prefetch_pos, iter + tile_cfg.STAGES, full_barriers, tensor_maps, kv_stages, kv_head, block_end, cfg,
+                tile_cfg,
+            )  # fmt: skip
+            prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
+            iter += 1
+        block += work_tile.n_block_end - work_tile.n_block_begin
+
+
+# ---- consumer: query, QK and PV ----
+
+
 @gluon.jit
 def load_query_operand(
     tensors, strides, rotation_smem, work_tile, kv_head, row_begin, sign, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Returns (64 query rows from row_begin on, fp16, as the left operand; a scale of their scores
-    [ROWS_PER_WARPGROUP]): see `query.to_query_operands`."""
+    [ROWS_PER_WARPGROUP]): see `producer.to_query_operands`."""
     S: gl.constexpr = score_layout(cfg)
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     o_r = row_begin + gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, A))
@@ -90,11 +433,9 @@ def load_query_operand(
         gl.float32
     )
     x = rotate_query(x, rotation_smem, 1, cfg, tile_cfg)
-    exponent = gl.maximum((gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) >> 23) & 0xFF, 1)
-    inv_scale = (gl.maximum(254 - exponent, 1) << 23).to(gl.float32, bitcast=True) * sign
-    q_scales = gl.convert_layout(
-        (exponent << 23).to(gl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE, gl.SliceLayout(1, S)
-    )
+    exponent, inv_scale = normalize_exponent(gl.max(gl.abs(x), 1))
+    inv_scale = inv_scale * sign
+    q_scales = gl.convert_layout(exponent_to_float(exponent) * cfg.K_RESIDUAL_SCALE, gl.SliceLayout(1, S))
     return (x * inv_scale[:, None]).to(gl.float16), q_scales
 
 
@@ -114,6 +455,122 @@ def start_pv(p, acc_o, converted_stages, iter, cfg: gl.constexpr, tile_cfg: gl.c
         consumer_wait(converted_stages.full_barriers, 2 * iter + 1, tile_cfg.CONVERTED_STAGES)
     )
     return warpgroup_mma(p, v, acc_o, is_async=True)
+
+
+# ---- consumer: mask and online softmax ----
+# Numbers of a row are kept once per lane that shares it, [ROWS_PER_WARPGROUP, LANES_PER_ROW], so that lanes exchange
+# nothing: exchanges would wait for shared memory behind the MMA operands.
+
+
+@gluon.jit
+def view_by_lane(x):
+    """Returns rows of an accumulator with the columns split by lane: [rows, columns / 8, LANES_PER_ROW, 2]."""
+    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, LANES_PER_ROW, 2])
+
+
+@gluon.jit
+def undo_view_by_lane(x, like):
+    """Returns `view_by_lane`'s result in the original shape and layout."""
+    return gl.convert_layout(gl.reshape(x, like.shape), like.type.layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def row_per_lane_layout(layout):
+    """Returns the layout [rows, LANES_PER_ROW] of one number per row and lane; layout: of `view_by_lane`."""
+    return gl.SliceLayout(1, gl.SliceLayout(3, layout))
+
+
+@gluon.jit
+def broadcast_by_lane(x, like):
+    """Returns one number per row and lane [rows, LANES_PER_ROW], broadcast to `view_by_lane` of the row."""
+    return gl.convert_layout(x, row_per_lane_layout(like.type.layout), assert_trivial=True)[:, None, :][:, :, :, None]
+
+
+@gluon.jit
+def lane_row_max(s):
+    """Returns the maximum of each row's scores in one thread: [rows, LANES_PER_ROW], by a reduction tree."""
+    a, b = gl.split(gl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))
+    x = gl.maximum(a, b)
+    for _ in gl.static_range(x.shape[1].bit_length() - 3):
+        a, b = split_columns(x)
+        x = gl.maximum(a, b)
+    return gl.convert_layout(x, row_per_lane_layout(view_by_lane(s).type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def load_token_scales(token_scales, iter, I_VECTOR: gl.constexpr, cfg: gl.constexpr):
+    """Loads one vector of an n_block's stored scales, broadcast to all rows: [1, BLOCK_N]."""
+    return token_scales.index(iter % SCALE_STAGES * NUM_SCALE_VECTORS + I_VECTOR).load(
+        gl.SliceLayout(0, score_layout(cfg))
+    )[None, :]
+
+
+@gluon.jit
+def softmax_step(
+    s, row_max, score_scales, softcap, token_scales, iter, n_block, is_unmasked, mask_args, cfg: gl.constexpr
+):
+    """Returns (p, its sums by lane, row_max, rescale) of an n_block's scores.
+
+    row_max is raised only where P would overflow fp16, which is rare.
+    """
+    PLAIN: gl.constexpr = not cfg.TOKEN_SCALES and not cfg.HAS_SOFTCAP
+    # Scales and softcap.
+    if cfg.TOKEN_SCALES:
+        s = s * load_token_scales(token_scales, iter, 0, cfg)
+    if not PLAIN:
+        x = view_by_lane(s)
+        s = undo_view_by_lane(x * broadcast_by_lane(score_scales, x), s)
+    if cfg.HAS_SOFTCAP:
+        s = apply_softcap(s, softcap)
+    if cfg.TOKEN_SCALES:  # as in `kernel`: the V scale is added to the exponent
+        s = s + load_token_scales(token_scales, iter, 1, cfg)
+    # Mask.
+    if not is_unmasked:
+        s = gl.where(
+            is_visible_in_block(n_block, mask_args, ROWS_PER_WARPGROUP, score_layout(cfg), cfg), s, float("-inf")
+        )
+    # Lazy row_max, P and its sums.
+    lane_max = lane_row_max(s)
+    if PLAIN:
+        lane_max = lane_max * score_scales
+    row_max_new, _ = gl.inline_asm_elementwise(
+        LAZY_ROW_MAX_PTX, "=&f,=&f,=&r,=&r,f,f,f,f", [lane_max, row_max], [gl.float32, gl.int32], False, 2
+    )  # fmt: skip
+    safe_max = gl.where(row_max_new == float("-inf"), 0.0, row_max_new)
+    x = view_by_lane(s)
+    if PLAIN:
+        x = x * broadcast_by_lane(score_scales, x)
+    p = undo_view_by_lane(gl.exp2(x - broadcast_by_lane(safe_max, x)), s)
+    if cfg.TOKEN_SCALES:
+        p_sums = lane_row_sums(p * load_token_scales(token_scales, iter, 2, cfg))
+    else:
+        p_sums = lane_row_sums(p)
+    return (
+        p, gl.convert_layout(p_sums, row_max.type.layout, assert_trivial=True), row_max_new,
+        gl.exp2(row_max - safe_max),
+    )  # fmt: skip
+
+
+RESCALE_64_COLUMNS, RESCALE_64_COLUMNS_CONSTRAINTS = map(gl.constexpr, rescale_ptx(64 // 2))
+RESCALE_128_COLUMNS, RESCALE_128_COLUMNS_CONSTRAINTS = map(gl.constexpr, rescale_ptx(128 // 2))
+
+
+@gluon.jit
+def rescale_acc(acc_o, rescale):
+    """Returns the accumulator times each row's rescale; a warp skips it where all are 1, as they mostly are."""
+    x = view_by_lane(acc_o)
+    scales, x = gl.broadcast(broadcast_by_lane(rescale, x), x)
+    PTX: gl.constexpr = RESCALE_64_COLUMNS if acc_o.shape[1] == 64 else RESCALE_128_COLUMNS
+    CONSTRAINTS: gl.constexpr = (
+        RESCALE_64_COLUMNS_CONSTRAINTS if acc_o.shape[1] == 64 else RESCALE_128_COLUMNS_CONSTRAINTS
+    )
+    PACK: gl.constexpr = acc_o.shape[1] // 2
+    return undo_view_by_lane(
+        gl.inline_asm_elementwise(PTX, CONSTRAINTS, [x, scales], gl.float32, is_pure=True, pack=PACK), acc_o
+    )
+
+
+# ---- consumer: mainloop ----
 
 
 @gluon.jit
@@ -190,6 +647,9 @@ def mainloop_overlapped(
     return SoftmaxState(row_max, row_sum, acc_o), iter + 1
 
 
+# ---- consumer warpgroups ----
+
+
 @gluon.jit
 def consumer(
     tensors, scales, strides, rotation_smem, converted_stages, cta_range, I_CONSUMER: gl.constexpr, cfg: gl.constexpr,
@@ -212,6 +672,7 @@ def consumer(
     request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, block < block_end, cfg)
     iter = 0
     while block < block_end:
+        # Next work tile.
         i_request, n_block_base, request = advance_to_request(
             SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
@@ -249,11 +710,8 @@ def consumer(
         o_m = gl.arange(0, ROWS_PER_WARPGROUP, ROW)
         if work_tile.n_block_begin == 0:  # all consumer warpgroups store the same
             num_splits = count_splits(work_tile, cta_range.blocks_per_range, cta_range.i_range)
-            store_split_metadata(
-                work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg),
-                num_splits,
-                cta_range.i_range,
-            )
+            p_metadata = work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg)
+            store_split_metadata(p_metadata, num_splits, cta_range.i_range)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
             store_output_of_head(tensors, strides, state, v_out_scale, kv_head, work_tile, row_begin + o_m, cfg)
         else:
@@ -263,6 +721,9 @@ def consumer(
                 tensors.SPLIT_WORKSPACE, partial_slot, state, I_CONSUMER * ROWS_PER_WARPGROUP + o_m, num_rows_left, cfg
             )
         block += work_tile.n_block_end - work_tile.n_block_begin
+
+
+# ---- kernel ----
 
 
 @gluon.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["B"])
@@ -282,6 +743,7 @@ def decode_rows_64_kernel(
     SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_ranges * cfg.HEADS, cfg)
     D: gl.constexpr = cfg.PACK * cfg.PACKED_K
     KV_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, D], gl.float16)
+    # Shared memory.
     kv_stages = allocate_kv_stages(tile_cfg)
     converted_kv = gl.allocate_shared_memory(gl.float16, [tile_cfg.CONVERTED_STAGES, cfg.BLOCK_N, D], KV_LAYOUT)
     token_scales = converted_kv
@@ -295,6 +757,7 @@ def decode_rows_64_kernel(
         allocate_mbarriers(tile_cfg.CONVERTED_STAGES, tile_cfg.WARPS_PER_HEAD // 4),
     )
     fence_async_shared()
+    # Wait for the previous kernel; then padding, and this CTA's range.
     pdl_wait()
     if cfg.VARLEN_Q:
         zero_padding_rows(
@@ -312,11 +775,10 @@ def decode_rows_64_kernel(
         load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE), softcap,
     )  # fmt: skip
     strides = Strides(stride_q_t, stride_q_h, stride_mask_t, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h)
-    tensor_maps, page_lookup = (
-        TensorMaps(K, V, K_SCALES, V_SCALES),
-        PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b),
-    )
+    tensor_maps = TensorMaps(K, V, K_SCALES, V_SCALES)
+    page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b)
     converted_stages = ConvertedStages(converted_kv, token_scales, converted_full, converted_empty)
+    # Warp roles: consumers, converter.
     thread_barrier()  # the partitions' arguments may overlap the scratch of the reductions above
     if tile_cfg.WARPS_PER_HEAD == 4:
         gl.warp_specialize(

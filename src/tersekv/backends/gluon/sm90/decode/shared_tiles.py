@@ -1,16 +1,18 @@
 """Decode with many query rows of a KV head: codes are dequantized once for all rows, in shared memory.
 
-A CTA has one KV head. Rows are on M, 64 a warpgroup, keys on N; both MMAs run as wgmma. This replaces `mainloop` and
-`layouts` of small M; CTA ranges, copies and splits are the same. Threads synchronize twice per n_block: V is
-dequantized while QK runs, the next K while PV runs. Columns in shared memory keep the order of the conversion
+A CTA has one KV head. Rows are on M, 64 a warpgroup, keys on N; both MMAs run as wgmma. This replaces the main loop of
+`kernel` and `layouts` of small M; CTA ranges, copies and splits are the same. Threads synchronize twice per n_block: V
+is dequantized while QK runs, the next K while PV runs. Columns in shared memory keep the order of the conversion
 (`logical_column`).
 
 Heads of at most 128 columns go by `rows_64`. It cannot take 256: a thread's 255 registers do not hold the query (64)
 beside the accumulator (128) and two tiles of scores (64), and shared memory, 227 KB, does not hold that of 128 rows (64
 KB) beside four fp16 tiles (128 KB) and two stages of codes (64 KB). Here are two tiles, and no overlapped QK.
 
-Mask and rescale: `softmax_step`, `mainloop`. Free stage: the second barrier in `mainloop`. Combine: `combine`.
+Mask: `softmax_step`. Free stage: the second barrier in `mainloop`. Rescale: `mainloop`. Combine: `combine_kernel`.
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,15 +24,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret, thread_barrier
-from ..parts.dequant import BLOCK_SCALE_PTX, dequant_e2m1, dequant_k, log2_and_reciprocal
-from ..parts.online_softmax import apply_softcap
-from .epilogue import is_visible_in_block, logical_column
-from .mainloop import smem_codes_of_mma_tile
-from .mask import valid_keys
-from .params import SmemOperands, SoftmaxState
-from .producer import advance_prefetch_position, copy_kv_block
-from .query import query_row_ptrs
-from .rotation import rotate_query
+from ..parts.dequant import (
+    BLOCK_SCALE_PTX,
+    dequant_e2m1,
+    dequant_k,
+    exponent_to_float,
+    log2_and_reciprocal,
+    logical_column,
+    normalize_exponent,
+)
+from ..parts.epilogue import cast_output, finalize_softmax_with_sinks
+from ..parts.hadamard import rotate_query
+from ..parts.mask import is_visible_in_block, valid_keys
+from ..parts.online_softmax import SoftmaxState, apply_softcap
+from .producer import advance_prefetch_position, copy_kv_block, query_row_ptrs, smem_codes_of_mma_tile
+
+
+class SmemOperands(NamedTuple):
+    """fp16 operands in shared memory, and the stored scales of an n_block."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    scales: tuple
+
+
+# ---- layouts ----
 
 
 @gluon.constexpr_function
@@ -105,12 +124,15 @@ def allocate_smem_operands(cfg: gl.constexpr, tile_cfg: gl.constexpr):
     return SmemOperands(q, k, v, scales)
 
 
+# ---- query ----
+
+
 @gluon.jit
 def store_query_to_smem(
     tensors, strides, rotation_smem, work_tile, kv_head, q_smem, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Stores a work tile's query rows to shared memory in fp16; returns a scale of their scores [BLOCK_M] (see
-    `query.to_query_operands`)."""
+    `producer.to_query_operands`)."""
     D: gl.constexpr = cfg.PACK * cfg.PACKED_K
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
     o_r = work_tile.m_block * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(1, L))
@@ -120,13 +142,14 @@ def store_query_to_smem(
         gl.float32
     )
     x = rotate_query(x, rotation_smem, 1, cfg, tile_cfg)
-    abs_max = gl.max(gl.abs(x), 1)
-    exponent = gl.maximum((abs_max.to(gl.int32, bitcast=True) >> 23) & 0xFF, 1)
-    inv_scale = (gl.maximum(254 - exponent, 1) << 23).to(gl.float32, bitcast=True)
+    exponent, inv_scale = normalize_exponent(gl.max(gl.abs(x), 1))
     thread_barrier()  # MMAs of the previous work tile may still read
     q_smem.store((x * inv_scale[:, None]).to(gl.float16))
-    q_scales = (exponent << 23).to(gl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
+    q_scales = exponent_to_float(exponent) * cfg.K_RESIDUAL_SCALE
     return gl.convert_layout(q_scales, gl.SliceLayout(1, score_layout(cfg, tile_cfg)))
+
+
+# ---- stored scales ----
 
 
 @gluon.jit
@@ -193,6 +216,26 @@ def load_stored_scales(
         return n_block, n_block
 
 
+# ---- dequant ----
+
+
+@gluon.jit
+def load_block_scales(scales, NUM_PACKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, NUM_PACKED], in the layout of the
+    codes."""
+    L4: gl.constexpr = packed_blocks_layout(NUM_PACKED, cfg, tile_cfg)
+    scale_bytes = scales.load(gl.SliceLayout(2, gl.SliceLayout(3, L4))).to(gl.int16)
+    block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes], gl.float16, True, 1)
+    block_scales, _ = gl.broadcast(
+        block_scales[:, :, None, None], gl.full([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED // 4, 2, 2], 0, gl.float16, L4)
+    )
+    return gl.convert_layout(
+        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED]),
+        packed_layout(NUM_PACKED, cfg, tile_cfg),
+        assert_trivial=True,
+    )
+
+
 @gluon.jit
 def dequant_to_smem(stages, scale_smem, smem, stage, n_block, num_keys, num_q_rows, MASKED: gl.constexpr,
                     IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
@@ -238,21 +281,7 @@ def dequant_to_smem(stages, scale_smem, smem, stage, n_block, num_keys, num_q_ro
         )
 
 
-@gluon.jit
-def load_block_scales(scales, NUM_PACKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Loads block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, NUM_PACKED], in the layout of the
-    codes."""
-    L4: gl.constexpr = packed_blocks_layout(NUM_PACKED, cfg, tile_cfg)
-    scale_bytes = scales.load(gl.SliceLayout(2, gl.SliceLayout(3, L4))).to(gl.int16)
-    block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes], gl.float16, True, 1)
-    block_scales, _ = gl.broadcast(
-        block_scales[:, :, None, None], gl.full([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED // 4, 2, 2], 0, gl.float16, L4)
-    )
-    return gl.convert_layout(
-        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED]),
-        packed_layout(NUM_PACKED, cfg, tile_cfg),
-        assert_trivial=True,
-    )
+# ---- mask and online softmax ----
 
 
 @gluon.jit
@@ -280,6 +309,9 @@ def softmax_step(
     else:
         row_sum = row_sum * rescale + gl.sum(p, 1)
     return row_max_new, row_sum, p, rescale
+
+
+# ---- mainloop ----
 
 
 @gluon.jit
@@ -381,3 +413,38 @@ def mainloop(
         gl.convert_layout(row_sum, HN, assert_trivial=True),
     )
     return SoftmaxState(row_max, row_sum, acc_o), prefetch_pos, iter
+
+
+# ---- epilogue, of `rows_64` too ----
+# o_r: rows, in the layout of row_max and row_sum, a slice of the accumulator's.
+
+
+@gluon.jit
+def store_output_of_head(tensors, strides, state, v_out_scale, kv_head, work_tile, o_r, cfg: gl.constexpr):
+    """Stores finished rows o_r of a request to `out`, and their LSE."""
+    OUT, LSE = tensors.OUT, tensors.LSE
+    O: gl.constexpr = state.acc_o.type.layout
+    q_heads = (kv_head * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64)
+    tokens = (work_tile.q_begin + o_r // cfg.GROUP).to(gl.int64)
+    m_row = o_r < work_tile.num_q_rows * cfg.GROUP
+    acc_scale, lse = finalize_softmax_with_sinks(
+        state.row_max, state.row_sum, v_out_scale * cfg.V_RESIDUAL_SCALE, tensors.SINKS, q_heads, m_row, cfg
+    )
+    o_d = logical_column(gl.arange(0, cfg.PACK * cfg.PACKED_V, gl.SliceLayout(0, O)), cfg)
+    p_out = (OUT + tokens * strides.out_t + q_heads * strides.out_h)[:, None] + o_d[None, :]
+    gl.store(p_out, cast_output(state.acc_o * acc_scale[:, None], OUT, cfg), mask=m_row[:, None])
+    if cfg.HAS_LSE:
+        gl.store(LSE + tokens * strides.lse_t + q_heads * strides.lse_h, lse, mask=m_row)
+
+
+@gluon.jit
+def store_partial_of_head(SPLIT_WORKSPACE, partial_slot, state, o_r, num_rows_left, cfg: gl.constexpr):
+    """Stores the partial result of rows o_r of a split work tile, columns in the order of `store_partial`."""
+    O: gl.constexpr = state.acc_o.type.layout
+    p_row = SPLIT_WORKSPACE + (partial_slot.to(gl.int64) * cfg.BLOCK_M + o_r) * cfg.PARTIAL_COLUMNS
+    column = logical_column(gl.arange(0, cfg.PACK * cfg.PACKED_V, gl.SliceLayout(0, O)), cfg)
+    o_d = column % cfg.PACK * cfg.BLOCK_DV + column // cfg.PACK
+    m_row = o_r < num_rows_left
+    gl.store(p_row[:, None] + o_d[None, :], state.acc_o, mask=m_row[:, None])
+    gl.store(p_row + cfg.PARTIAL_COLUMNS - 2, state.row_max, mask=m_row)
+    gl.store(p_row + cfg.PARTIAL_COLUMNS - 1, state.row_sum, mask=m_row)

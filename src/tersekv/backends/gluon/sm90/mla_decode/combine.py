@@ -20,7 +20,7 @@ from ....triton.parts.project import (
     store_projection,
 )
 from ....triton.parts.tile_scheduler import split_metadata_ptr
-from ..parts.combine_splits import accumulate_splits
+from ..parts.combine import accumulate_splits
 
 PROJECTED_COLUMNS = tl.constexpr(128)  # columns of a head's output, in the decode branch
 

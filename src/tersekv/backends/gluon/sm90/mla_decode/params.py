@@ -1,11 +1,16 @@
-"""Parameter structs of MLA decode's kernels, and their common prologue."""
+"""What MLA decode's kernels share: parameter structs, prologue, and steps of query load, dequant and epilogue."""
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..parts.tile_scheduler import LOG2E, assign_cta_range, find_cta_block_range, find_request_of_block, load_scale
+from ....triton.parts.dequant import E4M3_PTX
+from ...versions import reinterpret
+from ..parts.combine import count_splits, store_split_metadata
+from ..parts.dequant import load_scale
+from ..parts.online_softmax import LOG2E
+from ..parts.tile_scheduler import assign_cta_range, find_cta_block_range, find_request_of_block
 
 
 class AttentionTensors(NamedTuple):
@@ -91,6 +96,9 @@ class SoftmaxState(NamedTuple):
     acc_o: gl.tensor
 
 
+# Prologue.
+
+
 @gluon.jit
 def load_call_scales(softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg: gl.constexpr):
     """Returns the call's Scales."""
@@ -130,3 +138,65 @@ def make_uniform(smem, i: gl.constexpr, x):
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     smem.index(i).store(gl.full([1], x, gl.int32, L))
     return gl.max(smem.index(i).load(L), 0)
+
+
+# Query, dequant and V.
+
+
+@gluon.jit
+def load_query_chunk(p_row, m_row, FIRST_COLUMN: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Loads columns FIRST_COLUMN … of the query rows: [rows, COLUMNS]."""
+    o_d = FIRST_COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    return gl.load(p_row[:, None] + o_d[None, :], mask=m_row[:, None], other=0.0)
+
+
+@gluon.jit
+def view_as_packed(tile):
+    """Returns a view of a tile of 8-bit codes in shared memory as 16-bit packed pairs."""
+    PACKED_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(tile.layout.swizzle_byte_width, 16)
+    return reinterpret(tile, gl.int16, [tile.shape[0], tile.shape[1] // 2], PACKED_LAYOUT)
+
+
+@gluon.jit
+def dequant_packed(packed):
+    """Dequantises 16-bit packed pairs to two fp16 tiles."""
+    return gl.inline_asm_elementwise(E4M3_PTX, "=r,=r,r", [packed], [gl.float16, gl.float16], True, 2)
+
+
+@gluon.jit
+def zero_invalid_rows(tiles, first_tile, NUM_TILES: gl.constexpr, num_valid):
+    """Zeros rows past a key block's last key in NUM_TILES tiles from first_tile on: 0 × NaN is NaN."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    is_valid = gl.arange(0, tiles.shape[1], gl.SliceLayout(1, L)) < num_valid
+    for i in range(NUM_TILES):  # not unrolled: rare, and the main loop should stay small
+        tile = tiles.index(first_tile + i)
+        if tile.dtype.primitive_bitwidth == 8:
+            tile = view_as_packed(tile)
+        x = tile.load(L)
+        tile.store(gl.where(is_valid[:, None], x, gl.full(x.shape, 0, x.dtype, L)))
+
+
+# Epilogue: what the combine reads.
+
+
+@gluon.jit
+def store_num_splits(tensors, work_tile, cta_range, cfg: gl.constexpr):
+    """Stores the number of splits of a work tile that begins in this CTA."""
+    i_cta = cta_range.i_cta
+    num_splits = count_splits(work_tile, cta_range.blocks_per_range, i_cta // cfg.HEADS)
+    store_split_metadata(
+        tensors.SPLIT_METADATA, work_tile.i_request, work_tile.m_block, cta_range.max_m_blocks, i_cta, num_splits, cfg
+    )
+
+
+@gluon.jit
+def partial_row_ptr(SPLIT_WORKSPACE, partial_slot, o_r, cfg: gl.constexpr):
+    """Returns pointers to rows o_r of a partial state: columns of acc_o, row_max, row_sum."""
+    return SPLIT_WORKSPACE + (partial_slot.to(gl.int64) * cfg.BLOCK_M + o_r) * cfg.PARTIAL_COLUMNS
+
+
+@gluon.jit
+def store_partial_stats(p_row, row_max, row_sum, m_row, cfg: gl.constexpr):
+    """Stores row_max and row_sum of rows of a partial state."""
+    gl.store(p_row + cfg.PARTIAL_COLUMNS - 2, row_max, mask=m_row)
+    gl.store(p_row + cfg.PARTIAL_COLUMNS - 1, row_sum, mask=m_row)

@@ -1,5 +1,8 @@
 """The producer warp of MLA decode: copies the KV tiles of a CTA range by TMA, as stages become free.
 
+`two_warpgroups.py` has a producer of its own, which shares the page lookup. For `three_warpgroups.py` this one also
+prepares group scales.
+
 Wait for a free stage: in `producer`, on `empty`; mask, rescale, combine: none here.
 """
 
@@ -12,7 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ...versions import tma_load
 from ..parts.pipeline import sync_and_arrive
 from ..parts.tile_scheduler import advance_to_request, load_request_shape, work_tile_at
-from .three_warpgroups_scales import prepare_group_scales
+
+SCALE_COLUMNS = gl.constexpr(6)  # rows of score_scales of a stage
+MIN_SCALE = gl.constexpr(1e-30)  # of a key's chunks: its reciprocal is finite
 
 
 class ScalePrefetch(NamedTuple):
@@ -25,24 +30,67 @@ class ScalePrefetch(NamedTuple):
 
 
 @gluon.jit
+def lookup_tile_rows(p_page_ids, n_block, num_keys, page_lookup, KEYS_PER_COPY: gl.constexpr, cfg: gl.constexpr):
+    """Returns (ckv, kpe, scale) rows of n_block's copies in their matrices; `oob_row` lies past each and reads as 0."""
+    oob_row = page_lookup.oob_row
+    ckv_rows, kpe_rows, scale_rows = (), (), ()
+    for j in gl.static_range(cfg.BLOCK_N // KEYS_PER_COPY):
+        key = n_block * cfg.BLOCK_N + j * KEYS_PER_COPY
+        page = gl.load(p_page_ids + key // cfg.PAGE, mask=key < num_keys, other=-1).to(gl.int32)
+        ckv_rows = ckv_rows + (gl.where(page < 0, oob_row, page * cfg.CKV_ROWS_PER_PAGE + key % cfg.PAGE),)
+        kpe_rows = kpe_rows + (gl.where(page < 0, oob_row, page * cfg.KPE_ROWS_PER_PAGE + key % cfg.PAGE),)
+        scale_rows = scale_rows + (
+            gl.where(page < 0, oob_row, page * page_lookup.scale_rows_per_page + key % cfg.PAGE),
+        )
+    return ckv_rows, kpe_rows, scale_rows
+
+
+@gluon.jit
 def smem_tile_of_columns(stages, stage, i_column_tile, STAGES: gl.constexpr):
     """Returns the shared memory of a stage's i-th column tile."""
     return stages.index(stage * (stages.shape[0] // STAGES) + i_column_tile)
 
 
 @gluon.jit
+def prepare_group_scales(smem_scales, score_scales, v_scale_ratios, stage, num_valid):
+    """Stores a tile's group scales in shared memory; past the last key they are 1.
+
+    score_scales: fp32 [SCALE_COLUMNS * STAGES, BLOCK_N], for QK: the four scales, log2 of the largest, its reciprocal
+    v_scale_ratios: fp16 [4 * STAGES, BLOCK_N], for PV: the four scales over the largest
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
+    x = smem_scales.load(L)
+    BLOCK_N: gl.constexpr = smem_scales.shape[0]
+    is_valid = gl.arange(0, BLOCK_N, gl.SliceLayout(1, L)) < num_valid
+    x = gl.where(is_valid[:, None], x, 1.0)
+    max_scale = gl.maximum(gl.max(gl.abs(x), 1), MIN_SCALE)
+    inv_scale = 1.0 / max_scale
+    score_scales.index(SCALE_COLUMNS * stage + 4).store(gl.log2(max_scale))
+    score_scales.index(SCALE_COLUMNS * stage + 5).store(inv_scale)
+    even, odd = gl.split(gl.reshape(x, [BLOCK_N, 2, 2]))
+    s0, s2 = gl.split(even)
+    s1, s3 = gl.split(odd)
+    group_scales = (s0, s1, s2, s3)
+    for i in gl.static_range(4):
+        group_scale = group_scales[i]
+        score_scales.index(SCALE_COLUMNS * stage + i).store(group_scale)
+        ratio = group_scale * gl.convert_layout(inv_scale, group_scale.type.layout)
+        v_scale_ratios.index(4 * stage + i).store(ratio.to(gl.float16))
+
+
+@gluon.jit
 def producer(
     tensor_maps, page_lookup, full, empty, kv_stages, cta_range, scale_prefetch, STAGES: gl.constexpr, cfg: gl.constexpr
 ):
-    """Copies every tile of the CTA range. `oob_row` lies past the cache and reads as 0.
+    """Copies every tile of the CTA range.
 
     full: one barrier per stage or more, used in rotation; scale_prefetch: empty, or a ScalePrefetch
     """
     PREPARES_SCALES: gl.constexpr = len(scale_prefetch) > 0
     NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]
     CKV_MAP, KPE_MAP, SCALES_MAP = tensor_maps
-    block, block_end, i_request, n_block_base, oob_row = (
-        cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base, page_lookup.oob_row,
+    block, block_end, i_request, n_block_base = (
+        cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
     )  # fmt: skip
     KEYS_PER_COPY: gl.constexpr = CKV_MAP.block_shape[0]
     NUM_COPIES: gl.constexpr = cfg.BLOCK_N // KEYS_PER_COPY
@@ -54,6 +102,7 @@ def producer(
     kv_iter = 0
     request = load_request_shape(page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, i_request, True, cfg)
     while block < block_end:
+        # Next work tile.
         i_request, n_block_base, request = advance_to_request(
             page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
@@ -62,15 +111,9 @@ def producer(
         for n_block in range(work_tile.n_block_begin, work_tile.n_block_end):
             # Page lookup.
             stage = kv_iter % STAGES
-            ckv_rows, kpe_rows, scale_rows = (), (), ()
-            for j in gl.static_range(NUM_COPIES):
-                key = n_block * cfg.BLOCK_N + j * KEYS_PER_COPY
-                page = gl.load(p_page_ids + key // cfg.PAGE, mask=key < num_keys, other=-1).to(gl.int32)
-                ckv_rows = ckv_rows + (gl.where(page < 0, oob_row, page * cfg.CKV_ROWS_PER_PAGE + key % cfg.PAGE),)
-                kpe_rows = kpe_rows + (gl.where(page < 0, oob_row, page * cfg.KPE_ROWS_PER_PAGE + key % cfg.PAGE),)
-                scale_rows = scale_rows + (
-                    gl.where(page < 0, oob_row, page * page_lookup.scale_rows_per_page + key % cfg.PAGE),
-                )
+            ckv_rows, kpe_rows, scale_rows = lookup_tile_rows(
+                p_page_ids, n_block, num_keys, page_lookup, KEYS_PER_COPY, cfg
+            )
             # Wait for a free stage.
             mbarrier.wait(empty.index(stage), ((kv_iter // STAGES) & 1) ^ 1)
             if PREPARES_SCALES:  # noqa: SIM102 - known to the compiler, unlike the other

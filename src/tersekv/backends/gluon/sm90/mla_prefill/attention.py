@@ -90,6 +90,9 @@ class ConsumerArgs(NamedTuple):
     mbarriers: Mbarriers
 
 
+# Producer: work tiles from the counter; copies of Q, K and V, as stages become free.
+
+
 @gluon.jit
 def producer(
     tensor_maps, queue, buffers, mbarriers, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -104,6 +107,7 @@ def producer(
     num_done = 0  # work tiles published
     kv_iter = 0  # key blocks copied
     while i_work_tile < queue.num_work_tiles:
+        # Tile scheduler: the request, head and queries of this work tile
         next_work_tile = i_work_tile
         i_request, head, m_block = work_tile_coords(i_work_tile, queue.num_m_blocks, queue.H, queue.heads_per_group)
         request = load_request_shape(queue, i_request)
@@ -128,6 +132,7 @@ def producer(
                 mbarrier.expect(k_full.index(stage), BLOCK_N * (DN + R) * element_bytes)
                 tma_load(tensor_maps.KEYS, [kv_row, o_column], k_full.index(stage), buffers.k.index(stage))
                 tma_load(tensor_maps.KPE_MAP, [kv_row, 0], k_full.index(stage), buffers.k_pe.index(stage))
+                # Q, with the work tile's info: wait until the last work tile's is read, copy
                 if i == 0:
                     for i_consumer in gl.static_range(2):
                         q_full_barrier, q_row = (
@@ -157,10 +162,14 @@ def producer(
         else:
             next_work_tile = gl.atomic_add(queue.WORK_COUNTER, 1, sem="relaxed") + gl.num_programs(0)
         i_work_tile = next_work_tile
+    # The end, for both consumers
     for i_consumer in gl.static_range(2):
         mbarrier.wait(mbarriers.q_empty.index(i_consumer), (num_done & 1) ^ 1)
         publish_work_tile(buffers.tile_info.index(i_consumer), 0, 0, 0, 0, 0, 0)
         mbarrier.arrive(mbarriers.q_full.index(i_consumer), count=1)
+
+
+# Main loop: QK, mask, online softmax, PV.
 
 
 @gluon.jit
@@ -201,6 +210,9 @@ def mainloop_step(
     return SoftmaxState(acc_o, row_max, row_sum, p_packed)
 
 
+# Epilogue: the output, combined with the previous chunk's.
+
+
 @gluon.jit
 def output_pointers(args, tile_info, I_CONSUMER: gl.constexpr, S: gl.constexpr, O: gl.constexpr, DV: gl.constexpr):
     """Returns pointers to a work tile's out, OUT_RESIDUAL and lse; masks of out and lse."""
@@ -226,6 +238,7 @@ def finalize_and_store_output(
     O: gl.constexpr = acc_o.type.layout
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
     p_out, p_residual, p_lse, m_out, m_lse = output_pointers(args, tile_info, I_CONSUMER, S, O, acc_o.shape[1])
+    # Combine: one row_max and row_sum of this chunk and the previous ones
     if HAS_PREVIOUS_CHUNK:
         # NOTE: an accumulator that does not start at 0 makes ptxas wait after every MMA.
         prev_lse = gl.load(p_lse, mask=m_lse, other=float("-inf")) * LOG2E
@@ -243,12 +256,16 @@ def finalize_and_store_output(
         acc_o += prev_out * gl.convert_layout(rescale_prev / row_sum, gl.SliceLayout(1, O))[:, None]
     else:
         acc_o = acc_o * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O))[:, None]
+    # Store the output, its rounding error for the next chunk, and LSE
     out = acc_o.to(args.OUT.dtype.element_ty)
     gl.store(p_out, out, mask=m_out)
     if HAS_NEXT_CHUNK:
         gl.store(p_residual, (acc_o - out.to(gl.float32)).to(args.OUT_RESIDUAL.dtype.element_ty), mask=m_out)
     if HAS_LSE:
         gl.store(p_lse, gl.where(is_empty, float("-inf"), (row_max + gl.log2(row_sum)) * LN2), mask=m_lse)
+
+
+# Consumer warpgroup: main loop and epilogue of its work tiles.
 
 
 @gluon.jit
@@ -268,6 +285,7 @@ def consumer(
     q, q_pe = buffers.q.index(I_CONSUMER), buffers.q_pe.index(I_CONSUMER)
     o_m = gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, S)) + I_CONSUMER * ROWS_PER_WARPGROUP
 
+    # Wait for the first work tile
     may_have_nan = any_nonzero(args.MAY_HAVE_NAN, args.num_rows)
     kv_iter = 0  # key blocks begun
     num_done = 0  # work tiles begun
@@ -319,6 +337,7 @@ def consumer(
             # shared memory is computed and discarded.
             finished_tile = tile_info
             num_done += 1
+            # Wait for the next work tile
             mbarrier.wait(q_full.index(I_CONSUMER), num_done & 1)
             info_fields = buffers.tile_info.index(I_CONSUMER).load(REPLICATED_LAYOUT)
             thread_barrier()
@@ -326,6 +345,7 @@ def consumer(
             has_next_tile = tile_info.num_n_blocks > 0
             n_start = (tile_info.num_n_blocks - 1) * BLOCK_N
             last_key = gl.minimum(o_m + tile_info.causal_limit, tile_info.num_keys - 1)
+            # QK of the next work tile, PV of this one
             stage, prev_stage = kv_iter % STAGES, (kv_iter - 1) % STAGES
             mbarrier.wait(k_full.index(stage), (kv_iter // STAGES) & 1, pred=has_next_tile)
             s = start_qk(q, q_pe, k_s.index(stage), kpe_s.index(stage), S)
@@ -349,6 +369,9 @@ def consumer(
             kv_iter += 1
 
 
+# The kernel.
+
+
 @gluon.jit(do_not_specialize=["num_rows", "num_m_blocks", "heads_per_group", "num_work_tiles"])
 def attention_kernel(
     Q, Q_PE_MAP, KV, KPE_MAP, OUT, OUT_RESIDUAL, LSE, WORK_COUNTER, OVERFLOW_FLAG, MAY_HAVE_NAN, CU_SEQLENS_Q,
@@ -361,6 +384,7 @@ def attention_kernel(
     DN: gl.constexpr = KV.block_shape[1]
     R: gl.constexpr = KPE_MAP.block_shape[1]
     dtype: gl.constexpr = KV.dtype
+    # Shared memory and barriers
     q_s = gl.allocate_shared_memory(dtype, [2, ROWS_PER_WARPGROUP, DN], Q.layout)
     qpe_s = gl.allocate_shared_memory(dtype, [2, ROWS_PER_WARPGROUP, R], Q_PE_MAP.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DN], KV.layout)
@@ -370,6 +394,7 @@ def attention_kernel(
     q_full, q_empty = allocate_mbarrier_groups(2, (1, 1))
     k_full, k_empty, v_full, v_empty = allocate_mbarrier_groups(STAGES, (1, 2, 1, 2))
     fence_async_shared()
+    # Wait for the previous kernel
     if USE_PDL:
         pdl_launch_dependents()
         pdl_wait()
@@ -394,6 +419,9 @@ def attention_kernel(
         ],
         [4, 1], [REGISTERS_PER_THREAD, 24],
     )  # fmt: skip
+
+
+# Its launch, and arguments that both attention kernels take.
 
 
 def tensor_map_args(f: SimpleNamespace, num_rows: int, block_n: int) -> dict[str, TensorMapArg]:

@@ -4,6 +4,8 @@ Both operands have scales, per (row, 128 columns) and per 128 x 128 block; parti
 they are added in fp32. A persistent CTA walks over a range of 128 x 128 tiles, those of one weight panel after each
 other: the panel stays in shared memory, and the next one is copied meanwhile. A producer warp copies by TMA; two
 consumer warpgroups have 64 latents each, and scale one half of their columns while the MMA of the other runs.
+
+Wait for a free stage: `producer`; scales and their prefetch: `consumer`; no mask, no combine.
 """
 
 from __future__ import annotations
@@ -53,10 +55,16 @@ class BlockScales(NamedTuple):
     w_stride: gl.tensor
 
 
+# Tile scheduler.
+
+
 @gluon.jit
 def cta_tile_range(num_tiles):
     """Returns this CTA's range of tiles: begin and end."""
     return gl.program_id(0) * num_tiles // gl.num_programs(0), (gl.program_id(0) + 1) * num_tiles // gl.num_programs(0)
+
+
+# Producer: weight panels and latents, as stages become free.
 
 
 @gluon.jit
@@ -89,6 +97,9 @@ def producer(A, W, num_m_blocks, num_tiles, buffers, mbarriers, K_BLOCKS: gl.con
             mbarrier.expect(a_full.index(stage), BLOCK * BLOCK)
             tma_load(A, [a_row, k_block * BLOCK], a_full.index(stage), a_s.index(stage))
             k_iter += 1
+
+
+# Main loop and epilogue of a consumer warpgroup.
 
 
 @gluon.jit
@@ -129,6 +140,7 @@ def consumer(
     # Scales are loaded one iteration ahead, so that no MMA waits for them.
     a_scale, w_scale = load_step_scales(scales, m_block, i_panel, 0, o_m, num_rows)
     for i_tile in range(tile_begin, tile_end):
+        # Wait for the tile's weight panel; release the last one
         if is_new_panel:
             if num_panels > 0:
                 mbarrier.arrive(w_empty.index(panel_stage), count=1)
@@ -149,15 +161,18 @@ def consumer(
                 next_panel if k_block == K_BLOCKS - 1 else i_panel,
                 (k_block + 1) % K_BLOCKS, o_m, num_rows,
             )  # fmt: skip
+            # Wait for the latents
             stage = k_iter % STAGES
             mbarrier.wait(a_full.index(stage), (k_iter // STAGES) & 1)
             a = a_s.index(stage).slice(I_CONSUMER * ROWS_PER_WARPGROUP, ROWS_PER_WARPGROUP)
             w = w_s.index(panel_stage * K_BLOCKS + k_block)
+            # Left half, while the right half of the last iteration is scaled and added
             product_left = start_half_product(a, w, 0, ACC)
             if k_block > 0:
                 product_right = warpgroup_mma_wait(1, [product_right])
                 mbarrier.arrive(a_empty.index((k_iter - 1) % STAGES), count=1)
                 acc_right = gl.fma(product_right, gl.broadcast(prev_scale[:, None], acc_right)[0], acc_right)
+            # Right half, while the left one is scaled and added
             product_right = start_half_product(a, w, 1, ACC)
             product_left = warpgroup_mma_wait(1, [product_left])
             acc_left = gl.fma(product_left, gl.broadcast(scale[:, None], acc_left)[0], acc_left)
@@ -181,6 +196,9 @@ def consumer(
             )
         m_block, i_panel = next_m_block, next_panel
     tma.store_wait(0)
+
+
+# The kernel.
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -210,6 +228,9 @@ def blockwise_gemm_kernel(
         ],
         [4, 1], [232, 24],
     )  # fmt: skip
+
+
+# Its launch.
 
 
 def make_gemm_launch(f: SimpleNamespace, num_rows: int, max_rows: int, sms: int, use_pdl: bool) -> KernelLaunch:

@@ -36,6 +36,9 @@ from ....triton.parts.token_rows import pdl_wait_and_launch
 _MAX_BLOCK_H = 64  # heads that are cleared at a time
 
 
+# Queries: rotate them, clear outputs of no request.
+
+
 @triton.jit
 def apply_rope_to_heads(
     Q, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, t, B, H, max_pos, stride_qt, stride_qh, stride_freqs_cis,
@@ -85,6 +88,9 @@ def rope_queries_or_clear_outputs(
         t += tl.num_programs(0)
 
 
+# The kernel.
+
+
 @triton.jit(do_not_specialize=["B", "max_pages", "num_tokens", "max_pos"])
 def gather_latents_kernel(
     Q, CKV, KPE, SCALES, FREQS_CIS, PAGE_TABLE, CACHE_LENS, CU_SEQLENS_Q, CHUNK_ROW_OFFSETS, CACHE_OFFSETS, KV_SCALE,
@@ -108,6 +114,7 @@ def gather_latents_kernel(
             stride_ot, stride_oh,
             stride_lt, stride_lh, stride_freqs_cis, DN, R, R_PAD, DV, DV_PAD, BLOCK_H,
         )  # fmt: skip
+    # Page lookup: the row's request, position and slot
     b = find_request_of_row(CHUNK_ROW_OFFSETS, i_row, B)
     first_row = tl.load(CHUNK_ROW_OFFSETS + tl.minimum(b, B)).to(tl.int64)
     valid = (b < B) & (i_row >= first_row)
@@ -124,6 +131,7 @@ def gather_latents_kernel(
     if KV_SCALE is not None:
         kv_scale = tl.load(KV_SCALE)
 
+    # Dequant, and whether V may be NaN
     o_l, o_r = tl.arange(0, L_PAD), tl.arange(0, R_PAD)
     latent = load_dequantized_latent(p_c, p_s, kv_scale, o_l, valid, L, L_PAD, STORAGE_KIND, NATIVE_FP8_CAST)
     # Codes and scales are finite or NaN, and bf16 holds every sum of them; other GEMMs may overflow.
@@ -131,6 +139,7 @@ def gather_latents_kernel(
         tl.store(MAY_HAVE_NAN + i_row, 1)
     else:
         tl.store(MAY_HAVE_NAN + i_row, tl.max((latent != latent).to(tl.int32), 0))
+    # Store codes and scales, or 16-bit latents; then the rotary part
     if SCALES_OUT is not None:
         codes, scale = quantize_latent_groups(latent, L_PAD, NATIVE_FP8_CAST)
         o_g = tl.arange(0, L_PAD // GROUP)
@@ -142,6 +151,9 @@ def gather_latents_kernel(
     if STORAGE_KIND != "float":
         k_pe = fp8_to_fp32(k_pe, STORAGE_KIND, NATIVE_FP8_CAST) * kv_scale
     tl.store(K_PE_OUT + i_row * R + o_r, k_pe.to(tl.float32).to(K_PE_OUT.dtype.element_ty), mask=o_r < R)
+
+
+# Its launch.
 
 
 def make_gather_launch(

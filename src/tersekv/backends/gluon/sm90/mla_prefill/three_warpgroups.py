@@ -86,6 +86,9 @@ class ConsumerArgs(NamedTuple):
     mbarriers: Mbarriers
 
 
+# Producer: work tiles from the counter; copies of Q, K and halves of V, as stages become free.
+
+
 @gluon.jit
 def copy_v_half(tensor_maps, kv_row, o_column, v_iter, buffers, mbarriers):
     """Copies half a key block of V."""
@@ -105,6 +108,7 @@ def producer(tensor_maps, queue, buffers, mbarriers):
     num_done = 0  # work tiles published
     kv_iter = 0  # key blocks copied
     while i_work_tile < queue.num_work_tiles:
+        # Tile scheduler: the request, head and queries of this work tile
         i_request, head, m_block = work_tile_coords(i_work_tile, queue.num_m_blocks, queue.H, queue.heads_per_group)
         request = load_request_shape(queue, i_request)
         q_begin, num_queries, num_keys, chunk_row = (
@@ -132,6 +136,7 @@ def producer(tensor_maps, queue, buffers, mbarriers):
                     copy_v_half(
                         tensor_maps, kv_row + BLOCK_N + HALF_BLOCK_N, o_column + DN, 2 * kv_iter - 1, buffers, mbarriers
                     )
+                # Q, with the work tile's info: wait until the last work tile's is read, copy
                 else:
                     for i_consumer in gl.static_range(WARPGROUPS):
                         q_full_barrier, q_row = (
@@ -162,10 +167,14 @@ def producer(tensor_maps, queue, buffers, mbarriers):
         if has_work:
             copy_v_half(tensor_maps, chunk_row + HALF_BLOCK_N, o_column + DN, 2 * kv_iter - 1, buffers, mbarriers)
         i_work_tile = next_work_tile
+    # The end, for all consumers
     for i_consumer in gl.static_range(WARPGROUPS):
         mbarrier.wait(mbarriers.q_empty.index(i_consumer), (num_done & 1) ^ 1)
         publish_work_tile(buffers.tile_info.index(i_consumer), 0, 0, 0, 0, -1, 0)
         mbarrier.arrive(mbarriers.q_full.index(i_consumer), count=1)
+
+
+# Main loop: QK, mask, online softmax, PV.
 
 
 @gluon.jit
@@ -220,6 +229,7 @@ def mainloop_step(
                 if may_have_nan:
                     zero_invalid_v(v_half, num_keys - i * HALF_BLOCK_N)
             acc_o = warpgroup_mma(unpack_p(p_halves[i], v_s.dtype, P), v_half, acc_o, is_async=True)
+    # Wait for PV, free its stages
     acc_o = warpgroup_mma_wait(0, [acc_o])
     for i in gl.static_range(2):
         mbarrier.arrive(v_empty.index((2 * kv_iter + i) % STAGES_V), count=1)
@@ -241,6 +251,9 @@ def skip_tiles(kv_iter, num_tiles, mbarriers):
     return kv_iter
 
 
+# Epilogue: the output, and whether it overflowed.
+
+
 @gluon.jit
 def store_output_and_check_overflow(args, tile_info, state, I_CONSUMER: gl.constexpr, HAS_LSE: gl.constexpr):
     """Stores a work tile's output, and sets OVERFLOW_FLAG where it overflowed."""
@@ -260,6 +273,7 @@ def store_output_and_check_overflow(args, tile_info, state, I_CONSUMER: gl.const
         gl.full([ROWS_PER_WARPGROUP], 1, gl.int32, M),
         mask=((overflowed != 0) | (row_sum > MAX_ROW_SUM)) & (o_m >= first_valid_row),
     )
+    # Store the output and LSE
     is_empty = row_sum == 0
     row_sum = gl.where(is_empty, 1.0, row_sum)
     out = acc_o * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O))[:, None]
@@ -270,6 +284,9 @@ def store_output_and_check_overflow(args, tile_info, state, I_CONSUMER: gl.const
         gl.store(
             p_lse, gl.where(is_empty, float("-inf"), (row_max + gl.log2(row_sum)) * LN2), mask=o_m >= first_valid_row
         )
+
+
+# Consumer warpgroup: main loop and epilogue of its work tiles.
 
 
 @gluon.jit
@@ -343,6 +360,9 @@ def consumer(args, I_CONSUMER: gl.constexpr, HAS_LSE: gl.constexpr):
             store_output_and_check_overflow(args, tile_info, SoftmaxState(acc_o, row_max, row_sum), I_CONSUMER, HAS_LSE)
 
 
+# The kernel.
+
+
 @gluon.jit(do_not_specialize=["num_rows", "num_m_blocks", "heads_per_group", "num_work_tiles"])
 def attention_three_warpgroups_kernel(
     Q, Q_PE_MAP, KEYS, VALUES, KPE_MAP, OUT, LSE, WORK_COUNTER, OVERFLOW_FLAG, MAY_HAVE_NAN, CU_SEQLENS_Q, CACHE_LENS,
@@ -355,6 +375,7 @@ def attention_three_warpgroups_kernel(
     R: gl.constexpr = KPE_MAP.block_shape[1]
     DV: gl.constexpr = VALUES.block_shape[1]
     dtype: gl.constexpr = KEYS.dtype
+    # Shared memory and barriers
     q_s = gl.allocate_shared_memory(dtype, [WARPGROUPS, ROWS_PER_WARPGROUP, DN], Q.layout)
     qpe_s = gl.allocate_shared_memory(dtype, [WARPGROUPS, ROWS_PER_WARPGROUP, R], Q_PE_MAP.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, DN], KEYS.layout)
@@ -367,6 +388,7 @@ def attention_three_warpgroups_kernel(
     k_full, k_empty = allocate_mbarrier_groups(STAGES_K, (1, WARPGROUPS))
     v_full, v_empty = allocate_mbarrier_groups(STAGES_V, (1, WARPGROUPS))
     fence_async_shared()
+    # Wait for the previous kernel
     if USE_PDL:
         pdl_launch_dependents()
         pdl_wait()
@@ -390,6 +412,9 @@ def attention_three_warpgroups_kernel(
         ],
         [4, 4, 1], [REGISTERS_PER_THREAD, REGISTERS_PER_THREAD, 24],
     )  # fmt: skip
+
+
+# Its launch.
 
 
 def is_faster_than_two_warpgroups(f: SimpleNamespace, num_sms: int) -> bool:

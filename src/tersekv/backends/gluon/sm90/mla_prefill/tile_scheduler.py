@@ -94,6 +94,9 @@ class WorkTileInfo(NamedTuple):
     head: gl.tensor
 
 
+# Work tiles: their info in shared memory, their order, their request.
+
+
 @gluon.jit
 def extract_field(tile_info, i: gl.constexpr):
     """Returns one field of a work tile's info, which every thread holds in full."""
@@ -153,6 +156,9 @@ def load_request_shape(queue, i_request):
         gl.load(queue.CACHE_LENS + i_request).to(gl.int64) - gl.load(queue.CACHE_OFFSETS + i_request).to(gl.int64)
     ).to(gl.int32)
     return RequestShape(q_begin, num_queries, chunk_row, num_keys, causal_offset)
+
+
+# Steps of the main loop that both kernels share.
 
 
 @gluon.jit

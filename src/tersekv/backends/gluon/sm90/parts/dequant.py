@@ -1,4 +1,4 @@
-"""Dequantization of codes to fp16, by the register: the only format branches of Gluon's decode.
+"""Dequantization of codes to fp16, by the register: the only format branches of Gluon's decode; and scales.
 
 A register holds two 16-bit packed words of codes. K: adjacent words of one key's row. V: the same word of two keys, as
 ldmatrix transposes them.
@@ -7,11 +7,10 @@ ldmatrix transposes them.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ....triton.parts.dequant import (  # of V: a pair is one column of the two keys in a register
-    E4M3_PTX,
-    E5M2_PTX,
-    INT8_PTX,
-)
+from ....triton.parts.dequant import E4M3_PTX, E5M2_PTX, INT8_PTX
+
+# ---- PTX: a register of codes to f16x2 registers ----
+
 
 # Each converts a register of codes to f16x2 registers. K: one per pair of codes of a lane.
 E4M3_K_PTX = gl.constexpr(
@@ -176,11 +175,7 @@ _LOG2_PTX = gl.constexpr("lg2.approx.ftz.f32 $0, $1;")
 _RECIPROCAL_PTX = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 
-@gluon.jit
-def log2_and_reciprocal(x):
-    """Returns log2(x) and 1 / x of normal positive numbers, to 2^-22."""
-    log = gl.inline_asm_elementwise(_LOG2_PTX, "=f,f", [x], gl.float32, True, 1)
-    return log, gl.inline_asm_elementwise(_RECIPROCAL_PTX, "=f,f", [x], gl.float32, True, 1)
+# ---- codes ----
 
 
 @gluon.constexpr_function
@@ -274,3 +269,65 @@ def dequant_e2m1(packed, block_scales, IN_ROWS: gl.constexpr):
         True,
         2,
     )
+
+
+@gluon.jit
+def logical_column(converted_column, cfg: gl.constexpr):
+    """Returns the column of the head at a position of a row in shared memory, in the order of the conversion."""
+    if cfg.PACK == 2:
+        return converted_column
+    else:
+        return (
+            converted_column // 8 * 8
+            + converted_column // 2 % 2 * 4
+            + converted_column % 2 * 2
+            + converted_column // 4 % 2
+        )
+
+
+# ---- scales ----
+
+
+@gluon.jit
+def int4_zero_points(scales):
+    """Returns the zero points of int4 rows: the lowest bits of their stored scales."""
+    return scales.to(gl.int32, bitcast=True) & 15
+
+
+@gluon.jit
+def log2_and_reciprocal(x):
+    """Returns log2(x) and 1 / x of normal positive numbers, to 2^-22."""
+    log = gl.inline_asm_elementwise(_LOG2_PTX, "=f,f", [x], gl.float32, True, 1)
+    return log, gl.inline_asm_elementwise(_RECIPROCAL_PTX, "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def normalize_exponent(abs_max):
+    """Returns (exponent fields of the largest magnitudes of rows, powers of two to multiply the rows by): bf16 rows so
+    scaled fit in fp16."""
+    exponent = gl.maximum((abs_max.to(gl.int32, bitcast=True) >> 23) & 0xFF, 1)
+    return exponent, (gl.maximum(254 - exponent, 1) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def exponent_to_float(exponent):
+    """Returns the power of two with this exponent field."""
+    return (exponent << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def load_scale(host_scale, DEVICE_SCALE, HAS_DEVICE_SCALE: gl.constexpr):
+    """Returns a scale: from the device tensor if there is one, else the host's float."""
+    if HAS_DEVICE_SCALE:
+        return gl.load(DEVICE_SCALE)
+    else:
+        return host_scale
+
+
+@gluon.jit
+def load_scale_per_head(host_scale, DEVICE_SCALE, heads, HAS_DEVICE_SCALE: gl.constexpr, STRIDE: gl.constexpr):
+    """Loads a scale of each KV head: from the device tensor if there is one, else the host's float."""
+    if HAS_DEVICE_SCALE:
+        return gl.load(DEVICE_SCALE + heads * STRIDE)
+    else:
+        return heads * 0 + host_scale

@@ -1,19 +1,20 @@
 """Rotation and channel scales (`attributes.py`): transforms queries to match such keys, and unrotates accumulators.
 
 The same transform as `triton/parts/hadamard`, in the same order of columns. Here the location of a column is known: in
-a register of its partner's thread, or in another lane of the warp. The scales of the columns are kept in shared memory:
-loaded at a work tile's begin or end, they would queue behind all copies in flight.
+a register of its partner's thread, or in another lane of the warp.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....host.kernel_config import KernelConfig
+from .dequant import logical_column
+from .online_softmax import SoftmaxState
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ def make_rotation(signs: Any, channel_scales: Any) -> Rotation:
     return Rotation(
         signs is not None, channel_scales is not None, 0 if channel_scales is None else channel_scales.stride[0]
     )
+
+
+# ---- Hadamard transform ----
 
 
 @gluon.constexpr_function
@@ -113,6 +117,9 @@ def blockwise_hadamard_unpacked(tiles, PACK: gl.constexpr, AXIS: gl.constexpr, H
     return transformed
 
 
+# ---- scales of the columns ----
+
+
 @gluon.jit
 def load_rotation_scales(
     SIGNS, CHANNEL_SCALES, kv_heads, o_d, D: gl.constexpr, rotation: gl.constexpr, INVERSE: gl.constexpr = False
@@ -134,3 +141,169 @@ def load_rotation_scales(
     else:
         scales = gl.load(SIGNS + o_d % HADAMARD_SIZE) * INV_SQRT
     return scales
+
+
+# ---- decode: scales in shared memory ----
+# Loaded at a work tile's begin or end, they would queue behind all copies in flight. They are kept in the kernel's
+# column order: [packed tiles, heads, columns]. Caches with neither rotation nor channel scales compile none of this.
+
+
+class RotationSmem(NamedTuple):
+    """Scales of the columns of Q and of the accumulator where rows are rotated or scaled."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+
+
+UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def allocate_rotation_smem(placeholder, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Allocates shared memory for the scales of K and V; `placeholder` where there are none."""
+    k, v = placeholder, placeholder
+    if tile_cfg.K.ROTATION.ENABLED:
+        k = gl.allocate_shared_memory(gl.float32, [1, tile_cfg.HEADS_PER_CTA, cfg.D], UNSWIZZLED)
+    if tile_cfg.V.ROTATION.ENABLED:
+        NUM_TILES: gl.constexpr = 1 if tile_cfg.LARGE_M else tile_cfg.V.PACK
+        v = gl.allocate_shared_memory(gl.float32, [NUM_TILES, tile_cfg.HEADS_PER_CTA, cfg.DV // NUM_TILES], UNSWIZZLED)
+    return RotationSmem(k, v)
+
+
+@gluon.jit
+def _load_scales_of_side(
+    tensors, first_head, NUM_TILES: gl.constexpr, D: gl.constexpr, rotation: gl.constexpr, cfg: gl.constexpr,
+    tile_cfg: gl.constexpr,
+):  # fmt: skip
+    """Loads scales of K or V, for each of NUM_TILES tiles [heads, columns]; tensors: signs and channel scales."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, gl.num_warps()], [1, 0])
+    heads = first_head + gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, L))[:, None]
+    position = gl.arange(0, D // NUM_TILES, gl.SliceLayout(0, L))[None, :]
+    scales = ()
+    for j in gl.static_range(NUM_TILES):
+        o_head, o_d = gl.broadcast(
+            heads, logical_column(position, cfg) if tile_cfg.LARGE_M else NUM_TILES * position + j
+        )
+        scales = scales + (load_rotation_scales(tensors[0], tensors[1], o_head, o_d, D, rotation),)
+    return scales
+
+
+@gluon.jit
+def load_rotation_scales_of_heads(signs, channel_scales, first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads the scales of K and of V to registers, before any copy is started."""
+    K: gl.constexpr = tile_cfg.K.ROTATION
+    V: gl.constexpr = tile_cfg.V.ROTATION
+    k, v = (), ()
+    if K.ENABLED:
+        k = _load_scales_of_side((signs[0], channel_scales[0]), first_head, 1, cfg.D, K, cfg, tile_cfg)
+    if V.ENABLED:
+        v = _load_scales_of_side(
+            (signs[1], channel_scales[1]), first_head, 1 if tile_cfg.LARGE_M else tile_cfg.V.PACK, cfg.DV, V, cfg,
+            tile_cfg,
+        )  # fmt: skip
+    return k, v
+
+
+@gluon.jit
+def store_rotation_scales(rotation_smem, rotation_scales):
+    """Stores the scales to shared memory; threads must synchronize before they are read."""
+    k, v = rotation_scales
+    for j in gl.static_range(len(k)):
+        rotation_smem.k.index(j).store(k[j])
+    for j in gl.static_range(len(v)):
+        rotation_smem.v.index(j).store(v[j])
+
+
+@gluon.jit
+def rotate_query(x, rotation_smem, AXIS: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns query rows fp32, [heads, rows, columns] or [rows, columns] of one head, rotated and scaled as K needs."""
+    if tile_cfg.K.ROTATION.ENABLED:
+        L: gl.constexpr = x.type.layout
+        if AXIS == 2:
+            x = x * rotation_smem.k.index(0).load(gl.SliceLayout(1, L))[:, None, :]
+        else:
+            x = x * rotation_smem.k.index(0).reshape([cfg.D]).load(gl.SliceLayout(0, L))[None, :]
+    if tile_cfg.K.ROTATION.ROTATED:
+        x = blockwise_hadamard(x, AXIS, cfg.D)
+    return x
+
+
+@gluon.jit
+def unrotate_acc(state, rotation_smem, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the state with its accumulator unrotated and unscaled; it may be of some of the keys, or of all."""
+    acc_o = state.acc_o
+    if tile_cfg.V.ROTATION.ENABLED:
+        if tile_cfg.LARGE_M:
+            if tile_cfg.V.ROTATION.ROTATED:
+                acc_o = blockwise_hadamard(acc_o, 1, cfg.DV)
+            rotation_scales = rotation_smem.v.index(0).reshape([cfg.DV]).load(gl.SliceLayout(0, acc_o.type.layout))
+            acc_o = acc_o * rotation_scales[None, :]
+        else:
+            if tile_cfg.V.ROTATION.ROTATED:
+                acc_o = blockwise_hadamard_unpacked(acc_o, tile_cfg.V.PACK, 1, cfg.DV)
+            tiles = ()
+            for j in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
+                rotation_scales = rotation_smem.v.index(j).load(gl.SliceLayout(2, acc_o[j].type.layout))
+                tiles = tiles + (acc_o[j] * rotation_scales[:, :, None],)
+            acc_o = tiles
+    return SoftmaxState(state.row_max, state.row_sum, acc_o)
+
+
+# ---- prefill: scales loaded where they are used ----
+# Heads change with the work tile, and shared memory is full.
+
+
+class RotationTensors(NamedTuple):
+    """Signs and channel scales of K and V; None where the cache has none."""
+
+    K_SIGNS: gl.tensor
+    V_SIGNS: gl.tensor
+    K_CHANNEL_SCALES: gl.tensor
+    V_CHANNEL_SCALES: gl.tensor
+
+
+@gluon.jit
+def rotate_query_rows(x, rotation, kv_head, cfg: gl.constexpr):
+    """Returns query rows [rows, columns] fp32, rotated and scaled like the cache's keys."""
+    ROTATION: gl.constexpr = cfg.K_ROTATION
+    o_d = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    x = (
+        x
+        * load_rotation_scales(rotation.K_SIGNS, rotation.K_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM, ROTATION)[
+            None, :
+        ]
+    )
+    if ROTATION.ROTATED:
+        x = blockwise_hadamard(x, 1, cfg.HEAD_DIM & -cfg.HEAD_DIM)
+    return x
+
+
+@gluon.jit
+def unrotate_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
+    """Returns acc_o [rows, columns] with the cache's V rotation undone."""
+    ROTATION: gl.constexpr = cfg.V_ROTATION
+    if ROTATION.ROTATED:
+        acc = blockwise_hadamard(acc, 1, cfg.HEAD_DIM_V & -cfg.HEAD_DIM_V)
+    o_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    return (
+        acc
+        * load_rotation_scales(rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION)[
+            None, :
+        ]
+    )
+
+
+@gluon.jit
+def rotate_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
+    """Returns acc_o of new V, rotated to be added to that of cached V."""
+    ROTATION: gl.constexpr = cfg.V_ROTATION
+    o_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    acc = (
+        acc
+        * load_rotation_scales(
+            rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION, True
+        )[None, :]
+    )
+    if ROTATION.ROTATED:
+        acc = blockwise_hadamard(acc, 1, cfg.HEAD_DIM_V & -cfg.HEAD_DIM_V)
+    return acc

@@ -1,9 +1,26 @@
-"""Online softmax of a tile of scores with rows on M, for many query rows, arranged so that few instructions wait."""
+"""Online softmax of a tile of scores: reductions, softcap, P, and a row_max that is raised in every step, or lazily."""
+
+import math
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .tile_scheduler import LOG2E
+from .mask import apply_mask
+
+LOG2E = gl.constexpr(math.log2(math.e))
+LN2 = gl.constexpr(math.log(2))
+
+
+class SoftmaxState(NamedTuple):
+    """Running softmax of query rows: row_max (base 2), row_sum of P, and the accumulator of P V."""
+
+    row_max: gl.tensor
+    row_sum: gl.tensor
+    acc_o: gl.tensor
+
+
+# ---- rows on M: reductions of which few instructions wait ----
 
 
 @gluon.jit
@@ -36,6 +53,9 @@ def lane_row_sums(x):
     return x
 
 
+# ---- softcap ----
+
+
 @gluon.jit
 def apply_softcap(s, softcap):
     """Returns softcap × tanh(s / softcap) of scores s; s in units of log2, softcap in those of scores.
@@ -50,6 +70,9 @@ def apply_softcap(s, softcap):
     return gl.where(gl.abs(t) < 1.0, s * ratio, far)
 
 
+# ---- one step of many query rows: MLA prefill, prefill ----
+
+
 @gluon.jit
 def softmax_step(s, row_max, last_key, score_scale, MASKED: gl.constexpr):
     """Returns (p fp32, row_max, rescale) of a tile of scores. last_key: last key of the tile that a row sees."""
@@ -62,6 +85,60 @@ def softmax_step(s, row_max, last_key, score_scale, MASKED: gl.constexpr):
     if MASKED:
         safe_max = gl.where(row_max_new == float("-inf"), 0.0, row_max_new)  # all keys of a row may be masked so far
     return gl.exp2(s * score_scale - safe_max[:, None]), row_max_new, gl.exp2(row_max - safe_max)
+
+
+# P in e4m3, which holds 2^-9 to 448, is at most 2^LOG2_P_MAX. It is relative to its own block's maximum, or small P
+# would be lost beside a large one of another block; but at most 2^40 below the row maximum: sums must not leave fp32.
+LOG2_P_MAX, MAX_LOG2_BELOW_ROW_MAX = gl.constexpr(8.0), gl.constexpr(40.0)
+
+
+class FP8RowMax(NamedTuple):
+    """For P in e4m3: the offset subtracted from the scores, and the running row maximum."""
+
+    row_max: gl.tensor
+    running_max: gl.tensor
+
+
+@gluon.jit
+def softmax_step_with_row_scales(
+    s, row_max, causal_limit, key_begin, key_end, score_scales, log2_v_scale, softcap, MASKED: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Returns (P in fp32, row_max, rescale) of a tile of scores.
+
+    row_max: for P in e4m3, an FP8RowMax
+    causal_limit, key_begin, key_end: relative to the tile: each row's last key, the first key and the keys' end
+    score_scales: of each row, > 0; log2_v_scale: with token scales, added to the exponent (`TileVScale`)
+    """
+    if cfg.HAS_SOFTCAP:
+        s = apply_softcap(s * score_scales[:, None], softcap)
+    if MASKED:
+        s = apply_mask(s, causal_limit, key_begin, key_end, cfg)
+    block_max = rowwise_max(s)
+    if not cfg.HAS_SOFTCAP:
+        block_max = block_max * score_scales
+    if cfg.TOKEN_SCALES:
+        block_max = block_max + log2_v_scale
+    if cfg.FP8_PV:
+        prev_max = row_max.row_max
+        running_max = gl.maximum(row_max.running_max, block_max)
+        score_offset = gl.maximum(block_max, running_max - MAX_LOG2_BELOW_ROW_MAX) - LOG2_P_MAX
+        row_max_new = FP8RowMax(score_offset, running_max)
+    else:
+        prev_max = row_max
+        score_offset = gl.maximum(row_max, block_max)
+        row_max_new = score_offset
+    if MASKED:
+        score_offset = gl.where(score_offset == float("-inf"), 0.0, score_offset)  # a row may have seen no key yet
+    rescale = gl.exp2(prev_max - score_offset)
+    if cfg.TOKEN_SCALES:
+        score_offset = score_offset - log2_v_scale
+    if not cfg.HAS_SOFTCAP:
+        s = s * score_scales[:, None]
+    return gl.exp2(s - score_offset[:, None]), row_max_new, rescale
+
+
+# ---- P in registers ----
 
 
 @gluon.jit
@@ -83,3 +160,120 @@ def unpack_p(p_packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
     )
     x = gl.reshape(gl.join(a, b), [p_packed.shape[0], 2 * p_packed.shape[1]])
     return gl.convert_layout(x.to(dtype, bitcast=True), LAYOUT)
+
+
+# ---- lazy rescaling: row_max is raised only where P would overflow 16 bits, by warp ----
+# In PTX, so that a warp branches around what it does not need, and threads of other warps wait for nothing. If rows are
+# on M of an MMA, a thread has two of them and four lanes share one; if on N, eight lanes share one.
+
+
+# Of two rows: (maximum of a thread's scores, row_max) → (row_max, whether any row_max of the warp is new). row_max is
+# raised to the row's maximum only where P would exceed 2^8, well within fp16: rarely.
+LAZY_ROW_MAX_PTX = gl.constexpr(
+    """{
+    .reg .pred p, q;
+    .reg .f32 a, b, x, y, z;
+    add.f32 a, $6, 0f41000000;
+    add.f32 b, $7, 0f41000000;
+    setp.gt.f32 p, $4, a;
+    setp.gt.or.f32 p, $5, b, p;
+    vote.sync.any.pred q, p, 0xffffffff;
+    mov.f32 $0, $6;
+    mov.f32 $1, $7;
+    selp.b32 $2, 1, 0, q;
+    mov.b32 $3, $2;
+    @!q bra DONE;
+    shfl.sync.bfly.b32 x, $4, 1, 0x1f, 0xffffffff;
+    shfl.sync.bfly.b32 y, $5, 1, 0x1f, 0xffffffff;
+    max.f32 x, x, $4;
+    max.f32 y, y, $5;
+    shfl.sync.bfly.b32 z, x, 2, 0x1f, 0xffffffff;
+    max.f32 x, x, z;
+    shfl.sync.bfly.b32 z, y, 2, 0x1f, 0xffffffff;
+    max.f32 y, y, z;
+    setp.gt.f32 p, x, a;
+    selp.f32 $0, x, $6, p;
+    setp.gt.f32 p, y, b;
+    selp.f32 $1, y, $7, p;
+    DONE:
+    }"""
+)
+
+
+def rescale_ptx(count: int) -> tuple[str, str]:
+    """Returns PTX and its constraints: `count` numbers of a thread times scales, skipped where all scales of a warp are
+    1.
+
+    Elements 0 and 2 of a thread are in its two rows; all others are in one of them.
+    """
+    lines = [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    test = [f"setp.neu.f32 {p}, ${2 * count + i}, 0f3F800000;" for p, i in (("p", 0), ("q", 2))]
+    text = ["{ .reg .pred p, q;", *test, "or.pred p, p, q;", "@!p bra NONE;", *lines, "NONE: }"]
+    return "\n".join(text), ",".join([*["=f"] * count, *map(str, range(count)), *["f"] * count])
+
+
+def _lazy_row_max_ptx(count: int) -> tuple[str, str]:
+    """Returns PTX and its constraints, of `count` rows: lane_max, row_max → row_max, rescale, flags.
+
+    A flag says whether any row_max of the warp is new. Lanes 4, 8 and 16 apart hold other keys of the same rows.
+    """
+    new_max, rescale, flag, lane_max, row_max = (range(n * count, (n + 1) * count) for n in range(5))
+    text = ["{ .reg .pred p, q;", f".reg .f32 x, y, {', '.join(f'a{i}' for i in range(count))};"]
+    for i in range(count):
+        text.append(f"add.f32 a{i}, ${row_max[i]}, 0f41000000;")
+        text.append(f"setp.gt{'.or' if i else ''}.f32 p, ${lane_max[i]}, a{i}{', p' if i else ''};")
+    text.append("vote.sync.any.pred q, p, 0xffffffff;")
+    for i in range(count):
+        text += [
+            f"mov.f32 ${new_max[i]}, ${row_max[i]};",
+            f"mov.f32 ${rescale[i]}, 0f3F800000;",
+            f"selp.b32 ${flag[i]}, 1, 0, q;",
+        ]
+    text.append("@!q bra DONE;")
+    for i in range(count):
+        text.append(f"mov.f32 x, ${lane_max[i]};")
+        for lanes in (4, 8, 16):
+            text += [f"shfl.sync.bfly.b32 y, x, {lanes}, 0x1f, 0xffffffff;", "max.f32 x, x, y;"]
+        text += [f"setp.gt.f32 p, x, a{i};", f"@p mov.f32 ${new_max[i]}, x;"]
+        text += [f"sub.f32 y, ${row_max[i]}, x;", "ex2.approx.ftz.f32 y, y;", f"@p mov.f32 ${rescale[i]}, y;"]
+    text.append("DONE: }")
+    return "\n".join(text), ",".join(["=&f"] * (2 * count) + ["=&r"] * count + ["f"] * (2 * count))
+
+
+def _rescale_if_flagged_ptx(count: int) -> tuple[str, str]:
+    """Returns PTX and its constraints: numbers of a thread times scales, skipped where the first flag is 0."""
+    lines = [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    text = ["{ .reg .pred p;", f"setp.eq.b32 p, ${3 * count}, 0;", "@p bra NONE;", *lines, "NONE: }"]
+    constraints = [*["=f"] * count, *map(str, range(count)), *["f"] * count, *["r"] * count]
+    return "\n".join(text), ",".join(constraints)
+
+
+LAZY_ROW_MAX_4, LAZY_ROW_MAX_4_CONSTRAINTS = map(gl.constexpr, _lazy_row_max_ptx(4))
+LAZY_ROW_MAX_8, LAZY_ROW_MAX_8_CONSTRAINTS = map(gl.constexpr, _lazy_row_max_ptx(8))
+RESCALE_16, RESCALE_16_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx(16))
+RESCALE_32, RESCALE_32_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx(32))
+RESCALE_64, RESCALE_64_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx(64))
+
+
+@gluon.jit
+def lazy_row_max_by_lane(lane_max, row_max, ROWS_PER_THREAD: gl.constexpr):
+    """Returns (row_max, rescale, flag) of rows on N, 4 or 8 in a thread, from the maximum of each lane's scores."""
+    FOUR: gl.constexpr = ROWS_PER_THREAD == 4
+    return gl.inline_asm_elementwise(
+        LAZY_ROW_MAX_4 if FOUR else LAZY_ROW_MAX_8, LAZY_ROW_MAX_4_CONSTRAINTS if FOUR else LAZY_ROW_MAX_8_CONSTRAINTS,
+        [lane_max, row_max], (gl.float32, gl.float32, gl.int32), False, 4 if FOUR else 8,
+    )  # fmt: skip
+
+
+@gluon.jit
+def rescale_if_flagged(x, scales, flags, NUM_ELEMENTS: gl.constexpr):
+    """Returns x × scales; skipped where the first flag of a thread's NUM_ELEMENTS, 16, 32 or 64, is 0."""
+    PTX: gl.constexpr = RESCALE_16 if NUM_ELEMENTS == 16 else RESCALE_32 if NUM_ELEMENTS == 32 else RESCALE_64
+    CONSTRAINTS: gl.constexpr = (
+        RESCALE_16_CONSTRAINTS
+        if NUM_ELEMENTS == 16
+        else RESCALE_32_CONSTRAINTS
+        if NUM_ELEMENTS == 32
+        else RESCALE_64_CONSTRAINTS
+    )
+    return gl.inline_asm_elementwise(PTX, CONSTRAINTS, [x, scales, flags], gl.float32, is_pure=True, pack=NUM_ELEMENTS)

@@ -6,12 +6,11 @@ one warpgroup fills and others read.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...versions import thread_barrier
+
+# ---- barriers ----
 
 
 @gluon.jit
@@ -51,43 +50,7 @@ def allocate_full_barriers(NUM_GROUPS: gl.constexpr, STAGES: gl.constexpr):
     return groups
 
 
-@gluon.jit
-def wait_copies(full_barriers, iter, NUM_GROUPS: gl.constexpr, STAGES: gl.constexpr):
-    """Waits until all copies of this iteration are in shared memory."""
-    for i in gl.static_range(NUM_GROUPS):
-        mbarrier.wait(full_barriers[i].index(iter % STAGES), (iter // STAGES) & 1)
-
-
-@gluon.jit
-def sync_before_refill():
-    """Synchronizes all warps: the stages of earlier iterations may then be refilled."""
-    thread_barrier()
-
-
-@gluon.jit
-def pdl_launch_dependents():
-    """Allows the next kernel to launch before this one ends; it calls `pdl_wait`."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0",
-        "=r",
-        [],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def pdl_wait():
-    """Waits until the previous kernel has ended."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def sync_and_arrive(barrier):
-    """Arrives at the barrier once all warps of the partition are here."""
-    thread_barrier()
-    mbarrier.arrive(barrier)
+# ---- producer and consumer ----
 
 
 @gluon.jit
@@ -101,14 +64,6 @@ def stage_and_phase(iter, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def consumer_wait(full_barriers, iter, STAGES: gl.constexpr):
-    """Waits until item iter is full; returns its stage."""
-    stage, phase = stage_and_phase(iter, STAGES)
-    mbarrier.wait(full_barriers.index(stage), phase)
-    return stage
-
-
-@gluon.jit
 def producer_acquire(empty_barriers, iter, STAGES: gl.constexpr):
     """Waits until the stage of item iter is empty; returns it."""
     stage, phase = stage_and_phase(iter, STAGES)
@@ -117,7 +72,51 @@ def producer_acquire(empty_barriers, iter, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def consumer_wait(full_barriers, iter, STAGES: gl.constexpr):
+    """Waits until item iter is full; returns its stage."""
+    stage, phase = stage_and_phase(iter, STAGES)
+    mbarrier.wait(full_barriers.index(stage), phase)
+    return stage
+
+
+@gluon.jit
 def consumer_release(empty_barriers, iter, STAGES: gl.constexpr):
     """Releases the stage of item iter."""
     stage, _ = stage_and_phase(iter, STAGES)
     mbarrier.arrive(empty_barriers.index(stage))
+
+
+@gluon.jit
+def wait_copies(full_barriers, iter, NUM_GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """Waits until all copies of this iteration are in shared memory."""
+    for i in gl.static_range(NUM_GROUPS):
+        mbarrier.wait(full_barriers[i].index(iter % STAGES), (iter // STAGES) & 1)
+
+
+@gluon.jit
+def sync_and_arrive(barrier):
+    """Arrives at the barrier once all warps of the partition are here."""
+    thread_barrier()
+    mbarrier.arrive(barrier)
+
+
+# ---- the kernels before and after (PDL) ----
+
+
+@gluon.jit
+def pdl_wait():
+    """Waits until the previous kernel has ended."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pdl_launch_dependents():
+    """Allows the next kernel to launch before this one ends; it calls `pdl_wait`."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,19 +1,33 @@
-"""Tensor maps: which tiles Hopper's copy engine (TMA) can copy, and where to."""
+"""Tensor maps: which tiles Hopper's copy engine (TMA) can copy, and where to; those of K/V caches and scales."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import torch
+from triton.experimental.gluon import language as gl
+
+from .....formats import BLOCK, TOKEN_HEAD, KVFormat, pair_of
+from ....host import launch
 from ....host.bind import TensorMapArg
+from ....host.kernel_config import KernelConfig
 from ....host.launch import RawAddress
+from .hadamard import Rotation
 
 SMEM_ALIGNMENT = 128  # bytes, of a copy's destination
 _GLOBAL_ALIGNMENT = 16  # bytes, of the base, strides and rows
 _MIN_SWIZZLE = 32  # bytes of a row: no swizzled layout has shorter ones
 _MAX_BOX_DIM = 256  # elements of a box in one dimension
+MMA_KEYS = 16  # keys of one MMA tile
+MIN_KEYS_PER_COPY = MMA_KEYS // 2  # divides the page size: a copy brings at least half an MMA tile
+
+
+# ---- what the engine can copy ----
 
 
 def align_smem_bytes(copy_bytes: int) -> int:
@@ -74,3 +88,287 @@ def tensor_map_arg(
 
 def _make_address_map(x: Any, **spec: Any) -> Any:
     return make_tensor_map(RawAddress(x), **spec)
+
+
+# ---- copy tiles of caches, and their layout in shared memory ----
+
+
+@dataclass(frozen=True)
+class KVLayout(KernelConfig):
+    """Layout of K or V: of their tensor copies, and in shared memory."""
+
+    CODE: str  # KVFormat.code
+    PACK: int  # codes in a packed 16-bit word
+    SCALE_KIND: str  # KVFormat.scale of stored scales; "": there are none
+    SWIZZLE: int
+    SMEM_SHAPE: tuple[int, ...]  # MMA tiles of a buffer in all stages, heads, keys, packed; else see `make_kv_layout`
+    COPY_BYTES: int
+    ROTATION: Rotation
+    PADDED_HEADS: int = 1  # heads of a group that is copied as padded tiles (`_padded_head_tiles`)
+    HEAD_SHIFT: int = 0  # packed words by which a head's row begins later in its padded row than the previous head's
+    ROW_PACKED: int = 0  # packed words of a row
+    SCALE_SMEM_SHAPE: tuple[int, ...] = ()  # tiles, heads and keys in either order, and words if there are several
+    SCALE_COPY_BYTES: int = 0  # 0: no scales are copied
+    SCALE_SMEM_PITCH: int = 0  # bytes from one copy to the next
+    SCALE_WORDS: int = 0  # 4-byte words of a head's stored scales
+    SCALE_ROWS_PER_PAGE: int = 0  # rows of the scales' tensor map per page
+    SCALE_ROWS_ARE_KEYS: bool = True
+    SCALE_STRIDES: tuple[int, ...] = ()  # of pages, slots and heads, where scales are loaded one by one
+
+    @property
+    def SMEM_LAYOUT(self) -> gl.NVMMASharedLayout:
+        """Layout of one MMA tile, in 16-bit words."""
+        return gl.NVMMASharedLayout(self.SWIZZLE, 16, len(self.SMEM_SHAPE) - 1)
+
+    @property
+    def MAY_HOLD_NEIGHBOR_NAN(self) -> bool:
+        """Whether a copied row may hold a NaN of a neighbouring head."""
+        return self.PADDED_HEADS > 1 and self.CODE in ("e4m3", "e5m2")
+
+    @property
+    def SCALE_SMEM_LAYOUT(self) -> gl.SwizzledSharedLayout:
+        return gl.SwizzledSharedLayout(1, 1, 1, list(range(len(self.SCALE_SMEM_SHAPE) - 1))[::-1])
+
+
+class TensorMapSpec(NamedTuple):
+    """Tensor map of a cache: shape, strides and box of one copy in elements of `view`; rows per page, or 0 where pages
+    are a dimension of their own; padded_heads: heads of a group (`_padded_head_tiles`)."""
+
+    shape: list[int]
+    strides: list[int]
+    box: list[int]
+    swizzle: int
+    view: torch.dtype
+    rows_per_page: int
+    rows_are_keys: bool = True
+    padded_heads: int = 1
+
+    @property
+    def tiles_per_copy(self) -> int:
+        """Tiles of 16 keys, or of 8, in one copy of codes."""
+        return self.box[1 if self.rows_per_page == 0 else 0]
+
+    def layout(self) -> gl.NVMMASharedLayout:
+        return gl.NVMMASharedLayout(self.swizzle, 8 * self.view.itemsize, len(self.box))
+
+    def nbytes(self) -> int:
+        """Returns the bytes of one copy."""
+        return math.prod(self.box) * self.view.itemsize
+
+    def smem_pitch(self) -> int:
+        """Returns the bytes from one copy to the next in the ring."""
+        return align_smem_bytes(self.nbytes())
+
+    def if_possible(self) -> TensorMapSpec | None:
+        """Returns itself, or None if the engine cannot copy its tiles."""
+        why_not = why_no_tensor_map(
+            self.shape, self.strides, self.box, self.view.itemsize, self.swizzle, self.smem_pitch()
+        )
+        return self if why_not is None else None
+
+
+def make_tensor_map_specs(
+    f: SimpleNamespace, heads_per_cta: int, keys_per_copy: int, shared_tiles: bool
+) -> tuple[list[TensorMapSpec], list[TensorMapSpec | None]]:
+    """Returns the specs of K and V codes, and of stored scales that are copied, else None; a copy is `keys_per_copy`
+    keys of `heads_per_cta` heads."""
+    codes = [kv_map_spec(x, heads_per_cta, keys_per_copy) for x in (f.k_cache, f.v_cache)]
+    scales = [
+        None if x is None or shared_tiles else scale_map_spec(x, heads_per_cta, keys_per_copy, fmt.scale == BLOCK)
+        for x, fmt in zip((f.k_scale_cache, f.v_scale_cache), pair_of(f), strict=True)
+    ]
+    return [spec for spec in codes if spec is not None], scales
+
+
+# ---- codes ----
+
+
+def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int) -> TensorMapSpec | None:
+    """Returns the spec of a cache: [rows / 16, heads, 16, packed]; [pages, slots / 16, heads, 16, packed] where the row
+    pitch is not constant across pages, as with scales in their tails. None: it cannot be copied. 8 for 16 in copies
+    of 8.
+
+    A packed word is 16 bits. In shared memory a copy of many keys is tiles of 16 keys, whose rows are a power of two:
+    the engine pads a shorter row with zeros, or with its neighbours (`_padded_head_tiles`).
+    """
+    pages, slots, heads, width = cache.shape
+    size = cache.dtype.itemsize
+    s_p, s_s, s_h = cache.stride[:3]
+    # A tensor map of heads that share memory would have a stride of 0.
+    if not cache.aligned or 0 in (s_s, s_h) or any(n * size % 16 for n in (s_p, s_s)):
+        return None
+    packed, n = width * size // 2, min(keys_per_copy, MMA_KEYS)
+    padded_packed, token_stride = launch.next_power_of_2(packed), s_s * size // 2
+    rows_per_page, swizzle = s_p // s_s, min(padded_packed * 2, 128)
+    rows = (pages - 1) * rows_per_page + slots
+    # Pages that share memory have no pitch: a stride of 0 is refused below.
+    flat = s_p > 0 and s_p % (n * s_s) == 0 and n <= rows < 2**31
+    padded_heads, shift = _padded_head_tiles(2 * packed, heads_per_cta) if s_h == width else (1, 0)
+    if flat and padded_heads > 1:
+        group_row = packed + (padded_heads - 1) * shift  # of a group's last row, from the begin of its padded row
+        shape, box = (
+            [rows // n, heads // padded_heads, padded_heads, n, group_row],
+            [keys_per_copy // n, heads_per_cta // padded_heads, padded_heads, n, padded_packed],
+        )
+        strides = [n * token_stride, padded_heads * packed, packed - shift, token_stride, 1]
+        return TensorMapSpec(
+            shape, strides, box, swizzle, torch.int16, rows_per_page, padded_heads=padded_heads
+        ).if_possible()
+    if s_h * size % 16:
+        return None
+    inner_strides, box = (
+        [n * token_stride, s_h * size // 2, token_stride, 1],
+        [keys_per_copy // n, heads_per_cta, n, padded_packed],
+    )
+    if flat:
+        return TensorMapSpec(
+            [rows // n, heads, n, packed], inner_strides, box, swizzle, torch.int16, rows_per_page
+        ).if_possible()
+    shape, strides = [pages, slots // n, heads, n, packed], [s_p * size // 2, *inner_strides]
+    return TensorMapSpec(shape, strides, [1, *box], swizzle, torch.int16, 0).if_possible()
+
+
+def _padded_head_tiles(row_bytes: int, heads: int) -> tuple[int, int]:
+    """Returns (heads of a group, packed words by which each row begins later in its padded row), or (1, 0); for
+    adjacent heads of row_bytes.
+
+    Rows that begin at odd multiples of 16 bytes cost the engine up to four L2 requests each; those at odd multiples of
+    8 it cannot copy. So each head of a group is copied from a multiple of 32, or of 16, before its row: a row of the
+    length in shared memory, whose ends belong to the neighbours. `decode/producer` and `decode/kernel` compute
+    the offset of the head's own columns in it.
+    """
+    shift = 16 if row_bytes % 32 == 16 else 8 if row_bytes % 16 == 8 else 0  # bytes
+    max_heads = (launch.next_power_of_2(row_bytes) - row_bytes) // shift + 1 if shift else 1
+    padded_heads = next(n for n in (8, 4, 2, 1) if n <= min(heads, max_heads))
+    return (padded_heads, shift // 2) if padded_heads > 1 else (1, 0)
+
+
+def merge_adjacent_heads(spec: TensorMapSpec) -> TensorMapSpec:
+    """Returns the same copy with as many adjacent heads per row as fill 128 bytes: fewer rows to request."""
+    *outer, heads, keys, words = spec.box
+    n = min(heads, 64 // words)
+    if n < 2 or spec.strides[-3] != words:
+        return spec
+    shape, strides = [*spec.shape[:-3], spec.shape[-3] // n, keys, n * words], [*spec.strides]
+    strides[-3] = n * words
+    return spec._replace(shape=shape, strides=strides, box=[*outer, heads // n, keys, n * words], swizzle=128)
+
+
+# ---- stored scales ----
+
+
+def scale_map_spec(
+    scale_cache: Any, heads_per_cta: int, keys_per_copy: int, has_block_scales: bool
+) -> TensorMapSpec | None:
+    """Returns the spec of stored scales; None: they cannot be copied, or copies of 8 keys would not be adjacent."""
+    spec = _scale_map_spec_unchecked(scale_cache, heads_per_cta, keys_per_copy, has_block_scales)
+    return None if spec is None or (keys_per_copy < MMA_KEYS and spec.smem_pitch() > spec.nbytes()) else spec
+
+
+def _scale_map_spec_unchecked(
+    scale_cache: Any, heads_per_cta: int, keys_per_copy: int, has_block_scales: bool
+) -> TensorMapSpec | None:
+    """Returns the spec of stored scales, 4-byte words: [rows / 16, 16, heads] with adjacent heads, or [slots / 16,
+    heads, 16].
+
+    [pages, slots / 16, …] of the same where pages do not fit such a matrix. 8 for 16 in copies of 8.
+    """
+    (pages, slots, heads), n = scale_cache.shape[:3], min(keys_per_copy, MMA_KEYS)
+    words = scale_cache.shape[3] // 4 if has_block_scales else 1
+    if not scale_cache.aligned or any(s * scale_cache.dtype.itemsize % 4 for s in scale_cache.stride[:3]):
+        return None
+    s_p, s_s, s_h = (s * scale_cache.dtype.itemsize // 4 for s in scale_cache.stride[:3])
+    dtype = torch.int32 if has_block_scales else torch.float32
+    heads_are_adjacent = s_h == words or heads == 1
+    if heads_are_adjacent and s_s % 4 == 0 and s_s and heads_per_cta * words >= 4:
+        box, strides, rows_per_page = [keys_per_copy // n, n, heads_per_cta * words], [n * s_s, s_s, 1], s_p // s_s
+        rows = (pages - 1) * rows_per_page + slots
+        if s_p % (n * s_s) == 0 and rows < 2**31:
+            return TensorMapSpec([rows // n, n, heads * words], strides, box, 0, dtype, rows_per_page).if_possible()
+        shape = [pages, slots // n, n, heads * words]
+        return TensorMapSpec(shape, [s_p, *strides], [1, *box], 0, dtype, 0).if_possible()
+    if s_s == words:
+        outer = s_p if heads == 1 else s_h
+        box, strides = [keys_per_copy // n, heads_per_cta, n * words], [n * words, outer, 1]
+        rows = (pages - 1) * (s_p // max(outer, 1)) + heads
+        if outer and s_p % outer == 0 and rows < 2**31:
+            shape = [slots // n, rows, n * words]
+            return TensorMapSpec(shape, strides, box, 0, dtype, s_p // outer, False).if_possible()
+        shape = [pages, slots // n, heads, n * words]
+        return TensorMapSpec(shape, [s_p, *strides], [1, *box], 0, dtype, 0, False).if_possible()
+    if (
+        heads_are_adjacent and s_s == heads * words and heads_per_cta == heads
+    ):  # too few heads for rows of 16 bytes: one row of 16 keys
+        keys_row = n * s_s
+        shape = [pages, slots // n, 1, keys_row]
+        return TensorMapSpec(
+            shape, [s_p, keys_row, keys_row, 1], [1, keys_per_copy // n, 1, keys_row], 0, dtype, 0
+        ).if_possible()
+    return None
+
+
+# ---- shared memory ----
+
+
+def min_keys_per_copy(page_size: int) -> int:
+    """Returns the keys of the smallest copy: an MMA tile, or half of one where pages are no multiple of it."""
+    return MMA_KEYS if page_size % MMA_KEYS == 0 else MMA_KEYS // 2
+
+
+def make_kv_layout(
+    fmt: KVFormat, codes: TensorMapSpec, scales: TensorMapSpec | None, rotation: Rotation, heads_per_cta: int,
+    num_stages: int,
+) -> KVLayout:  # fmt: skip
+    """Returns the KVLayout. Where copies have 8 keys, two copies form an MMA tile: codes are [halves, panels of a row,
+    heads, 8, packed], and stored scales, if rows are heads, [halves, heads, 8, …]."""
+    pack = 2 * fmt.values_per_element // fmt.storage.itemsize
+    tiles_per_copy, (keys, words) = codes.tiles_per_copy, codes.box[-2:]
+    rows = math.prod(codes.box) // (tiles_per_copy * keys * words)
+    smem_shape: tuple[int, ...] = (num_stages * tiles_per_copy, rows, keys, words)
+    if keys < MMA_KEYS:
+        panel = min(words, codes.swizzle // 2)
+        smem_shape = (num_stages, MMA_KEYS // keys, words // panel, rows, keys, panel)
+    scale_kind = fmt.scale if fmt.scale in (TOKEN_HEAD, BLOCK) else ""
+    layout = KVLayout(fmt.code, pack, scale_kind, codes.swizzle, smem_shape, codes.nbytes(), rotation)
+    if codes.padded_heads > 1:
+        row_size = codes.strides[1] // codes.padded_heads
+        layout = replace(
+            layout, PADDED_HEADS=codes.padded_heads, HEAD_SHIFT=row_size - codes.strides[2], ROW_PACKED=row_size
+        )
+    if scales is None:
+        return layout
+    words = math.prod(scales.box[-2:]) // (keys * heads_per_cta)
+    scale_box = (
+        (MMA_KEYS, heads_per_cta)
+        if scales.rows_are_keys
+        else (heads_per_cta, MMA_KEYS)
+        if keys == MMA_KEYS
+        else (MMA_KEYS // keys, heads_per_cta, keys)
+    )
+    shape = (smem_shape[0] * scales.smem_pitch() // scales.nbytes(), *scale_box)
+    return replace(
+        layout,
+        SCALE_SMEM_SHAPE=(*shape, words) if scales.view == torch.int32 else shape,
+        SCALE_COPY_BYTES=scales.nbytes(),
+        SCALE_SMEM_PITCH=scales.smem_pitch(),
+        SCALE_WORDS=words,
+        SCALE_ROWS_PER_PAGE=scales.rows_per_page,
+        SCALE_ROWS_ARE_KEYS=scales.rows_are_keys,
+    )
+
+
+class TypedAddress(launch.RawAddress):
+    """The address of a tensor viewed as another dtype, with any strides."""
+
+    __slots__ = ()
+
+    def __init__(self, x: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__(x)
+        self.dtype = dtype
+
+
+def tensor_map_from_spec(x: torch.Tensor, spec: TensorMapSpec) -> Any:
+    """Returns the tensor map of a cache."""
+    return make_tensor_map(
+        TypedAddress(x, spec.view), spec.shape, spec.strides, spec.box, spec.layout(), spec.smem_pitch()
+    )

@@ -2,17 +2,13 @@
 
 Each (request, m_block of query rows) is a work tile of n_blocks of BLOCK_N keys. All n_blocks are divided into equal,
 contiguous CTA ranges. A range splits at most two work tiles; their partial results go to workspace slots: 2p for the
-first, if it began in an earlier range, and 2p + 1 for the last, if it continues in a later one.
+first, if it began in an earlier range, and 2p + 1 for the last, if it continues in a later one (`combine`).
 """
 
-import math
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-LOG2E = gl.constexpr(math.log2(math.e))
-LN2 = gl.constexpr(math.log(2))
 
 
 class RequestShape(NamedTuple):
@@ -40,14 +36,19 @@ class WorkTile(NamedTuple):
     num_n_blocks: gl.tensor  # of the whole work tile
 
 
-@gluon.jit
-def split_metadata_ptr(SPLIT_WORKSPACE, num_ctas, cfg: gl.constexpr):
-    """Returns the pointer to SPLIT_METADATA [B, max_m_blocks, HEADS, 2] int32, behind the partial results in the
-    workspace.
+class CtaRange(NamedTuple):
+    """Flat n_blocks [block_begin, block_end), for a group of heads."""
 
-    Per work tile: its number of splits (1 or less: unsplit) and the CTA in which it begins, which writes both.
-    """
-    return (SPLIT_WORKSPACE + 2 * num_ctas * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS).to(gl.pointer_type(gl.int32))
+    i_range: gl.tensor
+    head_group: gl.tensor
+    blocks_per_range: gl.tensor  # n_blocks of every range
+    block_begin: gl.tensor
+    block_end: gl.tensor
+    i_request: gl.tensor  # request that holds block_begin
+    n_block_base: gl.tensor  # flat index of the request's first n_block
+
+
+# ---- requests ----
 
 
 @gluon.jit
@@ -77,6 +78,72 @@ def load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, m_b, cfg: gl.constexpr
 
 
 @gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def sum_and_max(sum_a, max_a, sum_b, max_b):
+    return sum_a + sum_b, gl.maximum(max_a, max_b)
+
+
+@gluon.jit
+def find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg: gl.constexpr):
+    """Returns (request that holds flat n_block `block`, flat index of that request's first n_block)."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    i_request, n_block_base, blocks_before = 0, 0, 0
+    for i in range(0, B, cfg.BLOCK_B):
+        o_b = i + gl.arange(0, cfg.BLOCK_B, LAYOUT)
+        r = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        ends = blocks_before + gl.associative_scan(r.num_n_blocks * r.num_m_blocks, 0, add)
+        passed = (ends <= block) & (o_b < B)
+        i_request += gl.sum(passed.to(gl.int32), 0)
+        n_block_base = gl.maximum(n_block_base, gl.max(gl.where(passed, ends, 0), 0))
+        blocks_before += gl.sum(r.num_n_blocks * r.num_m_blocks, 0)
+    return i_request, n_block_base
+
+
+# ---- CTA ranges of decode ----
+
+
+@gluon.jit
+def equal_cta_block_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl.constexpr):
+    """Returns (block_begin, block_end, blocks_per_range) of a CTA range, in flat n_blocks."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    total_blocks = 0
+    for i in range(0, B, cfg.BLOCK_B):
+        o_b = i + gl.arange(0, cfg.BLOCK_B, LAYOUT)
+        request_shapes = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        total_blocks += gl.sum(request_shapes.num_n_blocks * request_shapes.num_m_blocks, 0)
+    blocks_per_range = gl.maximum((total_blocks + num_ranges - 1) // num_ranges, cfg.MIN_BLOCKS_PER_RANGE)
+    block_begin = i_range * blocks_per_range
+    return block_begin, gl.minimum(block_begin + blocks_per_range, total_blocks), blocks_per_range
+
+
+@gluon.jit
+def assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_group, cfg: gl.constexpr):
+    """Returns the CtaRange of a group of heads: `equal_cta_block_range` and the request of its first n_block, in one
+    pass if BLOCK_B holds all requests."""
+    if cfg.BLOCK_B == 1024:  # there may be more requests
+        block_begin, block_end, blocks_per_range = equal_cta_block_range(
+            SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg
+        )
+        i_request, n_block_base = find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block_begin, cfg)
+    else:
+        o_b = gl.arange(0, cfg.BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        request_shapes = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        num_blocks = gl.where(o_b < B, request_shapes.num_n_blocks * request_shapes.num_m_blocks, 0)
+        ends = gl.associative_scan(num_blocks, 0, add)
+        total_blocks = gl.sum(num_blocks, 0)
+        blocks_per_range = gl.maximum((total_blocks + num_ranges - 1) // num_ranges, cfg.MIN_BLOCKS_PER_RANGE)
+        block_begin = i_range * blocks_per_range
+        block_end = gl.minimum(block_begin + blocks_per_range, total_blocks)
+        passed = (ends <= block_begin) & (o_b < B)
+        i_request, n_block_base = gl.reduce((passed.to(gl.int32), gl.where(passed, ends, 0)), 0, sum_and_max)
+    return CtaRange(i_range, head_group, blocks_per_range, block_begin, block_end, i_request, n_block_base)
+
+
+@gluon.jit
 def round_cta_range(total_blocks, max_n_blocks, i_range, num_ranges, cfg: gl.constexpr):
     """Returns (block_begin, block_end, blocks_per_range) of a CTA range of `total_blocks` n_blocks."""
     blocks_per_range = gl.maximum((total_blocks + num_ranges - 1) // num_ranges, cfg.MIN_BLOCKS_PER_RANGE)
@@ -90,8 +157,32 @@ def round_cta_range(total_blocks, max_n_blocks, i_range, num_ranges, cfg: gl.con
 
 
 @gluon.jit
-def add(a, b):
-    return a + b
+def assign_rounded_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_group, cfg: gl.constexpr):
+    """Returns the CtaRange, with ranges up to 5% longer if they then hold whole work tiles or equal parts of one.
+
+    An unsplit work tile needs no combine, and one split once needs one query. With more than 512 requests ranges stay
+    equal.
+    """
+    if cfg.BLOCK_B == 1024:  # there may be more requests
+        return assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_group, cfg)
+    else:
+        o_b = gl.arange(0, cfg.BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        request_shapes = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        num_blocks = gl.where(o_b < B, request_shapes.num_n_blocks, 0)
+        ends = gl.associative_scan(num_blocks * request_shapes.num_m_blocks, 0, add)
+        total_blocks, max_n_blocks = gl.reduce((num_blocks * request_shapes.num_m_blocks, num_blocks), 0, sum_and_max)
+        max_n_blocks = gl.maximum(max_n_blocks, 1)
+        _, _, rounded = round_cta_range(total_blocks, max_n_blocks, i_range, num_ranges, cfg)
+        blocks_per_range = gl.maximum((total_blocks + num_ranges - 1) // num_ranges, cfg.MIN_BLOCKS_PER_RANGE)
+        blocks_per_range = gl.where(total_blocks % max_n_blocks == 0, rounded, blocks_per_range)
+        block_begin = i_range * blocks_per_range
+        block_end = gl.minimum(block_begin + blocks_per_range, total_blocks)
+        passed = (ends <= gl.minimum(block_begin, block_end - 1)) & (o_b < B)
+        i_request, n_block_base = gl.reduce((passed.to(gl.int32), gl.where(passed, ends, 0)), 0, sum_and_max)
+        return CtaRange(i_range, head_group, blocks_per_range, block_begin, block_end, i_request, n_block_base)
+
+
+# ---- CTA ranges of MLA decode ----
 
 
 @gluon.jit
@@ -158,27 +249,6 @@ def find_cta_block_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl
 
 
 @gluon.jit
-def find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg: gl.constexpr):
-    """Returns (request that holds flat n_block `block`, flat index of that request's first n_block)."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    i_request, n_block_base, blocks_before = 0, 0, 0
-    for i in range(0, B, cfg.BLOCK_B):
-        o_b = i + gl.arange(0, cfg.BLOCK_B, LAYOUT)
-        r = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
-        ends = blocks_before + gl.associative_scan(r.num_n_blocks * r.num_m_blocks, 0, add)
-        passed = (ends <= block) & (o_b < B)
-        i_request += gl.sum(passed.to(gl.int32), 0)
-        n_block_base = gl.maximum(n_block_base, gl.max(gl.where(passed, ends, 0), 0))
-        blocks_before += gl.sum(r.num_n_blocks * r.num_m_blocks, 0)
-    return i_request, n_block_base
-
-
-@gluon.jit
-def sum_and_max(sum_a, max_a, sum_b, max_b):
-    return sum_a + sum_b, gl.maximum(max_a, max_b)
-
-
-@gluon.jit
 def load_all_request_shapes(SEQ_LENS, CU_SEQLENS_Q, B, cfg: gl.constexpr, BY_WARP: gl.constexpr = False):
     """Loads what `assign_cta_range` needs of all requests, early, so that other work can overlap the loads.
 
@@ -212,64 +282,7 @@ def assign_cta_range(request_shapes, i_range, num_ranges, cfg: gl.constexpr):
     return block_begin, block_end, blocks_per_range, i_request, n_block_base
 
 
-@gluon.jit
-def store_split_metadata(SPLIT_METADATA, i_request, m_block, max_m_blocks, i_cta, num_splits, cfg: gl.constexpr):
-    """Stores, for the combine, the number of splits of a work tile that begins in CTA i_cta."""
-    p_metadata = SPLIT_METADATA + 2 * ((i_request * max_m_blocks + m_block) * cfg.HEADS + i_cta % cfg.HEADS)
-    gl.store(p_metadata, num_splits)
-    gl.store(p_metadata + 1, i_cta)
-
-
-@gluon.jit
-def load_scale(host_scale, DEVICE_SCALE, HAS_DEVICE_SCALE: gl.constexpr):
-    """Returns a scale: from the device tensor if there is one, else the host's float."""
-    if HAS_DEVICE_SCALE:
-        return gl.load(DEVICE_SCALE)
-    else:
-        return host_scale
-
-
-@gluon.jit
-def cast_output(x, OUT, cfg: gl.constexpr):
-    """Returns fp32 x in the dtype of OUT; fp8 saturates, NaN stays NaN."""
-    if cfg.OUT_MAX > 0:
-        x = gl.where(x != x, x, gl.minimum(gl.maximum(x, -cfg.OUT_MAX), cfg.OUT_MAX))
-    return x.to(OUT.dtype.element_ty)
-
-
-@gluon.jit
-def finalize_softmax(row_max, row_sum, v_scale):
-    """Returns (acc_scale, LSE in natural log) of rows with a base-2 row_max and row_sum."""
-    not_empty = row_sum != 0  # true for NaN
-    denominator = gl.where(not_empty, row_sum, 1.0)
-    acc_scale = gl.where(not_empty, v_scale / denominator, 0.0)
-    lse = gl.where(not_empty, (gl.where(not_empty, row_max, 0.0) + gl.log2(denominator)) * LN2, float("-inf"))
-    return acc_scale, lse
-
-
-@gluon.jit
-def token_and_head_of_q_rows(m_block, h, q_begin, num_q_rows, LAYOUT: gl.constexpr, cfg: gl.constexpr):
-    """Returns (tokens [BLOCK_M], query heads [BLOCK_M], row exists [BLOCK_M]) of an m_block."""
-    o_r = m_block * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, LAYOUT)
-    tokens = (q_begin + o_r // cfg.GROUP).to(gl.int64)
-    return tokens, (h * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64), o_r < num_q_rows * cfg.GROUP
-
-
-@gluon.jit
-def zero_padding_rows(
-    OUT, LSE, i_token, T, i_cta, num_ctas, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg: gl.constexpr
-):
-    """Stores output 0 and LSE −inf for query rows behind the last request."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    o_d = gl.arange(0, cfg.PACK * cfg.BLOCK_DV, LAYOUT)
-    i_token += i_cta
-    while i_token < T:
-        for head in range(cfg.HEADS * cfg.GROUP):
-            p_out = OUT + i_token.to(gl.int64) * stride_out_t + head.to(gl.int64) * stride_out_h + o_d
-            gl.store(p_out, (o_d * 0).to(gl.float32).to(OUT.dtype.element_ty), mask=o_d < cfg.DV)
-            if cfg.HAS_LSE:
-                gl.store(LSE + i_token.to(gl.int64) * stride_lse_t + head.to(gl.int64) * stride_lse_h, float("-inf"))
-        i_token += num_ctas
+# ---- work tiles of a CTA range ----
 
 
 @gluon.jit
@@ -303,13 +316,3 @@ def next_work_tile(SEQ_LENS, CU_SEQLENS_Q, block, block_end, i_request, n_block_
         load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg), cfg,
     )  # fmt: skip
     return work_tile_at(block, block_end, i_request, n_block_base, request)
-
-
-@gluon.jit
-def count_splits(work_tile, blocks_per_range, i_range):
-    """Returns the number of splits of a work tile that begins in CTA range i_range."""
-    return (
-        (work_tile.n_block_base + (work_tile.m_block + 1) * work_tile.num_n_blocks - 1) // blocks_per_range
-        - i_range
-        + 1
-    )

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
-from .....formats import BLOCK, E4M3_MAX, E5M2_MAX, TENSOR, TOKEN_HEAD, kv_format
+from .....formats import BLOCK, E4M3_MAX, E5M2_MAX, TENSOR, TOKEN_HEAD, KVFormat, kv_format
 from ....host import launch
 from ....host.kernel_config import KernelConfig
 from ..parts.hadamard import Rotation, make_rotation
-from ..parts.tensor_maps import make_tensor_map, why_no_tensor_map
+from ..parts.tensor_maps import TypedAddress, make_tensor_map, why_no_tensor_map
 
 ROWS_PER_WARPGROUP = 64  # query rows of a warpgroup
 BLOCK_M = 2 * ROWS_PER_WARPGROUP  # query rows of a work tile
@@ -79,13 +79,14 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
     d, dv = (max(32, launch.next_power_of_2(n)) for n in (f.q.shape[2], f.out.shape[2]))
     # The power of two that dequantising nvfp4 leaves out: see `parts/dequant.dequant_e2m1`.
     residual_scale = 64.0 if fmt.scale == BLOCK else 1.0
-    block_n = 128 if max(d, dv) <= 128 else 64
+    wide = max(d, dv)
+    block_n = 128 if wide <= 128 else 64
     has_codes = fmt.storage.itemsize == 1
     return PrefillConfig(
         CODE=fmt.code,
         CONVERTS_KV=has_codes,
         FP8_QK=_has_fp8_qk(f),
-        FP8_PV=_has_fp8_qk(f) and f.precision == "fast",
+        FP8_PV=_has_fp8_pv(f, wide),
         PACK=pack,
         TOKEN_SCALES=fmt.scale == TOKEN_HEAD,
         BLOCK_SCALES=fmt.scale == BLOCK,
@@ -100,7 +101,7 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
         KEYS_PER_COPY=min(block_n, f.k_cache.shape[1] & -f.k_cache.shape[1]),
         PAGE=f.k_cache.shape[1],
         STAGES=2,
-        CODE_STAGES=2 if has_codes else 0,
+        CODE_STAGES=_code_stages(f, has_codes, wide),
         HEADS=heads,
         GROUP=group,
         HEADS_PER_TILE=heads_per_tile,
@@ -120,12 +121,38 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
         OUT_MAX=_OUT_MAX.get(f.out.dtype, 0.0),
         K_RESIDUAL_SCALE=residual_scale,
         V_RESIDUAL_SCALE=residual_scale,
-        CONSUMER_REGISTERS=240 if not has_codes else 216 if f.precision == "fast" and _has_fp8_qk(f) else 208,
+        CONSUMER_REGISTERS=_consumer_registers(f, fmt, wide),
         STORED_K_SCALE_STRIDES=_stored_scale_strides(f.k_scale_cache),
         STORED_V_SCALE_STRIDES=_stored_scale_strides(f.v_scale_cache),
         K_ROTATION=make_rotation(f.k_signs, f.k_channel_scale),
         V_ROTATION=make_rotation(f.v_signs, f.v_channel_scale),
     )
+
+
+def _has_fp8_pv(f: SimpleNamespace, wide: int) -> bool:
+    """Returns whether PV runs in e4m3. With 256 columns both halves of acc_o and of PV spill: 414 TFLOP/s against 725
+    of PV in fp16 (8192 tokens, 24/4 heads, H100, 2026-11-26)."""
+    return _has_fp8_qk(f) and f.precision == "fast" and wide <= 128
+
+
+def _code_stages(f: SimpleNamespace, has_codes: bool, wide: int) -> int:
+    """Returns the stages of packed codes: two where they fit, and where QK reads them as they are."""
+    if not has_codes:
+        return 0
+    return 2 if wide <= 128 or _has_fp8_qk(f) else 1
+
+
+def _consumer_registers(f: SimpleNamespace, fmt: KVFormat, wide: int) -> int:
+    """Returns the registers of a consumer thread; the converter gets what is left.
+
+    8192 tokens, 24/4 heads of 256, H100, 2026-11-26, TFLOP/s with 208 and 216: fp8 536 and 537, fp8 per token and head
+    448 and 470, int8 440 and 456; nvfp4 467 and 377, int4 448 and 414, whose converter spills.
+    """
+    if fmt.storage.itemsize > 1:
+        return 240
+    if wide > 128:
+        return 208 if fmt.values_per_element > 1 else 216
+    return 216 if _has_fp8_pv(f, wide) else 208
 
 
 def _has_fp8_qk(f: SimpleNamespace) -> bool:
@@ -168,17 +195,7 @@ def tensor_map_by_name(x: torch.Tensor, name: str, cfg: PrefillConfig) -> Any:
     dtype, shape, strides, box = _tensor_map_spec(x, name, cfg)
     width = min(box[-1] * dtype.itemsize, _SWIZZLE)
     layout = gl.NVMMASharedLayout(width, 8 * dtype.itemsize, len(box))
-    return make_tensor_map(_TypedAddress(x, dtype), shape, strides, box, layout)
-
-
-class _TypedAddress(launch.RawAddress):
-    """A tensor viewed as another dtype, with any strides."""
-
-    __slots__ = ()
-
-    def __init__(self, x: torch.Tensor, dtype: torch.dtype) -> None:
-        super().__init__(x)
-        self.dtype = dtype
+    return make_tensor_map(TypedAddress(x, dtype), shape, strides, box, layout)
 
 
 def _tensor_map_spec(x: Any, name: str, cfg: PrefillConfig) -> tuple[torch.dtype, list[int], list[int], list[int]]:

@@ -14,10 +14,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...versions import reinterpret, thread_barrier
+from ..parts.dequant import E4M3_K_PTX, E5M2_K_PTX, INT8_K_PTX, exponent_to_float, int4_zero_points
 from ..parts.pipeline import consumer_wait, producer_acquire, stage_and_phase
-from .dequant import dequant_rows, pack_row_scale, packed_blocks_layout, packed_layout
-from .mainloop_fp8_p import transpose_v_tile
-from .tile_scheduler import read_work_tile
+from .mainloop import split_keys_by_eight
+from .tile_scheduler import kv_head_of, read_work_tile
 
 I_CONVERTER = gl.constexpr(2)  # among the readers of work tiles: after the two consumers
 
@@ -29,56 +29,184 @@ class StoredScales(NamedTuple):
     V_SCALES: gl.tensor
     PAGE_TABLE: gl.tensor
     stride_table_b: gl.tensor
-    # Token scales: of K [STAGES, BLOCK_N] fp32; of V [STAGES, BLOCK_N] as packed by `dequant.pack_row_scale`.
+    # Token scales: of K [STAGES, BLOCK_N] fp32; of V [STAGES, BLOCK_N] as packed by `pack_row_scale`.
     # Block scales: the stored bytes of both, [STAGES, BLOCK_N, blocks].
     k_scales_smem: gl.shared_memory_descriptor
     v_scales_smem: gl.shared_memory_descriptor
     tile_v_scales: gl.shared_memory_descriptor  # [2 × STAGES, 2] fp32: `mainloop.TileVScale`
 
 
-@gluon.jit
-def view_as_int32(stages):
-    """Returns a view of 16-bit stages as int32."""
-    SHAPE: gl.constexpr = [stages.tiles.shape[0], stages.tiles.shape[1], stages.tiles.shape[2] // 2]
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(stages.tiles.layout.swizzle_byte_width, 32, 2)
-    return reinterpret(stages.tiles, gl.int32, SHAPE, LAYOUT)
+# ---- dequant: one 32-bit register of codes becomes two or four of fp16 pairs, in row order ----
+# NOTE: tiles are int32 on both sides. With 16-bit elements the compiler unpacks and repacks registers where it cannot
+# follow their order: 250 byte permutes a tile, at half the rate of multiplications (notes/prefill.md).
+
+
+# Through e4m3, in which e2m1's fields read 2^-6 as large; times the block scale, exact in fp16.
+_E2M1_PTX = gl.constexpr(
+    """{
+    .reg .b32 even, odd, m;
+    .reg .b16 low, high;
+    shl.b32 even, $4, 4;
+    shl.b32 m, $4, 2;
+    and.b32 m, m, 0x1C1C1C1C;
+    lop3.b32 even, even, 0x80808080, m, 0xEA;
+    shr.b32 m, $4, 2;
+    and.b32 m, m, 0x1C1C1C1C;
+    lop3.b32 odd, $4, 0x80808080, m, 0xEA;
+    prmt.b32 m, even, odd, 0x5140;
+    prmt.b32 odd, even, odd, 0x7362;
+    mov.b32 {low, high}, m;
+    cvt.rn.f16x2.e4m3x2 m, low;
+    mul.f16x2 $0, m, $5;
+    cvt.rn.f16x2.e4m3x2 m, high;
+    mul.f16x2 $1, m, $5;
+    mov.b32 {low, high}, odd;
+    cvt.rn.f16x2.e4m3x2 m, low;
+    mul.f16x2 $2, m, $5;
+    cvt.rn.f16x2.e4m3x2 m, high;
+    mul.f16x2 $3, m, $5;
+    }"""
+)
+# A nibble in the lowest mantissa bits under the exponent of 1024, or four bits higher under that of 64, minus the zero
+# point under the same exponent.
+_INT4_PTX = gl.constexpr(
+    """{
+    .reg .b32 a, b, x;
+    lop3.b32 a, $4, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 b, $4, 0x00F000F0, 0x54005400, 0xEA;
+    shr.u32 x, $4, 8;
+    sub.f16x2 a, a, $5;
+    sub.f16x2 b, b, $6;
+    prmt.b32 $0, a, b, 0x5410;
+    prmt.b32 $2, a, b, 0x7632;
+    lop3.b32 a, x, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 b, x, 0x00F000F0, 0x54005400, 0xEA;
+    sub.f16x2 a, a, $5;
+    sub.f16x2 b, b, $6;
+    prmt.b32 $1, a, b, 0x5410;
+    prmt.b32 $3, a, b, 0x7632;
+    }"""
+)
+# An e4m3 byte as fp16 in both halves.
+_BLOCK_SCALE_PTX = gl.constexpr(
+    """{
+    .reg .b32 x;
+    .reg .b16 low, high;
+    prmt.b32 x, $1, 0, 0x4400;
+    mov.b32 {low, high}, x;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    }"""
+)
+
+
+@gluon.constexpr_function
+def _packed_per_lane(NUM_PACKED):
+    return max(2, min(4, NUM_PACKED // 4))
+
+
+@gluon.constexpr_function
+def packed_layout(NUM_PACKED):
+    """Returns the layout of packed codes [BLOCK_N, W]: lanes read eight keys in different banks."""
+    return gl.BlockedLayout([1, _packed_per_lane(NUM_PACKED)], [8, 4], [4, 1], [0, 1])
+
+
+@gluon.constexpr_function
+def packed_blocks_layout(NUM_PACKED):
+    """Returns `packed_layout` of 4-bit codes viewed as [BLOCK_N, blocks, 2]."""
+    return gl.BlockedLayout([1, _packed_per_lane(NUM_PACKED) // 2, 2], [8, 4, 1], [4, 1, 1], [2, 0, 1])
 
 
 @gluon.jit
-def dequant_tile(
-    code_stages, stages, dequant_scales, iter, code_iter, key_begin, key_end, is_edge, k_scales_to_store,
-    IS_V: gl.constexpr, cfg: gl.constexpr,
-):  # fmt: skip
-    """Dequantises a tile to 16 bits. At an edge, rows of V outside [key_begin, key_end) become 0.
+def duplicate_low_half(x):
+    """Returns the lower 16 bits in both halves of a register."""
+    x = x & 0xFFFF
+    return x | (x << 16)
 
-    dequant_scales: of the tile's rows, as `dequant.dequant_rows` takes them
-    k_scales_to_store: (stages, token scales of K), stored once the K stage is free
+
+@gluon.jit
+def pack_row_scale(row_scale, k_zero_point, v_zero_point):
+    """Packs a token's V scale (fp16) and int4 zero points of V and K into one int32."""
+    return (
+        (row_scale.to(gl.float16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF)
+        | (v_zero_point << 16)
+        | (k_zero_point << 20)
+    )
+
+
+@gluon.jit
+def _mul_f16x2(x, scales):
+    scales, x = gl.broadcast(scales, x)
+    return gl.inline_asm_elementwise("mul.f16x2 $0, $1, $2;", "=r,r,r", [x, scales], gl.int32, True, 1)
+
+
+# NOTE: result types are written out below: Triton 3.9 accepts no named tuple of types.
+@gluon.jit
+def _dequant_e2m1(packed, scale_bytes):
+    """Returns e2m1 codes × block scales × 2^-6, as four registers."""
+    NUM_KEYS: gl.constexpr = packed.shape[0]
+    NUM_PACKED: gl.constexpr = packed.shape[1]
+    scales = gl.inline_asm_elementwise(_BLOCK_SCALE_PTX, "=r,r", [scale_bytes.to(gl.int32)], gl.int32, True, 1)
+    scales, _ = gl.broadcast(
+        scales[:, :, None], gl.full([NUM_KEYS, NUM_PACKED // 2, 2], 0, gl.int32, packed_blocks_layout(NUM_PACKED))
+    )
+    scales = gl.convert_layout(scales.reshape([NUM_KEYS, NUM_PACKED]), packed_layout(NUM_PACKED), assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        _E2M1_PTX, "=&r,=&r,=&r,=&r,r,r", [packed, scales], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+    )
+
+
+@gluon.jit
+def _dequant_int4(packed, row_scales, IS_V: gl.constexpr):
+    """Returns int4 codes minus zero points, V times its row scales, as four registers."""
+    zero_points = duplicate_low_half((row_scales >> (16 if IS_V else 20)) & 15)
+    low, _ = gl.broadcast((zero_points | 0x64006400)[:, None], packed)
+    high, _ = gl.broadcast(((zero_points << 4) | 0x54005400)[:, None], packed)
+    x = gl.inline_asm_elementwise(
+        _INT4_PTX, "=&r,=&r,=&r,=&r,r,r,r", [packed, low, high], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+    )
+    if IS_V:
+        scales = duplicate_low_half(row_scales)[:, None]
+        x = (_mul_f16x2(x[0], scales), _mul_f16x2(x[1], scales), _mul_f16x2(x[2], scales), _mul_f16x2(x[3], scales))
+    return x
+
+
+@gluon.jit
+def _dequant_8bit(packed, cfg: gl.constexpr):
+    """Returns 8-bit codes as two registers of fp16 pairs."""
+    if cfg.CODE == "e4m3":
+        return gl.inline_asm_elementwise(E4M3_K_PTX, "=r,=r,r", [packed], (gl.int32, gl.int32), True, 1)
+    elif cfg.CODE == "e5m2":
+        return gl.inline_asm_elementwise(E5M2_K_PTX, "=&r,=&r,r", [packed], (gl.int32, gl.int32), True, 1)
+    else:
+        gl.static_assert(cfg.CODE == "int8", "a code that nobody here knows")
+        return gl.inline_asm_elementwise(INT8_K_PTX, "=r,=r,r", [packed], (gl.int32, gl.int32), True, 1)
+
+
+@gluon.jit
+def dequant_rows(packed, row_scales, IS_V: gl.constexpr, cfg: gl.constexpr):
+    """Returns packed codes [BLOCK_N, W] as fp16 pairs in row order.
+
+    row_scales: from `pack_row_scale`, or bytes of block scales
     """
-    NUM_PACKED: gl.constexpr = code_stages.tiles.shape[2] // 2
-    L: gl.constexpr = packed_layout(NUM_PACKED)
-    # Wait for the codes and for a free 16-bit stage.
-    code_tile = view_as_int32(code_stages).index(consumer_wait(code_stages.full_barriers, code_iter, cfg.CODE_STAGES))
-    tile = view_as_int32(stages).index(producer_acquire(stages.empty_barriers, iter, cfg.STAGES))
-    if cfg.TOKEN_SCALES and not IS_V:
-        k_scales_to_store[0].index(stage_and_phase(iter, cfg.STAGES)[0]).store(k_scales_to_store[1])
-    # NOTE: the whole tile at once: in parts, the compiler puts a barrier before each store.
-    packed = code_tile.load(L)
-    o_n = gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(1, L))
-    # Invalid rows of other codes have a scale of 0, and those codes hold no NaN.
-    if IS_V and (cfg.CODE == "e4m3" or cfg.CODE == "e5m2"):  # noqa: SIM102 - known to the compiler, unlike the other
-        if is_edge:
-            packed = gl.where(((o_n >= key_begin) & (o_n < key_end))[:, None], packed, 0)
-    row_scales = o_n
-    if cfg.BLOCK_SCALES:
-        row_scales = dequant_scales.load(gl.SliceLayout(2, packed_blocks_layout(NUM_PACKED)))
-    elif cfg.TOKEN_SCALES and (IS_V or cfg.CODE == "int4"):
-        row_scales = dequant_scales.load(gl.SliceLayout(1, L)).to(gl.int32)
-    # Dequantise, signal full, release the codes.
-    tile.store(dequant_rows(packed, row_scales, IS_V, cfg))
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(stages.full_barriers.index(stage_and_phase(iter, cfg.STAGES)[0]))
-    mbarrier.arrive(code_stages.empty_barriers.index(stage_and_phase(code_iter, cfg.CODE_STAGES)[0]))
+    NUM_KEYS: gl.constexpr = packed.shape[0]
+    NUM_PACKED: gl.constexpr = packed.shape[1]
+    if cfg.PACK == 4:
+        if cfg.BLOCK_SCALES:
+            gl.static_assert(cfg.CODE == "e2m1", "a code that nobody here knows")
+            x = _dequant_e2m1(packed, row_scales)
+        else:
+            gl.static_assert(cfg.CODE == "int4", "a code that nobody here knows")
+            x = _dequant_int4(packed, row_scales, IS_V)
+        return gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3])).reshape([NUM_KEYS, 4 * NUM_PACKED])
+    else:
+        low, high = _dequant_8bit(packed, cfg)
+        if cfg.TOKEN_SCALES and IS_V:
+            scales = duplicate_low_half(row_scales)[:, None]
+            low, high = _mul_f16x2(low, scales), _mul_f16x2(high, scales)
+        return gl.join(low, high).reshape([NUM_KEYS, 2 * NUM_PACKED])
+
+
+# ---- stored scales ----
 
 
 @gluon.jit
@@ -128,12 +256,6 @@ def max_exponent(x):
 
 
 @gluon.jit
-def exponent_to_float(exponent):
-    """Returns the power of two with this exponent field."""
-    return (exponent << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def store_scales_to_smem(stored_scales, scales, iter, cfg: gl.constexpr):
     """Stores a tile's row scales and its TileVScale in shared memory.
 
@@ -150,13 +272,94 @@ def store_scales_to_smem(stored_scales, scales, iter, cfg: gl.constexpr):
         stored_scales.tile_v_scales.index(tile_stage).store(x)
         k_zero_points, v_zero_points = 0, 0
         if cfg.CODE == "int4":
-            k_zero_points, v_zero_points = k.to(gl.int32, bitcast=True) & 15, v.to(gl.int32, bitcast=True) & 15
+            k_zero_points, v_zero_points = int4_zero_points(k), int4_zero_points(v)
         row_scales = pack_row_scale(v * exponent_to_float(254 - exponent), k_zero_points, v_zero_points)
         stored_scales.v_scales_smem.index(stage).store(row_scales.to(stored_scales.v_scales_smem.dtype))
     else:
         stored_scales.k_scales_smem.index(stage).store(k)
         stored_scales.v_scales_smem.index(stage).store(v)
     thread_barrier()
+
+
+# ---- tiles ----
+
+
+@gluon.jit
+def view_as_int32(stages):
+    """Returns a view of 16-bit stages as int32."""
+    SHAPE: gl.constexpr = [stages.tiles.shape[0], stages.tiles.shape[1], stages.tiles.shape[2] // 2]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(stages.tiles.layout.swizzle_byte_width, 32, 2)
+    return reinterpret(stages.tiles, gl.int32, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def dequant_tile(
+    code_stages, stages, dequant_scales, iter, code_iter, key_begin, key_end, is_edge, k_scales_to_store,
+    IS_V: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """Dequantises a tile to 16 bits. At an edge, rows of V outside [key_begin, key_end) become 0.
+
+    dequant_scales: of the tile's rows, as `dequant_rows` takes them
+    k_scales_to_store: (stages, token scales of K), stored once the K stage is free
+    """
+    NUM_PACKED: gl.constexpr = code_stages.tiles.shape[2] // 2
+    L: gl.constexpr = packed_layout(NUM_PACKED)
+    # Wait for the codes and for a free 16-bit stage.
+    code_tile = view_as_int32(code_stages).index(consumer_wait(code_stages.full_barriers, code_iter, cfg.CODE_STAGES))
+    tile = view_as_int32(stages).index(producer_acquire(stages.empty_barriers, iter, cfg.STAGES))
+    if cfg.TOKEN_SCALES and not IS_V:
+        k_scales_to_store[0].index(stage_and_phase(iter, cfg.STAGES)[0]).store(k_scales_to_store[1])
+    # NOTE: the whole tile at once: in parts, the compiler puts a barrier before each store.
+    packed = code_tile.load(L)
+    o_n = gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(1, L))
+    # Invalid rows of other codes have a scale of 0, and those codes hold no NaN.
+    if IS_V and (cfg.CODE == "e4m3" or cfg.CODE == "e5m2"):  # noqa: SIM102 - known to the compiler, unlike the other
+        if is_edge:
+            packed = gl.where(((o_n >= key_begin) & (o_n < key_end))[:, None], packed, 0)
+    row_scales = o_n
+    if cfg.BLOCK_SCALES:
+        row_scales = dequant_scales.load(gl.SliceLayout(2, packed_blocks_layout(NUM_PACKED)))
+    elif cfg.TOKEN_SCALES and (IS_V or cfg.CODE == "int4"):
+        row_scales = dequant_scales.load(gl.SliceLayout(1, L)).to(gl.int32)
+    # Dequantise, signal full, release the codes.
+    tile.store(dequant_rows(packed, row_scales, IS_V, cfg))
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(stages.full_barriers.index(stage_and_phase(iter, cfg.STAGES)[0]))
+    mbarrier.arrive(code_stages.empty_barriers.index(stage_and_phase(code_iter, cfg.CODE_STAGES)[0]))
+
+
+# Two columns of keys 2a, 2a + 1 and of those eight later → four keys of either column.
+_TRANSPOSE_PTX = gl.constexpr(
+    """{
+    prmt.b32 $0, $2, $3, 0x6420;
+    prmt.b32 $1, $2, $3, 0x7531;
+    }"""
+)
+
+
+@gluon.jit
+def transpose_v_tile(code_stages, v_stages, iter, code_iter, key_begin, key_end, is_edge, cfg: gl.constexpr):
+    """Transposes a tile of V codes to [columns, keys]; at an edge, keys outside [key_begin, key_end) become 0."""
+    NUM_PACKED: gl.constexpr = code_stages.tiles.shape[2]
+    L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]), 2)
+    code_tile = code_stages.tiles.index(consumer_wait(code_stages.full_barriers, code_iter, cfg.CODE_STAGES))
+    packed = code_tile.permute((1, 0)).load(L)
+    if is_edge:
+        o_n = gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(0, L))
+        packed = gl.where(((o_n >= key_begin) & (o_n < key_end))[None, :], packed, 0)
+    a, b = split_keys_by_eight(packed)
+    even, odd = gl.inline_asm_elementwise(_TRANSPOSE_PTX, "=&r,=&r,r,r", [a, b], (gl.int16, gl.int16), True, 2)
+    transposed = gl.reshape(gl.permute(gl.join(even, odd), (0, 3, 1, 2)), [2 * NUM_PACKED, cfg.BLOCK_N // 2])
+    v_tile = v_stages.tiles.index(producer_acquire(v_stages.empty_barriers, iter, cfg.STAGES))
+    v_tile.store(transposed)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(v_stages.full_barriers.index(stage_and_phase(iter, cfg.STAGES)[0]))
+    mbarrier.arrive(code_stages.empty_barriers.index(stage_and_phase(code_iter, cfg.CODE_STAGES)[0]))
+
+
+# ---- converter warpgroup ----
 
 
 @gluon.jit
@@ -177,7 +380,7 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
                 cached_prefix.key_begin, cached_prefix.key_end, cached_prefix.num_n_blocks, cached_prefix.n_block_end,
             )  # fmt: skip
         n_start = (n_block_end - 1) * cfg.BLOCK_N
-        kv_head = work_tile.head_tile * cfg.HEADS_PER_TILE // cfg.GROUP
+        kv_head = kv_head_of(work_tile, cfg)
         # Prefetch scales one tile ahead, pages two.
         if HAS_STORED_SCALES:
             page_table = stored_scales.PAGE_TABLE + work_tile.i_request.to(gl.int64) * stored_scales.stride_table_b

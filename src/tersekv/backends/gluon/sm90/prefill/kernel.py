@@ -4,8 +4,8 @@ A producer warp copies queries and KV tiles by TMA (`producer`); two consumer wa
 (`mainloop`); over a quantised cache a converter warpgroup dequantises tiles to 16 bits for both (`converter`), V only
 where an e4m3 query meets e4m3 keys. They synchronise by mbarriers alone. `tile_scheduler` orders the work tiles.
 
-Mask and rescale: `online_softmax`; acc_o rescale: `mainloop.mainloop_step`; wait for a free stage:
-`producer_acquire` in `producer` and `converter`; combine: none, no work tile is split.
+Mask: `parts/mask.apply_mask`. Free stage: `producer_acquire` in `producer` and `converter`. Rescale:
+`mainloop.mainloop_step`. Combine: none, no work tile is split.
 """
 
 from triton.experimental import gluon
@@ -13,15 +13,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...versions import reinterpret
-from ..parts.dequant import mma_dtype
+from ..parts.dequant import load_scale, mma_dtype
+from ..parts.hadamard import RotationTensors
+from ..parts.online_softmax import LOG2E
 from ..parts.pipeline import allocate_mbarriers, pdl_launch_dependents, pdl_wait
-from ..parts.tile_scheduler import LOG2E, load_scale
 from .converter import StoredScales, converter
-from .mainloop import ROWS_PER_WARPGROUP, CallScales, consumer
-from .mainloop_new_kv import NewAndCachedScales, consumer_new_kv
+from .mainloop import ROWS_PER_WARPGROUP, CallScales, NewAndCachedScales, consumer, consumer_new_kv
 from .producer import PipelineStages, producer
-from .rotation import RotationTensors
 from .tile_scheduler import PAGE_IDS_ROW, TILE_INFO_FIELDS, load_q_begin
+
+# ---- shared memory ----
 
 
 @gluon.jit
@@ -46,19 +47,7 @@ def view_as_e4m3(stages):
     return PipelineStages(tiles, stages.full_barriers, stages.empty_barriers)
 
 
-@gluon.jit
-def zero_padding_rows(OUT, LSE, i_token, T, strides, cfg: gl.constexpr):
-    """Stores output 0 and LSE −inf for query rows behind the last request."""
-    stride_out_t, stride_out_h, stride_lse_t, stride_lse_h = strides
-    o_d = gl.arange(0, cfg.DV, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    i_token += gl.program_id(0)
-    while i_token < T:
-        for head in range(cfg.HEADS * cfg.GROUP):
-            p_out = OUT + i_token.to(gl.int64) * stride_out_t + head.to(gl.int64) * stride_out_h + o_d
-            gl.store(p_out, (o_d * 0).to(gl.float32).to(OUT.dtype.element_ty), mask=o_d < cfg.HEAD_DIM_V)
-            if cfg.HAS_LSE:
-                gl.store(LSE + i_token.to(gl.int64) * stride_lse_t + head.to(gl.int64) * stride_lse_h, float("-inf"))
-        i_token += gl.num_programs(0)
+# ---- warp roles where K and V of the new tokens are arguments ----
 
 
 @gluon.jit
@@ -104,6 +93,27 @@ def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_stages, code
         )  # fmt: skip
 
 
+# ---- rows behind the last request ----
+
+
+@gluon.jit
+def zero_padding_rows(OUT, LSE, i_token, T, strides, cfg: gl.constexpr):
+    """Stores output 0 and LSE −inf for query rows behind the last request."""
+    stride_out_t, stride_out_h, stride_lse_t, stride_lse_h = strides
+    o_d = gl.arange(0, cfg.DV, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    i_token += gl.program_id(0)
+    while i_token < T:
+        for head in range(cfg.HEADS * cfg.GROUP):
+            p_out = OUT + i_token.to(gl.int64) * stride_out_t + head.to(gl.int64) * stride_out_h + o_d
+            gl.store(p_out, (o_d * 0).to(gl.float32).to(OUT.dtype.element_ty), mask=o_d < cfg.HEAD_DIM_V)
+            if cfg.HAS_LSE:
+                gl.store(LSE + i_token.to(gl.int64) * stride_lse_t + head.to(gl.int64) * stride_lse_h, float("-inf"))
+        i_token += gl.num_programs(0)
+
+
+# ---- kernel ----
+
+
 @gluon.jit(do_not_specialize=["SEQ_LENS", "CU_SEQLENS_Q", "B", "T"])
 def prefill_kernel(
     Q, K, V, K_NEW, V_NEW, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, K_SIGNS, V_SIGNS,
@@ -136,7 +146,7 @@ def prefill_kernel(
     )  # placeholders: without stored scales none is read
     if cfg.TOKEN_SCALES:
         k_scales_smem = gl.allocate_shared_memory(gl.float32, [STAGES, cfg.BLOCK_N], UNSWIZZLED)
-        ROW: gl.constexpr = gl.int32 if cfg.CODE == "int4" else gl.int16  # `dequant.pack_row_scale`
+        ROW: gl.constexpr = gl.int32 if cfg.CODE == "int4" else gl.int16  # `converter.pack_row_scale`
         v_scales_smem = gl.allocate_shared_memory(ROW, [STAGES, cfg.BLOCK_N], UNSWIZZLED)
         tile_v_scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 2], UNSWIZZLED)
         stored_scales = StoredScales(

@@ -3,8 +3,9 @@
 QK of a block overlaps PV of the block before, across work tiles too. n_blocks run from the last to the first: the
 causal mask applies to the first ones, and the long loop needs no mask but a window's, at its end.
 
-Mask and rescale: `online_softmax.softmax_step`; full stage: `start_qk` and `wait_v`; acc_o rescale: end of
-`mainloop_step`, which also releases stages; epilogue: `store_output`; combine: none.
+Mask: `parts/mask.apply_mask`, in `softmax_step_with_row_scales`. Full stage: `start_qk` and `wait_v`; `mainloop_step`
+releases stages. Rescale: end of `mainloop_step`, and between both kinds of blocks `mainloop_step_new_to_cached`.
+Epilogue: `store_output`. Combine: none.
 """
 
 from typing import NamedTuple
@@ -19,17 +20,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret, thread_barrier
-from ..decode.cta_range import finalize_softmax
-from ..parts.online_softmax import lane_row_sums, pack_p, unpack_p
+from ..parts.dequant import exponent_to_float, normalize_exponent
+from ..parts.epilogue import cast_output, finalize_softmax_with_sinks
+from ..parts.hadamard import RotationTensors, rotate_acc_rows, rotate_query_rows, unrotate_acc_rows
+from ..parts.online_softmax import FP8RowMax, lane_row_sums, pack_p, softmax_step_with_row_scales, unpack_p
 from ..parts.pipeline import consumer_release, stage_and_phase
-from ..parts.tile_scheduler import cast_output
-from . import mainloop_fp8_p as fp8_p
-from .online_softmax import FP8RowMax, softmax_step
-from .rotation import RotationTensors, rotate_query, unrotate_acc
-from .tile_scheduler import read_work_tile
+from .producer import PipelineStages
+from .tile_scheduler import WorkTile, kv_head_of, read_work_tile
 
 ROWS_PER_WARPGROUP = gl.constexpr(64)
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf × MIN_SCALE is −inf
+MIN_V_SCALE = gl.constexpr(1e-30)  # of cached V: acc_o is divided by it
 
 
 class SoftmaxState(NamedTuple):
@@ -52,12 +53,32 @@ class CallScales(NamedTuple):
     rotation: RotationTensors
 
 
+class NewAndCachedScales(NamedTuple):
+    """Score scales (base 2) of new and of cached K, and scales of V and outputs."""
+
+    new_score_scale: gl.tensor
+    cached_score_scale: gl.tensor
+    K_SCALE: gl.tensor
+    v_scale: gl.tensor
+    V_SCALE: gl.tensor
+    out_scale: gl.tensor
+    softcap: gl.tensor
+    rotation: RotationTensors
+
+
 class MaskArgs(NamedTuple):
     """The keys that a warpgroup's rows see."""
 
     causal_limit: gl.tensor  # last key that each row sees
     key_begin: gl.tensor  # first key that any row of the work tile sees
     key_end: gl.tensor  # end of the keys that any row sees
+
+
+class TileVScale(NamedTuple):
+    """The power of two divided out of the V scales of a tile with a scale per token."""
+
+    log2_v_scale: gl.tensor
+    inv_v_scale: gl.tensor
 
 
 @gluon.constexpr_function
@@ -67,7 +88,11 @@ def score_layout(cfg):
 
 @gluon.constexpr_function
 def acc_layout(cfg):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV, 16])
+    # With a converter warpgroup ptxas allots 128 registers to an instruction: too few for 256 columns at once.
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(cfg.DV, 128) if cfg.CONVERTS_KV else cfg.DV, 16])
+
+
+# ---- query ----
 
 
 @gluon.jit
@@ -84,12 +109,6 @@ def multiply_by_sign(q_smem, sign, LAYOUT: gl.constexpr):
         q_smem.store((q_smem.load(LAYOUT).to(gl.float32) * -1.0).to(q_smem.dtype))
         fence_async_shared()
         thread_barrier()
-
-
-@gluon.jit
-def kv_head_of(work_tile, cfg: gl.constexpr):
-    """Returns the KV head of a work tile."""
-    return work_tile.head_tile * cfg.HEADS_PER_TILE // cfg.GROUP
 
 
 @gluon.jit
@@ -115,12 +134,11 @@ def prepare_query(q_stages, I_CONSUMER: gl.constexpr, sign, rotation, kv_head, D
             x = reinterpret(q_stages.tiles, DTYPE, q_stages.tiles.shape, q_stages.tiles.layout).index(I_CONSUMER)
         x = x.load(LOAD_LAYOUT).to(gl.float32) * sign
         if cfg.K_ROTATION.ENABLED:
-            x = rotate_query(x, rotation, kv_head, cfg)
+            x = rotate_query_rows(x, rotation, kv_head, cfg)
         if gl.bfloat16 == DTYPE or cfg.K_ROTATION.ENABLED:
-            exponent = (gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) >> 23) & 0xFF
-            exponent = gl.maximum(exponent, 1)
-            x = x * (gl.maximum(254 - exponent, 1) << 23).to(gl.float32, bitcast=True)[:, None]
-            q_scales = gl.convert_layout((exponent << 23).to(gl.float32, bitcast=True), q_scales.type.layout)
+            exponent, inv_scale = normalize_exponent(gl.max(gl.abs(x), 1))
+            x = x * inv_scale[:, None]
+            q_scales = gl.convert_layout(exponent_to_float(exponent), q_scales.type.layout)
         thread_barrier()  # all threads have read the rows that are now overwritten
         x16.store(x.to(x16.dtype))
         fence_async_shared()
@@ -128,38 +146,16 @@ def prepare_query(q_stages, I_CONSUMER: gl.constexpr, sign, rotation, kv_head, D
     return x16, q_scales
 
 
-@gluon.jit
-def zero_invalid_v(v, key_begin, key_end):
-    """Zeros rows of V outside [key_begin, key_end): 0 × NaN is NaN. Both consumers may do so at the same time."""
-    CHUNK_ROWS: gl.constexpr = 16
-    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    o_n = gl.arange(0, CHUNK_ROWS, gl.SliceLayout(1, LOAD_LAYOUT))
-    for i in gl.static_range(v.shape[0] // CHUNK_ROWS):
-        x = v.slice(i * CHUNK_ROWS, CHUNK_ROWS).load(LOAD_LAYOUT)
-        valid = (o_n >= key_begin - i * CHUNK_ROWS) & (o_n < key_end - i * CHUNK_ROWS)
-        v.slice(i * CHUNK_ROWS, CHUNK_ROWS).store(gl.where(valid[:, None], x, 0.0).to(v.dtype))
-    fence_async_shared()
-    thread_barrier()
-
-
-class TileVScale(NamedTuple):
-    """The power of two divided out of the V scales of a tile with a scale per token."""
-
-    log2_v_scale: gl.tensor
-    inv_v_scale: gl.tensor
+# ---- QK ----
 
 
 @gluon.jit
-def load_tile_v_scale(stored_scales, iter, cfg: gl.constexpr):
-    """Returns the TileVScale of a tile whose K stage is full and not released yet."""
-    if cfg.TOKEN_SCALES:
-        x = stored_scales.tile_v_scales.index(stage_and_phase(iter, 2 * cfg.STAGES)[0]).load(
-            gl.BlockedLayout([2], [32], [4], [0])
-        )
-        o = gl.arange(0, 2, x.type.layout)
-        return TileVScale(gl.sum(gl.where(o == 0, x, 0.0), 0), gl.sum(gl.where(o == 1, x, 0.0), 0))
-    else:
-        return TileVScale(0.0, 0.0)
+def start_qk(q, k_stages, iter, cfg: gl.constexpr, ENABLED=True):
+    """Waits for a K tile and starts QK; returns scores [64, BLOCK_N] in flight."""
+    stage, phase = stage_and_phase(iter, cfg.STAGES)
+    mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=ENABLED)
+    zero = gl.full([ROWS_PER_WARPGROUP, cfg.BLOCK_N], 0, gl.float32, score_layout(cfg))
+    return warpgroup_mma(q, k_stages.tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -181,12 +177,64 @@ def apply_k_scales(s, k_scales, cfg: gl.constexpr):
     return s
 
 
+# ---- mask and online softmax ----
+
+
+@gluon.jit
+def make_mask_args(work_tile, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+    """Returns the MaskArgs of this warpgroup's rows."""
+    o_r = I_CONSUMER * ROWS_PER_WARPGROUP + gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, score_layout(cfg)))
+    return MaskArgs(work_tile.causal_limit + o_r // cfg.HEADS_PER_TILE, work_tile.key_begin, work_tile.key_end)
+
+
+@gluon.jit
+def unmasked_range(work_tile, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+    """Returns (first n_block, unmasked_begin, unmasked_end): all rows see every key of blocks in the range.
+
+    The last n_block is never in the range: it is computed first, with a mask.
+    """
+    first_n_block = work_tile.n_block_end - work_tile.num_n_blocks
+    FIRST_TOKEN: gl.constexpr = I_CONSUMER * (ROWS_PER_WARPGROUP // cfg.HEADS_PER_TILE)
+    unmasked_end = gl.maximum(gl.minimum(work_tile.key_end, work_tile.causal_limit + FIRST_TOKEN + 1), 0) // cfg.BLOCK_N
+    unmasked_end = gl.minimum(gl.maximum(unmasked_end, first_n_block), work_tile.n_block_end - 1)
+    unmasked_begin = first_n_block
+    if cfg.WINDOW > 0:
+        key = gl.maximum(
+            work_tile.causal_limit + FIRST_TOKEN + ROWS_PER_WARPGROUP // cfg.HEADS_PER_TILE - cfg.WINDOW, 0
+        )
+        unmasked_begin = gl.minimum(gl.maximum((key + cfg.BLOCK_N - 1) // cfg.BLOCK_N, first_n_block), unmasked_end)
+    if cfg.HAS_NEW_KV:
+        unmasked_begin = gl.minimum(
+            gl.maximum((work_tile.key_begin + cfg.BLOCK_N - 1) // cfg.BLOCK_N, unmasked_begin), unmasked_end
+        )
+    return first_n_block, unmasked_begin, unmasked_end
+
+
+@gluon.jit
+def has_invalid_keys(mask_args, n_start, cfg: gl.constexpr):
+    """Returns whether a tile has keys outside [key_begin, key_end)."""
+    return (n_start + cfg.BLOCK_N > mask_args.key_end) | (n_start < mask_args.key_begin)
+
+
+@gluon.jit
+def load_tile_v_scale(stored_scales, iter, cfg: gl.constexpr):
+    """Returns the TileVScale of a tile whose K stage is full and not released yet."""
+    if cfg.TOKEN_SCALES:
+        x = stored_scales.tile_v_scales.index(stage_and_phase(iter, 2 * cfg.STAGES)[0]).load(
+            gl.BlockedLayout([2], [32], [4], [0])
+        )
+        o = gl.arange(0, 2, x.type.layout)
+        return TileVScale(gl.sum(gl.where(o == 0, x, 0.0), 0), gl.sum(gl.where(o == 1, x, 0.0), 0))
+    else:
+        return TileVScale(0.0, 0.0)
+
+
 @gluon.jit
 def softmax_and_row_sums(
     s, row_max, mask_args, n_start, score_scales, tile_scale, softcap, MASKED: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (P in fp32, row sums per lane, row_max, rescale) of a tile of scores."""
-    p, row_max, rescale = softmax_step(
+    p, row_max, rescale = softmax_step_with_row_scales(
         s, row_max, mask_args.causal_limit - n_start, mask_args.key_begin - n_start, mask_args.key_end - n_start,
         score_scales, tile_scale.log2_v_scale, softcap, MASKED, cfg
     )  # fmt: skip
@@ -196,13 +244,31 @@ def softmax_and_row_sums(
     return p, p_sums, row_max, rescale
 
 
+# ---- PV ----
+
+
 @gluon.jit
-def start_qk(q, k_stages, iter, cfg: gl.constexpr, ENABLED=True):
-    """Waits for a K tile and starts QK; returns scores [64, BLOCK_N] in flight."""
+def zero_invalid_v(v, key_begin, key_end):
+    """Zeros rows of V outside [key_begin, key_end): 0 × NaN is NaN. Both consumers may do so at the same time."""
+    CHUNK_ROWS: gl.constexpr = 16
+    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    o_n = gl.arange(0, CHUNK_ROWS, gl.SliceLayout(1, LOAD_LAYOUT))
+    for i in gl.static_range(v.shape[0] // CHUNK_ROWS):
+        x = v.slice(i * CHUNK_ROWS, CHUNK_ROWS).load(LOAD_LAYOUT)
+        valid = (o_n >= key_begin - i * CHUNK_ROWS) & (o_n < key_end - i * CHUNK_ROWS)
+        v.slice(i * CHUNK_ROWS, CHUNK_ROWS).store(gl.where(valid[:, None], x, 0.0).to(v.dtype))
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def wait_v(v_stages, iter, mask_args, n_start, is_edge, ZERO_INVALID: gl.constexpr, cfg: gl.constexpr, ENABLED=True):
+    """Waits for a V tile and, where it is at an edge, zeros its invalid rows."""
     stage, phase = stage_and_phase(iter, cfg.STAGES)
-    mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=ENABLED)
-    zero = gl.full([ROWS_PER_WARPGROUP, cfg.BLOCK_N], 0, gl.float32, score_layout(cfg))
-    return warpgroup_mma(q, k_stages.tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_stages.full_barriers.index(stage), phase, pred=ENABLED)
+    if ZERO_INVALID:  # noqa: SIM102 - known to the compiler, unlike the other
+        if is_edge:
+            zero_invalid_v(v_stages.tiles.index(stage), mask_args.key_begin - n_start, mask_args.key_end - n_start)
 
 
 @gluon.jit
@@ -215,20 +281,139 @@ def start_pv(state, v_stages, iter, cfg: gl.constexpr):
     )
 
 
-@gluon.jit
-def has_invalid_keys(mask_args, n_start, cfg: gl.constexpr):
-    """Returns whether a tile has keys outside [key_begin, key_end)."""
-    return (n_start + cfg.BLOCK_N > mask_args.key_end) | (n_start < mask_args.key_begin)
+# ---- PV in e4m3, which `precision="fast"` permits ----
+# 8-bit WGMMA needs both operands K-major. So the converter transposes V: ldmatrix with two columns an element, then one
+# byte permute of two keys and the two eight keys later. That permutes the keys of every 16 into the order in which a
+# thread holds P: P becomes an operand without leaving its registers.
+#
+# 8-bit WGMMA accumulates with too few bits: each tile starts from 0 and is added in fp32. PV runs in two halves of V's
+# columns, to save registers: the first is added while QK runs, the second is multiplied during the softmax.
+
+
+class FP8SoftmaxState(NamedTuple):
+    """As `SoftmaxState`, with acc_o in halves one block behind: `rescale` is still to be applied to them."""
+
+    acc_low: gl.tensor
+    acc_high: gl.tensor
+    rescale: gl.tensor
+    row_max: gl.tensor
+    row_sum: gl.tensor
+    p_packed: gl.tensor
+
+
+@gluon.constexpr_function
+def half_acc_layout(cfg):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.DV // 2, 32])
 
 
 @gluon.jit
-def wait_v(v_stages, iter, mask_args, n_start, is_edge, ZERO_INVALID: gl.constexpr, cfg: gl.constexpr, ENABLED=True):
-    """Waits for a V tile and, where it is at an edge, zeros its invalid rows."""
-    stage, phase = stage_and_phase(iter, cfg.STAGES)
-    mbarrier.wait(v_stages.full_barriers.index(stage), phase, pred=ENABLED)
-    if ZERO_INVALID:  # noqa: SIM102 - known to the compiler, unlike the other
-        if is_edge:
-            zero_invalid_v(v_stages.tiles.index(stage), mask_args.key_begin - n_start, mask_args.key_end - n_start)
+def init_half_acc(NUM_ROWS: gl.constexpr, cfg: gl.constexpr):
+    """Returns half of acc_o before the first block: zeros [NUM_ROWS, DV / 2]."""
+    return gl.full([NUM_ROWS, cfg.DV // 2], 0.0, gl.float32, half_acc_layout(cfg))
+
+
+@gluon.jit
+def split_keys_by_eight(x):
+    """Returns (first, second) eight keys of every 16 of [rows, keys]: [rows, keys / 16, 8] each."""
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], x.shape[1] // 16, 2, 8]), (0, 1, 3, 2)))
+
+
+# Four P of a thread, two neighbouring keys of a row and the two eight keys later → four e4m3 codes.
+_PACK_E4M3_PTX = gl.constexpr(
+    """{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+    }"""
+)
+
+
+@gluon.jit
+def pack_p_e4m3(p):
+    """Returns P as e4m3, four keys an int32: [rows, keys / 4]."""
+    a, b = split_keys_by_eight(p)
+    a0, a1 = gl.split(gl.reshape(a, [a.shape[0], a.shape[1], 4, 2]))
+    b0, b1 = gl.split(gl.reshape(b, [b.shape[0], b.shape[1], 4, 2]))
+    p_packed = gl.inline_asm_elementwise(_PACK_E4M3_PTX, "=r,f,f,f,f", [a0, a1, b0, b1], gl.int32, True, 1)
+    return gl.reshape(p_packed, [p.shape[0], p.shape[1] // 4])
+
+
+@gluon.jit
+def unpack_p_e4m3(p_packed, cfg: gl.constexpr):
+    """Returns packed P as an MMA operand [rows, keys].
+
+    NOTE: pack the next P only after no MMA reads this one: ptxas gives both the same registers, and would serialize
+    the MMAs.
+    """
+    A: gl.constexpr = gl.DotOperandLayout(0, half_acc_layout(cfg), 4)
+    low_bytes = gl.join(p_packed.to(gl.int8), (p_packed >> 8).to(gl.int8))
+    high_bytes = gl.join((p_packed >> 16).to(gl.int8), (p_packed >> 24).to(gl.int8))
+    codes = gl.reshape(
+        gl.permute(gl.join(low_bytes, high_bytes), (0, 1, 3, 2)), [p_packed.shape[0], 4 * p_packed.shape[1]]
+    )
+    return gl.convert_layout(codes.to(gl.float8e4nv, bitcast=True), A, assert_trivial=True)
+
+
+@gluon.jit
+def start_half_pv(p_operand, v_stages, iter, I_HALF: gl.constexpr, cfg: gl.constexpr):
+    """Starts PV of a tile for half of V's columns; returns it in flight."""
+    stage, _ = stage_and_phase(iter, cfg.STAGES)
+    HALF_COLUMNS: gl.constexpr = cfg.DV // 2
+    zero = gl.full([p_operand.shape[0], HALF_COLUMNS], 0.0, gl.float32, half_acc_layout(cfg))
+    v = v_stages.tiles.index(stage).slice(I_HALF * HALF_COLUMNS, HALF_COLUMNS).permute((1, 0))
+    return warpgroup_mma(p_operand, v, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def rescale_and_add(acc_o, product, rescale):
+    """Returns acc_o × rescale + product."""
+    return acc_o * gl.convert_layout(rescale, gl.SliceLayout(1, acc_o.type.layout))[:, None] + product
+
+
+@gluon.jit
+def concat_halves(acc_low, acc_high, LAYOUT: gl.constexpr):
+    """Returns both halves side by side, in LAYOUT."""
+    x = gl.permute(gl.join(acc_low, acc_high), (0, 2, 1))
+    return gl.convert_layout(gl.reshape(x, [acc_low.shape[0], 2 * acc_low.shape[1]]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def start_qk_and_half_pv(state, q, k_stages, v_stages, iter, has_next, cfg: gl.constexpr):
+    """Returns (scores in flight, acc_low after PV, PV of the other half in flight), all by 8-bit MMAs."""
+    p_operand = unpack_p_e4m3(state.p_packed, cfg)
+    acc_low = start_half_pv(p_operand, v_stages, iter - 1, 0, cfg)
+    s = start_qk(q, k_stages, iter, cfg, has_next)
+    acc_low = rescale_and_add(state.acc_low, warpgroup_mma_wait(1, [acc_low]), state.rescale)
+    return s, acc_low, start_half_pv(p_operand, v_stages, iter - 1, 1, cfg)
+
+
+# ---- mainloop ----
+
+
+@gluon.jit
+def init_acc_and_max(cfg: gl.constexpr):
+    """Returns (acc_o, row_max) before the first block."""
+    row_max = gl.full([ROWS_PER_WARPGROUP], float("-inf"), gl.float32, gl.SliceLayout(1, score_layout(cfg)))
+    return gl.full([ROWS_PER_WARPGROUP, cfg.DV], 0.0, gl.float32, acc_layout(cfg)), row_max
+
+
+@gluon.jit
+def first_softmax_step(
+    s, acc_and_max, mask_args, n_start, score_scales, tile_scale, softcap, DTYPE: gl.constexpr, cfg: gl.constexpr
+):
+    """Returns the softmax state after a work tile's first scores."""
+    acc_o, row_max = acc_and_max
+    if cfg.FP8_PV:
+        row_max = FP8RowMax(row_max, row_max)
+    p, p_sums, row_max, rescale = softmax_and_row_sums(
+        s, row_max, mask_args, n_start, score_scales, tile_scale, softcap, True, cfg
+    )
+    if cfg.FP8_PV:
+        zeros = init_half_acc(ROWS_PER_WARPGROUP, cfg)
+        return FP8SoftmaxState(zeros, zeros, rescale, row_max, p_sums, pack_p_e4m3(p))
+    else:
+        return SoftmaxState(acc_o, row_max, p_sums, pack_p(p, DTYPE))
 
 
 @gluon.jit
@@ -266,122 +451,13 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
     if cfg.FP8_PV:
         acc_high = warpgroup_mma_wait(0, [acc_high])
         mbarrier.arrive(v_stages.empty_barriers.index(prev_stage), count=1)
-        acc_high = fp8_p.rescale_and_add(state.acc_high, acc_high, state.rescale)
-        return fp8_p.FP8SoftmaxState(acc_low, acc_high, rescale, row_max, row_sum, fp8_p.pack_p_e4m3(p))
+        acc_high = rescale_and_add(state.acc_high, acc_high, state.rescale)
+        return FP8SoftmaxState(acc_low, acc_high, rescale, row_max, row_sum, pack_p_e4m3(p))
     else:
         acc_o = warpgroup_mma_wait(0, [acc_o])
         mbarrier.arrive(v_stages.empty_barriers.index(prev_stage), count=1)
         acc_o = acc_o * gl.convert_layout(rescale, gl.SliceLayout(1, acc_o.type.layout))[:, None]
         return SoftmaxState(acc_o, row_max, row_sum, p_packed)
-
-
-@gluon.jit
-def start_qk_and_half_pv(state, q, k_stages, v_stages, iter, has_next, cfg: gl.constexpr):
-    """Returns (scores in flight, acc_low after PV, PV of the other half in flight), all by 8-bit MMAs."""
-    p_operand = fp8_p.unpack_p_e4m3(state.p_packed, cfg)
-    acc_low = fp8_p.start_half_pv(p_operand, v_stages, iter - 1, 0, cfg)
-    s = start_qk(q, k_stages, iter, cfg, has_next)
-    acc_low = fp8_p.rescale_and_add(state.acc_low, warpgroup_mma_wait(1, [acc_low]), state.rescale)
-    return s, acc_low, fp8_p.start_half_pv(p_operand, v_stages, iter - 1, 1, cfg)
-
-
-@gluon.jit
-def store_output(OUT, LSE, SINKS, work_tile, state, v_scale, strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
-    """Epilogue: stores this warpgroup's output rows and LSE of a work tile."""
-    stride_out_t, stride_out_h, stride_lse_t, stride_lse_h = strides
-    ROW: gl.constexpr = gl.SliceLayout(1, state.acc_o.type.layout)
-    row_max = gl.convert_layout(state.row_max, ROW)
-    row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), ROW)
-    o_r = I_CONSUMER * ROWS_PER_WARPGROUP + gl.arange(0, ROWS_PER_WARPGROUP, ROW)
-    token = o_r // cfg.HEADS_PER_TILE
-    m_row = token < work_tile.num_tokens_left
-    q_heads = (work_tile.head_tile * cfg.HEADS_PER_TILE + o_r % cfg.HEADS_PER_TILE).to(gl.int64)
-    tokens = (work_tile.q_row + token).to(gl.int64)
-    acc_scale, lse = finalize_softmax(row_max, row_sum, v_scale, SINKS, q_heads, m_row, cfg)
-    o_d = gl.arange(0, cfg.DV, gl.SliceLayout(0, state.acc_o.type.layout))
-    valid = m_row[:, None] & (o_d < cfg.HEAD_DIM_V)[None, :]
-    p_out = (OUT + tokens * stride_out_t + q_heads * stride_out_h)[:, None] + o_d[None, :]
-    gl.store(p_out, cast_output(state.acc_o * acc_scale[:, None], OUT, cfg), mask=valid)
-    if cfg.HAS_LSE:
-        gl.store(LSE + tokens * stride_lse_t + q_heads * stride_lse_h, lse, mask=m_row)
-
-
-@gluon.jit
-def load_v_scale(work_tile, call_scales, cfg: gl.constexpr):
-    """Returns the scale of a work tile's output: v_scale × out_scale."""
-    v_scale = call_scales.v_scale
-    if cfg.HAS_V_SCALE:
-        v_scale = v_scale * gl.load(call_scales.V_SCALE + kv_head_of(work_tile, cfg) * cfg.V_SCALE_STRIDE)
-    return v_scale
-
-
-@gluon.jit
-def init_acc_and_max(cfg: gl.constexpr):
-    """Returns (acc_o, row_max) before the first block."""
-    row_max = gl.full([ROWS_PER_WARPGROUP], float("-inf"), gl.float32, gl.SliceLayout(1, score_layout(cfg)))
-    return gl.full([ROWS_PER_WARPGROUP, cfg.DV], 0.0, gl.float32, acc_layout(cfg)), row_max
-
-
-@gluon.jit
-def make_mask_args(work_tile, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
-    """Returns the MaskArgs of this warpgroup's rows."""
-    o_r = I_CONSUMER * ROWS_PER_WARPGROUP + gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, score_layout(cfg)))
-    return MaskArgs(work_tile.causal_limit + o_r // cfg.HEADS_PER_TILE, work_tile.key_begin, work_tile.key_end)
-
-
-@gluon.jit
-def unmasked_range(work_tile, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
-    """Returns (first n_block, unmasked_begin, unmasked_end): all rows see every key of blocks in the range.
-
-    The last n_block is never in the range: it is computed first, with a mask.
-    """
-    first_n_block = work_tile.n_block_end - work_tile.num_n_blocks
-    FIRST_TOKEN: gl.constexpr = I_CONSUMER * (ROWS_PER_WARPGROUP // cfg.HEADS_PER_TILE)
-    unmasked_end = gl.maximum(gl.minimum(work_tile.key_end, work_tile.causal_limit + FIRST_TOKEN + 1), 0) // cfg.BLOCK_N
-    unmasked_end = gl.minimum(gl.maximum(unmasked_end, first_n_block), work_tile.n_block_end - 1)
-    unmasked_begin = first_n_block
-    if cfg.WINDOW > 0:
-        key = gl.maximum(
-            work_tile.causal_limit + FIRST_TOKEN + ROWS_PER_WARPGROUP // cfg.HEADS_PER_TILE - cfg.WINDOW, 0
-        )
-        unmasked_begin = gl.minimum(gl.maximum((key + cfg.BLOCK_N - 1) // cfg.BLOCK_N, first_n_block), unmasked_end)
-    if cfg.HAS_NEW_KV:
-        unmasked_begin = gl.minimum(
-            gl.maximum((work_tile.key_begin + cfg.BLOCK_N - 1) // cfg.BLOCK_N, unmasked_begin), unmasked_end
-        )
-    return first_n_block, unmasked_begin, unmasked_end
-
-
-@gluon.jit
-def prepare_work_tile(
-    work_tile, q_stages, call_scales, I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, cfg: gl.constexpr
-):
-    """Returns (query operand, score scales in base 2, MaskArgs) of a work tile whose query is loaded."""
-    kv_head = kv_head_of(work_tile, cfg)
-    score_scale = call_scales.score_scale
-    if cfg.HAS_K_SCALE:
-        score_scale = score_scale * gl.load(call_scales.K_SCALE + kv_head * cfg.K_SCALE_STRIDE)
-    sign = gl.where(score_scale < 0, -1.0, 1.0)
-    q, q_scales = prepare_query(q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head, DTYPE, cfg)
-    return q, gl.maximum(q_scales * (score_scale * sign), MIN_SCALE), make_mask_args(work_tile, I_CONSUMER, cfg)
-
-
-@gluon.jit
-def first_softmax_step(
-    s, acc_and_max, mask_args, n_start, score_scales, tile_scale, softcap, DTYPE: gl.constexpr, cfg: gl.constexpr
-):
-    """Returns the softmax state after a work tile's first scores."""
-    acc_o, row_max = acc_and_max
-    if cfg.FP8_PV:
-        row_max = FP8RowMax(row_max, row_max)
-    p, p_sums, row_max, rescale = softmax_and_row_sums(
-        s, row_max, mask_args, n_start, score_scales, tile_scale, softcap, True, cfg
-    )
-    if cfg.FP8_PV:
-        zeros = fp8_p.init_half_acc(ROWS_PER_WARPGROUP, cfg)
-        return fp8_p.FP8SoftmaxState(zeros, zeros, rescale, row_max, p_sums, fp8_p.pack_p_e4m3(p))
-    else:
-        return SoftmaxState(acc_o, row_max, p_sums, pack_p(p, DTYPE))
 
 
 @gluon.jit
@@ -417,6 +493,56 @@ def mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages
             iter += 1
             code_iter += 1
     return state, iter, code_iter
+
+
+# ---- epilogue ----
+
+
+@gluon.jit
+def load_v_scale(work_tile, call_scales, cfg: gl.constexpr):
+    """Returns the scale of a work tile's output: v_scale × out_scale."""
+    v_scale = call_scales.v_scale
+    if cfg.HAS_V_SCALE:
+        v_scale = v_scale * gl.load(call_scales.V_SCALE + kv_head_of(work_tile, cfg) * cfg.V_SCALE_STRIDE)
+    return v_scale
+
+
+@gluon.jit
+def store_output(OUT, LSE, SINKS, work_tile, state, v_scale, strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+    """Epilogue: stores this warpgroup's output rows and LSE of a work tile."""
+    stride_out_t, stride_out_h, stride_lse_t, stride_lse_h = strides
+    ROW: gl.constexpr = gl.SliceLayout(1, state.acc_o.type.layout)
+    row_max = gl.convert_layout(state.row_max, ROW)
+    row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), ROW)
+    o_r = I_CONSUMER * ROWS_PER_WARPGROUP + gl.arange(0, ROWS_PER_WARPGROUP, ROW)
+    token = o_r // cfg.HEADS_PER_TILE
+    m_row = token < work_tile.num_tokens_left
+    q_heads = (work_tile.head_tile * cfg.HEADS_PER_TILE + o_r % cfg.HEADS_PER_TILE).to(gl.int64)
+    tokens = (work_tile.q_row + token).to(gl.int64)
+    acc_scale, lse = finalize_softmax_with_sinks(row_max, row_sum, v_scale, SINKS, q_heads, m_row, cfg)
+    o_d = gl.arange(0, cfg.DV, gl.SliceLayout(0, state.acc_o.type.layout))
+    valid = m_row[:, None] & (o_d < cfg.HEAD_DIM_V)[None, :]
+    p_out = (OUT + tokens * stride_out_t + q_heads * stride_out_h)[:, None] + o_d[None, :]
+    gl.store(p_out, cast_output(state.acc_o * acc_scale[:, None], OUT, cfg), mask=valid)
+    if cfg.HAS_LSE:
+        gl.store(LSE + tokens * stride_lse_t + q_heads * stride_lse_h, lse, mask=m_row)
+
+
+# ---- consumer warpgroup ----
+
+
+@gluon.jit
+def prepare_work_tile(
+    work_tile, q_stages, call_scales, I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, cfg: gl.constexpr
+):
+    """Returns (query operand, score scales in base 2, MaskArgs) of a work tile whose query is loaded."""
+    kv_head = kv_head_of(work_tile, cfg)
+    score_scale = call_scales.score_scale
+    if cfg.HAS_K_SCALE:
+        score_scale = score_scale * gl.load(call_scales.K_SCALE + kv_head * cfg.K_SCALE_STRIDE)
+    sign = gl.where(score_scale < 0, -1.0, 1.0)
+    q, q_scales = prepare_query(q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head, DTYPE, cfg)
+    return q, gl.maximum(q_scales * (score_scale * sign), MIN_SCALE), make_mask_args(work_tile, I_CONSUMER, cfg)
 
 
 @gluon.jit
@@ -470,14 +596,14 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=work_tile.num_n_blocks == 1)
             # Finish PV, release V.
             if cfg.FP8_PV:
-                acc_high = fp8_p.rescale_and_add(state.acc_high, warpgroup_mma_wait(0, [acc_high]), state.rescale)
-                acc_o, row_max = fp8_p.concat_halves(acc_low, acc_high, acc_layout(cfg)), state.row_max.row_max
+                acc_high = rescale_and_add(state.acc_high, warpgroup_mma_wait(0, [acc_high]), state.rescale)
+                acc_o, row_max = concat_halves(acc_low, acc_high, acc_layout(cfg)), state.row_max.row_max
             else:
                 acc_o, row_max = warpgroup_mma_wait(0, [acc_o]), state.row_max
             consumer_release(v_stages.empty_barriers, iter - 1, cfg.STAGES)
             # Epilogue of the finished work tile.
             if cfg.V_ROTATION.ENABLED:
-                acc_o = unrotate_acc(acc_o, call_scales.rotation, kv_head_of(finished_tile, cfg), cfg)
+                acc_o = unrotate_acc_rows(acc_o, call_scales.rotation, kv_head_of(finished_tile, cfg), cfg)
             v_scale = load_v_scale(finished_tile, call_scales, cfg)
             store_output(
                 OUT, LSE, SINKS, finished_tile, SoftmaxState(acc_o, row_max, state.row_sum, state.p_packed), v_scale,
@@ -492,3 +618,135 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
                 cfg, has_next,
             )  # fmt: skip
             iter += 1
+
+
+# ---- consumer warpgroup where K and V of the new tokens are arguments: a work tile has new and cached blocks ----
+# New blocks come first, in their own 16 bits; then the query is converted for cached K, and acc_o continues divided by
+# the cached V scale. Both kinds of tile use the same stages.
+
+
+@gluon.jit
+def view_stages_as(stages, DTYPE: gl.constexpr):
+    """Returns a view of the stages as another 16-bit dtype."""
+    return PipelineStages(
+        reinterpret(stages.tiles, DTYPE, stages.tiles.shape, stages.tiles.layout),
+        stages.full_barriers,
+        stages.empty_barriers,
+    )
+
+
+@gluon.jit
+def load_cached_scales(work_tile, call_scales, cfg: gl.constexpr):
+    """Returns (score scale, V scale) of cached K and V for a work tile's head."""
+    kv_head = kv_head_of(work_tile, cfg)
+    score_scale, v_scale = call_scales.cached_score_scale, call_scales.v_scale
+    if cfg.HAS_K_SCALE:
+        score_scale = score_scale * gl.load(call_scales.K_SCALE + kv_head * cfg.K_SCALE_STRIDE)
+    if cfg.HAS_V_SCALE:
+        v_scale = v_scale * gl.load(call_scales.V_SCALE + kv_head * cfg.V_SCALE_STRIDE)
+    return score_scale, gl.where(gl.abs(v_scale) < MIN_V_SCALE, MIN_V_SCALE, v_scale)
+
+
+@gluon.jit
+def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales, v_unit, call_scales, kv_head,
+                                q_stages, k_stages, v_stages, new_v_stages, iter, code_iter, n_start, is_last,
+                                I_CONSUMER: gl.constexpr, cfg: gl.constexpr, new_cfg: gl.constexpr):  # fmt: skip
+    """Does `mainloop_step` for the first cached block; PV is of the last new block."""
+    prev_stage, _ = stage_and_phase(iter - 1, cfg.STAGES)
+    # QK of this block, PV of the last new block.
+    s = start_qk(q, k_stages, iter, cfg)
+    acc_o = start_pv(state, new_v_stages, iter - 1, new_cfg)
+    tile_scale = load_tile_v_scale(stored_scales, code_iter, cfg)
+    k_scales = load_k_scales(stored_scales, iter, cfg)
+    s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
+    consumer_release(k_stages.empty_barriers, iter, cfg.STAGES)
+    mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=is_last)
+    # Mask and online softmax.
+    p, p_sums, row_max, rescale = softmax_and_row_sums(
+        s, state.row_max, mask_args, n_start, score_scales, tile_scale, call_scales.softcap, True, cfg
+    )
+    row_sum = state.row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, state.row_sum.type.layout))[:, None] + p_sums
+    p_packed = pack_p(p, v_stages.tiles.dtype)
+    ZERO_INVALID: gl.constexpr = not cfg.CONVERTS_KV
+    wait_v(v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg)
+    # Finish PV, release V, rescale acc_o and divide it by the cached V scale.
+    acc_o = warpgroup_mma_wait(0, [acc_o])
+    mbarrier.arrive(v_stages.empty_barriers.index(prev_stage), count=1)
+    acc_o = acc_o * gl.convert_layout(rescale / v_unit, gl.SliceLayout(1, acc_o.type.layout))[:, None]
+    if cfg.V_ROTATION.ENABLED:
+        acc_o = rotate_acc_rows(acc_o, call_scales.rotation, kv_head, cfg)
+    return SoftmaxState(acc_o, row_max, row_sum, p_packed)
+
+
+@gluon.jit
+def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
+                    I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
+                    new_cfg: gl.constexpr):  # fmt: skip
+    """Computes 64 rows of every work tile of this CTA. new_cfg: `cfg` for new blocks."""
+    OUT, LSE, SINKS = tensors
+    new_k_stages, new_v_stages = view_stages_as(k_stages, NEW_DTYPE), view_stages_as(v_stages, NEW_DTYPE)
+    new_q_stages = view_stages_as(q_stages, NEW_DTYPE)
+    sign = gl.where(call_scales.new_score_scale < 0, -1.0, 1.0)
+    num_done, iter, code_iter = 0, 0, 0  # work tiles done; blocks done, of them cached ones
+    mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), 0)
+    work_tile, cached_prefix = read_work_tile(tile_info.index(I_CONSUMER))
+    while work_tile.num_n_blocks > 0:
+        has_no_cached = cached_prefix.num_n_blocks == 0
+        # First new block: QK, mask, softmax.
+        q, q_scales = prepare_query(
+            new_q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head_of(work_tile, cfg), DTYPE, new_cfg
+        )
+        score_scales = gl.maximum(q_scales * (call_scales.new_score_scale * sign), MIN_SCALE)
+        mask_args = make_mask_args(work_tile, I_CONSUMER, new_cfg)
+        n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
+        s = warpgroup_mma_wait(0, [start_qk(q, new_k_stages, iter, new_cfg)])
+        consumer_release(k_stages.empty_barriers, iter, cfg.STAGES)
+        mbarrier.arrive(
+            q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=has_no_cached & (work_tile.num_n_blocks == 1)
+        )
+        tile_scale = load_tile_v_scale(stored_scales, code_iter, new_cfg)
+        state = first_softmax_step(
+            s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_scale, call_scales.softcap, NEW_DTYPE,
+            new_cfg,
+        )  # fmt: skip
+        wait_v(new_v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, new_cfg), True, new_cfg)
+        iter += 1
+        # Other new blocks.
+        state, iter, _code_iter = mainloop(state, mask_args, q, score_scales, stored_scales, call_scales.softcap,
+                                           q_stages, new_k_stages, new_v_stages, iter, iter, work_tile, has_no_cached,
+                                           I_CONSUMER, new_cfg)  # fmt: skip
+        cached_score_scale, v_unit = load_cached_scales(work_tile, call_scales, cfg)
+        v_unit = gl.where(has_no_cached, 1.0, v_unit)
+        if has_no_cached:
+            acc_o = warpgroup_mma_wait(0, [start_pv(state, new_v_stages, iter - 1, new_cfg)])
+            state = SoftmaxState(acc_o, state.row_max, state.row_sum, state.p_packed)
+        else:
+            # Cached blocks. Names of their own: the types differ from those of new blocks.
+            cached_scales = cached_score_scale * sign
+            cached_sign = gl.where(cached_scales < 0, -1.0, 1.0)
+            cached_q, cached_q_scales = prepare_query(
+                q_stages, I_CONSUMER, cached_sign, call_scales.rotation, kv_head_of(work_tile, cfg), NEW_DTYPE, cfg
+            )
+            cached_scales = gl.maximum(cached_q_scales * (cached_scales * cached_sign), MIN_SCALE)
+            cached_tile = WorkTile(work_tile.q_row, work_tile.num_tokens_left, cached_prefix.causal_limit,
+                                   cached_prefix.key_end, cached_prefix.num_n_blocks, cached_prefix.n_block_end,
+                                   cached_prefix.key_begin, work_tile.head_tile, work_tile.i_request)  # fmt: skip
+            cached_mask_args = make_mask_args(cached_tile, I_CONSUMER, cfg)
+            state = mainloop_step_new_to_cached(state, cached_mask_args, cached_q, cached_scales, stored_scales, v_unit,
+                                                call_scales, kv_head_of(work_tile, cfg), q_stages, k_stages, v_stages,
+                                                new_v_stages, iter, code_iter,
+                                                (cached_prefix.n_block_end - 1) * cfg.BLOCK_N,
+                                                cached_prefix.num_n_blocks == 1, I_CONSUMER, cfg, new_cfg)  # fmt: skip
+            state, iter, code_iter = mainloop(state, cached_mask_args, cached_q, cached_scales, stored_scales,
+                                              call_scales.softcap, q_stages, k_stages, v_stages, iter + 1,
+                                              code_iter + 1, cached_tile, True, I_CONSUMER, cfg)  # fmt: skip
+            acc_o = warpgroup_mma_wait(0, [start_pv(state, v_stages, iter - 1, cfg)])
+            if cfg.V_ROTATION.ENABLED:
+                acc_o = unrotate_acc_rows(acc_o, call_scales.rotation, kv_head_of(work_tile, cfg), cfg)
+            state = SoftmaxState(acc_o, state.row_max, state.row_sum, state.p_packed)
+        # Epilogue.
+        consumer_release(v_stages.empty_barriers, iter - 1, cfg.STAGES)
+        store_output(OUT, LSE, SINKS, work_tile, state, v_unit * call_scales.out_scale, strides, I_CONSUMER, cfg)
+        num_done += 1
+        mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), num_done & 1)
+        work_tile, cached_prefix = read_work_tile(tile_info.index(I_CONSUMER))

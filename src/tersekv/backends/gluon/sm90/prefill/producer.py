@@ -17,8 +17,9 @@ from .tile_scheduler import (
     CachedPrefix,
     WorkTile,
     extract_field,
+    kv_head_of,
     load_num_m_blocks,
-    load_q_begin,
+    make_work_tile,
     publish_work_tile,
     work_tile_coords,
     work_tile_of_round,
@@ -33,6 +34,9 @@ class PipelineStages(NamedTuple):
     tiles: gl.shared_memory_descriptor
     full_barriers: gl.shared_memory_descriptor
     empty_barriers: gl.shared_memory_descriptor
+
+
+# ---- pages ----
 
 
 @gluon.jit
@@ -64,27 +68,7 @@ def lanes_to_scalars(page_ids, smem):
     return scalars
 
 
-@gluon.jit
-def copy_kv_block(TENSOR_MAP, stages, page_ids, n_block, iter, kv_head, STAGES: gl.constexpr, cfg: gl.constexpr):
-    """Waits for a free stage and starts the copies of a K or V tile, in panels of 128 bytes a row."""
-    KEYS_PER_COPY: gl.constexpr = TENSOR_MAP.block_shape[2]
-    PANEL_COLUMNS: gl.constexpr = TENSOR_MAP.block_shape[3]
-    NUM_COPIES: gl.constexpr = stages.tiles.shape[1] // KEYS_PER_COPY
-    NUM_PANELS: gl.constexpr = stages.tiles.shape[2] // PANEL_COLUMNS
-    stage = producer_acquire(stages.empty_barriers, iter, STAGES)
-    full_barrier = stages.full_barriers.index(stage)
-    mbarrier.expect(full_barrier, NUM_COPIES * NUM_PANELS * KEYS_PER_COPY * PANEL_COLUMNS * 2)
-    smem = reinterpret(
-        stages.tiles, TENSOR_MAP.dtype, [STAGES * NUM_PANELS * NUM_COPIES, 1, 1, KEYS_PER_COPY, PANEL_COLUMNS],
-        TENSOR_MAP.layout,
-    )  # fmt: skip
-    for panel in gl.static_range(NUM_PANELS):
-        for j in gl.static_range(NUM_COPIES):
-            page_slot = (n_block * cfg.BLOCK_N + j * KEYS_PER_COPY) % cfg.PAGE
-            i_copy = (stage * NUM_PANELS + panel) * NUM_COPIES + j
-            tma_load(
-                TENSOR_MAP, [page_ids[j], kv_head, page_slot, panel * PANEL_COLUMNS], full_barrier, smem.index(i_copy)
-            )
+# ---- copies ----
 
 
 @gluon.jit
@@ -116,6 +100,29 @@ def copy_query_tile(Q, q_stages, i_consumer, work_tile, cfg: gl.constexpr):
 
 
 @gluon.jit
+def copy_kv_block(TENSOR_MAP, stages, page_ids, n_block, iter, kv_head, STAGES: gl.constexpr, cfg: gl.constexpr):
+    """Waits for a free stage and starts the copies of a K or V tile, in panels of 128 bytes a row."""
+    KEYS_PER_COPY: gl.constexpr = TENSOR_MAP.block_shape[2]
+    PANEL_COLUMNS: gl.constexpr = TENSOR_MAP.block_shape[3]
+    NUM_COPIES: gl.constexpr = stages.tiles.shape[1] // KEYS_PER_COPY
+    NUM_PANELS: gl.constexpr = stages.tiles.shape[2] // PANEL_COLUMNS
+    stage = producer_acquire(stages.empty_barriers, iter, STAGES)
+    full_barrier = stages.full_barriers.index(stage)
+    mbarrier.expect(full_barrier, NUM_COPIES * NUM_PANELS * KEYS_PER_COPY * PANEL_COLUMNS * 2)
+    smem = reinterpret(
+        stages.tiles, TENSOR_MAP.dtype, [STAGES * NUM_PANELS * NUM_COPIES, 1, 1, KEYS_PER_COPY, PANEL_COLUMNS],
+        TENSOR_MAP.layout,
+    )  # fmt: skip
+    for panel in gl.static_range(NUM_PANELS):
+        for j in gl.static_range(NUM_COPIES):
+            page_slot = (n_block * cfg.BLOCK_N + j * KEYS_PER_COPY) % cfg.PAGE
+            i_copy = (stage * NUM_PANELS + panel) * NUM_COPIES + j
+            tma_load(
+                TENSOR_MAP, [page_ids[j], kv_head, page_slot, panel * PANEL_COLUMNS], full_barrier, smem.index(i_copy)
+            )
+
+
+@gluon.jit
 def copy_new_kv_block(TENSOR_MAP, stages, q_row, n_block, iter, kv_head, STAGES: gl.constexpr, cfg: gl.constexpr):
     """Waits for a free stage and starts the copies of a tile of new K or V."""
     PANEL_COLUMNS: gl.constexpr = TENSOR_MAP.block_shape[2]
@@ -131,6 +138,9 @@ def copy_new_kv_block(TENSOR_MAP, stages, q_row, n_block, iter, kv_head, STAGES:
             TENSOR_MAP, [q_row + n_block * cfg.BLOCK_N, kv_head, panel * PANEL_COLUMNS], full_barrier,
             smem.index(stage * NUM_PANELS + panel),
         )  # fmt: skip
+
+
+# ---- work tiles ----
 
 
 @gluon.jit
@@ -152,54 +162,6 @@ def publish_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, n
 
 
 @gluon.jit
-def n_block_range(key_begin, key_end, cfg: gl.constexpr):
-    """Returns (num_n_blocks, n_block_end) of keys [key_begin, key_end); without keys one block, fully masked."""
-    n_block_end = gl.maximum((key_end + cfg.BLOCK_N - 1) // cfg.BLOCK_N, 1)
-    return n_block_end - gl.minimum(key_begin // cfg.BLOCK_N, n_block_end - 1), n_block_end
-
-
-@gluon.jit
-def make_work_tile(i_request, m_block, head_tile, SEQ_LENS, CU_SEQLENS_Q, cfg: gl.constexpr):
-    """Returns (WorkTile, CachedPrefix) of a block of tokens and heads."""
-    q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
-    num_q_rows = load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin
-    first_token = m_block * cfg.TOKENS_PER_TILE
-    seq_len = gl.load(SEQ_LENS + i_request).to(gl.int32)
-    num_tokens_left = num_q_rows - first_token
-    position = seq_len - num_q_rows + first_token
-    num_cached = gl.maximum(seq_len - num_q_rows, 0)
-    key_begin = num_cached * 0
-    if cfg.WINDOW > 0:
-        key_begin = gl.maximum(position - cfg.WINDOW + 1, 0)
-    if cfg.HAS_NEW_KV:
-        # The work tile's keys are new rows, counted from the request's first; before token 0 there are none.
-        key_end = gl.minimum(num_q_rows, first_token + cfg.TOKENS_PER_TILE)
-        first_new = gl.maximum(num_q_rows - seq_len, 0)
-        if cfg.WINDOW > 0:
-            first_new = gl.maximum(first_new, first_token - cfg.WINDOW + 1)
-        num_n_blocks, n_block_end = n_block_range(first_new, key_end, cfg)
-        work_tile = WorkTile(
-            q_begin + first_token, num_tokens_left, first_token, key_end, num_n_blocks, n_block_end, first_new,
-            head_tile, i_request,
-        )  # fmt: skip
-        cached_block_end = (num_cached + cfg.BLOCK_N - 1) // cfg.BLOCK_N
-        cached_prefix = CachedPrefix(
-            position, num_cached, gl.maximum(cached_block_end - key_begin // cfg.BLOCK_N, 0), cached_block_end,
-            key_begin,
-        )  # fmt: skip
-    else:
-        # Consumers need at least one block: a work tile without keys gets one, fully masked.
-        key_end = gl.maximum(gl.minimum(seq_len, position + gl.minimum(cfg.TOKENS_PER_TILE, num_tokens_left)), 0)
-        num_n_blocks, n_block_end = n_block_range(key_begin, key_end, cfg)
-        work_tile = WorkTile(
-            q_begin + first_token, num_tokens_left, position, key_end, num_n_blocks, n_block_end, key_begin, head_tile,
-            i_request,
-        )  # fmt: skip
-        cached_prefix = CachedPrefix(key_begin, key_begin, key_begin * 0, key_begin, key_begin)
-    return work_tile, cached_prefix
-
-
-@gluon.jit
 def copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, n_block_end, num_n_blocks, key_begin, key_end, iter,
                    kv_head, query_args, STAGES: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Copies tiles of the paged cache, from the last to the first; returns the next `iter`.
@@ -208,6 +170,7 @@ def copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, n_block_end, num
     """
     Q, K, V = tensor_maps
     q_stages, tile_info, work_tile, cached_prefix, num_done = query_args
+    # Page ids are loaded one tile ahead.
     n_block = n_block_end - 1
     page_ids = load_page_ids(page_table, n_block, key_begin, key_end, num_n_blocks > 0, cfg)
     for i in range(num_n_blocks):
@@ -221,6 +184,9 @@ def copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, n_block_end, num
         iter += 1
         n_block -= 1
     return iter
+
+
+# ---- producer warp ----
 
 
 @gluon.jit
@@ -244,19 +210,22 @@ def producer(
     while first_request < B:
         i_work_tile = work_tile_of_round(num_done) - work_tiles_before
         if i_work_tile >= num_work_tiles:
+            # It is of a later request: search the next ones.
             work_tiles_before += num_work_tiles
             first_request += REQUESTS_PER_STEP
             num_m_blocks = load_num_m_blocks(CU_SEQLENS_Q, B, first_request, cfg)
             num_work_tiles = gl.sum(num_m_blocks, 0) * cfg.HEAD_TILES
         else:
+            # Next work tile; the converter begins at once.
             i_request, m_block, head_tile = work_tile_coords(num_m_blocks, i_work_tile, cfg)
             i_request += first_request
             work_tile, cached_prefix = make_work_tile(i_request, m_block, head_tile, SEQ_LENS, CU_SEQLENS_Q, cfg)
             page_table = PAGE_TABLE + i_request.to(gl.int64) * stride_table_b
-            kv_head = head_tile * cfg.HEADS_PER_TILE // cfg.GROUP
+            kv_head = kv_head_of(work_tile, cfg)
             publish_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_READERS)
             query_args = (q_stages, tile_info, work_tile, cached_prefix, num_done)
             if cfg.HAS_NEW_KV:
+                # New K and V, then the cached ones.
                 for i in range(work_tile.num_n_blocks):
                     n_block, q_row = work_tile.n_block_end - 1 - i, work_tile.q_row - work_tile.causal_limit
                     # NOTE: queries first: once their stage is free, all earlier KV stages are. This warp never waited

@@ -42,6 +42,9 @@ class CachedPrefix(NamedTuple):
     key_begin: gl.tensor
 
 
+# ---- which work tiles ----
+
+
 @gluon.jit
 def load_q_begin(CU_SEQLENS_Q, o_b, m_request):
     """Loads the first query row of requests o_b, 0 outside m_request. CU_SEQLENS_Q: [B + 1], or rows per request."""
@@ -61,6 +64,13 @@ def load_num_m_blocks(CU_SEQLENS_Q, B, first_request, cfg: gl.constexpr):
 
 
 @gluon.jit
+def work_tile_of_round(i_round):
+    """Returns the index, among all, of this CTA's work tile in round `i_round`."""
+    i_cta, num_ctas = gl.program_id(0), gl.num_programs(0)
+    return i_round * num_ctas + gl.where(i_round % 2 == 0, i_cta, num_ctas - 1 - i_cta)
+
+
+@gluon.jit
 def work_tile_coords(num_m_blocks, i_work_tile, cfg: gl.constexpr):
     """Returns (i_request, m_block, head_tile) of work tile `i_work_tile` of these requests."""
     o_b = gl.arange(0, REQUESTS_PER_STEP, num_m_blocks.type.layout)
@@ -72,10 +82,60 @@ def work_tile_coords(num_m_blocks, i_work_tile, cfg: gl.constexpr):
 
 
 @gluon.jit
-def work_tile_of_round(i_round):
-    """Returns the index, among all, of this CTA's work tile in round `i_round`."""
-    i_cta, num_ctas = gl.program_id(0), gl.num_programs(0)
-    return i_round * num_ctas + gl.where(i_round % 2 == 0, i_cta, num_ctas - 1 - i_cta)
+def n_block_range(key_begin, key_end, cfg: gl.constexpr):
+    """Returns (num_n_blocks, n_block_end) of keys [key_begin, key_end); without keys one block, fully masked."""
+    n_block_end = gl.maximum((key_end + cfg.BLOCK_N - 1) // cfg.BLOCK_N, 1)
+    return n_block_end - gl.minimum(key_begin // cfg.BLOCK_N, n_block_end - 1), n_block_end
+
+
+@gluon.jit
+def make_work_tile(i_request, m_block, head_tile, SEQ_LENS, CU_SEQLENS_Q, cfg: gl.constexpr):
+    """Returns (WorkTile, CachedPrefix) of a block of tokens and heads."""
+    q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
+    num_q_rows = load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin
+    first_token = m_block * cfg.TOKENS_PER_TILE
+    seq_len = gl.load(SEQ_LENS + i_request).to(gl.int32)
+    num_tokens_left = num_q_rows - first_token
+    position = seq_len - num_q_rows + first_token
+    num_cached = gl.maximum(seq_len - num_q_rows, 0)
+    key_begin = num_cached * 0
+    if cfg.WINDOW > 0:
+        key_begin = gl.maximum(position - cfg.WINDOW + 1, 0)
+    if cfg.HAS_NEW_KV:
+        # The work tile's keys are new rows, counted from the request's first; before token 0 there are none.
+        key_end = gl.minimum(num_q_rows, first_token + cfg.TOKENS_PER_TILE)
+        first_new = gl.maximum(num_q_rows - seq_len, 0)
+        if cfg.WINDOW > 0:
+            first_new = gl.maximum(first_new, first_token - cfg.WINDOW + 1)
+        num_n_blocks, n_block_end = n_block_range(first_new, key_end, cfg)
+        work_tile = WorkTile(
+            q_begin + first_token, num_tokens_left, first_token, key_end, num_n_blocks, n_block_end, first_new,
+            head_tile, i_request,
+        )  # fmt: skip
+        cached_block_end = (num_cached + cfg.BLOCK_N - 1) // cfg.BLOCK_N
+        cached_prefix = CachedPrefix(
+            position, num_cached, gl.maximum(cached_block_end - key_begin // cfg.BLOCK_N, 0), cached_block_end,
+            key_begin,
+        )  # fmt: skip
+    else:
+        # Consumers need at least one block: a work tile without keys gets one, fully masked.
+        key_end = gl.maximum(gl.minimum(seq_len, position + gl.minimum(cfg.TOKENS_PER_TILE, num_tokens_left)), 0)
+        num_n_blocks, n_block_end = n_block_range(key_begin, key_end, cfg)
+        work_tile = WorkTile(
+            q_begin + first_token, num_tokens_left, position, key_end, num_n_blocks, n_block_end, key_begin, head_tile,
+            i_request,
+        )  # fmt: skip
+        cached_prefix = CachedPrefix(key_begin, key_begin, key_begin * 0, key_begin, key_begin)
+    return work_tile, cached_prefix
+
+
+@gluon.jit
+def kv_head_of(work_tile, cfg: gl.constexpr):
+    """Returns the KV head of a work tile."""
+    return work_tile.head_tile * cfg.HEADS_PER_TILE // cfg.GROUP
+
+
+# ---- from the producer to the other warps ----
 
 
 @gluon.jit

@@ -1,0 +1,99 @@
+"""Paged attention, natively; new rows of a prefill, if any, are keys outside the pages."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tersekv.formats import BATCH_INVARIANCE, BLOCK, CHANNELS, PAIRS, ROTATION, TOKEN_HEAD, KVFormat, pair_of
+
+from . import library
+from .library import BoundLaunch, NativeLaunch
+from .records import (
+    CODES,
+    DTYPES,
+    NO_TRANSFORM,
+    NONE,
+    TRANSFORMS,
+    Attention,
+    CallFacts,
+    IndexTensor,
+    PagedMatrix,
+    StridedTensor,
+)
+
+SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
+TENSORS = (
+    "q", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "mask",
+    "sinks", "out", "lse", "softmax_scale_t", "k_scale_t", "v_scale_t", "out_scale_t", *TRANSFORMS, "k", "v",
+)  # fmt: skip
+# Formats that the kernels read; the codes of another they would misread.
+_FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4",
+            "int4_per_token_head")  # fmt: skip
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    unknown = [x.name for x in pair_of(f) if x.name not in _FORMATS]
+    return f"has no {unknown[0]}" if unknown else library.why_not(f)
+
+
+def configure(f: SimpleNamespace) -> NativeLaunch:
+    facts, (k_format, v_format) = CallFacts(f, TENSORS), pair_of(f)
+    record = attention_record(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
+    record.num_keys = 1
+    record.keys[0] = _paged_matrix(facts, "k", k_format, f.q.shape[2])
+    record.keys[0].query = facts.place("q")
+    record.values = _paged_matrix(facts, "v", v_format, f.out.shape[2])
+    record.num_pages, record.page_size = f.k_cache.shape[:2]
+    record.query_dtype = facts.dtype("q")
+    record.mask, record.window, record.sinks = facts.indices("mask"), f.window, facts.at("sinks")
+    record.softcap = f.softcap
+    record.k_scale, record.v_scale = facts.scale("k_scale"), facts.scale("v_scale")
+    record.key_turn, record.value_turn = facts.turn("k"), facts.turn("v")
+    if f.k is not None:
+        record.new_keys, record.new_values = _rows_as_pages(facts, "k"), _rows_as_pages(facts, "v")
+    return NativeLaunch("attention", record, TENSORS)
+
+
+def attention_record(facts: CallFacts, heads: int, group: int) -> Attention:
+    """Returns a record with the requests and outputs that all attention operations share."""
+    f, record = facts.f, Attention()
+    record.heads, record.group = heads, group
+    record.requests, record.max_pages = f.page_table.shape
+    record.rows, record.max_q_len = f.out.shape[0], f.max_q_len
+    record.batch_invariant = f.batch_invariant
+    for name in ("page_table", "seq_lens", "cu_seqlens_q"):
+        setattr(record, name, facts.indices(name))
+    record.mask, record.sinks = IndexTensor(NONE), NONE
+    record.key_turn = record.value_turn = NO_TRANSFORM
+    record.new_keys = record.new_values = PagedMatrix(StridedTensor(NONE))
+    record.out, record.lse, record.out_dtype = facts.place("out"), facts.place("lse"), facts.dtype("out")
+    record.softmax_scale, record.out_scale = facts.scale("softmax_scale"), facts.scale("out_scale")
+    return record
+
+
+def _paged_matrix(facts: CallFacts, side: str, fmt: KVFormat, columns: int) -> PagedMatrix:
+    m = PagedMatrix(
+        facts.place(f"{side}_cache"), CODES[fmt.code], columns, StridedTensor(NONE), 0, 0, StridedTensor(NONE)
+    )
+    if fmt.scale in (BLOCK, TOKEN_HEAD):
+        m.factors = facts.place(f"{side}_scale_cache")
+        m.width, m.factor_dtype = fmt.scale_block or columns, DTYPES[fmt.scale_dtype or torch.float32]
+    return m
+
+
+def _rows_as_pages(facts: CallFacts, name: str) -> PagedMatrix:
+    """Returns rows [T, H, D] as a cache with pages of one token."""
+    x, (token, head) = getattr(facts.f, name), facts.strides(name)[:2]
+    at = StridedTensor(facts.at(name), (token, 0, head))
+    return PagedMatrix(at, DTYPES[x.dtype], x.shape[2], StridedTensor(NONE), 0, 0, StridedTensor(NONE))
+
+
+def run(call: Any, config: NativeLaunch) -> None:
+    config.run(call)
+
+
+def bind(config: NativeLaunch, at: dict[str, int]) -> BoundLaunch:
+    return config.bind(at)

@@ -1,0 +1,29 @@
+"""Paged attention on Hopper: `decode`'s kernels or `prefill`'s."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from ...formats import BATCH_INVARIANCE, CHANNELS, PAIRS, ROTATION
+from ..host.bind import BoundLaunches
+from ..host.select_kernel import select_kernel
+from . import decode, prefill
+
+SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return select_kernel(f, decode, prefill)[1]
+
+
+def configure(f: SimpleNamespace) -> decode.Config | prefill.Config:
+    return select_kernel(f, decode, prefill)[0].configure(f)
+
+
+def run(call: Any, config: decode.Config | prefill.Config) -> None:
+    config.launches(call)
+
+
+def bind(config: decode.Config | prefill.Config, at: dict[str, int]) -> BoundLaunches | None:
+    return config.launches.bind(at)

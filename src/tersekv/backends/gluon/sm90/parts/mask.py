@@ -1,0 +1,78 @@
+"""The mask: which keys are visible to which query rows. Decode's by keys and tokens, prefill's by a row's last key."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+class MaskArgs(NamedTuple):
+    """Arguments of decode's mask: which keys are visible to a work tile's query rows."""
+
+    num_keys: gl.tensor
+    num_q_rows: gl.tensor  # of the request's query
+    row_begin: gl.tensor  # the work tile's first row, all heads of a group counted
+    q_begin: gl.tensor  # the request's first query row
+    MASK: gl.tensor
+    stride_mask_t: gl.tensor
+
+
+@gluon.jit
+def is_visible(o_n, o_q, mask_args, cfg: gl.constexpr):
+    """Returns which of the keys o_n the query tokens o_q see; one of the two is a row, the other a column."""
+    num_prefix_keys = mask_args.num_keys - mask_args.num_q_rows
+    o_position = num_prefix_keys + o_q
+    visible = o_n < mask_args.num_keys
+    if cfg.HAS_MASK:
+        draft = o_n - num_prefix_keys
+        p_word = mask_args.MASK + (mask_args.q_begin + o_q).to(gl.int64) * mask_args.stride_mask_t + (draft >> 4)
+        m_word = (draft >= 0) & visible & (o_q < mask_args.num_q_rows)
+        word = gl.load(p_word, mask=m_word, other=0).to(gl.int32)
+        bit = (word >> (draft & 15)) & 1
+        visible = visible & ((draft < 0) | (bit == 1))
+    else:
+        visible = visible & (o_n <= o_position)
+    if cfg.WINDOW > 0:
+        visible = visible & (o_n > o_position - cfg.WINDOW)
+    return visible
+
+
+@gluon.jit
+def is_visible_in_block(n_block, mask_args, NUM_ROWS: gl.constexpr, LAYOUT: gl.constexpr, cfg: gl.constexpr):
+    """Returns which of an n_block's keys each query row sees: [NUM_ROWS, BLOCK_N], in LAYOUT."""
+    o_n = n_block * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    o_q = (mask_args.row_begin + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, LAYOUT))) // cfg.GROUP
+    return is_visible(o_n[None, :], o_q[:, None], mask_args, cfg)
+
+
+@gluon.jit
+def valid_keys(o_n, num_keys, num_q_rows, cfg: gl.constexpr):
+    """Returns which keys some row may see; slots behind every row's window may have been freed, with their pages."""
+    valid = o_n < num_keys
+    if cfg.WINDOW > 0:
+        valid = valid & (o_n > num_keys - num_q_rows - cfg.WINDOW)
+    return valid
+
+
+@gluon.jit
+def unmasked_range(request, cfg: gl.constexpr):
+    """Returns n_blocks [unmasked_begin, unmasked_end) in which every row sees every key."""
+    unmasked_begin = request.first_n_block
+    if cfg.WINDOW > 0:
+        unmasked_begin = (gl.maximum(request.num_keys - cfg.WINDOW, 0) + cfg.BLOCK_N - 1) // cfg.BLOCK_N
+    num_unmasked_keys = (
+        request.num_keys - request.num_q_rows if cfg.HAS_MASK else request.num_keys - request.num_q_rows + 1
+    )
+    return unmasked_begin, gl.maximum(num_unmasked_keys, 0) // cfg.BLOCK_N
+
+
+@gluon.jit
+def apply_mask(s, causal_limit, key_begin, key_end, cfg: gl.constexpr):
+    """Returns a tile of scores with −inf where a row does not see the key: prefill's, limits relative to the tile."""
+    o_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    visible = o_n[None, :] <= gl.minimum(causal_limit, key_end - 1)[:, None]
+    if cfg.WINDOW > 0:
+        visible = visible & (o_n[None, :] > causal_limit[:, None] - cfg.WINDOW)
+    if cfg.HAS_NEW_KV:  # rows before the first token see no key
+        visible = visible & (o_n >= key_begin)[None, :]
+    return gl.where(visible, s, float("-inf"))

@@ -1,0 +1,175 @@
+"""Attention over paged keys in fp32: online softmax over chunks of keys. Shared by decode and MLA decode.
+
+Rows are B * H groups of M = drafts × query heads of a KV head, so that all of a group read a chunk's keys once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tersekv.formats import FP8
+
+from .codes import may_read
+from .gather import KeySlots, key_slots
+from .requests import Batch, Rules, visibility_mask
+
+_ELEMENTS = 1 << 22  # most elements of a chunk's keys in fp32
+_MIN_CHUNK = 64
+
+
+class PagedSource(Protocol):
+    """A paged cache."""
+
+    num_pages: int
+    page_size: int
+    heads: int
+    widest: int  # columns of the longest row of keys or values
+
+    def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
+        """Returns parts [B * H, C, D_i] of the keys, and a scale per key [B * H, C] for its scores."""
+
+    def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
+        """Returns values [B * H, C, Dv] and a scale per value [B * H, C]; called after `keys` with the same `at`."""
+
+
+class State(NamedTuple):
+    """Online softmax state of rows [B * H, M]: row_max and row_sum [..., 1], acc_o [..., Dv]."""
+
+    top: Tensor
+    total: Tensor
+    acc: Tensor
+
+
+class Results:
+    """Outputs and LSEs of all query rows in fp32: 0 and −inf until written. Row T receives padding rows."""
+
+    def __init__(self, rows: int, heads: int, head_dim_v: int, device: torch.device) -> None:
+        self.out = torch.zeros(rows + 1, heads, head_dim_v, dtype=torch.float32, device=device)
+        self.lse = torch.full((rows + 1, heads), -torch.inf, dtype=torch.float32, device=device)
+
+    def put(self, batch: Batch, out: Tensor, lse: Tensor) -> None:
+        """Store out [B * H, Q * G, Dv] and lse [B * H, Q * G] of a batch."""
+        b, q = batch.rows.shape
+        t = batch.rows.flatten()
+        self.out.index_copy_(0, t, _heads_by_row(out, b, q))
+        self.lse.index_copy_(0, t, _heads_by_row(lse[..., None], b, q)[..., 0])
+
+    def write(self, call: Any, factor: float | Tensor) -> None:
+        """Store outputs × factor in call.out, cast to its dtype (fp8 saturates, NaN stays NaN), and the LSEs."""
+        x = self.out[:-1] * factor
+        if call.out.dtype in FP8:
+            largest = torch.finfo(call.out.dtype).max
+            x = x.clamp_(-largest, largest)
+        call.out.copy_(x)
+        if call.lse is not None:
+            call.lse.copy_(self.lse[:-1])
+
+
+def call_scale(call: Any, name: str) -> float | Tensor:
+    """Returns a scale of a call: its tensor if there is one, else its number."""
+    tensor = getattr(call, f"{name}_t")
+    return getattr(call, name) if tensor is None else tensor
+
+
+def rows_by_kv_head(x: Tensor, batch: Batch, heads: int) -> Tensor:
+    """Returns rows [T, H * G, D] of a batch as [B * H, Q * G, D]."""
+    b, q = batch.rows.shape
+    x = x[batch.rows.clamp(max=x.shape[0] - 1)]
+    return x.view(b, q, heads, -1, x.shape[-1]).transpose(1, 2).reshape(b * heads, -1, x.shape[-1])
+
+
+def _heads_by_row(x: Tensor, b: int, q: int) -> Tensor:
+    """Returns [B * H, Q * G, D] as [B * Q, H * G, D]."""
+    d = x.shape[-1]
+    return x.view(b, -1, q, x.shape[1] // q, d).transpose(1, 2).reshape(b * q, -1, d)
+
+
+def attend(
+    q: list[Tensor], source: PagedSource, batch: Batch, rules: Rules, state: State | None = None
+) -> State | None:
+    """Returns the softmax state after the batch's keys; None: there are no keys at all.
+
+    q:      parts [B * H, M, D_i]; scores are the sum of their products with the source's key parts
+    state:  of keys that the rows attended to before
+    """
+    groups, m, _ = q[0].shape
+    chunk = max(_MIN_CHUNK, _ELEMENTS // (groups * max(source.widest, m)))
+    for begin in range(batch.start, batch.stop, chunk):
+        end = min(begin + chunk, batch.stop)
+        at = key_slots(batch.table, source.page_size, begin, end, None if may_read(q[0]) else batch.seq_lens)
+        state = _online_softmax_step(q, source, at, visibility_mask(batch, begin, end, rules), rules.softcap, state)
+    return state
+
+
+def _online_softmax_step(
+    q: list[Tensor],
+    source: PagedSource,
+    at: KeySlots,
+    visible: Tensor,
+    softcap: float,
+    state: State | None,
+) -> State:
+    # QK
+    keys, factor = source.keys(at)
+    s = torch.bmm(q[0], keys[0].transpose(1, 2))
+    for q_part, k_part in zip(q[1:], keys[1:], strict=True):
+        s.baddbmm_(q_part, k_part.transpose(1, 2))
+    if factor is not None:
+        s.mul_(factor[:, None])
+    if softcap:
+        s.div_(softcap).tanh_().mul_(softcap)
+    _mask_scores(s, visible, source.heads, -torch.inf)
+
+    # Online softmax
+    top = s.amax(-1, keepdim=True)
+    if state is not None:
+        top = torch.maximum(state.top, top)
+    base = top.masked_fill(top == -torch.inf, 0.0)  # all masked: exp(−inf − 0) is 0, exp(−inf + inf) is NaN
+    p = s.sub_(base).exp_()
+    total = p.sum(-1, keepdim=True)
+    # PV
+    values, factor = source.values(at)
+    if factor is not None:
+        p.mul_(factor[:, None])
+        _mask_scores(p, visible, source.heads, 0.0)  # the scale of a masked value may be NaN
+    acc = _multiply_pv(p, values, visible, source.heads)
+    if state is None:
+        return State(top, total, acc)
+    # Rescale of the older state
+    old = (state.top - base).exp_()
+    return State(top, total.addcmul_(state.total, old), acc.addcmul_(state.acc, old))
+
+
+def _mask_scores(x: Tensor, visible: Tensor, heads: int, value: float) -> None:
+    """Fill entries of x [B * H, Q * G, C] where `visible` [B, Q, C] is False."""
+    b, q, c = visible.shape
+    x.view(b, heads, q, -1, c).masked_fill_(~visible[:, None, :, None], value)
+
+
+def _multiply_pv(p: Tensor, values: Tensor, visible: Tensor, heads: int) -> Tensor:
+    """Returns p [B * H, Q * G, C] × values [B * H, C, Dv]; masked values count as 0, even if NaN."""
+    if may_read(values) and values.sum().isfinite():
+        return torch.bmm(p, values)
+    b, drafts, c = visible.shape
+    p, values = p.view(b, heads, drafts, -1, c), values.view(b, heads, c, -1)
+    rows = [p[:, :, i] @ values.masked_fill(~visible[:, None, i, :, None], 0.0) for i in range(drafts)]
+    return torch.stack(rows, 2).flatten(0, 1).flatten(1, 2)
+
+
+def finalize_softmax(state: State, sinks: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
+    """Returns the output [B * H, M, Dv] and LSE [B * H, M]. A sink [H * G] is one more score, with a zero value."""
+    top, total, acc = state
+    has_keys = total != 0  # a NaN row_sum counts as visible keys
+    if sinks is not None:
+        groups, m, _ = top.shape
+        sink = sinks.view(1, heads, 1, -1).expand(groups // heads, heads, m // (len(sinks) // heads), -1)
+        sink = sink.reshape(groups, m, 1)
+        base = top.masked_fill(~has_keys, 0.0)
+        top = torch.maximum(base, sink)
+        old = (base - top).exp()
+        total, acc = total * old + (sink - top).exp(), acc * old
+    out = torch.where(has_keys, acc / total, 0.0)
+    return out, torch.where(has_keys, top + total.log(), -torch.inf)[..., 0]

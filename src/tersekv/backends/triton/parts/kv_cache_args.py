@@ -1,0 +1,136 @@
+"""Constants and arguments of the kernels over a K/V cache, from facts: what decode and prefill share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ....formats import BLOCK, TOKEN_HEAD, KVFormat, pair_of
+from ...host import launch
+from ...host.bind import common_stride_unit, stride_args, tensor_args
+from ...host.kernel_config import KernelConfig
+
+
+@dataclass(frozen=True)
+class StoredRowFormat(KernelConfig):
+    """How rows of K or V are stored."""
+
+    CODE: str  # KVFormat.code
+    PACK: int  # codes in a 16-bit word
+    TOKEN_SCALES: bool
+    BLOCK_SCALES: bool
+    SCALES_AS_BYTES: bool  # e4m3 block scales come as uint8 and are converted by hand
+    USE_PTX: bool  # unpack by PTX
+    STRIDE_UNIT: int  # in packed words, by `common_stride_unit`
+    SCALE_STRIDE_UNIT: int  # strides of block scales, in bytes
+
+
+def mask_args(f: SimpleNamespace) -> dict[str, Any]:
+    """Returns the tree mask as an argument."""
+    return {"MASK": None} if f.mask is None else tensor_args(MASK="mask")
+
+
+def rotation_args(f: SimpleNamespace) -> dict[str, Any]:
+    """Returns signs and channel scales as arguments."""
+    found = tensor_args(
+        K_SIGNS="k_signs", V_SIGNS="v_signs", K_CHANNEL_SCALES="k_channel_scale", V_CHANNEL_SCALES="v_channel_scale"
+    )
+    return (
+        found
+        | stride_args(f.k_channel_scale, stride_k_channel_scales_="h")
+        | stride_args(f.v_channel_scale, stride_v_channel_scales_="h")
+    )
+
+
+def pack_factor(fmt: KVFormat) -> int:
+    """Returns the codes in a 16-bit word."""
+    return 2 * fmt.values_per_element // fmt.storage.itemsize
+
+
+def format_constants(f: SimpleNamespace) -> dict[str, Any]:
+    """Returns constants of the stored codes, the query, and dequantisation."""
+    by_hand, (k, v) = launch.emulates_e4m3(f), pair_of(f)
+    k_codes, v_codes = (
+        StoredRowFormat(
+            CODE=fmt.code,
+            PACK=pack_factor(fmt),
+            TOKEN_SCALES=fmt.scale == TOKEN_HEAD,
+            BLOCK_SCALES=fmt.scale == BLOCK,
+            SCALES_AS_BYTES=by_hand,
+            USE_PTX=launch.has_ptx(f) and not (fmt.code == "e4m3" and by_hand),
+            STRIDE_UNIT=common_stride_unit(x, packed_strides(x), 8),
+            SCALE_STRIDE_UNIT=common_stride_unit(s, s.stride[:3], 16) if fmt.scale == BLOCK else 1,
+        )
+        for fmt, x, s in ((k, f.k_cache, f.k_scale_cache), (v, f.v_cache, f.v_scale_cache))
+    )
+    return {
+        "K": k_codes,
+        **v_codes,
+        "BF16": k.code == "bf16",
+        "TWO_TERM_Q": needs_two_term_query(f, k),
+        "Q_AS_BYTES": by_hand and f.q.dtype == torch.float8_e4m3fn,
+        "K_RESIDUAL_SCALE": 128.0 if k.scale == BLOCK else 1.0,  # left over by `expand_block_scales`
+        "V_RESIDUAL_SCALE": 128.0 if v.scale == BLOCK else 1.0,
+    }
+
+
+def column_constants(f: SimpleNamespace) -> dict[str, int]:
+    """Returns row sizes, in columns and in packed words."""
+    d, dv, (k, v) = f.q.shape[2], f.out.shape[2], map(pack_factor, pair_of(f))
+    return {
+        "D": d,
+        "DV": dv,
+        "PACKED_K": d // k,
+        "PACKED_V": dv // v,
+        "BLOCK_D": max(16, launch.next_power_of_2(d // k)),
+        "BLOCK_DV": max(16, launch.next_power_of_2(dv // v)),
+    }
+
+
+def request_block_size(requests: int) -> int:
+    """Returns how many requests a kernel scans at once. Few sizes, since each is a kernel to compile."""
+    return next((n for n in (1, 16, 64, 256, 512) if requests <= n), 1024)
+
+
+def option_constants(f: SimpleNamespace) -> dict[str, Any]:
+    return {
+        "WINDOW": f.window,
+        "HAS_SINKS": f.sinks is not None,
+        "HAS_SOFTCAP": f.softcap > 0,
+        "HAS_K_SCALE": f.k_scale_t is not None,
+        "K_SCALE_STRIDE": per_head_stride(f.k_scale_t),
+        "HAS_V_SCALE": f.v_scale_t is not None,
+        "V_SCALE_STRIDE": per_head_stride(f.v_scale_t),
+    }
+
+
+def cache_stride_args(f: SimpleNamespace) -> dict[str, int]:
+    """Returns strides of pages, slots and heads: packed codes in STRIDE_UNITs, stored scales in SCALE_STRIDE_UNITs."""
+    found: dict[str, int] = {}
+    constants = format_constants(f)
+    keys = constants["K"]
+    for side, x, scales, step, scale_step in (
+        ("k", f.k_cache, f.k_scale_cache, keys.STRIDE_UNIT, keys.SCALE_STRIDE_UNIT),
+        ("v", f.v_cache, f.v_scale_cache, constants["STRIDE_UNIT"], constants["SCALE_STRIDE_UNIT"]),
+    ):
+        found |= {f"stride_{side}_{letter}": n // step for letter, n in zip("psh", packed_strides(x), strict=True)}
+        found |= {name: n // scale_step for name, n in stride_args(scales, **{f"stride_{side}_scales_": "psh"}).items()}
+    return found
+
+
+def per_head_stride(t: Any) -> int:
+    return 1 if t is not None and t.shape[0] > 1 else 0
+
+
+def packed_strides(x: Any) -> tuple[int, ...]:
+    """Returns strides of page, slot and head in 16-bit words."""
+    return tuple(n * x.dtype.itemsize // 2 for n in x.stride[:3])
+
+
+def needs_two_term_query(f: SimpleNamespace, fmt: KVFormat) -> bool:
+    """Whether q is multiplied as the sum of two bf16 tiles: over bf16 keys, where bf16 would round it."""
+    turned = f.k_signs is not None or f.k_channel_scale is not None
+    return fmt.code == "bf16" and (turned or f.q.dtype == torch.float16)
