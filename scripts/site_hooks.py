@@ -30,6 +30,7 @@ OTHERS = {
     "Signatures of vLLM": "tersekv.compat.vllm",
     "Signatures of MAX": "tersekv.compat.max",
 }
+EXAMPLE = re.compile(r"(^ *>>> .*(?:\n *\S.*)*)", re.MULTILINE)  # up to the next empty line
 SHOWN = {"tersekv.integrations.transformers": ("TersekvCache",)}  # the other names are for transformers itself
 
 
@@ -114,12 +115,21 @@ def _hint(annotation: Any) -> str:
 
 
 def _prose(thing: Any) -> Iterator[str]:
-    """Paragraphs of the docstring; its lines "name:  text" become a table of the arguments."""
+    """The docstring as Markdown, its examples as code."""
     names = _names(thing)
+    for i, part in enumerate(EXAMPLE.split(inspect.getdoc(thing) or "")):
+        if i % 2:
+            yield f"```pycon\n{inspect.cleandoc(part)}\n```\n"
+        else:
+            yield from _paragraphs(part, names)
+
+
+def _paragraphs(text: str, names: set[str]) -> Iterator[str]:
+    """Paragraphs of a docstring; its lines "name:  text" become a table of the arguments."""
     rows: list[list[str]] = []
     paragraph: list[str] = []
     deep = -1  # indentation of the row that goes on
-    for line in [*(inspect.getdoc(thing) or "").splitlines(), ""]:
+    for line in [*text.splitlines(), ""]:
         indent = len(line) - len(line.lstrip())
         head = re.match(r"\s*([A-Za-z_][\w, ]*):\s+(\S.*)", line)
         if head and all(word.strip() in names for word in head[1].split(",")):

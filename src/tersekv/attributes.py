@@ -42,6 +42,10 @@ def signs(dim: int, device: torch.device | None = None) -> Tensor:
 def channel_scale(rows: Tensor) -> Tensor:
     """[H, D] fp32: each channel's largest magnitude over rows [T, H, D], normalised to mean 1 a head: channel scales.
 
+        >>> k_channel_scale = tersekv.channel_scale(k)
+        >>> k_channel_scale.shape
+        torch.Size([2, 64])
+
     Rows are what an append gets, keys after their rotary embedding: of some text that is like what will be cached. A
     channel counts with a thousandth of the head's mean at least. Raises ValueError for rows of another
     rank, for none, and for rows that hold an infinity or a NaN: a calibration looks at values on the host.

@@ -112,7 +112,14 @@ class _PagedCache(Generic[_Layer]):
 
 
 class PagedKVCache(_PagedCache[PagedKVLayer]):
-    """The K/V cache of all layers of a model. `cache[i]` is layer i, a `PagedKVLayer`."""
+    """The K/V cache of all layers of a model. `cache[i]` is layer i, a `PagedKVLayer`.
+
+    >>> cache = tersekv.PagedKVCache.allocate(
+    ...     num_layers=2, num_pages=16, page_size=16, num_kv_heads=8, head_dim=128, format="nvfp4"
+    ... )
+    >>> cache[0].k.shape, cache.bytes_per_token
+    (torch.Size([16, 16, 8, 64]), 2304)
+    """
 
     _kind = PagedKVLayer
 
@@ -265,7 +272,12 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
 
 
 class PagedLatentCache(_PagedCache[PagedLatentLayer]):
-    """The MLA latent cache of all layers of a model. `cache[i]` is layer i, a `PagedLatentLayer`."""
+    """The MLA latent cache of all layers of a model. `cache[i]` is layer i, a `PagedLatentLayer`.
+
+    >>> cache = tersekv.PagedLatentCache.allocate(num_layers=2, num_pages=16, page_size=64, format="fp8_ds_mla")
+    >>> cache.num_layers, cache.bytes_per_token
+    (2, 1312)
+    """
 
     _kind = PagedLatentLayer
 

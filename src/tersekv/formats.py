@@ -176,6 +176,9 @@ def kv_bytes_per_token(
 ) -> int:
     """Bytes that one token takes in one layer of a K/V cache, stored scales included. format: a name, or K's and V's.
 
+        >>> tersekv.kv_bytes_per_token("nvfp4", num_kv_heads=8, head_dim=128)
+        1152
+
     Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
     """
     row = sum(f.row_bytes(d) for f, d in zip(*_sides(format, head_dim, head_dim_v), strict=True))
@@ -186,6 +189,9 @@ def kv_page_bytes(
     format: str | Sequence[str], page_size: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None
 ) -> int:
     """Bytes of a page with its stored scales in its tail, in one layer: what `PagedKVLayer.from_buffer` wants of each.
+
+        >>> tersekv.kv_page_bytes("int8_per_token_head", page_size=16, num_kv_heads=8, head_dim=128)
+        33792
 
     Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
     """
@@ -214,6 +220,9 @@ def page_tail(formats: Sequence[KVFormat], rows: int, dims: Sequence[int]) -> tu
 
 def latent_bytes_per_token(format: str, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -> int:
     """Bytes that one token takes in one layer of a latent cache, stored scales included.
+
+        >>> tersekv.latent_bytes_per_token("fp8_ds_mla"), tersekv.latent_bytes_per_token("bf16")
+        (656, 1152)
 
     Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
     """

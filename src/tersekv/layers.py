@@ -41,6 +41,10 @@ _LATENT_OF_DTYPE = {
 class PagedKVLayer:
     """One layer of a K/V cache.
 
+        >>> k_cache, v_cache = torch.zeros(2, 16, 16, 8, 128, dtype=torch.float8_e4m3fn)
+        >>> tersekv.PagedKVLayer.of((k_cache, v_cache), k_scale=0.02, v_scale=0.01).format
+        'fp8_e4m3'
+
     k, v:                              [P, S, H, D], [P, S, H, Dv] in the format's storage dtype (4 bits: D/2 bytes)
     format:                            a name, or a pair of K's and V's
     k_scale, v_scale:                  dequantising scale: float, or fp32 tensor [1] or [H] (nvfp4: the global scale)
@@ -214,6 +218,11 @@ class PagedKVLayer:
 @dataclass(frozen=True, slots=True, eq=False)  # a layer equals itself alone: tensors have no one answer
 class PagedLatentLayer:
     """One layer of an MLA latent cache.
+
+        >>> rows = torch.zeros(16, 64, 512 + 64, dtype=torch.bfloat16)
+        >>> layer = tersekv.PagedLatentLayer.of(rows)
+        >>> layer.ckv.shape, layer.kpe.shape
+        (torch.Size([16, 64, 512]), torch.Size([16, 64, 64]))
 
     ckv, kpe:         [P, S, L], [P, S, R]: latent and rotary part; views of one buffer, or two tensors
     kv_scale:         dequantising scale of fp8 (both parts): float or fp32 tensor [1]

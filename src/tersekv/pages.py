@@ -40,6 +40,11 @@ class RaggedPages(NamedTuple):
 class PagePool:
     """Pages of one cache, shared out to requests.
 
+        >>> pool = tersekv.PagePool(num_pages=64, page_size=16)
+        >>> pool.add("a", num_tokens=20)
+        >>> pool.pages("a"), pool.slot_mapping(["a"], [2])
+        ((0, 1), tensor([18, 19]))
+
     Requests are named by any hashable id. Pages are shared between forks and counted; a page that is shared is never
     written: whoever adds a token to a shared, partly filled page gets a copy of it first.
     """
@@ -260,6 +265,10 @@ class PagePool:
 @torch.no_grad()
 def copy_pages(cache: PagedKVCache | PagedLatentCache, copies: Sequence[tuple[int, int]]) -> None:
     """Copy whole pages, scales included, in every layer of a cache: (src, dst) pairs, as if one after the other.
+
+        >>> pool.fork("a", "c")
+        >>> copies = pool.extend("c", 1)  # the fork's last page is partly filled and shared
+        >>> tersekv.copy_pages(cache, copies)
 
     Raises ValueError for a page outside the cache, and TypeError for what is no cache or no list of pairs.
     """

@@ -85,6 +85,23 @@ def test_code_in_a_docstring_is_code_on_the_page():
     assert re.sub(r"\n+", "\n", hooks._text(doc)) == re.sub(r"\n+", "\n", want)
 
 
+def test_an_example_of_a_docstring_is_code_on_the_page():
+    def f(x_y):
+        """Return it, a *b.
+
+        >>> f(
+        ...     2**0.5
+        ... )
+        [1]
+
+        x_y:  a number
+        """
+
+    text = "".join(script("scripts/site_hooks.py")._prose(f))
+    assert "a \\*b.\n```pycon\n>>> f(\n...     2**0.5\n... )\n[1]\n```\n| argument" in text
+    assert "| `x_y` | a number |" in text
+
+
 def test_drawings_are_up_to_date_and_hold_what_they_draw():
     drawings = script("scripts/drawings.py")
     for name, draw in drawings.PICTURES.items():

@@ -77,6 +77,13 @@ def rope_quantize_fp8_append_paged_kv_cache(
 ) -> tuple[Tensor, Tensor]:
     """`flashinfer.rope.rope_quantize_fp8_append_paged_kv_cache`: rotate q and k, quantise, write k and v to the cache.
 
+        >>> q_fp8, _ = rope_quantize_fp8_append_paged_kv_cache(
+        ...     q, k, None, None, v, cos_sin_cache, positions, fp8_kv_cache,
+        ...     kv_indices, kv_indptr, batch_indices, positions,
+        ... )
+        >>> q_fp8.shape, q_fp8.dtype
+        (torch.Size([100, 8, 64]), torch.float8_e4m3fn)
+
         q_rope, q_nope:     [T, Hq, R], [T, Hq, N] or None  fp16 | bf16
         k_rope, k_nope:     GQA/MHA [T, H, R], [T, H, N] or None; MLA [T, R], [T, L]
         v:                  GQA/MHA [T, H, Dv]; MLA None
@@ -202,6 +209,10 @@ def append_paged_kv_cache(
 ) -> None:
     """`flashinfer.append_paged_kv_cache`: write rows into a paged K/V cache, without a scale.
 
+        >>> append_paged_kv_cache(
+        ...     k, v, batch_indices, positions, (k_cache, v_cache), kv_indices, kv_indptr, kv_last_page_len
+        ... )
+
         append_key, append_value:  [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32, or an fp8 cache's own dtype
         batch_indices, positions:  [T]  as `get_batch_indices_positions` gives them; negative batch: skipped
         paged_kv_cache:            (k, v) of 4-D tensors or one 5-D tensor [P, 2, ...]; bf16, fp16, e4m3 or e5m2
@@ -242,6 +253,10 @@ def append_paged_mla_kv_cache(
 ) -> None:
     """`flashinfer.append_paged_mla_kv_cache`: write latent rows into a paged MLA cache, without a scale.
 
+        >>> append_paged_mla_kv_cache(
+        ...     ckv, kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr, kv_last_page_len
+        ... )
+
         append_ckv, append_kpe:  [T, L], [T, R]  bf16 | fp16 | fp32, or an fp8 cache's own dtype; any L and R
         ckv_cache, kpe_cache:    [P, S, L], [P, S, R]  bf16, fp16, e4m3 or e5m2; two tensors or views of one
         kv_last_page_len:        accepted, without effect
@@ -269,6 +284,10 @@ def append_paged_mla_kv_cache(
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
     """`flashinfer.get_seq_lens`: tokens of each request [B], from its pages and the entries of its last page.
 
+        >>> kv_indptr, kv_last_page_len = torch.tensor([0, 4, 7]), torch.tensor([12, 8])
+        >>> get_seq_lens(kv_indptr, kv_last_page_len, page_size=16).tolist()
+        [60, 40]
+
     Raises ValueError or TypeError for a bad argument.
     """
     pages = _signed("kv_indptr", kv_indptr, "B + 1").diff()
@@ -284,6 +303,11 @@ def get_batch_indices_positions(
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`flashinfer.get_batch_indices_positions`: the request and the cache position of each of `nnz` ragged tokens.
+
+        >>> append_indptr, seq_lens = torch.tensor([0, 3, 5]), torch.tensor([10, 2])
+        >>> batch_indices, positions = get_batch_indices_positions(append_indptr, seq_lens, nnz=5)
+        >>> batch_indices.tolist(), positions.tolist()
+        ([0, 0, 0, 1, 1], [7, 8, 9, 0, 1])
 
         append_indptr:  [B + 1]  first new token of each request
         seq_lens:       [B]      tokens of each request in the cache, the new ones included

@@ -64,6 +64,12 @@ def xqa_batch_decode_with_kv_cache(
 ) -> Tensor:
     """`flashinfer.decode.xqa_batch_decode_with_kv_cache`: out = softmax(bmm1_scale · q·k) · v · bmm2_scale.
 
+        >>> query = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+        >>> xqa_batch_decode_with_kv_cache(
+        ...     query, (k_cache, v_cache), workspace_buffer, block_tables, seq_lens, 60, bmm1_scale=64**-0.5
+        ... ).shape
+        torch.Size([2, 8, 64])
+
         query:            [B × q_len_per_req, Hq, D]  fp16 | bf16 | fp8
         kv_cache:         (k, v) of 4-D tensors, or one 5-D tensor [P, 2, ...]; [P, 1, ...]: K is V. fp16, bf16, e4m3,
                           e5m2, int8, or uint8 NVFP4 (two e2m1, low nibble first), of which the raw codes count
@@ -128,6 +134,13 @@ def trtllm_batch_decode_with_kv_cache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flashinfer.decode.trtllm_batch_decode_with_kv_cache`: `xqa_batch_decode_with_kv_cache`, whose arguments mean the
     same here, with pages in HND by default, an output dtype, and an LSE.
+
+        >>> query = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+        >>> kv_cache = torch.zeros(16, 2, 2, 16, 64, dtype=torch.bfloat16)  # [P, 2, H, S, D]
+        >>> trtllm_batch_decode_with_kv_cache(
+        ...     query, kv_cache, workspace_buffer, block_tables, seq_lens, 60, bmm1_scale=64**-0.5
+        ... ).shape
+        torch.Size([2, 8, 64])
 
         out, out_dtype:   [T, Hq, Dv] to write into, or the dtype of a new tensor (bf16 | fp16 | fp32 | e4m3 | e5m2);
                           default: query's, an 8-bit one too

@@ -17,6 +17,12 @@ _LN2 = math.log(2.0)
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
     """`flashinfer.merge_state`: merge two attention results over disjoint keys.
 
+        >>> v_a, v_b = torch.randn(2, 7, 8, 64)
+        >>> s_a, s_b = torch.randn(2, 7, 8)
+        >>> v, s = merge_state(v_a, s_a, v_b, s_b)
+        >>> v.shape, s.shape
+        (torch.Size([7, 8, 64]), torch.Size([7, 8]))
+
         v_a, v_b:  [T, H, D]  bf16 | fp16 | fp32
         s_a, s_b:  [T, H]     fp32 LSE, base 2
 
@@ -41,6 +47,10 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """`flashinfer.merge_states`: merge any number of attention results over disjoint keys.
+
+        >>> v, s = merge_states(torch.randn(7, 3, 8, 64), torch.randn(7, 3, 8))
+        >>> v.shape, s.shape
+        (torch.Size([7, 8, 64]), torch.Size([7, 8]))
 
         v:  [T, n, H, D]  bf16 | fp16 | fp32
         s:  [T, n, H]     fp32 LSE, base 2

@@ -34,6 +34,9 @@ def single_decode_with_kv_cache(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`flashinfer.single_decode_with_kv_cache`: one new token over k, v [N, H, D] (HND: [H, N, D]) of no cache.
 
+        >>> single_decode_with_kv_cache(q[-1], k, v).shape
+        torch.Size([8, 64])
+
         q:                [Hq, D]  fp16 | bf16 | fp8
         k, v:             of any dtype that a cache may have without scales of its own; v may have another D; strides
                           are honoured
@@ -138,7 +141,11 @@ def single_prefill_with_kv_cache(
     rope_theta: float | None = None, backend: str = "auto", return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`flashinfer.single_prefill_with_kv_cache`: the last rows q [T, Hq, D] of one request over k, v [N, H, D] (HND:
-    [H, N, D]) that lie in no cache, of any dtype that a cache may have. One page holds them all. LSE in base 2."""
+    [H, N, D]) that lie in no cache, of any dtype that a cache may have. One page holds them all. LSE in base 2.
+
+        >>> single_prefill_with_kv_cache(q, k, v, causal=True).shape
+        torch.Size([100, 8, 64])
+    """
     refuse(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
     heads = 1 if kv_layout == "NHD" else 0
     (t, q_heads, d), ks = tensor("q", q, "T, Hq, D").shape, tensor("k", k, "N, H, D").shape

@@ -155,6 +155,12 @@ class _Wrapper:
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     """`flashinfer.BatchPrefillWithPagedKVCacheWrapper`: ragged new rows over pages, in every format that `layer` sees.
 
+        >>> wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace_buffer)
+        >>> pages = kv_indptr, kv_indices, kv_last_page_len
+        >>> wrapper.plan(qo_indptr, *pages, 8, 2, 64, page_size=16, causal=True, q_data_type="bfloat16")
+        >>> wrapper.run(q, (k_cache, v_cache)).shape
+        torch.Size([100, 8, 64])
+
     `plan` takes the lengths to the host, as FlashInfer's does; `run` does not synchronise. Workspaces, `backend` and
     what only tunes FlashInfer's kernels are accepted, without effect. With use_cuda_graph=True the first plan allocates
     what later ones overwrite: plan the largest batch first.
@@ -271,7 +277,14 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    """`flashinfer.BatchDecodeWithPagedKVCacheWrapper`: one new row a request, or q_len_per_req causal ones."""
+    """`flashinfer.BatchDecodeWithPagedKVCacheWrapper`: one new row a request, or q_len_per_req causal ones.
+
+    >>> wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace_buffer)
+    >>> wrapper.plan(kv_indptr, kv_indices, kv_last_page_len, 8, 2, 64, page_size=16, q_data_type="bfloat16")
+    >>> q = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    >>> wrapper.run(q, (k_cache, v_cache)).shape
+    torch.Size([2, 8, 64])
+    """
 
     def __init__(
         self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,

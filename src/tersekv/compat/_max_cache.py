@@ -13,7 +13,12 @@ from ._adapt import as_host_int, tensor
 
 
 class PagedKVCache(NamedTuple):
-    """One layer: blocks [P, S, heads, head_size]; the rest as in `PagedKVCacheCollection`."""
+    """One layer: blocks [P, S, heads, head_size]; the rest as in `PagedKVCacheCollection`.
+
+    >>> k_cache = kv_collection.get_key_cache(0)
+    >>> k_cache.blocks.shape, k_cache.cache_length(1)
+    (torch.Size([16, 16, 1, 576]), 39)
+    """
 
     blocks: Tensor
     cache_lengths: Tensor
@@ -40,6 +45,9 @@ class PagedKVCache(NamedTuple):
 
 class PagedKVCacheCollection:
     """MAX's paged cache of all layers of a model, in MAX's argument order.
+
+        >>> blocks = torch.zeros(16, 1, 2, 16, 1, 512 + 64, dtype=torch.bfloat16)  # two layers
+        >>> kv_collection = PagedKVCacheCollection(blocks, cache_lengths, lookup_table, 1, 59)
 
         blocks:            [P, 1, layers, S, 1, kv_lora_rank + rope] for MLA ([P, 2, ...]: keys and values)
         cache_lengths:     [B]  tokens cached before this step

@@ -148,6 +148,10 @@ def xqa(
 ) -> None:
     """`flashinfer.xqa.xqa`: output = softmax(q·k · q_scale · kv_scale / sqrt(D)) · v · kv_scale, in place.
 
+        >>> q = torch.randn(2, 1, 8, 64, dtype=torch.bfloat16)
+        >>> output = torch.empty_like(q)
+        >>> xqa(q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores, 2, page_size=16)
+
         q:                 [B, 1, Hq, D]; drafts [B, 1, q_seq_len, Hq, D]; ragged drafts [T, Hq, D] with q_cu_seq_lens
         k_cache, v_cache:  [P, S, H, D] (HND [P, H, S, D]), or [P × S × H, D]
         page_table:        [B, max_pages]; seq_lens [B, 1] or [B], the drafts included
@@ -229,6 +233,10 @@ def xqa_mla(
 ) -> None:
     """`flashinfer.xqa.xqa_mla`: output = softmax(q·k · q_scale · kv_scale) · v · kv_scale, in place; no 1 / sqrt(D).
 
+        >>> q, rows = torch.randn(2, 1, 16, 576).bfloat16(), torch.zeros(16, 16, 576).bfloat16()
+        >>> output = torch.empty(2, 1, 16, 512, dtype=torch.bfloat16)
+        >>> xqa_mla(q, rows, rows, page_table, seq_lens, output, workspace_buffer, semaphores, 16, 192**-0.5)
+
         q:           [B, 1, H, L + R]  e4m3 | e5m2 | bf16 | fp16; any H
         k_cache:     rows of L + R: [tokens, L + R], [P, S, L + R] or [P, S, 1, L + R]; or uint8 rows of fp8_ds_mla
         v_cache:     the same rows, or their first L columns: one latent row is key and value. Other memory is
@@ -297,6 +305,12 @@ def xqa_batch_decode_with_kv_cache_mla(
     enable_pdl: bool | None = None,
 ) -> Tensor:
     """`flashinfer.mla.xqa_batch_decode_with_kv_cache_mla`: out = softmax(bmm1_scale · q·k) · v · bmm2_scale.
+
+        >>> query, kv_cache = torch.randn(2, 1, 16, 576).bfloat16(), torch.zeros(16, 16, 576).bfloat16()
+        >>> xqa_batch_decode_with_kv_cache_mla(
+        ...     query, kv_cache, workspace_buffer, 128, 512, 64, block_tables, seq_lens, 60, bmm1_scale=192**-0.5
+        ... ).shape
+        torch.Size([2, 1, 16, 512])
 
         query:             [B, Q, H, L + R]  e4m3 | e5m2 | bf16 | fp16; any H; Q > 1 rows of a request are causal drafts
         kv_cache:          [P, S, L + R] or [P, 1, S, L + R]: one latent row is key and value

@@ -42,6 +42,11 @@ def mla_prefill_branch_fp8(
 ) -> None:  # fmt: skip
     """Rotate q and the new keys, norm the new latents, gather, quantise, up-project and attend, in one go.
 
+        >>> mla_prefill_branch_fp8(
+        ...     output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, 0, 192**-0.5, 1e-6,
+        ...     buffer_row_offsets, cache_offsets, buffer_length, kv_b_proj, kv_b_proj_scale,
+        ... )
+
         output:              [T, H, v_head_dim]  written
         q:                   [T, H, nope + rope]  bf16 | fp16; its rotary part is rotated in place
         input_row_offsets:   [B + 1]  first new token of each request
@@ -77,7 +82,13 @@ def mla_prefill_branch_bf16(
     *, mask_str: str = "causal", score_mod_str: str = "no_pos", target: str | None = None,
     kv_input: Tensor | None = None, backend: str | None = None,
 ) -> None:  # fmt: skip
-    """`mla_prefill_branch_fp8` with kv_b_proj in q's dtype; latents are not quantised."""
+    """`mla_prefill_branch_fp8` with kv_b_proj in q's dtype; latents are not quantised.
+
+    >>> mla_prefill_branch_bf16(
+    ...     output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, 0, 192**-0.5, 1e-6,
+    ...     buffer_row_offsets, cache_offsets, buffer_length, kv_b_proj,
+    ... )
+    """
     check_variant(mask_str, score_mod_str, target, q)
     step = Step(
         output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
@@ -95,6 +106,11 @@ def mla_decode_branch_fp8(
     kv_input: Tensor | None = None, backend: str | None = None,
 ) -> None:  # fmt: skip
     """Rotate and norm as the prefill branch does, then q_nope · w_uk → absorbed attention → · w_uv.
+
+        >>> mla_decode_branch_fp8(
+        ...     output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, 0, 192**-0.5, 1e-6,
+        ...     w_uk, w_uk_scale, w_uv, w_uv_scale,
+        ... )
 
         output … epsilon:        as in `mla_prefill_branch_fp8`; q is not written
         w_uk, w_uk_scale:        [H, kv_lora_rank, nope] e4m3, [H, kv_lora_rank/128, nope/128] fp32
@@ -120,7 +136,12 @@ def mla_decode_branch_bf16(
     *, mask_str: str = "causal", score_mod_str: str = "no_pos", target: str | None = None,
     kv_input: Tensor | None = None, backend: str | None = None,
 ) -> None:  # fmt: skip
-    """`mla_decode_branch_fp8` with w_uk and w_uv in q's dtype; nothing is quantised."""
+    """`mla_decode_branch_fp8` with w_uk and w_uv in q's dtype; nothing is quantised.
+
+    >>> mla_decode_branch_bf16(
+    ...     output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, 0, 192**-0.5, 1e-6, w_uk, w_uv
+    ... )
+    """
     check_variant(mask_str, score_mod_str, target, q)
     step = Step(
         output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
@@ -139,6 +160,12 @@ def mla_prefill_decode_graph_fp8(
     kv_input: Tensor | None = None, backend: str | None = None,
 ) -> None:  # fmt: skip
     """The decode branch where max_seq_len (most new tokens of one request) is 1, else the prefill branch.
+
+        >>> mla_prefill_decode_graph_fp8(
+        ...     output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, 0, 192**-0.5, 1e-6,
+        ...     buffer_row_offsets, cache_offsets, buffer_length, max_seq_len, kv_b_proj, kv_b_proj_scale,
+        ...     w_uk, w_uk_scale, w_uv, w_uv_scale,
+        ... )
 
     Arguments as in `mla_prefill_branch_fp8` and `mla_decode_branch_fp8`.
     """
@@ -162,7 +189,13 @@ def mla_prefill_decode_graph_bf16(
     ctx: object = None, *, mask_str: str = "causal", score_mod_str: str = "no_pos", target: str | None = None,
     kv_input: Tensor | None = None, backend: str | None = None,
 ) -> None:  # fmt: skip
-    """`mla_prefill_decode_graph_fp8` with every weight in q's dtype."""
+    """`mla_prefill_decode_graph_fp8` with every weight in q's dtype.
+
+    >>> mla_prefill_decode_graph_bf16(
+    ...     output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, 0, 192**-0.5, 1e-6,
+    ...     buffer_row_offsets, cache_offsets, buffer_length, max_seq_len, kv_b_proj, w_uk, w_uv,
+    ... )
+    """
     check_variant(mask_str, score_mod_str, target, q)
     step = Step(
         output, q, input_row_offsets, freqs_cis, kv_norm_gamma, kv_collection, layer_idx, scale, epsilon, kv_input,
@@ -179,6 +212,11 @@ def mla_prefill_plan(
     k_cache: PagedKVCache | PagedKVCacheCollection, buffer_token_size: int, ctx: object = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Plan the chunks of a prefill on the device. Writes its first three arguments, and returns them.
+
+        >>> buffer_row_offsets, cache_offsets = torch.zeros(2, 2, 3, dtype=torch.int32)
+        >>> buffer_lengths = torch.zeros(2, dtype=torch.int32)
+        >>> mla_prefill_plan(buffer_row_offsets, cache_offsets, buffer_lengths, input_row_offsets, kv_collection, 64)[2]
+        tensor([64, 36], dtype=torch.int32)
 
         buffer_row_offsets:  [max_chunks, B + 1]  rows of each request in each chunk
         cache_offsets:       [max_chunks, B + 1]  first cached token of each request; the last column is not written

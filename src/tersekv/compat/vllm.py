@@ -74,6 +74,12 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
 ) -> None:
     """`vllm.v1.attention.ops.triton_reshape_and_cache_flash`'s function: quantise per token and head, and write.
 
+        >>> key_cache, value_cache = torch.zeros(2, 16, 16, 2, 64, dtype=torch.int8)
+        >>> k_scale_cache, v_scale_cache = torch.zeros(2, 16, 16, 2)
+        >>> triton_reshape_and_cache_flash_per_token_head_quant(
+        ...     key, value, key_cache, value_cache, k_scale_cache, v_scale_cache, slot_mapping
+        ... )
+
         key, value:                    [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32; longer than slot_mapping is padding
         key_cache, value_cache:        [P, S, H, D], [P, S, H, Dv]  int8 | e4m3, or uint8 [P, S, H, D/2] of int4, in
                                        place; longer rows are allowed (vLLM keeps the scales after them)
@@ -133,6 +139,9 @@ def reshape_and_cache_flash(
 ) -> None:
     """`vllm._custom_ops.reshape_and_cache_flash`: write rows into the paged cache, with a scale per tensor or head.
 
+        >>> key_cache, value_cache = torch.zeros(2, 16, 16, 2, 64, dtype=torch.uint8)
+        >>> reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, "fp8", k_scale, v_scale)
+
         key, value:              [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32, or the dtype of an fp8 cache: codes, which
                                  are copied; longer than slot_mapping is padding
         key_cache, value_cache:  [P, S, H, D], [P, S, H, Dv], any strides; longer rows are allowed
@@ -176,6 +185,9 @@ def concat_and_cache_mla(
     scale: float | Tensor,
 ) -> None:
     """`vllm._custom_ops.concat_and_cache_mla`: write latent rows [kv_c | k_pe] into the paged MLA cache.
+
+        >>> kv_cache = torch.zeros(16, 16, 656, dtype=torch.uint8)
+        >>> concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, "fp8_ds_mla", scale=1.0)
 
         kv_c, k_pe:      [T, L], [T, R] or [T, 1, R]  bf16 | fp16 | fp32, or the dtype of an fp8 cache: codes, which
                          are copied; longer than slot_mapping is padding

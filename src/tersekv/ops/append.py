@@ -22,6 +22,8 @@ KVLike = PagedKVLayer | Tensor | Sequence[Tensor]
 def append(k: Tensor, v: Tensor, cache: KVLike, slot_mapping: Tensor, *, backend: str | None = None) -> None:
     """Quantise new rows and write them into the paged cache, in place.
 
+        >>> tersekv.append(k, v, cache[0], torch.arange(100))
+
         k, v:          [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32, any strides with a dense last dimension; or the dtype
                        of an `fp8_e4m3` or `fp8_e5m2` cache: codes, copied as they are, no scale applied
         cache:         PagedKVLayer, or bare tensors as `PagedKVLayer.of` reads them
@@ -64,6 +66,11 @@ def rope_append(
     backend: str | None = None,
 ) -> Tensor | None:
     """Rotate q and k, quantise, and write k and v into the paged cache, in one pass. Returns the rotated q.
+
+        >>> q = torch.randn(100, 8, 64)
+        >>> q = tersekv.rope_append(q, k, v, cache[0], slot_mapping, cos_sin_cache, positions)
+        >>> q.shape
+        torch.Size([100, 8, 64])
 
         q:              [T, Hq, D] or None
         k, v:           [T, H, D], [T, H, Dv]  bf16 | fp16 | fp32

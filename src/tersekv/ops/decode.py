@@ -33,6 +33,10 @@ def decode(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Paged attention of a few new tokens per request: MHA, GQA or MQA, any cache format.
 
+        >>> q = torch.randn(2, 8, 64)  # one new token of each of two requests
+        >>> tersekv.decode(q, cache[0], page_table, seq_lens).shape
+        torch.Size([2, 8, 64])
+
     Many new tokens work too: on a GPU, without a mask, they run the kernels of `prefill`.
 
         q:              [T, Hq, D]  bf16 | fp16 | fp32 | e4m3 | e5m2; T = B × drafts, or ragged by cu_seqlens_q

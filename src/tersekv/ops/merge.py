@@ -23,6 +23,11 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge attention results over disjoint sets of keys: lse = logsumexp(lses), out = Σ exp(lse_i − lse) · out_i.
 
+        >>> outs, lses = torch.randn(3, 2, 8, 64), torch.randn(3, 2, 8)  # three parts of two rows
+        >>> out, lse = tersekv.merge_states(outs, lses)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 8, 64]), torch.Size([2, 8]))
+
         outs:  [n, T, H, D] bf16 | fp16 | fp32, or a list of n tensors [T, H, D]
         lses:  [n, T, H] fp32, natural log, or a list; a part with −inf is ignored, whatever its values
         out:   [T, H, D] to write into, or outs[0] itself; default: a new tensor in outs' dtype

@@ -43,6 +43,9 @@ def mla_append(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Quantise latent rows and write them into the paged cache, in place; with `cos_sin_cache`, rotate first.
 
+        >>> tersekv.mla_append(kv_c, k_pe, latent_cache[0], torch.arange(100))
+        (None, None)
+
         kv_c, k_pe:      [T, L], [T, R]  bf16 | fp16 | fp32; kv_c is normed already. Without cos_sin_cache also the
                          dtype of an `fp8_e4m3` or `fp8_e5m2` cache: codes, copied as they are, no scale applied
         cache:           PagedLatentLayer, or bare tensors as `PagedLatentLayer.of` reads them
@@ -102,6 +105,10 @@ def mla_decode(
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Absorbed MLA attention over a paged latent cache: one latent row is key and value of every head.
+
+        >>> q = torch.randn(2, 16, 512 + 64)  # absorbed queries of two requests
+        >>> tersekv.mla_decode(q, latent_cache[0], page_table, seq_lens, softmax_scale=192**-0.5).shape
+        torch.Size([2, 16, 512])
 
         q:              [T, H, L + R], or (q_nope [T, H, L], q_pe [T, H, R]); bf16 | fp16 | fp32 | e4m3 | e5m2
         cache:          PagedLatentLayer, or bare tensors as `PagedLatentLayer.of` reads them
@@ -169,6 +176,10 @@ def mla_project(
 ) -> Tensor:
     """Multiply each head's rows by its own matrix: the projections before and after an absorbed MLA decode.
 
+        >>> q_nope = torch.randn(2, 16, 128, dtype=torch.bfloat16)
+        >>> tersekv.mla_project(q_nope, w_uk).shape  # w_uk [16, 512, 128]
+        torch.Size([2, 16, 512])
+
         x:             [T, H, K]  bf16 | fp16
         weight:        [H, N, K]  x's dtype; or e4m3 with weight_scale [H, N/128, K/128] fp32: rows are then quantised
                        per 128 columns as mla_prefill quantises latents, sums are fp32
@@ -195,6 +206,10 @@ def mla_project(
 
 class MLAPrefillPlan(NamedTuple):
     """Which cached tokens go into the up-projection buffer, chunk by chunk (C chunks, B requests).
+
+        >>> plan = tersekv.mla_prefill_plan(seq_lens=[10, 30], q_lens=[10, 30], buffer_tokens=32)
+        >>> plan.buffer_lengths, plan.cache_offsets.tolist()
+        ([32, 8], [[0, 0], [10, 22]])
 
     buffer_row_offsets:  [C, B + 1] int32; rows of request b in chunk c: from [c, b] to [c, b + 1]
     cache_offsets:       [C, B] int32; cached position of the first of them
@@ -224,6 +239,10 @@ def mla_prefill_plan(
     device: torch.device | str | None = None,
 ) -> MLAPrefillPlan:
     """Plan an `mla_prefill` on the host. Requests fill a buffer of `buffer_tokens` rows in order.
+
+        >>> plan = tersekv.mla_prefill_plan(seq_lens=[60, 40], q_lens=[60, 40], buffer_tokens=64)
+        >>> plan.buffer_lengths
+        [64, 36]
 
         seq_lens:       B host numbers: tokens of each request in the cache, the new ones included
         q_lens:         B host numbers: the new ones
@@ -293,6 +312,13 @@ def mla_prefill(
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Fused MLA prefill from the paged latent cache: rope, norm, append, gather, quantise, up-project, attend.
+
+        >>> q, cache_lens = torch.randn(100, 16, 128 + 64, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+        >>> tersekv.mla_prefill(
+        ...     q, latent_cache[0], page_table, cache_lens, cu_seqlens_q, freqs_cis, kv_norm_gamma, kv_b_proj,
+        ...     tersekv.mla_prefill_plan([60, 40], [60, 40]), softmax_scale=192**-0.5, kv_c=kv_c, k_pe=k_pe,
+        ... ).shape
+        torch.Size([100, 16, 128])
 
         q:                [T, H, Dn + R]  bf16 | fp16, unrotated; its rotary part is rotated in place
         cache:            PagedLatentLayer, or bare tensors; the new tokens' rows are written: normed latent,

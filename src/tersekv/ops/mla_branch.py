@@ -38,6 +38,13 @@ def mla_decode_branch(
 ) -> Tensor:
     """The decode branch of MLA: rope, norm and append, q_nope · w_uk, absorbed attention, · w_uv.
 
+        >>> q = torch.randn(2, 16, 128 + 64, dtype=torch.bfloat16)  # one new token of each of two requests
+        >>> tersekv.mla_decode_branch(
+        ...     q, latent_cache[0], page_table, seq_lens - 1, freqs_cis, kv_norm_gamma, w_uk, w_uv,
+        ...     softmax_scale=192**-0.5, kv_c=kv_c[:2], k_pe=k_pe[:2],
+        ... ).shape
+        torch.Size([2, 16, 128])
+
         q:                [T, H, Dn + R]  bf16 | fp16, unrotated; not written
         cache:            PagedLatentLayer, or bare tensors; the new tokens' rows are written: normed latent,
                           rotated k_pe (interleaved pairs)

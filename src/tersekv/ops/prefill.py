@@ -38,6 +38,11 @@ def prefill(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Paged attention of many new tokens, causal: prompts, and chunks of them, over any cache format.
 
+        >>> q = torch.randn(100, 8, 64)  # prompts of 60 and 40 tokens
+        >>> cu_seqlens_q = torch.tensor([0, 60, 100])
+        >>> tersekv.prefill(q, cache[0], page_table, seq_lens, cu_seqlens_q, max_q_len=60).shape
+        torch.Size([100, 8, 64])
+
     The new rows of a request are its last tokens: row i of n sees keys 0 to seq_len - n + i. A row before the first
     token sees nothing.
 

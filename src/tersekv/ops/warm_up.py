@@ -39,6 +39,10 @@ def warm_up(
 ) -> dict[str, float]:
     """Run every append and every decode of a model on skipped rows; the cache stays unchanged.
 
+        >>> seconds = tersekv.warm_up(cache, num_q_heads=8, batch_sizes=[2])
+        >>> list(seconds)
+        ['append, 2 requests, 2 rows', 'decode, 2 requests, 2 rows']
+
         cache:          the model's own: kernels are compiled for its formats, strides, alignment and scales
         num_q_heads:    of the calls to come
         batch_sizes:    requests in a step; a CUDA graph needs the sizes that it is captured for
