@@ -34,7 +34,7 @@ from pages import ROOT, table
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = {
     "docs/index.md": ("demo",), "docs/formats.md": ("errors", "latent-errors", "demo", "demo-mla"),
-    "docs/scales.md": ("scales", "calibrated"), "README.md": ("demo",),
+    "docs/scales.md": ("scales", "calibrated"),
     "docs/choosing.md": ("search", "outliers", "outlier-pairs"),
 }  # fmt: skip
 HEADS, DIM, TOKENS, QUERIES, RANK, ROPE = 4, 128, 1024, 32, 512, 64
@@ -248,4 +248,4 @@ def wanted() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(pages.main("Tables of accuracy in docs/ and README.md.", wanted, alike))
+    sys.exit(pages.main("Tables of accuracy in docs/.", wanted, alike))
