@@ -38,7 +38,7 @@ help:
 	@echo "make verify  run every operation x format on this machine's device and judge the results"
 	@echo "make sanitize  run the kernels for CPUs under the address, undefined and thread sanitizers"
 	@echo "make wheel   build a wheel for this platform and one for all, and try each, and the sources, in an empty environment"
-	@echo "make table   write tables and pictures of README.md and docs/ anew"
+	@echo "make table   write tables and pictures of docs/ and benchmarks/results/README.md anew"
 	@echo "make docs    build the site into build/site; a link that leads nowhere is an error"
 
 setup: $(NATIVE) $(READY)

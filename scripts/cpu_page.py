@@ -1,5 +1,5 @@
-"""Writes into docs/performance.md what is kept of CPUs in benchmarks/results/: cpu_*.json of benchmarks/cpu_decode.py,
-demo_speed_*.json of benchmarks/demo_speed.py, and sanitize_cpu.json of scripts/sanitize.py.
+"""Writes what is kept of CPUs in benchmarks/results/: cpu_*.json of benchmarks/cpu_decode.py into docs/performance.md,
+demo_speed_*.json of benchmarks/demo_speed.py and sanitize_cpu.json of scripts/sanitize.py into the README there.
 
 python scripts/cpu_page.py            check: exit code 1 if the page is out of date
 python scripts/cpu_page.py --write    bring it up to date
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import pages
 from pages import ROOT, table
 
-PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = {ROOT / "docs" / "performance.md": ("cpu",), RESULTS / "README.md": ("demo-speed", "sanitized")}
 Row = dict
 NONE = "\nNo run is stored yet.\n"
 
@@ -26,63 +27,74 @@ def tables() -> str:
 
 
 def of(path: Path) -> Iterator[str]:
-    """Of one run: where, decode with most threads, how it scales, prompts, losses."""
+    """Of one run: where, times with most threads beside the peers, how decode scales, losses."""
     record = json.loads(path.read_text())
     machine, rows = record["machine"], record["rows"]
     name = f"{machine['cpu']}, " if "cpu" in machine else ""
     amx = {True: ", AMX", False: ", no AMX", None: ""}[machine.get("amx")]
-    yield f"`{path.name}`: {name}{machine['cores']} cores, {machine['native']}{amx}, torch {machine['torch']}.\n"
     counts = sorted({r["threads"] for r in rows})
-    for title in dict.fromkeys(title_of(r) for r in rows):
-        mine = [r for r in rows if title_of(r) == title]
-        yield f"{title}, {mine[-1]['threads']} threads, peer {mine[-1]['peer']}:\n"
-        yield (prompts if mine[0]["shape"]["new"] > 1 else decodes)([r for r in mine if r["threads"] == counts[-1]])
+    yield (
+        f"`{path.name}`: {name}{machine['cores']} cores, {machine['native']}{amx}, torch {machine['torch']}, "
+        f"{counts[-1]} threads. Median ms; in brackets the share of the peer's.\n"
+    )
+    yield times([r for r in rows if r["threads"] == counts[-1]])
     if len(counts) > 1:
-        yield "Times as fast as with one thread, by the shortest times:\n"
         yield scaling(rows, counts)
     lost = [r for r in rows if r["ratio"] > 1]
-    told = "; ".join(f"{r['format']}, {title_of(r)}, {r['threads']} threads: {r['ratio']:.2f}" for r in lost)
-    yield f"Slower than the peer, by medians, in {len(lost)} of {len(rows)} cases{': ' * bool(told)}{told}.\n"
+    which = "; ".join(f"{r['format']}, {title_of(r)}, {r['threads']} threads: {r['ratio']:.2f}" for r in lost)
+    yield f"Slower than the peer, by medians, in {len(lost)} of {len(rows)} cases{': ' * bool(which)}{which}.\n"
 
 
 def title_of(r: Row) -> str:
     s = r["shape"]
-    new = f", {s['new']} of them new" if s["new"] > 1 else ""
-    return f"1 × {s['length']} tokens{new}, {s['q_heads']}/{s['heads']} heads, D {s['head_dim']}"
+    new = f", {s['new']} new" if s["new"] > 1 else ""
+    return f"1 × {s['length']}{new}, {s['q_heads']}/{s['heads']} heads, D {s['head_dim']}"
 
 
-def decodes(rows: list[Row]) -> str:
-    head = ["format", "ms, median", "shortest", "GB/s", "of the read rate", "peer, ms", "ratio", "of shortest"]
-    llama = any("llama_cpp" in r for r in rows)
-    lines = []
-    for r in rows:
-        second = r.get("llama_cpp")
-        ms = f"{second['type']} {second['ms_median']:.3g}" if second else "-"
-        lines.append([
-            r["format"], f"{r['ms_median']:.3g}", f"{r['ms_min']:.3g}", f"{r['bytes'] / r['ms_min'] / 1e6:.1f}",
-            f"{r['share_of_read_rate']:.2f}", f"{r['peer_ms_median']:.3g}", f"{r['ratio']:.2f}",
-            f"{r['ratio_of_mins']:.2f}", *[ms] * llama,
-        ])  # fmt: skip
-    return table([*head, *["llama.cpp, ms"] * llama], lines)
+def times(rows: list[Row]) -> str:
+    """Formats × cases, then the peers."""
+    titles = list(dict.fromkeys(map(title_of, rows)))
+    formats = list(dict.fromkeys(r["format"] for r in rows))
+    cells = {(title_of(r), r["format"]): r for r in rows}
+
+    def line(name: str, cell: Callable[[Row], str]) -> list[str]:
+        return [name, *(cell(cells[t, name]) if (t, name) in cells else "-" for t in titles)]
+
+    lines = [line(f, lambda r: f"{r['ms_median']:.3g} ({r['ratio']:.2f})") for f in formats]
+    lines.append(["peer", *(beside([r for r in rows if title_of(r) == t]) for t in titles)])
+    if any("llama_cpp" in r for r in rows):
+        lines.append(["llama.cpp", *(llama([r for r in rows if title_of(r) == t]) for t in titles)])
+    return table(["format", *titles], lines)
 
 
-def prompts(rows: list[Row]) -> str:
-    head = ("format", "ms, median", "shortest", "GFLOP/s", "peer, ms", "ratio", "of shortest")
-    return table(head, ([
-        r["format"], f"{r['ms_median']:.3g}", f"{r['ms_min']:.3g}", f"{r['flops'] / r['ms_min'] / 1e6:.0f}",
-        f"{r['peer_ms_median']:.3g}", f"{r['ratio']:.2f}", f"{r['ratio_of_mins']:.2f}",
-    ] for r in rows))  # fmt: skip
+def beside(rows: list[Row]) -> str:
+    """The peer's times, in turns with each format's."""
+    ms = [r["peer_ms_median"] for r in rows]
+    least, most = f"{min(ms):.3g}", f"{max(ms):.3g}"
+    return f"{rows[0]['peer']} {least}{f' to {most}' * (least != most)}"
+
+
+def llama(rows: list[Row]) -> str:
+    found = (r["llama_cpp"] for r in rows if "llama_cpp" in r)
+    return ", ".join(f"{x['type']} {x['ms_median']:.3g}" for x in found) or "-"
 
 
 def scaling(rows: list[Row], counts: list[int]) -> str:
+    """How many times as fast decode is with most threads as with one, by the shortest times."""
     by = {(title_of(r), r["format"], r["threads"]): r for r in rows if r["shape"]["new"] == 1}
-    lines = []
+    said = []
     for title in dict.fromkeys(key[0] for key in by):
         formats = list(dict.fromkeys(key[1] for key in by if key[0] == title))
-        for name, field in (*((f, "ms_min") for f in formats), ("peer", "peer_ms_min")):
-            mine = [by[title, formats[0] if name == "peer" else name, n][field] for n in counts]
-            lines.append([title, name, *(f"{mine[0] / ms:.2f}" for ms in mine)])
-    return table(["case", "format", *(f"{n}" for n in counts)], lines)
+
+        def gain(name: str, field: str, title: str = title) -> float:
+            one, most = (by[title, name, n][field] for n in (counts[0], counts[-1]))
+            return one / most
+
+        own = sorted(gain(f, "ms_min") for f in formats)
+        least, most = f"{own[0]:.2f}", f"{own[-1]:.2f}"
+        peer = gain(formats[0], "peer_ms_min")
+        said.append(f"{title}: {least}{f' to {most}' * (least != most)} (peer {peer:.2f})")
+    return f"Times as fast with {counts[-1]} threads as with {counts[0]}: {'; '.join(said)}.\n"
 
 
 def demo() -> str:
@@ -119,7 +131,7 @@ TABLES = {"cpu": tables, "demo-speed": demo, "sanitized": sanitized}
 
 
 def wanted() -> dict[Path, str]:
-    return {PAGE: pages.renewed(PAGE.read_text(), TABLES, TABLES)}
+    return {page: pages.renewed(page.read_text(), TABLES, names) for page, names in PAGES.items()}
 
 
 if __name__ == "__main__":

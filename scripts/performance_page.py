@@ -40,6 +40,7 @@ TITLES = {
     "merge_states": "merge_states: two parts, 32 heads, D 128",
 }
 EVEN = 0.995  # a ratio to a peer from here on reads 1.00, and is no loss
+STEP = 10  # of the random cells that win, the page shows one in so many
 
 
 def load(folder: Path) -> list[Record]:
@@ -77,7 +78,7 @@ def section(chip: str, records: list[Record]) -> Iterator[str]:
         mine = [r for r in timed if r["op"] == op and not r["host"]]
         if mine:
             yield f"### {TITLES[op]}\n"
-            yield from (grid if op in ("decode", "prefill", "mla_decode", "mla_decode_branch") else rows)(mine)
+            yield from (rows if op in ("mla_project", "merge_states") else grid)(mine)
             yield ""
     host = [r for r in timed if r["host"]]
     if host:
@@ -106,11 +107,11 @@ def versions(records: Iterable[Record]) -> Iterator[str]:
 
 
 def grid(records: list[Record]) -> Iterator[str]:
-    """Cells × formats, with the fastest peer of the 16-bit and of the e4m3 cache."""
-    formats = list(dict.fromkeys(r["format"] for r in records))
+    """Cells × formats and types of the query, with the fastest peer of the 16-bit and of the e4m3 cache."""
+    formats = list(dict.fromkeys(r["format"] + query(r) for r in records))
     cells: dict[str, dict[str, Record]] = defaultdict(dict)
     for r in records:
-        cells[cell(r)][r["format"]] = r
+        cells[cell(r).replace(query(r), "")][r["format"] + query(r)] = r
     rivals = [f for f in ("bf16", "fp8_e4m3") if any(f in own and best_peer(own[f]) for own in cells.values())]
     head = ["µs (rate)", *formats, *(f"best peer, {f}" for f in rivals)]
     lines = []
@@ -136,54 +137,62 @@ def rows(records: list[Record]) -> Iterator[str]:
 
 
 def means(timed: list[Record]) -> Iterator[str]:
-    """Geometric means by operation, format and type of the query."""
+    """Geometric means by operation, format and type of the query, where a peer was timed."""
     half = {place(r): best[1] for r in timed if r["format"] == "bf16" and (best := best_peer(r))}
-    groups: dict[tuple[str, str, bool], list[Record]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for r in timed:
-        if not r.get("through"):  # host times alone, each a line above
-            groups[r["op"], r["format"] + query(r), r["host"]].append(r)
+        if not r["host"]:  # each a line above
+            groups[r["op"], r["format"] + query(r)].append(r)
     lines = []
-    for (op, name, host), group in groups.items():
+    for (op, name), group in groups.items():
         shares = [r["share_of_limit"] for r in group if r["share_of_limit"]]
         ratios = [best[1] / r["us"] for r in group if (best := best_peer(r))]
         of = {r["peers_format"] for r in group if r.get("peers_format")}
         to_half = [half[place(r)] / r["us"] for r in group if r["format"] != "bf16" and place(r) in half]
+        if not ratios and not to_half:
+            continue
         lines.append([
-            f"{op}{', host' * host}", name, str(len(group)), f"{geometric_mean(shares):.0%}" if shares else "-",
+            op, name, str(len(group)), f"{geometric_mean(shares):.0%}" if shares else "-",
             f"{geometric_mean(ratios):.2f} ({len(ratios)}{', on ' + ', '.join(of) if of else ''})" if ratios else "-",
             f"{geometric_mean(to_half):.2f} ({min(to_half):.2f})" if to_half else "-",
         ])  # fmt: skip
     if lines:
         yield "### Geometric means\n"
-        yield "Last column: against the best peer over a bf16 cache, in the same cells.\n"
+        yield "Above 1, tersekv is faster. Last column: against the best peer over a bf16 cache, in the same cells.\n"
         head = ["operation", "format", "cases", "of the limit", "best peer / tersekv (cases)"]
         yield from table([*head, "best bf16 peer / tersekv (worst cell)"], lines)
         yield ""
 
 
 def drawn(folder: Path) -> str:
-    """Markdown: what `tersekv bench --random` found, the draws and each of their cells, the worst first."""
+    """Markdown: what `tersekv bench --random` found: the draws; of their cells those that lose and some of the rest."""
     stored = [json.loads(text) for path in sorted(folder.glob("*_random_cells.json")) for text in path.open()]
     draws, cells = [r for r in stored if "random" in r], [r for r in stored if "random" not in r]
     if not draws:
         return "\nNo draw is stored yet.\n\n"
-    head = ["draw", "cells", "geometric mean", "worst", "slower than a peer"]
+    head = ["draw", "cells with a peer", "geometric mean", "worst", "slower than a peer"]
     lines = [
         [f"{r['chip']}, seed {r['seed']}, {r['date']}", str(r["cells"])]
         + [f"{r['geometric_mean']:.2f}", f"{r['worst']:.2f}", str(r["lost"])]
         for r in draws
     ]
-    return "\n".join(["", *table(head, lines), "", *table(*_drawn_cells(cells)), "", ""])
+    return "\n".join(["", *table(head, lines), "", *_drawn_cells(cells), "", ""])
 
 
-def _drawn_cells(cells: list[Record]) -> tuple[list[str], list[list[str]]]:
-    beside = [(best_peer(r), r) for r in cells if r["us"] is not None]
-    beside.sort(key=lambda x: x[0][1] / x[1]["us"] if x[0] else float("inf"))
-    return ["cell", "µs", "rate", "best peer", "peer / tersekv"], [
-        [f"{r['format']}, {drawn_cell(r)}", us(r["us"]), speed(r), peer(best)]
-        + [f"{best[1] / r['us']:.2f}" if best else "-"]
-        for best, r in beside
-    ]
+def _drawn_cells(cells: list[Record]) -> Iterator[str]:
+    """The worst first: each cell that loses, then one in STEP of those that a peer runs too."""
+    beside = [(best[1] / r["us"], best, r) for r in cells if r["us"] is not None and (best := best_peer(r))]
+    beside.sort(key=lambda x: x[0])
+    lost = [x for x in beside if x[0] < EVEN]
+    others = beside[len(lost) :]
+    yield f"Each cell that loses, and one in {STEP} of the other {len(others)}; the JSON has all:\n"
+    yield from table(
+        ["cell", "µs", "rate", "best peer", "peer / tersekv"],
+        (
+            [f"{r['format']}, {drawn_cell(r)}", us(r["us"]), speed(r), peer(best), f"{ratio:.2f}"]
+            for ratio, best, r in [*lost, *others[::STEP]]
+        ),
+    )
 
 
 def drawn_cell(r: Record) -> str:
@@ -203,20 +212,36 @@ def query(r: Record) -> str:
 
 
 def losses(timed: list[Record]) -> Iterator[str]:
-    lost = [(r, best) for r in timed if (best := best_peer(r)) and best[1] / r["us"] < EVEN]
+    """Each case slower than its best peer; then those slower than the best peer over a bf16 cache alone."""
+    rivals = [(r, best, r.get("peers_format")) for r in timed if (best := best_peer(r))]
+    lost = [x for x in rivals if is_lost(x)]
+    half = {place(r): best for r in timed if r["format"] == "bf16" and (best := best_peer(r))}
+    wider = [(r, half[place(r)], "bf16") for r in timed if r["format"] != "bf16" and place(r) in half]
+    wider = [x for x in wider if is_lost(x) and all(x[0] is not r for r, *_ in lost)]
     yield "### Slower than a peer\n"
-    if not any(best_peer(r) for r in timed):
+    if not rivals:
         yield "No peer was timed.\n"
     elif not lost:
-        yield f"None of the timed cases; a ratio from {EVEN} on counts as even.\n"
+        yield f"None of this chip's {len(rivals)} cases with a peer, over the same format or, without one, e4m3."
+        yield f"A ratio from {EVEN} on counts as even.\n"
     else:
         yield f"A ratio from {EVEN} on counts as even, and is not listed.\n"
-    for r, best in sorted(lost, key=lambda x: x[1][1] / x[0]["us"]):
-        of = f" on {r['peers_format']}" if r.get("peers_format") else ""
-        host = ", host time" * r["host"]
+    yield from told(lost)
+    if wider:
+        yield "Slower than the best peer over a bf16 cache, though faster than over the cache named above:\n"
+        yield from told(wider)
+
+
+def is_lost(x: tuple[Record, tuple[str, float], str | None]) -> bool:
+    return x[1][1] / x[0]["us"] < EVEN
+
+
+def told(lost: list[tuple[Record, tuple[str, float], str | None]]) -> Iterator[str]:
+    """A line each, the worst first."""
+    for r, best, of in sorted(lost, key=lambda x: x[1][1] / x[0]["us"]):
         yield (
-            f"- {r['op']}, {r['format']}, {cell(r)}{host}: {us(r['us'])} µs, {best[0]}{of} {us(best[1])} µs "
-            f"({best[1] / r['us']:.2f})"
+            f"- {r['op']}, {r['format']}, {cell(r)}{', host time' * r['host']}: {us(r['us'])} µs, "
+            f"{best[0]}{f' on {of}' if of else ''} {us(best[1])} µs ({best[1] / r['us']:.2f})"
         )
     if lost:
         yield ""
@@ -239,7 +264,9 @@ def missing(records: list[Record]) -> Iterator[str]:
 
 
 def cell(r: Record) -> str:
-    name = f"{r['requests']} × {short(r['tokens'])}" if r["requests"] else f"{r['tokens']} tokens"
+    name = (
+        f"{r['requests']} × {short(r['tokens'])}" if r["requests"] else f"{r['tokens']} token{'s' * (r['tokens'] != 1)}"
+    )
     if r.get("total"):
         name = f"{r['tokens']} of {short(r['total'])} tokens"
     parts = [name, *([f"H {r['heads']}"] if r["op"].startswith("mla") else [])]

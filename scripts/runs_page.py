@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -21,19 +21,23 @@ import pages
 from pages import ROOT
 
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+PAGE_SIZE = 64  # of the table; other sizes are a line below it
+FAR = 0.05
 PREFILL, TRITONS = RESULTS / "h200_prefill.json", RESULTS / "h200_tritons.json"
 
 
 def prefill() -> str:
-    """TFLOP/s by cell (rows) and format (columns), then peers over bf16 and fp8 pages."""
+    """TFLOP/s by cell (rows) and format (columns), then peers over bf16 and fp8 pages; what pages of 16 leave of it."""
     kept = json.loads(PREFILL.read_text())
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     about: dict[str, str] = {}
     columns: list[str] = []
     peers: set[str] = set()
     for r in kept["cases"]:
+        if r["page"] != PAGE_SIZE:
+            continue
         name = named(r["cell"]["name"], r)
-        about[name] = told(r["cell"])
+        about[name] = described(r["cell"])
         others = {f"{peer}, {r['format']}": p for peer, p in r["peers"].items()}
         peers |= set(others)
         for head, x in ({column(r): r} | others).items():
@@ -47,7 +51,29 @@ def prefill() -> str:
         f"\n{kept['device']}, PyTorch {kept['torch']}; TFLOP/s\n\n"
         + pages.table(["new of all tokens", *columns], rows)
         + "\n"
+        + "".join(small_pages(kept["cases"]))
+        + "\n"
     )
+
+
+def small_pages(cases: list[dict[str, Any]]) -> Iterator[str]:
+    """A line for each other page size: its rates as shares of those with pages of 64, by format."""
+    rates = {(r["cell"]["name"], column(r), r["new_rows"], r["page"]): r["tflops"] for r in cases if "us" in r}
+    shares: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (cell, head, new_rows, size), rate in rates.items():
+        plain = rates.get((cell, head, new_rows, PAGE_SIZE))
+        if size != PAGE_SIZE and plain:
+            shares[size][head].append(rate / plain)
+    for size, found in shares.items():
+        parts = (f"{head} {span(own)}" for head, own in found.items())
+        yield f"Pages of {size}, as a share of these rates: {', '.join(parts)}.\n"
+
+
+def span(shares: list[float]) -> str:
+    """From the least to the largest, and of how many cells."""
+    low, high = f"{100 * min(shares):.0f}", f"{100 * max(shares):.0f}"
+    of = f"{len(shares)} cells" if len(shares) > 1 else "1 cell"
+    return f"{low}{f' to {high}' * (low != high)}% ({of})"
 
 
 def column(r: dict[str, Any]) -> str:
@@ -57,21 +83,20 @@ def column(r: dict[str, Any]) -> str:
 
 def named(cell: str, r: dict[str, Any]) -> str:
     """A cell's name with what is not plain of its options."""
-    pages_of = f", pages of {r['page']}" if r["page"] != 64 else ""
-    return cell + pages_of + (", k and v given" if r["new_rows"] else "")
+    return cell + (", k and v given" if r["new_rows"] else "")
 
 
-def told(cell: dict[str, Any]) -> str:
+def described(cell: dict[str, Any]) -> str:
     new, total = cell["new"], cell["total"]
     if len(set(zip(new, total, strict=True))) == 1:
         return f"{len(new)} × {new[0]} of {total[0]}"
     if len(new) > 8:
         return f"{new[0]} of {total[0]}, and {len(new) - 1} × {new[-1]} of {total[-1]}"
-    return ", ".join(f"{n} of {t}" for n, t in zip(new, total, strict=True))
+    return f"{len(new)} requests, {min(new)} to {max(new)} of {min(total)} to {max(total)}"
 
 
 def tritons() -> str:
-    """µs by cell and version; of each operation the geometric mean of the ratios."""
+    """Of each operation the geometric mean of the ratios; µs by version of the cells that changed by more than FAR."""
     best = json.loads(TRITONS.read_text())["best_us"]
     first, *later = list(dict.fromkeys(v for cell in best.values() for v in cell))
     ratios: dict[str, list[float]] = defaultdict(list)
@@ -82,10 +107,16 @@ def tritons() -> str:
             ratio = cell[v] / cell[first]
             ratios["host times" if "/ host" in name else name.split(" / ")[0]].append(ratio)
             row += [f"{cell[v]:.2f}", f"{ratio:.3f}"]
-        rows.append(row)
-    rows += [[f"geometric mean, {kind}", "", "", f"{geometric_mean(found):.3f}"] for kind, found in ratios.items()]
+        if any(abs(cell[v] / cell[first] - 1) > FAR for v in later):
+            rows.append(row)
+    means = (
+        f"{kind} {geometric_mean(found):.3f} ({len(found)} cell{'s' * (len(found) > 1)})"
+        for kind, found in ratios.items()
+    )
     heads = [f"{first}, µs", *(x for v in later for x in (f"{v}, µs", f"of {first}"))]
-    return "\n" + pages.table(["cell", *heads], rows) + "\n"
+    what = f"Geometric means of {', '.join(later)}'s time over {first}'s: {', '.join(means)}."
+    shown = f"{len(rows)} of {len(best)} cells changed by more than {FAR:.0%}:"
+    return f"\n{what} {shown}\n\n" + pages.table(["cell", *heads], rows) + "\n"
 
 
 TABLES: dict[str, Callable[[], str]] = {"prefill": prefill, "tritons": tritons}

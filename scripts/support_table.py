@@ -1,5 +1,5 @@
-"""Writes the tables of README.md and docs/formats.md that must not go stale: which backend runs what where, asked of
-the plans themselves, and what each format stores.
+"""Writes the tables of docs/support.md and docs/formats.md that must not go stale: which backend runs what where, asked
+of the plans themselves, and what each format stores.
 
     python scripts/support_table.py            check: exit code 1 if a file is out of date
     python scripts/support_table.py --write    bring the files up to date
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pages
 from pages import ROOT, table
 
-FILES = {"README.md": ("support",), "docs/formats.md": ("formats", "support")}
+FILES = {"docs/support.md": ("support",), "docs/formats.md": ("formats", "support")}
 GPU = ("gluon", "triton")  # in the order in which a plan tries them
 
 # Column -> (backends tried, compute capability × 10 or None, seen as a GPU)
@@ -137,4 +137,4 @@ def wanted() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(pages.main("Tables of README.md and docs/formats.md.", wanted))
+    sys.exit(pages.main("Tables of docs/support.md and docs/formats.md.", wanted))

@@ -20,7 +20,7 @@ from tersekv.dispatch import plan
 from tersekv.testing import verify as tool
 from tersekv.testing.cases import Case
 
-README = Path(__file__).parents[2] / "README.md"
+SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
 
 
 def run(*argv: str) -> int:
@@ -211,8 +211,8 @@ def test_doctor_names_the_triton_that_fits(torch_version, triton, monkeypatch):
     assert hint == f"GPU kernels need Triton; with torch {torch_version}: pip install 'triton=={triton}.*'"
 
 
-def test_readme_says_the_same_of_triton_and_torch():
-    rows = re.findall(r"^\| (3\.[\d., ]*) \| (2\.[^|]*) \|", README.read_text(), re.M)
+def test_the_docs_say_the_same_of_triton_and_torch():
+    rows = re.findall(r"^\| (3\.[\d., ]*) \| (2\.[^|]*) \|", SUPPORT.read_text(), re.M)
     told = {}
     for tritons, torches in rows:
         minors = [int(x) for x in re.findall(r"2\.(\d+)", torches)]

@@ -198,7 +198,7 @@ def test_the_table_fits_into_80_columns(measured):
 def test_the_command_rounds_as_the_tables_of_the_docs_do():
     kept = json.loads((ROOT / "benchmarks" / "results" / "demo_cpu.json").read_text())["models"][0]
     told = printed(report.table(ModelResult("llama", 9, 9, "p", [Measured(**m) for m in kept["formats"]])))
-    page = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "index.md").read_text()
     for m in kept["formats"]:
         line = next((row for row in page.splitlines() if row.startswith(f"| {m['format']} | ") and "%" in row), None)
         if line is not None:

@@ -1,4 +1,4 @@
-"""Every call is taken or refused alike on every device, save what README's Limits names."""
+"""Every call is taken or refused alike on every device, save what the Limits of docs/support.md name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tersekv.testing.make import make
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "tersekv"
-LIMITS = " ".join(re.search(r"\n## Limits\n(.*?)\n\n[^-]", (ROOT / "README.md").read_text(), re.DOTALL)[1].split())
+SUPPORT = (ROOT / "docs" / "support.md").read_text()
+LIMITS = " ".join(re.search(r"\n## Limits\n(.*?)\n\n[^-]", SUPPORT, re.DOTALL)[1].split())
 
 
 def valueless(x):
@@ -86,7 +87,10 @@ ASKS = {
     ("integrations/transformers_cache.py", "_one_dtype"): "autocast has a dtype for each device",
     ("integrations/transformers_eval.py", "_dtype"): "the dtype that an evaluation runs in",
     ("integrations/transformers_store.py", "absorbed_weights"): "autocast has a dtype for each device",
-    ("integrations/vllm_attention.py", "supports_dtype"): "float32 queries are taken on CPUs alone (README, Limits)",
+    (
+        "integrations/vllm_attention.py",
+        "supports_dtype",
+    ): "float32 queries are taken on CPUs alone (docs/support.md, Limits)",
     ("integrations/sglang_attention.py", "_first_look"): "a graph's capture, and a CPU compiles nothing",
     ("integrations/sglang_attention.py", "support_triton"): "SGLang asks whether a kernel of its own fits the device",
     ("integrations/vllm_attention.py", "_compile_once"): "a CPU compiles nothing",
@@ -146,7 +150,7 @@ def latents(op, **sizes):
     return make(Case(op, "bf16", "plain", lens=(9,), heads=1, **sizes))
 
 
-# What a GPU's kernels refuse and a CPU takes: a call, the words of the refusal, and those of README's Limits.
+# What a GPU's kernels refuse and a CPU takes: a call, the words of the refusal, and those of Limits in docs/support.md.
 REFUSED = [
     (decode_call(q=torch.zeros(1, 8, 64)), "wants a 16-bit or 8-bit q", "an fp32 query"),
     (latents("mla_decode", dtype="float32"), "wants a 16-bit or 8-bit q", "an fp32 query"),

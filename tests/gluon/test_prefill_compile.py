@@ -106,19 +106,59 @@ def test_turned_values_meet_those_of_new_rows():
     assert "SHFL.BFLY" in k["sass"]()
 
 
-def test_few_rows_over_a_pair_go_by_decode():
+def test_a_pair_takes_the_kernel_of_many_rows_too():
     def chosen(rows: int, **changes):
         call = call_of("fp8_e4m3", tokens=rows, requests=1)
         call = call._replace(v_format="fp8_e5m2", v_cache=call.v_cache.view(torch.float8_e5m2), **changes)
         return facts_of(call)
 
-    f = chosen(8)
-    assert attention.why_not(f) is None
-    assert isinstance(attention.configure(f), decode.Config)
-    assert "has no kernel for many query rows of fp8_e4m3 and fp8_e5m2; of decode's" in attention.why_not(chosen(9))
-    assert attention.why_not(chosen(8, batch_invariant=True)) == (
-        "has no kernel for many query rows of fp8_e4m3 and fp8_e5m2"
-    )
+    assert isinstance(attention.configure(chosen(8)), decode.Config)
+    for f in (chosen(9), chosen(8, batch_invariant=True)):
+        assert attention.why_not(f) is None
+        assert isinstance(attention.configure(f), prefill.Config)
+    wide = call_of("fp8_e4m3", tokens=9, requests=1)
+    wide = wide._replace(v_format="bf16", v_cache=wide.v_cache.bfloat16())
+    assert "takes no pairs with 16 bits, got fp8_e4m3 and bf16" in attention.why_not(facts_of(wide))
+
+
+PAIRS = (
+    ("fp8_e4m3", "int4_per_token_head", 128),
+    ("int4_per_token_head", "nvfp4", 256),
+    ("nvfp4", "fp8_per_token_head", 128),
+)
+
+
+@pytest.mark.parametrize(("k_format", "v_format", "dim"), PAIRS)
+def test_a_pair_compiles_as_its_formats_do(k_format, v_format, dim):
+    v = call_of(v_format, head_dim=dim)
+    call = call_of(k_format, head_dim=dim)._replace(v_format=v_format, v_cache=v.v_cache, v_scale_cache=v.v_scale_cache)
+    (k,) = compile_launches(attention.run, call, attention.configure(facts_of(call)), 90)
+    assert k["shared"] <= SHARED
+    assert k["n_spills"] <= since({(3, 6): 112 if dim == 128 else 500, (3, 7): 256 if dim == 128 else 700})
+    assert_products_stay_in_flight(k, spills=since({(3, 6): 0 if dim == 128 else 12, (3, 7): 24}))
+
+
+def assert_products_stay_in_flight(k: dict, spills: int) -> None:
+    """Of each loop over tiles: products are waited for twice, and few registers spill in that without a mask."""
+    tiles = loops(k["sass"](), "GMMA")
+    for tile in tiles:
+        assert sum("WARPGROUP.DEPBAR" in line for line in tile) == 2
+    for tile in (tile for tile in tiles if count(tile, "FSEL") == 0):
+        assert count(tile, "LDL") + count(tile, "STL") <= spills
+
+
+@pytest.mark.parametrize("fmt", FORMATS[2:])
+def test_heads_of_256_columns_compile_with_few_spills(fmt):
+    call = call_of(fmt, head_dim=256)
+    (k,) = compile_launches(attention.run, call, attention.configure(facts_of(call)), 90)
+    assert k["shared"] <= SHARED
+    assert_products_stay_in_flight(k, spills=since({(3, 6): 20, (3, 7): 32}))
+
+
+def test_fast_does_not_multiply_wide_values_in_8_bits():
+    call = call_of("fp8_e4m3", head_dim=256, dtype=torch.float8_e4m3fn, precision="fast")
+    cfg = attention.configure(facts_of(call)).shape
+    assert (cfg.FP8_QK, cfg.FP8_PV, cfg.CODE_STAGES) == (True, False, 2)
 
 
 def test_a_turned_query_is_no_code_and_bf16_keys_leave_it_to_triton():
@@ -215,7 +255,7 @@ def test_a_plan_needs_no_gpu():
     assert _grid(config) == (132, 1, 1)
     # Every request may end in a block that is not full: 512 tokens in blocks of 32, of 8 KV heads.
     assert max_work_tiles(f, config.shape) == (16 + 2) * 8
-    few = facts_of(call_of("fp8_e4m3", tokens=8, requests=1, heads=1, group=8))
+    few = facts_of(call_of("fp8_e4m3", tokens=9, requests=1, heads=1, group=8))
     assert _grid(attention.configure(few)) == (2, 1, 1)
 
 
@@ -244,7 +284,7 @@ def test_refusals_say_what_was_wanted():
         return attention.why_not(facts_of(call_of("bf16", **changes)))
 
     assert "pages of a multiple of 8, got 12" in why_not(page_size=12)
-    assert "head sizes up to 256 with bf16, got 512 and 512" in why_not(head_dim=512, heads=1)
+    assert "head sizes up to 256, got 512 and 512" in why_not(head_dim=512, heads=1)
     assert "bfloat16 or 8-bit q" in why_not(dtype=torch.float16)
     wide = torch.empty(512 * 4096 + 4, dtype=torch.bfloat16)[4:].view(512, 32, 128)
     assert "wants q on a multiple of 16 bytes" in why_not(q=wide)
@@ -263,10 +303,11 @@ def test_every_format_has_a_kernel_for_many_rows(fmt):
 
 
 def test_few_rows_are_decodes():
-    f = facts_of(call_of("fp8_e4m3", max_q_len=8))
-    assert isinstance(attention.configure(f), decode.Config)
-    more = facts_of(call_of("fp8_e4m3", max_q_len=9))
-    assert isinstance(attention.configure(more), prefill.Config)
+    for dim, most in ((128, 16), (256, 8)):
+        f = facts_of(call_of("fp8_e4m3", max_q_len=most, head_dim=dim))
+        assert isinstance(attention.configure(f), decode.Config)
+        more = facts_of(call_of("fp8_e4m3", max_q_len=most + 1, head_dim=dim))
+        assert isinstance(attention.configure(more), prefill.Config)
     new = call_of("fp8_e4m3", max_q_len=8, new=True)
     assert isinstance(attention.configure(facts_of(new)), prefill.Config), "decode would not read them"
 

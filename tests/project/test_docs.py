@@ -21,7 +21,8 @@ from tersekv.cli import main as cli
 from tersekv.compat import flashinfer, max, vllm
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), RESULTS / "README.md"])
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 NOT_RUN = "# not run by the tests: "  # first line of a block that a CPU cannot run; the reason follows
 name_of = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
@@ -87,8 +88,10 @@ def test_the_examples_of_a_page_run_and_print_what_they_say(page):
 
 
 def test_enough_examples_run():
-    pages = {p.stem: [c for c in blocks(p, "python") if not c.startswith(NOT_RUN)] for p in PAGES}
-    for stem in ("README", "index", "concepts", "operations", "scales", "context_parallel", "migration"):
+    pages = {
+        p.stem: [c for c in blocks(p, "python") if not c.startswith(NOT_RUN)] for p in PAGES if p.parent != RESULTS
+    }
+    for stem in ("README", "index", "choosing", "concepts", "operations", "scales", "context_parallel", "migration"):
         assert pages[stem], stem
     named = "\n".join(pages["operations"])
     for op in ("append", "rope_append", "decode", "prefill", "mla_append", "mla_decode", "mla_prefill", "merge_states"):
@@ -145,8 +148,10 @@ def test_the_migration_page_knows_every_function_and_argument(module):
     assert not missing
 
 
-@pytest.mark.parametrize("line", re.findall(r"`(from tersekv[^`]*)`", (ROOT / "README.md").read_text()))
-def test_imports_that_the_readme_names_work(line):
+@pytest.mark.parametrize(
+    "line", sorted({x for p in PAGES for x in re.findall(r"`(from tersekv[^`]*)`", p.read_text())})
+)
+def test_imports_that_a_page_names_work(line):
     exec(line, {})
 
 
@@ -154,6 +159,12 @@ def test_imports_that_the_readme_names_work(line):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_every_kept_result_is_described():
+    named = re.findall(r"`([\w/*.]+\.jsonl?)`", (RESULTS / "README.md").read_text())
+    kept = [path.relative_to(RESULTS) for path in RESULTS.rglob("*.json*")]
+    assert not [str(path) for path in kept if not any(path.match(name) for name in named)]
 
 
 def test_the_map_knows_every_room():

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from compile_tools import compile_launches, since
 
-from tersekv.backends.triton import decode, mla_decode, prefill
+from tersekv.backends.triton import attention, mla_decode
 from tersekv.dispatch import plan
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
 
-OPS = {"decode": decode, "mla_decode": mla_decode, "prefill": prefill}
+OPS = {"decode": attention, "mla_decode": mla_decode, "prefill": attention}
 
 
 def planned(case: Case, arch=90):
@@ -28,7 +28,7 @@ A_FEW = 32
 def test_decode(format, arch):
     case = Case("decode", format, "x", lens=(5000, 70), q_lens=(1, 1), heads=8, group=4, dim=128, page=64)
     call, config = planned(case, arch)
-    split, merge = compile_launches(decode.run, call, config, arch)
+    split, merge = compile_launches(attention.run, call, config, arch)
     assert [split["name"], merge["name"]] == ["decode_kernel", "combine_batch_invariant_kernel"]
     assert split["n_spills"] <= since({(3, 6): A_FEW, (3, 7): 112, (3, 9): 104})
     assert merge["n_spills"] == 0

@@ -31,7 +31,7 @@ def compile_only(op, call, backend, way=None):
     p = plan.plan(op, call, backend, arch=90)
     compile_tools.compile_launches(p.run, call, p.config, 90)
 
-for module in ("append", "decode", "mla"):
+for module in ("append", "attention", "mla"):
     __import__(f"tersekv.ops.{module}", fromlist=["dispatch_call"]).dispatch_call = compile_only
 kv = tersekv.PagedKVCache.allocate(2, 8, 64, 2, 64, format="int8_per_token_head")
 tersekv.warm_up(kv, 8, batch_sizes=(2,), cos_sin_cache=torch.zeros(128, 64))

@@ -16,18 +16,19 @@ from .cases import Case
 from .make import make
 
 # Calls that between them reach every kernel: few, since each takes seconds.
-_MLA, _ROWS = Case("mla_decode", "fp8_e4m3", "", heads=1, group=16, page=64), (9,) * 4
+_MLA = Case("mla_decode", "fp8_e4m3", "", heads=1, group=16, page=64)
+_SOME, _MANY = (8,) * 4, (40,) * 4  # query rows: of a decode, of a prefill
 _LONG = (4096, *(1,) * 7)
 PROBES = {
     "decode": (
         Case("decode", "fp8_e4m3", "", heads=8, dim=128, page=64),
         Case("decode", "nvfp4", "", heads=8, dim=128, page=64),
-        Case("decode", "int8_per_token_head", "", heads=2, group=8, dim=128, page=64, lens=_ROWS, q_lens=_ROWS),
-        Case("decode", "fp8_e4m3", "", heads=2, group=8, dim=256, page=64, lens=_ROWS, q_lens=_ROWS),
+        Case("decode", "int8_per_token_head", "", heads=2, group=8, dim=128, page=64, lens=_SOME, q_lens=_SOME),
+        Case("decode", "fp8_e4m3", "", heads=2, group=8, dim=256, page=64, lens=_SOME, q_lens=_SOME),
     ),
     "prefill": (
-        Case("prefill", "fp8_e4m3", "", heads=8, dim=128, page=64, lens=_ROWS, q_lens=_ROWS),
-        Case("prefill", "int8_per_token_head", "", heads=2, group=8, dim=128, page=64, lens=_ROWS, q_lens=_ROWS),
+        Case("prefill", "fp8_e4m3", "", heads=8, dim=128, page=64, lens=_MANY, q_lens=_MANY),
+        Case("prefill", "int8_per_token_head", "", heads=2, group=8, dim=128, page=64, lens=_MANY, q_lens=_MANY),
     ),
     "mla_decode": (
         _MLA,

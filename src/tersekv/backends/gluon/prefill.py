@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...formats import kv_format, pair_of
+from ...formats import pair_of
 from ..host import launch
 from ..host.bind import KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
 from ..host.split_combine import has_no_work, query_offset_args
@@ -38,19 +38,19 @@ class Config(NamedTuple):
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    if f.format not in _FORMATS:
-        return f"has no kernel for many query rows of {f.format}"
     k, v = pair_of(f)
-    if k != v:
-        return f"has no kernel for many query rows of {k.name} and {v.name}"
+    for fmt in (k, v):
+        if fmt.name not in _FORMATS:
+            return f"has no kernel for many query rows of {fmt.name}"
+    if k != v and 2 in (k.storage.itemsize, v.storage.itemsize):
+        return f"takes no pairs with 16 bits, got {k.name} and {v.name}"
     if has_no_work(f) or 0 in f.q.shape:
         return "wants a query row"
-    fmt = kv_format(f.format)
     if f.q.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
-    if fmt.storage == torch.bfloat16 and f.q.dtype == torch.float16:  # Triton's kernel multiplies it as two tiles
+    if k.storage == torch.bfloat16 and f.q.dtype == torch.float16:  # Triton's kernel multiplies it as two tiles
         return "wants a bfloat16 or 8-bit q with bf16, got float16"
-    if fmt.storage == torch.bfloat16 and make_rotation(f.k_signs, f.k_channel_scale).ENABLED:
+    if k.storage == torch.bfloat16 and make_rotation(f.k_signs, f.k_channel_scale).ENABLED:
         return "wants keys that lie as they are with bf16, got rotated ones or such with channel scales"
     d, dv = f.q.shape[2], f.out.shape[2]
     if max(d, dv) > 256:
@@ -89,10 +89,16 @@ def configure(f: SimpleNamespace) -> Config:
 def prefers_decode(f: SimpleNamespace) -> bool:
     """Returns whether decode's kernels are faster.
 
-    They split a request's keys among CTAs. The prefill kernel does not: with fewer work tiles than SMs it leaves SMs
-    idle, which matters where there may be many keys.
+    They split a request's keys among CTAs, and their tiles have 64 query rows at most. The prefill kernel does not
+    split: with fewer work tiles than SMs it leaves SMs idle, which matters where there may be many keys.
+
+    64 × 4096 keys, 32/8 heads, H100, 2026-11-26, time of decode's kernels by time of prefill's: 64 rows 0.76 to 0.95
+    with heads of 128, 0.96 to 1.14 with heads of 256; 96 rows 1.03 to 1.21; 128 rows of 256 columns 1.6 to 1.8.
     """
     cfg = make_prefill_config(f)
+    wide = max(cfg.D, cfg.DV) > 128
+    if f.max_q_len * cfg.GROUP <= (64 if cfg.CONVERTS_KV and not wide else 32):
+        return True
     many_keys = f.page_table.shape[1] * f.k_cache.shape[1] >= _LONG_CONTEXT
-    leaves_sms_idle = 4 * -(-f.q.shape[0] // cfg.TOKENS_PER_TILE) * cfg.HEAD_TILES < 3 * launch.num_sms(f)
-    return f.max_q_len * cfg.GROUP <= 32 or (many_keys and leaves_sms_idle)
+    work_tiles = -(-f.q.shape[0] // cfg.TOKENS_PER_TILE) * cfg.HEAD_TILES
+    return many_keys and work_tiles < launch.num_sms(f) * (0.55 if wide and cfg.CONVERTS_KV else 0.75)

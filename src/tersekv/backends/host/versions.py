@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 OLDEST, NEWEST = (3, 6), (3, 9)  # releases on which tests/gluon and tests/triton pass, and those between
 RANGE = f"Triton {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-# PyTorch → the Triton release it ships on Linux; README has the same table.
+# PyTorch → the Triton release it ships on Linux; docs/support.md has the same table.
 OF_TORCH = {(2, 10): (3, 6), (2, 11): (3, 6), (2, 12): (3, 7), (2, 13): (3, 7), (2, 14): (3, 8), (2, 15): (3, 9)}
 _log = logging.getLogger("tersekv")
 

@@ -44,6 +44,7 @@ from ..parts.kv_cache_args import (
     packed_strides,
     request_block_size,
     rotation_args,
+    why_not_kv_cache,
 )
 from ..parts.tile_scheduler import METADATA_FIELDS
 from .config import TileConfig, choose_tile_config
@@ -118,17 +119,7 @@ class Config(NamedTuple):
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    reason = launch.why_not(f)
-    if reason:
-        return reason
-    for name in ("k_cache", "v_cache"):
-        if any(n * getattr(f, name).dtype.itemsize % 2 for n in getattr(f, name).stride[:3]):
-            return f"wants {name} with strides of whole 16-bit words, got {list(getattr(f, name).stride)}"
-        if not getattr(f, name).even:
-            return f"wants {name} to begin with a whole 16-bit word, got an odd address"
-    if f.q.dtype == torch.float32:
-        return "wants a 16-bit or 8-bit q, got float32"
-    return None
+    return why_not_kv_cache(f)
 
 
 def configure(f: SimpleNamespace) -> Config:

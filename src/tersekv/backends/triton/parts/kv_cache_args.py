@@ -14,6 +14,21 @@ from ...host.bind import common_stride_unit, stride_args, tensor_args
 from ...host.kernel_config import KernelConfig
 
 
+def why_not_kv_cache(f: SimpleNamespace) -> str | None:
+    """Returns why these kernels cannot read the caches and the query, or None."""
+    reason = launch.why_not(f)
+    if reason:
+        return reason
+    for name in ("k_cache", "v_cache"):
+        if any(n * getattr(f, name).dtype.itemsize % 2 for n in getattr(f, name).stride[:3]):
+            return f"wants {name} with strides of whole 16-bit words, got {list(getattr(f, name).stride)}"
+        if not getattr(f, name).even:
+            return f"wants {name} to begin with a whole 16-bit word, got an odd address"
+    if f.q.dtype == torch.float32:
+        return "wants a 16-bit or 8-bit q, got float32"
+    return None
+
+
 @dataclass(frozen=True)
 class StoredRowFormat(KernelConfig):
     """How rows of K or V are stored."""

@@ -25,6 +25,7 @@ from ..parts.kv_cache_args import (
     option_constants,
     request_block_size,
     rotation_args,
+    why_not_kv_cache,
 )
 from .config import TileConfig, choose_tile_config
 from .kernels import prefill_kernel
@@ -82,6 +83,10 @@ class Constants(KernelConfig):
 class Config(NamedTuple):
     constants: Constants
     launches: LaunchSequence | HostAction
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return why_not_kv_cache(f)
 
 
 def prefers_decode(f: SimpleNamespace) -> bool:

@@ -117,7 +117,7 @@ def softmax_step_with_row_scales(
     block_max = rowwise_max(s)
     if not cfg.HAS_SOFTCAP:
         block_max = block_max * score_scales
-    if cfg.TOKEN_SCALES:
+    if cfg.V.TOKEN_SCALES:
         block_max = block_max + log2_v_scale
     if cfg.FP8_PV:
         prev_max = row_max.row_max
@@ -131,7 +131,7 @@ def softmax_step_with_row_scales(
     if MASKED:
         score_offset = gl.where(score_offset == float("-inf"), 0.0, score_offset)  # a row may have seen no key yet
     rescale = gl.exp2(prev_max - score_offset)
-    if cfg.TOKEN_SCALES:
+    if cfg.V.TOKEN_SCALES:
         score_offset = score_offset - log2_v_scale
     if not cfg.HAS_SOFTCAP:
         s = s * score_scales[:, None]

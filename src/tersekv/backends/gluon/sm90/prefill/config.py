@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon import language as gl
 
-from .....formats import BLOCK, E4M3_MAX, E5M2_MAX, TENSOR, TOKEN_HEAD, KVFormat, kv_format
+from .....formats import BLOCK, E4M3_MAX, E5M2_MAX, TENSOR, TOKEN_HEAD, KVFormat, kv_format, pair_of
 from ....host import launch
 from ....host.kernel_config import KernelConfig
 from ..parts.hadamard import Rotation, make_rotation
@@ -22,16 +22,24 @@ _SWIZZLE = 128  # bytes: the widest panel of a row in shared memory
 
 
 @dataclass(frozen=True)
-class PrefillConfig(KernelConfig):
-    """Constants that the kernel is compiled for."""
+class StoredFormat(KernelConfig):
+    """How K or V is stored."""
 
     CODE: str  # KVFormat.code
-    CONVERTS_KV: bool  # codes are dequantised; else keys and values are multiplied as stored
-    FP8_QK: bool  # an e4m3 query is multiplied by e4m3 keys as stored: only V is converted
-    FP8_PV: bool  # P in e4m3 is multiplied by e4m3 V, which is transposed
     PACK: int  # codes in 16 bits
     TOKEN_SCALES: bool
     BLOCK_SCALES: bool
+
+
+@dataclass(frozen=True)
+class PrefillConfig(KernelConfig):
+    """Constants that the kernel is compiled for."""
+
+    K: StoredFormat
+    V: StoredFormat
+    CONVERTS_KV: bool  # codes are dequantised; else keys and values are multiplied as stored
+    FP8_QK: bool  # an e4m3 query is multiplied by e4m3 keys as stored: only V is converted
+    FP8_PV: bool  # P in e4m3 is multiplied by e4m3 V, which is transposed
     BF16: bool  # multiply in bf16; else fp16
     D: int  # columns of a key in shared memory, the head's rounded up
     DV: int  # of a value
@@ -72,31 +80,27 @@ class PrefillConfig(KernelConfig):
 
 def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
     """Returns the kernel's configuration for these facts."""
-    fmt = kv_format(f.format)
+    k, v = pair_of(f)
     heads, group = f.k_cache.shape[2], f.q.shape[1] // f.k_cache.shape[2]
     heads_per_tile = min(group & -group, ROWS_PER_WARPGROUP)
-    pack = 2 * fmt.values_per_element // fmt.storage.itemsize
     d, dv = (max(32, launch.next_power_of_2(n)) for n in (f.q.shape[2], f.out.shape[2]))
-    # The power of two that dequantising nvfp4 leaves out: see `parts/dequant.dequant_e2m1`.
-    residual_scale = 64.0 if fmt.scale == BLOCK else 1.0
     wide = max(d, dv)
     block_n = 128 if wide <= 128 else 64
-    has_codes = fmt.storage.itemsize == 1
+    has_codes = k.storage.itemsize == 1
+    k_side, v_side = _stored_format(k), _stored_format(v)
     return PrefillConfig(
-        CODE=fmt.code,
+        K=k_side,
+        V=v_side,
         CONVERTS_KV=has_codes,
         FP8_QK=_has_fp8_qk(f),
         FP8_PV=_has_fp8_pv(f, wide),
-        PACK=pack,
-        TOKEN_SCALES=fmt.scale == TOKEN_HEAD,
-        BLOCK_SCALES=fmt.scale == BLOCK,
-        BF16=fmt.storage == torch.bfloat16,
+        BF16=k.storage == torch.bfloat16,
         D=d,
         DV=dv,
         HEAD_DIM=f.q.shape[2],
         HEAD_DIM_V=f.out.shape[2],
-        PACKED_K=d // pack,
-        PACKED_V=dv // pack,
+        PACKED_K=d // k_side.PACK,
+        PACKED_V=dv // v_side.PACK,
         BLOCK_N=block_n,
         KEYS_PER_COPY=min(block_n, f.k_cache.shape[1] & -f.k_cache.shape[1]),
         PAGE=f.k_cache.shape[1],
@@ -119,9 +123,9 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
         V_SCALE_STRIDE=_per_head_stride(f.v_scale_t),
         HAS_OUT_SCALE=f.out_scale_t is not None,
         OUT_MAX=_OUT_MAX.get(f.out.dtype, 0.0),
-        K_RESIDUAL_SCALE=residual_scale,
-        V_RESIDUAL_SCALE=residual_scale,
-        CONSUMER_REGISTERS=_consumer_registers(f, fmt, wide),
+        K_RESIDUAL_SCALE=_residual_scale(k_side),
+        V_RESIDUAL_SCALE=_residual_scale(v_side),
+        CONSUMER_REGISTERS=_consumer_registers(f, k_side, v_side, wide),
         STORED_K_SCALE_STRIDES=_stored_scale_strides(f.k_scale_cache),
         STORED_V_SCALE_STRIDES=_stored_scale_strides(f.v_scale_cache),
         K_ROTATION=make_rotation(f.k_signs, f.k_channel_scale),
@@ -129,10 +133,21 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
     )
 
 
+def _stored_format(fmt: KVFormat) -> StoredFormat:
+    pack = 2 * fmt.values_per_element // fmt.storage.itemsize
+    return StoredFormat(fmt.code, pack, fmt.scale == TOKEN_HEAD, fmt.scale == BLOCK)
+
+
+def _residual_scale(side: StoredFormat) -> float:
+    """Returns the power of two that dequantising nvfp4 leaves out: see `parts/dequant.dequant_e2m1`."""
+    return 64.0 if side.BLOCK_SCALES else 1.0
+
+
 def _has_fp8_pv(f: SimpleNamespace, wide: int) -> bool:
     """Returns whether PV runs in e4m3. With 256 columns both halves of acc_o and of PV spill: 414 TFLOP/s against 725
     of PV in fp16 (8192 tokens, 24/4 heads, H100, 2026-11-26)."""
-    return _has_fp8_qk(f) and f.precision == "fast" and wide <= 128
+    v = pair_of(f)[1]
+    return _has_fp8_qk(f) and (v.code, v.scale) == ("e4m3", TENSOR) and f.precision == "fast" and wide <= 128
 
 
 def _code_stages(f: SimpleNamespace, has_codes: bool, wide: int) -> int:
@@ -142,16 +157,16 @@ def _code_stages(f: SimpleNamespace, has_codes: bool, wide: int) -> int:
     return 2 if wide <= 128 or _has_fp8_qk(f) else 1
 
 
-def _consumer_registers(f: SimpleNamespace, fmt: KVFormat, wide: int) -> int:
+def _consumer_registers(f: SimpleNamespace, k: StoredFormat, v: StoredFormat, wide: int) -> int:
     """Returns the registers of a consumer thread; the converter gets what is left.
 
     8192 tokens, 24/4 heads of 256, H100, 2026-11-26, TFLOP/s with 208 and 216: fp8 536 and 537, fp8 per token and head
     448 and 470, int8 440 and 456; nvfp4 467 and 377, int4 448 and 414, whose converter spills.
     """
-    if fmt.storage.itemsize > 1:
+    if k.PACK == 1:
         return 240
     if wide > 128:
-        return 208 if fmt.values_per_element > 1 else 216
+        return 208 if 4 in (k.PACK, v.PACK) else 216
     return 216 if _has_fp8_pv(f, wide) else 208
 
 
@@ -164,7 +179,8 @@ def _has_fp8_qk(f: SimpleNamespace) -> bool:
 def config_of_new_kv(cfg: PrefillConfig) -> PrefillConfig:
     """Returns `cfg` for tiles of new K and V: 16 bits, no scales, no rotation."""
     plain = make_rotation(None, None)
-    return replace(cfg, CONVERTS_KV=False, TOKEN_SCALES=False, BLOCK_SCALES=False, K_ROTATION=plain, V_ROTATION=plain)
+    k, v = (replace(side, TOKEN_SCALES=False, BLOCK_SCALES=False) for side in (cfg.K, cfg.V))
+    return replace(cfg, CONVERTS_KV=False, K=k, V=v, K_ROTATION=plain, V_ROTATION=plain)
 
 
 def max_work_tiles(f: SimpleNamespace, cfg: PrefillConfig) -> int:

@@ -29,10 +29,10 @@ class StoredScales(NamedTuple):
     V_SCALES: gl.tensor
     PAGE_TABLE: gl.tensor
     stride_table_b: gl.tensor
-    # Token scales: of K [STAGES, BLOCK_N] fp32; of V [STAGES, BLOCK_N] as packed by `pack_row_scale`.
-    # Block scales: the stored bytes of both, [STAGES, BLOCK_N, blocks].
-    k_scales_smem: gl.shared_memory_descriptor
-    v_scales_smem: gl.shared_memory_descriptor
+    k_scales_smem: gl.shared_memory_descriptor  # token scales of K: [STAGES, BLOCK_N] fp32
+    row_scales_smem: gl.shared_memory_descriptor  # as packed by `pack_row_scale`: [STAGES, BLOCK_N]
+    k_block_scales_smem: gl.shared_memory_descriptor  # stored bytes: [STAGES, BLOCK_N, blocks]
+    v_block_scales_smem: gl.shared_memory_descriptor
     tile_v_scales: gl.shared_memory_descriptor  # [2 × STAGES, 2] fp32: `mainloop.TileVScale`
 
 
@@ -171,36 +171,36 @@ def _dequant_int4(packed, row_scales, IS_V: gl.constexpr):
 
 
 @gluon.jit
-def _dequant_8bit(packed, cfg: gl.constexpr):
+def _dequant_8bit(packed, side: gl.constexpr):
     """Returns 8-bit codes as two registers of fp16 pairs."""
-    if cfg.CODE == "e4m3":
+    if side.CODE == "e4m3":
         return gl.inline_asm_elementwise(E4M3_K_PTX, "=r,=r,r", [packed], (gl.int32, gl.int32), True, 1)
-    elif cfg.CODE == "e5m2":
+    elif side.CODE == "e5m2":
         return gl.inline_asm_elementwise(E5M2_K_PTX, "=&r,=&r,r", [packed], (gl.int32, gl.int32), True, 1)
     else:
-        gl.static_assert(cfg.CODE == "int8", "a code that nobody here knows")
+        gl.static_assert(side.CODE == "int8", "a code that nobody here knows")
         return gl.inline_asm_elementwise(INT8_K_PTX, "=r,=r,r", [packed], (gl.int32, gl.int32), True, 1)
 
 
 @gluon.jit
-def dequant_rows(packed, row_scales, IS_V: gl.constexpr, cfg: gl.constexpr):
+def dequant_rows(packed, row_scales, IS_V: gl.constexpr, side: gl.constexpr):
     """Returns packed codes [BLOCK_N, W] as fp16 pairs in row order.
 
     row_scales: from `pack_row_scale`, or bytes of block scales
     """
     NUM_KEYS: gl.constexpr = packed.shape[0]
     NUM_PACKED: gl.constexpr = packed.shape[1]
-    if cfg.PACK == 4:
-        if cfg.BLOCK_SCALES:
-            gl.static_assert(cfg.CODE == "e2m1", "a code that nobody here knows")
+    if side.PACK == 4:
+        if side.BLOCK_SCALES:
+            gl.static_assert(side.CODE == "e2m1", "a code that nobody here knows")
             x = _dequant_e2m1(packed, row_scales)
         else:
-            gl.static_assert(cfg.CODE == "int4", "a code that nobody here knows")
+            gl.static_assert(side.CODE == "int4", "a code that nobody here knows")
             x = _dequant_int4(packed, row_scales, IS_V)
         return gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3])).reshape([NUM_KEYS, 4 * NUM_PACKED])
     else:
-        low, high = _dequant_8bit(packed, cfg)
-        if cfg.TOKEN_SCALES and IS_V:
+        low, high = _dequant_8bit(packed, side)
+        if side.TOKEN_SCALES and IS_V:
             scales = duplicate_low_half(row_scales)[:, None]
             low, high = _mul_f16x2(low, scales), _mul_f16x2(high, scales)
         return gl.join(low, high).reshape([NUM_KEYS, 2 * NUM_PACKED])
@@ -224,10 +224,14 @@ def load_page_of_keys(page_table, n_start, key_begin, key_end, cfg: gl.constexpr
 
 @gluon.jit
 def load_scales_of_side(SCALES, page_ids, page_slots, valid, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr):
-    """Loads stored scales of K or V, fp32 or a byte per block, blocks padded to a power of two; 0 where invalid."""
+    """Loads stored scales of K or V, fp32 or a byte per block, blocks padded to a power of two; 0 where invalid.
+
+    A side without stored scales has nothing to load.
+    """
     STRIDES: gl.constexpr = cfg.STORED_V_SCALE_STRIDES if IS_V else cfg.STORED_K_SCALE_STRIDES
+    SIDE: gl.constexpr = cfg.V if IS_V else cfg.K
     o_scales = page_ids * STRIDES[0] + page_slots.to(gl.int64) * STRIDES[1] + kv_head.to(gl.int64) * STRIDES[2]
-    if cfg.BLOCK_SCALES:
+    if SIDE.BLOCK_SCALES:
         NUM_BLOCKS: gl.constexpr = (cfg.HEAD_DIM_V if IS_V else cfg.HEAD_DIM) // 16
         BLOCKS_PADDED: gl.constexpr = (cfg.PACKED_V if IS_V else cfg.PACKED_K) // 4
         L: gl.constexpr = gl.BlockedLayout([1, BLOCKS_PADDED], [32, 1], [gl.num_warps(), 1], [1, 0])
@@ -236,8 +240,10 @@ def load_scales_of_side(SCALES, page_ids, page_slots, valid, kv_head, IS_V: gl.c
         valid = gl.convert_layout(valid, gl.SliceLayout(1, L), assert_trivial=True)
         p_byte = SCALES.to(gl.pointer_type(gl.uint8), bitcast=True) + o_scales[:, None] + o_i[None, :]
         return gl.load(p_byte, mask=valid[:, None] & (o_i < NUM_BLOCKS)[None, :], other=0)
-    else:
+    elif SIDE.TOKEN_SCALES:
         return gl.load(SCALES + o_scales, mask=valid, other=0.0)
+    else:
+        return 0
 
 
 @gluon.jit
@@ -264,20 +270,27 @@ def store_scales_to_smem(stored_scales, scales, iter, cfg: gl.constexpr):
     """
     k, v = scales
     stage, _ = stage_and_phase(iter, cfg.STAGES)
-    if cfg.TOKEN_SCALES:
+    k_zero_points, v_zero_points, v_row_scales = 0, 0, 0.0
+    if cfg.K.CODE == "int4":
+        k_zero_points = int4_zero_points(k)
+    if cfg.V.TOKEN_SCALES:
         tile_stage, _ = stage_and_phase(iter, 2 * cfg.STAGES)
         exponent = max_exponent(v)
         o = gl.arange(0, 2, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
         x = gl.where(o == 0, (exponent - 127).to(gl.float32), exponent_to_float(254 - exponent))
         stored_scales.tile_v_scales.index(tile_stage).store(x)
-        k_zero_points, v_zero_points = 0, 0
-        if cfg.CODE == "int4":
-            k_zero_points, v_zero_points = int4_zero_points(k), int4_zero_points(v)
-        row_scales = pack_row_scale(v * exponent_to_float(254 - exponent), k_zero_points, v_zero_points)
-        stored_scales.v_scales_smem.index(stage).store(row_scales.to(stored_scales.v_scales_smem.dtype))
-    else:
-        stored_scales.k_scales_smem.index(stage).store(k)
-        stored_scales.v_scales_smem.index(stage).store(v)
+        if cfg.V.CODE == "int4":
+            v_zero_points = int4_zero_points(v)
+        v_row_scales = v * exponent_to_float(254 - exponent)
+    elif cfg.K.CODE == "int4":
+        v_row_scales = k * 0.0
+    if cfg.V.TOKEN_SCALES or cfg.K.CODE == "int4":
+        row_scales = pack_row_scale(v_row_scales, k_zero_points, v_zero_points)
+        stored_scales.row_scales_smem.index(stage).store(row_scales.to(stored_scales.row_scales_smem.dtype))
+    if cfg.K.BLOCK_SCALES:
+        stored_scales.k_block_scales_smem.index(stage).store(k)
+    if cfg.V.BLOCK_SCALES:
+        stored_scales.v_block_scales_smem.index(stage).store(v)
     thread_barrier()
 
 
@@ -303,26 +316,27 @@ def dequant_tile(
     k_scales_to_store: (stages, token scales of K), stored once the K stage is free
     """
     NUM_PACKED: gl.constexpr = code_stages.tiles.shape[2] // 2
+    SIDE: gl.constexpr = cfg.V if IS_V else cfg.K
     L: gl.constexpr = packed_layout(NUM_PACKED)
     # Wait for the codes and for a free 16-bit stage.
     code_tile = view_as_int32(code_stages).index(consumer_wait(code_stages.full_barriers, code_iter, cfg.CODE_STAGES))
     tile = view_as_int32(stages).index(producer_acquire(stages.empty_barriers, iter, cfg.STAGES))
-    if cfg.TOKEN_SCALES and not IS_V:
+    if cfg.K.TOKEN_SCALES and not IS_V:
         k_scales_to_store[0].index(stage_and_phase(iter, cfg.STAGES)[0]).store(k_scales_to_store[1])
     # NOTE: the whole tile at once: in parts, the compiler puts a barrier before each store.
     packed = code_tile.load(L)
     o_n = gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(1, L))
     # Invalid rows of other codes have a scale of 0, and those codes hold no NaN.
-    if IS_V and (cfg.CODE == "e4m3" or cfg.CODE == "e5m2"):  # noqa: SIM102 - known to the compiler, unlike the other
+    if IS_V and (SIDE.CODE == "e4m3" or SIDE.CODE == "e5m2"):  # noqa: SIM102 - known to the compiler, unlike the other
         if is_edge:
             packed = gl.where(((o_n >= key_begin) & (o_n < key_end))[:, None], packed, 0)
     row_scales = o_n
-    if cfg.BLOCK_SCALES:
+    if SIDE.BLOCK_SCALES:
         row_scales = dequant_scales.load(gl.SliceLayout(2, packed_blocks_layout(NUM_PACKED)))
-    elif cfg.TOKEN_SCALES and (IS_V or cfg.CODE == "int4"):
+    elif SIDE.TOKEN_SCALES and (IS_V or SIDE.CODE == "int4"):
         row_scales = dequant_scales.load(gl.SliceLayout(1, L)).to(gl.int32)
     # Dequantise, signal full, release the codes.
-    tile.store(dequant_rows(packed, row_scales, IS_V, cfg))
+    tile.store(dequant_rows(packed, row_scales, IS_V, SIDE))
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(stages.full_barriers.index(stage_and_phase(iter, cfg.STAGES)[0]))
@@ -365,7 +379,8 @@ def transpose_v_tile(code_stages, v_stages, iter, code_iter, key_begin, key_end,
 @gluon.jit
 def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, k_stages, v_stages, cfg: gl.constexpr):
     """Dequantises every tile of every work tile of this CTA."""
-    HAS_STORED_SCALES: gl.constexpr = cfg.TOKEN_SCALES or cfg.BLOCK_SCALES
+    HAS_TOKEN_SCALES: gl.constexpr = cfg.K.TOKEN_SCALES or cfg.V.TOKEN_SCALES
+    HAS_STORED_SCALES: gl.constexpr = HAS_TOKEN_SCALES or cfg.K.BLOCK_SCALES or cfg.V.BLOCK_SCALES
     num_done, iter, code_iter = 0, 0, 0
     mbarrier.wait(q_stages.full_barriers.index(I_CONVERTER), 0)
     work_tile, cached_prefix = read_work_tile(tile_info.index(I_CONVERTER))
@@ -398,12 +413,14 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
                 page_ids = load_page_of_keys(page_table, n_start - 2 * cfg.BLOCK_N, key_begin, key_end, cfg)
                 store_scales_to_smem(stored_scales, scales, code_iter, cfg)
             # Dequantise K, then V.
-            v_dequant_scales = stored_scales.v_scales_smem.index(stage)
-            k_dequant_scales, k_scales_to_store = v_dequant_scales, (stored_scales.k_scales_smem, 0)
-            if cfg.TOKEN_SCALES:
+            k_dequant_scales = stored_scales.row_scales_smem.index(stage)
+            v_dequant_scales, k_scales_to_store = k_dequant_scales, (stored_scales.k_scales_smem, 0)
+            if cfg.K.TOKEN_SCALES:
                 k_scales_to_store = (stored_scales.k_scales_smem, scales[0])
-            elif cfg.BLOCK_SCALES:
-                k_dequant_scales = stored_scales.k_scales_smem.index(stage)
+            if cfg.K.BLOCK_SCALES:
+                k_dequant_scales = stored_scales.k_block_scales_smem.index(stage)
+            if cfg.V.BLOCK_SCALES:
+                v_dequant_scales = stored_scales.v_block_scales_smem.index(stage)
             if not cfg.FP8_QK:
                 dequant_tile(
                     k_code_stages, k_stages, k_dequant_scales, iter, code_iter, key_begin - n_start, key_end - n_start,

@@ -141,23 +141,28 @@ def prefill_kernel(
     )
     UNSWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     UNSWIZZLED_2D: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    stored_scales = StoredScales(
-        K_SCALES, V_SCALES, PAGE_TABLE, stride_table_b, tile_info, tile_info, tile_info
-    )  # placeholders: without stored scales none is read
-    if cfg.TOKEN_SCALES:
+    # Placeholders: without stored scales none is read.
+    k_scales_smem, row_scales_smem, tile_v_scales = tile_info, tile_info, tile_info
+    k_block_scales_smem, v_block_scales_smem = tile_info, tile_info
+    if cfg.K.TOKEN_SCALES:
         k_scales_smem = gl.allocate_shared_memory(gl.float32, [STAGES, cfg.BLOCK_N], UNSWIZZLED)
-        ROW: gl.constexpr = gl.int32 if cfg.CODE == "int4" else gl.int16  # `converter.pack_row_scale`
-        v_scales_smem = gl.allocate_shared_memory(ROW, [STAGES, cfg.BLOCK_N], UNSWIZZLED)
+    if cfg.V.TOKEN_SCALES or cfg.K.CODE == "int4":
+        ROW: gl.constexpr = gl.int32 if cfg.K.CODE == "int4" or cfg.V.CODE == "int4" else gl.int16
+        row_scales_smem = gl.allocate_shared_memory(ROW, [STAGES, cfg.BLOCK_N], UNSWIZZLED)  # `pack_row_scale`
+    if cfg.V.TOKEN_SCALES:
         tile_v_scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 2], UNSWIZZLED)
-        stored_scales = StoredScales(
-            K_SCALES, V_SCALES, PAGE_TABLE, stride_table_b, k_scales_smem, v_scales_smem, tile_v_scales
+    if cfg.K.BLOCK_SCALES:
+        k_block_scales_smem = gl.allocate_shared_memory(
+            gl.uint8, [STAGES, cfg.BLOCK_N, cfg.PACKED_K // 4], UNSWIZZLED_2D
         )
-    elif cfg.BLOCK_SCALES:
-        k_scales_smem = gl.allocate_shared_memory(gl.uint8, [STAGES, cfg.BLOCK_N, cfg.PACKED_K // 4], UNSWIZZLED_2D)
-        v_scales_smem = gl.allocate_shared_memory(gl.uint8, [STAGES, cfg.BLOCK_N, cfg.PACKED_V // 4], UNSWIZZLED_2D)
-        stored_scales = StoredScales(
-            K_SCALES, V_SCALES, PAGE_TABLE, stride_table_b, k_scales_smem, v_scales_smem, tile_info
+    if cfg.V.BLOCK_SCALES:
+        v_block_scales_smem = gl.allocate_shared_memory(
+            gl.uint8, [STAGES, cfg.BLOCK_N, cfg.PACKED_V // 4], UNSWIZZLED_2D
         )
+    stored_scales = StoredScales(
+        K_SCALES, V_SCALES, PAGE_TABLE, stride_table_b, k_scales_smem, row_scales_smem, k_block_scales_smem,
+        v_block_scales_smem, tile_v_scales
+    )  # fmt: skip
     k_code_stages, v_code_stages = k_stages, v_stages
     if cfg.CODE_STAGES > 0:
         q_stages = PipelineStages(q_stages.tiles, allocate_mbarriers(3, 1), allocate_mbarriers(3, 1))

@@ -161,7 +161,7 @@ def start_qk(q, k_stages, iter, cfg: gl.constexpr, ENABLED=True):
 @gluon.jit
 def load_k_scales(stored_scales, iter, cfg: gl.constexpr):
     """Loads a tile's scales per key, if any: while QK runs, before its wait and before the K stage is released."""
-    if cfg.TOKEN_SCALES:
+    if cfg.K.TOKEN_SCALES:
         return stored_scales.k_scales_smem.index(stage_and_phase(iter, cfg.STAGES)[0]).load(
             gl.SliceLayout(0, score_layout(cfg))
         )
@@ -172,7 +172,7 @@ def load_k_scales(stored_scales, iter, cfg: gl.constexpr):
 @gluon.jit
 def apply_k_scales(s, k_scales, cfg: gl.constexpr):
     """Returns scores times the scales of their keys, if any."""
-    if cfg.TOKEN_SCALES:
+    if cfg.K.TOKEN_SCALES:
         s = s * k_scales[None, :]
     return s
 
@@ -219,7 +219,7 @@ def has_invalid_keys(mask_args, n_start, cfg: gl.constexpr):
 @gluon.jit
 def load_tile_v_scale(stored_scales, iter, cfg: gl.constexpr):
     """Returns the TileVScale of a tile whose K stage is full and not released yet."""
-    if cfg.TOKEN_SCALES:
+    if cfg.V.TOKEN_SCALES:
         x = stored_scales.tile_v_scales.index(stage_and_phase(iter, 2 * cfg.STAGES)[0]).load(
             gl.BlockedLayout([2], [32], [4], [0])
         )
@@ -239,7 +239,7 @@ def softmax_and_row_sums(
         score_scales, tile_scale.log2_v_scale, softcap, MASKED, cfg
     )  # fmt: skip
     p_sums = lane_row_sums(p)
-    if cfg.TOKEN_SCALES:
+    if cfg.V.TOKEN_SCALES:
         p_sums = p_sums * tile_scale.inv_v_scale
     return p, p_sums, row_max, rescale
 
