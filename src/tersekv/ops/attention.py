@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..calls import AttentionCall, attention_inputs
+from ..calls import AttentionCall
 from ..dispatch.checks import FLOAT, dtype_name, joined, tensor
 from ..dispatch.checks import dtype as check_dtype
 from ..dispatch.launch_cache import CallSignature, lookup
@@ -34,11 +34,9 @@ def attend(
     max_q_len = None if max_q_len is None else as_int("max_q_len", max_q_len)
     window = None if window is None else as_int("window", window)
     batch_invariant = as_bool("batch_invariant", batch_invariant)
-    inputs = attention_inputs(
-        q=q, k=k, v=v, k_cache=c.k, v_cache=c.v, k_scale_cache=c.k_scale_cache, v_scale_cache=c.v_scale_cache,
-        page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, mask=mask, sinks=sinks, out=out, lse=lse,
-        softmax_scale_t=scale_t, k_scale_t=k_scale_t, v_scale_t=v_scale_t, out_scale_t=out_scale_t, k_signs=c.k_signs,
-        v_signs=c.v_signs, k_channel_scale=c.k_channel_scale, v_channel_scale=c.v_channel_scale,
+    inputs = (  # as `attention_inputs`, without a call's 0.6 µs
+        q, c.k, c.v, page_table, seq_lens, out, k, v, c.k_scale_cache, c.v_scale_cache, cu_seqlens_q, mask, sinks, lse,
+        scale_t, k_scale_t, v_scale_t, out_scale_t, c.k_signs, c.v_signs, c.k_channel_scale, c.v_channel_scale,
     )  # fmt: skip
     options = (
         c.format, max_q_len, window, softcap, scale, k_scale, v_scale, o_scale, out_dtype, return_lse, precision,
