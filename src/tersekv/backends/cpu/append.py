@@ -1,4 +1,4 @@
-"""append, natively: quantises rows and stores them. Builds the records of all append operations."""
+"""append, natively: quantizes rows and stores them. Builds the records of all append operations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def quantized_stream(
     second: str = "",
     rotated: bool = False, turn: RowTransform = NO_TRANSFORM,
 ) -> Stream:  # fmt: skip
-    """Returns a stream that quantises rows to a cache in a format."""
+    """Returns a stream that quantizes rows to a cache in a format."""
     f = facts.f
     x, y = getattr(f, first), getattr(f, second) if second else None
     return Stream(

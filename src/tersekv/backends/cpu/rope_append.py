@@ -1,4 +1,4 @@
-"""rope_append, natively: rotates queries and keys, quantises, and stores keys and values."""
+"""rope_append, natively: rotates queries and keys, quantizes, and stores keys and values."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ...formats import BATCH_INVARIANCE, BLOCK, pair_of
 from ..host import launch
 from ..host.bind import HostAction, KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
 from ..host.kernel_config import KernelConfig
-from ..host.split_combine import attention_launches, output_args, split_pass_args
+from ..host.split_combine import attention_launches, output_and_workspace_args, split_pass_args
 from ..triton.decode import config as portable_tune
 from ..triton.decode import entry as portable
 from ..triton.parts.kv_cache_args import mask_args, needs_two_term_query
@@ -194,7 +194,9 @@ def configure(f: SimpleNamespace) -> Config:
     combine_ctas = -(-cta_heads * valid_rows // combine_tile[0]) * (partial_columns // combine_tile[2])
     grid = requests * m_blocks * groups, combine_ctas
     kernel, options = _select_kernel(tuned, cta_heads)
-    shared_args = output_args(f) | tensor_args(SINKS="sinks", V_SCALE="v_scale_t") | {"v_scale": f.v_scale}
+    shared_args = (
+        output_and_workspace_args(f) | tensor_args(SINKS="sinks", V_SCALE="v_scale_t") | {"v_scale": f.v_scale}
+    )
     # Neither kernel gets constants that only the other reads: the number of requests would recompile it.
     split_configs = {"cfg": cfg, "tile_cfg": replace(shape, COMBINE_ROWS=0, COMBINE_SPLITS=0, COMBINE_COLUMNS=0)}
     split_pass = KernelLaunch(

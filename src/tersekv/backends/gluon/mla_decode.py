@@ -12,7 +12,7 @@ import torch
 from ...formats import latent_format
 from ..host import launch
 from ..host.bind import BoundLaunches, HostAction, KernelLaunch, LaunchSequence, TensorMapArg, tensor_args
-from ..host.split_combine import attention_launches, output_args, split_pass_args
+from ..host.split_combine import attention_launches, output_and_workspace_args, split_pass_args
 from ..triton.mla_decode import entry as portable
 from ..triton.mla_decode.config import TileConfig
 from .sm90.mla_decode.combine import combine_kernel
@@ -143,7 +143,10 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     )  # three_warpgroups stores columns in order
     kernel, arguments = (
         _select_kernel(is_16_bit, config),
-        portable.query_args(f) | split_pass_args(f) | output_args(f) | _tensor_map_args(f, cfg, cache_matrices),
+        portable.query_args(f)
+        | split_pass_args(f)
+        | output_and_workspace_args(f)
+        | _tensor_map_args(f, cfg, cache_matrices),
     )
     arguments |= {"max_m_blocks": max_m_blocks, "STAGES": config.num_stages, "cfg": cfg}
     if "NUM_CONSUMERS" in kernel.arg_names:  # of `small_m`
@@ -181,7 +184,7 @@ def _combine_launch(
 ) -> KernelLaunch:  # fmt: skip
     num_rows = min(config.block_m, f.max_q_len * combine_constants.GROUP)
     rows, num_splits, columns, warps = _combine_tile(num_rows, num_work_tiles, num_ctas)
-    arguments = output_args(f) | tensor_args(CU_SEQLENS_Q="cu_seqlens_q", KV_SCALE="kv_scale_t") | {
+    arguments = output_and_workspace_args(f) | tensor_args(CU_SEQLENS_Q="cu_seqlens_q", KV_SCALE="kv_scale_t") | {
         "kv_scale": f.kv_scale, "num_ctas": num_ctas, "max_m_blocks": max_m_blocks,
         "COMBINE_ROWS": rows, "SPLITS_PER_STEP": num_splits, "COMBINE_COLUMNS": columns, "cfg": combine_constants,
     }  # fmt: skip

@@ -38,7 +38,7 @@ def query_offset_args(f: SimpleNamespace) -> dict[str, Any]:
     return {"CU_SEQLENS_Q": f.max_q_len} if f.cu_seqlens_q is None else tensor_args(CU_SEQLENS_Q="cu_seqlens_q")
 
 
-def output_args(f: SimpleNamespace, fp8_as_bytes: bool = False) -> dict[str, Any]:
+def output_and_workspace_args(f: SimpleNamespace, fp8_as_bytes: bool = False) -> dict[str, Any]:
     """Returns the outputs and the workspace as arguments of either launch.
 
     fp8_as_bytes: kernels write fp8 by bit arithmetic

@@ -1,4 +1,4 @@
-"""append: quantises new rows and stores them."""
+"""append: quantizes new rows and stores them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(call: Any, config: None) -> None:
 
 
 def quantize_and_scatter_kv(call: Any, k: Tensor, v: Tensor, slots: TokenSlots) -> None:
-    """Quantise k [T, H, D] and v [T, H, Dv], both fp32 or codes; store codes and scales in the caches of `call`."""
+    """Quantize k [T, H, D] and v [T, H, Dv], both fp32 or codes; store codes and scales in the caches of `call`."""
     if call.k_signs is not None or call.k_channel_scale is not None:
         k = rotation.row(k, call.k_signs, call.k_channel_scale)
     if call.v_signs is not None or call.v_channel_scale is not None:

@@ -1,4 +1,4 @@
-"""Paged attention in fp32 over the exact codes, and over the unquantised new rows if the call has them.
+"""Paged attention in fp32 over the exact codes, and over the unquantized new rows if the call has them.
 
 See `online_softmax` for the softmax and `codes` for the conversions.
 """
@@ -56,7 +56,7 @@ def _attend_to_pages(call: Any) -> None:
 
 
 def _attend_to_pages_and_new_rows(call: Any) -> None:
-    pages, new = KVSource(call), NewRows(call)
+    pages, new = KVSource(call), NewRowsAsPages(call)
     rules = Rules(call.window, None, call.softcap)
     t, q_heads, head_dim_v = call.out.shape
     results = Results(t, q_heads, head_dim_v, call.out.device)
@@ -111,7 +111,7 @@ def per_head(scale: float | Tensor, q_heads: int) -> float | Tensor:
     return scale.repeat_interleave(q_heads // len(scale))[:, None]
 
 
-class NewRows:
+class NewRowsAsPages:
     """New rows [T, H, D] as a PagedSource with pages of one token."""
 
     page_size = 1

@@ -1,4 +1,4 @@
-"""mla_append: rotates queries and rotary keys, quantises latents, and stores latent rows."""
+"""mla_append: rotates queries and rotary keys, quantizes latents, and stores latent rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a paged latent cache: their page and slot, RMSNorm, store and load; quantisation of latents for a blockwise
+"""Rows of a paged latent cache: their page and slot, RMSNorm, store and load; quantization of latents for a blockwise
 fp8 product.
 """
 
@@ -42,7 +42,7 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
 def store_latents(
     latent: Tensor, rotary: Tensor, ckv: Tensor, kpe: Tensor, scales: Tensor | None, at: At, f: KVFormat, scale: Tensor
 ) -> None:
-    """Store rows [n, L] and [n, R] in the cache's format; a per-tensor dequantising scale [1] applies to both."""
+    """Store rows [n, L] and [n, R] in the cache's format; a per-tensor dequantizing scale [1] applies to both."""
     latent, rotary = latent.to(torch.float32), rotary.to(torch.float32)
     multiplier = reciprocal(scale)
     codes, stored = quantize_rows(latent, f, multiplier)
@@ -56,7 +56,7 @@ def store_latents(
 def load_latents(
     ckv: Tensor, kpe: Tensor, scales: Tensor | None, at: At, f: KVFormat, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns dequantised rows [n, L] and [n, R] in fp32."""
+    """Returns dequantized rows [n, L] and [n, R] in fp32."""
     stored = None if scales is None else scales[at]
     codes, rotary = (_bytes(x)[at].view(x.dtype) for x in (ckv, kpe))
     rotary = rotary.to(torch.float32)

@@ -110,7 +110,7 @@ def chunk_slots(call: Any, chunk: int, length: int) -> RowSlots:
 
 
 def gather_latents(call: Any, chunk: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Returns dequantised latents [M, L], rotary parts [M, R] and the requests' first rows [B + 1] of a chunk."""
+    """Returns dequantized latents [M, L], rotary parts [M, R] and the requests' first rows [B + 1] of a chunk."""
     slots = chunk_slots(call, chunk, length)
     return *_load(call, slots), slots.first
 
@@ -217,7 +217,7 @@ def request_of_rows(starts: list[int], device: torch.device) -> tuple[Tensor, Te
 
 
 def _kv_scale(call: Any) -> Tensor:
-    """Returns the dequantising scale of the cache, fp32 [1]; 1 for formats without one."""
+    """Returns the dequantizing scale of the cache, fp32 [1]; 1 for formats without one."""
     if call.kv_scale_t is not None:
         return call.kv_scale_t
     return torch.tensor([call.kv_scale], dtype=torch.float32, device=call.ckv.device)

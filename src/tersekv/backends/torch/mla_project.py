@@ -1,4 +1,4 @@
-"""mla_project: multiplies each head's rows by its own matrix. With an e4m3 weight, rows are quantised like latents."""
+"""mla_project: multiplies each head's rows by its own matrix. With an e4m3 weight, rows are quantized like latents."""
 
 from __future__ import annotations
 

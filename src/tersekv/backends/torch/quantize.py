@@ -1,10 +1,10 @@
-"""Codes and scales of every format, exactly: quantises fp32 rows and dequantises them.
+"""Codes and scales of every format, exactly: quantizes fp32 rows and dequantizes them.
 
 Every step is one correctly rounded fp32 operation, so that any backend can give the same bytes. Division by a constant
 divides by a tensor: by a Python number, PyTorch on CUDA multiplies with a rounded reciprocal instead.
 
 NaN and inf: an amax ignores NaN; a NaN becomes 0x7F in fp8, and the code of 0 in formats without NaN. An inf saturates,
-unless it sets its row's own fp32 scale: then that scale is inf, and the row dequantises to NaN.
+unless it sets its row's own fp32 scale: then that scale is inf, and the row dequantizes to NaN.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF  # of fp32
 
 
 def why_no_codec(f: KVFormat) -> str | None:
-    """Returns why rows of a format cannot be quantised; None: they can."""
+    """Returns why rows of a format cannot be quantized; None: they can."""
     if f.code in _CODECS.get((f.scale, f.scale_dtype), ()):
         return None
     stored = f"{f.scale_dtype} scales" if f.scale_dtype else "no stored scales"
@@ -57,7 +57,7 @@ def as_quantizer_input(x: Tensor) -> Tensor:
 def quantize_with_call_scale(
     x: Tensor, f: KVFormat, value: float, tensor: Tensor | None, quantizes: bool, widen: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns `quantize_rows` with the scale of a call: a multiplying float, or a tensor [1] or [H] that dequantises
+    """Returns `quantize_rows` with the scale of a call: a multiplying float, or a tensor [1] or [H] that dequantizes
     unless `quantizes`. x: [T, H, D], or [T, L] with a tensor [1]; fp8 codes are returned unchanged."""
     if x.dtype in FP8:
         return x, None
@@ -98,7 +98,7 @@ def dequantize(codes: Tensor, scales: Tensor | None, f: KVFormat, scale: Scale =
     """Returns fp32 [..., D] of stored rows: code × stored scale × `scale`, left to right.
 
     codes, scales:  as `quantize_rows` returns them
-    scale:          the caller's dequantising scale: float, or fp32 that broadcasts against the rows ([H, 1])
+    scale:          the caller's dequantizing scale: float, or fp32 that broadcasts against the rows ([H, 1])
     """
     x = unpack_e2m1(codes) if f.code == "e2m1" else codes.to(torch.float32)
     if f.code == "int4":
@@ -111,7 +111,7 @@ def dequantize(codes: Tensor, scales: Tensor | None, f: KVFormat, scale: Scale =
 
 
 def quantizing_multiplier(value: float, tensor: Tensor | None, quantizes: bool) -> Scale:
-    """Returns the multiplier of rows: the float, or the tensor ([n] → [n, 1]), inverted unless it quantises."""
+    """Returns the multiplier of rows: the float, or the tensor ([n] → [n, 1]), inverted unless it quantizes."""
     if tensor is None:
         return value
     return (tensor if quantizes else reciprocal(tensor))[:, None]

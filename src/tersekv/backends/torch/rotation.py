@@ -14,7 +14,7 @@ from .quantize import reciprocal
 
 
 def row(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor:
-    """Returns rows [T, H, D] fp32, scaled and rotated for quantisation."""
+    """Returns rows [T, H, D] fp32, scaled and rotated for quantization."""
     if channel_scale is not None:
         x = x * reciprocal(channel_scale)
     return x if signs is None else _butterflies(x, signs, len(signs))

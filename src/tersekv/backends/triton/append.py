@@ -1,4 +1,4 @@
-"""append: quantise rows of k and v and store them, in one launch."""
+"""append: quantize rows of k and v and store them, in one launch."""
 
 from __future__ import annotations
 

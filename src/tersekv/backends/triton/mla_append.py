@@ -1,4 +1,4 @@
-"""mla_append: rotate q and the rotary key, quantise, and store latent rows in the cache, in one launch."""
+"""mla_append: rotate q and the rotary key, quantize, and store latent rows in the cache, in one launch."""
 
 from __future__ import annotations
 

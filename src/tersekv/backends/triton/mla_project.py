@@ -1,4 +1,4 @@
-"""mla_project: multiplies every head's rows by its own matrix, in one launch: rows are quantised where they are
+"""mla_project: multiplies every head's rows by its own matrix, in one launch: rows are quantized where they are
 multiplied.
 
 A decode step has few rows and many weights, which no launch of the step writes (`parts/project`).

@@ -1,4 +1,4 @@
-"""rope_append: rotate q and k, quantise, and store k and v in the cache, in one launch."""
+"""rope_append: rotate q and k, quantize, and store k and v in the cache, in one launch."""
 
 from __future__ import annotations
 

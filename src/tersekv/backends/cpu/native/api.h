@@ -46,7 +46,7 @@ struct RowTransform {
 struct Attention {
     int64_t num_keys;  // matrices whose columns make up a key
     PagedMatrix keys[2], values;
-    PagedMatrix new_keys, new_values;  // [token, -, head]: the new tokens' unquantised rows, or none
+    PagedMatrix new_keys, new_values;  // [token, -, head]: the new tokens' unquantized rows, or none
     IndexTensor page_table, seq_lens, cu_seqlens_q;
     int64_t requests, rows, heads, group, max_q_len, max_pages, num_pages, page_size;
     int64_t query_dtype;
@@ -60,7 +60,7 @@ struct Attention {
     int64_t batch_invariant;  // keys of a request are split by its own length alone
 };
 
-// Rows of one or two tensors side by side, cast or quantised, to a cache or to a tensor [token, head].
+// Rows of one or two tensors side by side, cast or quantized, to a cache or to a tensor [token, head].
 struct Stream {
     StridedTensor first, second;  // [token, head]
     int64_t first_columns, second_columns, rotated, heads;

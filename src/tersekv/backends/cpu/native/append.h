@@ -1,4 +1,4 @@
-// Appends: loads, rotates, quantises and stores rows. Every step is one correctly rounded fp32 operation.
+// Appends: loads, rotates, quantizes and stores rows. Every step is one correctly rounded fp32 operation.
 #pragma once
 
 #include "numbers.h"

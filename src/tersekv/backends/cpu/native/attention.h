@@ -133,7 +133,7 @@ struct AttentionItem {
     enum Read { KEYS, ROTARY, VALUES, KEY_SCALES, VALUE_SCALES, NUM_READS };
     int64_t offset[2][NUM_READS][BLOCK_N];
     RowPrefetcher ahead[NUM_READS];
-    // The current source of keys and values: pages, or the unquantised new rows.
+    // The current source of keys and values: pages, or the unquantized new rows.
     const PagedMatrix *keys, *values;
     bool in_pages;
 

@@ -36,7 +36,7 @@ inline void rotate_row(const RowTransform& t, Addresses at, float* x, int64_t n)
     hadamard(x, n, t.block);
 }
 
-// Scales and rotates a row of a KV head for quantisation.
+// Scales and rotates a row of a KV head for quantization.
 inline void transform_row(const RowTransform& t, Addresses at, int64_t head, float* x, int64_t n) {
     if (t.channels >= 0) {
         const char* scale = at[t.channels] + head * t.stride;

@@ -85,7 +85,7 @@ def _fits_shared_memory(t: TileConfig, f: SimpleNamespace, fmt: KVFormat, v_fmt:
     if ring > launch.shared_memory(f) - 8192:  # P and what the compiler adds
         return False
     # Measured of the compiler with many wide rows, for sm_80, 90 and 120: queries (two terms, where used), all stages
-    # but one, and one dequantised tile; two where a value has less than a byte.
+    # but one, and one dequantized tile; two where a value has less than a byte.
     d, dv = launch.next_power_of_2(d), launch.next_power_of_2(dv)
     terms = 1 + needs_two_term_query(f, fmt)
     queries, stage = (

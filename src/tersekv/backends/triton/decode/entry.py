@@ -28,7 +28,7 @@ from ...host.split_combine import (
     attention_launches,
     batch_invariant_facts,
     min_split_blocks,
-    output_args,
+    output_and_workspace_args,
     split_and_combine_launches,
     split_pass_args,
 )
@@ -131,7 +131,7 @@ def configure(f: SimpleNamespace) -> Config:
         options["maxnreg"] = t.max_registers
     num_programs = max(launch.num_sms(f) * t.programs_per_sm // max(cfg.HEADS, 1), 1) * cfg.HEADS
     both = (
-        output_args(f, cfg.OUT_KIND != "float")
+        output_and_workspace_args(f, cfg.OUT_KIND != "float")
         | tensor_args(SINKS="sinks", V_SCALE="v_scale_t")
         | {"v_scale": f.v_scale, "cfg": cfg}
     )

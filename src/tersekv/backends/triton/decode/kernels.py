@@ -112,14 +112,14 @@ def decode_kernel(
                 if cfg.HAS_LSE:
                     tl.store(LSE + tokens * stride_lse_t + heads * stride_lse_h, lse, mask=m_row)
             else:
-                split_slot = 2 * i_program
+                partial_slot = 2 * i_program
                 if cfg.SPLIT_BLOCKS > 0:
-                    split_slot = (
+                    partial_slot = (
                         first_work_tile_index(i_request, request.q_begin, cfg) + m_block
                     ) * max_splits + n_block_begin // blocks_per_split(request.num_n_blocks, cfg)
-                    split_slot = split_slot * cfg.HEADS + h
+                    partial_slot = partial_slot * cfg.HEADS + h
                 elif n_block_begin == 0:
-                    split_slot += 1
+                    partial_slot += 1
                     num_splits = (
                         (n_block_base + (m_block + 1) * request.num_n_blocks - 1) // blocks_per_range
                         - i_program // cfg.HEADS
@@ -129,17 +129,17 @@ def decode_kernel(
                     tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 1, request.q_begin)
                     tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 2, request.num_q_rows)
                     tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 3, m_block)
-                store_partial(SPLIT_WORKSPACE, split_slot, row_max, row_sum, acc_o, m_row, cfg)
+                store_partial(SPLIT_WORKSPACE, partial_slot, row_max, row_sum, acc_o, m_row, cfg)
             block += n_block_end - n_block_begin
 
 
 @triton.jit
-def store_partial(SPLIT_WORKSPACE, split_slot, row_max, row_sum, acc_o, m_row, cfg: tl.constexpr):
+def store_partial(SPLIT_WORKSPACE, partial_slot, row_max, row_sum, acc_o, m_row, cfg: tl.constexpr):
     """Stores a split's softmax state: [BLOCK_M, PACK × BLOCK_DV + 2] fp32, the last two columns row_max and row_sum."""
     PACK: tl.constexpr = cfg.PACK
     o_r = tl.arange(0, cfg.BLOCK_M)
     o_d = tl.arange(0, cfg.BLOCK_DV)
-    p_row = SPLIT_WORKSPACE + (split_slot.to(tl.int64) * cfg.PARTIAL_ROWS + o_r) * cfg.PARTIAL_COLUMNS
+    p_row = SPLIT_WORKSPACE + (partial_slot.to(tl.int64) * cfg.PARTIAL_ROWS + o_r) * cfg.PARTIAL_COLUMNS
     for j in tl.static_range(PACK):
         tl.store(p_row[None, :] + j * cfg.BLOCK_DV + o_d[:, None], acc_o[j], mask=m_row[None, :])
     tl.store(p_row + cfg.PARTIAL_COLUMNS - 2, row_max, mask=m_row)

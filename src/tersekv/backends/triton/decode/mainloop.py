@@ -102,7 +102,7 @@ def kv_row_offsets(
 
 @triton.jit
 def load_kv_block(X, page_ids, n_block, m_n, stride_page, stride_slot, stride_head, h, BLOCK: tl.constexpr,
-                  NUM_PACKED: tl.constexpr, ROWS_PER_PAGE: tl.constexpr, ROWS_PER_HEAD: tl.constexpr,
+                  PACKED_DIM: tl.constexpr, ROWS_PER_PAGE: tl.constexpr, ROWS_PER_HEAD: tl.constexpr,
                   STRIDE_UNIT: tl.constexpr, MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Loads packed codes [BLOCK_N, BLOCK] of key block n_block: by tensor descriptor within one page, or by pointers.
 
@@ -125,16 +125,16 @@ def load_kv_block(X, page_ids, n_block, m_n, stride_page, stride_slot, stride_he
             + o_d[None, :]
         )
         if MASKED:
-            return tl.load(p_x, mask=m_n[:, None] & (o_d < NUM_PACKED)[None, :], other=0.0)
-        elif BLOCK == NUM_PACKED:
+            return tl.load(p_x, mask=m_n[:, None] & (o_d < PACKED_DIM)[None, :], other=0.0)
+        elif BLOCK == PACKED_DIM:
             return tl.load(p_x)
         else:
-            return tl.load(p_x, mask=(o_d < NUM_PACKED)[None, :], other=0.0)
+            return tl.load(p_x, mask=(o_d < PACKED_DIM)[None, :], other=0.0)
 
 
 @triton.jit
 def load_stored_scales(XS, page_ids, n_block, m_n, stride_page, stride_slot, stride_head, h, BLOCK: tl.constexpr,
-                       NUM_PACKED: tl.constexpr, row_format: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
+                       PACKED_DIM: tl.constexpr, row_format: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Loads stored scales of key block n_block: fp32 [BLOCK_N] per token, or e4m3 [BLOCK_N, BLOCK // 4]."""
     p_row = XS + kv_row_offsets(
         page_ids, n_block, h, stride_page, stride_slot, stride_head, row_format.SCALE_STRIDE_UNIT, cfg
@@ -143,7 +143,7 @@ def load_stored_scales(XS, page_ids, n_block, m_n, stride_page, stride_slot, str
         return tl.load(p_row, mask=m_n, other=0.0)
     else:
         o_b = tl.arange(0, BLOCK // 4)
-        return tl.load(p_row[:, None] + o_b[None, :], mask=m_n[:, None] & (o_b < NUM_PACKED // 4)[None, :], other=0.0)
+        return tl.load(p_row[:, None] + o_b[None, :], mask=m_n[:, None] & (o_b < PACKED_DIM // 4)[None, :], other=0.0)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from ...host.split_combine import (
     attention_launches,
     batch_invariant_facts,
     min_split_blocks,
-    output_args,
+    output_and_workspace_args,
     split_and_combine_launches,
     split_pass_args,
 )
@@ -150,7 +150,7 @@ def configure(f: SimpleNamespace) -> Config:
     if launch.has_ptx(f):
         options["maxnreg"] = t.max_registers
     num_programs = max(launch.num_sms(f) * t.programs_per_sm // blocks, 1) * blocks
-    both = output_args(f, cfg.OUT_KIND != "float") | {"cfg": cfg}
+    both = output_and_workspace_args(f, cfg.OUT_KIND != "float") | {"cfg": cfg}
     split = both | query_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args(f) | _cache_stride_args(f) | {
         **tensor_args(WORDS, CKV="ckv", KPE="kpe"), "CKV_MAP": None, "KPE_MAP": None,
         **_descriptor_args(cache_matrices, cfg),

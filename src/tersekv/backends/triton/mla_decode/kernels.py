@@ -37,9 +37,9 @@ MIN_SCALE = tl.constexpr(1e-30)  # of a token's V scale: its reciprocal is finit
 
 @triton.jit
 def load_packed_block(X, page_ids, n_block, num_keys, stride_page, stride_slot, STRIDE_UNIT: tl.constexpr,
-                      FIRST_PACKED: tl.constexpr, BLOCK: tl.constexpr, NUM_PACKED: tl.constexpr, MASKED: tl.constexpr,
+                      FIRST_PACKED: tl.constexpr, BLOCK: tl.constexpr, PACKED_DIM: tl.constexpr, MASKED: tl.constexpr,
                       cfg: tl.constexpr):  # fmt: skip
-    """Loads packed codes [BLOCK_N, BLOCK] from column FIRST_PACKED of NUM_PACKED, by pointers; 0 outside where masked.
+    """Loads packed codes [BLOCK_N, BLOCK] from column FIRST_PACKED of PACKED_DIM, by pointers; 0 outside where masked.
 
     Strides are in STRIDE_UNITs.
     """
@@ -47,11 +47,11 @@ def load_packed_block(X, page_ids, n_block, num_keys, stride_page, stride_slot, 
     p_x = X + ((page_ids * stride_page + page_slots(n_block, cfg) * stride_slot) * STRIDE_UNIT)[:, None] + o_w[None, :]
     if MASKED:
         m_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N) < num_keys
-        return tl.load(p_x, mask=m_n[:, None] & (o_w < NUM_PACKED)[None, :], other=0)
-    elif FIRST_PACKED + BLOCK <= NUM_PACKED:
+        return tl.load(p_x, mask=m_n[:, None] & (o_w < PACKED_DIM)[None, :], other=0)
+    elif FIRST_PACKED + BLOCK <= PACKED_DIM:
         return tl.load(p_x)
     else:
-        return tl.load(p_x, mask=(o_w < NUM_PACKED)[None, :], other=0)
+        return tl.load(p_x, mask=(o_w < PACKED_DIM)[None, :], other=0)
 
 
 @triton.jit
@@ -130,12 +130,12 @@ def load_group_scales(SCALES, page_ids, n_block, num_keys, stride_scales_p, stri
 
 
 @triton.jit
-def load_query_chunk(p_row, m_row, FIRST_PACKED: tl.constexpr, BLOCK: tl.constexpr, NUM_PACKED: tl.constexpr,
+def load_query_chunk(p_row, m_row, FIRST_PACKED: tl.constexpr, BLOCK: tl.constexpr, PACKED_DIM: tl.constexpr,
                      PACK: tl.constexpr, I_PACKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
     """Loads columns PACK * (FIRST_PACKED + i) + I_PACKED of the query rows, transposed: fp32 [BLOCK, BLOCK_M]."""
     o_w = FIRST_PACKED + tl.arange(0, BLOCK)
     p_q = p_row[None, :] + (PACK * o_w + I_PACKED)[:, None]
-    x = tl.load(p_q, mask=(o_w < NUM_PACKED)[:, None] & m_row[None, :], other=0.0)
+    x = tl.load(p_q, mask=(o_w < PACKED_DIM)[:, None] & m_row[None, :], other=0.0)
     if cfg.Q_AS_BYTES:
         x = e4m3_bytes_to_fp16(x)
     return x.to(tl.float32)
@@ -291,7 +291,7 @@ def accumulate_pv(
 
 
 @triton.jit
-def value_scale_and_group_ratios(group_scales, cfg: tl.constexpr):
+def max_group_scale_and_ratios(group_scales, cfg: tl.constexpr):
     """Returns (each token's largest group scale [BLOCK_N], its reciprocal, the ratios of its group scales to it)."""
     CHUNKS: tl.constexpr = cfg.CHUNKS
     max_scale = tl.full([cfg.BLOCK_N], MIN_SCALE, tl.float32)
@@ -321,7 +321,7 @@ def softmax_and_pv_step(
     group_ratios = ()
     if cfg.GROUP_SCALES:
         # The token's largest scale joins the exponent, so that the P that multiplies codes lies in [0, 1].
-        max_scale, inv_scale, group_ratios = value_scale_and_group_ratios(group_scales, cfg)
+        max_scale, inv_scale, group_ratios = max_group_scale_and_ratios(group_scales, cfg)
         s += tl.log2(max_scale)[:, None]
     # Online softmax
     row_max_new = tl.maximum(row_max, tl.max(s, 0))
@@ -421,12 +421,13 @@ def store_output(OUT, acc_o, acc_scale, tokens, heads, m_row, stride_out_t, stri
 
 
 @triton.jit
-def store_partial(SPLIT_WORKSPACE, split_slot, row_max, row_sum, acc_o, m_row, cfg: tl.constexpr):
+def store_partial(SPLIT_WORKSPACE, partial_slot, row_max, row_sum, acc_o, m_row, cfg: tl.constexpr):
     """Stores a split's softmax state in decode's layout: the columns of tile j, j + 1, …, then row_max and row_sum."""
     CHUNKS: tl.constexpr = cfg.CHUNKS
     PACK: tl.constexpr = cfg.PACK
     p_row = (
-        SPLIT_WORKSPACE + (split_slot.to(tl.int64) * cfg.PARTIAL_ROWS + tl.arange(0, cfg.BLOCK_M)) * cfg.PARTIAL_COLUMNS
+        SPLIT_WORKSPACE
+        + (partial_slot.to(tl.int64) * cfg.PARTIAL_ROWS + tl.arange(0, cfg.BLOCK_M)) * cfg.PARTIAL_COLUMNS
     )
     for i in tl.static_range(CHUNKS):
         o_w = i * cfg.CHUNK + tl.arange(0, cfg.CHUNK)
@@ -506,14 +507,14 @@ def mla_decode_kernel(
                 if cfg.HAS_LSE:
                     tl.store(LSE + tokens * stride_lse_t + heads * stride_lse_h, lse, mask=m_row)
             else:
-                split_slot = 2 * i_program
+                partial_slot = 2 * i_program
                 if cfg.SPLIT_BLOCKS > 0:
-                    split_slot = (
+                    partial_slot = (
                         first_work_tile_index(i_request, request.q_begin, cfg) + m_block
                     ) * max_splits + n_block_begin // blocks_per_split(request.num_n_blocks, cfg)
-                    split_slot = split_slot * cfg.HEADS + h
+                    partial_slot = partial_slot * cfg.HEADS + h
                 elif n_block_begin == 0:
-                    split_slot += 1
+                    partial_slot += 1
                     num_splits = (
                         (n_block_base + (m_block + 1) * request.num_n_blocks - 1) // blocks_per_range
                         - i_program // cfg.HEADS
@@ -523,5 +524,5 @@ def mla_decode_kernel(
                     tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 1, request.q_begin)
                     tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 2, request.num_q_rows)
                     tl.store(SPLIT_METADATA + i_program * METADATA_FIELDS + 3, m_block)
-                store_partial(SPLIT_WORKSPACE, split_slot, row_max, row_sum, acc_o, m_row, cfg)
+                store_partial(SPLIT_WORKSPACE, partial_slot, row_max, row_sum, acc_o, m_row, cfg)
             block += n_block_end - n_block_begin

@@ -1,4 +1,4 @@
-"""MLA prefill in stages: rotate, norm and store the new tokens; then for each chunk gather and quantise its latents,
+"""MLA prefill in stages: rotate, norm and store the new tokens; then for each chunk gather and quantize its latents,
 up-project them, attend. All chunks use one workspace."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def has_keys_and_queries(f: SimpleNamespace) -> bool:
 
 def make_launches(f: SimpleNamespace, choice: MLAPrefillConfig) -> LaunchSequence | HostAction:
     if f.q.shape[0] == 0:
-        return HostAction(_copy_seq_lens)
+        return HostAction(_fill_seq_lens_out)
     rope_norm_store_launch = rope_norm_store.make_rope_norm_store_launch(
         f, choice.native_casts, no_keys=not has_keys_and_queries(f)
     )
@@ -85,7 +85,7 @@ def workspace_tensors(f: SimpleNamespace) -> dict[str, tuple[tuple[int, ...], to
     return tensors | attention.chunk_merge_workspace(f, len(chunks) > 1)
 
 
-def _copy_seq_lens(call: Any) -> None:
+def _fill_seq_lens_out(call: Any) -> None:
     """Copies cache_lens to seq_lens_out: there are no new tokens."""
     if call.seq_lens_out is not None:
         call.seq_lens_out.copy_(call.cache_lens)

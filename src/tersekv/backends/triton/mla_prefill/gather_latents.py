@@ -1,4 +1,4 @@
-"""Second stage of MLA prefill: loads a chunk's latent rows from the pages and quantises them for the blockwise GEMM;
+"""Second stage of MLA prefill: loads a chunk's latent rows from the pages and quantizes them for the blockwise GEMM;
 stores their rotary parts as dense rows in q's dtype, so that attention reads keys and values without a page table.
 
 scale = min(amax, 1200) / 448 of 128 columns; code = e4m3(x · (1 / scale)), saturating; 0 where the scale is 0. Codes
@@ -41,7 +41,7 @@ def load_dequantized_latent(
     CKV, SCALES, kv_scale, o_l, valid, L: tl.constexpr, L_PAD: tl.constexpr, STORAGE_KIND: tl.constexpr,
     NATIVE_FP8_CAST: tl.constexpr,
 ):  # fmt: skip
-    """Loads a stored latent row, dequantised: fp32 [L_PAD]."""
+    """Loads a stored latent row, dequantized: fp32 [L_PAD]."""
     codes = tl.load(CKV + o_l, mask=valid & (o_l < L), other=0)
     if SCALES is not None:
         o_g = tl.arange(0, L_PAD // GROUP)
@@ -73,7 +73,7 @@ def gather_latents_kernel(
     PAGE: tl.constexpr, L: tl.constexpr, R: tl.constexpr, L_PAD: tl.constexpr, R_PAD: tl.constexpr,
     STORAGE_KIND: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
 ):  # fmt: skip
-    """Gathers and quantises one row of the chunk."""
+    """Gathers and quantizes one row of the chunk."""
     # Find the row's request, page and slot
     i_row = tl.program_id(0).to(tl.int64)
     b = find_request_of_row(CHUNK_ROW_OFFSETS, i_row, B)
@@ -91,7 +91,7 @@ def gather_latents_kernel(
     p_s = SCALES
     if SCALES is not None:
         p_s = SCALES + page * stride_sp + page_slot * stride_ss
-    # Latent: dequantise, quantise for the GEMM
+    # Latent: dequantize, quantize for the GEMM
     latent = load_dequantized_latent(
         CKV + page * stride_cp + page_slot * stride_cs, p_s, kv_scale, o_l, valid, L, L_PAD, STORAGE_KIND,
         NATIVE_FP8_CAST,
@@ -118,10 +118,10 @@ def gathered_chunk_workspace(
 
     A latent row's scales are a column of SCALES, so that a tile's scales are contiguous.
     """
-    rank, quantise = f.ckv.shape[-1], f.kv_b_proj_scale is not None
+    rank, quantize = f.ckv.shape[-1], f.kv_b_proj_scale is not None
     return {
-        "CODES": ((num_rows, rank), torch.float8_e4m3fn if quantise else f.q.dtype),
-        "SCALES": ((rank // LATENT_GROUP, num_rows), torch.float32) if quantise else None,
+        "CODES": ((num_rows, rank), torch.float8_e4m3fn if quantize else f.q.dtype),
+        "SCALES": ((rank // LATENT_GROUP, num_rows), torch.float32) if quantize else None,
         "K_PE": ((num_rows, f.kpe.shape[-1]), f.q.dtype),
     }
 

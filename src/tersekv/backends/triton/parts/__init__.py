@@ -1,1 +1,1 @@
-"""Kernel parts of several operations: quantisation (write side), dequantisation and scheduling (read side)."""
+"""Kernel parts of several operations: quantization (write side), dequantization and scheduling (read side)."""

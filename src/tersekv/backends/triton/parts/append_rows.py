@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ...host.bind import BYTES, tensor_args
-from .hadamard import scale_and_rotate_rows
+from .hadamard import divide_by_channel_scales_and_rotate
 from .packed_quant import load_packed_pairs, quantize_and_store_int4_pairs, quantize_and_store_nvfp4_pairs
 from .quant import quantize_and_store, quantize_and_store_halves, saturating_cast, store_codes
 from .token_rows import (
@@ -36,7 +36,7 @@ TOKEN_SLOT_ARGS = tensor_args(
     p_kv_indptr="kv_indptr",
     p_kv_indices="kv_indices",
 )  # fmt: skip
-# Of appends to K/V caches: signs and channel scales (`hadamard.scale_and_rotate_rows`).
+# Of appends to K/V caches: signs and channel scales (`hadamard.divide_by_channel_scales_and_rotate`).
 ROTATION_ARGS = tensor_args(
     p_k_signs="k_signs", p_v_signs="v_signs", p_k_channels="k_channel_scale", p_v_channels="v_channel_scale",
 )  # fmt: skip
@@ -56,9 +56,9 @@ def quantize_and_append_rows(
     STRIDE_UNIT: tl.constexpr, PACKED: tl.constexpr,
     USE_PTX: tl.constexpr, USE_PDL: tl.constexpr, PDL_LAUNCH_LATE: tl.constexpr, rotation,
 ):  # fmt: skip
-    """Quantises and stores one block of rows [tokens, H, D]; with `rope_args`, tokens without a position are skipped.
+    """Quantizes and stores one block of rows [tokens, H, D]; with `rope_args`, tokens without a position are skipped.
 
-    rotation:  as `hadamard.scale_and_rotate_rows` takes it
+    rotation:  as `hadamard.divide_by_channel_scales_and_rotate` takes it
 
     uint8 rows are codes of an fp8 cache, and are copied.
     """
@@ -84,7 +84,7 @@ def quantize_and_append_rows(
     if CODES:
         store_codes(p_codes, o_codes, x, m_write, D)
         return
-    x = scale_and_rotate_rows(x, rotation, head, D)
+    x = divide_by_channel_scales_and_rotate(x, rotation, head, D)
     quant_scale, global_scale = load_quant_scales(p_scale, scale, head, SCALE_PER_HEAD, SCALE_QUANTIZES)
     FP16: tl.constexpr = p_x.dtype.element_ty == tl.float16
     if PACKED and FORMAT.CODE == "int4":
@@ -158,10 +158,10 @@ def rope_quantize_and_append_keys(
     PDL_LAUNCH_LATE: tl.constexpr,
     ORDER_LOADS: tl.constexpr, rotation,
 ):  # fmt: skip
-    """Rotates the first part of one block of key rows [rope | nope], quantises and stores them; skips tokens without a
+    """Rotates the first part of one block of key rows [rope | nope], quantizes and stores them; skips tokens without a
     position.
 
-    rotation:  as `hadamard.scale_and_rotate_rows` takes it; not applied to SPLIT_HALVES
+    rotation:  as `hadamard.divide_by_channel_scales_and_rotate` takes it; not applied to SPLIT_HALVES
     """
     token, head = token_and_head_of_rows(i_block, num_tokens, H, ROWS)
     o_rope, o_nope = (
@@ -182,7 +182,7 @@ def rope_quantize_and_append_keys(
         a, b = apply_rope(a, b, cos, sin)
     else:
         x = apply_rope_to_rows(x, p_rope, o_rope, p_cos_sin_row, has_position, R, D_PAD, INTERLEAVED)
-        x = scale_and_rotate_rows(x, rotation, head, D)
+        x = divide_by_channel_scales_and_rotate(x, rotation, head, D)
     page, page_slot, m_write = resolve_page_slot(token_slot, slot_args, PAGE)
     quant_scale, global_scale = load_quant_scales(p_scale, scale, head, SCALE_PER_HEAD, SCALE_QUANTIZES)
     o_codes = cache_row_offsets(page, page_slot, head, strides_codes, STRIDE_UNIT)

@@ -63,8 +63,8 @@ def blockwise_hadamard_unpacked(tiles, PACK: tl.constexpr, HADAMARD_SIZE: tl.con
 
 
 @triton.jit
-def scale_and_rotate_rows(x, rotation, head, D: tl.constexpr):
-    """Returns rows x [ROWS, C] fp32 of heads [ROWS], scaled and rotated before quantisation.
+def divide_by_channel_scales_and_rotate(x, rotation, head, D: tl.constexpr):
+    """Returns rows x [ROWS, C] fp32 of heads [ROWS], scaled and rotated before quantization.
 
     rotation:  pointers signs and channel scales, either may be None; then the stride of a head of the latter
     """
@@ -81,11 +81,11 @@ def scale_and_rotate_rows(x, rotation, head, D: tl.constexpr):
 
 @triton.jit
 def load_channel_scales(
-    p_channel_scales, stride_channel_scales, h, I_PACKED: tl.constexpr, PACK: tl.constexpr, NUM_PACKED: tl.constexpr,
+    p_channel_scales, stride_channel_scales, h, I_PACKED: tl.constexpr, PACK: tl.constexpr, PACKED_DIM: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Loads channel scales [1, NUM_PACKED] of the columns PACK * i + j of KV head h."""
-    c = (PACK * tl.arange(0, NUM_PACKED) + I_PACKED)[None, :]
+    """Loads channel scales [1, PACKED_DIM] of the columns PACK * i + j of KV head h."""
+    c = (PACK * tl.arange(0, PACKED_DIM) + I_PACKED)[None, :]
     return tl.load(p_channel_scales + h.to(tl.int64) * stride_channel_scales + c, mask=c < D, other=1.0)
 
 
@@ -93,15 +93,15 @@ def load_channel_scales(
 def scale_and_rotate_query(tiles, rotation, h, PACK: tl.constexpr, D: tl.constexpr):
     """Returns query rows of KV head h, fp32, PACK tiles [ROWS, C], rotated to match scaled and rotated keys."""
     p_signs, p_channel_scales, stride_channel_scales = rotation
-    NUM_PACKED: tl.constexpr = tiles[0].shape[1]
+    PACKED_DIM: tl.constexpr = tiles[0].shape[1]
     HADAMARD_SIZE: tl.constexpr = D & -D
     out = ()
     for j in tl.static_range(PACK):
         x = tiles[j]
         if p_channel_scales is not None:
-            x *= load_channel_scales(p_channel_scales, stride_channel_scales, h, j, PACK, NUM_PACKED, D)
+            x *= load_channel_scales(p_channel_scales, stride_channel_scales, h, j, PACK, PACKED_DIM, D)
         if p_signs is not None:
-            x *= tl.load(p_signs + (PACK * tl.arange(0, NUM_PACKED) + j) % HADAMARD_SIZE)[None, :] * HADAMARD_SIZE**-0.5
+            x *= tl.load(p_signs + (PACK * tl.arange(0, PACKED_DIM) + j) % HADAMARD_SIZE)[None, :] * HADAMARD_SIZE**-0.5
         out = out + (x,)
     if p_signs is not None:
         out = blockwise_hadamard_unpacked(out, PACK, HADAMARD_SIZE)
@@ -115,7 +115,7 @@ def unrotate_and_rescale_output(tiles, rotation, h, PACK: tl.constexpr, D: tl.co
     Works on a split's acc_o as on the whole: both steps are linear.
     """
     p_signs, p_channel_scales, stride_channel_scales = rotation
-    NUM_PACKED: tl.constexpr = tiles[0].shape[1]
+    PACKED_DIM: tl.constexpr = tiles[0].shape[1]
     HADAMARD_SIZE: tl.constexpr = D & -D
     if p_signs is not None:
         tiles = blockwise_hadamard_unpacked(tiles, PACK, HADAMARD_SIZE)
@@ -123,8 +123,8 @@ def unrotate_and_rescale_output(tiles, rotation, h, PACK: tl.constexpr, D: tl.co
     for j in tl.static_range(PACK):
         x = tiles[j]
         if p_signs is not None:
-            x *= tl.load(p_signs + (PACK * tl.arange(0, NUM_PACKED) + j) % HADAMARD_SIZE)[None, :] * HADAMARD_SIZE**-0.5
+            x *= tl.load(p_signs + (PACK * tl.arange(0, PACKED_DIM) + j) % HADAMARD_SIZE)[None, :] * HADAMARD_SIZE**-0.5
         if p_channel_scales is not None:
-            x *= load_channel_scales(p_channel_scales, stride_channel_scales, h, j, PACK, NUM_PACKED, D)
+            x *= load_channel_scales(p_channel_scales, stride_channel_scales, h, j, PACK, PACKED_DIM, D)
         out = out + (x,)
     return out

@@ -66,7 +66,7 @@ def pack_factor(fmt: KVFormat) -> int:
 
 
 def format_constants(f: SimpleNamespace) -> dict[str, Any]:
-    """Returns constants of the stored codes, the query, and dequantisation."""
+    """Returns constants of the stored codes, the query, and dequantization."""
     by_hand, (k, v) = launch.emulates_e4m3(f), pair_of(f)
     k_codes, v_codes = (
         StoredRowFormat(

@@ -1,4 +1,4 @@
-"""4-bit quantisation of 16-bit rows, loaded as 32-bit pairs of values: a thread stores the codes of the pairs that it
+"""4-bit quantization of 16-bit rows, loaded as 32-bit pairs of values: a thread stores the codes of the pairs that it
 loads.
 
 Byte i holds the codes of pair i, so pairs and bytes have one shape, a thread holds whole blocks of nvfp4, and neither a
@@ -143,7 +143,7 @@ def quantize_and_store_nvfp4_pairs(
     packed, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale,
     D: tl.constexpr, FP16: tl.constexpr, USE_PTX: tl.constexpr, STORE_SCALE_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Quantises pairs [ROWS, NUM_PAIRS] and stores them, as `quant.quantize_and_store` does with rows.
+    """Quantizes pairs [ROWS, NUM_PAIRS] and stores them, as `quant.quantize_and_store` does with rows.
 
     STORE_SCALE_PAIRS: scales can be stored two at a time, as a thread holds them
     """
@@ -172,7 +172,7 @@ def quantize_and_store_nvfp4_pairs(
 def quantize_and_store_int4_pairs(
     packed, p_codes, p_scales, o_codes, o_scales, m_write, D: tl.constexpr, FP16: tl.constexpr, WIDEN: tl.constexpr
 ):  # fmt: skip
-    """Quantises pairs [ROWS, C / 2] to int4 and stores them, as `quant.quantize_and_store` does with rows."""
+    """Quantizes pairs [ROWS, C / 2] to int4 and stores them, as `quant.quantize_and_store` does with rows."""
     even, odd = unpack_pairs(packed, FP16)
     even_min, even_max = row_min_max(even, D // 2, WIDEN)
     odd_min, odd_max = row_min_max(odd, D // 2, WIDEN)

@@ -1,4 +1,4 @@
-"""Projection of each head's rows by its own matrix: rows are quantised where they are multiplied.
+"""Projection of each head's rows by its own matrix: rows are quantized where they are multiplied.
 
 A program starts loading its weights before it waits for the previous kernel. Partial sums of 128 columns are scaled
 before they are added in fp32, as in MLA prefill's blockwise GEMM.

@@ -216,7 +216,7 @@ def quantize_and_store(
     x, p_codes, p_scales, o_codes, o_scales, m_write, quant_scale, global_scale,
     D: tl.constexpr, FORMAT: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
 ):  # fmt: skip
-    """Quantises rows x [ROWS, D_PAD] fp32; stores codes at offsets `o_codes`, scales at `o_scales`, both [ROWS, 1].
+    """Quantizes rows x [ROWS, D_PAD] fp32; stores codes at offsets `o_codes`, scales at `o_scales`, both [ROWS, 1].
 
     FORMAT: the stored format (`row_programs.StoredFormat`): CODE, SCALE and WIDEN
     """

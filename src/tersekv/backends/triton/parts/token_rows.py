@@ -121,9 +121,9 @@ def resolve_page_slot(token_slot, slot_args, PAGE: tl.constexpr):
 
 @triton.jit
 def load_quant_scales(p_scale, scale, head, SCALE_PER_HEAD: tl.constexpr, SCALE_QUANTIZES: tl.constexpr):
-    """Returns (multiplier, dequantising scale) of rows: [ROWS, 1] with a scale for each head, else scalars.
+    """Returns (multiplier, dequantizing scale) of rows: [ROWS, 1] with a scale for each head, else scalars.
 
-    scale:  the multiplier, unless p_scale is not None; that tensor multiplies if SCALE_QUANTIZES, else dequantises
+    scale:  the multiplier, unless p_scale is not None; that tensor multiplies if SCALE_QUANTIZES, else dequantizes
     """
     if p_scale is None:
         return scale, reciprocal_rn(scale)

@@ -58,7 +58,7 @@ def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConf
 
 
 def _fits_shared_memory(t: TileConfig, f: SimpleNamespace, k: KVFormat, v: KVFormat) -> bool:
-    """Whether queries, key blocks in flight and a dequantised tile of K and V fit the shared memory of one program."""
+    """Whether queries, key blocks in flight and a dequantized tile of K and V fit the shared memory of one program."""
     d, dv = (launch.next_power_of_2(n) for n in (f.q.shape[2], f.out.shape[2]))
     queries = t.block_m * d * 2 * (1 + needs_two_term_query(f, k))
     ring = t.num_stages * t.block_n * (k.code_bytes(d) + v.code_bytes(dv))

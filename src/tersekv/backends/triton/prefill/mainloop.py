@@ -1,7 +1,7 @@
 """The main loop of paged prefill: query rows of one request and KV head against a range of keys, block by block.
 `attend_kv_block` holds the mask, the rescale and PV; nothing is split, so there is no combine.
 
-Queries lie on the matrix unit's M side, one row per new token and query head, so that a key block is dequantised once
+Queries lie on the matrix unit's M side, one row per new token and query head, so that a key block is dequantized once
 for all BLOCK_M rows. Packed codes unpack into PACK tiles (`parts/dequant.py`); queries, accumulators and new rows are
 deinterleaved the same way.
 """
@@ -42,14 +42,14 @@ class KeyRange(NamedTuple):
 
 
 @triton.jit
-def deinterleave_columns(x, ROWS: tl.constexpr, NUM_PACKED: tl.constexpr, PACK: tl.constexpr):
-    """Returns PACK tiles [ROWS, NUM_PACKED] of [ROWS, PACK * NUM_PACKED]: tile j holds the columns PACK * i + j."""
+def deinterleave_columns(x, ROWS: tl.constexpr, PACKED_DIM: tl.constexpr, PACK: tl.constexpr):
+    """Returns PACK tiles [ROWS, PACKED_DIM] of [ROWS, PACK * PACKED_DIM]: tile j holds the columns PACK * i + j."""
     if PACK == 1:
         return (x,)
     elif PACK == 2:
-        return tl.split(tl.reshape(x, [ROWS, NUM_PACKED, 2]))
+        return tl.split(tl.reshape(x, [ROWS, PACKED_DIM, 2]))
     else:
-        even, odd = tl.split(tl.reshape(x, [ROWS, NUM_PACKED, 2, 2]))
+        even, odd = tl.split(tl.reshape(x, [ROWS, PACKED_DIM, 2, 2]))
         a, c = tl.split(even)
         b, d = tl.split(odd)
         return a, b, c, d
@@ -117,22 +117,22 @@ def kv_row_offsets(
 
 
 @triton.jit
-def load_kv_block(source: StridedRows, page_ids, n_block, valid, h, BLOCK: tl.constexpr, NUM_PACKED: tl.constexpr,
+def load_kv_block(source: StridedRows, page_ids, n_block, valid, h, BLOCK: tl.constexpr, PACKED_DIM: tl.constexpr,
                   MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr, STRIDE_UNIT: tl.constexpr,
                   cfg: tl.constexpr):  # fmt: skip
     """Loads packed codes [BLOCK_N, BLOCK] of key block n_block; 0 for invalid keys, which only a MASKED block has."""
     o_d = tl.arange(0, BLOCK)
     p_x = source.ptr + kv_row_offsets(source, page_ids, n_block, h, IS_NEW_KV, STRIDE_UNIT, cfg)[:, None] + o_d[None, :]
     if MASKED:
-        return tl.load(p_x, mask=valid[:, None] & (o_d < NUM_PACKED)[None, :], other=0.0)
-    elif BLOCK == NUM_PACKED:
+        return tl.load(p_x, mask=valid[:, None] & (o_d < PACKED_DIM)[None, :], other=0.0)
+    elif BLOCK == PACKED_DIM:
         return tl.load(p_x)
     else:
-        return tl.load(p_x, mask=(o_d < NUM_PACKED)[None, :], other=0.0)
+        return tl.load(p_x, mask=(o_d < PACKED_DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: tl.constexpr, NUM_PACKED: tl.constexpr,
+def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: tl.constexpr, PACKED_DIM: tl.constexpr,
                        MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr,
                        cfg: tl.constexpr):  # fmt: skip
     """Loads stored scales of key block n_block: fp32 [BLOCK_N] per token, e4m3 [BLOCK_N, BLOCK // 4], or none."""
@@ -149,7 +149,7 @@ def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: t
     elif row_format.BLOCK_SCALES:
         return (
             load_kv_block(
-                operand.scales, page_ids, n_block, valid, h, BLOCK // 4, NUM_PACKED // 4, MASKED, IS_NEW_KV,
+                operand.scales, page_ids, n_block, valid, h, BLOCK // 4, PACKED_DIM // 4, MASKED, IS_NEW_KV,
                 row_format.SCALE_STRIDE_UNIT, cfg,
             ),
         )  # fmt: skip
@@ -159,7 +159,7 @@ def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: t
 
 @triton.jit
 def dequant_kv_block(packed, scales, BLOCK: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr):
-    """Returns PACK tiles [BLOCK_N, BLOCK] for the matrix unit, dequantised from packed codes."""
+    """Returns PACK tiles [BLOCK_N, BLOCK] for the matrix unit, dequantized from packed codes."""
     PACK: tl.constexpr = row_format.PACK
     BLOCK_N: tl.constexpr = packed.shape[0]
     if IS_NEW_KV:

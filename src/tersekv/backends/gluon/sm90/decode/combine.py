@@ -96,7 +96,7 @@ class SplitWorkTile(NamedTuple):
 
 
 @gluon.jit
-def choose_fan_in(num_splits):
+def first_level_fan_in(num_splits):
     """Returns how many neighbours are combined in the first level."""
     fan_in = num_splits
     if num_splits > MAX_FAN_IN:
@@ -122,7 +122,7 @@ def split_counter_ptr(SPLIT_WORKSPACE, level, lead_range, first_range, cfg: gl.c
 @gluon.jit
 def read_split_counter(SPLIT_WORKSPACE, split_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the value of the counter that `fused_combine` will need."""
-    fan_in = choose_fan_in(split_tile.num_splits)
+    fan_in = first_level_fan_in(split_tile.num_splits)
     return read_counter(
         split_counter_ptr(
             SPLIT_WORKSPACE, 0,
@@ -272,7 +272,7 @@ def fused_combine(
         tensors.SPLIT_WORKSPACE, split_tile.first_range, split_tile.num_splits, work_tile.m_block * cfg.BLOCK_M,
     )  # fmt: skip
     num_rows_left = work_tile.num_q_rows * cfg.GROUP - row_begin
-    fan_in = choose_fan_in(num_splits)
+    fan_in = first_level_fan_in(num_splits)
     lead_range = first_range + (split_tile.i_range - first_range) // fan_in * fan_in
     range_step, num_partials = gl.minimum(fan_in, 1), gl.minimum(fan_in, first_range + num_splits - lead_range)
     p_counter = split_counter_ptr(SPLIT_WORKSPACE, 0, lead_range, first_range, cfg, tile_cfg)

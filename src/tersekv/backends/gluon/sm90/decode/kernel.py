@@ -54,7 +54,7 @@ from .layouts import (
     k_load_layout,
     k_to_mma_operand,
     load_k_block_scales,
-    load_query_operand,
+    load_query_fragment,
     load_v_block_scales,
     mma_layout,
     transpose_p,
@@ -153,7 +153,7 @@ def compute_scores_of_mma_tile(k_stages, k_scale_stages, i_tile, q, score_scales
     s = gl.full([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.BLOCK_M], 0, gl.float32, MMA)
     for i in gl.static_range(gl.constexpr(tile_cfg.K.PACK)):
         if cfg.BLOCK_M // tile_cfg.WARPS_PER_HEAD > 16:
-            s = mma_v2(k_to_mma_operand(k[i], cfg, tile_cfg), load_query_operand(q.operands, i, cfg, tile_cfg), s)
+            s = mma_v2(k_to_mma_operand(k[i], cfg, tile_cfg), load_query_fragment(q.operands, i, cfg, tile_cfg), s)
         else:
             s = mma_v2(k_to_mma_operand(k[i], cfg, tile_cfg), q.operands[i], s)
     if tile_cfg.K.SCALE_KIND == "token_head":
@@ -622,7 +622,7 @@ def decode_kernel(
                 counter_value = read_split_counter(SPLIT_WORKSPACE, split_tile, cfg, tile_cfg)
             # Query, then the main loop.
             if tile_cfg.LARGE_M:
-                score_scales = head_score_scales * large_m.store_query_to_smem(
+                score_scales = head_score_scales * large_m.store_query_and_get_scales(
                     tensors, strides, rotation_smem, work_tile, first_head, smem_operands.q, cfg, tile_cfg
                 )
                 state, prefetch_pos, iter = large_m.mainloop(
@@ -639,7 +639,7 @@ def decode_kernel(
                     q, q_scales = load_query(tensors, strides, rotation_smem, work_tile, first_head, cfg, tile_cfg)
                 score_scales = head_score_scales[:, None] * q_scales
                 step: gl.constexpr = mainloop_step_lazy_rescale if cfg.BLOCK_M > 16 else mainloop_step
-                lane_state = (
+                new_state = (
                     init_lazy_softmax_state(cfg, tile_cfg) if cfg.BLOCK_M > 16 else init_softmax_state(cfg, tile_cfg)
                 )
                 for n_block in range(
@@ -660,17 +660,17 @@ def decode_kernel(
                     prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
                     # QK, mask, online softmax, PV.
                     if (n_block >= unmasked_begin) & (n_block < unmasked_end):
-                        lane_state = step(
-                            lane_state, kv_stages, iter % tile_cfg.STAGES, q, score_scales, softcap, n_block, mask_args,
+                        new_state = step(
+                            new_state, kv_stages, iter % tile_cfg.STAGES, q, score_scales, softcap, n_block, mask_args,
                             False, cfg, tile_cfg,
                         )  # fmt: skip
                     else:
-                        lane_state = step(
-                            lane_state, kv_stages, iter % tile_cfg.STAGES, q, score_scales, softcap, n_block, mask_args,
+                        new_state = step(
+                            new_state, kv_stages, iter % tile_cfg.STAGES, q, score_scales, softcap, n_block, mask_args,
                             True, cfg, tile_cfg,
                         )  # fmt: skip
                     iter += 1
-                state = reduce_softmax_state(lane_state, cfg, tile_cfg)
+                state = reduce_softmax_state(new_state, cfg, tile_cfg)
             # Epilogue: output of an unsplit work tile, else a partial result.
             if tile_cfg.V.ROTATION.ENABLED:
                 state = unrotate_acc(state, rotation_smem, cfg, tile_cfg)

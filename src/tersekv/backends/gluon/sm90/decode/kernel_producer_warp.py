@@ -36,7 +36,7 @@ from .kernel import (
     store_split_metadata,
     work_tile_metadata_ptr,
 )
-from .layouts import allocate_query_smem, mma_layout, store_query_operand
+from .layouts import allocate_query_smem, mma_layout, store_query_fragment
 from .producer import (
     PageLookup,
     QueryOperands,
@@ -138,7 +138,7 @@ def consumer(
         if cfg.BLOCK_M > 16:
             thread_barrier()
             for i in gl.static_range(gl.constexpr(tile_cfg.K.PACK)):
-                store_query_operand(q_smem, i, q.operands[i], cfg, tile_cfg)
+                store_query_fragment(q_smem, i, q.operands[i], cfg, tile_cfg)
             thread_barrier()
             q = QueryOperands(q_smem, q.row_sums)
         score_scales = head_score_scales[:, None] * q_scales

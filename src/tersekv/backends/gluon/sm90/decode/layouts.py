@@ -36,9 +36,9 @@ def _key_register_bases(NUM_KEYS, rank, dim):
 
 
 @gluon.constexpr_function
-def _lane_stretch_and_panels(NUM_PACKED):
+def _lane_stretch_and_panels(PACKED_DIM):
     """Returns (packed words of a lane in each panel of at most 128 bytes of a row, number of panels)."""
-    return min(NUM_PACKED, 64) // 4, max(NUM_PACKED // 64, 1)
+    return min(PACKED_DIM, 64) // 4, max(PACKED_DIM // 64, 1)
 
 
 @gluon.constexpr_function
@@ -48,25 +48,25 @@ def mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD):
 
 
 @gluon.constexpr_function
-def k_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
-    """Returns the layout of packed K [HEADS_PER_CTA, NUM_KEYS, NUM_PACKED]: lane l has key l // 4 (and 8 more) and a
+def k_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_DIM):
+    """Returns the layout of packed K [HEADS_PER_CTA, NUM_KEYS, PACKED_DIM]: lane l has key l // 4 (and 8 more) and a
     run of its row."""
-    stretch, panels = _lane_stretch_and_panels(NUM_PACKED)
+    stretch, panels = _lane_stretch_and_panels(PACKED_DIM)
     regs = [[0, 0, 1 << i] for i in range(stretch.bit_length() - 1)]
     regs += (
         [[0, 8, 0]] + [[0, 0, 64 << i] for i in range(panels.bit_length() - 1)] + _key_register_bases(NUM_KEYS, 3, 1)
     )
     lanes = [[0, 0, stretch], [0, 0, 2 * stretch], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.DistributedLinearLayout(
-        regs, lanes, _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 3), [], [HEADS_PER_CTA, NUM_KEYS, NUM_PACKED]
+        regs, lanes, _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 3), [], [HEADS_PER_CTA, NUM_KEYS, PACKED_DIM]
     )
 
 
 @gluon.constexpr_function
-def query_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, ROWS, NUM_PACKED, PACK):
-    """Returns the layout of a query [HEADS_PER_CTA, ROWS, NUM_PACKED * PACK columns]: lane l has row l // 4 and the
+def query_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, ROWS, PACKED_DIM, PACK):
+    """Returns the layout of a query [HEADS_PER_CTA, ROWS, PACKED_DIM * PACK columns]: lane l has row l // 4 and the
     same columns as of its keys."""
-    stretch, panels = _lane_stretch_and_panels(NUM_PACKED)
+    stretch, panels = _lane_stretch_and_panels(PACKED_DIM)
     columns = stretch * PACK
     rows = [[0, 8 << i, 0] for i in range((ROWS // 8).bit_length() - 1)]
     heads = [[1 << i, 0, 0] for i in range(HEADS_PER_CTA.bit_length() - 1)]
@@ -74,14 +74,14 @@ def query_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, ROWS, NUM_PACKED, PACK):
     regs = [[0, 0, 1 << i] for i in range(columns.bit_length() - 1)]
     regs += [[0, 0, (4 * columns) << i] for i in range(panels.bit_length() - 1)] + rows[shared:]
     lanes = [[0, 0, columns], [0, 0, 2 * columns], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.DistributedLinearLayout(regs, lanes, rows[:shared] + heads, [], [HEADS_PER_CTA, ROWS, NUM_PACKED * PACK])
+    return gl.DistributedLinearLayout(regs, lanes, rows[:shared] + heads, [], [HEADS_PER_CTA, ROWS, PACKED_DIM * PACK])
 
 
 @gluon.constexpr_function
-def k_scale_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
+def k_scale_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_DIM):
     """Returns the layout [HEADS_PER_CTA, NUM_KEYS, words, parts of a word] of a key's block scales: lane l % 4 has the
     l-th part."""
-    num_words = NUM_PACKED // 16
+    num_words = PACKED_DIM // 16
     lanes = {
         1: [[0, 0, 0, 1], [0, 0, 0, 2]],
         2: [[0, 0, 0, 1], [0, 0, 1, 0]],
@@ -98,9 +98,9 @@ def k_scale_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
 
 
 @gluon.constexpr_function
-def k_scale_mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
+def k_scale_mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_DIM):
     """Returns `k_load_layout` with the packed words as [blocks, 4]."""
-    blocks = NUM_PACKED // 16  # of a lane
+    blocks = PACKED_DIM // 16  # of a lane
     regs = [[0, 0, 0, 1], [0, 0, 0, 2]] + [[0, 0, 1 << i, 0] for i in range(blocks.bit_length() - 1)]
     regs += [[0, 8, 0, 0], *_key_register_bases(NUM_KEYS, 4, 1)]
     lanes = [
@@ -111,23 +111,27 @@ def k_scale_mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
         [0, 4, 0, 0],
     ]
     return gl.DistributedLinearLayout(
-        regs, lanes, _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 4), [], [HEADS_PER_CTA, NUM_KEYS, NUM_PACKED // 4, 4]
+        regs,
+        lanes,
+        _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
+        [],
+        [HEADS_PER_CTA, NUM_KEYS, PACKED_DIM // 4, 4],
     )
 
 
 @gluon.constexpr_function
-def _v_scale_register_bases(NUM_PACKED, rank):
+def _v_scale_register_bases(PACKED_DIM, rank):
     """Returns the register bases of the words of block scales."""
-    return [[0, 1 << i] + [0] * (rank - 2) for i in range((NUM_PACKED // 16).bit_length() - 1)]
+    return [[0, 1 << i] + [0] * (rank - 2) for i in range((PACKED_DIM // 16).bit_length() - 1)]
 
 
 @gluon.constexpr_function
-def v_scale_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
+def v_scale_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_DIM):
     """Returns the layout [HEADS_PER_CTA, words, 2 bytes of a half, 4 packed, NUM_KEYS] of V block scales, as the MMA
     operand needs them."""
     regs = (
         [[0, 0, 0, 0, 1], [0, 0, 0, 0, 8]]
-        + _v_scale_register_bases(NUM_PACKED, 5)
+        + _v_scale_register_bases(PACKED_DIM, 5)
         + _key_register_bases(NUM_KEYS, 5, 4)
     )
     lanes = [
@@ -139,22 +143,26 @@ def v_scale_load_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
     ]
     return gl.DistributedLinearLayout(
         regs, lanes, _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 5), [],
-        [HEADS_PER_CTA, NUM_PACKED // 16, 2, 4, NUM_KEYS],
+        [HEADS_PER_CTA, PACKED_DIM // 16, 2, 4, NUM_KEYS],
     )  # fmt: skip
 
 
 @gluon.constexpr_function
-def v_scale_mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
+def v_scale_mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, PACKED_DIM):
     """Returns the layout [HEADS_PER_CTA, blocks, 4 packed, NUM_KEYS]: the operand's, with the packed words as [blocks,
     4]."""
     regs = (
         [[0, 0, 0, 1], [0, 0, 0, 8]]
-        + [[0, 2 << i, 0, 0] for i in range((NUM_PACKED // 8).bit_length() - 1)]
+        + [[0, 2 << i, 0, 0] for i in range((PACKED_DIM // 8).bit_length() - 1)]
         + _key_register_bases(NUM_KEYS, 4, 3)
     )
     lanes = [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0]]
     return gl.DistributedLinearLayout(
-        regs, lanes, _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 4), [], [HEADS_PER_CTA, NUM_PACKED // 4, 4, NUM_KEYS]
+        regs,
+        lanes,
+        _warp_bases(HEADS_PER_CTA, WARPS_PER_HEAD, 4),
+        [],
+        [HEADS_PER_CTA, PACKED_DIM // 4, 4, NUM_KEYS],
     )
 
 
@@ -162,42 +170,42 @@ def v_scale_mma_layout(HEADS_PER_CTA, WARPS_PER_HEAD, NUM_KEYS, NUM_PACKED):
 
 
 @gluon.constexpr_function
-def _query_smem_copy_layout(NUM_PACKED, ROWS, tile_cfg):
+def _query_smem_copy_layout(PACKED_DIM, ROWS, tile_cfg):
     """Returns the layout of a query operand in shared memory: each lane has one contiguous row."""
-    return gl.BlockedLayout([1, NUM_PACKED * ROWS // 32], [32, 1], [tile_cfg.HEADS_PER_CTA, 1], [1, 0])
+    return gl.BlockedLayout([1, PACKED_DIM * ROWS // 32], [32, 1], [tile_cfg.HEADS_PER_CTA, 1], [1, 0])
 
 
 @gluon.jit
-def allocate_query_smem(NUM_PACKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def allocate_query_smem(PACKED_DIM: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Allocates shared memory for the PACK query operands: the elements of a lane are contiguous."""
     SMEM_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     return gl.allocate_shared_memory(
-        gl.float16, [tile_cfg.K.PACK, tile_cfg.HEADS_PER_CTA * 32, NUM_PACKED * cfg.BLOCK_M // 32], SMEM_LAYOUT
+        gl.float16, [tile_cfg.K.PACK, tile_cfg.HEADS_PER_CTA * 32, PACKED_DIM * cfg.BLOCK_M // 32], SMEM_LAYOUT
     )
 
 
 @gluon.jit
-def store_query_operand(q_smem, I_TILE: gl.constexpr, q_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def store_query_fragment(q_smem, I_TILE: gl.constexpr, q_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Stores a query operand [HEADS_PER_CTA, PACKED_K, BLOCK_M], the right operand, to shared memory."""
-    NUM_PACKED: gl.constexpr = cfg.PACKED_K
-    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, NUM_PACKED // 16, 2, 4, 2, cfg.BLOCK_M // 8, 8]).permute(
+    PACKED_DIM: gl.constexpr = cfg.PACKED_K
+    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, PACKED_DIM // 16, 2, 4, 2, cfg.BLOCK_M // 8, 8]).permute(
         [0, 6, 3, 5, 1, 2, 4]
     )
-    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA * 32, NUM_PACKED * cfg.BLOCK_M // 32])
+    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA * 32, PACKED_DIM * cfg.BLOCK_M // 32])
     q_smem.index(I_TILE).store(
-        gl.convert_layout(q_tile, _query_smem_copy_layout(NUM_PACKED, cfg.BLOCK_M, tile_cfg), assert_trivial=True)
+        gl.convert_layout(q_tile, _query_smem_copy_layout(PACKED_DIM, cfg.BLOCK_M, tile_cfg), assert_trivial=True)
     )
 
 
 @gluon.jit
-def load_query_operand(q_smem, I_TILE: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def load_query_fragment(q_smem, I_TILE: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Loads a query operand from shared memory."""
-    NUM_PACKED: gl.constexpr = cfg.PACKED_K
-    q_tile = q_smem.index(I_TILE).load(_query_smem_copy_layout(NUM_PACKED, cfg.BLOCK_M, tile_cfg))
-    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, 8, 4, cfg.BLOCK_M // 8, NUM_PACKED // 16, 2, 2]).permute(
+    PACKED_DIM: gl.constexpr = cfg.PACKED_K
+    q_tile = q_smem.index(I_TILE).load(_query_smem_copy_layout(PACKED_DIM, cfg.BLOCK_M, tile_cfg))
+    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, 8, 4, cfg.BLOCK_M // 8, PACKED_DIM // 16, 2, 2]).permute(
         [0, 4, 5, 2, 6, 3, 1]
     )
-    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, NUM_PACKED, cfg.BLOCK_M])
+    q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, PACKED_DIM, cfg.BLOCK_M])
     return gl.convert_layout(
         q_tile,
         gl.DotOperandLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2),

@@ -108,8 +108,8 @@ def allocate_kv_stages(tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def smem_codes_of_mma_tile(stages, i_tile, NUM_PACKED: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the codes of MMA tile i_tile of the ring: [HEADS_PER_CTA, MMA_KEYS, NUM_PACKED]. A row in shared memory
+def smem_codes_of_mma_tile(stages, i_tile, PACKED_DIM: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the codes of MMA tile i_tile of the ring: [HEADS_PER_CTA, MMA_KEYS, PACKED_DIM]. A row in shared memory
     may hold several heads (`tensor_maps.merge_adjacent_heads`); a tile may consist of two copies
     (`tensor_maps.make_kv_layout`)."""
     tile = stages.index(i_tile)
@@ -119,9 +119,9 @@ def smem_codes_of_mma_tile(stages, i_tile, NUM_PACKED: gl.constexpr, tile_cfg: g
     TILE_ROWS: gl.constexpr = tile.shape[0]
     if TILE_ROWS < tile_cfg.HEADS_PER_CTA:
         tile = (
-            tile.reshape([TILE_ROWS, tile_cfg.MMA_KEYS, tile_cfg.HEADS_PER_CTA // TILE_ROWS, NUM_PACKED])
+            tile.reshape([TILE_ROWS, tile_cfg.MMA_KEYS, tile_cfg.HEADS_PER_CTA // TILE_ROWS, PACKED_DIM])
             .permute([0, 2, 1, 3])
-            .reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, NUM_PACKED])
+            .reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, PACKED_DIM])
         )
     return tile
 

@@ -110,27 +110,27 @@ def acc_layout(cfg):
 
 
 @gluon.constexpr_function
-def packed_per_lane(NUM_PACKED, tile_cfg):
+def packed_per_lane(PACKED_DIM, tile_cfg):
     """Returns the consecutive packed columns of a lane."""
-    return max(4, min(8, NUM_PACKED // (4 if tile_cfg.KEYS_PER_BUFFER >= 32 else 8)))
+    return max(4, min(8, PACKED_DIM // (4 if tile_cfg.KEYS_PER_BUFFER >= 32 else 8)))
 
 
 @gluon.constexpr_function
-def packed_layout(NUM_PACKED, tile_cfg):
-    """Returns the layout of codes [keys, NUM_PACKED]: eight lanes hold the same columns of eight keys, in different
+def packed_layout(PACKED_DIM, tile_cfg):
+    """Returns the layout of codes [keys, PACKED_DIM]: eight lanes hold the same columns of eight keys, in different
     banks."""
     NUM_WARPS_DOWN = min(4, tile_cfg.KEYS_PER_BUFFER // 8)
     return gl.BlockedLayout(
-        [1, packed_per_lane(NUM_PACKED, tile_cfg)], [8, 4], [NUM_WARPS_DOWN, 4 // NUM_WARPS_DOWN], [0, 1]
+        [1, packed_per_lane(PACKED_DIM, tile_cfg)], [8, 4], [NUM_WARPS_DOWN, 4 // NUM_WARPS_DOWN], [0, 1]
     )
 
 
 @gluon.constexpr_function
-def packed_blocks_layout(NUM_PACKED, tile_cfg):
+def packed_blocks_layout(PACKED_DIM, tile_cfg):
     """Returns the same layout of 4-bit codes as [keys, blocks, 4 packed]."""
     NUM_WARPS_DOWN = min(4, tile_cfg.KEYS_PER_BUFFER // 8)
     return gl.BlockedLayout(
-        [1, packed_per_lane(NUM_PACKED, tile_cfg) // 4, 4], [8, 4, 1], [NUM_WARPS_DOWN, 4 // NUM_WARPS_DOWN, 1],
+        [1, packed_per_lane(PACKED_DIM, tile_cfg) // 4, 4], [8, 4, 1], [NUM_WARPS_DOWN, 4 // NUM_WARPS_DOWN, 1],
         [2, 0, 1],
     )  # fmt: skip
 
@@ -265,17 +265,17 @@ def load_packed_block(stages, full_barriers, iter, enabled, cfg: gl.constexpr, t
 
 
 @gluon.jit
-def expand_block_scales(scale_bytes, NUM_PACKED: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, NUM_PACKED], in the layout of the
+def expand_block_scales(scale_bytes, PACKED_DIM: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_DIM], in the layout of the
     codes."""
-    L3: gl.constexpr = packed_blocks_layout(NUM_PACKED, tile_cfg)
+    L3: gl.constexpr = packed_blocks_layout(PACKED_DIM, tile_cfg)
     block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes.to(gl.int16)], gl.float16, True, 1)
     block_scales, _ = gl.broadcast(
-        block_scales[:, :, None], gl.full([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED // 4, 4], 0, gl.float16, L3)
+        block_scales[:, :, None], gl.full([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 4, 4], 0, gl.float16, L3)
     )
     return gl.convert_layout(
-        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED]),
-        packed_layout(NUM_PACKED, tile_cfg),
+        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM]),
+        packed_layout(PACKED_DIM, tile_cfg),
         assert_trivial=True,
     )
 
@@ -283,22 +283,22 @@ def expand_block_scales(scale_bytes, NUM_PACKED: gl.constexpr, tile_cfg: gl.cons
 @gluon.jit
 def dequant_block(packed, dequant_scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns codes as fp16, per buffer [KEYS_PER_BUFFER, PACK × PACKED_K]."""
-    NUM_PACKED: gl.constexpr = cfg.PACKED_K
+    PACKED_DIM: gl.constexpr = cfg.PACKED_K
     out = ()
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
         if cfg.PACK == 4:
             if cfg.BLOCK_SCALES:
-                halves = dequant_e2m1(packed[j], expand_block_scales(dequant_scales[j], NUM_PACKED, tile_cfg), True)
+                halves = dequant_e2m1(packed[j], expand_block_scales(dequant_scales[j], PACKED_DIM, tile_cfg), True)
             else:
-                gl.static_assert(cfg.CODE == "int4", "a code that nobody here knows")
+                gl.static_assert(cfg.CODE == "int4", "a code that this kernel does not know")
                 halves = dequant_int4_rows(packed[j], dequant_scales[j])
             low0, low1, high0, high1 = halves
             x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
-            x = x.reshape([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
+            x = x.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
         else:
             low, high = dequant_k(packed[j], cfg)
-            x = gl.join(low, high).reshape([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED // 2, 2, 2]).permute([0, 1, 3, 2])
-        out = out + (x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * NUM_PACKED]),)
+            x = gl.join(low, high).reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 2, 2, 2]).permute([0, 1, 3, 2])
+        out = out + (x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * PACKED_DIM]),)
     return out
 
 
@@ -419,7 +419,7 @@ def converter(
 
 
 @gluon.jit
-def load_query_operand(
+def load_query_fragment(
     tensors, strides, rotation_smem, work_tile, kv_head, row_begin, sign, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Returns (64 query rows from row_begin on, fp16, as the left operand; a scale of their scores
@@ -678,7 +678,7 @@ def consumer(
         )
         work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
         row_begin = work_tile.m_block * cfg.BLOCK_M + I_CONSUMER * ROWS_PER_WARPGROUP
-        q, q_scales = load_query_operand(
+        q, q_scales = load_query_fragment(
             tensors, strides, rotation_smem, work_tile, kv_head, row_begin, sign, cfg, tile_cfg
         )
         score_scales = q_scales * (head_score_scale * sign)

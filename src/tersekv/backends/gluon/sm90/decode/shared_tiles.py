@@ -9,7 +9,8 @@ Heads of at most 128 columns go by `rows_64`. It cannot take 256: a thread's 255
 beside the accumulator (128) and two tiles of scores (64), and shared memory, 227 KB, does not hold that of 128 rows (64
 KB) beside four fp16 tiles (128 KB) and two stages of codes (64 KB). Here are two tiles, and no overlapped QK.
 
-Mask: `softmax_step`. Free stage: the second barrier in `mainloop`. Rescale: `mainloop`. Combine: `combine_kernel`.
+Mask: `softmax_step`. Free stage: the second barrier in `mainloop`. Rescale and PV: `mainloop`; P stays in registers, and
+only K and V are in shared memory. Combine: `combine_kernel`.
 """
 
 from typing import NamedTuple
@@ -63,18 +64,21 @@ def acc_layout(cfg, tile_cfg):
 
 
 @gluon.constexpr_function
-def packed_layout(NUM_PACKED, cfg, tile_cfg):
-    """Returns the layout of codes [keys, NUM_PACKED]: a lane has eight of a row, 16 bytes of fp16, without bank
+def packed_layout(PACKED_DIM, cfg, tile_cfg):
+    """Returns the layout of codes [keys, PACKED_DIM]: a lane has eight of a row, 16 bytes of fp16, without bank
     conflicts."""
-    lanes = NUM_PACKED * cfg.PACK // 8
+    lanes = PACKED_DIM * cfg.PACK // 8
     return gl.BlockedLayout([1, 8 // cfg.PACK], [32 // lanes, lanes], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def packed_blocks_layout(NUM_PACKED, cfg, tile_cfg):
+def packed_blocks_layout(PACKED_DIM, cfg, tile_cfg):
     """Returns the same layout of 4-bit codes as [keys, blocks, 2 halves, 2 packed]."""
     return gl.BlockedLayout(
-        [1, 1, 1, 2], [64 // NUM_PACKED, NUM_PACKED // 4, 2, 1], [tile_cfg.WARPS_PER_HEAD, 1, 1, 1], [3, 2, 1, 0]
+        [1, 1, 1, 2],
+        [64 // PACKED_DIM, PACKED_DIM // 4, 2, 1],
+        [tile_cfg.WARPS_PER_HEAD, 1, 1, 1],
+        [3, 2, 1, 0],
     )
 
 
@@ -90,9 +94,9 @@ def token_scale_layout(tile_cfg):
 
 
 @gluon.constexpr_function
-def block_scale_layout(NUM_PACKED, tile_cfg):
+def block_scale_layout(PACKED_DIM, tile_cfg):
     """Returns the layout of block scales [keys, bytes] as loaded: a thread has those of a key."""
-    return gl.BlockedLayout([1, NUM_PACKED // 4], [32, 1], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
+    return gl.BlockedLayout([1, PACKED_DIM // 4], [32, 1], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
 
 
 @gluon.jit
@@ -128,7 +132,7 @@ def allocate_smem_operands(cfg: gl.constexpr, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_query_to_smem(
+def store_query_and_get_scales(
     tensors, strides, rotation_smem, work_tile, kv_head, q_smem, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Stores a work tile's query rows to shared memory in fp16; returns a scale of their scores [BLOCK_M] (see
@@ -171,13 +175,13 @@ def page_and_slot_of_keys(
 def load_scales_of_side(SCALES, page_slots, kv_head, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Loads the stored scales of an n_block's K or V: [BLOCK_N] fp32, or [BLOCK_N, blocks] bytes."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
-    NUM_PACKED: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
+    PACKED_DIM: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
     page_id, page_slot, m_key = page_slots
     if cfg.INT64_OFFSETS:
         page_slot, kv_head = page_slot.to(gl.int64), kv_head.to(gl.int64)
     o_scales = page_id * SIDE.SCALE_STRIDES[0] + page_slot * SIDE.SCALE_STRIDES[1] + kv_head * SIDE.SCALE_STRIDES[2]
     if cfg.BLOCK_SCALES:
-        o_i = gl.arange(0, NUM_PACKED // 4, gl.SliceLayout(0, block_scale_layout(NUM_PACKED, tile_cfg)))
+        o_i = gl.arange(0, PACKED_DIM // 4, gl.SliceLayout(0, block_scale_layout(PACKED_DIM, tile_cfg)))
         p_byte = SCALES.to(gl.pointer_type(gl.uint8), bitcast=True) + o_scales[:, None] + o_i[None, :]
         return gl.load(p_byte, mask=m_key[:, None], other=0)
     else:
@@ -220,18 +224,19 @@ def load_stored_scales(
 
 
 @gluon.jit
-def load_block_scales(scales, NUM_PACKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Loads block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, NUM_PACKED], in the layout of the
+def load_block_scales(scales, PACKED_DIM: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_DIM], in the layout of the
     codes."""
-    L4: gl.constexpr = packed_blocks_layout(NUM_PACKED, cfg, tile_cfg)
+    L4: gl.constexpr = packed_blocks_layout(PACKED_DIM, cfg, tile_cfg)
     scale_bytes = scales.load(gl.SliceLayout(2, gl.SliceLayout(3, L4))).to(gl.int16)
     block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes], gl.float16, True, 1)
     block_scales, _ = gl.broadcast(
-        block_scales[:, :, None, None], gl.full([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED // 4, 2, 2], 0, gl.float16, L4)
+        block_scales[:, :, None, None],
+        gl.full([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 4, 2, 2], 0, gl.float16, L4),
     )
     return gl.convert_layout(
-        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED]),
-        packed_layout(NUM_PACKED, cfg, tile_cfg),
+        block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM]),
+        packed_layout(PACKED_DIM, cfg, tile_cfg),
         assert_trivial=True,
     )
 
@@ -239,20 +244,20 @@ def load_block_scales(scales, NUM_PACKED: gl.constexpr, cfg: gl.constexpr, tile_
 @gluon.jit
 def dequant_to_smem(stages, scale_smem, smem, stage, n_block, num_keys, num_q_rows, MASKED: gl.constexpr,
                     IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
-    """Stores a stage's codes as fp16 to shared memory [BLOCK_N, PACK × NUM_PACKED]; invalid keys become zeros if
+    """Stores a stage's codes as fp16 to shared memory [BLOCK_N, PACK × PACKED_DIM]; invalid keys become zeros if
     MASKED."""
-    NUM_PACKED: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
+    PACKED_DIM: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
-    L: gl.constexpr = packed_layout(NUM_PACKED, cfg, tile_cfg)
+    L: gl.constexpr = packed_layout(PACKED_DIM, cfg, tile_cfg)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(SIDE.SMEM_LAYOUT.swizzle_byte_width, 16, 2)
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
         if tile_cfg.COPIES_PER_BUFFER == 2:
-            codes = smem_codes_of_mma_tile(stages[j], stage, NUM_PACKED, tile_cfg).reshape(
-                [tile_cfg.KEYS_PER_BUFFER, NUM_PACKED]
+            codes = smem_codes_of_mma_tile(stages[j], stage, PACKED_DIM, tile_cfg).reshape(
+                [tile_cfg.KEYS_PER_BUFFER, PACKED_DIM]
             )
         else:
             codes = reinterpret(
-                stages[j], gl.int16, [tile_cfg.STAGES, tile_cfg.KEYS_PER_BUFFER, NUM_PACKED], LAYOUT
+                stages[j], gl.int16, [tile_cfg.STAGES, tile_cfg.KEYS_PER_BUFFER, PACKED_DIM], LAYOUT
             ).index(stage)
         packed = codes.load(L)
         o_n = (
@@ -265,19 +270,19 @@ def dequant_to_smem(stages, scale_smem, smem, stage, n_block, num_keys, num_q_ro
             packed = gl.where(valid, packed, 0)
         if cfg.BLOCK_SCALES:
             block_scales = load_block_scales(
-                scale_smem[1 if IS_V else 0].slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER), NUM_PACKED,
+                scale_smem[1 if IS_V else 0].slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER), PACKED_DIM,
                 cfg, tile_cfg,
             )  # fmt: skip
             if MASKED:
                 block_scales = gl.where(valid, block_scales, 0.0)
             low0, low1, high0, high1 = dequant_e2m1(packed, block_scales, True)
             x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
-            x = x.reshape([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
+            x = x.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
         else:
             low, high = dequant_k(packed, cfg)
-            x = gl.join(low, high).reshape([tile_cfg.KEYS_PER_BUFFER, NUM_PACKED // 2, 2, 2]).permute([0, 1, 3, 2])
+            x = gl.join(low, high).reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 2, 2, 2]).permute([0, 1, 3, 2])
         smem.slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER).store(
-            x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * NUM_PACKED])
+            x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * PACKED_DIM])
         )
 
 

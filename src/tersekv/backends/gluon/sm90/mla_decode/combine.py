@@ -137,7 +137,7 @@ def combine_project_kernel(
     stride_wh, stride_wn, stride_sh, stride_sn, stride_ot, stride_oh,
     BLOCK_M: tl.constexpr, SPLITS_PER_STEP: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """Combines head h of BLOCK_M tokens, rounds as `combine_kernel` does, quantises, and projects to PROJECTED_COLUMNS
+    """Combines head h of BLOCK_M tokens, rounds as `combine_kernel` does, quantizes, and projects to PROJECTED_COLUMNS
     columns by e4m3 weights. Unsplit rows are read from LATENTS. Weights are prefetched before the PDL wait."""
     gdc_launch_dependents()
     h = tl.program_id(0)
@@ -163,7 +163,7 @@ def combine_project_kernel(
         SPLIT_WORKSPACE, first_cta, tl.where(is_split, num_splits, 0), o_r, o_d, value_scale, SPLITS_PER_STEP, cfg
     )
     latents = tl.where(is_split[:, None], cast_output(latents, LATENTS, cfg), unsplit_latents)
-    # Quantise and project.
+    # Quantize and project.
     codes, x_scales = quantize_rows_e4m3(tl.reshape(latents, [4 * BLOCK_M, GROUP]), True)
     codes, x_scales = (
         split_in_four(tl.reshape(codes, [BLOCK_M, 4 * GROUP])),

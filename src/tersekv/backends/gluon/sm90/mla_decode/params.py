@@ -159,7 +159,7 @@ def view_as_packed(tile):
 
 @gluon.jit
 def dequant_packed(packed):
-    """Dequantises 16-bit packed pairs to two fp16 tiles."""
+    """Dequantizes 16-bit packed pairs to two fp16 tiles."""
     return gl.inline_asm_elementwise(E4M3_PTX, "=r,=r,r", [packed], [gl.float16, gl.float16], True, 2)
 
 

@@ -145,7 +145,7 @@ def load_query_as_e4m3_terms(tensors, q, work_tile, h, strides, I_CONSUMER: gl.c
 
 
 @gluon.jit
-def load_query_tiles(tensors, q, work_tile, h, strides, cfg: gl.constexpr):
+def copy_query_to_smem(tensors, q, work_tile, h, strides, cfg: gl.constexpr):
     """Loads the query into shared memory, by tiles of columns; the last is the rotary part."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     tokens, heads, m_row = token_and_head_of_q_rows(
@@ -349,20 +349,20 @@ def accumulate_pv_fp8(
 ):  # fmt: skip
     """Returns acc_o + V, transposed, times P in shared memory [BLOCK_N, BLOCK_M]; with group scales, one P per chunk.
 
-    SAVE_REGISTERS: dequantise a chunk only after the MMA of the one before.
+    SAVE_REGISTERS: dequantize a chunk only after the MMA of the one before.
     """
     CHUNKS: gl.constexpr = cfg.CHUNKS
-    out, num_work_tiles = (), ()
+    out, finished = (), ()
     for i in gl.static_range(CHUNKS):
         if SAVE_REGISTERS and i > 0:
-            num_work_tiles = num_work_tiles + warpgroup_mma_wait(0, [out[2 * i - 2], out[2 * i - 1]])
+            finished = finished + warpgroup_mma_wait(0, [out[2 * i - 2], out[2 * i - 1]])
         v = first_v if i == 0 and len(first_v) == 2 else load_v_chunk(ckv, stage, i, O, cfg)
         p = p_smem.index(I_CONSUMER * CHUNKS + i if cfg.GROUP_SCALES else I_CONSUMER)
         for j in gl.static_range(2):
             out = out + (warpgroup_mma(v[j], p, acc_o[2 * i + j], is_async=True),)
         if not SAVE_REGISTERS and i > 0:
-            num_work_tiles = num_work_tiles + warpgroup_mma_wait(2, [out[2 * i - 2], out[2 * i - 1]])
-    return num_work_tiles + warpgroup_mma_wait(0, [out[2 * CHUNKS - 2], out[2 * CHUNKS - 1]])
+            finished = finished + warpgroup_mma_wait(2, [out[2 * i - 2], out[2 * i - 1]])
+    return finished + warpgroup_mma_wait(0, [out[2 * CHUNKS - 2], out[2 * CHUNKS - 1]])
 
 
 @gluon.jit
@@ -471,7 +471,7 @@ def exchange_partial_results(
 ):
     """Combines both warpgroups: returns row_max, row_sum, and acc_o of this one's half of the columns."""
     row_max, acc_o, row_stats, acc_exchange = state.row_max, state.acc_o, buffers.row_stats, buffers.acc_exchange
-    CHUNKS_PER_CONSUMER: gl.constexpr = cfg.CHUNKS
+    ACC_TILES_PER_CONSUMER: gl.constexpr = cfg.CHUNKS
     COLUMN: gl.constexpr = row_max.type.layout
     row_stats.index(I_CONSUMER).store(row_max)
     row_stats.index(2 + I_CONSUMER).store(gl.convert_layout(state.row_sum, COLUMN))
@@ -488,16 +488,16 @@ def exchange_partial_results(
     rescale = gl.convert_layout(rescale, gl.SliceLayout(0, O))
     merged_acc = ()
     if I_CONSUMER == 0:  # there is memory for one half: the other warpgroup reads it, then stores its own
-        for i in gl.static_range(CHUNKS_PER_CONSUMER):
-            acc_exchange.index(i).store(acc_o[CHUNKS_PER_CONSUMER + i] * rescale[None, :])
+        for i in gl.static_range(ACC_TILES_PER_CONSUMER):
+            acc_exchange.index(i).store(acc_o[ACC_TILES_PER_CONSUMER + i] * rescale[None, :])
         sync_and_arrive(buffers.acc_full[0].index(0))
     mbarrier.wait(buffers.acc_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)
-    for i in gl.static_range(CHUNKS_PER_CONSUMER):
+    for i in gl.static_range(ACC_TILES_PER_CONSUMER):
         merged_acc = merged_acc + (
-            acc_o[I_CONSUMER * CHUNKS_PER_CONSUMER + i] * rescale[None, :] + acc_exchange.index(i).load(O),
+            acc_o[I_CONSUMER * ACC_TILES_PER_CONSUMER + i] * rescale[None, :] + acc_exchange.index(i).load(O),
         )
     if I_CONSUMER == 1:
-        for i in gl.static_range(CHUNKS_PER_CONSUMER):
+        for i in gl.static_range(ACC_TILES_PER_CONSUMER):
             acc_exchange.index(i).store(acc_o[i] * rescale[None, :])
         sync_and_arrive(buffers.acc_full[1].index(0))
     return SoftmaxState(row_max_new, row_sum, merged_acc)
@@ -570,7 +570,7 @@ def consumer(tensors, q, kv_stages, mbarriers, buffers, scales, cta_range, strid
                 tensors, q, work_tile, h, strides, I_CONSUMER, NUM_CONSUMERS, Q_TERMS, ROW, cfg
             )
         else:
-            load_query_tiles(tensors, q.latents, work_tile, h, strides, cfg)
+            copy_query_to_smem(tensors, q.latents, work_tile, h, strides, cfg)
         if NUM_CONSUMERS == 2:
             sync_and_arrive(buffers.q_full[I_CONSUMER].index(0))
             mbarrier.wait(buffers.q_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)

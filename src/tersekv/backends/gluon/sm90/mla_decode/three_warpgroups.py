@@ -3,14 +3,14 @@
 Tiles of 64 keys arrive by TMA in STAGES stages. The QK warpgroup multiplies 64 query rows (M) by keys (N), 8-bit MMA
 straight from the codes, and stores P in shared memory in two stages. The PV warpgroups hold half of the columns each,
 transposed: columns are M, query rows N. They read the same codes as 16-bit packed pairs, which become fp16 in
-registers. So the softmax of one tile and the dequantisation of another overlap MMAs. They also load each work tile's
+registers. So the softmax of one tile and the dequantization of another overlap MMAs. They also load each work tile's
 query, and store its output through the query's memory. The producer prepares group scales.
 
 A query of 8 significant bits is exactly the sum of two e4m3 terms. 8-bit MMA keeps about 14 bits: each chunk of 128
 columns has its own accumulator, added in fp32; the second term, which is 2^-4 of the first, needs only one.
 
 Mask: `apply_mask`; lazy row_max: `qk_softmax_warpgroup`; rescale of acc_o: `rescale_acc`; wait for a free KV stage:
-`producer.py`, for a free P stage: `qk_softmax_warpgroup`; combine: `combine.py`.
+`producer.py`, for a free P stage: `qk_softmax_warpgroup`, which also signals P full; combine: `combine.py`.
 """
 
 from typing import NamedTuple
@@ -53,7 +53,7 @@ from .producer import SCALE_COLUMNS, ScalePrefetch, producer
 BLOCK_M = gl.constexpr(64)  # query rows
 BLOCK_N = gl.constexpr(64)  # keys
 LANES_PER_ROW = gl.constexpr(4)  # lanes that hold a row of scores
-KEY_HALVES = gl.constexpr(2)  # of a tile's keys: a half is dequantised at once
+KEY_HALVES = gl.constexpr(2)  # of a tile's keys: a half is dequantized at once
 KEYS_PER_HALF = gl.constexpr(BLOCK_N.value // KEY_HALVES.value)
 P_STAGES = gl.constexpr(2)  # tiles of P in shared memory
 MMA_BATCHES = gl.constexpr(3)  # batches of MMAs that overlap the softmax
@@ -182,7 +182,7 @@ def max_abs_bits(a, b):
 
 
 @gluon.jit
-def normalize_query_rows(chunks, flip_sign, CHUNKS: gl.constexpr):
+def normalize_query_rows(chunks, negate, CHUNKS: gl.constexpr):
     """Returns (inv_scale of rows, as bf16; q_scale of their scores), powers of two.
 
     Scaled, each row's largest element lies in [128, 256): elements down to 2^-10 of that are exact in two e4m3 terms.
@@ -193,7 +193,7 @@ def normalize_query_rows(chunks, flip_sign, CHUNKS: gl.constexpr):
         abs_max = max_abs_bits(abs_max, chunks[i])
     abs_max = gl.maximum(gl.max(abs_max, 1), gl.max(max_abs_bits(q_pe_chunk, q_pe_chunk), 1)).to(gl.int32)
     exponent = gl.maximum(abs_max >> 7, 8)
-    inv_scale = ((261 - exponent) << 7 | gl.where(flip_sign, 0x8000, 0)).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    inv_scale = ((261 - exponent) << 7 | gl.where(negate, 0x8000, 0)).to(gl.int16).to(gl.bfloat16, bitcast=True)
     return inv_scale, gl.where(exponent == 255, float("nan"), ((exponent - 7) << 23).to(gl.float32, bitcast=True))
 
 
@@ -205,7 +205,7 @@ def view_by_row_steps(x, STEP: gl.constexpr):
 
 
 @gluon.jit
-def store_two_terms(x, inv_scale, smem_rows, i_step):
+def store_two_terms_of_step(x, inv_scale, smem_rows, i_step):
     """Stores x × inv_scale in shared memory as e4m3, and its remainder behind all rows."""
     STEP: gl.constexpr = x.shape[0]
     _, inv_scale = gl.broadcast(x, inv_scale[:, None])
@@ -217,9 +217,9 @@ def store_two_terms(x, inv_scale, smem_rows, i_step):
 
 
 @gluon.jit
-def flip_signs(x, flip_sign):
-    """Returns e4m3 codes, negated if `flip_sign`."""
-    mask = gl.where(flip_sign, 0x80, 0).to(gl.int8)
+def negate_if(x, negate):
+    """Returns e4m3 codes, negated if `negate`."""
+    mask = gl.where(negate, 0x80, 0).to(gl.int8)
     x = x.to(gl.int8, bitcast=True)
     _, mask = gl.broadcast(x, gl.full([1, 1], 0, gl.int8, x.type.layout) | mask)
     x = gl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [x, mask], gl.int8, True, 4)
@@ -227,27 +227,27 @@ def flip_signs(x, flip_sign):
 
 
 @gluon.jit
-def store_query_rows(chunks, q_nope, q_pe, q_scales, flip_sign, i_step, Q_TERMS: gl.constexpr, cfg: gl.constexpr):
-    """Stores a step's query rows, negated if `flip_sign`, and their q_scales in shared memory."""
+def store_query_rows(chunks, q_nope, q_pe, q_scales, negate, i_step, Q_TERMS: gl.constexpr, cfg: gl.constexpr):
+    """Stores a step's query rows, negated if `negate`, and their q_scales in shared memory."""
     CHUNKS: gl.constexpr = cfg.CHUNKS
     STEP: gl.constexpr = chunks[0].shape[0]
     STEPS: gl.constexpr = Q_TERMS * BLOCK_M // STEP  # of a chunk
     q_pe_chunk = chunks[CHUNKS]
     ROW: gl.constexpr = gl.SliceLayout(1, q_pe_chunk.type.layout)
     if Q_TERMS == 2:
-        inv_scale, q_scale = normalize_query_rows(chunks, flip_sign, CHUNKS)
+        inv_scale, q_scale = normalize_query_rows(chunks, negate, CHUNKS)
         for i in gl.static_range(CHUNKS):
-            store_two_terms(chunks[i], inv_scale, q_nope, STEPS * i + i_step)
+            store_two_terms_of_step(chunks[i], inv_scale, q_nope, STEPS * i + i_step)
         if q_pe.dtype == gl.bfloat16:
             x = q_pe_chunk.to(gl.float32) * inv_scale.to(gl.float32)[:, None]
             q_pe.index(i_step).store(x.to(gl.bfloat16))
         else:
-            store_two_terms(q_pe_chunk, inv_scale, q_pe, i_step)
+            store_two_terms_of_step(q_pe_chunk, inv_scale, q_pe, i_step)
     else:
         q_scale = gl.full([STEP], 1.0, gl.float32, ROW)
         for i in gl.static_range(CHUNKS):
-            q_nope.index(STEPS * i + i_step).store(flip_signs(chunks[i], flip_sign))
-        q_pe_chunk = flip_signs(q_pe_chunk, flip_sign)
+            q_nope.index(STEPS * i + i_step).store(negate_if(chunks[i], negate))
+        q_pe_chunk = negate_if(q_pe_chunk, negate)
         if q_pe.dtype == gl.bfloat16:
             q_pe_chunk = q_pe_chunk.to(gl.bfloat16)
         q_pe.index(i_step).store(q_pe_chunk)
@@ -255,7 +255,7 @@ def store_query_rows(chunks, q_nope, q_pe, q_scales, flip_sign, i_step, Q_TERMS:
 
 
 @gluon.jit
-def load_query_half(tensors, q, q_scales, q_block, score_scale, strides, I_CONSUMER: gl.constexpr,
+def copy_query_rows_to_smem(tensors, q, q_scales, q_block, score_scale, strides, I_CONSUMER: gl.constexpr,
                     Q_TERMS: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Loads half of a work tile's query rows into shared memory; MMAs may read them after the next barrier.
 
@@ -504,6 +504,7 @@ def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_
             stage = kv_iter % STAGES
             if not PREFETCH_QK:
                 mbarrier.wait(full.index(stage), (kv_iter // STAGES) & 1)
+            # With two stages the next stage is the previous one, whose arrival was deferred to here.
             p_full_args = (p_full.index((p_iter + 1) % P_STAGES), n_block > n_block_begin)
             # QK.
             # NOTE: n_block >> 30 is 0. A constant would make the compiler keep, and spill, the descriptors of q.
@@ -525,9 +526,9 @@ def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_
                 sync_and_arrive(empty.index(stage))
             # The softmax overlaps second-term QK of the next tile; after the last tile its result is unused.
             if PREFETCH_QK:
-                next_slot = (kv_iter + 1) % STAGES
-                mbarrier.wait(full.index(next_slot), ((kv_iter + 1) // STAGES) & 1, pred=n_block + 1 < n_block_end)
-                low_term_acc = start_low_term_qk_batch(kv_stages, q, next_slot, n_block >> 30, zero, 0, cfg)
+                next_stage = (kv_iter + 1) % STAGES
+                mbarrier.wait(full.index(next_stage), ((kv_iter + 1) // STAGES) & 1, pred=n_block + 1 < n_block_end)
+                low_term_acc = start_low_term_qk_batch(kv_stages, q, next_stage, n_block >> 30, zero, 0, cfg)
             # Mask.
             s = apply_mask(s, n_block, num_keys, work_tile.num_q_rows, work_tile.m_block * cfg.BLOCK_M, cfg)
             # Online softmax, with lazy rescaling.
@@ -541,7 +542,7 @@ def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_
             rescale = gl.where(row_max_new == row_max, 1.0, gl.exp2(row_max - safe_max))
             row_max = row_max_new
             if PREFETCH_QK:
-                low_term_acc = start_low_term_qk_batch(kv_stages, q, next_slot, n_block >> 30, low_term_acc, 1, cfg)
+                low_term_acc = start_low_term_qk_batch(kv_stages, q, next_stage, n_block >> 30, low_term_acc, 1, cfg)
             # P and row_sum.
             p = exp2_of_scores(s, row_scales, safe_max, cfg)
             if cfg.GROUP_SCALES:
@@ -552,7 +553,7 @@ def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_
             else:
                 row_sum = row_sum * rescale + lane_row_sum(p)
             if PREFETCH_QK:
-                low_term_acc = start_low_term_qk_batch(kv_stages, q, next_slot, n_block >> 30, low_term_acc, 2, cfg)
+                low_term_acc = start_low_term_qk_batch(kv_stages, q, next_stage, n_block >> 30, low_term_acc, 2, cfg)
             # Wait for a free P stage; store P and rescale.
             mbarrier.wait(p_empty.index(p_iter % P_STAGES), ((p_iter // P_STAGES) & 1) ^ 1)
             store_p_halves(p, buffers.p_smem, p_iter % P_STAGES)
@@ -608,7 +609,7 @@ def load_packed_v(packed_v, chunk, key_half: gl.constexpr, O: gl.constexpr):
 
 @gluon.jit
 def dequant_v(packed, v_scale_ratios, key_half: gl.constexpr, cfg: gl.constexpr):
-    """Dequantises packed V to two fp16 tiles. v_scale_ratios: the chunk's scales over each key's largest."""
+    """Dequantizes packed V to two fp16 tiles. v_scale_ratios: the chunk's scales over each key's largest."""
     if cfg.GROUP_SCALES:
         key_ratios = v_scale_ratios.slice(key_half * KEYS_PER_HALF, KEYS_PER_HALF).load(
             gl.SliceLayout(0, packed.type.layout)
@@ -640,7 +641,9 @@ def rescale_acc(acc_o, rescale_smem, rescale_flag, O: gl.constexpr):
 
 
 @gluon.jit
-def accumulate_pv(acc_o, packed_v, first_chunk, buffers, p_full, p_iter, O: gl.constexpr, cfg: gl.constexpr):
+def rescale_and_accumulate_pv(
+    acc_o, packed_v, first_chunk, buffers, p_full, p_iter, O: gl.constexpr, cfg: gl.constexpr
+):
     """Waits for P and returns acc_o + V × P, the last MMAs in flight."""
     p_smem, v_scale_ratios = buffers.p_smem, buffers.v_scale_ratios
     p_stage = p_iter % P_STAGES
@@ -762,7 +765,7 @@ def pv_warpgroup(tensors, q, kv_stages, mbarriers, buffers, score_scale, cta_ran
         q_block = QueryBlock(work_tile.m_block, i_cta % cfg.HEADS, work_tile.q_begin, work_tile.num_q_rows)
         # Load the query, once both PV warpgroups are done with its memory.
         mbarrier.wait(mbarriers.q_empty.index(0), (num_work_tiles & 1) ^ 1)
-        load_query_half(tensors, q, buffers.q_scales, q_block, score_scale, strides, I_CONSUMER, Q_TERMS, cfg)
+        copy_query_rows_to_smem(tensors, q, buffers.q_scales, q_block, score_scale, strides, I_CONSUMER, Q_TERMS, cfg)
         sync_and_arrive(mbarriers.q_full.index(0))
         mbarrier.arrive(mbarriers.first_q_full.index(0), pred=num_work_tiles == 0)
         acc_o = (zero, zero, zero, zero)
@@ -776,7 +779,7 @@ def pv_warpgroup(tensors, q, kv_stages, mbarriers, buffers, score_scale, cta_ran
                 fence_async_shared()  # TMA writes there next
             # PV; release KV, then P.
             p_iter = kv_iter + num_work_tiles
-            acc_o = accumulate_pv(acc_o, packed_v, first_chunk, buffers, p_full, p_iter, O, cfg)
+            acc_o = rescale_and_accumulate_pv(acc_o, packed_v, first_chunk, buffers, p_full, p_iter, O, cfg)
             sync_and_arrive(mbarriers.empty.index(stage))
             acc_o = warpgroup_mma_wait(0, acc_o)
             sync_and_arrive(p_empty.index(p_iter % P_STAGES))

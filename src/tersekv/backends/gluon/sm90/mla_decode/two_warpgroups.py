@@ -157,7 +157,7 @@ def producer(tensor_maps, page_lookup, kv_stages, mbarriers, cta_range, cfg: gl.
 
 
 @gluon.jit
-def load_query_half(tensors, q, sign, work_tile, h, strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+def copy_query_columns_to_smem(tensors, q, sign, work_tile, h, strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
     """Loads half of the query's columns, times `sign`, into shared memory; the right one also loads the rotary part."""
     q_nope, q_pe = q
     q_half = q_nope.index(I_CONSUMER)
@@ -493,7 +493,7 @@ def consumer(
         )
         i_request, n_block_base = work_tile.i_request, work_tile.n_block_base
         # Load the query.
-        load_query_half(tensors, q, sign, work_tile, h, strides, I_CONSUMER, cfg)
+        copy_query_columns_to_smem(tensors, q, sign, work_tile, h, strides, I_CONSUMER, cfg)
         sync_and_arrive(epilogue_barriers.q_full[I_CONSUMER].index(0))
         mbarrier.wait(epilogue_barriers.q_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)
         # Main loop; then sum row_sum of both warpgroups.

@@ -1,4 +1,4 @@
-"""Gathers and quantises a chunk's latent rows for MLA prefill on Hopper, bit for bit as Triton's
+"""Gathers and quantizes a chunk's latent rows for MLA prefill on Hopper, bit for bit as Triton's
 `gather_latents_kernel`.
 
 Its CTAs also prepare the next launches: they rotate queries, clear outputs of rows of no request and the counter, and

@@ -204,7 +204,7 @@ def dequant_k(packed, cfg: gl.constexpr):
     elif cfg.CODE == "e5m2":
         out = gl.inline_asm_elementwise(E5M2_K_PTX, "=&r,=&r,r", [packed], (gl.float16, gl.float16), True, 2)
     else:
-        gl.static_assert(cfg.CODE == "int8", "a code that nobody here knows")
+        gl.static_assert(cfg.CODE == "int8", "a code that this kernel does not know")
         out = gl.inline_asm_elementwise(INT8_K_PTX, "=r,=r,r", [packed], (gl.float16, gl.float16), True, 2)
     return out
 
@@ -221,7 +221,7 @@ def dequant_v(packed, cfg: gl.constexpr):
     elif cfg.CODE == "e5m2":
         out = gl.inline_asm_elementwise(E5M2_PTX, "=&r,=&r,r", [packed], (gl.float16, gl.float16), True, 2)
     else:
-        gl.static_assert(cfg.CODE == "int8", "a code that nobody here knows")
+        gl.static_assert(cfg.CODE == "int8", "a code that this kernel does not know")
         out = gl.inline_asm_elementwise(INT8_PTX, "=r,=r,r", [packed], (gl.float16, gl.float16), True, 2)
     return out
 
@@ -239,7 +239,7 @@ def dequant_int4_v(packed, zero_points):
 
 @gluon.jit
 def dequant_int4_rows(packed, zero_points):
-    """Returns packed int4 rows [keys, NUM_PACKED] less the zero points (int16) of their keys: four operands, in the
+    """Returns packed int4 rows [keys, PACKED_DIM] less the zero points (int16) of their keys: four operands, in the
     order of `dequant_e2m1` with IN_ROWS."""
     zero_low, packed = gl.broadcast((zero_points | 0x6400)[:, None], packed)
     zero_high, packed = gl.broadcast(((zero_points << 4) | 0x5400)[:, None], packed)

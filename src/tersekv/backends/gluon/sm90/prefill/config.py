@@ -37,7 +37,7 @@ class PrefillConfig(KernelConfig):
 
     K: StoredFormat
     V: StoredFormat
-    CONVERTS_KV: bool  # codes are dequantised; else keys and values are multiplied as stored
+    CONVERTS_KV: bool  # codes are dequantized; else keys and values are multiplied as stored
     FP8_QK: bool  # an e4m3 query is multiplied by e4m3 keys as stored: only V is converted
     FP8_PV: bool  # P in e4m3 is multiplied by e4m3 V, which is transposed
     BF16: bool  # multiply in bf16; else fp16
@@ -139,7 +139,7 @@ def _stored_format(fmt: KVFormat) -> StoredFormat:
 
 
 def _residual_scale(side: StoredFormat) -> float:
-    """Returns the power of two that dequantising nvfp4 leaves out: see `parts/dequant.dequant_e2m1`."""
+    """Returns the power of two that dequantizing nvfp4 leaves out: see `parts/dequant.dequant_e2m1`."""
     return 64.0 if side.BLOCK_SCALES else 1.0
 
 

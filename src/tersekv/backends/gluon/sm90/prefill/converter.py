@@ -1,4 +1,4 @@
-"""The converter warpgroup of prefill: dequantises tiles to 16 bits once, for both consumers.
+"""The converter warpgroup of prefill: dequantizes tiles to 16 bits once, for both consumers.
 
 Block scales and zero points are applied here, exactly in fp16. A K scale per token multiplies the scores in fp32:
 rounded to fp16 it would shift an LSE of 11 by 0.005. A V scale per token multiplies its row in fp16, after the tile's
@@ -100,20 +100,20 @@ _BLOCK_SCALE_PTX = gl.constexpr(
 
 
 @gluon.constexpr_function
-def _packed_per_lane(NUM_PACKED):
-    return max(2, min(4, NUM_PACKED // 4))
+def _packed_per_lane(PACKED_DIM):
+    return max(2, min(4, PACKED_DIM // 4))
 
 
 @gluon.constexpr_function
-def packed_layout(NUM_PACKED):
+def packed_layout(PACKED_DIM):
     """Returns the layout of packed codes [BLOCK_N, W]: lanes read eight keys in different banks."""
-    return gl.BlockedLayout([1, _packed_per_lane(NUM_PACKED)], [8, 4], [4, 1], [0, 1])
+    return gl.BlockedLayout([1, _packed_per_lane(PACKED_DIM)], [8, 4], [4, 1], [0, 1])
 
 
 @gluon.constexpr_function
-def packed_blocks_layout(NUM_PACKED):
+def packed_blocks_layout(PACKED_DIM):
     """Returns `packed_layout` of 4-bit codes viewed as [BLOCK_N, blocks, 2]."""
-    return gl.BlockedLayout([1, _packed_per_lane(NUM_PACKED) // 2, 2], [8, 4, 1], [4, 1, 1], [2, 0, 1])
+    return gl.BlockedLayout([1, _packed_per_lane(PACKED_DIM) // 2, 2], [8, 4, 1], [4, 1, 1], [2, 0, 1])
 
 
 @gluon.jit
@@ -144,12 +144,13 @@ def _mul_f16x2(x, scales):
 def _dequant_e2m1(packed, scale_bytes):
     """Returns e2m1 codes × block scales × 2^-6, as four registers."""
     NUM_KEYS: gl.constexpr = packed.shape[0]
-    NUM_PACKED: gl.constexpr = packed.shape[1]
+    PACKED_DIM: gl.constexpr = packed.shape[1]
     scales = gl.inline_asm_elementwise(_BLOCK_SCALE_PTX, "=r,r", [scale_bytes.to(gl.int32)], gl.int32, True, 1)
     scales, _ = gl.broadcast(
-        scales[:, :, None], gl.full([NUM_KEYS, NUM_PACKED // 2, 2], 0, gl.int32, packed_blocks_layout(NUM_PACKED))
+        scales[:, :, None],
+        gl.full([NUM_KEYS, PACKED_DIM // 2, 2], 0, gl.int32, packed_blocks_layout(PACKED_DIM)),
     )
-    scales = gl.convert_layout(scales.reshape([NUM_KEYS, NUM_PACKED]), packed_layout(NUM_PACKED), assert_trivial=True)
+    scales = gl.convert_layout(scales.reshape([NUM_KEYS, PACKED_DIM]), packed_layout(PACKED_DIM), assert_trivial=True)
     return gl.inline_asm_elementwise(
         _E2M1_PTX, "=&r,=&r,=&r,=&r,r,r", [packed, scales], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
     )
@@ -178,7 +179,7 @@ def _dequant_8bit(packed, side: gl.constexpr):
     elif side.CODE == "e5m2":
         return gl.inline_asm_elementwise(E5M2_K_PTX, "=&r,=&r,r", [packed], (gl.int32, gl.int32), True, 1)
     else:
-        gl.static_assert(side.CODE == "int8", "a code that nobody here knows")
+        gl.static_assert(side.CODE == "int8", "a code that this kernel does not know")
         return gl.inline_asm_elementwise(INT8_K_PTX, "=r,=r,r", [packed], (gl.int32, gl.int32), True, 1)
 
 
@@ -189,21 +190,21 @@ def dequant_rows(packed, row_scales, IS_V: gl.constexpr, side: gl.constexpr):
     row_scales: from `pack_row_scale`, or bytes of block scales
     """
     NUM_KEYS: gl.constexpr = packed.shape[0]
-    NUM_PACKED: gl.constexpr = packed.shape[1]
+    PACKED_DIM: gl.constexpr = packed.shape[1]
     if side.PACK == 4:
         if side.BLOCK_SCALES:
-            gl.static_assert(side.CODE == "e2m1", "a code that nobody here knows")
+            gl.static_assert(side.CODE == "e2m1", "a code that this kernel does not know")
             x = _dequant_e2m1(packed, row_scales)
         else:
-            gl.static_assert(side.CODE == "int4", "a code that nobody here knows")
+            gl.static_assert(side.CODE == "int4", "a code that this kernel does not know")
             x = _dequant_int4(packed, row_scales, IS_V)
-        return gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3])).reshape([NUM_KEYS, 4 * NUM_PACKED])
+        return gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3])).reshape([NUM_KEYS, 4 * PACKED_DIM])
     else:
         low, high = _dequant_8bit(packed, side)
         if side.TOKEN_SCALES and IS_V:
             scales = duplicate_low_half(row_scales)[:, None]
             low, high = _mul_f16x2(low, scales), _mul_f16x2(high, scales)
-        return gl.join(low, high).reshape([NUM_KEYS, 2 * NUM_PACKED])
+        return gl.join(low, high).reshape([NUM_KEYS, 2 * PACKED_DIM])
 
 
 # ---- stored scales ----
@@ -262,11 +263,11 @@ def max_exponent(x):
 
 
 @gluon.jit
-def store_scales_to_smem(stored_scales, scales, iter, cfg: gl.constexpr):
+def prepare_tile_scales(stored_scales, scales, iter, cfg: gl.constexpr):
     """Stores a tile's row scales and its TileVScale in shared memory.
 
     TileVScale has 2 × STAGES stages: consumers that read the one overwritten here have released its K, or the previous
-    tile could not have been dequantised.
+    tile could not have been dequantized.
     """
     k, v = scales
     stage, _ = stage_and_phase(iter, cfg.STAGES)
@@ -283,7 +284,7 @@ def store_scales_to_smem(stored_scales, scales, iter, cfg: gl.constexpr):
             v_zero_points = int4_zero_points(v)
         v_row_scales = v * exponent_to_float(254 - exponent)
     elif cfg.K.CODE == "int4":
-        v_row_scales = k * 0.0
+        v_row_scales = k * 0.0  # none: K's zero points alone are packed
     if cfg.V.TOKEN_SCALES or cfg.K.CODE == "int4":
         row_scales = pack_row_scale(v_row_scales, k_zero_points, v_zero_points)
         stored_scales.row_scales_smem.index(stage).store(row_scales.to(stored_scales.row_scales_smem.dtype))
@@ -310,14 +311,14 @@ def dequant_tile(
     code_stages, stages, dequant_scales, iter, code_iter, key_begin, key_end, is_edge, k_scales_to_store,
     IS_V: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
-    """Dequantises a tile to 16 bits. At an edge, rows of V outside [key_begin, key_end) become 0.
+    """Dequantizes a tile to 16 bits. At an edge, rows of V outside [key_begin, key_end) become 0.
 
     dequant_scales: of the tile's rows, as `dequant_rows` takes them
     k_scales_to_store: (stages, token scales of K), stored once the K stage is free
     """
-    NUM_PACKED: gl.constexpr = code_stages.tiles.shape[2] // 2
+    PACKED_DIM: gl.constexpr = code_stages.tiles.shape[2] // 2
     SIDE: gl.constexpr = cfg.V if IS_V else cfg.K
-    L: gl.constexpr = packed_layout(NUM_PACKED)
+    L: gl.constexpr = packed_layout(PACKED_DIM)
     # Wait for the codes and for a free 16-bit stage.
     code_tile = view_as_int32(code_stages).index(consumer_wait(code_stages.full_barriers, code_iter, cfg.CODE_STAGES))
     tile = view_as_int32(stages).index(producer_acquire(stages.empty_barriers, iter, cfg.STAGES))
@@ -332,10 +333,10 @@ def dequant_tile(
             packed = gl.where(((o_n >= key_begin) & (o_n < key_end))[:, None], packed, 0)
     row_scales = o_n
     if SIDE.BLOCK_SCALES:
-        row_scales = dequant_scales.load(gl.SliceLayout(2, packed_blocks_layout(NUM_PACKED)))
+        row_scales = dequant_scales.load(gl.SliceLayout(2, packed_blocks_layout(PACKED_DIM)))
     elif SIDE.TOKEN_SCALES and (IS_V or SIDE.CODE == "int4"):
         row_scales = dequant_scales.load(gl.SliceLayout(1, L)).to(gl.int32)
-    # Dequantise, signal full, release the codes.
+    # Dequantize, signal full, release the codes.
     tile.store(dequant_rows(packed, row_scales, IS_V, SIDE))
     fence_async_shared()
     thread_barrier()
@@ -355,7 +356,7 @@ _TRANSPOSE_PTX = gl.constexpr(
 @gluon.jit
 def transpose_v_tile(code_stages, v_stages, iter, code_iter, key_begin, key_end, is_edge, cfg: gl.constexpr):
     """Transposes a tile of V codes to [columns, keys]; at an edge, keys outside [key_begin, key_end) become 0."""
-    NUM_PACKED: gl.constexpr = code_stages.tiles.shape[2]
+    PACKED_DIM: gl.constexpr = code_stages.tiles.shape[2]
     L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]), 2)
     code_tile = code_stages.tiles.index(consumer_wait(code_stages.full_barriers, code_iter, cfg.CODE_STAGES))
     packed = code_tile.permute((1, 0)).load(L)
@@ -364,7 +365,7 @@ def transpose_v_tile(code_stages, v_stages, iter, code_iter, key_begin, key_end,
         packed = gl.where(((o_n >= key_begin) & (o_n < key_end))[None, :], packed, 0)
     a, b = split_keys_by_eight(packed)
     even, odd = gl.inline_asm_elementwise(_TRANSPOSE_PTX, "=&r,=&r,r,r", [a, b], (gl.int16, gl.int16), True, 2)
-    transposed = gl.reshape(gl.permute(gl.join(even, odd), (0, 3, 1, 2)), [2 * NUM_PACKED, cfg.BLOCK_N // 2])
+    transposed = gl.reshape(gl.permute(gl.join(even, odd), (0, 3, 1, 2)), [2 * PACKED_DIM, cfg.BLOCK_N // 2])
     v_tile = v_stages.tiles.index(producer_acquire(v_stages.empty_barriers, iter, cfg.STAGES))
     v_tile.store(transposed)
     fence_async_shared()
@@ -378,7 +379,7 @@ def transpose_v_tile(code_stages, v_stages, iter, code_iter, key_begin, key_end,
 
 @gluon.jit
 def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, k_stages, v_stages, cfg: gl.constexpr):
-    """Dequantises every tile of every work tile of this CTA."""
+    """Dequantizes every tile of every work tile of this CTA."""
     HAS_TOKEN_SCALES: gl.constexpr = cfg.K.TOKEN_SCALES or cfg.V.TOKEN_SCALES
     HAS_STORED_SCALES: gl.constexpr = HAS_TOKEN_SCALES or cfg.K.BLOCK_SCALES or cfg.V.BLOCK_SCALES
     num_done, iter, code_iter = 0, 0, 0
@@ -389,7 +390,7 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
         key_begin, key_end, num_n_blocks, n_block_end = (
             work_tile.key_begin, work_tile.key_end, work_tile.num_n_blocks, work_tile.n_block_end,
         )  # fmt: skip
-        if cfg.HAS_NEW_KV:  # tiles of new K and V come first, and are not dequantised
+        if cfg.HAS_NEW_KV:  # tiles of new K and V come first, and are not dequantized
             iter += work_tile.num_n_blocks
             key_begin, key_end, num_n_blocks, n_block_end = (
                 cached_prefix.key_begin, cached_prefix.key_end, cached_prefix.num_n_blocks, cached_prefix.n_block_end,
@@ -411,8 +412,8 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
                     stored_scales, page_ids, n_start - cfg.BLOCK_N, key_begin, key_end, kv_head, cfg
                 )
                 page_ids = load_page_of_keys(page_table, n_start - 2 * cfg.BLOCK_N, key_begin, key_end, cfg)
-                store_scales_to_smem(stored_scales, scales, code_iter, cfg)
-            # Dequantise K, then V.
+                prepare_tile_scales(stored_scales, scales, code_iter, cfg)
+            # Dequantize K, then V.
             k_dequant_scales = stored_scales.row_scales_smem.index(stage)
             v_dequant_scales, k_scales_to_store = k_dequant_scales, (stored_scales.k_scales_smem, 0)
             if cfg.K.TOKEN_SCALES:

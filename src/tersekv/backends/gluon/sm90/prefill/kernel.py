@@ -1,7 +1,7 @@
 """Prefill attention on sm_90: a persistent, warp-specialized kernel.
 
 A producer warp copies queries and KV tiles by TMA (`producer`); two consumer warpgroups compute 64 query rows each
-(`mainloop`); over a quantised cache a converter warpgroup dequantises tiles to 16 bits for both (`converter`), V only
+(`mainloop`); over a quantized cache a converter warpgroup dequantizes tiles to 16 bits for both (`converter`), V only
 where an e4m3 query meets e4m3 keys. They synchronise by mbarriers alone. `tile_scheduler` orders the work tiles.
 
 Mask: `parts/mask.apply_mask`. Free stage: `producer_acquire` in `producer` and `converter`. Rescale:

@@ -43,7 +43,7 @@ class SoftmaxState(NamedTuple):
 
 
 class CallScales(NamedTuple):
-    """Scales of scores (base 2) and of values; per-head K_SCALE and V_SCALE are not included."""
+    """Scales of scores (base 2) and of values × outputs; K_SCALE and V_SCALE, per head, still multiply them."""
 
     score_scale: gl.tensor
     K_SCALE: gl.tensor
@@ -499,7 +499,7 @@ def mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages
 
 
 @gluon.jit
-def load_v_scale(work_tile, call_scales, cfg: gl.constexpr):
+def load_v_out_scale(work_tile, call_scales, cfg: gl.constexpr):
     """Returns the scale of a work tile's output: v_scale × out_scale."""
     v_scale = call_scales.v_scale
     if cfg.HAS_V_SCALE:
@@ -604,7 +604,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             # Epilogue of the finished work tile.
             if cfg.V_ROTATION.ENABLED:
                 acc_o = unrotate_acc_rows(acc_o, call_scales.rotation, kv_head_of(finished_tile, cfg), cfg)
-            v_scale = load_v_scale(finished_tile, call_scales, cfg)
+            v_scale = load_v_out_scale(finished_tile, call_scales, cfg)
             store_output(
                 OUT, LSE, SINKS, finished_tile, SoftmaxState(acc_o, row_max, state.row_sum, state.p_packed), v_scale,
                 strides, I_CONSUMER, cfg,
