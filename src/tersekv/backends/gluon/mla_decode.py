@@ -141,13 +141,8 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     combine_constants = (
         replace(cfg, PACK=1, BLOCK_DV=RANK) if config.three_warpgroups else cfg
     )  # three_warpgroups stores columns in order
-    kernel, arguments = (
-        _select_kernel(is_16_bit, config),
-        portable.query_args(f)
-        | split_pass_args(f)
-        | output_and_workspace_args(f)
-        | _tensor_map_args(f, cfg, cache_matrices),
-    )
+    kernel, outputs = _select_kernel(is_16_bit, config), output_and_workspace_args(f)
+    arguments = portable.query_args(f) | split_pass_args(f) | outputs | _tensor_map_args(f, cfg, cache_matrices)
     arguments |= {"max_m_blocks": max_m_blocks, "STAGES": config.num_stages, "cfg": cfg}
     if "NUM_CONSUMERS" in kernel.arg_names:  # of `small_m`
         arguments["NUM_CONSUMERS"] = config.num_consumers

@@ -9,7 +9,7 @@ Heads of at most 128 columns go by `rows_64`. It cannot take 256: a thread's 255
 beside the accumulator (128) and two tiles of scores (64), and shared memory, 227 KB, does not hold that of 128 rows (64
 KB) beside four fp16 tiles (128 KB) and two stages of codes (64 KB). Here are two tiles, and no overlapped QK.
 
-Mask: `softmax_step`. Free stage: the second barrier in `mainloop`. Rescale and PV: `mainloop`; P stays in registers, and
+Mask: `softmax_step`. Free stage: the second barrier in `mainloop`. Rescale and PV: `mainloop`; P stays in registers,
 only K and V are in shared memory. Combine: `combine_kernel`.
 """
 
