@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import pytest
-import test_bad_calls as bad
 import torch
+from max_step import Step
 from mla_cases import relative
-from test_compat_max import Step
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dispatch"))
+
+import test_bad_calls as bad
 from test_devices_alike import WRONG
 
 
