@@ -36,7 +36,7 @@ def test_many_programs_write_what_one_writes(case):
 @pytest.mark.parametrize("case", write_cases(OP, quick=True), ids=lambda c: c.id)
 def test_bit_arithmetic_gives_the_bytes_of_the_instruction(case, monkeypatch):
     one_program_a_tensor(monkeypatch)
-    monkeypatch.setattr(launch, "casts_to_fp8_natively", lambda f: False)
+    monkeypatch.setattr(launch, "has_exact_fp8_cast", lambda f: False)
     check(case)
 
 

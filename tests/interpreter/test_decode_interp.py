@@ -58,7 +58,7 @@ def test_queries_and_outputs_as_bytes_give_the_same_bits(out, monkeypatch):
     other = moved(call, "cpu")
     attention.run(call, decode.configure(plan.facts("decode", call)))
     monkeypatch.setattr(launch, "emulates_e4m3", lambda f: True)
-    monkeypatch.setattr(launch, "casts_to_fp8_natively", lambda f: False)
+    monkeypatch.setattr(launch, "has_exact_fp8_cast", lambda f: False)
     config = decode.configure(plan.facts("decode", other))
     assert config.constants.Q_AS_BYTES
     assert (config.constants.OUT_KIND == "float") == (out == "bfloat16")

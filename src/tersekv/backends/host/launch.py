@@ -54,7 +54,7 @@ def emulates_e4m3(f: SimpleNamespace) -> bool:
     return (f.arch is None and not interpreting()) or (f.arch is not None and f.arch < 89)
 
 
-def casts_to_fp8_natively(f: SimpleNamespace) -> bool:
+def has_exact_fp8_cast(f: SimpleNamespace) -> bool:
     """Returns whether Triton's cast fp32 → fp8 is one instruction that rounds to nearest even and saturates.
 
     NOTE: on sm_89 Triton 3.6 goes through fp16, rounded toward zero, so the result is not the nearest code.

@@ -119,7 +119,7 @@ def program_elements(total: int, max_elements: int = MAX_ELEMENTS) -> int:
     return next((n for n in SIZES if n <= max_elements and total >= MIN_PROGRAMS * n), SMALL)
 
 
-def rotated_program_size(total: int, fmt: str) -> tuple[int, int]:
+def rotated_elements_warps(total: int, fmt: str) -> tuple[int, int]:
     """Returns (elements, warps) of a program of rotated rows.
 
     NVIDIA H200, 2026-11-21, 256 tokens, 32 query and 8 K/V heads, programs of 1024 and of 2048 elements: fp8 2.87 and

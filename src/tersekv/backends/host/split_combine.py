@@ -70,7 +70,7 @@ def output_constants(f: SimpleNamespace) -> dict[str, Any]:
         "HAS_SOFTMAX_SCALE": f.softmax_scale_t is not None,
         "HAS_OUT_SCALE": f.out_scale_t is not None,
         "OUT_MAX": _OUT_MAX.get(f.out.dtype, 0.0),
-        "OUT_KIND": "float" if launch.casts_to_fp8_natively(f) else _OUT_KIND.get(f.out.dtype, "float"),
+        "OUT_KIND": "float" if launch.has_exact_fp8_cast(f) else _OUT_KIND.get(f.out.dtype, "float"),
     }
 
 

@@ -69,7 +69,7 @@ def _attend_to_pages_and_new_rows(call: Any) -> None:
         if pages.num_pages:
             state = attend([rows_by_kv_head(q_pages, rows, pages.heads)], pages, _prefix_batch(rows), rules)
         if state is not None:
-            state = _rescale_prefix_state(state, call, v_factor, pages.heads)
+            state = _prefix_state_in_original_units(state, call, v_factor, pages.heads)
         state = attend([rows_by_kv_head(q_new, rows, pages.heads)], new, _new_rows_as_keys(rows, t), rules, state)
         if state is not None:
             results.put(rows, *finalize_softmax(state, call.sinks, pages.heads))
@@ -148,7 +148,7 @@ def _new_rows_as_keys(batch: Batch, t: int) -> Batch:
     return batch._replace(table=table, seq_lens=batch.q_lens, start=0, stop=stop)
 
 
-def _rescale_prefix_state(state: State, call: Any, factor: float | Tensor, heads: int) -> State:
+def _prefix_state_in_original_units(state: State, call: Any, factor: float | Tensor, heads: int) -> State:
     """Returns the state with acc in original units: rotation and scales of V undone. factor: [1] or [H]."""
     requests = len(state.acc) // heads
     if isinstance(factor, Tensor) and len(factor) > 1:

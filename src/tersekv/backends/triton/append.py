@@ -97,7 +97,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "K_FORMAT": row_programs.stored_format(formats[0], f.widen),
         "V_FORMAT": row_programs.stored_format(formats[1], f.widen),
         "K_SCALE_PER_HEAD": row_programs.per_head(f.k_scale_t), "V_SCALE_PER_HEAD": row_programs.per_head(f.v_scale_t),
-        "SCALE_QUANTIZES": f.scales_quantize, "NATIVE_FP8_CAST": launch.casts_to_fp8_natively(f), "STRIDE_UNIT": unit,
+        "SCALE_QUANTIZES": f.scales_quantize, "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f), "STRIDE_UNIT": unit,
         "K_PACKED": packed[0], "V_PACKED": packed[1], "USE_PTX": launch.has_ptx(f), "USE_PDL": row_programs.uses_pdl(f),
         "PDL_LAUNCH_LATE": any(row_programs.launches_dependents_late(name, elements_per_program,
                                                                      row_programs.SMALL) for name in formats),

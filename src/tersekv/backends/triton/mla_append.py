@@ -151,7 +151,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "FORMAT": row_programs.stored_format(f.format), "PE_FORMAT": row_programs.stored_format(pe_format),
         "QUERY_KIND": row_programs.query_output_kind(f), "ZERO_PADDING": f.zero_padding,
         "SCALE_QUANTIZES": f.scales_quantize,
-        "NATIVE_FP8_CAST": launch.casts_to_fp8_natively(f), "STRIDE_UNIT": unit, "USE_PDL": row_programs.uses_pdl(f),
+        "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f), "STRIDE_UNIT": unit, "USE_PDL": row_programs.uses_pdl(f),
     }  # fmt: skip
     return LaunchSequence(KernelLaunch(mla_append_kernel, (num_programs,), arguments, **row_programs.launch_options(f)))
 

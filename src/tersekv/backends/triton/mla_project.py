@@ -56,7 +56,7 @@ def choose_projection_config(f: SimpleNamespace) -> ProjectionConfig:
     if emulate_e4m3:  # older chips: no PDL, and no registers for prefetched weights
         rows = max(16, min(64, tile.block_m))
         tile = ProjectionTile(rows, 64, 8 if rows > 32 else 4, False, 0)
-    return ProjectionConfig(tile, not emulate_e4m3, launch.casts_to_fp8_natively(f), uses_pdl(f))
+    return ProjectionConfig(tile, not emulate_e4m3, launch.has_exact_fp8_cast(f), uses_pdl(f))
 
 
 def _choose_tile(tokens: int, columns: int, rank: int, has_scales: bool) -> ProjectionTile:

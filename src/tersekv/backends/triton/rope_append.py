@@ -121,7 +121,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         and not is_rotated
     )
     num_elements = num_tokens * (heads * (dk_pad + dv_pad) + q_heads * (r + q_nope))
-    elements_per_program, warps = min(row_programs.rotated_program_size(num_elements, name) for name in formats)
+    elements_per_program, warps = min(row_programs.rotated_elements_warps(num_elements, name) for name in formats)
     k = row_programs.RowPrograms(
         num_tokens, heads, dk_pad, min(elements_per_program, row_programs.max_key_elements(formats[0], split_halves))
     )
@@ -152,7 +152,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "QUERY_KIND": row_programs.query_output_kind(f),
         "K_SCALE_PER_HEAD": row_programs.per_head(f.k_scale_t), "V_SCALE_PER_HEAD": row_programs.per_head(f.v_scale_t),
         "ZERO_PADDING": f.zero_padding, "SCALE_QUANTIZES": f.scales_quantize,
-        "NATIVE_FP8_CAST": launch.casts_to_fp8_natively(f),
+        "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f),
         "STRIDE_UNIT": unit, "SPLIT_HALVES": split_halves, "PACKED": min(row_programs.reads_packed(f, unit, "v"), 1),
         "USE_PTX": launch.has_ptx(f),
         "USE_PDL": row_programs.uses_pdl(f),

@@ -15,7 +15,7 @@ from ..mla_project import ProjectionConfig, projection_constants
 from ..parts.latent_rows import (
     MAX_HEADS_PER_PROGRAM,
     REQUESTS_PER_STEP,
-    latent_append_args,
+    latent_append_and_rope_args,
     store_latent_or_rope_heads,
     store_seq_lens,
 )
@@ -78,7 +78,7 @@ def make_launch(f: SimpleNamespace, projection: ProjectionConfig) -> KernelLaunc
     rank, rope, tile = f.ckv.shape[-1], f.kpe.shape[-1], projection.tile
     block_h, columns = min(MAX_HEADS_PER_PROGRAM, next_power_of_2(heads)), -(-rank // tile.block_n)
     tensors = tensor_args(BYTES, Q_PE="Q_PE", Q_NOPE="Q_NOPE", SEQ_LENS="SEQ_LENS", W="w_uk", W_SCALE="w_uk_scale")
-    arguments = latent_append_args(f) | tensors | projection_constants(projection) | {
+    arguments = latent_append_and_rope_args(f) | tensors | projection_constants(projection) | {
         "T": tokens, **stride_args(f.w_uk, stride_w="hn"), **stride_args(f.w_uk_scale, stride_v="hn"),
         "TOKENS_PER_REQUEST": 0 if f.cu_seqlens_q is not None else f.max_q_len, "DN": dq - rope, "BLOCK_H": block_h,
         "BLOCK_B": REQUESTS_PER_STEP,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from ...host.launch import casts_to_fp8_natively, emulates_e4m3, next_power_of_2
+from ...host.launch import emulates_e4m3, has_exact_fp8_cast, next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def tile_candidates(f: SimpleNamespace) -> tuple[list[AttentionTile], list[GemmT
 
 def choose_mla_prefill_config(f: SimpleNamespace) -> MLAPrefillConfig:
     attention, products = tile_candidates(f)
-    return MLAPrefillConfig(attention[0], products[0], not emulates_e4m3(f), casts_to_fp8_natively(f))
+    return MLAPrefillConfig(attention[0], products[0], not emulates_e4m3(f), has_exact_fp8_cast(f))
 
 
 def _arch_of_table(arch: int) -> int:

@@ -13,7 +13,7 @@ from ...host.launch import next_power_of_2
 from ..parts.latent_rows import (
     MAX_HEADS_PER_PROGRAM,
     REQUESTS_PER_STEP,
-    latent_append_args,
+    latent_append_and_rope_args,
     store_latent_or_rope_heads,
     store_seq_lens,
 )
@@ -91,7 +91,7 @@ def make_rope_norm_store_launch(
     """
     num_tokens, num_heads = f.q.shape[:2]
     block_h = min(MAX_HEADS_PER_PROGRAM, next_power_of_2(max(num_heads, 1)))
-    arguments = latent_append_args(f) | empty_output_args(f) | tensor_args(BYTES, Q_PE="q_pe_out",
+    arguments = latent_append_and_rope_args(f) | empty_output_args(f) | tensor_args(BYTES, Q_PE="q_pe_out",
                                                                            SEQ_LENS="seq_lens_out") | {
         **stride_args(f.q_pe_out, stride_r="th"), "BLOCK_H": block_h, "NATIVE_FP8_CAST": native_casts,
         "NO_KEYS": no_keys,

@@ -11,7 +11,7 @@ from .token_rows import (
     apply_rope,
     apply_rope_to_rows,
     cache_row_offsets,
-    cos_sin_row_ptr,
+    cos_sin_row_ptr_and_mask,
     deinterleave_pairs,
     interleave_pairs,
     load_code_rows,
@@ -77,7 +77,7 @@ def quantize_and_append_rows(
     page, page_slot, m_write = resolve_page_slot(token_slot, slot_args, PAGE)
     m_write = m_write[:, None]
     if rope_args[0] is not None:
-        _, has_position = cos_sin_row_ptr(position, rope_args)
+        _, has_position = cos_sin_row_ptr_and_mask(position, rope_args)
         m_write = m_write & has_position
     o_codes = cache_row_offsets(page, page_slot, head, strides_codes, STRIDE_UNIT)
     o_scales = cache_row_offsets(page, page_slot, head, strides_scales, 1)
@@ -129,7 +129,7 @@ def rope_and_cast_queries(
     pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS)
     valid = token[:, None] >= 0
     if rope_args[0] is not None:
-        p_cos_sin_row, valid = cos_sin_row_ptr(position, rope_args)
+        p_cos_sin_row, valid = cos_sin_row_ptr_and_mask(position, rope_args)
     if ROTARY:
         cos, sin = load_cos_sin(p_cos_sin_row, valid, HALF, D_PAD // 2)
         x, y = apply_rope(x, y, cos, sin)
@@ -176,7 +176,7 @@ def rope_quantize_and_append_keys(
         x = load_rope_nope_rows(p_rope, o_rope, p_nope, o_nope, R, D, D_PAD)
     position, token_slot = load_rope_position(token, rope_args), load_token_slot(token, slot_args)
     pdl_launch_or_order_loads(USE_PDL, PDL_LAUNCH_LATE, ORDER_LOADS)
-    p_cos_sin_row, has_position = cos_sin_row_ptr(position, rope_args)
+    p_cos_sin_row, has_position = cos_sin_row_ptr_and_mask(position, rope_args)
     if SPLIT_HALVES:
         cos, sin = load_cos_sin(p_cos_sin_row, has_position, HALF, D_PAD // 2)
         a, b = apply_rope(a, b, cos, sin)

@@ -266,7 +266,7 @@ def rope_query_args(f: SimpleNamespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def latent_append_args(f: SimpleNamespace) -> dict[str, Any]:
+def latent_append_and_rope_args(f: SimpleNamespace) -> dict[str, Any]:
     """Returns arguments of every kernel that stores new rows and rotates queries."""
     new_latent = (f.kv_c.stride[0], f.k_pe.stride[0]) if f.kv_c is not None else (0, 0)
     return latent_cache_args(f) | rope_query_args(f) | tensor_args(BYTES, KV_C="kv_c", K_PE="k_pe",

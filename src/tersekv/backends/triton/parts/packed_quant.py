@@ -15,10 +15,10 @@ from .quant import (
     E4M3_MAX,
     divide_rn,
     encode_e2m1,
+    encode_magnitude,
     int4_scale_and_zero_point,
     quantize_int4,
     reciprocal_rn,
-    round_to_minifloat,
     row_abs_max,
     row_min_max,
     store_codes,
@@ -123,7 +123,7 @@ def encode_nvfp4_pairs(packed, quant_scale, global_scale, FP16: tl.constexpr, US
     ROWS: tl.constexpr = packed.shape[0]
     NUM_PAIRS: tl.constexpr = packed.shape[1]
     amax = block_abs_max_of_pairs(packed, FP16, USE_PTX)
-    scale_code, scale = round_to_minifloat(divide_rn(amax, E2M1_MAX) * quant_scale, 3, -6, E4M3_MAX)
+    scale_code, scale = encode_magnitude(divide_rn(amax, E2M1_MAX) * quant_scale, 3, -6, E4M3_MAX)
     inv_scale = tl.where(scale > 0, reciprocal_rn(scale * global_scale), float("nan"))
     inv_scale = tl.broadcast_to(inv_scale[:, :, None], [ROWS, NUM_PAIRS // PAIRS_PER_BLOCK, PAIRS_PER_BLOCK])
     inv_scale = tl.reshape(inv_scale, [ROWS, NUM_PAIRS])

@@ -2,7 +2,7 @@
 
 Bytes equal those of the torch oracle: every step is one correctly rounded fp32 operation. Kernels that use this file
 are launched with `enable_fp_fusion=False`, since a fused multiply-add rounds once where the oracle rounds twice.
-NATIVE_FP8_CAST: fp32 → fp8 is one exact instruction (`launch.casts_to_fp8_natively`); elsewhere bit arithmetic gives
+NATIVE_FP8_CAST: fp32 → fp8 is one exact instruction (`launch.has_exact_fp8_cast`); elsewhere bit arithmetic gives
 the same bytes.
 """
 
@@ -51,7 +51,7 @@ def row_abs_max(x):
 
 
 @triton.jit
-def round_to_minifloat(y, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX_VALUE: tl.constexpr):
+def encode_magnitude(y, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX_VALUE: tl.constexpr):
     """Rounds |y| to a float with MANTISSA_BITS bits whose normals begin at 2^MIN_EXPONENT: ties to even, saturating at
     MAX_VALUE.
 
@@ -81,9 +81,9 @@ def encode_fp8(y, E5M2: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr):
             return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         if E5M2:
-            code, _ = round_to_minifloat(y, 2, -14, E5M2_MAX)
+            code, _ = encode_magnitude(y, 2, -14, E5M2_MAX)
         else:
-            code, _ = round_to_minifloat(y, 3, -6, E4M3_MAX)
+            code, _ = encode_magnitude(y, 3, -6, E4M3_MAX)
         code = code | ((y.to(tl.uint32, bitcast=True) >> 24) & 0x80)
         return tl.where(y != y, 0x7F, code).to(tl.uint8)
 
@@ -99,7 +99,7 @@ def encode_int8(y):
 @triton.jit
 def encode_e2m1(y):
     """Returns codes 0 to 15, uint32, of fp32: to nearest, ties to the even code, saturating; bit 3 the sign; NaN: 0."""
-    code, _ = round_to_minifloat(y, 1, 0, E2M1_MAX)
+    code, _ = encode_magnitude(y, 1, 0, E2M1_MAX)
     code = code | ((y.to(tl.uint32, bitcast=True) >> 28) & 0x8)
     return tl.where(y == y, code, 0)
 
@@ -114,7 +114,7 @@ def encode_nvfp4(x, inv_global_scale, global_scale):
     ROWS: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     blocks = tl.reshape(x, [ROWS, D // NVFP4_BLOCK, NVFP4_BLOCK])
-    scale_code, scale = round_to_minifloat(divide_rn(row_abs_max(blocks), E2M1_MAX) * inv_global_scale, 3, -6, E4M3_MAX)
+    scale_code, scale = encode_magnitude(divide_rn(row_abs_max(blocks), E2M1_MAX) * inv_global_scale, 3, -6, E4M3_MAX)
     # Where the scale rounds to 0, NaN makes all codes 0.
     inv_scale = tl.where(scale > 0, reciprocal_rn(scale * global_scale), float("nan"))
     codes = encode_e2m1(blocks * inv_scale[:, :, None])

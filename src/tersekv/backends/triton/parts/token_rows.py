@@ -214,7 +214,7 @@ def apply_rope_to_rows(
 ):  # fmt: skip
     """Returns rows x [ROWS, D_PAD] of `load_rope_nope_rows`, the first part rotated.
 
-    p_cos_sin_row, has_position:  from `cos_sin_row_ptr`
+    p_cos_sin_row, has_position:  from `cos_sin_row_ptr_and_mask`
     """
     HALF: tl.constexpr = R // 2
     if INTERLEAVED:
@@ -249,7 +249,7 @@ def load_rope_position(token, rope_args):
 
 
 @triton.jit
-def cos_sin_row_ptr(position, rope_args):
+def cos_sin_row_ptr_and_mask(position, rope_args):
     """Returns (pointer to the position's row [cos(R/2) | sin(R/2)], whether it exists), of the position's shape."""
     p_cos_sin, _, max_pos, stride_row = rope_args
     has_position = (position >= 0) & (position < max_pos)

@@ -227,7 +227,9 @@ def store_zero_points(converted_stages, iter, scales, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_dequant_scales(converted_stages, iter, scales, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def block_scales_or_zero_points(
+    converted_stages, iter, scales, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
+):
     """Returns what `dequant_block` needs beside codes: block scales as loaded, or zero points, per buffer
     [KEYS_PER_BUFFER]."""
     if cfg.CODE == "int4":
@@ -380,7 +382,7 @@ def converter(
             # Convert K into a free stage.
             store_zero_points(converted_stages, iter, scales, cfg)
             k = dequant_block(
-                packed, load_dequant_scales(converted_stages, iter, scales, False, cfg, tile_cfg), cfg, tile_cfg
+                packed, block_scales_or_zero_points(converted_stages, iter, scales, False, cfg, tile_cfg), cfg, tile_cfg
             )
             stage = producer_acquire(converted_stages.empty_barriers, 2 * iter, tile_cfg.CONVERTED_STAGES)
             if cfg.TOKEN_SCALES:
@@ -397,7 +399,7 @@ def converter(
                 if ((n_block + 1) * cfg.BLOCK_N > num_keys) | (cfg.WINDOW > 0):
                     packed = zero_invalid_v(packed, n_block, num_keys, num_q_rows, cfg, tile_cfg)
             v = dequant_block(
-                packed, load_dequant_scales(converted_stages, iter, scales, True, cfg, tile_cfg), cfg, tile_cfg
+                packed, block_scales_or_zero_points(converted_stages, iter, scales, True, cfg, tile_cfg), cfg, tile_cfg
             )
             store_converted_block(
                 v, converted_stages.kv,

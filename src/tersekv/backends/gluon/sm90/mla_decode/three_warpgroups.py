@@ -157,7 +157,7 @@ def token_and_head_of_rows(o_r, work_tile, h, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_query_rows(
+def load_query_row_chunks(
     tensors, q_block, strides, first_row, STEP: gl.constexpr, WIDTH_PE: gl.constexpr, cfg: gl.constexpr
 ):
     """Loads STEP query rows from `first_row` on, as chunks of 128 columns, the rotary part last."""
@@ -267,7 +267,7 @@ def copy_query_rows_to_smem(tensors, q, q_scales, q_block, score_scale, strides,
     q_scales = reinterpret(q_scales, gl.float32, [BLOCK_M // STEP, STEP], q_scales.layout)
     HALF: gl.constexpr = BLOCK_M // STEP // 2
     q_nope_rows, q_pe_rows = view_by_row_steps(q_nope, STEP), view_by_row_steps(q_pe, STEP)
-    next_chunks = load_query_rows(tensors, q_block, strides, I_CONSUMER * HALF * STEP, STEP, WIDTH_PE, cfg)
+    next_chunks = load_query_row_chunks(tensors, q_block, strides, I_CONSUMER * HALF * STEP, STEP, WIDTH_PE, cfg)
     if HALF == 1:
         store_query_rows(next_chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, I_CONSUMER, Q_TERMS, cfg)
     else:
@@ -277,7 +277,7 @@ def copy_query_rows_to_smem(tensors, q, q_scales, q_block, score_scale, strides,
                 q_block.m_block, q_block.h, q_block.q_begin,
                 gl.where(i_step + 1 < (I_CONSUMER + 1) * HALF, q_block.num_q_rows, 0),
             )  # fmt: skip
-            next_chunks = load_query_rows(tensors, next_block, strides, (i_step + 1) * STEP, STEP, WIDTH_PE, cfg)
+            next_chunks = load_query_row_chunks(tensors, next_block, strides, (i_step + 1) * STEP, STEP, WIDTH_PE, cfg)
             store_query_rows(chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, i_step, Q_TERMS, cfg)
     fence_async_shared()
 

@@ -421,7 +421,7 @@ def token_and_head_of_row(o_r, h, q_begin, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_output_or_partial_half(state, acc_scale, lse, q_nope, tensors, is_unsplit, partial_slot, work_tile, h,
+def store_output_or_partial_columns(state, acc_scale, lse, q_nope, tensors, is_unsplit, partial_slot, work_tile, h,
                                  strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Stores this warpgroup's columns of the output, or of a split's partial state.
 
@@ -518,7 +518,7 @@ def consumer(
         partial_slot = 2 * i_cta + (work_tile.n_block_begin == 0).to(gl.int32)
         is_unsplit = work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks
         state = SoftmaxState(row_max, row_sum, mainloop_state.acc_o)
-        store_output_or_partial_half(
+        store_output_or_partial_columns(
             state, acc_scale, lse, q.latents, tensors, is_unsplit, partial_slot, work_tile, h, strides, I_CONSUMER, cfg
         )
         block += work_tile.n_block_end - work_tile.n_block_begin

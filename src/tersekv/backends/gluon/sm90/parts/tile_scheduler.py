@@ -107,7 +107,7 @@ def find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg: gl.constexpr):
 
 
 @gluon.jit
-def equal_cta_block_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl.constexpr):
+def cta_block_range_and_length(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl.constexpr):
     """Returns (block_begin, block_end, blocks_per_range) of a CTA range, in flat n_blocks."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     total_blocks = 0
@@ -122,10 +122,10 @@ def equal_cta_block_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: g
 
 @gluon.jit
 def assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_group, cfg: gl.constexpr):
-    """Returns the CtaRange of a group of heads: `equal_cta_block_range` and the request of its first n_block, in one
+    """Returns the CtaRange of a group of heads: `cta_block_range_and_length`, the request of its first n_block; in one
     pass if BLOCK_B holds all requests."""
     if cfg.BLOCK_B == 1024:  # there may be more requests
-        block_begin, block_end, blocks_per_range = equal_cta_block_range(
+        block_begin, block_end, blocks_per_range = cta_block_range_and_length(
             SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg
         )
         i_request, n_block_base = find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block_begin, cfg)
