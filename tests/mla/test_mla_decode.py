@@ -9,7 +9,7 @@ from no_sync import NoHostReads
 from paged_case import latent_case, nan_like, raw
 
 import tersekv
-from tersekv.backends.torch import attention, requests
+from tersekv.backends.torch import online_softmax, requests
 
 FORMATS = list(tersekv.LATENT_FORMATS)
 EXACT = 5e-6
@@ -129,10 +129,10 @@ def test_no_requests_and_no_rows():
 def test_many_chunks_and_the_path_without_host_reads_give_the_same(format, monkeypatch):
     case = latent_case(format, [200, 0, 65, 3], page_size=3)
     q, cu = queries(6, 3), torch.tensor([0, 2, 2, 4, 5])
-    monkeypatch.setattr(attention, "_ELEMENTS", 1)
+    monkeypatch.setattr(online_softmax, "_ELEMENTS", 1)
     check(case, q, cu_seqlens_q=cu, max_q_len=3)
     wanted = run(case, q, cu_seqlens_q=cu, max_q_len=3)
-    for module in (attention, requests):
+    for module in (online_softmax, requests):
         monkeypatch.setattr(module, "may_read", lambda x: False)
     with NoHostReads():
         got = run(case, q, cu_seqlens_q=cu, max_q_len=3)
