@@ -85,7 +85,7 @@ def rivals(p: Prefill, names: list[str]) -> Iterator[tuple[str, peers.Build]]:
     """SDPA beside the bf16 cache alone: it is the same whatever the cache holds."""
     for library in names:
         if library != "sdpa" or p.case.format == "bf16":
-            for name, build in peers.LIBRARIES[library].peers(p):
+            for name, build, *_ in peers.LIBRARIES[library].peers(p):
                 yield name.removesuffix(" on bf16"), build
 
 

@@ -27,6 +27,8 @@ os.environ.update(
 
 import torch
 
+# On CPUs with AMX vLLM calls kernels that the CUDA build lacks.
+torch.cpu._is_amx_tile_supported = lambda: False
 _library = torch.library.Library("_C", "FRAGMENT")
 
 
