@@ -5,8 +5,9 @@
 
 Every case is judged by dense fp64 attention of some rows before it is timed, and nothing is timed that is wrong. Times
 are medians of CUDA graphs (`tersekv.testing.bench.measure`); on a CPU, where `--small` cells make sense, by the wall.
-Peers run in the same process: SDPA over a contiguous bf16 copy where one request is a whole prompt, FlashInfer's
-wrapper over pages, fa2 and fa3, bf16 cells always and fp8 ones where it takes them. `--decode` times `tersekv.decode`
+Peers run in the same process: SDPA over a contiguous bf16 copy of whole prompts of equal lengths, FlashInfer's wrapper
+over pages, fa2 and fa3, bf16 cells always and fp8 ones where it takes them. `tersekv bench --random N --ops prefill`
+draws other sizes of heads, pairs of formats and prompts through the same code. `--decode` times `tersekv.decode`
 with as many rows too. FLOP: 4 x D x heads of every key that a row sees.
 `--json` adds to what the file holds; a case that it has already is replaced. An interrupt keeps what was found.
 """
@@ -27,9 +28,12 @@ import torch
 
 import tersekv
 from tersekv.formats import FP8
-from tersekv.testing.bench import engine, measure, peers
-from tersekv.testing.bench.cases import DECODE_FORMATS, Case
-from tersekv.testing.bench.prefill import Prefill, Prompts
+from tersekv.testing.bench import engine, peers
+from tersekv.testing.bench.cases import DECODE_FORMATS
+from tersekv.testing.bench.data import Rival
+from tersekv.testing.bench.prefill import Prefill, PrefillShape, Prompts
+
+DECODE = "decode"
 
 CELLS = (
     Prompts("whole", (8192,), (8192,)),
@@ -58,69 +62,61 @@ class Options:
     backend: str | None
 
 
-def problem(cell: Prompts, o: Options, device: torch.device) -> Prefill:
+class Decode:
+    """`tersekv.decode` of the same rows, as a peer."""
+
+    any_format = False
+
+    def __init__(self, backend: str | None) -> None:
+        self.backend = backend
+
+    def missing(self) -> str | None:
+        return None
+
+    def peers(self, p: Prefill) -> Iterator[Rival]:
+        if p.k is None:
+            yield Rival(DECODE, lambda: [self.call(p)], limit=p.limit)
+
+    def call(self, p: Prefill) -> Callable[[], Any]:
+        return lambda: tersekv.decode(
+            p.q, p.layer, p.tables[0], p.lens, cu_seqlens_q=p.cu, max_q_len=max(p.prompts.new),
+            window=p.prompts.window or None, out=p.out, precision=p.case.precision, backend=self.backend,
+        )  # fmt: skip
+
+
+def shape(cell: Prompts, o: Options) -> PrefillShape:
     precision = "fast" if o.fast else "exact"
-    what = Case("prefill", o.format, 0, max(cell.new), page=o.page, precision=precision, query=o.query)
-    return Prefill(what, device, o.backend, prompts=cell, new_rows=o.new_rows)
+    return PrefillShape.of(cell, o.format, page=o.page, query=o.query, precision=precision, new_rows=o.new_rows)
 
 
-def decode(p: Prefill, o: Options) -> Callable[[], Any]:
-    return lambda: tersekv.decode(
-        p.q, p.layer, p.tables[0], p.lens, cu_seqlens_q=p.cu, max_q_len=max(p.prompts.new),
-        window=p.prompts.window or None, out=p.out, precision=p.case.precision, backend=o.backend,
-    )  # fmt: skip
+def case(cell: Prompts, o: Options, device: torch.device, libraries: list[str]) -> dict[str, Any]:
+    """All that is known of a cell in a format. SDPA stands beside the bf16 cache alone: it is the same whatever the
+    cache holds."""
+    beside = [name for name in libraries if name != "sdpa" or o.format == "bf16"]
+    r = engine.run(shape(cell, o), device, beside, o.backend)
+    others = {p.name.removesuffix(" on bf16"): told(p, r.flops) for p in r.peers}
+    decode = {DECODE: others.pop(DECODE)} if DECODE in others else {}
+    return {"cell": asdict(cell), **asdict(o), **told(r, r.flops), **decode, "peers": others}
 
 
-def run(p: Prefill, call: Callable[[], Any], limit: float) -> dict[str, Any]:
-    """Judge a call that writes `out` or returns it, then time it."""
-    p.poison()
-    error = p.error(call())
-    if not error <= limit:
-        return {"error": error, "reason": f"want error <= {limit:g} before anything is timed"}
-    us = measure.device_time([call], p.q.device).us
-    return {"us": us, "tflops": p.flops / us / 1e6, "error": error}
-
-
-def rivals(p: Prefill, names: list[str]) -> Iterator[tuple[str, peers.Build]]:
-    """SDPA beside the bf16 cache alone: it is the same whatever the cache holds."""
-    for library in names:
-        if library != "sdpa" or p.case.format == "bf16":
-            for name, build, *_ in peers.LIBRARIES[library].peers(p):
-                yield name.removesuffix(" on bf16"), build
-
-
-def case(cell: Prompts, o: Options, device: torch.device, libraries: list[str], with_decode: bool) -> dict[str, Any]:
-    """All that is known of a cell in a format. An error is told, and the other cases are to run."""
-    record: dict[str, Any] = {"cell": asdict(cell), **asdict(o)}
-    try:
-        p = problem(cell, o, device)
-        record |= run(p, p.calls[0], p.limit)
-        if with_decode and p.k is None:
-            record["decode"] = run(p, decode(p, o), p.limit)
-        record["peers"] = {}
-        for name, build in rivals(p, libraries):
-            try:
-                record["peers"][name] = run(p, build()[0], p.peer_limit)
-            except Exception as e:  # of whatever kind: another library's
-                record["peers"][name] = {"reason": engine.first_line(e)}
-    except Exception as e:
-        record["reason"] = engine.first_line(e)
-    p = None  # type: ignore[assignment]
-    engine.release(device)
-    return record
+def told(x: engine.Result | engine.Peer, flops: int) -> dict[str, Any]:
+    """Time, rate and error, or why there is none."""
+    found: dict[str, Any] = {} if x.us is None else {"us": x.us, "tflops": flops / x.us / 1e6}
+    found |= {} if x.error is None else {"error": x.error}
+    return found | ({"reason": x.reason} if x.reason else {})
 
 
 def line(r: dict[str, Any]) -> str:
-    def told(x: dict[str, Any]) -> str:
+    def spelt(x: dict[str, Any]) -> str:
         if "us" not in x:
             return f"{x.get('reason', '')} {x.get('error', '')}".strip()
         return f"{x['us']:9.1f} us {x['tflops']:6.1f} TFLOP/s  error {x['error']:.1e}"
 
-    parts = [f"{r['cell']['name']:<15} {r['format']:<19} q {r['query']:<9} {told(r)}"]
-    others = {**({"decode": r["decode"]} if "decode" in r else {}), **r.get("peers", {})}
+    parts = [f"{r['cell']['name']:<15} {r['format']:<19} q {r['query']:<9} {spelt(r)}"]
+    others = {**({DECODE: r[DECODE]} if DECODE in r else {}), **r["peers"]}
     for name, x in others.items():
         ratio = f"{x['us'] / r['us']:.2f}x as fast as " if "us" in x and "us" in r else ""
-        parts.append(f"    {ratio}{name}: {told(x)}")
+        parts.append(f"    {ratio}{name}: {spelt(x)}")
     return "\n".join(parts)
 
 
@@ -140,7 +136,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
+    peers.LIBRARIES[DECODE] = Decode(args.backend)
     libraries = [n for n in args.peers if n != "none" and peers.LIBRARIES[n].missing() is None]
+    libraries = [*[DECODE] * args.decode, *libraries]
     records = []
     try:
         for cell, name in itertools.product(SMALL if args.small else CELLS, args.formats):
@@ -149,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
             if args.query in {f.name for f in tersekv.KV_FORMATS.values() if f.storage in FP8} and name == "bf16":
                 continue  # an 8-bit query is for 8-bit keys
             o = Options(name, args.page, args.query, args.new_rows, args.fast, args.backend)
-            records.append(case(cell, o, device, libraries, args.decode))
+            records.append(case(cell, o, device, libraries))
             print(line(records[-1]), flush=True)
     finally:
         if args.json:

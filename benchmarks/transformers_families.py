@@ -30,6 +30,7 @@ from tersekv import UnsupportedError
 from tersekv.formats import kv_format
 from tersekv.integrations.transformers import ATTENTION, TersekvCache, TersekvStaticCache
 from tersekv.integrations.transformers_layers import CACHE_ARGUMENT
+from tersekv.testing.bench.engine import first_line
 from tersekv.testing.codes import column, decode_row, encode_row
 
 WORKS, REFUSED, NOT_BUILT, FAILS = "works", "refused", "not built", "fails"
@@ -250,10 +251,6 @@ def judge(name: str, graphs: bool = False) -> dict[str, Any]:
     # Whatever a model raises: it is what is looked for.
     except Exception as e:
         return {**told, "found": FAILS, "why": first_line(e)}
-
-
-def first_line(e: Exception) -> str:
-    return f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

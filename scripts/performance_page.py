@@ -172,7 +172,7 @@ def drawn(folder: Path) -> str:
         return "\nNo draw is stored yet.\n\n"
     head = ["draw", "cells with a peer", "geometric mean", "worst", "slower than a peer"]
     lines = [
-        [f"{r['chip']}, seed {r['seed']}, {r['date']}", str(r["cells"])]
+        [f"{r['chip']}, {'prefill, ' * ('tflop_s' in r)}seed {r['seed']}, {r['date']}", str(r["cells"])]
         + [f"{r['geometric_mean']:.2f}", f"{r['worst']:.2f}", str(r["lost"])]
         for r in draws
     ]
@@ -198,7 +198,11 @@ def _drawn_cells(cells: list[Record]) -> Iterator[str]:
 def drawn_cell(r: Record) -> str:
     if r["op"].startswith("mla"):
         return f"MLA, {cell(r)}"
-    return f"{cell(r)}, {r['heads']}/{r['kv_heads']} heads, D {r['head_dim']}"
+    name = f"{cell(r)}, {r['heads']}/{r['kv_heads']} heads, D {r['head_dim']}"
+    if r["op"] != "prefill":
+        return name
+    window = r["prompts"]["window"]
+    return f"prefill, {name}" + (f", window {window}" if window else "")
 
 
 def place(r: Record) -> tuple:
@@ -268,7 +272,7 @@ def cell(r: Record) -> str:
         f"{r['requests']} × {short(r['tokens'])}" if r["requests"] else f"{r['tokens']} token{'s' * (r['tokens'] != 1)}"
     )
     if r.get("total"):
-        name = f"{r['tokens']} of {short(r['total'])} tokens"
+        name = f"{r['requests']} × " * bool(r["requests"]) + f"{r['tokens']} of {short(r['total'])} tokens"
     parts = [name, *([f"H {r['heads']}"] if r["op"].startswith("mla") else [])]
     parts += [f"pages of {r['page']}"] * (r["page"] != 64) + ["uneven"] * r["uneven"]
     return ", ".join(parts) + query(r) + ", fast" * (r["precision"] == "fast") + ", rotated" * bool(r.get("rotated"))

@@ -57,6 +57,7 @@ def test_the_command_exits_with_1_on_red(monkeypatch, capsys):
      "--random: want --device, --ops, --peers, --formats, --backend and --json beside it, got --cells, --page-size"),
     (["--random", "3", "--preset", "shapes"], "--preset: want it without --random"),
     (["--seed", "3"], "--seed: want it beside --random"),
+    (["--random", "3", "--formats", cases.PAIRS[0]], "--random: want formats of both, got fp8_e4m3/int4"),
     (["--random", "3", "--ops", "append"], "no case fits these options on this device"),
     (["--ops", "mla_decode", "--formats", "nvfp4"],
      "no case fits these options on this device; formats there are (mla_decode: bf16, fp8_e4m3, fp8_ds_mla)"),

@@ -13,13 +13,13 @@ from tersekv.cli import main
 from tersekv.formats import latent_bytes_per_token
 from tersekv.testing.bench import data, decode, engine, measure, random_cells, shapes
 from tersekv.testing.bench.apart import Apart
-from tersekv.testing.bench.cases import DECODE_FORMATS, LATENT_FORMATS, OPS, RANK, ROPE, Case
+from tersekv.testing.bench.cases import DECODE_FORMATS, LATENT_FORMATS, RANK, ROPE, Case
 from tersekv.testing.bench.engine import OK, RED, Limits, Peer, Result
 
 CPU = torch.device("cpu")
 
 
-def cells(seed=0, n=200, device="cuda", ops=OPS, formats=None):
+def cells(seed=0, n=200, device="cuda", ops=random_cells.DECODES, formats=None):
     return random_cells.cells(seed, n, device, ops, formats)
 
 

@@ -80,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--random", type=positive, metavar="N",
         help="N decodes that nobody listed, drawn by --seed, each beside the peers of its format, of e4m3 and of bf16; "
-        "takes --device, --ops, --peers, --formats, --backend and --json",
+        "with --ops prefill N prefills, beside the peers of their format and of bf16. Takes --device, --ops, --peers, "
+        "--formats, --backend and --json",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, help="of --random; default: 0")
 
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     cases = cases_of(args, cells, device)
     if not cases:
         return complain(args, _nothing_fits(args, cells))
-    libraries = usable(args.peers, device)
+    libraries = usable(args.peers or tuple(peers.default(device, cases)), device)
     where = environment(device, libraries)
     limits = Limits.of(device)
     told = ", ".join(f"{name} {where[name]}" for name in ("torch", "triton", "tersekv", "driver") if where[name])
@@ -172,7 +173,8 @@ def idle_option(args: argparse.Namespace) -> str | None:
         idle = [name for name, set_ in {**of_preset, **given}.items() if set_]
         mode = f"--preset {','.join(args.preset)}" if args.preset else "--random"
         takes = ["--device", *([] if args.preset else ["--ops", "--peers"]), "--formats", "--backend"]
-        if not idle and set(args.formats or ()) & set(PAIRS):
+        takes_pairs = not args.preset and "prefill" in drawn_ops(args)
+        if not idle and not takes_pairs and set(args.formats or ()) & set(PAIRS):
             return f"{mode}: want formats of both, got {', '.join(args.formats)}"
         return f"{mode}: want {', '.join(takes)} and --json beside it, got {', '.join(idle)}" if idle else None
     decodes = {"decode", "mla_decode", "mla_decode_branch"}
@@ -184,10 +186,10 @@ def idle_option(args: argparse.Namespace) -> str | None:
     return None
 
 
-def usable(wanted: tuple[str, ...] | None, device: torch.device) -> list[str]:
+def usable(wanted: tuple[str, ...], device: torch.device) -> list[str]:
     """The libraries to compare with; says why one is left out."""
     libraries = []
-    for name in wanted or peers.default(device):
+    for name in wanted:
         missing = peers.LIBRARIES[name].missing() if name != "none" else ""
         if missing is None:
             libraries.append(name)
@@ -200,13 +202,18 @@ def cases_of(args: argparse.Namespace, cells: Sizes, device: torch.device) -> li
     """What the options ask for."""
     if args.random:
         args.seed = args.seed or 0
-        return random_cells.cells(args.seed, args.random, device.type, args.ops, args.formats)
+        return random_cells.cells(args.seed, args.random, device.type, drawn_ops(args), args.formats)
     return list(
         grid(
             cells, args.ops, args.formats, page=args.page_size, uneven=args.uneven, precisions=args.precision,
             batch_invariant=args.batch_invariant,
         )
     )  # fmt: skip
+
+
+def drawn_ops(args: argparse.Namespace) -> tuple[str, ...]:
+    """Decodes where no operation is named."""
+    return random_cells.DECODES if args.ops == OPS else args.ops
 
 
 def _nothing_fits(args: argparse.Namespace, cells: Sizes) -> str:
@@ -250,6 +257,8 @@ def conclude(args: argparse.Namespace, results: list[Result], where: dict) -> No
             f"{counted(found['cells'], 'cell')}; "
             f"worst {found['worst']:.3g}x: {found['worst_cell']}; {found['lost']} slower than a peer"
         )
+    if rates := found.get("tflop_s"):
+        say(f"TFLOP/s of prefill, geometric means: {', '.join(f'{name} {x:.3g}' for name, x in rates.items())}")
     say(f"seed {args.seed}: {told}")
     if args.json:
         with open(args.json, "a") as out:

@@ -1,7 +1,8 @@
 """`tersekv bench`: verify, then time every operation over the cells of a grid, beside other libraries.
 
 cases.py      Case: what is timed; grid() lists them
-shapes.py     decodes in other shapes; cliffs.py: beside the plain case; random_cells.py: drawn by a seed
+shapes.py     decodes in other shapes; cliffs.py: beside the plain case
+random_cells.py     decodes drawn by a seed (dice.py), random_prefill.py: prefills; their mean and the worst
 data.py       random caches, page tables, and their values in fp64
 decode.py, append.py, prefill.py, mla_prefill.py, mla_project.py, merge_states.py
               Case → Problem: tensors, the calls to time, and the judge of what they wrote

@@ -26,7 +26,7 @@ class Case:
     """One thing to time. A case without `requests` writes or prefills `tokens` new ones, of one request."""
 
     op: str
-    format: str  # of decode also a pair, K's and V's: "fp8_e4m3/int4_per_token_head"
+    format: str  # of decode and prefill also a pair, K's and V's: "fp8_e4m3/int4_per_token_head"
     requests: int
     tokens: int  # cached tokens of a request; of appends and prefill: new tokens
     heads: int = Q_HEADS
@@ -43,9 +43,8 @@ class Case:
 
     @property
     def cell(self) -> str:
-        if self.requests:
-            return f"{self.requests} x {self.tokens}"
-        return f"{self.tokens} of {self.total}" if self.total else f"{self.tokens}"
+        new = f"{self.requests} x {self.tokens}" if self.requests else f"{self.tokens}"
+        return f"{new} of {self.total}" if self.total else new
 
     @property
     def verb(self) -> str:

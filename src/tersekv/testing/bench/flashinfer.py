@@ -9,15 +9,16 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedError
 from .append import Q_DTYPE, Append
-from .cases import HEAD_DIM, KV_HEADS, RANK, ROPE, Case
+from .cases import RANK, ROPE, Case
 from .data import Problem, Rival
 from .decode import Decode, MLADecode
 from .prefill import Prefill
 from .shapes import ShapeDecode
 
 _WORKSPACE = 512 << 20
-# fa2's sizes of heads. With 80, 96, 112 and 192 it ends in an illegal address or instruction, and the device is lost.
+# Its sizes of heads. With 80, 96, 112 and 192 it ends in an illegal address or instruction, and the device is lost.
 _FA2_DIMS = (64, 128, 256)
 
 
@@ -78,14 +79,17 @@ def fa2(wrapper: Callable, p: Decode | ShapeDecode) -> list:
 
 
 def _paged_prefill(p: Prefill, backend: str) -> list:
+    if p.shape.head_dim not in _FA2_DIMS:
+        raise UnsupportedError(f"not tried: it has heads of {_FA2_DIMS}, and others lose the device")
     wrapper = theirs("prefill", "BatchPrefillWithPagedKVCacheWrapper")
-    room, kv, window = workspace(p.q), (p.layer.k, p.layer.v), p.prompts.window
-    last = ((p.host_lens - 1) % p.case.page + 1).to(p.q.device)
+    room, c, window = workspace(p.q), p.shape, p.prompts.window
+    kv = tuple(x.transpose(1, 2) if c.layout == "HND" else x for x in (p.layer.k, p.layer.v))
+    last = ((p.host_lens - 1) % c.page + 1).to(p.q.device)
 
     def call(table: Tensor) -> Callable:
-        w = wrapper(room, "NHD", backend=backend)
+        w = wrapper(room, c.layout, backend=backend)
         w.plan(
-            p.cu, *csr(p, table), last, p.case.heads, KV_HEADS, HEAD_DIM, p.case.page, causal=True,
+            p.cu, *csr(p, table), last, c.heads, c.kv_heads, c.head_dim, c.page, causal=True,
             window_left=window - 1 if window else -1, sm_scale=p.scale, q_data_type=p.q.dtype,
             kv_data_type=p.layer.k.dtype, o_data_type=p.out.dtype,
         )  # fmt: skip

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from ..memory import storage_bytes
 from . import compat, flashinfer, vllm
-from .cases import KV_HEADS
+from .cases import Case
 from .data import Problem, Rival, rotations
 from .decode import Decode
-from .prefill import Prefill, Prompts
+from .prefill import Prefill, PrefillShape, Prompts
 from .shapes import ShapeDecode
 
 
@@ -54,7 +54,7 @@ class VLLM:
 
 class SDPA:
     """PyTorch's own attention over a contiguous bf16 copy of the same values: decodes of equal lengths, heads grouped;
-    whole prompts, heads repeated."""
+    whole prompts of equal lengths, heads repeated."""
 
     any_format = True
 
@@ -82,25 +82,33 @@ class SDPA:
 
     @staticmethod
     def has(prompts: Prompts) -> bool:
-        """Whether it is one request, all of whose rows are new: what needs no mask but SDPA's own."""
-        return len(prompts.new) == 1 and prompts.new == prompts.total and not prompts.window
+        """Whether all rows of all requests are new, and as many of each: what needs no mask but SDPA's own."""
+        return len({*prompts.new, *prompts.total}) == 1 and not prompts.window
 
     @staticmethod
     def prompt(problem: Prefill) -> list:
-        """The calls for such a request. Repeated heads take the fast kernels on every device."""
-        q = problem.q.bfloat16().transpose(0, 1)[None].contiguous()
-        group = problem.case.heads // KV_HEADS
-        k, v = (x.bfloat16().transpose(0, 1).repeat_interleave(group, 0)[None].contiguous() for x in problem.kv(0))
+        """The calls for such requests. Repeated heads take the fast kernels on every device."""
+        requests, group = len(problem.prompts.new), problem.shape.heads // problem.shape.kv_heads
+        q = problem.q.bfloat16().unflatten(0, (requests, -1)).transpose(1, 2).contiguous()
+
+        def repeated(x: torch.Tensor) -> torch.Tensor:
+            return x.bfloat16().transpose(0, 1).repeat_interleave(group, 0)
+
+        kv = [[repeated(x) for x in problem.kv(b)] for b in range(requests)]
+        k, v = (torch.stack([each[i] for each in kv]) for i in range(2))
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        return [lambda: sdpa(q, k, v, is_causal=True, scale=problem.scale).transpose(1, 2)[0]]
+        return [lambda: sdpa(q, k, v, is_causal=True, scale=problem.scale).transpose(1, 2).flatten(0, 1)]
 
 
 LIBRARIES: dict[str, Library] = {"flashinfer": FlashInfer(), "vllm": VLLM(), "sdpa": SDPA()}
 
 
-def default(device: torch.device) -> list[str]:
-    """The libraries that a device is compared with, where they are installed."""
-    return ["sdpa"] if device.type == "cpu" else ["flashinfer", "vllm"]
+def default(device: torch.device, cases: Sequence[Case] = ()) -> list[str]:
+    """The libraries that a device is compared with, where they are installed; in drawn prefills SDPA too."""
+    if device.type == "cpu":
+        return ["sdpa"]
+    drawn = bool(cases) and all(isinstance(case, PrefillShape) for case in cases)
+    return ["flashinfer", *(["sdpa"] if drawn else ["vllm"])]
 
 
 def not_importable(package: str) -> str | None:
