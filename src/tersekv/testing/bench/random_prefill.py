@@ -13,7 +13,7 @@ FORMATS = {**dict.fromkeys(DECODE_FORMATS, 2), "fp8_e4m3": 4, "fp16": 1, "fp8_e5
 _DIMS = {128: 6, 256: 4, 64: 2, 80: 1, 96: 1, 112: 1, 192: 1}
 _PAGES = {64: 5, 16: 4, 32: 2, 128: 1}
 _LAYOUTS = {"NHD": 5, "HND": 1}
-_CHUNKS, _RAGGED, _WINDOWS, _E4M3_QUERIES = 1 / 3, 0.4, 0.15, 0.5  # shares of the cells that may have them
+_CHUNKS, _RAGGED, _WINDOWS, _E4M3_QUERIES = 1 / 3, 0.4, 0.15, 0.5  # fractions of the cells that may have them
 _SPREAD = 8.0  # ragged lengths lie between one and this many times the shortest
 
 
