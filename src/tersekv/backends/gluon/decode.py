@@ -19,6 +19,7 @@ from ..triton.decode import entry as portable
 from ..triton.parts.kv_cache_args import mask_args, needs_two_term_query
 from .sm90.decode.combine import combine_kernel
 from .sm90.decode.config import (
+    MAX_PART_COLUMNS,
     MAX_ROWS_16BIT,
     TileConfig,
     choose_block_m,
@@ -28,6 +29,7 @@ from .sm90.decode.config import (
     choose_keys_per_copy,
     choose_tile_config,
     has_padded_head_dims,
+    in_column_parts,
     is_large_m,
     max_small_m_rows,
     num_prefetched_queries,
@@ -46,6 +48,7 @@ from .sm90.parts.tensor_maps import (
     MMA_KEYS,
     KVLayout,
     TensorMapSpec,
+    heads_of_scales,
     kv_map_spec,
     make_kv_layout,
     make_tensor_map_specs,
@@ -61,7 +64,8 @@ class DecodeTileConfig(KernelConfig):
     """Compile-time configuration of the split pass, beyond the Triton kernels' constants. The names are the
     kernel's."""
 
-    HEADS_PER_CTA: int  # KV heads
+    HEADS_PER_CTA: int  # KV heads, or parts of them
+    COLUMN_PARTS: int  # parts of a head's columns, each of which counts as a head
     WARPS_PER_HEAD: int  # they share its keys; its query rows are divided among them
     LARGE_M: bool  # by shared_tiles or rows_64: one head per CTA, 64 rows per warpgroup
     HEAD_GROUPS: int  # CTAs that process the same n_block
@@ -99,6 +103,7 @@ class Config(NamedTuple):
 
 
 def why_not(f: SimpleNamespace) -> str | None:
+    f = in_column_parts(f)
     if f.batch_invariant:  # they split a request's keys by the whole batch
         return f"takes no {BATCH_INVARIANCE} yet"
     fmt, v_fmt = pair_of(f)
@@ -120,9 +125,11 @@ def why_not(f: SimpleNamespace) -> str | None:
         if f.q.dtype == torch.float16:
             return "wants a bfloat16 or 8-bit q with bf16, got float16"
         return "wants keys that lie as they are with bf16, got rotated ones or such with channel scales"
+    if f.column_parts > 1 and (reason := _why_not_column_parts(f)):
+        return reason
     d, dv = f.q.shape[2], f.out.shape[2]
-    if any(n % 16 or not 64 <= n <= 256 for n in (d, dv)):
-        return f"wants head sizes that are multiples of 16 from 64 to 256, got {d} and {dv}"
+    if any(n % 16 or not 64 <= n <= MAX_PART_COLUMNS for n in (d, dv)):
+        return f"wants head sizes that are multiples of 16 from 64 to 256, or 512 both, got {d} and {dv}"
     if has_padded_head_dims(f) and (is_large_m(f) or BLOCK in (fmt.scale, v_fmt.scale)):
         what = f.format if not is_large_m(f) else f"{num_query_rows(f)} query rows of a KV head"
         return f"wants head sizes of 64, 128 or 256 with {what}, got {d} and {dv}"
@@ -134,16 +141,18 @@ def why_not(f: SimpleNamespace) -> str | None:
         return f"wants pages of a multiple of {MIN_KEYS_PER_COPY}, got {f.k_cache.shape[1]}"
     if f.q.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
-    keys = min_keys_per_copy(f.k_cache.shape[1])
+    keys, parts, heads = min_keys_per_copy(f.k_cache.shape[1]), f.column_parts, choose_heads_per_cta(f)
+    if parts > 1:
+        heads = choose_heads_per_cta(f, choose_tile_config(f).heads_per_cta)
     for name in ("k_cache", "v_cache"):
-        if kv_map_spec(getattr(f, name), choose_heads_per_cta(f), keys) is None:
+        if kv_map_spec(getattr(f, name), heads, keys, parts) is None:
             apart = "multiples of 16 bytes, or of 8 with heads side by side, an even number of them"
             return f"wants {name} with rows at equal distances that are {apart}"
     for x, side in ((fmt, f.k_scale_cache), (v_fmt, f.v_scale_cache)):
         if (
             side is not None
             and not is_large_m(f)
-            and scale_map_spec(side, choose_heads_per_cta(f), keys, x.scale == BLOCK) is None
+            and scale_map_spec(side, heads_of_scales(x, heads, parts), keys, x.scale == BLOCK) is None
         ):
             beside = "wants stored scales with heads or slots side by side, at multiples of 16 bytes"
             return (
@@ -154,17 +163,32 @@ def why_not(f: SimpleNamespace) -> str | None:
     return None
 
 
+def _why_not_column_parts(f: SimpleNamespace) -> str | None:
+    """Returns what else these kernels want of heads that are divided in column parts."""
+    d = f.q.shape[2] * f.column_parts
+    if is_large_m(f):
+        return f"wants at most {max_small_m_rows(f)} query rows of a KV head with heads of {d}, got {num_query_rows(f)}"
+    if any(x is not None for x in (f.k_signs, f.v_signs, f.k_channel_scale, f.v_channel_scale)):
+        return f"wants heads of up to {MAX_PART_COLUMNS} with rotated rows or channel scales, got {d}"
+    for name, fmt in zip(("k_scale_cache", "v_scale_cache"), pair_of(f), strict=True):
+        scales = getattr(f, name)
+        if fmt.scale == BLOCK and scales.stride[2] != scales.shape[3]:
+            return f"wants {name} with heads side by side with heads of {d}"
+    return None
+
+
 def configure(f: SimpleNamespace) -> Config:
+    f = in_column_parts(f)
     (fmt, v_fmt), tuned = pair_of(f), choose_tile_config(f)
     base_cfg = portable.kernel_constants(f, portable_tune.choose_tile_config(f, fmt), True)
     heads, cta_heads, requests = f.k_cache.shape[2], choose_heads_per_cta(f, tuned.heads_per_cta), f.seq_lens.shape[0]
-    kv_specs, scales = make_tensor_map_specs(f, cta_heads, choose_keys_per_copy(f, tuned), tuned.shared_tiles)
+    kv_specs, scales = make_tensor_map_specs(f, cta_heads, choose_keys_per_copy(f, tuned), tuned.shared_tiles, f.column_parts)
     if tuned.producer_warp:
         kv_specs = [merge_adjacent_heads(spec) for spec in kv_specs]
     block_m, groups, (d, dv) = choose_block_m(f), heads // cta_heads, padded_head_dims(f)
     rotations = make_rotation(f.k_signs, f.k_channel_scale), make_rotation(f.v_signs, f.v_channel_scale)
     k, v = (
-        make_kv_layout(*x, cta_heads, tuned.num_stages)
+        make_kv_layout(*x, cta_heads, tuned.num_stages, f.column_parts)
         for x in zip((fmt, v_fmt), kv_specs, scales, rotations, strict=True)
     )
     ranges = max(launch.num_sms(f) * tuned.ctas_per_sm * max(4 // (cta_heads * tuned.warps_per_head), 1) // groups, 1)
@@ -189,7 +213,7 @@ def configure(f: SimpleNamespace) -> Config:
     )  # fmt: skip
     combine_tile = choose_combine_tile(ranges // max(requests, 1) + 2, cta_heads * valid_rows, partial_columns)
     tiles = m_blocks, valid_rows, *combine_tile, *fused_tile
-    shape = _make_tile_config(f, tuned, k, v, kv_specs[0], cta_heads, tiles)
+    shape = _make_tile_config(f, tuned, k, v, kv_specs[0], (cta_heads, f.column_parts), tiles)
     tensor_map_specs = dict(zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True))
     combine_ctas = -(-cta_heads * valid_rows // combine_tile[0]) * (partial_columns // combine_tile[2])
     grid = requests * m_blocks * groups, combine_ctas
@@ -260,16 +284,17 @@ def _make_tile_config(
     k: KVLayout,
     v: KVLayout,
     k_spec: TensorMapSpec,
-    heads_per_cta: int,
+    head_fields: tuple[int, int],
     combine_fields: tuple[int, ...],
 ) -> DecodeTileConfig:
-    """Returns the record of constants; combine_fields: its last fields."""
+    """Returns the record of constants; head_fields: its first ones; combine_fields: its last."""
+    heads_per_cta = head_fields[0]
     copies_per_buffer = MMA_KEYS // k_spec.box[-2]
     keys_per_buffer = k_spec.tiles_per_copy * k_spec.box[-2] * copies_per_buffer
     if tuned.shared_tiles and f.k_scale_cache is not None:
         k, v = (replace(x, SCALE_STRIDES=s.stride[:3]) for x, s in ((k, f.k_scale_cache), (v, f.v_scale_cache)))
     return DecodeTileConfig(
-        heads_per_cta, tuned.warps_per_head, tuned.shared_tiles, f.k_cache.shape[2] // heads_per_cta, MMA_KEYS,
+        *head_fields, tuned.warps_per_head, tuned.shared_tiles, f.k_cache.shape[2] // heads_per_cta, MMA_KEYS,
         tuned.block_n // MMA_KEYS, keys_per_buffer, tuned.block_n // keys_per_buffer, copies_per_buffer,
         tuned.num_stages,
         f.q.shape[2],

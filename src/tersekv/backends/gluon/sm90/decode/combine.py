@@ -23,6 +23,7 @@ from ...versions import thread_barrier
 from ..parts.combine import accumulate_splits
 from ..parts.dequant import load_scale_per_head
 from ..parts.epilogue import cast_output, finalize_softmax_with_sinks
+from .layouts import query_heads_of_rows
 
 # ---- counters of arrived splits: their memory needs no initialization ----
 # A counter is 8 bytes: MARK in its upper 48 bits marks the lower 16 as a count. Any other value is left over and counts
@@ -241,14 +242,16 @@ def store_combined_output(tensors, scales, strides, row_max, row_sum, acc_o, i_c
     )
     kv_heads, row_in_tile = first_head + o_row // tile_cfg.FUSED_COMBINE_ROWS, o_row % tile_cfg.FUSED_COMBINE_ROWS
     m_row, q_row = row_in_tile < num_rows_left, row_begin + row_in_tile
-    q_heads = (kv_heads * cfg.GROUP + q_row % cfg.GROUP).to(gl.int64)
+    q_heads = query_heads_of_rows(kv_heads, q_row, cfg, tile_cfg)
     tokens = (q_begin + q_row // cfg.GROUP).to(gl.int64)
-    v_scale = load_scale_per_head(scales.v_scale, scales.V_SCALE, kv_heads, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE) * (
-        scales.out_scale * cfg.V_RESIDUAL_SCALE
-    )
+    v_scale = load_scale_per_head(
+        scales.v_scale, scales.V_SCALE, kv_heads // tile_cfg.COLUMN_PARTS, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE
+    ) * (scales.out_scale * cfg.V_RESIDUAL_SCALE)
     acc_scale, lse = finalize_softmax_with_sinks(row_max, row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg)
     packed_column = o_d % cfg.BLOCK_DV
     p_row = OUT + tokens * strides.out_t + q_heads * strides.out_h
+    if tile_cfg.COLUMN_PARTS > 1:
+        p_row += kv_heads % tile_cfg.COLUMN_PARTS * cfg.DV
     p_out = p_row[:, None] + (cfg.PACK * packed_column + o_d // cfg.BLOCK_DV)[None, :]
     gl.store(
         p_out,
@@ -352,21 +355,22 @@ def combine_kernel(
             row_max, row_sum, acc_o = accumulate_splits(
                 row_max, row_sum, acc_o, SPLIT_WORKSPACE, partial_slots, row_in_tile, o_d, mask, cfg
             )
-        q_heads = (kv_heads * cfg.GROUP + q_row % cfg.GROUP).to(tl.int64)
+        q_heads = (kv_heads // tile_cfg.COLUMN_PARTS * cfg.GROUP + q_row % cfg.GROUP).to(tl.int64)
         tokens = (q_begin + q_row // cfg.GROUP).to(tl.int64)
         v_scales = v_scale + tl.full([tile_cfg.COMBINE_ROWS], 0.0, tl.float32)
         if cfg.HAS_V_SCALE:
-            v_scales = tl.load(V_SCALE + kv_heads * cfg.V_SCALE_STRIDE, mask=m_row, other=0.0)
+            v_scales = tl.load(
+                V_SCALE + kv_heads // tile_cfg.COLUMN_PARTS * cfg.V_SCALE_STRIDE, mask=m_row, other=0.0
+            )
         v_out_scale = v_scales * portable.load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
         acc_scale, lse = portable.finalize_softmax(
             row_max, row_sum, v_out_scale * cfg.V_RESIDUAL_SCALE, SINKS, q_heads, m_row, cfg
         )
         packed_column = o_d % cfg.BLOCK_DV
-        p_out = (
-            OUT
-            + (tokens * stride_out_t + q_heads * stride_out_h)[:, None]
-            + (cfg.PACK * packed_column + o_d // cfg.BLOCK_DV)[None, :]
-        )
+        o_row_out = tokens * stride_out_t + q_heads * stride_out_h
+        if tile_cfg.COLUMN_PARTS > 1:
+            o_row_out += kv_heads % tile_cfg.COLUMN_PARTS * cfg.DV
+        p_out = OUT + o_row_out[:, None] + (cfg.PACK * packed_column + o_d // cfg.BLOCK_DV)[None, :]
         tl.store(
             p_out,
             portable.cast_output(acc_o * acc_scale[:, None], OUT, cfg),

@@ -6,9 +6,9 @@ Measured on an H200, 2026-11-21 (notes/decode.md), D 128, 32/8 heads.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .....formats import TOKEN_HEAD, kv_format, pair_of
+from .....formats import BLOCK, TOKEN_HEAD, kv_format, pair_of
 from ....host import launch
 
 SMALL_M_ROWS = 32  # of a KV head, up to which `kernel` is the faster one
@@ -33,6 +33,31 @@ class TileConfig(NamedTuple):
     producer_warp: bool = False  # by kernel_producer_warp: one warp copies for four others
     rows_64: bool = False  # by rows_64
     converted_stages: int = 0  # fp16 stages of rows_64
+
+
+MAX_PART_COLUMNS = 256  # an accumulator of more columns does not fit in a warp's registers
+
+
+def in_column_parts(f: SimpleNamespace) -> SimpleNamespace:
+    """Returns the facts and `column_parts`, into which the columns of a wide head are divided, each part of other
+    warps. Each counts as a head; token scales, and strides of heads, stay those of heads."""
+    parts = 2 if f.q.shape[2] == f.out.shape[2] == 2 * MAX_PART_COLUMNS else 1
+    if parts == 1:
+        return SimpleNamespace(**vars(f), column_parts=1)
+
+    def divided(x: Any) -> Any:
+        *outer, heads, width = x.shape
+        return x._replace(shape=(*outer, heads * parts, width // parts))
+
+    def divided_block_scales(x: Any) -> Any:
+        s_p, s_s, s_h, *rest = x.stride
+        return divided(x)._replace(stride=(s_p, s_s, s_h // parts if s_h == x.shape[3] else s_h, *rest))
+
+    changed = {name: divided(getattr(f, name)) for name in ("q", "out", "k_cache", "v_cache")}
+    for name, fmt in zip(("k_scale_cache", "v_scale_cache"), pair_of(f), strict=True):
+        if fmt.scale == BLOCK:
+            changed[name] = divided_block_scales(getattr(f, name))
+    return SimpleNamespace(**vars(f) | changed, column_parts=parts)
 
 
 def num_query_rows(f: SimpleNamespace) -> int:
@@ -104,8 +129,8 @@ def choose_block_m(f: SimpleNamespace) -> int:
 
 
 def choose_heads_per_cta(f: SimpleNamespace, max_heads: int = 4) -> int:
-    """Returns the KV heads of a CTA."""
-    return next(n for n in (8, 4, 2, 1) if n <= max_heads and f.k_cache.shape[2] % n == 0)
+    """Returns the KV heads of a CTA, or twice as many parts of them."""
+    return next(n for n in (8, 4, 2, 1) if n <= max_heads * f.column_parts and f.k_cache.shape[2] % n == 0)
 
 
 # 64 × 8K: 249 µs, 64 × 1K: 37.3, 256 × 1K: 138, 256 × 8K: 947, 1 × 8K: 10.3, 1 × 128K: 67.6
@@ -144,13 +169,17 @@ def choose_tile_config(f: SimpleNamespace) -> TileConfig:
     if block_m > 16 and tile_config.producer_warp and uses_converter_warpgroup(f):
         tile_config = _TILES_32_ROWS_4BIT
     elif block_m > 16:
-        tile_config = _TILES_32_ROWS._replace(warps_per_head=block_m // 16, heads_per_cta=max(1, 128 // block_m))
+        heads = max(1, 128 // block_m // f.column_parts)
+        tile_config = _TILES_32_ROWS._replace(warps_per_head=block_m // 16, heads_per_cta=heads)
     elif tile_config.ctas_per_sm > 2 and max_dim * block_m > 1024:  # twice the accumulators
         tile_config = tile_config._replace(ctas_per_sm=2, max_registers=255)
     if block_m == 16 and max_dim > 128:
-        tile_config = _with_two_warps_per_head(
-            tile_config, 2 if fmt.storage.itemsize == 2 else 4, choose_heads_per_cta(f)
-        )
+        max_heads = (2 if fmt.storage.itemsize == 2 else 4) // f.column_parts
+        tile_config = _with_two_warps_per_head(tile_config, max_heads, choose_heads_per_cta(f))
+    if f.column_parts > 1:
+        tile_config = tile_config._replace(ctas_per_sm=1, max_registers=255, producer_warp=False)
+        if fmt.storage.itemsize == 2:
+            tile_config = tile_config._replace(heads_per_cta=min(tile_config.heads_per_cta, 2))
     heads = choose_heads_per_cta(f, tile_config.heads_per_cta)
     bytes_per_key = kv_row_bytes(f) * heads
     limit, max_block_n = (
@@ -176,7 +205,7 @@ def _has_many_short_requests(f: SimpleNamespace, max_keys: int) -> bool:
     int8 202 → 178, nvfp4 156 → 125. Longer ones gain nothing: 300 × 500 fp8 85.2 → 87.8.
     """
     heads = choose_heads_per_cta(f)
-    num_ctas = launch.num_sms(f) * _TILES_32_KEYS.ctas_per_sm * (4 // heads)
+    num_ctas = launch.num_sms(f) * _TILES_32_KEYS.ctas_per_sm * max(4 // heads, 1)
     has_few_requests = f.seq_lens.shape[0] * FEW_SPLITS < num_ctas // (f.k_cache.shape[2] // heads)
     return not has_few_requests and f.page_table.shape[1] * f.k_cache.shape[1] <= max_keys
 

@@ -55,8 +55,11 @@ from .layouts import (
     k_to_mma_operand,
     load_k_block_scales,
     load_query_fragment,
+    load_token_scales,
     load_v_block_scales,
     mma_layout,
+    query_heads_of_rows,
+    sum_over_column_parts,
     transpose_p,
     zero_neighbor_columns,
 )
@@ -157,7 +160,9 @@ def compute_scores_of_mma_tile(k_stages, k_scale_stages, i_tile, q, score_scales
         else:
             s = mma_v2(k_to_mma_operand(k[i], cfg, tile_cfg), q.operands[i], s)
     if tile_cfg.K.SCALE_KIND == "token_head":
-        token_scales = smem_scales_of_mma_tile(k_scale_stages, i_tile, False, tile_cfg).load(gl.SliceLayout(2, MMA))
+        token_scales = load_token_scales(
+            smem_scales_of_mma_tile(k_scale_stages, i_tile, False, tile_cfg), gl.SliceLayout(2, MMA), tile_cfg
+        )
         if tile_cfg.K.CODE == "int4":
             # 2^23 + the zero point, as fp32 bits, minus 2^23.
             zero_points = (int4_zero_points(token_scales) | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
@@ -165,6 +170,7 @@ def compute_scores_of_mma_tile(k_stages, k_scale_stages, i_tile, q, score_scales
         s = s * score_scales[:, None, :] * token_scales[:, :, None]
     else:
         s = s * score_scales[:, None, :]
+    s = sum_over_column_parts(s, tile_cfg)
     if cfg.HAS_SOFTCAP:
         s = apply_softcap(s, softcap)
     # Mask.
@@ -184,9 +190,10 @@ def load_log2_v_scales(
 ):
     """Returns log2 and reciprocals of the V scales of an MMA tile: [HEADS_PER_CTA, MMA_KEYS]."""
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
-    v_scales = gl.maximum(
-        smem_scales_of_mma_tile(v_scale_stages, i_tile, True, tile_cfg).load(gl.SliceLayout(2, MMA)), 1e-30
+    v_scales = load_token_scales(
+        smem_scales_of_mma_tile(v_scale_stages, i_tile, True, tile_cfg), gl.SliceLayout(2, MMA), tile_cfg
     )
+    v_scales = gl.maximum(v_scales, 1e-30)
     if MASKED:
         o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
         v_scales = gl.where(valid_keys(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, :], v_scales, 1.0)
@@ -237,7 +244,9 @@ def accumulate_pv_of_mma_tile(acc_o, v_stages, v_scale_stages, i_tile, p, first_
         valid = valid_keys(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, None, :]
         packed = gl.where(valid, packed, 0)
     if tile_cfg.V.CODE == "int4":
-        token_scales = smem_scales_of_mma_tile(v_scale_stages, i_tile, True, tile_cfg).load(gl.SliceLayout(1, A))
+        token_scales = load_token_scales(
+            smem_scales_of_mma_tile(v_scale_stages, i_tile, True, tile_cfg), gl.SliceLayout(1, A), tile_cfg
+        )
         v = dequant_int4_v(packed, int4_zero_points(token_scales).to(gl.int16)[:, None, :])
     elif tile_cfg.V.SCALE_KIND == "block":
         block_scales = load_v_block_scales(
@@ -424,7 +433,8 @@ def kv_heads_of_cta(first_head, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
 
 @gluon.jit
 def output_columns(first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the packed columns of `out` that the accumulators hold: [HEADS_PER_CTA or 1, PACKED_V, 1]."""
+    """Returns the packed columns of a head, or of its part, that the accumulators hold: [HEADS_PER_CTA or 1, PACKED_V,
+    1]."""
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
     PACKED_LAYOUT: gl.constexpr = gl.SliceLayout(2, MMA)
     o_d = gl.arange(0, cfg.PACKED_V, gl.SliceLayout(0, PACKED_LAYOUT))[None, :, None]
@@ -459,14 +469,17 @@ def store_output(
     HN: gl.constexpr = gl.SliceLayout(1, MMA)
     o_r = work_tile.m_block * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, HN))
     kv_heads = kv_heads_of_cta(first_head, gl.SliceLayout(1, HN), tile_cfg)
-    q_heads = (kv_heads[:, None] * cfg.GROUP + (o_r % cfg.GROUP)[None, :]).to(gl.int64)
+    q_heads = query_heads_of_rows(kv_heads[:, None], o_r[None, :], cfg, tile_cfg)
     tokens = (work_tile.q_begin + o_r // cfg.GROUP).to(gl.int64)[None, :]
     m_row = (o_r < work_tile.num_q_rows * cfg.GROUP)[None, :] & (kv_heads >= 0)[:, None]
     acc_scale, lse = finalize_softmax_with_sinks(
         state.row_max, state.row_sum, v_out_scale[:, None] * cfg.V_RESIDUAL_SCALE, tensors.SINKS, q_heads, m_row, cfg
     )
     o_d = output_columns(first_head, cfg, tile_cfg)
-    p_out = (OUT + tokens * strides.out_t + q_heads * strides.out_h)[:, None, :] + cfg.PACK * o_d
+    p_row = OUT + tokens * strides.out_t + q_heads * strides.out_h
+    if tile_cfg.COLUMN_PARTS > 1:
+        p_row += (kv_heads % tile_cfg.COLUMN_PARTS * cfg.DV)[:, None]
+    p_out = p_row[:, None, :] + cfg.PACK * o_d
     for j in gl.static_range(gl.constexpr(cfg.PACK)):
         gl.store(
             p_out + j,
@@ -552,7 +565,7 @@ def decode_kernel(
     if cfg.VARLEN_Q:
         zero_padding_rows(
             OUT, LSE, gl.load(CU_SEQLENS_Q + B).to(gl.int32), T, i_cta, gl.num_programs(0), stride_out_t, stride_out_h,
-            stride_lse_t, stride_lse_h, cfg,
+            stride_lse_t, stride_lse_h, cfg, tile_cfg.COLUMN_PARTS,
         )  # fmt: skip
     rotation_scales = load_rotation_scales_of_heads(
         (K_SIGNS, V_SIGNS), (K_CHANNEL_SCALES, V_CHANNEL_SCALES), first_head, cfg, tile_cfg
@@ -589,6 +602,7 @@ def decode_kernel(
                 gl.SliceLayout(1, gl.SliceLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD))),
                 tile_cfg,
             )
+            heads = heads // tile_cfg.COLUMN_PARTS
         score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E
         scales = CallScales(
             score_scale, k_scale, K_SCALE, v_scale, V_SCALE, load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE),

@@ -117,6 +117,7 @@ def consumer(
         gl.SliceLayout(1, gl.SliceLayout(1, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD))),
         tile_cfg,
     )
+    heads = heads // tile_cfg.COLUMN_PARTS
     head_score_scales = scales.score_scale * load_scale_per_head(
         scales.k_scale, scales.K_SCALE, heads, cfg.HAS_K_SCALE, cfg.K_SCALE_STRIDE
     )
@@ -213,7 +214,7 @@ def decode_producer_warp_kernel(
     if cfg.VARLEN_Q:
         zero_padding_rows(
             OUT, LSE, gl.load(CU_SEQLENS_Q + B).to(gl.int32), T, i_cta, gl.num_programs(0), stride_out_t, stride_out_h,
-            stride_lse_t, stride_lse_h, cfg,
+            stride_lse_t, stride_lse_h, cfg, tile_cfg.COLUMN_PARTS,
         )  # fmt: skip
     rotation_scales = load_rotation_scales_of_heads(
         (K_SIGNS, V_SIGNS), (K_CHANNEL_SCALES, V_CHANNEL_SCALES), head_group * tile_cfg.HEADS_PER_CTA, cfg, tile_cfg

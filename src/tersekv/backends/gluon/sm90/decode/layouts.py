@@ -213,6 +213,53 @@ def load_query_fragment(q_smem, I_TILE: gl.constexpr, cfg: gl.constexpr, tile_cf
     )
 
 
+# ---- heads in column parts ----
+# A head of more than 256 columns is COLUMN_PARTS heads of fewer, each a warp's (or WARPS_PER_HEAD warps'), that see the
+# same keys. What they have in common: the scores, which are sums over the parts, and scales of the head.
+
+
+@gluon.jit
+def sum_over_column_parts(s, tile_cfg: gl.constexpr):
+    """Returns scores [HEADS_PER_CTA, MMA_KEYS, BLOCK_M] summed over the parts of each head, for every part."""
+    PARTS: gl.constexpr = tile_cfg.COLUMN_PARTS
+    if PARTS == 1:
+        return s
+    else:
+        x = s.reshape([s.shape[0] // PARTS, PARTS, s.shape[1], s.shape[2]])
+        total, _ = gl.broadcast(gl.sum(x, 1)[:, None, :, :], x)
+        return gl.convert_layout(total.reshape(s.shape), s.type.layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _by_column_part(linear, shape, PARTS):
+    """Returns a linear layout of [heads, keys] as one of [heads / PARTS, PARTS, keys]."""
+    bases = [
+        [[head // PARTS, head % PARTS, key] for head, key in found]
+        for found in (linear.reg_bases, linear.lane_bases, linear.warp_bases)
+    ]
+    return gl.DistributedLinearLayout(*bases, [], [shape[0] // PARTS, PARTS, shape[1]])
+
+
+@gluon.jit
+def load_token_scales(smem, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
+    """Loads the token scales of an MMA tile: [HEADS_PER_CTA, MMA_KEYS]. Parts of a head have the same."""
+    PARTS: gl.constexpr = tile_cfg.COLUMN_PARTS
+    if PARTS == 1:
+        return smem.load(LAYOUT)
+    else:
+        SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS]
+        L: gl.constexpr = _by_column_part(gl.to_linear_layout(LAYOUT, SHAPE), SHAPE, PARTS)
+        x = smem.load(gl.SliceLayout(1, L))
+        x, _ = gl.broadcast(x[:, None, :], gl.full([SHAPE[0] // PARTS, PARTS, SHAPE[1]], 0, x.dtype, L))
+        return gl.convert_layout(x.reshape(SHAPE), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def query_heads_of_rows(kv_heads, o_r, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the query heads of rows o_r, all heads of a group counted, of KV heads or parts of them."""
+    return (kv_heads // tile_cfg.COLUMN_PARTS * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64)
+
+
 # ---- K and V as operands ----
 
 

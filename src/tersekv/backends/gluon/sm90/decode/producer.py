@@ -16,7 +16,7 @@ from ...versions import async_load, reinterpret, tma_load
 from ..parts.dequant import INT4_ODD_SCALE, INT4_RESIDUAL_SCALE, exponent_to_float, mma_dtype, normalize_exponent
 from ..parts.hadamard import rotate_query
 from ..parts.tile_scheduler import load_request_shape
-from .layouts import column_offset_of_heads, mma_layout, query_load_layout
+from .layouts import column_offset_of_heads, mma_layout, query_heads_of_rows, query_load_layout
 
 
 class PageLookup(NamedTuple):
@@ -250,6 +250,8 @@ def copy_scale_tile(
         tile_cfg, TENSOR_MAP.block_shape, SIDE.SCALE_SMEM_PITCH // SIDE.SCALE_COPY_BYTES
     )
     KEYS_PER_COPY: gl.constexpr = tile_cfg.MMA_KEYS // tile_cfg.COPIES_PER_BUFFER
+    if SIDE.SCALE_KIND == "token_head":
+        first_head = first_head // tile_cfg.COLUMN_PARTS
     smem = reinterpret(stages, stages.dtype, SMEM_SHAPE, TENSOR_MAP.layout).index(i_copy)
     if SIDE.SCALE_SMEM_PITCH > SIDE.SCALE_COPY_BYTES:
         smem = smem.slice(0, NUM_TILES)
@@ -332,10 +334,14 @@ def allocate_query_stages(Q, cfg: gl.constexpr, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def query_row_ptrs(Q, strides, q_begin, kv_heads, o_r, cfg: gl.constexpr):
-    """Returns pointers to query rows o_r of a request, all heads of a group counted, of KV heads kv_heads."""
+def query_row_ptrs(Q, strides, q_begin, kv_heads, o_r, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns pointers to query rows o_r of a request, all heads of a group counted, of KV heads, or of their column
+    parts."""
     p_token = Q + (q_begin + o_r // cfg.GROUP).to(gl.int64) * strides.q_t
-    return p_token + (kv_heads * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64) * strides.q_h
+    p_row = p_token + query_heads_of_rows(kv_heads, o_r, cfg, tile_cfg) * strides.q_h
+    if tile_cfg.COLUMN_PARTS > 1:
+        p_row += kv_heads % tile_cfg.COLUMN_PARTS * cfg.D
+    return p_row
 
 
 @gluon.jit
@@ -359,7 +365,7 @@ def prefetch_query(tensors, strides, q_stages, num_prefetched_q, prefetch_pos, b
             num_q_rows = gl.load(CU_SEQLENS_Q + prefetch_pos.i_request + 1).to(gl.int32) - q_begin
         else:
             q_begin, num_q_rows = prefetch_pos.i_request * cfg.MAX_SEQLEN_Q, cfg.MAX_SEQLEN_Q
-        p_q = query_row_ptrs(Q, strides, q_begin, h, o_r, cfg) + o_d
+        p_q = query_row_ptrs(Q, strides, q_begin, h, o_r, cfg, tile_cfg) + o_d
         valid, p_q = gl.broadcast(o_r < num_q_rows * cfg.GROUP, p_q)
         async_load(q_stages.index(num_prefetched_q % tile_cfg.NUM_QUERY_STAGES), p_q, mask=valid)
         async_copy.commit_group()
@@ -434,7 +440,7 @@ def load_query(tensors, strides, rotation_smem, work_tile, first_head, cfg: gl.c
     o_d = gl.arange(0, cfg.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     if tile_cfg.K.PADDED_HEADS > 1:
         o_d = o_d - tile_cfg.K.PACK * column_offset_of_heads(h, False, tile_cfg)
-    p_q = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, h, o_r, cfg) + o_d
+    p_q = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, h, o_r, cfg, tile_cfg) + o_d
     valid, p_q = gl.broadcast(o_r < work_tile.num_q_rows * cfg.GROUP, p_q)
     if tile_cfg.Q_HEAD_DIM < cfg.D:
         valid = valid & (o_d < tile_cfg.Q_HEAD_DIM)

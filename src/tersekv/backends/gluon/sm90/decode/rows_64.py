@@ -430,7 +430,7 @@ def load_query_fragment(
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     o_r = row_begin + gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, A))
     o_d = logical_column(gl.arange(0, cfg.PACK * cfg.PACKED_K, gl.SliceLayout(0, A)), cfg)
-    p_row = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, kv_head, o_r, cfg)
+    p_row = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, kv_head, o_r, cfg, tile_cfg)
     x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < work_tile.num_q_rows * cfg.GROUP)[:, None], other=0.0).to(
         gl.float32
     )

@@ -141,7 +141,7 @@ def store_query_and_get_scales(
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
     o_r = work_tile.m_block * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(1, L))
     o_d = logical_column(gl.arange(0, D, gl.SliceLayout(0, L)), cfg)
-    p_row = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, kv_head, o_r, cfg)
+    p_row = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, kv_head, o_r, cfg, tile_cfg)
     x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < work_tile.num_q_rows * cfg.GROUP)[:, None], other=0.0).to(
         gl.float32
     )

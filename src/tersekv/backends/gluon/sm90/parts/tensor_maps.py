@@ -168,13 +168,15 @@ class TensorMapSpec(NamedTuple):
 
 
 def make_tensor_map_specs(
-    f: SimpleNamespace, heads_per_cta: int, keys_per_copy: int, shared_tiles: bool
+    f: SimpleNamespace, heads_per_cta: int, keys_per_copy: int, shared_tiles: bool, column_parts: int
 ) -> tuple[list[TensorMapSpec], list[TensorMapSpec | None]]:
     """Returns the specs of K and V codes, and of stored scales that are copied, else None; a copy is `keys_per_copy`
-    keys of `heads_per_cta` heads."""
-    codes = [kv_map_spec(x, heads_per_cta, keys_per_copy) for x in (f.k_cache, f.v_cache)]
+    keys of `heads_per_cta` heads, or parts of heads: see `decode/config.in_column_parts`."""
+    codes = [kv_map_spec(x, heads_per_cta, keys_per_copy, column_parts) for x in (f.k_cache, f.v_cache)]
     scales = [
-        None if x is None or shared_tiles else scale_map_spec(x, heads_per_cta, keys_per_copy, fmt.scale == BLOCK)
+        None
+        if x is None or shared_tiles
+        else scale_map_spec(x, heads_of_scales(fmt, heads_per_cta, column_parts), keys_per_copy, fmt.scale == BLOCK)
         for x, fmt in zip((f.k_scale_cache, f.v_scale_cache), pair_of(f), strict=True)
     ]
     return [spec for spec in codes if spec is not None], scales
@@ -183,17 +185,22 @@ def make_tensor_map_specs(
 # ---- codes ----
 
 
-def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int) -> TensorMapSpec | None:
+def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, column_parts: int = 1) -> TensorMapSpec | None:
     """Returns the spec of a cache: [rows / 16, heads, 16, packed]; [pages, slots / 16, heads, 16, packed] where the row
     pitch is not constant across pages, as with scales in their tails. None: it cannot be copied. 8 for 16 in copies
     of 8.
 
     A packed word is 16 bits. In shared memory a copy of many keys is tiles of 16 keys, whose rows are a power of two:
     the engine pads a shorter row with zeros, or with its neighbours (`_padded_head_tiles`).
+
+    column_parts: of a head; each counts as one in the cache's shape, but not in its strides
     """
     pages, slots, heads, width = cache.shape
     size = cache.dtype.itemsize
     s_p, s_s, s_h = cache.stride[:3]
+    parts_are_heads = s_h == column_parts * width
+    if parts_are_heads:
+        s_h = width
     # A tensor map of heads that share memory would have a stride of 0.
     if not cache.aligned or 0 in (s_s, s_h) or any(n * size % 16 for n in (s_p, s_s)):
         return None
@@ -220,6 +227,13 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int) -> TensorMap
         [n * token_stride, s_h * size // 2, token_stride, 1],
         [keys_per_copy // n, heads_per_cta, n, padded_packed],
     )
+    if not parts_are_heads and column_parts > 1:
+        if not flat:
+            return None
+        shape, strides = [rows // n, heads // column_parts, column_parts, n, packed], [*inner_strides]
+        strides.insert(2, packed)
+        box[1:2] = heads_per_cta // column_parts, column_parts
+        return TensorMapSpec(shape, strides, box, swizzle, torch.int16, rows_per_page).if_possible()
     if flat:
         return TensorMapSpec(
             [rows // n, heads, n, packed], inner_strides, box, swizzle, torch.int16, rows_per_page
@@ -255,6 +269,12 @@ def merge_adjacent_heads(spec: TensorMapSpec) -> TensorMapSpec:
 
 
 # ---- stored scales ----
+
+
+def heads_of_scales(fmt: KVFormat, heads: int, column_parts: int) -> int:
+    """Returns how many heads of stored scales so many heads have, of which the column parts of one share token
+    scales."""
+    return heads // column_parts if fmt.scale == TOKEN_HEAD else heads
 
 
 def scale_map_spec(
@@ -317,7 +337,7 @@ def min_keys_per_copy(page_size: int) -> int:
 
 def make_kv_layout(
     fmt: KVFormat, codes: TensorMapSpec, scales: TensorMapSpec | None, rotation: Rotation, heads_per_cta: int,
-    num_stages: int,
+    num_stages: int, column_parts: int,
 ) -> KVLayout:  # fmt: skip
     """Returns the KVLayout. Where copies have 8 keys, two copies form an MMA tile: codes are [halves, panels of a row,
     heads, 8, packed], and stored scales, if rows are heads, [halves, heads, 8, …]."""
@@ -337,6 +357,7 @@ def make_kv_layout(
         )
     if scales is None:
         return layout
+    heads_per_cta = heads_of_scales(fmt, heads_per_cta, column_parts)
     words = math.prod(scales.box[-2:]) // (keys * heads_per_cta)
     scale_box = (
         (MMA_KEYS, heads_per_cta)
