@@ -208,6 +208,11 @@ def straight_runs(sass: str) -> list[list[str]]:
         ("fp8_e4m3", {"group": 16, "window": 100, "softcap": 20.0}),
         ("fp8_per_token_head", {"head_dim": 256}),
         ("fp8_e4m3", {"drafts": 8}),
+        ("fp8_e4m3", {"head_dim": 512, "layout": "HND"}),
+        ("int8_per_token_head", {"head_dim": 512, "heads": 4}),
+        ("int4_per_token_head", {"head_dim": 512, "heads": 4, "layout": "HND"}),
+        ("nvfp4", {"head_dim": 512, "heads": 1}),
+        ("bf16", {"head_dim": 512, "heads": 2}),
     ],
     ids=str,
 )
@@ -215,8 +220,22 @@ def test_compiles_with(fmt, options):
     split, *merge = compiled(call_of(fmt, **options))
     assert split["shared"] <= 232448
     # Four copies a tile carry four page ids and as many addresses: some wait in local memory.
-    assert split["n_spills"] <= (64 if options.get("page_size") == 16 else 0)
+    assert split["n_spills"] <= (64 if options.get("page_size") == 16 else 8 if options.get("head_dim") == 512 else 0)
     assert all(x["n_spills"] == 0 for x in merge)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "int8_per_token_head", "nvfp4"])
+def test_a_wide_head_is_two_warps_that_share_scores(fmt):
+    """Each has 256 columns; scores and scales of tokens are the head's, and so are queries, outputs and sinks."""
+    f = facts("decode", call_of(fmt, head_dim=512, heads=4), arch=90)
+    config = decode.configure(f)
+    cfg, shape = config.constants, config.shape
+    assert (shape.COLUMN_PARTS, cfg.HEADS, cfg.GROUP, cfg.D, cfg.DV) == (2, 8, 4, 256, 256)
+    token_scales = fmt == "int8_per_token_head"
+    heads = 8 if token_scales else 4
+    assert heads == shape.HEADS_PER_CTA
+    if token_scales:
+        assert shape.K.SCALE_SMEM_SHAPE[1:] in ((16, 4), (4, 16))
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,10 @@ def test_many_short_requests_are_little_cut(fmt, page, requests, pages, tile, jo
         ("int4_per_token_head", {"group": 8, "drafts": 8, "head_dim": 256}, "head sizes up to 128 with 64 query rows"),
         ("fp8_e4m3/int4_per_token_head", {"group": 8, "drafts": 8}, "at most 32 query rows"),
         ("bf16/int4_per_token_head", {}, "takes no pairs with 16 bits"),
+        ("fp8_e4m3", {"head_dim": 512, "group": 8, "drafts": 8}, "at most 32 query rows of a KV head with heads of"),
+        ("nvfp4", {"head_dim": 512, "layout": "HND"}, "heads side by side with heads of 512"),
+        ("int8_per_token_head", {"head_dim": 512, "heads": 4, "drafts": 4}, "stored scales"),
+        ("fp8_e4m3", {"head_dim": 384}, "from 64 to 256, or 512 both, got 384"),
     ],
 )
 def test_refuses_what_it_does_not_run(fmt, options, reason):
@@ -72,6 +76,7 @@ def test_bf16_keys_leave_a_finer_query_to_triton():
     for turn in (("k", ""), ("", "k"), ("kv", "kv")):
         assert "wants keys that lie as they are with bf16" in why_not(turned(call, *turn))
         assert why_not(turned(call_of("fp16"), *turn)) is None
+    assert "heads of up to 256 with rotated rows" in why_not(turned(call_of("fp8_e4m3", head_dim=512), "v", ""))
 
 
 def test_queries_come_ahead_where_they_can():

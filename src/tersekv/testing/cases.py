@@ -233,6 +233,8 @@ def _decode(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="tail pages of 64", scales="tail", heads=8, page=64),
         replace(base, name=f"tail hnd D {odd} Dv {odd_v}", scales="tail", layout="HND", dim=odd, dim_v=odd_v, page=3),
         replace(base, name="D 512 G 8", dim=512, group=8, heads=1, lens=(65, 20), lse=False),
+        replace(base, name="D 512 long", dim=512, heads=4, lens=(2500, 3, 700), page=64, sinks=True, scale="tensor"),
+        replace(ragged, name="D 512 drafts hnd", dim=512, heads=4, page=16, layout="HND", window=40, softcap=20.0),
         replace(base, name="D 32 long", dim=32, heads=1, lens=(5000, 3, 700), page=64),
         replace(base, name="no requests", lens=(), q_lens=()),
         replace(base, name="scale tensors e4m3 out", scale="tensor", out_dtype="float8_e4m3fn", page=64),

@@ -182,7 +182,9 @@ def configure(f: SimpleNamespace) -> Config:
     (fmt, v_fmt), tuned = pair_of(f), choose_tile_config(f)
     base_cfg = portable.kernel_constants(f, portable_tune.choose_tile_config(f, fmt), True)
     heads, cta_heads, requests = f.k_cache.shape[2], choose_heads_per_cta(f, tuned.heads_per_cta), f.seq_lens.shape[0]
-    kv_specs, scales = make_tensor_map_specs(f, cta_heads, choose_keys_per_copy(f, tuned), tuned.shared_tiles, f.column_parts)
+    kv_specs, scales = make_tensor_map_specs(
+        f, cta_heads, choose_keys_per_copy(f, tuned), tuned.shared_tiles, f.column_parts
+    )
     if tuned.producer_warp:
         kv_specs = [merge_adjacent_heads(spec) for spec in kv_specs]
     block_m, groups, (d, dv) = choose_block_m(f), heads // cta_heads, padded_head_dims(f)

@@ -118,6 +118,7 @@ def sizes(format: str, device: str) -> Iterator[Shape]:
     dims = ((80, 0), (96, 0), (112, 0), (192, 0), (192, 128))
     for d, dv in dims:
         yield replace(base, name=f"D {d}" + f"/{dv}" * bool(dv), head_dim=d, head_dim_v=dv)
+    yield replace(base, name="D 512", requests=b, tokens=n // 2, heads=16, kv_heads=4, head_dim=512)
     for page in (8, 16, 20, 24, 48):
         yield replace(base, name=f"page {page}", page=page)
     yield replace(base, name="D 96, page 16", head_dim=96, page=16)

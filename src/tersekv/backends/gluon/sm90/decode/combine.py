@@ -359,9 +359,7 @@ def combine_kernel(
         tokens = (q_begin + q_row // cfg.GROUP).to(tl.int64)
         v_scales = v_scale + tl.full([tile_cfg.COMBINE_ROWS], 0.0, tl.float32)
         if cfg.HAS_V_SCALE:
-            v_scales = tl.load(
-                V_SCALE + kv_heads // tile_cfg.COLUMN_PARTS * cfg.V_SCALE_STRIDE, mask=m_row, other=0.0
-            )
+            v_scales = tl.load(V_SCALE + kv_heads // tile_cfg.COLUMN_PARTS * cfg.V_SCALE_STRIDE, mask=m_row, other=0.0)
         v_out_scale = v_scales * portable.load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
         acc_scale, lse = portable.finalize_softmax(
             row_max, row_sum, v_out_scale * cfg.V_RESIDUAL_SCALE, SINKS, q_heads, m_row, cfg

@@ -223,14 +223,14 @@ def _in_column_parts_config(f: SimpleNamespace, tile_config: TileConfig) -> Tile
     """Returns the configuration for heads in column parts: two heads per CTA, or four where token scales of two are no
     multiple of 16 bytes.
 
-    D 512, 16/4 heads, 64 × 4096, H100, 2026-11-26, µs: fp8 378 with two heads, 386 with four (Triton's kernel 521);
-    nvfp4 242 with two CTAs of two heads, 265 with one of four (757)
+    D 512, 16/4 heads, 64 × 4096, H100, 2026-11-26, µs: fp8 377 with two heads, 386 with four (Triton's kernel 521);
+    nvfp4 231 with two CTAs of two heads and two stages, 240 with three, 265 with one CTA of four heads (757); int4 216
+    with two stages, 224 with three (515)
     """
-    heads = 4 if TOKEN_HEAD in (x.scale for x in pair_of(f)) else 2
-    ctas_per_sm = 2 if has_4bit_codes(f) and heads == 2 else 1
+    heads, has_4bit = 4 if TOKEN_HEAD in (x.scale for x in pair_of(f)) else 2, has_4bit_codes(f)
     return tile_config._replace(
-        heads_per_cta=min(tile_config.heads_per_cta, heads), ctas_per_sm=ctas_per_sm, max_registers=255,
-        producer_warp=False,
+        num_stages=2 if has_4bit else tile_config.num_stages, heads_per_cta=min(tile_config.heads_per_cta, heads),
+        ctas_per_sm=2 if has_4bit and heads == 2 else 1, max_registers=255, producer_warp=False,
     )  # fmt: skip
 
 
