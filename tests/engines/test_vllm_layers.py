@@ -8,7 +8,7 @@ import transformers
 from checkpoints import llama, text
 from reference import Reference, Rows, hold
 from safetensors.torch import load_file, save_file
-from vllm_cpu import engine, generate, llama_model
+from vllm_cpu import engine, generate, share_cache_of_layer_2
 
 from tersekv.integrations.transformers_layers import CACHE_ARGUMENT
 
@@ -97,14 +97,7 @@ def test_layers_that_are_left_in_16_bits(tmp_path):
 
 def test_a_layer_that_reads_the_cache_of_the_one_before_it(tmp_path, monkeypatch):
     """vLLM gives such a layer keys and values of its own, which nobody stores: they must not count."""
-    attention = llama_model.Attention
-
-    def sharing(*args, prefix="", **options):
-        if prefix == "model.layers.3.self_attn.attn":
-            options["kv_sharing_target_layer_name"] = "model.layers.2.self_attn.attn"
-        return attention(*args, prefix=prefix, **options)
-
-    monkeypatch.setattr(llama_model, "Attention", sharing)
+    share_cache_of_layer_2(monkeypatch)
     folder = llama(tmp_path)
     with engine(folder, kv_cache_dtype="int8_per_token_head", dtype="float32") as llm:
         judge(llm, Reference(folder, "int8_per_token_head", shared={3: 2}))

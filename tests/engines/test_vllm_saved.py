@@ -8,7 +8,7 @@ from checkpoints import deepseek, llama, text
 from reference import Reference, hold
 from safetensors.torch import load_file, save_file
 from saved_files import write
-from vllm_cpu import engine, generate, llama_model
+from vllm_cpu import engine, generate, share_cache_of_layer_2
 
 from tersekv.integrations.vllm import MLA_NAME
 
@@ -59,14 +59,7 @@ def test_layers_with_windows_and_without_share_pages_of_one_size(tmp_path):
 
 
 def test_a_layer_that_shares_anothers_pages_reads_them_as_that_one_wrote_them(model, tmp_path, monkeypatch):
-    attention = llama_model.Attention
-
-    def sharing(*args, prefix="", **options):
-        if prefix == "model.layers.3.self_attn.attn":
-            options["kv_sharing_target_layer_name"] = "model.layers.2.self_attn.attn"
-        return attention(*args, prefix=prefix, **options)
-
-    monkeypatch.setattr(llama_model, "Attention", sharing)
+    share_cache_of_layer_2(monkeypatch)
     kept = tmp_path / "kept.safetensors"
     told = write(kept, [INT] * 4)
     saved = {"additional_config": {"tersekv": {"saved": str(kept)}}}

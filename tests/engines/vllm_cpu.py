@@ -25,6 +25,7 @@ os.environ.update(
     TORCHDYNAMO_DISABLE="1",
 )
 
+import pytest
 import torch
 
 # On CPUs with AMX vLLM calls kernels that the CUDA build lacks.
@@ -180,6 +181,18 @@ def engine(folder: os.PathLike | str, **options: Any) -> Iterator[LLM]:
         llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
+
+
+def share_cache_of_layer_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llamas that are built from here on have a layer 3 that reads the cache of layer 2."""
+    attention = llama_model.Attention
+
+    def sharing(*args, prefix="", **options):
+        if prefix == "model.layers.3.self_attn.attn":
+            options["kv_sharing_target_layer_name"] = "model.layers.2.self_attn.attn"
+        return attention(*args, prefix=prefix, **options)
+
+    monkeypatch.setattr(llama_model, "Attention", sharing)
 
 
 def generate(llm: LLM, prompts: list[list[int]], tokens: int, **options: Any) -> list[tuple[list[int], torch.Tensor]]:

@@ -1,12 +1,12 @@
-"""append in Triton writes the oracle's bytes, and no others, for every case: in the interpreter."""
+"""append in Triton, in the interpreter: strange values, and programs of many rows or few, give the oracle's bytes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from against_oracle import assert_bytes_equal, check, one_program_a_tensor, write_cases
+from against_oracle import assert_bytes_equal
 
-from tersekv.backends.host import launch, row_programs
+from tersekv.backends.host import row_programs
 from tersekv.cache import PagedKVCache
 from tersekv.calls import AppendCall
 from tersekv.formats import KV_FORMATS
@@ -20,24 +20,6 @@ def call(k: torch.Tensor, fmt: str, place: tuple, pages: int = 6, size: int = 4)
     return AppendCall(
         k, k, c.k, c.v, c.k_scale_cache, c.v_scale_cache, *place, fmt, 1.0, None, 1.0, None, False
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("case", write_cases(OP), ids=lambda c: c.id)
-def test_bytes_are_the_oracles(case, monkeypatch):
-    one_program_a_tensor(monkeypatch)
-    check(case)
-
-
-@pytest.mark.parametrize("case", write_cases(OP, quick=True), ids=lambda c: c.id)
-def test_many_programs_write_what_one_writes(case):
-    check(case)
-
-
-@pytest.mark.parametrize("case", write_cases(OP, quick=True), ids=lambda c: c.id)
-def test_bit_arithmetic_gives_the_bytes_of_the_instruction(case, monkeypatch):
-    one_program_a_tensor(monkeypatch)
-    monkeypatch.setattr(launch, "has_exact_fp8_cast", lambda f: False)
-    check(case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
