@@ -179,15 +179,13 @@ def _why_not_column_parts(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> Config:
     f = in_column_parts(f)
-    (fmt, v_fmt), tuned = pair_of(f), choose_tile_config(f)
+    (fmt, v_fmt), tuned, (d, dv) = pair_of(f), choose_tile_config(f), padded_head_dims(f)
     base_cfg = portable.kernel_constants(f, portable_tune.choose_tile_config(f, fmt), True)
     heads, cta_heads, requests = f.k_cache.shape[2], choose_heads_per_cta(f, tuned.heads_per_cta), f.seq_lens.shape[0]
-    kv_specs, scales = make_tensor_map_specs(
-        f, cta_heads, choose_keys_per_copy(f, tuned), tuned.shared_tiles, f.column_parts
-    )
+    keys, block_m, groups = choose_keys_per_copy(f, tuned), choose_block_m(f), heads // cta_heads
+    kv_specs, scales = make_tensor_map_specs(f, cta_heads, keys, tuned.shared_tiles, f.column_parts)
     if tuned.producer_warp:
         kv_specs = [merge_adjacent_heads(spec) for spec in kv_specs]
-    block_m, groups, (d, dv) = choose_block_m(f), heads // cta_heads, padded_head_dims(f)
     rotations = make_rotation(f.k_signs, f.k_channel_scale), make_rotation(f.v_signs, f.v_channel_scale)
     k, v = (
         make_kv_layout(*x, cta_heads, tuned.num_stages, f.column_parts)
