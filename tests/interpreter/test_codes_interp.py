@@ -9,7 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tersekv.backends.torch import quantize
-from tersekv.backends.triton.parts.quant import encode_e2m1, encode_fp8, encode_int4, encode_int8, reciprocal_rn
+from tersekv.backends.triton.parts.quant import (
+    encode_e2m1_nearest_even_satfinite,
+    encode_fp8,
+    encode_int4,
+    encode_int8,
+    reciprocal_rn,
+)
 
 N = 65536
 
@@ -29,7 +35,7 @@ def int8_kernel(p_x, p_y, N: tl.constexpr):
 @triton.jit
 def e2m1_kernel(p_x, p_y, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(p_y + i, encode_e2m1(tl.load(p_x + i)).to(tl.uint8))
+    tl.store(p_y + i, encode_e2m1_nearest_even_satfinite(tl.load(p_x + i)).to(tl.uint8))
 
 
 @triton.jit
@@ -83,7 +89,7 @@ def test_int8_codes_round_halves_away_from_zero():
     for x in (around(steps), torch.linspace(-127.4, 127.4, N), torch.full((N,), torch.nan)):
         got = torch.empty(N, dtype=torch.int8)
         int8_kernel[(1,)](x, got, N)
-        assert torch.equal(got, quantize.round_int8(x))
+        assert torch.equal(got, quantize.round_half_away_to_int8_satfinite(x))
 
 
 def test_e2m1_codes_round_to_nearest_even_and_saturate():
@@ -92,7 +98,7 @@ def test_e2m1_codes_round_to_nearest_even_and_saturate():
     for x in (all_bf16(), random_bits(), around(ties)):
         got = torch.empty(N, dtype=torch.uint8)
         e2m1_kernel[(1,)](x, got, N)
-        assert torch.equal(got, quantize.encode_e2m1(x))
+        assert torch.equal(got, quantize.encode_e2m1_nearest_even_satfinite(x))
 
 
 def test_int4_codes_add_a_half_and_cut_off():

@@ -41,7 +41,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts, (k_format, v_format) = CallFacts(f, TENSORS), pair_of(f)
-    record = attention_record(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
+    record = attention_record_without_keys(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
     record.num_keys = 1
     record.keys[0] = _paged_matrix(facts, "k", k_format, f.q.shape[2])
     record.keys[0].query = facts.place("q")
@@ -53,11 +53,14 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
     record.k_scale, record.v_scale = facts.scale("k_scale"), facts.scale("v_scale")
     record.key_turn, record.value_turn = facts.turn("k"), facts.turn("v")
     if f.k is not None:
-        record.new_keys, record.new_values = _rows_as_pages(facts, "k"), _rows_as_pages(facts, "v")
+        record.new_keys, record.new_values = (
+            _new_rows_as_single_token_pages(facts, "k"),
+            _new_rows_as_single_token_pages(facts, "v"),
+        )
     return NativeLaunch("attention", record, TENSORS)
 
 
-def attention_record(facts: CallFacts, heads: int, group: int) -> Attention:
+def attention_record_without_keys(facts: CallFacts, heads: int, group: int) -> Attention:
     """Returns a record with the requests and outputs that all attention operations share."""
     f, record = facts.f, Attention()
     record.heads, record.group = heads, group
@@ -84,7 +87,7 @@ def _paged_matrix(facts: CallFacts, side: str, fmt: KVFormat, columns: int) -> P
     return m
 
 
-def _rows_as_pages(facts: CallFacts, name: str) -> PagedMatrix:
+def _new_rows_as_single_token_pages(facts: CallFacts, name: str) -> PagedMatrix:
     """Returns rows [T, H, D] as a cache with pages of one token."""
     x, (token, head) = getattr(facts.f, name), facts.strides(name)[:2]
     at = StridedTensor(facts.at(name), (token, 0, head))
