@@ -227,9 +227,7 @@ def as_e4m3_negated_if(x, negate):
 
 
 @gluon.jit
-def store_query_rows_and_q_scales_to_smem(
-    chunks, q_nope, q_pe, q_scales, negate, i_step, Q_TERMS: gl.constexpr, cfg: gl.constexpr
-):
+def store_query_and_scales(chunks, q_nope, q_pe, q_scales, negate, i_step, Q_TERMS: gl.constexpr, cfg: gl.constexpr):
     """Stores a step's query rows, negated if `negate`, and their q_scales in shared memory."""
     CHUNKS: gl.constexpr = cfg.CHUNKS
     STEP: gl.constexpr = chunks[0].shape[0]
@@ -271,9 +269,7 @@ def copy_query_rows_to_smem(tensors, q, q_scales, q_block, score_scale, strides,
     q_nope_rows, q_pe_rows = view_by_row_steps(q_nope, STEP), view_by_row_steps(q_pe, STEP)
     next_chunks = load_query_row_chunks(tensors, q_block, strides, I_CONSUMER * HALF * STEP, STEP, WIDTH_PE, cfg)
     if HALF == 1:
-        store_query_rows_and_q_scales_to_smem(
-            next_chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, I_CONSUMER, Q_TERMS, cfg
-        )
+        store_query_and_scales(next_chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, I_CONSUMER, Q_TERMS, cfg)
     else:
         for i_step in range(I_CONSUMER * HALF, (I_CONSUMER + 1) * HALF):
             chunks = next_chunks
@@ -282,9 +278,7 @@ def copy_query_rows_to_smem(tensors, q, q_scales, q_block, score_scale, strides,
                 gl.where(i_step + 1 < (I_CONSUMER + 1) * HALF, q_block.num_q_rows, 0),
             )  # fmt: skip
             next_chunks = load_query_row_chunks(tensors, next_block, strides, (i_step + 1) * STEP, STEP, WIDTH_PE, cfg)
-            store_query_rows_and_q_scales_to_smem(
-                chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, i_step, Q_TERMS, cfg
-            )
+            store_query_and_scales(chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, i_step, Q_TERMS, cfg)
     fence_async_shared()
 
 
