@@ -187,9 +187,8 @@ def configure(f: SimpleNamespace) -> Config:
         V_RESIDUAL_SCALE=_residual_scale(v.CODE, tuned.shared_tiles),
         PARTIAL_COLUMNS=partial_columns + (4 if any(fused_tile) else 2),
     )  # fmt: skip
-    combine_tile = choose_combine_rows_splits_columns(
-        ranges // max(requests, 1) + 2, cta_heads * valid_rows, partial_columns
-    )
+    combine_tile = choose_combine_rows_splits_columns(ranges // max(requests, 1) + 2, cta_heads * valid_rows,
+                                                      partial_columns)  # fmt: skip
     tiles = m_blocks, valid_rows, *combine_tile, *fused_tile
     shape = _make_tile_config(f, tuned, k, v, kv_specs[0], cta_heads, tiles)
     tensor_map_specs = dict(zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True))

@@ -232,7 +232,7 @@ def store_combined_partial(
 
 
 @gluon.jit
-def finalize_and_store_combined_output(tensors, scales, strides, row_max, row_sum, acc_o, i_column_block, first_head,
+def store_combined_output_and_lse(tensors, scales, strides, row_max, row_sum, acc_o, i_column_block, first_head,
 q_begin,
                           row_begin, num_rows_left, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
     """Stores column block i_column_block of finished rows to `out`, and their LSE."""
@@ -293,7 +293,7 @@ def arrive_and_combine_if_last(
                 tile_cfg,
             )  # fmt: skip
             if is_complete:
-                finalize_and_store_combined_output(
+                store_combined_output_and_lse(
                     tensors, scales, strides, row_max, row_sum, acc_o, i_column_block, first_head, work_tile.q_begin,
                     row_begin, num_rows_left, cfg, tile_cfg,
                 )  # fmt: skip

@@ -81,7 +81,7 @@ from .producer import (
     smem_scales_of_mma_tile,
     wait_and_load_prefetched_query_operands,
 )
-from .shared_tiles import finalize_and_store_output_of_head, store_partial_of_head
+from .shared_tiles import store_output_and_lse_of_head, store_partial_of_head
 
 # ---- arguments ----
 
@@ -459,7 +459,7 @@ def output_row_and_column_mask(m_row, o_d, cfg: gl.constexpr, tile_cfg: gl.const
 
 
 @gluon.jit
-def finalize_and_store_output_and_lse(
+def store_output_and_lse(
     tensors, strides, state, v_out_scale, first_head, work_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Stores finished rows to `out`, and their LSE."""
@@ -642,14 +642,12 @@ def decode_kernel(
                 )  # fmt: skip
             else:
                 if tile_cfg.NUM_QUERY_STAGES > 0:
-                    q, q_scales = wait_and_load_prefetched_query_operands(
-                        smem_prefetched_q, smem_column_scales, num_used_q, cfg, tile_cfg
-                    )
+                    q, q_scales = wait_and_load_prefetched_query_operands(smem_prefetched_q, smem_column_scales,
+                                                                          num_used_q, cfg, tile_cfg)  # fmt: skip
                     num_used_q += 1
                 else:
-                    q, q_scales = load_query_operands_and_q_scales(
-                        tensors, strides, smem_column_scales, work_tile, first_head, cfg, tile_cfg
-                    )
+                    q, q_scales = load_query_operands_and_q_scales(tensors, strides, smem_column_scales, work_tile,
+                                                                   first_head, cfg, tile_cfg)  # fmt: skip
                 score_scales = head_score_scales[:, None] * q_scales
                 step: gl.constexpr = mainloop_step_lazy_rescale if cfg.BLOCK_M > 16 else mainloop_step
                 new_state = (
@@ -696,35 +694,22 @@ def decode_kernel(
                 ROW: gl.constexpr = state.row_max.type.layout
                 if is_unsplit:
                     o_r = row_begin + gl.arange(0, cfg.BLOCK_M, ROW)
-                    finalize_and_store_output_of_head(
-                        tensors, strides, state, v_out_scale, first_head, work_tile, o_r, cfg
-                    )
+                    store_output_and_lse_of_head(tensors, strides, state, v_out_scale, first_head, work_tile, o_r, cfg)
                 else:
                     o_r = gl.arange(0, cfg.BLOCK_M, ROW)
                     store_partial_of_head(
                         SPLIT_WORKSPACE, partial_slot, state, o_r, work_tile.num_q_rows * cfg.GROUP - row_begin, cfg
                     )
             elif is_unsplit:
-                finalize_and_store_output_and_lse(
-                    tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg
-                )
+                store_output_and_lse(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
             else:
                 store_partial(
                     SPLIT_WORKSPACE, partial_slot, state, first_head, work_tile.num_q_rows * cfg.GROUP - row_begin, cfg,
                     tile_cfg,
                 )  # fmt: skip
                 if tile_cfg.FUSED_COMBINE_ROWS > 0:
-                    arrive_and_combine_if_last(
-                        tensors,
-                        scales,
-                        strides,
-                        split_tile,
-                        maybe_uninit_counter_value,
-                        first_head,
-                        work_tile,
-                        cfg,
-                        tile_cfg,
-                    )
+                    arrive_and_combine_if_last(tensors, scales, strides, split_tile, maybe_uninit_counter_value,
+                                               first_head, work_tile, cfg, tile_cfg)  # fmt: skip
             block += work_tile.n_block_end - work_tile.n_block_begin
     if tile_cfg.FUSED_COMBINE_ROWS == 0:
         pdl_launch_dependents()

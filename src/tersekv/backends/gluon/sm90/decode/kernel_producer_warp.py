@@ -35,13 +35,13 @@ from .kernel import (
     AttentionTensors,
     CallScales,
     Strides,
-    finalize_and_store_output_and_lse,
     init_softmax_state,
     init_softmax_state_by_lane,
     kv_heads_of_cta,
     mainloop_step,
     mainloop_step_lazy_rescale,
     reduce_softmax_state_over_lanes,
+    store_output_and_lse,
     store_partial,
     store_split_metadata,
     work_tile_metadata_ptr,
@@ -186,9 +186,7 @@ def consumer(
             p_metadata = work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg)
             store_split_metadata(p_metadata, num_splits, cta_range.i_range)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
-            finalize_and_store_output_and_lse(
-                tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg
-            )
+            store_output_and_lse(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
         else:
             partial_slot = 2 * (cta_range.i_range * cfg.HEADS + first_head) + gl.where(
                 work_tile.n_block_begin == 0, 1, 0

@@ -77,7 +77,7 @@ from .producer import (
     init_prefetch_position,
     query_row_ptrs,
 )
-from .shared_tiles import finalize_and_store_output_of_head, store_partial_of_head
+from .shared_tiles import store_output_and_lse_of_head, store_partial_of_head
 
 SCALE_STAGES = gl.constexpr(4)  # n_blocks of stored scales in shared memory
 # Per n_block: K scales; log2 and reciprocals of V scales; zero points of V and K.
@@ -727,9 +727,7 @@ def consumer(
             p_metadata = work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg)
             store_split_metadata(p_metadata, num_splits, cta_range.i_range)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
-            finalize_and_store_output_of_head(
-                tensors, strides, state, v_out_scale, kv_head, work_tile, row_begin + o_m, cfg
-            )
+            store_output_and_lse_of_head(tensors, strides, state, v_out_scale, kv_head, work_tile, row_begin + o_m, cfg)
         else:
             partial_slot = 2 * (cta_range.i_range * cfg.HEADS + kv_head) + gl.where(work_tile.n_block_begin == 0, 1, 0)
             num_rows_left = work_tile.num_q_rows * cfg.GROUP - work_tile.m_block * cfg.BLOCK_M

@@ -426,7 +426,7 @@ def mainloop(
 
 
 @gluon.jit
-def finalize_and_store_output_of_head(tensors, strides, state, v_out_scale, kv_head, work_tile, o_r, cfg: gl.constexpr):
+def store_output_and_lse_of_head(tensors, strides, state, v_out_scale, kv_head, work_tile, o_r, cfg: gl.constexpr):
     """Stores finished rows o_r of a request to `out`, and their LSE."""
     OUT, LSE = tensors.OUT, tensors.LSE
     O: gl.constexpr = state.acc_o.type.layout

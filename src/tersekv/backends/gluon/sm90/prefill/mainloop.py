@@ -5,7 +5,7 @@ causal mask applies to the first ones, and the long loop needs no mask but a win
 
 Mask: `parts/mask.apply_mask`, in `softmax_step_with_row_scales`. Full stage: `wait_k_and_start_qk`
 and `wait_v_and_zero_oob_rows`; `mainloop_step` releases stages. Rescale: end of `mainloop_step`, and between both
-kinds of blocks `mainloop_step_new_to_cached`. Epilogue: `finalize_and_store_output_and_lse`. Combine: none.
+kinds of blocks `mainloop_step_new_to_cached`. Epilogue: `store_output_and_lse`. Combine: none.
 """
 
 from typing import NamedTuple
@@ -527,7 +527,7 @@ def load_v_out_scale(work_tile, call_scales, cfg: gl.constexpr):
 
 
 @gluon.jit
-def finalize_and_store_output_and_lse(
+def store_output_and_lse(
     OUT, LSE, SINKS, work_tile, state, v_scale, strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr
 ):
     """Epilogue: stores this warpgroup's output rows and LSE of a work tile."""
@@ -636,7 +636,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             if cfg.V_ROTATION.ENABLED:
                 acc_o = unrotate_and_scale_acc_rows(acc_o, call_scales.rotation, kv_head_of(finished_tile, cfg), cfg)
             v_scale = load_v_out_scale(finished_tile, call_scales, cfg)
-            finalize_and_store_output_and_lse(
+            store_output_and_lse(
                 OUT, LSE, SINKS, finished_tile, SoftmaxState(acc_o, row_max, state.row_sum, state.p_packed), v_scale,
                 strides, I_CONSUMER, cfg,
             )  # fmt: skip
@@ -781,7 +781,7 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
             state = SoftmaxState(acc_o, state.row_max, state.row_sum, state.p_packed)
         # Epilogue.
         consumer_release(v_stages.empty_barriers, iter - 1, cfg.STAGES)
-        finalize_and_store_output_and_lse(
+        store_output_and_lse(
             OUT, LSE, SINKS, work_tile, state, v_unit * call_scales.out_scale, strides, I_CONSUMER, cfg
         )
         num_done += 1
