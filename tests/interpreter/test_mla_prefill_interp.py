@@ -50,7 +50,7 @@ def prepare(call, native, **options):
 def scratch(call, rows):
     """Places for a chunk of up to so many rows."""
     found = Workspace(0, gathering.gathered_chunk_workspace(plan.facts("mla_prefill", call), rows))
-    return SimpleNamespace(**found.views(torch.empty(found.num_floats)))
+    return SimpleNamespace(**found.slice_views(torch.empty(found.num_floats)))
 
 
 def gather(call, chunk, rows, to, native):

@@ -42,10 +42,10 @@ def kv_row_stream(
     """Returns the stream of rows to the cache of "k" or "v": tensors `first_columns` (default: `side`) and
     `second_columns`, side by side."""
     f, fmt, first_columns = facts.f, pair_of(facts.f)["kv".index(side)], first_columns or side
-    scales = _NO_TENSOR if getattr(f, f"{side}_scale_cache") is None else facts.place(f"{side}_scale_cache")
+    scales = _NO_TENSOR if getattr(f, f"{side}_scale_cache") is None else facts.strided_tensor(f"{side}_scale_cache")
     return quantized_stream(
-        facts, first_columns, fmt, facts.place(f"{side}_cache"), scales, facts.scale(f"{side}_scale"), second_columns,
-        apply_rope, facts.turn(side),
+        facts, first_columns, fmt, facts.strided_tensor(f"{side}_cache"), scales, facts.scale(f"{side}_scale"),
+        second_columns, apply_rope, facts.row_transform(side),
     )  # fmt: skip
 
 
@@ -58,9 +58,9 @@ def quantized_stream(
     f = facts.f
     x, y = getattr(f, first_columns), getattr(f, second_columns) if second_columns else None
     return Stream(
-        facts.place(first_columns), facts.place(second_columns) if y is not None else _NO_TENSOR, x.shape[-1],
-        0 if y is None else y.shape[-1], apply_rope, x.shape[1] if len(x.shape) == 3 else 1, True, out_cache,
-        CODES[fmt.code], _KINDS[fmt.scale], scales, multiplier, row_transform,
+        facts.strided_tensor(first_columns), facts.strided_tensor(second_columns) if y is not None else _NO_TENSOR,
+        x.shape[-1], 0 if y is None else y.shape[-1], apply_rope, x.shape[1] if len(x.shape) == 3 else 1, True,
+        out_cache, CODES[fmt.code], _KINDS[fmt.scale], scales, multiplier, row_transform,
     )  # fmt: skip
 
 
@@ -71,8 +71,8 @@ def rope_query_streams(facts: CallFacts) -> list[Stream]:
         x = getattr(facts.f, name)
         if x is not None:
             streams.append(Stream(
-                facts.place(name), _NO_TENSOR, x.shape[-1], 0, apply_rope, x.shape[1], False,
-                facts.place(f"{name}_out"), facts.dtype(f"{name}_out"), records.NO_SCALE, _NO_TENSOR,
+                facts.strided_tensor(name), _NO_TENSOR, x.shape[-1], 0, apply_rope, x.shape[1], False,
+                facts.strided_tensor(f"{name}_out"), facts.dtype(f"{name}_out"), records.NO_SCALE, _NO_TENSOR,
                 facts.scale("q_scale"), NO_TRANSFORM,
             ))  # fmt: skip
     return streams

@@ -140,23 +140,23 @@ class KernelLaunch:
             values = (x.resolve(call) if isinstance(x, (TensorArg, TensorMapArg)) else x for x in self._arguments)
             self.launch.compile_and_launch(self.grid, tuple(values))
             return
-        args = self.prepare(call).copy()
+        args = self.launcher_args(call).copy()
         assert self.address_slots is not None
         for place, name, offset in self.address_slots:
             args[place] = getattr(call, name).data_ptr() + offset
         self.launch.relaunch(args)
 
-    def prepare(self, call: Any) -> list:
+    def launcher_args(self, call: Any) -> list:
         """Returns the argument list of a compiled launch for these tensors. Tensor maps are encoded once and kept."""
         key = tuple(getattr(call, name).data_ptr() for name in self.mapped_tensors)
         found = self.prepared.get(key)
         if found is None:
             if len(self.prepared) >= _MAX_TENSOR_MAPS:
                 self.prepared.clear()
-            found = self.prepared[key] = self._prepare(call)
+            found = self.prepared[key] = self._encode_launcher_args(call)
         return found
 
-    def _prepare(self, call: Any) -> list:
+    def _encode_launcher_args(self, call: Any) -> list:
         mapped_tensors = [x.resolve(call) for x in self._arguments if isinstance(x, TensorMapArg)]
         encoded = iter(self.launch.encode_tensor_maps(*mapped_tensors) if mapped_tensors else ())
         args, address_slots = self.launch.leading_args(self.grid), []
@@ -210,9 +210,9 @@ class Workspace:
         """Returns the tensors of the call together with those of its workspace."""
         like = next(x for x in call if isinstance(x, Tensor))
         memory = launch.workspace(self.num_floats, like) if self.cached else _allocate(self.num_floats, like.device, 0)
-        return SimpleNamespace(**call._asdict() | {WORKSPACE: memory} | self.views(memory))
+        return SimpleNamespace(**call._asdict() | {WORKSPACE: memory} | self.slice_views(memory))
 
-    def views(self, workspace: Tensor) -> dict[str, Tensor | None]:
+    def slice_views(self, workspace: Tensor) -> dict[str, Tensor | None]:
         as_bytes = workspace.view(torch.uint8)
         return {
             name: None if p is None
@@ -251,7 +251,7 @@ class LaunchSequence:
             template(tensors)
         if self._bound is None and self.kernel_launches and all(t.launch.compiled for t in self.kernel_launches):
             for template in self.kernel_launches:
-                template.prepare(tensors)
+                template.launcher_args(tensors)
             names = sorted(
                 {n for t in self.kernel_launches for n in t.tensor_names() if getattr(call, n, None) is not None}
             )

@@ -69,7 +69,7 @@ def _attend_to_pages_and_new_rows(call: Any) -> None:
         * broadcast_scale_to_q_heads(call_scale(call, "k_scale"), q_heads)
     )
     v_factor = call_scale(call, "v_scale")
-    for batch in request_batches(call, mask_and_softcap, pages.num_pages, pages.page_size, new_rows=True):
+    for batch in request_batches(call, mask_and_softcap, pages.num_pages, pages.page_size, new_rows_not_in_pages=True):
         rows = _without_rows_that_see_no_keys(batch, t)
         state = None
         if pages.num_pages:

@@ -77,9 +77,9 @@ def new_token_slots(call: Any, cu_seqlens_q: list[int]) -> RowSlots:
     return RowSlots(position, at, cu_seqlens_q)
 
 
-def rope_queries_and_store_new_latents(call: Any, cu_seqlens_q: list[int], new: RowSlots | None = None) -> None:
+def rope_queries_and_store_new_latents(call: Any, cu_seqlens_q: list[int], new_slots: RowSlots | None = None) -> None:
     """Rotate q; store the new tokens' rotated k_pe and normed latents. Not idempotent."""
-    position, at, _ = new_token_slots(call, cu_seqlens_q) if new is None else new
+    position, at, _ = new_token_slots(call, cu_seqlens_q) if new_slots is None else new_slots
     cos, sin = call.freqs_cis[position].unflatten(-1, (-1, 2)).unbind(-1)
     rows = slice(cu_seqlens_q[0], cu_seqlens_q[-1])
     kv_c, k_pe = (call.ckv[at], call.kpe[at]) if call.kv_c is None else (call.kv_c[rows], call.k_pe[rows])

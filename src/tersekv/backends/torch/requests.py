@@ -42,24 +42,26 @@ def why_not_batch_invariant(f: Any) -> str | None:
 
 
 def request_batches(
-    call: Any, mask_and_softcap: MaskAndSoftcap, num_pages: int, page_size: int, *, new_rows: bool = False
+    call: Any, mask_and_softcap: MaskAndSoftcap, num_pages: int, page_size: int, *, new_rows_not_in_pages: bool = False
 ) -> Iterator[Batch]:
     """Yields the requests of a call, one by one on a CPU (empty ones left out), in one batch elsewhere.
 
-    new_rows:  the last tokens are not read from pages, since the call has their rows
+    new_rows_not_in_pages:  the last tokens are not read from pages, since the call has their rows
     """
     t, count = call.out.shape[0], call.seq_lens.shape[0]
     if t == 0 or count == 0 or call.max_q_len == 0:
         return
     if not may_read(call.seq_lens):
-        if num_pages or new_rows:
+        if num_pages or new_rows_not_in_pages:
             yield _all_requests_batch(call, page_size)
         return
     q_len = call.max_q_len
     starts = [q_len * b for b in range(count + 1)] if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
     for b, n in enumerate(call.seq_lens.tolist()):
         if n > 0 and starts[b + 1] > starts[b]:
-            batch = _single_request_batch(call, b, n, starts[b], starts[b + 1], mask_and_softcap, page_size, new_rows)
+            batch = _single_request_batch(
+                call, b, n, starts[b], starts[b + 1], mask_and_softcap, page_size, new_rows_not_in_pages
+            )
             _check_page_ids(batch.table[:, batch.start // page_size :], b, num_pages)
             yield batch
 
@@ -72,13 +74,13 @@ def _single_request_batch(
     q_end: int,
     mask_and_softcap: MaskAndSoftcap,
     page_size: int,
-    new_rows: bool,
+    new_rows_not_in_pages: bool,
 ) -> Batch:
     """Returns the batch of request b alone, with query rows [q_begin, q_end). Raises ValueError for bad indices."""
-    stop = max(num_keys - (q_end - q_begin), 0) if new_rows else num_keys
+    stop = max(num_keys - (q_end - q_begin), 0) if new_rows_not_in_pages else num_keys
     used, room = -(-stop // page_size), call.page_table.shape[1]
     if used > room:
-        what = "before the new tokens (max_pages * S)" if new_rows else "(max_pages * S)"
+        what = "before the new tokens (max_pages * S)" if new_rows_not_in_pages else "(max_pages * S)"
         raise ValueError(f"seq_lens: want at most {room * page_size} {what}, got {stop} at {b}")
     if not 0 <= q_begin < q_end <= call.out.shape[0]:
         raise ValueError(f"cu_seqlens_q: want rows in [0, {call.out.shape[0]}], got [{q_begin}, {q_end}) at {b}")

@@ -357,7 +357,9 @@ _TRANSPOSE_PTX = gl.constexpr(
 
 
 @gluon.jit
-def transpose_v_tile(code_stages, v_stages, iter, code_iter, key_begin, key_end, is_edge, cfg: gl.constexpr):
+def transpose_v_tile_and_zero_oob_keys(
+    code_stages, v_stages, iter, code_iter, key_begin, key_end, is_edge, cfg: gl.constexpr
+):
     """Transposes a tile of V codes to [columns, keys]; at an edge, keys outside [key_begin, key_end) become 0."""
     PACKED_DIM: gl.constexpr = code_stages.tiles.shape[2]
     L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]), 2)
@@ -431,7 +433,7 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
                     is_edge, k_scales_to_store, False, cfg,
                 )  # fmt: skip
             if cfg.FP8_PV:
-                transpose_v_tile(
+                transpose_v_tile_and_zero_oob_keys(
                     v_code_stages, v_stages, iter, code_iter, key_begin - n_start, key_end - n_start, is_edge, cfg
                 )
             else:
