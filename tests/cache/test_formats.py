@@ -103,12 +103,8 @@ def test_int8_rounds_half_away_from_zero_and_never_below_a_half():
     np.testing.assert_array_equal(
         quantize.round_half_away_to_int8_satfinite(x).view(torch.uint8).numpy(), slow.half_away(x.numpy())
     )
-    assert quantize.round_half_away_to_int8_satfinite(torch.tensor([0.49999997, 0.5, -2.5, torch.nan])).tolist() == [
-        0,
-        1,
-        -3,
-        0,
-    ]
+    codes = quantize.round_half_away_to_int8_satfinite(torch.tensor([0.49999997, 0.5, -2.5, torch.nan]))
+    assert codes.tolist() == [0, 1, -3, 0]
 
 
 @pytest.mark.parametrize(("values", "sign_bit", "cast"), [

@@ -490,7 +490,7 @@ def test_the_kernels_compile_elsewhere_with_neon(unit, tmp_path):
     source, target = build.SOURCES / f"{unit}.cpp", tmp_path / f"{unit}.o"
     told = ["-Werror", "-DLEVEL=plain", "-DHAS_PLAIN", '-DTERSEKV_SOURCES="x"', "-c", str(source), "-o", str(target)]
     compiler = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-gnu"]
-    assert build._run([*compiler, *build._FLAGS, *told]) == ""
+    assert build._run_and_return_error([*compiler, *build._FLAGS, *told]) == ""
     assert target.read_bytes()[18:20] == b"\xb7\x00"  # an ELF file's machine: aarch64
 
 

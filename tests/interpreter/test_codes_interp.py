@@ -9,13 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tersekv.backends.torch import quantize
-from tersekv.backends.triton.parts.quant import (
-    encode_e2m1_nearest_even_satfinite,
-    encode_fp8,
-    encode_int4,
-    encode_int8,
-    reciprocal_rn,
-)
+from tersekv.backends.triton.parts.quant import encode_e2m1, encode_fp8, encode_int4, encode_int8, reciprocal_rn
 
 N = 65536
 
@@ -35,7 +29,7 @@ def int8_kernel(p_x, p_y, N: tl.constexpr):
 @triton.jit
 def e2m1_kernel(p_x, p_y, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(p_y + i, encode_e2m1_nearest_even_satfinite(tl.load(p_x + i)).to(tl.uint8))
+    tl.store(p_y + i, encode_e2m1(tl.load(p_x + i)).to(tl.uint8))
 
 
 @triton.jit
