@@ -113,8 +113,8 @@ def cta_block_range_and_length(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, c
     total_blocks = 0
     for i in range(0, B, cfg.BLOCK_B):
         o_b = i + gl.arange(0, cfg.BLOCK_B, LAYOUT)
-        block_counts = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
-        total_blocks += gl.sum(block_counts.num_n_blocks * block_counts.num_m_blocks, 0)
+        request_shapes = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        total_blocks += gl.sum(request_shapes.num_n_blocks * request_shapes.num_m_blocks, 0)
     blocks_per_range = gl.maximum((total_blocks + num_ranges - 1) // num_ranges, cfg.MIN_BLOCKS_PER_RANGE)
     block_begin = i_range * blocks_per_range
     return block_begin, gl.minimum(block_begin + blocks_per_range, total_blocks), blocks_per_range
@@ -131,8 +131,8 @@ def assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_
         i_request, n_block_base = find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block_begin, cfg)
     else:
         o_b = gl.arange(0, cfg.BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        block_counts = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
-        num_blocks = gl.where(o_b < B, block_counts.num_n_blocks * block_counts.num_m_blocks, 0)
+        request_shapes = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        num_blocks = gl.where(o_b < B, request_shapes.num_n_blocks * request_shapes.num_m_blocks, 0)
         ends = gl.associative_scan(num_blocks, 0, add)
         total_blocks = gl.sum(num_blocks, 0)
         blocks_per_range = gl.maximum((total_blocks + num_ranges - 1) // num_ranges, cfg.MIN_BLOCKS_PER_RANGE)
@@ -167,10 +167,10 @@ def assign_rounded_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, hea
         return assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_group, cfg)
     else:
         o_b = gl.arange(0, cfg.BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        block_counts = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
-        num_blocks = gl.where(o_b < B, block_counts.num_n_blocks, 0)
-        ends = gl.associative_scan(num_blocks * block_counts.num_m_blocks, 0, add)
-        total_blocks, max_n_blocks = gl.reduce((num_blocks * block_counts.num_m_blocks, num_blocks), 0, sum_and_max)
+        request_shapes = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
+        num_blocks = gl.where(o_b < B, request_shapes.num_n_blocks, 0)
+        ends = gl.associative_scan(num_blocks * request_shapes.num_m_blocks, 0, add)
+        total_blocks, max_n_blocks = gl.reduce((num_blocks * request_shapes.num_m_blocks, num_blocks), 0, sum_and_max)
         max_n_blocks = gl.maximum(max_n_blocks, 1)
         _, _, rounded = round_cta_block_range_and_length(total_blocks, max_n_blocks, i_range, num_ranges, cfg)
         blocks_per_range = gl.maximum((total_blocks + num_ranges - 1) // num_ranges, cfg.MIN_BLOCKS_PER_RANGE)
