@@ -51,9 +51,9 @@ def child(path: str, levels: list[str], result: str) -> int:
     from tersekv.testing import verify
 
     build.LIBRARY = Path(path)
-    native = library.loaded()
+    native = library.library_or_reason()
     assert isinstance(native, library.Library), native
-    native.use_team(False)  # of OpenMP's threads the thread sanitizer knows nothing
+    native.use_pytorch_threads(False)  # of OpenMP's threads the thread sanitizer knows nothing
     # PyTorch's own threads, which the thread sanitizer cannot follow, are not asked for.
     library.torch = SimpleNamespace(get_num_threads=lambda: 3)
     torch.set_num_threads = lambda n: None

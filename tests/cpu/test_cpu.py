@@ -34,10 +34,10 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler is
 def threads_of(request, native):
     """Whose threads work: those of PyTorch's OpenMP, which it has here, or the library's own."""
     before, wanted = native.team, request.param == "team"
-    native.use_team(wanted)
+    native.use_pytorch_threads(wanted)
     assert native.team == wanted
     yield request.param
-    native.use_team(before)
+    native.use_pytorch_threads(before)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def native():
     """The library; where there is a compiler it must have been compiled, from these sources."""
     if COMPILER is None:
         pytest.skip("no C++ compiler is here: the backend refuses every call")
-    found = library.loaded()
+    found = library.library_or_reason()
     assert isinstance(found, library.Library), found
     level = found.level()
     yield found
@@ -302,9 +302,9 @@ child = os.fork()
 if child == 0:
     signal.alarm(60)
     tersekv.decode(torch.ones(1, 32, 128), layer, table, lens, backend="cpu")
-    library.loaded().use_team(True)
+    library.library_or_reason().use_pytorch_threads(True)
     tersekv.decode(torch.ones(1, 32, 128), layer, table, lens, backend="cpu")
-    os._exit(library.loaded().team)
+    os._exit(library.library_or_reason().team)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
@@ -347,7 +347,7 @@ counts = [threads()]
 layer = tersekv.PagedKVCache.allocate(1, 256, 64, 8, 128, format="int8_per_token_head")[0]
 table, lens = torch.arange(256, dtype=torch.int32)[None], torch.tensor([16384], dtype=torch.int32)
 for team in (True, False):
-    library.loaded().use_team(team)
+    library.library_or_reason().use_pytorch_threads(team)
     tersekv.decode(torch.ones(1, 32, 128), layer, table, lens, backend="cpu")
     counts.append(threads())
 print(*counts)
@@ -401,10 +401,10 @@ def test_a_runtime_that_stands_before_pytorchs_is_taken(native, tmp_path):
 def test_without_openmp_the_library_has_threads_of_its_own(native, monkeypatch):
     monkeypatch.setattr(torch.__config__, "parallel_info", lambda: "ATen parallel backend: native thread pool")
     assert native.team
-    native.use_team(True)
+    native.use_pytorch_threads(True)
     assert not native.team
     monkeypatch.undo()
-    native.use_team(True)
+    native.use_pytorch_threads(True)
     assert native.team
 
 
@@ -448,7 +448,7 @@ def test_threads_of_the_program_call_side_by_side(native, threads_of):
 def test_without_a_library_the_oracle_runs_and_doctor_says_what_it_costs(monkeypatch, capsys):
     for name in ("_plans", "_recent"):
         monkeypatch.setattr(plan, name, {})
-    monkeypatch.setattr(library, "loaded", lambda: "is not compiled; with a C++ compiler: try")
+    monkeypatch.setattr(library, "library_or_reason", lambda: "is not compiled; with a C++ compiler: try")
     call = tool.make(next(tool.cases(("decode",), ("bf16",))))
     assert plan.plan("decode", call).backend == "torch"
     with pytest.raises(tersekv.UnsupportedError, match=r"cpu: is not compiled; with a C\+\+ compiler: try"):
@@ -469,18 +469,18 @@ def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
     target = tmp_path / "_native.so"
     assert build.build(target, levels=("plain",), flags=("-O0",)) == ["plain"]
     monkeypatch.setattr(build, "LIBRARY", target)
-    library.loaded.cache_clear()
+    library.library_or_reason.cache_clear()
     try:
-        assert isinstance(library.loaded(), library.Library)
+        assert isinstance(library.library_or_reason(), library.Library)
         monkeypatch.setattr(build, "digest", lambda: "other")
-        library.loaded.cache_clear()
-        assert "was compiled from other sources" in library.loaded()
+        library.library_or_reason.cache_clear()
+        assert "was compiled from other sources" in library.library_or_reason()
         monkeypatch.setattr(build, "LIBRARY", tmp_path / "other.so")
         build.LIBRARY.write_bytes(b"no library")
-        library.loaded.cache_clear()
-        assert "does not load" in library.loaded()
+        library.library_or_reason.cache_clear()
+        assert "does not load" in library.library_or_reason()
     finally:
-        library.loaded.cache_clear()
+        library.library_or_reason.cache_clear()
 
 
 @pytest.mark.parametrize("unit", ["kernels", "entry", "pool"])
@@ -490,7 +490,7 @@ def test_the_kernels_compile_elsewhere_with_neon(unit, tmp_path):
     source, target = build.SOURCES / f"{unit}.cpp", tmp_path / f"{unit}.o"
     told = ["-Werror", "-DLEVEL=plain", "-DHAS_PLAIN", '-DTERSEKV_SOURCES="x"', "-c", str(source), "-o", str(target)]
     compiler = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-gnu"]
-    assert build._run([*compiler, *build._FLAGS, *told]) == ""
+    assert build._run_and_return_error([*compiler, *build._FLAGS, *told]) == ""
     assert target.read_bytes()[18:20] == b"\xb7\x00"  # an ELF file's machine: aarch64
 
 

@@ -49,7 +49,7 @@ def newer(monkeypatch):
         found.tried.append(op)
         return found.reason, found.lasting
 
-    monkeypatch.setattr(compiles, "_try_to_compile", tried)
+    monkeypatch.setattr(compiles, "_why_not_compiles_and_is_permanent", tried)
     return found
 
 
@@ -62,7 +62,9 @@ def backend_of(op: str = "decode", arch: int = 90, **options) -> str:
 
 
 def test_the_installed_version_is_tested_and_trusted(monkeypatch):
-    monkeypatch.setattr(compiles, "_try_to_compile", lambda op: pytest.fail("compiled to see whether it does"))
+    monkeypatch.setattr(
+        compiles, "_why_not_compiles_and_is_permanent", lambda op: pytest.fail("compiled to see whether it does")
+    )
     assert versions.is_tested(triton.__version__)
     assert backend_of() == "gluon"
 
@@ -90,7 +92,7 @@ def test_another_version_or_other_sources_are_tried_anew(newer, monkeypatch):
     monkeypatch.setattr(triton, "__version__", "9.10.0")
     compiles.why_not("decode")
     compiles._results.clear()
-    monkeypatch.setattr(compiles, "_kernel_sources", lambda: "edited")
+    monkeypatch.setattr(compiles, "_kernel_sources_hash", lambda: "edited")
     compiles.why_not("decode")
     assert newer.tried == ["decode"] * 3
 
@@ -188,12 +190,12 @@ def test_what_may_be_chance_is_not_kept(newer):
 def test_what_a_process_of_its_own_says(done, reason, lasting, monkeypatch):
     ended = SimpleNamespace(returncode=done[0], stdout=done[1], stderr=done[2])
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: ended)
-    assert compiles._try_to_compile("decode") == (reason, lasting)
+    assert compiles._why_not_compiles_and_is_permanent("decode") == (reason, lasting)
 
 
 def test_a_process_that_cannot_be_started_is_no_verdict(monkeypatch):
     monkeypatch.setattr(sys, "executable", "no such program")
-    reason, lasting = compiles._try_to_compile("decode")
+    reason, lasting = compiles._why_not_compiles_and_is_permanent("decode")
     assert reason.startswith("it could not be tried: ")
     assert not lasting
 
@@ -201,7 +203,7 @@ def test_a_process_that_cannot_be_started_is_no_verdict(monkeypatch):
 def test_every_kernel_of_an_operation_is_compiled_in_a_process_of_its_own(monkeypatch):
     """Really: with the Triton that is installed. The shortest of the operations."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(compiles._result_path(NEW, "x").parent))
-    assert compiles._try_to_compile("mla_decode_branch") == (None, True)
+    assert compiles._why_not_compiles_and_is_permanent("mla_decode_branch") == (None, True)
 
 
 def test_a_kernel_that_does_not_compile_is_named(monkeypatch):

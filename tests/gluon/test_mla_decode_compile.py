@@ -234,7 +234,7 @@ def test_caches_that_share_memory_but_not_their_scales_have_descriptors_of_their
     monkeypatch.setattr(CompiledKernel, "encode_tensor_maps", lambda self, *made: [(d.base.data_ptr(),) for d in made])
     for c in (first, second, first):
         addresses = [x.data_ptr() for x in (c.ckv, c.kpe, c.ckv_scale_cache)]
-        found = split.prepare(SimpleNamespace(**c._asdict(), part=c.out))
+        found = split.launcher_args(SimpleNamespace(**c._asdict(), part=c.out))
         assert [x for x in found if x in addresses] == addresses
 
 

@@ -217,7 +217,7 @@ def test_a_later_call_only_fills_in_addresses():
     scratch = config.launches.workspace
     memory = torch.empty(scratch.num_floats)
     offsets = scratch.offsets()
-    for name, tensor in scratch.views(memory).items():
+    for name, tensor in scratch.slice_views(memory).items():
         assert (tensor is None) == (name not in offsets)
         assert tensor is None or tensor.data_ptr() == memory.data_ptr() + offsets[name]
 

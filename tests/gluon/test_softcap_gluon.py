@@ -25,7 +25,7 @@ def test_every_score_has_its_digits(cap, error, monkeypatch):
     scores = (np.concatenate((x, -x)) * cap / math.log(2)).astype(np.float32)
     cap = np.float32(cap)
     with np.errstate(over="ignore"):
-        got = online_softmax.apply_softcap.fn(scores, cap)
+        got = online_softmax.apply_softcap_to_log2_scores.fn(scores, cap)
     assert got.dtype == np.float32
     want = float(cap) * np.tanh(scores.astype(np.float64) * (math.log(2) / float(cap))) / math.log(2)
     assert np.abs(got / want - 1).max() < 6e-7

@@ -96,7 +96,7 @@ def on_numpy(monkeypatch):
         split=lambda x: (x[..., 0], x[..., 1]), convert_layout=converted, inline_asm_elementwise=run_ptx,
         to_linear_layout=lambda layout, shape: layout, float32=None, constexpr=None,
     ))  # fmt: skip
-    for name in ("hadamard_butterfly", "blockwise_hadamard", "blockwise_hadamard_unpacked"):
+    for name in ("hadamard_butterfly", "blockwise_hadamard_unnormalized", "blockwise_hadamard_unnormalized_unpacked"):
         monkeypatch.setattr(hadamard, name, getattr(hadamard, name).fn)
 
 
@@ -131,14 +131,14 @@ def close(x: np.ndarray, y: np.ndarray) -> None:
 def test_queries_in_the_layout_of_their_keys(on_numpy, words, parts):
     layout = layouts.query_load_layout(4, 1, 16, words, parts)
     x = np.random.default_rng(0).standard_normal((4, 16, words * parts))
-    close(hadamard.blockwise_hadamard(placed(x, layout), 2, words * parts), law(x))
+    close(hadamard.blockwise_hadamard_unnormalized(placed(x, layout), 2, words * parts), law(x))
 
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.parametrize("block", [16, 64])
 def test_rows_of_a_warpgroup_in_blocks(on_numpy, columns, block):
     x = np.random.default_rng(1).standard_normal((64, columns))
-    close(hadamard.blockwise_hadamard(placed(x, wgmma(columns)), 1, block), law(x.reshape(-1, block)))
+    close(hadamard.blockwise_hadamard_unnormalized(placed(x, wgmma(columns)), 1, block), law(x.reshape(-1, block)))
 
 
 @pytest.mark.parametrize(("columns", "parts"), [(64, 4), (256, 4), (128, 2), (64, 1)])
@@ -147,7 +147,7 @@ def test_weighted_values_in_parts(on_numpy, columns, parts):
     x = np.random.default_rng(2).standard_normal((4, columns, 16))
     given = tuple(placed(x[:, j::parts], layout) for j in range(parts))
     found = np.stack(
-        [np.asarray(y) for y in hadamard.blockwise_hadamard_unpacked(given, parts, 1, columns)], 2
+        [np.asarray(y) for y in hadamard.blockwise_hadamard_unnormalized_unpacked(given, parts, 1, columns)], 2
     ).reshape(x.shape)
     close(np.moveaxis(found, 1, -1), law(np.moveaxis(x, 1, -1)))
 
@@ -165,6 +165,6 @@ def test_columns_of_converted_codes_only_change_places_within_eight(parts):
 
 def test_a_row_in_two_warps_is_refused():
     split = Layout(reg_bases=[[0, 1]], lane_bases=[[0, 2], [1, 0], [2, 0], [4, 0], [8, 0]], warp_bases=[[0, 4]])
-    assert [hadamard.lane_of_partner(split, 1, step) for step in (1, 2)] == [0, 1]
+    assert [hadamard.partner_lane_xor_mask(split, 1, step) for step in (1, 2)] == [0, 1]
     with pytest.raises(AssertionError, match="more than one warp"):
-        hadamard.lane_of_partner(split, 1, 4)
+        hadamard.partner_lane_xor_mask(split, 1, 4)

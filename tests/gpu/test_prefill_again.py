@@ -26,8 +26,8 @@ def test_scores_however_far_apart_give_what_the_portable_kernels_give(times, mon
     want = make(CASE)
     want = want._replace(softmax_scale=want.softmax_scale * times)
     calls = {backend: moved(want, torch.device("cuda")) for backend in ("gluon", "triton")}
-    scratches, views = [], Workspace.views
-    monkeypatch.setattr(Workspace, "views", lambda *given: scratches.append(views(*given)) or scratches[-1])
+    scratches, views = [], Workspace.slice_views
+    monkeypatch.setattr(Workspace, "slice_views", lambda *given: scratches.append(views(*given)) or scratches[-1])
     plan.dispatch("mla_prefill", calls["triton"], "triton")
     launches = plan.dispatch("mla_prefill", calls["gluon"], "gluon").config.launches
     assert "attention_three_warpgroups_kernel" in [t.launch.fn.__name__ for t in launches.kernel_launches]

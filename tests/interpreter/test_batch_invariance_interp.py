@@ -6,7 +6,7 @@ import pytest
 import torch
 from alone import attend, changed, problem
 
-from tersekv.backends.host import launch, split_combine
+from tersekv.backends.host import attention_launches, launch
 from tersekv.backends.triton.parts import tile_scheduler
 
 LENS, ROWS = (200, 3, 65, 0), (1, 2, 7, 1)  # one, two, and more pieces; more rows than a block of 16
@@ -17,7 +17,7 @@ ON = {"backend": "triton", "batch_invariant": True}
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Short pieces, and few programs: their number is what the interpreter's time goes into."""
-    monkeypatch.setattr(split_combine, "SPLIT_KEYS", 64)
+    monkeypatch.setattr(attention_launches, "SPLIT_KEYS", 64)
     monkeypatch.setattr(launch, "num_sms", lambda f: 5)
 
 
@@ -43,11 +43,11 @@ def test_equal_rows_windows_and_sinks():
 
 def test_long_requests_have_longer_pieces_and_not_more(monkeypatch):
     """Pieces beyond the most are longer; of a table with more room they lie further apart, and are the same."""
-    monkeypatch.setattr(split_combine, "MAX_SPLITS", 4)
+    monkeypatch.setattr(attention_launches, "MAX_SPLITS", 4)
     monkeypatch.setattr(tile_scheduler, "MAX_SPLITS", type(tile_scheduler.MAX_SPLITS)(4))
     case, q = problem("decode", "fp8_e4m3", (400, 70), (1, 1))
     assert changed("decode", case, q, (1, 1), **ON) == []
 
 
 def test_the_host_and_the_kernels_have_the_same_most():
-    assert tile_scheduler.MAX_SPLITS.value == split_combine.MAX_SPLITS
+    assert tile_scheduler.MAX_SPLITS.value == attention_launches.MAX_SPLITS

@@ -55,7 +55,7 @@ def versions() -> Iterator[tuple[str, str]]:
 def devices() -> Iterator[tuple[str, str]]:
     threads = torch.get_num_threads()
     count = f"{threads} thread{'s' if threads != 1 else ''}"
-    native = importlib.import_module("tersekv.backends.cpu.library").loaded()
+    native = importlib.import_module("tersekv.backends.cpu.library").library_or_reason()
     kernels = f"native kernels: {'none' if isinstance(native, str) else native.level()}"
     yield "cpu", f"{platform.machine()}, {count}, {torch.backends.cpu.get_cpu_capability()}, {kernels}"
     for i in range(torch.cuda.device_count()):
@@ -112,7 +112,7 @@ def hints() -> Iterator[str]:
         known = ", ".join(plan.BACKENDS)
         yield f"TERSEKV_BACKEND: want one of {known}, got {wanted!r}; calls that name no backend raise ValueError"
     if installed("triton") is None and platform.system() == "Linux":
-        fits = importlib.import_module("tersekv.backends.host.versions").of_torch(torch.__version__)
+        fits = importlib.import_module("tersekv.backends.host.versions").triton_release_of_torch(torch.__version__)
         yield f"GPU kernels need Triton; with torch {torch.__version__}: pip install 'triton=={fits}.*'"
     elif torch.cuda.is_available() and compiler() is None:
         yield "Triton compiles a launcher for each kernel: install gcc or clang, or set CC"

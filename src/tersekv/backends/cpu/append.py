@@ -37,41 +37,43 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
 
 
 def kv_row_stream(
-    facts: CallFacts, side: str, first: str | None = None, second: str = "", rotated: bool = False
+    facts: CallFacts, side: str, first_columns: str | None = None, second_columns: str = "", apply_rope: bool = False
 ) -> Stream:
-    """Returns the stream of rows `first` (default: `side`) and `second`, side by side, to the cache of "k" or "v"."""
-    f, fmt, first = facts.f, pair_of(facts.f)["kv".index(side)], first or side
-    scales = _NO_TENSOR if getattr(f, f"{side}_scale_cache") is None else facts.place(f"{side}_scale_cache")
+    """Returns the stream of rows to the cache of "k" or "v": tensors `first_columns` (default: `side`) and
+    `second_columns`, side by side."""
+    f, fmt, first_columns = facts.f, pair_of(facts.f)["kv".index(side)], first_columns or side
+    scales = _NO_TENSOR if getattr(f, f"{side}_scale_cache") is None else facts.strided_tensor(f"{side}_scale_cache")
     return quantized_stream(
-        facts, first, fmt, facts.place(f"{side}_cache"), scales, facts.scale(f"{side}_scale"), second, rotated,
-        facts.turn(side),
+        facts, first_columns, fmt, facts.strided_tensor(f"{side}_cache"), scales, facts.scale(f"{side}_scale"),
+        second_columns, apply_rope, facts.row_transform(side),
     )  # fmt: skip
 
 
 def quantized_stream(
-    facts: CallFacts, first: str, fmt: KVFormat, out: StridedTensor, scales: StridedTensor, multiplier: Scale,
-    second: str = "",
-    rotated: bool = False, turn: RowTransform = NO_TRANSFORM,
+    facts: CallFacts, first_columns: str, fmt: KVFormat, out_cache: StridedTensor, scales: StridedTensor,
+    multiplier: Scale, second_columns: str = "",
+    apply_rope: bool = False, row_transform: RowTransform = NO_TRANSFORM,
 ) -> Stream:  # fmt: skip
     """Returns a stream that quantizes rows to a cache in a format."""
     f = facts.f
-    x, y = getattr(f, first), getattr(f, second) if second else None
+    x, y = getattr(f, first_columns), getattr(f, second_columns) if second_columns else None
     return Stream(
-        facts.place(first), facts.place(second) if y is not None else _NO_TENSOR, x.shape[-1],
-        0 if y is None else y.shape[-1], rotated, x.shape[1] if len(x.shape) == 3 else 1, True, out,
-        CODES[fmt.code], _KINDS[fmt.scale], scales, multiplier, turn,
+        facts.strided_tensor(first_columns), facts.strided_tensor(second_columns) if y is not None else _NO_TENSOR,
+        x.shape[-1], 0 if y is None else y.shape[-1], apply_rope, x.shape[1] if len(x.shape) == 3 else 1, True,
+        out_cache, CODES[fmt.code], _KINDS[fmt.scale], scales, multiplier, row_transform,
     )  # fmt: skip
 
 
-def query_streams(facts: CallFacts) -> list[Stream]:
+def rope_query_streams(facts: CallFacts) -> list[Stream]:
     """Returns the streams of query rows to q_rope_out and q_nope_out; none without a query."""
     streams = []
-    for name, rotated in (("q_rope", True), ("q_nope", False)):
+    for name, apply_rope in (("q_rope", True), ("q_nope", False)):
         x = getattr(facts.f, name)
         if x is not None:
             streams.append(Stream(
-                facts.place(name), _NO_TENSOR, x.shape[-1], 0, rotated, x.shape[1], False, facts.place(f"{name}_out"),
-                facts.dtype(f"{name}_out"), records.NO_SCALE, _NO_TENSOR, facts.scale("q_scale"), NO_TRANSFORM,
+                facts.strided_tensor(name), _NO_TENSOR, x.shape[-1], 0, apply_rope, x.shape[1], False,
+                facts.strided_tensor(f"{name}_out"), facts.dtype(f"{name}_out"), records.NO_SCALE, _NO_TENSOR,
+                facts.scale("q_scale"), NO_TRANSFORM,
             ))  # fmt: skip
     return streams
 

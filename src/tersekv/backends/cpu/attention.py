@@ -41,23 +41,26 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts, (k_format, v_format) = CallFacts(f, TENSORS), pair_of(f)
-    record = attention_record(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
+    record = attention_record_without_keys(facts, heads=f.k_cache.shape[2], group=f.q.shape[1] // f.k_cache.shape[2])
     record.num_keys = 1
     record.keys[0] = _paged_matrix(facts, "k", k_format, f.q.shape[2])
-    record.keys[0].query = facts.place("q")
+    record.keys[0].query = facts.strided_tensor("q")
     record.values = _paged_matrix(facts, "v", v_format, f.out.shape[2])
     record.num_pages, record.page_size = f.k_cache.shape[:2]
     record.query_dtype = facts.dtype("q")
     record.mask, record.window, record.sinks = facts.indices("mask"), f.window, facts.at("sinks")
     record.softcap = f.softcap
     record.k_scale, record.v_scale = facts.scale("k_scale"), facts.scale("v_scale")
-    record.key_turn, record.value_turn = facts.turn("k"), facts.turn("v")
+    record.key_turn, record.value_turn = facts.row_transform("k"), facts.row_transform("v")
     if f.k is not None:
-        record.new_keys, record.new_values = _rows_as_pages(facts, "k"), _rows_as_pages(facts, "v")
+        record.new_keys, record.new_values = (
+            _new_rows_as_single_token_pages(facts, "k"),
+            _new_rows_as_single_token_pages(facts, "v"),
+        )
     return NativeLaunch("attention", record, TENSORS)
 
 
-def attention_record(facts: CallFacts, heads: int, group: int) -> Attention:
+def attention_record_without_keys(facts: CallFacts, heads: int, group: int) -> Attention:
     """Returns a record with the requests and outputs that all attention operations share."""
     f, record = facts.f, Attention()
     record.heads, record.group = heads, group
@@ -69,22 +72,26 @@ def attention_record(facts: CallFacts, heads: int, group: int) -> Attention:
     record.mask, record.sinks = IndexTensor(NONE), NONE
     record.key_turn = record.value_turn = NO_TRANSFORM
     record.new_keys = record.new_values = PagedMatrix(StridedTensor(NONE))
-    record.out, record.lse, record.out_dtype = facts.place("out"), facts.place("lse"), facts.dtype("out")
+    record.out, record.lse, record.out_dtype = (
+        facts.strided_tensor("out"),
+        facts.strided_tensor("lse"),
+        facts.dtype("out"),
+    )
     record.softmax_scale, record.out_scale = facts.scale("softmax_scale"), facts.scale("out_scale")
     return record
 
 
 def _paged_matrix(facts: CallFacts, side: str, fmt: KVFormat, columns: int) -> PagedMatrix:
     m = PagedMatrix(
-        facts.place(f"{side}_cache"), CODES[fmt.code], columns, StridedTensor(NONE), 0, 0, StridedTensor(NONE)
+        facts.strided_tensor(f"{side}_cache"), CODES[fmt.code], columns, StridedTensor(NONE), 0, 0, StridedTensor(NONE)
     )
     if fmt.scale in (BLOCK, TOKEN_HEAD):
-        m.factors = facts.place(f"{side}_scale_cache")
+        m.factors = facts.strided_tensor(f"{side}_scale_cache")
         m.width, m.factor_dtype = fmt.scale_block or columns, DTYPES[fmt.scale_dtype or torch.float32]
     return m
 
 
-def _rows_as_pages(facts: CallFacts, name: str) -> PagedMatrix:
+def _new_rows_as_single_token_pages(facts: CallFacts, name: str) -> PagedMatrix:
     """Returns rows [T, H, D] as a cache with pages of one token."""
     x, (token, head) = getattr(facts.f, name), facts.strides(name)[:2]
     at = StridedTensor(facts.at(name), (token, 0, head))

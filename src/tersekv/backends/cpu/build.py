@@ -59,13 +59,13 @@ def build(
     with tempfile.TemporaryDirectory() as folder:
         objects = {name: str(Path(folder) / f"{name}.o") for name in wanted}
 
-        def compiled(name: str) -> str:
+        def compile_and_return_error(name: str) -> str:
             """Returns the compiler's error, or ""."""
             command = [*_FLAGS, *flags, *wanted[name], f"-DLEVEL={name}", str(SOURCES / "kernels.cpp")]
-            return _run([found, "-c", *command, "-o", objects[name]])
+            return _run_and_return_error([found, "-c", *command, "-o", objects[name]])
 
         with ThreadPoolExecutor() as pool:
-            complaints = dict(zip(wanted, pool.map(compiled, wanted), strict=True))
+            complaints = dict(zip(wanted, pool.map(compile_and_return_error, wanted), strict=True))
         if complaints["plain"]:
             raise RuntimeError(complaints["plain"])
         made = [name for name, complaint in complaints.items() if not complaint]
@@ -75,14 +75,14 @@ def build(
         # Linked under another name and renamed atomically: another process may have the old library loaded.
         part = target.with_name(f"{target.name}.{os.getpid()}")
         parts = [*others, *(objects[name] for name in made)]
-        complaint = _run([found, "-shared", *_FLAGS, *flags, *told, *parts, "-lm", "-o", str(part)])
+        complaint = _run_and_return_error([found, "-shared", *_FLAGS, *flags, *told, *parts, "-lm", "-o", str(part)])
         if complaint:
             raise RuntimeError(complaint)
         os.replace(part, target)
     return made
 
 
-def _run(command: list[str]) -> str:
+def _run_and_return_error(command: list[str]) -> str:
     """Returns a command's error; "" if it succeeds."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)

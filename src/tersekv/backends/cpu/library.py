@@ -43,7 +43,7 @@ class Library:
         lib.tersekv_use_level.argtypes = [c_char_p]
         lib.tersekv_use_team.argtypes, lib.tersekv_has_team.restype = [c_void_p], c_int64
         self._lib = lib
-        self.use_team(True)
+        self.use_pytorch_threads(True)
 
     def levels(self) -> list[str]:
         """Returns the compiled instruction sets that this machine runs, the best last."""
@@ -58,7 +58,7 @@ class Library:
         if not self._lib.tersekv_use_level(name.encode()):
             raise ValueError(f"level: want one of {', '.join(self.levels())}, got {name!r}")
 
-    def use_team(self, wanted: bool) -> None:
+    def use_pytorch_threads(self, wanted: bool) -> None:
         """Run on the threads of PyTorch's OpenMP, if it has them, or on this library's own; `team` returns which.
 
         PyTorch's threads spin for a while after each of its calls, unless OMP_WAIT_POLICY=passive, and would take half
@@ -96,7 +96,7 @@ def _is_forked_child() -> bool:
 
 
 @cache
-def loaded() -> Library | str:
+def library_or_reason() -> Library | str:
     """Returns the library, or why it cannot be used and how to build it."""
     if not build.LIBRARY.exists():
         return f"is not compiled; with a C++ compiler: {_HOW}"
@@ -118,7 +118,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def why_no_library() -> str | None:
     """Returns why there is no library; None: there is one."""
-    library = loaded()
+    library = library_or_reason()
     return library if isinstance(library, str) else None
 
 
@@ -128,7 +128,7 @@ class NativeLaunch:
     __slots__ = ("_array", "_function", "_judged", "_record", "names")
 
     def __init__(self, function: str, record: Any, names: Sequence[str]) -> None:
-        library = loaded()
+        library = library_or_reason()
         assert isinstance(library, Library)
         self.names = tuple(names)
         self._function, self._record = getattr(library, function), record
@@ -148,9 +148,9 @@ class NativeLaunch:
         if self._function(byref(self._record), given, threads, byref(report)):
             _raise_reported_fault(report, self._record)
 
-    def bind(self, at: Mapping[str, int]) -> BoundLaunch:
-        """Returns a launch for a list of addresses. at: index of each tensor in the list."""
-        pick = itemgetter(*(at.get(n, -1) for n in self.names))
+    def bind(self, address_index: Mapping[str, int]) -> BoundLaunch:
+        """Returns a launch for a list of addresses. address_index: index of each tensor in the list."""
+        pick = itemgetter(*(address_index.get(n, -1) for n in self.names))
 
         def launch(addresses: list[int]) -> bool:
             addresses.append(0)  # index −1: the null address of absent tensors

@@ -8,7 +8,7 @@ from typing import Any
 from tersekv.formats import BF16, FP16, TENSOR, latent_format, rope_dtype
 
 from . import append, library, records
-from .append import quantized_stream, query_streams
+from .append import quantized_stream, rope_query_streams
 from .library import BoundLaunch, NativeLaunch
 from .records import CallFacts, StridedTensor
 
@@ -27,16 +27,22 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts, fmt = CallFacts(f, _TENSORS), latent_format(f.format)
-    scales = StridedTensor(records.NONE) if f.ckv_scale_cache is None else facts.place("ckv_scale_cache", heads=False)
-    latent = quantized_stream(facts, "kv_c", fmt, facts.place("ckv", heads=False), scales, facts.scale("kv_scale"))
+    scales = (
+        StridedTensor(records.NONE)
+        if f.ckv_scale_cache is None
+        else facts.strided_tensor("ckv_scale_cache", has_heads=False)
+    )
+    latent = quantized_stream(
+        facts, "kv_c", fmt, facts.strided_tensor("ckv", has_heads=False), scales, facts.scale("kv_scale")
+    )
     # Only a per-tensor scale applies to the rotary part; group scales are the latent's alone.
     rotary_format = fmt if fmt.scale == TENSOR else _HALF[rope_dtype(fmt)]
     rotary = quantized_stream(
-        facts, "k_pe", rotary_format, facts.place("kpe", heads=False), StridedTensor(records.NONE),
+        facts, "k_pe", rotary_format, facts.strided_tensor("kpe", has_heads=False), StridedTensor(records.NONE),
         facts.scale("kv_scale"),
-        rotated=f.cos_sin_cache is not None,
+        apply_rope=f.cos_sin_cache is not None,
     )  # fmt: skip
-    streams = [*query_streams(facts), latent, rotary]
+    streams = [*rope_query_streams(facts), latent, rotary]
     return NativeLaunch("append", append.append_record(facts, f.kv_c, f.ckv, streams), _TENSORS)
 
 

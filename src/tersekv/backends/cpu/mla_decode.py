@@ -10,7 +10,7 @@ import torch
 from tersekv.formats import BATCH_INVARIANCE, TENSOR, latent_format, rope_dtype
 
 from . import library
-from .attention import attention_record
+from .attention import attention_record_without_keys
 from .library import BoundLaunch, NativeLaunch
 from .records import CODES, DTYPES, NONE, CallFacts, PagedMatrix, Scale, StridedTensor
 
@@ -35,21 +35,23 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts, fmt = CallFacts(f, _TENSORS), latent_format(f.format)
-    record = attention_record(facts, heads=1, group=f.q_nope.shape[1])
-    scales = StridedTensor(NONE) if f.ckv_scale_cache is None else facts.place("ckv_scale_cache", heads=False)
+    record = attention_record_without_keys(facts, heads=1, group=f.q_nope.shape[1])
+    scales = (
+        StridedTensor(NONE) if f.ckv_scale_cache is None else facts.strided_tensor("ckv_scale_cache", has_heads=False)
+    )
     width = fmt.scale_block or 0
     latent = PagedMatrix(
-        facts.place("ckv", heads=False), CODES[fmt.code], f.ckv.shape[-1], scales, width, DTYPES[torch.float32],
-        facts.place("q_nope"),
+        facts.strided_tensor("ckv", has_heads=False), CODES[fmt.code], f.ckv.shape[-1], scales, width,
+        DTYPES[torch.float32], facts.strided_tensor("q_nope"),
     )  # fmt: skip
     rotary = PagedMatrix(
-        facts.place("kpe", heads=False),
+        facts.strided_tensor("kpe", has_heads=False),
         DTYPES[rope_dtype(fmt)],
         f.kpe.shape[-1],
         StridedTensor(NONE),
         0,
         0,
-        facts.place("q_pe"),
+        facts.strided_tensor("q_pe"),
     )
     record.num_keys = 2 if f.kpe.shape[-1] else 1
     record.keys[0], record.keys[1], record.values = latent, rotary, latent

@@ -111,13 +111,13 @@ class CallFacts:
     def dtype(self, name: str) -> int:
         return DTYPES[getattr(self.f, name).dtype]
 
-    def place(self, name: str, *, heads: bool = True) -> StridedTensor:
-        """Returns a tensor [page, slot, head, …] or [token, head, …]; of one head without `heads` or in 2 dims."""
+    def strided_tensor(self, name: str, *, has_heads: bool = True) -> StridedTensor:
+        """Returns a tensor [page, slot, head, …] or [token, head, …]; of one head without `has_heads` or in 2 dims."""
         if self.at(name) == NONE:
             return StridedTensor(NONE)
         strides = self.strides(name)
         dims = 3 if name.endswith("_cache") or name in ("ckv", "kpe") else 2
-        if not heads or (dims == 2 and len(strides) == 2 and name != "lse"):
+        if not has_heads or (dims == 2 and len(strides) == 2 and name != "lse"):
             dims -= 1
         return StridedTensor(self.at(name), (c_int64 * 3)(*strides[:dims]))
 
@@ -126,7 +126,7 @@ class CallFacts:
             return IndexTensor(NONE)
         return IndexTensor(self.at(name), self.dtype(name), self.strides(name)[0])
 
-    def turn(self, side: str) -> RowTransform:
+    def row_transform(self, side: str) -> RowTransform:
         """Returns the rotation and channel scales of stored rows of "k" or "v"."""
         signs, channels = f"{side}_signs", f"{side}_channel_scale"
         b, stride = getattr(self.f, signs), self.strides(channels)

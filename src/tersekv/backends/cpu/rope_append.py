@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import append
-from .append import kv_row_stream, query_streams
+from .append import kv_row_stream, rope_query_streams
 from .library import BoundLaunch, NativeLaunch
 from .records import TRANSFORMS, CallFacts
 
@@ -25,7 +25,8 @@ def why_not(f: SimpleNamespace) -> str | None:
 def configure(f: SimpleNamespace) -> NativeLaunch:
     facts = CallFacts(f, _TENSORS)
     streams = [
-        *query_streams(facts), kv_row_stream(facts, "k", "k_rope", "k_nope", rotated=True), kv_row_stream(facts, "v"),
+        *rope_query_streams(facts), kv_row_stream(facts, "k", "k_rope", "k_nope", apply_rope=True),
+        kv_row_stream(facts, "v"),
     ]  # fmt: skip
     return NativeLaunch("append", append.append_record(facts, f.k_rope, f.k_cache, streams), _TENSORS)
 

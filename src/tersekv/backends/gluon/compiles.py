@@ -36,12 +36,12 @@ def why_not(op: str) -> str | None:
         return None
     with _lock:
         if (version, op) not in _results:
-            _results[version, op] = _compiles_cached(version, op)
+            _results[version, op] = _why_not_compiles_cached(version, op)
         reason = _results[version, op]
     return None if reason is None else f"does not compile with Triton {version}: {reason}. Install {RANGE}"
 
 
-def _compiles_cached(version: str, op: str) -> str | None:
+def _why_not_compiles_cached(version: str, op: str) -> str | None:
     path = _result_path(version, op)
     try:
         kept = json.loads(path.read_text())
@@ -54,13 +54,13 @@ def _compiles_cached(version: str, op: str) -> str | None:
             "CUDA graph is captured: call it once before"
         )
     _log.info("compiling the kernels of %s, to see whether Triton %s can", op, version)
-    reason, lasting = _try_to_compile(op)
+    reason, lasting = _why_not_compiles_and_is_permanent(op)
     if lasting:
         _store_result(path, {"triton": version, "op": op, "reason": reason})
     return reason
 
 
-def _try_to_compile(op: str) -> tuple[str | None, bool]:
+def _why_not_compiles_and_is_permanent(op: str) -> tuple[str | None, bool]:
     """Returns (why the kernels do not compile or None, whether the result is permanent)."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from tersekv.testing import compiles; compiles.main({op!r})"
     try:
@@ -87,12 +87,12 @@ def _store_result(path: Path, found: dict) -> None:
 
 
 def _result_path(version: str, op: str) -> Path:
-    key = hashlib.sha256(f"{version} {_kernel_sources()}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{version} {_kernel_sources_hash()}".encode()).hexdigest()[:16]
     return Path(triton.knobs.cache.dir) / "tersekv" / f"{op}-{key}.json"
 
 
 @cache
-def _kernel_sources() -> str:
+def _kernel_sources_hash() -> str:
     """Returns a hash of the kernels' sources."""
     found = hashlib.sha256()
     backends = Path(__file__).parent.parent

@@ -11,9 +11,9 @@ import torch
 
 from ...formats import BATCH_INVARIANCE, BLOCK, pair_of
 from ..host import launch
+from ..host.attention_launches import attention_launches, output_and_workspace_args, split_pass_args
 from ..host.bind import HostAction, KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
 from ..host.kernel_config import KernelConfig
-from ..host.split_combine import attention_launches, output_and_workspace_args, split_pass_args
 from ..triton.decode import config as portable_tune
 from ..triton.decode import entry as portable
 from ..triton.parts.kv_cache_args import mask_args, needs_two_term_query
@@ -23,8 +23,8 @@ from .sm90.decode.config import (
     MAX_ROWS_16BIT,
     TileConfig,
     choose_block_m,
-    choose_combine_tile,
-    choose_fused_combine_tile,
+    choose_combine_rows_splits_columns,
+    choose_fused_combine_rows_splits_columns,
     choose_heads_per_cta,
     choose_keys_per_copy,
     choose_tile_config,
@@ -32,7 +32,7 @@ from .sm90.decode.config import (
     in_column_parts,
     is_large_m,
     max_small_m_rows,
-    num_prefetched_queries,
+    num_prefetched_query_stages,
     num_query_rows,
     padded_head_dims,
     uses_converter_warpgroup,
@@ -52,8 +52,8 @@ from .sm90.parts.tensor_maps import (
     kv_map_spec,
     make_kv_layout,
     make_tensor_map_specs,
-    merge_adjacent_heads,
     min_keys_per_copy,
+    pack_heads_into_swizzle_128b_rows,
     scale_map_spec,
     tensor_map_from_spec,
 )
@@ -185,7 +185,7 @@ def configure(f: SimpleNamespace) -> Config:
     keys, block_m, groups = choose_keys_per_copy(f, tuned), choose_block_m(f), heads // cta_heads
     kv_specs, scales = make_tensor_map_specs(f, cta_heads, keys, tuned.shared_tiles, f.column_parts)
     if tuned.producer_warp:
-        kv_specs = [merge_adjacent_heads(spec) for spec in kv_specs]
+        kv_specs = [pack_heads_into_swizzle_128b_rows(spec) for spec in kv_specs]
     rotations = make_rotation(f.k_signs, f.k_channel_scale), make_rotation(f.v_signs, f.v_channel_scale)
     k, v = (
         make_kv_layout(*x, cta_heads, tuned.num_stages, f.column_parts)
@@ -202,7 +202,7 @@ def configure(f: SimpleNamespace) -> Config:
     if not tuned.producer_warp and uses_fused_combine(
         f, tuned.block_n, ranges * groups, ranges, cta_heads * valid_rows * partial_columns
     ):
-        fused_tile = choose_fused_combine_tile(valid_rows, partial_columns)
+        fused_tile = choose_fused_combine_rows_splits_columns(valid_rows, partial_columns)
     cfg = replace(
         base_cfg, BLOCK_M=block_m, BLOCK_N=tuned.block_n, MIN_BLOCKS_PER_RANGE=tuned.min_blocks_per_range,
         K_ROWS_PER_PAGE=kv_specs[0].rows_per_page, V_ROWS_PER_PAGE=kv_specs[1].rows_per_page,
@@ -211,13 +211,14 @@ def configure(f: SimpleNamespace) -> Config:
         V_RESIDUAL_SCALE=_residual_scale(v.CODE, tuned.shared_tiles),
         PARTIAL_COLUMNS=partial_columns + (4 if any(fused_tile) else 2),
     )  # fmt: skip
-    combine_tile = choose_combine_tile(ranges // max(requests, 1) + 2, cta_heads * valid_rows, partial_columns)
+    combine_tile = choose_combine_rows_splits_columns(ranges // max(requests, 1) + 2, cta_heads * valid_rows,
+                                                      partial_columns)  # fmt: skip
     tiles = m_blocks, valid_rows, *combine_tile, *fused_tile
     shape = _make_tile_config(f, tuned, k, v, kv_specs[0], (cta_heads, f.column_parts), tiles)
     tensor_map_specs = dict(zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True))
     combine_ctas = -(-cta_heads * valid_rows // combine_tile[0]) * (partial_columns // combine_tile[2])
     grid = requests * m_blocks * groups, combine_ctas
-    kernel, options = _select_kernel(tuned, cta_heads)
+    kernel, options = _select_kernel_and_options(tuned, cta_heads)
     shared_args = (
         output_and_workspace_args(f) | tensor_args(SINKS="sinks", V_SCALE="v_scale_t") | {"v_scale": f.v_scale}
     )
@@ -240,7 +241,7 @@ def configure(f: SimpleNamespace) -> Config:
     )  # fmt: skip
 
 
-def _select_kernel(tuned: TileConfig, heads_per_cta: int) -> tuple[Any, dict[str, Any]]:
+def _select_kernel_and_options(tuned: TileConfig, heads_per_cta: int) -> tuple[Any, dict[str, Any]]:
     """Returns the split pass's kernel and its compile options."""
     if tuned.rows_64:
         max_registers = 65536 // (32 * (4 + tuned.warps_per_head) * tuned.ctas_per_sm) // 8 * 8
@@ -298,7 +299,7 @@ def _make_tile_config(
         tuned.block_n // MMA_KEYS, keys_per_buffer, tuned.block_n // keys_per_buffer, copies_per_buffer,
         tuned.num_stages,
         f.q.shape[2],
-        num_prefetched_queries(f, tuned, heads_per_cta),
+        num_prefetched_query_stages(f, tuned, heads_per_cta),
         tuned.converted_stages,
         k, v, *combine_fields,
     )  # fmt: skip

@@ -11,8 +11,8 @@ import torch
 
 from ...formats import latent_format
 from ..host import launch
+from ..host.attention_launches import attention_launches, output_and_workspace_args, split_pass_args
 from ..host.bind import BoundLaunches, HostAction, KernelLaunch, LaunchSequence, TensorMapArg, tensor_args
-from ..host.split_combine import attention_launches, output_and_workspace_args, split_pass_args
 from ..triton.mla_decode import entry as portable
 from ..triton.mla_decode.config import TileConfig
 from .sm90.mla_decode.combine import combine_kernel
@@ -142,7 +142,9 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
         replace(cfg, PACK=1, BLOCK_DV=RANK) if config.three_warpgroups else cfg
     )  # three_warpgroups stores columns in order
     kernel, outputs = _select_kernel(is_16_bit, config), output_and_workspace_args(f)
-    arguments = portable.query_args(f) | split_pass_args(f) | outputs | _tensor_map_args(f, cfg, cache_matrices)
+    arguments = (
+        portable.query_and_kv_scale_args(f) | split_pass_args(f) | outputs | _tensor_map_args(f, cfg, cache_matrices)
+    )
     arguments |= {"max_m_blocks": max_m_blocks, "STAGES": config.num_stages, "cfg": cfg}
     if "NUM_CONSUMERS" in kernel.arg_names:  # of `small_m`
         arguments["NUM_CONSUMERS"] = config.num_consumers
@@ -178,7 +180,7 @@ def _combine_launch(
     num_work_tiles: int, num_ctas: int,
 ) -> KernelLaunch:  # fmt: skip
     num_rows = min(config.block_m, f.max_q_len * combine_constants.GROUP)
-    rows, num_splits, columns, warps = _combine_tile(num_rows, num_work_tiles, num_ctas)
+    rows, num_splits, columns, warps = _choose_combine_rows_splits_columns_warps(num_rows, num_work_tiles, num_ctas)
     arguments = output_and_workspace_args(f) | tensor_args(CU_SEQLENS_Q="cu_seqlens_q", KV_SCALE="kv_scale_t") | {
         "kv_scale": f.kv_scale, "num_ctas": num_ctas, "max_m_blocks": max_m_blocks,
         "COMBINE_ROWS": rows, "SPLITS_PER_STEP": num_splits, "COMBINE_COLUMNS": columns, "cfg": combine_constants,
@@ -255,7 +257,9 @@ def takes_whole_work_tiles(f: SimpleNamespace, num_work_tiles: int, num_ctas: in
     return f.page_table.shape[1] * f.ckv.shape[1] <= MAX_UNSPLIT_BLOCKS * BLOCK_N and num_work_tiles <= num_ctas
 
 
-def _combine_tile(rows: int, num_work_tiles: int, num_ctas: int) -> tuple[int, int, int, int]:
+def _choose_combine_rows_splits_columns_warps(
+    rows: int, num_work_tiles: int, num_ctas: int
+) -> tuple[int, int, int, int]:
     """Returns (rows, splits read at once, columns, warps) of a CTA of the combine kernel.
 
     With many rows a CTA waits once for several. Few rows have many splits: small CTAs read many at once, but where all

@@ -10,8 +10,8 @@ import torch
 
 from ...formats import pair_of
 from ..host import launch
+from ..host.attention_launches import has_no_work, query_offset_args
 from ..host.bind import KernelLaunch, LaunchSequence, TensorMapArg, stride_args, tensor_args
-from ..host.split_combine import has_no_work, query_offset_args
 from .sm90.parts.hadamard import make_rotation
 from .sm90.parts.tensor_maps import MIN_KEYS_PER_COPY
 from .sm90.prefill.config import (

@@ -83,13 +83,13 @@ def stride_args(x: Any, **names: str) -> dict[str, int]:
     return {prefix + letter: step for letter, step in zip(letters, steps, strict=False)}
 
 
-def common_stride_unit(x: Any, distances: tuple[int, ...], most: int) -> int:
-    """Returns the largest unit, at most `most` (16 bytes of elements), that divides all distances. 1 where all are
+def common_stride_unit(x: Any, distances: tuple[int, ...], max_unit: int) -> int:
+    """Returns the largest unit, at most `max_unit` (16 bytes of elements), that divides all distances. 1 where all are
     multiples of 16, which Triton specialises on by itself, or where x is not aligned.
 
     Strides passed in this unit prove alignment to the compiler, which then vectorises the loads.
     """
-    return gcd(most, *distances) if x.aligned and any(n % 16 for n in distances) else 1
+    return gcd(max_unit, *distances) if x.aligned and any(n % 16 for n in distances) else 1
 
 
 class KernelLaunch:
@@ -116,7 +116,7 @@ class KernelLaunch:
     def arguments(self) -> dict[str, Any]:
         return dict(zip(self.launch.fn.arg_names, self._arguments, strict=True))
 
-    def with_tensor_names(self, tensor_names: Mapping[str, str | None]) -> KernelLaunch:
+    def with_renamed_tensors(self, tensor_names: Mapping[str, str | None]) -> KernelLaunch:
         """Returns a launch of the same kernel with renamed tensors; a name of None passes None."""
 
         def other(x: Any) -> Any:
@@ -140,23 +140,23 @@ class KernelLaunch:
             values = (x.resolve(call) if isinstance(x, (TensorArg, TensorMapArg)) else x for x in self._arguments)
             self.launch.compile_and_launch(self.grid, tuple(values))
             return
-        args = self.prepare(call).copy()
+        args = self.launcher_args(call).copy()
         assert self.address_slots is not None
         for place, name, offset in self.address_slots:
             args[place] = getattr(call, name).data_ptr() + offset
         self.launch.relaunch(args)
 
-    def prepare(self, call: Any) -> list:
+    def launcher_args(self, call: Any) -> list:
         """Returns the argument list of a compiled launch for these tensors. Tensor maps are encoded once and kept."""
         key = tuple(getattr(call, name).data_ptr() for name in self.mapped_tensors)
         found = self.prepared.get(key)
         if found is None:
             if len(self.prepared) >= _MAX_TENSOR_MAPS:
                 self.prepared.clear()
-            found = self.prepared[key] = self._prepare(call)
+            found = self.prepared[key] = self._encode_launcher_args(call)
         return found
 
-    def _prepare(self, call: Any) -> list:
+    def _encode_launcher_args(self, call: Any) -> list:
         mapped_tensors = [x.resolve(call) for x in self._arguments if isinstance(x, TensorMapArg)]
         encoded = iter(self.launch.encode_tensor_maps(*mapped_tensors) if mapped_tensors else ())
         args, address_slots = self.launch.leading_args(self.grid), []
@@ -206,14 +206,14 @@ class Workspace:
         """Returns the byte offset of each slice by name."""
         return {WORKSPACE: 0} | {name: slice_.offset for name, slice_ in self.slices.items() if slice_ is not None}
 
-    def with_workspace(self, call: Any) -> SimpleNamespace:
+    def tensors_with_workspace(self, call: Any) -> SimpleNamespace:
         """Returns the tensors of the call together with those of its workspace."""
         like = next(x for x in call if isinstance(x, Tensor))
         memory = launch.workspace(self.num_floats, like) if self.cached else _allocate(self.num_floats, like.device, 0)
-        return SimpleNamespace(**call._asdict() | {WORKSPACE: memory} | self.views(memory))
+        return SimpleNamespace(**call._asdict() | {WORKSPACE: memory} | self.slice_views(memory))
 
-    def views(self, memory: Tensor) -> dict[str, Tensor | None]:
-        as_bytes = memory.view(torch.uint8)
+    def slice_views(self, workspace: Tensor) -> dict[str, Tensor | None]:
+        as_bytes = workspace.view(torch.uint8)
         return {
             name: None if p is None
             else as_bytes[p.offset : p.offset + prod(p.shape) * p.dtype.itemsize].view(p.dtype).view(p.shape)
@@ -232,26 +232,26 @@ class LaunchSequence:
     def __call__(self, call: Any) -> None:
         bound = self._bound
         if bound is None or not bound([x.data_ptr() for x in self._tensors_of(call)]):
-            self._first_call(call)
+            self._launch_and_try_to_bind(call)
 
-    def bind(self, at: Mapping[str, int]) -> BoundLaunches | None:
+    def bind(self, address_index: Mapping[str, int]) -> BoundLaunches | None:
         """Returns the launches bound to a list of addresses. None: there are no launches, they are not compiled, or
         the workspace is not cached.
 
-        at: index of each tensor's address in the list
+        address_index: index of each tensor's address in the list
         """
         if not self.kernel_launches or (self.workspace is not None and not self.workspace.cached):
             return None
-        return bind_addresses(self.kernel_launches, at, self.workspace)
+        return bind_addresses(self.kernel_launches, address_index, self.workspace)
 
-    def _first_call(self, call: Any) -> None:
+    def _launch_and_try_to_bind(self, call: Any) -> None:
         """Compile and encode whatever is missing, and launch."""
-        tensors = call if self.workspace is None else self.workspace.with_workspace(call)
+        tensors = call if self.workspace is None else self.workspace.tensors_with_workspace(call)
         for template in self.kernel_launches:
             template(tensors)
         if self._bound is None and self.kernel_launches and all(t.launch.compiled for t in self.kernel_launches):
             for template in self.kernel_launches:
-                template.prepare(tensors)
+                template.launcher_args(tensors)
             names = sorted(
                 {n for t in self.kernel_launches for n in t.tensor_names() if getattr(call, n, None) is not None}
             )
@@ -275,40 +275,40 @@ class HostAction:
 
 
 def bind_addresses(
-    kernel_launches: Sequence[KernelLaunch], at: Mapping[str, int], workspace: Workspace | None = None
+    kernel_launches: Sequence[KernelLaunch], address_index: Mapping[str, int], workspace: Workspace | None = None
 ) -> BoundLaunches | None:
     """Returns a function that launches all kernels for a list of addresses. None: not compiled yet.
 
-    at: index of each tensor's address in the list
+    address_index: index of each tensor's address in the list
     """
     if any(t.address_slots is None for t in kernel_launches):
         return None
     offsets_by_name = {} if workspace is None else workspace.offsets()
-    at = dict(at) | {name: len(at) + i for i, name in enumerate(offsets_by_name)}
+    address_index = dict(address_index) | {name: len(address_index) + i for i, name in enumerate(offsets_by_name)}
     launches, mapped = [], []
     for t in kernel_launches:
-        address_slots = [(slot, at[name]) for slot, name, offset in t.address_slots or () if not offset]
-        offset_slots = [(slot, at[name], offset) for slot, name, offset in t.address_slots or () if offset]
+        address_slots = [(slot, address_index[name]) for slot, name, offset in t.address_slots or () if not offset]
+        offset_slots = [(slot, address_index[name], offset) for slot, name, offset in t.address_slots or () if offset]
         launches.append(
             (t.launch, t.launch.run, None if t.mapped_tensors else t.prepared[()], address_slots, offset_slots)
         )
         if t.mapped_tensors:
-            mapped.append((t.prepared, _address_getter([at[name] for name in t.mapped_tensors])))
+            mapped.append((t.prepared, _address_getter([address_index[name] for name in t.mapped_tensors])))
     index, offsets = kernel_launches[0].launch.device, tuple(offsets_by_name.values())
     device = torch.device("cuda", index)
     num_floats = 0 if workspace is None else workspace.num_floats
     allocate = cached_workspace if workspace is None or workspace.cached else _allocate
 
-    def launch_all(a: list[int]) -> bool:
+    def launch_all(addresses: list[int]) -> bool:
         stream = torch._C._cuda_getCurrentRawStream(index)
         if num_floats:
             memory = allocate(num_floats, device, stream)
             begin = memory.data_ptr()
             for offset in offsets:
-                a.append(begin + offset)
+                addresses.append(begin + offset)
         prefixes = []
         for prepared, pick in mapped:
-            found = prepared.get(pick(a))
+            found = prepared.get(pick(addresses))
             if found is None:
                 return False
             prefixes.append(found)
@@ -318,9 +318,9 @@ def bind_addresses(
                 prefix, i = prefixes[i], i + 1
             args = prefix.copy()
             for slot, i_address in address_slots:
-                args[slot] = a[i_address]
+                args[slot] = addresses[i_address]
             for slot, i_address, offset in offset_slots:
-                args[slot] = a[i_address] + offset
+                args[slot] = addresses[i_address] + offset
             args[3] = stream
             if has_hooks:
                 kernel.add_hook_args(args)

@@ -215,14 +215,15 @@ class _WorkspaceCache(threading.local):
 _workspaces = _WorkspaceCache()
 
 
-def workspace(n: int, like: Tensor) -> Tensor:
-    """Returns at least n fp32 numbers on the device of `like`, for kernels that run in order on its current stream."""
+def workspace(num_floats: int, like: Tensor) -> Tensor:
+    """Returns at least num_floats fp32 numbers on the device of `like`, for kernels that run in order on its current
+    stream."""
     if not like.is_cuda:
-        return torch.empty(n, dtype=torch.float32, device=like.device)
-    return cached_workspace(n, like.device, torch._C._cuda_getCurrentRawStream(like.get_device()))
+        return torch.empty(num_floats, dtype=torch.float32, device=like.device)
+    return cached_workspace(num_floats, like.device, torch._C._cuda_getCurrentRawStream(like.get_device()))
 
 
-def cached_workspace(n: int, device: torch.device, stream: int) -> Tensor:
+def cached_workspace(num_floats: int, device: torch.device, stream: int) -> Tensor:
     """Returns `workspace` for a CUDA device and its current stream.
 
     Cached by thread and stream, where calls run in order: an allocation takes the host 2 µs. A captured CUDA graph may
@@ -230,11 +231,11 @@ def cached_workspace(n: int, device: torch.device, stream: int) -> Tensor:
     """
     # The default stream is never captured, and the query takes 0.25 µs.
     if stream != 0 and torch._C._cuda_isCurrentStreamCapturing():
-        return torch.empty(n, dtype=torch.float32, device=device)
+        return torch.empty(num_floats, dtype=torch.float32, device=device)
     key, cache = (device, stream), _workspaces.by_stream
     found = cache.get(key)
-    if found is None or found[0] < n:
-        found = cache[key] = n, torch.empty(n, dtype=torch.float32, device=device)
+    if found is None or found[0] < num_floats:
+        found = cache[key] = num_floats, torch.empty(num_floats, dtype=torch.float32, device=device)
     return found[1]
 
 

@@ -67,7 +67,7 @@ def launches_dependents_late(fmt: str, elements: int, max_elements: int) -> bool
     return fmt == "nvfp4" or (fmt.endswith("per_token_head") and elements <= max_elements)
 
 
-def reads_packed(f: SimpleNamespace, unit: int, side: str) -> int:
+def packed_read_mode(f: SimpleNamespace, unit: int, side: str) -> int:
     """Returns nonzero if rows of a side, "k" or "v", are read as packed pairs of values (packed_quant.py): 4-bit codes
     of dense, unrotated 16-bit rows. 2: nvfp4's scales are stored in pairs too."""
     rows, fmt = getattr(f, side), pair_of(f)["kv".index(side)]
@@ -119,7 +119,7 @@ def program_elements(total: int, max_elements: int = MAX_ELEMENTS) -> int:
     return next((n for n in SIZES if n <= max_elements and total >= MIN_PROGRAMS * n), SMALL)
 
 
-def rotated_elements_warps(total: int, fmt: str) -> tuple[int, int]:
+def choose_rotated_elements_and_warps(total: int, fmt: str) -> tuple[int, int]:
     """Returns (elements, warps) of a program of rotated rows.
 
     NVIDIA H200, 2026-11-21, 256 tokens, 32 query and 8 K/V heads, programs of 1024 and of 2048 elements: fp8 2.87 and

@@ -25,7 +25,7 @@ def is_tested(version: str) -> bool:
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
 
 
-def of_torch(version: str) -> str:
+def triton_release_of_torch(version: str) -> str:
     """Returns the Triton release, like "3.6", of a PyTorch version; for an unknown one that of the nearest known."""
     found = re.match(r"(\d+)\.(\d+)", version)
     asked = (int(found[1]), int(found[2])) if found else max(OF_TORCH)
@@ -80,7 +80,7 @@ def _c_launcher(compiled: Any) -> Launcher | None:
             return None
         names = launch.__code__.co_freevars
         launch = dict(zip(names, (cell.cell_contents for cell in wrapped), strict=True))["launcher"]
-    order = _launcher_argument_order(run)
+    order = _probe_launcher_argument_order(run)
     if order is None:
         return None
     before, packed = order
@@ -103,7 +103,7 @@ _LAUNCHER_FIELDS = [object() for _ in range(11)]
 FUNCTION, METADATA, TOLD, ENTER, LEAVE = map(id, _LAUNCHER_FIELDS[4:9])
 
 
-def _launcher_argument_order(run: Any) -> tuple[tuple, bool] | None:
+def _probe_launcher_argument_order(run: Any) -> tuple[tuple, bool] | None:
     """Returns (arguments between the stream and the kernel's own, with markers; whether the kernel's own come packed).
 
     Calls Triton's launcher with a recorder in place of the C function. None: the recorder got something other than

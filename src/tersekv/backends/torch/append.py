@@ -43,9 +43,9 @@ def run(call: Any, config: None) -> None:
 def quantize_and_scatter_kv(call: Any, k: Tensor, v: Tensor, slots: TokenSlots) -> None:
     """Quantize k [T, H, D] and v [T, H, Dv], both fp32 or codes; store codes and scales in the caches of `call`."""
     if call.k_signs is not None or call.k_channel_scale is not None:
-        k = rotation.row(k, call.k_signs, call.k_channel_scale)
+        k = rotation.scale_and_rotate_rows(k, call.k_signs, call.k_channel_scale)
     if call.v_signs is not None or call.v_channel_scale is not None:
-        v = rotation.row(v, call.v_signs, call.v_channel_scale)
+        v = rotation.scale_and_rotate_rows(v, call.v_signs, call.v_channel_scale)
     k_format, v_format = pair_of(call)
     sides = (
         (k, k_format, call.k_cache, call.k_scale_cache, call.k_scale, call.k_scale_t),

@@ -17,9 +17,9 @@ from . import rotation
 from .append import why_no_codec_pair
 from .exact import without_autocast
 from .gather import KeySlots, PagedRows, dequant_blocks
-from .online_softmax import Results, State, attend, call_scale, finalize_softmax, rows_by_kv_head
+from .online_softmax import Results, SoftmaxState, attend, call_scale, finalize_to_out_and_lse, rows_by_kv_head
 from .quantize import zero_points
-from .requests import Batch, Rules, request_batches, why_not_batch_invariant
+from .requests import Batch, MaskAndSoftcap, request_batches, why_not_batch_invariant
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
 
@@ -42,37 +42,45 @@ def run(call: Any, config: None) -> None:
 
 def _attend_to_pages(call: Any) -> None:
     source = KVSource(call)
-    rules = Rules(call.window, call.mask, call.softcap)
+    mask_and_softcap = MaskAndSoftcap(call.window, call.mask, call.softcap)
     t, q_heads, head_dim_v = call.out.shape
     results = Results(t, q_heads, head_dim_v, call.out.device)
-    q = rotation.query(call)
-    k_factor = call_scale(call, "softmax_scale") * per_head(call_scale(call, "k_scale"), q_heads)
-    for batch in request_batches(call, rules, source.num_pages, source.page_size):
-        state = attend([rows_by_kv_head(q * k_factor, batch, source.heads)], source, batch, rules)
+    q = rotation.scale_and_rotate_query(call)
+    k_factor = call_scale(call, "softmax_scale") * broadcast_scale_to_q_heads(call_scale(call, "k_scale"), q_heads)
+    for batch in request_batches(call, mask_and_softcap, source.num_pages, source.page_size):
+        state = attend([rows_by_kv_head(q * k_factor, batch, source.heads)], source, batch, mask_and_softcap)
         if state is not None:
-            results.put(batch, *finalize_softmax(state, call.sinks, source.heads))
-    results.out = rotation.output(call, results.out)
-    results.write(call, per_head(call_scale(call, "v_scale"), q_heads) * call_scale(call, "out_scale"))
+            results.put(batch, *finalize_to_out_and_lse(state, call.sinks, source.heads))
+    results.out = rotation.unrotate_and_scale_output(call, results.out)
+    results.write(
+        call, broadcast_scale_to_q_heads(call_scale(call, "v_scale"), q_heads) * call_scale(call, "out_scale")
+    )
 
 
 def _attend_to_pages_and_new_rows(call: Any) -> None:
     pages, new = KVSource(call), NewRowsAsPages(call)
-    rules = Rules(call.window, None, call.softcap)
+    mask_and_softcap = MaskAndSoftcap(call.window, None, call.softcap)
     t, q_heads, head_dim_v = call.out.shape
     results = Results(t, q_heads, head_dim_v, call.out.device)
     q_new = call.q.to(torch.float32) * call_scale(call, "softmax_scale")
-    q_pages = rotation.query(call) * call_scale(call, "softmax_scale") * per_head(call_scale(call, "k_scale"), q_heads)
+    q_pages = (
+        rotation.scale_and_rotate_query(call)
+        * call_scale(call, "softmax_scale")
+        * broadcast_scale_to_q_heads(call_scale(call, "k_scale"), q_heads)
+    )
     v_factor = call_scale(call, "v_scale")
-    for batch in request_batches(call, rules, pages.num_pages, pages.page_size, new_rows=True):
-        rows = _drop_unseeing_rows(batch, t)
+    for batch in request_batches(call, mask_and_softcap, pages.num_pages, pages.page_size, new_rows_not_in_pages=True):
+        rows = _without_rows_that_see_no_keys(batch, t)
         state = None
         if pages.num_pages:
-            state = attend([rows_by_kv_head(q_pages, rows, pages.heads)], pages, _prefix_batch(rows), rules)
+            state = attend([rows_by_kv_head(q_pages, rows, pages.heads)], pages, _prefix_batch(rows), mask_and_softcap)
         if state is not None:
             state = _prefix_state_in_original_units(state, call, v_factor, pages.heads)
-        state = attend([rows_by_kv_head(q_new, rows, pages.heads)], new, _new_rows_as_keys(rows, t), rules, state)
+        state = attend(
+            [rows_by_kv_head(q_new, rows, pages.heads)], new, _new_rows_as_keys(rows, t), mask_and_softcap, state
+        )
         if state is not None:
-            results.put(rows, *finalize_softmax(state, call.sinks, pages.heads))
+            results.put(rows, *finalize_to_out_and_lse(state, call.sinks, pages.heads))
     results.write(call, call_scale(call, "out_scale"))
 
 
@@ -104,7 +112,7 @@ class KVSource:
         return x - zero_points(factor)[..., None] if f.code == "int4" else x, factor
 
 
-def per_head(scale: float | Tensor, q_heads: int) -> float | Tensor:
+def broadcast_scale_to_q_heads(scale: float | Tensor, q_heads: int) -> float | Tensor:
     """Returns a scale [1] or [H] in a shape that broadcasts against rows [T, Hq, D]."""
     if not isinstance(scale, Tensor) or len(scale) == 1:
         return scale
@@ -128,7 +136,7 @@ class NewRowsAsPages:
         return self._v.load(at), None
 
 
-def _drop_unseeing_rows(batch: Batch, t: int) -> Batch:
+def _without_rows_that_see_no_keys(batch: Batch, t: int) -> Batch:
     """Returns the batch without rows before their request's first token, which see no keys."""
     none = (batch.q_lens - batch.seq_lens).clamp(min=0)
     row = torch.arange(batch.rows.shape[1], device=batch.rows.device) + none[:, None]
@@ -148,11 +156,13 @@ def _new_rows_as_keys(batch: Batch, t: int) -> Batch:
     return batch._replace(table=table, seq_lens=batch.q_lens, start=0, stop=stop)
 
 
-def _prefix_state_in_original_units(state: State, call: Any, factor: float | Tensor, heads: int) -> State:
-    """Returns the state with acc in original units: rotation and scales of V undone. factor: [1] or [H]."""
-    requests = len(state.acc) // heads
-    if isinstance(factor, Tensor) and len(factor) > 1:
-        factor = factor.repeat(requests)[:, None, None]
+def _prefix_state_in_original_units(
+    softmax_state: SoftmaxState, call: Any, v_scale: float | Tensor, heads: int
+) -> SoftmaxState:
+    """Returns the state with acc in original units: rotation and scales of V undone. v_scale: [1] or [H]."""
+    requests = len(softmax_state.acc) // heads
+    if isinstance(v_scale, Tensor) and len(v_scale) > 1:
+        v_scale = v_scale.repeat(requests)[:, None, None]
     scale = call.v_channel_scale
     scale = None if scale is None else scale.repeat(requests, 1)[:, None]
-    return state._replace(acc=rotation.back(state.acc * factor, call.v_signs, scale))
+    return softmax_state._replace(acc=rotation.unrotate_and_scale(softmax_state.acc * v_scale, call.v_signs, scale))

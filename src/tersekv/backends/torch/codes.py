@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .quantize import unpack_e2m1, unpack_nibbles
+from .quantize import unpack_e2m1_to_fp32, unpack_nibbles
 
 _DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn,
@@ -29,5 +29,5 @@ def code_of(dtype: torch.dtype) -> str:
 def to_float(codes: Tensor, code: str) -> Tensor:
     """Codes [..., W], 8-bit ones viewed as uint8 → fp32 [..., W]; of 4 bits [..., 2W], the low nibble first."""
     if code == "e2m1":
-        return unpack_e2m1(codes)
+        return unpack_e2m1_to_fp32(codes)
     return (unpack_nibbles(codes) if code == "int4" else codes.view(_DTYPES[code])).to(torch.float32)

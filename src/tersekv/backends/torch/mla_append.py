@@ -9,8 +9,8 @@ from tersekv.formats import FP8, TENSOR, latent_format, rope_dtype
 
 from .exact import without_autocast
 from .quantize import as_quantizer_input, cast_rounded, quantize_with_call_scale, quantizing_multiplier, why_no_codec
-from .rope import apply_rope, lookup_cos_sin
-from .rope_append import write_queries
+from .rope import apply_rope, lookup_cos_sin_and_validity
+from .rope_append import rope_scale_and_store_queries
 from .slots import scatter_rows, token_slots
 
 
@@ -28,9 +28,9 @@ def run(call: Any, config: None) -> None:
         return
     k_pe, cos, sin, known = as_quantizer_input(call.k_pe), None, None, None
     if call.cos_sin_cache is not None:
-        cos, sin, known = lookup_cos_sin(call.cos_sin_cache, call.positions)
+        cos, sin, known = lookup_cos_sin_and_validity(call.cos_sin_cache, call.positions)
         k_pe = apply_rope(k_pe, cos, sin, call.interleaved)
-    write_queries(call, cos, sin, known)
+    rope_scale_and_store_queries(call, cos, sin, known)
     num_pages, page_size = call.ckv.shape[:2]
     slots = token_slots(call, num_pages, page_size, known)
     if slots is None:

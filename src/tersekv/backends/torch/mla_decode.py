@@ -12,9 +12,9 @@ from tersekv.formats import BATCH_INVARIANCE, latent_format
 
 from .exact import without_autocast
 from .gather import KeySlots, PagedRows, dequant_blocks
-from .online_softmax import Results, attend, call_scale, finalize_softmax, rows_by_kv_head
+from .online_softmax import Results, attend, call_scale, finalize_to_out_and_lse, rows_by_kv_head
 from .quantize import why_no_codec
-from .requests import Rules, request_batches, why_not_batch_invariant
+from .requests import MaskAndSoftcap, request_batches, why_not_batch_invariant
 
 SUPPORTS = (BATCH_INVARIANCE,)
 
@@ -35,10 +35,10 @@ def run(call: Any, config: None) -> None:
     kv_scale = call_scale(call, "kv_scale")
     factor = kv_scale * call_scale(call, "softmax_scale")
     q = [x.to(torch.float32) * factor for x in (call.q_nope, call.q_pe)]
-    for batch in request_batches(call, Rules(), source.num_pages, source.page_size):
-        state = attend([rows_by_kv_head(x, batch, 1) for x in q], source, batch, Rules())
+    for batch in request_batches(call, MaskAndSoftcap(), source.num_pages, source.page_size):
+        state = attend([rows_by_kv_head(x, batch, 1) for x in q], source, batch, MaskAndSoftcap())
         if state is not None:
-            results.put(batch, *finalize_softmax(state, None, 1))
+            results.put(batch, *finalize_to_out_and_lse(state, None, 1))
     results.write(call, kv_scale * call_scale(call, "out_scale"))
 
 

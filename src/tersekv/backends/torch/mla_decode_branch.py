@@ -11,8 +11,8 @@ from tersekv.formats import latent_format
 
 from . import mla_decode, mla_project
 from .exact import without_autocast
-from .mla_latents import page_and_slot
-from .mla_prefill import new_token_slots, request_of_rows, rope_and_store_new_rows
+from .mla_latents import checked_page_and_slot
+from .mla_prefill import new_token_slots, request_and_index_of_rows, rope_queries_and_store_new_latents
 from .quantize import why_no_codec
 
 
@@ -40,7 +40,7 @@ def run(call: Any, config: None) -> None:
     given = SimpleNamespace(**given, q_pe_out=q_pe, seq_lens_out=lens)
     new = new_token_slots(given, starts)
     check_cache_lens(given)
-    rope_and_store_new_rows(given, starts, new)
+    rope_queries_and_store_new_latents(given, starts, new)
     x = q[..., : dq - rope]
     mla_project.run(SimpleNamespace(x=x, weight=call.w_uk, weight_scale=call.w_uk_scale, out=q_nope), None)
     given = call._asdict() | {"out": latents, "lse": None, "out_scale": 1.0, "out_scale_t": None}
@@ -56,5 +56,5 @@ def check_cache_lens(call: Any) -> None:
     if longest > call.max_q_len:
         raise ValueError(f"max_q_len: want at least {longest} as in cu_seqlens_q, got {call.max_q_len}")
     held = torch.where(new > 0, call.cache_lens.to(torch.int64) + new, 0)
-    request, index = request_of_rows([0, *held.cumsum(0).tolist()], held.device)
-    page_and_slot(call.page_table, request, index, call.ckv)
+    request, index = request_and_index_of_rows([0, *held.cumsum(0).tolist()], held.device)
+    checked_page_and_slot(call.page_table, request, index, call.ckv)

@@ -15,7 +15,7 @@ _F32_MAX = torch.finfo(torch.float32).max
 At = tuple[Tensor, Tensor]  # page and slot of each token
 
 
-def page_and_slot(page_table: Tensor, request: Tensor, position: Tensor, cache: Tensor) -> At:
+def checked_page_and_slot(page_table: Tensor, request: Tensor, position: Tensor, cache: Tensor) -> At:
     """Returns page and slot of tokens. Raises ValueError for a token outside the table or the cache [P, S, ...]."""
     pages, size = cache.shape[:2]
     column = position // size
@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     return (x * reciprocal((x.square().mean(-1, keepdim=True) + epsilon).sqrt())).to(gamma.dtype) * gamma
 
 
-def store_latents(
+def quantize_and_store_latents(
     latent: Tensor, rotary: Tensor, ckv: Tensor, kpe: Tensor, scales: Tensor | None, at: At, f: KVFormat, scale: Tensor
 ) -> None:
     """Store rows [n, L] and [n, R] in the cache's format; a per-tensor dequantizing scale [1] applies to both."""
@@ -53,7 +53,7 @@ def store_latents(
     _bytes(kpe)[at] = _bytes(rotary)
 
 
-def load_latents(
+def load_and_dequantize_latents(
     ckv: Tensor, kpe: Tensor, scales: Tensor | None, at: At, f: KVFormat, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns dequantized rows [n, L] and [n, R] in fp32."""
@@ -63,7 +63,7 @@ def load_latents(
     return dequantize(codes, stored, f, scale), rotary * scale if f.scale == TENSOR else rotary
 
 
-def quantize_latents(latent: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_latents_by_128_columns(latent: Tensor) -> tuple[Tensor, Tensor]:
     """Returns e4m3 codes [..., L] and scales [..., L/128] of rows: scale = min(amax, 1200) / 448 of 128 columns,
     code = e4m3(x · (1 / scale)), saturating; 0 where the scale is 0. A NaN becomes 0x7F and leaves the scale alone.
     """

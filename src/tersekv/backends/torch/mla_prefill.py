@@ -16,7 +16,14 @@ from torch import Tensor
 from tersekv.formats import LATENT_GROUP, latent_format
 
 from .exact import without_autocast
-from .mla_latents import At, load_latents, page_and_slot, quantize_latents, rms_norm, store_latents
+from .mla_latents import (
+    At,
+    checked_page_and_slot,
+    load_and_dequantize_latents,
+    quantize_and_store_latents,
+    quantize_latents_by_128_columns,
+    rms_norm,
+)
 from .quantize import why_no_codec
 from .rope import apply_rope
 
@@ -33,14 +40,14 @@ def configure(f: SimpleNamespace) -> None:
 
 @without_autocast
 def run(call: Any, config: None) -> None:
-    starts = call.cu_seqlens_q.tolist()
-    new = new_token_slots(call, starts)
+    cu_seqlens_q = call.cu_seqlens_q.tolist()
+    new = new_token_slots(call, cu_seqlens_q)
     chunks = [(i, chunk_slots(call, i, n)) for i, n in enumerate(call.buffer_lengths) if n]
-    rope_and_store_new_rows(call, starts, new)
+    rope_queries_and_store_new_latents(call, cu_seqlens_q, new)
     out = torch.zeros(call.out.shape, dtype=torch.float32, device=call.out.device)
     lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=out.device)
     for chunk, slots in chunks:
-        _attend_chunk(call, chunk, slots, starts, out, lse)
+        _merge_attention_to_chunk(call, chunk, slots, cu_seqlens_q, out, lse)
     call.out.copy_(out)
     if call.lse is not None:
         call.lse.copy_(lse)
@@ -54,50 +61,50 @@ class RowSlots(NamedTuple):
     first: list[int]  # [B + 1] first row of each request
 
 
-def new_token_slots(call: Any, starts: list[int]) -> RowSlots:
+def new_token_slots(call: Any, cu_seqlens_q: list[int]) -> RowSlots:
     """Returns pages and slots of the new tokens. Raises ValueError for one outside the cache or freqs_cis."""
-    if starts != sorted(starts) or starts[0] < 0 or starts[-1] > call.q.shape[0]:
-        raise ValueError(f"cu_seqlens_q: want rows in [0, {call.q.shape[0]}] that never fall, got {starts}")
+    if cu_seqlens_q != sorted(cu_seqlens_q) or cu_seqlens_q[0] < 0 or cu_seqlens_q[-1] > call.q.shape[0]:
+        raise ValueError(f"cu_seqlens_q: want rows in [0, {call.q.shape[0]}] that never fall, got {cu_seqlens_q}")
     cached = call.cache_lens.to(torch.int64)
     if (cached < 0).any():
         i = int((cached < 0).nonzero()[0, 0])
         raise ValueError(f"cache_lens: want at least 0, got {int(cached[i])} at {i}")
-    request, index = request_of_rows(starts, call.q.device)
+    request, index = request_and_index_of_rows(cu_seqlens_q, call.q.device)
     position = cached[request] + index
-    at = page_and_slot(call.page_table, request, position, call.ckv)
+    at = checked_page_and_slot(call.page_table, request, position, call.ckv)
     if (position >= call.freqs_cis.shape[0]).any():
         raise ValueError(f"freqs_cis: want at least {int(position.max()) + 1} rows, got {call.freqs_cis.shape[0]}")
-    return RowSlots(position, at, starts)
+    return RowSlots(position, at, cu_seqlens_q)
 
 
-def rope_and_store_new_rows(call: Any, starts: list[int], new: RowSlots | None = None) -> None:
+def rope_queries_and_store_new_latents(call: Any, cu_seqlens_q: list[int], new_slots: RowSlots | None = None) -> None:
     """Rotate q; store the new tokens' rotated k_pe and normed latents. Not idempotent."""
-    position, at, _ = new_token_slots(call, starts) if new is None else new
+    position, at, _ = new_token_slots(call, cu_seqlens_q) if new_slots is None else new_slots
     cos, sin = call.freqs_cis[position].unflatten(-1, (-1, 2)).unbind(-1)
-    rows = slice(starts[0], starts[-1])
+    rows = slice(cu_seqlens_q[0], cu_seqlens_q[-1])
     kv_c, k_pe = (call.ckv[at], call.kpe[at]) if call.kv_c is None else (call.kv_c[rows], call.k_pe[rows])
     q_pe = call.q[rows, :, call.q.shape[2] - call.kpe.shape[2] :]
     to = q_pe if call.q_pe_out is None else call.q_pe_out[rows]
     to.copy_(apply_rope(q_pe.to(cos.dtype), cos, sin, interleaved=True))
     if call.seq_lens_out is not None:
         call.seq_lens_out.copy_(call.cache_lens.to(torch.int64) + call.cu_seqlens_q.to(torch.int64).diff())
-    store_latents(
+    quantize_and_store_latents(
         rms_norm(kv_c, call.kv_norm_gamma, call.epsilon), apply_rope(k_pe.to(cos.dtype), cos, sin, interleaved=True),
         call.ckv, call.kpe, call.ckv_scale_cache, at, latent_format(call.format), _kv_scale(call),
     )  # fmt: skip
 
 
-def chunk_slots(call: Any, chunk: int, length: int) -> RowSlots:
+def chunk_slots(call: Any, chunk: int, max_rows: int) -> RowSlots:
     """Returns pages and slots of a chunk's tokens. Raises ValueError for one outside the cache."""
-    rows = [min(row, length) for row in call.buffer_row_offsets[chunk].tolist()]
+    rows = [min(row, max_rows) for row in call.buffer_row_offsets[chunk].tolist()]
     if rows != sorted(rows):
         raise ValueError(f"plan.buffer_row_offsets: want rows that never fall, got {rows} in chunk {chunk}")
     if rows[0] < 0:
         raise ValueError(f"plan.buffer_row_offsets: want rows from 0 on, got {rows} in chunk {chunk}")
-    request, index = request_of_rows(rows, call.q.device)
+    request, index = request_and_index_of_rows(rows, call.q.device)
     position = call.cache_offsets[chunk].to(torch.int64)[request] + index
     try:
-        at = page_and_slot(call.page_table, request, position, call.ckv)
+        at = checked_page_and_slot(call.page_table, request, position, call.ckv)
     except ValueError:
         lens = call.cache_lens.to(torch.int64) + call.cu_seqlens_q.to(torch.int64).diff()
         beyond = (position < 0) | (position >= lens[request])
@@ -109,14 +116,16 @@ def chunk_slots(call: Any, chunk: int, length: int) -> RowSlots:
     return RowSlots(position, at, rows)
 
 
-def gather_latents(call: Any, chunk: int, length: int) -> tuple[Tensor, Tensor, list[int]]:
+def gather_latents(call: Any, chunk: int, max_rows: int) -> tuple[Tensor, Tensor, list[int]]:
     """Returns dequantized latents [M, L], rotary parts [M, R] and the requests' first rows [B + 1] of a chunk."""
-    slots = chunk_slots(call, chunk, length)
+    slots = chunk_slots(call, chunk, max_rows)
     return *_load(call, slots), slots.first
 
 
 def _load(call: Any, slots: RowSlots) -> tuple[Tensor, Tensor]:
-    return load_latents(call.ckv, call.kpe, call.ckv_scale_cache, slots.at, latent_format(call.format), _kv_scale(call))
+    return load_and_dequantize_latents(
+        call.ckv, call.kpe, call.ckv_scale_cache, slots.at, latent_format(call.format), _kv_scale(call)
+    )
 
 
 def up_project(codes: Tensor, scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None) -> Tensor:
@@ -134,15 +143,17 @@ def up_project(codes: Tensor, scales: Tensor | None, weight: Tensor, weight_scal
     return out
 
 
-def causal_attention(q: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, ahead: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns out [h, m, Dv] and lse [h, m], fp32, of queries i over keys j <= i + ahead; no key: 0 and -inf.
+def causal_attention_and_lse(
+    q: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, causal_offset: int, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Returns out [h, m, Dv] and lse [h, m], fp32, of queries i over keys j <= i + causal_offset; no key: 0 and -inf.
 
     q: [h, m, Dn + R]; k: [h, n, Dn]; k_pe: [n, R], shared by the heads; v: [h, n, Dv]
     """
     m, n, dn = q.shape[1], k.shape[1], k.shape[2]
-    last_visible = torch.arange(m, device=q.device) + ahead
+    last_visible = torch.arange(m, device=q.device) + causal_offset
     hidden = torch.arange(n, device=q.device) > last_visible[:, None]
-    scores = (q[..., :dn] @ k.transpose(1, 2) + q[..., dn:] @ k_pe.T) * scale
+    scores = (q[..., :dn] @ k.transpose(1, 2) + q[..., dn:] @ k_pe.T) * softmax_scale
     scores = scores.masked_fill(hidden, -torch.inf)
     top = scores.amax(-1, keepdim=True)
     p = torch.exp(scores - top.masked_fill(top == -torch.inf, 0.0))
@@ -158,7 +169,7 @@ def causal_attention(q: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, ahead: int, 
     return out, (top[..., 0] + total.log()).masked_fill(none, -torch.inf)
 
 
-def merge_partial(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge_partial_in_place(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a partial result over other keys into (out [..., Dv], lse), in place."""
     total = torch.logaddexp(lse, part_lse)
     base = total.masked_fill(total == -torch.inf, 0.0)
@@ -166,7 +177,9 @@ def merge_partial(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> N
     lse.copy_(total)
 
 
-def _attend_chunk(call: Any, chunk: int, slots: RowSlots, starts: list[int], out: Tensor, lse: Tensor) -> None:
+def _merge_attention_to_chunk(
+    call: Any, chunk: int, slots: RowSlots, cu_seqlens_q: list[int], out: Tensor, lse: Tensor
+) -> None:
     """Merge the attention over one chunk's rows into (out, lse)."""
     dtype, heads, dim_v = call.q.dtype, call.q.shape[1], call.out.shape[2]
     dim = call.q.shape[2] - call.kpe.shape[2] + dim_v
@@ -175,7 +188,7 @@ def _attend_chunk(call: Any, chunk: int, slots: RowSlots, starts: list[int], out
     if call.kv_b_proj_scale is None:
         latent = latent.to(dtype)
     else:
-        latent, scales = quantize_latents(latent)
+        latent, scales = quantize_latents_by_128_columns(latent)
         weight_scales = call.kv_b_proj_scale.repeat_interleave(LATENT_GROUP, 0)
     k_pe = k_pe.to(dtype).to(torch.float32)
     cached, first = call.cache_lens.tolist(), call.cache_offsets[chunk].tolist()
@@ -187,33 +200,41 @@ def _attend_chunk(call: Any, chunk: int, slots: RowSlots, starts: list[int], out
         kv = kv.to(dtype).to(torch.float32).unflatten(1, (-1, dim)).transpose(0, 1)  # [h, M, Dn + Dv]
         for b in range(len(cached)):
             keys = slice(rows[b], rows[b + 1])
-            _attend_request(
-                call, slice(starts[b], starts[b + 1]), some, kv[:, keys, :-dim_v], k_pe[keys], kv[:, keys, -dim_v:],
-                cached[b] - first[b], out, lse,
+            _merge_attention_of_request(
+                call, slice(cu_seqlens_q[b], cu_seqlens_q[b + 1]), some, kv[:, keys, :-dim_v], k_pe[keys], kv[:, keys,
+                -dim_v:], cached[b] - first[b], out, lse,
             )  # fmt: skip
 
 
-def _attend_request(
-    call: Any, tokens: slice, heads: slice, k: Tensor, k_pe: Tensor, v: Tensor, ahead: int, out: Tensor, lse: Tensor
+def _merge_attention_of_request(
+    call: Any,
+    tokens: slice,
+    heads: slice,
+    k: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    causal_offset: int,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
-    """Merge one request's attention for some heads, in blocks of queries; query i sees keys j <= i + ahead."""
+    """Merge one request's attention for some heads, in blocks of queries; query i sees keys j <= i + causal_offset."""
     step = max(1, _BLOCK // max(1, k.shape[0] * k.shape[1]))
     for t in range(tokens.start, tokens.stop, step):
         block = slice(t, min(t + step, tokens.stop))
-        shift = ahead + t - tokens.start
+        shift = causal_offset + t - tokens.start
         n = min(k.shape[1], shift + block.stop - t)  # keys that the last of these queries sees
         if n <= 0:
             continue
         q = call.q[block, heads].transpose(0, 1).to(torch.float32)
-        part, part_lse = causal_attention(q, k[:, :n], k_pe[:n], v[:, :n], shift, call.softmax_scale)
-        merge_partial(out[block, heads], lse[block, heads], part.transpose(0, 1), part_lse.transpose(0, 1))
+        part, part_lse = causal_attention_and_lse(q, k[:, :n], k_pe[:n], v[:, :n], shift, call.softmax_scale)
+        merge_partial_in_place(out[block, heads], lse[block, heads], part.transpose(0, 1), part_lse.transpose(0, 1))
 
 
-def request_of_rows(starts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the request, and the index within it, of rows starts[0] … starts[-1]."""
-    bounds = torch.tensor(starts, device=device)
-    request = torch.repeat_interleave(torch.arange(len(starts) - 1, device=device), bounds.diff())
-    return request, torch.arange(starts[0], starts[-1], device=device) - bounds[request]
+def request_and_index_of_rows(cu_rows: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the request, and the index within it, of rows cu_rows[0] … cu_rows[-1]."""
+    bounds = torch.tensor(cu_rows, device=device)
+    request = torch.repeat_interleave(torch.arange(len(cu_rows) - 1, device=device), bounds.diff())
+    return request, torch.arange(cu_rows[0], cu_rows[-1], device=device) - bounds[request]
 
 
 def _kv_scale(call: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tersekv.formats import LATENT_GROUP
 
 from .exact import without_autocast
-from .mla_latents import quantize_latents
+from .mla_latents import quantize_latents_by_128_columns
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -27,13 +27,13 @@ def run(call: Any, config: None) -> None:
     if not call.out.numel():
         return
     x, weight, scale = call.x.transpose(0, 1), call.weight, call.weight_scale
-    out = torch.bmm(x, weight.transpose(1, 2)) if scale is None else _blockwise(x, weight, scale)
+    out = torch.bmm(x, weight.transpose(1, 2)) if scale is None else _blockwise_scaled_matmul(x, weight, scale)
     call.out.copy_(out.transpose(0, 1))
 
 
-def _blockwise(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+def _blockwise_scaled_matmul(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """Returns x [H, T, K] × weight [H, N, K] → [H, T, N] fp32, summed over blocks of 128 columns in order."""
-    codes, scale = quantize_latents(x)
+    codes, scale = quantize_latents_by_128_columns(x)
     out = x.new_zeros((*x.shape[:2], weight.shape[1]), dtype=torch.float32)
     per_row = weight_scale.repeat_interleave(LATENT_GROUP, 1)
     for group in range(scale.shape[-1]):

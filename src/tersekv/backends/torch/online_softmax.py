@@ -14,7 +14,7 @@ from tersekv.formats import FP8
 
 from .codes import may_read
 from .gather import KeySlots, key_slots
-from .requests import Batch, Rules, visibility_mask
+from .requests import Batch, MaskAndSoftcap, visible_keys_mask
 
 _ELEMENTS = 1 << 22  # most elements of a chunk's keys in fp32
 _MIN_CHUNK = 64
@@ -35,7 +35,7 @@ class PagedSource(Protocol):
         """Returns values [B * H, C, Dv] and a scale per value [B * H, C]; called after `keys` with the same `at`."""
 
 
-class State(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Online softmax state of rows [B * H, M]: row_max and row_sum [..., 1], acc_o [..., Dv]."""
 
     top: Tensor
@@ -57,9 +57,9 @@ class Results:
         self.out.index_copy_(0, t, _heads_by_row(out, b, q))
         self.lse.index_copy_(0, t, _heads_by_row(lse[..., None], b, q)[..., 0])
 
-    def write(self, call: Any, factor: float | Tensor) -> None:
-        """Store outputs × factor in call.out, cast to its dtype (fp8 saturates, NaN stays NaN), and the LSEs."""
-        x = self.out[:-1] * factor
+    def write(self, call: Any, out_factor: float | Tensor) -> None:
+        """Store outputs × out_factor in call.out, cast to its dtype (fp8 saturates, NaN stays NaN), and the LSEs."""
+        x = self.out[:-1] * out_factor
         if call.out.dtype in FP8:
             largest = torch.finfo(call.out.dtype).max
             x = x.clamp_(-largest, largest)
@@ -88,34 +88,45 @@ def _heads_by_row(x: Tensor, b: int, q: int) -> Tensor:
 
 
 def attend(
-    q: list[Tensor], source: PagedSource, batch: Batch, rules: Rules, state: State | None = None
-) -> State | None:
+    q_scaled: list[Tensor],
+    source: PagedSource,
+    batch: Batch,
+    mask_and_softcap: MaskAndSoftcap,
+    softmax_state: SoftmaxState | None = None,
+) -> SoftmaxState | None:
     """Returns the softmax state after the batch's keys; None: there are no keys at all.
 
-    q:      parts [B * H, M, D_i]; scores are the sum of their products with the source's key parts
-    state:  of keys that the rows attended to before
+    q_scaled:      parts [B * H, M, D_i]; scores are the sum of their products with the source's key parts
+    softmax_state:  of keys that the rows attended to before
     """
-    groups, m, _ = q[0].shape
+    groups, m, _ = q_scaled[0].shape
     chunk = max(_MIN_CHUNK, _ELEMENTS // (groups * max(source.widest, m)))
     for begin in range(batch.start, batch.stop, chunk):
         end = min(begin + chunk, batch.stop)
-        at = key_slots(batch.table, source.page_size, begin, end, None if may_read(q[0]) else batch.seq_lens)
-        state = _online_softmax_step(q, source, at, visibility_mask(batch, begin, end, rules), rules.softcap, state)
-    return state
+        at = key_slots(batch.table, source.page_size, begin, end, None if may_read(q_scaled[0]) else batch.seq_lens)
+        softmax_state = _online_softmax_step(
+            q_scaled,
+            source,
+            at,
+            visible_keys_mask(batch, begin, end, mask_and_softcap),
+            mask_and_softcap.softcap,
+            softmax_state,
+        )
+    return softmax_state
 
 
 def _online_softmax_step(
-    q: list[Tensor],
+    q_scaled: list[Tensor],
     source: PagedSource,
     at: KeySlots,
     visible: Tensor,
     softcap: float,
-    state: State | None,
-) -> State:
+    softmax_state: SoftmaxState | None,
+) -> SoftmaxState:
     # QK
     keys, factor = source.keys(at)
-    s = torch.bmm(q[0], keys[0].transpose(1, 2))
-    for q_part, k_part in zip(q[1:], keys[1:], strict=True):
+    s = torch.bmm(q_scaled[0], keys[0].transpose(1, 2))
+    for q_part, k_part in zip(q_scaled[1:], keys[1:], strict=True):
         s.baddbmm_(q_part, k_part.transpose(1, 2))
     if factor is not None:
         s.mul_(factor[:, None])
@@ -125,8 +136,8 @@ def _online_softmax_step(
 
     # Online softmax
     top = s.amax(-1, keepdim=True)
-    if state is not None:
-        top = torch.maximum(state.top, top)
+    if softmax_state is not None:
+        top = torch.maximum(softmax_state.top, top)
     base = top.masked_fill(top == -torch.inf, 0.0)  # all masked: exp(−inf − 0) is 0, exp(−inf + inf) is NaN
     p = s.sub_(base).exp_()
     total = p.sum(-1, keepdim=True)
@@ -135,12 +146,12 @@ def _online_softmax_step(
     if factor is not None:
         p.mul_(factor[:, None])
         _mask_scores(p, visible, source.heads, 0.0)  # the scale of a masked value may be NaN
-    acc = _multiply_pv(p, values, visible, source.heads)
-    if state is None:
-        return State(top, total, acc)
+    acc = _multiply_pv_without_masked_values(p, values, visible, source.heads)
+    if softmax_state is None:
+        return SoftmaxState(top, total, acc)
     # Rescale of the older state
-    old = (state.top - base).exp_()
-    return State(top, total.addcmul_(state.total, old), acc.addcmul_(state.acc, old))
+    old = (softmax_state.top - base).exp_()
+    return SoftmaxState(top, total.addcmul_(softmax_state.total, old), acc.addcmul_(softmax_state.acc, old))
 
 
 def _mask_scores(x: Tensor, visible: Tensor, heads: int, value: float) -> None:
@@ -149,7 +160,7 @@ def _mask_scores(x: Tensor, visible: Tensor, heads: int, value: float) -> None:
     x.view(b, heads, q, -1, c).masked_fill_(~visible[:, None, :, None], value)
 
 
-def _multiply_pv(p: Tensor, values: Tensor, visible: Tensor, heads: int) -> Tensor:
+def _multiply_pv_without_masked_values(p: Tensor, values: Tensor, visible: Tensor, heads: int) -> Tensor:
     """Returns p [B * H, Q * G, C] × values [B * H, C, Dv]; masked values count as 0, even if NaN."""
     if may_read(values) and values.sum().isfinite():
         return torch.bmm(p, values)
@@ -159,13 +170,17 @@ def _multiply_pv(p: Tensor, values: Tensor, visible: Tensor, heads: int) -> Tens
     return torch.stack(rows, 2).flatten(0, 1).flatten(1, 2)
 
 
-def finalize_softmax(state: State, sinks: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
+def finalize_to_out_and_lse(
+    softmax_state: SoftmaxState, sinks: Tensor | None, num_kv_heads: int
+) -> tuple[Tensor, Tensor]:
     """Returns the output [B * H, M, Dv] and LSE [B * H, M]. A sink [H * G] is one more score, with a zero value."""
-    top, total, acc = state
+    top, total, acc = softmax_state
     has_keys = total != 0  # a NaN row_sum counts as visible keys
     if sinks is not None:
         groups, m, _ = top.shape
-        sink = sinks.view(1, heads, 1, -1).expand(groups // heads, heads, m // (len(sinks) // heads), -1)
+        sink = sinks.view(1, num_kv_heads, 1, -1).expand(
+            groups // num_kv_heads, num_kv_heads, m // (len(sinks) // num_kv_heads), -1
+        )
         sink = sink.reshape(groups, m, 1)
         base = top.masked_fill(~has_keys, 0.0)
         top = torch.maximum(base, sink)

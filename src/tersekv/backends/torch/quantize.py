@@ -55,14 +55,14 @@ def as_quantizer_input(x: Tensor) -> Tensor:
 
 
 def quantize_with_call_scale(
-    x: Tensor, f: KVFormat, value: float, tensor: Tensor | None, quantizes: bool, widen: bool = True
+    x: Tensor, f: KVFormat, scale: float, scale_t: Tensor | None, scale_quantizes: bool, widen: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """Returns `quantize_rows` with the scale of a call: a multiplying float, or a tensor [1] or [H] that dequantizes
-    unless `quantizes`. x: [T, H, D], or [T, L] with a tensor [1]; fp8 codes are returned unchanged."""
+    unless `scale_quantizes`. x: [T, H, D], or [T, L] with a tensor [1]; fp8 codes are returned unchanged."""
     if x.dtype in FP8:
         return x, None
-    global_scale = None if tensor is None or quantizes else tensor[:, None]
-    return quantize_rows(x, f, quantizing_multiplier(value, tensor, quantizes), global_scale, widen)
+    global_scale = None if scale_t is None or scale_quantizes else scale_t[:, None]
+    return quantize_rows(x, f, quantizing_multiplier(scale, scale_t, scale_quantizes), global_scale, widen)
 
 
 def quantize_rows(
@@ -91,7 +91,7 @@ def quantize_rows(
         return _quantize_int4(x, widen)
     scales = _divide_rounded(row_abs_max(x), f.max_value).clamp(min=MIN_TOKEN_HEAD_SCALE)
     y = x * reciprocal(scales)[..., None]
-    return (round_int8(y) if f.code == "int8" else cast_fp8(y, f.storage)), scales
+    return (round_half_away_to_int8_satfinite(y) if f.code == "int8" else cast_fp8(y, f.storage)), scales
 
 
 def dequantize(codes: Tensor, scales: Tensor | None, f: KVFormat, scale: Scale = 1.0) -> Tensor:
@@ -100,7 +100,7 @@ def dequantize(codes: Tensor, scales: Tensor | None, f: KVFormat, scale: Scale =
     codes, scales:  as `quantize_rows` returns them
     scale:          the caller's dequantizing scale: float, or fp32 that broadcasts against the rows ([H, 1])
     """
-    x = unpack_e2m1(codes) if f.code == "e2m1" else codes.to(torch.float32)
+    x = unpack_e2m1_to_fp32(codes) if f.code == "e2m1" else codes.to(torch.float32)
     if f.code == "int4":
         assert scales is not None
         x = (unpack_nibbles(codes) - zero_points(scales)[..., None]).to(torch.float32)
@@ -110,11 +110,11 @@ def dequantize(codes: Tensor, scales: Tensor | None, f: KVFormat, scale: Scale =
     return x * scale
 
 
-def quantizing_multiplier(value: float, tensor: Tensor | None, quantizes: bool) -> Scale:
-    """Returns the multiplier of rows: the float, or the tensor ([n] → [n, 1]), inverted unless it quantizes."""
-    if tensor is None:
-        return value
-    return (tensor if quantizes else reciprocal(tensor))[:, None]
+def quantizing_multiplier(scale: float, scale_t: Tensor | None, scale_quantizes: bool) -> Scale:
+    """Returns the multiplier of rows: the float, or the tensor ([n] → [n, 1]), inverted unless `scale_quantizes`."""
+    if scale_t is None:
+        return scale
+    return (scale_t if scale_quantizes else reciprocal(scale_t))[:, None]
 
 
 def row_abs_max(x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def cast_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(x.isnan(), math.nan, x.clamp(-limit, limit)).to(dtype)
 
 
-def round_int8(x: Tensor) -> Tensor:
+def round_half_away_to_int8_satfinite(x: Tensor) -> Tensor:
     """fp32 → int8: to nearest, half away from zero, saturating; NaN becomes 0."""
     # x − trunc(x) is exact; adding 0.5 to 0.49999997 would carry it up to 1.
     whole = x.nan_to_num(nan=0.0).trunc()
@@ -146,7 +146,7 @@ def round_int8(x: Tensor) -> Tensor:
     return (whole + away).clamp(-128, 127).to(torch.int8)
 
 
-def encode_e2m1(x: Tensor) -> Tensor:
+def encode_e2m1_nearest_even_satfinite(x: Tensor) -> Tensor:
     """fp32 → codes 0 to 15 as uint8: to nearest, ties to the even code, saturating; bit 3 the sign; NaN: 0."""
     a = x.abs()
     code = x.signbit().to(torch.uint8) << 3
@@ -156,7 +156,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
     return code.masked_fill(x.isnan(), 0)
 
 
-def unpack_e2m1(packed: Tensor) -> Tensor:
+def unpack_e2m1_to_fp32(packed: Tensor) -> Tensor:
     """[..., D/2] bytes of e2m1 codes → [..., D] fp32."""
     code = unpack_nibbles(packed)
     m = (code & 7).to(torch.float32)
@@ -185,7 +185,7 @@ def _quantize_nvfp4(x: Tensor, f: KVFormat, multiplier: Scale, global_scale: Sca
     blocks = x.unflatten(-1, (-1, f.scale_block))
     scales = cast_fp8(_divide_rounded(row_abs_max(blocks), f.max_value) * multiplier, torch.float8_e4m3fn)
     s = scales.to(torch.float32)
-    codes = encode_e2m1(blocks * reciprocal(s * global_scale)[..., None])
+    codes = encode_e2m1_nearest_even_satfinite(blocks * reciprocal(s * global_scale)[..., None])
     codes = codes.masked_fill((s == 0)[..., None], 0).flatten(-2)
     return _pack_nibbles(codes), scales
 

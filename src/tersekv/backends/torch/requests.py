@@ -26,7 +26,7 @@ class Batch(NamedTuple):
     stop: int
 
 
-class Rules(NamedTuple):
+class MaskAndSoftcap(NamedTuple):
     """Window, draft mask and softcap."""
 
     window: int = 0
@@ -42,46 +42,55 @@ def why_not_batch_invariant(f: Any) -> str | None:
 
 
 def request_batches(
-    call: Any, rules: Rules, num_pages: int, page_size: int, *, new_rows: bool = False
+    call: Any, mask_and_softcap: MaskAndSoftcap, num_pages: int, page_size: int, *, new_rows_not_in_pages: bool = False
 ) -> Iterator[Batch]:
     """Yields the requests of a call, one by one on a CPU (empty ones left out), in one batch elsewhere.
 
-    new_rows:  the last tokens are not read from pages, since the call has their rows
+    new_rows_not_in_pages:  the last tokens are not read from pages, since the call has their rows
     """
     t, count = call.out.shape[0], call.seq_lens.shape[0]
     if t == 0 or count == 0 or call.max_q_len == 0:
         return
     if not may_read(call.seq_lens):
-        if num_pages or new_rows:
+        if num_pages or new_rows_not_in_pages:
             yield _all_requests_batch(call, page_size)
         return
     q_len = call.max_q_len
     starts = [q_len * b for b in range(count + 1)] if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
     for b, n in enumerate(call.seq_lens.tolist()):
         if n > 0 and starts[b + 1] > starts[b]:
-            batch = _single_request_batch(call, b, n, starts[b], starts[b + 1], rules, page_size, new_rows)
+            batch = _single_request_batch(
+                call, b, n, starts[b], starts[b + 1], mask_and_softcap, page_size, new_rows_not_in_pages
+            )
             _check_page_ids(batch.table[:, batch.start // page_size :], b, num_pages)
             yield batch
 
 
 def _single_request_batch(
-    call: Any, b: int, n: int, t0: int, t1: int, rules: Rules, page_size: int, new_rows: bool
+    call: Any,
+    b: int,
+    num_keys: int,
+    q_begin: int,
+    q_end: int,
+    mask_and_softcap: MaskAndSoftcap,
+    page_size: int,
+    new_rows_not_in_pages: bool,
 ) -> Batch:
-    """Returns the batch of request b alone, with n keys and query rows [t0, t1). Raises ValueError for bad indices."""
-    stop = max(n - (t1 - t0), 0) if new_rows else n
+    """Returns the batch of request b alone, with query rows [q_begin, q_end). Raises ValueError for bad indices."""
+    stop = max(num_keys - (q_end - q_begin), 0) if new_rows_not_in_pages else num_keys
     used, room = -(-stop // page_size), call.page_table.shape[1]
     if used > room:
-        what = "before the new tokens (max_pages * S)" if new_rows else "(max_pages * S)"
+        what = "before the new tokens (max_pages * S)" if new_rows_not_in_pages else "(max_pages * S)"
         raise ValueError(f"seq_lens: want at most {room * page_size} {what}, got {stop} at {b}")
-    if not 0 <= t0 < t1 <= call.out.shape[0]:
-        raise ValueError(f"cu_seqlens_q: want rows in [0, {call.out.shape[0]}], got [{t0}, {t1}) at {b}")
-    if t1 - t0 > call.max_q_len:
-        raise ValueError(f"max_q_len: want at least {t1 - t0}, the rows of request {b}, got {call.max_q_len}")
-    first = n - (t1 - t0)  # position of the first draft
-    start = max(0, first - rules.window + 1) if rules.window else 0
+    if not 0 <= q_begin < q_end <= call.out.shape[0]:
+        raise ValueError(f"cu_seqlens_q: want rows in [0, {call.out.shape[0]}], got [{q_begin}, {q_end}) at {b}")
+    if q_end - q_begin > call.max_q_len:
+        raise ValueError(f"max_q_len: want at least {q_end - q_begin}, the rows of request {b}, got {call.max_q_len}")
+    first = num_keys - (q_end - q_begin)  # position of the first draft
+    start = max(0, first - mask_and_softcap.window + 1) if mask_and_softcap.window else 0
     table = call.page_table[b : b + 1, :used].to(torch.int64)
-    lengths = torch.tensor([n, t1 - t0], device=table.device)
-    rows = torch.arange(t0, t1, device=table.device)[None]
+    lengths = torch.tensor([num_keys, q_end - q_begin], device=table.device)
+    rows = torch.arange(q_begin, q_end, device=table.device)[None]
     return Batch(table, lengths[:1], lengths[1:], rows, start, stop)
 
 
@@ -108,20 +117,22 @@ def _all_requests_batch(call: Any, page_size: int) -> Batch:
     return Batch(table, seq_lens, q_lens, rows, 0, table.shape[1] * page_size)
 
 
-def visibility_mask(batch: Batch, begin: int, end: int, rules: Rules) -> Tensor:
+def visible_keys_mask(batch: Batch, begin: int, end: int, mask_and_softcap: MaskAndSoftcap) -> Tensor:
     """Returns which keys of [begin, end) are visible to each draft: bool [B, Q, C]."""
     b, q = batch.rows.shape
     key = torch.arange(begin, end, device=batch.rows.device)
     draft = torch.arange(q, device=batch.rows.device)[:, None]
     n = batch.seq_lens[:, None, None]
     first = n - batch.q_lens[:, None, None]
-    if rules.mask is None:
+    if mask_and_softcap.mask is None:
         visible = key <= first + draft
     else:
-        mask = rules.mask.to(torch.int32)[batch.rows.clamp(max=rules.mask.shape[0] - 1)]
+        mask = mask_and_softcap.mask.to(torch.int32)[batch.rows.clamp(max=mask_and_softcap.mask.shape[0] - 1)]
         j = key - first
         word = mask.gather(2, (j >> 4).clamp(0, mask.shape[2] - 1).expand(b, q, -1))
         visible = (j < 0) | ((word >> (j & 15)) & 1).to(torch.bool)
-    if rules.window:
-        visible = visible & (first + draft - key < rules.window)  # no sum with the window: it may be any number
+    if mask_and_softcap.window:
+        visible = visible & (
+            first + draft - key < mask_and_softcap.window
+        )  # no sum with the window: it may be any number
     return visible & (key < n)

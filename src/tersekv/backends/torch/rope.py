@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def lookup_cos_sin(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def lookup_cos_sin_and_validity(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns cos and sin [T, R/2] of each position, and which positions [T] lie in the table.
 
     cos_sin_cache [max_pos, R] fp32 is [cos | sin]; positions [T] int32 | int64 | uint32, clamped to the table.

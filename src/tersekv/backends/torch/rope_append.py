@@ -13,7 +13,7 @@ from tersekv.formats import CHANNELS, PAIRS, ROTATION
 from .append import quantize_and_scatter_kv, why_no_codec_pair
 from .exact import without_autocast
 from .quantize import cast_rounded, quantizing_multiplier
-from .rope import apply_rope, lookup_cos_sin
+from .rope import apply_rope, lookup_cos_sin_and_validity
 from .slots import skipped_tokens, token_slots
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
@@ -31,8 +31,8 @@ def configure(f: SimpleNamespace) -> None:
 def run(call: Any, config: None) -> None:
     if call.k_rope.shape[0] == 0:
         return
-    cos, sin, known = lookup_cos_sin(call.cos_sin_cache, call.positions)
-    write_queries(call, cos, sin, known)
+    cos, sin, known = lookup_cos_sin_and_validity(call.cos_sin_cache, call.positions)
+    rope_scale_and_store_queries(call, cos, sin, known)
     num_pages, page_size = call.k_cache.shape[:2]
     slots = token_slots(call, num_pages, page_size, known)
     if slots is None:
@@ -43,7 +43,7 @@ def run(call: Any, config: None) -> None:
     quantize_and_scatter_kv(call, k, call.v.to(torch.float32), slots)
 
 
-def write_queries(call: Any, cos: Tensor | None, sin: Tensor | None, known: Tensor | None) -> None:
+def rope_scale_and_store_queries(call: Any, cos: Tensor | None, sin: Tensor | None, known: Tensor | None) -> None:
     """Store q_rope_out and q_nope_out of `call`: rotated (the former), scaled, cast.
 
     Rows are 0 if the position is not `known` [T] and, with `zero_padding`, if the token is skipped by a negative index.

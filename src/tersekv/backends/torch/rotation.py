@@ -13,37 +13,37 @@ from torch import Tensor
 from .quantize import reciprocal
 
 
-def row(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor:
+def scale_and_rotate_rows(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor:
     """Returns rows [T, H, D] fp32, scaled and rotated for quantization."""
     if channel_scale is not None:
         x = x * reciprocal(channel_scale)
-    return x if signs is None else _butterflies(x, signs, len(signs))
+    return x if signs is None else _signed_normalized_hadamard(x, signs, len(signs))
 
 
-def query(call: Any) -> Tensor:
+def scale_and_rotate_query(call: Any) -> Tensor:
     """Returns q of a call in fp32, scaled and rotated to match the stored keys."""
     q = call.q.to(torch.float32)
     if call.k_channel_scale is not None:
         q = q * _of_query_heads(call.k_channel_scale, q)
-    return q if call.k_signs is None else _butterflies(q, call.k_signs, len(call.k_signs))
+    return q if call.k_signs is None else _signed_normalized_hadamard(q, call.k_signs, len(call.k_signs))
 
 
-def output(call: Any, out: Tensor) -> Tensor:
+def unrotate_and_scale_output(call: Any, out: Tensor) -> Tensor:
     """Returns outputs [T, Hq, Dv] fp32, unrotated and multiplied by the channel scales of V."""
     scale = call.v_channel_scale
-    return back(out, call.v_signs, None if scale is None else _of_query_heads(scale, out))
+    return unrotate_and_scale(out, call.v_signs, None if scale is None else _of_query_heads(scale, out))
 
 
-def back(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor:
+def unrotate_and_scale(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor:
     """Returns outputs [..., Dv], unrotated and multiplied by channel scales that broadcast against them."""
     if signs is not None:
         b = len(signs)
         # The transpose of a row's rotation: Hadamard first, then the signs.
-        x = (_butterflies(x, None, b).unflatten(-1, (-1, b)) * signs).flatten(-2)
+        x = (_signed_normalized_hadamard(x, None, b).unflatten(-1, (-1, b)) * signs).flatten(-2)
     return x if channel_scale is None else x * channel_scale
 
 
-def _butterflies(x: Tensor, signs: Tensor | None, b: int) -> Tensor:
+def _signed_normalized_hadamard(x: Tensor, signs: Tensor | None, b: int) -> Tensor:
     """Returns x [..., D] times signs and Sylvester's Hadamard matrix / sqrt(b), in blocks of b columns."""
     y = x.unflatten(-1, (-1, b))
     if signs is not None:

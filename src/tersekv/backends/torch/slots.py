@@ -32,7 +32,7 @@ def token_slots(call: Any, num_pages: int, page_size: int, keep: Tensor | None =
     live = (slot >= 0) & (slot < num_pages * page_size)
     if keep is not None:
         live = live & keep
-    live = live & _last_occurrence(torch.where(live, slot, -1))
+    live = live & _is_last_occurrence(torch.where(live, slot, -1))
     first = live.to(torch.uint8).argmax()
     token = torch.where(live, torch.arange(live.numel(), device=live.device), first)
     some = live.any()
@@ -72,7 +72,7 @@ def scatter_rows(cache: Tensor, rows: Tensor, slots: TokenSlots) -> None:
     cache[slots.page, slots.entry] = torch.where(slots.some, rows[slots.token], old)
 
 
-def _last_occurrence(x: Tensor) -> Tensor:
+def _is_last_occurrence(x: Tensor) -> Tensor:
     """Returns whether no later entry of x has the same value, [T] bool."""
     order = x.argsort(stable=True)
     ordered = x[order]

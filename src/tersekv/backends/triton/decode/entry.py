@@ -12,6 +12,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....formats import pair_of
 from ...host import launch
+from ...host.attention_launches import (
+    attention_constants,
+    attention_launches,
+    kernel_choice_facts,
+    min_split_blocks,
+    output_and_workspace_args,
+    split_and_combine_launches,
+    split_pass_args,
+)
 from ...host.bind import (
     BYTES,
     WORDS,
@@ -23,15 +32,6 @@ from ...host.bind import (
     tensor_args,
 )
 from ...host.kernel_config import KernelConfig
-from ...host.split_combine import (
-    attention_constants,
-    attention_launches,
-    batch_invariant_facts,
-    min_split_blocks,
-    output_and_workspace_args,
-    split_and_combine_launches,
-    split_pass_args,
-)
 from ..parts.combine import combine_batch_invariant_kernel, combine_kernel
 from ..parts.kv_cache_args import (
     StoredRowFormat,
@@ -123,7 +123,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Config:
-    t = choose_tile_config(batch_invariant_facts(f), pair_of(f)[0])
+    t = choose_tile_config(kernel_choice_facts(f), pair_of(f)[0])
     caches = _descriptor_args(f, t)
     cfg = kernel_constants(f, t, bool(caches))
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.num_stages}

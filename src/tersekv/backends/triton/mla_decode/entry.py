@@ -12,6 +12,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....formats import BATCH_INVARIANCE, GROUP, LATENT_GROUP, KVFormat, latent_format
 from ...host import launch
+from ...host.attention_launches import (
+    attention_constants,
+    attention_launches,
+    kernel_choice_facts,
+    min_split_blocks,
+    output_and_workspace_args,
+    split_and_combine_launches,
+    split_pass_args,
+)
 from ...host.bind import (
     BYTES,
     WORDS,
@@ -25,15 +34,6 @@ from ...host.bind import (
     tensor_args,
 )
 from ...host.kernel_config import KernelConfig
-from ...host.split_combine import (
-    attention_constants,
-    attention_launches,
-    batch_invariant_facts,
-    min_split_blocks,
-    output_and_workspace_args,
-    split_and_combine_launches,
-    split_pass_args,
-)
 from ..parts.combine import combine_batch_invariant_kernel, combine_kernel
 from ..parts.tile_scheduler import METADATA_FIELDS
 from .config import TileConfig, choose_tile_config
@@ -138,7 +138,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 def configure(f: SimpleNamespace) -> Config:
     fmt = latent_format(f.format)
-    t = choose_tile_config(batch_invariant_facts(f), fmt)
+    t = choose_tile_config(kernel_choice_facts(f), fmt)
     heads = f.q_nope.shape[1]
     # Blocks of heads read the same rows side by side; where heads do not fill them, rows form more work tiles.
     blocks = heads // t.block_m if heads and heads % t.block_m == 0 else 1
@@ -151,11 +151,12 @@ def configure(f: SimpleNamespace) -> Config:
         options["maxnreg"] = t.max_registers
     num_programs = max(launch.num_sms(f) * t.programs_per_sm // blocks, 1) * blocks
     both = output_and_workspace_args(f, cfg.OUT_KIND != "float") | {"cfg": cfg}
-    split = both | query_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args(f) | _cache_stride_args(f) | {
+    split = (both | query_and_kv_scale_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args(f)
+             | _cache_stride_args(f) | {
         **tensor_args(WORDS, CKV="ckv", KPE="kpe"), "CKV_MAP": None, "KPE_MAP": None,
         **_descriptor_args(cache_matrices, cfg),
         **tensor_args(SCALES="ckv_scale_cache"), "max_splits": 0,
-    }  # fmt: skip
+    })  # fmt: skip
     merge = both | tensor_args(V_SCALE="kv_scale_t") | {"SINKS": None, "v_scale": f.kv_scale}
     first = KernelLaunch(mla_decode_kernel, (num_programs,), split, **options)
     if cfg.SPLIT_BLOCKS:
@@ -170,7 +171,7 @@ def configure(f: SimpleNamespace) -> Config:
                                      ))  # fmt: skip
 
 
-def query_args(f: SimpleNamespace, view_as: str = "") -> dict[str, Any]:
+def query_and_kv_scale_args(f: SimpleNamespace, view_as: str = "") -> dict[str, Any]:
     """Returns arguments of any split pass: queries, and the scale of latents."""
     tensors = tensor_args(view_as, Q_NOPE="q_nope", Q_PE="q_pe") | tensor_args(KV_SCALE="kv_scale_t")
     return (

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...host.attention_launches import write_empty_outputs
 from ...host.bind import BoundLaunches, HostAction, KernelLaunch, LaunchSequence, Workspace
-from ...host.split_combine import write_empty_outputs
 from .. import mla_project
 from ..mla_decode import entry as mla_decode
 from . import rope_store_project
@@ -80,7 +80,7 @@ def configure(
     if f.q.shape[0] == 0 or f.cache_lens.shape[0] == 0:
         return Config(query_projection, config, HostAction(write_empty_outputs) if f.q.shape[0] else LaunchSequence())
     split_launch, *combine_launches = (
-        t.with_tensor_names(_DECODE_TENSOR_NAMES) for t in config.launches.kernel_launches
+        t.with_renamed_tensors(_DECODE_TENSOR_NAMES) for t in config.launches.kernel_launches
     )
     templates = [
         rope_store_project.make_launch(f, query_projection),

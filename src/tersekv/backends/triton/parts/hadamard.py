@@ -32,7 +32,7 @@ def hadamard_butterflies(x, ROWS: tl.constexpr, HADAMARD_SIZE: tl.constexpr):
 
 
 @triton.jit
-def blockwise_hadamard(x, HADAMARD_SIZE: tl.constexpr):
+def blockwise_hadamard_unnormalized(x, HADAMARD_SIZE: tl.constexpr):
     """Returns rows [ROWS, C] fp32 times Sylvester's Hadamard matrix, in blocks of HADAMARD_SIZE columns."""
     NUM_BLOCKS: tl.constexpr = x.shape[0] * x.shape[1] // HADAMARD_SIZE
     LOW: tl.constexpr = min(HADAMARD_SIZE, _COLUMNS_PER_THREAD)
@@ -49,8 +49,8 @@ def blockwise_hadamard(x, HADAMARD_SIZE: tl.constexpr):
 
 
 @triton.jit
-def blockwise_hadamard_unpacked(tiles, PACK: tl.constexpr, HADAMARD_SIZE: tl.constexpr):
-    """Does `blockwise_hadamard` on PACK tiles [ROWS, C]: tile j holds the columns PACK * i + j."""
+def blockwise_hadamard_unnormalized_unpacked(tiles, PACK: tl.constexpr, HADAMARD_SIZE: tl.constexpr):
+    """Does `blockwise_hadamard_unnormalized` on PACK tiles [ROWS, C]: tile j holds the columns PACK * i + j."""
     if PACK == 2:
         tiles = (tiles[0] + tiles[1], tiles[0] - tiles[1])
     elif PACK == 4:
@@ -58,7 +58,7 @@ def blockwise_hadamard_unpacked(tiles, PACK: tl.constexpr, HADAMARD_SIZE: tl.con
         tiles = (a + c, b + d, a - c, b - d)
     transformed = ()
     for j in tl.static_range(PACK):
-        transformed = transformed + (blockwise_hadamard(tiles[j], HADAMARD_SIZE // PACK),)
+        transformed = transformed + (blockwise_hadamard_unnormalized(tiles[j], HADAMARD_SIZE // PACK),)
     return transformed
 
 
@@ -75,7 +75,10 @@ def divide_by_channel_scales_and_rotate(x, rotation, head, D: tl.constexpr):
         x *= reciprocal_rn(tl.load(p_channel_scales + o_channels, mask=c < D, other=1.0))
     if p_signs is not None:
         HADAMARD_SIZE: tl.constexpr = D & -D
-        x = blockwise_hadamard(x * tl.load(p_signs + c % HADAMARD_SIZE), HADAMARD_SIZE) * HADAMARD_SIZE**-0.5
+        x = (
+            blockwise_hadamard_unnormalized(x * tl.load(p_signs + c % HADAMARD_SIZE), HADAMARD_SIZE)
+            * HADAMARD_SIZE**-0.5
+        )
     return x
 
 
@@ -104,7 +107,7 @@ def scale_and_rotate_query(tiles, rotation, h, PACK: tl.constexpr, D: tl.constex
             x *= tl.load(p_signs + (PACK * tl.arange(0, PACKED_DIM) + j) % HADAMARD_SIZE)[None, :] * HADAMARD_SIZE**-0.5
         out = out + (x,)
     if p_signs is not None:
-        out = blockwise_hadamard_unpacked(out, PACK, HADAMARD_SIZE)
+        out = blockwise_hadamard_unnormalized_unpacked(out, PACK, HADAMARD_SIZE)
     return out
 
 
@@ -118,7 +121,7 @@ def unrotate_and_rescale_output(tiles, rotation, h, PACK: tl.constexpr, D: tl.co
     PACKED_DIM: tl.constexpr = tiles[0].shape[1]
     HADAMARD_SIZE: tl.constexpr = D & -D
     if p_signs is not None:
-        tiles = blockwise_hadamard_unpacked(tiles, PACK, HADAMARD_SIZE)
+        tiles = blockwise_hadamard_unnormalized_unpacked(tiles, PACK, HADAMARD_SIZE)
     out = ()
     for j in tl.static_range(PACK):
         x = tiles[j]

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 from ....formats import pair_of
 from ...host import launch
-from ...host.bind import BYTES, WORDS, HostAction, KernelLaunch, LaunchSequence, stride_args, tensor_args
-from ...host.kernel_config import KernelConfig
-from ...host.split_combine import (
-    batch_invariant_facts,
+from ...host.attention_launches import (
+    epilogue_and_softmax_scale_constants,
     has_no_work,
-    output_constants,
+    kernel_choice_facts,
     query_offset_args,
     write_empty_outputs,
 )
+from ...host.bind import BYTES, WORDS, HostAction, KernelLaunch, LaunchSequence, stride_args, tensor_args
+from ...host.kernel_config import KernelConfig
 from ..parts.kv_cache_args import (
     StoredRowFormat,
     cache_stride_args,
@@ -95,7 +95,7 @@ def prefers_decode(f: SimpleNamespace) -> bool:
 
 
 def _tile_config(f: SimpleNamespace) -> TileConfig:
-    return choose_tile_config(batch_invariant_facts(f, _BATCH_INVARIANT_ROWS), *pair_of(f))
+    return choose_tile_config(kernel_choice_facts(f, _BATCH_INVARIANT_ROWS), *pair_of(f))
 
 
 def _num_m_blocks(f: SimpleNamespace, t: TileConfig) -> int:
@@ -128,7 +128,9 @@ def configure(f: SimpleNamespace) -> Config:
 
 
 def kernel_constants(f: SimpleNamespace, t: TileConfig) -> Constants:
-    return Constants(**format_constants(f), **option_constants(f), **output_constants(f), **_tile_constants(f, t))
+    return Constants(
+        **format_constants(f), **option_constants(f), **epilogue_and_softmax_scale_constants(f), **_tile_constants(f, t)
+    )
 
 
 def _tile_constants(f: SimpleNamespace, t: TileConfig) -> dict[str, Any]:

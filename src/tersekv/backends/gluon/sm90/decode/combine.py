@@ -1,8 +1,8 @@
 """Combine of decode's splits: rescales and sums all partial results of a work tile, in the split pass or after it.
 
-In the split pass (`fused_combine`) the CTA that stores the last partial result of a work tile combines. Many splits are
-combined in two levels: first fan_in neighbours each, then their results. The order is always the same, whichever CTA
-combines, so equal calls give equal bits. Counters lie behind the partial results in the workspace.
+In the split pass (`arrive_and_combine_if_last`) the CTA that stores the last partial result of a work tile combines.
+Many splits are combined in two levels: first fan_in neighbours each, then their results. The order is always the same,
+whichever CTA combines, so equal calls give equal bits. Counters lie behind the partial results in the workspace.
 
 After it (`combine_kernel`) a CTA has COMBINE_ROWS rows of a work tile and COMBINE_COLUMNS columns; COMBINE_SPLITS
 splits are loaded at once. It is launched before the split pass ends, and waits for it (PDL); the next kernel may be
@@ -27,9 +27,9 @@ from .layouts import query_heads_of_rows
 
 # ---- counters of arrived splits: their memory needs no initialization ----
 # A counter is 8 bytes: MARK in its upper 48 bits marks the lower 16 as a count. Any other value is left over and counts
-# as 0: the CTA that reads it stores MARK and 0 (`read_counter`, `arrive_at_counter`). The last CTA resets the count to
-# 0, so the next launch may use the counter, and its memory may hold anything in between. Workspace in a CUDA graph thus
-# needs no clearing at replay; leftover bytes look like a count once in 2^48.
+# as 0: the CTA that reads it stores MARK and 0 (`fetch_counter_value`, `arrive_inc_and_count_earlier`). The last CTA
+# resets the count to 0, so the next launch may use the counter, and its memory may hold anything in between. Workspace
+# in a CUDA graph thus needs no clearing at replay; leftover bytes look like a count once in 2^48.
 #
 # All CTAs of a launch must expect the same number of arrivals, so lengths must not change while it runs: a count left
 # over would stay, and later combines would start too early.
@@ -56,22 +56,22 @@ _INIT_COUNTER_PTX = gl.constexpr(
 
 
 @gluon.jit
-def read_counter(p_counter):
-    """Loads the counter; early, so that `arrive_at_counter` need not wait for it."""
+def fetch_counter_value(p_counter):
+    """Loads the counter; early, so that `arrive_inc_and_count_earlier` need not wait for it."""
     return gl.inline_asm_elementwise(
         _READ_COUNTER_PTX, "=l,l", [p_counter.to(gl.int64)], dtype=gl.int64, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def arrive_at_counter(p_counter, observed):
+def arrive_inc_and_count_earlier(p_counter, maybe_uninit_value):
     """Publishes the stores of all threads of this CTA; returns how many CTAs arrived before it.
 
-    The last CTA sees the stores of all others. observed: by `read_counter`, in this launch
+    The last CTA sees the stores of all others. maybe_uninit_value: by `fetch_counter_value`, in this launch
     """
     thread_barrier()
     gl.inline_asm_elementwise(
-        _INIT_COUNTER_PTX, "=r,l,l", [p_counter.to(gl.int64), observed], dtype=gl.int32, is_pure=False, pack=1
+        _INIT_COUNTER_PTX, "=r,l,l", [p_counter.to(gl.int64), maybe_uninit_value], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
     return (gl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu") - COUNTER_ZERO).to(gl.int32)
 
@@ -121,10 +121,10 @@ def split_counter_ptr(SPLIT_WORKSPACE, level, lead_range, first_range, cfg: gl.c
 
 
 @gluon.jit
-def read_split_counter(SPLIT_WORKSPACE, split_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Returns the value of the counter that `fused_combine` will need."""
+def fetch_split_counter_value(SPLIT_WORKSPACE, split_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+    """Returns the value of the counter that `arrive_and_combine_if_last` will need."""
     fan_in = first_level_fan_in(split_tile.num_splits)
-    return read_counter(
+    return fetch_counter_value(
         split_counter_ptr(
             SPLIT_WORKSPACE, 0,
             split_tile.first_range + (split_tile.i_range - split_tile.first_range) // fan_in * fan_in,
@@ -144,21 +144,23 @@ def combine_layout(tile_cfg, cfg, num_warps):
 
 
 @gluon.jit
-def load_partial(p_row, o_d, cfg: gl.constexpr):
+def load_partial_max_sum_and_acc(p_partial_row, o_d, cfg: gl.constexpr):
     """Loads (row_max, row_sum, acc_o) of a split."""
-    row_max = gl.load(p_row + cfg.PARTIAL_COLUMNS - 2, cache_modifier=".cg")
-    row_sum = gl.load(p_row + cfg.PARTIAL_COLUMNS - 1, cache_modifier=".cg")
-    return row_max, row_sum, gl.load(p_row[:, None] + o_d[None, :], cache_modifier=".cg")
+    row_max = gl.load(p_partial_row + cfg.PARTIAL_COLUMNS - 2, cache_modifier=".cg")
+    row_sum = gl.load(p_partial_row + cfg.PARTIAL_COLUMNS - 1, cache_modifier=".cg")
+    return row_max, row_sum, gl.load(p_partial_row[:, None] + o_d[None, :], cache_modifier=".cg")
 
 
 @gluon.jit
-def load_partials(p_row, o_d, i, num_partials, stride_partial, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Loads splits i, i + 1, …; behind the last one, the last again."""
+def load_partials_clamped(
+    p_row, o_d, i_first_partial, num_partials, stride_partial, cfg: gl.constexpr, tile_cfg: gl.constexpr
+):
+    """Loads splits i_first_partial, i_first_partial + 1, …; behind the last one, the last again."""
     partials = ()
-    for i_column_block in gl.static_range(gl.constexpr(tile_cfg.FUSED_COMBINE_SPLITS)):
+    for n in gl.static_range(gl.constexpr(tile_cfg.FUSED_COMBINE_SPLITS)):
         partials = partials + (
-            load_partial(
-                p_row + gl.minimum(i + i_column_block, num_partials - 1).to(gl.int64) * stride_partial, o_d, cfg
+            load_partial_max_sum_and_acc(
+                p_row + gl.minimum(i_first_partial + n, num_partials - 1).to(gl.int64) * stride_partial, o_d, cfg
             ),
         )
     return partials
@@ -182,12 +184,12 @@ def combine_partials(
         + (partial_slots.to(gl.int64) * cfg.BLOCK_M + o_row % tile_cfg.FUSED_COMBINE_ROWS) * cfg.PARTIAL_COLUMNS
     )
     stride_partial = range_step.to(gl.int64) * (2 * cfg.HEADS * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS)
-    row_max, row_sum, acc_o = load_partial(
+    row_max, row_sum, acc_o = load_partial_max_sum_and_acc(
         p_row + gl.where(lead_range == first_range, cfg.BLOCK_M * cfg.PARTIAL_COLUMNS, 0), o_d, cfg
     )
-    partials = load_partials(p_row, o_d, 1, num_partials, stride_partial, cfg, tile_cfg)
+    partials = load_partials_clamped(p_row, o_d, 1, num_partials, stride_partial, cfg, tile_cfg)
     for i in range(1, num_partials, tile_cfg.FUSED_COMBINE_SPLITS):
-        next_partials = load_partials(
+        next_partials = load_partials_clamped(
             p_row, o_d, i + tile_cfg.FUSED_COMBINE_SPLITS, num_partials, stride_partial, cfg, tile_cfg
         )
         row_max_new = row_max
@@ -231,7 +233,8 @@ def store_combined_partial(
 
 
 @gluon.jit
-def store_combined_output(tensors, scales, strides, row_max, row_sum, acc_o, i_column_block, first_head, q_begin,
+def store_combined_output_and_lse(tensors, scales, strides, row_max, row_sum, acc_o, i_column_block, first_head,
+q_begin,
                           row_begin, num_rows_left, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
     """Stores column block i_column_block of finished rows to `out`, and their LSE."""
     OUT, LSE = tensors.OUT, tensors.LSE
@@ -263,13 +266,13 @@ def store_combined_output(tensors, scales, strides, row_max, row_sum, acc_o, i_c
 
 
 @gluon.jit
-def fused_combine(
-    tensors, scales, strides, split_tile, counter_value, first_head, work_tile, cfg: gl.constexpr,
+def arrive_and_combine_if_last(
+    tensors, scales, strides, split_tile, maybe_uninit_counter_value, first_head, work_tile, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Combines the splits of a work tile, if this CTA's, already in its slot, is the last to arrive.
 
-    counter_value: by `read_split_counter`
+    maybe_uninit_counter_value: by `fetch_split_counter_value`
     """
     SPLIT_WORKSPACE, first_range, num_splits, row_begin = (
         tensors.SPLIT_WORKSPACE, split_tile.first_range, split_tile.num_splits, work_tile.m_block * cfg.BLOCK_M,
@@ -279,21 +282,21 @@ def fused_combine(
     lead_range = first_range + (split_tile.i_range - first_range) // fan_in * fan_in
     range_step, num_partials = gl.minimum(fan_in, 1), gl.minimum(fan_in, first_range + num_splits - lead_range)
     p_counter = split_counter_ptr(SPLIT_WORKSPACE, 0, lead_range, first_range, cfg, tile_cfg)
-    is_last = arrive_at_counter(p_counter, counter_value) == num_partials - 1
+    is_last = arrive_inc_and_count_earlier(p_counter, maybe_uninit_counter_value) == num_partials - 1
     # One iteration per level.
     while is_last:
         reset_counter(p_counter)
         is_complete = range_step * num_partials >= num_splits
         p_counter = split_counter_ptr(SPLIT_WORKSPACE, 1, first_range, first_range, cfg, tile_cfg)
         if not is_complete:
-            counter_value = read_counter(p_counter)
+            maybe_uninit_counter_value = fetch_counter_value(p_counter)
         for i_column_block in gl.static_range(gl.constexpr(cfg.PACK * cfg.BLOCK_DV // tile_cfg.FUSED_COMBINE_COLUMNS)):
             row_max, row_sum, acc_o = combine_partials(
                 SPLIT_WORKSPACE, lead_range, first_range, range_step, num_partials, i_column_block, first_head, cfg,
                 tile_cfg,
             )  # fmt: skip
             if is_complete:
-                store_combined_output(
+                store_combined_output_and_lse(
                     tensors, scales, strides, row_max, row_sum, acc_o, i_column_block, first_head, work_tile.q_begin,
                     row_begin, num_rows_left, cfg, tile_cfg,
                 )  # fmt: skip
@@ -306,7 +309,7 @@ def fused_combine(
         if is_last:
             range_step, lead_range = fan_in, first_range
             num_partials = (num_splits + fan_in - 1) // fan_in
-            is_last = arrive_at_counter(p_counter, counter_value) == num_partials - 1
+            is_last = arrive_inc_and_count_earlier(p_counter, maybe_uninit_counter_value) == num_partials - 1
 
 
 # ---- the second launch ----

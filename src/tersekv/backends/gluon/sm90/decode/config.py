@@ -101,7 +101,7 @@ def kv_row_bytes(f: SimpleNamespace) -> int:
     return k.row_bytes(d) + v.row_bytes(dv)
 
 
-def rotation_smem_bytes(f: SimpleNamespace, heads: int) -> int:
+def column_scales_smem_bytes(f: SimpleNamespace, heads: int) -> int:
     """Returns the bytes of the column scales of `heads` heads, where rows are rotated or have channel scales."""
     sides = ((f.k_signs, f.k_channel_scale, f.q), (f.v_signs, f.v_channel_scale, f.out))
     return sum(4 * heads * x.shape[2] for *rotation, x in sides if rotation != [None, None])
@@ -181,7 +181,7 @@ def choose_tile_config(f: SimpleNamespace) -> TileConfig:
     heads = choose_heads_per_cta(f, tile_config.heads_per_cta)
     bytes_per_key = kv_row_bytes(f) * heads
     limit, max_block_n = (
-        launch.shared_memory(f) // tile_config.ctas_per_sm - 2048 - rotation_smem_bytes(f, heads),
+        launch.shared_memory(f) // tile_config.ctas_per_sm - 2048 - column_scales_smem_bytes(f, heads),
         tile_config.block_n,
     )
     while tile_config.block_n > 16 and tile_config.num_stages * tile_config.block_n * bytes_per_key > limit:
@@ -208,15 +208,19 @@ def _has_many_short_requests(f: SimpleNamespace, max_keys: int) -> bool:
     return not has_few_requests and f.page_table.shape[1] * f.k_cache.shape[1] <= max_keys
 
 
-def _with_two_warps_per_head(tile_config: TileConfig, max_heads: int, heads: int) -> TileConfig:
+def _with_two_warps_per_head(tile_config: TileConfig, max_heads_per_cta: int, num_kv_heads: int) -> TileConfig:
     """Returns the configuration with a head's query rows divided between two warps: accumulators of 16 rows of more
     than 128 columns do not fit in one warp's registers.
 
     D 256, 16 heads over one, 4 × 254383: nvfp4 258 → 177 µs, int4 208 → 131; 4 × 200000, fp8_per_token_head: 280 → 125.
     Over eight, 64 × 2048: nvfp4 214 → 171, int4 157 → 125, fp8 189 → 170; 64 × 1024, bf16: 166 → 155.
     """
-    tile_config = tile_config._replace(warps_per_head=2, heads_per_cta=max_heads, producer_warp=False)
-    return tile_config._replace(ctas_per_sm=1, max_registers=255) if min(heads, max_heads) == 4 else tile_config
+    tile_config = tile_config._replace(warps_per_head=2, heads_per_cta=max_heads_per_cta, producer_warp=False)
+    return (
+        tile_config._replace(ctas_per_sm=1, max_registers=255)
+        if min(num_kv_heads, max_heads_per_cta) == 4
+        else tile_config
+    )
 
 
 def _in_column_parts_config(f: SimpleNamespace, tile_config: TileConfig) -> TileConfig:
@@ -241,7 +245,7 @@ def _shared_tiles_config(f: SimpleNamespace, block_m: int) -> TileConfig:
     if max(d, dv) > 128:
         tile_config = tile_config._replace(block_n=32)
     query_rows = 0 if block_m == tile_config.block_n and d <= 128 else block_m  # 0: Q is held in registers
-    fixed_bytes = 2 * (query_rows * d + tile_config.block_n * (d + dv)) + 4096 + rotation_smem_bytes(f, 1)
+    fixed_bytes = 2 * (query_rows * d + tile_config.block_n * (d + dv)) + 4096 + column_scales_smem_bytes(f, 1)
     stage_bytes = tile_config.block_n * (fmt.code_bytes(d) + fmt.code_bytes(dv))
     return tile_config._replace(
         num_stages=max(2, min(6, (launch.shared_memory(f) // tile_config.ctas_per_sm - fixed_bytes) // stage_bytes))
@@ -254,7 +258,7 @@ def _rows_64_config(f: SimpleNamespace, block_m: int) -> TileConfig:
     ctas_per_sm = 128 // block_m
     # 1 KB of a CTA is the driver's; mbarriers, and stored scales of four n_blocks.
     smem_bytes = (launch.shared_memory(f) + 1024) // ctas_per_sm - 1536 - (4096 if fmt.scale == TOKEN_HEAD else 0)
-    smem_bytes -= rotation_smem_bytes(f, 1)
+    smem_bytes -= column_scales_smem_bytes(f, 1)
     stage_bytes, converted_stage_bytes = 2 * 64 * fmt.code_bytes(d), 2 * 64 * d
     converted_stages = 4 if smem_bytes - 4 * converted_stage_bytes >= 3 * stage_bytes else 3
     return _TILES_ROWS_64._replace(
@@ -263,7 +267,7 @@ def _rows_64_config(f: SimpleNamespace, block_m: int) -> TileConfig:
     )  # fmt: skip
 
 
-def num_prefetched_queries(f: SimpleNamespace, tile_config: TileConfig, heads_per_cta: int) -> int:
+def num_prefetched_query_stages(f: SimpleNamespace, tile_config: TileConfig, heads_per_cta: int) -> int:
     """Returns the stages of prefetched queries of a CTA; 0 where prefetch is impossible, or does not pay.
 
     16 × 8K, unequal: fp8 49.8 → 48.2 µs, per token and head 53.1 → 51.1, bf16 88.2 → 87.2; 64 × 8K, unequal: 221 → 219.
@@ -278,11 +282,11 @@ def num_prefetched_queries(f: SimpleNamespace, tile_config: TileConfig, heads_pe
         tile_config.num_stages * tile_config.block_n * heads_per_cta * kv_row_bytes(f)
         + (tile_config.num_stages - 1) * heads_per_cta * block_m * d * f.q.dtype.itemsize
     )
-    smem_bytes += rotation_smem_bytes(f, heads_per_cta)
+    smem_bytes += column_scales_smem_bytes(f, heads_per_cta)
     return tile_config.num_stages - 1 if smem_bytes <= launch.shared_memory(f) // tile_config.ctas_per_sm - 1024 else 0
 
 
-def choose_combine_tile(num_splits: int, num_rows: int, columns: int) -> tuple[int, int, int]:
+def choose_combine_rows_splits_columns(num_splits: int, num_rows: int, columns: int) -> tuple[int, int, int]:
     """Returns (rows, splits, columns) that a CTA of the combine loads at once: 64 numbers a thread.
 
     At least 16 splits, since lengths may differ: 16 unequal requests of 8K 51.8 → 50.7 µs, equal ones 68.4 → 68.1.
@@ -319,7 +323,7 @@ def uses_fused_combine(
     )
 
 
-def choose_fused_combine_tile(num_rows: int, columns: int) -> tuple[int, int, int]:
+def choose_fused_combine_rows_splits_columns(num_rows: int, columns: int) -> tuple[int, int, int]:
     """Returns (rows of a head, splits, columns) that a CTA combines at once, in 16 to 64 numbers a thread."""
     num_rows = launch.next_power_of_2(num_rows)
     columns = min(columns, max(16, 1024 // num_rows))

@@ -1,4 +1,5 @@
-"""Split pass of paged decode on Hopper. `fused_combine` combines the splits, or `combine_kernel` in a second launch.
+"""Split pass of paged decode on Hopper. `arrive_and_combine_if_last` combines the splits, or `combine_kernel` in a
+second launch.
 
 A CTA has HEADS_PER_CTA × WARPS_PER_HEAD warps for HEADS_PER_CTA KV heads and processes one CTA range of n_blocks
 (`parts/tile_scheduler`), each in NUM_MMA_TILES tiles of MMA_KEYS keys. Tensor copies fill a ring of stages
@@ -6,8 +7,8 @@ A CTA has HEADS_PER_CTA × WARPS_PER_HEAD warps for HEADS_PER_CTA KV heads and p
 n_block of its work tile. Warps synchronize only before a stage is refilled: the MMAs are mma.sync, whose operands each
 warp holds itself (`layouts`). With LARGE_M a CTA has one head, whose rows share the dequantized tiles (`shared_tiles`).
 
-Mask: `compute_scores_of_mma_tile`. Free stage: the barrier before `copy_kv_block` in `decode_kernel`. Rescale:
-`mainloop_step` or `mainloop_step_lazy_rescale`. Combine: `combine`. With LARGE_M: see `shared_tiles`.
+Mask: `compute_masked_log2_scores_of_mma_tile`. Free stage: the barrier before `copy_kv_block` in `decode_kernel`.
+Rescale: `mainloop_step` or `mainloop_step_lazy_rescale`. Combine: `combine`. With LARGE_M: see `shared_tiles`.
 
 SPLIT_WORKSPACE: two slots per CTA range and head, for the split work tile it begins with (even) and the one it ends
 with (odd). SPLIT_METADATA: the number of splits of each work tile and its first CTA range.
@@ -25,10 +26,10 @@ from ...versions import thread_barrier
 from ..parts.combine import count_splits, split_metadata_ptr
 from ..parts.dequant import (
     INT4_ODD_SCALE,
-    dequant_e2m1,
-    dequant_int4_v,
-    dequant_k,
-    dequant_v,
+    convert_k_codes_to_mma_operands,
+    convert_v_codes_to_mma_operands,
+    dequant_e2m1_to_4_operands,
+    int4_v_minus_zero_points_to_operands,
     int4_zero_points,
     load_scale,
     load_scale_per_head,
@@ -36,49 +37,54 @@ from ..parts.dequant import (
     mma_dtype,
 )
 from ..parts.epilogue import cast_output, finalize_softmax_with_sinks, zero_padding_rows
-from ..parts.hadamard import allocate_rotation_smem, load_rotation_scales_of_heads, store_rotation_scales, unrotate_acc
-from ..parts.mask import MaskArgs, is_visible, unmasked_range, valid_keys
+from ..parts.hadamard import (
+    allocate_smem_column_scales,
+    load_k_and_v_column_scales,
+    store_smem_column_scales,
+    unrotate_and_scale_acc,
+)
+from ..parts.mask import MaskArgs, is_visible, unmasked_n_block_range, valid_keys_mask
 from ..parts.online_softmax import (
     LOG2E,
     SoftmaxState,
-    apply_softcap,
-    lazy_row_max_by_lane,
+    apply_softcap_to_log2_scores,
+    lazy_row_max_rescale_and_flag_by_lane,
     rescale_if_flagged,
 )
 from ..parts.pipeline import allocate_full_barriers, pdl_launch_dependents, pdl_wait, wait_copies
-from ..parts.tile_scheduler import advance_to_request, assign_equal_cta_range, load_request_shape, work_tile_at
+from ..parts.tile_scheduler import advance_to_request_of_block, assign_equal_cta_range, load_request_shape, work_tile_at
 from . import shared_tiles as large_m
-from .combine import SplitWorkTile, fused_combine, read_split_counter
+from .combine import SplitWorkTile, arrive_and_combine_if_last, fetch_split_counter_value
 from .layouts import (
-    column_offset_of_heads,
     k_load_layout,
     k_to_mma_operand,
-    load_k_block_scales,
+    load_and_expand_k_block_scales,
+    load_and_expand_v_block_scales,
     load_query_fragment,
     load_token_scales,
-    load_v_block_scales,
     mma_layout,
+    padded_column_offset_of_heads,
     query_heads_of_rows,
     sum_over_column_parts,
-    transpose_p,
-    zero_neighbor_columns,
+    transpose_p_to_mma_operand,
+    zero_neighbor_head_columns_of_k,
 )
 from .producer import (
     PageLookup,
     TensorMaps,
     advance_prefetch_position,
-    allocate_kv_stages,
-    allocate_query_stages,
+    allocate_smem_kv,
+    allocate_smem_prefetched_q,
     copy_kv_block,
     init_prefetch_position,
-    load_prefetched_query,
-    load_query,
+    load_query_operands_and_q_scales,
     num_scale_copies,
-    prefetch_query,
+    prefetch_query_at_tile_begin_and_count,
     smem_codes_of_mma_tile,
     smem_scales_of_mma_tile,
+    wait_and_load_prefetched_query_operands,
 )
-from .shared_tiles import store_output_of_head, store_partial_of_head
+from .shared_tiles import store_output_and_lse_of_head, store_partial_of_head
 
 # ---- arguments ----
 
@@ -133,25 +139,28 @@ def key_and_buffer_of_mma_tile(stage, n_block, j: gl.constexpr, cfg: gl.constexp
 
 
 @gluon.jit
-def compute_scores_of_mma_tile(k_stages, k_scale_stages, i_tile, q, score_scales, softcap, first_key, mask_args,
+def compute_masked_log2_scores_of_mma_tile(smem_k, smem_k_scales, i_tile, q, score_scales, softcap, first_key,
+mask_args,
                                MASKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
     """Returns the scores of an MMA tile in units of log2: [HEADS_PER_CTA, MMA_KEYS, BLOCK_M]."""
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
-    packed = smem_codes_of_mma_tile(k_stages, i_tile, cfg.PACKED_K, tile_cfg).load(
+    packed = smem_codes_of_mma_tile(smem_k, i_tile, cfg.PACKED_K, tile_cfg).load(
         k_load_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_K)
     )
     # Dequantize K.
     if tile_cfg.K.SCALE_KIND == "block":
-        k = dequant_e2m1(
+        k = dequant_e2m1_to_4_operands(
             packed,
-            load_k_block_scales(smem_scales_of_mma_tile(k_scale_stages, i_tile, False, tile_cfg), cfg, tile_cfg),
+            load_and_expand_k_block_scales(
+                smem_scales_of_mma_tile(smem_k_scales, i_tile, False, tile_cfg), cfg, tile_cfg
+            ),
             False,
         )
     else:
         K: gl.constexpr = tile_cfg.K
         if K.MAY_HOLD_NEIGHBOR_NAN:
-            packed = zero_neighbor_columns(packed, tile_cfg)
-        k = dequant_k(packed, K)
+            packed = zero_neighbor_head_columns_of_k(packed, tile_cfg)
+        k = convert_k_codes_to_mma_operands(packed, K)
     # QK.
     s = gl.full([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.BLOCK_M], 0, gl.float32, MMA)
     for i in gl.static_range(gl.constexpr(tile_cfg.K.PACK)):
@@ -161,7 +170,7 @@ def compute_scores_of_mma_tile(k_stages, k_scale_stages, i_tile, q, score_scales
             s = mma_v2(k_to_mma_operand(k[i], cfg, tile_cfg), q.operands[i], s)
     if tile_cfg.K.SCALE_KIND == "token_head":
         token_scales = load_token_scales(
-            smem_scales_of_mma_tile(k_scale_stages, i_tile, False, tile_cfg), gl.SliceLayout(2, MMA), tile_cfg
+            smem_scales_of_mma_tile(smem_k_scales, i_tile, False, tile_cfg), gl.SliceLayout(2, MMA), tile_cfg
         )
         if tile_cfg.K.CODE == "int4":
             # 2^23 + the zero point, as fp32 bits, minus 2^23.
@@ -172,7 +181,7 @@ def compute_scores_of_mma_tile(k_stages, k_scale_stages, i_tile, q, score_scales
         s = s * score_scales[:, None, :]
     s = sum_over_column_parts(s, tile_cfg)
     if cfg.HAS_SOFTCAP:
-        s = apply_softcap(s, softcap)
+        s = apply_softcap_to_log2_scores(s, softcap)
     # Mask.
     if MASKED:
         L: gl.constexpr = gl.SliceLayout(0, MMA)
@@ -185,24 +194,24 @@ def compute_scores_of_mma_tile(k_stages, k_scale_stages, i_tile, q, score_scales
 
 
 @gluon.jit
-def load_log2_v_scales(
-    v_scale_stages, i_tile, first_key, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
+def load_log2_and_reciprocal_v_scales(
+    smem_v_scales, i_tile, first_key, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Returns log2 and reciprocals of the V scales of an MMA tile: [HEADS_PER_CTA, MMA_KEYS]."""
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
     v_scales = load_token_scales(
-        smem_scales_of_mma_tile(v_scale_stages, i_tile, True, tile_cfg), gl.SliceLayout(2, MMA), tile_cfg
+        smem_scales_of_mma_tile(smem_v_scales, i_tile, True, tile_cfg), gl.SliceLayout(2, MMA), tile_cfg
     )
     v_scales = gl.maximum(v_scales, 1e-30)
     if MASKED:
         o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
-        v_scales = gl.where(valid_keys(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, :], v_scales, 1.0)
+        v_scales = gl.where(valid_keys_mask(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, :], v_scales, 1.0)
     return log2_and_reciprocal(v_scales)
 
 
 @gluon.jit
-def compute_scores(
-    kv_stages, stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
+def compute_scores_lane_max_and_inv_v_scales(
+    smem_kv, stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns (scores of each MMA tile, their maximum by lane and row, reciprocals of each tile's V scales)."""
@@ -210,14 +219,14 @@ def compute_scores(
     s, inv_v_scales = (), ()
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_MMA_TILES)):
         first_key, i_tile = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
-        k_stages, k_scale_stages = kv_stages.k[j // TILES_PER_BUFFER], kv_stages.k_scales[j // TILES_PER_BUFFER]
-        tile_scores = compute_scores_of_mma_tile(
-            k_stages, k_scale_stages, i_tile, q, score_scales, softcap, first_key, mask_args, MASKED, cfg, tile_cfg
+        smem_k, smem_k_scales = smem_kv.k[j // TILES_PER_BUFFER], smem_kv.k_scales[j // TILES_PER_BUFFER]
+        tile_scores = compute_masked_log2_scores_of_mma_tile(
+            smem_k, smem_k_scales, i_tile, q, score_scales, softcap, first_key, mask_args, MASKED, cfg, tile_cfg
         )
         if tile_cfg.V.SCALE_KIND == "token_head":
             # The V scale is added to the exponent, so that the P multiplied with V codes lies in (0, 1].
-            log2_v_scales, inv_v_scale = load_log2_v_scales(
-                kv_stages.v_scales[j // TILES_PER_BUFFER], i_tile, first_key, mask_args, MASKED, cfg, tile_cfg
+            log2_v_scales, inv_v_scale = load_log2_and_reciprocal_v_scales(
+                smem_kv.v_scales[j // TILES_PER_BUFFER], i_tile, first_key, mask_args, MASKED, cfg, tile_cfg
             )
             tile_scores = tile_scores + log2_v_scales[:, :, None]
             inv_v_scales = inv_v_scales + (inv_v_scale,)
@@ -233,31 +242,31 @@ def compute_scores(
 
 
 @gluon.jit
-def accumulate_pv_of_mma_tile(acc_o, v_stages, v_scale_stages, i_tile, p, first_key, mask_args, MASKED: gl.constexpr,
+def accumulate_pv_of_mma_tile(acc_o, smem_v, smem_v_scales, i_tile, p, first_key, mask_args, MASKED: gl.constexpr,
                               cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
     """Returns acc_o + V^T P of an MMA tile; p: [HEADS_PER_CTA, MMA_KEYS, BLOCK_M]."""
     A: gl.constexpr = gl.DotOperandLayout(0, mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD), 2)
-    p_operand = transpose_p(p.to(mma_dtype(cfg)), cfg, tile_cfg)
-    packed = smem_codes_of_mma_tile(v_stages, i_tile, cfg.PACKED_V, tile_cfg).permute([0, 2, 1]).load(A)
+    p_operand = transpose_p_to_mma_operand(p.to(mma_dtype(cfg)), cfg, tile_cfg)
+    packed = smem_codes_of_mma_tile(smem_v, i_tile, cfg.PACKED_V, tile_cfg).permute([0, 2, 1]).load(A)
     if MASKED:  # an invalid slot may hold NaN, and 0 × NaN is NaN
         o_n = first_key + gl.arange(0, tile_cfg.MMA_KEYS, gl.SliceLayout(0, gl.SliceLayout(1, A)))
-        valid = valid_keys(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, None, :]
+        valid = valid_keys_mask(o_n, mask_args.num_keys, mask_args.num_q_rows, cfg)[None, None, :]
         packed = gl.where(valid, packed, 0)
     if tile_cfg.V.CODE == "int4":
         token_scales = load_token_scales(
-            smem_scales_of_mma_tile(v_scale_stages, i_tile, True, tile_cfg), gl.SliceLayout(1, A), tile_cfg
+            smem_scales_of_mma_tile(smem_v_scales, i_tile, True, tile_cfg), gl.SliceLayout(1, A), tile_cfg
         )
-        v = dequant_int4_v(packed, int4_zero_points(token_scales).to(gl.int16)[:, None, :])
+        v = int4_v_minus_zero_points_to_operands(packed, int4_zero_points(token_scales).to(gl.int16)[:, None, :])
     elif tile_cfg.V.SCALE_KIND == "block":
-        block_scales = load_v_block_scales(
-            smem_scales_of_mma_tile(v_scale_stages, i_tile, True, tile_cfg).permute([0, 2, 1]), cfg, tile_cfg
+        block_scales = load_and_expand_v_block_scales(
+            smem_scales_of_mma_tile(smem_v_scales, i_tile, True, tile_cfg).permute([0, 2, 1]), cfg, tile_cfg
         )
         if MASKED:
             block_scales = gl.where(valid, block_scales, 0.0)
-        v = dequant_e2m1(packed, block_scales, False)
+        v = dequant_e2m1_to_4_operands(packed, block_scales, False)
     else:
         V: gl.constexpr = tile_cfg.V
-        v = dequant_v(packed, V)
+        v = convert_v_codes_to_mma_operands(packed, V)
     acc_new = ()
     for i in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
         acc_new = acc_new + (mma_v2(v[i], p_operand, acc_o[i]),)
@@ -281,14 +290,14 @@ def init_softmax_state(cfg: gl.constexpr, tile_cfg: gl.constexpr):
 
 @gluon.jit
 def mainloop_step(
-    state, kv_stages, stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
+    state, smem_kv, stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns the SoftmaxState after one n_block: (row_max, row_sum for each key of a lane, PACK accumulators)."""
     TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
     # QK and mask.
-    s, lane_max, inv_v_scales = compute_scores(
-        kv_stages, stage, q, score_scales, softcap, n_block, mask_args, MASKED, cfg, tile_cfg
+    s, lane_max, inv_v_scales = compute_scores_lane_max_and_inv_v_scales(
+        smem_kv, stage, q, score_scales, softcap, n_block, mask_args, MASKED, cfg, tile_cfg
     )
     # Online softmax: new row_max, rescale.
     row_max_new = gl.maximum(state.row_max, gl.max(lane_max, 1))
@@ -306,9 +315,9 @@ def mainloop_step(
         else:
             row_sum = row_sum + p
         first_key, i_tile = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
-        v_stages, v_scale_stages = kv_stages.v[j // TILES_PER_BUFFER], kv_stages.v_scales[j // TILES_PER_BUFFER]
+        smem_v, smem_v_scales = smem_kv.v[j // TILES_PER_BUFFER], smem_kv.v_scales[j // TILES_PER_BUFFER]
         acc_o = accumulate_pv_of_mma_tile(
-            acc_o, v_stages, v_scale_stages, i_tile, p, first_key, mask_args, MASKED, cfg, tile_cfg
+            acc_o, smem_v, smem_v_scales, i_tile, p, first_key, mask_args, MASKED, cfg, tile_cfg
         )
     return SoftmaxState(row_max_new, row_sum, acc_o)
 
@@ -333,7 +342,7 @@ def broadcast_by_lane(x, like):
 
 
 @gluon.jit
-def rescale_acc(acc_o, rescale, flag, tile_cfg: gl.constexpr):
+def rescale_acc_if_flagged(acc_o, rescale, flag, tile_cfg: gl.constexpr):
     """Returns an accumulator [HEADS_PER_CTA, 16 or 32, BLOCK_M] times each row's rescale, skipped where all are 1."""
     x = view_by_lane(acc_o)
     scales, x = gl.broadcast(broadcast_by_lane(rescale, x), x)
@@ -344,7 +353,7 @@ def rescale_acc(acc_o, rescale, flag, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def init_lazy_softmax_state(cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def init_softmax_state_by_lane(cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the SoftmaxState before the first n_block, by lane."""
     zeros = gl.max(
         view_by_lane(
@@ -368,7 +377,7 @@ def init_lazy_softmax_state(cfg: gl.constexpr, tile_cfg: gl.constexpr):
 
 @gluon.jit
 def mainloop_step_lazy_rescale(
-    state, kv_stages, stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
+    state, smem_kv, stage, q, score_scales, softcap, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns the SoftmaxState after one n_block: (row_max, row_sum, both by lane, PACK accumulators).
@@ -377,17 +386,17 @@ def mainloop_step_lazy_rescale(
     """
     TILES_PER_BUFFER: gl.constexpr = tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS
     # QK and mask.
-    s, lane_max, inv_v_scales = compute_scores(
-        kv_stages, stage, q, score_scales, softcap, n_block, mask_args, MASKED, cfg, tile_cfg
+    s, lane_max, inv_v_scales = compute_scores_lane_max_and_inv_v_scales(
+        smem_kv, stage, q, score_scales, softcap, n_block, mask_args, MASKED, cfg, tile_cfg
     )
     # Online softmax: lazy row_max, rescale where it was raised.
-    row_max, rescale, flag = lazy_row_max_by_lane(
+    row_max, rescale, flag = lazy_row_max_rescale_and_flag_by_lane(
         gl.max(view_by_lane(lane_max), 1), state.row_max, cfg.BLOCK_M // tile_cfg.WARPS_PER_HEAD // 4
     )
     safe_max, row_sum = gl.where(row_max == float("-inf"), 0.0, row_max), state.row_sum * rescale
     acc_o = ()
     for i in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
-        acc_o = acc_o + (rescale_acc(state.acc_o[i], rescale, flag, tile_cfg),)
+        acc_o = acc_o + (rescale_acc_if_flagged(state.acc_o[i], rescale, flag, tile_cfg),)
     # P and PV, one MMA tile at a time.
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_MMA_TILES)):
         x = view_by_lane(s[j])
@@ -398,15 +407,15 @@ def mainloop_step_lazy_rescale(
         else:
             row_sum = row_sum + gl.sum(x, 1)
         first_key, i_tile = key_and_buffer_of_mma_tile(stage, n_block, j, cfg, tile_cfg)
-        v_stages, v_scale_stages = kv_stages.v[j // TILES_PER_BUFFER], kv_stages.v_scales[j // TILES_PER_BUFFER]
+        smem_v, smem_v_scales = smem_kv.v[j // TILES_PER_BUFFER], smem_kv.v_scales[j // TILES_PER_BUFFER]
         acc_o = accumulate_pv_of_mma_tile(
-            acc_o, v_stages, v_scale_stages, i_tile, p, first_key, mask_args, MASKED, cfg, tile_cfg
+            acc_o, smem_v, smem_v_scales, i_tile, p, first_key, mask_args, MASKED, cfg, tile_cfg
         )
     return SoftmaxState(row_max, row_sum, acc_o)
 
 
 @gluon.jit
-def reduce_softmax_state(state, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def reduce_softmax_state_over_lanes(state, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns a step's SoftmaxState with row_max and row_sum reduced over lanes, and all columns at one scale."""
     acc_o = state.acc_o
     if tile_cfg.V.CODE == "int4":
@@ -432,7 +441,7 @@ def kv_heads_of_cta(first_head, LAYOUT: gl.constexpr, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def output_columns(first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def packed_output_columns(first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the packed columns of a head, or of its part, that the accumulators hold: [HEADS_PER_CTA or 1, PACKED_V,
     1]."""
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
@@ -441,7 +450,7 @@ def output_columns(first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     if tile_cfg.V.PADDED_HEADS > 1:
         o_d = (
             o_d
-            - column_offset_of_heads(
+            - padded_column_offset_of_heads(
                 kv_heads_of_cta(first_head, gl.SliceLayout(1, gl.SliceLayout(2, MMA)), tile_cfg), True, tile_cfg
             )[:, None, None]
         )
@@ -449,7 +458,7 @@ def output_columns(first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def output_mask(m_row, o_d, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def output_row_and_column_mask(m_row, o_d, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the mask of existing rows and columns: a row of `out` may be shorter than one in shared memory."""
     mask = m_row[:, None, :]
     if cfg.DV < cfg.PACK * cfg.PACKED_V:
@@ -460,7 +469,7 @@ def output_mask(m_row, o_d, cfg: gl.constexpr, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_output(
+def store_output_and_lse(
     tensors, strides, state, v_out_scale, first_head, work_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Stores finished rows to `out`, and their LSE."""
@@ -475,7 +484,7 @@ def store_output(
     acc_scale, lse = finalize_softmax_with_sinks(
         state.row_max, state.row_sum, v_out_scale[:, None] * cfg.V_RESIDUAL_SCALE, tensors.SINKS, q_heads, m_row, cfg
     )
-    o_d = output_columns(first_head, cfg, tile_cfg)
+    o_d = packed_output_columns(first_head, cfg, tile_cfg)
     p_row = OUT + tokens * strides.out_t + q_heads * strides.out_h
     if tile_cfg.COLUMN_PARTS > 1:
         p_row += (kv_heads % tile_cfg.COLUMN_PARTS * cfg.DV)[:, None]
@@ -484,7 +493,7 @@ def store_output(
         gl.store(
             p_out + j,
             cast_output(state.acc_o[j] * acc_scale[:, None, :], OUT, cfg),
-            mask=output_mask(m_row, o_d, cfg, tile_cfg),
+            mask=output_row_and_column_mask(m_row, o_d, cfg, tile_cfg),
         )
     if cfg.HAS_LSE:
         gl.store(LSE + tokens * strides.lse_t + q_heads * strides.lse_h, lse, mask=m_row)
@@ -502,7 +511,7 @@ def store_partial(
     partial_slots = partial_slot + 2 * gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, HN)).to(gl.int64)
     p_row = SPLIT_WORKSPACE + (partial_slots[:, None] * cfg.BLOCK_M + o_r[None, :]) * cfg.PARTIAL_COLUMNS
     m_row = (o_r < num_rows_left)[None, :] & (partial_slots >= 0)[:, None]
-    o_d = output_columns(first_head, cfg, tile_cfg)
+    o_d = packed_output_columns(first_head, cfg, tile_cfg)
     if tile_cfg.V.PADDED_HEADS > 1:
         o_d = o_d & (cfg.BLOCK_DV - 1)  # columns of neighbouring heads go behind the head's own
     for j in gl.static_range(gl.constexpr(cfg.PACK)):
@@ -552,10 +561,10 @@ def decode_kernel(
     # Shared memory.
     NUM_BARRIER_GROUPS: gl.constexpr = 2 + num_scale_copies(tile_cfg)
     full_barriers = allocate_full_barriers(NUM_BARRIER_GROUPS, tile_cfg.STAGES)
-    kv_stages = allocate_kv_stages(tile_cfg)
-    rotation_smem = allocate_rotation_smem(kv_stages.k[0], cfg, tile_cfg)
+    smem_kv = allocate_smem_kv(tile_cfg)
+    smem_column_scales = allocate_smem_column_scales(smem_kv.k[0], cfg, tile_cfg)
     if tile_cfg.NUM_QUERY_STAGES > 0:
-        q_stages = allocate_query_stages(Q, cfg, tile_cfg)
+        smem_prefetched_q = allocate_smem_prefetched_q(Q, cfg, tile_cfg)
     if tile_cfg.LARGE_M:
         smem_operands = large_m.allocate_smem_operands(cfg, tile_cfg)
     # Wait for the previous kernel; then padding, and this CTA's range.
@@ -567,7 +576,7 @@ def decode_kernel(
             OUT, LSE, gl.load(CU_SEQLENS_Q + B).to(gl.int32), T, i_cta, gl.num_programs(0), stride_out_t, stride_out_h,
             stride_lse_t, stride_lse_h, cfg, tile_cfg.COLUMN_PARTS,
         )  # fmt: skip
-    rotation_scales = load_rotation_scales_of_heads(
+    column_scales = load_k_and_v_column_scales(
         (K_SIGNS, V_SIGNS), (K_CHANNEL_SCALES, V_CHANNEL_SCALES), first_head, cfg, tile_cfg
     )
     cta_range = assign_equal_cta_range(
@@ -576,7 +585,7 @@ def decode_kernel(
     block, block_end, i_request, n_block_base = (
         cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
     )  # fmt: skip
-    store_rotation_scales(rotation_smem, rotation_scales)
+    store_smem_column_scales(smem_column_scales, column_scales)
     if tile_cfg.K.ROTATION.ENABLED or tile_cfg.V.ROTATION.ENABLED:
         thread_barrier()
     if block < block_end:
@@ -585,12 +594,12 @@ def decode_kernel(
         num_prefetched_q, num_used_q = 0, 0
         for i_prefetch in gl.static_range(gl.constexpr(tile_cfg.STAGES if tile_cfg.LARGE_M else tile_cfg.STAGES - 1)):
             if tile_cfg.NUM_QUERY_STAGES > 0:
-                num_prefetched_q = prefetch_query(
-                    tensors, strides, q_stages, num_prefetched_q, prefetch_pos, block_end, first_head, i_prefetch == 0,
-                    cfg, tile_cfg,
+                num_prefetched_q = prefetch_query_at_tile_begin_and_count(
+                    tensors, strides, smem_prefetched_q, num_prefetched_q, prefetch_pos, block_end, first_head,
+                    i_prefetch == 0, cfg, tile_cfg,
                 )  # fmt: skip
             copy_kv_block(
-                prefetch_pos, i_prefetch, full_barriers, tensor_maps, kv_stages, first_head, block_end, cfg, tile_cfg
+                prefetch_pos, i_prefetch, full_barriers, tensor_maps, smem_kv, first_head, block_end, cfg, tile_cfg
             )
             prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
         # Scales of scores and of outputs.
@@ -618,7 +627,7 @@ def decode_kernel(
         iter = 0
         while block < block_end:
             # Next work tile.
-            i_request, n_block_base, request = advance_to_request(
+            i_request, n_block_base, request = advance_to_request_of_block(
                 SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
             )
             work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
@@ -626,35 +635,37 @@ def decode_kernel(
             mask_args = MaskArgs(
                 work_tile.num_keys, work_tile.num_q_rows, row_begin, work_tile.q_begin, MASK, stride_mask_t
             )
-            unmasked_begin, unmasked_end = unmasked_range(request, cfg)
+            unmasked_begin, unmasked_end = unmasked_n_block_range(request, cfg)
             # Splits of this work tile, if this launch combines them.
             if tile_cfg.FUSED_COMBINE_ROWS > 0:
                 first_range = (n_block_base + work_tile.m_block * work_tile.num_n_blocks) // cta_range.blocks_per_range
                 split_tile = SplitWorkTile(
                     i_range, first_range, count_splits(work_tile, cta_range.blocks_per_range, first_range)
                 )
-                counter_value = read_split_counter(SPLIT_WORKSPACE, split_tile, cfg, tile_cfg)
+                maybe_uninit_counter_value = fetch_split_counter_value(SPLIT_WORKSPACE, split_tile, cfg, tile_cfg)
             # Query, then the main loop.
             if tile_cfg.LARGE_M:
-                score_scales = head_score_scales * large_m.store_query_and_get_scales(
-                    tensors, strides, rotation_smem, work_tile, first_head, smem_operands.q, cfg, tile_cfg
+                score_scales = head_score_scales * large_m.store_query_to_smem_and_return_q_scales(
+                    tensors, strides, smem_column_scales, work_tile, first_head, smem_operands.q, cfg, tile_cfg
                 )
                 state, prefetch_pos, iter = large_m.mainloop(
-                    score_scales, softcap, prefetch_pos, iter, full_barriers, kv_stages, tensor_maps, page_lookup,
+                    score_scales, softcap, prefetch_pos, iter, full_barriers, smem_kv, tensor_maps, page_lookup,
                     smem_operands, i_request, first_head,
                     request.first_n_block + work_tile.n_block_begin, request.first_n_block + work_tile.n_block_end,
                     unmasked_begin, unmasked_end, mask_args, block_end, cfg, tile_cfg,
                 )  # fmt: skip
             else:
                 if tile_cfg.NUM_QUERY_STAGES > 0:
-                    q, q_scales = load_prefetched_query(q_stages, rotation_smem, num_used_q, cfg, tile_cfg)
+                    q, q_scales = wait_and_load_prefetched_query_operands(smem_prefetched_q, smem_column_scales,
+                                                                          num_used_q, cfg, tile_cfg)  # fmt: skip
                     num_used_q += 1
                 else:
-                    q, q_scales = load_query(tensors, strides, rotation_smem, work_tile, first_head, cfg, tile_cfg)
+                    q, q_scales = load_query_operands_and_q_scales(tensors, strides, smem_column_scales, work_tile,
+                                                                   first_head, cfg, tile_cfg)  # fmt: skip
                 score_scales = head_score_scales[:, None] * q_scales
                 step: gl.constexpr = mainloop_step_lazy_rescale if cfg.BLOCK_M > 16 else mainloop_step
                 new_state = (
-                    init_lazy_softmax_state(cfg, tile_cfg) if cfg.BLOCK_M > 16 else init_softmax_state(cfg, tile_cfg)
+                    init_softmax_state_by_lane(cfg, tile_cfg) if cfg.BLOCK_M > 16 else init_softmax_state(cfg, tile_cfg)
                 )
                 for n_block in range(
                     request.first_n_block + work_tile.n_block_begin, request.first_n_block + work_tile.n_block_end
@@ -663,31 +674,31 @@ def decode_kernel(
                     wait_copies(full_barriers, iter, NUM_BARRIER_GROUPS, tile_cfg.STAGES)
                     thread_barrier()
                     if tile_cfg.NUM_QUERY_STAGES > 0:
-                        num_prefetched_q = prefetch_query(
-                            tensors, strides, q_stages, num_prefetched_q, prefetch_pos, block_end, first_head, False,
-                            cfg, tile_cfg,
+                        num_prefetched_q = prefetch_query_at_tile_begin_and_count(
+                            tensors, strides, smem_prefetched_q, num_prefetched_q, prefetch_pos, block_end,
+                            first_head, False, cfg, tile_cfg,
                         )  # fmt: skip
                     copy_kv_block(
-                        prefetch_pos, iter + tile_cfg.STAGES - 1, full_barriers, tensor_maps, kv_stages, first_head,
+                        prefetch_pos, iter + tile_cfg.STAGES - 1, full_barriers, tensor_maps, smem_kv, first_head,
                         block_end, cfg, tile_cfg,
                     )  # fmt: skip
                     prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
                     # QK, mask, online softmax, PV.
                     if (n_block >= unmasked_begin) & (n_block < unmasked_end):
                         new_state = step(
-                            new_state, kv_stages, iter % tile_cfg.STAGES, q, score_scales, softcap, n_block, mask_args,
+                            new_state, smem_kv, iter % tile_cfg.STAGES, q, score_scales, softcap, n_block, mask_args,
                             False, cfg, tile_cfg,
                         )  # fmt: skip
                     else:
                         new_state = step(
-                            new_state, kv_stages, iter % tile_cfg.STAGES, q, score_scales, softcap, n_block, mask_args,
+                            new_state, smem_kv, iter % tile_cfg.STAGES, q, score_scales, softcap, n_block, mask_args,
                             True, cfg, tile_cfg,
                         )  # fmt: skip
                     iter += 1
-                state = reduce_softmax_state(new_state, cfg, tile_cfg)
+                state = reduce_softmax_state_over_lanes(new_state, cfg, tile_cfg)
             # Epilogue: output of an unsplit work tile, else a partial result.
             if tile_cfg.V.ROTATION.ENABLED:
-                state = unrotate_acc(state, rotation_smem, cfg, tile_cfg)
+                state = unrotate_and_scale_acc(state, smem_column_scales, cfg, tile_cfg)
             is_unsplit = work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks
             if (tile_cfg.FUSED_COMBINE_ROWS == 0) & (work_tile.n_block_begin == 0):
                 p_metadata = work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg)
@@ -697,23 +708,22 @@ def decode_kernel(
                 ROW: gl.constexpr = state.row_max.type.layout
                 if is_unsplit:
                     o_r = row_begin + gl.arange(0, cfg.BLOCK_M, ROW)
-                    store_output_of_head(tensors, strides, state, v_out_scale, first_head, work_tile, o_r, cfg)
+                    store_output_and_lse_of_head(tensors, strides, state, v_out_scale, first_head, work_tile, o_r, cfg)
                 else:
                     o_r = gl.arange(0, cfg.BLOCK_M, ROW)
                     store_partial_of_head(
                         SPLIT_WORKSPACE, partial_slot, state, o_r, work_tile.num_q_rows * cfg.GROUP - row_begin, cfg
                     )
             elif is_unsplit:
-                store_output(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
+                store_output_and_lse(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
             else:
                 store_partial(
                     SPLIT_WORKSPACE, partial_slot, state, first_head, work_tile.num_q_rows * cfg.GROUP - row_begin, cfg,
                     tile_cfg,
                 )  # fmt: skip
                 if tile_cfg.FUSED_COMBINE_ROWS > 0:
-                    fused_combine(
-                        tensors, scales, strides, split_tile, counter_value, first_head, work_tile, cfg, tile_cfg
-                    )
+                    arrive_and_combine_if_last(tensors, scales, strides, split_tile, maybe_uninit_counter_value,
+                                               first_head, work_tile, cfg, tile_cfg)  # fmt: skip
             block += work_tile.n_block_end - work_tile.n_block_begin
     if tile_cfg.FUSED_COMBINE_ROWS == 0:
         pdl_launch_dependents()

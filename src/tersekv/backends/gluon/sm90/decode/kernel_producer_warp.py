@@ -4,8 +4,8 @@ Unpacking 4 bits keeps the four consumer warps busy. Starting the copies of an n
 keys, and four times that with pages of 16, so a producer warp does it. For the same reason a warp has all of up to 32
 query rows of its head, and unpacks once (`mainloop_step_lazy_rescale`).
 
-Mask: `kernel.compute_scores_of_mma_tile`. Free stage: `producer`, on empty_barriers. Rescale: `mainloop_step` or
-`mainloop_step_lazy_rescale`, of `kernel`. Combine: `combine_kernel`, in a second launch.
+Mask: `kernel.compute_masked_log2_scores_of_mma_tile`. Free stage: `producer`, on empty_barriers. Rescale:
+`mainloop_step` or `mainloop_step_lazy_rescale`, of `kernel`. Combine: `combine_kernel`, in a second launch.
 """
 
 from triton.experimental import gluon
@@ -16,37 +16,47 @@ from ...versions import thread_barrier
 from ..parts.combine import count_splits, split_metadata_ptr
 from ..parts.dequant import load_scale, load_scale_per_head
 from ..parts.epilogue import zero_padding_rows
-from ..parts.hadamard import allocate_rotation_smem, load_rotation_scales_of_heads, store_rotation_scales, unrotate_acc
-from ..parts.mask import MaskArgs, unmasked_range
+from ..parts.hadamard import (
+    allocate_smem_column_scales,
+    load_k_and_v_column_scales,
+    store_smem_column_scales,
+    unrotate_and_scale_acc,
+)
+from ..parts.mask import MaskArgs, unmasked_n_block_range
 from ..parts.online_softmax import LOG2E
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_launch_dependents, pdl_wait
-from ..parts.tile_scheduler import advance_to_request, assign_rounded_cta_range, load_request_shape, work_tile_at
+from ..parts.tile_scheduler import (
+    advance_to_request_of_block,
+    assign_rounded_cta_range,
+    load_request_shape,
+    work_tile_at,
+)
 from .kernel import (
     AttentionTensors,
     CallScales,
     Strides,
-    init_lazy_softmax_state,
     init_softmax_state,
+    init_softmax_state_by_lane,
     kv_heads_of_cta,
     mainloop_step,
     mainloop_step_lazy_rescale,
-    reduce_softmax_state,
-    store_output,
+    reduce_softmax_state_over_lanes,
+    store_output_and_lse,
     store_partial,
     store_split_metadata,
     work_tile_metadata_ptr,
 )
-from .layouts import allocate_query_smem, mma_layout, store_query_fragment
+from .layouts import allocate_smem_query_operands, mma_layout, store_query_fragment
 from .producer import (
     PageLookup,
     QueryOperands,
     TensorMaps,
     advance_prefetch_position,
-    allocate_kv_stages,
+    allocate_smem_kv,
     copy_kv_tile,
     copy_scale_tile,
     init_prefetch_position,
-    load_query,
+    load_query_operands_and_q_scales,
 )
 
 # ---- producer warp ----
@@ -54,7 +64,7 @@ from .producer import (
 
 @gluon.jit
 def producer(
-    tensor_maps, page_lookup, kv_stages, full_barriers, empty_barriers, first_head, cta_range, cfg: gl.constexpr,
+    tensor_maps, page_lookup, smem_kv, full_barriers, empty_barriers, first_head, cta_range, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies every n_block of the CTA range as stages become free."""
@@ -78,21 +88,21 @@ def producer(
                 n_block * cfg.BLOCK_N + i * (tile_cfg.KEYS_PER_BUFFER // tile_cfg.COPIES_PER_BUFFER)
             ) % cfg.PAGE
             copy_kv_tile(
-                tensor_maps.K, kv_stages.k[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy, page_id, first_head,
+                tensor_maps.K, smem_kv.k[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy, page_id, first_head,
                 page_slot, True, cfg.K_ROWS_PER_PAGE, tile_cfg,
             )  # fmt: skip
             if tile_cfg.K.SCALE_COPY_BYTES > 0:
                 copy_scale_tile(
-                    tensor_maps.K_SCALES, kv_stages.k_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy,
+                    tensor_maps.K_SCALES, smem_kv.k_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy,
                     page_id, first_head, page_slot, True, False, tile_cfg,
                 )  # fmt: skip
             copy_kv_tile(
-                tensor_maps.V, kv_stages.v[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy, page_id, first_head,
+                tensor_maps.V, smem_kv.v[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy, page_id, first_head,
                 page_slot, True, cfg.V_ROWS_PER_PAGE, tile_cfg,
             )  # fmt: skip
             if tile_cfg.V.SCALE_COPY_BYTES > 0:
                 copy_scale_tile(
-                    tensor_maps.V_SCALES, kv_stages.v_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy,
+                    tensor_maps.V_SCALES, smem_kv.v_scales[i // tile_cfg.COPIES_PER_BUFFER], full_barrier, i_copy,
                     page_id, first_head, page_slot, True, True, tile_cfg,
                 )  # fmt: skip
         prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, cta_range.block_end, cfg, tile_cfg)
@@ -103,7 +113,7 @@ def producer(
 
 @gluon.jit
 def consumer(
-    tensors, scales, strides, kv_stages, rotation_smem, q_smem, full_barriers, empty_barriers, cta_range,
+    tensors, scales, strides, smem_kv, smem_column_scales, smem_q, full_barriers, empty_barriers, cta_range,
     cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Processes the n_blocks of the CTA range for HEADS_PER_CTA heads."""
@@ -129,26 +139,28 @@ def consumer(
     iter = 0
     while block < block_end:
         # Next work tile.
-        i_request, n_block_base, request = advance_to_request(
+        i_request, n_block_base, request = advance_to_request_of_block(
             SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
         work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
         row_begin = work_tile.m_block * cfg.BLOCK_M
         # Query: 32 rows stay in shared memory.
-        q, q_scales = load_query(tensors, strides, rotation_smem, work_tile, first_head, cfg, tile_cfg)
+        q, q_scales = load_query_operands_and_q_scales(
+            tensors, strides, smem_column_scales, work_tile, first_head, cfg, tile_cfg
+        )
         if cfg.BLOCK_M > 16:
             thread_barrier()
             for i in gl.static_range(gl.constexpr(tile_cfg.K.PACK)):
-                store_query_fragment(q_smem, i, q.operands[i], cfg, tile_cfg)
+                store_query_fragment(smem_q, i, q.operands[i], cfg, tile_cfg)
             thread_barrier()
-            q = QueryOperands(q_smem, q.row_sums)
+            q = QueryOperands(smem_q, q.row_sums)
         score_scales = head_score_scales[:, None] * q_scales
         mask_args = MaskArgs(
             work_tile.num_keys, work_tile.num_q_rows, row_begin, work_tile.q_begin, MASK, strides.mask_t
         )
-        unmasked_begin, unmasked_end = unmasked_range(request, cfg)
+        unmasked_begin, unmasked_end = unmasked_n_block_range(request, cfg)
         step: gl.constexpr = mainloop_step_lazy_rescale if cfg.BLOCK_M > 16 else mainloop_step
-        state = init_lazy_softmax_state(cfg, tile_cfg) if cfg.BLOCK_M > 16 else init_softmax_state(cfg, tile_cfg)
+        state = init_softmax_state_by_lane(cfg, tile_cfg) if cfg.BLOCK_M > 16 else init_softmax_state(cfg, tile_cfg)
         for n_block in range(
             request.first_n_block + work_tile.n_block_begin, request.first_n_block + work_tile.n_block_end
         ):
@@ -157,25 +169,25 @@ def consumer(
             mbarrier.wait(full_barriers.index(stage), (iter // tile_cfg.STAGES) & 1)
             if (n_block >= unmasked_begin) & (n_block < unmasked_end):
                 state = step(
-                    state, kv_stages, stage, q, score_scales, scales.softcap, n_block, mask_args, False, cfg, tile_cfg
+                    state, smem_kv, stage, q, score_scales, scales.softcap, n_block, mask_args, False, cfg, tile_cfg
                 )
             else:
                 state = step(
-                    state, kv_stages, stage, q, score_scales, scales.softcap, n_block, mask_args, True, cfg, tile_cfg
+                    state, smem_kv, stage, q, score_scales, scales.softcap, n_block, mask_args, True, cfg, tile_cfg
                 )
             thread_barrier()
             mbarrier.arrive(empty_barriers.index(stage))
             iter += 1
         # Epilogue: output of an unsplit work tile, else a partial result.
-        state = reduce_softmax_state(state, cfg, tile_cfg)
+        state = reduce_softmax_state_over_lanes(state, cfg, tile_cfg)
         if tile_cfg.V.ROTATION.ENABLED:
-            state = unrotate_acc(state, rotation_smem, cfg, tile_cfg)
+            state = unrotate_and_scale_acc(state, smem_column_scales, cfg, tile_cfg)
         if work_tile.n_block_begin == 0:
             num_splits = count_splits(work_tile, cta_range.blocks_per_range, cta_range.i_range)
             p_metadata = work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg)
             store_split_metadata(p_metadata, num_splits, cta_range.i_range)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
-            store_output(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
+            store_output_and_lse(tensors, strides, state, v_out_scale, first_head, work_tile, cfg, tile_cfg)
         else:
             partial_slot = 2 * (cta_range.i_range * cfg.HEADS + first_head) + gl.where(
                 work_tile.n_block_begin == 0, 1, 0
@@ -204,9 +216,9 @@ def decode_producer_warp_kernel(
     head_group = i_cta % tile_cfg.HEAD_GROUPS
     SPLIT_METADATA = split_metadata_ptr(SPLIT_WORKSPACE, num_ranges * cfg.HEADS, cfg)
     # Shared memory.
-    kv_stages = allocate_kv_stages(tile_cfg)
-    rotation_smem = allocate_rotation_smem(kv_stages.k[0], cfg, tile_cfg)
-    q_smem = allocate_query_smem(cfg.PACKED_K, cfg, tile_cfg) if cfg.BLOCK_M > 16 else kv_stages.k[0]
+    smem_kv = allocate_smem_kv(tile_cfg)
+    smem_column_scales = allocate_smem_column_scales(smem_kv.k[0], cfg, tile_cfg)
+    smem_q = allocate_smem_query_operands(cfg.PACKED_K, cfg, tile_cfg) if cfg.BLOCK_M > 16 else smem_kv.k[0]
     full_barriers, empty_barriers = allocate_mbarrier_groups(tile_cfg.STAGES, (1, 1))
     fence_async_shared()
     # Wait for the previous kernel; then padding, and this CTA's range.
@@ -216,11 +228,11 @@ def decode_producer_warp_kernel(
             OUT, LSE, gl.load(CU_SEQLENS_Q + B).to(gl.int32), T, i_cta, gl.num_programs(0), stride_out_t, stride_out_h,
             stride_lse_t, stride_lse_h, cfg, tile_cfg.COLUMN_PARTS,
         )  # fmt: skip
-    rotation_scales = load_rotation_scales_of_heads(
+    column_scales = load_k_and_v_column_scales(
         (K_SIGNS, V_SIGNS), (K_CHANNEL_SCALES, V_CHANNEL_SCALES), head_group * tile_cfg.HEADS_PER_CTA, cfg, tile_cfg
     )
     cta_range = assign_rounded_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_group, cfg)
-    store_rotation_scales(rotation_smem, rotation_scales)
+    store_smem_column_scales(smem_column_scales, column_scales)
     tensors = AttentionTensors(Q, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, SPLIT_METADATA)
     scales = CallScales(
         load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E, k_scale, K_SCALE, v_scale, V_SCALE,
@@ -236,14 +248,14 @@ def decode_producer_warp_kernel(
             (
                 consumer,
                 (
-                    tensors, scales, strides, kv_stages, rotation_smem, q_smem, full_barriers, empty_barriers,
+                    tensors, scales, strides, smem_kv, smem_column_scales, smem_q, full_barriers, empty_barriers,
                     cta_range, cfg, tile_cfg,
                 ),
             ),
             (
                 producer,
                 (
-                    tensor_maps, page_lookup, kv_stages, full_barriers, empty_barriers,
+                    tensor_maps, page_lookup, smem_kv, full_barriers, empty_barriers,
                     head_group * tile_cfg.HEADS_PER_CTA, cta_range, cfg, tile_cfg,
                 ),
             ),

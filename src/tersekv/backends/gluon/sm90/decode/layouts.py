@@ -2,8 +2,9 @@
 
 A warp has a KV head, or one in WARPS_PER_HEAD of its query rows; its MMA tiles are 16 keys. Both MMAs run as m16n8k16
 with keys (or V columns) on M and query rows on N, so warps exchange nothing. The order of the contracted dimension is
-free: a lane loads a contiguous run of a key's row, and the same of the query's (`producer.to_query_operands`). V is
-transposed by ldmatrix in 16-bit packed words; tile j of PACK holds the columns PACK * i + j, as in the Triton kernels.
+free: a lane loads a contiguous run of a key's row, and the same of the query's
+(`producer.rotate_to_query_operands_and_q_scales`). V is transposed by ldmatrix in 16-bit packed words; tile j of PACK
+holds the columns PACK * i + j, as in the Triton kernels.
 """
 
 from triton.experimental import gluon
@@ -176,7 +177,7 @@ def _query_smem_copy_layout(PACKED_DIM, ROWS, tile_cfg):
 
 
 @gluon.jit
-def allocate_query_smem(PACKED_DIM: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def allocate_smem_query_operands(PACKED_DIM: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Allocates shared memory for the PACK query operands: the elements of a lane are contiguous."""
     SMEM_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     return gl.allocate_shared_memory(
@@ -185,23 +186,23 @@ def allocate_query_smem(PACKED_DIM: gl.constexpr, cfg: gl.constexpr, tile_cfg: g
 
 
 @gluon.jit
-def store_query_fragment(q_smem, I_TILE: gl.constexpr, q_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def store_query_fragment(smem_q, I_OPERAND: gl.constexpr, q_tile, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Stores a query operand [HEADS_PER_CTA, PACKED_K, BLOCK_M], the right operand, to shared memory."""
     PACKED_DIM: gl.constexpr = cfg.PACKED_K
     q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, PACKED_DIM // 16, 2, 4, 2, cfg.BLOCK_M // 8, 8]).permute(
         [0, 6, 3, 5, 1, 2, 4]
     )
     q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA * 32, PACKED_DIM * cfg.BLOCK_M // 32])
-    q_smem.index(I_TILE).store(
+    smem_q.index(I_OPERAND).store(
         gl.convert_layout(q_tile, _query_smem_copy_layout(PACKED_DIM, cfg.BLOCK_M, tile_cfg), assert_trivial=True)
     )
 
 
 @gluon.jit
-def load_query_fragment(q_smem, I_TILE: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def load_query_fragment(smem_q, I_OPERAND: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Loads a query operand from shared memory."""
     PACKED_DIM: gl.constexpr = cfg.PACKED_K
-    q_tile = q_smem.index(I_TILE).load(_query_smem_copy_layout(PACKED_DIM, cfg.BLOCK_M, tile_cfg))
+    q_tile = smem_q.index(I_OPERAND).load(_query_smem_copy_layout(PACKED_DIM, cfg.BLOCK_M, tile_cfg))
     q_tile = q_tile.reshape([tile_cfg.HEADS_PER_CTA, 8, 4, cfg.BLOCK_M // 8, PACKED_DIM // 16, 2, 2]).permute(
         [0, 4, 5, 2, 6, 3, 1]
     )
@@ -264,15 +265,15 @@ def query_heads_of_rows(kv_heads, o_r, cfg: gl.constexpr, tile_cfg: gl.constexpr
 
 
 @gluon.jit
-def column_offset_of_heads(kv_heads, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
+def padded_column_offset_of_heads(kv_heads, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the packed column of a copied row at which a head's own columns begin
-    (`tensor_maps._padded_head_tiles`)."""
+    (`tensor_maps._padded_group_heads_and_shift`)."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     return kv_heads % SIDE.PADDED_HEADS * SIDE.HEAD_SHIFT
 
 
 @gluon.jit
-def zero_neighbor_columns(packed, tile_cfg: gl.constexpr):
+def zero_neighbor_head_columns_of_k(packed, tile_cfg: gl.constexpr):
     """Returns packed K (k_load_layout) with 0 where a copied row is a neighbour's: 0 × NaN is NaN."""
     LAYOUT: gl.constexpr = packed.type.layout
     HEAD_SHIFT: gl.constexpr = tile_cfg.K.HEAD_SHIFT
@@ -288,7 +289,7 @@ def zero_neighbor_columns(packed, tile_cfg: gl.constexpr):
 @gluon.jit
 def k_to_mma_operand(k, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns K [HEADS_PER_CTA, MMA_KEYS, PACKED_K] (k_load_layout) as the left operand, columns in the order of
-    `producer.to_query_operands`."""
+    `producer.rotate_to_query_operands_and_q_scales`."""
     STRETCH: gl.constexpr = min(cfg.PACKED_K, 64) // 4
     SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.PACKED_K // (4 * STRETCH), 4, STRETCH // 2, 2]
     k = k.reshape(SHAPE).permute([0, 1, 2, 4, 3, 5]).reshape([tile_cfg.HEADS_PER_CTA, tile_cfg.MMA_KEYS, cfg.PACKED_K])
@@ -301,7 +302,7 @@ def k_to_mma_operand(k, cfg: gl.constexpr, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_k_block_scales(scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def load_and_expand_k_block_scales(smem_scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Loads K block scales of an MMA tile [HEADS_PER_CTA, MMA_KEYS, words] as fp16 [HEADS_PER_CTA, MMA_KEYS, PACKED_K]
     in k_load_layout."""
     NUM_WORDS: gl.constexpr = cfg.PACKED_K // 16
@@ -309,7 +310,7 @@ def load_k_block_scales(scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     L4: gl.constexpr = k_scale_load_layout(
         tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_K
     )
-    scale_words = scales.load(gl.SliceLayout(3, L4))[:, :, :, None]
+    scale_words = smem_scales.load(gl.SliceLayout(3, L4))[:, :, :, None]
     i_part = gl.arange(0, PARTS_PER_WORD, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L4))))[
         None, None, None, :
     ]
@@ -357,7 +358,7 @@ def load_k_block_scales(scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_v_block_scales(scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def load_and_expand_v_block_scales(smem_scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Loads V block scales of an MMA tile [HEADS_PER_CTA, words, MMA_KEYS] as fp16 [HEADS_PER_CTA, PACKED_V, MMA_KEYS],
     the left operand's layout."""
     NUM_WORDS: gl.constexpr = cfg.PACKED_V // 16
@@ -365,7 +366,7 @@ def load_v_block_scales(scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
         tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, tile_cfg.MMA_KEYS, cfg.PACKED_V
     )
     L4: gl.constexpr = gl.SliceLayout(3, L5)
-    scale_words = scales.load(gl.SliceLayout(2, L4))[:, :, None, :]
+    scale_words = smem_scales.load(gl.SliceLayout(2, L4))[:, :, None, :]
     odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L4))))[None, None, :, None]
     scale_words, odd = gl.broadcast(
         scale_words, odd + gl.full([tile_cfg.HEADS_PER_CTA, NUM_WORDS, 2, tile_cfg.MMA_KEYS], 0, gl.int32, L4)
@@ -406,7 +407,7 @@ _MOVMATRIX_PTX = gl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
 
 
 @gluon.jit
-def transpose_p(p, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def transpose_p_to_mma_operand(p, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns P [HEADS_PER_CTA, MMA_KEYS, BLOCK_M] in 16 bits (mma_layout) as the right operand of PV.
 
     movmatrix transposes 8 × 8 blocks: its result at index [key, row] is the value of [row, key].

@@ -13,10 +13,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...versions import async_load, reinterpret, tma_load
-from ..parts.dequant import INT4_ODD_SCALE, INT4_RESIDUAL_SCALE, exponent_to_float, mma_dtype, normalize_exponent
-from ..parts.hadamard import rotate_query
+from ..parts.dequant import (
+    INT4_ODD_SCALE,
+    INT4_RESIDUAL_SCALE,
+    exponent_and_inv_scale_of_rows,
+    exponent_to_float,
+    mma_dtype,
+)
+from ..parts.hadamard import scale_and_rotate_query
 from ..parts.tile_scheduler import load_request_shape
-from .layouts import column_offset_of_heads, mma_layout, query_heads_of_rows, query_load_layout
+from .layouts import mma_layout, padded_column_offset_of_heads, query_heads_of_rows, query_load_layout
 
 
 class PageLookup(NamedTuple):
@@ -37,7 +43,7 @@ class TensorMaps(NamedTuple):
     V_SCALES: gl.tensor
 
 
-class KVStages(NamedTuple):
+class SmemKV(NamedTuple):
     """Shared memory of codes and stored scales: a buffer for each copy of an n_block, with all its stages."""
 
     k: tuple
@@ -77,42 +83,42 @@ def num_scale_copies(tile_cfg):
 
 
 @gluon.jit
-def allocate_side_stages(IS_V: gl.constexpr, tile_cfg: gl.constexpr):
+def allocate_smem_codes_and_scales(IS_V: gl.constexpr, tile_cfg: gl.constexpr):
     """Allocates (buffers of codes, buffers of stored scales) of K or V."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
     gl.static_assert((SIDE.CODE == "e2m1") == (SIDE.SCALE_KIND == "block"), "a code that these kernels do not know")
     dtype: gl.constexpr = gl.int32 if SIDE.SCALE_KIND == "block" else gl.float32
     codes, scales = (), ()
     for _ in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
-        stages = gl.allocate_shared_memory(gl.int16, SIDE.SMEM_SHAPE, SIDE.SMEM_LAYOUT)
-        codes = codes + (stages,)
+        smem = gl.allocate_shared_memory(gl.int16, SIDE.SMEM_SHAPE, SIDE.SMEM_LAYOUT)
+        codes = codes + (smem,)
         if SIDE.SCALE_COPY_BYTES > 0:
             # A tensor copy needs a destination aligned to 128 bytes, which a plain layout does not guarantee.
-            stages = gl.allocate_shared_memory(
+            smem = gl.allocate_shared_memory(
                 dtype,
                 [tile_cfg.STAGES * tile_cfg.COPIES_PER_BUFFER * SIDE.SCALE_SMEM_PITCH // 128, 1, 32],
                 gl.NVMMASharedLayout(0, 32, 2),
             )
-            scales = scales + (reinterpret(stages, dtype, SIDE.SCALE_SMEM_SHAPE, SIDE.SCALE_SMEM_LAYOUT),)
+            scales = scales + (reinterpret(smem, dtype, SIDE.SCALE_SMEM_SHAPE, SIDE.SCALE_SMEM_LAYOUT),)
         else:
-            scales = scales + (stages,)  # never read
+            scales = scales + (smem,)  # never read
     return codes, scales
 
 
 @gluon.jit
-def allocate_kv_stages(tile_cfg: gl.constexpr):
+def allocate_smem_kv(tile_cfg: gl.constexpr):
     """Allocates the KVStages of codes and stored scales."""
-    k, k_scales = allocate_side_stages(False, tile_cfg)
-    v, v_scales = allocate_side_stages(True, tile_cfg)
-    return KVStages(k, k_scales, v, v_scales)
+    k, k_scales = allocate_smem_codes_and_scales(False, tile_cfg)
+    v, v_scales = allocate_smem_codes_and_scales(True, tile_cfg)
+    return SmemKV(k, k_scales, v, v_scales)
 
 
 @gluon.jit
-def smem_codes_of_mma_tile(stages, i_tile, PACKED_DIM: gl.constexpr, tile_cfg: gl.constexpr):
+def smem_codes_of_mma_tile(smem_codes, i_tile, PACKED_DIM: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the codes of MMA tile i_tile of the ring: [HEADS_PER_CTA, MMA_KEYS, PACKED_DIM]. A row in shared memory
-    may hold several heads (`tensor_maps.merge_adjacent_heads`); a tile may consist of two copies
+    may hold several heads (`tensor_maps.pack_heads_into_swizzle_128b_rows`); a tile may consist of two copies
     (`tensor_maps.make_kv_layout`)."""
-    tile = stages.index(i_tile)
+    tile = smem_codes.index(i_tile)
     if tile_cfg.COPIES_PER_BUFFER == 2:  # [halves, panels, rows, 8, packed]
         SHAPE: gl.constexpr = [tile.shape[2], tile_cfg.MMA_KEYS, tile.shape[1] * tile.shape[4]]
         tile = tile.permute([2, 0, 3, 1, 4]).reshape(SHAPE)
@@ -127,12 +133,12 @@ def smem_codes_of_mma_tile(stages, i_tile, PACKED_DIM: gl.constexpr, tile_cfg: g
 
 
 @gluon.jit
-def smem_scales_of_mma_tile(scale_stages, i_tile, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
+def smem_scales_of_mma_tile(smem_scales, i_tile, IS_V: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the stored scales of MMA tile i_tile of the ring: [HEADS_PER_CTA, MMA_KEYS], or [HEADS_PER_CTA, MMA_KEYS,
     SCALE_WORDS]. Where the pitch of a copy exceeds its bytes, the ring has a multiple of the tiles."""
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
-    tile = scale_stages.index(
-        i_tile * (scale_stages.shape[0] // (tile_cfg.STAGES * tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS))
+    tile = smem_scales.index(
+        i_tile * (smem_scales.shape[0] // (tile_cfg.STAGES * tile_cfg.KEYS_PER_BUFFER // tile_cfg.MMA_KEYS))
     )
     if not SIDE.SCALE_ROWS_ARE_KEYS:
         if tile_cfg.COPIES_PER_BUFFER == 2 and SIDE.SCALE_KIND == "block":  # [halves, heads, 8, words]
@@ -213,13 +219,13 @@ def smem_copy_shape(tile_cfg, box, padding=1):
 
 @gluon.jit
 def copy_kv_tile(
-    TENSOR_MAP, stages, full_barrier, i_copy, page_id, first_head, page_slot, enabled, ROWS_PER_PAGE: gl.constexpr,
+    TENSOR_MAP, smem_codes, full_barrier, i_copy, page_id, first_head, page_slot, enabled, ROWS_PER_PAGE: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies the codes of a buffer's keys, or of half of them, from one page; tiles of 16 keys in shared memory."""
     SMEM_SHAPE: gl.constexpr = smem_copy_shape(tile_cfg, TENSOR_MAP.block_shape)
     KEYS_PER_COPY: gl.constexpr = tile_cfg.MMA_KEYS // tile_cfg.COPIES_PER_BUFFER
-    smem = reinterpret(stages, stages.dtype, SMEM_SHAPE, TENSOR_MAP.layout).index(i_copy)
+    smem = reinterpret(smem_codes, smem_codes.dtype, SMEM_SHAPE, TENSOR_MAP.layout).index(i_copy)
     if ROWS_PER_PAGE == 0:
         coords = [
             page_id,
@@ -227,8 +233,8 @@ def copy_kv_tile(
             first_head // (tile_cfg.HEADS_PER_CTA // SMEM_SHAPE[-3]),
             0,
             0,
-        ]  # a row may hold several heads (`merge_adjacent_heads`)
-    elif len(SMEM_SHAPE) == 6:  # heads in groups (`tensor_maps._padded_head_tiles`)
+        ]  # a row may hold several heads (`pack_heads_into_swizzle_128b_rows`)
+    elif len(SMEM_SHAPE) == 6:  # heads in groups (`tensor_maps._padded_group_heads_and_shift`)
         coords = [(page_id * ROWS_PER_PAGE + page_slot) // KEYS_PER_COPY, first_head // SMEM_SHAPE[-3], 0, 0, 0]
     else:
         coords = [
@@ -240,7 +246,7 @@ def copy_kv_tile(
 
 @gluon.jit
 def copy_scale_tile(
-    TENSOR_MAP, stages, full_barrier, i_copy, page_id, first_head, page_slot, enabled, IS_V: gl.constexpr,
+    TENSOR_MAP, smem_scales, full_barrier, i_copy, page_id, first_head, page_slot, enabled, IS_V: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies their stored scales. 16 scales of one head are 64 bytes and fill half of their 128-byte pitch."""
@@ -252,7 +258,7 @@ def copy_scale_tile(
     KEYS_PER_COPY: gl.constexpr = tile_cfg.MMA_KEYS // tile_cfg.COPIES_PER_BUFFER
     if SIDE.SCALE_KIND == "token_head":
         first_head = first_head // tile_cfg.COLUMN_PARTS
-    smem = reinterpret(stages, stages.dtype, SMEM_SHAPE, TENSOR_MAP.layout).index(i_copy)
+    smem = reinterpret(smem_scales, smem_scales.dtype, SMEM_SHAPE, TENSOR_MAP.layout).index(i_copy)
     if SIDE.SCALE_SMEM_PITCH > SIDE.SCALE_COPY_BYTES:
         smem = smem.slice(0, NUM_TILES)
     if SIDE.SCALE_ROWS_PER_PAGE == 0:
@@ -269,7 +275,7 @@ def copy_scale_tile(
 
 @gluon.jit
 def copy_kv_block(
-    prefetch_pos, iter, full_barriers, tensor_maps, kv_stages, first_head, block_end, cfg: gl.constexpr,
+    prefetch_pos, iter, full_barriers, tensor_maps, smem_kv, first_head, block_end, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of the n_block at prefetch_pos into the stage of this iteration."""
@@ -288,8 +294,8 @@ def copy_kv_block(
     for i in gl.static_range(NUM_COPIES):
         page_id, i_copy = prefetch_pos.page_ids[i], stage * tile_cfg.COPIES_PER_BUFFER + i % tile_cfg.COPIES_PER_BUFFER
         page_slot = (n_block * cfg.BLOCK_N + i * (tile_cfg.KEYS_PER_BUFFER // tile_cfg.COPIES_PER_BUFFER)) % cfg.PAGE
-        k, k_scales = kv_stages.k[i // tile_cfg.COPIES_PER_BUFFER], kv_stages.k_scales[i // tile_cfg.COPIES_PER_BUFFER]
-        v, v_scales = kv_stages.v[i // tile_cfg.COPIES_PER_BUFFER], kv_stages.v_scales[i // tile_cfg.COPIES_PER_BUFFER]
+        k, k_scales = smem_kv.k[i // tile_cfg.COPIES_PER_BUFFER], smem_kv.k_scales[i // tile_cfg.COPIES_PER_BUFFER]
+        v, v_scales = smem_kv.v[i // tile_cfg.COPIES_PER_BUFFER], smem_kv.v_scales[i // tile_cfg.COPIES_PER_BUFFER]
         copy_kv_tile(
             tensor_maps.K, k, full_barriers[0].index(stage), i_copy, page_id, first_head, page_slot, enabled,
             cfg.K_ROWS_PER_PAGE, tile_cfg,
@@ -315,7 +321,7 @@ def copy_kv_block(
 
 
 @gluon.constexpr_function
-def _query_copy_layout(tile_cfg, cfg, itemsize):
+def _query_cp_async_layout(tile_cfg, cfg, itemsize):
     """Returns the layout of [heads, rows, columns]: a lane copies 16 bytes."""
     lanes = min(32, cfg.D * itemsize // 16)
     return gl.BlockedLayout(
@@ -324,7 +330,7 @@ def _query_copy_layout(tile_cfg, cfg, itemsize):
 
 
 @gluon.jit
-def allocate_query_stages(Q, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def allocate_smem_prefetched_q(Q, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Allocates a ring of queries [HEADS_PER_CTA, BLOCK_M, D]: of as many work tiles as may begin in the prefetched
     n_blocks."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -345,7 +351,8 @@ def query_row_ptrs(Q, strides, q_begin, kv_heads, o_r, cfg: gl.constexpr, tile_c
 
 
 @gluon.jit
-def prefetch_query(tensors, strides, q_stages, num_prefetched_q, prefetch_pos, block_end, first_head,
+def prefetch_query_at_tile_begin_and_count(tensors, strides, smem_prefetched_q, num_prefetched_q, prefetch_pos,
+block_end, first_head,
                    IS_FIRST: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
     """Starts the copy of the query at prefetch_pos, if its n_block is the first of the CTA range or of a work tile.
 
@@ -353,7 +360,7 @@ def prefetch_query(tensors, strides, q_stages, num_prefetched_q, prefetch_pos, b
     """
     Q, CU_SEQLENS_Q = tensors.Q, tensors.CU_SEQLENS_Q
     if (prefetch_pos.block < block_end) & (IS_FIRST | (prefetch_pos.n_block == 0)):
-        L: gl.constexpr = _query_copy_layout(tile_cfg, cfg, Q.dtype.element_ty.primitive_bitwidth // 8)
+        L: gl.constexpr = _query_cp_async_layout(tile_cfg, cfg, Q.dtype.element_ty.primitive_bitwidth // 8)
         h = first_head + gl.arange(0, tile_cfg.HEADS_PER_CTA, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
         o_r = (
             prefetch_pos.m_block * cfg.BLOCK_M
@@ -367,14 +374,14 @@ def prefetch_query(tensors, strides, q_stages, num_prefetched_q, prefetch_pos, b
             q_begin, num_q_rows = prefetch_pos.i_request * cfg.MAX_SEQLEN_Q, cfg.MAX_SEQLEN_Q
         p_q = query_row_ptrs(Q, strides, q_begin, h, o_r, cfg, tile_cfg) + o_d
         valid, p_q = gl.broadcast(o_r < num_q_rows * cfg.GROUP, p_q)
-        async_load(q_stages.index(num_prefetched_q % tile_cfg.NUM_QUERY_STAGES), p_q, mask=valid)
+        async_load(smem_prefetched_q.index(num_prefetched_q % tile_cfg.NUM_QUERY_STAGES), p_q, mask=valid)
         async_copy.commit_group()
         num_prefetched_q += 1
     return num_prefetched_q
 
 
 @gluon.jit
-def to_query_operands(x, rotation_smem, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def rotate_to_query_operands_and_q_scales(q, smem_column_scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns a query [HEADS_PER_CTA, BLOCK_M, D] (query_load_layout) as QueryOperands, and a scale of its scores
     [HEADS_PER_CTA, BLOCK_M].
 
@@ -382,34 +389,34 @@ def to_query_operands(x, rotation_smem, cfg: gl.constexpr, tile_cfg: gl.constexp
     """
     MMA: gl.constexpr = mma_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    x = rotate_query(x.to(gl.float32), rotation_smem, 2, cfg, tile_cfg)
-    exponent, inv_scale = normalize_exponent(gl.max(gl.abs(x), 2))
-    x = (x * inv_scale[:, :, None]).to(mma_dtype(cfg))
+    q = scale_and_rotate_query(q.to(gl.float32), smem_column_scales, 2, cfg, tile_cfg)
+    exponent, inv_scale = exponent_and_inv_scale_of_rows(gl.max(gl.abs(q), 2))
+    q = (q * inv_scale[:, :, None]).to(mma_dtype(cfg))
     L: gl.constexpr = gl.SliceLayout(1, MMA)
     q_scales = gl.convert_layout(exponent_to_float(exponent) * cfg.K_RESIDUAL_SCALE, L)
     row_sums = q_scales  # not used
     if tile_cfg.K.CODE == "int4":  # at the scale of the QK accumulator
-        row_sums = gl.convert_layout(gl.sum(x.to(gl.float32), 2) * (1.0 / INT4_RESIDUAL_SCALE), L)
+        row_sums = gl.convert_layout(gl.sum(q.to(gl.float32), 2) * (1.0 / INT4_RESIDUAL_SCALE), L)
     # [heads, rows, panels of a row, lanes, pairs of packed words, …] → operand j: the j-th codes. Four codes of a word
     # are adjacent; of one or two codes, those of the pair are.
     PAIRS: gl.constexpr = min(cfg.PACKED_K, 64) // 8
     SHAPE: gl.constexpr = [tile_cfg.HEADS_PER_CTA, cfg.BLOCK_M, cfg.PACKED_K // (8 * PAIRS), 4, PAIRS]
     if tile_cfg.K.PACK == 4:
-        x = x.reshape(SHAPE + [2, 4]).permute([0, 2, 4, 3, 5, 1, 6])
-        even_codes, odd_codes = x.reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_K, cfg.BLOCK_M, 2, 2]).split()
+        q = q.reshape(SHAPE + [2, 4]).permute([0, 2, 4, 3, 5, 1, 6])
+        even_codes, odd_codes = q.reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_K, cfg.BLOCK_M, 2, 2]).split()
         zeroth, second = even_codes.split()
         first, third = odd_codes.split()
         if tile_cfg.K.CODE == "int4":
-            zeroth, second = (zeroth * INT4_ODD_SCALE).to(x.dtype), (second * INT4_ODD_SCALE).to(x.dtype)
+            zeroth, second = (zeroth * INT4_ODD_SCALE).to(q.dtype), (second * INT4_ODD_SCALE).to(q.dtype)
         tiles = (zeroth, first, second, third)
     else:
         PACK: gl.constexpr = tile_cfg.K.PACK
-        x = (
-            x.reshape(SHAPE + [PACK, 2])
+        q = (
+            q.reshape(SHAPE + [PACK, 2])
             .permute([0, 2, 4, 3, 6, 1, 5])
             .reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_K, cfg.BLOCK_M, PACK])
         )
-        tiles = x.split() if PACK == 2 else (x.reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_K, cfg.BLOCK_M]),)
+        tiles = q.split() if PACK == 2 else (q.reshape([tile_cfg.HEADS_PER_CTA, cfg.PACKED_K, cfg.BLOCK_M]),)
     operands = ()
     for j in gl.static_range(gl.constexpr(tile_cfg.K.PACK)):
         operands = operands + (gl.convert_layout(tiles[j], B, assert_trivial=True),)
@@ -417,17 +424,21 @@ def to_query_operands(x, rotation_smem, cfg: gl.constexpr, tile_cfg: gl.constexp
 
 
 @gluon.jit
-def load_prefetched_query(q_stages, rotation_smem, i, cfg: gl.constexpr, tile_cfg: gl.constexpr):
-    """Loads the i-th prefetched query from shared memory; returns as `to_query_operands`."""
+def wait_and_load_prefetched_query_operands(
+    smem_prefetched_q, smem_column_scales, i_query, cfg: gl.constexpr, tile_cfg: gl.constexpr
+):
+    """Loads prefetched query i_query from shared memory; returns as `rotate_to_query_operands_and_q_scales`."""
     async_copy.wait_group(0)
-    x = q_stages.index(i % tile_cfg.NUM_QUERY_STAGES).load(
+    x = smem_prefetched_q.index(i_query % tile_cfg.NUM_QUERY_STAGES).load(
         query_load_layout(tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, cfg.BLOCK_M, cfg.PACKED_K, tile_cfg.K.PACK)
     )
-    return to_query_operands(x, rotation_smem, cfg, tile_cfg)
+    return rotate_to_query_operands_and_q_scales(x, smem_column_scales, cfg, tile_cfg)
 
 
 @gluon.jit
-def load_query(tensors, strides, rotation_smem, work_tile, first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def load_query_operands_and_q_scales(
+    tensors, strides, smem_column_scales, work_tile, first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr
+):
     """Loads a work tile's query that was not prefetched; a lane loads the same columns as of its keys."""
     L: gl.constexpr = query_load_layout(
         tile_cfg.HEADS_PER_CTA, tile_cfg.WARPS_PER_HEAD, cfg.BLOCK_M, cfg.PACKED_K, tile_cfg.K.PACK
@@ -439,11 +450,11 @@ def load_query(tensors, strides, rotation_smem, work_tile, first_head, cfg: gl.c
     )
     o_d = gl.arange(0, cfg.D, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     if tile_cfg.K.PADDED_HEADS > 1:
-        o_d = o_d - tile_cfg.K.PACK * column_offset_of_heads(h, False, tile_cfg)
+        o_d = o_d - tile_cfg.K.PACK * padded_column_offset_of_heads(h, False, tile_cfg)
     p_q = query_row_ptrs(tensors.Q, strides, work_tile.q_begin, h, o_r, cfg, tile_cfg) + o_d
     valid, p_q = gl.broadcast(o_r < work_tile.num_q_rows * cfg.GROUP, p_q)
     if tile_cfg.Q_HEAD_DIM < cfg.D:
         valid = valid & (o_d < tile_cfg.Q_HEAD_DIM)
     if tile_cfg.K.PADDED_HEADS > 1:
         valid = valid & (o_d >= 0)
-    return to_query_operands(gl.load(p_q, mask=valid, other=0.0), rotation_smem, cfg, tile_cfg)
+    return rotate_to_query_operands_and_q_scales(gl.load(p_q, mask=valid, other=0.0), smem_column_scales, cfg, tile_cfg)

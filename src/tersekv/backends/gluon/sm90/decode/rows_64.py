@@ -5,8 +5,8 @@ them to fp16 in a ring of CONVERTED_STAGES, once for all rows. Each consumer war
 all keys (N) with wgmma, and waits only where the converted ring is empty. Item 2 k of that ring is K of the k-th
 n_block, item 2 k + 1 its V. Columns in shared memory keep the order of the conversion (`logical_column`).
 
-Mask: `softmax_step`. Free stage: `producer_acquire` in `converter`. Rescale: lazy, `rescale_acc`. Combine:
-`combine_kernel`, in a second launch.
+Mask: `lazy_softmax_step_with_p_sums`. Free stage: `producer_acquire` in `converter`. Rescale: lazy, `rescale_acc`.
+Combine: `combine_kernel`, in a second launch.
 """
 
 from typing import NamedTuple
@@ -24,36 +24,36 @@ from ...versions import reinterpret, thread_barrier
 from ..parts.combine import count_splits, split_metadata_ptr
 from ..parts.dequant import (
     BLOCK_SCALE_PTX,
-    dequant_e2m1,
-    dequant_int4_rows,
-    dequant_k,
+    convert_k_codes_to_mma_operands,
+    dequant_e2m1_to_4_operands,
+    exponent_and_inv_scale_of_rows,
     exponent_to_float,
+    int4_rows_minus_zero_points_to_operands,
     int4_zero_points,
     load_scale,
     load_scale_per_head,
     log2_and_reciprocal,
     logical_column,
-    normalize_exponent,
 )
 from ..parts.epilogue import zero_padding_rows
 from ..parts.hadamard import (
-    allocate_rotation_smem,
-    load_rotation_scales_of_heads,
-    rotate_query,
-    store_rotation_scales,
-    unrotate_acc,
+    allocate_smem_column_scales,
+    load_k_and_v_column_scales,
+    scale_and_rotate_query,
+    store_smem_column_scales,
+    unrotate_and_scale_acc,
 )
-from ..parts.mask import MaskArgs, is_visible_in_block, unmasked_range, valid_keys
+from ..parts.mask import MaskArgs, is_visible_in_block, unmasked_n_block_range, valid_keys_mask
 from ..parts.online_softmax import (
     LAZY_ROW_MAX_PTX,
     LOG2E,
     SoftmaxState,
-    apply_softcap,
-    lane_row_sums,
-    pack_p,
-    rescale_ptx,
+    apply_softcap_to_log2_scores,
+    pack_p_16bit,
+    rescale_ptx_and_constraints,
+    row_sums_by_lane,
     split_columns,
-    unpack_p,
+    unpack_p_16bit,
 )
 from ..parts.pipeline import (
     allocate_full_barriers,
@@ -66,18 +66,18 @@ from ..parts.pipeline import (
     stage_and_phase,
     sync_and_arrive,
 )
-from ..parts.tile_scheduler import advance_to_request, assign_equal_cta_range, load_request_shape, work_tile_at
+from ..parts.tile_scheduler import advance_to_request_of_block, assign_equal_cta_range, load_request_shape, work_tile_at
 from .kernel import AttentionTensors, CallScales, Strides, store_split_metadata, work_tile_metadata_ptr
 from .producer import (
     PageLookup,
     TensorMaps,
     advance_prefetch_position,
-    allocate_kv_stages,
+    allocate_smem_kv,
     copy_kv_block,
     init_prefetch_position,
     query_row_ptrs,
 )
-from .shared_tiles import store_output_of_head, store_partial_of_head
+from .shared_tiles import store_output_and_lse_of_head, store_partial_of_head
 
 SCALE_STAGES = gl.constexpr(4)  # n_blocks of stored scales in shared memory
 # Per n_block: K scales; log2 and reciprocals of V scales; zero points of V and K.
@@ -116,7 +116,7 @@ def packed_per_lane(PACKED_DIM, tile_cfg):
 
 
 @gluon.constexpr_function
-def packed_layout(PACKED_DIM, tile_cfg):
+def packed_codes_layout(PACKED_DIM, tile_cfg):
     """Returns the layout of codes [keys, PACKED_DIM]: eight lanes hold the same columns of eight keys, in different
     banks."""
     NUM_WARPS_DOWN = min(4, tile_cfg.KEYS_PER_BUFFER // 8)
@@ -126,7 +126,7 @@ def packed_layout(PACKED_DIM, tile_cfg):
 
 
 @gluon.constexpr_function
-def packed_blocks_layout(PACKED_DIM, tile_cfg):
+def packed_codes_by_block_layout(PACKED_DIM, tile_cfg):
     """Returns the same layout of 4-bit codes as [keys, blocks, 4 packed]."""
     NUM_WARPS_DOWN = min(4, tile_cfg.KEYS_PER_BUFFER // 8)
     return gl.BlockedLayout(
@@ -175,7 +175,7 @@ def load_scales_of_copy(SCALES, page_table, page_id, kv_head, first_key, o_n, m_
 
 
 @gluon.jit
-def load_stored_scales(
+def load_stored_k_and_v_scales(
     tensor_maps, page_table, page_id, kv_head, n_block, num_keys, num_q_rows, enabled, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
@@ -183,14 +183,14 @@ def load_stored_scales(
     keys."""
     K_SCALES, V_SCALES = tensor_maps.K_SCALES, tensor_maps.V_SCALES
     if cfg.BLOCK_SCALES:
-        L: gl.constexpr = gl.SliceLayout(2, packed_blocks_layout(cfg.PACKED_K, tile_cfg))
+        L: gl.constexpr = gl.SliceLayout(2, packed_codes_by_block_layout(cfg.PACKED_K, tile_cfg))
         k, v = (), ()
         for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
             first_key, o_n = (
                 n_block * cfg.BLOCK_N + j * tile_cfg.KEYS_PER_BUFFER,
                 gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, L)),
             )
-            m_key = enabled & valid_keys(first_key + o_n, num_keys, num_q_rows, cfg)
+            m_key = enabled & valid_keys_mask(first_key + o_n, num_keys, num_q_rows, cfg)
             k = k + (
                 load_scales_of_copy(
                     K_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, False, L, cfg, tile_cfg
@@ -204,7 +204,7 @@ def load_stored_scales(
         return k, v
     elif cfg.TOKEN_SCALES:
         first_key, o_n = n_block * cfg.BLOCK_N, gl.arange(0, cfg.BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
-        m_key = enabled & valid_keys(first_key + o_n, num_keys, num_q_rows, cfg)
+        m_key = enabled & valid_keys_mask(first_key + o_n, num_keys, num_q_rows, cfg)
         k = load_scales_of_copy(
             K_SCALES, page_table, page_id, kv_head, first_key, o_n, m_key, False, None, cfg, tile_cfg
         )
@@ -216,7 +216,7 @@ def load_stored_scales(
 
 
 @gluon.jit
-def store_zero_points(converted_stages, iter, scales, cfg: gl.constexpr):
+def store_zero_points_to_smem(converted_stages, iter, scales, cfg: gl.constexpr):
     """Stores the zero points of an n_block's int4 rows to shared memory, for the threads that convert these rows."""
     if cfg.CODE == "int4":
         packed_zeros = (int4_zero_points(scales[1]) << 4) | int4_zero_points(scales[0])
@@ -227,13 +227,13 @@ def store_zero_points(converted_stages, iter, scales, cfg: gl.constexpr):
 
 
 @gluon.jit
-def block_scales_or_zero_points(
+def get_block_scales_or_load_zero_points(
     converted_stages, iter, scales, IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
-    """Returns what `dequant_block` needs beside codes: block scales as loaded, or zero points, per buffer
+    """Returns what `dequant_block_to_fp16` needs beside codes: block scales as loaded, or zero points, per buffer
     [KEYS_PER_BUFFER]."""
     if cfg.CODE == "int4":
-        L: gl.constexpr = gl.SliceLayout(1, packed_layout(cfg.PACKED_K, tile_cfg))
+        L: gl.constexpr = gl.SliceLayout(1, packed_codes_layout(cfg.PACKED_K, tile_cfg))
         packed_zeros = converted_stages.token_scales.index(iter % SCALE_STAGES * NUM_SCALE_VECTORS + 3)
         zero_points = ()
         for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
@@ -252,7 +252,7 @@ def block_scales_or_zero_points(
 
 
 @gluon.jit
-def load_packed_block(stages, full_barriers, iter, enabled, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def wait_and_load_packed_block(smem_codes, full_barriers, iter, enabled, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Waits for an iteration's codes and loads them: per buffer [KEYS_PER_BUFFER, PACKED_K]."""
     stage, phase = stage_and_phase(iter, tile_cfg.STAGES)
     mbarrier.wait(full_barriers.index(stage), phase, pred=enabled)
@@ -260,9 +260,9 @@ def load_packed_block(stages, full_barriers, iter, enabled, cfg: gl.constexpr, t
     packed = ()
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
         codes = reinterpret(
-            stages[j], gl.int16, [tile_cfg.STAGES, tile_cfg.KEYS_PER_BUFFER, cfg.PACKED_K], LAYOUT
+            smem_codes[j], gl.int16, [tile_cfg.STAGES, tile_cfg.KEYS_PER_BUFFER, cfg.PACKED_K], LAYOUT
         ).index(stage)
-        packed = packed + (codes.load(packed_layout(cfg.PACKED_K, tile_cfg)),)
+        packed = packed + (codes.load(packed_codes_layout(cfg.PACKED_K, tile_cfg)),)
     return packed
 
 
@@ -270,42 +270,44 @@ def load_packed_block(stages, full_barriers, iter, enabled, cfg: gl.constexpr, t
 def expand_block_scales(scale_bytes, PACKED_DIM: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_DIM], in the layout of the
     codes."""
-    L3: gl.constexpr = packed_blocks_layout(PACKED_DIM, tile_cfg)
+    L3: gl.constexpr = packed_codes_by_block_layout(PACKED_DIM, tile_cfg)
     block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes.to(gl.int16)], gl.float16, True, 1)
     block_scales, _ = gl.broadcast(
         block_scales[:, :, None], gl.full([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 4, 4], 0, gl.float16, L3)
     )
     return gl.convert_layout(
         block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM]),
-        packed_layout(PACKED_DIM, tile_cfg),
+        packed_codes_layout(PACKED_DIM, tile_cfg),
         assert_trivial=True,
     )
 
 
 @gluon.jit
-def dequant_block(packed, dequant_scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def dequant_block_to_fp16(packed, dequant_scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns codes as fp16, per buffer [KEYS_PER_BUFFER, PACK × PACKED_K]."""
     PACKED_DIM: gl.constexpr = cfg.PACKED_K
     out = ()
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
         if cfg.PACK == 4:
             if cfg.BLOCK_SCALES:
-                halves = dequant_e2m1(packed[j], expand_block_scales(dequant_scales[j], PACKED_DIM, tile_cfg), True)
+                halves = dequant_e2m1_to_4_operands(
+                    packed[j], expand_block_scales(dequant_scales[j], PACKED_DIM, tile_cfg), True
+                )
             else:
                 gl.static_assert(cfg.CODE == "int4", "a code that this kernel does not know")
-                halves = dequant_int4_rows(packed[j], dequant_scales[j])
+                halves = int4_rows_minus_zero_points_to_operands(packed[j], dequant_scales[j])
             low0, low1, high0, high1 = halves
             x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
             x = x.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
         else:
-            low, high = dequant_k(packed[j], cfg)
+            low, high = convert_k_codes_to_mma_operands(packed[j], cfg)
             x = gl.join(low, high).reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 2, 2, 2]).permute([0, 1, 3, 2])
         out = out + (x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * PACKED_DIM]),)
     return out
 
 
 @gluon.jit
-def zero_invalid_v(packed, n_block, num_keys, num_q_rows, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def zero_invalid_v_codes(packed, n_block, num_keys, num_q_rows, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns V codes with zeros for keys that no row sees: P = 0 does not hide NaN."""
     out = ()
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
@@ -314,12 +316,12 @@ def zero_invalid_v(packed, n_block, num_keys, num_q_rows, cfg: gl.constexpr, til
             + j * tile_cfg.KEYS_PER_BUFFER
             + gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, packed[j].type.layout))
         )
-        out = out + (gl.where(valid_keys(o_n, num_keys, num_q_rows, cfg)[:, None], packed[j], 0),)
+        out = out + (gl.where(valid_keys_mask(o_n, num_keys, num_q_rows, cfg)[:, None], packed[j], 0),)
     return out
 
 
 @gluon.jit
-def store_converted_block(block, converted_kv, stage, tile_cfg: gl.constexpr):
+def store_converted_block_to_smem(block, converted_kv, stage, tile_cfg: gl.constexpr):
     """Stores fp16 buffers of an n_block to a stage of the converted ring."""
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
         converted_kv.index(stage).slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER).store(block[j])
@@ -338,7 +340,7 @@ def arrive_converted_full(converted_stages, converted_iter, tile_cfg: gl.constex
 
 @gluon.jit
 def converter(
-    tensor_maps, page_lookup, kv_stages, full_barriers, converted_stages, cta_range, cfg: gl.constexpr,
+    tensor_maps, page_lookup, smem_kv, full_barriers, converted_stages, cta_range, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Copies every n_block of the CTA range and converts it to fp16."""
@@ -350,15 +352,13 @@ def converter(
     prefetch_pos = init_prefetch_position(page_lookup, cta_range, cfg, tile_cfg)
     # Prologue: fill the ring of codes.
     for i_prefetch in gl.static_range(gl.constexpr(tile_cfg.STAGES)):
-        copy_kv_block(
-            prefetch_pos, i_prefetch, full_barriers, tensor_maps, kv_stages, kv_head, block_end, cfg, tile_cfg
-        )
+        copy_kv_block(prefetch_pos, i_prefetch, full_barriers, tensor_maps, smem_kv, kv_head, block_end, cfg, tile_cfg)
         prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
     request = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, block < block_end, cfg)
-    packed = load_packed_block(kv_stages.k, full_barriers[0], iter, num_blocks > 0, cfg, tile_cfg)
+    packed = wait_and_load_packed_block(smem_kv.k, full_barriers[0], iter, num_blocks > 0, cfg, tile_cfg)
     while block < block_end:
         # Next work tile.
-        i_request, n_block_base, request = advance_to_request(
+        i_request, n_block_base, request = advance_to_request_of_block(
             SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
         work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
@@ -367,22 +367,25 @@ def converter(
         n_block_end = request.first_n_block + work_tile.n_block_end
         last_block, n_block_begin = n_block_end - 1, request.first_n_block + work_tile.n_block_begin
         page_id = load_page_id(page_table, n_block_begin, num_keys > 0, cfg)
-        next_scales = load_stored_scales(
+        next_scales = load_stored_k_and_v_scales(
             tensor_maps, page_table, page_id, kv_head, n_block_begin, num_keys, num_q_rows, True, cfg, tile_cfg
         )
         page_id = load_page_id(page_table, n_block_begin + 1, n_block_begin < last_block, cfg)
         for n_block in range(n_block_begin, n_block_end):
             # Prefetch the next n_block's stored scales.
             scales = next_scales
-            next_scales = load_stored_scales(
+            next_scales = load_stored_k_and_v_scales(
                 tensor_maps, page_table, page_id, kv_head, n_block + 1, num_keys, num_q_rows, n_block < last_block, cfg,
                 tile_cfg,
             )  # fmt: skip
             page_id = load_page_id(page_table, n_block + 2, n_block + 1 < last_block, cfg)
             # Convert K into a free stage.
-            store_zero_points(converted_stages, iter, scales, cfg)
-            k = dequant_block(
-                packed, block_scales_or_zero_points(converted_stages, iter, scales, False, cfg, tile_cfg), cfg, tile_cfg
+            store_zero_points_to_smem(converted_stages, iter, scales, cfg)
+            k = dequant_block_to_fp16(
+                packed,
+                get_block_scales_or_load_zero_points(converted_stages, iter, scales, False, cfg, tile_cfg),
+                cfg,
+                tile_cfg,
             )
             stage = producer_acquire(converted_stages.empty_barriers, 2 * iter, tile_cfg.CONVERTED_STAGES)
             if cfg.TOKEN_SCALES:
@@ -391,25 +394,30 @@ def converter(
                 log2_v_scales, inv_v_scales = log2_and_reciprocal(gl.maximum(scales[1], 1e-30))
                 converted_stages.token_scales.index(i_vector + 1).store(log2_v_scales)
                 converted_stages.token_scales.index(i_vector + 2).store(inv_v_scales)
-            store_converted_block(k, converted_stages.kv, stage, tile_cfg)
-            packed = load_packed_block(kv_stages.v, full_barriers[1], iter, True, cfg, tile_cfg)
+            store_converted_block_to_smem(k, converted_stages.kv, stage, tile_cfg)
+            packed = wait_and_load_packed_block(smem_kv.v, full_barriers[1], iter, True, cfg, tile_cfg)
             arrive_converted_full(converted_stages, 2 * iter, tile_cfg)
             # Convert V into a free stage.
             if not cfg.BLOCK_SCALES:  # those of invalid keys are 0  # noqa: SIM102 - known to the compiler
                 if ((n_block + 1) * cfg.BLOCK_N > num_keys) | (cfg.WINDOW > 0):
-                    packed = zero_invalid_v(packed, n_block, num_keys, num_q_rows, cfg, tile_cfg)
-            v = dequant_block(
-                packed, block_scales_or_zero_points(converted_stages, iter, scales, True, cfg, tile_cfg), cfg, tile_cfg
+                    packed = zero_invalid_v_codes(packed, n_block, num_keys, num_q_rows, cfg, tile_cfg)
+            v = dequant_block_to_fp16(
+                packed,
+                get_block_scales_or_load_zero_points(converted_stages, iter, scales, True, cfg, tile_cfg),
+                cfg,
+                tile_cfg,
             )
-            store_converted_block(
+            store_converted_block_to_smem(
                 v, converted_stages.kv,
                 producer_acquire(converted_stages.empty_barriers, 2 * iter + 1, tile_cfg.CONVERTED_STAGES), tile_cfg,
             )  # fmt: skip
-            packed = load_packed_block(kv_stages.k, full_barriers[0], iter + 1, iter + 1 < num_blocks, cfg, tile_cfg)
+            packed = wait_and_load_packed_block(
+                smem_kv.k, full_barriers[0], iter + 1, iter + 1 < num_blocks, cfg, tile_cfg
+            )
             arrive_converted_full(converted_stages, 2 * iter + 1, tile_cfg)
             # Refill the stage of codes.
             copy_kv_block(
-                prefetch_pos, iter + tile_cfg.STAGES, full_barriers, tensor_maps, kv_stages, kv_head, block_end, cfg,
+                prefetch_pos, iter + tile_cfg.STAGES, full_barriers, tensor_maps, smem_kv, kv_head, block_end, cfg,
                 tile_cfg,
             )  # fmt: skip
             prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
@@ -421,11 +429,11 @@ def converter(
 
 
 @gluon.jit
-def load_query_fragment(
-    tensors, strides, rotation_smem, work_tile, kv_head, row_begin, sign, cfg: gl.constexpr, tile_cfg: gl.constexpr
+def load_query_fragment_and_q_scales(
+    tensors, strides, smem_column_scales, work_tile, kv_head, row_begin, sign, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Returns (64 query rows from row_begin on, fp16, as the left operand; a scale of their scores
-    [ROWS_PER_WARPGROUP]): see `producer.to_query_operands`."""
+    [ROWS_PER_WARPGROUP]): see `producer.rotate_to_query_operands_and_q_scales`."""
     S: gl.constexpr = score_layout(cfg)
     A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
     o_r = row_begin + gl.arange(0, ROWS_PER_WARPGROUP, gl.SliceLayout(1, A))
@@ -434,15 +442,15 @@ def load_query_fragment(
     x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < work_tile.num_q_rows * cfg.GROUP)[:, None], other=0.0).to(
         gl.float32
     )
-    x = rotate_query(x, rotation_smem, 1, cfg, tile_cfg)
-    exponent, inv_scale = normalize_exponent(gl.max(gl.abs(x), 1))
+    x = scale_and_rotate_query(x, smem_column_scales, 1, cfg, tile_cfg)
+    exponent, inv_scale = exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
     inv_scale = inv_scale * sign
     q_scales = gl.convert_layout(exponent_to_float(exponent) * cfg.K_RESIDUAL_SCALE, gl.SliceLayout(1, S))
     return (x * inv_scale[:, None]).to(gl.float16), q_scales
 
 
 @gluon.jit
-def start_qk(q, converted_stages, iter, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def wait_k_and_start_qk(q, converted_stages, iter, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Waits for the converted K of an n_block and starts S = Q K^T."""
     k = converted_stages.kv.index(consumer_wait(converted_stages.full_barriers, 2 * iter, tile_cfg.CONVERTED_STAGES))
     zero = gl.full([ROWS_PER_WARPGROUP, cfg.BLOCK_N], 0, gl.float32, score_layout(cfg))
@@ -450,7 +458,7 @@ def start_qk(q, converted_stages, iter, cfg: gl.constexpr, tile_cfg: gl.constexp
 
 
 @gluon.jit
-def start_pv(p, acc_o, converted_stages, iter, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def wait_v_and_start_pv(p, acc_o, converted_stages, iter, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Waits for the converted V of an n_block and starts acc_o + P V."""
     p = gl.convert_layout(p, gl.DotOperandLayout(0, acc_layout(cfg), 2), assert_trivial=True)
     v = converted_stages.kv.index(
@@ -500,15 +508,15 @@ def lane_row_max(s):
 
 
 @gluon.jit
-def load_token_scales(token_scales, iter, I_VECTOR: gl.constexpr, cfg: gl.constexpr):
+def load_token_scales(smem_token_scales, iter, I_VECTOR: gl.constexpr, cfg: gl.constexpr):
     """Loads one vector of an n_block's stored scales, broadcast to all rows: [1, BLOCK_N]."""
-    return token_scales.index(iter % SCALE_STAGES * NUM_SCALE_VECTORS + I_VECTOR).load(
+    return smem_token_scales.index(iter % SCALE_STAGES * NUM_SCALE_VECTORS + I_VECTOR).load(
         gl.SliceLayout(0, score_layout(cfg))
     )[None, :]
 
 
 @gluon.jit
-def softmax_step(
+def lazy_softmax_step_with_p_sums(
     s, row_max, score_scales, softcap, token_scales, iter, n_block, is_unmasked, mask_args, cfg: gl.constexpr
 ):
     """Returns (p, its sums by lane, row_max, rescale) of an n_block's scores.
@@ -523,7 +531,7 @@ def softmax_step(
         x = view_by_lane(s)
         s = undo_view_by_lane(x * broadcast_by_lane(score_scales, x), s)
     if cfg.HAS_SOFTCAP:
-        s = apply_softcap(s, softcap)
+        s = apply_softcap_to_log2_scores(s, softcap)
     if cfg.TOKEN_SCALES:  # as in `kernel`: the V scale is added to the exponent
         s = s + load_token_scales(token_scales, iter, 1, cfg)
     # Mask.
@@ -544,17 +552,17 @@ def softmax_step(
         x = x * broadcast_by_lane(score_scales, x)
     p = undo_view_by_lane(gl.exp2(x - broadcast_by_lane(safe_max, x)), s)
     if cfg.TOKEN_SCALES:
-        p_sums = lane_row_sums(p * load_token_scales(token_scales, iter, 2, cfg))
+        p_sums = row_sums_by_lane(p * load_token_scales(token_scales, iter, 2, cfg))
     else:
-        p_sums = lane_row_sums(p)
+        p_sums = row_sums_by_lane(p)
     return (
         p, gl.convert_layout(p_sums, row_max.type.layout, assert_trivial=True), row_max_new,
         gl.exp2(row_max - safe_max),
     )  # fmt: skip
 
 
-RESCALE_64_COLUMNS, RESCALE_64_COLUMNS_CONSTRAINTS = map(gl.constexpr, rescale_ptx(64 // 2))
-RESCALE_128_COLUMNS, RESCALE_128_COLUMNS_CONSTRAINTS = map(gl.constexpr, rescale_ptx(128 // 2))
+RESCALE_64_COLUMNS, RESCALE_64_COLUMNS_CONSTRAINTS = map(gl.constexpr, rescale_ptx_and_constraints(64 // 2))
+RESCALE_128_COLUMNS, RESCALE_128_COLUMNS_CONSTRAINTS = map(gl.constexpr, rescale_ptx_and_constraints(128 // 2))
 
 
 @gluon.jit
@@ -586,16 +594,18 @@ def mainloop(
     row_sum = gl.full([ROWS_PER_WARPGROUP, LANES_PER_ROW], 0.0, gl.float32, score_scales.type.layout)
     for n_block in range(n_block_begin, n_block_end):
         # QK.
-        s = warpgroup_mma_wait(0, [start_qk(q, converted_stages, iter, cfg, tile_cfg)])
+        s = warpgroup_mma_wait(0, [wait_k_and_start_qk(q, converted_stages, iter, cfg, tile_cfg)])
         consumer_release(converted_stages.empty_barriers, 2 * iter, tile_cfg.CONVERTED_STAGES)
         # Mask and online softmax.
         is_unmasked = (n_block >= unmasked_begin) & (n_block < unmasked_end)
-        p, p_sums, row_max, rescale = softmax_step(
+        p, p_sums, row_max, rescale = lazy_softmax_step_with_p_sums(
             s, row_max, score_scales, softcap, converted_stages.token_scales, iter, n_block, is_unmasked, mask_args, cfg
         )
         row_sum = row_sum * rescale + p_sums
         # Rescale and PV.
-        acc_o = start_pv(p.to(gl.float16), rescale_acc(acc_o, rescale), converted_stages, iter, cfg, tile_cfg)
+        acc_o = wait_v_and_start_pv(
+            p.to(gl.float16), rescale_acc(acc_o, rescale), converted_stages, iter, cfg, tile_cfg
+        )
         acc_o = warpgroup_mma_wait(0, [acc_o])
         consumer_release(converted_stages.empty_barriers, 2 * iter + 1, tile_cfg.CONVERTED_STAGES)
         iter += 1
@@ -615,35 +625,37 @@ def mainloop_overlapped(
     A: gl.constexpr = gl.DotOperandLayout(0, acc_layout(cfg), 2)
     acc_o = gl.full([ROWS_PER_WARPGROUP, cfg.PACK * cfg.PACKED_V], 0, gl.float32, acc_layout(cfg))
     row_max = gl.full([ROWS_PER_WARPGROUP, LANES_PER_ROW], float("-inf"), gl.float32, score_scales.type.layout)
-    s = warpgroup_mma_wait(0, [start_qk(q, converted_stages, iter, cfg, tile_cfg)])
+    s = warpgroup_mma_wait(0, [wait_k_and_start_qk(q, converted_stages, iter, cfg, tile_cfg)])
     consumer_release(converted_stages.empty_barriers, 2 * iter, tile_cfg.CONVERTED_STAGES)
     is_unmasked = (n_block_begin >= unmasked_begin) & (n_block_begin < unmasked_end)
-    p, row_sum, row_max, _ = softmax_step(
+    p, row_sum, row_max, _ = lazy_softmax_step_with_p_sums(
         s, row_max, score_scales, softcap, converted_stages.token_scales, iter, n_block_begin, is_unmasked, mask_args,
         cfg,
     )  # fmt: skip
-    p_packed = pack_p(p, gl.float16)
+    p_packed = pack_p_16bit(p, gl.float16)
     for n_block in range(n_block_begin + 1, n_block_end):
         # QK of this n_block, PV of the previous one.
-        s = start_qk(q, converted_stages, iter + 1, cfg, tile_cfg)
-        acc_o = start_pv(unpack_p(p_packed, gl.float16, A), acc_o, converted_stages, iter, cfg, tile_cfg)
+        s = wait_k_and_start_qk(q, converted_stages, iter + 1, cfg, tile_cfg)
+        acc_o = wait_v_and_start_pv(
+            unpack_p_16bit(p_packed, gl.float16, A), acc_o, converted_stages, iter, cfg, tile_cfg
+        )
         s = warpgroup_mma_wait(1, [s])
         consumer_release(converted_stages.empty_barriers, 2 * iter + 2, tile_cfg.CONVERTED_STAGES)
         # Mask and online softmax.
         is_unmasked = (n_block >= unmasked_begin) & (n_block < unmasked_end)
-        p, p_sums, row_max, rescale = softmax_step(
+        p, p_sums, row_max, rescale = lazy_softmax_step_with_p_sums(
             s, row_max, score_scales, softcap, converted_stages.token_scales, iter + 1, n_block, is_unmasked, mask_args,
             cfg,
         )  # fmt: skip
         row_sum = row_sum * rescale + p_sums
-        p_packed = pack_p(p, gl.float16)
+        p_packed = pack_p_16bit(p, gl.float16)
         # Wait for PV, then rescale.
         acc_o = warpgroup_mma_wait(0, [acc_o])
         consumer_release(converted_stages.empty_barriers, 2 * iter + 1, tile_cfg.CONVERTED_STAGES)
         acc_o = rescale_acc(acc_o, rescale)
         iter += 1
     acc_o = warpgroup_mma_wait(
-        0, [start_pv(unpack_p(p_packed, gl.float16, A), acc_o, converted_stages, iter, cfg, tile_cfg)]
+        0, [wait_v_and_start_pv(unpack_p_16bit(p_packed, gl.float16, A), acc_o, converted_stages, iter, cfg, tile_cfg)]
     )
     consumer_release(converted_stages.empty_barriers, 2 * iter + 1, tile_cfg.CONVERTED_STAGES)
     return SoftmaxState(row_max, row_sum, acc_o), iter + 1
@@ -654,8 +666,8 @@ def mainloop_overlapped(
 
 @gluon.jit
 def consumer(
-    tensors, scales, strides, rotation_smem, converted_stages, cta_range, I_CONSUMER: gl.constexpr, cfg: gl.constexpr,
-    tile_cfg: gl.constexpr,
+    tensors, scales, strides, smem_column_scales, converted_stages, cta_range, I_CONSUMER: gl.constexpr,
+    cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Processes 64 query rows over the n_blocks of the CTA range."""
     SEQ_LENS, CU_SEQLENS_Q, kv_head = tensors.SEQ_LENS, tensors.CU_SEQLENS_Q, cta_range.head_group
@@ -675,13 +687,13 @@ def consumer(
     iter = 0
     while block < block_end:
         # Next work tile.
-        i_request, n_block_base, request = advance_to_request(
+        i_request, n_block_base, request = advance_to_request_of_block(
             SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
         work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
         row_begin = work_tile.m_block * cfg.BLOCK_M + I_CONSUMER * ROWS_PER_WARPGROUP
-        q, q_scales = load_query_fragment(
-            tensors, strides, rotation_smem, work_tile, kv_head, row_begin, sign, cfg, tile_cfg
+        q, q_scales = load_query_fragment_and_q_scales(
+            tensors, strides, smem_column_scales, work_tile, kv_head, row_begin, sign, cfg, tile_cfg
         )
         score_scales = q_scales * (head_score_scale * sign)
         score_scales = gl.where(score_scales < MIN_SCALE, MIN_SCALE, score_scales)
@@ -690,7 +702,7 @@ def consumer(
         )
         zero = gl.full([ROWS_PER_WARPGROUP, LANES_PER_ROW], 0.0, gl.float32, LANE)
         score_scales = gl.convert_layout(score_scales, gl.SliceLayout(1, LANE))[:, None] + zero
-        unmasked_begin, unmasked_end = unmasked_range(request, cfg)
+        unmasked_begin, unmasked_end = unmasked_n_block_range(request, cfg)
         mask_args = MaskArgs(
             work_tile.num_keys, work_tile.num_q_rows, row_begin, work_tile.q_begin, tensors.MASK, strides.mask_t
         )
@@ -708,14 +720,14 @@ def consumer(
         )
         state = SoftmaxState(row_max, row_sum, lane_state.acc_o)
         if tile_cfg.V.ROTATION.ENABLED:
-            state = unrotate_acc(state, rotation_smem, cfg, tile_cfg)
+            state = unrotate_and_scale_acc(state, smem_column_scales, cfg, tile_cfg)
         o_m = gl.arange(0, ROWS_PER_WARPGROUP, ROW)
         if work_tile.n_block_begin == 0:  # all consumer warpgroups store the same
             num_splits = count_splits(work_tile, cta_range.blocks_per_range, cta_range.i_range)
             p_metadata = work_tile_metadata_ptr(tensors.SPLIT_METADATA, work_tile, cta_range.head_group, tile_cfg)
             store_split_metadata(p_metadata, num_splits, cta_range.i_range)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
-            store_output_of_head(tensors, strides, state, v_out_scale, kv_head, work_tile, row_begin + o_m, cfg)
+            store_output_and_lse_of_head(tensors, strides, state, v_out_scale, kv_head, work_tile, row_begin + o_m, cfg)
         else:
             partial_slot = 2 * (cta_range.i_range * cfg.HEADS + kv_head) + gl.where(work_tile.n_block_begin == 0, 1, 0)
             num_rows_left = work_tile.num_q_rows * cfg.GROUP - work_tile.m_block * cfg.BLOCK_M
@@ -746,13 +758,13 @@ def decode_rows_64_kernel(
     D: gl.constexpr = cfg.PACK * cfg.PACKED_K
     KV_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, D], gl.float16)
     # Shared memory.
-    kv_stages = allocate_kv_stages(tile_cfg)
+    smem_kv = allocate_smem_kv(tile_cfg)
     converted_kv = gl.allocate_shared_memory(gl.float16, [tile_cfg.CONVERTED_STAGES, cfg.BLOCK_N, D], KV_LAYOUT)
     token_scales = converted_kv
     if cfg.TOKEN_SCALES:
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         token_scales = gl.allocate_shared_memory(gl.float32, [SCALE_STAGES * NUM_SCALE_VECTORS, cfg.BLOCK_N], PLAIN)
-    rotation_smem = allocate_rotation_smem(converted_kv, cfg, tile_cfg)
+    smem_column_scales = allocate_smem_column_scales(converted_kv, cfg, tile_cfg)
     full_barriers = allocate_full_barriers(2, tile_cfg.STAGES)
     converted_full, converted_empty = (
         allocate_mbarriers(tile_cfg.CONVERTED_STAGES, 1),
@@ -766,11 +778,11 @@ def decode_rows_64_kernel(
             OUT, LSE, gl.load(CU_SEQLENS_Q + B).to(gl.int32), T, i_cta, gl.num_programs(0), stride_out_t, stride_out_h,
             stride_lse_t, stride_lse_h, cfg,
         )  # fmt: skip
-    rotation_scales = load_rotation_scales_of_heads(
+    column_scales = load_k_and_v_column_scales(
         (K_SIGNS, V_SIGNS), (K_CHANNEL_SCALES, V_CHANNEL_SCALES), kv_head, cfg, tile_cfg
     )
     cta_range = assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, kv_head, cfg)
-    store_rotation_scales(rotation_smem, rotation_scales)
+    store_smem_column_scales(smem_column_scales, column_scales)
     tensors = AttentionTensors(Q, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, SPLIT_METADATA)
     scales = CallScales(
         load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E, k_scale, K_SCALE, v_scale, V_SCALE,
@@ -787,9 +799,12 @@ def decode_rows_64_kernel(
             [
                 (
                     converter,
-                    (tensor_maps, page_lookup, kv_stages, full_barriers, converted_stages, cta_range, cfg, tile_cfg),
+                    (tensor_maps, page_lookup, smem_kv, full_barriers, converted_stages, cta_range, cfg, tile_cfg),
                 ),
-                (consumer, (tensors, scales, strides, rotation_smem, converted_stages, cta_range, 0, cfg, tile_cfg)),
+                (
+                    consumer,
+                    (tensors, scales, strides, smem_column_scales, converted_stages, cta_range, 0, cfg, tile_cfg),
+                ),
             ],
             [4],
             [176],
@@ -799,10 +814,16 @@ def decode_rows_64_kernel(
             [
                 (
                     converter,
-                    (tensor_maps, page_lookup, kv_stages, full_barriers, converted_stages, cta_range, cfg, tile_cfg),
+                    (tensor_maps, page_lookup, smem_kv, full_barriers, converted_stages, cta_range, cfg, tile_cfg),
                 ),
-                (consumer, (tensors, scales, strides, rotation_smem, converted_stages, cta_range, 0, cfg, tile_cfg)),
-                (consumer, (tensors, scales, strides, rotation_smem, converted_stages, cta_range, 1, cfg, tile_cfg)),
+                (
+                    consumer,
+                    (tensors, scales, strides, smem_column_scales, converted_stages, cta_range, 0, cfg, tile_cfg),
+                ),
+                (
+                    consumer,
+                    (tensors, scales, strides, smem_column_scales, converted_stages, cta_range, 1, cfg, tile_cfg),
+                ),
             ],
             [4, 4],
             [208, 208],

@@ -27,17 +27,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...versions import reinterpret, thread_barrier
 from ..parts.dequant import (
     BLOCK_SCALE_PTX,
-    dequant_e2m1,
-    dequant_k,
+    convert_k_codes_to_mma_operands,
+    dequant_e2m1_to_4_operands,
+    exponent_and_inv_scale_of_rows,
     exponent_to_float,
     log2_and_reciprocal,
     logical_column,
-    normalize_exponent,
 )
 from ..parts.epilogue import cast_output, finalize_softmax_with_sinks
-from ..parts.hadamard import rotate_query
-from ..parts.mask import is_visible_in_block, valid_keys
-from ..parts.online_softmax import SoftmaxState, apply_softcap
+from ..parts.hadamard import scale_and_rotate_query
+from ..parts.mask import is_visible_in_block, valid_keys_mask
+from ..parts.online_softmax import SoftmaxState, apply_softcap_to_log2_scores
 from .producer import advance_prefetch_position, copy_kv_block, query_row_ptrs, smem_codes_of_mma_tile
 
 
@@ -64,7 +64,7 @@ def acc_layout(cfg, tile_cfg):
 
 
 @gluon.constexpr_function
-def packed_layout(PACKED_DIM, cfg, tile_cfg):
+def packed_codes_layout(PACKED_DIM, cfg, tile_cfg):
     """Returns the layout of codes [keys, PACKED_DIM]: a lane has eight of a row, 16 bytes of fp16, without bank
     conflicts."""
     lanes = PACKED_DIM * cfg.PACK // 8
@@ -72,7 +72,7 @@ def packed_layout(PACKED_DIM, cfg, tile_cfg):
 
 
 @gluon.constexpr_function
-def packed_blocks_layout(PACKED_DIM, cfg, tile_cfg):
+def packed_codes_by_block_layout(PACKED_DIM, cfg, tile_cfg):
     """Returns the same layout of 4-bit codes as [keys, blocks, 2 halves, 2 packed]."""
     return gl.BlockedLayout(
         [1, 1, 1, 2],
@@ -132,11 +132,11 @@ def allocate_smem_operands(cfg: gl.constexpr, tile_cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_query_and_get_scales(
-    tensors, strides, rotation_smem, work_tile, kv_head, q_smem, cfg: gl.constexpr, tile_cfg: gl.constexpr
+def store_query_to_smem_and_return_q_scales(
+    tensors, strides, smem_column_scales, work_tile, kv_head, smem_q, cfg: gl.constexpr, tile_cfg: gl.constexpr
 ):
     """Stores a work tile's query rows to shared memory in fp16; returns a scale of their scores [BLOCK_M] (see
-    `producer.to_query_operands`)."""
+    `producer.rotate_to_query_operands_and_q_scales`)."""
     D: gl.constexpr = cfg.PACK * cfg.PACKED_K
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [tile_cfg.WARPS_PER_HEAD, 1], [1, 0])
     o_r = work_tile.m_block * cfg.BLOCK_M + gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(1, L))
@@ -145,10 +145,10 @@ def store_query_and_get_scales(
     x = gl.load(p_row[:, None] + o_d[None, :], mask=(o_r < work_tile.num_q_rows * cfg.GROUP)[:, None], other=0.0).to(
         gl.float32
     )
-    x = rotate_query(x, rotation_smem, 1, cfg, tile_cfg)
-    exponent, inv_scale = normalize_exponent(gl.max(gl.abs(x), 1))
+    x = scale_and_rotate_query(x, smem_column_scales, 1, cfg, tile_cfg)
+    exponent, inv_scale = exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
     thread_barrier()  # MMAs of the previous work tile may still read
-    q_smem.store((x * inv_scale[:, None]).to(gl.float16))
+    smem_q.store((x * inv_scale[:, None]).to(gl.float16))
     q_scales = exponent_to_float(exponent) * cfg.K_RESIDUAL_SCALE
     return gl.convert_layout(q_scales, gl.SliceLayout(1, score_layout(cfg, tile_cfg)))
 
@@ -157,12 +157,12 @@ def store_query_and_get_scales(
 
 
 @gluon.jit
-def page_and_slot_of_keys(
+def page_slot_and_validity_of_keys(
     page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, L: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (page, slot, is valid) of an n_block's keys."""
     o_key = n_block * cfg.BLOCK_N + gl.arange(0, cfg.BLOCK_N, L)
-    m_key = enabled & valid_keys(o_key, num_keys, num_q_rows, cfg)
+    m_key = enabled & valid_keys_mask(o_key, num_keys, num_q_rows, cfg)
     page_id = gl.load(
         page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride_table_b + o_key // cfg.PAGE,
         mask=m_key,
@@ -189,7 +189,7 @@ def load_scales_of_side(SCALES, page_slots, kv_head, IS_V: gl.constexpr, cfg: gl
 
 
 @gluon.jit
-def load_stored_scales(
+def load_stored_k_and_v_scales(
     tensor_maps, page_lookup, i_request, kv_head, n_block, num_keys, num_q_rows, enabled, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
@@ -200,17 +200,17 @@ def load_stored_scales(
         return (
             load_scales_of_side(
                 tensor_maps.K_SCALES,
-                page_and_slot_of_keys(page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, K, cfg), kv_head,
-                False, cfg, tile_cfg,
+                page_slot_and_validity_of_keys(page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, K,
+                cfg), kv_head, False, cfg, tile_cfg,
             ),
             load_scales_of_side(
                 tensor_maps.V_SCALES,
-                page_and_slot_of_keys(page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, V, cfg), kv_head,
-                True, cfg, tile_cfg,
+                page_slot_and_validity_of_keys(page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, V,
+                cfg), kv_head, True, cfg, tile_cfg,
             ),
         )  # fmt: skip
     elif cfg.TOKEN_SCALES:
-        page_slots = page_and_slot_of_keys(
+        page_slots = page_slot_and_validity_of_keys(
             page_lookup, i_request, n_block, num_keys, num_q_rows, enabled, token_scale_layout(tile_cfg), cfg
         )
         return load_scales_of_side(
@@ -224,11 +224,11 @@ def load_stored_scales(
 
 
 @gluon.jit
-def load_block_scales(scales, PACKED_DIM: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def load_and_expand_block_scales(smem_scales, PACKED_DIM: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Loads block scales [KEYS_PER_BUFFER, blocks] e4m3 as fp16 [KEYS_PER_BUFFER, PACKED_DIM], in the layout of the
     codes."""
-    L4: gl.constexpr = packed_blocks_layout(PACKED_DIM, cfg, tile_cfg)
-    scale_bytes = scales.load(gl.SliceLayout(2, gl.SliceLayout(3, L4))).to(gl.int16)
+    L4: gl.constexpr = packed_codes_by_block_layout(PACKED_DIM, cfg, tile_cfg)
+    scale_bytes = smem_scales.load(gl.SliceLayout(2, gl.SliceLayout(3, L4))).to(gl.int16)
     block_scales = gl.inline_asm_elementwise(BLOCK_SCALE_PTX, "=h,h", [scale_bytes], gl.float16, True, 1)
     block_scales, _ = gl.broadcast(
         block_scales[:, :, None, None],
@@ -236,28 +236,29 @@ def load_block_scales(scales, PACKED_DIM: gl.constexpr, cfg: gl.constexpr, tile_
     )
     return gl.convert_layout(
         block_scales.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM]),
-        packed_layout(PACKED_DIM, cfg, tile_cfg),
+        packed_codes_layout(PACKED_DIM, cfg, tile_cfg),
         assert_trivial=True,
     )
 
 
 @gluon.jit
-def dequant_to_smem(stages, scale_smem, smem, stage, n_block, num_keys, num_q_rows, MASKED: gl.constexpr,
+def dequant_stage_to_smem(smem_codes, smem_scales, smem_fp16, stage, n_block, num_keys, num_q_rows,
+MASKED: gl.constexpr,
                     IS_V: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):  # fmt: skip
     """Stores a stage's codes as fp16 to shared memory [BLOCK_N, PACK × PACKED_DIM]; invalid keys become zeros if
     MASKED."""
     PACKED_DIM: gl.constexpr = cfg.PACKED_V if IS_V else cfg.PACKED_K
     SIDE: gl.constexpr = tile_cfg.V if IS_V else tile_cfg.K
-    L: gl.constexpr = packed_layout(PACKED_DIM, cfg, tile_cfg)
+    L: gl.constexpr = packed_codes_layout(PACKED_DIM, cfg, tile_cfg)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(SIDE.SMEM_LAYOUT.swizzle_byte_width, 16, 2)
     for j in gl.static_range(gl.constexpr(tile_cfg.NUM_BUFFERS)):
         if tile_cfg.COPIES_PER_BUFFER == 2:
-            codes = smem_codes_of_mma_tile(stages[j], stage, PACKED_DIM, tile_cfg).reshape(
+            codes = smem_codes_of_mma_tile(smem_codes[j], stage, PACKED_DIM, tile_cfg).reshape(
                 [tile_cfg.KEYS_PER_BUFFER, PACKED_DIM]
             )
         else:
             codes = reinterpret(
-                stages[j], gl.int16, [tile_cfg.STAGES, tile_cfg.KEYS_PER_BUFFER, PACKED_DIM], LAYOUT
+                smem_codes[j], gl.int16, [tile_cfg.STAGES, tile_cfg.KEYS_PER_BUFFER, PACKED_DIM], LAYOUT
             ).index(stage)
         packed = codes.load(L)
         o_n = (
@@ -265,23 +266,23 @@ def dequant_to_smem(stages, scale_smem, smem, stage, n_block, num_keys, num_q_ro
             + j * tile_cfg.KEYS_PER_BUFFER
             + gl.arange(0, tile_cfg.KEYS_PER_BUFFER, gl.SliceLayout(1, L))
         )
-        valid = valid_keys(o_n, num_keys, num_q_rows, cfg)[:, None]
+        valid = valid_keys_mask(o_n, num_keys, num_q_rows, cfg)[:, None]
         if MASKED:
             packed = gl.where(valid, packed, 0)
         if cfg.BLOCK_SCALES:
-            block_scales = load_block_scales(
-                scale_smem[1 if IS_V else 0].slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER), PACKED_DIM,
+            block_scales = load_and_expand_block_scales(
+                smem_scales[1 if IS_V else 0].slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER), PACKED_DIM,
                 cfg, tile_cfg,
             )  # fmt: skip
             if MASKED:
                 block_scales = gl.where(valid, block_scales, 0.0)
-            low0, low1, high0, high1 = dequant_e2m1(packed, block_scales, True)
+            low0, low1, high0, high1 = dequant_e2m1_to_4_operands(packed, block_scales, True)
             x = gl.join(gl.join(low0, high0), gl.join(low1, high1))
             x = x.reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 2, 2, 2, 2]).permute([0, 1, 3, 4, 2])
         else:
-            low, high = dequant_k(packed, cfg)
+            low, high = convert_k_codes_to_mma_operands(packed, cfg)
             x = gl.join(low, high).reshape([tile_cfg.KEYS_PER_BUFFER, PACKED_DIM // 2, 2, 2]).permute([0, 1, 3, 2])
-        smem.slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER).store(
+        smem_fp16.slice(j * tile_cfg.KEYS_PER_BUFFER, tile_cfg.KEYS_PER_BUFFER).store(
             x.reshape([tile_cfg.KEYS_PER_BUFFER, cfg.PACK * PACKED_DIM])
         )
 
@@ -291,18 +292,18 @@ def dequant_to_smem(stages, scale_smem, smem, stage, n_block, num_keys, num_q_ro
 
 @gluon.jit
 def softmax_step(
-    s, row_max, row_sum, score_scales, softcap, scale_smem, n_block, mask_args, MASKED: gl.constexpr, cfg: gl.constexpr,
-    tile_cfg: gl.constexpr,
+    s, row_max, row_sum, score_scales, softcap, smem_scales, n_block, mask_args, MASKED: gl.constexpr,
+    cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns (row_max, row_sum, p, rescale) of an n_block's scores."""
     ACC_S: gl.constexpr = score_layout(cfg, tile_cfg)
     s = s * score_scales[:, None]
     if cfg.TOKEN_SCALES:
-        s = s * scale_smem[0].load(gl.SliceLayout(0, ACC_S))[None, :]
+        s = s * smem_scales[0].load(gl.SliceLayout(0, ACC_S))[None, :]
     if cfg.HAS_SOFTCAP:
-        s = apply_softcap(s, softcap)
+        s = apply_softcap_to_log2_scores(s, softcap)
     if cfg.TOKEN_SCALES:  # as in small M: the V scale is added to the exponent
-        s = s + scale_smem[1].load(gl.SliceLayout(0, ACC_S))[None, :]
+        s = s + smem_scales[1].load(gl.SliceLayout(0, ACC_S))[None, :]
     if MASKED:
         s = gl.where(is_visible_in_block(n_block, mask_args, cfg.BLOCK_M, ACC_S, cfg), s, float("-inf"))
     row_max_new = gl.maximum(row_max, gl.max(s, 1))
@@ -310,7 +311,7 @@ def softmax_step(
     rescale = gl.exp2(row_max - safe_max)
     p = gl.exp2(s - safe_max[:, None])
     if cfg.TOKEN_SCALES:
-        row_sum = row_sum * rescale + gl.sum(p * scale_smem[2].load(gl.SliceLayout(0, ACC_S))[None, :], 1)
+        row_sum = row_sum * rescale + gl.sum(p * smem_scales[2].load(gl.SliceLayout(0, ACC_S))[None, :], 1)
     else:
         row_sum = row_sum * rescale + gl.sum(p, 1)
     return row_max_new, row_sum, p, rescale
@@ -321,51 +322,51 @@ def softmax_step(
 
 @gluon.jit
 def mainloop(
-    score_scales, softcap, prefetch_pos, iter, full_barriers, kv_stages, tensor_maps, page_lookup, smem_operands,
+    score_scales, softcap, prefetch_pos, iter, full_barriers, smem_kv, tensor_maps, page_lookup, smem_operands,
     i_request, first_head, n_block_begin, n_block_end, unmasked_begin, unmasked_end, mask_args, block_end,
     cfg: gl.constexpr, tile_cfg: gl.constexpr,
 ):  # fmt: skip
     """Processes n_blocks [n_block_begin, n_block_end) of a work tile. Returns (SoftmaxState, prefetch position, next
     iter)."""
-    q_smem, k_smem, v_smem, scale_smem = smem_operands
+    smem_q, smem_k, smem_v, smem_scales = smem_operands
     num_keys, num_q_rows = mask_args.num_keys, mask_args.num_q_rows
     ACC_S: gl.constexpr = score_layout(cfg, tile_cfg)
     O: gl.constexpr = acc_layout(cfg, tile_cfg)
     row_max = gl.full([cfg.BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, ACC_S))
     row_sum = gl.full([cfg.BLOCK_M], 0, gl.float32, gl.SliceLayout(1, ACC_S))
     acc_o = gl.full([cfg.BLOCK_M, cfg.PACK * cfg.PACKED_V], 0, gl.float32, O)
-    scales = load_stored_scales(
+    scales = load_stored_k_and_v_scales(
         tensor_maps, page_lookup, i_request, first_head, n_block_begin, num_keys, num_q_rows, True, cfg, tile_cfg
     )
     if cfg.BLOCK_SCALES:
-        scale_smem[0].store(scales[0])
+        smem_scales[0].store(scales[0])
         thread_barrier()
     if keeps_query_in_registers(cfg):
         thread_barrier()
-        q = q_smem.load(gl.DotOperandLayout(0, ACC_S, 2))
+        q = smem_q.load(gl.DotOperandLayout(0, ACC_S, 2))
         thread_barrier()
     else:
-        q = q_smem
+        q = smem_q
     mbarrier.wait(full_barriers[0].index(iter % tile_cfg.STAGES), (iter // tile_cfg.STAGES) & 1)
-    dequant_to_smem(
-        kv_stages.k, scale_smem, k_smem, iter % tile_cfg.STAGES, n_block_begin, num_keys, num_q_rows, False, False, cfg,
+    dequant_stage_to_smem(
+        smem_kv.k, smem_scales, smem_k, iter % tile_cfg.STAGES, n_block_begin, num_keys, num_q_rows, False, False, cfg,
         tile_cfg,
     )  # fmt: skip
     for n_block in range(n_block_begin, n_block_end):
         stage = iter % tile_cfg.STAGES
         if cfg.TOKEN_SCALES:
-            scale_smem[0].store(scales[0])
+            smem_scales[0].store(scales[0])
             log2_v_scales, inv_v_scales = log2_and_reciprocal(gl.maximum(scales[1], 1e-30))
-            scale_smem[1].store(log2_v_scales)
-            scale_smem[2].store(inv_v_scales)
+            smem_scales[1].store(log2_v_scales)
+            smem_scales[2].store(inv_v_scales)
         if cfg.BLOCK_SCALES:
-            scale_smem[1].store(scales[1])
+            smem_scales[1].store(scales[1])
         # QK.
         fence_async_shared()
         thread_barrier()  # K is in shared memory, V may be overwritten
         zero = gl.full([cfg.BLOCK_M, cfg.BLOCK_N], 0, gl.float32, ACC_S)
-        s = warpgroup_mma(q, k_smem.permute([1, 0]), zero, use_acc=False, is_async=True)
-        scales = load_stored_scales(
+        s = warpgroup_mma(q, smem_k.permute([1, 0]), zero, use_acc=False, is_async=True)
+        scales = load_stored_k_and_v_scales(
             tensor_maps, page_lookup, i_request, first_head, n_block + 1, num_keys, num_q_rows,
             n_block + 1 < n_block_end, cfg, tile_cfg,
         )  # fmt: skip
@@ -373,42 +374,42 @@ def mainloop(
         mbarrier.wait(full_barriers[1].index(stage), (iter // tile_cfg.STAGES) & 1)
         is_unmasked = (n_block >= unmasked_begin) & (n_block < unmasked_end)
         if is_unmasked:
-            dequant_to_smem(
-                kv_stages.v, scale_smem, v_smem, stage, n_block, num_keys, num_q_rows, False, True, cfg, tile_cfg
+            dequant_stage_to_smem(
+                smem_kv.v, smem_scales, smem_v, stage, n_block, num_keys, num_q_rows, False, True, cfg, tile_cfg
             )
         else:
-            dequant_to_smem(
-                kv_stages.v, scale_smem, v_smem, stage, n_block, num_keys, num_q_rows, True, True, cfg, tile_cfg
+            dequant_stage_to_smem(
+                smem_kv.v, smem_scales, smem_v, stage, n_block, num_keys, num_q_rows, True, True, cfg, tile_cfg
             )
         # Mask and online softmax.
         s = warpgroup_mma_wait(0, [s])
         if is_unmasked:
             row_max, row_sum, p, rescale = softmax_step(
-                s, row_max, row_sum, score_scales, softcap, scale_smem, n_block, mask_args, False, cfg, tile_cfg
+                s, row_max, row_sum, score_scales, softcap, smem_scales, n_block, mask_args, False, cfg, tile_cfg
             )
         else:
             row_max, row_sum, p, rescale = softmax_step(
-                s, row_max, row_sum, score_scales, softcap, scale_smem, n_block, mask_args, True, cfg, tile_cfg
+                s, row_max, row_sum, score_scales, softcap, smem_scales, n_block, mask_args, True, cfg, tile_cfg
             )
         # Rescale and PV.
         acc_o = acc_o * gl.convert_layout(rescale, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
         p_operand = gl.convert_layout(p.to(gl.float16), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
         if cfg.BLOCK_SCALES:
-            scale_smem[0].store(scales[0])
+            smem_scales[0].store(scales[0])
         fence_async_shared()
         thread_barrier()  # V is in shared memory, K may be overwritten, and the stage is free
-        acc_o = warpgroup_mma(p_operand, v_smem, acc_o, is_async=True)
+        acc_o = warpgroup_mma(p_operand, smem_v, acc_o, is_async=True)
         # Refill the stage; dequantize the next K, while PV runs.
         copy_kv_block(
-            prefetch_pos, iter + tile_cfg.STAGES, full_barriers, tensor_maps, kv_stages, first_head, block_end, cfg,
+            prefetch_pos, iter + tile_cfg.STAGES, full_barriers, tensor_maps, smem_kv, first_head, block_end, cfg,
             tile_cfg,
         )  # fmt: skip
         prefetch_pos = advance_prefetch_position(prefetch_pos, page_lookup, block_end, cfg, tile_cfg)
         iter += 1
         if n_block + 1 < n_block_end:
             mbarrier.wait(full_barriers[0].index(iter % tile_cfg.STAGES), (iter // tile_cfg.STAGES) & 1)
-            dequant_to_smem(
-                kv_stages.k, scale_smem, k_smem, iter % tile_cfg.STAGES, n_block + 1, num_keys, num_q_rows, False,
+            dequant_stage_to_smem(
+                smem_kv.k, smem_scales, smem_k, iter % tile_cfg.STAGES, n_block + 1, num_keys, num_q_rows, False,
                 False, cfg, tile_cfg,
             )  # fmt: skip
         acc_o = warpgroup_mma_wait(0, [acc_o])
@@ -425,7 +426,7 @@ def mainloop(
 
 
 @gluon.jit
-def store_output_of_head(tensors, strides, state, v_out_scale, kv_head, work_tile, o_r, cfg: gl.constexpr):
+def store_output_and_lse_of_head(tensors, strides, state, v_out_scale, kv_head, work_tile, o_r, cfg: gl.constexpr):
     """Stores finished rows o_r of a request to `out`, and their LSE."""
     OUT, LSE = tensors.OUT, tensors.LSE
     O: gl.constexpr = state.acc_o.type.layout

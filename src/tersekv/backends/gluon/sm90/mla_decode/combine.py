@@ -101,26 +101,26 @@ def combine_rows(
 
 
 @triton.jit
-def find_work_tile_and_row(CU_SEQLENS_Q, o_m, h, T, B, max_m_blocks, cfg: tl.constexpr):
-    """Returns (work tile, row in it, whether it exists) of tokens o_m of head h, numbered as in SPLIT_METADATA. Tokens
-    before the first request have none."""
+def find_work_tile_and_row(CU_SEQLENS_Q, tokens, h, T, B, max_m_blocks, cfg: tl.constexpr):
+    """Returns (work tile, row in it, whether it exists) of these tokens of head h, numbered as in SPLIT_METADATA.
+    Tokens before the first request have none."""
     if cfg.VARLEN_Q:
-        i_request = o_m * 0
+        i_request = tokens * 0
         for j in range(0, B, cfg.BLOCK_B):
             o_b = j + tl.arange(0, cfg.BLOCK_B)
             q_ends = tl.load(CU_SEQLENS_Q + 1 + o_b, mask=o_b < B, other=2**31 - 1).to(tl.int32)
-            i_request += tl.sum((q_ends[None, :] <= o_m[:, None]).to(tl.int32), 1)
+            i_request += tl.sum((q_ends[None, :] <= tokens[:, None]).to(tl.int32), 1)
         q_begin = tl.load(CU_SEQLENS_Q + i_request).to(tl.int32)
     else:
-        i_request = o_m // cfg.MAX_SEQLEN_Q
+        i_request = tokens // cfg.MAX_SEQLEN_Q
         q_begin = i_request * cfg.MAX_SEQLEN_Q
-    row = (o_m - q_begin) * cfg.GROUP + h % cfg.GROUP
-    is_row = (o_m >= q_begin) & (o_m < T) & (i_request < B)
+    row = (tokens - q_begin) * cfg.GROUP + h % cfg.GROUP
+    is_row = (tokens >= q_begin) & (tokens < T) & (i_request < B)
     return (i_request * max_m_blocks + row // cfg.BLOCK_M) * cfg.HEADS + h // cfg.GROUP, row % cfg.BLOCK_M, is_row
 
 
 @triton.jit
-def split_in_four(x):
+def split_into_four_column_blocks(x):
     """Splits [M, 4 N] into four tiles [M, N]."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1] // 4
@@ -166,8 +166,8 @@ def combine_project_kernel(
     # Quantize and project.
     codes, x_scales = quantize_rows_e4m3(tl.reshape(latents, [4 * BLOCK_M, GROUP]), True)
     codes, x_scales = (
-        split_in_four(tl.reshape(codes, [BLOCK_M, 4 * GROUP])),
-        split_in_four(tl.reshape(x_scales, [BLOCK_M, 4])),
+        split_into_four_column_blocks(tl.reshape(codes, [BLOCK_M, 4 * GROUP])),
+        split_into_four_column_blocks(tl.reshape(x_scales, [BLOCK_M, 4])),
     )
     acc_o = tl.zeros([PROJECTED_COLUMNS, BLOCK_M], tl.float32)  # transposed: weights are the M side
     for i_group in tl.static_range(4):

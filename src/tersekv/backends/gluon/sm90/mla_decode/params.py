@@ -10,7 +10,11 @@ from ...versions import reinterpret
 from ..parts.combine import count_splits, store_split_metadata
 from ..parts.dequant import load_scale
 from ..parts.online_softmax import LOG2E
-from ..parts.tile_scheduler import assign_cta_range, find_cta_block_range, find_request_of_block
+from ..parts.tile_scheduler import (
+    find_cta_block_range_and_length,
+    find_cta_block_range_and_request,
+    find_request_and_base_of_block,
+)
 
 
 class AttentionTensors(NamedTuple):
@@ -56,7 +60,7 @@ class TensorMaps(NamedTuple):
     scales: gl.tensor
 
 
-class KVStages(NamedTuple):
+class SmemKV(NamedTuple):
     """Their stages in shared memory; without group scales, `scales` is any of the others."""
 
     latents: gl.shared_memory_descriptor
@@ -109,35 +113,35 @@ def load_call_scales(softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale
 
 @gluon.constexpr_function
 def fits_all_requests(cfg):
-    """Returns whether BLOCK_B holds all requests: then their lengths are loaded early (`load_all_request_shapes`)."""
+    """Whether BLOCK_B holds all requests: then lengths are loaded early (`load_block_counts_of_all_requests`)."""
     return cfg.BLOCK_B < 1024 and not cfg.UNSPLIT
 
 
 @gluon.jit
 def make_cta_range(
-    SEQ_LENS, CU_SEQLENS_Q, B, request_shapes, i_range, num_ranges, max_m_blocks, i_cta, cfg: gl.constexpr
+    SEQ_LENS, CU_SEQLENS_Q, B, block_counts, i_range, num_ranges, max_m_blocks, i_cta, cfg: gl.constexpr
 ):
-    """Returns this CTA's CtaRange. request_shapes: of `load_all_request_shapes`, if BLOCK_B holds all requests."""
+    """Returns this CTA's CtaRange. block_counts: of `load_block_counts_of_all_requests`, if BLOCK_B holds all."""
     if fits_all_requests(cfg):
-        block_begin, block_end, blocks_per_range, i_request, n_block_base = assign_cta_range(
-            request_shapes, i_range, num_ranges, cfg
+        block_begin, block_end, blocks_per_range, i_request, n_block_base = find_cta_block_range_and_request(
+            block_counts, i_range, num_ranges, cfg
         )
     else:
-        block_begin, block_end, blocks_per_range = find_cta_block_range(
+        block_begin, block_end, blocks_per_range = find_cta_block_range_and_length(
             SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg
         )
-        i_request, n_block_base = find_request_of_block(
+        i_request, n_block_base = find_request_and_base_of_block(
             SEQ_LENS, CU_SEQLENS_Q, B, gl.minimum(block_begin, block_end - 1), cfg
         )
     return CtaRange(max_m_blocks, i_cta, blocks_per_range, block_begin, block_end, i_request, n_block_base)
 
 
 @gluon.jit
-def make_uniform(smem, i: gl.constexpr, x):
+def make_uniform_through_smem(smem_scratch, i: gl.constexpr, x):
     """Returns x read back from shared memory: so the compiler knows that x, and loops over it, are uniform."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    smem.index(i).store(gl.full([1], x, gl.int32, L))
-    return gl.max(smem.index(i).load(L), 0)
+    smem_scratch.index(i).store(gl.full([1], x, gl.int32, L))
+    return gl.max(smem_scratch.index(i).load(L), 0)
 
 
 # Query, dequant and V.
@@ -164,12 +168,12 @@ def dequant_packed(packed):
 
 
 @gluon.jit
-def zero_invalid_rows(tiles, first_tile, NUM_TILES: gl.constexpr, num_valid):
+def zero_oob_rows_in_smem(smem_tiles, first_tile, NUM_TILES: gl.constexpr, num_valid):
     """Zeros rows past a key block's last key in NUM_TILES tiles from first_tile on: 0 × NaN is NaN."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    is_valid = gl.arange(0, tiles.shape[1], gl.SliceLayout(1, L)) < num_valid
+    is_valid = gl.arange(0, smem_tiles.shape[1], gl.SliceLayout(1, L)) < num_valid
     for i in range(NUM_TILES):  # not unrolled: rare, and the main loop should stay small
-        tile = tiles.index(first_tile + i)
+        tile = smem_tiles.index(first_tile + i)
         if tile.dtype.primitive_bitwidth == 8:
             tile = view_as_packed(tile)
         x = tile.load(L)

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...versions import tma_load
 from ..parts.pipeline import sync_and_arrive
-from ..parts.tile_scheduler import advance_to_request, load_request_shape, work_tile_at
+from ..parts.tile_scheduler import advance_to_request_of_block, load_request_shape, work_tile_at
 
 SCALE_COLUMNS = gl.constexpr(6)  # rows of score_scales of a stage
 MIN_SCALE = gl.constexpr(1e-30)  # of a key's chunks: its reciprocal is finite
@@ -30,7 +30,9 @@ class ScalePrefetch(NamedTuple):
 
 
 @gluon.jit
-def lookup_tile_rows(p_page_ids, n_block, num_keys, page_lookup, KEYS_PER_COPY: gl.constexpr, cfg: gl.constexpr):
+def lookup_tma_rows_of_copies(
+    p_page_ids, n_block, num_keys, page_lookup, KEYS_PER_COPY: gl.constexpr, cfg: gl.constexpr
+):
     """Returns (ckv, kpe, scale) rows of n_block's copies in their matrices; `oob_row` lies past each and reads as 0."""
     oob_row = page_lookup.oob_row
     ckv_rows, kpe_rows, scale_rows = (), (), ()
@@ -46,41 +48,41 @@ def lookup_tile_rows(p_page_ids, n_block, num_keys, page_lookup, KEYS_PER_COPY: 
 
 
 @gluon.jit
-def smem_tile_of_columns(stages, stage, i_column_tile, STAGES: gl.constexpr):
+def smem_tile_of_columns(smem_ring, stage, i_column_tile, STAGES: gl.constexpr):
     """Returns the shared memory of a stage's i-th column tile."""
-    return stages.index(stage * (stages.shape[0] // STAGES) + i_column_tile)
+    return smem_ring.index(stage * (smem_ring.shape[0] // STAGES) + i_column_tile)
 
 
 @gluon.jit
-def prepare_group_scales(smem_scales, score_scales, v_scale_ratios, stage, num_valid):
+def store_score_scales_and_v_scale_ratios(smem_group_scales, smem_score_scales, smem_v_scale_ratios, stage, num_valid):
     """Stores a tile's group scales in shared memory; past the last key they are 1.
 
-    score_scales: fp32 [SCALE_COLUMNS * STAGES, BLOCK_N], for QK: the four scales, log2 of the largest, its reciprocal
-    v_scale_ratios: fp16 [4 * STAGES, BLOCK_N], for PV: the four scales over the largest
+    smem_score_scales: fp32 [SCALE_COLUMNS * STAGES, BLOCK_N], for QK: the four scales, log2 of the largest, 1 / largest
+    smem_v_scale_ratios: fp16 [4 * STAGES, BLOCK_N], for PV: the four scales over the largest
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
-    x = smem_scales.load(L)
-    BLOCK_N: gl.constexpr = smem_scales.shape[0]
+    x = smem_group_scales.load(L)
+    BLOCK_N: gl.constexpr = smem_group_scales.shape[0]
     is_valid = gl.arange(0, BLOCK_N, gl.SliceLayout(1, L)) < num_valid
     x = gl.where(is_valid[:, None], x, 1.0)
     max_scale = gl.maximum(gl.max(gl.abs(x), 1), MIN_SCALE)
     inv_scale = 1.0 / max_scale
-    score_scales.index(SCALE_COLUMNS * stage + 4).store(gl.log2(max_scale))
-    score_scales.index(SCALE_COLUMNS * stage + 5).store(inv_scale)
+    smem_score_scales.index(SCALE_COLUMNS * stage + 4).store(gl.log2(max_scale))
+    smem_score_scales.index(SCALE_COLUMNS * stage + 5).store(inv_scale)
     even, odd = gl.split(gl.reshape(x, [BLOCK_N, 2, 2]))
     s0, s2 = gl.split(even)
     s1, s3 = gl.split(odd)
     group_scales = (s0, s1, s2, s3)
     for i in gl.static_range(4):
         group_scale = group_scales[i]
-        score_scales.index(SCALE_COLUMNS * stage + i).store(group_scale)
+        smem_score_scales.index(SCALE_COLUMNS * stage + i).store(group_scale)
         ratio = group_scale * gl.convert_layout(inv_scale, group_scale.type.layout)
-        v_scale_ratios.index(4 * stage + i).store(ratio.to(gl.float16))
+        smem_v_scale_ratios.index(4 * stage + i).store(ratio.to(gl.float16))
 
 
 @gluon.jit
 def producer(
-    tensor_maps, page_lookup, full, empty, kv_stages, cta_range, scale_prefetch, STAGES: gl.constexpr, cfg: gl.constexpr
+    tensor_maps, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES: gl.constexpr, cfg: gl.constexpr
 ):
     """Copies every tile of the CTA range.
 
@@ -103,7 +105,7 @@ def producer(
     request = load_request_shape(page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, i_request, True, cfg)
     while block < block_end:
         # Next work tile.
-        i_request, n_block_base, request = advance_to_request(
+        i_request, n_block_base, request = advance_to_request_of_block(
             page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
         )
         p_page_ids, num_keys = page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride, request.num_keys
@@ -111,7 +113,7 @@ def producer(
         for n_block in range(work_tile.n_block_begin, work_tile.n_block_end):
             # Page lookup.
             stage = kv_iter % STAGES
-            ckv_rows, kpe_rows, scale_rows = lookup_tile_rows(
+            ckv_rows, kpe_rows, scale_rows = lookup_tma_rows_of_copies(
                 p_page_ids, n_block, num_keys, page_lookup, KEYS_PER_COPY, cfg
             )
             # Wait for a free stage.
@@ -123,21 +125,21 @@ def producer(
             full_barrier = full.index(kv_iter % NUM_FULL_BARRIERS)
             mbarrier.expect(full_barrier, STAGE_BYTES)
             for j in gl.static_range(NUM_COPIES):
-                smem_tile = kv_stages.pe.index(stage).slice(j * KEYS_PER_COPY, KEYS_PER_COPY)
+                smem_tile = smem_kv.pe.index(stage).slice(j * KEYS_PER_COPY, KEYS_PER_COPY)
                 tma_load(KPE_MAP, [kpe_rows[j], 0], full_barrier, smem_tile)
                 if cfg.GROUP_SCALES:
-                    smem_tile = kv_stages.scales.index(stage).slice(j * KEYS_PER_COPY, KEYS_PER_COPY)
+                    smem_tile = smem_kv.scales.index(stage).slice(j * KEYS_PER_COPY, KEYS_PER_COPY)
                     tma_load(SCALES_MAP, [scale_rows[j], 0], full_barrier, smem_tile)
                 for i in gl.static_range(COLUMN_TILES):
-                    smem_tile = smem_tile_of_columns(kv_stages.latents, stage, i, STAGES).slice(
+                    smem_tile = smem_tile_of_columns(smem_kv.latents, stage, i, STAGES).slice(
                         j * KEYS_PER_COPY, KEYS_PER_COPY
                     )
                     tma_load(CKV_MAP, [ckv_rows[j], i * WIDTH], full_barrier, smem_tile)
             # Wait for the tile and prepare its group scales.
             if cfg.GROUP_SCALES and PREPARES_SCALES:
                 mbarrier.wait(full_barrier, (kv_iter // NUM_FULL_BARRIERS) & 1)
-                prepare_group_scales(
-                    kv_stages.scales.index(stage), scale_prefetch.score_scales, scale_prefetch.v_scale_ratios, stage,
+                store_score_scales_and_v_scale_ratios(
+                    smem_kv.scales.index(stage), scale_prefetch.score_scales, scale_prefetch.v_scale_ratios, stage,
                     num_keys - n_block * cfg.BLOCK_N,
                 )  # fmt: skip
                 sync_and_arrive(scale_prefetch.scales_full.index(stage))

@@ -12,7 +12,7 @@ each with its own state; at its end they rescale to one row_max and exchange hal
 few rows are not padded to 64, as they are in two_warpgroups.py.
 
 Mask and lazy rescaling: `mainloop`; wait for a free stage: `producer.py`; combine: of two warpgroups
-`exchange_partial_results`, of splits `combine.py`.
+`combine_warpgroups_and_keep_half_acc`, of splits `combine.py`.
 """
 
 from typing import NamedTuple
@@ -30,12 +30,12 @@ from ...versions import thread_barrier
 from ..parts.combine import split_metadata_ptr
 from ..parts.epilogue import cast_output, finalize_softmax, token_and_head_of_q_rows, zero_padding_rows
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import load_all_request_shapes, next_work_tile
+from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
 from .params import (
     AttentionTensors,
-    KVStages,
     PageLookup,
     QuerySmem,
+    SmemKV,
     SoftmaxState,
     Strides,
     TensorMaps,
@@ -48,7 +48,7 @@ from .params import (
     store_num_splits,
     store_partial_stats,
     view_as_packed,
-    zero_invalid_rows,
+    zero_oob_rows_in_smem,
 )
 from .producer import producer
 
@@ -77,7 +77,7 @@ class PipelineBarriers(NamedTuple):
 class ConsumerBuffers(NamedTuple):
     """Other shared memory of the consumers; the last five only with two of them."""
 
-    p_smem: gl.shared_memory_descriptor  # P of a tile
+    smem_p: gl.shared_memory_descriptor  # P of a tile
     vote_flags: gl.shared_memory_descriptor  # a vote per warp
     row_stats: gl.shared_memory_descriptor  # row_max and row_sum of both
     acc_exchange: gl.shared_memory_descriptor  # half of acc_o's columns
@@ -90,17 +90,18 @@ class ConsumerBuffers(NamedTuple):
 
 
 @gluon.jit
-def store_two_terms(x, smem, Q_TERMS: gl.constexpr):
-    """Stores x as e4m3 in the first rows of `smem`, and the rest, x − e4m3(x), in the rows behind."""
+def store_e4m3_and_residual(x, smem_rows, Q_TERMS: gl.constexpr):
+    """Stores x as e4m3 in the first rows of `smem_rows`, and the rest, x − e4m3(x), in the rows behind."""
     NUM_ROWS: gl.constexpr = x.shape[0]
     high = x.to(gl.float8e4nv)
-    smem.slice(0, NUM_ROWS).store(high)
+    smem_rows.slice(0, NUM_ROWS).store(high)
     if Q_TERMS == 2:
-        smem.slice(NUM_ROWS, NUM_ROWS).store((x - high.to(gl.float32)).to(gl.float8e4nv))
+        smem_rows.slice(NUM_ROWS, NUM_ROWS).store((x - high.to(gl.float32)).to(gl.float8e4nv))
 
 
 @gluon.jit
-def load_query_as_e4m3_terms(tensors, q, work_tile, h, strides, I_CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+def store_query_e4m3_terms_and_return_q_scale(tensors, q, work_tile, h, strides, I_CONSUMER: gl.constexpr,
+NUM_CONSUMERS: gl.constexpr,
                              Q_TERMS: gl.constexpr, LAYOUT: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Loads this warpgroup's columns of the query into shared memory; returns q_scale of the scores [BLOCK_M].
 
@@ -133,13 +134,13 @@ def load_query_as_e4m3_terms(tensors, q, work_tile, h, strides, I_CONSUMER: gl.c
         q_scale = gl.where(exponent == 255, float("nan"), ((exponent - 7) << 23).to(gl.float32, bitcast=True))
     for i in gl.static_range(CHUNKS_PER_CONSUMER):
         scaled = chunks[I_CONSUMER * CHUNKS_PER_CONSUMER + i].to(gl.float32) * inv_scale[:, None]
-        store_two_terms(scaled, q.latents.index(I_CONSUMER * CHUNKS_PER_CONSUMER + i), Q_TERMS)
+        store_e4m3_and_residual(scaled, q.latents.index(I_CONSUMER * CHUNKS_PER_CONSUMER + i), Q_TERMS)
     if I_CONSUMER == NUM_CONSUMERS - 1:
         scaled = q_pe_rows.to(gl.float32) * inv_scale[:, None]
         if q_pe.dtype == gl.bfloat16:
             q_pe.store(scaled.to(gl.bfloat16))
         else:
-            store_two_terms(scaled, q_pe, Q_TERMS)
+            store_e4m3_and_residual(scaled, q_pe, Q_TERMS)
     fence_async_shared()
     return gl.convert_layout(q_scale, LAYOUT)
 
@@ -167,18 +168,18 @@ def copy_query_to_smem(tensors, q, work_tile, h, strides, cfg: gl.constexpr):
 
 
 @gluon.jit
-def zero_invalid_v(ckv, stage, num_valid, cfg: gl.constexpr):
+def zero_oob_v_rows_in_smem(ckv, stage, num_valid, cfg: gl.constexpr):
     """Zeros rows past the tile's last key: 0 × NaN is NaN."""
     if cfg.CODE == "e4m3":
-        zero_invalid_rows(ckv, stage * cfg.CHUNKS, cfg.CHUNKS, num_valid)
+        zero_oob_rows_in_smem(ckv, stage * cfg.CHUNKS, cfg.CHUNKS, num_valid)
     else:
-        zero_invalid_rows(ckv, stage * NUM_COLUMN_TILES, NUM_COLUMN_TILES, num_valid)
+        zero_oob_rows_in_smem(ckv, stage * NUM_COLUMN_TILES, NUM_COLUMN_TILES, num_valid)
         fence_async_shared()
     thread_barrier()  # else the compiler puts one after the branch
 
 
 @gluon.jit
-def load_v_chunk(ckv, stage, i: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr):
+def load_and_dequant_v_chunk(ckv, stage, i: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr):
     """Loads a tile's i-th chunk of V, transposed, as two fp16 operands in registers."""
     return dequant_packed(
         view_as_packed(ckv.index(stage * cfg.CHUNKS + i)).permute((1, 0)).load(gl.DotOperandLayout(0, O, 2))
@@ -200,11 +201,11 @@ def sum_query_terms(s, S: gl.constexpr, Q_TERMS: gl.constexpr):
 
 
 @gluon.jit
-def compute_scores_fp8(kv_stages, stage, q, opaque_zero, Q_TERMS: gl.constexpr, S: gl.constexpr,
+def compute_scores_and_first_v_fp8(smem_kv, stage, q, opaque_zero, Q_TERMS: gl.constexpr, S: gl.constexpr,
                        cfg: gl.constexpr):  # fmt: skip
     """Returns (QK: fp32 [BLOCK_N, BLOCK_M], the first chunk of V where registers allow, else ())."""
     CHUNKS: gl.constexpr = cfg.CHUNKS
-    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    ckv, k_pe = smem_kv.latents, smem_kv.pe
     q_nope, q_pe = q
     S8: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.BLOCK_M * Q_TERMS, 32])
     zero = gl.full([cfg.BLOCK_N, Q_TERMS * cfg.BLOCK_M], 0.0, gl.float32, S8)
@@ -217,7 +218,7 @@ def compute_scores_fp8(kv_stages, stage, q, opaque_zero, Q_TERMS: gl.constexpr, 
             partial_scores = partial_scores + (
                 warpgroup_mma(ckv.index(stage * CHUNKS + i), q_i, zero, use_acc=False, is_async=True),
             )
-        first_v = load_v_chunk(ckv, stage, 0, S, cfg)  # overlaps the MMAs
+        first_v = load_and_dequant_v_chunk(ckv, stage, 0, S, cfg)  # overlaps the MMAs
         partial_scores = warpgroup_mma_wait(0, partial_scores)
         s = partial_scores[0]
         for i in gl.static_range(CHUNKS):
@@ -234,13 +235,13 @@ def compute_scores_fp8(kv_stages, stage, q, opaque_zero, Q_TERMS: gl.constexpr, 
 
 
 @gluon.jit
-def load_group_scales(smem, num_valid, COLUMN: gl.constexpr):
+def load_group_scales(smem_scales, num_valid, COLUMN: gl.constexpr):
     """Loads the four scales of each key of a tile, [BLOCK_N] each; 1 past the last key."""
     # Each thread holds the scales of its two rows of scores.
     L: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
-    x = smem.load(L)
+    x = smem_scales.load(L)
     is_valid = gl.arange(0, 64, gl.SliceLayout(1, L)) < num_valid
     x = gl.where(is_valid[:, None], x, 1.0)
     even, odd = gl.split(gl.reshape(x, [64, 2, 2]))
@@ -253,11 +254,11 @@ def load_group_scales(smem, num_valid, COLUMN: gl.constexpr):
 
 
 @gluon.jit
-def compute_scaled_scores(kv_stages, stage, q, opaque_zero, scales, Q_TERMS: gl.constexpr, S: gl.constexpr,
+def compute_scores_with_group_scales(smem_kv, stage, q, opaque_zero, scales, Q_TERMS: gl.constexpr, S: gl.constexpr,
                           cfg: gl.constexpr):  # fmt: skip
     """Returns QK where each chunk of a key has a scale and the rotary part is bf16: fp32 [BLOCK_N, BLOCK_M]."""
     CHUNKS: gl.constexpr = cfg.CHUNKS
-    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    ckv, k_pe = smem_kv.latents, smem_kv.pe
     q_nope, q_pe = q
     S8: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.BLOCK_M * Q_TERMS, 32])
     zero = gl.full([cfg.BLOCK_N, Q_TERMS * cfg.BLOCK_M], 0.0, gl.float32, S8)
@@ -284,9 +285,9 @@ def compute_scaled_scores(kv_stages, stage, q, opaque_zero, scales, Q_TERMS: gl.
 
 
 @gluon.jit
-def compute_scores_bf16(q, kv_stages, stage, opaque_zero, S: gl.constexpr, cfg: gl.constexpr):
+def compute_scores_bf16(q, smem_kv, stage, opaque_zero, S: gl.constexpr, cfg: gl.constexpr):
     """Returns QK of a tile: fp32 [BLOCK_N, BLOCK_M]."""
-    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    ckv, k_pe = smem_kv.latents, smem_kv.pe
     NUM_PARTIAL_SCORES: gl.constexpr = 3 if cfg.BLOCK_M <= 16 else 2  # so that MMAs wait less for each other
     zero = gl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, gl.float32, S)
     q_pe = q.index(opaque_zero + NUM_COLUMN_TILES).permute((1, 0))
@@ -344,7 +345,7 @@ def rescale_to_new_max(row_max_new, row_max, row_sum, acc_o, O: gl.constexpr):
 
 @gluon.jit
 def accumulate_pv_fp8(
-    acc_o, ckv, stage, first_v, p_smem, I_CONSUMER: gl.constexpr, SAVE_REGISTERS: gl.constexpr, O: gl.constexpr,
+    acc_o, ckv, stage, first_v, smem_p, I_CONSUMER: gl.constexpr, SAVE_REGISTERS: gl.constexpr, O: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns acc_o + V, transposed, times P in shared memory [BLOCK_N, BLOCK_M]; with group scales, one P per chunk.
@@ -356,8 +357,8 @@ def accumulate_pv_fp8(
     for i in gl.static_range(CHUNKS):
         if SAVE_REGISTERS and i > 0:
             finished = finished + warpgroup_mma_wait(0, [out[2 * i - 2], out[2 * i - 1]])
-        v = first_v if i == 0 and len(first_v) == 2 else load_v_chunk(ckv, stage, i, O, cfg)
-        p = p_smem.index(I_CONSUMER * CHUNKS + i if cfg.GROUP_SCALES else I_CONSUMER)
+        v = first_v if i == 0 and len(first_v) == 2 else load_and_dequant_v_chunk(ckv, stage, i, O, cfg)
+        p = smem_p.index(I_CONSUMER * CHUNKS + i if cfg.GROUP_SCALES else I_CONSUMER)
         for j in gl.static_range(2):
             out = out + (warpgroup_mma(v[j], p, acc_o[2 * i + j], is_async=True),)
         if not SAVE_REGISTERS and i > 0:
@@ -366,12 +367,12 @@ def accumulate_pv_fp8(
 
 
 @gluon.jit
-def accumulate_pv_bf16(acc_o, ckv, stage, p_smem):
+def accumulate_pv_bf16(acc_o, ckv, stage, smem_p):
     """Returns acc_o + V, transposed, times P [BLOCK_N, BLOCK_M]."""
     out = ()
     for i in gl.static_range(NUM_COLUMN_TILES):
         out = out + (
-            warpgroup_mma(ckv.index(stage * NUM_COLUMN_TILES + i).permute((1, 0)), p_smem, acc_o[i], is_async=True),
+            warpgroup_mma(ckv.index(stage * NUM_COLUMN_TILES + i).permute((1, 0)), smem_p, acc_o[i], is_async=True),
         )
     return warpgroup_mma_wait(0, out)
 
@@ -380,7 +381,7 @@ def accumulate_pv_bf16(acc_o, ckv, stage, p_smem):
 
 
 @gluon.jit
-def mainloop(q, kv_stages, mbarriers, buffers, score_scale, work_tile, kv_iter, I_CONSUMER: gl.constexpr,
+def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_CONSUMER: gl.constexpr,
              NUM_CONSUMERS: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Computes this warpgroup's n_blocks of a work tile; returns its SoftmaxState.
 
@@ -396,7 +397,7 @@ def mainloop(q, kv_stages, mbarriers, buffers, score_scale, work_tile, kv_iter, 
         work_tile.n_block_begin, work_tile.n_block_end, work_tile.num_keys, work_tile.num_q_rows,
         work_tile.m_block * cfg.BLOCK_M,
     )  # fmt: skip
-    p_smem, vote_flags = buffers.p_smem, buffers.vote_flags
+    smem_p, vote_flags = buffers.smem_p, buffers.vote_flags
     full, empty = mbarriers.full, mbarriers.empty
     NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]
     row_max = gl.full([cfg.BLOCK_M], float("-inf"), gl.float32, COLUMN)
@@ -413,26 +414,29 @@ def mainloop(q, kv_stages, mbarriers, buffers, score_scale, work_tile, kv_iter, 
         # Wait for the tile.
         mbarrier.wait(full.index(iter % NUM_FULL_BARRIERS), (iter // NUM_FULL_BARRIERS) & 1)
         if (n_block + 1) * cfg.BLOCK_N > num_keys:
-            zero_invalid_v(kv_stages.latents, stage, num_keys - n_block * cfg.BLOCK_N, cfg)
+            zero_oob_v_rows_in_smem(smem_kv.latents, stage, num_keys - n_block * cfg.BLOCK_N, cfg)
         # NOTE: `opaque_zero` is 0. A constant would make the compiler keep, and spill, descriptors of all tiles of q.
         opaque_zero = n_block >> 30
         # QK.
         first_v = ()
         if cfg.GROUP_SCALES:
             scales = load_group_scales(
-                kv_stages.scales.index(stage), num_keys - n_block * cfg.BLOCK_N, gl.SliceLayout(1, S)
+                smem_kv.scales.index(stage), num_keys - n_block * cfg.BLOCK_N, gl.SliceLayout(1, S)
             )
-            s = compute_scaled_scores(kv_stages, stage, q, opaque_zero, scales, Q_TERMS, S, cfg) * score_scale[None, :]
+            s = (
+                compute_scores_with_group_scales(smem_kv, stage, q, opaque_zero, scales, Q_TERMS, S, cfg)
+                * score_scale[None, :]
+            )
             # The key's largest scale joins the exponent: the ratios to it, which multiply P, lie in [−1, 1].
             max_group_scale = gl.full([cfg.BLOCK_N], MIN_SCALE, gl.float32, gl.SliceLayout(1, S))
             for i in gl.static_range(CHUNKS):
                 max_group_scale = gl.maximum(max_group_scale, gl.abs(scales[i]))
             s += gl.log2(max_group_scale)[:, None]
         elif IS_FP8:
-            s, first_v = compute_scores_fp8(kv_stages, stage, q, opaque_zero, Q_TERMS, S, cfg)
+            s, first_v = compute_scores_and_first_v_fp8(smem_kv, stage, q, opaque_zero, Q_TERMS, S, cfg)
             s *= score_scale[None, :]
         else:
-            s = compute_scores_bf16(q.latents, kv_stages, stage, opaque_zero, S, cfg) * score_scale
+            s = compute_scores_bf16(q.latents, smem_kv, stage, opaque_zero, S, cfg) * score_scale
         # Mask.
         if (n_block + 1) * cfg.BLOCK_N > num_keys - num_q_rows + 1:
             o_n = n_block * cfg.BLOCK_N + o_key
@@ -446,18 +450,18 @@ def mainloop(q, kv_stages, mbarriers, buffers, score_scale, work_tile, kv_iter, 
             inv_group_scale = 1.0 / max_group_scale
             row_sum += fold_row_sums(p * inv_group_scale[:, None])
             for i in gl.static_range(CHUNKS):
-                p_smem.index(I_CONSUMER * CHUNKS + i).store((p * (scales[i] * inv_group_scale)[:, None]).to(gl.float16))
+                smem_p.index(I_CONSUMER * CHUNKS + i).store((p * (scales[i] * inv_group_scale)[:, None]).to(gl.float16))
         else:
             row_sum += fold_row_sums(p)
-            p_smem.index(I_CONSUMER if IS_FP8 else opaque_zero).store(p.to(p_smem.dtype))
+            smem_p.index(I_CONSUMER if IS_FP8 else opaque_zero).store(p.to(smem_p.dtype))
         fence_async_shared()
         # PV; release the stage.
         if IS_FP8:
             acc_o = accumulate_pv_fp8(
-                acc_o, kv_stages.latents, stage, first_v, p_smem, I_CONSUMER, cfg.BLOCK_M >= 32, S, cfg
+                acc_o, smem_kv.latents, stage, first_v, smem_p, I_CONSUMER, cfg.BLOCK_M >= 32, S, cfg
             )
         else:
-            acc_o = accumulate_pv_bf16(acc_o, kv_stages.latents, stage, p_smem.index(opaque_zero))
+            acc_o = accumulate_pv_bf16(acc_o, smem_kv.latents, stage, smem_p.index(opaque_zero))
         mbarrier.arrive(empty.index(stage))
     return SoftmaxState(row_max, gl.sum(gl.sum(row_sum, 1), 0), acc_o)
 
@@ -466,7 +470,7 @@ def mainloop(q, kv_stages, mbarriers, buffers, score_scale, work_tile, kv_iter, 
 
 
 @gluon.jit
-def exchange_partial_results(
+def combine_warpgroups_and_keep_half_acc(
     state, buffers, num_work_tiles, I_CONSUMER: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr
 ):
     """Combines both warpgroups: returns row_max, row_sum, and acc_o of this one's half of the columns."""
@@ -507,7 +511,9 @@ def exchange_partial_results(
 
 
 @gluon.jit
-def acc_columns(i: gl.constexpr, NUM_TILES: gl.constexpr, I_CONSUMER: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr):
+def output_and_partial_columns_of_acc(
+    i: gl.constexpr, NUM_TILES: gl.constexpr, I_CONSUMER: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr
+):
     """Returns the columns of tile i of acc_o: in the output, and in a partial state, where even ones come first."""
     if cfg.CODE == "e4m3":
         o_packed = (I_CONSUMER * (NUM_TILES // 2) + i // 2) * cfg.CHUNK + gl.arange(0, cfg.CHUNK, gl.SliceLayout(1, O))
@@ -518,13 +524,13 @@ def acc_columns(i: gl.constexpr, NUM_TILES: gl.constexpr, I_CONSUMER: gl.constex
 
 
 @gluon.jit
-def store_output(
+def scale_and_store_output(
     OUT, acc_o, acc_scale, tokens, heads, m_row, strides, I_CONSUMER: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr
 ):
     """Stores acc_o × acc_scale to OUT: all columns, or the I_CONSUMER-th half."""
     for i in gl.static_range(len(acc_o)):
         p_row = OUT + (tokens * strides.out_t + heads * strides.out_h)[None, :]
-        o_d, _ = acc_columns(i, len(acc_o), I_CONSUMER, O, cfg)
+        o_d, _ = output_and_partial_columns_of_acc(i, len(acc_o), I_CONSUMER, O, cfg)
         gl.store(p_row + o_d[:, None], cast_output(acc_o[i] * acc_scale[None, :], OUT, cfg), mask=m_row[None, :])
 
 
@@ -536,7 +542,7 @@ def store_partial(
     o_r = gl.arange(0, cfg.BLOCK_M, gl.SliceLayout(0, O))
     p_row = partial_row_ptr(SPLIT_WORKSPACE, partial_slot, o_r, cfg)
     for i in gl.static_range(len(state.acc_o)):
-        _, o_d = acc_columns(i, len(state.acc_o), I_CONSUMER, O, cfg)
+        _, o_d = output_and_partial_columns_of_acc(i, len(state.acc_o), I_CONSUMER, O, cfg)
         gl.store(p_row[None, :] + o_d[:, None], state.acc_o[i], mask=m_row[None, :])
     if I_CONSUMER == 0:
         store_partial_stats(p_row, state.row_max, state.row_sum, m_row, cfg)
@@ -546,7 +552,7 @@ def store_partial(
 
 
 @gluon.jit
-def consumer(tensors, q, kv_stages, mbarriers, buffers, scales, cta_range, strides, STAGES: gl.constexpr,
+def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides, STAGES: gl.constexpr,
              I_CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Computes this warpgroup's n_blocks of the CTA range for one block of heads, and stores its columns."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.BLOCK_M, 16])
@@ -566,7 +572,7 @@ def consumer(tensors, q, kv_stages, mbarriers, buffers, scales, cta_range, strid
         score_scale = scales.score_scale
         if cfg.CODE == "e4m3":
             Q_TERMS: gl.constexpr = q.latents.shape[1] // cfg.BLOCK_M
-            score_scale = scales.score_scale * load_query_as_e4m3_terms(
+            score_scale = scales.score_scale * store_query_e4m3_terms_and_return_q_scale(
                 tensors, q, work_tile, h, strides, I_CONSUMER, NUM_CONSUMERS, Q_TERMS, ROW, cfg
             )
         else:
@@ -576,10 +582,10 @@ def consumer(tensors, q, kv_stages, mbarriers, buffers, scales, cta_range, strid
             mbarrier.wait(buffers.q_full[1 - I_CONSUMER].index(0), num_work_tiles & 1)
         # Main loop; then combine two consumers.
         state = mainloop(
-            q, kv_stages, mbarriers, buffers, score_scale, work_tile, kv_iter, I_CONSUMER, NUM_CONSUMERS, STAGES, S, cfg
+            q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_CONSUMER, NUM_CONSUMERS, STAGES, S, cfg
         )
         if NUM_CONSUMERS == 2:
-            state = exchange_partial_results(state, buffers, num_work_tiles, I_CONSUMER, S, cfg)
+            state = combine_warpgroups_and_keep_half_acc(state, buffers, num_work_tiles, I_CONSUMER, S, cfg)
         # Epilogue: metadata, then the output or a partial state.
         kv_iter += work_tile.n_block_end - work_tile.n_block_begin
         num_work_tiles += 1
@@ -591,7 +597,9 @@ def consumer(tensors, q, kv_stages, mbarriers, buffers, scales, cta_range, strid
             store_num_splits(tensors, work_tile, cta_range, cfg)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
             acc_scale, lse = finalize_softmax(state.row_max, state.row_sum, scales.value_scale)
-            store_output(tensors.OUT, state.acc_o, acc_scale, tokens, heads, m_row, strides, I_CONSUMER, S, cfg)
+            scale_and_store_output(
+                tensors.OUT, state.acc_o, acc_scale, tokens, heads, m_row, strides, I_CONSUMER, S, cfg
+            )
             if cfg.HAS_LSE and I_CONSUMER == 0:
                 gl.store(tensors.LSE + tokens * strides.lse_t + heads * strides.lse_h, lse, mask=m_row)
         else:
@@ -624,7 +632,7 @@ def allocate_smem_fp8(CKV_MAP, KPE_MAP, SCALES_MAP, Q_TERMS: gl.constexpr, STAGE
     q_nope = gl.allocate_shared_memory(E4M3, [cfg.CHUNKS, Q_SMEM_ROWS, WIDTH], Q_NOPE_LAYOUT)
     q_pe = gl.allocate_shared_memory(R, [1, Q_PE_SMEM_ROWS, WIDTH_PE], Q_PE_LAYOUT)
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_M], gl.float16)
-    p_smem = gl.allocate_shared_memory(gl.float16, [NUM_CONSUMERS * NUM_P_TILES, cfg.BLOCK_N, cfg.BLOCK_M], P_LAYOUT)
+    smem_p = gl.allocate_shared_memory(gl.float16, [NUM_CONSUMERS * NUM_P_TILES, cfg.BLOCK_N, cfg.BLOCK_M], P_LAYOUT)
     FLAT_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     vote_flags = gl.allocate_shared_memory(gl.int8, [NUM_CONSUMERS, 32, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     EXCHANGE_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 4, [1, 0])
@@ -638,8 +646,8 @@ def allocate_smem_fp8(CKV_MAP, KPE_MAP, SCALES_MAP, Q_TERMS: gl.constexpr, STAGE
         )
         row_stats = gl.allocate_shared_memory(gl.float32, [4, cfg.BLOCK_M], FLAT_LAYOUT)
         acc_exchange = gl.allocate_shared_memory(gl.float32, [cfg.CHUNKS, cfg.CHUNK, cfg.BLOCK_M], EXCHANGE_LAYOUT)
-    buffers = ConsumerBuffers(p_smem, vote_flags, row_stats, acc_exchange, q_full, stats_full, acc_full)
-    return QuerySmem(q_nope, q_pe), KVStages(ckv, k_pe, scales), buffers
+    buffers = ConsumerBuffers(smem_p, vote_flags, row_stats, acc_exchange, q_full, stats_full, acc_full)
+    return QuerySmem(q_nope, q_pe), SmemKV(ckv, k_pe, scales), buffers
 
 
 @gluon.jit
@@ -651,10 +659,10 @@ def allocate_smem_bf16(CKV_MAP, KPE_MAP, STAGES: gl.constexpr, cfg: gl.constexpr
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_M, TILE_COLUMNS], DTYPE)
     q = gl.allocate_shared_memory(DTYPE, [NUM_COLUMN_TILES + 1, cfg.BLOCK_M, TILE_COLUMNS], Q_LAYOUT)
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([cfg.BLOCK_N, cfg.BLOCK_M], DTYPE)
-    p_smem = gl.allocate_shared_memory(DTYPE, [1, cfg.BLOCK_N, cfg.BLOCK_M], P_LAYOUT)
+    smem_p = gl.allocate_shared_memory(DTYPE, [1, cfg.BLOCK_N, cfg.BLOCK_M], P_LAYOUT)
     vote_flags = gl.allocate_shared_memory(gl.int8, [1, 32, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    buffers = ConsumerBuffers(p_smem, vote_flags, vote_flags, vote_flags, (), (), ())
-    return QuerySmem(q, q), KVStages(ckv, k_pe, k_pe), buffers
+    buffers = ConsumerBuffers(smem_p, vote_flags, vote_flags, vote_flags, (), (), ())
+    return QuerySmem(q, q), SmemKV(ckv, k_pe, k_pe), buffers
 
 
 @gluon.jit
@@ -683,17 +691,17 @@ def mla_decode_small_m_kernel(
     )  # fmt: skip
     tensor_maps = TensorMaps(CKV_MAP, KPE_MAP, SCALES_MAP)
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b, oob_row, scale_rows_per_page)
-    request_shapes = ()
+    block_counts = ()
     if fits_all_requests(cfg):
-        request_shapes = load_all_request_shapes(SEQ_LENS, CU_SEQLENS_Q, B, cfg, not IS_FP8)
+        block_counts = load_block_counts_of_all_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg, not IS_FP8)
     if cfg.VARLEN_Q:
         padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths
     # Shared memory and barriers.
     if IS_FP8:
         Q_TERMS: gl.constexpr = 1 if Q_NOPE.dtype.element_ty == gl.float8e4nv else 2
-        q, kv_stages, buffers = allocate_smem_fp8(CKV_MAP, KPE_MAP, SCALES_MAP, Q_TERMS, STAGES, NUM_CONSUMERS, cfg)
+        q, smem_kv, buffers = allocate_smem_fp8(CKV_MAP, KPE_MAP, SCALES_MAP, Q_TERMS, STAGES, NUM_CONSUMERS, cfg)
     else:
-        q, kv_stages, buffers = allocate_smem_bf16(CKV_MAP, KPE_MAP, STAGES, cfg)
+        q, smem_kv, buffers = allocate_smem_bf16(CKV_MAP, KPE_MAP, STAGES, cfg)
     # NOTE: of two alternating warpgroups each waits for every other tile, and a wait sees only one phase back. With one
     # barrier for each of three stages the previous phase would be the other warpgroup's tile, possibly still in flight
     # when a later tile is full. With twice as many, a barrier belongs to one warpgroup for a whole work tile, at whose
@@ -701,17 +709,17 @@ def mla_decode_small_m_kernel(
     mbarriers = PipelineBarriers(allocate_mbarriers(NUM_CONSUMERS * STAGES), allocate_mbarriers(STAGES))
     # Tile scheduler: this CTA's range.
     call_scales = load_call_scales(softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg)
-    cta_range = make_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, request_shapes, i_range, num_ranges, max_m_blocks, i_cta, cfg)
+    cta_range = make_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, block_counts, i_range, num_ranges, max_m_blocks, i_cta, cfg)
     thread_barrier()  # arguments of the partitions may overwrite memory that reductions read
     # The producer is the default partition: it has four warps anyway.
     if NUM_CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (producer, (tensor_maps, page_lookup, mbarriers.full, mbarriers.empty, kv_stages, cta_range, (), STAGES,
+                (producer, (tensor_maps, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range, (), STAGES,
                             cfg)),
-                (consumer, (tensors, q, kv_stages, mbarriers, buffers, call_scales, cta_range, strides, STAGES, 0,
+                (consumer, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES, 0,
                             NUM_CONSUMERS, cfg)),
-                (consumer, (tensors, q, kv_stages, mbarriers, buffers, call_scales, cta_range, strides, STAGES, 1,
+                (consumer, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES, 1,
                             NUM_CONSUMERS, cfg)),
             ],
             [4, 4],
@@ -721,9 +729,9 @@ def mla_decode_small_m_kernel(
         CONSUMER_REGISTERS: gl.constexpr = 216 if cfg.GROUP_SCALES else 232  # more would spill the addresses of scales
         gl.warp_specialize(
             [
-                (producer, (tensor_maps, page_lookup, mbarriers.full, mbarriers.empty, kv_stages, cta_range, (), STAGES,
+                (producer, (tensor_maps, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range, (), STAGES,
                             cfg)),
-                (consumer, (tensors, q, kv_stages, mbarriers, buffers, call_scales, cta_range, strides, STAGES, 0,
+                (consumer, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES, 0,
                             NUM_CONSUMERS, cfg)),
             ],
             [4],

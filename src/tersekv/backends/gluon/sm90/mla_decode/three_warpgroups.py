@@ -9,8 +9,8 @@ query, and store its output through the query's memory. The producer prepares gr
 A query of 8 significant bits is exactly the sum of two e4m3 terms. 8-bit MMA keeps about 14 bits: each chunk of 128
 columns has its own accumulator, added in fp32; the second term, which is 2^-4 of the first, needs only one.
 
-Mask: `apply_mask`; lazy row_max: `qk_softmax_warpgroup`; rescale of acc_o: `rescale_acc`; wait for a free KV stage:
-`producer.py`, for a free P stage: `qk_softmax_warpgroup`, which also signals P full; combine: `combine.py`.
+Mask: `apply_mask`; lazy row_max: `qk_softmax_warpgroup`; rescale of acc_o: `rescale_acc_if_flagged`; wait for a free KV
+stage: `producer.py`, for a free P stage: `qk_softmax_warpgroup`, which also signals P full; combine: `combine.py`.
 """
 
 from typing import NamedTuple
@@ -29,12 +29,12 @@ from ..parts.combine import split_metadata_ptr
 from ..parts.epilogue import cast_output, finalize_softmax, zero_padding_rows
 from ..parts.online_softmax import LAZY_ROW_MAX_PTX, split_columns
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import load_all_request_shapes, next_work_tile
+from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
 from .params import (
     AttentionTensors,
-    KVStages,
     PageLookup,
     QuerySmem,
+    SmemKV,
     Strides,
     TensorMaps,
     dequant_packed,
@@ -42,11 +42,11 @@ from .params import (
     load_call_scales,
     load_query_chunk,
     make_cta_range,
-    make_uniform,
+    make_uniform_through_smem,
     partial_row_ptr,
     store_num_splits,
     store_partial_stats,
-    zero_invalid_rows,
+    zero_oob_rows_in_smem,
 )
 from .producer import SCALE_COLUMNS, ScalePrefetch, producer
 
@@ -127,13 +127,13 @@ class Mbarriers(NamedTuple):
 class SharedBuffers(NamedTuple):
     """Shared memory by which warpgroups exchange data."""
 
-    p_smem: gl.shared_memory_descriptor
+    smem_p: gl.shared_memory_descriptor
     rescales: gl.shared_memory_descriptor  # of acc_o; at the end of a work tile, its acc_scale
     rescale_flags: gl.shared_memory_descriptor  # whether any rescale is not 1
     q_scales: gl.shared_memory_descriptor  # of the query rows
     score_scales: gl.shared_memory_descriptor  # group scales for QK
     v_scale_ratios: gl.shared_memory_descriptor  # and for PV
-    uniform_smem: gl.shared_memory_descriptor  # for `params.make_uniform`
+    smem_uniform: gl.shared_memory_descriptor  # for `params.make_uniform_through_smem`
 
 
 class QueryBlock(NamedTuple):
@@ -149,7 +149,7 @@ class QueryBlock(NamedTuple):
 
 
 @gluon.jit
-def token_and_head_of_rows(o_r, work_tile, h, cfg: gl.constexpr):
+def token_head_and_mask_of_rows(o_r, work_tile, h, cfg: gl.constexpr):
     """Returns (tokens, query heads, whether the row exists) of rows o_r of a work tile, for a block of heads."""
     o_r += work_tile.m_block * cfg.BLOCK_M
     heads = (h * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64)
@@ -165,7 +165,7 @@ def load_query_row_chunks(
     WIDTH: gl.constexpr = 2 * cfg.CHUNK
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     o_r = first_row + gl.arange(0, STEP, gl.SliceLayout(1, L))
-    tokens, heads, m_row = token_and_head_of_rows(o_r, q_block, q_block.h, cfg)
+    tokens, heads, m_row = token_head_and_mask_of_rows(o_r, q_block, q_block.h, cfg)
     p_q_nope = tensors.Q_NOPE + tokens * strides.q_nope_t + heads * strides.q_nope_h
     p_q_pe = tensors.Q_PE + tokens * strides.q_pe_t + heads * strides.q_pe_h
     chunks = ()
@@ -182,7 +182,7 @@ def max_abs_bits(a, b):
 
 
 @gluon.jit
-def normalize_query_rows(chunks, negate, CHUNKS: gl.constexpr):
+def query_inv_scales_and_q_scales(chunks, negate, CHUNKS: gl.constexpr):
     """Returns (inv_scale of rows, as bf16; q_scale of their scores), powers of two.
 
     Scaled, each row's largest element lies in [128, 256): elements down to 2^-10 of that are exact in two e4m3 terms.
@@ -205,7 +205,7 @@ def view_by_row_steps(x, STEP: gl.constexpr):
 
 
 @gluon.jit
-def store_two_terms_of_step(x, inv_scale, smem_rows, i_step):
+def store_e4m3_and_residual_of_step(x, inv_scale, smem_rows, i_step):
     """Stores x × inv_scale in shared memory as e4m3, and its remainder behind all rows."""
     STEP: gl.constexpr = x.shape[0]
     _, inv_scale = gl.broadcast(x, inv_scale[:, None])
@@ -217,7 +217,7 @@ def store_two_terms_of_step(x, inv_scale, smem_rows, i_step):
 
 
 @gluon.jit
-def negate_if(x, negate):
+def as_e4m3_negated_if(x, negate):
     """Returns e4m3 codes, negated if `negate`."""
     mask = gl.where(negate, 0x80, 0).to(gl.int8)
     x = x.to(gl.int8, bitcast=True)
@@ -227,7 +227,7 @@ def negate_if(x, negate):
 
 
 @gluon.jit
-def store_query_rows(chunks, q_nope, q_pe, q_scales, negate, i_step, Q_TERMS: gl.constexpr, cfg: gl.constexpr):
+def store_query_and_scales(chunks, q_nope, q_pe, q_scales, negate, i_step, Q_TERMS: gl.constexpr, cfg: gl.constexpr):
     """Stores a step's query rows, negated if `negate`, and their q_scales in shared memory."""
     CHUNKS: gl.constexpr = cfg.CHUNKS
     STEP: gl.constexpr = chunks[0].shape[0]
@@ -235,19 +235,19 @@ def store_query_rows(chunks, q_nope, q_pe, q_scales, negate, i_step, Q_TERMS: gl
     q_pe_chunk = chunks[CHUNKS]
     ROW: gl.constexpr = gl.SliceLayout(1, q_pe_chunk.type.layout)
     if Q_TERMS == 2:
-        inv_scale, q_scale = normalize_query_rows(chunks, negate, CHUNKS)
+        inv_scale, q_scale = query_inv_scales_and_q_scales(chunks, negate, CHUNKS)
         for i in gl.static_range(CHUNKS):
-            store_two_terms_of_step(chunks[i], inv_scale, q_nope, STEPS * i + i_step)
+            store_e4m3_and_residual_of_step(chunks[i], inv_scale, q_nope, STEPS * i + i_step)
         if q_pe.dtype == gl.bfloat16:
             x = q_pe_chunk.to(gl.float32) * inv_scale.to(gl.float32)[:, None]
             q_pe.index(i_step).store(x.to(gl.bfloat16))
         else:
-            store_two_terms_of_step(q_pe_chunk, inv_scale, q_pe, i_step)
+            store_e4m3_and_residual_of_step(q_pe_chunk, inv_scale, q_pe, i_step)
     else:
         q_scale = gl.full([STEP], 1.0, gl.float32, ROW)
         for i in gl.static_range(CHUNKS):
-            q_nope.index(STEPS * i + i_step).store(negate_if(chunks[i], negate))
-        q_pe_chunk = negate_if(q_pe_chunk, negate)
+            q_nope.index(STEPS * i + i_step).store(as_e4m3_negated_if(chunks[i], negate))
+        q_pe_chunk = as_e4m3_negated_if(q_pe_chunk, negate)
         if q_pe.dtype == gl.bfloat16:
             q_pe_chunk = q_pe_chunk.to(gl.bfloat16)
         q_pe.index(i_step).store(q_pe_chunk)
@@ -269,7 +269,7 @@ def copy_query_rows_to_smem(tensors, q, q_scales, q_block, score_scale, strides,
     q_nope_rows, q_pe_rows = view_by_row_steps(q_nope, STEP), view_by_row_steps(q_pe, STEP)
     next_chunks = load_query_row_chunks(tensors, q_block, strides, I_CONSUMER * HALF * STEP, STEP, WIDTH_PE, cfg)
     if HALF == 1:
-        store_query_rows(next_chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, I_CONSUMER, Q_TERMS, cfg)
+        store_query_and_scales(next_chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, I_CONSUMER, Q_TERMS, cfg)
     else:
         for i_step in range(I_CONSUMER * HALF, (I_CONSUMER + 1) * HALF):
             chunks = next_chunks
@@ -278,7 +278,7 @@ def copy_query_rows_to_smem(tensors, q, q_scales, q_block, score_scale, strides,
                 gl.where(i_step + 1 < (I_CONSUMER + 1) * HALF, q_block.num_q_rows, 0),
             )  # fmt: skip
             next_chunks = load_query_row_chunks(tensors, next_block, strides, (i_step + 1) * STEP, STEP, WIDTH_PE, cfg)
-            store_query_rows(chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, i_step, Q_TERMS, cfg)
+            store_query_and_scales(chunks, q_nope_rows, q_pe_rows, q_scales, score_scale < 0, i_step, Q_TERMS, cfg)
     fence_async_shared()
 
 
@@ -303,14 +303,14 @@ def start_qk_chunk(q_i, k_i, x, Q_TERMS: gl.constexpr):
 
 
 @gluon.jit
-def start_low_term_qk_batch(kv_stages, q, stage, opaque_zero, x, i_batch: gl.constexpr, cfg: gl.constexpr):
+def start_low_term_qk_batch(smem_kv, q, stage, opaque_zero, x, i_batch: gl.constexpr, cfg: gl.constexpr):
     """Starts batch i_batch of MMA_BATCHES of QK for the query's second terms and the rotary part.
 
     The second terms are 2^-4 of the first: one accumulator holds them all. A warp stalls when too many MMAs are in
     flight: they start in batches, with other work between.
     """
     CHUNKS: gl.constexpr = cfg.CHUNKS
-    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    ckv, k_pe = smem_kv.latents, smem_kv.pe
     q_nope, q_pe = q
     k_pe_stage = k_pe.index(stage).permute((1, 0))
     if i_batch == 0:
@@ -336,7 +336,7 @@ def arrive_p_full_if(p_full, is_set):
 
 @gluon.jit
 def compute_scores(
-    kv_stages, q, low_term_acc, stage, opaque_zero, p_full_args, Q_TERMS: gl.constexpr, S: gl.constexpr,
+    smem_kv, q, low_term_acc, stage, opaque_zero, p_full_args, Q_TERMS: gl.constexpr, S: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Returns QK of a tile: fp32 [BLOCK_M, BLOCK_N]; with two terms, `low_term_acc` holds the second
@@ -345,7 +345,7 @@ def compute_scores(
     p_full_args: with one term, arguments of `arrive_p_full_if`, called once all MMAs have started
     """
     CHUNKS: gl.constexpr = cfg.CHUNKS
-    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    ckv, k_pe = smem_kv.latents, smem_kv.pe
     q_nope, q_pe = q
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, S)
     q_0, k_0 = q_nope.index(opaque_zero).slice(0, BLOCK_M), ckv.index(stage * CHUNKS).permute((1, 0))
@@ -369,14 +369,14 @@ def compute_scores(
 
 
 @gluon.jit
-def compute_scaled_scores(kv_stages, q, stage, opaque_zero, score_scales, scales_full, phase, p_full_args,
+def compute_scores_with_group_scales(smem_kv, q, stage, opaque_zero, score_scales, scales_full, phase, p_full_args,
                           Q_TERMS: gl.constexpr, S: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Returns QK where each chunk of a key has a scale and the rotary part is bf16: fp32 [BLOCK_M, BLOCK_N].
 
-    `prepare_group_scales` stores score_scales and signals scales_full.
+    `store_score_scales_and_v_scale_ratios` stores score_scales and signals scales_full.
     """
     CHUNKS: gl.constexpr = cfg.CHUNKS
-    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    ckv, k_pe = smem_kv.latents, smem_kv.pe
     q_nope, q_pe = q
     ROW: gl.constexpr = gl.SliceLayout(0, S)
     S_R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -432,7 +432,7 @@ def lane_row_sum(p):
 
 
 @gluon.jit
-def exp2_of_scores(s, row_scales, safe_max, cfg: gl.constexpr):
+def exp2_of_scores_minus_max(s, row_scales, safe_max, cfg: gl.constexpr):
     """Returns 2^(s × row_scales − safe_max); with group scales, the scores are scaled already."""
     safe_max = safe_max[:, None, :][:, :, :, None]
     x = view_by_lane(s)
@@ -443,18 +443,18 @@ def exp2_of_scores(s, row_scales, safe_max, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_p_halves(p, p_smem, p_stage):
+def store_p_halves(p, smem_p, p_stage):
     """Stores P in shared memory for the PV warpgroups, by halves of its keys."""
     left, right = split_columns(p.to(gl.float16))
-    p_smem.index(p_stage * KEY_HALVES).store(left)
-    p_smem.index(p_stage * KEY_HALVES + 1).store(right)
+    smem_p.index(p_stage * KEY_HALVES).store(left)
+    smem_p.index(p_stage * KEY_HALVES + 1).store(right)
 
 
 # QK warpgroup: QK, mask, online softmax; P and rescale for the PV warpgroups.
 
 
 @gluon.jit
-def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_range, strides, STAGES: gl.constexpr,
+def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides, STAGES: gl.constexpr,
                          PREFETCH_QK: gl.constexpr, Q_TERMS: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Computes QK and softmax of the CTA range.
 
@@ -465,8 +465,8 @@ def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_
         cta_range.i_cta, cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
     )  # fmt: skip
     full, empty, p_full, p_empty = mbarriers.full, mbarriers.empty, mbarriers.p_full, mbarriers.p_empty
-    rescales, rescale_flags, score_scales, uniform_smem = (
-        buffers.rescales, buffers.rescale_flags, buffers.score_scales, buffers.uniform_smem,
+    rescales, rescale_flags, score_scales, smem_uniform = (
+        buffers.rescales, buffers.rescale_flags, buffers.score_scales, buffers.smem_uniform,
     )  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
@@ -481,9 +481,9 @@ def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_
         i_request, n_block_base, num_keys = work_tile.i_request, work_tile.n_block_base, work_tile.num_keys
         n_block_begin, n_block_end = work_tile.n_block_begin, work_tile.n_block_end
         if cfg.GROUP_SCALES:  # else the compiler knows that they are uniform
-            n_block_begin = make_uniform(uniform_smem, 0, n_block_begin)
-            n_block_end = make_uniform(uniform_smem, 1, n_block_end)
-            num_keys = make_uniform(uniform_smem, 2, num_keys)
+            n_block_begin = make_uniform_through_smem(smem_uniform, 0, n_block_begin)
+            n_block_end = make_uniform_through_smem(smem_uniform, 1, n_block_end)
+            num_keys = make_uniform_through_smem(smem_uniform, 2, num_keys)
         # Wait for the query.
         mbarrier.wait(mbarriers.q_full.index(0), num_work_tiles & 1)
         row_scales = load_score_scales(buffers.q_scales, scales.score_scale, ROW)
@@ -496,7 +496,7 @@ def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_
             mbarrier.wait(full.index(kv_iter % STAGES), (kv_iter // STAGES) & 1)
             for i in gl.static_range(MMA_BATCHES):
                 low_term_acc = start_low_term_qk_batch(
-                    kv_stages, q, kv_iter % STAGES, n_block_begin >> 30, low_term_acc, i, cfg
+                    smem_kv, q, kv_iter % STAGES, n_block_begin >> 30, low_term_acc, i, cfg
                 )
             low_term_acc = warpgroup_mma_wait(0, [low_term_acc])
         for n_block in range(n_block_begin, n_block_end):
@@ -510,8 +510,8 @@ def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_
             # NOTE: n_block >> 30 is 0. A constant would make the compiler keep, and spill, the descriptors of q.
             if cfg.GROUP_SCALES:
                 phase = (kv_iter // STAGES) & 1
-                s = compute_scaled_scores(
-                    kv_stages, q, stage, n_block >> 30, score_scales, mbarriers.scales_full.index(stage), phase,
+                s = compute_scores_with_group_scales(
+                    smem_kv, q, stage, n_block >> 30, score_scales, mbarriers.scales_full.index(stage), phase,
                     p_full_args, Q_TERMS, S, cfg,
                 )  # fmt: skip
                 # The key's largest scale joins the exponent: the ratios to it, which multiply V, lie in [−1, 1].
@@ -520,7 +520,7 @@ def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_
                     + score_scales.index(SCALE_COLUMNS * stage + 4).load(gl.SliceLayout(0, S))[None, :]
                 )
             else:
-                s = compute_scores(kv_stages, q, low_term_acc, stage, n_block >> 30, p_full_args, Q_TERMS, S, cfg)
+                s = compute_scores(smem_kv, q, low_term_acc, stage, n_block >> 30, p_full_args, Q_TERMS, S, cfg)
             # Release KV; with group scales, once the softmax has read them.
             if not cfg.GROUP_SCALES:
                 sync_and_arrive(empty.index(stage))
@@ -528,7 +528,7 @@ def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_
             if PREFETCH_QK:
                 next_stage = (kv_iter + 1) % STAGES
                 mbarrier.wait(full.index(next_stage), ((kv_iter + 1) // STAGES) & 1, pred=n_block + 1 < n_block_end)
-                low_term_acc = start_low_term_qk_batch(kv_stages, q, next_stage, n_block >> 30, zero, 0, cfg)
+                low_term_acc = start_low_term_qk_batch(smem_kv, q, next_stage, n_block >> 30, zero, 0, cfg)
             # Mask.
             s = apply_mask(s, n_block, num_keys, work_tile.num_q_rows, work_tile.m_block * cfg.BLOCK_M, cfg)
             # Online softmax, with lazy rescaling.
@@ -542,9 +542,9 @@ def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_
             rescale = gl.where(row_max_new == row_max, 1.0, gl.exp2(row_max - safe_max))
             row_max = row_max_new
             if PREFETCH_QK:
-                low_term_acc = start_low_term_qk_batch(kv_stages, q, next_stage, n_block >> 30, low_term_acc, 1, cfg)
+                low_term_acc = start_low_term_qk_batch(smem_kv, q, next_stage, n_block >> 30, low_term_acc, 1, cfg)
             # P and row_sum.
-            p = exp2_of_scores(s, row_scales, safe_max, cfg)
+            p = exp2_of_scores_minus_max(s, row_scales, safe_max, cfg)
             if cfg.GROUP_SCALES:
                 row_sum = row_sum * rescale + lane_row_sum(
                     p * score_scales.index(SCALE_COLUMNS * stage + 5).load(gl.SliceLayout(0, S))[None, :]
@@ -553,10 +553,10 @@ def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_
             else:
                 row_sum = row_sum * rescale + lane_row_sum(p)
             if PREFETCH_QK:
-                low_term_acc = start_low_term_qk_batch(kv_stages, q, next_stage, n_block >> 30, low_term_acc, 2, cfg)
+                low_term_acc = start_low_term_qk_batch(smem_kv, q, next_stage, n_block >> 30, low_term_acc, 2, cfg)
             # Wait for a free P stage; store P and rescale.
             mbarrier.wait(p_empty.index(p_iter % P_STAGES), ((p_iter // P_STAGES) & 1) ^ 1)
-            store_p_halves(p, buffers.p_smem, p_iter % P_STAGES)
+            store_p_halves(p, buffers.smem_p, p_iter % P_STAGES)
             rescales.index(p_iter % P_STAGES).store(rescale)
             rescale_flags.index(p_iter % P_STAGES).store(
                 gl.permute(gl.reshape(needs_rescale.to(gl.int8), [4, 16, LANES_PER_ROW]), (1, 2, 0))
@@ -580,7 +580,7 @@ def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_
         p_iter += 1
         num_work_tiles += 1
         o_r = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LANE_LAYOUT))
-        tokens, heads, m_row = token_and_head_of_rows(o_r, work_tile, h, cfg)
+        tokens, heads, m_row = token_head_and_mask_of_rows(o_r, work_tile, h, cfg)
         if n_block_begin == 0:
             store_num_splits(tensors, work_tile, cta_range, cfg)
         if n_block_end - n_block_begin == work_tile.num_n_blocks:
@@ -597,10 +597,10 @@ def qk_softmax_warpgroup(tensors, q, kv_stages, mbarriers, buffers, scales, cta_
 
 
 @gluon.jit
-def load_packed_v(packed_v, chunk, key_half: gl.constexpr, O: gl.constexpr):
+def load_packed_v_half(smem_packed_v, chunk, key_half: gl.constexpr, O: gl.constexpr):
     """Loads packed V of a chunk for half the keys, transposed: [PACKED_PER_CHUNK, KEYS_PER_HALF]."""
     return (
-        packed_v.index(chunk)
+        smem_packed_v.index(chunk)
         .slice(key_half * KEYS_PER_HALF, KEYS_PER_HALF)
         .permute((1, 0))
         .load(gl.DotOperandLayout(0, O, 2))
@@ -608,7 +608,7 @@ def load_packed_v(packed_v, chunk, key_half: gl.constexpr, O: gl.constexpr):
 
 
 @gluon.jit
-def dequant_v(packed, v_scale_ratios, key_half: gl.constexpr, cfg: gl.constexpr):
+def dequant_v_times_scale_ratios(packed, v_scale_ratios, key_half: gl.constexpr, cfg: gl.constexpr):
     """Dequantizes packed V to two fp16 tiles. v_scale_ratios: the chunk's scales over each key's largest."""
     if cfg.GROUP_SCALES:
         key_ratios = v_scale_ratios.slice(key_half * KEYS_PER_HALF, KEYS_PER_HALF).load(
@@ -626,13 +626,13 @@ def dequant_v(packed, v_scale_ratios, key_half: gl.constexpr, cfg: gl.constexpr)
 
 
 @gluon.jit
-def rescale_acc(acc_o, rescale_smem, rescale_flag, O: gl.constexpr):
+def rescale_acc_if_flagged(acc_o, smem_rescale, rescale_flag, O: gl.constexpr):
     """Returns acc_o × rescale, skipped unless the flag says that some rescale is not 1: rarely."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     flag_word = reinterpret(rescale_flag, gl.int32, [BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if gl.max(flag_word.slice(0, 1).load(ONE), 0) != 0:
         L: gl.constexpr = gl.BlockedLayout([1, LANES_PER_ROW], [32, 1], [gl.num_warps(), 1], [1, 0])
-        rescale = gl.convert_layout(gl.max(rescale_smem.load(L), 1), gl.SliceLayout(0, O))
+        rescale = gl.convert_layout(gl.max(smem_rescale.load(L), 1), gl.SliceLayout(0, O))
         out = ()
         for i in gl.static_range(4):
             out = out + (acc_o[i] * rescale[None, :],)
@@ -641,26 +641,26 @@ def rescale_acc(acc_o, rescale_smem, rescale_flag, O: gl.constexpr):
 
 
 @gluon.jit
-def rescale_and_accumulate_pv(
-    acc_o, packed_v, first_chunk, buffers, p_full, p_iter, O: gl.constexpr, cfg: gl.constexpr
+def wait_p_rescale_and_accumulate_pv(
+    acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter, O: gl.constexpr, cfg: gl.constexpr
 ):
     """Waits for P and returns acc_o + V × P, the last MMAs in flight."""
-    p_smem, v_scale_ratios = buffers.p_smem, buffers.v_scale_ratios
+    smem_p, v_scale_ratios = buffers.smem_p, buffers.v_scale_ratios
     p_stage = p_iter % P_STAGES
-    packed = load_packed_v(packed_v, first_chunk, 0, O)
+    packed = load_packed_v_half(smem_packed_v, first_chunk, 0, O)
     if not cfg.GROUP_SCALES:  # ratios are ready only with P
-        v = dequant_v(packed, v_scale_ratios, 0, cfg)
+        v = dequant_v_times_scale_ratios(packed, v_scale_ratios, 0, cfg)
     mbarrier.wait(p_full.index(p_stage), (p_iter // P_STAGES) & 1)
-    acc_o = rescale_acc(acc_o, buffers.rescales.index(p_stage), buffers.rescale_flags.index(p_stage), O)
+    acc_o = rescale_acc_if_flagged(acc_o, buffers.rescales.index(p_stage), buffers.rescale_flags.index(p_stage), O)
     if cfg.GROUP_SCALES:
-        v = dequant_v(packed, v_scale_ratios.index(first_chunk), 0, cfg)
+        v = dequant_v_times_scale_ratios(packed, v_scale_ratios.index(first_chunk), 0, cfg)
     for i in gl.static_range(CHUNKS_PER_WARPGROUP):
         for key_half in gl.static_range(KEY_HALVES):
             if i + key_half > 0:
-                packed = load_packed_v(packed_v, first_chunk + i, key_half, O)
+                packed = load_packed_v_half(smem_packed_v, first_chunk + i, key_half, O)
                 acc_o = warpgroup_mma_wait(0, acc_o)
-                v = dequant_v(packed, v_scale_ratios.index(first_chunk + i), key_half, cfg)
-            p = p_smem.index(KEY_HALVES * p_stage + key_half).permute((1, 0))
+                v = dequant_v_times_scale_ratios(packed, v_scale_ratios.index(first_chunk + i), key_half, cfg)
+            p = smem_p.index(KEY_HALVES * p_stage + key_half).permute((1, 0))
             a0 = warpgroup_mma(v[0], p, acc_o[2 * i], is_async=True)
             a1 = warpgroup_mma(v[1], p, acc_o[2 * i + 1], is_async=True)
             if i == 0:
@@ -674,7 +674,7 @@ def rescale_and_accumulate_pv(
 
 
 @gluon.jit
-def stage_output_rows(smem, even_columns, odd_columns, row_half: gl.constexpr):
+def stage_output_rows_in_smem(smem, even_columns, odd_columns, row_half: gl.constexpr):
     """Stores half the rows of a chunk, columns interleaved, in shared memory: [ROWS_STAGED, 2 * PACKED_PER_CHUNK]."""
     SPLIT_SHAPE: gl.constexpr = [PACKED_PER_CHUNK, 2, ROWS_STAGED]
     even_columns = gl.split(gl.permute(gl.reshape(even_columns, SPLIT_SHAPE), (0, 2, 1)))[row_half]
@@ -684,8 +684,8 @@ def stage_output_rows(smem, even_columns, odd_columns, row_half: gl.constexpr):
 
 
 @gluon.jit
-def store_output_or_partial(
-    tensors, q_nope, acc_o, rescale_smem, is_unsplit, partial_slot, q_block, strides, I_CONSUMER: gl.constexpr,
+def store_output_or_partial_acc(
+    tensors, q_nope, acc_o, smem_rescale, is_unsplit, partial_slot, q_block, strides, I_CONSUMER: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Stores the output, or a split's partial acc_o, through the query's memory, so that rows are contiguous."""
@@ -703,17 +703,17 @@ def store_output_or_partial(
         q_nope, gl.float32, [NUM_STAGING_BUFFERS * STEPS, ROWS_PER_STORE, 2 * PACKED_PER_CHUNK], STAGING_LAYOUT
     )
     acc_scales = reinterpret(
-        rescale_smem, gl.float32, [BLOCK_M // ROWS_PER_STORE, ROWS_PER_STORE, LANES_PER_ROW], rescale_smem.layout
+        smem_rescale, gl.float32, [BLOCK_M // ROWS_PER_STORE, ROWS_PER_STORE, LANES_PER_ROW], smem_rescale.layout
     )
     for i in range(4):  # not unrolled: fetching code that runs once is slow
         if i == 0:
-            stage_output_rows(staging, acc_o[0], acc_o[1], 0)
+            stage_output_rows_in_smem(staging, acc_o[0], acc_o[1], 0)
         elif i == 1:
-            stage_output_rows(staging, acc_o[0], acc_o[1], 1)
+            stage_output_rows_in_smem(staging, acc_o[0], acc_o[1], 1)
         elif i == 2:
-            stage_output_rows(staging, acc_o[2], acc_o[3], 0)
+            stage_output_rows_in_smem(staging, acc_o[2], acc_o[3], 0)
         else:
-            stage_output_rows(staging, acc_o[2], acc_o[3], 1)
+            stage_output_rows_in_smem(staging, acc_o[2], acc_o[3], 1)
         for j in range(STEPS):
             x = staging_steps.index(I_CONSUMER * STEPS + j).load(W)
             step = i % 2 * STEPS + j
@@ -721,7 +721,7 @@ def store_output_or_partial(
             o_d = (CHUNKS_PER_WARPGROUP * I_CONSUMER + i // 2) * 2 * PACKED_PER_CHUNK + gl.arange(
                 0, 2 * PACKED_PER_CHUNK, gl.SliceLayout(0, W)
             )
-            tokens, heads, m_row = token_and_head_of_rows(o_r, q_block, q_block.h, cfg)
+            tokens, heads, m_row = token_head_and_mask_of_rows(o_r, q_block, q_block.h, cfg)
             if is_unsplit:
                 x *= gl.max(acc_scales.index(step).load(W), 1)[:, None]
                 p_out = (OUT + tokens * strides.out_t + heads * strides.out_h)[:, None] + o_d[None, :]
@@ -735,7 +735,7 @@ def store_output_or_partial(
 
 
 @gluon.jit
-def pv_warpgroup(tensors, q, kv_stages, mbarriers, buffers, score_scale, cta_range, strides, I_CONSUMER: gl.constexpr,
+def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range, strides, I_CONSUMER: gl.constexpr,
                  STAGES: gl.constexpr, Q_TERMS: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Computes PV of the CTA range for chunks 2 * I_CONSUMER and the next.
 
@@ -747,8 +747,8 @@ def pv_warpgroup(tensors, q, kv_stages, mbarriers, buffers, score_scale, cta_ran
     p_full, p_empty = mbarriers.p_full, mbarriers.p_empty
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     zero = gl.full([PACKED_PER_CHUNK, BLOCK_M], 0.0, gl.float32, O)
-    packed_v = reinterpret(
-        kv_stages.latents, gl.int16, [STAGES * cfg.CHUNKS, BLOCK_N, PACKED_PER_CHUNK], gl.NVMMASharedLayout(128, 16)
+    smem_packed_v = reinterpret(
+        smem_kv.latents, gl.int16, [STAGES * cfg.CHUNKS, BLOCK_N, PACKED_PER_CHUNK], gl.NVMMASharedLayout(128, 16)
     )
     kv_iter, num_work_tiles = 0, 0
     while block < block_end:
@@ -775,11 +775,11 @@ def pv_warpgroup(tensors, q, kv_stages, mbarriers, buffers, score_scale, cta_ran
             mbarrier.wait(mbarriers.full.index(stage), (kv_iter // STAGES) & 1)
             first_chunk = stage * cfg.CHUNKS + CHUNKS_PER_WARPGROUP * I_CONSUMER
             if (n_block + 1) * BLOCK_N > num_keys:
-                zero_invalid_rows(packed_v, first_chunk, CHUNKS_PER_WARPGROUP, num_keys - n_block * BLOCK_N)
+                zero_oob_rows_in_smem(smem_packed_v, first_chunk, CHUNKS_PER_WARPGROUP, num_keys - n_block * BLOCK_N)
                 fence_async_shared()  # TMA writes there next
             # PV; release KV, then P.
             p_iter = kv_iter + num_work_tiles
-            acc_o = rescale_and_accumulate_pv(acc_o, packed_v, first_chunk, buffers, p_full, p_iter, O, cfg)
+            acc_o = wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter, O, cfg)
             sync_and_arrive(mbarriers.empty.index(stage))
             acc_o = warpgroup_mma_wait(0, acc_o)
             sync_and_arrive(p_empty.index(p_iter % P_STAGES))
@@ -787,9 +787,9 @@ def pv_warpgroup(tensors, q, kv_stages, mbarriers, buffers, score_scale, cta_ran
         # Epilogue: wait for acc_scale, store.
         p_iter = kv_iter + num_work_tiles
         mbarrier.wait(p_full.index(p_iter % P_STAGES), (p_iter // P_STAGES) & 1)
-        rescale_smem = buffers.rescales.index(p_iter % P_STAGES)
-        store_output_or_partial(
-            tensors, q.latents, acc_o, rescale_smem, is_unsplit, partial_slot, q_block, strides, I_CONSUMER, cfg
+        smem_rescale = buffers.rescales.index(p_iter % P_STAGES)
+        store_output_or_partial_acc(
+            tensors, q.latents, acc_o, smem_rescale, is_unsplit, partial_slot, q_block, strides, I_CONSUMER, cfg
         )
         sync_and_arrive(p_empty.index(p_iter % P_STAGES))
         mbarrier.arrive(mbarriers.q_empty.index(0))
@@ -826,7 +826,9 @@ def mla_decode_three_warpgroups_kernel(
     if cfg.VARLEN_Q:
         padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths
     BY_WARP: gl.constexpr = not cfg.GROUP_SCALES  # with group scales, registers are scarce
-    request_shapes = load_all_request_shapes(SEQ_LENS, CU_SEQLENS_Q, B, cfg, BY_WARP) if fits_all_requests(cfg) else ()
+    block_counts = (
+        load_block_counts_of_all_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg, BY_WARP) if fits_all_requests(cfg) else ()
+    )
     # Shared memory and barriers.
     E4M3: gl.constexpr = gl.float8e4nv
     WIDTH: gl.constexpr = 2 * cfg.CHUNK
@@ -844,7 +846,7 @@ def mla_decode_three_warpgroups_kernel(
     q_nope = gl.allocate_shared_memory(E4M3, [cfg.CHUNKS, Q_TERMS * BLOCK_M, WIDTH], Q_NOPE_LAYOUT)
     q_pe = gl.allocate_shared_memory(R, [1, Q_PE_SMEM_ROWS, WIDTH_PE], Q_PE_LAYOUT)
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, KEYS_PER_HALF], gl.float16)
-    p_smem = gl.allocate_shared_memory(gl.float16, [KEY_HALVES * P_STAGES, BLOCK_M, KEYS_PER_HALF], P_LAYOUT)
+    smem_p = gl.allocate_shared_memory(gl.float16, [KEY_HALVES * P_STAGES, BLOCK_M, KEYS_PER_HALF], P_LAYOUT)
     FLAT_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rescales = gl.allocate_shared_memory(
         gl.float32, [P_STAGES, BLOCK_M, LANES_PER_ROW], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -853,8 +855,8 @@ def mla_decode_three_warpgroups_kernel(
         gl.int8, [P_STAGES, 16, LANES_PER_ROW, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     )
     q_scales = gl.allocate_shared_memory(gl.float32, [BLOCK_M], FLAT_LAYOUT)
-    uniform_smem = gl.allocate_shared_memory(gl.int32, [3, 1], FLAT_LAYOUT)
-    score_scales, v_scale_ratios = rescales, p_smem
+    smem_uniform = gl.allocate_shared_memory(gl.int32, [3, 1], FLAT_LAYOUT)
+    score_scales, v_scale_ratios = rescales, smem_p
     if cfg.GROUP_SCALES:
         score_scales = gl.allocate_shared_memory(gl.float32, [SCALE_COLUMNS * STAGES, BLOCK_N], FLAT_LAYOUT)
         v_scale_ratios = gl.allocate_shared_memory(gl.float16, [STAGES * cfg.CHUNKS, BLOCK_N], FLAT_LAYOUT)
@@ -865,10 +867,10 @@ def mla_decode_three_warpgroups_kernel(
     # Tile scheduler: this CTA's range.
     call_scales = load_call_scales(softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg)
     cta_range = make_cta_range(
-        SEQ_LENS, CU_SEQLENS_Q, B, request_shapes, i_cta // cfg.HEADS, num_ctas // cfg.HEADS, max_m_blocks, i_cta, cfg
+        SEQ_LENS, CU_SEQLENS_Q, B, block_counts, i_cta // cfg.HEADS, num_ctas // cfg.HEADS, max_m_blocks, i_cta, cfg
     )
-    q, kv_stages = QuerySmem(q_nope, q_pe), KVStages(ckv, k_pe, scales)
-    buffers = SharedBuffers(p_smem, rescales, rescale_flags, q_scales, score_scales, v_scale_ratios, uniform_smem)
+    q, smem_kv = QuerySmem(q_nope, q_pe), SmemKV(ckv, k_pe, scales)
+    buffers = SharedBuffers(smem_p, rescales, rescale_flags, q_scales, score_scales, v_scale_ratios, smem_uniform)
     scale_prefetch = ScalePrefetch(mbarriers.first_q_full, score_scales, v_scale_ratios, mbarriers.scales_full)
     # With an 8-bit rotary part half of QK is of second terms: those MMAs overlap the previous softmax. Without second
     # terms, or with scales, which need registers, PV of the previous tile does.
@@ -878,13 +880,13 @@ def mla_decode_three_warpgroups_kernel(
     thread_barrier()  # arguments of the partitions may overwrite memory that reductions read
     gl.warp_specialize(
         [
-            (producer, (tensor_maps, page_lookup, mbarriers.full, mbarriers.empty, kv_stages, cta_range, scale_prefetch,
+            (producer, (tensor_maps, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range, scale_prefetch,
                         STAGES, cfg)),
-            (qk_softmax_warpgroup, (tensors, q, kv_stages, mbarriers, buffers, call_scales, cta_range, strides, STAGES,
+            (qk_softmax_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES,
                                     PREFETCH_QK, Q_TERMS, cfg)),
-            (pv_warpgroup, (tensors, q, kv_stages, mbarriers, buffers, call_scales.score_scale, cta_range, strides, 0,
+            (pv_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales.score_scale, cta_range, strides, 0,
                             STAGES, Q_TERMS, cfg)),
-            (pv_warpgroup, (tensors, q, kv_stages, mbarriers, buffers, call_scales.score_scale, cta_range, strides, 1,
+            (pv_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales.score_scale, cta_range, strides, 1,
                             STAGES, Q_TERMS, cfg)),
         ],
         [4, 4, 4],

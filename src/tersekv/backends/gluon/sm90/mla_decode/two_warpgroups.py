@@ -8,8 +8,8 @@ copies tiles by TMA, in groups of 128 columns, as each becomes free.
 Loops over groups are not unrolled, and each warp branches around rare work by itself: the code of all warps should fit
 the instruction cache, and no vote of a whole warpgroup should delay P.
 
-Mask: `apply_mask`; lazy row_max: `softmax_step`; rescale: `rescale_acc`; wait for a free group: `copy_kv_tile`;
-combine: `combine.py`.
+Mask: `apply_mask`; lazy row_max: `mask_and_lazy_softmax_p_and_row_max`; rescale: `rescale_acc`; wait for a
+free group: `acquire_and_copy_kv_tile`; combine: `combine.py`.
 """
 
 from typing import NamedTuple
@@ -27,27 +27,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...versions import reinterpret, thread_barrier, tma_load
 from ..parts.combine import split_metadata_ptr
 from ..parts.epilogue import cast_output, finalize_softmax, token_and_head_of_q_rows, zero_padding_rows
-from ..parts.online_softmax import rescale_ptx
+from ..parts.online_softmax import rescale_ptx_and_constraints
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
-from ..parts.tile_scheduler import load_all_request_shapes, next_work_tile
+from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
 from .params import (
     AttentionTensors,
     CtaRange,
-    KVStages,
     PageLookup,
     QuerySmem,
+    SmemKV,
     SoftmaxState,
     Strides,
     TensorMaps,
     fits_all_requests,
     load_call_scales,
     make_cta_range,
-    make_uniform,
+    make_uniform_through_smem,
     partial_row_ptr,
     store_num_splits,
     store_partial_stats,
 )
-from .producer import lookup_tile_rows
+from .producer import lookup_tma_rows_of_copies
 
 BLOCK_N = gl.constexpr(64)
 COLUMN_GROUPS = gl.constexpr(4)  # of a tile
@@ -83,13 +83,13 @@ class TileCounts(NamedTuple):
 
 
 @gluon.jit
-def copy_kv_tile(
-    tensor_maps, kv_stages, mbarriers, stage: gl.constexpr, ckv_rows, kpe_rows, kv_iter, cfg: gl.constexpr
+def acquire_and_copy_kv_tile(
+    tensor_maps, smem_kv, mbarriers, stage: gl.constexpr, ckv_rows, kpe_rows, kv_iter, cfg: gl.constexpr
 ):
     """Starts the copies of a tile's groups, each once its stage is free; the rotary part comes last."""
     CKV_MAP, KPE_MAP = tensor_maps.latents, tensor_maps.pe
     full, empty = mbarriers.full, mbarriers.empty
-    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    ckv, k_pe = smem_kv.latents, smem_kv.pe
     KEYS_PER_COPY: gl.constexpr = CKV_MAP.block_shape[0]
     NUM_COPIES: gl.constexpr = BLOCK_N // KEYS_PER_COPY
     TILES_PER_GROUP: gl.constexpr = GROUP_COLUMNS // TILE_COLUMNS
@@ -118,7 +118,7 @@ def copy_kv_tile(
 
 
 @gluon.jit
-def producer(tensor_maps, page_lookup, kv_stages, mbarriers, cta_range, cfg: gl.constexpr):
+def producer(tensor_maps, page_lookup, smem_kv, mbarriers, cta_range, cfg: gl.constexpr):
     """Copies every tile of the CTA range.
 
     Unlike the other kernels' producer: tiles come in pairs, and groups of columns as each becomes free, so that one
@@ -140,15 +140,19 @@ def producer(tensor_maps, page_lookup, kv_stages, mbarriers, cta_range, cfg: gl.
         p_page_ids = page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride
         for n_block in range(work_tile.n_block_begin, n_block_end, 2):
             # Page lookup of a pair of tiles.
-            ckv_rows, kpe_rows, _ = lookup_tile_rows(p_page_ids, n_block, num_keys, page_lookup, KEYS_PER_COPY, cfg)
-            ckv_rows_right, kpe_rows_right, _ = lookup_tile_rows(
+            ckv_rows, kpe_rows, _ = lookup_tma_rows_of_copies(
+                p_page_ids, n_block, num_keys, page_lookup, KEYS_PER_COPY, cfg
+            )
+            ckv_rows_right, kpe_rows_right, _ = lookup_tma_rows_of_copies(
                 p_page_ids, n_block + 1, num_keys, page_lookup, KEYS_PER_COPY, cfg
             )
             # Copy them, as groups become free.
-            copy_kv_tile(tensor_maps, kv_stages, mbarriers, 0, ckv_rows, kpe_rows, num_left_tiles, cfg)
+            acquire_and_copy_kv_tile(tensor_maps, smem_kv, mbarriers, 0, ckv_rows, kpe_rows, num_left_tiles, cfg)
             num_left_tiles += 1
             if n_block + 1 < n_block_end:
-                copy_kv_tile(tensor_maps, kv_stages, mbarriers, 1, ckv_rows_right, kpe_rows_right, num_right_tiles, cfg)
+                acquire_and_copy_kv_tile(
+                    tensor_maps, smem_kv, mbarriers, 1, ckv_rows_right, kpe_rows_right, num_right_tiles, cfg
+                )
                 num_right_tiles += 1
         block += n_block_end - work_tile.n_block_begin
 
@@ -186,7 +190,7 @@ def copy_query_columns_to_smem(tensors, q, sign, work_tile, h, strides, I_CONSUM
 
 
 @gluon.jit
-def zero_invalid_v(ckv, full, stage: gl.constexpr, kv_iter, num_valid):
+def wait_and_zero_oob_v_rows_in_smem(ckv, full, stage: gl.constexpr, kv_iter, num_valid):
     """Zeros rows past the tile's last key: 0 × NaN is NaN."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     is_valid = gl.arange(0, BLOCK_N, gl.SliceLayout(1, L)) < num_valid
@@ -200,14 +204,16 @@ def zero_invalid_v(ckv, full, stage: gl.constexpr, kv_iter, num_valid):
 
 
 @gluon.jit
-def start_qk(q, kv_stages, full, stage: gl.constexpr, kv_iter, n_block, num_keys, S: gl.constexpr):
+def zero_oob_rows_and_start_qk(
+    q, smem_kv, full, stage: gl.constexpr, kv_iter, n_block, zero_keys_from, S: gl.constexpr
+):
     """Waits for a tile, zeros its invalid rows and starts QK; returns scores fp32 [BLOCK_M, BLOCK_N] in flight."""
     q_nope, q_pe = q
-    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    ckv, k_pe = smem_kv.latents, smem_kv.pe
     ROWS: gl.constexpr = q_pe.shape[1]
     TILES_PER_GROUP: gl.constexpr = GROUP_COLUMNS // TILE_COLUMNS
-    if (n_block + 1) * BLOCK_N > num_keys:
-        zero_invalid_v(ckv, full, stage, kv_iter, num_keys - n_block * BLOCK_N)
+    if (n_block + 1) * BLOCK_N > zero_keys_from:
+        wait_and_zero_oob_v_rows_in_smem(ckv, full, stage, kv_iter, zero_keys_from - n_block * BLOCK_N)
     # Latents, group by group.
     s = warpgroup_mma_init(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S))
     q_tiles = reinterpret(q_nope, q_nope.dtype, [COLUMN_GROUPS * TILES_PER_GROUP, ROWS, TILE_COLUMNS], q_pe.layout)
@@ -251,7 +257,7 @@ def exp2_minus_max(x, row_max):
 
 
 @gluon.jit
-def softmax_step(s, row_max, score_scale, n_block, work_tile, cfg: gl.constexpr):
+def mask_and_lazy_softmax_p_and_row_max(s, row_max, score_scale, n_block, work_tile, cfg: gl.constexpr):
     """Returns (P, row_max_new) of masked scores; row_max is raised only where P would pass 2^RESCALE_THRESHOLD."""
     s = apply_mask(s, n_block, work_tile, cfg)
     block_max = gl.max(s, 1) * score_scale
@@ -261,7 +267,9 @@ def softmax_step(s, row_max, score_scale, n_block, work_tile, cfg: gl.constexpr)
 
 # Rescale and PV.
 
-RESCALE_PTX, RESCALE_CONSTRAINTS = map(gl.constexpr, rescale_ptx(GROUPS_PER_WARPGROUP.value * GROUP_COLUMNS.value // 2))
+RESCALE_PTX, RESCALE_CONSTRAINTS = map(
+    gl.constexpr, rescale_ptx_and_constraints(GROUPS_PER_WARPGROUP.value * GROUP_COLUMNS.value // 2)
+)
 
 
 @gluon.jit
@@ -276,31 +284,31 @@ def rescale_acc(acc_o, rescale):
 
 
 @gluon.jit
-def start_pv(p, ckv, stage: gl.constexpr, FIRST_GROUP: gl.constexpr, acc_o):
+def start_pv(p, ckv, stage: gl.constexpr, FIRST_COLUMN_GROUP: gl.constexpr, acc_o):
     """Starts acc_o += PV of a tile for GROUPS_PER_WARPGROUP groups of columns, in one MMA: P is read once."""
     v_halves = reinterpret(
         ckv, ckv.dtype, [2 * COLUMN_GROUPS // GROUPS_PER_WARPGROUP, BLOCK_N, GROUPS_PER_WARPGROUP * GROUP_COLUMNS],
         ckv.layout,
     )  # fmt: skip
     return warpgroup_mma(
-        p, v_halves.index((COLUMN_GROUPS * stage + FIRST_GROUP) // GROUPS_PER_WARPGROUP), acc_o, is_async=True
+        p, v_halves.index((COLUMN_GROUPS * stage + FIRST_COLUMN_GROUP) // GROUPS_PER_WARPGROUP), acc_o, is_async=True
     )
 
 
 @gluon.jit
-def wait_pv_and_release(acc_o, empty, stage: gl.constexpr, FIRST_GROUP: gl.constexpr):
+def wait_pv_and_release_kv(acc_o, empty, stage: gl.constexpr, FIRST_COLUMN_GROUP: gl.constexpr):
     """Waits for PV and releases each group."""
     acc_o = warpgroup_mma_wait(0, [acc_o])
     thread_barrier()
     for i in gl.static_range(GROUPS_PER_WARPGROUP):
-        mbarrier.arrive(empty.index(COLUMN_GROUPS * stage + FIRST_GROUP + i))
+        mbarrier.arrive(empty.index(COLUMN_GROUPS * stage + FIRST_COLUMN_GROUP + i))
     return acc_o
 
 
 @gluon.jit
-def start_pv_of_left_tile(row_max, row_sum, acc_o, kv_stages, p_left_full, row_stats, num_left_tiles):
+def wait_p_and_start_pv_of_left_tile(row_max, row_sum, acc_o, smem_kv, p_left_full, row_stats, num_left_tiles):
     """Waits for P of the left tile and starts its PV for the right columns; returns (row_max, row_sum, acc_o)."""
-    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    ckv, k_pe = smem_kv.latents, smem_kv.pe
     mbarrier.wait(p_left_full.index(0), num_left_tiles & 1)
     row_max_new = row_stats.index(0).load(row_max.type.layout)
     rescale = exp2_minus_max(row_max, row_max_new)
@@ -324,14 +332,14 @@ def init_softmax_state(S: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def mainloop_left(
-    q, kv_stages, mbarriers, row_stats, score_scale, work_tile, tile_counts, S: gl.constexpr, O: gl.constexpr,
+    q, smem_kv, mbarriers, row_stats, score_scale, work_tile, tile_counts, S: gl.constexpr, O: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Computes the left warpgroup's main loop of a work tile; returns (SoftmaxState, TileCounts).
 
     row_sum is of left tiles only, acc_o of columns 0 … 255.
     """
-    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    ckv, k_pe = smem_kv.latents, smem_kv.pe
     full, empty, p_left_full, p_right_full = mbarriers
     n_block_begin, n_block_end, num_left_tiles, num_right_tiles = (
         work_tile.n_block_begin, work_tile.n_block_end, tile_counts.num_left_tiles, tile_counts.num_right_tiles,
@@ -339,8 +347,10 @@ def mainloop_left(
     row_max, row_sum, acc_o = init_softmax_state(S, O, cfg)
     for n_block in range(n_block_begin, n_block_end, 2):
         # QK, mask and softmax of the left tile.
-        s = warpgroup_mma_wait(0, [start_qk(q, kv_stages, full, 0, num_left_tiles, n_block, work_tile.num_keys, S)])
-        p, row_max_new = softmax_step(s, row_max, score_scale, n_block, work_tile, cfg)
+        s = warpgroup_mma_wait(
+            0, [zero_oob_rows_and_start_qk(q, smem_kv, full, 0, num_left_tiles, n_block, work_tile.num_keys, S)]
+        )
+        p, row_max_new = mask_and_lazy_softmax_p_and_row_max(s, row_max, score_scale, n_block, work_tile, cfg)
         p_16bit = p.to(k_pe.dtype)
         # Publish row_max and P.
         row_stats.index(0).store(row_max_new)
@@ -352,7 +362,7 @@ def mainloop_left(
         row_max, acc_o = row_max_new, rescale_acc(acc_o, rescale)
         acc_o = start_pv(gl.convert_layout(p_16bit, gl.DotOperandLayout(0, O, 2)), ckv, 0, 0, acc_o)
         row_sum = row_sum * rescale + gl.sum(p, 1)
-        acc_o = wait_pv_and_release(acc_o, empty, 0, 0)
+        acc_o = wait_pv_and_release_kv(acc_o, empty, 0, 0)
         num_left_tiles += 1
         # Rescale and PV of the right tile, with the other warpgroup's P.
         if n_block + 1 < n_block_end:
@@ -361,18 +371,18 @@ def mainloop_left(
             rescale = exp2_minus_max(row_max, row_max_new)
             row_max, row_sum, acc_o = row_max_new, row_sum * rescale, rescale_acc(acc_o, rescale)
             acc_o = start_pv(k_pe.index(1), ckv, 1, 0, acc_o)
-            acc_o = wait_pv_and_release(acc_o, empty, 1, 0)
+            acc_o = wait_pv_and_release_kv(acc_o, empty, 1, 0)
             num_right_tiles += 1
     return SoftmaxState(row_max, row_sum, acc_o), TileCounts(num_left_tiles, num_right_tiles)
 
 
 @gluon.jit
 def mainloop_right(
-    q, kv_stages, mbarriers, row_stats, score_scale, work_tile, tile_counts, S: gl.constexpr, O: gl.constexpr,
+    q, smem_kv, mbarriers, row_stats, score_scale, work_tile, tile_counts, S: gl.constexpr, O: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Computes the right warpgroup's main loop, as `mainloop_left`. The last pair may have no right tile."""
-    ckv, k_pe = kv_stages.latents, kv_stages.pe
+    ckv, k_pe = smem_kv.latents, smem_kv.pe
     full, empty, p_left_full, p_right_full = mbarriers
     n_block_begin, n_block_end, num_left_tiles, num_right_tiles = (
         work_tile.n_block_begin, work_tile.n_block_end, tile_counts.num_left_tiles, tile_counts.num_right_tiles,
@@ -380,33 +390,33 @@ def mainloop_right(
     row_max, row_sum, acc_o = init_softmax_state(S, O, cfg)
     for n_block in range(n_block_begin, n_block_end - 1, 2):
         # QK of the right tile, PV of the left one.
-        s = start_qk(q, kv_stages, full, 1, num_right_tiles, n_block + 1, work_tile.num_keys, S)
-        row_max, row_sum, acc_o = start_pv_of_left_tile(
-            row_max, row_sum, acc_o, kv_stages, p_left_full, row_stats, num_left_tiles
+        s = zero_oob_rows_and_start_qk(q, smem_kv, full, 1, num_right_tiles, n_block + 1, work_tile.num_keys, S)
+        row_max, row_sum, acc_o = wait_p_and_start_pv_of_left_tile(
+            row_max, row_sum, acc_o, smem_kv, p_left_full, row_stats, num_left_tiles
         )
         # Mask and softmax; publish row_max and P.
         s = warpgroup_mma_wait(1, [s])
-        p, row_max_new = softmax_step(s, row_max, score_scale, n_block + 1, work_tile, cfg)
+        p, row_max_new = mask_and_lazy_softmax_p_and_row_max(s, row_max, score_scale, n_block + 1, work_tile, cfg)
         p_16bit = p.to(k_pe.dtype)
         row_stats.index(1).store(row_max_new)
         k_pe.index(1).store(p_16bit)
         fence_async_shared()
         sync_and_arrive(p_right_full.index(0))
         # Rescale and PV of the right tile.
-        acc_o = wait_pv_and_release(acc_o, empty, 0, GROUPS_PER_WARPGROUP)
+        acc_o = wait_pv_and_release_kv(acc_o, empty, 0, GROUPS_PER_WARPGROUP)
         rescale = exp2_minus_max(row_max, row_max_new)
         row_max, acc_o = row_max_new, rescale_acc(acc_o, rescale)
         acc_o = start_pv(gl.convert_layout(p_16bit, gl.DotOperandLayout(0, O, 2)), ckv, 1, GROUPS_PER_WARPGROUP, acc_o)
         row_sum = row_sum * rescale + gl.sum(p, 1)
-        acc_o = wait_pv_and_release(acc_o, empty, 1, GROUPS_PER_WARPGROUP)
+        acc_o = wait_pv_and_release_kv(acc_o, empty, 1, GROUPS_PER_WARPGROUP)
         num_left_tiles += 1
         num_right_tiles += 1
     # PV of a left tile without a right one.
     if (n_block_end - n_block_begin) % 2 == 1:
-        row_max, row_sum, acc_o = start_pv_of_left_tile(
-            row_max, row_sum, acc_o, kv_stages, p_left_full, row_stats, num_left_tiles
+        row_max, row_sum, acc_o = wait_p_and_start_pv_of_left_tile(
+            row_max, row_sum, acc_o, smem_kv, p_left_full, row_stats, num_left_tiles
         )
-        acc_o = wait_pv_and_release(acc_o, empty, 0, GROUPS_PER_WARPGROUP)
+        acc_o = wait_pv_and_release_kv(acc_o, empty, 0, GROUPS_PER_WARPGROUP)
         num_left_tiles += 1
     return SoftmaxState(row_max, row_sum, acc_o), TileCounts(num_left_tiles, num_right_tiles)
 
@@ -471,7 +481,7 @@ def store_output_or_partial_columns(state, acc_scale, lse, q_nope, tensors, is_u
 
 @gluon.jit
 def consumer(
-    tensors, q, kv_stages, mbarriers, epilogue_barriers, row_stats, scales, cta_range, strides, LEFT: gl.constexpr,
+    tensors, q, smem_kv, mbarriers, epilogue_barriers, row_stats, scales, cta_range, strides, LEFT: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Computes the CTA range for one block of heads and half of the columns."""
@@ -499,7 +509,7 @@ def consumer(
         # Main loop; then sum row_sum of both warpgroups.
         mainloop: gl.constexpr = mainloop_left if LEFT else mainloop_right
         mainloop_state, tile_counts = mainloop(
-            q, kv_stages, mbarriers, row_stats, score_scale, work_tile, tile_counts, S, O, cfg
+            q, smem_kv, mbarriers, row_stats, score_scale, work_tile, tile_counts, S, O, cfg
         )
         row_sum = mainloop_state.row_sum
         row_stats.index(2 + I_CONSUMER).store(row_sum)
@@ -553,7 +563,9 @@ def mla_decode_two_warpgroups_kernel(
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b, oob_row, scale_rows_per_page)
     if cfg.VARLEN_Q:
         padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths
-    request_shapes = load_all_request_shapes(SEQ_LENS, CU_SEQLENS_Q, B, cfg, True) if fits_all_requests(cfg) else ()
+    block_counts = (
+        load_block_counts_of_all_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg, True) if fits_all_requests(cfg) else ()
+    )
     # Shared memory and barriers.
     DTYPE: gl.constexpr = CKV_MAP.dtype
     SWIZZLE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -575,30 +587,30 @@ def mla_decode_two_warpgroups_kernel(
     # Tile scheduler: this CTA's range, uniform in each warp.
     scales = load_call_scales(softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg)
     cta_range = make_cta_range(
-        SEQ_LENS, CU_SEQLENS_Q, B, request_shapes, i_cta // cfg.HEADS, num_ctas // cfg.HEADS, max_m_blocks, i_cta, cfg
+        SEQ_LENS, CU_SEQLENS_Q, B, block_counts, i_cta // cfg.HEADS, num_ctas // cfg.HEADS, max_m_blocks, i_cta, cfg
     )
-    uniform_smem = gl.allocate_shared_memory(gl.int32, [5, 1], FLAT_LAYOUT)
+    smem_uniform = gl.allocate_shared_memory(gl.int32, [5, 1], FLAT_LAYOUT)
     cta_range = CtaRange(
-        max_m_blocks, i_cta, block_begin=make_uniform(uniform_smem, 0, cta_range.block_begin),
-        block_end=make_uniform(uniform_smem, 1, cta_range.block_end),
-        blocks_per_range=make_uniform(uniform_smem, 2, cta_range.blocks_per_range),
-        i_request=make_uniform(uniform_smem, 3, cta_range.i_request),
-        n_block_base=make_uniform(uniform_smem, 4, cta_range.n_block_base),
+        max_m_blocks, i_cta, block_begin=make_uniform_through_smem(smem_uniform, 0, cta_range.block_begin),
+        block_end=make_uniform_through_smem(smem_uniform, 1, cta_range.block_end),
+        blocks_per_range=make_uniform_through_smem(smem_uniform, 2, cta_range.blocks_per_range),
+        i_request=make_uniform_through_smem(smem_uniform, 3, cta_range.i_request),
+        n_block_base=make_uniform_through_smem(smem_uniform, 4, cta_range.n_block_base),
     )  # fmt: skip
-    q, kv_stages = QuerySmem(q_nope, q_pe), KVStages(ckv, k_pe, k_pe)
+    q, smem_kv = QuerySmem(q_nope, q_pe), SmemKV(ckv, k_pe, k_pe)
     thread_barrier()  # arguments of the partitions may overwrite memory that reductions read
     # The producer is the default partition: it has four warps anyway.
     gl.warp_specialize(
         [
-            (producer, (tensor_maps, page_lookup, kv_stages, mbarriers, cta_range, cfg)),
+            (producer, (tensor_maps, page_lookup, smem_kv, mbarriers, cta_range, cfg)),
             (
                 consumer,
-                (tensors, q, kv_stages, mbarriers, epilogue_barriers, row_stats, scales, cta_range, strides, True, cfg),
+                (tensors, q, smem_kv, mbarriers, epilogue_barriers, row_stats, scales, cta_range, strides, True, cfg),
             ),
             (
                 consumer,
                 (
-                    tensors, q, kv_stages, mbarriers, epilogue_barriers, row_stats, scales, cta_range, strides, False,
+                    tensors, q, smem_kv, mbarriers, epilogue_barriers, row_stats, scales, cta_range, strides, False,
                     cfg,
                 ),
             ),

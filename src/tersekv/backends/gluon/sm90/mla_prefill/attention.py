@@ -1,6 +1,6 @@
 """Ragged causal attention of new tokens to one chunk of up-projected keys and values (MLA prefill, last stage), sm_90.
 The mask, the rescale and the consumer's waits are in `mainloop_step`, the waits for free stages in `producer`; chunks
-are combined in `finalize_and_store_output`.
+are combined in `finalize_merge_and_store_output`.
 
 What it computes, and from what: see the Triton file of the same name. A persistent CTA is warp-specialised: a producer
 warp takes work tiles (request, head, 128 queries) from a counter, longest first, and copies their key blocks by TMA;
@@ -28,7 +28,7 @@ from ....host.bind import KernelLaunch, TensorArg, TensorMapArg, stride_args, te
 from ....triton.mla_prefill.attention import lse_tensor_and_strides
 from ....triton.mla_prefill.gather_latents import chunk_offset_args
 from ...versions import thread_barrier, tma_load
-from ..parts.online_softmax import lane_row_sums, pack_p, softmax_step, unpack_p
+from ..parts.online_softmax import pack_p_16bit, row_sums_by_lane, softmax_step, unpack_p_16bit
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_launch_dependents, pdl_wait
 from ..parts.tensor_maps import tensor_map_arg
 from .tile_scheduler import (
@@ -48,7 +48,7 @@ from .tile_scheduler import (
     start_qk,
     unpack_work_tile,
     work_tile_coords,
-    zero_invalid_v,
+    zero_oob_and_nan_v_rows_in_smem,
 )
 
 BLOCK_N, STAGES, REGISTERS = 128, 2, 240
@@ -188,7 +188,7 @@ def mainloop_step(
     # QK of this key block, PV of the previous one
     mbarrier.wait(k_full.index(stage), (kv_iter // STAGES) & 1)
     s = start_qk(q, q_pe, k_s.index(stage), kpe_s.index(stage), S)
-    acc_o = warpgroup_mma(unpack_p(p_packed, v_s.dtype, P), v_s.index(prev_stage), acc_o, is_async=True)
+    acc_o = warpgroup_mma(unpack_p_16bit(p_packed, v_s.dtype, P), v_s.index(prev_stage), acc_o, is_async=True)
     s = warpgroup_mma_wait(1, [s])
     mbarrier.arrive(k_empty.index(stage), count=1)
     mbarrier.arrive(mbarriers.q_empty.index(I_CONSUMER), count=1, pred=is_last)
@@ -197,12 +197,14 @@ def mainloop_step(
     mbarrier.wait(v_full.index(prev_stage), ((kv_iter - 1) // STAGES) & 1)
     # Mask and online softmax
     p, row_max, rescale = softmax_step(s, row_max, last_key, score_scale, MASKED)
-    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + lane_row_sums(p)
-    p_packed = pack_p(p, v_s.dtype)
+    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + row_sums_by_lane(
+        p
+    )
+    p_packed = pack_p_16bit(p, v_s.dtype)
     mbarrier.wait(v_full.index(stage), (kv_iter // STAGES) & 1)
     if MASKED:  # noqa: SIM102 - known to the compiler, unlike the other
         if may_have_nan:
-            zero_invalid_v(v_s.index(stage), num_keys)
+            zero_oob_and_nan_v_rows_in_smem(v_s.index(stage), num_keys)
     # Wait for PV, free its stage, rescale
     acc_o = warpgroup_mma_wait(0, [acc_o])
     mbarrier.arrive(v_empty.index(prev_stage), count=1)
@@ -214,7 +216,9 @@ def mainloop_step(
 
 
 @gluon.jit
-def output_pointers(args, tile_info, I_CONSUMER: gl.constexpr, S: gl.constexpr, O: gl.constexpr, DV: gl.constexpr):
+def output_pointers_and_masks(
+    args, tile_info, I_CONSUMER: gl.constexpr, S: gl.constexpr, O: gl.constexpr, DV: gl.constexpr
+):
     """Returns pointers to a work tile's out, OUT_RESIDUAL and lse; masks of out and lse."""
     strides, q_row, num_queries = args.strides, tile_info.q_row, tile_info.num_rows
     head = tile_info.head.to(gl.int64)
@@ -230,14 +234,16 @@ def output_pointers(args, tile_info, I_CONSUMER: gl.constexpr, S: gl.constexpr, 
 
 
 @gluon.jit
-def finalize_and_store_output(
+def finalize_merge_and_store_output(
     args, tile_info, acc_o, row_max, row_sum, I_CONSUMER: gl.constexpr, S: gl.constexpr,
     HAS_PREVIOUS_CHUNK: gl.constexpr, HAS_NEXT_CHUNK: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Stores a work tile's output, combined with the previous chunk's."""
     O: gl.constexpr = acc_o.type.layout
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
-    p_out, p_residual, p_lse, m_out, m_lse = output_pointers(args, tile_info, I_CONSUMER, S, O, acc_o.shape[1])
+    p_out, p_residual, p_lse, m_out, m_lse = output_pointers_and_masks(
+        args, tile_info, I_CONSUMER, S, O, acc_o.shape[1]
+    )
     # Combine: one row_max and row_sum of this chunk and the previous ones
     if HAS_PREVIOUS_CHUNK:
         # NOTE: an accumulator that does not start at 0 makes ptxas wait after every MMA.
@@ -300,15 +306,15 @@ def consumer(
         s = start_qk(q, q_pe, k_s.index(0), kpe_s.index(0), S)
         mbarrier.wait(v_full.index(0), 0)
         if may_have_nan:
-            zero_invalid_v(v_s.index(0), tile_info.num_keys - n_start)
+            zero_oob_and_nan_v_rows_in_smem(v_s.index(0), tile_info.num_keys - n_start)
         s = warpgroup_mma_wait(0, [s])
         mbarrier.arrive(k_empty.index(0), count=1)
         mbarrier.arrive(q_empty.index(I_CONSUMER), count=1, pred=tile_info.num_n_blocks == 1)
         acc_o, row_max = init_acc_and_max(S, O, DV)
         last_key = gl.minimum(o_m + tile_info.causal_limit, tile_info.num_keys - 1)  # last visible key of a row
         p, row_max, _ = softmax_step(s, row_max, last_key - n_start, score_scale, True)
-        row_sum = lane_row_sums(p)
-        p_packed = pack_p(p, v_s.dtype)
+        row_sum = row_sums_by_lane(p)
+        p_packed = pack_p_16bit(p, v_s.dtype)
         kv_iter += 1
         while tile_info.num_n_blocks > 0:
             num_n_blocks, num_keys = tile_info.num_n_blocks, tile_info.num_keys
@@ -349,23 +355,23 @@ def consumer(
             stage, prev_stage = kv_iter % STAGES, (kv_iter - 1) % STAGES
             mbarrier.wait(k_full.index(stage), (kv_iter // STAGES) & 1, pred=has_next_tile)
             s = start_qk(q, q_pe, k_s.index(stage), kpe_s.index(stage), S)
-            acc_o = warpgroup_mma(unpack_p(p_packed, v_s.dtype, P), v_s.index(prev_stage), acc_o, is_async=True)
+            acc_o = warpgroup_mma(unpack_p_16bit(p_packed, v_s.dtype, P), v_s.index(prev_stage), acc_o, is_async=True)
             s = warpgroup_mma_wait(1, [s])
             mbarrier.arrive(k_empty.index(stage), count=1)
             mbarrier.arrive(q_empty.index(I_CONSUMER), count=1, pred=tile_info.num_n_blocks == 1)
             acc_o = warpgroup_mma_wait(0, [acc_o])
             mbarrier.arrive(v_empty.index(prev_stage), count=1)
             # Epilogue, then the softmax of the next work tile
-            finalize_and_store_output(
+            finalize_merge_and_store_output(
                 args, finished_tile, acc_o, row_max, row_sum, I_CONSUMER, S, HAS_PREVIOUS_CHUNK, HAS_NEXT_CHUNK, HAS_LSE
             )
             acc_o, row_max = init_acc_and_max(S, O, DV)
             p, row_max, _ = softmax_step(s, row_max, last_key - n_start, score_scale, True)
-            row_sum = lane_row_sums(p)
-            p_packed = pack_p(p, v_s.dtype)
+            row_sum = row_sums_by_lane(p)
+            p_packed = pack_p_16bit(p, v_s.dtype)
             mbarrier.wait(v_full.index(stage), (kv_iter // STAGES) & 1, pred=has_next_tile)
             if may_have_nan:
-                zero_invalid_v(v_s.index(stage), tile_info.num_keys - n_start)
+                zero_oob_and_nan_v_rows_in_smem(v_s.index(stage), tile_info.num_keys - n_start)
             kv_iter += 1
 
 

@@ -112,7 +112,7 @@ def start_half_product(a, w, I_HALF: gl.constexpr, ACC: gl.constexpr):
 
 
 @gluon.jit
-def load_step_scales(scales, m_block, i_panel, k_block, o_m, num_rows):
+def load_latent_and_weight_scales(scales, m_block, i_panel, k_block, o_m, num_rows):
     """Loads scales of an iteration: of its latents, and of its weight block."""
     p_a = scales.A + k_block * scales.a_stride.to(gl.int64) + m_block * BLOCK + o_m
     a_scale = gl.load(p_a, mask=m_block * BLOCK + o_m < num_rows, other=0.0)
@@ -138,7 +138,7 @@ def consumer(
     is_new_panel = True  # this tile's panel differs from the last tile's
     panel_stage = 0
     # Scales are loaded one iteration ahead, so that no MMA waits for them.
-    a_scale, w_scale = load_step_scales(scales, m_block, i_panel, 0, o_m, num_rows)
+    a_scale, w_scale = load_latent_and_weight_scales(scales, m_block, i_panel, 0, o_m, num_rows)
     for i_tile in range(tile_begin, tile_end):
         # Wait for the tile's weight panel; release the last one
         if is_new_panel:
@@ -156,7 +156,7 @@ def consumer(
         product_right, prev_scale = acc_left, a_scale
         for k_block in gl.static_range(K_BLOCKS):
             scale = a_scale * w_scale
-            a_scale, w_scale = load_step_scales(
+            a_scale, w_scale = load_latent_and_weight_scales(
                 scales, next_m_block if k_block == K_BLOCKS - 1 else m_block,
                 next_panel if k_block == K_BLOCKS - 1 else i_panel,
                 (k_block + 1) % K_BLOCKS, o_m, num_rows,

@@ -40,7 +40,7 @@ _MAX_BLOCK_H = 64  # heads that are cleared at a time
 
 
 @triton.jit
-def apply_rope_to_heads(
+def apply_rope_to_heads_in_place(
     Q, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, t, B, H, max_pos, stride_qt, stride_qh, stride_freqs_cis,
     DN: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def rope_queries_or_clear_outputs(
                 store_empty_output(OUT, LSE, t, o_h, H, stride_ot, stride_oh, stride_lt, stride_lh, DV, DV_PAD, BLOCK_H)
                 first_head += BLOCK_H
         else:
-            apply_rope_to_heads(
+            apply_rope_to_heads_in_place(
                 Q, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, t, B, H, max_pos, stride_qt, stride_qh, stride_freqs_cis, DN, R,
                 R_PAD, BLOCK_H,
             )  # fmt: skip

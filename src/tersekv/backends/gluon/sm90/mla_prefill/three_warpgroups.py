@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....host.bind import KernelLaunch, TensorArg
 from ...versions import thread_barrier, tma_load
-from ..parts.online_softmax import lane_row_sums, pack_p, softmax_step, split_columns, unpack_p
+from ..parts.online_softmax import pack_p_16bit, row_sums_by_lane, softmax_step, split_columns, unpack_p_16bit
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_launch_dependents, pdl_wait
 from ..parts.tensor_maps import tensor_map_arg
 from .attention import OVERFLOWED, TAKEN_BY_THREE_WARPGROUPS, attention_args, tensor_map_args
@@ -47,7 +47,7 @@ from .tile_scheduler import (
     start_qk,
     unpack_work_tile,
     work_tile_coords,
-    zero_invalid_v,
+    zero_oob_and_nan_v_rows_in_smem,
 )
 
 REGISTERS = 160
@@ -209,13 +209,13 @@ def mainloop_step(
             s, gl.convert_layout(row_max, SCORE_ROWS), gl.convert_layout(last_key, SCORE_ROWS), score_scale, True
         )
         row_max, rescale = gl.convert_layout(row_max, M), gl.convert_layout(rescale, M)
-        row_sums = gl.convert_layout(lane_row_sums(p), row_sum.type.layout)
+        row_sums = gl.convert_layout(row_sums_by_lane(p), row_sum.type.layout)
         row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + row_sums
         acc_o = acc_o * gl.convert_layout(rescale, gl.SliceLayout(1, acc_o.type.layout))[:, None]
     else:
         p = gl.exp2(s * score_scale - row_max[:, None])
-        row_sum = row_sum + lane_row_sums(p)
-    p_halves = (pack_p(p, v_s.dtype),)
+        row_sum = row_sum + row_sums_by_lane(p)
+    p_halves = (pack_p_16bit(p, v_s.dtype),)
     if COLUMNS == BLOCK_N:
         p_halves = split_columns(p_halves[0])
     # PV, in halves
@@ -227,8 +227,8 @@ def mainloop_step(
         if i * HALF_BLOCK_N < COLUMNS:
             if MASKED:  # noqa: SIM102 - known to the compiler, unlike the other
                 if may_have_nan:
-                    zero_invalid_v(v_half, num_keys - i * HALF_BLOCK_N)
-            acc_o = warpgroup_mma(unpack_p(p_halves[i], v_s.dtype, P), v_half, acc_o, is_async=True)
+                    zero_oob_and_nan_v_rows_in_smem(v_half, num_keys - i * HALF_BLOCK_N)
+            acc_o = warpgroup_mma(unpack_p_16bit(p_halves[i], v_s.dtype, P), v_half, acc_o, is_async=True)
     # Wait for PV, free its stages
     acc_o = warpgroup_mma_wait(0, [acc_o])
     for i in gl.static_range(2):
@@ -237,7 +237,7 @@ def mainloop_step(
 
 
 @gluon.jit
-def skip_tiles(kv_iter, num_tiles, mbarriers):
+def release_tiles_unread(kv_iter, num_tiles, mbarriers):
     """Releases num_tiles key blocks unread."""
     k_full, k_empty, v_full, v_empty = mbarriers.k_full, mbarriers.k_empty, mbarriers.v_full, mbarriers.v_empty
     for i in range(num_tiles):  # noqa: B007 - an underscore is a barrier already
@@ -320,10 +320,10 @@ def consumer(args, I_CONSUMER: gl.constexpr, HAS_LSE: gl.constexpr):
                 gl.maximum((visible_keys + BLOCK_N - 1) // BLOCK_N, 0),
                 0,
             )
-            kv_iter = skip_tiles(kv_iter, num_n_blocks - num_own_blocks, mbarriers)
+            kv_iter = release_tiles_unread(kv_iter, num_n_blocks - num_own_blocks, mbarriers)
             mbarrier.arrive(mbarriers.q_empty.index(I_CONSUMER), count=1, pred=num_own_blocks == 0)
             acc_o, row_max = init_acc_and_max(S, O, DV)
-            row_sum = lane_row_sums(gl.full([ROWS_PER_WARPGROUP, BLOCK_N], 0.0, gl.float32, S))
+            row_sum = row_sums_by_lane(gl.full([ROWS_PER_WARPGROUP, BLOCK_N], 0.0, gl.float32, S))
             last_key = gl.minimum(o_m + causal_limit, num_keys - 1)  # last visible key of a row
             # Visible to all rows, less one block: each row has a row_max when it comes to them.
             num_unmasked_blocks = (

@@ -170,7 +170,7 @@ def start_qk(q, q_pe, k, k_pe, S: gl.constexpr):
 
 
 @gluon.jit
-def zero_invalid_v(v, num_valid):
+def zero_oob_and_nan_v_rows_in_smem(smem_v, num_valid):
     """Zeroes invalid rows and NaN in a tile of V: P = 0 does not hide NaN.
 
     A NaN of the request's own later tokens is zeroed too; queries that see such a token still get NaN from its key.
@@ -179,10 +179,10 @@ def zero_invalid_v(v, num_valid):
     CHUNK_ROWS: gl.constexpr = 16
     LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     o_n = gl.arange(0, CHUNK_ROWS, gl.SliceLayout(1, LOAD_LAYOUT))
-    for i in gl.static_range(v.shape[0] // CHUNK_ROWS):
-        x = v.slice(i * CHUNK_ROWS, CHUNK_ROWS).load(LOAD_LAYOUT)
+    for i in gl.static_range(smem_v.shape[0] // CHUNK_ROWS):
+        x = smem_v.slice(i * CHUNK_ROWS, CHUNK_ROWS).load(LOAD_LAYOUT)
         is_valid = (x == x) & (o_n < num_valid - i * CHUNK_ROWS)[:, None]
-        v.slice(i * CHUNK_ROWS, CHUNK_ROWS).store(gl.where(is_valid, x, 0.0).to(v.dtype))
+        smem_v.slice(i * CHUNK_ROWS, CHUNK_ROWS).store(gl.where(is_valid, x, 0.0).to(smem_v.dtype))
     fence_async_shared()
 
 

@@ -185,7 +185,7 @@ def mma_dtype(cfg):
 
 
 @gluon.jit
-def dequant_k(packed, cfg: gl.constexpr):
+def convert_k_codes_to_mma_operands(packed, cfg: gl.constexpr):
     """Returns packed K [HEADS_PER_CTA, MMA_KEYS, PACKED_K] (k_load_layout) as PACK operands in fp16; 16-bit caches
     unchanged.
 
@@ -210,7 +210,7 @@ def dequant_k(packed, cfg: gl.constexpr):
 
 
 @gluon.jit
-def dequant_v(packed, cfg: gl.constexpr):
+def convert_v_codes_to_mma_operands(packed, cfg: gl.constexpr):
     """Returns packed V [HEADS_PER_CTA, PACKED_V, MMA_KEYS] in the left operand's layout as PACK operands, as of K."""
     if cfg.CODE == "bf16":
         out = (packed.to(gl.bfloat16, bitcast=True),)
@@ -227,8 +227,9 @@ def dequant_v(packed, cfg: gl.constexpr):
 
 
 @gluon.jit
-def dequant_int4_v(packed, zero_points):
-    """Returns packed int4 V less the zero points (int16) of their keys: four operands, scaled as by `dequant_k`."""
+def int4_v_minus_zero_points_to_operands(packed, zero_points):
+    """Returns packed int4 V less the zero points (int16) of their keys: four operands, scaled as by
+    `convert_k_codes_to_mma_operands`."""
     zero_low, packed = gl.broadcast(zero_points, packed)
     zero_high, packed = gl.broadcast(zero_points << 4, packed)
     return gl.inline_asm_elementwise(
@@ -238,9 +239,9 @@ def dequant_int4_v(packed, zero_points):
 
 
 @gluon.jit
-def dequant_int4_rows(packed, zero_points):
+def int4_rows_minus_zero_points_to_operands(packed, zero_points):
     """Returns packed int4 rows [keys, PACKED_DIM] less the zero points (int16) of their keys: four operands, in the
-    order of `dequant_e2m1` with IN_ROWS."""
+    order of `dequant_e2m1_to_4_operands` with IN_ROWS."""
     zero_low, packed = gl.broadcast((zero_points | 0x6400)[:, None], packed)
     zero_high, packed = gl.broadcast(((zero_points << 4) | 0x5400)[:, None], packed)
     return gl.inline_asm_elementwise(
@@ -254,13 +255,13 @@ def dequant_int4_rows(packed, zero_points):
 
 
 @gluon.jit
-def dequant_e2m1(packed, block_scales, IN_ROWS: gl.constexpr):
+def dequant_e2m1_to_4_operands(packed, block_scales, IN_ROW_ORDER_DIV_64: gl.constexpr):
     """Returns e2m1 codes, four in a packed word, times their block scales (fp16): four operands.
 
-    IN_ROWS: × 2^-6; a lane's two words are adjacent in a row, and so are the operands' pairs: codes 0 and 2, 4 and 6, 1
-    and 3, 5 and 7 of the two. Else × 2^-14, and operand i is code i of each word.
+    IN_ROW_ORDER_DIV_64: × 2^-6; a lane's two words are adjacent in a row, and so are the operands' pairs: codes
+    0 and 2, 4 and 6, 1 and 3, 5 and 7 of the two. Else × 2^-14, and operand i is code i of each word.
     """
-    PTX: gl.constexpr = _E2M1_ROW_PTX if IN_ROWS else _E2M1_PTX
+    PTX: gl.constexpr = _E2M1_ROW_PTX if IN_ROW_ORDER_DIV_64 else _E2M1_PTX
     return gl.inline_asm_elementwise(
         PTX,
         "=&r,=&r,=&r,=&r,r,r",
@@ -302,7 +303,7 @@ def log2_and_reciprocal(x):
 
 
 @gluon.jit
-def normalize_exponent(abs_max):
+def exponent_and_inv_scale_of_rows(abs_max):
     """Returns (exponent fields of the largest magnitudes of rows, powers of two to multiply the rows by): bf16 rows so
     scaled fit in fp16."""
     exponent = gl.maximum((abs_max.to(gl.int32, bitcast=True) >> 23) & 0xFF, 1)

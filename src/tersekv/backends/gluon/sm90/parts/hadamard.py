@@ -54,7 +54,7 @@ def num_elements(shape):
 
 
 @gluon.constexpr_function
-def lane_of_partner(layout, axis, distance):
+def partner_lane_xor_mask(layout, axis, distance):
     """Returns the lane distance, a power of two, of the element `distance` further along the axis; 0: same lane.
     layout: linear."""
     for i, basis in enumerate(layout.lane_bases):
@@ -65,15 +65,15 @@ def lane_of_partner(layout, axis, distance):
 
 
 @gluon.constexpr_function
-def butterfly_ptx(lane):
+def butterfly_ptx(lane_xor_mask):
     """Returns PTX of a butterfly whose partner is in another lane: a + b in the lower lane, a − b in the upper."""
     return f"""{{
     .reg .b32 x, y, l;
     mov.u32 l, %laneid;
-    shl.b32 l, l, {32 - lane.bit_length()};
+    shl.b32 l, l, {32 - lane_xor_mask.bit_length()};
     and.b32 l, l, 0x80000000;
     xor.b32 x, $1, l;
-    shfl.sync.bfly.b32 y, $1, {lane}, 0x1f, 0xffffffff;
+    shfl.sync.bfly.b32 y, $1, {lane_xor_mask}, 0x1f, 0xffffffff;
     add.f32 $0, x, y;
     }}"""
 
@@ -82,7 +82,7 @@ def butterfly_ptx(lane):
 def hadamard_butterfly(x, AXIS: gl.constexpr, DISTANCE: gl.constexpr):
     """Returns a + b and a − b of columns that are DISTANCE apart."""
     SHAPE: gl.constexpr = x.shape
-    LANE: gl.constexpr = lane_of_partner(gl.to_linear_layout(x.type.layout, SHAPE), AXIS, DISTANCE)
+    LANE: gl.constexpr = partner_lane_xor_mask(gl.to_linear_layout(x.type.layout, SHAPE), AXIS, DISTANCE)
     if LANE > 0:
         PTX: gl.constexpr = butterfly_ptx(LANE)
         return gl.inline_asm_elementwise(PTX, "=f,f", [x], gl.float32, False, 1)
@@ -95,7 +95,7 @@ def hadamard_butterfly(x, AXIS: gl.constexpr, DISTANCE: gl.constexpr):
 
 
 @gluon.jit
-def blockwise_hadamard(x, AXIS: gl.constexpr, HADAMARD_SIZE: gl.constexpr):
+def blockwise_hadamard_unnormalized(x, AXIS: gl.constexpr, HADAMARD_SIZE: gl.constexpr):
     """Returns fp32 x times Sylvester's Hadamard matrix along AXIS, in blocks of HADAMARD_SIZE columns. A row is in one
     warp."""
     for i in gl.static_range(log2(HADAMARD_SIZE)):
@@ -104,7 +104,9 @@ def blockwise_hadamard(x, AXIS: gl.constexpr, HADAMARD_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def blockwise_hadamard_unpacked(tiles, PACK: gl.constexpr, AXIS: gl.constexpr, HADAMARD_SIZE: gl.constexpr):
+def blockwise_hadamard_unnormalized_unpacked(
+    tiles, PACK: gl.constexpr, AXIS: gl.constexpr, HADAMARD_SIZE: gl.constexpr
+):
     """Returns the same for rows in PACK tensors: tensor j holds the columns PACK * i + j."""
     if PACK == 2:
         tiles = (tiles[0] + tiles[1], tiles[0] - tiles[1])
@@ -113,7 +115,7 @@ def blockwise_hadamard_unpacked(tiles, PACK: gl.constexpr, AXIS: gl.constexpr, H
         tiles = (a + c, b + d, a - c, b - d)
     transformed = ()
     for j in gl.static_range(PACK):
-        transformed = transformed + (blockwise_hadamard(tiles[j], AXIS, HADAMARD_SIZE // PACK),)
+        transformed = transformed + (blockwise_hadamard_unnormalized(tiles[j], AXIS, HADAMARD_SIZE // PACK),)
     return transformed
 
 
@@ -121,7 +123,7 @@ def blockwise_hadamard_unpacked(tiles, PACK: gl.constexpr, AXIS: gl.constexpr, H
 
 
 @gluon.jit
-def load_rotation_scales(
+def load_column_scales(
     SIGNS, CHANNEL_SCALES, kv_heads, o_d, D: gl.constexpr, rotation: gl.constexpr, INVERSE: gl.constexpr = False
 ):
     """Returns the scales of columns o_d of KV heads: channel scales, and signs / sqrt(HADAMARD_SIZE).
@@ -148,7 +150,7 @@ def load_rotation_scales(
 # column order: [packed tiles, heads, columns]. Caches with neither rotation nor channel scales compile none of this.
 
 
-class RotationSmem(NamedTuple):
+class SmemColumnScales(NamedTuple):
     """Scales of the columns of Q and of the accumulator where rows are rotated or scaled."""
 
     k: gl.shared_memory_descriptor
@@ -159,7 +161,7 @@ UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def allocate_rotation_smem(placeholder, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def allocate_smem_column_scales(placeholder, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Allocates shared memory for the scales of K and V; `placeholder` where there are none."""
     k, v = placeholder, placeholder
     if tile_cfg.K.ROTATION.ENABLED:
@@ -167,11 +169,11 @@ def allocate_rotation_smem(placeholder, cfg: gl.constexpr, tile_cfg: gl.constexp
     if tile_cfg.V.ROTATION.ENABLED:
         NUM_TILES: gl.constexpr = 1 if tile_cfg.LARGE_M else tile_cfg.V.PACK
         v = gl.allocate_shared_memory(gl.float32, [NUM_TILES, tile_cfg.HEADS_PER_CTA, cfg.DV // NUM_TILES], UNSWIZZLED)
-    return RotationSmem(k, v)
+    return SmemColumnScales(k, v)
 
 
 @gluon.jit
-def _load_scales_of_side(
+def _load_column_scales_of_k_or_v(
     tensors, first_head, NUM_TILES: gl.constexpr, D: gl.constexpr, rotation: gl.constexpr, cfg: gl.constexpr,
     tile_cfg: gl.constexpr,
 ):  # fmt: skip
@@ -184,20 +186,20 @@ def _load_scales_of_side(
         o_head, o_d = gl.broadcast(
             heads, logical_column(position, cfg) if tile_cfg.LARGE_M else NUM_TILES * position + j
         )
-        scales = scales + (load_rotation_scales(tensors[0], tensors[1], o_head, o_d, D, rotation),)
+        scales = scales + (load_column_scales(tensors[0], tensors[1], o_head, o_d, D, rotation),)
     return scales
 
 
 @gluon.jit
-def load_rotation_scales_of_heads(signs, channel_scales, first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def load_k_and_v_column_scales(signs, channel_scales, first_head, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Loads the scales of K and of V to registers, before any copy is started."""
     K: gl.constexpr = tile_cfg.K.ROTATION
     V: gl.constexpr = tile_cfg.V.ROTATION
     k, v = (), ()
     if K.ENABLED:
-        k = _load_scales_of_side((signs[0], channel_scales[0]), first_head, 1, cfg.D, K, cfg, tile_cfg)
+        k = _load_column_scales_of_k_or_v((signs[0], channel_scales[0]), first_head, 1, cfg.D, K, cfg, tile_cfg)
     if V.ENABLED:
-        v = _load_scales_of_side(
+        v = _load_column_scales_of_k_or_v(
             (signs[1], channel_scales[1]), first_head, 1 if tile_cfg.LARGE_M else tile_cfg.V.PACK, cfg.DV, V, cfg,
             tile_cfg,
         )  # fmt: skip
@@ -205,46 +207,46 @@ def load_rotation_scales_of_heads(signs, channel_scales, first_head, cfg: gl.con
 
 
 @gluon.jit
-def store_rotation_scales(rotation_smem, rotation_scales):
+def store_smem_column_scales(smem_column_scales, column_scales):
     """Stores the scales to shared memory; threads must synchronize before they are read."""
-    k, v = rotation_scales
+    k, v = column_scales
     for j in gl.static_range(len(k)):
-        rotation_smem.k.index(j).store(k[j])
+        smem_column_scales.k.index(j).store(k[j])
     for j in gl.static_range(len(v)):
-        rotation_smem.v.index(j).store(v[j])
+        smem_column_scales.v.index(j).store(v[j])
 
 
 @gluon.jit
-def rotate_query(x, rotation_smem, AXIS: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def scale_and_rotate_query(x, smem_column_scales, AXIS: gl.constexpr, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns query rows fp32, [heads, rows, columns] or [rows, columns] of one head, rotated and scaled as K needs."""
     if tile_cfg.K.ROTATION.ENABLED:
         L: gl.constexpr = x.type.layout
         if AXIS == 2:
-            x = x * rotation_smem.k.index(0).load(gl.SliceLayout(1, L))[:, None, :]
+            x = x * smem_column_scales.k.index(0).load(gl.SliceLayout(1, L))[:, None, :]
         else:
-            x = x * rotation_smem.k.index(0).reshape([cfg.D]).load(gl.SliceLayout(0, L))[None, :]
+            x = x * smem_column_scales.k.index(0).reshape([cfg.D]).load(gl.SliceLayout(0, L))[None, :]
     if tile_cfg.K.ROTATION.ROTATED:
-        x = blockwise_hadamard(x, AXIS, cfg.D)
+        x = blockwise_hadamard_unnormalized(x, AXIS, cfg.D)
     return x
 
 
 @gluon.jit
-def unrotate_acc(state, rotation_smem, cfg: gl.constexpr, tile_cfg: gl.constexpr):
+def unrotate_and_scale_acc(state, smem_column_scales, cfg: gl.constexpr, tile_cfg: gl.constexpr):
     """Returns the state with its accumulator unrotated and unscaled; it may be of some of the keys, or of all."""
     acc_o = state.acc_o
     if tile_cfg.V.ROTATION.ENABLED:
         if tile_cfg.LARGE_M:
             if tile_cfg.V.ROTATION.ROTATED:
-                acc_o = blockwise_hadamard(acc_o, 1, cfg.DV)
-            rotation_scales = rotation_smem.v.index(0).reshape([cfg.DV]).load(gl.SliceLayout(0, acc_o.type.layout))
-            acc_o = acc_o * rotation_scales[None, :]
+                acc_o = blockwise_hadamard_unnormalized(acc_o, 1, cfg.DV)
+            column_scales = smem_column_scales.v.index(0).reshape([cfg.DV]).load(gl.SliceLayout(0, acc_o.type.layout))
+            acc_o = acc_o * column_scales[None, :]
         else:
             if tile_cfg.V.ROTATION.ROTATED:
-                acc_o = blockwise_hadamard_unpacked(acc_o, tile_cfg.V.PACK, 1, cfg.DV)
+                acc_o = blockwise_hadamard_unnormalized_unpacked(acc_o, tile_cfg.V.PACK, 1, cfg.DV)
             tiles = ()
             for j in gl.static_range(gl.constexpr(tile_cfg.V.PACK)):
-                rotation_scales = rotation_smem.v.index(j).load(gl.SliceLayout(2, acc_o[j].type.layout))
-                tiles = tiles + (acc_o[j] * rotation_scales[:, :, None],)
+                column_scales = smem_column_scales.v.index(j).load(gl.SliceLayout(2, acc_o[j].type.layout))
+                tiles = tiles + (acc_o[j] * column_scales[:, :, None],)
             acc_o = tiles
     return SoftmaxState(state.row_max, state.row_sum, acc_o)
 
@@ -263,47 +265,45 @@ class RotationTensors(NamedTuple):
 
 
 @gluon.jit
-def rotate_query_rows(x, rotation, kv_head, cfg: gl.constexpr):
+def scale_and_rotate_query_rows(x, rotation, kv_head, cfg: gl.constexpr):
     """Returns query rows [rows, columns] fp32, rotated and scaled like the cache's keys."""
     ROTATION: gl.constexpr = cfg.K_ROTATION
     o_d = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     x = (
         x
-        * load_rotation_scales(rotation.K_SIGNS, rotation.K_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM, ROTATION)[
-            None, :
-        ]
+        * load_column_scales(rotation.K_SIGNS, rotation.K_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM, ROTATION)[None, :]
     )
     if ROTATION.ROTATED:
-        x = blockwise_hadamard(x, 1, cfg.HEAD_DIM & -cfg.HEAD_DIM)
+        x = blockwise_hadamard_unnormalized(x, 1, cfg.HEAD_DIM & -cfg.HEAD_DIM)
     return x
 
 
 @gluon.jit
-def unrotate_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
+def unrotate_and_scale_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
     """Returns acc_o [rows, columns] with the cache's V rotation undone."""
     ROTATION: gl.constexpr = cfg.V_ROTATION
     if ROTATION.ROTATED:
-        acc = blockwise_hadamard(acc, 1, cfg.HEAD_DIM_V & -cfg.HEAD_DIM_V)
+        acc = blockwise_hadamard_unnormalized(acc, 1, cfg.HEAD_DIM_V & -cfg.HEAD_DIM_V)
     o_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     return (
         acc
-        * load_rotation_scales(rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION)[
+        * load_column_scales(rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION)[
             None, :
         ]
     )
 
 
 @gluon.jit
-def rotate_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
+def unscale_and_rotate_acc_rows(acc, rotation, kv_head, cfg: gl.constexpr):
     """Returns acc_o of new V, rotated to be added to that of cached V."""
     ROTATION: gl.constexpr = cfg.V_ROTATION
     o_d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     acc = (
         acc
-        * load_rotation_scales(
-            rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION, True
-        )[None, :]
+        * load_column_scales(rotation.V_SIGNS, rotation.V_CHANNEL_SCALES, kv_head, o_d, cfg.HEAD_DIM_V, ROTATION, True)[
+            None, :
+        ]
     )
     if ROTATION.ROTATED:
-        acc = blockwise_hadamard(acc, 1, cfg.HEAD_DIM_V & -cfg.HEAD_DIM_V)
+        acc = blockwise_hadamard_unnormalized(acc, 1, cfg.HEAD_DIM_V & -cfg.HEAD_DIM_V)
     return acc

@@ -46,7 +46,7 @@ def is_visible_in_block(n_block, mask_args, NUM_ROWS: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def valid_keys(o_n, num_keys, num_q_rows, cfg: gl.constexpr):
+def valid_keys_mask(o_n, num_keys, num_q_rows, cfg: gl.constexpr):
     """Returns which keys some row may see; slots behind every row's window may have been freed, with their pages."""
     valid = o_n < num_keys
     if cfg.WINDOW > 0:
@@ -55,7 +55,7 @@ def valid_keys(o_n, num_keys, num_q_rows, cfg: gl.constexpr):
 
 
 @gluon.jit
-def unmasked_range(request, cfg: gl.constexpr):
+def unmasked_n_block_range(request, cfg: gl.constexpr):
     """Returns n_blocks [unmasked_begin, unmasked_end) in which every row sees every key."""
     unmasked_begin = request.first_n_block
     if cfg.WINDOW > 0:

@@ -43,7 +43,7 @@ def rowwise_max(s):
 
 
 @gluon.jit
-def lane_row_sums(x):
+def row_sums_by_lane(x):
     """Returns four partial sums of each row, one per thread: [rows, 4]."""
     a, b = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     x = a + b
@@ -57,17 +57,17 @@ def lane_row_sums(x):
 
 
 @gluon.jit
-def apply_softcap(s, softcap):
-    """Returns softcap × tanh(s / softcap) of scores s; s in units of log2, softcap in those of scores.
+def apply_softcap_to_log2_scores(s_log2, softcap):
+    """Returns softcap × tanh(s / softcap) of scores s_log2 in units of log2; softcap in those of scores.
 
     tanh is 1 − 2 / (e^2x + 1), which cancels near 0: there, s is multiplied by tanh(x) / x, a polynomial in the square
     of x × log2(e) (fitted for the least relative error, 3.2e-7).
     """
-    t = s * (1.0 / softcap)
+    t = s_log2 * (1.0 / softcap)
     u = t * t
     ratio = (((7.488054e-4 * u - 5.668405e-3) * u + 3.0677834e-2) * u - 1.6014094e-1) * u + 1.0
     far = (softcap * LOG2E) * (1.0 - 2.0 / (gl.exp2(t + t) + 1.0))
-    return gl.where(gl.abs(t) < 1.0, s * ratio, far)
+    return gl.where(gl.abs(t) < 1.0, s_log2 * ratio, far)
 
 
 # ---- one step of many query rows: MLA prefill, prefill ----
@@ -111,7 +111,7 @@ def softmax_step_with_row_scales(
     score_scales: of each row, > 0; log2_v_scale: with token scales, added to the exponent (`TileVScale`)
     """
     if cfg.HAS_SOFTCAP:
-        s = apply_softcap(s * score_scales[:, None], softcap)
+        s = apply_softcap_to_log2_scores(s * score_scales[:, None], softcap)
     if MASKED:
         s = apply_mask(s, causal_limit, key_begin, key_end, cfg)
     block_max = rowwise_max(s)
@@ -142,7 +142,7 @@ def softmax_step_with_row_scales(
 
 
 @gluon.jit
-def pack_p(p, dtype: gl.constexpr):
+def pack_p_16bit(p, dtype: gl.constexpr):
     """Returns adjacent numbers of a row, rounded to a 16-bit dtype, packed in pairs: [rows, columns / 2] int32.
 
     NOTE: 16-bit numbers that a loop carries are unpacked and packed again in every iteration.
@@ -153,8 +153,8 @@ def pack_p(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def unpack_p(p_packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """Returns the numbers packed by `pack_p`, in LAYOUT."""
+def unpack_p_16bit(p_packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """Returns the numbers packed by `pack_p_16bit`, in LAYOUT."""
     a, b = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p_packed], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
@@ -200,63 +200,63 @@ LAZY_ROW_MAX_PTX = gl.constexpr(
 )
 
 
-def rescale_ptx(count: int) -> tuple[str, str]:
-    """Returns PTX and its constraints: `count` numbers of a thread times scales, skipped where all scales of a warp are
-    1.
+def rescale_ptx_and_constraints(num_elements: int) -> tuple[str, str]:
+    """Returns PTX and its constraints: `num_elements` numbers of a thread times scales, skipped where all scales of a
+    warp are 1.
 
     Elements 0 and 2 of a thread are in its two rows; all others are in one of them.
     """
-    lines = [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
-    test = [f"setp.neu.f32 {p}, ${2 * count + i}, 0f3F800000;" for p, i in (("p", 0), ("q", 2))]
+    lines = [f"mul.f32 ${i}, ${i}, ${2 * num_elements + i};" for i in range(num_elements)]
+    test = [f"setp.neu.f32 {p}, ${2 * num_elements + i}, 0f3F800000;" for p, i in (("p", 0), ("q", 2))]
     text = ["{ .reg .pred p, q;", *test, "or.pred p, p, q;", "@!p bra NONE;", *lines, "NONE: }"]
-    return "\n".join(text), ",".join([*["=f"] * count, *map(str, range(count)), *["f"] * count])
+    return "\n".join(text), ",".join([*["=f"] * num_elements, *map(str, range(num_elements)), *["f"] * num_elements])
 
 
-def _lazy_row_max_ptx(count: int) -> tuple[str, str]:
-    """Returns PTX and its constraints, of `count` rows: lane_max, row_max → row_max, rescale, flags.
+def _lazy_row_max_ptx_and_constraints(num_rows: int) -> tuple[str, str]:
+    """Returns PTX and its constraints, of `num_rows` rows: lane_max, row_max → row_max, rescale, flags.
 
     A flag says whether any row_max of the warp is new. Lanes 4, 8 and 16 apart hold other keys of the same rows.
     """
-    new_max, rescale, flag, lane_max, row_max = (range(n * count, (n + 1) * count) for n in range(5))
-    text = ["{ .reg .pred p, q;", f".reg .f32 x, y, {', '.join(f'a{i}' for i in range(count))};"]
-    for i in range(count):
+    new_max, rescale, flag, lane_max, row_max = (range(n * num_rows, (n + 1) * num_rows) for n in range(5))
+    text = ["{ .reg .pred p, q;", f".reg .f32 x, y, {', '.join(f'a{i}' for i in range(num_rows))};"]
+    for i in range(num_rows):
         text.append(f"add.f32 a{i}, ${row_max[i]}, 0f41000000;")
         text.append(f"setp.gt{'.or' if i else ''}.f32 p, ${lane_max[i]}, a{i}{', p' if i else ''};")
     text.append("vote.sync.any.pred q, p, 0xffffffff;")
-    for i in range(count):
+    for i in range(num_rows):
         text += [
             f"mov.f32 ${new_max[i]}, ${row_max[i]};",
             f"mov.f32 ${rescale[i]}, 0f3F800000;",
             f"selp.b32 ${flag[i]}, 1, 0, q;",
         ]
     text.append("@!q bra DONE;")
-    for i in range(count):
+    for i in range(num_rows):
         text.append(f"mov.f32 x, ${lane_max[i]};")
         for lanes in (4, 8, 16):
             text += [f"shfl.sync.bfly.b32 y, x, {lanes}, 0x1f, 0xffffffff;", "max.f32 x, x, y;"]
         text += [f"setp.gt.f32 p, x, a{i};", f"@p mov.f32 ${new_max[i]}, x;"]
         text += [f"sub.f32 y, ${row_max[i]}, x;", "ex2.approx.ftz.f32 y, y;", f"@p mov.f32 ${rescale[i]}, y;"]
     text.append("DONE: }")
-    return "\n".join(text), ",".join(["=&f"] * (2 * count) + ["=&r"] * count + ["f"] * (2 * count))
+    return "\n".join(text), ",".join(["=&f"] * (2 * num_rows) + ["=&r"] * num_rows + ["f"] * (2 * num_rows))
 
 
-def _rescale_if_flagged_ptx(count: int) -> tuple[str, str]:
+def _rescale_if_flagged_ptx_and_constraints(num_elements: int) -> tuple[str, str]:
     """Returns PTX and its constraints: numbers of a thread times scales, skipped where the first flag is 0."""
-    lines = [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
-    text = ["{ .reg .pred p;", f"setp.eq.b32 p, ${3 * count}, 0;", "@p bra NONE;", *lines, "NONE: }"]
-    constraints = [*["=f"] * count, *map(str, range(count)), *["f"] * count, *["r"] * count]
+    lines = [f"mul.f32 ${i}, ${i}, ${2 * num_elements + i};" for i in range(num_elements)]
+    text = ["{ .reg .pred p;", f"setp.eq.b32 p, ${3 * num_elements}, 0;", "@p bra NONE;", *lines, "NONE: }"]
+    constraints = [*["=f"] * num_elements, *map(str, range(num_elements)), *["f"] * num_elements, *["r"] * num_elements]
     return "\n".join(text), ",".join(constraints)
 
 
-LAZY_ROW_MAX_4, LAZY_ROW_MAX_4_CONSTRAINTS = map(gl.constexpr, _lazy_row_max_ptx(4))
-LAZY_ROW_MAX_8, LAZY_ROW_MAX_8_CONSTRAINTS = map(gl.constexpr, _lazy_row_max_ptx(8))
-RESCALE_16, RESCALE_16_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx(16))
-RESCALE_32, RESCALE_32_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx(32))
-RESCALE_64, RESCALE_64_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx(64))
+LAZY_ROW_MAX_4, LAZY_ROW_MAX_4_CONSTRAINTS = map(gl.constexpr, _lazy_row_max_ptx_and_constraints(4))
+LAZY_ROW_MAX_8, LAZY_ROW_MAX_8_CONSTRAINTS = map(gl.constexpr, _lazy_row_max_ptx_and_constraints(8))
+RESCALE_16, RESCALE_16_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx_and_constraints(16))
+RESCALE_32, RESCALE_32_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx_and_constraints(32))
+RESCALE_64, RESCALE_64_CONSTRAINTS = map(gl.constexpr, _rescale_if_flagged_ptx_and_constraints(64))
 
 
 @gluon.jit
-def lazy_row_max_by_lane(lane_max, row_max, ROWS_PER_THREAD: gl.constexpr):
+def lazy_row_max_rescale_and_flag_by_lane(lane_max, row_max, ROWS_PER_THREAD: gl.constexpr):
     """Returns (row_max, rescale, flag) of rows on N, 4 or 8 in a thread, from the maximum of each lane's scores."""
     FOUR: gl.constexpr = ROWS_PER_THREAD == 4
     return gl.inline_asm_elementwise(

@@ -104,7 +104,7 @@ class KVLayout(KernelConfig):
     SMEM_SHAPE: tuple[int, ...]  # MMA tiles of a buffer in all stages, heads, keys, packed; else see `make_kv_layout`
     COPY_BYTES: int
     ROTATION: Rotation
-    PADDED_HEADS: int = 1  # heads of a group that is copied as padded tiles (`_padded_head_tiles`)
+    PADDED_HEADS: int = 1  # heads of a group that is copied as padded tiles (`_padded_group_heads_and_shift`)
     HEAD_SHIFT: int = 0  # packed words by which a head's row begins later in its padded row than the previous head's
     ROW_PACKED: int = 0  # packed words of a row
     SCALE_SMEM_SHAPE: tuple[int, ...] = ()  # tiles, heads and keys in either order, and words if there are several
@@ -132,7 +132,7 @@ class KVLayout(KernelConfig):
 
 class TensorMapSpec(NamedTuple):
     """Tensor map of a cache: shape, strides and box of one copy in elements of `view`; rows per page, or 0 where pages
-    are a dimension of their own; padded_heads: heads of a group (`_padded_head_tiles`)."""
+    are a dimension of their own; padded_heads: heads of a group (`_padded_group_heads_and_shift`)."""
 
     shape: list[int]
     strides: list[int]
@@ -159,7 +159,7 @@ class TensorMapSpec(NamedTuple):
         """Returns the bytes from one copy to the next in the ring."""
         return align_smem_bytes(self.nbytes())
 
-    def if_possible(self) -> TensorMapSpec | None:
+    def if_tma_can_copy(self) -> TensorMapSpec | None:
         """Returns itself, or None if the engine cannot copy its tiles."""
         why_not = why_no_tensor_map(
             self.shape, self.strides, self.box, self.view.itemsize, self.swizzle, self.smem_pitch()
@@ -191,7 +191,7 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, column_parts
     of 8.
 
     A packed word is 16 bits. In shared memory a copy of many keys is tiles of 16 keys, whose rows are a power of two:
-    the engine pads a shorter row with zeros, or with its neighbours (`_padded_head_tiles`).
+    the engine pads a shorter row with zeros, or with its neighbours (`_padded_group_heads_and_shift`).
 
     column_parts: of a head; each counts as one in the cache's shape, but not in its strides
     """
@@ -210,7 +210,7 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, column_parts
     rows = (pages - 1) * rows_per_page + slots
     # Pages that share memory have no pitch: a stride of 0 is refused below.
     flat = s_p > 0 and s_p % (n * s_s) == 0 and n <= rows < 2**31
-    padded_heads, shift = _padded_head_tiles(2 * packed, heads_per_cta) if s_h == width else (1, 0)
+    padded_heads, shift = _padded_group_heads_and_shift(2 * packed, heads_per_cta) if s_h == width else (1, 0)
     if flat and padded_heads > 1:
         group_row = packed + (padded_heads - 1) * shift  # of a group's last row, from the begin of its padded row
         shape, box = (
@@ -220,7 +220,7 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, column_parts
         strides = [n * token_stride, padded_heads * packed, packed - shift, token_stride, 1]
         return TensorMapSpec(
             shape, strides, box, swizzle, torch.int16, rows_per_page, padded_heads=padded_heads
-        ).if_possible()
+        ).if_tma_can_copy()
     if s_h * size % 16:
         return None
     inner_strides, box = (
@@ -233,16 +233,16 @@ def kv_map_spec(cache: Any, heads_per_cta: int, keys_per_copy: int, column_parts
         shape, strides = [rows // n, heads // column_parts, column_parts, n, packed], [*inner_strides]
         strides.insert(2, packed)
         box[1:2] = heads_per_cta // column_parts, column_parts
-        return TensorMapSpec(shape, strides, box, swizzle, torch.int16, rows_per_page).if_possible()
+        return TensorMapSpec(shape, strides, box, swizzle, torch.int16, rows_per_page).if_tma_can_copy()
     if flat:
         return TensorMapSpec(
             [rows // n, heads, n, packed], inner_strides, box, swizzle, torch.int16, rows_per_page
-        ).if_possible()
+        ).if_tma_can_copy()
     shape, strides = [pages, slots // n, heads, n, packed], [s_p * size // 2, *inner_strides]
-    return TensorMapSpec(shape, strides, [1, *box], swizzle, torch.int16, 0).if_possible()
+    return TensorMapSpec(shape, strides, [1, *box], swizzle, torch.int16, 0).if_tma_can_copy()
 
 
-def _padded_head_tiles(row_bytes: int, heads: int) -> tuple[int, int]:
+def _padded_group_heads_and_shift(row_bytes: int, heads: int) -> tuple[int, int]:
     """Returns (heads of a group, packed words by which each row begins later in its padded row), or (1, 0); for
     adjacent heads of row_bytes.
 
@@ -257,7 +257,7 @@ def _padded_head_tiles(row_bytes: int, heads: int) -> tuple[int, int]:
     return (padded_heads, shift // 2) if padded_heads > 1 else (1, 0)
 
 
-def merge_adjacent_heads(spec: TensorMapSpec) -> TensorMapSpec:
+def pack_heads_into_swizzle_128b_rows(spec: TensorMapSpec) -> TensorMapSpec:
     """Returns the same copy with as many adjacent heads per row as fill 128 bytes: fewer rows to request."""
     *outer, heads, keys, words = spec.box
     n = min(heads, 64 // words)
@@ -304,18 +304,18 @@ def _scale_map_spec_unchecked(
         box, strides, rows_per_page = [keys_per_copy // n, n, heads_per_cta * words], [n * s_s, s_s, 1], s_p // s_s
         rows = (pages - 1) * rows_per_page + slots
         if s_p % (n * s_s) == 0 and rows < 2**31:
-            return TensorMapSpec([rows // n, n, heads * words], strides, box, 0, dtype, rows_per_page).if_possible()
+            return TensorMapSpec([rows // n, n, heads * words], strides, box, 0, dtype, rows_per_page).if_tma_can_copy()
         shape = [pages, slots // n, n, heads * words]
-        return TensorMapSpec(shape, [s_p, *strides], [1, *box], 0, dtype, 0).if_possible()
+        return TensorMapSpec(shape, [s_p, *strides], [1, *box], 0, dtype, 0).if_tma_can_copy()
     if s_s == words:
         outer = s_p if heads == 1 else s_h
         box, strides = [keys_per_copy // n, heads_per_cta, n * words], [n * words, outer, 1]
         rows = (pages - 1) * (s_p // max(outer, 1)) + heads
         if outer and s_p % outer == 0 and rows < 2**31:
             shape = [slots // n, rows, n * words]
-            return TensorMapSpec(shape, strides, box, 0, dtype, s_p // outer, False).if_possible()
+            return TensorMapSpec(shape, strides, box, 0, dtype, s_p // outer, False).if_tma_can_copy()
         shape = [pages, slots // n, heads, n * words]
-        return TensorMapSpec(shape, [s_p, *strides], [1, *box], 0, dtype, 0, False).if_possible()
+        return TensorMapSpec(shape, [s_p, *strides], [1, *box], 0, dtype, 0, False).if_tma_can_copy()
     if (
         heads_are_adjacent and s_s == heads * words and heads_per_cta == heads
     ):  # too few heads for rows of 16 bytes: one row of 16 keys
@@ -323,7 +323,7 @@ def _scale_map_spec_unchecked(
         shape = [pages, slots // n, 1, keys_row]
         return TensorMapSpec(
             shape, [s_p, keys_row, keys_row, 1], [1, keys_per_copy // n, 1, keys_row], 0, dtype, 0
-        ).if_possible()
+        ).if_tma_can_copy()
     return None
 
 

@@ -61,15 +61,15 @@ def first_visible_n_block(num_keys, num_q_rows, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, m_b, cfg: gl.constexpr):
+def load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, m_request, cfg: gl.constexpr):
     """Loads the RequestShape of request i_request, or of several."""
-    num_keys = gl.load(SEQ_LENS + i_request, mask=m_b, other=0).to(gl.int32)
+    num_keys = gl.load(SEQ_LENS + i_request, mask=m_request, other=0).to(gl.int32)
     if cfg.VARLEN_Q:
-        q_begin = gl.load(CU_SEQLENS_Q + i_request, mask=m_b, other=0).to(gl.int32)
-        num_q_rows = gl.load(CU_SEQLENS_Q + i_request + 1, mask=m_b, other=0).to(gl.int32) - q_begin
+        q_begin = gl.load(CU_SEQLENS_Q + i_request, mask=m_request, other=0).to(gl.int32)
+        num_q_rows = gl.load(CU_SEQLENS_Q + i_request + 1, mask=m_request, other=0).to(gl.int32) - q_begin
     else:
         q_begin = i_request * cfg.MAX_SEQLEN_Q
-        num_q_rows = gl.where(m_b, cfg.MAX_SEQLEN_Q, 0)
+        num_q_rows = gl.where(m_request, cfg.MAX_SEQLEN_Q, 0)
     first_n_block = first_visible_n_block(num_keys, num_q_rows, cfg)
     # A request without keys still has outputs to write: one empty n_block.
     num_n_blocks = gl.maximum((num_keys + cfg.BLOCK_N - 1) // cfg.BLOCK_N - first_n_block, 1)
@@ -88,7 +88,7 @@ def sum_and_max(sum_a, max_a, sum_b, max_b):
 
 
 @gluon.jit
-def find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg: gl.constexpr):
+def find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg: gl.constexpr):
     """Returns (request that holds flat n_block `block`, flat index of that request's first n_block)."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     i_request, n_block_base, blocks_before = 0, 0, 0
@@ -128,7 +128,7 @@ def assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_
         block_begin, block_end, blocks_per_range = cta_block_range_and_length(
             SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg
         )
-        i_request, n_block_base = find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block_begin, cfg)
+        i_request, n_block_base = find_request_and_base_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block_begin, cfg)
     else:
         o_b = gl.arange(0, cfg.BLOCK_B, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         request_shapes = load_request_shape(SEQ_LENS, CU_SEQLENS_Q, o_b, o_b < B, cfg)
@@ -144,7 +144,7 @@ def assign_equal_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, head_
 
 
 @gluon.jit
-def round_cta_range(total_blocks, max_n_blocks, i_range, num_ranges, cfg: gl.constexpr):
+def round_cta_block_range_and_length(total_blocks, max_n_blocks, i_range, num_ranges, cfg: gl.constexpr):
     """Returns (block_begin, block_end, blocks_per_range) of a CTA range of `total_blocks` n_blocks."""
     blocks_per_range = gl.maximum((total_blocks + num_ranges - 1) // num_ranges, cfg.MIN_BLOCKS_PER_RANGE)
     rounded = (blocks_per_range + max_n_blocks - 1) // max_n_blocks * max_n_blocks
@@ -172,7 +172,7 @@ def assign_rounded_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, hea
         ends = gl.associative_scan(num_blocks * request_shapes.num_m_blocks, 0, add)
         total_blocks, max_n_blocks = gl.reduce((num_blocks * request_shapes.num_m_blocks, num_blocks), 0, sum_and_max)
         max_n_blocks = gl.maximum(max_n_blocks, 1)
-        _, _, rounded = round_cta_range(total_blocks, max_n_blocks, i_range, num_ranges, cfg)
+        _, _, rounded = round_cta_block_range_and_length(total_blocks, max_n_blocks, i_range, num_ranges, cfg)
         blocks_per_range = gl.maximum((total_blocks + num_ranges - 1) // num_ranges, cfg.MIN_BLOCKS_PER_RANGE)
         blocks_per_range = gl.where(total_blocks % max_n_blocks == 0, rounded, blocks_per_range)
         block_begin = i_range * blocks_per_range
@@ -186,7 +186,7 @@ def assign_rounded_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, hea
 
 
 @gluon.jit
-def whole_work_tile_range(SEQ_LENS, CU_SEQLENS_Q, B, i_work_tile, cfg: gl.constexpr):
+def whole_work_tile_range_and_length(SEQ_LENS, CU_SEQLENS_Q, B, i_work_tile, cfg: gl.constexpr):
     """Returns (block_begin, block_end, blocks_per_range) of work tile i_work_tile as an unsplit CTA range, in flat
     n_blocks."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -226,14 +226,14 @@ def prefers_whole_work_tiles(total_blocks, max_n_blocks, num_work_tiles, num_ran
 
 
 @gluon.jit
-def find_cta_block_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl.constexpr):
+def find_cta_block_range_and_length(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl.constexpr):
     """Returns (block_begin, block_end, blocks_per_range) of a CTA range, in flat n_blocks.
 
     With equal lengths, ranges grow by up to 5% to hold whole work tiles or equal parts of one: an unsplit work tile
     needs no combine, and one split once needs one query.
     """
     if cfg.UNSPLIT:
-        return whole_work_tile_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, cfg)
+        return whole_work_tile_range_and_length(SEQ_LENS, CU_SEQLENS_Q, B, i_range, cfg)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     total_blocks, max_n_blocks, num_work_tiles = 0, 1, 0
     for i in range(0, B, cfg.BLOCK_B):
@@ -242,15 +242,19 @@ def find_cta_block_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg: gl
         total_blocks += gl.sum(r.num_n_blocks * r.num_m_blocks, 0)
         max_n_blocks = gl.maximum(max_n_blocks, gl.max(r.num_n_blocks, 0))
         num_work_tiles += gl.sum(r.num_m_blocks, 0)
-    block_begin, block_end, blocks_per_range = round_cta_range(total_blocks, max_n_blocks, i_range, num_ranges, cfg)
+    block_begin, block_end, blocks_per_range = round_cta_block_range_and_length(
+        total_blocks, max_n_blocks, i_range, num_ranges, cfg
+    )
     if prefers_whole_work_tiles(total_blocks, max_n_blocks, num_work_tiles, num_ranges, cfg):
-        block_begin, block_end, blocks_per_range = whole_work_tile_range(SEQ_LENS, CU_SEQLENS_Q, B, i_range, cfg)
+        block_begin, block_end, blocks_per_range = whole_work_tile_range_and_length(
+            SEQ_LENS, CU_SEQLENS_Q, B, i_range, cfg
+        )
     return block_begin, block_end, blocks_per_range
 
 
 @gluon.jit
-def load_all_request_shapes(SEQ_LENS, CU_SEQLENS_Q, B, cfg: gl.constexpr, BY_WARP: gl.constexpr = False):
-    """Loads what `assign_cta_range` needs of all requests, early, so that other work can overlap the loads.
+def load_block_counts_of_all_requests(SEQ_LENS, CU_SEQLENS_Q, B, cfg: gl.constexpr, BY_WARP: gl.constexpr = False):
+    """Loads what `find_cta_block_range_and_request` needs of all requests, early, so that other work can overlap it.
 
     BY_WARP: each warp holds all requests, so that sums need no barriers, but more registers
     """
@@ -261,13 +265,13 @@ def load_all_request_shapes(SEQ_LENS, CU_SEQLENS_Q, B, cfg: gl.constexpr, BY_WAR
 
 
 @gluon.jit
-def assign_cta_range(request_shapes, i_range, num_ranges, cfg: gl.constexpr):
-    """Returns `find_cta_block_range` and `find_request_of_block` of its first n_block in one, for up to BLOCK_B
-    requests."""
-    num_n_blocks, num_m_blocks = request_shapes
+def find_cta_block_range_and_request(block_counts, i_range, num_ranges, cfg: gl.constexpr):
+    """Returns `find_cta_block_range_and_length` and `find_request_and_base_of_block` of its first n_block
+    in one, for up to BLOCK_B requests."""
+    num_n_blocks, num_m_blocks = block_counts
     ends = gl.associative_scan(num_n_blocks * num_m_blocks, 0, add)
     total_blocks, max_n_blocks = gl.reduce((num_n_blocks * num_m_blocks, num_n_blocks), 0, sum_and_max)
-    block_begin, block_end, blocks_per_range = round_cta_range(
+    block_begin, block_end, blocks_per_range = round_cta_block_range_and_length(
         total_blocks, gl.maximum(max_n_blocks, 1), i_range, num_ranges, cfg
     )
     if prefers_whole_work_tiles(total_blocks, max_n_blocks, gl.sum(num_m_blocks, 0), num_ranges, cfg):
@@ -286,7 +290,7 @@ def assign_cta_range(request_shapes, i_range, num_ranges, cfg: gl.constexpr):
 
 
 @gluon.jit
-def advance_to_request(SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg: gl.constexpr):
+def advance_to_request_of_block(SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg: gl.constexpr):
     """Returns (request that holds flat n_block `block`, flat index of its first n_block, its shape)."""
     while block - n_block_base >= request.num_n_blocks * request.num_m_blocks:
         n_block_base += request.num_n_blocks * request.num_m_blocks
@@ -311,7 +315,7 @@ def work_tile_at(block, block_end, i_request, n_block_base, request):
 @gluon.jit
 def next_work_tile(SEQ_LENS, CU_SEQLENS_Q, block, block_end, i_request, n_block_base, cfg: gl.constexpr):
     """Returns the WorkTile at flat n_block `block`, in request i_request or a later one."""
-    i_request, n_block_base, request = advance_to_request(
+    i_request, n_block_base, request = advance_to_request_of_block(
         SEQ_LENS, CU_SEQLENS_Q, block, i_request, n_block_base,
         load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, True, cfg), cfg,
     )  # fmt: skip

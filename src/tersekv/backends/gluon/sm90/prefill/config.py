@@ -84,8 +84,8 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
     heads, group = f.k_cache.shape[2], f.q.shape[1] // f.k_cache.shape[2]
     heads_per_tile = min(group & -group, ROWS_PER_WARPGROUP)
     d, dv = (max(32, launch.next_power_of_2(n)) for n in (f.q.shape[2], f.out.shape[2]))
-    wide = max(d, dv)
-    block_n = 128 if wide <= 128 else 64
+    max_head_dim = max(d, dv)
+    block_n = 128 if max_head_dim <= 128 else 64
     has_codes = k.storage.itemsize == 1
     k_side, v_side = _stored_format(k), _stored_format(v)
     return PrefillConfig(
@@ -93,7 +93,7 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
         V=v_side,
         CONVERTS_KV=has_codes,
         FP8_QK=_has_fp8_qk(f),
-        FP8_PV=_has_fp8_pv(f, wide),
+        FP8_PV=_has_fp8_pv(f, max_head_dim),
         BF16=k.storage == torch.bfloat16,
         D=d,
         DV=dv,
@@ -105,7 +105,7 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
         KEYS_PER_COPY=min(block_n, f.k_cache.shape[1] & -f.k_cache.shape[1]),
         PAGE=f.k_cache.shape[1],
         STAGES=2,
-        CODE_STAGES=_code_stages(f, has_codes, wide),
+        CODE_STAGES=_num_code_stages(f, has_codes, max_head_dim),
         HEADS=heads,
         GROUP=group,
         HEADS_PER_TILE=heads_per_tile,
@@ -125,7 +125,7 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
         OUT_MAX=_OUT_MAX.get(f.out.dtype, 0.0),
         K_RESIDUAL_SCALE=_residual_scale(k_side),
         V_RESIDUAL_SCALE=_residual_scale(v_side),
-        CONSUMER_REGISTERS=_consumer_registers(f, k_side, v_side, wide),
+        CONSUMER_REGISTERS=_num_consumer_registers(f, k_side, v_side, max_head_dim),
         STORED_K_SCALE_STRIDES=_stored_scale_strides(f.k_scale_cache),
         STORED_V_SCALE_STRIDES=_stored_scale_strides(f.v_scale_cache),
         K_ROTATION=make_rotation(f.k_signs, f.k_channel_scale),
@@ -139,25 +139,25 @@ def _stored_format(fmt: KVFormat) -> StoredFormat:
 
 
 def _residual_scale(side: StoredFormat) -> float:
-    """Returns the power of two that dequantizing nvfp4 leaves out: see `parts/dequant.dequant_e2m1`."""
+    """Returns the power of two that dequantizing nvfp4 leaves out: see `parts/dequant.dequant_e2m1_to_4_operands`."""
     return 64.0 if side.BLOCK_SCALES else 1.0
 
 
-def _has_fp8_pv(f: SimpleNamespace, wide: int) -> bool:
+def _has_fp8_pv(f: SimpleNamespace, max_head_dim: int) -> bool:
     """Returns whether PV runs in e4m3. With 256 columns both halves of acc_o and of PV spill: 414 TFLOP/s against 725
     of PV in fp16 (8192 tokens, 24/4 heads, H100, 2026-11-26)."""
     v = pair_of(f)[1]
-    return _has_fp8_qk(f) and (v.code, v.scale) == ("e4m3", TENSOR) and f.precision == "fast" and wide <= 128
+    return _has_fp8_qk(f) and (v.code, v.scale) == ("e4m3", TENSOR) and f.precision == "fast" and max_head_dim <= 128
 
 
-def _code_stages(f: SimpleNamespace, has_codes: bool, wide: int) -> int:
+def _num_code_stages(f: SimpleNamespace, has_codes: bool, max_head_dim: int) -> int:
     """Returns the stages of packed codes: two where they fit, and where QK reads them as they are."""
     if not has_codes:
         return 0
-    return 2 if wide <= 128 or _has_fp8_qk(f) else 1
+    return 2 if max_head_dim <= 128 or _has_fp8_qk(f) else 1
 
 
-def _consumer_registers(f: SimpleNamespace, k: StoredFormat, v: StoredFormat, wide: int) -> int:
+def _num_consumer_registers(f: SimpleNamespace, k: StoredFormat, v: StoredFormat, max_head_dim: int) -> int:
     """Returns the registers of a consumer thread; the converter gets what is left.
 
     8192 tokens, 24/4 heads of 256, H100, 2026-11-26, TFLOP/s with 208 and 216: fp8 536 and 537, fp8 per token and head
@@ -165,9 +165,9 @@ def _consumer_registers(f: SimpleNamespace, k: StoredFormat, v: StoredFormat, wi
     """
     if k.PACK == 1:
         return 240
-    if wide > 128:
+    if max_head_dim > 128:
         return 208 if 4 in (k.PACK, v.PACK) else 216
-    return 216 if _has_fp8_pv(f, wide) else 208
+    return 216 if _has_fp8_pv(f, max_head_dim) else 208
 
 
 def _has_fp8_qk(f: SimpleNamespace) -> bool:
@@ -194,7 +194,7 @@ def why_not_tensor_maps(f: SimpleNamespace) -> str | None:
     for name, x in ((name, getattr(f, name)) for name in tma_tensor_names(f)):
         if not x.aligned:
             return f"wants {name} on a multiple of 16 bytes"
-        dtype, shape, strides, box = _tensor_map_spec(x, name, cfg)
+        dtype, shape, strides, box = _dtype_shape_strides_and_box(x, name, cfg)
         why_not = why_no_tensor_map(shape, strides, box, dtype.itemsize, _SWIZZLE)
         if why_not is not None:
             return f"wants {name} as the copy engine takes it, got {why_not}"
@@ -208,13 +208,15 @@ def tma_tensor_names(f: Any) -> tuple[str, ...]:
 
 def tensor_map_by_name(x: torch.Tensor, name: str, cfg: PrefillConfig) -> Any:
     """Returns the tensor map of the tensor `name`."""
-    dtype, shape, strides, box = _tensor_map_spec(x, name, cfg)
+    dtype, shape, strides, box = _dtype_shape_strides_and_box(x, name, cfg)
     width = min(box[-1] * dtype.itemsize, _SWIZZLE)
     layout = gl.NVMMASharedLayout(width, 8 * dtype.itemsize, len(box))
     return make_tensor_map(TypedAddress(x, dtype), shape, strides, box, layout)
 
 
-def _tensor_map_spec(x: Any, name: str, cfg: PrefillConfig) -> tuple[torch.dtype, list[int], list[int], list[int]]:
+def _dtype_shape_strides_and_box(
+    x: Any, name: str, cfg: PrefillConfig
+) -> tuple[torch.dtype, list[int], list[int], list[int]]:
     """Returns (dtype, shape, strides, box): rows [tokens, heads, columns], a cache [pages, heads, slots, packed].
 
     Pages are a dimension of their own: their stride may be any multiple of 16 bytes.

@@ -4,7 +4,8 @@ Block scales and zero points are applied here, exactly in fp16. A K scale per to
 rounded to fp16 it would shift an LSE of 11 by 0.005. A V scale per token multiplies its row in fp16, after the tile's
 largest power of two is divided out; that power joins the softmax exponent, so no value leaves fp16's range.
 
-Wait for a free stage: `producer_acquire` in `dequant_tile`; mask: invalid rows of V become 0; rescale, combine: none.
+Wait for a free stage: `producer_acquire` in `dequant_tile_to_16bit`; mask: invalid rows of V become 0; rescale,
+combine: none.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from ...versions import reinterpret, thread_barrier
 from ..parts.dequant import E4M3_K_PTX, E5M2_K_PTX, INT8_K_PTX, exponent_to_float, int4_zero_points
 from ..parts.pipeline import consumer_wait, producer_acquire, stage_and_phase
 from .mainloop import split_keys_by_eight
-from .tile_scheduler import kv_head_of, read_work_tile
+from .tile_scheduler import kv_head_of, read_work_tile_and_cached_prefix
 
 I_CONVERTER = gl.constexpr(2)  # among the readers of work tiles: after the two consumers
 
@@ -30,7 +31,7 @@ class StoredScales(NamedTuple):
     PAGE_TABLE: gl.tensor
     stride_table_b: gl.tensor
     k_scales_smem: gl.shared_memory_descriptor  # token scales of K: [STAGES, BLOCK_N] fp32
-    row_scales_smem: gl.shared_memory_descriptor  # as packed by `pack_row_scale`: [STAGES, BLOCK_N]
+    row_scales_smem: gl.shared_memory_descriptor  # as packed by `pack_v_scale_and_zero_points`: [STAGES, BLOCK_N]
     k_block_scales_smem: gl.shared_memory_descriptor  # stored bytes: [STAGES, BLOCK_N, blocks]
     v_block_scales_smem: gl.shared_memory_descriptor
     tile_v_scales: gl.shared_memory_descriptor  # [2 × STAGES, 2] fp32: `mainloop.TileVScale`
@@ -105,14 +106,14 @@ def _packed_per_lane(PACKED_DIM):
 
 
 @gluon.constexpr_function
-def packed_layout(PACKED_DIM):
+def packed_codes_layout(PACKED_DIM):
     """Returns the layout of packed codes [BLOCK_N, W]: lanes read eight keys in different banks."""
     return gl.BlockedLayout([1, _packed_per_lane(PACKED_DIM)], [8, 4], [4, 1], [0, 1])
 
 
 @gluon.constexpr_function
-def packed_blocks_layout(PACKED_DIM):
-    """Returns `packed_layout` of 4-bit codes viewed as [BLOCK_N, blocks, 2]."""
+def packed_codes_by_block_layout(PACKED_DIM):
+    """Returns `packed_codes_layout` of 4-bit codes viewed as [BLOCK_N, blocks, 2]."""
     return gl.BlockedLayout([1, _packed_per_lane(PACKED_DIM) // 2, 2], [8, 4, 1], [4, 1, 1], [2, 0, 1])
 
 
@@ -124,10 +125,10 @@ def duplicate_low_half(x):
 
 
 @gluon.jit
-def pack_row_scale(row_scale, k_zero_point, v_zero_point):
+def pack_v_scale_and_zero_points(v_row_scale, k_zero_point, v_zero_point):
     """Packs a token's V scale (fp16) and int4 zero points of V and K into one int32."""
     return (
-        (row_scale.to(gl.float16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF)
+        (v_row_scale.to(gl.float16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF)
         | (v_zero_point << 16)
         | (k_zero_point << 20)
     )
@@ -141,29 +142,31 @@ def _mul_f16x2(x, scales):
 
 # NOTE: result types are written out below: Triton 3.9 accepts no named tuple of types.
 @gluon.jit
-def _dequant_e2m1(packed, scale_bytes):
+def _dequant_e2m1x8_to_f16x2x4_div_64(packed_words, scale_bytes):
     """Returns e2m1 codes × block scales × 2^-6, as four registers."""
-    NUM_KEYS: gl.constexpr = packed.shape[0]
-    PACKED_DIM: gl.constexpr = packed.shape[1]
+    NUM_KEYS: gl.constexpr = packed_words.shape[0]
+    PACKED_DIM: gl.constexpr = packed_words.shape[1]
     scales = gl.inline_asm_elementwise(_BLOCK_SCALE_PTX, "=r,r", [scale_bytes.to(gl.int32)], gl.int32, True, 1)
     scales, _ = gl.broadcast(
         scales[:, :, None],
-        gl.full([NUM_KEYS, PACKED_DIM // 2, 2], 0, gl.int32, packed_blocks_layout(PACKED_DIM)),
+        gl.full([NUM_KEYS, PACKED_DIM // 2, 2], 0, gl.int32, packed_codes_by_block_layout(PACKED_DIM)),
     )
-    scales = gl.convert_layout(scales.reshape([NUM_KEYS, PACKED_DIM]), packed_layout(PACKED_DIM), assert_trivial=True)
+    scales = gl.convert_layout(
+        scales.reshape([NUM_KEYS, PACKED_DIM]), packed_codes_layout(PACKED_DIM), assert_trivial=True
+    )
     return gl.inline_asm_elementwise(
-        _E2M1_PTX, "=&r,=&r,=&r,=&r,r,r", [packed, scales], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+        _E2M1_PTX, "=&r,=&r,=&r,=&r,r,r", [packed_words, scales], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
     )
 
 
 @gluon.jit
-def _dequant_int4(packed, row_scales, IS_V: gl.constexpr):
+def _dequant_int4x8_to_f16x2x4(packed_words, row_scales, IS_V: gl.constexpr):
     """Returns int4 codes minus zero points, V times its row scales, as four registers."""
     zero_points = duplicate_low_half((row_scales >> (16 if IS_V else 20)) & 15)
-    low, _ = gl.broadcast((zero_points | 0x64006400)[:, None], packed)
-    high, _ = gl.broadcast(((zero_points << 4) | 0x54005400)[:, None], packed)
+    low, _ = gl.broadcast((zero_points | 0x64006400)[:, None], packed_words)
+    high, _ = gl.broadcast(((zero_points << 4) | 0x54005400)[:, None], packed_words)
     x = gl.inline_asm_elementwise(
-        _INT4_PTX, "=&r,=&r,=&r,=&r,r,r,r", [packed, low, high], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
+        _INT4_PTX, "=&r,=&r,=&r,=&r,r,r,r", [packed_words, low, high], (gl.int32, gl.int32, gl.int32, gl.int32), True, 1
     )
     if IS_V:
         scales = duplicate_low_half(row_scales)[:, None]
@@ -172,35 +175,35 @@ def _dequant_int4(packed, row_scales, IS_V: gl.constexpr):
 
 
 @gluon.jit
-def _dequant_8bit(packed, side: gl.constexpr):
+def _dequant_8bit_x4_to_f16x2x2(packed_words, side: gl.constexpr):
     """Returns 8-bit codes as two registers of fp16 pairs."""
     if side.CODE == "e4m3":
-        return gl.inline_asm_elementwise(E4M3_K_PTX, "=r,=r,r", [packed], (gl.int32, gl.int32), True, 1)
+        return gl.inline_asm_elementwise(E4M3_K_PTX, "=r,=r,r", [packed_words], (gl.int32, gl.int32), True, 1)
     elif side.CODE == "e5m2":
-        return gl.inline_asm_elementwise(E5M2_K_PTX, "=&r,=&r,r", [packed], (gl.int32, gl.int32), True, 1)
+        return gl.inline_asm_elementwise(E5M2_K_PTX, "=&r,=&r,r", [packed_words], (gl.int32, gl.int32), True, 1)
     else:
         gl.static_assert(side.CODE == "int8", "a code that this kernel does not know")
-        return gl.inline_asm_elementwise(INT8_K_PTX, "=r,=r,r", [packed], (gl.int32, gl.int32), True, 1)
+        return gl.inline_asm_elementwise(INT8_K_PTX, "=r,=r,r", [packed_words], (gl.int32, gl.int32), True, 1)
 
 
 @gluon.jit
-def dequant_rows(packed, row_scales, IS_V: gl.constexpr, side: gl.constexpr):
+def dequant_rows_to_f16x2(packed, row_scales, IS_V: gl.constexpr, side: gl.constexpr):
     """Returns packed codes [BLOCK_N, W] as fp16 pairs in row order.
 
-    row_scales: from `pack_row_scale`, or bytes of block scales
+    row_scales: from `pack_v_scale_and_zero_points`, or bytes of block scales
     """
     NUM_KEYS: gl.constexpr = packed.shape[0]
     PACKED_DIM: gl.constexpr = packed.shape[1]
     if side.PACK == 4:
         if side.BLOCK_SCALES:
             gl.static_assert(side.CODE == "e2m1", "a code that this kernel does not know")
-            x = _dequant_e2m1(packed, row_scales)
+            x = _dequant_e2m1x8_to_f16x2x4_div_64(packed, row_scales)
         else:
             gl.static_assert(side.CODE == "int4", "a code that this kernel does not know")
-            x = _dequant_int4(packed, row_scales, IS_V)
+            x = _dequant_int4x8_to_f16x2x4(packed, row_scales, IS_V)
         return gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3])).reshape([NUM_KEYS, 4 * PACKED_DIM])
     else:
-        low, high = _dequant_8bit(packed, side)
+        low, high = _dequant_8bit_x4_to_f16x2x2(packed, side)
         if side.TOKEN_SCALES and IS_V:
             scales = duplicate_low_half(row_scales)[:, None]
             low, high = _mul_f16x2(low, scales), _mul_f16x2(high, scales)
@@ -248,7 +251,7 @@ def load_scales_of_side(SCALES, page_ids, page_slots, valid, kv_head, IS_V: gl.c
 
 
 @gluon.jit
-def load_stored_scales(stored_scales, page_ids, n_start, key_begin, key_end, kv_head, cfg: gl.constexpr):
+def load_stored_k_and_v_scales(stored_scales, page_ids, n_start, key_begin, key_end, kv_head, cfg: gl.constexpr):
     """Loads a tile's (K scales, V scales); 0 outside [key_begin, key_end)."""
     o_key = key_offsets(n_start, cfg)
     valid, page_slots = (o_key >= key_begin) & (o_key < key_end), o_key % cfg.PAGE
@@ -263,7 +266,7 @@ def max_exponent(x):
 
 
 @gluon.jit
-def prepare_tile_scales(stored_scales, scales, iter, cfg: gl.constexpr):
+def store_tile_row_scales_and_v_scale(stored_scales, scales, iter, cfg: gl.constexpr):
     """Stores a tile's row scales and its TileVScale in shared memory.
 
     TileVScale has 2 × STAGES stages: consumers that read the one overwritten here have released its K, or the previous
@@ -286,7 +289,7 @@ def prepare_tile_scales(stored_scales, scales, iter, cfg: gl.constexpr):
     elif cfg.K.CODE == "int4":
         v_row_scales = k * 0.0  # none: K's zero points alone are packed
     if cfg.V.TOKEN_SCALES or cfg.K.CODE == "int4":
-        row_scales = pack_row_scale(v_row_scales, k_zero_points, v_zero_points)
+        row_scales = pack_v_scale_and_zero_points(v_row_scales, k_zero_points, v_zero_points)
         stored_scales.row_scales_smem.index(stage).store(row_scales.to(stored_scales.row_scales_smem.dtype))
     if cfg.K.BLOCK_SCALES:
         stored_scales.k_block_scales_smem.index(stage).store(k)
@@ -307,18 +310,18 @@ def view_as_int32(stages):
 
 
 @gluon.jit
-def dequant_tile(
+def dequant_tile_to_16bit(
     code_stages, stages, dequant_scales, iter, code_iter, key_begin, key_end, is_edge, k_scales_to_store,
     IS_V: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
     """Dequantizes a tile to 16 bits. At an edge, rows of V outside [key_begin, key_end) become 0.
 
-    dequant_scales: of the tile's rows, as `dequant_rows` takes them
+    dequant_scales: of the tile's rows, as `dequant_rows_to_f16x2` takes them
     k_scales_to_store: (stages, token scales of K), stored once the K stage is free
     """
     PACKED_DIM: gl.constexpr = code_stages.tiles.shape[2] // 2
     SIDE: gl.constexpr = cfg.V if IS_V else cfg.K
-    L: gl.constexpr = packed_layout(PACKED_DIM)
+    L: gl.constexpr = packed_codes_layout(PACKED_DIM)
     # Wait for the codes and for a free 16-bit stage.
     code_tile = view_as_int32(code_stages).index(consumer_wait(code_stages.full_barriers, code_iter, cfg.CODE_STAGES))
     tile = view_as_int32(stages).index(producer_acquire(stages.empty_barriers, iter, cfg.STAGES))
@@ -333,11 +336,11 @@ def dequant_tile(
             packed = gl.where(((o_n >= key_begin) & (o_n < key_end))[:, None], packed, 0)
     row_scales = o_n
     if SIDE.BLOCK_SCALES:
-        row_scales = dequant_scales.load(gl.SliceLayout(2, packed_blocks_layout(PACKED_DIM)))
+        row_scales = dequant_scales.load(gl.SliceLayout(2, packed_codes_by_block_layout(PACKED_DIM)))
     elif SIDE.TOKEN_SCALES and (IS_V or SIDE.CODE == "int4"):
         row_scales = dequant_scales.load(gl.SliceLayout(1, L)).to(gl.int32)
     # Dequantize, signal full, release the codes.
-    tile.store(dequant_rows(packed, row_scales, IS_V, SIDE))
+    tile.store(dequant_rows_to_f16x2(packed, row_scales, IS_V, SIDE))
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(stages.full_barriers.index(stage_and_phase(iter, cfg.STAGES)[0]))
@@ -354,7 +357,9 @@ _TRANSPOSE_PTX = gl.constexpr(
 
 
 @gluon.jit
-def transpose_v_tile(code_stages, v_stages, iter, code_iter, key_begin, key_end, is_edge, cfg: gl.constexpr):
+def transpose_v_tile_and_zero_oob_keys(
+    code_stages, v_stages, iter, code_iter, key_begin, key_end, is_edge, cfg: gl.constexpr
+):
     """Transposes a tile of V codes to [columns, keys]; at an edge, keys outside [key_begin, key_end) become 0."""
     PACKED_DIM: gl.constexpr = code_stages.tiles.shape[2]
     L: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]), 2)
@@ -384,7 +389,7 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
     HAS_STORED_SCALES: gl.constexpr = HAS_TOKEN_SCALES or cfg.K.BLOCK_SCALES or cfg.V.BLOCK_SCALES
     num_done, iter, code_iter = 0, 0, 0
     mbarrier.wait(q_stages.full_barriers.index(I_CONVERTER), 0)
-    work_tile, cached_prefix = read_work_tile(tile_info.index(I_CONVERTER))
+    work_tile, cached_prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONVERTER))
     mbarrier.arrive(q_stages.empty_barriers.index(I_CONVERTER), count=1)
     while work_tile.num_n_blocks > 0:
         key_begin, key_end, num_n_blocks, n_block_end = (
@@ -401,18 +406,18 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
         if HAS_STORED_SCALES:
             page_table = stored_scales.PAGE_TABLE + work_tile.i_request.to(gl.int64) * stored_scales.stride_table_b
             page_ids = load_page_of_keys(page_table, n_start, key_begin, key_end, cfg)
-            next_scales = load_stored_scales(stored_scales, page_ids, n_start, key_begin, key_end, kv_head, cfg)
+            next_scales = load_stored_k_and_v_scales(stored_scales, page_ids, n_start, key_begin, key_end, kv_head, cfg)
             page_ids = load_page_of_keys(page_table, n_start - cfg.BLOCK_N, key_begin, key_end, cfg)
         for i in range(num_n_blocks):  # noqa: B007 - an underscore is a barrier already
             is_edge = (n_start + cfg.BLOCK_N > key_end) | (n_start < key_begin)
             stage, _ = stage_and_phase(code_iter, cfg.STAGES)
             if HAS_STORED_SCALES:
                 scales = next_scales
-                next_scales = load_stored_scales(
+                next_scales = load_stored_k_and_v_scales(
                     stored_scales, page_ids, n_start - cfg.BLOCK_N, key_begin, key_end, kv_head, cfg
                 )
                 page_ids = load_page_of_keys(page_table, n_start - 2 * cfg.BLOCK_N, key_begin, key_end, cfg)
-                prepare_tile_scales(stored_scales, scales, code_iter, cfg)
+                store_tile_row_scales_and_v_scale(stored_scales, scales, code_iter, cfg)
             # Dequantize K, then V.
             k_dequant_scales = stored_scales.row_scales_smem.index(stage)
             v_dequant_scales, k_scales_to_store = k_dequant_scales, (stored_scales.k_scales_smem, 0)
@@ -423,16 +428,16 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
             if cfg.V.BLOCK_SCALES:
                 v_dequant_scales = stored_scales.v_block_scales_smem.index(stage)
             if not cfg.FP8_QK:
-                dequant_tile(
+                dequant_tile_to_16bit(
                     k_code_stages, k_stages, k_dequant_scales, iter, code_iter, key_begin - n_start, key_end - n_start,
                     is_edge, k_scales_to_store, False, cfg,
                 )  # fmt: skip
             if cfg.FP8_PV:
-                transpose_v_tile(
+                transpose_v_tile_and_zero_oob_keys(
                     v_code_stages, v_stages, iter, code_iter, key_begin - n_start, key_end - n_start, is_edge, cfg
                 )
             else:
-                dequant_tile(
+                dequant_tile_to_16bit(
                     v_code_stages, v_stages, v_dequant_scales, iter, code_iter, key_begin - n_start, key_end - n_start,
                     is_edge, k_scales_to_store, True, cfg,
                 )  # fmt: skip
@@ -441,5 +446,5 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
             n_start -= cfg.BLOCK_N
         num_done += 1
         mbarrier.wait(q_stages.full_barriers.index(I_CONVERTER), num_done & 1)
-        work_tile, cached_prefix = read_work_tile(tile_info.index(I_CONVERTER))
+        work_tile, cached_prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONVERTER))
         mbarrier.arrive(q_stages.empty_barriers.index(I_CONVERTER), count=1)

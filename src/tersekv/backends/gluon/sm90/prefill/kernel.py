@@ -26,7 +26,7 @@ from .tile_scheduler import PAGE_IDS_ROW, TILE_INFO_FIELDS, load_q_begin
 
 
 @gluon.jit
-def allocate_stages(
+def allocate_stages_and_mbarriers(
     dtype: gl.constexpr, STAGES: gl.constexpr, NUM_ROWS: gl.constexpr, NUM_COLUMNS: gl.constexpr,
     NUM_READERS: gl.constexpr,
 ):  # fmt: skip
@@ -127,15 +127,15 @@ def prefill_kernel(
     MMA_DTYPE: gl.constexpr = mma_dtype(cfg)
     DTYPE: gl.constexpr = Q.dtype
     STAGES: gl.constexpr = cfg.STAGES
-    q_stages = allocate_stages(MMA_DTYPE, 2, ROWS_PER_WARPGROUP, cfg.D, 1)
+    q_stages = allocate_stages_and_mbarriers(MMA_DTYPE, 2, ROWS_PER_WARPGROUP, cfg.D, 1)
     if cfg.FP8_QK:
-        k_stages = allocate_stages(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, 2)
+        k_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, 2)
     else:
-        k_stages = allocate_stages(MMA_DTYPE, cfg.STAGES, cfg.BLOCK_N, cfg.D, 2)
+        k_stages = allocate_stages_and_mbarriers(MMA_DTYPE, cfg.STAGES, cfg.BLOCK_N, cfg.D, 2)
     if cfg.FP8_PV:
-        v_stages = allocate_stages(gl.int16, cfg.STAGES, cfg.DV, cfg.BLOCK_N // 2, 2)
+        v_stages = allocate_stages_and_mbarriers(gl.int16, cfg.STAGES, cfg.DV, cfg.BLOCK_N // 2, 2)
     else:
-        v_stages = allocate_stages(MMA_DTYPE, cfg.STAGES, cfg.BLOCK_N, cfg.DV, 2)
+        v_stages = allocate_stages_and_mbarriers(MMA_DTYPE, cfg.STAGES, cfg.BLOCK_N, cfg.DV, 2)
     tile_info = gl.allocate_shared_memory(
         gl.int32, [PAGE_IDS_ROW + 1, TILE_INFO_FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -148,7 +148,9 @@ def prefill_kernel(
         k_scales_smem = gl.allocate_shared_memory(gl.float32, [STAGES, cfg.BLOCK_N], UNSWIZZLED)
     if cfg.V.TOKEN_SCALES or cfg.K.CODE == "int4":
         ROW: gl.constexpr = gl.int32 if cfg.K.CODE == "int4" or cfg.V.CODE == "int4" else gl.int16
-        row_scales_smem = gl.allocate_shared_memory(ROW, [STAGES, cfg.BLOCK_N], UNSWIZZLED)  # `pack_row_scale`
+        row_scales_smem = gl.allocate_shared_memory(
+            ROW, [STAGES, cfg.BLOCK_N], UNSWIZZLED
+        )  # `pack_v_scale_and_zero_points`
     if cfg.V.TOKEN_SCALES:
         tile_v_scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 2], UNSWIZZLED)
     if cfg.K.BLOCK_SCALES:
@@ -169,8 +171,8 @@ def prefill_kernel(
         if cfg.FP8_QK:
             k_stages = view_as_e4m3(k_code_stages)
         else:
-            k_code_stages = allocate_stages(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, 1)
-        v_code_stages = allocate_stages(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_V, 1)
+            k_code_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, 1)
+        v_code_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_V, 1)
     fence_async_shared()
     # Wait for the previous kernel; then scales and padding.
     pdl_wait()

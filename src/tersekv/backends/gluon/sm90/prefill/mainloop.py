@@ -3,9 +3,9 @@
 QK of a block overlaps PV of the block before, across work tiles too. n_blocks run from the last to the first: the
 causal mask applies to the first ones, and the long loop needs no mask but a window's, at its end.
 
-Mask: `parts/mask.apply_mask`, in `softmax_step_with_row_scales`. Full stage: `start_qk` and `wait_v`; `mainloop_step`
-releases stages. Rescale: end of `mainloop_step`, and between both kinds of blocks `mainloop_step_new_to_cached`.
-Epilogue: `store_output`. Combine: none.
+Mask: `parts/mask.apply_mask`, in `softmax_step_with_row_scales`. Full stage: `wait_k_and_start_qk`
+and `wait_v_and_zero_oob_rows`; `mainloop_step` releases stages. Rescale: end of `mainloop_step`, and between both
+kinds of blocks `mainloop_step_new_to_cached`. Epilogue: `store_output_and_lse`. Combine: none.
 """
 
 from typing import NamedTuple
@@ -20,13 +20,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret, thread_barrier
-from ..parts.dequant import exponent_to_float, normalize_exponent
+from ..parts.dequant import exponent_and_inv_scale_of_rows, exponent_to_float
 from ..parts.epilogue import cast_output, finalize_softmax_with_sinks
-from ..parts.hadamard import RotationTensors, rotate_acc_rows, rotate_query_rows, unrotate_acc_rows
-from ..parts.online_softmax import FP8RowMax, lane_row_sums, pack_p, softmax_step_with_row_scales, unpack_p
+from ..parts.hadamard import (
+    RotationTensors,
+    scale_and_rotate_query_rows,
+    unrotate_and_scale_acc_rows,
+    unscale_and_rotate_acc_rows,
+)
+from ..parts.online_softmax import (
+    FP8RowMax,
+    pack_p_16bit,
+    row_sums_by_lane,
+    softmax_step_with_row_scales,
+    unpack_p_16bit,
+)
 from ..parts.pipeline import consumer_release, stage_and_phase
 from .producer import PipelineStages
-from .tile_scheduler import WorkTile, kv_head_of, read_work_tile
+from .tile_scheduler import WorkTile, kv_head_of, read_work_tile_and_cached_prefix
 
 ROWS_PER_WARPGROUP = gl.constexpr(64)
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf × MIN_SCALE is −inf
@@ -103,16 +114,18 @@ def view_query_as_8bit(q_stages, I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, 
 
 
 @gluon.jit
-def multiply_by_sign(q_smem, sign, LAYOUT: gl.constexpr):
+def multiply_smem_q_by_sign(smem_q, sign, LAYOUT: gl.constexpr):
     """Multiplies rows in shared memory by the sign."""
     if sign < 0:
-        q_smem.store((q_smem.load(LAYOUT).to(gl.float32) * -1.0).to(q_smem.dtype))
+        smem_q.store((smem_q.load(LAYOUT).to(gl.float32) * -1.0).to(smem_q.dtype))
         fence_async_shared()
         thread_barrier()
 
 
 @gluon.jit
-def prepare_query(q_stages, I_CONSUMER: gl.constexpr, sign, rotation, kv_head, DTYPE: gl.constexpr, cfg: gl.constexpr):
+def prepare_query_operand_and_q_scales(
+    q_stages, I_CONSUMER: gl.constexpr, sign, rotation, kv_head, DTYPE: gl.constexpr, cfg: gl.constexpr
+):
     """Returns (query rows as an operand in shared memory, 16-bit or in the keys' dtype, q_scales of their scores).
 
     bf16 rows fit fp16 only after a power of two is divided out of each row; q_scales multiply it back. The query takes
@@ -122,10 +135,10 @@ def prepare_query(q_stages, I_CONSUMER: gl.constexpr, sign, rotation, kv_head, D
     LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     q_scales = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
     if x16.dtype == DTYPE and not cfg.K_ROTATION.ENABLED:
-        multiply_by_sign(x16, sign, LOAD_LAYOUT)
+        multiply_smem_q_by_sign(x16, sign, LOAD_LAYOUT)
     elif cfg.FP8_QK:
         x16 = view_query_as_8bit(q_stages, I_CONSUMER, DTYPE, cfg)
-        multiply_by_sign(x16, sign, LOAD_LAYOUT)
+        multiply_smem_q_by_sign(x16, sign, LOAD_LAYOUT)
     else:
         x = x16
         if DTYPE.primitive_bitwidth == 8:
@@ -134,9 +147,9 @@ def prepare_query(q_stages, I_CONSUMER: gl.constexpr, sign, rotation, kv_head, D
             x = reinterpret(q_stages.tiles, DTYPE, q_stages.tiles.shape, q_stages.tiles.layout).index(I_CONSUMER)
         x = x.load(LOAD_LAYOUT).to(gl.float32) * sign
         if cfg.K_ROTATION.ENABLED:
-            x = rotate_query_rows(x, rotation, kv_head, cfg)
+            x = scale_and_rotate_query_rows(x, rotation, kv_head, cfg)
         if gl.bfloat16 == DTYPE or cfg.K_ROTATION.ENABLED:
-            exponent, inv_scale = normalize_exponent(gl.max(gl.abs(x), 1))
+            exponent, inv_scale = exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
             x = x * inv_scale[:, None]
             q_scales = gl.convert_layout(exponent_to_float(exponent), q_scales.type.layout)
         thread_barrier()  # all threads have read the rows that are now overwritten
@@ -150,7 +163,7 @@ def prepare_query(q_stages, I_CONSUMER: gl.constexpr, sign, rotation, kv_head, D
 
 
 @gluon.jit
-def start_qk(q, k_stages, iter, cfg: gl.constexpr, ENABLED=True):
+def wait_k_and_start_qk(q, k_stages, iter, cfg: gl.constexpr, ENABLED=True):
     """Waits for a K tile and starts QK; returns scores [64, BLOCK_N] in flight."""
     stage, phase = stage_and_phase(iter, cfg.STAGES)
     mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=ENABLED)
@@ -188,7 +201,7 @@ def make_mask_args(work_tile, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def unmasked_range(work_tile, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+def first_n_block_and_unmasked_range(work_tile, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
     """Returns (first n_block, unmasked_begin, unmasked_end): all rows see every key of blocks in the range.
 
     The last n_block is never in the range: it is computed first, with a mask.
@@ -230,7 +243,7 @@ def load_tile_v_scale(stored_scales, iter, cfg: gl.constexpr):
 
 
 @gluon.jit
-def softmax_and_row_sums(
+def softmax_step_with_row_sums(
     s, row_max, mask_args, n_start, score_scales, tile_scale, softcap, MASKED: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (P in fp32, row sums per lane, row_max, rescale) of a tile of scores."""
@@ -238,7 +251,7 @@ def softmax_and_row_sums(
         s, row_max, mask_args.causal_limit - n_start, mask_args.key_begin - n_start, mask_args.key_end - n_start,
         score_scales, tile_scale.log2_v_scale, softcap, MASKED, cfg
     )  # fmt: skip
-    p_sums = lane_row_sums(p)
+    p_sums = row_sums_by_lane(p)
     if cfg.V.TOKEN_SCALES:
         p_sums = p_sums * tile_scale.inv_v_scale
     return p, p_sums, row_max, rescale
@@ -248,27 +261,31 @@ def softmax_and_row_sums(
 
 
 @gluon.jit
-def zero_invalid_v(v, key_begin, key_end):
+def zero_oob_v_rows_in_smem(smem_v, key_begin, key_end):
     """Zeros rows of V outside [key_begin, key_end): 0 × NaN is NaN. Both consumers may do so at the same time."""
     CHUNK_ROWS: gl.constexpr = 16
     LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     o_n = gl.arange(0, CHUNK_ROWS, gl.SliceLayout(1, LOAD_LAYOUT))
-    for i in gl.static_range(v.shape[0] // CHUNK_ROWS):
-        x = v.slice(i * CHUNK_ROWS, CHUNK_ROWS).load(LOAD_LAYOUT)
+    for i in gl.static_range(smem_v.shape[0] // CHUNK_ROWS):
+        x = smem_v.slice(i * CHUNK_ROWS, CHUNK_ROWS).load(LOAD_LAYOUT)
         valid = (o_n >= key_begin - i * CHUNK_ROWS) & (o_n < key_end - i * CHUNK_ROWS)
-        v.slice(i * CHUNK_ROWS, CHUNK_ROWS).store(gl.where(valid[:, None], x, 0.0).to(v.dtype))
+        smem_v.slice(i * CHUNK_ROWS, CHUNK_ROWS).store(gl.where(valid[:, None], x, 0.0).to(smem_v.dtype))
     fence_async_shared()
     thread_barrier()
 
 
 @gluon.jit
-def wait_v(v_stages, iter, mask_args, n_start, is_edge, ZERO_INVALID: gl.constexpr, cfg: gl.constexpr, ENABLED=True):
+def wait_v_and_zero_oob_rows(
+    v_stages, iter, mask_args, n_start, is_edge, ZERO_INVALID: gl.constexpr, cfg: gl.constexpr, ENABLED=True
+):
     """Waits for a V tile and, where it is at an edge, zeros its invalid rows."""
     stage, phase = stage_and_phase(iter, cfg.STAGES)
     mbarrier.wait(v_stages.full_barriers.index(stage), phase, pred=ENABLED)
     if ZERO_INVALID:  # noqa: SIM102 - known to the compiler, unlike the other
         if is_edge:
-            zero_invalid_v(v_stages.tiles.index(stage), mask_args.key_begin - n_start, mask_args.key_end - n_start)
+            zero_oob_v_rows_in_smem(
+                v_stages.tiles.index(stage), mask_args.key_begin - n_start, mask_args.key_end - n_start
+            )
 
 
 @gluon.jit
@@ -277,7 +294,7 @@ def start_pv(state, v_stages, iter, cfg: gl.constexpr):
     A: gl.constexpr = gl.DotOperandLayout(0, acc_layout(cfg), 2)
     stage, _ = stage_and_phase(iter, cfg.STAGES)
     return warpgroup_mma(
-        unpack_p(state.p_packed, v_stages.tiles.dtype, A), v_stages.tiles.index(stage), state.acc_o, is_async=True
+        unpack_p_16bit(state.p_packed, v_stages.tiles.dtype, A), v_stages.tiles.index(stage), state.acc_o, is_async=True
     )
 
 
@@ -340,7 +357,7 @@ def pack_p_e4m3(p):
 
 
 @gluon.jit
-def unpack_p_e4m3(p_packed, cfg: gl.constexpr):
+def unpack_p_e4m3_to_mma_operand(p_packed, cfg: gl.constexpr):
     """Returns packed P as an MMA operand [rows, keys].
 
     NOTE: pack the next P only after no MMA reads this one: ptxas gives both the same registers, and would serialize
@@ -356,12 +373,12 @@ def unpack_p_e4m3(p_packed, cfg: gl.constexpr):
 
 
 @gluon.jit
-def start_half_pv(p_operand, v_stages, iter, I_HALF: gl.constexpr, cfg: gl.constexpr):
+def start_half_pv(p_operand, v_stages, iter, I_COLUMN_HALF: gl.constexpr, cfg: gl.constexpr):
     """Starts PV of a tile for half of V's columns; returns it in flight."""
     stage, _ = stage_and_phase(iter, cfg.STAGES)
     HALF_COLUMNS: gl.constexpr = cfg.DV // 2
     zero = gl.full([p_operand.shape[0], HALF_COLUMNS], 0.0, gl.float32, half_acc_layout(cfg))
-    v = v_stages.tiles.index(stage).slice(I_HALF * HALF_COLUMNS, HALF_COLUMNS).permute((1, 0))
+    v = v_stages.tiles.index(stage).slice(I_COLUMN_HALF * HALF_COLUMNS, HALF_COLUMNS).permute((1, 0))
     return warpgroup_mma(p_operand, v, zero, use_acc=False, is_async=True)
 
 
@@ -379,11 +396,11 @@ def concat_halves(acc_low, acc_high, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_qk_and_half_pv(state, q, k_stages, v_stages, iter, has_next, cfg: gl.constexpr):
+def start_qk_and_pv_by_column_halves(state, q, k_stages, v_stages, iter, has_next, cfg: gl.constexpr):
     """Returns (scores in flight, acc_low after PV, PV of the other half in flight), all by 8-bit MMAs."""
-    p_operand = unpack_p_e4m3(state.p_packed, cfg)
+    p_operand = unpack_p_e4m3_to_mma_operand(state.p_packed, cfg)
     acc_low = start_half_pv(p_operand, v_stages, iter - 1, 0, cfg)
-    s = start_qk(q, k_stages, iter, cfg, has_next)
+    s = wait_k_and_start_qk(q, k_stages, iter, cfg, has_next)
     acc_low = rescale_and_add(state.acc_low, warpgroup_mma_wait(1, [acc_low]), state.rescale)
     return s, acc_low, start_half_pv(p_operand, v_stages, iter - 1, 1, cfg)
 
@@ -406,14 +423,14 @@ def first_softmax_step(
     acc_o, row_max = acc_and_max
     if cfg.FP8_PV:
         row_max = FP8RowMax(row_max, row_max)
-    p, p_sums, row_max, rescale = softmax_and_row_sums(
+    p, p_sums, row_max, rescale = softmax_step_with_row_sums(
         s, row_max, mask_args, n_start, score_scales, tile_scale, softcap, True, cfg
     )
     if cfg.FP8_PV:
         zeros = init_half_acc(ROWS_PER_WARPGROUP, cfg)
         return FP8SoftmaxState(zeros, zeros, rescale, row_max, p_sums, pack_p_e4m3(p))
     else:
-        return SoftmaxState(acc_o, row_max, p_sums, pack_p(p, DTYPE))
+        return SoftmaxState(acc_o, row_max, p_sums, pack_p_16bit(p, DTYPE))
 
 
 @gluon.jit
@@ -424,9 +441,9 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
     # QK of this block, then PV of the block before.
     prev_stage, _ = stage_and_phase(iter - 1, cfg.STAGES)
     if cfg.FP8_PV:
-        s, acc_low, acc_high = start_qk_and_half_pv(state, q, k_stages, v_stages, iter, True, cfg)
+        s, acc_low, acc_high = start_qk_and_pv_by_column_halves(state, q, k_stages, v_stages, iter, True, cfg)
     else:
-        s = start_qk(q, k_stages, iter, cfg)
+        s = wait_k_and_start_qk(q, k_stages, iter, cfg)
         acc_o = start_pv(state, v_stages, iter - 1, cfg)
     tile_scale = load_tile_v_scale(stored_scales, code_iter, cfg)
     k_scales = load_k_scales(stored_scales, iter, cfg)
@@ -436,18 +453,20 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
     mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=is_last)
     # NOTE: ptxas moves no arithmetic across the branch of a wait. This one, which never waits, keeps the arrival before
     # the exponentials; the one below keeps the exponentials before the wait for PV, which they overlap.
-    wait_v(v_stages, iter - 1, mask_args, n_start, False, False, cfg)
+    wait_v_and_zero_oob_rows(v_stages, iter - 1, mask_args, n_start, False, False, cfg)
     # Mask and online softmax.
-    p, p_sums, row_max, rescale = softmax_and_row_sums(
+    p, p_sums, row_max, rescale = softmax_step_with_row_sums(
         s, state.row_max, mask_args, n_start, score_scales, tile_scale, softcap, MASKED, cfg
     )
     L: gl.constexpr = gl.SliceLayout(1, state.row_sum.type.layout)
     row_sum = state.row_sum * gl.convert_layout(rescale, L)[:, None] + p_sums
     if not cfg.FP8_PV:
-        p_packed = pack_p(p, v_stages.tiles.dtype)
+        p_packed = pack_p_16bit(p, v_stages.tiles.dtype)
     ZERO_INVALID: gl.constexpr = MASKED and (cfg.WINDOW > 0 or cfg.HAS_NEW_KV) and not cfg.CONVERTS_KV
     # Wait for V of this block; finish PV of the block before, release its stage and rescale acc_o.
-    wait_v(v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg)
+    wait_v_and_zero_oob_rows(
+        v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
+    )
     if cfg.FP8_PV:
         acc_high = warpgroup_mma_wait(0, [acc_high])
         mbarrier.arrive(v_stages.empty_barriers.index(prev_stage), count=1)
@@ -464,7 +483,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
 def mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages, iter, code_iter,
              work_tile, are_last, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Computes all blocks of a work tile but the first; returns (state, iter, code_iter)."""
-    first_n_block, unmasked_begin, unmasked_end = unmasked_range(work_tile, I_CONSUMER, cfg)
+    first_n_block, unmasked_begin, unmasked_end = first_n_block_and_unmasked_range(work_tile, I_CONSUMER, cfg)
     first_key = first_n_block * cfg.BLOCK_N
     n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
     # Causal edge: masked.
@@ -508,7 +527,9 @@ def load_v_out_scale(work_tile, call_scales, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_output(OUT, LSE, SINKS, work_tile, state, v_scale, strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+def store_output_and_lse(
+    OUT, LSE, SINKS, work_tile, state, v_scale, strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr
+):
     """Epilogue: stores this warpgroup's output rows and LSE of a work tile."""
     stride_out_t, stride_out_h, stride_lse_t, stride_lse_h = strides
     ROW: gl.constexpr = gl.SliceLayout(1, state.acc_o.type.layout)
@@ -532,7 +553,7 @@ def store_output(OUT, LSE, SINKS, work_tile, state, v_scale, strides, I_CONSUMER
 
 
 @gluon.jit
-def prepare_work_tile(
+def prepare_query_scales_and_mask_args(
     work_tile, q_stages, call_scales, I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, cfg: gl.constexpr
 ):
     """Returns (query operand, score scales in base 2, MaskArgs) of a work tile whose query is loaded."""
@@ -541,7 +562,9 @@ def prepare_work_tile(
     if cfg.HAS_K_SCALE:
         score_scale = score_scale * gl.load(call_scales.K_SCALE + kv_head * cfg.K_SCALE_STRIDE)
     sign = gl.where(score_scale < 0, -1.0, 1.0)
-    q, q_scales = prepare_query(q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head, DTYPE, cfg)
+    q, q_scales = prepare_query_operand_and_q_scales(
+        q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head, DTYPE, cfg
+    )
     return q, gl.maximum(q_scales * (score_scale * sign), MIN_SCALE), make_mask_args(work_tile, I_CONSUMER, cfg)
 
 
@@ -555,12 +578,14 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
     V: gl.constexpr = v_stages.tiles.dtype
     num_done, iter = 0, 0  # work tiles done, blocks begun
     mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), 0)
-    work_tile, _prefix = read_work_tile(tile_info.index(I_CONSUMER))
+    work_tile, _prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
     if work_tile.num_n_blocks > 0:
-        q, score_scales, mask_args = prepare_work_tile(work_tile, q_stages, call_scales, I_CONSUMER, DTYPE, cfg)
+        q, score_scales, mask_args = prepare_query_scales_and_mask_args(
+            work_tile, q_stages, call_scales, I_CONSUMER, DTYPE, cfg
+        )
         n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
         # First block of the first work tile: QK, mask and softmax.
-        s = start_qk(q, k_stages, iter, cfg)
+        s = wait_k_and_start_qk(q, k_stages, iter, cfg)
         k_scales = load_k_scales(stored_scales, iter, cfg)
         s = apply_k_scales(warpgroup_mma_wait(0, [s]), k_scales, cfg)
         tile_scale = load_tile_v_scale(stored_scales, iter, cfg)
@@ -569,7 +594,9 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
         state = first_softmax_step(
             s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_scale, softcap, V, cfg
         )
-        wait_v(v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg)
+        wait_v_and_zero_oob_rows(
+            v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
+        )
         iter += 1
         while work_tile.num_n_blocks > 0:
             state, iter, _codes = mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages,
@@ -580,14 +607,18 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             finished_tile = work_tile
             num_done += 1
             mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), num_done & 1)
-            work_tile, _prefix = read_work_tile(tile_info.index(I_CONSUMER))
+            work_tile, _prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
             has_next = work_tile.num_n_blocks > 0
-            q, score_scales, mask_args = prepare_work_tile(work_tile, q_stages, call_scales, I_CONSUMER, DTYPE, cfg)
+            q, score_scales, mask_args = prepare_query_scales_and_mask_args(
+                work_tile, q_stages, call_scales, I_CONSUMER, DTYPE, cfg
+            )
             n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
             if cfg.FP8_PV:
-                s, acc_low, acc_high = start_qk_and_half_pv(state, q, k_stages, v_stages, iter, has_next, cfg)
+                s, acc_low, acc_high = start_qk_and_pv_by_column_halves(
+                    state, q, k_stages, v_stages, iter, has_next, cfg
+                )
             else:
-                s = start_qk(q, k_stages, iter, cfg, has_next)
+                s = wait_k_and_start_qk(q, k_stages, iter, cfg, has_next)
                 acc_o = start_pv(state, v_stages, iter - 1, cfg)
             tile_scale = load_tile_v_scale(stored_scales, iter, cfg)
             k_scales = load_k_scales(stored_scales, iter, cfg)
@@ -603,9 +634,9 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             consumer_release(v_stages.empty_barriers, iter - 1, cfg.STAGES)
             # Epilogue of the finished work tile.
             if cfg.V_ROTATION.ENABLED:
-                acc_o = unrotate_acc_rows(acc_o, call_scales.rotation, kv_head_of(finished_tile, cfg), cfg)
+                acc_o = unrotate_and_scale_acc_rows(acc_o, call_scales.rotation, kv_head_of(finished_tile, cfg), cfg)
             v_scale = load_v_out_scale(finished_tile, call_scales, cfg)
-            store_output(
+            store_output_and_lse(
                 OUT, LSE, SINKS, finished_tile, SoftmaxState(acc_o, row_max, state.row_sum, state.p_packed), v_scale,
                 strides, I_CONSUMER, cfg,
             )  # fmt: skip
@@ -613,7 +644,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             state = first_softmax_step(
                 s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_scale, softcap, V, cfg
             )
-            wait_v(
+            wait_v_and_zero_oob_rows(
                 v_stages, iter, mask_args, n_start, has_next & has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID,
                 cfg, has_next,
             )  # fmt: skip
@@ -636,7 +667,7 @@ def view_stages_as(stages, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def load_cached_scales(work_tile, call_scales, cfg: gl.constexpr):
+def load_score_and_v_scale_of_cached_kv(work_tile, call_scales, cfg: gl.constexpr):
     """Returns (score scale, V scale) of cached K and V for a work tile's head."""
     kv_head = kv_head_of(work_tile, cfg)
     score_scale, v_scale = call_scales.cached_score_scale, call_scales.v_scale
@@ -654,7 +685,7 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
     """Does `mainloop_step` for the first cached block; PV is of the last new block."""
     prev_stage, _ = stage_and_phase(iter - 1, cfg.STAGES)
     # QK of this block, PV of the last new block.
-    s = start_qk(q, k_stages, iter, cfg)
+    s = wait_k_and_start_qk(q, k_stages, iter, cfg)
     acc_o = start_pv(state, new_v_stages, iter - 1, new_cfg)
     tile_scale = load_tile_v_scale(stored_scales, code_iter, cfg)
     k_scales = load_k_scales(stored_scales, iter, cfg)
@@ -662,19 +693,21 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
     consumer_release(k_stages.empty_barriers, iter, cfg.STAGES)
     mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=is_last)
     # Mask and online softmax.
-    p, p_sums, row_max, rescale = softmax_and_row_sums(
+    p, p_sums, row_max, rescale = softmax_step_with_row_sums(
         s, state.row_max, mask_args, n_start, score_scales, tile_scale, call_scales.softcap, True, cfg
     )
     row_sum = state.row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, state.row_sum.type.layout))[:, None] + p_sums
-    p_packed = pack_p(p, v_stages.tiles.dtype)
+    p_packed = pack_p_16bit(p, v_stages.tiles.dtype)
     ZERO_INVALID: gl.constexpr = not cfg.CONVERTS_KV
-    wait_v(v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg)
+    wait_v_and_zero_oob_rows(
+        v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
+    )
     # Finish PV, release V, rescale acc_o and divide it by the cached V scale.
     acc_o = warpgroup_mma_wait(0, [acc_o])
     mbarrier.arrive(v_stages.empty_barriers.index(prev_stage), count=1)
     acc_o = acc_o * gl.convert_layout(rescale / v_unit, gl.SliceLayout(1, acc_o.type.layout))[:, None]
     if cfg.V_ROTATION.ENABLED:
-        acc_o = rotate_acc_rows(acc_o, call_scales.rotation, kv_head, cfg)
+        acc_o = unscale_and_rotate_acc_rows(acc_o, call_scales.rotation, kv_head, cfg)
     return SoftmaxState(acc_o, row_max, row_sum, p_packed)
 
 
@@ -689,17 +722,17 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
     sign = gl.where(call_scales.new_score_scale < 0, -1.0, 1.0)
     num_done, iter, code_iter = 0, 0, 0  # work tiles done; blocks done, of them cached ones
     mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), 0)
-    work_tile, cached_prefix = read_work_tile(tile_info.index(I_CONSUMER))
+    work_tile, cached_prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))
     while work_tile.num_n_blocks > 0:
         has_no_cached = cached_prefix.num_n_blocks == 0
         # First new block: QK, mask, softmax.
-        q, q_scales = prepare_query(
+        q, q_scales = prepare_query_operand_and_q_scales(
             new_q_stages, I_CONSUMER, sign, call_scales.rotation, kv_head_of(work_tile, cfg), DTYPE, new_cfg
         )
         score_scales = gl.maximum(q_scales * (call_scales.new_score_scale * sign), MIN_SCALE)
         mask_args = make_mask_args(work_tile, I_CONSUMER, new_cfg)
         n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
-        s = warpgroup_mma_wait(0, [start_qk(q, new_k_stages, iter, new_cfg)])
+        s = warpgroup_mma_wait(0, [wait_k_and_start_qk(q, new_k_stages, iter, new_cfg)])
         consumer_release(k_stages.empty_barriers, iter, cfg.STAGES)
         mbarrier.arrive(
             q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=has_no_cached & (work_tile.num_n_blocks == 1)
@@ -709,13 +742,15 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
             s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_scale, call_scales.softcap, NEW_DTYPE,
             new_cfg,
         )  # fmt: skip
-        wait_v(new_v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, new_cfg), True, new_cfg)
+        wait_v_and_zero_oob_rows(
+            new_v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, new_cfg), True, new_cfg
+        )
         iter += 1
         # Other new blocks.
         state, iter, _code_iter = mainloop(state, mask_args, q, score_scales, stored_scales, call_scales.softcap,
                                            q_stages, new_k_stages, new_v_stages, iter, iter, work_tile, has_no_cached,
                                            I_CONSUMER, new_cfg)  # fmt: skip
-        cached_score_scale, v_unit = load_cached_scales(work_tile, call_scales, cfg)
+        cached_score_scale, v_unit = load_score_and_v_scale_of_cached_kv(work_tile, call_scales, cfg)
         v_unit = gl.where(has_no_cached, 1.0, v_unit)
         if has_no_cached:
             acc_o = warpgroup_mma_wait(0, [start_pv(state, new_v_stages, iter - 1, new_cfg)])
@@ -724,7 +759,7 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
             # Cached blocks. Names of their own: the types differ from those of new blocks.
             cached_scales = cached_score_scale * sign
             cached_sign = gl.where(cached_scales < 0, -1.0, 1.0)
-            cached_q, cached_q_scales = prepare_query(
+            cached_q, cached_q_scales = prepare_query_operand_and_q_scales(
                 q_stages, I_CONSUMER, cached_sign, call_scales.rotation, kv_head_of(work_tile, cfg), NEW_DTYPE, cfg
             )
             cached_scales = gl.maximum(cached_q_scales * (cached_scales * cached_sign), MIN_SCALE)
@@ -742,11 +777,13 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
                                               code_iter + 1, cached_tile, True, I_CONSUMER, cfg)  # fmt: skip
             acc_o = warpgroup_mma_wait(0, [start_pv(state, v_stages, iter - 1, cfg)])
             if cfg.V_ROTATION.ENABLED:
-                acc_o = unrotate_acc_rows(acc_o, call_scales.rotation, kv_head_of(work_tile, cfg), cfg)
+                acc_o = unrotate_and_scale_acc_rows(acc_o, call_scales.rotation, kv_head_of(work_tile, cfg), cfg)
             state = SoftmaxState(acc_o, state.row_max, state.row_sum, state.p_packed)
         # Epilogue.
         consumer_release(v_stages.empty_barriers, iter - 1, cfg.STAGES)
-        store_output(OUT, LSE, SINKS, work_tile, state, v_unit * call_scales.out_scale, strides, I_CONSUMER, cfg)
+        store_output_and_lse(
+            OUT, LSE, SINKS, work_tile, state, v_unit * call_scales.out_scale, strides, I_CONSUMER, cfg
+        )
         num_done += 1
         mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), num_done & 1)
-        work_tile, cached_prefix = read_work_tile(tile_info.index(I_CONSUMER))
+        work_tile, cached_prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))

@@ -1,6 +1,7 @@
 """The producer warp of prefill: copies queries, K and V of every work tile by TMA, from the last n_block to the first.
 
-Wait for a free stage: `producer_acquire` in `copy_kv_block` and `copy_new_kv_block`; mask, rescale, combine: none here.
+Wait for a free stage: `producer_acquire` in `acquire_and_copy_kv_block` and `acquire_and_copy_new_kv_block`; mask,
+rescale, combine: none here.
 """
 
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from .tile_scheduler import (
     extract_field,
     kv_head_of,
     load_num_m_blocks,
-    make_work_tile,
+    make_work_tile_and_cached_prefix,
     publish_work_tile,
     work_tile_coords,
     work_tile_of_round,
@@ -40,7 +41,7 @@ class PipelineStages(NamedTuple):
 
 
 @gluon.jit
-def load_page_ids(page_table, n_block, key_begin, key_end, enabled, cfg: gl.constexpr):
+def load_page_ids_by_lane(page_table, n_block, key_begin, key_end, enabled, cfg: gl.constexpr):
     """Loads the page of each of a tile's copies, one per lane. Reads no entry for keys outside [key_begin, key_end).
 
     NOTE: scalars would go to uniform registers, which makes the compiler wait for the prefetch at once.
@@ -54,14 +55,14 @@ def load_page_ids(page_table, n_block, key_begin, key_end, enabled, cfg: gl.cons
 
 
 @gluon.jit
-def lanes_to_scalars(page_ids, smem):
+def lanes_to_scalars(page_ids, smem_scratch):
     """Returns the lanes' page ids as a tuple of scalars."""
     NUM_COPIES: gl.constexpr = page_ids.shape[0]
-    smem = smem.slice(0, NUM_COPIES)
+    smem_scratch = smem_scratch.slice(0, NUM_COPIES)
     thread_barrier()
-    smem.store(page_ids)
+    smem_scratch.store(page_ids)
     thread_barrier()
-    page_ids = smem.load(gl.BlockedLayout([NUM_COPIES], [32], [gl.num_warps()], [0]))
+    page_ids = smem_scratch.load(gl.BlockedLayout([NUM_COPIES], [32], [gl.num_warps()], [0]))
     scalars = ()
     for j in gl.static_range(NUM_COPIES):
         scalars = scalars + (extract_field(page_ids, j),)
@@ -100,7 +101,9 @@ def copy_query_tile(Q, q_stages, i_consumer, work_tile, cfg: gl.constexpr):
 
 
 @gluon.jit
-def copy_kv_block(TENSOR_MAP, stages, page_ids, n_block, iter, kv_head, STAGES: gl.constexpr, cfg: gl.constexpr):
+def acquire_and_copy_kv_block(
+    TENSOR_MAP, stages, page_ids, n_block, iter, kv_head, STAGES: gl.constexpr, cfg: gl.constexpr
+):
     """Waits for a free stage and starts the copies of a K or V tile, in panels of 128 bytes a row."""
     KEYS_PER_COPY: gl.constexpr = TENSOR_MAP.block_shape[2]
     PANEL_COLUMNS: gl.constexpr = TENSOR_MAP.block_shape[3]
@@ -123,7 +126,9 @@ def copy_kv_block(TENSOR_MAP, stages, page_ids, n_block, iter, kv_head, STAGES: 
 
 
 @gluon.jit
-def copy_new_kv_block(TENSOR_MAP, stages, q_row, n_block, iter, kv_head, STAGES: gl.constexpr, cfg: gl.constexpr):
+def acquire_and_copy_new_kv_block(
+    TENSOR_MAP, stages, q_row, n_block, iter, kv_head, STAGES: gl.constexpr, cfg: gl.constexpr
+):
     """Waits for a free stage and starts the copies of a tile of new K or V."""
     PANEL_COLUMNS: gl.constexpr = TENSOR_MAP.block_shape[2]
     NUM_PANELS: gl.constexpr = stages.tiles.shape[2] // PANEL_COLUMNS
@@ -144,7 +149,7 @@ def copy_new_kv_block(TENSOR_MAP, stages, q_row, n_block, iter, kv_head, STAGES:
 
 
 @gluon.jit
-def publish_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_READERS: gl.constexpr):
+def publish_work_tile_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_READERS: gl.constexpr):
     """Publishes a work tile for the converter, if there is one."""
     for i in gl.static_range(2, NUM_READERS):
         mbarrier.wait(q_stages.empty_barriers.index(i), (num_done & 1) ^ 1)
@@ -153,7 +158,7 @@ def publish_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done
 
 
 @gluon.jit
-def publish_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, num_done, cfg: gl.constexpr):
+def publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, num_done, cfg: gl.constexpr):
     """Publishes a work tile for both consumers and starts the copies of their queries."""
     for i_consumer in gl.static_range(2):
         mbarrier.wait(q_stages.empty_barriers.index(i_consumer), (num_done & 1) ^ 1)
@@ -172,15 +177,15 @@ def copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, n_block_end, num
     q_stages, tile_info, work_tile, cached_prefix, num_done = query_args
     # Page ids are loaded one tile ahead.
     n_block = n_block_end - 1
-    page_ids = load_page_ids(page_table, n_block, key_begin, key_end, num_n_blocks > 0, cfg)
+    page_ids = load_page_ids_by_lane(page_table, n_block, key_begin, key_end, num_n_blocks > 0, cfg)
     for i in range(num_n_blocks):
         block_page_ids = lanes_to_scalars(page_ids, tile_info.index(PAGE_IDS_ROW))
-        page_ids = load_page_ids(page_table, n_block - 1, key_begin, key_end, i + 1 < num_n_blocks, cfg)
-        copy_kv_block(K, k_stages, block_page_ids, n_block, iter, kv_head, STAGES, cfg)
+        page_ids = load_page_ids_by_lane(page_table, n_block - 1, key_begin, key_end, i + 1 < num_n_blocks, cfg)
+        acquire_and_copy_kv_block(K, k_stages, block_page_ids, n_block, iter, kv_head, STAGES, cfg)
         if not cfg.HAS_NEW_KV:  # noqa: SIM102 - known to the compiler, unlike the other
             if i == 0:
-                publish_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, num_done, cfg)
-        copy_kv_block(V, v_stages, block_page_ids, n_block, iter, kv_head, STAGES, cfg)
+                publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, num_done, cfg)
+        acquire_and_copy_kv_block(V, v_stages, block_page_ids, n_block, iter, kv_head, STAGES, cfg)
         iter += 1
         n_block -= 1
     return iter
@@ -219,10 +224,12 @@ def producer(
             # Next work tile; the converter begins at once.
             i_request, m_block, head_tile = work_tile_coords(num_m_blocks, i_work_tile, cfg)
             i_request += first_request
-            work_tile, cached_prefix = make_work_tile(i_request, m_block, head_tile, SEQ_LENS, CU_SEQLENS_Q, cfg)
+            work_tile, cached_prefix = make_work_tile_and_cached_prefix(
+                i_request, m_block, head_tile, SEQ_LENS, CU_SEQLENS_Q, cfg
+            )
             page_table = PAGE_TABLE + i_request.to(gl.int64) * stride_table_b
             kv_head = kv_head_of(work_tile, cfg)
-            publish_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_READERS)
+            publish_work_tile_to_converter(work_tile, cached_prefix, q_stages, tile_info, num_done, NUM_READERS)
             query_args = (q_stages, tile_info, work_tile, cached_prefix, num_done)
             if cfg.HAS_NEW_KV:
                 # New K and V, then the cached ones.
@@ -231,11 +238,15 @@ def producer(
                     # NOTE: queries first: once their stage is free, all earlier KV stages are. This warp never waited
                     # for the stages that the converter filled, and a wait sees only one phase back.
                     if i == 0:
-                        publish_and_copy_queries(
+                        publish_work_tile_and_copy_queries(
                             tensor_maps[0], q_stages, tile_info, work_tile, cached_prefix, num_done, cfg
                         )
-                    copy_new_kv_block(new_maps[0], new_kv_stages[0], q_row, n_block, new_iter, kv_head, cfg.STAGES, cfg)
-                    copy_new_kv_block(new_maps[1], new_kv_stages[1], q_row, n_block, new_iter, kv_head, cfg.STAGES, cfg)
+                    acquire_and_copy_new_kv_block(
+                        new_maps[0], new_kv_stages[0], q_row, n_block, new_iter, kv_head, cfg.STAGES, cfg
+                    )
+                    acquire_and_copy_new_kv_block(
+                        new_maps[1], new_kv_stages[1], q_row, n_block, new_iter, kv_head, cfg.STAGES, cfg
+                    )
                     new_iter += 1
                 if cfg.CODE_STAGES > 0:
                     iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, cached_prefix.n_block_end,
@@ -260,4 +271,4 @@ def producer(
         mbarrier.wait(q_stages.empty_barriers.index(i_consumer), (num_done & 1) ^ 1)
         publish_work_tile(tile_info.index(i_consumer), no_tile, no_prefix)
         mbarrier.arrive(q_stages.full_barriers.index(i_consumer), count=1)
-    publish_to_converter(no_tile, no_prefix, q_stages, tile_info, num_done, NUM_READERS)
+    publish_work_tile_to_converter(no_tile, no_prefix, q_stages, tile_info, num_done, NUM_READERS)

@@ -90,7 +90,7 @@ def n_block_range(key_begin, key_end, cfg: gl.constexpr):
 
 
 @gluon.jit
-def make_work_tile(i_request, m_block, head_tile, SEQ_LENS, CU_SEQLENS_Q, cfg: gl.constexpr):
+def make_work_tile_and_cached_prefix(i_request, m_block, head_tile, SEQ_LENS, CU_SEQLENS_Q, cfg: gl.constexpr):
     """Returns (WorkTile, CachedPrefix) of a block of tokens and heads."""
     q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
     num_q_rows = load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin
@@ -176,7 +176,7 @@ def extract_field(tile_info, i: gl.constexpr):
 
 
 @gluon.jit
-def read_work_tile(SMEM):
+def read_work_tile_and_cached_prefix(SMEM):
     """Returns the published (WorkTile, CachedPrefix), as scalars in every thread."""
     tile_info = SMEM.load(gl.BlockedLayout([TILE_INFO_FIELDS], [32], [gl.num_warps()], [0]))
     thread_barrier()  # one thread will release it for all

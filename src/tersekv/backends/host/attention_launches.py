@@ -56,14 +56,14 @@ def output_and_workspace_args(f: SimpleNamespace, fp8_as_bytes: bool = False) ->
 
 def attention_constants(f: SimpleNamespace) -> dict[str, Any]:
     """Returns the constexpr arguments shared by all these attention kernels."""
-    return output_constants(f) | {
+    return epilogue_and_softmax_scale_constants(f) | {
         # Ragged rows are read from cu_seqlens_q; a bound that changes with the batch must not recompile.
         "MAX_SEQLEN_Q": 0 if f.cu_seqlens_q is not None else f.max_q_len,
         "VARLEN_Q": f.cu_seqlens_q is not None,
     }
 
 
-def output_constants(f: SimpleNamespace) -> dict[str, Any]:
+def epilogue_and_softmax_scale_constants(f: SimpleNamespace) -> dict[str, Any]:
     """Returns the constexpr arguments of the epilogue and of the softmax scale."""
     return {
         "HAS_LSE": f.lse is not None,
@@ -74,15 +74,15 @@ def output_constants(f: SimpleNamespace) -> dict[str, Any]:
     }
 
 
-def batch_invariant_facts(f: SimpleNamespace, rows: int = 1) -> SimpleNamespace:
+def kernel_choice_facts(f: SimpleNamespace, rows_if_batch_invariant: int = 1) -> SimpleNamespace:
     """Returns the facts by which kernels are chosen; batch invariant calls get none that depend on other requests.
 
-    rows: query rows of a request to choose the kernel for in that case
+    rows_if_batch_invariant: query rows of a request to choose the kernel for in that case
     """
     if not f.batch_invariant:
         return f
     table = f.page_table._replace(shape=(1, UNBOUNDED_PAGES))
-    return SimpleNamespace(**vars(f) | {"max_q_len": rows, "page_table": table})
+    return SimpleNamespace(**vars(f) | {"max_q_len": rows_if_batch_invariant, "page_table": table})
 
 
 def min_split_blocks(f: SimpleNamespace, tile: int) -> int:
@@ -92,24 +92,24 @@ def min_split_blocks(f: SimpleNamespace, tile: int) -> int:
 
 
 def split_and_combine_launches(
-    f: SimpleNamespace, split: KernelLaunch, kernel: Any, arguments: dict[str, Any], page: int
+    f: SimpleNamespace, split: KernelLaunch, combine_kernel: Any, combine_args: dict[str, Any], page_size: int
 ) -> LaunchSequence | HostAction:
     """Returns the split pass, with workspace for every possible split, and the combine of all splits.
 
-    arguments: of the combine kernel; page: slots of a page
+    combine_args: of the combine kernel; page_size: slots of a page
     """
-    cfg = arguments["cfg"]
-    tiles = -(-f.page_table.shape[1] * page // cfg.BLOCK_N)
+    cfg = combine_args["cfg"]
+    tiles = -(-f.page_table.shape[1] * page_size // cfg.BLOCK_N)
     max_splits = max(1, min(MAX_SPLITS, -(-tiles // cfg.SPLIT_BLOCKS)))
     work_tiles = f.out.shape[0] * cfg.GROUP // cfg.BLOCK_M + f.seq_lens.shape[0]
-    arguments = (
-        arguments
+    combine_args = (
+        combine_args
         | tensor_args(SEQ_LENS="seq_lens", CU_SEQLENS_Q="cu_seqlens_q")
         | {"B": f.seq_lens.shape[0], "max_splits": max_splits}
     )
     split = split.with_args(max_splits=max_splits)
     combine = (
-        KernelLaunch(kernel, (work_tiles * cfg.HEADS, cfg.PARTIAL_ROWS), arguments, num_warps=4)
+        KernelLaunch(combine_kernel, (work_tiles * cfg.HEADS, cfg.PARTIAL_ROWS), combine_args, num_warps=4)
         if max_splits > 1
         else None
     )
