@@ -1,4 +1,4 @@
-"""Kernels compiled for an older chip and assembled for a newer one: nothing runs here, but all that runs there is made."""
+"""Kernels compiled for an older chip and assembled for a newer one; without a GPU they are made, and not run."""
 
 from __future__ import annotations
 

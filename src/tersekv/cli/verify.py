@@ -25,6 +25,7 @@ from ..testing.compare import EXACT, FAST, REQUANTISED, share_of_bound
 from ..testing.verify import FAILED, PASSED, UNSUPPORTED, Result, verify
 from ..testing.verify import run as run_case
 from ..testing.workers import Runner, Workers
+from . import report
 from .arguments import Interruption, add_device, complain, names, positive, screen, unusable, unwritable
 from .tables import Fitted
 
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", metavar="FILE", help="write every result to FILE; of --random what failed, and counts"
     )
+    report.add_option(parser)
 
 
 def _case(text: str) -> Case:
@@ -69,7 +71,8 @@ def _case(text: str) -> Case:
 def run(args: argparse.Namespace) -> int:
     """Print a row per operation and format, then what failed. Returns 1 if anything did, or nothing ran."""
     console = screen()
-    obstacle = _contradiction(args) or unusable(args.device, args.backend) or unwritable(json=args.json)
+    obstacle = _contradiction(args) or unusable(args.device, args.backend)
+    obstacle = obstacle or unwritable(json=args.json, report=args.report) or report.unfit(args.report)
     if args.as_arch and not obstacle and (why := as_arch.why_not(args.as_arch, args.device)):
         obstacle = f"--as-arch {args.as_arch}: {why}"
     if env.checked():
@@ -97,13 +100,14 @@ def run(args: argparse.Namespace) -> int:
     drawn = f" of {counted(args.random, 'random case')}, seed {args.seed}, in {seconds:.0f} s" if args.random else ""
     console.print(", ".join(f"{n} {status}" for status, n in count.items()) + drawn, highlight=False)
     if args.json:
-        report: dict = {"environment": environment(args.device, args.as_arch), "interrupted": stop.came}
+        stored: dict = {"environment": environment(args.device, args.as_arch), "interrupted": stop.came}
         if args.random:
-            report |= {"seed": args.seed, "seconds": round(seconds)} | random_cases.summary(results)
+            stored |= {"seed": args.seed, "seconds": round(seconds)} | random_cases.summary(results)
         else:
-            report["results"] = [r.as_dict() for r in results]
+            stored["results"] = [r.as_dict() for r in results]
         with open(args.json, "w") as f:
-            json.dump(report, f, indent=1)
+            json.dump(stored, f, indent=1)
+    report.append(args.report, args, args.device, interrupted=stop.came, **judged(results))
     stop.pass_on()
     return 1 if count[FAILED] or not count[PASSED] else 0
 
@@ -161,7 +165,8 @@ FOOTER = (
 )
 
 
-def table(results: Iterable[Result], device: str, arch: int | None = None) -> Table:
+def rows_of(results: Iterable[Result]) -> dict[tuple[str, str], Row]:
+    """Row by operation and format, in the order in which they are listed."""
     rows: dict[tuple[str, str], Row] = defaultdict(Row)
     for r in results:
         row = rows[r.case.op, r.case.format]
@@ -169,6 +174,24 @@ def table(results: Iterable[Result], device: str, arch: int | None = None) -> Ta
         row.nearest = max(row.nearest, (r.error or 0.0, r.bound or 0.0), key=lambda both: share_of_bound(*both))
         if r.backend and r.status != UNSUPPORTED:
             row.backends.add(r.backend)
+    order = {(op, fmt): i for i, (op, fmt) in enumerate((op, fmt) for op in OPS for fmt in formats_of(op))}
+    return dict(sorted(rows.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def judged(results: list[Result]) -> dict:
+    """For a report: counts and the case nearest to its bound by operation and format; what failed; why some did not
+    run."""
+    names = (PASSED, FAILED, UNSUPPORTED)
+    rows = [
+        {"op": op, "format": fmt, "backends": sorted(row.backends), **{name: row.counts[name] for name in names},
+         "error": row.nearest[0], "bound": row.nearest[1]}
+        for (op, fmt), row in rows_of(results).items()
+    ]  # fmt: skip
+    found = random_cases.summary(results)
+    return {"results": rows, "failures": found["failures"], "unsupported": found["unsupported"]}
+
+
+def table(results: Iterable[Result], device: str, arch: int | None = None) -> Table:
     where = device_name(device) + (f", kernels for sm_{arch}" if arch else "")
     t = Table(title=f"tersekv {__version__} on {where}", box=box.SIMPLE_HEAD)
     t.padding, t.pad_edge, t.show_edge = 0, False, False  # fits into 80 columns
@@ -177,8 +200,7 @@ def table(results: Iterable[Result], device: str, arch: int | None = None) -> Ta
     t.add_column("backend")
     for name in ("passed", "failed", "unsup-\nported", "error", "bound"):
         t.add_column(name, justify="right", no_wrap=True)
-    order = {(op, fmt): i for i, (op, fmt) in enumerate((op, fmt) for op in OPS for fmt in formats_of(op))}
-    for (op, fmt), row in sorted(rows.items(), key=lambda item: order.get(item[0], len(order))):
+    for (op, fmt), row in rows_of(results).items():
         failed, unsupported = row.counts[FAILED], row.counts[UNSUPPORTED]
         t.add_row(
             op, fmt, ", ".join(sorted(row.backends)) or "-", str(row.counts[PASSED]),
