@@ -94,7 +94,7 @@ def test_a_gpus_clocks_are_asked_for_by_its_identity(monkeypatch):
         bench_report, "command_output", lambda *argv: asked.append(argv) or "1980, 2520, 10501, 10501, 450.00"
     )
     found = report.machine(torch.device("cuda", 1))
-    assert ["--id=GPU-abc"] == [argv[-1] for argv in asked if "clocks" in argv[1]]
+    assert [argv[-1] for argv in asked if "clocks" in argv[1]] == ["--id=GPU-abc"]
     assert (found["chip"], found["arch"], found["processors"], found["memory_gib"]) == ("Some GPU", "sm_89", 128, 24.0)
     assert found["clocks"]["clocks.max.sm"] == "2520"
     assert found["clocks"]["power.limit"] == "450.00"
