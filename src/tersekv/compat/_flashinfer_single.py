@@ -65,12 +65,12 @@ def single_decode_with_kv_cache(
     table, lens = _pages_of(q.device, len(k))
     row, kv = q[None], (_as_pages(k), _as_pages(v))
     (scale_number, scale_t), (out_number, out_t) = number_or_tensor(scale), number_or_tensor(out_scale)
-    (k_cache, v_cache, *_), parts = halves(kv)
+    (k_cache, v_cache, k_ones, v_ones), parts = halves(kv)
     signature, cached = lookup_cached(
         _NAMES, "decode", ("single", cap, scale_number, out_number, return_lse),
         attention_inputs(
-            q=row, k_cache=k_cache, v_cache=v_cache, page_table=table, seq_lens=lens, softmax_scale_t=scale_t,
-            out_scale_t=out_t,
+            q=row, k_cache=k_cache, v_cache=v_cache, k_scale_cache=k_ones, v_scale_cache=v_ones, page_table=table,
+            seq_lens=lens, softmax_scale_t=scale_t, out_scale_t=out_t,
         ),
         parts,
     )  # fmt: skip
