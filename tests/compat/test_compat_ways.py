@@ -118,7 +118,8 @@ def nvfp4_batch(joint: bool = False) -> tuple[Callable, Call]:
 def batch() -> dict[str, list[Way]]:
     wide, codes = (lambda c: x(T, 2 * HQ, D)[:, :HQ]), (lambda c: x(T, HQ, D, dtype=E4M3))
     return {
-        "drafts": DRAFTS, "query": [way(query=wide), way(query=codes)], **scales("bmm1_scale", "bmm2_scale"), "o_scale": [way(o_scale=None), way(o_scale=0.5)], "out": OUT,
+        "drafts": DRAFTS, "query": [way(query=wide), way(query=codes)], **scales("bmm1_scale", "bmm2_scale"),
+        "o_scale": [way(o_scale=None), way(o_scale=0.5)], "out": OUT,
         "sinks": SINKS, "window": [way(window_left=3)], **indices("block_tables", "seq_lens", True),
         "pages": [way(kv_cache=lambda c: list(c["kv_cache"])), way(kv_cache=lambda c: (c["kv_cache"][0],) * 2)],
     }  # fmt: skip
@@ -156,9 +157,14 @@ def rope_ways(latent: bool) -> dict[str, list[Way]]:
     q_parts = [way(**whole), way(**whole | empty), way(**whole, **none), way(**whole | empty, **none)]
     if latent:
         q_parts = [way(q_nope=lambda c: x(T, HQ, 0)), way(q_nope=lambda c: x(T, HQ, 0), **none)]
+
+    def nope_out(call: Call) -> Tensor:
+        width = 0 if call["q_nope"] is None else call["q_nope"].shape[-1]
+        return x(T, HQ, width, dtype=E4M3)
+
     return {
-        "parts": q_parts, "rope out": [way(q_rope_out=lambda c: x(T, HQ, c["q_rope"].shape[-1], dtype=E4M3))],
-        "nope out": [way(q_nope_out=lambda c: x(*(x(T, HQ, 0) if c["q_nope"] is None else c["q_nope"]).shape, dtype=E4M3))],
+        "parts": q_parts, "rope out": [way(q_rope_out=lambda c: x(*c["q_rope"].shape, dtype=E4M3))],
+        "nope out": [way(q_nope_out=nope_out)],
         **scales("quant_scale_q", "quant_scale_kv"), "positions": [way(pos_ids=lambda c: c["positions"])],
         "neox": [way(is_neox=False)],
     }  # fmt: skip
@@ -167,8 +173,8 @@ def rope_ways(latent: bool) -> dict[str, list[Way]]:
 def wrapper_ways(rows: int) -> dict[str, list[Way]]:
     out, lse = {"out": lambda c: x(rows, HQ, D)}, {"lse": lambda c: x(rows, HQ, dtype=F32), "return_lse": True}
     return {
-        **scales("q_scale", "k_scale", "v_scale"), "lse": [way(return_lse=True)], "out": [way(**out), way(**out, **lse)],
-        "sinks": SINKS,
+        **scales("q_scale", "k_scale", "v_scale"), "lse": [way(return_lse=True)], "sinks": SINKS,
+        "out": [way(**out), way(**out, **lse)],
     }  # fmt: skip
 
 
@@ -210,7 +216,8 @@ def ways_of() -> Iterator[tuple[str, Callable[[], tuple[Callable, Call]], dict[s
             **scales("bmm1_scale", "bmm2_scale"), "o_scale": [way(o_scale=0.5)], "out": OUT
         }  # fmt: skip
     yield "xqa nvfp4", lambda: xqa(U8, sf=True), {
-        **scales("q_scale", "kv_scale"), "v": [way(v_cache=lambda c: c["k_cache"], v_sf_cache=lambda c: c["k_sf_cache"])]
+        **scales("q_scale", "kv_scale"),
+        "v": [way(v_cache=lambda c: c["k_cache"], v_sf_cache=lambda c: c["k_sf_cache"])],
     }  # fmt: skip
     for dtype in (E4M3, BF):
         yield f"xqa_mla {dtype}", lambda dtype=dtype: xqa_mla(dtype), xqa_mla_ways()
@@ -224,7 +231,8 @@ def ways_of() -> Iterator[tuple[str, Callable[[], tuple[Callable, Call]], dict[s
         yield f"rope {latent}", lambda latent=latent: rope(latent), rope_ways(latent)
     for how in ({}, {"joint": True}, {"hnd": True}, {"dtype": BF}):
         yield f"append {how}", lambda how=how: append(**how), {
-            "value": [way(append_value=lambda c: c["append_key"])], "places": [way(positions=lambda c: c["batch_indices"])],
+            "value": [way(append_value=lambda c: c["append_key"])],
+            "places": [way(positions=lambda c: c["batch_indices"])],
             "rows": [way(append_key=lambda c: x(T, H, D, dtype=F32), append_value=lambda c: x(T, H, D, dtype=F32))],
             "int64": [way(**{n: lambda c, n=n: c[n].long() for n in PLACES})],
         }  # fmt: skip
