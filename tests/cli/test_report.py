@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +84,13 @@ def test_a_file_that_is_no_report_is_refused_at_once_and_kept(argv, text, tmp_pa
     assert "--report" in (told := capsys.readouterr().err)
     assert "want a new file or a report" in told
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("argv", [VERIFY, BENCH])
+def test_a_pipe_is_refused_at_once(argv, tmp_path, capsys):
+    os.mkfifo(path := tmp_path / "pipe")
+    assert main.main((*argv, "--report", str(path))) == 2
+    assert f"--report {path}: want a file" in capsys.readouterr().err
 
 
 def test_a_gpus_clocks_are_asked_for_by_its_identity(monkeypatch):

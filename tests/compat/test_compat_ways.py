@@ -348,6 +348,22 @@ def test_every_way_computes_the_same_by_the_cache_and_the_long_way(name, monkeyp
     assert short >= 3, "the launch cache was asked"
 
 
+@pytest.mark.parametrize("dtype", [E4M3, BF])
+def test_values_that_begin_where_keys_do_with_other_strides_take_scales_of_either_kind(dtype, forget):
+    room = numbers(P, 2 * S, L + R, dtype=dtype)
+    pages, values = room[:, :S], room.flatten()[: P * S * (L + R)].view(P, S, L + R)
+    found = []
+    for scale in (0.5, torch.tensor([0.5]), torch.tensor([0.5])):
+        function, call = xqa_mla(dtype, q_scale=scale, kv_scale=scale)
+        function(**call | {"k_cache": pages, "v_cache": values})
+        found.append(call["output"])
+    assert torch.equal(found[1], found[2])
+    torch.testing.assert_close(found[0], found[1])
+    function, call = xqa_mla(dtype, q_scale=0.5, kv_scale=0.5)
+    function(**call | {"k_cache": pages, "v_cache": pages})
+    assert not torch.allclose(found[0], call["output"])
+
+
 def numbers(*shape: int, dtype: torch.dtype = BF) -> Tensor:
     """Random ones, small enough for every dtype."""
     if dtype in (U8, torch.int8, torch.uint16):

@@ -35,9 +35,12 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 def unfit(path: str | None) -> str | None:
     """Why a run cannot be appended to a file; None: it can."""
+    if path is None or not os.path.exists(path):
+        return None
+    if not os.path.isfile(path):  # to open a pipe would wait for its writer
+        return f"--report {path}: want a file"
     try:
-        if path is not None and os.path.exists(path):
-            _runs(path)
+        _runs(path)
     except (OSError, ValueError) as e:
         return f"--report {path}: want a new file or a report, got one that is none ({e})"
     return None

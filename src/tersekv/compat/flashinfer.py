@@ -291,7 +291,7 @@ def xqa_mla(
             f"got {list(v.shape)} {dtype_name(v.dtype)}"
         )
     as_kv = v_cache is not k_cache and not _same_rows(k, v)
-    if not tensors:
+    if not tensors or as_kv != apart:
         scales = _xqa_mla_scales(q, k_cache, as_kv, q_scale, kv_scale)
     if as_kv:
         if k.dtype == torch.uint8:
