@@ -126,20 +126,20 @@ def _contradiction(args: argparse.Namespace) -> str | None:
 
 
 def _results(args: argparse.Namespace) -> Iterator[Result]:
-    runner: Runner = partial(as_arch.run_as, arch=args.as_arch) if args.as_arch else run_case
+    runner: dict[str, Runner] = {"runner": partial(as_arch.run_as, arch=args.as_arch)} if args.as_arch else {}
     if args.case is not None:
-        yield runner(args.case, args.device, args.backend)
+        yield runner.get("runner", run_case)(args.case, args.device, args.backend)
     elif args.random:
         yield from random_cases.results(
             args.random, args.seed, args.device, args.backend, ops=args.ops, formats=args.formats,
-            workers=args.workers, runner=runner,
+            workers=args.workers, **runner,
         )  # fmt: skip
     elif args.workers:
-        with Workers(args.workers, args.device, args.backend, runner=runner) as pool:
+        with Workers(args.workers, args.device, args.backend, **runner) as pool:
             yield from pool.results(cases(args.ops, args.formats, quick=args.quick))
     elif args.as_arch:
         for case in cases(args.ops, args.formats, quick=args.quick):
-            yield runner(case, args.device, args.backend)
+            yield runner["runner"](case, args.device, args.backend)
     else:
         yield from verify(args.device, args.backend, ops=args.ops, formats=args.formats, quick=args.quick)
 

@@ -101,10 +101,7 @@ class Append:
             data.poison(x)
 
     def error(self, result: Any) -> float:
-        """Share of elements that differ from the oracle's, in the worst tensor, over some of the tokens; `result`: the
-        query's parts, if they are not in `outs`."""
-        for out, made in zip(self.outs[0].values(), result if isinstance(result, tuple) else (), strict=False):
-            out.copy_(made)
+        """Share of elements that differ from the oracle's, in the worst tensor, over some of the tokens."""
         t, page = self.case.tokens, self.case.page
         some = torch.tensor(sorted({*range(min(t, _JUDGED)), *range(max(0, t - _JUDGED), t)}), device=self.device)
         x = {n: v[some] for n, v in self.inputs[0].items()}

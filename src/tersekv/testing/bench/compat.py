@@ -35,6 +35,16 @@ class Rows(Append):
         return lambda: mla_append(x["kv_c"], x["k_pe"], layer, slots, backend=backend)
 
 
+class RopeAppend(Append):
+    """Appends whose call returns the query's parts, and may have made them."""
+
+    def error(self, result: Any) -> float:
+        for out, part in zip(self.outs[0].values(), result or (), strict=False):
+            if part is not out:
+                out.copy_(part)
+        return super().error(result)
+
+
 class Merge:
     """Partial results of the same rows, whose LSE is base 2."""
 
@@ -338,7 +348,7 @@ FUNCTIONS = {
     "flashinfer.trtllm_batch_decode_with_kv_cache": Function(_trtllm, "flashinfer.decode"),
     "flashinfer.xqa_mla": Function(_xqa_mla, "flashinfer.xqa"),
     "flashinfer.xqa_batch_decode_with_kv_cache_mla": Function(_xqa_batch_mla, "flashinfer.mla"),
-    "flashinfer.rope_quantize_fp8_append_paged_kv_cache": Function(rope_append, "flashinfer.rope"),
+    "flashinfer.rope_quantize_fp8_append_paged_kv_cache": Function(rope_append, "flashinfer.rope", RopeAppend),
     "flashinfer.append_paged_kv_cache": Function(_append, "flashinfer.page"),
     "flashinfer.append_paged_mla_kv_cache": Function(_append_mla, "flashinfer.page", Rows),
     "flashinfer.get_seq_lens": Function(_seq_lens, "flashinfer.page", Places),
