@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from rich import box
@@ -24,7 +25,7 @@ from ..testing.cases import OPS, Case, cases, formats_of
 from ..testing.compare import EXACT, FAST, REQUANTISED, share_of_bound
 from ..testing.verify import FAILED, PASSED, UNSUPPORTED, Result, verify
 from ..testing.verify import run as run_case
-from ..testing.workers import Runner, Workers
+from ..testing.workers import Workers
 from . import report
 from .arguments import Interruption, add_device, complain, names, positive, screen, unusable, unwritable
 from .tables import Fitted
@@ -126,7 +127,7 @@ def _contradiction(args: argparse.Namespace) -> str | None:
 
 
 def _results(args: argparse.Namespace) -> Iterator[Result]:
-    runner: dict[str, Runner] = {"runner": partial(as_arch.run_as, arch=args.as_arch)} if args.as_arch else {}
+    runner: dict[str, Any] = {"runner": partial(as_arch.run_as, arch=args.as_arch)} if args.as_arch else {}
     if args.case is not None:
         yield runner.get("runner", run_case)(args.case, args.device, args.backend)
     elif args.random:
