@@ -141,6 +141,7 @@ wheel: $(READY)
 
 table: $(READY)
 	$(BIN)/python scripts/support_table.py --write
+	$(BIN)/python scripts/reports_table.py --write
 	$(BIN)/python scripts/format_tables.py --write
 	$(BIN)/python scripts/performance_page.py --write
 	$(BIN)/python scripts/runs_page.py --write

@@ -111,7 +111,7 @@ def failing(why: Exception, kernel: str | None = None, backend: str = "gluon") -
 
         if kernel is not None:
             why.kernel = kernel
-        real, plan.plan = plan.plan, lambda *call: plan.Plan(backend, run, None, None)
+        real, plan.plan = plan.plan, lambda *call, **options: plan.Plan(backend, run, None, None)
         try:
             decode(
                 torch.zeros(2, 32, 128, dtype=BF16, device="meta"), layer(device="meta"),

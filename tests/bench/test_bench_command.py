@@ -52,9 +52,10 @@ def test_the_command_exits_with_1_on_red(monkeypatch, capsys):
     (["--ops", "decode,mla_decode", "--cells", "64"], "--cells 64: none of decode, mla_decode has such cells"),
     (["--ops", "decode,append", "--cells", "4of64"], "--cells 4of64: none of decode, append has such cells"),
     (["--preset", "shapes", "--ops", "append", "--cells", "4"],
-     "--preset shapes: want --device, --formats, --backend and --json beside it, got --ops, --cells"),
+     "--preset shapes: want --device, --formats, --backend, --json and --report beside it, got --ops, --cells"),
     (["--random", "3", "--page-size", "16", "--cells", "4x4"],
-     "--random: want --device, --ops, --peers, --formats, --backend and --json beside it, got --cells, --page-size"),
+     "--random: want --device, --ops, --peers, --formats, --backend, --json and --report beside it, "
+     "got --cells, --page-size"),
     (["--random", "3", "--preset", "shapes"], "--preset: want it without --random"),
     (["--seed", "3"], "--seed: want it beside --random"),
     (["--random", "3", "--formats", cases.PAIRS[0]], "--random: want formats of both, got fp8_e4m3/int4"),

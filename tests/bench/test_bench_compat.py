@@ -33,7 +33,9 @@ def small(case):
 
 def test_every_function_that_others_have_has_a_line():
     public = {f"{name}.{function}" for name, module in HOMES.items() for function in module.__all__}
-    assert {case.through for case in LINES} == compat.FUNCTIONS.keys()
+    assert {case.through.partition(": ")[0] for case in LINES} == compat.FUNCTIONS.keys()
+    ways = {tuple(case.through.partition(".")[2].split(": ")) for case in LINES if ": " in case.through}
+    assert ways == {(name, way) for name, ways in compat.WAYS.items() for way in ways}
     assert {name for name in compat.FUNCTIONS if not name.startswith("max.")} == public
 
 
@@ -72,6 +74,40 @@ def test_a_wrong_result_is_red(case, monkeypatch):
     else:
         result = None
     assert not problem.error(result) <= problem.limit
+
+
+class Recorder:
+    """Stands for a function, and for a wrapper with a `run`: what each call was given by name."""
+
+    def __init__(self) -> None:
+        self.given: list[dict] = []
+
+    def __call__(self, *args, **options):
+        self.given.append(options)
+        return self
+
+    def plan(self, *args, **options) -> None:
+        """Nothing."""
+
+    def run(self, *args, **options) -> None:
+        self.given.append(options)
+
+
+@pytest.mark.parametrize("case", [c for c in LINES if ": " in c.through], ids=lambda c: f"{c.through}-{c.op}")
+def test_a_way_is_how_both_sides_are_called(case):
+    problem = engine.problem_of(small(case), CPU, None)
+    _, name, function = compat._function(problem.case)
+    recorder = Recorder()
+    compat._calls(types.SimpleNamespace(**{name: recorder}), name, function, problem)[0]()
+    given, way = recorder.given[-1], case.through.partition(": ")[2]
+    scales = [x for n, x in given.items() if "scale" in n and isinstance(x, torch.Tensor)]
+    if way in ("no out", "no outputs"):
+        assert not {"out", "q_rope_out", "q_nope_out"} & given.keys()
+    elif way == "empty q_nope_out":
+        assert given["q_nope_out"].shape[-1] == 0
+    else:
+        assert len(scales) == 2
+        assert (scales[0] is scales[1]) == (way == "one scale twice")
 
 
 def test_no_peer_stands_in_for_a_function_of_no_library():

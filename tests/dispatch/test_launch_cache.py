@@ -325,15 +325,39 @@ def test_a_count_that_changes_behind_its_holders_back_is_read_anew(bound):
     for n in (3, 3, 1):
         window.fill_(n)
         tersekv.decode(query(), LAYER, **indices(), window=window)
-        known = {x for (_, options), _ in launch_cache._launches for x in options if type(x) is int}
+        known = {x for (_, options), *_ in launch_cache._launches for x in options if type(x) is int}
     assert known >= {3, 1}
 
 
-def test_a_tensor_that_is_given_twice_is_not_remembered(bound):
-    k = torch.randn(2, 2, 32).to(BF)
-    for _ in range(3):
-        tersekv.append(k, k, LAYER, torch.arange(2))
+def test_a_tensor_that_is_given_twice_is_one_address_of_another_call(bound):
+    def given(twice: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        k = torch.randn(2, 2, 32).to(BF)
+        return k, (k if twice else k.clone())
+
+    for twice, known in ((True, 0), (True, 1), (False, 1), (False, 2), (True, 3), (False, 4)):
+        (k, v), before = given(twice), len(bound.calls)
+        tersekv.append(k, v, LAYER, torch.arange(2))
+        assert len(bound.calls) == known
+        if known > before:
+            assert (bound.last()["k"], bound.last()["v"]) == (k.data_ptr(), v.data_ptr())
+    other = torch.randn(3, 2, 32).to(BF)
+    tersekv.append(other, other, LAYER, torch.arange(3))
+    assert len(bound.calls) == 4, "of another shape"
+
+
+def test_what_is_given_twice_and_copied_once_is_not_cached(bound):
+    x = torch.ones(2)
+    call = MergeCall(torch.ones(2, 1), torch.ones(2), torch.ones(1), torch.ones(1))
+    launch_cache.insert(
+        "merge_states", launch_cache.CallSignature((), (x, x, call.out, call.lse)), call._replace(outs=x),
+        plan.Plan("torch", print, None, None, bound.bind("merge_states")),
+    )  # fmt: skip
     assert not launch_cache._launches
+    launch_cache.insert(
+        "merge_states", launch_cache.CallSignature((), (x, x, call.out, call.lse)), call._replace(outs=x, lses=x),
+        plan.Plan("torch", print, None, None, bound.bind("merge_states")),
+    )  # fmt: skip
+    assert launch_cache._launches
 
 
 def test_one_is_not_true_and_a_pair_with_none_no_joined_query(bound):

@@ -32,7 +32,7 @@ def kept_scratch() -> torch.Tensor:
 def after(monkeypatch, do) -> None:
     real = plan.dispatch
 
-    def run(op, call, backend=None):
+    def run(op, call, backend=None, arch=None):
         real(op, call, backend)
         do(call)
 

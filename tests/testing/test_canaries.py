@@ -38,7 +38,7 @@ def after(monkeypatch, do) -> None:
     """The oracle, and then a fault."""
     real = plan.dispatch
 
-    def run(op, call, backend=None):
+    def run(op, call, backend=None, arch=None):
         real(op, call, backend)
         do(call)
 

@@ -130,7 +130,7 @@ def with_fault(monkeypatch, op: str, fault) -> None:
     """Let the oracle run, then do `fault` to the call."""
     real = plan.dispatch
 
-    def run(name, call, backend=None):
+    def run(name, call, backend=None, arch=None):
         real(name, call, backend)
         if name == op:
             fault(call)
@@ -183,7 +183,7 @@ MISTAKES = {
 def test_a_mistaken_option_is_found(mistake, monkeypatch):
     op, format, name, change = MISTAKES[mistake]
     real = plan.dispatch
-    monkeypatch.setattr(tool, "dispatch", lambda op, call, backend: real(op, call._replace(**change(call)), backend))
+    monkeypatch.setattr(tool, "dispatch", lambda op, call, *a, **k: real(op, call._replace(**change(call)), *a, **k))
     result = tool.run(one(op, format, name), "cpu", "torch")
     assert result.status == tool.FAILED
     assert ": want" in result.message or "differ" in result.message
@@ -208,7 +208,7 @@ def test_a_write_to_a_dead_slot_is_found(monkeypatch):
 
 
 def test_an_unsupported_call_is_neither_passed_nor_failed(monkeypatch):
-    def refuse(*args):
+    def refuse(*args, **options):
         raise UnsupportedError("decode has no backend\n  triton: needs a GPU")
 
     monkeypatch.setattr(tool, "plan", refuse)
@@ -217,7 +217,7 @@ def test_an_unsupported_call_is_neither_passed_nor_failed(monkeypatch):
 
 
 def test_a_crash_is_a_failure(monkeypatch):
-    def crash(*args):
+    def crash(*args, **options):
         raise ZeroDivisionError("in a kernel")
 
     monkeypatch.setattr(tool, "dispatch", crash)

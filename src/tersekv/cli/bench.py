@@ -22,6 +22,7 @@ from ..testing.bench.engine import FAILED, OK, RED, Limits, Result, bench
 from ..testing.bench.engine import run as time_one
 from ..testing.bench.report import advice, environment, line, notes, record, speed, summary
 from ..testing.bench.shapes import PRESETS
+from . import report
 from .arguments import (
     PICTURES,
     Interruption,
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"comma-separated, of {', '.join(peers.LIBRARIES)}, none; default: those that are installed",
     )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="append every result to FILE, one JSON object a line")
+    report.add_option(parser)
     parser.add_argument(
         "--plot", metavar="FILE", type=picture, help=f"draw time over bytes into FILE ({', '.join(PICTURES)})"
     )
@@ -75,20 +77,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"comma-separated, of {', '.join(PRESETS)}: decode in other shapes, each against the plain case with as "
         "many bytes. shapes: head sizes, groups, layouts, drafts, windows, lengths; drafts: 2 to 32 rows, chains and "
         "trees; uneven: one long request among short ones, a thousand short ones; sizes: head sizes and pages that few "
-        "models have, scales behind rows. Takes --device, --formats, --backend and --json",
+        "models have, scales behind rows. Takes --device, --formats, --backend, --json and --report",
     )  # fmt: skip
     parser.add_argument(
         "--random", type=positive, metavar="N",
         help="N decodes that nobody listed, drawn by --seed, each beside the peers of its format, of e4m3 and of bf16; "
         "with --ops prefill N prefills, beside the peers of their format and of bf16. Takes --device, --ops, --peers, "
-        "--formats, --backend and --json",
+        "--formats, --backend, --json and --report",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, help="of --random; default: 0")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a line per case as it goes, then means and losses. Returns 1 if a result was wrong or nothing timed."""
-    obstacle = unusable(args.device, args.backend) or unwritable(json=args.json, plot=args.plot)
+    files = {"json": args.json, "plot": args.plot, "report": args.report}
+    obstacle = unusable(args.device, args.backend) or unwritable(**files) or report.unfit(args.report)
     if obstacle:
         return complain(args, obstacle)
     device = torch.device(args.device)
@@ -126,6 +129,9 @@ def run(args: argparse.Namespace) -> int:
         conclude(args, results, where)
     if args.plot:
         draw(results, limits, f"tersekv {where['tersekv']} on {where['chip']}, {where['date']}", args.plot)
+    report.append(
+        args.report, args, device, interrupted=stop.came, peers=where["versions"], **report.timed(results, limits)
+    )
     stop.pass_on()
     bad = any(r.status in (RED, FAILED) for r in results)
     return 1 if bad or not any(r.status == OK for r in results) else 0
@@ -153,6 +159,7 @@ def run_shapes(args: argparse.Namespace, device: torch.device) -> int:
         say(f"worst {min(ratios):.0%} of the plain rate; {sum(x < CLIFF for x in ratios)} under {CLIFF:.0%}")
     for text in advice(results, device):
         say(text)
+    report.append(args.report, args, device, interrupted=stop.came, **report.timed(results, limits))
     stop.pass_on()
     return 1 if bad or not any(r.status == OK for r in results) else 0
 
@@ -172,11 +179,11 @@ def idle_option(args: argparse.Namespace) -> str | None:
         of_preset = {"--ops": args.ops != OPS, "--peers": args.peers} if args.preset else {}
         idle = [name for name, set_ in {**of_preset, **given}.items() if set_]
         mode = f"--preset {','.join(args.preset)}" if args.preset else "--random"
-        takes = ["--device", *([] if args.preset else ["--ops", "--peers"]), "--formats", "--backend"]
+        takes = ["--device", *([] if args.preset else ["--ops", "--peers"]), "--formats", "--backend", "--json"]
         takes_pairs = not args.preset and "prefill" in drawn_ops(args)
         if not idle and not takes_pairs and set(args.formats or ()) & set(PAIRS):
             return f"{mode}: want formats of both, got {', '.join(args.formats)}"
-        return f"{mode}: want {', '.join(takes)} and --json beside it, got {', '.join(idle)}" if idle else None
+        return f"{mode}: want {', '.join(takes)} and --report beside it, got {', '.join(idle)}" if idle else None
     decodes = {"decode", "mla_decode", "mla_decode_branch"}
     having = {"x": decodes, "of": {"prefill"}, "": {*OPS} - decodes - {"host"}}
     for cell in args.cells:

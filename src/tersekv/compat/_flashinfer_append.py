@@ -164,8 +164,12 @@ def _rope_tensors(
     parts = {"kv_positions": "positions"} if positions is pos_ids else {}
     place = (None, batch_indices, None if parts else positions, kv_indptr, kv_indices)
     # What has no columns is in no record; of the call only its facts are kept.
-    empty = tuple(map(_empty, (q_nope, k_nope, outs[1])))
-    q_nope, k_nope, q_nope_out = (None if e else x for e, x in zip(empty, (q_nope, k_nope, outs[1]), strict=True))
+    q_nope_out = outs[1]
+    empty = _empty(q_nope), _empty(k_nope), _empty(q_nope_out)
+    if empty != (None, None, None):
+        q_nope, k_nope, q_nope_out = (
+            None if e else x for e, x in zip(empty, (q_nope, k_nope, q_nope_out), strict=True)
+        )
     options, (k, kpe, *_) = (bool(parts), q_number, kv_number, empty), halves(caches)[0]
     if v is None:
         rows = (q_rope, q_nope, k_nope, k_rope, cos_sin, pos_ids, outs[0], q_nope_out)

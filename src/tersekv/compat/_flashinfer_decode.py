@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..calls import AttentionCall, attention_inputs
 from ..errors import UnsupportedError
-from ..formats import BLOCK, FP8, TENSOR, kv_format
+from ..formats import FP8, kv_format
 from ..layers import PagedKVLayer
 from ..ops.attention import allocate_outputs, attention_outputs, mask_rows
 from ..ops.registry import dispatch_call
@@ -211,6 +211,8 @@ def _batch_decode(
 ) -> Any:  # fmt: skip
     """What both functions do; function: its name and what else only it has; rows(B): the most rows of a request."""
     (k, v, k_scales, v_scales), parts = halves(kv_cache, kv_cache_sf)
+    if isinstance(bmm2_scale, Tensor) and isinstance(o_scale, (int, float)) and o_scale != 1 and not has_scales(k):
+        bmm2_scale, o_scale = _times_o_scale(bmm2_scale, o_scale, query, out, out_dtype)
     (bmm1, bmm1_t), (bmm2, bmm2_t) = number_or_tensor(bmm1_scale), number_or_tensor(bmm2_scale)
     signature, cached = lookup_cached(
         names, "decode", (*function, window_left, kv_layout, bmm1, bmm2, o_scale, out_dtype, return_lse),
@@ -232,16 +234,14 @@ def _batch_decode(
         shape = (*query.shape[:2], kv.v.shape[-1] * kv_format(kv.formats[0]).values_per_element)
         dtype = query.dtype if out is None and out_dtype is None else out_dtype
         out, lse, made = with_caller_names(names, allocate_outputs, query, shape, out, dtype, lse, return_lse)
-        logits: dict[str, Scale] = {"bmm1_scale": bmm1_scale}
         factors: dict[str, Scale] = {"bmm2_scale": bmm2_scale}
         if o_scale is not None and out.dtype not in FP8:
             factors["o_scale"] = o_scale
+        scales = spread(has_scales(kv.k), {"bmm1_scale": bmm1_scale}, factors, query.device)
         window = as_host_int("window_left", window_left) + 1
         if window < 0:
             raise ValueError(f"window_left: want a number of keys, or -1 for all, got {window_left}")
-        call = decode_call(
-            query, kv, block_tables, lens, cu_seqlens_q, mask, sinks, out, lse, most, window, logits, factors
-        )
+        call = decode_call(query, kv, block_tables, lens, cu_seqlens_q, mask, sinks, out, lse, most, window, scales)
         with_caller_names(names, dispatch_call, "decode", call, None, signature._replace(outputs=made))
     found = attention_outputs(cached, out, lse, return_lse)
     if lse is not None:  # NOTE: FlashInfer's LSE is base 2, tersekv's natural.
@@ -251,27 +251,53 @@ def _batch_decode(
     return found
 
 
+def _times_o_scale(
+    bmm2_scale: Tensor, o_scale: float, query: Tensor, out: Tensor | None, out_dtype: Any
+) -> tuple[Tensor, float]:
+    """The product, and 1, where the output is multiplied by both: an input of the launch, which a repeated call must
+    find."""
+    if (out_dtype or getattr(query if out is None else out, "dtype", None)) in FP8:
+        return bmm2_scale, o_scale
+    scalar("bmm2_scale", bmm2_scale, tensor("query", query).device)
+    return bmm2_scale * o_scale, 1.0
+
+
 def decode_call(
     q: Tensor, kv: PagedKVLayer, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | None,
     mask: Tensor | None, sinks: Tensor | None, out: Tensor, lse: Tensor | None, max_q_len: int, window: int,
-    logit_factors: dict[str, Scale], out_factors: dict[str, Scale],
+    scales: dict[str, Scale],
 ) -> AttentionCall:  # fmt: skip
-    """The record of a call whose scores and outputs are multiplied by these factors, by the caller's names."""
-    scaled = kv_format(kv.formats[0]).scale in (TENSOR, BLOCK)
-    softmax_scale, k_scale = _spread(scaled, logit_factors, q.device)
-    out_scale, v_scale = _spread(scaled, out_factors, q.device)
+    """The record of a call; scales: of `spread`."""
     if mask is not None:
         mask = mask_rows(tensor("mask", mask), seq_lens, q.shape[0])
-    scales: dict[str, Any] = {}
-    for name, x in (
-        ("softmax_scale", softmax_scale), ("k_scale", k_scale), ("v_scale", v_scale), ("out_scale", out_scale)
-    ):  # fmt: skip
-        scales[name], scales[f"{name}_t"] = float_and_tensor(x)
+    fields: dict[str, Any] = {}
+    for name, x in scales.items():
+        fields[name], fields[f"{name}_t"] = float_and_tensor(x)
     return AttentionCall(
         q=q, k_cache=kv.k, v_cache=kv.v, k_scale_cache=kv.k_scale_cache, v_scale_cache=kv.v_scale_cache,
         page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, mask=mask, sinks=sinks, out=out, lse=lse,
-        format=kv.formats[0], max_q_len=max_q_len, window=window, **scales,
+        format=kv.formats[0], max_q_len=max_q_len, window=window, **fields,
     )  # fmt: skip
+
+
+def has_scales(cache: object) -> bool:
+    """Whether the format of a cache has k_scale and v_scale: e4m3 and e5m2, and NVFP4's bytes."""
+    return isinstance(cache, Tensor) and cache.dtype in (*FP8, torch.uint8)
+
+
+def spread(
+    scaled: bool, logit_factors: dict[str, Scale], out_factors: dict[str, Scale], device: torch.device
+) -> dict[str, Scale]:
+    """A record's scales, of factors of the scores and of the outputs by the caller's names; scaled: `has_scales`."""
+    softmax_scale, k_scale = _spread(scaled, logit_factors, device)
+    out_scale, v_scale = _spread(scaled, out_factors, device)
+    return {"softmax_scale": softmax_scale, "k_scale": k_scale, "v_scale": v_scale, "out_scale": out_scale}
+
+
+def as_inputs(scales: dict[str, Scale]) -> tuple[tuple, dict[str, Tensor]]:
+    """(numbers, tensors by field) of `spread`'s scales, for the launch cache."""
+    tensors = {f"{name}_t": x for name, x in scales.items() if isinstance(x, Tensor)}
+    return tuple(None if isinstance(x, Tensor) else x for x in scales.values()), tensors
 
 
 def _spread(scaled: bool, factors: dict[str, Scale], device: torch.device) -> tuple[Scale, Scale]:

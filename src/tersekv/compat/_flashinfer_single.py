@@ -51,31 +51,34 @@ def single_decode_with_kv_cache(
     if kv_layout not in ("NHD", "HND"):
         raise ValueError(f"kv_layout: want 'NHD' or 'HND', got {kv_layout!r}")
     tensor("q", q, "Hq, D"), tensor("k", k, "N, H, D"), tensor("v", v, "N, H, D")
-    if kv_layout == "HND":
-        k, v = k.transpose(0, 1), v.transpose(0, 1)
     if k.shape[:2] != v.shape[:2]:
-        raise ValueError(f"v: want N and H of k, {list(k.shape[:2])} (as NHD), got {list(v.shape[:2])}")
-    seen = as_host_int("window_left", window_left, -1) + 1
-    if 0 < seen < len(k):
-        k, v = k[-seen:], v[-seen:]
+        shapes = [list(x.shape[:2]) if kv_layout == "NHD" else list(x.shape[:2])[::-1] for x in (k, v)]
+        raise ValueError(f"v: want N and H of k, {shapes[0]} (as NHD), got {shapes[1]}")
+    rows = 0 if kv_layout == "NHD" else 1
+    n, seen = k.shape[rows], as_host_int("window_left", window_left, -1) + 1
+    if 0 < seen < n:
+        k, v, n = k.narrow(rows, n - seen, seen), v.narrow(rows, n - seen, seen), seen
     scale: Any = q.shape[-1] ** -0.5 if sm_scale is None else as_float("sm_scale", sm_scale)
     scale, out_scale = multiplied(multiplied(scale, q_scale), k_scale), multiplied(1.0, v_scale)
     cap = 0.0 if logits_soft_cap is None else as_float("logits_soft_cap", logits_soft_cap)
 
-    table, lens = _pages_of(q.device, len(k))
-    row, kv = q[None], (_as_pages(k), _as_pages(v))
+    table, lens = _pages_of(q.device, n)
     (scale_number, scale_t), (out_number, out_t) = number_or_tensor(scale), number_or_tensor(out_scale)
-    (k_cache, v_cache, *_), parts = halves(kv)
+    (_, _, k_ones, v_ones), parts = halves((k, v))
+    # By the tensors themselves, not by what they are seen as: their pages begin where they do.
     signature, cached = lookup_cached(
-        _NAMES, "decode", ("single", cap, scale_number, out_number, return_lse),
+        _NAMES, "decode", ("single", kv_layout, cap, scale_number, out_number, return_lse),
         attention_inputs(
-            q=row, k_cache=k_cache, v_cache=v_cache, page_table=table, seq_lens=lens, softmax_scale_t=scale_t,
-            out_scale_t=out_t,
+            q=q, k_cache=k, v_cache=v, k_scale_cache=k_ones, v_scale_cache=v_ones, page_table=table,
+            seq_lens=lens, softmax_scale_t=scale_t, out_scale_t=out_t,
         ),
         parts,
     )  # fmt: skip
     lse = None
     if cached is None:
+        if kv_layout == "HND":
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        row, kv = q[None], (_as_pages(k), _as_pages(v))
         cached, pages = [], with_caller_names(_NAMES, layer, kv, "NHD", None)
         shape = (*row.shape[:2], pages.head_dim_v)
         out, lse, made = allocate_outputs(row, shape, None, q.dtype, None, return_lse)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..calls import MLADecodeCall, attention_inputs
-from ..formats import FP8, TENSOR, latent_format
+from ..formats import FP8
 from ..layers import PagedLatentLayer
 from ..ops.registry import dispatch_call, same_address
 from ..ops.scales import float_and_tensor
@@ -27,7 +27,10 @@ from ._flashinfer_append import (
 )
 from ._flashinfer_decode import (
     Scale,
+    as_inputs,
     decode_call,
+    has_scales,
+    spread,
     times,
     trtllm_batch_decode_with_kv_cache,
     xqa_batch_decode_with_kv_cache,
@@ -168,16 +171,17 @@ def xqa(
     """
     sf = None if k_sf_cache is v_sf_cache is None else (k_sf_cache, v_sf_cache)
     (_, _, k_scales, v_scales), parts = halves((k_cache, v_cache), sf)
-    (q_number, q_t), (kv_number, kv_t) = number_or_tensor(q_scale), number_or_tensor(kv_scale)
-    if q_t is None and kv_t is not None:  # it multiplies the scores too
-        q_t, kv_t, parts["out_scale_t"] = kv_t, None, "softmax_scale_t"
+    numbers: tuple = q_scale, kv_scale, rcp_out_scale
+    tensors: dict[str, Tensor] = {}
+    if isinstance(q_scale, Tensor) or isinstance(kv_scale, Tensor):
+        scales = _xqa_scales(q, k_cache, output, *numbers)
+        numbers, tensors = as_inputs(scales)
     signature, found = lookup_cached(
-        _XQA_NAMES, "decode",
-        ("xqa", num_kv_heads, page_size, sliding_win_size, kv_layout, q_seq_len, q_number, kv_number, rcp_out_scale),
+        _XQA_NAMES, "decode", ("xqa", num_kv_heads, page_size, sliding_win_size, kv_layout, q_seq_len, *numbers),
         attention_inputs(
             q=q, k_cache=k_cache, v_cache=v_cache, k_scale_cache=k_scales, v_scale_cache=v_scales,
             page_table=page_table, seq_lens=seq_lens, cu_seqlens_q=q_cu_seq_lens, mask=mask, sinks=sinks, out=output,
-            softmax_scale_t=q_t, out_scale_t=kv_t,
+            **tensors,
         ),
         parts,
     )  # fmt: skip
@@ -201,19 +205,26 @@ def xqa(
         if list(sinks.shape) != per_head:
             raise ValueError(f"sinks: want [H, Hq / H] = {per_head}, got {list(sinks.shape)}")
         sinks = joined("sinks", sinks)
-    logits: dict[str, Scale] = {"q_scale": q_scale, "kv_scale": kv_scale, "sqrt(D)": max(query.shape[-1], 1) ** -0.5}
-    outputs: dict[str, Scale] = {"kv_scale": kv_scale}
     window = as_host_int("sliding_win_size", sliding_win_size)
     if window < 0:
         raise ValueError(f"sliding_win_size: want a number of keys, or 0 for all, got {window}")
-    scalar("rcp_out_scale", rcp_out_scale, q.device)
-    if output.dtype in FP8:
-        outputs["rcp_out_scale"] = rcp_out_scale
-    call = decode_call(
-        query, kv, page_table, lens, q_cu_seq_lens, mask, sinks, result, None, rows, window,
-        logits, outputs,
-    )  # fmt: skip
+    if not tensors:
+        scales = _xqa_scales(q, k_cache, output, q_scale, kv_scale, rcp_out_scale)
+    call = decode_call(query, kv, page_table, lens, q_cu_seq_lens, mask, sinks, result, None, rows, window, scales)
     with_caller_names(_XQA_NAMES, dispatch_call, "decode", call, None, signature)
+
+
+def _xqa_scales(
+    q: Tensor, k_cache: Tensor, output: Tensor, q_scale: Scale, kv_scale: Scale, rcp_out_scale: Scale
+) -> dict[str, Scale]:
+    """A record's scales. Made before the launch cache is asked where one is a tensor: a product is its input too."""
+    device = tensor("q", q).device
+    scalar("rcp_out_scale", rcp_out_scale, device)
+    outputs = {"kv_scale": kv_scale}
+    if tensor("output", output).dtype in FP8:
+        outputs["rcp_out_scale"] = rcp_out_scale
+    logits = {"q_scale": q_scale, "kv_scale": kv_scale, "sqrt(D)": max(q.shape[-1], 1) ** -0.5}
+    return spread(has_scales(k_cache), logits, outputs, device)
 
 
 def xqa_mla(
@@ -248,11 +259,23 @@ def xqa_mla(
 
     Raises ValueError or TypeError for a bad argument.
     """
-    (q_number, q_t), (kv_number, kv_t) = number_or_tensor(q_scale), number_or_tensor(kv_scale)
-    signature, found = lookup_cached(
-        _XQA_NAMES, "mla_decode", ("xqa_mla", page_size, _value_rows_key(k_cache, v_cache), q_number, kv_number),
-        (q, None, k_cache, None, None, page_table, seq_lens, None, output, None, q_t, kv_t, None), _JOINED,
-    )  # fmt: skip
+    value_rows = _value_rows_key(k_cache, v_cache)
+    apart = value_rows is not None and not value_rows[0]
+    numbers: tuple = q_scale, kv_scale
+    tensors: dict[str, Tensor] = {}
+    if isinstance(q_scale, Tensor) or isinstance(kv_scale, Tensor):
+        scales = _xqa_mla_scales(q, k_cache, apart, q_scale, kv_scale)
+        numbers, tensors = as_inputs(scales)
+    options = ("xqa_mla", page_size, value_rows, *numbers)
+    if apart:
+        inputs = attention_inputs(
+            q=q, k_cache=k_cache, v_cache=v_cache, page_table=page_table, seq_lens=seq_lens, out=output, **tensors
+        )
+        signature, found = lookup_cached(_XQA_NAMES, "decode", options, inputs)
+    else:
+        scale_tensors = [tensors.get(f"{name}_t") for name in ("softmax_scale", "kv_scale", "out_scale")]
+        inputs = (q, None, k_cache, None, None, page_table, seq_lens, None, output, None, *scale_tensors)
+        signature, found = lookup_cached(_XQA_NAMES, "mla_decode", options, inputs, _JOINED)
     if found is not None:
         return
     query, result = beam_rows("q", q, 1), beam_rows("output", output, 1)
@@ -267,25 +290,34 @@ def xqa_mla(
             f"v_cache: want the rows of k_cache {list(k.shape)} {dtype_name(k.dtype)}, or their first {rank} columns, "
             f"got {list(v.shape)} {dtype_name(v.dtype)}"
         )
-    if v_cache is not k_cache and not _same_rows(k, v):
+    as_kv = v_cache is not k_cache and not _same_rows(k, v)
+    if not tensors or as_kv != apart:
+        scales = _xqa_mla_scales(q, k_cache, as_kv, q_scale, kv_scale)
+    if as_kv:
         if k.dtype == torch.uint8:
             raise ValueError("v_cache: want k_cache itself, or a view of its rows, for rows of fp8_ds_mla, got a copy")
         kv = with_caller_names(_XQA_NAMES, layer, (k[:, :, None], v[:, :, None, :rank]), "NHD", None)
-        factors: tuple[dict[str, Scale], ...] = {"q_scale": q_scale, "kv_scale": kv_scale}, {"kv_scale": kv_scale}
-        call: tuple = decode_call(query, kv, page_table, lens, None, None, None, result, None, 1, 0, *factors)
-        with_caller_names(_XQA_NAMES, dispatch_call, "decode", call, None)
+        call: tuple = decode_call(query, kv, page_table, lens, None, None, None, result, None, 1, 0, scales)
+        with_caller_names(_XQA_NAMES, dispatch_call, "decode", call, None, signature if apart else None)
         return
     latent = with_caller_names(_XQA_NAMES, latent_layer, k, rank)
     if query.shape[-1] != rank + latent.kpe.shape[-1]:
         raise ValueError(f"q: want rows of {rank} + {latent.kpe.shape[-1]}, got {list(q.shape)}")
-    scalar("q_scale", q_scale, q.device), scalar("kv_scale", kv_scale, q.device)
-    scaled = latent_format(latent.format).scale == TENSOR
-    softmax_scale = q_scale if scaled else times(q_scale, kv_scale)
-    scales = (softmax_scale, kv_scale if scaled else 1.0, 1.0 if scaled else kv_scale)
-    with_caller_names(
-        _XQA_NAMES, dispatch_call, "mla_decode", _mla_call(query, latent, page_table, lens, result, 1, *scales), None,
-        signature,
-    )  # fmt: skip
+    call = _mla_call(query, latent, page_table, lens, result, 1, **scales)
+    with_caller_names(_XQA_NAMES, dispatch_call, "mla_decode", call, None, signature)
+
+
+def _xqa_mla_scales(q: Tensor, k_cache: Tensor, as_kv: bool, q_scale: Scale, kv_scale: Scale) -> dict[str, Scale]:
+    """A record's scales, as `_xqa_scales` has them. as_kv: of the op for K/V caches."""
+    device, scaled = tensor("q", q).device, tensor("k_cache", k_cache).dtype in FP8
+    factors = {"q_scale": q_scale, "kv_scale": kv_scale}
+    if as_kv:
+        return spread(scaled, factors, {"kv_scale": kv_scale}, device)
+    for name, x in factors.items():
+        scalar(name, x, device)
+    if scaled:
+        return {"softmax_scale": q_scale, "kv_scale": kv_scale, "out_scale": 1.0}
+    return {"softmax_scale": times(q_scale, kv_scale), "kv_scale": 1.0, "out_scale": kv_scale}
 
 
 def xqa_batch_decode_with_kv_cache_mla(

@@ -95,12 +95,30 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
 
     Raises ValueError that lists the supported cache dtypes, and ValueError or TypeError for other bad arguments.
     """
+    four_bits = isinstance(key_cache, Tensor) and key_cache.dtype == torch.uint8
+    if four_bits:  # rotated rows are inputs of the launch, which a repeated call must find
+        _check_mode(key_cache, kv_quant_mode)
+        key, value = _token_rows(key, value, slot_mapping)
+        key, value = rotated("key", key), rotated("value", value)
     caches = key_cache, value_cache, k_scale_cache, v_scale_cache
     signature, found = lookup_cached(
         _NAMES, "append", ("per_token_head", kv_quant_mode), (key, value, *caches, slot_mapping, *[None] * 10)
     )
     if found is not None:
         return
+    own = _check_mode(key_cache, kv_quant_mode)
+    key, value = _token_rows(key, value, slot_mapping)
+    k_cache = _row_heads("key_cache", key_cache, key.shape[2] // (1 + four_bits))
+    v_cache = _row_heads("value_cache", value_cache, value.shape[2] // (1 + four_bits))
+    call = AppendCall(
+        key, value, k_cache, v_cache, k_scale_cache, v_scale_cache, slot_mapping, None, None, None, None, own,
+        1.0, None, 1.0, None, False, widen=not four_bits,
+    )  # fmt: skip
+    with_caller_names(_NAMES, dispatch_call, "append", call, None, signature)
+
+
+def _check_mode(key_cache: Tensor, kv_quant_mode: object) -> str:
+    """The format of a cache with scales per token and head; raises unless it is the one of `kv_quant_mode`."""
     dtype = tensor("key_cache", key_cache).dtype
     if dtype not in _PER_TOKEN_HEAD:
         raise ValueError(
@@ -114,17 +132,7 @@ def triton_reshape_and_cache_flash_per_token_head_quant(
         or_none = "" if dtype == torch.uint8 else ", or None"
         want = f"{own.upper()} ({_QUANT_MODE[own]}) beside a {dtype_name(dtype)} cache{or_none}"
         raise ValueError(f"kv_quant_mode: want {want}, got {type(kv_quant_mode).__name__ if mode is None else mode}")
-    key, value = _token_rows(key, value, slot_mapping)
-    four_bits = own == "int4_per_token_head"
-    if four_bits:
-        key, value = rotated("key", key), rotated("value", value)
-    k_cache = _row_heads("key_cache", key_cache, key.shape[2] // (1 + four_bits))
-    v_cache = _row_heads("value_cache", value_cache, value.shape[2] // (1 + four_bits))
-    call = AppendCall(
-        key, value, k_cache, v_cache, k_scale_cache, v_scale_cache, slot_mapping, None, None, None, None, own,
-        1.0, None, 1.0, None, False, widen=not four_bits,
-    )  # fmt: skip
-    with_caller_names(_NAMES, dispatch_call, "append", call, None, signature)
+    return own
 
 
 def reshape_and_cache_flash(

@@ -19,7 +19,7 @@ from ..calls import CALLS
 from ..tracing import tracing
 from . import kernel_errors
 from .plan import Plan
-from .signature import FIELD_GETTERS, TENSOR_FIELDS, TensorSignature
+from .signature import FIELD_GETTERS, TENSOR_FIELDS, TensorSignature, repeats_of
 
 _MAX_TRIED = 4  # entries with equal options that are tried in order
 _MAX_CALLS = 16384  # a layer with its own scales has its own entry; beyond this the cache is cleared
@@ -79,7 +79,7 @@ class _CachedLaunch:
 
 
 _recent: dict[tuple, list[_CachedLaunch]] = {}  # by operation and options, latest first
-_launches: dict[tuple, _CachedLaunch] = {}  # by (operation, options) and the tensors' shapes
+_launches: dict[tuple, _CachedLaunch] = {}  # by (operation, options), repeated tensors, and shapes
 
 
 def lookup(op: str, options: tuple, inputs: tuple[Tensor | None, ...]) -> list[Tensor] | None:
@@ -97,7 +97,7 @@ def lookup(op: str, options: tuple, inputs: tuple[Tensor | None, ...]) -> list[T
             if cached is not recent[0]:
                 _move_to_front(key, cached)
             return outputs
-    stored = _launches.get((key, _shapes(inputs)))
+    stored = _launches.get(_full_key(key, inputs))
     outputs = None if stored is None else stored(inputs)
     if outputs is not None:
         _move_to_front(key, stored)
@@ -108,8 +108,8 @@ def _move_to_front(key: tuple, cached: Any) -> None:
     _recent[key] = [cached, *(x for x in _recent.get(key, ()) if x is not cached)][:_MAX_TRIED]
 
 
-def _shapes(inputs: tuple[Tensor | None, ...]) -> tuple:
-    return tuple(getattr(x, "shape", None) for x in inputs)
+def _full_key(key: tuple, inputs: tuple[Tensor | None, ...]) -> tuple:
+    return key, repeats_of(inputs), *(getattr(x, "shape", None) for x in inputs)
 
 
 def _is_captured(x: Tensor) -> bool:
@@ -120,11 +120,8 @@ def insert(op: str, signature: CallSignature, call: tuple, plan: Plan) -> None:
     """Cache a call that missed, for later calls that match it."""
     if plan.bind is None:
         return
-    present = [x for x in signature.inputs if x is not None]
-    if len({*map(id, present)}) < len(present):
-        return  # guards refuse a tensor that is passed twice
     key = op, signature.options
-    full_key = key, _shapes(signature.inputs)
+    full_key = _full_key(key, signature.inputs)
     if full_key in _launches and _launches[full_key].matches(signature.inputs):
         return  # cached already: its launch declined this one call
     names, (tensors_of, _) = TENSOR_FIELDS[op], FIELD_GETTERS[op]
@@ -135,11 +132,12 @@ def insert(op: str, signature: CallSignature, call: tuple, plan: Plan) -> None:
     if any(x.requires_grad for n, x in inputs.items() if n in CALLS[op][1]):
         return  # each call must check whether autograd would track it
     outputs = {n: x for n, x in signature.outputs.items() if n not in inputs}
-    bases = inputs | outputs
     # A cached launch cannot reproduce tensors that the operation drops, copies, or takes from elsewhere.
-    if any(n not in tensors or tensors[n].data_ptr() != x.data_ptr() for n, x in bases.items()):
+    if any(n not in tensors or tensors[n].data_ptr() != x.data_ptr() for n, x in (inputs | outputs).items()):
         return
-    views = {n: of for n, of in signature.views.items() if n in tensors}
+    first = {names[i]: names[of] for i, of in repeats_of(signature.inputs)}
+    bases = {n: x for n, x in (inputs | outputs).items() if n not in first}
+    views = first | {n: first.get(of, of) for n, of in signature.views.items() if n in tensors}
     if tensors.keys() - bases.keys() - views.keys() or not outputs.keys() <= set(CALLS[op][1]):
         return
     positions = {name: i for i, name in enumerate((*bases, *views))}

@@ -67,12 +67,12 @@ _PACKAGE = (__package__ or "").rpartition(".")[0]
 _warned: set[str] = set()  # warnings issued
 
 
-def dispatch(op: str, call: tuple, backend: str | None = None) -> Plan:
-    """Run `call` on the backend that its facts select, outputs in place. Returns the plan.
+def dispatch(op: str, call: tuple, backend: str | None = None, *, arch: int | None = None) -> Plan:
+    """Run `call` on the backend that its facts select, outputs in place. Returns the plan. arch: as in `plan`.
 
     Raises KernelError if a kernel does not compile or launch.
     """
-    p = plan(op, call, backend)
+    p = plan(op, call, backend, arch=arch)
     if p.run is not _no_op:
         aliasing.check_aliasing(op, call)
         if env.checked():

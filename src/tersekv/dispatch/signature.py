@@ -36,11 +36,14 @@ _NONE = frozenset((None,))
 class TensorSignature:
     """Matches tensors against those of a planned call, in a quarter of the time that `tensor_key` takes."""
 
-    __slots__ = ("absent", "guard", "offsets", "present")
+    __slots__ = ("absent", "guard", "offsets", "present", "repeats")
 
     def __init__(self, tensors: tuple[Tensor | None, ...]) -> None:
-        found = [x for x in tensors if x is not None]
-        self.present = fields_getter([i for i, x in enumerate(tensors) if x is not None])
+        self.repeats = repeats_of(tensors)
+        again = {i for i, _ in self.repeats}  # guards take no tensor twice
+        places = [i for i, x in enumerate(tensors) if x is not None and i not in again]
+        found = [x for i in places if (x := tensors[i]) is not None]
+        self.present = fields_getter(places)
         self.absent = fields_getter([i for i, x in enumerate(tensors) if x is None])
         self.offsets = [x.data_ptr() & 15 for x in found]
         self.guard: Callable[..., bool] = _never_matches
@@ -49,17 +52,20 @@ class TensorSignature:
             self.guard = _guards(*found, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def matches(self, tensors: tuple[Tensor | None, ...]) -> bool:
-        """Returns whether these have the same keys. False may be wrong: guards check more than a key, and refuse a
-        tensor that is passed twice."""
+        """Returns whether these have the same keys. False may be wrong: guards check more than a key."""
         return self.addresses(tensors) is not None
 
     def addresses(self, tensors: tuple[Tensor | None, ...]) -> list[int] | None:
-        """Returns the addresses of those that are not None, if they match; else None."""
+        """Returns the addresses of those that are not None, of a tensor that is passed twice once, if they match; else
+        None."""
         try:  # not by `==`, which takes 20 µs on a tensor
             if not _NONE.issuperset(self.absent(tensors)):
                 return None
         except TypeError:  # an unhashable value is not None
             return None
+        for i, of in self.repeats:
+            if tensors[i] is not tensors[of]:
+                return None
         present: tuple[Any, ...] = self.present(tensors)
         if not self.guard(*present):
             return None
@@ -69,6 +75,16 @@ class TensorSignature:
 
 def _never_matches(*tensors: Tensor) -> bool:
     return False
+
+
+def repeats_of(tensors: tuple[Tensor | None, ...]) -> tuple[tuple[int, int], ...]:
+    """Returns (index, that of the first) of every tensor that is passed again."""
+    ids = [id(x) for x in tensors if x is not None]
+    if len({*ids}) == len(ids):
+        return ()
+    first: dict[int, int] = {}
+    places = [(i, first.setdefault(id(x), i)) for i, x in enumerate(tensors) if x is not None]
+    return tuple((i, of) for i, of in places if i != of)
 
 
 def fields_getter(indices: list[int]) -> Callable[[tuple], tuple]:

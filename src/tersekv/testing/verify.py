@@ -48,23 +48,27 @@ def verify(
         yield run(case, device, backend)
 
 
-def run(case: Case, device: torch.device | str = "cpu", backend: str | None = None, *, zones: bool = True) -> Result:
+def run(
+    case: Case, device: torch.device | str = "cpu", backend: str | None = None, *, zones: bool = True,
+    arch: int | None = None,
+) -> Result:  # fmt: skip
     """Run one case. An error that is no UnsupportedError is a failure, with the error as its message.
 
     zones:  lay guard zones around all memory; without them, a tool that watches memory sees what is read beside it
+    arch:   the chip that is planned for, as in `plan`; None: the device's own
     """
     chosen = backend
     try:
         want = make(case)
         if zones:
             guarded = Guarded(want, device)
-            chosen = plan(case.op, guarded.call, backend).backend
+            chosen = plan(case.op, guarded.call, backend, arch=arch).backend
             with guarded.scratch():
-                dispatch(case.op, guarded.call, backend)
+                dispatch(case.op, guarded.call, backend, arch=arch)
             strays, got = guarded.strays(), guarded.back()
         else:
             call, strays = moved(want, device), []
-            chosen = dispatch(case.op, call, backend).backend
+            chosen = dispatch(case.op, call, backend, arch=arch).backend
             got = moved(call, "cpu")
         report = compare(case.op, got, want, reference.run(case.op, want, got))
     except UnsupportedError as e:

@@ -37,7 +37,7 @@ class Case:
     query: str = "bf16"  # type of the queries; of prefill and MLA decode also fp8_e4m3
     scales: str = "apart"  # where stored scales lie; of decode also "tail"
     batch_invariant: bool = False
-    through: str = ""  # the function of `compat` that makes the call: "flashinfer.xqa"
+    through: str = ""  # the function of `compat` that makes the call, and how: "flashinfer.xqa", "flashinfer.xqa: …"
     total: int = 0  # of prefill: tokens of the request, the new ones included; 0: all are new
     rotated: bool = False  # of append and rope_append: rows of K and V lie rotated
 
@@ -275,10 +275,23 @@ def _host(s: Sizes) -> Iterator[Case]:
             if "single" in function:  # its keys lie in one page
                 case = replace(case, page=n)
             heads = 16 if "mla" in op else KV_HEADS if op == "append" else Q_HEADS
-            yield replace(case, heads=heads, tokens=64 if op == "mla_prefill" else case.tokens)
+            case = replace(case, heads=heads, tokens=64 if op == "mla_prefill" else case.tokens)
+            yield case
+            yield from (replace(case, through=f"{case.through}: {way}") for way in _WAYS.get((function, op), ()))
 
 
 _ROPE = "rope_quantize_fp8_append_paged_kv_cache"
+# Other ways of calling a function of `compat` in an operation, by their names in `compat.WAYS`.
+_WAYS = {
+    ("xqa_batch_decode_with_kv_cache", "decode"): ("no out", "tensor scales"),
+    ("xqa", "decode"): ("tensor scales", "one scale twice"),
+    ("BatchDecodeWithPagedKVCacheWrapper", "decode"): ("no out", "tensor scales"),
+    ("trtllm_batch_decode_with_kv_cache", "decode"): ("no out", "tensor scales"),
+    ("xqa_mla", "mla_decode"): ("tensor scales",),
+    ("xqa_batch_decode_with_kv_cache_mla", "mla_decode"): ("no out", "tensor scales"),
+    (_ROPE, "rope_append"): ("no outputs", "empty q_nope_out", "tensor scales", "one scale twice"),
+    (_ROPE, "mla_append"): ("no outputs", "tensor scales", "one scale twice"),
+}
 # Functions of `compat`: library → (name, operation, format).
 _THROUGH = {
     "flashinfer": (

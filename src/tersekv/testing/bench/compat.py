@@ -17,7 +17,7 @@ from torch import Tensor
 from ...compat.max import PagedKVCacheCollection
 from ...ops.mla import mla_append
 from . import data
-from .append import Append
+from .append import Q_DTYPE, Append
 from .cases import NOPE, RANK, ROPE, Case
 from .decode import Branch, Decode, MLADecode
 from .flashinfer import csr, fa2, rope_append, workspace, xqa_batch
@@ -33,6 +33,16 @@ class Rows(Append):
 
     def _call(self, layer: Any, slots: Tensor, x: dict, out: dict, positions: Tensor, backend: str | None) -> Any:
         return lambda: mla_append(x["kv_c"], x["k_pe"], layer, slots, backend=backend)
+
+
+class RopeAppend(Append):
+    """Appends whose call returns the query's parts, and may have made them."""
+
+    def error(self, result: Any) -> float:
+        for out, part in zip(self.outs[0].values(), result or (), strict=False):
+            if part is not out:
+                out.copy_(part)
+        return super().error(result)
 
 
 class Merge:
@@ -243,6 +253,80 @@ class Function(NamedTuple):
     problem: Callable[[Case, torch.device, str | None], Any] | None = None
 
 
+def _with(**values: Callable[[Any], Any]) -> Callable[[Callable, Any], Callable]:
+    """A way: with these arguments, of the problem."""
+
+    def way(fn: Callable, p: Any) -> Callable:
+        more = {name: value(p) for name, value in values.items()}
+        return lambda *args, **options: fn(*args, **options | more)
+
+    return way
+
+
+def _without(*names: str) -> Callable[[Callable, Any], Callable]:
+    """A way: without these arguments."""
+
+    def way(fn: Callable, p: Any) -> Callable:
+        return lambda *args, **options: fn(*args, **{name: x for name, x in options.items() if name not in names})
+
+    return way
+
+
+def _of_run(way: Callable[[Callable, Any], Callable]) -> Callable[[Callable, Any], Callable]:
+    """The same of a wrapper's `run`."""
+
+    def of_wrapper(fn: Callable, p: Any) -> Callable:
+        def make(*args: Any, **options: Any) -> Any:
+            wrapper = fn(*args, **options)
+            wrapper.run = way(wrapper.run, p)
+            return wrapper
+
+        return make
+
+    return of_wrapper
+
+
+def _one(p: Any) -> Tensor:
+    return torch.ones(1, device=p.tables.device)
+
+
+def _scale(p: Any) -> Tensor:
+    return torch.full((1,), p.scale, device=p.tables.device)
+
+
+def _twice(*names: str) -> Callable[[Callable, Any], Callable]:
+    """A way: one tensor of 1 as every one of these scales."""
+
+    def way(fn: Callable, p: Any) -> Callable:
+        one = _one(p)
+        return _with(**dict.fromkeys(names, lambda _: one))(fn, p)
+
+    return way
+
+
+def _no_columns(p: Append) -> Tensor:
+    return torch.empty(p.case.tokens, p.case.heads, 0, dtype=Q_DTYPE, device=p.device)
+
+
+_BMM = _with(bmm1_scale=_scale, bmm2_scale=_one)
+_QUANT = ("quant_scale_q", "quant_scale_kv")
+# Other documented ways of calling a function, by its name and theirs: both sides are called so.
+WAYS = {
+    "xqa_batch_decode_with_kv_cache": {"no out": _without("out"), "tensor scales": _BMM},
+    "trtllm_batch_decode_with_kv_cache": {"no out": _without("out"), "tensor scales": _BMM},
+    "xqa": {"tensor scales": _with(q_scale=_one, kv_scale=_one), "one scale twice": _twice("q_scale", "kv_scale")},
+    "xqa_mla": {"tensor scales": _with(q_scale=_scale, kv_scale=_one)},
+    "xqa_batch_decode_with_kv_cache_mla": {"no out": _without("out"), "tensor scales": _BMM},
+    "BatchDecodeWithPagedKVCacheWrapper": {
+        "no out": _of_run(_without("out")), "tensor scales": _of_run(_with(k_scale=_one, v_scale=_one)),
+    },
+    "rope_quantize_fp8_append_paged_kv_cache": {
+        "no outputs": _without("q_rope_out", "q_nope_out"), "empty q_nope_out": _with(q_nope_out=_no_columns),
+        "tensor scales": _with(**dict.fromkeys(_QUANT, _one)), "one scale twice": _twice(*_QUANT),
+    },
+}  # fmt: skip
+
+
 def _rows_of(drafts: int) -> Callable[[Case, torch.device, str | None], ShapeDecode]:
     """The problem of a decode with so many causal rows a request."""
 
@@ -264,7 +348,7 @@ FUNCTIONS = {
     "flashinfer.trtllm_batch_decode_with_kv_cache": Function(_trtllm, "flashinfer.decode"),
     "flashinfer.xqa_mla": Function(_xqa_mla, "flashinfer.xqa"),
     "flashinfer.xqa_batch_decode_with_kv_cache_mla": Function(_xqa_batch_mla, "flashinfer.mla"),
-    "flashinfer.rope_quantize_fp8_append_paged_kv_cache": Function(rope_append, "flashinfer.rope"),
+    "flashinfer.rope_quantize_fp8_append_paged_kv_cache": Function(rope_append, "flashinfer.rope", RopeAppend),
     "flashinfer.append_paged_kv_cache": Function(_append, "flashinfer.page"),
     "flashinfer.append_paged_mla_kv_cache": Function(_append_mla, "flashinfer.page", Rows),
     "flashinfer.get_seq_lens": Function(_seq_lens, "flashinfer.page", Places),
@@ -281,20 +365,30 @@ FUNCTIONS = {
 
 def through(case: Case, own: Callable[..., Any] | None, device: torch.device, backend: str | None) -> Any:
     """The problem of a case whose calls are made by a function of `compat`; own: the operation's problem."""
-    library, _, name = case.through.partition(".")
-    function = FUNCTIONS[case.through]
+    library, name, function = _function(case)
     make = function.problem or own
     assert make is not None, case.op
     problem = make(case, device, backend)
-    ours = getattr(importlib.import_module(f"tersekv.compat.{library}"), name)
-    problem.calls = function.calls(ours, problem)
+    problem.calls = _calls(importlib.import_module(f"tersekv.compat.{library}"), name, function, problem)
     return problem
 
 
 def peers(library: str, problem: Any) -> Iterator[data.Rival]:
     """The function that the case's stands in for, if it is of this library."""
-    owner, _, name = problem.case.through.partition(".")
-    function = FUNCTIONS[problem.case.through]
+    owner, name, function = _function(problem.case)
     if owner == library and function.theirs is not None:
         home = function.theirs
-        yield data.Rival(library, lambda: function.calls(getattr(importlib.import_module(home), name), problem))
+        yield data.Rival(library, lambda: _calls(importlib.import_module(home), name, function, problem))
+
+
+def _function(case: Case) -> tuple[str, str, Function]:
+    """(library, name, function) of a case."""
+    named = case.through.partition(": ")[0]
+    library, _, name = named.partition(".")
+    return library, name, FUNCTIONS[named]
+
+
+def _calls(home: Any, name: str, function: Function, problem: Any) -> list:
+    """The problem's calls by a function of `home`, in the case's way."""
+    fn, way = getattr(home, name), problem.case.through.partition(": ")[2]
+    return function.calls(WAYS[name][way](fn, problem) if way else fn, problem)

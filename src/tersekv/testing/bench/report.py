@@ -166,6 +166,12 @@ def losses(results: Iterable[Result]) -> Iterator[Result]:
 
 def record(r: Result, limits: Limits, where: dict) -> dict:
     """One JSON line: the case, what came out, and the environment."""
+    limit = {"copy_tb_s": limits.copy / 1e12, "matmul_tflop_s": limits.matmul / 1e12}
+    return {**outcome(r, limits), **limit, **where}
+
+
+def outcome(r: Result, limits: Limits) -> dict:
+    """The case, and what came out."""
     share, timed = r.share(limits), r.us is not None and not r.case.host
     return {
         **r.case.as_dict(),
@@ -193,9 +199,6 @@ def record(r: Result, limits: Limits, where: dict) -> dict:
             for p in r.peers
         },
         "peers_format": r.peers_format,
-        "copy_tb_s": limits.copy / 1e12,
-        "matmul_tflop_s": limits.matmul / 1e12,
-        **where,
     }
 
 
@@ -203,7 +206,7 @@ def environment(device: torch.device, libraries: Sequence[str]) -> dict:
     """What a stored result was made with."""
     return {
         "chip": chip(device),
-        "driver": _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+        "driver": command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
         if device.type == "cuda"
         else None,
         "torch": torch.__version__,
@@ -228,15 +231,16 @@ def chip(device: torch.device) -> str:
 
 def commit() -> str | None:
     """The commit that this file is checked out from; "+" where files of the package differ from it."""
-    tracked = _command("git", "-C", str(_WHERE), "ls-files", "--error-unmatch", "report.py")
-    head = _command("git", "-C", str(_WHERE), "rev-parse", "--short", "HEAD") if tracked else None
+    tracked = command_output("git", "-C", str(_WHERE), "ls-files", "--error-unmatch", "report.py")
+    head = command_output("git", "-C", str(_WHERE), "rev-parse", "--short", "HEAD") if tracked else None
     if not head:
         return None
     package = str(_WHERE.parent.parent)
-    return head + ("+" if _command("git", "-C", package, "status", "--porcelain", "-uno", "--", ".") else "")
+    return head + ("+" if command_output("git", "-C", package, "status", "--porcelain", "-uno", "--", ".") else "")
 
 
-def _command(*argv: str) -> str | None:
+def command_output(*argv: str) -> str | None:
+    """What a program prints; None: it is not there, or fails."""
     if shutil.which(argv[0]) is None:
         return None
     try:
