@@ -25,6 +25,7 @@ _HOMES = {
     "MLAPrefillPlan": "ops.mla",
     "merge_states": "ops.merge",
     "channel_scale": "attributes",
+    "transcode": "ops.transcode",
     "warm_up": "ops.warm_up",
     "PagedKVCache": "cache",
     "PagedKVLayer": "layers",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from .ops.mla import MLAPrefillPlan, mla_append, mla_decode, mla_prefill, mla_prefill_plan, mla_project
     from .ops.mla_branch import mla_decode_branch
     from .ops.prefill import prefill
+    from .ops.transcode import transcode
     from .ops.warm_up import warm_up
     from .pages import PagePool, copy_pages
 
@@ -88,6 +90,7 @@ __all__ = [
     "mla_project",
     "prefill",
     "rope_append",
+    "transcode",
     "warm_up",
 ]
 
