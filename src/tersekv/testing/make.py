@@ -407,7 +407,7 @@ def source_case(c: Case) -> Case:
     return replace(
         c, format=c.src_format or c.format, v_format=c.src_v_format or (c.v_format if not c.src_format else ""),
         page=c.src_page, layout=c.src_layout, scales=c.src_scales, rotation=c.src_rotation, channels=c.src_channels,
-        scale=c.src_scale, packed=False, split=c.split and c.src_format != "fp8_ds_mla",
+        scale=c.src_scale, packed=False, gaps="", split=c.split and c.src_format != "fp8_ds_mla",
     )  # fmt: skip
 
 

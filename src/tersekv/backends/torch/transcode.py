@@ -12,7 +12,7 @@ from tersekv.formats import ALL_FORMATS, CHANNELS, PAIRS, ROTATION, KVFormat
 
 from . import rotation
 from .exact import without_autocast
-from .quantize import dequantize, quantize_with_call_scale, reciprocal, why_no_codec
+from .quantize import dequantize, quantize_rows, reciprocal, why_no_codec
 from .slots import TokenSlots, scatter_rows, token_slots
 
 SUPPORTS = (PAIRS, ROTATION, CHANNELS)
@@ -75,9 +75,9 @@ def _write_side(call: Any, side: str, page: Tensor, entry: Tensor, slots: TokenS
         for prefix in ("src_", "")
     ]
     x, same = rotation.changed(dequantize(codes, stored, src, old[:, None]), *attributes)
-    value, tensor = getattr(call, f"{side}_scale"), getattr(call, f"{side}_scale_t")
-    multiplier = float(reciprocal(torch.tensor(value, dtype=torch.float32, device="cpu")))
-    new_codes, new_stored = quantize_with_call_scale(x, dst, multiplier, tensor, False)
+    # As an append does it, whose number is the multiplier: nvfp4's scale is the reciprocal of that.
+    global_scale = None if getattr(call, f"{side}_scale_t") is None else new[:, None]
+    new_codes, new_stored = quantize_rows(x, dst, reciprocal(new)[:, None], global_scale)
     if src is dst:
         same = same & (old == new)
         new_codes = _kept(same, codes, new_codes)
