@@ -270,11 +270,11 @@ class TranscodeCall(NamedTuple):
     """Tokens of one layer's pages into pages of another; always built by keyword.
 
     Of latent caches k is the latent part, v the rotary one, H is 1, and the formats are those of the parts: `bf16` of
-    fp8_ds_mla's rotary part. A row whose format, scale of the tensor and attributes are equal on both sides is copied. Any
-    other is dequantised in fp32, code × stored scale × scale of the tensor, and quantised as an append does. Between
-    the two, unless the signs are equal and the channel scales of its head (none: 1) too, it is rotated back (butterflies,
-    1 / sqrt(b), signs), multiplied by the old channel scales and by the rounded 1 / new ones where these differ, and
-    rotated anew.
+    fp8_ds_mla's rotary part. A row whose format, scale of the tensor and attributes are equal on both sides is copied.
+    Any other is dequantised in fp32, code × stored scale × scale of the tensor, and quantised as an append does it.
+    Between these, unless the signs are equal and the channel scales of its head (none: 1) too, it is rotated back
+    (butterflies, 1 / sqrt(b), signs), multiplied by the old channel scales and by the rounded 1 / new ones where these
+    differ, and rotated anew.
     """
 
     src_k: Tensor  # [P, S, H, D]
@@ -312,8 +312,8 @@ class TranscodeCall(NamedTuple):
     layers: Tensor | None = None  # [n, 24] int64: this layer and others that are like it (LAYER_COLUMNS)
 
 
-# What `TranscodeCall.layers` says of each layer: how many times 16 bytes a tensor lies behind that of the record; behind
-# these the bits of the four fp32 scales.
+# What `TranscodeCall.layers` says of each layer: how many times 16 bytes a tensor lies behind that of the record; then
+# the bits of the four fp32 scales.
 LAYER_COLUMNS = (
     "src_k", "src_v", "src_k_scale_cache", "src_v_scale_cache", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache",
     "src_k_scale_t", "src_v_scale_t", "k_scale_t", "v_scale_t", "src_k_signs", "src_v_signs", "k_signs", "v_signs",

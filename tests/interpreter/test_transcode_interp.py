@@ -41,13 +41,17 @@ def test_tokens_of_pages_outside_are_skipped(name, dtype):
     call = make(next(c for c in write_cases(OP) if c.id == "transcode/nvfp4/next format"))
     info, pages = torch.iinfo(dtype), getattr(call, name)
     wrong = [info.max, info.min or info.max - 1, call.k_cache.shape[0] + call.src_k.shape[0]]
-    assert_bytes_equal(OP, call._replace(**{name: torch.tensor([*pages[:1].tolist(), *wrong]).to(dtype), "num_tokens": 60}))
+    assert_bytes_equal(
+        OP, call._replace(**{name: torch.tensor([*pages[:1].tolist(), *wrong]).to(dtype), "num_tokens": 60})
+    )
 
 
 def mixed(formats: list, page: int, **options) -> PagedKVCache:
     """Layers of several formats, scales and attributes, in pages of one size."""
     cache = PagedKVCache.allocate(len(formats), 6, page, 2, 16, layer_formats=formats, **options)
-    scales = [{} if f[0] != "fp8_e4m3" else {"k_scale": torch.full((1,), 0.5 + i)} for i, f in enumerate(cache.layer_formats)]
+    scales = [
+        {} if f[0] != "fp8_e4m3" else {"k_scale": torch.full((1,), 0.5 + i)} for i, f in enumerate(cache.layer_formats)
+    ]
     scales[-1] |= {"v_scale": 0.75}
     layers = [replace(layer, **more) for layer, more in zip(cache.layers, scales, strict=True)]
     return PagedKVCache(layers, 16, 16)

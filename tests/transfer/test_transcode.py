@@ -151,11 +151,11 @@ def test_the_number_of_tokens_may_lie_on_the_device():
 
 WRONG = [
     ({"src": 3}, TypeError, "src: want a cache or a layer of one, got int"),
-    ({"dst": PagedLatentCache.allocate(2, 8, 8, format="bf16")}, TypeError, "dst: want PagedKVCache as src is, got PagedL"),
+    ({"dst": PagedLatentCache.allocate(2, 8, 8, format="bf16")}, TypeError, "dst: want PagedKVCache as src is, got"),
     ({"dst": kv("bf16", layers=3)}, ValueError, "dst: want num_layers 2 as src has, got 3"),
-    ({"dst": PagedKVCache.allocate(2, 8, 8, H + 1, D, format="bf16")}, ValueError, "dst: want num_kv_heads 2 as src has, got 3"),
-    ({"dst": PagedKVCache.allocate(2, 8, 8, H, D, head_dim_v=32, format="bf16")}, ValueError, "want head_dim_v 64 as src"),
-    ({"dst": PagedKVCache.allocate(2, 8, 8, H, D, format="bf16", device="meta")}, ValueError, "dst: want device cpu as src"),
+    ({"dst": PagedKVCache.allocate(2, 8, 8, 3, D, format="bf16")}, ValueError, "want num_kv_heads 2 as src has, got 3"),
+    ({"dst": PagedKVCache.allocate(2, 8, 8, H, D, head_dim_v=32, format="bf16")}, ValueError, "head_dim_v 64 as src"),
+    ({"dst": kv("bf16", device="meta")}, ValueError, "dst: want device cpu as src has, got meta"),
     ({"src_pages": [0, 8]}, ValueError, r"src_pages: want pages in \[0, 8\), got 8 at 1"),
     ({"src_pages": torch.tensor([0, -1])}, ValueError, r"src_pages: want pages in \[0, 8\), got -1 at 1"),
     ({"dst_pages": [1, 1]}, ValueError, "dst_pages: want each page once, got 1 again"),
@@ -166,7 +166,7 @@ WRONG = [
     ({"num_tokens": -1}, ValueError, "num_tokens: want 0 or more, got -1"),
     ({"num_tokens": 1.5}, TypeError, "num_tokens: want int, got float"),
     ({"num_tokens": torch.tensor([1.0])}, ValueError, r"num_tokens: want \[1\] int32"),
-    ({"src_pages": torch.tensor([0.0, 1.0])}, ValueError, r"src_pages: want \[n\] int32 \| int64 \| uint32, got \[2\] float32"),
+    ({"src_pages": torch.tensor([0.0, 1.0])}, ValueError, r"src_pages: want \[n\] int32 .* got \[2\] float32"),
     ({"src_pages": torch.tensor([[0]])}, ValueError, r"src_pages: want \[n\], got \[1, 1\]"),
     ({"src_pages": "ab"}, TypeError, "src_pages: want Tensor or a list of ints, got str"),
     ({"src_pages": [True, 0]}, TypeError, "src_pages: want int, got bool"),
@@ -236,7 +236,7 @@ def test_signs_and_channel_scales_of_both_sides_are_looked_at_in_checked_mode(mo
     monkeypatch.setattr(env, "checked", lambda: True)
     a, b = kv("bf16", rotation="hadamard"), kv("fp8_e4m3")
     a[1].k_signs[3] = 0.5
-    with pytest.raises(ValueError, match="src_k_signs: want 1 or -1, got 0.5"):
+    with pytest.raises(ValueError, match=r"src_k_signs: want 1 or -1, got 0\.5"):
         tersekv.transcode(a, [0], b, [0])
 
 

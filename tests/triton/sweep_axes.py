@@ -36,7 +36,8 @@ _OUT = ("", "float8_e4m3fn", "float8_e5m2")
 _FACTORS = ("one", "float", "tensor", "head")
 _KINDS = {
     "caches": "k_cache v_cache ckv kpe src_k src_v",
-    "scales": "k_scale_cache v_scale_cache src_k_scale_cache src_v_scale_cache ckv_scale_cache kv_b_proj_scale w_uk_scale w_uv_scale",
+    "scales": "k_scale_cache v_scale_cache src_k_scale_cache src_v_scale_cache ckv_scale_cache "
+    "kv_b_proj_scale w_uk_scale w_uv_scale",
     "indices": "page_table seq_lens cu_seqlens_q slot_mapping batch_indices kv_positions kv_indptr kv_indices "
     "positions cache_lens buffer_row_offsets cache_offsets",
     "weights": "cos_sin_cache freqs_cis kv_norm_weight kv_b_proj w_uk w_uv weight sinks mask",

@@ -43,7 +43,9 @@ def _check_side(f: SimpleNamespace, s: ShapeChecker, name: str, cache: str, dim:
     size = s.dims.get(dim, codes.shape[-1] * fmt.values_per_element if len(codes.shape) == 4 else 0)
     step = fmt.scale_block or fmt.values_per_element
     want = f"rows of a positive multiple of {step} values for {fmt.name}"
-    require(len(codes.shape) != 4 or (size > 0 and size % step == 0), argument_of_field(TranscodeCall, cache), want, size)
+    require(
+        len(codes.shape) != 4 or (size > 0 and size % step == 0), argument_of_field(TranscodeCall, cache), want, size
+    )
     s.dims[dim] = fmt.elements(size)
     s.see(cache, f"P S H {dim}", [fmt.storage])
     s.dims[dim] = size

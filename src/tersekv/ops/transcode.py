@@ -179,7 +179,10 @@ def _layers(src: AnyCache, dst: AnyCache) -> list[tuple[Any, Any]]:
             raise ValueError(f"dst: want {name} {want} as src has, got {got}")
     pairs = list(zip(src.layers, dst.layers, strict=True)) if whole else [(src, dst)]  # type: ignore[union-attr]
     if not tracing():
-        memory = [{x.untyped_storage().data_ptr() for side in sides for x in _codes(side)} for sides in zip(*pairs, strict=True)]
+        memory = [
+            {x.untyped_storage().data_ptr() for side in sides for x in _codes(side)}
+            for sides in zip(*pairs, strict=True)
+        ]
         if memory[0] & memory[1] - {0}:
             raise ValueError("dst: want memory of its own, got some of src's (copy_pages copies within a cache)")
     return pairs
@@ -237,9 +240,14 @@ def _fields(src: Any, dst: Any) -> dict[str, Any]:
 def layer_fields(layer: PagedKVLayer | PagedLatentLayer, prefix: str) -> dict[str, Any]:
     """What a layer gives of a call's record, as "src_" or as "", the destination."""
     found: dict[str, Any]
+    names: tuple[str, ...] = ("src_k", "src_v") if prefix else ("k_cache", "v_cache")
     if isinstance(layer, PagedKVLayer):
         format, v_format, more = attributes(layer)
-        formats, codes, stored = (format, v_format or format), (layer.k, layer.v), (layer.k_scale_cache, layer.v_scale_cache)
+        formats, codes, stored = (
+            (format, v_format or format),
+            (layer.k, layer.v),
+            (layer.k_scale_cache, layer.v_scale_cache),
+        )
         scales = layer.k_scale, layer.v_scale
     else:
         f, more = latent_format(layer.format), (None,) * 4
@@ -248,7 +256,6 @@ def layer_fields(layer: PagedKVLayer | PagedLatentLayer, prefix: str) -> dict[st
         stored = (None if layer.ckv_scale_cache is None else layer.ckv_scale_cache.unsqueeze(2)), None
         scales = (layer.kv_scale, layer.kv_scale if ALL_FORMATS[rotary].scale == TENSOR else 1.0)
     found = {f"{prefix}format": formats[0], f"{prefix}v_format": formats[1]}
-    names = ("src_k", "src_v") if prefix else ("k_cache", "v_cache")
     for side, name, x, s, scale in zip("kv", names, codes, stored, scales, strict=True):
         value, tensor = float_and_tensor(scale, f"{side}_scale")
         found |= {name: x, f"{prefix}{side}_scale_cache": s}

@@ -13,6 +13,7 @@ from ..formats import KV_FORMATS, LATENT_FORMATS, KVFormat, kv_format, latent_fo
 from .case import Case, Lens, next_format, up_to_step
 from .transcode_cases import transcode
 
+
 def cases(
     ops: tuple[str, ...] | None = None, formats: tuple[str, ...] | None = None, *, quick: bool = False
 ) -> Iterator[Case]:
@@ -85,7 +86,9 @@ def _rope_append(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="quantising scales", place="pages", scale="tensor", reciprocal=True, rotary=16),
         replace(base, name="tail", scales="tail", heads=3, page=5),
         replace(base, name="rotated", rotation="kv", channels="k", rotary=32, dtype="float16", group=2),
-        replace(base, name="V of another format", v_format=next_format(base.format), rotation="v", channels="v", dim=128),
+        replace(
+            base, name="V of another format", v_format=next_format(base.format), rotation="v", channels="v", dim=128
+        ),
     ):
         yield replace(case, quick=False)
 
@@ -201,7 +204,9 @@ def _prefill(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="e4m3 query e5m2 out", dtype="float8_e4m3fn", out_dtype="float8_e5m2", lse=False),
         replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0)),
         replace(new, name="fp32", dtype="float32", lse=False),
-        replace(base, name="rotated, V of another format", rotation="kv", v_format=next_format(base.format), scales="tail"),
+        replace(
+            base, name="rotated, V of another format", rotation="kv", v_format=next_format(base.format), scales="tail"
+        ),
         replace(new, name="new rows, rotated, channel scales", rotation="kv", channels="kv", scale="float", sinks=True),
         replace(new, name=f"new rows, channel scales, D {odd}", channels="kv", rotation="v", dim=odd, dim_v=odd_v),
     ):

@@ -379,8 +379,10 @@ def _transcode(m: _Maker) -> TranscodeCall:
     c, tokens = m.case, m.case.lens[0]
     source = _Maker(source_case(c))
     a, b = (x.latent_layer() if c.latents else x.kv_layer(x.case.page) for x in (source, m))
-    pages = source.requests.live()
-    _fill_latents(source, a, *pages) if c.latents else _fill_kv(source, a, *pages)
+    if isinstance(a, PagedLatentLayer):
+        _fill_latents(source, a, *source.requests.live())
+    else:
+        _fill_kv(source, a, *source.requests.live())
     fields = {**layer_fields(a, "src_"), **layer_fields(b, "")}
     for name in [f"{side}_{what}" for side in "kv" for what in ("signs", "channel_scale", "scale", "scale_t")]:
         mine, given = fields[name], fields[f"src_{name}"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.formats import ALL_FORMATS, CHANNELS, PAIRS, ROTATION, KVFormat
+from tersekv.formats import ALL_FORMATS, CHANNELS, PAIRS, ROTATION
 
 from . import rotation
 from .exact import without_autocast
@@ -81,7 +81,8 @@ def _write_side(call: Any, side: str, page: Tensor, entry: Tensor, slots: TokenS
     if src is dst:
         same = same & (old == new)
         new_codes = _kept(same, codes, new_codes)
-        new_stored = None if stored is None else _kept(same, stored, new_stored)
+        if stored is not None and new_stored is not None:
+            new_stored = _kept(same, stored, new_stored)
     scatter_rows(cache, new_codes, slots)
     if new_stored is not None:
         scatter_rows(scale_cache, new_stored, slots)
@@ -104,5 +105,7 @@ def _scale(call: Any, name: str, like: Tensor) -> Tensor:
 
 def _kept(same: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """Returns rows [T, H, ...] of heads that are the same on both sides as they were, others as they became."""
-    as_bytes = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (old, new))
-    return torch.where(same.view(-1, *[1] * (old.dim() - 2)), *as_bytes).view(old.dtype)
+    same = same.view(-1, *[1] * (old.dim() - 2))
+    if old.element_size() > 1:
+        return torch.where(same, old, new)
+    return torch.where(same, old.view(torch.uint8), new.view(torch.uint8)).view(old.dtype)

@@ -49,7 +49,9 @@ def layer_distance(p_layer, COLUMN: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_scale(p_scale, scale, p_layer, TENSOR_COLUMN: tl.constexpr, COLUMN: tl.constexpr, head, PER_HEAD: tl.constexpr):
+def load_scale(
+    p_scale, scale, p_layer, TENSOR_COLUMN: tl.constexpr, COLUMN: tl.constexpr, head, PER_HEAD: tl.constexpr
+):
     """Returns the dequantizing scale of rows: [ROWS, 1] with one for each head, else [1, 1]."""
     one = tl.zeros([1, 1], tl.int32)
     if p_scale is not None:
@@ -259,10 +261,8 @@ def transcode_rows(
         m_change = m_live & (m_copy == 0) if SAME_FORMAT else m_live
         if tl.max(tl.max(m_change.to(tl.int32), 1), 0) != 0:
             x = dequantize_rows(codes, p_src_stored, o_src_stored, m_live, src_scale, D, D_PAD, SRC_FORMAT, NATIVE_E4M3)
-            HAS_ATTRIBUTES: tl.constexpr = not (
-                src[3] is None and src[4] is None and dst[3] is None and dst[4] is None
-            )
-            if HAS_ATTRIBUTES:
+            HAS_ATTRIBUTES: tl.constexpr = not (src[3] is None and src[4] is None and dst[3] is None and dst[4] is None)
+            if HAS_ATTRIBUTES:  # noqa: SIM102 (a constant, and a value of the device)
                 if tl.max(tl.max(unequal, 1), 0) != 0:
                     changed = change_attributes(x, src_attributes, dst_attributes, unequal_channels, head, D)
                     x = tl.where(unequal == 0, x, changed)
@@ -348,9 +348,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     for s in _SIDES:
         arguments |= _side_arguments(f, s, formats[s], unit)
         arguments |= {f"D{s.upper()}": dims[s], f"D{s.upper()}_PAD": pads[s], f"ROWS_{s.upper()}": programs[s].rows}
-    return LaunchSequence(
-        KernelLaunch(transcode_kernel, (num_programs, num_layers), arguments, **row_programs.OPTIONS)
-    )
+    return LaunchSequence(KernelLaunch(transcode_kernel, (num_programs, num_layers), arguments, **row_programs.OPTIONS))
 
 
 def _side_arguments(f: SimpleNamespace, side: str, formats: tuple[str, str], unit: int) -> dict[str, Any]:
