@@ -33,6 +33,8 @@ _HOMES = {
     "PagedLatentLayer": "layers",
     "PagePool": "pages",
     "copy_pages": "pages",
+    "export_pages": "records",
+    "import_pages": "records",
     "KV_FORMATS": "formats",
     "LATENT_FORMATS": "formats",
     "kv_bytes_per_token": "formats",
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from .ops.transcode import transcode
     from .ops.warm_up import warm_up
     from .pages import PagePool, copy_pages
+    from .records import export_pages, import_pages
 
 # A library says nothing unless its caller asks: logging.getLogger("tersekv").setLevel(logging.DEBUG) and a handler.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -78,6 +81,8 @@ __all__ = [
     "channel_scale",
     "copy_pages",
     "decode",
+    "export_pages",
+    "import_pages",
     "kv_bytes_per_token",
     "kv_page_bytes",
     "latent_bytes_per_token",

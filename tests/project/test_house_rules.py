@@ -29,7 +29,7 @@ GPU_ROOMS = {"backends.triton": {"backends.host"}, "backends.gluon": {"backends.
 BASE = {"scalars", "formats", "errors", "env"}
 DISPATCH = {"dispatch", "dispatch.checks", "dispatch.plan", "dispatch.launch_cache"}
 CORE = BASE | DISPATCH | {"attributes", "calls", "cache", "layers", "recipe", "saved", "tracing"}
-VERBS = CORE | {"ops", "pages"}
+VERBS = CORE | {"ops", "pages", "records"}
 MAY_IMPORT = {
     "scalars": set(),
     "formats": {"scalars"},
@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "saved": {"attributes", "scalars", "formats", "layers", "shapes"},
     "cache": {"attributes", "scalars", "formats", "layers", "recipe", "saved"},
     "pages": {"scalars", "errors", "cache", "layers", "tracing"},
+    "records": {"scalars", "cache", "layers", "saved"},
     "shapes": {"calls"},
     "tracing": set(),
     "attributes": {"scalars", "formats", "shapes", "tracing"},
