@@ -25,7 +25,6 @@ from torch import Tensor
 
 from . import saved
 from .cache import PagedKVCache, PagedLatentCache
-from .layers import PagedKVLayer, PagedLatentLayer
 from .scalars import as_int, as_non_negative_int
 
 Cache = PagedKVCache | PagedLatentCache
@@ -100,7 +99,7 @@ def export_pages(
     unfinished = Path(f"{os.fspath(path)}.{os.getpid()}.unfinished")
     try:
         with open(unfinished, "wb") as file:
-            file.write(memoryview(record.numpy()))
+            file.write(record.numpy().data)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -197,7 +196,7 @@ class _Record:
         want = {e.name: _described(e) for e in entries}
         for name in sorted(self._tensors.keys() | want.keys()):
             if self._tensors.get(name) != want.get(name):
-                self.fail(name, want.get(name, "no tensor"), self._tensors.get(name, "none"))
+                self.fail(name, str(want.get(name, "no tensor")), self._tensors.get(name, "none"))
 
     def number(self, metadata: dict[str, Any], entry: str, most: int) -> int:
         text = str(metadata.get(entry))
@@ -252,7 +251,7 @@ def _entries(cache: Cache, num_pages: int) -> tuple[list[_Entry], list[dict[str,
     return entries, words
 
 
-def _page_tensors(layer: PagedKVLayer | PagedLatentLayer) -> Iterator[tuple[str, Tensor]]:
+def _page_tensors(layer: Any) -> Iterator[tuple[str, Tensor]]:
     named = ((name, getattr(layer, name, None)) for name in _PAGES)
     return ((name, x) for name, x in named if x is not None)
 

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "saved": {"attributes", "scalars", "formats", "layers", "shapes"},
     "cache": {"attributes", "scalars", "formats", "layers", "recipe", "saved"},
     "pages": {"scalars", "errors", "cache", "layers", "tracing"},
-    "records": {"scalars", "cache", "layers", "saved"},
+    "records": {"scalars", "cache", "saved"},
     "shapes": {"calls"},
     "tracing": set(),
     "attributes": {"scalars", "formats", "shapes", "tracing"},

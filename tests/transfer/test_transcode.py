@@ -201,6 +201,19 @@ def test_a_cache_is_not_transcoded_into_itself():
         tersekv.transcode(a[0], [0], PagedKVCache([a[0]], D, D)[0], [1])
 
 
+def test_two_caches_may_lie_in_one_buffer():
+    size = tersekv.kv_page_bytes("int8_per_token_head", 8, H, D)
+    arena = torch.zeros(6, size, dtype=torch.uint8)
+    a, b = (
+        tersekv.PagedKVLayer.from_buffer(part, 8, H, D, format="int8_per_token_head") for part in (arena[:3], arena[3:])
+    )
+    tersekv.append(torch.randn(24, H, D), torch.randn(24, H, D), a, torch.arange(24))
+    tersekv.transcode(a, [2, 0], b, [1, 2])
+    assert torch.equal(arena[[2, 0]], arena[[4, 5]])
+    with pytest.raises(ValueError, match="dst: want memory of its own"):
+        tersekv.transcode(a, [2], tersekv.PagedKVLayer.from_buffer(arena, 8, H, D, format="int8_per_token_head"), [5])
+
+
 @pytest.mark.parametrize(("scale", "same"), [(torch.ones(1), True), (0.5, False), (torch.full((1,), 0.5), False)])
 def test_rows_are_copied_if_the_scale_of_the_tensor_is_equal(scale, same):
     """A number or not; with another one stored scales differ."""

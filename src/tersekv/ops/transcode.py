@@ -82,15 +82,14 @@ def transcode(
         for name, listed, cache in (("src_pages", src_pages, src), ("dst_pages", dst_pages, dst)):
             _check_list(name, listed, tokens, cache)
     groups = _groups(src, dst, layers)
-    if len(layers) == 1 or _takes_all_layers(groups[0], pages, backend):
-        for group in groups:
-            _run_at_once(group, pages, backend)
-        return
-    calls = [TranscodeCall(**fields, **pages) for group in groups for fields in group.fields]
-    for call in calls:  # all are checked before the first is written
-        plan("transcode", call, backend)
+    calls = [TranscodeCall(**group.fields[0], **pages, layers=group.table) for group in groups]
+    if not _takes_all_layers(calls[0], backend):
+        calls = [TranscodeCall(**fields, **pages) for group in groups for fields in group.fields]
+    if len(calls) > 1:
+        for call in calls:  # all are checked before the first is written
+            plan("transcode", call, backend)
     for call in calls:
-        dispatch_call("transcode", call, backend)
+        _run(call, backend)
 
 
 class _Group:
@@ -106,13 +105,12 @@ class _Group:
         return self.addresses != _addresses(self.fields)
 
 
-def _takes_all_layers(group: _Group, pages: dict[str, Any], backend: str | None) -> bool:
-    first = TranscodeCall(**group.fields[0], **pages)
-    return plan("transcode", first, backend).backend in _ALL_LAYERS_AT_ONCE
+def _takes_all_layers(call: TranscodeCall, backend: str | None) -> bool:
+    """Whether the backend that runs the first layer alone can run all that are like it."""
+    return plan("transcode", call._replace(layers=None), backend).backend in _ALL_LAYERS_AT_ONCE
 
 
-def _run_at_once(group: _Group, pages: dict[str, Any], backend: str | None) -> None:
-    call = TranscodeCall(**group.fields[0], **pages, layers=group.table)
+def _run(call: TranscodeCall, backend: str | None) -> None:
     inputs = tuple(getattr(call, name) for name in TENSOR_FIELDS["transcode"])
     options = (*(x for x in call if not isinstance(x, Tensor)), backend)
     if lookup("transcode", options, inputs) is None:
@@ -126,11 +124,13 @@ _known: WeakKeyDictionary[Any, WeakKeyDictionary[Any, list[_Group]]] = WeakKeyDi
 def _groups(src: AnyCache, dst: AnyCache, layers: list[tuple[Any, Any]]) -> list[_Group]:
     """The layers by what one launch may do."""
     if isinstance(src, (PagedKVLayer, PagedLatentLayer)):
+        _check_memory(layers)
         return [_Group([_fields(*pair)]) for pair in layers]
     found = _known.setdefault(dst, WeakKeyDictionary()).get(src)
     if found is None or any(group.moved() for group in found):
         if src.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("transcode: want a call with these caches before a CUDA graph is captured, got none")
+        _check_memory(layers)
         fields = [_fields(*pair) for pair in layers]
         alike: dict[tuple, list[dict[str, Any]]] = {}
         for of_layer in fields:
@@ -177,15 +177,24 @@ def _layers(src: AnyCache, dst: AnyCache) -> list[tuple[Any, Any]]:
         want, got = getattr(src, name), getattr(dst, name)
         if want != got:
             raise ValueError(f"dst: want {name} {want} as src has, got {got}")
-    pairs = list(zip(src.layers, dst.layers, strict=True)) if whole else [(src, dst)]  # type: ignore[union-attr]
-    if not tracing():
-        memory = [
-            {x.untyped_storage().data_ptr() for side in sides for x in _codes(side)}
-            for sides in zip(*pairs, strict=True)
-        ]
-        if memory[0] & memory[1] - {0}:
+    return list(zip(src.layers, dst.layers, strict=True)) if whole else [(src, dst)]  # type: ignore[union-attr]
+
+
+def _check_memory(layers: list[tuple[Any, Any]]) -> None:
+    """Raise ValueError if dst lies among src, as far as the first and the last byte of each tensor say."""
+    spans = sorted(
+        (*_span(x), side) for pair in layers for side, of in enumerate(pair) for x in _codes(of) if x.numel()
+    )
+    ends = [0, 0]  # of src and dst, so far
+    for begin, end, side in spans:
+        if begin < ends[1 - side]:
             raise ValueError("dst: want memory of its own, got some of src's (copy_pages copies within a cache)")
-    return pairs
+        ends[side] = max(ends[side], end)
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def _codes(layer: PagedKVLayer | PagedLatentLayer) -> tuple[Tensor, Tensor]:
