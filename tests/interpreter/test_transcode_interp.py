@@ -94,6 +94,23 @@ def test_latents_of_all_layers_are_one_launch(monkeypatch):
     assert_equal(b, want)
 
 
+def test_numbers_that_are_equal_in_fp32_are_no_launch_of_their_own(monkeypatch):
+    """A layer that is copied shares none with one that is not."""
+    a = PagedKVCache.allocate(3, 4, 4, 2, 16, format="fp8_e4m3", k_scale=0.1)
+    for layer in a.layers:
+        tersekv.append(*torch.randn(2, 16, 2, 16), layer, torch.arange(16), backend="torch")
+    pairs = []
+    for backend in ("triton", "torch"):
+        grids = launched(monkeypatch)
+        b = PagedKVCache.allocate(3, 4, 4, 2, 16, format="fp8_e4m3")
+        scales = (0.1 + 1e-12, 0.2, 0.1)
+        b = PagedKVCache([replace(layer, k_scale=scale) for layer, scale in zip(b, scales, strict=True)], 16, 16)
+        tersekv.transcode(a, [3, 1], b, [2, 0], backend=backend)
+        pairs.append((b, grids))
+    assert_equal(*(b for b, _ in pairs))
+    assert sorted(grid[1] for grid in pairs[0][1]) == [1, 2]
+
+
 def copies(layer) -> dict:
     names = ("k", "v", "k_scale_cache", "v_scale_cache")
     return {n: None if getattr(layer, n) is None else torch.zeros_like(getattr(layer, n)) for n in names}

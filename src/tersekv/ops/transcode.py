@@ -144,7 +144,7 @@ def _key(fields: Mapping[str, Any]) -> tuple:
     formats = [fields[name] for name in ("src_format", "src_v_format", "format", "v_format")]
     tensors = [fields[name] for name in _TENSORS]
     facts = [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16) for x in tensors]
-    scales = [fields[f"src_{side}_scale"] == fields[f"{side}_scale"] for side in "kv"]
+    scales = [round_to_fp32(fields[f"src_{side}_scale"]) == round_to_fp32(fields[f"{side}_scale"]) for side in "kv"]
     return (*formats, *facts, *scales)
 
 
