@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from struct import pack, unpack
-from typing import Any
+from typing import Any, get_type_hints
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +15,6 @@ from ..calls import LAYER_COLUMNS, TranscodeCall
 from ..dispatch import checks
 from ..dispatch.launch_cache import CallSignature, lookup
 from ..dispatch.plan import plan
-from ..dispatch.signature import TENSOR_FIELDS
 from ..formats import ALL_FORMATS, TENSOR, latent_format
 from ..layers import PagedKVLayer, PagedLatentLayer
 from ..scalars import as_int, as_non_negative_int, round_to_fp32
@@ -30,6 +29,7 @@ _ALL_LAYERS_AT_ONCE = ("triton",)  # backends whose kernels take `TranscodeCall.
 _CODES = ("src_k", "src_v", "k_cache", "v_cache")
 _SCALES = LAYER_COLUMNS[-4:]
 _TENSORS = LAYER_COLUMNS[:-4]
+_INPUTS = tuple(name for name, hint in get_type_hints(TranscodeCall).items() if hint in (Tensor, Tensor | None))
 
 
 def transcode(
@@ -111,7 +111,7 @@ def _takes_all_layers(call: TranscodeCall, backend: str | None) -> bool:
 
 
 def _run(call: TranscodeCall, backend: str | None) -> None:
-    inputs = tuple(getattr(call, name) for name in TENSOR_FIELDS["transcode"])
+    inputs = tuple(getattr(call, name) for name in _INPUTS)
     options = (*(x for x in call if not isinstance(x, Tensor)), backend)
     if lookup("transcode", options, inputs) is None:
         dispatch_call("transcode", call, backend, CallSignature(options, inputs))
