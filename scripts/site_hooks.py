@@ -18,7 +18,7 @@ GROUPS = {
     "Operations": ("append", "rope_append", "decode", "mla_append", "mla_decode", "mla_decode_branch", "mla_prefill",
                    "mla_prefill_plan", "MLAPrefillPlan", "mla_project", "merge_states"),
     "Caches": ("PagedKVCache", "PagedKVLayer", "PagedLatentCache", "PagedLatentLayer"),
-    "Pages": ("PagePool", "copy_pages"),
+    "Pages": ("PagePool", "copy_pages", "transcode", "export_pages", "import_pages"),
     "Before the first request": ("warm_up",),
     "Formats": ("KV_FORMATS", "LATENT_FORMATS", "kv_bytes_per_token", "latent_bytes_per_token"),
     "Errors": ("UnsupportedError", "KernelError", "OutOfPagesError"),

@@ -25,6 +25,7 @@ _HOMES = {
     "MLAPrefillPlan": "ops.mla",
     "merge_states": "ops.merge",
     "channel_scale": "attributes",
+    "transcode": "ops.transcode",
     "warm_up": "ops.warm_up",
     "PagedKVCache": "cache",
     "PagedKVLayer": "layers",
@@ -32,6 +33,8 @@ _HOMES = {
     "PagedLatentLayer": "layers",
     "PagePool": "pages",
     "copy_pages": "pages",
+    "export_pages": "records",
+    "import_pages": "records",
     "KV_FORMATS": "formats",
     "LATENT_FORMATS": "formats",
     "kv_bytes_per_token": "formats",
@@ -54,8 +57,10 @@ if TYPE_CHECKING:
     from .ops.mla import MLAPrefillPlan, mla_append, mla_decode, mla_prefill, mla_prefill_plan, mla_project
     from .ops.mla_branch import mla_decode_branch
     from .ops.prefill import prefill
+    from .ops.transcode import transcode
     from .ops.warm_up import warm_up
     from .pages import PagePool, copy_pages
+    from .records import export_pages, import_pages
 
 # A library says nothing unless its caller asks: logging.getLogger("tersekv").setLevel(logging.DEBUG) and a handler.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -76,6 +81,8 @@ __all__ = [
     "channel_scale",
     "copy_pages",
     "decode",
+    "export_pages",
+    "import_pages",
     "kv_bytes_per_token",
     "kv_page_bytes",
     "latent_bytes_per_token",
@@ -88,6 +95,7 @@ __all__ = [
     "mla_project",
     "prefill",
     "rope_append",
+    "transcode",
     "warm_up",
 ]
 

@@ -266,6 +266,62 @@ class MergeCall(NamedTuple):
     lse: Tensor | None  # [T, H] fp32 written
 
 
+class TranscodeCall(NamedTuple):
+    """Tokens of one layer's pages into pages of another; always built by keyword.
+
+    Of latent caches k is the latent part, v the rotary one, H is 1, and the formats are those of the parts: `bf16` of
+    fp8_ds_mla's rotary part. A row whose format, scale of the tensor and attributes are equal on both sides is copied.
+    Any other is dequantised in fp32, code × stored scale × scale of the tensor, and quantised as an append does it.
+    Between these, unless the signs are equal and the channel scales of its head (none: 1) too, it is rotated back
+    (butterflies, 1 / sqrt(b), signs), multiplied by the old channel scales and by the rounded 1 / new ones where these
+    differ, and rotated anew.
+    """
+
+    src_k: Tensor  # [P, S, H, D]
+    src_v: Tensor  # [P, S, H, Dv]
+    src_pages: Tensor  # [n] page of the tokens i * S … i * S + S - 1
+    k_cache: Tensor  # [P', S', H, D] written
+    v_cache: Tensor  # written
+    dst_pages: Tensor  # [m] page of the tokens i * S' … i * S' + S' - 1
+    src_format: str
+    src_v_format: str
+    format: str
+    v_format: str
+    num_tokens: int  # at most n * S and m * S'
+    num_tokens_t: Tensor | None = None  # [1] integer: how many of these there are
+    src_k_scale_cache: Tensor | None = None
+    src_v_scale_cache: Tensor | None = None
+    k_scale_cache: Tensor | None = None  # written
+    v_scale_cache: Tensor | None = None  # written
+    src_k_scale: float = 1.0  # all of these dequantise
+    src_k_scale_t: Tensor | None = None  # [1] or [H]
+    src_v_scale: float = 1.0
+    src_v_scale_t: Tensor | None = None
+    k_scale: float = 1.0
+    k_scale_t: Tensor | None = None
+    v_scale: float = 1.0
+    v_scale_t: Tensor | None = None
+    src_k_signs: Tensor | None = None  # [b] fp32, ±1
+    src_v_signs: Tensor | None = None
+    src_k_channel_scale: Tensor | None = None  # [H, D] fp32
+    src_v_channel_scale: Tensor | None = None  # [H, Dv]
+    k_signs: Tensor | None = None
+    v_signs: Tensor | None = None
+    k_channel_scale: Tensor | None = None
+    v_channel_scale: Tensor | None = None
+    layers: Tensor | None = None  # [n, 24] int64: this layer and others that are like it (LAYER_COLUMNS)
+
+
+# What `TranscodeCall.layers` says of each layer: how many times 16 bytes a tensor lies behind that of the record; then
+# the bits of the four fp32 scales.
+LAYER_COLUMNS = (
+    "src_k", "src_v", "src_k_scale_cache", "src_v_scale_cache", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache",
+    "src_k_scale_t", "src_v_scale_t", "k_scale_t", "v_scale_t", "src_k_signs", "src_v_signs", "k_signs", "v_signs",
+    "src_k_channel_scale", "src_v_channel_scale", "k_channel_scale", "v_channel_scale",
+    "src_k_scale", "src_v_scale", "k_scale", "v_scale",
+)  # fmt: skip
+
+
 _CACHES = ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache")
 _LATENT = ("ckv", "kpe", "ckv_scale_cache")
 _Q_OUT = ("q_rope_out", "q_nope_out")
@@ -282,4 +338,5 @@ CALLS: dict[str, tuple[type, tuple[str, ...]]] = {
     "mla_project": (MLAProjectCall, ("out",)),
     "mla_decode_branch": (MLADecodeBranchCall, (*_LATENT, "out")),
     "merge_states": (MergeCall, ("out", "lse")),
+    "transcode": (TranscodeCall, _CACHES),
 }

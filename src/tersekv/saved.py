@@ -41,20 +41,26 @@ def write(path: str | os.PathLike, layers: Sequence[PagedKVLayer], sizes: Mappin
     """Write a file. OSError: no place to write."""
     from safetensors.torch import save
 
-    words, tensors = [], {}
+    said, tensors = words(layers, NAMES)
+    metadata = {"tersekv": _KIND, "sizes": json.dumps(dict(sizes)), "layers": json.dumps(said)}
+    # Not `save_file`, whose files only their owner reads.
+    Path(path).write_bytes(save({name: x.clone() for name, x in tensors.items()}, metadata))  # layers may share one
+
+
+def words(layers: Sequence[Any], names: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """What is said of each layer: its format, and of these fields a number or _TENSOR; and the tensors by name."""
+    said, tensors = [], {}
     for i, layer in enumerate(layers):
         word: dict[str, Any] = {"format": layer.format}
-        for name in NAMES:
+        for name in names:
             value = getattr(layer, name)
             if isinstance(value, Tensor):
-                tensors[f"{i}.{name}"] = value.detach().contiguous().clone()  # layers may share one
+                tensors[f"{i}.{name}"] = value.detach().contiguous()
                 word[name] = _TENSOR
             elif value is not None:
                 word[name] = as_float(name, value, "a number or a Tensor")  # of NumPy's JSON knows none
-        words.append(word)
-    metadata = {"tersekv": _KIND, "sizes": json.dumps(dict(sizes)), "layers": json.dumps(words)}
-    # Not `save_file`, whose files only their owner reads.
-    Path(path).write_bytes(save(tensors, metadata))
+        said.append(word)
+    return said, tensors
 
 
 def read(path: str | os.PathLike) -> Saved:

@@ -10,12 +10,19 @@ from typing import Any
 
 import torch
 
-from .calls import CALLS, MLAAppendCall, MLAPrefillCall
+from .calls import CALLS, MLAAppendCall, MLAPrefillCall, TranscodeCall
 
 # Record → field → the argument of the public function, where the names differ.
 _ARGUMENTS: dict[type, dict[str, str]] = {
     MLAAppendCall: {"q_rope": "q_pe", "q_rope_out": "q_pe_out"},
     MLAPrefillCall: {n: f"plan.{n}" for n in ("buffer_row_offsets", "cache_offsets", "buffer_lengths")},
+    TranscodeCall: {"src_k": "src.k", "src_v": "src.v", "k_cache": "dst.k", "v_cache": "dst.v"}
+    | {
+        f"{name}{side}{what}": f"{of}.{side}{what}"
+        for name, of in (("src_", "src"), ("", "dst"))
+        for side in "kv"
+        for what in ("_scale_cache", "_scale", "_scale_t", "_signs", "_channel_scale")
+    },
 }
 
 

@@ -29,6 +29,8 @@ CHECKED = [
     ("mla_project", "bf16", "plain"),
     ("mla_decode_branch", "bf16", "ragged drafts 16-bit weights"),
     ("merge_states", "bf16", "2 parts"),
+    ("transcode", "int8_per_token_head", "third format hnd"),
+    ("transcode", "bf16", "other signs and channels"),
 ]
 
 

@@ -29,7 +29,7 @@ GPU_ROOMS = {"backends.triton": {"backends.host"}, "backends.gluon": {"backends.
 BASE = {"scalars", "formats", "errors", "env"}
 DISPATCH = {"dispatch", "dispatch.checks", "dispatch.plan", "dispatch.launch_cache"}
 CORE = BASE | DISPATCH | {"attributes", "calls", "cache", "layers", "recipe", "saved", "tracing"}
-VERBS = CORE | {"ops", "pages"}
+VERBS = CORE | {"ops", "pages", "records"}
 MAY_IMPORT = {
     "scalars": set(),
     "formats": {"scalars"},
@@ -41,12 +41,14 @@ MAY_IMPORT = {
     "saved": {"attributes", "scalars", "formats", "layers", "shapes"},
     "cache": {"attributes", "scalars", "formats", "layers", "recipe", "saved"},
     "pages": {"scalars", "errors", "cache", "layers", "tracing"},
+    "records": {"scalars", "cache", "saved"},
     "shapes": {"calls"},
     "tracing": set(),
     "attributes": {"scalars", "formats", "shapes", "tracing"},
     "dispatch": set(),
-    "dispatch.checks": {"attributes", "scalars", "formats", "calls", "shapes"},
-    "dispatch.value_checks": set(),
+    "dispatch.checks": {"attributes", "scalars", "formats", "calls", "shapes", "dispatch.transcode_checks"},
+    "dispatch.transcode_checks": {"attributes", "scalars", "formats", "calls", "shapes"},
+    "dispatch.value_checks": {"calls", "dispatch.transcode_checks"},
     "dispatch.signature": {"calls"},
     "dispatch.aliasing": {"calls", "dispatch.signature", "shapes"},
     "dispatch.kernel_errors": {"errors", "dispatch.signature"},

@@ -119,6 +119,11 @@ DRAWN = {
         "outs": "format parts lens heads dim strided", "lses": "parts", "out": "out_dtype strided head_major",
         "lse": "lse head_major", "backend": BACKEND,
     },
+    "transcode": {
+        "src": "src_format src_v_format src_layout src_scales src_rotation src_channels src_scale alike latents spread",
+        "src_pages": "src_page index slack", "dst": KV, "dst_pages": "page index slack", "num_tokens": "lens ragged",
+        "backend": BACKEND,
+    },
 }  # fmt: skip
 
 

@@ -115,6 +115,8 @@ FAULTS = {
     "an unrotated query": ("mla_prefill", "bf16", lambda c: c.q.mul_(1.02), "q: want relative error"),
     "a latent row that is not normed": ("mla_prefill", "bf16", lambda c: c.ckv.mul_(2), "ckv rows: want"),
     "a wrong group scale": ("mla_prefill", "fp8_ds_mla", lambda c: c.ckv_scale_cache.mul_(2), "ckv rows: want"),
+    "a transcoded code off by one": ("transcode", "int4_per_token_head", lambda c: flip(c.v_cache, 0), "v_cache: 1 of"),
+    "a later slot written": ("transcode", "fp8_e4m3", lambda c: c.k_cache.view(torch.uint8).zero_(), "k_cache: "),
     "an empty part that weighs": ("merge_states", "fp32", lambda c: c.out[0].fill_(1e-2), "out: want"),
 }
 

@@ -35,8 +35,9 @@ _BOTH = (False, True)
 _OUT = ("", "float8_e4m3fn", "float8_e5m2")
 _FACTORS = ("one", "float", "tensor", "head")
 _KINDS = {
-    "caches": "k_cache v_cache ckv kpe",
-    "scales": "k_scale_cache v_scale_cache ckv_scale_cache kv_b_proj_scale w_uk_scale w_uv_scale",
+    "caches": "k_cache v_cache ckv kpe src_k src_v",
+    "scales": "k_scale_cache v_scale_cache src_k_scale_cache src_v_scale_cache ckv_scale_cache "
+    "kv_b_proj_scale w_uk_scale w_uv_scale",
     "indices": "page_table seq_lens cu_seqlens_q slot_mapping batch_indices kv_positions kv_indptr kv_indices "
     "positions cache_lens buffer_row_offsets cache_offsets",
     "weights": "cos_sin_cache freqs_cis kv_norm_weight kv_b_proj w_uk w_uv weight sinks mask",
@@ -134,6 +135,13 @@ AXES: dict[str, Axes] = {
         "format": ("bf16", "fp16", "fp8_e4m3"), "requests": (3, 1, 70), "group": (4, 1, 128), "dim": (128, 72, 512),
         "dim_v": (128, 40, 256), "strided": _BOTH, "shift": _COMMON["shift"],
     },
+    "transcode": {
+        **{k: v for k, v in _KV.items() if k != "packed"}, "src_format": ("", *KV_FORMATS), "src_page": (16, 1, 64),
+        "src_layout": ("NHD", "HND"), "src_scales": ("apart", "inline", "tail"), "src_rotation": ("", "k", "v", "kv"),
+        "src_channels": ("", "k", "v", "kv"), "src_scale": _FACTORS, "alike": _BOTH, "ragged": _BOTH,
+        "shift": ("", "caches", "scales"), "requests": (70, 1, 4000), "i_src_pages": _INDEX, "i_dst_pages": _INDEX,
+        "i_num_tokens_t": _INDEX,
+    },
     "merge_states": {
         "dtype": _DTYPES, "parts": (2, 1, 5, 70), "requests": (7, 1, 300), "group": (4, 1, 16),
         "dim": (128, 32, 72, 512), "strided": _BOTH, "lse": (True, False), "shift": ("", "rows", "outputs"),
@@ -147,7 +155,7 @@ def call_of(op: str, row: Row) -> Any:
     requests, drafts = row.pop("requests", 1), row.pop("drafts", 1)
     shift, table = row.pop("shift", ""), row.pop("table", "")
     index = {name: row.pop(name) for name in list(row) if name.startswith("i_")}
-    lens = (requests,) if op in ("merge_states", "mla_project") else (drafts + 4,) * requests
+    lens = (requests,) if op in ("merge_states", "mla_project", "transcode") else (drafts + 4,) * requests
     fmt = row.pop("format", "bf16")
     name = " ".join(map(str, row.values()))
     with _without_values():

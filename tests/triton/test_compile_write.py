@@ -13,10 +13,11 @@ from drawn import half
 
 from tersekv.backends.host import row_programs
 from tersekv.cache import PagedKVCache, PagedLatentCache
-from tersekv.calls import AppendCall, MergeCall, MLAAppendCall, RopeAppendCall
+from tersekv.calls import LAYER_COLUMNS, AppendCall, MergeCall, MLAAppendCall, RopeAppendCall, TranscodeCall
 from tersekv.dispatch import checks
 from tersekv.dispatch.plan import facts
 from tersekv.formats import KV_FORMATS
+from tersekv.ops.transcode import layer_fields
 
 T = 2048
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -60,6 +61,16 @@ def mla_call(fmt: str, *, heads: int = 128, interleaved: bool = True) -> MLAAppe
 
 def merge_call() -> MergeCall:
     return MergeCall(empty(2, T, 32, 128), empty(2, T, 32, dtype=torch.float32), empty(T, 32, 128), None)
+
+
+def transcode_call(src: str, dst: str, **options: Any) -> TranscodeCall:
+    """Pages of 16 to pages of 64 in HND, 32 layers in one launch."""
+    a = PagedKVCache.allocate(1, 256, 16, 8, 128, format=src, **options)[0]
+    b = PagedKVCache.allocate(1, 64, 64, 8, 128, format=dst, layout="HND", **options)[0]
+    return TranscodeCall(
+        **layer_fields(a, "src_"), **layer_fields(b, ""), src_pages=index(256), dst_pages=index(64), num_tokens=4096,
+        layers=empty(32, len(LAYER_COLUMNS), dtype=torch.int64),
+    )  # fmt: skip
 
 
 def compiled(op: str, call: Any, arch: int | str) -> dict[str, Any]:
@@ -272,3 +283,35 @@ def test_rotated_rows_are_cut_by_how_many_there_are():
 def test_ptxas_fuses_nothing_either():
     kernel = compiled("rope_append", rope_call("fp8_e4m3"), 90)
     assert "FFMA" not in kernel["sass"]()
+
+
+COLD = [("fp8_e4m3", "int4_per_token_head"), ("int4_per_token_head", "fp8_e4m3"), ("bf16", "nvfp4"), ("nvfp4", "bf16")]
+
+
+@pytest.mark.parametrize(("arch", "pair"), half(ARCHS, COLD))
+def test_a_transcode_compiles_for_every_chip(arch, pair):
+    kernel = compiled("transcode", transcode_call(*pair), arch)
+    assert_fits(kernel)
+    assert_rounds_as_written(kernel)
+    if isinstance(arch, int):  # of each layer too, whose tensors lie somewhere else
+        assert "ld.global.v4.b32" in kernel["ptx"]
+        assert "st.global.v4.b32" in kernel["ptx"]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_copy_between_page_sizes_moves_16_bytes_at_a_time(arch):
+    kernel = compiled("transcode", transcode_call("int8_per_token_head", "int8_per_token_head"), arch)
+    assert_fits(kernel, 40)
+    assert kernel["shared"] == 0
+    assert not re.search(r"\bcvt\.[\w.]*(e4m3|e5m2|f16|f32)", kernel["ptx"])
+    assert "ld.global.v4" in kernel["ptx"]
+    assert "st.global.v4" in kernel["ptx"]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_transcode_of_rotated_rows_does_not_spill(arch):
+    for pair in COLD[:2]:
+        kernel = compiled("transcode", transcode_call(*pair, rotation="hadamard"), arch)
+        assert kernel["n_spills"] == 0
+        assert kernel["n_regs"] <= 192
+        assert_rounds_as_written(kernel)

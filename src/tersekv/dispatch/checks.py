@@ -19,6 +19,7 @@ from ..calls import CALLS
 from ..formats import FP8, MAX_HEAD_DIM, MAX_HEAD_DIM_V, KVFormat, kv_format, latent_format, pair_of, rope_dtype
 from ..scalars import round_to_fp32
 from ..shapes import ShapeChecker, argument_of, argument_of_field, dtype_name, overlaps, require
+from . import transcode_checks
 
 INDEX = (torch.int32, torch.int64, torch.uint32)
 F32 = (torch.float32,)
@@ -32,9 +33,7 @@ def types(record: type, call: tuple) -> None:
     """Raise TypeError unless every field has the type that the record declares."""
     hints = _hints(record)
     for name, x in zip(record._fields, call, strict=True):  # type: ignore[attr-defined]
-        want = hints[name]
-        if want is list:
-            want = (list, tuple)
+        want = (list, tuple) if hints[name] is list else hints[name]
         if want is float and isinstance(x, (int, float)) and not isinstance(x, bool):
             continue
         if not isinstance(x, want):
@@ -332,6 +331,7 @@ _CHECKS = {
     "mla_project": _mla_project,
     "mla_decode_branch": _mla_decode_branch,
     "merge_states": _merge_states,
+    "transcode": transcode_checks.check,
 }
 
 

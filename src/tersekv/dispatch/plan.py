@@ -75,8 +75,8 @@ def dispatch(op: str, call: tuple, backend: str | None = None, *, arch: int | No
     p = plan(op, call, backend, arch=arch)
     if p.run is not _no_op:
         aliasing.check_aliasing(op, call)
-        if env.checked():
-            value_checks.check_values(call)
+        check = value_checks.check_values if env.checked() else value_checks.check_host_values
+        check(call)
     try:
         if p.device_index is not None and p.device_index != torch.cuda.current_device():
             with torch.cuda.device(p.device_index):

@@ -7,9 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calls import TranscodeCall
+from . import transcode_checks
+
+
+def check_host_values(call: Any) -> None:
+    """As `check_values` in any mode, of calls on the CPU whose pages are looked at there."""
+    if isinstance(call, TranscodeCall) and call.src_k.device.type == "cpu":
+        transcode_checks.check_values(call)
+
 
 def check_values(call: Any) -> None:
     """Raise ValueError for an index that points outside its tensor. Synchronises with the device."""
+    if isinstance(call, TranscodeCall):
+        transcode_checks.check_values(call)
     cache = getattr(call, "k_cache", None)
     if cache is None:
         cache = getattr(call, "ckv", None)
@@ -29,7 +40,7 @@ def check_values(call: Any) -> None:
 
 def _check_attributes(call: Any) -> None:
     """Check the signs and channel scales of a K/V cache."""
-    for side in "kv":
+    for side in ("k", "v", "src_k", "src_v"):
         signs, scale = getattr(call, f"{side}_signs", None), getattr(call, f"{side}_channel_scale", None)
         for name, x, good, want in (
             (f"{side}_signs", signs, lambda x: x.abs() == 1, "1 or -1"),

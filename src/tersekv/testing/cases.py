@@ -7,91 +7,11 @@ over the formats, so that a GPU compiles few distinct kernels and every size sti
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..formats import KV_FORMATS, LATENT_FORMATS, KVFormat, kv_format, latent_format
-
-Lens = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One call. Requests hold `lens` tokens, the last `q_lens` of them new (queries, or rows to append)."""
-
-    op: str
-    format: str
-    name: str
-    quick: bool = False
-    lens: Lens = (37, 1, 0, 130)
-    q_lens: Lens | None = None  # None: one each
-    page: int = 16
-    dtype: str = "bfloat16"  # of queries and new rows
-    index: str = "int32"  # of every index tensor; "mixed": each has its own
-    strided: bool = False  # rows are slices of wider buffers, outputs have gaps
-    head_major: bool = False  # queries and outputs [T, H, D] lie head by head, LSEs too
-    gaps: str = ""  # caches are parts of wider ones: of more "slots" or "heads" a page, or of longer rows ("columns")
-
-    # K/V caches
-    heads: int = 2
-    group: int = 4
-    dim: int = 64
-    dim_v: int = 0  # 0: dim
-    layout: str = "NHD"
-    packed: bool = False
-    scales: str = "apart"  # where stored ones lie; "inline", "tail"
-    v_format: str = ""  # of V, where it is another
-    rotation: str = ""  # of "k", "v" or "kv"
-    channels: str = ""  # scales of channels, of "k", "v" or "kv"
-    spread: bool = False  # rows of very different size, so that stored scales differ widely
-
-    # latent caches
-    rank: int = 512
-    rope: int = 64
-    split: bool = False
-
-    # scales: "one"; "float"; "tensor" [1]; "head" [H]
-    scale: str = "one"
-
-    # appends
-    place: str = "slots"  # or "pages": batch_indices, positions, kv_indptr, kv_indices
-    skip: bool = False  # some rows are skipped, some point outside the cache
-    rotary: int = 0  # rotary dimensions; 0: the whole row
-    rotate: bool = True  # mla_append
-    interleaved: bool = False
-    query: bool = True
-    q_nope: int = 0  # mla_append
-    out_dtype: str = ""  # of queries and attention outputs; "": dtype
-    reciprocal: bool = False  # scale tensors quantise
-    zero_padding: bool = False
-    special: bool = False  # a row with NaN, −0 and inf
-    widen: bool = True  # int4: rows of one sign are widened to hold 0
-
-    # attention
-    ragged: bool = False  # cu_seqlens_q
-    slack: int = 0  # ragged: max_q_len is so much more than it has to be
-    mask: bool = False
-    window: int = 0
-    softcap: float = 0.0
-    sinks: bool = False
-    lse: bool = True
-    precision: str = "exact"
-    batch_invariant: bool = False
-    new_rows: bool = False  # prefill: the new tokens' k and v are given, their slots hold nothing
-
-    # mla_prefill, mla_decode_branch
-    nope: int = 128
-    chunk: int = 0  # rows of the buffer; 0: all
-    epsilon: float = 1e-6
-    weight: str = "float8_e4m3fn"
-    raw_in_cache: bool = False
-    sharp: bool = False  # scores differ by tens: many keys in vain before the one that counts
-
-    # merge_states
-    parts: int = 2
-
-    @property
-    def id(self) -> str:
-        return f"{self.op}/{self.format}/{self.name}"
+from .case import Case, Lens, next_format, up_to_step
+from .transcode_cases import transcode
 
 
 def cases(
@@ -109,25 +29,13 @@ def cases(
                     yield case
 
 
-def _step(name: str, dim: int) -> int:
-    """`dim`, rounded up to what the format's rows can hold."""
-    step = kv_format(name).scale_block or 8
-    return -(-dim // step) * step
-
-
-def _other(name: str) -> str:
-    """The format after this one in the list."""
-    names = [*KV_FORMATS]
-    return names[(names.index(name) + 1) % len(names)]
-
-
 def _dtype_of(f: KVFormat) -> str:
     """The dtype of a format's codes, as a case names it."""
     return str(f.storage).removeprefix("torch.")
 
 
 def _append(base: Case, i: int) -> Iterator[Case]:
-    odd = _step(base.format, (40, 72, 80, 96, 104, 120, 80)[i % 7])
+    odd = up_to_step(base.format, (40, 72, 80, 96, 104, 120, 80)[i % 7])
     base = replace(base, lens=(20, 3, 0, 40), q_lens=(5, 3, 0, 9), skip=True)
     yield base
     yield replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0))
@@ -137,7 +45,7 @@ def _append(base: Case, i: int) -> Iterator[Case]:
             base, name="hnd packed inline strided", layout="HND", packed=True, scales="inline", strided=True, page=64
         ),
         replace(
-            base, name=f"inline D {odd} pages of 3", scales="inline", dim=odd, dim_v=_step(base.format, 24), page=3
+            base, name=f"inline D {odd} pages of 3", scales="inline", dim=odd, dim_v=up_to_step(base.format, 24), page=3
         ),
         replace(base, name="fp32 scales int64", dtype="float32", index="int64", scale="float", page=1),
         replace(base, name="fp16 scale tensors uint32", dtype="float16", index="uint32", scale="tensor", skip=False),
@@ -149,7 +57,7 @@ def _append(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="8 heads D 128", lens=(300, 40), q_lens=(300, 0), heads=8, dim=128, dtype="float16"),
         replace(base, name=f"rotated D {odd}", rotation="kv", dim=odd, dim_v=128, dtype="float32"),
         replace(base, name="rotated keys channel scales", rotation="k", channels="kv", dim=96, heads=3, scales="tail"),
-        replace(base, name="V of another format", v_format=_other(base.format), scales="tail", page=3, heads=3),
+        replace(base, name="V of another format", v_format=next_format(base.format), scales="tail", page=3, heads=3),
     ):
         yield replace(case, quick=False)
     if kv_format(base.format).scale == "tensor":
@@ -164,7 +72,7 @@ def _append(base: Case, i: int) -> Iterator[Case]:
 
 
 def _rope_append(base: Case, i: int) -> Iterator[Case]:
-    odd = _step(base.format, (40, 72, 80, 96, 104, 120, 80)[i % 7])
+    odd = up_to_step(base.format, (40, 72, 80, 96, 104, 120, 80)[i % 7])
     base = replace(base, lens=(20, 3, 0, 40), q_lens=(5, 3, 0, 9), skip=True)
     yield replace(base, name="neox e4m3 query", out_dtype="float8_e4m3fn")
     for case in (
@@ -172,13 +80,15 @@ def _rope_append(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="no query", query=False, dtype="float16", index="int64", page=64),
         replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0)),
         replace(base, name="kv_indices zero padding", place="pages", zero_padding=True, index="uint32"),
-        replace(base, name=f"R 24 of {odd}", dim=odd, dim_v=_step(base.format, 56), rotary=24, group=5, page=3),
+        replace(base, name=f"R 24 of {odd}", dim=odd, dim_v=up_to_step(base.format, 56), rotary=24, group=5, page=3),
         replace(base, name="e5m2 query scale tensors", out_dtype="float8_e5m2", scale="tensor", strided=True, page=1),
         replace(base, name="fp32 D 256", dtype="float32", dim=256, heads=1, group=8, scales="inline", scale="float"),
         replace(base, name="quantising scales", place="pages", scale="tensor", reciprocal=True, rotary=16),
         replace(base, name="tail", scales="tail", heads=3, page=5),
         replace(base, name="rotated", rotation="kv", channels="k", rotary=32, dtype="float16", group=2),
-        replace(base, name="V of another format", v_format=_other(base.format), rotation="v", channels="v", dim=128),
+        replace(
+            base, name="V of another format", v_format=next_format(base.format), rotation="v", channels="v", dim=128
+        ),
     ):
         yield replace(case, quick=False)
 
@@ -207,8 +117,8 @@ def _mla_append(base: Case, i: int) -> Iterator[Case]:
 
 
 def _decode(base: Case, i: int) -> Iterator[Case]:
-    odd = _step(base.format, (72, 40, 80, 96, 104, 120, 80)[i % 7])
-    odd_v = _step(base.format, (72, 40, 24, 56, 32, 64, 32)[i % 7])
+    odd = up_to_step(base.format, (72, 40, 80, 96, 104, 120, 80)[i % 7])
+    odd_v = up_to_step(base.format, (72, 40, 24, 56, 32, 64, 32)[i % 7])
     base = replace(base, dim=128)
     yield base
     drafts = replace(base, lens=(37, 4, 0, 70), q_lens=(3, 3, 3, 3))
@@ -246,8 +156,8 @@ def _decode(base: Case, i: int) -> Iterator[Case]:
         replace(ragged, name=f"rotated D {odd} Dv {odd_v}", rotation="kv", channels="kv", dim=odd, dim_v=odd_v, page=3),
         replace(base, name="channel scales softcap e4m3 query", channels="kv", softcap=20.0, dtype="float8_e4m3fn",
                 out_dtype="bfloat16", spread=True),
-        replace(base, name="V of another format", v_format=_other(base.format), group=8, scale="float"),
-        replace(base, name="V of another format, rotated, tail", v_format=_other(base.format), rotation="k",
+        replace(base, name="V of another format", v_format=next_format(base.format), group=8, scale="float"),
+        replace(base, name="V of another format, rotated, tail", v_format=next_format(base.format), rotation="k",
                 channels="v", scales="tail", dim=64, dtype="float16", lse=False),
     ):  # fmt: skip
         yield replace(case, quick=False)
@@ -258,8 +168,8 @@ def _decode(base: Case, i: int) -> Iterator[Case]:
 
 
 def _prefill(base: Case, i: int) -> Iterator[Case]:
-    odd = _step(base.format, (80, 72, 112, 96, 104, 120, 80)[i % 7])
-    odd_v = _step(base.format, (64, 40, 24, 96, 32, 64, 112)[i % 7])
+    odd = up_to_step(base.format, (80, 72, 112, 96, 104, 120, 80)[i % 7])
+    odd_v = up_to_step(base.format, (64, 40, 24, 96, 32, 64, 112)[i % 7])
     base = replace(base, dim=128, lens=(37, 4, 0, 70), q_lens=(20, 4, 0, 33), ragged=True)
     yield base
     new = replace(base, new_rows=True)
@@ -296,7 +206,9 @@ def _prefill(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="e4m3 query e5m2 out", dtype="float8_e4m3fn", out_dtype="float8_e5m2", lse=False),
         replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0)),
         replace(new, name="fp32", dtype="float32", lse=False),
-        replace(base, name="rotated, V of another format", rotation="kv", v_format=_other(base.format), scales="tail"),
+        replace(
+            base, name="rotated, V of another format", rotation="kv", v_format=next_format(base.format), scales="tail"
+        ),
         replace(new, name="new rows, rotated, channel scales", rotation="kv", channels="kv", scale="float", sinks=True),
         replace(new, name=f"new rows, channel scales, D {odd}", channels="kv", rotation="v", dim=odd, dim_v=odd_v),
     ):
@@ -428,8 +340,10 @@ _VARIANTS = {
     "mla_project": (("bf16", "fp16", "fp8_e4m3"), _mla_project),
     "mla_decode_branch": (tuple(LATENT_FORMATS), _mla_decode_branch),
     "merge_states": (tuple(_MERGE_DTYPES), _merge_of),
+    "transcode": ((*KV_FORMATS, "fp8_ds_mla"), transcode),
 }
 OPS = tuple(_VARIANTS)
+__all__ = ["OPS", "Case", "Lens", "cases", "formats_of"]
 
 
 def formats_of(op: str) -> tuple[str, ...]:

@@ -12,7 +12,17 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from ..formats import BLOCK, KV_FORMATS, MAX_HEAD_DIM, MAX_HEAD_DIM_V, TENSOR, KVFormat, kv_format, latent_format
+from ..formats import (
+    BLOCK,
+    KV_FORMATS,
+    LATENT_FORMATS,
+    MAX_HEAD_DIM,
+    MAX_HEAD_DIM_V,
+    TENSOR,
+    KVFormat,
+    kv_format,
+    latent_format,
+)
 from .cases import OPS, Case, Lens, formats_of
 
 _HALF = ("bfloat16", "float16")
@@ -22,7 +32,7 @@ _INDEX = ("int32", "int64", "uint32", "mixed")
 _SCALES = ("one", "float", "tensor", "head")
 # Attentions over K/V caches are what most calls are; the rest have fewer parameters.
 _WEIGHTS = {"decode": 5, "prefill": 2, "append": 3, "rope_append": 3, "mla_append": 2, "mla_decode": 3,
-            "mla_prefill": 2, "mla_project": 1, "mla_decode_branch": 2, "merge_states": 1}  # fmt: skip
+            "mla_prefill": 2, "mla_project": 1, "mla_decode_branch": 2, "merge_states": 1, "transcode": 2}  # fmt: skip
 _MOST_TOKENS = 160_000
 _MOST_VALUES = 1 << 24  # that a cache or new rows hold
 _MOST_WRITTEN = 1 << 20  # values of an output, where it is the caller who chose many query rows
@@ -337,6 +347,28 @@ def _merge_states(dice: Dice, case: Case) -> Case:
     )  # fmt: skip
 
 
+def _transcode(dice: Dice, case: Case) -> Case:
+    """One request's tokens, from pages of another kind."""
+    latents = case.format == "fp8_ds_mla" or (case.format in LATENT_FORMATS and dice.maybe(0.2))
+    other = replace(case, format=dice.some([*(LATENT_FORMATS if latents else KV_FORMATS)]))
+    case, other = ((_latent if latents else _kv)(dice, x) for x in (case, other))
+    if latents:
+        case = replace(case, rank=other.rank if other.format == "fp8_ds_mla" else case.rank)
+        values = case.rank + case.rope
+    else:  # sizes of heads that all formats hold
+        formats = {case.format, case.v_format, other.format, other.v_format} - {""}
+        step = max(kv_format(name).scale_block or 8 for name in formats)
+        case = replace(case, dim=-(-case.dim // step) * step, dim_v=-(-case.dim_v // step) * step)
+        values = case.heads * (case.dim + (case.dim_v or case.dim))
+    most = max(min(_MOST_VALUES // values // 4, 32_768), 1)
+    return replace(
+        case, latents=latents, src_format=other.format, src_v_format=other.v_format, src_page=other.page,
+        src_layout=other.layout, src_scales=other.scales, src_rotation=other.rotation, src_channels=other.channels,
+        src_scale=other.scale, lens=(dice.log(1, most if dice.maybe(0.1) else min(most, 300)),),
+        alike=dice.maybe(0.4), spread=dice.maybe(0.7), ragged=dice.maybe(0.3), slack=dice.log(1, 100),
+    )  # fmt: skip
+
+
 _DRAWS = {
     "append": _append,
     "rope_append": _rope_append,
@@ -348,4 +380,5 @@ _DRAWS = {
     "mla_project": _mla_project,
     "mla_decode_branch": _mla_decode_branch,
     "merge_states": _merge_states,
+    "transcode": _transcode,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,14 +26,16 @@ from ..calls import (
     MLAPrefillCall,
     MLAProjectCall,
     RopeAppendCall,
+    TranscodeCall,
 )
 from ..formats import FP8, kv_format, latent_format
 from ..ops.mla import mla_prefill_plan
 from ..ops.scales import ATTRIBUTE_FIELDS, attributes, float_and_tensor, multiplying_scale
+from ..ops.transcode import layer_fields
 from .cases import Case
 from .codes import column, encode, write_rows
 from .memory import POISON, as_bytes, moved, poisoned, put, storage_bytes
-from .requests import Requests
+from .requests import FAR, Requests
 
 Scale = float | Tensor
 NO_PARTS: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -88,11 +91,7 @@ class _Maker:
         the fifth holds what is not finite. In an 8-bit dtype: codes, any bytes."""
         if self.dtype in FP8:
             return self.placed(torch.randint(256, shape, generator=self.random, dtype=torch.uint8).view(self.dtype))
-        x = self.normal(*shape)
-        x[:1] = 0
-        x[1:2] = x[1:2].abs() + 2
-        x[2:3] *= 1e4
-        x = x.clamp(-6e4, 6e4)
+        x = _with_extremes(self.normal(*shape))
         if self.case.special:
             x[4, ..., 0], x[4, ..., 1] = torch.nan, -0.0
             # In the first head only, which may have two values.
@@ -244,15 +243,7 @@ def _kv_attention(m: _Maker) -> dict[str, Any]:
     c, r = m.case, m.requests
     a, dv = m.kv_layer(c.page), c.dim_v or c.dim
     format, v_format, more = attributes(a)
-    pages, slots = r.live(new=not c.new_rows)
-    for f, codes, stored, scale, dim, spread in (
-        (kv_format(format), a.k, a.k_scale_cache, a.k_scale, c.dim, 2.0),
-        (kv_format(v_format or format), a.v, a.v_scale_cache, a.v_scale, dv, 3.0),
-    ):
-        x = m.normal(len(pages), c.heads, dim)
-        if c.spread:
-            x = x * 10.0 ** m.uniform(-spread, 0.5, len(pages), c.heads, 1)
-        write_rows(codes, stored, pages, slots, x, f, column(scale))
+    _fill_kv(m, a, *r.live(new=not c.new_rows))
     heads = c.heads * c.group
     scales: dict[str, Scale] = {
         "softmax_scale": c.dim**-0.5,
@@ -383,6 +374,67 @@ def _merge_states(m: _Maker) -> MergeCall:
     return MergeCall(outs, lses, m.output(tokens, heads, c.dim), m.lse(tokens, heads))
 
 
+def _transcode(m: _Maker) -> TranscodeCall:
+    """lens[0] tokens. `ragged`: the device holds their number, and both lists have room for `slack` more."""
+    c, tokens = m.case, m.case.lens[0]
+    source = _Maker(source_case(c))
+    a, b = (x.latent_layer() if c.latents else x.kv_layer(x.case.page) for x in (source, m))
+    if isinstance(a, PagedLatentLayer):
+        _fill_latents(source, a, *source.requests.live())
+    else:
+        _fill_kv(source, a, *source.requests.live())
+    fields = {**layer_fields(a, "src_"), **layer_fields(b, "")}
+    for name in [f"{side}_{what}" for side in "kv" for what in ("signs", "channel_scale", "scale", "scale_t")]:
+        mine, given = fields[name], fields[f"src_{name}"]
+        if isinstance(mine, Tensor) and isinstance(given, Tensor):
+            if c.alike and mine.shape == given.shape:
+                fields[f"src_{name}"] = mine.clone()
+            elif name.endswith("signs"):
+                fields[f"src_{name}"] = torch.where(torch.arange(len(mine)) % 3 == 0, -mine, mine)
+        elif not c.alike and mine == given and mine not in (1.0, None):
+            fields[f"src_{name}"] = mine * 1.5
+    more = -(-c.slack // min(c.page, c.src_page)) + 1  # pages of each list that are not looked at
+    lists = {
+        name: x.requests.index([*x.requests.pages[0], *[FAR] * more])
+        for name, x in (("src_pages", source), ("dst_pages", m))
+    }
+    fields |= lists | {"num_tokens": tokens, "num_tokens_t": None}
+    if c.ragged:
+        fields |= {"num_tokens": tokens + c.slack, "num_tokens_t": m.requests.index([tokens])}
+    return TranscodeCall(**fields)
+
+
+def source_case(c: Case) -> Case:
+    """The case of the pages that a transcode reads."""
+    return replace(
+        c, format=c.src_format or c.format, v_format=c.src_v_format or (c.v_format if not c.src_format else ""),
+        page=c.src_page, layout=c.src_layout, scales=c.src_scales, rotation=c.src_rotation, channels=c.src_channels,
+        scale=c.src_scale, packed=False, gaps="", split=c.split and c.src_format != "fp8_ds_mla",
+    )  # fmt: skip
+
+
+def _fill_kv(m: _Maker, a: PagedKVLayer, pages: Tensor, slots: Tensor) -> None:
+    """Rows of normal numbers; of a transcode some that are extreme."""
+    c = m.case
+    for name, codes, stored, scale, dim, spread in (
+        (a.formats[0], a.k, a.k_scale_cache, a.k_scale, c.dim, 2.0),
+        (a.formats[1], a.v, a.v_scale_cache, a.v_scale, c.dim_v or c.dim, 3.0),
+    ):
+        x = m.normal(len(pages), c.heads, dim)
+        if c.spread:
+            x = x * 10.0 ** m.uniform(-spread, 0.5, len(pages), c.heads, 1)
+        x = _with_extremes(x) if c.op == "transcode" else x
+        write_rows(codes, stored, pages, slots, x, kv_format(name), column(scale))
+
+
+def _with_extremes(x: Tensor) -> Tensor:
+    """The first row zero, the second of one sign, the third beyond every 8-bit format."""
+    x[:1] = 0
+    x[1:2] = x[1:2].abs() + 2
+    x[2:3] *= 1e4
+    return x.clamp(-6e4, 6e4)
+
+
 def _fill_latents(m: _Maker, a: PagedLatentLayer, pages: Tensor, slots: Tensor) -> None:
     c, f = m.case, latent_format(m.case.format)
     x, rope = m.normal(len(pages), c.rank), m.normal(len(pages), c.rope)
@@ -409,4 +461,5 @@ _MAKERS: dict[str, Callable[[_Maker], tuple]] = {
     "mla_project": _mla_project,
     "mla_decode_branch": _mla_decode_branch,
     "merge_states": _merge_states,
+    "transcode": _transcode,
 }

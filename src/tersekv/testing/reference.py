@@ -22,7 +22,7 @@ from ..calls import (
     MLAProjectCall,
 )
 from ..formats import latent_format, pair_of
-from . import reference_append, reference_rotation
+from . import reference_append, reference_rotation, reference_transcode
 from .codes import column, decode, encode, quantise_latents, read_rows, write_rows
 from .memory import put, take
 
@@ -205,6 +205,7 @@ _REFERENCES: dict[str, Callable[[Any], Expected | None]] = {
     "mla_decode": _mla_decode,
     "mla_project": _mla_project,
     "merge_states": _merge_states,
+    "transcode": reference_transcode.transcode,
 }
 _STORES_AND_ATTENDS: dict[str, Callable[[Any, Any], Expected]] = {
     "mla_prefill": _mla_prefill,

@@ -15,9 +15,20 @@ def row(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor
         x = x * (torch.tensor(1.0) / channel_scale)
     if signs is None:
         return x
-    d, b = x.shape[-1], len(signs)
-    at = torch.arange(d)
-    x = x * signs[at % b]
+    return _hadamard(x * _repeated(signs, x), len(signs))
+
+
+def undone(x: Tensor, signs: Tensor | None) -> Tensor:
+    """fp32 stored rows as they were before they were rotated, one rounding an operation."""
+    return x if signs is None else _hadamard(x, len(signs)) * _repeated(signs, x)
+
+
+def _repeated(signs: Tensor, x: Tensor) -> Tensor:
+    return signs[torch.arange(x.shape[-1]) % len(signs)]
+
+
+def _hadamard(x: Tensor, b: int) -> Tensor:
+    at = torch.arange(x.shape[-1])
     for step in range(b.bit_length() - 1):
         partner, first = at ^ (1 << step), (at >> step & 1) == 0
         x = torch.where(first, x + x[..., partner], x[..., partner] - x)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .quantize import reciprocal
 
+Attributes = tuple[Tensor | None, Tensor | None]
+
 
 def scale_and_rotate_rows(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tensor:
     """Returns rows [T, H, D] fp32, scaled and rotated for quantization."""
@@ -41,6 +43,27 @@ def unrotate_and_scale(x: Tensor, signs: Tensor | None, channel_scale: Tensor | 
         # The transpose of a row's rotation: Hadamard first, then the signs.
         x = (_signed_normalized_hadamard(x, None, b).unflatten(-1, (-1, b)) * signs).flatten(-2)
     return x if channel_scale is None else x * channel_scale
+
+
+def convert_row_attributes_and_equal_heads(x: Tensor, src: Attributes, dst: Attributes) -> tuple[Tensor, Tensor]:
+    """Returns stored rows [T, H, D] fp32 with the attributes of another cache, and which heads [H] had the same.
+
+    src, dst:  (signs, channel scale), either may be None
+    """
+    (signs, channels), (new_signs, new_channels) = src, dst
+    heads, dim = x.shape[1:]
+    if not any(isinstance(a, Tensor) for a in (*src, *dst)):
+        return x, x.new_ones(heads, dtype=torch.bool)
+    old, new = (x.new_ones(heads, dim) if c is None else c for c in (channels, new_channels))
+    same_channels = (old == new).all(-1)
+    same = same_channels
+    if signs is not None and new_signs is not None:
+        same = same & (signs == new_signs).all()
+    elif signs is not new_signs:
+        same = torch.zeros_like(same)
+    y = unrotate_and_scale(x, signs, None)
+    y = torch.where(same_channels[:, None], y, y * old * reciprocal(new))
+    return torch.where(same[:, None], x, scale_and_rotate_rows(y, new_signs, None)), same
 
 
 def _signed_normalized_hadamard(x: Tensor, signs: Tensor | None, b: int) -> Tensor:

@@ -14,7 +14,7 @@ PAIRS = ("fp8_e4m3/int4_per_token_head", "int8_per_token_head/int4_per_token_hea
 LATENT_FORMATS = ("bf16", "fp8_e4m3", "fp8_ds_mla")
 OPS = (
     "append", "rope_append", "mla_append", "decode", "prefill", "merge_states", "mla_decode", "mla_decode_branch",
-    "mla_prefill", "mla_project", "host",
+    "mla_prefill", "mla_project", "transcode", "host",
 )  # fmt: skip
 
 
@@ -39,7 +39,8 @@ class Case:
     batch_invariant: bool = False
     through: str = ""  # the function of `compat` that makes the call, and how: "flashinfer.xqa", "flashinfer.xqa: …"
     total: int = 0  # of prefill: tokens of the request, the new ones included; 0: all are new
-    rotated: bool = False  # of append and rope_append: rows of K and V lie rotated
+    rotated: bool = False  # of append, rope_append and transcode: rows of K and V lie rotated
+    source: str = ""  # of transcode: the format that is read
 
     @property
     def cell(self) -> str:
@@ -62,6 +63,7 @@ class Case:
         parts += ["uneven"] * self.uneven + ["host"] * self.host + ["fast"] * (self.precision == "fast")
         parts += [f"q {self.query}"] * (self.query != "bf16") + [self.scales] * (self.scales != "apart")
         parts += ["batch invariant"] * self.batch_invariant + ["rotated"] * self.rotated
+        parts += [f"from {self.source}"] * bool(self.source)
         parts += [self.through] * bool(self.through)
         return " / ".join(parts)
 
@@ -253,6 +255,19 @@ def _mla_prefill(s: Sizes) -> Iterator[Case]:
     yield from (Case("mla_prefill", "bf16", 0, n, heads=heads) for n, heads in s.mla_prefill)
 
 
+def _transcode(s: Sizes) -> Iterator[Case]:
+    """Prompts, to colder pages and back, and as they are."""
+    for n in [n for n in s.append if n > 256] or [max(s.append)]:
+        yield from (Case("transcode", dst, 0, n, heads=KV_HEADS, source=src) for src, dst in _TRANSCODES)
+    yield Case("transcode", _TRANSCODES[0][1], 0, max(s.append), heads=KV_HEADS, source=_TRANSCODES[0][0], rotated=True)
+
+
+_TRANSCODES = (
+    ("fp8_e4m3", "int4_per_token_head"), ("int4_per_token_head", "fp8_e4m3"), ("bf16", "int4_per_token_head"),
+    ("int4_per_token_head", "bf16"), ("bf16", "fp8_e4m3"), ("fp8_e4m3", "nvfp4"), ("fp8_e4m3", "fp8_e4m3"),
+)  # fmt: skip
+
+
 def _host(s: Sizes) -> Iterator[Case]:
     if s.host is None:
         return
@@ -267,6 +282,7 @@ def _host(s: Sizes) -> Iterator[Case]:
     yield Case("mla_prefill", "bf16", 0, 64, heads=16, host=True)
     yield Case("mla_project", "bf16", 0, b, heads=16, host=True)
     yield Case("merge_states", "bf16", 0, b, host=True)
+    yield Case("transcode", "int4_per_token_head", 0, 64, heads=KV_HEADS, host=True, source="fp8_e4m3")
     for library, functions in _THROUGH.items():
         for function, op, format in functions:
             case = Case(op, format, 0, b, host=True, through=f"{library}.{function}")
@@ -324,5 +340,6 @@ _GRIDS = {
     "mla_decode_branch": _mla_decode_branch,
     "mla_prefill": _mla_prefill,
     "mla_project": _mla_project,
+    "transcode": _transcode,
     "host": _host,
 }

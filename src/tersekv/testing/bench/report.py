@@ -32,6 +32,7 @@ def line(r: Result, limits: Limits) -> str:
     shape += ["uneven"] * c.uneven + ["fast"] * (c.precision == "fast") + ["host"] * c.host
     shape += [f"q {c.query}"] * (c.query != "bf16") + [c.scales] * (c.scales != "apart")
     shape += ["batch invariant"] * c.batch_invariant + ["rotated"] * c.rotated + [c.through] * bool(c.through)
+    shape += [f"from {c.source}"] * bool(c.source)
     head = "  ".join(shape)
     if r.status == UNSUPPORTED:
         return f"{head}  not run: {r.reason}"
@@ -118,7 +119,7 @@ def summary(results: Sequence[Result], limits: Limits) -> Iterator[str]:
     for r in results:
         if r.us is not None:
             more = ["host"] * r.case.host + ["batch invariant"] * r.case.batch_invariant + ["rotated"] * r.case.rotated
-            more += [r.case.through] * bool(r.case.through)
+            more += [r.case.through] * bool(r.case.through) + [f"from {r.case.source}"] * bool(r.case.source)
             key = (r.case.verb, r.case.format, *more)
             groups[key].append(r)
     if groups:

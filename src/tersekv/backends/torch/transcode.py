@@ -1,0 +1,111 @@
+"""transcode: tokens of one cache's pages into pages of another, through fp32; equal rows as they are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.formats import ALL_FORMATS, CHANNELS, PAIRS, ROTATION
+
+from . import rotation
+from .exact import without_autocast
+from .quantize import dequantize, quantize_rows, reciprocal, why_no_codec
+from .slots import TokenSlots, scatter_rows, token_slots
+
+SUPPORTS = (PAIRS, ROTATION, CHANNELS)
+_CHUNK = 4096  # tokens that lie in fp32 at a time
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    if f.layers is not None:
+        return "takes one layer at a time"
+    names = f.src_format, f.src_v_format, f.format, f.v_format
+    return next(filter(None, (why_no_codec(ALL_FORMATS[name]) for name in names)), None)
+
+
+def configure(f: SimpleNamespace) -> None:
+    return None
+
+
+@without_autocast
+def run(call: Any, config: None) -> None:
+    if not call.src_k.shape[0] or not call.k_cache.shape[0]:
+        return
+    for first in range(0, call.num_tokens, _CHUNK):
+        token = torch.arange(first, min(first + _CHUNK, call.num_tokens), device=call.src_k.device)
+        page, entry, live = _source(call, token)
+        slots = _target(call, token, live)
+        for side in ("k", "v"):
+            _write_side(call, side, page, entry, slots)
+
+
+def _source(call: Any, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns page and slot of each token, and whether there is one; where there is none page 0."""
+    num_pages, size = call.src_k.shape[:2]
+    page = call.src_pages.to(torch.int64)[token // size]
+    live = (page >= 0) & (page < num_pages)
+    if call.num_tokens_t is not None:
+        live = live & (token < call.num_tokens_t.to(torch.int64))
+    return torch.where(live, page, 0), token % size, live
+
+
+def _target(call: Any, token: Tensor, live: Tensor) -> TokenSlots:
+    num_pages, size = call.k_cache.shape[:2]
+    page = call.dst_pages.to(torch.int64)[token // size]
+    live = live & (page >= 0) & (page < num_pages)
+    slot = torch.where(live, page, 0) * size + token % size
+    slots = token_slots(SimpleNamespace(slot_mapping=torch.where(live, slot, -1)), num_pages, size)
+    assert slots is not None  # the cache has pages
+    return slots
+
+
+def _write_side(call: Any, side: str, page: Tensor, entry: Tensor, slots: TokenSlots) -> None:
+    """Store K or V of the tokens."""
+    src, dst = (ALL_FORMATS[name] for name in _formats(call, side))
+    cache, scale_cache = getattr(call, f"{side}_cache"), getattr(call, f"{side}_scale_cache")
+    codes = _rows(getattr(call, f"src_{side}"), page, entry)
+    stored = getattr(call, f"src_{side}_scale_cache")
+    stored = None if stored is None else _rows(stored, page, entry)
+    old, new = (_scale(call, f"{prefix}{side}_scale", codes) for prefix in ("src_", ""))
+    attributes = [
+        (getattr(call, f"{prefix}{side}_signs"), getattr(call, f"{prefix}{side}_channel_scale"))
+        for prefix in ("src_", "")
+    ]
+    x, same = rotation.convert_row_attributes_and_equal_heads(dequantize(codes, stored, src, old[:, None]), *attributes)
+    # As an append does it, whose number is the multiplier: nvfp4's scale is the reciprocal of that.
+    global_scale = None if getattr(call, f"{side}_scale_t") is None else new[:, None]
+    new_codes, new_stored = quantize_rows(x, dst, reciprocal(new)[:, None], global_scale)
+    if src is dst:
+        same = same & (old == new)
+        new_codes = _kept(same, codes, new_codes)
+        if stored is not None and new_stored is not None:
+            new_stored = _kept(same, stored, new_stored)
+    scatter_rows(cache, new_codes, slots)
+    if new_stored is not None:
+        scatter_rows(scale_cache, new_stored, slots)
+
+
+def _formats(call: Any, side: str) -> tuple[str, str]:
+    return (call.src_format, call.format) if side == "k" else (call.src_v_format, call.v_format)
+
+
+def _rows(x: Tensor, page: Tensor, entry: Tensor) -> Tensor:
+    """Returns rows x[page, entry]; some devices cannot index fp8."""
+    return (x.view(torch.uint8) if x.element_size() == 1 else x)[page, entry].view(x.dtype)
+
+
+def _scale(call: Any, name: str, like: Tensor) -> Tensor:
+    """Returns the dequantising scale, fp32 [1] or [H]."""
+    value, tensor = getattr(call, name), getattr(call, f"{name}_t")
+    return torch.full((1,), value, dtype=torch.float32, device=like.device) if tensor is None else tensor
+
+
+def _kept(same: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Returns rows [T, H, ...] of heads that are the same on both sides as they were, others as they became."""
+    same = same.view(-1, *[1] * (old.dim() - 2))
+    if old.element_size() > 1:
+        return torch.where(same, old, new)
+    return torch.where(same, old.view(torch.uint8), new.view(torch.uint8)).view(old.dtype)

@@ -1,0 +1,384 @@
+"""transcode: tokens of one cache's pages into pages of another, all layers that are alike in one launch.
+
+A program handles some rows (token, head) of K or V of a layer: page lookup → codes, stored scales → dequant in fp32 →
+attributes → quantize and store. Rows that are the same on both sides are copied. The number of tokens may lie on the
+device: programs beyond it store nothing.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ...formats import ALL_FORMATS, CHANNELS, PAIRS, ROTATION
+from ..host import launch, row_programs
+from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
+from .parts.dequant import BF16, E2M1, E4M3, E5M2, FP16, INT4, INT8, e4m3_bytes_to_fp16
+from .parts.hadamard import blockwise_hadamard
+from .parts.quant import BLOCK, GROUP, TENSOR, TOKEN_HEAD, ZERO_POINT, quantize_and_store, reciprocal_rn, store_codes
+from .parts.token_rows import cache_row_offsets, interleave_pairs, token_and_head_of_rows
+
+SUPPORTS = (PAIRS, ROTATION, CHANNELS)
+_SIDES = ("k", "v")
+_TENSOR_ARGS = tensor_args(
+    BYTES, p_src_pages="src_pages", p_dst_pages="dst_pages", p_num_tokens="num_tokens_t", p_layers="layers",
+    **{
+        f"p_{of}_{side}_{what}": field.format(side)
+        for side in _SIDES
+        for of, fields in (
+            ("src", ("src_{}", "src_{}_scale_cache", "src_{}_scale_t", "src_{}_signs", "src_{}_channel_scale")),
+            ("dst", ("{}_cache", "{}_scale_cache", "{}_scale_t", "{}_signs", "{}_channel_scale")),
+        )
+        for what, field in zip(("codes", "stored", "scale", "signs", "channels"), fields, strict=True)
+    },
+)  # fmt: skip
+_MAX_ROWS = 1 << 31  # of a side, that 32 bits count
+
+
+@triton.jit
+def layer_distance(p_layer, COLUMN: tl.constexpr, SIZE: tl.constexpr):
+    """Returns how many elements of SIZE bytes a layer's tensor lies behind that of the first layer."""
+    if p_layer is None:
+        return tl.full([], 0, tl.int64)
+    else:
+        return tl.load(p_layer + COLUMN) * (16 // SIZE)  # a product, which says how it is aligned
+
+
+@triton.jit
+def load_scale(
+    p_scale, scale, p_layer, TENSOR_COLUMN: tl.constexpr, COLUMN: tl.constexpr, head, PER_HEAD: tl.constexpr
+):
+    """Returns the dequantizing scale of rows: [ROWS, 1] with one for each head, else [1, 1]."""
+    one = tl.zeros([1, 1], tl.int32)
+    if p_scale is not None:
+        p_scale += layer_distance(p_layer, TENSOR_COLUMN, 4)
+        return tl.load(p_scale + (head[:, None] if PER_HEAD else one))
+    elif p_layer is not None:
+        return tl.load(p_layer + COLUMN + one).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        return one.to(tl.float32) + scale
+
+
+@triton.jit
+def page_and_slot(token, p_pages, num_pages, live, PAGE: tl.constexpr):
+    """Returns (page, slot, whether the page exists) of tokens: int64, int64, bool. Without one the page is arbitrary:
+    Triton 3.6 cannot compile a select of int64 pages."""
+    page = tl.load(p_pages + token // PAGE, mask=live, other=-1).to(tl.int64)
+    return page, (token % PAGE).to(tl.int64), live & (page >= 0) & (page < num_pages)
+
+
+@triton.jit
+def load_live_rows(p, o_rows, m_live, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Loads elements of rows [ROWS, D_PAD]; 0 of rows that are not live, and from column D on."""
+    c = tl.arange(0, D_PAD)[None, :]
+    return tl.load(p + o_rows + c, mask=m_live if D == D_PAD else m_live & (c < D), other=0)
+
+
+@triton.jit
+def decode_elements(codes, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr):
+    """Returns stored elements as fp32 numbers, exactly: [ROWS, D_PAD]; int4 with its zero point."""
+    if FORMAT.CODE == BF16 or FORMAT.CODE == FP16:
+        return codes.to(tl.float32)
+    elif FORMAT.CODE == E4M3:
+        if NATIVE_E4M3:
+            return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            return e4m3_bytes_to_fp16(codes).to(tl.float32)
+    elif FORMAT.CODE == E5M2:
+        return (codes.to(tl.uint16) << 8).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif FORMAT.CODE == INT8:
+        return codes.to(tl.float32)
+    else:
+        nibbles = interleave_pairs(codes & 15, codes >> 4).to(tl.uint16)
+        if FORMAT.CODE == INT4:
+            return nibbles.to(tl.float32)
+        else:
+            tl.static_assert(FORMAT.CODE == E2M1, "a code that decode does not know")
+            bits = ((nibbles & 0x8) << 12) | ((nibbles & 0x7) << 9)  # fp16, fourteen binades lower
+            return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit
+def dequantize_rows(
+    codes, p_stored, o_stored, m_live, scale, D: tl.constexpr, D_PAD: tl.constexpr, FORMAT: tl.constexpr,
+    NATIVE_E4M3: tl.constexpr,
+):  # fmt: skip
+    """Returns rows [ROWS, D_PAD] fp32: code × stored scale × scale; columns from D on are 0."""
+    ROWS: tl.constexpr = codes.shape[0]
+    x = decode_elements(codes, FORMAT, NATIVE_E4M3)
+    if FORMAT.SCALE == TOKEN_HEAD:
+        stored = tl.load(p_stored + o_stored, mask=m_live, other=0.0)
+        if FORMAT.CODE == INT4:
+            x -= (stored.to(tl.int32, bitcast=True) & ZERO_POINT).to(tl.float32)
+        x *= stored
+    elif FORMAT.SCALE == BLOCK or FORMAT.SCALE == GROUP:
+        SIZE: tl.constexpr = 16 if FORMAT.SCALE == BLOCK else 128
+        stored = load_live_rows(p_stored, o_stored, m_live, D // SIZE, D_PAD // SIZE)
+        if FORMAT.SCALE == BLOCK:
+            stored = e4m3_bytes_to_fp16(stored).to(tl.float32)
+        x = tl.reshape(tl.reshape(x, [ROWS, D_PAD // SIZE, SIZE]) * stored[:, :, None], [ROWS, D_PAD])
+        if FORMAT.SCALE == BLOCK:
+            x *= scale
+    elif FORMAT.SCALE == TENSOR:
+        x *= scale
+    if D == D_PAD:
+        return x
+    else:
+        return tl.where(tl.arange(0, D_PAD)[None, :] < D, x, 0.0)
+
+
+@triton.jit
+def count_unequal_signs(src_attributes, dst_attributes, SIZE: tl.constexpr):
+    """Returns how many signs differ, all if rows of one side are not rotated: int32 [1, 1]."""
+    p_src_signs, src_distance, _, _, _ = src_attributes
+    p_dst_signs, dst_distance, _, _, _ = dst_attributes
+    if p_src_signs is None and p_dst_signs is None:
+        return tl.zeros([1, 1], tl.int32)
+    elif p_src_signs is None or p_dst_signs is None:
+        return tl.full([1, 1], SIZE, tl.int32)
+    else:
+        i = tl.arange(0, SIZE)[None, :]
+        differ = tl.load(p_src_signs + src_distance + i) != tl.load(p_dst_signs + dst_distance + i)
+        return tl.sum(differ.to(tl.int32), 1)[:, None]
+
+
+@triton.jit
+def load_channels(attributes, head, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Returns channel scales of heads, [ROWS, D_PAD]; 1 where there are none."""
+    _, _, p_channels, distance, stride = attributes
+    c = tl.arange(0, D_PAD)[None, :]
+    if p_channels is None:
+        return tl.full([head.shape[0], D_PAD], 1.0, tl.float32)
+    else:
+        return tl.load(p_channels + (distance + head.to(tl.int64) * stride)[:, None] + c, mask=c < D, other=1.0)
+
+
+@triton.jit
+def count_unequal_channels(src_attributes, dst_attributes, head, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Returns how many channel scales of heads differ, int32 [ROWS, 1]."""
+    if src_attributes[2] is None and dst_attributes[2] is None:
+        return tl.zeros([head.shape[0], 1], tl.int32)
+    else:
+        old = load_channels(src_attributes, head, D, D_PAD)
+        new = load_channels(dst_attributes, head, D, D_PAD)
+        return tl.sum((old != new).to(tl.int32), 1)[:, None]
+
+
+@triton.jit
+def change_attributes(x, src_attributes, dst_attributes, unequal_channels, head, D: tl.constexpr):
+    """Returns rows x [ROWS, D_PAD] fp32, rotated back, with other channel scales, and rotated anew.
+
+    src_attributes, dst_attributes:  pointers to signs and to channel scales, either may be None, each with the layer's
+                                     distance; the stride of a head
+    """
+    p_src_signs, src_distance, p_src_channels, _, _ = src_attributes
+    p_dst_signs, dst_distance, p_dst_channels, _, _ = dst_attributes
+    D_PAD: tl.constexpr = x.shape[1]
+    SIZE: tl.constexpr = D & -D
+    c = tl.arange(0, D_PAD)[None, :]
+    if p_src_signs is not None:
+        x = blockwise_hadamard(x, SIZE) * SIZE**-0.5 * tl.load(p_src_signs + src_distance + c % SIZE)
+    if p_src_channels is not None or p_dst_channels is not None:
+        old = load_channels(src_attributes, head, D, D_PAD)
+        new = load_channels(dst_attributes, head, D, D_PAD)
+        x = tl.where(unequal_channels == 0, x, x * old * reciprocal_rn(new))
+    if p_dst_signs is not None:
+        x = blockwise_hadamard(x * tl.load(p_dst_signs + dst_distance + c % SIZE), SIZE) * SIZE**-0.5
+    return x
+
+
+@triton.jit
+def transcode_rows(
+    i_block, tokens, page_args, src, dst, head_strides, p_layer, SIDE: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, SRC_PAGE: tl.constexpr,
+    DST_PAGE: tl.constexpr, SRC_FORMAT: tl.constexpr, DST_FORMAT: tl.constexpr, SRC_PER_HEAD: tl.constexpr,
+    DST_PER_HEAD: tl.constexpr, COPY: tl.constexpr, STRIDE_UNIT: tl.constexpr, NATIVE_E4M3: tl.constexpr,
+    NATIVE_FP8_CAST: tl.constexpr,
+):  # fmt: skip
+    """Transcodes one block of rows of K (SIDE 0) or V (1).
+
+    tokens:        (most tokens, pointer to their number or None)
+    page_args:     pointers src_pages and dst_pages, pages of either cache
+    src, dst:      pointers codes, stored scales, scale, signs, channel scales; the scale; strides of codes, of scales
+    head_strides:  of channel scales of src and dst
+    """
+    max_tokens, p_num_tokens = tokens
+    p_src_pages, p_dst_pages, num_src_pages, num_dst_pages = page_args
+    token, head = token_and_head_of_rows(i_block, max_tokens, H, ROWS)
+    live = token < (max_tokens if p_num_tokens is None else tl.load(p_num_tokens).to(tl.int64))
+    src_page, src_slot, live = page_and_slot(token, p_src_pages, num_src_pages, live, SRC_PAGE)
+    dst_page, dst_slot, live = page_and_slot(token, p_dst_pages, num_dst_pages, live, DST_PAGE)
+    m_live = live[:, None]
+    p_src = src[0] + layer_distance(p_layer, SIDE, src[0].dtype.element_ty.primitive_bitwidth // 8)
+    p_dst = dst[0] + layer_distance(p_layer, 4 + SIDE, dst[0].dtype.element_ty.primitive_bitwidth // 8)
+    o_src = cache_row_offsets(src_page, src_slot, head, src[6], STRIDE_UNIT)
+    o_dst = cache_row_offsets(dst_page, dst_slot, head, dst[6], STRIDE_UNIT)
+    # Stored scales, fp32 or bytes, if there are any.
+    p_src_stored, p_dst_stored = src[1], dst[1]
+    o_src_stored = cache_row_offsets(src_page, src_slot, head, src[7], 1)
+    o_dst_stored = cache_row_offsets(dst_page, dst_slot, head, dst[7], 1)
+    o_src_stored += layer_distance(p_layer, 2 + SIDE, 1 if SRC_FORMAT.SCALE == BLOCK else 4)
+    o_dst_stored += layer_distance(p_layer, 6 + SIDE, 1 if DST_FORMAT.SCALE == BLOCK else 4)
+
+    # Codes, and their scales of the tensor.
+    PER_ELEMENT: tl.constexpr = 2 if SRC_FORMAT.CODE == INT4 or SRC_FORMAT.CODE == E2M1 else 1
+    codes = load_live_rows(p_src, o_src, m_live, D // PER_ELEMENT, D_PAD // PER_ELEMENT)
+    SAME_FORMAT: tl.constexpr = SRC_FORMAT.CODE == DST_FORMAT.CODE and SRC_FORMAT.SCALE == DST_FORMAT.SCALE
+    if not COPY:
+        src_scale = load_scale(src[2], src[5], p_layer, 8 + SIDE, 20 + SIDE, head, SRC_PER_HEAD)
+        dst_scale = load_scale(dst[2], dst[5], p_layer, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
+        src_attributes = (
+            src[3], layer_distance(p_layer, 12 + SIDE, 4), src[4], layer_distance(p_layer, 16 + SIDE, 4),
+            head_strides[0],
+        )  # fmt: skip
+        dst_attributes = (
+            dst[3], layer_distance(p_layer, 14 + SIDE, 4), dst[4], layer_distance(p_layer, 18 + SIDE, 4),
+            head_strides[1],
+        )  # fmt: skip
+        unequal_channels = count_unequal_channels(src_attributes, dst_attributes, head, D, D_PAD)
+        unequal = unequal_channels + count_unequal_signs(src_attributes, dst_attributes, D & -D)
+
+    # Rows that are the same on both sides.
+    m_copy = m_live
+    if SAME_FORMAT:
+        if not COPY:
+            m_copy = m_live & (unequal == 0) & (src_scale == dst_scale)
+        store_codes(p_dst, o_dst, codes, m_copy, D // PER_ELEMENT)
+        if SRC_FORMAT.SCALE == TOKEN_HEAD:
+            stored = tl.load(p_src_stored + o_src_stored, mask=m_live, other=0.0)
+            tl.store(p_dst_stored + o_dst_stored, stored, mask=m_copy)
+        elif SRC_FORMAT.SCALE == BLOCK or SRC_FORMAT.SCALE == GROUP:
+            SIZE: tl.constexpr = 16 if SRC_FORMAT.SCALE == BLOCK else 128
+            stored = load_live_rows(p_src_stored, o_src_stored, m_live, D // SIZE, D_PAD // SIZE)
+            store_codes(p_dst_stored, o_dst_stored, stored, m_copy, D // SIZE)
+
+    # All others.
+    if not COPY:
+        m_change = m_live & (m_copy == 0) if SAME_FORMAT else m_live
+        if tl.max(tl.max(m_change.to(tl.int32), 1), 0) != 0:
+            x = dequantize_rows(codes, p_src_stored, o_src_stored, m_live, src_scale, D, D_PAD, SRC_FORMAT, NATIVE_E4M3)
+            HAS_ATTRIBUTES: tl.constexpr = not (src[3] is None and src[4] is None and dst[3] is None and dst[4] is None)
+            if HAS_ATTRIBUTES:  # noqa: SIM102 (a constant, and a value of the device)
+                if tl.max(tl.max(unequal, 1), 0) != 0:
+                    changed = change_attributes(x, src_attributes, dst_attributes, unequal_channels, head, D)
+                    x = tl.where(unequal == 0, x, changed)
+            quant_scale = reciprocal_rn(dst_scale)
+            # As an append does it, whose number is the multiplier.
+            global_scale = reciprocal_rn(quant_scale) if dst[2] is None else dst_scale
+            quantize_and_store(
+                x, p_dst, p_dst_stored, o_dst, o_dst_stored, m_change, quant_scale, global_scale, D, DST_FORMAT,
+                NATIVE_FP8_CAST,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_src_pages", "num_dst_pages", "k_end"])
+def transcode_kernel(
+    p_src_pages, p_dst_pages, p_num_tokens, p_layers,
+    p_src_k_codes, p_src_k_stored, p_src_k_scale, p_src_k_signs, p_src_k_channels,
+    p_dst_k_codes, p_dst_k_stored, p_dst_k_scale, p_dst_k_signs, p_dst_k_channels,
+    p_src_v_codes, p_src_v_stored, p_src_v_scale, p_src_v_signs, p_src_v_channels,
+    p_dst_v_codes, p_dst_v_stored, p_dst_v_scale, p_dst_v_signs, p_dst_v_channels,
+    src_k_scale, dst_k_scale, src_v_scale, dst_v_scale, strides_src_k, strides_dst_k, strides_src_v, strides_dst_v,
+    strides_src_k_stored, strides_dst_k_stored, strides_src_v_stored, strides_dst_v_stored, head_strides_k,
+    head_strides_v, num_tokens, num_src_pages, num_dst_pages, k_end,
+    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROWS_K: tl.constexpr, ROWS_V: tl.constexpr, SRC_PAGE: tl.constexpr, DST_PAGE: tl.constexpr,
+    SRC_K_FORMAT: tl.constexpr, SRC_V_FORMAT: tl.constexpr, DST_K_FORMAT: tl.constexpr, DST_V_FORMAT: tl.constexpr,
+    SRC_K_PER_HEAD: tl.constexpr, SRC_V_PER_HEAD: tl.constexpr, DST_K_PER_HEAD: tl.constexpr,
+    DST_V_PER_HEAD: tl.constexpr, COPY_K: tl.constexpr, COPY_V: tl.constexpr, COLUMNS: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, NATIVE_E4M3: tl.constexpr, NATIVE_FP8_CAST: tl.constexpr,
+):  # fmt: skip
+    """Transcodes K in programs up to k_end, then V; axis 1 of the grid are layers."""
+    i_block = tl.program_id(0)
+    p_layer = None if p_layers is None else p_layers + tl.program_id(1) * COLUMNS
+    tokens = (num_tokens, p_num_tokens)
+    page_args = (p_src_pages, p_dst_pages, num_src_pages, num_dst_pages)
+    if i_block < k_end:
+        transcode_rows(
+            i_block, tokens, page_args,
+            (p_src_k_codes, p_src_k_stored, p_src_k_scale, p_src_k_signs, p_src_k_channels, src_k_scale,
+             strides_src_k, strides_src_k_stored),
+            (p_dst_k_codes, p_dst_k_stored, p_dst_k_scale, p_dst_k_signs, p_dst_k_channels, dst_k_scale,
+             strides_dst_k, strides_dst_k_stored),
+            head_strides_k, p_layer, 0, H, DK, DK_PAD, ROWS_K, SRC_PAGE, DST_PAGE, SRC_K_FORMAT, DST_K_FORMAT,
+            SRC_K_PER_HEAD, DST_K_PER_HEAD, COPY_K, STRIDE_UNIT, NATIVE_E4M3, NATIVE_FP8_CAST,
+        )  # fmt: skip
+    else:
+        transcode_rows(
+            i_block - k_end, tokens, page_args,
+            (p_src_v_codes, p_src_v_stored, p_src_v_scale, p_src_v_signs, p_src_v_channels, src_v_scale,
+             strides_src_v, strides_src_v_stored),
+            (p_dst_v_codes, p_dst_v_stored, p_dst_v_scale, p_dst_v_signs, p_dst_v_channels, dst_v_scale,
+             strides_dst_v, strides_dst_v_stored),
+            head_strides_v, p_layer, 1, H, DV, DV_PAD, ROWS_V, SRC_PAGE, DST_PAGE, SRC_V_FORMAT, DST_V_FORMAT,
+            SRC_V_PER_HEAD, DST_V_PER_HEAD, COPY_V, STRIDE_UNIT, NATIVE_E4M3, NATIVE_FP8_CAST,
+        )  # fmt: skip
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    rows = f.num_tokens * f.src_k.shape[2]
+    if rows >= _MAX_ROWS:
+        return f"counts rows in 32 bits, got {rows} of K"
+    names = f.src_format, f.src_v_format, f.format, f.v_format
+    reasons = (launch.why_not(SimpleNamespace(format=name, arch=f.arch, device=f.device)) for name in names)
+    return next(filter(None, reasons), None)
+
+
+def configure(f: SimpleNamespace) -> LaunchSequence:
+    heads, tokens, num_layers = f.src_k.shape[2], f.num_tokens, 1 if f.layers is None else f.layers.shape[0]
+    formats = {"k": (f.src_format, f.format), "v": (f.src_v_format, f.v_format)}
+    dims = {s: getattr(f, f"src_{s}").shape[3] * ALL_FORMATS[formats[s][0]].values_per_element for s in _SIDES}
+    pads = {s: max(row_programs.padded_columns(dims[s], name) for name in formats[s]) for s in _SIDES}
+    elements = row_programs.program_elements(tokens * heads * sum(pads.values()) * num_layers)
+    programs = {s: row_programs.RowPrograms(tokens, heads, pads[s], elements) for s in _SIDES}
+    k_end, num_programs = row_programs.program_ends(programs["k"], programs["v"])
+    if num_programs == 0 or not f.src_k.shape[0] or not f.k_cache.shape[0]:
+        return LaunchSequence()
+    unit = row_programs.common_stride_unit(f.src_k, f.src_v, f.k_cache, f.v_cache)
+    arguments: dict[str, Any] = _TENSOR_ARGS | {
+        "num_tokens": tokens, "num_src_pages": f.src_k.shape[0], "num_dst_pages": f.k_cache.shape[0], "k_end": k_end,
+        "H": heads, "SRC_PAGE": f.src_k.shape[1], "DST_PAGE": f.k_cache.shape[1], "STRIDE_UNIT": unit,
+        "COLUMNS": 0 if f.layers is None else f.layers.shape[1], "NATIVE_E4M3": not launch.emulates_e4m3(f),
+        "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f),
+    }  # fmt: skip
+    for s in _SIDES:
+        arguments |= _side_arguments(f, s, formats[s], unit)
+        arguments |= {f"D{s.upper()}": dims[s], f"D{s.upper()}_PAD": pads[s], f"ROWS_{s.upper()}": programs[s].rows}
+    return LaunchSequence(KernelLaunch(transcode_kernel, (num_programs, num_layers), arguments, **row_programs.OPTIONS))
+
+
+def _side_arguments(f: SimpleNamespace, side: str, formats: tuple[str, str], unit: int) -> dict[str, Any]:
+    """The arguments of K or V that are no tensors, by name."""
+    found: dict[str, Any] = {}
+    fields = (("src", "src_", f"src_{side}", formats[0]), ("dst", "", f"{side}_cache", formats[1]))
+    for of, prefix, codes, name in fields:
+        stored, scale = getattr(f, f"{prefix}{side}_scale_cache"), f"{prefix}{side}_scale"
+        found |= {
+            f"{of}_{side}_scale": getattr(f, scale),
+            f"strides_{of}_{side}": row_programs.strides_in_units(getattr(f, codes), 3, unit),
+            f"strides_{of}_{side}_stored": row_programs.scale_strides(stored),
+            f"{of.upper()}_{side.upper()}_FORMAT": row_programs.stored_format(name),
+            f"{of.upper()}_{side.upper()}_PER_HEAD": row_programs.per_head(getattr(f, f"{scale}_t")),
+        }
+    channels = [getattr(f, f"{prefix}{side}_channel_scale") for prefix in ("src_", "")]
+    found[f"head_strides_{side}"] = tuple(row_programs.strides_in_units(x, 1)[0] for x in channels)
+    return found | {f"COPY_{side.upper()}": _copies(f, side, formats)}
+
+
+def _copies(f: SimpleNamespace, side: str, formats: tuple[str, str]) -> bool:
+    """Returns whether the facts alone say that all rows are the same on both sides."""
+    names = [f"{prefix}{side}_{what}" for prefix in ("src_", "") for what in ("scale_t", "signs", "channel_scale")]
+    equal = torch.tensor([getattr(f, f"{prefix}{side}_scale") for prefix in ("src_", "")], dtype=torch.float32).unique()
+    return formats[0] == formats[1] and len(equal) == 1 and all(getattr(f, name) is None for name in names)
+
+
+def run(call: Any, config: LaunchSequence) -> None:
+    config(call)
+
+
+def bind(config: LaunchSequence, at: dict[str, int]) -> BoundLaunches | None:
+    return config.bind(at)

@@ -1,0 +1,252 @@
+"""Records of pages: what comes back is what left, to the bit; anything else is refused by name, and nothing written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from no_sync import NoHostReads
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import tersekv
+from tersekv import KV_FORMATS, LATENT_FORMATS, PagedKVCache, PagedLatentCache, records
+from tersekv.testing.memory import as_bytes, storage_bytes
+
+LAYOUTS = ({}, {"layout": "HND", "scales": "tail"}, {"scales": "inline"})
+NAMES = ("k", "v", "k_scale_cache", "v_scale_cache", "ckv", "kpe", "ckv_scale_cache")
+
+
+def kv(format="fp8_e4m3", pages=6, size=4, layers=2, **options) -> PagedKVCache:
+    return PagedKVCache.allocate(layers, pages, size, 2, 32, format=format, **options)
+
+
+def latent(format, pages=6) -> PagedLatentCache:
+    return PagedLatentCache.allocate(2, pages, 4, format=format, kv_lora_rank=128, qk_rope_head_dim=6)
+
+
+def filled(cache, seed: int = 0):
+    """Any bytes: codes and scales that no append would store too."""
+    random = torch.Generator().manual_seed(seed)
+    for layer in cache.layers:
+        for x in tensors(layer):
+            as_bytes(x).copy_(torch.randint(256, as_bytes(x).shape, generator=random, dtype=torch.uint8))
+    return cache
+
+
+def tensors(layer) -> list[torch.Tensor]:
+    return [x for x in (getattr(layer, name, None) for name in NAMES) if x is not None]
+
+
+def contents(cache) -> list[torch.Tensor]:
+    return [storage_bytes(x).clone() for layer in cache.layers for x in tensors(layer)]
+
+
+def assert_pages_equal(a, pages, b, others) -> None:
+    for x, y in zip(a.layers, b.layers, strict=True):
+        for one, other in zip(tensors(x), tensors(y), strict=True):
+            assert torch.equal(as_bytes(one)[pages], as_bytes(other)[others])
+
+
+@pytest.mark.parametrize("to", ["buffer", "bytes", "file"])
+@pytest.mark.parametrize("format", [*KV_FORMATS, ("fp8_e4m3", "int4_per_token_head")], ids=str)
+def test_pages_come_back_as_they_left_in_any_layout(format, to, tmp_path):
+    path = tmp_path / "record"
+    for i, (src, dst) in enumerate(zip(LAYOUTS, (*LAYOUTS[1:], LAYOUTS[0]), strict=True)):
+        a, b = filled(kv(format, **src)), filled(kv(format, pages=9, **dst), seed=1)
+        others, before = [p for p in range(9) if p not in (8, 0, 3)], contents(b)
+        record = tersekv.export_pages(a, [5, 0, 2], path if to == "file" else None, num_tokens=9 + i)
+        given = {"file": path, "bytes": None if record is None else bytes(record), "buffer": record}[to]
+        assert tersekv.import_pages(b, torch.tensor([8, 0, 3], dtype=torch.int32), given) == 9 + i
+        assert_pages_equal(a, [5, 0, 2], b, [8, 0, 3])
+        kept = filled(kv(format, pages=9, **dst), seed=1)
+        assert_pages_equal(kept, others, b, others)
+        assert len(before) == len(contents(b))
+
+
+@pytest.mark.parametrize("format", LATENT_FORMATS)
+def test_pages_of_latents_come_back(format):
+    a, b = filled(latent(format)), filled(latent(format), seed=1)
+    assert tersekv.import_pages(b, [1, 4], tersekv.export_pages(a, [3, 2])) == 8
+    assert_pages_equal(a, [3, 2], b, [1, 4])
+
+
+@pytest.mark.parametrize("chunk", [1, 200, 1 << 24])
+def test_chunks_of_any_size_give_the_same_record(chunk, monkeypatch):
+    a, b = filled(kv("nvfp4", rotation="hadamard")), kv("nvfp4", rotation="hadamard")
+    want = tersekv.export_pages(a, [5, 0, 2])
+    monkeypatch.setattr(records, "_CHUNK", chunk)
+    assert torch.equal(tersekv.export_pages(a, [5, 0, 2]), want)
+    tersekv.import_pages(b, [0, 1, 2], want)
+    assert_pages_equal(a, [5, 0, 2], b, [0, 1, 2])
+
+
+def test_the_library_of_safetensors_reads_a_record(tmp_path):
+    path, channels = tmp_path / "record.safetensors", torch.rand(2, 2, 32) + 0.5
+    a = filled(kv("int8_per_token_head", rotation="hadamard", k_channel_scale=channels))
+    tersekv.export_pages(a, [5, 0], path, num_tokens=7)
+    with safe_open(path, framework="pt") as file:
+        said = file.metadata()
+        assert said["tersekv"] == "pages of a PagedKVCache, 1"
+        assert said["num_tokens"] == "7"
+        sizes = {"num_pages": 2, "page_size": 4, "num_kv_heads": 2, "head_dim": 32, "head_dim_v": 32}
+        assert json.loads(said["sizes"]) == sizes
+        assert [word["format"] for word in json.loads(said["layers"])] == ["int8_per_token_head"] * 2
+        assert torch.equal(file.get_tensor("1.k"), a[1].k[[5, 0]])
+        assert torch.equal(file.get_tensor("0.k_channel_scale"), channels[0])
+        assert torch.equal(as_bytes(file.get_tensor("0.v_scale_cache")), as_bytes(a[0].v_scale_cache)[[5, 0]])
+    assert [p.name for p in tmp_path.iterdir()] == ["record.safetensors"]
+
+
+def test_a_record_without_pages_is_one():
+    a = filled(kv())
+    before = contents(a)
+    assert tersekv.import_pages(a, [], tersekv.export_pages(a, [])) == 0
+    assert all(map(torch.equal, contents(a), before))
+
+
+def refused(cache, record, message: str, pages=(1, 4)) -> None:
+    before = contents(cache)
+    with pytest.raises(ValueError, match=message):
+        tersekv.import_pages(cache, [*pages], record)
+    assert all(map(torch.equal, contents(cache), before))
+
+
+def test_every_changed_byte_is_found():
+    """Of the tensors, by the checksum; of the header, by what it says."""
+    a = filled(kv("fp8_e4m3", layers=1, size=1, pages=3))
+    record = tersekv.export_pages(a, [2, 0])
+    before = contents(a)
+    for i in range(len(record)):
+        torn = record.clone()
+        torn[i] ^= 1 << (i % 8)
+        error = ""
+        try:
+            tersekv.import_pages(a, [2, 0], torn)
+        except ValueError as e:
+            error = str(e)
+        # Of the header's bytes one may be a space for another, or a smaller number of tokens.
+        assert error.startswith("record: ") or (not error and i < len(record) - 2 * 2 * 2 * 32)
+        assert all(map(torch.equal, contents(a), before))
+
+
+@pytest.mark.parametrize("format", ["bf16", "nvfp4"])
+def test_words_and_pages_that_changed_places_are_found(format):
+    record = tersekv.export_pages(filled(kv(format, layers=1)), [2, 0])
+    for step in (4, 8, record_page(format)):
+        body = record[-2 * record_page(format) :]
+        swapped = body.clone()
+        swapped[:step], swapped[step : 2 * step] = body[step : 2 * step], body[:step]
+        assert not torch.equal(swapped, body)
+        refused(
+            kv(format, layers=1),
+            torch.cat([record[: -len(body)], swapped]),
+            "record: 0.v.*: want bytes of the checksum",
+        )
+
+
+def record_page(format: str) -> int:
+    """Bytes of what comes last in a record's page: V, or its scales."""
+    last = tensors(kv(format, layers=1)[0])[-1]
+    return last[0].numel() * last.element_size()
+
+
+def test_a_torn_record_is_refused_by_name(tmp_path):
+    path, whole = tmp_path / "torn", bytes(tersekv.export_pages(filled(kv()), [5, 0]))
+    for length in (0, 5, 8, 100, 1000, len(whole) - 1, len(whole) // 2):
+        path.write_bytes(whole[:length])
+        refused(kv(), path, "torn: .*: want")
+    path.write_bytes(whole + b"\0")
+    refused(kv(), path, "torn: record: want [0-9]+ bytes behind the header")
+    path.write_bytes(b"\xff" * 4096)
+    refused(kv(), path, "torn: record: want a safetensors header")
+    path.write_bytes((30).to_bytes(8, "little") + b"[" * 30)
+    refused(kv(), path, "torn: header: want JSON")
+    refused(kv(), tmp_path, "want a record that export_pages wrote, got a folder")
+
+
+def test_a_foreign_file_is_refused_by_name(tmp_path):
+    path = tmp_path / "foreign"
+    save_file({"0.k": torch.zeros(2)}, path)
+    refused(kv(), path, "foreign: tersekv: want 'pages of a PagedKVCache, 1', got another's file")
+    kv().save_attributes(path)
+    refused(kv(), path, "foreign: tersekv: want 'pages of a PagedKVCache, 1', got 'attributes of a PagedKVCache, 2'")
+    tersekv.export_pages(latent("bf16"), [0, 1], path)
+    refused(kv(), path, "want 'pages of a PagedKVCache, 1', got 'pages of a PagedLatentCache, 1'")
+    tersekv.export_pages(kv(), [0, 1], path)
+    tensors_of, said = load_file(path), safe_open(path, framework="pt").metadata()
+    save_file({name: x for name, x in tensors_of.items() if name != "1.v"}, path, said)
+    refused(kv(), path, "foreign: .*: want")
+    with pytest.raises(FileNotFoundError):
+        tersekv.import_pages(kv(), [0], tmp_path / "none")
+
+
+OTHERS = [
+    (kv("bf16"), "layers.0.format: want 'bf16' as the cache and the pages named have, got 'fp8_e4m3'"),
+    (kv(layers=1), "layers: want"),
+    (kv(size=8), "sizes.page_size: want 8"),
+    (PagedKVCache.allocate(2, 6, 4, 2, 32, format="fp8_e4m3", head_dim_v=64), "sizes.head_dim_v: want 64"),
+    (kv(k_scale=0.5), "layers.0.k_scale: want 0.5"),
+    (kv(k_scale=torch.ones(1)), "layers.0.k_scale: want 'tensor' as the cache and the pages named have, got 1.0"),
+    (kv(rotation="hadamard"), "layers.0: want"),
+]
+
+
+@pytest.mark.parametrize(("cache", "message"), OTHERS, ids=[m for _, m in OTHERS])
+def test_a_record_of_another_cache_is_refused(cache, message):
+    refused(filled(cache), tersekv.export_pages(filled(kv()), [5, 0]), f"record: {message}")
+
+
+def test_a_record_of_other_signs_is_refused():
+    a, b = (kv(rotation=(None, "hadamard")) for _ in range(2))
+    b = PagedKVCache([b[0], replace(b[1], v_signs=-b[1].v_signs)], 32, 32)
+    refused(filled(b), tersekv.export_pages(filled(a), [5, 0]), "record: 1.v_signs: want the values that the cache has")
+
+
+WRONG = [
+    ({"pages": [6]}, ValueError, r"pages: want pages in \[0, 6\), got 6 at 0"),
+    ({"pages": [0, -1]}, ValueError, r"pages: want pages in \[0, 6\), got -1 at 1"),
+    ({"pages": torch.tensor([0.5])}, TypeError, "pages: want a list of ints or an integer Tensor"),
+    ({"pages": 3}, TypeError, "pages: want a list of ints or an integer Tensor"),
+    ({"pages": [True]}, TypeError, "pages: want int, got bool"),
+    ({"cache": kv()[0]}, TypeError, "cache: want PagedKVCache or PagedLatentCache, got PagedKVLayer"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), WRONG, ids=[m[:40] for _, _, m in WRONG])
+def test_bad_calls_raise(wrong, error, message):
+    args = {"cache": kv(), "pages": [0]} | wrong
+    with pytest.raises(error, match=message):
+        tersekv.export_pages(*args.values())
+    with pytest.raises(error, match=message):
+        tersekv.import_pages(*args.values(), tersekv.export_pages(kv(), [0]))
+
+
+def test_bad_numbers_and_records_raise():
+    with pytest.raises(ValueError, match="num_tokens: want at most 8, what the pages hold, got 9"):
+        tersekv.export_pages(kv(), [0, 1], num_tokens=9)
+    with pytest.raises(TypeError, match="record: want a path, a Tensor or bytes, got int"):
+        tersekv.import_pages(kv(), [0], 3)
+    with pytest.raises(ValueError, match=r"record: want \[bytes\] uint8 on the CPU, got \[2\] torch.float32"):
+        tersekv.import_pages(kv(), [0], torch.zeros(2))
+    refused(kv(), tersekv.export_pages(kv(), [0, 1, 2]), "sizes.num_pages: want 2")
+    refused(kv(), tersekv.export_pages(kv(), [0, 1]), "pages: want each page once, got 3 again", pages=(3, 3))
+
+
+def test_an_export_that_fails_leaves_no_file(tmp_path):
+    (tmp_path / "record").mkdir()
+    with pytest.raises(OSError, match="record"):
+        tersekv.export_pages(kv(), [0], tmp_path / "record")
+    assert [p.name for p in tmp_path.iterdir()] == ["record"]
+
+
+def test_what_runs_on_the_device_reads_nothing_on_the_host():
+    """Sums are read once, at the end."""
+    a = filled(kv("nvfp4"))
+    entries, _ = records._entries(a, 2)
+    for entry in entries:
+        data = records._bytes(records._indexed(entry.source)[torch.tensor([3, 1])])
+        with NoHostReads():
+            records._Checksum(entry, a.device).add(data, 0, 2)
