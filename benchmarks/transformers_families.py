@@ -37,7 +37,7 @@ WORKS, REFUSED, NOT_BUILT, FAILS = "works", "refused", "not built", "fails"
 COMPILES = "one graph"
 FORMATS = ("bf16", "fp8_e4m3")
 BATCH, PROMPT, NEW, PADDED = 2, 40, 12, 11
-VOCABULARY, WINDOW = 97, 24
+VOCABULARY, WINDOW, PAGE = 97, 24, 8
 LARGEST = 20_000_000  # weights of a model that counts as small
 # fp32 models: what is left is the order of sums, and a rounding here and there that falls on the other side.
 CLOSE = 2e-3
@@ -194,7 +194,7 @@ def measured(model: Any, graphs: bool) -> dict[str, Any]:
             wants[format] = generated(model, Rounded(model.config, format), "eager")
         except Exception as e:
             raise NotBuiltError(f"with eager attention: {first_line(e)}") from e
-        got = generated(model, TersekvCache(model.config, format), ATTENTION)
+        got = generated(model, TersekvCache(model.config, format, page_size=PAGE), ATTENTION)
         off, same = apart(got, wants[format])
         if not off < CLOSE:
             raise SilentError(f"{format}: logits are off by {off:.1e}, {same} of {BATCH * NEW} tokens are the same")
@@ -214,7 +214,7 @@ def compiled(model: Any, want: tuple[Tensor, Tensor]) -> str:
     torch._dynamo.reset()
     config = CompileConfig(fullgraph=True, backend="eager", mode=None)
     config._compile_all_devices = True  # without it, generate compiles on GPUs alone
-    cache = TersekvStaticCache(model.config, FORMATS[-1], max_tokens=PROMPT + NEW)
+    cache = TersekvStaticCache(model.config, FORMATS[-1], page_size=PAGE, max_tokens=PROMPT + NEW)
     try:
         with torch._dynamo.config.patch(error_on_recompile=True):
             got = generated(model, cache, ATTENTION, compile_config=config)
@@ -239,7 +239,7 @@ def judge(name: str, graphs: bool = False) -> dict[str, Any]:
         config, kind = small(name)
         told["class"] = kind.__name__
         words |= {config.model_type, kind.__name__}
-        TersekvCache(config)  # a family that is refused by its config need not be built
+        TersekvCache(config, page_size=PAGE)  # a family that is refused by its config need not be built
         model = model_of(config, kind)
         words |= {type(module).__name__ for module in model.modules()}
         return {**told, "found": WORKS, **measured(model, graphs)}

@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..errors import OutOfPagesError, UnsupportedError
-from .transformers_cache import ATTENTION, EAGER, INSTEAD, TersekvCache, TersekvLayer, handover
-from .transformers_layers import CACHE_ARGUMENT
+from .transformers_cache import TersekvCache
+from .transformers_cache_layers import ATTENTION, EAGER, TersekvLayer, handover
+from .transformers_layers import CACHE_ARGUMENT, INSTEAD
 from .transformers_static import TersekvStaticCache
 from .transformers_store import Rules, named
 
@@ -54,7 +55,7 @@ def attention(
 # NOTE: a compiled model leaves its graph here and in `TersekvLayer.update`, and comes back after them.
 @torch.compiler.disable(reason=EAGER)
 def _outside(*args: Any, **options: Any) -> tuple[Tensor, None]:
-    layer = handover.layer
+    layer = handover.layer or handover.lender(args[2])
     try:
         return _attention(*args, **options)
     except BaseException:
@@ -82,7 +83,8 @@ def _attention(
     scaling:                         softmax scale; None: 1 / sqrt(D)
     sliding_window, softcap, s_aux:  of the layer; s_aux are gpt-oss's sinks [Hq]
     """
-    layer = handover.take()
+    taken = handover.take()
+    layer = taken or handover.lender(key)
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedError(
             f"{named(module)} is not causal, and a cache holds the past alone; where it is no part of the "
@@ -110,12 +112,14 @@ def _attention(
     if attention_mask is not None and attention_mask.dim() != 2 and not _marks(attention_mask, query, layer):
         got = "another kind" if attention_mask is _OTHER else f"{list(attention_mask.shape)}"
         raise UnsupportedError(
-            f"attention_mask: want [B, tokens], 0 for padding, since {named(module)} runs with causal and "
-            f"sliding-window masks alone, got {got} (a mask of a shape of its own, blocks that see each other, packed "
-            f"sequences); {INSTEAD}"
+            f"attention_mask: want [B, tokens], 0 for padding, since {named(module)} runs with causal, "
+            f"sliding-window and chunked masks alone, got {got} (a mask of a shape of its own, blocks that see each "
+            f"other, packed sequences); {INSTEAD}"
         )
     sinks = None if s_aux is None else s_aux.detach().to(torch.float32)
     rules = Rules(scaling, sliding_window, float(softcap or 0.0), sinks)
+    if taken is None:
+        return layer.attend_again(query, value.shape[-1], rules, module), None
     return layer.attend(query, value.shape[-1], attention_mask, rules, module), None
 
 
