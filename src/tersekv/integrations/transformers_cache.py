@@ -109,7 +109,11 @@ class TersekvCache(Cache):
         paged = iter(self.paged)
         layers = [next(paged) if kind.attends else kind.state for kind in places]
         self.states = States(layers, in_place=self.layer_classes[0].is_compileable)
-        super().__init__(layers=layers)
+        Cache.__init__(self, layers=layers)
+        if config.model_type == "minimax":
+            from .transformers_minimax import CLASSES  # a subclass, and its model takes long to import
+
+            self.__class__ = CLASSES.get(type(self), type(self))
 
     def make_book(self, capacity: Capacity, windows: Sequence[int | None]) -> Any:
         """Which token lies where, for layers with these windows."""

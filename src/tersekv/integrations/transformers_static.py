@@ -170,18 +170,20 @@ class StaticBook:
         after, most = piece.seq_lens.long(), piece.max_q_len
         new = after.new_full(after.shape, most) if piece.cu_seqlens_q is None else piece.cu_seqlens_q.diff().long()
         before = after - new
-        # One token is in one chunk; of more, the first may be the last of its chunk.
+        # Of several tokens, the first may be the last of its chunk; a row without one still has a chunk to look at.
         number = torch.arange(1 if most == 1 else (most - 2) // chunk + 2, device=table.device)
-        begin = ((after - 1).clamp(min=0) if most == 1 else before)[:, None] // chunk * chunk + number * chunk
+        first = (after - 1).clamp(min=0) if most == 1 else before
+        begin = first[:, None] // chunk * chunk + number * chunk
         low = torch.maximum(before[:, None], begin)
         high = torch.minimum(after[:, None], begin + chunk)
         pages = begin[..., None] // self.page_size + torch.arange(chunk // self.page_size, device=table.device)
         held = table[:, None].expand(-1, len(number), -1).gather(2, pages.clamp(max=table.shape[1] - 1))
         ends = (high - low).clamp(min=0).flatten().cumsum(0)
+        single = most == 1 and piece.cu_seqlens_q is None
         return piece._replace(
             page_table=held.flatten(0, 1),
             seq_lens=(high - begin).clamp(min=0).flatten().int(),
-            cu_seqlens_q=None if most == 1 else torch.cat((ends[:1] * 0, ends)).int(),
+            cu_seqlens_q=None if single else torch.cat((ends[:1] * 0, ends)).int(),
             max_q_len=min(most, chunk),
         )
 
@@ -271,7 +273,7 @@ class TersekvStaticLayer(TersekvLayer):
         """Undo the forward under way, in which this layer failed, or one that reads what it wrote."""
         book = self._cache.book
         self.new = None
-        if self.lent is not None and book.first:
+        if self.lent is not None and self.lent.first:
             return self._cache.reset()
         book.lost = book.lost or self.lent is not None
         self.forget_lent()
