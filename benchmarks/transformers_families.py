@@ -31,7 +31,6 @@ from tersekv import UnsupportedError
 from tersekv.formats import KVFormat, kv_format
 from tersekv.integrations.transformers import ATTENTION, TersekvCache, TersekvStaticCache
 from tersekv.integrations.transformers_layers import CACHE_ARGUMENT
-from tersekv.testing.bench.engine import first_line
 from tersekv.testing.codes import column, decode_row, encode_row
 
 WORKS, REFUSED, NOT_BUILT, FAILS = "works", "refused", "not built", "fails"
@@ -111,6 +110,11 @@ def families() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def said(e: Exception) -> str:
+    """An error in one line, without the folders of this machine."""
+    return re.sub(r"/\S*/(?=transformers/)", "", f"{type(e).__name__}: {' '.join(str(e).split())}")[:300]
+
+
 class NotBuiltError(Exception):
     """A family has no small model here, and why."""
 
@@ -145,7 +149,7 @@ def built(make: Any, *args: Any, **options: Any) -> Any:
     try:
         return make(*args, **options)
     except Exception as e:
-        raise NotBuiltError(first_line(e)) from e
+        raise NotBuiltError(said(e)) from e
 
 
 class Rounded(DynamicCache):
@@ -230,7 +234,7 @@ def measured(model: Any, graphs: bool) -> dict[str, Any]:
         try:
             wants[format] = generated(model, rounded(model.config, format), "eager")
         except Exception as e:
-            raise NotBuiltError(f"with eager attention: {first_line(e)}") from e
+            raise NotBuiltError(f"with eager attention: {said(e)}") from e
         got = generated(model, TersekvCache(model.config, format, page_size=PAGE), ATTENTION)
         off, same = apart(got, wants[format])
         if not off < CLOSE:
@@ -259,7 +263,7 @@ def compiled(model: Any, want: tuple[Tensor, Tensor]) -> str:
         raise
     # Whatever the compiler or the model raises: it is what is looked for.
     except Exception as e:
-        return re.sub(r"/\S*/(?=transformers/)", "", first_line(e))
+        return said(e)
     finally:
         vars(model).pop("_compiled_call", None)
     off, same = apart(got, want)
@@ -287,7 +291,7 @@ def judge(name: str, graphs: bool = False) -> dict[str, Any]:
         return {**told, "found": REFUSED if named else FAILS, "why": str(e)}
     # Whatever a model raises: it is what is looked for.
     except Exception as e:
-        return {**told, "found": FAILS, "why": first_line(e)}
+        return {**told, "found": FAILS, "why": said(e)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

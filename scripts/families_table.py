@@ -42,7 +42,7 @@ REASONS = (
 NO_GRAPH = (
     (r"data-dependent expression.*expert", "its code asks the host which experts have tokens"),
     (r"^Unsupported: .*Dynamo", "torch's compiler does not take its code"),
-    (r"^RecompileError: ", "compiled again at each step, for a state that it keeps in its modules"),
+    (r"^RecompileError: ", "a state that it keeps in its modules is compiled twice"),
 )
 
 

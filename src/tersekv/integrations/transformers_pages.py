@@ -21,8 +21,8 @@ from ..pages import PageCopy, PagePool
 from .transformers_layers import CACHE_ARGUMENT
 
 LOST = (
-    f"{CACHE_ARGUMENT}: want the whole past, got one of which a part, tokens that a window sees or the state of a layer, "
-    "a failed call has overwritten; call reset() and start again"
+    f"{CACHE_ARGUMENT}: want the whole past, got one of which a part, tokens that a window sees or the state of a "
+    "layer, a failed call has overwritten; call reset() and start again"
 )
 _TABLE_STEP = 8  # page tables grow in steps of this many columns, so that few shapes are ever planned for
 
