@@ -5,10 +5,12 @@ that mix them with attention, attention within chunks, and layers that attend to
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 from transformers import CompileConfig, DynamicCache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from transformers_models import CHUNK, HYBRIDS, VOCABULARY, SamePrecision, distance, over, tiny
 
 from tersekv import UnsupportedError
@@ -268,3 +270,25 @@ def test_a_layer_that_fails_to_read_the_keys_of_others_takes_the_forward_back(id
         return
     again = torch.cat((ids, ids[:, :3]), 1)
     assert distance(logits(model, ids[:, :3], cache), logits(model, again, kind(model))[:, 37:]) < CLOSE
+
+
+def test_a_state_in_the_modules_of_a_model_follows_no_beams(ids):
+    sizes = {"num_hidden_layers": 2, "block_types": ["recurrent", "attention"], "attention_window_size": 24}
+    model = tiny("recurrent_gemma", **sizes)
+    assert generate(model, ids, paged(model)).tolist() == generate(model, ids).tolist()
+    with pytest.raises(UnsupportedError, match="beam_idx: want a model that leaves its state to its cache"):
+        generate(model, ids, paged(model), num_beams=2)
+
+
+@pytest.mark.parametrize("kind", [paged, static])
+def test_a_model_that_wants_a_cache_of_its_own_class_gets_one(ids, kind):
+    model = tiny("minimax")
+    cache = kind(model)
+    logits(model, ids, cache)
+    other = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
+    assert isinstance(other, MiniMaxCache)
+    other.batch_select_indices(torch.tensor([1, 0]))
+    again = torch.cat((ids.flip(0), ids), 1)
+    assert distance(logits(model, ids, other), logits(model, again, kind(model))[:, 37:]) < CLOSE
+    other.reset()
+    assert distance(logits(model, ids, other), logits(model, ids, kind(model))) < CLOSE

@@ -75,11 +75,18 @@ HYBRIDS = {
     "gemma3n": (transformers.Gemma3nTextConfig, _SHARED),
     "gemma4": (transformers.Gemma4TextConfig, {**_SHARED, "global_head_dim": 16}),
 }  # fmt: skip
+OTHERS = {
+    "minimax": (
+        transformers.MiniMaxConfig,
+        {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "recurrent_gemma": (transformers.RecurrentGemmaConfig, {}),
+}
 
 
 def tiny(family, attention=ATTENTION, dtype=torch.float32, seed=0, **more):
     """A model with weights whose logits differ, in eval mode."""
-    make, options = (FAMILIES | HYBRIDS)[family]
+    make, options = (FAMILIES | HYBRIDS | OTHERS)[family]
     torch.manual_seed(seed)
     config = make(**{**_BASE, **options, **more})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

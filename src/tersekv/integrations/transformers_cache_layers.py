@@ -28,14 +28,12 @@ class Handover(threading.local):
     """
 
     layer: TersekvLayer | None = None
-    # Whose keys and values later layers of this forward attend to, by the index of the layer.
-    lenders: dict[int, TersekvLayer]
-
-    def __init__(self) -> None:
-        self.lenders = {}
-
     # Of the last layer. Compiled models look at it: PyTorch 2.10 has no guard for the layer itself.
     compileable = False
+
+    def __init__(self) -> None:
+        # Whose keys and values later layers of this forward attend to, by the index of the layer.
+        self.lenders: dict[int, TersekvLayer] = {}
 
     def take(self) -> TersekvLayer | None:
         """The layer whose `update` came last, if nobody took it yet."""
@@ -184,9 +182,6 @@ class TersekvLayer(CacheLayerMixin):
         assert self.lent is not None
         assert self.store is not None
         given, step, first, readers = self.lent
-        self.lent = self.lent._replace(readers=readers - 1)
-        if readers == 1:
-            self.forget_lent()
         query, key, value = _one_dtype(query, *given)
         late = key.shape[2] - query.shape[2]
         if late:
@@ -196,7 +191,11 @@ class TersekvLayer(CacheLayerMixin):
             seen = self._cache.exact_store(key, value, step.num_pages)
             stores.append(seen)
         pieces = [p for p in step.pieces if stores or p.end > late]
-        return self._by_pieces(pieces, stores, seen, (query, key, value), width, rules, module)[:, late:]
+        out = self._by_pieces(pieces, stores, seen, (query, key, value), width, rules, module)[:, late:]
+        self.lent = self.lent._replace(readers=readers - 1)
+        if readers == 1:
+            self.forget_lent()
+        return out
 
     def _by_pieces(
         self, pieces: list[Piece], stores: list[Store], seen: Store, tensors: tuple[Tensor, Tensor, Tensor],
@@ -274,7 +273,8 @@ class TersekvLayer(CacheLayerMixin):
     def forget_lent(self) -> None:
         """No other layer of this forward reads what this one wrote."""
         self.lent = None
-        handover.lenders.pop(self.index, None)
+        if handover.lenders.get(self.index) is self:
+            del handover.lenders[self.index]
 
     def reset(self) -> None:
         """Refused: the pages belong to all layers."""
