@@ -36,7 +36,7 @@ class TersekvCache(Cache):
                      `PagedKVCache.save_attributes` wrote for this model
         rotation, k_channel_scale, v_channel_scale:  where K and V are cached, as `PagedKVCache.allocate` takes them;
                      the scales for all layers, or [layers, H, D] and [layers, H, Dv]
-        page_size:   tokens of a page
+        page_size:   tokens of a page; a divisor of the chunk where attention stays within chunks
         max_tokens:  tokens of a sequence that there is room for from the start; longer ones make the cache grow
         num_pages:   a limit for each layer, beyond which OutOfPagesError is raised; None: grow as tokens come
         chunk:       new tokens of a sequence that are written and attend together; bounds the prefill's memory and what

@@ -1,6 +1,6 @@
 """The state of layers beside keys and values: of linear attention, Mamba and convolutions, mixed with attention or not.
 
-It stays in transformers' own layers, in their dtype; here it follows what happens to the pages.
+It stays in transformers' own layers, unquantised; here it follows what happens to the pages.
 """
 
 from __future__ import annotations
