@@ -24,15 +24,15 @@ COMPILES = "one graph"
 PAGE = ROOT / "docs" / "transformers.md"
 # What a refusal says -> what the table says. The first that fits; a refusal that none fits is an error.
 REASONS = (
-    (r"in every layer of \S+ got (chunked) attention", "layers: `{}_attention`"),
     (r"in every layer of \S+ got (\w+) in layer", "layers: `{}`"),
     (r"got layers that run in loops", "layers that run several times in a forward"),
-    (r"got layers that share", "keys and values shared between layers"),
+    (r"got layers that share", "keys and values shared in another way than by later layers of the same kind"),
     (r"in its own code, past", "attention past `AttentionInterface`"),
     (r"keeps a state instead", "a state instead of keys and values"),
     (r"which does not tell them", "a config that does not tell its layers"),
     (r"rearranges or changes keys or values", "keys or values rearranged or changed after the cache's update"),
-    (r"causal and sliding-window masks alone", "a mask that is neither causal, nor a window, nor padding"),
+    (r"causal, sliding-window and chunked masks alone", "a mask that is neither causal, window, chunks nor padding"),
+    (r"^position_bias:", "a position bias, which no paged kernel adds"),
     (r"a window has to reach", "a window that its attention function is not told of"),
     (r"is not causal", "attention that is not causal"),
 )
@@ -42,6 +42,7 @@ REASONS = (
 NO_GRAPH = (
     (r"data-dependent expression.*expert", "its code asks the host which experts have tokens"),
     (r"^Unsupported: .*Dynamo", "torch's compiler does not take its code"),
+    (r"^RecompileError: ", "a state that it keeps in its modules is compiled twice"),
 )
 
 

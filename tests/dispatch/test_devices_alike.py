@@ -84,7 +84,7 @@ ASKS = {
     ("compat/_flashinfer_views.py", "_one"): "a constant is kept for each stream",
     ("compat/_max_branches.py", "check_variant"): "`target` names the device",
     ("dispatch/kernel_errors.py", "_describe_chip"): "the words of an error",
-    ("integrations/transformers_cache.py", "_one_dtype"): "autocast has a dtype for each device",
+    ("integrations/transformers_cache_layers.py", "_one_dtype"): "autocast has a dtype for each device",
     ("integrations/transformers_eval.py", "_dtype"): "the dtype that an evaluation runs in",
     ("integrations/transformers_store.py", "absorbed_weights"): "autocast has a dtype for each device",
     (

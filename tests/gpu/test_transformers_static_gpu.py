@@ -25,6 +25,11 @@ CASES = {
     "windows, and a softcap": ("gemma2", {}, {"format": "int8_per_token_head"}),
     "sinks": ("gpt_oss", {}, {"format": "fp8_e4m3"}),
     "latents": ("deepseek_v3", LATENTS, {"layer_formats": ["fp8_ds_mla", "fp8_e4m3"]}),
+    "a recurrent state, and heads of 256": ("qwen3_5", {"head_dim": 256}, {"format": "fp8_e4m3"}),
+    "a state beside attention": ("falcon_h1", {}, {"format": "int8_per_token_head"}),
+    "convolutions": ("lfm2", {}, {"format": "fp8_e4m3"}),
+    "chunks": ("llama4", {"attention_chunk_size": 32}, {"format": "int8_per_token_head"}),
+    "shared keys": ("gemma4", {"global_head_dim": 64}, {"format": "fp8_e4m3"}),
 }
 
 
@@ -72,6 +77,7 @@ def test_a_captured_token_is_replayed_for_those_after_it(case):
     places = prefilled(model, cache, ids, mask)
     x, at = ids[:, [PROMPT]].clone(), places[:, [PROMPT]].clone()
     counts, columns = cache.book.counts.clone(), cache.book.columns.clone()
+    states = [state.clone() for state in cache.states.tensors()]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # compiles kernels; the token is written again below
@@ -79,6 +85,7 @@ def test_a_captured_token_is_replayed_for_those_after_it(case):
     torch.cuda.current_stream().wait_stream(side)
     cache.book.counts.copy_(counts)
     cache.book.columns.copy_(columns)
+    cache.states.put(states)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits = model(x, position_ids=at, **over(cache)).logits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma3nTextConfig, Llama4TextConfig, Qwen3NextConfig
+from transformers import DeepseekV4Config, DynamicCache, Gemma4TextConfig, MambaConfig
 from transformers_models import FAMILIES, LATENT, VOCABULARY, WINDOW, SamePrecision, distance, over, tiny
 
 from tersekv import KV_FORMATS, LATENT_FORMATS, OutOfPagesError, UnsupportedError
@@ -322,8 +322,12 @@ def test_formats_of_the_other_kind_of_cache_are_refused(name, ids):
 
 
 def test_models_with_other_layers_are_refused():
-    for config in (Llama4TextConfig(), Qwen3NextConfig(), Gemma3nTextConfig()):
-        with pytest.raises(UnsupportedError, match="config: "):
+    for config, why in (
+        (MambaConfig(), "mamba keeps a state instead of keys and values"),
+        (DeepseekV4Config(), r"of deepseek_v4, got \w+ in layer 0"),
+        (Gemma4TextConfig(num_hidden_layers=6, num_kv_shared_layers=6), "got layers that share them in another way"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"config: .*{why}"):
             TersekvCache(config)
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from transformers import Gemma2Config, LlamaConfig, Qwen2Config
+from transformers import FalconH1Config, Gemma2Config, Gemma3nTextConfig, Llama4TextConfig, LlamaConfig, Qwen2Config
 from transformers_models import VOCABULARY, over, tiny
 
 from tersekv import OutOfPagesError, PagePool, UnsupportedError
@@ -21,7 +21,7 @@ from tersekv.cache import PagedKVCache
 from tersekv.integrations import transformers_store as store
 from tersekv.integrations.transformers import TersekvCache, TersekvStaticCache, attention
 
-WINDOW, HEADS, SIZE = 5, 1, 8
+WINDOW, CHUNK, HEADS, SIZE = 5, 12, 1, 8  # a chunk begins with a page of any size that is drawn
 NUMBERS = 251  # that bf16 holds exactly
 _SIZES = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": HEADS}
 _SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
@@ -29,7 +29,15 @@ CONFIGS = {
     "full": LlamaConfig(**_SIZES),
     "full, then a window": Qwen2Config(**_SIZES, **_SLIDING),
     "a window, then full": Gemma2Config(**_SIZES, sliding_window=WINDOW),
-}
+    "chunks, then full": Llama4TextConfig(
+        **_SIZES, layer_types=["chunked_attention", "full_attention"], attention_chunk_size=CHUNK
+    ),
+    "with states": FalconH1Config(**_SIZES),
+    "read by others": Gemma3nTextConfig(
+        **{**_SIZES, "num_hidden_layers": 4}, layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2, sliding_window=WINDOW,
+    ),
+}  # fmt: skip
 failures = st.one_of(st.none(), st.integers(0, 12))  # which of the calls that may fail does; None: none
 
 
@@ -69,8 +77,19 @@ class Histories(RuleBasedStateMachine):
             new = piece.max_q_len if ends is None else int(ends[b + 1] - ends[b])
             seen = torch.arange(max(0, n - new - rules.window + 1) if rules.window else 0, n)
             slots = piece.page_table[b].long()[seen // size] * size + seen % size
-            assert keys[slots].tolist() == self.tokens[b][int(seen[0]) if n else 0 : n]
+            if self.chunked:
+                self.check_chunk(keys[slots].tolist(), q, piece, b, new)
+            else:
+                assert keys[slots].tolist() == self.tokens[b][int(seen[0]) if n else 0 : n]
         return q
+
+    def check_chunk(self, keys, q, piece, b, new):
+        """The keys are those of a chunk from its first token on, up to the tokens that attend to them."""
+        first = b * new if piece.cu_seqlens_q is None else int(piece.cu_seqlens_q[b])
+        rows = slice(first, first + new)
+        if keys and (piece.real is None or piece.real[rows].all()):
+            assert [row[i : i + len(keys)] for row in self.tokens for i in range(0, len(row), CHUNK)].count(keys) > 0
+            assert q[rows, 0, 0].tolist() == keys[len(keys) - new :]
 
     def run(self, cache, new, past=None):
         """A forward that brings `new` columns of each row, through both layers."""
@@ -78,11 +97,25 @@ class Histories(RuleBasedStateMachine):
         self.tokens = [[x for x in row if x is not None] for row in rows]
         mask = torch.tensor([[x is not None for x in row] for row in rows])
         keys = torch.tensor([[x or 0 for x in row] for row in new]).float()[:, None, :, None].expand(-1, -1, -1, SIZE)
-        for layer in cache.layers:
-            module = torch.nn.Module()
+        module, lent = torch.nn.Module(), []
+        for layer in cache.paged:
+            if layer.kind.state is not None:
+                self.advance(cache, layer.index, past or self.rows, rows)
+            self.chunked = layer.kind.attention_chunk
             k, v = cache.update(keys.clone(), keys.clone(), layer.index)
-            attention(module, k, k, v, mask, sliding_window=layer.window)
+            attention(module, k, k, v, mask, sliding_window=layer.kind.window)
+            lent += [(k, v, layer.kind.window)] * layer.kind.readers
+        for k, v, window in lent:
+            attention(module, k if window else k[:, :, -1:], k, v, mask, sliding_window=window)
         return rows
+
+    def advance(self, cache, index, old, rows):
+        """What a layer with a state does before it attends: its state tells the rows that it has seen."""
+        told = [torch.tensor([[float(hash(tuple(row)) % 2**20)] for row in x]) for x in (old, rows)]
+        state = cache.get_recurrent_state(index)
+        assert self.lost or (state is None if not old else torch.equal(state, told[0]))
+        cache.update_conv_state(told[1][:, None], index, conv_kernel_size=1)
+        cache.update_recurrent_state(told[1], index)
 
     def happens(self, fail, act):
         """What `act` returns; None if it fails, as it was to, or for want of pages."""
@@ -91,10 +124,15 @@ class Histories(RuleBasedStateMachine):
         try:
             return act()
         except tuple(expected):
-            assert any(self.cache.is_sliding) if self.lost else self.state() == before
+            assert self.may_lose if self.lost else self.state() == before
         finally:
             self.left = None
         return None
+
+    @property
+    def may_lose(self):
+        """Whether there is what cannot go back: pages of a window, and states."""
+        return any(self.cache.is_sliding) or self.cache.states.tensors()
 
     def columns(self, data, batch):
         length = data.draw(st.integers(1, 7))
@@ -119,7 +157,8 @@ class Histories(RuleBasedStateMachine):
             return
         self.rows = self.happens(fail, lambda: self.run(self.cache, new)) or self.rows
 
-    @precondition(lambda self: self.rows and not self.lost)
+    # Another batch than a state has fails before attention is asked.
+    @precondition(lambda self: self.rows and not self.lost and not self.cache.states.tensors())
     @rule(by=st.sampled_from([-1, 1]), data=st.data())
     def forward_of_another_batch(self, by, data):
         before, wrong = self.state(), len(self.rows) + by
@@ -158,7 +197,7 @@ class PagedHistories(Histories):
     def state(self):
         book = self.cache.book
         held = {w: (p.pool.num_pages, [p.pool.pages(r) for r in p._ids]) for w, p in book._requests.items()}
-        return book.columns, book.counts, self.cache.batch_size, held, [x.columns for x in self.cache.layers]
+        return book.columns, book.counts, self.cache.batch_size, held, [x.columns for x in self.cache.paged]
 
     def batch(self, data):
         return len(self.rows) or data.draw(st.integers(1, 3))
@@ -193,8 +232,8 @@ class PagedHistories(Histories):
         n = data.draw(st.one_of(st.integers(0, whole), st.just(whole)))
         try:
             self.cache.crop(-n)
-        except ValueError:
-            assert any(self.cache.is_sliding)
+        except (ValueError, UnsupportedError):
+            assert self.may_lose
             assert n < whole
             assert self.state() == before
             return

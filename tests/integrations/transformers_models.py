@@ -40,11 +40,53 @@ FAMILIES = {
     "deepseek_v3": (transformers.DeepseekV3Config, {**_LATENT, "q_lora_rank": 32, "n_group": 2, "topk_group": 1}),
 }  # fmt: skip
 LATENT = ("deepseek_v2", "deepseek_v3")
+CHUNK = 24
+_SHARED = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "sliding_window": WINDOW,
+    "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+_MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
+# Models with layers that keep a state, attend within chunks, or attend to the keys and values of others.
+HYBRIDS = {
+    "qwen3_5": (
+        transformers.Qwen3_5TextConfig,
+        {
+            "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 2, "num_key_value_heads": 1,
+            "head_dim": 256, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "kimi_linear": (
+        transformers.KimiLinearConfig,
+        {
+            **_LATENT, "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 2, "n_group": 1,
+            "linear_head_dim": 16, "num_local_experts": 4, "topk_group": 1,
+        },
+    ),
+    "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}),
+    "falcon_h1": (transformers.FalconH1Config, _MAMBA),
+    "llama4": (
+        transformers.Llama4TextConfig,
+        {
+            "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": CHUNK,
+            "no_rope_layers": [1, 0], "num_local_experts": 2, "intermediate_size_mlp": 96, "floor_scale": 16,
+        },
+    ),
+    "gemma3n": (transformers.Gemma3nTextConfig, _SHARED),
+    "gemma4": (transformers.Gemma4TextConfig, {**_SHARED, "global_head_dim": 16}),
+}  # fmt: skip
+OTHERS = {
+    "minimax": (
+        transformers.MiniMaxConfig,
+        {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "recurrent_gemma": (transformers.RecurrentGemmaConfig, {}),
+}
 
 
 def tiny(family, attention=ATTENTION, dtype=torch.float32, seed=0, **more):
     """A model with weights whose logits differ, in eval mode."""
-    make, options = FAMILIES[family]
+    make, options = (FAMILIES | HYBRIDS | OTHERS)[family]
     torch.manual_seed(seed)
     config = make(**{**_BASE, **options, **more})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..errors import OutOfPagesError, UnsupportedError
-from .transformers_cache import ATTENTION, EAGER, INSTEAD, TersekvCache, TersekvLayer, handover
-from .transformers_layers import CACHE_ARGUMENT
+from .transformers_cache import TersekvCache
+from .transformers_cache_layers import ATTENTION, EAGER, TersekvLayer, handover
+from .transformers_layers import CACHE_ARGUMENT, INSTEAD
 from .transformers_static import TersekvStaticCache
 from .transformers_store import Rules, named
 
@@ -54,7 +55,7 @@ def attention(
 # NOTE: a compiled model leaves its graph here and in `TersekvLayer.update`, and comes back after them.
 @torch.compiler.disable(reason=EAGER)
 def _outside(*args: Any, **options: Any) -> tuple[Tensor, None]:
-    layer = handover.layer
+    layer = handover.layer or handover.lender(args[2])
     try:
         return _attention(*args, **options)
     except BaseException:
@@ -82,7 +83,8 @@ def _attention(
     scaling:                         softmax scale; None: 1 / sqrt(D)
     sliding_window, softcap, s_aux:  of the layer; s_aux are gpt-oss's sinks [Hq]
     """
-    layer = handover.take()
+    taken = handover.take()
+    layer = taken or handover.lender(key)
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedError(
             f"{named(module)} is not causal, and a cache holds the past alone; where it is no part of the "
@@ -106,17 +108,29 @@ def _attention(
         )
     for name in _REFUSED:
         if kwargs.get(name) is not None:
-            raise UnsupportedError(f"{name}: want None with attn_implementation='tersekv', got a value")
-    if attention_mask is not None and attention_mask.dim() != 2 and not _marks(attention_mask, query, layer):
+            raise UnsupportedError(
+                f"{name}: want None with attn_implementation='tersekv', got a value from {named(module)}; {INSTEAD}"
+            )
+    if attention_mask is not None and _is_row(attention_mask, layer):
+        attention_mask = attention_mask[:, 0, 0]
+    elif attention_mask is not None and attention_mask.dim() != 2 and not _marks(attention_mask, query, layer):
         got = "another kind" if attention_mask is _OTHER else f"{list(attention_mask.shape)}"
         raise UnsupportedError(
-            f"attention_mask: want [B, tokens], 0 for padding, since {named(module)} runs with causal and "
-            f"sliding-window masks alone, got {got} (a mask of a shape of its own, blocks that see each other, packed "
-            f"sequences); {INSTEAD}"
+            f"attention_mask: want [B, tokens], 0 for padding, since {named(module)} runs with causal, "
+            f"sliding-window and chunked masks alone, got {got} (a mask of a shape of its own, blocks that see each "
+            f"other, packed sequences); {INSTEAD}"
         )
     sinks = None if s_aux is None else s_aux.detach().to(torch.float32)
     rules = Rules(scaling, sliding_window, float(softcap or 0.0), sinks)
+    if taken is None:
+        return layer.attend_again(query, value.shape[-1], rules, module), None
     return layer.attend(query, value.shape[-1], attention_mask, rules, module), None
+
+
+def _is_row(mask: Tensor, layer: TersekvLayer) -> bool:
+    """Whether a mask is [B, 1, 1, past + T], as `padding` makes it where a model cuts masks along their queries."""
+    told = mask is not _OTHER and not layer.is_compileable and mask.dtype == torch.bool
+    return told and mask.dim() == 4 and mask.shape[1:3] == (1, 1)
 
 
 def _marks(mask: Tensor, query: Tensor, layer: TersekvLayer) -> bool:
@@ -128,22 +142,26 @@ def _marks(mask: Tensor, query: Tensor, layer: TersekvLayer) -> bool:
 def padding(
     *, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False, use_vmap: bool = False, q_length: int = 0, kv_length: int = 0,
-    q_offset: int | Tensor = 0, **kwargs: Any,
+    q_offset: int | Tensor = 0, config: Any = None, **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
     """The mask function of `attn_implementation="tersekv"`: where there is padding, and nothing else.
 
-    The kernels know causality and windows themselves. Returns attention_mask [B, past + T] as it is, or, for a static
-    cache, whose offset is a tensor, that of the new tokens [B, 1, T, 1], which keeps its shape from token to token; for
-    a mask that is neither (blocks of an image that see each other, packed sequences, a prefix) one that `attention`
-    refuses, since models make masks for encoders, too, that then nobody attends to.
+    The kernels know causality, windows and chunks themselves. Returns attention_mask [B, past + T] as it is, or
+    [B, 1, 1, past + T] where layers share keys and values; for a static cache, whose offset is a tensor, that of the
+    new tokens [B, 1, T, 1], which keeps its shape from token to token; for any other mask (blocks of an image that
+    see each other, packed sequences, a prefix) one that `attention` refuses, since models make masks for encoders, too,
+    that then nobody attends to.
     """
     static = isinstance(q_offset, Tensor)
     # For one new token and a static cache transformers wants a mask in any case.
     allowed = allow_is_causal_skip or (static and q_length == 1 and not use_vmap)
     if not allowed or allow_is_bidirectional_skip:
         return _OTHER
-    if attention_mask is None or not static:
-        return attention_mask
+    if attention_mask is None:
+        return None
+    if not static:
+        # Layers that read the keys of others may attend with the last queries alone, and cut the mask for them.
+        return attention_mask[:, None, None] if getattr(config, "num_kv_shared_layers", None) else attention_mask
     if attention_mask.shape[1] > kv_length:
         raise OutOfPagesError(
             f"max_tokens: want at least {attention_mask.shape[1]} in TersekvStaticCache, prompt and new tokens with "

@@ -3,216 +3,24 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from ..errors import UnsupportedError
 from ..formats import ALL_FORMATS, KV_FORMATS
 from ..layers import Formats, kv_pair
 from ..scalars import as_int, as_positive_int
+from .transformers_cache_layers import TersekvLayer, TersekvMixedLayer
 from .transformers_formats import chosen, scale_of_layers
-from .transformers_layers import INSTEAD, layer_windows
-from .transformers_pages import Book, Capacity, Step
-from .transformers_store import KVStore, LatentStore, Rules, Store, check_expanded, copy, named
+from .transformers_layers import LayerKind, layer_kinds
+from .transformers_pages import Book, Capacity
+from .transformers_states import States
+from .transformers_store import KVStore, LatentStore, Store, copy
 
-ATTENTION = "tersekv"
 HALF = ("bf16", "fp16")
-EAGER = "a TersekvCache counts tokens and pages on the host: its update and its attention run outside of graphs"
-
-
-class Handover(threading.local):
-    """From `update`, which knows the cache, to the attention function, which knows padding and queries.
-
-    transformers calls the one right before the other, and passes nothing along but the two tensors.
-    """
-
-    layer: TersekvLayer | None = None
-    # Of the last layer. Compiled models look at it: PyTorch 2.10 has no guard for the layer itself.
-    compileable = False
-
-    def take(self) -> TersekvLayer | None:
-        """The layer whose `update` came last, if nobody took it yet."""
-        layer, self.layer = self.layer, None
-        if layer is not None:
-            layer.waiting = False
-        return layer
-
-
-handover = Handover()
-
-
-class TersekvLayer(CacheLayerMixin):
-    """One layer of a `TersekvCache`. Its rows are written by the attention function, not by `update`."""
-
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, cache: TersekvCache, index: int, window: int | None) -> None:
-        super().__init__()
-        self._cache, self.index, self.window = cache, index, window
-        self.is_sliding = window is not None
-        self.store: Store | None = None
-        self.columns = 0  # tokens of every row, padding included
-        self.waiting = False  # tokens came by `update`, and no attention function has taken them
-        self.new: tuple[Tensor, Tensor] | None = None
-        self._versions: tuple[int, ...] = ()  # of `new`, as `update` got them
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: pages are allocated when the first tokens are written."""
-
-    # NOTE: a compiled model leaves its graph here and in the attention function, and comes back after them.
-    @torch.compiler.disable(reason=EAGER)
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See `hand_over`."""
-        return self.hand_over(key_states, value_states)
-
-    def hand_over(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Hand the new tokens over to the attention function, which writes them and attends.
-
-            key_states, value_states:  [B, H, T, D], [B, H, T, Dv]; latents: [B, 1, T, L], [B, 1, T, R]
-
-        Returns them as they are; of latents only the last token, since all that the model does with them is to expand
-        them into heads that nobody reads. Raises RuntimeError if the last ones, of this layer or of the one before it,
-        were never taken.
-        """
-        last = handover.layer
-        if last is None or last._cache is not self._cache:
-            last = self
-        if self.waiting or last.waiting:
-            self.waiting = last.waiting = False
-            handover.layer = None
-            raise RuntimeError(
-                f"attn_implementation: want {ATTENTION!r} for a TersekvCache, got another, which attends to new tokens "
-                f"alone: load the model with attn_implementation={ATTENTION!r} or call "
-                f"model.set_attn_implementation({ATTENTION!r}), and reset() the cache (a model whose attention does "
-                "not go through transformers' AttentionInterface cannot run with it)"
-            )
-        self.new, self.waiting = (key_states, value_states), True
-        handover.layer, handover.compileable = self, self.is_compileable
-        self._versions = tuple(map(_version, self.new))
-        if self._cache.holds_latents(key_states, value_states):
-            return key_states[:, :, -1:], value_states[:, :, -1:]
-        return key_states, value_states
-
-    def check_brought(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Raises UnsupportedError if an attention function got other keys or values than the last `update`.
-
-        Attention reads what is stored, and would ignore a change in silence. Latents come back expanded: how, is
-        looked at in a batch's first forward.
-        """
-        assert self.new is not None
-        if self.new[0].shape[::2] != query.shape[::2]:
-            raise UnsupportedError(
-                f"query: want a token [B, T] for each of the keys {list(self.new[0].shape)} that {named(module)} gave "
-                f"to its cache, got {list(query.shape)}: attention to another sequence is not supported; {INSTEAD}"
-            )
-        if self._cache.holds_latents(*self.new):
-            if self.first:
-                check_expanded(module, *self.new, key, value)
-            return
-        for name, got, gave, version in zip(("key", "value"), (key, value), self.new, self._versions, strict=True):
-            if got is not gave or _version(got) != version:
-                raise UnsupportedError(
-                    f"{name}: want {list(gave.shape)} as {named(module)} gave it to its cache, got another tensor, or "
-                    f"other numbers, {list(got.shape)}: a model that rearranges or changes keys or values after "
-                    f"the cache's update cannot attend to what is stored; {INSTEAD}"
-                )
-
-    def attend(self, query: Tensor, width: int, mask: Tensor | None, rules: Rules, module: torch.nn.Module) -> Tensor:
-        """Write the tokens of the last `update` and attend to all that every query sees.
-
-            query:  [B, Hq, T, D]; mask: [B, past + T] bool, False for padding, or None
-            width:  Dv
-
-        Returns [B, T, Hq, Dv]; 0 in rows of padding. New tokens are written first, so that a query sees its own token
-        and those before it as the cache holds them, in the prefill as in every later step, unless `exact_prefill`.
-        """
-        assert self.new is not None
-        (key, value), self.new = self.new, None
-        query, key, value = _one_dtype(query, key, value)
-        batch, length = key.shape[0], key.shape[2]
-        if rules.window != self.window:
-            raise UnsupportedError(
-                f"sliding_window: want {self.window} in layer {self.index}, as the config says, got {rules.window} "
-                f"from {named(module)}: a window has to reach the attention function; {INSTEAD}"
-            )
-        step, store = self._begin(key, value, mask)
-        seen = store
-        if self.first and self._cache.exact_prefill:
-            seen = self._cache.exact_store(key, value, step.num_pages)
-        q, k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        outs = []
-        for piece in step.pieces:
-            here = (q, k, v) if piece.rows is None else tuple(x.index_select(0, piece.rows) for x in (q, k, v))
-            store.append(here[1], here[2], piece.slots)
-            if seen is not store:
-                seen.append(here[1], here[2], piece.slots)
-            out = seen.attend(here[0], piece, rules, module)
-            outs.append(out if piece.real is None else out.where(piece.real[:, None, None], 0.0))
-        placed = _placed(outs, step, query, width).unflatten(0, (batch, length))
-        self._count(length)
-        return placed
-
-    def take_back(self) -> None:
-        """Undo the forward under way, in which this layer failed."""
-        self.new = None
-        columns = self._cache.book.take_back(self.columns)
-        for layer in self._cache.paged:
-            layer.columns = min(layer.columns, columns)
-
-    @property
-    def first(self) -> bool:
-        """Whether no token of this batch was written yet."""
-        return self.columns == 0
-
-    def _begin(self, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Step, Store]:
-        """What this layer does with new tokens, and the store with all pages for it."""
-        begins = self.columns == self._cache.book.columns
-        step = self._cache.book.step(self.window, self.columns, key.shape[0], key.shape[2], mask, key.device)
-        if begins:  # all layers' tensors grow before one of them is written
-            self._cache.make_room()
-        if self.store is None:
-            self.store = self._cache.make_store(self.index, key, value, step.num_pages)
-        copy(self.store, step.copies)
-        return step, self.store
-
-    def _count(self, length: int) -> None:
-        """So many new tokens of every row, padding included, were written."""
-        self.columns += length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys, offset): every token counts, in layers with a window too."""
-        return self.columns + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Tokens of every row, padding included."""
-        return self.columns
-
-    def get_max_length(self) -> int:
-        """−1: no maximum."""
-        return -1
-
-    def forget(self) -> None:
-        """Start again; pages stay allocated."""
-        self.columns, self.new, self.waiting = 0, None, False
-
-    def reset(self) -> None:
-        """Refused: the pages belong to all layers."""
-        raise UnsupportedError("reset: call it on the TersekvCache; its layers share their pages")
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Refused: the pages belong to all layers."""
-        raise UnsupportedError("reorder_cache: call it on the TersekvCache; its layers share their pages")
-
-    def offload(self) -> None:
-        """Refused."""
-        raise UnsupportedError("offload: a TersekvCache stays on its device")
 
 
 class TersekvCache(Cache):
@@ -228,7 +36,7 @@ class TersekvCache(Cache):
                      `PagedKVCache.save_attributes` wrote for this model
         rotation, k_channel_scale, v_channel_scale:  where K and V are cached, as `PagedKVCache.allocate` takes them;
                      the scales for all layers, or [layers, H, D] and [layers, H, Dv]
-        page_size:   tokens of a page
+        page_size:   tokens of a page; a divisor of the chunk where attention stays within chunks
         max_tokens:  tokens of a sequence that there is room for from the start; longer ones make the cache grow
         num_pages:   a limit for each layer, beyond which OutOfPagesError is raised; None: grow as tokens come
         chunk:       new tokens of a sequence that are written and attend together; bounds the prefill's memory and what
@@ -239,12 +47,13 @@ class TersekvCache(Cache):
                      number, or one for each layer
 
     The model must run with attn_implementation="tersekv". Keys and values that a model caches before it expands them
-    into heads are kept as latents. Padding takes no room. Raises ValueError for arguments that cannot be, and
-    UnsupportedError for models with other than full and sliding-window attention, or whose attention does not go
-    through `AttentionInterface`.
+    into heads are kept as latents; the state of a layer without them stays in transformers' own classes, and "layer"
+    above means one that attends. Padding takes no room. Raises ValueError for arguments that cannot be, and
+    UnsupportedError for models with other than full, sliding-window and chunked attention, or whose attention does not
+    go through `AttentionInterface`.
     """
 
-    layer_kind: type[TersekvLayer] = TersekvLayer
+    layer_classes: tuple[type[TersekvLayer], type[TersekvLayer]] = (TersekvLayer, TersekvMixedLayer)
 
     def __init__(
         self,
@@ -273,11 +82,13 @@ class TersekvCache(Cache):
         if not hasattr(config, "get_text_config"):
             raise TypeError(f"config: want a transformers config such as model.config, got {type(config).__name__}")
         config = config.get_text_config(decoder=True)
-        windows = layer_windows(config)
+        places = layer_kinds(config)
+        kinds = [kind for kind in places if kind.attends]
+        _check_page_size(page_size, kinds)
         scales = {"k_scale": k_scale, "v_scale": v_scale, "kv_scale": kv_scale}
         attributes = {"rotation": rotation, "k_channel_scale": k_channel_scale, "v_channel_scale": v_channel_scale}
-        each, self._attributes, self._saved = chosen(len(windows), format, layer_formats, saved, attributes, scales)
-        self._scales = {name: scale_of_layers(name, s, len(windows)) for name, s in scales.items()}
+        each, self._attributes, self._saved = chosen(len(kinds), format, layer_formats, saved, attributes, scales)
+        self._scales = {name: scale_of_layers(name, s, len(kinds)) for name, s in scales.items()}
         self._latent_sizes = (getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None))
         for name in (name for entry in each for name in kv_pair("format", entry)):
             if name not in KV_FORMATS and None in self._latent_sizes:
@@ -288,18 +99,32 @@ class TersekvCache(Cache):
         self.formats = each
         for name in ("k_channel_scale", "v_channel_scale"):
             scale = self._attributes[name]
-            if isinstance(scale, Tensor) and scale.dim() == 3 and len(scale) != len(windows):
+            if isinstance(scale, Tensor) and scale.dim() == 3 and len(scale) != len(kinds):
                 got = list(scale.shape)
-                raise ValueError(f"{name}: want [H, D], or one for each of {len(windows)} layers, got {got}")
+                raise ValueError(f"{name}: want [H, D], or one for each of {len(kinds)} layers, got {got}")
         half = all(entry in HALF for entry in self.formats)
         self.format, self.exact_prefill = self.formats[0], exact_prefill and not half
-        self.book = self.make_book(Capacity(page_size, chunk, max_tokens, num_pages), windows)
-        self.paged = [self.layer_kind(self, i, w) for i, w in enumerate(windows)]
-        super().__init__(layers=list(self.paged))
+        self.book = self.make_book(Capacity(page_size, chunk, max_tokens, num_pages), [kind.kept for kind in kinds])
+        self.paged = [self.layer_classes[kind.state is not None](self, i, kind) for i, kind in enumerate(kinds)]
+        paged = iter(self.paged)
+        layers = [next(paged) if kind.attends else kind.state for kind in places]
+        self.states = States(layers, in_place=self.layer_classes[0].is_compileable)
+        Cache.__init__(self, layers=layers)
+        if config.model_type == "minimax":
+            from .transformers_minimax import CLASSES  # a subclass, and its model takes long to import
+
+            self.__class__ = CLASSES.get(type(self), type(self))
 
     def make_book(self, capacity: Capacity, windows: Sequence[int | None]) -> Any:
         """Which token lies where, for layers with these windows."""
         return Book(capacity, windows)
+
+    def lose_states(self, all_lost: bool) -> None:
+        """A forward was undone in the middle: no state goes back. all_lost: it was the first, so nothing is missed."""
+        if all_lost:
+            self.states.reset()
+        elif self.states.tensors():
+            self.book.lost = True
 
     def holds_latents(self, key: Tensor, value: Tensor) -> bool:
         """Whether [B, H, T, D] and [B, H, T, Dv] are the latents and rotary keys of MLA."""
@@ -337,25 +162,34 @@ class TersekvCache(Cache):
         """All pages that the book counts, in every layer that has been written."""
         for layer in self.paged:
             if layer.store is not None:
-                pages = self.book.num_pages(layer.window)
+                pages = self.book.num_pages(layer.kind.kept)
                 if pages > layer.store.cache.num_pages:
                     layer.store.grow(pages)
 
     def reset(self) -> None:
         """Forget all tokens, and the size of the batch. The pages stay allocated."""
         self.book.reset()
+        self.states.reset()
         for layer in self.paged:
             layer.forget()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last −tokens_to_remove tokens of every row, such as drafts that were not accepted.
 
-        Raises ValueError for a positive number, and where a sliding window no longer holds what it would see.
+        Raises ValueError for a positive number, and where a sliding window no longer holds what it would see;
+        UnsupportedError where the state of a layer cannot go back, unless all tokens go.
         """
         tokens_to_remove = as_int("tokens_to_remove", tokens_to_remove)  # transformers 5.17 brings a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: want 0 or a negative number, got {tokens_to_remove}")
+        left = self.book.columns + tokens_to_remove
+        if tokens_to_remove and left > 0:
+            self.states.check_crop(-tokens_to_remove, left)
         self.book.crop(-tokens_to_remove)
+        if left:
+            self.states.crop(-tokens_to_remove)
+        else:
+            self.states.reset()
         for layer in self.paged:
             layer.columns += tokens_to_remove if layer.columns else 0
 
@@ -385,16 +219,19 @@ class TersekvCache(Cache):
             self._select([row for row in range(len(self.book.counts)) for _ in range(repeats)])
 
     def _select(self, sources: list[int]) -> None:
+        self.states.check_kept("beam_idx")
+        states = self.states.picked(torch.tensor(sources, device="cpu"))
         with self.book.undone() as before:
             copies = self.book.select(sources)
             self.make_room()
             try:
                 for layer in self.paged:
                     if layer.store is not None:
-                        copy(layer.store, copies[layer.window])
+                        copy(layer.store, copies[layer.kind.kept])
             except BaseException:
                 self.book.lost = before.overwritten(copies)
                 raise
+        self.states.put(states)
 
     @property
     def batch_size(self) -> int:
@@ -451,29 +288,8 @@ class TersekvCache(Cache):
         return stores
 
 
-def _version(x: Tensor) -> int:
-    """How often a tensor was written in place, where torch counts it and nothing is being traced."""
-    return -1 if torch.compiler.is_compiling() or x.is_inference() else x._version
-
-
-def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in autocast's dtype where it is on, as it gives them to other attention functions."""
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        return query.to(dtype), key.to(dtype), value.to(dtype)
-    if not query.dtype == key.dtype == value.dtype:
-        got = ", ".join(str(x.dtype).removeprefix("torch.") for x in (query, key, value))
-        raise UnsupportedError(f"query, key, value: want one dtype from a layer of the model, got {got}")
-    return query, key, value
-
-
-def _placed(outs: list[Tensor], step: Step, query: Tensor, width: int) -> Tensor:
-    """The rows of all pieces [B * T, Hq, Dv]; rows of padding are 0."""
-    if len(outs) == 1 and step.pieces[0].rows is None:
-        return outs[0]
-    batch, heads, length, _ = query.shape
-    out = query.new_zeros(batch * length, heads, width)
-    for rows, part in zip((p.rows for p in step.pieces), outs, strict=True):
-        assert rows is not None  # only a piece that is alone takes all rows
-        out.index_copy_(0, rows, part)
-    return out
+def _check_page_size(page_size: int, kinds: Sequence[LayerKind]) -> None:
+    """Raises ValueError unless every chunk of attention begins with a page."""
+    for chunk in {kind.attention_chunk for kind in kinds if kind.attention_chunk}:
+        if chunk % page_size:
+            raise ValueError(f"page_size: want a divisor of attention_chunk_size = {chunk}, got {page_size}")

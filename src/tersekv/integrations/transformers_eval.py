@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..errors import UnsupportedError
 from ..formats import KV_FORMATS, LATENT_FORMATS, MAX_HEAD_DIM_V
 from .transformers import ATTENTION, TersekvCache
-from .transformers_layers import CACHE_ARGUMENT, layer_windows
+from .transformers_layers import CACHE_ARGUMENT, layer_kinds
 
 _CONTEXT = 2048
 _SENTENCE = re.compile(r"(?<=[.!?]) +(?=[A-Z])")
@@ -63,7 +63,7 @@ class HuggingFaceModel:
             if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
                 raise ValueError(f"want a causal language model, got {config.model_type}")
             self._config = config.get_text_config(decoder=True)
-            layer_windows(self._config)
+            layer_kinds(self._config)
             self._latent = getattr(self._config, "kv_lora_rank", None) is not None
             row = self._row()
         with _reading("no tokenizer that can be read"):
@@ -107,7 +107,7 @@ class HuggingFaceModel:
 
     @property
     def num_layers(self) -> int:
-        return len(layer_windows(self._config))
+        return sum(kind.attends for kind in layer_kinds(self._config))
 
     def bytes_of(self, tokens: int) -> int:
         """The bytes of UTF-8 text that `encode` looks at for so many tokens."""

@@ -21,8 +21,8 @@ from ..pages import PageCopy, PagePool
 from .transformers_layers import CACHE_ARGUMENT
 
 LOST = (
-    f"{CACHE_ARGUMENT}: want all tokens that a window sees, got one whose older ones a failed call has overwritten; "
-    "call reset() and start again"
+    f"{CACHE_ARGUMENT}: want the whole past, got one of which a part, tokens that a window sees or the state of a "
+    "layer, a failed call has overwritten; call reset() and start again"
 )
 _TABLE_STEP = 8  # page tables grow in steps of this many columns, so that few shapes are ever planned for
 
@@ -36,7 +36,10 @@ class Piece(NamedTuple):
     seq_lens:      [B] int32, tokens of each request, those of this piece included
     cu_seqlens_q:  [B + 1] int32; None: as many of every request
     max_q_len:     most tokens of one request
+    end:           the column of the forward behind its last token
     real:          [T] bool, which of the rows are tokens: the outputs of others are 0; None: all
+
+    Where attention stays within chunks, a request here is what one has in one chunk: its pages begin with it.
     """
 
     rows: Tensor | None
@@ -45,6 +48,7 @@ class Piece(NamedTuple):
     seq_lens: Tensor
     cu_seqlens_q: Tensor | None
     max_q_len: int
+    end: int
     real: Tensor | None = None
 
 
@@ -239,7 +243,7 @@ class Book:
         self.counts: list[int] = []  # real tokens of each request
         self._history: list[tuple[int, Tensor | None]] = []  # of every forward: columns, and which are real
         self._requests: dict[int | None, RequestPages] = {}
-        self._steps: dict[int | None, dict[torch.device, Step]] = {}
+        self._steps: dict[tuple[int | None, int | None], dict[torch.device, Step]] = {}
         self._copies: dict[int | None, list[PageCopy]] = {}  # of the last forward
         self._before: Past | None = None  # what the last forward came after
         self.lost = False  # pages were written for what was undone
@@ -255,11 +259,13 @@ class Book:
             raise
 
     def step(
-        self, window: int | None, start: int, batch: int, length: int, mask: Tensor | None, device: torch.device
-    ) -> Step:
+        self, window: int | None, start: int, batch: int, length: int, mask: Tensor | None, device: torch.device,
+        attention_chunk: int | None = None,
+    ) -> Step:  # fmt: skip
         """What the layers of a window do in the forward that brings columns [start, start + length) of B rows.
 
-        mask: [B, start + length] bool, False for padding; None: no padding
+        mask:             [B, start + length] bool, False for padding; None: no padding
+        attention_chunk:  tokens of a chunk, within which attention stays; None: no chunks
         """
         if self.lost:
             raise RuntimeError(LOST)
@@ -273,9 +279,10 @@ class Book:
                 f"{CACHE_ARGUMENT}: a layer is at token {start}, the cache at {self.columns}: the last forward did not "
                 "reach all layers; call reset() and start again"
             )
-        if window not in self._steps:
-            self._steps[window] = {device: self._place(window, length, device)}
-        steps = self._steps[window]
+        kind = window, attention_chunk
+        if kind not in self._steps:
+            self._steps[kind] = {device: self._place(window, attention_chunk, length, device)}
+        steps = self._steps[kind]
         if device not in steps:
             steps[device] = next(iter(steps.values())).to(device)
         return steps[device]
@@ -381,7 +388,7 @@ class Book:
         real = told[:, 1:].to(torch.bool)
         return None if bool(real.all()) else real
 
-    def _place(self, window: int | None, length: int, device: torch.device) -> Step:
+    def _place(self, window: int | None, attention_chunk: int | None, length: int, device: torch.device) -> Step:
         assert self._before is not None
         pages = self._requests[window]
         table, real = pages.table(max(self.counts)), self._history[-1][1]
@@ -390,7 +397,7 @@ class Book:
         pieces: list[Piece] = []
         for begin in range(0, length, self._capacity.chunk):
             piece, before = _piece(begin, min(begin + self._capacity.chunk, length), length, real, before, table,
-                                   self._capacity.page_size, device)  # fmt: skip
+                                   self._capacity.page_size, attention_chunk, device)  # fmt: skip
             if piece is not None:
                 pieces.append(piece)
         return Step(self._copies[window], pages.pool.num_pages, pieces)
@@ -398,7 +405,7 @@ class Book:
 
 def _piece(
     begin: int, end: int, length: int, real: Tensor | None, before: Tensor, table: Tensor, page_size: int,
-    device: torch.device,
+    attention_chunk: int | None, device: torch.device,
 ) -> tuple[Piece | None, Tensor]:  # fmt: skip
     """Columns [begin, end) of a forward of `length`; None where all are padding. Also the tokens after it."""
     batch = len(before)
@@ -411,16 +418,44 @@ def _piece(
     slots = table.gather(1, position // page_size) * page_size + position % page_size
     whole = real is None and begin == 0 and end == length
     rows = torch.arange(begin, end, device="cpu") + torch.arange(batch, device="cpu")[:, None] * length
-    uneven = bool((new != most).any())
-    cu = torch.cat((new[:1] * 0, new.cumsum(0)))
     after = before + new
     used = -(-int(after.max()) // page_size)
     used = min(used + -used % _TABLE_STEP, table.shape[1])
+    seen = table[:, :used]
+    lens = after
+    if attention_chunk is not None:
+        seen, lens, new = _within_chunks(table, before, after, attention_chunk, page_size)
+        most = int(new.max())
+    cu = torch.cat((new[:1] * 0, new.cumsum(0)))
     return Piece(
         None if whole else rows[part].to(device),
         slots[part].to(device),
-        table[:, :used].to(device, torch.int32),
-        after.to(device, torch.int32),
-        cu.to(device, torch.int32) if uneven else None,
+        seen.to(device, torch.int32),
+        lens.to(device, torch.int32),
+        cu.to(device, torch.int32) if bool((new != most).any()) else None,
         most,
+        end,
     ), after
+
+
+def _within_chunks(
+    table: Tensor, before: Tensor, after: Tensor, chunk: int, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [before[b], after[b]) of each request, as one request for each chunk in which some of them lie.
+
+    Returns the page tables [R, chunk // page_size] from each chunk's first token on, its tokens [R] up to the last new
+    one, and how many of those are new [R].
+    """
+    whose, first, lens, new = [], [], [], []
+    for b, (low, high) in enumerate(zip(before.tolist(), after.tolist(), strict=True)):
+        while low < high:
+            begin = low // chunk * chunk
+            end = min(high, begin + chunk)
+            whose.append(b)
+            first.append(begin // page_size)
+            lens.append(end - begin)
+            new.append(end - low)
+            low = end
+    columns = torch.tensor(first, device="cpu")[:, None] + torch.arange(chunk // page_size, device="cpu")
+    held = table[torch.tensor(whose, device="cpu")].gather(1, columns.clamp(max=table.shape[1] - 1))
+    return held, torch.tensor(lens, device="cpu"), torch.tensor(new, device="cpu")

@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 
 from ..errors import OutOfPagesError, UnsupportedError
+from ..layers import Formats
 from ..scalars import as_positive_int
-from .transformers_cache import Formats, TersekvCache, TersekvLayer
+from .transformers_cache import TersekvCache
+from .transformers_cache_layers import TersekvLayer, WithState
 from .transformers_layers import CACHE_ARGUMENT
 from .transformers_pages import LOST, Capacity, Piece, Step, ring_pages
 from .transformers_store import LatentStore, Store
@@ -50,7 +53,7 @@ class StaticBook:
         self._after: tuple[Tensor, Tensor] | None = None  # columns and counts behind it
         self.first = True  # no forward has come to its end
         self.lost = False  # a window's pages were written for a forward that was undone
-        self._steps: dict[int | None, Step] = {}
+        self._steps: dict[tuple[int | None, int | None], Step] = {}
 
     def allocate(self, batch: int, device: torch.device) -> None:
         """Requests, their counts and their pages."""
@@ -89,10 +92,14 @@ class StaticBook:
         """Row i takes the counts of row indices[i]."""
         self.counts.copy_(self.counts.index_select(0, indices))
 
-    def step(self, index: int, window: int | None, batch: int, length: int, mask: Tensor | None) -> Step:
-        """What layer `index` does in the forward that brings `length` columns of B rows.
+    def step(
+        self, index: int, window: int | None, batch: int, length: int, mask: Tensor | None,
+        attention_chunk: int | None = None,
+    ) -> Step:  # fmt: skip
+        """What attention layer `index` does in the forward that brings `length` columns of B rows.
 
-        mask: [B, length] bool, False for padding; None: no padding
+        mask:             [B, length] bool, False for padding; None: no padding
+        attention_chunk:  tokens of a chunk, within which attention stays; None: no chunks
         """
         self.allocate(batch, self.counts.device)
         if self.lost:
@@ -107,9 +114,13 @@ class StaticBook:
                 raise OutOfPagesError(f"max_tokens: want room for {length} new tokens of a request, got {self.room}")
             new = length if mask is None else mask.sum(1)
             self._length, self._after = length, (self.columns + length, self.counts + new)
-        if window not in self._steps:
-            self._steps[window] = Step([], self.num_pages(window), self._pieces(self.tables[window], length, mask))
-        return self._steps[window]
+        kind = window, attention_chunk
+        if kind not in self._steps:
+            pieces = self._pieces(self.tables[window], length, mask)
+            if attention_chunk is not None:
+                pieces = [self._within_chunks(piece, self.tables[window], attention_chunk) for piece in pieces]
+            self._steps[kind] = Step([], self.num_pages(window), pieces)
+        return self._steps[kind]
 
     def count(self) -> None:
         """A layer has written its tokens. Behind the last one, they are counted."""
@@ -135,7 +146,9 @@ class StaticBook:
                 places = before[:, None] + torch.arange(end - begin, device=table.device)
                 before = before + (end - begin)
                 rows = None if end - begin == length else _rows(len(table), begin, end, length, table.device).flatten()
-                pieces.append(Piece(rows, self._slots(table, places).flatten(), table, before.int(), None, end - begin))
+                pieces.append(
+                    Piece(rows, self._slots(table, places).flatten(), table, before.int(), None, end - begin, end)
+                )
                 continue
             part = mask[:, begin:end]
             new = part.sum(1)
@@ -143,14 +156,36 @@ class StaticBook:
             slots = self._slots(table, places).where(part, -1).flatten()
             before, real = before + new, part.flatten()
             if length == 1:  # a row without a token attends to its past, and is not looked at
-                pieces.append(Piece(None, slots, table, before.int(), None, 1, real))
+                pieces.append(Piece(None, slots, table, before.int(), None, 1, end, real))
                 continue
             # Tokens first, request by request; behind them rows that are no request's.
             order = (~real).to(torch.uint8).argsort(stable=True)
             rows = _rows(len(table), begin, end, length, table.device).flatten()[order]
             ends = torch.cat((new[:1] * 0, new.cumsum(0))).int()
-            pieces.append(Piece(rows, slots[order], table, before.int(), ends, end - begin, real[order]))
+            pieces.append(Piece(rows, slots[order], table, before.int(), ends, end - begin, end, real[order]))
         return pieces
+
+    def _within_chunks(self, piece: Piece, table: Tensor, chunk: int) -> Piece:
+        """The same tokens, with a request for each chunk in which some may lie: those in which none do are empty."""
+        after, most = piece.seq_lens.long(), piece.max_q_len
+        new = after.new_full(after.shape, most) if piece.cu_seqlens_q is None else piece.cu_seqlens_q.diff().long()
+        before = after - new
+        # Of several tokens, the first may be the last of its chunk; a row without one still has a chunk to look at.
+        number = torch.arange(1 if most == 1 else (most - 2) // chunk + 2, device=table.device)
+        first = (after - 1).clamp(min=0) if most == 1 else before
+        begin = first[:, None] // chunk * chunk + number * chunk
+        low = torch.maximum(before[:, None], begin)
+        high = torch.minimum(after[:, None], begin + chunk)
+        pages = begin[..., None] // self.page_size + torch.arange(chunk // self.page_size, device=table.device)
+        held = table[:, None].expand(-1, len(number), -1).gather(2, pages.clamp(max=table.shape[1] - 1))
+        ends = (high - low).clamp(min=0).flatten().cumsum(0)
+        single = most == 1 and piece.cu_seqlens_q is None
+        return piece._replace(
+            page_table=held.flatten(0, 1),
+            seq_lens=(high - begin).clamp(min=0).flatten().int(),
+            cu_seqlens_q=None if single else torch.cat((ends[:1] * 0, ends)).int(),
+            max_q_len=min(most, chunk),
+        )
 
     def _slots(self, table: Tensor, places: Tensor) -> Tensor:
         """Slots of the tokens at `places` [B, n]. Beyond the room there are none: indexing fails on every device."""
@@ -197,7 +232,7 @@ class TersekvStaticLayer(TersekvLayer):
         try:
             with torch.inference_mode(False):  # else nothing outside of that mode could write into them
                 self._cache.book.allocate(key_states.shape[0], key_states.device)
-                pages = self._cache.book.num_pages(self.window)
+                pages = self._cache.book.num_pages(self.kind.kept)
                 self.store = self._cache.make_store(self.index, key_states, value_states, pages)
         except BaseException:
             self._cache.release()
@@ -227,15 +262,23 @@ class TersekvStaticLayer(TersekvLayer):
                 f"{CACHE_ARGUMENT}: want all layers on {self._cache.book.counts.device} for a TersekvStaticCache, got "
                 f"layer {self.index} on {key.device}; {INSTEAD} have layers on several devices"
             )
-        return self._cache.book.step(self.index, self.window, key.shape[0], length, mask), self.store
+        kind = self.kind
+        step = self._cache.book.step(self.index, kind.kept, key.shape[0], length, mask, kind.attention_chunk)
+        return step, self.store
 
     def _count(self, length: int) -> None:
         self._cache.book.count()
 
     def take_back(self) -> None:
-        """Undo the forward under way, in which this layer failed."""
+        """Undo the forward under way, in which this layer failed, or one that reads what it wrote."""
+        book = self._cache.book
         self.new = None
-        self._cache.book.take_back(self.index)
+        if self.lent is not None and self.lent.first:
+            return self._cache.reset()
+        book.lost = book.lost or self.lent is not None
+        self.forget_lent()
+        book.take_back(self.index)
+        self._cache.lose_states(book.first)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys, offset): all that there is room for."""
@@ -250,6 +293,10 @@ class TersekvStaticLayer(TersekvLayer):
         return self._cache.book.room
 
 
+class TersekvStaticMixedLayer(WithState, TersekvStaticLayer, LinearAttentionLayer):
+    """A static layer with a state in transformers' own tensors."""
+
+
 class TersekvStaticCache(TersekvCache):
     """A paged cache for compiled models: on a GPU `generate` compiles its decode step by itself.
 
@@ -262,7 +309,7 @@ class TersekvStaticCache(TersekvCache):
     needs the host to know the tokens is refused: drafts (`crop`), batches that shrink or grow.
     """
 
-    layer_kind = TersekvStaticLayer
+    layer_classes = (TersekvStaticLayer, TersekvStaticMixedLayer)
 
     def __init__(self, config: Any, format: Formats | None = None, *, max_tokens: int, **options: Any) -> None:
         if options.pop("num_pages", None) is not None:
@@ -290,6 +337,7 @@ class TersekvStaticCache(TersekvCache):
         for layer in self.paged:
             layer.store, layer.is_initialized = None, False
         self.reset()
+        self.states.release()
         self.book.batch = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -297,6 +345,7 @@ class TersekvStaticCache(TersekvCache):
         for layer in self.paged:
             if layer.store is not None:
                 layer.mark()  # type: ignore[attr-defined]
+        self.states.mark()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: which of the last tokens were padding, only the device knows."""
@@ -316,6 +365,8 @@ class TersekvStaticCache(TersekvCache):
                 f"{list(indices.shape)} {indices.dtype}; {INSTEAD} shrink and grow"
             )
         indices = indices.to(book.counts.device)
+        self.states.check_kept("indices")
+        states = self.states.picked(indices)
         # As bytes: some devices gather no fp8.
         pages = [
             x.view(torch.uint8).view(book.batch, -1)
@@ -326,6 +377,7 @@ class TersekvStaticCache(TersekvCache):
         book.select(indices)
         for x in pages:
             x.copy_(torch.index_select(x, 0, indices, out=room[: x.numel()].view(x.shape)))
+        self.states.put(states)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refused, unless once: the batch keeps its size."""
