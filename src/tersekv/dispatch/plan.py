@@ -65,7 +65,7 @@ _recent: dict[tuple, _Entry] = {}  # by the options alone: the next call mostly 
 _log = logging.getLogger("tersekv")
 _PACKAGE = (__package__ or "").rpartition(".")[0]
 _warned: set[str] = set()  # warnings issued
-checks.register(index_checks.CHECKS)
+checks.CHECKS.update(index_checks.CHECKS)
 
 
 def dispatch(op: str, call: tuple, backend: str | None = None) -> Plan:

@@ -43,6 +43,12 @@ def back(x: Tensor, signs: Tensor | None, channel_scale: Tensor | None) -> Tenso
     return x if channel_scale is None else x * channel_scale
 
 
+def hadamard(x: Tensor) -> Tensor:
+    """Returns rows [..., D] times Sylvester's Hadamard matrix / sqrt(b), in blocks of the largest power of two that
+    divides D."""
+    return _butterflies(x, None, x.shape[-1] & -x.shape[-1])
+
+
 def _butterflies(x: Tensor, signs: Tensor | None, b: int) -> Tensor:
     """Returns x [..., D] times signs and Sylvester's Hadamard matrix / sqrt(b), in blocks of b columns."""
     y = x.unflatten(-1, (-1, b))
