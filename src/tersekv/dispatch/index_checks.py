@@ -29,9 +29,9 @@ def _index_query(f: SimpleNamespace) -> None:
     s, fmt = ShapeChecker(f), index_format(f.format)
     s.see("q", "T Hi D", FLOAT)
     _columns("q", s["D"])
-    s.see("weights", "T Hi", FLOAT)
+    s.see("weights", "T Hi", FLOAT, last_dim_dense=False)
     s.see("q_out", "T Hi D", [fmt.storage])
-    s.see("weights_out", "T Hi", F32)
+    s.see("weights_out", "T Hi", F32, last_dim_dense=False)
     _finite("weight_scale", "a finite number", f.weight_scale)
     _rope(f, s)
 
@@ -69,7 +69,7 @@ def _scored(f: SimpleNamespace) -> ShapeChecker:
     s, stored = _index_cache(f), index_format(f.format).storage
     s.see("q", "T Hi D", [stored, _E4M3] if stored in HALF else [_E4M3, *HALF])
     require(s["Hi"] > 0, "q", "at least one head", s["Hi"])
-    s.see("weights", "T Hi", F32)
+    s.see("weights", "T Hi", F32, last_dim_dense=False)
     s.see("seq_lens", "B", INDEX)
     s.see("page_table", "B max_pages", INDEX)
     _query_rows(f, s)

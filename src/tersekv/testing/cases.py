@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..formats import KV_FORMATS, LATENT_FORMATS, KVFormat, kv_format, latent_format
+from . import index_cases
 
 Lens = tuple[int, ...]
 
@@ -88,6 +89,22 @@ class Case:
 
     # merge_states
     parts: int = 2
+
+    # an indexer: `heads` queries of `dim` columns, `rotary`, `rotation` and `interleaved` as above
+    norm: bool = False
+    rope_last: bool = False
+    round16: bool = False
+    weighted: bool = True
+    ratio: int = 1
+    relu: bool = True
+    each: bool = False
+    block: int = 1
+    width: int = 0  # columns of the scores; 0: those of the page table
+    top: int = 8
+    keep_first: int = 0
+    keep_last: int = 0
+    open_group: bool = False
+    whole: bool = False  # small whole numbers: every sum is exact, and many are equal
 
     @property
     def id(self) -> str:
@@ -426,6 +443,7 @@ _VARIANTS = {
     "mla_project": (("bf16", "fp16", "fp8_e4m3"), _mla_project),
     "mla_decode_branch": (tuple(LATENT_FORMATS), _mla_decode_branch),
     "merge_states": (tuple(_MERGE_DTYPES), _merge_of),
+    **index_cases.VARIANTS,
 }
 OPS = tuple(_VARIANTS)
 

@@ -29,6 +29,7 @@ from ..calls import (
 from ..formats import FP8, kv_format, latent_format
 from ..ops.mla import mla_prefill_plan
 from ..ops.scales import ATTRIBUTE_FIELDS, attributes, float_and_tensor, multiplying_scale
+from . import make_index
 from .cases import Case
 from .codes import column, encode, write_rows
 from .memory import POISON, as_bytes, moved, poisoned, put, storage_bytes
@@ -409,4 +410,5 @@ _MAKERS: dict[str, Callable[[_Maker], tuple]] = {
     "mla_project": _mla_project,
     "mla_decode_branch": _mla_decode_branch,
     "merge_states": _merge_states,
+    **make_index.MAKERS,
 }
