@@ -56,7 +56,7 @@ def index_append(call: IndexAppendCall) -> None:
         wide = call.k.double()
         mean = wide.sum(-1, keepdim=True) / wide.shape[-1]
         variance = (wide - mean).pow(2).sum(-1, keepdim=True) / wide.shape[-1]
-        wide = (wide - mean) / torch.sqrt(variance + call.epsilon)
+        wide = (wide - mean) / torch.sqrt(variance + torch.tensor(call.epsilon, dtype=torch.float32).double())
         x = _rounded(call, (wide * call.norm_weight.double() + call.norm_bias.double()).float(), dtype)
     x, known = _turned(call, x[:, None], dtype)
     live = live & known

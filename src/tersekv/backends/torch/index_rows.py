@@ -18,7 +18,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
     """Returns fp32 rows [..., D], normed: in fp64, rounded once."""
     y = x.double()
     y = y - y.mean(-1, keepdim=True)
-    y = y / (y.square().mean(-1, keepdim=True) + epsilon).sqrt()
+    y = y / (y.square().mean(-1, keepdim=True) + weight.new_full((), epsilon, dtype=torch.float32).double()).sqrt()
     return (y * weight.double() + bias.double()).float()
 
 
