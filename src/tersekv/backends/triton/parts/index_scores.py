@@ -94,14 +94,17 @@ def load_tile(p, mask, AS_BYTES: tl.constexpr):
 
 
 @triton.jit
-def as_operand(x, AS_BYTES: tl.constexpr, DOT: tl.constexpr):
+def as_operand(x, AS_BYTES: tl.constexpr, cfg: tl.constexpr):
     """Returns a tile as it is multiplied; every code is exact in it."""
     if AS_BYTES:
-        return e4m3_bytes_to_fp16(x) if DOT == "fp16" else e4m3_bytes_to_fp16(x).to(tl.bfloat16)
-    elif DOT == "e4m3":
+        x = e4m3_bytes_to_fp16(x)
+    if cfg.DOT == "e4m3":
         return x
+    elif cfg.DOT == "fp16":
+        return x.to(tl.float16)
     else:
-        return x.to(tl.float16) if DOT == "fp16" else x.to(tl.bfloat16)
+        tl.static_assert(cfg.DOT == "bf16", "a type that is not multiplied")
+        return x.to(tl.bfloat16)
 
 
 @triton.jit
@@ -110,11 +113,32 @@ def load_query_block(Q, p_row, head_block, d_block, m_rows, stride_qh, cfg: tl.c
     h = head_block * cfg.HEADS + tl.arange(0, cfg.HEADS)
     d = d_block * cfg.BLOCK_D + tl.arange(0, cfg.BLOCK_D)
     mask = m_rows[:, None] & (h < cfg.H)[None, :]
-    o = p_row[:, None] + (h * stride_qh)[None, :]
+    o = p_row[:, None] + (h.to(tl.int64) * stride_qh)[None, :]
     o = tl.reshape(o, [cfg.ROWS * cfg.HEADS])
     mask = tl.reshape(mask, [cfg.ROWS * cfg.HEADS])
     x = load_tile(Q + o[:, None] + d[None, :], mask[:, None] & (d < cfg.D)[None, :], cfg.Q_AS_BYTES)
-    return as_operand(x, cfg.Q_AS_BYTES, cfg.DOT)
+    return as_operand(x, cfg.Q_AS_BYTES, cfg)
+
+
+@triton.jit
+def load_queries(Q, p_row, head_block, m_rows, stride_qh, cfg: tl.constexpr):
+    """Loads a tile for each block of columns."""
+    first = load_query_block(Q, p_row, head_block, 0, m_rows, stride_qh, cfg)
+    if cfg.D_BLOCKS == 1:
+        return (first,)
+    else:
+        return (first, load_query_block(Q, p_row, head_block, 1, m_rows, stride_qh, cfg))
+
+
+@triton.jit
+def load_key_block(K, o_keys, m_keys, d_block, cfg: tl.constexpr):
+    """Loads [BLOCK_N, BLOCK_D] of keys; columns past the last are 0."""
+    d = d_block * cfg.BLOCK_D + tl.arange(0, cfg.BLOCK_D)
+    if cfg.D == cfg.BLOCK_D * cfg.D_BLOCKS:
+        mask = m_keys[:, None]
+    else:
+        mask = m_keys[:, None] & (d < cfg.D)[None, :]
+    return as_operand(load_tile(K + o_keys[:, None] + d[None, :], mask, cfg.K_AS_BYTES), cfg.K_AS_BYTES, cfg)
 
 
 @triton.jit
@@ -125,28 +149,25 @@ def load_weights(WEIGHTS, p_row, head_block, m_rows, stride_wh, cfg: tl.constexp
     if WEIGHTS is None:
         w = tl.where(mask, 1.0, 0.0)
     else:
-        w = tl.load(WEIGHTS + p_row[:, None] + (h * stride_wh)[None, :], mask=mask, other=0.0)
+        w = tl.load(WEIGHTS + p_row[:, None] + (h.to(tl.int64) * stride_wh)[None, :], mask=mask, other=0.0)
     return tl.reshape(w, [1, cfg.ROWS * cfg.HEADS])
 
 
 @triton.jit
 def products(K, SCALES, o_keys, o_scales, m_keys, q, cfg: tl.constexpr):
     """Returns q · k [BLOCK_N, ROWS * HEADS] fp32; of several blocks of columns each times its scale."""
-    acc = tl.zeros([cfg.BLOCK_N, cfg.ROWS * cfg.HEADS], tl.float32)
-    for j in tl.static_range(cfg.D_BLOCKS):
-        d = j * cfg.BLOCK_D + tl.arange(0, cfg.BLOCK_D)
-        if cfg.D == cfg.BLOCK_D * cfg.D_BLOCKS:
-            mask = m_keys[:, None]
+    acc = tl.dot(load_key_block(K, o_keys, m_keys, 0, cfg), tl.trans(q[0]))
+    if cfg.D_BLOCKS == 1:
+        return acc
+    else:
+        tl.static_assert(cfg.D_BLOCKS == 2, "keys of more columns than an indexer has")
+        k = load_key_block(K, o_keys, m_keys, 1, cfg)
+        if cfg.HAS_SCALES:
+            first = tl.load(SCALES + o_scales, mask=m_keys, other=0.0)
+            second = tl.load(SCALES + o_scales + 1, mask=m_keys, other=0.0)
+            return acc * first[:, None] + tl.dot(k, tl.trans(q[1])) * second[:, None]
         else:
-            mask = m_keys[:, None] & (d < cfg.D)[None, :]
-        k = load_tile(K + o_keys[:, None] + d[None, :], mask, cfg.K_AS_BYTES)
-        k = as_operand(k, cfg.K_AS_BYTES, cfg.DOT)
-        if cfg.HAS_SCALES and cfg.D_BLOCKS > 1:
-            scale = tl.load(SCALES + o_scales + j, mask=m_keys, other=0.0)
-            acc += tl.dot(k, tl.trans(q[j])) * scale[:, None]
-        else:
-            acc = tl.dot(k, tl.trans(q[j]), acc)
-    return acc
+            return tl.dot(k, tl.trans(q[1]), acc)
 
 
 @triton.jit
@@ -196,7 +217,7 @@ def index_scores_kernel(
     column_begin = tl.program_id(0) * (cfg.STEPS * cfg.GROUPS)
     column_end = tl.minimum(column_begin + cfg.STEPS * cfg.GROUPS, width)
     for b in range(b_first, tl.maximum(b_last, b_first) + 1):
-        position = row_positions(SEQ_LENS, CU_SEQLENS_Q, B, b + first * 0, rows, cfg)
+        position = row_positions(SEQ_LENS, CU_SEQLENS_Q, B, b, rows, cfg)
         visible = tl.minimum((position + 1) // cfg.RATIO, max_keys).to(tl.int32)
         # Rows of no request are written with the first.
         if cfg.VARLEN_Q:
@@ -230,22 +251,20 @@ def _score_request(
     for head_block in range(cfg.HEAD_BLOCKS if cfg.EACH else 1):
         if cfg.EACH:
             o_h = head_block * cfg.HEADS + tl.arange(0, cfg.HEADS)
-            o_out = tl.reshape((out_rows * stride_ot)[:, None] + (o_h * stride_oh)[None, :], [1, C])
+            o_out = tl.reshape((out_rows * stride_ot)[:, None] + (o_h.to(tl.int64) * stride_oh)[None, :], [1, C])
             m_out = tl.reshape(m_rows[:, None] & (o_h < cfg.H)[None, :], [1, C])
             limit = tl.reshape(tl.broadcast_to(visible[:, None], [cfg.ROWS, cfg.HEADS]), [1, C])
         else:
             o_out, m_out, limit = (out_rows * stride_ot)[None, :], m_rows[None, :], visible[None, :]
         if cfg.EACH or cfg.HEAD_BLOCKS == 1:
-            q = ()
-            for j in tl.static_range(cfg.D_BLOCKS):
-                q = q + (load_query_block(Q, o_q, head_block, j, m_seen_rows, stride_qh, cfg),)
+            q = load_queries(Q, o_q, head_block, m_seen_rows, stride_qh, cfg)
             w = load_weights(WEIGHTS, o_w, head_block, m_seen_rows, stride_wh, cfg)
         for column in range(column_begin, seen_end, cfg.GROUPS):
             o_column = column + tl.arange(0, cfg.GROUPS)
+            best = tl.full([cfg.GROUPS, C], float("-inf"), tl.float32)
             if cfg.GROUP > 1 or cfg.SUBS > 1:
-                best = tl.full([cfg.GROUPS, C], float("-inf"), tl.float32)
-                any_number = tl.zeros([cfg.GROUPS, C], tl.int32)
-                any_nan = tl.zeros([cfg.GROUPS, C], tl.int32)
+                any_number = tl.full([cfg.GROUPS, C], 0, tl.int32)
+                any_nan = tl.full([cfg.GROUPS, C], 0, tl.int32)
             for sub in range(cfg.SUBS):
                 slot = sub * cfg.GROUP + o_n % cfg.GROUP
                 key = (column + o_n // cfg.GROUP) * cfg.BLOCK + slot
@@ -263,13 +282,11 @@ def _score_request(
                     if not cfg.EACH:
                         s = sum_heads(s, cfg)
                 else:
-                    s = tl.zeros([cfg.BLOCK_N, C], tl.float32)
+                    s = tl.full([cfg.BLOCK_N, C], 0.0, tl.float32)
                     for i in range(cfg.HEAD_BLOCKS):
-                        q = ()
-                        for j in tl.static_range(cfg.D_BLOCKS):
-                            q = q + (load_query_block(Q, o_q, i, j, m_seen_rows, stride_qh, cfg),)
-                        w = load_weights(WEIGHTS, o_w, i, m_seen_rows, stride_wh, cfg)
-                        s += sum_heads(weighted(products(K, SCALES, o_keys, o_scales, m_keys, q, cfg), w, cfg), cfg)
+                        q_i = load_queries(Q, o_q, i, m_seen_rows, stride_qh, cfg)
+                        w_i = load_weights(WEIGHTS, o_w, i, m_seen_rows, stride_wh, cfg)
+                        s += sum_heads(weighted(products(K, SCALES, o_keys, o_scales, m_keys, q_i, cfg), w_i, cfg), cfg)
                 if cfg.HAS_SCALES and cfg.D_BLOCKS == 1:
                     s = s * tl.load(SCALES + o_scales, mask=m_keys, other=0.0)[:, None]
                 s = s * scale

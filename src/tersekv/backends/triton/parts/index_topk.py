@@ -37,27 +37,33 @@ def load_keys(p_scores, column, visible, keep_first, keep_last):
 
 
 @triton.jit
+def radix_pass(
+    p_scores, visible, keep_first, keep_last, prefix, rest, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Finds 8 more bits, from bit SHIFT on, of the rest-largest key among those that begin with prefix. Returns the
+    longer prefix, and how many keys that begin with it are left to take."""
+    counts = tl.zeros([256], tl.int32)
+    for begin in range(0, visible, BLOCK):
+        key = load_keys(p_scores, begin + tl.arange(0, BLOCK), visible, keep_first, keep_last)
+        mine = key > 0
+        if SHIFT < 24:
+            mine = mine & ((key >> (SHIFT + 8)) == (prefix >> (SHIFT + 8)))
+        counts += tl.histogram(((key >> SHIFT) & 255).to(tl.int32), 256, mask=mine)
+    # Keys of each bin and all higher ones.
+    at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+    i_bin = tl.maximum(tl.sum((at_least >= rest).to(tl.int32), 0) - 1, 0)
+    above = tl.sum(tl.where(tl.arange(0, 256) > i_bin, counts, 0), 0)
+    return prefix | (i_bin.to(tl.uint32) << SHIFT), rest - above
+
+
+@triton.jit
 def smallest_key_taken(p_scores, visible, k, keep_first, keep_last, BLOCK: tl.constexpr):
     """Returns (the smallest key of the k largest, how many of the keys equal to it are taken)."""
-    prefix = tl.full([], 0, tl.uint32)
-    rest = k
-    o_bin = tl.arange(0, 256)
-    for i in tl.static_range(4):
-        SHIFT: tl.constexpr = 24 - 8 * i
-        counts = tl.zeros([256], tl.int32)
-        for begin in range(0, visible, BLOCK):
-            key = load_keys(p_scores, begin + tl.arange(0, BLOCK), visible, keep_first, keep_last)
-            if i == 0:
-                mine = key > 0
-            else:
-                mine = ((key >> (SHIFT + 8)) == (prefix >> (SHIFT + 8))) & (key > 0)
-            counts += tl.histogram(((key >> SHIFT) & 255).to(tl.int32), 256, mask=mine)
-        # Keys of this bin and all higher ones.
-        at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-        bin = tl.maximum(tl.sum((at_least >= rest).to(tl.int32), 0) - 1, 0)
-        rest -= tl.sum(tl.where(o_bin > bin, counts, 0), 0)
-        prefix = prefix | (bin.to(tl.uint32) << SHIFT)
-    return prefix, rest
+    prefix, rest = tl.full([], 0, tl.uint32), k
+    prefix, rest = radix_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 24, BLOCK)
+    prefix, rest = radix_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 16, BLOCK)
+    prefix, rest = radix_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 8, BLOCK)
+    return radix_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 0, BLOCK)
 
 
 @triton.jit(do_not_specialize=["B", "first_row", "width", "keep_first", "keep_last"])
@@ -69,7 +75,7 @@ def index_topk_kernel(
 ):  # fmt: skip
     """Takes columns of one row of one head. VISIBLE: columns that rows see; None: by their positions, KEYS keys a
     column."""
-    i_row, line = tl.program_id(0) // LINES, tl.program_id(0) % LINES
+    i_row, line = tl.program_id(0) // LINES, (tl.program_id(0) % LINES).to(tl.int64)
     t = first_row + i_row
     if VISIBLE is not None:
         group = tl.load(VISIBLE + t).to(tl.int64)
