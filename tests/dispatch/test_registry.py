@@ -29,6 +29,11 @@ CHECKED = [
     ("mla_project", "bf16", "plain"),
     ("mla_decode_branch", "bf16", "ragged drafts 16-bit weights"),
     ("merge_states", "bf16", "2 parts"),
+    ("index_append", "bf16", "rotated fp16 round16"),
+    ("index_query", "bf16", "plain"),
+    ("index_scores", "bf16", "ragged strided"),
+    ("index_topk", "fp32", "open groups of heads"),
+    ("index_select", "bf16", "open groups kept"),
 ]
 
 

@@ -167,6 +167,7 @@ def _scores(call: Any, width: int) -> Scores:
     shape = (t, heads, width) if call.each else (t, width)
     found = Scores(torch.full(shape, -torch.inf, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64), [0] * t,
                    [0] * t, [-1] * t)  # fmt: skip
+    product = 0.0 if _is_whole(call) else PRODUCT
     starts = [call.max_q_len * b for b in range(len(call.seq_lens) + 1)]
     if call.cu_seqlens_q is not None:
         starts = call.cu_seqlens_q.tolist()
@@ -184,7 +185,7 @@ def _scores(call: Any, width: int) -> Scores:
             found.columns[row] = min(-(-found.keys[row] // call.block), width)
             seen = min(found.keys[row], keys)
             if seen:
-                _row(call, found, row, k[:seen], None if scales is None else scales[:seen])
+                _row(call, found, row, k[:seen], None if scales is None else scales[:seen], product)
     return found
 
 
@@ -195,7 +196,7 @@ def _place_rows(found: Scores, rows: range, n: int, ratio: int) -> None:
         found.keys[row] = max(n - len(rows) + i + 1, 0) // ratio
 
 
-def _row(call: Any, found: Scores, row: int, k: Tensor, scales: Tensor | None) -> None:
+def _row(call: Any, found: Scores, row: int, k: Tensor, scales: Tensor | None, product: float) -> None:
     q = decode(call.q[row])  # [Hi, D]
     products, sizes = torch.zeros(2, len(q), len(k), dtype=torch.float64)
     after = scales is not None and scales.shape[1] == 1
@@ -216,7 +217,7 @@ def _row(call: Any, found: Scores, row: int, k: Tensor, scales: Tensor | None) -
                for x, v in ((s, -torch.inf), (sizes, 0.0))]  # fmt: skip
     n = columns[0].shape[-2]
     found.values[row][..., :n] = columns[0].amax(-1)
-    found.bounds[row][..., :n] = PRODUCT * columns[1].amax(-1) * (not _is_whole(call))
+    found.bounds[row][..., :n] = product * columns[1].amax(-1)
 
 
 def _is_whole(call: Any) -> bool:
