@@ -32,6 +32,9 @@ _MARKERS = {
     "mla_prefill": "D",
     "mla_project": "h",
     "merge_states": "X",
+    "index_scores": "v",
+    "index_topk": "^",
+    "index_select": "<",
 }
 
 
