@@ -20,6 +20,8 @@ _COLOURS = (
     "#882255",
     "#999933",
     "#000000",
+    "#aa4499",
+    "#117733",
 )
 _MARKERS = {
     "append": "^",
@@ -32,9 +34,9 @@ _MARKERS = {
     "mla_prefill": "D",
     "mla_project": "h",
     "merge_states": "X",
-    "index_scores": "v",
-    "index_topk": "^",
-    "index_select": "<",
+    "index_scores": ">",
+    "index_topk": "p",
+    "index_select": "d",
 }
 
 
