@@ -268,7 +268,7 @@ class MergeCall(NamedTuple):
 
 class IndexAppendCall(NamedTuple):
     """New keys of an indexer: norm, then RoPE, then rotation, then the cast. The norm is computed in fp64, of an fp32
-    epsilon, and rounded once to fp32; RoPE and rotation as everywhere; `round16` rounds to k's dtype after each of the three."""
+    epsilon, and rounded once to fp32; RoPE and rotation as everywhere; `round16` rounds to k's dtype after each."""
 
     k: Tensor  # [T, Di] bf16 | fp16 | fp32
     k_cache: Tensor  # [P, S, Di] written

@@ -72,7 +72,9 @@ def test_bytes_of_a_page_against_a_second_writer(d, page):
     k[0] = 0
     for i, x in enumerate((448 * 2.0**-3, np.nextafter(np.float32(448 * 2.0**-3), np.float32(1e9)))):
         k[1, i] = x if i == page % 2 else 0.5  # at and just above a power of two times 448
-    pages = torch.full((2, page, PagedIndexCache.allocate(1, 1, 1, head_dim=d).bytes_per_token), 0xFF, dtype=torch.uint8)
+    pages = torch.full(
+        (2, page, PagedIndexCache.allocate(1, 1, 1, head_dim=d).bytes_per_token), 0xFF, dtype=torch.uint8
+    )
     layer = PagedIndexLayer.from_buffer(pages)
     tersekv.index_append(torch.from_numpy(k), layer, torch.arange(page) + page)
     assert bytes(pages[1].flatten().tolist()) == written(k, d)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ from tersekv import PagedIndexCache, PagedIndexLayer
 from tersekv.errors import UnsupportedError
 
 E4M3 = torch.float8_e4m3fn
+FLOAT = "bfloat16 | float16 | float32"
+Q = "float8_e4m3fn | bfloat16 | float16"
 
 
 def good() -> dict:
@@ -22,9 +26,9 @@ def good() -> dict:
 
 SCORED = [
     ({"q": torch.zeros(2, 128)}, "q: want [T, Hi, Di], got [2, 128]"),
-    ({"q": torch.zeros(2, 4, 64).to(E4M3)}, "q: want [T, Hi, D=128] float8_e4m3fn | bfloat16 | float16, got [2, 4, 64] "
+    ({"q": torch.zeros(2, 4, 64).to(E4M3)}, f"q: want [T, Hi, D=128] {Q}, got [2, 4, 64] "
      "float8_e4m3fn (D as in k_cache)"),
-    ({"q": torch.zeros(2, 4, 128)}, "q: want [T, Hi, D=128] float8_e4m3fn | bfloat16 | float16, got [2, 4, 128] float32"),
+    ({"q": torch.zeros(2, 4, 128)}, f"q: want [T, Hi, D=128] {Q}, got [2, 4, 128] float32"),
     ({"q": torch.zeros(2, 0, 128).to(E4M3), "weights": None}, "q: want at least one head, got 0"),
     ({"weights": torch.ones(2, 3)}, "weights: want [T=2, Hi=4] float32, got [2, 3] float32 (Hi as in q)"),
     ({"weights": torch.ones(2, 4).bfloat16()}, "weights: want [T=2, Hi=4] float32, got [2, 4] bfloat16"),
@@ -52,7 +56,7 @@ def test_scores_and_selections(wrong, message, backend):
         lambda given: tersekv.index_scores(**given, backend=backend),
         lambda given: tersekv.index_select(**given, k=3, backend=backend),
     ):
-        with pytest.raises(ValueError) as told:
+        with pytest.raises(ValueError, match=re.escape(message)) as told:
             call(good() | wrong)
         assert str(told.value).startswith(message)
 
@@ -109,12 +113,12 @@ ROPE = {"cos_sin_cache": torch.ones(9, 64), "positions": torch.arange(2)}
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
-    ({"k": torch.zeros(2, 64)}, "k: want [T, D=128] bfloat16 | float16 | float32, got [2, 64] float32 (D as in k_cache)"),
-    ({"k": torch.zeros(2, 128, dtype=E4M3)}, "k: want [T, D=128] bfloat16 | float16 | float32, got [2, 128] float8_e4m3fn"),
-    ({"slot_mapping": torch.zeros(3, dtype=torch.int64)}, "slot_mapping: want [T=2] int32 | int64 | uint32, got [3] int64"),
+    ({"k": torch.zeros(2, 64)}, f"k: want [T, D=128] {FLOAT}, got [2, 64] float32 (D as in k_cache)"),
+    ({"k": torch.zeros(2, 128, dtype=E4M3)}, f"k: want [T, D=128] {FLOAT}, got [2, 128] float8_e4m3fn"),
+    ({"slot_mapping": torch.arange(3)}, "slot_mapping: want [T=2] int32 | int64 | uint32, got [3] int64"),
     ({"norm": torch.ones(128)}, "norm: want (weight, bias, eps) or None, got Tensor"),
     ({"norm": (torch.ones(128), None, 1e-6)}, "norm[1]: want a tensor beside norm[0], got None"),
-    ({"norm": (torch.ones(64), torch.ones(64), 1e-6)}, "norm[0]: want [D=128] bfloat16 | float16 | float32, got [64]"),
+    ({"norm": (torch.ones(64), torch.ones(64), 1e-6)}, f"norm[0]: want [D=128] {FLOAT}, got [64]"),
     ({"norm": (torch.ones(128), torch.ones(128), -1.0)}, "norm[2]: want a finite number, not negative, got -1.0"),
     ({"cos_sin_cache": torch.ones(9, 64)}, "positions: want a tensor beside cos_sin_cache, got None"),
     ({"positions": torch.arange(2)}, "positions: want None without cos_sin_cache, got a tensor"),
@@ -159,7 +163,7 @@ PAGES = torch.zeros(2, 4, 132, dtype=torch.uint8)
      "pages: want the bytes of a page without gaps, got strides [576, 144, 1]"),
     (lambda: PagedIndexLayer.from_buffer(torch.zeros(2, 530, dtype=torch.uint8)[:, :528].unflatten(1, (4, 132))),
      "pages: want pages that begin at multiples of 4 bytes"),
-    (lambda: PagedIndexLayer.from_buffer(PAGES, "ue8m0"), "format: want one of index_fp8, bf16, fp16, fp8_e4m3 for index"),
+    (lambda: PagedIndexLayer.from_buffer(PAGES, "ue8m0"), "format: want one of index_fp8, bf16, fp16, fp8_e4m3 for"),
     (lambda: PagedIndexLayer.from_buffer(PAGES, rotation="random"), "rotation: want None or 'hadamard', got 'random'"),
     (lambda: PagedIndexLayer(torch.zeros(2, 4, 128).to(E4M3), None, "index_fp8"),
      "scale: want the stored scales of index_fp8, got None"),
@@ -187,6 +191,8 @@ def test_checked_mode_knows_slots_positions_and_pages(monkeypatch):
     with pytest.raises(ValueError, match="slot_mapping: want every entry below 64, got 64"):
         tersekv.index_append(torch.zeros(1, 128), cache, torch.tensor([64]))
     with pytest.raises(ValueError, match=r"positions: want every entry in \[0, 9\), got 9"):
-        tersekv.index_query(torch.zeros(1, 4, 128), cache=cache, cos_sin_cache=torch.ones(9, 64), positions=torch.tensor([9]))
+        tersekv.index_query(
+            torch.zeros(1, 4, 128), cache=cache, cos_sin_cache=torch.ones(9, 64), positions=torch.tensor([9])
+        )
     with pytest.raises(ValueError, match=r"page_table: want page ids in \[0, 4\), got 9 at \[1, 0\]"):
         tersekv.index_select(**(good() | {"page_table": torch.tensor([[0, 1], [9, 0]])}), k=3)

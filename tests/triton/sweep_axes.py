@@ -39,8 +39,8 @@ _KINDS = {
     "scales": "k_scale_cache v_scale_cache ckv_scale_cache kv_b_proj_scale w_uk_scale w_uv_scale",
     "indices": "page_table seq_lens cu_seqlens_q slot_mapping batch_indices kv_positions kv_indptr kv_indices "
     "positions cache_lens buffer_row_offsets cache_offsets visible",
-    "weights": "cos_sin_cache freqs_cis kv_norm_weight kv_b_proj w_uk w_uv weight sinks mask norm_weight norm_bias weights "
-    "open_group",
+    "weights": "cos_sin_cache freqs_cis kv_norm_weight kv_b_proj w_uk w_uv weight sinks mask norm_weight norm_bias "
+    "weights open_group",
     "outputs": "out lse q_rope_out q_nope_out q_out weights_out out_lens",
 }
 _KIND = {name: kind for kind, names in _KINDS.items() for name in names.split()}
@@ -153,7 +153,8 @@ AXES: dict[str, Axes] = {
         "dim": (128, 32, 72, 512), "strided": _BOTH, "lse": (True, False), "shift": ("", "rows", "outputs"),
     },
     "index_append": {
-        **_INDEX_ROWS, "norm": _BOTH, "page": (64, 1, 3, 16), "gaps": ("", "pages", "columns"), "i_slot_mapping": _INDEX,
+        **_INDEX_ROWS, "norm": _BOTH, "page": (64, 1, 3, 16), "gaps": ("", "pages", "columns"),
+        "i_slot_mapping": _INDEX,
     },
     "index_query": {**_INDEX_ROWS, "heads": (64, 1, 3, 16), "weighted": (True, False), "head_major": _BOTH},
     "index_scores": {**_SCORED, "width": (0, 50)},

@@ -38,8 +38,8 @@ TURNED = 2.0**-12
 class Expected(NamedTuple):
     """values: fp64, by name of a written field. rows: (pages, slots) of latent rows that are right to a tolerance.
     requantised: values were quantised on the way, where a code may differ by one. lse_rounding: how far each LSE moves
-    if products of a score are off by PRODUCT of themselves, or a query by TURNED, at random; None where none is. bounds: of
-    values that may be infinite, how far each may be off."""
+    if products of a score are off by PRODUCT of themselves, or a query by TURNED, at random; None where none is.
+    bounds: of values that may be infinite, how far each may be off."""
 
     values: dict[str, Tensor]
     rows: tuple[Tensor, Tensor] | None = None

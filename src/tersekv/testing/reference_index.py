@@ -32,7 +32,9 @@ class Scores(NamedTuple):
     positions: list[int]
 
 
-def encode_rows(x: Tensor, f: KVFormat, columns: int = INDEX_BLOCK, whole: bool = False) -> tuple[Tensor, Tensor | None]:
+def encode_rows(
+    x: Tensor, f: KVFormat, columns: int = INDEX_BLOCK, whole: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Codes [..., D] and scales [..., blocks] of fp32 rows. whole: the numbers themselves are the codes."""
     if f.scale != INDEX:
         return encode(x, f.storage), None
@@ -141,7 +143,7 @@ def _nearly(values: Tensor, bounds: Tensor, got: list[int], call: Any) -> list[i
     wanted = best(values.tolist(), call)
     last = min(call.keep_last, call.k)
     first = min(call.keep_first, call.k - last)
-    free = [j for j in range(first, max(len(values) - last, first))]
+    free = list(range(first, max(len(values) - last, first)))
     room = len(wanted) - (len(values) - len(free))
     if not 0 < room < len(free) or not bool(bounds.max() > 0):
         return wanted
@@ -201,17 +203,19 @@ def _row(call: Any, found: Scores, row: int, k: Tensor, scales: Tensor | None, p
     products, sizes = torch.zeros(2, len(q), len(k), dtype=torch.float64)
     after = scales is not None and scales.shape[1] == 1
     for i, (a, b) in enumerate(zip(q.split(INDEX_BLOCK, -1), k.split(INDEX_BLOCK, -1), strict=True)):
-        by = 1.0 if scales is None or after else scales[:, i]
-        products += (a @ b.T) * by
-        sizes += (a.abs() @ b.abs().T) * abs(by)
+        each = torch.ones(len(k), dtype=torch.float64) if scales is None or after else scales[:, i]
+        products += (a @ b.T) * each
+        sizes += (a.abs() @ b.abs().T) * each.abs()
     weights = torch.ones(len(q), 1, dtype=torch.float64)
     if call.weights is not None:
         weights = call.weights[row].double()[:, None]
     s = (torch.where(products < 0, 0.0, products) if call.relu else products) * weights
     sizes = sizes * weights.abs()
     s, sizes = (s, sizes) if call.each else (s.sum(0), sizes.sum(0))
-    by = (scales[:, 0] if after else 1.0) * float(torch.tensor(call.scale, dtype=torch.float32))
-    s, sizes = s * by, sizes * abs(by)
+    by = (scales[:, 0] if after and scales is not None else torch.ones(1)) * float(
+        torch.tensor(call.scale, dtype=torch.float32)
+    )
+    s, sizes = s * by, sizes * by.abs()
     more = -s.shape[-1] % call.block
     columns = [torch.nn.functional.pad(x, (0, more), value=v).unflatten(-1, (-1, call.block))
                for x, v in ((s, -torch.inf), (sizes, 0.0))]  # fmt: skip
@@ -252,5 +256,3 @@ def raw_keys(call: Any, b: int, n: int) -> tuple[Tensor, Tensor | None]:
         begin = at + size * d + slot * 4 * blocks
         stored.append(memory[begin : begin + 4 * blocks].clone().view(torch.float32))
     return decode(torch.stack(codes), torch.float8_e4m3fn), torch.stack(stored).double()
-
-

@@ -28,7 +28,8 @@ def run(call: Any, config: None) -> None:
     if call.norm_weight is not None:
         x = rounded(call, layer_norm(x, call.norm_weight, call.norm_bias, call.epsilon), call.k.dtype)
     x, known = turned(call, x, call.k.dtype)
-    slots = token_slots(call, *call.k_cache.shape[:2], known)
+    num_pages, page_size = call.k_cache.shape[:2]
+    slots = token_slots(call, num_pages, page_size, known)
     if slots is None:
         return
     codes, scales = quantize_index_rows(x, index_format(call.format), INDEX_BLOCK)

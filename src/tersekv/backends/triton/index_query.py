@@ -69,9 +69,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     if num_tokens * heads == 0:
         return LaunchSequence()
     d_pad = row_programs.padded_columns(d)
-    part = row_programs.RowPrograms(
-        num_tokens, heads, d_pad, row_programs.program_elements(num_tokens * heads * d_pad)
-    )
+    part = row_programs.RowPrograms(num_tokens, heads, d_pad, row_programs.program_elements(num_tokens * heads * d_pad))
     max_pos, r, stride = (*f.cos_sin_cache.shape, f.cos_sin_cache.stride[0]) if f.cos_sin_cache else (0, 0, 0)
     arguments = _TENSOR_ARGS | {
         "weight_scale": f.weight_scale, "strides_q": f.q.stride[:2],

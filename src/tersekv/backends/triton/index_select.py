@@ -40,7 +40,8 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
     scores, strides = TensorArg(WORKSPACE), (width * lines, width)
     # What is left over if a cache has no pages: the open group.
     arguments = row_args(f) | {
-        "VISIBLE": None, "OPEN_GROUP": None, "HAS_GROUP": f.open_group, "KEYS": f.block, "cfg": RowConfig(**row_config(f))
+        "VISIBLE": None, "OPEN_GROUP": None, "HAS_GROUP": f.open_group, "KEYS": f.block,
+        "cfg": RowConfig(**row_config(f)),
     }  # fmt: skip
     launches: list[KernelLaunch] = []
     for start in range(0, num_rows, step):

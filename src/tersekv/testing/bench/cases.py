@@ -102,12 +102,14 @@ GPU = Sizes(
 )
 GPU_QUICK = Sizes(
     decode=((1, 8 * _K), (64, 8 * _K)), extra=(), mla=((16, 8 * _K),), mla_heads=(16, 128),
-    branch=((1, 4 * _K),), append=(32, 2048), prefill=((8 * _K, 0),), mla_prefill=((4096, 128),), index=((64, 64 * _K),),
+    branch=((1, 4 * _K),), append=(32, 2048), prefill=((8 * _K, 0),), mla_prefill=((4096, 128),),
+    index=((64, 64 * _K),),
     host=(4, 256),
 )  # fmt: skip
 CPU = Sizes(
     decode=((1, 4 * _K), (4, _K)), extra=(), mla=((1, 2 * _K),), mla_heads=(16,), branch=((1, _K),),
-    append=(32, 256), prefill=((512, 0), (64, 2 * _K)), mla_prefill=((128, 4),), index=((1, 4 * _K), (4, 16 * _K)),
+    append=(32, 256), prefill=((512, 0), (64, 2 * _K)), mla_prefill=((128, 4),),
+    index=((1, 4 * _K), (4, 16 * _K)),
     host=None,
 )  # fmt: skip
 CPU_QUICK = Sizes(
@@ -154,7 +156,9 @@ def with_cells(s: Sizes, cells: Sequence[str]) -> Sizes:
     pairs, counts = tuple((b, n) for kind, b, n in found if kind == "x"), [n for kind, n, _ in found if not kind]
     prompts = tuple((new, 0 if kind == "" else total) for kind, new, total in found if kind != "x")
     if pairs:
-        s = replace(s, decode=pairs, mla=pairs, branch=pairs, index=pairs, extra=tuple(p for p in s.extra if p in pairs))
+        s = replace(
+            s, decode=pairs, mla=pairs, branch=pairs, index=pairs, extra=tuple(p for p in s.extra if p in pairs)
+        )
     if prompts:
         s = replace(s, prefill=prompts)
     if counts:

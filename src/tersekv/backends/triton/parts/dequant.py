@@ -15,6 +15,7 @@ import triton.language as tl
 BF16, FP16 = tl.constexpr("bf16"), tl.constexpr("fp16")
 E4M3, E5M2, INT8 = tl.constexpr("e4m3"), tl.constexpr("e5m2"), tl.constexpr("int8")
 E2M1, INT4 = tl.constexpr("e2m1"), tl.constexpr("int4")
+INT4_BIAS = tl.constexpr(8.0)  # subtracted from int4 codes, so that sums of them stay small
 
 # Each converts two 16-bit words in one register to f16x2 registers, one per PACK tile.
 E4M3_PTX = tl.constexpr(
@@ -47,86 +48,45 @@ INT8_PTX = tl.constexpr(
     sub.f16x2 $1, $1, bias;
     }"""
 )
-# e4m3 without an instruction for it: the fields are fp16's, eight binades lower. 36000 times NaN's magnitude overflows, and
-# no other's, so that the last line makes NaN of it.
-_E4M3_FIELDS_PTX = tl.constexpr(
+# Sign to bit 15, magnitude to bits 11–9: fp16's own fields, fourteen binades lower.
+_E2M1_PTX = tl.constexpr(
     """{
-    .reg .b32 x, m, huge;
-    .reg .b32 k256, k36000, zero;
-    mov.b32 k256, 0x5C005C00;
-    mov.b32 k36000, 0x78657865;
-    mov.b32 zero, 0;
-    shl.b32 x, $2, 8;
-    shl.b32 m, $2, 7;
-    and.b32 m, m, 0x3F803F80;
-    lop3.b32 x, x, 0x80008000, m, 0xEA;
-    mul.f16x2 huge, x, k36000;
-    mul.f16x2 x, x, k256;
-    fma.rn.f16x2 $0, huge, zero, x;
-    shr.u32 m, $2, 1;
-    and.b32 m, m, 0x3F803F80;
-    lop3.b32 x, $2, 0x80008000, m, 0xEA;
-    mul.f16x2 huge, x, k36000;
-    mul.f16x2 x, x, k256;
-    fma.rn.f16x2 $1, huge, zero, x;
+    .reg .b32 s, m;
+    shl.b32 s, $4, 12;
+    shl.b32 m, $4, 9;
+    and.b32 m, m, 0x0E000E00;
+    lop3.b32 $0, s, 0x80008000, m, 0xEA;
+    shl.b32 s, $4, 8;
+    shl.b32 m, $4, 5;
+    and.b32 m, m, 0x0E000E00;
+    lop3.b32 $1, s, 0x80008000, m, 0xEA;
+    shl.b32 s, $4, 4;
+    shl.b32 m, $4, 1;
+    and.b32 m, m, 0x0E000E00;
+    lop3.b32 $2, s, 0x80008000, m, 0xEA;
+    shr.b32 m, $4, 3;
+    and.b32 m, m, 0x0E000E00;
+    lop3.b32 $3, $4, 0x80008000, m, 0xEA;
     }"""
 )
-# A field of four bits, sign s and magnitude e, becomes fp16 by one multiplication: the field at bit 12 puts s at the
-# sign, and a copy at bit 9 puts e at exponent and mantissa; the bits between are masked. The multiplicand is s and
-# not(e), so that the sum of both carries into the sign for -0 alone, which becomes 0. Then times the block's scale,
-# exact in fp16: six significant bits, multiples of 2^-24.
-E2M1_PTX = tl.constexpr(
+# A nibble under the exponent of 1024, in its lowest bits or four higher; one subtraction frees it, or one multiply-add.
+_INT4_PTX = tl.constexpr(
     """{
-    .reg .b32 x, y, r;
-    lop3.b32 x, $4, 0x0F0F0F0F, 0x07070707, 0x6A;
-    lop3.b32 y, $4, 0xF0F0F0F0, 0x70707070, 0x6A;
-    mul.lo.u32 r, x, 0x1200;
-    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
-    mul.f16x2 $0, r, $5;
-    mul.lo.u32 r, y, 0x120;
-    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
-    mul.f16x2 $1, r, $5;
-    mul.lo.u32 r, x, 0x12;
-    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
-    mul.f16x2 $2, r, $5;
-    shr.u32 r, y, 3;
-    add.u32 r, r, y;
-    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
-    mul.f16x2 $3, r, $5;
+    .reg .b32 x, bias, part, high;
+    mov.b32 bias, 0x64086408;
+    mov.b32 part, 0x2C002C00;
+    mov.b32 high, 0xD480D480;
+    lop3.b32 $0, $4, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 $1, $4, 0x00F000F0, 0x64006400, 0xEA;
+    shr.b32 x, $4, 8;
+    lop3.b32 $2, x, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 $3, x, 0x00F000F0, 0x64006400, 0xEA;
+    sub.f16x2 $0, $0, bias;
+    fma.rn.f16x2 $1, $1, part, high;
+    sub.f16x2 $2, $2, bias;
+    fma.rn.f16x2 $3, $3, part, high;
     }"""
 )
-# An int4 code in the lowest bits of fp16 is a subnormal number: code × 2^-24; four bits higher × 2^-20. MMAs hold both
-# exactly, so masking suffices. Of K; the zero point is subtracted from the score.
-INT4_PTX = tl.constexpr(
-    """{
-    .reg .b32 x;
-    and.b32 $0, $4, 0x000F000F;
-    and.b32 $1, $4, 0x00F000F0;
-    shr.u32 x, $4, 8;
-    and.b32 $2, x, 0x000F000F;
-    and.b32 $3, x, 0x00F000F0;
-    }"""
-)
-# Of V, less the zero points of the two keys: the low ones as they are, the high ones four bits higher. NOTE: do not
-# subtract them from the accumulator instead: the MMA truncates its sums towards zero, and over many keys the error of
-# a sum of codes, all positive, would exceed the sum of values.
-INT4_LESS_ZERO_PTX = tl.constexpr(
-    """{
-    .reg .b32 x;
-    and.b32 $0, $4, 0x000F000F;
-    and.b32 $1, $4, 0x00F000F0;
-    shr.u32 x, $4, 8;
-    and.b32 $2, x, 0x000F000F;
-    and.b32 $3, x, 0x00F000F0;
-    sub.f16x2 $0, $0, $5;
-    sub.f16x2 $1, $1, $6;
-    sub.f16x2 $2, $2, $5;
-    sub.f16x2 $3, $3, $6;
-    }"""
-)
-# Of normal numbers.
-_LOG2_PTX = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
-_RECIPROCAL_PTX = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit

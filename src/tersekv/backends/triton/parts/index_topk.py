@@ -80,7 +80,6 @@ def index_topk_kernel(
     if VISIBLE is not None:
         group = tl.load(VISIBLE + t).to(tl.int64)
         columns = group
-        is_open = False
         if OPEN_GROUP is not None:
             is_open = tl.load(OPEN_GROUP + t) != 0
     else:
@@ -111,9 +110,8 @@ def index_topk_kernel(
         count += tl.sum(more.to(tl.int32), 0) + tl.minimum(equal_in_block, ties)
         ties = tl.maximum(ties - equal_in_block, 0)
     if HAS_GROUP:
-        if is_open:
-            tl.store(p_out + count, group.to(tl.int32))
-            count += 1
+        tl.store(p_out + count, group.to(tl.int32), mask=is_open)
+        count += tl.where(is_open, 1, 0)
     if LENS is not None:
         tl.store(LENS + t.to(tl.int64) * stride_lt + line * stride_lh, count)
     for begin in range(0, COLUMNS_OUT, BLOCK_OUT):
