@@ -19,7 +19,6 @@ from tersekv.testing.bench import (
     decode,
     engine,
     flashinfer,
-    index,
     measure,
     merge_states,
     mla_prefill,
@@ -45,9 +44,6 @@ SMALL = {
     "mla_prefill": Case("mla_prefill", "bf16", 0, 24, heads=1, page=16),
     "mla_project": Case("mla_project", "fp8_e4m3", 0, 5, heads=2),
     "merge_states": Case("merge_states", "bf16", 0, 5, heads=2),
-    "index_scores": Case("index_scores", "index_fp8", 2, 40, heads=4, page=16, uneven=True),
-    "index_topk": Case("index_topk", "fp32", 2, 3000, heads=1),
-    "index_select": Case("index_select", "index_fp8", 2, 2100, heads=4, page=16),
 }
 SHAPE = Shape("shape", "fp8_e4m3", 3, 40, heads=6, page=16, uneven=True, kv_heads=2, head_dim=64)
 
@@ -218,7 +214,6 @@ def test_a_right_result_is_timed(op):
 @pytest.mark.parametrize("op", SMALL)
 def test_a_result_that_is_not_written_is_red_and_not_timed(op, monkeypatch):
     homes = dict.fromkeys(("decode", "mla_decode", "mla_decode_branch"), decode)
-    homes |= dict.fromkeys(("index_scores", "index_topk", "index_select"), index)
     homes |= {m.__name__.rpartition(".")[2]: m for m in (prefill, mla_prefill, mla_project, merge_states)}
     module, name = homes.get(op, append), op
     real = getattr(module, name)

@@ -118,7 +118,12 @@ class IndexSelect(_Indexer):
 
     def _call(self, table: Tensor) -> Any:
         given = self.q, self.weights, self.layer, table, self.seq_lens, TOP
-        options = {"width": self.width, "out": self.out, "out_lens": self.out_lens, "backend": self.backend}
+        options: dict[str, Any] = {
+            "width": self.width,
+            "out": self.out,
+            "out_lens": self.out_lens,
+            "backend": self.backend,
+        }
         return lambda: index_select(*given, **options)
 
     def poison(self) -> None:
