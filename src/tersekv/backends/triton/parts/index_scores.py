@@ -216,7 +216,8 @@ def index_scores_kernel(
         b_last = find_request(CU_SEQLENS_Q, B, last, cfg)
     column_begin = tl.program_id(0) * (cfg.STEPS * cfg.GROUPS)
     column_end = tl.minimum(column_begin + cfg.STEPS * cfg.GROUPS, width)
-    for b in range(b_first, tl.maximum(b_last, b_first) + 1):
+    for i in range(b_first, tl.maximum(b_last, b_first) + 1):
+        b = tl.cast(i, tl.int32)
         position = row_positions(SEQ_LENS, CU_SEQLENS_Q, B, b, rows, cfg)
         visible = tl.minimum((position + 1) // cfg.RATIO, max_keys).to(tl.int32)
         # Rows of no request are written with the first.
