@@ -38,7 +38,6 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
     num_rows, width = f.out.shape[0], f.width if f.page_table.shape[1] and f.k_cache.shape[0] else 0
     step = max(1, min(num_rows, MAX_SCORES // max(width * lines, 1)))
     scores, strides = TensorArg(WORKSPACE), (width * lines, width)
-    # What is left over if a cache has no pages: the open group.
     arguments = row_args(f) | {
         "VISIBLE": None, "OPEN_GROUP": None, "HAS_GROUP": f.open_group, "KEYS": f.block,
         "cfg": RowConfig(**row_config(f)),

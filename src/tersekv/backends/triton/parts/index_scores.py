@@ -199,9 +199,9 @@ def reduce_columns(best, any_number, any_nan, s, m_seen, cfg: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["T", "B", "first_row", "width"])
+@triton.jit(do_not_specialize=["B", "first_row", "end_row", "width"])
 def index_scores_kernel(
-    Q, WEIGHTS, K, SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, scale, T, B, first_row, end_row, width, max_keys,
+    Q, WEIGHTS, K, SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, scale, B, first_row, end_row, width, max_keys,
     stride_qt, stride_qh, stride_wt, stride_wh, stride_kp, stride_ks, stride_sp, stride_ss, stride_table, stride_ot,
     stride_oh,
     cfg: tl.constexpr,
@@ -372,7 +372,7 @@ def score_launch(f: SimpleNamespace, out: TensorArg, strides: tuple[int, int], r
     ) | tensor_args(BYTES if cfg.K_AS_BYTES else "", K="k_cache") | tensor_args(
         WEIGHTS="weights", SCALES="k_scale_cache", PAGE_TABLE="page_table",
     ) | row_args(f) | {
-        "OUT": out, "scale": f.scale, "T": f.q.shape[0], "first_row": rows.start, "end_row": rows.stop,
+        "OUT": out, "scale": f.scale, "first_row": rows.start, "end_row": rows.stop,
         "width": width, "max_keys": f.page_table.shape[1] * f.k_cache.shape[1],
         "stride_qt": f.q.stride[0], "stride_qh": f.q.stride[1], "stride_wt": weights[0], "stride_wh": weights[1],
         "stride_kp": f.k_cache.stride[0], "stride_ks": f.k_cache.stride[1], "stride_sp": scales[0],
