@@ -17,10 +17,13 @@ API = "<!-- api -->"
 GROUPS = {
     "Operations": ("append", "rope_append", "decode", "mla_append", "mla_decode", "mla_decode_branch", "mla_prefill",
                    "mla_prefill_plan", "MLAPrefillPlan", "mla_project", "merge_states"),
-    "Caches": ("PagedKVCache", "PagedKVLayer", "PagedLatentCache", "PagedLatentLayer"),
+    "Choosing keys": ("index_append", "index_query", "index_scores", "index_topk", "index_select"),
+    "Caches": ("PagedKVCache", "PagedKVLayer", "PagedLatentCache", "PagedLatentLayer", "PagedIndexCache",
+               "PagedIndexLayer"),
     "Pages": ("PagePool", "copy_pages", "transcode", "export_pages", "import_pages"),
     "Before the first request": ("warm_up",),
-    "Formats": ("KV_FORMATS", "LATENT_FORMATS", "kv_bytes_per_token", "latent_bytes_per_token"),
+    "Formats": ("KV_FORMATS", "LATENT_FORMATS", "INDEX_FORMATS", "kv_bytes_per_token", "latent_bytes_per_token",
+                "index_bytes_per_token"),
     "Errors": ("UnsupportedError", "KernelError", "OutOfPagesError"),
 }  # fmt: skip
 OTHERS = {

@@ -24,6 +24,11 @@ _HOMES = {
     "mla_project": "ops.mla",
     "MLAPrefillPlan": "ops.mla",
     "merge_states": "ops.merge",
+    "index_append": "ops.index",
+    "index_query": "ops.index",
+    "index_scores": "ops.index_select",
+    "index_topk": "ops.index_select",
+    "index_select": "ops.index_select",
     "channel_scale": "attributes",
     "transcode": "ops.transcode",
     "warm_up": "ops.warm_up",
@@ -31,15 +36,19 @@ _HOMES = {
     "PagedKVLayer": "layers",
     "PagedLatentCache": "cache",
     "PagedLatentLayer": "layers",
+    "PagedIndexCache": "index_cache",
+    "PagedIndexLayer": "index_layers",
     "PagePool": "pages",
     "copy_pages": "pages",
     "export_pages": "records",
     "import_pages": "records",
     "KV_FORMATS": "formats",
     "LATENT_FORMATS": "formats",
+    "INDEX_FORMATS": "formats",
     "kv_bytes_per_token": "formats",
     "kv_page_bytes": "formats",
     "latent_bytes_per_token": "formats",
+    "index_bytes_per_token": "formats",
     "KernelError": "errors",
     "UnsupportedError": "errors",
     "OutOfPagesError": "errors",
@@ -49,10 +58,22 @@ if TYPE_CHECKING:
     from .attributes import channel_scale
     from .cache import PagedKVCache, PagedLatentCache
     from .errors import KernelError, OutOfPagesError, UnsupportedError
-    from .formats import KV_FORMATS, LATENT_FORMATS, kv_bytes_per_token, kv_page_bytes, latent_bytes_per_token
+    from .formats import (
+        INDEX_FORMATS,
+        KV_FORMATS,
+        LATENT_FORMATS,
+        index_bytes_per_token,
+        kv_bytes_per_token,
+        kv_page_bytes,
+        latent_bytes_per_token,
+    )
+    from .index_cache import PagedIndexCache
+    from .index_layers import PagedIndexLayer
     from .layers import PagedKVLayer, PagedLatentLayer
     from .ops.append import append, rope_append
     from .ops.decode import decode
+    from .ops.index import index_append, index_query
+    from .ops.index_select import index_scores, index_select, index_topk
     from .ops.merge import merge_states
     from .ops.mla import MLAPrefillPlan, mla_append, mla_decode, mla_prefill, mla_prefill_plan, mla_project
     from .ops.mla_branch import mla_decode_branch
@@ -66,12 +87,15 @@ if TYPE_CHECKING:
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
+    "INDEX_FORMATS",
     "KV_FORMATS",
     "LATENT_FORMATS",
     "KernelError",
     "MLAPrefillPlan",
     "OutOfPagesError",
     "PagePool",
+    "PagedIndexCache",
+    "PagedIndexLayer",
     "PagedKVCache",
     "PagedKVLayer",
     "PagedLatentCache",
@@ -83,6 +107,12 @@ __all__ = [
     "decode",
     "export_pages",
     "import_pages",
+    "index_append",
+    "index_bytes_per_token",
+    "index_query",
+    "index_scores",
+    "index_select",
+    "index_topk",
     "kv_bytes_per_token",
     "kv_page_bytes",
     "latent_bytes_per_token",

@@ -24,6 +24,7 @@ from .formats import (
     latent_format,
     readable,
 )
+from .index_layers import PagedIndexLayer
 from .layers import (
     Formats,
     PagedKVLayer,
@@ -39,11 +40,11 @@ from .recipe import spelt
 from .scalars import as_bool, as_int, as_positive_int
 
 _SCALES = ("apart", "inline", "tail")
-_Layer = TypeVar("_Layer", PagedKVLayer, PagedLatentLayer)
+_Layer = TypeVar("_Layer", PagedKVLayer, PagedLatentLayer, PagedIndexLayer)
 
 
-class _PagedCache(Generic[_Layer]):
-    """Layers of one kind and one geometry: what both kinds of cache share."""
+class PagedLayers(Generic[_Layer]):
+    """Layers of one kind and one geometry: what every kind of cache shares."""
 
     _kind: type
 
@@ -111,7 +112,7 @@ class _PagedCache(Generic[_Layer]):
         return self.bytes_per_token * self.num_pages * self.page_size
 
 
-class PagedKVCache(_PagedCache[PagedKVLayer]):
+class PagedKVCache(PagedLayers[PagedKVLayer]):
     """The K/V cache of all layers of a model. `cache[i]` is layer i, a `PagedKVLayer`.
 
     >>> cache = tersekv.PagedKVCache.allocate(
@@ -271,7 +272,7 @@ class PagedKVCache(_PagedCache[PagedKVLayer]):
         return sum(kv_bytes_per_token(format, *sizes) for format in self.layer_formats)
 
 
-class PagedLatentCache(_PagedCache[PagedLatentLayer]):
+class PagedLatentCache(PagedLayers[PagedLatentLayer]):
     """The MLA latent cache of all layers of a model. `cache[i]` is layer i, a `PagedLatentLayer`.
 
     >>> cache = tersekv.PagedLatentCache.allocate(num_layers=2, num_pages=16, page_size=64, format="fp8_ds_mla")
@@ -349,7 +350,7 @@ class PagedLatentCache(_PagedCache[PagedLatentLayer]):
         return len(self) * latent_bytes_per_token(self.layers[0].format, self.kv_lora_rank, self.qk_rope_head_dim)
 
 
-def _restored(kind: type, buffers: list[Tensor], listed: list[list]) -> PagedKVCache | PagedLatentCache:
+def _restored(kind: type, buffers: list[Tensor], listed: list[list]) -> PagedLayers:
     """A cache, unpickled."""
     return kind.from_tensors(from_buffers(kind._kind, buffers, listed))  # type: ignore[attr-defined]
 
@@ -435,7 +436,9 @@ def _count(name: str, entries: Sequence) -> int:
         raise TypeError(f"{name}: want a sequence with an entry for each layer, got {kind}") from None
 
 
-def _geometry(layer: PagedKVLayer | PagedLatentLayer) -> tuple:
+def _geometry(layer: PagedKVLayer | PagedLatentLayer | PagedIndexLayer) -> tuple:
+    if isinstance(layer, PagedIndexLayer):
+        return layer.format, layer.rotation, layer.k.shape
     if isinstance(layer, PagedKVLayer):  # of any formats
         return layer.num_pages, layer.page_size, layer.num_kv_heads, layer.head_dim, layer.head_dim_v
     return layer.format, layer.ckv.shape, layer.kpe.shape

@@ -322,6 +322,106 @@ LAYER_COLUMNS = (
 )  # fmt: skip
 
 
+class IndexAppendCall(NamedTuple):
+    """New keys of an indexer: norm, then RoPE, then rotation, then the cast. The norm is computed in fp64, of an fp32
+    epsilon, and rounded once to fp32; RoPE and rotation as everywhere; `round16` rounds to k's dtype after each."""
+
+    k: Tensor  # [T, Di] bf16 | fp16 | fp32
+    k_cache: Tensor  # [P, S, Di] written
+    k_scale_cache: Tensor | None  # written; index_fp8: fp32 [P, S], of more than 128 columns [P, S, 2]
+    slot_mapping: Tensor  # [T]
+    norm_weight: Tensor | None  # [Di] of a LayerNorm
+    norm_bias: Tensor | None  # [Di]
+    cos_sin_cache: Tensor | None  # [max_pos, R] fp32
+    positions: Tensor | None  # [T]
+    format: str
+    epsilon: float
+    interleaved: bool
+    rope_last: bool  # the last R columns are rotated; else the first
+    hadamard: bool  # rows lie rotated in blocks of the largest power of two that divides Di, without signs
+    round16: bool
+
+
+class IndexQueryCall(NamedTuple):
+    """Queries of an indexer, made as keys are, but for the norm. index_fp8: one scale a head, which goes to the
+    weight."""
+
+    q: Tensor  # [T, Hi, Di] bf16 | fp16 | fp32
+    weights: Tensor | None  # [T, Hi]; None: ones
+    cos_sin_cache: Tensor | None
+    positions: Tensor | None
+    q_out: Tensor  # [T, Hi, Di] written, in the dtype of the cache's codes
+    weights_out: Tensor  # [T, Hi] fp32 written: (weights * weight_scale) * the query's scale
+    format: str
+    interleaved: bool
+    rope_last: bool
+    hadamard: bool
+    round16: bool
+    weight_scale: float
+
+
+class IndexScoresCall(NamedTuple):
+    """Scores of the keys that each row sees: scale · k_scale · Σ_h w_h · relu(q_h · k); −inf elsewhere.
+
+    Of more than 128 columns each block's products are multiplied by their own scale, and summed before the ReLU.
+    """
+
+    q: Tensor  # [T, Hi, Di] bf16 | fp16 | e4m3
+    weights: Tensor | None  # [T, Hi] fp32; None: ones
+    k_cache: Tensor  # [P, S, Di]
+    k_scale_cache: Tensor | None
+    page_table: Tensor  # [B, max_pages]
+    seq_lens: Tensor  # [B] tokens, new ones included
+    cu_seqlens_q: Tensor | None  # [B + 1]
+    out: Tensor  # [T, W] fp32 written; each: [T, Hi, W]
+    format: str
+    max_q_len: int
+    ratio: int  # tokens of a cached key: row t sees (pos_t + 1) // ratio keys
+    relu: bool
+    scale: float
+    each: bool  # a row of scores for each head, which are not summed
+    block: int  # keys of a column: the largest of their scores; a NaN only if all are
+
+
+class IndexTopkCall(NamedTuple):
+    """Columns of the largest scores, ascending, −1 behind them. NaN is less than every number; −inf is never taken."""
+
+    scores: Tensor  # [T, W] or [T, Hi, W] fp32
+    visible: Tensor  # [T] columns that each row sees
+    open_group: Tensor | None  # [T] bool: column visible[t] is appended
+    out: Tensor  # [T, k] or [T, Hi, k] int32 written; k + 1 columns with open_group
+    out_lens: Tensor | None  # [T] or [T, Hi] int32 written
+    k: int
+    keep_first: int  # so many visible columns are taken before all others; of both together the last win
+    keep_last: int
+
+
+class IndexSelectCall(NamedTuple):
+    """`IndexTopkCall` of the scores of an `IndexScoresCall`, which are never all in memory."""
+
+    q: Tensor
+    weights: Tensor | None
+    k_cache: Tensor
+    k_scale_cache: Tensor | None
+    page_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor | None
+    out: Tensor  # written
+    out_lens: Tensor  # written
+    format: str
+    max_q_len: int
+    ratio: int
+    relu: bool
+    scale: float
+    each: bool
+    block: int
+    k: int
+    keep_first: int
+    keep_last: int
+    open_group: bool  # of rows with (pos_t + 1) % ratio > 0
+    width: int  # columns that are looked at
+
+
 _CACHES = ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache")
 _LATENT = ("ckv", "kpe", "ckv_scale_cache")
 _Q_OUT = ("q_rope_out", "q_nope_out")
@@ -339,4 +439,9 @@ CALLS: dict[str, tuple[type, tuple[str, ...]]] = {
     "mla_decode_branch": (MLADecodeBranchCall, (*_LATENT, "out")),
     "merge_states": (MergeCall, ("out", "lse")),
     "transcode": (TranscodeCall, _CACHES),
+    "index_append": (IndexAppendCall, ("k_cache", "k_scale_cache")),
+    "index_query": (IndexQueryCall, ("q_out", "weights_out")),
+    "index_scores": (IndexScoresCall, ("out",)),
+    "index_topk": (IndexTopkCall, ("out", "out_lens")),
+    "index_select": (IndexSelectCall, ("out", "out_lens")),
 }

@@ -21,6 +21,7 @@ TENSOR = "tensor"  # one per tensor or one per head, given by the caller
 TOKEN_HEAD = "token_head"  # one fp32 per (token, head), stored beside the codes; int4's lowest bits are a zero point
 BLOCK = "block"  # one e4m3 per block of 16 values, times a per-tensor global scale
 GROUP = "group"  # one fp32 per group of 128 latent values, stored in the row
+INDEX = "index"  # one fp32 power of two per 128 columns of an index key, behind all codes of its page
 
 
 # What K/V caches may have beside (`attributes.py`), as a backend's file lists what it takes (`SUPPORTS`) and as a
@@ -51,7 +52,7 @@ class KVFormat:
         """Stored scales of a row of `dim` values."""
         if self.scale_dtype is None:
             return 0
-        return 1 if self.scale_block is None else dim // self.scale_block
+        return 1 if self.scale_block is None else -(-dim // self.scale_block)
 
     def code_bytes(self, dim: int) -> int:
         return self.elements(dim) * self.storage.itemsize
@@ -80,11 +81,14 @@ INT4_MAX = 15.0
 ZERO_POINT = 15  # the bits of an int4 row's stored scale that hold its zero point: x ≈ (code − zero point) × scale
 NVFP4_BLOCK = 16
 LATENT_GROUP = 128
+INDEX_BLOCK = 128  # columns of an index key that share a scale
 PAGE_STEP = 16  # bytes that the distance of pages with scales in their tail is a multiple of
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512  # that decode reads; 576: joined latent rows as keys
+MAX_INDEX_DIM = 256  # of an index key
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MIN_TOKEN_HEAD_SCALE = 1e-6  # floor of a per-token-head scale
 MIN_LATENT_GROUP_SCALE = 1e-4  # floor of a group scale of fp8_ds_mla before it is rounded up to a power of two
+MIN_INDEX_AMAX = 1e-4  # floor of an index key's amax before its scale is rounded up to a power of two
 MAX_LATENT_AMAX = 1200.0  # cap on a group's amax when MLA prefill quantises gathered latents
 
 _BF16_MAX, _FP16_MAX = torch.finfo(torch.bfloat16).max, torch.finfo(torch.float16).max
@@ -105,6 +109,9 @@ _KV = (BF16, FP16, FP8_E4M3, FP8_E5M2, FP8_PER_TOKEN_HEAD, INT8_PER_TOKEN_HEAD, 
 KV_FORMATS = {f.name: f for f in _KV}
 LATENT_FORMATS = {f.name: f for f in (BF16, FP16, FP8_E4M3, FP8_E5M2, FP8_DS_MLA)}
 ALL_FORMATS = KV_FORMATS | LATENT_FORMATS
+INDEX_FP8 = KVFormat("index_fp8", "e4m3", torch.float8_e4m3fn, E4M3_MAX, INDEX, torch.float32, INDEX_BLOCK)
+INDEX_FORMATS = {f.name: f for f in (INDEX_FP8, BF16, FP16, FP8_E4M3)}  # an indexer's fp8_e4m3 has no scale
+STORED_FORMATS = ALL_FORMATS | INDEX_FORMATS  # of every kind of cache
 
 
 def kv_format(name: str) -> KVFormat:
@@ -121,6 +128,11 @@ def pair_of(call: Any) -> tuple[KVFormat, KVFormat]:
 def latent_format(name: str) -> KVFormat:
     """The latent (MLA) format of that name. Raises ValueError that lists the names."""
     return _lookup(name, LATENT_FORMATS, "latent caches")
+
+
+def index_format(name: str) -> KVFormat:
+    """The format of that name of an indexer's keys. Raises ValueError that lists the names."""
+    return _lookup(name, INDEX_FORMATS, "index caches")
 
 
 def _lookup(name: str, table: dict[str, KVFormat], what: str) -> KVFormat:
@@ -228,6 +240,25 @@ def latent_bytes_per_token(format: str, kv_lora_rank: int = 512, qk_rope_head_di
     """
     f, rotary = latent_format(format), as_positive_int("qk_rope_head_dim", qk_rope_head_dim)
     return f.row_bytes(held(f, "kv_lora_rank", kv_lora_rank)) + rotary * rope_dtype(f).itemsize
+
+
+def index_bytes_per_token(format: str, head_dim: int = 128) -> int:
+    """Bytes that one token takes in one layer of an index cache, its scales included.
+
+        >>> tersekv.index_bytes_per_token("index_fp8"), tersekv.index_bytes_per_token("bf16")
+        (132, 256)
+
+    Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
+    """
+    return index_format(format).row_bytes(held_index(head_dim))
+
+
+def held_index(dim: int) -> int:
+    """dim, which has to be the size of an index key."""
+    dim = as_int("head_dim", dim)
+    if not 0 < dim <= MAX_INDEX_DIM or dim % 8:
+        raise ValueError(f"head_dim: want a positive multiple of 8 for index keys, at most {MAX_INDEX_DIM}, got {dim}")
+    return dim
 
 
 def rope_dtype(f: KVFormat) -> torch.dtype:

@@ -320,7 +320,7 @@ def make_attributes(
     return drawn[0], drawn[1], k_channel_scale, v_channel_scale
 
 
-def field_values(layer: PagedKVLayer | PagedLatentLayer) -> list:
+def field_values(layer: Any) -> list:
     return [getattr(layer, f.name) for f in fields(layer)]
 
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cache import PagedKVCache, PagedLatentCache
+from .cache import PagedLayers
 from .errors import OutOfPagesError
+from .index_layers import PagedIndexLayer
 from .layers import PagedKVLayer
 from .scalars import as_int, as_non_negative_int, as_positive_int
 from .tracing import tracing
@@ -263,7 +264,7 @@ class PagePool:
 
 
 @torch.no_grad()
-def copy_pages(cache: PagedKVCache | PagedLatentCache, copies: Sequence[tuple[int, int]]) -> None:
+def copy_pages(cache: PagedLayers, copies: Sequence[tuple[int, int]]) -> None:
     """Copy whole pages, scales included, in every layer of a cache: (src, dst) pairs, as if one after the other.
 
         >>> pool.fork("a", "c")
@@ -272,8 +273,9 @@ def copy_pages(cache: PagedKVCache | PagedLatentCache, copies: Sequence[tuple[in
 
     Raises ValueError for a page outside the cache, and TypeError for what is no cache or no list of pairs.
     """
-    if not isinstance(cache, (PagedKVCache, PagedLatentCache)):
-        raise TypeError(f"cache: want PagedKVCache or PagedLatentCache, got {type(cache).__name__}")
+    if not isinstance(cache, PagedLayers):
+        want = "PagedKVCache, PagedLatentCache or PagedIndexCache"
+        raise TypeError(f"cache: want {want}, got {type(cache).__name__}")
     if not isinstance(copies, Sequence):
         raise TypeError(f"copies: want a list of (src, dst), got {type(copies).__name__}")
     first: dict[int, int] = {}  # page → the page whose present rows it will hold
@@ -293,12 +295,14 @@ def copy_pages(cache: PagedKVCache | PagedLatentCache, copies: Sequence[tuple[in
             t[dst_pages] = x
 
 
-def _by_memory(cache: PagedKVCache | PagedLatentCache) -> list[list[Tensor]]:
+def _by_memory(cache: PagedLayers) -> list[list[Tensor]]:
     """The tensors of all layers, those together that may share memory: K and V, or two layers, may be one tensor."""
     tensors = []
     for layer in cache.layers:
         if isinstance(layer, PagedKVLayer):
             of_layer = [layer.k, layer.v, layer.k_scale_cache, layer.v_scale_cache]
+        elif isinstance(layer, PagedIndexLayer):
+            of_layer = [layer.k, layer.scale]
         else:
             of_layer = [layer.ckv, layer.kpe, layer.ckv_scale_cache]
         # As bytes: some devices index no fp8.

@@ -327,7 +327,7 @@ def test_a_copy_outside_the_cache_is_refused_and_copies_nothing(pair):
 
 
 @pytest.mark.parametrize(("what", "copies", "message"), [
-    (lambda c: c[0], [(0, 1)], "cache: want PagedKVCache or PagedLatentCache, got PagedLatentLayer"),
+    (lambda c: c[0], [(0, 1)], "cache: want PagedKVCache, PagedLatentCache or PagedIndexCache, got PagedLatentLayer"),
     (lambda c: c, torch.tensor([[0, 1]]), "copies: want a list of (src, dst), got Tensor"),
     (lambda c: c, None, "copies: want a list of (src, dst), got NoneType"),
     (lambda c: c, [0, 1], "copies: want (src, dst) pairs, got 0"),

@@ -14,7 +14,7 @@ import torch
 import torch.multiprocessing as mp
 
 import tersekv
-from tersekv import KV_FORMATS, LATENT_FORMATS, PagedKVCache, PagedLatentCache
+from tersekv import INDEX_FORMATS, KV_FORMATS, LATENT_FORMATS, PagedIndexCache, PagedKVCache, PagedLatentCache
 from tersekv.compat.max import PagedKVCacheCollection
 from tersekv.testing.memory import as_bytes, storage_bytes
 
@@ -75,6 +75,13 @@ CACHES |= {
     for name in LATENT_FORMATS
     for split in (False, True)
     if name != "fp8_ds_mla" or not split
+}
+CACHES |= {
+    f"index {name} {rotation}": lambda name=name, rotation=rotation: filled(
+        PagedIndexCache.allocate(2, 3, 4, format=name, rotation=rotation)
+    )
+    for name in INDEX_FORMATS
+    for rotation in (None, "hadamard")
 }
 CACHES["scale tensors"] = lambda: kv(
     "fp8_e4m3", "NHD", False, "apart", k_scale=torch.linspace(1, 2, 3), v_scale=torch.full((1,), 3.0)
@@ -196,8 +203,9 @@ OTHERS = {
     "KernelError": lambda: tersekv.KernelError("append on sm_90"),
     "KV_FORMATS": lambda: tersekv.KV_FORMATS,
     "LATENT_FORMATS": lambda: tersekv.LATENT_FORMATS,
+    "INDEX_FORMATS": lambda: tersekv.INDEX_FORMATS,
 }
-HERE = {"PagedKVCache", "PagedKVLayer", "PagedLatentCache", "PagedLatentLayer"}
+HERE = {f"Paged{kind}{what}" for kind in ("KV", "Latent", "Index") for what in ("Cache", "Layer")}
 
 
 def state(x):

@@ -107,7 +107,8 @@ def good(op: str) -> dict:
     }[op]()  # fmt: skip
 
 
-# All but transcode, whose lists may be longer than they have to be: tests/transfer/test_transcode.py.
+# All but transcode (its lists may be longer than they have to be: tests/transfer/test_transcode.py), and but an
+# indexer's (tests/index).
 VERBS = {
     "append": append, "rope_append": rope_append, "mla_append": mla_append, "decode": decode, "prefill": prefill,
     "mla_decode": mla_decode, "mla_prefill": mla_prefill, "mla_project": mla_project,

@@ -31,6 +31,11 @@ CHECKED = [
     ("merge_states", "bf16", "2 parts"),
     ("transcode", "int8_per_token_head", "third format hnd"),
     ("transcode", "bf16", "other signs and channels"),
+    ("index_append", "bf16", "rotated fp16 round16"),
+    ("index_query", "bf16", "plain"),
+    ("index_scores", "bf16", "ragged strided"),
+    ("index_topk", "fp32", "open groups of heads"),
+    ("index_select", "bf16", "open groups kept"),
 ]
 
 

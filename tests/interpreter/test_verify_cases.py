@@ -27,7 +27,13 @@ TAILS = [c for c in cases(("append", "decode"), ("int8_per_token_head", "nvfp4")
 PREFILLS = [c for c in cases(("mla_prefill",), ("bf16", "fp8_ds_mla")) if c.name == "one token"]
 
 
-@pytest.mark.parametrize("case", [*APPENDS, *CODES, *INT4, *DECODES, *TAILS, *PREFILLS], ids=lambda c: c.id)
+INDEX_OPS = ("index_append", "index_query", "index_scores", "index_topk", "index_select")
+INDEX_NAMES = ("ratio 4 ragged whole", "blocks of 3", "nan inf and -0", "more kept than k", "open groups of heads",
+               "open groups kept", "D 40 H 130 width 50", "D 256 rotated", "rotated fp16 round16")  # fmt: skip
+INDEXERS = [c for c in cases(INDEX_OPS) if c.quick or (c.format in ("index_fp8", "fp32") and c.name in INDEX_NAMES)]
+
+
+@pytest.mark.parametrize("case", [*APPENDS, *CODES, *INT4, *DECODES, *TAILS, *PREFILLS, *INDEXERS], ids=lambda c: c.id)
 def test_case(case):
     result = verify.run(case, "cpu", "triton")
     assert result.status == verify.PASSED, result.message

@@ -94,6 +94,7 @@ def names_for(module: str, name: str) -> dict[str, Any]:
         "cu_seqlens_q": torch.tensor([0, 60, 100]), "cos_sin_cache": cos_sin(128, 64),
     }  # fmt: skip
     if module == "tersekv":
+        names |= index_names(names["slot_mapping"])
         return names | kv_names(names["slot_mapping"]) | latent_names() | weights(fp8=False)
     names |= {key: getattr(home, key) for key in home.__all__}
     if module == "tersekv.compat.flashinfer":
@@ -121,6 +122,12 @@ def latent_names() -> dict[str, Any]:
     cache = tersekv.PagedLatentCache.allocate(1, 16, 16, format="bf16")
     kv_c, k_pe = torch.randn(100, L, dtype=BF16), torch.randn(100, R, dtype=BF16)
     return {"kv_c": kv_c, "k_pe": k_pe, "latent_cache": cache}
+
+
+def index_names(slots: torch.Tensor) -> dict[str, Any]:
+    cache, k = tersekv.PagedIndexCache.allocate(1, 16, 16), torch.randn(100, 128)
+    tersekv.index_append(k, cache[0], slots)
+    return {"index_k": k, "index_cache": cache}
 
 
 def weights(fp8: bool) -> dict[str, Any]:

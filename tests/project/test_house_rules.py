@@ -28,7 +28,8 @@ GPU_ROOMS = {"backends.triton": {"backends.host"}, "backends.gluon": {"backends.
 # loads backends lazily, by name.
 BASE = {"scalars", "formats", "errors", "env"}
 DISPATCH = {"dispatch", "dispatch.checks", "dispatch.plan", "dispatch.launch_cache"}
-CORE = BASE | DISPATCH | {"attributes", "calls", "cache", "layers", "recipe", "saved", "tracing"}
+LAYERS = {"attributes", "layers", "index_layers"}
+CORE = BASE | DISPATCH | LAYERS | {"calls", "cache", "index_cache", "recipe", "saved", "tracing"}
 VERBS = CORE | {"ops", "pages", "records"}
 MAY_IMPORT = {
     "scalars": set(),
@@ -37,10 +38,12 @@ MAY_IMPORT = {
     "env": set(),
     "calls": set(),
     "layers": {"attributes", "scalars", "formats"},
+    "index_layers": {"attributes", "formats", "layers"},
+    "index_cache": {"scalars", "formats", "index_layers", "cache"},
     "recipe": {"attributes", "formats"},
     "saved": {"attributes", "scalars", "formats", "layers", "shapes"},
-    "cache": {"attributes", "scalars", "formats", "layers", "recipe", "saved"},
-    "pages": {"scalars", "errors", "cache", "layers", "tracing"},
+    "cache": LAYERS | {"scalars", "formats", "recipe", "saved"},
+    "pages": LAYERS | {"scalars", "errors", "cache", "tracing"},
     "records": {"scalars", "cache", "saved"},
     "shapes": {"calls"},
     "tracing": set(),
@@ -49,11 +52,12 @@ MAY_IMPORT = {
     "dispatch.checks": {"attributes", "scalars", "formats", "calls", "shapes", "dispatch.transcode_checks"},
     "dispatch.transcode_checks": {"attributes", "scalars", "formats", "calls", "shapes"},
     "dispatch.value_checks": {"calls", "dispatch.transcode_checks"},
+    "dispatch.index_checks": {"formats", "shapes", "dispatch.checks"},
     "dispatch.signature": {"calls"},
     "dispatch.aliasing": {"calls", "dispatch.signature", "shapes"},
     "dispatch.kernel_errors": {"errors", "dispatch.signature"},
     "dispatch.plan": {"attributes", "errors", "env", "calls"}
-    | {f"dispatch.{n}" for n in ("checks", "value_checks", "kernel_errors", "signature", "aliasing")},
+    | {f"dispatch.{n}" for n in ("checks", "index_checks", "value_checks", "kernel_errors", "signature", "aliasing")},
     "dispatch.launch_cache": {"env", "calls", "tracing"}
     | {f"dispatch.{n}" for n in ("kernel_errors", "signature", "plan")},
     "ops": CORE,

@@ -23,7 +23,7 @@ from tersekv.testing.shrink import shrunk
 from tersekv.testing.workers import Workers
 
 SEED = 20
-MANY = [draw(SEED, i) for i in range(6000)]
+MANY = [draw(SEED, i) for i in range(9000)]
 
 
 @pytest.mark.parametrize("part", range(10))
@@ -47,7 +47,7 @@ def test_every_operation_and_format_is_drawn():
 def test_every_parameter_is_drawn_with_all_its_values():
     seen = {f.name: {getattr(c, f.name) for c in MANY} for f in fields(Case)}
     assert seen["index"] == {"int32", "int64", "uint32", "mixed"}
-    assert seen["gaps"] == {"", "slots", "heads", "columns"}
+    assert seen["gaps"] == {"", "slots", "heads", "columns", "pages"}
     assert seen["scales"] == {"apart", "inline", "tail"}
     assert seen["rotation"] == seen["channels"] == {"", "k", "v", "kv"}
     assert seen["v_format"] == {"", *KV_FORMATS}
@@ -85,6 +85,17 @@ NEW_LATENTS = {
 ROTATED = {"slot_mapping": PLACES, "cache": KV, "interleaved": "interleaved", "q_dtype": "out_dtype"}
 ROTATED |= {"q_scale": "scale", "positions": "index lens skip", "backend": BACKEND}
 EMPTY_PLAN = "Not drawn: with plans that hold no rows alone, as tests/mla/test_mla_prefill.py has them."
+INDEX_CACHE = "format dim page gaps rotation"
+INDEX_ROPE = {
+    "cos_sin_cache": "rotate rotary", "positions": "index lens skip", "interleaved": "interleaved",
+    "rope": "rope_last", "round16": "round16", "backend": BACKEND,
+}  # fmt: skip
+SCORED = {
+    "q": "lens q_lens heads dtype strided", "weights": "weighted", "cache": "format dim page gaps spread whole",
+    **REQUESTS, "ratio": "ratio", "relu": "relu", "scale": "scale", "heads": "each", "reduce_blocks": "block",
+    "width": "width", "backend": BACKEND,
+}  # fmt: skip
+TAKEN = {"k": "top", "keep_first": "keep_first", "keep_last": "keep_last", "out": "strided"}
 DRAWN = {
     "append": {
         "k": "lens q_lens dtype strided head_major special widen", "v": "dim_v", "cache": KV, "slot_mapping": PLACES,
@@ -124,6 +135,20 @@ DRAWN = {
         "src_pages": "src_page index slack", "dst": KV, "dst_pages": "page index slack", "num_tokens": "lens ragged",
         "backend": BACKEND,
     },
+    "index_append": {
+        "k": "lens q_lens dtype strided special", "cache": INDEX_CACHE, "slot_mapping": "skip index",
+        "norm": "norm epsilon", **INDEX_ROPE,
+    },
+    "index_query": {
+        "q": "lens q_lens heads dtype strided head_major", "weights": "weighted", "cache": "format dim rotation",
+        **INDEX_ROPE, "weight_scale": "heads dim",
+    },
+    "index_scores": {**SCORED, "out": "strided"},
+    "index_topk": {
+        "scores": "lens width whole special strided each", "visible": "lens index", **TAKEN, "open_group": "open_group",
+        "out_lens": "lse", "backend": BACKEND,
+    },
+    "index_select": {**SCORED, **TAKEN, "open_group": "open_group", "out_lens": "each"},
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tersekv.formats import KV_FORMATS, LATENT_FORMATS
+from tersekv.formats import INDEX_FORMATS, KV_FORMATS, LATENT_FORMATS
 from tersekv.testing import make as making
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
@@ -39,9 +39,10 @@ _KINDS = {
     "scales": "k_scale_cache v_scale_cache src_k_scale_cache src_v_scale_cache ckv_scale_cache "
     "kv_b_proj_scale w_uk_scale w_uv_scale",
     "indices": "page_table seq_lens cu_seqlens_q slot_mapping batch_indices kv_positions kv_indptr kv_indices "
-    "positions cache_lens buffer_row_offsets cache_offsets",
-    "weights": "cos_sin_cache freqs_cis kv_norm_weight kv_b_proj w_uk w_uv weight sinks mask",
-    "outputs": "out lse q_rope_out q_nope_out",
+    "positions cache_lens buffer_row_offsets cache_offsets visible",
+    "weights": "cos_sin_cache freqs_cis kv_norm_weight kv_b_proj w_uk w_uv weight sinks mask norm_weight norm_bias "
+    "weights open_group",
+    "outputs": "out lse q_rope_out q_nope_out q_out weights_out out_lens",
 }
 _KIND = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 
@@ -110,6 +111,19 @@ _NEW: Axes = {
     "raw_in_cache": _BOTH,
     "i_cache_lens": _INDEX,
 }
+_INDEX_ROWS: Axes = {
+    **_COMMON, "format": tuple(INDEX_FORMATS), "dim": (128, 64, 40, 256), "rotate": (True, False),
+    "rotary": (64, 0, 24), "rope_last": _BOTH, "interleaved": _BOTH, "rotation": ("", "k"), "round16": _BOTH,
+    "drafts": (5, 1, 700), "i_positions": _INDEX,
+}  # fmt: skip
+_SCORED: Axes = {
+    **_COMMON, "format": tuple(INDEX_FORMATS), "dtype": ("float8_e4m3fn", "bfloat16", "float16"),
+    "heads": (64, 1, 5, 16, 130), "dim": (128, 64, 40, 256), "page": (64, 1, 3, 16, 128), "requests": (3, 1, 150),
+    "drafts": (1, 2, 8), "ragged": _BOTH, "each": _BOTH, "relu": (True, False), "weighted": (True, False),
+    "ratio": (1, 4), "block": (1, 3, 128, 200), "gaps": ("", "pages", "columns"), "scale": ("one", "float"),
+    "table": ("", "wide", "gaps"), "i_page_table": _INDEX, "i_seq_lens": _INDEX, "i_cu_seqlens_q": _INDEX,
+}  # fmt: skip
+_TAKEN: Axes = {"top": (8, 1, 2048), "keep_first": (0, 3), "keep_last": (0, 4), "open_group": _BOTH}
 AXES: dict[str, Axes] = {
     "append": {**_KV, **_WRITE},
     "rope_append": {**_KV, **_WRITE, **_ROTATE, "group": (4, 1, 5), "rotary": (0, 16, 32, 24)},
@@ -146,6 +160,17 @@ AXES: dict[str, Axes] = {
         "dtype": _DTYPES, "parts": (2, 1, 5, 70), "requests": (7, 1, 300), "group": (4, 1, 16),
         "dim": (128, 32, 72, 512), "strided": _BOTH, "lse": (True, False), "shift": ("", "rows", "outputs"),
     },
+    "index_append": {
+        **_INDEX_ROWS, "norm": _BOTH, "page": (64, 1, 3, 16), "gaps": ("", "pages", "columns"),
+        "i_slot_mapping": _INDEX,
+    },
+    "index_query": {**_INDEX_ROWS, "heads": (64, 1, 3, 16), "weighted": (True, False), "head_major": _BOTH},
+    "index_scores": {**_SCORED, "width": (0, 50)},
+    "index_topk": {
+        **_TAKEN, "requests": (7, 1, 300), "heads": (3,), "each": _BOTH, "width": (0, 60, 20000), "lse": (True, False),
+        "strided": _BOTH, "shift": ("", "rows", "outputs", "weights", "indices"), "i_visible": _INDEX,
+    },
+    "index_select": {**_SCORED, **_TAKEN},
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import TextIO
 import torch
 
 from ..dispatch.plan import BACKENDS
-from ..formats import ALL_FORMATS
+from ..formats import STORED_FORMATS
 from ..scalars import counted
 from ..testing.bench import engine, peers, random_cells
 from ..testing.bench.apart import Apart
@@ -41,7 +41,7 @@ _PRECISIONS = ("exact", "fast")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    formats = (*ALL_FORMATS, *PAIRS)
+    formats = (*STORED_FORMATS, *PAIRS)
     add_device(parser)
     parser.add_argument("--ops", type=names(OPS), default=OPS, help=f"comma-separated, of {', '.join(OPS)}")
     parser.add_argument("--formats", type=names(formats), help=f"comma-separated, of {', '.join(formats)}")
@@ -184,7 +184,7 @@ def idle_option(args: argparse.Namespace) -> str | None:
         if not idle and not takes_pairs and set(args.formats or ()) & set(PAIRS):
             return f"{mode}: want formats of both, got {', '.join(args.formats)}"
         return f"{mode}: want {', '.join(takes)} and --report beside it, got {', '.join(idle)}" if idle else None
-    decodes = {"decode", "mla_decode", "mla_decode_branch"}
+    decodes = {"decode", "mla_decode", "mla_decode_branch", "index"}
     having = {"x": decodes, "of": {"prefill"}, "": {*OPS} - decodes - {"host"}}
     for cell in args.cells:
         if not having[parsed(cell)[0]].intersection(args.ops):

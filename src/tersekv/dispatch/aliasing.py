@@ -28,7 +28,7 @@ _IN_PLACE: dict[str, tuple[tuple[str, str], ...]] = {
 # New rows may lie in the cache that they are appended to: only the device knows their slots.
 _CACHES = ("k_cache", "v_cache", "ckv", "kpe")
 _NEW_ROWS = ("k", "v", "k_rope", "k_nope", "kv_c", "k_pe")
-_APPENDS = ("append", "rope_append", "mla_append")
+_APPENDS = ("append", "rope_append", "mla_append", "index_append")
 
 
 def check_aliasing(op: str, call: Any) -> None:

@@ -82,7 +82,7 @@ def dtype(name: str, d: Any, allowed: Iterable[torch.dtype], own: torch.dtype | 
 
 def facts(f: SimpleNamespace) -> None:
     """Raise ValueError unless the facts fit together."""
-    _CHECKS[f.op](f)
+    CHECKS[f.op](f)
     record, written = CALLS[f.op]
     for name in record._fields:  # type: ignore[attr-defined]
         negated = getattr(getattr(f, name), "negated", False)
@@ -320,7 +320,7 @@ def _merge_states(f: SimpleNamespace) -> None:
     s.see("lse", "T H", F32, last_dim_dense=False)
 
 
-_CHECKS = {
+CHECKS = {
     "append": _append,
     "rope_append": _rope_append,
     "mla_append": _mla_append,

@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensor
 from .. import attributes, env
 from ..calls import CALLS
 from ..errors import UnsupportedError
-from . import aliasing, checks, kernel_errors, value_checks
+from . import aliasing, checks, index_checks, kernel_errors, value_checks
 from .signature import FIELD_GETTERS, TensorSignature, tensor_key
 
 # In the order of trial. On a GPU the oracle is never chosen silently, only by name.
@@ -65,6 +65,7 @@ _recent: dict[tuple, _Entry] = {}  # by the options alone: the next call mostly 
 _log = logging.getLogger("tersekv")
 _PACKAGE = (__package__ or "").rpartition(".")[0]
 _warned: set[str] = set()  # warnings issued
+checks.CHECKS.update(index_checks.CHECKS)
 
 
 def dispatch(op: str, call: tuple, backend: str | None = None, *, arch: int | None = None) -> Plan:
@@ -217,7 +218,7 @@ def _no_op(call: Any, config: Any) -> None:
 
 
 def _describe(f: SimpleNamespace) -> str:
-    names = ("q", "k", "k_rope", "q_nope", "kv_c", "outs")
+    names = ("q", "k", "k_rope", "q_nope", "kv_c", "outs", "scores")
     parts = [f"{n}={list(getattr(f, n).shape)}" for n in names if getattr(f, n, None) is not None]
     return " ".join([*parts, getattr(f, "format", "")]).strip()
 

@@ -21,6 +21,8 @@ def check_values(call: Any) -> None:
     """Raise ValueError for an index that points outside its tensor. Synchronises with the device."""
     if isinstance(call, TranscodeCall):
         transcode_checks.check_values(call)
+    if getattr(call, "positions", None) is not None:
+        _check_range("positions", call.positions, 0, call.cos_sin_cache.shape[0])
     cache = getattr(call, "k_cache", None)
     if cache is None:
         cache = getattr(call, "ckv", None)
@@ -29,8 +31,6 @@ def check_values(call: Any) -> None:
     pages, size = cache.shape[:2]
     if getattr(call, "slot_mapping", None) is not None:
         _check_range("slot_mapping", call.slot_mapping, None, pages * size)
-    if getattr(call, "positions", None) is not None:
-        _check_range("positions", call.positions, 0, call.cos_sin_cache.shape[0])
     if getattr(call, "kv_indices", None) is not None:
         _check_kv_indices(call, pages, size)
     _check_attributes(call)
@@ -56,7 +56,8 @@ def _check_requests(call: Any, pages: int, size: int) -> None:
     if hasattr(call, "seq_lens"):
         lens, name, what = call.seq_lens.to(torch.int64), "seq_lens", "(max_pages * S)"
         _check_non_negative(name, lens)
-        if getattr(call, "k", None) is not None:  # a prefill's new rows are not read from pages
+        lens = lens // getattr(call, "ratio", 1)  # keys of an indexer
+        if isinstance(getattr(call, "k", None), Tensor):  # a prefill's new rows are not read from pages
             lens, what = (lens - new).clamp(min=0), "before the new tokens (max_pages * S)"
     else:
         cached = call.cache_lens.to(torch.int64)

@@ -96,6 +96,22 @@ class Case:
     src_scale: str = "one"
     alike: bool = False  # both have the same scale of the tensor, signs and channel scales, where both have some
 
+    # an indexer: `heads` queries of `dim` columns, `rotary`, `rotation` and `interleaved` as above
+    norm: bool = False
+    rope_last: bool = False
+    round16: bool = False
+    weighted: bool = True
+    ratio: int = 1
+    relu: bool = True
+    each: bool = False
+    block: int = 1
+    width: int = 0  # columns of the scores; 0: those of the page table
+    top: int = 8
+    keep_first: int = 0
+    keep_last: int = 0
+    open_group: bool = False
+    whole: bool = False  # small whole numbers: every sum is exact, and many are equal
+
     @property
     def id(self) -> str:
         return f"{self.op}/{self.format}/{self.name}"

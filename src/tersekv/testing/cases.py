@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..formats import KV_FORMATS, LATENT_FORMATS, KVFormat, kv_format, latent_format
+from . import index_cases
 from .case import Case, Lens, next_format, up_to_step
 from .transcode_cases import transcode
 
@@ -341,6 +342,7 @@ _VARIANTS = {
     "mla_decode_branch": (tuple(LATENT_FORMATS), _mla_decode_branch),
     "merge_states": (tuple(_MERGE_DTYPES), _merge_of),
     "transcode": ((*KV_FORMATS, "fp8_ds_mla"), transcode),
+    **index_cases.VARIANTS,
 }
 OPS = tuple(_VARIANTS)
 __all__ = ["OPS", "Case", "Lens", "cases", "formats_of"]

@@ -17,6 +17,7 @@ from .reference import Expected, latent_rows
 
 EXACT = 3e-3  # relative norm of a 16- or 32-bit output, against fp64
 FAST = 3e-2  # with precision="fast"
+SCORES = 1e-3  # relative norm of an indexer's scores
 LSE_ROUNDING = 6  # times an LSE's own rounding that are accepted beside LSE
 REQUANTISED = 2e-2  # of what was quantised on the way: a code may differ by one where what it is made of is rounded
 STORED = 1e-2  # rows that an MLA prefill norms and stores: a code may differ by one where sums differ in order
@@ -50,6 +51,8 @@ def compare(op: str, got: Any, want: Any, expected: Expected) -> Report:
         tensor = getattr(got, name)
         if name == "lse":
             reports.append(_lse(decode(tensor), values, expected.lse_rounding))
+        elif expected.bounds is not None:
+            reports.append(_bounded(name, decode(tensor), values, expected.bounds[name]))
         else:
             limit = REQUANTISED if expected.requantised else limit_of(name, precision)
             reports.append(_values(name, decode(tensor), values, limit, tensor.dtype))
@@ -140,6 +143,22 @@ def _lse(got: Tensor, want: Tensor, rounding: Tensor | None) -> Report:
     i = _first(wrong) if wrong.any() else _largest_of(over)
     accepted = float(limit if rounding is None else limit[i])  # type: ignore[index]
     return Report(0.0, f"lse: want {float(want[i]):.6g} (± {accepted:.2g}), got {float(got[i]):.6g} at {list(i)}")
+
+
+def _bounded(name: str, got: Tensor, want: Tensor, bounds: Tensor) -> Report:
+    """Scores: −inf exactly where nothing is seen, each number within its bound, and all within SCORES."""
+    wrong = (got == -torch.inf) != (want == -torch.inf)
+    wrong |= got.isnan() != want.isnan()
+    off = torch.where(want.isfinite(), (got - want).abs(), 0.0).nan_to_num(nan=0.0, posinf=0.0)
+    wrong |= off > bounds + torch.finfo(torch.float32).eps * want.abs().nan_to_num(posinf=0.0)
+    if wrong.any():
+        i = _first(wrong)
+        told = f"{float(want[i]):.6g} (± {float(bounds[i]):.2g}), got {float(got[i]):.6g} at {list(i)}"
+        return Report(torch.inf, f"{name}: want {told}", SCORES)
+    number = want.isfinite()
+    error = relative(torch.where(number, got, 0.0), torch.where(number, want, 0.0))
+    message = f"{name}: want relative error <= {SCORES:g}, got {error:.2e}" if error > SCORES else None
+    return Report(error, message, SCORES)
 
 
 def _bytes(name: str, got: Tensor, want: Tensor) -> Report:

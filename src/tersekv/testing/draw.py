@@ -32,7 +32,8 @@ _INDEX = ("int32", "int64", "uint32", "mixed")
 _SCALES = ("one", "float", "tensor", "head")
 # Attentions over K/V caches are what most calls are; the rest have fewer parameters.
 _WEIGHTS = {"decode": 5, "prefill": 2, "append": 3, "rope_append": 3, "mla_append": 2, "mla_decode": 3,
-            "mla_prefill": 2, "mla_project": 1, "mla_decode_branch": 2, "merge_states": 1, "transcode": 2}  # fmt: skip
+            "mla_prefill": 2, "mla_project": 1, "mla_decode_branch": 2, "merge_states": 1, "transcode": 2,
+            "index_append": 1, "index_query": 1, "index_scores": 1, "index_topk": 1, "index_select": 1}  # fmt: skip
 _MOST_TOKENS = 160_000
 _MOST_VALUES = 1 << 24  # that a cache or new rows hold
 _MOST_WRITTEN = 1 << 20  # values of an output, where it is the caller who chose many query rows
@@ -369,6 +370,82 @@ def _transcode(dice: Dice, case: Case) -> Case:
     )  # fmt: skip
 
 
+def _index(dice: Dice, case: Case) -> Case:
+    """Of an indexer's caches."""
+    dim = dice.some((128, 128, 128, 64, 256, 8 * dice.randint(1, 32)))
+    gaps = _gaps(dice, ("slots", "pages", "columns"))
+    return replace(case, dim=dim, page=_page(dice), gaps=gaps, index=dice.some(_INDEX), strided=dice.maybe(0.2))
+
+
+def _index_rows(dice: Dice, case: Case, values: int) -> Case:
+    """Of rows that are rotated and cast: which are new, RoPE, rotation."""
+    case = _written(dice, case, values)
+    return replace(
+        case, place="slots", reciprocal=False, rotate=dice.maybe(0.8), rope_last=dice.maybe(0.4),
+        rotary=min(64, case.dim) if dice.maybe(0.5) else 2 * dice.randint(1, case.dim // 2),
+        interleaved=dice.maybe(0.5), rotation=dice.some(("", "k")), round16=dice.maybe(0.4),
+    )  # fmt: skip
+
+
+def _index_append(dice: Dice, case: Case) -> Case:
+    case = _index(dice, case)
+    case = _index_rows(dice, case, case.dim)
+    norm = dice.maybe(0.5)
+    plain = not norm and not case.rotate and case.format in ("index_fp8", "fp8_e4m3") and not case.rotation
+    special = plain and sum(case.q_lens or ()) > 4 and dice.maybe(0.5)
+    return replace(case, norm=norm, epsilon=_epsilon(dice), special=special)
+
+
+def _index_query(dice: Dice, case: Case) -> Case:
+    case = replace(_index(dice, case), heads=_index_heads(dice), gaps="")
+    return replace(_index_rows(dice, case, case.heads * case.dim), weighted=dice.maybe(0.8))
+
+
+def _index_heads(dice: Dice) -> int:
+    return dice.some((16, 32, 64, 64, 4, 1, dice.randint(1, 140)))
+
+
+def _index_scored(dice: Dice, case: Case) -> Case:
+    """Requests of short contexts: the references go key by key."""
+    case = replace(_index(dice, case), heads=_index_heads(dice))
+    lens = _lens(dice, 1000)
+    how = dice.some(("one", "drafts", "ragged"), (4, 2, 2))
+    most = max(min(_MOST_SCORES // (64 * case.heads * max(max(lens), 1) * len(lens)), 8), 1)
+    rows = 1 if how == "one" else dice.randint(1, most)
+    q_lens = (rows,) * len(lens) if how != "ragged" else tuple(dice.randint(0, rows) for _ in lens)
+    half = {"bf16": "bfloat16", "fp16": "float16"}.get(case.format)
+    dtypes = (half, "float8_e4m3fn") if half else ("float8_e4m3fn", "float8_e4m3fn", *_HALF)
+    ratio, block = dice.some((1, 1, 1, 4, dice.randint(2, 9))), dice.some((1, 1, 1, 4, 64, 128, dice.randint(2, 200)))
+    return replace(
+        case, lens=lens, q_lens=q_lens, ragged=how == "ragged", slack=_slack(dice), dtype=dice.some(dtypes),
+        weighted=dice.maybe(0.8), ratio=ratio, relu=dice.maybe(0.8), each=dice.maybe(0.2), block=block,
+        width=dice.log(1, 2000) if dice.maybe(0.2) else 0, spread=dice.maybe(0.3), whole=dice.maybe(0.5),
+        scale=dice.some(_SCALES[:2]),
+    )  # fmt: skip
+
+
+def _taken(dice: Dice, case: Case) -> Case:
+    """Of selections: how many columns, and which before all others."""
+    top = dice.some((1, 8, 64, 512, 2048, dice.log(1, 3000)))
+    first, last = (0 if dice.maybe(0.7) else dice.log(1, 2 * top) for _ in range(2))
+    return replace(case, top=top, keep_first=first, keep_last=last)
+
+
+def _index_select(dice: Dice, case: Case) -> Case:
+    case = _taken(dice, _index_scored(dice, case))
+    return replace(case, open_group=case.block == 1 and dice.maybe(0.5))
+
+
+def _index_topk(dice: Dice, case: Case) -> Case:
+    lens = _lens(dice, dice.some((1000, 60_000), (5, 1)))
+    case = replace(case, lens=lens, each=dice.maybe(0.3), heads=dice.randint(1, 4), strided=dice.maybe(0.2))
+    width = dice.log(1, 2 * max(max(lens), 1)) if dice.maybe(0.3) else 0
+    return _taken(dice, replace(
+        case, width=width, index=dice.some(_INDEX), whole=dice.maybe(0.4), special=dice.maybe(0.3),
+        open_group=dice.maybe(0.3), lse=dice.maybe(0.7),
+    ))  # fmt: skip
+
+
 _DRAWS = {
     "append": _append,
     "rope_append": _rope_append,
@@ -381,4 +458,9 @@ _DRAWS = {
     "mla_decode_branch": _mla_decode_branch,
     "merge_states": _merge_states,
     "transcode": _transcode,
+    "index_append": _index_append,
+    "index_query": _index_query,
+    "index_scores": _index_scored,
+    "index_topk": _index_topk,
+    "index_select": _index_select,
 }

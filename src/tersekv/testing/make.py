@@ -32,6 +32,7 @@ from ..formats import FP8, kv_format, latent_format
 from ..ops.mla import mla_prefill_plan
 from ..ops.scales import ATTRIBUTE_FIELDS, attributes, float_and_tensor, multiplying_scale
 from ..ops.transcode import layer_fields
+from . import make_index
 from .cases import Case
 from .codes import column, encode, write_rows
 from .memory import POISON, as_bytes, moved, poisoned, put, storage_bytes
@@ -462,4 +463,5 @@ _MAKERS: dict[str, Callable[[_Maker], tuple]] = {
     "mla_decode_branch": _mla_decode_branch,
     "merge_states": _merge_states,
     "transcode": _transcode,
+    **make_index.MAKERS,
 }

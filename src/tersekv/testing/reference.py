@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ..calls import (
     AttentionCall,
+    IndexScoresCall,
+    IndexSelectCall,
     MergeCall,
     MLADecodeBranchCall,
     MLADecodeCall,
@@ -22,7 +24,7 @@ from ..calls import (
     MLAProjectCall,
 )
 from ..formats import latent_format, pair_of
-from . import reference_append, reference_rotation, reference_transcode
+from . import reference_append, reference_index, reference_rotation, reference_transcode
 from .codes import column, decode, encode, quantise_latents, read_rows, write_rows
 from .memory import put, take
 
@@ -36,12 +38,14 @@ TURNED = 2.0**-12
 class Expected(NamedTuple):
     """values: fp64, by name of a written field. rows: (pages, slots) of latent rows that are right to a tolerance.
     requantised: values were quantised on the way, where a code may differ by one. lse_rounding: how far each LSE moves
-    if products of a score are off by PRODUCT of themselves, or a query by TURNED, at random; None where none is."""
+    if products of a score are off by PRODUCT of themselves, or a query by TURNED, at random; None where none is.
+    bounds: of values that may be infinite, how far each may be off."""
 
     values: dict[str, Tensor]
     rows: tuple[Tensor, Tensor] | None = None
     requantised: bool = False
     lse_rounding: Tensor | None = None
+    bounds: dict[str, Tensor] | None = None
 
 
 def run(op: str, call: Any, done: Any = None) -> Expected:
@@ -196,6 +200,16 @@ def _merge_states(call: MergeCall) -> Expected:
     return _attention(call, (weight * parts).sum(0), lse)
 
 
+def _index_scores(call: IndexScoresCall) -> Expected:
+    found = reference_index.index_scores(call)
+    return Expected({"out": found.values}, bounds={"out": found.bounds})
+
+
+def _index_select(call: IndexSelectCall, done: IndexSelectCall) -> Expected:
+    reference_index.index_select(call, done)
+    return Expected({})
+
+
 _REFERENCES: dict[str, Callable[[Any], Expected | None]] = {
     "append": reference_append.append,
     "rope_append": reference_append.rope_append,
@@ -206,10 +220,15 @@ _REFERENCES: dict[str, Callable[[Any], Expected | None]] = {
     "mla_project": _mla_project,
     "merge_states": _merge_states,
     "transcode": reference_transcode.transcode,
+    "index_append": reference_index.index_append,
+    "index_query": reference_index.index_query,
+    "index_scores": _index_scores,
+    "index_topk": reference_index.index_topk,
 }
 _STORES_AND_ATTENDS: dict[str, Callable[[Any, Any], Expected]] = {
     "mla_prefill": _mla_prefill,
     "mla_decode_branch": _mla_decode_branch,
+    "index_select": _index_select,
 }
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from . import build
-from .records import Append, Attention, Merge, Report
+from .records import Append, Attention, IndexScores, IndexTopk, Merge, Report
 
 BoundLaunch = Callable[[list[int]], bool]  # launches for a list of addresses; returns whether it launched
-_RECORDS = (Attention, Append, Merge)
+_RECORDS = (Attention, Append, Merge, IndexScores, IndexTopk)
+_REPORTING = ("attention", "index_scores")  # functions that judge values of index tensors
 _FORKNOEXEC = 0x40  # a process flag (linux/sched.h)
 _HOW = "python -m tersekv.backends.cpu.build"
 
@@ -34,11 +35,11 @@ class Library:
         self.is_current = self.sources == build.digest() and list(sizes) == [ctypes.sizeof(r) for r in _RECORDS]
         if not self.is_current:
             return  # built from other sources: it may lack the rest
-        for name in ("attention", "append", "merge"):
+        for name in ("attention", "append", "merge", "index_scores", "index_topk"):
             f = getattr(lib, f"tersekv_{name}")
-            f.argtypes = [c_void_p, c_void_p, c_int64, *([c_void_p] if name == "attention" else [])]
+            f.argtypes = [c_void_p, c_void_p, c_int64, *([c_void_p] if name in _REPORTING else [])]
             f.restype = c_int64
-        self.attention, self.append, self.merge = lib.tersekv_attention, lib.tersekv_append, lib.tersekv_merge
+            setattr(self, name, f)
         lib.tersekv_levels.argtypes = [POINTER(c_char_p)]
         lib.tersekv_use_level.argtypes = [c_char_p]
         lib.tersekv_use_team.argtypes, lib.tersekv_has_team.restype = [c_void_p], c_int64
@@ -132,7 +133,7 @@ class NativeLaunch:
         assert isinstance(library, Library)
         self.names = tuple(names)
         self._function, self._record = getattr(library, function), record
-        self._judged = function == "attention"
+        self._judged = function in _REPORTING
         self._array = c_void_p * len(self.names)
 
     def run(self, call: Any) -> None:
@@ -160,7 +161,7 @@ class NativeLaunch:
         return launch
 
 
-def _raise_reported_fault(report: Report, call: Attention) -> None:
+def _raise_reported_fault(report: Report, call: Attention | IndexScores) -> None:
     """Raise for a bad value, with the messages of the `torch` backend."""
     b, (x, y) = report.request, report.values
     messages = {
@@ -168,6 +169,7 @@ def _raise_reported_fault(report: Report, call: Attention) -> None:
         2: f"cu_seqlens_q: want rows in [0, {call.rows}], got [{x}, {y}) at {b}",
         3: f"max_q_len: want at least {x}, the rows of request {b}, got {y}",
         4: f"page_table: want page ids in [0, {x}), got {y} at request {b}",
+        7: f"seq_lens: want at most {x} keys (max_pages * S), got {y} at {b}",
         6: f"seq_lens: want at most {x} before the new tokens (max_pages * S), got {y} at {b}",
     }
     if report.fault not in messages:

@@ -87,6 +87,24 @@ class Merge(Structure):
     ]  # fmt: skip
 
 
+class IndexScores(Structure):
+    _fields_ = [
+        ("keys", PagedMatrix), ("page_table", IndexTensor), ("seq_lens", IndexTensor), ("cu_seqlens_q", IndexTensor),
+        *_enum_values("requests", "rows", "heads", "max_q_len", "max_pages", "num_pages", "page_size", "query_dtype"),
+        ("weights", StridedTensor), *_enum_values("ratio", "relu", "each", "block", "width"), ("scale", c_double),
+        ("out", StridedTensor), ("lens", StridedTensor),
+        *_enum_values("select", "k", "keep_first", "keep_last", "open_group"),
+    ]  # fmt: skip
+
+
+class IndexTopk(Structure):
+    _fields_ = [
+        *_enum_values("rows", "lines", "width", "columns"), ("scores", StridedTensor), ("visible", IndexTensor),
+        ("open_group", IndexTensor), ("out", StridedTensor), ("lens", StridedTensor),
+        *_enum_values("k", "keep_first", "keep_last"),
+    ]  # fmt: skip
+
+
 NO_TRANSFORM = RowTransform(NONE, 0, NONE, 0)
 
 

@@ -16,14 +16,14 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...formats import ALL_FORMATS, BLOCK, GROUP, NONE, TENSOR, TOKEN_HEAD
+from ...formats import BLOCK, GROUP, INDEX, NONE, STORED_FORMATS, TENSOR, TOKEN_HEAD
 from .versions import compiler_options, launcher
 
 _log = logging.getLogger("tersekv")
 # (code, scale) pairs that the kernels implement.
 _KNOWN_FORMATS = {
     ("bf16", NONE), ("fp16", NONE), ("e4m3", TENSOR), ("e5m2", TENSOR), ("e4m3", TOKEN_HEAD), ("int8", TOKEN_HEAD),
-    ("int4", TOKEN_HEAD), ("e2m1", BLOCK), ("e4m3", GROUP),
+    ("int4", TOKEN_HEAD), ("e2m1", BLOCK), ("e4m3", GROUP), ("e4m3", INDEX),
 }  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def interpreting() -> bool:
 def why_not(f: SimpleNamespace) -> str | None:
     """Returns why no Triton kernel can run a call; None: one can."""
     for name in (getattr(f, "format", "bf16"), getattr(f, "v_format", "")):
-        fmt = ALL_FORMATS[name or "bf16"]
+        fmt = STORED_FORMATS[name or "bf16"]
         if (fmt.code, fmt.scale) not in _KNOWN_FORMATS:
             return f"has no {fmt.name}: codes of {fmt.code}, scale={fmt.scale!r}"
     if f.arch is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...formats import ALL_FORMATS, pair_of
+from ...formats import STORED_FORMATS, pair_of
 from . import launch
 from .kernel_config import KernelConfig
 
@@ -98,7 +98,7 @@ def padded_columns(dim: int, fmt: str = "") -> int:
 
 def columns_stored_together(fmt: str) -> int:
     """Returns how many values are stored together: those of a scale block, or of a byte."""
-    return ALL_FORMATS[fmt].scale_block or ALL_FORMATS[fmt].values_per_element
+    return STORED_FORMATS[fmt].scale_block or STORED_FORMATS[fmt].values_per_element
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class StoredFormat(KernelConfig):
 
 
 def stored_format(fmt: str, widen: bool = True) -> StoredFormat:
-    return StoredFormat(ALL_FORMATS[fmt].code, ALL_FORMATS[fmt].scale, widen)
+    return StoredFormat(STORED_FORMATS[fmt].code, STORED_FORMATS[fmt].scale, widen)
 
 
 def program_elements(total: int, max_elements: int = MAX_ELEMENTS) -> int:

@@ -66,6 +66,12 @@ def convert_row_attributes_and_equal_heads(x: Tensor, src: Attributes, dst: Attr
     return torch.where(same[:, None], x, scale_and_rotate_rows(y, new_signs, None)), same
 
 
+def hadamard(x: Tensor) -> Tensor:
+    """Returns rows [..., D] times Sylvester's Hadamard matrix / sqrt(b), in blocks of the largest power of two that
+    divides D."""
+    return _signed_normalized_hadamard(x, None, x.shape[-1] & -x.shape[-1])
+
+
 def _signed_normalized_hadamard(x: Tensor, signs: Tensor | None, b: int) -> Tensor:
     """Returns x [..., D] times signs and Sylvester's Hadamard matrix / sqrt(b), in blocks of b columns."""
     y = x.unflatten(-1, (-1, b))

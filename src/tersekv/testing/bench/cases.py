@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, replace
 
 HEAD_DIM, RANK, ROPE, NOPE = 128, 512, 64, 128  # of a K/V head; of MLA's latent, rotary and non-rotary parts
 Q_HEADS, KV_HEADS = 32, 8
+INDEX_HEADS, INDEX_DIM, TOP = 64, 128, 2048  # of an indexer; how many keys it takes
 APPEND_FORMATS = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
 DECODE_FORMATS = ("bf16", *APPEND_FORMATS)
 PAIRS = ("fp8_e4m3/int4_per_token_head", "int8_per_token_head/int4_per_token_head")  # K's and V's
 LATENT_FORMATS = ("bf16", "fp8_e4m3", "fp8_ds_mla")
 OPS = (
     "append", "rope_append", "mla_append", "decode", "prefill", "merge_states", "mla_decode", "mla_decode_branch",
-    "mla_prefill", "mla_project", "transcode", "host",
+    "mla_prefill", "mla_project", "transcode", "index", "host",
 )  # fmt: skip
 
 
@@ -84,6 +85,7 @@ class Sizes:
     append: tuple[int, ...]
     prefill: tuple[tuple[int, int], ...]
     mla_prefill: tuple[tuple[int, int], ...]
+    index: tuple[tuple[int, int], ...]
     host: tuple[int, int] | None  # (requests, tokens) of the eager calls; None: host and device are one
 
 
@@ -97,15 +99,20 @@ GPU = Sizes(
     append=(1, 32, 256, 2048, 16384),
     prefill=((_K, 0), (8 * _K, 0), (2 * _K, 32 * _K), (512, 128 * _K)),
     mla_prefill=((4096, 16), (4096, 128)),
+    index=tuple((b, n * _K) for b in (1, 8, 32, 64) for n in (4, 16, 64)),
     host=(4, 256),
 )
 GPU_QUICK = Sizes(
     decode=((1, 8 * _K), (64, 8 * _K)), extra=(), mla=((16, 8 * _K),), mla_heads=(16, 128),
-    branch=((1, 4 * _K),), append=(32, 2048), prefill=((8 * _K, 0),), mla_prefill=((4096, 128),), host=(4, 256),
+    branch=((1, 4 * _K),), append=(32, 2048), prefill=((8 * _K, 0),), mla_prefill=((4096, 128),),
+    index=((64, 64 * _K),),
+    host=(4, 256),
 )  # fmt: skip
 CPU = Sizes(
     decode=((1, 4 * _K), (4, _K)), extra=(), mla=((1, 2 * _K),), mla_heads=(16,), branch=((1, _K),),
-    append=(32, 256), prefill=((512, 0), (64, 2 * _K)), mla_prefill=((128, 4),), host=None,
+    append=(32, 256), prefill=((512, 0), (64, 2 * _K)), mla_prefill=((128, 4),),
+    index=((1, 4 * _K), (4, 16 * _K)),
+    host=None,
 )  # fmt: skip
 CPU_QUICK = Sizes(
     decode=((1, 512),),
@@ -116,6 +123,7 @@ CPU_QUICK = Sizes(
     append=(32,),
     prefill=((128, 0),),
     mla_prefill=((64, 1),),
+    index=((1, 4 * _K),),
     host=None,
 )
 
@@ -150,7 +158,9 @@ def with_cells(s: Sizes, cells: Sequence[str]) -> Sizes:
     pairs, counts = tuple((b, n) for kind, b, n in found if kind == "x"), [n for kind, n, _ in found if not kind]
     prompts = tuple((new, 0 if kind == "" else total) for kind, new, total in found if kind != "x")
     if pairs:
-        s = replace(s, decode=pairs, mla=pairs, branch=pairs, extra=tuple(p for p in s.extra if p in pairs))
+        s = replace(
+            s, decode=pairs, mla=pairs, branch=pairs, index=pairs, extra=tuple(p for p in s.extra if p in pairs)
+        )
     if prompts:
         s = replace(s, prefill=prompts)
     if counts:
@@ -268,6 +278,12 @@ _TRANSCODES = (
 )  # fmt: skip
 
 
+def _index(s: Sizes) -> Iterator[Case]:
+    for b, n in s.index:
+        yield from (Case(op, "index_fp8", b, n, heads=INDEX_HEADS) for op in ("index_scores", "index_select"))
+        yield Case("index_topk", "fp32", b, n, heads=1)
+
+
 def _host(s: Sizes) -> Iterator[Case]:
     if s.host is None:
         return
@@ -283,6 +299,7 @@ def _host(s: Sizes) -> Iterator[Case]:
     yield Case("mla_project", "bf16", 0, b, heads=16, host=True)
     yield Case("merge_states", "bf16", 0, b, host=True)
     yield Case("transcode", "int4_per_token_head", 0, 64, heads=KV_HEADS, host=True, source="fp8_e4m3")
+    yield from (replace(case, host=True) for case in _index(replace(s, index=((b, n),))))
     for library, functions in _THROUGH.items():
         for function, op, format in functions:
             case = Case(op, format, 0, b, host=True, through=f"{library}.{function}")
@@ -341,5 +358,6 @@ _GRIDS = {
     "mla_prefill": _mla_prefill,
     "mla_project": _mla_project,
     "transcode": _transcode,
+    "index": _index,
     "host": _host,
 }

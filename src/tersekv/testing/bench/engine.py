@@ -14,6 +14,7 @@ from .append import Append
 from .cases import Case
 from .data import Problem
 from .decode import Branch, Decode, MLADecode
+from .index import IndexScores, IndexSelect, IndexTopk
 from .merge_states import MergeStates
 from .mla_prefill import MLAPrefill
 from .mla_project import MLAProject
@@ -34,6 +35,9 @@ PROBLEMS: dict[str, Callable[[Case, torch.device, str | None], Problem]] = {
     "mla_prefill": MLAPrefill,
     "mla_project": MLAProject,
     "transcode": Transcode,
+    "index_scores": IndexScores,
+    "index_topk": IndexTopk,
+    "index_select": IndexSelect,
     "shape": ShapeDecode,  # type: ignore[dict-item]
 }
 

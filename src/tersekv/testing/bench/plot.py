@@ -20,6 +20,8 @@ _COLOURS = (
     "#882255",
     "#999933",
     "#000000",
+    "#aa4499",
+    "#117733",
 )
 _MARKERS = {
     "append": "^",
@@ -33,6 +35,9 @@ _MARKERS = {
     "mla_project": "h",
     "merge_states": "X",
     "transcode": "d",
+    "index_scores": ">",
+    "index_topk": "p",
+    "index_select": "d",
 }
 
 

@@ -90,8 +90,29 @@ struct Merge {
     StridedTensor out, lse;
 };
 
+// Scores of an indexer, or what is taken of them if `select`.
+struct IndexScores {
+    PagedMatrix keys;  // its query: [token, head]; width: columns of a stored scale
+    IndexTensor page_table, seq_lens, cu_seqlens_q;
+    int64_t requests, rows, heads, max_q_len, max_pages, num_pages, page_size;
+    int64_t query_dtype;
+    StridedTensor weights;  // [token, head] fp32, or none
+    int64_t ratio, relu, each, block, width;
+    double scale;
+    StridedTensor out, lens;  // [token, head, -]: scores, or columns and how many they are
+    int64_t select, k, keep_first, keep_last, open_group;
+};
+
+struct IndexTopk {
+    int64_t rows, lines, width, columns;
+    StridedTensor scores;  // [token, head, -]
+    IndexTensor visible, open_group;
+    StridedTensor out, lens;
+    int64_t k, keep_first, keep_last;
+};
+
 // Fault in the values of an index tensor, and its request; `values` go into the error message.
-enum Fault : int64_t { NO_FAULT, TOO_LONG, ROWS_OUTSIDE, TOO_MANY_ROWS, PAGE_OUTSIDE, NO_MEMORY, PREFIX_TOO_LONG };
+enum Fault : int64_t { NO_FAULT, TOO_LONG, ROWS_OUTSIDE, TOO_MANY_ROWS, PAGE_OUTSIDE, NO_MEMORY, PREFIX_TOO_LONG, TOO_MANY_KEYS };
 struct Report {
     int64_t fault, request, values[2];
 };
@@ -104,4 +125,6 @@ struct Kernels {
     void (*attention)(const Attention&, Addresses, int64_t threads, Report&);
     void (*append)(const Append&, Addresses, int64_t threads);
     void (*merge)(const Merge&, Addresses, int64_t threads);
+    void (*index_scores)(const IndexScores&, Addresses, int64_t threads, Report&);
+    void (*index_topk)(const IndexTopk&, Addresses, int64_t threads);
 };

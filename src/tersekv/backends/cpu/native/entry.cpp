@@ -71,7 +71,10 @@ PUBLIC int64_t tersekv_has_team() { return has_team(); }
 PUBLIC void tersekv_use_team(void* parallel) { use_team(reinterpret_cast<Team>(parallel)); }
 
 // Sizes of the records, for Python to compare with its own.
-PUBLIC void tersekv_sizes(int64_t* sizes) { sizes[0] = sizeof(Attention), sizes[1] = sizeof(Append), sizes[2] = sizeof(Merge); }
+PUBLIC void tersekv_sizes(int64_t* sizes) {
+    sizes[0] = sizeof(Attention), sizes[1] = sizeof(Append), sizes[2] = sizeof(Merge);
+    sizes[3] = sizeof(IndexScores), sizes[4] = sizeof(IndexTopk);
+}
 
 PUBLIC int64_t tersekv_attention(const Attention* call, Addresses at, int64_t threads, Report* report) {
     kernels->attention(*call, at, threads, *report);
@@ -85,6 +88,16 @@ PUBLIC int64_t tersekv_append(const Append* call, Addresses at, int64_t threads)
 
 PUBLIC int64_t tersekv_merge(const Merge* call, Addresses at, int64_t threads) {
     kernels->merge(*call, at, threads);
+    return 0;
+}
+
+PUBLIC int64_t tersekv_index_scores(const IndexScores* call, Addresses at, int64_t threads, Report* report) {
+    kernels->index_scores(*call, at, threads, *report);
+    return report->fault;
+}
+
+PUBLIC int64_t tersekv_index_topk(const IndexTopk* call, Addresses at, int64_t threads) {
+    kernels->index_topk(*call, at, threads);
     return 0;
 }
 }

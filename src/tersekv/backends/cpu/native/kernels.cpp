@@ -4,6 +4,7 @@
 #include "attention_run.h"
 #include "append.h"
 #include "merge_by_lse.h"
+#include "index.h"
 
 #define NAME_OF(level) kernels_##level
 #define TABLE(level) NAME_OF(level)
@@ -11,4 +12,4 @@
 #define TEXT(level) TEXT_OF(level)
 
 extern const Kernels TABLE(LEVEL);
-const Kernels TABLE(LEVEL) = {TEXT(LEVEL), attention, append, merge};
+const Kernels TABLE(LEVEL) = {TEXT(LEVEL), attention, append, merge, index_scores, index_topk};

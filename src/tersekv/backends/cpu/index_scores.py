@@ -1,0 +1,56 @@
+"""index_scores, natively; and the record of a selection from them."""
+
+from __future__ import annotations
+
+from ctypes import c_int64
+from types import SimpleNamespace
+from typing import Any
+
+from tersekv.formats import INDEX_BLOCK, index_format
+
+from . import library, records
+from .library import BoundLaunch, NativeLaunch
+from .records import CODES, CallFacts, IndexScores, PagedMatrix, StridedTensor
+
+_TENSORS = ("q", "weights", "k_cache", "k_scale_cache", "page_table", "seq_lens", "cu_seqlens_q", "out", "out_lens")
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return library.why_not(f)
+
+
+def configure(f: SimpleNamespace) -> NativeLaunch:
+    return score_launch(f, f.out.shape[-1], None)
+
+
+def score_launch(f: SimpleNamespace, width: int, select: tuple[int, int, int, int] | None) -> NativeLaunch:
+    """select: k, keep_first, keep_last and open_group of a selection."""
+    names = _TENSORS if select else _TENSORS[:-1]
+    facts, fmt = CallFacts(f, names), index_format(f.format)
+    keys = PagedMatrix(
+        placed(facts, "k_cache"), CODES[fmt.code], f.k_cache.shape[-1], placed(facts, "k_scale_cache"), INDEX_BLOCK,
+        records.DTYPES[f.k_scale_cache.dtype] if f.k_scale_cache else 0, placed(facts, "q"),
+    )  # fmt: skip
+    record = IndexScores(
+        keys, facts.indices("page_table"), facts.indices("seq_lens"), facts.indices("cu_seqlens_q"),
+        f.seq_lens.shape[0], f.q.shape[0], f.q.shape[1], f.max_q_len, f.page_table.shape[1], *f.k_cache.shape[:2],
+        facts.dtype("q"), placed(facts, "weights"), f.ratio, f.relu, f.each, f.block, width, f.scale,
+        placed(facts, "out", f.each), placed(facts, "out_lens", f.each) if select else StridedTensor(records.NONE),
+        select is not None, *(select or (0, 0, 0, 0)),
+    )  # fmt: skip
+    return NativeLaunch("index_scores", record, names)
+
+
+def placed(facts: CallFacts, name: str, heads: bool = True) -> StridedTensor:
+    """Returns a tensor and the strides of its first two dimensions; of one without heads the first."""
+    if facts.at(name) == records.NONE:
+        return StridedTensor(records.NONE)
+    return StridedTensor(facts.at(name), (c_int64 * 3)(*facts.strides(name)[: 2 if heads else 1]))
+
+
+def run(call: Any, config: NativeLaunch) -> None:
+    config.run(call)
+
+
+def bind(config: NativeLaunch, at: dict[str, int]) -> BoundLaunch:
+    return config.bind(at)

@@ -1,0 +1,39 @@
+"""index_topk, natively."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from . import library, records
+from .index_scores import placed
+from .library import BoundLaunch, NativeLaunch
+from .records import CallFacts, IndexTensor, IndexTopk
+
+_TENSORS = ("scores", "visible", "open_group", "out", "out_lens")
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return library.why_not(f)
+
+
+def configure(f: SimpleNamespace) -> NativeLaunch:
+    facts, each = CallFacts(f, _TENSORS), len(f.scores.shape) == 3
+    lines = f.scores.shape[1] if each else 1
+    is_open = IndexTensor(records.NONE)
+    if f.open_group is not None:
+        is_open = IndexTensor(facts.at("open_group"), 0, facts.strides("open_group")[0])
+    record = IndexTopk(
+        f.scores.shape[0], lines, f.scores.shape[-1], f.out.shape[-1], placed(facts, "scores", each),
+        facts.indices("visible"), is_open, placed(facts, "out", each), placed(facts, "out_lens", each), f.k,
+        f.keep_first, f.keep_last,
+    )  # fmt: skip
+    return NativeLaunch("index_topk", record, _TENSORS)
+
+
+def run(call: Any, config: NativeLaunch) -> None:
+    config.run(call)
+
+
+def bind(config: NativeLaunch, at: dict[str, int]) -> BoundLaunch:
+    return config.bind(at)

@@ -1,0 +1,364 @@
+// An indexer's scores of cached keys, and the columns that are taken of them.
+//
+// Scores: rows of a request × a range of columns are an item; a tile of 64 keys is unpacked once for all its rows. A
+// selection scores so many rows at a time as their scores fit into SCORES_AT_ONCE, then takes columns row by row.
+#pragma once
+
+#include "thread_pool.h"
+#include "unpack_bf16.h"
+
+namespace {
+
+constexpr int64_t ITEM_KEYS = 1024, ITEM_ROWS = 64, SCORES_AT_ONCE = 8 << 20;  // of an item: keys; rows × heads
+
+struct ScoreItem {
+    int64_t row, rows, begin, end;  // columns [begin, end)
+};
+
+struct RowOfRequest {
+    int64_t request, position, visible;  // keys
+};
+
+// Float keys in their order as integers: 0 is not to be taken, 1 NaN, the largest taken before all others.
+inline uint32_t order_key(float x, bool kept) {
+    if (x == NEGATIVE_INFINITY) return 0;
+    if (kept) return ~0u;
+    if (x != x) return 1;
+    uint32_t u = bits(x == 0.0f ? 0.0f : x);
+    return u >> 31 ? ~u : u | 0x80000000;
+}
+
+// The columns of the k largest of `visible` scores, ascending, `group` behind them unless negative, then −1.
+struct Taking {
+    int64_t k, first, last;  // first + last <= k
+
+    Taking(int64_t count, int64_t keep_first, int64_t keep_last) : k(count) {
+        last = keep_last < k ? keep_last : k;
+        first = keep_first < k - last ? keep_first : k - last;
+    }
+
+    uint32_t key(const float* scores, int64_t visible, int64_t j) const {
+        return order_key(scores[j], j < first || j >= visible - last);
+    }
+
+    // Returns the number of columns written, without the −1.
+    int64_t operator()(const float* scores, int64_t visible, int64_t group, int32_t* out, int64_t columns) const {
+        uint32_t threshold = 1;
+        int64_t ties = visible, count = 0;
+        if (visible > k) threshold = smallest(scores, visible, ties);
+        for (int64_t j = 0; j < visible; j++) {
+            uint32_t x = key(scores, visible, j);
+            if (x < threshold || (x == threshold && ties <= 0)) continue;
+            ties -= x == threshold;
+            out[count++] = static_cast<int32_t>(j);
+        }
+        if (group >= 0) out[count++] = static_cast<int32_t>(group);
+        for (int64_t j = count; j < columns; j++) out[j] = -1;
+        return count;
+    }
+
+    // Returns the smallest key that is taken; ties: how many of the keys equal to it are.
+    uint32_t smallest(const float* scores, int64_t visible, int64_t& ties) const {
+        static constexpr int SHIFTS[] = {21, 10, 0}, BITS[] = {11, 11, 10};
+        uint32_t prefix = 0, mask = 0;
+        int64_t rest = k;
+        for (int pass = 0; pass < 3; pass++) {
+            int64_t counts[2048] = {};
+            uint32_t low = (1u << BITS[pass]) - 1;
+            for (int64_t j = 0; j < visible; j++) {
+                uint32_t x = key(scores, visible, j);
+                counts[x >> SHIFTS[pass] & low] += (x & mask) == prefix && x > 0;
+            }
+            int64_t bin = low;
+            while (bin > 0 && counts[bin] < rest) rest -= counts[bin--];
+            prefix |= static_cast<uint32_t>(bin) << SHIFTS[pass];
+            mask |= low << SHIFTS[pass];
+        }
+        if (prefix == 0) return ties = visible, 1;  // fewer than k may be taken
+        return ties = rest, prefix;
+    }
+};
+
+template <class Packing>
+struct ScoreRun {
+    const IndexScores& c;
+    Addresses at;
+    int64_t threads;
+    Report& report;
+    RowOfRequest* row_of;
+    ScoreItem* items;
+    int64_t num_items, lines, first_row, units;
+    float* chunk;  // scores of rows from first_row on [rows, lines, width]; null: the call's own output
+    bool no_memory;
+
+    ScoreRun(const IndexScores& call, Addresses addresses, int64_t n, Report& r)
+        : c(call), at(addresses), threads(n), report(r), first_row(0), units(call.keys.columns / Packing::VALUES), chunk(nullptr), no_memory(false) {}
+
+    void operator()() {
+        lines = c.each ? c.heads : 1;
+        int64_t room = c.max_pages * c.page_size, tile = rows_of_item(), columns = columns_of_item();
+        int64_t most = c.width * lines, step = c.select ? SCORES_AT_ONCE / (most > 1 ? most : 1) : c.rows;
+        step = step < 1 ? 1 : step < c.rows ? step : c.rows;
+        size_t row_bytes = round_up((c.rows + 1) * sizeof(RowOfRequest), 64);
+        int64_t most_items = (step + c.requests + 2) * (c.width / columns + 2);
+        char* p = cached_buffer(FOR_REQUESTS, row_bytes + most_items * sizeof(ScoreItem) + 64);
+        if (p == nullptr) return fail_memory();
+        row_of = reinterpret_cast<RowOfRequest*>(p);
+        items = reinterpret_cast<ScoreItem*>(p + row_bytes);
+        if (!read_requests(room)) return;
+        if (c.select) {
+            chunk = reinterpret_cast<float*>(cached_buffer(FOR_CALL, (step * most + 16) * sizeof(float)));
+            if (chunk == nullptr) return fail_memory();
+        }
+        for (first_row = 0; first_row < c.rows; first_row += step) {
+            int64_t end = first_row + step < c.rows ? first_row + step : c.rows;
+            double work = plan(first_row, end, tile, columns);
+            int64_t worth = work < (1 << 20) ? 1 : threads;
+            parallel(num_items, worth, threads, score, this);
+            if (__atomic_load_n(&no_memory, __ATOMIC_RELAXED)) return fail_memory();
+            if (c.select) parallel((end - first_row) * lines, worth, threads, take, this);
+        }
+    }
+
+private:
+    void fail_memory() { report.fault = NO_MEMORY; }
+
+    bool fail(Fault fault, int64_t request, int64_t a, int64_t b) {
+        report = {fault, request, {a, b}};
+        return false;
+    }
+
+    int64_t rows_of_item() const { return c.heads < ITEM_ROWS ? ITEM_ROWS / c.heads : 1; }
+    int64_t columns_of_item() const { return c.block < ITEM_KEYS ? ITEM_KEYS / c.block : 1; }
+
+    // Reads and checks lengths, rows and pages.
+    bool read_requests(int64_t room) {
+        for (int64_t t = 0; t < c.rows; t++) row_of[t] = {-1, -1, 0};
+        bool ragged = c.cu_seqlens_q.tensor >= 0;
+        const char* starts = ragged ? at[c.cu_seqlens_q.tensor] : nullptr;
+        for (int64_t b = 0; b < c.requests; b++) {
+            int64_t tokens = read_index(at[c.seq_lens.tensor], c.seq_lens.dtype, b), keys = tokens / c.ratio;
+            int64_t row = ragged ? read_index(starts, c.cu_seqlens_q.dtype, b) : b * c.max_q_len;
+            int64_t stop = ragged ? read_index(starts, c.cu_seqlens_q.dtype, b + 1) : row + c.max_q_len;
+            bool reads = keys > 0 && stop > row;
+            if (reads && keys > room) return fail(TOO_MANY_KEYS, b, room, keys);
+            if (stop > row && (row < 0 || stop > c.rows)) {
+                if (reads) return fail(ROWS_OUTSIDE, b, row, stop);
+                continue;
+            }
+            if (reads && stop - row > c.max_q_len) return fail(TOO_MANY_ROWS, b, stop - row, c.max_q_len);
+            const char* table = at[c.page_table.tensor] + b * c.page_table.stride;
+            for (int64_t i = 0; reads && i < (keys + c.page_size - 1) / c.page_size; i++) {
+                int64_t page = read_index(table, c.page_table.dtype, i);
+                if (page < 0 || page >= c.num_pages) return fail(PAGE_OUTSIDE, b, c.num_pages, page);
+            }
+            for (int64_t t = row; t < stop; t++) {
+                int64_t position = tokens - (stop - t);
+                position = position < -1 ? -1 : position;
+                row_of[t] = {b, position, (position + 1) / c.ratio};
+            }
+        }
+        return true;
+    }
+
+    // Items of rows [begin, end). Returns their work in products.
+    double plan(int64_t begin, int64_t end, int64_t tile, int64_t columns) {
+        double work = 0;
+        num_items = 0;
+        for (int64_t t = begin; t < end;) {
+            int64_t n = 1;
+            while (n < tile && t + n < end && row_of[t + n].request == row_of[t].request) n++;
+            int64_t seen = (row_of[t + n - 1].visible + c.block - 1) / c.block;  // the last row sees most
+            seen = seen < c.width ? seen : c.width;
+            int64_t from = 0;
+            do {
+                int64_t to = from + columns < seen ? from + columns : c.width;
+                items[num_items++] = {t, n, from, to};
+                from = to;
+            } while (from < c.width);
+            work += static_cast<double>(seen) * c.block * n * c.heads * c.keys.columns;
+            t += n;
+        }
+        return work;
+    }
+
+    float* line_of(int64_t row, int64_t line) const {
+        if (chunk != nullptr) return chunk + ((row - first_row) * lines + line) * c.width;
+        return reinterpret_cast<float*>(at[c.out.tensor] + row * c.out.strides[0] + line * c.out.strides[1]);
+    }
+
+    static void take(void* context, int64_t i) {
+        const ScoreRun& self = *static_cast<ScoreRun*>(context);
+        const IndexScores& c = self.c;
+        int64_t row = self.first_row + i / self.lines, line = i % self.lines;
+        const RowOfRequest& r = self.row_of[row];
+        int64_t visible = (r.visible + c.block - 1) / c.block;
+        visible = visible < c.width ? visible : c.width;
+        int64_t group = c.open_group && (r.position + 1) % c.ratio > 0 ? r.visible : -1;
+        char* out = self.at[c.out.tensor] + row * c.out.strides[0] + line * c.out.strides[1];
+        Taking taking(c.k, c.keep_first, c.keep_last);
+        int64_t n = taking(self.line_of(row, line), visible, group, reinterpret_cast<int32_t*>(out), c.k + c.open_group);
+        store(self.at[c.lens.tensor] + row * c.lens.strides[0] + line * c.lens.strides[1], static_cast<int32_t>(n));
+    }
+
+    // Memory of an item.
+    struct Tiles {
+        uint32_t *queries, *keys;
+        float *products, *scales, *weights;
+        int64_t offset[2][BLOCK_N], scale_offset[BLOCK_N];
+    };
+
+    static void score(void* context, int64_t index) {
+        ScoreRun& self = *static_cast<ScoreRun*>(context);
+        const IndexScores& c = self.c;
+        const ScoreItem& item = self.items[index];
+        int64_t m = item.rows * c.heads;
+        size_t floats = m * self.units + self.units * BLOCK_N + m * BLOCK_N + 2 * BLOCK_N + m + 5 * 16;
+        char* p = cached_buffer(FOR_ITEM, floats * 4);
+        if (p == nullptr) return __atomic_store_n(&self.no_memory, true, __ATOMIC_RELAXED);
+        Tiles tiles;
+        auto reserve = [&p](int64_t n) {
+            char* start = p;
+            p += round_up(n * 4, 64);
+            return start;
+        };
+        tiles.queries = reinterpret_cast<uint32_t*>(reserve(m * self.units));
+        tiles.keys = reinterpret_cast<uint32_t*>(reserve(self.units * BLOCK_N));
+        tiles.products = reinterpret_cast<float*>(reserve(m * BLOCK_N));
+        tiles.scales = reinterpret_cast<float*>(reserve(2 * BLOCK_N));
+        tiles.weights = reinterpret_cast<float*>(reserve(m));
+        self.run(item, tiles);
+    }
+
+    void pack_queries(const ScoreItem& item, const Tiles& tiles) const {
+        const StridedTensor &q = c.keys.query, &w = c.weights;
+        float x[256];
+        uint32_t* out = tiles.queries;
+        for (int64_t i = 0; i < item.rows * c.heads; i++) {
+            int64_t row = item.row + i / c.heads, head = i % c.heads;
+            read_floats(at[q.tensor] + row * q.strides[0] + head * q.strides[1], c.query_dtype, x, c.keys.columns);
+            for (int64_t j = 0; j < c.keys.columns; j += Packing::VALUES) *out++ = pack_one(Packing(), x + j);
+            tiles.weights[i] = w.tensor < 0 ? 1.0f : load<float>(at[w.tensor] + row * w.strides[0] + head * w.strides[1]);
+        }
+    }
+
+    void locate(const char* table, int64_t key, int64_t count, const StridedTensor& tensor, int64_t* offset) const {
+        int64_t column = key / c.page_size, slot = key % c.page_size;
+        int64_t page = count > 0 ? read_index(table, c.page_table.dtype, column) : 0;
+        for (int64_t t = 0; t < count; t++, slot++) {
+            if (slot == c.page_size) slot = 0, page = read_index(table, c.page_table.dtype, ++column);
+            offset[t] = page * tensor.strides[0] + slot * tensor.strides[1];
+        }
+    }
+
+    void run(const ScoreItem& item, Tiles& tiles) const {
+        const RowOfRequest& last = row_of[item.row + item.rows - 1];
+        int64_t begin = item.begin * c.block, end = product(item.end, c.block);
+        end = last.visible < end ? last.visible : end;
+        int64_t blocks = c.keys.scales.tensor < 0 ? 0 : (c.keys.columns + c.keys.width - 1) / c.keys.width;
+        for (int64_t i = 0; i < item.rows; i++)
+            for (int64_t line = 0; line < lines; line++)
+                for (int64_t j = item.begin; j < item.end; j++) line_of(item.row + i, line)[j] = NEGATIVE_INFINITY;
+        if (end <= begin) return;
+        pack_queries(item, tiles);
+        const char* table = at[c.page_table.tensor] + last.request * c.page_table.stride;
+        const char* base = at[c.keys.codes.tensor];
+        locate(table, begin, end - begin < BLOCK_N ? end - begin : BLOCK_N, c.keys.codes, tiles.offset[0]);
+        int64_t bytes = c.keys.columns * (c.keys.dtype == E4M3 ? 1 : 2);
+        for (int64_t key = begin, buffer = 0; key < end; key += BLOCK_N, buffer ^= 1) {
+            int64_t count = end - key < BLOCK_N ? end - key : BLOCK_N, after = end - key - BLOCK_N;
+            after = after < 0 ? 0 : after < BLOCK_N ? after : BLOCK_N;
+            locate(table, key + BLOCK_N, after, c.keys.codes, tiles.offset[buffer ^ 1]);
+            RowPrefetcher ahead = {base, tiles.offset[buffer ^ 1], 0, after, 0, bytes}, none = {base, nullptr, 0, 0, 0, 1};
+            pack_keys(Packing(), c.keys.dtype, Rows{base, tiles.offset[buffer], count, &ahead}, c.keys.columns, tiles.keys);
+            if (blocks > 0) {
+                locate(table, key, count, c.keys.scales, tiles.scale_offset);
+                load_scales(F32, Rows{at[c.keys.scales.tensor], tiles.scale_offset, count, &none}, blocks, tiles.scales);
+            }
+            multiply_tile(item, tiles, blocks);
+            for (int64_t i = 0; i < item.rows; i++) reduce_row(item, tiles, i, key, count, blocks == 1);
+        }
+    }
+
+    void multiply_tile(const ScoreItem& item, const Tiles& tiles, int64_t blocks) const {
+        int64_t step = blocks > 1 ? c.keys.width / Packing::VALUES : units;
+        for (int64_t begin = 0; begin < units; begin += step) {
+            Operands o = {};
+            o.a = tiles.queries + begin, o.a_stride = units;
+            o.b = tiles.keys + begin * BLOCK_N, o.b_stride = BLOCK_N;
+            o.c = tiles.products, o.c_stride = BLOCK_N;
+            o.depth = units - begin < step ? units - begin : step;
+            o.factor = blocks > 1 ? tiles.scales + begin / step * BLOCK_N : nullptr;
+            o.add = begin > 0;
+            multiply<Packing>(o, item.rows * c.heads, BLOCK_N);
+        }
+    }
+
+    // Scores of one row of an item of the tile's keys, to its lines.
+    void reduce_row(const ScoreItem& item, const Tiles& tiles, int64_t i, int64_t key, int64_t count, bool scaled) const {
+        const RowOfRequest& r = row_of[item.row + i];
+        int64_t seen = r.visible - key < count ? r.visible - key : count;
+        if (seen <= 0) return;
+        float x[BLOCK_N], scale = static_cast<float>(c.scale);
+        for (int64_t line = 0; line < lines; line++) {
+            int64_t first = c.each ? line : 0, stop = c.each ? line + 1 : c.heads;
+            for (int64_t v = 0; v < BLOCK_N; v += W) {
+                VecF sum = {};
+                for (int64_t h = first; h < stop; h++) {
+                    VecF y = load<VecF>(tiles.products + (i * c.heads + h) * BLOCK_N + v);
+                    if (c.relu) y = y < 0.0f ? VecF{} : y;  // a NaN stays
+                    sum = h == first ? y * tiles.weights[i * c.heads + h] : fma(y, all(tiles.weights[i * c.heads + h]), sum);
+                }
+                if (scaled) sum *= load<VecF>(tiles.scales + v);
+                store(x + v, sum * scale);
+            }
+            float* out = line_of(item.row + i, line);
+            if (c.block == 1) {
+                memcpy(out + key, x, seen * sizeof(float));
+                continue;
+            }
+            for (int64_t j = 0; j < seen; j++) {
+                float& best = out[(key + j) / c.block];
+                bool first_key = (key + j) % c.block == 0;
+                // The first key starts a column; then a number wins over NaN, and a larger one over it.
+                best = first_key ? x[j] : x[j] > best || (best != best && x[j] == x[j]) ? x[j] : best;
+            }
+        }
+    }
+};
+
+void index_scores(const IndexScores& c, Addresses at, int64_t threads, Report& report) {
+    report = {NO_FAULT, 0, {0, 0}};
+#if HAS_BF16_PRODUCTS
+    // Codes and bf16 numbers are exact in bf16.
+    if (c.keys.dtype != F16 && c.query_dtype != F16) return ScoreRun<Bf16Packing>(c, at, threads, report)();
+#endif
+    ScoreRun<Fp32Packing>(c, at, threads, report)();
+}
+
+struct TopkRun {
+    const IndexTopk& c;
+    Addresses at;
+
+    static void work(void* context, int64_t i) {
+        const TopkRun& self = *static_cast<TopkRun*>(context);
+        const IndexTopk& c = self.c;
+        int64_t row = i / c.lines, line = i % c.lines;
+        auto address = [&](const StridedTensor& x) { return self.at[x.tensor] + row * x.strides[0] + line * x.strides[1]; };
+        int64_t columns = read_index(self.at[c.visible.tensor] + row * c.visible.stride, c.visible.dtype, 0);
+        int64_t visible = columns < 0 ? 0 : columns < c.width ? columns : c.width, group = -1;
+        if (c.open_group.tensor >= 0 && *(self.at[c.open_group.tensor] + row * c.open_group.stride)) group = columns;
+        Taking taking(c.k, c.keep_first, c.keep_last);
+        int64_t n = taking(reinterpret_cast<const float*>(address(c.scores)), visible, group,
+                           reinterpret_cast<int32_t*>(address(c.out)), c.columns);
+        if (c.lens.tensor >= 0) store(address(c.lens), static_cast<int32_t>(n));
+    }
+};
+
+void index_topk(const IndexTopk& c, Addresses at, int64_t threads) {
+    TopkRun run = {c, at};
+    int64_t lines = c.rows * c.lines;
+    parallel(lines, lines * c.width < (1 << 16) ? 1 : threads, threads, TopkRun::work, &run);
+}
+
+}  // namespace

@@ -1,0 +1,38 @@
+"""index_append: norms, rotates and quantizes an indexer's keys, and stores them in its pages."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from tersekv.formats import INDEX_BLOCK, index_format
+
+from .exact import without_autocast
+from .index_rows import layer_norm, quantize_index_rows, rounded, turned
+from .slots import scatter_rows, token_slots
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return None
+
+
+def configure(f: SimpleNamespace) -> None:
+    return None
+
+
+@without_autocast
+def run(call: Any, config: None) -> None:
+    if call.k.shape[0] == 0:
+        return
+    x = call.k.float()
+    if call.norm_weight is not None:
+        x = rounded(call, layer_norm(x, call.norm_weight, call.norm_bias, call.epsilon), call.k.dtype)
+    x, known = turned(call, x, call.k.dtype)
+    num_pages, page_size = call.k_cache.shape[:2]
+    slots = token_slots(call, num_pages, page_size, known)
+    if slots is None:
+        return
+    codes, scales = quantize_index_rows(x, index_format(call.format), INDEX_BLOCK)
+    scatter_rows(call.k_cache, codes, slots)
+    if scales is not None:
+        scatter_rows(call.k_scale_cache, scales[..., 0] if call.k_scale_cache.dim() == 2 else scales, slots)

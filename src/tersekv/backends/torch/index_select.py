@@ -1,0 +1,38 @@
+"""index_select: the scores of a few rows at a time, and what is taken of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from .exact import without_autocast
+from .index_scores import positions, rows_of_requests, scores_of
+from .index_topk import take
+
+MAX_SCORES = 1 << 26  # in memory at a time: 256 MB
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return None
+
+
+def configure(f: SimpleNamespace) -> None:
+    return None
+
+
+@without_autocast
+def run(call: Any, config: None) -> None:
+    _, position = positions(call)
+    is_open = (position + 1) % call.ratio > 0
+    lines = call.q.shape[1] if call.each else 1
+    step = max(MAX_SCORES // max(call.width * lines, 1), 1)
+    for group in rows_of_requests(call):
+        for start in range(group.rows.start, group.rows.stop, step):
+            rows = slice(start, min(start + step, group.rows.stop))
+            keys = group.visible[rows.start - group.rows.start : rows.stop - group.rows.start]
+            scores = scores_of(call, group._replace(rows=rows, visible=keys), call.width)
+            columns = -(-keys // call.block)
+            take(
+                call, scores, columns.clamp(max=call.width), keys, is_open[rows] if call.open_group else None,
+                call.out[rows], call.out_lens[rows],
+            )  # fmt: skip

@@ -1,0 +1,62 @@
+"""index_topk: columns of the largest scores, in ascending order."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .exact import without_autocast
+
+
+def why_not(f: SimpleNamespace) -> str | None:
+    return None
+
+
+def configure(f: SimpleNamespace) -> None:
+    return None
+
+
+@without_autocast
+def run(call: Any, config: None) -> None:
+    visible = call.visible.to(torch.int64).clamp(0, call.scores.shape[-1])
+    take(call, call.scores, visible, call.visible.to(torch.int64), call.open_group, call.out, call.out_lens)
+
+
+def take(
+    call: Any, scores: Tensor, visible: Tensor, group: Tensor, is_open: Tensor | None, out: Tensor,
+    out_lens: Tensor | None,
+) -> None:  # fmt: skip
+    """Store the columns taken of scores [T, (Hi,) W] and how many they are.
+
+    visible:  [T] columns that each row sees; group, is_open: [T] the id that is appended, and where
+    """
+    if scores.dim() == 3:
+        visible, group = visible[:, None], group[:, None]
+        is_open = None if is_open is None else is_open[:, None]
+    column = torch.arange(scores.shape[-1], device=scores.device)
+    last = min(call.keep_last, call.k)
+    first = min(call.keep_first, call.k - last)
+    may = (column < visible[..., None]) & (scores != -torch.inf)
+    kept = may & ((column < first) | (column >= (visible - last)[..., None]))
+    # Stable sorts: by score, then numbers before NaN, then kept ones before others, then what may be taken at all.
+    order = torch.where(scores.isnan(), -torch.inf, scores + 0.0).argsort(dim=-1, descending=True, stable=True)
+    for first_of_all in (~scores.isnan(), kept, may):
+        again = first_of_all.gather(-1, order).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+        order = order.gather(-1, again)
+    count = may.sum(-1).clamp(max=call.k)
+    rank = torch.arange(scores.shape[-1], device=scores.device)
+    order = torch.where(rank < count[..., None], order, scores.shape[-1])
+    taken = order.sort(-1).values[..., : call.k]
+    room = out.shape[-1] - taken.shape[-1]
+    taken = torch.nn.functional.pad(taken, (0, room), value=scores.shape[-1])
+    place = torch.arange(out.shape[-1], device=scores.device)
+    taken = torch.where(place < count[..., None], taken, -1)
+    if is_open is not None:
+        taken = torch.where((place == count[..., None]) & is_open[..., None], group[..., None], taken)
+        count = count + is_open
+    out.copy_(taken)
+    if out_lens is not None:
+        out_lens.copy_(count)
