@@ -179,8 +179,8 @@ class MLADecodeCall(NamedTuple):
     ckv: Tensor  # [P, S, L]
     kpe: Tensor  # [P, S, R]
     ckv_scale_cache: Tensor | None  # [P, S, L/128] fp32
-    page_table: Tensor  # [B, max_pages]
-    seq_lens: Tensor  # [B] query tokens included
+    page_table: Tensor | None  # [B, max_pages]; None: `indices` are slots
+    seq_lens: Tensor | None  # [B] query tokens included; not read where `indices` are slots
     cu_seqlens_q: Tensor | None  # [B + 1]
     out: Tensor  # [T, H, L] written
     lse: Tensor | None  # [T, H] fp32 written
@@ -194,6 +194,10 @@ class MLADecodeCall(NamedTuple):
     out_scale_t: Tensor | None
     precision: str
     batch_invariant: bool = False  # as in decode
+    indices: Tensor | None = None  # [T, n] keys of each row: positions, or slots (page * S + offset); negative: none
+    index_lens: Tensor | None = None  # [T] used entries of each list; None: n
+    block_size: int = 1  # consecutive positions of an entry
+    sinks: Tensor | None = None  # [H] fp32
 
 
 class MLAPrefillCall(NamedTuple):

@@ -27,6 +27,7 @@ GROUP = "group"  # one fp32 per group of 128 latent values, stored in the row
 # refusal names it.
 PAIRS, ROTATION, CHANNELS = "K and V of different formats", "rotated rows", "channel scales"
 BATCH_INVARIANCE = "batch invariance"  # what calls ask for, not caches
+LISTS, LATENT_SINKS = "lists of keys (indices)", "sinks over latents"  # likewise
 
 
 @dataclass(frozen=True, slots=True)

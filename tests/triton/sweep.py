@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
 def planned(op: str, row: Row, arch: Arch) -> tuple[Any, Any, Any]:
     """(run, call, config) as a call on a chip of this kind would get them; raises where it is refused."""
-    call = call_of(op, row)
+    call, op = call_of(op, row), op.split()[0]
     if isinstance(arch, int):
         p = plan.plan(op, call, arch=arch)
         return p.run, call, p.config

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .list_checks import check_lists
+
 
 def check_values(call: Any) -> None:
     """Raise ValueError for an index that points outside its tensor. Synchronises with the device."""
@@ -25,6 +27,11 @@ def check_values(call: Any) -> None:
     _check_attributes(call)
     if getattr(call, "page_table", None) is not None:
         _check_requests(call, pages, size)
+    if getattr(call, "indices", None) is not None:
+        check_lists(call)
+    sinks = getattr(call, "sinks", None)
+    if sinks is not None and sinks.isnan().any():
+        raise ValueError(f"sinks: want numbers, got NaN at {int(sinks.isnan().nonzero()[0, 0])}")
 
 
 def _check_attributes(call: Any) -> None:

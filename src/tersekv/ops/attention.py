@@ -118,7 +118,7 @@ def mask_rows(mask: Tensor, seq_lens: Tensor, t: int) -> Tensor:
     return joined("mask", mask) if split else mask
 
 
-def max_query_rows(t: int, seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_q_len: int | None) -> int:
+def max_query_rows(t: int, seq_lens: Tensor | None, cu_seqlens_q: Tensor | None, max_q_len: int | None) -> int:
     """Returns a bound on the query rows of a request; without `cu_seqlens_q` their number, at most `max_q_len`."""
     if max_q_len is not None:
         max_q_len = as_int("max_q_len", max_q_len)
@@ -130,7 +130,7 @@ def max_query_rows(t: int, seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_q_
         # A launch has CTAs for every row that the bound allows.
         return min(max_q_len, t) if t > 0 else max_q_len
     tensor("seq_lens", seq_lens, "B")
-    b = seq_lens.shape[0]
+    b = seq_lens.shape[0]  # type: ignore[union-attr]
     rows = t // b if b else 0
     if max_q_len is not None and max_q_len < rows:
         raise ValueError(f"max_q_len: want at least T / B = {rows}, or None without cu_seqlens_q, got {max_q_len}")

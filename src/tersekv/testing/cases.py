@@ -78,6 +78,14 @@ class Case:
     batch_invariant: bool = False
     new_rows: bool = False  # prefill: the new tokens' k and v are given, their slots hold nothing
 
+    # lists of keys
+    listed: int = -1  # entries of a row's list; -1: there are none
+    block_size: int = 1  # positions of an entry
+    by_slot: bool = False
+    list_lens: bool = False  # lists have lengths of their own
+    lists: str = ""  # "shared": one for all rows; "again": entries may repeat
+    sink: str = ""  # sinks of another size: "inf", "-inf", "far"
+
     # mla_prefill, mla_decode_branch
     nope: int = 128
     chunk: int = 0  # rows of the buffer; 0: all
@@ -333,6 +341,32 @@ def _mla_decode(base: Case, i: int) -> Iterator[Case]:
         yield replace(case, quick=False)
     if base.format != "fp8_ds_mla":
         yield replace(base, name="split", split=True, quick=False)
+    listed = replace(base, listed=70, lens=(37, 1, 0, 130))
+    yield replace(listed, name="listed positions", list_lens=i % 2 == 0)
+    for case in (
+        replace(listed, name="listed slots sinks", by_slot=True, sinks=True, group=64, list_lens=True),
+        replace(listed, name="listed drafts uint32", lens=(137, 4, 0, 70), q_lens=(3, 3, 3, 3), index="uint32", page=3),
+        replace(listed, name="listed ragged rows strided", lens=(137, 40, 0, 70), q_lens=(20, 1, 0, 17), ragged=True,
+                group=40, page=1, strided=True, index="int64"),
+        replace(listed, name="listed slots H 128 pages of 61", by_slot=True, group=128, page=61, lens=(200, 77),
+                index="uint32", dtype="float16"),
+        replace(listed, name="listed blocks of 3", block_size=3, listed=33, list_lens=True, q_lens=(2, 2, 2, 2),
+                lens=(90, 4, 2, 70), scale="tensor", out_dtype="float8_e4m3fn"),
+        replace(listed, name="blocks of 128 in pages of 16", block_size=128, listed=5, page=16, lens=(1500, 5, 600),
+                scale="float"),
+        replace(listed, name="one list for all", lists="shared", lens=(300,), q_lens=(5,), listed=64, spread=True),
+        replace(listed, name="entries that repeat", lists="again", by_slot=i % 2 == 0, listed=65),
+        replace(listed, name="empty lists", listed=0, sinks=True),
+        replace(listed, name="2048 of 3000", listed=2048, lens=(3000, 5, 2600), page=128),
+        replace(listed, name="listed sinks of inf", sinks=True, sink="inf", listed=9),
+        replace(listed, name="listed fp32 batch invariant", dtype="float32", batch_invariant=True, lse=False),
+        replace(listed, name="listed e4m3 query far sinks", dtype="float8_e4m3fn", out_dtype="bfloat16", sinks=True,
+                sink="far", batch_invariant=True, listed=700, lens=(900, 9)),
+        replace(base, name="sinks", sinks=True, lens=(37, 1, 0, 3000)),
+        replace(base, name="sinks of -inf ragged", sinks=True, sink="-inf", q_lens=(2, 4, 0, 1), lens=(37, 4, 0, 70),
+                ragged=True),
+    ):  # fmt: skip
+        yield replace(case, quick=False)
 
 
 def _mla_prefill(base: Case, i: int) -> Iterator[Case]:

@@ -22,7 +22,7 @@ from ..calls import (
     MLAProjectCall,
 )
 from ..formats import latent_format, pair_of
-from . import reference_append, reference_rotation
+from . import reference_append, reference_lists, reference_rotation
 from .codes import column, decode, encode, quantise_latents, read_rows, write_rows
 from .memory import put, take
 
@@ -110,6 +110,10 @@ def _keys_and_values(call: Any, b: int, n: int, start: int, stop: int) -> tuple[
 
 
 def _mla_decode(call: MLADecodeCall) -> Expected:
+    if call.indices is not None:
+        return _mla_decode_lists(call)
+    assert call.page_table is not None
+    assert call.seq_lens is not None
     out, lse = _empty(call.out)
     rounding = torch.zeros_like(lse) if call.ckv.dtype.itemsize == 1 else None
     scale = float(_pick(call, "softmax_scale"))
@@ -118,10 +122,29 @@ def _mla_decode(call: MLADecodeCall) -> Expected:
         ckv, kpe = latent_rows(call, *_places(call.page_table[b], n, call.ckv.shape[1]))
         q_nope, q_pe = decode(call.q_nope[start:stop]), decode(call.q_pe[start:stop])
         scores = (q_nope @ ckv.T + q_pe @ kpe.T) * scale
-        p, lse[start:stop] = _softmax(scores, _visible(stop - start, n, None, 0), None)
+        p, lse[start:stop] = _softmax(scores, _visible(stop - start, n, None, 0), call.sinks)
         out[start:stop] = p @ ckv
         if rounding is not None:
             rounding[start:stop] = _moved(p, q_nope.square() @ ckv.square().T + q_pe.square() @ kpe.square().T, scale)
+    return _attention(call, out * float(_pick(call, "out_scale")), lse)._replace(lse_rounding=rounding)
+
+
+def _mla_decode_lists(call: MLADecodeCall) -> Expected:
+    """Row by row over the keys that its list names, as often as it does."""
+    out, lse = _empty(call.out)
+    rounding = torch.zeros_like(lse) if call.ckv.dtype.itemsize == 1 else None
+    scale = float(_pick(call, "softmax_scale"))
+    for t, keys in enumerate(reference_lists.latent_keys(call)):
+        if not keys:
+            continue
+        ckv, kpe = latent_rows(call, *torch.tensor(keys).T)
+        q_nope, q_pe = decode(call.q_nope[t : t + 1]), decode(call.q_pe[t : t + 1])
+        scores = (q_nope @ ckv.T + q_pe @ kpe.T) * scale
+        p, lse[t : t + 1] = _softmax(scores, torch.ones(1, len(keys), dtype=torch.bool), call.sinks)
+        out[t : t + 1] = p @ ckv
+        if rounding is not None:
+            products = q_nope.square() @ ckv.square().T + q_pe.square() @ kpe.square().T
+            rounding[t : t + 1] = _moved(p, products, scale)
     return _attention(call, out * float(_pick(call, "out_scale")), lse)._replace(lse_rounding=rounding)
 
 
@@ -299,7 +322,7 @@ def _softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Ten
     if sinks is not None:
         every = torch.cat([scores, sinks.double()[:, None].expand(len(scores), -1, 1)], -1)
     lse = torch.where(visible.any(-1)[:, None], torch.logsumexp(every, -1), -torch.inf)
-    p = torch.exp(scores - lse[..., None])
+    p = torch.exp(scores - lse[..., None])  # 0 beside a sink of inf
     return torch.where(visible[:, None], p, 0.0), lse
 
 

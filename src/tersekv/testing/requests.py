@@ -11,7 +11,7 @@ from torch import Tensor
 from .cases import Case
 
 _HUGE = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1, torch.uint32: 2**32 - 1}
-_FAR = 2**62  # among values: what becomes the largest number of their dtype; negative: the smallest
+FAR = 2**62  # among values: what becomes the largest number of their dtype; negative: the smallest
 _SPARE_PAGES = 3
 _BEYOND_TABLE = 7  # added to the size of cos_sin_cache: a position outside it
 
@@ -36,15 +36,15 @@ class Requests:
         self.max_pos = max(case.lens, default=0) + 2
 
     def index(self, values: Any, *, signed: bool = False) -> Tensor:
-        """An index tensor in the case's dtype, or in one that holds a sign too; _FAR becomes the largest number."""
+        """An index tensor in the case's dtype, or in one that holds a sign too; FAR becomes the largest number."""
         if self._mixed is None:
             dtype = getattr(torch, self.case.index)
             dtype = torch.int32 if signed and dtype == torch.uint32 else dtype
         else:
             dtype = self._mixed.choice([d for d in _HUGE if not signed or d.is_signed])
         values = torch.as_tensor(values, dtype=torch.int64)
-        values = torch.where(values == -_FAR, torch.iinfo(dtype).min, values)
-        return torch.where(values == _FAR, _HUGE[dtype], values).to(dtype)
+        values = torch.where(values == -FAR, torch.iinfo(dtype).min, values)
+        return torch.where(values == FAR, _HUGE[dtype], values).to(dtype)
 
     def seq_lens(self) -> Tensor:
         return self.index(self.case.lens)
@@ -59,7 +59,7 @@ class Requests:
         wide = width + 3 * self.case.strided
         lens = [n if new else max(n - q, 0) for n, q in zip(self.case.lens, self.q_lens, strict=True)]
         kept = [p[: -(-n // self.case.page)] for p, n in zip(self.pages, lens, strict=True)]
-        rows = [p + [_FAR] * (wide - len(p)) for p in kept]
+        rows = [p + [FAR] * (wide - len(p)) for p in kept]
         return self.index(rows).reshape(-1, wide)[:, :width]
 
     def live(self, *, new: bool = True) -> tuple[Tensor, Tensor]:
@@ -86,24 +86,24 @@ class Requests:
         if self.case.place == "slots":
             slots = [self.pages[b][pos // size] * size + pos % size for b, pos in tokens]
             negative = self.case.index != "uint32"
-            skipped = (-1, -_FAR) if negative else (outside, _FAR)
-            for i, wrong in ((1, skipped[0]), (3, outside), (6, _FAR), (7, skipped[1])):
+            skipped = (-1, -FAR) if negative else (outside, FAR)
+            for i, wrong in ((1, skipped[0]), (3, outside), (6, FAR), (7, skipped[1])):
                 if self.case.skip and i < len(slots):
                     slots[i] = wrong
             return self.index(slots, signed=negative), None, None, None, None
         batch, positions = [b for b, _ in tokens], [pos for _, pos in tokens]
         if self.case.skip:
-            for values, i, wrong in ((batch, 1, -1), (positions, 3, outside), (positions, 6, _FAR), (batch, 7, -_FAR)):
+            for values, i, wrong in ((batch, 1, -1), (positions, 3, outside), (positions, 6, FAR), (batch, 7, -FAR)):
                 values[i : i + 1] = [wrong] * len(values[i : i + 1])
         indptr = [sum(len(p) for p in self.pages[:b]) for b in range(len(self.pages) + 1)]
-        indices = [page for p in self.pages for page in p] + [_FAR] * 2
+        indices = [page for p in self.pages for page in p] + [FAR] * 2
         where = self.index(batch, signed=True), self.index(positions), self.index(indptr), self.index(indices)
         return None, *where
 
     def positions(self) -> Tensor:
         """RoPE positions; with `skip`, those of tokens 5 and 8 lie outside the table."""
         positions = [pos for _, pos in self.new_tokens()]
-        for i, wrong in ((5, self.max_pos + _BEYOND_TABLE), (8, _FAR)):
+        for i, wrong in ((5, self.max_pos + _BEYOND_TABLE), (8, FAR)):
             if self.case.skip and i < len(positions):
                 positions[i] = wrong
         return self.index(positions)

@@ -103,8 +103,8 @@ def split_and_combine_launches(
     max_splits = max(1, min(MAX_SPLITS, -(-tiles // cfg.SPLIT_BLOCKS)))
     work_tiles = f.out.shape[0] * cfg.GROUP // cfg.BLOCK_M + f.seq_lens.shape[0]
     arguments = (
-        arguments
-        | tensor_args(SEQ_LENS="seq_lens", CU_SEQLENS_Q="cu_seqlens_q")
+        tensor_args(SEQ_LENS="seq_lens", CU_SEQLENS_Q="cu_seqlens_q")
+        | arguments
         | {"B": f.seq_lens.shape[0], "max_splits": max_splits}
     )
     split = split.with_args(max_splits=max_splits)
