@@ -155,6 +155,9 @@ class AttentionCall(NamedTuple):
     k_channel_scale: Tensor | None = None  # [H, D] fp32: rows lie divided by it, before they were rotated
     v_channel_scale: Tensor | None = None  # [H, Dv]
     batch_invariant: bool = False  # what is beside a request must not change its bits
+    indices: Tensor | None = None  # [T, H | 1, n] blocks of keys that each row attends to; negative: none
+    index_lens: Tensor | None = None  # [T] or [T, H | 1] used entries of each list; None: n
+    block_size: int = 1  # consecutive positions of an entry
 
 
 def attention_inputs(
@@ -164,12 +167,13 @@ def attention_inputs(
     sinks: Tensor | None = None, lse: Tensor | None = None, softmax_scale_t: Tensor | None = None,
     k_scale_t: Tensor | None = None, v_scale_t: Tensor | None = None, out_scale_t: Tensor | None = None,
     k_signs: Tensor | None = None, v_signs: Tensor | None = None, k_channel_scale: Tensor | None = None,
-    v_channel_scale: Tensor | None = None,
+    v_channel_scale: Tensor | None = None, indices: Tensor | None = None, index_lens: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Returns the tensors of an `AttentionCall` in its order: `inputs` of the launch cache."""
     return (
         q, k_cache, v_cache, page_table, seq_lens, out, k, v, k_scale_cache, v_scale_cache, cu_seqlens_q, mask, sinks,
         lse, softmax_scale_t, k_scale_t, v_scale_t, out_scale_t, k_signs, v_signs, k_channel_scale, v_channel_scale,
+        indices, index_lens,
     )  # fmt: skip
 
 

@@ -133,6 +133,10 @@ AXES: dict[str, Axes] = {
         "window": (0, 5), "softcap": (0.0, 20.0), "sinks": _BOTH, "new_rows": _BOTH, "drafts": (3000, 1, 40),
     },
     "mla_decode": {**_LATENT, **_READ, "group": (16, 1, 5, 32, 48, 64, 128)},
+    "decode listed": {
+        **_KV, **_READ, **_LISTED, "each_head": _BOTH, "group": (4, 1, 5, 8, 16), "softcap": (0.0, 20.0),
+        "sinks": _BOTH,
+    },
     "mla_decode listed": {
         **_LATENT, **_READ, **_LISTED, "by_slot": _BOTH, "sinks": _BOTH, "group": (16, 1, 5, 32, 48, 64, 128),
     },

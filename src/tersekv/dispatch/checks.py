@@ -174,6 +174,7 @@ def _kv_attention(f: SimpleNamespace) -> ShapeChecker:
     require(s["Hq"] > 0, "q", "at least one head", s["Hq"])
     require(s["H"] > 0 and s["Hq"] % s["H"] == 0, "q", f"num_q_heads a multiple of num_kv_heads={s['H']}", s["Hq"])
     _requests(f, s)
+    list_checks.block_lists(f, s)
     s.see("sinks", "Hq", F32)
     s.see("out", "T Hq Dv", FLOAT + FP8)
     s.see("lse", "T Hq", F32, last_dim_dense=False)

@@ -31,11 +31,26 @@ def latent_lists(f: SimpleNamespace, s: ShapeChecker) -> None:
         require(not slots, "block_size", "1 where indices are slots (page_table is None)", f.block_size)
 
 
+def block_lists(f: SimpleNamespace, s: ShapeChecker) -> None:
+    """Raise ValueError unless lists of blocks over a K/V cache fit."""
+    _lists(f)
+    if f.indices is None:
+        return
+    for name, absent in (("mask", f.mask is None), ("window", f.window == 0), ("k", f.k is None), ("v", f.v is None)):
+        require(absent, "indices", f"None beside {name}", "a tensor")
+    s.see("indices", "T Hx n", INDEX, last_dim_dense=False)
+    require(s["Hx"] in (1, s["H"]), "indices", f"lists for 1 or num_kv_heads={s['H']} heads", s["Hx"])
+    per_list = f.index_lens is not None and len(f.index_lens.shape) == 2
+    s.see("index_lens", "T Hx" if per_list else "T", INDEX, last_dim_dense=False)
+
+
 def _lists(f: SimpleNamespace) -> None:
     lists = f.indices is not None
     require(lists or f.index_lens is None, "index_lens", "None without indices", "a tensor")
     require(lists or f.block_size == 1, "block_size", "1 without indices", f.block_size)
     require(f.block_size > 0, "block_size", "a positive number of positions", f.block_size)
+    n = f.indices.shape[-1] if lists and f.indices.shape else 0
+    require(n * f.block_size < 2**31, "block_size", "n * block_size below 2**31", f"{n} * {f.block_size}")
 
 
 def entries(x: Tensor) -> Tensor:

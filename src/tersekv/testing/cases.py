@@ -82,6 +82,7 @@ class Case:
     listed: int = -1  # entries of a row's list; -1: there are none
     block_size: int = 1  # positions of an entry
     by_slot: bool = False
+    each_head: bool = False  # K/V caches: a list for each KV head
     list_lens: bool = False  # lists have lengths of their own
     lists: str = ""  # "shared": one for all rows; "again": entries may repeat
     sink: str = ""  # sinks of another size: "inf", "-inf", "far"
@@ -257,6 +258,23 @@ def _decode(base: Case, i: int) -> Iterator[Case]:
                 channels="v", scales="tail", dim=64, dtype="float16", lse=False),
     ):  # fmt: skip
         yield replace(case, quick=False)
+    listed = replace(base, listed=9, block_size=16, lens=(137, 1, 0, 230), quick=False)
+    for case in (
+        replace(listed, name="listed blocks"),
+        replace(listed, name="lists of each head sinks", each_head=True, list_lens=True, sinks=True, page=64, heads=3),
+        replace(listed, name=f"listed blocks of 3 rotated D {odd} Dv {odd_v}", block_size=3, listed=65, rotation="kv",
+                channels="kv", dim=odd, dim_v=odd_v, page=16, group=5, q_lens=(2, 2, 2, 2), scale="float"),
+        replace(listed, name="listed blocks of 128 in pages of 16 tail", block_size=128, listed=5, scales="tail",
+                lens=(900, 5, 600), list_lens=True, index="uint32", softcap=20.0),
+        replace(listed, name="listed ragged rows int64 strided", q_lens=(20, 1, 0, 17), ragged=True, each_head=True,
+                index="int64", strided=True, page=3, layout="HND", group=8),
+        replace(listed, name="listed tokens V of another format", block_size=1, listed=64, page=64, dtype="float16",
+                v_format=_other(base.format), lists="again", batch_invariant=True),
+        replace(listed, name="listed e4m3 query G 16 batch invariant", dtype="float8_e4m3fn", out_dtype="bfloat16",
+                group=16, heads=1, listed=50, lens=(900, 9), batch_invariant=True, scale="tensor"),
+        replace(listed, name="listed sinks of inf fp32", sinks=True, sink="inf", dtype="float32", each_head=True),
+    ):  # fmt: skip
+        yield case
     if kv_format(base.format).scale == "tensor":
         yield replace(base, name="a scale per head", scale="head", quick=False)
     if base.format == "bf16":
@@ -304,6 +322,18 @@ def _prefill(base: Case, i: int) -> Iterator[Case]:
         replace(new, name="fp32", dtype="float32", lse=False),
         replace(base, name="rotated, V of another format", rotation="kv", v_format=_other(base.format), scales="tail"),
         replace(new, name="new rows, rotated, channel scales", rotation="kv", channels="kv", scale="float", sinks=True),
+        replace(base, name="listed blocks", listed=6, block_size=16, each_head=True, list_lens=True, sinks=True),
+        replace(
+            base,
+            name="one list for all",
+            listed=20,
+            block_size=4,
+            lists="shared",
+            lens=(150,),
+            q_lens=(70,),
+            page=64,
+            dim=64,
+        ),
         replace(new, name=f"new rows, channel scales, D {odd}", channels="kv", rotation="v", dim=odd, dim_v=odd_v),
     ):
         yield replace(case, quick=False)

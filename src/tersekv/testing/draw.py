@@ -199,6 +199,8 @@ def _written_as(dice: Dice) -> str:
 
 def _decode(dice: Dice, case: Case) -> Case:
     case = _kv_attention(dice, case)
+    if dice.maybe(0.15):
+        return _listed(dice, replace(case, window=0))
     return replace(case, mask=dice.maybe(0.2))
 
 
@@ -207,7 +209,10 @@ def _prefill(dice: Dice, case: Case) -> Case:
     case = _kv_attention(dice, case)
     if dice.maybe(0.3) and sum(case.lens) * case.heads * case.group * max(case.lens) * 64 <= _MOST_SCORES:
         case = replace(case, q_lens=case.lens)
-    return replace(case, ragged=True, new_rows=dice.maybe(0.4))
+    case = replace(case, ragged=True)
+    if dice.maybe(0.15):
+        return _listed(dice, replace(case, window=0))
+    return replace(case, new_rows=dice.maybe(0.4))
 
 
 def _kv_attention(dice: Dice, case: Case) -> Case:
@@ -249,13 +254,15 @@ def _mla_decode(dice: Dice, case: Case) -> Case:
 
 def _listed(dice: Dice, case: Case) -> Case:
     """Lists of keys: of a few entries, of what tiles hold and one more or less, of more than there are."""
-    rows = max(sum(case.q_lens or (1,) * len(case.lens)), 1)
+    rows = max(sum(case.q_lens if case.q_lens is not None else (1,) * len(case.lens)), 1) * case.heads
     most = max(min(_MOST_LISTED // rows, 2051), 1)
     listed = min(dice.some((0, 1, 63, 64, 65, 2048, 2051, dice.log(1, 2051))), most)
-    by_slot = case.op == "mla_decode" and dice.maybe(0.4)
+    latent = case.op == "mla_decode"
+    by_slot = latent and dice.maybe(0.4)
     block_size = 1 if by_slot else dice.some((1, 1, 3, 4, 8, 64, 128))
     return replace(
         case, listed=listed, by_slot=by_slot, block_size=block_size, list_lens=dice.maybe(0.4),
+        each_head=not latent and dice.maybe(0.4),
         lists=dice.some(("", "shared", "again"), (6, 1 if len(case.lens) == 1 else 0, 1)),
     )  # fmt: skip
 

@@ -55,7 +55,6 @@ class Lists:
         else:
             entries = chosen + padding
             dice.shuffle(entries)
-        self._length = length
         return entries + [FAR] * (n - length)
 
     def slot(self, b: int, position: int) -> int:
@@ -63,10 +62,9 @@ class Lists:
         return self.requests.pages[b][position // page] * page + position % page
 
     def indices(self) -> Tensor:
-        """[T, n]; [T, Hx, n] if the case's cache has KV heads that list their own."""
+        """[T, Hx, n]."""
         c, count = self.case, len(self._tokens)
         x = self.requests.index(torch.tensor(self.lists, dtype=torch.int64).reshape(count, self.heads, c.listed))
-        x = x[:, 0] if self._flat else x
         if c.lists == "shared" and count:
             return x[:1].expand(count, *x.shape[1:])
         if not c.strided:
@@ -75,15 +73,13 @@ class Lists:
         wide[..., 1 : 1 + 2 * c.listed : 2] = x
         return wide[..., 1 : 1 + 2 * c.listed : 2]
 
-    _flat = True
-
     def index_lens(self) -> Tensor | None:
-        """[T], or [T, Hx]."""
+        """[T] for one list a row, or [T, Hx]."""
         if not self.case.list_lens:
             return None
         lens = [[sum(x != FAR for x in entries) for entries in row] for row in self.lists]
         lens_t = self.requests.index(torch.tensor(lens, dtype=torch.int64).reshape(len(lens), self.heads))
-        return lens_t[:, 0] if self._flat else lens_t
+        return lens_t[:, 0] if self.heads == 1 else lens_t
 
     def live(self) -> tuple[Tensor, Tensor]:
         """Pages and slots of every key that some row sees; no other may be read."""

@@ -245,7 +245,8 @@ def _kv_attention(m: _Maker) -> dict[str, Any]:
     c, r = m.case, m.requests
     a, dv = m.kv_layer(c.page), c.dim_v or c.dim
     format, v_format, more = attributes(a)
-    pages, slots = r.live(new=not c.new_rows)
+    lists = Lists(c, r, c.heads if c.each_head else 1) if c.listed >= 0 else None
+    pages, slots = r.live(new=not c.new_rows) if lists is None else lists.live()
     for f, codes, stored, scale, dim, spread in (
         (kv_format(format), a.k, a.k_scale_cache, a.k_scale, c.dim, 2.0),
         (kv_format(v_format or format), a.v, a.v_scale_cache, a.v_scale, dv, 3.0),
@@ -274,7 +275,9 @@ def _kv_attention(m: _Maker) -> dict[str, Any]:
         "sinks": _sinks(m, heads) if c.sinks else None, "out": m.output(r.tokens, heads, dv),
         "lse": m.lse(r.tokens, heads), "format": format, "max_q_len": r.max_q_len, "window": c.window,
         "softcap": c.softcap, "precision": c.precision, "v_format": v_format,
-        "batch_invariant": c.batch_invariant,
+        "batch_invariant": c.batch_invariant, "block_size": c.block_size,
+        "indices": None if lists is None else lists.indices(),
+        "index_lens": None if lists is None else lists.index_lens(),
     }  # fmt: skip
 
 
@@ -298,7 +301,7 @@ def _mla_decode(m: _Maker) -> MLADecodeCall:
         m.output(r.tokens, heads, c.rank), m.lse(r.tokens, heads),
         c.format, 1 if c.by_slot else r.max_q_len, *float_and_tensor(softmax_scale), *float_and_tensor(a.kv_scale),
         *float_and_tensor(out_scale), c.precision, c.batch_invariant,
-        None if lists is None else lists.indices(), None if lists is None else lists.index_lens(), c.block_size,
+        None if lists is None else lists.indices()[:, 0], None if lists is None else lists.index_lens(), c.block_size,
         _sinks(m, heads) if c.sinks else None,
     )  # fmt: skip
 

@@ -73,6 +73,9 @@ def _kv_attention(call: AttentionCall, eight_bit_products: bool) -> Expected:
     for b, (start, stop) in enumerate(_rows(call)):
         n = int(call.seq_lens[b])
         k, v = _keys_and_values(call, b, n, start, stop)
+        if call.indices is not None:  # what no list names may be anything
+            named = reference_lists.block_counts(call, start, stop, n).sum((0, 1)) > 0
+            k, v = (torch.where(named[:, None, None], x, 0.0) for x in (k, v))
         q = decode(call.q[start:stop]).unflatten(1, (heads, group))
         scale = float(_pick(call, "softmax_scale"))
         scores = torch.einsum("rhgd,nhd->rhgn", q, k).flatten(1, 2) * scale
@@ -80,6 +83,9 @@ def _kv_attention(call: AttentionCall, eight_bit_products: bool) -> Expected:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         mask = None if call.mask is None else call.mask[start:stop]
         visible = _visible(stop - start, n, mask, call.window)
+        if call.indices is not None:
+            counts = reference_lists.block_counts(call, start, stop, n).repeat_interleave(group, 1)
+            scores, visible = scores + counts.log(), counts > 0
         p, lse[start:stop] = _softmax(scores, visible, call.sinks)
         o = torch.einsum("rhgn,nhd->rhgd", p.unflatten(1, (heads, group)), v)
         out[start:stop] = o.flatten(1, 2)
@@ -316,14 +322,15 @@ def _visible(rows: int, n: int, mask: Tensor | None, window: int) -> Tensor:
 
 
 def _softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Probabilities [r, H, n] and lse [r, H]; a row that sees nothing: 0 and −inf."""
-    scores = torch.where(visible[:, None], scores, -torch.inf)
+    """Probabilities [r, H, n] and lse [r, H]; a row that sees nothing: 0 and −inf. visible: [r, n], or [r, H, n]."""
+    visible = visible[:, None] if visible.dim() == 2 else visible
+    scores = torch.where(visible, scores, -torch.inf)
     every = scores
     if sinks is not None:
         every = torch.cat([scores, sinks.double()[:, None].expand(len(scores), -1, 1)], -1)
-    lse = torch.where(visible.any(-1)[:, None], torch.logsumexp(every, -1), -torch.inf)
+    lse = torch.where(visible.any(-1), torch.logsumexp(every, -1), -torch.inf)
     p = torch.exp(scores - lse[..., None])  # 0 beside a sink of inf
-    return torch.where(visible[:, None], p, 0.0), lse
+    return torch.where(visible, p, 0.0), lse
 
 
 def _attention(call: Any, out: Tensor, lse: Tensor) -> Expected:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..calls import MLADecodeCall
+from ..calls import AttentionCall, MLADecodeCall
 
 
 def latent_keys(call: MLADecodeCall) -> list[list[tuple[int, int]]]:
@@ -24,6 +25,22 @@ def latent_keys(call: MLADecodeCall) -> list[list[tuple[int, int]]]:
             [(int(call.page_table[b, j // size]), j % size) for j in positions(used, position, call.block_size)]
         )
     return found
+
+
+def block_counts(call: AttentionCall, start: int, stop: int, n: int) -> Tensor:
+    """How often each of a request's n keys stands in the lists of its rows [start, stop): [r, Hkv, n] fp64."""
+    assert call.indices is not None
+    heads, counts = call.k_cache.shape[2], torch.zeros(stop - start, call.k_cache.shape[2], n, dtype=torch.float64)
+    for t in range(start, stop):
+        for h in range(heads):
+            which = h if call.indices.shape[1] > 1 else 0
+            lens = call.index_lens
+            if lens is not None and lens.dim() == 2:
+                lens = lens[:, which if lens.shape[1] > 1 else 0]
+            used = _used(call.indices[:, which], lens, t)
+            for j in positions(used, n - stop + t, call.block_size):
+                counts[t - start, h, j] += 1
+    return counts
 
 
 def positions(used: list[int], last: int, block: int) -> list[int]:

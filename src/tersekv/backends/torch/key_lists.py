@@ -18,7 +18,7 @@ _ELEMENTS = 1 << 24  # most elements of the keys of a step in fp32
 
 
 class ListedKeys(NamedTuple):
-    """The keys of rows, one list each: [N, K]. Page and slot are 0 where a key is not visible."""
+    """The keys of rows, [N, K], or of their heads, [N, H, K]. Page and slot are 0 where a key is not visible."""
 
     pages: Tensor
     slots: Tensor
@@ -29,8 +29,10 @@ class ListedKeys(NamedTuple):
 
 
 def listed_keys(call: Any, num_pages: int, page_size: int) -> ListedKeys:
-    """Returns the keys of the lists [T, n] of a call: by positions, or by slots where it has no page table."""
+    """Returns the keys of the lists of a call, [T, n] or [T, Hx, n]: by positions, or by slots where it has no page
+    table. One list for all heads: [T, K]."""
     used = _used_entries(call)
+    used = used[:, 0] if used.dim() == 3 and used.shape[1] == 1 else used
     if call.page_table is None:
         if may_read(used):
             _raise_first("indices", f"slots below {num_pages * page_size} (P * S)", used, used >= num_pages * page_size)

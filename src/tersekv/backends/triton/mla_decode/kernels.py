@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..parts.combine import LOG2E, cast_output, finalize_softmax, load_scale
 from ..parts.dequant import dequant_packed, e4m3_bytes_to_fp16
-from ..parts.key_lists import find_keys, keys_in_range, load_keys, row_offsets
+from ..parts.key_lists import VISIBLE, find_keys, keys_in_range, load_keys, row_offsets
 from ..parts.tile_scheduler import (
     METADATA_FIELDS,
     blocks_per_split,
@@ -311,7 +311,7 @@ def max_group_scale_and_ratios(group_scales, cfg: tl.constexpr):
 def apply_mask(s, page_ids, n_block, num_keys, num_q_rows, row_begin, cfg: tl.constexpr):
     """Returns the scores of n_block with −inf where a query row does not see a key."""
     if cfg.LIST.LENGTH >= 0:
-        return tl.where(page_ids.visible[:, None], s, float("-inf"))
+        return tl.where(page_ids[VISIBLE][:, None], s, float("-inf"))
     else:
         o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
         q_position = num_keys - num_q_rows + (row_begin + tl.arange(0, cfg.BLOCK_M)) // cfg.GROUP

@@ -1,7 +1,7 @@
 """The keys of a key block: a request's in order, or those of a query row's list (`indices`).
 
 With lists every row is a request (`tile_scheduler`), whose keys are its list's entries, BLOCK positions each, and
-`ListedKeys` stand where page ids of a key block stand without lists.
+(pages, slots, visible) stand where page ids of a key block stand without lists.
 """
 
 from typing import Any, NamedTuple
@@ -24,12 +24,9 @@ class KeyList(NamedTuple):
     num_slots: Any
 
 
-class ListedKeys(NamedTuple):
-    """The keys of a key block, [BLOCK_N] each; page and slot are 0 where a key is not visible."""
-
-    pages: Any
-    slots: Any
-    visible: Any
+# The keys of a key block, [BLOCK_N] each: (pages, slots, visible); page and slot are 0 where a key is not visible. A
+# bare tuple: in a tuple of several key blocks Triton forgets the names of fields.
+PAGES, SLOTS, VISIBLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -71,7 +68,7 @@ def find_keys(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg: tl.constexpr
 
 @triton.jit
 def load_keys(keys, n_block, num_keys, cfg: tl.constexpr):
-    """Loads the page ids of key block n_block, or its ListedKeys. keys: from `find_keys`."""
+    """Loads the page ids of key block n_block, or its listed keys. keys: from `find_keys`."""
     if cfg.LIST.LENGTH < 0:
         return load_page_ids(keys, n_block, num_keys, cfg)
     else:
@@ -92,7 +89,7 @@ def load_keys(keys, n_block, num_keys, cfg: tl.constexpr):
             position = tl.where(visible, position, 0).to(tl.uint32)
             pages = tl.load(keys.p_page_ids + position // cfg.PAGE, mask=visible, other=0).to(tl.int64)
             slots = position % cfg.PAGE
-        return ListedKeys(pages, slots.to(tl.int64) if cfg.INT64_OFFSETS else slots.to(tl.int32), visible)
+        return pages, slots.to(tl.int64) if cfg.INT64_OFFSETS else slots.to(tl.int32), visible
 
 
 @triton.jit
@@ -101,7 +98,7 @@ def keys_in_range(page_ids, n_block, num_keys, cfg: tl.constexpr):
     if cfg.LIST.LENGTH < 0:
         return n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N) < num_keys
     else:
-        return page_ids.visible
+        return page_ids[VISIBLE]
 
 
 @triton.jit
@@ -110,4 +107,4 @@ def row_offsets(page_ids, n_block, stride_page, stride_slot, cfg: tl.constexpr):
     if cfg.LIST.LENGTH < 0:
         return page_ids * stride_page + page_slots(n_block, cfg) * stride_slot
     else:
-        return page_ids.pages * stride_page + page_ids.slots * stride_slot
+        return page_ids[PAGES] * stride_page + page_ids[SLOTS] * stride_slot
