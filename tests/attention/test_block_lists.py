@@ -106,7 +106,8 @@ WRONG = [
     ({"indices": everything(3), "block_size": -1}, "block_size: want a positive number of positions, got -1"),
     ({"indices": everything(3), "index_lens": torch.zeros(2, 2, dtype=I32)},
      "index_lens: want [T=2, Hx=1] int32 | int64 | uint32, got [2, 2] int32"),
-    ({"indices": everything(3), "block_size": 2**30}, "block_size: want n * block_size below 2**31, got 3 * 1073741824"),
+    ({"indices": everything(3), "block_size": 2**30},
+     "block_size: want n * block_size below 2**31, got 3 * 1073741824"),
     ({"block_size": 16}, "block_size: want 1 without indices, got 16"),
 ]  # fmt: skip
 

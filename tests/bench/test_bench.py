@@ -44,6 +44,7 @@ SMALL = {
     "mla_prefill": Case("mla_prefill", "bf16", 0, 24, heads=1, page=16),
     "mla_project": Case("mla_project", "fp8_e4m3", 0, 5, heads=2),
     "merge_states": Case("merge_states", "bf16", 0, 5, heads=2),
+    "sparse": Case("sparse", "fp8_ds_mla", 2, 40, heads=4, page=16, listed=9),
 }
 SHAPE = Shape("shape", "fp8_e4m3", 3, 40, heads=6, page=16, uneven=True, kv_heads=2, head_dim=64)
 

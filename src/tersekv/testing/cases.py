@@ -272,7 +272,7 @@ def _decode(base: Case, i: int) -> Iterator[Case]:
                 v_format=_other(base.format), lists="again", batch_invariant=True),
         replace(listed, name="listed e4m3 query G 16 batch invariant", dtype="float8_e4m3fn", out_dtype="bfloat16",
                 group=16, heads=1, listed=50, lens=(900, 9), batch_invariant=True, scale="tensor"),
-        replace(listed, name="listed sinks of inf fp32", sinks=True, sink="inf", dtype="float32", each_head=True),
+        replace(listed, name="listed sinks of inf", sinks=True, sink="inf", out_dtype="float32", each_head=True),
     ):  # fmt: skip
         yield case
     if kv_format(base.format).scale == "tensor":
@@ -389,7 +389,7 @@ def _mla_decode(base: Case, i: int) -> Iterator[Case]:
         replace(listed, name="empty lists", listed=0, sinks=True),
         replace(listed, name="2048 of 3000", listed=2048, lens=(3000, 5, 2600), page=128),
         replace(listed, name="listed sinks of inf", sinks=True, sink="inf", listed=9),
-        replace(listed, name="listed fp32 batch invariant", dtype="float32", batch_invariant=True, lse=False),
+        replace(listed, name="listed fp16 batch invariant", dtype="float16", batch_invariant=True, lse=False),
         replace(listed, name="listed e4m3 query far sinks", dtype="float8_e4m3fn", out_dtype="bfloat16", sinks=True,
                 sink="far", batch_invariant=True, listed=700, lens=(900, 9)),
         replace(base, name="sinks", sinks=True, lens=(37, 1, 0, 3000)),

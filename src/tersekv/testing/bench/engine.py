@@ -19,6 +19,7 @@ from .mla_prefill import MLAPrefill
 from .mla_project import MLAProject
 from .prefill import Prefill
 from .shapes import ShapeDecode
+from .sparse import Sparse
 
 OK, UNSUPPORTED, RED, FAILED = "ok", "unsupported", "red", "failed"
 PROBLEMS: dict[str, Callable[[Case, torch.device, str | None], Problem]] = {
@@ -32,6 +33,7 @@ PROBLEMS: dict[str, Callable[[Case, torch.device, str | None], Problem]] = {
     "mla_decode_branch": Branch,
     "mla_prefill": MLAPrefill,
     "mla_project": MLAProject,
+    "sparse": Sparse,
     "shape": ShapeDecode,  # type: ignore[dict-item]
 }
 

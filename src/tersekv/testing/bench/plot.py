@@ -32,6 +32,7 @@ _MARKERS = {
     "mla_prefill": "D",
     "mla_project": "h",
     "merge_states": "X",
+    "sparse": "d",
 }
 
 
