@@ -43,7 +43,7 @@ def planned(op: str, row: Row, arch: Arch) -> tuple[Any, Any, Any]:
     f = plan.facts(op, call)  # AMD has no number, and the portable kernels only
     plan.checks.facts(f)
     f.device = type("Device", (), {"type": "cuda"})()
-    module = importlib.import_module(f"tersekv.backends.triton.{op}")
+    module = importlib.import_module(f"tersekv.backends.triton.{plan._MODULE_OF.get(op, op)}")
     reason = module.why_not(f)
     if reason is not None:
         raise UnsupportedError(reason)

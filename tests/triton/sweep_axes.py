@@ -111,7 +111,7 @@ _NEW: Axes = {
     "i_cache_lens": _INDEX,
 }
 _LISTED: Axes = {
-    "listed": (70, 2048, 0),
+    "listed": (70, 1, 2048),
     "block_size": (1, 4, 48),
     "list_lens": _BOTH,
     "i_indices": _INDEX,

@@ -20,8 +20,9 @@ _OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 def has_no_work(f: SimpleNamespace) -> bool:
-    """Returns whether there is no query or no request."""
-    return 0 in f.out.shape or f.seq_lens.shape[0] == 0
+    """Returns whether there is no query, no request or no key: lists of keys without entries."""
+    lists = getattr(f, "indices", None)
+    return 0 in f.out.shape or f.seq_lens.shape[0] == 0 or (lists is not None and lists.shape[-1] == 0)
 
 
 def split_pass_args(f: SimpleNamespace) -> dict[str, Any]:
