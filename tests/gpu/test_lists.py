@@ -34,8 +34,11 @@ def test_replays_see_new_lists_of_latents(format, heads, by_slot):
         options = {"indices": indices, "index_lens": used, "softmax_scale": 0.05, "backend": backend}
         return tersekv.mla_decode(q, layer, *where, **options)
 
-    check_replays(step, [(indices, lambda: lists(4, 300, 900)), (used, lambda: used // 3),
-                         (lens, lambda: lens.flip(0).contiguous()), (table, lambda: table.flip(0).contiguous())])  # fmt: skip
+    changes = [
+        (indices, lambda: lists(4, 300, 900)), (used, lambda: used // 3), (lens, lambda: lens.flip(0).contiguous()),
+        (table, lambda: table.flip(0).contiguous()),
+    ]  # fmt: skip
+    check_replays(step, changes)
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp8_e4m3", "int8_per_token_head", "nvfp4"])

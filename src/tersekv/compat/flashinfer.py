@@ -92,6 +92,7 @@ def __getattr__(name: str) -> object:
 
 
 _JOINED = {"q_pe": "q_nope", "kpe": "ckv", "ckv_scale_cache": "ckv"}  # of one tensor each
+_NO_LISTS = (None, None, None)  # of `mla_decode`: indices, index_lens, sinks
 _XQA_NAMES = {
     "out": "output",
     "kv_cache": "k_cache",
@@ -251,7 +252,7 @@ def xqa_mla(
     (q_number, q_t), (kv_number, kv_t) = number_or_tensor(q_scale), number_or_tensor(kv_scale)
     signature, found = lookup_cached(
         _XQA_NAMES, "mla_decode", ("xqa_mla", page_size, _value_rows_key(k_cache, v_cache), q_number, kv_number),
-        (q, None, k_cache, None, None, page_table, seq_lens, None, output, None, q_t, kv_t, None), _JOINED,
+        (q, None, k_cache, None, None, page_table, seq_lens, None, output, None, q_t, kv_t, None, *_NO_LISTS), _JOINED,
     )  # fmt: skip
     if found is not None:
         return
@@ -326,7 +327,8 @@ def xqa_batch_decode_with_kv_cache_mla(
     (bmm1, bmm1_t), (bmm2, bmm2_t) = number_or_tensor(bmm1_scale), number_or_tensor(bmm2_scale)
     signature, found = lookup_cached(
         _DECODE_MLA_NAMES, "mla_decode", ("xqa_batch_mla", kv_lora_rank, qk_rope_head_dim, sinks, bmm1, bmm2),
-        (query, None, kv_cache, None, None, block_tables, seq_lens, None, out, None, bmm1_t, None, bmm2_t), _JOINED,
+        (query, None, kv_cache, None, None, block_tables, seq_lens, None, out, None, bmm1_t, None, bmm2_t, *_NO_LISTS),
+        _JOINED,
     )  # fmt: skip
     if found is not None:
         return found[0] if out is None else out

@@ -53,15 +53,15 @@ def _lists(f: SimpleNamespace) -> None:
     require(n * f.block_size < 2**31, "block_size", "n * block_size below 2**31", f"{n} * {f.block_size}")
 
 
-def entries(x: Tensor) -> Tensor:
+def _entries(x: Tensor) -> Tensor:
     """Returns the entries of lists as int64, where padding is negative."""
     y = x.to(torch.int64)
     return torch.where(y == 2**32 - 1, -1, y) if x.dtype == torch.uint32 else y
 
 
-def used_entries(call: Any) -> Tensor:
+def _used_entries(call: Any) -> Tensor:
     """Returns the entries of each list as int64, −1 past its end: [T, n], or [T, Hx, n]."""
-    x = entries(call.indices)
+    x = _entries(call.indices)
     if call.index_lens is None:
         return x
     lens = call.index_lens.to(torch.int64)
@@ -70,29 +70,14 @@ def used_entries(call: Any) -> Tensor:
     return torch.where(torch.arange(x.shape[-1], device=x.device) < lens[..., None], x, -1)
 
 
-def request_of_rows(call: Any) -> tuple[Tensor, Tensor]:
-    """Returns the request of each query row, and the row's position in it: [T] int64 both; −1 for a row of none."""
-    t, device = call.out.shape[0], call.out.device
-    row, lens = torch.arange(t, device=device), call.seq_lens.to(torch.int64)
+def _request_of_rows(call: Any) -> Tensor:
+    """Returns the request of each query row, [T] int64; −1 for a row of none."""
+    row, count = torch.arange(call.out.shape[0], device=call.out.device), len(call.seq_lens)
     if call.cu_seqlens_q is None:
-        new = torch.full_like(lens, call.max_q_len)
-        request, index = row // max(call.max_q_len, 1), row % max(call.max_q_len, 1)
-    else:
-        starts = call.cu_seqlens_q.to(torch.int64)
-        new = starts.diff()
-        request = torch.searchsorted(starts[1:].contiguous(), row, right=True)
-        index = row - starts[request.clamp(max=len(lens))]
-    none = (request >= len(lens)) | (index < 0)
-    if not len(lens):
-        return torch.full_like(row, -1), torch.full_like(row, -1)
-    known = request.clamp(max=len(lens) - 1)
-    return torch.where(none, -1, request), torch.where(none, -1, lens[known] - new[known] + index)
-
-
-def check_slots(call: Any, used: Tensor) -> None:
-    """Raise ValueError for a slot outside the cache."""
-    slots = call.ckv.shape[0] * call.ckv.shape[1]
-    _raise_first("indices", f"slots below {slots} (P * S)", used, used >= slots)
+        return row // max(call.max_q_len, 1)
+    starts = call.cu_seqlens_q.to(torch.int64)
+    request = torch.searchsorted(starts[1:].contiguous(), row, right=True)
+    return torch.where((request < count) & (row >= starts[0]), request, -1)
 
 
 def check_lists(call: Any) -> None:
@@ -100,9 +85,10 @@ def check_lists(call: Any) -> None:
     if call.index_lens is not None:
         lens, n = call.index_lens.to(torch.int64), call.indices.shape[-1]
         _raise_first("index_lens", f"in [0, {n}]", lens, (lens < 0) | (lens > n))
-    used = used_entries(call)
+    used = _used_entries(call)
     if by_slot(call):
-        check_slots(call, used)
+        slots = call.ckv.shape[0] * call.ckv.shape[1]
+        _raise_first("indices", f"slots below {slots} (P * S)", used, used >= slots)
     else:
         _check_positions(call, used)
     ordered = used.sort(-1).values
@@ -114,7 +100,7 @@ def check_lists(call: Any) -> None:
 
 
 def _check_positions(call: Any, used: Tensor) -> None:
-    request, _ = request_of_rows(call)
+    request = _request_of_rows(call)
     lens = call.seq_lens.to(torch.int64)
     if not len(lens):
         return
