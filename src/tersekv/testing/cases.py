@@ -258,8 +258,16 @@ def _decode(base: Case, i: int) -> Iterator[Case]:
                 channels="v", scales="tail", dim=64, dtype="float16", lse=False),
     ):  # fmt: skip
         yield replace(case, quick=False)
+    yield from _listed_blocks(base, odd, odd_v)
+    if kv_format(base.format).scale == "tensor":
+        yield replace(base, name="a scale per head", scale="head", quick=False)
+    if base.format == "bf16":
+        yield replace(base, name="fp16 query spread", dtype="float16", spread=True, quick=False)
+
+
+def _listed_blocks(base: Case, odd: int, odd_v: int) -> Iterator[Case]:
     listed = replace(base, listed=9, block_size=16, lens=(137, 1, 0, 230), quick=False)
-    for case in (
+    yield from (
         replace(listed, name="listed blocks"),
         replace(listed, name="lists of each head sinks", each_head=True, list_lens=True, sinks=True, page=64, heads=3),
         replace(listed, name=f"listed blocks of 3 rotated D {odd} Dv {odd_v}", block_size=3, listed=65, rotation="kv",
@@ -273,12 +281,7 @@ def _decode(base: Case, i: int) -> Iterator[Case]:
         replace(listed, name="listed e4m3 query G 16 batch invariant", dtype="float8_e4m3fn", out_dtype="bfloat16",
                 group=16, heads=1, listed=50, lens=(900, 9), batch_invariant=True, scale="tensor"),
         replace(listed, name="listed sinks of inf", sinks=True, sink="inf", out_dtype="float32", each_head=True),
-    ):  # fmt: skip
-        yield case
-    if kv_format(base.format).scale == "tensor":
-        yield replace(base, name="a scale per head", scale="head", quick=False)
-    if base.format == "bf16":
-        yield replace(base, name="fp16 query spread", dtype="float16", spread=True, quick=False)
+    )  # fmt: skip
 
 
 def _prefill(base: Case, i: int) -> Iterator[Case]:
