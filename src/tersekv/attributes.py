@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .formats import BATCH_INVARIANCE, BLOCK, CHANNELS, FP8, PAIRS, ROTATION, TENSOR, KVFormat
+from .formats import BATCH_INVARIANCE, BLOCK, CHANNELS, FP8, LATENT_SINKS, LISTS, PAIRS, ROTATION, TENSOR, KVFormat
 from .scalars import as_float, round_to_fp32
 from .shapes import ShapeChecker, dtype_name, require
 from .tracing import tracing
@@ -128,15 +128,16 @@ def fitting_scale(
 
 def required_features(f: Any) -> list[str]:
     """What of these a call's facts have, and what else it asks for that a backend's file may not take."""
-    invariant = [BATCH_INVARIANCE] if getattr(f, "batch_invariant", False) else []
+    asked = [BATCH_INVARIANCE] if getattr(f, "batch_invariant", False) else []
+    asked += [LISTS] if getattr(f, "indices", None) is not None else []
     if not hasattr(f, "v_format"):
-        return invariant
+        return asked + ([LATENT_SINKS] if getattr(f, "sinks", None) is not None else [])
     has = {
         PAIRS: f.v_format not in ("", f.format),
         ROTATION: f.k_signs is not None or f.v_signs is not None,
         CHANNELS: f.k_channel_scale is not None or f.v_channel_scale is not None,
     }
-    return [what for what, there in has.items() if there] + invariant
+    return [what for what, there in has.items() if there] + asked
 
 
 def check_attributes(f: SimpleNamespace, s: ShapeChecker, dims: tuple[int, int]) -> None:

@@ -155,6 +155,9 @@ class AttentionCall(NamedTuple):
     k_channel_scale: Tensor | None = None  # [H, D] fp32: rows lie divided by it, before they were rotated
     v_channel_scale: Tensor | None = None  # [H, Dv]
     batch_invariant: bool = False  # what is beside a request must not change its bits
+    indices: Tensor | None = None  # [T, H | 1, n] blocks of keys that each row attends to; negative: none
+    index_lens: Tensor | None = None  # [T] or [T, H | 1] used entries of each list; None: n
+    block_size: int = 1  # consecutive positions of an entry
 
 
 def attention_inputs(
@@ -164,12 +167,13 @@ def attention_inputs(
     sinks: Tensor | None = None, lse: Tensor | None = None, softmax_scale_t: Tensor | None = None,
     k_scale_t: Tensor | None = None, v_scale_t: Tensor | None = None, out_scale_t: Tensor | None = None,
     k_signs: Tensor | None = None, v_signs: Tensor | None = None, k_channel_scale: Tensor | None = None,
-    v_channel_scale: Tensor | None = None,
+    v_channel_scale: Tensor | None = None, indices: Tensor | None = None, index_lens: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Returns the tensors of an `AttentionCall` in its order: `inputs` of the launch cache."""
     return (
         q, k_cache, v_cache, page_table, seq_lens, out, k, v, k_scale_cache, v_scale_cache, cu_seqlens_q, mask, sinks,
         lse, softmax_scale_t, k_scale_t, v_scale_t, out_scale_t, k_signs, v_signs, k_channel_scale, v_channel_scale,
+        indices, index_lens,
     )  # fmt: skip
 
 
@@ -179,8 +183,8 @@ class MLADecodeCall(NamedTuple):
     ckv: Tensor  # [P, S, L]
     kpe: Tensor  # [P, S, R]
     ckv_scale_cache: Tensor | None  # [P, S, L/128] fp32
-    page_table: Tensor  # [B, max_pages]
-    seq_lens: Tensor  # [B] query tokens included
+    page_table: Tensor | None  # [B, max_pages]; None: `indices` are slots
+    seq_lens: Tensor | None  # [B] query tokens included; not read where `indices` are slots
     cu_seqlens_q: Tensor | None  # [B + 1]
     out: Tensor  # [T, H, L] written
     lse: Tensor | None  # [T, H] fp32 written
@@ -194,6 +198,10 @@ class MLADecodeCall(NamedTuple):
     out_scale_t: Tensor | None
     precision: str
     batch_invariant: bool = False  # as in decode
+    indices: Tensor | None = None  # [T, n] keys of each row: positions, or slots (page * S + offset); negative: none
+    index_lens: Tensor | None = None  # [T] used entries of each list; None: n
+    block_size: int = 1  # consecutive positions of an entry
+    sinks: Tensor | None = None  # [H] fp32
 
 
 class MLAPrefillCall(NamedTuple):

@@ -28,7 +28,7 @@ from tersekv import (
     rope_append,
 )
 from tersekv.calls import CALLS, AppendCall
-from tersekv.dispatch import checks, launch_cache, plan
+from tersekv.dispatch import checks, launch_cache, plan, type_checks
 from tersekv.ops import registry
 from tersekv.testing.cases import cases
 from tersekv.testing.make import make
@@ -417,7 +417,7 @@ def only_checks(monkeypatch):
     """Calls end after their checks: no backend runs."""
 
     def check(op, call, backend):
-        checks.types(CALLS[op][0], call)
+        type_checks.types(CALLS[op][0], call)
         checks.facts(plan.facts(op, call))
         return plan.Plan("none", lambda call, config: None, None, None)
 

@@ -104,6 +104,32 @@ def test_columns_of_a_joined_query_are_found_behind_its_address(bound):
     assert [bound.last()[n] for n in ("q_nope", "q_pe")] == [x.data_ptr() for x in pair]
 
 
+def test_lists_of_keys_take_the_short_way(bound):
+    for by_slot in (False, True):
+        for _ in range(3):
+            q, lists, lens, sinks = (
+                query(dim=80),
+                torch.zeros(2, 3, dtype=torch.int32),
+                torch.ones(2).int(),
+                torch.ones(4),
+            )
+            where = (None, None) if by_slot else indices().values()
+            given = {"indices": lists, "index_lens": lens, "sinks": sinks}
+            tersekv.mla_decode(q, LATENT, *where, **given, softmax_scale=0.1)
+        assert bound.last().items() >= {n: x.data_ptr() for n, x in given.items()}.items()
+        assert ("page_table" in bound.last()) != by_slot
+    count = len(bound.calls)
+    tersekv.mla_decode(q, LATENT, *where, softmax_scale=0.1, indices=lists[:, :2])
+    assert len(bound.calls) == count, "a list of another length is another call"
+    for _ in range(2):
+        blocks = torch.zeros(2, 2, 3, dtype=torch.int32)
+        tersekv.decode(query(), LAYER, **indices(), indices=blocks, block_size=4)
+    assert bound.last()["indices"] == blocks.data_ptr()
+    count = len(bound.calls)
+    tersekv.decode(query(), LAYER, **indices(), indices=blocks, block_size=2)
+    assert len(bound.calls) == count, "blocks of another size are another call"
+
+
 @pytest.mark.parametrize("rotary", [32, 16])
 def test_parts_of_rotated_rows_are_found_behind_their_addresses(bound, rotary):
     slots, cos_sin = torch.tensor([0, 9, 30]), torch.randn(9, rotary)

@@ -24,6 +24,17 @@ DECODES = [
     if c.name == "plain"
 ]
 TAILS = [c for c in cases(("append", "decode"), ("int8_per_token_head", "nvfp4")) if c.name.startswith("tail hnd")]
+LISTED = [
+    c
+    for op, format, names in (
+        ("mla_decode", "fp8_ds_mla", ("listed sinks of inf", "listed drafts uint32", "entries that repeat")),
+        ("mla_decode", "bf16", ("listed positions", "listed slots sinks", "sinks of -inf ragged")),
+        ("decode", "fp8_per_token_head", ("listed blocks", "listed tokens V of another format")),
+        ("decode", "int4_per_token_head", ("lists of each head sinks",)),
+    )
+    for c in cases((op,), (format,))
+    if c.name in names
+]
 PREFILLS = [c for c in cases(("mla_prefill",), ("bf16", "fp8_ds_mla")) if c.name == "one token"]
 
 
@@ -33,7 +44,10 @@ INDEX_NAMES = ("ratio 4 ragged whole", "blocks of 3", "nan inf and -0", "more ke
 INDEXERS = [c for c in cases(INDEX_OPS) if c.quick or (c.format in ("index_fp8", "fp32") and c.name in INDEX_NAMES)]
 
 
-@pytest.mark.parametrize("case", [*APPENDS, *CODES, *INT4, *DECODES, *TAILS, *PREFILLS, *INDEXERS], ids=lambda c: c.id)
+JUDGED = [*APPENDS, *CODES, *INT4, *DECODES, *TAILS, *LISTED, *PREFILLS, *INDEXERS]
+
+
+@pytest.mark.parametrize("case", JUDGED, ids=lambda c: c.id)
 def test_case(case):
     result = verify.run(case, "cpu", "triton")
     assert result.status == verify.PASSED, result.message

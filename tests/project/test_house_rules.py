@@ -27,7 +27,7 @@ GPU_ROOMS = {"backends.triton": {"backends.host"}, "backends.gluon": {"backends.
 # Room -> the rooms that it may import. A room may always import itself; in `dispatch` each file is a room. `plan`
 # loads backends lazily, by name.
 BASE = {"scalars", "formats", "errors", "env"}
-DISPATCH = {"dispatch", "dispatch.checks", "dispatch.plan", "dispatch.launch_cache"}
+DISPATCH = {"dispatch", "dispatch.checks", "dispatch.type_checks", "dispatch.plan", "dispatch.launch_cache"}
 LAYERS = {"attributes", "layers", "index_layers"}
 CORE = BASE | DISPATCH | LAYERS | {"calls", "cache", "index_cache", "recipe", "saved", "tracing"}
 VERBS = CORE | {"ops", "pages", "records"}
@@ -49,15 +49,29 @@ MAY_IMPORT = {
     "tracing": set(),
     "attributes": {"scalars", "formats", "shapes", "tracing"},
     "dispatch": set(),
-    "dispatch.checks": {"attributes", "scalars", "formats", "calls", "shapes", "dispatch.transcode_checks"},
+    "dispatch.checks": {"attributes", "scalars", "formats", "calls", "shapes"}
+    | {"dispatch.transcode_checks", "dispatch.list_checks"},
+    "dispatch.type_checks": {"shapes"},
+    "dispatch.list_checks": {"shapes"},
     "dispatch.transcode_checks": {"attributes", "scalars", "formats", "calls", "shapes"},
-    "dispatch.value_checks": {"calls", "dispatch.transcode_checks"},
+    "dispatch.value_checks": {"calls", "dispatch.list_checks", "dispatch.transcode_checks"},
     "dispatch.index_checks": {"formats", "shapes", "dispatch.checks"},
     "dispatch.signature": {"calls"},
     "dispatch.aliasing": {"calls", "dispatch.signature", "shapes"},
     "dispatch.kernel_errors": {"errors", "dispatch.signature"},
     "dispatch.plan": {"attributes", "errors", "env", "calls"}
-    | {f"dispatch.{n}" for n in ("checks", "index_checks", "value_checks", "kernel_errors", "signature", "aliasing")},
+    | {
+        f"dispatch.{n}"
+        for n in (
+            "checks",
+            "type_checks",
+            "index_checks",
+            "value_checks",
+            "kernel_errors",
+            "signature",
+            "aliasing",
+        )
+    },
     "dispatch.launch_cache": {"env", "calls", "tracing"}
     | {f"dispatch.{n}" for n in ("kernel_errors", "signature", "plan")},
     "ops": CORE,

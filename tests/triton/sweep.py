@@ -36,14 +36,14 @@ class Outcome(NamedTuple):
 
 def planned(op: str, row: Row, arch: Arch) -> tuple[Any, Any, Any]:
     """(run, call, config) as a call on a chip of this kind would get them; raises where it is refused."""
-    call = call_of(op, row)
+    call, op = call_of(op, row), op.split()[0]
     if isinstance(arch, int):
         p = plan.plan(op, call, arch=arch)
         return p.run, call, p.config
     f = plan.facts(op, call)  # AMD has no number, and the portable kernels only
     plan.checks.facts(f)
     f.device = type("Device", (), {"type": "cuda"})()
-    module = importlib.import_module(f"tersekv.backends.triton.{op}")
+    module = importlib.import_module(f"tersekv.backends.triton.{plan._MODULE_OF.get(op, op)}")
     reason = module.why_not(f)
     if reason is not None:
         raise UnsupportedError(reason)

@@ -1,7 +1,8 @@
 """What kernels are specialised on, as axes; rows of them that hold every pair of values; and the calls of such rows.
 
-A row is one value for each axis of its operation. Axes named like fields of `testing.cases.Case` go into a case; the
-others change what `testing.make` made of it, since nothing is executed:
+A row is one value for each axis of its operation (a second word tells apart axes of one operation). Axes named like
+fields of `testing.cases.Case` go into a case; the others change what `testing.make` made of it, since nothing is
+executed:
 
     requests, drafts   how many, and new tokens of each
     i_<field>          dtype of an index tensor
@@ -39,7 +40,7 @@ _KINDS = {
     "scales": "k_scale_cache v_scale_cache src_k_scale_cache src_v_scale_cache ckv_scale_cache "
     "kv_b_proj_scale w_uk_scale w_uv_scale",
     "indices": "page_table seq_lens cu_seqlens_q slot_mapping batch_indices kv_positions kv_indptr kv_indices "
-    "positions cache_lens buffer_row_offsets cache_offsets visible",
+    "positions cache_lens buffer_row_offsets cache_offsets visible indices index_lens",
     "weights": "cos_sin_cache freqs_cis kv_norm_weight kv_b_proj w_uk w_uv weight sinks mask norm_weight norm_bias "
     "weights open_group",
     "outputs": "out lse q_rope_out q_nope_out q_out weights_out out_lens",
@@ -124,6 +125,13 @@ _SCORED: Axes = {
     "table": ("", "wide", "gaps"), "i_page_table": _INDEX, "i_seq_lens": _INDEX, "i_cu_seqlens_q": _INDEX,
 }  # fmt: skip
 _TAKEN: Axes = {"top": (8, 1, 2048), "keep_first": (0, 3), "keep_last": (0, 4), "open_group": _BOTH}
+_LISTED: Axes = {
+    "listed": (70, 1, 2048),
+    "block_size": (1, 4, 48),
+    "list_lens": _BOTH,
+    "i_indices": _INDEX,
+    "i_index_lens": _INDEX,
+}
 AXES: dict[str, Axes] = {
     "append": {**_KV, **_WRITE},
     "rope_append": {**_KV, **_WRITE, **_ROTATE, "group": (4, 1, 5), "rotary": (0, 16, 32, 24)},
@@ -140,6 +148,13 @@ AXES: dict[str, Axes] = {
         "window": (0, 5), "softcap": (0.0, 20.0), "sinks": _BOTH, "new_rows": _BOTH, "drafts": (3000, 1, 40),
     },
     "mla_decode": {**_LATENT, **_READ, "group": (16, 1, 5, 32, 48, 64, 128)},
+    "decode listed": {
+        **_KV, **_READ, **_LISTED, "each_head": _BOTH, "group": (4, 1, 5, 8, 16), "softcap": (0.0, 20.0),
+        "sinks": _BOTH,
+    },
+    "mla_decode listed": {
+        **_LATENT, **_READ, **_LISTED, "by_slot": _BOTH, "sinks": _BOTH, "group": (16, 1, 5, 32, 48, 64, 128),
+    },
     "mla_prefill": {
         **_LATENT, **_NEW, "chunk": (0, 32), "drafts": (20, 1, 130), "requests": (3, 1, 30),
         "i_buffer_row_offsets": _INDEX, "i_cache_offsets": _INDEX,
@@ -176,7 +191,7 @@ AXES: dict[str, Axes] = {
 
 def call_of(op: str, row: Row) -> Any:
     """The call record of a row."""
-    row = dict(row)
+    op, row = op.split()[0], dict(row)
     requests, drafts = row.pop("requests", 1), row.pop("drafts", 1)
     shift, table = row.pop("shift", ""), row.pop("table", "")
     index = {name: row.pop(name) for name in list(row) if name.startswith("i_")}

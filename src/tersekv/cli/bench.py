@@ -184,7 +184,7 @@ def idle_option(args: argparse.Namespace) -> str | None:
         if not idle and not takes_pairs and set(args.formats or ()) & set(PAIRS):
             return f"{mode}: want formats of both, got {', '.join(args.formats)}"
         return f"{mode}: want {', '.join(takes)} and --report beside it, got {', '.join(idle)}" if idle else None
-    decodes = {"decode", "mla_decode", "mla_decode_branch", "index"}
+    decodes = {"decode", "mla_decode", "mla_decode_branch", "index", "sparse"}
     having = {"x": decodes, "of": {"prefill"}, "": {*OPS} - decodes - {"host"}}
     for cell in args.cells:
         if not having[parsed(cell)[0]].intersection(args.ops):

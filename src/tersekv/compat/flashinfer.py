@@ -95,6 +95,7 @@ def __getattr__(name: str) -> object:
 
 
 _JOINED = {"q_pe": "q_nope", "kpe": "ckv", "ckv_scale_cache": "ckv"}  # of one tensor each
+_NO_LISTS = (None, None, None)  # of `mla_decode`: indices, index_lens, sinks
 _XQA_NAMES = {
     "out": "output",
     "kv_cache": "k_cache",
@@ -274,7 +275,7 @@ def xqa_mla(
         signature, found = lookup_cached(_XQA_NAMES, "decode", options, inputs)
     else:
         scale_tensors = [tensors.get(f"{name}_t") for name in ("softmax_scale", "kv_scale", "out_scale")]
-        inputs = (q, None, k_cache, None, None, page_table, seq_lens, None, output, None, *scale_tensors)
+        inputs = (q, None, k_cache, None, None, page_table, seq_lens, None, output, None, *scale_tensors, *_NO_LISTS)
         signature, found = lookup_cached(_XQA_NAMES, "mla_decode", options, inputs, _JOINED)
     if found is not None:
         return
@@ -358,7 +359,8 @@ def xqa_batch_decode_with_kv_cache_mla(
     (bmm1, bmm1_t), (bmm2, bmm2_t) = number_or_tensor(bmm1_scale), number_or_tensor(bmm2_scale)
     signature, found = lookup_cached(
         _DECODE_MLA_NAMES, "mla_decode", ("xqa_batch_mla", kv_lora_rank, qk_rope_head_dim, sinks, bmm1, bmm2),
-        (query, None, kv_cache, None, None, block_tables, seq_lens, None, out, None, bmm1_t, None, bmm2_t), _JOINED,
+        (query, None, kv_cache, None, None, block_tables, seq_lens, None, out, None, bmm1_t, None, bmm2_t, *_NO_LISTS),
+        _JOINED,
     )  # fmt: skip
     if found is not None:
         return found[0] if out is None else out

@@ -5,8 +5,6 @@ They read no tensor values and run once per distinct set of facts; `value_checks
 
 from __future__ import annotations
 
-import types as _types
-import typing
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -19,34 +17,12 @@ from ..calls import CALLS
 from ..formats import FP8, MAX_HEAD_DIM, MAX_HEAD_DIM_V, KVFormat, kv_format, latent_format, pair_of, rope_dtype
 from ..scalars import round_to_fp32
 from ..shapes import ShapeChecker, argument_of, argument_of_field, dtype_name, overlaps, require
-from . import transcode_checks
+from . import list_checks, transcode_checks
 
-INDEX = (torch.int32, torch.int64, torch.uint32)
+INDEX = list_checks.INDEX
 F32 = (torch.float32,)
 HALF = (torch.bfloat16, torch.float16)
 FLOAT = (*HALF, torch.float32)
-# None is allowed only where other arguments give the tokens' slots.
-_PLACES = ("slot_mapping", "batch_indices", "kv_positions", "kv_indptr", "kv_indices")
-
-
-def types(record: type, call: tuple) -> None:
-    """Raise TypeError unless every field has the type that the record declares."""
-    hints = _hints(record)
-    for name, x in zip(record._fields, call, strict=True):  # type: ignore[attr-defined]
-        want = (list, tuple) if hints[name] is list else hints[name]
-        if want is float and isinstance(x, (int, float)) and not isinstance(x, bool):
-            continue
-        if not isinstance(x, want):
-            names = " or ".join(w.__name__ for w in (want if isinstance(want, tuple) else (want,)))
-            names = names.replace(" or NoneType", "" if name in _PLACES else " or None")
-            raise TypeError(f"{argument_of_field(record, name)}: want {names}, got {type(x).__name__}")
-        if isinstance(x, Tensor) and x.layout != torch.strided:
-            raise TypeError(f"{argument_of_field(record, name)}: want a dense Tensor, got one of {x.layout}")
-
-
-def _hints(record: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(record).items()
-    return {n: typing.get_args(h) if isinstance(h, _types.UnionType) else typing.get_origin(h) or h for n, h in hints}
 
 
 def tensor(name: str, x: Any, pattern: str) -> None:
@@ -198,6 +174,7 @@ def _kv_attention(f: SimpleNamespace) -> ShapeChecker:
     require(s["Hq"] > 0, "q", "at least one head", s["Hq"])
     require(s["H"] > 0 and s["Hq"] % s["H"] == 0, "q", f"num_q_heads a multiple of num_kv_heads={s['H']}", s["Hq"])
     _requests(f, s)
+    list_checks.block_lists(f, s)
     s.see("sinks", "Hq", F32)
     s.see("out", "T Hq Dv", FLOAT + FP8)
     s.see("lse", "T Hq", F32, last_dim_dense=False)
@@ -214,7 +191,10 @@ def _mla_decode(f: SimpleNamespace) -> None:
     s.see("q_nope", "T H L", FLOAT + FP8)
     s.see("q_pe", "T H R", [f.q_nope.dtype])
     _latent_cache(f, s)
-    _requests(f, s)
+    list_checks.latent_lists(f, s)
+    if not list_checks.by_slot(f):
+        _requests(f, s)
+    s.see("sinks", "H", F32)
     s.see("out", "T H L", FLOAT + FP8)
     s.see("lse", "T H", F32, last_dim_dense=False)
     _output_scales(f, s)

@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensor
 from .. import attributes, env
 from ..calls import CALLS
 from ..errors import UnsupportedError
-from . import aliasing, checks, index_checks, kernel_errors, value_checks
+from . import aliasing, checks, index_checks, kernel_errors, type_checks, value_checks
 from .signature import FIELD_GETTERS, TensorSignature, tensor_key
 
 # In the order of trial. On a GPU the oracle is never chosen silently, only by name.
@@ -106,7 +106,7 @@ def plan(op: str, call: tuple, backend: str | None = None, *, arch: int | None =
     except (TypeError, AttributeError, RuntimeError):  # an unhashable field has the wrong type: the check names it
         if not isinstance(backend, (str, type(None))):
             raise TypeError(f"backend: want str or None, got {type(backend).__name__}") from None
-        checks.types(CALLS[op][0], call)
+        type_checks.types(CALLS[op][0], call)
         raise
     if found is None:
         if len(_plans) >= _MAX_PLANS:
@@ -174,7 +174,7 @@ def release_workspace(side_streams: bool = False) -> None:
 
 
 def _make_plan(op: str, call: tuple, backend: str | None, arch: int | None) -> Plan:
-    checks.types(CALLS[op][0], call)
+    type_checks.types(CALLS[op][0], call)
     f = facts(op, call, arch)
     checks.facts(f)
     wanted = env.backend() if backend is None else backend

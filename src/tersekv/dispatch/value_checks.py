@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..calls import TranscodeCall
 from . import transcode_checks
+from .list_checks import check_lists
 
 
 def check_host_values(call: Any) -> None:
@@ -36,6 +37,11 @@ def check_values(call: Any) -> None:
     _check_attributes(call)
     if getattr(call, "page_table", None) is not None:
         _check_requests(call, pages, size)
+    if getattr(call, "indices", None) is not None:
+        check_lists(call)
+    sinks = getattr(call, "sinks", None)
+    if sinks is not None and sinks.isnan().any():
+        raise ValueError(f"sinks: want numbers, got NaN at {int(sinks.isnan().nonzero()[0, 0])}")
 
 
 def _check_attributes(call: Any) -> None:

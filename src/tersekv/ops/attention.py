@@ -22,7 +22,7 @@ def attend(
     k: Tensor | None, v: Tensor | None, mask: Tensor | None, softmax_scale: float | Tensor | None, window: int | None,
     sinks: Tensor | None, softcap: float | None, max_q_len: int | None, out: Tensor | None,
     out_dtype: torch.dtype | None, out_scale: float | Tensor, lse: Tensor | None, return_lse: bool, precision: str,
-    batch_invariant: bool, backend: str | None,
+    batch_invariant: bool, indices: Tensor | None, index_lens: Tensor | None, block_size: int, backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Runs `decode` or `prefill`, by the contracts of these; op: its name."""
     c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
@@ -33,14 +33,15 @@ def attend(
     softcap = softcap_value(softcap)
     max_q_len = None if max_q_len is None else as_int("max_q_len", max_q_len)
     window = None if window is None else as_int("window", window)
-    batch_invariant = as_bool("batch_invariant", batch_invariant)
+    batch_invariant, block_size = as_bool("batch_invariant", batch_invariant), as_int("block_size", block_size)
     inputs = (  # as `attention_inputs`, without a call's 0.6 µs
         q, c.k, c.v, page_table, seq_lens, out, k, v, c.k_scale_cache, c.v_scale_cache, cu_seqlens_q, mask, sinks, lse,
         scale_t, k_scale_t, v_scale_t, out_scale_t, c.k_signs, c.v_signs, c.k_channel_scale, c.v_channel_scale,
+        indices, index_lens,
     )  # fmt: skip
     options = (
         c.format, max_q_len, window, softcap, scale, k_scale, v_scale, o_scale, out_dtype, return_lse, precision,
-        batch_invariant, backend,
+        batch_invariant, block_size, backend,
     )  # fmt: skip
     cached = lookup(op, options, inputs)
     if cached is not None:
@@ -64,6 +65,7 @@ def attend(
         softmax_scale_t=scale_t, k_scale=k_scale, k_scale_t=k_scale_t, v_scale=v_scale, v_scale_t=v_scale_t,
         out_scale=o_scale, out_scale_t=out_scale_t, precision=precision, k_signs=c.k_signs, v_signs=c.v_signs,
         k_channel_scale=c.k_channel_scale, v_channel_scale=c.v_channel_scale, batch_invariant=batch_invariant,
+        indices=indices, index_lens=index_lens, block_size=block_size,
     )  # fmt: skip
     dispatch_call(op, call, backend, CallSignature(options, inputs, made_outputs))
     return attention_outputs([], out, lse, return_lse)
@@ -118,7 +120,7 @@ def mask_rows(mask: Tensor, seq_lens: Tensor, t: int) -> Tensor:
     return joined("mask", mask) if split else mask
 
 
-def max_query_rows(t: int, seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_q_len: int | None) -> int:
+def max_query_rows(t: int, seq_lens: Tensor | None, cu_seqlens_q: Tensor | None, max_q_len: int | None) -> int:
     """Returns a bound on the query rows of a request; without `cu_seqlens_q` their number, at most `max_q_len`."""
     if max_q_len is not None:
         max_q_len = as_int("max_q_len", max_q_len)
@@ -130,7 +132,7 @@ def max_query_rows(t: int, seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_q_
         # A launch has CTAs for every row that the bound allows.
         return min(max_q_len, t) if t > 0 else max_q_len
     tensor("seq_lens", seq_lens, "B")
-    b = seq_lens.shape[0]
+    b = seq_lens.shape[0]  # type: ignore[union-attr]
     rows = t // b if b else 0
     if max_q_len is not None and max_q_len < rows:
         raise ValueError(f"max_q_len: want at least T / B = {rows}, or None without cu_seqlens_q, got {max_q_len}")

@@ -89,10 +89,14 @@ def mla_append(
 def mla_decode(
     q: Tensor | tuple[Tensor, Tensor],
     cache: LatentLike,
-    page_table: Tensor,
-    seq_lens: Tensor,
+    page_table: Tensor | None,
+    seq_lens: Tensor | None,
     *,
     softmax_scale: float | Tensor,
+    indices: Tensor | None = None,
+    index_lens: Tensor | None = None,
+    block_size: int = 1,
+    sinks: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_q_len: int | None = None,
     out: Tensor | None = None,
@@ -115,29 +119,38 @@ def mla_decode(
         page_table:     [B, max_pages]; entries past ceil(seq_len / S) are never read
         seq_lens:       [B]  tokens in the cache, the new ones included; 0: output 0, lse −inf
         softmax_scale:  float or fp32 tensor [1]; there is no default, since L + R is not the model's head size
+        indices:        [T, n]  int32 | int64 | uint32, any strides: the keys of each row, in any order; negative
+                        entries (uint32: 0xFFFFFFFF) are padding. Positions in the request, of which a row sees those
+                        up to its own; without a page_table slots, page * S + offset, all of which it sees (seq_lens
+                        may be None). docs/sparse.md has the rules; many rows are a sparse prefill
+        index_lens:     [T]  used entries of each list; None: n
+        block_size:     c: entry x of `indices` stands for positions c * x to c * x + c - 1
+        sinks:          [H] fp32; one more score per head (scaled-logit units, natural log) with a zero value
         cu_seqlens_q:   [B + 1] ragged query rows, beginning with 0; None: T / B rows each; several rows are causal
         out:            [T, H, L]; out_dtype default q's, bf16 for an 8-bit q; out_scale multiplies it
-        lse:            [T, H] fp32, natural log
+        lse:            [T, H] fp32, natural log, sinks included; a row without keys: output 0, lse −inf
         precision:      "exact"; "fast" is a permission to compute less exactly, as in `decode`; unused today
         batch_invariant:  a request's bits do not depend on the other requests, as in `decode`
 
     Returns out, or (out, lse) with `return_lse`. Raises ValueError or TypeError for arguments that do not fit.
+    Entries of `indices` are looked at on the device alone: a slot outside the cache is skipped there, and raises
+    ValueError on a CPU and in checked mode, which also finds positions past a request's end and entries that repeat.
     """
     c = cache if isinstance(cache, PagedLatentLayer) else PagedLatentLayer.of(cache)
     kv_scale, kv_scale_t = float_and_tensor(c.kv_scale, "kv_scale")
     o_scale, o_scale_t = float_and_tensor(out_scale, "out_scale")
     scale, scale_t = float_and_tensor(softmax_scale, "softmax_scale")
     max_q_len = None if max_q_len is None else as_int("max_q_len", max_q_len)
-    batch_invariant = as_bool("batch_invariant", batch_invariant)
+    batch_invariant, block_size = as_bool("batch_invariant", batch_invariant), as_int("block_size", block_size)
     joined = isinstance(q, Tensor)
     q_nope, q_pe = q if isinstance(q, (tuple, list)) and len(q) == 2 else (q, None)
     inputs = (
         q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
-        scale_t, kv_scale_t, o_scale_t,
+        scale_t, kv_scale_t, o_scale_t, indices, index_lens, sinks,
     )  # fmt: skip
     options = (
         c.format, joined, max_q_len, scale, kv_scale, o_scale, out_dtype, return_lse, precision, batch_invariant,
-        backend,
+        block_size, backend,
     )  # fmt: skip
     cached = lookup("mla_decode", options, inputs)
     if cached is not None:
@@ -157,10 +170,14 @@ def mla_decode(
         raise TypeError(f"q: want Tensor or (q_nope, q_pe), got {type(q).__name__}")
     shape = q_nope.shape
     out, lse, made_outputs = allocate_outputs(q_nope, shape, out, out_dtype, lse, return_lse)
+    if indices is None:
+        tensor("page_table", page_table, "B max_pages")
+    by_slot = page_table is None and indices is not None
+    rows = 1 if by_slot else max_query_rows(shape[0], seq_lens, cu_seqlens_q, max_q_len)
     call = MLADecodeCall(
         q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
-        c.format, max_query_rows(shape[0], seq_lens, cu_seqlens_q, max_q_len), scale, scale_t, kv_scale, kv_scale_t,
-        o_scale, o_scale_t, precision, batch_invariant,
+        c.format, rows, scale, scale_t, kv_scale, kv_scale_t, o_scale, o_scale_t, precision, batch_invariant, indices,
+        index_lens, block_size, sinks,
     )  # fmt: skip
     dispatch_call("mla_decode", call, backend, CallSignature(options, inputs, made_outputs, _JOINED if joined else {}))
     return attention_outputs([], out, lse, return_lse)

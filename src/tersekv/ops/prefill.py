@@ -34,6 +34,9 @@ def prefill(
     return_lse: bool = False,
     precision: str = "exact",
     batch_invariant: bool = False,
+    indices: Tensor | None = None,
+    index_lens: Tensor | None = None,
+    block_size: int = 1,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Paged attention of many new tokens, causal: prompts, and chunks of them, over any cache format.
@@ -70,11 +73,17 @@ def prefill(
         batch_invariant:  a request's bits do not depend on the other requests: its keys are split by its own length
                         alone. On one device and backend, for equal sizes, strides and options; docs/serving.md has
                         the cost
+        indices:        [T, Hx, n]  int32 | int64 | uint32, any strides, Hx 1 or the cache's heads: the keys of each row
+                        (and KV head), in any order. Entry x stands for positions c * x to c * x + c - 1 of the request,
+                        c = block_size, of which a row sees those up to its own; negative entries (uint32: 0xFFFFFFFF)
+                        are padding. Nothing else is seen: docs/sparse.md. Not beside window, k or v
+        index_lens:     [T] or [T, Hx]  used entries of each list; None: n
 
     Returns out, or (out, lse) with `return_lse`. No host synchronisation; safe under CUDA graphs when lengths and
     tables change between replays. Raises ValueError or TypeError for arguments that do not fit together.
     """
     return attend(
         "prefill", q, cache, page_table, seq_lens, cu_seqlens_q, k, v, None, softmax_scale, window, sinks, softcap,
-        max_q_len, out, out_dtype, out_scale, lse, return_lse, precision, batch_invariant, backend,
+        max_q_len, out, out_dtype, out_scale, lse, return_lse, precision, batch_invariant, indices,
+        index_lens, block_size, backend,
     )  # fmt: skip

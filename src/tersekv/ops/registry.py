@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..calls import CALLS
-from ..dispatch import checks
+from ..dispatch import checks, type_checks
 from ..dispatch.launch_cache import CallSignature, insert
 from ..dispatch.plan import dispatch, facts, release_workspace
 from ..tracing import tracing
@@ -68,7 +68,7 @@ def _fake(op: str) -> Callable[..., None]:
     def check(*flat: object) -> None:
         if not any(map(_is_symbolic, flat)):  # comparisons would specialise symbols; `run` checks such a call
             call, _ = _call_of(op, flat)
-            checks.types(record, call)
+            type_checks.types(record, call)
             checks.facts(facts(op, call, arch=0))  # no chip: no backend is selected
 
     return check

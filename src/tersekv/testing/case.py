@@ -73,6 +73,15 @@ class Case:
     batch_invariant: bool = False
     new_rows: bool = False  # prefill: the new tokens' k and v are given, their slots hold nothing
 
+    # lists of keys
+    listed: int = -1  # entries of a row's list; -1: there are none
+    block_size: int = 1  # positions of an entry
+    by_slot: bool = False
+    each_head: bool = False  # K/V caches: a list for each KV head
+    list_lens: bool = False  # lists have lengths of their own
+    lists: str = ""  # "shared": one for all rows; "again": entries may repeat
+    sink: str = ""  # sinks of another size: "inf", "-inf", "far"
+
     # mla_prefill, mla_decode_branch
     nope: int = 128
     chunk: int = 0  # rows of the buffer; 0: all

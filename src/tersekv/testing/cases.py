@@ -162,10 +162,30 @@ def _decode(base: Case, i: int) -> Iterator[Case]:
                 channels="v", scales="tail", dim=64, dtype="float16", lse=False),
     ):  # fmt: skip
         yield replace(case, quick=False)
+    yield from _listed_blocks(base, odd, odd_v)
     if kv_format(base.format).scale == "tensor":
         yield replace(base, name="a scale per head", scale="head", quick=False)
     if base.format == "bf16":
         yield replace(base, name="fp16 query spread", dtype="float16", spread=True, quick=False)
+
+
+def _listed_blocks(base: Case, odd: int, odd_v: int) -> Iterator[Case]:
+    listed = replace(base, listed=9, block_size=16, lens=(137, 1, 0, 230), quick=False)
+    yield from (
+        replace(listed, name="listed blocks"),
+        replace(listed, name="lists of each head sinks", each_head=True, list_lens=True, sinks=True, page=64, heads=3),
+        replace(listed, name=f"listed blocks of 3 rotated D {odd} Dv {odd_v}", block_size=3, listed=65, rotation="kv",
+                channels="kv", dim=odd, dim_v=odd_v, page=16, group=5, q_lens=(2, 2, 2, 2), scale="float"),
+        replace(listed, name="listed blocks of 128 in pages of 16 tail", block_size=128, listed=5, scales="tail",
+                lens=(900, 5, 600), list_lens=True, index="uint32", softcap=20.0),
+        replace(listed, name="listed ragged rows int64 strided", q_lens=(20, 1, 0, 17), ragged=True, each_head=True,
+                index="int64", strided=True, page=3, layout="HND", group=8),
+        replace(listed, name="listed tokens V of another format", block_size=1, listed=64, page=64, dtype="float16",
+                v_format=next_format(base.format), lists="again", batch_invariant=True),
+        replace(listed, name="listed e4m3 query G 16 batch invariant", dtype="float8_e4m3fn", out_dtype="bfloat16",
+                group=16, heads=1, listed=50, lens=(900, 9), batch_invariant=True, scale="tensor"),
+        replace(listed, name="listed sinks of inf", sinks=True, sink="inf", out_dtype="float32", each_head=True),
+    )  # fmt: skip
 
 
 def _prefill(base: Case, i: int) -> Iterator[Case]:
@@ -211,6 +231,8 @@ def _prefill(base: Case, i: int) -> Iterator[Case]:
             base, name="rotated, V of another format", rotation="kv", v_format=next_format(base.format), scales="tail"
         ),
         replace(new, name="new rows, rotated, channel scales", rotation="kv", channels="kv", scale="float", sinks=True),
+        replace(base, name="listed blocks", listed=6, block_size=16, each_head=True, list_lens=True, sinks=True),
+        replace(base, name="one list for all", listed=20, block_size=4, lists="shared", lens=(150,), q_lens=(70,)),
         replace(new, name=f"new rows, channel scales, D {odd}", channels="kv", rotation="v", dim=odd, dim_v=odd_v),
     ):
         yield replace(case, quick=False)
@@ -248,6 +270,31 @@ def _mla_decode(base: Case, i: int) -> Iterator[Case]:
         yield replace(case, quick=False)
     if base.format != "fp8_ds_mla":
         yield replace(base, name="split", split=True, quick=False)
+    listed = replace(base, listed=70, lens=(37, 1, 0, 130))
+    yield replace(listed, name="listed positions", list_lens=i % 2 == 0)
+    for case in (
+        replace(listed, name="listed slots sinks", by_slot=True, sinks=True, group=64, list_lens=True),
+        replace(listed, name="listed drafts uint32", lens=(137, 4, 0, 70), q_lens=(3, 3, 3, 3), index="uint32", page=3),
+        replace(listed, name="listed ragged rows strided", lens=(137, 40, 0, 70), q_lens=(20, 1, 0, 17), ragged=True,
+                group=40, page=1, strided=True, index="int64"),
+        replace(listed, name="listed slots H 128 pages of 61", by_slot=True, group=128, page=61, lens=(200, 77),
+                index="uint32", dtype="float16"),
+        replace(listed, name="listed blocks of 3", block_size=3, listed=33, list_lens=True, q_lens=(2, 2, 2, 2),
+                lens=(90, 4, 2, 70), scale="tensor", out_dtype="float8_e4m3fn"),
+        replace(listed, name="blocks of 128 in pages of 16", block_size=128, listed=5, page=16, lens=(1500, 5, 600),
+                scale="float"),
+        replace(listed, name="one list for all", lists="shared", lens=(300,), q_lens=(5,), listed=64, spread=True),
+        replace(listed, name="entries that repeat", lists="again", by_slot=i % 2 == 0, listed=65),
+        replace(listed, name="empty lists", listed=0, sinks=True),
+        replace(listed, name="2048 of 3000", listed=2048, lens=(3000, 5, 2600), page=128),
+        replace(listed, name="listed sinks of inf", sinks=True, sink="inf", listed=9),
+        replace(listed, name="listed fp16 batch invariant", dtype="float16", batch_invariant=True, lse=False),
+        replace(listed, name="listed e4m3 query far sinks", dtype="float8_e4m3fn", out_dtype="bfloat16", sinks=True,
+                sink="far", batch_invariant=True, listed=700, lens=(900, 9)),
+        replace(base, name="sinks", sinks=True, lens=(37, 1, 0, 3000)),
+        replace(base, name="sinks of -inf ragged", sinks=True, sink="-inf", q_lens=(2, 1, 0, 1), ragged=True),
+    ):  # fmt: skip
+        yield replace(case, quick=False)
 
 
 def _mla_prefill(base: Case, i: int) -> Iterator[Case]:

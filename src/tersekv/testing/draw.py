@@ -37,6 +37,7 @@ _WEIGHTS = {"decode": 5, "prefill": 2, "append": 3, "rope_append": 3, "mla_appen
 _MOST_TOKENS = 160_000
 _MOST_VALUES = 1 << 24  # that a cache or new rows hold
 _MOST_WRITTEN = 1 << 20  # values of an output, where it is the caller who chose many query rows
+_MOST_LISTED = 60_000  # entries of lists, which references take one by one
 _MOST_SCORES = 1 << 26  # columns that queries are multiplied with, over all requests and heads
 
 
@@ -209,6 +210,8 @@ def _written_as(dice: Dice) -> str:
 
 def _decode(dice: Dice, case: Case) -> Case:
     case = _kv_attention(dice, case)
+    if dice.maybe(0.15):
+        return _listed(dice, replace(case, window=0))
     return replace(case, mask=dice.maybe(0.2))
 
 
@@ -217,7 +220,10 @@ def _prefill(dice: Dice, case: Case) -> Case:
     case = _kv_attention(dice, case)
     if dice.maybe(0.3) and sum(case.lens) * case.heads * case.group * max(case.lens) * 64 <= _MOST_SCORES:
         case = replace(case, q_lens=case.lens)
-    return replace(case, ragged=True, new_rows=dice.maybe(0.4))
+    case = replace(case, ragged=True)
+    if dice.maybe(0.15):
+        return _listed(dice, replace(case, window=0))
+    return replace(case, new_rows=dice.maybe(0.4))
 
 
 def _kv_attention(dice: Dice, case: Case) -> Case:
@@ -251,7 +257,25 @@ def _mla_decode(dice: Dice, case: Case) -> Case:
     lens = _lens(dice, _live(dice, case.rank + case.rope))
     case = replace(_attention(dice, case, lens, group, case.rank), group=group)
     fast, alone = dice.maybe(0.1), dice.maybe(0.1)
-    return replace(case, precision="fast" if fast else "exact", spread=dice.maybe(0.2), batch_invariant=alone)
+    case = replace(case, precision="fast" if fast else "exact", spread=dice.maybe(0.2), batch_invariant=alone)
+    case = replace(case, sinks=dice.maybe(0.2))
+    case = replace(case, sink=dice.some(("", "inf", "-inf", "far"), (6, 1, 1, 1)) if case.sinks else "")
+    return _listed(dice, case) if dice.maybe(0.4) else case
+
+
+def _listed(dice: Dice, case: Case) -> Case:
+    """Lists of keys: of a few entries, of what tiles hold and one more or less, of more than there are."""
+    rows = max(sum(case.q_lens if case.q_lens is not None else (1,) * len(case.lens)), 1) * case.heads
+    most = max(min(_MOST_LISTED // rows, 2051), 1)
+    listed = min(dice.some((0, 1, 63, 64, 65, 2048, 2051, dice.log(1, 2051))), most)
+    latent = case.op == "mla_decode"
+    by_slot = latent and dice.maybe(0.4)
+    block_size = 1 if by_slot else dice.some((1, 1, 3, 4, 8, 64, 128))
+    return replace(
+        case, listed=listed, by_slot=by_slot, block_size=block_size, list_lens=dice.maybe(0.4),
+        each_head=not latent and dice.maybe(0.4),
+        lists=dice.some(("", "shared", "again"), (6, 1 if len(case.lens) == 1 else 0, 1)),
+    )  # fmt: skip
 
 
 def _live(dice: Dice, values: int) -> int:

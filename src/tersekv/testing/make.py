@@ -35,6 +35,7 @@ from ..ops.transcode import layer_fields
 from . import make_index
 from .cases import Case
 from .codes import column, encode, write_rows
+from .lists import Lists
 from .memory import POISON, as_bytes, moved, poisoned, put, storage_bytes
 from .requests import FAR, Requests
 
@@ -244,7 +245,8 @@ def _kv_attention(m: _Maker) -> dict[str, Any]:
     c, r = m.case, m.requests
     a, dv = m.kv_layer(c.page), c.dim_v or c.dim
     format, v_format, more = attributes(a)
-    _fill_kv(m, a, *r.live(new=not c.new_rows))
+    lists = Lists(c, r, c.heads if c.each_head else 1) if c.listed >= 0 else None
+    _fill_kv(m, a, *(r.live(new=not c.new_rows) if lists is None else lists.live()))
     heads = c.heads * c.group
     scales: dict[str, Scale] = {
         "softmax_scale": c.dim**-0.5,
@@ -262,17 +264,20 @@ def _kv_attention(m: _Maker) -> dict[str, Any]:
     return given | {
         "q": m.rows(r.tokens, heads, c.dim), "k_cache": a.k, "v_cache": a.v, "k_scale_cache": a.k_scale_cache,
         "v_scale_cache": a.v_scale_cache, "page_table": r.page_table(new=not c.new_rows), "seq_lens": r.seq_lens(),
-        "sinks": m.normal(heads) + 1 if c.sinks else None, "out": m.output(r.tokens, heads, dv),
+        "sinks": _sinks(m, heads) if c.sinks else None, "out": m.output(r.tokens, heads, dv),
         "lse": m.lse(r.tokens, heads), "format": format, "max_q_len": r.max_q_len, "window": c.window,
         "softcap": c.softcap, "precision": c.precision, "v_format": v_format,
-        "batch_invariant": c.batch_invariant,
+        "batch_invariant": c.batch_invariant, "block_size": c.block_size,
+        "indices": None if lists is None else lists.indices(),
+        "index_lens": None if lists is None else lists.index_lens(),
     }  # fmt: skip
 
 
 def _mla_decode(m: _Maker) -> MLADecodeCall:
     c, r = m.case, m.requests
     a = m.latent_layer()
-    pages, slots = r.live()
+    lists = Lists(c, r) if c.listed >= 0 else None
+    pages, slots = r.live() if lists is None else lists.live()
     _fill_latents(m, a, pages, slots)
     heads = c.heads * c.group
     q = m.rows(r.tokens, heads, c.rank + c.rope)
@@ -283,12 +288,23 @@ def _mla_decode(m: _Maker) -> MLADecodeCall:
     if c.scale == "float":
         out_scale = 0.4
     return MLADecodeCall(
-        q[..., : c.rank], q[..., c.rank :], a.ckv, a.kpe, a.ckv_scale_cache, r.page_table(), r.seq_lens(),
-        r.cu_seqlens() if c.ragged else None, m.output(r.tokens, heads, c.rank), m.lse(r.tokens, heads),
-        c.format, r.max_q_len, *float_and_tensor(softmax_scale), *float_and_tensor(a.kv_scale),
-        *float_and_tensor(out_scale), c.precision,
-        c.batch_invariant,
+        q[..., : c.rank], q[..., c.rank :], a.ckv, a.kpe, a.ckv_scale_cache, None if c.by_slot else r.page_table(),
+        None if c.by_slot else r.seq_lens(), r.cu_seqlens() if c.ragged and not c.by_slot else None,
+        m.output(r.tokens, heads, c.rank), m.lse(r.tokens, heads),
+        c.format, 1 if c.by_slot else r.max_q_len, *float_and_tensor(softmax_scale), *float_and_tensor(a.kv_scale),
+        *float_and_tensor(out_scale), c.precision, c.batch_invariant,
+        None if lists is None else lists.indices()[:, 0], None if lists is None else lists.index_lens(), c.block_size,
+        _sinks(m, heads) if c.sinks else None,
     )  # fmt: skip
+
+
+def _sinks(m: _Maker, heads: int) -> Tensor:
+    """A sink of each head; those of another size are every other one."""
+    sinks = m.normal(heads) + 1
+    sizes = {"inf": (torch.inf,), "-inf": (-torch.inf,), "far": (1e4, -1e4)}.get(m.case.sink, ())
+    for i, size in enumerate(sizes):
+        sinks[i :: 2 * len(sizes)] = size
+    return sinks
 
 
 def _mla_prefill(m: _Maker) -> MLAPrefillCall:

@@ -24,7 +24,7 @@ from ..calls import (
     MLAProjectCall,
 )
 from ..formats import latent_format, pair_of
-from . import reference_append, reference_index, reference_rotation, reference_transcode
+from . import reference_append, reference_index, reference_lists, reference_rotation, reference_transcode
 from .codes import column, decode, encode, quantise_latents, read_rows, write_rows
 from .memory import put, take
 
@@ -77,6 +77,9 @@ def _kv_attention(call: AttentionCall, eight_bit_products: bool) -> Expected:
     for b, (start, stop) in enumerate(_rows(call)):
         n = int(call.seq_lens[b])
         k, v = _keys_and_values(call, b, n, start, stop)
+        if call.indices is not None:  # what no list names may be anything
+            named = reference_lists.block_counts(call, start, stop, n).sum((0, 1)) > 0
+            k, v = (torch.where(named[:, None, None], x, 0.0) for x in (k, v))
         q = decode(call.q[start:stop]).unflatten(1, (heads, group))
         scale = float(_pick(call, "softmax_scale"))
         scores = torch.einsum("rhgd,nhd->rhgn", q, k).flatten(1, 2) * scale
@@ -84,6 +87,9 @@ def _kv_attention(call: AttentionCall, eight_bit_products: bool) -> Expected:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         mask = None if call.mask is None else call.mask[start:stop]
         visible = _visible(stop - start, n, mask, call.window)
+        if call.indices is not None:
+            counts = reference_lists.block_counts(call, start, stop, n).repeat_interleave(group, 1)
+            scores, visible = scores + counts.log(), counts > 0
         p, lse[start:stop] = _softmax(scores, visible, call.sinks)
         o = torch.einsum("rhgn,nhd->rhgd", p.unflatten(1, (heads, group)), v)
         out[start:stop] = o.flatten(1, 2)
@@ -114,6 +120,10 @@ def _keys_and_values(call: Any, b: int, n: int, start: int, stop: int) -> tuple[
 
 
 def _mla_decode(call: MLADecodeCall) -> Expected:
+    if call.indices is not None:
+        return _mla_decode_lists(call)
+    assert call.page_table is not None
+    assert call.seq_lens is not None
     out, lse = _empty(call.out)
     rounding = torch.zeros_like(lse) if call.ckv.dtype.itemsize == 1 else None
     scale = float(_pick(call, "softmax_scale"))
@@ -122,10 +132,29 @@ def _mla_decode(call: MLADecodeCall) -> Expected:
         ckv, kpe = latent_rows(call, *_places(call.page_table[b], n, call.ckv.shape[1]))
         q_nope, q_pe = decode(call.q_nope[start:stop]), decode(call.q_pe[start:stop])
         scores = (q_nope @ ckv.T + q_pe @ kpe.T) * scale
-        p, lse[start:stop] = _softmax(scores, _visible(stop - start, n, None, 0), None)
+        p, lse[start:stop] = _softmax(scores, _visible(stop - start, n, None, 0), call.sinks)
         out[start:stop] = p @ ckv
         if rounding is not None:
             rounding[start:stop] = _moved(p, q_nope.square() @ ckv.square().T + q_pe.square() @ kpe.square().T, scale)
+    return _attention(call, out * float(_pick(call, "out_scale")), lse)._replace(lse_rounding=rounding)
+
+
+def _mla_decode_lists(call: MLADecodeCall) -> Expected:
+    """Row by row over the keys that its list names, as often as it does."""
+    out, lse = _empty(call.out)
+    rounding = torch.zeros_like(lse) if call.ckv.dtype.itemsize == 1 else None
+    scale = float(_pick(call, "softmax_scale"))
+    for t, keys in enumerate(reference_lists.latent_keys(call)):
+        if not keys:
+            continue
+        ckv, kpe = latent_rows(call, *torch.tensor(keys).T)
+        q_nope, q_pe = decode(call.q_nope[t : t + 1]), decode(call.q_pe[t : t + 1])
+        scores = (q_nope @ ckv.T + q_pe @ kpe.T) * scale
+        p, lse[t : t + 1] = _softmax(scores, torch.ones(1, len(keys), dtype=torch.bool), call.sinks)
+        out[t : t + 1] = p @ ckv
+        if rounding is not None:
+            products = q_nope.square() @ ckv.square().T + q_pe.square() @ kpe.square().T
+            rounding[t : t + 1] = _moved(p, products, scale)
     return _attention(call, out * float(_pick(call, "out_scale")), lse)._replace(lse_rounding=rounding)
 
 
@@ -313,14 +342,15 @@ def _visible(rows: int, n: int, mask: Tensor | None, window: int) -> Tensor:
 
 
 def _softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Probabilities [r, H, n] and lse [r, H]; a row that sees nothing: 0 and −inf."""
-    scores = torch.where(visible[:, None], scores, -torch.inf)
+    """Probabilities [r, H, n] and lse [r, H]; a row that sees nothing: 0 and −inf. visible: [r, n], or [r, H, n]."""
+    visible = visible[:, None] if visible.dim() == 2 else visible
+    scores = torch.where(visible, scores, -torch.inf)
     every = scores
     if sinks is not None:
         every = torch.cat([scores, sinks.double()[:, None].expand(len(scores), -1, 1)], -1)
-    lse = torch.where(visible.any(-1)[:, None], torch.logsumexp(every, -1), -torch.inf)
-    p = torch.exp(scores - lse[..., None])
-    return torch.where(visible[:, None], p, 0.0), lse
+    lse = torch.where(visible.any(-1), torch.logsumexp(every, -1), -torch.inf)
+    p = torch.exp(scores - lse[..., None])  # 0 beside a sink of inf
+    return torch.where(visible, p, 0.0), lse
 
 
 def _attention(call: Any, out: Tensor, lse: Tensor) -> Expected:

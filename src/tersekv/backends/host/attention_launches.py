@@ -20,8 +20,9 @@ _OUT_KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 def has_no_work(f: SimpleNamespace) -> bool:
-    """Returns whether there is no query or no request."""
-    return 0 in f.out.shape or f.seq_lens.shape[0] == 0
+    """Returns whether there is no query, no request or no key: lists of keys without entries."""
+    lists = getattr(f, "indices", None)
+    return 0 in f.out.shape or f.seq_lens.shape[0] == 0 or (lists is not None and lists.shape[-1] == 0)
 
 
 def split_pass_args(f: SimpleNamespace) -> dict[str, Any]:
@@ -103,8 +104,8 @@ def split_and_combine_launches(
     max_splits = max(1, min(MAX_SPLITS, -(-tiles // cfg.SPLIT_BLOCKS)))
     work_tiles = f.out.shape[0] * cfg.GROUP // cfg.BLOCK_M + f.seq_lens.shape[0]
     combine_args = (
-        combine_args
-        | tensor_args(SEQ_LENS="seq_lens", CU_SEQLENS_Q="cu_seqlens_q")
+        tensor_args(SEQ_LENS="seq_lens", CU_SEQLENS_Q="cu_seqlens_q")
+        | combine_args
         | {"B": f.seq_lens.shape[0], "max_splits": max_splits}
     )
     split = split.with_args(max_splits=max_splits)

@@ -15,6 +15,8 @@ def select_kernel(f: SimpleNamespace, decode: ModuleType, prefill: ModuleType) -
     Both compute the same where there is neither a mask nor new rows. decode: has `why_not`; prefill: has `why_not` and
     `prefers_decode`, which says whether decode's kernels are faster.
     """
+    if f.indices is not None:  # rows have keys of their own
+        return decode, decode.why_not(f)
     if f.op == "decode" and not _has_many_rows(f):
         return decode, decode.why_not(f)
     reason = prefill.why_not(f)

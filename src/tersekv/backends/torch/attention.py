@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.formats import BATCH_INVARIANCE, BLOCK, CHANNELS, PAIRS, ROTATION, KVFormat, pair_of
+from tersekv.formats import BATCH_INVARIANCE, BLOCK, CHANNELS, LISTS, PAIRS, ROTATION, KVFormat, pair_of
 
 from . import rotation
 from .append import why_no_codec_pair
 from .exact import without_autocast
 from .gather import KeySlots, PagedRows, dequant_blocks
+from .key_lists import KeySet, attend_to_lists, listed_keys
 from .online_softmax import Results, SoftmaxState, attend, call_scale, finalize_to_out_and_lse, rows_by_kv_head
 from .quantize import zero_points
 from .requests import Batch, MaskAndSoftcap, request_batches, why_not_batch_invariant
 
-SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
+SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE, LISTS)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -47,10 +48,14 @@ def _attend_to_pages(call: Any) -> None:
     results = Results(t, q_heads, head_dim_v, call.out.device)
     q = rotation.scale_and_rotate_query(call)
     k_factor = call_scale(call, "softmax_scale") * broadcast_scale_to_q_heads(call_scale(call, "k_scale"), q_heads)
-    for batch in request_batches(call, mask_and_softcap, source.num_pages, source.page_size):
-        state = attend([rows_by_kv_head(q * k_factor, batch, source.heads)], source, batch, mask_and_softcap)
-        if state is not None:
-            results.put(batch, *finalize_to_out_and_lse(state, call.sinks, source.heads))
+    if call.indices is not None:
+        keys = listed_keys(call, source.num_pages, source.page_size)
+        attend_to_lists([KeySet([q * k_factor], source, keys)], call.sinks, call.softcap, results)
+    else:
+        for batch in request_batches(call, mask_and_softcap, source.num_pages, source.page_size):
+            state = attend([rows_by_kv_head(q * k_factor, batch, source.heads)], source, batch, mask_and_softcap)
+            if state is not None:
+                results.put(batch, *finalize_to_out_and_lse(state, call.sinks, source.heads))
     results.out = rotation.unrotate_and_scale_output(call, results.out)
     results.write(
         call, broadcast_scale_to_q_heads(call_scale(call, "v_scale"), q_heads) * call_scale(call, "out_scale")

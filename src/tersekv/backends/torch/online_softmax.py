@@ -185,6 +185,7 @@ def finalize_to_out_and_lse(
         base = top.masked_fill(~has_keys, 0.0)
         top = torch.maximum(base, sink)
         old = (base - top).exp()
-        total, acc = total * old + (sink - top).exp(), acc * old
+        own = torch.where(sink == top, 1.0, (sink - top).exp())  # +inf takes all, and −inf + inf is NaN
+        total, acc = total * old + own, acc * old
     out = torch.where(has_keys, acc / total, 0.0)
     return out, torch.where(has_keys, top + total.log(), -torch.inf)[..., 0]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ...formats import BATCH_INVARIANCE, CHANNELS, PAIRS, ROTATION
+from ...formats import BATCH_INVARIANCE, CHANNELS, LISTS, PAIRS, ROTATION
 from ..host.bind import BoundLaunches
 from ..host.select_kernel import select_kernel
 from .decode import entry as decode
 from .prefill import entry as prefill
 
-SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
+SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE, LISTS)
 
 
 def why_not(f: SimpleNamespace) -> str | None:

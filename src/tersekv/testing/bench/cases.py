@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass, replace
 HEAD_DIM, RANK, ROPE, NOPE = 128, 512, 64, 128  # of a K/V head; of MLA's latent, rotary and non-rotary parts
 Q_HEADS, KV_HEADS = 32, 8
 INDEX_HEADS, INDEX_DIM, TOP = 64, 128, 2048  # of an indexer; how many keys it takes
+LISTED = 2048  # keys that a sparse model lists
 APPEND_FORMATS = ("fp8_e4m3", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "int4_per_token_head")
 DECODE_FORMATS = ("bf16", *APPEND_FORMATS)
 PAIRS = ("fp8_e4m3/int4_per_token_head", "int8_per_token_head/int4_per_token_head")  # K's and V's
 LATENT_FORMATS = ("bf16", "fp8_e4m3", "fp8_ds_mla")
 OPS = (
     "append", "rope_append", "mla_append", "decode", "prefill", "merge_states", "mla_decode", "mla_decode_branch",
-    "mla_prefill", "mla_project", "transcode", "index", "host",
+    "mla_prefill", "mla_project", "transcode", "index", "sparse", "host",
 )  # fmt: skip
 
 
@@ -42,6 +43,7 @@ class Case:
     total: int = 0  # of prefill: tokens of the request, the new ones included; 0: all are new
     rotated: bool = False  # of append, rope_append and transcode: rows of K and V lie rotated
     source: str = ""  # of transcode: the format that is read
+    listed: int = 0  # of sparse: keys of each list
 
     @property
     def cell(self) -> str:
@@ -56,7 +58,8 @@ class Case:
     @property
     def sizes(self) -> tuple[str, ...]:
         """What the cell does not say of the shape, in words."""
-        return f"H {self.heads}", f"page {self.page}"
+        listed = (f"{self.listed} listed",) if self.listed else ()
+        return f"H {self.heads}", f"page {self.page}", *listed
 
     @property
     def id(self) -> str:
@@ -87,6 +90,8 @@ class Sizes:
     mla_prefill: tuple[tuple[int, int], ...]
     index: tuple[tuple[int, int], ...]
     host: tuple[int, int] | None  # (requests, tokens) of the eager calls; None: host and device are one
+    sparse: tuple[tuple[int, int], ...] = ()
+    sparse_heads: tuple[int, ...] = (16,)
 
 
 _K = 1024
@@ -101,18 +106,20 @@ GPU = Sizes(
     mla_prefill=((4096, 16), (4096, 128)),
     index=tuple((b, n * _K) for b in (1, 8, 32, 64) for n in (4, 16, 64)),
     host=(4, 256),
+    sparse=tuple((b, 8 * _K) for b in (1, 8, 32, 128)),
+    sparse_heads=(16, 64, 128),
 )
 GPU_QUICK = Sizes(
     decode=((1, 8 * _K), (64, 8 * _K)), extra=(), mla=((16, 8 * _K),), mla_heads=(16, 128),
     branch=((1, 4 * _K),), append=(32, 2048), prefill=((8 * _K, 0),), mla_prefill=((4096, 128),),
     index=((64, 64 * _K),),
-    host=(4, 256),
+    host=(4, 256), sparse=((32, 8 * _K),), sparse_heads=(16, 128),
 )  # fmt: skip
 CPU = Sizes(
     decode=((1, 4 * _K), (4, _K)), extra=(), mla=((1, 2 * _K),), mla_heads=(16,), branch=((1, _K),),
     append=(32, 256), prefill=((512, 0), (64, 2 * _K)), mla_prefill=((128, 4),),
     index=((1, 4 * _K), (4, 16 * _K)),
-    host=None,
+    host=None, sparse=((1, 4 * _K),),
 )  # fmt: skip
 CPU_QUICK = Sizes(
     decode=((1, 512),),
@@ -125,6 +132,7 @@ CPU_QUICK = Sizes(
     mla_prefill=((64, 1),),
     index=((1, 4 * _K),),
     host=None,
+    sparse=((1, 512),),
 )
 
 
@@ -159,8 +167,9 @@ def with_cells(s: Sizes, cells: Sequence[str]) -> Sizes:
     prompts = tuple((new, 0 if kind == "" else total) for kind, new, total in found if kind != "x")
     if pairs:
         s = replace(
-            s, decode=pairs, mla=pairs, branch=pairs, index=pairs, extra=tuple(p for p in s.extra if p in pairs)
-        )
+            s, decode=pairs, mla=pairs, branch=pairs, index=pairs, sparse=pairs,
+            extra=tuple(p for p in s.extra if p in pairs),
+        )  # fmt: skip
     if prompts:
         s = replace(s, prefill=prompts)
     if counts:
@@ -284,6 +293,12 @@ def _index(s: Sizes) -> Iterator[Case]:
         yield Case("index_topk", "fp32", b, n, heads=1)
 
 
+def _sparse(s: Sizes) -> Iterator[Case]:
+    for heads in s.sparse_heads:
+        for b, n in s.sparse:
+            yield from (Case("sparse", name, b, n, heads=heads, listed=LISTED) for name in LATENT_FORMATS)
+
+
 def _host(s: Sizes) -> Iterator[Case]:
     if s.host is None:
         return
@@ -359,5 +374,6 @@ _GRIDS = {
     "mla_project": _mla_project,
     "transcode": _transcode,
     "index": _index,
+    "sparse": _sparse,
     "host": _host,
 }

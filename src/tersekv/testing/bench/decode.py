@@ -20,16 +20,17 @@ from .cases import HEAD_DIM, KV_HEADS, NOPE, RANK, ROPE, Case
 PEER_LIMIT = 5e-2  # XQA multiplies 8-bit caches by 8-bit probabilities (3.7e-2): timed all the same
 
 
-class _Paged:
+class Paged:
     """What both attentions share: lengths, rotating page tables, the sampled judge."""
 
     peer_limit = PEER_LIMIT
 
-    def __init__(self, case: Case, device: torch.device, bytes_per_token: int) -> None:
+    def __init__(self, case: Case, device: torch.device, bytes_per_token: int, read: int = 0) -> None:
+        """read: bytes that a call reads, where these are not all."""
         self.case = case
         lens = data.lengths(case)
         used = -(-lens // case.page)
-        copies = data.rotations(device, int(used.sum()) * case.page * bytes_per_token)
+        copies = data.rotations(device, read or int(used.sum()) * case.page * bytes_per_token)
         self.host_lens, self.lens = lens, lens.to(device)
         self.tables = data.page_tables(used, copies, device)
         self.num_pages = copies * int(used.sum())
@@ -57,7 +58,7 @@ class _Paged:
         return data.places(self.tables[0, b], int(self.host_lens[b]), self.case.page)
 
 
-class Decode(_Paged):
+class Decode(Paged):
     def __init__(self, case: Case, device: torch.device, backend: str | None = None) -> None:
         names = (case.format.split("/") * 2)[:2]
         super().__init__(case, device, kv_bytes_per_token(names, KV_HEADS, HEAD_DIM))
@@ -88,7 +89,7 @@ class Decode(_Paged):
         return data.attend(self.q[b], *self.kv(b), self.scale)
 
 
-class MLADecode(_Paged):
+class MLADecode(Paged):
     def __init__(self, case: Case, device: torch.device, backend: str | None = None) -> None:
         super().__init__(case, device, latent_bytes_per_token(case.format, RANK, ROPE))
         self.format, self.scale = latent_format(case.format), (HEAD_DIM + ROPE) ** -0.5
@@ -116,7 +117,7 @@ class MLADecode(_Paged):
         return data.attend(self.q[b], torch.cat([ckv, kpe], -1)[:, None], ckv[:, None], self.scale)
 
 
-class Branch(_Paged):
+class Branch(Paged):
     """The decode branch of MLA: the last token of each request is new. Weights rotate as the caches do."""
 
     def __init__(self, case: Case, device: torch.device, backend: str | None = None) -> None:

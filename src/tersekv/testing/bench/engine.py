@@ -20,6 +20,7 @@ from .mla_prefill import MLAPrefill
 from .mla_project import MLAProject
 from .prefill import Prefill
 from .shapes import ShapeDecode
+from .sparse import Sparse
 from .transcode import Transcode
 
 OK, UNSUPPORTED, RED, FAILED = "ok", "unsupported", "red", "failed"
@@ -38,6 +39,7 @@ PROBLEMS: dict[str, Callable[[Case, torch.device, str | None], Problem]] = {
     "index_scores": IndexScores,
     "index_topk": IndexTopk,
     "index_select": IndexSelect,
+    "sparse": Sparse,
     "shape": ShapeDecode,  # type: ignore[dict-item]
 }
 

@@ -38,6 +38,7 @@ _MARKERS = {
     "index_scores": ">",
     "index_topk": "p",
     "index_select": "d",
+    "sparse": "d",
 }
 
 

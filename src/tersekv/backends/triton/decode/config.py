@@ -34,7 +34,8 @@ _SHORT_CONTEXT = 2048  # tokens of the page table; below, ranges are short and t
 
 def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
     """Returns the tile configuration. fmt: of keys; of values too, unless the facts name another."""
-    page = f.k_cache.shape[1]
+    listed = f.indices is not None
+    page = 1 if listed else f.k_cache.shape[1]  # listed keys lie anywhere, as those of small pages do
     group = f.q.shape[1] // max(f.k_cache.shape[2], 1)
     block_m = max(16, min(64, launch.next_power_of_2(max(f.max_q_len * group, 1))))
     width = max(f.q.shape[2], f.out.shape[2])
@@ -54,6 +55,8 @@ def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
     else:
         t = _THREE_PROGRAMS_PER_SM if f.page_table.shape[1] * page <= _SHORT_CONTEXT else _TWO_PROGRAMS_PER_SM
     t = t._replace(block_m=block_m)
+    if listed:  # as compiled for sm_90: with three programs the places of keys spill
+        t = t._replace(blocks_per_step=1, max_registers=None, programs_per_sm=2)
     if block_m > 16 or width > 128:  # more accumulators: leave the registers to the compiler
         t = t._replace(
             blocks_per_step=1, max_registers=None, programs_per_sm=2 if block_m * width <= 4096 else 1, num_stages=3

@@ -32,6 +32,7 @@ from ...host.bind import (
     tensor_args,
 )
 from ...host.kernel_config import KernelConfig
+from ...host.key_lists import NO_LISTS, KeyListConfig, key_list_args, key_list_config, rows_as_requests
 from ..parts.combine import combine_batch_invariant_kernel, combine_kernel
 from ..parts.kv_cache_args import (
     StoredRowFormat,
@@ -111,6 +112,7 @@ class Constants(KernelConfig):
     COMBINE_COLUMNS: int
     SPLIT_BLOCKS: int = 0  # least key blocks of a split, by request length; 0: equal ranges
     INT64_OFFSETS: bool = False  # a page is longer than int32 counts
+    LIST: KeyListConfig = NO_LISTS
 
 
 class Config(NamedTuple):
@@ -123,9 +125,11 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Config:
+    lists, list_args = key_list_config(f), key_list_args(f, 0)
+    f = rows_as_requests(f, f.k_cache.shape[1])
     t = choose_tile_config(kernel_choice_facts(f), pair_of(f)[0])
     caches = _descriptor_args(f, t)
-    cfg = kernel_constants(f, t, bool(caches))
+    cfg = replace(kernel_constants(f, t, bool(caches)), LIST=lists)
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.num_stages}
     if launch.has_ptx(f):
         options["maxnreg"] = t.max_registers
@@ -140,9 +144,11 @@ def configure(f: SimpleNamespace) -> Config:
         **tensor_args(BYTES if cfg.Q_AS_BYTES else "", Q="q"),
         **tensor_args(BYTES if cfg.SCALES_AS_BYTES else "", K_SCALES="k_scale_cache", V_SCALES="v_scale_cache"),
         **tensor_args(K_SCALE="k_scale_t"), **mask_args(f), "k_scale": f.k_scale, "softcap": f.softcap, "max_splits": 0,
+        **list_args,
     }  # fmt: skip
     first = KernelLaunch(decode_kernel, (num_programs,), split, **options)
     if cfg.SPLIT_BLOCKS:
+        both |= {name: split[name] for name in ("SEQ_LENS", "CU_SEQLENS_Q")}
         return Config(cfg, split_and_combine_launches(f, first, combine_batch_invariant_kernel, both, cfg.PAGE))
     merge_rows = min(t.block_m, f.max_q_len * cfg.GROUP)
     return Config(cfg, attention_launches(
@@ -202,7 +208,7 @@ def _stride_args(f: SimpleNamespace) -> dict[str, int]:
 
 def _descriptor_args(f: SimpleNamespace, t: TileConfig) -> dict[str, TensorMapArg]:
     """Returns K and V as tensor descriptors of 16-bit words where each is a matrix; else nothing (pointers)."""
-    if not t.use_tma or f.k_cache.shape[1] % t.block_n or not launch.has_tma(f):
+    if f.indices is not None or not t.use_tma or f.k_cache.shape[1] % t.block_n or not launch.has_tma(f):
         return {}
     found = {}
     sides = zip(("K", "V"), ("k_cache", "v_cache"), (f.q, f.out), pair_of(f), strict=True)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..parts.combine import LOG2E, cast_output, finalize_softmax, load_scale
+from ..parts.key_lists import find_keys
 from ..parts.tile_scheduler import (
     METADATA_FIELDS,
     blocks_per_split,
@@ -36,13 +37,14 @@ def store_output(OUT, acc_o, acc_scale, tokens, heads, m_row, stride_out_t, stri
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["B"])
 def decode_kernel(
-    Q, K, V, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, K_SIGNS,
+    Q, K, V, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, INDICES, INDEX_LENS, LIST_SEQ_LENS,
+    LIST_CU_SEQLENS_Q, MASK, SINKS, OUT, LSE, SPLIT_WORKSPACE, K_SIGNS,
     V_SIGNS, K_CHANNEL_SCALES, V_CHANNEL_SCALES,
     softmax_scale, SOFTMAX_SCALE, k_scale, K_SCALE, v_scale, V_SCALE, out_scale, OUT_SCALE, softcap,
     B, T, max_splits, stride_q_t, stride_q_h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
     stride_k_scales_p, stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h,
     stride_k_channel_scales_h, stride_v_channel_scales_h, stride_table_b, stride_mask_t, stride_out_t, stride_out_h,
-    stride_lse_t, stride_lse_h,
+    stride_lse_t, stride_lse_h, num_requests, num_slots, stride_list_t, stride_list_h, stride_list_n,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Attends to one program's range of key blocks. See the module's docstring."""
@@ -62,6 +64,10 @@ def decode_kernel(
         SEQ_LENS, CU_SEQLENS_Q, B, i_program // cfg.HEADS, num_programs // cfg.HEADS, cfg
     )
     h = i_program % cfg.HEADS
+    lists = (
+        INDICES, INDEX_LENS, LIST_SEQ_LENS, LIST_CU_SEQLENS_Q, num_requests, num_slots, stride_list_t, stride_list_h,
+        stride_list_n,
+    )  # fmt: skip
     if block < block_end:
         i_request, n_block_base = find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
         score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, 0, cfg.HAS_SOFTMAX_SCALE) * LOG2E
@@ -90,8 +96,8 @@ def decode_kernel(
             )  # fmt: skip
             # Main loop
             row_max, row_sum, acc_o = mainloop(
-                K, V, K_SCALES, V_SCALES, PAGE_TABLE + i_request.to(tl.int64) * stride_table_b, MASK, q,
-                scale * q_scale, softcap,
+                K, V, K_SCALES, V_SCALES, find_keys(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg), MASK,
+                q, scale * q_scale, softcap,
                 request.first_n_block + n_block_begin, request.first_n_block + n_block_end, request.num_keys,
                 request.num_q_rows, m_block * cfg.BLOCK_M, request.q_begin, h,
                 stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_k_scales_p,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..parts.dequant import INT4, dequant_packed, e4m3_bytes_to_fp16, expand_block_scales, int4_zero_points
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
-from ..parts.page_table import load_page_ids, page_slots
+from ..parts.key_lists import keys_in_range, load_keys, row_offsets
 from ..parts.softcap import apply_softcap
 
 # Rotation and query.
@@ -80,11 +80,11 @@ def load_query_tiles(Q, tokens, heads, m_row, stride_q_t, stride_q_h, rotation, 
 
 
 @triton.jit
-def load_page_ids_unrolled(p_page_ids, n_block, num_keys, UNROLL: tl.constexpr, cfg: tl.constexpr):
-    """Loads the page ids of key blocks n_block … n_block + UNROLL − 1."""
+def load_keys_unrolled(keys, n_block, num_keys, UNROLL: tl.constexpr, cfg: tl.constexpr):
+    """Loads the page ids (or listed keys) of key blocks n_block … n_block + UNROLL − 1."""
     page_ids = ()
     for j in tl.static_range(UNROLL):
-        page_ids = page_ids + (load_page_ids(p_page_ids, n_block + j, num_keys, cfg),)
+        page_ids = page_ids + (load_keys(keys, n_block + j, num_keys, cfg),)
     return page_ids
 
 
@@ -97,7 +97,7 @@ def kv_row_offsets(
     page_ids: int64; the rest is int32 unless a page is longer than that
     """
     head = h.to(tl.int64) if cfg.INT64_OFFSETS else h
-    return (page_ids * stride_page + page_slots(n_block, cfg) * stride_slot + head * stride_head) * STRIDE_UNIT
+    return (row_offsets(page_ids, n_block, stride_page, stride_slot, cfg) + head * stride_head) * STRIDE_UNIT
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def load_kv_scales(
     K_FORMAT: tl.constexpr = cfg.K
     k_scales, v_scales = (), ()
     for j in tl.static_range(UNROLL):
-        m_n = (n_block + j) * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N) < num_keys
+        m_n = keys_in_range(page_ids[j], n_block + j, num_keys, cfg)
         if K_FORMAT.TOKEN_SCALES or K_FORMAT.BLOCK_SCALES:
             k_scales = k_scales + (
                 load_stored_scales(
@@ -205,7 +205,7 @@ def compute_scores(K, k_scales, MASK, q, scale, softcap, page_id, n_block, num_k
     """Returns scores [BLOCK_N, BLOCK_M] of n_block in units of log2. k_scales: stored, one entry per unrolled block."""
     K_FORMAT: tl.constexpr = cfg.K
     PACK: tl.constexpr = K_FORMAT.PACK
-    m_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N) < num_keys
+    m_n = keys_in_range(page_id, n_block, num_keys, cfg)
     # QK
     k = load_kv_block(K, page_id, n_block, m_n, stride_k_p, stride_k_s, stride_k_h, h, cfg.BLOCK_D, cfg.PACKED_K,
                       cfg.K_ROWS_PER_PAGE, cfg.K_ROWS_PER_HEAD, K_FORMAT.STRIDE_UNIT, MASKED, cfg)  # fmt: skip
@@ -229,7 +229,9 @@ def compute_scores(K, k_scales, MASK, q, scale, softcap, page_id, n_block, num_k
     if cfg.HAS_SOFTCAP:
         s = apply_softcap(s, softcap)
     # Mask
-    if MASKED:
+    if cfg.LIST.LENGTH >= 0:
+        s = tl.where(m_n[:, None], s, float("-inf"))
+    elif MASKED:
         s = tl.where(
             is_visible(n_block, num_keys, num_q_rows, row_begin, q_begin, m_n, MASK, stride_mask_t, cfg),
             s,
@@ -249,7 +251,7 @@ def load_v_blocks(
     """Loads packed V of key blocks n_block … n_block + UNROLL − 1."""
     v = ()
     for j in tl.static_range(UNROLL):
-        m_n = (n_block + j) * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N) < num_keys
+        m_n = keys_in_range(page_ids[j], n_block + j, num_keys, cfg)
         v = v + (load_kv_block(V, page_ids[j], n_block + j, m_n, stride_v_p, stride_v_s, stride_v_h, h, cfg.BLOCK_DV,
                                cfg.PACKED_V, cfg.V_ROWS_PER_PAGE, cfg.V_ROWS_PER_HEAD, cfg.STRIDE_UNIT, MASKED, cfg),
                  )  # fmt: skip
@@ -272,7 +274,7 @@ def accumulate_pv(
         x = v[j]
         if cfg.BLOCK_SCALES:
             x = x * block_scale
-        if MASKED:
+        if MASKED and cfg.LIST.LENGTH < 0:  # rows of listed keys are loaded as 0 where they are not visible
             x = tl.where(
                 valid_keys(n_block, num_keys, num_q_rows, cfg)[None, :], x, 0.0
             )  # an invalid slot may hold NaN, and 0 × NaN is NaN
@@ -308,7 +310,7 @@ def compute_scores_unrolled(K, k_scales, v_scales, MASK, q, scale, softcap, page
         if cfg.TOKEN_SCALES:
             # V's scale joins the exponent, so that the P that multiplies codes lies in (0, 1].
             safe_v_scales = tl.maximum(v_scales[j], 1e-30)
-            if MASKED:
+            if MASKED and cfg.LIST.LENGTH < 0:
                 safe_v_scales = tl.where(valid_keys(n_block + j, num_keys, num_q_rows, cfg), safe_v_scales, 1.0)
             x += tl.log2(safe_v_scales)[:, None]
             inv_v_scales = inv_v_scales + (1.0 / safe_v_scales,)
@@ -352,7 +354,7 @@ def softmax_and_pv_step(V, prefetched_v, v_scales, s, inv_v_scales, row_max, row
 
 
 @triton.jit
-def mainloop(K, V, K_SCALES, V_SCALES, p_page_ids, MASK, q, scale, softcap, n_block_begin, n_block_end, num_keys,
+def mainloop(K, V, K_SCALES, V_SCALES, keys, MASK, q, scale, softcap, n_block_begin, n_block_end, num_keys,
              num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
              stride_k_scales_p, stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s,
              stride_v_scales_h, stride_mask_t, cfg: tl.constexpr):  # fmt: skip
@@ -374,11 +376,15 @@ def mainloop(K, V, K_SCALES, V_SCALES, p_page_ids, MASK, q, scale, softcap, n_bl
     num_unmasked_keys = num_keys - num_q_rows if cfg.HAS_MASK else num_keys - num_q_rows + 1
     unmasked_end = tl.maximum(tl.minimum(n_block_end, tl.maximum(num_unmasked_keys, 0) // cfg.BLOCK_N), unmasked_begin)
     unmasked_end = unmasked_begin + (unmasked_end - unmasked_begin) // cfg.UNROLL * cfg.UNROLL
+    # Listed keys are masked where they are loaded: all of their blocks, one a step, take the pipelined loop.
+    LISTED: tl.constexpr = cfg.LIST.LENGTH >= 0
+    if LISTED:
+        unmasked_end = n_block_end
     # Page ids are loaded one iteration ahead of their key blocks, and stored scales in the middle of the iteration
     # before, so that no load waits for its own address. NOTE: the pipeline's depth is the launch's num_stages. Passed
     # to this range it would cover these loads too; since the next iteration needs them, Triton would then pipeline
     # nothing, as it does where a value is carried over two iterations.
-    page_ids = load_page_ids_unrolled(p_page_ids, unmasked_begin, num_keys, cfg.UNROLL, cfg)
+    page_ids = load_keys_unrolled(keys, unmasked_begin, num_keys, cfg.UNROLL, cfg)
     k_scales, v_scales = load_kv_scales(
         K_SCALES, V_SCALES, page_ids, unmasked_begin, num_keys, h, stride_k_scales_p, stride_k_scales_s,
         stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, cfg.UNROLL, cfg,
@@ -390,10 +396,10 @@ def mainloop(K, V, K_SCALES, V_SCALES, p_page_ids, MASK, q, scale, softcap, n_bl
         )
     # Unmasked key blocks: QK, prefetch of the next scales (and V), online softmax, PV
     for n_block in tl.range(unmasked_begin, unmasked_end, cfg.UNROLL):
-        next_page_ids = load_page_ids_unrolled(p_page_ids, n_block + cfg.UNROLL, num_keys, cfg.UNROLL, cfg)
+        next_page_ids = load_keys_unrolled(keys, n_block + cfg.UNROLL, num_keys, cfg.UNROLL, cfg)
         s, inv_v_scales = compute_scores_unrolled(K, k_scales, v_scales, MASK, q, scale, softcap, page_ids, n_block,
                                                   num_keys, num_q_rows, row_begin, q_begin, h, stride_k_p, stride_k_s,
-                                                  stride_k_h, stride_mask_t, cfg.UNROLL, False, cfg)  # fmt: skip
+                                                  stride_k_h, stride_mask_t, cfg.UNROLL, LISTED, cfg)  # fmt: skip
         next_k_scales, next_v_scales = load_kv_scales(
             K_SCALES, V_SCALES, next_page_ids, n_block + cfg.UNROLL, num_keys, h, stride_k_scales_p, stride_k_scales_s,
             stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, cfg.UNROLL, cfg,
@@ -406,26 +412,30 @@ def mainloop(K, V, K_SCALES, V_SCALES, p_page_ids, MASK, q, scale, softcap, n_bl
             )  # fmt: skip
         row_max, row_sum, acc_o = softmax_and_pv_step(V, v, v_scales, s, inv_v_scales, row_max, row_sum, acc_o,
                                                       page_ids, n_block, num_keys, num_q_rows, h, stride_v_p,
-                                                      stride_v_s, stride_v_h, cfg.UNROLL, False, cfg.REGISTER_PREFETCH,
+                                                      stride_v_s, stride_v_h, cfg.UNROLL, LISTED, cfg.REGISTER_PREFETCH,
                                                       cfg)  # fmt: skip
         page_ids, k_scales, v_scales, v = next_page_ids, next_k_scales, next_v_scales, next_v
     # Masked key blocks, one at a time, unpipelined: QK, mask, online softmax, PV
-    for i in tl.range(0, unmasked_begin - n_block_begin + n_block_end - unmasked_end, num_stages=1):
-        n_block = tl.where(
-            i < unmasked_begin - n_block_begin, n_block_begin + i, unmasked_end + i - (unmasked_begin - n_block_begin)
-        )
-        page_ids_here = load_page_ids_unrolled(p_page_ids, n_block, num_keys, 1, cfg)
-        k_scales_here, v_scales_here = load_kv_scales(
-            K_SCALES, V_SCALES, page_ids_here, n_block, num_keys, h, stride_k_scales_p, stride_k_scales_s,
-            stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, 1, cfg,
-        )  # fmt: skip
-        s, inv_v_scales = compute_scores_unrolled(K, k_scales_here, v_scales_here, MASK, q, scale, softcap,
-                                                  page_ids_here, n_block, num_keys, num_q_rows, row_begin, q_begin, h,
-                                                  stride_k_p, stride_k_s, stride_k_h, stride_mask_t, 1, True,
-                                                  cfg)  # fmt: skip
-        row_max, row_sum, acc_o = softmax_and_pv_step(V, (), v_scales_here, s, inv_v_scales, row_max, row_sum, acc_o,
-                                                      page_ids_here, n_block, num_keys, num_q_rows, h, stride_v_p,
-                                                      stride_v_s, stride_v_h, 1, True, False, cfg)  # fmt: skip
+    if not LISTED:
+        for i in tl.range(0, unmasked_begin - n_block_begin + n_block_end - unmasked_end, num_stages=1):
+            n_block = tl.where(
+                i < unmasked_begin - n_block_begin,
+                n_block_begin + i,
+                unmasked_end + i - (unmasked_begin - n_block_begin),
+            )
+            page_ids_here = load_keys_unrolled(keys, n_block, num_keys, 1, cfg)
+            k_scales_here, v_scales_here = load_kv_scales(
+                K_SCALES, V_SCALES, page_ids_here, n_block, num_keys, h, stride_k_scales_p, stride_k_scales_s,
+                stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h, 1, cfg,
+            )  # fmt: skip
+            s, inv_v_scales = compute_scores_unrolled(
+                K, k_scales_here, v_scales_here, MASK, q, scale, softcap, page_ids_here, n_block, num_keys, num_q_rows,
+                row_begin, q_begin, h, stride_k_p, stride_k_s, stride_k_h, stride_mask_t, 1, True, cfg,
+            )  # fmt: skip
+            row_max, row_sum, acc_o = softmax_and_pv_step(
+                V, (), v_scales_here, s, inv_v_scales, row_max, row_sum, acc_o, page_ids_here, n_block, num_keys,
+                num_q_rows, h, stride_v_p, stride_v_s, stride_v_h, 1, True, False, cfg,
+            )  # fmt: skip
     # Subtract the zero points' part of V
     if cfg.CODE == INT4:
         zero_point_sum = tl.sum(acc_o[PACK], 0)[None, :]

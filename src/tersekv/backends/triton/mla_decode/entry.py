@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ....formats import BATCH_INVARIANCE, GROUP, LATENT_GROUP, KVFormat, latent_format
+from ....formats import BATCH_INVARIANCE, GROUP, LATENT_GROUP, LATENT_SINKS, LISTS, KVFormat, latent_format
 from ...host import launch
 from ...host.attention_launches import (
     attention_constants,
@@ -34,6 +34,7 @@ from ...host.bind import (
     tensor_args,
 )
 from ...host.kernel_config import KernelConfig
+from ...host.key_lists import NO_LISTS, KeyListConfig, key_list_args, key_list_config, rows_as_requests
 from ..parts.combine import combine_batch_invariant_kernel, combine_kernel
 from ..parts.tile_scheduler import METADATA_FIELDS
 from .config import TileConfig, choose_tile_config
@@ -97,6 +98,7 @@ class Constants(KernelConfig):
     CKV_STRIDE_UNIT: int = 1  # of the latent rows' strides, in 16-bit words, by `common_stride_unit`
     KPE_STRIDE_UNIT: int = 1  # of the rotary parts' strides
     UNSPLIT: bool = False  # of the Gluon kernels: a CTA has one work tile, and nothing is split
+    LIST: KeyListConfig = NO_LISTS
 
 
 class CacheMatrix(NamedTuple):
@@ -113,7 +115,7 @@ class Config(NamedTuple):
     launches: LaunchSequence | HostAction
 
 
-SUPPORTS = (BATCH_INVARIANCE,)
+SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -137,29 +139,32 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Config:
-    fmt = latent_format(f.format)
+    lists, list_args = key_list_config(f), key_list_args(f, f.ckv.shape[0] * f.ckv.shape[1])
+    f, fmt = rows_as_requests(f, f.ckv.shape[1]), latent_format(f.format)
     t = choose_tile_config(kernel_choice_facts(f), fmt)
     heads = f.q_nope.shape[1]
     # Blocks of heads read the same rows side by side; where heads do not fill them, rows form more work tiles.
     blocks = heads // t.block_m if heads and heads % t.block_m == 0 else 1
     cache_matrices = _cache_matrices(f, t)
     cfg = Constants(
-        **_format_constants(f, fmt), **_tile_constants(f, fmt, t, blocks, bool(cache_matrices)), **_feature_constants(f)
-    )
+        **_format_constants(f, fmt), **_tile_constants(f, fmt, t, blocks, bool(cache_matrices)),
+        **_feature_constants(f), LIST=lists,
+    )  # fmt: skip
     options: dict[str, Any] = {"num_warps": t.num_warps, "num_stages": t.num_stages}
     if launch.has_ptx(f):
         options["maxnreg"] = t.max_registers
     num_programs = max(launch.num_sms(f) * t.programs_per_sm // blocks, 1) * blocks
-    both = output_and_workspace_args(f, cfg.OUT_KIND != "float") | {"cfg": cfg}
+    both = output_and_workspace_args(f, cfg.OUT_KIND != "float") | tensor_args(SINKS="sinks") | {"cfg": cfg}
     split = (both | query_and_kv_scale_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args(f)
              | _cache_stride_args(f) | {
         **tensor_args(WORDS, CKV="ckv", KPE="kpe"), "CKV_MAP": None, "KPE_MAP": None,
         **_descriptor_args(cache_matrices, cfg),
-        **tensor_args(SCALES="ckv_scale_cache"), "max_splits": 0,
+        **tensor_args(SCALES="ckv_scale_cache"), "max_splits": 0, **list_args,
     })  # fmt: skip
-    merge = both | tensor_args(V_SCALE="kv_scale_t") | {"SINKS": None, "v_scale": f.kv_scale}
+    merge = both | tensor_args(V_SCALE="kv_scale_t") | {"v_scale": f.kv_scale}
     first = KernelLaunch(mla_decode_kernel, (num_programs,), split, **options)
     if cfg.SPLIT_BLOCKS:
+        merge |= {name: split[name] for name in ("SEQ_LENS", "CU_SEQLENS_Q")}
         return Config(
             cfg, cache_matrices, split_and_combine_launches(f, first, combine_batch_invariant_kernel, merge, cfg.PAGE)
         )
@@ -236,7 +241,7 @@ def _tile_constants(f: SimpleNamespace, fmt: KVFormat, t: TileConfig, blocks: in
 
 
 def _feature_constants(f: SimpleNamespace) -> dict[str, Any]:
-    return attention_constants(f) | {"HAS_V_SCALE": f.kv_scale_t is not None}
+    return attention_constants(f) | {"HAS_V_SCALE": f.kv_scale_t is not None, "HAS_SINKS": f.sinks is not None}
 
 
 def _cache_stride_args(f: SimpleNamespace) -> dict[str, int]:
@@ -273,7 +278,7 @@ def _packed_strides(x: Any) -> tuple[int, int]:
 
 def _cache_matrices(f: SimpleNamespace, t: TileConfig) -> tuple[CacheMatrix, ...]:
     """Returns matrices of ckv and kpe; none where a key block spans pages or a part is no matrix."""
-    if not t.use_tma or f.ckv.shape[1] % t.block_n or not launch.has_tma(f):
+    if f.indices is not None or not t.use_tma or f.ckv.shape[1] % t.block_n or not launch.has_tma(f):
         return ()
     found = _as_matrix(f.ckv), _as_matrix(f.kpe)
     return () if found[0] is None or found[1] is None else (found[0], found[1])

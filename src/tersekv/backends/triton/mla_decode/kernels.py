@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..parts.combine import LOG2E, cast_output, finalize_softmax, load_scale
 from ..parts.dequant import dequant_packed, e4m3_bytes_to_fp16
-from ..parts.page_table import load_page_ids, page_slots
+from ..parts.key_lists import VISIBLE, find_keys, keys_in_range, load_keys, row_offsets
 from ..parts.tile_scheduler import (
     METADATA_FIELDS,
     blocks_per_split,
@@ -44,10 +44,13 @@ def load_packed_block(X, page_ids, n_block, num_keys, stride_page, stride_slot, 
     Strides are in STRIDE_UNITs.
     """
     o_w = FIRST_PACKED + tl.arange(0, BLOCK)
-    p_x = X + ((page_ids * stride_page + page_slots(n_block, cfg) * stride_slot) * STRIDE_UNIT)[:, None] + o_w[None, :]
+    p_x = X + (row_offsets(page_ids, n_block, stride_page, stride_slot, cfg) * STRIDE_UNIT)[:, None] + o_w[None, :]
     if MASKED:
-        m_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N) < num_keys
-        return tl.load(p_x, mask=m_n[:, None] & (o_w < PACKED_DIM)[None, :], other=0)
+        m_n = keys_in_range(page_ids, n_block, num_keys, cfg)
+        if FIRST_PACKED + BLOCK <= PACKED_DIM:
+            return tl.load(p_x, mask=m_n[:, None], other=0)
+        else:
+            return tl.load(p_x, mask=m_n[:, None] & (o_w < PACKED_DIM)[None, :], other=0)
     elif FIRST_PACKED + BLOCK <= PACKED_DIM:
         return tl.load(p_x)
     else:
@@ -119,8 +122,8 @@ def load_group_scales(SCALES, page_ids, n_block, num_keys, stride_scales_p, stri
     CHUNKS: tl.constexpr = cfg.CHUNKS
     group_scales = ()
     if cfg.GROUP_SCALES:
-        m_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N) < num_keys
-        p_row = SCALES + page_ids * stride_scales_p + page_slots(n_block, cfg) * stride_scales_s
+        m_n = keys_in_range(page_ids, n_block, num_keys, cfg)
+        p_row = SCALES + row_offsets(page_ids, n_block, stride_scales_p, stride_scales_s, cfg)
         for i in tl.static_range(CHUNKS):
             group_scales = group_scales + (tl.load(p_row + i, mask=m_n, other=1.0),)
     return group_scales
@@ -305,11 +308,14 @@ def max_group_scale_and_ratios(group_scales, cfg: tl.constexpr):
 
 
 @triton.jit
-def apply_mask(s, n_block, num_keys, num_q_rows, row_begin, cfg: tl.constexpr):
+def apply_mask(s, page_ids, n_block, num_keys, num_q_rows, row_begin, cfg: tl.constexpr):
     """Returns the scores of n_block with −inf where a query row does not see a key."""
-    o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
-    q_position = num_keys - num_q_rows + (row_begin + tl.arange(0, cfg.BLOCK_M)) // cfg.GROUP
-    return tl.where((o_n < num_keys)[:, None] & (o_n[:, None] <= q_position[None, :]), s, float("-inf"))
+    if cfg.LIST.LENGTH >= 0:
+        return tl.where(page_ids[VISIBLE][:, None], s, float("-inf"))
+    else:
+        o_n = n_block * cfg.BLOCK_N + tl.arange(0, cfg.BLOCK_N)
+        q_position = num_keys - num_q_rows + (row_begin + tl.arange(0, cfg.BLOCK_M)) // cfg.GROUP
+        return tl.where((o_n < num_keys)[:, None] & (o_n[:, None] <= q_position[None, :]), s, float("-inf"))
 
 
 @triton.jit
@@ -345,7 +351,7 @@ def softmax_and_pv_step(
 
 
 @triton.jit
-def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, p_page_ids, q_nope, q_pe, scale, n_block_begin, n_block_end, num_keys,
+def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, keys, q_nope, q_pe, scale, n_block_begin, n_block_end, num_keys,
              num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p,
              stride_scales_s, cfg: tl.constexpr):  # fmt: skip
     """Returns (row_max, row_sum, CHUNKS * PACK tiles acc_o [CHUNK, BLOCK_M]) over [n_block_begin, n_block_end)."""
@@ -359,9 +365,12 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, p_page_ids, q_nope, q_pe, scale
     unmasked_end = tl.maximum(
         tl.minimum(n_block_end, tl.maximum(num_keys - num_q_rows + 1, 0) // cfg.BLOCK_N), n_block_begin
     )
+    # Listed keys are masked where they are loaded, so that all of their blocks take the pipelined loop.
+    if cfg.LIST.LENGTH >= 0:
+        unmasked_end = n_block_end
     # Page ids are loaded one iteration ahead, and stored scales in the middle of the iteration before, so that no
     # load waits for its own address. The depth of the pipeline is the launch's num_stages; see `mainloop` of decode.
-    page_ids = load_page_ids(p_page_ids, n_block_begin, num_keys, cfg)
+    page_ids = load_keys(keys, n_block_begin, num_keys, cfg)
     group_scales = load_group_scales(SCALES, page_ids, n_block_begin, num_keys, stride_scales_p, stride_scales_s, cfg)
     prefetched_ckv, k_pe = (), page_ids
     if cfg.REGISTER_PREFETCH:
@@ -370,10 +379,12 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, p_page_ids, q_nope, q_pe, scale
         )
     # Unmasked key blocks: QK, prefetch, online softmax, PV
     for n_block in tl.range(n_block_begin, unmasked_end):
-        next_page_ids = load_page_ids(p_page_ids, n_block + 1, num_keys, cfg)
+        next_page_ids = load_keys(keys, n_block + 1, num_keys, cfg)
         s, packed = compute_scores(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP,
                                    page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s,
-                                   cfg.REGISTER_PREFETCH, False, cfg)  # fmt: skip
+                                   cfg.REGISTER_PREFETCH, cfg.LIST.LENGTH >= 0, cfg)  # fmt: skip
+        if cfg.LIST.LENGTH >= 0:
+            s = apply_mask(s, page_ids, n_block, num_keys, num_q_rows, row_begin, cfg)
         next_group_scales = load_group_scales(
             SCALES, next_page_ids, n_block + 1, num_keys, stride_scales_p, stride_scales_s, cfg
         )
@@ -388,19 +399,21 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, p_page_ids, q_nope, q_pe, scale
         )  # fmt: skip
         page_ids, group_scales = next_page_ids, next_group_scales
     # Masked key blocks, unpipelined: QK, mask, online softmax, PV
-    for n_block in tl.range(unmasked_end, n_block_end, num_stages=1):
-        page_ids_here = load_page_ids(p_page_ids, n_block, num_keys, cfg)
-        group_scales_here = load_group_scales(
-            SCALES, page_ids_here, n_block, num_keys, stride_scales_p, stride_scales_s, cfg
-        )
-        s, packed = compute_scores((), page_ids_here, group_scales_here, q_nope, q_pe, scale, CKV, KPE, CKV_MAP,
-                                   KPE_MAP, page_ids_here, n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p,
-                                   stride_kpe_s, False, True, cfg)  # fmt: skip
-        s = apply_mask(s, n_block, num_keys, num_q_rows, row_begin, cfg)
-        row_max, row_sum, acc_o = softmax_and_pv_step(
-            s, packed, group_scales_here, row_max, row_sum, acc_o, CKV, page_ids_here, n_block, num_keys, stride_ckv_p,
-            stride_ckv_s, True, cfg,
-        )  # fmt: skip
+    if cfg.LIST.LENGTH < 0:
+        for n_block in tl.range(unmasked_end, n_block_end, num_stages=1):
+            page_ids_here = load_keys(keys, n_block, num_keys, cfg)
+            group_scales_here = load_group_scales(
+                SCALES, page_ids_here, n_block, num_keys, stride_scales_p, stride_scales_s, cfg
+            )
+            s, packed = compute_scores(
+                (), page_ids_here, group_scales_here, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids_here,
+                n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, False, True, cfg,
+            )  # fmt: skip
+            s = apply_mask(s, page_ids_here, n_block, num_keys, num_q_rows, row_begin, cfg)
+            row_max, row_sum, acc_o = softmax_and_pv_step(
+                s, packed, group_scales_here, row_max, row_sum, acc_o, CKV, page_ids_here, n_block, num_keys,
+                stride_ckv_p, stride_ckv_s, True, cfg,
+            )  # fmt: skip
     return row_max, tl.sum(row_sum, 0), acc_o
 
 
@@ -443,11 +456,12 @@ def store_partial(SPLIT_WORKSPACE, partial_slot, row_max, row_sum, acc_o, m_row,
 
 @triton.jit
 def mla_decode_kernel(
-    Q_NOPE, Q_PE, CKV, KPE, CKV_MAP, KPE_MAP, SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
+    Q_NOPE, Q_PE, CKV, KPE, CKV_MAP, KPE_MAP, SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, INDICES, INDEX_LENS,
+    LIST_SEQ_LENS, LIST_CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
     softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
     B, T, max_splits, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h, stride_ckv_p, stride_ckv_s,
     stride_kpe_p, stride_kpe_s, stride_scales_p, stride_scales_s, stride_table_b, stride_out_t, stride_out_h,
-    stride_lse_t, stride_lse_h,
+    stride_lse_t, stride_lse_h, num_requests, num_slots, stride_list_t, stride_list_h, stride_list_n,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Attends to one program's range of key blocks for one block of heads. See the module's docstring."""
@@ -467,6 +481,10 @@ def mla_decode_kernel(
         SEQ_LENS, CU_SEQLENS_Q, B, i_program // cfg.HEADS, num_programs // cfg.HEADS, cfg
     )
     h = i_program % cfg.HEADS
+    lists = (
+        INDICES, INDEX_LENS, LIST_SEQ_LENS, LIST_CU_SEQLENS_Q, num_requests, num_slots, stride_list_t, stride_list_h,
+        stride_list_n,
+    )  # fmt: skip
     if block < block_end:
         i_request, n_block_base = find_request_of_block(SEQ_LENS, CU_SEQLENS_Q, B, block, cfg)
         kv_scale_value = load_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE)
@@ -495,14 +513,15 @@ def mla_decode_kernel(
             )
             # Main loop
             row_max, row_sum, acc_o = mainloop(
-                CKV, KPE, CKV_MAP, KPE_MAP, SCALES, PAGE_TABLE + i_request.to(tl.int64) * stride_table_b, q_nope, q_pe,
+                CKV, KPE, CKV_MAP, KPE_MAP, SCALES,
+                find_keys(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg), q_nope, q_pe,
                 score_scale * q_scale,
                 n_block_begin, n_block_end, request.num_keys, request.num_q_rows, m_block * cfg.BLOCK_M, stride_ckv_p,
                 stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p, stride_scales_s, cfg,
             )  # fmt: skip
             # Epilogue: a whole work tile goes to OUT, a split to the workspace, for the combine
             if n_block_end - n_block_begin == request.num_n_blocks:
-                acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale, None, heads, m_row, cfg)
+                acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
                 store_output(OUT, acc_o, acc_scale, tokens, heads, m_row, stride_out_t, stride_out_h, cfg)
                 if cfg.HAS_LSE:
                     tl.store(LSE + tokens * stride_lse_t + heads * stride_lse_h, lse, mask=m_row)

@@ -45,7 +45,9 @@ def finalize_softmax(row_max, row_sum, v_scale, SINKS, heads, m_row, cfg: tl.con
         sink = tl.load(SINKS + heads, mask=m_row, other=0.0) * LOG2E
         max_with_sink = tl.maximum(safe_max, sink)  # a sink far above every score would overflow against `safe_max`
         rescale = tl.exp2(safe_max - max_with_sink)
-        denominator = tl.where(not_empty, row_sum * rescale + tl.exp2(sink - max_with_sink), 0.0)
+        # A sink of +inf takes all; inf − inf would be NaN.
+        sink_p = tl.where(sink == max_with_sink, 1.0, tl.exp2(sink - max_with_sink))
+        denominator = tl.where(not_empty, row_sum * rescale + sink_p, 0.0)
         v_scale *= rescale
         safe_max = tl.where(not_empty, max_with_sink, 0.0)
     acc_scale = tl.where(not_empty, v_scale / tl.where(not_empty, denominator, 1.0), 0.0)

@@ -77,8 +77,15 @@ def find_work_tile(CU_SEQLENS_Q, B, i_work_tile, cfg: tl.constexpr):
 
 @triton.jit
 def load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, m_b, cfg: tl.constexpr):
-    """Loads the RequestShape of request(s) i_request."""
-    num_keys = tl.load(SEQ_LENS + i_request, mask=m_b, other=0).to(tl.int32)
+    """Loads the RequestShape of request(s) i_request; with lists of keys of row(s), and SEQ_LENS counts entries."""
+    if cfg.LIST.LENGTH < 0:
+        num_keys = tl.load(SEQ_LENS + i_request, mask=m_b, other=0).to(tl.int32)
+    else:
+        num_keys = tl.where(m_b, cfg.LIST.LENGTH * cfg.LIST.BLOCK, i_request * 0)
+        if cfg.LIST.HAS_LENS and cfg.LIST.LENS_STRIDE_H == 0:
+            num_entries = tl.load(SEQ_LENS + i_request.to(tl.int64) * cfg.LIST.LENS_STRIDE, mask=m_b, other=0)
+            num_entries = tl.minimum(tl.maximum(num_entries.to(tl.int64), 0), cfg.LIST.LENGTH)
+            num_keys = (num_entries * cfg.LIST.BLOCK).to(tl.int32)
     if cfg.VARLEN_Q:
         q_begin = tl.load(CU_SEQLENS_Q + i_request, mask=m_b, other=0).to(tl.int32)
         num_q_rows = tl.load(CU_SEQLENS_Q + i_request + 1, mask=m_b, other=0).to(tl.int32) - q_begin

@@ -1,0 +1,79 @@
+"""Lists of keys (`indices`) on the host: facts in which every query row is a request, and the kernels' arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from .bind import tensor_args
+from .kernel_config import KernelConfig
+
+_NONE = {"INDICES": None, "INDEX_LENS": None, "LIST_SEQ_LENS": None, "LIST_CU_SEQLENS_Q": None}
+
+
+@dataclass(frozen=True)
+class KeyListConfig(KernelConfig):
+    """How query rows list their keys. LENGTH -1: they do not, and requests' keys are read in order."""
+
+    LENGTH: int = -1  # entries of a list
+    BLOCK: int = 1  # positions of an entry
+    BY_SLOT: bool = False
+    HAS_LENS: bool = False
+    LENS_STRIDE: int = 0  # from row to row
+    LENS_STRIDE_H: int = 0  # from list to list of a row; 0: all of a row are as long
+    VARLEN_Q: bool = False  # rows of requests are counted by cu_seqlens_q
+    MAX_SEQLEN_Q: int = 0  # rows of each request otherwise
+
+
+NO_LISTS = KeyListConfig()
+
+
+def key_list_config(f: SimpleNamespace) -> KeyListConfig:
+    if f.indices is None:
+        return NO_LISTS
+    lens, ragged = f.index_lens, f.cu_seqlens_q is not None
+    per_list = lens is not None and len(lens.shape) == 2 and lens.shape[1] > 1
+    return KeyListConfig(
+        LENGTH=f.indices.shape[-1],
+        BLOCK=f.block_size,
+        BY_SLOT=f.page_table is None,
+        HAS_LENS=lens is not None,
+        LENS_STRIDE=0 if lens is None else lens.stride[0],
+        LENS_STRIDE_H=lens.stride[1] if per_list else 0,
+        VARLEN_Q=ragged and f.page_table is not None,
+        MAX_SEQLEN_Q=0 if ragged or f.page_table is None else f.max_q_len,
+    )
+
+
+def rows_as_requests(f: SimpleNamespace, page: int) -> SimpleNamespace:
+    """Returns the facts by which kernels are chosen: with lists every row is a request, which holds its list's keys."""
+    if f.indices is None:
+        return f
+    rows, keys = f.out.shape[0], f.indices.shape[-1] * f.block_size
+    table = f.indices._replace(shape=(rows, -(-keys // page)), stride=(0, 1))
+    lens = f.indices._replace(shape=(rows,), stride=(1,))
+    return SimpleNamespace(
+        **vars(f) | {"page_table": table, "seq_lens": lens, "cu_seqlens_q": None, "max_q_len": 1}
+    )  # fmt: skip
+
+
+def key_list_args(f: SimpleNamespace, num_slots: int) -> dict[str, Any]:
+    """Returns the arguments of a split pass that find the keys of its rows; SEQ_LENS is the lists' lengths then."""
+    if f.indices is None:
+        return _NONE | dict.fromkeys(
+            ("num_requests", "num_slots", "stride_list_t", "stride_list_h", "stride_list_n"), 0
+        )
+    stride = f.indices.stride
+    by_slot = f.page_table is None
+    lens = {"SEQ_LENS": None} if f.index_lens is None else tensor_args(SEQ_LENS="index_lens")
+    requests = {"num_requests": 0} if by_slot else tensor_args(LIST_SEQ_LENS="seq_lens") | {
+        "num_requests": f.seq_lens.shape[0]
+    }  # fmt: skip
+    ragged = {} if by_slot or f.cu_seqlens_q is None else tensor_args(LIST_CU_SEQLENS_Q="cu_seqlens_q")
+    table = {"PAGE_TABLE": None, "stride_table_b": 0} if by_slot else {"stride_table_b": f.page_table.stride[0]}
+    return _NONE | tensor_args(INDICES="indices") | requests | ragged | table | lens | {
+        "INDEX_LENS": None if f.index_lens is None else tensor_args(INDEX_LENS="index_lens")["INDEX_LENS"],
+        "CU_SEQLENS_Q": None, "num_slots": num_slots, "stride_list_t": stride[0],
+        "stride_list_h": stride[1] if len(stride) == 3 and f.indices.shape[1] > 1 else 0, "stride_list_n": stride[-1],
+    }  # fmt: skip
