@@ -211,17 +211,16 @@ def configure(f: SimpleNamespace) -> Config:
         V_RESIDUAL_SCALE=_residual_scale(v.CODE, tuned.shared_tiles),
         PARTIAL_COLUMNS=partial_columns + (4 if any(fused_tile) else 2),
     )  # fmt: skip
-    combine_tile = choose_combine_rows_splits_columns(ranges // max(requests, 1) + 2, cta_heads * valid_rows,
-                                                      partial_columns)  # fmt: skip
+    num_splits, num_rows = ranges // max(requests, 1) + 2, cta_heads * valid_rows
+    combine_tile = choose_combine_rows_splits_columns(num_splits, num_rows, partial_columns)
     tiles = m_blocks, valid_rows, *combine_tile, *fused_tile
     shape = _make_tile_config(f, tuned, k, v, kv_specs[0], (cta_heads, f.column_parts), tiles)
     tensor_map_specs = dict(zip(("K", "V", "K_SCALES", "V_SCALES"), (*kv_specs, *scales), strict=True))
     combine_ctas = -(-cta_heads * valid_rows // combine_tile[0]) * (partial_columns // combine_tile[2])
     grid = requests * m_blocks * groups, combine_ctas
     kernel, options = _select_kernel_and_options(tuned, cta_heads)
-    shared_args = (
-        output_and_workspace_args(f) | tensor_args(SINKS="sinks", V_SCALE="v_scale_t") | {"v_scale": f.v_scale}
-    )
+    shared_args = output_and_workspace_args(f) | tensor_args(SINKS="sinks", V_SCALE="v_scale_t")
+    shared_args |= {"v_scale": f.v_scale}
     # Neither kernel gets constants that only the other reads: the number of requests would recompile it.
     split_configs = {"cfg": cfg, "tile_cfg": replace(shape, COMBINE_ROWS=0, COMBINE_SPLITS=0, COMBINE_COLUMNS=0)}
     split_pass = KernelLaunch(
