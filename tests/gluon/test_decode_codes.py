@@ -81,7 +81,7 @@ def test_every_e2m1_code_beside_any_others_times_every_scale_is_exact():
             words = np.append(words, [[others & ~field | code << 4 * place] for code in range(16)], 0).astype(np.uint32)
     factor = scales.view(np.uint16).astype(np.uint32) * 0x10001
     words, factor = np.broadcast_arrays(words, factor[None, :])
-    out = run(decode_codes._E2M1_PTX.value, words.copy(), factor.copy())
+    out = run(decode_codes.E2M1_PTX.value, words.copy(), factor.copy())
     for i in range(4):
         for unit in range(2):
             code = words >> (16 * unit + 4 * i) & 0xF
@@ -102,7 +102,7 @@ def test_every_int4_code_beside_any_others_is_exact_with_and_without_its_zero_po
     zeros = np.arange(256, dtype=np.uint32)  # of both keys
     words, low = np.broadcast_arrays(words, (zeros & 15 | zeros >> 4 << 16)[None, :])
     words, low = words.copy(), low.copy()
-    keys, values = run(decode_codes._INT4_K_PTX.value, words), run(decode_codes._INT4_V_PTX.value, words, low, low << 4)
+    keys, values = run(decode_codes.INT4_PTX.value, words), run(decode_codes.INT4_LESS_ZERO_PTX.value, words, low, low << 4)
     for i in range(4):
         scale = 2.0**-24 * (decode_codes.INT4_ODD_SCALE.value if i % 2 else 1.0)
         for unit in range(2):
