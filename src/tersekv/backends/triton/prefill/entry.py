@@ -63,6 +63,7 @@ class Constants(KernelConfig):
     BLOCK_N: int
     ONE_PAGE_PER_BLOCK: bool
     BLOCK_B: int
+    SCALE_COPIES: int  # of each stored scale, when it is loaded
     WINDOW: int
     HAS_SINKS: bool
     HAS_LSE: bool
@@ -143,6 +144,7 @@ def _tile_constants(f: SimpleNamespace, t: TileConfig) -> dict[str, Any]:
         "BLOCK_N": t.block_n,
         "ONE_PAGE_PER_BLOCK": page % t.block_n == 0,
         "BLOCK_B": request_block_size(f.seq_lens.shape[0]),
+        "SCALE_COPIES": max(1, 32 * t.num_warps // t.block_n),
         "INT64_OFFSETS": launch.exceeds_int32(f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache),
     }
 
