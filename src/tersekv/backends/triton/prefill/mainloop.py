@@ -166,18 +166,15 @@ def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: t
 def dequant_kv_block(packed, scales, BLOCK: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr):
     """Returns a tile [BLOCK_N, PACK * BLOCK] for the matrix unit, dequantized from packed codes [BLOCK_N, BLOCK]; columns
     have the scales of `dequant_packed`'s tiles."""
-    PACK: tl.constexpr = row_format.PACK
     if IS_NEW_KV:
         return packed
-    elif row_format.BLOCK_SCALES:
-        tiles = dequant_packed(
-            packed, row_format, expand_block_scales(scales[0], packed.shape[0], BLOCK // 4, 4, row_format)
-        )
-    elif row_format.CODE == INT4:
-        tiles = dequant_packed(packed, row_format, int4_zero_points(scales[0]).to(tl.int16)[:, None])
     else:
-        tiles = dequant_packed(packed, row_format)
-    return interleave_columns(tiles, PACK)
+        operand = None
+        if row_format.BLOCK_SCALES:
+            operand = expand_block_scales(scales[0], packed.shape[0], BLOCK // 4, 4, row_format)
+        elif row_format.CODE == INT4:
+            operand = int4_zero_points(scales[0]).to(tl.int16)[:, None]
+        return interleave_columns(dequant_packed(packed, row_format, operand), row_format.PACK)
 
 
 @triton.jit
