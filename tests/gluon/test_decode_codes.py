@@ -102,7 +102,10 @@ def test_every_int4_code_beside_any_others_is_exact_with_and_without_its_zero_po
     zeros = np.arange(256, dtype=np.uint32)  # of both keys
     words, low = np.broadcast_arrays(words, (zeros & 15 | zeros >> 4 << 16)[None, :])
     words, low = words.copy(), low.copy()
-    keys, values = run(decode_codes.INT4_PTX.value, words), run(decode_codes.INT4_LESS_ZERO_PTX.value, words, low, low << 4)
+    keys, values = (
+        run(decode_codes.INT4_PTX.value, words),
+        run(decode_codes.INT4_LESS_ZERO_PTX.value, words, low, low << 4),
+    )
     for i in range(4):
         scale = 2.0**-24 * (decode_codes.INT4_ODD_SCALE.value if i % 2 else 1.0)
         for unit in range(2):

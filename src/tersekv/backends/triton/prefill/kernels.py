@@ -20,6 +20,7 @@ from .mainloop import (
     column_scales,
     load_query_rows,
     mainloop,
+    regroup_columns,
     to_query_tiles,
 )
 
@@ -122,6 +123,7 @@ def prefill_kernel(
             cfg,
         )  # fmt: skip
         row_max, row_sum, acc_o = softmax_state
+        acc_o = regroup_columns(acc_o, PACK, cfg.BLOCK_DV)
         if cfg.CODE == INT4:
             acc_o *= column_scales(1.0 / tile_scale(0, cfg), 1.0 / tile_scale(1, cfg), PACK * cfg.BLOCK_DV)
         acc_o = unrotate_and_rescale_output(
@@ -154,4 +156,3 @@ def prefill_kernel(
         tl.store(p_out, out, mask=m_row[:, None] & (o_d < cfg.DV)[None, :])
         if cfg.HAS_LSE:
             tl.store(LSE + tokens * stride_lse_t + heads * stride_lse_h, lse, mask=m_row)
-

@@ -49,14 +49,29 @@ class KeyRange(NamedTuple):
 
 
 @triton.jit
-def interleave_columns(tiles, PACK: tl.constexpr):
-    """Returns PACK tiles [ROWS, W], of which tile j holds the columns PACK * i + j, as [ROWS, PACK * W]."""
+def concatenate_columns(tiles, PACK: tl.constexpr):
+    """Returns PACK tiles [ROWS, W] side by side, [ROWS, PACK * W]. Unlike interleaving, it takes no instruction."""
     if PACK == 1:
         return tiles[0]
-    elif PACK == 2:
-        return tl.interleave(tiles[0], tiles[1])
     else:
-        return tl.interleave(tl.interleave(tiles[0], tiles[2]), tl.interleave(tiles[1], tiles[3]))
+        if PACK == 2:
+            x = tl.join(tiles[0], tiles[1])
+        else:
+            x = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))
+        ROWS: tl.constexpr = tiles[0].shape[0]
+        W: tl.constexpr = tiles[0].shape[1]
+        return regroup_columns(tl.reshape(x, [ROWS, PACK * W]), W, PACK)
+
+
+@triton.jit
+def regroup_columns(x, N: tl.constexpr, M: tl.constexpr):
+    """Moves column M * i + j of [ROWS, N * M] to N * j + i: with (W, PACK) to the order of `concatenate_columns`, with
+    (PACK, W) back."""
+    if N == 1 or M == 1:
+        return x
+    else:
+        ROWS: tl.constexpr = x.shape[0]
+        return tl.reshape(tl.permute(tl.reshape(x, [ROWS, N, M]), (0, 2, 1)), [ROWS, N * M])
 
 
 @triton.jit
@@ -98,7 +113,9 @@ def to_query_tiles(x, cfg: tl.constexpr):
         x *= inv_scale[:, None]
         if cfg.K.CODE == INT4:
             x *= column_scales(tile_scale(1, cfg.K) / tile_scale(0, cfg.K), 1.0, x.shape[1])
-        return (x.to(tl.float16),), (exponent << 23).to(tl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
+        return (regroup_columns(x.to(tl.float16), cfg.BLOCK_D, cfg.K.PACK),), (exponent << 23).to(
+            tl.float32, bitcast=True
+        ) * cfg.K_RESIDUAL_SCALE
 
 
 @triton.jit
@@ -164,8 +181,8 @@ def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: t
 
 @triton.jit
 def dequant_kv_block(packed, scales, BLOCK: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr):
-    """Returns a tile [BLOCK_N, PACK * BLOCK] for the matrix unit, dequantized from packed codes [BLOCK_N, BLOCK]; columns
-    have the scales of `dequant_packed`'s tiles."""
+    """Returns a tile [BLOCK_N, PACK * BLOCK] for the matrix unit, dequantized from packed codes [BLOCK_N, BLOCK]: the tiles
+    of `dequant_packed`, side by side."""
     if IS_NEW_KV:
         return packed
     else:
@@ -174,7 +191,7 @@ def dequant_kv_block(packed, scales, BLOCK: tl.constexpr, IS_NEW_KV: tl.constexp
             operand = expand_block_scales(scales[0], packed.shape[0], BLOCK // 4, 4, row_format)
         elif row_format.CODE == INT4:
             operand = int4_zero_points(scales[0]).to(tl.int16)[:, None]
-        return interleave_columns(dequant_packed(packed, row_format, operand), row_format.PACK)
+        return concatenate_columns(dequant_packed(packed, row_format, operand), row_format.PACK)
 
 
 @triton.jit
