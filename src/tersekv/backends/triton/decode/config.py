@@ -1,5 +1,5 @@
-"""Tile choices of paged decode, from facts. Measured on an H200 on 2026-11-21 (notes/decode.md) where nothing else is said,
-D 128, 32/8 heads."""
+"""Tile choices of paged decode, from facts. Measured with D 128, 32/8 heads (notes/decode.md), where no chip is named
+on an H200 on 2026-11-21."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _THREE_PROGRAMS_PER_SM = TileConfig(64, 16, 3, 1, 4, 168, 3, 1, True)
 # 64 × 8K, bf16: 492 µs
 _TILES_16_BIT = TileConfig(64, 16, 3, 1, 4, None, 2, 1, True)
 
-# 4-bit codes cost instructions, not bytes. With one warp a program no warp converts what another converts too: V's words
-# are M of its product, and four warps share the 32 rows that heads of 128 have. 64 × 8K on an H100 (2026-11-26,
-# notes/decode.md): int4 211 µs (3 stages: 222; blocks of 64 keys: 215), nvfp4 257.
+# 4-bit codes cost instructions, not bytes. With one warp a program no warp converts what another converts too: V's
+# words are M of its product, and four warps share the 32 rows that heads of 128 have. 64 × 8K on an H100 (2026-11-26):
+# int4 211 µs (3 stages: 222; blocks of 64 keys: 215), nvfp4 257.
 _ONE_WARP = TileConfig(32, 8, 4, 1, 1, 168, 12, 1, True)
 # nvfp4 228 µs (blocks of 64 keys: 230; 16 programs, which spill: 504)
 _ONE_WARP_BLOCK_SCALES = _ONE_WARP._replace(num_stages=3)

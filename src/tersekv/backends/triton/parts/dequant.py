@@ -47,8 +47,8 @@ INT8_PTX = tl.constexpr(
     sub.f16x2 $1, $1, bias;
     }"""
 )
-# e4m3 without an instruction for it: the fields are fp16's, eight binades lower. 36000 times NaN's magnitude overflows, and
-# no other's, so that the last line makes NaN of it.
+# e4m3 without an instruction for it: the fields are fp16's, eight binades lower. 36000 times NaN's magnitude overflows,
+# and no other's, so that the last line makes NaN of it.
 _E4M3_FIELDS_PTX = tl.constexpr(
     """{
     .reg .b32 x, m, huge;
@@ -191,8 +191,8 @@ def nibbles_to_fp16(nibble, cfg: tl.constexpr):
 def dequant_packed(packed, cfg: tl.constexpr, operand=None):
     """Returns PACK fp16 tiles of packed codes [N, W]; of 16 bits the tile itself.
 
-    operand: e2m1: block scales by word (`expand_block_scales`), which multiply codes; int4: None, or zero points (int16,
-    broadcast against the words), which are subtracted.
+    operand: e2m1: block scales by word (`expand_block_scales`), which multiply codes; int4: None, or zero points
+    (int16, broadcast against the words), which are subtracted.
     Tiles are values × their `tile_scale`.
     """
     FP16_4: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
@@ -255,8 +255,8 @@ def expand_block_scales(
     Without PTX × 2^7, so that fewer products with codes × 2^-14 are subnormal: not every chip's MMA takes such.
     """
     if cfg.USE_PTX:
-        # NOTE: said to be impure, so that it stays where each scale is held once: behind the change of layout each is held
-        # by many lanes, at odd bytes.
+        # NOTE: said to be impure, so that it stays where each scale is held once: behind the change of layout each is
+        # held by many lanes, at odd bytes.
         PTX: tl.constexpr = _E4M3_FIELDS_ROW_PTX if cfg.E4M3_BY_HAND else _E4M3_ROW_PTX
         s = tl.inline_asm_elementwise(PTX, "=&r,=&r,r", [scales.to(tl.uint8, bitcast=True)], tl.float16, False, 4)
     elif cfg.E4M3_BY_HAND:

@@ -1,5 +1,5 @@
-"""Tile choices of paged prefill, from facts. Measured on an H100 on 2026-11-26 (notes/prefill.md), TFLOP/s of one prompt of
-8192, 32/8 heads of 128 or 24/4 of 256; for chips whose products take registers, by what compiles without spills."""
+"""Tile choices of paged prefill, from facts. Numbers are TFLOP/s on an H100 on 2026-11-26 (notes/prefill.md): one prompt
+of 8192, 32/8 heads of 128 or 24/4 of 256. Where products take registers nothing is measured yet: what spills little."""
 
 from __future__ import annotations
 

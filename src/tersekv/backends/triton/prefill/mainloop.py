@@ -93,8 +93,8 @@ def column_scales(even, odd, COLUMNS: tl.constexpr):
 
 @triton.jit
 def to_query_tiles(x, cfg: tl.constexpr):
-    """Returns query tiles [BLOCK_M, PACK * BLOCK_D] in the compute type of codes, and the scale of their scores
-    [BLOCK_M].
+    """Returns query tiles [BLOCK_M, PACK * BLOCK_D] in the compute type of codes, with columns in the order of
+    `concatenate_columns`, and the scale of their scores [BLOCK_M].
 
     fp16 holds a bf16 row only after a power of two is divided out; the score scale multiplies it back. Over bf16 keys,
     with TWO_TERM_Q, a second tile holds the rounding error of the first.
@@ -113,9 +113,8 @@ def to_query_tiles(x, cfg: tl.constexpr):
         x *= inv_scale[:, None]
         if cfg.K.CODE == INT4:
             x *= column_scales(tile_scale(1, cfg.K) / tile_scale(0, cfg.K), 1.0, x.shape[1])
-        return (regroup_columns(x.to(tl.float16), cfg.BLOCK_D, cfg.K.PACK),), (exponent << 23).to(
-            tl.float32, bitcast=True
-        ) * cfg.K_RESIDUAL_SCALE
+        row_scale = (exponent << 23).to(tl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
+        return (regroup_columns(x.to(tl.float16), cfg.BLOCK_D, cfg.K.PACK),), row_scale
 
 
 @triton.jit
@@ -160,8 +159,8 @@ def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: t
         p_row = operand.scales.ptr + kv_row_offsets(
             operand.scales, page_ids, n_block, h, IS_NEW_KV, row_format.SCALE_STRIDE_UNIT, cfg
         )
-        # NOTE: in as many copies as there are threads. Fewer numbers Triton would load in the layout of their use, each by many
-        # threads, which takes longer than the products.
+        # NOTE: in as many copies as there are threads. Fewer numbers Triton would load in the layout of their use, each
+        # by many threads, which takes longer than the products.
         p_copies = tl.broadcast_to(p_row[:, None], [cfg.BLOCK_N, cfg.SCALE_COPIES])
         if MASKED:
             x = tl.load(p_copies, mask=tl.broadcast_to(valid[:, None], [cfg.BLOCK_N, cfg.SCALE_COPIES]), other=1.0)
@@ -181,8 +180,8 @@ def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: t
 
 @triton.jit
 def dequant_kv_block(packed, scales, BLOCK: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr):
-    """Returns a tile [BLOCK_N, PACK * BLOCK] for the matrix unit, dequantized from packed codes [BLOCK_N, BLOCK]: the tiles
-    of `dequant_packed`, side by side."""
+    """Returns a tile [BLOCK_N, PACK * BLOCK] for the matrix unit, dequantized from packed codes [BLOCK_N, BLOCK]: the
+    tiles of `dequant_packed`, side by side."""
     if IS_NEW_KV:
         return packed
     else:
