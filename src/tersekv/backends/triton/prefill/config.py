@@ -1,5 +1,5 @@
-"""Tile choices of paged prefill, from facts. Numbers are TFLOP/s on an H100 on 2026-11-26 (notes/prefill.md): one prompt
-of 8192, 32/8 heads of 128 or 24/4 of 256. Where products take registers nothing is measured yet: what spills little."""
+"""Tile choices of paged prefill, from facts. Numbers are TFLOP/s on an H100 on 2026-11-26 (notes/prefill.md): a prompt
+of 8192, 32/8 heads of 128 or 24/4 of 256. Where products take registers nothing is measured: what spills little."""
 
 from __future__ import annotations
 
