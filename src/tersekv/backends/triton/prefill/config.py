@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from ....formats import TOKEN_HEAD, KVFormat
+from ....formats import BLOCK, TOKEN_HEAD, KVFormat
 from ...host import launch
 from ..parts.kv_cache_args import needs_two_term_query
 
@@ -24,8 +24,10 @@ _TILES_16_BIT = TileConfig(128, 64, 3, 8)
 _TILES_CODES = TileConfig(128, 128, 2, 8)
 # int8, int4: 275 (128 × 128: 254, 266; 128 × 64: 209, 214; 128 × 32: 144, 139)
 _TILES_TOKEN_SCALES = TileConfig(64, 128, 2, 4)
-# Of new rows too, after codes; alone int8: 224, nvfp4: 273, fp8: 296, int4: 235, bf16: 432
-_TILES_NEW_ROWS = TileConfig(64, 64, 3, 4)
+# Of new rows too, after codes, and of short prompts, which would waste the most of a larger block's keys. int8: 224,
+# nvfp4: 273, fp8: 296, int4: 235, bf16: 432
+_TILES_SMALL = TileConfig(64, 64, 3, 4)
+_SHORT_PROMPT = 256  # new tokens of a request
 # Heads of 256. bf16: 475, fp8: 304, int8: 220 (64 × 32 by 8 warps: 153, 128, 94)
 _TILES_WIDE = TileConfig(128, 64, 2, 8)
 # Of new rows too, with which ptxas 12.8 loses the place of a product in the larger; alone 419, 275, 203
@@ -36,7 +38,7 @@ def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConf
     group = f.q.shape[1] // max(f.k_cache.shape[2], 1)
     values, width = (launch.next_power_of_2(n) for n in (f.out.shape[2], max(f.q.shape[2], f.out.shape[2])))
     from_shared = f.arch is not None and 90 <= f.arch < 120  # the matrix unit reads shared memory
-    t = _of_shared_operands(f, k, v, width) if from_shared else _of_register_operands(k, v, width, values)
+    t = _of_shared_operands(f, k, v, width) if from_shared else _of_register_operands(width, values)
     # ptxas 12.8 never moves the address of values of at most 64 bytes a row to the uniform registers in which offsets
     # are added, so that products read outside shared memory.
     if from_shared and values <= 32:
@@ -44,7 +46,7 @@ def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConf
     # Blocks are not shared between requests: of few rows, a smaller one wastes less.
     needed = max(16, launch.next_power_of_2(f.max_q_len * group))
     if needed < 64:
-        t = t._replace(block_n=min(t.block_n, 32 if TOKEN_HEAD in (k.scale, v.scale) else 64))
+        t = t._replace(block_n=min(t.block_n, 32 if {TOKEN_HEAD, BLOCK} & {k.scale, v.scale} else 64))
     if needed < t.block_m:
         t = _with_rows(t, needed, width, from_shared)
     while not _fits_shared_memory(t, f, k, v):
@@ -70,12 +72,12 @@ def _of_shared_operands(f: SimpleNamespace, k: KVFormat, v: KVFormat, width: int
         return _TILES_WIDE if f.k is None else _TILES_WIDE_NEW_ROWS
     if k.storage.itemsize == v.storage.itemsize == 2:
         return _TILES_16_BIT
-    if f.k is not None:
-        return _TILES_NEW_ROWS
+    if f.k is not None or f.max_q_len < _SHORT_PROMPT:
+        return _TILES_SMALL
     return _TILES_TOKEN_SCALES if TOKEN_HEAD in (k.scale, v.scale) else _TILES_CODES
 
 
-def _of_register_operands(k: KVFormat, v: KVFormat, width: int, values: int) -> TileConfig:
+def _of_register_operands(width: int, values: int) -> TileConfig:
     """A thread holds queries, keys and the scales of all keys of its block in registers."""
     if width > 256:
         return TileConfig(32, 16, 2, 8)
