@@ -49,6 +49,8 @@ def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConf
         t = t._replace(block_n=min(t.block_n, 32 if {TOKEN_HEAD, BLOCK} & {k.scale, v.scale} else 64))
     if needed < t.block_m:
         t = _with_rows(t, needed, width, from_shared)
+        if width > 128 and k.storage.itemsize == 2:
+            t = t._replace(block_n=min(t.block_n, 32))  # 64 rows of heads of 256, bf16: 345 (64 keys: 157; fp8: 268)
     while not _fits_shared_memory(t, f, k, v):
         if t.num_stages > 2:
             t = t._replace(num_stages=2)
