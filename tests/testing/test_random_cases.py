@@ -95,6 +95,7 @@ SCORED = {
     **REQUESTS, "ratio": "ratio", "relu": "relu", "scale": "scale", "heads": "each", "reduce_blocks": "block",
     "width": "width", "backend": BACKEND,
 }  # fmt: skip
+BLOCKS = "listed each_head lists index"
 LISTS = {"index_lens": "list_lens", "block_size": "block_size"}
 TAKEN = {"k": "top", "keep_first": "keep_first", "keep_last": "keep_last", "out": "strided"}
 DRAWN = {
@@ -110,11 +111,13 @@ DRAWN = {
         "kv_c": "dtype strided special", "k_pe": "rope dtype", "cos_sin_cache": "rotate", **ROTATED, "cache": LATENT,
         "q_nope": "query q_nope", "q_pe": "query", "q_nope_out": "strided head_major", "q_pe_out": "head_major",
     },
-    "decode": {**ATTENTION, **LISTS, "mask": "mask", "indices": "listed each_head lists index"},
-    "prefill": {**ATTENTION, **LISTS, "indices": "listed each_head lists index", "cu_seqlens_q": "q_lens index", "k": "new_rows", "v": "new_rows"},
+    "decode": {**ATTENTION, **LISTS, "mask": "mask", "indices": BLOCKS},
+    "prefill": {
+        **ATTENTION, **LISTS, "indices": BLOCKS, "cu_seqlens_q": "q_lens index", "k": "new_rows", "v": "new_rows",
+    },
     "mla_decode": {
-        **REQUESTS, **OUT, **LISTS, "indices": "listed by_slot lists index", "q": QUERIES, "cache": LATENT, "softmax_scale": "scale", "sinks": "sinks sink",
-        "backend": BACKEND,
+        **REQUESTS, **OUT, **LISTS, "indices": "listed by_slot lists index", "q": QUERIES, "cache": LATENT,
+        "softmax_scale": "scale", "sinks": "sinks sink", "backend": BACKEND,
     },
     "mla_prefill": {
         "q": QUERIES, **NEW_LATENTS, "cu_seqlens_q": "q_lens index", "kv_b_proj": "weight nope dim_v",

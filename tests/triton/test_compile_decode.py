@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from compile_tools import FEW_SPILLS, compile_launches
+from loops import main_loop
 
 from tersekv.backends.host import launch
 from tersekv.backends.triton import attention
@@ -46,7 +47,6 @@ def compiled(call: AttentionCall, arch: int | str) -> list[dict]:
         ("fp8_per_token_head", 128),
         ("int8_per_token_head", 128),
         ("bf16", 128),
-        ("int4_per_token_head", 128),
     ],
 )
 def test_tuned_for_hopper(fmt, max_pages):
@@ -149,13 +149,38 @@ def test_8_bit_codes_become_fp16_by_the_pair():
     assert "LDS.U8" not in sass
 
 
-def test_nibbles_become_fp16_by_logic_and_one_multiply_add():
-    """No integer is converted, and no zero point is subtracted from a value: 8 codes a register take 9 instructions."""
+def test_nibbles_become_fp16_by_masks_alone():
+    """No integer is converted; of keys a mask suffices, of values a zero point is subtracted from each."""
     split, _ = compiled(call_of("int4_per_token_head"), 90)
     ptx = split["ptx"]
-    assert "lop3.b32" in ptx
-    assert len(re.findall(r"fma\.rn\.f16x2", ptx)) == len(re.findall(r"sub\.f16x2", ptx)) > 0
-    assert not re.search(r"cvt\.rn\.f16\.[su]\d+", ptx)
+    masks = re.findall(r"and\.b32 .*, 0x00(?:0F000F|F000F0);", ptx)
+    assert len(masks) == 2 * len(re.findall(r"sub\.f16x2", ptx)) > 0
+    assert not re.search(r"cvt\.rn\.f16\.[su]\d+|fma\.rn\.f16x2", ptx)
+
+
+# Instructions of all threads, with loads, products and softmax; behind each bound the number where four warps share a
+# key block and codes are converted by shifts, masks and additions.
+@pytest.mark.parametrize(
+    ("fmt", "arch", "most"),
+    [
+        ("int4_per_token_head", 80, 2.9),  # 2.99
+        ("int4_per_token_head", 90, 2.4),  # 4.65
+        ("int4_per_token_head", 100, 2.3),  # 3.87
+        ("int4_per_token_head", 120, 2.6),  # 5.76
+        ("nvfp4", 80, 4.0),  # 4.32
+        ("nvfp4", 89, 3.9),  # 5.61
+        ("nvfp4", 90, 3.6),  # 6.63
+        ("nvfp4", 100, 3.5),  # 5.03
+        ("nvfp4", 120, 3.8),  # 7.66
+    ],
+)
+def test_instructions_per_4_bit_code(fmt, arch, most):
+    call = call_of(fmt)
+    cfg = decode.configure(facts("decode", call, arch=arch))
+    split, _ = compiled(call, arch)
+    threads = 32 * cfg.launches.kernel_launches[0].launch.options["num_warps"]
+    codes = cfg.constants.BLOCK_N * cfg.constants.UNROLL * (cfg.constants.D + cfg.constants.DV)
+    assert len(main_loop(split)) * threads / codes <= most
 
 
 def test_a_changing_bound_on_ragged_rows_compiles_nothing_new():

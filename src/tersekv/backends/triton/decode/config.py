@@ -1,11 +1,12 @@
-"""Tile choices of paged decode, from facts. Measured on an H200 on 2026-11-21 (notes/decode.md), D 128, 32/8 heads."""
+"""Tile choices of paged decode, from facts. Measured with D 128, 32/8 heads (notes/decode.md), where no chip is named
+on an H200 on 2026-11-21."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from ....formats import TOKEN_HEAD, KVFormat, pair_of
+from ....formats import BLOCK, TOKEN_HEAD, KVFormat, pair_of
 from ...host import launch
 from ..parts.kv_cache_args import needs_two_term_query
 
@@ -29,6 +30,13 @@ _THREE_PROGRAMS_PER_SM = TileConfig(64, 16, 3, 1, 4, 168, 3, 1, True)
 # 64 × 8K, bf16: 492 µs
 _TILES_16_BIT = TileConfig(64, 16, 3, 1, 4, None, 2, 1, True)
 
+# 4-bit codes cost instructions, not bytes. With one warp a program no warp converts what another converts too: V's
+# words are M of its product, and four warps share the 32 rows that heads of 128 have. 64 × 8K on an H100 (2026-11-26):
+# int4 211 µs (3 stages: 222; blocks of 64 keys: 215), nvfp4 257.
+_ONE_WARP = TileConfig(32, 8, 4, 1, 1, 168, 12, 1, True)
+# nvfp4 228 µs (blocks of 64 keys: 230; 16 programs, which spill: 504)
+_ONE_WARP_BLOCK_SCALES = _ONE_WARP._replace(num_stages=3)
+
 _SHORT_CONTEXT = 2048  # tokens of the page table; below, ranges are short and their epilogues cost most
 
 
@@ -39,6 +47,9 @@ def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
     group = f.q.shape[1] // max(f.k_cache.shape[2], 1)
     block_m = max(16, min(64, launch.next_power_of_2(max(f.max_q_len * group, 1))))
     width = max(f.q.shape[2], f.out.shape[2])
+    four_bits = max(x.values_per_element for x in pair_of(f)) > 1
+    if four_bits and block_m == 16 and width <= 256 and (launch.has_ptx(f) or launch.interpreting()):
+        return _one_warp(f, group)
     if fmt.storage.itemsize == 2 or fmt != pair_of(f)[1]:
         t = _TILES_16_BIT
     elif fmt.values_per_element > 1:
@@ -64,6 +75,22 @@ def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
     if width > 128:
         t = t._replace(block_n=32, num_stages=2, num_warps=4 if block_m <= 16 else 8)
     return _shrink_to_fit(t, f, fmt)
+
+
+def _one_warp(f: SimpleNamespace, group: int) -> TileConfig:
+    """Returns the tiles of a program of one warp: as many programs per SM as its shared memory holds."""
+    k, v = pair_of(f)
+    t = _ONE_WARP_BLOCK_SCALES if BLOCK in (k.scale, v.scale) else _ONE_WARP
+    t = t._replace(block_m=8 if f.max_q_len * group <= 8 else 16)
+    width = max(f.q.shape[2], f.out.shape[2])
+    if t.block_m * width > 1024:
+        t = t._replace(max_registers=None, programs_per_sm=8)
+    stage = t.block_n * sum(
+        x.code_bytes(launch.next_power_of_2(n)) for x, n in ((k, f.q.shape[2]), (v, f.out.shape[2]))
+    )
+    scratch = 4096 + t.block_n * launch.next_power_of_2(width) * 2
+    programs = launch.shared_memory(f) // (t.num_stages * stage + scratch)
+    return t._replace(programs_per_sm=max(1, min(t.programs_per_sm, programs)))
 
 
 def _shrink_to_fit(t: TileConfig, f: SimpleNamespace, fmt: KVFormat) -> TileConfig:

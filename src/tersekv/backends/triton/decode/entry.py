@@ -61,7 +61,7 @@ class Constants(KernelConfig):
     PACK: int
     TOKEN_SCALES: bool
     BLOCK_SCALES: bool
-    SCALES_AS_BYTES: bool
+    E4M3_BY_HAND: bool
     USE_PTX: bool
     STRIDE_UNIT: int
     SCALE_STRIDE_UNIT: int
@@ -142,7 +142,7 @@ def configure(f: SimpleNamespace) -> Config:
     split = both | split_pass_args(f) | _stride_args(f) | rotation_args(f) | (caches or tensor_args(WORDS, K="k_cache",
                                                                                                     V="v_cache")) | {
         **tensor_args(BYTES if cfg.Q_AS_BYTES else "", Q="q"),
-        **tensor_args(BYTES if cfg.SCALES_AS_BYTES else "", K_SCALES="k_scale_cache", V_SCALES="v_scale_cache"),
+        **tensor_args(BYTES if cfg.E4M3_BY_HAND else "", K_SCALES="k_scale_cache", V_SCALES="v_scale_cache"),
         **tensor_args(K_SCALE="k_scale_t"), **mask_args(f), "k_scale": f.k_scale, "softcap": f.softcap, "max_splits": 0,
         **list_args,
     }  # fmt: skip

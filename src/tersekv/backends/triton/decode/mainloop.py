@@ -4,7 +4,15 @@ online softmax, rescale and PV are in `softmax_and_pv_step`."""
 import triton
 import triton.language as tl
 
-from ..parts.dequant import INT4, dequant_packed, e4m3_bytes_to_fp16, expand_block_scales, int4_zero_points
+from ..parts.dequant import (
+    INT4,
+    dequant_packed,
+    e4m3_bytes_to_fp16,
+    expand_block_scales,
+    int4_zero_points,
+    log2_and_reciprocal,
+    tile_scale,
+)
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.key_lists import keys_in_range, load_keys, row_offsets
 from ..parts.softcap import apply_softcap
@@ -69,10 +77,12 @@ def load_query_tiles(Q, tokens, heads, m_row, stride_q_t, stride_q_h, rotation, 
         row_total = tl.full([cfg.BLOCK_M], 0.0, tl.float32)
         for j in tl.static_range(PACK):
             q_tile = (tiles[j] * inv_q_scale[None, :]).to(tl.float16)
-            row_total += tl.sum(q_tile.to(tl.float32), 0)
+            if cfg.K.CODE == INT4:
+                row_total += tl.sum(q_tile.to(tl.float32), 0)
+                q_tile *= tile_scale(1, cfg.K) / tile_scale(j, cfg.K)
             q_tiles = q_tiles + (q_tile,)
         if cfg.K.CODE == INT4:
-            q_tiles = q_tiles + (row_total,)
+            q_tiles = q_tiles + (row_total * tile_scale(1, cfg.K),)
         return q_tiles, (exponent << 23).to(tl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
 
 
@@ -209,20 +219,18 @@ def compute_scores(K, k_scales, MASK, q, scale, softcap, page_id, n_block, num_k
     # QK
     k = load_kv_block(K, page_id, n_block, m_n, stride_k_p, stride_k_s, stride_k_h, h, cfg.BLOCK_D, cfg.PACKED_K,
                       cfg.K_ROWS_PER_PAGE, cfg.K_ROWS_PER_HEAD, K_FORMAT.STRIDE_UNIT, MASKED, cfg)  # fmt: skip
-    k = dequant_packed(k, K_FORMAT)
     if K_FORMAT.BLOCK_SCALES:
-        block_scale = expand_block_scales(k_scales[I_UNROLL], cfg.BLOCK_N, cfg.BLOCK_D // 4, 4, K_FORMAT)
-        s = tl.dot(k[0] * block_scale, q[0])
-        for j in tl.static_range(1, PACK):
-            s = tl.dot(k[j] * block_scale, q[j], acc=s)
+        block_scales = expand_block_scales(k_scales[I_UNROLL], cfg.BLOCK_N, cfg.BLOCK_D // 4, 4, K_FORMAT)
+        k = dequant_packed(k, K_FORMAT, block_scales)
     else:
-        s = tl.dot(k[0], q[0])
-        for j in tl.static_range(1, PACK):
-            s = tl.dot(k[j], q[j], acc=s)
-        if cfg.TWO_TERM_Q:
-            s = tl.dot(k[0], q[1], acc=s)
-        if K_FORMAT.CODE == INT4:
-            s -= int4_zero_points(k_scales[I_UNROLL])[:, None] * q[PACK][None, :]
+        k = dequant_packed(k, K_FORMAT)
+    s = tl.dot(k[0], q[0])
+    for j in tl.static_range(1, PACK):
+        s = tl.dot(k[j], q[j], acc=s)
+    if cfg.TWO_TERM_Q:
+        s = tl.dot(k[0], q[1], acc=s)
+    if K_FORMAT.CODE == INT4:
+        s -= int4_zero_points(k_scales[I_UNROLL]).to(tl.float32)[:, None] * q[PACK][None, :]
     s *= scale[None, :]
     if K_FORMAT.TOKEN_SCALES:
         s *= k_scales[I_UNROLL][:, None]
@@ -263,24 +271,24 @@ def accumulate_pv(
     acc_o, v, v_scales, p, n_block, num_keys, num_q_rows, I_UNROLL: tl.constexpr, MASKED: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """Returns acc_o + Vᵀ P for key block n_block, p [BLOCK_N, BLOCK_M]. acc_o: PACK tiles [BLOCK_DV, BLOCK_M]; for int4
-    also the zero points' part, the same in every column of V, by key [BLOCK_N, BLOCK_M]."""
+    """Returns acc_o + Vᵀ P for key block n_block, p [BLOCK_N, BLOCK_M]. acc_o: PACK tiles [BLOCK_DV, BLOCK_M]."""
     PACK: tl.constexpr = cfg.PACK
-    v = dequant_packed(tl.trans(v), cfg)
-    out = ()
+    v = tl.trans(v)
     if cfg.BLOCK_SCALES:
-        block_scale = tl.trans(expand_block_scales(v_scales[I_UNROLL], cfg.BLOCK_N, cfg.BLOCK_DV // 4, 4, cfg))
+        block_scales = expand_block_scales(v_scales[I_UNROLL], cfg.BLOCK_N, cfg.BLOCK_DV // 4, 4, cfg)
+        v = dequant_packed(v, cfg, tl.trans(block_scales))
+    elif cfg.CODE == INT4:
+        v = dequant_packed(v, cfg, int4_zero_points(v_scales[I_UNROLL]).to(tl.int16)[None, :])
+    else:
+        v = dequant_packed(v, cfg)
+    out = ()
     for j in tl.static_range(PACK):
         x = v[j]
-        if cfg.BLOCK_SCALES:
-            x = x * block_scale
         if MASKED and cfg.LIST.LENGTH < 0:  # rows of listed keys are loaded as 0 where they are not visible
             x = tl.where(
                 valid_keys(n_block, num_keys, num_q_rows, cfg)[None, :], x, 0.0
             )  # an invalid slot may hold NaN, and 0 × NaN is NaN
         out = out + (tl.dot(x, p.to(x.dtype), acc=acc_o[j]),)
-    if cfg.CODE == INT4:
-        out = out + (acc_o[PACK] + p * int4_zero_points(v_scales[I_UNROLL])[:, None],)
     return out
 
 
@@ -312,8 +320,9 @@ def compute_scores_unrolled(K, k_scales, v_scales, MASK, q, scale, softcap, page
             safe_v_scales = tl.maximum(v_scales[j], 1e-30)
             if MASKED and cfg.LIST.LENGTH < 0:
                 safe_v_scales = tl.where(valid_keys(n_block + j, num_keys, num_q_rows, cfg), safe_v_scales, 1.0)
-            x += tl.log2(safe_v_scales)[:, None]
-            inv_v_scales = inv_v_scales + (1.0 / safe_v_scales,)
+            log2_v_scales, reciprocals = log2_and_reciprocal(safe_v_scales, cfg)
+            x += log2_v_scales[:, None]
+            inv_v_scales = inv_v_scales + (reciprocals,)
         s = s + (x,)
     return s, inv_v_scales
 
@@ -333,7 +342,7 @@ def softmax_and_pv_step(V, prefetched_v, v_scales, s, inv_v_scales, row_max, row
     rescale = tl.exp2(row_max - safe_max)
     row_sum *= rescale[None, :]
     rescaled_acc = ()
-    for j in tl.static_range(PACK + (cfg.CODE == INT4)):
+    for j in tl.static_range(PACK):
         rescaled_acc = rescaled_acc + (acc_o[j] * rescale[None, :],)
     # P and PV
     for j in tl.static_range(UNROLL):
@@ -365,8 +374,6 @@ def mainloop(K, V, K_SCALES, V_SCALES, keys, MASK, q, scale, softcap, n_block_be
     acc_o = ()
     for _ in tl.static_range(PACK):
         acc_o = acc_o + (tl.full([cfg.BLOCK_DV, cfg.BLOCK_M], 0.0, tl.float32),)
-    if cfg.CODE == INT4:
-        acc_o = acc_o + (tl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, tl.float32),)
     # Key blocks [unmasked_begin, unmasked_end) are fully visible to every row; the others need a mask.
     unmasked_begin = n_block_begin
     if cfg.WINDOW > 0:
@@ -436,11 +443,10 @@ def mainloop(K, V, K_SCALES, V_SCALES, keys, MASK, q, scale, softcap, n_block_be
                 V, (), v_scales_here, s, inv_v_scales, row_max, row_sum, acc_o, page_ids_here, n_block, num_keys,
                 num_q_rows, h, stride_v_p, stride_v_s, stride_v_h, 1, True, False, cfg,
             )  # fmt: skip
-    # Subtract the zero points' part of V
+    # Undo the scales of int4's tiles, which differ
     if cfg.CODE == INT4:
-        zero_point_sum = tl.sum(acc_o[PACK], 0)[None, :]
-        corrected = ()
+        unscaled = ()
         for j in tl.static_range(PACK):
-            corrected = corrected + (acc_o[j] - zero_point_sum,)
-        acc_o = corrected
+            unscaled = unscaled + (acc_o[j] * (1.0 / tile_scale(j, cfg)),)
+        acc_o = unscaled
     return row_max, tl.sum(row_sum, 0), acc_o

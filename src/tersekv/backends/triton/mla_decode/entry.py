@@ -51,7 +51,8 @@ class Constants(KernelConfig):
     PACK: int  # codes in a 16-bit word of the latent part
     PACK_PE: int  # of the rotary part
     GROUP_SCALES: bool
-    USE_PTX: bool  # unpack by PTX
+    USE_PTX: bool  # dequantize by PTX
+    E4M3_BY_HAND: bool  # there is no type for e4m3
     BF16: bool  # multiply latents in bf16; else fp16
     BF16_PE: bool  # rotary parts
     TWO_TERM_Q: bool  # over bf16 latents an fp16 query is the sum of two bf16 tiles
@@ -195,7 +196,8 @@ def _format_constants(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
         "PACK": 2 // fmt.storage.itemsize,
         "PACK_PE": 2 // f.kpe.dtype.itemsize,
         "GROUP_SCALES": fmt.scale == GROUP,
-        "USE_PTX": launch.has_ptx(f) and not (fmt.code == "e4m3" and by_hand),
+        "USE_PTX": launch.has_ptx(f),
+        "E4M3_BY_HAND": by_hand,
         "BF16": bf16,
         "BF16_PE": bf16_r,
         "TWO_TERM_Q": bf16 and q == torch.float16,

@@ -37,8 +37,8 @@ class StoredRowFormat(KernelConfig):
     PACK: int  # codes in a 16-bit word
     TOKEN_SCALES: bool
     BLOCK_SCALES: bool
-    SCALES_AS_BYTES: bool  # e4m3 block scales come as uint8 and are converted by hand
-    USE_PTX: bool  # unpack by PTX
+    E4M3_BY_HAND: bool  # there is no type for e4m3: block scales come as uint8
+    USE_PTX: bool  # dequantize by PTX
     STRIDE_UNIT: int  # in packed words, by `common_stride_unit`
     SCALE_STRIDE_UNIT: int  # strides of block scales, in bytes
 
@@ -74,8 +74,8 @@ def format_constants(f: SimpleNamespace) -> dict[str, Any]:
             PACK=pack_factor(fmt),
             TOKEN_SCALES=fmt.scale == TOKEN_HEAD,
             BLOCK_SCALES=fmt.scale == BLOCK,
-            SCALES_AS_BYTES=by_hand,
-            USE_PTX=launch.has_ptx(f) and not (fmt.code == "e4m3" and by_hand),
+            E4M3_BY_HAND=by_hand,
+            USE_PTX=launch.has_ptx(f),
             STRIDE_UNIT=common_stride_unit(x, packed_strides(x), 8),
             SCALE_STRIDE_UNIT=common_stride_unit(s, s.stride[:3], 16) if fmt.scale == BLOCK else 1,
         )
@@ -87,9 +87,17 @@ def format_constants(f: SimpleNamespace) -> dict[str, Any]:
         "BF16": k.code == "bf16",
         "TWO_TERM_Q": needs_two_term_query(f, k),
         "Q_AS_BYTES": by_hand and f.q.dtype == torch.float8_e4m3fn,
-        "K_RESIDUAL_SCALE": 128.0 if k.scale == BLOCK else 1.0,  # left over by `expand_block_scales`
-        "V_RESIDUAL_SCALE": 128.0 if v.scale == BLOCK else 1.0,
+        # Left over by `dequant_packed`; of int4 values nothing: the main loop multiplies accumulators, each by its own.
+        "K_RESIDUAL_SCALE": _residual_scale(k, launch.has_ptx(f)),
+        "V_RESIDUAL_SCALE": _residual_scale(v, launch.has_ptx(f)) if v.code != "int4" else 1.0,
     }
+
+
+def _residual_scale(fmt: KVFormat, ptx: bool) -> float:
+    """Returns the inverse of `dequant.tile_scale`; of int4, that of tiles with an odd number."""
+    if fmt.code == "e2m1":
+        return 2.0**14 if ptx else 2.0**7
+    return 2.0**20 if fmt.code == "int4" and ptx else 1.0
 
 
 def column_constants(f: SimpleNamespace) -> dict[str, int]:

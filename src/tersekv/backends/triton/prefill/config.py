@@ -1,4 +1,5 @@
-"""Tile choices of paged prefill, from facts. Not measured yet: chosen by what fits and compiles without spills."""
+"""Tile choices of paged prefill, from facts. Numbers are TFLOP/s on an H100 on 2026-11-26 (notes/prefill.md): a prompt
+of 8192, 32/8 heads of 128 or 24/4 of 256. Where products take registers nothing is measured: what spills little."""
 
 from __future__ import annotations
 
@@ -17,37 +18,46 @@ class TileConfig(NamedTuple):
     num_warps: int
 
 
+# bf16: 440 (128 × 128: 383, 64 × 64: 432)
+_TILES_16_BIT = TileConfig(128, 64, 3, 8)
+# fp8: 315, nvfp4: 295 (128 × 64: 283, 253; 128 × 32: 222, 190)
+_TILES_CODES = TileConfig(128, 128, 2, 8)
+# int8, int4: 275 (128 × 128: 254, 266; 128 × 64: 209, 214; 128 × 32: 144, 139)
+_TILES_TOKEN_SCALES = TileConfig(64, 128, 2, 4)
+# Of new rows too, after codes, and of short prompts, which would waste the most of a larger block's keys. int8: 224,
+# nvfp4: 273, fp8: 296, int4: 235, bf16: 432
+_TILES_SMALL = TileConfig(64, 64, 3, 4)
+_SHORT_PROMPT = 256  # new tokens of a request
+# Heads of 256. bf16: 475, fp8: 304, int8: 220 (64 × 32 by 8 warps: 153, 128, 94)
+_TILES_WIDE = TileConfig(128, 64, 2, 8)
+# Of new rows too, with which ptxas 12.8 loses the place of a product in the larger; alone 419, 275, 203
+_TILES_WIDE_NEW_ROWS = TileConfig(128, 32, 3, 8)
+
+
 def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConfig:
     group = f.q.shape[1] // max(f.k_cache.shape[2], 1)
     values, width = (launch.next_power_of_2(n) for n in (f.out.shape[2], max(f.q.shape[2], f.out.shape[2])))
-    t = (
-        TileConfig(128, 64, 3, 8)
-        if width <= 128
-        else TileConfig(64, 32, 2, 8)
-        if width <= 256
-        else TileConfig(32, 16, 2, 8)
-    )
-    if width == 256 and values <= 128:
-        t = t._replace(block_m=128)
-    # Registers: a thread holds the scales of all keys of its block, and where the matrix unit reads no shared memory
-    # queries and keys too.
-    operands = f.arch is None or f.arch < 90 or f.arch >= 120
-    kinds = k.scale, v.scale
-    if width > 64 and (operands or TOKEN_HEAD in kinds or (BLOCK in kinds and f.k is not None)):
-        t = t._replace(block_n=min(t.block_n, 32))
-    # Blocks of 64 keys, values of at most 64 bytes a row, new rows after pages: ptxas 12.8 never moves V's address to
-    # the uniform registers in which offsets are added, so that products read outside shared memory.
-    if not operands and v.code_bytes(values) <= 64:
+    from_shared = f.arch is not None and 90 <= f.arch < 120  # the matrix unit reads shared memory
+    t = _of_shared_operands(f, k, v, width) if from_shared else _of_register_operands(width, values)
+    # ptxas 12.8 never moves the address of values of at most 64 bytes a row to the uniform registers in which offsets
+    # are added, so that products read outside shared memory.
+    if from_shared and values <= 32:
         t = t._replace(block_n=min(t.block_n, 32))
     # Blocks are not shared between requests: of few rows, a smaller one wastes less.
     needed = max(16, launch.next_power_of_2(f.max_q_len * group))
+    if needed < 64:
+        t = t._replace(block_n=min(t.block_n, 32 if {TOKEN_HEAD, BLOCK} & {k.scale, v.scale} else 64))
     if needed < t.block_m:
-        t = t._replace(block_m=needed, num_warps=4 if needed <= 64 and width <= 128 else 8)
+        t = _with_rows(t, needed, width, from_shared)
+        if width > 128 and k.storage.itemsize == 2:
+            t = t._replace(block_n=min(t.block_n, 32))  # 64 rows of heads of 256, bf16: 345 (64 keys: 157; fp8: 268)
     while not _fits_shared_memory(t, f, k, v):
         if t.num_stages > 2:
             t = t._replace(num_stages=2)
+        elif width > 128 and t.block_n > 32:
+            t = t._replace(block_n=32)
         elif t.block_m > 64:
-            t = t._replace(block_m=64, num_warps=4 if width <= 128 else 8)
+            t = _with_rows(t, 64, width, from_shared)
         elif t.block_n > 16:
             t = t._replace(block_n=t.block_n // 2)
         elif t.block_m > 16:
@@ -55,6 +65,33 @@ def choose_tile_config(f: SimpleNamespace, k: KVFormat, v: KVFormat) -> TileConf
         else:
             return t._replace(num_stages=1)
     return t
+
+
+def _of_shared_operands(f: SimpleNamespace, k: KVFormat, v: KVFormat, width: int) -> TileConfig:
+    if width > 256:
+        return TileConfig(32, 16, 2, 8)
+    if width > 128:
+        return _TILES_WIDE if f.k is None else _TILES_WIDE_NEW_ROWS
+    if k.storage.itemsize == v.storage.itemsize == 2:
+        return _TILES_16_BIT
+    if f.k is not None or f.max_q_len < _SHORT_PROMPT:
+        return _TILES_SMALL
+    return _TILES_TOKEN_SCALES if TOKEN_HEAD in (k.scale, v.scale) else _TILES_CODES
+
+
+def _of_register_operands(width: int, values: int) -> TileConfig:
+    """A thread holds queries, keys and the scales of all keys of its block in registers."""
+    if width > 256:
+        return TileConfig(32, 16, 2, 8)
+    if width > 128:
+        return TileConfig(64 if values > 128 else 128, 32, 2, 8)
+    return TileConfig(128, 64 if width <= 64 else 32, 3, 8)
+
+
+def _with_rows(t: TileConfig, block_m: int, width: int, from_shared: bool) -> TileConfig:
+    # A product of 64 rows is of four warps; of heads of 256, four hold the accumulators where one is of 64 rows.
+    few_warps = block_m <= 64 and (width <= 128 or (width <= 256 and block_m == 64 and from_shared))
+    return t._replace(block_m=block_m, num_warps=4 if few_warps else 8)
 
 
 def _fits_shared_memory(t: TileConfig, f: SimpleNamespace, k: KVFormat, v: KVFormat) -> bool:
@@ -65,5 +102,5 @@ def _fits_shared_memory(t: TileConfig, f: SimpleNamespace, k: KVFormat, v: KVFor
     if f.k is not None:
         ring = max(ring, t.num_stages * t.block_n * (d + dv) * 2)
     sides = ((n, x) for n, x in ((d, k), (dv, v)) if x.storage.itemsize == 1)
-    converted = sum(t.block_n * n * 2 * (2 if x.scale == BLOCK else 1) for n, x in sides)
+    converted = sum(t.block_n * n * 2 for n, x in sides)
     return queries + ring + converted + t.block_m * t.block_n * 2 + 4096 <= launch.shared_memory(f)

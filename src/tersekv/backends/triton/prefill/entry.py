@@ -42,7 +42,7 @@ class Constants(KernelConfig):
     PACK: int
     TOKEN_SCALES: bool
     BLOCK_SCALES: bool
-    SCALES_AS_BYTES: bool
+    E4M3_BY_HAND: bool
     USE_PTX: bool
     STRIDE_UNIT: int
     SCALE_STRIDE_UNIT: int
@@ -63,6 +63,7 @@ class Constants(KernelConfig):
     BLOCK_N: int
     ONE_PAGE_PER_BLOCK: bool
     BLOCK_B: int
+    SCALE_COPIES: int  # of each stored scale, when it is loaded
     WINDOW: int
     HAS_SINKS: bool
     HAS_LSE: bool
@@ -115,7 +116,7 @@ def configure(f: SimpleNamespace) -> Config:
                       OUT_SCALE="out_scale_t"),
         **tensor_args(WORDS, K="k_cache", V="v_cache"),
         **tensor_args(BYTES if cfg.Q_AS_BYTES else "", Q="q"),
-        **tensor_args(BYTES if cfg.SCALES_AS_BYTES else "", K_SCALES="k_scale_cache", V_SCALES="v_scale_cache"),
+        **tensor_args(BYTES if cfg.E4M3_BY_HAND else "", K_SCALES="k_scale_cache", V_SCALES="v_scale_cache"),
         **tensor_args(BYTES if cfg.OUT_KIND != "float" else "", OUT="out"),
         "softmax_scale": f.softmax_scale, "k_scale": f.k_scale, "v_scale": f.v_scale, "out_scale": f.out_scale,
         "softcap": f.softcap, "B": f.seq_lens.shape[0], "T": f.q.shape[0], "cfg": cfg,
@@ -145,6 +146,7 @@ def _tile_constants(f: SimpleNamespace, t: TileConfig) -> dict[str, Any]:
         "BLOCK_N": t.block_n,
         "ONE_PAGE_PER_BLOCK": page % t.block_n == 0,
         "BLOCK_B": request_block_size(f.seq_lens.shape[0]),
+        "SCALE_COPIES": max(1, 32 * t.num_warps // t.block_n),
         "INT64_OFFSETS": launch.exceeds_int32(f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache),
     }
 

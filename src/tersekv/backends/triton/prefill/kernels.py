@@ -10,16 +10,17 @@ import triton
 import triton.language as tl
 
 from ..parts.combine import cast_output, finalize_softmax, load_scale
+from ..parts.dequant import INT4, tile_scale
 from ..parts.hadamard import scale_and_rotate_query, unrotate_and_rescale_output
 from ..parts.tile_scheduler import zero_padding_rows
 from .mainloop import (
     KeyRange,
     KVOperand,
     StridedRows,
-    deinterleave_columns,
-    interleave_columns,
+    column_scales,
     load_query_rows,
     mainloop,
+    regroup_columns,
     to_query_tiles,
 )
 
@@ -99,11 +100,9 @@ def prefill_kernel(
         q, row_scale = to_query_tiles(
             scale_and_rotate_query((x,), (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h), h, 1, cfg.D)[0], cfg
         )
-        acc_o = ()
-        for _ in tl.static_range(PACK):
-            acc_o = acc_o + (tl.full([cfg.BLOCK_M, cfg.BLOCK_DV], 0.0, tl.float32),)
         softmax_state = (
-            tl.full([cfg.BLOCK_M], float("-inf"), tl.float32), tl.full([cfg.BLOCK_M], 0.0, tl.float32), acc_o,
+            tl.full([cfg.BLOCK_M], float("-inf"), tl.float32), tl.full([cfg.BLOCK_M], 0.0, tl.float32),
+            tl.full([cfg.BLOCK_M, PACK * cfg.BLOCK_DV], 0.0, tl.float32),
         )  # fmt: skip
         keys = KVOperand(
             StridedRows(K, stride_k_p, stride_k_s, stride_k_h),
@@ -124,13 +123,14 @@ def prefill_kernel(
             cfg,
         )  # fmt: skip
         row_max, row_sum, acc_o = softmax_state
+        acc_o = regroup_columns(acc_o, PACK, cfg.BLOCK_DV)
+        if cfg.CODE == INT4:
+            acc_o *= column_scales(1.0 / tile_scale(0, cfg), 1.0 / tile_scale(1, cfg), PACK * cfg.BLOCK_DV)
         acc_o = unrotate_and_rescale_output(
-            acc_o, (V_SIGNS, V_CHANNEL_SCALES, stride_v_channel_scales_h), h, PACK, cfg.DV
-        )
+            (acc_o,), (V_SIGNS, V_CHANNEL_SCALES, stride_v_channel_scales_h), h, 1, cfg.DV
+        )[0]
         if cfg.HAS_NEW_KV:
-            scaled_acc = ()
-            for j in tl.static_range(PACK):
-                scaled_acc = scaled_acc + (acc_o[j] * value_scale,)
+            scaled_acc = acc_o * value_scale
             value_scale = 1.0
             keys = KVOperand(
                 StridedRows(K_NEW + q_begin * stride_k_new_t, 0, stride_k_new_t, stride_k_new_h),
@@ -141,7 +141,7 @@ def prefill_kernel(
                 StridedRows(None, 0, 0, 0),
             )
             key_range = visible_key_range(tl.maximum(-first_new_position, 0), num_q_rows, token_begin, token_end, cfg)
-            q = query_for_new_keys(x, K_NEW.dtype.element_ty, cfg)
+            q = (x.to(K_NEW.dtype.element_ty),)  # their 16-bit type holds every query exactly
             scale = tl.full([cfg.BLOCK_M], 1.0, tl.float32) * score_scale
             row_max, row_sum, acc_o = mainloop(
                 q, (row_max, row_sum, scaled_acc), keys, values, p_page_ids, key_range, o_i, h, scale, softcap, True,
@@ -152,15 +152,7 @@ def prefill_kernel(
         acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
         o_d = tl.arange(0, PACK * cfg.BLOCK_DV)
         p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[:, None] + o_d[None, :]
-        out = ()
-        for j in tl.static_range(PACK):
-            out = out + (cast_output(acc_o[j] * acc_scale[:, None], OUT, cfg),)
-        tl.store(p_out, interleave_columns(out, PACK), mask=m_row[:, None] & (o_d < cfg.DV)[None, :])
+        out = cast_output(acc_o * acc_scale[:, None], OUT, cfg)
+        tl.store(p_out, out, mask=m_row[:, None] & (o_d < cfg.DV)[None, :])
         if cfg.HAS_LSE:
             tl.store(LSE + tokens * stride_lse_t + heads * stride_lse_h, lse, mask=m_row)
-
-
-@triton.jit
-def query_for_new_keys(x, DTYPE: tl.constexpr, cfg: tl.constexpr):
-    """Returns query tiles for the new keys, in their 16-bit type, which holds every query exactly."""
-    return deinterleave_columns(x.to(DTYPE), cfg.BLOCK_M, cfg.BLOCK_D, cfg.K.PACK)

@@ -2,8 +2,7 @@
 `attend_kv_block` holds the mask, the rescale and PV; nothing is split, so there is no combine.
 
 Queries lie on the matrix unit's M side, one row per new token and query head, so that a key block is dequantized once
-for all BLOCK_M rows. Packed codes unpack into PACK tiles (`parts/dequant.py`); queries, accumulators and new rows are
-deinterleaved the same way.
+for all BLOCK_M rows.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +10,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..parts.dequant import INT4, dequant_packed, e4m3_bytes_to_fp16, expand_block_scales, int4_zero_points
+from ..parts.dequant import (
+    INT4,
+    dequant_packed,
+    e4m3_bytes_to_fp16,
+    expand_block_scales,
+    int4_zero_points,
+    log2_and_reciprocal,
+    tile_scale,
+)
 from ..parts.page_table import load_page_ids, page_slots
 from ..parts.softcap import apply_softcap
 
@@ -42,28 +49,29 @@ class KeyRange(NamedTuple):
 
 
 @triton.jit
-def deinterleave_columns(x, ROWS: tl.constexpr, PACKED_DIM: tl.constexpr, PACK: tl.constexpr):
-    """Returns PACK tiles [ROWS, PACKED_DIM] of [ROWS, PACK * PACKED_DIM]: tile j holds the columns PACK * i + j."""
+def concatenate_columns(tiles, PACK: tl.constexpr):
+    """Returns PACK tiles [ROWS, W] side by side, [ROWS, PACK * W]. Unlike interleaving, it takes no instruction."""
     if PACK == 1:
-        return (x,)
-    elif PACK == 2:
-        return tl.split(tl.reshape(x, [ROWS, PACKED_DIM, 2]))
+        return tiles[0]
     else:
-        even, odd = tl.split(tl.reshape(x, [ROWS, PACKED_DIM, 2, 2]))
-        a, c = tl.split(even)
-        b, d = tl.split(odd)
-        return a, b, c, d
+        if PACK == 2:
+            x = tl.join(tiles[0], tiles[1])
+        else:
+            x = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))
+        ROWS: tl.constexpr = tiles[0].shape[0]
+        W: tl.constexpr = tiles[0].shape[1]
+        return regroup_columns(tl.reshape(x, [ROWS, PACK * W]), W, PACK)
 
 
 @triton.jit
-def interleave_columns(tiles, PACK: tl.constexpr):
-    """Inverts `deinterleave_columns`."""
-    if PACK == 1:
-        return tiles[0]
-    elif PACK == 2:
-        return tl.interleave(tiles[0], tiles[1])
+def regroup_columns(x, N: tl.constexpr, M: tl.constexpr):
+    """Moves column M * i + j of [ROWS, N * M] to N * j + i: with (W, PACK) to the order of `concatenate_columns`, with
+    (PACK, W) back."""
+    if N == 1 or M == 1:
+        return x
     else:
-        return tl.interleave(tl.interleave(tiles[0], tiles[2]), tl.interleave(tiles[1], tiles[3]))
+        ROWS: tl.constexpr = x.shape[0]
+        return tl.reshape(tl.permute(tl.reshape(x, [ROWS, N, M]), (0, 2, 1)), [ROWS, N * M])
 
 
 @triton.jit
@@ -78,9 +86,15 @@ def load_query_rows(Q, tokens, heads, m_row, stride_q_t, stride_q_h, cfg: tl.con
 
 
 @triton.jit
+def column_scales(even, odd, COLUMNS: tl.constexpr):
+    """Returns scales of even and odd columns, [1, COLUMNS]."""
+    return tl.where(tl.arange(0, COLUMNS) % 2 == 0, even, odd)[None, :]
+
+
+@triton.jit
 def to_query_tiles(x, cfg: tl.constexpr):
-    """Returns PACK query tiles [BLOCK_M, BLOCK_D] in the compute type of codes, and the scale of their scores
-    [BLOCK_M].
+    """Returns query tiles [BLOCK_M, PACK * BLOCK_D] in the compute type of codes, with columns in the order of
+    `concatenate_columns`, and the scale of their scores [BLOCK_M].
 
     fp16 holds a bf16 row only after a power of two is divided out; the score scale multiplies it back. Over bf16 keys,
     with TWO_TERM_Q, a second tile holds the rounding error of the first.
@@ -96,8 +110,11 @@ def to_query_tiles(x, cfg: tl.constexpr):
         abs_max = tl.max(tl.abs(x), 1)
         exponent = tl.maximum((abs_max.to(tl.int32, bitcast=True) >> 23) & 0xFF, 1)  # exponent of the largest magnitude
         inv_scale = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
-        tiles = deinterleave_columns((x * inv_scale[:, None]).to(tl.float16), cfg.BLOCK_M, cfg.BLOCK_D, cfg.K.PACK)
-        return tiles, (exponent << 23).to(tl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
+        x *= inv_scale[:, None]
+        if cfg.K.CODE == INT4:
+            x *= column_scales(tile_scale(1, cfg.K) / tile_scale(0, cfg.K), 1.0, x.shape[1])
+        row_scale = (exponent << 23).to(tl.float32, bitcast=True) * cfg.K_RESIDUAL_SCALE
+        return (regroup_columns(x.to(tl.float16), cfg.BLOCK_D, cfg.K.PACK),), row_scale
 
 
 @triton.jit
@@ -142,10 +159,14 @@ def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: t
         p_row = operand.scales.ptr + kv_row_offsets(
             operand.scales, page_ids, n_block, h, IS_NEW_KV, row_format.SCALE_STRIDE_UNIT, cfg
         )
+        # NOTE: in as many copies as there are threads. Fewer numbers Triton would load in the layout of their use, each
+        # by many threads, which takes longer than the products.
+        p_copies = tl.broadcast_to(p_row[:, None], [cfg.BLOCK_N, cfg.SCALE_COPIES])
         if MASKED:
-            return (tl.load(p_row, mask=valid, other=1.0),)
+            x = tl.load(p_copies, mask=tl.broadcast_to(valid[:, None], [cfg.BLOCK_N, cfg.SCALE_COPIES]), other=1.0)
         else:
-            return (tl.load(p_row),)
+            x = tl.load(p_copies)
+        return (tl.max(x, 1),)
     elif row_format.BLOCK_SCALES:
         return (
             load_kv_block(
@@ -159,44 +180,28 @@ def load_stored_scales(operand: KVOperand, page_ids, n_block, valid, h, BLOCK: t
 
 @triton.jit
 def dequant_kv_block(packed, scales, BLOCK: tl.constexpr, IS_NEW_KV: tl.constexpr, row_format: tl.constexpr):
-    """Returns PACK tiles [BLOCK_N, BLOCK] for the matrix unit, dequantized from packed codes."""
-    PACK: tl.constexpr = row_format.PACK
-    BLOCK_N: tl.constexpr = packed.shape[0]
+    """Returns a tile [BLOCK_N, PACK * BLOCK] for the matrix unit, dequantized from packed codes [BLOCK_N, BLOCK]: the
+    tiles of `dequant_packed`, side by side."""
     if IS_NEW_KV:
-        return deinterleave_columns(packed, BLOCK_N, BLOCK, PACK)
-    elif row_format.BLOCK_SCALES:
-        x, block_scale = (
-            dequant_packed(packed, row_format),
-            expand_block_scales(scales[0], BLOCK_N, BLOCK // 4, 4, row_format),
-        )
-        out = ()
-        for j in tl.static_range(PACK):
-            out = out + (x[j] * block_scale,)
-        return out
-    elif row_format.CODE == INT4:
-        x, zero_point = (
-            dequant_packed(packed, row_format),
-            int4_zero_points(scales[0]).to(tl.float16)[:, None],
-        )  # differences are exact
-        out = ()
-        for j in tl.static_range(PACK):
-            out = out + (x[j] - zero_point,)
-        return out
+        return packed
     else:
-        return dequant_packed(packed, row_format)
+        operand = None
+        if row_format.BLOCK_SCALES:
+            operand = expand_block_scales(scales[0], packed.shape[0], BLOCK // 4, 4, row_format)
+        elif row_format.CODE == INT4:
+            operand = int4_zero_points(scales[0]).to(tl.int16)[:, None]
+        return concatenate_columns(dequant_packed(packed, row_format, operand), row_format.PACK)
 
 
 @triton.jit
 def compute_scores(q, keys, scale, k_scales, softcap, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr):
     """Returns scores [BLOCK_M, BLOCK_N] in units of log2."""
-    PACK: tl.constexpr = cfg.K.PACK
-    s = tl.dot(q[0], tl.trans(keys[0]))
-    for j in tl.static_range(1, PACK):
-        s = tl.dot(q[j], tl.trans(keys[j]), acc=s)
+    K_FORMAT: tl.constexpr = cfg.K
+    s = tl.dot(q[0], tl.trans(keys))
     if cfg.TWO_TERM_Q and not IS_NEW_KV:
-        s = tl.dot(q[1], tl.trans(keys[0]), acc=s)
+        s = tl.dot(q[1], tl.trans(keys), acc=s)
     s *= scale[:, None]
-    if cfg.K.TOKEN_SCALES and not IS_NEW_KV:
+    if K_FORMAT.TOKEN_SCALES and not IS_NEW_KV:
         s *= k_scales[0][None, :]
     if cfg.HAS_SOFTCAP:
         s = apply_softcap(s, softcap)
@@ -206,8 +211,7 @@ def compute_scores(q, keys, scale, k_scales, softcap, IS_NEW_KV: tl.constexpr, c
 @triton.jit
 def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_block, key_range: KeyRange, q_position, h,
                     scale, softcap, MASKED: tl.constexpr, IS_NEW_KV: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
-    """Attends to one key block. softmax_state: row_max (base 2), row_sum, PACK accumulators [BLOCK_M, BLOCK_DV]."""
-    PACK: tl.constexpr = cfg.PACK
+    """Attends to one key block. softmax_state: row_max (base 2), row_sum, acc_o [BLOCK_M, PACK * BLOCK_DV]."""
     K_FORMAT: tl.constexpr = cfg.K
     K_TILES_PER_ROW: tl.constexpr = K_FORMAT.PACK if IS_NEW_KV else 1  # new rows are not packed
     V_TILES_PER_ROW: tl.constexpr = cfg.PACK if IS_NEW_KV else 1
@@ -232,7 +236,8 @@ def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_bl
     if cfg.TOKEN_SCALES and not IS_NEW_KV:
         # V's scale joins the exponent, so that the P that multiplies codes lies in (0, 1].
         safe_v_scales = tl.maximum(v_scales[0], 1e-30)
-        s += tl.log2(safe_v_scales)[None, :]
+        log2_v_scales, inv_v_scales = log2_and_reciprocal(safe_v_scales, cfg)
+        s += log2_v_scales[None, :]
     # Mask
     if MASKED:
         visible = valid[None, :] & (o_n[None, :] <= q_position[:, None])
@@ -247,7 +252,7 @@ def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_bl
     p = tl.exp2(s - safe_max[:, None])
     rescale = tl.exp2(row_max - safe_max)
     if cfg.TOKEN_SCALES and not IS_NEW_KV:
-        row_sum = row_sum * rescale + tl.sum(p * (1.0 / safe_v_scales)[None, :], 1)
+        row_sum = row_sum * rescale + tl.sum(p * inv_v_scales[None, :], 1)
     else:
         row_sum = row_sum * rescale + tl.sum(p, 1)
     # PV
@@ -256,10 +261,7 @@ def attend_kv_block(q, softmax_state, K: KVOperand, V: KVOperand, page_ids, n_bl
         IS_NEW_KV, cfg.STRIDE_UNIT, cfg,
     )  # fmt: skip
     values = dequant_kv_block(packed, v_scales, cfg.BLOCK_DV, IS_NEW_KV, cfg)
-    out = ()
-    for j in tl.static_range(PACK):
-        out = out + (tl.dot(p.to(values[j].dtype), values[j], acc=acc_o[j] * rescale[:, None]),)
-    return row_max_new, row_sum, out
+    return row_max_new, row_sum, tl.dot(p.to(values.dtype), values, acc=acc_o * rescale[:, None])
 
 
 @triton.jit

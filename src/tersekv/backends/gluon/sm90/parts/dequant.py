@@ -7,7 +7,7 @@ ldmatrix transposes them.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ....triton.parts.dequant import E4M3_PTX, E5M2_PTX, INT8_PTX
+from ....triton.parts.dequant import E2M1_PTX, E4M3_PTX, E5M2_PTX, INT4_LESS_ZERO_PTX, INT4_PTX, INT8_PTX
 
 # ---- PTX: a register of codes to f16x2 registers ----
 
@@ -40,8 +40,7 @@ INT8_K_PTX = gl.constexpr(
     sub.f16x2 $1, $1, bias;
     }"""
 )
-# e2m1 codes are multiplied by the block's scale, exact in fp16: six significant bits, multiples of 2^-24.
-# In row order, by way of e4m3, whose fields are those of e2m1 six binades lower.
+# e2m1 in row order, times the block's scale, by way of e4m3, whose fields are those of e2m1 six binades lower.
 _E2M1_ROW_PTX = gl.constexpr(
     """{
     .reg .b32 a, m;
@@ -63,59 +62,6 @@ _E2M1_ROW_PTX = gl.constexpr(
     mul.f16x2 $2, a, $5;
     cvt.rn.f16x2.e4m3x2 a, high;
     mul.f16x2 $3, a, $5;
-    }"""
-)
-# A field of four bits, sign s and magnitude e, becomes fp16 by one multiplication: the field at bit 12 puts s at the
-# sign, and a copy at bit 9 puts e at exponent and mantissa; the bits between are masked. The multiplicand is s and
-# not(e), so that the sum of both carries into the sign for -0 alone, which becomes 0. This needs fewer instructions
-# than by way of e4m3, and half of them are not on the pipe of logical operations (notes/decode.md).
-_E2M1_PTX = gl.constexpr(
-    """{
-    .reg .b32 x, y, r;
-    lop3.b32 x, $4, 0x0F0F0F0F, 0x07070707, 0x6A;
-    lop3.b32 y, $4, 0xF0F0F0F0, 0x70707070, 0x6A;
-    mul.lo.u32 r, x, 0x1200;
-    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
-    mul.f16x2 $0, r, $5;
-    mul.lo.u32 r, y, 0x120;
-    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
-    mul.f16x2 $1, r, $5;
-    mul.lo.u32 r, x, 0x12;
-    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
-    mul.f16x2 $2, r, $5;
-    shr.u32 r, y, 3;
-    add.u32 r, r, y;
-    lop3.b32 r, r, 0x8E008E00, 0x0E000E00, 0x6A;
-    mul.f16x2 $3, r, $5;
-    }"""
-)
-# An int4 code in the lowest bits of fp16 is a subnormal number: code × 2^-24; four bits higher × 2^-20. MMAs hold both
-# exactly, so masking suffices. Of K; the zero point is subtracted from the score.
-_INT4_K_PTX = gl.constexpr(
-    """{
-    .reg .b32 x;
-    and.b32 $0, $4, 0x000F000F;
-    and.b32 $1, $4, 0x00F000F0;
-    shr.u32 x, $4, 8;
-    and.b32 $2, x, 0x000F000F;
-    and.b32 $3, x, 0x00F000F0;
-    }"""
-)
-# Of V, less the zero points of the two keys: the low ones as they are, the high ones four bits higher. NOTE: do not
-# subtract them from the accumulator instead: the MMA truncates its sums towards zero, and over many keys the error of
-# a sum of codes, all positive, would exceed the sum of values.
-_INT4_V_PTX = gl.constexpr(
-    """{
-    .reg .b32 x;
-    and.b32 $0, $4, 0x000F000F;
-    and.b32 $1, $4, 0x00F000F0;
-    shr.u32 x, $4, 8;
-    and.b32 $2, x, 0x000F000F;
-    and.b32 $3, x, 0x00F000F0;
-    sub.f16x2 $0, $0, $5;
-    sub.f16x2 $1, $1, $6;
-    sub.f16x2 $2, $2, $5;
-    sub.f16x2 $3, $3, $6;
     }"""
 )
 # Less the zero points of their keys, in the order of `_E2M1_ROW_PTX`: a code in the lowest bits under the exponent of
@@ -197,7 +143,7 @@ def convert_k_codes_to_mma_operands(packed, cfg: gl.constexpr):
         out = (packed.to(gl.float16, bitcast=True),)
     elif cfg.CODE == "int4":
         out = gl.inline_asm_elementwise(
-            _INT4_K_PTX, "=&r,=&r,=&r,=&r,r", [packed], (gl.float16, gl.float16, gl.float16, gl.float16), True, 2
+            INT4_PTX, "=&r,=&r,=&r,=&r,r", [packed], (gl.float16, gl.float16, gl.float16, gl.float16), True, 2
         )
     elif cfg.CODE == "e4m3":
         out = gl.inline_asm_elementwise(E4M3_K_PTX, "=r,=r,r", [packed], (gl.float16, gl.float16), True, 2)
@@ -233,7 +179,7 @@ def int4_v_minus_zero_points_to_operands(packed, zero_points):
     zero_low, packed = gl.broadcast(zero_points, packed)
     zero_high, packed = gl.broadcast(zero_points << 4, packed)
     return gl.inline_asm_elementwise(
-        _INT4_V_PTX, "=&r,=&r,=&r,=&r,r,r,r", [packed, zero_low, zero_high],
+        INT4_LESS_ZERO_PTX, "=&r,=&r,=&r,=&r,r,r,r", [packed, zero_low, zero_high],
         (gl.float16, gl.float16, gl.float16, gl.float16), True, 2,
     )  # fmt: skip
 
@@ -261,7 +207,7 @@ def dequant_e2m1_to_4_operands(packed, block_scales, IN_ROW_ORDER_DIV_64: gl.con
     IN_ROW_ORDER_DIV_64: × 2^-6; a lane's two words are adjacent in a row, and so are the operands' pairs: codes
     0 and 2, 4 and 6, 1 and 3, 5 and 7 of the two. Else × 2^-14, and operand i is code i of each word.
     """
-    PTX: gl.constexpr = _E2M1_ROW_PTX if IN_ROW_ORDER_DIV_64 else _E2M1_PTX
+    PTX: gl.constexpr = _E2M1_ROW_PTX if IN_ROW_ORDER_DIV_64 else E2M1_PTX
     return gl.inline_asm_elementwise(
         PTX,
         "=&r,=&r,=&r,=&r,r,r",
