@@ -155,6 +155,22 @@ def test_heads_of_256_columns_compile_with_few_spills(fmt):
     assert_products_stay_in_flight(k, spills=since({(3, 6): 20, (3, 7): 32}))
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "int8_per_token_head", "nvfp4"])
+def test_heads_of_512_columns_share_rows_between_warpgroups(fmt):
+    """Products of each part of K, and of P and each half of V: nothing spills in loops without a mask."""
+    call = call_of(fmt, head_dim=512)
+    cfg = attention.configure(facts_of(call)).shape
+    assert (cfg.COLUMN_SPLIT, cfg.ACC_COLUMNS, cfg.K_PARTS, cfg.V_PARTS, cfg.TOKENS_PER_TILE) == (True, 256, 4, 4, 16)
+    (k,) = compile_launches(attention.run, call, attention.configure(facts_of(call)), 90)
+    assert k["shared"] <= SHARED
+    assert k["n_spills"] <= since({(3, 6): 96, (3, 7): 512})
+    tiles = loops(k["sass"](), "GMMA")  # QK of a part, four times; the second warpgroup's PV
+    assert len(tiles) == 5
+    for tile in tiles:
+        assert sum("WARPGROUP.DEPBAR" in line for line in tile) == 1, "ptxas did not serialise products"
+        assert count(tile, "LDL") + count(tile, "STL") == 0
+
+
 def test_fast_does_not_multiply_wide_values_in_8_bits():
     call = call_of("fp8_e4m3", head_dim=256, dtype=torch.float8_e4m3fn, precision="fast")
     cfg = attention.configure(facts_of(call)).shape
@@ -284,7 +300,14 @@ def test_refusals_say_what_was_wanted():
         return attention.why_not(facts_of(call_of("bf16", **changes)))
 
     assert "pages of a multiple of 8, got 12" in why_not(page_size=12)
-    assert "head sizes up to 256, got 512 and 512" in why_not(head_dim=512, heads=1)
+    for lies in ("k", "v"):
+        f = facts_of(turned(call_of("fp8_e4m3", head_dim=512, heads=1), lies, ""))
+        assert "wants rows that lie as they are with head sizes above 256" in attention.why_not(f)
+    few = call_of("bf16", head_dim=512, max_q_len=8)
+    reason = attention.why_not(facts_of(few))
+    assert "wants more query rows of a request with head sizes above 256" in reason
+    assert "at most 16 query rows of a KV head with bf16, got 32" in reason
+    assert attention.why_not(facts_of(few._replace(batch_invariant=True))) is None
     assert "bfloat16 or 8-bit q" in why_not(dtype=torch.float16)
     wide = torch.empty(512 * 4096 + 4, dtype=torch.bfloat16)[4:].view(512, 32, 128)
     assert "wants q on a multiple of 16 bytes" in why_not(q=wide)
@@ -303,7 +326,7 @@ def test_every_format_has_a_kernel_for_many_rows(fmt):
 
 
 def test_few_rows_are_decodes():
-    for dim, most in ((128, 16), (256, 8)):
+    for dim, most in ((128, 16), (256, 8), (512, 8)):
         f = facts_of(call_of("fp8_e4m3", max_q_len=most, head_dim=dim))
         assert isinstance(attention.configure(f), decode.Config)
         more = facts_of(call_of("fp8_e4m3", max_q_len=most + 1, head_dim=dim))
@@ -347,6 +370,9 @@ def test_few_blocks_over_many_keys_are_cut_by_decode():
     assert isinstance(attention.configure(some), decode.Config)
     assert isinstance(attention.configure(enough), prefill.Config)
     assert isinstance(attention.configure(facts_of(call_of("bf16", tokens=256, page_table=table))), prefill.Config)
+    few, more = (facts_of(call_of("fp8_e4m3", tokens=n, head_dim=512, page_table=table)) for n in (64, 80))
+    assert "wants more query rows" in attention.why_not(few), "decode's kernels take 32 of a head of 512"
+    assert isinstance(attention.configure(more), prefill.Config)
 
 
 def test_a_batchs_lengths_do_not_compile_anew():

@@ -224,6 +224,13 @@ def _prefill(base: Case, i: int) -> Iterator[Case]:
         replace(base, name=f"D {odd} Dv {odd_v} G 5", dim=odd, dim_v=odd_v, group=5, heads=1, index="uint32"),
         replace(base, name="D 192 Dv 128 MHA", dim=192, dim_v=128, group=1, page=256, lens=(300, 511), q_lens=(7, 1)),
         replace(new, name="D 256 scale tensors e4m3 out", dim=256, scale="tensor", out_dtype="float8_e4m3fn", page=64),
+        replace(base, name="D 512 window", dim=512, lens=(37, 300, 0, 150), q_lens=(20, 90, 0, 33), window=70, page=32),
+        replace(base, name="D 512 e4m3 query sinks softcap", dim=512, dtype="float8_e4m3fn", out_dtype="bfloat16",
+                lens=(200, 131), q_lens=(33, 131), page=64, layout="HND", sinks=True, softcap=20.0),
+        replace(new, name="new rows D 512 fp16", dim=512, dtype="float16", lens=(37, 300, 0, 150),
+                q_lens=(20, 90, 0, 33), spread=True, scale="float"),
+        replace(new, name="new rows D 320 Dv 512 window", dim=320, dim_v=512, group=16, heads=1, window=40, page=8),
+        replace(base, name="D 512 Dv 128 MHA", dim=512, dim_v=128, group=1, lens=(170, 9), q_lens=(170, 9), page=16),
         replace(base, name="e4m3 query e5m2 out", dtype="float8_e4m3fn", out_dtype="float8_e5m2", lse=False),
         replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0)),
         replace(new, name="fp32", dtype="float32", lse=False),
@@ -234,7 +241,7 @@ def _prefill(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="listed blocks", listed=6, block_size=16, each_head=True, list_lens=True, sinks=True),
         replace(base, name="one list for all", listed=20, block_size=4, lists="shared", lens=(150,), q_lens=(70,)),
         replace(new, name=f"new rows, channel scales, D {odd}", channels="kv", rotation="v", dim=odd, dim_v=odd_v),
-    ):
+    ):  # fmt: skip
         yield replace(case, quick=False)
     if kv_format(base.format).scale == "tensor":
         yield replace(new, name="a scale per head", scale="head", quick=False)

@@ -17,6 +17,7 @@ from .sm90.parts.tensor_maps import MIN_KEYS_PER_COPY
 from .sm90.prefill.config import (
     PrefillConfig,
     config_of_new_kv,
+    is_column_split,
     make_prefill_config,
     max_work_tiles,
     tensor_map_by_name,
@@ -53,11 +54,19 @@ def why_not(f: SimpleNamespace) -> str | None:
     if k.storage == torch.bfloat16 and make_rotation(f.k_signs, f.k_channel_scale).ENABLED:
         return "wants keys that lie as they are with bf16, got rotated ones or such with channel scales"
     d, dv = f.q.shape[2], f.out.shape[2]
-    if max(d, dv) > 256:
-        return f"wants head sizes up to 256, got {d} and {dv}"
+    if max(d, dv) > 512:
+        return f"wants head sizes up to 512, got {d} and {dv}"
+    if is_column_split(f) and any(
+        make_rotation(*x).ENABLED for x in ((f.k_signs, f.k_channel_scale), (f.v_signs, f.v_channel_scale))
+    ):  # a Hadamard transform would cross the two warpgroups, each with half of the columns
+        return f"wants rows that lie as they are with head sizes above 256, got rotated or scaled ones of {d} and {dv}"
     if f.k_cache.shape[1] % MIN_KEYS_PER_COPY:
         return f"wants pages of a multiple of {MIN_KEYS_PER_COPY}, got {f.k_cache.shape[1]}"
-    return why_not_tensor_maps(f)
+    reason = why_not_tensor_maps(f)
+    if reason is None and is_column_split(f) and f.k is None and not f.batch_invariant and prefers_decode(f):
+        # Where decode's kernels do not take them either, Triton's are left, which split keys too.
+        return f"wants more query rows of a request with head sizes above 256, got {f.max_q_len} tokens of {d} and {dv}"
+    return reason
 
 
 def configure(f: SimpleNamespace) -> Config:
@@ -94,6 +103,9 @@ def prefers_decode(f: SimpleNamespace) -> bool:
 
     64 × 4096 keys, 32/8 heads, H100, 2026-11-26, time of decode's kernels by time of prefill's: 64 rows 0.76 to 0.95
     with heads of 128, 0.96 to 1.14 with heads of 256; 96 rows 1.03 to 1.21; 128 rows of 256 columns 1.6 to 1.8.
+
+    Heads above 256: decode's kernels take 32 rows at most, and more are Triton's, at about a quarter of the
+    rate (fp8, heads of 256: 136 of 537 TFLOP/s).
     """
     cfg = make_prefill_config(f)
     wide = max(cfg.D, cfg.DV) > 128
@@ -101,4 +113,5 @@ def prefers_decode(f: SimpleNamespace) -> bool:
         return True
     many_keys = f.page_table.shape[1] * f.k_cache.shape[1] >= _LONG_CONTEXT
     work_tiles = -(-f.q.shape[0] // cfg.TOKENS_PER_TILE) * cfg.HEAD_TILES
-    return many_keys and work_tiles < launch.num_sms(f) * (0.55 if wide and cfg.CONVERTS_KV else 0.75)
+    least = 0.25 if cfg.COLUMN_SPLIT else 0.55 if wide and cfg.CONVERTS_KV else 0.75
+    return many_keys and work_tiles < least * launch.num_sms(f)

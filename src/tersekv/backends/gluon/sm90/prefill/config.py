@@ -16,7 +16,7 @@ from ..parts.hadamard import Rotation, make_rotation
 from ..parts.tensor_maps import TypedAddress, make_tensor_map, why_no_tensor_map
 
 ROWS_PER_WARPGROUP = 64  # query rows of a warpgroup
-BLOCK_M = 2 * ROWS_PER_WARPGROUP  # query rows of a work tile
+PART_COLUMNS = 128  # columns of a stage where heads are wider than 256
 _OUT_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
 _SWIZZLE = 128  # bytes: the widest panel of a row in shared memory
 
@@ -45,12 +45,20 @@ class PrefillConfig(KernelConfig):
     DV: int  # of a value
     HEAD_DIM: int
     HEAD_DIM_V: int
-    PACKED_K: int  # packed columns (16 bits) of a key in shared memory
-    PACKED_V: int  # of a value
+    K_COLUMNS: int  # of a stage of K: all D, or a part
+    V_COLUMNS: int
+    PACKED_K: int  # packed columns (16 bits) of a stage of K
+    PACKED_V: int
+    COLUMN_SPLIT: bool  # heads wider than 256: both consumers have the same 64 rows, each half of V's columns
+    ACC_COLUMNS: int  # columns of V that a consumer multiplies
+    K_PARTS: int  # stages of a K tile
+    V_PARTS: int
     BLOCK_N: int  # keys
     KEYS_PER_COPY: int  # of one TMA copy, all of one page
     PAGE: int
-    STAGES: int  # of the pipelines of 16-bit tiles
+    STAGES: int  # of the pipelines of scales, and of P where warpgroups share it
+    K_STAGES: int  # of the pipeline of 16-bit K tiles or their parts
+    V_STAGES: int  # of V
     CODE_STAGES: int  # of the pipelines of packed codes; 0: none
     HEADS: int
     GROUP: int
@@ -71,7 +79,8 @@ class PrefillConfig(KernelConfig):
     OUT_MAX: float
     K_RESIDUAL_SCALE: float
     V_RESIDUAL_SCALE: float
-    CONSUMER_REGISTERS: int  # of a consumer thread
+    CONSUMER_REGISTERS: int  # of a thread of the first consumer
+    SECOND_CONSUMER_REGISTERS: int
     STORED_K_SCALE_STRIDES: tuple[int, ...]  # of pages, slots and heads
     STORED_V_SCALE_STRIDES: tuple[int, ...]
     K_ROTATION: Rotation
@@ -83,11 +92,13 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
     k, v = pair_of(f)
     heads, group = f.k_cache.shape[2], f.q.shape[1] // f.k_cache.shape[2]
     heads_per_tile = min(group & -group, ROWS_PER_WARPGROUP)
-    d, dv = (max(32, launch.next_power_of_2(n)) for n in (f.q.shape[2], f.out.shape[2]))
+    d, dv = _padded_columns(f)
     max_head_dim = max(d, dv)
     block_n = 128 if max_head_dim <= 128 else 64
     has_codes = k.storage.itemsize == 1
+    tiles = _tile_stages(f, d, dv, has_codes)
     k_side, v_side = _stored_format(k), _stored_format(v)
+    registers = _num_consumer_registers(f, k_side, v_side, max_head_dim)
     return PrefillConfig(
         K=k_side,
         V=v_side,
@@ -99,8 +110,9 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
         DV=dv,
         HEAD_DIM=f.q.shape[2],
         HEAD_DIM_V=f.out.shape[2],
-        PACKED_K=d // k_side.PACK,
-        PACKED_V=dv // v_side.PACK,
+        PACKED_K=tiles["K_COLUMNS"] // k_side.PACK,
+        PACKED_V=tiles["V_COLUMNS"] // v_side.PACK,
+        **tiles,
         BLOCK_N=block_n,
         KEYS_PER_COPY=min(block_n, f.k_cache.shape[1] & -f.k_cache.shape[1]),
         PAGE=f.k_cache.shape[1],
@@ -109,7 +121,7 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
         HEADS=heads,
         GROUP=group,
         HEADS_PER_TILE=heads_per_tile,
-        TOKENS_PER_TILE=BLOCK_M // heads_per_tile,
+        TOKENS_PER_TILE=(1 if tiles["COLUMN_SPLIT"] else 2) * ROWS_PER_WARPGROUP // heads_per_tile,
         HEAD_TILES=f.q.shape[1] // heads_per_tile,
         HAS_NEW_KV=f.k is not None,
         WINDOW=f.window,
@@ -125,12 +137,43 @@ def make_prefill_config(f: SimpleNamespace) -> PrefillConfig:
         OUT_MAX=_OUT_MAX.get(f.out.dtype, 0.0),
         K_RESIDUAL_SCALE=_residual_scale(k_side),
         V_RESIDUAL_SCALE=_residual_scale(v_side),
-        CONSUMER_REGISTERS=_num_consumer_registers(f, k_side, v_side, max_head_dim),
+        CONSUMER_REGISTERS=registers[0],
+        SECOND_CONSUMER_REGISTERS=registers[1],
         STORED_K_SCALE_STRIDES=_stored_scale_strides(f.k_scale_cache),
         STORED_V_SCALE_STRIDES=_stored_scale_strides(f.v_scale_cache),
         K_ROTATION=make_rotation(f.k_signs, f.k_channel_scale),
         V_ROTATION=make_rotation(f.v_signs, f.v_channel_scale),
     )
+
+
+def is_column_split(f: SimpleNamespace) -> bool:
+    """Returns whether both consumers have the same rows: acc_o of 64 rows and 512 columns fits no warpgroup."""
+    return max(f.q.shape[2], f.out.shape[2]) > 256
+
+
+def _padded_columns(f: SimpleNamespace) -> tuple[int, int]:
+    """Returns the columns of K and V in shared memory."""
+    least = (PART_COLUMNS, 2 * PART_COLUMNS) if is_column_split(f) else (32, 32)
+    d, dv = (
+        max(n, launch.next_power_of_2(columns))
+        for n, columns in zip(least, (f.q.shape[2], f.out.shape[2]), strict=True)
+    )
+    return d, dv
+
+
+def _tile_stages(f: SimpleNamespace, d: int, dv: int, has_codes: bool) -> dict[str, Any]:
+    """Returns how tiles lie in stages: whole, or in parts of PART_COLUMNS, and then one tile of V."""
+    if not is_column_split(f):
+        return {
+            "COLUMN_SPLIT": False, "ACC_COLUMNS": dv,
+            "K_COLUMNS": d, "K_PARTS": 1, "K_STAGES": 2, "V_COLUMNS": dv, "V_PARTS": 1, "V_STAGES": 2,
+        }  # fmt: skip
+    k_parts, v_parts = -(-f.q.shape[2] // PART_COLUMNS), dv // PART_COLUMNS
+    return {
+        "COLUMN_SPLIT": True, "ACC_COLUMNS": dv // 2,
+        "K_COLUMNS": PART_COLUMNS, "K_PARTS": k_parts, "K_STAGES": 3 if has_codes else 5,
+        "V_COLUMNS": PART_COLUMNS, "V_PARTS": v_parts, "V_STAGES": v_parts,
+    }  # fmt: skip
 
 
 def _stored_format(fmt: KVFormat) -> StoredFormat:
@@ -154,20 +197,27 @@ def _num_code_stages(f: SimpleNamespace, has_codes: bool, max_head_dim: int) -> 
     """Returns the stages of packed codes: two where they fit, and where QK reads them as they are."""
     if not has_codes:
         return 0
+    if max_head_dim > 256:
+        return 4 if _has_fp8_qk(f) else 2
     return 2 if max_head_dim <= 128 or _has_fp8_qk(f) else 1
 
 
-def _num_consumer_registers(f: SimpleNamespace, k: StoredFormat, v: StoredFormat, max_head_dim: int) -> int:
-    """Returns the registers of a consumer thread; the converter gets what is left.
+def _num_consumer_registers(f: SimpleNamespace, k: StoredFormat, v: StoredFormat, max_head_dim: int) -> tuple[int, int]:
+    """Returns the registers of a thread of each consumer; the converter gets what is left.
 
     8192 tokens, 24/4 heads of 256, H100, 2026-11-26, TFLOP/s with 208 and 216: fp8 536 and 537, fp8 per token and head
     448 and 470, int8 440 and 456; nvfp4 467 and 377, int4 448 and 414, whose converter spills.
+
+    16/4 heads of 512 with 208 and 176, 216 and 168, 232 and 160: fp8 339, 345 and 346; int8 294, 299 with the last two.
     """
     if k.PACK == 1:
-        return 240
+        return 240, 240
+    if max_head_dim > 256:  # the second one computes no scores
+        return 232, 160
+    registers = 216 if _has_fp8_pv(f, max_head_dim) else 208
     if max_head_dim > 128:
-        return 208 if 4 in (k.PACK, v.PACK) else 216
-    return 216 if _has_fp8_pv(f, max_head_dim) else 208
+        registers = 208 if 4 in (k.PACK, v.PACK) else 216
+    return registers, registers
 
 
 def _has_fp8_qk(f: SimpleNamespace) -> bool:

@@ -4,6 +4,8 @@ Block scales and zero points are applied here, exactly in fp16. A K scale per to
 rounded to fp16 it would shift an LSE of 11 by 0.005. A V scale per token multiplies its row in fp16, after the tile's
 largest power of two is divided out; that power joins the softmax exponent, so no value leaves fp16's range.
 
+Where heads are wider than 256, stages hold parts of tiles, and K is dequantized a tile ahead of V, as it is copied.
+
 Wait for a free stage: `producer_acquire` in `dequant_tile_to_16bit`; mask: invalid rows of V become 0; rescale,
 combine: none.
 """
@@ -16,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...versions import reinterpret, thread_barrier
 from ..parts.dequant import E4M3_K_PTX, E5M2_K_PTX, INT8_K_PTX, exponent_to_float, int4_zero_points
+from ..parts.online_softmax import split_columns
 from ..parts.pipeline import consumer_wait, producer_acquire, stage_and_phase
 from .mainloop import split_keys_by_eight
 from .tile_scheduler import kv_head_of, read_work_tile_and_cached_prefix
@@ -32,7 +35,7 @@ class StoredScales(NamedTuple):
     stride_table_b: gl.tensor
     k_scales_smem: gl.shared_memory_descriptor  # token scales of K: [STAGES, BLOCK_N] fp32
     row_scales_smem: gl.shared_memory_descriptor  # as packed by `pack_v_scale_and_zero_points`: [STAGES, BLOCK_N]
-    k_block_scales_smem: gl.shared_memory_descriptor  # stored bytes: [STAGES, BLOCK_N, blocks]
+    k_block_scales_smem: gl.shared_memory_descriptor  # stored bytes: [STAGES × parts, BLOCK_N, blocks]
     v_block_scales_smem: gl.shared_memory_descriptor
     tile_v_scales: gl.shared_memory_descriptor  # [2 × STAGES, 2] fp32: `mainloop.TileVScale`
 
@@ -237,7 +240,7 @@ def load_scales_of_side(SCALES, page_ids, page_slots, valid, kv_head, IS_V: gl.c
     o_scales = page_ids * STRIDES[0] + page_slots.to(gl.int64) * STRIDES[1] + kv_head.to(gl.int64) * STRIDES[2]
     if SIDE.BLOCK_SCALES:
         NUM_BLOCKS: gl.constexpr = (cfg.HEAD_DIM_V if IS_V else cfg.HEAD_DIM) // 16
-        BLOCKS_PADDED: gl.constexpr = (cfg.PACKED_V if IS_V else cfg.PACKED_K) // 4
+        BLOCKS_PADDED: gl.constexpr = (cfg.DV if IS_V else cfg.D) // 16
         L: gl.constexpr = gl.BlockedLayout([1, BLOCKS_PADDED], [32, 1], [gl.num_warps(), 1], [1, 0])
         o_i = gl.arange(0, BLOCKS_PADDED, gl.SliceLayout(0, L))
         o_scales = gl.convert_layout(o_scales, gl.SliceLayout(1, L), assert_trivial=True)
@@ -257,6 +260,23 @@ def load_stored_k_and_v_scales(stored_scales, page_ids, n_start, key_begin, key_
     valid, page_slots = (o_key >= key_begin) & (o_key < key_end), o_key % cfg.PAGE
     k = load_scales_of_side(stored_scales.K_SCALES, page_ids, page_slots, valid, kv_head, False, cfg)
     return k, load_scales_of_side(stored_scales.V_SCALES, page_ids, page_slots, valid, kv_head, True, cfg)
+
+
+@gluon.jit
+def store_block_scales(smem, scales, stage, PARTS: gl.constexpr):
+    """Stores block scales [BLOCK_N, blocks] of a tile, those of each part of the tile for itself."""
+    if PARTS == 1:
+        smem.index(stage).store(scales)
+    else:
+        columns = (scales,)
+        for _ in gl.static_range((scales.shape[1] // smem.shape[2]).bit_length() - 1):
+            halves = ()
+            for i in gl.static_range(len(columns)):
+                left, right = split_columns(columns[i])
+                halves = halves + (left, right)
+            columns = halves
+        for part in gl.static_range(PARTS):
+            smem.index(stage * PARTS + part).store(columns[part])
 
 
 @gluon.jit
@@ -292,9 +312,9 @@ def store_tile_row_scales_and_v_scale(stored_scales, scales, iter, cfg: gl.const
         row_scales = pack_v_scale_and_zero_points(v_row_scales, k_zero_points, v_zero_points)
         stored_scales.row_scales_smem.index(stage).store(row_scales.to(stored_scales.row_scales_smem.dtype))
     if cfg.K.BLOCK_SCALES:
-        stored_scales.k_block_scales_smem.index(stage).store(k)
+        store_block_scales(stored_scales.k_block_scales_smem, k, stage, cfg.K_PARTS)
     if cfg.V.BLOCK_SCALES:
-        stored_scales.v_block_scales_smem.index(stage).store(v)
+        store_block_scales(stored_scales.v_block_scales_smem, v, stage, cfg.V_PARTS)
     thread_barrier()
 
 
@@ -314,19 +334,20 @@ def dequant_tile_to_16bit(
     code_stages, stages, dequant_scales, iter, code_iter, key_begin, key_end, is_edge, k_scales_to_store,
     IS_V: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
-    """Dequantizes a tile to 16 bits. At an edge, rows of V outside [key_begin, key_end) become 0.
+    """Dequantizes a tile, or part of one, to 16 bits. At an edge, rows of V outside [key_begin, key_end) become 0.
 
     dequant_scales: of the tile's rows, as `dequant_rows_to_f16x2` takes them
-    k_scales_to_store: (stages, token scales of K), stored once the K stage is free
+    k_scales_to_store: (stages, token scales of K, the tile's iter), stored once the K stage is free
     """
     PACKED_DIM: gl.constexpr = code_stages.tiles.shape[2] // 2
     SIDE: gl.constexpr = cfg.V if IS_V else cfg.K
     L: gl.constexpr = packed_codes_layout(PACKED_DIM)
     # Wait for the codes and for a free 16-bit stage.
+    NUM_STAGES: gl.constexpr = stages.tiles.shape[0]
     code_tile = view_as_int32(code_stages).index(consumer_wait(code_stages.full_barriers, code_iter, cfg.CODE_STAGES))
-    tile = view_as_int32(stages).index(producer_acquire(stages.empty_barriers, iter, cfg.STAGES))
+    tile = view_as_int32(stages).index(producer_acquire(stages.empty_barriers, iter, NUM_STAGES))
     if cfg.K.TOKEN_SCALES and not IS_V:
-        k_scales_to_store[0].index(stage_and_phase(iter, cfg.STAGES)[0]).store(k_scales_to_store[1])
+        k_scales_to_store[0].index(stage_and_phase(k_scales_to_store[2], cfg.STAGES)[0]).store(k_scales_to_store[1])
     # NOTE: the whole tile at once: in parts, the compiler puts a barrier before each store.
     packed = code_tile.load(L)
     o_n = gl.arange(0, cfg.BLOCK_N, gl.SliceLayout(1, L))
@@ -343,7 +364,7 @@ def dequant_tile_to_16bit(
     tile.store(dequant_rows_to_f16x2(packed, row_scales, IS_V, SIDE))
     fence_async_shared()
     thread_barrier()
-    mbarrier.arrive(stages.full_barriers.index(stage_and_phase(iter, cfg.STAGES)[0]))
+    mbarrier.arrive(stages.full_barriers.index(stage_and_phase(iter, NUM_STAGES)[0]))
     mbarrier.arrive(code_stages.empty_barriers.index(stage_and_phase(code_iter, cfg.CODE_STAGES)[0]))
 
 
@@ -379,6 +400,36 @@ def transpose_v_tile_and_zero_oob_keys(
     mbarrier.arrive(code_stages.empty_barriers.index(stage_and_phase(code_iter, cfg.CODE_STAGES)[0]))
 
 
+@gluon.jit
+def dequant_k_parts(stored_scales, code_stages, stages, k_scales, stage, iter, code_iter, cfg: gl.constexpr):
+    """Does `dequant_tile_to_16bit` for the parts of a K tile. k_scales: its token scales; stage: of its other scales"""
+    PARTS: gl.constexpr = cfg.K_PARTS
+    for part in range(PARTS):
+        scales = stored_scales.row_scales_smem.index(stage)
+        if cfg.K.BLOCK_SCALES:
+            scales = stored_scales.k_block_scales_smem.index(stage * PARTS + part)
+        dequant_tile_to_16bit(code_stages, stages, scales, iter * PARTS + part, code_iter * PARTS + part, 0, 0, False,
+                              (stored_scales.k_scales_smem, k_scales, iter), False, cfg)  # fmt: skip
+
+
+@gluon.jit
+def dequant_v_parts(
+    stored_scales, code_stages, stages, stage, iter, code_iter, key_begin, key_end, cfg: gl.constexpr
+):  # fmt: skip
+    """Does `dequant_tile_to_16bit` for the parts of a V tile.
+
+    stage: of its scales; key_begin, key_end: of its valid rows
+    """
+    PARTS: gl.constexpr = cfg.V_PARTS
+    is_edge = (key_begin > 0) | (key_end < cfg.BLOCK_N)
+    for part in range(PARTS):
+        scales = stored_scales.row_scales_smem.index(stage)
+        if cfg.V.BLOCK_SCALES:
+            scales = stored_scales.v_block_scales_smem.index(stage * PARTS + part)
+        dequant_tile_to_16bit(code_stages, stages, scales, iter * PARTS + part, code_iter * PARTS + part, key_begin,
+                              key_end, is_edge, (stored_scales.k_scales_smem, 0, iter), True, cfg)  # fmt: skip
+
+
 # ---- converter warpgroup ----
 
 
@@ -408,9 +459,13 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
             page_ids = load_page_of_keys(page_table, n_start, key_begin, key_end, cfg)
             next_scales = load_stored_k_and_v_scales(stored_scales, page_ids, n_start, key_begin, key_end, kv_head, cfg)
             page_ids = load_page_of_keys(page_table, n_start - cfg.BLOCK_N, key_begin, key_end, cfg)
-        for i in range(num_n_blocks):  # noqa: B007 - an underscore is a barrier already
+        num_iters = num_n_blocks
+        if cfg.COLUMN_SPLIT:  # in the last iteration V alone
+            num_iters += (num_n_blocks > 0).to(gl.int32)
+        for i in range(num_iters):
             is_edge = (n_start + cfg.BLOCK_N > key_end) | (n_start < key_begin)
             stage, _ = stage_and_phase(code_iter, cfg.STAGES)
+            scales = (0, 0)
             if HAS_STORED_SCALES:
                 scales = next_scales
                 next_scales = load_stored_k_and_v_scales(
@@ -419,31 +474,41 @@ def converter(stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, 
                 page_ids = load_page_of_keys(page_table, n_start - 2 * cfg.BLOCK_N, key_begin, key_end, cfg)
                 store_tile_row_scales_and_v_scale(stored_scales, scales, code_iter, cfg)
             # Dequantize K, then V.
-            k_dequant_scales = stored_scales.row_scales_smem.index(stage)
-            v_dequant_scales, k_scales_to_store = k_dequant_scales, (stored_scales.k_scales_smem, 0)
-            if cfg.K.TOKEN_SCALES:
-                k_scales_to_store = (stored_scales.k_scales_smem, scales[0])
-            if cfg.K.BLOCK_SCALES:
-                k_dequant_scales = stored_scales.k_block_scales_smem.index(stage)
-            if cfg.V.BLOCK_SCALES:
-                v_dequant_scales = stored_scales.v_block_scales_smem.index(stage)
-            if not cfg.FP8_QK:
-                dequant_tile_to_16bit(
-                    k_code_stages, k_stages, k_dequant_scales, iter, code_iter, key_begin - n_start, key_end - n_start,
-                    is_edge, k_scales_to_store, False, cfg,
-                )  # fmt: skip
-            if cfg.FP8_PV:
-                transpose_v_tile_and_zero_oob_keys(
-                    v_code_stages, v_stages, iter, code_iter, key_begin - n_start, key_end - n_start, is_edge, cfg
-                )
+            if cfg.COLUMN_SPLIT:
+                if not cfg.FP8_QK:  # noqa: SIM102 - known to the compiler, unlike the other
+                    if i < num_n_blocks:
+                        dequant_k_parts(stored_scales, k_code_stages, k_stages, scales[0], stage, iter, code_iter, cfg)
+                if i > 0:
+                    v_start = n_start + cfg.BLOCK_N
+                    dequant_v_parts(stored_scales, v_code_stages, v_stages, stage ^ 1, iter - 1, code_iter - 1,
+                                    key_begin - v_start, key_end - v_start, cfg)  # fmt: skip
             else:
-                dequant_tile_to_16bit(
-                    v_code_stages, v_stages, v_dequant_scales, iter, code_iter, key_begin - n_start, key_end - n_start,
-                    is_edge, k_scales_to_store, True, cfg,
-                )  # fmt: skip
+                k_dequant_scales = stored_scales.row_scales_smem.index(stage)
+                v_dequant_scales, k_scales_to_store = k_dequant_scales, (stored_scales.k_scales_smem, scales[0], iter)
+                if cfg.K.BLOCK_SCALES:
+                    k_dequant_scales = stored_scales.k_block_scales_smem.index(stage)
+                if cfg.V.BLOCK_SCALES:
+                    v_dequant_scales = stored_scales.v_block_scales_smem.index(stage)
+                if not cfg.FP8_QK:
+                    dequant_tile_to_16bit(
+                        k_code_stages, k_stages, k_dequant_scales, iter, code_iter, key_begin - n_start,
+                        key_end - n_start, is_edge, k_scales_to_store, False, cfg,
+                    )  # fmt: skip
+                if cfg.FP8_PV:
+                    transpose_v_tile_and_zero_oob_keys(
+                        v_code_stages, v_stages, iter, code_iter, key_begin - n_start, key_end - n_start, is_edge, cfg
+                    )
+                else:
+                    dequant_tile_to_16bit(
+                        v_code_stages, v_stages, v_dequant_scales, iter, code_iter, key_begin - n_start,
+                        key_end - n_start, is_edge, k_scales_to_store, True, cfg,
+                    )  # fmt: skip
             iter += 1
             code_iter += 1
             n_start -= cfg.BLOCK_N
+        if cfg.COLUMN_SPLIT:
+            iter -= num_iters - num_n_blocks
+            code_iter -= num_iters - num_n_blocks
         num_done += 1
         mbarrier.wait(q_stages.full_barriers.index(I_CONVERTER), num_done & 1)
         work_tile, cached_prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONVERTER))

@@ -4,6 +4,9 @@ A producer warp copies queries and KV tiles by TMA (`producer`); two consumer wa
 (`mainloop`); over a quantized cache a converter warpgroup dequantizes tiles to 16 bits for both (`converter`), V only
 where an e4m3 query meets e4m3 keys. They synchronise by mbarriers alone. `tile_scheduler` orders the work tiles.
 
+Heads wider than 256 (`cfg.COLUMN_SPLIT`): both consumers have the same 64 rows and each half of V's columns. The first
+computes P and passes it on to the second (`columns`); stages are parts of 128 columns.
+
 Mask: `parts/mask.apply_mask`. Free stage: `producer_acquire` in `producer` and `converter`. Rescale:
 `mainloop.mainloop_step`. Combine: none, no work tile is split.
 """
@@ -17,9 +20,11 @@ from ..parts.dequant import load_scale, mma_dtype
 from ..parts.hadamard import RotationTensors
 from ..parts.online_softmax import LOG2E
 from ..parts.pipeline import allocate_mbarriers, pdl_launch_dependents, pdl_wait
+from .columns import second_consumer, second_consumer_new_kv
 from .converter import StoredScales, converter
-from .mainloop import ROWS_PER_WARPGROUP, CallScales, NewAndCachedScales, consumer, consumer_new_kv
+from .mainloop import CallScales, NewAndCachedScales, SharedP, consumer, consumer_new_kv
 from .producer import PipelineStages, producer
+from .query import ROWS_PER_WARPGROUP
 from .tile_scheduler import PAGE_IDS_ROW, TILE_INFO_FIELDS, load_q_begin
 
 # ---- shared memory ----
@@ -34,6 +39,30 @@ def allocate_stages_and_mbarriers(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(2 * NUM_COLUMNS, 128), 16, 2)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, NUM_ROWS, NUM_COLUMNS], LAYOUT)
     return PipelineStages(tiles, allocate_mbarriers(STAGES, 1), allocate_mbarriers(STAGES, NUM_READERS))
+
+
+@gluon.jit
+def allocate_query_parts(dtype: gl.constexpr, cfg: gl.constexpr):
+    """Allocates the one query tile of both consumers, in parts of its columns."""
+    tiles = gl.allocate_shared_memory(
+        dtype, [cfg.K_PARTS, ROWS_PER_WARPGROUP, cfg.K_COLUMNS], gl.NVMMASharedLayout(128, 16, 2)
+    )
+    return PipelineStages(tiles, allocate_mbarriers(2, 1), allocate_mbarriers(2, 1))
+
+
+@gluon.jit
+def allocate_shared_p(dtype: gl.constexpr, cfg: gl.constexpr):
+    """Allocates SharedP."""
+    UNSWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tiles = gl.allocate_shared_memory(
+        dtype, [cfg.STAGES, ROWS_PER_WARPGROUP, cfg.BLOCK_N], gl.NVMMASharedLayout(128, 16, 2)
+    )
+    rescales = gl.allocate_shared_memory(gl.float32, [cfg.STAGES, ROWS_PER_WARPGROUP], UNSWIZZLED)
+    acc_scales = gl.allocate_shared_memory(gl.float32, [ROWS_PER_WARPGROUP], UNSWIZZLED)
+    return SharedP(
+        tiles, rescales, allocate_mbarriers(cfg.STAGES, 1), allocate_mbarriers(cfg.STAGES, 1), acc_scales,
+        allocate_mbarriers(1, 1), allocate_mbarriers(1, 1),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -55,7 +84,7 @@ def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_stages, code
                                 new_maps, lengths, B, DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
                                 new_cfg: gl.constexpr):  # fmt: skip
     """Runs all warp roles where K and V of the new tokens are arguments of the call."""
-    q_stages, tile_info, k_stages, v_stages = smem_stages
+    q_stages, tile_info, k_stages, v_stages, shared_p = smem_stages
     new_kv_stages = (k_stages, v_stages)
     if cfg.CODE_STAGES > 0:
         gl.warp_specialize(
@@ -63,33 +92,33 @@ def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_stages, code
                 (converter, (stored_scales, q_stages, tile_info, code_stages[0], code_stages[1], k_stages, v_stages,
                              cfg)),
                 (consumer_new_kv, (
-                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, 0, DTYPE,
-                    NEW_DTYPE, cfg, new_cfg,
+                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p, 0,
+                    DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
-                (consumer_new_kv, (
-                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, 1, DTYPE,
-                    NEW_DTYPE, cfg, new_cfg,
+                (second_consumer_new_kv, (
+                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
+                    DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
                 (producer, (tensor_maps, new_maps, lengths, B, stored_scales.stride_table_b, q_stages, tile_info,
                             code_stages[0], code_stages[1], new_kv_stages, 3, cfg)),
             ],
-            [4, 4, 1], [cfg.CONSUMER_REGISTERS, cfg.CONSUMER_REGISTERS, 24],
+            [4, 4, 1], [cfg.CONSUMER_REGISTERS, cfg.SECOND_CONSUMER_REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (consumer_new_kv, (
-                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, 0, DTYPE,
-                    NEW_DTYPE, cfg, new_cfg,
+                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p, 0,
+                    DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
-                (consumer_new_kv, (
-                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, 1, DTYPE,
-                    NEW_DTYPE, cfg, new_cfg,
+                (second_consumer_new_kv, (
+                    tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
+                    DTYPE, NEW_DTYPE, cfg, new_cfg,
                 )),
                 (producer, (tensor_maps, new_maps, lengths, B, stored_scales.stride_table_b, q_stages, tile_info,
                             k_stages, v_stages, new_kv_stages, 2, cfg)),
             ],
-            [4, 1], [cfg.CONSUMER_REGISTERS, 24],
+            [4, 1], [cfg.SECOND_CONSUMER_REGISTERS, 24],
         )  # fmt: skip
 
 
@@ -127,15 +156,23 @@ def prefill_kernel(
     MMA_DTYPE: gl.constexpr = mma_dtype(cfg)
     DTYPE: gl.constexpr = Q.dtype
     STAGES: gl.constexpr = cfg.STAGES
-    q_stages = allocate_stages_and_mbarriers(MMA_DTYPE, 2, ROWS_PER_WARPGROUP, cfg.D, 1)
-    if cfg.FP8_QK:
-        k_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, 2)
+    READERS: gl.constexpr = 1 if cfg.COLUMN_SPLIT else 2  # consumers that read a stage of K or V
+    if cfg.COLUMN_SPLIT:
+        q_stages = allocate_query_parts(MMA_DTYPE, cfg)
     else:
-        k_stages = allocate_stages_and_mbarriers(MMA_DTYPE, cfg.STAGES, cfg.BLOCK_N, cfg.D, 2)
+        q_stages = allocate_stages_and_mbarriers(MMA_DTYPE, 2, ROWS_PER_WARPGROUP, cfg.D, 1)
+    if cfg.FP8_QK:
+        k_stages = allocate_stages_and_mbarriers(gl.int16, cfg.CODE_STAGES, cfg.BLOCK_N, cfg.PACKED_K, READERS)
+    else:
+        k_stages = allocate_stages_and_mbarriers(MMA_DTYPE, cfg.K_STAGES, cfg.BLOCK_N, cfg.K_COLUMNS, READERS)
     if cfg.FP8_PV:
         v_stages = allocate_stages_and_mbarriers(gl.int16, cfg.STAGES, cfg.DV, cfg.BLOCK_N // 2, 2)
     else:
-        v_stages = allocate_stages_and_mbarriers(MMA_DTYPE, cfg.STAGES, cfg.BLOCK_N, cfg.DV, 2)
+        v_stages = allocate_stages_and_mbarriers(MMA_DTYPE, cfg.V_STAGES, cfg.BLOCK_N, cfg.V_COLUMNS, READERS)
+    if cfg.COLUMN_SPLIT:
+        shared_p = allocate_shared_p(MMA_DTYPE, cfg)
+    else:
+        shared_p = SharedP(None, None, None, None, None, None, None)
     tile_info = gl.allocate_shared_memory(
         gl.int32, [PAGE_IDS_ROW + 1, TILE_INFO_FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -155,11 +192,11 @@ def prefill_kernel(
         tile_v_scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 2], UNSWIZZLED)
     if cfg.K.BLOCK_SCALES:
         k_block_scales_smem = gl.allocate_shared_memory(
-            gl.uint8, [STAGES, cfg.BLOCK_N, cfg.PACKED_K // 4], UNSWIZZLED_2D
+            gl.uint8, [STAGES * cfg.K_PARTS, cfg.BLOCK_N, cfg.PACKED_K // 4], UNSWIZZLED_2D
         )
     if cfg.V.BLOCK_SCALES:
         v_block_scales_smem = gl.allocate_shared_memory(
-            gl.uint8, [STAGES, cfg.BLOCK_N, cfg.PACKED_V // 4], UNSWIZZLED_2D
+            gl.uint8, [STAGES * cfg.V_PARTS, cfg.BLOCK_N, cfg.PACKED_V // 4], UNSWIZZLED_2D
         )
     stored_scales = StoredScales(
         K_SCALES, V_SCALES, PAGE_TABLE, stride_table_b, k_scales_smem, row_scales_smem, k_block_scales_smem,
@@ -197,7 +234,7 @@ def prefill_kernel(
         )
         NEW_DTYPE: gl.constexpr = K_NEW.dtype
         smem_stages, code_stages, new_maps = (
-            (q_stages, tile_info, k_stages, v_stages), (k_code_stages, v_code_stages), (K_NEW, V_NEW),
+            (q_stages, tile_info, k_stages, v_stages, shared_p), (k_code_stages, v_code_stages), (K_NEW, V_NEW),
         )  # fmt: skip
         warp_specialize_with_new_kv(
             tensors, call_scales, strides, smem_stages, code_stages, stored_scales, tensor_maps, new_maps, lengths, B,
@@ -213,25 +250,25 @@ def prefill_kernel(
                 (converter, (stored_scales, q_stages, tile_info, k_code_stages, v_code_stages, k_stages, v_stages,
                              cfg)),
                 (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_read_stages, stored_scales,
-                            0, DTYPE, cfg)),
-                (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_read_stages, stored_scales,
-                            1, DTYPE, cfg)),
+                            shared_p, 0, DTYPE, cfg)),
+                (second_consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_read_stages,
+                                   stored_scales, shared_p, DTYPE, cfg)),
                 (producer, (tensor_maps, tensor_maps, lengths, B, stride_table_b, q_stages, tile_info, k_code_stages,
                             v_code_stages, tensor_maps, 3, cfg)),
             ],
-            [4, 4, 1], [cfg.CONSUMER_REGISTERS, cfg.CONSUMER_REGISTERS, 24],
+            [4, 4, 1], [cfg.CONSUMER_REGISTERS, cfg.SECOND_CONSUMER_REGISTERS, 24],
         )  # fmt: skip
     else:
         call_scales = CallScales(cached_score_scale, K_SCALE, v_scales_smem * output_scale, V_SCALE, softcap, rotation)
         gl.warp_specialize(
             [
-                (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, 0,
-                            DTYPE, cfg)),
-                (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, 1,
-                            DTYPE, cfg)),
+                (consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
+                            shared_p, 0, DTYPE, cfg)),
+                (second_consumer, (tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages,
+                                   stored_scales, shared_p, DTYPE, cfg)),
                 (producer, (tensor_maps, tensor_maps, lengths, B, stride_table_b, q_stages, tile_info, k_stages,
                             v_stages, tensor_maps, 2, cfg)),
             ],
-            [4, 1], [cfg.CONSUMER_REGISTERS, 24],
+            [4, 1], [cfg.SECOND_CONSUMER_REGISTERS, 24],
         )  # fmt: skip
     pdl_launch_dependents()

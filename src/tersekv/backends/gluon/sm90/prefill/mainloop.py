@@ -3,6 +3,9 @@
 QK of a block overlaps PV of the block before, across work tiles too. n_blocks run from the last to the first: the
 causal mask applies to the first ones, and the long loop needs no mask but a window's, at its end.
 
+Heads wider than 256 (`cfg.COLUMN_SPLIT`): stages hold parts of tiles and one tile of V, so that V is waited for just
+before PV. The other consumer (`columns`) multiplies the other half of V's columns by the P published here.
+
 Mask: `parts/mask.apply_mask`, in `softmax_step_with_row_scales`. Full stage: `wait_k_and_start_qk`
 and `wait_v_and_zero_oob_rows`; `mainloop_step` releases stages. Rescale: end of `mainloop_step`, and between both
 kinds of blocks `mainloop_step_new_to_cached`. Epilogue: `store_output_and_lse`. Combine: none.
@@ -20,14 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...versions import reinterpret, thread_barrier
-from ..parts.dequant import exponent_and_inv_scale_of_rows, exponent_to_float
 from ..parts.epilogue import cast_output, finalize_softmax_with_sinks
-from ..parts.hadamard import (
-    RotationTensors,
-    scale_and_rotate_query_rows,
-    unrotate_and_scale_acc_rows,
-    unscale_and_rotate_acc_rows,
-)
+from ..parts.hadamard import RotationTensors, unrotate_and_scale_acc_rows, unscale_and_rotate_acc_rows
 from ..parts.online_softmax import (
     FP8RowMax,
     pack_p_16bit,
@@ -35,11 +32,11 @@ from ..parts.online_softmax import (
     softmax_step_with_row_scales,
     unpack_p_16bit,
 )
-from ..parts.pipeline import consumer_release, stage_and_phase
+from ..parts.pipeline import producer_acquire, stage_and_phase, sync_and_arrive
 from .producer import PipelineStages
+from .query import ROWS_PER_WARPGROUP, prepare_query_operand_and_q_scales, query_parts, score_layout
 from .tile_scheduler import WorkTile, kv_head_of, read_work_tile_and_cached_prefix
 
-ROWS_PER_WARPGROUP = gl.constexpr(64)
 MIN_SCALE = gl.constexpr(1e-30)  # of scores: −inf × MIN_SCALE is −inf
 MIN_V_SCALE = gl.constexpr(1e-30)  # of cached V: acc_o is divided by it
 
@@ -92,83 +89,56 @@ class TileVScale(NamedTuple):
     inv_v_scale: gl.tensor
 
 
-@gluon.constexpr_function
-def score_layout(cfg):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.BLOCK_N, 32 if cfg.FP8_QK else 16])
+class SharedP(NamedTuple):
+    """COLUMN_SPLIT: what the first consumer computes for both. Of a block: P, and the rescale of acc_o before its PV;
+    of a work tile: acc_scale of its rows."""
+
+    tiles: gl.shared_memory_descriptor
+    rescales: gl.shared_memory_descriptor
+    full_barriers: gl.shared_memory_descriptor
+    empty_barriers: gl.shared_memory_descriptor
+    acc_scales: gl.shared_memory_descriptor
+    acc_full_barrier: gl.shared_memory_descriptor
+    acc_empty_barrier: gl.shared_memory_descriptor
 
 
 @gluon.constexpr_function
 def acc_layout(cfg):
     # With a converter warpgroup ptxas allots 128 registers to an instruction: too few for 256 columns at once.
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(cfg.DV, 128) if cfg.CONVERTS_KV else cfg.DV, 16])
-
-
-# ---- query ----
-
-
-@gluon.jit
-def view_query_as_8bit(q_stages, I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, cfg: gl.constexpr):
-    """Returns a view of 8-bit query rows: they fill the first half of their 16-bit memory."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(cfg.D, 128), 8, 2)
-    return reinterpret(q_stages.tiles, DTYPE, [4, ROWS_PER_WARPGROUP, cfg.D], LAYOUT).index(2 * I_CONSUMER)
-
-
-@gluon.jit
-def multiply_smem_q_by_sign(smem_q, sign, LAYOUT: gl.constexpr):
-    """Multiplies rows in shared memory by the sign."""
-    if sign < 0:
-        smem_q.store((smem_q.load(LAYOUT).to(gl.float32) * -1.0).to(smem_q.dtype))
-        fence_async_shared()
-        thread_barrier()
-
-
-@gluon.jit
-def prepare_query_operand_and_q_scales(
-    q_stages, I_CONSUMER: gl.constexpr, sign, rotation, kv_head, DTYPE: gl.constexpr, cfg: gl.constexpr
-):
-    """Returns (query rows as an operand in shared memory, 16-bit or in the keys' dtype, q_scales of their scores).
-
-    bf16 rows fit fp16 only after a power of two is divided out of each row; q_scales multiply it back. The query takes
-    the score scale's sign, so that the row maximum of the scaled scores is that of the products.
-    """
-    x16 = q_stages.tiles.index(I_CONSUMER)
-    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    q_scales = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
-    if x16.dtype == DTYPE and not cfg.K_ROTATION.ENABLED:
-        multiply_smem_q_by_sign(x16, sign, LOAD_LAYOUT)
-    elif cfg.FP8_QK:
-        x16 = view_query_as_8bit(q_stages, I_CONSUMER, DTYPE, cfg)
-        multiply_smem_q_by_sign(x16, sign, LOAD_LAYOUT)
-    else:
-        x = x16
-        if DTYPE.primitive_bitwidth == 8:
-            x = view_query_as_8bit(q_stages, I_CONSUMER, DTYPE, cfg)
-        else:
-            x = reinterpret(q_stages.tiles, DTYPE, q_stages.tiles.shape, q_stages.tiles.layout).index(I_CONSUMER)
-        x = x.load(LOAD_LAYOUT).to(gl.float32) * sign
-        if cfg.K_ROTATION.ENABLED:
-            x = scale_and_rotate_query_rows(x, rotation, kv_head, cfg)
-        if gl.bfloat16 == DTYPE or cfg.K_ROTATION.ENABLED:
-            exponent, inv_scale = exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
-            x = x * inv_scale[:, None]
-            q_scales = gl.convert_layout(exponent_to_float(exponent), q_scales.type.layout)
-        thread_barrier()  # all threads have read the rows that are now overwritten
-        x16.store(x.to(x16.dtype))
-        fence_async_shared()
-        thread_barrier()
-    return x16, q_scales
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(cfg.ACC_COLUMNS, 128 if cfg.CONVERTS_KV else 256), 16])
 
 
 # ---- QK ----
 
 
 @gluon.jit
-def wait_k_and_start_qk(q, k_stages, iter, cfg: gl.constexpr, ENABLED=True):
-    """Waits for a K tile and starts QK; returns scores [64, BLOCK_N] in flight."""
-    stage, phase = stage_and_phase(iter, cfg.STAGES)
-    mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=ENABLED)
+def wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg: gl.constexpr, ENABLED=True):
+    """Waits for a K tile and starts QK; returns scores [64, BLOCK_N] in flight. Of parts, all but the last are released
+    as soon as they are multiplied."""
     zero = gl.full([ROWS_PER_WARPGROUP, cfg.BLOCK_N], 0, gl.float32, score_layout(cfg))
-    return warpgroup_mma(q, k_stages.tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if cfg.COLUMN_SPLIT:
+        STAGES: gl.constexpr = k_stages.tiles.shape[0]
+        q_parts = query_parts(q_stages, k_stages.tiles.dtype)
+        s = zero
+        for part in range(cfg.K_PARTS):
+            stage, phase = stage_and_phase(iter * cfg.K_PARTS + part, STAGES)
+            mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=ENABLED)
+            k = k_stages.tiles.index(stage).permute((1, 0))
+            s = warpgroup_mma_wait(1, [warpgroup_mma(q_parts.index(part), k, s, is_async=True)])
+            prev_stage, _ = stage_and_phase(iter * cfg.K_PARTS + part - 1, STAGES)
+            mbarrier.arrive(k_stages.empty_barriers.index(prev_stage), count=1, pred=(part > 0) & ENABLED)
+        return s
+    else:
+        stage, phase = stage_and_phase(iter, cfg.STAGES)
+        mbarrier.wait(k_stages.full_barriers.index(stage), phase, pred=ENABLED)
+        return warpgroup_mma(q, k_stages.tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def release_k(k_stages, iter, cfg: gl.constexpr, ENABLED=True):
+    """Releases a K tile after QK, of parts the last one."""
+    stage, _ = stage_and_phase(iter * cfg.K_PARTS + (cfg.K_PARTS - 1), k_stages.tiles.shape[0])
+    mbarrier.arrive(k_stages.empty_barriers.index(stage), count=1, pred=ENABLED)
 
 
 @gluon.jit
@@ -293,9 +263,76 @@ def start_pv(state, v_stages, iter, cfg: gl.constexpr):
     """Starts acc_o += PV of a tile whose V stage is full; returns acc_o in flight."""
     A: gl.constexpr = gl.DotOperandLayout(0, acc_layout(cfg), 2)
     stage, _ = stage_and_phase(iter, cfg.STAGES)
-    return warpgroup_mma(
-        unpack_p_16bit(state.p_packed, v_stages.tiles.dtype, A), v_stages.tiles.index(stage), state.acc_o, is_async=True
-    )
+    p = unpack_p_16bit(state.p_packed, v_stages.tiles.dtype, A)
+    if cfg.COLUMN_SPLIT:
+        v = half_of_v(v_stages, 0, cfg)
+    else:
+        v = v_stages.tiles.index(stage)
+    return warpgroup_mma(p, v, state.acc_o, is_async=True)
+
+
+@gluon.jit
+def release_v(v_stages, stage, cfg: gl.constexpr):
+    """Releases V of a block after PV."""
+    if cfg.COLUMN_SPLIT:
+        release_half_of_v(v_stages, 0, cfg)
+    else:
+        mbarrier.arrive(v_stages.empty_barriers.index(stage), count=1)
+
+
+# ---- PV of half of V's columns (COLUMN_SPLIT): the stages are the parts of one tile ----
+
+
+@gluon.jit
+def half_of_v(v_stages, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+    """Returns the columns of V that a consumer multiplies: [BLOCK_N, ACC_COLUMNS]."""
+    SHAPE: gl.constexpr = [2, cfg.BLOCK_N, cfg.ACC_COLUMNS]
+    return reinterpret(v_stages.tiles, v_stages.tiles.dtype, SHAPE, v_stages.tiles.layout).index(I_CONSUMER)
+
+
+@gluon.jit
+def wait_half_of_v_and_zero_oob_rows(v_stages, iter, key_begin, key_end, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+    """Waits for a consumer's half of a V tile, and zeros rows outside [key_begin, key_end), relative to the tile."""
+    PARTS: gl.constexpr = cfg.V_PARTS // 2
+    for part in gl.static_range(PARTS):
+        mbarrier.wait(v_stages.full_barriers.index(I_CONSUMER * PARTS + part), iter & 1)
+    if not cfg.CONVERTS_KV:  # noqa: SIM102 - known to the compiler, unlike the other
+        if (key_begin > 0) | (key_end < cfg.BLOCK_N):
+            zero_oob_v_rows_in_smem(half_of_v(v_stages, I_CONSUMER, cfg), key_begin, key_end)
+
+
+@gluon.jit
+def wait_last_half_of_v_and_zero_oob_rows(v_stages, iter, work_tile, cfg: gl.constexpr):
+    """Does `wait_half_of_v_and_zero_oob_rows` for the last tile of a work tile, which holds its first keys."""
+    n_start = (work_tile.n_block_end - work_tile.num_n_blocks) * cfg.BLOCK_N
+    wait_half_of_v_and_zero_oob_rows(v_stages, iter, work_tile.key_begin - n_start, work_tile.key_end - n_start, 0, cfg)
+
+
+@gluon.jit
+def release_half_of_v(v_stages, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):
+    """Releases a consumer's half of V."""
+    PARTS: gl.constexpr = cfg.V_PARTS // 2
+    for part in gl.static_range(PARTS):
+        mbarrier.arrive(v_stages.empty_barriers.index(I_CONSUMER * PARTS + part), count=1)
+
+
+@gluon.jit
+def publish_p_and_rescale(shared_p, p, rescale, iter, DTYPE: gl.constexpr):
+    """Stores a block's P and rescale for the other consumer."""
+    tiles = reinterpret(shared_p.tiles, DTYPE, shared_p.tiles.shape, shared_p.tiles.layout)
+    stage = producer_acquire(shared_p.empty_barriers, iter, tiles.shape[0])
+    tiles.index(stage).store(p.to(DTYPE))
+    shared_p.rescales.index(stage).store(rescale)
+    fence_async_shared()
+    sync_and_arrive(shared_p.full_barriers.index(stage))
+
+
+@gluon.jit
+def publish_acc_scale(shared_p, acc_scale, num_done):
+    """Stores acc_scale of a work tile's rows for the other consumer."""
+    mbarrier.wait(shared_p.acc_empty_barrier.index(0), (num_done & 1) ^ 1)
+    shared_p.acc_scales.store(acc_scale)
+    sync_and_arrive(shared_p.acc_full_barrier.index(0))
 
 
 # ---- PV in e4m3, which `precision="fast"` permits ----
@@ -396,11 +433,11 @@ def concat_halves(acc_low, acc_high, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_qk_and_pv_by_column_halves(state, q, k_stages, v_stages, iter, has_next, cfg: gl.constexpr):
+def start_qk_and_pv_by_column_halves(state, q, q_stages, k_stages, v_stages, iter, has_next, cfg: gl.constexpr):
     """Returns (scores in flight, acc_low after PV, PV of the other half in flight), all by 8-bit MMAs."""
     p_operand = unpack_p_e4m3_to_mma_operand(state.p_packed, cfg)
     acc_low = start_half_pv(p_operand, v_stages, iter - 1, 0, cfg)
-    s = wait_k_and_start_qk(q, k_stages, iter, cfg, has_next)
+    s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg, has_next)
     acc_low = rescale_and_add(state.acc_low, warpgroup_mma_wait(1, [acc_low]), state.rescale)
     return s, acc_low, start_half_pv(p_operand, v_stages, iter - 1, 1, cfg)
 
@@ -409,16 +446,23 @@ def start_qk_and_pv_by_column_halves(state, q, k_stages, v_stages, iter, has_nex
 
 
 @gluon.jit
+def init_acc(cfg: gl.constexpr):
+    """Returns acc_o before the first block."""
+    return gl.full([ROWS_PER_WARPGROUP, cfg.ACC_COLUMNS], 0.0, gl.float32, acc_layout(cfg))
+
+
+@gluon.jit
 def init_acc_and_max(cfg: gl.constexpr):
     """Returns (acc_o, row_max) before the first block."""
     row_max = gl.full([ROWS_PER_WARPGROUP], float("-inf"), gl.float32, gl.SliceLayout(1, score_layout(cfg)))
-    return gl.full([ROWS_PER_WARPGROUP, cfg.DV], 0.0, gl.float32, acc_layout(cfg)), row_max
+    return init_acc(cfg), row_max
 
 
 @gluon.jit
 def first_softmax_step(
-    s, acc_and_max, mask_args, n_start, score_scales, tile_scale, softcap, DTYPE: gl.constexpr, cfg: gl.constexpr
-):
+    s, acc_and_max, mask_args, n_start, score_scales, tile_scale, softcap, shared_p, iter, DTYPE: gl.constexpr,
+    cfg: gl.constexpr, ENABLED=True,
+):  # fmt: skip
     """Returns the softmax state after a work tile's first scores."""
     acc_o, row_max = acc_and_max
     if cfg.FP8_PV:
@@ -426,6 +470,9 @@ def first_softmax_step(
     p, p_sums, row_max, rescale = softmax_step_with_row_sums(
         s, row_max, mask_args, n_start, score_scales, tile_scale, softcap, True, cfg
     )
+    if cfg.COLUMN_SPLIT:  # noqa: SIM102 - known to the compiler, unlike the other
+        if ENABLED:
+            publish_p_and_rescale(shared_p, p, rescale, iter, DTYPE)
     if cfg.FP8_PV:
         zeros = init_half_acc(ROWS_PER_WARPGROUP, cfg)
         return FP8SoftmaxState(zeros, zeros, rescale, row_max, p_sums, pack_p_e4m3(p))
@@ -434,26 +481,32 @@ def first_softmax_step(
 
 
 @gluon.jit
-def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages, iter,
-                  code_iter, n_start, is_last, I_CONSUMER: gl.constexpr, MASKED: gl.constexpr,
+def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages, shared_p,
+                  iter, code_iter, n_start, is_last, I_CONSUMER: gl.constexpr, MASKED: gl.constexpr,
                   cfg: gl.constexpr):  # fmt: skip
     """Computes QK and softmax of the block at key `n_start`, overlapped with PV of the block before."""
     # QK of this block, then PV of the block before.
     prev_stage, _ = stage_and_phase(iter - 1, cfg.STAGES)
     if cfg.FP8_PV:
-        s, acc_low, acc_high = start_qk_and_pv_by_column_halves(state, q, k_stages, v_stages, iter, True, cfg)
+        s, acc_low, acc_high = start_qk_and_pv_by_column_halves(state, q, q_stages, k_stages, v_stages, iter, True, cfg)
     else:
-        s = wait_k_and_start_qk(q, k_stages, iter, cfg)
+        s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg)
+        if cfg.COLUMN_SPLIT:
+            prev_start = n_start + cfg.BLOCK_N
+            wait_half_of_v_and_zero_oob_rows(
+                v_stages, iter - 1, mask_args.key_begin - prev_start, mask_args.key_end - prev_start, 0, cfg
+            )
         acc_o = start_pv(state, v_stages, iter - 1, cfg)
     tile_scale = load_tile_v_scale(stored_scales, code_iter, cfg)
     k_scales = load_k_scales(stored_scales, iter, cfg)
     s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
     # Release K, and Q after the last block.
-    consumer_release(k_stages.empty_barriers, iter, cfg.STAGES)
+    release_k(k_stages, iter, cfg)
     mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=is_last)
     # NOTE: ptxas moves no arithmetic across the branch of a wait. This one, which never waits, keeps the arrival before
     # the exponentials; the one below keeps the exponentials before the wait for PV, which they overlap.
-    wait_v_and_zero_oob_rows(v_stages, iter - 1, mask_args, n_start, False, False, cfg)
+    if not cfg.COLUMN_SPLIT:
+        wait_v_and_zero_oob_rows(v_stages, iter - 1, mask_args, n_start, False, False, cfg)
     # Mask and online softmax.
     p, p_sums, row_max, rescale = softmax_step_with_row_sums(
         s, state.row_max, mask_args, n_start, score_scales, tile_scale, softcap, MASKED, cfg
@@ -464,9 +517,12 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
         p_packed = pack_p_16bit(p, v_stages.tiles.dtype)
     ZERO_INVALID: gl.constexpr = MASKED and (cfg.WINDOW > 0 or cfg.HAS_NEW_KV) and not cfg.CONVERTS_KV
     # Wait for V of this block; finish PV of the block before, release its stage and rescale acc_o.
-    wait_v_and_zero_oob_rows(
-        v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
-    )
+    if cfg.COLUMN_SPLIT:
+        publish_p_and_rescale(shared_p, p, rescale, iter, v_stages.tiles.dtype)
+    else:
+        wait_v_and_zero_oob_rows(
+            v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
+        )
     if cfg.FP8_PV:
         acc_high = warpgroup_mma_wait(0, [acc_high])
         mbarrier.arrive(v_stages.empty_barriers.index(prev_stage), count=1)
@@ -474,14 +530,14 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
         return FP8SoftmaxState(acc_low, acc_high, rescale, row_max, row_sum, pack_p_e4m3(p))
     else:
         acc_o = warpgroup_mma_wait(0, [acc_o])
-        mbarrier.arrive(v_stages.empty_barriers.index(prev_stage), count=1)
+        release_v(v_stages, prev_stage, cfg)
         acc_o = acc_o * gl.convert_layout(rescale, gl.SliceLayout(1, acc_o.type.layout))[:, None]
         return SoftmaxState(acc_o, row_max, row_sum, p_packed)
 
 
 @gluon.jit
-def mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages, iter, code_iter,
-             work_tile, are_last, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+def mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages, shared_p, iter,
+             code_iter, work_tile, are_last, I_CONSUMER: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Computes all blocks of a work tile but the first; returns (state, iter, code_iter)."""
     first_n_block, unmasked_begin, unmasked_end = first_n_block_and_unmasked_range(work_tile, I_CONSUMER, cfg)
     first_key = first_n_block * cfg.BLOCK_N
@@ -490,7 +546,7 @@ def mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages
     for n_block in range(unmasked_end, work_tile.n_block_end - 1):  # noqa: B007 - an underscore is a barrier already
         n_start -= cfg.BLOCK_N
         state = mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages,
-                              iter, code_iter, n_start, are_last & (n_start == first_key), I_CONSUMER, True,
+                              shared_p, iter, code_iter, n_start, are_last & (n_start == first_key), I_CONSUMER, True,
                               cfg)  # fmt: skip
         iter += 1
         code_iter += 1
@@ -498,7 +554,7 @@ def mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages
     for n_block in range(unmasked_begin, unmasked_end):  # noqa: B007
         n_start -= cfg.BLOCK_N
         state = mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages, v_stages,
-                              iter, code_iter, n_start, are_last & (n_start == first_key), I_CONSUMER, False,
+                              shared_p, iter, code_iter, n_start, are_last & (n_start == first_key), I_CONSUMER, False,
                               cfg)  # fmt: skip
         iter += 1
         code_iter += 1
@@ -507,8 +563,8 @@ def mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages
         for n_block in range(first_n_block, unmasked_begin):  # noqa: B007
             n_start -= cfg.BLOCK_N
             state = mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_stages, k_stages,
-                                  v_stages, iter, code_iter, n_start, are_last & (n_start == first_key), I_CONSUMER,
-                                  True, cfg)  # fmt: skip
+                                  v_stages, shared_p, iter, code_iter, n_start, are_last & (n_start == first_key),
+                                  I_CONSUMER, True, cfg)  # fmt: skip
             iter += 1
             code_iter += 1
     return state, iter, code_iter
@@ -527,26 +583,41 @@ def load_v_out_scale(work_tile, call_scales, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_output_and_lse(
-    OUT, LSE, SINKS, work_tile, state, v_scale, strides, I_CONSUMER: gl.constexpr, cfg: gl.constexpr
-):
-    """Epilogue: stores this warpgroup's output rows and LSE of a work tile."""
-    stride_out_t, stride_out_h, stride_lse_t, stride_lse_h = strides
-    ROW: gl.constexpr = gl.SliceLayout(1, state.acc_o.type.layout)
-    row_max = gl.convert_layout(state.row_max, ROW)
-    row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), ROW)
-    o_r = I_CONSUMER * ROWS_PER_WARPGROUP + gl.arange(0, ROWS_PER_WARPGROUP, ROW)
+def output_rows(work_tile, I_TILE: gl.constexpr, ROW: gl.constexpr, cfg: gl.constexpr):
+    """Returns (tokens, query heads, row exists) of 64 rows of a work tile."""
+    o_r = I_TILE * ROWS_PER_WARPGROUP + gl.arange(0, ROWS_PER_WARPGROUP, ROW)
     token = o_r // cfg.HEADS_PER_TILE
     m_row = token < work_tile.num_tokens_left
     q_heads = (work_tile.head_tile * cfg.HEADS_PER_TILE + o_r % cfg.HEADS_PER_TILE).to(gl.int64)
-    tokens = (work_tile.q_row + token).to(gl.int64)
-    acc_scale, lse = finalize_softmax_with_sinks(row_max, row_sum, v_scale, SINKS, q_heads, m_row, cfg)
-    o_d = gl.arange(0, cfg.DV, gl.SliceLayout(0, state.acc_o.type.layout))
+    return (work_tile.q_row + token).to(gl.int64), q_heads, m_row
+
+
+@gluon.jit
+def store_output_columns(OUT, acc_o, acc_scale, rows, strides, FIRST_COLUMN: gl.constexpr, cfg: gl.constexpr):
+    """Stores acc_o × acc_scale as output columns from FIRST_COLUMN on."""
+    tokens, q_heads, m_row = rows
+    o_d = FIRST_COLUMN + gl.arange(0, acc_o.shape[1], gl.SliceLayout(0, acc_o.type.layout))
     valid = m_row[:, None] & (o_d < cfg.HEAD_DIM_V)[None, :]
-    p_out = (OUT + tokens * stride_out_t + q_heads * stride_out_h)[:, None] + o_d[None, :]
-    gl.store(p_out, cast_output(state.acc_o * acc_scale[:, None], OUT, cfg), mask=valid)
+    p_out = (OUT + tokens * strides[0] + q_heads * strides[1])[:, None] + o_d[None, :]
+    gl.store(p_out, cast_output(acc_o * acc_scale[:, None], OUT, cfg), mask=valid)
+
+
+@gluon.jit
+def store_output_and_lse(
+    OUT, LSE, SINKS, work_tile, state, v_scale, strides, shared_p, num_done, I_CONSUMER: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Epilogue: stores this warpgroup's output rows and LSE of a work tile."""
+    ROW: gl.constexpr = gl.SliceLayout(1, state.acc_o.type.layout)
+    row_max = gl.convert_layout(state.row_max, ROW)
+    row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), ROW)
+    tokens, q_heads, m_row = output_rows(work_tile, I_CONSUMER, ROW, cfg)
+    acc_scale, lse = finalize_softmax_with_sinks(row_max, row_sum, v_scale, SINKS, q_heads, m_row, cfg)
+    if cfg.COLUMN_SPLIT:
+        publish_acc_scale(shared_p, acc_scale, num_done)
+    store_output_columns(OUT, state.acc_o, acc_scale, (tokens, q_heads, m_row), strides, 0, cfg)
     if cfg.HAS_LSE:
-        gl.store(LSE + tokens * stride_lse_t + q_heads * stride_lse_h, lse, mask=m_row)
+        gl.store(LSE + tokens * strides[2] + q_heads * strides[3], lse, mask=m_row)
 
 
 # ---- consumer warpgroup ----
@@ -569,7 +640,7 @@ def prepare_query_scales_and_mask_args(
 
 
 @gluon.jit
-def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
+def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
              I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
     """Computes 64 rows of every work tile of this CTA: first block, main loop, epilogue."""
     OUT, LSE, SINKS = tensors
@@ -585,22 +656,23 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
         )
         n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
         # First block of the first work tile: QK, mask and softmax.
-        s = wait_k_and_start_qk(q, k_stages, iter, cfg)
+        s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg)
         k_scales = load_k_scales(stored_scales, iter, cfg)
         s = apply_k_scales(warpgroup_mma_wait(0, [s]), k_scales, cfg)
         tile_scale = load_tile_v_scale(stored_scales, iter, cfg)
-        consumer_release(k_stages.empty_barriers, iter, cfg.STAGES)
+        release_k(k_stages, iter, cfg)
         mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=work_tile.num_n_blocks == 1)
         state = first_softmax_step(
-            s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_scale, softcap, V, cfg
+            s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_scale, softcap, shared_p, iter, V, cfg
         )
-        wait_v_and_zero_oob_rows(
-            v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
-        )
+        if not cfg.COLUMN_SPLIT:
+            wait_v_and_zero_oob_rows(
+                v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
+            )
         iter += 1
         while work_tile.num_n_blocks > 0:
             state, iter, _codes = mainloop(state, mask_args, q, score_scales, stored_scales, softcap, q_stages,
-                                           k_stages, v_stages, iter, iter, work_tile, True, I_CONSUMER,
+                                           k_stages, v_stages, shared_p, iter, iter, work_tile, True, I_CONSUMER,
                                            cfg)  # fmt: skip
             # The last PV of a work tile overlaps the first QK of the next. After the last work tile, QK runs on
             # whatever the stage holds, and its scores are dropped.
@@ -615,15 +687,17 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
             n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
             if cfg.FP8_PV:
                 s, acc_low, acc_high = start_qk_and_pv_by_column_halves(
-                    state, q, k_stages, v_stages, iter, has_next, cfg
+                    state, q, q_stages, k_stages, v_stages, iter, has_next, cfg
                 )
             else:
-                s = wait_k_and_start_qk(q, k_stages, iter, cfg, has_next)
+                s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg, has_next)
+                if cfg.COLUMN_SPLIT:
+                    wait_last_half_of_v_and_zero_oob_rows(v_stages, iter - 1, finished_tile, cfg)
                 acc_o = start_pv(state, v_stages, iter - 1, cfg)
             tile_scale = load_tile_v_scale(stored_scales, iter, cfg)
             k_scales = load_k_scales(stored_scales, iter, cfg)
             s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
-            mbarrier.arrive(k_stages.empty_barriers.index(stage_and_phase(iter, cfg.STAGES)[0]), count=1, pred=has_next)
+            release_k(k_stages, iter, cfg, has_next)
             mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=work_tile.num_n_blocks == 1)
             # Finish PV, release V.
             if cfg.FP8_PV:
@@ -631,23 +705,23 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
                 acc_o, row_max = concat_halves(acc_low, acc_high, acc_layout(cfg)), state.row_max.row_max
             else:
                 acc_o, row_max = warpgroup_mma_wait(0, [acc_o]), state.row_max
-            consumer_release(v_stages.empty_barriers, iter - 1, cfg.STAGES)
+            release_v(v_stages, stage_and_phase(iter - 1, cfg.STAGES)[0], cfg)
             # Epilogue of the finished work tile.
             if cfg.V_ROTATION.ENABLED:
                 acc_o = unrotate_and_scale_acc_rows(acc_o, call_scales.rotation, kv_head_of(finished_tile, cfg), cfg)
             v_scale = load_v_out_scale(finished_tile, call_scales, cfg)
             store_output_and_lse(
                 OUT, LSE, SINKS, finished_tile, SoftmaxState(acc_o, row_max, state.row_sum, state.p_packed), v_scale,
-                strides, I_CONSUMER, cfg,
+                strides, shared_p, num_done - 1, I_CONSUMER, cfg,
             )  # fmt: skip
             # Mask and softmax of the next work tile's first block.
             state = first_softmax_step(
-                s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_scale, softcap, V, cfg
-            )
-            wait_v_and_zero_oob_rows(
-                v_stages, iter, mask_args, n_start, has_next & has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID,
-                cfg, has_next,
+                s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_scale, softcap, shared_p, iter, V, cfg,
+                has_next,
             )  # fmt: skip
+            if not cfg.COLUMN_SPLIT:
+                is_edge = has_next & has_invalid_keys(mask_args, n_start, cfg)
+                wait_v_and_zero_oob_rows(v_stages, iter, mask_args, n_start, is_edge, ZERO_INVALID, cfg, has_next)
             iter += 1
 
 
@@ -680,17 +754,20 @@ def load_score_and_v_scale_of_cached_kv(work_tile, call_scales, cfg: gl.constexp
 
 @gluon.jit
 def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales, v_unit, call_scales, kv_head,
-                                q_stages, k_stages, v_stages, new_v_stages, iter, code_iter, n_start, is_last,
-                                I_CONSUMER: gl.constexpr, cfg: gl.constexpr, new_cfg: gl.constexpr):  # fmt: skip
+                                q_stages, k_stages, v_stages, new_v_stages, shared_p, new_tile, iter, code_iter,
+                                n_start, is_last, I_CONSUMER: gl.constexpr, cfg: gl.constexpr,
+                                new_cfg: gl.constexpr):  # fmt: skip
     """Does `mainloop_step` for the first cached block; PV is of the last new block."""
     prev_stage, _ = stage_and_phase(iter - 1, cfg.STAGES)
     # QK of this block, PV of the last new block.
-    s = wait_k_and_start_qk(q, k_stages, iter, cfg)
+    s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg)
+    if cfg.COLUMN_SPLIT:
+        wait_last_half_of_v_and_zero_oob_rows(new_v_stages, iter - 1, new_tile, new_cfg)
     acc_o = start_pv(state, new_v_stages, iter - 1, new_cfg)
     tile_scale = load_tile_v_scale(stored_scales, code_iter, cfg)
     k_scales = load_k_scales(stored_scales, iter, cfg)
     s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
-    consumer_release(k_stages.empty_barriers, iter, cfg.STAGES)
+    release_k(k_stages, iter, cfg)
     mbarrier.arrive(q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=is_last)
     # Mask and online softmax.
     p, p_sums, row_max, rescale = softmax_step_with_row_sums(
@@ -699,12 +776,15 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
     row_sum = state.row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, state.row_sum.type.layout))[:, None] + p_sums
     p_packed = pack_p_16bit(p, v_stages.tiles.dtype)
     ZERO_INVALID: gl.constexpr = not cfg.CONVERTS_KV
-    wait_v_and_zero_oob_rows(
-        v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
-    )
+    if cfg.COLUMN_SPLIT:
+        publish_p_and_rescale(shared_p, p, rescale / v_unit, iter, v_stages.tiles.dtype)
+    else:
+        wait_v_and_zero_oob_rows(
+            v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, cfg), ZERO_INVALID, cfg
+        )
     # Finish PV, release V, rescale acc_o and divide it by the cached V scale.
     acc_o = warpgroup_mma_wait(0, [acc_o])
-    mbarrier.arrive(v_stages.empty_barriers.index(prev_stage), count=1)
+    release_v(v_stages, prev_stage, cfg)
     acc_o = acc_o * gl.convert_layout(rescale / v_unit, gl.SliceLayout(1, acc_o.type.layout))[:, None]
     if cfg.V_ROTATION.ENABLED:
         acc_o = unscale_and_rotate_acc_rows(acc_o, call_scales.rotation, kv_head, cfg)
@@ -712,7 +792,7 @@ def mainloop_step_new_to_cached(state, mask_args, q, score_scales, stored_scales
 
 
 @gluon.jit
-def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales,
+def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_stages, stored_scales, shared_p,
                     I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, NEW_DTYPE: gl.constexpr, cfg: gl.constexpr,
                     new_cfg: gl.constexpr):  # fmt: skip
     """Computes 64 rows of every work tile of this CTA. new_cfg: `cfg` for new blocks."""
@@ -732,27 +812,30 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
         score_scales = gl.maximum(q_scales * (call_scales.new_score_scale * sign), MIN_SCALE)
         mask_args = make_mask_args(work_tile, I_CONSUMER, new_cfg)
         n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
-        s = warpgroup_mma_wait(0, [wait_k_and_start_qk(q, new_k_stages, iter, new_cfg)])
-        consumer_release(k_stages.empty_barriers, iter, cfg.STAGES)
+        s = warpgroup_mma_wait(0, [wait_k_and_start_qk(q, q_stages, new_k_stages, iter, new_cfg)])
+        release_k(k_stages, iter, cfg)
         mbarrier.arrive(
             q_stages.empty_barriers.index(I_CONSUMER), count=1, pred=has_no_cached & (work_tile.num_n_blocks == 1)
         )
         tile_scale = load_tile_v_scale(stored_scales, code_iter, new_cfg)
         state = first_softmax_step(
-            s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_scale, call_scales.softcap, NEW_DTYPE,
-            new_cfg,
+            s, init_acc_and_max(cfg), mask_args, n_start, score_scales, tile_scale, call_scales.softcap, shared_p, iter,
+            NEW_DTYPE, new_cfg,
         )  # fmt: skip
-        wait_v_and_zero_oob_rows(
-            new_v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, new_cfg), True, new_cfg
-        )
+        if not cfg.COLUMN_SPLIT:
+            wait_v_and_zero_oob_rows(
+                new_v_stages, iter, mask_args, n_start, has_invalid_keys(mask_args, n_start, new_cfg), True, new_cfg
+            )
         iter += 1
         # Other new blocks.
         state, iter, _code_iter = mainloop(state, mask_args, q, score_scales, stored_scales, call_scales.softcap,
-                                           q_stages, new_k_stages, new_v_stages, iter, iter, work_tile, has_no_cached,
-                                           I_CONSUMER, new_cfg)  # fmt: skip
+                                           q_stages, new_k_stages, new_v_stages, shared_p, iter, iter, work_tile,
+                                           has_no_cached, I_CONSUMER, new_cfg)  # fmt: skip
         cached_score_scale, v_unit = load_score_and_v_scale_of_cached_kv(work_tile, call_scales, cfg)
         v_unit = gl.where(has_no_cached, 1.0, v_unit)
         if has_no_cached:
+            if cfg.COLUMN_SPLIT:
+                wait_last_half_of_v_and_zero_oob_rows(new_v_stages, iter - 1, work_tile, new_cfg)
             acc_o = warpgroup_mma_wait(0, [start_pv(state, new_v_stages, iter - 1, new_cfg)])
             state = SoftmaxState(acc_o, state.row_max, state.row_sum, state.p_packed)
         else:
@@ -769,21 +852,22 @@ def consumer_new_kv(tensors, call_scales, strides, q_stages, tile_info, k_stages
             cached_mask_args = make_mask_args(cached_tile, I_CONSUMER, cfg)
             state = mainloop_step_new_to_cached(state, cached_mask_args, cached_q, cached_scales, stored_scales, v_unit,
                                                 call_scales, kv_head_of(work_tile, cfg), q_stages, k_stages, v_stages,
-                                                new_v_stages, iter, code_iter,
+                                                new_v_stages, shared_p, work_tile, iter, code_iter,
                                                 (cached_prefix.n_block_end - 1) * cfg.BLOCK_N,
                                                 cached_prefix.num_n_blocks == 1, I_CONSUMER, cfg, new_cfg)  # fmt: skip
             state, iter, code_iter = mainloop(state, cached_mask_args, cached_q, cached_scales, stored_scales,
-                                              call_scales.softcap, q_stages, k_stages, v_stages, iter + 1,
+                                              call_scales.softcap, q_stages, k_stages, v_stages, shared_p, iter + 1,
                                               code_iter + 1, cached_tile, True, I_CONSUMER, cfg)  # fmt: skip
+            if cfg.COLUMN_SPLIT:
+                wait_last_half_of_v_and_zero_oob_rows(v_stages, iter - 1, cached_tile, cfg)
             acc_o = warpgroup_mma_wait(0, [start_pv(state, v_stages, iter - 1, cfg)])
             if cfg.V_ROTATION.ENABLED:
                 acc_o = unrotate_and_scale_acc_rows(acc_o, call_scales.rotation, kv_head_of(work_tile, cfg), cfg)
             state = SoftmaxState(acc_o, state.row_max, state.row_sum, state.p_packed)
         # Epilogue.
-        consumer_release(v_stages.empty_barriers, iter - 1, cfg.STAGES)
-        store_output_and_lse(
-            OUT, LSE, SINKS, work_tile, state, v_unit * call_scales.out_scale, strides, I_CONSUMER, cfg
-        )
+        release_v(v_stages, stage_and_phase(iter - 1, cfg.STAGES)[0], cfg)
+        store_output_and_lse(OUT, LSE, SINKS, work_tile, state, v_unit * call_scales.out_scale, strides, shared_p,
+                             num_done, I_CONSUMER, cfg)  # fmt: skip
         num_done += 1
         mbarrier.wait(q_stages.full_barriers.index(I_CONSUMER), num_done & 1)
         work_tile, cached_prefix = read_work_tile_and_cached_prefix(tile_info.index(I_CONSUMER))

@@ -1,6 +1,6 @@
 """The producer warp of prefill: copies queries, K and V of every work tile by TMA, from the last n_block to the first.
 
-Wait for a free stage: `producer_acquire` in `acquire_and_copy_kv_block` and `acquire_and_copy_new_kv_block`; mask,
+Wait for a free stage: `producer_acquire` in `acquire_and_copy_kv_stage` and `acquire_and_copy_new_kv_stage`; mask,
 rescale, combine: none here.
 """
 
@@ -76,18 +76,19 @@ def lanes_to_scalars(page_ids, smem_scratch):
 def copy_query_tile(Q, q_stages, i_consumer, work_tile, cfg: gl.constexpr):
     """Starts the copies of a consumer's 64 query rows, whose stage is free."""
     PANEL_COLUMNS: gl.constexpr = Q.block_shape[2]
-    NUM_PANELS: gl.constexpr = q_stages.tiles.shape[2] // PANEL_COLUMNS
+    NUM_PANELS: gl.constexpr = cfg.K_PARTS * q_stages.tiles.shape[2] // PANEL_COLUMNS
+    NUM_TILES: gl.constexpr = 1 if cfg.COLUMN_SPLIT else 2  # one of each consumer, or one of both
     ITEMSIZE: gl.constexpr = Q.dtype.primitive_bitwidth // 8
-    TOKENS_PER_CONSUMER: gl.constexpr = cfg.TOKENS_PER_TILE // 2
+    TOKENS_PER_CONSUMER: gl.constexpr = cfg.TOKENS_PER_TILE // NUM_TILES
     full_barrier = q_stages.full_barriers.index(i_consumer)
     mbarrier.expect(full_barrier, NUM_PANELS * TOKENS_PER_CONSUMER * cfg.HEADS_PER_TILE * PANEL_COLUMNS * ITEMSIZE)
     # 8-bit queries fill the first half of the stage: consumers convert them to 16 bits in place.
-    NUM_PANELS_IN_SMEM: gl.constexpr = 2 * NUM_PANELS * 2 // ITEMSIZE
+    NUM_PANELS_IN_SMEM: gl.constexpr = NUM_TILES * NUM_PANELS * 2 // ITEMSIZE
     smem = reinterpret(
         q_stages.tiles, Q.dtype, [NUM_PANELS_IN_SMEM, TOKENS_PER_CONSUMER, cfg.HEADS_PER_TILE, PANEL_COLUMNS], Q.layout
     )
     for panel in gl.static_range(NUM_PANELS):
-        i_panel = i_consumer * (NUM_PANELS_IN_SMEM // 2) + panel
+        i_panel = i_consumer * (NUM_PANELS_IN_SMEM // NUM_TILES) + panel
         tma_load(
             Q,
             [
@@ -102,9 +103,23 @@ def copy_query_tile(Q, q_stages, i_consumer, work_tile, cfg: gl.constexpr):
 
 @gluon.jit
 def acquire_and_copy_kv_block(
-    TENSOR_MAP, stages, page_ids, n_block, iter, kv_head, STAGES: gl.constexpr, cfg: gl.constexpr
+    TENSOR_MAP, stages, page_ids, n_block, iter, kv_head, PARTS: gl.constexpr, cfg: gl.constexpr
 ):
-    """Waits for a free stage and starts the copies of a K or V tile, in panels of 128 bytes a row."""
+    """Copies a K or V tile, into PARTS stages."""
+    if PARTS == 1:
+        acquire_and_copy_kv_stage(TENSOR_MAP, stages, page_ids, n_block, iter, 0, kv_head, cfg)
+    else:
+        for part in range(PARTS):
+            first_column = part * stages.tiles.shape[2]
+            acquire_and_copy_kv_stage(
+                TENSOR_MAP, stages, page_ids, n_block, iter * PARTS + part, first_column, kv_head, cfg
+            )
+
+
+@gluon.jit
+def acquire_and_copy_kv_stage(TENSOR_MAP, stages, page_ids, n_block, iter, first_column, kv_head, cfg: gl.constexpr):
+    """Waits for a free stage and starts the copies of a tile or part of one, in panels of 128 bytes a row."""
+    STAGES: gl.constexpr = stages.tiles.shape[0]
     KEYS_PER_COPY: gl.constexpr = TENSOR_MAP.block_shape[2]
     PANEL_COLUMNS: gl.constexpr = TENSOR_MAP.block_shape[3]
     NUM_COPIES: gl.constexpr = stages.tiles.shape[1] // KEYS_PER_COPY
@@ -121,15 +136,29 @@ def acquire_and_copy_kv_block(
             page_slot = (n_block * cfg.BLOCK_N + j * KEYS_PER_COPY) % cfg.PAGE
             i_copy = (stage * NUM_PANELS + panel) * NUM_COPIES + j
             tma_load(
-                TENSOR_MAP, [page_ids[j], kv_head, page_slot, panel * PANEL_COLUMNS], full_barrier, smem.index(i_copy)
-            )
+                TENSOR_MAP, [page_ids[j], kv_head, page_slot, first_column + panel * PANEL_COLUMNS], full_barrier,
+                smem.index(i_copy),
+            )  # fmt: skip
 
 
 @gluon.jit
 def acquire_and_copy_new_kv_block(
-    TENSOR_MAP, stages, q_row, n_block, iter, kv_head, STAGES: gl.constexpr, cfg: gl.constexpr
+    TENSOR_MAP, stages, q_row, n_block, iter, kv_head, PARTS: gl.constexpr, cfg: gl.constexpr
 ):
-    """Waits for a free stage and starts the copies of a tile of new K or V."""
+    """Copies a tile of new K or V, into PARTS stages."""
+    if PARTS == 1:
+        acquire_and_copy_new_kv_stage(TENSOR_MAP, stages, q_row, n_block, iter, 0, kv_head, cfg)
+    else:
+        for part in range(PARTS):
+            acquire_and_copy_new_kv_stage(
+                TENSOR_MAP, stages, q_row, n_block, iter * PARTS + part, part * stages.tiles.shape[2], kv_head, cfg
+            )
+
+
+@gluon.jit
+def acquire_and_copy_new_kv_stage(TENSOR_MAP, stages, q_row, n_block, iter, first_column, kv_head, cfg: gl.constexpr):
+    """Waits for a free stage and starts the copies of a tile of new K or V, or part of one."""
+    STAGES: gl.constexpr = stages.tiles.shape[0]
     PANEL_COLUMNS: gl.constexpr = TENSOR_MAP.block_shape[2]
     NUM_PANELS: gl.constexpr = stages.tiles.shape[2] // PANEL_COLUMNS
     stage = producer_acquire(stages.empty_barriers, iter, STAGES)
@@ -140,7 +169,7 @@ def acquire_and_copy_new_kv_block(
     )
     for panel in gl.static_range(NUM_PANELS):
         tma_load(
-            TENSOR_MAP, [q_row + n_block * cfg.BLOCK_N, kv_head, panel * PANEL_COLUMNS], full_barrier,
+            TENSOR_MAP, [q_row + n_block * cfg.BLOCK_N, kv_head, first_column + panel * PANEL_COLUMNS], full_barrier,
             smem.index(stage * NUM_PANELS + panel),
         )  # fmt: skip
 
@@ -163,32 +192,74 @@ def publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached
     for i_consumer in gl.static_range(2):
         mbarrier.wait(q_stages.empty_barriers.index(i_consumer), (num_done & 1) ^ 1)
         publish_work_tile(tile_info.index(i_consumer), work_tile, cached_prefix)
-        copy_query_tile(Q, q_stages, i_consumer, work_tile, cfg)
+        if cfg.COLUMN_SPLIT and i_consumer == 1:  # the second consumer reads no query
+            mbarrier.arrive(q_stages.full_barriers.index(i_consumer), count=1)
+        else:
+            copy_query_tile(Q, q_stages, i_consumer, work_tile, cfg)
 
 
 @gluon.jit
 def copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, n_block_end, num_n_blocks, key_begin, key_end, iter,
-                   kv_head, query_args, STAGES: gl.constexpr, cfg: gl.constexpr):  # fmt: skip
+                   kv_head, query_args, cfg: gl.constexpr):  # fmt: skip
     """Copies tiles of the paged cache, from the last to the first; returns the next `iter`.
 
     query_args: without new K and V, the queries are copied after the first K tile
+    COLUMN_SPLIT: stages hold one tile of V, so K is copied a tile ahead of V
     """
     Q, K, V = tensor_maps
     q_stages, tile_info, work_tile, cached_prefix, num_done = query_args
     # Page ids are loaded one tile ahead.
     n_block = n_block_end - 1
     page_ids = load_page_ids_by_lane(page_table, n_block, key_begin, key_end, num_n_blocks > 0, cfg)
-    for i in range(num_n_blocks):
-        block_page_ids = lanes_to_scalars(page_ids, tile_info.index(PAGE_IDS_ROW))
-        page_ids = load_page_ids_by_lane(page_table, n_block - 1, key_begin, key_end, i + 1 < num_n_blocks, cfg)
-        acquire_and_copy_kv_block(K, k_stages, block_page_ids, n_block, iter, kv_head, STAGES, cfg)
-        if not cfg.HAS_NEW_KV:  # noqa: SIM102 - known to the compiler, unlike the other
-            if i == 0:
-                publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, num_done, cfg)
-        acquire_and_copy_kv_block(V, v_stages, block_page_ids, n_block, iter, kv_head, STAGES, cfg)
-        iter += 1
-        n_block -= 1
+    if cfg.COLUMN_SPLIT:
+        prev_page_ids = lanes_to_scalars(page_ids, tile_info.index(PAGE_IDS_ROW))
+        for i in range(num_n_blocks + (num_n_blocks > 0).to(gl.int32)):
+            block_page_ids = lanes_to_scalars(page_ids, tile_info.index(PAGE_IDS_ROW))
+            page_ids = load_page_ids_by_lane(page_table, n_block - 1, key_begin, key_end, i + 1 < num_n_blocks, cfg)
+            if i < num_n_blocks:
+                acquire_and_copy_kv_block(K, k_stages, block_page_ids, n_block, iter + i, kv_head, cfg.K_PARTS, cfg)
+            if not cfg.HAS_NEW_KV:  # noqa: SIM102
+                if i == 0:
+                    publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, num_done, cfg)
+            if i > 0:
+                acquire_and_copy_kv_block(
+                    V, v_stages, prev_page_ids, n_block + 1, iter + i - 1, kv_head, cfg.V_PARTS, cfg
+                )
+            prev_page_ids = block_page_ids
+            n_block -= 1
+        iter += num_n_blocks
+    else:
+        for i in range(num_n_blocks):
+            block_page_ids = lanes_to_scalars(page_ids, tile_info.index(PAGE_IDS_ROW))
+            page_ids = load_page_ids_by_lane(page_table, n_block - 1, key_begin, key_end, i + 1 < num_n_blocks, cfg)
+            acquire_and_copy_kv_block(K, k_stages, block_page_ids, n_block, iter, kv_head, cfg.K_PARTS, cfg)
+            if not cfg.HAS_NEW_KV:  # noqa: SIM102 - known to the compiler, unlike the other
+                if i == 0:
+                    publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, num_done, cfg)
+            acquire_and_copy_kv_block(V, v_stages, block_page_ids, n_block, iter, kv_head, cfg.V_PARTS, cfg)
+            iter += 1
+            n_block -= 1
     return iter
+
+
+@gluon.jit
+def copy_queries_and_new_kv(new_maps, new_kv_stages, query_args, Q, new_iter, kv_head, cfg: gl.constexpr):
+    """Copies the queries and tiles of new K and V, K a tile ahead of V; returns the next `new_iter`."""
+    q_stages, tile_info, work_tile, cached_prefix, num_done = query_args
+    q_row = work_tile.q_row - work_tile.causal_limit
+    # NOTE: queries first: once the second consumer is done with the last work tile, all earlier KV stages are free.
+    publish_work_tile_and_copy_queries(Q, q_stages, tile_info, work_tile, cached_prefix, num_done, cfg)
+    for i in range(work_tile.num_n_blocks + 1):
+        n_block = work_tile.n_block_end - 1 - i
+        if i < work_tile.num_n_blocks:
+            acquire_and_copy_new_kv_block(
+                new_maps[0], new_kv_stages[0], q_row, n_block, new_iter + i, kv_head, cfg.K_PARTS, cfg
+            )
+        if i > 0:
+            acquire_and_copy_new_kv_block(
+                new_maps[1], new_kv_stages[1], q_row, n_block + 1, new_iter + i - 1, kv_head, cfg.V_PARTS, cfg
+            )
+    return new_iter + work_tile.num_n_blocks
 
 
 # ---- producer warp ----
@@ -204,7 +275,6 @@ def producer(
     k_stages, v_stages: pipelines of the paged cache; new_kv_stages: of new K and V, the same unless codes are converted
     """
     PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q = lengths
-    STAGES: gl.constexpr = cfg.CODE_STAGES if cfg.CODE_STAGES > 0 else cfg.STAGES
     first_request = gl.program_id(0) * 0
     work_tiles_before = first_request  # work tiles of the requests before `first_request`
     num_m_blocks = load_num_m_blocks(CU_SEQLENS_Q, B, first_request, cfg)
@@ -233,35 +303,40 @@ def producer(
             query_args = (q_stages, tile_info, work_tile, cached_prefix, num_done)
             if cfg.HAS_NEW_KV:
                 # New K and V, then the cached ones.
-                for i in range(work_tile.num_n_blocks):
-                    n_block, q_row = work_tile.n_block_end - 1 - i, work_tile.q_row - work_tile.causal_limit
-                    # NOTE: queries first: once their stage is free, all earlier KV stages are. This warp never waited
-                    # for the stages that the converter filled, and a wait sees only one phase back.
-                    if i == 0:
-                        publish_work_tile_and_copy_queries(
-                            tensor_maps[0], q_stages, tile_info, work_tile, cached_prefix, num_done, cfg
+                if cfg.COLUMN_SPLIT:
+                    new_iter = copy_queries_and_new_kv(
+                        new_maps, new_kv_stages, query_args, tensor_maps[0], new_iter, kv_head, cfg
+                    )
+                else:
+                    for i in range(work_tile.num_n_blocks):
+                        n_block, q_row = work_tile.n_block_end - 1 - i, work_tile.q_row - work_tile.causal_limit
+                        # NOTE: queries first: once their stage is free, all earlier KV stages are. This warp never
+                        # waited for the stages that the converter filled, and a wait sees only one phase back.
+                        if i == 0:
+                            publish_work_tile_and_copy_queries(
+                                tensor_maps[0], q_stages, tile_info, work_tile, cached_prefix, num_done, cfg
+                            )
+                        acquire_and_copy_new_kv_block(
+                            new_maps[0], new_kv_stages[0], q_row, n_block, new_iter, kv_head, 1, cfg
                         )
-                    acquire_and_copy_new_kv_block(
-                        new_maps[0], new_kv_stages[0], q_row, n_block, new_iter, kv_head, cfg.STAGES, cfg
-                    )
-                    acquire_and_copy_new_kv_block(
-                        new_maps[1], new_kv_stages[1], q_row, n_block, new_iter, kv_head, cfg.STAGES, cfg
-                    )
-                    new_iter += 1
+                        acquire_and_copy_new_kv_block(
+                            new_maps[1], new_kv_stages[1], q_row, n_block, new_iter, kv_head, 1, cfg
+                        )
+                        new_iter += 1
                 if cfg.CODE_STAGES > 0:
                     iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, cached_prefix.n_block_end,
                                           cached_prefix.num_n_blocks, cached_prefix.key_begin, cached_prefix.key_end,
-                                          iter, kv_head, query_args, STAGES, cfg)  # fmt: skip
+                                          iter, kv_head, query_args, cfg)  # fmt: skip
                     new_iter += cached_prefix.num_n_blocks
                 else:
                     new_iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, cached_prefix.n_block_end,
                                               cached_prefix.num_n_blocks, cached_prefix.key_begin,
-                                              cached_prefix.key_end, new_iter, kv_head, query_args, STAGES,
+                                              cached_prefix.key_end, new_iter, kv_head, query_args,
                                               cfg)  # fmt: skip
             else:
                 iter = copy_cached_kv(tensor_maps, page_table, k_stages, v_stages, work_tile.n_block_end,
                                       work_tile.num_n_blocks, work_tile.key_begin, work_tile.key_end, iter, kv_head,
-                                      query_args, STAGES, cfg)  # fmt: skip
+                                      query_args, cfg)  # fmt: skip
             num_done += 1
     # Publish the end.
     zero = first_request * 0

@@ -1,0 +1,122 @@
+"""The query of a work tile as an operand of QK: in the keys' dtype, rotated as keys are, with the score scale's sign.
+
+Mask, full stage, rescale, combine: none here.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from ...versions import reinterpret, thread_barrier
+from ..parts.dequant import exponent_and_inv_scale_of_rows, exponent_to_float
+from ..parts.hadamard import scale_and_rotate_query_rows
+
+ROWS_PER_WARPGROUP = gl.constexpr(64)
+
+
+@gluon.constexpr_function
+def score_layout(cfg):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.BLOCK_N, 32 if cfg.FP8_QK else 16])
+
+
+@gluon.jit
+def view_query_as_8bit(q_stages, I_CONSUMER: gl.constexpr, DTYPE: gl.constexpr, cfg: gl.constexpr):
+    """Returns a view of 8-bit query rows: they fill the first half of their 16-bit memory."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(cfg.D, 128), 8, 2)
+    return reinterpret(q_stages.tiles, DTYPE, [4, ROWS_PER_WARPGROUP, cfg.D], LAYOUT).index(2 * I_CONSUMER)
+
+
+@gluon.jit
+def multiply_smem_q_by_sign(smem_q, sign, LAYOUT: gl.constexpr):
+    """Multiplies rows in shared memory by the sign."""
+    if sign < 0:
+        smem_q.store((smem_q.load(LAYOUT).to(gl.float32) * -1.0).to(smem_q.dtype))
+        fence_async_shared()
+        thread_barrier()
+
+
+@gluon.jit
+def prepare_query_tile_and_q_scales(
+    q_stages, I_CONSUMER: gl.constexpr, sign, rotation, kv_head, DTYPE: gl.constexpr, cfg: gl.constexpr
+):
+    """Returns (query rows as an operand in shared memory, 16-bit or in the keys' dtype, q_scales of their scores).
+
+    bf16 rows fit fp16 only after a power of two is divided out of each row; q_scales multiply it back. The query takes
+    the score scale's sign, so that the row maximum of the scaled scores is that of the products.
+    """
+    x16 = q_stages.tiles.index(I_CONSUMER)
+    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    q_scales = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
+    if x16.dtype == DTYPE and not cfg.K_ROTATION.ENABLED:
+        multiply_smem_q_by_sign(x16, sign, LOAD_LAYOUT)
+    elif cfg.FP8_QK:
+        x16 = view_query_as_8bit(q_stages, I_CONSUMER, DTYPE, cfg)
+        multiply_smem_q_by_sign(x16, sign, LOAD_LAYOUT)
+    else:
+        x = x16
+        if DTYPE.primitive_bitwidth == 8:
+            x = view_query_as_8bit(q_stages, I_CONSUMER, DTYPE, cfg)
+        else:
+            x = reinterpret(q_stages.tiles, DTYPE, q_stages.tiles.shape, q_stages.tiles.layout).index(I_CONSUMER)
+        x = x.load(LOAD_LAYOUT).to(gl.float32) * sign
+        if cfg.K_ROTATION.ENABLED:
+            x = scale_and_rotate_query_rows(x, rotation, kv_head, cfg)
+        if gl.bfloat16 == DTYPE or cfg.K_ROTATION.ENABLED:
+            exponent, inv_scale = exponent_and_inv_scale_of_rows(gl.max(gl.abs(x), 1))
+            x = x * inv_scale[:, None]
+            q_scales = gl.convert_layout(exponent_to_float(exponent), q_scales.type.layout)
+        thread_barrier()  # all threads have read the rows that are now overwritten
+        x16.store(x.to(x16.dtype))
+        fence_async_shared()
+        thread_barrier()
+    return x16, q_scales
+
+
+@gluon.jit
+def query_parts(q_stages, DTYPE: gl.constexpr):
+    """Returns a view of the parts of the query as DTYPE. 8-bit parts fill the first half of the memory."""
+    PARTS: gl.constexpr = q_stages.tiles.shape[0] * 16 // DTYPE.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2)
+    return reinterpret(q_stages.tiles, DTYPE, [PARTS, ROWS_PER_WARPGROUP, q_stages.tiles.shape[2]], LAYOUT)
+
+
+@gluon.jit
+def prepare_query_parts_and_q_scales(q_stages, sign, DTYPE: gl.constexpr, cfg: gl.constexpr):
+    """Does `prepare_query_tile_and_q_scales` for a query in parts, of which registers hold one. Returns (a part,
+    q_scales).
+
+    NOTE: loops carry what is returned; `wait_k_and_start_qk` takes the parts from q_stages.
+    """
+    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    PARTS: gl.constexpr = cfg.K_PARTS
+    x16, x = q_stages.tiles, query_parts(q_stages, DTYPE)
+    q_scales = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, score_layout(cfg)))
+    if x16.dtype == DTYPE or cfg.FP8_QK:
+        for part in gl.static_range(PARTS):
+            multiply_smem_q_by_sign(x.index(part), sign, LOAD_LAYOUT)
+    else:
+        inv_scale = gl.full([ROWS_PER_WARPGROUP], 1.0, gl.float32, gl.SliceLayout(1, LOAD_LAYOUT))
+        if gl.bfloat16 == DTYPE:
+            row_max = inv_scale * 0.0
+            for part in gl.static_range(PARTS):
+                row_max = gl.maximum(row_max, gl.max(gl.abs(x.index(part).load(LOAD_LAYOUT).to(gl.float32)), 1))
+            exponent, inv_scale = exponent_and_inv_scale_of_rows(row_max)
+            q_scales = gl.convert_layout(exponent_to_float(exponent), q_scales.type.layout)
+        for i in gl.static_range(PARTS):  # from the last: an 8-bit part is overwritten by those with a lower index
+            part = x.index(PARTS - 1 - i).load(LOAD_LAYOUT).to(gl.float32) * (inv_scale * sign)[:, None]
+            thread_barrier()  # all threads have read the rows that are now overwritten
+            x16.index(PARTS - 1 - i).store(part.to(x16.dtype))
+        fence_async_shared()
+        thread_barrier()
+    return x16.index(0), q_scales
+
+
+@gluon.jit
+def prepare_query_operand_and_q_scales(
+    q_stages, I_CONSUMER: gl.constexpr, sign, rotation, kv_head, DTYPE: gl.constexpr, cfg: gl.constexpr
+):
+    """Returns (query operand, q_scales): `prepare_query_tile_and_q_scales`, or `prepare_query_parts_and_q_scales`."""
+    if cfg.COLUMN_SPLIT:
+        return prepare_query_parts_and_q_scales(q_stages, sign, DTYPE, cfg)
+    else:
+        return prepare_query_tile_and_q_scales(q_stages, I_CONSUMER, sign, rotation, kv_head, DTYPE, cfg)
