@@ -18,7 +18,7 @@ from ...formats import ALL_FORMATS, CHANNELS, PAIRS, ROTATION
 from ..host import launch, row_programs
 from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
 from .parts.dequant import BF16, E2M1, E4M3, E5M2, FP16, INT4, INT8, e4m3_bytes_to_fp16
-from .parts.hadamard import blockwise_hadamard
+from .parts.hadamard import blockwise_hadamard_unnormalized
 from .parts.quant import BLOCK, GROUP, TENSOR, TOKEN_HEAD, ZERO_POINT, quantize_and_store, reciprocal_rn, store_codes
 from .parts.token_rows import cache_row_offsets, interleave_pairs, token_and_head_of_rows
 
@@ -181,13 +181,13 @@ def change_attributes(x, src_attributes, dst_attributes, unequal_channels, head,
     SIZE: tl.constexpr = D & -D
     c = tl.arange(0, D_PAD)[None, :]
     if p_src_signs is not None:
-        x = blockwise_hadamard(x, SIZE) * SIZE**-0.5 * tl.load(p_src_signs + src_distance + c % SIZE)
+        x = blockwise_hadamard_unnormalized(x, SIZE) * SIZE**-0.5 * tl.load(p_src_signs + src_distance + c % SIZE)
     if p_src_channels is not None or p_dst_channels is not None:
         old = load_channels(src_attributes, head, D, D_PAD)
         new = load_channels(dst_attributes, head, D, D_PAD)
         x = tl.where(unequal_channels == 0, x, x * old * reciprocal_rn(new))
     if p_dst_signs is not None:
-        x = blockwise_hadamard(x * tl.load(p_dst_signs + dst_distance + c % SIZE), SIZE) * SIZE**-0.5
+        x = blockwise_hadamard_unnormalized(x * tl.load(p_dst_signs + dst_distance + c % SIZE), SIZE) * SIZE**-0.5
     return x
 
 

@@ -48,7 +48,9 @@ def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
     block_m = max(16, min(64, launch.next_power_of_2(max(f.max_q_len * group, 1))))
     width = max(f.q.shape[2], f.out.shape[2])
     four_bits = max(x.values_per_element for x in pair_of(f)) > 1
-    if four_bits and block_m == 16 and width <= 256 and (launch.has_ptx(f) or launch.interpreting()):
+    # NOTE: Triton 3.6 does not compile one warp with lists of keys and block scales.
+    fits_one_warp = width <= 256 and not (listed and BLOCK in (x.scale for x in pair_of(f)))
+    if four_bits and block_m == 16 and fits_one_warp and (launch.has_ptx(f) or launch.interpreting()):
         return _one_warp(f, group)
     if fmt.storage.itemsize == 2 or fmt != pair_of(f)[1]:
         t = _TILES_16_BIT

@@ -8,7 +8,7 @@ import triton.language as tl
 from tersekv import formats
 
 from ....formats import INDEX_BLOCK
-from .hadamard import blockwise_hadamard
+from .hadamard import blockwise_hadamard_unnormalized
 from .quant import E4M3_MAX, divide_rn, encode_fp8, reciprocal_rn, row_abs_max
 
 INDEX = tl.constexpr(formats.INDEX)
@@ -83,7 +83,7 @@ def load_index_rows(
         x = round_to_rows(x, DTYPE, ROUND16)
     if HADAMARD:
         SIZE: tl.constexpr = D & -D
-        x = round_to_rows(blockwise_hadamard(x, SIZE) * SIZE**-0.5, DTYPE, ROUND16)
+        x = round_to_rows(blockwise_hadamard_unnormalized(x, SIZE) * SIZE**-0.5, DTYPE, ROUND16)
     return x
 
 

@@ -81,7 +81,8 @@ def load_request_shape(SEQ_LENS, CU_SEQLENS_Q, i_request, m_b, cfg: tl.constexpr
     if cfg.LIST.LENGTH < 0:
         num_keys = tl.load(SEQ_LENS + i_request, mask=m_b, other=0).to(tl.int32)
     else:
-        num_keys = tl.where(m_b, cfg.LIST.LENGTH * cfg.LIST.BLOCK, i_request * 0)
+        # NOTE: Triton 3.6 does not compile all loops whose bounds are constants; i_request is never negative.
+        num_keys = tl.where(m_b & (i_request >= 0), cfg.LIST.LENGTH * cfg.LIST.BLOCK, i_request * 0)
         if cfg.LIST.HAS_LENS and cfg.LIST.LENS_STRIDE_H == 0:
             num_entries = tl.load(SEQ_LENS + i_request.to(tl.int64) * cfg.LIST.LENS_STRIDE, mask=m_b, other=0)
             num_entries = tl.minimum(tl.maximum(num_entries.to(tl.int64), 0), cfg.LIST.LENGTH)
