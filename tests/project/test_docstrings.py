@@ -39,7 +39,8 @@ def test_a_docstring_opens_with_an_example(module, name, thing):
 
 
 @every
-def test_the_examples_run_and_show_what_they_print(module, name, thing):
+def test_the_examples_run_and_show_what_they_print(module, name, thing, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     parts = {name: thing}
     if inspect.isclass(thing):
         parts |= {f"{name}.{key}": getattr(thing, key) for key in vars(thing) if not key.startswith("_")}
