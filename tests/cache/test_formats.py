@@ -184,10 +184,11 @@ def test_what_is_read_back_is_within_half_a_step_of_what_was_written(name, multi
     f = ALL[name]
     x = torch.from_numpy(np.random.default_rng(seed).standard_normal((4, 256)).astype(np.float32))
     codes, scales = quantize.quantize_rows(x, f, multiplier)
-    back = quantize.dequantize(codes, scales, f, 1.0 if f.scale in ("none", "group", "token_head") else 1 / multiplier)
+    scale = 1.0 if f.scale in ("none", "group", "token_head") else 1 / multiplier
+    back = quantize.dequantize(codes, scales, f, scale)
     # (relative, of the row's largest, absolute): half a step of normal codes, of the scale's smallest code, and near 0.
     relative, of_largest, absolute = HALF_STEP[name]
-    bound = relative * x.abs() + of_largest * x.abs().amax(-1, keepdim=True) + absolute / multiplier
+    bound = relative * x.abs() + of_largest * x.abs().amax(-1, keepdim=True) + absolute * scale
     assert ((back - x).abs() <= 1.0001 * bound).all()
 
 

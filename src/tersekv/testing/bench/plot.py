@@ -37,8 +37,8 @@ _MARKERS = {
     "transcode": "d",
     "index_scores": ">",
     "index_topk": "p",
-    "index_select": "d",
-    "sparse": "d",
+    "index_select": "H",
+    "sparse": "8",
 }
 
 
@@ -58,9 +58,10 @@ def drawn(results: Sequence[Result], limits: Limits, title: str) -> Any:
     if not timed:
         raise ValueError("results: want at least one timed case, got none")
     panels = [(b, here) for b in ("bytes", "flops") if (here := [r for r in timed if r.bound(limits) == b])]
-    figure = Figure(figsize=(2 + 6 * len(panels), 6), layout="constrained")
+    formats, ops = (list(dict.fromkeys(x)) for x in ((r.case.format for r in timed), (r.case.op for r in timed)))
+    height = max(6.0, 1.5 + 0.22 * (len(formats) + len(ops)))  # of the legend, in inches
+    figure = Figure(figsize=(2 + 6 * len(panels), height), layout="constrained")
     FigureCanvasAgg(figure)
-    formats = list(dict.fromkeys(r.case.format for r in timed))
     for i, (bound, here) in enumerate(panels):
         _panel(figure.add_subplot(1, len(panels), i + 1), bound, here, limits, formats)
     handles: dict[str, Any] = {}
@@ -68,7 +69,7 @@ def drawn(results: Sequence[Result], limits: Limits, title: str) -> Any:
         handles.update(dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)))
     # A marker for each operation and a colour for each format: one entry for each pair would not fit beside them.
     dot: dict[str, Any] = {"linestyle": "", "markersize": 6, "markeredgewidth": 0}
-    for op in dict.fromkeys(r.case.op for r in timed):
+    for op in ops:
         handles[op] = Line2D([], [], marker=_MARKERS[op], color="0.45", **dot)
     for name in formats:
         handles[name] = Line2D([], [], marker="s", color=_colour(name, formats), **dot)
