@@ -195,7 +195,7 @@ def dequant_packed(packed, cfg: tl.constexpr, operand=None):
     (int16, broadcast against the words), which are subtracted.
     Tiles are values × their `tile_scale`.
     """
-    FP16_4: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+    # NOTE: result types are written out: Triton 3.9 accepts no named tuple of types.
     if cfg.PACK == 1:
         tl.static_assert(cfg.CODE == BF16 or cfg.CODE == FP16, "a code that unpack does not know")
         return (packed,)
@@ -209,16 +209,30 @@ def dequant_packed(packed, cfg: tl.constexpr, operand=None):
             return tl.inline_asm_elementwise(INT8_PTX, "=&r,=&r,r", [packed], (tl.float16, tl.float16), True, 2)
         elif cfg.CODE == INT4:
             if operand is None:
-                return tl.inline_asm_elementwise(INT4_PTX, "=&r,=&r,=&r,=&r,r", [packed], FP16_4, True, 2)
+                return tl.inline_asm_elementwise(
+                    INT4_PTX, "=&r,=&r,=&r,=&r,r", [packed], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
+                )
             else:
                 zero_low, packed = tl.broadcast(operand, packed)
                 zero_high, packed = tl.broadcast(operand << 4, packed)
                 return tl.inline_asm_elementwise(
-                    INT4_LESS_ZERO_PTX, "=&r,=&r,=&r,=&r,r,r,r", [packed, zero_low, zero_high], FP16_4, True, 2
+                    INT4_LESS_ZERO_PTX,
+                    "=&r,=&r,=&r,=&r,r,r,r",
+                    [packed, zero_low, zero_high],
+                    (tl.float16, tl.float16, tl.float16, tl.float16),
+                    True,
+                    2,
                 )
         else:
             tl.static_assert(cfg.CODE == E2M1, "a code that unpack does not know")
-            return tl.inline_asm_elementwise(E2M1_PTX, "=&r,=&r,=&r,=&r,r,r", [packed, operand], FP16_4, True, 2)
+            return tl.inline_asm_elementwise(
+                E2M1_PTX,
+                "=&r,=&r,=&r,=&r,r,r",
+                [packed, operand],
+                (tl.float16, tl.float16, tl.float16, tl.float16),
+                True,
+                2,
+            )
     else:
         codes = packed.to(tl.uint16, bitcast=True)
         if cfg.PACK == 2:
