@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
-from compile_tools import compile_launches
+from compile_tools import compile_launches, since
 from loops import main_loop
 
 from tersekv.backends.host import launch
@@ -49,7 +49,7 @@ def test_for_hopper(fmt):
     """Warpgroup products, hardly a spill in the main loop, keys and values copied ahead of it."""
     kernel = compiled(call_of(fmt), 90)
     loop = main_loop(kernel)
-    assert sum("LDL" in x or "STL" in x for x in loop) <= 0.03 * len(loop)
+    assert sum("LDL" in x or "STL" in x for x in loop) <= since({(3, 6): 0.03, (3, 9): 0.04}) * len(loop)
     assert "wgmma.mma_async" in kernel["ptx"]
     assert kernel["ttgir"].count("ttg.async_copy_global_to_local") >= 4
 

@@ -59,7 +59,7 @@ def test_a_kernel_does_not_compile_for_a_code_that_it_does_not_know(op, backend,
 @pytest.mark.parametrize("scale", [formats.NONE, formats.TENSOR, formats.TOKEN_HEAD, formats.BLOCK, formats.GROUP])
 def test_backends_refuse_a_format_of_another_code_whatever_its_storage_and_scale(scale, monkeypatch):
     toy = formats.KVFormat(TOY, TOY, torch.uint8, 7.0, scale, values_per_element=2)
-    for table in (formats.KV_FORMATS, formats.LATENT_FORMATS, formats.ALL_FORMATS):
+    for table in (formats.KV_FORMATS, formats.LATENT_FORMATS, formats.ALL_FORMATS, formats.STORED_FORMATS):
         monkeypatch.setitem(table, TOY, toy)
     for op in ("append", "decode", "mla_append", "mla_decode", "mla_prefill", "mla_decode_branch"):
         call = make(next(cases((op,), ("bf16",))))._replace(format=TOY)
