@@ -16,7 +16,20 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .formats import BATCH_INVARIANCE, BLOCK, CHANNELS, FP8, LATENT_SINKS, LISTS, PAIRS, ROTATION, TENSOR, KVFormat
+from .formats import (
+    BATCH_INVARIANCE,
+    BLOCK,
+    CHANNELS,
+    FP8,
+    LATENT_SINKS,
+    LISTS,
+    LSE_OF_KEYS,
+    MAX_LOGITS,
+    PAIRS,
+    ROTATION,
+    TENSOR,
+    KVFormat,
+)
 from .scalars import as_float, round_to_fp32
 from .shapes import ShapeChecker, dtype_name, require
 from .tracing import tracing
@@ -131,7 +144,10 @@ def required_features(f: Any) -> list[str]:
     asked = [BATCH_INVARIANCE] if getattr(f, "batch_invariant", False) else []
     asked += [LISTS] if getattr(f, "indices", None) is not None else []
     if not hasattr(f, "v_format"):
-        return asked + ([LATENT_SINKS] if getattr(f, "sinks", None) is not None else [])
+        sinks = getattr(f, "sinks", None) is not None
+        asked += [LATENT_SINKS] if sinks else []
+        asked += [LSE_OF_KEYS] if sinks and f.lse_of_keys else []
+        return asked + ([MAX_LOGITS] if getattr(f, "max_logits", None) is not None else [])
     has = {
         PAIRS: f.v_format not in ("", f.format),
         ROTATION: f.k_signs is not None or f.v_signs is not None,

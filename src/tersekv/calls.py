@@ -202,6 +202,8 @@ class MLADecodeCall(NamedTuple):
     index_lens: Tensor | None = None  # [T] used entries of each list; None: n
     block_size: int = 1  # consecutive positions of an entry
     sinks: Tensor | None = None  # [H] fp32
+    lse_of_keys: bool = False  # lse leaves the sinks out
+    max_logits: Tensor | None = None  # [T, H] fp32 written, laid out as lse: the largest scaled score; with indices only
 
 
 class MLAPrefillCall(NamedTuple):
@@ -441,7 +443,7 @@ CALLS: dict[str, tuple[type, tuple[str, ...]]] = {
     "mla_append": (MLAAppendCall, _Q_OUT + _LATENT),
     "decode": (AttentionCall, ("out", "lse")),
     "prefill": (AttentionCall, ("out", "lse")),
-    "mla_decode": (MLADecodeCall, ("out", "lse")),
+    "mla_decode": (MLADecodeCall, ("out", "lse", "max_logits")),
     "mla_prefill": (MLAPrefillCall, ("q", *_LATENT, "out", "lse", "q_pe_out", "seq_lens_out")),
     "mla_project": (MLAProjectCall, ("out",)),
     "mla_decode_branch": (MLADecodeBranchCall, (*_LATENT, "out")),

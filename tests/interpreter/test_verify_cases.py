@@ -27,8 +27,9 @@ TAILS = [c for c in cases(("append", "decode"), ("int8_per_token_head", "nvfp4")
 LISTED = [
     c
     for op, format, names in (
-        ("mla_decode", "fp8_ds_mla", ("listed sinks of inf", "listed drafts uint32", "entries that repeat")),
-        ("mla_decode", "bf16", ("listed positions", "listed slots sinks", "sinks of -inf ragged")),
+        ("mla_decode", "fp8_ds_mla", ("listed sinks of inf", "listed drafts uint32", "listed sinks, lse of keys")),
+        ("mla_decode", "bf16", ("listed positions", "listed slots sinks", "sinks of -inf ragged", "sinks, lse of keys")),
+        ("mla_decode", "bf16", ("largest scores", "largest scores of splits")),
         ("decode", "fp8_per_token_head", ("listed blocks", "listed tokens V of another format")),
         ("decode", "int4_per_token_head", ("lists of each head sinks",)),
     )

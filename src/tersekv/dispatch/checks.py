@@ -197,6 +197,10 @@ def _mla_decode(f: SimpleNamespace) -> None:
     s.see("sinks", "H", F32)
     s.see("out", "T H L", FLOAT + FP8)
     s.see("lse", "T H", F32, last_dim_dense=False)
+    s.see("max_logits", "T H", F32, last_dim_dense=False)
+    if f.max_logits is not None:
+        fits = f.indices is not None and f.lse is not None and f.max_logits.stride == f.lse.stride
+        require(fits, "max_logits", "None without indices and an lse with its strides", "a tensor")
     _output_scales(f, s)
 
 

@@ -146,7 +146,7 @@ def mla_decode(
     q_nope, q_pe = q if isinstance(q, (tuple, list)) and len(q) == 2 else (q, None)
     inputs = (
         q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
-        scale_t, kv_scale_t, o_scale_t, indices, index_lens, sinks,
+        scale_t, kv_scale_t, o_scale_t, indices, index_lens, sinks, None,
     )  # fmt: skip
     options = (
         c.format, joined, max_q_len, scale, kv_scale, o_scale, out_dtype, return_lse, precision, batch_invariant,

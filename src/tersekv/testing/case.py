@@ -81,6 +81,8 @@ class Case:
     list_lens: bool = False  # lists have lengths of their own
     lists: str = ""  # "shared": one for all rows; "again": entries may repeat
     sink: str = ""  # sinks of another size: "inf", "-inf", "far"
+    lse_of_keys: bool = False  # latents: without the sinks
+    max_logits: bool = False  # latents of 16 bits: the largest scores too
 
     # mla_prefill, mla_decode_branch
     nope: int = 128

@@ -298,10 +298,16 @@ def _mla_decode(base: Case, i: int) -> Iterator[Case]:
         replace(listed, name="listed fp16 batch invariant", dtype="float16", batch_invariant=True, lse=False),
         replace(listed, name="listed e4m3 query far sinks", dtype="float8_e4m3fn", out_dtype="bfloat16", sinks=True,
                 sink="far", batch_invariant=True, listed=700, lens=(900, 9)),
+        replace(listed, name="listed sinks, lse of keys", sinks=True, lse_of_keys=True, listed=700, lens=(900, 9, 0)),
+        replace(base, name="sinks, lse of keys", sinks=True, lse_of_keys=True, lens=(37, 1, 0, 3000)),
         replace(base, name="sinks", sinks=True, lens=(37, 1, 0, 3000)),
         replace(base, name="sinks of -inf ragged", sinks=True, sink="-inf", q_lens=(2, 1, 0, 1), ragged=True),
     ):  # fmt: skip
         yield replace(case, quick=False)
+    if base.format in ("bf16", "fp16"):
+        largest = replace(listed, max_logits=True, by_slot=True, list_lens=True, quick=False)
+        yield replace(largest, name="largest scores", page=1, sinks=True, lse_of_keys=True, group=64)
+        yield replace(largest, name="largest scores of splits", listed=1500, lens=(2000, 7, 0), scale="tensor")
 
 
 def _mla_prefill(base: Case, i: int) -> Iterator[Case]:

@@ -49,8 +49,8 @@ def compare(op: str, got: Any, want: Any, expected: Expected) -> Report:
     precision = getattr(got, "precision", "exact")
     for name, values in expected.values.items():
         tensor = getattr(got, name)
-        if name == "lse":
-            reports.append(_lse(decode(tensor), values, expected.lse_rounding))
+        if name in ("lse", "max_logits"):
+            reports.append(_lse(name, decode(tensor), values, expected.lse_rounding))
         elif expected.bounds is not None:
             reports.append(_bounded(name, decode(tensor), values, expected.bounds[name]))
         else:
@@ -132,7 +132,7 @@ def _values(
     )
 
 
-def _lse(got: Tensor, want: Tensor, rounding: Tensor | None) -> Report:
+def _lse(name: str, got: Tensor, want: Tensor, rounding: Tensor | None) -> Report:
     """Absolute; −inf exactly where nothing is seen, inf where a sink of inf takes all. An error in it is in the
     message, not in the relative norm."""
     wrong = got.isnan() | ((got.isinf() | want.isinf()) & (got != want))
@@ -143,7 +143,7 @@ def _lse(got: Tensor, want: Tensor, rounding: Tensor | None) -> Report:
         return Report(0.0, None)
     i = _first(wrong) if wrong.any() else _largest_of(over)
     accepted = float(limit if rounding is None else limit[i])  # type: ignore[index]
-    return Report(0.0, f"lse: want {float(want[i]):.6g} (± {accepted:.2g}), got {float(got[i]):.6g} at {list(i)}")
+    return Report(0.0, f"{name}: want {float(want[i]):.6g} (± {accepted:.2g}), got {float(got[i]):.6g} at {list(i)}")
 
 
 def _bounded(name: str, got: Tensor, want: Tensor, bounds: Tensor) -> Report:

@@ -260,7 +260,11 @@ def _mla_decode(dice: Dice, case: Case) -> Case:
     case = replace(case, precision="fast" if fast else "exact", spread=dice.maybe(0.2), batch_invariant=alone)
     case = replace(case, sinks=dice.maybe(0.2))
     case = replace(case, sink=dice.some(("", "inf", "-inf", "far"), (6, 1, 1, 1)) if case.sinks else "")
-    return _listed(dice, case) if dice.maybe(0.4) else case
+    case = replace(case, lse_of_keys=case.sinks and dice.maybe(0.3))
+    if not dice.maybe(0.4):
+        return case
+    half = case.format in ("bf16", "fp16")
+    return replace(_listed(dice, case), max_logits=half and case.lse and dice.maybe(0.3))
 
 
 def _listed(dice: Dice, case: Case) -> Case:

@@ -287,14 +287,15 @@ def _mla_decode(m: _Maker) -> MLADecodeCall:
         softmax_scale, out_scale = torch.full((1,), 192**-0.5), torch.full((1,), 3.0)
     if c.scale == "float":
         out_scale = 0.4
+    lse = m.lse(r.tokens, heads)
     return MLADecodeCall(
         q[..., : c.rank], q[..., c.rank :], a.ckv, a.kpe, a.ckv_scale_cache, None if c.by_slot else r.page_table(),
         None if c.by_slot else r.seq_lens(), r.cu_seqlens() if c.ragged and not c.by_slot else None,
-        m.output(r.tokens, heads, c.rank), m.lse(r.tokens, heads),
+        m.output(r.tokens, heads, c.rank), lse,
         c.format, 1 if c.by_slot else r.max_q_len, *float_and_tensor(softmax_scale), *float_and_tensor(a.kv_scale),
         *float_and_tensor(out_scale), c.precision, c.batch_invariant,
         None if lists is None else lists.indices()[:, 0], None if lists is None else lists.index_lens(), c.block_size,
-        _sinks(m, heads) if c.sinks else None,
+        _sinks(m, heads) if c.sinks else None, c.lse_of_keys, m.lse(r.tokens, heads) if c.max_logits else None,
     )  # fmt: skip
 
 

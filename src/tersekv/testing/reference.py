@@ -132,7 +132,10 @@ def _mla_decode(call: MLADecodeCall) -> Expected:
         ckv, kpe = latent_rows(call, *_places(call.page_table[b], n, call.ckv.shape[1]))
         q_nope, q_pe = decode(call.q_nope[start:stop]), decode(call.q_pe[start:stop])
         scores = (q_nope @ ckv.T + q_pe @ kpe.T) * scale
-        p, lse[start:stop] = _softmax(scores, _visible(stop - start, n, None, 0), call.sinks)
+        visible = _visible(stop - start, n, None, 0)
+        p, lse[start:stop] = _softmax(scores, visible, call.sinks)
+        if call.lse_of_keys:
+            lse[start:stop] = _softmax(scores, visible, None)[1]
         out[start:stop] = p @ ckv
         if rounding is not None:
             rounding[start:stop] = _moved(p, q_nope.square() @ ckv.square().T + q_pe.square() @ kpe.square().T, scale)
@@ -142,6 +145,7 @@ def _mla_decode(call: MLADecodeCall) -> Expected:
 def _mla_decode_lists(call: MLADecodeCall) -> Expected:
     """Row by row over the keys that its list names, as often as it does."""
     out, lse = _empty(call.out)
+    largest = lse.clone()
     rounding = torch.zeros_like(lse) if call.ckv.dtype.itemsize == 1 else None
     scale = float(_pick(call, "softmax_scale"))
     for t, keys in enumerate(reference_lists.latent_keys(call)):
@@ -151,11 +155,17 @@ def _mla_decode_lists(call: MLADecodeCall) -> Expected:
         q_nope, q_pe = decode(call.q_nope[t : t + 1]), decode(call.q_pe[t : t + 1])
         scores = (q_nope @ ckv.T + q_pe @ kpe.T) * scale
         p, lse[t : t + 1] = _softmax(scores, torch.ones(1, len(keys), dtype=torch.bool), call.sinks)
+        if call.lse_of_keys:
+            lse[t] = torch.logsumexp(scores[0], -1)
+        largest[t] = scores[0].amax(-1)
         out[t : t + 1] = p @ ckv
         if rounding is not None:
             products = q_nope.square() @ ckv.square().T + q_pe.square() @ kpe.square().T
             rounding[t : t + 1] = _moved(p, products, scale)
-    return _attention(call, out * float(_pick(call, "out_scale")), lse)._replace(lse_rounding=rounding)
+    expected = _attention(call, out * float(_pick(call, "out_scale")), lse)._replace(lse_rounding=rounding)
+    if call.max_logits is not None:
+        expected.values["max_logits"] = largest
+    return expected
 
 
 def _moved(p: Tensor, products: Tensor, scale: float) -> Tensor:

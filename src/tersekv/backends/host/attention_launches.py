@@ -120,10 +120,12 @@ def split_and_combine_launches(
 
 
 def write_empty_outputs(call: Any) -> None:
-    """Store 0 to the outputs and −inf to the LSEs."""
+    """Store 0 to the outputs and −inf to the LSEs and largest scores."""
     call.out.zero_()
     if getattr(call, "lse", None) is not None:
         call.lse.fill_(float("-inf"))
+    if getattr(call, "max_logits", None) is not None:
+        call.max_logits.fill_(float("-inf"))
 
 
 def attention_launches(

@@ -108,8 +108,10 @@ class KeySet(NamedTuple):
     value_scale: float | Tensor = 1.0  # of its values
 
 
-def attend_to_lists(sets: list[KeySet], sinks: Tensor | None, softcap: float, results: Results) -> None:
-    """Store outputs and LSEs of rows over the keys of all sets, in one softmax."""
+def attend_to_lists(
+    sets: list[KeySet], sinks: Tensor | None, softcap: float, results: Results, lse_of_keys: bool = False
+) -> None:
+    """Store outputs, LSEs and largest scores of rows over the keys of all sets, in one softmax."""
     sets = [x for x in sets if x.source.num_pages and x.keys.pages.shape[-1]]
     if not sets:
         return
@@ -120,8 +122,9 @@ def attend_to_lists(sets: list[KeySet], sinks: Tensor | None, softcap: float, re
         rows = slice(begin, min(begin + step, tokens))
         found = [_scores_and_values(x, rows, softcap) for x in sets]
         s, values = torch.cat([x[0] for x in found], -1), torch.cat([x[1] for x in found], -2)
-        out, lse = _softmax(s, values, sinks)
+        out, lse = _softmax(s, values, sinks, lse_of_keys)
         results.out[rows], results.lse[rows] = out.flatten(1, 2), lse.flatten(1, 2)
+        results.max_logits[rows] = s.amax(-1).flatten(1, 2)
 
 
 def _scores_and_values(x: KeySet, rows: slice, softcap: float) -> tuple[Tensor, Tensor]:
@@ -158,7 +161,7 @@ def _load(source: PagedSource, keys: ListedKeys, rows: slice) -> tuple[list[Any]
     return found[:-2], found[-2:]
 
 
-def _softmax(s: Tensor, values: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def _softmax(s: Tensor, values: Tensor, sinks: Tensor | None, lse_of_keys: bool) -> tuple[Tensor, Tensor]:
     """Returns the output [N, H, G, Dv] and LSE [N, H, G]; a row without keys: 0 and −inf, whatever its sink."""
     empty = (s == -torch.inf).all(-1)
     top = s.amax(-1).masked_fill(empty, 0.0)
@@ -172,5 +175,5 @@ def _softmax(s: Tensor, values: Tensor, sinks: Tensor | None) -> tuple[Tensor, T
     if sinks is not None:
         total = total + torch.where(infinite, 1.0, (sinks - base).exp())
     out = torch.matmul(p, values) / total[..., None]
-    lse = top + total.log()
+    lse = s.logsumexp(-1) if lse_of_keys else top + total.log()
     return torch.where(empty[..., None], 0.0, out), torch.where(empty, -torch.inf, lse)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.formats import BATCH_INVARIANCE, LATENT_SINKS, LISTS, latent_format
+from tersekv.formats import BATCH_INVARIANCE, LATENT_SINKS, LISTS, LSE_OF_KEYS, MAX_LOGITS, latent_format
 
 from .exact import without_autocast
 from .gather import KeySlots, PagedRows, dequant_blocks
@@ -17,7 +17,7 @@ from .online_softmax import Results, attend, call_scale, finalize_to_out_and_lse
 from .quantize import why_no_codec
 from .requests import MaskAndSoftcap, request_batches, why_not_batch_invariant
 
-SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS)
+SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS, LSE_OF_KEYS, MAX_LOGITS)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -38,13 +38,13 @@ def run(call: Any, config: None) -> None:
     q = [x.to(torch.float32) * factor for x in (call.q_nope, call.q_pe)]
     if call.indices is not None:
         keys = listed_keys(call, source.num_pages, source.page_size)
-        attend_to_lists([KeySet(q, source, keys)], call.sinks, 0.0, results)
+        attend_to_lists([KeySet(q, source, keys)], call.sinks, 0.0, results, call.lse_of_keys)
         results.write(call, kv_scale * call_scale(call, "out_scale"))
         return
     for batch in request_batches(call, MaskAndSoftcap(), source.num_pages, source.page_size):
         state = attend([rows_by_kv_head(x, batch, 1) for x in q], source, batch, MaskAndSoftcap())
         if state is not None:
-            results.put(batch, *finalize_to_out_and_lse(state, call.sinks, 1))
+            results.put(batch, *finalize_to_out_and_lse(state, call.sinks, 1, call.lse_of_keys))
     results.write(call, kv_scale * call_scale(call, "out_scale"))
 
 

@@ -44,11 +44,13 @@ class SoftmaxState(NamedTuple):
 
 
 class Results:
-    """Outputs and LSEs of all query rows in fp32: 0 and −inf until written. Row T receives padding rows."""
+    """Outputs, LSEs and largest scores of all query rows in fp32: 0 and −inf until written. Row T receives padding
+    rows."""
 
     def __init__(self, rows: int, heads: int, head_dim_v: int, device: torch.device) -> None:
         self.out = torch.zeros(rows + 1, heads, head_dim_v, dtype=torch.float32, device=device)
         self.lse = torch.full((rows + 1, heads), -torch.inf, dtype=torch.float32, device=device)
+        self.max_logits = self.lse.clone()
 
     def put(self, batch: Batch, out: Tensor, lse: Tensor) -> None:
         """Store out [B * H, Q * G, Dv] and lse [B * H, Q * G] of a batch."""
@@ -66,6 +68,8 @@ class Results:
         call.out.copy_(x)
         if call.lse is not None:
             call.lse.copy_(self.lse[:-1])
+        if getattr(call, "max_logits", None) is not None:
+            call.max_logits.copy_(self.max_logits[:-1])
 
 
 def call_scale(call: Any, name: str) -> float | Tensor:
@@ -171,11 +175,13 @@ def _multiply_pv_without_masked_values(p: Tensor, values: Tensor, visible: Tenso
 
 
 def finalize_to_out_and_lse(
-    softmax_state: SoftmaxState, sinks: Tensor | None, num_kv_heads: int
+    softmax_state: SoftmaxState, sinks: Tensor | None, num_kv_heads: int, lse_of_keys: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output [B * H, M, Dv] and LSE [B * H, M]. A sink [H * G] is one more score, with a zero value."""
+    """Returns the output [B * H, M, Dv] and LSE [B * H, M]. A sink [H * G] is one more score, with a zero value;
+    `lse_of_keys` leaves it out of the LSE."""
     top, total, acc = softmax_state
     has_keys = total != 0  # a NaN row_sum counts as visible keys
+    lse_state = top, total
     if sinks is not None:
         groups, m, _ = top.shape
         sink = sinks.view(1, num_kv_heads, 1, -1).expand(
@@ -187,5 +193,7 @@ def finalize_to_out_and_lse(
         old = (base - top).exp()
         own = torch.where(sink == top, 1.0, (sink - top).exp())  # +inf takes all, and −inf + inf is NaN
         total, acc = total * old + own, acc * old
+    if not lse_of_keys:
+        lse_state = top, total
     out = torch.where(has_keys, acc / total, 0.0)
-    return out, torch.where(has_keys, top + total.log(), -torch.inf)[..., 0]
+    return out, torch.where(has_keys, lse_state[0] + lse_state[1].log(), -torch.inf)[..., 0]

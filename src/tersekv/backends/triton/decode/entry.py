@@ -112,6 +112,7 @@ class Constants(KernelConfig):
     COMBINE_COLUMNS: int
     SPLIT_BLOCKS: int = 0  # least key blocks of a split, by request length; 0: equal ranges
     INT64_OFFSETS: bool = False  # a page is longer than int32 counts
+    LSE_OF_KEYS: bool = False  # of MLA's, with which it shares the combine
     LIST: KeyListConfig = NO_LISTS
 
 
@@ -147,14 +148,17 @@ def configure(f: SimpleNamespace) -> Config:
         **list_args,
     }  # fmt: skip
     first = KernelLaunch(decode_kernel, (num_programs,), split, **options)
+    combine = both | {"MAX_LOGITS": None}
     if cfg.SPLIT_BLOCKS:
-        both |= {name: split[name] for name in ("SEQ_LENS", "CU_SEQLENS_Q")}
-        return Config(cfg, split_and_combine_launches(f, first, combine_batch_invariant_kernel, both, cfg.PAGE))
+        combine |= {name: split[name] for name in ("SEQ_LENS", "CU_SEQLENS_Q")}
+        return Config(cfg, split_and_combine_launches(f, first, combine_batch_invariant_kernel, combine, cfg.PAGE))
     merge_rows = min(t.block_m, f.max_q_len * cfg.GROUP)
     return Config(cfg, attention_launches(
         f, first,
         # It reads no lengths: else every BLOCK_B would compile another.
-        KernelLaunch(combine_kernel, (num_programs, merge_rows), both | {"cfg": replace(cfg, BLOCK_B=0)}, num_warps=4),
+        KernelLaunch(
+            combine_kernel, (num_programs, merge_rows), combine | {"cfg": replace(cfg, BLOCK_B=0)}, num_warps=4
+        ),
         num_programs * (2 * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS + METADATA_FIELDS.value),
     ))  # fmt: skip
 

@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ....formats import BATCH_INVARIANCE, GROUP, LATENT_GROUP, LATENT_SINKS, LISTS, KVFormat, latent_format
+from ....formats import (
+    BATCH_INVARIANCE,
+    GROUP,
+    LATENT_GROUP,
+    LATENT_SINKS,
+    LISTS,
+    LSE_OF_KEYS,
+    MAX_LOGITS,
+    KVFormat,
+    latent_format,
+)
 from ...host import launch
 from ...host.attention_launches import (
     attention_constants,
@@ -92,6 +102,7 @@ class Constants(KernelConfig):
     COMBINE_SPLITS: int = 16
     WINDOW: int = 0
     HAS_SINKS: bool = False
+    LSE_OF_KEYS: bool = False  # the LSE leaves the sinks out
     V_SCALE_STRIDE: int = 0
     V_RESIDUAL_SCALE: float = 1.0
     SPLIT_BLOCKS: int = 0  # least key blocks of a split, by request length; 0: equal ranges
@@ -116,7 +127,7 @@ class Config(NamedTuple):
     launches: LaunchSequence | HostAction
 
 
-SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS)
+SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS, LSE_OF_KEYS, MAX_LOGITS)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -136,6 +147,8 @@ def why_not(f: SimpleNamespace) -> str | None:
             return f"wants {name} to begin with a whole 16-bit word, got an odd address"
     if f.q_nope.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
+    if f.max_logits is not None and latent_format(f.format).scale == GROUP:  # row_max has a key's scale in it
+        return f"takes no max_logits of {f.format}"
     return None
 
 
@@ -155,7 +168,7 @@ def configure(f: SimpleNamespace) -> Config:
     if launch.has_ptx(f):
         options["maxnreg"] = t.max_registers
     num_programs = max(launch.num_sms(f) * t.programs_per_sm // blocks, 1) * blocks
-    both = output_and_workspace_args(f, cfg.OUT_KIND != "float") | tensor_args(SINKS="sinks") | {"cfg": cfg}
+    both = output_and_workspace_args(f, cfg.OUT_KIND != "float") | tensor_args(SINKS="sinks", MAX_LOGITS="max_logits") | {"cfg": cfg}
     split = (both | query_and_kv_scale_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args(f)
              | _cache_stride_args(f) | {
         **tensor_args(WORDS, CKV="ckv", KPE="kpe"), "CKV_MAP": None, "KPE_MAP": None,
@@ -243,7 +256,10 @@ def _tile_constants(f: SimpleNamespace, fmt: KVFormat, t: TileConfig, blocks: in
 
 
 def _feature_constants(f: SimpleNamespace) -> dict[str, Any]:
-    return attention_constants(f) | {"HAS_V_SCALE": f.kv_scale_t is not None, "HAS_SINKS": f.sinks is not None}
+    sinks = f.sinks is not None
+    return attention_constants(f) | {
+        "HAS_V_SCALE": f.kv_scale_t is not None, "HAS_SINKS": sinks, "LSE_OF_KEYS": sinks and f.lse_of_keys,
+    }  # fmt: skip
 
 
 def _cache_stride_args(f: SimpleNamespace) -> dict[str, int]:

@@ -13,7 +13,7 @@ In fp8_ds_mla a chunk is a scale group.
 import triton
 import triton.language as tl
 
-from ..parts.combine import LOG2E, cast_output, finalize_softmax, load_scale
+from ..parts.combine import LN2, LOG2E, cast_output, finalize_softmax, load_scale
 from ..parts.dequant import dequant_packed, e4m3_bytes_to_fp16
 from ..parts.key_lists import VISIBLE, find_keys, keys_in_range, load_keys, row_offsets
 from ..parts.tile_scheduler import (
@@ -457,7 +457,7 @@ def store_partial(SPLIT_WORKSPACE, partial_slot, row_max, row_sum, acc_o, m_row,
 @triton.jit
 def mla_decode_kernel(
     Q_NOPE, Q_PE, CKV, KPE, CKV_MAP, KPE_MAP, SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, INDICES, INDEX_LENS,
-    LIST_SEQ_LENS, LIST_CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
+    LIST_SEQ_LENS, LIST_CU_SEQLENS_Q, SINKS, OUT, LSE, MAX_LOGITS, SPLIT_WORKSPACE,
     softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
     B, T, max_splits, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h, stride_ckv_p, stride_ckv_s,
     stride_kpe_p, stride_kpe_s, stride_scales_p, stride_scales_s, stride_table_b, stride_out_t, stride_out_h,
@@ -521,10 +521,14 @@ def mla_decode_kernel(
             )  # fmt: skip
             # Epilogue: a whole work tile goes to OUT, a split to the workspace, for the combine
             if n_block_end - n_block_begin == request.num_n_blocks:
-                acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
+                acc_scale, lse = finalize_softmax(
+                    row_max, row_sum, value_scale, SINKS, heads, m_row, cfg, cfg.LSE_OF_KEYS
+                )
                 store_output(OUT, acc_o, acc_scale, tokens, heads, m_row, stride_out_t, stride_out_h, cfg)
                 if cfg.HAS_LSE:
                     tl.store(LSE + tokens * stride_lse_t + heads * stride_lse_h, lse, mask=m_row)
+                if MAX_LOGITS is not None:
+                    tl.store(MAX_LOGITS + tokens * stride_lse_t + heads * stride_lse_h, row_max * LN2, mask=m_row)
             else:
                 partial_slot = 2 * i_program
                 if cfg.SPLIT_BLOCKS > 0:

@@ -19,7 +19,7 @@ _MAX_CACHED_WORKSPACE = 64 << 20  # bytes of workspace kept for the next call; m
 # The branch's tensors that decode's launches read and write.
 _DECODE_TENSOR_NAMES = {
     "q_nope": "Q_NOPE", "q_pe": "Q_PE", "seq_lens": "SEQ_LENS", "out": "LATENTS", "lse": None, "out_scale_t": None,
-    "sinks": None,
+    "sinks": None, "max_logits": None,
 }  # fmt: skip
 
 
@@ -59,7 +59,8 @@ def sub_op_facts(f: SimpleNamespace) -> SubOpFacts:
     return SubOpFacts(
         SimpleNamespace(x=x, weight=f.w_uk, weight_scale=f.w_uk_scale, out=q_nope, **device_facts),
         SimpleNamespace(
-            **decode_facts, out_scale_t=None, precision="exact", batch_invariant=False, indices=None, sinks=None
+            **decode_facts, out_scale_t=None, precision="exact", batch_invariant=False, indices=None, sinks=None,
+            max_logits=None,
         ),
         SimpleNamespace(x=latents, weight=f.w_uv, weight_scale=f.w_uv_scale, out=f.out, **device_facts),
     )

@@ -36,11 +36,14 @@ def cast_output(value, OUT, cfg: tl.constexpr):
 
 
 @triton.jit
-def finalize_softmax(row_max, row_sum, v_scale, SINKS, heads, m_row, cfg: tl.constexpr):
-    """Returns (acc_scale, LSE in natural log) of rows with base-2 row_max and row_sum."""
+def finalize_softmax(
+    row_max, row_sum, v_scale, SINKS, heads, m_row, cfg: tl.constexpr, LSE_OF_KEYS: tl.constexpr = False
+):
+    """Returns (acc_scale, LSE in natural log) of rows with base-2 row_max and row_sum; LSE_OF_KEYS: without sinks."""
     not_empty = row_sum != 0  # NaN counts as not empty
     safe_max = tl.where(not_empty, row_max, 0.0)
     denominator = row_sum
+    lse_max = safe_max
     if cfg.HAS_SINKS:
         sink = tl.load(SINKS + heads, mask=m_row, other=0.0) * LOG2E
         max_with_sink = tl.maximum(safe_max, sink)  # a sink far above every score would overflow against `safe_max`
@@ -51,14 +54,18 @@ def finalize_softmax(row_max, row_sum, v_scale, SINKS, heads, m_row, cfg: tl.con
         v_scale *= rescale
         safe_max = tl.where(not_empty, max_with_sink, 0.0)
     acc_scale = tl.where(not_empty, v_scale / tl.where(not_empty, denominator, 1.0), 0.0)
-    lse = tl.where(not_empty, (safe_max + tl.log2(tl.where(not_empty, denominator, 1.0))) * LN2, float("-inf"))
+    if LSE_OF_KEYS:
+        denominator = row_sum
+    else:
+        lse_max = safe_max
+    lse = tl.where(not_empty, (lse_max + tl.log2(tl.where(not_empty, denominator, 1.0))) * LN2, float("-inf"))
     return acc_scale, lse
 
 
 @triton.jit
 def combine_kernel(
-    SINKS, OUT, LSE, SPLIT_WORKSPACE, v_scale, V_SCALE, out_scale, OUT_SCALE, stride_out_t, stride_out_h, stride_lse_t,
-    stride_lse_h, cfg: tl.constexpr
+    SINKS, OUT, LSE, MAX_LOGITS, SPLIT_WORKSPACE, v_scale, V_SCALE, out_scale, OUT_SCALE, stride_out_t, stride_out_h,
+    stride_lse_t, stride_lse_h, cfg: tl.constexpr
 ):  # fmt: skip
     """Combines one row of the work tile that begins in program p: slots 2p + 1, 2(p + HEADS), 2(p + 2 HEADS), …"""
     i_program, i_row_in_block = tl.program_id(0), tl.program_id(1)
@@ -74,15 +81,15 @@ def combine_kernel(
                 SPLIT_WORKSPACE, 2 * i_program, 2 * cfg.HEADS, 1, num_splits, i_row_in_block, cfg
             )
             store_output_row(
-                row_max, row_sum, acc_o, SINKS, OUT, LSE, v_scale, V_SCALE, out_scale, OUT_SCALE, q_begin, h, i_row,
-                stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg
+                row_max, row_sum, acc_o, SINKS, OUT, LSE, MAX_LOGITS, v_scale, V_SCALE, out_scale, OUT_SCALE, q_begin,
+                h, i_row, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg
             )  # fmt: skip
 
 
 @triton.jit
 def combine_batch_invariant_kernel(
-    SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE, v_scale, V_SCALE, out_scale, OUT_SCALE, B, max_splits,
-    stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg: tl.constexpr
+    SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, MAX_LOGITS, SPLIT_WORKSPACE, v_scale, V_SCALE, out_scale, OUT_SCALE, B,
+    max_splits, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg: tl.constexpr
 ):  # fmt: skip
     """Combines one row of a split work tile, numbered by `tile_scheduler.first_work_tile_index`."""
     i_program, i_row_in_block = tl.program_id(0), tl.program_id(1)
@@ -96,8 +103,8 @@ def combine_batch_invariant_kernel(
             tl.cdiv(request.num_n_blocks, split_blocks), i_row_in_block, cfg,
         )  # fmt: skip
         store_output_row(
-            row_max, row_sum, acc_o, SINKS, OUT, LSE, v_scale, V_SCALE, out_scale, OUT_SCALE, request.q_begin, h, i_row,
-            stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg
+            row_max, row_sum, acc_o, SINKS, OUT, LSE, MAX_LOGITS, v_scale, V_SCALE, out_scale, OUT_SCALE,
+            request.q_begin, h, i_row, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg
         )  # fmt: skip
 
 
@@ -133,18 +140,22 @@ def combine_splits(
 
 
 @triton.jit
-def store_output_row(row_max, row_sum, acc_o, SINKS, OUT, LSE, v_scale, V_SCALE, out_scale, OUT_SCALE, q_begin, h,
-                     i_row, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg: tl.constexpr):  # fmt: skip
-    """Stores the output of one row of a KV head, and its LSE."""
+def store_output_row(row_max, row_sum, acc_o, SINKS, OUT, LSE, MAX_LOGITS, v_scale, V_SCALE, out_scale, OUT_SCALE,
+                     q_begin, h, i_row, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
+                     cfg: tl.constexpr):  # fmt: skip
+    """Stores the output of one row of a KV head, its LSE and its largest score."""
     o_d = tl.arange(0, cfg.COMBINE_COLUMNS)
     head = (h * cfg.GROUP + i_row % cfg.GROUP).to(tl.int64)
     token = (q_begin + i_row // cfg.GROUP).to(tl.int64)
     value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * load_scale(
         out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE
     )
-    acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale * cfg.V_RESIDUAL_SCALE, SINKS, head, True, cfg)
+    acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale * cfg.V_RESIDUAL_SCALE, SINKS, head, True, cfg,
+                                      cfg.LSE_OF_KEYS)  # fmt: skip
     packed_column = o_d % cfg.BLOCK_DV
     p_out = OUT + token * stride_out_t + head * stride_out_h + cfg.PACK * packed_column + o_d // cfg.BLOCK_DV
     tl.store(p_out, cast_output(acc_o * acc_scale, OUT, cfg), mask=packed_column < cfg.PACKED_V)
     if cfg.HAS_LSE:
         tl.store(LSE + token * stride_lse_t + head * stride_lse_h, lse)
+    if MAX_LOGITS is not None:
+        tl.store(MAX_LOGITS + token * stride_lse_t + head * stride_lse_h, row_max * LN2)
