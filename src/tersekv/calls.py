@@ -397,13 +397,14 @@ class IndexTopkCall(NamedTuple):
     """Columns of the largest scores, ascending, −1 behind them. NaN is less than every number; −inf is never taken."""
 
     scores: Tensor  # [T, W] or [T, Hi, W] fp32
-    visible: Tensor  # [T] columns that each row sees
+    visible: Tensor  # [T] columns that each row sees, or with `starts` where they end
     open_group: Tensor | None  # [T] bool: column visible[t] is appended
     out: Tensor  # [T, k] or [T, Hi, k] int32 written; k + 1 columns with open_group
     out_lens: Tensor | None  # [T] or [T, Hi] int32 written
     k: int
     keep_first: int  # so many visible columns are taken before all others; of both together the last win
     keep_last: int
+    starts: Tensor | None = None  # [T] the first column that each row sees, from which columns are counted in `out`
 
 
 class IndexSelectCall(NamedTuple):

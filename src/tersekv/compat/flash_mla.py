@@ -213,12 +213,13 @@ def _latent_layer(cache: Tensor, q: Tensor, rank: int, fp8: bool, name: str = "h
         if row != width:
             raise ValueError(f"cache: want rows of {width} as in q, got {got}")
         if width <= rank:
-            raise ValueError(f"{name}: want less than the {width} columns of q, got {rank}")
+            raise UnsupportedError(f"{name}: want less than the {width} columns of q, got {rank}")
         if cache.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"cache: want bfloat16 or float16 without is_fp8_kvcache, got {got}")
         return PagedLatentLayer.of(cache, kv_lora_rank=rank)
     if cache.element_size() != 1 or row != _RECORD:
-        raise ValueError(f"cache: want records of {_RECORD} bytes with is_fp8_kvcache, got {got}")
+        kind = UnsupportedError if row == 584 else ValueError
+        raise kind(f"cache: want records of {_RECORD} bytes with is_fp8_kvcache, got {got}")
     if (width, rank) != (576, 512):
         raise ValueError(f"{name}: want 512, and 576 columns of q, over records of {_RECORD} bytes, got {rank}, {width}")
     return PagedLatentLayer.of(cache.view(torch.uint8), format="fp8_ds_mla")

@@ -98,6 +98,8 @@ def _index_topk(f: SimpleNamespace) -> None:
     s.see("scores", "T Hi W" if each else "T W", F32)
     s.see("visible", "T", INDEX)
     s.see("open_group", "T", [torch.bool])
+    s.see("starts", "T", INDEX)
+    require(f.starts is None or f.open_group is None, "open_group", "None beside starts", "a tensor")
     s.dims["K"] = f.k + (f.open_group is not None)
     _selection(f, s, each)
 

@@ -89,6 +89,7 @@ def index_topk(
     keep_first: int = 0,
     keep_last: int = 0,
     open_group: Tensor | None = None,
+    starts: Tensor | None = None,
     out: Tensor | None = None,
     out_lens: Tensor | None = None,
     backend: str | None = None,
@@ -101,6 +102,8 @@ def index_topk(
 
         scores:      [T, W] or [T, Hi, W] fp32
         visible:     [T] columns that each row sees, its first ones; more than W count as W
+        starts:      [T] the first of them, if it is not 0: a row sees the columns [starts, visible), and the result
+                     counts from starts; not with open_group
         k:           how many are taken
         keep_first, keep_last:  so many visible columns are taken before all others; if both are more than k, the last
         open_group:  [T] bool: column visible[t] is appended where it is true, and the result has k + 1 columns
@@ -111,7 +114,7 @@ def index_topk(
     Returns out. Raises ValueError or TypeError for arguments that do not fit.
     """
     k, first, last = _selection(k, keep_first, keep_last)
-    inputs = (scores, visible, open_group, out, out_lens)
+    inputs = (scores, visible, open_group, out, out_lens, starts)
     options = (k, first, last, backend)
     cached = lookup("index_topk", options, inputs)
     if cached is not None:
@@ -123,7 +126,7 @@ def index_topk(
     if out is None:
         columns = k + (open_group is not None)
         out = torch.empty(*scores.shape[:-1], columns, dtype=torch.int32, device=scores.device)
-    call = IndexTopkCall(scores, visible, open_group, out, out_lens, *options[:-1])
+    call = IndexTopkCall(scores, visible, open_group, out, out_lens, *options[:-1], starts)
     dispatch_call("index_topk", call, backend, CallSignature(options, inputs, {"out": out}))
     return out
 

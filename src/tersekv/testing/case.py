@@ -121,6 +121,7 @@ class Case:
     keep_first: int = 0
     keep_last: int = 0
     open_group: bool = False
+    starts: bool = False  # index_topk: rows begin at columns of their own
     whole: bool = False  # small whole numbers: every sum is exact, and many are equal
 
     @property

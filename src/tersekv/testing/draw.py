@@ -468,10 +468,11 @@ def _index_topk(dice: Dice, case: Case) -> Case:
     lens = _lens(dice, dice.some((1000, 60_000), (5, 1)))
     case = replace(case, lens=lens, each=dice.maybe(0.3), heads=dice.randint(1, 4), strided=dice.maybe(0.2))
     width = dice.log(1, 2 * max(max(lens), 1)) if dice.maybe(0.3) else 0
-    return _taken(dice, replace(
+    case = _taken(dice, replace(
         case, width=width, index=dice.some(_INDEX), whole=dice.maybe(0.4), special=dice.maybe(0.3),
         open_group=dice.maybe(0.3), lse=dice.maybe(0.7),
     ))  # fmt: skip
+    return replace(case, starts=not case.open_group and dice.maybe(0.3))
 
 
 _DRAWS = {

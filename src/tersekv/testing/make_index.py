@@ -138,7 +138,14 @@ def _index_topk(m: Any) -> IndexTopkCall:
     open_group = m.uniform(0, 1, tokens) < 0.5 if c.open_group else None
     out, lens = _selected(m, tokens, c.open_group)
     visible = m.requests.index(list(c.lens))
-    return IndexTopkCall(scores, visible, open_group, out, lens if c.lse else None, c.top, c.keep_first, c.keep_last)
+    starts = None
+    if c.starts:
+        starts = m.requests.index([int(n * float(m.uniform(0, 1.2, 1))) for n in c.lens])
+        for t, start in enumerate(starts.tolist()):
+            scores[t, ..., :start] = torch.nan
+    return IndexTopkCall(
+        scores, visible, open_group, out, lens if c.lse else None, c.top, c.keep_first, c.keep_last, starts
+    )
 
 
 MAKERS = {

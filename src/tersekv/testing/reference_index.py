@@ -104,11 +104,12 @@ def index_scores(call: IndexScoresCall) -> Scores:
 
 def index_topk(call: IndexTopkCall) -> None:
     is_open = None if call.open_group is None else call.open_group.tolist()
+    starts = [0] * len(call.visible) if call.starts is None else call.starts.to(torch.int64).tolist()
     for t, n in enumerate(call.visible.to(torch.int64).tolist()):
         seen = max(min(n, call.scores.shape[-1]), 0)
         row = call.scores[t].reshape(-1, call.scores.shape[-1])
         for h, scores in enumerate(row.tolist()):
-            taken = best(scores[:seen], call)
+            taken = best(scores[max(starts[t], 0) : seen], call)
             _write(call, t, h, taken + ([n] if is_open is not None and is_open[t] else []))
 
 

@@ -14,7 +14,7 @@ _TENSORS = ("scores", "visible", "open_group", "out", "out_lens")
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return library.why_not(f)
+    return "takes no starts yet" if f.starts is not None else library.why_not(f)
 
 
 def configure(f: SimpleNamespace) -> NativeLaunch:

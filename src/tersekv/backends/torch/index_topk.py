@@ -21,8 +21,14 @@ def configure(f: SimpleNamespace) -> None:
 
 @without_autocast
 def run(call: Any, config: None) -> None:
-    visible = call.visible.to(torch.int64).clamp(0, call.scores.shape[-1])
-    take(call, call.scores, visible, call.visible.to(torch.int64), call.open_group, call.out, call.out_lens)
+    scores, width = call.scores, call.scores.shape[-1]
+    visible = call.visible.to(torch.int64).clamp(0, width)
+    if call.starts is not None and width:
+        starts = call.starts.to(torch.int64).clamp(0, width)
+        column = starts[:, None] + torch.arange(width, device=scores.device)  # the rest is not visible
+        column = column.clamp(max=width - 1).view(-1, *[1] * (scores.dim() - 2), width)
+        scores, visible = scores.gather(-1, column.expand_as(scores)), (visible - starts).clamp(min=0)
+    take(call, scores, visible, call.visible.to(torch.int64), call.open_group, call.out, call.out_lens)
 
 
 def take(

@@ -39,7 +39,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
     step = max(1, min(num_rows, MAX_SCORES // max(width * lines, 1)))
     scores, strides = TensorArg(WORKSPACE), (width * lines, width)
     arguments = row_args(f) | {
-        "VISIBLE": None, "OPEN_GROUP": None, "HAS_GROUP": f.open_group, "KEYS": f.block,
+        "STARTS": None, "VISIBLE": None, "OPEN_GROUP": None, "HAS_GROUP": f.open_group, "KEYS": f.block,
         "cfg": RowConfig(**row_config(f)),
     }  # fmt: skip
     launches: list[KernelLaunch] = []

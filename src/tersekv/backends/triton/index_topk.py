@@ -18,7 +18,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 def configure(f: SimpleNamespace) -> LaunchSequence:
     if 0 in f.out.shape:
         return LaunchSequence()
-    arguments = tensor_args(VISIBLE="visible", OPEN_GROUP="open_group") | {
+    arguments = tensor_args(STARTS="starts", VISIBLE="visible", OPEN_GROUP="open_group") | {
         "SEQ_LENS": None, "CU_SEQLENS_Q": None, "B": 0, "KEYS": 1, "HAS_GROUP": f.open_group is not None, "cfg": None,
     }  # fmt: skip
     strides = f.scores.stride[0], f.scores.stride[1] if len(f.scores.shape) == 3 else 0

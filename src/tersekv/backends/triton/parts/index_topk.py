@@ -68,13 +68,14 @@ def smallest_key_taken(p_scores, visible, k, keep_first, keep_last, BLOCK: tl.co
 
 @triton.jit(do_not_specialize=["B", "first_row", "width", "keep_first", "keep_last"])
 def index_topk_kernel(
-    SCORES, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, OUT, LENS, B, first_row, width, k, keep_first, keep_last,
+    SCORES, STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, OUT, LENS, B, first_row, width, k, keep_first,
+    keep_last,
     stride_st, stride_sh, stride_ot, stride_oh, stride_lt, stride_lh,
     LINES: tl.constexpr, COLUMNS_OUT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_OUT: tl.constexpr,
     HAS_GROUP: tl.constexpr, KEYS: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """Takes columns of one row of one head. VISIBLE: columns that rows see; None: by their positions, KEYS keys a
-    column."""
+    """Takes columns of one row of one head. VISIBLE: columns that rows see, or where they end behind STARTS; None: by
+    their positions, KEYS keys a column."""
     i_row, line = tl.program_id(0) // LINES, (tl.program_id(0) % LINES).to(tl.int64)
     t = first_row + i_row
     if VISIBLE is not None:
@@ -90,6 +91,10 @@ def index_topk_kernel(
         is_open = (position + 1) % cfg.RATIO > 0
     visible = tl.maximum(tl.minimum(columns, width), 0).to(tl.int32)
     p_scores = SCORES + i_row.to(tl.int64) * stride_st + line * stride_sh
+    if STARTS is not None:
+        start = tl.minimum(tl.maximum(tl.load(STARTS + t).to(tl.int64), 0), width)
+        visible = tl.maximum(visible - start.to(tl.int32), 0)
+        p_scores += start
     p_out = OUT + t.to(tl.int64) * stride_ot + line * stride_oh
     threshold, ties = tl.full([], 1, tl.uint32), visible + 1
     if visible > k:
@@ -125,7 +130,7 @@ def topk_launch(
     """Returns the launch that takes columns of some rows.
 
     scores, strides: where the scores of the first of them are, and strides of rows and heads there
-    arguments:       VISIBLE, OPEN_GROUP, HAS_GROUP; SEQ_LENS, CU_SEQLENS_Q, B, KEYS, cfg
+    arguments:       STARTS, VISIBLE, OPEN_GROUP, HAS_GROUP; SEQ_LENS, CU_SEQLENS_Q, B, KEYS, cfg
     """
     lines = f.out.shape[1] if len(f.out.shape) == 3 else 1
     last = min(f.keep_last, f.k)
