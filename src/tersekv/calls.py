@@ -391,6 +391,8 @@ class IndexScoresCall(NamedTuple):
     scale: float
     each: bool  # a row of scores for each head, which are not summed
     block: int  # keys of a column: the largest of their scores; a NaN only if all are
+    starts: Tensor | None = None  # [T] the first key that each row sees; with equal numbers of rows only, as are
+    ends: Tensor | None = None  # [T] where its keys end, in place of its position
 
 
 class IndexTopkCall(NamedTuple):

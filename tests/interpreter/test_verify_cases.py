@@ -41,7 +41,8 @@ PREFILLS = [c for c in cases(("mla_prefill",), ("bf16", "fp8_ds_mla")) if c.name
 
 INDEX_OPS = ("index_append", "index_query", "index_scores", "index_topk", "index_select")
 INDEX_NAMES = ("ratio 4 ragged whole", "blocks of 3", "nan inf and -0", "more kept than k", "open groups of heads",
-               "open groups kept", "D 40 H 130 width 50", "D 256 rotated", "rotated fp16 round16", "starts kept")  # fmt: skip
+               "open groups kept", "D 40 H 130 width 50", "D 256 rotated", "rotated fp16 round16", "starts kept", "starts and ends",
+               "starts and ends each")  # fmt: skip
 INDEXERS = [c for c in cases(INDEX_OPS) if c.quick or (c.format in ("index_fp8", "fp32") and c.name in INDEX_NAMES)]
 
 

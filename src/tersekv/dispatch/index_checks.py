@@ -82,6 +82,10 @@ def _scored(f: SimpleNamespace) -> ShapeChecker:
 def _index_scores(f: SimpleNamespace) -> None:
     s = _scored(f)
     s.see("out", "T Hi W" if f.each else "T W", F32)
+    for name in ("starts", "ends"):
+        s.see(name, "T", INDEX)
+        ragged = f.cu_seqlens_q is not None and getattr(f, name) is not None
+        require(not ragged, name, "None beside cu_seqlens_q", "a tensor")
 
 
 def _index_select(f: SimpleNamespace) -> None:

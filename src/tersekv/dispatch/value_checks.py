@@ -63,6 +63,9 @@ def _check_requests(call: Any, pages: int, size: int) -> None:
         lens, name, what = call.seq_lens.to(torch.int64), "seq_lens", "(max_pages * S)"
         _check_non_negative(name, lens)
         lens = lens // getattr(call, "ratio", 1)  # keys of an indexer
+        if getattr(call, "ends", None) is not None:
+            ends = call.ends.to(torch.int64).view(len(lens), -1)
+            lens, name = torch.cat([ends, ends.new_zeros(len(lens), 1)], 1).amax(1), "ends"
         if isinstance(getattr(call, "k", None), Tensor):  # a prefill's new rows are not read from pages
             lens, what = (lens - new).clamp(min=0), "before the new tokens (max_pages * S)"
     else:

@@ -62,7 +62,7 @@ def index_scores(
     ratio, relu, each, block, scale = _scoring(ratio, relu, heads, reduce_blocks, scale)
     width = None if width is None else as_non_negative_int("width", width)
     max_q_len = None if max_q_len is None else as_int("max_q_len", max_q_len)
-    inputs = (q, weights, c.k, c.scale, page_table, seq_lens, cu_seqlens_q, out)
+    inputs = (q, weights, c.k, c.scale, page_table, seq_lens, cu_seqlens_q, out, None, None)
     options = (c.format, max_q_len, ratio, relu, scale, each, block, width, backend)
     cached = lookup("index_scores", options, inputs)
     if cached is not None:

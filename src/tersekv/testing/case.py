@@ -121,7 +121,7 @@ class Case:
     keep_first: int = 0
     keep_last: int = 0
     open_group: bool = False
-    starts: bool = False  # index_topk: rows begin at columns of their own
+    starts: bool = False  # index_topk, index_scores: rows begin at columns of their own, and the latter end there
     whole: bool = False  # small whole numbers: every sum is exact, and many are equal
 
     @property

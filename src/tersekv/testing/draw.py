@@ -459,6 +459,11 @@ def _taken(dice: Dice, case: Case) -> Case:
     return replace(case, top=top, keep_first=first, keep_last=last)
 
 
+def _index_scores(dice: Dice, case: Case) -> Case:
+    case = _index_scored(dice, case)
+    return replace(case, starts=case.block == 1 and not case.ragged and dice.maybe(0.2))
+
+
 def _index_select(dice: Dice, case: Case) -> Case:
     case = _taken(dice, _index_scored(dice, case))
     return replace(case, open_group=case.block == 1 and dice.maybe(0.5))
@@ -489,7 +494,7 @@ _DRAWS = {
     "transcode": _transcode,
     "index_append": _index_append,
     "index_query": _index_query,
-    "index_scores": _index_scored,
+    "index_scores": _index_scores,
     "index_topk": _index_topk,
     "index_select": _index_select,
 }

@@ -43,6 +43,9 @@ def _index_query(base: Case, i: int) -> Iterator[Case]:
 
 def _index_scores(base: Case, i: int) -> Iterator[Case]:
     yield from _index_scored(base, top=8)
+    spans = replace(_index_base(base), starts=True, quick=False)
+    yield replace(spans, name="starts and ends", lens=(270, 700, 30), q_lens=(3, 3, 3), page=1, heads=8)
+    yield replace(spans, name="starts and ends each", lens=(300, 1), page=128, each=True, heads=3, index="int64")
 
 
 def _index_select(base: Case, i: int) -> Iterator[Case]:

@@ -102,7 +102,13 @@ def _width(m: Any, call: dict[str, Any]) -> int:
 def _index_scores(m: Any) -> IndexScoresCall:
     given = _scored(m)
     lines = (m.requests.tokens, *([m.case.heads] if m.case.each else []))
-    return IndexScoresCall(**given, out=m.view(*lines, _width(m, given), dtype=torch.float32))
+    call = IndexScoresCall(**given, out=m.view(*lines, _width(m, given), dtype=torch.float32))
+    if not m.case.starts:
+        return call
+    rows = m.requests.max_q_len
+    ends = [int((n // m.case.ratio + 1) * float(m.uniform(0, 1, 1))) for n in m.case.lens for _ in range(rows)]
+    starts = [int(n * float(m.uniform(0, 1.2, 1))) for n in ends]
+    return call._replace(starts=m.requests.index(starts), ends=m.requests.index(ends))
 
 
 def _index_select(m: Any) -> IndexSelectCall:

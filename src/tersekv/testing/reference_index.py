@@ -185,10 +185,14 @@ def _scores(call: Any, width: int) -> Scores:
             position = n - len(rows) + i
             found.positions[row] = max(position, -1)
             found.keys[row] = max(position + 1, 0) // call.ratio
+            if getattr(call, "ends", None) is not None:
+                found.keys[row] = int(call.ends[row])
             found.columns[row] = min(-(-found.keys[row] // call.block), width)
             seen = min(found.keys[row], keys)
             if seen:
                 _row(call, found, row, k[:seen], None if scales is None else scales[:seen], product)
+            if getattr(call, "starts", None) is not None:
+                found.values[row][..., : int(call.starts[row])] = -torch.inf
     return found
 
 

@@ -59,6 +59,9 @@ def rows_of_requests(call: Any) -> Iterator[Rows]:
     """Yields all rows: on a CPU request by request, checked; elsewhere one by one, so that the host reads no value."""
     request, position = positions(call)
     visible = (position + 1) // call.ratio
+    ends = getattr(call, "ends", None)
+    if ends is not None:
+        visible = ends.to(torch.int64).clamp(min=0)
     if not may_read(call.seq_lens):
         for t in range(len(request)):
             yield Rows(request[t : t + 1], slice(t, t + 1), visible[t : t + 1])
@@ -76,12 +79,14 @@ def _check(call: Any) -> None:
     rows, (pages, size), room = call.q.shape[0], call.k_cache.shape[:2], call.page_table.shape[1]
     n = call.max_q_len
     starts = [n * b for b in range(len(call.seq_lens) + 1)] if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
+    ends = getattr(call, "ends", None)
     for b, tokens in enumerate(call.seq_lens.tolist()):
-        keys = tokens // call.ratio
+        keys = tokens // call.ratio if ends is None else int(ends[starts[b] : starts[b + 1]].to(torch.int64).amax())
         if keys <= 0 or starts[b + 1] <= starts[b]:
             continue
         if keys > room * size:
-            raise ValueError(f"seq_lens: want at most {room * size} keys (max_pages * S), got {keys} at {b}")
+            name = "seq_lens" if ends is None else "ends"
+            raise ValueError(f"{name}: want at most {room * size} keys (max_pages * S), got {keys} at {b}")
         if not 0 <= starts[b] < starts[b + 1] <= rows:
             raise ValueError(f"cu_seqlens_q: want rows in [0, {rows}], got [{starts[b]}, {starts[b + 1]}) at {b}")
         if starts[b + 1] - starts[b] > n:
@@ -116,6 +121,8 @@ def scores_of(call: Any, group: Rows, width: int) -> Tensor:
         s = s * call.k_scale_cache[page, key % size]
     s = s * s.new_full((), call.scale)
     seen = key < visible[:, None]
+    if getattr(call, "starts", None) is not None:
+        seen = seen & (key >= call.starts[group.rows].to(torch.int64)[:, None])
     return _columns(s, seen[:, None] if call.each else seen, call.block, width)
 
 

@@ -201,12 +201,14 @@ def reduce_columns(best, any_number, any_nan, s, m_seen, cfg: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "first_row", "end_row", "width"])
 def index_scores_kernel(
-    Q, WEIGHTS, K, SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, scale, B, first_row, end_row, width, max_keys,
+    Q, WEIGHTS, K, SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, STARTS, ENDS, OUT, scale, B, first_row, end_row, width,
+    max_keys,
     stride_qt, stride_qh, stride_wt, stride_wh, stride_kp, stride_ks, stride_sp, stride_ss, stride_table, stride_ot,
     stride_oh,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """Scores of rows [first_row, end_row), row first_row to the first row of OUT."""
+    """Scores of rows [first_row, end_row), row first_row to the first row of OUT. STARTS, ENDS: the keys that each row
+    sees, instead of those up to its position."""
     first = first_row + tl.program_id(1) * cfg.ROWS
     rows = (first + tl.arange(0, cfg.ROWS)).to(tl.int64)
     last = tl.minimum(first + cfg.ROWS, end_row) - 1
@@ -220,6 +222,11 @@ def index_scores_kernel(
         b = tl.cast(i, tl.int32)
         position = row_positions(SEQ_LENS, CU_SEQLENS_Q, B, b, rows, cfg)
         visible = tl.minimum((position + 1) // cfg.RATIO, max_keys).to(tl.int32)
+        if ENDS is not None:
+            visible = load_key_bounds(ENDS, rows, end_row, max_keys)
+        first_keys = visible * 0
+        if STARTS is not None:
+            first_keys = load_key_bounds(STARTS, rows, end_row, max_keys)
         # Rows of no request are written with the first.
         if cfg.VARLEN_Q:
             begin = tl.load(CU_SEQLENS_Q + b, mask=b < B, other=0).to(tl.int64)
@@ -231,15 +238,22 @@ def index_scores_kernel(
         m_rows = m_rows & (rows < end_row)
         _score_request(
             Q, WEIGHTS, K, SCALES, PAGE_TABLE + tl.minimum(b, B - 1).to(tl.int64) * stride_table, OUT, scale, rows,
-            rows - first_row, m_rows, visible, column_begin, column_end, stride_qt, stride_qh, stride_wt, stride_wh,
+            rows - first_row, m_rows, first_keys, visible, STARTS is not None, column_begin, column_end, stride_qt, stride_qh, stride_wt, stride_wh,
             stride_kp, stride_ks, stride_sp, stride_ss, stride_ot, stride_oh, cfg,
         )  # fmt: skip
 
 
 @triton.jit
+def load_key_bounds(BOUNDS, rows, end_row, max_keys):
+    """Loads the first keys of rows, or where their keys end, in [0, max_keys]."""
+    x = tl.load(BOUNDS + rows, mask=rows < end_row, other=0).to(tl.int64)
+    return tl.minimum(tl.maximum(x, 0), max_keys).to(tl.int32)
+
+
+@triton.jit
 def _score_request(
-    Q, WEIGHTS, K, SCALES, PAGE_IDS, OUT, scale, rows, out_rows, m_rows, visible, column_begin, column_end, stride_qt,
-    stride_qh, stride_wt, stride_wh, stride_kp, stride_ks, stride_sp, stride_ss, stride_ot, stride_oh,
+    Q, WEIGHTS, K, SCALES, PAGE_IDS, OUT, scale, rows, out_rows, m_rows, first_keys, visible, HAS_STARTS: tl.constexpr,
+    column_begin, column_end, stride_qt, stride_qh, stride_wt, stride_wh, stride_kp, stride_ks, stride_sp, stride_ss, stride_ot, stride_oh,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Scores of the rows m_rows, of one request, of the columns [column_begin, column_end)."""
@@ -248,6 +262,11 @@ def _score_request(
     m_seen_rows = m_rows & (visible > 0)
     num_seen = tl.max(tl.where(m_rows, visible, 0))
     seen_end = tl.minimum(tl.cdiv(num_seen, cfg.BLOCK), column_end)
+    seen_begin = column_begin
+    if HAS_STARTS:
+        skipped = tl.min(tl.where(m_rows, first_keys, 2147483647)) // cfg.BLOCK - column_begin
+        skipped = tl.minimum(tl.maximum(skipped, 0), column_end - column_begin)
+        seen_begin += skipped // cfg.GROUPS * cfg.GROUPS
     o_n = tl.arange(0, cfg.BLOCK_N)
     for head_block in range(cfg.HEAD_BLOCKS if cfg.EACH else 1):
         if cfg.EACH:
@@ -255,12 +274,14 @@ def _score_request(
             o_out = tl.reshape((out_rows * stride_ot)[:, None] + (o_h.to(tl.int64) * stride_oh)[None, :], [1, C])
             m_out = tl.reshape(m_rows[:, None] & (o_h < cfg.H)[None, :], [1, C])
             limit = tl.reshape(tl.broadcast_to(visible[:, None], [cfg.ROWS, cfg.HEADS]), [1, C])
+            lowest = tl.reshape(tl.broadcast_to(first_keys[:, None], [cfg.ROWS, cfg.HEADS]), [1, C])
         else:
             o_out, m_out, limit = (out_rows * stride_ot)[None, :], m_rows[None, :], visible[None, :]
+            lowest = first_keys[None, :]
         if cfg.EACH or cfg.HEAD_BLOCKS == 1:
             q = load_queries(Q, o_q, head_block, m_seen_rows, stride_qh, cfg)
             w = load_weights(WEIGHTS, o_w, head_block, m_seen_rows, stride_wh, cfg)
-        for column in range(column_begin, seen_end, cfg.GROUPS):
+        for column in range(seen_begin, seen_end, cfg.GROUPS):
             o_column = column + tl.arange(0, cfg.GROUPS)
             best = tl.full([cfg.GROUPS, C], float("-inf"), tl.float32)
             if cfg.GROUP > 1 or cfg.SUBS > 1:
@@ -292,6 +313,8 @@ def _score_request(
                     s = s * tl.load(SCALES + o_scales, mask=m_keys, other=0.0)[:, None]
                 s = s * scale
                 m_seen = m_keys[:, None] & (key[:, None] < limit)
+                if HAS_STARTS:
+                    m_seen = m_seen & (key[:, None] >= lowest)
                 if cfg.GROUP > 1 or cfg.SUBS > 1:
                     best, any_number, any_nan = reduce_columns(best, any_number, any_nan, s, m_seen, cfg)
                 else:
@@ -300,11 +323,19 @@ def _score_request(
                 best = tl.where((any_number == 0) & (any_nan > 0), float("nan"), best)
             tl.store(OUT + o_out + o_column[:, None], best, mask=m_out & (o_column < column_end)[:, None])
         # What no row sees.
-        done = column_begin + tl.cdiv(tl.maximum(seen_end - column_begin, 0), cfg.GROUPS) * cfg.GROUPS
-        for column in range(done, column_end, cfg.GROUPS):
-            o_column = column + tl.arange(0, cfg.GROUPS)
-            nothing = tl.full([cfg.GROUPS, C], float("-inf"), tl.float32)
-            tl.store(OUT + o_out + o_column[:, None], nothing, mask=m_out & (o_column < column_end)[:, None])
+        if HAS_STARTS:
+            _store_nothing(OUT, o_out, m_out, column_begin, seen_begin, cfg)
+        done = seen_begin + tl.cdiv(tl.maximum(seen_end - seen_begin, 0), cfg.GROUPS) * cfg.GROUPS
+        _store_nothing(OUT, o_out, m_out, done, column_end, cfg)
+
+
+@triton.jit
+def _store_nothing(OUT, o_out, m_out, column_begin, column_end, cfg: tl.constexpr):
+    """Stores −inf to columns [column_begin, column_end). o_out, m_out: offsets and mask of rows [1, C]."""
+    for column in range(column_begin, column_end, cfg.GROUPS):
+        o_column = column + tl.arange(0, cfg.GROUPS)
+        nothing = tl.full([cfg.GROUPS, o_out.shape[1]], float("-inf"), tl.float32)
+        tl.store(OUT + o_out + o_column[:, None], nothing, mask=m_out & (o_column < column_end)[:, None])
 
 
 def why_not_scores(f: SimpleNamespace) -> str | None:
@@ -359,6 +390,11 @@ def score_config(f: SimpleNamespace, num_rows: int, width: int) -> ScoreConfig:
     )  # fmt: skip
 
 
+def _key_bounds_args(f: SimpleNamespace) -> dict[str, Any]:
+    """Returns the arguments by which rows see other keys than those up to their position; a selection has none."""
+    return tensor_args(STARTS="starts", ENDS="ends") if hasattr(f, "starts") else {"STARTS": None, "ENDS": None}
+
+
 def score_launch(f: SimpleNamespace, out: TensorArg, strides: tuple[int, int], rows: range, width: int) -> KernelLaunch:
     """Returns the launch that scores some rows.
 
@@ -371,7 +407,7 @@ def score_launch(f: SimpleNamespace, out: TensorArg, strides: tuple[int, int], r
         BYTES if cfg.Q_AS_BYTES else "", Q="q"
     ) | tensor_args(BYTES if cfg.K_AS_BYTES else "", K="k_cache") | tensor_args(
         WEIGHTS="weights", SCALES="k_scale_cache", PAGE_TABLE="page_table",
-    ) | row_args(f) | {
+    ) | row_args(f) | _key_bounds_args(f) | {
         "OUT": out, "scale": f.scale, "first_row": rows.start, "end_row": rows.stop,
         "width": width, "max_keys": f.page_table.shape[1] * f.k_cache.shape[1],
         "stride_qt": f.q.stride[0], "stride_qh": f.q.stride[1], "stride_wt": weights[0], "stride_wh": weights[1],

@@ -1,0 +1,233 @@
+"""DeepGEMM's scores of an indexer: over pages, and over keys gathered from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calls import IndexScoresCall
+from ..dispatch.checks import joined
+from ..errors import UnsupportedError
+from ..index_layers import PagedIndexLayer
+from ..ops.registry import dispatch_call
+from ..scalars import as_bool
+from ._adapt import as_host_int, dtype_name, lookup_cached, tensor, with_caller_names
+
+__all__ = [
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "get_paged_mqa_logits_metadata",
+]
+
+_NAMES = {
+    **dict.fromkeys(("k_cache", "k_scale_cache", "pages"), "kv_cache"),
+    **dict.fromkeys(("seq_lens", "ends"), "context_lens"),
+    "page_table": "block_table",
+}
+_RAGGED_NAMES = {"k_cache": "kv[0]", "k_scale_cache": "kv[1]", "starts": "cu_seq_len_k_start"} | dict.fromkeys(
+    ("ends", "seq_lens"), "cu_seq_len_k_end"
+)
+_PAGE = 128  # keys that are gathered, looked at as pages
+
+
+def get_paged_mqa_logits_metadata(
+    context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None
+) -> Tensor:
+    """`deep_gemm.get_paged_mqa_logits_metadata`: a tensor of the same shape, which nothing here reads.
+
+        >>> get_paged_mqa_logits_metadata(torch.tensor([[60], [40]], dtype=torch.int32), 64, 132).shape
+        torch.Size([133, 2])
+
+        context_lens:       [B, next_n]; says on which device the result is
+        num_sms:            the result is [num_sms + 1, 2] int32
+        block_kv, indices:  accepted, without effect
+    """
+    rows = as_host_int("num_sms", num_sms, 0) + 1
+    return torch.zeros(rows, 2, dtype=torch.int32, device=tensor("context_lens", context_lens).device)
+
+
+def fp8_paged_mqa_logits(
+    q: Tensor,
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: object = None,
+    max_context_len: int = 0,
+    clean_logits: bool = False,
+    indices: Tensor | None = None,
+) -> Tensor:
+    """`deep_gemm.fp8_paged_mqa_logits`: an indexer's scores of the cached keys, k_scale · Σ_h weight_h · relu(q_h · k).
+
+        >>> q = torch.randn(2, 1, 64, 128).to(torch.float8_e4m3fn)
+        >>> kv_cache = torch.zeros(16, 64, 1, 132, dtype=torch.uint8)
+        >>> lens, table = torch.tensor([[60], [40]], dtype=torch.int32), torch.tensor([[3], [5]], dtype=torch.int32)
+        >>> fp8_paged_mqa_logits(q, kv_cache, torch.ones(2, 64), lens, table, None, 64).shape
+        torch.Size([2, 64])
+
+        q:                [B, next_n, Hi, Di] e4m3, any Hi; Di a multiple of 8 up to 128
+        kv_cache:         [P, S, 1, Di + 4] uint8: a page is S rows of codes, then S fp32 scales; any S
+        weights:          [B * next_n, Hi] fp32, q's scales in them
+        context_lens:     [B, next_n] keys that each row sees; or [B] keys of each request, of which row i sees all but
+                          the last next_n - i - 1
+        block_table:      [B, max_pages]; entries past a row's keys are never read
+        max_context_len:  columns of the result
+        clean_logits:     columns that a row does not see are −inf with it and without
+        schedule_meta:    accepted, without effect
+
+    Returns [B * next_n, max_context_len] fp32. Raises UnsupportedError for indices (requests that share rows of the
+    table), and ValueError or TypeError for a bad argument.
+    """
+    if indices is not None:
+        raise UnsupportedError("indices: want None: a row of block_table for each request, got a tensor")
+    as_bool("clean_logits", clean_logits)
+    each = isinstance(context_lens, Tensor) and context_lens.dim() == 2
+    # With `ends` lengths of requests are not read, and only as many as there are.
+    seq_lens, ends = (context_lens.flatten()[: len(context_lens)], context_lens) if each else (context_lens, None)
+    signature, found = lookup_cached(
+        _NAMES, "index_scores", ("deep_gemm_paged", max_context_len),
+        (q, weights, kv_cache, None, block_table, seq_lens, None, None, None, ends), {"k_scale_cache": "k_cache"},
+    )  # fmt: skip
+    if found is not None:
+        return found[0]
+    b, n = tensor("q", q, "B, next_n, Hi, Di").shape[:2]
+    layer = with_caller_names(_NAMES, PagedIndexLayer.from_buffer, kv_cache)
+    if each:
+        if context_lens.shape != (b, n):
+            raise ValueError(f"context_lens: want [B, next_n] = {[b, n]}, got {list(context_lens.shape)}")
+        ends = joined("context_lens", context_lens)
+    columns = as_host_int("max_context_len", max_context_len, 0)
+    out = torch.empty(b * n, columns, dtype=torch.float32, device=q.device)
+    call = _call(joined("q", q), weights, layer.k, layer.scale, out, n, block_table, seq_lens, None, ends)
+    with_caller_names(_NAMES, dispatch_call, "index_scores", call, None, signature._replace(outputs={"out": out}))
+    return out
+
+
+def fp8_mqa_logits(
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+) -> Tensor:
+    """`deep_gemm.fp8_mqa_logits`: an indexer's scores of keys that lie one behind the other, of all requests.
+
+        >>> q = torch.randn(3, 64, 128).to(torch.float8_e4m3fn)
+        >>> kv = torch.randn(100, 128).to(torch.float8_e4m3fn), torch.ones(100)
+        >>> starts, ends = torch.tensor([0, 0, 40]), torch.tensor([39, 40, 100])
+        >>> fp8_mqa_logits(q, kv, torch.ones(3, 64), starts, ends).shape
+        torch.Size([3, 100])
+
+        q:                [T, Hi, Di] e4m3, any Hi; Di a multiple of 8 up to 128
+        kv:               codes [N, Di] e4m3 and their scales [N] fp32
+        weights:          [T, Hi] fp32, q's scales in them
+        cu_seq_len_k_start, cu_seq_len_k_end:  [T] the keys that each row sees, [start, end)
+        clean_logits:     columns that a row does not see are −inf with it and without
+
+    Returns [T, N] fp32. Keys are read as they are: nothing is dequantised beforehand. Raises UnsupportedError for
+    max_seqlen_k (columns counted from each row's start), and ValueError or TypeError for a bad argument.
+    """
+    if as_host_int("max_seqlen_k", max_seqlen_k, 0):
+        raise UnsupportedError(f"max_seqlen_k: want 0: a column for each of the keys, got {max_seqlen_k}")
+    as_bool("clean_logits", clean_logits)
+    if not isinstance(kv, (tuple, list)) or len(kv) != 2:
+        raise TypeError(f"kv: want (codes, scales), got {type(kv).__name__}")
+    codes, scales = tensor("kv[0]", kv[0], "N, Di"), tensor("kv[1]", kv[1], "N")
+    keys = codes.shape[0]
+    page = _PAGE if keys % _PAGE == 0 else 1
+    # The pages are the keys in order: one request, all rows of which share its table.
+    table = torch.arange(keys // page, dtype=torch.int32, device=codes.device)[None]
+    signature, found = lookup_cached(
+        _RAGGED_NAMES, "index_scores", ("deep_gemm_ragged",),
+        (q, weights, codes, scales, table, cu_seq_len_k_end[:1], None, None, cu_seq_len_k_start, cu_seq_len_k_end),
+    )  # fmt: skip
+    if found is not None:
+        return found[0]
+    tensor("q", q, "T, Hi, Di")
+    if scales.shape != (keys,):
+        raise ValueError(f"kv[1]: want a scale for each of the {keys} rows of kv[0], got {list(scales.shape)}")
+    out = torch.empty(q.shape[0], keys, dtype=torch.float32, device=q.device)
+    call = _call(
+        q, weights, codes.unflatten(0, (-1, page)), scales.unflatten(0, (-1, page)), out, q.shape[0], table,
+        cu_seq_len_k_end[:1], cu_seq_len_k_start, cu_seq_len_k_end,
+    )  # fmt: skip
+    with_caller_names(
+        _RAGGED_NAMES, dispatch_call, "index_scores", call, None, signature._replace(outputs={"out": out})
+    )
+    return out
+
+
+def fp8_fp4_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv: tuple[Tensor, Tensor],
+    weights: Tensor,
+    cu_seq_len_k_start: Tensor,
+    cu_seq_len_k_end: Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+    logits_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`deep_gemm.fp8_fp4_mqa_logits`: `fp8_mqa_logits` with q as (codes, None).
+
+        >>> q = torch.randn(1, 64, 128).to(torch.float8_e4m3fn), None
+        >>> kv = torch.randn(100, 128).to(torch.float8_e4m3fn), torch.ones(100)
+        >>> fp8_fp4_mqa_logits(q, kv, torch.ones(1, 64), torch.tensor([0]), torch.tensor([100])).shape
+        torch.Size([1, 100])
+
+    Raises UnsupportedError for scales of q (MXFP4) and for another logits_dtype than float32.
+    """
+    return fp8_mqa_logits(
+        _fp8_query(q, logits_dtype), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k
+    )
+
+
+def fp8_fp4_paged_mqa_logits(
+    q: tuple[Tensor, Tensor | None],
+    kv_cache: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    schedule_meta: object = None,
+    max_context_len: int = 0,
+    clean_logits: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+    indices: Tensor | None = None,
+) -> Tensor:
+    """`deep_gemm.fp8_fp4_paged_mqa_logits`: `fp8_paged_mqa_logits` with q as (codes, None).
+
+        >>> q = torch.randn(1, 1, 64, 128).to(torch.float8_e4m3fn), None
+        >>> kv_cache, lens = torch.zeros(16, 64, 1, 132, dtype=torch.uint8), torch.tensor([[60]])
+        >>> fp8_fp4_paged_mqa_logits(q, kv_cache, torch.ones(1, 64), lens, torch.tensor([[3]]), None, 64).shape
+        torch.Size([1, 64])
+
+    Raises UnsupportedError for scales of q (MXFP4) and for another logits_dtype than float32.
+    """
+    return fp8_paged_mqa_logits(
+        _fp8_query(q, logits_dtype), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len,
+        clean_logits, indices,
+    )  # fmt: skip
+
+
+def _fp8_query(q: Any, logits_dtype: torch.dtype) -> Tensor:
+    if not isinstance(q, (tuple, list)) or len(q) != 2:
+        raise TypeError(f"q: want (codes, None), got {type(q).__name__}")
+    if q[1] is not None:
+        raise UnsupportedError("q[1]: want None: e4m3 queries, whose scales are in the weights, got a tensor")
+    if logits_dtype != torch.float32:
+        raise UnsupportedError(f"logits_dtype: want float32, got {dtype_name(logits_dtype)}")
+    return q[0]
+
+
+def _call(
+    q: Tensor, weights: Tensor, k: Tensor, scale: Tensor | None, out: Tensor, rows: int, page_table: Tensor,
+    seq_lens: Tensor, starts: Tensor | None, ends: Tensor | None,
+) -> IndexScoresCall:  # fmt: skip
+    return IndexScoresCall(
+        q, weights, k, scale, page_table, seq_lens, None, out, "index_fp8", rows, 1, True, 1.0, False, 1, starts, ends
+    )
