@@ -14,7 +14,7 @@ import torch
 import tersekv
 from tersekv.compat import flashinfer
 
-COMPAT = ("flashinfer", "vllm", "max")
+COMPAT = ("flashinfer", "vllm", "max", "flash_mla", "deep_gemm")
 BF16 = torch.bfloat16
 L, R, DN, DV = 512, 64, 128, 128  # latent rank, rotary and other dimensions of a latent head, its values
 

@@ -1,5 +1,5 @@
-"""vLLM's cache-writing signatures over tersekv's operations. They rename and convert units; nothing is computed here
-but the rotation of its int4 rows.
+"""vLLM's cache-writing and indexer's signatures over tersekv's operations. They rename and convert units; nothing is
+computed here but the rotation of its int4 rows.
 
     from tersekv.compat.vllm import triton_reshape_and_cache_flash_per_token_head_quant
 
@@ -20,11 +20,21 @@ from ..layers import PagedLatentLayer
 from ..ops.registry import dispatch_call
 from ..ops.scales import multiplying_scale
 from ._adapt import as_float, dtype_name, first_rows, lookup_cached, number_or_tensor, tensor, with_caller_names
+from ._vllm_indexer import (
+    cp_gather_indexer_k_quant_cache,
+    indexer_k_quant_and_cache,
+    top_k_per_row_decode,
+    top_k_per_row_prefill,
+)
 from ._vllm_rotation import rotated
 
 __all__ = [
     "concat_and_cache_mla",
+    "cp_gather_indexer_k_quant_cache",
+    "indexer_k_quant_and_cache",
     "reshape_and_cache_flash",
+    "top_k_per_row_decode",
+    "top_k_per_row_prefill",
     "triton_reshape_and_cache_flash_per_token_head_quant",
 ]
 

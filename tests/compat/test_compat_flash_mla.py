@@ -1,0 +1,219 @@
+"""tersekv.compat.flash_mla against loops over lists of slots, written from FlashMLA's own reference: what its LSE and
+its largest logits are, and what stands for an empty row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tersekv.backends.cpu import library
+from tersekv.compat import flash_mla
+from tersekv.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from tersekv.dispatch import launch_cache
+from tersekv.errors import UnsupportedError
+
+L, R, P, S = 512, 64, 9, 7
+META, _ = get_mla_metadata(torch.zeros(1), 1, 1)
+
+
+def attend(q, rows, sink, scale):
+    """q [D], rows [n, D], sink or None → out [L], lse and largest logit as FlashMLA has them; all fp64."""
+    if not len(rows):
+        return torch.zeros(L, dtype=torch.float64), torch.inf, -torch.inf
+    s = rows @ q * scale
+    lse = torch.logsumexp(s, 0)
+    share = 1.0 if sink is None else 1 / (1 + torch.exp(sink.double() - lse))
+    return torch.softmax(s, 0) @ rows[:, :L] * share, float(lse), float(s.max())
+
+
+def expected(q, rows, lists, sinks, scale):
+    """q [T, H, D], rows [N, D], lists: of each row → out [T, H, L], lse [T, H], largest [T, H]."""
+    t, h = q.shape[:2]
+    out, lse, top = torch.zeros(t, h, L, dtype=torch.float64), torch.zeros(t, h), torch.zeros(t, h)
+    for i in range(t):
+        for j in range(h):
+            sink = None if sinks is None else sinks[j]
+            out[i, j], lse[i, j], top[i, j] = attend(q[i, j].double(), rows[lists[i]], sink, scale)
+    return out, lse, top
+
+
+def records():
+    """A cache of 656-byte records with pages that lie apart, scales that are no powers of two, and its fp64 rows."""
+    codes = (torch.randn(P, S, L) * 3).to(torch.float8_e4m3fn)
+    scales, rope = torch.rand(P, S, 4) + 0.1, torch.randn(P, S, R).bfloat16()
+    pages = torch.full((P, S + 1, 656), 0x7F, dtype=torch.uint8)[:, :S]
+    pages[..., :L] = codes.view(torch.uint8)
+    pages[..., L : L + 16] = scales.view(torch.uint8)
+    pages[..., L + 16 :] = rope.view(torch.uint8)
+    latents = codes.double() * scales.double().repeat_interleave(128, -1)
+    return pages[:, :, None], torch.cat([latents, rope.double()], -1).flatten(0, 1)
+
+
+def near(got, want):
+    return (got.double() - want).norm() <= 4e-3 * want.norm()
+
+
+def same_lse(got, want):
+    return torch.equal(got.isinf(), want.isinf()) and torch.allclose(got, want, atol=2e-3)
+
+
+def lists_of(indices, lens, most):
+    """The valid entries of each row of indices [T, n]."""
+    return [[x for x in row[:n] if 0 <= x < most] for row, n in zip(indices.tolist(), lens, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_lists_over_records(dtype, sinks, drafts):
+    torch.manual_seed(drafts)
+    b, heads, n = 3, 5, 12
+    cache, rows = records()
+    q = torch.randn(b, drafts, heads, L + R).bfloat16()
+    indices = torch.stack([torch.randperm(P * S)[:n] for _ in range(b * drafts)]).to(torch.int32)
+    indices[0] = -1  # a row without keys
+    indices[1, ::3] = -1
+    sink = torch.tensor([0.5, -torch.inf, torch.inf, 30.0, -30.0]) if sinks else None
+    lens = torch.tensor([12, 5, 0], dtype=torch.int32)
+    out, lse = flash_mla_with_kvcache(
+        q, cache.view(dtype), None, None, L, META, None, None, False, True, indices.view(b, drafts, n), sink,
+        topk_length=lens,
+    )  # fmt: skip
+    lists = lists_of(indices, lens.repeat_interleave(drafts).tolist(), P * S)
+    want, want_lse, _ = expected(q.flatten(0, 1), rows, lists, sink, (L + R) ** -0.5)
+    assert out.shape == (b, drafts, heads, L) and out.dtype == torch.bfloat16 and near(out.flatten(0, 1), want)
+    assert lse.shape == (b, heads, drafts) and same_lse(lse.transpose(1, 2).flatten(0, 1), want_lse)
+    assert (out[0, 0] == 0).all() and (lse[0, :, 0] == torch.inf).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_dense(causal, fp8):
+    torch.manual_seed(0)
+    b, drafts, heads, scale = 3, 2, 3, 0.05
+    cache, rows = records()
+    if not fp8:
+        cache = torch.randn(P, S, 1, L + R).bfloat16()
+        rows = cache.double().flatten(0, 2)
+    table = torch.randperm(P).view(3, 3).to(torch.int32)
+    lens = torch.tensor([17, 0, 1], dtype=torch.int32)
+    q = torch.randn(b, drafts, heads, L + R).bfloat16()
+    place = torch.empty(b, drafts, heads, L, dtype=torch.bfloat16)
+    given = {"softmax_scale": scale, "causal": causal, "is_fp8_kvcache": fp8}
+    out, lse = flash_mla_with_kvcache(q, cache, table, lens, L, META, **given, out=place)
+    assert out is place
+    lists = []
+    for i in range(b):
+        slots = [int(table[i, j // S]) * S + j % S for j in range(int(lens[i]))]
+        lists += [slots[: max(len(slots) - drafts + t + 1, 0)] if causal else slots for t in range(drafts)]
+    want, want_lse, _ = expected(q.flatten(0, 1), rows, lists, None, scale)
+    assert near(out.flatten(0, 1), want) and same_lse(lse.transpose(1, 2).flatten(0, 1), want_lse)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("how", ["plain", "strided", "lens and out"])
+def test_sparse_prefill(sinks, how):
+    torch.manual_seed(0)
+    t, heads, n, n_kv = 6, 4, 20, 30
+    wide = 128 if how == "strided" else 0
+    q = torch.randn(t, heads + 1, L + R + wide).bfloat16()[:, :heads, : L + R]
+    kv = torch.randn(n_kv, 2, L + R + wide).bfloat16()[:, :1, : L + R]
+    indices = torch.stack([torch.randperm(n_kv + 9)[:n] for _ in range(t)]).to(torch.int32)
+    indices[indices >= n_kv + 5] = 2**31 - 1
+    indices[1, :5], indices[2] = -123456, n_kv
+    sink = torch.tensor([0.5, -torch.inf, torch.inf, 2.0]) if sinks else None
+    lens = torch.tensor([20, 3, 20, 0, 1, 20], dtype=torch.int32) if how == "lens and out" else None
+    place = torch.empty(t, heads, L, dtype=torch.bfloat16) if how == "lens and out" else None
+    before = indices.clone()
+    out, top, lse = flash_mla_sparse_fwd(q, kv, indices[:, None], 0.1, L, sink, lens, place)
+    assert torch.equal(indices, before) and (place is None or out is place)
+    lists = lists_of(indices, [n] * t if lens is None else lens.tolist(), n_kv)
+    want, want_lse, want_top = expected(q, kv[:, 0].double(), lists, sink, 0.1)
+    assert near(out, want) and same_lse(lse, want_lse) and same_lse(top, want_top)
+    assert (out[2] == 0).all() and (lse[2] == torch.inf).all() and (top[2] == -torch.inf).all()
+
+
+def test_queries_of_requests_that_lie_apart():
+    cache, _ = records()
+    base = torch.randn(3, 4, 5, L + R).bfloat16()
+    indices = torch.randint(P * S, (3, 4, 6), dtype=torch.int32)
+    parts = base[:2, :3, :4], indices[:2, :3, :5]
+    assert not parts[0].is_contiguous()
+    got, want = (
+        flash_mla_with_kvcache(q, cache, None, None, L, is_fp8_kvcache=True, indices=x)
+        for q, x in (parts, [y.contiguous() for y in parts])
+    )
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.skipif(library.why_no_library() is not None, reason="no native library here")
+def test_a_call_like_one_before_it_takes_the_short_way(monkeypatch):
+    for known in ("_launches", "_recent"):
+        monkeypatch.setattr(launch_cache, known, {})
+    cache = torch.randn(P, S, 1, L + R).bfloat16()
+    table, lens = torch.arange(P, dtype=torch.int32).view(3, 3), torch.tensor([17, 0, 1], dtype=torch.int32)
+    q = [torch.randn(3, 2, 3, L + R).bfloat16() for _ in range(2)]
+    first = [flash_mla_with_kvcache(x, cache, table, lens, L, causal=True) for x in q]
+
+    def refuse(*_):
+        raise AssertionError("the long way")
+
+    monkeypatch.setattr(flash_mla, "dispatch_call", refuse)
+    for x, want in zip(q, first, strict=True):
+        got = flash_mla_with_kvcache(x, cache, table, lens, L, causal=True)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]) and (got[1][1] == torch.inf).all()
+    with pytest.raises(AssertionError, match="the long way"):
+        flash_mla_with_kvcache(q[0], cache, table, lens, L, causal=False)
+
+
+RECORDS = torch.zeros(P, S, 1, 656, dtype=torch.uint8)
+HALF = torch.zeros(P, S, 1, L + R, dtype=torch.bfloat16)
+SLOTS = torch.zeros(2, 1, 4, dtype=torch.int32)
+TABLE = {"block_table": torch.zeros(2, 3, dtype=torch.int32), "cache_seqlens": torch.ones(2, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"q": torch.zeros(2, 5, L + R)}, "q: want [B, Q, H, L + R], got [2, 5, 576]"),
+    ({"causal": True}, "causal: want False with indices, whose rows see all that they list, got True"),
+    ({"k_cache": HALF}, "k_cache: want records of 656 bytes with is_fp8_kvcache, got [9, 7, 1, 576] bfloat16"),
+    ({"k_cache": HALF[..., :500], "is_fp8_kvcache": False}, "k_cache: want rows of 576 as in q, got [9, 7, 1, 500]"),
+    ({"k_cache": torch.zeros(P, S, 2, 656, dtype=torch.uint8)}, "k_cache: want [P, S, dim] or [P, S, 1, dim], got"),
+    ({"head_dim_v": 256}, "head_dim_v: want 512, and 576 columns of q, over records of 656 bytes, got 256, 576"),
+    ({"indices": SLOTS[:1]}, "indices: want [T=2, n] int32 | int64 | uint32, got [1, 4] int32"),
+    ({"indices": SLOTS.float()}, "indices: want [T=2, n] int32 | int64 | uint32, got [2, 4] float32"),
+    ({"topk_length": torch.ones(3, dtype=torch.int32)}, "topk_length: want [T=2] int32 | int64 | uint32, got [3]"),
+    ({"attn_sink": torch.ones(4)}, "attn_sink: want [H=5] float32, got [4] float32"),
+    ({"out": torch.zeros(2, 1, 5, 500).bfloat16()}, "out: want contiguous [2, 1, 5, 512], got [2, 1, 5, 500]"),
+    ({"softmax_scale": torch.ones(1)}, "softmax_scale: want"),
+    ({"indices": None, **TABLE, "attn_sink": torch.ones(5)}, "attn_sink: want None without indices, got a tensor"),
+    ({"indices": None, "block_table": None}, "block_table: want"),
+])  # fmt: skip
+def test_wrong_arguments(wrong, message):
+    given = {"q": torch.zeros(2, 1, 5, L + R).bfloat16(), "k_cache": RECORDS, "block_table": None} | {
+        "cache_seqlens": None, "head_dim_v": L, "indices": SLOTS, "is_fp8_kvcache": True, **wrong
+    }  # fmt: skip
+    with pytest.raises((ValueError, TypeError)) as told:
+        flash_mla_with_kvcache(**given)
+    assert str(told.value).startswith(message)
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"kv": torch.zeros(9, 2, L + R).bfloat16()}, "kv: want one head, got [9, 2, 576]"),
+    ({"indices": SLOTS.expand(2, 2, 4)}, "indices: want one head, got [2, 2, 4]"),
+    ({"kv": torch.zeros(9, 1, L).bfloat16()}, "kv: want rows of 576 as in q, got [9, 1, 512] bfloat16"),
+    ({"kv": torch.zeros(9, 1, L + R)}, "kv: want bfloat16 or float16"),
+    ({"sm_scale": None}, "sm_scale: want"),
+    ({"topk_length": torch.ones(3, dtype=torch.int32)}, "topk_length: want [T=2]"),
+])  # fmt: skip
+def test_wrong_arguments_of_a_prefill(wrong, message):
+    given = {"q": torch.zeros(2, 5, L + R).bfloat16(), "kv": torch.zeros(9, 1, L + R).bfloat16()}
+    with pytest.raises((ValueError, TypeError)) as told:
+        flash_mla_sparse_fwd(**{**given, "indices": SLOTS, "sm_scale": 0.1, **wrong})
+    assert str(told.value).startswith(message)
+
+
+@pytest.mark.parametrize("name", ["extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"])
+def test_second_caches_are_refused_by_name(name):
+    q = torch.zeros(2, 1, 5, L + R).bfloat16()
+    with pytest.raises(UnsupportedError, match=f"{name}: want None"):
+        flash_mla_with_kvcache(q, RECORDS, None, None, L, is_fp8_kvcache=True, indices=SLOTS, **{name: RECORDS})
