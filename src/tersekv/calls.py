@@ -203,7 +203,9 @@ class MLADecodeCall(NamedTuple):
     block_size: int = 1  # consecutive positions of an entry
     sinks: Tensor | None = None  # [H] fp32
     lse_of_keys: bool = False  # lse leaves the sinks out
-    max_logits: Tensor | None = None  # [T, H] fp32 written, laid out as lse: the largest scaled score; with indices only
+    max_logits: Tensor | None = (
+        None  # [T, H] fp32 written, laid out as lse: the largest scaled score; with indices only
+    )
 
 
 class MLAPrefillCall(NamedTuple):

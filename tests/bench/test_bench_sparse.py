@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from tersekv.testing.bench import data, engine, measure, sparse
+from tersekv.compat.flash_mla import flash_mla_with_kvcache
+from tersekv.testing.bench import data, engine, flashmla, measure, sparse
 from tersekv.testing.bench.cases import GPU, Case, grid
 from tersekv.testing.bench.engine import OK, RED
 
@@ -40,3 +44,36 @@ def test_a_wrong_result_is_red(wrong, monkeypatch):
 
     monkeypatch.setattr(sparse, "mla_decode", other)
     assert engine.run(SMALL, torch.device("cpu")).status == RED
+
+
+def test_flashmla_is_found_on_the_path(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert "has no _flashmla_C.abi3.so" in flashmla.missing()
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / flashmla.FILE).write_bytes(b"")
+    assert flashmla.library() == tmp_path / "vllm" / flashmla.FILE
+    assert "cannot be loaded" in flashmla.missing()
+
+
+def test_flashmla_is_judged_beside_ours(monkeypatch):
+    """Its operator, played by our function of its signature; heads are padded, and a plan is handed back and forth."""
+    plans = []
+
+    def sparse_decode_fwd(q, kv, indices, lens, sink, plan, splits, *extra_rank_scale_out):
+        *extra, rank, scale, out = extra_rank_scale_out
+        assert (q.shape[2], kv.shape[2:], extra, out) == (64, (1, 656), [None] * 3, None)
+        plans.append(plan)
+        out, lse = flash_mla_with_kvcache(q, kv, None, None, rank, None, None, scale, False, True, indices)
+        return out, lse, torch.ones(1), torch.ones(1)
+
+    monkeypatch.setattr(flashmla, "missing", lambda: None)
+    operators = SimpleNamespace(_flashmla_C=SimpleNamespace(sparse_decode_fwd=sparse_decode_fwd))
+    monkeypatch.setattr(flashmla, "torch", SimpleNamespace(**{**vars(torch), "ops": operators}))
+    case = replace(SMALL, tokens=100, listed=64)
+    (peer,) = engine.run(case, torch.device("cpu"), ["flashmla"]).peers
+    assert peer.name == "flashmla"
+    assert not peer.reason
+    assert peer.us > 0
+    assert plans[0] is None
+    assert plans[-1] is not None
+    assert engine.run(SMALL, torch.device("cpu"), ["flashmla"]).peers == ()  # 9 entries are no list of its

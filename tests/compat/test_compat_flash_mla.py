@@ -81,9 +81,13 @@ def test_lists_over_records(dtype, sinks, drafts):
     )  # fmt: skip
     lists = lists_of(indices, lens.repeat_interleave(drafts).tolist(), P * S)
     want, want_lse, _ = expected(q.flatten(0, 1), rows, lists, sink, (L + R) ** -0.5)
-    assert out.shape == (b, drafts, heads, L) and out.dtype == torch.bfloat16 and near(out.flatten(0, 1), want)
-    assert lse.shape == (b, heads, drafts) and same_lse(lse.transpose(1, 2).flatten(0, 1), want_lse)
-    assert (out[0, 0] == 0).all() and (lse[0, :, 0] == torch.inf).all()
+    assert out.shape == (b, drafts, heads, L)
+    assert out.dtype == torch.bfloat16
+    assert near(out.flatten(0, 1), want)
+    assert lse.shape == (b, heads, drafts)
+    assert same_lse(lse.transpose(1, 2).flatten(0, 1), want_lse)
+    assert (out[0, 0] == 0).all()
+    assert (lse[0, :, 0] == torch.inf).all()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -107,7 +111,8 @@ def test_dense(causal, fp8):
         slots = [int(table[i, j // S]) * S + j % S for j in range(int(lens[i]))]
         lists += [slots[: max(len(slots) - drafts + t + 1, 0)] if causal else slots for t in range(drafts)]
     want, want_lse, _ = expected(q.flatten(0, 1), rows, lists, None, scale)
-    assert near(out.flatten(0, 1), want) and same_lse(lse.transpose(1, 2).flatten(0, 1), want_lse)
+    assert near(out.flatten(0, 1), want)
+    assert same_lse(lse.transpose(1, 2).flatten(0, 1), want_lse)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -126,11 +131,16 @@ def test_sparse_prefill(sinks, how):
     place = torch.empty(t, heads, L, dtype=torch.bfloat16) if how == "lens and out" else None
     before = indices.clone()
     out, top, lse = flash_mla_sparse_fwd(q, kv, indices[:, None], 0.1, L, sink, lens, place)
-    assert torch.equal(indices, before) and (place is None or out is place)
+    assert torch.equal(indices, before)
+    assert place is None or out is place
     lists = lists_of(indices, [n] * t if lens is None else lens.tolist(), n_kv)
     want, want_lse, want_top = expected(q, kv[:, 0].double(), lists, sink, 0.1)
-    assert near(out, want) and same_lse(lse, want_lse) and same_lse(top, want_top)
-    assert (out[2] == 0).all() and (lse[2] == torch.inf).all() and (top[2] == -torch.inf).all()
+    assert near(out, want)
+    assert same_lse(lse, want_lse)
+    assert same_lse(top, want_top)
+    assert (out[2] == 0).all()
+    assert (lse[2] == torch.inf).all()
+    assert (top[2] == -torch.inf).all()
 
 
 def test_queries_of_requests_that_lie_apart():
@@ -143,7 +153,8 @@ def test_queries_of_requests_that_lie_apart():
         flash_mla_with_kvcache(q, cache, None, None, L, is_fp8_kvcache=True, indices=x)
         for q, x in (parts, [y.contiguous() for y in parts])
     )
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
 
 
 @pytest.mark.skipif(library.why_no_library() is not None, reason="no native library here")
@@ -161,7 +172,9 @@ def test_a_call_like_one_before_it_takes_the_short_way(monkeypatch):
     monkeypatch.setattr(flash_mla, "dispatch_call", refuse)
     for x, want in zip(q, first, strict=True):
         got = flash_mla_with_kvcache(x, cache, table, lens, L, causal=True)
-        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]) and (got[1][1] == torch.inf).all()
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+        assert (got[1][1] == torch.inf).all()
     with pytest.raises(AssertionError, match="the long way"):
         flash_mla_with_kvcache(q[0], cache, table, lens, L, causal=False)
 

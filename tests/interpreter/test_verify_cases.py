@@ -28,8 +28,8 @@ LISTED = [
     c
     for op, format, names in (
         ("mla_decode", "fp8_ds_mla", ("listed sinks of inf", "listed drafts uint32", "listed sinks, lse of keys")),
-        ("mla_decode", "bf16", ("listed positions", "listed slots sinks", "sinks of -inf ragged", "sinks, lse of keys")),
-        ("mla_decode", "bf16", ("largest scores", "largest scores of splits")),
+        ("mla_decode", "bf16", ("listed positions", "listed slots sinks", "sinks of -inf ragged")),
+        ("mla_decode", "bf16", ("sinks, lse of keys", "largest scores", "largest scores of splits")),
         ("decode", "fp8_per_token_head", ("listed blocks", "listed tokens V of another format")),
         ("decode", "int4_per_token_head", ("lists of each head sinks",)),
     )
@@ -41,8 +41,8 @@ PREFILLS = [c for c in cases(("mla_prefill",), ("bf16", "fp8_ds_mla")) if c.name
 
 INDEX_OPS = ("index_append", "index_query", "index_scores", "index_topk", "index_select")
 INDEX_NAMES = ("ratio 4 ragged whole", "blocks of 3", "nan inf and -0", "more kept than k", "open groups of heads",
-               "open groups kept", "D 40 H 130 width 50", "D 256 rotated", "rotated fp16 round16", "starts kept", "starts and ends",
-               "starts and ends each")  # fmt: skip
+               "open groups kept", "D 40 H 130 width 50", "D 256 rotated", "rotated fp16 round16", "starts kept",
+               "starts and ends", "starts and ends each")  # fmt: skip
 INDEXERS = [c for c in cases(INDEX_OPS) if c.quick or (c.format in ("index_fp8", "fp32") and c.name in INDEX_NAMES)]
 
 

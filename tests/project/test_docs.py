@@ -18,7 +18,7 @@ from script import script
 
 from tersekv import KV_FORMATS
 from tersekv.cli import main as cli
-from tersekv.compat import flashinfer, max, vllm
+from tersekv.compat import deep_gemm, flash_mla, flashinfer, max, vllm
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -141,7 +141,9 @@ def importable(module: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("module", [flashinfer, vllm, max], ids=lambda m: m.__name__.split(".")[-1])
+@pytest.mark.parametrize(
+    "module", [flashinfer, vllm, max, flash_mla, deep_gemm], ids=lambda m: m.__name__.split(".")[-1]
+)
 def test_the_migration_page_knows_every_function_and_argument(module):
     text = (ROOT / "docs" / "migration.md").read_text()
     words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]*)`", text))))

@@ -158,7 +158,9 @@ def _topk(
     )
     if starts is not None:
         starts = first_rows(names["starts"], tensor(names["starts"], starts), n, "num_rows")
-    signature, found = lookup_cached(names, "index_topk", ("top_k_per_row", k), (logits, visible, None, out, None, starts))
+    signature, found = lookup_cached(
+        names, "index_topk", ("top_k_per_row", k), (logits, visible, None, out, None, starts)
+    )
     if found is None:
         call = IndexTopkCall(logits, visible, None, out, None, as_host_int("topk_tokens", k, 1), 0, 0, starts)
         with_caller_names(names, dispatch_call, "index_topk", call, None, signature)

@@ -39,12 +39,12 @@ def get_paged_mqa_logits_metadata(
 ) -> Tensor:
     """`deep_gemm.get_paged_mqa_logits_metadata`: a tensor of the same shape, which nothing here reads.
 
-        >>> get_paged_mqa_logits_metadata(torch.tensor([[60], [40]], dtype=torch.int32), 64, 132).shape
-        torch.Size([133, 2])
+    >>> get_paged_mqa_logits_metadata(torch.tensor([[60], [40]], dtype=torch.int32), 64, 132).shape
+    torch.Size([133, 2])
 
-        context_lens:       [B, next_n]; says on which device the result is
-        num_sms:            the result is [num_sms + 1, 2] int32
-        block_kv, indices:  accepted, without effect
+    context_lens:       [B, next_n]; says on which device the result is
+    num_sms:            the result is [num_sms + 1, 2] int32
+    block_kv, indices:  accepted, without effect
     """
     rows = as_host_int("num_sms", num_sms, 0) + 1
     return torch.zeros(rows, 2, dtype=torch.int32, device=tensor("context_lens", context_lens).device)

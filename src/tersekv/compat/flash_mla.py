@@ -93,7 +93,7 @@ def flash_mla_with_kvcache(
         indices:         [B, Q, n]  slots, page * S + offset; negative: padding. Not with causal
         attn_sink:       [H] fp32, with indices: one more score, with a zero value
         topk_length:     [B]  used entries of each request's lists
-        out:             [B, Q, H, L], contiguous, to write into; default: a new tensor in q's dtype, bf16 for an 8-bit q
+        out:             [B, Q, H, L], contiguous, to write into; default: new, in q's dtype, bf16 for an 8-bit q
         tile_scheduler_metadata, num_splits:  accepted, without effect
 
     Returns (out, lse [B, H, Q] fp32): natural log, without sinks, +inf where a row has no key; its output is 0. A slot
@@ -121,13 +121,15 @@ def flash_mla_with_kvcache(
         for name, x in (("attn_sink", attn_sink), ("topk_length", topk_length)):
             if not lists and x is not None:
                 raise ValueError(f"{name}: want None without indices, got a tensor")
-        latent = with_caller_names(_NAMES, _latent_layer, k_cache, q, head_dim_v, as_bool("fp8", is_fp8_kvcache))
+        fp8 = as_bool("is_fp8_kvcache", is_fp8_kvcache)
+        latent = with_caller_names(_NAMES, _latent_layer, k_cache, q, head_dim_v, fp8)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else as_float("softmax_scale", softmax_scale)
         out, lse, made = _outputs(q, head_dim_v, out)
         # Rows that see the same keys are heads of one row.
         merged = 0 if lists or causal else 1
         call = _call(
-            [x.flatten(merged, merged + 1) for x in (q, out, lse)], latent, scale, page_table=block_table, seq_lens=cache_seqlens, max_q_len=q.shape[1] if causal else 1,
+            [x.flatten(merged, merged + 1) for x in (q, out, lse)], latent, scale, page_table=block_table,
+            seq_lens=cache_seqlens, max_q_len=q.shape[1] if causal else 1,
             indices=None if indices is None else tensor("indices", indices, "B, Q, n").flatten(0, 1),
             index_lens=topk_length, sinks=attn_sink,
         )  # fmt: skip
@@ -221,7 +223,9 @@ def _latent_layer(cache: Tensor, q: Tensor, rank: int, fp8: bool, name: str = "h
         kind = UnsupportedError if row == 584 else ValueError
         raise kind(f"cache: want records of {_RECORD} bytes with is_fp8_kvcache, got {got}")
     if (width, rank) != (576, 512):
-        raise ValueError(f"{name}: want 512, and 576 columns of q, over records of {_RECORD} bytes, got {rank}, {width}")
+        raise ValueError(
+            f"{name}: want 512, and 576 columns of q, over records of {_RECORD} bytes, got {rank}, {width}"
+        )
     return PagedLatentLayer.of(cache.view(torch.uint8), format="fp8_ds_mla")
 
 

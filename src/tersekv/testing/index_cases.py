@@ -98,7 +98,9 @@ def _index_topk(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="open groups of heads", open_group=True, each=True, heads=3, top=5),
         replace(base, name="k 1 width 60 no lens", top=1, width=60, lse=False),
         replace(base, name="no rows", lens=()),
-        replace(base, name="starts kept", starts=True, keep_first=2, keep_last=3, lens=(300, 1, 0, 8, 600), special=True),
+        replace(
+            base, name="starts kept", starts=True, keep_first=2, keep_last=3, lens=(300, 1, 0, 8, 600), special=True
+        ),
         replace(base, name="starts of heads", starts=True, each=True, heads=3, top=50, strided=True, index="int64"),
     ):
         yield replace(case, quick=False)

@@ -6,7 +6,7 @@ random_cells.py     decodes drawn by a seed (dice.py), random_prefill.py: prefil
 data.py       random caches, page tables, and their values in fp64
 decode.py, append.py, prefill.py, mla_prefill.py, mla_project.py, merge_states.py, transcode.py, index.py, sparse.py
               Case → Problem: tensors, the calls to time, and the judge of what they wrote
-peers.py, flashinfer.py             the same work by other libraries; compat.py: and by our functions of their names
+peers.py, flashinfer.py, flashmla.py    the same work by other libraries; compat.py: and by our functions of their names
 measure.py    clocks: CUDA graphs, wall, host; what the chip copies and multiplies
 engine.py     judge → time → peers, one Result per case
 report.py     lines, means, JSON; plot.py: the picture

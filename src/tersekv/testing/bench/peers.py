@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from ..memory import storage_bytes
-from . import compat, flashinfer, vllm
+from . import compat, flashinfer, flashmla, vllm
 from .cases import Case
 from .data import Problem, Rival, rotations
 from .decode import Decode
@@ -50,6 +50,16 @@ class VLLM:
 
     def peers(self, problem: Problem) -> Iterator[Rival]:
         return compat.peers("vllm", problem) if problem.case.through else vllm.peers(problem)
+
+
+class FlashMLA:
+    any_format = False
+
+    def missing(self) -> str | None:
+        return flashmla.missing()
+
+    def peers(self, problem: Problem) -> Iterator[Rival]:
+        return flashmla.peers(problem)
 
 
 class SDPA:
@@ -100,7 +110,7 @@ class SDPA:
         return [lambda: sdpa(q, k, v, is_causal=True, scale=problem.scale).transpose(1, 2).flatten(0, 1)]
 
 
-LIBRARIES: dict[str, Library] = {"flashinfer": FlashInfer(), "vllm": VLLM(), "sdpa": SDPA()}
+LIBRARIES: dict[str, Library] = {"flashinfer": FlashInfer(), "vllm": VLLM(), "flashmla": FlashMLA(), "sdpa": SDPA()}
 
 
 def default(device: torch.device, cases: Sequence[Case] = ()) -> list[str]:

@@ -168,7 +168,11 @@ def configure(f: SimpleNamespace) -> Config:
     if launch.has_ptx(f):
         options["maxnreg"] = t.max_registers
     num_programs = max(launch.num_sms(f) * t.programs_per_sm // blocks, 1) * blocks
-    both = output_and_workspace_args(f, cfg.OUT_KIND != "float") | tensor_args(SINKS="sinks", MAX_LOGITS="max_logits") | {"cfg": cfg}
+    both = (
+        output_and_workspace_args(f, cfg.OUT_KIND != "float")
+        | tensor_args(SINKS="sinks", MAX_LOGITS="max_logits")
+        | {"cfg": cfg}
+    )
     split = (both | query_and_kv_scale_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args(f)
              | _cache_stride_args(f) | {
         **tensor_args(WORDS, CKV="ckv", KPE="kpe"), "CKV_MAP": None, "KPE_MAP": None,

@@ -238,8 +238,8 @@ def index_scores_kernel(
         m_rows = m_rows & (rows < end_row)
         _score_request(
             Q, WEIGHTS, K, SCALES, PAGE_TABLE + tl.minimum(b, B - 1).to(tl.int64) * stride_table, OUT, scale, rows,
-            rows - first_row, m_rows, first_keys, visible, STARTS is not None, column_begin, column_end, stride_qt, stride_qh, stride_wt, stride_wh,
-            stride_kp, stride_ks, stride_sp, stride_ss, stride_ot, stride_oh, cfg,
+            rows - first_row, m_rows, first_keys, visible, STARTS is not None, column_begin, column_end, stride_qt,
+            stride_qh, stride_wt, stride_wh, stride_kp, stride_ks, stride_sp, stride_ss, stride_ot, stride_oh, cfg,
         )  # fmt: skip
 
 
@@ -253,8 +253,8 @@ def load_key_bounds(BOUNDS, rows, end_row, max_keys):
 @triton.jit
 def _score_request(
     Q, WEIGHTS, K, SCALES, PAGE_IDS, OUT, scale, rows, out_rows, m_rows, first_keys, visible, HAS_STARTS: tl.constexpr,
-    column_begin, column_end, stride_qt, stride_qh, stride_wt, stride_wh, stride_kp, stride_ks, stride_sp, stride_ss, stride_ot, stride_oh,
-    cfg: tl.constexpr,
+    column_begin, column_end, stride_qt, stride_qh, stride_wt, stride_wh, stride_kp, stride_ks, stride_sp, stride_ss,
+    stride_ot, stride_oh, cfg: tl.constexpr,
 ):  # fmt: skip
     """Scores of the rows m_rows, of one request, of the columns [column_begin, column_end)."""
     C: tl.constexpr = cfg.ROWS * cfg.HEADS if cfg.EACH else cfg.ROWS
