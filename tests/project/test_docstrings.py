@@ -103,6 +103,8 @@ def names_for(module: str, name: str) -> dict[str, Any]:
     if module == "tersekv.compat.vllm":
         key, value = torch.randn(2, 100, 2, 64, dtype=BF16)
         return names | latent_names() | {"key": key, "value": value, "k_scale": 0.01, "v_scale": 0.01}
+    if module != "tersekv.compat.max":
+        return names
     return names | max_names(home, names["page_table"]) | weights(fp8=name.endswith("fp8"))
 
 
