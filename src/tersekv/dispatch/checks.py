@@ -132,7 +132,10 @@ def _mla_append(f: SimpleNamespace) -> None:
     s = ShapeChecker(f)
     s.see("kv_c", "T L", FLOAT if f.cos_sin_cache is not None else _rows(latent_format(f.format)))
     dtype = [f.kv_c.dtype]
+    _rotary_part(f, "k_pe", f.k_pe)
     s.see("k_pe", "T R", dtype)
+    rotates = f.cos_sin_cache is not None and f.kpe.shape[-1:] == (0,)
+    require(not rotates, "cos_sin_cache", "None without a rotary part", "a tensor")
     _queries(f, s, dtype)
     if f.cos_sin_cache is not None:
         require(f.positions is not None, "positions", "a tensor [T] beside cos_sin_cache", None)
@@ -189,6 +192,7 @@ def _kv_attention(f: SimpleNamespace) -> ShapeChecker:
 def _mla_decode(f: SimpleNamespace) -> None:
     s = ShapeChecker(f)
     s.see("q_nope", "T H L", FLOAT + FP8)
+    _rotary_part(f, "q_pe", f.q_pe)
     s.see("q_pe", "T H R", [f.q_nope.dtype])
     _latent_cache(f, s)
     list_checks.latent_lists(f, s)
@@ -237,7 +241,8 @@ def _mla_prefill(f: SimpleNamespace) -> None:
 def _new_latents(f: SimpleNamespace, s: ShapeChecker) -> int:
     """Check unrotated queries, raw latents, their cache, and the rotary and norm tensors. Returns Dn."""
     half = [f.q.dtype]
-    _both("k_pe", f.k_pe, "kv_c", f.kv_c)
+    if f.kv_c is None or f.kpe.shape[-1:] != (0,):
+        _both("k_pe", f.k_pe, "kv_c", f.kv_c)
     s.see("kv_c", "T L", half)
     s.see("k_pe", "T R", half)
     fmt = latent_format(f.format)
@@ -250,6 +255,7 @@ def _new_latents(f: SimpleNamespace, s: ShapeChecker) -> int:
     s.see("page_table", "B max_pages", INDEX)
     s.see("cache_lens", "B", INDEX)
     s.see("cu_seqlens_q", "B+1", INDEX)
+    _rotary_part(f, "freqs_cis", f.freqs_cis)
     s.see("freqs_cis", "max_pos R", FLOAT)
     s.see("kv_norm_gamma", "L", FLOAT)
     return nope
@@ -410,6 +416,11 @@ def _latent_cache(f: SimpleNamespace, s: ShapeChecker) -> None:
     require(fmt.scale == "tensor" or plain, "kv_scale", want, _as_passed(f, "kv_scale"))
     _positive(f, "kv_scale")
     _scalar(f, s, "kv_scale_t")
+
+
+def _rotary_part(f: SimpleNamespace, name: str, x: Any) -> None:
+    """Raise for an argument that is missing though the cache's rows have a rotary part."""
+    require(x is not None or f.kpe.shape[-1:] == (0,), name, "a tensor for a cache with a rotary part", None)
 
 
 def _queries(f: SimpleNamespace, s: ShapeChecker, dtype: list) -> None:

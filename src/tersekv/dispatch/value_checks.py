@@ -71,7 +71,7 @@ def _check_requests(call: Any, pages: int, size: int) -> None:
         name, what = "cache_lens", "(max_pages * S, the new tokens included)"
         _check_non_negative(name, cached)
         longest = int(lens[new > 0].max()) if (new > 0).any() else 0
-        if longest > call.freqs_cis.shape[0]:
+        if call.freqs_cis is not None and longest > call.freqs_cis.shape[0]:
             raise ValueError(f"freqs_cis: want a row for each of {longest} tokens, got {call.freqs_cis.shape[0]}")
     if (lens > room).any():
         i = int((lens > room).nonzero()[0, 0])

@@ -26,7 +26,7 @@ LatentLike = PagedLatentLayer | Tensor | Sequence[Tensor]
 
 def mla_append(
     kv_c: Tensor,
-    k_pe: Tensor,
+    k_pe: Tensor | None,
     cache: LatentLike,
     slot_mapping: Tensor,
     *,
@@ -47,7 +47,8 @@ def mla_append(
         (None, None)
 
         kv_c, k_pe:      [T, L], [T, R]  bf16 | fp16 | fp32; kv_c is normed already. Without cos_sin_cache also the
-                         dtype of an `fp8_e4m3` or `fp8_e5m2` cache: codes, copied as they are, no scale applied
+                         dtype of an `fp8_e4m3` or `fp8_e5m2` cache: codes, copied as they are, no scale applied.
+                         k_pe None: the cache has no rotary part (R = 0), nor is there a cos_sin_cache
         cache:           PagedLatentLayer, or bare tensors as `PagedLatentLayer.of` reads them
         slot_mapping:    [T]  page * S + offset; negative skips the row; beyond the cache: dropped
         cos_sin_cache:   [max_pos, R] fp32, [cos(R/2) | sin(R/2)]; None: k_pe is stored as it is
@@ -76,6 +77,7 @@ def mla_append(
             cached[0] if q_pe is not None and q_pe_out is None else q_pe_out
         )
 
+    k_pe = rotary_part(k_pe)
     q_pe_out, q_nope_out = query_output(q_pe, q_pe_out, q_dtype), query_output(q_nope, q_nope_out, q_dtype)
     call = MLAAppendCall(
         q_pe, q_nope, kv_c, k_pe, cos_sin_cache, positions, q_pe_out, q_nope_out, c.ckv, c.kpe, c.ckv_scale_cache,
@@ -114,7 +116,8 @@ def mla_decode(
         >>> tersekv.mla_decode(q, latent_cache[0], page_table, seq_lens, softmax_scale=192**-0.5).shape
         torch.Size([2, 16, 512])
 
-        q:              [T, H, L + R], or (q_nope [T, H, L], q_pe [T, H, R]); bf16 | fp16 | fp32 | e4m3 | e5m2
+        q:              [T, H, L + R], or (q_nope [T, H, L], q_pe [T, H, R]; None: R is 0); bf16 | fp16 | fp32 | e4m3
+                        | e5m2
         cache:          PagedLatentLayer, or bare tensors as `PagedLatentLayer.of` reads them
         page_table:     [B, max_pages]; entries past ceil(seq_len / S) are never read
         seq_lens:       [B]  tokens in the cache, the new ones included; 0: output 0, lse −inf
@@ -162,10 +165,11 @@ def mla_decode(
         rank, rope = c.ckv.shape[-1], c.kpe.shape[-1]
         if q.shape[-1] != rank + rope:
             raise ValueError(f"q: want [T, H, {rank} + {rope}], got {list(q.shape)}")
-        q_nope, q_pe = q.split_with_sizes((rank, rope), -1)
+        q_nope, q_pe = q.split_with_sizes((rank, rope), -1) if rope else (q, None)
     elif isinstance(q, (tuple, list)) and len(q) == 2:
         q_nope, q_pe = q
         tensor("q_nope", q_nope, "T H L")
+        q_pe = rotary_part(q_pe)
     else:
         raise TypeError(f"q: want Tensor or (q_nope, q_pe), got {type(q).__name__}")
     shape = q_nope.shape
@@ -181,6 +185,11 @@ def mla_decode(
     )  # fmt: skip
     dispatch_call("mla_decode", call, backend, CallSignature(options, inputs, made_outputs, _JOINED if joined else {}))
     return attention_outputs([], out, lse, return_lse)
+
+
+def rotary_part(x: Tensor | None) -> Tensor | None:
+    """The rotary part of rows as records hold it: None without columns."""
+    return None if isinstance(x, Tensor) and x.shape[-1:] == (0,) else x
 
 
 def mla_project(
@@ -309,7 +318,7 @@ def mla_prefill(
     page_table: Tensor,
     cache_lens: Tensor,
     cu_seqlens_q: Tensor,
-    freqs_cis: Tensor,
+    freqs_cis: Tensor | None,
     kv_norm_gamma: Tensor,
     kv_b_proj: Tensor,
     plan: MLAPrefillPlan,
@@ -343,7 +352,8 @@ def mla_prefill(
         page_table:       [B, max_pages]; entries past the request's tokens are never read
         cache_lens:       [B]  tokens cached before this step; new token i of request b stands at cache_lens[b] + i
         cu_seqlens_q:     [B + 1]  first new token of each request, beginning with 0
-        freqs_cis:        [max_pos, R]  cos0, sin0, cos1, sin1, …; the rotation is computed in its dtype
+        freqs_cis:        [max_pos, R]  cos0, sin0, cos1, sin1, …; the rotation is computed in its dtype. None: there
+                          is no rotary part (R = 0), in q and k_pe neither
         kv_norm_gamma:    [L]  RMSNorm weight; epsilon its constant
         kv_b_proj:        [H * (Dn + Dv), L], per head [nope | v]; e4m3 with kv_b_proj_scale [N/128, L/128] fp32
                           (blockwise product with the latents quantised per token and 128 columns), or q's dtype
@@ -397,7 +407,8 @@ def mla_prefill(
         raise ValueError(f"kv_b_proj: want more than H * Dn = {nope_rows} rows, got {len(kv_b_proj)}")
     out, lse, made_outputs = allocate_outputs(q, (t, heads, head_dim_v), out, None, lse, return_lse)
     call = MLAPrefillCall(
-        q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis,
+        q, kv_c, rotary_part(k_pe), c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q,
+        rotary_part(freqs_cis),
         kv_norm_gamma, kv_b_proj, kv_b_proj_scale, plan.buffer_row_offsets, plan.cache_offsets, out, lse,
         lengths, c.format, longest, scale, epsilon, kv_scale, kv_scale_t, precision, q_pe_out, seq_lens_out,
     )  # fmt: skip

@@ -105,6 +105,7 @@ def _mla_append(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="scale tensors strided", scale="tensor", strided=True, page=1, out_dtype="float8_e5m2"),
         replace(base, name="rank 256 rope 32", rank=256, rope=32, q_nope=128, dtype="float32", page=3, scale="float"),
         replace(base, name="quantising scales", place="pages", scale="tensor", reciprocal=True, q_nope=128),
+        replace(base, name="no rotary part", rope=0, rotate=False, query=False, gaps="columns" if i % 2 else ""),
     ):
         yield replace(case, quick=False)
     if base.format != "fp8_ds_mla":
@@ -273,6 +274,15 @@ def _mla_decode(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="strided spread fast", strided=True, spread=True, precision="fast", group=64),
         replace(base, name="rank 256 rope 32", rank=256, rope=32, group=8),
         replace(base, name="fp32", dtype="float32", lse=False),
+        replace(
+            base,
+            name="no rotary part",
+            rope=0,
+            gaps="" if i % 2 else "columns",
+            q_lens=(2, 2, 2, 2),
+            lens=(37, 4, 0, 130),
+        ),
+        replace(base, name="no rotary part fp16 pages of 3", rope=0, page=3, dtype="float16", group=40, scale="float"),
     ):
         yield replace(case, quick=False)
     if base.format != "fp8_ds_mla":
@@ -295,6 +305,7 @@ def _mla_decode(base: Case, i: int) -> Iterator[Case]:
         replace(listed, name="empty lists", listed=0, sinks=True),
         replace(listed, name="2048 of 3000", listed=2048, lens=(3000, 5, 2600), page=128),
         replace(listed, name="listed sinks of inf", sinks=True, sink="inf", listed=9),
+        replace(listed, name="listed, no rotary part", rope=0, by_slot=i % 2 == 0, sinks=True, page=64, gaps="columns"),
         replace(listed, name="listed fp16 batch invariant", dtype="float16", batch_invariant=True, lse=False),
         replace(listed, name="listed e4m3 query far sinks", dtype="float8_e4m3fn", out_dtype="bfloat16", sinks=True,
                 sink="far", batch_invariant=True, listed=700, lens=(900, 9)),
@@ -316,6 +327,7 @@ def _mla_prefill(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="16 heads", group=16, lens=(150,), q_lens=(130,), page=128, dim_v=128),
         replace(base, name="wide", group=2, lens=(150, 0, 70), q_lens=(140, 0, 3), chunk=100, dim_v=128),
         replace(base, name="scaled rows strided", scale="float", strided=True, spread=True, page=1),
+        replace(base, name="no rotary part", rope=0, chunk=32, weight="" if i % 2 else base.weight),
     ]
     if base.format in ("bf16", "fp16"):
         cases.append(replace(base, name="raw rows in the cache", raw_in_cache=True, page=64))
@@ -355,6 +367,7 @@ def _mla_decode_branch(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="scale tensors strided", scale="tensor", strided=True, page=1, group=4),
         replace(base, name="rank 256 rope 32 Dv 64", rank=256, rope=32, weight="", nope=64, dim_v=64, group=3),
         replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0)),
+        replace(base, name="no rotary part", rope=0, q_lens=(1, 1, 2, 0), ragged=True),
     ]  # fmt: skip
     if base.format in ("bf16", "fp16"):
         cases.append(replace(base, name="raw rows in the cache", raw_in_cache=True))

@@ -133,7 +133,7 @@ def _latent(dice: Dice, case: Case) -> Case:
     step = f.scale_block or 8
     return replace(
         case, rank=512 if dice.maybe(0.8) else _multiple(dice, step, 512, (128, 256, 384, 512)),
-        rope=64 if dice.maybe(0.8) else 2 * dice.randint(1, 32), split=f.scale_dtype is None and dice.maybe(0.4),
+        rope=dice.some((64, 0, 2 * dice.randint(1, 32)), (7, 1, 2)), split=f.scale_dtype is None and dice.maybe(0.4),
         page=_page(dice), gaps=_gaps(dice, ("slots", "columns")), index=dice.some(_INDEX), strided=dice.maybe(0.2),
         scale=dice.some(_SCALES[:3] if f.scale == TENSOR else _SCALES[:1]), heads=1,
     )  # fmt: skip
@@ -182,7 +182,7 @@ def _rope_append(dice: Dice, case: Case) -> Case:
 
 def _mla_append(dice: Dice, case: Case) -> Case:
     case = _latent(dice, case)
-    rotate = dice.maybe(0.8)
+    rotate = case.rope > 0 and dice.maybe(0.8)
     query = rotate and dice.maybe(0.7)
     group, q_nope = dice.some((1, 2, 5, 16, 128)), dice.some((512, 512, 128, 8 * dice.randint(1, 64)))
     case = _written(dice, case, case.rank + case.rope + query * group * (case.rope + q_nope))

@@ -211,7 +211,7 @@ def _rope_append(m: _Maker) -> RopeAppendCall:
 
 def _mla_append(m: _Maker) -> MLAAppendCall:
     c, r = m.case, m.requests
-    kv_c, k_pe = m.new_rows(r.tokens, c.rank), m.new_rows(r.tokens, c.rope)
+    kv_c, k_pe = m.new_rows(r.tokens, c.rank), m.new_rows(r.tokens, c.rope) if c.rope else None
     q_rope = q_nope = q_rope_out = q_nope_out = None
     if c.query:
         shapes = (r.tokens, c.group, c.rope), (r.tokens, c.group, c.q_nope)
@@ -288,7 +288,8 @@ def _mla_decode(m: _Maker) -> MLADecodeCall:
     if c.scale == "float":
         out_scale = 0.4
     return MLADecodeCall(
-        q[..., : c.rank], q[..., c.rank :], a.ckv, a.kpe, a.ckv_scale_cache, None if c.by_slot else r.page_table(),
+        q[..., : c.rank], q[..., c.rank :] if c.rope else None, a.ckv, a.kpe, a.ckv_scale_cache,
+        None if c.by_slot else r.page_table(),
         None if c.by_slot else r.seq_lens(), r.cu_seqlens() if c.ragged and not c.by_slot else None,
         m.output(r.tokens, heads, c.rank), m.lse(r.tokens, heads),
         c.format, 1 if c.by_slot else r.max_q_len, *float_and_tensor(softmax_scale), *float_and_tensor(a.kv_scale),
@@ -318,7 +319,7 @@ def _mla_prefill(m: _Maker) -> MLAPrefillCall:
     spread = 1.0 if c.spread else 0.0
     raw = NO_PARTS
     if not c.raw_in_cache:
-        raw = m.rows(r.tokens, c.rank, spread=spread), m.rows(r.tokens, c.rope)
+        raw = m.rows(r.tokens, c.rank, spread=spread), m.rows(r.tokens, c.rope) if c.rope else None
     weight, weight_scale = m.normal(heads * (c.nope + dv), c.rank) * c.rank**-0.5, None
     if c.weight:
         weight = encode(weight * 100, getattr(torch, c.weight))
@@ -331,7 +332,7 @@ def _mla_prefill(m: _Maker) -> MLAPrefillCall:
     return MLAPrefillCall(
         q, *raw, a.ckv, a.kpe, a.ckv_scale_cache, r.page_table(),
         r.index([n - q for n, q in zip(c.lens, r.q_lens, strict=True)]), r.cu_seqlens(),
-        r.freqs_cis(c.rope, torch.float32 if c.weight else dtype), (1 + 0.1 * m.normal(c.rank)).to(dtype),
+        _freqs_cis(m, dtype), (1 + 0.1 * m.normal(c.rank)).to(dtype),
         weight if c.weight else weight.to(dtype), weight_scale, r.index(plan.buffer_row_offsets), r.index(starts),
         m.output(r.tokens, heads, dv), m.lse(r.tokens, heads), plan.buffer_lengths, c.format, r.max_q_len,
         (c.nope + c.rope) ** -0.5, c.epsilon, *float_and_tensor(a.kv_scale), c.precision,
@@ -357,17 +358,24 @@ def _mla_decode_branch(m: _Maker) -> MLADecodeBranchCall:
         m.dtype = m.out_dtype = latent_format(c.format).storage
     a = m.latent_layer()
     _fill_latents(m, a, *r.live(new=c.raw_in_cache))
-    raw = NO_PARTS if c.raw_in_cache else (m.rows(r.tokens, c.rank), m.rows(r.tokens, c.rope))
+    raw = NO_PARTS
+    if not c.raw_in_cache:
+        raw = m.rows(r.tokens, c.rank), m.rows(r.tokens, c.rope) if c.rope else None
     weights = _head_weight(m, heads, c.rank, c.nope), _head_weight(m, heads, dv, c.rank)
     scale = (c.nope + c.rope) ** -0.5
     return MLADecodeBranchCall(
         m.rows(r.tokens, heads, c.nope + c.rope), *raw, a.ckv, a.kpe, a.ckv_scale_cache, r.page_table(),
         r.index([n - q for n, q in zip(c.lens, r.q_lens, strict=True)]), r.cu_seqlens() if c.ragged else None,
-        r.freqs_cis(c.rope, torch.float32 if c.weight else m.dtype), (1 + 0.1 * m.normal(c.rank)).to(m.dtype),
+        _freqs_cis(m, m.dtype), (1 + 0.1 * m.normal(c.rank)).to(m.dtype),
         *weights[0], *weights[1], m.output(r.tokens, heads, dv), c.format, r.max_q_len,
         *float_and_tensor(torch.full((1,), scale) if c.scale == "tensor" else scale), c.epsilon,
         *float_and_tensor(a.kv_scale),
     )  # fmt: skip
+
+
+def _freqs_cis(m: _Maker, dtype: torch.dtype) -> Tensor | None:
+    c = m.case
+    return m.requests.freqs_cis(c.rope, torch.float32 if c.weight else dtype) if c.rope else None
 
 
 def _head_weight(m: _Maker, heads: int, n: int, k: int) -> tuple[Tensor, Tensor | None]:

@@ -130,7 +130,7 @@ def _mla_decode(call: MLADecodeCall) -> Expected:
     for b, (start, stop) in enumerate(_rows(call)):
         n = int(call.seq_lens[b])
         ckv, kpe = latent_rows(call, *_places(call.page_table[b], n, call.ckv.shape[1]))
-        q_nope, q_pe = decode(call.q_nope[start:stop]), decode(call.q_pe[start:stop])
+        q_nope, q_pe = _latent_query(call, start, stop)
         scores = (q_nope @ ckv.T + q_pe @ kpe.T) * scale
         p, lse[start:stop] = _softmax(scores, _visible(stop - start, n, None, 0), call.sinks)
         out[start:stop] = p @ ckv
@@ -148,7 +148,7 @@ def _mla_decode_lists(call: MLADecodeCall) -> Expected:
         if not keys:
             continue
         ckv, kpe = latent_rows(call, *torch.tensor(keys).T)
-        q_nope, q_pe = decode(call.q_nope[t : t + 1]), decode(call.q_pe[t : t + 1])
+        q_nope, q_pe = _latent_query(call, t, t + 1)
         scores = (q_nope @ ckv.T + q_pe @ kpe.T) * scale
         p, lse[t : t + 1] = _softmax(scores, torch.ones(1, len(keys), dtype=torch.bool), call.sinks)
         out[t : t + 1] = p @ ckv
@@ -156,6 +156,12 @@ def _mla_decode_lists(call: MLADecodeCall) -> Expected:
             products = q_nope.square() @ ckv.square().T + q_pe.square() @ kpe.square().T
             rounding[t : t + 1] = _moved(p, products, scale)
     return _attention(call, out * float(_pick(call, "out_scale")), lse)._replace(lse_rounding=rounding)
+
+
+def _latent_query(call: MLADecodeCall, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """fp64 parts of query rows; the rotary one may have no columns."""
+    q_nope = decode(call.q_nope[start:stop])
+    return q_nope, q_nope[..., :0] if call.q_pe is None else decode(call.q_pe[start:stop])
 
 
 def _moved(p: Tensor, products: Tensor, scale: float) -> Tensor:
@@ -270,12 +276,11 @@ def _store_new(call: Any, b: int, start: int, stop: int) -> tuple[Where, Where, 
     old = int(call.cache_lens[b])
     n = old + stop - start
     where = _places(call.page_table[b], n, call.ckv.shape[1])
-    new, freqs = (where[0][old:], where[1][old:]), call.freqs_cis[old:n]
+    new = where[0][old:], where[1][old:]
+    freqs = torch.zeros(n - old, 0) if call.freqs_cis is None else call.freqs_cis[old:n]
     f, scale = latent_format(call.format), column(_pick(call, "kv_scale"))
-    if call.kv_c is None or call.k_pe is None:
-        raw, k_pe = take(call.ckv, *new), take(call.kpe, *new)
-    else:
-        raw, k_pe = call.kv_c[start:stop], call.k_pe[start:stop]
+    raw = take(call.ckv, *new) if call.kv_c is None else call.kv_c[start:stop]
+    k_pe = take(call.kpe, *new) if call.k_pe is None else call.k_pe[start:stop]
     x = raw.double()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.epsilon)
     gamma = call.kv_norm_gamma

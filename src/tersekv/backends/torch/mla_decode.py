@@ -35,7 +35,7 @@ def run(call: Any, config: None) -> None:
     results = Results(t, heads, rank, call.out.device)
     kv_scale = call_scale(call, "kv_scale")
     factor = kv_scale * call_scale(call, "softmax_scale")
-    q = [x.to(torch.float32) * factor for x in (call.q_nope, call.q_pe)]
+    q = [x.to(torch.float32) * factor for x in (call.q_nope, call.q_pe)[: 1 + (call.kpe.shape[2] > 0)]]
     if call.indices is not None:
         keys = listed_keys(call, source.num_pages, source.page_size)
         attend_to_lists([KeySet(q, source, keys)], call.sinks, 0.0, results)
@@ -55,6 +55,7 @@ class LatentSource:
 
     def __init__(self, call: Any) -> None:
         self._ckv, self._kpe = (PagedRows(x.unsqueeze(2)) for x in (call.ckv, call.kpe))
+        self._rotary = call.kpe.shape[2] > 0
         self._scales = None if call.ckv_scale_cache is None else PagedRows(call.ckv_scale_cache.unsqueeze(2))
         self.num_pages, self.page_size = call.ckv.shape[:2]
         self.widest = call.ckv.shape[2]
@@ -65,7 +66,7 @@ class LatentSource:
             self._latents = self._ckv.load(at)
         else:
             self._latents = dequant_blocks(self._ckv, self._scales, at)
-        return [self._latents, self._kpe.load(at)], None
+        return [self._latents, *([self._kpe.load(at)] if self._rotary else [])], None
 
     def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
         assert self._latents is not None

@@ -126,9 +126,9 @@ def why_not(f: SimpleNamespace) -> str | None:
     rank, rope = f.ckv.shape[2], f.kpe.shape[2]
     if rank % 16 or not 0 < rank <= MAX_RANK:
         return f"wants a latent rank that is a multiple of 16 up to {MAX_RANK}, got {rank}"
-    if rope % 8 or not 0 < rope <= MAX_ROPE:
+    if rope % 8 or rope > MAX_ROPE:
         return f"wants a rotary part that is a multiple of 8 up to {MAX_ROPE}, got {rope}"
-    for name in ("ckv", "kpe"):
+    for name in ("ckv", "kpe") if rope else ("ckv",):
         x = getattr(f, name)
         if any(n * x.dtype.itemsize % 2 for n in x.stride[:2]):
             return f"wants {name} with strides of whole 16-bit words, got {list(x.stride)}"
@@ -228,7 +228,7 @@ def _tile_constants(f: SimpleNamespace, fmt: KVFormat, t: TileConfig, blocks: in
         "USE_TMA": tma,
         "REGISTER_PREFETCH": pack > 1 and not tma,
         "CKV_ROWS_PER_PAGE": f.ckv.stride[0] // f.ckv.stride[1] if tma else 0,
-        "KPE_ROWS_PER_PAGE": f.kpe.stride[0] // f.kpe.stride[1] if tma else 0,
+        "KPE_ROWS_PER_PAGE": f.kpe.stride[0] // f.kpe.stride[1] if tma and words_r else 0,
         "BLOCK_M": t.block_m,
         "BLOCK_B": min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
         "MIN_BLOCKS_PER_RANGE": t.min_blocks,
@@ -282,8 +282,9 @@ def _cache_matrices(f: SimpleNamespace, t: TileConfig) -> tuple[CacheMatrix, ...
     """Returns matrices of ckv and kpe; none where a key block spans pages or a part is no matrix."""
     if f.indices is not None or not t.use_tma or f.ckv.shape[1] % t.block_n or not launch.has_tma(f):
         return ()
-    found = _as_matrix(f.ckv), _as_matrix(f.kpe)
-    return () if found[0] is None or found[1] is None else (found[0], found[1])
+    found = [_as_matrix(x) for x in ((f.ckv, f.kpe) if f.kpe.shape[2] else (f.ckv,))]
+    matrices = tuple(x for x in found if x is not None)
+    return matrices if len(matrices) == len(found) else ()
 
 
 def _as_matrix(x: Any) -> CacheMatrix | None:
