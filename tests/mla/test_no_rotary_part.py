@@ -69,6 +69,16 @@ def test_layers_over_tensors():
     assert split.bytes_per_token == 512
 
 
+def test_pages_are_copied_and_recorded_and_not_transcoded():
+    cache = tersekv.PagedLatentCache([filled("fp8_ds_mla")])
+    want = cache[0].ckv[3].clone()
+    tersekv.import_pages(cache, [4], tersekv.export_pages(cache, [3]))
+    tersekv.copy_pages(cache, [(3, 0)])
+    assert torch.equal(cache[0].ckv[[4, 0]].view(torch.uint8), want.expand(2, -1, -1).view(torch.uint8))
+    with pytest.raises(ValueError, match="src: want latent rows with a rotary part, got qk_rope_head_dim 0"):
+        tersekv.transcode(cache, [3], cache, [0])
+
+
 def test_under_torch_compile():
     layer = filled("fp8_e4m3")
     q, rows, slots = torch.randn(2, 4, 512), torch.randn(3, 512), torch.tensor([-1, 75, 76])
