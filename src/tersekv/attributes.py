@@ -16,7 +16,19 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .formats import BATCH_INVARIANCE, BLOCK, CHANNELS, FP8, LATENT_SINKS, LISTS, PAIRS, ROTATION, TENSOR, KVFormat
+from .formats import (
+    BATCH_INVARIANCE,
+    BLOCK,
+    CHANNELS,
+    FP8,
+    LATENT_SINKS,
+    LISTS,
+    PAIRS,
+    ROTATION,
+    TENSOR,
+    TWO_SETS,
+    KVFormat,
+)
 from .scalars import as_float, round_to_fp32
 from .shapes import ShapeChecker, dtype_name, require
 from .tracing import tracing
@@ -130,6 +142,7 @@ def required_features(f: Any) -> list[str]:
     """What of these a call's facts have, and what else it asks for that a backend's file may not take."""
     asked = [BATCH_INVARIANCE] if getattr(f, "batch_invariant", False) else []
     asked += [LISTS] if getattr(f, "indices", None) is not None else []
+    asked += [TWO_SETS] if getattr(f, "extra_indices", None) is not None else []
     if not hasattr(f, "v_format"):
         return asked + ([LATENT_SINKS] if getattr(f, "sinks", None) is not None else [])
     has = {

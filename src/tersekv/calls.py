@@ -202,6 +202,15 @@ class MLADecodeCall(NamedTuple):
     index_lens: Tensor | None = None  # [T] used entries of each list; None: n
     block_size: int = 1  # consecutive positions of an entry
     sinks: Tensor | None = None  # [H] fp32
+    extra_ckv: Tensor | None = None  # [P', S', L] another cache, whose listed keys are in the same softmax
+    extra_kpe: Tensor | None = None  # [P', S', R]
+    extra_ckv_scale_cache: Tensor | None = None
+    extra_page_table: Tensor | None = None  # [B, max_pages']; None: its lists hold slots
+    extra_indices: Tensor | None = None  # [T, n'] all of them are seen, whatever the row's own position
+    extra_index_lens: Tensor | None = None  # [T]
+    extra_format: str = ""
+    extra_kv_scale: float = 1.0
+    extra_kv_scale_t: Tensor | None = None
 
 
 class MLAPrefillCall(NamedTuple):

@@ -29,6 +29,7 @@ INDEX = "index"  # one fp32 power of two per 128 columns of an index key, behind
 PAIRS, ROTATION, CHANNELS = "K and V of different formats", "rotated rows", "channel scales"
 BATCH_INVARIANCE = "batch invariance"  # what calls ask for, not caches
 LISTS, LATENT_SINKS = "lists of keys (indices)", "sinks over latents"  # likewise
+TWO_SETS = "a second set of keys (extra)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def __getattr__(name: str) -> object:
 
 
 _JOINED = {"q_pe": "q_nope", "kpe": "ckv", "ckv_scale_cache": "ckv"}  # of one tensor each
-_NO_LISTS = (None, None, None)  # of `mla_decode`: indices, index_lens, sinks
+_NO_LISTS = (None,) * 10  # of `mla_decode`: indices, index_lens, sinks, and a second set of keys
 _XQA_NAMES = {
     "out": "output",
     "kv_cache": "k_cache",

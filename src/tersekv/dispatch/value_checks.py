@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..calls import TranscodeCall
 from . import transcode_checks
-from .list_checks import check_lists
+from .list_checks import check_lists, extra_set
 
 
 def check_host_values(call: Any) -> None:
@@ -39,6 +39,8 @@ def check_values(call: Any) -> None:
         _check_requests(call, pages, size)
     if getattr(call, "indices", None) is not None:
         check_lists(call)
+    if getattr(call, "extra_indices", None) is not None:
+        check_lists(extra_set(call), "extra.")
     sinks = getattr(call, "sinks", None)
     if sinks is not None and sinks.isnan().any():
         raise ValueError(f"sinks: want numbers, got NaN at {int(sinks.isnan().nonzero()[0, 0])}")

@@ -15,13 +15,45 @@ from ..dispatch.launch_cache import CallSignature, lookup
 from ..layers import PagedLatentLayer
 from ..scalars import as_bool, as_float, as_int, as_positive_int
 from .append import query_output
-from .attention import allocate_outputs, attention_outputs, max_query_rows, output_tensor
+from .attention import (
+    allocate_outputs,
+    attention_outputs,
+    max_query_rows,
+    max_rows_of_requests,
+    output_tensor,
+)
 from .registry import dispatch_call
 from .scales import float_and_tensor, multiplying_scale
 
 _JOINED = {"q_pe": "q_nope"}  # as one tensor
 
+_Optional = Tensor | None
+_SetTensors = tuple[_Optional, _Optional, _Optional, _Optional, _Optional, _Optional]
+
 LatentLike = PagedLatentLayer | Tensor | Sequence[Tensor]
+
+
+class Selected(NamedTuple):
+    """A second set of listed keys for `mla_decode`, of a cache of its own: its `extra`.
+
+        >>> chosen = torch.tensor([[3, 0], [7, -1]])  # slots, for two query rows
+        >>> compressed = tersekv.Selected(latent_cache[0], chosen)
+        >>> tersekv.mla_decode(
+        ...     torch.randn(2, 16, 512 + 64), latent_cache[0], page_table, seq_lens, softmax_scale=192**-0.5,
+        ...     indices=torch.tensor([[5, 2], [1, 6]]), extra=compressed,
+        ... ).shape
+        torch.Size([2, 16, 512])
+
+    cache:       PagedLatentLayer, or bare tensors, of any format and page size; L and R are those of the first cache
+    indices:     [T, n]  int32 | int64 | uint32: as those of `mla_decode`, but that a row sees all that it lists
+    page_table:  [B, max_pages] of this cache: entries are positions; None: slots
+    index_lens:  [T]  used entries of each list; None: n
+    """
+
+    cache: LatentLike
+    indices: Tensor
+    page_table: Tensor | None = None
+    index_lens: Tensor | None = None
 
 
 def mla_append(
@@ -99,6 +131,7 @@ def mla_decode(
     index_lens: Tensor | None = None,
     block_size: int = 1,
     sinks: Tensor | None = None,
+    extra: Selected | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_q_len: int | None = None,
     out: Tensor | None = None,
@@ -129,6 +162,8 @@ def mla_decode(
         index_lens:     [T]  used entries of each list; None: n
         block_size:     c: entry x of `indices` stands for positions c * x to c * x + c - 1
         sinks:          [H] fp32; one more score per head (scaled-logit units, natural log) with a zero value
+        extra:          `Selected` keys of another cache, in the same softmax; beside `indices` only. Either list may be
+                        empty
         cu_seqlens_q:   [B + 1] ragged query rows, beginning with 0; None: T / B rows each; several rows are causal
         out:            [T, H, L]; out_dtype default q's, bf16 for an 8-bit q; out_scale multiplies it
         lse:            [T, H] fp32, natural log, sinks included; a row without keys: output 0, lse −inf
@@ -145,15 +180,16 @@ def mla_decode(
     scale, scale_t = float_and_tensor(softmax_scale, "softmax_scale")
     max_q_len = None if max_q_len is None else as_int("max_q_len", max_q_len)
     batch_invariant, block_size = as_bool("batch_invariant", batch_invariant), as_int("block_size", block_size)
+    extra_tensors, extra_format, extra_scale, extra_scale_t = _second_set(extra)
     joined = isinstance(q, Tensor)
     q_nope, q_pe = q if isinstance(q, (tuple, list)) and len(q) == 2 else (q, None)
     inputs = (
         q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
-        scale_t, kv_scale_t, o_scale_t, indices, index_lens, sinks,
+        scale_t, kv_scale_t, o_scale_t, indices, index_lens, sinks, *extra_tensors, extra_scale_t,
     )  # fmt: skip
     options = (
         c.format, joined, max_q_len, scale, kv_scale, o_scale, out_dtype, return_lse, precision, batch_invariant,
-        block_size, backend,
+        block_size, extra_format, extra_scale, backend,
     )  # fmt: skip
     cached = lookup("mla_decode", options, inputs)
     if cached is not None:
@@ -178,13 +214,27 @@ def mla_decode(
         tensor("page_table", page_table, "B max_pages")
     by_slot = page_table is None and indices is not None
     rows = 1 if by_slot else max_query_rows(shape[0], seq_lens, cu_seqlens_q, max_q_len)
+    if by_slot and extra is not None and extra.page_table is not None:
+        tensor("extra.page_table", extra.page_table, "B max_pages")
+        rows = max_rows_of_requests(shape[0], len(extra.page_table), cu_seqlens_q, max_q_len)
     call = MLADecodeCall(
         q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
         c.format, rows, scale, scale_t, kv_scale, kv_scale_t, o_scale, o_scale_t, precision, batch_invariant, indices,
-        index_lens, block_size, sinks,
+        index_lens, block_size, sinks, *extra_tensors, extra_format, extra_scale, extra_scale_t,
     )  # fmt: skip
     dispatch_call("mla_decode", call, backend, CallSignature(options, inputs, made_outputs, _JOINED if joined else {}))
     return attention_outputs([], out, lse, return_lse)
+
+
+def _second_set(extra: Selected | None) -> tuple[_SetTensors, str, float, Tensor | None]:
+    """What a record has of a second set of keys: its tensors, its format, and the scale of its cache."""
+    if extra is None:
+        return (None, None, None, None, None, None), "", 1.0, None
+    if not isinstance(extra, Selected):
+        raise TypeError(f"extra: want Selected or None, got {type(extra).__name__}")
+    c = extra.cache if isinstance(extra.cache, PagedLatentLayer) else PagedLatentLayer.of(extra.cache)
+    tensors = c.ckv, c.kpe, c.ckv_scale_cache, extra.page_table, extra.indices, extra.index_lens
+    return tensors, c.format, *float_and_tensor(c.kv_scale, "extra.kv_scale")
 
 
 def rotary_part(x: Tensor | None) -> Tensor | None:

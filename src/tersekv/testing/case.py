@@ -81,6 +81,10 @@ class Case:
     list_lens: bool = False  # lists have lengths of their own
     lists: str = ""  # "shared": one for all rows; "again": entries may repeat
     sink: str = ""  # sinks of another size: "inf", "-inf", "far"
+    extra_listed: int = -1  # a second set of keys (`extra`): entries of its lists; -1: there is none
+    extra_by_slot: bool = False
+    extra_format: str = ""  # "": format
+    extra_page: int = 16
 
     # mla_prefill, mla_decode_branch
     nope: int = 128

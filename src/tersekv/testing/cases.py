@@ -287,6 +287,10 @@ def _mla_decode(base: Case, i: int) -> Iterator[Case]:
         yield replace(case, quick=False)
     if base.format != "fp8_ds_mla":
         yield replace(base, name="split", split=True, quick=False)
+    yield from _listed_latents(base, i)
+
+
+def _listed_latents(base: Case, i: int) -> Iterator[Case]:
     listed = replace(base, listed=70, lens=(37, 1, 0, 130))
     yield replace(listed, name="listed positions", list_lens=i % 2 == 0)
     for case in (
@@ -309,10 +313,26 @@ def _mla_decode(base: Case, i: int) -> Iterator[Case]:
         replace(listed, name="listed fp16 batch invariant", dtype="float16", batch_invariant=True, lse=False),
         replace(listed, name="listed e4m3 query far sinks", dtype="float8_e4m3fn", out_dtype="bfloat16", sinks=True,
                 sink="far", batch_invariant=True, listed=700, lens=(900, 9)),
+        replace(listed, name="two sets", extra_listed=40, sinks=True, extra_page=64, list_lens=True),
+        replace(listed, name="two sets of slots, of another format", extra_listed=40, by_slot=True, extra_by_slot=True,
+                extra_format=_next_latent(base.format), group=64, rope=0, scale="float", lists="again"),
+        replace(listed, name="two sets, the first empty", listed=0, extra_listed=70, sinks=True, sink="inf"),
+        replace(listed, name="two sets, the second empty", extra_listed=0, by_slot=True, lse=False),
+        replace(listed, name="slots and positions of ragged rows", by_slot=True, extra_listed=33, extra_page=3,
+                lens=(137, 40, 0, 70), q_lens=(20, 1, 0, 17), ragged=True, strided=True, index="uint32", sinks=True,
+                scale="tensor", out_dtype="float8_e4m3fn"),
+        replace(listed, name="positions and slots of drafts batch invariant", extra_listed=900, extra_by_slot=True,
+                lens=(1937, 4, 6, 70), q_lens=(3, 3, 3, 3), batch_invariant=True, dtype="float16",
+                extra_format=_next_latent(base.format), block_size=3),
         replace(base, name="sinks", sinks=True, lens=(37, 1, 0, 3000)),
         replace(base, name="sinks of -inf ragged", sinks=True, sink="-inf", q_lens=(2, 1, 0, 1), ragged=True),
     ):  # fmt: skip
         yield replace(case, quick=False)
+
+
+def _next_latent(name: str) -> str:
+    names = [*LATENT_FORMATS]
+    return names[(names.index(name) + 1) % len(names)]
 
 
 def _mla_prefill(base: Case, i: int) -> Iterator[Case]:

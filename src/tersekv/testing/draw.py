@@ -271,11 +271,21 @@ def _listed(dice: Dice, case: Case) -> Case:
     latent = case.op == "mla_decode"
     by_slot = latent and dice.maybe(0.4)
     block_size = 1 if by_slot else dice.some((1, 1, 3, 4, 8, 64, 128))
+    if latent and dice.maybe(0.4):
+        extra = min(dice.some((0, 1, 64, dice.log(1, 600))), most)
+        case = replace(case, extra_listed=extra, extra_by_slot=dice.maybe(0.5), extra_page=_page(dice),
+                       extra_format=_another_latent(dice, case))  # fmt: skip
     return replace(
         case, listed=listed, by_slot=by_slot, block_size=block_size, list_lens=dice.maybe(0.4),
         each_head=not latent and dice.maybe(0.4),
         lists=dice.some(("", "shared", "again"), (6, 1 if len(case.lens) == 1 else 0, 1)),
     )  # fmt: skip
+
+
+def _another_latent(dice: Dice, case: Case) -> str:
+    """The format of a second set: mostly that of the first; any that holds rows of its rank."""
+    fits = [f.name for f in LATENT_FORMATS.values() if case.rank % (f.scale_block or 8) == 0]
+    return "" if dice.maybe(0.6) else dice.some(fits)
 
 
 def _live(dice: Dice, values: int) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from .cases import Case
 from .codes import column, encode, write_rows
 from .lists import Lists
 from .memory import POISON, as_bytes, moved, poisoned, put, storage_bytes
+from .other_cases import extra_case, source_case
 from .requests import FAR, Requests
 
 Scale = float | Tensor
@@ -287,16 +287,34 @@ def _mla_decode(m: _Maker) -> MLADecodeCall:
         softmax_scale, out_scale = torch.full((1,), 192**-0.5), torch.full((1,), 3.0)
     if c.scale == "float":
         out_scale = 0.4
+    by_slot = c.by_slot and (c.extra_listed < 0 or c.extra_by_slot)  # no request of a row is looked at
     return MLADecodeCall(
         q[..., : c.rank], q[..., c.rank :] if c.rope else None, a.ckv, a.kpe, a.ckv_scale_cache,
         None if c.by_slot else r.page_table(),
-        None if c.by_slot else r.seq_lens(), r.cu_seqlens() if c.ragged and not c.by_slot else None,
+        None if c.by_slot else r.seq_lens(), r.cu_seqlens() if c.ragged and not by_slot else None,
         m.output(r.tokens, heads, c.rank), m.lse(r.tokens, heads),
-        c.format, 1 if c.by_slot else r.max_q_len, *float_and_tensor(softmax_scale), *float_and_tensor(a.kv_scale),
+        c.format, 1 if by_slot else r.max_q_len, *float_and_tensor(softmax_scale), *float_and_tensor(a.kv_scale),
         *float_and_tensor(out_scale), c.precision, c.batch_invariant,
         None if lists is None else lists.indices()[:, 0], None if lists is None else lists.index_lens(), c.block_size,
-        _sinks(m, heads) if c.sinks else None,
+        _sinks(m, heads) if c.sinks else None, **_extra_keys(c),
     )  # fmt: skip
+
+
+def _extra_keys(c: Case) -> dict[str, Any]:
+    """The fields of a second set of keys: other tokens of the same requests, all of which rows see, in other pages."""
+    if c.extra_listed < 0:
+        return {}
+    m = _Maker(extra_case(c))
+    a, r = m.latent_layer(), m.requests
+    lists = Lists(m.case, r, causal=False)
+    _fill_latents(m, a, *lists.live())
+    scale, scale_t = float_and_tensor(a.kv_scale)
+    return {
+        "extra_ckv": a.ckv, "extra_kpe": a.kpe, "extra_ckv_scale_cache": a.ckv_scale_cache,
+        "extra_page_table": None if m.case.by_slot else r.page_table(), "extra_indices": lists.indices()[:, 0],
+        "extra_index_lens": lists.index_lens(), "extra_format": m.case.format, "extra_kv_scale": scale,
+        "extra_kv_scale_t": scale_t,
+    }  # fmt: skip
 
 
 def _sinks(m: _Maker, heads: int) -> Tensor:
@@ -427,15 +445,6 @@ def _transcode(m: _Maker) -> TranscodeCall:
     if c.ragged:
         fields |= {"num_tokens": tokens + c.slack, "num_tokens_t": m.requests.index([tokens])}
     return TranscodeCall(**fields)
-
-
-def source_case(c: Case) -> Case:
-    """The case of the pages that a transcode reads."""
-    return replace(
-        c, format=c.src_format or c.format, v_format=c.src_v_format or (c.v_format if not c.src_format else ""),
-        page=c.src_page, layout=c.src_layout, scales=c.src_scales, rotation=c.src_rotation, channels=c.src_channels,
-        scale=c.src_scale, packed=False, gaps="", split=c.split and c.src_format != "fp8_ds_mla",
-    )  # fmt: skip
 
 
 def _fill_kv(m: _Maker, a: PagedKVLayer, pages: Tensor, slots: Tensor) -> None:

@@ -139,18 +139,30 @@ def _mla_decode(call: MLADecodeCall) -> Expected:
     return _attention(call, out * float(_pick(call, "out_scale")), lse)._replace(lse_rounding=rounding)
 
 
+_OF_A_SET = ("ckv", "kpe", "ckv_scale_cache", "format", "kv_scale", "kv_scale_t")
+
+
 def _mla_decode_lists(call: MLADecodeCall) -> Expected:
-    """Row by row over the keys that its list names, as often as it does."""
+    """Row by row over the keys that its lists name, as often as they do."""
     out, lse = _empty(call.out)
-    rounding = torch.zeros_like(lse) if call.ckv.dtype.itemsize == 1 else None
+    caches = [call.ckv] if call.extra_ckv is None else [call.ckv, call.extra_ckv]
+    rounding = torch.zeros_like(lse) if any(x.dtype.itemsize == 1 for x in caches) else None
     scale = float(_pick(call, "softmax_scale"))
-    for t, keys in enumerate(reference_lists.latent_keys(call)):
-        if not keys:
+    first, other = reference_lists.latent_keys(call), [list[tuple[int, int]]()] * len(out)
+    second = call
+    if call.extra_ckv is not None:
+        other = reference_lists.extra_keys(call)
+        second = call._replace(**{name: getattr(call, f"extra_{name}") for name in _OF_A_SET})
+    for t, sets in enumerate(zip(first, other, strict=True)):
+        stacked = [
+            latent_rows(of, *torch.tensor(keys).T) for of, keys in zip((call, second), sets, strict=True) if keys
+        ]
+        if not stacked:
             continue
-        ckv, kpe = latent_rows(call, *torch.tensor(keys).T)
+        ckv, kpe = (torch.cat(parts) for parts in zip(*stacked, strict=True))
         q_nope, q_pe = _latent_query(call, t, t + 1)
         scores = (q_nope @ ckv.T + q_pe @ kpe.T) * scale
-        p, lse[t : t + 1] = _softmax(scores, torch.ones(1, len(keys), dtype=torch.bool), call.sinks)
+        p, lse[t : t + 1] = _softmax(scores, torch.ones(1, len(ckv), dtype=torch.bool), call.sinks)
         out[t : t + 1] = p @ ckv
         if rounding is not None:
             products = q_nope.square() @ ckv.square().T + q_pe.square() @ kpe.square().T

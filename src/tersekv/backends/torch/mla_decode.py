@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.formats import BATCH_INVARIANCE, LATENT_SINKS, LISTS, latent_format
+from tersekv.formats import BATCH_INVARIANCE, LATENT_SINKS, LISTS, TWO_SETS, latent_format
 
 from .exact import without_autocast
 from .gather import KeySlots, PagedRows, dequant_blocks
@@ -17,11 +17,12 @@ from .online_softmax import Results, attend, call_scale, finalize_to_out_and_lse
 from .quantize import why_no_codec
 from .requests import MaskAndSoftcap, request_batches, why_not_batch_invariant
 
-SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS)
+SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS, TWO_SETS)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return why_no_codec(latent_format(f.format)) or why_not_batch_invariant(f)
+    extra = latent_format(f.extra_format or f.format)
+    return why_no_codec(latent_format(f.format)) or why_no_codec(extra) or why_not_batch_invariant(f)
 
 
 def configure(f: SimpleNamespace) -> None:
@@ -30,22 +31,40 @@ def configure(f: SimpleNamespace) -> None:
 
 @without_autocast
 def run(call: Any, config: None) -> None:
-    source = LatentSource(call)
     t, heads, rank = call.out.shape
     results = Results(t, heads, rank, call.out.device)
-    kv_scale = call_scale(call, "kv_scale")
-    factor = kv_scale * call_scale(call, "softmax_scale")
-    q = [x.to(torch.float32) * factor for x in (call.q_nope, call.q_pe)[: 1 + (call.kpe.shape[2] > 0)]]
     if call.indices is not None:
-        keys = listed_keys(call, source.num_pages, source.page_size)
-        attend_to_lists([KeySet(q, source, keys)], call.sinks, 0.0, results)
-        results.write(call, kv_scale * call_scale(call, "out_scale"))
+        sets = [call] if call.extra_indices is None else [call, _second_set(call)]
+        attend_to_lists([_listed(x, "extra." if i else "") for i, x in enumerate(sets)], call.sinks, 0.0, results)
+        results.write(call, call_scale(call, "out_scale"))
         return
+    source, kv_scale = LatentSource(call), call_scale(call, "kv_scale")
+    q = _scaled_query(call)
     for batch in request_batches(call, MaskAndSoftcap(), source.num_pages, source.page_size):
         state = attend([rows_by_kv_head(x, batch, 1) for x in q], source, batch, MaskAndSoftcap())
         if state is not None:
             results.put(batch, *finalize_to_out_and_lse(state, call.sinks, 1))
     results.write(call, kv_scale * call_scale(call, "out_scale"))
+
+
+def _second_set(call: Any) -> SimpleNamespace:
+    """Returns the call over its second set of keys alone. It has no seq_lens: rows see all positions."""
+    names = ("ckv", "kpe", "ckv_scale_cache", "page_table", "indices", "index_lens", "format", "kv_scale", "kv_scale_t")
+    second = {name: getattr(call, f"extra_{name}") for name in names}
+    return SimpleNamespace(**call._asdict() | second | {"seq_lens": None, "block_size": 1})
+
+
+def _scaled_query(call: Any) -> list[Tensor]:
+    """Returns the parts of the query in fp32, times the scales of scores."""
+    factor = call_scale(call, "kv_scale") * call_scale(call, "softmax_scale")
+    return [x.to(torch.float32) * factor for x in (call.q_nope, call.q_pe)[: 1 + (call.kpe.shape[2] > 0)]]
+
+
+def _listed(call: Any, of: str) -> KeySet:
+    """Returns the listed keys of a set. of: what its arguments belong to."""
+    source = LatentSource(call)
+    keys = listed_keys(call, source.num_pages, source.page_size, of)
+    return KeySet(_scaled_query(call), source, keys, call_scale(call, "kv_scale"))
 
 
 class LatentSource:

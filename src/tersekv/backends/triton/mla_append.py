@@ -156,6 +156,8 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "SCALE_QUANTIZES": f.scales_quantize,
         "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f), "STRIDE_UNIT": unit, "USE_PDL": row_programs.uses_pdl(f),
     }  # fmt: skip
+    if f.k_pe is None:  # R is 0: no program handles what stands in for it
+        arguments |= tensor_args(BYTES, p_k_pe="kv_c")
     return LaunchSequence(KernelLaunch(mla_append_kernel, (num_programs,), arguments, **row_programs.launch_options(f)))
 
 

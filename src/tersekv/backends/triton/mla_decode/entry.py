@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ....formats import BATCH_INVARIANCE, GROUP, LATENT_GROUP, LATENT_SINKS, LISTS, KVFormat, latent_format
+from ....formats import (
+    BATCH_INVARIANCE,
+    GROUP,
+    LATENT_GROUP,
+    LATENT_SINKS,
+    LISTS,
+    TWO_SETS,
+    KVFormat,
+    latent_format,
+)
 from ...host import launch
 from ...host.attention_launches import (
     attention_constants,
@@ -34,11 +43,12 @@ from ...host.bind import (
     tensor_args,
 )
 from ...host.kernel_config import KernelConfig
-from ...host.key_lists import NO_LISTS, KeyListConfig, key_list_args, key_list_config, rows_as_requests
+from ...host.key_lists import NO_LISTS, KeyListConfig, extra_set, key_list_args, key_list_config, rows_as_requests
 from ..parts.combine import combine_batch_invariant_kernel, combine_kernel
 from ..parts.tile_scheduler import METADATA_FIELDS
 from .config import TileConfig, choose_tile_config
 from .kernels import mla_decode_kernel
+from .two_sets import EXTRA_NAMES, facts_of_pass, merged_launches, renamed
 
 MAX_RANK, MAX_ROPE = 512, 128
 
@@ -116,10 +126,17 @@ class Config(NamedTuple):
     launches: LaunchSequence | HostAction
 
 
-SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS)
+SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS, TWO_SETS)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
+    reason = _why_not_set(f)
+    if reason is None and f.extra_indices is not None:
+        reason = _why_not_set(extra_set(f))
+    return reason
+
+
+def _why_not_set(f: SimpleNamespace) -> str | None:
     reason = launch.why_not(f)
     if reason:
         return reason
@@ -140,7 +157,22 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Config:
-    lists, list_args = key_list_config(f), key_list_args(f, f.ckv.shape[0] * f.ckv.shape[1])
+    if f.extra_indices is None:
+        return configure_set(f)
+    first, second = SimpleNamespace(**vars(f) | {"extra_indices": None}), extra_set(f)
+    if f.extra_indices.shape[-1] == 0:
+        return configure_set(first)
+    if f.indices.shape[-1] == 0:
+        alone = configure_set(second)
+        return alone._replace(launches=renamed(alone.launches, EXTRA_NAMES))
+    passes = [configure_set(facts_of_pass(x)) for x in (first, second)]
+    return passes[0]._replace(launches=merged_launches(f, [x.launches for x in passes]))
+
+
+def configure_set(f: SimpleNamespace) -> Config:
+    """Returns the configuration of a call over one set of keys."""
+    lists = key_list_config(f)
+    list_args = key_list_args(f, f.ckv.shape[1] * (f.ckv.shape[0] if lists.CAUSAL else f.page_table.shape[1]))
     f, fmt = rows_as_requests(f, f.ckv.shape[1]), latent_format(f.format)
     t = choose_tile_config(kernel_choice_facts(f), fmt)
     heads = f.q_nope.shape[1]

@@ -59,7 +59,13 @@ def sub_op_facts(f: SimpleNamespace) -> SubOpFacts:
     return SubOpFacts(
         SimpleNamespace(x=x, weight=f.w_uk, weight_scale=f.w_uk_scale, out=q_nope, **device_facts),
         SimpleNamespace(
-            **decode_facts, out_scale_t=None, precision="exact", batch_invariant=False, indices=None, sinks=None
+            **decode_facts,
+            out_scale_t=None,
+            precision="exact",
+            batch_invariant=False,
+            indices=None,
+            extra_indices=None,
+            sinks=None,
         ),
         SimpleNamespace(x=latents, weight=f.w_uv, weight_scale=f.w_uv_scale, out=f.out, **device_facts),
     )
