@@ -157,7 +157,7 @@ PLAIN: dict[str, Callable] = {
     "cos dtype": lambda: rope_append(torch.zeros(64, 128, dtype=BF16)),
     "cos size": lambda: rope_append(torch.zeros(64, 256)),
     "unabsorbed": lambda: mla_decode(torch.zeros(1, 16, 192, dtype=BF16)),
-    "latent rows": lambda: mla_append_to(torch.zeros(4, 16, 528, dtype=torch.uint8)),
+    "latent rows": lambda: mla_append_to(torch.zeros(4, 16, 520, dtype=torch.uint8)),
     "raw rows": lambda: mla_prefill("fp8_e4m3"),
     "proj scale": lambda: mla_prefill("bf16"),
     "q_lens": lambda: tersekv.mla_prefill_plan([10, 30], [12, 30]),

@@ -19,6 +19,7 @@ _HOMES = {
     "mla_append": "ops.mla",
     "mla_decode": "ops.mla",
     "mla_decode_branch": "ops.mla_branch",
+    "Selected": "ops.mla",
     "mla_prefill": "ops.mla",
     "mla_prefill_plan": "ops.mla",
     "mla_project": "ops.mla",
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
     from .ops.index import index_append, index_query
     from .ops.index_select import index_scores, index_select, index_topk
     from .ops.merge import merge_states
-    from .ops.mla import MLAPrefillPlan, mla_append, mla_decode, mla_prefill, mla_prefill_plan, mla_project
+    from .ops.mla import MLAPrefillPlan, Selected, mla_append, mla_decode, mla_prefill, mla_prefill_plan, mla_project
     from .ops.mla_branch import mla_decode_branch
     from .ops.prefill import prefill
     from .ops.transcode import transcode
@@ -100,6 +101,7 @@ __all__ = [
     "PagedKVLayer",
     "PagedLatentCache",
     "PagedLatentLayer",
+    "Selected",
     "UnsupportedError",
     "append",
     "channel_scale",

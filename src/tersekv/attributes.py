@@ -28,6 +28,7 @@ from .formats import (
     PAIRS,
     ROTATION,
     TENSOR,
+    TWO_SETS,
     KVFormat,
 )
 from .scalars import as_float, round_to_fp32
@@ -143,6 +144,7 @@ def required_features(f: Any) -> list[str]:
     """What of these a call's facts have, and what else it asks for that a backend's file may not take."""
     asked = [BATCH_INVARIANCE] if getattr(f, "batch_invariant", False) else []
     asked += [LISTS] if getattr(f, "indices", None) is not None else []
+    asked += [TWO_SETS] if getattr(f, "extra_indices", None) is not None else []
     if not hasattr(f, "v_format"):
         sinks = getattr(f, "sinks", None) is not None
         asked += [LATENT_SINKS] if sinks else []

@@ -311,8 +311,8 @@ class PagedLatentCache(PagedLayers[PagedLatentLayer]):
         step = f.scale_block or 8
         if kv_lora_rank <= 0 or kv_lora_rank % step:
             raise ValueError(f"kv_lora_rank: want a positive multiple of {step} for {format}, got {kv_lora_rank}")
-        if qk_rope_head_dim <= 0 or qk_rope_head_dim % 2:
-            raise ValueError(f"qk_rope_head_dim: want a positive even number, got {qk_rope_head_dim}")
+        if qk_rope_head_dim < 0 or qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim: want an even number, or 0 for none, got {qk_rope_head_dim}")
         if as_bool("split", split) and f.scale_dtype is not None:
             raise ValueError(f"split: want False for {format}, which keeps a token's parts in one row, got True")
         kv_scale = fitting_scale("kv_scale", kv_scale, f, device)

@@ -96,7 +96,7 @@ class MLAAppendCall(NamedTuple):
     q_rope: Tensor | None  # [T, Hq, R]
     q_nope: Tensor | None  # [T, Hq, Nq]
     kv_c: Tensor  # [T, L]
-    k_pe: Tensor  # [T, R]
+    k_pe: Tensor | None  # [T, R]; None: rows have no rotary part
     cos_sin_cache: Tensor | None  # [max_pos, R] fp32; None: k_pe is stored as it is
     positions: Tensor | None  # [T]
     q_rope_out: Tensor | None  # written
@@ -179,7 +179,7 @@ def attention_inputs(
 
 class MLADecodeCall(NamedTuple):
     q_nope: Tensor  # [T, H, L] absorbed query; bf16 | fp16 | fp32 | e4m3 | e5m2
-    q_pe: Tensor  # [T, H, R]
+    q_pe: Tensor | None  # [T, H, R]; None: rows have no rotary part, and kpe [P, S, 0]
     ckv: Tensor  # [P, S, L]
     kpe: Tensor  # [P, S, R]
     ckv_scale_cache: Tensor | None  # [P, S, L/128] fp32
@@ -202,10 +202,18 @@ class MLADecodeCall(NamedTuple):
     index_lens: Tensor | None = None  # [T] used entries of each list; None: n
     block_size: int = 1  # consecutive positions of an entry
     sinks: Tensor | None = None  # [H] fp32
+    extra_ckv: Tensor | None = None  # [P', S', L] another cache, whose listed keys are in the same softmax
+    extra_kpe: Tensor | None = None  # [P', S', R]
+    extra_ckv_scale_cache: Tensor | None = None
+    extra_page_table: Tensor | None = None  # [B, max_pages']; None: its lists hold slots
+    extra_indices: Tensor | None = None  # [T, n'] all of them are seen, whatever the row's own position
+    extra_index_lens: Tensor | None = None  # [T]
+    extra_format: str = ""
+    extra_kv_scale: float = 1.0
+    extra_kv_scale_t: Tensor | None = None
     lse_of_keys: bool = False  # lse leaves the sinks out
-    max_logits: Tensor | None = (
-        None  # [T, H] fp32 written, laid out as lse: the largest scaled score; with indices only
-    )
+    # [T, H] fp32 written, laid out as lse: the largest scaled score; with indices only
+    max_logits: Tensor | None = None
 
 
 class MLAPrefillCall(NamedTuple):
@@ -218,7 +226,7 @@ class MLAPrefillCall(NamedTuple):
     page_table: Tensor  # [B, max_pages]
     cache_lens: Tensor  # [B] tokens cached before this step
     cu_seqlens_q: Tensor  # [B + 1]
-    freqs_cis: Tensor  # [max_pos, R] interleaved cos, sin; its dtype is the rotation's
+    freqs_cis: Tensor | None  # [max_pos, R] interleaved cos, sin; its dtype is the rotation's; None: R is 0
     kv_norm_gamma: Tensor  # [L]
     kv_b_proj: Tensor  # [H * (Dn + Dv), L] e4m3 | bf16 | fp16
     kv_b_proj_scale: Tensor | None  # [H * (Dn + Dv) / 128, L / 128] fp32, with e4m3
@@ -255,7 +263,7 @@ class MLADecodeBranchCall(NamedTuple):
     page_table: Tensor  # [B, max_pages]
     cache_lens: Tensor  # [B] tokens cached before this step
     cu_seqlens_q: Tensor | None  # [B + 1]
-    freqs_cis: Tensor  # [max_pos, R] interleaved cos, sin; its dtype is the rotation's
+    freqs_cis: Tensor | None  # [max_pos, R] interleaved cos, sin; its dtype is the rotation's; None: R is 0
     kv_norm_gamma: Tensor  # [L]
     w_uk: Tensor  # [H, L, Dn] e4m3 | bf16 | fp16
     w_uk_scale: Tensor | None  # [H, L/128, Dn/128] fp32, with e4m3

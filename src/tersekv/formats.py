@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .scalars import as_int, as_positive_int
+from .scalars import as_int, as_non_negative_int, as_positive_int
 
 # What the scale belongs to.
 NONE = "none"  # 16-bit formats
@@ -30,6 +30,7 @@ PAIRS, ROTATION, CHANNELS = "K and V of different formats", "rotated rows", "cha
 BATCH_INVARIANCE = "batch invariance"  # what calls ask for, not caches
 LISTS, LATENT_SINKS = "lists of keys (indices)", "sinks over latents"  # likewise
 LSE_OF_KEYS, MAX_LOGITS = "lse without its sinks", "max_logits"  # likewise
+TWO_SETS = "a second set of keys (extra)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,7 @@ def latent_bytes_per_token(format: str, kv_lora_rank: int = 512, qk_rope_head_di
 
     Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
     """
-    f, rotary = latent_format(format), as_positive_int("qk_rope_head_dim", qk_rope_head_dim)
+    f, rotary = latent_format(format), as_non_negative_int("qk_rope_head_dim", qk_rope_head_dim)
     return f.row_bytes(held(f, "kv_lora_rank", kv_lora_rank)) + rotary * rope_dtype(f).itemsize
 
 

@@ -7,7 +7,7 @@ other strides, and scales that live inside the row are strided views of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .attributes import HADAMARD, signs
 from .formats import KVFormat, held, kv_format, latent_format, page_tail, rope_dtype
-from .scalars import as_positive_int
+from .scalars import as_int, as_positive_int
 
 Scale = float | Tensor
 Formats = str | Sequence[str]  # a name for both, or K's and V's
@@ -224,7 +224,8 @@ class PagedLatentLayer:
         >>> layer.ckv.shape, layer.kpe.shape
         (torch.Size([16, 64, 512]), torch.Size([16, 64, 64]))
 
-    ckv, kpe:         [P, S, L], [P, S, R]: latent and rotary part; views of one buffer, or two tensors
+    ckv, kpe:         [P, S, L], [P, S, R]: latent and rotary part; views of one buffer, or two tensors. kpe None is
+                      [P, S, 0]: rows without a rotary part
     kv_scale:         dequantising scale of fp8 (both parts): float or fp32 tensor [1]
     ckv_scale_cache:  fp8_ds_mla: fp32 [P, S, L/128]
     """
@@ -234,6 +235,10 @@ class PagedLatentLayer:
     format: str
     kv_scale: Scale = 1.0
     ckv_scale_cache: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.kpe is None and isinstance(self.ckv, Tensor):  # the calls say what is wrong with another ckv
+            object.__setattr__(self, "kpe", _no_rotary(self.ckv, latent_format(self.format)))
 
     def __reduce__(self) -> tuple:
         return unpickle, (PagedLatentLayer, *to_buffers([field_values(self)]))
@@ -249,10 +254,13 @@ class PagedLatentLayer:
         format: str | None = None,
         kv_lora_rank: int = 512,
         kv_scale: Scale = 1.0,
+        qk_rope_head_dim: int | None = None,
     ) -> PagedLatentLayer:
         """A layer over existing tensors, without copying.
 
-        rows:  joined rows [P, S, L + R] or [P, S, 1, L + R]; (ckv, kpe); or uint8 rows of fp8_ds_mla [P, S, 656]
+        rows:              joined rows [P, S, L + R] or [P, S, 1, L + R]; (ckv, kpe or None); or uint8 rows of
+                           fp8_ds_mla [P, S, 656]
+        qk_rope_head_dim:  0: rows are read and written without a rotary part, which they may have all the same
 
         A ready layer is returned as it is. Raises ValueError for an unknown rank, dtype or row length, and for an
         option beside a ready layer.
@@ -260,22 +268,28 @@ class PagedLatentLayer:
         kv_lora_rank = as_positive_int("kv_lora_rank", kv_lora_rank)
         if isinstance(rows, PagedLatentLayer):
             rank = None if kv_lora_rank in (512, rows.kv_lora_rank) else kv_lora_rank
-            _refuse_options("cache", format=format, kv_scale=kv_scale, kv_lora_rank=rank)
+            rope = None if qk_rope_head_dim in (None, rows.qk_rope_head_dim) else qk_rope_head_dim
+            _refuse_options("cache", format=format, kv_scale=kv_scale, kv_lora_rank=rank, qk_rope_head_dim=rope)
             return rows
         if not isinstance(rows, Tensor):
             if not isinstance(rows, (tuple, list)) or len(rows) != 2:
                 raise TypeError(f"cache: want Tensor or (ckv, kpe), got {_type_name(rows)}")
-            ckv, kpe = (_drop_head(t, "cache") for t in rows)
-            return PagedLatentLayer(ckv, kpe, format or _format_of(ckv.dtype, _LATENT_OF_DTYPE, "ckv"), kv_scale)
+            ckv = _drop_head(rows[0], "cache")
+            name = format or _format_of(ckv.dtype, _LATENT_OF_DTYPE, "ckv")
+            kpe = _no_rotary(ckv, latent_format(name)) if rows[1] is None else _drop_head(rows[1], "cache")
+            layer = PagedLatentLayer(ckv, kpe, name, kv_scale)
+            return _without_rotary(layer, qk_rope_head_dim)
         rows = _drop_head(rows, "cache")
         format = format or _format_of(rows.dtype, _LATENT_OF_DTYPE, "cache")
         f = latent_format(format)
         if f.scale_dtype is None:
-            if rows.shape[-1] <= kv_lora_rank:
-                raise ValueError(f"cache: want rows longer than kv_lora_rank={kv_lora_rank}, got {list(rows.shape)}")
-            return PagedLatentLayer(rows[..., :kv_lora_rank], rows[..., kv_lora_rank:], format, kv_scale)
-        ckv, scales, kpe = _latent_row_views(rows, f, kv_lora_rank)
-        return PagedLatentLayer(ckv, kpe, format, kv_scale, scales)
+            if rows.shape[-1] < kv_lora_rank:
+                raise ValueError(f"cache: want rows of kv_lora_rank={kv_lora_rank} or more, got {list(rows.shape)}")
+            layer = PagedLatentLayer(rows[..., :kv_lora_rank], rows[..., kv_lora_rank:], format, kv_scale)
+        else:
+            ckv, scales, kpe = _latent_row_views(rows, f, kv_lora_rank)
+            layer = PagedLatentLayer(ckv, kpe, format, kv_scale, scales)
+        return _without_rotary(layer, qk_rope_head_dim)
 
     @property
     def device(self) -> torch.device:
@@ -367,12 +381,26 @@ def unpickle(kind: type, buffers: list[Tensor], listed: list[list]) -> Any:
 torch.serialization.add_safe_globals([unpickle, PagedKVLayer, PagedLatentLayer])
 
 
+def _no_rotary(ckv: Tensor, f: KVFormat) -> Tensor:
+    """The rotary part [P, S, 0] of rows without one."""
+    return ckv.new_empty((*ckv.shape[:2], 0), dtype=rope_dtype(f))
+
+
+def _without_rotary(layer: PagedLatentLayer, rope: int | None) -> PagedLatentLayer:
+    """The layer, or with `rope` 0 the same rows without their rotary part."""
+    if rope is None or as_int("qk_rope_head_dim", rope) == layer.kpe.shape[-1]:
+        return layer
+    if rope != 0:
+        raise ValueError(f"qk_rope_head_dim: want 0 or {layer.kpe.shape[-1]} as in cache, got {rope}")
+    return replace(layer, kpe=_no_rotary(layer.ckv, latent_format(layer.format)))
+
+
 def _latent_row_views(rows: Tensor, f: KVFormat, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Latent codes, group scales and rotary part of byte rows [P, S, row_bytes]."""
     assert f.scale_dtype is not None
     codes, row = f.code_bytes(rank), f.row_bytes(rank)
     rope = rope_dtype(f)
-    if rows.dtype != torch.uint8 or rows.shape[-1] <= row or (rows.shape[-1] - row) % rope.itemsize:
+    if rows.dtype != torch.uint8 or rows.shape[-1] < row or (rows.shape[-1] - row) % rope.itemsize:
         raise ValueError(
             f"cache: want uint8 rows of {row} bytes and a {rope} rotary part for {f.name}, "
             f"got {list(rows.shape)} {rows.dtype}"

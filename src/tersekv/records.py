@@ -253,7 +253,7 @@ def _entries(cache: Cache, num_pages: int) -> tuple[list[_Entry], list[dict[str,
 
 def _page_tensors(layer: Any) -> Iterator[tuple[str, Tensor]]:
     named = ((name, getattr(layer, name, None)) for name in _PAGES)
-    return ((name, x) for name, x in named if x is not None)
+    return ((name, x) for name, x in named if x is not None and x.shape[-1])
 
 
 def _count(shape: Sequence[int]) -> int:

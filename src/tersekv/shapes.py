@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from .calls import CALLS, IndexAppendCall, MLAAppendCall, MLAPrefillCall, TranscodeCall
+from .calls import CALLS, IndexAppendCall, MLAAppendCall, MLADecodeCall, MLAPrefillCall, TranscodeCall
 
 # Record → field → the argument of the public function, where the names differ.
 _ARGUMENTS: dict[type, dict[str, str]] = {
     MLAAppendCall: {"q_rope": "q_pe", "q_rope_out": "q_pe_out"},
+    MLADecodeCall: {n: n.replace("_", ".", 1) for n in MLADecodeCall._fields if n.startswith("extra_")},
     IndexAppendCall: {"norm_weight": "norm[0]", "norm_bias": "norm[1]"},
     MLAPrefillCall: {n: f"plan.{n}" for n in ("buffer_row_offsets", "cache_offsets", "buffer_lengths")},
     TranscodeCall: {"src_k": "src.k", "src_v": "src.v", "k_cache": "dst.k", "v_cache": "dst.v"}

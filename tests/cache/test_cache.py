@@ -338,11 +338,11 @@ WRONG = [
     ),
     (
         lambda: PagedLatentCache.allocate(1, 2, 4, format="bf16", qk_rope_head_dim=3),
-        "qk_rope_head_dim: want a positive even number, got 3",
+        "qk_rope_head_dim: want an even number, or 0 for none, got 3",
     ),
     (
-        lambda: PagedLatentLayer.of(torch.zeros(1, 2, 512, dtype=BF)),
-        "cache: want rows longer than kv_lora_rank=512, got [1, 2, 512]",
+        lambda: PagedLatentLayer.of(torch.zeros(1, 2, 511, dtype=BF)),
+        "cache: want rows of kv_lora_rank=512 or more, got [1, 2, 511]",
     ),
     (
         lambda: PagedLatentLayer.of(torch.zeros(1313, dtype=torch.uint8)[1:].view(1, 2, 656)),
@@ -359,9 +359,9 @@ WRONG = [
         "cache: want [P, S, dim] or [P, S, 1, dim], got [1, 2, 3, 576]",
     ),
     (
-        lambda: PagedLatentLayer.of(torch.zeros(1, 2, 528, dtype=torch.uint8)),
+        lambda: PagedLatentLayer.of(torch.zeros(1, 2, 527, dtype=torch.uint8)),
         "cache: want uint8 rows of 528 bytes and a torch.bfloat16 rotary part for fp8_ds_mla, "
-        "got [1, 2, 528] torch.uint8",
+        "got [1, 2, 527] torch.uint8",
     ),
     (
         lambda: PagedKVCache.allocate(1, 2, 4, 1, 16, format="bf16", device="gpu"),
@@ -390,7 +390,7 @@ WRONG = [
         "kv_lora_rank: want a positive multiple of 128 for fp8_ds_mla, got 500",
     ),
     (lambda: kv_bytes_per_token("bf16", -8, 128), "num_kv_heads: want a positive number, got -8"),
-    (lambda: latent_bytes_per_token("bf16", 512, -64), "qk_rope_head_dim: want a positive number, got -64"),
+    (lambda: latent_bytes_per_token("bf16", 512, -64), "qk_rope_head_dim: want 0 or more, got -64"),
     (lambda: PagedKVCache.from_tensors([]), "tensors: want at least one layer, got none"),
     (lambda: PagedLatentCache.from_tensors([]), "tensors: want at least one layer, got none"),
     (
@@ -415,7 +415,7 @@ def test_a_wrong_argument_is_named(make, message):
      "cache: want (k, v) or one 5-D tensor, got PagedKVCache, the cache of all layers (take one: cache[i])"),
     (lambda: PagedLatentLayer.of(PagedLatentCache.allocate(1, 1, 1, format="bf16")),
      "cache: want Tensor or (ckv, kpe), got PagedLatentCache, the cache of all layers (take one: cache[i])"),
-    (lambda: PagedLatentLayer.of((torch.zeros(1, 1, 8), None)), "cache: want Tensor, got NoneType"),
+    (lambda: PagedLatentLayer.of((None, torch.zeros(1, 1, 8))), "cache: want Tensor, got NoneType"),
     (lambda: PagedKVLayer.from_buffer(None, 4, 1, 16, format="bf16"), "buffer: want Tensor, got NoneType"),
     (lambda: PagedKVLayer.of(np.zeros((1, 2, 1, 1, 8))), "cache: want (k, v) or one 5-D tensor, got ndarray"),
     (lambda: PagedKVLayer.of([np.zeros((1, 1, 1, 8))] * 2), "cache: want (k, v), each a Tensor, got ndarray"),

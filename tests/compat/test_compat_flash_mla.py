@@ -10,7 +10,6 @@ from tersekv.backends.cpu import library
 from tersekv.compat import flash_mla
 from tersekv.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from tersekv.dispatch import launch_cache
-from tersekv.errors import UnsupportedError
 
 L, R, P, S = 512, 64, 9, 7
 META, _ = get_mla_metadata(torch.zeros(1), 1, 1)
@@ -90,6 +89,42 @@ def test_lists_over_records(dtype, sinks, drafts):
     assert (lse[0, :, 0] == torch.inf).all()
 
 
+@pytest.mark.parametrize("drafts", [1, 2])
+@pytest.mark.parametrize("how", ["records", "records and lengths", "half", "no rotary part"])
+def test_a_second_cache(how, drafts):
+    torch.manual_seed(drafts)
+    b, heads, fp8 = 3, 4, how.startswith("records")
+    width = L if how == "no rotary part" else L + R
+    (cache, rows), (extra, more) = records(), records()
+    if not fp8:
+        cache, extra = torch.randn(P, S, 1, width).bfloat16(), torch.randn(5, 4, 1, width).bfloat16()
+        rows, more = cache.double().flatten(0, 2), extra.double().flatten(0, 2)
+    q, sink = torch.randn(b, drafts, heads, width).bfloat16(), torch.tensor([0.5, -torch.inf, 20.0, -1.0])
+    indices, others = (
+        torch.stack([torch.randperm(len(x))[:n] for _ in range(b * drafts)]).to(torch.int32)
+        for x, n in ((rows, 9), (more, 6))
+    )
+    indices[-1], others[0], others[-1] = -1, -1, -1
+    lens, extra_lens = [torch.tensor(x, dtype=torch.int32) for x in ([9, 0, 3], [0, 6, 2])]
+    used = [9, 0, 3], [0, 6, 2]
+    if how != "records and lengths":
+        lens = extra_lens = None
+        used = [9] * b, [6] * b
+    out, lse = flash_mla_with_kvcache(
+        q, cache, None, None, L, META, None, 0.07, False, fp8, indices.view(b, drafts, 9), sink, extra,
+        others.view(b, drafts, 6), lens, extra_lens,
+    )  # fmt: skip
+    first, second = (
+        lists_of(x, [n for n in ns for _ in range(drafts)], len(r))
+        for x, ns, r in ((indices, used[0], rows), (others, used[1], more))
+    )
+    lists = [x + [len(rows) + i for i in y] for x, y in zip(first, second, strict=True)]
+    want, want_lse, _ = expected(q.flatten(0, 1), torch.cat([rows, more]), lists, sink, 0.07)
+    assert near(out.flatten(0, 1), want)
+    assert same_lse(lse.transpose(1, 2).flatten(0, 1), want_lse)
+    assert (lse[-1, :, -1] == torch.inf).all()
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_dense(causal, fp8):
@@ -116,13 +151,13 @@ def test_dense(causal, fp8):
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("how", ["plain", "strided", "lens and out"])
+@pytest.mark.parametrize("how", ["plain", "strided", "lens and out", "no rotary part"])
 def test_sparse_prefill(sinks, how):
     torch.manual_seed(0)
-    t, heads, n, n_kv = 6, 4, 20, 30
+    t, heads, n, n_kv, width = 6, 4, 20, 30, L if how == "no rotary part" else L + R
     wide = 128 if how == "strided" else 0
-    q = torch.randn(t, heads + 1, L + R + wide).bfloat16()[:, :heads, : L + R]
-    kv = torch.randn(n_kv, 2, L + R + wide).bfloat16()[:, :1, : L + R]
+    q = torch.randn(t, heads + 1, width + wide).bfloat16()[:, :heads, :width]
+    kv = torch.randn(n_kv, 2, width + wide).bfloat16()[:, :1, :width]
     indices = torch.stack([torch.randperm(n_kv + 9)[:n] for _ in range(t)]).to(torch.int32)
     indices[indices >= n_kv + 5] = 2**31 - 1
     indices[1, :5], indices[2] = -123456, n_kv
@@ -225,8 +260,21 @@ def test_wrong_arguments_of_a_prefill(wrong, message):
     assert str(told.value).startswith(message)
 
 
-@pytest.mark.parametrize("name", ["extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"])
-def test_second_caches_are_refused_by_name(name):
-    q = torch.zeros(2, 1, 5, L + R).bfloat16()
-    with pytest.raises(UnsupportedError, match=f"{name}: want None"):
-        flash_mla_with_kvcache(q, RECORDS, None, None, L, is_fp8_kvcache=True, indices=SLOTS, **{name: RECORDS})
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"extra_k_cache": RECORDS}, "extra_indices_in_kvcache: want the lists of extra_k_cache, got None"),
+    ({"extra_indices_in_kvcache": SLOTS}, "extra_indices_in_kvcache: want None without extra_k_cache, got a tensor"),
+    ({"extra_topk_length": SLOTS}, "extra_topk_length: want None without extra_k_cache, got a tensor"),
+    ({"extra_k_cache": HALF, "extra_indices_in_kvcache": SLOTS}, "extra_k_cache: want records of 656 bytes"),
+    ({"extra_k_cache": RECORDS, "extra_indices_in_kvcache": SLOTS[0]}, "extra_indices_in_kvcache: want [B, Q, n], got"),
+    ({"extra_k_cache": RECORDS, "extra_indices_in_kvcache": SLOTS[:1]}, "extra_indices_in_kvcache: want [T=2"),
+    ({"extra_k_cache": RECORDS, "extra_indices_in_kvcache": SLOTS, "extra_topk_length": torch.ones(3).int()},
+     "extra_topk_length: want [T=2]"),
+    ({"extra_k_cache": RECORDS, "indices": None, **TABLE}, "extra_k_cache: want None without indices, got a tensor"),
+])  # fmt: skip
+def test_wrong_arguments_of_a_second_cache(wrong, message):
+    given = {"q": torch.zeros(2, 1, 5, L + R).bfloat16(), "k_cache": RECORDS, "block_table": None} | {
+        "cache_seqlens": None, "head_dim_v": L, "indices": SLOTS, "is_fp8_kvcache": True, **wrong
+    }  # fmt: skip
+    with pytest.raises((ValueError, TypeError)) as told:
+        flash_mla_with_kvcache(**given)
+    assert str(told.value).startswith(message)

@@ -361,7 +361,7 @@ BAD_TYPES = [
     ("mla_decode", {"q": bf(2, 4, 144).to_sparse()}, "q: want a dense Tensor, got one of torch.sparse_coo"),
     ("mla_decode", {"cache": PagedLatentLayer(None, None, "bf16")}, "ckv: want Tensor, got NoneType"),
     ("mla_decode", {"return_lse": 1.5}, "return_lse: want bool, got float"),
-    ("mla_prefill", {"cache": PagedLatentLayer(bf(4, 8, 128), None, "bf16")}, "kpe: want Tensor, got NoneType"),
+    ("mla_prefill", {"cache": PagedLatentLayer(bf(4, 8, 128), [], "bf16")}, "kpe: want Tensor, got list"),
     ("mla_decode", {"q": None}, "q: want Tensor or (q_nope, q_pe), got NoneType"),
     ("mla_prefill", {"kv_b_proj": None}, "kv_b_proj: want Tensor, got NoneType"),
     ("mla_decode_branch", {"w_uk": None}, "w_uk: want Tensor, got NoneType"),

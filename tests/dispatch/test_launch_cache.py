@@ -394,5 +394,5 @@ def test_one_is_not_true_and_a_pair_with_none_no_joined_query(bound):
         tersekv.mla_decode(joined, LATENT, **indices(), softmax_scale=0.1)
     with pytest.raises(TypeError, match="interleaved: want bool, got int"):
         tersekv.rope_append(q, k, k.clone(), LAYER, at, table, at.clone(), interleaved=1)
-    with pytest.raises(TypeError, match="q_pe: want Tensor, got NoneType"):
+    with pytest.raises(ValueError, match="q_pe: want a tensor for a cache with a rotary part, got None"):
         tersekv.mla_decode((joined, None), LATENT, **indices(), softmax_scale=0.1)

@@ -29,7 +29,11 @@ LISTED = [
     for op, format, names in (
         ("mla_decode", "fp8_ds_mla", ("listed sinks of inf", "listed drafts uint32", "listed sinks, lse of keys")),
         ("mla_decode", "bf16", ("listed positions", "listed slots sinks", "sinks of -inf ragged")),
-        ("mla_decode", "bf16", ("sinks, lse of keys", "largest scores", "largest scores of splits")),
+        (
+            "mla_decode",
+            "bf16",
+            ("sinks, lse of keys", "largest scores", "largest scores of splits", "two sets, lse of keys"),
+        ),
         ("decode", "fp8_per_token_head", ("listed blocks", "listed tokens V of another format")),
         ("decode", "int4_per_token_head", ("lists of each head sinks",)),
     )

@@ -36,11 +36,12 @@ _BOTH = (False, True)
 _OUT = ("", "float8_e4m3fn", "float8_e5m2")
 _FACTORS = ("one", "float", "tensor", "head")
 _KINDS = {
-    "caches": "k_cache v_cache ckv kpe src_k src_v",
-    "scales": "k_scale_cache v_scale_cache src_k_scale_cache src_v_scale_cache ckv_scale_cache "
+    "caches": "k_cache v_cache ckv kpe src_k src_v extra_ckv extra_kpe",
+    "scales": "k_scale_cache v_scale_cache src_k_scale_cache src_v_scale_cache ckv_scale_cache extra_ckv_scale_cache "
     "kv_b_proj_scale w_uk_scale w_uv_scale",
     "indices": "page_table seq_lens cu_seqlens_q slot_mapping batch_indices kv_positions kv_indptr kv_indices "
-    "positions cache_lens buffer_row_offsets cache_offsets visible indices index_lens",
+    "positions cache_lens buffer_row_offsets cache_offsets visible indices index_lens extra_page_table extra_indices "
+    "extra_index_lens",
     "weights": "cos_sin_cache freqs_cis kv_norm_weight kv_b_proj w_uk w_uv weight sinks mask norm_weight norm_bias "
     "weights open_group",
     "outputs": "out lse q_rope_out q_nope_out q_out weights_out out_lens",
@@ -186,6 +187,18 @@ AXES: dict[str, Axes] = {
         "strided": _BOTH, "shift": ("", "rows", "outputs", "weights", "indices"), "i_visible": _INDEX,
     },
     "index_select": {**_SCORED, **_TAKEN},
+    "mla_append without rotary": {**_LATENT, **_WRITE, "rope": (0,), "rotate": (False,), "query": (False,)},
+    "mla_decode without rotary": {**_LATENT, **_READ, "rope": (0,), "group": (16, 1, 5, 32, 48, 64, 128)},
+    "mla_prefill without rotary": {
+        **_LATENT, **_NEW, "rope": (0,), "chunk": (0, 32), "drafts": (20, 1, 130), "requests": (3, 1, 30),
+    },
+    "mla_decode_branch without rotary": {**_LATENT, **_NEW, "rope": (0,), "group": (16, 1, 4, 64, 128)},
+    "mla_decode two sets": {
+        **_LATENT, **_READ, **_LISTED, "rope": (64, 0), "by_slot": _BOTH, "sinks": _BOTH, "group": (16, 1, 5, 64, 128),
+        "extra_listed": (70, 1, 0), "extra_by_slot": _BOTH, "extra_page": (16, 1, 3, 64),
+        "extra_format": ("", "bf16", "fp8_ds_mla"), "i_extra_page_table": _INDEX, "i_extra_indices": _INDEX,
+        "i_extra_index_lens": _INDEX,
+    },
 }  # fmt: skip
 
 

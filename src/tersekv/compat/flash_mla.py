@@ -20,7 +20,10 @@ from ._adapt import as_host_int, dtype_name, lookup_cached, tensor, with_caller_
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-_JOINED = {"q_pe": "q_nope", "kpe": "ckv", "ckv_scale_cache": "ckv"}  # of one tensor each
+_JOINED = {  # of one tensor each
+    "q_pe": "q_nope", "kpe": "ckv", "ckv_scale_cache": "ckv", "extra_kpe": "extra_ckv",
+    "extra_ckv_scale_cache": "extra_ckv",
+}  # fmt: skip
 _NAMES = {
     **dict.fromkeys(("q_nope", "q_pe"), "q"),
     **dict.fromkeys(("ckv", "kpe", "ckv_scale_cache", "cache"), "k_cache"),
@@ -28,7 +31,11 @@ _NAMES = {
     "seq_lens": "cache_seqlens",
     "index_lens": "topk_length",
     "sinks": "attn_sink",
+    "extra.index_lens": "extra_topk_length",
+    "extra.indices": "extra_indices_in_kvcache",
+    **dict.fromkeys(("extra.ckv", "extra.kpe", "extra.ckv_scale_cache"), "extra_k_cache"),
 }
+_EXTRA_NAMES = {"cache": "extra_k_cache"}
 _SPARSE_NAMES = _NAMES | dict.fromkeys(("ckv", "kpe", "cache"), "kv") | {"softmax_scale": "sm_scale"}
 _RECORD = 656  # bytes of a token of fp8_ds_mla
 
@@ -92,51 +99,84 @@ def flash_mla_with_kvcache(
         causal:          row i of Q sees cache_seqlens - Q + i + 1 keys; False: all
         indices:         [B, Q, n]  slots, page * S + offset; negative: padding. Not with causal
         attn_sink:       [H] fp32, with indices: one more score, with a zero value
-        topk_length:     [B]  used entries of each request's lists
+        extra_k_cache, extra_indices_in_kvcache:  [P', S', 1, …], [B, Q, n']  keys of a second cache in the same softmax
+        topk_length, extra_topk_length:  [B]  used entries of each request's lists
         out:             [B, Q, H, L], contiguous, to write into; default: new, in q's dtype, bf16 for an 8-bit q
         tile_scheduler_metadata, num_splits:  accepted, without effect
 
     Returns (out, lse [B, H, Q] fp32): natural log, without sinks, +inf where a row has no key; its output is 0. A slot
-    outside the cache is skipped; on a CPU and in checked mode it raises. Raises UnsupportedError for extra_k_cache and
-    what belongs to it, and ValueError or TypeError for a bad argument.
+    outside the cache is skipped; on a CPU and in checked mode it raises. Raises UnsupportedError for records of 584
+    bytes, and ValueError or TypeError for a bad argument.
     """
-    _refuse_extra(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-    lists = indices is not None
-    if lists:
-        block_table = cache_seqlens = None
-        if topk_length is not None and tensor("q", q, "B, Q, H, L + R").shape[1] != 1:
-            topk_length = tensor("topk_length", topk_length, "B").repeat_interleave(
-                q.shape[1], output_size=q.shape[1] * topk_length.shape[0]
-            )
+    if indices is not None:
+        block_table = cache_seqlens = None  # slots need none
+        topk_length = _each_row("topk_length", topk_length, q)
+        extra_topk_length = _each_row("extra_topk_length", extra_topk_length, q)
+    lists = (indices, topk_length, attn_sink, extra_indices_in_kvcache, extra_topk_length)
     signature, found = lookup_cached(
         _NAMES, "mla_decode", ("flash_mla", head_dim_v, softmax_scale, causal, is_fp8_kvcache),
-        (q, None, k_cache, None, None, block_table, cache_seqlens, None, out, None, None, None, None, indices,
-         topk_length, attn_sink, None), _JOINED,
+        (q, None, k_cache, None, None, block_table, cache_seqlens, None, out, None, None, None, None, *lists[:3],
+         extra_k_cache, None, None, None, *lists[3:], None, None), _JOINED,
     )  # fmt: skip
     if found is None:
-        tensor("q", q, "B, Q, H, L + R")
-        causal = as_bool("causal", causal)
-        if lists and causal:
-            raise ValueError("causal: want False with indices, whose rows see all that they list, got True")
-        for name, x in (("attn_sink", attn_sink), ("topk_length", topk_length)):
-            if not lists and x is not None:
-                raise ValueError(f"{name}: want None without indices, got a tensor")
-        fp8 = as_bool("is_fp8_kvcache", is_fp8_kvcache)
+        causal, fp8 = as_bool("causal", causal), as_bool("is_fp8_kvcache", is_fp8_kvcache)
+        _check_lists(q, causal, extra_k_cache, *lists)
         latent = with_caller_names(_NAMES, _latent_layer, k_cache, q, head_dim_v, fp8)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else as_float("softmax_scale", softmax_scale)
         out, lse, made = _outputs(q, head_dim_v, out)
         # Rows that see the same keys are heads of one row.
-        merged = 0 if lists or causal else 1
+        merged = 0 if causal or indices is not None else 1
         call = _call(
             [x.flatten(merged, merged + 1) for x in (q, out, lse)], latent, scale, page_table=block_table,
-            seq_lens=cache_seqlens, max_q_len=q.shape[1] if causal else 1,
-            indices=None if indices is None else tensor("indices", indices, "B, Q, n").flatten(0, 1),
+            seq_lens=cache_seqlens, max_q_len=q.shape[1] if causal else 1, indices=_rows(indices),
             index_lens=topk_length, sinks=attn_sink,
         )  # fmt: skip
+        if extra_k_cache is not None:
+            extra = with_caller_names(_EXTRA_NAMES, _latent_layer, extra_k_cache, q, head_dim_v, fp8)
+            call = call._replace(
+                extra_ckv=extra.ckv, extra_kpe=extra.kpe, extra_ckv_scale_cache=extra.ckv_scale_cache,
+                extra_indices=_rows(extra_indices_in_kvcache), extra_index_lens=extra_topk_length,
+                extra_format=extra.format,
+            )  # fmt: skip
         with_caller_names(_NAMES, dispatch_call, "mla_decode", call, None, signature._replace(outputs=made))
     else:
         lse, out = found[-1], found[0] if out is None else out
     return out, _inf_if_empty(lse).transpose(1, 2)
+
+
+def _each_row(name: str, lens: Tensor | None, q: Tensor) -> Tensor | None:
+    """Lengths of the lists of each row, of those of requests."""
+    if lens is None or tensor("q", q, "B, Q, H, L + R").shape[1] == 1:
+        return lens
+    return tensor(name, lens, "B").repeat_interleave(q.shape[1], output_size=q.shape[1] * lens.shape[0])
+
+
+def _rows(indices: Tensor | None) -> Tensor | None:
+    """Lists [B, Q, n] as [B * Q, n]."""
+    return None if indices is None else indices.flatten(0, 1)
+
+
+def _check_lists(
+    q: Tensor, causal: bool, extra: Tensor | None, indices: Tensor | None, lens: Tensor | None, sinks: Tensor | None,
+    extra_indices: Tensor | None, extra_lens: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise for what belongs to lists without them, and for lists that are none."""
+    tensor("q", q, "B, Q, H, L + R")
+    given = {"attn_sink": sinks, "topk_length": lens, "extra_k_cache": extra}
+    if indices is None:
+        for name, x in given.items():
+            if x is not None:
+                raise ValueError(f"{name}: want None without indices, got a tensor")
+    elif causal:
+        raise ValueError("causal: want False with indices, whose rows see all that they list, got True")
+    for name, x in (("extra_indices_in_kvcache", extra_indices), ("extra_topk_length", extra_lens)):
+        if extra is None and x is not None:
+            raise ValueError(f"{name}: want None without extra_k_cache, got a tensor")
+    if extra is not None and extra_indices is None:
+        raise ValueError("extra_indices_in_kvcache: want the lists of extra_k_cache, got None")
+    for name, x in (("indices", indices), ("extra_indices_in_kvcache", extra_indices)):
+        if x is not None:
+            tensor(name, x, "B, Q, n")
 
 
 def flash_mla_sparse_fwd(
@@ -170,8 +210,8 @@ def flash_mla_sparse_fwd(
     """
     signature, found = lookup_cached(
         _SPARSE_NAMES, "mla_decode", ("flash_mla_sparse", sm_scale, d_v),
-        (q, None, kv, None, None, None, None, None, out, None, None, None, None, indices, topk_length, attn_sink, None),
-        _JOINED,
+        (q, None, kv, None, None, None, None, None, out, None, None, None, None, indices, topk_length, attn_sink,
+         *[None] * 8), _JOINED,
     )  # fmt: skip
     if found is None:
         tensor("q", q, "T, H, L + R"), tensor("kv", kv, "N, 1, L + R")
@@ -199,7 +239,7 @@ def _call(rows: list[Tensor], latent: PagedLatentLayer, scale: float, **fields: 
     """The record of a call; rows: q, out and lse [T, H, …]."""
     (q, out, lse), rank = rows, latent.kv_lora_rank
     return MLADecodeCall(
-        q_nope=q[..., :rank], q_pe=q[..., rank:], ckv=latent.ckv, kpe=latent.kpe,
+        q_nope=q[..., :rank], q_pe=q[..., rank:] if latent.qk_rope_head_dim else None, ckv=latent.ckv, kpe=latent.kpe,
         ckv_scale_cache=latent.ckv_scale_cache, cu_seqlens_q=None, out=out, lse=lse, format=latent.format,
         softmax_scale=scale, softmax_scale_t=None, kv_scale=1.0, kv_scale_t=None, out_scale=1.0, out_scale_t=None,
         precision="exact", lse_of_keys=True, **fields,
@@ -214,8 +254,8 @@ def _latent_layer(cache: Tensor, q: Tensor, rank: int, fp8: bool, name: str = "h
     if not fp8:
         if row != width:
             raise ValueError(f"cache: want rows of {width} as in q, got {got}")
-        if width <= rank:
-            raise UnsupportedError(f"{name}: want less than the {width} columns of q, got {rank}")
+        if width < rank:
+            raise ValueError(f"{name}: want at most the {width} columns of q, got {rank}")
         if cache.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"cache: want bfloat16 or float16 without is_fp8_kvcache, got {got}")
         return PagedLatentLayer.of(cache, kv_lora_rank=rank)
@@ -245,10 +285,3 @@ def _outputs(q: Tensor, rank: int, out: Tensor | None) -> tuple[Tensor, Tensor, 
 def _inf_if_empty(lse: Tensor) -> Tensor:
     """lse in place, with +inf for −inf."""
     return lse.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=torch.inf)
-
-
-def _refuse_extra(*given: Tensor | None) -> None:
-    names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-    for name, x in zip(names, given, strict=True):
-        if x is not None:
-            raise UnsupportedError(f"{name}: want None: one cache a call, got a tensor")

@@ -95,7 +95,7 @@ def __getattr__(name: str) -> object:
 
 
 _JOINED = {"q_pe": "q_nope", "kpe": "ckv", "ckv_scale_cache": "ckv"}  # of one tensor each
-_NO_LISTS = (None, None, None, None)  # of `mla_decode`: indices, index_lens, sinks, max_logits
+_NO_LISTS = (None,) * 11  # of `mla_decode`: indices, index_lens, sinks, a second set of keys, max_logits
 _XQA_NAMES = {
     "out": "output",
     "kv_cache": "k_cache",

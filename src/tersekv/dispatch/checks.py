@@ -14,10 +14,11 @@ from torch import Tensor
 
 from .. import attributes
 from ..calls import CALLS
-from ..formats import FP8, MAX_HEAD_DIM, MAX_HEAD_DIM_V, KVFormat, kv_format, latent_format, pair_of, rope_dtype
+from ..formats import FP8, MAX_HEAD_DIM, MAX_HEAD_DIM_V, KVFormat, kv_format, latent_format, pair_of
 from ..scalars import round_to_fp32
 from ..shapes import ShapeChecker, argument_of, argument_of_field, dtype_name, overlaps, require
 from . import list_checks, transcode_checks
+from .cache_checks import finite, kv_caches, latent_cache, positive, rotary_part, scalar
 
 INDEX = list_checks.INDEX
 F32 = (torch.float32,)
@@ -70,13 +71,6 @@ def facts(f: SimpleNamespace) -> None:
             raise ValueError(f"{what}: want memory for each element, got strides {list(x.stride)}")
 
 
-def _finite(name: str, want: str, value: float, fits: bool = True, got: Any = None) -> None:
-    """Raise unless a number is finite, in fp32 too, and `fits`. NaN never fits."""
-    got = value if got is None else got
-    require(fits and abs(value) < float("inf"), name, want, got)
-    require(abs(round_to_fp32(value)) < float("inf"), name, f"{want} in fp32", got)
-
-
 def _both(name: str, x: Any, other: str, y: Any) -> None:
     """Raise unless both arguments are None, or neither is."""
     require(x is None or y is not None, name, f"None without {other}", "a tensor")
@@ -88,7 +82,7 @@ def _append(f: SimpleNamespace) -> None:
     s.see("k", "T H D", _rows(kv_format(f.format)))
     s.see("v", "T H Dv", [f.k.dtype])
     attributes.check_no_attributes(f)
-    _kv_caches(f, s, s["D"], s["Dv"], "k", "v")
+    kv_caches(f, s, s["D"], s["Dv"], "k", "v")
     _place(f, s)
 
 
@@ -117,7 +111,7 @@ def _rope_append(f: SimpleNamespace) -> None:
     s.see("v", "T H Dv", dtype)
     _queries(f, s, dtype)
     _rotary(f, s)
-    _kv_caches(f, s, s["R"] + s["N"], s["Dv"], "k", "v")
+    kv_caches(f, s, s["R"] + s["N"], s["Dv"], "k", "v")
     _place(f, s)
 
 
@@ -132,7 +126,10 @@ def _mla_append(f: SimpleNamespace) -> None:
     s = ShapeChecker(f)
     s.see("kv_c", "T L", FLOAT if f.cos_sin_cache is not None else _rows(latent_format(f.format)))
     dtype = [f.kv_c.dtype]
+    rotary_part(f, "k_pe", f.k_pe)
     s.see("k_pe", "T R", dtype)
+    rotates = f.cos_sin_cache is not None and f.kpe.shape[-1:] == (0,)
+    require(not rotates, "cos_sin_cache", "None without a rotary part", "a tensor")
     _queries(f, s, dtype)
     if f.cos_sin_cache is not None:
         require(f.positions is not None, "positions", "a tensor [T] beside cos_sin_cache", None)
@@ -141,7 +138,7 @@ def _mla_append(f: SimpleNamespace) -> None:
         queries = f.q_rope is not None or f.q_nope is not None
         require(not queries, "cos_sin_cache", "a tensor when a query is given", None)
         require(f.positions is None, "positions", "None without cos_sin_cache", "a tensor")
-    _latent_cache(f, s)
+    latent_cache(f, s)
     _place(f, s)
 
 
@@ -170,7 +167,7 @@ def _kv_attention(f: SimpleNamespace) -> ShapeChecker:
     dv = f.v_cache.shape[-1] * pair_of(f)[1].values_per_element
     fits = dv % 8 == 0 and 0 < dv <= MAX_HEAD_DIM_V
     require(fits, "v_cache", f"head_dim_v a multiple of 8 up to {MAX_HEAD_DIM_V}", dv)
-    _kv_caches(f, s, s["D"], dv, "q")
+    kv_caches(f, s, s["D"], dv, "q")
     require(s["Hq"] > 0, "q", "at least one head", s["Hq"])
     require(s["H"] > 0 and s["Hq"] % s["H"] == 0, "q", f"num_q_heads a multiple of num_kv_heads={s['H']}", s["Hq"])
     _requests(f, s)
@@ -179,7 +176,7 @@ def _kv_attention(f: SimpleNamespace) -> ShapeChecker:
     s.see("out", "T Hq Dv", FLOAT + FP8)
     s.see("lse", "T Hq", F32, last_dim_dense=False)
     require(f.window >= 0, "window", "a positive number of keys (own included), or None", f.window)
-    _finite(
+    finite(
         "softcap", "0 (none) or a positive, finite number", f.softcap, f.softcap == 0 or round_to_fp32(f.softcap) > 0
     )
     _output_scales(f, s)
@@ -189,11 +186,13 @@ def _kv_attention(f: SimpleNamespace) -> ShapeChecker:
 def _mla_decode(f: SimpleNamespace) -> None:
     s = ShapeChecker(f)
     s.see("q_nope", "T H L", FLOAT + FP8)
+    rotary_part(f, "q_pe", f.q_pe)
     s.see("q_pe", "T H R", [f.q_nope.dtype])
-    _latent_cache(f, s)
+    latent_cache(f, s)
     list_checks.latent_lists(f, s)
     if not list_checks.by_slot(f):
         _requests(f, s)
+    _extra_keys(f, s)
     s.see("sinks", "H", F32)
     s.see("out", "T H L", FLOAT + FP8)
     s.see("lse", "T H", F32, last_dim_dense=False)
@@ -201,7 +200,25 @@ def _mla_decode(f: SimpleNamespace) -> None:
     if f.max_logits is not None:
         fits = f.indices is not None and f.lse is not None and f.max_logits.stride == f.lse.stride
         require(fits, "max_logits", "None without indices and an lse with its strides", "a tensor")
+        require(f.extra_indices is None, "max_logits", "None beside a second set of keys", "a tensor")
     _output_scales(f, s)
+
+
+def _extra_keys(f: SimpleNamespace, s: ShapeChecker) -> None:
+    """Check the second set of keys of an mla_decode: another cache of the same rows, its lists and its table."""
+    if f.extra_ckv is None:
+        return
+    require(f.extra_indices is not None, "extra.indices", "a tensor [T, n]", None)
+    require(f.indices is not None, "extra", "None without indices", "a Selected")
+    (rank, rope), got = ((x[0].shape[-1], x[1].shape[-1]) for x in ((f.ckv, f.kpe), (f.extra_ckv, f.extra_kpe)))
+    require((rank, rope) == got, "extra", f"a cache with L={rank}, R={rope} as cache has", f"{got[0]}, {got[1]}")
+    for letter in "PS":
+        s.dims.pop(letter)
+    latent_cache(f, s, "extra_")
+    s.see("extra_indices", "T extra_n", INDEX, last_dim_dense=False)
+    s.see("extra_index_lens", "T", INDEX, last_dim_dense=False)
+    if s.see("extra_page_table", "B extra_pages", INDEX):
+        _query_rows(f, s)
 
 
 def _mla_prefill(f: SimpleNamespace) -> None:
@@ -234,26 +251,28 @@ def _mla_prefill(f: SimpleNamespace) -> None:
         require(not attends, name, "None with a plan that holds rows", "a tensor")
         s.see(name, sizes, dtypes)
     _softmax_scale(f)
-    _finite("epsilon", "a finite number, not negative", f.epsilon, f.epsilon >= 0)
+    finite("epsilon", "a finite number, not negative", f.epsilon, f.epsilon >= 0)
     _precision(f)
 
 
 def _new_latents(f: SimpleNamespace, s: ShapeChecker) -> int:
     """Check unrotated queries, raw latents, their cache, and the rotary and norm tensors. Returns Dn."""
     half = [f.q.dtype]
-    _both("k_pe", f.k_pe, "kv_c", f.kv_c)
+    if f.kv_c is None or f.kpe.shape[-1:] != (0,):
+        _both("k_pe", f.k_pe, "kv_c", f.kv_c)
     s.see("kv_c", "T L", half)
     s.see("k_pe", "T R", half)
     fmt = latent_format(f.format)
     if f.kv_c is None:
         require(fmt.scale == "none", "kv_c", f"the raw latents for a {f.format} cache (it holds no raw rows)", None)
-    _latent_cache(f, s)
+    latent_cache(f, s)
     nope = s["Dq"] - s["R"]
     require(nope > 0, "q", f"rows longer than the rotary part R={s['R']}", s["Dq"])
     require(s["R"] % 2 == 0, "kpe", "an even rotary part", s["R"])
     s.see("page_table", "B max_pages", INDEX)
     s.see("cache_lens", "B", INDEX)
     s.see("cu_seqlens_q", "B+1", INDEX)
+    rotary_part(f, "freqs_cis", f.freqs_cis)
     s.see("freqs_cis", "max_pos R", FLOAT)
     s.see("kv_norm_gamma", "L", FLOAT)
     return nope
@@ -291,8 +310,8 @@ def _mla_decode_branch(f: SimpleNamespace) -> None:
     require(s["H"] > 0, "q", "at least one head", s["H"])
     require(s["Dv"] > 0, "w_uv", "at least one value column", s["Dv"])
     _softmax_scale(f)
-    _scalar(f, s, "softmax_scale_t")
-    _finite("epsilon", "a finite number, not negative", f.epsilon, f.epsilon >= 0)
+    scalar(f, s, "softmax_scale_t")
+    finite("epsilon", "a finite number, not negative", f.epsilon, f.epsilon >= 0)
 
 
 def _merge_states(f: SimpleNamespace) -> None:
@@ -319,103 +338,6 @@ CHECKS = {
 }
 
 
-def _kv_caches(f: SimpleNamespace, s: ShapeChecker, d: int, dv: int, k_rows: str, v_rows: str = "") -> None:
-    """Check K/V caches and scales. k_rows, v_rows: names of the arguments with rows of size d and dv, or ""."""
-    if len(f.k_cache.shape) == 4 and "H" in s.dims:
-        _as_cache(k_rows, "num_kv_heads", s["H"], "k_cache", f.k_cache, f.k_cache.shape[2])
-    sides = list(zip("kv", (k_rows, v_rows), (d, dv), pair_of(f), strict=True))
-    for side, rows, dim, fmt in sides:
-        cache, size = getattr(f, f"{side}_cache"), _SIZES[side]
-        if rows and len(cache.shape) == 4:
-            _as_cache(rows, size, dim, f"{side}_cache", cache, cache.shape[-1] * fmt.values_per_element)
-    for side, _, dim, fmt in sides:
-        _head_dim(fmt, _SIZES[side], dim)
-    for side, _, dim, fmt in sides:
-        letter = "D" if side == "k" else "Dv"
-        s.dims[letter] = fmt.elements(dim)
-        s.see(f"{side}_cache", f"P S H {letter}", [fmt.storage])
-        s.dims[letter] = dim
-        _stored_scales(f, s, f"{side}_scale_cache", fmt, dim)
-        _scale_tensor(f, s, f"{side}_scale", fmt)
-    attributes.check_attributes(f, s, (d, dv))
-    require(s["S"] > 0, "k_cache", "at least one slot a page", s["S"])
-
-
-_SIZES = {"k": "head_dim", "v": "head_dim_v"}
-
-
-def _as_cache(rows: str, what: str, got: int, name: str, cache: Any, want: int) -> None:
-    """Check a size that rows share with a cache. The error blames the rows, since the cache is older."""
-    require(got == want, rows, f"{what} {want} as in {name} {list(cache.shape)}", got)
-
-
-def _head_dim(fmt: KVFormat, name: str, d: int) -> None:
-    step = fmt.scale_block or fmt.values_per_element
-    require(d > 0 and d % step == 0, name, f"a positive multiple of {step} for {fmt.name}", d)
-
-
-def _stored_scales(f: SimpleNamespace, s: ShapeChecker, name: str, fmt: KVFormat, dim: int) -> None:
-    if fmt.scale_dtype is None:
-        require(getattr(f, name) is None, name, f"None for {fmt.name}", "a tensor")
-        return
-    require(getattr(f, name) is not None, name, f"the stored {dtype_name(fmt.scale_dtype)} scales of {fmt.name}", None)
-    if fmt.scale_block is None:
-        s.see(name, "P S H", [fmt.scale_dtype], last_dim_dense=False)
-    else:
-        s.see(name, f"P S H {fmt.scales(dim)}", [fmt.scale_dtype])
-
-
-def _scale_tensor(f: SimpleNamespace, s: ShapeChecker, name: str, fmt: KVFormat) -> None:
-    given = getattr(f, f"{name}_t")
-    if fmt.scale not in ("tensor", "block"):
-        want = f"1.0 for {fmt.name}, which has no scale of the tensor"
-        require(given is None and getattr(f, name) == 1.0, name, want, _as_passed(f, name))
-    _positive(f, name)
-    if given is not None:
-        sizes = list(dict.fromkeys((1, s["H"]) if fmt.scale == "tensor" else (1,)))
-        want = f"float32 with {' or '.join(map(str, sizes))} elements on {f.device}"
-        fits = given.dtype == torch.float32 and given.shape in [(n,) for n in sizes] and given.device == f.device
-        require(fits, name, want, f"{list(given.shape)} {dtype_name(given.dtype)} on {given.device}")
-        require(given.shape[0] == 1 or given.stride == (1,), name, "stride 1", list(given.stride))
-
-
-def _as_passed(f: SimpleNamespace, name: str) -> str:
-    """Returns a scale as the caller passed it; records of appends may hold its reciprocal."""
-    if getattr(f, f"{name}_t") is not None:
-        return "a tensor"
-    value = getattr(f, name)
-    return f"{1 / value if value and getattr(f, 'scales_quantize', None) is False else value:.6g}"
-
-
-def _positive(f: SimpleNamespace, name: str) -> None:
-    value = getattr(f, name)
-    _finite(name, "a positive, finite number", value, value > 0, _as_passed(f, name))
-    require(round_to_fp32(value) > 0, name, "a positive number that fp32 holds", _as_passed(f, name))
-
-
-def _latent_cache(f: SimpleNamespace, s: ShapeChecker) -> None:
-    fmt = latent_format(f.format)
-    for letter, what, name in (("L", "a latent rank of", "ckv"), ("R", "a rotary size of", "kpe")):
-        cache = getattr(f, name)
-        if letter in s.dims and len(cache.shape) == 3:
-            _as_cache(s.seen_in[letter], what, s[letter], name, cache, cache.shape[-1])
-    s.see("ckv", "P S L", [fmt.storage])
-    s.see("kpe", "P S R", [rope_dtype(fmt)])
-    step = fmt.scale_block or 1
-    require(s["L"] % step == 0, "ckv", f"a latent rank that is a multiple of {step} for {f.format}", s["L"])
-    if fmt.scale_dtype is None:
-        require(f.ckv_scale_cache is None, "ckv_scale_cache", f"None for {f.format}", "a tensor")
-    else:
-        require(f.ckv_scale_cache is not None, "ckv_scale_cache", f"the stored scales of {f.format}", None)
-        s.see("ckv_scale_cache", f"P S {fmt.scales(s['L'])}", [fmt.scale_dtype])
-    require(s["S"] > 0, "ckv", "at least one slot a page", s["S"])
-    plain = f.kv_scale_t is None and f.kv_scale == 1.0
-    want = f"1.0 for {f.format}, which has no scale of the tensor"
-    require(fmt.scale == "tensor" or plain, "kv_scale", want, _as_passed(f, "kv_scale"))
-    _positive(f, "kv_scale")
-    _scalar(f, s, "kv_scale_t")
-
-
 def _queries(f: SimpleNamespace, s: ShapeChecker, dtype: list) -> None:
     q, out = (argument_of_field(CALLS[f.op][0], name) for name in ("q_rope", "q_rope_out"))
     _both(out, f.q_rope_out, q, f.q_rope)
@@ -425,8 +347,8 @@ def _queries(f: SimpleNamespace, s: ShapeChecker, dtype: list) -> None:
     s.see("q_rope_out", "T Hq R", FLOAT + FP8)
     if f.q_nope is not None:
         s.see("q_nope_out", "T Hq Nq", [f.q_rope_out.dtype] if f.q_rope_out is not None else FLOAT + FP8)
-    _positive(f, "q_scale")
-    _scalar(f, s, "q_scale_t")
+    positive(f, "q_scale")
+    scalar(f, s, "q_scale_t")
 
 
 def _rotary(f: SimpleNamespace, s: ShapeChecker) -> None:
@@ -465,19 +387,13 @@ def _query_rows(f: SimpleNamespace, s: ShapeChecker) -> None:
 
 def _output_scales(f: SimpleNamespace, s: ShapeChecker) -> None:
     _softmax_scale(f)
-    _finite("out_scale", "a finite number", f.out_scale)
+    finite("out_scale", "a finite number", f.out_scale)
     _precision(f)
-    _scalar(f, s, "softmax_scale_t", "out_scale_t")
+    scalar(f, s, "softmax_scale_t", "out_scale_t")
 
 
 def _softmax_scale(f: SimpleNamespace) -> None:
-    _finite("softmax_scale", "a finite number, not negative", f.softmax_scale, f.softmax_scale >= 0)
-
-
-def _scalar(f: SimpleNamespace, s: ShapeChecker, *names: str) -> None:
-    for name in names:
-        if getattr(f, name) is not None:
-            s.see(name, "1", F32)
+    finite("softmax_scale", "a finite number, not negative", f.softmax_scale, f.softmax_scale >= 0)
 
 
 def _precision(f: SimpleNamespace) -> None:

@@ -8,7 +8,8 @@ import torch
 
 from ..formats import INDEX_BLOCK, MAX_INDEX_DIM, index_format
 from ..shapes import ShapeChecker, require
-from .checks import F32, FLOAT, HALF, INDEX, _both, _finite, _query_rows, _rotary
+from .cache_checks import finite
+from .checks import F32, FLOAT, HALF, INDEX, _both, _query_rows, _rotary
 
 _E4M3 = torch.float8_e4m3fn
 _I32 = (torch.int32,)
@@ -21,7 +22,7 @@ def _index_append(f: SimpleNamespace) -> None:
     _both("norm[1]", f.norm_bias, "norm[0]", f.norm_weight)
     s.see("norm_weight", "D", FLOAT)
     s.see("norm_bias", "D", FLOAT)
-    _finite("norm[2]", "a finite number, not negative", f.epsilon, f.epsilon >= 0)
+    finite("norm[2]", "a finite number, not negative", f.epsilon, f.epsilon >= 0)
     _rope(f, s)
 
 
@@ -32,7 +33,7 @@ def _index_query(f: SimpleNamespace) -> None:
     s.see("weights", "T Hi", FLOAT, last_dim_dense=False)
     s.see("q_out", "T Hi D", [fmt.storage])
     s.see("weights_out", "T Hi", F32, last_dim_dense=False)
-    _finite("weight_scale", "a finite number", f.weight_scale)
+    finite("weight_scale", "a finite number", f.weight_scale)
     _rope(f, s)
 
 
@@ -75,7 +76,7 @@ def _scored(f: SimpleNamespace) -> ShapeChecker:
     _query_rows(f, s)
     require(f.ratio >= 1, "ratio", "a positive number of tokens a key", f.ratio)
     require(f.block >= 1, "reduce_blocks", "a positive number of keys, or None", f.block)
-    _finite("scale", "a finite number", f.scale)
+    finite("scale", "a finite number", f.scale)
     return s
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calls import MLADecodeCall
 from ..shapes import ShapeChecker, require
 
 INDEX = (torch.int32, torch.int64, torch.uint32)
@@ -80,15 +81,26 @@ def _request_of_rows(call: Any) -> Tensor:
     return torch.where((request < count) & (row >= starts[0]), request, -1)
 
 
-def check_lists(call: Any) -> None:
-    """Raise ValueError for values that lists may not hold: checked mode."""
+def extra_set(call: MLADecodeCall) -> SimpleNamespace:
+    """An `mla_decode` over its second set of keys alone, whose lists may hold any position: it has no seq_lens."""
+    fields = call._asdict()
+    extra = {name.removeprefix("extra_"): x for name, x in fields.items() if name.startswith("extra_")}
+    none = {f"extra_{name}": None for name in extra}
+    return SimpleNamespace(**fields | none | extra | {"seq_lens": None, "block_size": 1})
+
+
+def check_lists(call: Any, of: str = "") -> None:
+    """Raise ValueError for values that lists may not hold: checked mode. of: what their arguments belong to."""
     if call.index_lens is not None:
         lens, n = call.index_lens.to(torch.int64), call.indices.shape[-1]
-        _raise_first("index_lens", f"in [0, {n}]", lens, (lens < 0) | (lens > n))
+        _raise_first(f"{of}index_lens", f"in [0, {n}]", lens, (lens < 0) | (lens > n))
     used = _used_entries(call)
     if by_slot(call):
         slots = call.ckv.shape[0] * call.ckv.shape[1]
-        _raise_first("indices", f"slots below {slots} (P * S)", used, used >= slots)
+        _raise_first(f"{of}indices", f"slots below {slots} (P * S)", used, used >= slots)
+    elif call.seq_lens is None:  # a second set, of whose requests no length is known
+        room = call.page_table.shape[1] * call.ckv.shape[1]
+        _raise_first(f"{of}indices", f"positions below {room} (max_pages * S)", used, used >= room)
     else:
         _check_positions(call, used)
     ordered = used.sort(-1).values
@@ -96,7 +108,7 @@ def check_lists(call: Any) -> None:
     if again.any():
         at = again.nonzero()[0].tolist()
         got = int(ordered[..., 1:][tuple(at)])
-        raise ValueError(f"indices: want every valid entry of a list once, got {got} twice in list {at[:-1]}")
+        raise ValueError(f"{of}indices: want every valid entry of a list once, got {got} twice in list {at[:-1]}")
 
 
 def _check_positions(call: Any, used: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..calls import TranscodeCall
 from . import transcode_checks
-from .list_checks import check_lists
+from .list_checks import check_lists, extra_set
 
 
 def check_host_values(call: Any) -> None:
@@ -39,6 +39,8 @@ def check_values(call: Any) -> None:
         _check_requests(call, pages, size)
     if getattr(call, "indices", None) is not None:
         check_lists(call)
+    if getattr(call, "extra_indices", None) is not None:
+        check_lists(extra_set(call), "extra.")
     sinks = getattr(call, "sinks", None)
     if sinks is not None and sinks.isnan().any():
         raise ValueError(f"sinks: want numbers, got NaN at {int(sinks.isnan().nonzero()[0, 0])}")
@@ -74,7 +76,7 @@ def _check_requests(call: Any, pages: int, size: int) -> None:
         name, what = "cache_lens", "(max_pages * S, the new tokens included)"
         _check_non_negative(name, cached)
         longest = int(lens[new > 0].max()) if (new > 0).any() else 0
-        if longest > call.freqs_cis.shape[0]:
+        if call.freqs_cis is not None and longest > call.freqs_cis.shape[0]:
             raise ValueError(f"freqs_cis: want a row for each of {longest} tokens, got {call.freqs_cis.shape[0]}")
     if (lens > room).any():
         i = int((lens > room).nonzero()[0, 0])

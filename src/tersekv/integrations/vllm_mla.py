@@ -59,8 +59,8 @@ class TersekvMLABackend(MLACommonBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """A latent and its rotary part."""
-        return [576]
+        """A latent and its rotary part, or without one."""
+        return [576, 512]
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
@@ -138,11 +138,13 @@ class TersekvMLAImpl(MLACommonImpl[TersekvMLAMetadata]):
         k_scale: Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Write the rows that have a slot: kv_c_normed [T or more, L], k_pe [T or more, 1, R] rotated."""
+        """Write the rows that have a slot: kv_c_normed [T or more, L], k_pe [T or more, 1, R] rotated,
+        R 0 where the model has no rotary part."""
         n = slot_mapping.shape[0]
         if kv_cache.numel():  # vLLM profiles its memory without pages
             pages = self._layer(kv_cache, k_scale)
-            mla_append(kv_c_normed[:n], k_pe[:n].view(-1, k_pe.shape[-1])[:n], pages, slot_mapping)
+            rotary = k_pe[:n].view(-1, k_pe.shape[-1])[:n] if pages.qk_rope_head_dim else None
+            mla_append(kv_c_normed[:n], rotary, pages, slot_mapping)
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
@@ -208,23 +210,29 @@ class TersekvMLAImpl(MLACommonImpl[TersekvMLAMetadata]):
             kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype, k_scale.data_ptr(), k_scale.shape,
         )  # fmt: skip
         if self._pages is None or self._pages[0] != key:
-            self._pages = key, latents_of(kv_cache, self.kv_cache_dtype, self.kv_lora_rank, k_scale)
+            rotary = self.qk_rope_head_dim
+            self._pages = key, latents_of(kv_cache, self.kv_cache_dtype, self.kv_lora_rank, k_scale, rotary)
         return self._pages[1]
 
 
-def latents_of(kv_cache: Tensor, kv_cache_dtype: str, kv_lora_rank: int, k_scale: Tensor) -> PagedLatentLayer:
+def latents_of(
+    kv_cache: Tensor, kv_cache_dtype: str, kv_lora_rank: int, k_scale: Tensor, qk_rope_head_dim: int | None = None
+) -> PagedLatentLayer:
     """vLLM's pages [blocks, tokens, row] of one latent layer as a PagedLatentLayer, without copying.
 
-    k_scale: vLLM's dequantising fp32 scale of one element, of the latent and of its rotary part; seen and not copied
+    k_scale:          vLLM's dequantising fp32 scale of one element, of the latent and of its rotary part; seen and not
+                      copied
+    qk_rope_head_dim: the model's; 0: a rotary part that rows of fp8_ds_mla have all the same is not looked at
 
     Raises ValueError for pages of another dtype, and for another scale.
     """
     name = _AUTO.get(kv_cache.dtype) if kv_cache_dtype == "auto" else FORMATS.get(kv_cache_dtype)
     if name is None:
         raise ValueError(f"kv_cache: want pages of bfloat16 or float16 for {kv_cache_dtype!r}, got {kv_cache.dtype}")
+    sizes: dict[str, Any] = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
     if name != "fp8_e4m3":
-        return PagedLatentLayer.of(kv_cache.view(_STORAGE[name]), format=name, kv_lora_rank=kv_lora_rank)
+        return PagedLatentLayer.of(kv_cache.view(_STORAGE[name]), format=name, **sizes)
     if k_scale.dtype != torch.float32 or k_scale.numel() != 1:
         raise ValueError(f"layer._k_scale: want float32 with 1 element, got {list(k_scale.shape)} {k_scale.dtype}")
     rows, scale = kv_cache.view(_STORAGE[name]), k_scale.detach().view(-1)
-    return PagedLatentLayer.of(rows, format=name, kv_lora_rank=kv_lora_rank, kv_scale=scale)
+    return PagedLatentLayer.of(rows, format=name, kv_scale=scale, **sizes)

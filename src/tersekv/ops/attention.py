@@ -122,6 +122,14 @@ def mask_rows(mask: Tensor, seq_lens: Tensor, t: int) -> Tensor:
 
 def max_query_rows(t: int, seq_lens: Tensor | None, cu_seqlens_q: Tensor | None, max_q_len: int | None) -> int:
     """Returns a bound on the query rows of a request; without `cu_seqlens_q` their number, at most `max_q_len`."""
+    if cu_seqlens_q is not None:
+        return max_rows_of_requests(t, 0, cu_seqlens_q, max_q_len)
+    tensor("seq_lens", seq_lens, "B")
+    return max_rows_of_requests(t, seq_lens.shape[0], None, max_q_len)  # type: ignore[union-attr]
+
+
+def max_rows_of_requests(t: int, b: int, cu_seqlens_q: Tensor | None, max_q_len: int | None) -> int:
+    """Returns `max_query_rows` of b requests, which is not looked at beside `cu_seqlens_q`."""
     if max_q_len is not None:
         max_q_len = as_int("max_q_len", max_q_len)
     if cu_seqlens_q is not None:
@@ -131,8 +139,6 @@ def max_query_rows(t: int, seq_lens: Tensor | None, cu_seqlens_q: Tensor | None,
             raise ValueError(f"max_q_len: want a positive bound on the rows of a request, got {max_q_len}")
         # A launch has CTAs for every row that the bound allows.
         return min(max_q_len, t) if t > 0 else max_q_len
-    tensor("seq_lens", seq_lens, "B")
-    b = seq_lens.shape[0]  # type: ignore[union-attr]
     rows = t // b if b else 0
     if max_q_len is not None and max_q_len < rows:
         raise ValueError(f"max_q_len: want at least T / B = {rows}, or None without cu_seqlens_q, got {max_q_len}")

@@ -15,18 +15,50 @@ from ..dispatch.launch_cache import CallSignature, lookup
 from ..layers import PagedLatentLayer
 from ..scalars import as_bool, as_float, as_int, as_positive_int
 from .append import query_output
-from .attention import allocate_outputs, attention_outputs, max_query_rows, output_tensor
+from .attention import (
+    allocate_outputs,
+    attention_outputs,
+    max_query_rows,
+    max_rows_of_requests,
+    output_tensor,
+)
 from .registry import dispatch_call
 from .scales import float_and_tensor, multiplying_scale
 
 _JOINED = {"q_pe": "q_nope"}  # as one tensor
 
+_Optional = Tensor | None
+_SetTensors = tuple[_Optional, _Optional, _Optional, _Optional, _Optional, _Optional]
+
 LatentLike = PagedLatentLayer | Tensor | Sequence[Tensor]
+
+
+class Selected(NamedTuple):
+    """A second set of listed keys for `mla_decode`, of a cache of its own: its `extra`.
+
+        >>> chosen = torch.tensor([[3, 0], [7, -1]])  # slots, for two query rows
+        >>> compressed = tersekv.Selected(latent_cache[0], chosen)
+        >>> tersekv.mla_decode(
+        ...     torch.randn(2, 16, 512 + 64), latent_cache[0], page_table, seq_lens, softmax_scale=192**-0.5,
+        ...     indices=torch.tensor([[5, 2], [1, 6]]), extra=compressed,
+        ... ).shape
+        torch.Size([2, 16, 512])
+
+    cache:       PagedLatentLayer, or bare tensors, of any format and page size; L and R are those of the first cache
+    indices:     [T, n]  int32 | int64 | uint32: as those of `mla_decode`, but that a row sees all that it lists
+    page_table:  [B, max_pages] of this cache: entries are positions; None: slots
+    index_lens:  [T]  used entries of each list; None: n
+    """
+
+    cache: LatentLike
+    indices: Tensor
+    page_table: Tensor | None = None
+    index_lens: Tensor | None = None
 
 
 def mla_append(
     kv_c: Tensor,
-    k_pe: Tensor,
+    k_pe: Tensor | None,
     cache: LatentLike,
     slot_mapping: Tensor,
     *,
@@ -47,7 +79,8 @@ def mla_append(
         (None, None)
 
         kv_c, k_pe:      [T, L], [T, R]  bf16 | fp16 | fp32; kv_c is normed already. Without cos_sin_cache also the
-                         dtype of an `fp8_e4m3` or `fp8_e5m2` cache: codes, copied as they are, no scale applied
+                         dtype of an `fp8_e4m3` or `fp8_e5m2` cache: codes, copied as they are, no scale applied.
+                         k_pe None: the cache has no rotary part (R = 0), nor is there a cos_sin_cache
         cache:           PagedLatentLayer, or bare tensors as `PagedLatentLayer.of` reads them
         slot_mapping:    [T]  page * S + offset; negative skips the row; beyond the cache: dropped
         cos_sin_cache:   [max_pos, R] fp32, [cos(R/2) | sin(R/2)]; None: k_pe is stored as it is
@@ -76,6 +109,7 @@ def mla_append(
             cached[0] if q_pe is not None and q_pe_out is None else q_pe_out
         )
 
+    k_pe = rotary_part(k_pe)
     q_pe_out, q_nope_out = query_output(q_pe, q_pe_out, q_dtype), query_output(q_nope, q_nope_out, q_dtype)
     call = MLAAppendCall(
         q_pe, q_nope, kv_c, k_pe, cos_sin_cache, positions, q_pe_out, q_nope_out, c.ckv, c.kpe, c.ckv_scale_cache,
@@ -97,6 +131,7 @@ def mla_decode(
     index_lens: Tensor | None = None,
     block_size: int = 1,
     sinks: Tensor | None = None,
+    extra: Selected | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_q_len: int | None = None,
     out: Tensor | None = None,
@@ -114,7 +149,8 @@ def mla_decode(
         >>> tersekv.mla_decode(q, latent_cache[0], page_table, seq_lens, softmax_scale=192**-0.5).shape
         torch.Size([2, 16, 512])
 
-        q:              [T, H, L + R], or (q_nope [T, H, L], q_pe [T, H, R]); bf16 | fp16 | fp32 | e4m3 | e5m2
+        q:              [T, H, L + R], or (q_nope [T, H, L], q_pe [T, H, R]; None: R is 0); bf16 | fp16 | fp32 | e4m3
+                        | e5m2
         cache:          PagedLatentLayer, or bare tensors as `PagedLatentLayer.of` reads them
         page_table:     [B, max_pages]; entries past ceil(seq_len / S) are never read
         seq_lens:       [B]  tokens in the cache, the new ones included; 0: output 0, lse −inf
@@ -126,6 +162,8 @@ def mla_decode(
         index_lens:     [T]  used entries of each list; None: n
         block_size:     c: entry x of `indices` stands for positions c * x to c * x + c - 1
         sinks:          [H] fp32; one more score per head (scaled-logit units, natural log) with a zero value
+        extra:          `Selected` keys of another cache, in the same softmax; beside `indices` only. Either list may be
+                        empty
         cu_seqlens_q:   [B + 1] ragged query rows, beginning with 0; None: T / B rows each; several rows are causal
         out:            [T, H, L]; out_dtype default q's, bf16 for an 8-bit q; out_scale multiplies it
         lse:            [T, H] fp32, natural log, sinks included; a row without keys: output 0, lse −inf
@@ -142,15 +180,16 @@ def mla_decode(
     scale, scale_t = float_and_tensor(softmax_scale, "softmax_scale")
     max_q_len = None if max_q_len is None else as_int("max_q_len", max_q_len)
     batch_invariant, block_size = as_bool("batch_invariant", batch_invariant), as_int("block_size", block_size)
+    extra_tensors, extra_format, extra_scale, extra_scale_t = _second_set(extra)
     joined = isinstance(q, Tensor)
     q_nope, q_pe = q if isinstance(q, (tuple, list)) and len(q) == 2 else (q, None)
     inputs = (
         q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
-        scale_t, kv_scale_t, o_scale_t, indices, index_lens, sinks, None,
+        scale_t, kv_scale_t, o_scale_t, indices, index_lens, sinks, *extra_tensors, extra_scale_t, None,
     )  # fmt: skip
     options = (
         c.format, joined, max_q_len, scale, kv_scale, o_scale, out_dtype, return_lse, precision, batch_invariant,
-        block_size, backend,
+        block_size, extra_format, extra_scale, backend,
     )  # fmt: skip
     cached = lookup("mla_decode", options, inputs)
     if cached is not None:
@@ -162,10 +201,11 @@ def mla_decode(
         rank, rope = c.ckv.shape[-1], c.kpe.shape[-1]
         if q.shape[-1] != rank + rope:
             raise ValueError(f"q: want [T, H, {rank} + {rope}], got {list(q.shape)}")
-        q_nope, q_pe = q.split_with_sizes((rank, rope), -1)
+        q_nope, q_pe = q.split_with_sizes((rank, rope), -1) if rope else (q, None)
     elif isinstance(q, (tuple, list)) and len(q) == 2:
         q_nope, q_pe = q
         tensor("q_nope", q_nope, "T H L")
+        q_pe = rotary_part(q_pe)
     else:
         raise TypeError(f"q: want Tensor or (q_nope, q_pe), got {type(q).__name__}")
     shape = q_nope.shape
@@ -174,13 +214,32 @@ def mla_decode(
         tensor("page_table", page_table, "B max_pages")
     by_slot = page_table is None and indices is not None
     rows = 1 if by_slot else max_query_rows(shape[0], seq_lens, cu_seqlens_q, max_q_len)
+    if by_slot and extra is not None and extra.page_table is not None:
+        tensor("extra.page_table", extra.page_table, "B max_pages")
+        rows = max_rows_of_requests(shape[0], len(extra.page_table), cu_seqlens_q, max_q_len)
     call = MLADecodeCall(
         q_nope, q_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, seq_lens, cu_seqlens_q, out, lse,
         c.format, rows, scale, scale_t, kv_scale, kv_scale_t, o_scale, o_scale_t, precision, batch_invariant, indices,
-        index_lens, block_size, sinks,
+        index_lens, block_size, sinks, *extra_tensors, extra_format, extra_scale, extra_scale_t,
     )  # fmt: skip
     dispatch_call("mla_decode", call, backend, CallSignature(options, inputs, made_outputs, _JOINED if joined else {}))
     return attention_outputs([], out, lse, return_lse)
+
+
+def _second_set(extra: Selected | None) -> tuple[_SetTensors, str, float, Tensor | None]:
+    """What a record has of a second set of keys: its tensors, its format, and the scale of its cache."""
+    if extra is None:
+        return (None, None, None, None, None, None), "", 1.0, None
+    if not isinstance(extra, Selected):
+        raise TypeError(f"extra: want Selected or None, got {type(extra).__name__}")
+    c = extra.cache if isinstance(extra.cache, PagedLatentLayer) else PagedLatentLayer.of(extra.cache)
+    tensors = c.ckv, c.kpe, c.ckv_scale_cache, extra.page_table, extra.indices, extra.index_lens
+    return tensors, c.format, *float_and_tensor(c.kv_scale, "extra.kv_scale")
+
+
+def rotary_part(x: Tensor | None) -> Tensor | None:
+    """The rotary part of rows as records hold it: None without columns."""
+    return None if isinstance(x, Tensor) and x.shape[-1:] == (0,) else x
 
 
 def mla_project(
@@ -309,7 +368,7 @@ def mla_prefill(
     page_table: Tensor,
     cache_lens: Tensor,
     cu_seqlens_q: Tensor,
-    freqs_cis: Tensor,
+    freqs_cis: Tensor | None,
     kv_norm_gamma: Tensor,
     kv_b_proj: Tensor,
     plan: MLAPrefillPlan,
@@ -343,7 +402,8 @@ def mla_prefill(
         page_table:       [B, max_pages]; entries past the request's tokens are never read
         cache_lens:       [B]  tokens cached before this step; new token i of request b stands at cache_lens[b] + i
         cu_seqlens_q:     [B + 1]  first new token of each request, beginning with 0
-        freqs_cis:        [max_pos, R]  cos0, sin0, cos1, sin1, …; the rotation is computed in its dtype
+        freqs_cis:        [max_pos, R]  cos0, sin0, cos1, sin1, …; the rotation is computed in its dtype. None: there
+                          is no rotary part (R = 0), in q and k_pe neither
         kv_norm_gamma:    [L]  RMSNorm weight; epsilon its constant
         kv_b_proj:        [H * (Dn + Dv), L], per head [nope | v]; e4m3 with kv_b_proj_scale [N/128, L/128] fp32
                           (blockwise product with the latents quantised per token and 128 columns), or q's dtype
@@ -397,7 +457,8 @@ def mla_prefill(
         raise ValueError(f"kv_b_proj: want more than H * Dn = {nope_rows} rows, got {len(kv_b_proj)}")
     out, lse, made_outputs = allocate_outputs(q, (t, heads, head_dim_v), out, None, lse, return_lse)
     call = MLAPrefillCall(
-        q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis,
+        q, kv_c, rotary_part(k_pe), c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q,
+        rotary_part(freqs_cis),
         kv_norm_gamma, kv_b_proj, kv_b_proj_scale, plan.buffer_row_offsets, plan.cache_offsets, out, lse,
         lengths, c.format, longest, scale, epsilon, kv_scale, kv_scale_t, precision, q_pe_out, seq_lens_out,
     )  # fmt: skip

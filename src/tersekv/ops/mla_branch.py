@@ -10,7 +10,7 @@ from ..dispatch.launch_cache import CallSignature, lookup
 from ..layers import PagedLatentLayer
 from ..scalars import as_float, as_int
 from .attention import max_query_rows, output_tensor
-from .mla import LatentLike
+from .mla import LatentLike, rotary_part
 from .registry import dispatch_call
 from .scales import float_and_tensor
 
@@ -20,7 +20,7 @@ def mla_decode_branch(
     cache: LatentLike,
     page_table: Tensor,
     cache_lens: Tensor,
-    freqs_cis: Tensor,
+    freqs_cis: Tensor | None,
     kv_norm_gamma: Tensor,
     w_uk: Tensor,
     w_uv: Tensor,
@@ -50,7 +50,8 @@ def mla_decode_branch(
                           rotated k_pe (interleaved pairs)
         page_table:       [B, max_pages]; entries past the request's tokens are never read
         cache_lens:       [B]  tokens cached before this step; new token i of request b stands at cache_lens[b] + i
-        freqs_cis:        [max_pos, R]  cos0, sin0, cos1, sin1, …; the rotation is computed in its dtype
+        freqs_cis:        [max_pos, R]  cos0, sin0, cos1, sin1, …; the rotation is computed in its dtype. None: there
+                          is no rotary part (R = 0), in q and k_pe neither
         kv_norm_gamma:    [L]  RMSNorm weight; epsilon its constant
         w_uk, w_uv:       [H, L, Dn], [H, Dv, L]  q's dtype; or e4m3 with w_uk_scale [H, L/128, Dn/128] and w_uv_scale
                           [H, Dv/128, L/128] fp32, as in `mla_project`
@@ -88,7 +89,8 @@ def mla_decode_branch(
     tensor("cache_lens", cache_lens, "B")
     out = output_tensor(q, (*q.shape[:2], w_uv.shape[1]), out, None)
     call = MLADecodeBranchCall(
-        q, kv_c, k_pe, c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q, freqs_cis, kv_norm_gamma,
+        q, kv_c, rotary_part(k_pe), c.ckv, c.kpe, c.ckv_scale_cache, page_table, cache_lens, cu_seqlens_q,
+        rotary_part(freqs_cis), kv_norm_gamma,
         w_uk, w_uk_scale, w_uv, w_uv_scale, out, c.format, max_query_rows(q.shape[0], cache_lens, cu_seqlens_q,
                                                                           max_q_len),
         scale, scale_t, epsilon, kv_scale, kv_scale_t,

@@ -177,6 +177,8 @@ def _layers(src: AnyCache, dst: AnyCache) -> list[tuple[Any, Any]]:
         want, got = getattr(src, name), getattr(dst, name)
         if want != got:
             raise ValueError(f"dst: want {name} {want} as src has, got {got}")
+        if want == 0:
+            raise ValueError(f"src: want latent rows with a rotary part, got {name} 0")
     return list(zip(src.layers, dst.layers, strict=True)) if whole else [(src, dst)]  # type: ignore[union-attr]
 
 

@@ -147,6 +147,7 @@ def _latent_calls(
 ) -> list[partial]:
     rank, rotary = layer.kv_lora_rank, layer.qk_rope_head_dim
     q = (new(rows, q_heads, rank), new(rows, q_heads, rotary))
+    rope = rope if rotary else {}
     slots = torch.full((rows,), -1, dtype=torch.int64, device=q[0].device)
     more = dict(rope, positions=torch.zeros_like(slots), q_pe=q[1]) if rope else {}
     write = partial(mla_append, new(rows, rank), new(rows, rotary), layer, slots, backend=options["backend"], **more)

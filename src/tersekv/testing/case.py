@@ -81,6 +81,10 @@ class Case:
     list_lens: bool = False  # lists have lengths of their own
     lists: str = ""  # "shared": one for all rows; "again": entries may repeat
     sink: str = ""  # sinks of another size: "inf", "-inf", "far"
+    extra_listed: int = -1  # a second set of keys (`extra`): entries of its lists; -1: there is none
+    extra_by_slot: bool = False
+    extra_format: str = ""  # "": format
+    extra_page: int = 16
     lse_of_keys: bool = False  # latents: without the sinks
     max_logits: bool = False  # latents of 16 bits: the largest scores too
 

@@ -105,6 +105,7 @@ def _mla_append(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="scale tensors strided", scale="tensor", strided=True, page=1, out_dtype="float8_e5m2"),
         replace(base, name="rank 256 rope 32", rank=256, rope=32, q_nope=128, dtype="float32", page=3, scale="float"),
         replace(base, name="quantising scales", place="pages", scale="tensor", reciprocal=True, q_nope=128),
+        replace(base, name="no rotary part", rope=0, rotate=False, query=False, gaps="columns" if i % 2 else ""),
     ):
         yield replace(case, quick=False)
     if base.format != "fp8_ds_mla":
@@ -273,10 +274,23 @@ def _mla_decode(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="strided spread fast", strided=True, spread=True, precision="fast", group=64),
         replace(base, name="rank 256 rope 32", rank=256, rope=32, group=8),
         replace(base, name="fp32", dtype="float32", lse=False),
+        replace(
+            base,
+            name="no rotary part",
+            rope=0,
+            gaps="" if i % 2 else "columns",
+            q_lens=(2, 2, 2, 2),
+            lens=(37, 4, 0, 130),
+        ),
+        replace(base, name="no rotary part fp16 pages of 3", rope=0, page=3, dtype="float16", group=40, scale="float"),
     ):
         yield replace(case, quick=False)
     if base.format != "fp8_ds_mla":
         yield replace(base, name="split", split=True, quick=False)
+    yield from _listed_latents(base, i)
+
+
+def _listed_latents(base: Case, i: int) -> Iterator[Case]:
     listed = replace(base, listed=70, lens=(37, 1, 0, 130))
     yield replace(listed, name="listed positions", list_lens=i % 2 == 0)
     for case in (
@@ -295,11 +309,24 @@ def _mla_decode(base: Case, i: int) -> Iterator[Case]:
         replace(listed, name="empty lists", listed=0, sinks=True),
         replace(listed, name="2048 of 3000", listed=2048, lens=(3000, 5, 2600), page=128),
         replace(listed, name="listed sinks of inf", sinks=True, sink="inf", listed=9),
+        replace(listed, name="listed, no rotary part", rope=0, by_slot=i % 2 == 0, sinks=True, page=64, gaps="columns"),
         replace(listed, name="listed fp16 batch invariant", dtype="float16", batch_invariant=True, lse=False),
         replace(listed, name="listed e4m3 query far sinks", dtype="float8_e4m3fn", out_dtype="bfloat16", sinks=True,
                 sink="far", batch_invariant=True, listed=700, lens=(900, 9)),
         replace(listed, name="listed sinks, lse of keys", sinks=True, lse_of_keys=True, listed=700, lens=(900, 9, 0)),
         replace(base, name="sinks, lse of keys", sinks=True, lse_of_keys=True, lens=(37, 1, 0, 3000)),
+        replace(listed, name="two sets", extra_listed=40, sinks=True, extra_page=64, list_lens=True),
+        replace(listed, name="two sets of slots, of another format", extra_listed=40, by_slot=True, extra_by_slot=True,
+                extra_format=_next_latent(base.format), group=64, rope=0, scale="float", lists="again"),
+        replace(listed, name="two sets, lse of keys", extra_listed=40, sinks=True, lse_of_keys=True, sink="far"),
+        replace(listed, name="two sets, the first empty", listed=0, extra_listed=70, sinks=True, sink="inf"),
+        replace(listed, name="two sets, the second empty", extra_listed=0, by_slot=True, lse=False),
+        replace(listed, name="slots and positions of ragged rows", by_slot=True, extra_listed=33, extra_page=3,
+                lens=(137, 40, 0, 70), q_lens=(20, 1, 0, 17), ragged=True, strided=True, index="uint32", sinks=True,
+                scale="tensor", out_dtype="float8_e4m3fn"),
+        replace(listed, name="positions and slots of drafts batch invariant", extra_listed=900, extra_by_slot=True,
+                lens=(1937, 4, 6, 70), q_lens=(3, 3, 3, 3), batch_invariant=True, dtype="float16",
+                extra_format=_next_latent(base.format), block_size=3),
         replace(base, name="sinks", sinks=True, lens=(37, 1, 0, 3000)),
         replace(base, name="sinks of -inf ragged", sinks=True, sink="-inf", q_lens=(2, 1, 0, 1), ragged=True),
     ):  # fmt: skip
@@ -308,6 +335,11 @@ def _mla_decode(base: Case, i: int) -> Iterator[Case]:
         largest = replace(listed, max_logits=True, by_slot=True, list_lens=True, quick=False)
         yield replace(largest, name="largest scores", page=1, sinks=True, lse_of_keys=True, group=64)
         yield replace(largest, name="largest scores of splits", listed=1500, lens=(2000, 7, 0), scale="tensor")
+
+
+def _next_latent(name: str) -> str:
+    names = [*LATENT_FORMATS]
+    return names[(names.index(name) + 1) % len(names)]
 
 
 def _mla_prefill(base: Case, i: int) -> Iterator[Case]:
@@ -322,6 +354,7 @@ def _mla_prefill(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="16 heads", group=16, lens=(150,), q_lens=(130,), page=128, dim_v=128),
         replace(base, name="wide", group=2, lens=(150, 0, 70), q_lens=(140, 0, 3), chunk=100, dim_v=128),
         replace(base, name="scaled rows strided", scale="float", strided=True, spread=True, page=1),
+        replace(base, name="no rotary part", rope=0, chunk=32, weight="" if i % 2 else base.weight),
     ]
     if base.format in ("bf16", "fp16"):
         cases.append(replace(base, name="raw rows in the cache", raw_in_cache=True, page=64))
@@ -361,6 +394,7 @@ def _mla_decode_branch(base: Case, i: int) -> Iterator[Case]:
         replace(base, name="scale tensors strided", scale="tensor", strided=True, page=1, group=4),
         replace(base, name="rank 256 rope 32 Dv 64", rank=256, rope=32, weight="", nope=64, dim_v=64, group=3),
         replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0)),
+        replace(base, name="no rotary part", rope=0, q_lens=(1, 1, 2, 0), ragged=True),
     ]  # fmt: skip
     if base.format in ("bf16", "fp16"):
         cases.append(replace(base, name="raw rows in the cache", raw_in_cache=True))

@@ -133,7 +133,7 @@ def _latent(dice: Dice, case: Case) -> Case:
     step = f.scale_block or 8
     return replace(
         case, rank=512 if dice.maybe(0.8) else _multiple(dice, step, 512, (128, 256, 384, 512)),
-        rope=64 if dice.maybe(0.8) else 2 * dice.randint(1, 32), split=f.scale_dtype is None and dice.maybe(0.4),
+        rope=dice.some((64, 0, 2 * dice.randint(1, 32)), (7, 1, 2)), split=f.scale_dtype is None and dice.maybe(0.4),
         page=_page(dice), gaps=_gaps(dice, ("slots", "columns")), index=dice.some(_INDEX), strided=dice.maybe(0.2),
         scale=dice.some(_SCALES[:3] if f.scale == TENSOR else _SCALES[:1]), heads=1,
     )  # fmt: skip
@@ -182,7 +182,7 @@ def _rope_append(dice: Dice, case: Case) -> Case:
 
 def _mla_append(dice: Dice, case: Case) -> Case:
     case = _latent(dice, case)
-    rotate = dice.maybe(0.8)
+    rotate = case.rope > 0 and dice.maybe(0.8)
     query = rotate and dice.maybe(0.7)
     group, q_nope = dice.some((1, 2, 5, 16, 128)), dice.some((512, 512, 128, 8 * dice.randint(1, 64)))
     case = _written(dice, case, case.rank + case.rope + query * group * (case.rope + q_nope))
@@ -263,8 +263,9 @@ def _mla_decode(dice: Dice, case: Case) -> Case:
     case = replace(case, lse_of_keys=case.sinks and dice.maybe(0.3))
     if not dice.maybe(0.4):
         return case
-    half = case.format in ("bf16", "fp16")
-    return replace(_listed(dice, case), max_logits=half and case.lse and dice.maybe(0.3))
+    case = _listed(dice, case)
+    takes_largest = case.format in ("bf16", "fp16") and case.lse and case.extra_listed < 0
+    return replace(case, max_logits=takes_largest and dice.maybe(0.3))
 
 
 def _listed(dice: Dice, case: Case) -> Case:
@@ -275,11 +276,21 @@ def _listed(dice: Dice, case: Case) -> Case:
     latent = case.op == "mla_decode"
     by_slot = latent and dice.maybe(0.4)
     block_size = 1 if by_slot else dice.some((1, 1, 3, 4, 8, 64, 128))
+    if latent and dice.maybe(0.4):
+        extra = min(dice.some((0, 1, 64, dice.log(1, 600))), most)
+        case = replace(case, extra_listed=extra, extra_by_slot=dice.maybe(0.5), extra_page=_page(dice),
+                       extra_format=_another_latent(dice, case))  # fmt: skip
     return replace(
         case, listed=listed, by_slot=by_slot, block_size=block_size, list_lens=dice.maybe(0.4),
         each_head=not latent and dice.maybe(0.4),
         lists=dice.some(("", "shared", "again"), (6, 1 if len(case.lens) == 1 else 0, 1)),
     )  # fmt: skip
+
+
+def _another_latent(dice: Dice, case: Case) -> str:
+    """The format of a second set: mostly that of the first; any that holds rows of its rank."""
+    fits = [f.name for f in LATENT_FORMATS.values() if case.rank % (f.scale_block or 8) == 0]
+    return "" if dice.maybe(0.6) else dice.some(fits)
 
 
 def _live(dice: Dice, values: int) -> int:

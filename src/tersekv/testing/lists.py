@@ -19,10 +19,13 @@ _KINDS = ("ascending", "mixed", "mixed", "left", "any", "empty")
 
 
 class Lists:
-    """Of a case over its requests. lists: of each row its lists (one, or one a KV head), as entries."""
+    """Of a case over its requests. lists: of each row its lists (one, or one a KV head), as entries.
 
-    def __init__(self, case: Case, requests: Requests, heads: int = 1) -> None:
-        self.case, self.requests, self.heads = case, requests, heads
+    causal: a row sees positions up to its own; else all
+    """
+
+    def __init__(self, case: Case, requests: Requests, heads: int = 1, causal: bool = True) -> None:
+        self.case, self.requests, self.heads, self.causal = case, requests, heads, causal
         self._dice = Random(zlib.crc32(case.id.encode()))
         self._tokens = requests.new_tokens()
         if case.lists == "shared" and self._tokens:
@@ -39,7 +42,7 @@ class Lists:
         n = c.listed
         kind = dice.choice(_KINDS) if len(self._tokens) > 1 else "mixed"
         length = dice.randint(0, n) if c.list_lens else n
-        seen = position + 1 if c.by_slot else c.lens[b]
+        seen = position + 1 if c.by_slot and self.causal else c.lens[b]
         blocks = range(-(-max(seen, 0) // c.block_size)) if kind != "empty" else range(0)
         most = min(length, len(blocks))
         chosen = dice.sample(blocks, most if kind == "any" else dice.randint(min(1, most), most))
@@ -92,7 +95,8 @@ class Lists:
                     if c.by_slot:
                         found.add((x // c.page, x % c.page))
                         continue
-                    for j in range(x * c.block_size, min((x + 1) * c.block_size, position + 1)):
+                    last = position if self.causal else c.lens[b] - 1
+                    for j in range(x * c.block_size, min((x + 1) * c.block_size, last + 1)):
                         found.add((self.requests.pages[b][j // c.page], j % c.page))
         pages, slots = torch.tensor(sorted(found), dtype=torch.int64).reshape(-1, 2).T
         return pages, slots

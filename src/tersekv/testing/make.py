@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from .cases import Case
 from .codes import column, encode, write_rows
 from .lists import Lists
 from .memory import POISON, as_bytes, moved, poisoned, put, storage_bytes
+from .other_cases import extra_case, source_case
 from .requests import FAR, Requests
 
 Scale = float | Tensor
@@ -211,7 +211,7 @@ def _rope_append(m: _Maker) -> RopeAppendCall:
 
 def _mla_append(m: _Maker) -> MLAAppendCall:
     c, r = m.case, m.requests
-    kv_c, k_pe = m.new_rows(r.tokens, c.rank), m.new_rows(r.tokens, c.rope)
+    kv_c, k_pe = m.new_rows(r.tokens, c.rank), m.new_rows(r.tokens, c.rope) if c.rope else None
     q_rope = q_nope = q_rope_out = q_nope_out = None
     if c.query:
         shapes = (r.tokens, c.group, c.rope), (r.tokens, c.group, c.q_nope)
@@ -287,16 +287,35 @@ def _mla_decode(m: _Maker) -> MLADecodeCall:
         softmax_scale, out_scale = torch.full((1,), 192**-0.5), torch.full((1,), 3.0)
     if c.scale == "float":
         out_scale = 0.4
-    lse = m.lse(r.tokens, heads)
+    by_slot = c.by_slot and (c.extra_listed < 0 or c.extra_by_slot)  # no request of a row is looked at
     return MLADecodeCall(
-        q[..., : c.rank], q[..., c.rank :], a.ckv, a.kpe, a.ckv_scale_cache, None if c.by_slot else r.page_table(),
-        None if c.by_slot else r.seq_lens(), r.cu_seqlens() if c.ragged and not c.by_slot else None,
-        m.output(r.tokens, heads, c.rank), lse,
-        c.format, 1 if c.by_slot else r.max_q_len, *float_and_tensor(softmax_scale), *float_and_tensor(a.kv_scale),
+        q[..., : c.rank], q[..., c.rank :] if c.rope else None, a.ckv, a.kpe, a.ckv_scale_cache,
+        None if c.by_slot else r.page_table(),
+        None if c.by_slot else r.seq_lens(), r.cu_seqlens() if c.ragged and not by_slot else None,
+        m.output(r.tokens, heads, c.rank), m.lse(r.tokens, heads),
+        c.format, 1 if by_slot else r.max_q_len, *float_and_tensor(softmax_scale), *float_and_tensor(a.kv_scale),
         *float_and_tensor(out_scale), c.precision, c.batch_invariant,
         None if lists is None else lists.indices()[:, 0], None if lists is None else lists.index_lens(), c.block_size,
-        _sinks(m, heads) if c.sinks else None, c.lse_of_keys, m.lse(r.tokens, heads) if c.max_logits else None,
+        _sinks(m, heads) if c.sinks else None, lse_of_keys=c.lse_of_keys,
+        max_logits=m.lse(r.tokens, heads) if c.max_logits else None, **_extra_keys(c),
     )  # fmt: skip
+
+
+def _extra_keys(c: Case) -> dict[str, Any]:
+    """The fields of a second set of keys: other tokens of the same requests, all of which rows see, in other pages."""
+    if c.extra_listed < 0:
+        return {}
+    m = _Maker(extra_case(c))
+    a, r = m.latent_layer(), m.requests
+    lists = Lists(m.case, r, causal=False)
+    _fill_latents(m, a, *lists.live())
+    scale, scale_t = float_and_tensor(a.kv_scale)
+    return {
+        "extra_ckv": a.ckv, "extra_kpe": a.kpe, "extra_ckv_scale_cache": a.ckv_scale_cache,
+        "extra_page_table": None if m.case.by_slot else r.page_table(), "extra_indices": lists.indices()[:, 0],
+        "extra_index_lens": lists.index_lens(), "extra_format": m.case.format, "extra_kv_scale": scale,
+        "extra_kv_scale_t": scale_t,
+    }  # fmt: skip
 
 
 def _sinks(m: _Maker, heads: int) -> Tensor:
@@ -319,7 +338,7 @@ def _mla_prefill(m: _Maker) -> MLAPrefillCall:
     spread = 1.0 if c.spread else 0.0
     raw = NO_PARTS
     if not c.raw_in_cache:
-        raw = m.rows(r.tokens, c.rank, spread=spread), m.rows(r.tokens, c.rope)
+        raw = m.rows(r.tokens, c.rank, spread=spread), m.rows(r.tokens, c.rope) if c.rope else None
     weight, weight_scale = m.normal(heads * (c.nope + dv), c.rank) * c.rank**-0.5, None
     if c.weight:
         weight = encode(weight * 100, getattr(torch, c.weight))
@@ -332,7 +351,7 @@ def _mla_prefill(m: _Maker) -> MLAPrefillCall:
     return MLAPrefillCall(
         q, *raw, a.ckv, a.kpe, a.ckv_scale_cache, r.page_table(),
         r.index([n - q for n, q in zip(c.lens, r.q_lens, strict=True)]), r.cu_seqlens(),
-        r.freqs_cis(c.rope, torch.float32 if c.weight else dtype), (1 + 0.1 * m.normal(c.rank)).to(dtype),
+        _freqs_cis(m, dtype), (1 + 0.1 * m.normal(c.rank)).to(dtype),
         weight if c.weight else weight.to(dtype), weight_scale, r.index(plan.buffer_row_offsets), r.index(starts),
         m.output(r.tokens, heads, dv), m.lse(r.tokens, heads), plan.buffer_lengths, c.format, r.max_q_len,
         (c.nope + c.rope) ** -0.5, c.epsilon, *float_and_tensor(a.kv_scale), c.precision,
@@ -358,17 +377,24 @@ def _mla_decode_branch(m: _Maker) -> MLADecodeBranchCall:
         m.dtype = m.out_dtype = latent_format(c.format).storage
     a = m.latent_layer()
     _fill_latents(m, a, *r.live(new=c.raw_in_cache))
-    raw = NO_PARTS if c.raw_in_cache else (m.rows(r.tokens, c.rank), m.rows(r.tokens, c.rope))
+    raw = NO_PARTS
+    if not c.raw_in_cache:
+        raw = m.rows(r.tokens, c.rank), m.rows(r.tokens, c.rope) if c.rope else None
     weights = _head_weight(m, heads, c.rank, c.nope), _head_weight(m, heads, dv, c.rank)
     scale = (c.nope + c.rope) ** -0.5
     return MLADecodeBranchCall(
         m.rows(r.tokens, heads, c.nope + c.rope), *raw, a.ckv, a.kpe, a.ckv_scale_cache, r.page_table(),
         r.index([n - q for n, q in zip(c.lens, r.q_lens, strict=True)]), r.cu_seqlens() if c.ragged else None,
-        r.freqs_cis(c.rope, torch.float32 if c.weight else m.dtype), (1 + 0.1 * m.normal(c.rank)).to(m.dtype),
+        _freqs_cis(m, m.dtype), (1 + 0.1 * m.normal(c.rank)).to(m.dtype),
         *weights[0], *weights[1], m.output(r.tokens, heads, dv), c.format, r.max_q_len,
         *float_and_tensor(torch.full((1,), scale) if c.scale == "tensor" else scale), c.epsilon,
         *float_and_tensor(a.kv_scale),
     )  # fmt: skip
+
+
+def _freqs_cis(m: _Maker, dtype: torch.dtype) -> Tensor | None:
+    c = m.case
+    return m.requests.freqs_cis(c.rope, torch.float32 if c.weight else dtype) if c.rope else None
 
 
 def _head_weight(m: _Maker, heads: int, n: int, k: int) -> tuple[Tensor, Tensor | None]:
@@ -420,15 +446,6 @@ def _transcode(m: _Maker) -> TranscodeCall:
     if c.ragged:
         fields |= {"num_tokens": tokens + c.slack, "num_tokens_t": m.requests.index([tokens])}
     return TranscodeCall(**fields)
-
-
-def source_case(c: Case) -> Case:
-    """The case of the pages that a transcode reads."""
-    return replace(
-        c, format=c.src_format or c.format, v_format=c.src_v_format or (c.v_format if not c.src_format else ""),
-        page=c.src_page, layout=c.src_layout, scales=c.src_scales, rotation=c.src_rotation, channels=c.src_channels,
-        scale=c.src_scale, packed=False, gaps="", split=c.split and c.src_format != "fp8_ds_mla",
-    )  # fmt: skip
 
 
 def _fill_kv(m: _Maker, a: PagedKVLayer, pages: Tensor, slots: Tensor) -> None:

@@ -130,7 +130,7 @@ def _mla_decode(call: MLADecodeCall) -> Expected:
     for b, (start, stop) in enumerate(_rows(call)):
         n = int(call.seq_lens[b])
         ckv, kpe = latent_rows(call, *_places(call.page_table[b], n, call.ckv.shape[1]))
-        q_nope, q_pe = decode(call.q_nope[start:stop]), decode(call.q_pe[start:stop])
+        q_nope, q_pe = _latent_query(call, start, stop)
         scores = (q_nope @ ckv.T + q_pe @ kpe.T) * scale
         visible = _visible(stop - start, n, None, 0)
         p, lse[start:stop] = _softmax(scores, visible, call.sinks)
@@ -142,19 +142,31 @@ def _mla_decode(call: MLADecodeCall) -> Expected:
     return _attention(call, out * float(_pick(call, "out_scale")), lse)._replace(lse_rounding=rounding)
 
 
+_OF_A_SET = ("ckv", "kpe", "ckv_scale_cache", "format", "kv_scale", "kv_scale_t")
+
+
 def _mla_decode_lists(call: MLADecodeCall) -> Expected:
-    """Row by row over the keys that its list names, as often as it does."""
+    """Row by row over the keys that its lists name, as often as they do."""
     out, lse = _empty(call.out)
     largest = lse.clone()
-    rounding = torch.zeros_like(lse) if call.ckv.dtype.itemsize == 1 else None
+    caches = [call.ckv] if call.extra_ckv is None else [call.ckv, call.extra_ckv]
+    rounding = torch.zeros_like(lse) if any(x.dtype.itemsize == 1 for x in caches) else None
     scale = float(_pick(call, "softmax_scale"))
-    for t, keys in enumerate(reference_lists.latent_keys(call)):
-        if not keys:
+    first, other = reference_lists.latent_keys(call), [list[tuple[int, int]]()] * len(out)
+    second = call
+    if call.extra_ckv is not None:
+        other = reference_lists.extra_keys(call)
+        second = call._replace(**{name: getattr(call, f"extra_{name}") for name in _OF_A_SET})
+    for t, sets in enumerate(zip(first, other, strict=True)):
+        stacked = [
+            latent_rows(of, *torch.tensor(keys).T) for of, keys in zip((call, second), sets, strict=True) if keys
+        ]
+        if not stacked:
             continue
-        ckv, kpe = latent_rows(call, *torch.tensor(keys).T)
-        q_nope, q_pe = decode(call.q_nope[t : t + 1]), decode(call.q_pe[t : t + 1])
+        ckv, kpe = (torch.cat(parts) for parts in zip(*stacked, strict=True))
+        q_nope, q_pe = _latent_query(call, t, t + 1)
         scores = (q_nope @ ckv.T + q_pe @ kpe.T) * scale
-        p, lse[t : t + 1] = _softmax(scores, torch.ones(1, len(keys), dtype=torch.bool), call.sinks)
+        p, lse[t : t + 1] = _softmax(scores, torch.ones(1, len(ckv), dtype=torch.bool), call.sinks)
         if call.lse_of_keys:
             lse[t] = torch.logsumexp(scores[0], -1)
         largest[t] = scores[0].amax(-1)
@@ -166,6 +178,12 @@ def _mla_decode_lists(call: MLADecodeCall) -> Expected:
     if call.max_logits is not None:
         expected.values["max_logits"] = largest
     return expected
+
+
+def _latent_query(call: MLADecodeCall, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """fp64 parts of query rows; the rotary one may have no columns."""
+    q_nope = decode(call.q_nope[start:stop])
+    return q_nope, q_nope[..., :0] if call.q_pe is None else decode(call.q_pe[start:stop])
 
 
 def _moved(p: Tensor, products: Tensor, scale: float) -> Tensor:
@@ -280,12 +298,11 @@ def _store_new(call: Any, b: int, start: int, stop: int) -> tuple[Where, Where, 
     old = int(call.cache_lens[b])
     n = old + stop - start
     where = _places(call.page_table[b], n, call.ckv.shape[1])
-    new, freqs = (where[0][old:], where[1][old:]), call.freqs_cis[old:n]
+    new = where[0][old:], where[1][old:]
+    freqs = torch.zeros(n - old, 0) if call.freqs_cis is None else call.freqs_cis[old:n]
     f, scale = latent_format(call.format), column(_pick(call, "kv_scale"))
-    if call.kv_c is None or call.k_pe is None:
-        raw, k_pe = take(call.ckv, *new), take(call.kpe, *new)
-    else:
-        raw, k_pe = call.kv_c[start:stop], call.k_pe[start:stop]
+    raw = take(call.ckv, *new) if call.kv_c is None else call.kv_c[start:stop]
+    k_pe = take(call.kpe, *new) if call.k_pe is None else call.k_pe[start:stop]
     x = raw.double()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.epsilon)
     gamma = call.kv_norm_gamma

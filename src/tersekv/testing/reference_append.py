@@ -33,7 +33,8 @@ def rope_append(call: RopeAppendCall) -> None:
 
 def mla_append(call: MLAAppendCall) -> None:
     pages, slots, live, skipped = places(call, call.ckv)
-    k_pe, cos, sin, known = call.k_pe.float(), None, None, torch.ones_like(live)
+    k_pe = call.kv_c[:, :0].float() if call.k_pe is None else call.k_pe.float()
+    cos, sin, known = None, None, torch.ones_like(live)
     if call.cos_sin_cache is not None:
         assert call.positions is not None
         cos, sin, known = _angles(call.cos_sin_cache, call.positions)
@@ -43,7 +44,7 @@ def mla_append(call: MLAAppendCall) -> None:
     scale, inverse = _scales(call.kv_scale, call.kv_scale_t, call.scales_quantize)
     pages, slots = pages[live], slots[live]
     write_rows(call.ckv, call.ckv_scale_cache, pages, slots, call.kv_c[live], f, scale, inverse)
-    if call.k_pe.dtype == call.kpe.dtype and f.scale == "tensor":
+    if call.k_pe is not None and call.k_pe.dtype == call.kpe.dtype and f.scale == "tensor":
         put(call.kpe, pages, slots, call.k_pe[live])
     else:
         scaled = k_pe[live] * inverse if f.scale == "tensor" else k_pe[live]

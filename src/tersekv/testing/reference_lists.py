@@ -27,6 +27,23 @@ def latent_keys(call: MLADecodeCall) -> list[list[tuple[int, int]]]:
     return found
 
 
+def extra_keys(call: MLADecodeCall) -> list[list[tuple[int, int]]]:
+    """The same of a call's second set: rows see all that they list."""
+    assert call.extra_ckv is not None
+    size, table, found = call.extra_ckv.shape[1], call.extra_page_table, []
+    starts = [b * call.max_q_len for b in range(1 + (0 if table is None else len(table)))]
+    if call.cu_seqlens_q is not None:
+        starts = call.cu_seqlens_q.tolist()
+    for t in range(call.out.shape[0]):
+        used = _used(call.extra_indices, call.extra_index_lens, t)
+        if table is None:
+            found.append([divmod(x, size) for x in used])
+            continue
+        of = [b for b, (start, stop) in enumerate(pairwise(starts)) if start <= t < stop]
+        found.append([(int(table[b, x // size]), x % size) for b in of for x in used])
+    return found
+
+
 def block_counts(call: AttentionCall, start: int, stop: int, n: int) -> Tensor:
     """How often each of a request's n keys stands in the lists of its rows [start, stop): [r, Hkv, n] fp64."""
     assert call.indices is not None

@@ -35,14 +35,14 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
     latent = quantized_stream(
         facts, "kv_c", fmt, facts.strided_tensor("ckv", has_heads=False), scales, facts.scale("kv_scale")
     )
-    # Only a per-tensor scale applies to the rotary part; group scales are the latent's alone.
-    rotary_format = fmt if fmt.scale == TENSOR else _HALF[rope_dtype(fmt)]
-    rotary = quantized_stream(
-        facts, "k_pe", rotary_format, facts.strided_tensor("kpe", has_heads=False), StridedTensor(records.NONE),
-        facts.scale("kv_scale"),
-        apply_rope=f.cos_sin_cache is not None,
-    )  # fmt: skip
-    streams = [*rope_query_streams(facts), latent, rotary]
+    streams = [*rope_query_streams(facts), latent]
+    if f.kpe.shape[-1]:
+        # Only a per-tensor scale applies to the rotary part; group scales are the latent's alone.
+        rotary_format = fmt if fmt.scale == TENSOR else _HALF[rope_dtype(fmt)]
+        streams.append(quantized_stream(
+            facts, "k_pe", rotary_format, facts.strided_tensor("kpe", has_heads=False), StridedTensor(records.NONE),
+            facts.scale("kv_scale"), apply_rope=f.cos_sin_cache is not None,
+        ))  # fmt: skip
     return NativeLaunch("append", append.append_record(facts, f.kv_c, f.ckv, streams), _TENSORS)
 
 

@@ -44,17 +44,13 @@ def configure(f: SimpleNamespace) -> NativeLaunch:
         facts.strided_tensor("ckv", has_heads=False), CODES[fmt.code], f.ckv.shape[-1], scales, width,
         DTYPES[torch.float32], facts.strided_tensor("q_nope"),
     )  # fmt: skip
-    rotary = PagedMatrix(
-        facts.strided_tensor("kpe", has_heads=False),
-        DTYPES[rope_dtype(fmt)],
-        f.kpe.shape[-1],
-        StridedTensor(NONE),
-        0,
-        0,
-        facts.strided_tensor("q_pe"),
-    )
-    record.num_keys = 2 if f.kpe.shape[-1] else 1
-    record.keys[0], record.keys[1], record.values = latent, rotary, latent
+    record.num_keys, record.keys[0], record.values = 1, latent, latent
+    if f.kpe.shape[-1]:
+        record.num_keys = 2
+        record.keys[1] = PagedMatrix(
+            facts.strided_tensor("kpe", has_heads=False), DTYPES[rope_dtype(fmt)], f.kpe.shape[-1], StridedTensor(NONE),
+            0, 0, facts.strided_tensor("q_pe"),
+        )  # fmt: skip
     record.num_pages, record.page_size = f.ckv.shape[:2]
     record.query_dtype = facts.dtype("q_nope")
     # Only a per-tensor scale applies to the rotary part.

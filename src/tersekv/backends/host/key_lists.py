@@ -24,6 +24,7 @@ class KeyListConfig(KernelConfig):
     LENS_STRIDE_H: int = 0  # from list to list of a row; 0: all of a row are as long
     VARLEN_Q: bool = False  # rows of requests are counted by cu_seqlens_q
     MAX_SEQLEN_Q: int = 0  # rows of each request otherwise
+    CAUSAL: bool = True  # positions past a row's own are not seen
 
 
 NO_LISTS = KeyListConfig()
@@ -43,7 +44,16 @@ def key_list_config(f: SimpleNamespace) -> KeyListConfig:
         LENS_STRIDE_H=lens.stride[1] if per_list else 0,
         VARLEN_Q=ragged and f.page_table is not None,
         MAX_SEQLEN_Q=0 if ragged or f.page_table is None else f.max_q_len,
+        CAUSAL=f.seq_lens is not None or f.page_table is None,
     )
+
+
+def extra_set(f: SimpleNamespace) -> SimpleNamespace:
+    """Returns the facts of a call over its second set of keys alone, whose lists may hold any position: no seq_lens."""
+    fields = vars(f)
+    extra = {name.removeprefix("extra_"): x for name, x in fields.items() if name.startswith("extra_")}
+    none = {f"extra_{name}": None for name in extra}
+    return SimpleNamespace(**fields | none | extra | {"seq_lens": None, "block_size": 1})
 
 
 def rows_as_requests(f: SimpleNamespace, page: int) -> SimpleNamespace:
@@ -59,7 +69,10 @@ def rows_as_requests(f: SimpleNamespace, page: int) -> SimpleNamespace:
 
 
 def key_list_args(f: SimpleNamespace, num_slots: int) -> dict[str, Any]:
-    """Returns the arguments of a split pass that find the keys of its rows; SEQ_LENS is the lists' lengths then."""
+    """Returns the arguments of a split pass that find the keys of its rows; SEQ_LENS is the lists' lengths then.
+
+    num_slots: of the cache; where rows see all positions, those of a row of the page table
+    """
     if f.indices is None:
         return _NONE | dict.fromkeys(
             ("num_requests", "num_slots", "stride_list_t", "stride_list_h", "stride_list_n"), 0
@@ -67,9 +80,9 @@ def key_list_args(f: SimpleNamespace, num_slots: int) -> dict[str, Any]:
     stride = f.indices.stride
     by_slot = f.page_table is None
     lens = {"SEQ_LENS": None} if f.index_lens is None else tensor_args(SEQ_LENS="index_lens")
-    requests = {"num_requests": 0} if by_slot else tensor_args(LIST_SEQ_LENS="seq_lens") | {
-        "num_requests": f.seq_lens.shape[0]
-    }  # fmt: skip
+    requests: dict[str, Any] = {"num_requests": 0 if by_slot else f.page_table.shape[0]}
+    if not by_slot and f.seq_lens is not None:
+        requests |= tensor_args(LIST_SEQ_LENS="seq_lens")
     ragged = {} if by_slot or f.cu_seqlens_q is None else tensor_args(LIST_CU_SEQLENS_Q="cu_seqlens_q")
     table = {"PAGE_TABLE": None, "stride_table_b": 0} if by_slot else {"stride_table_b": f.page_table.stride[0]}
     return _NONE | tensor_args(INDICES="indices") | requests | ragged | table | lens | {

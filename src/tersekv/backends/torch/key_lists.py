@@ -28,18 +28,23 @@ class ListedKeys(NamedTuple):
         return ListedKeys(*[x[begin:end] for x in self])
 
 
-def listed_keys(call: Any, num_pages: int, page_size: int) -> ListedKeys:
+def listed_keys(call: Any, num_pages: int, page_size: int, of: str = "") -> ListedKeys:
     """Returns the keys of the lists of a call, [T, n] or [T, Hx, n]: by positions, or by slots where it has no page
-    table. One list for all heads: [T, K]."""
+    table. One list for all heads: [T, K]. of: what the lists belong to, in errors."""
     used = _used_entries(call)
     used = used[:, 0] if used.dim() == 3 and used.shape[1] == 1 else used
     if call.page_table is None:
         if may_read(used):
-            _raise_first("indices", f"slots below {num_pages * page_size} (P * S)", used, used >= num_pages * page_size)
+            _raise_first(
+                f"{of}indices", f"slots below {num_pages * page_size} (P * S)", used, used >= num_pages * page_size
+            )
         visible = (used >= 0) & (used < num_pages * page_size)
         slot = torch.where(visible, used, 0)
         return ListedKeys(slot // page_size, slot % page_size, visible)
-    request, last = _request_and_position(call)
+    room = call.page_table.shape[1] * page_size
+    if call.seq_lens is None and may_read(used):
+        _raise_first(f"{of}indices", f"positions below {room} (max_pages * S)", used, used >= room)
+    request, last = _request_and_position(call, room)
     last = last.view(-1, *[1] * (used.dim() - 1))
     # A block past the row's own position may stand for any number: no product before it is dropped.
     used = torch.where(used > last.div(call.block_size, rounding_mode="floor"), -1, used)
@@ -51,7 +56,7 @@ def listed_keys(call: Any, num_pages: int, page_size: int) -> ListedKeys:
         _check_room(call, visible, position, 0)
         return ListedKeys(position * 0, position * 0, visible & False)
     column = position // page_size
-    _check_room(call, visible, position, table.shape[1] * page_size)
+    _check_room(call, visible, position, room)
     request = request.clamp(min=0).view(-1, *[1] * (used.dim() - 1))
     page = torch.where(visible, table[request, column.clamp(max=table.shape[1] - 1)], 0)
     if may_read(page):
@@ -72,9 +77,10 @@ def _used_entries(call: Any) -> Tensor:
     return torch.where(torch.arange(x.shape[-1], device=x.device) < lens, x, -1)
 
 
-def _request_and_position(call: Any) -> tuple[Tensor, Tensor]:
-    """Returns the request of each row and its position there, [T] int64; position −1 for a row of no request."""
-    count, row = call.seq_lens.shape[0], torch.arange(call.out.shape[0], device=call.out.device)
+def _request_and_position(call: Any, room: int) -> tuple[Tensor, Tensor]:
+    """Returns the request of each row and its position there, [T] int64; position −1 for a row of no request. A second
+    set of keys has no lengths: rows see all that there is room for."""
+    count, row = call.page_table.shape[0], torch.arange(call.out.shape[0], device=call.out.device)
     if not count:
         return row * 0, row * 0 - 1
     if call.cu_seqlens_q is None:
@@ -83,7 +89,10 @@ def _request_and_position(call: Any) -> tuple[Tensor, Tensor]:
         starts = call.cu_seqlens_q.to(torch.int64)
     request = (row[:, None] >= starts[None, 1:]).sum(1)
     known = request.clamp(max=count - 1)
-    position = call.seq_lens.to(torch.int64)[known] - starts[known + 1] + row
+    if call.seq_lens is None:
+        position = row * 0 + room - 1
+    else:
+        position = call.seq_lens.to(torch.int64)[known] - starts[known + 1] + row
     return known, torch.where((request < count) & (row >= starts[0]), position, -1)
 
 

@@ -26,8 +26,8 @@ def configure(f: SimpleNamespace) -> None:
 def run(call: Any, config: None) -> None:
     if call.kv_c.shape[0] == 0:
         return
-    k_pe, cos, sin, known = as_quantizer_input(call.k_pe), None, None, None
-    if call.cos_sin_cache is not None:
+    k_pe, cos, sin, known = None if call.k_pe is None else as_quantizer_input(call.k_pe), None, None, None
+    if k_pe is not None and call.cos_sin_cache is not None:
         cos, sin, known = lookup_cos_sin_and_validity(call.cos_sin_cache, call.positions)
         k_pe = apply_rope(k_pe, cos, sin, call.interleaved)
     rope_scale_and_store_queries(call, cos, sin, known)
@@ -42,6 +42,8 @@ def run(call: Any, config: None) -> None:
     scatter_rows(call.ckv, codes, slots)
     if scales is not None:
         scatter_rows(call.ckv_scale_cache, scales, slots)
+    if k_pe is None:
+        return
     # Only a per-tensor scale applies to the rotary part; group scales are the latent's alone.
     if f.scale == TENSOR and k_pe.dtype not in FP8:
         k_pe = k_pe * quantizing_multiplier(call.kv_scale, call.kv_scale_t, call.scales_quantize)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.formats import BATCH_INVARIANCE, LATENT_SINKS, LISTS, LSE_OF_KEYS, MAX_LOGITS, latent_format
+from tersekv.formats import BATCH_INVARIANCE, LATENT_SINKS, LISTS, LSE_OF_KEYS, MAX_LOGITS, TWO_SETS, latent_format
 
 from .exact import without_autocast
 from .gather import KeySlots, PagedRows, dequant_blocks
@@ -17,11 +17,12 @@ from .online_softmax import Results, attend, call_scale, finalize_to_out_and_lse
 from .quantize import why_no_codec
 from .requests import MaskAndSoftcap, request_batches, why_not_batch_invariant
 
-SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS, LSE_OF_KEYS, MAX_LOGITS)
+SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS, TWO_SETS, LSE_OF_KEYS, MAX_LOGITS)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    return why_no_codec(latent_format(f.format)) or why_not_batch_invariant(f)
+    extra = latent_format(f.extra_format or f.format)
+    return why_no_codec(latent_format(f.format)) or why_no_codec(extra) or why_not_batch_invariant(f)
 
 
 def configure(f: SimpleNamespace) -> None:
@@ -30,22 +31,41 @@ def configure(f: SimpleNamespace) -> None:
 
 @without_autocast
 def run(call: Any, config: None) -> None:
-    source = LatentSource(call)
     t, heads, rank = call.out.shape
     results = Results(t, heads, rank, call.out.device)
-    kv_scale = call_scale(call, "kv_scale")
-    factor = kv_scale * call_scale(call, "softmax_scale")
-    q = [x.to(torch.float32) * factor for x in (call.q_nope, call.q_pe)]
     if call.indices is not None:
-        keys = listed_keys(call, source.num_pages, source.page_size)
-        attend_to_lists([KeySet(q, source, keys)], call.sinks, 0.0, results, call.lse_of_keys)
-        results.write(call, kv_scale * call_scale(call, "out_scale"))
+        sets = [call] if call.extra_indices is None else [call, _second_set(call)]
+        listed = [_listed(x, "extra." if i else "") for i, x in enumerate(sets)]
+        attend_to_lists(listed, call.sinks, 0.0, results, call.lse_of_keys)
+        results.write(call, call_scale(call, "out_scale"))
         return
+    source, kv_scale = LatentSource(call), call_scale(call, "kv_scale")
+    q = _scaled_query(call)
     for batch in request_batches(call, MaskAndSoftcap(), source.num_pages, source.page_size):
         state = attend([rows_by_kv_head(x, batch, 1) for x in q], source, batch, MaskAndSoftcap())
         if state is not None:
             results.put(batch, *finalize_to_out_and_lse(state, call.sinks, 1, call.lse_of_keys))
     results.write(call, kv_scale * call_scale(call, "out_scale"))
+
+
+def _second_set(call: Any) -> SimpleNamespace:
+    """Returns the call over its second set of keys alone. It has no seq_lens: rows see all positions."""
+    names = ("ckv", "kpe", "ckv_scale_cache", "page_table", "indices", "index_lens", "format", "kv_scale", "kv_scale_t")
+    second = {name: getattr(call, f"extra_{name}") for name in names}
+    return SimpleNamespace(**call._asdict() | second | {"seq_lens": None, "block_size": 1})
+
+
+def _scaled_query(call: Any) -> list[Tensor]:
+    """Returns the parts of the query in fp32, times the scales of scores."""
+    factor = call_scale(call, "kv_scale") * call_scale(call, "softmax_scale")
+    return [x.to(torch.float32) * factor for x in (call.q_nope, call.q_pe)[: 1 + (call.kpe.shape[2] > 0)]]
+
+
+def _listed(call: Any, of: str) -> KeySet:
+    """Returns the listed keys of a set. of: what its arguments belong to."""
+    source = LatentSource(call)
+    keys = listed_keys(call, source.num_pages, source.page_size, of)
+    return KeySet(_scaled_query(call), source, keys, call_scale(call, "kv_scale"))
 
 
 class LatentSource:
@@ -55,6 +75,7 @@ class LatentSource:
 
     def __init__(self, call: Any) -> None:
         self._ckv, self._kpe = (PagedRows(x.unsqueeze(2)) for x in (call.ckv, call.kpe))
+        self._rotary = call.kpe.shape[2] > 0
         self._scales = None if call.ckv_scale_cache is None else PagedRows(call.ckv_scale_cache.unsqueeze(2))
         self.num_pages, self.page_size = call.ckv.shape[:2]
         self.widest = call.ckv.shape[2]
@@ -65,7 +86,7 @@ class LatentSource:
             self._latents = self._ckv.load(at)
         else:
             self._latents = dequant_blocks(self._ckv, self._scales, at)
-        return [self._latents, self._kpe.load(at)], None
+        return [self._latents, *([self._kpe.load(at)] if self._rotary else [])], None
 
     def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
         assert self._latents is not None

@@ -44,7 +44,7 @@ def run(call: Any, config: None) -> None:
     x = q[..., : dq - rope]
     mla_project.run(SimpleNamespace(x=x, weight=call.w_uk, weight_scale=call.w_uk_scale, out=q_nope), None)
     given = call._asdict() | {"out": latents, "lse": None, "out_scale": 1.0, "out_scale_t": None}
-    given |= {"indices": None, "sinks": None, "lse_of_keys": False}
+    given |= {"indices": None, "extra_indices": None, "sinks": None, "lse_of_keys": False}
     mla_decode.run(SimpleNamespace(**given, q_nope=q_nope, q_pe=q_pe, seq_lens=lens), None)
     mla_project.run(SimpleNamespace(x=latents, weight=call.w_uv, weight_scale=call.w_uv_scale, out=call.out), None)
 

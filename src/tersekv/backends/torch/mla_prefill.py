@@ -72,7 +72,7 @@ def new_token_slots(call: Any, cu_seqlens_q: list[int]) -> RowSlots:
     request, index = request_and_index_of_rows(cu_seqlens_q, call.q.device)
     position = cached[request] + index
     at = checked_page_and_slot(call.page_table, request, position, call.ckv)
-    if (position >= call.freqs_cis.shape[0]).any():
+    if call.freqs_cis is not None and (position >= call.freqs_cis.shape[0]).any():
         raise ValueError(f"freqs_cis: want at least {int(position.max()) + 1} rows, got {call.freqs_cis.shape[0]}")
     return RowSlots(position, at, cu_seqlens_q)
 
@@ -80,17 +80,21 @@ def new_token_slots(call: Any, cu_seqlens_q: list[int]) -> RowSlots:
 def rope_queries_and_store_new_latents(call: Any, cu_seqlens_q: list[int], new_slots: RowSlots | None = None) -> None:
     """Rotate q; store the new tokens' rotated k_pe and normed latents. Not idempotent."""
     position, at, _ = new_token_slots(call, cu_seqlens_q) if new_slots is None else new_slots
-    cos, sin = call.freqs_cis[position].unflatten(-1, (-1, 2)).unbind(-1)
     rows = slice(cu_seqlens_q[0], cu_seqlens_q[-1])
-    kv_c, k_pe = (call.ckv[at], call.kpe[at]) if call.kv_c is None else (call.kv_c[rows], call.k_pe[rows])
-    q_pe = call.q[rows, :, call.q.shape[2] - call.kpe.shape[2] :]
-    to = q_pe if call.q_pe_out is None else call.q_pe_out[rows]
-    to.copy_(apply_rope(q_pe.to(cos.dtype), cos, sin, interleaved=True))
+    kv_c = call.ckv[at] if call.kv_c is None else call.kv_c[rows]
+    k_pe = kv_c[:, :0]
+    if call.freqs_cis is not None:
+        cos, sin = call.freqs_cis[position].unflatten(-1, (-1, 2)).unbind(-1)
+        k_pe = call.kpe[at] if call.kv_c is None else call.k_pe[rows]
+        k_pe = apply_rope(k_pe.to(cos.dtype), cos, sin, interleaved=True)
+        q_pe = call.q[rows, :, call.q.shape[2] - call.kpe.shape[2] :]
+        to = q_pe if call.q_pe_out is None else call.q_pe_out[rows]
+        to.copy_(apply_rope(q_pe.to(cos.dtype), cos, sin, interleaved=True))
     if call.seq_lens_out is not None:
         call.seq_lens_out.copy_(call.cache_lens.to(torch.int64) + call.cu_seqlens_q.to(torch.int64).diff())
     quantize_and_store_latents(
-        rms_norm(kv_c, call.kv_norm_gamma, call.epsilon), apply_rope(k_pe.to(cos.dtype), cos, sin, interleaved=True),
-        call.ckv, call.kpe, call.ckv_scale_cache, at, latent_format(call.format), _kv_scale(call),
+        rms_norm(kv_c, call.kv_norm_gamma, call.epsilon), k_pe, call.ckv, call.kpe, call.ckv_scale_cache, at,
+        latent_format(call.format), _kv_scale(call),
     )  # fmt: skip
 
 

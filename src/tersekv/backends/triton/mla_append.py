@@ -109,7 +109,7 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> LaunchSequence:
-    (num_tokens, rank), r = f.kv_c.shape, f.k_pe.shape[1]
+    (num_tokens, rank), r = f.kv_c.shape, f.kpe.shape[2]
     heads, q_nope = row_programs.query_sizes(f)
     l_pad, r_pad, q_nope_pad = (
         row_programs.padded_columns(rank, f.format),
@@ -118,7 +118,10 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     )
     elements_per_program = row_programs.program_elements(num_tokens * (l_pad + r_pad + heads * (r + q_nope)))
     pe = row_programs.RowPrograms(
-        num_tokens, 1, r_pad, min(elements_per_program, row_programs.max_key_elements(f.format, not f.interleaved))
+        num_tokens,
+        1 if r else 0,
+        r_pad,
+        min(elements_per_program, row_programs.max_key_elements(f.format, not f.interleaved)),
     )
     c = row_programs.RowPrograms(num_tokens, 1, l_pad, elements_per_program)
     rope = row_programs.RowPrograms(num_tokens, heads if f.q_rope else 0, r_pad, elements_per_program)
@@ -153,6 +156,8 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "SCALE_QUANTIZES": f.scales_quantize,
         "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f), "STRIDE_UNIT": unit, "USE_PDL": row_programs.uses_pdl(f),
     }  # fmt: skip
+    if f.k_pe is None:  # R is 0: no program handles what stands in for it
+        arguments |= tensor_args(BYTES, p_k_pe="kv_c")
     return LaunchSequence(KernelLaunch(mla_append_kernel, (num_programs,), arguments, **row_programs.launch_options(f)))
 
 

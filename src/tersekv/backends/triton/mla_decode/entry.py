@@ -18,6 +18,7 @@ from ....formats import (
     LISTS,
     LSE_OF_KEYS,
     MAX_LOGITS,
+    TWO_SETS,
     KVFormat,
     latent_format,
 )
@@ -44,11 +45,12 @@ from ...host.bind import (
     tensor_args,
 )
 from ...host.kernel_config import KernelConfig
-from ...host.key_lists import NO_LISTS, KeyListConfig, key_list_args, key_list_config, rows_as_requests
+from ...host.key_lists import NO_LISTS, KeyListConfig, extra_set, key_list_args, key_list_config, rows_as_requests
 from ..parts.combine import combine_batch_invariant_kernel, combine_kernel
 from ..parts.tile_scheduler import METADATA_FIELDS
 from .config import TileConfig, choose_tile_config
 from .kernels import mla_decode_kernel
+from .two_sets import EXTRA_NAMES, facts_of_pass, merged_launches, renamed
 
 MAX_RANK, MAX_ROPE = 512, 128
 
@@ -127,19 +129,26 @@ class Config(NamedTuple):
     launches: LaunchSequence | HostAction
 
 
-SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS, LSE_OF_KEYS, MAX_LOGITS)
+SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS, TWO_SETS, LSE_OF_KEYS, MAX_LOGITS)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
+    reason = _why_not_set(f)
+    if reason is None and f.extra_indices is not None:
+        reason = _why_not_set(extra_set(f))
+    return reason
+
+
+def _why_not_set(f: SimpleNamespace) -> str | None:
     reason = launch.why_not(f)
     if reason:
         return reason
     rank, rope = f.ckv.shape[2], f.kpe.shape[2]
     if rank % 16 or not 0 < rank <= MAX_RANK:
         return f"wants a latent rank that is a multiple of 16 up to {MAX_RANK}, got {rank}"
-    if rope % 8 or not 0 < rope <= MAX_ROPE:
+    if rope % 8 or rope > MAX_ROPE:
         return f"wants a rotary part that is a multiple of 8 up to {MAX_ROPE}, got {rope}"
-    for name in ("ckv", "kpe"):
+    for name in ("ckv", "kpe") if rope else ("ckv",):
         x = getattr(f, name)
         if any(n * x.dtype.itemsize % 2 for n in x.stride[:2]):
             return f"wants {name} with strides of whole 16-bit words, got {list(x.stride)}"
@@ -153,7 +162,22 @@ def why_not(f: SimpleNamespace) -> str | None:
 
 
 def configure(f: SimpleNamespace) -> Config:
-    lists, list_args = key_list_config(f), key_list_args(f, f.ckv.shape[0] * f.ckv.shape[1])
+    if f.extra_indices is None:
+        return configure_set(f)
+    first, second = SimpleNamespace(**vars(f) | {"extra_indices": None}), extra_set(f)
+    if f.extra_indices.shape[-1] == 0:
+        return configure_set(first)
+    if f.indices.shape[-1] == 0:
+        alone = configure_set(second)
+        return alone._replace(launches=renamed(alone.launches, EXTRA_NAMES))
+    passes = [configure_set(facts_of_pass(x)) for x in (first, second)]
+    return passes[0]._replace(launches=merged_launches(f, [x.launches for x in passes]))
+
+
+def configure_set(f: SimpleNamespace) -> Config:
+    """Returns the configuration of a call over one set of keys."""
+    lists = key_list_config(f)
+    list_args = key_list_args(f, f.ckv.shape[1] * (f.ckv.shape[0] if lists.CAUSAL else f.page_table.shape[1]))
     f, fmt = rows_as_requests(f, f.ckv.shape[1]), latent_format(f.format)
     t = choose_tile_config(kernel_choice_facts(f), fmt)
     heads = f.q_nope.shape[1]
@@ -245,7 +269,7 @@ def _tile_constants(f: SimpleNamespace, fmt: KVFormat, t: TileConfig, blocks: in
         "USE_TMA": tma,
         "REGISTER_PREFETCH": pack > 1 and not tma,
         "CKV_ROWS_PER_PAGE": f.ckv.stride[0] // f.ckv.stride[1] if tma else 0,
-        "KPE_ROWS_PER_PAGE": f.kpe.stride[0] // f.kpe.stride[1] if tma else 0,
+        "KPE_ROWS_PER_PAGE": f.kpe.stride[0] // f.kpe.stride[1] if tma and words_r else 0,
         "BLOCK_M": t.block_m,
         "BLOCK_B": min(1024, launch.next_power_of_2(max(f.seq_lens.shape[0], 1))),
         "MIN_BLOCKS_PER_RANGE": t.min_blocks,
@@ -302,8 +326,9 @@ def _cache_matrices(f: SimpleNamespace, t: TileConfig) -> tuple[CacheMatrix, ...
     """Returns matrices of ckv and kpe; none where a key block spans pages or a part is no matrix."""
     if f.indices is not None or not t.use_tma or f.ckv.shape[1] % t.block_n or not launch.has_tma(f):
         return ()
-    found = _as_matrix(f.ckv), _as_matrix(f.kpe)
-    return () if found[0] is None or found[1] is None else (found[0], found[1])
+    found = [_as_matrix(x) for x in ((f.ckv, f.kpe) if f.kpe.shape[2] else (f.ckv,))]
+    matrices = tuple(x for x in found if x is not None)
+    return matrices if len(matrices) == len(found) else ()
 
 
 def _as_matrix(x: Any) -> CacheMatrix | None:

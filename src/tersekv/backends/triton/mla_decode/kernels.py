@@ -110,10 +110,13 @@ def load_latent_and_k_pe(
                 cfg.CHUNK, cfg.PACKED_V, True, cfg,
             ),
         )  # fmt: skip
-    return packed, load_packed_block(
-        KPE, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, cfg.KPE_STRIDE_UNIT, 0, cfg.BLOCK_PE,
-        cfg.PACKED_PE, True, cfg,
-    )  # fmt: skip
+    k_pe = ()
+    if cfg.PACKED_PE > 0:
+        k_pe = load_packed_block(
+            KPE, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, cfg.KPE_STRIDE_UNIT, 0, cfg.BLOCK_PE,
+            cfg.PACKED_PE, True, cfg,
+        )  # fmt: skip
+    return packed, k_pe
 
 
 @triton.jit
@@ -155,7 +158,7 @@ def query_abs_max(p_nope, p_pe, m_row, cfg: tl.constexpr):
         for j in tl.static_range(PACK):
             x = load_query_chunk(p_nope, m_row, i * cfg.CHUNK, cfg.CHUNK, cfg.PACKED_V, PACK, j, cfg)
             abs_max = tl.maximum(abs_max, tl.max(tl.abs(x), 0))
-    for j in tl.static_range(PACK_PE):
+    for j in tl.static_range(PACK_PE if cfg.PACKED_PE > 0 else 0):
         x = load_query_chunk(p_pe, m_row, 0, cfg.BLOCK_PE, cfg.PACKED_PE, PACK_PE, j, cfg)
         abs_max = tl.maximum(abs_max, tl.max(tl.abs(x), 0))
     return abs_max
@@ -185,10 +188,10 @@ def load_query_tiles(
     CHUNKS: tl.constexpr = cfg.CHUNKS
     PACK: tl.constexpr = cfg.PACK
     PACK_PE: tl.constexpr = cfg.PACK_PE
-    p_nope, p_pe = (
-        Q_NOPE + tokens * stride_q_nope_t + heads * stride_q_nope_h,
-        Q_PE + tokens * stride_q_pe_t + heads * stride_q_pe_h,
-    )
+    p_nope = Q_NOPE + tokens * stride_q_nope_t + heads * stride_q_nope_h
+    p_pe = p_nope
+    if cfg.PACKED_PE > 0:
+        p_pe = Q_PE + tokens * stride_q_pe_t + heads * stride_q_pe_h
     q_scale = tl.full([cfg.BLOCK_M], 1.0, tl.float32)
     inv_q_scale = q_scale
     if cfg.Q_SCALED:
@@ -204,7 +207,7 @@ def load_query_tiles(
                 * inv_q_scale[None, :]
             )
             nope_tiles = nope_tiles + to_query_operands(x, cfg.BF16, cfg.TWO_TERM_Q)
-    for j in tl.static_range(PACK_PE):
+    for j in tl.static_range(PACK_PE if cfg.PACKED_PE > 0 else 0):
         x = load_query_chunk(p_pe, m_row, 0, cfg.BLOCK_PE, cfg.PACKED_PE, PACK_PE, j, cfg) * inv_q_scale[None, :]
         pe_tiles = pe_tiles + to_query_operands(x, cfg.BF16_PE, cfg.TWO_TERM_Q_PE)
     return nope_tiles, pe_tiles, q_scale
@@ -239,11 +242,15 @@ def compute_scores(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV,
     Each chunk is loaded where it is multiplied: that is where its packed codes move to registers.
     """
     CHUNKS: tl.constexpr = cfg.CHUNKS
-    # QK of the rotary part
-    k_pe_block = k_pe
-    if not PREFETCHED:
-        k_pe_block = load_k_pe_block(KPE, KPE_MAP, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, MASKED, cfg)
-    s = accumulate_qk(k_pe_block, q_pe, 0, cfg.TWO_TERM_Q_PE, cfg.PACK_PE, None, False, cfg)
+    # QK of the rotary part, if there is one
+    s = tl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, tl.float32)
+    if cfg.PACKED_PE > 0:
+        k_pe_block = k_pe
+        if not PREFETCHED:
+            k_pe_block = load_k_pe_block(
+                KPE, KPE_MAP, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, MASKED, cfg
+            )
+        s = accumulate_qk(k_pe_block, q_pe, 0, cfg.TWO_TERM_Q_PE, cfg.PACK_PE, None, False, cfg)
     # QK of the latents
     packed = ()
     for i in tl.static_range(CHUNKS):
@@ -372,7 +379,7 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, keys, q_nope, q_pe, scale, n_bl
     # load waits for its own address. The depth of the pipeline is the launch's num_stages; see `mainloop` of decode.
     page_ids = load_keys(keys, n_block_begin, num_keys, cfg)
     group_scales = load_group_scales(SCALES, page_ids, n_block_begin, num_keys, stride_scales_p, stride_scales_s, cfg)
-    prefetched_ckv, k_pe = (), page_ids
+    prefetched_ckv, k_pe = (), ()
     if cfg.REGISTER_PREFETCH:
         prefetched_ckv, k_pe = load_latent_and_k_pe(
             CKV, KPE, page_ids, n_block_begin, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg
@@ -406,7 +413,7 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, keys, q_nope, q_pe, scale, n_bl
                 SCALES, page_ids_here, n_block, num_keys, stride_scales_p, stride_scales_s, cfg
             )
             s, packed = compute_scores(
-                (), page_ids_here, group_scales_here, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids_here,
+                (), (), group_scales_here, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids_here,
                 n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, False, True, cfg,
             )  # fmt: skip
             s = apply_mask(s, page_ids_here, n_block, num_keys, num_q_rows, row_begin, cfg)

@@ -64,6 +64,7 @@ def sub_op_facts(f: SimpleNamespace) -> SubOpFacts:
             precision="exact",
             batch_invariant=False,
             indices=None,
+            extra_indices=None,
             sinks=None,
             max_logits=None,
         ),

@@ -60,10 +60,11 @@ def mainloop(
     for n_start in tl.range(key_begin, key_end, BLOCK_N):
         row = chunk_row + n_start
         k = load_kv_block(K, row, num_rows, o_column, stride_kv, DN, DN_PAD, BLOCK_N, USE_TMA)
-        k_pe = load_kv_block(KPE, row, num_rows, 0, R, R, R_PAD, BLOCK_N, USE_TMA)
         # QK
         s = tl.dot(q, tl.trans(k))
-        s = tl.dot(q_pe, tl.trans(k_pe), s)
+        if R > 0:
+            k_pe = load_kv_block(KPE, row, num_rows, 0, R, R, R_PAD, BLOCK_N, USE_TMA)
+            s = tl.dot(q_pe, tl.trans(k_pe), s)
         # Mask
         if MASKED:
             o_n = n_start + tl.arange(0, BLOCK_N)
@@ -209,7 +210,7 @@ def make_attention_launch(
             )
             for name, tensor_name, n, d in (
                 ("K", "KV", num_columns, nope), ("V", "KV", num_columns, dim_v), ("KPE", "K_PE", rope, rope),
-            )
+            ) if n
         }  # fmt: skip
     arguments |= chunk_offset_args(chunk) | stride_args(f.q, stride_q="th") | stride_args(f.out, stride_o="th") | {
         "num_rows": num_rows, "num_m_blocks": num_m_blocks, "H": heads, "heads_per_group": heads_per_group,

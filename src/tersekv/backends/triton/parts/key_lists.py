@@ -61,7 +61,10 @@ def find_keys(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg: tl.constexpr
                 q_begin = b.to(tl.int64) * cfg.LIST.MAX_SEQLEN_Q
                 q_end = q_begin + cfg.LIST.MAX_SEQLEN_Q
             b = tl.where(known, b, 0)
-            last = tl.load(SEQ_LENS + b, mask=known, other=0).to(tl.int64) - q_end + row
+            if cfg.LIST.CAUSAL:
+                last = tl.load(SEQ_LENS + b, mask=known, other=0).to(tl.int64) - q_end + row
+            else:
+                last = num_slots + row * 0 - 1
             p_page_ids = PAGE_TABLE + b.to(tl.int64) * stride_table_b
             return KeyList(p_entries, stride_n, num_entries, p_page_ids, tl.where(known, last, -1), num_slots)
 

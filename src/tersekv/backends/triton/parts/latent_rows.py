@@ -23,6 +23,7 @@ from .quant import TENSOR, quantize_and_store, reciprocal_rn, saturating_cast
 
 MAX_HEADS_PER_PROGRAM = 64  # that one program rotates
 REQUESTS_PER_STEP = 128  # scanned at once
+MOST_POSITIONS = 2**31 - 1  # where no table of angles bounds them
 
 
 @triton.jit
@@ -260,17 +261,23 @@ def latent_cache_args(f: SimpleNamespace) -> dict[str, Any]:
 def rope_query_args(f: SimpleNamespace) -> dict[str, Any]:
     """Returns arguments of every kernel that rotates queries."""
     tensors = tensor_args(BYTES, Q="q", CACHE_LENS="cache_lens", CU_SEQLENS_Q="cu_seqlens_q", FREQS_CIS="freqs_cis")
+    max_pos, stride = MOST_POSITIONS, 0
+    if f.freqs_cis is None:  # R is 0: no column is read of what stands in for it
+        tensors |= tensor_args(BYTES, FREQS_CIS="kv_norm_gamma")
+    else:
+        max_pos, stride = f.freqs_cis.shape[0], f.freqs_cis.stride[0]
     return tensors | stride_args(f.q, stride_q="th") | {
-        "H": f.q.shape[1], "max_pos": f.freqs_cis.shape[0], "stride_freqs_cis": f.freqs_cis.stride[0],
+        "H": f.q.shape[1], "max_pos": max_pos, "stride_freqs_cis": stride,
         "DN": f.q.shape[2] - f.kpe.shape[-1],
     }  # fmt: skip
 
 
 def latent_append_and_rope_args(f: SimpleNamespace) -> dict[str, Any]:
     """Returns arguments of every kernel that stores new rows and rotates queries."""
-    new_latent = (f.kv_c.stride[0], f.k_pe.stride[0]) if f.kv_c is not None else (0, 0)
-    return latent_cache_args(f) | rope_query_args(f) | tensor_args(BYTES, KV_C="kv_c", K_PE="k_pe",
+    k_pe = "kv_c" if f.k_pe is None else "k_pe"  # R is 0: no column is read of it
+    strides = [0 if x is None else x.stride[0] for x in (f.kv_c, getattr(f, k_pe))]
+    return latent_cache_args(f) | rope_query_args(f) | tensor_args(BYTES, KV_C="kv_c", K_PE=k_pe,
                                                                    NORM_GAMMA="kv_norm_gamma") | {
-        "epsilon": f.epsilon, "stride_c": new_latent[0], "stride_pe": new_latent[1], "FORMAT": stored_format(f.format),
+        "epsilon": f.epsilon, "stride_c": strides[0], "stride_pe": strides[1], "FORMAT": stored_format(f.format),
         "K_PE_KIND": k_pe_storage_kind(f.format),
     }  # fmt: skip
