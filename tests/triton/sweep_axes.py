@@ -154,7 +154,8 @@ AXES: dict[str, Axes] = {
         "sinks": _BOTH,
     },
     "mla_decode listed": {
-        **_LATENT, **_READ, **_LISTED, "by_slot": _BOTH, "sinks": _BOTH, "group": (16, 1, 5, 32, 48, 64, 128),
+        **_LATENT, **_READ, **_LISTED, "by_slot": _BOTH, "sinks": _BOTH, "lse_of_keys": _BOTH,
+        "group": (16, 1, 5, 32, 48, 64, 128),
     },
     "mla_prefill": {
         **_LATENT, **_NEW, "chunk": (0, 32), "drafts": (20, 1, 130), "requests": (3, 1, 30),
