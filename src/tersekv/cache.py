@@ -17,11 +17,13 @@ from .formats import (
     KV_FORMATS,
     TENSOR,
     KVFormat,
+    held_rotary,
     kv_bytes_per_token,
     kv_format,
     kv_page_bytes,
     latent_bytes_per_token,
     latent_format,
+    latent_page_bytes,
     readable,
 )
 from .index_layers import PagedIndexLayer
@@ -291,13 +293,15 @@ class PagedLatentCache(PagedLayers[PagedLatentLayer]):
         *,
         format: str,
         kv_lora_rank: int = 512,
-        qk_rope_head_dim: int = 64,
+        qk_rope_head_dim: int | None = None,
         split: bool = False,
         kv_scale: Scale = 1.0,
         rotation: None = None,
         device: torch.device | str | None = None,
     ) -> PagedLatentCache:
         """Allocate a zeroed cache. `split` puts latent and rotary parts in tensors of their own.
+
+        qk_rope_head_dim:  None: 64, or 0 for `fp8_v4` and `fp8_v41`, whose rows have no rotary part; 0: none
 
         Raises ValueError for sizes that the format cannot hold, for a scale that it does not have, for `split` with
         fp8_ds_mla, and for a rotation, which only K/V caches have.
@@ -307,11 +311,11 @@ class PagedLatentCache(PagedLayers[PagedLatentLayer]):
         f, device = latent_format(format), device_of(device)
         num_layers, num_pages = as_positive_int("num_layers", num_layers), as_positive_int("num_pages", num_pages)
         page_size, kv_lora_rank = as_positive_int("page_size", page_size), as_int("kv_lora_rank", kv_lora_rank)
-        qk_rope_head_dim = as_int("qk_rope_head_dim", qk_rope_head_dim)
         step = f.scale_block or 8
-        if kv_lora_rank <= 0 or kv_lora_rank % step:
+        if kv_lora_rank <= f.tail or kv_lora_rank % step:
             raise ValueError(f"kv_lora_rank: want a positive multiple of {step} for {format}, got {kv_lora_rank}")
-        if qk_rope_head_dim < 0 or qk_rope_head_dim % 2:
+        qk_rope_head_dim = held_rotary(f, qk_rope_head_dim)
+        if qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim: want an even number, or 0 for none, got {qk_rope_head_dim}")
         if as_bool("split", split) and f.scale_dtype is not None:
             raise ValueError(f"split: want False for {format}, which keeps a token's parts in one row, got True")
@@ -327,6 +331,10 @@ class PagedLatentCache(PagedLayers[PagedLatentLayer]):
             rows = torch.zeros(num_pages, page_size, nbytes, dtype=torch.uint8, device=device)
             if f.scale_dtype is None:
                 rows = rows.view(f.storage)
+            elif f.tail:
+                step = latent_page_bytes(format, page_size, kv_lora_rank)
+                pages = torch.zeros(num_pages, step, dtype=torch.uint8, device=device)
+                rows = pages[:, : page_size * nbytes].unflatten(1, (page_size, nbytes))
             layers.append(PagedLatentLayer.of(rows, format=format, kv_lora_rank=kv_lora_rank, kv_scale=kv_scale))
         return cls(layers)
 

@@ -21,6 +21,7 @@ TENSOR = "tensor"  # one per tensor or one per head, given by the caller
 TOKEN_HEAD = "token_head"  # one fp32 per (token, head), stored beside the codes; int4's lowest bits are a zero point
 BLOCK = "block"  # one e4m3 per block of 16 values, times a per-tensor global scale
 GROUP = "group"  # one fp32 per group of 128 latent values, stored in the row
+UE8M0 = "ue8m0"  # one power of two per 64 or 32 values, stored as its exponent + 127; 255 is NaN
 INDEX = "index"  # one fp32 power of two per 128 columns of an index key, behind all codes of its page
 
 
@@ -46,16 +47,25 @@ class KVFormat:
     scale_block: int | None = None  # values that share a stored scale; None: the whole row
     values_per_element: int = 1  # values in one element of storage
     rope_storage: torch.dtype | None = None  # rotary part of a latent row, where it differs
+    tail: int = 0  # last values of a row that are stored in bf16, without a scale; elements are bytes then
+    scale_step: int = 1  # a row's stored scales are so many, or a multiple: zeros fill them up
 
     def elements(self, dim: int) -> int:
         """Storage elements of a row of `dim` values."""
-        return dim // self.values_per_element
+        return dim // self.values_per_element + self.tail
+
+    def values(self, elements: int) -> int:
+        """Values of a row of so many storage elements."""
+        return (elements - self.tail) * self.values_per_element
 
     def scales(self, dim: int) -> int:
         """Stored scales of a row of `dim` values."""
         if self.scale_dtype is None:
             return 0
-        return 1 if self.scale_block is None else -(-dim // self.scale_block)
+        if self.scale_block is None:
+            return 1
+        blocks = -(-(dim - self.tail) // self.scale_block)
+        return -(-blocks // self.scale_step) * self.scale_step
 
     def code_bytes(self, dim: int) -> int:
         return self.elements(dim) * self.storage.itemsize
@@ -91,6 +101,7 @@ MAX_INDEX_DIM = 256  # of an index key
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MIN_TOKEN_HEAD_SCALE = 1e-6  # floor of a per-token-head scale
 MIN_LATENT_GROUP_SCALE = 1e-4  # floor of a group scale of fp8_ds_mla before it is rounded up to a power of two
+MIN_UE8M0_AMAX = 1e-4  # floor of the amax of 64 or 32 values before their scale is rounded up to a power of two
 MIN_INDEX_AMAX = 1e-4  # floor of an index key's amax before its scale is rounded up to a power of two
 MAX_LATENT_AMAX = 1200.0  # cap on a group's amax when MLA prefill quantises gathered latents
 
@@ -108,13 +119,23 @@ FP8_DS_MLA = KVFormat(
     "fp8_ds_mla", "e4m3", torch.float8_e4m3fn, E4M3_MAX, GROUP, torch.float32, LATENT_GROUP, 1, torch.bfloat16
 )
 
+_RECORD: dict[str, Any] = {
+    "rope_storage": torch.bfloat16,
+    "scale": UE8M0,
+    "scale_dtype": torch.uint8,
+    "max_value": E4M3_MAX,
+}
+FP8_V4 = KVFormat("fp8_v4", "e4m3", torch.uint8, scale_block=64, tail=64, scale_step=8, **_RECORD)
+FP8_V41 = KVFormat("fp8_v41", "e4m3", torch.float8_e4m3fn, scale_block=32, **_RECORD)
+
 _KV = (BF16, FP16, FP8_E4M3, FP8_E5M2, FP8_PER_TOKEN_HEAD, INT8_PER_TOKEN_HEAD, NVFP4, INT4_PER_TOKEN_HEAD)
 KV_FORMATS = {f.name: f for f in _KV}
 LATENT_FORMATS = {f.name: f for f in (BF16, FP16, FP8_E4M3, FP8_E5M2, FP8_DS_MLA)}
 ALL_FORMATS = KV_FORMATS | LATENT_FORMATS
+LATENT_RECORDS = {f.name: f for f in (FP8_V4, FP8_V41)}  # latent formats of rows without a rotary part
 INDEX_FP8 = KVFormat("index_fp8", "e4m3", torch.float8_e4m3fn, E4M3_MAX, INDEX, torch.float32, INDEX_BLOCK)
 INDEX_FORMATS = {f.name: f for f in (INDEX_FP8, BF16, FP16, FP8_E4M3)}  # an indexer's fp8_e4m3 has no scale
-STORED_FORMATS = ALL_FORMATS | INDEX_FORMATS  # of every kind of cache
+STORED_FORMATS = ALL_FORMATS | LATENT_RECORDS | INDEX_FORMATS  # of every kind of cache
 
 
 def kv_format(name: str) -> KVFormat:
@@ -130,7 +151,7 @@ def pair_of(call: Any) -> tuple[KVFormat, KVFormat]:
 
 def latent_format(name: str) -> KVFormat:
     """The latent (MLA) format of that name. Raises ValueError that lists the names."""
-    return _lookup(name, LATENT_FORMATS, "latent caches")
+    return _lookup(name, LATENT_FORMATS | LATENT_RECORDS, "latent caches")
 
 
 def index_format(name: str) -> KVFormat:
@@ -164,7 +185,7 @@ def meant(name: object, known: Iterable[str]) -> str:
 def held(f: KVFormat, name: str, dim: int) -> int:
     """dim, which has to be a row's size that the format can hold."""
     step, dim = f.scale_block or f.values_per_element, as_int(name, dim)
-    if dim <= 0 or dim % step:
+    if dim <= f.tail or (dim - f.tail) % step:
         raise ValueError(f"{name}: want a positive multiple of {step} for {f.name}, got {dim}")
     return dim
 
@@ -233,16 +254,36 @@ def page_tail(formats: Sequence[KVFormat], rows: int, dims: Sequence[int]) -> tu
     return starts, -(-end // PAGE_STEP) * PAGE_STEP
 
 
-def latent_bytes_per_token(format: str, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -> int:
+def latent_bytes_per_token(format: str, kv_lora_rank: int = 512, qk_rope_head_dim: int | None = None) -> int:
     """Bytes that one token takes in one layer of a latent cache, stored scales included.
 
-        >>> tersekv.latent_bytes_per_token("fp8_ds_mla"), tersekv.latent_bytes_per_token("bf16")
-        (656, 1152)
+        >>> tersekv.latent_bytes_per_token("fp8_ds_mla"), tersekv.latent_bytes_per_token("fp8_v4")
+        (656, 584)
+
+        qk_rope_head_dim:  None: 64, or 0 for a format of rows without a rotary part
 
     Raises ValueError for sizes that the format cannot hold, TypeError for what is no integer.
     """
-    f, rotary = latent_format(format), as_non_negative_int("qk_rope_head_dim", qk_rope_head_dim)
+    f = latent_format(format)
+    rotary = held_rotary(f, qk_rope_head_dim)
     return f.row_bytes(held(f, "kv_lora_rank", kv_lora_rank)) + rotary * rope_dtype(f).itemsize
+
+
+def held_rotary(f: KVFormat, dim: int | None) -> int:
+    """dim, which has to be the size of a rotary part that rows of the format can have; None: what they have."""
+    if dim is None:
+        return 0 if f.scale == UE8M0 else 64
+    dim = as_non_negative_int("qk_rope_head_dim", dim)
+    if f.scale == UE8M0 and dim:
+        raise ValueError(f"qk_rope_head_dim: want 0 for {f.name}, whose rows have no rotary part, got {dim}")
+    return dim
+
+
+def latent_page_bytes(format: str, page_size: int, kv_lora_rank: int = 512) -> int:
+    """Bytes from page to page of a latent cache whose scales lie behind the rows of a page (`fp8_v4`)."""
+    f = latent_format(format)
+    step, used = f.code_bytes(kv_lora_rank), page_size * f.row_bytes(kv_lora_rank)
+    return -(-used // step) * step
 
 
 def index_bytes_per_token(format: str, head_dim: int = 128) -> int:

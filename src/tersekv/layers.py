@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .attributes import HADAMARD, signs
-from .formats import KVFormat, held, kv_format, latent_format, page_tail, rope_dtype
+from .formats import UE8M0, KVFormat, held, kv_format, latent_format, page_tail, rope_dtype
 from .scalars import as_int, as_positive_int
 
 Scale = float | Tensor
@@ -224,10 +224,10 @@ class PagedLatentLayer:
         >>> layer.ckv.shape, layer.kpe.shape
         (torch.Size([16, 64, 512]), torch.Size([16, 64, 64]))
 
-    ckv, kpe:         [P, S, L], [P, S, R]: latent and rotary part; views of one buffer, or two tensors. kpe None is
-                      [P, S, 0]: rows without a rotary part
+    ckv, kpe:         [P, S, L], [P, S, R]: latent and rotary part; of one buffer, or two tensors; kpe None: R is 0
     kv_scale:         dequantising scale of fp8 (both parts): float or fp32 tensor [1]
-    ckv_scale_cache:  fp8_ds_mla: fp32 [P, S, L/128]
+    ckv_scale_cache:  fp8_ds_mla: fp32 [P, S, L/128]; fp8_v4: uint8 [P, S, 8], fp8_v41: uint8 [P, S, L/32]: exponents
+                      + 127. ckv of fp8_v4 is bytes [P, S, L + 64]: L - 64 codes, then 64 values in bf16
     """
 
     ckv: Tensor
@@ -259,7 +259,7 @@ class PagedLatentLayer:
         """A layer over existing tensors, without copying.
 
         rows:              joined rows [P, S, L + R] or [P, S, 1, L + R]; (ckv, kpe or None); or uint8 rows of
-                           fp8_ds_mla [P, S, 656]
+                           fp8_ds_mla [P, S, 656], fp8_v41 [P, S, 528], fp8_v4 [P, S, 584] (docs/formats.md)
         qk_rope_head_dim:  0: rows are read and written without a rotary part, which they may have all the same
 
         A ready layer is returned as it is. Raises ValueError for an unknown rank, dtype or row length, and for an
@@ -287,7 +287,8 @@ class PagedLatentLayer:
                 raise ValueError(f"cache: want rows of kv_lora_rank={kv_lora_rank} or more, got {list(rows.shape)}")
             layer = PagedLatentLayer(rows[..., :kv_lora_rank], rows[..., kv_lora_rank:], format, kv_scale)
         else:
-            ckv, scales, kpe = _latent_row_views(rows, f, kv_lora_rank)
+            views = _page_of_rows_views if f.tail else _latent_row_views
+            ckv, scales, kpe = views(rows, f, kv_lora_rank)
             layer = PagedLatentLayer(ckv, kpe, format, kv_scale, scales)
         return _without_rotary(layer, qk_rope_head_dim)
 
@@ -297,7 +298,7 @@ class PagedLatentLayer:
 
     @property
     def kv_lora_rank(self) -> int:
-        return self.ckv.shape[-1]
+        return latent_format(self.format).values(self.ckv.shape[-1])
 
     @property
     def qk_rope_head_dim(self) -> int:
@@ -387,7 +388,7 @@ def _no_rotary(ckv: Tensor, f: KVFormat) -> Tensor:
 
 
 def _without_rotary(layer: PagedLatentLayer, rope: int | None) -> PagedLatentLayer:
-    """The layer, or with `rope` 0 the same rows without their rotary part."""
+    """The layer; with `rope` 0 without its rotary part."""
     if rope is None or as_int("qk_rope_head_dim", rope) == layer.kpe.shape[-1]:
         return layer
     if rope != 0:
@@ -400,6 +401,8 @@ def _latent_row_views(rows: Tensor, f: KVFormat, rank: int) -> tuple[Tensor, Ten
     assert f.scale_dtype is not None
     codes, row = f.code_bytes(rank), f.row_bytes(rank)
     rope = rope_dtype(f)
+    if f.scale == UE8M0 and rows.shape[-1] != row:
+        raise ValueError(f"cache: want uint8 rows of {row} bytes for {f.name}, got {list(rows.shape)} {rows.dtype}")
     if rows.dtype != torch.uint8 or rows.shape[-1] < row or (rows.shape[-1] - row) % rope.itemsize:
         raise ValueError(
             f"cache: want uint8 rows of {row} bytes and a {rope} rotary part for {f.name}, "
@@ -411,6 +414,18 @@ def _latent_row_views(rows: Tensor, f: KVFormat, rank: int) -> tuple[Tensor, Ten
         want = f"dense rows that begin at multiples of {f.scale_dtype.itemsize} bytes for {f.name}"
         got = f"strides {list(rows.stride())} from byte {rows.storage_offset()}"
         raise ValueError(f"cache: want {want}, got {got}") from None
+
+
+def _page_of_rows_views(pages: Tensor, f: KVFormat, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, scales and no rotary part of byte pages [P, S, row_bytes] that hold all rows before all scales."""
+    (p, s, n), row = pages.shape, f.row_bytes(rank)
+    if pages.dtype != torch.uint8 or n != row:
+        raise ValueError(f"cache: want uint8 pages [P, S, {row}] for {f.name}, got {list(pages.shape)} {pages.dtype}")
+    if pages.stride(2) != 1 or (s > 1 and pages.stride(1) != n):
+        raise ValueError(f"cache: want the bytes of a page without gaps, got strides {list(pages.stride())}")
+    whole, codes = pages.as_strided((p, s * n), (pages.stride(0), 1)), s * f.code_bytes(rank)
+    ckv = whole[:, :codes].unflatten(1, (s, -1))
+    return ckv, whole[:, codes:].unflatten(1, (s, -1)), _no_rotary(ckv, f)
 
 
 def _page_view(pages: Tensor, start: int, dtype: torch.dtype, inner: tuple[int, int], width: int) -> Tensor:

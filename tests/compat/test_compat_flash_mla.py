@@ -48,6 +48,18 @@ def records():
     return pages[:, :, None], torch.cat([latents, rope.double()], -1).flatten(0, 1)
 
 
+def records_of_584():
+    """A cache of V4's records, in pages whose bytes end with a gap, and its fp64 rows: the last 64 columns in bf16."""
+    codes, tail = (torch.randn(P, S, 448) * 3).to(torch.float8_e4m3fn), torch.randn(P, S, 64).bfloat16()
+    exponents = torch.randint(120, 130, (P, S, 7), dtype=torch.uint8)
+    step = -(-S * 584 // 576) * 576
+    pages = torch.full((P, step), 0xFF, dtype=torch.uint8)
+    rows, scales = pages[:, : S * 576].view(P, S, 576), pages[:, S * 576 : S * 584].view(P, S, 8)
+    rows[..., :448], rows[..., 448:], scales[..., :7] = codes.view(torch.uint8), tail.view(torch.uint8), exponents
+    latents = codes.double() * (2.0 ** (exponents.double() - 127)).repeat_interleave(64, -1)
+    return pages[:, : S * 584].view(P, S, 1, 584), torch.cat([latents, tail.double()], -1).flatten(0, 1)
+
+
 def near(got, want):
     return (got.double() - want).norm() <= 4e-3 * want.norm()
 
@@ -90,12 +102,12 @@ def test_lists_over_records(dtype, sinks, drafts):
 
 
 @pytest.mark.parametrize("drafts", [1, 2])
-@pytest.mark.parametrize("how", ["records", "records and lengths", "half", "no rotary part"])
+@pytest.mark.parametrize("how", ["records", "records and lengths", "records of 584", "half", "no rotary part"])
 def test_a_second_cache(how, drafts):
     torch.manual_seed(drafts)
     b, heads, fp8 = 3, 4, how.startswith("records")
-    width = L if how == "no rotary part" else L + R
-    (cache, rows), (extra, more) = records(), records()
+    width = L if how in ("no rotary part", "records of 584") else L + R
+    (cache, rows), (extra, more) = [records_of_584() if how == "records of 584" else records() for _ in range(2)]
     if not fp8:
         cache, extra = torch.randn(P, S, 1, width).bfloat16(), torch.randn(5, 4, 1, width).bfloat16()
         rows, more = cache.double().flatten(0, 2), extra.double().flatten(0, 2)
@@ -223,7 +235,7 @@ TABLE = {"block_table": torch.zeros(2, 3, dtype=torch.int32), "cache_seqlens": t
 @pytest.mark.parametrize(("wrong", "message"), [
     ({"q": torch.zeros(2, 5, L + R)}, "q: want [B, Q, H, L + R], got [2, 5, 576]"),
     ({"causal": True}, "causal: want False with indices, whose rows see all that they list, got True"),
-    ({"k_cache": HALF}, "k_cache: want records of 656 bytes with is_fp8_kvcache, got [9, 7, 1, 576] bfloat16"),
+    ({"k_cache": HALF}, "k_cache: want records of 656 or 584 bytes with is_fp8_kvcache, got [9, 7, 1, 576] bfloat16"),
     ({"k_cache": HALF[..., :500], "is_fp8_kvcache": False}, "k_cache: want rows of 576 as in q, got [9, 7, 1, 500]"),
     ({"k_cache": torch.zeros(P, S, 2, 656, dtype=torch.uint8)}, "k_cache: want [P, S, dim] or [P, S, 1, dim], got"),
     ({"head_dim_v": 256}, "head_dim_v: want 512, and 576 columns of q, over records of 656 bytes, got 256, 576"),
@@ -264,7 +276,7 @@ def test_wrong_arguments_of_a_prefill(wrong, message):
     ({"extra_k_cache": RECORDS}, "extra_indices_in_kvcache: want the lists of extra_k_cache, got None"),
     ({"extra_indices_in_kvcache": SLOTS}, "extra_indices_in_kvcache: want None without extra_k_cache, got a tensor"),
     ({"extra_topk_length": SLOTS}, "extra_topk_length: want None without extra_k_cache, got a tensor"),
-    ({"extra_k_cache": HALF, "extra_indices_in_kvcache": SLOTS}, "extra_k_cache: want records of 656 bytes"),
+    ({"extra_k_cache": HALF, "extra_indices_in_kvcache": SLOTS}, "extra_k_cache: want records of 656 or 584 bytes"),
     ({"extra_k_cache": RECORDS, "extra_indices_in_kvcache": SLOTS[0]}, "extra_indices_in_kvcache: want [B, Q, n], got"),
     ({"extra_k_cache": RECORDS, "extra_indices_in_kvcache": SLOTS[:1]}, "extra_indices_in_kvcache: want [T=2"),
     ({"extra_k_cache": RECORDS, "extra_indices_in_kvcache": SLOTS, "extra_topk_length": torch.ones(3).int()},

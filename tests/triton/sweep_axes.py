@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tersekv.formats import INDEX_FORMATS, KV_FORMATS, LATENT_FORMATS
+from tersekv.formats import INDEX_FORMATS, KV_FORMATS, LATENT_FORMATS, LATENT_RECORDS
 from tersekv.testing import make as making
 from tersekv.testing.cases import Case
 from tersekv.testing.make import make
@@ -199,6 +199,19 @@ AXES: dict[str, Axes] = {
         "extra_listed": (70, 1, 0), "extra_by_slot": _BOTH, "extra_page": (16, 1, 3, 64),
         "extra_format": ("", "bf16", "fp8_ds_mla"), "i_extra_page_table": _INDEX, "i_extra_indices": _INDEX,
         "i_extra_index_lens": _INDEX,
+    },
+}  # fmt: skip
+_RECORDS: Axes = {
+    "format": tuple(LATENT_RECORDS), "rank": (512,), "rope": (0,), "page": (64, 1, 3, 16, 128), "gaps": ("", "pages"),
+}  # fmt: skip
+AXES |= {
+    "mla_append of records": {
+        **_RECORDS, **_WRITE, "drafts": (5, 1, 130), "rotate": (False,), "query": (False,), "reciprocal": (False,),
+    },
+    "mla_decode of records": {**_RECORDS, **_READ, "group": (16, 1, 5, 32, 48, 64, 128)},
+    "mla_decode listed of records": {
+        **_RECORDS, **_READ, **_LISTED, "by_slot": _BOTH, "sinks": _BOTH, "group": (16, 1, 5, 32, 48, 64, 128),
+        "extra_listed": (-1, 70), "extra_by_slot": _BOTH, "extra_format": ("", "bf16"),
     },
 }  # fmt: skip
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .. import env
 from ..calls import MLADecodeCall
-from ..errors import UnsupportedError
 from ..layers import PagedLatentLayer
 from ..ops.registry import dispatch_call
 from ..scalars import as_bool, as_float
@@ -37,7 +36,7 @@ _NAMES = {
 }
 _EXTRA_NAMES = {"cache": "extra_k_cache"}
 _SPARSE_NAMES = _NAMES | dict.fromkeys(("ckv", "kpe", "cache"), "kv") | {"softmax_scale": "sm_scale"}
-_RECORD = 656  # bytes of a token of fp8_ds_mla
+_RECORDS = {656: ("fp8_ds_mla", 576), 584: ("fp8_v4", 512)}  # bytes of a token → format, columns of queries
 
 
 class FlashMLASchedMeta:
@@ -91,8 +90,8 @@ def flash_mla_with_kvcache(
         (torch.Size([2, 1, 16, 512]), torch.Size([2, 16, 1]))
 
         q:               [B, Q, H, L + R]  bf16 | fp16 | e4m3 | e5m2, any H; requests that do not lie evenly are copied
-        k_cache:         [P, S, 1, L + R] bf16 | fp16; with is_fp8_kvcache [P, S, 1, 656] of one byte each: records of
-                         fp8_ds_mla, with any scales
+        k_cache:         [P, S, 1, L + R] bf16 | fp16; with is_fp8_kvcache of one byte each: records of fp8_ds_mla
+                         [P, S, 1, 656], with any scales, or of fp8_v4 [P, S, 1, 584]
         block_table, cache_seqlens:  [B, max_pages], [B]; not looked at with indices
         head_dim_v:      L
         softmax_scale:   None: (L + R)^-0.5
@@ -105,8 +104,8 @@ def flash_mla_with_kvcache(
         tile_scheduler_metadata, num_splits:  accepted, without effect
 
     Returns (out, lse [B, H, Q] fp32): natural log, without sinks, +inf where a row has no key; its output is 0. A slot
-    outside the cache is skipped; on a CPU and in checked mode it raises. Raises UnsupportedError for records of 584
-    bytes, and ValueError or TypeError for a bad argument.
+    outside the cache is skipped; on a CPU and in checked mode it raises. Raises ValueError or TypeError for a bad
+    argument.
     """
     if indices is not None:
         block_table = cache_seqlens = None  # slots need none
@@ -259,14 +258,14 @@ def _latent_layer(cache: Tensor, q: Tensor, rank: int, fp8: bool, name: str = "h
         if cache.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"cache: want bfloat16 or float16 without is_fp8_kvcache, got {got}")
         return PagedLatentLayer.of(cache, kv_lora_rank=rank)
-    if cache.element_size() != 1 or row != _RECORD:
-        kind = UnsupportedError if row == 584 else ValueError
-        raise kind(f"cache: want records of {_RECORD} bytes with is_fp8_kvcache, got {got}")
-    if (width, rank) != (576, 512):
-        raise ValueError(
-            f"{name}: want 512, and 576 columns of q, over records of {_RECORD} bytes, got {rank}, {width}"
-        )
-    return PagedLatentLayer.of(cache.view(torch.uint8), format="fp8_ds_mla")
+    if cache.element_size() != 1 or row not in _RECORDS:
+        sizes = " or ".join(map(str, _RECORDS))
+        raise ValueError(f"cache: want records of {sizes} bytes with is_fp8_kvcache, got {got}")
+    format, columns = _RECORDS[row]
+    if (width, rank) != (columns, 512):
+        want = f"512, and {columns} columns of q, over records of {row} bytes"
+        raise ValueError(f"{name}: want {want}, got {rank}, {width}")
+    return PagedLatentLayer.of(cache.view(torch.uint8), format=format)
 
 
 def _outputs(q: Tensor, rank: int, out: Tensor | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -9,7 +9,7 @@ import torch
 
 from .. import attributes
 from ..calls import CALLS
-from ..formats import KVFormat, latent_format, pair_of, rope_dtype
+from ..formats import UE8M0, KVFormat, latent_format, pair_of, rope_dtype
 from ..scalars import round_to_fp32
 from ..shapes import ShapeChecker, argument_of_field, dtype_name, require
 
@@ -106,9 +106,17 @@ def latent_cache(f: SimpleNamespace, s: ShapeChecker, of: str = "") -> None:
     for letter, what, name in (("L", "a latent rank of", ckv), ("R", "a rotary size of", kpe)):
         cache = getattr(f, name)
         if letter in s.dims and len(cache.shape) == 3:
-            _as_cache(s.seen_in[letter], what, s[letter], shown[name], cache, cache.shape[-1])
+            width = fmt.values(cache.shape[-1]) if letter == "L" else cache.shape[-1]
+            _as_cache(s.seen_in[letter], what, s[letter], shown[name], cache, width)
+    rank = s.dims.get("L", 0)
+    if fmt.tail:
+        require(rank > 0, shown[ckv], f"rows whose size another argument gives, for {format}", "none")
+        s.dims["L"] = fmt.elements(rank)
     s.see(ckv, "P S L", [fmt.storage])
+    if fmt.tail:
+        s.dims["L"] = rank
     s.see(kpe, "P S R", [rope_dtype(fmt)])
+    require(fmt.scale != UE8M0 or s["R"] == 0, of[:-1] or "cache", f"a layer with R = 0 for {format}", f"R = {s['R']}")
     step, given = fmt.scale_block or 1, getattr(f, stored) is not None
     require(s["L"] % step == 0, shown[ckv], f"a latent rank that is a multiple of {step} for {format}", s["L"])
     if fmt.scale_dtype is None:

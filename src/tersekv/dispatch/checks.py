@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import attributes
 from ..calls import CALLS
-from ..formats import FP8, MAX_HEAD_DIM, MAX_HEAD_DIM_V, KVFormat, kv_format, latent_format, pair_of
+from ..formats import FP8, MAX_HEAD_DIM, MAX_HEAD_DIM_V, UE8M0, KVFormat, kv_format, latent_format, pair_of
 from ..scalars import round_to_fp32
 from ..shapes import ShapeChecker, argument_of, argument_of_field, dtype_name, overlaps, require
 from . import list_checks, transcode_checks
@@ -210,7 +210,8 @@ def _extra_keys(f: SimpleNamespace, s: ShapeChecker) -> None:
         return
     require(f.extra_indices is not None, "extra.indices", "a tensor [T, n]", None)
     require(f.indices is not None, "extra", "None without indices", "a Selected")
-    (rank, rope), got = ((x[0].shape[-1], x[1].shape[-1]) for x in ((f.ckv, f.kpe), (f.extra_ckv, f.extra_kpe)))
+    sets = (f.format, f.ckv, f.kpe), (f.extra_format, f.extra_ckv, f.extra_kpe)
+    (rank, rope), got = ((latent_format(name).values(a.shape[-1]), b.shape[-1]) for name, a, b in sets)
     require((rank, rope) == got, "extra", f"a cache with L={rank}, R={rope} as cache has", f"{got[0]}, {got[1]}")
     for letter in "PS":
         s.dims.pop(letter)
@@ -263,6 +264,7 @@ def _new_latents(f: SimpleNamespace, s: ShapeChecker) -> int:
     s.see("kv_c", "T L", half)
     s.see("k_pe", "T R", half)
     fmt = latent_format(f.format)
+    require(fmt.scale != UE8M0, "cache", f"a format other than {f.format}, which has no projected prefill", f.format)
     if f.kv_c is None:
         require(fmt.scale == "none", "kv_c", f"the raw latents for a {f.format} cache (it holds no raw rows)", None)
     latent_cache(f, s)

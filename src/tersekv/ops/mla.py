@@ -198,7 +198,7 @@ def mla_decode(
     if isinstance(q, Tensor):
         for name, x, dims in (("q", q, "T H L+R"), ("ckv", c.ckv, "P S L"), ("kpe", c.kpe, "P S R")):
             tensor(name, x, dims)
-        rank, rope = c.ckv.shape[-1], c.kpe.shape[-1]
+        rank, rope = c.kv_lora_rank, c.kpe.shape[-1]
         if q.shape[-1] != rank + rope:
             raise ValueError(f"q: want [T, H, {rank} + {rope}], got {list(q.shape)}")
         q_nope, q_pe = q.split_with_sizes((rank, rope), -1) if rope else (q, None)

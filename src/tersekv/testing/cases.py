@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..formats import KV_FORMATS, LATENT_FORMATS, KVFormat, kv_format, latent_format
+from ..formats import KV_FORMATS, LATENT_FORMATS, LATENT_RECORDS, KVFormat, kv_format, latent_format
 from . import index_cases
 from .case import Case, Lens, next_format, up_to_step
 from .transcode_cases import transcode
@@ -290,6 +290,36 @@ def _mla_decode(base: Case, i: int) -> Iterator[Case]:
     yield from _listed_latents(base, i)
 
 
+def _mla_append_any(base: Case, i: int) -> Iterator[Case]:
+    if base.format in LATENT_FORMATS:
+        yield from _mla_append(base, i)
+        return
+    base = replace(
+        base, lens=(20, 3, 0, 40), q_lens=(5, 3, 0, 9), skip=True, rope=0, rotate=False, query=False, page=64
+    )
+    yield replace(base, name="rows only")
+    for case in (
+        replace(base, name="fp32 pages of 3 int64 strided", dtype="float32", page=3, index="int64", strided=True),
+        replace(base, name="no tokens", lens=(4, 0), q_lens=(0, 0)),
+        replace(base, name="kv_indices fp16 with gaps", place="pages", dtype="float16", gaps="slots", index="uint32"),
+        replace(base, name="many rows", lens=(700,), q_lens=(700,), page=16, skip=False),
+    ):
+        yield replace(case, quick=False)
+
+
+def _mla_decode_any(base: Case, i: int) -> Iterator[Case]:
+    """Of rows without a rotary part: the cases that have none."""
+    if base.format in LATENT_FORMATS:
+        yield from _mla_decode(base, i)
+        return
+    base = replace(base, heads=1, group=16, page=64, rope=0)
+    yield base
+    drafts = replace(base, lens=(37, 4, 0, 1300), q_lens=(3, 3, 3, 3), quick=False)
+    yield replace(drafts, name="drafts fp16 spread pages of 3", page=3, dtype="float16", spread=True, group=40)
+    for case in _listed_latents(base, i):
+        yield replace(case, rope=0, scale="one")
+
+
 def _listed_latents(base: Case, i: int) -> Iterator[Case]:
     listed = replace(base, listed=70, lens=(37, 1, 0, 130))
     yield replace(listed, name="listed positions", list_lens=i % 2 == 0)
@@ -338,6 +368,8 @@ def _listed_latents(base: Case, i: int) -> Iterator[Case]:
 
 
 def _next_latent(name: str) -> str:
+    if name in LATENT_RECORDS:
+        return "bf16"
     names = [*LATENT_FORMATS]
     return names[(names.index(name) + 1) % len(names)]
 
@@ -429,8 +461,8 @@ _VARIANTS = {
     "rope_append": (tuple(KV_FORMATS), _rope_append),
     "decode": (tuple(KV_FORMATS), _decode),
     "prefill": (tuple(KV_FORMATS), _prefill),
-    "mla_append": (tuple(LATENT_FORMATS), _mla_append),
-    "mla_decode": (tuple(LATENT_FORMATS), _mla_decode),
+    "mla_append": ((*LATENT_FORMATS, *LATENT_RECORDS), _mla_append_any),
+    "mla_decode": ((*LATENT_FORMATS, *LATENT_RECORDS), _mla_decode_any),
     "mla_prefill": (tuple(LATENT_FORMATS), _mla_prefill),
     "mla_project": (("bf16", "fp16", "fp8_e4m3"), _mla_project),
     "mla_decode_branch": (tuple(LATENT_FORMATS), _mla_decode_branch),

@@ -16,9 +16,10 @@ from ..formats import (
     MAX_LATENT_AMAX,
     MIN_LATENT_GROUP_SCALE,
     MIN_TOKEN_HEAD_SCALE,
+    MIN_UE8M0_AMAX,
     KVFormat,
 )
-from .memory import put, take
+from .memory import as_bytes, put, take
 
 HALF = (torch.bfloat16, torch.float16, torch.float32)
 _FLOAT8 = {torch.float8_e4m3fn: (3, 7, 126), torch.float8_e5m2: (2, 15, 123)}  # mantissa bits, bias, largest code
@@ -77,6 +78,8 @@ def encode_row(
         return (_int8(y) if f.code == "int8" else encode(y, f.storage)), s[..., 0]
     if f.scale == "block":
         return _encode_nvfp4(x, f, scale, inverse)
+    if f.scale == "ue8m0":
+        return _encode_record(x, f)
     groups = x.unflatten(-1, (-1, LATENT_GROUP))
     s = torch.maximum(_amax(groups) / f.max_value, torch.tensor(MIN_LATENT_GROUP_SCALE))
     mantissa, exponent = torch.frexp(s)
@@ -125,6 +128,9 @@ def decode_row(codes: Tensor, stored: Tensor | None, f: KVFormat, scale: Tensor)
         x = torch.cat([_E2M1, -_E2M1])[both].flatten(-2)
         s = decode(stored, f.scale_dtype).repeat_interleave(f.scale_block or 1, -1)
         return x * s * scale.double()
+    if f.scale == "ue8m0":
+        assert stored is not None
+        return _decode_record(codes, stored, f)
     x = decode(codes, f.storage)
     if f.scale == "tensor":
         return x * scale.double()
@@ -154,6 +160,33 @@ def _encode_nvfp4(x: Tensor, f: KVFormat, global_scale: Tensor, inverse: Tensor)
     codes = _nearest(y, _E2M1) | (torch.signbit(y).to(torch.uint8) << 3)
     codes = torch.where(y.isnan(), 0, codes).flatten(-2)
     return codes[..., 0::2] | (codes[..., 1::2] << 4), stored
+
+
+def _encode_record(x: Tensor, f: KVFormat) -> tuple[Tensor, Tensor]:
+    """Codes, those of a tail as bytes, and exponents + 127; the exponents from logarithms in fp64."""
+    body, tail = x[..., : x.shape[-1] - f.tail], x[..., x.shape[-1] - f.tail :]
+    groups = body.unflatten(-1, (-1, f.scale_block))
+    size = (_amax(groups).clamp(min=MIN_UE8M0_AMAX) / f.max_value)[..., 0]  # rounded once, in fp32
+    exponent = torch.frexp(size.double())  # 0.5 <= mantissa < 1
+    power = torch.where(exponent.mantissa == 0.5, exponent.exponent - 1, exponent.exponent)
+    stored = torch.where(size.isinf(), 255, power + 127).to(torch.uint8)
+    s = torch.where(size.isinf(), torch.inf, 2.0 ** power.double()).float()
+    codes = encode(groups * (1.0 / s)[..., None], torch.float8_e4m3fn).flatten(-2)
+    whole = torch.zeros(*x.shape[:-1], f.scales(x.shape[-1]), dtype=torch.uint8)
+    whole[..., : stored.shape[-1]] = stored
+    if not f.tail:
+        return codes, whole
+    return torch.cat([codes.view(torch.uint8), as_bytes(encode(tail, torch.bfloat16)).flatten(-2)], -1), whole
+
+
+def _decode_record(codes: Tensor, stored: Tensor, f: KVFormat) -> Tensor:
+    """fp64 values of what `_encode_record` makes."""
+    rows, blocks = codes.contiguous().view(torch.uint8), stored.double()
+    end = rows.shape[-1] - 2 * f.tail
+    s = torch.where(stored == 255, torch.nan, 2.0 ** (blocks - 127)).repeat_interleave(f.scale_block or 1, -1)
+    x = decode(rows[..., :end], torch.float8_e4m3fn) * s[..., :end]
+    tail = rows[..., end:].reshape(-1).view(torch.bfloat16).reshape(*x.shape[:-1], f.tail)
+    return torch.cat([x, decode(tail)], -1)
 
 
 def _encode_int4(x: Tensor, widen: bool) -> tuple[Tensor, Tensor]:

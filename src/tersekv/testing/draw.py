@@ -16,6 +16,7 @@ from ..formats import (
     BLOCK,
     KV_FORMATS,
     LATENT_FORMATS,
+    LATENT_RECORDS,
     MAX_HEAD_DIM,
     MAX_HEAD_DIM_V,
     TENSOR,
@@ -24,6 +25,7 @@ from ..formats import (
     latent_format,
 )
 from .cases import OPS, Case, Lens, formats_of
+from .other_cases import extra_formats
 
 _HALF = ("bfloat16", "float16")
 _FLOAT = (*_HALF, "float32")
@@ -130,10 +132,11 @@ def _kv(dice: Dice, case: Case) -> Case:
 def _latent(dice: Dice, case: Case) -> Case:
     """Of latent caches."""
     f = latent_format(case.format)
-    step = f.scale_block or 8
+    step, record = f.scale_block or 8, case.format in LATENT_RECORDS
+    rope = 0 if record else dice.some((64, 0, 2 * dice.randint(1, 32)), (7, 1, 2))
     return replace(
-        case, rank=512 if dice.maybe(0.8) else _multiple(dice, step, 512, (128, 256, 384, 512)),
-        rope=dice.some((64, 0, 2 * dice.randint(1, 32)), (7, 1, 2)), split=f.scale_dtype is None and dice.maybe(0.4),
+        case, rank=512 if record or dice.maybe(0.8) else _multiple(dice, step, 512, (128, 256, 384, 512)),
+        rope=rope, split=f.scale_dtype is None and dice.maybe(0.4),
         page=_page(dice), gaps=_gaps(dice, ("slots", "columns")), index=dice.some(_INDEX), strided=dice.maybe(0.2),
         scale=dice.some(_SCALES[:3] if f.scale == TENSOR else _SCALES[:1]), heads=1,
     )  # fmt: skip
@@ -257,8 +260,8 @@ def _mla_decode(dice: Dice, case: Case) -> Case:
     lens = _lens(dice, _live(dice, case.rank + case.rope))
     case = replace(_attention(dice, case, lens, group, case.rank), group=group)
     fast, alone = dice.maybe(0.1), dice.maybe(0.1)
-    case = replace(case, precision="fast" if fast else "exact", spread=dice.maybe(0.2), batch_invariant=alone)
-    case = replace(case, sinks=dice.maybe(0.2))
+    case = replace(case, precision="fast" if fast else "exact", spread=dice.maybe(0.2), batch_invariant=alone,
+                   sinks=dice.maybe(0.2))  # fmt: skip
     case = replace(case, sink=dice.some(("", "inf", "-inf", "far"), (6, 1, 1, 1)) if case.sinks else "")
     case = replace(case, lse_of_keys=case.sinks and dice.maybe(0.3))
     if not dice.maybe(0.4):
@@ -277,20 +280,14 @@ def _listed(dice: Dice, case: Case) -> Case:
     by_slot = latent and dice.maybe(0.4)
     block_size = 1 if by_slot else dice.some((1, 1, 3, 4, 8, 64, 128))
     if latent and dice.maybe(0.4):
-        extra = min(dice.some((0, 1, 64, dice.log(1, 600))), most)
-        case = replace(case, extra_listed=extra, extra_by_slot=dice.maybe(0.5), extra_page=_page(dice),
-                       extra_format=_another_latent(dice, case))  # fmt: skip
+        case = replace(case, extra_listed=min(dice.some((0, 1, 64, dice.log(1, 600))), most),
+                       extra_by_slot=dice.maybe(0.5), extra_page=_page(dice),
+                       extra_format=dice.some(extra_formats(case)))  # fmt: skip
     return replace(
         case, listed=listed, by_slot=by_slot, block_size=block_size, list_lens=dice.maybe(0.4),
         each_head=not latent and dice.maybe(0.4),
         lists=dice.some(("", "shared", "again"), (6, 1 if len(case.lens) == 1 else 0, 1)),
     )  # fmt: skip
-
-
-def _another_latent(dice: Dice, case: Case) -> str:
-    """The format of a second set: mostly that of the first; any that holds rows of its rank."""
-    fits = [f.name for f in LATENT_FORMATS.values() if case.rank % (f.scale_block or 8) == 0]
-    return "" if dice.maybe(0.6) else dice.some(fits)
 
 
 def _live(dice: Dice, values: int) -> int:

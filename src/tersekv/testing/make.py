@@ -27,7 +27,7 @@ from ..calls import (
     RopeAppendCall,
     TranscodeCall,
 )
-from ..formats import FP8, kv_format, latent_format
+from ..formats import FP8, LATENT_FORMATS, kv_format, latent_format
 from ..ops.mla import mla_prefill_plan
 from ..ops.scales import ATTRIBUTE_FIELDS, attributes, float_and_tensor, multiplying_scale
 from ..ops.transcode import layer_fields
@@ -148,12 +148,13 @@ class _Maker:
 
     def latent_layer(self) -> PagedLatentLayer:
         c = self.case
+        more = c.gaps == "slots", c.gaps == "columns" and c.format in LATENT_FORMATS
         layer = PagedLatentCache.allocate(
-            1, self.requests.num_pages, c.page + 3 * (c.gaps == "slots"), format=c.format, kv_lora_rank=c.rank,
-            qk_rope_head_dim=c.rope + 8 * (c.gaps == "columns"), split=c.split,
+            1, self.requests.num_pages, c.page + 3 * more[0], format=c.format, kv_lora_rank=c.rank,
+            qk_rope_head_dim=c.rope + 8 * more[1], split=c.split,
         )[0]  # fmt: skip
-        for t in (layer.ckv, layer.kpe):
-            storage_bytes(t).fill_(POISON)
+        storage_bytes(layer.ckv).fill_(POISON)
+        storage_bytes(layer.kpe).fill_(POISON)
         scale, stored = self.scale(0.7, None, latent_format(c.format).scale), layer.ckv_scale_cache
         ckv, kpe = layer.ckv[:, : c.page], layer.kpe[:, : c.page, : c.rope]
         return PagedLatentLayer(ckv, kpe, c.format, scale, None if stored is None else stored[:, : c.page])
@@ -351,7 +352,7 @@ def _mla_prefill(m: _Maker) -> MLAPrefillCall:
     return MLAPrefillCall(
         q, *raw, a.ckv, a.kpe, a.ckv_scale_cache, r.page_table(),
         r.index([n - q for n, q in zip(c.lens, r.q_lens, strict=True)]), r.cu_seqlens(),
-        _freqs_cis(m, dtype), (1 + 0.1 * m.normal(c.rank)).to(dtype),
+        r.freqs_cis(c.rope, torch.float32 if c.weight else dtype), (1 + 0.1 * m.normal(c.rank)).to(dtype),
         weight if c.weight else weight.to(dtype), weight_scale, r.index(plan.buffer_row_offsets), r.index(starts),
         m.output(r.tokens, heads, dv), m.lse(r.tokens, heads), plan.buffer_lengths, c.format, r.max_q_len,
         (c.nope + c.rope) ** -0.5, c.epsilon, *float_and_tensor(a.kv_scale), c.precision,
@@ -385,16 +386,11 @@ def _mla_decode_branch(m: _Maker) -> MLADecodeBranchCall:
     return MLADecodeBranchCall(
         m.rows(r.tokens, heads, c.nope + c.rope), *raw, a.ckv, a.kpe, a.ckv_scale_cache, r.page_table(),
         r.index([n - q for n, q in zip(c.lens, r.q_lens, strict=True)]), r.cu_seqlens() if c.ragged else None,
-        _freqs_cis(m, m.dtype), (1 + 0.1 * m.normal(c.rank)).to(m.dtype),
+        r.freqs_cis(c.rope, torch.float32 if c.weight else m.dtype), (1 + 0.1 * m.normal(c.rank)).to(m.dtype),
         *weights[0], *weights[1], m.output(r.tokens, heads, dv), c.format, r.max_q_len,
         *float_and_tensor(torch.full((1,), scale) if c.scale == "tensor" else scale), c.epsilon,
         *float_and_tensor(a.kv_scale),
     )  # fmt: skip
-
-
-def _freqs_cis(m: _Maker, dtype: torch.dtype) -> Tensor | None:
-    c = m.case
-    return m.requests.freqs_cis(c.rope, torch.float32 if c.weight else dtype) if c.rope else None
 
 
 def _head_weight(m: _Maker, heads: int, n: int, k: int) -> tuple[Tensor, Tensor | None]:

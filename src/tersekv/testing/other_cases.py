@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..formats import latent_format
+from ..formats import LATENT_FORMATS, LATENT_RECORDS, latent_format
 from .case import Case
 
 
@@ -26,3 +26,10 @@ def extra_case(c: Case) -> Case:
         block_size=1, lens=tuple(n // 2 + 3 for n in c.lens), q_lens=c.q_lens or (1,) * len(c.lens), scale=scale,
         split=c.split and f.scale_dtype is None, extra_listed=-1,
     )  # fmt: skip
+
+
+def extra_formats(c: Case) -> list[str]:
+    """The formats that hold rows of a case's sizes, for a second set of keys; half of the entries are its own."""
+    fits = [f.name for f in LATENT_FORMATS.values() if c.rank % (f.scale_block or 8) == 0]
+    fits += [*LATENT_RECORDS] if (c.rank, c.rope) == (512, 0) else []
+    return fits + [""] * len(fits)

@@ -116,7 +116,9 @@ class Requests:
         a = self._angles(rotary)
         return torch.cat([a.cos(), a.sin()], -1).float()
 
-    def freqs_cis(self, rotary: int, dtype: torch.dtype) -> Tensor:
+    def freqs_cis(self, rotary: int, dtype: torch.dtype) -> Tensor | None:
+        if not rotary:
+            return None
         a = self._angles(rotary)
         return torch.stack([a.cos(), a.sin()], -1).flatten(1).to(dtype)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...formats import latent_format
+from ...formats import UE8M0, latent_format
 from ..host import launch
 from ..host.attention_launches import attention_launches, output_and_workspace_args, split_pass_args
 from ..host.bind import BoundLaunches, HostAction, KernelLaunch, LaunchSequence, TensorMapArg, tensor_args
@@ -48,7 +48,8 @@ class Config(NamedTuple):
 
 
 def why_not(f: SimpleNamespace) -> str | None:
-    if latent_format(f.format).code not in _TESTED_CODES or launch.why_not(f):
+    fmt = latent_format(f.format)
+    if fmt.code not in _TESTED_CODES or fmt.scale == UE8M0 or launch.why_not(f):
         return f"has no {f.format}"
     if (f.ckv.shape[2], f.kpe.shape[2]) != (RANK, ROPE):
         return f"wants latents of {RANK} + {ROPE}, got {f.ckv.shape[2]} + {f.kpe.shape[2]}"

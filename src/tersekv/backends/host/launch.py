@@ -16,14 +16,14 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...formats import BLOCK, GROUP, INDEX, NONE, STORED_FORMATS, TENSOR, TOKEN_HEAD
+from ...formats import BLOCK, GROUP, INDEX, NONE, STORED_FORMATS, TENSOR, TOKEN_HEAD, UE8M0
 from .versions import compiler_options, launcher
 
 _log = logging.getLogger("tersekv")
 # (code, scale) pairs that the kernels implement.
 _KNOWN_FORMATS = {
     ("bf16", NONE), ("fp16", NONE), ("e4m3", TENSOR), ("e5m2", TENSOR), ("e4m3", TOKEN_HEAD), ("int8", TOKEN_HEAD),
-    ("int4", TOKEN_HEAD), ("e2m1", BLOCK), ("e4m3", GROUP), ("e4m3", INDEX),
+    ("int4", TOKEN_HEAD), ("e2m1", BLOCK), ("e4m3", GROUP), ("e4m3", INDEX), ("e4m3", UE8M0),
 }  # fmt: skip
 
 

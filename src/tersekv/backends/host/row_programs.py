@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...formats import STORED_FORMATS, pair_of
+from ...formats import STORED_FORMATS, UE8M0, pair_of
 from . import launch
 from .kernel_config import KernelConfig
 
@@ -108,10 +108,17 @@ class StoredFormat(KernelConfig):
     CODE: str  # KVFormat.code
     SCALE: str  # KVFormat.scale
     WIDEN: bool  # int4: the range of a row is widened to include 0
+    SCALE_BLOCK: int = 0  # of scales that are exponents: values of each, how many are stored, columns without one
+    SCALES: int = 0
+    TAIL: int = 0
 
 
-def stored_format(fmt: str, widen: bool = True) -> StoredFormat:
-    return StoredFormat(STORED_FORMATS[fmt].code, STORED_FORMATS[fmt].scale, widen)
+def stored_format(fmt: str, widen: bool = True, dim: int = 0) -> StoredFormat:
+    """Returns the facts of a format. dim: values of a row, which rows with exponents for scales want."""
+    f = STORED_FORMATS[fmt]
+    if f.scale != UE8M0:
+        return StoredFormat(f.code, f.scale, widen)
+    return StoredFormat(f.code, f.scale, widen, f.scale_block or 1, f.scales(dim), f.tail)
 
 
 def program_elements(total: int, max_elements: int = MAX_ELEMENTS) -> int:

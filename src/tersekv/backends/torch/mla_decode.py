@@ -8,13 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.formats import BATCH_INVARIANCE, LATENT_SINKS, LISTS, LSE_OF_KEYS, MAX_LOGITS, TWO_SETS, latent_format
+from tersekv.formats import (
+    BATCH_INVARIANCE,
+    LATENT_SINKS,
+    LISTS,
+    LSE_OF_KEYS,
+    MAX_LOGITS,
+    TWO_SETS,
+    UE8M0,
+    latent_format,
+)
 
 from .exact import without_autocast
 from .gather import KeySlots, PagedRows, dequant_blocks
 from .key_lists import KeySet, attend_to_lists, listed_keys
-from .online_softmax import Results, attend, call_scale, finalize_to_out_and_lse, rows_by_kv_head
-from .quantize import why_no_codec
+from .online_softmax import PagedSource, Results, attend, call_scale, finalize_to_out_and_lse, rows_by_kv_head
+from .quantize import dequantize, why_no_codec
 from .requests import MaskAndSoftcap, request_batches, why_not_batch_invariant
 
 SUPPORTS = (BATCH_INVARIANCE, LISTS, LATENT_SINKS, TWO_SETS, LSE_OF_KEYS, MAX_LOGITS)
@@ -39,7 +48,7 @@ def run(call: Any, config: None) -> None:
         attend_to_lists(listed, call.sinks, 0.0, results, call.lse_of_keys)
         results.write(call, call_scale(call, "out_scale"))
         return
-    source, kv_scale = LatentSource(call), call_scale(call, "kv_scale")
+    source, kv_scale = _source(call), call_scale(call, "kv_scale")
     q = _scaled_query(call)
     for batch in request_batches(call, MaskAndSoftcap(), source.num_pages, source.page_size):
         state = attend([rows_by_kv_head(x, batch, 1) for x in q], source, batch, MaskAndSoftcap())
@@ -63,9 +72,13 @@ def _scaled_query(call: Any) -> list[Tensor]:
 
 def _listed(call: Any, of: str) -> KeySet:
     """Returns the listed keys of a set. of: what its arguments belong to."""
-    source = LatentSource(call)
+    source = _source(call)
     keys = listed_keys(call, source.num_pages, source.page_size, of)
     return KeySet(_scaled_query(call), source, keys, call_scale(call, "kv_scale"))
+
+
+def _source(call: Any) -> PagedSource:
+    return RecordSource(call) if latent_format(call.format).scale == UE8M0 else LatentSource(call)
 
 
 class LatentSource:
@@ -78,7 +91,7 @@ class LatentSource:
         self._rotary = call.kpe.shape[2] > 0
         self._scales = None if call.ckv_scale_cache is None else PagedRows(call.ckv_scale_cache.unsqueeze(2))
         self.num_pages, self.page_size = call.ckv.shape[:2]
-        self.widest = call.ckv.shape[2]
+        self.widest = call.out.shape[2]
         self._latents: Tensor | None = None
 
     def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
@@ -87,6 +100,28 @@ class LatentSource:
         else:
             self._latents = dequant_blocks(self._ckv, self._scales, at)
         return [self._latents, *([self._kpe.load(at)] if self._rotary else [])], None
+
+    def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
+        assert self._latents is not None
+        return self._latents, None
+
+
+class RecordSource:
+    """As `LatentSource`, of rows whose scales are exponents, and which have no rotary part."""
+
+    heads = 1
+
+    def __init__(self, call: Any) -> None:
+        self._format = latent_format(call.format)
+        self._codes, self._scales = call.ckv.view(torch.uint8), call.ckv_scale_cache  # some devices cannot index fp8
+        self.num_pages, self.page_size = call.ckv.shape[:2]
+        self.widest = call.out.shape[2]
+        self._latents: Tensor | None = None
+
+    def keys(self, at: KeySlots) -> tuple[list[Tensor], Tensor | None]:
+        rows = self._codes[at.pages, at.slots], self._scales[at.pages, at.slots]
+        self._latents = dequantize(*rows, self._format)
+        return [self._latents], None
 
     def values(self, at: KeySlots) -> tuple[Tensor, Tensor | None]:
         assert self._latents is not None

@@ -21,9 +21,11 @@ from tersekv.formats import (
     INT4_MAX,
     MIN_LATENT_GROUP_SCALE,
     MIN_TOKEN_HEAD_SCALE,
+    MIN_UE8M0_AMAX,
     NONE,
     TENSOR,
     TOKEN_HEAD,
+    UE8M0,
     ZERO_POINT,
     KVFormat,
 )
@@ -36,6 +38,7 @@ _CODECS = {
     (TOKEN_HEAD, torch.float32): ("e4m3", "e5m2", "int8", "int4"),
     (BLOCK, torch.float8_e4m3fn): ("e2m1",),
     (GROUP, torch.float32): ("e4m3",),
+    (UE8M0, torch.uint8): ("e4m3",),
 }
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF  # of fp32
@@ -87,6 +90,8 @@ def quantize_rows(
         return _quantize_nvfp4(x, f, multiplier, global_scale)
     if f.scale == GROUP:
         return _quantize_latent_groups(x, f)
+    if f.scale == UE8M0:
+        return _quantize_ue8m0(x, f)
     if f.code == "int4":
         return _quantize_int4(x, widen)
     scales = _divide_rounded(row_abs_max(x), f.max_value).clamp(min=MIN_TOKEN_HEAD_SCALE)
@@ -100,6 +105,9 @@ def dequantize(codes: Tensor, scales: Tensor | None, f: KVFormat, scale: Scale =
     codes, scales:  as `quantize_rows` returns them
     scale:          the caller's dequantizing scale: float, or fp32 that broadcasts against the rows ([H, 1])
     """
+    if f.scale == UE8M0:
+        assert scales is not None
+        return _dequantize_ue8m0(codes, scales, f)
     x = unpack_e2m1_to_fp32(codes) if f.code == "e2m1" else codes.to(torch.float32)
     if f.code == "int4":
         assert scales is not None
@@ -219,6 +227,32 @@ def _quantize_latent_groups(x: Tensor, f: KVFormat) -> tuple[Tensor, Tensor]:
     groups = x.unflatten(-1, (-1, f.scale_block))
     scales = ceil_power_of_two(_divide_rounded(row_abs_max(groups), f.max_value).clamp(min=MIN_LATENT_GROUP_SCALE))
     return cast_fp8(groups * reciprocal(scales)[..., None], f.storage).flatten(-2), scales
+
+
+def _quantize_ue8m0(x: Tensor, f: KVFormat) -> tuple[Tensor, Tensor]:
+    """Returns codes and the bytes of their scales; with a tail the bytes of codes and of the tail."""
+    dim = x.shape[-1]
+    groups = x[..., : dim - f.tail].unflatten(-1, (-1, f.scale_block))
+    scales = ceil_power_of_two(_divide_rounded(row_abs_max(groups).clamp(min=MIN_UE8M0_AMAX), f.max_value))
+    codes = cast_fp8(groups * reciprocal(scales)[..., None], torch.float8_e4m3fn).flatten(-2)
+    stored = (scales.view(torch.int32) >> 23).to(torch.uint8)  # powers of two, and inf: 255, NaN
+    stored = torch.nn.functional.pad(stored, (0, f.scales(dim) - stored.shape[-1]))
+    if not f.tail:
+        return codes, stored
+    tail = x[..., dim - f.tail :].to(torch.bfloat16).contiguous().view(torch.uint8)
+    return torch.cat([codes.view(torch.uint8), tail], -1), stored
+
+
+def _dequantize_ue8m0(codes: Tensor, scales: Tensor, f: KVFormat) -> Tensor:
+    """Returns fp32 [..., D] of rows of bytes and the bytes of their scales."""
+    rows, exponent = codes.contiguous().view(torch.uint8), scales.to(torch.int32)
+    end = rows.shape[-1] - 2 * f.tail
+    # 2^-127 is subnormal, and 255 is NaN.
+    bits = torch.where(exponent == 0, 1 << 22, torch.where(exponent == 255, 0x7FC00000, exponent << 23))
+    s = bits.view(torch.float32)[..., : end // (f.scale_block or 1)].repeat_interleave(f.scale_block or 1, -1)
+    x = rows[..., :end].contiguous().view(torch.float8_e4m3fn).to(torch.float32) * s
+    tail = rows[..., end:].reshape(-1).view(torch.bfloat16).reshape(*x.shape[:-1], f.tail)
+    return torch.cat([x, tail.to(torch.float32)], -1)
 
 
 def _divide_rounded(x: Tensor, by: float) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tersekv.formats import TENSOR, latent_format
+from tersekv.formats import TENSOR, UE8M0, latent_format
 
 from ..host import launch, row_programs
 from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
@@ -105,6 +105,11 @@ def mla_append_kernel(
 
 
 def why_not(f: SimpleNamespace) -> str | None:
+    fmt = latent_format(f.format)
+    if fmt.tail and (not f.ckv.even or any(n % 2 for n in f.ckv.stride[:2])):
+        return f"wants {fmt.name} rows that begin at even bytes, got strides {list(f.ckv.stride)}"
+    if fmt.scale == UE8M0 and f.kv_c.shape[1] != 512:
+        return f"wants {fmt.name} rows of 512 values, got {f.kv_c.shape[1]}"
     return launch.why_not(f)
 
 
@@ -151,7 +156,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "L_PAD": l_pad, "R_PAD": r_pad, "Q_NOPE_PAD": q_nope_pad, "ROWS_C": c.rows, "ROWS_PE": pe.rows,
         "ROWS_R": rope.rows, "ROWS_N": nope.rows,
         "PAGE": f.ckv.shape[1], "INTERLEAVED": f.interleaved,
-        "FORMAT": row_programs.stored_format(f.format), "PE_FORMAT": row_programs.stored_format(pe_format),
+        "FORMAT": row_programs.stored_format(f.format, dim=rank), "PE_FORMAT": row_programs.stored_format(pe_format),
         "QUERY_KIND": row_programs.query_output_kind(f), "ZERO_PADDING": f.zero_padding,
         "SCALE_QUANTIZES": f.scales_quantize,
         "NATIVE_FP8_CAST": launch.has_exact_fp8_cast(f), "STRIDE_UNIT": unit, "USE_PDL": row_programs.uses_pdl(f),

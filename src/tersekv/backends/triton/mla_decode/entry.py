@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ....formats import (
     BATCH_INVARIANCE,
     GROUP,
-    LATENT_GROUP,
     LATENT_SINKS,
     LISTS,
     LSE_OF_KEYS,
     MAX_LOGITS,
     TWO_SETS,
+    UE8M0,
     KVFormat,
     latent_format,
 )
@@ -63,6 +63,8 @@ class Constants(KernelConfig):
     PACK: int  # codes in a 16-bit word of the latent part
     PACK_PE: int  # of the rotary part
     GROUP_SCALES: bool
+    EXPONENT_SCALES: bool  # group scales are exponents, in bytes
+    TAIL: int  # last columns of a row in bf16, which are a rotary part that is a value too
     USE_PTX: bool  # dequantize by PTX
     E4M3_BY_HAND: bool  # there is no type for e4m3
     BF16: bool  # multiply latents in bf16; else fp16
@@ -143,7 +145,8 @@ def _why_not_set(f: SimpleNamespace) -> str | None:
     reason = launch.why_not(f)
     if reason:
         return reason
-    rank, rope = f.ckv.shape[2], f.kpe.shape[2]
+    fmt = latent_format(f.format)
+    rank, rope = fmt.values(f.ckv.shape[2]), f.kpe.shape[2]
     if rank % 16 or not 0 < rank <= MAX_RANK:
         return f"wants a latent rank that is a multiple of 16 up to {MAX_RANK}, got {rank}"
     if rope % 8 or rope > MAX_ROPE:
@@ -156,7 +159,7 @@ def _why_not_set(f: SimpleNamespace) -> str | None:
             return f"wants {name} to begin with a whole 16-bit word, got an odd address"
     if f.q_nope.dtype == torch.float32:
         return "wants a 16-bit or 8-bit q, got float32"
-    if f.max_logits is not None and latent_format(f.format).scale == GROUP:  # row_max has a key's scale in it
+    if f.max_logits is not None and latent_format(f.format).scale in (GROUP, UE8M0):  # row_max has a key's scale in it
         return f"takes no max_logits of {f.format}"
     return None
 
@@ -199,11 +202,13 @@ def configure_set(f: SimpleNamespace) -> Config:
     )
     split = (both | query_and_kv_scale_args(f, BYTES if cfg.Q_AS_BYTES else "") | split_pass_args(f)
              | _cache_stride_args(f) | {
-        **tensor_args(WORDS, CKV="ckv", KPE="kpe"), "CKV_MAP": None, "KPE_MAP": None,
+        **tensor_args(WORDS, CKV="ckv", KPE="ckv" if cfg.TAIL else "kpe"), "CKV_MAP": None, "KPE_MAP": None,
         **_descriptor_args(cache_matrices, cfg),
         **tensor_args(SCALES="ckv_scale_cache"), "max_splits": 0, **list_args,
     })  # fmt: skip
     merge = both | tensor_args(V_SCALE="kv_scale_t") | {"v_scale": f.kv_scale}
+    if cfg.TAIL:  # behind the codes, as columns of their tiles
+        merge["cfg"] = replace(cfg, PACKED_V=cfg.DV // cfg.PACK)
     first = KernelLaunch(mla_decode_kernel, (num_programs,), split, **options)
     if cfg.SPLIT_BLOCKS:
         merge |= {name: split[name] for name in ("SEQ_LENS", "CU_SEQLENS_Q")}
@@ -231,12 +236,14 @@ def query_and_kv_scale_args(f: SimpleNamespace, view_as: str = "") -> dict[str, 
 
 def _format_constants(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
     by_hand, q = launch.emulates_e4m3(f), f.q_nope.dtype
-    bf16, bf16_r = (x.dtype == torch.bfloat16 for x in (f.ckv, f.kpe))
+    bf16, bf16_r = f.ckv.dtype == torch.bfloat16, fmt.tail > 0 or f.kpe.dtype == torch.bfloat16
     return {
         "CODE": fmt.code,
         "PACK": 2 // fmt.storage.itemsize,
-        "PACK_PE": 2 // f.kpe.dtype.itemsize,
-        "GROUP_SCALES": fmt.scale == GROUP,
+        "PACK_PE": 1 if fmt.tail else 2 // f.kpe.dtype.itemsize,
+        "GROUP_SCALES": fmt.scale in (GROUP, UE8M0),
+        "EXPONENT_SCALES": fmt.scale == UE8M0,
+        "TAIL": fmt.tail,
         "USE_PTX": launch.has_ptx(f),
         "E4M3_BY_HAND": by_hand,
         "BF16": bf16,
@@ -249,10 +256,11 @@ def _format_constants(f: SimpleNamespace, fmt: KVFormat) -> dict[str, Any]:
 
 
 def _tile_constants(f: SimpleNamespace, fmt: KVFormat, t: TileConfig, blocks: int, tma: bool) -> dict[str, Any]:
-    rank, page, pack = f.ckv.shape[2], f.ckv.shape[1], 2 // fmt.storage.itemsize
-    words, words_r = rank // pack, f.kpe.shape[2] * f.kpe.dtype.itemsize // 2
-    block_dv = max(16, launch.next_power_of_2(words))
-    chunk = min(LATENT_GROUP // pack if fmt.scale == GROUP else t.chunk_columns, block_dv)
+    rank, page, pack = fmt.values(f.ckv.shape[2]), f.ckv.shape[1], 2 // fmt.storage.itemsize
+    words, words_r = (rank - fmt.tail) // pack, fmt.tail or f.kpe.shape[2] * f.kpe.dtype.itemsize // 2
+    block_dv = max(16, launch.next_power_of_2(rank // pack))
+    group = fmt.scale_block if fmt.scale in (GROUP, UE8M0) else None
+    chunk = min(group // pack if group else t.chunk_columns, block_dv)
     return {
         "HEADS": blocks,
         "GROUP": f.q_nope.shape[1] // blocks,
@@ -279,7 +287,7 @@ def _tile_constants(f: SimpleNamespace, fmt: KVFormat, t: TileConfig, blocks: in
         "SPLIT_BLOCKS": min_split_blocks(f, t.block_n),
         "INT64_OFFSETS": launch.exceeds_int32(f.ckv, f.kpe, f.ckv_scale_cache),
         "CKV_STRIDE_UNIT": common_stride_unit(f.ckv, _packed_strides(f.ckv), 8),
-        "KPE_STRIDE_UNIT": common_stride_unit(f.kpe, _packed_strides(f.kpe), 8),
+        "KPE_STRIDE_UNIT": common_stride_unit(_rotary_part(f), _packed_strides(_rotary_part(f)), 8),
     }
 
 
@@ -293,7 +301,7 @@ def _feature_constants(f: SimpleNamespace) -> dict[str, Any]:
 def _cache_stride_args(f: SimpleNamespace) -> dict[str, int]:
     """Returns strides of caches, in CKV_STRIDE_UNITs and KPE_STRIDE_UNITs, and of their stored scales."""
     found = stride_args(f.ckv_scale_cache, stride_scales_="ps")
-    for prefix, x in (("stride_ckv_", f.ckv), ("stride_kpe_", f.kpe)):
+    for prefix, x in (("stride_ckv_", f.ckv), ("stride_kpe_", _rotary_part(f))):
         distances = _packed_strides(x)
         step = common_stride_unit(x, distances, 8)
         found |= {prefix + letter: n // step for letter, n in zip("ps", distances, strict=True)}
@@ -317,6 +325,11 @@ def _descriptor_args(cache_matrices: tuple[CacheMatrix, ...], cfg: Constants) ->
     }
 
 
+def _rotary_part(f: SimpleNamespace) -> Any:
+    """Returns the tensor that holds the 16-bit end of rows: a rotary part, or a tail."""
+    return f.ckv if latent_format(f.format).tail else f.kpe
+
+
 def _packed_strides(x: Any) -> tuple[int, int]:
     """Returns strides of page and slot in 16-bit words."""
     return x.stride[0] * x.dtype.itemsize // 2, x.stride[1] * x.dtype.itemsize // 2
@@ -324,7 +337,8 @@ def _packed_strides(x: Any) -> tuple[int, int]:
 
 def _cache_matrices(f: SimpleNamespace, t: TileConfig) -> tuple[CacheMatrix, ...]:
     """Returns matrices of ckv and kpe; none where a key block spans pages or a part is no matrix."""
-    if f.indices is not None or not t.use_tma or f.ckv.shape[1] % t.block_n or not launch.has_tma(f):
+    scales = latent_format(f.format).scale
+    if f.indices is not None or scales == UE8M0 or not t.use_tma or f.ckv.shape[1] % t.block_n or not launch.has_tma(f):
         return ()
     found = [_as_matrix(x) for x in ((f.ckv, f.kpe) if f.kpe.shape[2] else (f.ckv,))]
     matrices = tuple(x for x in found if x is not None)

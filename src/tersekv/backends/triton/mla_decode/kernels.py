@@ -7,7 +7,8 @@ programs of one range lie side by side, so that all but one find the key block i
 A row's packed codes form CHUNKS tiles of CHUNK 16-bit words, each unpacked into PACK tiles (`parts/dequant`); the
 rotary part is one more tile. Queries and accumulators are split the same way: tile i * PACK + j holds the columns PACK
 * (i * CHUNK + word) + j. Rows lie on the matrix unit's M side, as keys and, transposed, as values; query rows lie on N.
-In fp8_ds_mla a chunk is a scale group.
+With group scales a chunk is a scale group. The end of a row of fp8_v4, in bf16, takes the rotary part's place, and is a
+value as well (`tail`).
 """
 
 import triton
@@ -128,7 +129,13 @@ def load_group_scales(SCALES, page_ids, n_block, num_keys, stride_scales_p, stri
         m_n = keys_in_range(page_ids, n_block, num_keys, cfg)
         p_row = SCALES + row_offsets(page_ids, n_block, stride_scales_p, stride_scales_s, cfg)
         for i in tl.static_range(CHUNKS):
-            group_scales = group_scales + (tl.load(p_row + i, mask=m_n, other=1.0),)
+            if cfg.EXPONENT_SCALES:
+                exponent = tl.load(p_row + i, mask=m_n, other=127).to(tl.int32)
+                # 2^-127 is subnormal, and 255 is NaN.
+                bits = tl.where(exponent == 0, 1 << 22, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
+                group_scales = group_scales + (bits.to(tl.float32, bitcast=True),)
+            else:
+                group_scales = group_scales + (tl.load(p_row + i, mask=m_n, other=1.0),)
     return group_scales
 
 
@@ -189,8 +196,8 @@ def load_query_tiles(
     PACK: tl.constexpr = cfg.PACK
     PACK_PE: tl.constexpr = cfg.PACK_PE
     p_nope = Q_NOPE + tokens * stride_q_nope_t + heads * stride_q_nope_h
-    p_pe = p_nope
-    if cfg.PACKED_PE > 0:
+    p_pe = p_nope + (cfg.DV - cfg.TAIL)
+    if cfg.PACKED_PE > 0 and cfg.TAIL == 0:
         p_pe = Q_PE + tokens * stride_q_pe_t + heads * stride_q_pe_h
     q_scale = tl.full([cfg.BLOCK_M], 1.0, tl.float32)
     inv_q_scale = q_scale
@@ -236,14 +243,15 @@ def accumulate_qk(packed, q, FIRST_PACKED: tl.constexpr, TWO_TERM_Q: tl.constexp
 def compute_scores(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids,
                    n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, PREFETCHED: tl.constexpr,
                    MASKED: tl.constexpr, cfg: tl.constexpr):  # fmt: skip
-    """Returns (unmasked scores of n_block in units of log2 [BLOCK_N, BLOCK_M], its packed codes), PREFETCHED or loaded
-    here.
+    """Returns (unmasked scores of n_block in units of log2 [BLOCK_N, BLOCK_M], its packed codes, its tail or nothing),
+    PREFETCHED or loaded here.
 
     Each chunk is loaded where it is multiplied: that is where its packed codes move to registers.
     """
     CHUNKS: tl.constexpr = cfg.CHUNKS
     # QK of the rotary part, if there is one
     s = tl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, tl.float32)
+    tail = ()
     if cfg.PACKED_PE > 0:
         k_pe_block = k_pe
         if not PREFETCHED:
@@ -251,6 +259,8 @@ def compute_scores(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV,
                 KPE, KPE_MAP, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, MASKED, cfg
             )
         s = accumulate_qk(k_pe_block, q_pe, 0, cfg.TWO_TERM_Q_PE, cfg.PACK_PE, None, False, cfg)
+        if cfg.TAIL > 0:
+            tail = k_pe_block
     # QK of the latents
     packed = ()
     for i in tl.static_range(CHUNKS):
@@ -268,15 +278,16 @@ def compute_scores(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV,
             )
         else:
             s = accumulate_qk(packed_chunk, q_nope, i * cfg.PACK, cfg.TWO_TERM_Q, cfg.PACK, s, True, cfg)
-    return s * scale[None, :], packed
+    return s * scale[None, :], packed, tail
 
 
 @triton.jit
 def accumulate_pv(
-    acc_o, rescale, packed, p, group_ratios, CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s,
-    MASKED: tl.constexpr, cfg: tl.constexpr,
+    acc_o, rescale, packed, tail, p, group_ratios, inv_scale, CKV, KPE, page_ids, n_block, num_keys, stride_ckv_p,
+    stride_ckv_s, stride_kpe_p, stride_kpe_s, MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """Returns acc_o * rescale + Vᵀ P, p [BLOCK_N, BLOCK_M]. group_ratios: of each chunk's scale, or empty.
+    """Returns acc_o * rescale + Vᵀ P, p [BLOCK_N, BLOCK_M]. group_ratios: of each chunk's scale, or empty; tail: the
+    end of rows in bf16, if they have one, and inv_scale its ratio.
 
     A MASKED block's V is loaded again chunk by chunk, without invalid rows (0 × NaN is NaN): kept since QK, it would
     cost registers in every iteration.
@@ -297,6 +308,13 @@ def accumulate_pv(
             scaled_p = p * group_ratios[i][:, None]
         for j in tl.static_range(PACK):
             out = out + (tl.dot(v[j], scaled_p.to(v[j].dtype), acc=acc_o[i * cfg.PACK + j] * rescale[None, :]),)
+    if cfg.TAIL > 0:
+        v_tail = tail
+        if MASKED:
+            v_tail = load_k_pe_block(KPE, None, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, True, cfg)
+        scaled_p = p * inv_scale[:, None]
+        v_tail = tl.trans(v_tail)
+        out = out + (tl.dot(v_tail, scaled_p.to(v_tail.dtype), acc=acc_o[CHUNKS * PACK] * rescale[None, :]),)
     return out
 
 
@@ -327,11 +345,12 @@ def apply_mask(s, page_ids, n_block, num_keys, num_q_rows, row_begin, cfg: tl.co
 
 @triton.jit
 def softmax_and_pv_step(
-    s, packed, group_scales, row_max, row_sum, acc_o, CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s,
+    s, packed, tail, group_scales, row_max, row_sum, acc_o, CKV, KPE, page_ids, n_block, num_keys, stride_ckv_p,
+    stride_ckv_s, stride_kpe_p, stride_kpe_s,
     MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """Returns (row_max, row_sum, acc_o) after the scores of one key block: online softmax, rescale, PV."""
-    group_ratios = ()
+    group_ratios, inv_scale = (), row_max  # without group scales unused
     if cfg.GROUP_SCALES:
         # The token's largest scale joins the exponent, so that the P that multiplies codes lies in [0, 1].
         max_scale, inv_scale, group_ratios = max_group_scale_and_ratios(group_scales, cfg)
@@ -351,8 +370,8 @@ def softmax_and_pv_step(
         row_max_new,
         row_sum,
         accumulate_pv(
-            acc_o, rescale, packed, p, group_ratios, CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s,
-            MASKED, cfg,
+            acc_o, rescale, packed, tail, p, group_ratios, inv_scale, CKV, KPE, page_ids, n_block, num_keys,
+            stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, MASKED, cfg,
         ),
     )  # fmt: skip
 
@@ -363,11 +382,16 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, keys, q_nope, q_pe, scale, n_bl
              stride_scales_s, cfg: tl.constexpr):  # fmt: skip
     """Returns (row_max, row_sum, CHUNKS * PACK tiles acc_o [CHUNK, BLOCK_M]) over [n_block_begin, n_block_end)."""
     NUM_ACC_TILES: tl.constexpr = cfg.CHUNKS * cfg.PACK
+    if cfg.TAIL > 0:
+        # The end of a row lies behind its codes.
+        KPE = KPE.to(tl.pointer_type(tl.bfloat16)) + cfg.PACKED_V
     row_max = tl.full([cfg.BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.full([cfg.BLOCK_N, cfg.BLOCK_M], 0.0, tl.float32)  # summed over keys only at the end
     acc_o = ()
     for _ in tl.static_range(NUM_ACC_TILES):
         acc_o = acc_o + (tl.full([cfg.CHUNK, cfg.BLOCK_M], 0.0, tl.float32),)
+    if cfg.TAIL > 0:
+        acc_o = acc_o + (tl.full([cfg.BLOCK_PE, cfg.BLOCK_M], 0.0, tl.float32),)
     # Key blocks [n_block_begin, unmasked_end) are fully visible to every row; the others need a mask.
     unmasked_end = tl.maximum(
         tl.minimum(n_block_end, tl.maximum(num_keys - num_q_rows + 1, 0) // cfg.BLOCK_N), n_block_begin
@@ -387,9 +411,11 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, keys, q_nope, q_pe, scale, n_bl
     # Unmasked key blocks: QK, prefetch, online softmax, PV
     for n_block in tl.range(n_block_begin, unmasked_end):
         next_page_ids = load_keys(keys, n_block + 1, num_keys, cfg)
-        s, packed = compute_scores(prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP,
-                                   page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s,
-                                   cfg.REGISTER_PREFETCH, cfg.LIST.LENGTH >= 0, cfg)  # fmt: skip
+        s, packed, tail = compute_scores(
+            prefetched_ckv, k_pe, group_scales, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids, n_block,
+            num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, cfg.REGISTER_PREFETCH,
+            cfg.LIST.LENGTH >= 0, cfg,
+        )  # fmt: skip
         if cfg.LIST.LENGTH >= 0:
             s = apply_mask(s, page_ids, n_block, num_keys, num_q_rows, row_begin, cfg)
         next_group_scales = load_group_scales(
@@ -401,8 +427,8 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, keys, q_nope, q_pe, scale, n_bl
                 cfg,
             )  # fmt: skip
         row_max, row_sum, acc_o = softmax_and_pv_step(
-            s, packed, group_scales, row_max, row_sum, acc_o, CKV, page_ids, n_block, num_keys, stride_ckv_p,
-            stride_ckv_s, False, cfg,
+            s, packed, tail, group_scales, row_max, row_sum, acc_o, CKV, KPE, page_ids, n_block, num_keys, stride_ckv_p,
+            stride_ckv_s, stride_kpe_p, stride_kpe_s, False, cfg,
         )  # fmt: skip
         page_ids, group_scales = next_page_ids, next_group_scales
     # Masked key blocks, unpipelined: QK, mask, online softmax, PV
@@ -412,14 +438,14 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, keys, q_nope, q_pe, scale, n_bl
             group_scales_here = load_group_scales(
                 SCALES, page_ids_here, n_block, num_keys, stride_scales_p, stride_scales_s, cfg
             )
-            s, packed = compute_scores(
+            s, packed, tail = compute_scores(
                 (), (), group_scales_here, q_nope, q_pe, scale, CKV, KPE, CKV_MAP, KPE_MAP, page_ids_here,
                 n_block, num_keys, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, False, True, cfg,
             )  # fmt: skip
             s = apply_mask(s, page_ids_here, n_block, num_keys, num_q_rows, row_begin, cfg)
             row_max, row_sum, acc_o = softmax_and_pv_step(
-                s, packed, group_scales_here, row_max, row_sum, acc_o, CKV, page_ids_here, n_block, num_keys,
-                stride_ckv_p, stride_ckv_s, True, cfg,
+                s, packed, tail, group_scales_here, row_max, row_sum, acc_o, CKV, KPE, page_ids_here, n_block, num_keys,
+                stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, True, cfg,
             )  # fmt: skip
     return row_max, tl.sum(row_sum, 0), acc_o
 
@@ -438,6 +464,11 @@ def store_output(OUT, acc_o, acc_scale, tokens, heads, m_row, stride_out_t, stri
         for j in tl.static_range(PACK):
             p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[None, :] + (cfg.PACK * o_w + j)[:, None]
             tl.store(p_out, cast_output(acc_o[i * cfg.PACK + j] * acc_scale[None, :], OUT, cfg), mask=mask)
+    if cfg.TAIL > 0:
+        o_t = tl.arange(0, cfg.BLOCK_PE)
+        p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[None, :] + (cfg.DV - cfg.TAIL + o_t)[:, None]
+        mask = (o_t < cfg.TAIL)[:, None] & m_row[None, :]
+        tl.store(p_out, cast_output(acc_o[CHUNKS * PACK] * acc_scale[None, :], OUT, cfg), mask=mask)
 
 
 @triton.jit
@@ -451,9 +482,13 @@ def store_partial(SPLIT_WORKSPACE, partial_slot, row_max, row_sum, acc_o, m_row,
     )
     for i in tl.static_range(CHUNKS):
         o_w = i * cfg.CHUNK + tl.arange(0, cfg.CHUNK)
-        mask = (o_w < cfg.BLOCK_DV)[:, None] & m_row[None, :]
+        mask = (o_w < (cfg.PACKED_V if cfg.TAIL > 0 else cfg.BLOCK_DV))[:, None] & m_row[None, :]
         for j in tl.static_range(PACK):
             tl.store(p_row[None, :] + (j * cfg.BLOCK_DV + o_w)[:, None], acc_o[i * cfg.PACK + j], mask=mask)
+    if cfg.TAIL > 0:
+        o_t = tl.arange(0, cfg.BLOCK_PE)
+        o_c = o_t % PACK * cfg.BLOCK_DV + cfg.PACKED_V + o_t // PACK
+        tl.store(p_row[None, :] + o_c[:, None], acc_o[CHUNKS * PACK], mask=(o_t < cfg.TAIL)[:, None] & m_row[None, :])
     tl.store(p_row + cfg.PARTIAL_COLUMNS - 2, row_max, mask=m_row)
     tl.store(p_row + cfg.PARTIAL_COLUMNS - 1, row_sum, mask=m_row)
 

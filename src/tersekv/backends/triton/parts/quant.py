@@ -16,7 +16,7 @@ from tersekv import formats
 
 # Scopes of a scale.
 TENSOR, TOKEN_HEAD = tl.constexpr(formats.TENSOR), tl.constexpr(formats.TOKEN_HEAD)
-BLOCK, GROUP = tl.constexpr(formats.BLOCK), tl.constexpr(formats.GROUP)
+BLOCK, GROUP, UE8M0 = tl.constexpr(formats.BLOCK), tl.constexpr(formats.GROUP), tl.constexpr(formats.UE8M0)
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 E5M2_MAX = tl.constexpr(formats.E5M2_MAX)
 E2M1_MAX = tl.constexpr(formats.E2M1_MAX)
@@ -27,6 +27,7 @@ NVFP4_BLOCK = tl.constexpr(formats.NVFP4_BLOCK)
 LATENT_GROUP = tl.constexpr(formats.LATENT_GROUP)
 MIN_TOKEN_HEAD_SCALE = tl.constexpr(formats.MIN_TOKEN_HEAD_SCALE)
 MIN_LATENT_GROUP_SCALE = tl.constexpr(formats.MIN_LATENT_GROUP_SCALE)
+MIN_UE8M0_AMAX = tl.constexpr(formats.MIN_UE8M0_AMAX)
 MAX_LATENT_AMAX = tl.constexpr(formats.MAX_LATENT_AMAX)  # of a latent group in the GEMM
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
@@ -136,6 +137,33 @@ def encode_fp8_ds_mla(x, NATIVE_FP8_CAST: tl.constexpr):
 
 
 @triton.jit
+def quantize_and_store_record(
+    x, p_codes, p_scales, o_codes, o_scales, m_write, D: tl.constexpr, FORMAT: tl.constexpr,
+    NATIVE_FP8_CAST: tl.constexpr,
+):  # fmt: skip
+    """Does `quantize_and_store` for scales that are exponents: codes of the columns up to FORMAT.TAIL, which are bf16
+    behind them. Stored scales past the last block are 0."""
+    ROWS: tl.constexpr = x.shape[0]
+    D_PAD: tl.constexpr = x.shape[1]
+    BLOCKS: tl.constexpr = D_PAD // FORMAT.SCALE_BLOCK
+    CODES: tl.constexpr = D - FORMAT.TAIL
+    groups = tl.reshape(x, [ROWS, BLOCKS, FORMAT.SCALE_BLOCK])
+    scale = divide_rn(tl.maximum(row_abs_max(groups), MIN_UE8M0_AMAX), E4M3_MAX)
+    # The next power of two, from the bits, as in `encode_fp8_ds_mla`.
+    bits = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    codes = encode_fp8(groups * reciprocal_rn(bits.to(tl.float32, bitcast=True))[:, :, None], False, NATIVE_FP8_CAST)
+    c = tl.arange(0, D_PAD)[None, :]
+    code_bytes = tl.reshape(codes, [ROWS, D_PAD]).to(p_codes.dtype.element_ty, bitcast=True)
+    tl.store(p_codes + o_codes + c, code_bytes, mask=m_write & (c < CODES))
+    i = tl.arange(0, BLOCKS)[None, :]
+    exponent = tl.where(i < CODES // FORMAT.SCALE_BLOCK, bits >> 23, 0).to(tl.uint8)
+    tl.store(p_scales + o_scales + i, exponent, mask=m_write & (i < FORMAT.SCALES))
+    if FORMAT.TAIL > 0:
+        p_tail = (p_codes + (o_codes + CODES)).to(tl.pointer_type(tl.bfloat16))
+        tl.store(p_tail + (c - CODES), x.to(tl.bfloat16), mask=m_write & (c >= CODES) & (c < D))
+
+
+@triton.jit
 def token_head_scale_of_amax(amax, INT8: tl.constexpr):
     """Returns fp32 scales of rows whose largest magnitudes are amax."""
     # No code saturates: x / scale stays below the largest code, but for one rounding.
@@ -236,6 +264,9 @@ def quantize_and_store(
         i = tl.arange(0, D_PAD // 128)[None, :]
         tl.store(p_codes + o_codes + c, codes, mask=mask)
         tl.store(p_scales + o_scales + i, scales, mask=m_write & (i < D // 128))
+    elif FORMAT.SCALE == UE8M0:
+        tl.static_assert(FORMAT.CODE == "e4m3", "a code that has no exponents for scales")
+        quantize_and_store_record(x, p_codes, p_scales, o_codes, o_scales, m_write, D, FORMAT, NATIVE_FP8_CAST)
     elif FORMAT.CODE == "int4" and FORMAT.SCALE == TOKEN_HEAD:
         row_min, row_max = row_min_max(x, D, FORMAT.WIDEN)
         scale, zero_point, stored_scale = int4_scale_and_zero_point(row_min, row_max)
