@@ -186,6 +186,9 @@ def _listed_blocks(base: Case, odd: int, odd_v: int) -> Iterator[Case]:
         replace(listed, name="listed e4m3 query G 16 batch invariant", dtype="float8_e4m3fn", out_dtype="bfloat16",
                 group=16, heads=1, listed=50, lens=(900, 9), batch_invariant=True, scale="tensor"),
         replace(listed, name="listed sinks of inf", sinks=True, sink="inf", out_dtype="float32", each_head=True),
+        replace(base, name="sinks of inf", sinks=True, sink="inf", page=64, group=8, quick=False),
+        replace(base, name="sinks of inf long drafts", sinks=True, sink="inf", lens=(900, 3), q_lens=(20, 20), group=8,
+                quick=False),
     )  # fmt: skip
 
 

@@ -252,8 +252,9 @@ private:
         if (seen && c.sinks >= 0) {
             float sink = load<float>(at[c.sinks] + 4 * head) * LOG2E;
             float most = sink > top ? sink : top;
-            float old = exp2(all(top - most))[0];
-            total = total * old + exp2(all(sink - most))[0];
+            bool infinite = most == -NEGATIVE_INFINITY;  // such a sink takes all; inf - inf would be NaN
+            float old = infinite ? 0.0f : exp2(all(top - most))[0];
+            total = infinite ? 1.0f : total * old + exp2(all(sink - most))[0];
             factor *= old;
             top = most;
         }

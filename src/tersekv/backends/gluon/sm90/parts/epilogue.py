@@ -34,7 +34,9 @@ def finalize_softmax_with_sinks(row_max, row_sum, v_scale, SINKS, heads, m_row, 
         sink = gl.load(SINKS + heads, mask=m_row, other=0.0) * LOG2E
         max_with_sink = gl.maximum(safe_max, sink)  # a sink far above every score would overflow against `safe_max`
         rescale = gl.exp2(safe_max - max_with_sink)
-        denominator = row_sum * rescale + gl.exp2(sink - max_with_sink)
+        # A sink of +inf takes all; inf − inf would be NaN.
+        sink_p = gl.where(sink == max_with_sink, 1.0, gl.exp2(sink - max_with_sink))
+        denominator = row_sum * rescale + sink_p
         v_scale *= rescale
         safe_max = max_with_sink
     denominator = gl.where(not_empty, denominator, 1.0)
