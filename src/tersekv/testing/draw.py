@@ -263,12 +263,9 @@ def _mla_decode(dice: Dice, case: Case) -> Case:
     case = replace(case, precision="fast" if fast else "exact", spread=dice.maybe(0.2), batch_invariant=alone,
                    sinks=dice.maybe(0.2))  # fmt: skip
     case = replace(case, sink=dice.some(("", "inf", "-inf", "far"), (6, 1, 1, 1)) if case.sinks else "")
-    case = replace(case, lse_of_keys=case.sinks and dice.maybe(0.3))
-    if not dice.maybe(0.4):
-        return case
-    case = _listed(dice, case)
-    takes_largest = case.format in ("bf16", "fp16") and case.lse and case.extra_listed < 0
-    return replace(case, max_logits=takes_largest and dice.maybe(0.3))
+    case = _listed(dice, case) if dice.maybe(0.4) else case
+    largest = case.listed >= 0 and case.extra_listed < 0 and case.lse and case.format in ("bf16", "fp16")
+    return replace(case, lse_of_keys=case.sinks and dice.maybe(0.3), max_logits=largest and dice.maybe(0.3))
 
 
 def _listed(dice: Dice, case: Case) -> Case:
@@ -456,7 +453,7 @@ def _index_scored(dice: Dice, case: Case) -> Case:
         case, lens=lens, q_lens=q_lens, ragged=how == "ragged", slack=_slack(dice), dtype=dice.some(dtypes),
         weighted=dice.maybe(0.8), ratio=ratio, relu=dice.maybe(0.8), each=dice.maybe(0.2), block=block,
         width=dice.log(1, 2000) if dice.maybe(0.2) else 0, spread=dice.maybe(0.3), whole=dice.maybe(0.5),
-        scale=dice.some(_SCALES[:2]),
+        scale=dice.some(_SCALES[:2]), starts=block == 1 and how != "ragged" and dice.maybe(0.2),
     )  # fmt: skip
 
 
@@ -465,11 +462,6 @@ def _taken(dice: Dice, case: Case) -> Case:
     top = dice.some((1, 8, 64, 512, 2048, dice.log(1, 3000)))
     first, last = (0 if dice.maybe(0.7) else dice.log(1, 2 * top) for _ in range(2))
     return replace(case, top=top, keep_first=first, keep_last=last)
-
-
-def _index_scores(dice: Dice, case: Case) -> Case:
-    case = _index_scored(dice, case)
-    return replace(case, starts=case.block == 1 and not case.ragged and dice.maybe(0.2))
 
 
 def _index_select(dice: Dice, case: Case) -> Case:
@@ -502,7 +494,7 @@ _DRAWS = {
     "transcode": _transcode,
     "index_append": _index_append,
     "index_query": _index_query,
-    "index_scores": _index_scores,
+    "index_scores": _index_scored,
     "index_topk": _index_topk,
     "index_select": _index_select,
 }
