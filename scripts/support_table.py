@@ -64,12 +64,13 @@ def _support() -> str:
 def format_table() -> str:
     """Markdown: what a row stores in each format."""
     rows = []
-    for name, f in formats.ALL_FORMATS.items():
+    latents = formats.LATENT_FORMATS | formats.LATENT_RECORDS
+    for name, f in (formats.ALL_FORMATS | latents).items():
         rows.append((
             f"`{name}`", str(f.storage).removeprefix("torch.") + (" (2 codes)" if f.values_per_element > 1 else ""),
             f"{f.max_value:g}", _SCALES[f.scale] + (" with a zero point" if f.code == "int4" else ""),
             str(formats.kv_bytes_per_token(name, 1, 128)) if name in formats.KV_FORMATS else "-",
-            str(formats.latent_bytes_per_token(name)) if name in formats.LATENT_FORMATS else "-",
+            str(formats.latent_bytes_per_token(name)) if name in latents else "-",
         ))  # fmt: skip
     head = (
         "format",
@@ -88,6 +89,7 @@ _SCALES = {
     formats.TOKEN_HEAD: "stored: fp32 per token and head",
     formats.BLOCK: "stored: e4m3 per 16 values, × one given",
     formats.GROUP: "stored: fp32 per 128 values",
+    formats.UE8M0: "stored: an exponent per 64 values (`fp8_v41`: 32)",
 }
 TABLES: dict[str, Callable[[], str]] = {"support": support, "formats": format_table}
 
