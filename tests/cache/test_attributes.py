@@ -284,7 +284,8 @@ def allocate(**options) -> PagedKVCache:
     (lambda: PagedLatentCache.allocate(1, 2, 4, format="bf16", rotation="hadamard"),
      "rotation: want None for a latent cache, got 'hadamard'"),
     (lambda: PagedLatentCache.allocate(1, 2, 4, format=("bf16", "fp16")),
-     "format: want one of bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_ds_mla for latent caches, got ('bf16', 'fp16')"),
+     "format: want one of bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_ds_mla, fp8_v4, fp8_v41 for latent caches, "
+        "got ('bf16', 'fp16')"),
 ])  # fmt: skip
 def test_a_wrong_argument_is_named(make, message):
     with pytest.raises(ValueError, match="want") as told:

@@ -395,7 +395,8 @@ WRONG = [
     (lambda: PagedLatentCache.from_tensors([]), "tensors: want at least one layer, got none"),
     (
         lambda: PagedLatentCache.allocate(1, 2, 4, format=["bf16"]),
-        "format: want one of bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_ds_mla for latent caches, got ['bf16']",
+        "format: want one of bf16, fp16, fp8_e4m3, fp8_e5m2, fp8_ds_mla, fp8_v4, fp8_v41 for latent caches, "
+        "got ['bf16']",
     ),
 ]
 

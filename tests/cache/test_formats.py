@@ -78,7 +78,7 @@ def test_an_unknown_format_is_refused_with_the_list():
         match=r"^format: want one of bf16, .*, nvfp4, .* for K/V caches, got 'fp4'; did you mean 'nvfp4'\?$",
     ):
         kv_bytes_per_token("fp4", 1, 16)
-    with pytest.raises(ValueError, match=r"^format: want one of .*fp8_ds_mla for latent caches, got 'nvfp4'$"):
+    with pytest.raises(ValueError, match=r"^format: want one of .*fp8_v41 for latent caches, got 'nvfp4'$"):
         latent_bytes_per_token("nvfp4")
 
 
