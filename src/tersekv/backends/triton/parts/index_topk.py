@@ -21,6 +21,8 @@ from .index_scores import find_request, row_positions
 
 _MIN_SPLIT, _MAX_SPLIT = 4096, 16384  # columns of a program
 _SPLIT_OF_K = 8  # a split has so many columns for each that it keeps, if it can
+_FILL = tl.constexpr(1024)  # entries that are filled together
+_LESS_PTX = tl.constexpr("{ .reg .b32 x; sub.cc.u32 x, $1, $2; subc.u32 $0, 0, 0; }")
 _NAN_KEY = tl.constexpr(1)
 _KEPT_KEY = tl.constexpr(0xFFFFFFFF)
 
@@ -34,10 +36,24 @@ class Source(NamedTuple):
     keep_last: Any
 
 
+# A block of columns is a tensor [32, warps, steps]: every warp holds neighbouring columns, 32 a step. So a scan needs
+# other warps only for their sums.
+# NOTE: stores to scattered places have this layout, its first dimension across lanes. So have loads, whose rows are not
+# known to be aligned (strides are not specialised on): vectors would go through shared memory to other lanes.
+
+
 @triton.jit
-def load_keys(source, begin, BLOCK: tl.constexpr):
+def block_columns(BLOCK: tl.constexpr, WARPS: tl.constexpr):
+    """Returns 0 … BLOCK − 1 as such a tensor."""
+    STEPS: tl.constexpr = BLOCK // (32 * WARPS)
+    i = tl.arange(0, WARPS)[:, None] * (32 * STEPS) + tl.arange(0, STEPS)[None, :] * 32
+    return tl.arange(0, 32)[:, None, None] + i[None, :, :]
+
+
+@triton.jit
+def load_keys(source, begin, BLOCK: tl.constexpr, WARPS: tl.constexpr):
     """Loads keys as uint32 in the order of scores; 0: not to be taken, 1: NaN, the largest: taken before all others."""
-    i = begin + tl.arange(0, BLOCK)
+    i = begin + block_columns(BLOCK, WARPS)
     valid = i < source.num
     if source.p_row.dtype.element_ty == tl.int32:
         return tl.load(source.p_row + i, mask=valid, other=0).to(tl.uint32, bitcast=True)
@@ -53,9 +69,9 @@ def load_keys(source, begin, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_columns(source, begin, columns_offset, mask, BLOCK: tl.constexpr):
-    """Returns the columns of a block of a source, [BLOCK]."""
-    i = begin + tl.arange(0, BLOCK)
+def load_columns(source, begin, columns_offset, mask, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+    """Returns the columns of a block of a source."""
+    i = begin + block_columns(BLOCK, WARPS)
     if source.p_row.dtype.element_ty == tl.int32:
         return tl.load(source.p_row + columns_offset + i, mask=mask, other=0)
     else:
@@ -63,30 +79,41 @@ def load_columns(source, begin, columns_offset, mask, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def count_from(source, key, threshold, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr):
-    """Counts keys of the source >= threshold. key: all of them, of ONE_BLOCK."""
-    if ONE_BLOCK:
-        counts = (key >= threshold).to(tl.int32)
+def minus_one_below(key, threshold, USE_PTX: tl.constexpr):
+    """Returns −1 where key < threshold, else 0."""
+    if USE_PTX:  # LLVM makes bit counts of sums of comparisons, with twice the instructions
+        return tl.inline_asm_elementwise(_LESS_PTX, "=r,r,r", [key, threshold], tl.int32, True, 1)
     else:
-        counts = tl.zeros([BLOCK], tl.int32)
-        for begin in range(0, source.num, BLOCK):
-            counts += (load_keys(source, begin, BLOCK) >= threshold).to(tl.int32)
-    return tl.sum(counts, 0)
+        return -(key < threshold).to(tl.int32)
 
 
 @triton.jit
-def smallest_key_taken(source, key, k, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr):
-    """Returns (the smallest key of the k largest, how many of the keys equal to it are taken)."""
+def count_from(source, key, threshold, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
+               USE_PTX: tl.constexpr):  # fmt: skip
+    """Counts keys of the source >= threshold, which is not 0. key: of the first block."""
+    counts, total = minus_one_below(key, threshold, USE_PTX), BLOCK
+    if not ONE_BLOCK:
+        for begin in range(BLOCK, source.num, BLOCK):
+            counts += minus_one_below(load_keys(source, begin, BLOCK, WARPS), threshold, USE_PTX)
+            total += BLOCK
+    return total + tl.sum(counts)
+
+
+@triton.jit
+def smallest_key_taken(source, key, k, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
+                       USE_PTX: tl.constexpr):  # fmt: skip
+    """Returns (the smallest key of the k largest, how many of the keys equal to it are taken). key: of the first
+    block."""
     threshold, bit = tl.full([], 0, tl.uint32), tl.full([], 0x80000000, tl.uint32)
-    if count_from(source, key, threshold + 1, BLOCK, ONE_BLOCK) <= k:  # no more than k may be taken
+    if count_from(source, key, threshold + 1, BLOCK, ONE_BLOCK, WARPS, USE_PTX) <= k:  # no more than k may be taken
         threshold, bit = tl.full([], 1, tl.uint32), tl.full([], 0, tl.uint32)
     while bit > 0:
-        count = count_from(source, key, threshold | bit, BLOCK, ONE_BLOCK)
+        count = count_from(source, key, threshold | bit, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
         threshold = tl.where(count >= k, threshold | bit, threshold)
         bit = tl.where(count == k, 0, bit >> 1).to(tl.uint32)
     more = tl.full([], 0, tl.int32)
     if threshold < 0xFFFFFFFF:
-        more = count_from(source, key, threshold + 1, BLOCK, ONE_BLOCK)
+        more = count_from(source, key, threshold + 1, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
     return threshold, k - more
 
 
@@ -95,12 +122,16 @@ def places_of_taken(key, threshold, ties):
     """Returns (places of a block's keys among those taken, which are taken, how many are, how many ties are left)."""
     more, equal = key > threshold, key == threshold
     # Both counts in one scan; a block has fewer than 2^15 columns.
-    both = tl.cumsum((more.to(tl.int32) << 16) + equal.to(tl.int32), 0)
+    both = (more.to(tl.int32) << 16) + equal.to(tl.int32)
+    of_step = tl.sum(both, 0)
+    of_warp = tl.sum(of_step, 1)
+    before = tl.cumsum(of_step, 1) - of_step + (tl.cumsum(of_warp, 0) - of_warp)[:, None]
+    both = tl.cumsum(both, 0) + before[None, :, :]
     num_more, num_equal = both >> 16, both & 0xFFFF
     place = num_more + tl.minimum(num_equal, ties) - 1
-    equal_in_block = tl.sum(equal.to(tl.int32), 0)
-    count = tl.sum(more.to(tl.int32), 0) + tl.minimum(equal_in_block, ties)
-    return place, more | (equal & (num_equal <= ties)), count, tl.maximum(ties - equal_in_block, 0)
+    total = tl.sum(of_warp, 0)
+    count = (total >> 16) + tl.minimum(total & 0xFFFF, ties)
+    return place, more | (equal & (num_equal <= ties)), count, tl.maximum(ties - (total & 0xFFFF), 0)
 
 
 @triton.jit
@@ -130,12 +161,13 @@ def num_candidates(visible, k, SPLIT: tl.constexpr, LEVEL: tl.constexpr):
     return n
 
 
-@triton.jit(do_not_specialize=["B", "first_row", "width", "keep_first", "keep_last", "columns_offset", "num_splits"])
+@triton.jit(do_not_specialize=["B", "first_row", "width", "keep_first", "keep_last", "columns_offset", "num_splits", "stride_st", "stride_sh",
+                             "candidates_offset"])
 def index_candidates_kernel(
     SOURCE, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, CANDIDATES, B, first_row, width, k, keep_first, keep_last,
     stride_st, stride_sh, columns_offset, num_splits, candidates_offset,
-    LINES: tl.constexpr, SPLIT: tl.constexpr, STEP: tl.constexpr, LEVEL: tl.constexpr, KEYS: tl.constexpr,
-    cfg: tl.constexpr,
+    LINES: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr, LEVEL: tl.constexpr, KEYS: tl.constexpr,
+    USE_PTX: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """Stores the candidates of one split of one row of one head: k keys, 0 behind the last, and their columns."""
     i_line, i_split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
@@ -148,27 +180,25 @@ def index_candidates_kernel(
     )  # fmt: skip
     begin = i_split * SPLIT
     if begin < source.num:
-        threshold, ties = smallest_key_taken(source, load_keys(source, begin, SPLIT), k, SPLIT, True)
-        p_out, count = CANDIDATES + (i_line.to(tl.int64) * num_splits + i_split) * k, 0
-        for i in range(begin, tl.minimum(begin + SPLIT, source.num), STEP):
-            key = load_keys(source, i, STEP)
-            place, taken, num_taken, ties = places_of_taken(key, threshold, ties)
-            column = load_columns(source, i, columns_offset, taken, STEP)
-            tl.store(p_out + count + place, key.to(tl.int32, bitcast=True), mask=taken)
-            tl.store(p_out + candidates_offset + count + place, column, mask=taken)
-            count += num_taken
-        for i in range(count, k, STEP):
-            o_rest = i + tl.arange(0, STEP)
+        key = load_keys(source, begin, SPLIT, WARPS)
+        threshold, ties = smallest_key_taken(source, key, k, SPLIT, True, WARPS, USE_PTX)
+        place, taken, count, ties = places_of_taken(key, threshold, ties)
+        column = load_columns(source, begin, columns_offset, taken, SPLIT, WARPS)
+        p_out = CANDIDATES + (i_line.to(tl.int64) * num_splits + i_split) * k
+        tl.store(p_out + place, key.to(tl.int32, bitcast=True), mask=taken)
+        tl.store(p_out + candidates_offset + place, column, mask=taken)
+        for i in range(count, k, _FILL):
+            o_rest = i + tl.arange(0, _FILL)
             tl.store(p_out + o_rest, 0, mask=o_rest < k)
 
 
-@triton.jit(do_not_specialize=["B", "first_row", "width", "keep_first", "keep_last", "columns_offset"])
+@triton.jit(do_not_specialize=["B", "first_row", "width", "keep_first", "keep_last", "columns_offset", "stride_st", "stride_sh"])
 def index_topk_kernel(
     SOURCE, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, OUT, LENS, B, first_row, width, k, keep_first, keep_last,
     stride_st, stride_sh, columns_offset, stride_ot, stride_oh, stride_lt, stride_lh,
     LINES: tl.constexpr, COLUMNS_OUT: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, SPLIT: tl.constexpr, STEP: tl.constexpr, LEVEL: tl.constexpr, HAS_GROUP: tl.constexpr, KEYS: tl.constexpr,
-    cfg: tl.constexpr,
+    WARPS: tl.constexpr, SPLIT: tl.constexpr, LEVEL: tl.constexpr, HAS_GROUP: tl.constexpr, KEYS: tl.constexpr,
+    USE_PTX: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """Takes columns of one row of one head."""
     i_row, line = tl.program_id(0) // LINES, (tl.program_id(0) % LINES).to(tl.int64)
@@ -179,20 +209,24 @@ def index_topk_kernel(
         keep_first, keep_last,
     )  # fmt: skip
     p_out = OUT + t.to(tl.int64) * stride_ot + line * stride_oh
-    threshold, ties = smallest_key_taken(source, load_keys(source, 0, BLOCK), k, BLOCK, ONE_BLOCK)
-    count = 0
-    for i in range(0, source.num, STEP):
-        place, taken, num_taken, ties = places_of_taken(load_keys(source, i, STEP), threshold, ties)
-        tl.store(p_out + count + place, load_columns(source, i, columns_offset, taken, STEP), mask=taken)
-        count += num_taken
+    key = load_keys(source, 0, BLOCK, WARPS)
+    threshold, ties = smallest_key_taken(source, key, k, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
+    place, taken, count, ties = places_of_taken(key, threshold, ties)
+    tl.store(p_out + place, load_columns(source, 0, columns_offset, taken, BLOCK, WARPS), mask=taken)
+    if not ONE_BLOCK:
+        for i in range(BLOCK, source.num, BLOCK):
+            place, taken, num_taken, ties = places_of_taken(load_keys(source, i, BLOCK, WARPS), threshold, ties)
+            column = load_columns(source, i, columns_offset, taken, BLOCK, WARPS)
+            tl.store(p_out + count + place, column, mask=taken)
+            count += num_taken
     if HAS_GROUP:
         tl.store(p_out + count, group.to(tl.int32), mask=is_open)
         count += tl.where(is_open, 1, 0)
     if LENS is not None:
         tl.store(LENS + t.to(tl.int64) * stride_lt + line * stride_lh, count)
-    for begin in range(0, COLUMNS_OUT, BLOCK_OUT):
-        o_out = begin + tl.arange(0, BLOCK_OUT)
-        tl.store(p_out + o_out, -1, mask=(o_out >= count) & (o_out < COLUMNS_OUT))
+    for i in range(count, COLUMNS_OUT, _FILL):
+        o_out = i + tl.arange(0, _FILL)
+        tl.store(p_out + o_out, -1, mask=o_out < COLUMNS_OUT)
 
 
 # The host.
@@ -231,16 +265,16 @@ def topk_launches(
     has_group = arguments.pop("HAS_GROUP")
     arguments |= {
         "first_row": rows.start, "width": width, "k": f.k, "keep_first": min(f.keep_first, f.k - last),
-        "keep_last": last, "LINES": lines, "SPLIT": split, "STEP": split // 4,
+        "keep_last": last, "LINES": lines, "SPLIT": split, "USE_PTX": launch.has_ptx(f),
     }  # fmt: skip
     source = {"SOURCE": scores, "stride_st": strides[0], "stride_sh": strides[1], "columns_offset": 0, "LEVEL": 0}
     launches, num_entries = [], width
     for i, entries in enumerate(candidates_of_rounds(width, f.k)):
         num_splits, offset = entries // f.k, num_lines * entries
         candidates = TensorArg(f"candidates_{i}")
+        sizes = {"num_splits": num_splits, "candidates_offset": offset, "WARPS": _num_warps(f, split)}
         launches.append(KernelLaunch(
-            index_candidates_kernel, (num_lines * num_splits,),
-            arguments | source | {"CANDIDATES": candidates, "num_splits": num_splits, "candidates_offset": offset},
+            index_candidates_kernel, (num_lines * num_splits,), arguments | source | sizes | {"CANDIDATES": candidates},
             num_warps=_num_warps(f, split),
         ))  # fmt: skip
         source = {
@@ -255,8 +289,7 @@ def topk_launches(
         "OUT": TensorArg("out"), "LENS": TensorArg("out_lens"), "stride_ot": f.out.stride[0],
         "stride_oh": f.out.stride[1] if has_heads else 0, "stride_lt": lens[0],
         "stride_lh": lens[1] if has_heads else 0, "COLUMNS_OUT": f.out.shape[-1], "BLOCK": block,
-        "ONE_BLOCK": num_entries <= block, "BLOCK_OUT": min(1024, launch.next_power_of_2(f.out.shape[-1])),
-        "HAS_GROUP": has_group,
+        "ONE_BLOCK": num_entries <= block, "WARPS": _num_warps(f, block), "HAS_GROUP": has_group,
     }  # fmt: skip
     return [*launches, KernelLaunch(index_topk_kernel, (num_lines,), arguments, num_warps=_num_warps(f, block))]
 

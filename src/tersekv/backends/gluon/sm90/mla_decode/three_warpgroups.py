@@ -30,6 +30,7 @@ from ..parts.epilogue import cast_output, finalize_softmax, zero_padding_rows
 from ..parts.online_softmax import LAZY_ROW_MAX_PTX, split_columns
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
+from .gather import COPY_THREADS, CacheRows, fence_copies
 from .params import (
     AttentionTensors,
     PageLookup,
@@ -494,6 +495,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
         # Prologue: QK of second terms for the first tile.
         if PREFETCH_QK:
             mbarrier.wait(full.index(kv_iter % STAGES), (kv_iter // STAGES) & 1)
+            fence_copies(cfg)
             for i in gl.static_range(MMA_BATCHES):
                 low_term_acc = start_low_term_qk_batch(
                     smem_kv, q, kv_iter % STAGES, n_block_begin >> 30, low_term_acc, i, cfg
@@ -504,6 +506,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             stage = kv_iter % STAGES
             if not PREFETCH_QK:
                 mbarrier.wait(full.index(stage), (kv_iter // STAGES) & 1)
+                fence_copies(cfg)
             # With two stages the next stage is the previous one, whose arrival was deferred to here.
             p_full_args = (p_full.index((p_iter + 1) % P_STAGES), n_block > n_block_begin)
             # QK.
@@ -528,6 +531,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             if PREFETCH_QK:
                 next_stage = (kv_iter + 1) % STAGES
                 mbarrier.wait(full.index(next_stage), ((kv_iter + 1) // STAGES) & 1, pred=n_block + 1 < n_block_end)
+                fence_copies(cfg)
                 low_term_acc = start_low_term_qk_batch(smem_kv, q, next_stage, n_block >> 30, zero, 0, cfg)
             # Mask.
             s = apply_mask(s, n_block, num_keys, work_tile.num_q_rows, work_tile.m_block * cfg.BLOCK_M, cfg)
@@ -774,9 +778,11 @@ def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range
             stage = kv_iter % STAGES
             mbarrier.wait(mbarriers.full.index(stage), (kv_iter // STAGES) & 1)
             first_chunk = stage * cfg.CHUNKS + CHUNKS_PER_WARPGROUP * I_CONSUMER
-            if (n_block + 1) * BLOCK_N > num_keys:
-                zero_oob_rows_in_smem(smem_packed_v, first_chunk, CHUNKS_PER_WARPGROUP, num_keys - n_block * BLOCK_N)
-                fence_async_shared()  # TMA writes there next
+            if not cfg.GATHER_ROWS:  # noqa: SIM102 - known to the compiler, unlike the other
+                if (n_block + 1) * BLOCK_N > num_keys:
+                    num_valid = num_keys - n_block * BLOCK_N
+                    zero_oob_rows_in_smem(smem_packed_v, first_chunk, CHUNKS_PER_WARPGROUP, num_valid)
+                    fence_async_shared()  # TMA writes there next
             # PV; release KV, then P.
             p_iter = kv_iter + num_work_tiles
             acc_o = wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter, O, cfg)
@@ -801,7 +807,7 @@ def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range
 
 @gluon.jit
 def mla_decode_three_warpgroups_kernel(
-    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
+    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
     softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
     B, T, oob_row, scale_rows_per_page, max_m_blocks, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
     stride_table_b, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
@@ -822,6 +828,7 @@ def mla_decode_three_warpgroups_kernel(
         stride_lse_h,
     )  # fmt: skip
     tensor_maps = TensorMaps(CKV_MAP, KPE_MAP, SCALES_MAP)
+    cache_rows = CacheRows(CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch)
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b, oob_row, scale_rows_per_page)
     if cfg.VARLEN_Q:
         padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths
@@ -860,7 +867,8 @@ def mla_decode_three_warpgroups_kernel(
     if cfg.GROUP_SCALES:
         score_scales = gl.allocate_shared_memory(gl.float32, [SCALE_COLUMNS * STAGES, BLOCK_N], FLAT_LAYOUT)
         v_scale_ratios = gl.allocate_shared_memory(gl.float16, [STAGES * cfg.CHUNKS, BLOCK_N], FLAT_LAYOUT)
-    full, empty, scales_full = allocate_mbarrier_groups(STAGES, (1, 3, 1))
+    COPY_ARRIVALS: gl.constexpr = COPY_THREADS if cfg.GATHER_ROWS else 1
+    full, empty, scales_full = allocate_mbarrier_groups(STAGES, (COPY_ARRIVALS, 3, 1))
     p_full, p_empty = allocate_mbarrier_groups(P_STAGES, (1, 2))
     q_full, q_empty, first_q_full = allocate_mbarrier_groups(1, (2, 2, 2))
     mbarriers = Mbarriers(full, empty, p_full, p_empty, q_full, q_empty, first_q_full, scales_full)
@@ -880,8 +888,8 @@ def mla_decode_three_warpgroups_kernel(
     thread_barrier()  # arguments of the partitions may overwrite memory that reductions read
     gl.warp_specialize(
         [
-            (producer, (tensor_maps, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range, scale_prefetch,
-                        STAGES, cfg)),
+            (producer, (tensor_maps, cache_rows, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range,
+                        scale_prefetch, STAGES, cfg)),
             (qk_softmax_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES,
                                     PREFETCH_QK, Q_TERMS, cfg)),
             (pv_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales.score_scale, cta_range, strides, 0,
