@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...formats import LISTS, latent_format
+from ...formats import LATENT_SINKS, LISTS, latent_format
 from ..host import launch
 from ..host.attention_launches import attention_launches, output_and_workspace_args, split_pass_args
 from ..host.bind import (
@@ -39,7 +39,7 @@ MAX_LISTED_KEYS = 1 << 26  # of all rows: 256 MB of workspace
 _TESTED_CODES = ("bf16", "e4m3")  # run on a GPU
 _QUERY_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
-SUPPORTS = (LISTS,)
+SUPPORTS = (LISTS, LATENT_SINKS)
 
 
 class MLADecodeConfig(NamedTuple):
@@ -160,7 +160,7 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     combine_constants = (
         replace(cfg, PACK=1, BLOCK_DV=RANK) if config.three_warpgroups else cfg
     )  # three_warpgroups stores columns in order
-    kernel, outputs = _select_kernel(is_16_bit, config), output_and_workspace_args(f)
+    kernel, outputs = _select_kernel(is_16_bit, config), output_and_workspace_args(f) | tensor_args(SINKS="sinks")
     arguments = (
         portable.query_and_kv_scale_args(f) | split_pass_args(f) | outputs | _tensor_map_args(f, cfg, cache_matrices)
     )
@@ -220,7 +220,8 @@ def _combine_launch(
 ) -> KernelLaunch:  # fmt: skip
     num_rows = min(config.block_m, f.max_q_len * combine_constants.GROUP)
     rows, num_splits, columns, warps = _choose_combine_rows_splits_columns_warps(num_rows, num_work_tiles, num_ctas)
-    arguments = output_and_workspace_args(f) | tensor_args(CU_SEQLENS_Q="cu_seqlens_q", KV_SCALE="kv_scale_t") | {
+    tensors = tensor_args(CU_SEQLENS_Q="cu_seqlens_q", SINKS="sinks", KV_SCALE="kv_scale_t")
+    arguments = output_and_workspace_args(f) | tensors | {
         "kv_scale": f.kv_scale, "num_ctas": num_ctas, "max_m_blocks": max_m_blocks,
         "COMBINE_ROWS": rows, "SPLITS_PER_STEP": num_splits, "COMBINE_COLUMNS": columns, "cfg": combine_constants,
     }  # fmt: skip

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import thread_barrier
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, finalize_softmax, token_and_head_of_q_rows, zero_padding_rows
+from ..parts.epilogue import cast_output, finalize_softmax_with_sinks, token_and_head_of_q_rows, zero_padding_rows
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
 from .gather import COPY_THREADS, CacheRows, fence_copies
@@ -599,7 +599,9 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
         if work_tile.n_block_begin == 0:  # all warpgroups store the same
             store_num_splits(tensors, work_tile, cta_range, cfg)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
-            acc_scale, lse = finalize_softmax(state.row_max, state.row_sum, scales.value_scale)
+            acc_scale, lse = finalize_softmax_with_sinks(
+                state.row_max, state.row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
+            )
             scale_and_store_output(
                 tensors.OUT, state.acc_o, acc_scale, tokens, heads, m_row, strides, I_CONSUMER, S, cfg
             )
@@ -670,8 +672,8 @@ def allocate_smem_bf16(CKV_MAP, KPE_MAP, STAGES: gl.constexpr, cfg: gl.constexpr
 
 @gluon.jit
 def mla_decode_small_m_kernel(
-    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
-    softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
+    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q,
+    SINKS, OUT, LSE, SPLIT_WORKSPACE, softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
     B, T, oob_row, scale_rows_per_page, max_m_blocks, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
     stride_table_b, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
     STAGES: gl.constexpr, NUM_CONSUMERS: gl.constexpr, cfg: gl.constexpr,
@@ -685,7 +687,7 @@ def mla_decode_small_m_kernel(
     num_ctas = gl.num_programs(0)
     i_range, num_ranges = i_cta // cfg.HEADS, num_ctas // cfg.HEADS
     tensors = AttentionTensors(
-        Q_NOPE, Q_PE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
+        Q_NOPE, Q_PE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
         split_metadata_ptr(SPLIT_WORKSPACE, num_ctas, cfg),
     )  # fmt: skip
     strides = Strides(

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import reinterpret, thread_barrier
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, finalize_softmax, zero_padding_rows
+from ..parts.epilogue import cast_output, finalize_softmax_with_sinks, zero_padding_rows
 from ..parts.online_softmax import LAZY_ROW_MAX_PTX, split_columns
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
@@ -575,7 +575,11 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             sync_and_arrive(p_full.index((p_iter + 1) % P_STAGES))
         # Epilogue: acc_scale for the PV warpgroups, then metadata, and LSE or the partial state.
         row_max, row_sum = gl.max(row_max, 1), gl.sum(row_sum, 1)
-        acc_scale, lse = finalize_softmax(row_max, row_sum, scales.value_scale)
+        o_r = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LANE_LAYOUT))
+        tokens, heads, m_row = token_head_and_mask_of_rows(o_r, work_tile, h, cfg)
+        acc_scale, lse = finalize_softmax_with_sinks(
+            row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
+        )
         mbarrier.wait(p_empty.index(p_iter % P_STAGES), ((p_iter // P_STAGES) & 1) ^ 1)
         rescales.index(p_iter % P_STAGES).store(
             acc_scale[:, None] + gl.full([BLOCK_M, LANES_PER_ROW], 0.0, gl.float32, LANE_LAYOUT)
@@ -583,8 +587,6 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
         sync_and_arrive(p_full.index(p_iter % P_STAGES))
         p_iter += 1
         num_work_tiles += 1
-        o_r = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LANE_LAYOUT))
-        tokens, heads, m_row = token_head_and_mask_of_rows(o_r, work_tile, h, cfg)
         if n_block_begin == 0:
             store_num_splits(tensors, work_tile, cta_range, cfg)
         if n_block_end - n_block_begin == work_tile.num_n_blocks:
@@ -807,8 +809,8 @@ def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range
 
 @gluon.jit
 def mla_decode_three_warpgroups_kernel(
-    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
-    softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
+    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q,
+    SINKS, OUT, LSE, SPLIT_WORKSPACE, softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
     B, T, oob_row, scale_rows_per_page, max_m_blocks, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
     stride_table_b, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
     STAGES: gl.constexpr, cfg: gl.constexpr,
@@ -820,7 +822,7 @@ def mla_decode_three_warpgroups_kernel(
     i_cta = gl.program_id(0)
     num_ctas = gl.num_programs(0)
     tensors = AttentionTensors(
-        Q_NOPE, Q_PE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
+        Q_NOPE, Q_PE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
         split_metadata_ptr(SPLIT_WORKSPACE, num_ctas, cfg),
     )  # fmt: skip
     strides = Strides(

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import reinterpret, thread_barrier, tma_load
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, finalize_softmax, token_and_head_of_q_rows, zero_padding_rows
+from ..parts.epilogue import cast_output, finalize_softmax_with_sinks, token_and_head_of_q_rows, zero_padding_rows
 from ..parts.online_softmax import rescale_ptx_and_constraints
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
@@ -566,7 +566,12 @@ def consumer(
             gl.convert_layout(mainloop_state.row_max, gl.SliceLayout(1, O)),
             gl.convert_layout(row_sum, gl.SliceLayout(1, O)),
         )
-        acc_scale, lse = finalize_softmax(row_max, row_sum, scales.value_scale)
+        _, heads, m_row = token_and_head_of_q_rows(
+            work_tile.m_block, h, work_tile.q_begin, work_tile.num_q_rows, gl.SliceLayout(1, O), cfg
+        )
+        acc_scale, lse = finalize_softmax_with_sinks(
+            row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
+        )
         partial_slot = 2 * i_cta + (work_tile.n_block_begin == 0).to(gl.int32)
         is_unsplit = work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks
         state = SoftmaxState(row_max, row_sum, mainloop_state.acc_o)
@@ -581,8 +586,8 @@ def consumer(
 
 @gluon.jit
 def mla_decode_two_warpgroups_kernel(
-    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
-    softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
+    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q,
+    SINKS, OUT, LSE, SPLIT_WORKSPACE, softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
     B, T, oob_row, scale_rows_per_page, max_m_blocks, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
     stride_table_b, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
     STAGES: gl.constexpr, cfg: gl.constexpr,
@@ -594,7 +599,7 @@ def mla_decode_two_warpgroups_kernel(
     i_cta = gl.program_id(0)
     num_ctas = gl.num_programs(0)
     tensors = AttentionTensors(
-        Q_NOPE, Q_PE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
+        Q_NOPE, Q_PE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
         split_metadata_ptr(SPLIT_WORKSPACE, num_ctas, cfg),
     )  # fmt: skip
     strides = Strides(
