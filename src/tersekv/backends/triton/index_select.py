@@ -36,7 +36,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
         return HostAction(_take_nothing)
     lines = f.q.shape[1] if f.each else 1
     num_rows, width = f.out.shape[0], f.width if f.page_table.shape[1] and f.k_cache.shape[0] else 0
-    words = lines * (width + 2 * sum(candidates_of_rounds(width, f.k)))
+    words = lines * (width + 2 * sum(n for n, _ in candidates_of_rounds(width, f.k)))
     step = max(1, min(num_rows, MAX_SCORES // max(words, 1)))
     scores, strides = TensorArg(WORKSPACE), (width * lines, width)
     arguments = row_args(f) | {

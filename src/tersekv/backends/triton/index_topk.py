@@ -25,7 +25,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     }  # fmt: skip
     strides = f.scores.stride[0], f.scores.stride[1] if len(f.scores.shape) == 3 else 0
     num_rows, width, lines = f.out.shape[0], f.scores.shape[-1], f.out.shape[1] if len(f.out.shape) == 3 else 1
-    words = 2 * lines * sum(candidates_of_rounds(width, f.k))
+    words = 2 * lines * sum(n for n, _ in candidates_of_rounds(width, f.k))
     step = max(1, min(num_rows, _MAX_WORDS // max(words, 1)))
     launches = [
         x

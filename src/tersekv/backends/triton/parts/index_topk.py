@@ -1,9 +1,10 @@
 """The columns of a row's largest scores, in ascending order: the kernels that two operations share.
 
-A tournament. Programs each hold a split of a row in registers and keep its k largest, in order, as candidates; these are
-split in turn until one program holds all of a row's, and takes what the row takes. The k-th largest is found bit by bit,
-by counts; then a scan compacts: all larger keys, and of the equal ones the first. So every row costs the same, whatever
-its scores are. Where k is most of a split, one program goes through the row again for every bit instead.
+A tournament. Programs each hold a split of a row in registers and keep its k largest, in order, as candidates, or some
+more where there is room; these are split in turn until one program holds all of a row's, and takes what the row takes.
+The k-th largest is found bit by bit, by counts; then a scan compacts: all larger keys, and of the equal ones the first.
+So every row costs the same, whatever its scores are. Where k is most of a split, one program goes through the row again
+for every bit instead.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from .index_scores import find_request, row_positions
 _MIN_SPLIT, _MAX_SPLIT = 4096, 16384  # columns of a program
 _SPLIT_OF_K = 8  # a split has so many columns for each that it keeps, if it can
 _FILL = tl.constexpr(1024)  # entries that are filled together
-_LESS_PTX = tl.constexpr("{ .reg .b32 x; sub.cc.u32 x, $1, $2; subc.u32 $0, 0, 0; }")
 _NAN_KEY = tl.constexpr(1)
 _KEPT_KEY = tl.constexpr(0xFFFFFFFF)
 
@@ -78,11 +78,30 @@ def load_columns(source, begin, columns_offset, mask, BLOCK: tl.constexpr, WARPS
         return i
 
 
+@triton.constexpr_function
+def count_ptx(n):
+    """PTX that counts of n keys, $n …, those that are below a threshold, $2n: as a negative number in $0; 0 in the others.
+
+    LLVM makes bit counts of sums of comparisons, with twice the instructions.
+    """
+    counted = "".join(f"sub.cc.u32 x, ${n + i}, ${2 * n + i}; subc.u32 c, c, 0; " for i in range(n))
+    zeros = "".join(f"mov.u32 ${i}, 0; " for i in range(1, n))
+    return "{ .reg .b32 x, c; mov.u32 c, 0; " + counted + "mov.u32 $0, c; " + zeros + "}"
+
+
+@triton.constexpr_function
+def count_constraints(n):
+    return ",".join(["=&r"] * n + ["r"] * (2 * n))
+
+
 @triton.jit
-def minus_one_below(key, threshold, USE_PTX: tl.constexpr):
-    """Returns −1 where key < threshold, else 0."""
-    if USE_PTX:  # LLVM makes bit counts of sums of comparisons, with twice the instructions
-        return tl.inline_asm_elementwise(_LESS_PTX, "=r,r,r", [key, threshold], tl.int32, True, 1)
+def minus_below(key, threshold, WARPS: tl.constexpr, USE_PTX: tl.constexpr):
+    """Returns a tensor whose sum is minus the number of keys below the threshold."""
+    if USE_PTX:
+        N: tl.constexpr = min(key.numel // (32 * WARPS), 8)
+        PTX: tl.constexpr = count_ptx(N)
+        CONSTRAINTS: tl.constexpr = count_constraints(N)
+        return tl.inline_asm_elementwise(PTX, CONSTRAINTS, [key, threshold], tl.int32, True, N)
     else:
         return -(key < threshold).to(tl.int32)
 
@@ -91,30 +110,31 @@ def minus_one_below(key, threshold, USE_PTX: tl.constexpr):
 def count_from(source, key, threshold, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
                USE_PTX: tl.constexpr):  # fmt: skip
     """Counts keys of the source >= threshold, which is not 0. key: of the first block."""
-    counts, total = minus_one_below(key, threshold, USE_PTX), BLOCK
+    counts, total = minus_below(key, threshold, WARPS, USE_PTX), BLOCK
     if not ONE_BLOCK:
         for begin in range(BLOCK, source.num, BLOCK):
-            counts += minus_one_below(load_keys(source, begin, BLOCK, WARPS), threshold, USE_PTX)
+            counts += minus_below(load_keys(source, begin, BLOCK, WARPS), threshold, WARPS, USE_PTX)
             total += BLOCK
     return total + tl.sum(counts)
 
 
 @triton.jit
-def smallest_key_taken(source, key, k, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
+def smallest_key_taken(source, key, k, most, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
                        USE_PTX: tl.constexpr):  # fmt: skip
-    """Returns (the smallest key of the k largest, how many of the keys equal to it are taken). key: of the first
-    block."""
+    """Returns (the smallest key of the k largest, or of up to `most`; how many of the keys equal to it are taken). key:
+    of the first block."""
     threshold, bit = tl.full([], 0, tl.uint32), tl.full([], 0x80000000, tl.uint32)
-    if count_from(source, key, threshold + 1, BLOCK, ONE_BLOCK, WARPS, USE_PTX) <= k:  # no more than k may be taken
-        threshold, bit = tl.full([], 1, tl.uint32), tl.full([], 0, tl.uint32)
-    while bit > 0:
+    num_from = count_from(source, key, threshold + 1, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
+    while (bit > 0) & (num_from > most):
         count = count_from(source, key, threshold | bit, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
         threshold = tl.where(count >= k, threshold | bit, threshold)
-        bit = tl.where(count == k, 0, bit >> 1).to(tl.uint32)
+        num_from = tl.where(count >= k, count, num_from)
+        bit = bit >> 1
+    threshold = tl.maximum(threshold, 1)
     more = tl.full([], 0, tl.int32)
     if threshold < 0xFFFFFFFF:
         more = count_from(source, key, threshold + 1, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
-    return threshold, k - more
+    return threshold, tl.minimum(num_from, most) - more
 
 
 @triton.jit
@@ -153,11 +173,11 @@ def row_columns(VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS: 
 
 
 @triton.jit
-def num_candidates(visible, k, SPLIT: tl.constexpr, LEVEL: tl.constexpr):
+def num_candidates(visible, k, first_most, SPLIT: tl.constexpr, LEVEL: tl.constexpr):
     """Returns the candidates of a row that sees so many columns, after LEVEL rounds; LEVEL 0: its columns."""
     n = visible
-    for _ in tl.static_range(LEVEL):
-        n = tl.cdiv(n, SPLIT) * k
+    for i in tl.static_range(LEVEL):
+        n = tl.cdiv(n, SPLIT) * (first_most if i == 0 else k)
     return n
 
 
@@ -165,37 +185,37 @@ def num_candidates(visible, k, SPLIT: tl.constexpr, LEVEL: tl.constexpr):
                              "candidates_offset"])
 def index_candidates_kernel(
     SOURCE, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, CANDIDATES, B, first_row, width, k, keep_first, keep_last,
-    stride_st, stride_sh, columns_offset, num_splits, candidates_offset,
+    stride_st, stride_sh, columns_offset, first_most, most, num_splits, candidates_offset,
     LINES: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr, LEVEL: tl.constexpr, KEYS: tl.constexpr,
     USE_PTX: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """Stores the candidates of one split of one row of one head: k keys, 0 behind the last, and their columns."""
+    """Stores the candidates of one split of one row of one head: `most` keys, 0 behind the last, and their columns."""
     i_line, i_split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     i_row, line = i_line // LINES, (i_line % LINES).to(tl.int64)
     t = first_row + i_row
     visible, group, is_open = row_columns(VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS, cfg)
     source = Source(
-        SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh, num_candidates(visible, k, SPLIT, LEVEL),
+        SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh, num_candidates(visible, k, first_most, SPLIT, LEVEL),
         keep_first, keep_last,
     )  # fmt: skip
     begin = i_split * SPLIT
     if begin < source.num:
         key = load_keys(source, begin, SPLIT, WARPS)
-        threshold, ties = smallest_key_taken(source, key, k, SPLIT, True, WARPS, USE_PTX)
+        threshold, ties = smallest_key_taken(source, key, k, most, SPLIT, True, WARPS, USE_PTX)
         place, taken, count, ties = places_of_taken(key, threshold, ties)
         column = load_columns(source, begin, columns_offset, taken, SPLIT, WARPS)
-        p_out = CANDIDATES + (i_line.to(tl.int64) * num_splits + i_split) * k
+        p_out = CANDIDATES + (i_line.to(tl.int64) * num_splits + i_split) * most
         tl.store(p_out + place, key.to(tl.int32, bitcast=True), mask=taken)
         tl.store(p_out + candidates_offset + place, column, mask=taken)
-        for i in range(count, k, _FILL):
+        for i in range(count, most, _FILL):
             o_rest = i + tl.arange(0, _FILL)
-            tl.store(p_out + o_rest, 0, mask=o_rest < k)
+            tl.store(p_out + o_rest, 0, mask=o_rest < most)
 
 
 @triton.jit(do_not_specialize=["B", "first_row", "width", "keep_first", "keep_last", "columns_offset", "stride_st", "stride_sh"])
 def index_topk_kernel(
     SOURCE, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, OUT, LENS, B, first_row, width, k, keep_first, keep_last,
-    stride_st, stride_sh, columns_offset, stride_ot, stride_oh, stride_lt, stride_lh,
+    stride_st, stride_sh, columns_offset, first_most, stride_ot, stride_oh, stride_lt, stride_lh,
     LINES: tl.constexpr, COLUMNS_OUT: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
     WARPS: tl.constexpr, SPLIT: tl.constexpr, LEVEL: tl.constexpr, HAS_GROUP: tl.constexpr, KEYS: tl.constexpr,
     USE_PTX: tl.constexpr, cfg: tl.constexpr,
@@ -205,12 +225,12 @@ def index_topk_kernel(
     t = first_row + i_row
     visible, group, is_open = row_columns(VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS, cfg)
     source = Source(
-        SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh, num_candidates(visible, k, SPLIT, LEVEL),
+        SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh, num_candidates(visible, k, first_most, SPLIT, LEVEL),
         keep_first, keep_last,
     )  # fmt: skip
     p_out = OUT + t.to(tl.int64) * stride_ot + line * stride_oh
     key = load_keys(source, 0, BLOCK, WARPS)
-    threshold, ties = smallest_key_taken(source, key, k, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
+    threshold, ties = smallest_key_taken(source, key, k, k, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
     place, taken, count, ties = places_of_taken(key, threshold, ties)
     tl.store(p_out + place, load_columns(source, 0, columns_offset, taken, BLOCK, WARPS), mask=taken)
     if not ONE_BLOCK:
@@ -236,19 +256,21 @@ def split_columns(k: int) -> int:
     return min(max(launch.next_power_of_2(_SPLIT_OF_K * k), _MIN_SPLIT), _MAX_SPLIT)
 
 
-def candidates_of_rounds(width: int, k: int) -> list[int]:
-    """Returns how many candidates of a row of `width` columns each round leaves."""
+def candidates_of_rounds(width: int, k: int) -> list[tuple[int, int]]:
+    """Returns for each round of a row of `width` columns how many candidates it leaves, and of a split at most."""
     n, split, found = width, split_columns(k), []
-    while n > split and 2 * k <= split:
-        n = -(-n // split) * k
-        found.append(n)
+    while n > (_MAX_SPLIT if found else split) and 2 * k <= split:
+        num_splits = -(-n // split)
+        most = k if found else min(max(_MAX_SPLIT // num_splits, k), 2 * k)
+        n = num_splits * most
+        found.append((n, most))
     return found
 
 
 def candidate_slices(num_lines: int, width: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Returns slices of the workspace for the candidates of so many rows of heads, by their names in `topk_launches`."""
     rounds = candidates_of_rounds(width, k)
-    return {f"candidates_{i}": ((2, num_lines, n), torch.int32) for i, n in enumerate(rounds)}
+    return {f"candidates_{i}": ((2, num_lines, n), torch.int32) for i, (n, _) in enumerate(rounds)}
 
 
 def topk_launches(
@@ -268,11 +290,12 @@ def topk_launches(
         "keep_last": last, "LINES": lines, "SPLIT": split, "USE_PTX": launch.has_ptx(f),
     }  # fmt: skip
     source = {"SOURCE": scores, "stride_st": strides[0], "stride_sh": strides[1], "columns_offset": 0, "LEVEL": 0}
-    launches, num_entries = [], width
-    for i, entries in enumerate(candidates_of_rounds(width, f.k)):
-        num_splits, offset = entries // f.k, num_lines * entries
+    launches, num_entries, rounds = [], width, candidates_of_rounds(width, f.k)
+    arguments["first_most"] = rounds[0][1] if rounds else 0
+    for i, (entries, most) in enumerate(rounds):
+        num_splits, offset = entries // most, num_lines * entries
         candidates = TensorArg(f"candidates_{i}")
-        sizes = {"num_splits": num_splits, "candidates_offset": offset, "WARPS": _num_warps(f, split)}
+        sizes = {"most": most, "num_splits": num_splits, "candidates_offset": offset, "WARPS": _num_warps(f, split)}
         launches.append(KernelLaunch(
             index_candidates_kernel, (num_lines * num_splits,), arguments | source | sizes | {"CANDIDATES": candidates},
             num_warps=_num_warps(f, split),
@@ -282,7 +305,7 @@ def topk_launches(
             "LEVEL": i + 1,
         }  # fmt: skip
         num_entries = entries
-    block = min(max(launch.next_power_of_2(num_entries), 256), split)
+    block = min(max(launch.next_power_of_2(num_entries), 256), _MAX_SPLIT if rounds else split)
     has_heads = len(f.out.shape) == 3
     lens = f.out_lens.stride if f.out_lens is not None else (0, 0)
     arguments |= source | {
