@@ -68,7 +68,9 @@ def why_not(f: SimpleNamespace) -> str | None:
         return f"wants latents of {RANK} + {ROPE}, got {f.ckv.shape[2]} + {f.kpe.shape[2]}"
     page, q = f.ckv.shape[1], f.q_nope.dtype
     if f.indices is not None and f.out.shape[0] * f.indices.shape[-1] * f.block_size > MAX_LISTED_KEYS:
-        return f"wants lists of {MAX_LISTED_KEYS} keys in all, got {f.out.shape[0] * f.indices.shape[-1] * f.block_size}"
+        return (
+            f"wants lists of {MAX_LISTED_KEYS} keys in all, got {f.out.shape[0] * f.indices.shape[-1] * f.block_size}"
+        )
     if f.indices is None and page % BLOCK_N and page not in SMALL_PAGES:
         return f"wants pages of {', '.join(map(str, SMALL_PAGES))} or a multiple of {BLOCK_N}, got {page}"
     if q not in _QUERY_DTYPES:
@@ -164,7 +166,11 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     arguments = (
         portable.query_and_kv_scale_args(f) | split_pass_args(f) | outputs | _tensor_map_args(f, cfg, cache_matrices)
     )
-    arguments |= _cache_row_args(f, bool(listed_rows)) | {"max_m_blocks": max_m_blocks, "STAGES": config.num_stages, "cfg": cfg}
+    arguments |= _cache_row_args(f, bool(listed_rows)) | {
+        "max_m_blocks": max_m_blocks,
+        "STAGES": config.num_stages,
+        "cfg": cfg,
+    }
     if "NUM_CONSUMERS" in kernel.arg_names:  # of `small_m`
         arguments["NUM_CONSUMERS"] = config.num_consumers
     split_launch = KernelLaunch(kernel, (num_ctas,), arguments, num_warps=4, maxnreg=max_registers, launch_pdl=True)

@@ -50,9 +50,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
             launches.append(score_launch(f, scores, strides, rows, width))
         launches += topk_launches(f, scores, strides, rows, width, arguments)
     slices = candidate_slices(step * lines, width, f.k)
-    return LaunchSequence(
-        *launches, workspace=Workspace(max(step * width * lines, 1), dict(slices), _MAX_CACHED_BYTES)
-    )
+    return LaunchSequence(*launches, workspace=Workspace(max(step * width * lines, 1), dict(slices), _MAX_CACHED_BYTES))
 
 
 def _take_nothing(call: Any) -> None:

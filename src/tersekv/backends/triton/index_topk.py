@@ -1,4 +1,4 @@
-"""index_topk: the columns of the largest scores, for so many rows at a time as their candidates fit into the workspace."""
+"""index_topk: columns of the largest scores, of so many rows at a time as their candidates fit into the workspace."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def load_columns(source, begin, columns_offset, mask, BLOCK: tl.constexpr, WARPS
 
 @triton.constexpr_function
 def count_ptx(n):
-    """PTX that counts of n keys, $n …, those that are below a threshold, $2n: as a negative number in $0; 0 in the others.
+    """PTX that counts those of n keys, from $n on, that are below a threshold: as a negative number in $0; 0 in others.
 
     LLVM makes bit counts of sums of comparisons, with twice the instructions.
     """
@@ -181,8 +181,20 @@ def num_candidates(visible, k, first_most, SPLIT: tl.constexpr, LEVEL: tl.conste
     return n
 
 
-@triton.jit(do_not_specialize=["B", "first_row", "width", "keep_first", "keep_last", "columns_offset", "num_splits", "stride_st", "stride_sh",
-                             "candidates_offset"])
+@triton.jit(
+    do_not_specialize=[
+        "B",
+        "first_row",
+        "width",
+        "keep_first",
+        "keep_last",
+        "columns_offset",
+        "num_splits",
+        "stride_st",
+        "stride_sh",
+        "candidates_offset",
+    ]
+)
 def index_candidates_kernel(
     SOURCE, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, CANDIDATES, B, first_row, width, k, keep_first, keep_last,
     stride_st, stride_sh, columns_offset, first_most, most, num_splits, candidates_offset,
@@ -193,11 +205,9 @@ def index_candidates_kernel(
     i_line, i_split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     i_row, line = i_line // LINES, (i_line % LINES).to(tl.int64)
     t = first_row + i_row
-    visible, group, is_open = row_columns(VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS, cfg)
-    source = Source(
-        SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh, num_candidates(visible, k, first_most, SPLIT, LEVEL),
-        keep_first, keep_last,
-    )  # fmt: skip
+    visible = row_columns(VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS, cfg)[0]
+    num = num_candidates(visible, k, first_most, SPLIT, LEVEL)
+    source = Source(SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh, num, keep_first, keep_last)
     begin = i_split * SPLIT
     if begin < source.num:
         key = load_keys(source, begin, SPLIT, WARPS)
@@ -212,7 +222,9 @@ def index_candidates_kernel(
             tl.store(p_out + o_rest, 0, mask=o_rest < most)
 
 
-@triton.jit(do_not_specialize=["B", "first_row", "width", "keep_first", "keep_last", "columns_offset", "stride_st", "stride_sh"])
+@triton.jit(
+    do_not_specialize=["B", "first_row", "width", "keep_first", "keep_last", "columns_offset", "stride_st", "stride_sh"]
+)
 def index_topk_kernel(
     SOURCE, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, OUT, LENS, B, first_row, width, k, keep_first, keep_last,
     stride_st, stride_sh, columns_offset, first_most, stride_ot, stride_oh, stride_lt, stride_lh,
@@ -224,10 +236,8 @@ def index_topk_kernel(
     i_row, line = tl.program_id(0) // LINES, (tl.program_id(0) % LINES).to(tl.int64)
     t = first_row + i_row
     visible, group, is_open = row_columns(VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS, cfg)
-    source = Source(
-        SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh, num_candidates(visible, k, first_most, SPLIT, LEVEL),
-        keep_first, keep_last,
-    )  # fmt: skip
+    num = num_candidates(visible, k, first_most, SPLIT, LEVEL)
+    source = Source(SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh, num, keep_first, keep_last)
     p_out = OUT + t.to(tl.int64) * stride_ot + line * stride_oh
     key = load_keys(source, 0, BLOCK, WARPS)
     threshold, ties = smallest_key_taken(source, key, k, k, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
@@ -258,7 +268,8 @@ def split_columns(k: int) -> int:
 
 def candidates_of_rounds(width: int, k: int) -> list[tuple[int, int]]:
     """Returns for each round of a row of `width` columns how many candidates it leaves, and of a split at most."""
-    n, split, found = width, split_columns(k), []
+    n, split = width, split_columns(k)
+    found: list[tuple[int, int]] = []
     while n > (_MAX_SPLIT if found else split) and 2 * k <= split:
         num_splits = -(-n // split)
         most = k if found else min(max(_MAX_SPLIT // num_splits, k), 2 * k)
@@ -268,7 +279,7 @@ def candidates_of_rounds(width: int, k: int) -> list[tuple[int, int]]:
 
 
 def candidate_slices(num_lines: int, width: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Returns slices of the workspace for the candidates of so many rows of heads, by their names in `topk_launches`."""
+    """Returns slices of the workspace for candidates of so many rows of heads, by their names in `topk_launches`."""
     rounds = candidates_of_rounds(width, k)
     return {f"candidates_{i}": ((2, num_lines, n), torch.int32) for i, (n, _) in enumerate(rounds)}
 
@@ -318,6 +329,6 @@ def topk_launches(
 
 
 def _num_warps(f: SimpleNamespace, columns: int) -> int:
-    """Returns the warps of a program that holds so many columns: 16 of each thread, in blocks of 1024 threads at most."""
+    """Returns the warps of a program that holds so many columns, 16 a thread, of at most 1024 threads."""
     lanes = 64 if f.arch is None else 32
     return min(max(columns // (16 * lanes), 4), 1024 // lanes)

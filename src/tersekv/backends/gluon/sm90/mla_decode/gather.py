@@ -13,10 +13,9 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...versions import async_load
-from ..parts.tile_scheduler import advance_to_request_of_block, load_request_shape, work_tile_at
 
 COPY_THREADS = gl.constexpr(128)
 COPY_BYTES = gl.constexpr(16)  # of a lane's copy

@@ -189,9 +189,12 @@ def gather_producer(
                 scale_rows = load_rows(p_rows, n_block, num_keys, 4, 32, cfg)
                 if PREPARES_SCALES:
                     LAYOUT: gl.constexpr = scale_layout(gl.num_warps())
-                    p_scales = cache_rows.SCALES + gl.convert_layout(
-                        scale_rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True
-                    ).to(gl.int64) * cache_rows.scale_pitch * 4
+                    p_scales = (
+                        cache_rows.SCALES
+                        + gl.convert_layout(scale_rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True).to(gl.int64)
+                        * cache_rows.scale_pitch
+                        * 4
+                    )
                     p_scales = p_scales[:, None] + gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))[None, :]
                     group_scales = gl.load(
                         p_scales, mask=gl.convert_layout(scale_rows, gl.SliceLayout(1, LAYOUT))[:, None] >= 0, other=1.0

@@ -672,8 +672,9 @@ def allocate_smem_bf16(CKV_MAP, KPE_MAP, STAGES: gl.constexpr, cfg: gl.constexpr
 
 @gluon.jit
 def mla_decode_small_m_kernel(
-    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q,
-    SINKS, OUT, LSE, SPLIT_WORKSPACE, softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
+    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch,
+    PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
+    softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
     B, T, oob_row, scale_rows_per_page, max_m_blocks, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
     stride_table_b, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
     STAGES: gl.constexpr, NUM_CONSUMERS: gl.constexpr, cfg: gl.constexpr,
