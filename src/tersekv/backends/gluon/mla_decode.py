@@ -149,16 +149,6 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     if one_work_tile_per_cta:
         num_ctas = num_work_tiles
     cfg = portable.Constants(**constants, UNSPLIT=one_work_tile_per_cta)
-    # The producer warp has three idle ones beside it: registers are allocated by warpgroup.
-    warpgroups = (
-        4
-        if config.three_warpgroups
-        else 3
-        if (is_16_bit and config.block_m > _SMALL_M_ROWS) or config.num_consumers == 2
-        else 2
-    )
-    # Of two warpgroups the consumer takes 232 registers (`small_m`): 168 each leave 104 to the producer.
-    max_registers = min(65536 // (128 * warpgroups * config.ctas_per_sm), 168) // 8 * 8
     combine_constants = (
         replace(cfg, PACK=1, BLOCK_DV=RANK) if config.three_warpgroups else cfg
     )  # three_warpgroups stores columns in order
@@ -166,13 +156,11 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     arguments = (
         portable.query_and_kv_scale_args(f) | split_pass_args(f) | outputs | _tensor_map_args(f, cfg, cache_matrices)
     )
-    arguments |= _cache_row_args(f, bool(listed_rows)) | {
-        "max_m_blocks": max_m_blocks,
-        "STAGES": config.num_stages,
-        "cfg": cfg,
-    }
+    arguments |= _cache_row_args(f, bool(listed_rows))
+    arguments |= {"max_m_blocks": max_m_blocks, "STAGES": config.num_stages, "cfg": cfg}
     if "NUM_CONSUMERS" in kernel.arg_names:  # of `small_m`
         arguments["NUM_CONSUMERS"] = config.num_consumers
+    max_registers = _choose_max_registers(is_16_bit, config)
     split_launch = KernelLaunch(kernel, (num_ctas,), arguments, num_warps=4, maxnreg=max_registers, launch_pdl=True)
     combine_launch = (
         None
@@ -182,15 +170,33 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     # Partial states of splits, then SPLIT_METADATA.
     workspace_floats = 2 * num_ctas * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS + 2 * requests * max_m_blocks * num_head_blocks
     launches = attention_launches(f, split_launch, combine_launch, workspace_floats)
-    if listed_rows and launches.kernel_launches:
-        workspace = Workspace(workspace_floats, listed_rows_slices(f))
-        launches = LaunchSequence(*listed_rows, *launches.kernel_launches, workspace=workspace)
+    launches = _after_listed_rows(f, listed_rows, launches, workspace_floats)
     return Config(cfg, num_ctas, max_m_blocks, combine_constants, cache_matrices, launches)
 
 
 def _listed_rows(f: SimpleNamespace) -> list[KernelLaunch]:
     """Returns the launch that turns lists into rows of the cache; none without lists."""
     return [] if f.indices is None or 0 in f.indices.shape else [listed_rows_launch(f, _rows_per_page(f.ckv))]
+
+
+def _after_listed_rows(
+    f: SimpleNamespace, listed_rows: list[KernelLaunch], launches: LaunchSequence | HostAction, workspace_floats: int
+) -> LaunchSequence | HostAction:
+    """Returns the launches behind that of listed rows, which shares their workspace."""
+    if not listed_rows or not launches.kernel_launches:
+        return launches
+    workspace = Workspace(workspace_floats, listed_rows_slices(f))
+    return LaunchSequence(*listed_rows, *launches.kernel_launches, workspace=workspace)
+
+
+def _choose_max_registers(is_16_bit: bool, config: MLADecodeConfig) -> int:
+    """Returns the registers of a thread. The producer warp has three idle ones beside it: registers are allocated by
+    warpgroup. Of two warpgroups the consumer takes 232 (`small_m`): 168 each leave 104 to the producer."""
+    if config.three_warpgroups:
+        warpgroups = 4
+    else:
+        warpgroups = 3 if (is_16_bit and config.block_m > _SMALL_M_ROWS) or config.num_consumers == 2 else 2
+    return min(65536 // (128 * warpgroups * config.ctas_per_sm), 168) // 8 * 8
 
 
 def _cache_row_args(f: SimpleNamespace, gathers: bool) -> dict[str, Any]:

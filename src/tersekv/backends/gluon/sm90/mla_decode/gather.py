@@ -2,8 +2,8 @@
 that tensor copies fill elsewhere. Page table and lengths are `listed_rows`, which holds visible keys only; rows past
 the last are filled with 0.
 
-Every thread arrives at a full barrier once its copies are there: it counts COPY_THREADS. They are not MMA's kind of
-writes: who multiplies fences after the wait.
+Every thread arrives at a full barrier once its copies are there (`copy_arrivals`). They are not MMA's kind of writes:
+who multiplies fences after the wait.
 
 Wait for a free stage: `gather_producer`, on `empty`; mask, rescale, combine: none here.
 """
@@ -13,11 +13,10 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...versions import async_load
 
-COPY_THREADS = gl.constexpr(128)
 COPY_BYTES = gl.constexpr(16)  # of a lane's copy
 
 
@@ -65,8 +64,21 @@ def signal_copies(full_barrier):
     async_copy.mbarrier_arrive(full_barrier, increment_count=False)
 
 
+@gluon.constexpr_function
+def copy_arrivals(cfg):
+    """Arrivals that a full barrier counts: of tensor copies that of their bytes alone."""
+    return 128 if cfg.GATHER_ROWS else 1
+
+
 @gluon.jit
 def fence_copies(cfg: gl.constexpr):
     """Orders copies that a barrier has shown before MMAs."""
     if cfg.GATHER_ROWS:
         fence_async_shared()
+
+
+@gluon.jit
+def wait_copies(full_barrier, phase, cfg: gl.constexpr):
+    """Waits for copies that MMAs read."""
+    mbarrier.wait(full_barrier, phase)
+    fence_copies(cfg)

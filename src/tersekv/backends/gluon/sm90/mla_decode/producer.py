@@ -221,9 +221,8 @@ def gather_producer(
                 num_valid = num_keys - n_block * cfg.BLOCK_N
             kv_iter += 1
         block += work_tile.n_block_end - work_tile.n_block_begin
-    if PREPARES_SCALES:
-        if kv_iter > 0:
-            prepare_scales_of_tile(smem_kv, full, scale_prefetch, kv_iter - 1, num_valid, STAGES)
+    if PREPARES_SCALES and kv_iter > 0:
+        prepare_scales_of_tile(smem_kv, full, scale_prefetch, kv_iter - 1, num_valid, STAGES)
 
 
 @gluon.jit

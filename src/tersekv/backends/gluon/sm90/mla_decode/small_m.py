@@ -28,10 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import thread_barrier
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, finalize_softmax_with_sinks, token_and_head_of_q_rows, zero_padding_rows
+from ..parts.epilogue import cast_output, finalize_softmax, token_and_head_of_q_rows, zero_padding_rows
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
-from .gather import COPY_THREADS, CacheRows, fence_copies
+from .gather import CacheRows, copy_arrivals, fence_copies
 from .params import (
     AttentionTensors,
     PageLookup,
@@ -415,9 +415,8 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_
         # Wait for the tile.
         mbarrier.wait(full.index(iter % NUM_FULL_BARRIERS), (iter // NUM_FULL_BARRIERS) & 1)
         fence_copies(cfg)
-        if not cfg.GATHER_ROWS:  # noqa: SIM102 - known to the compiler, unlike the other
-            if (n_block + 1) * cfg.BLOCK_N > num_keys:
-                zero_oob_v_rows_in_smem(smem_kv.latents, stage, num_keys - n_block * cfg.BLOCK_N, cfg)
+        if not cfg.GATHER_ROWS and (n_block + 1) * cfg.BLOCK_N > num_keys:
+            zero_oob_v_rows_in_smem(smem_kv.latents, stage, num_keys - n_block * cfg.BLOCK_N, cfg)
         # NOTE: `opaque_zero` is 0. A constant would make the compiler keep, and spill, descriptors of all tiles of q.
         opaque_zero = n_block >> 30
         # QK.
@@ -599,7 +598,7 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
         if work_tile.n_block_begin == 0:  # all warpgroups store the same
             store_num_splits(tensors, work_tile, cta_range, cfg)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
-            acc_scale, lse = finalize_softmax_with_sinks(
+            acc_scale, lse = finalize_softmax(
                 state.row_max, state.row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
             )
             scale_and_store_output(
@@ -714,7 +713,7 @@ def mla_decode_small_m_kernel(
     # when a later tile is full. With twice as many, a barrier belongs to one warpgroup for a whole work tile, at whose
     # end both synchronise.
     mbarriers = PipelineBarriers(
-        allocate_mbarriers(NUM_CONSUMERS * STAGES, COPY_THREADS if cfg.GATHER_ROWS else 1), allocate_mbarriers(STAGES)
+        allocate_mbarriers(NUM_CONSUMERS * STAGES, copy_arrivals(cfg)), allocate_mbarriers(STAGES)
     )
     # Tile scheduler: this CTA's range.
     call_scales = load_call_scales(softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg)

@@ -26,11 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...versions import reinterpret, thread_barrier, tma_load
 from ..parts.combine import split_metadata_ptr
-from ..parts.epilogue import cast_output, finalize_softmax_with_sinks, token_and_head_of_q_rows, zero_padding_rows
+from ..parts.epilogue import cast_output, finalize_softmax, token_and_head_of_q_rows, zero_padding_rows
 from ..parts.online_softmax import rescale_ptx_and_constraints
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
-from .gather import COPY_THREADS, CacheRows, fence_copies, gather_tile, load_rows, signal_copies
+from .gather import CacheRows, copy_arrivals, fence_copies, gather_tile, load_rows, signal_copies
 from .params import (
     AttentionTensors,
     CtaRange,
@@ -569,9 +569,7 @@ def consumer(
         _, heads, m_row = token_and_head_of_q_rows(
             work_tile.m_block, h, work_tile.q_begin, work_tile.num_q_rows, gl.SliceLayout(1, O), cfg
         )
-        acc_scale, lse = finalize_softmax_with_sinks(
-            row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
-        )
+        acc_scale, lse = finalize_softmax(row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg)
         partial_slot = 2 * i_cta + (work_tile.n_block_begin == 0).to(gl.int32)
         is_unsplit = work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks
         state = SoftmaxState(row_max, row_sum, mainloop_state.acc_o)
@@ -627,7 +625,7 @@ def mla_decode_two_warpgroups_kernel(
     q_pe = gl.allocate_shared_memory(DTYPE, [1, cfg.BLOCK_M, cfg.BLOCK_PE], SWIZZLE_LAYOUT)
     row_stats = gl.allocate_shared_memory(gl.float32, [4, cfg.BLOCK_M], FLAT_LAYOUT)
     mbarriers = Mbarriers(
-        allocate_mbarriers(2 * COLUMN_GROUPS + 2, COPY_THREADS if cfg.GATHER_ROWS else 1),
+        allocate_mbarriers(2 * COLUMN_GROUPS + 2, copy_arrivals(cfg)),
         allocate_mbarriers(2 * COLUMN_GROUPS), allocate_mbarriers(1), allocate_mbarriers(1),
     )  # fmt: skip
     epilogue_barriers = EpilogueBarriers(
