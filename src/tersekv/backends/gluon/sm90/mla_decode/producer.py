@@ -154,31 +154,6 @@ def tensor_copy_producer(
 
 
 @gluon.jit
-def load_rows_of_parts(p_rows, n_block, num_keys, smem_kv, cfg: gl.constexpr):
-    """Loads the rows of n_block, as each part's copies hold them: of latents, rotary part, group scales."""
-    ckv, k_pe = smem_kv.latents, smem_kv.pe
-    rows = load_rows(p_rows, n_block, num_keys, ckv.shape[2], ckv.dtype.primitive_bitwidth, cfg)
-    pe_rows, scale_rows = rows, rows
-    if ckv.shape[2] * ckv.dtype.primitive_bitwidth != k_pe.shape[2] * k_pe.dtype.primitive_bitwidth:
-        pe_rows = load_rows(p_rows, n_block, num_keys, k_pe.shape[2], k_pe.dtype.primitive_bitwidth, cfg)
-    if cfg.GROUP_SCALES:
-        scale_rows = load_rows(p_rows, n_block, num_keys, 4, 32, cfg)
-    return rows, pe_rows, scale_rows
-
-
-@gluon.jit
-def prepare_scales_of_tile(smem_kv, full, scale_prefetch, kv_iter, num_valid, STAGES: gl.constexpr):
-    """Waits for tile kv_iter and prepares its group scales."""
-    stage = kv_iter % STAGES
-    mbarrier.wait(full.index(kv_iter % full.shape[0]), (kv_iter // full.shape[0]) & 1)
-    store_score_scales_and_v_scale_ratios(
-        smem_kv.scales.index(stage).load(scale_layout(gl.num_warps())), scale_prefetch.score_scales,
-        scale_prefetch.v_scale_ratios, stage, num_valid,
-    )  # fmt: skip
-    sync_and_arrive(scale_prefetch.scales_full.index(stage))
-
-
-@gluon.jit
 def gather_producer(
     cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES: gl.constexpr, cfg: gl.constexpr
 ):
@@ -186,10 +161,14 @@ def gather_producer(
     PREPARES_SCALES: gl.constexpr = len(scale_prefetch) > 0 and cfg.GROUP_SCALES
     NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]
     CKV_COLUMNS: gl.constexpr = smem_kv.latents.shape[2]
+    CKV_BITS: gl.constexpr = smem_kv.latents.dtype.primitive_bitwidth
+    PE_COLUMNS: gl.constexpr = smem_kv.pe.shape[2]
+    PE_BITS: gl.constexpr = smem_kv.pe.dtype.primitive_bitwidth
+    ROWS_ALIKE: gl.constexpr = CKV_COLUMNS * CKV_BITS == PE_COLUMNS * PE_BITS
     block, block_end, i_request, n_block_base = (
         cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
     )  # fmt: skip
-    kv_iter, num_valid = 0, 0
+    kv_iter = 0
     request = load_request_shape(page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, i_request, True, cfg)
     while block < block_end:
         # Next work tile.
@@ -198,31 +177,47 @@ def gather_producer(
         )
         p_rows, num_keys = page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride, request.num_keys
         work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
-        next_rows = load_rows_of_parts(p_rows, work_tile.n_block_begin, num_keys, smem_kv, cfg)
+        next_rows = load_rows(p_rows, work_tile.n_block_begin, num_keys, CKV_COLUMNS, CKV_BITS, cfg)
         for n_block in range(work_tile.n_block_begin, work_tile.n_block_end):
+            # Rows, loaded an iteration ahead.
+            rows = next_rows
+            next_rows = load_rows(p_rows, n_block + 1, num_keys, CKV_COLUMNS, CKV_BITS, cfg)
+            pe_rows = rows
+            if not ROWS_ALIKE:
+                pe_rows = load_rows(p_rows, n_block, num_keys, PE_COLUMNS, PE_BITS, cfg)
+            if cfg.GROUP_SCALES:
+                scale_rows = load_rows(p_rows, n_block, num_keys, 4, 32, cfg)
+                if PREPARES_SCALES:
+                    LAYOUT: gl.constexpr = scale_layout(gl.num_warps())
+                    p_scales = (
+                        cache_rows.SCALES
+                        + gl.convert_layout(scale_rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True).to(gl.int64)
+                        * cache_rows.scale_pitch
+                        * 4
+                    )
+                    p_scales = p_scales[:, None] + gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))[None, :]
+                    group_scales = gl.load(
+                        p_scales, mask=gl.convert_layout(scale_rows, gl.SliceLayout(1, LAYOUT))[:, None] >= 0, other=1.0
+                    )
             # Wait for a free stage.
-            rows, pe_rows, scale_rows = next_rows
             stage = kv_iter % STAGES
             mbarrier.wait(empty.index(stage), ((kv_iter // STAGES) & 1) ^ 1)
             # Copy the tile.
             gather_tile(cache_rows.KPE, cache_rows.kpe_pitch, pe_rows, 0, smem_kv.pe.index(stage))
-            if cfg.GROUP_SCALES:
+            if cfg.GROUP_SCALES and not PREPARES_SCALES:
                 gather_tile(cache_rows.SCALES, cache_rows.scale_pitch, scale_rows, 0, smem_kv.scales.index(stage))
             for i in gl.static_range(cfg.DV // CKV_COLUMNS):
                 smem_tile = smem_tile_of_columns(smem_kv.latents, stage, i, STAGES)
                 gather_tile(cache_rows.CKV, cache_rows.ckv_pitch, rows, i * CKV_COLUMNS, smem_tile)
             signal_copies(full.index(kv_iter % NUM_FULL_BARRIERS))
-            # Rows of the next tile, only here: there are few registers.
-            next_rows = load_rows_of_parts(p_rows, n_block + 1, num_keys, smem_kv, cfg)
-            # Scales of the tile before, whose copies should have come by now.
             if PREPARES_SCALES:
-                if kv_iter > 0:
-                    prepare_scales_of_tile(smem_kv, full, scale_prefetch, kv_iter - 1, num_valid, STAGES)
-                num_valid = num_keys - n_block * cfg.BLOCK_N
+                store_score_scales_and_v_scale_ratios(
+                    group_scales, scale_prefetch.score_scales, scale_prefetch.v_scale_ratios, stage,
+                    num_keys - n_block * cfg.BLOCK_N,
+                )  # fmt: skip
+                sync_and_arrive(scale_prefetch.scales_full.index(stage))
             kv_iter += 1
         block += work_tile.n_block_end - work_tile.n_block_begin
-    if PREPARES_SCALES and kv_iter > 0:
-        prepare_scales_of_tile(smem_kv, full, scale_prefetch, kv_iter - 1, num_valid, STAGES)
 
 
 @gluon.jit
