@@ -328,3 +328,35 @@ def test_segments_that_a_page_table_bounds_are_not_cut(format, heads, pages, pag
 def test_more_segments_than_fit_at_once_are_dealt_in_equal_shares():
     narrow = [replace_requests(make(), n)._replace(page_table=torch.empty(n, 4, dtype=torch.int32)) for n in (264, 265)]
     assert [len(mla_decode.configure(facts(c)).launches.kernel_launches) for c in narrow] == [1, 2]
+
+
+def listed(call: MLADecodeCall, n: int = 2048, by_slot: bool = False) -> MLADecodeCall:
+    where = {"page_table": None, "seq_lens": None} if by_slot else {}
+    return call._replace(indices=torch.empty(call.out.shape[0], n, dtype=torch.int32), **where)
+
+
+@pytest.mark.parametrize("by_slot", [False, True])
+@pytest.mark.parametrize(
+    ("format", "heads", "copies"),
+    # Of a thread, 16 bytes each: of 64 keys 1024 or 512 bytes of latents, rotary parts, group scales.
+    [("bf16", 16, 36), ("bf16", 128, 24), ("fp8_e4m3", 128, 18), ("fp8_ds_mla", 16, 21), ("fp8_ds_mla", 128, 20)],
+)
+def test_rows_of_listed_keys_are_copied_16_bytes_at_a_time(format, heads, copies, by_slot):
+    call = listed(replace_requests(make(format, heads, page=3), 512), by_slot=by_slot)
+    kernels = compiled(call)
+    assert next(iter(kernels)) == "listed_rows_kernel"
+    assert all(k["shared"] <= SHARED for k in kernels.values())
+    split = next(k for name, k in kernels.items() if name.startswith("mla_decode"))
+    sass = split["sass"]()
+    assert "UTMALDG" not in sass
+    assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128 ", sass)) == copies
+    assert "LDGSTS.E " not in sass
+    assert split["n_spills"] <= since({(3, 6): 96, (3, 7): 160})  # addresses, between tiles
+
+
+def test_lists_of_more_keys_than_the_workspace_holds_are_refused():
+    call = make()
+    assert mla_decode.why_not(facts(listed(call, 1 << 24))) is None
+    assert "lists of 67108864 keys in all, got 67108868" in mla_decode.why_not(facts(listed(call, (1 << 24) + 1)))
+    config = mla_decode.configure(facts(listed(call, 0)))
+    assert config.launches.kernel_launches == ()

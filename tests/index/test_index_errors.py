@@ -196,3 +196,8 @@ def test_checked_mode_knows_slots_positions_and_pages(monkeypatch):
         )
     with pytest.raises(ValueError, match=r"page_table: want page ids in \[0, 4\), got 9 at \[1, 0\]"):
         tersekv.index_select(**(good() | {"page_table": torch.tensor([[0, 1], [9, 0]])}), k=3)
+
+
+def test_a_backend_that_lacks_the_device_says_so():
+    with pytest.raises(tersekv.UnsupportedError, match=r"index_topk has no backend for scores=\[2, 5\]"):
+        tersekv.index_topk(torch.zeros(2, 5), torch.tensor([5, 3]), 3, backend="gluon")

@@ -219,7 +219,7 @@ def _no_op(call: Any, config: Any) -> None:
 
 def _describe(f: SimpleNamespace) -> str:
     names = ("q", "k", "k_rope", "q_nope", "kv_c", "outs", "scores")
-    parts = [f"{n}={list(getattr(f, n).shape)}" for n in names if getattr(f, n, None) is not None]
+    parts = [f"{n}={list(getattr(f, n).shape)}" for n in names if hasattr(getattr(f, n, None), "shape")]
     return " ".join([*parts, getattr(f, "format", "")]).strip()
 
 

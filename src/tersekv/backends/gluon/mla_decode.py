@@ -9,12 +9,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...formats import UE8M0, latent_format
+from ...formats import LATENT_SINKS, LISTS, UE8M0, latent_format
 from ..host import launch
 from ..host.attention_launches import attention_launches, output_and_workspace_args, split_pass_args
-from ..host.bind import BoundLaunches, HostAction, KernelLaunch, LaunchSequence, TensorMapArg, tensor_args
+from ..host.bind import (
+    BoundLaunches,
+    HostAction,
+    KernelLaunch,
+    LaunchSequence,
+    TensorArg,
+    TensorMapArg,
+    Workspace,
+    tensor_args,
+)
+from ..host.key_lists import rows_as_requests
 from ..triton.mla_decode import entry as portable
 from ..triton.mla_decode.config import TileConfig
+from ..triton.parts.listed_rows import LENS, ROWS, listed_rows_launch, listed_rows_slices
 from .sm90.mla_decode.combine import combine_kernel
 from .sm90.parts.tensor_maps import make_tensor_map
 
@@ -24,8 +35,11 @@ RANK, ROPE = 512, 64
 MAX_UNSPLIT_BLOCKS = 4  # n_blocks of a work tile that is never split
 _SMALL_M_ROWS = 32  # with 16-bit latents, up to this many query rows are not padded to 64
 SMALL_PAGES = (16, 32)  # and multiples of BLOCK_N
+MAX_LISTED_KEYS = 1 << 26  # of all rows: 256 MB of workspace
 _TESTED_CODES = ("bf16", "e4m3")  # run on a GPU
 _QUERY_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+
+SUPPORTS = (LISTS, LATENT_SINKS)
 
 
 class MLADecodeConfig(NamedTuple):
@@ -54,7 +68,11 @@ def why_not(f: SimpleNamespace) -> str | None:
     if (f.ckv.shape[2], f.kpe.shape[2]) != (RANK, ROPE):
         return f"wants latents of {RANK} + {ROPE}, got {f.ckv.shape[2]} + {f.kpe.shape[2]}"
     page, q = f.ckv.shape[1], f.q_nope.dtype
-    if page % BLOCK_N and page not in SMALL_PAGES:
+    if f.indices is not None and f.out.shape[0] * f.indices.shape[-1] * f.block_size > MAX_LISTED_KEYS:
+        return (
+            f"wants lists of {MAX_LISTED_KEYS} keys in all, got {f.out.shape[0] * f.indices.shape[-1] * f.block_size}"
+        )
+    if f.indices is None and page % BLOCK_N and page not in SMALL_PAGES:
         return f"wants pages of {', '.join(map(str, SMALL_PAGES))} or a multiple of {BLOCK_N}, got {page}"
     if q not in _QUERY_DTYPES:
         return f"wants a bfloat16 or float8_e4m3fn q, got {str(q).removeprefix('torch.')}"
@@ -102,6 +120,7 @@ def choose_config(f: SimpleNamespace) -> MLADecodeConfig:
 
 def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) -> Config:
     """Returns the launches of these facts."""
+    listed_rows, f = _listed_rows(f), rows_as_requests(f, f.ckv.shape[1])
     config, is_16_bit = chosen_config or choose_config(f), f.ckv.dtype.itemsize == 2
     heads, requests = f.q_nope.shape[1], f.seq_lens.shape[0]
     num_head_blocks = (
@@ -122,6 +141,8 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     # Rows of partial results start at 32-byte sectors: 5 µs less at 1 × 8K, 128 heads.
     constants["PARTIAL_COLUMNS"] = RANK + 8
     constants["BLOCK_B"] = max(constants["BLOCK_B"], 128)  # one kernel for all small batches
+    if listed_rows:  # pages are no longer looked up
+        constants |= {"GATHER_ROWS": True, "PAGE": BLOCK_N}
     max_m_blocks = -(-f.max_q_len * constants["GROUP"] // config.block_m)
     num_work_tiles = max(requests, 1) * max_m_blocks * num_head_blocks
     num_ctas = max(launch.num_sms(f) * config.ctas_per_sm // num_head_blocks, 1) * num_head_blocks
@@ -129,26 +150,18 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     if one_work_tile_per_cta:
         num_ctas = num_work_tiles
     cfg = portable.Constants(**constants, UNSPLIT=one_work_tile_per_cta)
-    # The producer warp has three idle ones beside it: registers are allocated by warpgroup.
-    warpgroups = (
-        4
-        if config.three_warpgroups
-        else 3
-        if (is_16_bit and config.block_m > _SMALL_M_ROWS) or config.num_consumers == 2
-        else 2
-    )
-    # Of two warpgroups the consumer takes 232 registers (`small_m`): 168 each leave 104 to the producer.
-    max_registers = min(65536 // (128 * warpgroups * config.ctas_per_sm), 168) // 8 * 8
     combine_constants = (
         replace(cfg, PACK=1, BLOCK_DV=RANK) if config.three_warpgroups else cfg
     )  # three_warpgroups stores columns in order
-    kernel, outputs = _select_kernel(is_16_bit, config), output_and_workspace_args(f)
+    kernel, outputs = _select_kernel(is_16_bit, config), output_and_workspace_args(f) | tensor_args(SINKS="sinks")
     arguments = (
         portable.query_and_kv_scale_args(f) | split_pass_args(f) | outputs | _tensor_map_args(f, cfg, cache_matrices)
     )
+    arguments |= _cache_row_args(f, bool(listed_rows))
     arguments |= {"max_m_blocks": max_m_blocks, "STAGES": config.num_stages, "cfg": cfg}
     if "NUM_CONSUMERS" in kernel.arg_names:  # of `small_m`
         arguments["NUM_CONSUMERS"] = config.num_consumers
+    max_registers = _choose_max_registers(is_16_bit, config)
     split_launch = KernelLaunch(kernel, (num_ctas,), arguments, num_warps=4, maxnreg=max_registers, launch_pdl=True)
     combine_launch = (
         None
@@ -157,10 +170,48 @@ def configure(f: SimpleNamespace, chosen_config: MLADecodeConfig | None = None) 
     )
     # Partial states of splits, then SPLIT_METADATA.
     workspace_floats = 2 * num_ctas * cfg.BLOCK_M * cfg.PARTIAL_COLUMNS + 2 * requests * max_m_blocks * num_head_blocks
-    return Config(
-        cfg, num_ctas, max_m_blocks, combine_constants, cache_matrices,
-        attention_launches(f, split_launch, combine_launch, workspace_floats),
-    )  # fmt: skip
+    launches = attention_launches(f, split_launch, combine_launch, workspace_floats)
+    launches = _after_listed_rows(f, listed_rows, launches, workspace_floats)
+    return Config(cfg, num_ctas, max_m_blocks, combine_constants, cache_matrices, launches)
+
+
+def _listed_rows(f: SimpleNamespace) -> list[KernelLaunch]:
+    """Returns the launch that turns lists into rows of the cache; none without lists."""
+    return [] if f.indices is None or 0 in f.indices.shape else [listed_rows_launch(f, _rows_per_page(f.ckv))]
+
+
+def _after_listed_rows(
+    f: SimpleNamespace, listed_rows: list[KernelLaunch], launches: LaunchSequence | HostAction, workspace_floats: int
+) -> LaunchSequence | HostAction:
+    """Returns the launches behind that of listed rows, which shares their workspace."""
+    if not listed_rows or not launches.kernel_launches:
+        return launches
+    workspace = Workspace(workspace_floats, listed_rows_slices(f))
+    return LaunchSequence(*listed_rows, *launches.kernel_launches, workspace=workspace)
+
+
+def _choose_max_registers(is_16_bit: bool, config: MLADecodeConfig) -> int:
+    """Returns the registers of a thread. The producer warp has three idle ones beside it: registers are allocated by
+    warpgroup. Of two warpgroups the consumer takes 232 (`small_m`): 168 each leave 104 to the producer."""
+    if config.three_warpgroups:
+        warpgroups = 4
+    else:
+        warpgroups = 3 if (is_16_bit and config.block_m > _SMALL_M_ROWS) or config.num_consumers == 2 else 2
+    return min(65536 // (128 * warpgroups * config.ctas_per_sm), 168) // 8 * 8
+
+
+def _cache_row_args(f: SimpleNamespace, gathers: bool) -> dict[str, Any]:
+    """Returns the arguments by which rows of listed keys are copied; pitches in 16 bytes."""
+    parts = {"ckv": f.ckv, "kpe": f.kpe, "scale": f.ckv_scale_cache}
+    pitches = {
+        f"{name}_pitch": x.stride[1] * x.dtype.itemsize // 16 if gathers and x is not None else 0
+        for name, x in parts.items()
+    }
+    if not gathers:
+        return pitches | {"CKV": None, "KPE": None, "SCALES": None}
+    tables = {"PAGE_TABLE": TensorArg(ROWS), "SEQ_LENS": TensorArg(LENS)}
+    num_keys = f.indices.shape[-1] * f.block_size
+    return pitches | tensor_args(CKV="ckv", KPE="kpe", SCALES="ckv_scale_cache") | tables | {"stride_table_b": num_keys}
 
 
 def _tensor_map_args(
@@ -182,7 +233,8 @@ def _combine_launch(
 ) -> KernelLaunch:  # fmt: skip
     num_rows = min(config.block_m, f.max_q_len * combine_constants.GROUP)
     rows, num_splits, columns, warps = _choose_combine_rows_splits_columns_warps(num_rows, num_work_tiles, num_ctas)
-    arguments = output_and_workspace_args(f) | tensor_args(CU_SEQLENS_Q="cu_seqlens_q", KV_SCALE="kv_scale_t") | {
+    tensors = tensor_args(CU_SEQLENS_Q="cu_seqlens_q", SINKS="sinks", KV_SCALE="kv_scale_t")
+    arguments = output_and_workspace_args(f) | tensors | {
         "kv_scale": f.kv_scale, "num_ctas": num_ctas, "max_m_blocks": max_m_blocks,
         "COMBINE_ROWS": rows, "SPLITS_PER_STEP": num_splits, "COMBINE_COLUMNS": columns, "cfg": combine_constants,
     }  # fmt: skip

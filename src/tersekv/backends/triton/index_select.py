@@ -9,9 +9,9 @@ from typing import Any
 from ..host.bind import WORKSPACE, BoundLaunches, HostAction, KernelLaunch, LaunchSequence, TensorArg, Workspace
 from ..host.kernel_config import KernelConfig
 from .parts.index_scores import row_args, row_config, score_launch, why_not_scores
-from .parts.index_topk import topk_launch
+from .parts.index_topk import candidate_slices, candidates_of_rounds, topk_launches
 
-MAX_SCORES = 1 << 26  # of the workspace: 256 MB
+MAX_SCORES = 1 << 26  # of the workspace, with what is taken of them: 256 MB
 _MAX_CACHED_BYTES = 64 << 20  # a workspace that is kept between calls
 
 
@@ -36,7 +36,8 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
         return HostAction(_take_nothing)
     lines = f.q.shape[1] if f.each else 1
     num_rows, width = f.out.shape[0], f.width if f.page_table.shape[1] and f.k_cache.shape[0] else 0
-    step = max(1, min(num_rows, MAX_SCORES // max(width * lines, 1)))
+    words = lines * (width + 2 * sum(n for n, _ in candidates_of_rounds(width, f.k)))
+    step = max(1, min(num_rows, MAX_SCORES // max(words, 1)))
     scores, strides = TensorArg(WORKSPACE), (width * lines, width)
     arguments = row_args(f) | {
         "STARTS": None, "VISIBLE": None, "OPEN_GROUP": None, "HAS_GROUP": f.open_group, "KEYS": f.block,
@@ -47,8 +48,9 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
         rows = range(start, min(start + step, num_rows))
         if width:
             launches.append(score_launch(f, scores, strides, rows, width))
-        launches.append(topk_launch(f, scores, strides, rows, width, arguments))
-    return LaunchSequence(*launches, workspace=Workspace(max(step * width * lines, 1), None, _MAX_CACHED_BYTES))
+        launches += topk_launches(f, scores, strides, rows, width, arguments)
+    slices = candidate_slices(step * lines, width, f.k)
+    return LaunchSequence(*launches, workspace=Workspace(max(step * width * lines, 1), dict(slices), _MAX_CACHED_BYTES))
 
 
 def _take_nothing(call: Any) -> None:

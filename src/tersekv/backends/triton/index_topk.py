@@ -1,4 +1,4 @@
-"""index_topk: the columns of the largest scores, in one launch."""
+"""index_topk: columns of the largest scores, of so many rows at a time as their candidates fit into the workspace."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..host import launch
-from ..host.bind import BoundLaunches, LaunchSequence, TensorArg, tensor_args
-from .parts.index_topk import topk_launch
+from ..host.bind import BoundLaunches, LaunchSequence, TensorArg, Workspace, tensor_args
+from .parts.index_topk import candidate_slices, candidates_of_rounds, topk_launches
+
+_MAX_WORDS = 1 << 24  # of the workspace: 64 MB
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -22,8 +24,18 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
         "SEQ_LENS": None, "CU_SEQLENS_Q": None, "B": 0, "KEYS": 1, "HAS_GROUP": f.open_group is not None, "cfg": None,
     }  # fmt: skip
     strides = f.scores.stride[0], f.scores.stride[1] if len(f.scores.shape) == 3 else 0
-    rows = range(f.out.shape[0])
-    return LaunchSequence(topk_launch(f, TensorArg("scores"), strides, rows, f.scores.shape[-1], arguments))
+    num_rows, width, lines = f.out.shape[0], f.scores.shape[-1], f.out.shape[1] if len(f.out.shape) == 3 else 1
+    words = 2 * lines * sum(n for n, _ in candidates_of_rounds(width, f.k))
+    step = max(1, min(num_rows, _MAX_WORDS // max(words, 1)))
+    launches = [
+        x
+        for start in range(0, num_rows, step)
+        for x in topk_launches(
+            f, TensorArg("scores", row=start), strides, range(start, min(start + step, num_rows)), width, arguments
+        )
+    ]
+    workspace = Workspace(0, candidate_slices(step * lines, width, f.k)) if words else None
+    return LaunchSequence(*launches, workspace=workspace)
 
 
 def run(call: Any, config: LaunchSequence) -> None:

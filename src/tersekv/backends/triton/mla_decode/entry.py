@@ -114,6 +114,7 @@ class Constants(KernelConfig):
     CKV_STRIDE_UNIT: int = 1  # of the latent rows' strides, in 16-bit words, by `common_stride_unit`
     KPE_STRIDE_UNIT: int = 1  # of the rotary parts' strides
     UNSPLIT: bool = False  # of the Gluon kernels: a CTA has one work tile, and nothing is split
+    GATHER_ROWS: bool = False  # of the Gluon kernels: rows of listed keys are copied by pointer
     LIST: KeyListConfig = NO_LISTS
 
 

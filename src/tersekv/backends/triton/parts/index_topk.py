@@ -1,15 +1,18 @@
-"""The columns of a row's largest scores, in ascending order: the kernel that two operations share.
+"""The columns of a row's largest scores, in ascending order: the kernels that two operations share.
 
-A program has a row. Four passes of a radix select find the smallest key that is taken, 8 bits each from the highest on;
-then one pass compacts in order: all larger keys, and of the equal ones the first. A row stays in L2 meanwhile. Rows of
-at most k columns are only compacted.
+A tournament. Programs each hold a split of a row in registers and keep its k largest, in order, as candidates, or some
+more where there is room; these are split in turn until one program holds all of a row's, and takes what the row takes.
+The k-th largest is found bit by bit, by counts; then a scan compacts: all larger keys, and of the equal ones the first.
+So every row costs the same, whatever its scores are. Where k is most of a split, one program goes through the row again
+for every bit instead.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -17,70 +20,147 @@ from ...host import launch
 from ...host.bind import KernelLaunch, TensorArg
 from .index_scores import find_request, row_positions
 
-_MAX_BLOCK = 8192  # columns that are looked at together
+_MIN_SPLIT, _MAX_SPLIT = 4096, 16384  # columns of a program
+_SPLIT_OF_K = 8  # a split has so many columns for each that it keeps, if it can
+_FILL = tl.constexpr(1024)  # entries that are filled together
 _NAN_KEY = tl.constexpr(1)
 _KEPT_KEY = tl.constexpr(0xFFFFFFFF)
 
 
-@triton.jit
-def load_keys(p_scores, column, visible, keep_first, keep_last):
-    """Loads scores as uint32 in their order; 0: not to be taken, 1: NaN, the largest: taken before all others."""
-    valid = column < visible
-    x = tl.load(p_scores + column, mask=valid, other=float("-inf"))
-    x = tl.where(x == 0, 0.0, x)
-    bits = x.to(tl.uint32, bitcast=True)
-    key = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    key = tl.where(x == x, key, _NAN_KEY)
-    kept = (column < keep_first) | (column >= visible - keep_last)
-    key = tl.where(kept, _KEPT_KEY, key)
-    return tl.where(valid & (x != float("-inf")), key, 0).to(tl.uint32)
+class Source(NamedTuple):
+    """What a program takes from: scores (fp32), or candidates' keys (int32) with their columns behind them."""
+
+    p_row: Any
+    num: Any  # scores that the row sees, or candidates
+    keep_first: Any
+    keep_last: Any
+
+
+# A block of columns is a tensor [32, warps, steps]: every warp holds neighbouring columns, 32 a step. So a scan needs
+# other warps only for their sums.
+# NOTE: stores to scattered places have this layout, its first dimension across lanes. So have loads, whose rows are not
+# known to be aligned (strides are not specialised on): vectors would go through shared memory to other lanes.
 
 
 @triton.jit
-def radix_pass(
-    p_scores, visible, keep_first, keep_last, prefix, rest, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Finds 8 more bits, from bit SHIFT on, of the rest-largest key among those that begin with prefix. Returns the
-    longer prefix, and how many keys that begin with it are left to take."""
-    counts = tl.zeros([256], tl.int32)
-    for begin in range(0, visible, BLOCK):
-        key = load_keys(p_scores, begin + tl.arange(0, BLOCK), visible, keep_first, keep_last)
-        mine = key > 0
-        if SHIFT < 24:
-            mine = mine & ((key >> (SHIFT + 8)) == (prefix >> (SHIFT + 8)))
-        counts += tl.histogram(((key >> SHIFT) & 255).to(tl.int32), 256, mask=mine)
-    # Keys of each bin and all higher ones.
-    at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    i_bin = tl.maximum(tl.sum((at_least >= rest).to(tl.int32), 0) - 1, 0)
-    above = tl.sum(tl.where(tl.arange(0, 256) > i_bin, counts, 0), 0)
-    return prefix | (i_bin.to(tl.uint32) << SHIFT), rest - above
+def block_columns(BLOCK: tl.constexpr, WARPS: tl.constexpr):
+    """Returns 0 … BLOCK − 1 as such a tensor."""
+    STEPS: tl.constexpr = BLOCK // (32 * WARPS)
+    i = tl.arange(0, WARPS)[:, None] * (32 * STEPS) + tl.arange(0, STEPS)[None, :] * 32
+    return tl.arange(0, 32)[:, None, None] + i[None, :, :]
 
 
 @triton.jit
-def smallest_key_taken(p_scores, visible, k, keep_first, keep_last, BLOCK: tl.constexpr):
-    """Returns (the smallest key of the k largest, how many of the keys equal to it are taken)."""
-    prefix, rest = tl.full([], 0, tl.uint32), k
-    prefix, rest = radix_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 24, BLOCK)
-    prefix, rest = radix_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 16, BLOCK)
-    prefix, rest = radix_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 8, BLOCK)
-    return radix_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 0, BLOCK)
+def load_keys(source, begin, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+    """Loads keys as uint32 in the order of scores; 0: not to be taken, 1: NaN, the largest: taken before all others."""
+    i = begin + block_columns(BLOCK, WARPS)
+    valid = i < source.num
+    if source.p_row.dtype.element_ty == tl.int32:
+        return tl.load(source.p_row + i, mask=valid, other=0).to(tl.uint32, bitcast=True)
+    else:
+        x = tl.load(source.p_row + i, mask=valid, other=float("-inf"))
+        x = tl.where(x == 0, 0.0, x)
+        bits = x.to(tl.uint32, bitcast=True)
+        key = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+        key = tl.where(x == x, key, _NAN_KEY)
+        kept = (i < source.keep_first) | (i >= source.num - source.keep_last)
+        key = tl.where(kept, _KEPT_KEY, key)
+        return tl.where(valid & (x != float("-inf")), key, 0).to(tl.uint32)
 
 
-@triton.jit(do_not_specialize=["B", "first_row", "width", "keep_first", "keep_last"])
-def index_topk_kernel(
-    SCORES, STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, OUT, LENS, B, first_row, width, k, keep_first,
-    keep_last,
-    stride_st, stride_sh, stride_ot, stride_oh, stride_lt, stride_lh,
-    LINES: tl.constexpr, COLUMNS_OUT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    HAS_GROUP: tl.constexpr, KEYS: tl.constexpr, cfg: tl.constexpr,
-):  # fmt: skip
-    """Takes columns of one row of one head. VISIBLE: columns that rows see, or where they end behind STARTS; None: by
-    their positions, KEYS keys a column."""
-    i_row, line = tl.program_id(0) // LINES, (tl.program_id(0) % LINES).to(tl.int64)
-    t = first_row + i_row
+@triton.jit
+def load_columns(source, begin, columns_offset, mask, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+    """Returns the columns of a block of a source."""
+    i = begin + block_columns(BLOCK, WARPS)
+    if source.p_row.dtype.element_ty == tl.int32:
+        return tl.load(source.p_row + columns_offset + i, mask=mask, other=0)
+    else:
+        return i
+
+
+@triton.constexpr_function
+def count_ptx(n):
+    """PTX that counts those of n keys, from $n on, that are below a threshold: as a negative number in $0; 0 in others.
+
+    LLVM makes bit counts of sums of comparisons, with twice the instructions.
+    """
+    counted = "".join(f"sub.cc.u32 x, ${n + i}, ${2 * n + i}; subc.u32 c, c, 0; " for i in range(n))
+    zeros = "".join(f"mov.u32 ${i}, 0; " for i in range(1, n))
+    return "{ .reg .b32 x, c; mov.u32 c, 0; " + counted + "mov.u32 $0, c; " + zeros + "}"
+
+
+@triton.constexpr_function
+def count_constraints(n):
+    return ",".join(["=&r"] * n + ["r"] * (2 * n))
+
+
+@triton.jit
+def minus_below(key, threshold, WARPS: tl.constexpr, USE_PTX: tl.constexpr):
+    """Returns a tensor whose sum is minus the number of keys below the threshold."""
+    if USE_PTX:
+        N: tl.constexpr = min(key.numel // (32 * WARPS), 8)
+        PTX: tl.constexpr = count_ptx(N)
+        CONSTRAINTS: tl.constexpr = count_constraints(N)
+        return tl.inline_asm_elementwise(PTX, CONSTRAINTS, [key, threshold], tl.int32, True, N)
+    else:
+        return -(key < threshold).to(tl.int32)
+
+
+@triton.jit
+def count_from(source, key, threshold, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
+               USE_PTX: tl.constexpr):  # fmt: skip
+    """Counts keys of the source >= threshold, which is not 0. key: of the first block."""
+    counts, total = minus_below(key, threshold, WARPS, USE_PTX), BLOCK
+    if not ONE_BLOCK:
+        for begin in range(BLOCK, source.num, BLOCK):
+            counts += minus_below(load_keys(source, begin, BLOCK, WARPS), threshold, WARPS, USE_PTX)
+            total += BLOCK
+    return total + tl.sum(counts)
+
+
+@triton.jit
+def smallest_key_taken(source, key, k, most, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, WARPS: tl.constexpr,
+                       USE_PTX: tl.constexpr):  # fmt: skip
+    """Returns (the smallest key of the k largest, or of up to `most`; how many of the keys equal to it are taken). key:
+    of the first block."""
+    threshold, bit = tl.full([], 0, tl.uint32), tl.full([], 0x80000000, tl.uint32)
+    num_from = count_from(source, key, threshold + 1, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
+    while (bit > 0) & (num_from > most):
+        count = count_from(source, key, threshold | bit, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
+        threshold = tl.where(count >= k, threshold | bit, threshold)
+        num_from = tl.where(count >= k, count, num_from)
+        bit = bit >> 1
+    threshold = tl.maximum(threshold, 1)
+    more = tl.full([], 0, tl.int32)
+    if threshold < 0xFFFFFFFF:
+        more = count_from(source, key, threshold + 1, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
+    return threshold, tl.minimum(num_from, most) - more
+
+
+@triton.jit
+def places_of_taken(key, threshold, ties):
+    """Returns (places of a block's keys among those taken, which are taken, how many are, how many ties are left)."""
+    more, equal = key > threshold, key == threshold
+    # Both counts in one scan; a block has fewer than 2^15 columns.
+    both = (more.to(tl.int32) << 16) + equal.to(tl.int32)
+    of_step = tl.sum(both, 0)
+    of_warp = tl.sum(of_step, 1)
+    before = tl.cumsum(of_step, 1) - of_step + (tl.cumsum(of_warp, 0) - of_warp)[:, None]
+    both = tl.cumsum(both, 0) + before[None, :, :]
+    num_more, num_equal = both >> 16, both & 0xFFFF
+    place = num_more + tl.minimum(num_equal, ties) - 1
+    total = tl.sum(of_warp, 0)
+    count = (total >> 16) + tl.minimum(total & 0xFFFF, ties)
+    return place, more | (equal & (num_equal <= ties)), count, tl.maximum(ties - (total & 0xFFFF), 0)
+
+
+@triton.jit
+def row_columns(STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS: tl.constexpr, cfg: tl.constexpr):
+    """Returns (columns that row t sees, its open group, whether it has one, its first column). VISIBLE: columns, or where
+    they end behind STARTS; None: by its position, KEYS keys a column."""
     if VISIBLE is not None:
         group = tl.load(VISIBLE + t).to(tl.int64)
-        columns = group
+        columns, is_open = group, group < 0
         if OPEN_GROUP is not None:
             is_open = tl.load(OPEN_GROUP + t) != 0
     else:
@@ -89,61 +169,176 @@ def index_topk_kernel(
         group = (position + 1) // cfg.RATIO
         columns = (group + KEYS - 1) // KEYS
         is_open = (position + 1) % cfg.RATIO > 0
-    visible = tl.maximum(tl.minimum(columns, width), 0).to(tl.int32)
-    p_scores = SCORES + i_row.to(tl.int64) * stride_st + line * stride_sh
+    visible, start = tl.maximum(tl.minimum(columns, width), 0).to(tl.int32), tl.full([], 0, tl.int64)
     if STARTS is not None:
         start = tl.minimum(tl.maximum(tl.load(STARTS + t).to(tl.int64), 0), width)
         visible = tl.maximum(visible - start.to(tl.int32), 0)
-        p_scores += start
+    return visible, group, is_open, start
+
+
+@triton.jit
+def num_candidates(visible, k, first_most, SPLIT: tl.constexpr, LEVEL: tl.constexpr):
+    """Returns the candidates of a row that sees so many columns, after LEVEL rounds; LEVEL 0: its columns."""
+    n = visible
+    for i in tl.static_range(LEVEL):
+        n = tl.cdiv(n, SPLIT) * (first_most if i == 0 else k)
+    return n
+
+
+@triton.jit(
+    do_not_specialize=[
+        "B",
+        "first_row",
+        "width",
+        "keep_first",
+        "keep_last",
+        "columns_offset",
+        "num_splits",
+        "stride_st",
+        "stride_sh",
+        "candidates_offset",
+    ]
+)
+def index_candidates_kernel(
+    SOURCE, STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, CANDIDATES, B, first_row, width, k, keep_first, keep_last,
+    stride_st, stride_sh, columns_offset, first_most, most, num_splits, candidates_offset,
+    LINES: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr, LEVEL: tl.constexpr, KEYS: tl.constexpr,
+    USE_PTX: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """Stores the candidates of one split of one row of one head: `most` keys, 0 behind the last, and their columns."""
+    i_line, i_split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
+    i_row, line = i_line // LINES, (i_line % LINES).to(tl.int64)
+    t = first_row + i_row
+    visible, _group, _is_open, start = row_columns(
+        STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS, cfg
+    )
+    num = num_candidates(visible, k, first_most, SPLIT, LEVEL)
+    p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if LEVEL == 0 else 0)
+    source = Source(p_row, num, keep_first, keep_last)
+    begin = i_split * SPLIT
+    if begin < source.num:
+        key = load_keys(source, begin, SPLIT, WARPS)
+        threshold, ties = smallest_key_taken(source, key, k, most, SPLIT, True, WARPS, USE_PTX)
+        place, taken, count, ties = places_of_taken(key, threshold, ties)
+        column = load_columns(source, begin, columns_offset, taken, SPLIT, WARPS)
+        p_out = CANDIDATES + (i_line.to(tl.int64) * num_splits + i_split) * most
+        tl.store(p_out + place, key.to(tl.int32, bitcast=True), mask=taken)
+        tl.store(p_out + candidates_offset + place, column, mask=taken)
+        for i in range(count, most, _FILL):
+            o_rest = i + tl.arange(0, _FILL)
+            tl.store(p_out + o_rest, 0, mask=o_rest < most)
+
+
+@triton.jit(
+    do_not_specialize=["B", "first_row", "width", "keep_first", "keep_last", "columns_offset", "stride_st", "stride_sh"]
+)
+def index_topk_kernel(
+    SOURCE, STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, OUT, LENS, B, first_row, width, k, keep_first, keep_last,
+    stride_st, stride_sh, columns_offset, first_most, stride_ot, stride_oh, stride_lt, stride_lh,
+    LINES: tl.constexpr, COLUMNS_OUT: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    WARPS: tl.constexpr, SPLIT: tl.constexpr, LEVEL: tl.constexpr, HAS_GROUP: tl.constexpr, KEYS: tl.constexpr,
+    USE_PTX: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """Takes columns of one row of one head."""
+    i_row, line = tl.program_id(0) // LINES, (tl.program_id(0) % LINES).to(tl.int64)
+    t = first_row + i_row
+    visible, group, is_open, start = row_columns(
+        STARTS, VISIBLE, OPEN_GROUP, SEQ_LENS, CU_SEQLENS_Q, B, t, width, KEYS, cfg
+    )
+    num = num_candidates(visible, k, first_most, SPLIT, LEVEL)
+    p_row = SOURCE + i_row.to(tl.int64) * stride_st + line * stride_sh + (start if LEVEL == 0 else 0)
+    source = Source(p_row, num, keep_first, keep_last)
     p_out = OUT + t.to(tl.int64) * stride_ot + line * stride_oh
-    threshold, ties = tl.full([], 1, tl.uint32), visible + 1
-    if visible > k:
-        threshold, ties = smallest_key_taken(p_scores, visible, k, keep_first, keep_last, BLOCK)
-        if threshold == 0:  # fewer than k may be taken
-            threshold, ties = tl.full([], 1, tl.uint32), visible + 1
-    count = 0
-    for begin in range(0, visible, BLOCK):
-        column = begin + tl.arange(0, BLOCK)
-        key = load_keys(p_scores, column, visible, keep_first, keep_last)
-        more, equal = key > threshold, key == threshold
-        # Both counts in one scan; a block has fewer than 2^16 columns.
-        both = tl.cumsum((more.to(tl.int32) << 16) + equal.to(tl.int32), 0)
-        num_more, num_equal = both >> 16, both & 0xFFFF
-        place = count + num_more + tl.minimum(num_equal, ties) - 1
-        tl.store(p_out + place, column, mask=more | (equal & (num_equal <= ties)))
-        equal_in_block = tl.sum(equal.to(tl.int32), 0)
-        count += tl.sum(more.to(tl.int32), 0) + tl.minimum(equal_in_block, ties)
-        ties = tl.maximum(ties - equal_in_block, 0)
+    key = load_keys(source, 0, BLOCK, WARPS)
+    threshold, ties = smallest_key_taken(source, key, k, k, BLOCK, ONE_BLOCK, WARPS, USE_PTX)
+    place, taken, count, ties = places_of_taken(key, threshold, ties)
+    tl.store(p_out + place, load_columns(source, 0, columns_offset, taken, BLOCK, WARPS), mask=taken)
+    if not ONE_BLOCK:
+        for i in range(BLOCK, source.num, BLOCK):
+            place, taken, num_taken, ties = places_of_taken(load_keys(source, i, BLOCK, WARPS), threshold, ties)
+            column = load_columns(source, i, columns_offset, taken, BLOCK, WARPS)
+            tl.store(p_out + count + place, column, mask=taken)
+            count += num_taken
     if HAS_GROUP:
         tl.store(p_out + count, group.to(tl.int32), mask=is_open)
         count += tl.where(is_open, 1, 0)
     if LENS is not None:
         tl.store(LENS + t.to(tl.int64) * stride_lt + line * stride_lh, count)
-    for begin in range(0, COLUMNS_OUT, BLOCK_OUT):
-        o_out = begin + tl.arange(0, BLOCK_OUT)
-        tl.store(p_out + o_out, -1, mask=(o_out >= count) & (o_out < COLUMNS_OUT))
+    for i in range(count, COLUMNS_OUT, _FILL):
+        o_out = i + tl.arange(0, _FILL)
+        tl.store(p_out + o_out, -1, mask=o_out < COLUMNS_OUT)
 
 
-def topk_launch(
+# The host.
+
+
+def split_columns(k: int) -> int:
+    return min(max(launch.next_power_of_2(_SPLIT_OF_K * k), _MIN_SPLIT), _MAX_SPLIT)
+
+
+def candidates_of_rounds(width: int, k: int) -> list[tuple[int, int]]:
+    """Returns for each round of a row of `width` columns how many candidates it leaves, and of a split at most."""
+    n, split = width, split_columns(k)
+    found: list[tuple[int, int]] = []
+    while n > (_MAX_SPLIT if found else split) and 2 * k <= split:
+        num_splits = -(-n // split)
+        most = k if found else min(max(_MAX_SPLIT // num_splits, k), 2 * k)
+        n = num_splits * most
+        found.append((n, most))
+    return found
+
+
+def candidate_slices(num_lines: int, width: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Returns slices of the workspace for candidates of so many rows of heads, by their names in `topk_launches`."""
+    rounds = candidates_of_rounds(width, k)
+    return {f"candidates_{i}": ((2, num_lines, n), torch.int32) for i, (n, _) in enumerate(rounds)}
+
+
+def topk_launches(
     f: SimpleNamespace, scores: TensorArg, strides: tuple[int, int], rows: range, width: int, arguments: dict[str, Any]
-) -> KernelLaunch:
-    """Returns the launch that takes columns of some rows.
+) -> list[KernelLaunch]:
+    """Returns the launches that take columns of some rows.
 
     scores, strides: where the scores of the first of them are, and strides of rows and heads there
     arguments:       STARTS, VISIBLE, OPEN_GROUP, HAS_GROUP; SEQ_LENS, CU_SEQLENS_Q, B, KEYS, cfg
     """
     lines = f.out.shape[1] if len(f.out.shape) == 3 else 1
-    last = min(f.keep_last, f.k)
-    block = min(_MAX_BLOCK, max(launch.next_power_of_2(width), 256))
-    head = 1 if lines > 1 or len(f.out.shape) == 3 else 0
-    lens = f.out_lens.stride if f.out_lens is not None else (0, 0)
-    arguments = arguments | {
-        "SCORES": scores, "OUT": TensorArg("out"), "LENS": TensorArg("out_lens"), "first_row": rows.start,
-        "width": width, "k": f.k, "keep_first": min(f.keep_first, f.k - last), "keep_last": last,
-        "stride_st": strides[0], "stride_sh": strides[1], "stride_ot": f.out.stride[0],
-        "stride_oh": f.out.stride[1] if head else 0, "stride_lt": lens[0], "stride_lh": lens[1] if head else 0,
-        "LINES": lines, "COLUMNS_OUT": f.out.shape[-1], "BLOCK": block,
-        "BLOCK_OUT": min(1024, launch.next_power_of_2(f.out.shape[-1])),
+    last, split, num_lines = min(f.keep_last, f.k), split_columns(f.k), len(rows) * lines
+    arguments = dict(arguments)
+    has_group = arguments.pop("HAS_GROUP")
+    arguments |= {
+        "first_row": rows.start, "width": width, "k": f.k, "keep_first": min(f.keep_first, f.k - last),
+        "keep_last": last, "LINES": lines, "SPLIT": split, "USE_PTX": launch.has_ptx(f),
     }  # fmt: skip
-    warps = 16 if block == _MAX_BLOCK else 4
-    return KernelLaunch(index_topk_kernel, (len(rows) * lines,), arguments, num_warps=warps)
+    source = {"SOURCE": scores, "stride_st": strides[0], "stride_sh": strides[1], "columns_offset": 0, "LEVEL": 0}
+    launches, num_entries, rounds = [], width, candidates_of_rounds(width, f.k)
+    arguments["first_most"] = rounds[0][1] if rounds else 0
+    for i, (entries, most) in enumerate(rounds):
+        num_splits, offset = entries // most, num_lines * entries
+        candidates = TensorArg(f"candidates_{i}")
+        sizes = {"most": most, "num_splits": num_splits, "candidates_offset": offset, "WARPS": _num_warps(f, split)}
+        launches.append(KernelLaunch(
+            index_candidates_kernel, (num_lines * num_splits,), arguments | source | sizes | {"CANDIDATES": candidates},
+            num_warps=_num_warps(f, split),
+        ))  # fmt: skip
+        source = {
+            "SOURCE": candidates, "stride_st": lines * entries, "stride_sh": entries, "columns_offset": offset,
+            "LEVEL": i + 1,
+        }  # fmt: skip
+        num_entries = entries
+    block = min(max(launch.next_power_of_2(num_entries), 256), _MAX_SPLIT if rounds else split)
+    has_heads = len(f.out.shape) == 3
+    lens = f.out_lens.stride if f.out_lens is not None else (0, 0)
+    arguments |= source | {
+        "OUT": TensorArg("out"), "LENS": TensorArg("out_lens"), "stride_ot": f.out.stride[0],
+        "stride_oh": f.out.stride[1] if has_heads else 0, "stride_lt": lens[0],
+        "stride_lh": lens[1] if has_heads else 0, "COLUMNS_OUT": f.out.shape[-1], "BLOCK": block,
+        "ONE_BLOCK": num_entries <= block, "WARPS": _num_warps(f, block), "HAS_GROUP": has_group,
+    }  # fmt: skip
+    return [*launches, KernelLaunch(index_topk_kernel, (num_lines,), arguments, num_warps=_num_warps(f, block))]
+
+
+def _num_warps(f: SimpleNamespace, columns: int) -> int:
+    """Returns the warps of a program that holds so many columns, 16 a thread, of at most 1024 threads."""
+    lanes = 64 if f.arch is None else 32
+    return min(max(columns // (16 * lanes), 4), 1024 // lanes)

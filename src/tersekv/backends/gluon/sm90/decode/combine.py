@@ -22,7 +22,7 @@ from ....triton.parts.tile_scheduler import split_metadata_ptr
 from ...versions import thread_barrier
 from ..parts.combine import accumulate_splits
 from ..parts.dequant import load_scale_per_head
-from ..parts.epilogue import cast_output, finalize_softmax_with_sinks
+from ..parts.epilogue import cast_output, finalize_softmax
 from .layouts import query_heads_of_rows
 
 # ---- counters of arrived splits: their memory needs no initialization ----
@@ -250,7 +250,7 @@ q_begin,
     v_scale = load_scale_per_head(
         scales.v_scale, scales.V_SCALE, kv_heads // tile_cfg.COLUMN_PARTS, cfg.HAS_V_SCALE, cfg.V_SCALE_STRIDE
     ) * (scales.out_scale * cfg.V_RESIDUAL_SCALE)
-    acc_scale, lse = finalize_softmax_with_sinks(row_max, row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg)
+    acc_scale, lse = finalize_softmax(row_max, row_sum, v_scale, tensors.SINKS, q_heads, m_row, cfg)
     packed_column = o_d % cfg.BLOCK_DV
     p_row = OUT + tokens * strides.out_t + q_heads * strides.out_h
     if tile_cfg.COLUMN_PARTS > 1:

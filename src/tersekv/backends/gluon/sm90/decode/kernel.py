@@ -36,7 +36,7 @@ from ..parts.dequant import (
     log2_and_reciprocal,
     mma_dtype,
 )
-from ..parts.epilogue import cast_output, finalize_softmax_with_sinks, zero_padding_rows
+from ..parts.epilogue import cast_output, finalize_softmax, zero_padding_rows
 from ..parts.hadamard import (
     allocate_smem_column_scales,
     load_k_and_v_column_scales,
@@ -481,7 +481,7 @@ def store_output_and_lse(
     q_heads = query_heads_of_rows(kv_heads[:, None], o_r[None, :], cfg, tile_cfg)
     tokens = (work_tile.q_begin + o_r // cfg.GROUP).to(gl.int64)[None, :]
     m_row = (o_r < work_tile.num_q_rows * cfg.GROUP)[None, :] & (kv_heads >= 0)[:, None]
-    acc_scale, lse = finalize_softmax_with_sinks(
+    acc_scale, lse = finalize_softmax(
         state.row_max, state.row_sum, v_out_scale[:, None] * cfg.V_RESIDUAL_SCALE, tensors.SINKS, q_heads, m_row, cfg
     )
     o_d = packed_output_columns(first_head, cfg, tile_cfg)

@@ -34,7 +34,7 @@ from ..parts.dequant import (
     log2_and_reciprocal,
     logical_column,
 )
-from ..parts.epilogue import cast_output, finalize_softmax_with_sinks
+from ..parts.epilogue import cast_output, finalize_softmax
 from ..parts.hadamard import scale_and_rotate_query
 from ..parts.mask import is_visible_in_block, valid_keys_mask
 from ..parts.online_softmax import SoftmaxState, apply_softcap_to_log2_scores
@@ -433,7 +433,7 @@ def store_output_and_lse_of_head(tensors, strides, state, v_out_scale, kv_head, 
     q_heads = (kv_head * cfg.GROUP + o_r % cfg.GROUP).to(gl.int64)
     tokens = (work_tile.q_begin + o_r // cfg.GROUP).to(gl.int64)
     m_row = o_r < work_tile.num_q_rows * cfg.GROUP
-    acc_scale, lse = finalize_softmax_with_sinks(
+    acc_scale, lse = finalize_softmax(
         state.row_max, state.row_sum, v_out_scale * cfg.V_RESIDUAL_SCALE, tensors.SINKS, q_heads, m_row, cfg
     )
     o_d = logical_column(gl.arange(0, cfg.PACK * cfg.PACKED_V, gl.SliceLayout(0, O)), cfg)

@@ -27,7 +27,7 @@ PROJECTED_COLUMNS = tl.constexpr(128)  # columns of a head's output, in the deco
 
 @triton.jit
 def combine_kernel(
-    CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, num_ctas, max_m_blocks,
+    CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, num_ctas, max_m_blocks,
     stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
     COMBINE_ROWS: tl.constexpr, SPLITS_PER_STEP: tl.constexpr, COMBINE_COLUMNS: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def combine_kernel(
         value_scale = load_scale(kv_scale, KV_SCALE, 0, cfg.HAS_V_SCALE) * load_scale(
             out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE
         )
-        acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale, None, heads, m_row, cfg)
+        acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
         columns = cfg.PACK * (o_d % cfg.BLOCK_DV) + o_d // cfg.BLOCK_DV
         p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[:, None] + columns[None, :]
         tl.store(p_out, cast_output(acc_o * acc_scale[:, None], OUT, cfg), mask=m_row[:, None])

@@ -24,6 +24,7 @@ class AttentionTensors(NamedTuple):
     Q_PE: gl.tensor
     SEQ_LENS: gl.tensor
     CU_SEQLENS_Q: gl.tensor
+    SINKS: gl.tensor
     OUT: gl.tensor
     LSE: gl.tensor
     SPLIT_WORKSPACE: gl.tensor

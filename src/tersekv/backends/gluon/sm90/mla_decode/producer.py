@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ...versions import tma_load
 from ..parts.pipeline import sync_and_arrive
 from ..parts.tile_scheduler import advance_to_request_of_block, load_request_shape, work_tile_at
+from .gather import gather_tile, load_rows, signal_copies
 
 SCALE_COLUMNS = gl.constexpr(6)  # rows of score_scales of a stage
 MIN_SCALE = gl.constexpr(1e-30)  # of a key's chunks: its reciprocal is finite
@@ -53,16 +54,21 @@ def smem_tile_of_columns(smem_ring, stage, i_column_tile, STAGES: gl.constexpr):
     return smem_ring.index(stage * (smem_ring.shape[0] // STAGES) + i_column_tile)
 
 
-@gluon.jit
-def store_score_scales_and_v_scale_ratios(smem_group_scales, smem_score_scales, smem_v_scale_ratios, stage, num_valid):
-    """Stores a tile's group scales in shared memory; past the last key they are 1.
+@gluon.constexpr_function
+def scale_layout(num_warps):
+    return gl.BlockedLayout([1, 4], [32, 1], [num_warps, 1], [1, 0])
 
+
+@gluon.jit
+def store_score_scales_and_v_scale_ratios(x, smem_score_scales, smem_v_scale_ratios, stage, num_valid):
+    """Stores a tile's group scales x in shared memory; past the last key they are 1.
+
+    x: fp32 [BLOCK_N, 4] in `scale_layout`
     smem_score_scales: fp32 [SCALE_COLUMNS * STAGES, BLOCK_N], for QK: the four scales, log2 of the largest, 1 / largest
     smem_v_scale_ratios: fp16 [4 * STAGES, BLOCK_N], for PV: the four scales over the largest
     """
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
-    x = smem_group_scales.load(L)
-    BLOCK_N: gl.constexpr = smem_group_scales.shape[0]
+    L: gl.constexpr = scale_layout(gl.num_warps())
+    BLOCK_N: gl.constexpr = x.shape[0]
     is_valid = gl.arange(0, BLOCK_N, gl.SliceLayout(1, L)) < num_valid
     x = gl.where(is_valid[:, None], x, 1.0)
     max_scale = gl.maximum(gl.max(gl.abs(x), 1), MIN_SCALE)
@@ -81,7 +87,7 @@ def store_score_scales_and_v_scale_ratios(smem_group_scales, smem_score_scales, 
 
 
 @gluon.jit
-def producer(
+def tensor_copy_producer(
     tensor_maps, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES: gl.constexpr, cfg: gl.constexpr
 ):
     """Copies every tile of the CTA range.
@@ -139,9 +145,88 @@ def producer(
             if cfg.GROUP_SCALES and PREPARES_SCALES:
                 mbarrier.wait(full_barrier, (kv_iter // NUM_FULL_BARRIERS) & 1)
                 store_score_scales_and_v_scale_ratios(
-                    smem_kv.scales.index(stage), scale_prefetch.score_scales, scale_prefetch.v_scale_ratios, stage,
+                    smem_kv.scales.index(stage).load(scale_layout(gl.num_warps())), scale_prefetch.score_scales,
+                    scale_prefetch.v_scale_ratios, stage, num_keys - n_block * cfg.BLOCK_N,
+                )  # fmt: skip
+                sync_and_arrive(scale_prefetch.scales_full.index(stage))
+            kv_iter += 1
+        block += work_tile.n_block_end - work_tile.n_block_begin
+
+
+@gluon.jit
+def gather_producer(
+    cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES: gl.constexpr, cfg: gl.constexpr
+):
+    """Copies every tile of the CTA range by rows (`gather`)."""
+    PREPARES_SCALES: gl.constexpr = len(scale_prefetch) > 0 and cfg.GROUP_SCALES
+    NUM_FULL_BARRIERS: gl.constexpr = full.shape[0]
+    CKV_COLUMNS: gl.constexpr = smem_kv.latents.shape[2]
+    CKV_BITS: gl.constexpr = smem_kv.latents.dtype.primitive_bitwidth
+    PE_COLUMNS: gl.constexpr = smem_kv.pe.shape[2]
+    PE_BITS: gl.constexpr = smem_kv.pe.dtype.primitive_bitwidth
+    ROWS_ALIKE: gl.constexpr = CKV_COLUMNS * CKV_BITS == PE_COLUMNS * PE_BITS
+    block, block_end, i_request, n_block_base = (
+        cta_range.block_begin, cta_range.block_end, cta_range.i_request, cta_range.n_block_base,
+    )  # fmt: skip
+    kv_iter = 0
+    request = load_request_shape(page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, i_request, True, cfg)
+    while block < block_end:
+        # Next work tile.
+        i_request, n_block_base, request = advance_to_request_of_block(
+            page_lookup.SEQ_LENS, page_lookup.CU_SEQLENS_Q, block, i_request, n_block_base, request, cfg
+        )
+        p_rows, num_keys = page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride, request.num_keys
+        work_tile = work_tile_at(block, block_end, i_request, n_block_base, request)
+        next_rows = load_rows(p_rows, work_tile.n_block_begin, num_keys, CKV_COLUMNS, CKV_BITS, cfg)
+        for n_block in range(work_tile.n_block_begin, work_tile.n_block_end):
+            # Rows, loaded an iteration ahead.
+            rows = next_rows
+            next_rows = load_rows(p_rows, n_block + 1, num_keys, CKV_COLUMNS, CKV_BITS, cfg)
+            pe_rows = rows
+            if not ROWS_ALIKE:
+                pe_rows = load_rows(p_rows, n_block, num_keys, PE_COLUMNS, PE_BITS, cfg)
+            if cfg.GROUP_SCALES:
+                scale_rows = load_rows(p_rows, n_block, num_keys, 4, 32, cfg)
+                if PREPARES_SCALES:
+                    LAYOUT: gl.constexpr = scale_layout(gl.num_warps())
+                    p_scales = (
+                        cache_rows.SCALES
+                        + gl.convert_layout(scale_rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True).to(gl.int64)
+                        * cache_rows.scale_pitch
+                        * 4
+                    )
+                    p_scales = p_scales[:, None] + gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))[None, :]
+                    group_scales = gl.load(
+                        p_scales, mask=gl.convert_layout(scale_rows, gl.SliceLayout(1, LAYOUT))[:, None] >= 0, other=1.0
+                    )
+            # Wait for a free stage.
+            stage = kv_iter % STAGES
+            mbarrier.wait(empty.index(stage), ((kv_iter // STAGES) & 1) ^ 1)
+            # Copy the tile.
+            gather_tile(cache_rows.KPE, cache_rows.kpe_pitch, pe_rows, 0, smem_kv.pe.index(stage))
+            if cfg.GROUP_SCALES and not PREPARES_SCALES:
+                gather_tile(cache_rows.SCALES, cache_rows.scale_pitch, scale_rows, 0, smem_kv.scales.index(stage))
+            for i in gl.static_range(cfg.DV // CKV_COLUMNS):
+                smem_tile = smem_tile_of_columns(smem_kv.latents, stage, i, STAGES)
+                gather_tile(cache_rows.CKV, cache_rows.ckv_pitch, rows, i * CKV_COLUMNS, smem_tile)
+            signal_copies(full.index(kv_iter % NUM_FULL_BARRIERS))
+            if PREPARES_SCALES:
+                store_score_scales_and_v_scale_ratios(
+                    group_scales, scale_prefetch.score_scales, scale_prefetch.v_scale_ratios, stage,
                     num_keys - n_block * cfg.BLOCK_N,
                 )  # fmt: skip
                 sync_and_arrive(scale_prefetch.scales_full.index(stage))
             kv_iter += 1
         block += work_tile.n_block_end - work_tile.n_block_begin
+
+
+@gluon.jit
+def producer(
+    tensor_maps, cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Copies every tile of the CTA range: by tensor maps, or listed keys by their rows."""
+    if cfg.GATHER_ROWS:
+        gather_producer(cache_rows, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES, cfg)
+    else:
+        tensor_copy_producer(tensor_maps, page_lookup, full, empty, smem_kv, cta_range, scale_prefetch, STAGES, cfg)

@@ -31,6 +31,7 @@ from ..parts.combine import split_metadata_ptr
 from ..parts.epilogue import cast_output, finalize_softmax, token_and_head_of_q_rows, zero_padding_rows
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
+from .gather import CacheRows, copy_arrivals, fence_copies
 from .params import (
     AttentionTensors,
     PageLookup,
@@ -413,7 +414,8 @@ def mainloop(q, smem_kv, mbarriers, buffers, score_scale, work_tile, kv_iter, I_
         stage = iter % STAGES
         # Wait for the tile.
         mbarrier.wait(full.index(iter % NUM_FULL_BARRIERS), (iter // NUM_FULL_BARRIERS) & 1)
-        if (n_block + 1) * cfg.BLOCK_N > num_keys:
+        fence_copies(cfg)
+        if not cfg.GATHER_ROWS and (n_block + 1) * cfg.BLOCK_N > num_keys:
             zero_oob_v_rows_in_smem(smem_kv.latents, stage, num_keys - n_block * cfg.BLOCK_N, cfg)
         # NOTE: `opaque_zero` is 0. A constant would make the compiler keep, and spill, descriptors of all tiles of q.
         opaque_zero = n_block >> 30
@@ -596,7 +598,9 @@ def consumer(tensors, q, smem_kv, mbarriers, buffers, scales, cta_range, strides
         if work_tile.n_block_begin == 0:  # all warpgroups store the same
             store_num_splits(tensors, work_tile, cta_range, cfg)
         if work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks:
-            acc_scale, lse = finalize_softmax(state.row_max, state.row_sum, scales.value_scale)
+            acc_scale, lse = finalize_softmax(
+                state.row_max, state.row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg
+            )
             scale_and_store_output(
                 tensors.OUT, state.acc_o, acc_scale, tokens, heads, m_row, strides, I_CONSUMER, S, cfg
             )
@@ -667,7 +671,8 @@ def allocate_smem_bf16(CKV_MAP, KPE_MAP, STAGES: gl.constexpr, cfg: gl.constexpr
 
 @gluon.jit
 def mla_decode_small_m_kernel(
-    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
+    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch,
+    PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
     softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
     B, T, oob_row, scale_rows_per_page, max_m_blocks, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
     stride_table_b, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
@@ -682,7 +687,7 @@ def mla_decode_small_m_kernel(
     num_ctas = gl.num_programs(0)
     i_range, num_ranges = i_cta // cfg.HEADS, num_ctas // cfg.HEADS
     tensors = AttentionTensors(
-        Q_NOPE, Q_PE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
+        Q_NOPE, Q_PE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
         split_metadata_ptr(SPLIT_WORKSPACE, num_ctas, cfg),
     )  # fmt: skip
     strides = Strides(
@@ -690,6 +695,7 @@ def mla_decode_small_m_kernel(
         stride_lse_h,
     )  # fmt: skip
     tensor_maps = TensorMaps(CKV_MAP, KPE_MAP, SCALES_MAP)
+    cache_rows = CacheRows(CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch)
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b, oob_row, scale_rows_per_page)
     block_counts = ()
     if fits_all_requests(cfg):
@@ -706,7 +712,9 @@ def mla_decode_small_m_kernel(
     # barrier for each of three stages the previous phase would be the other warpgroup's tile, possibly still in flight
     # when a later tile is full. With twice as many, a barrier belongs to one warpgroup for a whole work tile, at whose
     # end both synchronise.
-    mbarriers = PipelineBarriers(allocate_mbarriers(NUM_CONSUMERS * STAGES), allocate_mbarriers(STAGES))
+    mbarriers = PipelineBarriers(
+        allocate_mbarriers(NUM_CONSUMERS * STAGES, copy_arrivals(cfg)), allocate_mbarriers(STAGES)
+    )
     # Tile scheduler: this CTA's range.
     call_scales = load_call_scales(softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE, cfg)
     cta_range = make_cta_range(SEQ_LENS, CU_SEQLENS_Q, B, block_counts, i_range, num_ranges, max_m_blocks, i_cta, cfg)
@@ -715,8 +723,8 @@ def mla_decode_small_m_kernel(
     if NUM_CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (producer, (tensor_maps, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range, (), STAGES,
-                            cfg)),
+                (producer, (tensor_maps, cache_rows, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range,
+                            (), STAGES, cfg)),
                 (consumer, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES, 0,
                             NUM_CONSUMERS, cfg)),
                 (consumer, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES, 1,
@@ -729,8 +737,8 @@ def mla_decode_small_m_kernel(
         CONSUMER_REGISTERS: gl.constexpr = 216 if cfg.GROUP_SCALES else 232  # more would spill the addresses of scales
         gl.warp_specialize(
             [
-                (producer, (tensor_maps, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range, (), STAGES,
-                            cfg)),
+                (producer, (tensor_maps, cache_rows, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range,
+                            (), STAGES, cfg)),
                 (consumer, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES, 0,
                             NUM_CONSUMERS, cfg)),
             ],

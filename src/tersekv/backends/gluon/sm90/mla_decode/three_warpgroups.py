@@ -30,6 +30,7 @@ from ..parts.epilogue import cast_output, finalize_softmax, zero_padding_rows
 from ..parts.online_softmax import LAZY_ROW_MAX_PTX, split_columns
 from ..parts.pipeline import allocate_mbarrier_groups, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
+from .gather import CacheRows, copy_arrivals, fence_copies, wait_copies
 from .params import (
     AttentionTensors,
     PageLookup,
@@ -157,9 +158,8 @@ def token_head_and_mask_of_rows(o_r, work_tile, h, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_query_row_chunks(
-    tensors, q_block, strides, first_row, STEP: gl.constexpr, WIDTH_PE: gl.constexpr, cfg: gl.constexpr
-):
+def load_query_row_chunks(tensors, q_block, strides, first_row, STEP: gl.constexpr, WIDTH_PE: gl.constexpr,
+                          cfg: gl.constexpr):  # fmt: skip
     """Loads STEP query rows from `first_row` on, as chunks of 128 columns, the rotary part last."""
     CHUNKS: gl.constexpr = cfg.CHUNKS
     WIDTH: gl.constexpr = 2 * cfg.CHUNK
@@ -335,10 +335,8 @@ def arrive_p_full_if(p_full, is_set):
 
 
 @gluon.jit
-def compute_scores(
-    smem_kv, q, low_term_acc, stage, opaque_zero, p_full_args, Q_TERMS: gl.constexpr, S: gl.constexpr,
-    cfg: gl.constexpr,
-):  # fmt: skip
+def compute_scores(smem_kv, q, low_term_acc, stage, opaque_zero, p_full_args, Q_TERMS: gl.constexpr, S: gl.constexpr,
+                   cfg: gl.constexpr):  # fmt: skip
     """Returns QK of a tile: fp32 [BLOCK_M, BLOCK_N]; with two terms, `low_term_acc` holds the second
     and the rotary part.
 
@@ -493,7 +491,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
         low_term_acc = zero
         # Prologue: QK of second terms for the first tile.
         if PREFETCH_QK:
-            mbarrier.wait(full.index(kv_iter % STAGES), (kv_iter // STAGES) & 1)
+            wait_copies(full.index(kv_iter % STAGES), (kv_iter // STAGES) & 1, cfg)
             for i in gl.static_range(MMA_BATCHES):
                 low_term_acc = start_low_term_qk_batch(
                     smem_kv, q, kv_iter % STAGES, n_block_begin >> 30, low_term_acc, i, cfg
@@ -503,7 +501,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             # Wait for the tile.
             stage = kv_iter % STAGES
             if not PREFETCH_QK:
-                mbarrier.wait(full.index(stage), (kv_iter // STAGES) & 1)
+                wait_copies(full.index(stage), (kv_iter // STAGES) & 1, cfg)
             # With two stages the next stage is the previous one, whose arrival was deferred to here.
             p_full_args = (p_full.index((p_iter + 1) % P_STAGES), n_block > n_block_begin)
             # QK.
@@ -528,6 +526,7 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             if PREFETCH_QK:
                 next_stage = (kv_iter + 1) % STAGES
                 mbarrier.wait(full.index(next_stage), ((kv_iter + 1) // STAGES) & 1, pred=n_block + 1 < n_block_end)
+                fence_copies(cfg)
                 low_term_acc = start_low_term_qk_batch(smem_kv, q, next_stage, n_block >> 30, zero, 0, cfg)
             # Mask.
             s = apply_mask(s, n_block, num_keys, work_tile.num_q_rows, work_tile.m_block * cfg.BLOCK_M, cfg)
@@ -571,7 +570,9 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
             sync_and_arrive(p_full.index((p_iter + 1) % P_STAGES))
         # Epilogue: acc_scale for the PV warpgroups, then metadata, and LSE or the partial state.
         row_max, row_sum = gl.max(row_max, 1), gl.sum(row_sum, 1)
-        acc_scale, lse = finalize_softmax(row_max, row_sum, scales.value_scale)
+        o_r = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LANE_LAYOUT))
+        tokens, heads, m_row = token_head_and_mask_of_rows(o_r, work_tile, h, cfg)
+        acc_scale, lse = finalize_softmax(row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg)
         mbarrier.wait(p_empty.index(p_iter % P_STAGES), ((p_iter // P_STAGES) & 1) ^ 1)
         rescales.index(p_iter % P_STAGES).store(
             acc_scale[:, None] + gl.full([BLOCK_M, LANES_PER_ROW], 0.0, gl.float32, LANE_LAYOUT)
@@ -579,8 +580,6 @@ def qk_softmax_warpgroup(tensors, q, smem_kv, mbarriers, buffers, scales, cta_ra
         sync_and_arrive(p_full.index(p_iter % P_STAGES))
         p_iter += 1
         num_work_tiles += 1
-        o_r = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LANE_LAYOUT))
-        tokens, heads, m_row = token_head_and_mask_of_rows(o_r, work_tile, h, cfg)
         if n_block_begin == 0:
             store_num_splits(tensors, work_tile, cta_range, cfg)
         if n_block_end - n_block_begin == work_tile.num_n_blocks:
@@ -641,9 +640,8 @@ def rescale_acc_if_flagged(acc_o, smem_rescale, rescale_flag, O: gl.constexpr):
 
 
 @gluon.jit
-def wait_p_rescale_and_accumulate_pv(
-    acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter, O: gl.constexpr, cfg: gl.constexpr
-):
+def wait_p_rescale_and_accumulate_pv(acc_o, smem_packed_v, first_chunk, buffers, p_full, p_iter, O: gl.constexpr,
+                                     cfg: gl.constexpr):  # fmt: skip
     """Waits for P and returns acc_o + V × P, the last MMAs in flight."""
     smem_p, v_scale_ratios = buffers.smem_p, buffers.v_scale_ratios
     p_stage = p_iter % P_STAGES
@@ -774,7 +772,7 @@ def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range
             stage = kv_iter % STAGES
             mbarrier.wait(mbarriers.full.index(stage), (kv_iter // STAGES) & 1)
             first_chunk = stage * cfg.CHUNKS + CHUNKS_PER_WARPGROUP * I_CONSUMER
-            if (n_block + 1) * BLOCK_N > num_keys:
+            if not cfg.GATHER_ROWS and (n_block + 1) * BLOCK_N > num_keys:
                 zero_oob_rows_in_smem(smem_packed_v, first_chunk, CHUNKS_PER_WARPGROUP, num_keys - n_block * BLOCK_N)
                 fence_async_shared()  # TMA writes there next
             # PV; release KV, then P.
@@ -801,7 +799,8 @@ def pv_warpgroup(tensors, q, smem_kv, mbarriers, buffers, score_scale, cta_range
 
 @gluon.jit
 def mla_decode_three_warpgroups_kernel(
-    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
+    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch,
+    PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
     softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
     B, T, oob_row, scale_rows_per_page, max_m_blocks, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
     stride_table_b, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
@@ -814,7 +813,7 @@ def mla_decode_three_warpgroups_kernel(
     i_cta = gl.program_id(0)
     num_ctas = gl.num_programs(0)
     tensors = AttentionTensors(
-        Q_NOPE, Q_PE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
+        Q_NOPE, Q_PE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
         split_metadata_ptr(SPLIT_WORKSPACE, num_ctas, cfg),
     )  # fmt: skip
     strides = Strides(
@@ -822,6 +821,7 @@ def mla_decode_three_warpgroups_kernel(
         stride_lse_h,
     )  # fmt: skip
     tensor_maps = TensorMaps(CKV_MAP, KPE_MAP, SCALES_MAP)
+    cache_rows = CacheRows(CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch)
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b, oob_row, scale_rows_per_page)
     if cfg.VARLEN_Q:
         padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths
@@ -860,7 +860,7 @@ def mla_decode_three_warpgroups_kernel(
     if cfg.GROUP_SCALES:
         score_scales = gl.allocate_shared_memory(gl.float32, [SCALE_COLUMNS * STAGES, BLOCK_N], FLAT_LAYOUT)
         v_scale_ratios = gl.allocate_shared_memory(gl.float16, [STAGES * cfg.CHUNKS, BLOCK_N], FLAT_LAYOUT)
-    full, empty, scales_full = allocate_mbarrier_groups(STAGES, (1, 3, 1))
+    full, empty, scales_full = allocate_mbarrier_groups(STAGES, (copy_arrivals(cfg), 3, 1))
     p_full, p_empty = allocate_mbarrier_groups(P_STAGES, (1, 2))
     q_full, q_empty, first_q_full = allocate_mbarrier_groups(1, (2, 2, 2))
     mbarriers = Mbarriers(full, empty, p_full, p_empty, q_full, q_empty, first_q_full, scales_full)
@@ -880,8 +880,8 @@ def mla_decode_three_warpgroups_kernel(
     thread_barrier()  # arguments of the partitions may overwrite memory that reductions read
     gl.warp_specialize(
         [
-            (producer, (tensor_maps, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range, scale_prefetch,
-                        STAGES, cfg)),
+            (producer, (tensor_maps, cache_rows, page_lookup, mbarriers.full, mbarriers.empty, smem_kv, cta_range,
+                        scale_prefetch, STAGES, cfg)),
             (qk_softmax_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales, cta_range, strides, STAGES,
                                     PREFETCH_QK, Q_TERMS, cfg)),
             (pv_warpgroup, (tensors, q, smem_kv, mbarriers, buffers, call_scales.score_scale, cta_range, strides, 0,

@@ -30,6 +30,7 @@ from ..parts.epilogue import cast_output, finalize_softmax, token_and_head_of_q_
 from ..parts.online_softmax import rescale_ptx_and_constraints
 from ..parts.pipeline import allocate_mbarriers, pdl_wait, sync_and_arrive
 from ..parts.tile_scheduler import load_block_counts_of_all_requests, next_work_tile
+from .gather import CacheRows, copy_arrivals, fence_copies, gather_tile, load_rows, signal_copies
 from .params import (
     AttentionTensors,
     CtaRange,
@@ -118,7 +119,31 @@ def acquire_and_copy_kv_tile(
 
 
 @gluon.jit
-def producer(tensor_maps, page_lookup, smem_kv, mbarriers, cta_range, cfg: gl.constexpr):
+def acquire_and_gather_kv_tile(cache_rows, smem_kv, mbarriers, stage: gl.constexpr, rows, kv_iter, cfg: gl.constexpr):
+    """As `acquire_and_copy_kv_tile`, by rows of the cache."""
+    full, empty = mbarriers.full, mbarriers.empty
+    ckv, k_pe = smem_kv.latents, smem_kv.pe
+    TILES_PER_GROUP: gl.constexpr = GROUP_COLUMNS // TILE_COLUMNS
+    opaque_zero = kv_iter >> 30  # 0, hidden from the compiler, which would unroll
+    for j in range(COLUMN_GROUPS + opaque_zero):
+        i_group = (j + stage * GROUPS_PER_WARPGROUP) % COLUMN_GROUPS
+        # Wait for a free group.
+        mbarrier.wait(empty.index(COLUMN_GROUPS * stage + i_group), (kv_iter & 1) ^ 1)
+        # Copy it.
+        smem_tiles = reinterpret(
+            ckv.index(COLUMN_GROUPS * stage + i_group), ckv.dtype, [TILES_PER_GROUP, BLOCK_N, TILE_COLUMNS], k_pe.layout
+        )
+        for i in gl.static_range(TILES_PER_GROUP):
+            first_column = i_group * GROUP_COLUMNS + i * TILE_COLUMNS
+            gather_tile(cache_rows.CKV, cache_rows.ckv_pitch, rows, first_column, smem_tiles.index(i))
+        signal_copies(full.index(COLUMN_GROUPS * stage + i_group))
+    # Copy the rotary part.
+    gather_tile(cache_rows.KPE, cache_rows.kpe_pitch, rows, 0, k_pe.index(stage))
+    signal_copies(full.index(2 * COLUMN_GROUPS + stage))
+
+
+@gluon.jit
+def producer(tensor_maps, cache_rows, page_lookup, smem_kv, mbarriers, cta_range, cfg: gl.constexpr):
     """Copies every tile of the CTA range.
 
     Unlike the other kernels' producer: tiles come in pairs, and groups of columns as each becomes free, so that one
@@ -138,21 +163,32 @@ def producer(tensor_maps, page_lookup, smem_kv, mbarriers, cta_range, cfg: gl.co
             work_tile.i_request, work_tile.n_block_base, work_tile.n_block_end, work_tile.num_keys,
         )  # fmt: skip
         p_page_ids = page_lookup.PAGE_TABLE + i_request.to(gl.int64) * page_lookup.stride
+        if cfg.GATHER_ROWS:  # loaded an iteration ahead
+            next_rows = load_rows(p_page_ids, work_tile.n_block_begin, num_keys, TILE_COLUMNS, 16, cfg)
+            next_rows_right = load_rows(p_page_ids, work_tile.n_block_begin + 1, num_keys, TILE_COLUMNS, 16, cfg)
         for n_block in range(work_tile.n_block_begin, n_block_end, 2):
-            # Page lookup of a pair of tiles.
-            ckv_rows, kpe_rows, _ = lookup_tma_rows_of_copies(
-                p_page_ids, n_block, num_keys, page_lookup, KEYS_PER_COPY, cfg
-            )
-            ckv_rows_right, kpe_rows_right, _ = lookup_tma_rows_of_copies(
-                p_page_ids, n_block + 1, num_keys, page_lookup, KEYS_PER_COPY, cfg
-            )
-            # Copy them, as groups become free.
-            acquire_and_copy_kv_tile(tensor_maps, smem_kv, mbarriers, 0, ckv_rows, kpe_rows, num_left_tiles, cfg)
+            # Page lookup of a pair of tiles; copy them, as groups become free.
+            if cfg.GATHER_ROWS:
+                rows, rows_right = next_rows, next_rows_right
+                next_rows = load_rows(p_page_ids, n_block + 2, num_keys, TILE_COLUMNS, 16, cfg)
+                next_rows_right = load_rows(p_page_ids, n_block + 3, num_keys, TILE_COLUMNS, 16, cfg)
+                acquire_and_gather_kv_tile(cache_rows, smem_kv, mbarriers, 0, rows, num_left_tiles, cfg)
+            else:
+                ckv_rows, kpe_rows, _ = lookup_tma_rows_of_copies(
+                    p_page_ids, n_block, num_keys, page_lookup, KEYS_PER_COPY, cfg
+                )
+                ckv_rows_right, kpe_rows_right, _ = lookup_tma_rows_of_copies(
+                    p_page_ids, n_block + 1, num_keys, page_lookup, KEYS_PER_COPY, cfg
+                )
+                acquire_and_copy_kv_tile(tensor_maps, smem_kv, mbarriers, 0, ckv_rows, kpe_rows, num_left_tiles, cfg)
             num_left_tiles += 1
             if n_block + 1 < n_block_end:
-                acquire_and_copy_kv_tile(
-                    tensor_maps, smem_kv, mbarriers, 1, ckv_rows_right, kpe_rows_right, num_right_tiles, cfg
-                )
+                if cfg.GATHER_ROWS:
+                    acquire_and_gather_kv_tile(cache_rows, smem_kv, mbarriers, 1, rows_right, num_right_tiles, cfg)
+                else:
+                    acquire_and_copy_kv_tile(
+                        tensor_maps, smem_kv, mbarriers, 1, ckv_rows_right, kpe_rows_right, num_right_tiles, cfg
+                    )
                 num_right_tiles += 1
         block += n_block_end - work_tile.n_block_begin
 
@@ -205,14 +241,14 @@ def wait_and_zero_oob_v_rows_in_smem(ckv, full, stage: gl.constexpr, kv_iter, nu
 
 @gluon.jit
 def zero_oob_rows_and_start_qk(
-    q, smem_kv, full, stage: gl.constexpr, kv_iter, n_block, zero_keys_from, S: gl.constexpr
+    q, smem_kv, full, stage: gl.constexpr, kv_iter, n_block, zero_keys_from, S: gl.constexpr, cfg: gl.constexpr
 ):
     """Waits for a tile, zeros its invalid rows and starts QK; returns scores fp32 [BLOCK_M, BLOCK_N] in flight."""
     q_nope, q_pe = q
     ckv, k_pe = smem_kv.latents, smem_kv.pe
     ROWS: gl.constexpr = q_pe.shape[1]
     TILES_PER_GROUP: gl.constexpr = GROUP_COLUMNS // TILE_COLUMNS
-    if (n_block + 1) * BLOCK_N > zero_keys_from:
+    if not cfg.GATHER_ROWS and (n_block + 1) * BLOCK_N > zero_keys_from:
         wait_and_zero_oob_v_rows_in_smem(ckv, full, stage, kv_iter, zero_keys_from - n_block * BLOCK_N)
     # Latents, group by group.
     s = warpgroup_mma_init(gl.full([ROWS, BLOCK_N], 0.0, gl.float32, S))
@@ -221,6 +257,7 @@ def zero_oob_rows_and_start_qk(
     for j in range(COLUMN_GROUPS + opaque_zero):
         i_group = (j + stage * GROUPS_PER_WARPGROUP) % COLUMN_GROUPS
         mbarrier.wait(full.index(COLUMN_GROUPS * stage + i_group), kv_iter & 1)
+        fence_copies(cfg)
         k_tiles = reinterpret(
             ckv.index(COLUMN_GROUPS * stage + i_group), q_nope.dtype, [TILES_PER_GROUP, BLOCK_N, TILE_COLUMNS],
             q_nope.layout,
@@ -232,6 +269,7 @@ def zero_oob_rows_and_start_qk(
             )  # fmt: skip
     # Rotary part.
     mbarrier.wait(full.index(2 * COLUMN_GROUPS + stage), kv_iter & 1)
+    fence_copies(cfg)
     return warpgroup_mma(q_pe.index(opaque_zero), k_pe.index(opaque_zero + stage).permute((1, 0)), s, is_async=True)
 
 
@@ -306,10 +344,13 @@ def wait_pv_and_release_kv(acc_o, empty, stage: gl.constexpr, FIRST_COLUMN_GROUP
 
 
 @gluon.jit
-def wait_p_and_start_pv_of_left_tile(row_max, row_sum, acc_o, smem_kv, p_left_full, row_stats, num_left_tiles):
+def wait_p_and_start_pv_of_left_tile(
+    row_max, row_sum, acc_o, smem_kv, p_left_full, row_stats, num_left_tiles, cfg: gl.constexpr
+):
     """Waits for P of the left tile and starts its PV for the right columns; returns (row_max, row_sum, acc_o)."""
     ckv, k_pe = smem_kv.latents, smem_kv.pe
     mbarrier.wait(p_left_full.index(0), num_left_tiles & 1)
+    fence_copies(cfg)
     row_max_new = row_stats.index(0).load(row_max.type.layout)
     rescale = exp2_minus_max(row_max, row_max_new)
     return (
@@ -348,7 +389,7 @@ def mainloop_left(
     for n_block in range(n_block_begin, n_block_end, 2):
         # QK, mask and softmax of the left tile.
         s = warpgroup_mma_wait(
-            0, [zero_oob_rows_and_start_qk(q, smem_kv, full, 0, num_left_tiles, n_block, work_tile.num_keys, S)]
+            0, [zero_oob_rows_and_start_qk(q, smem_kv, full, 0, num_left_tiles, n_block, work_tile.num_keys, S, cfg)]
         )
         p, row_max_new = mask_and_lazy_softmax_p_and_row_max(s, row_max, score_scale, n_block, work_tile, cfg)
         p_16bit = p.to(k_pe.dtype)
@@ -367,6 +408,7 @@ def mainloop_left(
         # Rescale and PV of the right tile, with the other warpgroup's P.
         if n_block + 1 < n_block_end:
             mbarrier.wait(p_right_full.index(0), num_right_tiles & 1)
+            fence_copies(cfg)
             row_max_new = row_stats.index(1).load(row_max.type.layout)
             rescale = exp2_minus_max(row_max, row_max_new)
             row_max, row_sum, acc_o = row_max_new, row_sum * rescale, rescale_acc(acc_o, rescale)
@@ -390,9 +432,9 @@ def mainloop_right(
     row_max, row_sum, acc_o = init_softmax_state(S, O, cfg)
     for n_block in range(n_block_begin, n_block_end - 1, 2):
         # QK of the right tile, PV of the left one.
-        s = zero_oob_rows_and_start_qk(q, smem_kv, full, 1, num_right_tiles, n_block + 1, work_tile.num_keys, S)
+        s = zero_oob_rows_and_start_qk(q, smem_kv, full, 1, num_right_tiles, n_block + 1, work_tile.num_keys, S, cfg)
         row_max, row_sum, acc_o = wait_p_and_start_pv_of_left_tile(
-            row_max, row_sum, acc_o, smem_kv, p_left_full, row_stats, num_left_tiles
+            row_max, row_sum, acc_o, smem_kv, p_left_full, row_stats, num_left_tiles, cfg
         )
         # Mask and softmax; publish row_max and P.
         s = warpgroup_mma_wait(1, [s])
@@ -414,7 +456,7 @@ def mainloop_right(
     # PV of a left tile without a right one.
     if (n_block_end - n_block_begin) % 2 == 1:
         row_max, row_sum, acc_o = wait_p_and_start_pv_of_left_tile(
-            row_max, row_sum, acc_o, smem_kv, p_left_full, row_stats, num_left_tiles
+            row_max, row_sum, acc_o, smem_kv, p_left_full, row_stats, num_left_tiles, cfg
         )
         acc_o = wait_pv_and_release_kv(acc_o, empty, 0, GROUPS_PER_WARPGROUP)
         num_left_tiles += 1
@@ -524,7 +566,10 @@ def consumer(
             gl.convert_layout(mainloop_state.row_max, gl.SliceLayout(1, O)),
             gl.convert_layout(row_sum, gl.SliceLayout(1, O)),
         )
-        acc_scale, lse = finalize_softmax(row_max, row_sum, scales.value_scale)
+        _, heads, m_row = token_and_head_of_q_rows(
+            work_tile.m_block, h, work_tile.q_begin, work_tile.num_q_rows, gl.SliceLayout(1, O), cfg
+        )
+        acc_scale, lse = finalize_softmax(row_max, row_sum, scales.value_scale, tensors.SINKS, heads, m_row, cfg)
         partial_slot = 2 * i_cta + (work_tile.n_block_begin == 0).to(gl.int32)
         is_unsplit = work_tile.n_block_end - work_tile.n_block_begin == work_tile.num_n_blocks
         state = SoftmaxState(row_max, row_sum, mainloop_state.acc_o)
@@ -539,7 +584,8 @@ def consumer(
 
 @gluon.jit
 def mla_decode_two_warpgroups_kernel(
-    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
+    Q_NOPE, Q_PE, CKV_MAP, KPE_MAP, SCALES_MAP, CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch,
+    PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
     softmax_scale, SOFTMAX_SCALE, kv_scale, KV_SCALE, out_scale, OUT_SCALE,
     B, T, oob_row, scale_rows_per_page, max_m_blocks, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h,
     stride_table_b, stride_out_t, stride_out_h, stride_lse_t, stride_lse_h,
@@ -552,7 +598,7 @@ def mla_decode_two_warpgroups_kernel(
     i_cta = gl.program_id(0)
     num_ctas = gl.num_programs(0)
     tensors = AttentionTensors(
-        Q_NOPE, Q_PE, SEQ_LENS, CU_SEQLENS_Q, OUT, LSE, SPLIT_WORKSPACE,
+        Q_NOPE, Q_PE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE,
         split_metadata_ptr(SPLIT_WORKSPACE, num_ctas, cfg),
     )  # fmt: skip
     strides = Strides(
@@ -560,6 +606,7 @@ def mla_decode_two_warpgroups_kernel(
         stride_lse_h,
     )  # fmt: skip
     tensor_maps = TensorMaps(CKV_MAP, KPE_MAP, SCALES_MAP)
+    cache_rows = CacheRows(CKV, KPE, SCALES, ckv_pitch, kpe_pitch, scale_pitch)
     page_lookup = PageLookup(PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, stride_table_b, oob_row, scale_rows_per_page)
     if cfg.VARLEN_Q:
         padding_begin = gl.load(CU_SEQLENS_Q + B).to(gl.int32)  # arrives with the lengths
@@ -578,8 +625,8 @@ def mla_decode_two_warpgroups_kernel(
     q_pe = gl.allocate_shared_memory(DTYPE, [1, cfg.BLOCK_M, cfg.BLOCK_PE], SWIZZLE_LAYOUT)
     row_stats = gl.allocate_shared_memory(gl.float32, [4, cfg.BLOCK_M], FLAT_LAYOUT)
     mbarriers = Mbarriers(
-        allocate_mbarriers(2 * COLUMN_GROUPS + 2), allocate_mbarriers(2 * COLUMN_GROUPS), allocate_mbarriers(1),
-        allocate_mbarriers(1),
+        allocate_mbarriers(2 * COLUMN_GROUPS + 2, copy_arrivals(cfg)),
+        allocate_mbarriers(2 * COLUMN_GROUPS), allocate_mbarriers(1), allocate_mbarriers(1),
     )  # fmt: skip
     epilogue_barriers = EpilogueBarriers(
         (allocate_mbarriers(1), allocate_mbarriers(1)), (allocate_mbarriers(1), allocate_mbarriers(1))
@@ -599,10 +646,11 @@ def mla_decode_two_warpgroups_kernel(
     )  # fmt: skip
     q, smem_kv = QuerySmem(q_nope, q_pe), SmemKV(ckv, k_pe, k_pe)
     thread_barrier()  # arguments of the partitions may overwrite memory that reductions read
-    # The producer is the default partition: it has four warps anyway.
+    # The producer is the default partition: it has four warps anyway. Addresses of rows take it more registers.
+    CONSUMER_REGISTERS: gl.constexpr = 216 if cfg.GATHER_ROWS else 240
     gl.warp_specialize(
         [
-            (producer, (tensor_maps, page_lookup, smem_kv, mbarriers, cta_range, cfg)),
+            (producer, (tensor_maps, cache_rows, page_lookup, smem_kv, mbarriers, cta_range, cfg)),
             (
                 consumer,
                 (tensors, q, smem_kv, mbarriers, epilogue_barriers, row_stats, scales, cta_range, strides, True, cfg),
@@ -616,7 +664,7 @@ def mla_decode_two_warpgroups_kernel(
             ),
         ],
         [4, 4],
-        [240, 240],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
     )  # fmt: skip
     # Query rows of no request.
     if cfg.VARLEN_Q:

@@ -15,18 +15,9 @@ def cast_output(x, OUT, cfg: gl.constexpr):
 
 
 @gluon.jit
-def finalize_softmax(row_max, row_sum, v_scale):
-    """Returns (acc_scale, LSE in natural log) of rows with a base-2 row_max and row_sum."""
-    not_empty = row_sum != 0  # true for NaN
-    denominator = gl.where(not_empty, row_sum, 1.0)
-    acc_scale = gl.where(not_empty, v_scale / denominator, 0.0)
-    lse = gl.where(not_empty, (gl.where(not_empty, row_max, 0.0) + gl.log2(denominator)) * LN2, float("-inf"))
-    return acc_scale, lse
-
-
-@gluon.jit
-def finalize_softmax_with_sinks(row_max, row_sum, v_scale, SINKS, heads, m_row, cfg: gl.constexpr):
-    """Returns `finalize_softmax` with the sinks of query heads, if any: each is one more score, of a value 0."""
+def finalize_softmax(row_max, row_sum, v_scale, SINKS, heads, m_row, cfg: gl.constexpr):
+    """Returns (acc_scale, LSE in natural log) of rows with a base-2 row_max and row_sum, and with the sinks of query
+    heads, if any: each is one more score, of a value 0."""
     not_empty = row_sum != 0  # true for NaN
     safe_max = gl.where(not_empty, row_max, 0.0)
     denominator = row_sum
@@ -35,8 +26,7 @@ def finalize_softmax_with_sinks(row_max, row_sum, v_scale, SINKS, heads, m_row, 
         max_with_sink = gl.maximum(safe_max, sink)  # a sink far above every score would overflow against `safe_max`
         rescale = gl.exp2(safe_max - max_with_sink)
         # A sink of +inf takes all; inf − inf would be NaN.
-        sink_p = gl.where(sink == max_with_sink, 1.0, gl.exp2(sink - max_with_sink))
-        denominator = row_sum * rescale + sink_p
+        denominator = row_sum * rescale + gl.where(sink == max_with_sink, 1.0, gl.exp2(sink - max_with_sink))
         v_scale *= rescale
         safe_max = max_with_sink
     denominator = gl.where(not_empty, denominator, 1.0)

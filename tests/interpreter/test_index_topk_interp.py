@@ -1,0 +1,49 @@
+"""index_topk of more columns than a program holds: rounds of candidates, and where k is most of a split no rounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tersekv
+from tersekv.backends.triton.parts.index_topk import candidates_of_rounds
+
+
+def scores_of(kind: str, rows: int, width: int) -> torch.Tensor:
+    x = torch.randn(rows, width)
+    if kind == "ties":
+        x = (x * 3).round()
+    elif kind == "equal":
+        x = torch.zeros(rows, width)
+    elif kind == "few":  # fewer than k may be taken in row 1, and NaN in row 0
+        x[0], x[1, 100:] = torch.nan, -torch.inf
+        x[0, ::7], x[0, 5::1000] = -torch.inf, 1.0
+    return x
+
+
+@pytest.mark.parametrize("kept", [{}, {"keep_first": 5, "keep_last": 9}], ids=["", "kept"])
+@pytest.mark.parametrize(
+    ("width", "k", "rounds", "kind"),
+    [(5000, 2048, 0, "normal"), (40000, 2000, 1, "normal"), (40000, 2048, 1, "ties"), (33000, 2048, 1, "equal"),
+     (70000, 700, 1, "few"), (140000, 512, 2, "normal"), (20000, 9000, 0, "ties"), (16385, 1, 1, "normal")],
+)  # fmt: skip
+def test_rounds_take_what_a_sort_takes(width, k, rounds, kind, kept):
+    torch.manual_seed(0)
+    assert len(candidates_of_rounds(width, k)) == rounds
+    scores, visible = scores_of(kind, 3, width), torch.tensor([width, width - 1003, 10])
+    lens = [torch.empty(3, dtype=torch.int32) for _ in range(2)]
+    got, want = (
+        tersekv.index_topk(scores, visible, k, **kept, out_lens=x, backend=backend)
+        for x, backend in zip(lens, ("triton", "torch"), strict=True)
+    )
+    assert torch.equal(got, want)
+    assert torch.equal(*lens)
+
+
+def test_rows_go_in_parts_where_their_candidates_do_not_fit(monkeypatch):
+    from tersekv.backends.triton import index_topk
+
+    monkeypatch.setattr(index_topk, "_MAX_WORDS", 2 * 2 * 3 * 100)
+    scores, visible = torch.randn(5, 10000), torch.tensor([10000, 7, 9000, 0, 4097])
+    got = tersekv.index_topk(scores, visible, 100, backend="triton")
+    assert torch.equal(got, tersekv.index_topk(scores, visible, 100, backend="torch"))
