@@ -10,6 +10,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import torch
+
 from ....formats import KVFormat
 from ...host import launch
 
@@ -24,6 +26,13 @@ class TileConfig(NamedTuple):
     programs_per_sm: int
     min_blocks: int  # of a program's range, so that the combine stays cheap
     use_tma: bool
+    rows_on_m: bool = False  # query rows lie on the matrix unit's M side
+
+
+# 128 heads, H100, 2026-11-26, TFLOP/s: bf16 317 (keys on M 212; blocks of 32 keys 237; chunks of 256 columns 296), fp8 260
+# (217; chunks of 256 words 247; of 32 keys 194), fp8_ds_mla 221 (154). Blocks of 64 keys in two stages fill shared memory.
+_TILES_ROWS_ON_M = TileConfig(64, 64, 512, 2, 8, None, 1, 1, True, True)
+_CHUNK_WORDS_ROWS_ON_M = 128  # of codes: their conversion takes registers
 
 
 def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
@@ -35,11 +44,21 @@ def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
     block_n = 32 if codes or not small else 16
     if 16 <= page < block_n and launch.next_power_of_2(page) == page and launch.has_tma(f):
         block_n = page
+    if block_m == 64 and _takes_rows_on_m(f, codes):
+        return _TILES_ROWS_ON_M._replace(chunk_columns=_CHUNK_WORDS_ROWS_ON_M if codes else 512)
     num_stages = (4 if codes and not small else 3) if f.arch is not None else 1
     few = block_m == 16
     return TileConfig(
         block_n, block_m, 64 if codes else 128, num_stages, 4 if few else 8, None, 2 if few else 1, 1, True
     )
+
+
+def _takes_rows_on_m(f: SimpleNamespace, codes: bool) -> bool:
+    """Returns whether a block of 64 keys is one copy each of latents and rotary parts, and a query row one term."""
+    in_pages = f.indices is None and f.ckv.shape[1] % 64 == 0
+    rank = f.ckv.shape[2]
+    fits = rank <= 512 and launch.next_power_of_2(rank) == rank and f.kpe.shape[2] <= 64
+    return f.arch == 90 and in_pages and fits and (codes or f.q_nope.dtype != torch.float16)
 
 
 def tile_config_candidates(f: SimpleNamespace, fmt: KVFormat) -> list[TileConfig]:
