@@ -60,3 +60,9 @@ def test_one_program_or_many_round_the_same(monkeypatch):
         found.append(attend("prefill", case, q, ROWS, backend="triton", batch_invariant="prefill"))
     assert [len(x.kernel_launches) for x in launches] == [1, 2]
     assert same(*found)
+
+
+def test_blocks_keep_their_order_where_a_window_masks_other_ones(monkeypatch):
+    monkeypatch.setattr(entry, "_SPLIT_KEYS", 1024)
+    case, q = problem("prefill", "fp8_e4m3", (400,), (9,))
+    assert rows_that_differ(case, q, (9,), ((4, 5),), backend="triton", window=205) == []

@@ -24,7 +24,8 @@ def attend(
     k: Tensor | None, v: Tensor | None, mask: Tensor | None, softmax_scale: float | Tensor | None, window: int | None,
     sinks: Tensor | None, softcap: float | None, max_q_len: int | None, out: Tensor | None,
     out_dtype: torch.dtype | None, out_scale: float | Tensor, lse: Tensor | None, return_lse: bool, precision: str,
-    batch_invariant: bool | Literal["prefill"], indices: Tensor | None, index_lens: Tensor | None, block_size: int, backend: str | None,
+    batch_invariant: bool | Literal["prefill"], indices: Tensor | None, index_lens: Tensor | None, block_size: int,
+    backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Runs `decode` or `prefill`, by the contracts of these; op: its name."""
     c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)

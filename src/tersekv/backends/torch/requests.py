@@ -101,9 +101,7 @@ def _single_row_batches(batch: Batch, mask_and_softcap: MaskAndSoftcap, page_siz
         n = first + i + 1
         start = max(0, n - mask_and_softcap.window) if mask_and_softcap.window else 0
         lengths = torch.tensor([n, 1], device=batch.rows.device)
-        yield Batch(
-            batch.table[:, : -(-n // page_size)], lengths[:1], lengths[1:], batch.rows[:, i : i + 1], start, n
-        )
+        yield Batch(batch.table[:, : -(-n // page_size)], lengths[:1], lengths[1:], batch.rows[:, i : i + 1], start, n)
 
 
 def _check_page_ids(ids: Tensor, b: int, num_pages: int) -> None:

@@ -417,98 +417,30 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, keys, q_nope, q_pe, scale, n_bl
     return row_max, tl.sum(row_sum, 0), acc_o
 
 
-# Main loop with query rows on the matrix unit's M side, for blocks of 64: two warpgroups share a tile, each with half of
-# the keys in QK and half of the columns in PV. A latent block, dequantized once, is key and value: Triton keeps one copy
-# of it in shared memory for both products.
-
-
-@triton.jit
-def load_group_scale_tile(SCALES, page_ids, n_block, num_keys, stride_scales_p, stride_scales_s, cfg: tl.constexpr):
-    """Loads group scales of n_block as one tile [BLOCK_N, CHUNKS], as many numbers as threads: single vectors Triton
-    would load in the layouts of their uses, each number by many threads. Empty for other formats."""
-    if cfg.GROUP_SCALES:
-        m_n = keys_in_range(page_ids, n_block, num_keys, cfg)
-        p_row = SCALES + row_offsets(page_ids, n_block, stride_scales_p, stride_scales_s, cfg)
-        return (tl.load(p_row[:, None] + tl.arange(0, cfg.CHUNKS)[None, :], mask=m_n[:, None], other=1.0),)
-    else:
-        return ()
-
-
-@triton.jit
-def columns_of_scale_tile(scale_tile, cfg: tl.constexpr):
-    """Returns the CHUNKS columns [BLOCK_N] of a tile of group scales; empty for other formats."""
-    CHUNKS: tl.constexpr = cfg.CHUNKS
-    columns = ()
-    if cfg.GROUP_SCALES:
-        for i in tl.static_range(CHUNKS):
-            columns = columns + (tl.sum(tl.where(tl.arange(0, CHUNKS)[None, :] == i, scale_tile[0], 0.0), 1),)
-    return columns
-
-
-@triton.jit
-def load_latent_tiles(
-    CKV, CKV_MAP, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, group_ratios, MASKED: tl.constexpr,
-    cfg: tl.constexpr,
-):  # fmt: skip
-    """Loads CHUNKS * PACK dequantized tiles [BLOCK_N, CHUNK] of a key block, group scales as ratios applied; 0 in place
-    of invalid keys where MASKED."""
-    CHUNKS: tl.constexpr = cfg.CHUNKS
-    PACK: tl.constexpr = cfg.PACK
-    tiles = ()
-    for i in tl.static_range(CHUNKS):
-        if MASKED:  # tensor descriptors read what lies past the last key
-            packed = load_packed_block(
-                CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, cfg.CKV_STRIDE_UNIT, i * cfg.CHUNK,
-                cfg.CHUNK, cfg.PACKED_V, True, cfg,
-            )  # fmt: skip
-        else:
-            packed = load_latent_chunk(
-                CKV, CKV_MAP, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, i, False, cfg
-            )
-        converted = (packed,)
-        if PACK > 1:
-            converted = dequant_packed(packed, cfg)
-        for j in tl.static_range(PACK):
-            if cfg.GROUP_SCALES:
-                tiles = tiles + (converted[j] * group_ratios[i].to(converted[j].dtype)[:, None],)
-            else:
-                tiles = tiles + (converted[j],)
-    return tiles
+# Main loop with query rows on the matrix unit's M side, for blocks of 64 and latents of 16 bits in one tile: two
+# warpgroups share it, each with half of the keys in QK and half of the columns in PV. Triton keeps one copy in shared
+# memory for both products.
 
 
 @triton.jit
 def attend_latent_block(
-    CKV, KPE, CKV_MAP, KPE_MAP, scale_tile, q_nope, q_pe, scale, row_max, row_sum, acc_o, page_ids, n_block, num_keys,
-    num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, MASKED: tl.constexpr,
-    cfg: tl.constexpr,
+    CKV, KPE, CKV_MAP, KPE_MAP, q_nope, q_pe, scale, row_max, row_sum, acc_o, page_ids, n_block, num_keys, num_q_rows,
+    row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """Returns (row_max, row_sum, acc_o) after one key block."""
-    NUM_TILES: tl.constexpr = cfg.CHUNKS * cfg.PACK
-    PACK_PE: tl.constexpr = cfg.PACK_PE
-    group_ratios = ()
-    if cfg.GROUP_SCALES:
-        max_scale, inv_scale, group_ratios = max_group_scale_and_ratios(columns_of_scale_tile(scale_tile, cfg), cfg)
+    """Returns (row_max, row_sum, acc_o [BLOCK_M, CHUNK]) after one key block."""
     # QK
-    k_pe = (load_k_pe_block(KPE, KPE_MAP, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, MASKED, cfg),)
-    if PACK_PE > 1:
-        k_pe = dequant_packed(k_pe[0], cfg)
-    s_pe = tl.dot(tl.trans(q_pe[0]), tl.trans(k_pe[0]))
-    for j in tl.static_range(1, PACK_PE):
-        s_pe = tl.dot(tl.trans(q_pe[j]), tl.trans(k_pe[j]), acc=s_pe)
-    tiles = load_latent_tiles(
-        CKV, CKV_MAP, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, group_ratios, MASKED, cfg
-    )
-    if cfg.GROUP_SCALES:  # rotary parts have none
-        s = tl.dot(tl.trans(q_nope[0]), tl.trans(tiles[0]))
+    k_pe = load_k_pe_block(KPE, KPE_MAP, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, MASKED, cfg)
+    if MASKED:  # tensor descriptors also read what lies past the last key
+        latents = load_packed_block(
+            CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, cfg.CKV_STRIDE_UNIT, 0, cfg.CHUNK,
+            cfg.PACKED_V, True, cfg,
+        )  # fmt: skip
     else:
-        s = tl.dot(tl.trans(q_nope[0]), tl.trans(tiles[0]), acc=s_pe)
-    for j in tl.static_range(1, NUM_TILES):
-        s = tl.dot(tl.trans(q_nope[j]), tl.trans(tiles[j]), acc=s)
-    if cfg.GROUP_SCALES:
-        # The token's largest scale joins the exponent, so that the P that multiplies codes lies in [0, 1].
-        s = (s * max_scale[None, :] + s_pe) * scale[:, None] + tl.log2(max_scale)[None, :]
-    else:
-        s *= scale[:, None]
+        latents = load_latent_chunk(
+            CKV, CKV_MAP, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, 0, False, cfg
+        )
+    s = tl.dot(tl.trans(q_pe[0]), tl.trans(k_pe))
+    s = tl.dot(tl.trans(q_nope[0]), tl.trans(latents), acc=s) * scale[:, None]
     if MASKED:
         s = tl.trans(apply_mask(tl.trans(s), page_ids, n_block, num_keys, num_q_rows, row_begin, cfg))
     # Online softmax
@@ -516,16 +448,9 @@ def attend_latent_block(
     safe_max = tl.where(row_max_new == float("-inf"), 0.0, row_max_new)
     rescale = tl.exp2(row_max - safe_max)
     p = tl.exp2(s - safe_max[:, None])
-    if cfg.GROUP_SCALES:
-        row_sum = row_sum * rescale + tl.sum(p * inv_scale[None, :], 1)
-    else:
-        row_sum = row_sum * rescale + tl.sum(p, 1)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
     # PV
-    p16 = p.to(tiles[0].dtype)
-    out = ()
-    for j in tl.static_range(NUM_TILES):
-        out = out + (tl.dot(p16, tiles[j], acc=acc_o[j] * rescale[:, None]),)
-    return row_max_new, row_sum, out
+    return row_max_new, row_sum, tl.dot(p.to(latents.dtype), latents, acc=acc_o * rescale[:, None])
 
 
 @triton.jit
@@ -535,43 +460,30 @@ def mainloop_rows_on_m(
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Returns what `mainloop` does."""
-    NUM_TILES: tl.constexpr = cfg.CHUNKS * cfg.PACK
     row_max = tl.full([cfg.BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.full([cfg.BLOCK_M], 0.0, tl.float32)
-    acc_o = ()
-    for _ in tl.static_range(NUM_TILES):
-        acc_o = acc_o + (tl.full([cfg.BLOCK_M, cfg.CHUNK], 0.0, tl.float32),)
+    acc_o = tl.full([cfg.BLOCK_M, cfg.CHUNK], 0.0, tl.float32)
     # Key blocks [n_block_begin, unmasked_end) are fully visible to every row; the others need a mask.
     unmasked_end = tl.maximum(
         tl.minimum(n_block_end, tl.maximum(num_keys - num_q_rows + 1, 0) // cfg.BLOCK_N), n_block_begin
     )
-    # Page ids and group scales are loaded one iteration ahead, so that no load waits for its own address.
+    # Page ids are loaded one iteration ahead, so that no load waits for its own address.
     page_ids = load_keys(keys, n_block_begin, num_keys, cfg)
-    scale_tile = load_group_scale_tile(SCALES, page_ids, n_block_begin, num_keys, stride_scales_p, stride_scales_s, cfg)
     for n_block in tl.range(n_block_begin, unmasked_end):
         next_page_ids = load_keys(keys, n_block + 1, num_keys, cfg)
-        next_scale_tile = load_group_scale_tile(
-            SCALES, next_page_ids, n_block + 1, num_keys, stride_scales_p, stride_scales_s, cfg
-        )
         row_max, row_sum, acc_o = attend_latent_block(
-            CKV, KPE, CKV_MAP, KPE_MAP, scale_tile, q_nope, q_pe, scale, row_max, row_sum, acc_o, page_ids, n_block,
-            num_keys, num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, False, cfg,
+            CKV, KPE, CKV_MAP, KPE_MAP, q_nope, q_pe, scale, row_max, row_sum, acc_o, page_ids, n_block, num_keys,
+            num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, False, cfg,
         )  # fmt: skip
-        page_ids, scale_tile = next_page_ids, next_scale_tile
+        page_ids = next_page_ids
     # Masked key blocks, unpipelined
     for n_block in tl.range(unmasked_end, n_block_end, num_stages=1):
         page_ids_here = load_keys(keys, n_block, num_keys, cfg)
-        scale_tile_here = load_group_scale_tile(
-            SCALES, page_ids_here, n_block, num_keys, stride_scales_p, stride_scales_s, cfg
-        )
         row_max, row_sum, acc_o = attend_latent_block(
-            CKV, KPE, CKV_MAP, KPE_MAP, scale_tile_here, q_nope, q_pe, scale, row_max, row_sum, acc_o, page_ids_here,
-            n_block, num_keys, num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, True, cfg,
+            CKV, KPE, CKV_MAP, KPE_MAP, q_nope, q_pe, scale, row_max, row_sum, acc_o, page_ids_here, n_block, num_keys,
+            num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, True, cfg,
         )  # fmt: skip
-    transposed = ()
-    for j in tl.static_range(NUM_TILES):
-        transposed = transposed + (tl.trans(acc_o[j]),)
-    return row_max, row_sum, transposed
+    return row_max, row_sum, (tl.trans(acc_o),)
 
 
 # Epilogue: the output, or a partial state for the combine.

@@ -4,7 +4,6 @@ the same bits, few rows take two: a split pass and a combine."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -159,19 +158,20 @@ def _split_launches(
     multiprocessors idle, and the combine; else a program for all splits. Contracted to fused multiply-adds, expressions
     with and without a mask would round differently."""
     options: dict[str, Any] = {"enable_fp_fusion": False}
-    kernel = partial(KernelLaunch, prefill_kernel, num_warps=t.num_warps, num_stages=t.num_stages, **options)
+    of_prefill = options | {"num_warps": t.num_warps, "num_stages": t.num_stages}
     rows = min(cfg.BLOCK_M, f.max_q_len * cfg.GROUP)
     splits = max(1, -(-f.page_table.shape[1] * cfg.PAGE // cfg.SPLIT_KEYS))
     workspace = programs * splits * rows * (cfg.PACK * cfg.BLOCK_DV + 2)
     if splits == 1 or programs >= launch.num_sms(f) or workspace > _MAX_WORKSPACE:
-        return LaunchSequence(kernel((programs,), arguments | {"SPLIT_WORKSPACE": None}))
+        arguments = arguments | {"SPLIT_WORKSPACE": None}
+        return LaunchSequence(KernelLaunch(prefill_kernel, (programs,), arguments, **of_prefill))
     cfg = replace(cfg, PARTIAL_ROWS=rows)
     split = arguments | tensor_args(SPLIT_WORKSPACE=WORKSPACE) | {"cfg": cfg}
     names = ("SEQ_LENS", "CU_SEQLENS_Q", "SINKS", "OUT", "LSE", "SPLIT_WORKSPACE", "v_scale", "V_SCALE", "out_scale",
              "OUT_SCALE", "B", "stride_out_t", "stride_out_h", "stride_lse_t", "stride_lse_h", "cfg")  # fmt: skip
     merge = {name: split[name] for name in names} | {"num_splits": splits}
     return LaunchSequence(
-        kernel((programs, splits), split),
+        KernelLaunch(prefill_kernel, (programs, splits), split, **of_prefill),
         KernelLaunch(combine_in_order_kernel, (programs, rows), merge, num_warps=4, **options),
         workspace=Workspace(workspace),
     )

@@ -225,9 +225,7 @@ def prefill_kernel(
         if SPLIT_WORKSPACE is not None:
             if split_begin < split_end:
                 o_m, o_d = tl.arange(0, cfg.BLOCK_M), tl.arange(0, PACK * cfg.BLOCK_DV)
-                p_row = SPLIT_WORKSPACE + partial_row_offsets(
-                    i_tile, tl.program_id(1), tl.num_programs(1), h, o_m, cfg
-                )
+                p_row = SPLIT_WORKSPACE + partial_row_offsets(i_tile, tl.program_id(1), tl.num_programs(1), h, o_m, cfg)
                 tl.store(p_row[:, None] + o_d[None, :], acc_o, mask=m_row[:, None])
                 tl.store(p_row + PACK * cfg.BLOCK_DV, row_max, mask=m_row)
                 tl.store(p_row + PACK * cfg.BLOCK_DV + 1, row_sum, mask=m_row)
