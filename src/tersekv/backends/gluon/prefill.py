@@ -103,8 +103,8 @@ def prefers_decode(f: SimpleNamespace) -> bool:
     split: with fewer work tiles than SMs it leaves SMs idle, which matters where there may be many keys.
 
     64 × 4096 keys, 32/8 heads, H100, 2026-11-26, time of decode's kernels by time of prefill's: 64 rows 0.76 to 0.95
-    with heads of 128, 0.96 to 1.14 with heads of 256; 96 rows 1.03 to 1.21; 128 rows of 256 columns 1.6 to 1.8. Those 512
-    work tiles fill four waves; 192 of 24 × 6000 fill one and a half: 128 rows then take 163 µs by decode's kernels
+    with heads of 128, 0.96 to 1.14 with heads of 256; 96 rows 1.03 to 1.21; 128 rows of 256 columns 1.6 to 1.8. Those
+    512 work tiles fill four waves; 192 of 24 × 6000 fill one and a half: 128 rows then take 163 µs by decode's kernels
     (fp8) where prefill's took 191 on an H200, int8 216 and 248.
 
     Heads above 256: decode's kernels take 32 rows at most, and more are Triton's, at about a quarter of the
