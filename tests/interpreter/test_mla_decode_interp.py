@@ -79,15 +79,6 @@ def test_every_format_and_page_size(format, page_size):
     check(case, queries(4, 5, case))
 
 
-@pytest.mark.parametrize("page_size", [16, 3])
-@pytest.mark.parametrize("dtype", [BF16, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("format", ["bf16", "fp16"])
-def test_query_rows_on_m(monkeypatch, format, dtype, page_size):
-    choose(monkeypatch, block_n=16, block_m=16, chunk_columns=64, programs_per_sm=1, rows_on_m=True)
-    case = latent_case(format, [70, 0, 33, 1], page_size=page_size, **SMALL)
-    check(case, queries(7, 16, case, dtype), cu_seqlens_q=[0, 4, 4, 6, 7])
-
-
 @pytest.mark.parametrize("heads", [1, 16, 20, 64])
 def test_any_number_of_heads(heads):
     case = latent_case("fp8_e4m3", [37, 70], page_size=16, **SMALL)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import torch
-
 from ....formats import KVFormat
 from ...host import launch
 
@@ -26,12 +24,6 @@ class TileConfig(NamedTuple):
     programs_per_sm: int
     min_blocks: int  # of a program's range, so that the combine stays cheap
     use_tma: bool
-    rows_on_m: bool = False  # query rows lie on the matrix unit's M side
-
-
-# 128 heads, bf16, H100, 2026-11-26, TFLOP/s: 96 × 6016 256 (keys on M 212), 16 × 8192 242 (186). Blocks of 64 keys in
-# two stages fill shared memory; with 32 keys the loop alone ran at 237, with 64 at 317.
-_TILES_ROWS_ON_M = TileConfig(64, 64, 512, 2, 8, None, 1, 1, True, True)
 
 
 def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
@@ -43,8 +35,6 @@ def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
     block_n = 32 if codes or not small else 16
     if 16 <= page < block_n and launch.next_power_of_2(page) == page and launch.has_tma(f):
         block_n = page
-    if block_m == 64 and not codes and _takes_rows_on_m(f):
-        return _TILES_ROWS_ON_M
     num_stages = (4 if codes and not small else 3) if f.arch is not None else 1
     few = block_m == 16
     return TileConfig(
@@ -52,22 +42,9 @@ def choose_tile_config(f: SimpleNamespace, fmt: KVFormat) -> TileConfig:
     )
 
 
-def _takes_rows_on_m(f: SimpleNamespace) -> bool:
-    """Returns whether 16-bit latents and rotary parts of 64 keys are one copy each, and a query row is one term.
-
-    Of 8 bits, whose tiles are converted first, ptxas 12.8 compiles some of these kernels with lost descriptors
-    (`tests/triton/descriptors.py`).
-    """
-    pages = f.indices is None and f.ckv.shape[1] % 64 == 0 and f.kpe.dtype.itemsize == 2
-    fits = 64 <= f.ckv.shape[2] <= 512 and f.kpe.shape[2] <= 64
-    return f.arch == 90 and pages and fits and f.q_nope.dtype != torch.float16
-
-
 def tile_config_candidates(f: SimpleNamespace, fmt: KVFormat) -> list[TileConfig]:
     """Returns what is worth timing on a chip, the choice first."""
     first = choose_tile_config(f, fmt)
-    if first.rows_on_m:
-        return [first, first._replace(block_n=32, num_stages=4)]
     others: list[dict] = [{"num_stages": first.num_stages + n} for n in (-1, 1)]
     if fmt.storage.itemsize == 1:
         others += [{"chunk_columns": 128}]

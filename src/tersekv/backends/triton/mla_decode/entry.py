@@ -100,7 +100,6 @@ class Constants(KernelConfig):
     KPE_STRIDE_UNIT: int = 1  # of the rotary parts' strides
     UNSPLIT: bool = False  # of the Gluon kernels: a CTA has one work tile, and nothing is split
     LIST: KeyListConfig = NO_LISTS
-    ROWS_ON_M: bool = False  # query rows lie on the matrix unit's M side
 
 
 class CacheMatrix(NamedTuple):
@@ -238,7 +237,6 @@ def _tile_constants(f: SimpleNamespace, fmt: KVFormat, t: TileConfig, blocks: in
         "COMBINE_COLUMNS": pack * block_dv,
         "SPLIT_BLOCKS": min_split_blocks(f, t.block_n),
         "INT64_OFFSETS": launch.exceeds_int32(f.ckv, f.kpe, f.ckv_scale_cache),
-        "ROWS_ON_M": t.rows_on_m,
         "CKV_STRIDE_UNIT": common_stride_unit(f.ckv, _packed_strides(f.ckv), 8),
         "KPE_STRIDE_UNIT": common_stride_unit(f.kpe, _packed_strides(f.kpe), 8),
     }

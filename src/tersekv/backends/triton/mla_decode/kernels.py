@@ -6,8 +6,8 @@ programs of one range lie side by side, so that all but one find the key block i
 
 A row's packed codes form CHUNKS tiles of CHUNK 16-bit words, each unpacked into PACK tiles (`parts/dequant`); the
 rotary part is one more tile. Queries and accumulators are split the same way: tile i * PACK + j holds the columns PACK
-* (i * CHUNK + word) + j. Rows lie on the matrix unit's M side, as keys and, transposed, as values; query rows lie on N,
-or the other way round (ROWS_ON_M). In fp8_ds_mla a chunk is a scale group.
+* (i * CHUNK + word) + j. Rows lie on the matrix unit's M side, as keys and, transposed, as values; query rows lie on N.
+In fp8_ds_mla a chunk is a scale group.
 """
 
 import triton
@@ -417,75 +417,6 @@ def mainloop(CKV, KPE, CKV_MAP, KPE_MAP, SCALES, keys, q_nope, q_pe, scale, n_bl
     return row_max, tl.sum(row_sum, 0), acc_o
 
 
-# Main loop with query rows on the matrix unit's M side, for blocks of 64 and latents of 16 bits in one tile: two
-# warpgroups share it, each with half of the keys in QK and half of the columns in PV. Triton keeps one copy in shared
-# memory for both products.
-
-
-@triton.jit
-def attend_latent_block(
-    CKV, KPE, CKV_MAP, KPE_MAP, q_nope, q_pe, scale, row_max, row_sum, acc_o, page_ids, n_block, num_keys, num_q_rows,
-    row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, MASKED: tl.constexpr, cfg: tl.constexpr,
-):  # fmt: skip
-    """Returns (row_max, row_sum, acc_o [BLOCK_M, CHUNK]) after one key block."""
-    # QK
-    k_pe = load_k_pe_block(KPE, KPE_MAP, page_ids, n_block, num_keys, stride_kpe_p, stride_kpe_s, MASKED, cfg)
-    if MASKED:  # tensor descriptors also read what lies past the last key
-        latents = load_packed_block(
-            CKV, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, cfg.CKV_STRIDE_UNIT, 0, cfg.CHUNK,
-            cfg.PACKED_V, True, cfg,
-        )  # fmt: skip
-    else:
-        latents = load_latent_chunk(
-            CKV, CKV_MAP, page_ids, n_block, num_keys, stride_ckv_p, stride_ckv_s, 0, False, cfg
-        )
-    s = tl.dot(tl.trans(q_pe[0]), tl.trans(k_pe))
-    s = tl.dot(tl.trans(q_nope[0]), tl.trans(latents), acc=s) * scale[:, None]
-    if MASKED:
-        s = tl.trans(apply_mask(tl.trans(s), page_ids, n_block, num_keys, num_q_rows, row_begin, cfg))
-    # Online softmax
-    row_max_new = tl.maximum(row_max, tl.max(s, 1))
-    safe_max = tl.where(row_max_new == float("-inf"), 0.0, row_max_new)
-    rescale = tl.exp2(row_max - safe_max)
-    p = tl.exp2(s - safe_max[:, None])
-    row_sum = row_sum * rescale + tl.sum(p, 1)
-    # PV
-    return row_max_new, row_sum, tl.dot(p.to(latents.dtype), latents, acc=acc_o * rescale[:, None])
-
-
-@triton.jit
-def mainloop_rows_on_m(
-    CKV, KPE, CKV_MAP, KPE_MAP, SCALES, keys, q_nope, q_pe, scale, n_block_begin, n_block_end, num_keys, num_q_rows,
-    row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, stride_scales_p, stride_scales_s,
-    cfg: tl.constexpr,
-):  # fmt: skip
-    """Returns what `mainloop` does."""
-    row_max = tl.full([cfg.BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.full([cfg.BLOCK_M], 0.0, tl.float32)
-    acc_o = tl.full([cfg.BLOCK_M, cfg.CHUNK], 0.0, tl.float32)
-    # Key blocks [n_block_begin, unmasked_end) are fully visible to every row; the others need a mask.
-    unmasked_end = tl.maximum(
-        tl.minimum(n_block_end, tl.maximum(num_keys - num_q_rows + 1, 0) // cfg.BLOCK_N), n_block_begin
-    )
-    # Page ids are loaded one iteration ahead, so that no load waits for its own address.
-    page_ids = load_keys(keys, n_block_begin, num_keys, cfg)
-    for n_block in tl.range(n_block_begin, unmasked_end):
-        next_page_ids = load_keys(keys, n_block + 1, num_keys, cfg)
-        row_max, row_sum, acc_o = attend_latent_block(
-            CKV, KPE, CKV_MAP, KPE_MAP, q_nope, q_pe, scale, row_max, row_sum, acc_o, page_ids, n_block, num_keys,
-            num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, False, cfg,
-        )  # fmt: skip
-        page_ids = next_page_ids
-    # Masked key blocks, unpipelined
-    for n_block in tl.range(unmasked_end, n_block_end, num_stages=1):
-        page_ids_here = load_keys(keys, n_block, num_keys, cfg)
-        row_max, row_sum, acc_o = attend_latent_block(
-            CKV, KPE, CKV_MAP, KPE_MAP, q_nope, q_pe, scale, row_max, row_sum, acc_o, page_ids_here, n_block, num_keys,
-            num_q_rows, row_begin, stride_ckv_p, stride_ckv_s, stride_kpe_p, stride_kpe_s, True, cfg,
-        )  # fmt: skip
-    return row_max, row_sum, (tl.trans(acc_o),)
-
-
 # Epilogue: the output, or a partial state for the combine.
 
 
@@ -581,9 +512,7 @@ def mla_decode_kernel(
                 Q_NOPE, Q_PE, tokens, heads, m_row, stride_q_nope_t, stride_q_nope_h, stride_q_pe_t, stride_q_pe_h, cfg
             )
             # Main loop
-            ROWS_ON_M: tl.constexpr = cfg.ROWS_ON_M
-            MAINLOOP: tl.constexpr = mainloop_rows_on_m if ROWS_ON_M else mainloop
-            row_max, row_sum, acc_o = MAINLOOP(
+            row_max, row_sum, acc_o = mainloop(
                 CKV, KPE, CKV_MAP, KPE_MAP, SCALES,
                 find_keys(PAGE_TABLE, stride_table_b, i_request, h, lists, cfg), q_nope, q_pe,
                 score_scale * q_scale,
