@@ -8,11 +8,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from .....formats import BLOCK, TENSOR, TOKEN_HEAD, kv_format, pair_of
+from .....formats import BLOCK, TOKEN_HEAD, kv_format, pair_of
 from ....host import launch
 
 SMALL_M_ROWS = 32  # of a KV head, up to which `kernel` is the faster one
-SMALL_M_ROWS_4BIT = 16  # where decode_producer_warp does not take 32, and of fp8 with many keys
+SMALL_M_ROWS_4BIT = 16  # where decode_producer_warp does not take 32, and of 8 bits with many keys
 SHORT_CONTEXT, SHORT_CONTEXT_4BIT = 384, 1024  # keys of a page table row, up to which requests are short
 FEW_SPLITS = 1.5  # splits of a work tile, on average: with no more, few are split
 LARGE_CACHE_KEYS = 2**17  # keys of the page table, from which on 32 rows go to decode_producer_warp or rows_64
@@ -75,8 +75,8 @@ def max_small_m_rows(f: SimpleNamespace) -> int:
         return SMALL_M_ROWS
     if has_4bit_codes(f):
         return SMALL_M_ROWS if _takes_32_rows_per_warp(f) else SMALL_M_ROWS_4BIT
-    # 24 × 6000, 32 rows, H100, 2026-11-26: fp8 142 → 130 µs; not with padding, which rows_64 does not read
-    is_long = _num_cache_keys(f) >= LARGE_CACHE_KEYS and k.scale == TENSOR and not has_padded_head_dims(f)
+    # 24 × 6000, 32 rows, H100, 2026-11-26: fp8 142 → 130 µs, int8 135; without padding, which rows_64 does not read
+    is_long = _num_cache_keys(f) >= LARGE_CACHE_KEYS and k.storage.itemsize == 1 and not has_padded_head_dims(f)
     return SMALL_M_ROWS_4BIT if is_long else SMALL_M_ROWS
 
 
