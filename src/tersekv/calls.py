@@ -155,6 +155,7 @@ class AttentionCall(NamedTuple):
     k_channel_scale: Tensor | None = None  # [H, D] fp32: rows lie divided by it, before they were rotated
     v_channel_scale: Tensor | None = None  # [H, Dv]
     batch_invariant: bool = False  # what is beside a request must not change its bits
+    prefill_invariant: bool = False  # nor must the rows before and behind a row, in its own call or in others
     indices: Tensor | None = None  # [T, H | 1, n] blocks of keys that each row attends to; negative: none
     index_lens: Tensor | None = None  # [T] or [T, H | 1] used entries of each list; None: n
     block_size: int = 1  # consecutive positions of an entry

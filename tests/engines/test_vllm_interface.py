@@ -442,7 +442,7 @@ ASKED = {
     ({"use_mm_prefix": True}, "multimodal"),
     ({"use_rswa": True}, "R-SWA"),
     ({"use_non_causal": True}, "non-causal"),
-    ({"use_batch_invariant": True}, "batch invariance"),
+    ({"use_batch_invariant": True}, None),
     ({"use_pcp": True}, "PCP"),
     ({"use_dcp": True}, "DCP"),
     ({"use_adaptive_verification": True}, "adaptive verification"),
@@ -451,6 +451,20 @@ def test_what_the_selector_is_told(more, reason):
     reasons = TersekvBackend.validate_configuration(**{**ASKED, **more})
     assert len(reasons) == (reason is not None), reasons
     assert reason is None or reason in reasons[0]
+
+
+def test_batch_invariance_is_asked_of_every_call(monkeypatch):
+    asked = []
+    for verb in ("decode", "prefill"):
+        run = getattr(vllm_attention, verb)
+        noting = lambda *a, run=run, verb=verb, **o: asked.append((verb, o["batch_invariant"])) or run(*a, **o)  # noqa: E731
+        monkeypatch.setattr(vllm_attention, verb, noting)
+    Model("fp8").step({"a": 1, "b": 3})
+    assert asked == [("decode", False)]
+    monkeypatch.setattr(vllm_attention, "is_batch_invariant", lambda: True)
+    asked.clear()
+    Model("fp8").step({"a": 1, "b": 3})
+    assert asked == [("decode", True), ("prefill", True)]
 
 
 def test_a_float32_query_is_for_cpus(monkeypatch):

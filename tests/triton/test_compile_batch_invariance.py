@@ -56,3 +56,23 @@ def test_choices_do_not_know_the_batch(op):
     assert {n for n in found[0] if found[0][n] != found[1][n]} <= OF_A_BATCH
     templates = [planned(case)[1].launches.kernel_launches[0] for case in (one, many)]
     assert templates[0].launch.options == templates[1].launch.options
+
+
+@pytest.mark.parametrize(("format", "arch"), [("fp8_e4m3", 90), ("bf16", 80), ("int4_per_token_head", 120)])
+def test_one_tile_serves_decode_and_prefill(format, arch):
+    """Kernels of "prefill" do not know the verb, nor the rows; few rows of few requests take a combine."""
+    few = Case("decode", format, "x", lens=(5000, 70), q_lens=(1, 1), heads=8, group=4, dim=128, page=64)
+    many = replace(few, op="prefill", lens=(3000, 3000), q_lens=(3000, 3000))
+    plans = []
+    for case in (few, many):
+        call = make(case)._replace(batch_invariant=True, prefill_invariant=True)
+        plans.append((call, OPS[case.op].configure(plan.facts(case.op, call, arch))))
+    (call, config), (_, of_many) = plans
+    assert replace(config.constants, BLOCK_B=of_many.constants.BLOCK_B) == of_many.constants
+    split, merge = compile_launches(attention.run, call, config, arch)
+    assert [split["name"], merge["name"]] == ["prefill_kernel", "combine_in_order_kernel"]
+    assert split["n_spills"] <= since({(3, 6): 0, (3, 7): A_FEW})
+    assert merge["n_spills"] == 0
+    launches = [c.launches.kernel_launches[0] for _, c in plans]
+    assert launches[0].launch.options == launches[1].launch.options
+    assert len(of_many.launches.kernel_launches) == 1

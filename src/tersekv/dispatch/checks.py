@@ -170,6 +170,8 @@ def _kv_attention(f: SimpleNamespace) -> ShapeChecker:
     kv_caches(f, s, s["D"], dv, "q")
     require(s["Hq"] > 0, "q", "at least one head", s["Hq"])
     require(s["H"] > 0 and s["Hq"] % s["H"] == 0, "q", f"num_q_heads a multiple of num_kv_heads={s['H']}", s["Hq"])
+    for name in ("mask", "k", "indices") if f.prefill_invariant else ():
+        require(getattr(f, name) is None, name, 'None with batch_invariant="prefill"', "a tensor")
     _requests(f, s)
     list_checks.block_lists(f, s)
     s.see("sinks", "Hq", F32)

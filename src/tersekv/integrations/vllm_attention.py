@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.platforms import current_platform
@@ -104,6 +105,10 @@ class TersekvBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """The builder reads the host's query lengths: they must be the device's."""
         return False
@@ -145,6 +150,8 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         # vLLM puts requests of so many rows first: those of one token, and of one token and drafts.
         drafts = getattr(getattr(vllm_config, "speculative_config", None), "num_speculative_tokens", None)
         self.reorder_batch_threshold = min(1 + (drafts or 0), DECODE_ROWS)
+        # Those of more rows stand where the others let them: which kernels they get must not depend on it.
+        self.most_decode_rows = self.reorder_batch_threshold if is_batch_invariant() else DECODE_ROWS
         scheduler = getattr(vllm_config, "scheduler_config", None)
         self.limits = None
         if scheduler is not None:
@@ -159,7 +166,7 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         _refuse_what_is_no_causal_batch(m)
         starts = m.query_start_loc_cpu.tolist()
         counts = [end - start for start, end in pairwise(starts)]
-        few = next((b for b, n in enumerate(counts) if n > DECODE_ROWS), len(counts))
+        few = next((b for b, n in enumerate(counts) if n > self.most_decode_rows), len(counts))
         # A captured graph is padded with requests of no rows, at the end, up to its full number of tokens.
         rows = m.num_actual_tokens if few == len(counts) else starts[few]
         real = few - next((i for i, n in enumerate(reversed(counts[:few])) if n), few)
@@ -173,6 +180,11 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
             m.num_actual_tokens, m.seq_lens, m.block_table_tensor, m.slot_mapping, rows, few, ragged,
             rest, max(counts[few:], default=0), self.limits,
         )  # fmt: skip
+
+
+def is_batch_invariant() -> bool:
+    """Whether VLLM_BATCH_INVARIANT is set; not every release has it."""
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 
 def _refuse_what_is_no_causal_batch(m: Any) -> None:
@@ -213,6 +225,7 @@ class TersekvImpl(AttentionImpl):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
         self.window, self.softcap, self.sinks = sliding_window, float(logits_soft_cap or 0.0), sinks
+        self.batch_invariant = is_batch_invariant()
         self._config = get_current_vllm_config_or_none()
         self.saved = layers_of(self._config, self.num_kv_heads, head_size)
         self._pages: tuple[Any, PagedKVLayer] | None = None
@@ -250,6 +263,7 @@ class TersekvImpl(AttentionImpl):
         out = output.view(-1, self.num_heads, pages.head_dim_v)
         options: dict[str, Any] = {
             "softmax_scale": self.scale, "window": self.window, "sinks": self._sinks_fp32(), "softcap": self.softcap,
+            "batch_invariant": self.batch_invariant,
         }  # fmt: skip
         self._compile_once(query, pages, m, options)
         n = m.few_rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,8 @@ def attend(
     k: Tensor | None, v: Tensor | None, mask: Tensor | None, softmax_scale: float | Tensor | None, window: int | None,
     sinks: Tensor | None, softcap: float | None, max_q_len: int | None, out: Tensor | None,
     out_dtype: torch.dtype | None, out_scale: float | Tensor, lse: Tensor | None, return_lse: bool, precision: str,
-    batch_invariant: bool, indices: Tensor | None, index_lens: Tensor | None, block_size: int, backend: str | None,
+    batch_invariant: bool | Literal["prefill"], indices: Tensor | None, index_lens: Tensor | None, block_size: int,
+    backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Runs `decode` or `prefill`, by the contracts of these; op: its name."""
     c = cache if isinstance(cache, PagedKVLayer) else PagedKVLayer.of(cache)
@@ -33,7 +36,8 @@ def attend(
     softcap = softcap_value(softcap)
     max_q_len = None if max_q_len is None else as_int("max_q_len", max_q_len)
     window = None if window is None else as_int("window", window)
-    batch_invariant, block_size = as_bool("batch_invariant", batch_invariant), as_int("block_size", block_size)
+    invariant, prefill_invariant = invariances(batch_invariant)
+    block_size = as_int("block_size", block_size)
     inputs = (  # as `attention_inputs`, without a call's 0.6 µs
         q, c.k, c.v, page_table, seq_lens, out, k, v, c.k_scale_cache, c.v_scale_cache, cu_seqlens_q, mask, sinks, lse,
         scale_t, k_scale_t, v_scale_t, out_scale_t, c.k_signs, c.v_signs, c.k_channel_scale, c.v_channel_scale,
@@ -41,7 +45,7 @@ def attend(
     )  # fmt: skip
     options = (
         c.format, max_q_len, window, softcap, scale, k_scale, v_scale, o_scale, out_dtype, return_lse, precision,
-        batch_invariant, block_size, backend,
+        invariant, prefill_invariant, block_size, backend,
     )  # fmt: skip
     cached = lookup(op, options, inputs)
     if cached is not None:
@@ -64,8 +68,8 @@ def attend(
         softmax_scale=max(d, 1) ** -0.5 if scale is None else scale,  # the checks report D = 0
         softmax_scale_t=scale_t, k_scale=k_scale, k_scale_t=k_scale_t, v_scale=v_scale, v_scale_t=v_scale_t,
         out_scale=o_scale, out_scale_t=out_scale_t, precision=precision, k_signs=c.k_signs, v_signs=c.v_signs,
-        k_channel_scale=c.k_channel_scale, v_channel_scale=c.v_channel_scale, batch_invariant=batch_invariant,
-        indices=indices, index_lens=index_lens, block_size=block_size,
+        k_channel_scale=c.k_channel_scale, v_channel_scale=c.v_channel_scale, batch_invariant=invariant,
+        prefill_invariant=prefill_invariant, indices=indices, index_lens=index_lens, block_size=block_size,
     )  # fmt: skip
     dispatch_call(op, call, backend, CallSignature(options, inputs, made_outputs))
     return attention_outputs([], out, lse, return_lse)
@@ -90,6 +94,15 @@ def allocate_outputs(
     if as_bool("return_lse", return_lse) and lse is None:
         lse = made_outputs["lse"] = torch.empty(*shape[:2], dtype=torch.float32, device=q.device)
     return made_outputs["out"], lse, made_outputs
+
+
+def invariances(batch_invariant: bool | str) -> tuple[bool, bool]:
+    """Returns `batch_invariant` as the call record stores it: (batch_invariant, prefill_invariant)."""
+    if isinstance(batch_invariant, str):
+        if batch_invariant != "prefill":
+            raise ValueError(f'batch_invariant: want True, False or "prefill", got {batch_invariant!r}')
+        return True, True
+    return as_bool("batch_invariant", batch_invariant), False
 
 
 def softcap_value(softcap: float | None) -> float:

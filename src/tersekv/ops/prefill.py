@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ def prefill(
     lse: Tensor | None = None,
     return_lse: bool = False,
     precision: str = "exact",
-    batch_invariant: bool = False,
+    batch_invariant: bool | Literal["prefill"] = False,
     indices: Tensor | None = None,
     index_lens: Tensor | None = None,
     block_size: int = 1,
@@ -72,7 +74,8 @@ def prefill(
                         fp8_e4m3 cache with heads up to 128, without `k` and `v`; all else is computed exactly
         batch_invariant:  a request's bits do not depend on the other requests: its keys are split by its own length
                         alone. On one device and backend, for equal sizes, strides and options; docs/serving.md has
-                        the cost
+                        the cost. "prefill": nor on the rows beside it: a token has the same bits through `decode` and
+                        through `prefill`, in a chunk of any length. Not beside k, v or indices
         indices:        [T, Hx, n]  int32 | int64 | uint32, any strides, Hx 1 or the cache's heads: the keys of each row
                         (and KV head), in any order. Entry x stands for positions c * x to c * x + c - 1 of the request,
                         c = block_size, of which a row sees those up to its own; negative entries (uint32: 0xFFFFFFFF)

@@ -66,7 +66,7 @@ def attention_record_without_keys(facts: CallFacts, heads: int, group: int) -> A
     record.heads, record.group = heads, group
     record.requests, record.max_pages = f.page_table.shape
     record.rows, record.max_q_len = f.out.shape[0], f.max_q_len
-    record.batch_invariant = f.batch_invariant
+    record.batch_invariant, record.prefill_invariant = f.batch_invariant, getattr(f, "prefill_invariant", False)
     for name in ("page_table", "seq_lens", "cu_seqlens_q"):
         setattr(record, name, facts.indices(name))
     record.mask, record.sinks = IndexTensor(NONE), NONE

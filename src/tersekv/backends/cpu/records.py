@@ -56,7 +56,7 @@ class Attention(Structure):
         ("lse", StridedTensor),
         ("out_dtype", c_int64), ("softcap", c_double), ("softmax_scale", Scale), ("k_scale", Scale),
         ("v_scale", Scale), ("out_scale", Scale), ("key_turn", RowTransform), ("value_turn", RowTransform),
-        ("batch_invariant", c_int64),
+        *_enum_values("batch_invariant", "prefill_invariant"),
     ]  # fmt: skip
 
 

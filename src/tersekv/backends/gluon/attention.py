@@ -14,6 +14,8 @@ SUPPORTS = (PAIRS, ROTATION, CHANNELS, BATCH_INVARIANCE)
 
 
 def why_not(f: SimpleNamespace) -> str | None:
+    if f.prefill_invariant:  # one kernel would have to split keys for few rows, and not for many
+        return f"takes no {BATCH_INVARIANCE} between prefill and decode"
     return select_kernel(f, decode, prefill)[1]
 
 

@@ -31,6 +31,7 @@ _FORMATS = (
 )
 _TENSOR_MAP_ARGS = {"Q": "q", "K": "k_cache", "V": "v_cache", "K_NEW": "k", "V_NEW": "v"}
 _LONG_CONTEXT = 16384
+_UNEVEN_WAVES_CONTEXT = 4096  # keys, from which on few rows are split where prefill's last wave of tiles is a small one
 
 
 class Config(NamedTuple):
@@ -102,7 +103,9 @@ def prefers_decode(f: SimpleNamespace) -> bool:
     split: with fewer work tiles than SMs it leaves SMs idle, which matters where there may be many keys.
 
     64 × 4096 keys, 32/8 heads, H100, 2026-11-26, time of decode's kernels by time of prefill's: 64 rows 0.76 to 0.95
-    with heads of 128, 0.96 to 1.14 with heads of 256; 96 rows 1.03 to 1.21; 128 rows of 256 columns 1.6 to 1.8.
+    with heads of 128, 0.96 to 1.14 with heads of 256; 96 rows 1.03 to 1.21; 128 rows of 256 columns 1.6 to 1.8. Those
+    512 work tiles fill four waves; 192 of 24 × 6000 fill one and a half: 128 rows then take 163 µs by decode's kernels
+    (fp8) where prefill's took 191 on an H200, int8 216 and 248.
 
     Heads above 256: decode's kernels take 32 rows at most, and more are Triton's, at about a quarter of the
     rate (fp8, heads of 256: 136 of 537 TFLOP/s).
@@ -111,7 +114,11 @@ def prefers_decode(f: SimpleNamespace) -> bool:
     wide = max(cfg.D, cfg.DV) > 128
     if f.max_q_len * cfg.GROUP <= (64 if cfg.CONVERTS_KV and not wide else 32):
         return True
-    many_keys = f.page_table.shape[1] * f.k_cache.shape[1] >= _LONG_CONTEXT
+    max_keys, sms = f.page_table.shape[1] * f.k_cache.shape[1], launch.num_sms(f)
+    many_keys = max_keys >= _LONG_CONTEXT
     work_tiles = -(-f.q.shape[0] // cfg.TOKENS_PER_TILE) * cfg.HEAD_TILES
+    is_8bit = cfg.CONVERTS_KV and pair_of(f)[0].values_per_element == pair_of(f)[1].values_per_element == 1
+    if is_8bit and not wide and f.max_q_len * cfg.GROUP <= 128 and max_keys >= _UNEVEN_WAVES_CONTEXT:
+        return work_tiles < 0.8 * sms * -(-work_tiles // sms)
     least = 0.25 if cfg.COLUMN_SPLIT else 0.55 if wide and cfg.CONVERTS_KV else 0.75
-    return many_keys and work_tiles < least * launch.num_sms(f)
+    return many_keys and work_tiles < least * sms

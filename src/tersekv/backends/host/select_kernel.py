@@ -17,6 +17,8 @@ def select_kernel(f: SimpleNamespace, decode: ModuleType, prefill: ModuleType) -
     """
     if f.indices is not None:  # rows have keys of their own
         return decode, decode.why_not(f)
+    if f.prefill_invariant:  # one kernel for few rows and for many
+        return prefill, prefill.why_not(f)
     if f.op == "decode" and not _has_many_rows(f):
         return decode, decode.why_not(f)
     reason = prefill.why_not(f)

@@ -55,7 +55,7 @@ def request_batches(
         if num_pages or new_rows_not_in_pages:
             yield _all_requests_batch(call, page_size)
         return
-    q_len = call.max_q_len
+    q_len, one_by_one = call.max_q_len, getattr(call, "prefill_invariant", False)
     starts = [q_len * b for b in range(count + 1)] if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
     for b, n in enumerate(call.seq_lens.tolist()):
         if n > 0 and starts[b + 1] > starts[b]:
@@ -63,7 +63,7 @@ def request_batches(
                 call, b, n, starts[b], starts[b + 1], mask_and_softcap, page_size, new_rows_not_in_pages
             )
             _check_page_ids(batch.table[:, batch.start // page_size :], b, num_pages)
-            yield batch
+            yield from _single_row_batches(batch, mask_and_softcap, page_size) if one_by_one else (batch,)
 
 
 def _single_request_batch(
@@ -92,6 +92,16 @@ def _single_request_batch(
     lengths = torch.tensor([num_keys, q_end - q_begin], device=table.device)
     rows = torch.arange(q_begin, q_end, device=table.device)[None]
     return Batch(table, lengths[:1], lengths[1:], rows, start, stop)
+
+
+def _single_row_batches(batch: Batch, mask_and_softcap: MaskAndSoftcap, page_size: int) -> Iterator[Batch]:
+    """Yields each row of a request's batch as the last one of a request: how products round depends on their sizes."""
+    first = int(batch.seq_lens) - batch.rows.shape[1]
+    for i in range(max(0, -first), batch.rows.shape[1]):
+        n = first + i + 1
+        start = max(0, n - mask_and_softcap.window) if mask_and_softcap.window else 0
+        lengths = torch.tensor([n, 1], device=batch.rows.device)
+        yield Batch(batch.table[:, : -(-n // page_size)], lengths[:1], lengths[1:], batch.rows[:, i : i + 1], start, n)
 
 
 def _check_page_ids(ids: Tensor, b: int, num_pages: int) -> None:

@@ -58,6 +58,7 @@ struct Attention {
     Scale softmax_scale, k_scale, v_scale, out_scale;
     RowTransform key_transform, value_transform;
     int64_t batch_invariant;  // keys of a request are split by its own length alone
+    int64_t prefill_invariant;  // and at fixed positions; rows do not depend on each other
 };
 
 // Rows of one or two tensors side by side, cast or quantized, to a cache or to a tensor [token, head].

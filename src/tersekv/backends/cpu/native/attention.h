@@ -16,6 +16,7 @@ constexpr int64_t MAX_SMALL_M = 8;    // … with `small_m.h`
 // [head, head + heads), over the keys [begin, end).
 struct WorkItem {
     int64_t request, row, rows, head, heads, begin, end;
+    int64_t first_key;  // keys before it are masked for all rows, and not read: `begin` may be a split's
     bool small_m;  // uses `small_m.h`
     int64_t state;  // index of its split's partial state; -1: not split
     int64_t combine;
@@ -242,9 +243,10 @@ private:
             return;
         }
         const char* table = at[c.page_table.tensor] + item.request * c.page_table.stride;
-        int64_t count = keys_in_tile(item, k), column = k / c.page_size, slot = k % c.page_size;
+        int64_t count = keys_in_tile(item, k), key = k < item.first_key ? item.first_key : k;
+        int64_t column = key / c.page_size, slot = key % c.page_size;
         int64_t page = read_index(table, c.page_table.dtype, column);
-        for (int64_t t = 0; t < count; t++, slot++) {
+        for (int64_t t = 0; t < count; slot += k + t >= item.first_key, t++) {
             if (slot == c.page_size) {
                 slot = 0;
                 page = read_index(table, c.page_table.dtype, ++column);
@@ -389,10 +391,10 @@ private:
                 accumulate_pv_masked(item.rows, count, scales, g, columns, state);
                 continue;
             }
-            bool shows = false;
+            bool shows = false, row_shows[MAX_BLOCK_M];
             for (int64_t r = 0; r < item.rows; r++)
-                shows |= pack_p(Packing(), tiles.scores + r * BLOCK_N, scales, padded, tiles.packed_p + r * o.a_stride,
-                                      sums_of(state, r)[g]);
+                shows |= row_shows[r] = pack_p(Packing(), tiles.scores + r * BLOCK_N, scales, padded,
+                                               tiles.packed_p + r * o.a_stride, sums_of(state, r)[g]);
             o.b = tiles.values + g * columns;
             o.c = state.values + g * columns;
             auto add = [&](bool rest) {
@@ -410,8 +412,11 @@ private:
             };
             add(false);
             if (!shows) continue;
-            for (int64_t r = 0; r < item.rows; r++)
-                pack_p_residual(Packing(), tiles.scores + r * BLOCK_N, scales, padded, tiles.packed_p + r * o.a_stride);
+            for (int64_t r = 0; r < item.rows; r++) {
+                uint32_t* p = tiles.packed_p + r * o.a_stride;
+                if (c.prefill_invariant && !row_shows[r]) memset(p, 0, o.a_stride * sizeof(uint32_t));
+                else pack_p_residual(Packing(), tiles.scores + r * BLOCK_N, scales, padded, p);
+            }
             add(true);
         }
     }

@@ -53,13 +53,14 @@ private:
         const Request& r = requests[request];
         WorkItem item = {};
         item.request = request, item.row = index * MAX_BLOCK_M, item.heads = item_heads;
-        item.small_m = Packing::VALUES == 2 && r.rows * c.group <= MAX_SMALL_M && supports_small_m(c);
+        item.small_m = Packing::VALUES == 2 && !c.prefill_invariant && r.rows * c.group <= MAX_SMALL_M && supports_small_m(c);
         item.rows = r.rows * c.group - item.row;
         if (item.rows > MAX_BLOCK_M) item.rows = MAX_BLOCK_M;
         MaskArgs mask_args = {r.keys, r.keys - r.rows, window_of(c, r.keys), c.mask.tensor < 0 ? nullptr : at[c.mask.tensor], 0};
-        item.begin = mask_args.low(item.row / c.group);
+        item.begin = item.first_key = mask_args.low(item.row / c.group);
         item.end = mask_args.high((item.row + item.rows - 1) / c.group);
         if (item.end < item.begin) item.end = item.begin;
+        if (c.prefill_invariant) item.begin -= item.begin % BATCH_INVARIANT_SPLIT_KEYS;
         return item;
     }
 
@@ -108,7 +109,7 @@ private:
         int64_t i = 0, split = 0, combine = 0;
         each_block([&](WorkItem item) {
             int64_t n = num_splits(item), begin = item.begin, end = item.end;
-            int64_t length = round_up((end - begin + n - 1) / n, BLOCK_N);
+            int64_t length = c.prefill_invariant ? BATCH_INVARIANT_SPLIT_KEYS : round_up((end - begin + n - 1) / n, BLOCK_N);
             for (item.head = 0; item.head < c.heads; item.head += item_heads) {
                 if (n > 1) first_split[combine] = split, remaining[combine] = n;
                 for (int64_t p = 0; p < n; p++) {

@@ -1,8 +1,9 @@
-"""Paged prefill in Triton: one launch; one program attends to all keys of its rows, in order."""
+"""Paged prefill in Triton: one launch; one program attends to all keys of its rows, in order. Where decode has to give
+the same bits, few rows take two: a split pass and a combine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,7 +16,17 @@ from ...host.attention_launches import (
     query_offset_args,
     write_empty_outputs,
 )
-from ...host.bind import BYTES, WORDS, HostAction, KernelLaunch, LaunchSequence, stride_args, tensor_args
+from ...host.bind import (
+    BYTES,
+    WORDS,
+    WORKSPACE,
+    HostAction,
+    KernelLaunch,
+    LaunchSequence,
+    Workspace,
+    stride_args,
+    tensor_args,
+)
 from ...host.kernel_config import KernelConfig
 from ..parts.kv_cache_args import (
     StoredRowFormat,
@@ -28,9 +39,13 @@ from ..parts.kv_cache_args import (
     why_not_kv_cache,
 )
 from .config import TileConfig, choose_tile_config
-from .kernels import prefill_kernel
+from .kernels import combine_in_order_kernel, prefill_kernel
 
 _BATCH_INVARIANT_ROWS = 1 << 10  # of a request, where BLOCK_M must not depend on the other requests
+# Where a row's bits must not depend on the rows beside it, one tile serves steps of decode and chunks of prefill.
+_PREFILL_INVARIANT_ROWS = 64
+_SPLIT_KEYS = 1024  # keys of a split in that case
+_MAX_WORKSPACE = 1 << 26  # floats of partial results; beyond it a program attends to all splits of its rows
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,8 @@ class Constants(KernelConfig):
     K_RESIDUAL_SCALE: float
     V_RESIDUAL_SCALE: float
     INT64_OFFSETS: bool  # a page is longer than int32 counts
+    SPLIT_KEYS: int = 0  # keys are split at its multiples; 0: not at all
+    PARTIAL_ROWS: int = 0  # of a partial result
 
 
 class Config(NamedTuple):
@@ -96,7 +113,10 @@ def prefers_decode(f: SimpleNamespace) -> bool:
 
 
 def _tile_config(f: SimpleNamespace) -> TileConfig:
-    return choose_tile_config(kernel_choice_facts(f, _BATCH_INVARIANT_ROWS), *pair_of(f))
+    rows = _BATCH_INVARIANT_ROWS
+    if f.prefill_invariant:
+        rows = max(1, _PREFILL_INVARIANT_ROWS // (f.q.shape[1] // max(f.k_cache.shape[2], 1)))
+    return choose_tile_config(kernel_choice_facts(f, rows), *pair_of(f))
 
 
 def _num_m_blocks(f: SimpleNamespace, t: TileConfig) -> int:
@@ -122,9 +142,38 @@ def configure(f: SimpleNamespace) -> Config:
         "softcap": f.softcap, "B": f.seq_lens.shape[0], "T": f.q.shape[0], "cfg": cfg,
     }  # fmt: skip
     grid = (_num_m_blocks(f, t) * f.k_cache.shape[2],)
+    if f.prefill_invariant:
+        return Config(cfg, _split_launches(f, cfg, grid[0], arguments, t))
+    arguments["SPLIT_WORKSPACE"] = None
     return Config(
         cfg,
         LaunchSequence(KernelLaunch(prefill_kernel, grid, arguments, num_warps=t.num_warps, num_stages=t.num_stages)),
+    )
+
+
+def _split_launches(
+    f: SimpleNamespace, cfg: Constants, programs: int, arguments: dict[str, Any], t: TileConfig
+) -> LaunchSequence:
+    """Returns the launches of a prefill-invariant call: a program for each split where whole rows would leave
+    multiprocessors idle, and the combine; else a program for all splits. Contracted to fused multiply-adds, expressions
+    with and without a mask would round differently."""
+    options: dict[str, Any] = {"enable_fp_fusion": False}
+    of_prefill = options | {"num_warps": t.num_warps, "num_stages": t.num_stages}
+    rows = min(cfg.BLOCK_M, f.max_q_len * cfg.GROUP)
+    splits = max(1, -(-f.page_table.shape[1] * cfg.PAGE // cfg.SPLIT_KEYS))
+    workspace = programs * splits * rows * (cfg.PACK * cfg.BLOCK_DV + 2)
+    if splits == 1 or programs >= launch.num_sms(f) or workspace > _MAX_WORKSPACE:
+        arguments = arguments | {"SPLIT_WORKSPACE": None}
+        return LaunchSequence(KernelLaunch(prefill_kernel, (programs,), arguments, **of_prefill))
+    cfg = replace(cfg, PARTIAL_ROWS=rows)
+    split = arguments | tensor_args(SPLIT_WORKSPACE=WORKSPACE) | {"cfg": cfg}
+    names = ("SEQ_LENS", "CU_SEQLENS_Q", "SINKS", "OUT", "LSE", "SPLIT_WORKSPACE", "v_scale", "V_SCALE", "out_scale",
+             "OUT_SCALE", "B", "stride_out_t", "stride_out_h", "stride_lse_t", "stride_lse_h", "cfg")  # fmt: skip
+    merge = {name: split[name] for name in names} | {"num_splits": splits}
+    return LaunchSequence(
+        KernelLaunch(prefill_kernel, (programs, splits), split, **of_prefill),
+        KernelLaunch(combine_in_order_kernel, (programs, rows), merge, num_warps=4, **options),
+        workspace=Workspace(workspace),
     )
 
 
@@ -148,6 +197,7 @@ def _tile_constants(f: SimpleNamespace, t: TileConfig) -> dict[str, Any]:
         "BLOCK_B": request_block_size(f.seq_lens.shape[0]),
         "SCALE_COPIES": max(1, 32 * t.num_warps // t.block_n),
         "INT64_OFFSETS": launch.exceeds_int32(f.k_cache, f.v_cache, f.k_scale_cache, f.v_scale_cache),
+        "SPLIT_KEYS": _SPLIT_KEYS if f.prefill_invariant else 0,
     }
 
 

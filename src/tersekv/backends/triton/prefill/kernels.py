@@ -1,6 +1,10 @@
 """The kernel of paged prefill: a program attends to all keys of one m_block of one request and KV head. The mask and
 the rescale are in `mainloop`, Triton pipelines the loads; nothing is split, so there is no combine.
 
+Where a row's bits may depend on its own position alone (SPLIT_KEYS > 0), keys are split at multiples of SPLIT_KEYS, and
+the states of splits are combined in their order: by a program that attends to all of them, one after the other, or by
+`combine_in_order_kernel`, after programs of one split each (SPLIT_WORKSPACE). Both round the same.
+
 A row is a new token and a query head of the group. m_blocks are numbered over all requests without their lengths on the
 host: request b begins at `cu[b] * GROUP // BLOCK_M + b`, which leaves room for every request before it. Programs of
 late blocks, which see most keys, start first.
@@ -58,6 +62,74 @@ def visible_key_range(key_begin, key_end, q_position_begin, q_position_end, cfg:
     return KeyRange(begin, tl.maximum(tl.minimum(key_end, q_position_end), begin), q_position_begin, q_position_end)
 
 
+@triton.jit
+def combine_two_splits(a, b):
+    """Returns the softmax state (row_max, row_sum, acc_o) over the keys of a, then of b. Exact where one saw none."""
+    row_max = tl.maximum(a[0], b[0])
+    safe_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+    scale_a, scale_b = tl.exp2(a[0] - safe_max), tl.exp2(b[0] - safe_max)
+    return row_max, a[1] * scale_a + b[1] * scale_b, a[2] * scale_a[:, None] + b[2] * scale_b[:, None]
+
+
+@triton.jit
+def split_range(key_range, cfg: tl.constexpr):
+    """Returns the first split of a range of keys, and one past its last; at least one."""
+    begin = key_range.begin // cfg.SPLIT_KEYS
+    return begin, tl.maximum(tl.cdiv(key_range.end, cfg.SPLIT_KEYS), begin + 1)
+
+
+@triton.jit
+def keys_of_split(key_range, i_split, cfg: tl.constexpr):
+    """Returns the part of a KeyRange in split i_split; it may be empty."""
+    begin = tl.maximum(key_range.begin, i_split * cfg.SPLIT_KEYS)
+    end = tl.maximum(tl.minimum(key_range.end, (i_split + 1) * cfg.SPLIT_KEYS), begin)
+    return KeyRange(begin, end, key_range.q_position_begin, key_range.q_position_end)
+
+
+@triton.jit
+def partial_row_offsets(i_tile, i_split, num_splits, h, i_row, cfg: tl.constexpr):
+    """Returns the offset in SPLIT_WORKSPACE of a row of a partial result: its columns, row_max and row_sum."""
+    slot = (tl.cast(i_tile, tl.int64) * num_splits + i_split) * cfg.HEADS + h
+    return (slot * cfg.PARTIAL_ROWS + i_row) * (cfg.PACK * cfg.BLOCK_DV + 2)
+
+
+@triton.jit
+def attend_to_splits(
+    q, keys, values, p_page_ids, key_range, split_begin, split_end, q_position, h, scale, softcap, rotation,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """Returns the softmax state of splits [split_begin, split_end), combined in their order; acc_o unrotated."""
+    COLUMNS: tl.constexpr = cfg.PACK * cfg.BLOCK_DV
+    row_max, row_sum, acc_o = empty_softmax_state(COLUMNS, cfg)
+    for i_split in tl.range(split_begin, split_end, num_stages=1):
+        of_split = mainloop(
+            q, empty_softmax_state(COLUMNS, cfg), keys, values, p_page_ids, keys_of_split(key_range, i_split, cfg),
+            q_position, h, scale, softcap, False, cfg,
+        )  # fmt: skip
+        of_split = of_split[0], of_split[1], unrotated_columns(of_split[2], rotation, h, cfg)
+        row_max, row_sum, acc_o = combine_two_splits((row_max, row_sum, acc_o), of_split)
+    return row_max, row_sum, acc_o
+
+
+@triton.jit
+def empty_softmax_state(COLUMNS: tl.constexpr, cfg: tl.constexpr):
+    """Returns the state of BLOCK_M rows that have seen no key."""
+    return (
+        tl.full([cfg.BLOCK_M], float("-inf"), tl.float32), tl.full([cfg.BLOCK_M], 0.0, tl.float32),
+        tl.full([cfg.BLOCK_M, COLUMNS], 0.0, tl.float32),
+    )  # fmt: skip
+
+
+@triton.jit
+def unrotated_columns(acc_o, rotation, h, cfg: tl.constexpr):
+    """Returns acc_o over the pages with its columns in order, and rotation and channel scales of V undone."""
+    PACK: tl.constexpr = cfg.PACK
+    acc_o = regroup_columns(acc_o, PACK, cfg.BLOCK_DV)
+    if cfg.CODE == INT4:
+        acc_o *= column_scales(1.0 / tile_scale(0, cfg), 1.0 / tile_scale(1, cfg), PACK * cfg.BLOCK_DV)
+    return unrotate_and_rescale_output((acc_o,), rotation, h, 1, cfg.DV)[0]
+
+
 @triton.jit(do_not_specialize=["PAGE_TABLE", "SEQ_LENS", "CU_SEQLENS_Q", "B", "T"])
 def prefill_kernel(
     Q, K_NEW, V_NEW, K, V, K_SCALES, V_SCALES, PAGE_TABLE, SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, K_SIGNS, V_SIGNS,
@@ -67,7 +139,7 @@ def prefill_kernel(
     stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
     stride_k_scales_p, stride_k_scales_s, stride_k_scales_h, stride_v_scales_p, stride_v_scales_s, stride_v_scales_h,
     stride_k_channel_scales_h, stride_v_channel_scales_h, stride_table_b, stride_out_t, stride_out_h, stride_lse_t,
-    stride_lse_h,
+    stride_lse_h, SPLIT_WORKSPACE,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """Attends one block of BLOCK_M query rows. See the module's docstring."""
@@ -78,7 +150,8 @@ def prefill_kernel(
         stride_out_h, stride_lse_t, stride_lse_h, cfg,
     )  # fmt: skip
     h = i_program % cfg.HEADS
-    i_request, m_block = find_request_of_m_block(CU_SEQLENS_Q, B, (num_programs - 1 - i_program) // cfg.HEADS, cfg)
+    i_tile = (num_programs - 1 - i_program) // cfg.HEADS
+    i_request, m_block = find_request_of_m_block(CU_SEQLENS_Q, B, i_tile, cfg)
     q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
     num_q_rows = (load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin).to(tl.int32)
     row_begin = m_block * cfg.BLOCK_M
@@ -100,10 +173,6 @@ def prefill_kernel(
         q, row_scale = to_query_tiles(
             scale_and_rotate_query((x,), (K_SIGNS, K_CHANNEL_SCALES, stride_k_channel_scales_h), h, 1, cfg.D)[0], cfg
         )
-        softmax_state = (
-            tl.full([cfg.BLOCK_M], float("-inf"), tl.float32), tl.full([cfg.BLOCK_M], 0.0, tl.float32),
-            tl.full([cfg.BLOCK_M, PACK * cfg.BLOCK_DV], 0.0, tl.float32),
-        )  # fmt: skip
         keys = KVOperand(
             StridedRows(K, stride_k_p, stride_k_s, stride_k_h),
             StridedRows(K_SCALES, stride_k_scales_p, stride_k_scales_s, stride_k_scales_h),
@@ -118,17 +187,22 @@ def prefill_kernel(
         )  # fmt: skip
         scale = row_scale * (score_scale * load_scale(k_scale, K_SCALE, h * cfg.K_SCALE_STRIDE, cfg.HAS_K_SCALE))
         p_page_ids = PAGE_TABLE + i_request.to(tl.int64) * stride_table_b
-        softmax_state = mainloop(
-            q, softmax_state, keys, values, p_page_ids, key_range, first_new_position + o_i, h, scale, softcap, False,
-            cfg,
-        )  # fmt: skip
-        row_max, row_sum, acc_o = softmax_state
-        acc_o = regroup_columns(acc_o, PACK, cfg.BLOCK_DV)
-        if cfg.CODE == INT4:
-            acc_o *= column_scales(1.0 / tile_scale(0, cfg), 1.0 / tile_scale(1, cfg), PACK * cfg.BLOCK_DV)
-        acc_o = unrotate_and_rescale_output(
-            (acc_o,), (V_SIGNS, V_CHANNEL_SCALES, stride_v_channel_scales_h), h, 1, cfg.DV
-        )[0]
+        rotation = (V_SIGNS, V_CHANNEL_SCALES, stride_v_channel_scales_h)
+        if cfg.SPLIT_KEYS > 0:
+            split_begin, split_end = split_range(key_range, cfg)
+            if SPLIT_WORKSPACE is not None:
+                i_split = split_begin + tl.program_id(1)
+                split_begin, split_end = i_split, tl.minimum(split_end, i_split + 1)
+            row_max, row_sum, acc_o = attend_to_splits(
+                q, keys, values, p_page_ids, key_range, split_begin, split_end, first_new_position + o_i, h, scale,
+                softcap, rotation, cfg,
+            )  # fmt: skip
+        else:
+            row_max, row_sum, acc_o = mainloop(
+                q, empty_softmax_state(PACK * cfg.BLOCK_DV, cfg), keys, values, p_page_ids, key_range,
+                first_new_position + o_i, h, scale, softcap, False, cfg,
+            )  # fmt: skip
+            acc_o = unrotated_columns(acc_o, rotation, h, cfg)
         if cfg.HAS_NEW_KV:
             scaled_acc = acc_o * value_scale
             value_scale = 1.0
@@ -147,12 +221,81 @@ def prefill_kernel(
                 q, (row_max, row_sum, scaled_acc), keys, values, p_page_ids, key_range, o_i, h, scale, softcap, True,
                 cfg,
             )  # fmt: skip
-        # Epilogue: unrotated acc_o × acc_scale, and LSE
-        value_scale *= load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
-        acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
-        o_d = tl.arange(0, PACK * cfg.BLOCK_DV)
-        p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[:, None] + o_d[None, :]
-        out = cast_output(acc_o * acc_scale[:, None], OUT, cfg)
-        tl.store(p_out, out, mask=m_row[:, None] & (o_d < cfg.DV)[None, :])
-        if cfg.HAS_LSE:
-            tl.store(LSE + tokens * stride_lse_t + heads * stride_lse_h, lse, mask=m_row)
+        # Epilogue: unrotated acc_o × acc_scale, and LSE; or a split's state to the workspace, for the combine
+        if SPLIT_WORKSPACE is not None:
+            if split_begin < split_end:
+                o_m, o_d = tl.arange(0, cfg.BLOCK_M), tl.arange(0, PACK * cfg.BLOCK_DV)
+                p_row = SPLIT_WORKSPACE + partial_row_offsets(i_tile, tl.program_id(1), tl.num_programs(1), h, o_m, cfg)
+                tl.store(p_row[:, None] + o_d[None, :], acc_o, mask=m_row[:, None])
+                tl.store(p_row + PACK * cfg.BLOCK_DV, row_max, mask=m_row)
+                tl.store(p_row + PACK * cfg.BLOCK_DV + 1, row_sum, mask=m_row)
+        else:
+            store_rows(
+                (row_max, row_sum, acc_o), value_scale, out_scale, OUT_SCALE, SINKS, OUT, LSE, tokens, heads, m_row,
+                stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg,
+            )  # fmt: skip
+
+
+@triton.jit
+def store_rows(softmax_state, value_scale, out_scale, OUT_SCALE, SINKS, OUT, LSE, tokens, heads, m_row, stride_out_t,
+               stride_out_h, stride_lse_t, stride_lse_h, cfg: tl.constexpr):  # fmt: skip
+    """Stores the output of query rows, unrotated acc_o × acc_scale, and their LSE."""
+    PACK: tl.constexpr = cfg.PACK
+    row_max, row_sum, acc_o = softmax_state
+    value_scale *= load_scale(out_scale, OUT_SCALE, 0, cfg.HAS_OUT_SCALE)
+    acc_scale, lse = finalize_softmax(row_max, row_sum, value_scale, SINKS, heads, m_row, cfg)
+    o_d = tl.arange(0, PACK * cfg.BLOCK_DV)
+    p_out = OUT + (tokens * stride_out_t + heads * stride_out_h)[:, None] + o_d[None, :]
+    out = cast_output(acc_o * acc_scale[:, None], OUT, cfg)
+    tl.store(p_out, out, mask=m_row[:, None] & (o_d < cfg.DV)[None, :])
+    if cfg.HAS_LSE:
+        tl.store(LSE + tokens * stride_lse_t + heads * stride_lse_h, lse, mask=m_row)
+
+
+SPLITS_IN_FLIGHT = tl.constexpr(8)  # loaded at once by the combine
+
+
+@triton.jit(do_not_specialize=["SEQ_LENS", "CU_SEQLENS_Q", "B", "num_splits"])
+def combine_in_order_kernel(
+    SEQ_LENS, CU_SEQLENS_Q, SINKS, OUT, LSE, SPLIT_WORKSPACE, v_scale, V_SCALE, out_scale, OUT_SCALE, B, num_splits,
+    stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg: tl.constexpr,
+):  # fmt: skip
+    """Combines the splits of one query row, as `attend_to_splits` does. num_splits: of the workspace."""
+    COLUMNS: tl.constexpr = cfg.PACK * cfg.BLOCK_DV
+    i_tile, h = tl.program_id(0) // cfg.HEADS, tl.program_id(0) % cfg.HEADS
+    i_request, m_block = find_request_of_m_block(CU_SEQLENS_Q, B, i_tile, cfg)
+    q_begin = load_q_begin(CU_SEQLENS_Q, i_request, True)
+    num_q_rows = (load_q_begin(CU_SEQLENS_Q, i_request + 1, True) - q_begin).to(tl.int32)
+    i_row_in_block = tl.program_id(1) + tl.arange(0, 1)
+    o_r = m_block * cfg.BLOCK_M + i_row_in_block
+    m_row = o_r < num_q_rows * cfg.GROUP
+    if m_block * cfg.BLOCK_M + tl.program_id(1) < num_q_rows * cfg.GROUP:
+        num_keys = tl.load(SEQ_LENS + i_request).to(tl.int32)
+        token_begin = m_block * cfg.BLOCK_M // cfg.GROUP
+        token_end = tl.minimum(tl.cdiv((m_block + 1) * cfg.BLOCK_M, cfg.GROUP), num_q_rows)
+        first_new_position = num_keys - num_q_rows
+        key_range = visible_key_range(
+            0, num_keys, first_new_position + token_begin, first_new_position + token_end, cfg
+        )
+        split_begin, split_end = split_range(key_range, cfg)
+        o_d = tl.arange(0, COLUMNS)
+        row_max, row_sum = tl.full([1], float("-inf"), tl.float32), tl.full([1], 0.0, tl.float32)
+        acc_o = tl.full([1, COLUMNS], 0.0, tl.float32)
+        for i in tl.range(0, split_end - split_begin, SPLITS_IN_FLIGHT):
+            states = ()
+            for j in tl.static_range(SPLITS_IN_FLIGHT):
+                m_split = (i + j + tl.arange(0, 1)) < split_end - split_begin
+                p_row = SPLIT_WORKSPACE + partial_row_offsets(i_tile, i + j, num_splits, h, i_row_in_block, cfg)
+                states = states + ((
+                    tl.load(p_row + COLUMNS, mask=m_split, other=float("-inf")),
+                    tl.load(p_row + COLUMNS + 1, mask=m_split, other=0.0),
+                    tl.load(p_row[:, None] + o_d[None, :], mask=m_split[:, None], other=0.0),
+                ),)  # fmt: skip
+            for j in tl.static_range(SPLITS_IN_FLIGHT):
+                row_max, row_sum, acc_o = combine_two_splits((row_max, row_sum, acc_o), states[j])
+        value_scale = load_scale(v_scale, V_SCALE, h * cfg.V_SCALE_STRIDE, cfg.HAS_V_SCALE) * cfg.V_RESIDUAL_SCALE
+        tokens, heads = q_begin + o_r // cfg.GROUP, (h * cfg.GROUP + o_r % cfg.GROUP).to(tl.int64)
+        store_rows(
+            (row_max, row_sum, acc_o), value_scale, out_scale, OUT_SCALE, SINKS, OUT, LSE, tokens, heads, m_row,
+            stride_out_t, stride_out_h, stride_lse_t, stride_lse_h, cfg,
+        )  # fmt: skip

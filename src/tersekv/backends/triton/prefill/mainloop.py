@@ -289,6 +289,26 @@ def mainloop(q, softmax_state, K: KVOperand, V: KVOperand, p_page_ids, key_range
     unmasked_end = tl.maximum(
         tl.minimum(key_range.end, tl.maximum(key_range.q_position_begin + 1, 0)) // cfg.BLOCK_N, unmasked_begin
     )
+    if cfg.SPLIT_KEYS > 0 and cfg.WINDOW > 0:  # which blocks are masked depends on the rows; their order must not
+        for n_block in tl.range(n_block_begin, unmasked_begin, num_stages=1):
+            page_ids = load_page_ids_if_paged(p_page_ids, n_block, key_range.end, IS_NEW_KV, cfg)
+            softmax_state = attend_kv_block(
+                q,
+                softmax_state,
+                K,
+                V,
+                page_ids,
+                n_block,
+                key_range,
+                q_position,
+                h,
+                scale,
+                softcap,
+                True,
+                IS_NEW_KV,
+                cfg,
+            )
+        n_block_begin = unmasked_begin
     # Page ids are loaded one iteration ahead, so that no load waits for its own address.
     page_ids = load_page_ids_if_paged(p_page_ids, unmasked_begin, key_range.end, IS_NEW_KV, cfg)
     # Unmasked key blocks

@@ -12,10 +12,10 @@ from .....formats import BLOCK, TOKEN_HEAD, kv_format, pair_of
 from ....host import launch
 
 SMALL_M_ROWS = 32  # of a KV head, up to which `kernel` is the faster one
-SMALL_M_ROWS_4BIT = 16  # where decode_producer_warp does not take 32
+SMALL_M_ROWS_4BIT = 16  # where decode_producer_warp does not take 32, and of 8 bits with many keys
 SHORT_CONTEXT, SHORT_CONTEXT_4BIT = 384, 1024  # keys of a page table row, up to which requests are short
 FEW_SPLITS = 1.5  # splits of a work tile, on average: with no more, few are split
-LARGE_CACHE_KEYS = 2**17  # keys of the page table, from which on decode_producer_warp takes 32 rows
+LARGE_CACHE_KEYS = 2**17  # keys of the page table, from which on 32 rows go to decode_producer_warp or rows_64
 MAX_ROWS_16BIT = 16  # up to which it is faster than Triton's: 32 rows of bf16, 64 × 8K, 522 against 515 µs
 
 
@@ -71,8 +71,13 @@ def max_small_m_rows(f: SimpleNamespace) -> int:
     int4 follows the measurements of nvfp4.
     """
     k, v = pair_of(f)
-    takes_rows_64 = has_4bit_codes(f) and k == v and uses_converter_warpgroup(f) and not _takes_32_rows_per_warp(f)
-    return SMALL_M_ROWS_4BIT if takes_rows_64 else SMALL_M_ROWS
+    if k != v or not uses_converter_warpgroup(f):
+        return SMALL_M_ROWS
+    if has_4bit_codes(f):
+        return SMALL_M_ROWS if _takes_32_rows_per_warp(f) else SMALL_M_ROWS_4BIT
+    # 24 × 6000, 32 rows, H100, 2026-11-26: fp8 142 → 130 µs, int8 135; without padding, which rows_64 does not read
+    is_long = _num_cache_keys(f) >= LARGE_CACHE_KEYS and k.storage.itemsize == 1 and not has_padded_head_dims(f)
+    return SMALL_M_ROWS_4BIT if is_long else SMALL_M_ROWS
 
 
 def is_large_m(f: SimpleNamespace) -> bool:
@@ -113,8 +118,12 @@ def _takes_32_rows_per_warp(f: SimpleNamespace) -> bool:
     64 × 8K: 413 → 352 µs, 16 × 8K: 140 → 110, pages of 16: 597 → 356; but it splits requests more often, which few keys
     do not repay: 64 × 1K 68 → 78, 1 × 8K 22.6 → 28.7.
     """
-    num_cache_keys = f.page_table.shape[0] * f.page_table.shape[1] * f.k_cache.shape[1]
-    return choose_heads_per_cta(f) == 4 and num_cache_keys >= LARGE_CACHE_KEYS
+    return choose_heads_per_cta(f) == 4 and _num_cache_keys(f) >= LARGE_CACHE_KEYS
+
+
+def _num_cache_keys(f: SimpleNamespace) -> int:
+    """Returns the keys that the page table has room for."""
+    return f.page_table.shape[0] * f.page_table.shape[1] * f.k_cache.shape[1]
 
 
 def uses_converter_warpgroup(f: SimpleNamespace) -> bool:
