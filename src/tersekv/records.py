@@ -39,6 +39,7 @@ _DTYPES = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8",
 }  # fmt: skip
+_WORDS = torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8  # by size
 _A, _B = 6364136223846793005, 2862933555777941757  # odd, so that powers have inverses
 _CHUNK = 1 << 24  # bytes on their way at a time
 _ALIGNED = 64  # bytes that the data begin at a multiple of
@@ -340,10 +341,14 @@ def _difference(entry: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
 class _Checksum:
     """The checksum of an entry, summed up where its bytes are."""
 
-    def __init__(self, entry: _Entry, device: torch.device) -> None:
-        self._count = entry.shape[0] if entry.pages else 1
-        words = -(-(entry.end - entry.begin) // max(self._count, 1) // 4)
-        self._of_words, self._of_pages = (_powers(x, n, device) for x, n in ((_A, words), (_B, self._count)))
+    def __init__(self, entry: _Entry, device: torch.device, powers: dict[tuple[int, int], Tensor]) -> None:
+        """powers: kept from entry to entry, as most are of one size"""
+        count = entry.shape[0] if entry.pages else 1
+        words = -(-(entry.end - entry.begin) // max(count, 1) // 4)
+        for key in ((_A, words), (_B, count)):
+            if key not in powers:
+                powers[key] = torch.full(key[1:], key[0], dtype=torch.int64, device=device).cumprod(0)
+        self._of_words, self._of_pages = powers[_A, words], powers[_B, count]
         self.total = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, data: Tensor, first: int, last: int) -> None:
@@ -351,10 +356,6 @@ class _Checksum:
         rows = data.view(last - first, -1)
         rows = F.pad(rows, (0, -rows.shape[1] % 4)).view(torch.int32)
         self.total += ((rows * self._of_words).sum(1) * self._of_pages[first:last]).sum()
-
-
-def _powers(base: int, count: int, device: torch.device) -> Tensor:
-    return torch.full((count,), base, dtype=torch.int64, device=device).cumprod(0)
 
 
 def _spelt(sums: Sequence[Tensor]) -> list[str]:
@@ -365,10 +366,10 @@ def _spelt(sums: Sequence[Tensor]) -> list[str]:
 def _read_pages(entries: Sequence[_Entry], listed: list[int], out: Tensor, device: torch.device) -> list[str]:
     """Copy the bytes of all entries to `out` on the host. Returns their checksums."""
     pages = torch.tensor(listed, dtype=torch.int64, device=device)
-    streams, sums = _Streams(device), []
+    streams, sums, powers = _Streams(device), [], {}  # type: ignore[var-annotated]
     for entry in entries:
         with streams.compute():
-            checksum = _Checksum(entry, device)
+            checksum = _Checksum(entry, device, powers)
         for first, last, where in _chunks(entry):
             with streams.compute():
                 data = _bytes(_indexed(entry.source)[pages[first:last]] if entry.pages else entry.source)
@@ -386,10 +387,10 @@ def _on_device(entries: Sequence[_Entry], body: Tensor, device: torch.device) ->
         there = body
     else:
         there = torch.empty(len(body), dtype=torch.uint8, device=device)
-    streams, sums = _Streams(device), []
+    streams, sums, powers = _Streams(device), [], {}  # type: ignore[var-annotated]
     for entry in entries:
         with streams.compute():
-            checksum = _Checksum(entry, device)
+            checksum = _Checksum(entry, device, powers)
         for first, last, where in _chunks(entry):
             if there is not body:
                 piece = body[where]
@@ -406,12 +407,16 @@ def _on_device(entries: Sequence[_Entry], body: Tensor, device: torch.device) ->
 
 def _write_pages(entry: _Entry, listed: list[int], stored: Tensor) -> None:
     x = _indexed(entry.source)
-    x[torch.tensor(listed, dtype=torch.int64, device=x.device)] = stored.view(x.dtype).view(entry.shape)
+    x[torch.tensor(listed, dtype=torch.int64, device=x.device)] = stored.view(x.dtype).view(-1, *x.shape[1:])
 
 
 def _indexed(x: Tensor) -> Tensor:
-    """A tensor whose rows can be indexed: some devices cannot do it in fp8."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
+    """The same bytes in the widest elements that a tensor's strides allow, since rows are indexed element by element."""
+    for dtype in _WORDS:
+        n = dtype.itemsize // x.itemsize
+        if n and not any(s % n for s in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])) and x.stride(-1) == 1:
+            return x.view(dtype)
+    return x
 
 
 class _Streams:
