@@ -39,6 +39,7 @@ _HOMES = {
     "PagedIndexCache": "index_cache",
     "PagedIndexLayer": "index_layers",
     "PagePool": "pages",
+    "TieredPool": "tiers",
     "copy_pages": "pages",
     "export_pages": "records",
     "import_pages": "records",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from .ops.warm_up import warm_up
     from .pages import PagePool, copy_pages
     from .records import export_pages, import_pages
+    from .tiers import TieredPool
 
 # A library says nothing unless its caller asks: logging.getLogger("tersekv").setLevel(logging.DEBUG) and a handler.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -100,6 +102,7 @@ __all__ = [
     "PagedKVLayer",
     "PagedLatentCache",
     "PagedLatentLayer",
+    "TieredPool",
     "UnsupportedError",
     "append",
     "channel_scale",
