@@ -107,6 +107,7 @@ class TieredPool(PagePool):
         heapify(self._free_cold)
         self._returning: set[KeptPage] = set()  # found by the call that makes room for them
         self._calls = self._arrivals = 0
+        self.pages_moved_away = self.pages_moved_back = 0  # since the pool was made
 
     def __copy__(self) -> PagePool:
         raise TypeError("TieredPool: want one pool a cache, got a copy")
@@ -234,6 +235,7 @@ class TieredPool(PagePool):
             moves.append((hot, page.cold))
         if moves and self._mover is not None:
             event = self._mover.back(moves)
+            self.pages_moved_back += len(moves)
             self._arrivals += 1
             for page in pages:
                 page.arrival = None if event is None else (self._arrivals, event)
@@ -249,6 +251,7 @@ class TieredPool(PagePool):
                 moves.append((page.hot, page.cold))
         if self._mover is not None:
             self._mover.away(moves)
+            self.pages_moved_away += len(moves)
         for page in pages:
             assert page.hot is not None
             hot.append(page.hot)
