@@ -37,9 +37,9 @@ _TENSOR_ARGS = tensor_args(
         for what, field in zip(("codes", "stored", "scale", "signs", "channels"), fields, strict=True)
     },
 )  # fmt: skip
+_FIRST_BLACKWELL = 100  # whose compiler pairs fp32 registers: 128 of them spill
 _WORD_CODES = ("bf16", "fp16", "e4m3", "e5m2", "int8")
 _WARPS = 4
-_ELEMENTS_OF_THREAD = 128  # of rows that become int4: registers
 _MAX_ROWS = 1 << 31  # of a side, that 32 bits count
 
 
@@ -401,7 +401,8 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
 def _threads_of_row(f: SimpleNamespace, side: str, formats: tuple[str, str], dim: int, unit: int) -> int:
     """Returns how many threads share a row that becomes int4 by `parts/int4_rows.py`; 0: rows go element by element.
 
-    A thread holds up to 128 numbers. Rotated rows are not shared, since threads would exchange all of them.
+    A thread holds up to 128 numbers, or 64 where more would spill. Rotated rows are not shared, since threads would
+    exchange all of their numbers.
     """
     src, dst = (ALL_FORMATS[name] for name in formats)
     codes, cache = getattr(f, f"src_{side}"), getattr(f, f"{side}_cache")
@@ -412,7 +413,7 @@ def _threads_of_row(f: SimpleNamespace, side: str, formats: tuple[str, str], dim
         or any(getattr(f, name) is not None for name in names)
     ):  # fmt: skip
         return 0
-    threads = max(1, dim // _ELEMENTS_OF_THREAD)
+    threads = max(1, dim // (128 if (f.arch or 0) < _FIRST_BLACKWELL else 64))
     return threads if threads == 1 or getattr(f, f"{side}_signs") is None else 0
 
 
