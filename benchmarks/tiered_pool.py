@@ -121,7 +121,9 @@ def measured_prefill(device: torch.device) -> dict[str, Any]:
         values.append(LAYERS * seconds(layer))
     # Relative errors count, so that short prompts do.
     weight = 1 / torch.tensor(values, dtype=torch.float64)
-    fit = torch.linalg.lstsq(torch.tensor(rows, dtype=torch.float64) * weight[:, None], torch.ones(len(rows), 1).double())
+    fit = torch.linalg.lstsq(
+        torch.tensor(rows, dtype=torch.float64) * weight[:, None], torch.ones(len(rows), 1).double()
+    )
     names = ("fixed", "per_token", "per_pair")
     fitted = dict(zip(names, fit.solution.flatten().tolist(), strict=True))
     return fitted | {"points": [[*row[1:], value] for row, value in zip(rows, values, strict=True)]}
@@ -217,9 +219,7 @@ def simulate(times: dict[str, Any], tier: str | None, host_bytes: float, seed: i
     cold_pages = int(host_bytes / t["page_bytes"]) if t else 0
     small = tersekv.PagedKVCache.allocate(1, hot_pages, PAGE, 1, 16, format=HOT)
     pool = tersekv.TieredPool(small, cold_pages=cold_pages, **(TIERS[tier] if tier else {}))
-    events: list[tuple[float, int, str, Chat]] = [
-        (at, i, "ask", chat) for i, (at, chat) in enumerate(arrivals(seed))
-    ]
+    events: list[tuple[float, int, str, Chat]] = [(at, i, "ask", chat) for i, (at, chat) in enumerate(arrivals(seed))]
     heapq.heapify(events)
     number, gpu_free, link_free, decided = len(events), 0.0, 0.0, 0.0
     waiting: list[tuple[float, int, Chat]] = []

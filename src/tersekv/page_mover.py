@@ -30,18 +30,20 @@ def cold_template(cache: Cache, format: Any, **options: Any) -> Cache:
             raise ValueError(f"{next(iter(options))}: want it beside a cold_format, got none")
         return cache
     if isinstance(cache, PagedKVCache):
-        sizes = cache.num_layers, 1, cache.page_size, cache.num_kv_heads, cache.head_dim
-        options = {"head_dim_v": cache.head_dim_v, **options}
-        return PagedKVCache.allocate(*sizes, format=format, device=cache.device, **options)
-    sizes = {"kv_lora_rank": cache.kv_lora_rank, "qk_rope_head_dim": cache.qk_rope_head_dim}
+        return PagedKVCache.allocate(
+            cache.num_layers, 1, cache.page_size, cache.num_kv_heads, cache.head_dim, head_dim_v=cache.head_dim_v,
+            format=format, device=cache.device, **options,
+        )  # fmt: skip
     return PagedLatentCache.allocate(
-        cache.num_layers, 1, cache.page_size, format=format, device=cache.device, **sizes, **options
+        cache.num_layers, 1, cache.page_size, format=format, kv_lora_rank=cache.kv_lora_rank,
+        qk_rope_head_dim=cache.qk_rope_head_dim, device=cache.device, **options,
     )  # fmt: skip
 
 
 def page_views(template: Cache, pages: Tensor | None = None) -> tuple[int, list[Any]]:
     """(bytes of a page of all layers, layers like the template's over `pages` [P, bytes] uint8)."""
     begin, layers = 0, []
+    layer: Any
     for layer in template.layers:
         found = {}
         for name in (f.name for f in fields(layer) if f.name in _PAGES):

@@ -411,7 +411,7 @@ def _write_pages(entry: _Entry, listed: list[int], stored: Tensor) -> None:
 
 
 def _indexed(x: Tensor) -> Tensor:
-    """The same bytes in the widest elements that a tensor's strides allow, since rows are indexed element by element."""
+    """The same bytes in the widest elements that a tensor's strides allow: rows are indexed element by element."""
     for dtype in _WORDS:
         n = dtype.itemsize // x.itemsize
         if n and not any(s % n for s in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])) and x.stride(-1) == 1:

@@ -145,8 +145,8 @@ class TieredPool(PagePool):
         cold = [page for page in found if page.hot is None]
         self._returning = set(cold)
         here = [page.hot for page in found if page.hot is not None]
-        for page in here:
-            self._owners[page] += 1
+        for hot in here:
+            self._owners[hot] += 1
         try:
             fresh = self._take(-(-count // self.page_size) - len(found) + len(cold))
         except OutOfPagesError:

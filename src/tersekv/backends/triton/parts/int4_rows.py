@@ -1,8 +1,8 @@
 """Whole rows to int4 with few instructions: a thread holds a row, as far as registers reach.
 
-Rows are loaded as 32-bit words of PACK codes and become PACK tiles [ROWS, WORDS] fp32: tile j holds columns PACK * i + j
-(`hadamard.blockwise_hadamard_unnormalized_unpacked`). A thread that holds a row needs no other one for its range, its
-rotation and its bytes, and divides once for all of it.
+Rows are loaded as 32-bit words of PACK codes and become PACK tiles [ROWS, WORDS] fp32: tile j holds columns PACK * i +
+j. A thread that holds a row needs no other one for its range, its rotation and its bytes, and divides once for all of
+it.
 """
 
 from __future__ import annotations
