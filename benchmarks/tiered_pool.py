@@ -31,8 +31,8 @@ TIERS: dict[str, dict[str, Any]] = {
     "bf16": {}, "fp8_e4m3": {"cold_format": "fp8_e4m3"},
     "int4 rotated": {"cold_format": "int4_per_token_head", "rotation": "hadamard"},
 }  # fmt: skip
-HOT_BYTES, HOST_BYTES = 6e9, (2e9, 4e9, 8e9, 16e9, 32e9)
-TURNS, USERS_PER_S, SECONDS_OF_TOKEN, MEAN_PAUSE = 1200, 0.55, 0.025, 30.0
+HOT_BYTES, HOST_BYTES = 40e9, (16e9, 32e9, 64e9, 128e9, 256e9)
+TURNS, USERS_PER_S, SECONDS_OF_TOKEN, MEAN_PAUSE = 1500, 0.5, 0.025, 60.0
 RUNS, DEMO_PAGE = 5, 16
 
 
@@ -184,13 +184,14 @@ def away_and_back(paged: Any, pages: int, cold: str, options: dict[str, Any]) ->
 
 
 class Chat:
-    """A user's turns: a shared system prompt, then questions and answers that add up."""
+    """A user's turns: a shared system prompt, a document of the user's own, then questions and answers that add up."""
 
     def __init__(self, draw: random.Random, systems: list[list[int]]) -> None:
         weights = [1 / (i + 1) for i in range(len(systems))]
         self.tokens = list(draw.choices(systems, weights)[0])
         self.turns = min(12, 1 + int(draw.expovariate(1 / 5)))
         self.draw = draw
+        self.more(4000)
 
     def more(self, mean: int) -> None:
         n = max(8, int(self.draw.expovariate(1 / mean)))
@@ -212,6 +213,7 @@ def arrivals(seed: int) -> list[tuple[float, Chat]]:
 
 def simulate(times: dict[str, Any], tier: str | None, host_bytes: float, seed: int = 0) -> dict[str, float]:
     """One run. The GPU prefills in order of arrival; a link carries pages, both ways in turn."""
+    torch.set_num_threads(1)  # small tensors
     token_bytes = LAYERS * 2 * KV_HEADS * HEAD_DIM * 2
     hot_pages = int(HOT_BYTES / token_bytes / PAGE)
     t = times["tiers"].get(tier or "", None)
@@ -226,7 +228,7 @@ def simulate(times: dict[str, Any], tier: str | None, host_bytes: float, seed: i
     while events:
         now, i, what, chat = heapq.heappop(events)
         if what == "ask":
-            chat.more(200)
+            chat.more(300)
             waiting.append((now, i, chat))
         else:
             pool.release(i, chat.tokens)

@@ -20,6 +20,7 @@ from .ops.transcode import transcode
 Cache = PagedKVCache | PagedLatentCache
 Moves = Sequence[tuple[int, int]]  # (page of the cache, page in the host's memory)
 _PAGES = ("k", "v", "k_scale_cache", "v_scale_cache", "ckv", "kpe", "ckv_scale_cache")
+_LISTS = 512
 _ALIGNED = 16  # bytes that each layer's part of a page begins at a multiple of
 
 
@@ -77,8 +78,13 @@ class PageMover:
         self._compute, self._copy = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         self._drained: list[Any] = [None, None]  # events: a half of the staging cache may be written
         self._turn = 0
+        # Page lists on their way to the device: who would allocate pinned memory for each would wait for the device.
+        self._lists = torch.zeros(_LISTS, self._chunk + 1, dtype=torch.int32, pin_memory=True, device="cpu")
+        self._sent: list[Any] = [None] * _LISTS  # events
+        self._next = 0
         self._transcode(self._cache, self._list([]), self._staged, (self._halves[0], None))  # so that no later call
         self._transcode(self._staged, (self._halves[0], None), self._cache, self._list([]))  # prepares anything
+        self._copy.wait_stream(torch.cuda.current_stream(self._device))  # which fills the staging cache with zeros
 
     def away(self, moves: Moves) -> None:
         """Copy pages to the host's memory. The caller's stream may overwrite them from here on."""
@@ -143,7 +149,12 @@ class PageMover:
         """Pages of the cache, and how many tokens they hold, on the device: of one shape for every batch."""
         padding = [0] * (self._chunk - len(batch))
         values = [*(hot for hot, _ in batch), *padding, len(batch) * self._cache.page_size]
-        there = torch.tensor(values, dtype=torch.int32).pin_memory().to(self._device, non_blocking=True)
+        i, self._next = self._next, (self._next + 1) % _LISTS
+        if self._sent[i] is not None:
+            self._sent[i].synchronize()  # some hundred chunks ago
+        self._lists[i] = torch.tensor(values, dtype=torch.int32)
+        there = self._lists[i].to(self._device, non_blocking=True)
+        self._sent[i] = torch.cuda.current_stream(self._device).record_event()
         return there[:-1], there[-1:]
 
     @staticmethod

@@ -5,7 +5,7 @@ pages; `layout`, the order of a page's rows, whatever it is in a cache; `num_tok
 attributes as in `saved`; `checksums`. Tensors: `0.k` [n, S, H, …], the pages of layer 0 in the order in which they were
 named, and so on; `0.k_signs`, its attributes.
 
-A checksum is the sum of page i's times B^(i + 1), a page's that of its 32-bit words times A^(j + 1), modulo 2^64: the
+A checksum is the sum of page i's times B^(i + 1), a page's that of its 64-bit words times A^(j + 1), modulo 2^64: the
 device works it out, no word can change alone, and chunks may be of any size.
 """
 
@@ -41,7 +41,7 @@ _DTYPES = {
 }  # fmt: skip
 _WORDS = torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8  # by size
 _A, _B = 6364136223846793005, 2862933555777941757  # odd, so that powers have inverses
-_CHUNK = 1 << 24  # bytes on their way at a time
+_CHUNK = 1 << 25  # bytes on their way at a time
 _ALIGNED = 64  # bytes that the data begin at a multiple of
 _MOST_HEADER = 100_000_000  # safetensors' own limit
 
@@ -143,9 +143,10 @@ def import_pages(
     for entry, data in stored:
         if not entry.pages and not torch.equal(data, _bytes(entry.source)):
             file.fail(entry.name, "the values that the cache has", "others")
+    at = torch.tensor(listed, dtype=torch.int64, device=cache.device)
     for entry, data in stored:
         if entry.pages:
-            _write_pages(entry, listed, data)
+            _write_pages(entry, at, data)
     return tokens
 
 
@@ -230,10 +231,10 @@ def _page_list(cache: Cache, pages: Tensor | Sequence[int]) -> list[int]:
         pages = pages.tolist()
     if not isinstance(pages, Sequence) or isinstance(pages, str):
         raise TypeError(f"pages: want a list of ints or an integer Tensor [n], got {type(pages).__name__}")
-    listed = [as_int("pages", page) for page in pages]
+    listed, num_pages = [as_int("pages", page) for page in pages], cache.num_pages
     for i, page in enumerate(listed):
-        if not 0 <= page < cache.num_pages:
-            raise ValueError(f"pages: want pages in [0, {cache.num_pages}), got {page} at {i}")
+        if not 0 <= page < num_pages:
+            raise ValueError(f"pages: want pages in [0, {num_pages}), got {page} at {i}")
     return listed
 
 
@@ -344,7 +345,7 @@ class _Checksum:
     def __init__(self, entry: _Entry, device: torch.device, powers: dict[tuple[int, int], Tensor]) -> None:
         """powers: kept from entry to entry, as most are of one size"""
         count = entry.shape[0] if entry.pages else 1
-        words = -(-(entry.end - entry.begin) // max(count, 1) // 4)
+        words = -(-(entry.end - entry.begin) // max(count, 1) // 8)
         for key in ((_A, words), (_B, count)):
             if key not in powers:
                 powers[key] = torch.full(key[1:], key[0], dtype=torch.int64, device=device).cumprod(0)
@@ -354,7 +355,11 @@ class _Checksum:
     def add(self, data: Tensor, first: int, last: int) -> None:
         """data: the bytes of pages first to last, 1-D."""
         rows = data.view(last - first, -1)
-        rows = F.pad(rows, (0, -rows.shape[1] % 4)).view(torch.int32)
+        if rows.shape[1] % 8:
+            rows = F.pad(rows, (0, -rows.shape[1] % 8))
+        elif rows.storage_offset() % 8:
+            rows = rows.clone()
+        rows = rows.view(torch.int64)
         self.total += ((rows * self._of_words).sum(1) * self._of_pages[first:last]).sum()
 
 
@@ -405,9 +410,9 @@ def _on_device(entries: Sequence[_Entry], body: Tensor, device: torch.device) ->
     return there, _spelt(sums)
 
 
-def _write_pages(entry: _Entry, listed: list[int], stored: Tensor) -> None:
+def _write_pages(entry: _Entry, pages: Tensor, stored: Tensor) -> None:
     x = _indexed(entry.source)
-    x[torch.tensor(listed, dtype=torch.int64, device=x.device)] = stored.view(x.dtype).view(-1, *x.shape[1:])
+    x[pages] = stored.view(x.dtype).view(-1, *x.shape[1:])
 
 
 def _indexed(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from .pages import PagePool
 from .prefix import Tokens, page_keys, token_ids
 from .scalars import as_non_negative_int, as_positive_int
 
-_CHUNK = 8 << 20  # bytes on their way at a time
+_CHUNK = 32 << 20  # bytes on their way at a time
 
 
 @dataclass(slots=True, eq=False)

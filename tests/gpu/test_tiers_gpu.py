@@ -42,7 +42,7 @@ def test_no_call_waits_for_the_device(format):
     torch.cuda.set_sync_debug_mode("error")
     try:
         for request, tokens in enumerate(([*range(10)], [*range(20, 30)], [*range(10)])):
-            torch.cuda._sleep(100_000_000)
+            torch.cuda._sleep(500_000_000)
             slow += 1
             done = torch.cuda.Event()
             done.record()

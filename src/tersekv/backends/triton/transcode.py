@@ -19,7 +19,15 @@ from ..host import launch, row_programs
 from ..host.bind import BYTES, BoundLaunches, KernelLaunch, LaunchSequence, tensor_args
 from .parts.dequant import BF16, E2M1, E4M3, E5M2, FP16, INT4, INT8, e4m3_bytes_to_fp16
 from .parts.hadamard import blockwise_hadamard_unnormalized
-from .parts.int4_rows import decode_words, load_row_words, quantize_and_store_int4_tiles, rotate_tiles, sign_words
+from .parts.int4_rows import (
+    decode_words,
+    load_row_words,
+    quantize_and_store_int4_tiles,
+    rotate_tiles,
+    row_range_of_tiles,
+    row_range_of_words,
+    sign_words,
+)
 from .parts.quant import BLOCK, GROUP, TENSOR, TOKEN_HEAD, ZERO_POINT, quantize_and_store, reciprocal_rn, store_codes
 from .parts.token_rows import cache_row_offsets, interleave_pairs, token_and_head_of_rows
 
@@ -201,12 +209,16 @@ def load_tiles(
     THREADS: tl.constexpr, FORMAT: tl.constexpr, PER_HEAD: tl.constexpr, p_dst_signs, NATIVE_E4M3: tl.constexpr,
     USE_PTX: tl.constexpr,
 ):  # fmt: skip
-    """Loads rows as tiles (`parts/int4_rows.py`): code × scale, rotated if there are signs."""
+    """Loads rows as tiles (`parts/int4_rows.py`): code × scale, rotated if there are signs. Returns their range too."""
     PACK: tl.constexpr = 32 // p_src.dtype.element_ty.primitive_bitwidth
     words = load_row_words(p_src, o_src, m_live, D // PACK, THREADS)
     if p_dst_signs is not None:
         words ^= sign_words(p_dst_signs, D // PACK, PACK)
     tiles = decode_words(words, FORMAT, NATIVE_E4M3, USE_PTX)
+    IN_16_BITS: tl.constexpr = FORMAT.CODE == BF16 or FORMAT.CODE == FP16 or (FORMAT.CODE == E4M3 and NATIVE_E4M3)
+    RANGE_OF_WORDS: tl.constexpr = USE_PTX and IN_16_BITS and p_dst_signs is None
+    if RANGE_OF_WORDS:
+        row_min, row_max = row_range_of_words(words, FORMAT)
     if FORMAT.SCALE == TOKEN_HEAD or FORMAT.SCALE == TENSOR:
         if FORMAT.SCALE == TENSOR:
             factor = load_scale(p_scale, scale, p_layer, 8 + SIDE, 20 + SIDE, head, PER_HEAD)
@@ -216,7 +228,13 @@ def load_tiles(
         for j in tl.static_range(PACK):
             scaled = scaled + (tiles[j] * factor,)
         tiles = scaled
-    return tiles if p_dst_signs is None else rotate_tiles(tiles)
+        if RANGE_OF_WORDS:  # rounding keeps the order, and a scale below 0 turns it
+            row_min, row_max = row_range_of_tiles((row_min[:, None] * factor, row_max[:, None] * factor))
+    if p_dst_signs is not None:
+        tiles = rotate_tiles(tiles)
+    if not RANGE_OF_WORDS:
+        row_min, row_max = row_range_of_tiles(tiles)
+    return tiles, (row_min, row_max)
 
 
 @triton.jit
@@ -253,12 +271,14 @@ def transcode_rows(
     o_dst_stored += layer_distance(p_layer, 6 + SIDE, 1 if DST_FORMAT.SCALE == BLOCK else 4)
 
     if THREADS > 0:
-        tiles = load_tiles(
+        tiles, row_range = load_tiles(
             p_src, o_src, p_src_stored, o_src_stored, m_live, src[2], src[5], p_layer, head, SIDE, D, THREADS,
             SRC_FORMAT, SRC_PER_HEAD, None if dst[3] is None else dst[3] + layer_distance(p_layer, 14 + SIDE, 4),
             NATIVE_E4M3, USE_PTX,
         )  # fmt: skip
-        quantize_and_store_int4_tiles(tiles, p_dst, p_dst_stored, o_dst, o_dst_stored, m_live, USE_PTX)
+        quantize_and_store_int4_tiles(
+            tiles, row_range, p_dst, p_dst_stored, o_dst, o_dst_stored, m_live, USE_PTX
+        )  # fmt: skip
         return
 
     # Codes, and their scales of the tensor.

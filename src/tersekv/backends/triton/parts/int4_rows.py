@@ -53,9 +53,7 @@ def _constraints(pack: int) -> str:
 _ENCODE_2_PTX, _ENCODE_4_PTX = tl.constexpr(_encode_ptx(2)), tl.constexpr(_encode_ptx(4))
 _CONSTRAINTS_2, _CONSTRAINTS_4 = tl.constexpr(_constraints(2)), tl.constexpr(_constraints(4))
 _E4M3_PTX = tl.constexpr(
-    "{\n.reg .b16 l, h;\n.reg .b32 p, q;\nmov.b32 {l, h}, $4;\ncvt.rn.f16x2.e4m3x2 p, l;\ncvt.rn.f16x2.e4m3x2 q, h;\n"
-    "mov.b32 {l, h}, p;\ncvt.f32.f16 $0, l;\ncvt.f32.f16 $1, h;\n"
-    "mov.b32 {l, h}, q;\ncvt.f32.f16 $2, l;\ncvt.f32.f16 $3, h;\n}"
+    "{\n.reg .b16 l, h;\nmov.b32 {l, h}, $2;\ncvt.rn.f16x2.e4m3x2 $0, l;\ncvt.rn.f16x2.e4m3x2 $1, h;\n}"
 )
 
 
@@ -70,14 +68,19 @@ def load_row_words(p, o_rows, m_live, WORDS: tl.constexpr, THREADS: tl.constexpr
 
 
 @triton.jit
+def e4m3_words_to_fp16_pairs(words):
+    """Returns the four codes of words as two pairs of fp16, uint32."""
+    return tl.inline_asm_elementwise(_E4M3_PTX, "=r,=r,r", [words], (tl.uint32, tl.uint32), True, 1)
+
+
+@triton.jit
 def decode_words(words, FORMAT: tl.constexpr, NATIVE_E4M3: tl.constexpr, USE_PTX: tl.constexpr):
     """Returns the codes of words as fp32 numbers, exactly: PACK tiles."""
     if FORMAT.CODE == BF16 or FORMAT.CODE == FP16:
         return unpack_pairs(words, FORMAT.CODE == FP16)
     elif FORMAT.CODE == E4M3 and NATIVE_E4M3 and USE_PTX:
-        return tl.inline_asm_elementwise(
-            _E4M3_PTX, "=f,=f,=f,=f,r", [words], (tl.float32, tl.float32, tl.float32, tl.float32), True, 1
-        )
+        low, high = e4m3_words_to_fp16_pairs(words)
+        return unpack_pairs(low, True) + unpack_pairs(high, True)
     else:
         tiles = ()
         for j in tl.static_range(4):
@@ -126,6 +129,43 @@ def _max_or_nan(a, b):
 
 
 @triton.jit
+def _min_bf16x2(a, b):
+    return tl.inline_asm_elementwise("min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, True, 1)
+
+
+@triton.jit
+def _min_fp16x2(a, b):
+    return tl.inline_asm_elementwise("min.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, True, 1)
+
+
+@triton.jit
+def _max_or_nan_bf16x2(a, b):
+    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, True, 1)
+
+
+@triton.jit
+def _max_or_nan_fp16x2(a, b):
+    return tl.inline_asm_elementwise("max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, True, 1)
+
+
+@triton.jit
+def row_range_of_words(words, FORMAT: tl.constexpr):
+    """Returns what `row_range_of_tiles` does, of codes, from pairs of 16 bits: half the comparisons. [ROWS] fp32."""
+    if FORMAT.CODE == BF16:
+        low, high = tl.reduce(words, 1, _min_bf16x2), tl.reduce(words, 1, _max_or_nan_bf16x2)
+    elif FORMAT.CODE == FP16:
+        low, high = tl.reduce(words, 1, _min_fp16x2), tl.reduce(words, 1, _max_or_nan_fp16x2)
+    else:
+        tl.static_assert(FORMAT.CODE == E4M3, "a code that has no pairs")
+        p, q = e4m3_words_to_fp16_pairs(words)
+        low = tl.reduce(_min_fp16x2(p, q), 1, _min_fp16x2)
+        high = tl.reduce(_max_or_nan_fp16x2(p, q), 1, _max_or_nan_fp16x2)
+    a, b = unpack_pairs(low, FORMAT.CODE != BF16)
+    c, d = unpack_pairs(high, FORMAT.CODE != BF16)
+    return tl.minimum(a, b), _max_or_nan(c, d)
+
+
+@triton.jit
 def row_range_of_tiles(tiles):
     """Returns minimum and maximum of rows, NaN ignored by the one, and not by the other."""
     low, high = tiles[0], tiles[0]
@@ -156,15 +196,20 @@ def encode_int4_tiles(tiles, inv_scale, zero_point, USE_PTX: tl.constexpr):
 
 
 @triton.jit
-def quantize_and_store_int4_tiles(tiles, p_codes, p_scales, o_codes, o_scales, m_write, USE_PTX: tl.constexpr):
-    """Quantizes rows of tiles and stores them, as `quant.quantize_and_store` does."""
-    row_min, row_max = row_range_of_tiles(tiles)
+def quantize_and_store_int4_tiles(
+    tiles, row_range, p_codes, p_scales, o_codes, o_scales, m_write, USE_PTX: tl.constexpr
+):  # fmt: skip
+    """Quantizes rows of tiles and stores them, as `quant.quantize_and_store` does.
+
+    row_range:  from `row_range_of_tiles`: NaN ends as a maximum, and is rare
+    """
+    row_min, row_max = row_range
     if tl.max((row_max != row_max).to(tl.int32), 0) != 0:
-        finite = ()
+        numbers = ()
         for j in tl.static_range(len(tiles)):
-            finite = finite + (tl.where(tiles[j] == tiles[j], tiles[j], 0.0),)
-        tiles = finite
-        _, row_max = row_range_of_tiles(tiles)
+            numbers = numbers + (tl.where(tiles[j] == tiles[j], tiles[j], 0.0),)
+        tiles = numbers
+        row_min, row_max = row_range_of_tiles(tiles)
     row_min, row_max = tl.where(row_min < 0, row_min, 0.0), tl.where(row_max > 0, row_max, 0.0)
     scale, zero_point, stored_scale = int4_scale_and_zero_point(row_min, row_max)
     codes = encode_int4_tiles(tiles, reciprocal_rn(scale)[:, None], zero_point[:, None], USE_PTX)
