@@ -109,8 +109,11 @@ class TieredPool(PagePool):
         self._calls = self._arrivals = 0
         self.pages_moved_away = self.pages_moved_back = 0  # since the pool was made
 
-    def __copy__(self) -> PagePool:
+    def __reduce__(self) -> tuple:
         raise TypeError("TieredPool: want one pool a cache, got a copy")
+
+    def __copy__(self) -> PagePool:
+        return self.__reduce__()[0]
 
     def grow(self, num_pages: int) -> None:
         raise ValueError(f"num_pages: want those of the cache, {self.num_pages}, got {num_pages}")
