@@ -31,8 +31,8 @@ TIERS: dict[str, dict[str, Any]] = {
     "bf16": {}, "fp8_e4m3": {"cold_format": "fp8_e4m3"},
     "int4 rotated": {"cold_format": "int4_per_token_head", "rotation": "hadamard"},
 }  # fmt: skip
-HOT_BYTES, HOST_BYTES = 40e9, (16e9, 32e9, 64e9, 128e9, 256e9)
-TURNS, USERS_PER_S, SECONDS_OF_TOKEN, MEAN_PAUSE = 1500, 0.5, 0.025, 60.0
+HOT_BYTES, HOST_BYTES = 40e9, (32e9, 64e9, 128e9)
+TURNS, USERS_PER_S, SECONDS_OF_TOKEN, MEAN_PAUSE = 1000, 0.5, 0.025, 60.0
 RUNS, DEMO_PAGE = 5, 16
 
 

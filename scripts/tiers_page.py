@@ -67,7 +67,7 @@ def tiers() -> str:
         [NAMES[r["tier"]], f"{r['host_gb']:.0f}" if r["tier"] else "-", f"{100 * r['hit_rate']:.0f}%",
          f"{100 * r['hit_rate_cold']:.0f}%", f"{1e3 * r['ttft_median']:.0f}", f"{1e3 * r['ttft_mean']:.0f}",
          f"{1e3 * r['ttft_p99']:.0f}"]
-        for r in told["runs"] if r["tier"] is None or r["host_bytes"] in (4e9, 8e9, 16e9)
+        for r in told["runs"] if r["tier"] is None or r["host_bytes"] in (32e9, 64e9, 128e9)
     ]  # fmt: skip
     head = ["tier", "host, GB", "found", "of it on the host", "first token, ms: median", "mean", "99%"]
     text = f"{times['device']}; a prefill of 4096 tokens takes {1e3 * prefill:.0f} ms there:"

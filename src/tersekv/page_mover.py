@@ -73,14 +73,18 @@ class PageMover:
         self._chunk = max(1, min(chunk_bytes // nbytes, num_pages))
         self._stage = torch.zeros(2 * self._chunk, nbytes, dtype=torch.uint8, device=self._device)
         self._staged = _cache_of(template, self._stage)
-        halves = torch.arange(2 * self._chunk, dtype=torch.int32, device=self._device)
-        self._halves = halves.view(2, -1).unbind()
+        # Lists of pages begin at multiples of 16 bytes, so that one kernel takes them all.
+        width = -(-self._chunk // 4) * 4
+        halves = torch.arange(2 * width, dtype=torch.int32, device=self._device).view(2, width)
+        halves[1] += self._chunk - width
+        self._halves = [half[: self._chunk] for half in halves]
         self._compute, self._copy = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         self._drained: list[Any] = [None, None]  # events: a half of the staging cache may be written
         self._turn = 0
-        # Page lists on their way to the device: who would allocate pinned memory for each would wait for the device.
-        self._lists = torch.zeros(_LISTS, self._chunk + 1, dtype=torch.int32, pin_memory=True, device="cpu")
-        self._sent: list[Any] = [None] * _LISTS  # events
+        # Pages of the cache, then how many tokens they hold. Memory for a list in its turn might wait for the device.
+        self._lists = torch.zeros(_LISTS, width + 4, dtype=torch.int32, pin_memory=True, device="cpu")
+        self._lists_there = torch.zeros_like(self._lists, device=self._device)
+        self._used: list[Any] = [None] * _LISTS  # events
         self._next = 0
         self._transcode(self._cache, self._list([]), self._staged, (self._halves[0], None))  # so that no later call
         self._transcode(self._staged, (self._halves[0], None), self._cache, self._list([]))  # prepares anything
@@ -147,20 +151,20 @@ class PageMover:
 
     def _list(self, batch: Moves) -> tuple[Tensor, Tensor]:
         """Pages of the cache, and how many tokens they hold, on the device: of one shape for every batch."""
-        padding = [0] * (self._chunk - len(batch))
-        values = [*(hot for hot, _ in batch), *padding, len(batch) * self._cache.page_size]
+        padding = [0] * (self._lists.shape[1] - 4 - len(batch))
+        values = [*(hot for hot, _ in batch), *padding, len(batch) * self._cache.page_size, 0, 0, 0]
         i, self._next = self._next, (self._next + 1) % _LISTS
-        if self._sent[i] is not None:
-            self._sent[i].synchronize()  # some hundred chunks ago
+        if self._used[i] is not None:
+            self._used[i].synchronize()  # some hundred chunks ago
         self._lists[i] = torch.tensor(values, dtype=torch.int32)
-        there = self._lists[i].to(self._device, non_blocking=True)
-        self._sent[i] = torch.cuda.current_stream(self._device).record_event()
-        return there[:-1], there[-1:]
+        there = self._lists_there[i]
+        there.copy_(self._lists[i], non_blocking=True)
+        return there[: self._chunk], there[-4:-3]
 
-    @staticmethod
-    def _transcode(src: Cache, src_pages: Any, dst: Cache, dst_pages: Any) -> None:
+    def _transcode(self, src: Cache, src_pages: Any, dst: Cache, dst_pages: Any) -> None:
         (a, n), (b, m) = src_pages, dst_pages
         transcode(src, a, dst, b, num_tokens=m if n is None else n)
+        self._used[self._next - 1] = torch.cuda.current_stream(self._device).record_event()
 
 
 def _cache_of(template: Cache, pages: Tensor) -> Cache:
