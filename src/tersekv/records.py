@@ -41,7 +41,7 @@ _DTYPES = {
 }  # fmt: skip
 _WORDS = torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8  # by size
 _A, _B = 6364136223846793005, 2862933555777941757  # odd, so that powers have inverses
-_CHUNK = 1 << 25  # bytes on their way at a time
+_CHUNK = 1 << 24  # bytes on their way at a time
 _ALIGNED = 64  # bytes that the data begin at a multiple of
 _MOST_HEADER = 100_000_000  # safetensors' own limit
 
@@ -371,13 +371,23 @@ def _spelt(sums: Sequence[Tensor]) -> list[str]:
 def _read_pages(entries: Sequence[_Entry], listed: list[int], out: Tensor, device: torch.device) -> list[str]:
     """Copy the bytes of all entries to `out` on the host. Returns their checksums."""
     pages = torch.tensor(listed, dtype=torch.int64, device=device)
-    streams, sums, powers = _Streams(device), [], {}  # type: ignore[var-annotated]
+    # Two buffers in turn: memory that another stream still reads could not be had again without waiting.
+    most = max((where.stop - where.start for entry in entries for *_, where in _chunks(entry)), default=0)
+    buffers = torch.empty(2, -(-most // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device).unbind()
+    streams, sums, powers, turn = _Streams(device), [], {}, 0  # type: ignore[var-annotated]
     for entry in entries:
         with streams.compute():
             checksum = _Checksum(entry, device, powers)
         for first, last, where in _chunks(entry):
+            turn ^= 1
+            data = buffers[turn][: where.stop - where.start]
             with streams.compute():
-                data = _bytes(_indexed(entry.source)[pages[first:last]] if entry.pages else entry.source)
+                if entry.pages:
+                    x = _indexed(entry.source)
+                    rows = data.view(x.dtype).view(last - first, *x.shape[1:])
+                    torch.index_select(x, 0, pages[first:last], out=rows)
+                else:
+                    data.copy_(_bytes(entry.source))
                 checksum.add(data, first, last)
             with streams.copy(data):
                 out[where].copy_(data, non_blocking=True)
