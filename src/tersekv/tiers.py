@@ -74,7 +74,7 @@ class TieredPool(PagePool):
 
     A request's pages keep their numbers as long as it runs, so page tables of a captured graph stay true, and are
     never moved away. Full pages are shared between requests and never written again; the last, partly filled page is a
-    request's own. Rows that a call needs room for move pages that no request reads: on a GPU by streams beside the
+    request's own. Where a call needs room, pages that no request reads move away: on a GPU by streams beside the
     caller's, which waits only until they are read. A page that came back is kept on the host too, as long as there is
     room, and leaves again for nothing: requantising does not add up.
 
