@@ -40,6 +40,7 @@ _HOMES = {
     "PagedIndexCache": "index_cache",
     "PagedIndexLayer": "index_layers",
     "PagePool": "pages",
+    "TieredPool": "tiers",
     "copy_pages": "pages",
     "export_pages": "records",
     "import_pages": "records",
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from .ops.warm_up import warm_up
     from .pages import PagePool, copy_pages
     from .records import export_pages, import_pages
+    from .tiers import TieredPool
 
 # A library says nothing unless its caller asks: logging.getLogger("tersekv").setLevel(logging.DEBUG) and a handler.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -102,6 +104,7 @@ __all__ = [
     "PagedLatentCache",
     "PagedLatentLayer",
     "Selected",
+    "TieredPool",
     "UnsupportedError",
     "append",
     "channel_scale",

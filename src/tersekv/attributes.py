@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -51,6 +52,20 @@ def signs(dim: int, device: torch.device | None = None) -> Tensor:
     halves = torch.full((block_of(dim),), 0.5, dtype=torch.float32, device="cpu")
     drawn = torch.bernoulli(halves, generator=torch.Generator("cpu").manual_seed(_SEED))
     return (2 * drawn - 1).to(device or torch.get_default_device())
+
+
+_shared_signs: WeakValueDictionary[tuple[int, torch.device], Tensor] = WeakValueDictionary()
+
+
+def shared_signs(dim: int, device: torch.device | None = None) -> Tensor:
+    """`signs`, one tensor on a device as long as some cache has it: so equal rotations are known without a look."""
+    if tracing():
+        return signs(dim, device)
+    key = block_of(dim), torch.empty(0, device=device).device  # with its index
+    found = _shared_signs.get(key)
+    if found is None:
+        found = _shared_signs[key] = signs(dim, device)
+    return found
 
 
 def channel_scale(rows: Tensor) -> Tensor:

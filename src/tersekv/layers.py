@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attributes import HADAMARD, signs
+from .attributes import HADAMARD, shared_signs
 from .formats import UE8M0, KVFormat, held, kv_format, latent_format, page_tail, rope_dtype
 from .scalars import as_int, as_positive_int
 
@@ -331,7 +331,7 @@ def make_attributes(
     for kind, d in zip(kv_pair("rotation", rotation), dims, strict=True):
         if kind not in (None, HADAMARD):
             raise ValueError(f"rotation: want None or {HADAMARD!r}, or one each for K and V, got {rotation!r}")
-        drawn.append(None if kind is None else signs(d, device))
+        drawn.append(None if kind is None else shared_signs(d, device))
     return drawn[0], drawn[1], k_channel_scale, v_channel_scale
 
 

@@ -70,7 +70,7 @@ class PagePool:
 
     def __repr__(self) -> str:
         free = f"{len(self._free)} of {self.num_pages} pages free"
-        return f"PagePool({len(self)} requests, {free}, page_size={self.page_size})"
+        return f"{type(self).__name__}({len(self)} requests, {free}, page_size={self.page_size})"
 
     def __len__(self) -> int:
         """Requests in the pool."""

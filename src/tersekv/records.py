@@ -5,7 +5,7 @@ pages; `layout`, the order of a page's rows, whatever it is in a cache; `num_tok
 attributes as in `saved`; `checksums`. Tensors: `0.k` [n, S, H, …], the pages of layer 0 in the order in which they were
 named, and so on; `0.k_signs`, its attributes.
 
-A checksum is the sum of page i's times B^(i + 1), a page's that of its 32-bit words times A^(j + 1), modulo 2^64: the
+A checksum is the sum of page i's times B^(i + 1), a page's that of its 64-bit words times A^(j + 1), modulo 2^64: the
 device works it out, no word can change alone, and chunks may be of any size.
 """
 
@@ -39,6 +39,7 @@ _DTYPES = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8",
 }  # fmt: skip
+_WORDS = torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8  # by size
 _A, _B = 6364136223846793005, 2862933555777941757  # odd, so that powers have inverses
 _CHUNK = 1 << 24  # bytes on their way at a time
 _ALIGNED = 64  # bytes that the data begin at a multiple of
@@ -142,9 +143,10 @@ def import_pages(
     for entry, data in stored:
         if not entry.pages and not torch.equal(data, _bytes(entry.source)):
             file.fail(entry.name, "the values that the cache has", "others")
+    at = torch.tensor(listed, dtype=torch.int64, device=cache.device)
     for entry, data in stored:
         if entry.pages:
-            _write_pages(entry, listed, data)
+            _write_pages(entry, at, data)
     return tokens
 
 
@@ -229,10 +231,10 @@ def _page_list(cache: Cache, pages: Tensor | Sequence[int]) -> list[int]:
         pages = pages.tolist()
     if not isinstance(pages, Sequence) or isinstance(pages, str):
         raise TypeError(f"pages: want a list of ints or an integer Tensor [n], got {type(pages).__name__}")
-    listed = [as_int("pages", page) for page in pages]
+    listed, num_pages = [as_int("pages", page) for page in pages], cache.num_pages
     for i, page in enumerate(listed):
-        if not 0 <= page < cache.num_pages:
-            raise ValueError(f"pages: want pages in [0, {cache.num_pages}), got {page} at {i}")
+        if not 0 <= page < num_pages:
+            raise ValueError(f"pages: want pages in [0, {num_pages}), got {page} at {i}")
     return listed
 
 
@@ -340,21 +342,25 @@ def _difference(entry: str, ours: Any, theirs: Any) -> tuple[str, Any, Any]:
 class _Checksum:
     """The checksum of an entry, summed up where its bytes are."""
 
-    def __init__(self, entry: _Entry, device: torch.device) -> None:
-        self._count = entry.shape[0] if entry.pages else 1
-        words = -(-(entry.end - entry.begin) // max(self._count, 1) // 4)
-        self._of_words, self._of_pages = (_powers(x, n, device) for x, n in ((_A, words), (_B, self._count)))
+    def __init__(self, entry: _Entry, device: torch.device, powers: dict[tuple[int, int], Tensor]) -> None:
+        """powers: kept from entry to entry, as most are of one size"""
+        count = entry.shape[0] if entry.pages else 1
+        words = -(-(entry.end - entry.begin) // max(count, 1) // 8)
+        for key in ((_A, words), (_B, count)):
+            if key not in powers:
+                powers[key] = torch.full(key[1:], key[0], dtype=torch.int64, device=device).cumprod(0)
+        self._of_words, self._of_pages = powers[_A, words], powers[_B, count]
         self.total = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, data: Tensor, first: int, last: int) -> None:
         """data: the bytes of pages first to last, 1-D."""
         rows = data.view(last - first, -1)
-        rows = F.pad(rows, (0, -rows.shape[1] % 4)).view(torch.int32)
+        if rows.shape[1] % 8:
+            rows = F.pad(rows, (0, -rows.shape[1] % 8))
+        elif rows.storage_offset() % 8:
+            rows = rows.clone()
+        rows = rows.view(torch.int64)
         self.total += ((rows * self._of_words).sum(1) * self._of_pages[first:last]).sum()
-
-
-def _powers(base: int, count: int, device: torch.device) -> Tensor:
-    return torch.full((count,), base, dtype=torch.int64, device=device).cumprod(0)
 
 
 def _spelt(sums: Sequence[Tensor]) -> list[str]:
@@ -365,13 +371,23 @@ def _spelt(sums: Sequence[Tensor]) -> list[str]:
 def _read_pages(entries: Sequence[_Entry], listed: list[int], out: Tensor, device: torch.device) -> list[str]:
     """Copy the bytes of all entries to `out` on the host. Returns their checksums."""
     pages = torch.tensor(listed, dtype=torch.int64, device=device)
-    streams, sums = _Streams(device), []
+    # Two buffers in turn: memory that another stream still reads could not be had again without waiting.
+    most = max((where.stop - where.start for entry in entries for *_, where in _chunks(entry)), default=0)
+    buffers = torch.empty(2, -(-most // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device).unbind()
+    streams, sums, powers, turn = _Streams(device), [], {}, 0  # type: ignore[var-annotated]
     for entry in entries:
         with streams.compute():
-            checksum = _Checksum(entry, device)
+            checksum = _Checksum(entry, device, powers)
         for first, last, where in _chunks(entry):
+            turn ^= 1
+            data = buffers[turn][: where.stop - where.start]
             with streams.compute():
-                data = _bytes(_indexed(entry.source)[pages[first:last]] if entry.pages else entry.source)
+                if entry.pages:
+                    x = _indexed(entry.source)
+                    rows = data.view(x.dtype).view(last - first, *x.shape[1:])
+                    torch.index_select(x, 0, pages[first:last], out=rows)
+                else:
+                    data.copy_(_bytes(entry.source))
                 checksum.add(data, first, last)
             with streams.copy(data):
                 out[where].copy_(data, non_blocking=True)
@@ -386,10 +402,10 @@ def _on_device(entries: Sequence[_Entry], body: Tensor, device: torch.device) ->
         there = body
     else:
         there = torch.empty(len(body), dtype=torch.uint8, device=device)
-    streams, sums = _Streams(device), []
+    streams, sums, powers = _Streams(device), [], {}  # type: ignore[var-annotated]
     for entry in entries:
         with streams.compute():
-            checksum = _Checksum(entry, device)
+            checksum = _Checksum(entry, device, powers)
         for first, last, where in _chunks(entry):
             if there is not body:
                 piece = body[where]
@@ -404,14 +420,18 @@ def _on_device(entries: Sequence[_Entry], body: Tensor, device: torch.device) ->
     return there, _spelt(sums)
 
 
-def _write_pages(entry: _Entry, listed: list[int], stored: Tensor) -> None:
+def _write_pages(entry: _Entry, pages: Tensor, stored: Tensor) -> None:
     x = _indexed(entry.source)
-    x[torch.tensor(listed, dtype=torch.int64, device=x.device)] = stored.view(x.dtype).view(entry.shape)
+    x[pages] = stored.view(x.dtype).view(-1, *x.shape[1:])
 
 
 def _indexed(x: Tensor) -> Tensor:
-    """A tensor whose rows can be indexed: some devices cannot do it in fp8."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
+    """The same bytes in the widest elements that a tensor's strides allow: rows are indexed element by element."""
+    for dtype in _WORDS:
+        n = dtype.itemsize // x.itemsize
+        if n and not any(s % n for s in (x.shape[-1], x.storage_offset(), *x.stride()[:-1])) and x.stride(-1) == 1:
+            return x.view(dtype)
+    return x
 
 
 class _Streams:

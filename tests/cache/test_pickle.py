@@ -228,4 +228,11 @@ def test_other_public_objects_come_back(name, way):
 
 def test_no_public_name_is_left_out():
     objects = {n for n in tersekv.__all__ if not inspect.isfunction(getattr(tersekv, n))}
-    assert objects == HERE | OTHERS.keys()
+    assert objects == HERE | OTHERS.keys() | {"TieredPool"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_pages_of_a_tiered_pool_lie_in_one_cache(way):
+    cache = PagedKVCache.allocate(1, 2, 4, 1, 16, format="bf16")
+    with pytest.raises(TypeError, match="TieredPool: want one pool a cache, got a copy"):
+        WAYS[way](tersekv.TieredPool(cache, cold_pages=1))

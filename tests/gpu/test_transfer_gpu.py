@@ -45,6 +45,31 @@ def test_all_layers_at_once_give_the_oracles_bytes(src, dst, rotation):
     assert_equal(b, want)
 
 
+@pytest.mark.parametrize("src", ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("rotation", [None, "hadamard"])
+def test_int4_of_any_bits_is_the_oracles(src, dim, rotation):
+    """NaN, infinities, ranges that overflow, subnormals: the kernel's codes saturate where the oracle compares."""
+    sizes = {"num_layers": 2, "num_kv_heads": H, "head_dim": dim, "device": "cuda"}
+    a = PagedKVCache.allocate(num_pages=64, page_size=16, format=src, **sizes)
+    for layer in a.layers:
+        for x in (layer.k, layer.v):
+            x.view(torch.uint8).random_()
+            x[::2] = x[::2].float().nan_to_num(1, 2, -3).to(x.dtype) if x.dtype.is_floating_point else x[::2]
+            x[1::4, :, :, 1:] = 0
+        for x in (layer.k_scale_cache, layer.v_scale_cache):
+            if x is not None:
+                x.uniform_(1e-9, 1e-2)
+    b, want = (
+        PagedKVCache.allocate(num_pages=16, page_size=64, format="int4_per_token_head", rotation=rotation, **sizes)
+        for _ in range(2)
+    )
+    pages = [*range(64)], [*range(16)]
+    tersekv.transcode(a, pages[0], b, pages[1])
+    tersekv.transcode(a, pages[0], want, pages[1], backend="torch")
+    assert_equal(b, want)
+
+
 def test_a_captured_transcode_follows_pages_and_numbers():
     a, b, want = (
         filled(kv("fp8_e4m3")),

@@ -50,6 +50,11 @@ def test_tables_of_single_runs_are_up_to_date():
         assert text == path.read_text(), f"{path.name}: run `make table`"
 
 
+def test_tables_and_picture_of_tiers_are_up_to_date():
+    for path, text in script("scripts/tiers_page.py").wanted().items():
+        assert text == path.read_text(), f"{path.name}: run `make table`"
+
+
 def test_the_table_of_reports_is_up_to_date():
     for path, text in script("scripts/reports_table.py").wanted().items():
         assert text == path.read_text(), f"{path.name}: run `make table`"

@@ -30,7 +30,7 @@ BASE = {"scalars", "formats", "errors", "env"}
 DISPATCH = {"dispatch", "dispatch.checks", "dispatch.type_checks", "dispatch.plan", "dispatch.launch_cache"}
 LAYERS = {"attributes", "layers", "index_layers"}
 CORE = BASE | DISPATCH | LAYERS | {"calls", "cache", "index_cache", "recipe", "saved", "tracing"}
-VERBS = CORE | {"ops", "pages", "records"}
+VERBS = CORE | {"ops", "pages", "records", "prefix", "page_mover", "tiers"}
 MAY_IMPORT = {
     "scalars": set(),
     "formats": {"scalars"},
@@ -45,6 +45,9 @@ MAY_IMPORT = {
     "cache": LAYERS | {"scalars", "formats", "recipe", "saved"},
     "pages": LAYERS | {"scalars", "errors", "cache", "tracing"},
     "records": {"scalars", "cache", "saved"},
+    "prefix": {"scalars"},
+    "page_mover": {"cache", "ops"},
+    "tiers": {"scalars", "errors", "cache", "pages", "prefix", "page_mover"},
     "shapes": {"calls"},
     "tracing": set(),
     "attributes": {"scalars", "formats", "shapes", "tracing"},

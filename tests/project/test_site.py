@@ -118,9 +118,10 @@ def test_charts_are_up_to_date():
 
 
 def test_no_picture_is_left_over():
-    page, drawings, vllm = (script(f"scripts/{name}.py") for name in ("performance_page", "drawings", "vllm_page"))
+    names = "performance_page", "drawings", "vllm_page", "tiers_page"
+    page, drawings, vllm, tiers = (script(f"scripts/{name}.py") for name in names)
     known = {path.name for path in page.pictures()} | {f"{name}.svg" for name in drawings.PICTURES}
-    known.add(vllm.PICTURE.name)
+    known |= {vllm.PICTURE.name, tiers.PICTURE.name}
     assert {path.name for path in PICTURES.iterdir()} == known
 
 

@@ -249,4 +249,4 @@ def test_what_runs_on_the_device_reads_nothing_on_the_host():
     for entry in entries:
         data = records._bytes(records._indexed(entry.source)[torch.tensor([3, 1])])
         with NoHostReads():
-            records._Checksum(entry, a.device).add(data, 0, 2)
+            records._Checksum(entry, a.device, {}).add(data, 0, 2)

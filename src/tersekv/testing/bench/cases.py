@@ -41,7 +41,7 @@ class Case:
     batch_invariant: bool = False
     through: str = ""  # the function of `compat` that makes the call, and how: "flashinfer.xqa", "flashinfer.xqa: …"
     total: int = 0  # of prefill: tokens of the request, the new ones included; 0: all are new
-    rotated: bool = False  # of append, rope_append and transcode: rows of K and V lie rotated
+    rotated: bool = False  # of append, rope_append and transcode: rows of K and V become rotated
     source: str = ""  # of transcode: the format that is read
     listed: int = 0  # of sparse: keys of each list
 
@@ -278,7 +278,8 @@ def _transcode(s: Sizes) -> Iterator[Case]:
     """Prompts, to colder pages and back, and as they are."""
     for n in [n for n in s.append if n > 256] or [max(s.append)]:
         yield from (Case("transcode", dst, 0, n, heads=KV_HEADS, source=src) for src, dst in _TRANSCODES)
-    yield Case("transcode", _TRANSCODES[0][1], 0, max(s.append), heads=KV_HEADS, source=_TRANSCODES[0][0], rotated=True)
+    for src, dst in (_TRANSCODES[0], _TRANSCODES[2]):
+        yield Case("transcode", dst, 0, max(s.append), heads=KV_HEADS, source=src, rotated=True)
 
 
 _TRANSCODES = (

@@ -36,10 +36,8 @@ class Transcode:
             data.page_tables(torch.tensor([-(-case.tokens // size)]), copies, device)[:, 0]
             for size in (SRC_PAGE, case.page)
         ]
-        self.src, self.dst = (
-            self._allocate(name, size, pages.numel())
-            for name, size, pages in zip(formats, (SRC_PAGE, case.page), self.lists, strict=True)
-        )
+        self.src = self._allocate(case.source, SRC_PAGE, self.lists[0].numel())
+        self.dst = self._allocate(case.format, case.page, self.lists[1].numel(), case.rotated)
         f = kv_format(case.source)
         for layer in self.src.layers:
             data.fill(layer.k, layer.k_scale_cache, f)
@@ -50,9 +48,9 @@ class Transcode:
 
         self.calls = [call(*pages) for pages in zip(*self.lists, strict=True)]
 
-    def _allocate(self, format: str, page: int, pages: int) -> PagedKVCache:
+    def _allocate(self, format: str, page: int, pages: int, rotated: bool = False) -> PagedKVCache:
         return PagedKVCache.allocate(
-            LAYERS, pages, page, KV_HEADS, HEAD_DIM, format=format, rotation="hadamard" if self.case.rotated else None,
+            LAYERS, pages, page, KV_HEADS, HEAD_DIM, format=format, rotation="hadamard" if rotated else None,
             device=self.device,
         )  # fmt: skip
 
@@ -64,7 +62,7 @@ class Transcode:
     def error(self, result: Any) -> float:
         """Share of elements that differ from the oracle's, in the worst tensor of any layer, over some tokens."""
         n = min(self.case.tokens, _JUDGED)
-        want = self._allocate(self.case.format, n, 1)
+        want = self._allocate(self.case.format, n, 1, self.case.rotated)
         only = torch.zeros(1, dtype=torch.int32, device=self.device)
         transcode(self.src, self.lists[0][0], want, only, num_tokens=n, backend="torch")
         where, rows = data.places(self.lists[1][0], n, self.case.page), data.places(only, n, n)
