@@ -16,9 +16,10 @@ from ..scalars import as_int, as_positive_int
 from .transformers_cache_layers import TersekvLayer, TersekvMixedLayer
 from .transformers_formats import chosen, scale_of_layers
 from .transformers_layers import LayerKind, layer_kinds
+from .transformers_offload import OffloadedStore, Pipe
 from .transformers_pages import Book, Capacity
 from .transformers_states import States
-from .transformers_store import KVStore, LatentStore, Store, copy
+from .transformers_store import KVStore, LatentStore, Store
 
 HALF = ("bf16", "fp16")
 
@@ -108,6 +109,8 @@ class TersekvCache(Cache):
         self.paged = [self.layer_classes[kind.state is not None](self, i, kind) for i, kind in enumerate(kinds)]
         paged = iter(self.paged)
         layers = [next(paged) if kind.attends else kind.state for kind in places]
+        self._pipes: dict[torch.device, Pipe] = {}
+        self.offloaded = False
         self.states = States(layers, in_place=self.layer_classes[0].is_compileable)
         Cache.__init__(self, layers=layers)
         if config.model_type == "minimax":
@@ -132,6 +135,15 @@ class TersekvCache(Cache):
 
     def make_store(self, index: int, key: Tensor, value: Tensor, num_pages: int) -> Store:
         """The store of a layer, made from its first keys and values."""
+        if not self.offloaded:
+            return self._store(index, key, value, num_pages)
+        return self._on_host(self._store(index, key, value, 1), index, num_pages)
+
+    def _on_host(self, small: Store, index: int, num_pages: int) -> OffloadedStore:
+        pipe = self._pipes.setdefault(small.cache.device, Pipe(small.cache.device))
+        return OffloadedStore(small, num_pages, self.paged[index], pipe)
+
+    def _store(self, index: int, key: Tensor, value: Tensor, num_pages: int) -> Store:
         size = self.book.page_size
         k_scale, v_scale, kv_scale = (self._scales[n][index] for n in ("k_scale", "v_scale", "kv_scale"))
         latents = self.holds_latents(key, value)
@@ -165,6 +177,24 @@ class TersekvCache(Cache):
                 pages = self.book.num_pages(layer.kind.kept)
                 if pages > layer.store.cache.num_pages:
                     layer.store.grow(pages)
+
+    def offload(self) -> TersekvCache:  # type: ignore[override]
+        """Keep all pages in the host's memory from now on, and bring each layer's when it runs. Returns the cache.
+
+            >>> cache = TersekvCache(model.config, format="int4_per_token_head").offload()
+
+        A device holds the pages of two layers: of the one that runs, and of the next one, which come on a stream of
+        their own, in the cache's format. Pages that a forward wrote go back. The host's memory is pinned, and waited
+        for only where the cache grows. On a CPU these are copies. States beside the pages stay where they are.
+        """
+        if not self.offloaded:
+            self.offloaded = True
+            for layer in self.paged:
+                if layer.store is not None:
+                    store = self._on_host(layer.store.with_pages(1), layer.index, layer.store.cache.num_pages)
+                    store.fill(layer.store)
+                    layer.store = store
+        return self
 
     def reset(self) -> None:
         """Forget all tokens, and the size of the batch. The pages stay allocated."""
@@ -227,7 +257,7 @@ class TersekvCache(Cache):
             try:
                 for layer in self.paged:
                     if layer.store is not None:
-                        copy(layer.store, copies[layer.kind.kept])
+                        layer.store.copy(copies[layer.kind.kept])
             except BaseException:
                 self.book.lost = before.overwritten(copies)
                 raise

@@ -11,8 +11,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..errors import UnsupportedError
 from .transformers_layers import INSTEAD, LayerKind
-from .transformers_pages import Piece, Step
-from .transformers_store import Rules, Store, check_expanded, copy, named
+from .transformers_pages import Piece, Run, Step
+from .transformers_store import Rules, Store, check_expanded, named
 
 if TYPE_CHECKING:
     from .transformers_cache import TersekvCache
@@ -166,10 +166,11 @@ class TersekvLayer(CacheLayerMixin):
         query, key, value = _one_dtype(query, *given)
         first = self.first
         step, store = self._begin(key, value, mask)
-        stores = [store]
+        stores = [store.open(step.copies)]
         if first and self._cache.exact_prefill:
             stores.append(self._cache.exact_store(key, value, step.num_pages))
         out = self._by_pieces(step.pieces, stores, stores[-1], (query, key, value), width, rules, module)
+        self._close(store)
         self._count(key.shape[2])
         if self.kind.readers:
             self.lent = Lent(given, step, first, self.kind.readers)
@@ -186,12 +187,13 @@ class TersekvLayer(CacheLayerMixin):
         late = key.shape[2] - query.shape[2]
         if late:
             query = torch.nn.functional.pad(query, (0, 0, late, 0))
-        stores, seen = [], self.store
+        stores, seen = [], self.store.open()
         if first and self._cache.exact_prefill:
             seen = self._cache.exact_store(key, value, step.num_pages)
             stores.append(seen)
         pieces = [p for p in step.pieces if stores or p.end > late]
         out = self._by_pieces(pieces, stores, seen, (query, key, value), width, rules, module)[:, late:]
+        self.store.close()
         self.lent = self.lent._replace(readers=readers - 1)
         if readers == 1:
             self.forget_lent()
@@ -229,6 +231,8 @@ class TersekvLayer(CacheLayerMixin):
         columns = self._cache.book.take_back(self.columns)
         for layer in self._cache.paged:
             layer.columns = min(layer.columns, columns)
+            if layer.store is not None:
+                layer.store.take_back()
         self._cache.lose_states(not columns)
 
     @property
@@ -246,8 +250,16 @@ class TersekvLayer(CacheLayerMixin):
             self._cache.make_room()
         if self.store is None:
             self.store = self._cache.make_store(self.index, key, value, step.num_pages)
-        copy(self.store, step.copies)
         return step, self.store
+
+    def _close(self, store: Store) -> None:
+        """The tokens of this forward are written."""
+        if self._cache.offloaded:
+            store.close(self._cache.book.written_pages(self.kind.kept))
+
+    def held_pages(self) -> list[Run]:
+        """Pages of this layer that requests have."""
+        return self._cache.book.held_pages(self.kind.kept)
 
     def _count(self, length: int) -> None:
         """So many new tokens of every row, padding included, were written."""
@@ -269,6 +281,8 @@ class TersekvLayer(CacheLayerMixin):
         """Start again; pages stay allocated."""
         self.columns, self.new, self.waiting = 0, None, False
         self.forget_lent()
+        if self.store is not None:
+            self.store.forget()
 
     def forget_lent(self) -> None:
         """No other layer of this forward reads what this one wrote."""
@@ -285,8 +299,8 @@ class TersekvLayer(CacheLayerMixin):
         raise UnsupportedError("reorder_cache: call it on the TersekvCache; its layers share their pages")
 
     def offload(self) -> None:
-        """Refused."""
-        raise UnsupportedError("offload: a TersekvCache stays on its device")
+        """Refused: two buffers serve all layers."""
+        raise UnsupportedError("offload: call it on the TersekvCache; its layers share two buffers")
 
 
 class WithState:

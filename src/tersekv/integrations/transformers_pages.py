@@ -8,7 +8,7 @@ what the kernels need is made once per forward and shared by the layers that see
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +25,25 @@ LOST = (
     "layer, a failed call has overwritten; call reset() and start again"
 )
 _TABLE_STEP = 8  # page tables grow in steps of this many columns, so that few shapes are ever planned for
+
+
+Run = tuple[int, int]  # pages: the first, and the one behind the last
+
+
+def runs(pages: Iterable[int]) -> list[Run]:
+    """Pages, those together that follow each other."""
+    found: list[Run] = []
+    for page in sorted(pages):
+        if found and found[-1][1] == page:
+            found[-1] = (found[-1][0], page + 1)
+        else:
+            found.append((page, page + 1))
+    return found
+
+
+def pages_of(found: Iterable[Run]) -> set[int]:
+    """The pages of runs."""
+    return {page for begin, end in found for page in range(begin, end)}
 
 
 class Piece(NamedTuple):
@@ -170,6 +189,21 @@ class RequestPages:
         """Whether a request has one of these pages."""
         return any(not pages.isdisjoint(self.pool.pages(request)) for request in self._ids)
 
+    def held_pages(self) -> list[Run]:
+        """Pages that some request has."""
+        return runs({page for request in self._ids for page in self.pool.pages(request)})
+
+    def pages_between(self, before: Sequence[int], after: Sequence[int]) -> set[int]:
+        """Pages of tokens before[b] to after[b] of each request."""
+        size, found = self.pool.page_size, set()
+        for request, low, high in zip(self._ids, before, after, strict=True):
+            pages = self.pool.pages(request)
+            first, last = low // size, -(-high // size)
+            if self.ring is not None:
+                first = max(first, last - self.ring)
+            found |= {pages[i if self.ring is None else i % self.ring] for i in range(first, last) if high > low}
+        return found
+
     def lose(self, by: RequestPages) -> None:
         """What later pages of the same requests have overwritten, these have lost as well."""
         self._intact = list(by._intact)
@@ -243,7 +277,7 @@ class Book:
         self.counts: list[int] = []  # real tokens of each request
         self._history: list[tuple[int, Tensor | None]] = []  # of every forward: columns, and which are real
         self._requests: dict[int | None, RequestPages] = {}
-        self._steps: dict[tuple[int | None, int | None], dict[torch.device, Step]] = {}
+        self._forget_steps()
         self._copies: dict[int | None, list[PageCopy]] = {}  # of the last forward
         self._before: Past | None = None  # what the last forward came after
         self.lost = False  # pages were written for what was undone
@@ -295,6 +329,20 @@ class Book:
         """Pages that a layer of this window needs now."""
         return self._requests[window].pool.num_pages
 
+    def held_pages(self, window: int | None) -> list[Run]:
+        """Pages that requests have, those for the forward under way among them; the same list as long as they do."""
+        if window not in self._held:
+            self._held[window] = self._requests[window].held_pages()
+        return self._held[window]
+
+    def written_pages(self, window: int | None) -> set[int]:
+        """Pages in which the last forward put its tokens."""
+        assert self._before is not None
+        if window not in self._written:
+            before = self._before.counts or [0] * len(self.counts)
+            self._written[window] = self._requests[window].pages_between(before, self.counts)
+        return self._written[window]
+
     def select(self, sources: Sequence[int]) -> dict[int | None, list[PageCopy]]:
         """Rows become copies of rows, as in beam search. Returns the pages to copy, for the layers of each window.
 
@@ -307,7 +355,8 @@ class Book:
         history = [(n, None if real is None else real[index]) for n, real in self._history]
         copies = {window: pages.select(sources) for window, pages in self._requests.items()}
         self._history, self.counts = history, [self.counts[s] for s in sources]
-        self._steps, self._before = {}, None
+        self._before = None
+        self._forget_steps()
         return copies
 
     def crop(self, columns: int) -> None:
@@ -330,7 +379,8 @@ class Book:
         for pages in self._requests.values():
             pages.crop(counts)
         self._history, self.counts, self.columns = history, counts, self.columns - columns
-        self._steps, self._before = {}, None
+        self._before = None
+        self._forget_steps()
 
     def take_back(self, start: int) -> int:
         """Undo the forward under way, in which the layer that was at token `start` failed. Returns the columns left."""
@@ -346,13 +396,20 @@ class Book:
             self._go_back(before)
         return self.columns
 
+    def _forget_steps(self) -> None:
+        """What was found out about the last forward."""
+        self._steps: dict[tuple[int | None, int | None], dict[torch.device, Step]] = {}
+        self._held: dict[int | None, list[Run]] = {}
+        self._written: dict[int | None, set[int]] = {}
+
     def _past(self) -> Past:
         requests = {window: copy.copy(pages) for window, pages in self._requests.items()}
         return Past(self.columns, self.counts, list(self._history), requests)
 
     def _go_back(self, past: Past) -> None:
         self.columns, self.counts, self._history, self._requests = past
-        self._steps, self._before = {}, None
+        self._before = None
+        self._forget_steps()
 
     def _begin(self, batch: int, length: int, mask: Tensor | None) -> None:
         """Count a new forward."""
@@ -371,7 +428,7 @@ class Book:
         self.counts = after
         self._history.append((length, real))
         self.columns += length
-        self._steps = {}
+        self._forget_steps()
 
     def _real(self, mask: Tensor, batch: int, length: int) -> Tensor | None:
         """Which new columns are real, bool [B, length] on the host; None: all."""

@@ -354,6 +354,10 @@ class TersekvStaticCache(TersekvCache):
             f"{type(self).__name__}"
         )
 
+    def offload(self) -> TersekvCache:  # type: ignore[override]
+        """Refused: which pages hold tokens, only the device knows."""
+        raise UnsupportedError(f"offload: want a TersekvCache, whose pages the host knows, got a {type(self).__name__}")
+
     def batch_select_indices(self, indices: Tensor) -> None:
         """Row i continues the past of row indices[i]. The batch keeps its size."""
         book = self.book
