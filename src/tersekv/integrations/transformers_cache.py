@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..formats import ALL_FORMATS, KV_FORMATS
+from ..formats import ALL_FORMATS, INDEX_FORMATS, KV_FORMATS
 from ..layers import Formats, kv_pair
 from ..scalars import as_int, as_positive_int
 from .transformers_cache_layers import TersekvLayer, TersekvMixedLayer
 from .transformers_formats import chosen, scale_of_layers
+from .transformers_indexer import IndexedStore
 from .transformers_layers import LayerKind, layer_kinds
 from .transformers_offload import OffloadedStore, Pipe
 from .transformers_pages import Book, Capacity
@@ -44,6 +45,8 @@ class TersekvCache(Cache):
                      a layer with a sliding window keeps (window + chunk tokens)
         exact_prefill:  True: the first forward of a batch attends to its keys and values in 16 bits, in a second cache
                      that is gone after each layer; False: to what is stored, as every later forward does
+        index_format:  of the keys of an indexer, where a model has one: bf16 | fp16 | fp8_e4m3 | index_fp8. None: bf16,
+                     or fp16 with latents in fp16
         k_scale, v_scale, kv_scale:  dequantising scales of fp8_e4m3, fp8_e5m2 and nvfp4 (kv_scale: of latents): a
                      number, or one for each layer
 
@@ -71,6 +74,7 @@ class TersekvCache(Cache):
         num_pages: int | None = None,
         chunk: int = 256,
         exact_prefill: bool = False,
+        index_format: str | None = None,
         k_scale: float | Sequence[float] = 1.0,
         v_scale: float | Sequence[float] = 1.0,
         kv_scale: float | Sequence[float] = 1.0,
@@ -98,6 +102,7 @@ class TersekvCache(Cache):
                     f"format: want one of {known} for {config.model_type}, which caches K and V, got {name!r}"
                 )
         self.formats = each
+        self._index = _index_sizes(config, kinds, index_format)
         for name in ("k_channel_scale", "v_channel_scale"):
             scale = self._attributes[name]
             if isinstance(scale, Tensor) and scale.dim() == 3 and len(scale) != len(kinds):
@@ -158,7 +163,11 @@ class TersekvCache(Cache):
             if own or self._saved or not isinstance(format, str):
                 got = ", ".join(own) or ("saved" if self._saved else f"format={format!r}")
                 raise ValueError(f"format: want one and no attributes for a model that caches latents, got {got}")
-            return LatentStore(key, value, format, num_pages, size, kv_scale)
+            if self.paged[index].kind.indexer is None:
+                return LatentStore(key, value, format, num_pages, size, kv_scale)
+            index_format = self._index["index_format"] or ("fp16" if format == "fp16" else "bf16")
+            more = {**self._index, "index_format": index_format}
+            return IndexedStore(key, value, format, num_pages, size, kv_scale, **more)
         if self._saved is not None:
             return KVStore(key, value, format, num_pages, size, 1.0, 1.0, saved=self._saved[index])
         return KVStore(key, value, format, num_pages, size, k_scale, v_scale, own)
@@ -271,12 +280,12 @@ class TersekvCache(Cache):
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers that have been written; a window keeps it for some time only."""
-        return sum(layer.store.cache.bytes_per_token for layer in self.paged if layer.store is not None)
+        return sum(c.bytes_per_token for layer in self.paged if layer.store is not None for c in layer.store.caches)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages that are allocated."""
-        return sum(layer.store.cache.nbytes for layer in self.paged if layer.store is not None)
+        return sum(c.nbytes for layer in self.paged if layer.store is not None for c in layer.store.caches)
 
     def fitted_scales(self, format: Formats) -> dict[str, list[float]]:
         """Of a 16-bit cache: the scales of each layer that let the largest values that it holds just fit `format`.
@@ -316,6 +325,17 @@ class TersekvCache(Cache):
         if len(stores) < len(self.paged):
             raise ValueError(f"{what}: want a cache that a forward has written, got an empty one")
         return stores
+
+
+def _index_sizes(config: Any, kinds: Sequence[LayerKind], format: str | None) -> dict[str, Any]:
+    """Of the keys of indexers. Raises ValueError for a format where there are none, or that keeps none."""
+    if not any(kind.indexer for kind in kinds):
+        if format is not None:
+            raise ValueError(f"index_format: want None for {config.model_type}, which has no indexer, got {format!r}")
+        return {}
+    if format is not None and format not in INDEX_FORMATS:
+        raise ValueError(f"index_format: want one of {', '.join(INDEX_FORMATS)}, got {format!r}")
+    return {"index_head_dim": config.index_head_dim, "index_format": format}
 
 
 def _check_page_size(page_size: int, kinds: Sequence[LayerKind]) -> None:

@@ -315,6 +315,11 @@ class TersekvStaticCache(TersekvCache):
         if options.pop("num_pages", None) is not None:
             raise ValueError("num_pages: want None for a TersekvStaticCache, whose room is max_tokens, got a number")
         super().__init__(config, format, max_tokens=as_positive_int("max_tokens", max_tokens), **options)
+        if any(layer.kind.sparse for layer in self.paged):
+            raise UnsupportedError(
+                f"config: want layers that see all keys or a window for a TersekvStaticCache, got indexers of "
+                f"{config.model_type}; {INSTEAD}"
+            )
 
     def early_initialization(
         self, batch_size: int, num_heads: int | list[int], head_dim: int | list[int], dtype: torch.dtype,

@@ -31,6 +31,7 @@ class Rules(NamedTuple):
     window: int | None
     softcap: float
     sinks: Tensor | None
+    indices: Tensor | None = None  # [T, n] positions of the keys that each row reads; None: all
 
 
 class Store:
@@ -155,6 +156,8 @@ class KVStore(Store):
 
     def attend(self, q: Tensor, piece: Piece, rules: Rules, module: torch.nn.Module) -> Tensor:
         """q [T, Hq, D] → [T, Hq, Dv]."""
+        if rules.indices is not None:
+            raise UnsupportedError(f"indices: want None where keys and values are cached, got some of {named(module)}")
         rows = piece.cu_seqlens_q
         many = piece.max_q_len >= MANY_ROWS
         if many and rows is None:
@@ -237,6 +240,7 @@ class LatentStore(Store):
         out = mla_decode(
             (q_latent, q_pe.contiguous()), self.layer, piece.page_table, piece.seq_lens,
             softmax_scale=rules.softmax_scale, cu_seqlens_q=piece.cu_seqlens_q, max_q_len=piece.max_q_len,
+            indices=rules.indices,
         )  # fmt: skip
         return torch.bmm(cast(Tensor, out).transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
 
