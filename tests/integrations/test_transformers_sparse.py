@@ -181,7 +181,7 @@ def test_what_cannot_be_says_so():
         TersekvStaticCache(model.config, max_tokens=8)
     with pytest.raises(ValueError, match="index_format: want None for llama, which has no indexer, got 'bf16'"):
         TersekvCache(tiny("llama").config, index_format="bf16")
-    with pytest.raises(ValueError, match="index_format: want one of .*, got 'nvfp4'"):
+    with pytest.raises(ValueError, match=r"index_format: want one of .*, got 'nvfp4'"):
         TersekvCache(model.config, index_format="nvfp4")
     with pytest.raises(UnsupportedError, match="update_indexer: want one of the indexers"):
         TersekvCache(model.config).update_indexer(torch.zeros(1, 1, 32), 0)
