@@ -23,7 +23,7 @@ from torch import Tensor
 _PAGES = ("k", "v", "k_scale_cache", "v_scale_cache", "ckv", "kpe", "ckv_scale_cache", "scale")
 _DTYPES = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8",
+    torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64",
 }  # fmt: skip
 _A, _B = 6364136223846793005, 2862933555777941757  # odd, so that powers have inverses
 _CHUNK = 1 << 24  # bytes on their way at a time
@@ -136,6 +136,26 @@ class Record:
             if self._tensors.get(name) != want.get(name):
                 self.fail(name, str(want.get(name, "no tensor")), self._tensors.get(name, "none"))
 
+    def entry(self, name: str) -> Entry:
+        """A whole tensor as the header has it, its source empty, on the CPU."""
+        found = self._tensors.get(name)
+        if found is None:
+            self.fail(name, "a tensor", "none")
+        kinds = {text: dtype for dtype, text in _DTYPES.items()}
+        shape, (begin, end) = tuple(found["shape"]), found["data_offsets"]
+        source = torch.empty(shape, dtype=kinds[found["dtype"]], device="cpu")
+        if end - begin != source.numel() * source.itemsize or end > len(self.data):
+            self.fail(
+                name, f"{source.numel() * source.itemsize} bytes of {len(self.data)}", f"those from {begin} to {end}"
+            )
+        return Entry(name, source, None, shape, begin, end)
+
+    @property
+    def data(self) -> Tensor:
+        """The bytes behind the header."""
+        body = self._data[self._start :]
+        return body if body.data_ptr() % 8 == 0 else body.clone()
+
     def number(self, metadata: dict[str, Any], entry: str, most: int) -> int:
         text = str(metadata.get(entry))
         if not text.isdecimal() or int(text) > most:
@@ -144,10 +164,10 @@ class Record:
 
     def body(self, entries: Sequence[Entry]) -> Tensor:
         """The bytes of all entries."""
-        body, nbytes = self._data[self._start :], _nbytes(entries)
+        body, nbytes = self.data, _nbytes(entries)
         if len(body) != nbytes:
             self.fail("record", f"{nbytes} bytes behind the header", len(body))
-        return body if body.data_ptr() % 8 == 0 else body.clone()
+        return body
 
     def compare_checksums(self, metadata: dict[str, Any], entries: Sequence[Entry], sums: Sequence[str]) -> None:
         stored = self._json("checksums", metadata.get("checksums"))

@@ -13,12 +13,14 @@ from transformers.cache_utils import Cache
 from ..formats import ALL_FORMATS, INDEX_FORMATS, KV_FORMATS
 from ..layers import Formats, kv_pair
 from ..scalars import as_int, as_positive_int
+from . import transformers_saved
 from .transformers_cache_layers import TersekvLayer, TersekvMixedLayer
 from .transformers_formats import chosen, scale_of_layers
 from .transformers_indexer import IndexedStore
 from .transformers_layers import LayerKind, layer_kinds
 from .transformers_offload import OffloadedStore, Pipe
-from .transformers_pages import Book, Capacity
+from .transformers_pages import Book
+from .transformers_requests import Capacity
 from .transformers_states import States
 from .transformers_store import KVStore, LatentStore, Store
 
@@ -87,6 +89,7 @@ class TersekvCache(Cache):
         if not hasattr(config, "get_text_config"):
             raise TypeError(f"config: want a transformers config such as model.config, got {type(config).__name__}")
         config = config.get_text_config(decoder=True)
+        self.config = config
         places = layer_kinds(config)
         kinds = [kind for kind in places if kind.attends]
         _check_page_size(page_size, kinds)
@@ -204,6 +207,55 @@ class TersekvCache(Cache):
                     store.fill(layer.store)
                     layer.store = store
         return self
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write all tokens, and the states beside them, to a file from which `load` makes a cache that goes on.
+
+            >>> cache.save("prompt.safetensors")
+
+        It waits for the device. Pages that beams share are written for each. Raises ValueError for an empty cache,
+        RuntimeError for one that asks for `reset`, UnsupportedError for a model that keeps a state in its modules;
+        OSError: no place to write.
+        """
+        transformers_saved.save(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike,
+        config: Any,
+        *,
+        format: Formats | None = None,
+        device: torch.device | str | Sequence[torch.device | str] | None = None,
+        max_tokens: int | None = None,
+        num_pages: int | None = None,
+        offload: bool = False,
+    ) -> TersekvCache:
+        """The cache that `save` wrote, with its formats, scales, attributes, page size and chunk.
+
+            >>> cache = TersekvCache.load("prompt.safetensors", model.config, device="cuda")
+
+            config:   of the model that goes on: every entry that belongs to the family has to be as it was; weights are
+                      not looked at
+            format:   what the file has to be in; None: whatever it is in
+            device:   of the pages and states, or one for each layer that attends; None: torch's default
+            max_tokens, num_pages:  as `TersekvCache` takes them
+            offload:  whether the pages come to the host, as after `offload()`
+
+        Raises ValueError for a torn or foreign file, for one of another model and of another format, and for bytes that
+        are not those of its checksums, with the names of the file and of the entry.
+        """
+        if not hasattr(config, "get_text_config"):
+            raise TypeError(f"config: want a transformers config such as model.config, got {type(config).__name__}")
+        room = {"max_tokens": max_tokens, "num_pages": num_pages}
+        return transformers_saved.load(cls, path, config, format, device, offload, room)
+
+    def set_attributes(self, layers: Sequence[dict[str, Any]]) -> None:
+        """Scales of the tensor, signs and channel scales of each layer, as a file of `save` has them."""
+        if "kv_scale" in layers[0]:
+            self._scales["kv_scale"] = [layer["kv_scale"] for layer in layers]
+        else:
+            self._saved = transformers_saved.attributes_of(layers)
 
     def reset(self) -> None:
         """Forget all tokens, and the size of the batch. The pages stay allocated."""

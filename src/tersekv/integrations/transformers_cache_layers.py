@@ -12,7 +12,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from ..errors import UnsupportedError
 from .transformers_indexer import IndexedStore, serve
 from .transformers_layers import INDEXERS, INSTEAD, LayerKind
-from .transformers_pages import Piece, Run, Step
+from .transformers_pages import Piece, Step
+from .transformers_requests import Run
 from .transformers_store import Rules, Store, check_expanded, named
 
 if TYPE_CHECKING:

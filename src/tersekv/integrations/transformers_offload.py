@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..pages import PageCopy
 from ..record_file import page_tensors
-from .transformers_pages import Run, pages_of, runs
+from .transformers_requests import Run, pages_of, runs
 from .transformers_store import Store
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ of it can be replayed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ from ..scalars import as_positive_int
 from .transformers_cache import TersekvCache
 from .transformers_cache_layers import TersekvLayer, WithState
 from .transformers_layers import CACHE_ARGUMENT
-from .transformers_pages import LOST, Capacity, Piece, Step, ring_pages
+from .transformers_pages import LOST, Piece, Step
+from .transformers_requests import Capacity, ring_pages
 from .transformers_store import LatentStore, Store
 
 FIRST = (
@@ -362,6 +364,15 @@ class TersekvStaticCache(TersekvCache):
     def offload(self) -> TersekvCache:  # type: ignore[override]
         """Refused: which pages hold tokens, only the device knows."""
         raise UnsupportedError(f"offload: want a TersekvCache, whose pages the host knows, got a {type(self).__name__}")
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Refused: which pages hold tokens, only the device knows."""
+        raise UnsupportedError(f"save: want a TersekvCache, whose pages the host knows, got a {type(self).__name__}")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, config: Any, **options: Any) -> TersekvStaticCache:  # type: ignore[override]
+        """Refused, as `save` is."""
+        raise UnsupportedError(f"load: want a TersekvCache, whose pages the host knows, got a {cls.__name__}")
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Row i continues the past of row indices[i]. The batch keeps its size."""
