@@ -156,7 +156,7 @@ class RequestPages:
 
     def lose(self, by: RequestPages) -> None:
         """What later pages of the same requests have overwritten, these have lost as well."""
-        self.intact = list(by._intact)
+        self.intact = list(by.intact)
 
     def check_crop(self, counts: Sequence[int]) -> None:
         """Raise unless every request can go back to `counts[b]` tokens."""

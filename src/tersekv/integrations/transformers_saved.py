@@ -85,24 +85,25 @@ def load(
     file.compare_metadata(metadata, {"model": json.dumps(_model(text))}, "the model has")
     words, batch = file.told(metadata, "layers"), file.told(metadata, "batch")
     cache = _empty(kind, config, file, words, format, {**file.told(metadata, "cache"), **options})
-    devices = list(device) if isinstance(device, (list, tuple)) else [device] * len(words)
-    if len(devices) != len(words):
-        raise ValueError(f"device: want one, or one for each of {len(words)} layers, got {len(devices)}")
+    devices = _devices(device, len(words))
     if offload:
         cache.offload()
     attributes = [_attributes(file, metadata, i, word) for i, word in enumerate(words)]
     cache.set_attributes([{**word, **own} for word, own in zip(words, attributes, strict=True)])
-    real = torch.empty(len(batch["counts"]), batch["columns"], dtype=torch.uint8) if batch["padded"] else None
+    real = (
+        torch.empty(len(batch["counts"]), batch["columns"], dtype=torch.uint8, device="cpu")
+        if batch["padded"]
+        else None
+    )
     cache.book.restore(batch["columns"], batch["counts"], batch["intact"])
     found: Found = []
     for i, (layer, word) in enumerate(zip(cache.paged, words, strict=True)):
-        layer.store = _store(cache, i, word["sizes"], torch.device(device_of(devices[i]) or torch.get_default_device()))
+        layer.store = _store(cache, i, word["sizes"], devices[i])
         found += [(_of(i, name), x, None) for name, x in attributes[i].items() if isinstance(x, Tensor)]
         found += _pages(i, layer.store, cache.book.listed_pages(layer.kind.kept))
         layer.columns = batch["columns"]
     states = file.told(metadata, "states")
-    where = torch.device(device_of(devices[0]) or torch.get_default_device())
-    tensors = {name: file.entry(name).source.to(where) for layer in states for name in layer["tensors"]}
+    tensors = {name: file.entry(name).source.to(devices[0]) for layer in states for name in layer["tensors"]}
     found += [(name, x, None) for name, x in tensors.items()]
     found += [] if real is None else [("real", real, None)]
     _take(file, metadata, placed(found))
@@ -110,6 +111,14 @@ def load(
     if real is not None:
         cache.book.restore_padding(real.bool())
     return cache
+
+
+def _devices(device: torch.device | str | Sequence[torch.device | str] | None, layers: int) -> list[torch.device]:
+    """The device of each layer."""
+    each = [device] * layers if device is None or isinstance(device, (str, torch.device)) else list(device)
+    if len(each) != layers:
+        raise ValueError(f"device: want one, or one for each of {layers} layers, got {len(each)}")
+    return [device_of(x) or torch.get_default_device() for x in each]  # type: ignore[arg-type]
 
 
 def _stores(cache: TersekvCache) -> list[Store]:

@@ -59,6 +59,10 @@ class Store:
         """A store like this one, without rows."""
         raise NotImplementedError
 
+    def tensors(self) -> list[Tensor]:
+        """All that is written into, where it is marked for compiled models."""
+        raise NotImplementedError
+
     def largest(self) -> tuple[float, ...]:
         """Largest magnitudes in a 16-bit cache."""
         raise NotImplementedError
