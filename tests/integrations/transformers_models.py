@@ -81,13 +81,15 @@ _SPARSE = {
     **_LATENT, "q_lora_rank": 32, "n_group": 1, "topk_group": 1, "index_topk": 16, "index_n_heads": 16,
     "index_head_dim": 32,
 }  # fmt: skip
+_SHARED_LISTS = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
 SPARSE = {
-    "deepseek_v32": (transformers.DeepseekV32Config, _SPARSE),
-    "glm_moe_dsa": (
-        transformers.GlmMoeDsaConfig,
-        {**_SPARSE, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
-    ),
-    "axk2": (transformers.AXK2Config, _SPARSE),
+    family: (getattr(transformers, config), {**_SPARSE, **more})
+    for family, config, more in (
+        ("deepseek_v32", "DeepseekV32Config", {}),
+        ("glm_moe_dsa", "GlmMoeDsaConfig", _SHARED_LISTS),
+        ("axk2", "AXK2Config", {}),
+    )
+    if hasattr(transformers, config) and hasattr(transformers.cache_utils, "DynamicIndexedLayer")
 }
 OTHERS = {
     "minimax": (

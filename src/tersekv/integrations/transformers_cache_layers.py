@@ -171,10 +171,9 @@ class TersekvLayer(CacheLayerMixin):
         given, self.new = self.new, None
         query, key, value = _one_dtype(query, *given)
         first = self.first
-        if self.kind.sparse and rules.indices is None:
-            raise UnsupportedError(
-                f"indices: want the keys that {named(module)} chose, got none, which would be all; {INSTEAD}"
-            )
+        if self.kind.sparse != (rules.indices is not None):
+            want, got = ("keys that {} chose", "none") if self.kind.sparse else ("None from {}", "some")
+            raise UnsupportedError(f"indices: want {want.format(named(module))}, got {got}; {INSTEAD}")
         step, store, here = self._begun or self._opened(key, value, mask)
         self._begun, stores = None, [here]
         if first and self._cache.exact_prefill:

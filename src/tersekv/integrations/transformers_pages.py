@@ -151,9 +151,9 @@ class Book:
     def told(self) -> tuple[int, list[int], Tensor | None, list[list[int]]]:
         """What `restore` and `restore_padding` make a batch from: columns, tokens of each request, which columns are
         real [B, columns], and of each window the first token of each request that is still there."""
-        parts = [
-            torch.ones(len(self.counts), n, dtype=torch.bool) if real is None else real for n, real in self._history
-        ]
+        batch = len(self.counts)
+        every = ((n, torch.ones(batch, n, dtype=torch.bool, device="cpu")) for n, _ in self._history)
+        parts = [ones if real is None else real for (_, ones), (_, real) in zip(every, self._history, strict=True)]
         padded = any(real is not None for _, real in self._history)
         intact = [pages.intact for pages in self._requests.values()]
         return self.columns, self.counts, torch.cat(parts, 1) if padded else None, intact

@@ -160,8 +160,6 @@ class KVStore(Store):
 
     def attend(self, q: Tensor, piece: Piece, rules: Rules, module: torch.nn.Module) -> Tensor:
         """q [T, Hq, D] → [T, Hq, Dv]."""
-        if rules.indices is not None:
-            raise UnsupportedError(f"indices: want None where keys and values are cached, got some of {named(module)}")
         rows = piece.cu_seqlens_q
         many = piece.max_q_len >= MANY_ROWS
         if many and rows is None:
