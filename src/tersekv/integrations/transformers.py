@@ -115,7 +115,7 @@ def _attention(
             raise UnsupportedError(
                 f"{name}: want None with attn_implementation='tersekv', got a value from {named(module)}; {INSTEAD}"
             )
-    if attention_mask is UNPADDED:
+    if attention_mask is not None and attention_mask.shape[-1] == UNPADDED.shape[-1]:
         attention_mask = None
     elif attention_mask is not None and _is_row(attention_mask, layer):
         attention_mask = attention_mask[:, 0, 0]

@@ -148,8 +148,10 @@ class TersekvCache(Cache):
         return self._on_host(self._store(index, key, value, 1), index, num_pages)
 
     def _on_host(self, small: Store, index: int, num_pages: int) -> OffloadedStore:
-        pipe = self._pipes.setdefault(small.cache.device, Pipe(small.cache.device))
-        return OffloadedStore(small, num_pages, self.paged[index], pipe)
+        device = small.cache.device
+        if device not in self._pipes:
+            self._pipes[device] = Pipe(device)
+        return OffloadedStore(small, num_pages, self.paged[index], self._pipes[device])
 
     def _store(self, index: int, key: Tensor, value: Tensor, num_pages: int) -> Store:
         size = self.book.page_size
