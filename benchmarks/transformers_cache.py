@@ -1,6 +1,7 @@
 """`TersekvCache` against transformers' own caches: bytes, prefill and decode time of one random Llama-style model.
 
-    python benchmarks/transformers_cache.py [--tokens 2048,8192] [--batch 1] [--device cpu] [--compiled] [--json PATH]
+    python benchmarks/transformers_cache.py [--tokens 2048,8192] [--batch 1] [--device cpu] [--compiled | --offload]
+                                            [--json PATH]
 
 Every cache runs in a process of its own. `DynamicCache` is the default one, 16 bits, with SDPA; `QuantizedCache` is
 transformers' own with its backends fp8, quanto and hqq (the latter two need `optimum-quanto` and `hqq`; a cache that is
@@ -10,7 +11,8 @@ with `exact_prefill`). What is timed: the whole forward, of which attention is a
 that decoding takes on top of the cache and the weights.
 
 --compiled times caches of fixed room instead, transformers' own `StaticCache` with SDPA and `TersekvStaticCache`, with
-a decode step that runs eagerly and with a compiled one, which on a GPU is a CUDA graph.
+a decode step that runs eagerly and with a compiled one, which on a GPU is a CUDA graph. --offload times caches whose
+pages lie in the host's memory, transformers' own and `TersekvCache.offload()`, beside those on the device.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ CACHES = (
 STATIC = ("static", "static bf16", "static fp8_e4m3", "static int8_per_token_head", "static nvfp4")
 COMPILED = " compiled"
 GRAPHS = ("dynamic", *(name + how for name in STATIC for how in ("", COMPILED)))
+OFFLOADED = " offloaded"
+HOST = ("dynamic", *(name + OFFLOADED for name in ("dynamic", "tersekv bf16", "tersekv fp8_e4m3", "tersekv nvfp4")))
 STEPS, WARM = 24, 4
 SIZES = {
     "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
@@ -58,12 +62,13 @@ def model_of(device: str) -> Any:
 
 def cache_of(name: str, model: Any, tokens: int) -> Any:
     """A fresh cache; the model is set to the attention that goes with it."""
-    kind, _, what = name.partition(" ")
+    kind, _, what = name.removesuffix(OFFLOADED).partition(" ")
     if kind == "tersekv":
         from tersekv.integrations.transformers import TersekvCache
 
         model.set_attn_implementation("tersekv")
-        return TersekvCache(model.config, what, max_tokens=tokens, exact_prefill=True)
+        cache = TersekvCache(model.config, what, max_tokens=tokens, exact_prefill=True)
+        return cache.offload() if name.endswith(OFFLOADED) else cache
     if kind == "static" and what:
         from tersekv.integrations.transformers import TersekvStaticCache
 
@@ -72,7 +77,7 @@ def cache_of(name: str, model: Any, tokens: int) -> Any:
     if kind == "static":
         return transformers.StaticCache(config=model.config, max_cache_len=tokens)
     if kind == "dynamic":
-        return transformers.DynamicCache(config=model.config)
+        return transformers.DynamicCache(config=model.config, offloading=name.endswith(OFFLOADED))
     options = {} if kind == "fp8" else {"nbits": int(what[3:])}
     if kind == "hqq":
         options |= {"axis_key": 1, "axis_value": 1}
@@ -192,8 +197,10 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compiled", action="store_true", help="caches of fixed room, eager and compiled")
+    parser.add_argument("--offload", action="store_true", help="caches in the host's memory")
     parser.add_argument("--json")
-    parser.add_argument("--one", choices=(*CACHES, *GRAPHS), help="run this cache alone and print one line of JSON")
+    names = (*CACHES, *GRAPHS, *HOST)
+    parser.add_argument("--one", choices=names, help="run this cache alone and print one line of JSON")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.one:
@@ -203,7 +210,7 @@ def main() -> int:
     for tokens in map(int, args.tokens.split(",")):
         print(f"\n{args.batch} x {tokens} tokens")
         base = None
-        for name in GRAPHS if args.compiled else CACHES:
+        for name in GRAPHS if args.compiled else HOST if args.offload else CACHES:
             row = one(name, tokens, args)
             if "why" not in row:
                 logits = torch.tensor(row.pop("logits"))

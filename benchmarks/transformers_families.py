@@ -255,8 +255,8 @@ def compiled(model: Any, want: tuple[Tensor, Tensor]) -> str:
     torch._dynamo.reset()
     config = CompileConfig(fullgraph=True, backend="eager", mode=None)
     config._compile_all_devices = True  # without it, generate compiles on GPUs alone
-    cache = TersekvStaticCache(model.config, FORMATS[-1], page_size=PAGE, max_tokens=PROMPT + NEW)
     try:
+        cache = TersekvStaticCache(model.config, FORMATS[-1], page_size=PAGE, max_tokens=PROMPT + NEW)
         with torch._dynamo.config.patch(error_on_recompile=True):
             got = generated(model, cache, ATTENTION, compile_config=config)
     except SilentError:

@@ -42,6 +42,7 @@ REASONS = (
 NO_GRAPH = (
     (r"data-dependent expression.*expert", "its code asks the host which experts have tokens"),
     (r"^Unsupported: .*Dynamo", "torch's compiler does not take its code"),
+    (r"TersekvStaticCache, got indexers", "keys of its indexer need a `TersekvCache`"),
     (r"^RecompileError: ", "a state that it keeps in its modules is compiled twice"),
 )
 

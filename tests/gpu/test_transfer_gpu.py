@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tersekv
-from tersekv import KV_FORMATS, PagedKVCache, records
+from tersekv import KV_FORMATS, PagedKVCache, record_file
 from tersekv.testing.memory import as_bytes
 
 H, D, LAYERS = 4, 128, 3
@@ -110,7 +110,7 @@ def test_no_call_waits_for_the_device():
 @pytest.mark.parametrize("format", KV_FORMATS)
 def test_records_are_those_of_the_cpu(format, chunk, monkeypatch, tmp_path):
     """Written in the order of the stream: what an append before them left, and what is read after them."""
-    monkeypatch.setattr(records, "_CHUNK", chunk)
+    monkeypatch.setattr(record_file, "_CHUNK", chunk)
     a, b = filled(kv(format)), kv(format, layout="HND", scales="tail")
     record = tersekv.export_pages(a, SRC, num_tokens=90)
     assert record.is_pinned()

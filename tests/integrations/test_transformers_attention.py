@@ -10,7 +10,8 @@ from transformers_models import FAMILIES, LATENT, VOCABULARY, WINDOW, SamePrecis
 from tersekv import KV_FORMATS, LATENT_FORMATS, OutOfPagesError, UnsupportedError
 from tersekv.integrations.transformers import TersekvCache
 from tersekv.integrations.transformers_layers import CACHE_ARGUMENT
-from tersekv.integrations.transformers_pages import Book, Capacity
+from tersekv.integrations.transformers_pages import Book
+from tersekv.integrations.transformers_requests import Capacity
 
 # fp32 models: what is left is the order of sums, and a rounding here and there that falls on the other side.
 CLOSE = 2e-3

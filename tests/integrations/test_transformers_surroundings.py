@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 from transformers_models import over, tiny
 
 from tersekv.integrations.transformers import TersekvCache
-from tersekv.integrations.transformers_pages import Book, Capacity
+from tersekv.integrations.transformers_pages import Book
+from tersekv.integrations.transformers_requests import Capacity
 
 
 def step(model, **options):

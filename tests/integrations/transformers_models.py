@@ -75,6 +75,22 @@ HYBRIDS = {
     "gemma3n": (transformers.Gemma3nTextConfig, _SHARED),
     "gemma4": (transformers.Gemma4TextConfig, {**_SHARED, "global_head_dim": 16}),
 }  # fmt: skip
+# Models whose indexers choose the keys that a row reads; of GLM-5's, some layers read what an earlier one chose. Enough
+# heads that no two scores are equal, as they are where none is positive.
+_SPARSE = {
+    **_LATENT, "q_lora_rank": 32, "n_group": 1, "topk_group": 1, "index_topk": 16, "index_n_heads": 16,
+    "index_head_dim": 32,
+}  # fmt: skip
+_SHARED_LISTS = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
+SPARSE = {
+    family: (getattr(transformers, config), {**_SPARSE, **more})
+    for family, config, more in (
+        ("deepseek_v32", "DeepseekV32Config", {}),
+        ("glm_moe_dsa", "GlmMoeDsaConfig", _SHARED_LISTS),
+        ("axk2", "AXK2Config", {}),
+    )
+    if hasattr(transformers, config) and hasattr(transformers.cache_utils, "DynamicIndexedLayer")
+}
 OTHERS = {
     "minimax": (
         transformers.MiniMaxConfig,
@@ -86,7 +102,7 @@ OTHERS = {
 
 def tiny(family, attention=ATTENTION, dtype=torch.float32, seed=0, **more):
     """A model with weights whose logits differ, in eval mode."""
-    make, options = (FAMILIES | HYBRIDS | OTHERS)[family]
+    make, options = (FAMILIES | HYBRIDS | SPARSE | OTHERS)[family]
     torch.manual_seed(seed)
     config = make(**{**_BASE, **options, **more})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

@@ -30,7 +30,7 @@ BASE = {"scalars", "formats", "errors", "env"}
 DISPATCH = {"dispatch", "dispatch.checks", "dispatch.type_checks", "dispatch.plan", "dispatch.launch_cache"}
 LAYERS = {"attributes", "layers", "index_layers"}
 CORE = BASE | DISPATCH | LAYERS | {"calls", "cache", "index_cache", "recipe", "saved", "tracing"}
-VERBS = CORE | {"ops", "pages", "records", "prefix", "page_mover", "tiers"}
+VERBS = CORE | {"ops", "pages", "records", "record_file", "prefix", "page_mover", "tiers"}
 MAY_IMPORT = {
     "scalars": set(),
     "formats": {"scalars"},
@@ -44,7 +44,8 @@ MAY_IMPORT = {
     "saved": {"attributes", "scalars", "formats", "layers", "shapes"},
     "cache": LAYERS | {"scalars", "formats", "recipe", "saved"},
     "pages": LAYERS | {"scalars", "errors", "cache", "tracing"},
-    "records": {"scalars", "cache", "saved"},
+    "record_file": set(),
+    "records": {"scalars", "cache", "saved", "record_file"},
     "prefix": {"scalars"},
     "page_mover": {"cache", "ops"},
     "tiers": {"scalars", "errors", "cache", "pages", "prefix", "page_mover"},

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import tersekv
-from tersekv import KV_FORMATS, LATENT_FORMATS, PagedKVCache, PagedLatentCache, records
+from tersekv import KV_FORMATS, LATENT_FORMATS, PagedKVCache, PagedLatentCache, record_file, records
 from tersekv.testing.memory import as_bytes, storage_bytes
 
 LAYOUTS = ({}, {"layout": "HND", "scales": "tail"}, {"scales": "inline"})
@@ -77,7 +77,7 @@ def test_pages_of_latents_come_back(format):
 def test_chunks_of_any_size_give_the_same_record(chunk, monkeypatch):
     a, b = filled(kv("nvfp4", rotation="hadamard")), kv("nvfp4", rotation="hadamard")
     want = tersekv.export_pages(a, [5, 0, 2])
-    monkeypatch.setattr(records, "_CHUNK", chunk)
+    monkeypatch.setattr(record_file, "_CHUNK", chunk)
     assert torch.equal(tersekv.export_pages(a, [5, 0, 2]), want)
     tersekv.import_pages(b, [0, 1, 2], want)
     assert_pages_equal(a, [5, 0, 2], b, [0, 1, 2])
@@ -245,8 +245,8 @@ def test_an_export_that_fails_leaves_no_file(tmp_path):
 def test_what_runs_on_the_device_reads_nothing_on_the_host():
     """Sums are read once, at the end."""
     a = filled(kv("nvfp4"))
-    entries, _ = records._entries(a, 2)
+    entries, _ = records._entries(a, [3, 1])
     for entry in entries:
-        data = records._bytes(records._indexed(entry.source)[torch.tensor([3, 1])])
+        data = record_file._bytes(record_file._indexed(entry.source)[torch.tensor([3, 1])])
         with NoHostReads():
-            records._Checksum(entry, a.device, {}).add(data, 0, 2)
+            record_file._Checksum(entry, a.device, {}).add(data, 0, 2)

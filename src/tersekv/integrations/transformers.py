@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from ..errors import OutOfPagesError, UnsupportedError
 from .transformers_cache import TersekvCache
 from .transformers_cache_layers import ATTENTION, EAGER, TersekvLayer, handover
-from .transformers_layers import CACHE_ARGUMENT, INSTEAD
+from .transformers_indexer import UNPADDED
+from .transformers_layers import CACHE_ARGUMENT, INDEXED, INSTEAD
 from .transformers_static import TersekvStaticCache
 from .transformers_store import Rules, named
 
@@ -75,6 +77,7 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -82,6 +85,7 @@ def _attention(
 
     scaling:                         softmax scale; None: 1 / sqrt(D)
     sliding_window, softcap, s_aux:  of the layer; s_aux are gpt-oss's sinks [Hq]
+    indices:                         [B, T, n] positions of the keys that each row reads, as `TersekvLayer.choose` says
     """
     taken = handover.take()
     layer = taken or handover.lender(key)
@@ -111,7 +115,9 @@ def _attention(
             raise UnsupportedError(
                 f"{name}: want None with attn_implementation='tersekv', got a value from {named(module)}; {INSTEAD}"
             )
-    if attention_mask is not None and _is_row(attention_mask, layer):
+    if attention_mask is not None and attention_mask.shape[-1] == UNPADDED.shape[-1]:
+        attention_mask = None
+    elif attention_mask is not None and _is_row(attention_mask, layer):
         attention_mask = attention_mask[:, 0, 0]
     elif attention_mask is not None and attention_mask.dim() != 2 and not _marks(attention_mask, query, layer):
         got = "another kind" if attention_mask is _OTHER else f"{list(attention_mask.shape)}"
@@ -121,7 +127,8 @@ def _attention(
             f"other, packed sequences); {INSTEAD}"
         )
     sinks = None if s_aux is None else s_aux.detach().to(torch.float32)
-    rules = Rules(scaling, sliding_window, float(softcap or 0.0), sinks)
+    chosen = None if indices is None else indices.flatten(0, 1)
+    rules = Rules(scaling, sliding_window, float(softcap or 0.0), sinks, chosen)
     if taken is None:
         return layer.attend_again(query, value.shape[-1], rules, module), None
     return layer.attend(query, value.shape[-1], attention_mask, rules, module), None
@@ -142,26 +149,29 @@ def _marks(mask: Tensor, query: Tensor, layer: TersekvLayer) -> bool:
 def padding(
     *, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False, use_vmap: bool = False, q_length: int = 0, kv_length: int = 0,
-    q_offset: int | Tensor = 0, config: Any = None, **kwargs: Any,
+    q_offset: int | Tensor = 0, config: Any = None, mask_function: Any = None, **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
     """The mask function of `attn_implementation="tersekv"`: where there is padding, and nothing else.
 
     The kernels know causality, windows and chunks themselves. Returns attention_mask [B, past + T] as it is, or
-    [B, 1, 1, past + T] where layers share keys and values; for a static cache, whose offset is a tensor, that of the
-    new tokens [B, 1, T, 1], which keeps its shape from token to token; for any other mask (blocks of an image that
-    see each other, packed sequences, a prefix) one that `attention` refuses, since models make masks for encoders, too,
-    that then nobody attends to.
+    [B, 1, 1, past + T] where layers share keys and values, or choose keys by an indexer; for a static cache, whose
+    offset is a tensor, that of the new tokens [B, 1, T, 1], which keeps its shape from token to token; for any other
+    mask (blocks of an image that see each other, packed sequences, a prefix) one that `attention` refuses, since models
+    make masks for encoders, too, that then nobody attends to.
     """
     static = isinstance(q_offset, Tensor)
     # For one new token and a static cache transformers wants a mask in any case.
-    allowed = allow_is_causal_skip or (static and q_length == 1 and not use_vmap)
+    sparse = INDEXED in (getattr(config, "layer_types", None) or ())  # whose models want a mask in any case, too
+    causal = sparse and mask_function is causal_mask_function
+    allowed = allow_is_causal_skip or causal or (static and q_length == 1 and not use_vmap)
     if not allowed or allow_is_bidirectional_skip:
         return _OTHER
     if attention_mask is None:
-        return None
+        return UNPADDED if sparse else None
     if not static:
         # Layers that read the keys of others may attend with the last queries alone, and cut the mask for them.
-        return attention_mask[:, None, None] if getattr(config, "num_kv_shared_layers", None) else attention_mask
+        cut = sparse or getattr(config, "num_kv_shared_layers", None)
+        return attention_mask[:, None, None] if cut else attention_mask
     if attention_mask.shape[1] > kv_length:
         raise OutOfPagesError(
             f"max_tokens: want at least {attention_mask.shape[1]} in TersekvStaticCache, prompt and new tokens with "

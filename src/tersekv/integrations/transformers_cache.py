@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..formats import ALL_FORMATS, KV_FORMATS
+from ..formats import ALL_FORMATS, INDEX_FORMATS, KV_FORMATS
 from ..layers import Formats, kv_pair
 from ..scalars import as_int, as_positive_int
+from . import transformers_saved
 from .transformers_cache_layers import TersekvLayer, TersekvMixedLayer
 from .transformers_formats import chosen, scale_of_layers
+from .transformers_indexer import IndexedStore
 from .transformers_layers import LayerKind, layer_kinds
-from .transformers_pages import Book, Capacity
+from .transformers_offload import OffloadedStore, Pipe
+from .transformers_pages import Book
+from .transformers_requests import Capacity
 from .transformers_states import States
-from .transformers_store import KVStore, LatentStore, Store, copy
+from .transformers_store import KVStore, LatentStore, Store
 
 HALF = ("bf16", "fp16")
 
@@ -43,6 +47,8 @@ class TersekvCache(Cache):
                      a layer with a sliding window keeps (window + chunk tokens)
         exact_prefill:  True: the first forward of a batch attends to its keys and values in 16 bits, in a second cache
                      that is gone after each layer; False: to what is stored, as every later forward does
+        index_format:  of the keys of an indexer, where a model has one: bf16 | fp16 | fp8_e4m3 | index_fp8. None: bf16,
+                     or fp16 with latents in fp16
         k_scale, v_scale, kv_scale:  dequantising scales of fp8_e4m3, fp8_e5m2 and nvfp4 (kv_scale: of latents): a
                      number, or one for each layer
 
@@ -70,6 +76,7 @@ class TersekvCache(Cache):
         num_pages: int | None = None,
         chunk: int = 256,
         exact_prefill: bool = False,
+        index_format: str | None = None,
         k_scale: float | Sequence[float] = 1.0,
         v_scale: float | Sequence[float] = 1.0,
         kv_scale: float | Sequence[float] = 1.0,
@@ -82,6 +89,7 @@ class TersekvCache(Cache):
         if not hasattr(config, "get_text_config"):
             raise TypeError(f"config: want a transformers config such as model.config, got {type(config).__name__}")
         config = config.get_text_config(decoder=True)
+        self.config = config
         places = layer_kinds(config)
         kinds = [kind for kind in places if kind.attends]
         _check_page_size(page_size, kinds)
@@ -97,6 +105,7 @@ class TersekvCache(Cache):
                     f"format: want one of {known} for {config.model_type}, which caches K and V, got {name!r}"
                 )
         self.formats = each
+        self._index = _index_sizes(config, kinds, index_format)
         for name in ("k_channel_scale", "v_channel_scale"):
             scale = self._attributes[name]
             if isinstance(scale, Tensor) and scale.dim() == 3 and len(scale) != len(kinds):
@@ -108,6 +117,8 @@ class TersekvCache(Cache):
         self.paged = [self.layer_classes[kind.state is not None](self, i, kind) for i, kind in enumerate(kinds)]
         paged = iter(self.paged)
         layers = [next(paged) if kind.attends else kind.state for kind in places]
+        self._pipes: dict[torch.device, Pipe] = {}
+        self.offloaded = False
         self.states = States(layers, in_place=self.layer_classes[0].is_compileable)
         Cache.__init__(self, layers=layers)
         if config.model_type == "minimax":
@@ -132,6 +143,17 @@ class TersekvCache(Cache):
 
     def make_store(self, index: int, key: Tensor, value: Tensor, num_pages: int) -> Store:
         """The store of a layer, made from its first keys and values."""
+        if not self.offloaded:
+            return self._store(index, key, value, num_pages)
+        return self._on_host(self._store(index, key, value, 1), index, num_pages)
+
+    def _on_host(self, small: Store, index: int, num_pages: int) -> OffloadedStore:
+        device = small.cache.device
+        if device not in self._pipes:
+            self._pipes[device] = Pipe(device)
+        return OffloadedStore(small, num_pages, self.paged[index], self._pipes[device])
+
+    def _store(self, index: int, key: Tensor, value: Tensor, num_pages: int) -> Store:
         size = self.book.page_size
         k_scale, v_scale, kv_scale = (self._scales[n][index] for n in ("k_scale", "v_scale", "kv_scale"))
         latents = self.holds_latents(key, value)
@@ -146,7 +168,11 @@ class TersekvCache(Cache):
             if own or self._saved or not isinstance(format, str):
                 got = ", ".join(own) or ("saved" if self._saved else f"format={format!r}")
                 raise ValueError(f"format: want one and no attributes for a model that caches latents, got {got}")
-            return LatentStore(key, value, format, num_pages, size, kv_scale)
+            if self.paged[index].kind.indexer is None:
+                return LatentStore(key, value, format, num_pages, size, kv_scale)
+            index_format = self._index["index_format"] or ("fp16" if format == "fp16" else "bf16")
+            more = {**self._index, "index_format": index_format}
+            return IndexedStore(key, value, format, num_pages, size, kv_scale, **more)
         if self._saved is not None:
             return KVStore(key, value, format, num_pages, size, 1.0, 1.0, saved=self._saved[index])
         return KVStore(key, value, format, num_pages, size, k_scale, v_scale, own)
@@ -165,6 +191,73 @@ class TersekvCache(Cache):
                 pages = self.book.num_pages(layer.kind.kept)
                 if pages > layer.store.cache.num_pages:
                     layer.store.grow(pages)
+
+    def offload(self) -> TersekvCache:  # type: ignore[override]
+        """Keep all pages in the host's memory from now on, and bring each layer's when it runs. Returns the cache.
+
+            >>> cache = TersekvCache(model.config, format="int4_per_token_head").offload()
+
+        A device holds the pages of two layers: of the one that runs, and of the next one, which come on a stream of
+        their own, in the cache's format. Pages that a forward wrote go back. The host's memory is pinned, and waited
+        for only where the cache grows. On a CPU these are copies. States beside the pages stay where they are.
+        """
+        if not self.offloaded:
+            self.offloaded = True
+            for layer in self.paged:
+                if layer.store is not None:
+                    store = self._on_host(layer.store.with_pages(1), layer.index, layer.store.cache.num_pages)
+                    store.fill(layer.store)
+                    layer.store = store
+        return self
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write all tokens, and the states beside them, to a file from which `load` makes a cache that goes on.
+
+            >>> cache.save("prompt.safetensors")
+
+        It waits for the device. Pages that beams share are written for each. Raises ValueError for an empty cache,
+        RuntimeError for one that asks for `reset`, UnsupportedError for a model that keeps a state in its modules;
+        OSError: no place to write.
+        """
+        transformers_saved.save(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike,
+        config: Any,
+        *,
+        format: Formats | None = None,
+        device: torch.device | str | Sequence[torch.device | str] | None = None,
+        max_tokens: int | None = None,
+        num_pages: int | None = None,
+        offload: bool = False,
+    ) -> TersekvCache:
+        """The cache that `save` wrote, with its formats, scales, attributes, page size and chunk.
+
+            >>> cache = TersekvCache.load("prompt.safetensors", model.config, device="cuda")
+
+            config:   of the model that goes on: every entry that belongs to the family has to be as it was; weights are
+                      not looked at
+            format:   what the file has to be in; None: whatever it is in
+            device:   of the pages and states, or one for each layer that attends; None: torch's default
+            max_tokens, num_pages:  as `TersekvCache` takes them
+            offload:  whether the pages come to the host, as after `offload()`
+
+        Raises ValueError for a torn or foreign file, for one of another model and of another format, and for bytes that
+        are not those of its checksums, with the names of the file and of the entry.
+        """
+        if not hasattr(config, "get_text_config"):
+            raise TypeError(f"config: want a transformers config such as model.config, got {type(config).__name__}")
+        room = {"max_tokens": max_tokens, "num_pages": num_pages}
+        return transformers_saved.load(cls, path, config, format, device, offload, room)
+
+    def set_attributes(self, layers: Sequence[dict[str, Any]]) -> None:
+        """Scales of the tensor, signs and channel scales of each layer, as a file of `save` has them."""
+        if "kv_scale" in layers[0]:
+            self._scales["kv_scale"] = [layer["kv_scale"] for layer in layers]
+        else:
+            self._saved = transformers_saved.attributes_of(layers)
 
     def reset(self) -> None:
         """Forget all tokens, and the size of the batch. The pages stay allocated."""
@@ -227,7 +320,7 @@ class TersekvCache(Cache):
             try:
                 for layer in self.paged:
                     if layer.store is not None:
-                        copy(layer.store, copies[layer.kind.kept])
+                        layer.store.copy(copies[layer.kind.kept])
             except BaseException:
                 self.book.lost = before.overwritten(copies)
                 raise
@@ -241,12 +334,12 @@ class TersekvCache(Cache):
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers that have been written; a window keeps it for some time only."""
-        return sum(layer.store.cache.bytes_per_token for layer in self.paged if layer.store is not None)
+        return sum(c.bytes_per_token for layer in self.paged if layer.store is not None for c in layer.store.caches)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages that are allocated."""
-        return sum(layer.store.cache.nbytes for layer in self.paged if layer.store is not None)
+        return sum(c.nbytes for layer in self.paged if layer.store is not None for c in layer.store.caches)
 
     def fitted_scales(self, format: Formats) -> dict[str, list[float]]:
         """Of a 16-bit cache: the scales of each layer that let the largest values that it holds just fit `format`.
@@ -286,6 +379,17 @@ class TersekvCache(Cache):
         if len(stores) < len(self.paged):
             raise ValueError(f"{what}: want a cache that a forward has written, got an empty one")
         return stores
+
+
+def _index_sizes(config: Any, kinds: Sequence[LayerKind], format: str | None) -> dict[str, Any]:
+    """Of the keys of indexers. Raises ValueError for a format where there are none, or that keeps none."""
+    if not any(kind.indexer for kind in kinds):
+        if format is not None:
+            raise ValueError(f"index_format: want None for {config.model_type}, which has no indexer, got {format!r}")
+        return {}
+    if format is not None and format not in INDEX_FORMATS:
+        raise ValueError(f"index_format: want one of {', '.join(INDEX_FORMATS)}, got {format!r}")
+    return {"index_head_dim": config.index_head_dim, "index_format": format}
 
 
 def _check_page_size(page_size: int, kinds: Sequence[LayerKind]) -> None:

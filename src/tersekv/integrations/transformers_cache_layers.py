@@ -10,9 +10,11 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..errors import UnsupportedError
-from .transformers_layers import INSTEAD, LayerKind
+from .transformers_indexer import IndexedStore, serve
+from .transformers_layers import INDEXERS, INSTEAD, LayerKind
 from .transformers_pages import Piece, Step
-from .transformers_store import Rules, Store, check_expanded, copy, named
+from .transformers_requests import Run
+from .transformers_store import Rules, Store, check_expanded, named
 
 if TYPE_CHECKING:
     from .transformers_cache import TersekvCache
@@ -86,6 +88,8 @@ class TersekvLayer(CacheLayerMixin):
         self.new: tuple[Tensor, Tensor] | None = None
         self.lent: Lent | None = None
         self._versions: tuple[int, ...] = ()  # of `new`, as `update` got them
+        # Of a forward in which the indexer came first: what it does, the store, and where that is written and read.
+        self._begun: tuple[Step, Store, Store] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: pages are allocated when the first tokens are written."""
@@ -117,6 +121,8 @@ class TersekvLayer(CacheLayerMixin):
                 f"model.set_attn_implementation({ATTENTION!r}), and reset() the cache (a model whose attention does "
                 "not go through transformers' AttentionInterface cannot run with it)"
             )
+        if self.kind.indexer is not None:
+            serve(self.kind.indexer)
         self.new, self.lent, self.waiting = (key_states, value_states), None, True
         handover.layer, handover.compileable = self, self.is_compileable
         self._versions = tuple(map(_version, self.new))
@@ -165,16 +171,58 @@ class TersekvLayer(CacheLayerMixin):
         given, self.new = self.new, None
         query, key, value = _one_dtype(query, *given)
         first = self.first
-        step, store = self._begin(key, value, mask)
-        stores = [store]
+        if self.kind.sparse != (rules.indices is not None):
+            want, got = ("keys that {} chose", "none") if self.kind.sparse else ("None from {}", "some")
+            raise UnsupportedError(f"indices: want {want.format(named(module))}, got {got}; {INSTEAD}")
+        step, store, here = self._begun or self._opened(key, value, mask)
+        self._begun, stores = None, [here]
         if first and self._cache.exact_prefill:
             stores.append(self._cache.exact_store(key, value, step.num_pages))
         out = self._by_pieces(step.pieces, stores, stores[-1], (query, key, value), width, rules, module)
+        self._close(store)
         self._count(key.shape[2])
         if self.kind.readers:
             self.lent = Lent(given, step, first, self.kind.readers)
             handover.lenders[self.index] = self
         return out
+
+    def choose(self, q: Tensor, k: Tensor, weights: Tensor, mask: Tensor | None, most: int) -> Tensor:
+        """Write the new keys of this layer's indexer, and choose what each row reads. Attention comes next.
+
+            q:        [B, T, Hi, Di]; k: [B, T, Di]; weights: [B, T, Hi]
+            mask:     [B, past + T] bool, False for padding, or None
+            most:     keys of a row
+
+        Returns positions [B, T, at most `most`] int32 in each request, −1 behind them and in rows of padding.
+        """
+        assert self.new is not None
+        try:
+            if mask is not None and mask.shape[1] != self.columns + k.shape[1]:
+                raise UnsupportedError(
+                    f"attention_mask: want [B, {self.columns + k.shape[1]}] with 0 for padding, got {list(mask.shape)}"
+                )
+            step, _, here = self._begun = self._opened(*self.new, mask)
+            assert isinstance(here, IndexedStore)
+            q, weights = here.queries(q.detach().flatten(0, 1), weights.flatten(0, 1))
+            keys = k.detach().flatten(0, 1)
+            width = max((p.page_table.shape[1] * self._cache.book.page_size for p in step.pieces), default=0)
+            chosen = torch.full((len(q), min(most, width)), -1, dtype=torch.int32, device=q.device)
+            for piece in step.pieces:
+                rows = slice(None) if piece.rows is None else piece.rows
+                here.append_index(keys[rows], piece.slots)
+                chosen[rows] = here.select(q[rows], weights[rows], piece, chosen.shape[1])
+        except BaseException:
+            handover.take()
+            self.take_back()
+            raise
+        return chosen.unflatten(0, k.shape[:2])
+
+    def update_indexer(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Refused: see `choose`."""
+        raise UnsupportedError(
+            f"update_indexer: want one of the indexers {', '.join(INDEXERS)} that a TersekvCache knows, got another; "
+            f"{INSTEAD}"
+        )
 
     def attend_again(self, query: Tensor, width: int, rules: Rules, module: torch.nn.Module) -> Tensor:
         """The same for a layer that reads what this one wrote in this forward: query [B, Hq, at most T, D]."""
@@ -186,12 +234,13 @@ class TersekvLayer(CacheLayerMixin):
         late = key.shape[2] - query.shape[2]
         if late:
             query = torch.nn.functional.pad(query, (0, 0, late, 0))
-        stores, seen = [], self.store
+        stores, seen = [], self.store.open()
         if first and self._cache.exact_prefill:
             seen = self._cache.exact_store(key, value, step.num_pages)
             stores.append(seen)
         pieces = [p for p in step.pieces if stores or p.end > late]
         out = self._by_pieces(pieces, stores, seen, (query, key, value), width, rules, module)[:, late:]
+        self.store.close()
         self.lent = self.lent._replace(readers=readers - 1)
         if readers == 1:
             self.forget_lent()
@@ -209,7 +258,8 @@ class TersekvLayer(CacheLayerMixin):
             here = (q, k, v) if piece.rows is None else tuple(x.index_select(0, piece.rows) for x in (q, k, v))
             for store in stores:
                 store.append(here[1], here[2], piece.slots)
-            out = seen.attend(here[0], piece, rules, module)
+            chosen = rules.indices if rules.indices is None or piece.rows is None else rules.indices[piece.rows]
+            out = seen.attend(here[0], piece, rules._replace(indices=chosen), module)
             outs.append(out if piece.real is None else out.where(piece.real[:, None, None], 0.0))
         return _placed(outs, pieces, tensors[0], width).unflatten(0, (batch, length))
 
@@ -224,11 +274,13 @@ class TersekvLayer(CacheLayerMixin):
         """Undo the forward under way, in which this layer failed, or one that reads what it wrote."""
         if self.lent is not None:
             self.columns -= self.lent.given[0].shape[2]
-        self.new = None
+        self.new = self._begun = None
         self.forget_lent()
         columns = self._cache.book.take_back(self.columns)
         for layer in self._cache.paged:
             layer.columns = min(layer.columns, columns)
+            if layer.store is not None:
+                layer.store.take_back()
         self._cache.lose_states(not columns)
 
     @property
@@ -246,8 +298,21 @@ class TersekvLayer(CacheLayerMixin):
             self._cache.make_room()
         if self.store is None:
             self.store = self._cache.make_store(self.index, key, value, step.num_pages)
-        copy(self.store, step.copies)
         return step, self.store
+
+    def _opened(self, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Step, Store, Store]:
+        """What this layer does with new tokens, its store, and where that is written and read."""
+        step, store = self._begin(key, value, mask)
+        return step, store, store.open(step.copies)
+
+    def _close(self, store: Store) -> None:
+        """The tokens of this forward are written."""
+        if self._cache.offloaded:
+            store.close(self._cache.book.written_pages(self.kind.kept))
+
+    def held_pages(self) -> list[Run]:
+        """Pages of this layer that requests have."""
+        return self._cache.book.held_pages(self.kind.kept)
 
     def _count(self, length: int) -> None:
         """So many new tokens of every row, padding included, were written."""
@@ -267,8 +332,10 @@ class TersekvLayer(CacheLayerMixin):
 
     def forget(self) -> None:
         """Start again; pages stay allocated."""
-        self.columns, self.new, self.waiting = 0, None, False
+        self.columns, self.new, self._begun, self.waiting = 0, None, None, False
         self.forget_lent()
+        if self.store is not None:
+            self.store.forget()
 
     def forget_lent(self) -> None:
         """No other layer of this forward reads what this one wrote."""
@@ -285,8 +352,8 @@ class TersekvLayer(CacheLayerMixin):
         raise UnsupportedError("reorder_cache: call it on the TersekvCache; its layers share their pages")
 
     def offload(self) -> None:
-        """Refused."""
-        raise UnsupportedError("offload: a TersekvCache stays on its device")
+        """Refused: two buffers serve all layers."""
+        raise UnsupportedError("offload: call it on the TersekvCache; its layers share two buffers")
 
 
 class WithState:

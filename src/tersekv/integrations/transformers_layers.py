@@ -25,6 +25,14 @@ CACHE_ARGUMENT = (
 )
 INSTEAD = "run it with attn_implementation='sdpa' or 'eager' and one of transformers' own caches"
 
+# Of each family the class of its indexer, and what rotates the first columns of its queries and keys.
+INDEXERS = {
+    "axk2": ("AXK2Indexer", "apply_rotary_pos_emb"),
+    "deepseek_v32": ("DeepseekV32Indexer", "apply_rotary_pos_emb"),
+    "glm_moe_dsa": ("GlmMoeDsaIndexer", "apply_rotary_pos_emb_interleave"),
+}
+INDEXED = "indexed_attention"  # what configs call such a layer
+
 _MIXED = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 # 5.24's name for layers without a cache: those of experts alone, and those that attend to the keys of others.
 _EMPTY = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
@@ -37,6 +45,8 @@ class LayerKind(NamedTuple):
     window:           tokens that a query sees, its own included; None: all
     attention_chunk:  tokens of a chunk, within which a query sees those before it; None: no chunks
     readers:          how many later layers attend to its keys and values, and have none of their own
+    sparse:           whether a query sees no more than the keys that an indexer chose, of this layer or of one before
+    indexer:          the family of the layer's own indexer; None: it has none
     state:            transformers' own layer for all else that it has: the state of a linear attention, a convolution
     """
 
@@ -45,6 +55,8 @@ class LayerKind(NamedTuple):
     attention_chunk: int | None = None
     readers: int = 0
     state: Any = None
+    sparse: bool = False
+    indexer: str | None = None
 
     @property
     def kept(self) -> int | None:
@@ -85,6 +97,10 @@ def _kind(config: Any, layer: Any, name: str, index: int, readers: int) -> Layer
     found = type(layer)
     if found is LinearAttentionLayer or found in _EMPTY:
         return LayerKind(False, state=layer)
+    if name == INDEXED and config.model_type in INDEXERS:
+        types = getattr(config, "indexer_types", None)  # "shared": what an earlier layer chose
+        own = types is None or types[index] == "full"
+        return LayerKind(True, sparse=True, indexer=config.model_type if own else None)
     if found not in (DynamicLayer, DynamicSlidingWindowLayer, *_MIXED):
         raise UnsupportedError(
             f"config: want attention with full, sliding-window or chunked masks, or a state, in every layer of "

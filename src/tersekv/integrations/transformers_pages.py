@@ -8,23 +8,21 @@ what the kernels need is made once per forward and shared by the layers that see
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import OutOfPagesError
-from ..pages import PageCopy, PagePool
+from ..pages import PageCopy
 from .transformers_layers import CACHE_ARGUMENT
+from .transformers_requests import TABLE_STEP, Capacity, RequestPages, Run
 
 LOST = (
     f"{CACHE_ARGUMENT}: want the whole past, got one of which a part, tokens that a window sees or the state of a "
     "layer, a failed call has overwritten; call reset() and start again"
 )
-_TABLE_STEP = 8  # page tables grow in steps of this many columns, so that few shapes are ever planned for
 
 
 class Piece(NamedTuple):
@@ -68,151 +66,6 @@ class Step(NamedTuple):
         return self._replace(pieces=pieces)
 
 
-class Capacity(NamedTuple):
-    """How many pages a layer has.
-
-    page_size:   tokens of a page
-    chunk:       most new tokens of a request that are written and attend together
-    max_tokens:  tokens of a request that there is room for from the start; None: those of the first forward
-    num_pages:   a limit; None: grow as tokens come
-    """
-
-    page_size: int
-    chunk: int
-    max_tokens: int | None
-    num_pages: int | None
-
-
-def ring_pages(window: int, chunk: int, page_size: int) -> int:
-    """Pages in which a request with a sliding window always finds what `chunk` new tokens see."""
-    return -(-(window - 1 + chunk) // page_size) + 1
-
-
-class RequestPages:
-    """The pages of B requests, for all layers of one window.
-
-    Without a window a request holds a page for every `page_size` tokens. With one, it holds at most `ring` pages, and
-    token t lies in number t // page_size % ring of them: what it overwrites is before every window still to come.
-    """
-
-    def __init__(self, window: int | None, capacity: Capacity, counts: Sequence[int], first: int) -> None:
-        """counts: tokens of each request, all 0; first: tokens of the longest request in the first forward."""
-        size = capacity.page_size
-        self._capacity = capacity
-        self._window = window
-        self.ring = None if window is None else ring_pages(window, capacity.chunk, size)
-        each = -(-max(first, capacity.max_tokens or 0) // size) + 1
-        most = len(counts) * (each if self.ring is None else min(each, self.ring))
-        self.pool = PagePool(max(1, most if capacity.num_pages is None else capacity.num_pages), size)
-        self._ids = [(0, b) for b in range(len(counts))]
-        self._generation = 0
-        self._tables: dict[int, Tensor] = {}  # by width, as long as no page changes hands
-        self._intact = [0] * len(counts)  # first token of each request whose row has not been overwritten
-        for request in self._ids:
-            self.pool.add(request)
-
-    def __copy__(self) -> RequestPages:
-        """The same pages, to go back to."""
-        other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        other.pool, other._tables, other._intact = copy.copy(self.pool), dict(self._tables), list(self._intact)
-        return other
-
-    def extend(self, counts: Sequence[int]) -> list[PageCopy]:
-        """Room for `counts[b]` tokens in all of request b, of every request or of none: raises OutOfPagesError."""
-        used = self._used
-        new = [self._held(n) - self.pool.num_tokens(r) for r, n in zip(self._ids, counts, strict=True)]
-        copies = self._with_room(lambda: self.pool.extend_all(self._ids, new))
-        if copies or self._used != used:
-            self._tables = {}
-        if self.ring is not None:
-            size = self.pool.page_size
-            for b, n in enumerate(counts):
-                self._intact[b] = max(self._intact[b], ((n - 1) // size - self.ring + 1) * size)
-        return copies
-
-    def table(self, most: int) -> Tensor:
-        """[B, max_pages] int64 on the host: the page of every token up to `most`; −1 where there is none."""
-        width = -(-most // self.pool.page_size)
-        width += -width % _TABLE_STEP
-        if width not in self._tables:
-            columns = width if self.ring is None else self.ring
-            held = self.pool.page_table(self._ids, device="cpu", max_pages=columns).to(torch.int64)
-            self._tables[width] = held if self.ring is None else held[:, torch.arange(width, device="cpu") % self.ring]
-        return self._tables[width]
-
-    def select(self, sources: Sequence[int]) -> list[PageCopy]:
-        """Request i becomes a copy of what request sources[i] was. Pages are shared; those of a window are copied.
-
-        Half done where it raises OutOfPagesError: see `Book.undone`.
-        """
-        self._generation += 1
-        self._tables = {}
-        new = [(self._generation, b) for b in range(len(sources))]
-        copies: list[PageCopy] = []
-        heirs: dict[int, int] = {}  # of a window: the first request that keeps a source's own pages
-        for b, source in enumerate(sources):
-            if self.ring is None or heirs.setdefault(source, b) == b:
-                self.pool.fork(self._ids[source], new[b])
-        for request in self._ids:
-            self.pool.free(request)
-        if self.ring is not None:
-            for b, source in enumerate(sources):
-                if heirs[source] != b:
-                    tokens = self.pool.num_tokens(new[heirs[source]])
-                    self._with_room(partial(self.pool.add, new[b], tokens))
-                    both = zip(self.pool.pages(new[heirs[source]]), self.pool.pages(new[b]), strict=True)
-                    copies += [PageCopy(*pair) for pair in both]
-        self._ids, self._intact = new, [self._intact[s] for s in sources]
-        return copies
-
-    def hold(self, pages: set[int]) -> bool:
-        """Whether a request has one of these pages."""
-        return any(not pages.isdisjoint(self.pool.pages(request)) for request in self._ids)
-
-    def lose(self, by: RequestPages) -> None:
-        """What later pages of the same requests have overwritten, these have lost as well."""
-        self._intact = list(by._intact)
-
-    def check_crop(self, counts: Sequence[int]) -> None:
-        """Raise unless every request can go back to `counts[b]` tokens."""
-        for b, n in enumerate(counts):
-            if self._window is not None and n > 0 and max(0, n - self._window + 1) < self._intact[b]:
-                want = self._intact[b] + self._window - 1
-                raise ValueError(
-                    f"crop: want at least {want} tokens kept in request {b}, since a window of {self._window} keeps "
-                    f"no older ones (a larger chunk keeps more), got {n}"
-                )
-
-    def crop(self, counts: Sequence[int]) -> None:
-        """Go back to `counts[b]` tokens of each request."""
-        for b, (request, n) in enumerate(zip(self._ids, counts, strict=True)):
-            self.pool.truncate(request, min(self._held(n), self.pool.num_tokens(request)))
-            self._intact[b] = self._intact[b] if n else 0
-
-    @property
-    def _used(self) -> int:
-        return self.pool.num_pages - self.pool.num_free_pages
-
-    def _held(self, tokens: int) -> int:
-        """Tokens that the pool is asked to keep of a request that has `tokens`."""
-        return tokens if self.ring is None else min(tokens, self.ring * self.pool.page_size)
-
-    def _with_room(self, take: Callable[[], Any]) -> Any:
-        """Take pages; make the pool larger as long as it has too few and may grow."""
-        while True:
-            try:
-                return take()
-            except OutOfPagesError as e:
-                pages = self.pool.num_pages
-                if self._capacity.num_pages is not None:
-                    raise OutOfPagesError(
-                        f"num_pages: want more than {pages} pages of {self.pool.page_size} tokens a layer for these "
-                        f"{len(self._ids)} requests, got a limit of {pages} ({e})"
-                    ) from None
-                self.pool.grow(pages + max(len(self._ids), pages // 4))
-
-
 class Past(NamedTuple):
     """What a `Book` knows of all forwards so far: the columns that each brought, and which of them are real."""
 
@@ -243,7 +96,7 @@ class Book:
         self.counts: list[int] = []  # real tokens of each request
         self._history: list[tuple[int, Tensor | None]] = []  # of every forward: columns, and which are real
         self._requests: dict[int | None, RequestPages] = {}
-        self._steps: dict[tuple[int | None, int | None], dict[torch.device, Step]] = {}
+        self._forget_steps()
         self._copies: dict[int | None, list[PageCopy]] = {}  # of the last forward
         self._before: Past | None = None  # what the last forward came after
         self.lost = False  # pages were written for what was undone
@@ -291,9 +144,55 @@ class Book:
     def page_size(self) -> int:
         return self._capacity.page_size
 
+    @property
+    def chunk(self) -> int:
+        return self._capacity.chunk
+
+    def told(self) -> tuple[int, list[int], Tensor | None, list[list[int]]]:
+        """What `restore` and `restore_padding` make a batch from: columns, tokens of each request, which columns are
+        real [B, columns], and of each window the first token of each request that is still there."""
+        batch = len(self.counts)
+        every = ((n, torch.ones(batch, n, dtype=torch.bool, device="cpu")) for n, _ in self._history)
+        parts = [ones if real is None else real for (_, ones), (_, real) in zip(every, self._history, strict=True)]
+        padded = any(real is not None for _, real in self._history)
+        intact = [pages.intact for pages in self._requests.values()]
+        return self.columns, self.counts, torch.cat(parts, 1) if padded else None, intact
+
+    def restore(self, columns: int, counts: Sequence[int], intact: Sequence[Sequence[int]]) -> None:
+        """A batch with pages for so many tokens. Raises OutOfPagesError."""
+        self.reset()
+        requests = {w: RequestPages(w, self._capacity, [0] * len(counts), max(counts)) for w in self._windows}
+        for pages, first in zip(requests.values(), intact, strict=True):
+            pages.extend(counts)
+            pages.intact = list(first)
+        self.columns, self.counts, self._requests = columns, list(counts), requests
+        self._history = [(columns, None)]
+
+    def restore_padding(self, real: Tensor) -> None:
+        """Which columns [B, columns] are real."""
+        self._history = [(self.columns, real)]
+
+    def listed_pages(self, window: int | None) -> list[int]:
+        """The pages of the first request in the order of its tokens, then those of the next one."""
+        return self._requests[window].listed_pages()
+
     def num_pages(self, window: int | None) -> int:
         """Pages that a layer of this window needs now."""
         return self._requests[window].pool.num_pages
+
+    def held_pages(self, window: int | None) -> list[Run]:
+        """Pages that requests have, those for the forward under way among them; the same list as long as they do."""
+        if window not in self._held:
+            self._held[window] = self._requests[window].held_pages()
+        return self._held[window]
+
+    def written_pages(self, window: int | None) -> set[int]:
+        """Pages in which the last forward put its tokens."""
+        assert self._before is not None
+        if window not in self._written:
+            before = self._before.counts or [0] * len(self.counts)
+            self._written[window] = self._requests[window].pages_between(before, self.counts)
+        return self._written[window]
 
     def select(self, sources: Sequence[int]) -> dict[int | None, list[PageCopy]]:
         """Rows become copies of rows, as in beam search. Returns the pages to copy, for the layers of each window.
@@ -307,7 +206,8 @@ class Book:
         history = [(n, None if real is None else real[index]) for n, real in self._history]
         copies = {window: pages.select(sources) for window, pages in self._requests.items()}
         self._history, self.counts = history, [self.counts[s] for s in sources]
-        self._steps, self._before = {}, None
+        self._before = None
+        self._forget_steps()
         return copies
 
     def crop(self, columns: int) -> None:
@@ -330,7 +230,8 @@ class Book:
         for pages in self._requests.values():
             pages.crop(counts)
         self._history, self.counts, self.columns = history, counts, self.columns - columns
-        self._steps, self._before = {}, None
+        self._before = None
+        self._forget_steps()
 
     def take_back(self, start: int) -> int:
         """Undo the forward under way, in which the layer that was at token `start` failed. Returns the columns left."""
@@ -346,13 +247,20 @@ class Book:
             self._go_back(before)
         return self.columns
 
+    def _forget_steps(self) -> None:
+        """What was found out about the last forward."""
+        self._steps: dict[tuple[int | None, int | None], dict[torch.device, Step]] = {}
+        self._held: dict[int | None, list[Run]] = {}
+        self._written: dict[int | None, set[int]] = {}
+
     def _past(self) -> Past:
         requests = {window: copy.copy(pages) for window, pages in self._requests.items()}
         return Past(self.columns, self.counts, list(self._history), requests)
 
     def _go_back(self, past: Past) -> None:
         self.columns, self.counts, self._history, self._requests = past
-        self._steps, self._before = {}, None
+        self._before = None
+        self._forget_steps()
 
     def _begin(self, batch: int, length: int, mask: Tensor | None) -> None:
         """Count a new forward."""
@@ -371,7 +279,7 @@ class Book:
         self.counts = after
         self._history.append((length, real))
         self.columns += length
-        self._steps = {}
+        self._forget_steps()
 
     def _real(self, mask: Tensor, batch: int, length: int) -> Tensor | None:
         """Which new columns are real, bool [B, length] on the host; None: all."""
@@ -420,7 +328,7 @@ def _piece(
     rows = torch.arange(begin, end, device="cpu") + torch.arange(batch, device="cpu")[:, None] * length
     after = before + new
     used = -(-int(after.max()) // page_size)
-    used = min(used + -used % _TABLE_STEP, table.shape[1])
+    used = min(used + -used % TABLE_STEP, table.shape[1])
     seen = table[:, :used]
     lens = after
     if attention_chunk is not None:

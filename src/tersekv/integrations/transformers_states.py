@@ -87,6 +87,33 @@ class States:
             if layer.record_past and any(x is not None for x in layer.conv_states.values()):
                 LinearAttentionCacheLayerMixin.crop(layer, -tokens)
 
+    def told(self) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+        """What `restore` makes the states from: of each layer its words, and tensors by name."""
+        words, tensors = [], {}
+        for i, layer in enumerate(self._layers):
+            own = {f"state.{i}.{kind}.{j}": x for kind, j, x in _parts(layer)}
+            tensors.update(own)
+            kernels = [layer.conv_kernel_size[j] for j in range(layer.number_of_states)]
+            words.append({"tensors": list(own), "kernels": kernels, "records": layer.record_past})
+        return words, tensors
+
+    def restore(self, words: Sequence[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
+        """The states as they were told."""
+        for layer, word in zip(self._layers, words, strict=True):
+            layer.record_past = word["records"]
+            for name in word["tensors"]:
+                _, _, kind, number = name.split(".")
+                j, x = int(number), tensors[name]
+                if kind == "conv":
+                    LinearAttentionLayer.lazy_initialization(
+                        layer, conv_states=x, state_idx=j, conv_kernel_size=word["kernels"][j]
+                    )
+                    layer.conv_states[j] = x
+                else:
+                    LinearAttentionLayer.lazy_initialization(layer, recurrent_states=x, state_idx=j)
+                    layer.recurrent_states[j] = x
+                layer.has_previous_state[j] = True
+
     def mark(self) -> None:
         """Tell compiled models that what is written into stays where it is."""
         for x in self.tensors():
@@ -96,3 +123,9 @@ class States:
         """(where it is held, under which number, tensor) of each part of a state."""
         held = [states for layer in self._layers for states in (layer.conv_states, layer.recurrent_states)]
         return [(states, i, x) for states in held for i, x in states.items() if x is not None]
+
+
+def _parts(layer: Any) -> list[tuple[str, int, Tensor]]:
+    """(kind, number, tensor) of each part of a layer's state."""
+    held = (("conv", layer.conv_states), ("recurrent", layer.recurrent_states))
+    return [(kind, j, x) for kind, states in held for j, x in states.items() if x is not None]

@@ -8,6 +8,7 @@ of it can be replayed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ from ..scalars import as_positive_int
 from .transformers_cache import TersekvCache
 from .transformers_cache_layers import TersekvLayer, WithState
 from .transformers_layers import CACHE_ARGUMENT
-from .transformers_pages import LOST, Capacity, Piece, Step, ring_pages
+from .transformers_pages import LOST, Piece, Step
+from .transformers_requests import Capacity, ring_pages
 from .transformers_store import LatentStore, Store
 
 FIRST = (
@@ -315,6 +317,11 @@ class TersekvStaticCache(TersekvCache):
         if options.pop("num_pages", None) is not None:
             raise ValueError("num_pages: want None for a TersekvStaticCache, whose room is max_tokens, got a number")
         super().__init__(config, format, max_tokens=as_positive_int("max_tokens", max_tokens), **options)
+        if any(layer.kind.sparse for layer in self.paged):
+            raise UnsupportedError(
+                f"config: want layers that see all keys or a window for a TersekvStaticCache, got indexers of "
+                f"{config.model_type}; {INSTEAD}"
+            )
 
     def early_initialization(
         self, batch_size: int, num_heads: int | list[int], head_dim: int | list[int], dtype: torch.dtype,
@@ -353,6 +360,19 @@ class TersekvStaticCache(TersekvCache):
             f"crop: want a TersekvCache to take tokens back from, as assisted generation does, got a "
             f"{type(self).__name__}"
         )
+
+    def offload(self) -> TersekvCache:  # type: ignore[override]
+        """Refused: which pages hold tokens, only the device knows."""
+        raise UnsupportedError(f"offload: want a TersekvCache, whose pages the host knows, got a {type(self).__name__}")
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Refused: which pages hold tokens, only the device knows."""
+        raise UnsupportedError(f"save: want a TersekvCache, whose pages the host knows, got a {type(self).__name__}")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, config: Any, **options: Any) -> TersekvStaticCache:  # type: ignore[override]
+        """Refused, as `save` is."""
+        raise UnsupportedError(f"load: want a TersekvCache, whose pages the host knows, got a {cls.__name__}")
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Row i continues the past of row indices[i]. The batch keeps its size."""

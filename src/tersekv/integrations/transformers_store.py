@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +19,7 @@ from ..ops.decode import decode
 from ..ops.mla import mla_append, mla_decode
 from ..ops.prefill import MANY_ROWS, prefill
 from ..pages import PageCopy, copy_pages, written_rows
+from ..record_file import page_tensors
 from ..saved import NAMES
 from .transformers_pages import Piece
 
@@ -29,9 +31,85 @@ class Rules(NamedTuple):
     window: int | None
     softcap: float
     sinks: Tensor | None
+    indices: Tensor | None = None  # [T, n] positions of the keys that each row reads; None: all
 
 
-class KVStore:
+class Store:
+    """The rows of one layer.
+
+    caches: of one layer each, with the same pages; the first is that of keys and values, or latents
+    """
+
+    caches: list[Any]
+
+    @property
+    def cache(self) -> Any:
+        """That of keys and values, or latents."""
+        return self.caches[0]
+
+    def append(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Write new rows [T, H, ...]."""
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, piece: Piece, rules: Rules, module: torch.nn.Module) -> Tensor:
+        """q [T, Hq, D] → [T, Hq, Dv]."""
+        raise NotImplementedError
+
+    def with_pages(self, num_pages: int) -> Store:
+        """A store like this one, without rows."""
+        raise NotImplementedError
+
+    def tensors(self) -> list[Tensor]:
+        """All that is written into, where it is marked for compiled models."""
+        raise NotImplementedError
+
+    def largest(self) -> tuple[float, ...]:
+        """Largest magnitudes in a 16-bit cache."""
+        raise NotImplementedError
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """What was written into a 16-bit cache."""
+        raise NotImplementedError
+
+    def channel_scales(self) -> tuple[Tensor, ...]:
+        """Of K and of V in a 16-bit cache."""
+        raise NotImplementedError
+
+    def open(self, copies: Sequence[PageCopy] = ()) -> Store:
+        """Where a forward writes and reads, once these pages are copied."""
+        self.copy(copies)
+        return self
+
+    def close(self, pages: Iterable[int] = ()) -> None:
+        """A forward has written these pages where `open` said."""
+
+    def take_back(self) -> None:
+        """A forward has failed in the middle."""
+
+    def forget(self) -> None:
+        """No row is needed any more."""
+
+    def settle(self) -> None:
+        """Return when `caches` hold all that was written."""
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copy whole pages."""
+        if copies:
+            for cache in self.caches:
+                copy_pages(cache, copies)
+
+    def grow(self, num_pages: int) -> None:
+        """The same rows in more pages."""
+        larger = self.with_pages(num_pages).caches
+        for new, old in zip(larger, self.caches, strict=True):
+            for (_, x), (_, y) in zip(page_tensors(new[0]), page_tensors(old[0]), strict=True):
+                # One byte wide as bytes: some devices copy no fp8.
+                dst, src = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (x, y))
+                dst[: len(src)] = src
+        self.caches = larger
+
+
+class KVStore(Store):
     """K and V rows of one layer; H heads of D (V: Dv) numbers."""
 
     def __init__(
@@ -57,7 +135,13 @@ class KVStore:
                 raise ValueError(f"saved: want {want}, got {(saved.num_kv_heads, saved.head_dim, saved.head_dim_v)}")
             values = {name: getattr(saved, name) for name in NAMES}
             self._saved = {n: x.to(key.device) if isinstance(x, Tensor) else x for n, x in values.items()}
-        self.cache = self._allocate(num_pages)
+        self.caches = [self._allocate(num_pages)]
+
+    def with_pages(self, num_pages: int) -> KVStore:
+        """A store like this one, without rows."""
+        made = copy.copy(self)
+        made.caches = [self._allocate(num_pages)]
+        return made
 
     def _allocate(self, num_pages: int) -> PagedKVCache:
         made = PagedKVCache.allocate(num_pages=num_pages, **self._sizes)
@@ -87,12 +171,6 @@ class KVStore:
         )  # fmt: skip
         return cast(Tensor, out)
 
-    def grow(self, num_pages: int) -> None:
-        """The same rows in more pages."""
-        larger = self._allocate(num_pages)
-        _refill(larger[0], self.cache[0], ("k", "v", "k_scale_cache", "v_scale_cache"))
-        self.cache = larger
-
     def largest(self) -> tuple[float, ...]:
         """Largest magnitude of K and of V in a 16-bit cache."""
         return tuple(float(x.abs().max()) for x in (self.cache[0].k, self.cache[0].v))
@@ -107,7 +185,7 @@ class KVStore:
         return tuple(channel_scale(x.flatten(0, 1)) for x in (self.cache[0].k, self.cache[0].v))
 
 
-class LatentStore:
+class LatentStore(Store):
     """Latent rows of one MLA layer: L latent and R rotary numbers a token, shared by all heads."""
 
     def __init__(
@@ -118,8 +196,14 @@ class LatentStore:
             "num_layers": 1, "page_size": page_size, "kv_lora_rank": key.shape[-1],
             "qk_rope_head_dim": value.shape[-1], "format": format, "kv_scale": kv_scale, "device": key.device,
         }  # fmt: skip
-        self.cache = PagedLatentCache.allocate(num_pages=num_pages, **self._sizes)
+        self.caches = [PagedLatentCache.allocate(num_pages=num_pages, **self._sizes)]
         self._joined: Tensor | None = None
+
+    def with_pages(self, num_pages: int) -> LatentStore:
+        """A store like this one, without rows."""
+        made = copy.copy(self)
+        made.caches = [PagedLatentCache.allocate(num_pages=num_pages, **self._sizes)]
+        return made
 
     @property
     def layer(self) -> PagedLatentLayer:
@@ -158,18 +242,13 @@ class LatentStore:
         out = mla_decode(
             (q_latent, q_pe.contiguous()), self.layer, piece.page_table, piece.seq_lens,
             softmax_scale=rules.softmax_scale, cu_seqlens_q=piece.cu_seqlens_q, max_q_len=piece.max_q_len,
+            indices=rules.indices,
         )  # fmt: skip
         return torch.bmm(cast(Tensor, out).transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
 
     def channel_scales(self) -> tuple[Tensor, ...]:
         """Refused."""
         raise ValueError("channel_scales: want a cache of K and V, got one of latents")
-
-    def grow(self, num_pages: int) -> None:
-        """The same rows in more pages."""
-        larger = PagedLatentCache.allocate(num_pages=num_pages, **self._sizes)
-        _refill(larger[0], self.cache[0], ("ckv", "kpe", "ckv_scale_cache"))
-        self.cache = larger
 
     def rows(self) -> tuple[Tensor, ...]:
         """Latent and rotary parts [T, L], [T, R] in a 16-bit cache."""
@@ -178,9 +257,6 @@ class LatentStore:
     def largest(self) -> tuple[float, ...]:
         """Largest magnitude in a 16-bit cache, latent and rotary part alike."""
         return (max(float(x.abs().max()) for x in (self.cache[0].ckv, self.cache[0].kpe)),)
-
-
-Store = KVStore | LatentStore
 
 
 def absorbed_weights(module: Any, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,19 +313,3 @@ def named(module: Any) -> str:
     """The class of a module, and the family of its model."""
     family = getattr(getattr(module, "config", None), "model_type", None)
     return f"{type(module).__name__} of {family}" if family else type(module).__name__
-
-
-def copy(store: Store, copies: list[PageCopy]) -> None:
-    """Copy whole pages of a store."""
-    if copies:
-        copy_pages(store.cache, copies)
-
-
-def _refill(new: PagedKVLayer | PagedLatentLayer, old: PagedKVLayer | PagedLatentLayer, names: Sequence[str]) -> None:
-    """Copy the rows of every page of `old` into the first pages of `new`."""
-    for name in names:
-        rows = getattr(old, name)
-        if rows is not None:
-            # One byte wide as bytes: some devices copy no fp8.
-            dst, src = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (getattr(new, name), rows))
-            dst[: len(src)] = src
