@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..attributes import HADAMARD
-from ..formats import BLOCK, TENSOR, KVFormat, kv_format
+from ..formats import BLOCK, TENSOR, KVFormat, kv_format, page_tail
 from ..layers import PagedKVLayer, make_attributes
 
 
@@ -134,29 +134,45 @@ def pages_of(
         for name, s, f in (("_k_scale", k_scale, kind.k), ("_v_scale", v_scale, kind.v))
     ]
     formats, rotation = (kind.k.name, kind.v.name), HADAMARD if kind.rotated else None
+    signs = make_attributes(rotation, dims, kv_cache.device, None, None)
     if kind.stored and not inline:
-        buffer = _whole_pages(kv_cache.view(torch.uint8))
-        return PagedKVLayer.from_buffer(
-            buffer, kv_cache.shape[2], heads, *dims, format=formats, k_scale=one[0], v_scale=one[1], rotation=rotation
-        )
+        codes, scales = _with_tails(_heads_of_pages(kv_cache.view(torch.uint8)), kv_cache.shape[2], kind, dims)
+        return PagedKVLayer(*codes, formats, *one, *scales, *signs)
     content = kv_cache.transpose(1, 2).view(kind.dtype)
     k_row = kind.k.row_bytes(dims[0]) // kind.dtype.itemsize
     k, ks = _codes_and_scales(content[..., :k_row], kind.k, dims[0], kind)
     v, vs = _codes_and_scales(content[..., k_row:], kind.v, dims[1], kind)
-    signs = make_attributes(rotation, dims, kv_cache.device, None, None)
-    return PagedKVLayer(k, v, formats, one[0], one[1], ks, vs, *signs)
+    return PagedKVLayer(k, v, formats, *one, ks, vs, *signs)
 
 
-def _whole_pages(pages: Tensor) -> Tensor:
-    """[blocks, bytes] of [blocks, heads, tokens, content] in any order within a block."""
-    nbytes = pages[0].numel()
-    end = 1 + sum((n - 1) * s for n, s in zip(pages.shape[1:], pages.stride()[1:], strict=True))
-    if end != nbytes:
+def _heads_of_pages(pages: Tensor) -> Tensor:
+    """[blocks, heads, bytes] of [blocks, heads, tokens, content]: where a head's tokens lie one behind the other, its
+    own bytes, else as many of the block's."""
+    blocks, heads, tokens, content = pages.shape
+    nbytes = tokens * content
+    if pages.stride()[2:] == (content, 1):
+        return pages.flatten(2)
+    if pages.stride()[1:] != (content, heads * content, 1):
         raise ValueError(
-            f"kv_cache: want the {nbytes} bytes of a block in one piece for scales in its tail, got strides "
-            f"{list(pages.stride())}"
+            f"kv_cache: want a head's or a block's bytes in one piece for scales in its tail, got {list(pages.shape)} "
+            f"with strides {list(pages.stride())}"
         )
-    return pages.as_strided((pages.shape[0], nbytes), (pages.stride(0), 1))
+    return pages.as_strided((blocks, heads, nbytes), (pages.stride(0), nbytes, 1))
+
+
+def _with_tails(heads: Tensor, tokens: int, kind: Kind, dims: tuple[int, int]) -> tuple[list, list]:
+    """(K's and V's codes, their scales) [blocks, tokens, heads, ...] of bytes [blocks, heads, n]."""
+    sides, views = list(zip((kind.k, kind.v), dims, strict=True)), []
+    starts, _ = page_tail((kind.k, kind.v), tokens, dims)
+    parts = [(f.storage, f.elements(d)) for f, d in sides] + [(f.scale_dtype, f.scales(d)) for f, d in sides]
+    for start, (dtype, width) in zip(starts, parts, strict=True):
+        if dtype is None:
+            views.append(None)
+            continue
+        part = heads[..., start : start + tokens * width * dtype.itemsize].view(dtype)
+        views.append(part.unflatten(-1, (tokens, width)).transpose(1, 2))
+    scales = [x if x is None or f.scale_block else x[..., 0] for x, (f, _) in zip(views[2:], sides, strict=True)]
+    return views[:2], scales
 
 
 def _codes_and_scales(side: Tensor, f: KVFormat, head_size: int, kind: Kind) -> tuple[Tensor, Tensor | None]:
