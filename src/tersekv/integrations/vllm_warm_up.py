@@ -2,13 +2,15 @@
 
 vLLM warms up and captures graphs with batches of its own choice, and with no prompt among them. So the first of them
 that a layer sees with its pages makes its calls for batches of all kinds, on rows of zeros: slots of −1 leave the cache
-as it is, and what they attend to is thrown away.
+as it is, and what they attend to is thrown away. Before that, processes side by side compile what these calls launch.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from ..layers import PagedKVLayer
 from ..ops.append import append
+from ..ops.compile_workers import chip_of, compile_ahead, on_meta
 from ..ops.decode import decode
 from ..ops.prefill import prefill
 
@@ -40,8 +43,19 @@ def warm_up(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, optio
     metadata:  of that batch, with `limits`
     own_rows:  whether prompts bring keys and values
     """
+    chip = chip_of(q.device)
+    if chip is not None:
+        tensors = {n: on_meta(getattr(metadata, n)) for n in ("block_table", "seq_lens", "slot_mapping")}
+        like = SimpleNamespace(limits=metadata.limits, **tensors)
+        alike = {name: on_meta(x) for name, x in options.items()}
+        compile_ahead([*calls(on_meta(q), on_meta(pages), like, own_rows, alike)], chip, say=_say)
     for call in calls(q, pages, metadata, own_rows, options):
         call()
+
+
+def _say(text: str) -> None:
+    """For whoever waits for an engine: its loggers know nothing of ours."""
+    print(f"tersekv: {text}", file=sys.stderr, flush=True)
 
 
 def calls(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options: dict[str, Any]) -> Iterator[partial]:
