@@ -157,6 +157,9 @@ def work(room: str, i: int, workers: int) -> None:
     calls, chip = pickle.loads((Path(room) / "job").read_bytes())
     compile_only: Any = importlib.import_module("tersekv.backends.host.compile_only")
     plan.absent_arch, clock = chip.arch, [0.0]
+    stub = Path(room) / f"stub-{i}"
+    stub.mkdir()
+    build_launcher = compile_only.build_launchers(stub)
 
     def claim(key: str) -> bool:
         try:
@@ -167,10 +170,7 @@ def work(room: str, i: int, workers: int) -> None:
         return True
 
     def compiled(fn: Any, kernel: Any) -> None:
-        try:
-            compile_only.build_launcher(kernel)
-        except Exception as e:  # no driver here: its launcher is compiled where there is one
-            _log.debug("no launcher for %s: %s", fn.__name__, e)
+        build_launcher(kernel)
         _write({"kernel": fn.__name__, "seconds": time.perf_counter() - clock[0]})
 
     at = i * len(calls) // workers  # each begins elsewhere, so that the longest are not all last
@@ -179,7 +179,9 @@ def work(room: str, i: int, workers: int) -> None:
             try:
                 call()
             except Exception as e:  # whatever it is, the call itself will raise it
-                _write({"failed": f"{call.func.__name__}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"})
+                _write(
+                    {"failed": f"{call.func.__name__}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"}
+                )
 
 
 def _write(line: dict) -> None:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,9 +58,33 @@ def compiling(
         driver._active, kernels.run, launch.absent_num_sms = was, run, sms
 
 
-def build_launcher(kernel: Any) -> None:
-    """Compile the C function that launches a kernel. Wants the driver's library to link with, but no device."""
-    importlib.import_module("triton.backends.nvidia.driver").CudaLauncher(kernel.src, kernel.metadata)
+def build_launchers(stub_folder: Path) -> Callable[[Any], None]:
+    """Returns a function that compiles the C function which launches a kernel, and does so for Triton's own.
+
+    They are linked with CUDA's driver: where there is none, with an empty library in `stub_folder`. Python cannot load
+    them then; they lie in the cache for a machine that can.
+    """
+    nvidia = importlib.import_module("triton.backends.nvidia.driver")
+    try:
+        nvidia.libcuda_dirs()
+    except (AssertionError, OSError, subprocess.SubprocessError):
+        stub = stub_folder / "libcuda.so.1"
+        subprocess.run([_c_compiler(), "-shared", "-x", "c", os.devnull, "-o", stub], check=True, capture_output=True)
+        triton.knobs.nvidia.libcuda_path = str(stub_folder)
+
+    def build(make: Callable[..., Any], *args: Any) -> None:
+        with suppress(ImportError):  # compiled, kept, and not loaded
+            make(*args)
+
+    build(nvidia.CudaUtils)
+    return lambda kernel: build(nvidia.CudaLauncher, kernel.src, kernel.metadata)
+
+
+def _c_compiler() -> str:
+    found = triton.knobs.build.cc or shutil.which("gcc") or shutil.which("clang")
+    if found is None:
+        raise OSError("want a C compiler: install gcc or clang, or set CC")
+    return found
 
 
 def cache_dir() -> Path:
