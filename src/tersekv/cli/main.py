@@ -1,4 +1,5 @@
-"""`tersekv demo | eval | bench | verify | doctor | warm-up`. Each command is a file here with `add_arguments` and `run`."""
+"""The commands of `tersekv`: demo, eval, bench, verify, doctor, warm-up. Each is a file here with `add_arguments` and
+`run`."""
 
 from __future__ import annotations
 

@@ -137,12 +137,12 @@ def pages_of(
     signs = make_attributes(rotation, dims, kv_cache.device, None, None)
     if kind.stored and not inline:
         codes, scales = _with_tails(_heads_of_pages(kv_cache.view(torch.uint8)), kv_cache.shape[2], kind, dims)
-        return PagedKVLayer(*codes, formats, *one, *scales, *signs)
+        return PagedKVLayer(*codes, formats, one[0], one[1], *scales, *signs)
     content = kv_cache.transpose(1, 2).view(kind.dtype)
     k_row = kind.k.row_bytes(dims[0]) // kind.dtype.itemsize
     k, ks = _codes_and_scales(content[..., :k_row], kind.k, dims[0], kind)
     v, vs = _codes_and_scales(content[..., k_row:], kind.v, dims[1], kind)
-    return PagedKVLayer(k, v, formats, *one, ks, vs, *signs)
+    return PagedKVLayer(k, v, formats, one[0], one[1], ks, vs, *signs)
 
 
 def _heads_of_pages(pages: Tensor) -> Tensor:

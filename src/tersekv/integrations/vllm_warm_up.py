@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -66,14 +67,16 @@ def calls(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options
         heads = (q.shape[1:], (pages.num_kv_heads, pages.head_dim), (pages.num_kv_heads, pages.head_dim_v))
         return [q.new_zeros(n, *shape) for shape in heads]
 
-    def nothing(requests: int, after: int = 0) -> dict[str, Any]:
-        """A table and lengths of 0. after: requests before them in the tensors, whose addresses are aligned or not."""
-        every = table.new_zeros(after + requests, table.shape[1]), metadata.seq_lens.new_zeros(after + requests)
-        return {"page_table": every[0][after:], "seq_lens": every[1][after:]}
+    # Numbers come from the host: on meta tensors arithmetic takes a millisecond.
+    ints = partial(torch.tensor, dtype=torch.int32, device=q.device)
 
-    def ends(requests: int, n: int) -> Tensor:
+    def nothing(requests: int) -> dict[str, Any]:
+        """A table and lengths of 0."""
+        return {"page_table": table.new_zeros(requests, table.shape[1]), "seq_lens": ints([0] * requests)}
+
+    def ends(requests: int, n: int) -> list[int]:
         """n rows, dealt evenly."""
-        return (torch.arange(requests + 1, device=q.device) * n // requests).to(torch.int32)
+        return [i * n // requests for i in range(requests + 1)]
 
     for n in sizes(limits.rows):
         _, k, v = rows(n)
@@ -88,7 +91,7 @@ def calls(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options
             for n in (
                 {least, min(least + 1, b * most), -(-least // 16) * 16, b * most} if b in steps else {least, b * most}
             ):
-                ragged: dict[str, Any] = {"cu_seqlens_q": ends(b, n), "max_q_len": most}
+                ragged: dict[str, Any] = {"cu_seqlens_q": ints(ends(b, n)), "max_q_len": most}
                 yield partial(decode, rows(n)[0], pages, **nothing(b), **ragged, **options)
     # With keys and values of their own no kernel is chosen by the number of rows, nor by a request's beyond a block.
     for most in (n for n in sizes(limits.rows) if n > DECODE_ROWS and (not own_rows or n <= BLOCK or n == limits.rows)):
@@ -96,9 +99,13 @@ def calls(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options
             for n in {most} if b == 1 or own_rows else {-(-most // 16) * 16, -(-most // 16) * 16 + 1}:
                 new, k, v = rows(n)
                 own: dict[str, Any] = {"k": k, "v": v} if own_rows else {}
-                for after in (0, 1, 2):
-                    where, cu = nothing(b, after), ends(b, n)
-                    where["seq_lens"] += cu.diff()  # no token before the new ones
+                rows_of = [end - start for start, end in pairwise(ends(b, n))]  # no token before the new ones
+                for after in (0, 1, 2):  # requests before them in the tensors, whose addresses are aligned or not
+                    where = {
+                        "page_table": table.new_zeros(after + b, table.shape[1])[after:],
+                        "seq_lens": ints([0] * after + rows_of)[after:],
+                    }
+                    cu = ints(ends(b, n))
                     yield partial(prefill, new, pages, **where, cu_seqlens_q=cu, max_q_len=most, **own, **options)
 
 

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ def chip_of(device: torch.device) -> Chip | None:
 
 
 def on_meta(x: Any) -> Any:
-    """Returns a tensor, or a layer, without memory: equal in dtype, sizes, strides and alignment. Others as they are."""
+    """Returns a tensor, or a layer, without memory: equal in dtype, sizes, strides and alignment."""
     if isinstance(x, Tensor):
         return _meta_tensor(x.dtype, tuple(x.shape), x.stride(), x.data_ptr() & 15)
     if isinstance(x, (PagedKVLayer, PagedLatentLayer)):
@@ -179,9 +179,8 @@ def work(room: str, i: int, workers: int) -> None:
             try:
                 call()
             except Exception as e:  # whatever it is, the call itself will raise it
-                _write(
-                    {"failed": f"{call.func.__name__}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"}
-                )
+                said = (str(e).splitlines() or ["nothing was said"])[0]
+                _write({"failed": f"{call.func.__name__}: {type(e).__name__}: {said}"})
 
 
 def _write(line: dict) -> None:
@@ -220,16 +219,12 @@ def _meta_tensor(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Waits until no other process is within for this path. Where no file can be locked nobody waits."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path.with_suffix(".lock"), "w")
-    except OSError:
-        yield
-        return
-    with file:
+    with ExitStack() as held:
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(open(path.with_suffix(".lock"), "w"))
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as e:  # some network file systems have no locks
+        except OSError as e:  # a folder that cannot be written; some network file systems have no locks
             _log.debug("%s is not locked: %s", path, e)
         yield
 

@@ -55,8 +55,7 @@ def warm_up(
         dtype:          of q, k and v
         cos_sin_cache:  with it `rope_append` runs, or `mla_append` with rotation; without, plain appends
         interleaved:    of the rotation; None: the operation's default
-        processes:      that compile side by side on an NVIDIA GPU's machine; None: one for each core, at most 16; 1: none
-                        but this one
+        processes:      that compile side by side for an NVIDIA GPU; None: one for each core, at most 16; 1: this one
         options:        of `decode` or `mla_decode`: window, sinks, softcap, softmax_scale, out_dtype, return_lse, …
 
     Index tensors are of the types that `PagePool` makes: int32 tables and lengths, int64 slots and positions. Other
