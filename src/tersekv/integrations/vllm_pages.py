@@ -1,10 +1,13 @@
 """What lies where in vLLM's pages: the one place that decides it, for a page's bytes and for a layer's views of them.
 
-A format without stored scales: per head and token K's row, then V's, in any strides. With them: K's codes, V's codes,
-K's scales, V's scales (`PagedKVLayer.from_buffer`), so that rows lie at multiples of 16 bytes and fast kernels take
-them. A connector may move tokens or heads of a page, so where there is one each row has its scales behind its codes.
-Both ways are the same bytes a page. Block scales are linear, and `int4_per_token_head` is not rotated as vLLM's is: no
-other backend reads these pages.
+A format without stored scales: per head and token K's row, then V's, in any strides. With them, per head: K's codes,
+V's codes, K's scales, V's scales, so that rows lie at multiples of 16 bytes, fast kernels take them, and a head's bytes
+are in one piece. A connector may take single tokens (`vllm_connectors.py`): for it each row has its scales behind its
+codes. Both ways are the same bytes a page. Block scales are linear, and `int4_per_token_head` is not rotated as vLLM's
+is: no other backend reads these pages.
+
+NVIDIA H100, 2026-11-26, 64 × 8192 keys of 32/8 heads of 128, int8 in pages of 16: decode 417 us, with the scales of all
+heads in one tail 424, behind each row 823; prefill of 4096 rows 1216, 1295, 4722.
 """
 
 from __future__ import annotations
@@ -109,10 +112,10 @@ def pages_of(
     k_scale, v_scale: vLLM's dequantising fp32 scales, seen and not copied: one element, or one a head (nvfp4: one, the
                       global scale)
     head_size_v:      of V, where it is not K's
-    inline:           stored scales lie behind each row, not in the page's tail
+    inline:           stored scales lie behind each row, not in the tail of each head's part of a page
 
-    Raises ValueError for a content that is not K's row and V's row of the format, for a page in pieces that should have
-    a tail, and for scales of another dtype.
+    Raises ValueError for a content that is not K's row and V's row of the format, for a page in pieces smaller than a
+    head, and for scales of another dtype.
     """
     if isinstance(kv_cache_dtype, Kind):
         kind: Kind | None = kv_cache_dtype
