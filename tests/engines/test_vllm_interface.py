@@ -15,6 +15,7 @@ import pytest
 import torch
 import vllm_cpu  # noqa: F401 (before anything of vLLM)
 from dense_reference import dequantise
+from vllm.config import KVTransferConfig
 from vllm.config.cache import is_known_kv_cache_dtype
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -32,6 +33,7 @@ import tersekv
 from tersekv.integrations import vllm_attention
 from tersekv.integrations.vllm import register
 from tersekv.integrations.vllm_attention import TersekvBackend, TersekvImpl, TersekvMetadataBuilder
+from tersekv.integrations.vllm_connectors import takes_tokens
 from tersekv.integrations.vllm_pages import OWN, pages_of, pages_shape
 
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 32, 16, 24
@@ -161,6 +163,25 @@ def test_where_a_connector_moves_tokens_each_has_its_scales(mode, monkeypatch):
         assert torch.equal(x[there, 9], x[page, 3])
     with pytest.raises(ValueError, match=r"want stored scales at multiples of 4 bytes, got int8_per_token_head/nvfp4"):
         Model(UNEVEN).step({"a": 3})
+
+
+BLOCKS, TOKENS = "OffloadingConnector", "ExampleConnector"
+
+
+@pytest.mark.parametrize(("transfer", "tokens"), [
+    ({"kv_connector": BLOCKS}, False),
+    ({"kv_connector": "NixlConnector"}, False),
+    ({"kv_connector": TOKENS}, True),
+    ({"kv_connector": "LMCacheConnectorV1"}, True),
+    ({"kv_connector": BLOCKS, "kv_connector_module_path": "mine"}, True),
+    ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{"kv_connector": BLOCKS}]}}, False),
+    ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {
+        "connectors": [{"kv_connector": BLOCKS}, {"kv_connector": TOKENS}]}}, True),
+    ({"kv_connector": "MultiConnector"}, True),
+])  # fmt: skip
+def test_who_takes_tokens_out_of_blocks(transfer, tokens):
+    config = SimpleNamespace(kv_transfer_config=KVTransferConfig(kv_role="kv_both", **transfer))
+    assert takes_tokens(config) == tokens
 
 
 @pytest.mark.parametrize("mode", [m for m in MODES if MODES[m].itemsize == 1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 
 import pytest
-import torch
 from checkpoints import llama, text
 from offload_cpu import COPIED, offload_on_cpus, transfer_config
 from reference import Reference, hold
