@@ -7,7 +7,6 @@ then finds its kernel on disk. Workers are programs of their own: nothing is for
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib
 import io
@@ -99,7 +98,9 @@ def compile_ahead(
     """
     compile_only: Any = importlib.import_module("tersekv.backends.host.compile_only")
     folder = (compile_only.cache_dir() if cache_dir is None else cache_dir).absolute()
-    processes = min(processes or len(os.sched_getaffinity(0)), _MAX_WORKERS, max(len(calls), 1))
+    if compile_only.launch.interpreting():
+        return None
+    processes = min(processes or _num_cores(), _MAX_WORKERS, max(len(calls), 1))
     job = outline((calls, chip))
     triton: Any = importlib.import_module("triton")
     versions = f"{triton.__version__} {torch.__version__} {sys.version} {compile_only.kernel_sources_hash()}"
@@ -115,6 +116,11 @@ def compile_ahead(
         if not found.failed:
             _keep(done, found)
     return found
+
+
+def _num_cores() -> int:
+    """Returns the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _run_workers(job: bytes, processes: int, folder: Path) -> Compiled:
@@ -223,8 +229,9 @@ def _alone(path: Path) -> Iterator[None]:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = held.enter_context(open(path.with_suffix(".lock"), "w"))
+            fcntl: Any = importlib.import_module("fcntl")
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as e:  # a folder that cannot be written; some network file systems have no locks
+        except (OSError, ImportError) as e:  # a folder that cannot be written, a file system or platform without locks
             _log.debug("%s is not locked: %s", path, e)
         yield
 
