@@ -47,9 +47,8 @@ def run(case: Case, offload: bool, work: Path) -> dict[str, Any]:
         asked = [drawn(i, prompt, model["vocab_size"]) for i in range(requests)]
         generate(llm, asked, 1)
         c = llm.llm_engine.vllm_config.cache_config
-        for i in range(
-            -(-int(c.num_gpu_blocks) * BLOCK // (prompt * requests)) + 1
-        ):  # until no block of theirs is left
+        others = -(-int(c.num_gpu_blocks) * BLOCK // (prompt * requests)) + 1  # until no block of the first is left
+        for i in range(others):
             generate(llm, [drawn(1000 + i * requests + j, prompt, model["vocab_size"]) for j in range(requests)], 1)
         before, began = hits(llm), time.perf_counter()
         outs = generate(llm, asked, 1, logprobs=model["vocab_size"])

@@ -174,7 +174,8 @@ BLOCKS, TOKENS = "OffloadingConnector", "ExampleConnector"
     ({"kv_connector": TOKENS}, True),
     ({"kv_connector": "LMCacheConnectorV1"}, True),
     ({"kv_connector": BLOCKS, "kv_connector_module_path": "mine"}, True),
-    ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{"kv_connector": BLOCKS}]}}, False),
+    ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {
+        "connectors": [{"kv_connector": BLOCKS}]}}, False),
     ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {
         "connectors": [{"kv_connector": BLOCKS}, {"kv_connector": TOKENS}]}}, True),
     ({"kv_connector": "MultiConnector"}, True),

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from checkpoints import llama, text
@@ -19,6 +23,7 @@ FORMATS = (
     "fp8_e4m3/int4_per_token_head",
 )  # fmt: skip
 BLOCK = 16
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "vllm_offload.py"
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +97,14 @@ def test_in_every_layout_of_blocks(model, monkeypatch, layout):
     prompt, _, second, hits = offloaded(model, monkeypatch, "int8_per_token_head")
     assert hits == len(prompt) // BLOCK * BLOCK
     hold(second, [Reference(model, "int8_per_token_head").score(prompt, second[0][0])])
+
+
+def test_the_benchmark_runs(tmp_path):
+    file = tmp_path / "lines"
+    command = [sys.executable, BENCHMARK, "--tiny", "--formats", "nvfp4", "--json", file]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = map(json.loads, file.read_text().splitlines())
+    assert record["came_back"] == record["asked"]
+    assert "reason" not in record
+    assert min(record["with_s"], record["without_s"]) > 0

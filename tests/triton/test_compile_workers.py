@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +19,12 @@ import tersekv
 from tersekv.backends.host import compile_only
 from tersekv.cli.main import main
 from tersekv.dispatch import plan
+from tersekv.integrations import vllm_warm_up
+from tersekv.integrations.vllm_pages import pages_of
+from tersekv.integrations.vllm_warm_up import Limits
 from tersekv.ops import compile_workers
 from tersekv.ops.append import append
-from tersekv.ops.compile_workers import Chip, compile_ahead, on_meta
+from tersekv.ops.compile_workers import Chip, compile_ahead, on_meta, outline
 from tersekv.ops.decode import decode
 
 CHIP = Chip(80, 108)
@@ -115,7 +119,7 @@ def test_a_call_that_fails_does_not_keep_the_others_from_being_compiled(tmp_path
 
 
 def test_what_has_no_memory_is_planned_as_what_has():
-    layer = tersekv.PagedKVCache.allocate(1, 3, 16, 2, 64, format="nvfp4", layout="HND", scales="tail")[0]
+    layer = tersekv.PagedKVCache.allocate(1, 2, 16, 2, 64, format="nvfp4", layout="HND", scales="tail")[0]
     for x in (layer.k, layer.v, layer.k_scale_cache, torch.zeros(9, dtype=torch.int32)[1:], torch.ones(4, 4).t()):
         y = on_meta(x)
         assert (y.dtype, y.shape, y.stride(), y.data_ptr() & 15) == (x.dtype, x.shape, x.stride(), x.data_ptr() & 15)
@@ -159,13 +163,25 @@ def test_the_command_compiles_a_models_kernels(tmp_path, capsys, monkeypatch):
     options = ["--model", str(tmp_path), "--out", str(tmp_path / "out"), "--max-num-seqs", "2"]
     assert main(["warm-up", *options, "--formats", "auto,nvfp4", "--tensor-parallel-size", "2"]) == 0
     assert f"TRITON_CACHE_DIR={tmp_path / 'out'}" in capsys.readouterr().out
-    ((made, chip, folder),) = asked
-    assert (chip, folder) == (Chip(90, 132), tmp_path / "out")
-    decodes = [c for c in made if c.func is decode]
+    assert {x[1:] for x in asked} == {(Chip(90, 132), tmp_path / "out")}
+    assert len(asked) == 4, "each kind of layer for itself, as an engine comes to them"
+    decodes = [c for made, *_ in asked for c in made if c.func is decode]
     assert {c.keywords["window"] for c in decodes} == {None, 128}
     assert {c.args[1].format for c in decodes} == {"bf16", "nvfp4"}
     assert {(c.args[0].shape[1], c.args[1].num_kv_heads, c.keywords["sinks"].shape[0]) for c in decodes} == {(2, 1, 2)}
     assert {c.keywords["page_table"].shape[1] for c in decodes} == {32}
+
+    # What an engine asks for with its pages, however many: it finds that this is done.
+    pages = pages_of(torch.zeros(9, 1, 16, 128, dtype=torch.bfloat16), "auto", 64, torch.ones(()), torch.ones(()))
+    ints = partial(torch.zeros, 1, device="meta")
+    like = SimpleNamespace(
+        limits=Limits(2, 8192, 1), block_table=torch.zeros(1, 32, dtype=torch.int32, device="meta"),
+        seq_lens=ints(dtype=torch.int32), slot_mapping=ints(dtype=torch.int64),
+    )  # fmt: skip
+    q = torch.zeros(1, 2, 64, dtype=torch.bfloat16, device="meta")
+    options_of = {"softmax_scale": 0.125, "window": None, "sinks": torch.zeros(2, device="meta"), "softcap": 0.0}
+    mine = outline([*vllm_warm_up.calls(q, on_meta(pages), like, True, options_of)])
+    assert mine in [outline(made) for made, *_ in asked]
 
     (tmp_path / "config.json").write_text(json.dumps({**config, "kv_lora_rank": 512}))
     assert main(["warm-up", *options]) == 2

@@ -139,8 +139,11 @@ def pages_of(
     formats, rotation = (kind.k.name, kind.v.name), HADAMARD if kind.rotated else None
     signs = make_attributes(rotation, dims, kv_cache.device, None, None)
     if kind.stored and not inline:
-        codes, scales = _with_tails(_heads_of_pages(kv_cache.view(torch.uint8)), kv_cache.shape[2], kind, dims)
-        return PagedKVLayer(*codes, formats, one[0], one[1], *scales, *signs)
+        heads_bytes = _heads_of_pages(kv_cache.view(torch.uint8))
+        k, v, ks, vs = _with_tails(heads_bytes, kv_cache.shape[2], kind, dims)
+        assert k is not None  # codes always exist; only stored scales may not
+        assert v is not None
+        return PagedKVLayer(k, v, formats, one[0], one[1], ks, vs, *signs)
     content = kv_cache.transpose(1, 2).view(kind.dtype)
     k_row = kind.k.row_bytes(dims[0]) // kind.dtype.itemsize
     k, ks = _codes_and_scales(content[..., :k_row], kind.k, dims[0], kind)
@@ -163,9 +166,10 @@ def _heads_of_pages(pages: Tensor) -> Tensor:
     return pages.as_strided((blocks, heads, nbytes), (pages.stride(0), nbytes, 1))
 
 
-def _with_tails(heads: Tensor, tokens: int, kind: Kind, dims: tuple[int, int]) -> tuple[list, list]:
-    """(K's and V's codes, their scales) [blocks, tokens, heads, ...] of bytes [blocks, heads, n]."""
-    sides, views = list(zip((kind.k, kind.v), dims, strict=True)), []
+def _with_tails(heads: Tensor, tokens: int, kind: Kind, dims: tuple[int, int]) -> list[Tensor | None]:
+    """K's codes, V's codes, their scales [blocks, tokens, heads, ...] of bytes [blocks, heads, n]."""
+    sides = list(zip((kind.k, kind.v), dims, strict=True))
+    views: list[Tensor | None] = []
     starts, _ = page_tail((kind.k, kind.v), tokens, dims)
     parts = [(f.storage, f.elements(d)) for f, d in sides] + [(f.scale_dtype, f.scales(d)) for f, d in sides]
     for start, (dtype, width) in zip(starts, parts, strict=True):
@@ -175,7 +179,7 @@ def _with_tails(heads: Tensor, tokens: int, kind: Kind, dims: tuple[int, int]) -
         part = heads[..., start : start + tokens * width * dtype.itemsize].view(dtype)
         views.append(part.unflatten(-1, (tokens, width)).transpose(1, 2))
     scales = [x if x is None or f.scale_block else x[..., 0] for x, (f, _) in zip(views[2:], sides, strict=True)]
-    return views[:2], scales
+    return [*views[:2], *scales]
 
 
 def _codes_and_scales(side: Tensor, f: KVFormat, head_size: int, kind: Kind) -> tuple[Tensor, Tensor | None]:

@@ -35,6 +35,7 @@ from ..layers import PagedKVLayer, PagedLatentLayer, field_values
 
 _MAX_WORKERS = 16  # each holds 0.5 GB, and a model has few dozen kernels
 _ADDRESS_STEP = 1 << 12  # of meta tensors: no two of a call may begin at one address
+_PAGED = ("k", "v", "k_scale_cache", "v_scale_cache", "ckv", "kpe", "ckv_scale_cache")
 _log = logging.getLogger("tersekv")
 
 
@@ -70,11 +71,16 @@ def chip_of(device: torch.device) -> Chip | None:
 
 
 def on_meta(x: Any) -> Any:
-    """Returns a tensor, or a layer, without memory: equal in dtype, sizes, strides and alignment."""
+    """Returns a tensor, or a layer, without memory: equal in dtype, sizes, strides and alignment.
+
+    Of a layer two pages at most: no kernel depends on their number, and engines find it out late.
+    """
     if isinstance(x, Tensor):
         return _meta_tensor(x.dtype, tuple(x.shape), x.stride(), x.data_ptr() & 15)
     if isinstance(x, (PagedKVLayer, PagedLatentLayer)):
-        return replace(x, **{n: on_meta(getattr(x, n)) for n in x.__dataclass_fields__})
+        values = {n: getattr(x, n) for n in x.__dataclass_fields__}
+        few = {n: y[:2] for n, y in values.items() if n in _PAGED and y is not None}
+        return replace(x, **{n: on_meta(y) for n, y in {**values, **few}.items()})
     return x
 
 
