@@ -15,7 +15,6 @@ import pytest
 import torch
 import vllm_cpu  # noqa: F401 (before anything of vLLM)
 from dense_reference import dequantise
-from vllm.config import KVTransferConfig
 from vllm.config.cache import is_known_kv_cache_dtype
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -33,7 +32,6 @@ import tersekv
 from tersekv.integrations import vllm_attention
 from tersekv.integrations.vllm import register
 from tersekv.integrations.vllm_attention import TersekvBackend, TersekvImpl, TersekvMetadataBuilder
-from tersekv.integrations.vllm_connectors import takes_tokens
 from tersekv.integrations.vllm_pages import OWN, pages_of, pages_shape
 
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 32, 16, 24
@@ -165,26 +163,6 @@ def test_where_a_connector_moves_tokens_each_has_its_scales(mode, monkeypatch):
         Model(UNEVEN).step({"a": 3})
 
 
-BLOCKS, TOKENS = "OffloadingConnector", "ExampleConnector"
-
-
-@pytest.mark.parametrize(("transfer", "tokens"), [
-    ({"kv_connector": BLOCKS}, False),
-    ({"kv_connector": "NixlConnector"}, False),
-    ({"kv_connector": TOKENS}, True),
-    ({"kv_connector": "LMCacheConnectorV1"}, True),
-    ({"kv_connector": BLOCKS, "kv_connector_module_path": "mine"}, True),
-    ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {
-        "connectors": [{"kv_connector": BLOCKS}]}}, False),
-    ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {
-        "connectors": [{"kv_connector": BLOCKS}, {"kv_connector": TOKENS}]}}, True),
-    ({"kv_connector": "MultiConnector"}, True),
-])  # fmt: skip
-def test_who_takes_tokens_out_of_blocks(transfer, tokens):
-    config = SimpleNamespace(kv_transfer_config=KVTransferConfig(kv_role="kv_both", **transfer))
-    assert takes_tokens(config) == tokens
-
-
 @pytest.mark.parametrize("mode", [m for m in MODES if MODES[m].itemsize == 1])
 def test_rows_lie_at_multiples_of_16_bytes(mode):
     layer = Model(mode, KVCacheLayout.BLNHC).impl._layer(
@@ -206,14 +184,6 @@ def test_a_head_of_a_block_is_one_piece_that_holds_all_of_it(mode, layout):
     every[there, 1] = every[page, 0]
     for x in dequantise(model.impl._layer(model.layer, model.cache)):
         assert torch.equal(x[there, :, 1], x[page, :, 0])
-
-
-def test_a_block_in_smaller_pieces_is_refused():
-    assert set(KVCacheLayout) - set(WHOLE) == {KVCacheLayout.LHBNC, KVCacheLayout.BHLNC}
-    cache = torch.zeros(4, 2 * PAGE, KV_HEADS, 72, dtype=torch.uint8)[:, ::2].transpose(1, 2)
-    one = torch.ones(())
-    with pytest.raises(ValueError, match="kv_cache: want a head's or a block's bytes in one piece"):
-        pages_of(cache, "int8_per_token_head", DIM, one, one)
 
 
 def test_names_of_its_own_are_known_to_all_of_vllm():
