@@ -28,7 +28,7 @@ from ..ops.decode import decode
 from ..ops.prefill import prefill
 from .vllm import name
 from .vllm_connectors import refuse_other_block_sizes, takes_tokens
-from .vllm_pages import BLOCK_STEP, FORMATS, Kind, kind_of, known, pages_of, pages_shape, with_scales
+from .vllm_pages import BLOCK_STEP, FORMATS, Kind, holds_scales, kind_of, known, pages_of, pages_shape, with_scales
 from .vllm_saved import give_formats, index_of, layers_of
 from .vllm_warm_up import DECODE_ROWS, Limits, warm_up
 
@@ -147,6 +147,7 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         drafts = getattr(getattr(vllm_config, "speculative_config", None), "num_speculative_tokens", None)
         self.reorder_batch_threshold = min(1 + (drafts or 0), DECODE_ROWS)
         scheduler = getattr(vllm_config, "scheduler_config", None)
+        self.has_tails = holds_scales(kv_cache_spec)
         self.limits = None
         if scheduler is not None:
             self.limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.reorder_batch_threshold)
@@ -157,7 +158,8 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> TersekvMetadata:
         """common_prefix_len is a hint, for backends that attend to a common prefix once: nothing depends on it here."""
         m = common_attn_metadata
-        refuse_other_block_sizes()
+        if self.has_tails:
+            refuse_other_block_sizes()
         _refuse_what_is_no_causal_batch(m)
         starts = m.query_start_loc_cpu.tolist()
         counts = [end - start for start, end in pairwise(starts)]

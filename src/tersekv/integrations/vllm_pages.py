@@ -81,10 +81,20 @@ def known(kv_cache_dtype: str) -> str:
     return kv_cache_dtype
 
 
+def _kind_of_spec(spec: Any) -> Kind | None:
+    mode = spec.kv_quant_mode.name  # vLLM's name in capitals, or one of OWN
+    return OWN.get(mode) or FORMATS.get(mode.lower())
+
+
+def holds_scales(spec: Any) -> bool:
+    """Whether the pages of a layer's spec hold scales; True where a release does not tell."""
+    kind = _kind_of_spec(spec) if hasattr(spec, "kv_quant_mode") else None
+    return not hasattr(spec, "kv_quant_mode") or (kind is not None and kind.stored)
+
+
 def with_scales(spec: Any) -> Any:
     """A layer's AttentionSpec, with room for the scales that its pages hold."""
-    mode = spec.kv_quant_mode.name  # vLLM's name in capitals, or one of OWN
-    kind = OWN.get(mode) or FORMATS.get(mode.lower())
+    kind = _kind_of_spec(spec)
     if spec.state_content_bytes is not None or kind is None or not kind.stored:
         return spec
     return replace(spec, state_content_bytes=kind.row_bytes(spec.head_size, spec.head_size_v))
