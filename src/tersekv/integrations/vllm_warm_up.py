@@ -7,7 +7,7 @@ as it is, and what they attend to is thrown away. Before that, processes side by
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -27,6 +27,7 @@ from ..ops.prefill import prefill
 DECODE_ROWS = 16
 CUT = 32
 BLOCK = 128  # rows of a program of prefill, at most
+_log = logging.getLogger("tersekv")
 
 
 class Limits(NamedTuple):
@@ -49,14 +50,11 @@ def warm_up(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, optio
         tensors = {n: on_meta(getattr(metadata, n)) for n in ("block_table", "seq_lens", "slot_mapping")}
         like = SimpleNamespace(limits=metadata.limits, **tensors)
         alike = {name: on_meta(x) for name, x in options.items()}
-        compile_ahead([*calls(on_meta(q), on_meta(pages), like, own_rows, alike)], chip, say=_say)
+        # As warnings: engines leave our logger as it is, which then shows nothing less, and somebody waits.
+        say = partial(_log.warning, "tersekv: %s")
+        compile_ahead([*calls(on_meta(q), on_meta(pages), like, own_rows, alike)], chip, say=say)
     for call in calls(q, pages, metadata, own_rows, options):
         call()
-
-
-def _say(text: str) -> None:
-    """For whoever waits for an engine: its loggers know nothing of ours."""
-    print(f"tersekv: {text}", file=sys.stderr, flush=True)
 
 
 def calls(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options: dict[str, Any]) -> Iterator[partial]:
