@@ -41,6 +41,12 @@ def sglang_format() -> str | None:
     return os.environ.get("TERSEKV_SGLANG_FORMAT") or None
 
 
+def of_worker(**more: str) -> dict[str, str]:
+    """The environment of a process that plans and compiles, and has no device."""
+    own = {"CUDA_VISIBLE_DEVICES": "", "TERSEKV_CHECKED": "0", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own, **more}
+
+
 def values() -> dict[str, str | None]:
     """Every variable and its value, None where it is unset."""
     return {name: os.environ.get(name) for name in VARIABLES}

@@ -50,6 +50,8 @@ def versions() -> Iterator[tuple[str, str]]:
     yield "CUDA / HIP of torch", torch.version.cuda or torch.version.hip or "none (CPU build)"
     yield "NVIDIA driver", driver() or "none found"
     yield "C compiler", compiler() or "none found (Triton's launcher needs one)"
+    if installed("triton") is not None:
+        yield "compiled kernels", compiled_kernels()
 
 
 def devices() -> Iterator[tuple[str, str]]:
@@ -147,6 +149,13 @@ def driver() -> str | None:
     except subprocess.TimeoutExpired:
         return "nvidia-smi does not answer"
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def compiled_kernels() -> str:
+    """Where Triton keeps them, and how many there are."""
+    folder = importlib.import_module("tersekv.backends.host.compile_only").cache_dir()
+    count = sum(1 for _ in folder.glob("*/*.cubin"))
+    return f"{folder} (TRITON_CACHE_DIR): {count}"
 
 
 def _pairs(title: str, pairs: Iterator[tuple[str, str]]) -> Table:

@@ -1,4 +1,5 @@
-"""`tersekv demo | eval | bench | verify | doctor`. Each command is a file here with `add_arguments` and `run`."""
+"""The commands of `tersekv`: demo, eval, bench, verify, doctor, warm-up. Each is a file here with `add_arguments` and
+`run`."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ COMMANDS = {
     "bench": "time the operations on this machine",
     "verify": "run every operation x format on a device and judge the results",
     "doctor": "what is installed, which backends can run here, and why not",
+    "warm-up": "compile a model's kernels into a folder, without a GPU",
 }
 
 # What consoles without the letter get for it: "?" for all that is not listed.
@@ -65,7 +67,7 @@ def _run(argv: list[str], wanted: str | None) -> int:
 
 
 def _module(name: str):
-    return importlib.import_module(f"{__package__}.{name}")
+    return importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ class _Entry(NamedTuple):
 
 _plans: dict[tuple, _Entry] = {}
 _recent: dict[tuple, _Entry] = {}  # by the options alone: the next call mostly differs in values only
+absent_arch: int | None = None  # what calls on meta tensors are planned for; None: they do nothing
 _log = logging.getLogger("tersekv")
 _PACKAGE = (__package__ or "").rpartition(".")[0]
 _warned: set[str] = set()  # warnings issued
@@ -126,7 +127,7 @@ def facts(op: str, call: tuple, arch: int | None = None) -> SimpleNamespace:
     f = SimpleNamespace(**{n: _fact(x) for n, x in zip(fields, call, strict=True)})
     f.op = op
     f.device = next(x.device for x in call if isinstance(x, Tensor))
-    f.arch = arch if arch is not None else _arch(f.device)
+    f.arch = arch if arch is not None else absent_arch if f.device.type == "meta" else _arch(f.device)
     if hasattr(f, "window") and f.window > _ALL_KEYS - f.max_q_len:
         f.window = 0
     return f
@@ -181,7 +182,7 @@ def _make_plan(op: str, call: tuple, backend: str | None, arch: int | None) -> P
     if wanted is not None and wanted not in BACKENDS:
         name = "TERSEKV_BACKEND" if backend is None else "backend"
         raise ValueError(f"{name}: want one of {', '.join(BACKENDS)}, got {wanted!r}")
-    kind = "cuda" if arch is not None else f.device.type
+    kind = "cuda" if f.arch is not None else f.device.type
     if kind == "meta":
         return Plan("meta", _no_op, None, None)
     candidates = (wanted,) if wanted else candidate_backends(op, kind)

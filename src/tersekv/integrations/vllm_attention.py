@@ -28,7 +28,8 @@ from ..ops.append import append
 from ..ops.decode import decode
 from ..ops.prefill import prefill
 from .vllm import name
-from .vllm_pages import BLOCK_STEP, FORMATS, Kind, kind_of, known, pages_of, pages_shape, with_scales
+from .vllm_connectors import refuse_other_block_sizes, takes_tokens
+from .vllm_pages import BLOCK_STEP, FORMATS, Kind, holds_scales, kind_of, known, pages_of, pages_shape, with_scales
 from .vllm_saved import give_formats, index_of, layers_of
 from .vllm_warm_up import DECODE_ROWS, Limits, warm_up
 
@@ -66,7 +67,7 @@ class TersekvBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Those whose blocks are in one piece."""
+        """Those whose blocks are in one piece, as connectors copy them."""
         from vllm.v1.kv_cache_layout import KVCacheLayout  # the releases that ask have it
 
         return tuple(layout for layout in KVCacheLayout if layout.is_block_compact)
@@ -153,6 +154,7 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
         # Those of more rows stand where the others let them: which kernels they get must not depend on it.
         self.most_decode_rows = self.reorder_batch_threshold if is_batch_invariant() else DECODE_ROWS
         scheduler = getattr(vllm_config, "scheduler_config", None)
+        self.has_tails = holds_scales(kv_cache_spec)
         self.limits = None
         if scheduler is not None:
             self.limits = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.reorder_batch_threshold)
@@ -163,6 +165,8 @@ class TersekvMetadataBuilder(AttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> TersekvMetadata:
         """common_prefix_len is a hint, for backends that attend to a common prefix once: nothing depends on it here."""
         m = common_attn_metadata
+        if self.has_tails:
+            refuse_other_block_sizes()
         _refuse_what_is_no_causal_batch(m)
         starts = m.query_start_loc_cpu.tolist()
         counts = [end - start for start, end in pairwise(starts)]
@@ -326,7 +330,7 @@ class TersekvImpl(AttentionImpl):
             holds, attributes = kind_of(*self.saved.formats[index]), self.saved.attributes(index, kv_cache.device)
         pages = pages_of(
             kv_cache, holds, self.head_size, layer._k_scale, layer._v_scale, getattr(layer, "head_size_v", None),
-            inline=has_kv_transfer_group(),
+            inline=has_kv_transfer_group() and (self._config is None or takes_tokens(self._config)),
         )  # fmt: skip
         return replace(pages, **attributes)
 

@@ -2,13 +2,16 @@
 
 vLLM warms up and captures graphs with batches of its own choice, and with no prompt among them. So the first of them
 that a layer sees with its pages makes its calls for batches of all kinds, on rows of zeros: slots of −1 leave the cache
-as it is, and what they attend to is thrown away.
+as it is, and what they attend to is thrown away. Before that, processes side by side compile what these calls launch.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from ..layers import PagedKVLayer
 from ..ops.append import append
+from ..ops.compile_workers import chip_of, compile_ahead, on_meta
 from ..ops.decode import decode
 from ..ops.prefill import prefill
 
@@ -23,6 +27,7 @@ from ..ops.prefill import prefill
 DECODE_ROWS = 16
 CUT = 32
 BLOCK = 128  # rows of a program of prefill, at most
+_log = logging.getLogger("tersekv")
 
 
 class Limits(NamedTuple):
@@ -40,6 +45,14 @@ def warm_up(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, optio
     metadata:  of that batch, with `limits`
     own_rows:  whether prompts bring keys and values
     """
+    chip = chip_of(q.device)
+    if chip is not None:
+        tensors = {n: on_meta(getattr(metadata, n)) for n in ("block_table", "seq_lens", "slot_mapping")}
+        like = SimpleNamespace(limits=metadata.limits, **tensors)
+        alike = {name: on_meta(x) for name, x in options.items()}
+        # As warnings: engines leave our logger as it is, which then shows nothing less, and somebody waits.
+        say = partial(_log.warning, "tersekv: %s")
+        compile_ahead([*calls(on_meta(q), on_meta(pages), like, own_rows, alike)], chip, say=say)
     for call in calls(q, pages, metadata, own_rows, options):
         call()
 
@@ -52,14 +65,16 @@ def calls(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options
         heads = (q.shape[1:], (pages.num_kv_heads, pages.head_dim), (pages.num_kv_heads, pages.head_dim_v))
         return [q.new_zeros(n, *shape) for shape in heads]
 
-    def nothing(requests: int, after: int = 0) -> dict[str, Any]:
-        """A table and lengths of 0. after: requests before them in the tensors, whose addresses are aligned or not."""
-        every = table.new_zeros(after + requests, table.shape[1]), metadata.seq_lens.new_zeros(after + requests)
-        return {"page_table": every[0][after:], "seq_lens": every[1][after:]}
+    # Numbers come from the host: on meta tensors arithmetic takes a millisecond.
+    ints = partial(torch.tensor, dtype=torch.int32, device=q.device)
 
-    def ends(requests: int, n: int) -> Tensor:
+    def nothing(requests: int) -> dict[str, Any]:
+        """A table and lengths of 0."""
+        return {"page_table": table.new_zeros(requests, table.shape[1]), "seq_lens": ints([0] * requests)}
+
+    def ends(requests: int, n: int) -> list[int]:
         """n rows, dealt evenly."""
-        return (torch.arange(requests + 1, device=q.device) * n // requests).to(torch.int32)
+        return [i * n // requests for i in range(requests + 1)]
 
     for n in sizes(limits.rows):
         _, k, v = rows(n)
@@ -74,7 +89,7 @@ def calls(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options
             for n in (
                 {least, min(least + 1, b * most), -(-least // 16) * 16, b * most} if b in steps else {least, b * most}
             ):
-                ragged: dict[str, Any] = {"cu_seqlens_q": ends(b, n), "max_q_len": most}
+                ragged: dict[str, Any] = {"cu_seqlens_q": ints(ends(b, n)), "max_q_len": most}
                 yield partial(decode, rows(n)[0], pages, **nothing(b), **ragged, **options)
     # With keys and values of their own no kernel is chosen by the number of rows, nor by a request's beyond a block.
     for most in (n for n in sizes(limits.rows) if n > DECODE_ROWS and (not own_rows or n <= BLOCK or n == limits.rows)):
@@ -82,9 +97,13 @@ def calls(q: Tensor, pages: PagedKVLayer, metadata: Any, own_rows: bool, options
             for n in {most} if b == 1 or own_rows else {-(-most // 16) * 16, -(-most // 16) * 16 + 1}:
                 new, k, v = rows(n)
                 own: dict[str, Any] = {"k": k, "v": v} if own_rows else {}
-                for after in (0, 1, 2):
-                    where, cu = nothing(b, after), ends(b, n)
-                    where["seq_lens"] += cu.diff()  # no token before the new ones
+                rows_of = [end - start for start, end in pairwise(ends(b, n))]  # no token before the new ones
+                for after in (0, 1, 2):  # requests before them in the tensors, whose addresses are aligned or not
+                    where = {
+                        "page_table": table.new_zeros(after + b, table.shape[1])[after:],
+                        "seq_lens": ints([0] * after + rows_of)[after:],
+                    }
+                    cu = ints(ends(b, n))
                     yield partial(prefill, new, pages, **where, cu_seqlens_q=cu, max_q_len=most, **own, **options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from ..cache import PagedKVCache, PagedLatentCache
 from ..layers import PagedKVLayer, PagedLatentLayer
 from ..scalars import as_positive_int
 from .append import append, rope_append
+from .compile_workers import chip_of, compile_ahead, on_meta, outline
 from .decode import decode
 from .mla import mla_append, mla_decode
 from .prefill import prefill
@@ -35,6 +36,7 @@ def warm_up(
     cos_sin_cache: Tensor | None = None,
     interleaved: bool | None = None,
     backend: str | None = None,
+    processes: int | None = None,
     **options: Any,
 ) -> dict[str, float]:
     """Run every append and every decode of a model on skipped rows; the cache stays unchanged.
@@ -53,6 +55,7 @@ def warm_up(
         dtype:          of q, k and v
         cos_sin_cache:  with it `rope_append` runs, or `mla_append` with rotation; without, plain appends
         interleaved:    of the rotation; None: the operation's default
+        processes:      that compile side by side for an NVIDIA GPU; None: one for each core, at most 16; 1: this one
         options:        of `decode` or `mla_decode`: window, sinks, softcap, softmax_scale, out_dtype, return_lse, …
 
     Index tensors are of the types that `PagePool` makes: int32 tables and lengths, int64 slots and positions. Other
@@ -73,22 +76,38 @@ def warm_up(
         rope = {"cos_sin_cache": cos_sin_cache} | ({} if interleaved is None else {"interleaved": interleaved})
     steps = [_BatchShape(b, b * n, False) for b in batches for n in rows]
     steps += [_BatchShape(b, t, True) for b in batches for t in tokens]
+    options["backend"] = backend
     taken: dict[str, float] = {}
-    for step in steps:
-        for layer in cache.layers:
-            new = partial(torch.zeros, dtype=dtype, device=layer.device)
-            calls: Callable[..., list[partial]] = _latent_calls if isinstance(layer, PagedLatentLayer) else _kv_calls
-            pages = step.page_arguments(columns, layer.device)
-            for call in calls(layer, heads, step.rows, new, pages, rope, dict(options, backend=backend)):
-                start = time.perf_counter()
-                call()
-                if layer.device.type == "cuda":
-                    torch.cuda.synchronize(layer.device)
-                name = f"{call.func.__name__}, {step}"
-                taken[name] = taken.get(name, 0.0) + time.perf_counter() - start
+    chip = chip_of(cache.layers[0].device)
+    if chip is not None and processes != 1:
+        alike = {outline(layer): on_meta(layer) for layer in cache.layers}
+        given = [{name: on_meta(x) for name, x in more.items()} for more in (rope, options)]
+        ahead = [call for _, call in _calls([*alike.values()], steps, heads, columns, dtype, *given)]
+        compile_ahead(ahead, chip, processes=None if processes is None else as_positive_int("processes", processes))
+    for name, call in _calls(cache.layers, steps, heads, columns, dtype, rope, options):
+        start = time.perf_counter()
+        call()
+        if chip is not None:
+            torch.cuda.synchronize(cache.layers[0].device)
+        taken[name] = taken.get(name, 0.0) + time.perf_counter() - start
     for name, seconds in taken.items():
         _log.debug("warm_up: %s: %.3f s", name, seconds)
     return taken
+
+
+def _calls(
+    layers: Iterable[PagedKVLayer | PagedLatentLayer], steps: list[_BatchShape], heads: int, columns: int,
+    dtype: torch.dtype, rope: dict, options: dict,
+) -> Iterator[tuple[str, partial]]:  # fmt: skip
+    """Yields the kind and the call of every step in every layer."""
+    layers = [*layers]
+    for step in steps:
+        for layer in layers:
+            new = partial(torch.zeros, dtype=dtype, device=layer.device)
+            calls: Callable[..., list[partial]] = _latent_calls if isinstance(layer, PagedLatentLayer) else _kv_calls
+            pages = step.page_arguments(columns, layer.device)
+            for call in calls(layer, heads, step.rows, new, pages, rope, options):
+                yield f"{call.func.__name__}, {step}", call
 
 
 def _counts(name: str, values: Iterable[int]) -> list[int]:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 from ..dispatch import plan
@@ -58,7 +55,8 @@ def why_not(op: str, backend: str = "gluon", arch: int = 90, tried: set[str] | N
     tried = set() if tried is None else tried
     try:
         module: Any = plan._module(backend, op)
-        with compiling(arch, tried):
+        compile_only: Any = importlib.import_module("tersekv.backends.host.compile_only")
+        with compile_only.compiling(arch, lambda fn, _: tried.add(f"{fn.__module__}.{fn.__name__}")):
             for case in PROBES[op]:
                 call = make(case)
                 f = plan.facts(op, call, arch)
@@ -68,32 +66,6 @@ def why_not(op: str, backend: str = "gluon", arch: int = 90, tried: set[str] | N
     except Exception as e:  # of whatever kind: it would reach the caller of the operation
         return _root_cause(e)
     return None
-
-
-@contextmanager
-def compiling(arch: int, tried: set[str]) -> Iterator[None]:
-    """Where kernels are launched, each is only compiled, for this chip; its name is added to `tried`."""
-    compiler = importlib.import_module("triton.backends.compiler")
-    driver = importlib.import_module("triton.runtime.driver").driver
-    kernels = importlib.import_module("triton.runtime.jit").JITFunction
-    target = compiler.GPUTarget("cuda", arch, 32)
-    was, run = driver._active, kernels.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        tried.add(f"{self.__module__}.{self.__name__}")
-        run(self, *args, grid=grid, warmup=True, **options)
-
-    # A device that answers for the chip, under a number that no device has.
-    driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: target, get_current_device=lambda: -1, get_current_stream=lambda device: 0
-        )
-    )
-    kernels.run = compile_only
-    try:
-        yield
-    finally:
-        driver._active, kernels.run = was, run
 
 
 def _root_cause(e: BaseException) -> str:

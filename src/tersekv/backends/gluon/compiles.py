@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from functools import cache
 from pathlib import Path
 
 import torch
 import triton
 
+from ..host.compile_only import cache_dir, kernel_sources_hash
 from ..host.versions import RANGE, is_tested
 
 _LIMIT_S = 1800.0  # on a busy machine; one core of an EPYC takes half a minute
@@ -87,16 +87,5 @@ def _store_result(path: Path, found: dict) -> None:
 
 
 def _result_path(version: str, op: str) -> Path:
-    key = hashlib.sha256(f"{version} {_kernel_sources_hash()}".encode()).hexdigest()[:16]
-    return Path(triton.knobs.cache.dir) / "tersekv" / f"{op}-{key}.json"
-
-
-@cache
-def _kernel_sources_hash() -> str:
-    """Returns a hash of the kernels' sources."""
-    found = hashlib.sha256()
-    backends = Path(__file__).parent.parent
-    for folder in ("gluon", "host", "triton"):
-        for path in sorted((backends / folder).rglob("*.py")):
-            found.update(path.read_bytes())
-    return found.hexdigest()
+    key = hashlib.sha256(f"{version} {kernel_sources_hash()}".encode()).hexdigest()[:16]
+    return cache_dir() / "tersekv" / f"{op}-{key}.json"

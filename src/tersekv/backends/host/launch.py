@@ -17,9 +17,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...formats import BLOCK, GROUP, INDEX, NONE, STORED_FORMATS, TENSOR, TOKEN_HEAD, UE8M0
+from .cache_keys import hash_callees_first
 from .versions import compiler_options, launcher
 
 _log = logging.getLogger("tersekv")
+absent_num_sms = 132  # of a chip that is planned for and not there: Hopper's
 # (code, scale) pairs that the kernels implement.
 _KNOWN_FORMATS = {
     ("bf16", NONE), ("fp16", NONE), ("e4m3", TENSOR), ("e5m2", TENSOR), ("e4m3", TOKEN_HEAD), ("int8", TOKEN_HEAD),
@@ -73,10 +75,10 @@ def has_tma(f: SimpleNamespace) -> bool:
 
 
 def num_sms(f: SimpleNamespace) -> int:
-    """Returns the number of SMs of the call's device; 132 (Hopper's) for a plan without a device."""
+    """Returns the number of SMs of the call's device; `absent_num_sms` for a plan without a device."""
     if f.device.type == "cuda" and torch.cuda.is_available():
         return _num_sms(f.device)
-    return 8 if interpreting() else 132
+    return 8 if interpreting() else absent_num_sms
 
 
 @cache
@@ -179,6 +181,7 @@ class CompiledKernel:
     def compile_and_launch(self, grid: tuple[int, ...], args: tuple) -> None:
         """Compile and launch through Triton; keep the launcher for later launches."""
         start = time.perf_counter()
+        hash_callees_first(self.fn)
         try:
             k = self.fn[grid](*args, **self.options)
         except Exception as e:

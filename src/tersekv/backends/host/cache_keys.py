@@ -1,0 +1,49 @@
+"""Keys in Triton's cache on disk that do not depend on what a process compiled before.
+
+NOTE: Triton hashes, with a function, the global constants of those functions that it calls that were hashed already. So
+a kernel had one key in a process that began with it, and another behind a kernel that shares a function with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import CodeType, ModuleType
+from typing import Any
+
+
+def hash_callees_first(fn: Any, seen: set[int] | None = None) -> None:
+    """Hash whatever a kernel calls, then the kernel."""
+    seen = set() if seen is None else seen
+    if id(fn) in seen or getattr(fn, "hash", "") is not None:  # interpreted, or hashed
+        return
+    seen.add(id(fn))
+    for callee in _callees(fn):
+        hash_callees_first(callee, seen)
+    fn.cache_key  # noqa: B018 (a property that computes it)
+
+
+def _callees(fn: Any) -> Iterator[Any]:
+    """Yields the kernel functions that the names in a function's code may mean, in the order of its code."""
+    function = fn.fn
+    outer, names = inspect.getclosurevars(function).nonlocals, [*_names(function.__code__)]
+    for name in names:
+        found = outer.get(name, function.__globals__.get(name))
+        if isinstance(found, ModuleType):
+            yield from filter(_is_jit, (getattr(found, attribute, None) for attribute in names))
+        elif isinstance(found, type):
+            yield from filter(_is_jit, vars(found).values())
+        elif _is_jit(found):
+            yield found
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    yield from code.co_freevars
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_jit(x: Any) -> bool:
+    return hasattr(type(x), "cache_key") and hasattr(x, "fn")

@@ -1,0 +1,108 @@
+"""`tersekv warm-up`: fill a folder with the kernels that a model will need in vLLM, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..integrations.vllm_pages import FORMATS, known, pages_of
+from ..integrations.vllm_warm_up import Limits, calls
+from ..ops.compile_workers import Chip, compile_ahead, on_meta
+from .arguments import complain, positive, words
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="CONFIG.json", required=True, type=Path, help="as Hugging Face has it")
+    parser.add_argument(
+        "--formats", metavar="DTYPES", type=_dtypes, default=("auto",),
+        help="comma-separated values of vLLM's --kv-cache-dtype; default: auto",
+    )  # fmt: skip
+    parser.add_argument("--out", metavar="DIR", required=True, type=Path, help="the folder, for TRITON_CACHE_DIR")
+    parser.add_argument("--arch", metavar="SM", type=positive, default=90, help="default: %(default)s, Hopper")
+    parser.add_argument("--num-sms", metavar="N", type=positive, default=132, help="of the GPU; default: %(default)s")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the model; default: %(default)s")
+    parser.add_argument("--processes", metavar="N", type=positive, help="default: one for each core, at most 16")
+    for option, default in (
+        ("block-size", 16), ("max-num-seqs", 256), ("max-num-batched-tokens", 8192), ("tensor-parallel-size", 1),
+    ):  # fmt: skip
+        what = f"vLLM's --{option}; default: %(default)s"
+        parser.add_argument(f"--{option}", metavar="N", type=positive, default=default, help=what)
+    parser.add_argument("--max-model-len", metavar="N", type=positive, help="vLLM's; default: the model's")
+    parser.add_argument("--drafts", metavar="N", type=int, default=0, help="of speculative decoding; default: none")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0: all is compiled; 1: not all; 2: what was asked for is wrong."""
+    path = args.model / "config.json" if args.model.is_dir() else args.model
+    try:
+        config = json.loads(path.read_text())
+        args.out.mkdir(parents=True, exist_ok=True)
+        wanted = [made for name in args.formats for made in calls_of(config, name, args)]
+    except (OSError, ValueError) as e:
+        return complain(args, f"--model {args.model}: {e}")
+    except KeyError as e:
+        return complain(args, f"--model {args.model}: want the config.json of a language model, which has {e}")
+    options = {"processes": args.processes, "cache_dir": args.out, "say": partial(print, flush=True)}
+    results = [compile_ahead(made, Chip(args.arch, args.num_sms), **options) for made in wanted]
+    if not any(results):
+        print(f"{args.out} has all of it")
+    print(f"TRITON_CACHE_DIR={args.out.absolute()}")
+    return 1 if any(found.failed for found in results if found is not None) else 0
+
+
+def calls_of(config: dict[str, Any], cache_dtype: str, args: argparse.Namespace) -> list[list[partial]]:
+    """The calls of vLLM's batches in each kind of layer of a model, on meta tensors."""
+    model = config.get("text_config", config)
+    if model.get("kv_lora_rank") is not None:
+        raise ValueError("want a model that caches K and V, got latent attention (kv_lora_rank)")
+    q_heads, ranks = model["num_attention_heads"], args.tensor_parallel_size
+    kv_heads = model.get("num_key_value_heads") or q_heads
+    dim = model.get("head_dim") or model["hidden_size"] // q_heads
+    if q_heads % ranks:
+        raise ValueError(f"want num_attention_heads divisible by --tensor-parallel-size, got {q_heads} and {ranks}")
+    new = partial(torch.empty, device="meta")
+    dtype, size = _DTYPES[args.dtype], args.block_size
+    kind = FORMATS.get(cache_dtype)
+    storage, row = (dtype, 2 * dim) if kind is None else (kind.dtype, kind.row_bytes(dim, dim) // kind.dtype.itemsize)
+    cache = new(64, max(kv_heads // ranks, 1), size, row, dtype=storage)
+    pages = pages_of(cache, cache_dtype, dim, new((), dtype=torch.float32), new((), dtype=torch.float32))
+    columns = -(-(args.max_model_len or model["max_position_embeddings"]) // size)
+    like = SimpleNamespace(
+        limits=Limits(args.max_num_seqs, args.max_num_batched_tokens, 1 + args.drafts),
+        block_table=new(1, columns, dtype=torch.int32), seq_lens=new(1, dtype=torch.int32),
+        slot_mapping=new(1, dtype=torch.int64),
+    )  # fmt: skip
+    q = new(1, q_heads // ranks, dim, dtype=dtype)
+    sinks = new(q_heads // ranks, dtype=torch.float32) if model.get("model_type") == "gpt_oss" else None
+    softcap, found = float(model.get("attn_logit_softcapping") or 0.0), []
+    for window in windows(model):
+        # In the order of `TersekvImpl.forward`: an engine with equal calls then finds that they are done.
+        options = {"softmax_scale": dim**-0.5, "window": window, "sinks": sinks, "softcap": softcap}
+        found.append([*calls(q, on_meta(pages), like, True, options)])
+    return found
+
+
+def windows(model: dict[str, Any]) -> list[int | None]:
+    """What the layers of a model see: all keys, or a window of them, or some this and some that."""
+    window, kinds = model.get("sliding_window"), model.get("layer_types")
+    if window is None or model.get("use_sliding_window") is False:
+        return [None]
+    if kinds is None:
+        return [window]
+    return [w for w, kind in ((None, "full_attention"), (window, "sliding_attention")) if kind in kinds]
+
+
+def _dtypes(text: str) -> tuple[str, ...]:
+    """A comma-separated list of vLLM's cache dtypes and tersekv's."""
+    try:
+        return tuple(known(word) for word in words(text)) or ("auto",)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
