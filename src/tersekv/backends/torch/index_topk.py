@@ -22,10 +22,12 @@ def configure(f: SimpleNamespace) -> None:
 @without_autocast
 def run(call: Any, config: None) -> None:
     visible = call.visible.to(torch.int64).clamp(0, call.scores.shape[-1])
-    take(call, call.scores, visible, call.visible.to(torch.int64), call.open_group, call.out, call.out_lens)
+    store_topk_columns_and_counts(
+        call, call.scores, visible, call.visible.to(torch.int64), call.open_group, call.out, call.out_lens
+    )
 
 
-def take(
+def store_topk_columns_and_counts(
     call: Any, scores: Tensor, visible: Tensor, group: Tensor, is_open: Tensor | None, out: Tensor,
     out_lens: Tensor | None,
 ) -> None:  # fmt: skip

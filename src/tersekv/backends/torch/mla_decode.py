@@ -13,7 +13,7 @@ from tersekv.formats import BATCH_INVARIANCE, LATENT_SINKS, LISTS, latent_format
 from .exact import without_autocast
 from .gather import KeySlots, PagedRows, dequant_blocks
 from .key_lists import KeySet, attend_to_lists, listed_keys
-from .online_softmax import Results, attend, call_scale, finalize_to_out_and_lse, rows_by_kv_head
+from .online_softmax import Results, attend_to_batch_keys, call_scale, finalize_to_out_and_lse, rows_by_kv_head
 from .quantize import why_no_codec
 from .requests import MaskAndSoftcap, request_batches, why_not_batch_invariant
 
@@ -42,7 +42,7 @@ def run(call: Any, config: None) -> None:
         results.write(call, kv_scale * call_scale(call, "out_scale"))
         return
     for batch in request_batches(call, MaskAndSoftcap(), source.num_pages, source.page_size):
-        state = attend([rows_by_kv_head(x, batch, 1) for x in q], source, batch, MaskAndSoftcap())
+        state = attend_to_batch_keys([rows_by_kv_head(x, batch, 1) for x in q], source, batch, MaskAndSoftcap())
         if state is not None:
             results.put(batch, *finalize_to_out_and_lse(state, call.sinks, 1))
     results.write(call, kv_scale * call_scale(call, "out_scale"))

@@ -119,27 +119,29 @@ def chunk_slots(call: Any, chunk: int, max_rows: int) -> RowSlots:
 def gather_latents(call: Any, chunk: int, max_rows: int) -> tuple[Tensor, Tensor, list[int]]:
     """Returns dequantized latents [M, L], rotary parts [M, R] and the requests' first rows [B + 1] of a chunk."""
     slots = chunk_slots(call, chunk, max_rows)
-    return *_load(call, slots), slots.first
+    return *_load_dequantized_latents(call, slots), slots.first
 
 
-def _load(call: Any, slots: RowSlots) -> tuple[Tensor, Tensor]:
+def _load_dequantized_latents(call: Any, slots: RowSlots) -> tuple[Tensor, Tensor]:
     return load_and_dequantize_latents(
         call.ckv, call.kpe, call.ckv_scale_cache, slots.at, latent_format(call.format), _kv_scale(call)
     )
 
 
-def up_project(codes: Tensor, scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None) -> Tensor:
+def up_project_latents_to_fp32(
+    latents: Tensor, latent_scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None
+) -> Tensor:
     """Returns codes [M, L] × weight [N, L] → [M, N] fp32. With scales (of codes [M, L/128], of weight [N, L/128]) the
     partial sums of 128 columns are scaled before they are added.
     """
-    codes, weight = codes.to(torch.float32), weight.to(torch.float32)
-    if scales is None or weight_scales is None:
-        return codes @ weight.T
-    out = torch.zeros(codes.shape[0], weight.shape[0], dtype=torch.float32, device=codes.device)
-    for group in range(scales.shape[1]):
+    latents, weight = latents.to(torch.float32), weight.to(torch.float32)
+    if latent_scales is None or weight_scales is None:
+        return latents @ weight.T
+    out = torch.zeros(latents.shape[0], weight.shape[0], dtype=torch.float32, device=latents.device)
+    for group in range(latent_scales.shape[1]):
         columns = slice(group * LATENT_GROUP, (group + 1) * LATENT_GROUP)
-        partial = codes[:, columns] @ weight[:, columns].T
-        out += partial * (scales[:, group, None] * weight_scales[:, group])
+        partial = latents[:, columns] @ weight[:, columns].T
+        out += partial * (latent_scales[:, group, None] * weight_scales[:, group])
     return out
 
 
@@ -183,7 +185,7 @@ def _merge_attention_to_chunk(
     """Merge the attention over one chunk's rows into (out, lse)."""
     dtype, heads, dim_v = call.q.dtype, call.q.shape[1], call.out.shape[2]
     dim = call.q.shape[2] - call.kpe.shape[2] + dim_v
-    (latent, k_pe), rows = _load(call, slots), slots.first
+    (latent, k_pe), rows = _load_dequantized_latents(call, slots), slots.first
     scales = weight_scales = None
     if call.kv_b_proj_scale is None:
         latent = latent.to(dtype)
@@ -196,7 +198,9 @@ def _merge_attention_to_chunk(
     for head in range(0, heads, step):
         some = slice(head, head + step)
         w = slice(some.start * dim, min(some.stop, heads) * dim)
-        kv = up_project(latent, scales, call.kv_b_proj[w], None if weight_scales is None else weight_scales[w])
+        kv = up_project_latents_to_fp32(
+            latent, scales, call.kv_b_proj[w], None if weight_scales is None else weight_scales[w]
+        )
         kv = kv.to(dtype).to(torch.float32).unflatten(1, (-1, dim)).transpose(0, 1)  # [h, M, Dn + Dv]
         for b in range(len(cached)):
             keys = slice(rows[b], rows[b + 1])

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..host.bind import WORKSPACE, BoundLaunches, HostAction, KernelLaunch, LaunchSequence, TensorArg, Workspace
 from ..host.kernel_config import KernelConfig
-from .parts.index_scores import row_args, row_config, score_launch, why_not_scores
-from .parts.index_topk import topk_launch
+from .parts.index_scores import index_score_launch, request_search_args, request_search_constants, why_not_scores
+from .parts.index_topk import index_topk_launch
 
 MAX_SCORES = 1 << 26  # of the workspace: 256 MB
 _MAX_CACHED_BYTES = 64 << 20  # a workspace that is kept between calls
@@ -38,16 +38,16 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
     num_rows, width = f.out.shape[0], f.width if f.page_table.shape[1] and f.k_cache.shape[0] else 0
     step = max(1, min(num_rows, MAX_SCORES // max(width * lines, 1)))
     scores, strides = TensorArg(WORKSPACE), (width * lines, width)
-    arguments = row_args(f) | {
+    arguments = request_search_args(f) | {
         "VISIBLE": None, "OPEN_GROUP": None, "HAS_GROUP": f.open_group, "KEYS": f.block,
-        "cfg": RowConfig(**row_config(f)),
+        "cfg": RowConfig(**request_search_constants(f)),
     }  # fmt: skip
     launches: list[KernelLaunch] = []
     for start in range(0, num_rows, step):
         rows = range(start, min(start + step, num_rows))
         if width:
-            launches.append(score_launch(f, scores, strides, rows, width))
-        launches.append(topk_launch(f, scores, strides, rows, width, arguments))
+            launches.append(index_score_launch(f, scores, strides, rows, width))
+        launches.append(index_topk_launch(f, scores, strides, rows, width, arguments))
     return LaunchSequence(*launches, workspace=Workspace(max(step * width * lines, 1), None, _MAX_CACHED_BYTES))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..host import launch
 from ..host.bind import BoundLaunches, LaunchSequence, TensorArg, tensor_args
-from .parts.index_topk import topk_launch
+from .parts.index_topk import index_topk_launch
 
 
 def why_not(f: SimpleNamespace) -> str | None:
@@ -23,7 +23,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence:
     }  # fmt: skip
     strides = f.scores.stride[0], f.scores.stride[1] if len(f.scores.shape) == 3 else 0
     rows = range(f.out.shape[0])
-    return LaunchSequence(topk_launch(f, TensorArg("scores"), strides, rows, f.scores.shape[-1], arguments))
+    return LaunchSequence(index_topk_launch(f, TensorArg("scores"), strides, rows, f.scores.shape[-1], arguments))
 
 
 def run(call: Any, config: LaunchSequence) -> None:

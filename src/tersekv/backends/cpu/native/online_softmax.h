@@ -46,10 +46,10 @@ struct SoftmaxState {
 
 // Turns scores s [padded] into P against the new row_max, in place. Returns the rescale of older acc_o.
 inline float online_softmax_step(float* s, int64_t padded, SoftmaxState& r) {
-    VecF most = all(r.top);
+    VecF most = broadcast(r.top);
     for (int64_t t = 0; t < padded; t += W) most = max_nan_last(load<VecF>(s + t), most);
-    float top = max_of(most);
-    VecF base = all(top == NEGATIVE_INFINITY ? 0.0f : top);  // all masked so far: −inf − −inf would be NaN
+    float top = reduce_max(most);
+    VecF base = broadcast(top == NEGATIVE_INFINITY ? 0.0f : top);  // all masked so far: −inf − −inf would be NaN
     VecF total = {};
     for (int64_t t = 0; t < padded; t += W) {
         VecF p = exp2(load<VecF>(s + t) - base);
@@ -57,8 +57,8 @@ inline float online_softmax_step(float* s, int64_t padded, SoftmaxState& r) {
         total += p;
     }
     float old = 1.0f;
-    if (top != r.top) old = r.top == NEGATIVE_INFINITY ? 0.0f : exp2(all(r.top - top))[0];
-    r.total = r.total * old + sum(total);
+    if (top != r.top) old = r.top == NEGATIVE_INFINITY ? 0.0f : exp2(broadcast(r.top - top))[0];
+    r.total = r.total * old + reduce_add(total);
     r.top = top;
     return old;
 }

@@ -13,12 +13,12 @@
 namespace {
 
 // Column of the i-th of 64 unpacked columns, of keys and of values.
-constexpr int64_t key_order(int64_t dtype, int64_t i) {
+constexpr int64_t query_column_of_key_word(int64_t dtype, int64_t i) {
     int64_t chunk = i / 8;
     if (dtype == BF16) return i;
     return is_4_bit(dtype) ? chunk * 8 + i % 8 / 2 + i % 2 * 4 : chunk % 4 * 16 + chunk / 4 * 8 + i % 8;
 }
-constexpr int64_t value_order(int64_t dtype, int64_t i) {
+constexpr int64_t column_of_value_lane(int64_t dtype, int64_t i) {
     int64_t v = i / 16, lane = i % 16 / 4, j = i % 4;
     if (dtype == BF16) return v / 2 * 32 + lane * 8 + v % 2 * 4 + j;
     return is_4_bit(dtype) ? j * 16 + lane * 4 + v : lane * 16 + v * 4 + j;
@@ -74,14 +74,14 @@ struct Codes {
     }
 
     // Prefetches as many cache lines of the next tile as n rows of this one take in these columns.
-    INLINE void ask(const Rows& rows, int64_t n, int64_t c) const {
+    INLINE void prefetch_rows(const Rows& rows, int64_t n, int64_t c) const {
         if (LINES == 0 && c % 128 != 0) return;
-        for (int64_t i = 0; i < n * (LINES ? LINES : 1); i++) rows.ahead->some();
+        for (int64_t i = 0; i < n * (LINES ? LINES : 1); i++) rows.ahead->prefetch_line();
     }
 };
 
-// Reduces sixteen vectors to their sums, in the order of `place_of_sum`.
-INLINE __m512 sums_of(const __m512 (&x)[16]) {
+// Reduces sixteen vectors to their sums, in the order of `lane_order_of_sum`.
+INLINE __m512 reduce_16_vectors(const __m512 (&x)[16]) {
     __m512 a[8], b[4], c[2];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[i], x[i + 8]), _mm512_unpackhi_ps(x[i], x[i + 8]));
@@ -97,13 +97,13 @@ INLINE __m512 sums_of(const __m512 (&x)[16]) {
     return lanes(c[0], c[1]);
 }
 // Index of the vector whose sum is in lane i.
-constexpr int place_of_sum(int i) { return i % 2 * 8 + i / 2 % 2 * 4 + i / 4 % 2 * 2 + i / 8; }
+constexpr int lane_order_of_sum(int i) { return i % 2 * 8 + i / 2 % 2 * 4 + i / 4 % 2 * 2 + i / 8; }
 
 // QK: scores of a tile for queries [ROWS, columns], 16 / ROWS keys at a time; past the tile's end the last key is
 // repeated.
 template <int64_t DTYPE, int ROWS>
 void scores_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns, const uint32_t* queries, float* out) {
-    if constexpr (is_4_bit(DTYPE)) return nibble_scores<DTYPE, ROWS>(rows, scales, columns, queries, out);
+    if constexpr (is_4_bit(DTYPE)) return compute_scores_4_bit<DTYPE, ROWS>(rows, scales, columns, queries, out);
     constexpr int KEYS = 16 / ROWS;
     Codes<DTYPE> codes(columns);
     int64_t units = round_up(columns, SPAN) / 2;
@@ -115,21 +115,21 @@ void scores_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns
         for (__m512& x : sum) x = _mm512_setzero_ps();
         for (int64_t c = 0; c < columns; c += SPAN) {
             codes.at(c);
-            codes.ask(rows, KEYS, c);
+            codes.prefetch_rows(rows, KEYS, c);
 #pragma GCC unroll 16
             for (int i = 0; i < KEYS; i++) {
                 VectorPair x = codes.keys(row[i]);
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) {
                     const uint32_t* q = queries + r * units + c / 2;
-                    __m512& to = sum[place_of_sum(r * KEYS + i)];
+                    __m512& to = sum[lane_order_of_sum(r * KEYS + i)];
                     to = _mm512_dpbf16_ps(to, (__m512bh)x.first, (__m512bh)_mm512_loadu_si512(q));
                     to = _mm512_dpbf16_ps(to, (__m512bh)x.second, (__m512bh)_mm512_loadu_si512(q + 16));
                 }
             }
         }
         float each[16];
-        _mm512_storeu_ps(each, sums_of(sum));
+        _mm512_storeu_ps(each, reduce_16_vectors(sum));
         for (int r = 0; r < ROWS; r++) memcpy(out + r * BLOCK_N + t, each + r * KEYS, KEYS * sizeof(float));
     }
 }
@@ -163,7 +163,7 @@ struct ProbabilityTile {
 
 // PV: acc_o [ROWS, columns] += P × values of a tile.
 template <int64_t DTYPE, int ROWS>
-void values_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns, const ProbabilityTile& packed_p, float* out, int64_t stride) {
+void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns, const ProbabilityTile& packed_p, float* out, int64_t stride) {
     const uint32_t* of_rows = packed_p.units;
     Codes<DTYPE> codes(columns);
     BlockScaledP<ROWS> by_block;  // e2m1 only
@@ -180,7 +180,7 @@ void values_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns
         for (int64_t t = 0; t < rows.count; t += 2) {
             __m512i units[4];
             codes.values(rows, t, units);
-            codes.ask(rows, 2, c);
+            codes.prefetch_rows(rows, 2, c);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r++) {
                 __m512i w;
@@ -200,13 +200,13 @@ void values_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns
 }
 
 template <int64_t DTYPE>
-void dispatch_values_rows(const Rows& rows, const Rows& scales, int64_t columns, const ProbabilityTile& packed_p, int64_t count,
+void dispatch_accumulate_pv_rows(const Rows& rows, const Rows& scales, int64_t columns, const ProbabilityTile& packed_p, int64_t count,
                    float* out, int64_t stride) {
     for (int64_t r = 0; r < count; r += 4, out += 4 * stride) switch (count - r) {
-            case 1: values_small_m_kernel<DTYPE, 1>(rows, scales, columns, packed_p.from(r), out, stride); break;
-            case 2: values_small_m_kernel<DTYPE, 2>(rows, scales, columns, packed_p.from(r), out, stride); break;
-            case 3: values_small_m_kernel<DTYPE, 3>(rows, scales, columns, packed_p.from(r), out, stride); break;
-            default: values_small_m_kernel<DTYPE, 4>(rows, scales, columns, packed_p.from(r), out, stride);
+            case 1: accumulate_pv_small_m_kernel<DTYPE, 1>(rows, scales, columns, packed_p.from(r), out, stride); break;
+            case 2: accumulate_pv_small_m_kernel<DTYPE, 2>(rows, scales, columns, packed_p.from(r), out, stride); break;
+            case 3: accumulate_pv_small_m_kernel<DTYPE, 3>(rows, scales, columns, packed_p.from(r), out, stride); break;
+            default: accumulate_pv_small_m_kernel<DTYPE, 4>(rows, scales, columns, packed_p.from(r), out, stride);
         }
 }
 
@@ -239,9 +239,9 @@ inline void scores_small_m(Bf16Packing, int64_t dtype, const Rows& rows, const R
     SMALL_M_BY_DTYPE(dtype, dispatch_scores_rows, rows, scales, columns, queries, count, out)
 }
 
-inline void accumulate_values_small_m(Bf16Packing, int64_t dtype, const Rows& rows, const Rows& scales, int64_t columns,
+inline void accumulate_pv_small_m(Bf16Packing, int64_t dtype, const Rows& rows, const Rows& scales, int64_t columns,
                           const ProbabilityTile& packed_p, int64_t count, float* out, int64_t stride) {
-    SMALL_M_BY_DTYPE(dtype, dispatch_values_rows, rows, scales, columns, packed_p, count, out, stride)
+    SMALL_M_BY_DTYPE(dtype, dispatch_accumulate_pv_rows, rows, scales, columns, packed_p, count, out, stride)
 }
 
 // For codes that may be NaN; integers need no test of the tile.
@@ -253,7 +253,7 @@ inline void unpack_values_small_m(Bf16Packing, int64_t dtype, const Rows& rows, 
     }
 }
 
-// Packs a query row, its columns in the order of `key_order`. Returns the sum of its columns.
+// Packs a query row, its columns in the order of `query_column_of_key_word`. Returns the sum of its columns.
 inline float pack_query_small_m(Bf16Packing, const char* row, int64_t dtype, int64_t columns, int64_t keys, uint32_t* out) {
     int64_t size = dtype == F32 ? 4 : dtype == E4M3 || dtype == E5M2 ? 1 : 2;
     float sum = 0.0f;
@@ -261,19 +261,19 @@ inline float pack_query_small_m(Bf16Packing, const char* row, int64_t dtype, int
         float x[SPAN] = {};
         read_floats(row + c * size, dtype, x, columns - c < SPAN ? columns - c : SPAN);
         for (int64_t i = 0; i < SPAN; i += 2) {
-            float pair[2] = {x[key_order(keys, i)], x[key_order(keys, i + 1)]};
-            *out++ = pack_one(Bf16Packing(), pair);
+            float pair[2] = {x[query_column_of_key_word(keys, i)], x[query_column_of_key_word(keys, i + 1)]};
+            *out++ = pack_word(Bf16Packing(), pair);
             sum += pair[0] + pair[1];
         }
     }
     return sum;
 }
 
-// Reorders a row of acc_o from the order of `value_order` to columns.
+// Reorders a row of acc_o from the order of `column_of_value_lane` to columns.
 inline void reorder_columns_small_m(Bf16Packing, int64_t dtype, int64_t columns, float* row) {
     for (int64_t c = 0; c < columns; c += SPAN, row += SPAN) {
         float x[SPAN];
-        for (int64_t i = 0; i < SPAN; i++) x[value_order(dtype, i)] = row[i];
+        for (int64_t i = 0; i < SPAN; i++) x[column_of_value_lane(dtype, i)] = row[i];
         memcpy(row, x, sizeof x);
     }
 }

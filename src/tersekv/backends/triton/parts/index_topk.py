@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ...host import launch
 from ...host.bind import KernelLaunch, TensorArg
-from .index_scores import find_request, row_positions
+from .index_scores import positions_of_rows_in_request, request_of_row
 
 _MAX_BLOCK = 8192  # columns that are looked at together
 _NAN_KEY = tl.constexpr(1)
@@ -23,7 +23,7 @@ _KEPT_KEY = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
-def load_keys(p_scores, column, visible, keep_first, keep_last):
+def load_radix_keys(p_scores, column, visible, keep_first, keep_last):
     """Loads scores as uint32 in their order; 0: not to be taken, 1: NaN, the largest: taken before all others."""
     valid = column < visible
     x = tl.load(p_scores + column, mask=valid, other=float("-inf"))
@@ -37,14 +37,14 @@ def load_keys(p_scores, column, visible, keep_first, keep_last):
 
 
 @triton.jit
-def radix_pass(
+def radix_select_pass(
     p_scores, visible, keep_first, keep_last, prefix, rest, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Finds 8 more bits, from bit SHIFT on, of the rest-largest key among those that begin with prefix. Returns the
     longer prefix, and how many keys that begin with it are left to take."""
     counts = tl.zeros([256], tl.int32)
     for begin in range(0, visible, BLOCK):
-        key = load_keys(p_scores, begin + tl.arange(0, BLOCK), visible, keep_first, keep_last)
+        key = load_radix_keys(p_scores, begin + tl.arange(0, BLOCK), visible, keep_first, keep_last)
         mine = key > 0
         if SHIFT < 24:
             mine = mine & ((key >> (SHIFT + 8)) == (prefix >> (SHIFT + 8)))
@@ -57,13 +57,13 @@ def radix_pass(
 
 
 @triton.jit
-def smallest_key_taken(p_scores, visible, k, keep_first, keep_last, BLOCK: tl.constexpr):
+def find_topk_threshold_and_ties(p_scores, visible, k, keep_first, keep_last, BLOCK: tl.constexpr):
     """Returns (the smallest key of the k largest, how many of the keys equal to it are taken)."""
     prefix, rest = tl.full([], 0, tl.uint32), k
-    prefix, rest = radix_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 24, BLOCK)
-    prefix, rest = radix_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 16, BLOCK)
-    prefix, rest = radix_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 8, BLOCK)
-    return radix_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 0, BLOCK)
+    prefix, rest = radix_select_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 24, BLOCK)
+    prefix, rest = radix_select_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 16, BLOCK)
+    prefix, rest = radix_select_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 8, BLOCK)
+    return radix_select_pass(p_scores, visible, keep_first, keep_last, prefix, rest, 0, BLOCK)
 
 
 @triton.jit(do_not_specialize=["B", "first_row", "width", "keep_first", "keep_last"])
@@ -83,8 +83,8 @@ def index_topk_kernel(
         if OPEN_GROUP is not None:
             is_open = tl.load(OPEN_GROUP + t) != 0
     else:
-        b = find_request(CU_SEQLENS_Q, B, t, cfg)
-        position = row_positions(SEQ_LENS, CU_SEQLENS_Q, B, b, t.to(tl.int64), cfg)
+        b = request_of_row(CU_SEQLENS_Q, B, t, cfg)
+        position = positions_of_rows_in_request(SEQ_LENS, CU_SEQLENS_Q, B, b, t.to(tl.int64), cfg)
         group = (position + 1) // cfg.RATIO
         columns = (group + KEYS - 1) // KEYS
         is_open = (position + 1) % cfg.RATIO > 0
@@ -93,13 +93,13 @@ def index_topk_kernel(
     p_out = OUT + t.to(tl.int64) * stride_ot + line * stride_oh
     threshold, ties = tl.full([], 1, tl.uint32), visible + 1
     if visible > k:
-        threshold, ties = smallest_key_taken(p_scores, visible, k, keep_first, keep_last, BLOCK)
+        threshold, ties = find_topk_threshold_and_ties(p_scores, visible, k, keep_first, keep_last, BLOCK)
         if threshold == 0:  # fewer than k may be taken
             threshold, ties = tl.full([], 1, tl.uint32), visible + 1
     count = 0
     for begin in range(0, visible, BLOCK):
         column = begin + tl.arange(0, BLOCK)
-        key = load_keys(p_scores, column, visible, keep_first, keep_last)
+        key = load_radix_keys(p_scores, column, visible, keep_first, keep_last)
         more, equal = key > threshold, key == threshold
         # Both counts in one scan; a block has fewer than 2^16 columns.
         both = tl.cumsum((more.to(tl.int32) << 16) + equal.to(tl.int32), 0)
@@ -119,7 +119,7 @@ def index_topk_kernel(
         tl.store(p_out + o_out, -1, mask=(o_out >= count) & (o_out < COLUMNS_OUT))
 
 
-def topk_launch(
+def index_topk_launch(
     f: SimpleNamespace, scores: TensorArg, strides: tuple[int, int], rows: range, width: int, arguments: dict[str, Any]
 ) -> KernelLaunch:
     """Returns the launch that takes columns of some rows.

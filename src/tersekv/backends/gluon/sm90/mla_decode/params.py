@@ -7,12 +7,12 @@ from triton.experimental.gluon import language as gl
 
 from ....triton.parts.dequant import E4M3_PTX
 from ...versions import reinterpret
-from ..parts.combine import count_splits, store_split_metadata
+from ..parts.combine import num_splits_of_tile, store_split_metadata
 from ..parts.dequant import load_scale
 from ..parts.online_softmax import LOG2E
 from ..parts.tile_scheduler import (
-    find_cta_block_range_and_length,
-    find_cta_block_range_and_request,
+    find_cta_range_bounds_and_blocks_per_range,
+    find_cta_range_bounds_blocks_per_range_and_request,
     find_request_and_base_of_block,
 )
 
@@ -123,11 +123,11 @@ def make_cta_range(
 ):
     """Returns this CTA's CtaRange. block_counts: of `load_block_counts_of_all_requests`, if BLOCK_B holds all."""
     if fits_all_requests(cfg):
-        block_begin, block_end, blocks_per_range, i_request, n_block_base = find_cta_block_range_and_request(
-            block_counts, i_range, num_ranges, cfg
+        block_begin, block_end, blocks_per_range, i_request, n_block_base = (
+            find_cta_range_bounds_blocks_per_range_and_request(block_counts, i_range, num_ranges, cfg)
         )
     else:
-        block_begin, block_end, blocks_per_range = find_cta_block_range_and_length(
+        block_begin, block_end, blocks_per_range = find_cta_range_bounds_and_blocks_per_range(
             SEQ_LENS, CU_SEQLENS_Q, B, i_range, num_ranges, cfg
         )
         i_request, n_block_base = find_request_and_base_of_block(
@@ -187,7 +187,7 @@ def zero_oob_rows_in_smem(smem_tiles, first_tile, NUM_TILES: gl.constexpr, num_v
 def store_num_splits(tensors, work_tile, cta_range, cfg: gl.constexpr):
     """Stores the number of splits of a work tile that begins in this CTA."""
     i_cta = cta_range.i_cta
-    num_splits = count_splits(work_tile, cta_range.blocks_per_range, i_cta // cfg.HEADS)
+    num_splits = num_splits_of_tile(work_tile, cta_range.blocks_per_range, i_cta // cfg.HEADS)
     store_split_metadata(
         tensors.SPLIT_METADATA, work_tile.i_request, work_tile.m_block, cta_range.max_m_blocks, i_cta, num_splits, cfg
     )

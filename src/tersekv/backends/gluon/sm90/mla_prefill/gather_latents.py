@@ -64,7 +64,7 @@ def apply_rope_to_heads_in_place(
 
 
 @triton.jit
-def rope_queries_or_clear_outputs(
+def rope_queries_in_place_or_store_empty_outputs(
     Q, OUT, LSE, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, i_row, num_tokens, B, H, max_pos, stride_qt, stride_qh, stride_ot,
     stride_oh, stride_lt,
     stride_lh, stride_freqs_cis, DN: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, DV: tl.constexpr,
@@ -109,7 +109,7 @@ def gather_latents_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     tl.store(WORK_COUNTER + tl.arange(0, 4), tl.zeros([4], tl.int32), mask=i_row == 0)
     if IS_FIRST_CHUNK:
-        rope_queries_or_clear_outputs(
+        rope_queries_in_place_or_store_empty_outputs(
             Q, OUT, LSE, FREQS_CIS, CACHE_LENS, CU_SEQLENS_Q, i_row, num_tokens, B, H, max_pos, stride_qt, stride_qh,
             stride_ot, stride_oh,
             stride_lt, stride_lh, stride_freqs_cis, DN, R, R_PAD, DV, DV_PAD, BLOCK_H,

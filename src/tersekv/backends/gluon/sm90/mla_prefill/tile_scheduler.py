@@ -41,7 +41,7 @@ class WorkQueue(NamedTuple):
     num_rows: gl.tensor  # of the chunk
     num_m_blocks: gl.tensor  # per request, at most
     H: gl.tensor
-    heads_per_group: gl.tensor  # heads whose work tiles are scheduled together
+    heads_per_l2_group: gl.tensor  # heads whose work tiles are scheduled together
     num_work_tiles: gl.tensor
     head_stride: gl.tensor  # of q
 
@@ -135,13 +135,13 @@ def unpack_work_tile(tile_info):
 
 
 @gluon.jit
-def work_tile_coords(i_work_tile, num_m_blocks, H, heads_per_group):
+def work_tile_coords(i_work_tile, num_m_blocks, H, heads_per_l2_group):
     """Returns (request, head, m_block): late blocks first, within groups of heads."""
     i_request = i_work_tile // (num_m_blocks * H)
     i_in_request = i_work_tile % (num_m_blocks * H)
-    first_head = i_in_request // (num_m_blocks * heads_per_group) * heads_per_group
-    group_size = gl.minimum(H - first_head, heads_per_group)
-    i_in_request = i_in_request % (num_m_blocks * heads_per_group)
+    first_head = i_in_request // (num_m_blocks * heads_per_l2_group) * heads_per_l2_group
+    group_size = gl.minimum(H - first_head, heads_per_l2_group)
+    i_in_request = i_in_request % (num_m_blocks * heads_per_l2_group)
     return i_request, first_head + i_in_request % group_size, num_m_blocks - 1 - i_in_request // group_size
 
 

@@ -126,7 +126,7 @@ def warp_specialize_with_new_kv(tensors, call_scales, strides, smem_stages, code
 
 
 @gluon.jit
-def zero_padding_rows(OUT, LSE, i_token, T, strides, cfg: gl.constexpr):
+def store_empty_output_of_padding_rows(OUT, LSE, i_token, T, strides, cfg: gl.constexpr):
     """Stores output 0 and LSE −inf for query rows behind the last request."""
     stride_out_t, stride_out_h, stride_lse_t, stride_lse_h = strides
     o_d = gl.arange(0, cfg.DV, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -214,7 +214,7 @@ def prefill_kernel(
     # Wait for the previous kernel; then scales and padding.
     pdl_wait()
     strides = (stride_out_t, stride_out_h, stride_lse_t, stride_lse_h)
-    zero_padding_rows(OUT, LSE, load_q_begin(CU_SEQLENS_Q, B, True), T, strides, cfg)
+    store_empty_output_of_padding_rows(OUT, LSE, load_q_begin(CU_SEQLENS_Q, B, True), T, strides, cfg)
     score_scale = load_scale(softmax_scale, SOFTMAX_SCALE, cfg.HAS_SOFTMAX_SCALE) * LOG2E
     output_scale = load_scale(out_scale, OUT_SCALE, cfg.HAS_OUT_SCALE)
     cached_score_scale, v_scales_smem = (
