@@ -33,8 +33,8 @@ from pages import ROOT, table
 
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = {
-    "docs/index.md": ("demo",), "docs/formats.md": ("errors", "latent-errors", "demo", "demo-mla"),
-    "docs/scales.md": ("scales", "calibrated"),
+    "docs/index.md": ("demo",), "docs/formats.md": ("errors", "latent-errors", "demo-mla"),
+    "docs/scales.md": ("scales",),
     "docs/choosing.md": ("search", "outliers", "outlier-pairs"),
 }  # fmt: skip
 HEADS, DIM, TOKENS, QUERIES, RANK, ROPE = 4, 128, 1024, 32, 512, 64
@@ -190,9 +190,8 @@ def outliers() -> str:
     ways = ("", "+rotated", "+channels", "+rotated+channels")
     found = []
     for f in dict.fromkeys(word.split("/")[0] for word in plain if "/" in word):
-        kls = [(hurt[f"{f}/bf16{way}"], plain[f"{f}/bf16"]) for way in ways]
         asis = [f"{plain[f'{f}/bf16{way}']:.1e}" for way in ways[:3]]
-        found.append([f"`{f}`", *asis, *(f"{kl:.1e} ({kl / was:.3g} ×)" for kl, was in kls)])
+        found.append([f"`{f}`", *asis, *(f"{hurt[f'{f}/bf16{way}']:.1e}" for way in ways)])
     each = ("plain", "rotated", "channel scales")
     return table(("K in", *each, *(f"outliers, {way}" for way in (*each, "both"))), found)
 
@@ -222,13 +221,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "search": search,
     "outliers": outliers,
     "outlier-pairs": outlier_pairs,
-    "calibrated": lambda: table(("model", "scales", *DEMO), [
-        [model, how, *row]
-        for model, names in (("Llama-style", ("fp8_e4m3", "fp8_e5m2", "nvfp4")), ("MLA", ("fp8_e4m3", "fp8_e5m2")))
-        for how, file in (("1.0", "demo_cpu.json"), ("calibrated", "demo_cpu_calibrated.json"))
-        for row in demo({"MLA": "deepseek"}.get(model, "llama"), names, file)
-    ]),
-}  # fmt: skip
+}
 
 
 def renewed(text: str, names: Iterable[str]) -> str:

@@ -40,7 +40,6 @@ TITLES = {
     "merge_states": "merge_states: two parts, 32 heads, D 128",
 }
 EVEN = 0.995  # a ratio to a peer from here on reads 1.00, and is no loss
-STEP = 10  # of the random cells that win, the page shows one in so many
 
 
 def load(folder: Path) -> list[Record]:
@@ -63,8 +62,14 @@ def results(records: Sequence[Record]) -> str:
     chips: dict[str, list[Record]] = defaultdict(list)
     for r in records:
         chips[r["chip"]].append(r)
-    order = sorted(chips, key=lambda name: (name.startswith("CPU"), name))
+    order = sorted(
+        (name for name, own in chips.items() if any(map(is_shown, own))), key=lambda n: (n.startswith("CPU"), n)
+    )
     return "\n" + "\n".join("\n".join(section(name, chips[name])) for name in order) + "\n"
+
+
+def is_shown(r: Record) -> bool:
+    return r["us"] is not None and (r["host"] or r["op"] in OPS)
 
 
 def section(chip: str, records: list[Record]) -> Iterator[str]:
@@ -165,7 +170,7 @@ def means(timed: list[Record]) -> Iterator[str]:
 
 
 def drawn(folder: Path) -> str:
-    """Markdown: what `tersekv bench --random` found: the draws; of their cells those that lose and some of the rest."""
+    """Markdown: what `tersekv bench --random` found: the draws, and those of their cells that lose."""
     stored = [json.loads(text) for path in sorted(folder.glob("*_random_cells.json")) for text in path.open()]
     draws, cells = [r for r in stored if "random" in r], [r for r in stored if "random" not in r]
     if not draws:
@@ -180,17 +185,16 @@ def drawn(folder: Path) -> str:
 
 
 def _drawn_cells(cells: list[Record]) -> Iterator[str]:
-    """The worst first: each cell that loses, then one in STEP of those that a peer runs too."""
+    """Each cell that loses, the worst first."""
     beside = [(best[1] / r["us"], best, r) for r in cells if r["us"] is not None and (best := best_peer(r))]
     beside.sort(key=lambda x: x[0])
     lost = [x for x in beside if x[0] < EVEN]
-    others = beside[len(lost) :]
-    yield f"Each cell that loses, and one in {STEP} of the other {len(others)}; the JSON has all:\n"
+    yield "Each cell that loses; the JSON has all:\n"
     yield from table(
         ["cell", "µs", "rate", "best peer", "peer / tersekv"],
         (
             [f"{r['format']}, {drawn_cell(r)}", us(r["us"]), speed(r), peer(best), f"{ratio:.2f}"]
-            for ratio, best, r in [*lost, *others[::STEP]]
+            for ratio, best, r in lost
         ),
     )
 
@@ -283,7 +287,7 @@ def short(n: int) -> str:
 
 
 def timing(r: Record) -> str:
-    return f"{us(r['us'])} ({speed(r)})"
+    return f"{us(r['us'])} ({speed(r).replace(' ', '')})"
 
 
 def speed(r: Record) -> str:
@@ -299,7 +303,7 @@ def us(value: float) -> str:
 
 
 def peer(best: tuple[str, float] | None) -> str:
-    return f"{us(best[1])} {best[0]}" if best else "-"
+    return f"{us(best[1])} {best[0].removeprefix('flashinfer ')}" if best else "-"
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:

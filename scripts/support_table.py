@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pages
 from pages import ROOT, table
 
-FILES = {"docs/support.md": ("support",), "docs/formats.md": ("formats", "support")}
+FILES = {"docs/support.md": ("support",), "docs/formats.md": ("formats",)}
 GPU = ("gluon", "triton")  # in the order in which a plan tries them
 
 # Column -> (backends tried, compute capability × 10 or None, seen as a GPU)
