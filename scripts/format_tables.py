@@ -105,9 +105,7 @@ def errors() -> str:
     """Error of rows and of attention, K/V caches."""
     out = []
     for word in (*KV_FORMATS, *MIXED):
-        r = recipe(word)
-        bits = [8 * KV_FORMATS[f].row_bytes(DIM) / DIM for f in dict.fromkeys(r.formats)]
-        cells = [f"`{word}`", " / ".join(f"{b:g}" for b in bits)]
+        cells = [f"`{word}`"]
         for outliers in (False, True):
             k, v = rows(1, outliers), rows(2)
             small = torch.ones(DIM, dtype=torch.bool)
@@ -118,9 +116,7 @@ def errors() -> str:
             attention = relative(attend(layer, q), dense(q, k, v))
             cells += [percent(relative(read_back(layer)[..., small], k[..., small])), percent(attention)]
         out.append(cells)
-    return table(
-        ("format", "bits a value", "rows of K", "attention", "rows of K, outliers", "attention, outliers"), out
-    )
+    return table(("format", "rows of K", "attention", "rows of K, outliers", "attention, outliers"), out)
 
 
 @cache
@@ -140,9 +136,8 @@ def latent_errors() -> str:
         got = tersekv.mla_decode(q, layer, pages.expand(QUERIES, -1), full, softmax_scale=192**-0.5, backend="torch")
         stored = None if layer.ckv_scale_cache is None else layer.ckv_scale_cache.flatten(0, 1)
         read = decode_row(layer.ckv.flatten(0, 1), stored, f, torch.tensor(1.0))
-        bits = 8 * tersekv.latent_bytes_per_token(name) / (RANK + ROPE)
-        out.append([f"`{name}`", f"{bits:.3g}", percent(relative(read, kv_c)), percent(relative(_tensor(got), want))])
-    return table(("format", "bits a value", "latent rows", "attention"), out)
+        out.append([f"`{name}`", percent(relative(read, kv_c)), percent(relative(_tensor(got), want))])
+    return table(("format", "latent rows", "attention"), out)
 
 
 @cache

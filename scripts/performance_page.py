@@ -118,11 +118,11 @@ def grid(records: list[Record]) -> Iterator[str]:
     for r in records:
         cells[cell(r).replace(query(r), "")][r["format"] + query(r)] = r
     rivals = [f for f in ("bf16", "fp8_e4m3") if any(f in own and best_peer(own[f]) for own in cells.values())]
-    head = ["µs (rate)", *formats, *(f"best peer, {f}" for f in rivals)]
+    head = ["µs", *formats, *(f"best peer, {f}" for f in rivals)]
     lines = []
     for name, own in cells.items():
         peers = [peer(best_peer(own[f])) if f in own else "-" for f in rivals]
-        lines.append([name, *(timing(own[f]) if f in own else "-" for f in formats), *peers])
+        lines.append([name, *(us(own[f]["us"]) if f in own else "-" for f in formats), *peers])
     yield from table(head, lines)
 
 
@@ -191,11 +191,8 @@ def _drawn_cells(cells: list[Record]) -> Iterator[str]:
     lost = [x for x in beside if x[0] < EVEN]
     yield "Each cell that loses; the JSON has all:\n"
     yield from table(
-        ["cell", "µs", "rate", "best peer", "peer / tersekv"],
-        (
-            [f"{r['format']}, {drawn_cell(r)}", us(r["us"]), speed(r), peer(best), f"{ratio:.2f}"]
-            for ratio, best, r in lost
-        ),
+        ["cell", "µs", "best peer", "peer / tersekv"],
+        ([f"{r['format']}, {drawn_cell(r)}", us(r["us"]), peer(best), f"{ratio:.2f}"] for ratio, best, r in lost),
     )
 
 
@@ -284,10 +281,6 @@ def cell(r: Record) -> str:
 
 def short(n: int) -> str:
     return f"{n // 1024}K" if n % 1024 == 0 else str(n)
-
-
-def timing(r: Record) -> str:
-    return f"{us(r['us'])} ({speed(r).replace(' ', '')})"
 
 
 def speed(r: Record) -> str:

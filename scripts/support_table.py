@@ -49,15 +49,16 @@ def support() -> str:
 
 def _support() -> str:
     notes: dict[str, int] = {}
-    rows = []
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)  # (formats, cells) → operations
     for op in OPS:
         groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for name in dict.fromkeys(c.format for c in cases((op,))):
             mine = [(c, make(c)) for c in cases((op,), (name,))]
             groups[tuple(_cell(mine, *device, notes) for device in DEVICES.values())].append(name)
         everything = len(groups) == 1
-        rows += [(f"`{op}`", "all" if everything else ", ".join(names), *cells) for cells, names in groups.items()]
-    text = table(("operation", "formats", *DEVICES), rows)
+        for cells, names in groups.items():
+            alike["all" if everything else ", ".join(names), *cells].append(f"`{op}`")
+    text = table(("operation", "formats", *DEVICES), ((", ".join(ops), *rest) for rest, ops in alike.items()))
     return text + "".join(f"\n<sup>{number}</sup> {reason}\n" for reason, number in notes.items())
 
 
