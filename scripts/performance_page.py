@@ -217,12 +217,9 @@ def query(r: Record) -> str:
 
 
 def losses(timed: list[Record]) -> Iterator[str]:
-    """Each case slower than its best peer; then those slower than the best peer over a bf16 cache alone."""
+    """Each case slower than its best peer."""
     rivals = [(r, best, r.get("peers_format")) for r in timed if (best := best_peer(r))]
     lost = [x for x in rivals if is_lost(x)]
-    half = {place(r): best for r in timed if r["format"] == "bf16" and (best := best_peer(r))}
-    wider = [(r, half[place(r)], "bf16") for r in timed if r["format"] != "bf16" and place(r) in half]
-    wider = [x for x in wider if is_lost(x) and all(x[0] is not r for r, *_ in lost)]
     yield "### Slower than a peer\n"
     if not rivals:
         yield "No peer was timed.\n"
@@ -232,9 +229,6 @@ def losses(timed: list[Record]) -> Iterator[str]:
     else:
         yield f"A ratio from {EVEN} on counts as even, and is not listed.\n"
     yield from told(lost)
-    if wider:
-        yield "Slower than the best peer over a bf16 cache, though faster than over the cache named above:\n"
-        yield from told(wider)
 
 
 def is_lost(x: tuple[Record, tuple[str, float], str | None]) -> bool:
