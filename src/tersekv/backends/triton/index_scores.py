@@ -18,12 +18,12 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
     if 0 in f.out.shape:
         return LaunchSequence()
     if f.seq_lens.shape[0] == 0 or f.page_table.shape[1] == 0 or f.k_cache.shape[0] == 0:
-        return HostAction(_write_nothing)
+        return HostAction(_fill_minus_inf_scores)
     strides = f.out.stride[0], f.out.stride[1] if f.each else 0
     return LaunchSequence(index_score_launch(f, TensorArg("out"), strides, range(rows), width))
 
 
-def _write_nothing(call: Any) -> None:
+def _fill_minus_inf_scores(call: Any) -> None:
     call.out.fill_(float("-inf"))
 
 

@@ -33,7 +33,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
     if 0 in f.out.shape:
         return LaunchSequence()
     if f.seq_lens.shape[0] == 0:
-        return HostAction(_take_nothing)
+        return HostAction(_fill_empty_selection)
     lines = f.q.shape[1] if f.each else 1
     num_rows, width = f.out.shape[0], f.width if f.page_table.shape[1] and f.k_cache.shape[0] else 0
     step = max(1, min(num_rows, MAX_SCORES // max(width * lines, 1)))
@@ -51,7 +51,7 @@ def configure(f: SimpleNamespace) -> LaunchSequence | HostAction:
     return LaunchSequence(*launches, workspace=Workspace(max(step * width * lines, 1), None, _MAX_CACHED_BYTES))
 
 
-def _take_nothing(call: Any) -> None:
+def _fill_empty_selection(call: Any) -> None:
     call.out.fill_(-1)
     call.out_lens.zero_()
 

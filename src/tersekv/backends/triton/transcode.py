@@ -49,7 +49,7 @@ def load_layer_offset_in_elements(p_layer, COLUMN: tl.constexpr, SIZE: tl.conste
 
 
 @triton.jit
-def load_scale(
+def load_dequantizing_scale(
     p_scale, scale, p_layer, TENSOR_COLUMN: tl.constexpr, COLUMN: tl.constexpr, head, PER_HEAD: tl.constexpr
 ):
     """Returns the dequantizing scale of rows: [ROWS, 1] with one for each head, else [1, 1]."""
@@ -229,8 +229,8 @@ def transcode_rows(
     codes = load_live_rows(p_src, o_src, m_live, D // PER_ELEMENT, D_PAD // PER_ELEMENT)
     SAME_FORMAT: tl.constexpr = SRC_FORMAT.CODE == DST_FORMAT.CODE and SRC_FORMAT.SCALE == DST_FORMAT.SCALE
     if not COPY:
-        src_scale = load_scale(src[2], src[5], p_layer, 8 + SIDE, 20 + SIDE, head, SRC_PER_HEAD)
-        dst_scale = load_scale(dst[2], dst[5], p_layer, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
+        src_scale = load_dequantizing_scale(src[2], src[5], p_layer, 8 + SIDE, 20 + SIDE, head, SRC_PER_HEAD)
+        dst_scale = load_dequantizing_scale(dst[2], dst[5], p_layer, 10 + SIDE, 22 + SIDE, head, DST_PER_HEAD)
         src_attributes = (
             src[3], load_layer_offset_in_elements(p_layer, 12 + SIDE, 4), src[4],
             load_layer_offset_in_elements(p_layer, 16 + SIDE, 4),

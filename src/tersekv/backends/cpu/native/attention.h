@@ -289,7 +289,7 @@ private:
         // QK.
         tiles.small_m ? compute_scores_small_m(item, head, h, position) : compute_scores(item, head, h, position);
         int64_t first = item.row / c.group, last = (item.row + item.rows - 1) / c.group;
-        bool whole = mask_args.whole(first, last, k, k + count);
+        bool whole = mask_args.all_visible(first, last, k, k + count);
         float factor = load_scale_or_host_value(c.softmax_scale, at, 0) * (in_pages ? load_scale_or_host_value(c.k_scale, at, head) : 1.0f);
         float cap = static_cast<float>(c.softcap);
         // Per row: scale, softcap, mask, online softmax, rescale of acc_o.

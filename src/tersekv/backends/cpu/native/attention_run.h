@@ -57,8 +57,8 @@ private:
         item.rows = r.rows * c.group - item.row;
         if (item.rows > MAX_BLOCK_M) item.rows = MAX_BLOCK_M;
         MaskArgs mask_args = {r.keys, r.keys - r.rows, window_or_zero_if_all(c, r.keys), c.mask.tensor < 0 ? nullptr : at[c.mask.tensor], 0};
-        item.begin = mask_args.low(item.row / c.group);
-        item.end = mask_args.high((item.row + item.rows - 1) / c.group);
+        item.begin = mask_args.first_visible(item.row / c.group);
+        item.end = mask_args.visible_end((item.row + item.rows - 1) / c.group);
         if (item.end < item.begin) item.end = item.begin;
         return item;
     }
@@ -173,7 +173,7 @@ private:
             if (r.rows > c.max_q_len) return report_fault(TOO_MANY_ROWS, b, r.rows, c.max_q_len);
             MaskArgs mask_args = {r.keys, r.keys - r.rows, window_or_zero_if_all(c, r.keys), nullptr, 0};
             const char* table = at[c.page_table.tensor] + b * c.page_table.stride;
-            for (int64_t i = mask_args.low(0) / c.page_size, used = paged / c.page_size + (paged % c.page_size > 0); i < used; i++) {
+            for (int64_t i = mask_args.first_visible(0) / c.page_size, used = paged / c.page_size + (paged % c.page_size > 0); i < used; i++) {
                 int64_t page = read_index(table, c.page_table.dtype, i);
                 if (page < 0 || page >= c.num_pages) return report_fault(PAGE_OUTSIDE, b, c.num_pages, page);
             }

@@ -42,27 +42,27 @@ struct Codes {
 
     explicit Codes(int64_t n) : columns(n) {}
 
-    void at(int64_t c) {
+    void select_columns(int64_t c) {
         byte = c * bits_of(DTYPE) / 8;
         for (int i = 0; i < 2; i++) inside[i] = first_bytes(columns * bits_of(DTYPE) / 8 - byte - 64 * i);
     }
 
-    INLINE VectorPair keys(const uint8_t* row, __mmask64 there = ~0ull) const {
+    INLINE VectorPair load_key(const uint8_t* row, __mmask64 there = ~0ull) const {
         __m512i x = _mm512_maskz_loadu_epi8(inside[0] & there, row + byte);
         if constexpr (DTYPE == BF16) return {x, _mm512_maskz_loadu_epi8(inside[1] & there, row + byte + 64)};
         else return interleave(table(x));
     }
 
     // Loads pairs of tokens t and t + 1; past the last token they are 0, or any 4-bit number.
-    INLINE void values(const Rows& rows, int64_t t, __m512i (&out)[4]) const {
+    INLINE void load_value_pair(const Rows& rows, int64_t t, __m512i (&out)[4]) const {
         bool both = t + 1 < rows.count;
         int64_t next = both ? t + 1 : t;
         __mmask64 there = both ? ~0ull : 0;
         const uint8_t *first = rows.of(t), *second = rows.of(next);
         if constexpr (is_4_bit(DTYPE)) {
-            nibble.pairs(first + byte, second + byte, static_cast<__mmask32>(inside[0]), out);
+            nibble.load_value_pairs(first + byte, second + byte, static_cast<__mmask32>(inside[0]), out);
         } else if constexpr (DTYPE == BF16) {
-            VectorPair a = keys(first), b = keys(second, there);
+            VectorPair a = load_key(first), b = load_key(second, there);
             out[0] = _mm512_unpacklo_epi16(a.first, b.first), out[1] = _mm512_unpackhi_epi16(a.first, b.first);
             out[2] = _mm512_unpacklo_epi16(a.second, b.second), out[3] = _mm512_unpackhi_epi16(a.second, b.second);
         } else {
@@ -114,11 +114,11 @@ void scores_small_m_kernel(const Rows& rows, const Rows& scales, int64_t columns
 #pragma GCC unroll 16
         for (__m512& x : sum) x = _mm512_setzero_ps();
         for (int64_t c = 0; c < columns; c += SPAN) {
-            codes.at(c);
+            codes.select_columns(c);
             codes.prefetch_rows(rows, KEYS, c);
 #pragma GCC unroll 16
             for (int i = 0; i < KEYS; i++) {
-                VectorPair x = codes.keys(row[i]);
+                VectorPair x = codes.load_key(row[i]);
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) {
                     const uint32_t* q = queries + r * units + c / 2;
@@ -168,9 +168,9 @@ void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& scales, int64_t 
     Codes<DTYPE> codes(columns);
     BlockScaledP<ROWS> by_block;  // e2m1 only
     for (int64_t c = 0; c < columns; c += SPAN) {
-        codes.at(c);
+        codes.select_columns(c);
         if (DTYPE == E2M1 && c % (2 * SPAN) == 0)
-            by_block.fill(scales, c / 16, columns / 16, packed_p.probabilities, packed_p.rest);
+            by_block.pack_scaled_p(scales, c / 16, columns / 16, packed_p.probabilities, packed_p.rest);
         __m512 sum[ROWS][4];
 #pragma GCC unroll 16
         for (int i = 0; i < ROWS * 4; i++) {
@@ -179,12 +179,12 @@ void accumulate_pv_small_m_kernel(const Rows& rows, const Rows& scales, int64_t 
         }
         for (int64_t t = 0; t < rows.count; t += 2) {
             __m512i units[4];
-            codes.values(rows, t, units);
+            codes.load_value_pair(rows, t, units);
             codes.prefetch_rows(rows, 2, c);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r++) {
                 __m512i w;
-                if constexpr (DTYPE == E2M1) w = by_block.at(r, t / 2, c);
+                if constexpr (DTYPE == E2M1) w = by_block.scaled_p_at(r, t / 2, c);
                 else w = _mm512_set1_epi32(static_cast<int>(of_rows[r * (BLOCK_N / 2) + t / 2]));
 #pragma GCC unroll 4
                 for (int v = 0; v < 4; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], (__m512bh)w, (__m512bh)units[v]);
@@ -215,10 +215,10 @@ template <int64_t DTYPE>
 void unpack_values_small_m_kernel(const Rows& rows, int64_t columns, uint32_t* out, int64_t stride) {
     Codes<DTYPE> codes(columns);
     for (int64_t c = 0; c < columns; c += SPAN) {
-        codes.at(c);
+        codes.select_columns(c);
         for (int64_t t = 0; t < rows.count; t += 2) {
             __m512i units[4];
-            codes.values(rows, t, units);
+            codes.load_value_pair(rows, t, units);
             for (int v = 0; v < 4; v++) _mm512_storeu_si512(out + t / 2 * stride + c + v * W, units[v]);
         }
     }

@@ -44,7 +44,7 @@ struct Nibble {
     }
 
     // Looks up the n-th code of each word, in out[n].
-    INLINE void all_of(__m512i x, __m512i (&out)[4]) const {
+    INLINE void look_up_4_codes(__m512i x, __m512i (&out)[4]) const {
         out[0] = _mm512_permutexvar_epi16(x, table);
         out[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4), table);
         out[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 8), table);
@@ -53,10 +53,10 @@ struct Nibble {
 
     // Loads pairs of two rows' codes, 64 columns. The four words of a block lie in four lanes, four blocks side by
     // side.
-    INLINE void pairs(const uint8_t* first, const uint8_t* second, __mmask32 inside, __m512i (&out)[4]) const {
+    INLINE void load_value_pairs(const uint8_t* first, const uint8_t* second, __mmask32 inside, __m512i (&out)[4]) const {
         __m512i a = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(inside, first));
         __m512i b = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(inside, second));
-        all_of(_mm512_permutex2var_epi16(a, _mm512_load_si512(NIBBLE_ORDERS.tokens), b), out);
+        look_up_4_codes(_mm512_permutex2var_epi16(a, _mm512_load_si512(NIBBLE_ORDERS.tokens), b), out);
     }
 };
 
@@ -151,7 +151,7 @@ INLINE void accumulate_qk_4_bit(const Nibble<DTYPE>& nibble, const uint32_t* wor
         for (int half = 0; half < 2; half++) {
             __m512i x[VECTORS][4];
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) nibble.all_of(_mm512_loadu_si512(words + half * BLOCK_N + v * W), x[v]);
+            for (int v = 0; v < VECTORS; v++) nibble.look_up_4_codes(_mm512_loadu_si512(words + half * BLOCK_N + v * W), x[v]);
 #pragma GCC unroll 4
             for (int n = 0; n < 4; n++)
 #pragma GCC unroll 8
@@ -197,7 +197,7 @@ struct BlockScaledP {
     alignas(64) uint32_t units[ROWS][BLOCK_N / 2][BLOCKS];
 
     // Packs scaled P, or with `rest` its rounding error. A masked P stays 0, whatever the scale.
-    void fill(const Rows& rows, int64_t block, int64_t blocks, const float* probabilities, bool rest) {
+    void pack_scaled_p(const Rows& rows, int64_t block, int64_t blocks, const float* probabilities, bool rest) {
         alignas(64) uint64_t raw[BLOCK_N];
         alignas(64) float scales[BLOCK_N / 2][16];  // per pair: one token's and the other's, block by block
         int64_t count = round_up(rows.count, 8);
@@ -220,8 +220,8 @@ struct BlockScaledP {
             }
     }
 
-    // Returns scaled P in the lane order of `Nibble::pairs`, from column c on.
-    INLINE __m512i at(int r, int64_t pair, int64_t c) const {
+    // Returns scaled P in the lane order of `Nibble::load_value_pairs`, from column c on.
+    INLINE __m512i scaled_p_at(int r, int64_t pair, int64_t c) const {
         const void* from = units[r][pair] + c / 16 % BLOCKS;
         return _mm512_broadcast_i32x4(_mm_load_si128(static_cast<const __m128i*>(from)));
     }

@@ -12,22 +12,22 @@ struct Bytes {
     uint8_t low[128], high[128];
     constexpr Bytes() : low(), high() {
         for (int i = 0; i < 128; i++) {
-            uint32_t half = DTYPE == INT8 ? whole(i) : DTYPE == E5M2 ? small<5, 2>(i) : small<4, 3>(i);
+            uint32_t half = DTYPE == INT8 ? bf16_bits_of_int(i) : DTYPE == E5M2 ? bf16_bits_of_minifloat<5, 2>(i) : bf16_bits_of_minifloat<4, 3>(i);
             low[i] = half & 0xFF;
             high[i] = half >> 8;
         }
     }
-    static constexpr uint32_t whole(int n) {
+    static constexpr uint32_t bf16_bits_of_int(int n) {
         int e = 0;
         while (n >> e > 1) e++;
         return n == 0 ? 0 : (127 + e) << 7 | (n << (7 - e) & 0x7F);
     }
     template <int EXPONENT, int MANTISSA>
-    static constexpr uint32_t small(int code) {
+    static constexpr uint32_t bf16_bits_of_minifloat(int code) {
         int bias = (1 << (EXPONENT - 1)) - 1, e = code >> MANTISSA, m = code & ((1 << MANTISSA) - 1);
         if (EXPONENT == 4 ? code == 127 : e == 31) return 0x7F80 | (EXPONENT == 4 || m ? 0x40 : 0);
         if (e == 0) {
-            uint32_t n = whole(m);
+            uint32_t n = bf16_bits_of_int(m);
             return n == 0 ? 0 : n - ((bias - 1 + MANTISSA) << 7);
         }
         return (e - bias + 127) << 7 | m << (7 - MANTISSA);

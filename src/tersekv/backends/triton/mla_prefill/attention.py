@@ -182,7 +182,7 @@ def attention_kernel(
 
 
 def make_attention_launch(
-    f: SimpleNamespace, chunk: int, num_rows: int, has_previous_chunk: bool, has_next_chunk: bool, tile: AttentionTile
+    f: SimpleNamespace, i_chunk: int, num_rows: int, has_previous_chunk: bool, has_next_chunk: bool, tile: AttentionTile
 ) -> KernelLaunch:
     """Returns the launch for a chunk of `num_rows` rows, continuing from (out, OUT_RESIDUAL, LSE) if
     `has_previous_chunk`.
@@ -212,7 +212,7 @@ def make_attention_launch(
                 ("K", "KV", num_columns, nope), ("V", "KV", num_columns, dim_v), ("KPE", "K_PE", rope, rope),
             )
         }  # fmt: skip
-    arguments |= chunk_offset_args(chunk) | stride_args(f.q, stride_q="th") | stride_args(f.out, stride_o="th") | {
+    arguments |= chunk_offset_args(i_chunk) | stride_args(f.q, stride_q="th") | stride_args(f.out, stride_o="th") | {
         "num_rows": num_rows, "num_m_blocks": num_m_blocks, "H": heads, "heads_per_l2_group": heads_per_l2_group,
         "score_scale": f.softmax_scale * math.log2(math.e),
         "stride_kv": num_columns, "stride_lt": lse_strides[0], "stride_lh": lse_strides[1],

@@ -76,12 +76,6 @@ def arrive_inc_and_count_earlier(p_counter, maybe_uninit_value):
     return (gl.atomic_add(p_counter, 1, sem="acq_rel", scope="gpu") - COUNTER_ZERO).to(gl.int32)
 
 
-@gluon.jit
-def reset_counter(p_counter):
-    """Resets the count to 0, after all have arrived."""
-    gl.store(p_counter, COUNTER_ZERO)
-
-
 # ---- fused combine: which splits ----
 
 
@@ -293,7 +287,7 @@ def arrive_and_combine_if_last(
     is_last = arrive_inc_and_count_earlier(p_counter, maybe_uninit_counter_value) == num_partials - 1
     # One iteration per level.
     while is_last:
-        reset_counter(p_counter)
+        gl.store(p_counter, COUNTER_ZERO)  # all have arrived
         is_complete = range_step * num_partials >= num_splits
         p_counter = split_counter_ptr(SPLIT_WORKSPACE, 1, tile_first_range, tile_first_range, cfg, tile_cfg)
         if not is_complete:

@@ -155,7 +155,7 @@ def load_query_chunk(p_row, m_row, FIRST_COLUMN: gl.constexpr, COLUMNS: gl.const
 
 
 @gluon.jit
-def view_as_packed(tile):
+def view_8bit_tile_as_pairs(tile):
     """Returns a view of a tile of 8-bit codes in shared memory as 16-bit packed pairs."""
     PACKED_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(tile.layout.swizzle_byte_width, 16)
     return reinterpret(tile, gl.int16, [tile.shape[0], tile.shape[1] // 2], PACKED_LAYOUT)
@@ -175,7 +175,7 @@ def zero_oob_rows_in_smem(smem_tiles, first_tile, NUM_TILES: gl.constexpr, num_v
     for i in range(NUM_TILES):  # not unrolled: rare, and the main loop should stay small
         tile = smem_tiles.index(first_tile + i)
         if tile.dtype.primitive_bitwidth == 8:
-            tile = view_as_packed(tile)
+            tile = view_8bit_tile_as_pairs(tile)
         x = tile.load(L)
         tile.store(gl.where(is_valid[:, None], x, gl.full(x.shape, 0, x.dtype, L)))
 

@@ -47,7 +47,7 @@ from .params import (
     partial_row_ptr,
     store_num_splits,
     store_partial_stats,
-    view_as_packed,
+    view_8bit_tile_as_pairs,
     zero_oob_rows_in_smem,
 )
 from .producer import producer
@@ -182,7 +182,7 @@ def zero_oob_v_rows_in_smem(ckv, stage, num_valid, cfg: gl.constexpr):
 def load_and_dequant_v_chunk(ckv, stage, i: gl.constexpr, O: gl.constexpr, cfg: gl.constexpr):
     """Loads a tile's i-th chunk of V, transposed, as two fp16 operands in registers."""
     return dequant_packed(
-        view_as_packed(ckv.index(stage * cfg.CHUNKS + i)).permute((1, 0)).load(gl.DotOperandLayout(0, O, 2))
+        view_8bit_tile_as_pairs(ckv.index(stage * cfg.CHUNKS + i)).permute((1, 0)).load(gl.DotOperandLayout(0, O, 2))
     )
 
 

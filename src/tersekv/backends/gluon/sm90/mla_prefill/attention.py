@@ -463,7 +463,7 @@ def head_dims(f: SimpleNamespace) -> HeadDims:
 
 
 def attention_args_without_tensor_maps(
-    f: SimpleNamespace, chunk: int, num_rows: int, block_m: int, several_chunks: bool
+    f: SimpleNamespace, i_chunk: int, num_rows: int, block_m: int, several_chunks: bool
 ) -> dict[str, Any]:
     """Returns arguments of either attention kernel for a chunk of `num_rows` rows, without tensor maps and counters."""
     dims, requests, num_m_blocks = head_dims(f), f.cache_lens.shape[0], -(-f.max_q_len // block_m)
@@ -471,7 +471,7 @@ def attention_args_without_tensor_maps(
     tensors = tensor_args(
         OUT="out", LSE=lse, MAY_HAVE_NAN="MAY_HAVE_NAN", CU_SEQLENS_Q="cu_seqlens_q", CACHE_LENS="cache_lens"
     )
-    chunk_offsets = chunk_offset_args(chunk)
+    chunk_offsets = chunk_offset_args(i_chunk)
     return tensors | stride_args(f.out, stride_o="th") | {
         "CHUNK_ROW_OFFSETS": chunk_offsets["CHUNK_ROW_OFFSETS"], "CACHE_OFFSETS": chunk_offsets["CACHE_OFFSETS"],
         "num_rows": num_rows, "num_m_blocks": num_m_blocks, "H": dims.heads,
@@ -483,7 +483,7 @@ def attention_args_without_tensor_maps(
 
 
 def make_attention_launch(
-    f: SimpleNamespace, chunk: int, num_rows: int, has_previous_chunk: bool, has_next_chunk: bool, num_sms: int,
+    f: SimpleNamespace, i_chunk: int, num_rows: int, has_previous_chunk: bool, has_next_chunk: bool, num_sms: int,
     use_pdl: bool,
     only_if_overflowed: bool,
 ) -> KernelLaunch:  # fmt: skip
@@ -496,7 +496,7 @@ def make_attention_launch(
     only_if_overflowed: the kernel does something only where that of three warpgroups overflowed
     """
     several_chunks = has_previous_chunk or has_next_chunk
-    arguments = tensor_map_args(f, num_rows, BLOCK_N) | attention_args_without_tensor_maps(f, chunk, num_rows,
+    arguments = tensor_map_args(f, num_rows, BLOCK_N) | attention_args_without_tensor_maps(f, i_chunk, num_rows,
         BLOCK_M.value,
                                                                        several_chunks) | {
         **tensor_args(OUT_RESIDUAL="OUT_RESIDUAL" if several_chunks else "out", WORK_COUNTER="WORK_COUNTER"),

@@ -157,7 +157,7 @@ def gather_latents_kernel(
 
 
 def make_gather_launch(
-    f: SimpleNamespace, chunk: int, num_rows: int, max_rows: int, native_casts: bool, is_first_chunk: bool,
+    f: SimpleNamespace, i_chunk: int, num_rows: int, max_rows: int, native_casts: bool, is_first_chunk: bool,
     use_pdl: bool,
 ) -> KernelLaunch:  # fmt: skip
     """Returns the launch for a chunk of `num_rows` rows, in buffers for `max_rows`. is_first_chunk: of the call."""
@@ -165,7 +165,7 @@ def make_gather_launch(
         BYTES, CODES_OUT="CODES", SCALES_OUT="SCALES", K_PE_OUT="K_PE", WORK_COUNTER="WORK_COUNTER",
         MAY_HAVE_NAN="MAY_HAVE_NAN",
     )  # fmt: skip
-    arguments = latent_cache_args(f) | rope_query_args(f) | empty_output_args(f) | chunk_offset_args(chunk)
+    arguments = latent_cache_args(f) | rope_query_args(f) | empty_output_args(f) | chunk_offset_args(i_chunk)
     arguments |= output_tensors | {
         "num_tokens": f.q.shape[0], "stride_scales_out": max_rows if f.kv_b_proj_scale is not None else 0,
         "BLOCK_H": min(_MAX_BLOCK_H, next_power_of_2(f.q.shape[1])), "STORAGE_KIND": k_pe_storage_kind(f.format),

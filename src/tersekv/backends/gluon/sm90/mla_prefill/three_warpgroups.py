@@ -430,11 +430,11 @@ def is_faster_than_two_warpgroups(f: SimpleNamespace, num_sms: int) -> bool:
     )
 
 
-def make_attention_launch(f: SimpleNamespace, chunk: int, num_rows: int, num_sms: int, use_pdl: bool) -> KernelLaunch:
+def make_attention_launch(f: SimpleNamespace, i_chunk: int, num_rows: int, num_sms: int, use_pdl: bool) -> KernelLaunch:
     """Returns the launch for the only chunk, of `num_rows` rows (WORK_COUNTER: `attention.make_attention_launch`)."""
     tensor_maps, dim_v, columns = tensor_map_args(f, num_rows, BLOCK_N.value), f.out.shape[2], f.kv_b_proj.shape[0]
     layout = gl.NVMMASharedLayout.get_default_for([ROWS_PER_WARPGROUP.value, 64], gl.bfloat16)
-    arguments = attention_args_without_tensor_maps(f, chunk, num_rows, BLOCK_M.value, False) | {
+    arguments = attention_args_without_tensor_maps(f, i_chunk, num_rows, BLOCK_M.value, False) | {
         "Q": tensor_maps["Q"], "Q_PE_MAP": tensor_maps["Q_PE_MAP"], "KEYS": tensor_maps["KV"],
         "KPE_MAP": tensor_maps["KPE_MAP"],
         "VALUES": tensor_map_arg("KV", [num_rows, columns], [columns, 1], [HALF_BLOCK_N.value, dim_v], layout),

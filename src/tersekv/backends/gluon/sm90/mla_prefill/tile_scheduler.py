@@ -98,10 +98,10 @@ class WorkTileInfo(NamedTuple):
 
 
 @gluon.jit
-def extract_field(tile_info, i: gl.constexpr):
+def element_as_scalar(x, i: gl.constexpr):
     """Returns one field of a work tile's info, which every thread holds in full."""
-    o = gl.arange(0, TILE_INFO_FIELDS, tile_info.type.layout)
-    return gl.sum(gl.where(o == i, tile_info, 0), 0)
+    o = gl.arange(0, TILE_INFO_FIELDS, x.type.layout)
+    return gl.sum(gl.where(o == i, x, 0), 0)
 
 
 @gluon.jit
@@ -126,11 +126,11 @@ def publish_work_tile(SMEM, q_row, num_rows, causal_limit, num_keys, num_n_block
 def unpack_work_tile(tile_info):
     """Returns a work tile's WorkTileInfo, as it was published."""
     q_row, num_rows, causal_limit = (
-        extract_field(tile_info, 0), extract_field(tile_info, 1), extract_field(tile_info, 2),
+        element_as_scalar(tile_info, 0), element_as_scalar(tile_info, 1), element_as_scalar(tile_info, 2),
     )  # fmt: skip
     return WorkTileInfo(
-        q_row, num_rows, causal_limit, extract_field(tile_info, 3), extract_field(tile_info, 4),
-        extract_field(tile_info, 5),
+        q_row, num_rows, causal_limit, element_as_scalar(tile_info, 3), element_as_scalar(tile_info, 4),
+        element_as_scalar(tile_info, 5),
     )  # fmt: skip
 
 
