@@ -59,9 +59,11 @@ def allocate_shared_p(dtype: gl.constexpr, cfg: gl.constexpr):
     )
     rescales = gl.allocate_shared_memory(gl.float32, [cfg.STAGES, ROWS_PER_WARPGROUP], UNSWIZZLED)
     acc_scales = gl.allocate_shared_memory(gl.float32, [ROWS_PER_WARPGROUP], UNSWIZZLED)
+    full_barriers, empty_barriers = allocate_mbarriers(cfg.STAGES, 1), allocate_mbarriers(cfg.STAGES, 1)
+    # No ping-pong here: the first field is a placeholder.
     return SharedP(
-        tiles, rescales, allocate_mbarriers(cfg.STAGES, 1), allocate_mbarriers(cfg.STAGES, 1), acc_scales,
-        allocate_mbarriers(1, 1), allocate_mbarriers(1, 1),
+        full_barriers, tiles, rescales, full_barriers, empty_barriers, acc_scales, allocate_mbarriers(1, 1),
+        allocate_mbarriers(1, 1),
     )  # fmt: skip
 
 
@@ -172,7 +174,10 @@ def prefill_kernel(
     if cfg.COLUMN_SPLIT:
         shared_p = allocate_shared_p(MMA_DTYPE, cfg)
     else:
-        shared_p = SharedP(None, None, None, None, None, None, None)
+        warp_scheduler_barriers = None
+        if cfg.PING_PONG:
+            warp_scheduler_barriers = allocate_mbarriers(2, 1)
+        shared_p = SharedP(warp_scheduler_barriers, None, None, None, None, None, None, None)
     tile_info = gl.allocate_shared_memory(
         gl.int32, [PAGE_IDS_ROW + 1, TILE_INFO_FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )

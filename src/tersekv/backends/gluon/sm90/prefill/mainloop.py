@@ -90,9 +90,10 @@ class TileVScale(NamedTuple):
 
 
 class SharedP(NamedTuple):
-    """COLUMN_SPLIT: what the first consumer computes for both. Of a block: P, and the rescale of acc_o before its PV;
-    of a work tile: acc_scale of its rows."""
+    """What consumers share. COLUMN_SPLIT: what the first one computes for both, of a block P and the rescale of acc_o
+    before its PV, of a work tile acc_scale of its rows. PING_PONG: a barrier for each consumer's turn."""
 
+    warp_scheduler_barriers: gl.shared_memory_descriptor
     tiles: gl.shared_memory_descriptor
     rescales: gl.shared_memory_descriptor
     full_barriers: gl.shared_memory_descriptor
@@ -106,6 +107,24 @@ class SharedP(NamedTuple):
 def acc_layout(cfg):
     # With a converter warpgroup ptxas allots 128 registers to an instruction: too few for 256 columns at once.
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(cfg.ACC_COLUMNS, 128 if cfg.CONVERTS_KV else 256), 16])
+
+
+# ---- ping-pong: consumers issue the MMAs of a block in turns, so that one's softmax overlaps the other's MMAs ----
+
+
+@gluon.jit
+def warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER: gl.constexpr, cfg: gl.constexpr, ENABLED=True):
+    """Waits until the other consumer has issued its MMAs: of this block, or of the last one."""
+    if cfg.PING_PONG:
+        phase = (iter & 1) ^ (1 - I_CONSUMER)
+        mbarrier.wait(shared_p.warp_scheduler_barriers.index(I_CONSUMER), phase, pred=ENABLED)
+
+
+@gluon.jit
+def warp_scheduler_barrier_arrive(shared_p, I_CONSUMER: gl.constexpr, cfg: gl.constexpr, ENABLED=True):
+    """Lets the other consumer issue its MMAs."""
+    if cfg.PING_PONG:
+        mbarrier.arrive(shared_p.warp_scheduler_barriers.index(1 - I_CONSUMER), count=1, pred=ENABLED)
 
 
 # ---- QK ----
@@ -487,6 +506,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
     """Computes QK and softmax of the block at key `n_start`, overlapped with PV of the block before."""
     # QK of this block, then PV of the block before.
     prev_stage, _ = stage_and_phase(iter - 1, cfg.STAGES)
+    warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg)
     if cfg.FP8_PV:
         s, acc_low, acc_high = start_qk_and_pv_by_column_halves(state, q, q_stages, k_stages, v_stages, iter, True, cfg)
     else:
@@ -497,6 +517,7 @@ def mainloop_step(state, mask_args, q, score_scales, stored_scales, softcap, q_s
                 v_stages, iter - 1, mask_args.key_begin - prev_start, mask_args.key_end - prev_start, 0, cfg
             )
         acc_o = start_pv(state, v_stages, iter - 1, cfg)
+    warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg)
     tile_scale = load_tile_v_scale(stored_scales, code_iter, cfg)
     k_scales = load_k_scales(stored_scales, iter, cfg)
     s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
@@ -656,7 +677,9 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
         )
         n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
         # First block of the first work tile: QK, mask and softmax.
+        warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg)
         s = wait_k_and_start_qk(q, q_stages, k_stages, iter, cfg)
+        warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg)
         k_scales = load_k_scales(stored_scales, iter, cfg)
         s = apply_k_scales(warpgroup_mma_wait(0, [s]), k_scales, cfg)
         tile_scale = load_tile_v_scale(stored_scales, iter, cfg)
@@ -685,6 +708,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
                 work_tile, q_stages, call_scales, I_CONSUMER, DTYPE, cfg
             )
             n_start = (work_tile.n_block_end - 1) * cfg.BLOCK_N
+            warp_scheduler_barrier_sync(shared_p, iter, I_CONSUMER, cfg, has_next)
             if cfg.FP8_PV:
                 s, acc_low, acc_high = start_qk_and_pv_by_column_halves(
                     state, q, q_stages, k_stages, v_stages, iter, has_next, cfg
@@ -694,6 +718,7 @@ def consumer(tensors, call_scales, strides, q_stages, tile_info, k_stages, v_sta
                 if cfg.COLUMN_SPLIT:
                     wait_last_half_of_v_and_zero_oob_rows(v_stages, iter - 1, finished_tile, cfg)
                 acc_o = start_pv(state, v_stages, iter - 1, cfg)
+            warp_scheduler_barrier_arrive(shared_p, I_CONSUMER, cfg, has_next)
             tile_scale = load_tile_v_scale(stored_scales, iter, cfg)
             k_scales = load_k_scales(stored_scales, iter, cfg)
             s = apply_k_scales(warpgroup_mma_wait(1, [s]), k_scales, cfg)
